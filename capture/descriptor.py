@@ -1,0 +1,96 @@
+"""The key of a captured graph, and the ladders of sizes that are captured."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from enum import Enum
+
+from graphrt.kernels.errors import ConfigError
+
+
+class GraphKind(str, Enum):
+    """DECODE: every row has `query_len` new tokens. MIXED: any mix of prompt chunks and decodes, packed."""
+
+    DECODE = "decode"
+    MIXED = "mixed"
+
+
+@dataclass(frozen=True, slots=True)
+class BatchDescriptor:
+    """Frozen key of a graph: what it was captured for.
+
+    padded_reqs     rows, pad rows included
+    padded_tokens   tokens, pad tokens included; padded_reqs * query_len in a decode graph
+    query_len       new tokens per row in a decode graph; 0 in a mixed graph, where rows differ
+    variant         name of the step function that was captured, where a runtime has more than one
+    """
+
+    kind: GraphKind
+    padded_reqs: int
+    padded_tokens: int
+    query_len: int = 1
+    variant: str = "default"
+    _hash: int = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        # Looked up at every step: hashing five fields each time would take longer than the launch.
+        key = (self.kind.value, self.padded_reqs, self.padded_tokens, self.query_len, self.variant)
+        object.__setattr__(self, "_hash", hash(key))
+        if self.padded_reqs < 1 or self.padded_tokens < 1:
+            raise ConfigError(
+                f"BatchDescriptor: expected at least 1 row and 1 token, got {self.padded_reqs} and {self.padded_tokens}"
+            )
+        if self.kind is GraphKind.DECODE and self.padded_tokens != self.padded_reqs * self.query_len:
+            raise ConfigError(
+                f"BatchDescriptor.padded_tokens: expected padded_reqs x query_len = "
+                f"{self.padded_reqs * self.query_len} in a decode graph, got {self.padded_tokens}"
+            )
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @classmethod
+    def decode(cls, padded_reqs: int, query_len: int = 1, variant: str = "default") -> BatchDescriptor:
+        """Key of the decode graph for `padded_reqs` rows of `query_len` new tokens each."""
+        return cls(GraphKind.DECODE, padded_reqs, padded_reqs * query_len, query_len, variant)
+
+    @classmethod
+    def mixed(cls, padded_tokens: int, padded_reqs: int, variant: str = "default") -> BatchDescriptor:
+        """Key of the mixed graph for `padded_tokens` packed tokens in at most `padded_reqs` rows."""
+        return cls(GraphKind.MIXED, padded_reqs, padded_tokens, 0, variant)
+
+    def __str__(self) -> str:
+        name = f"{self.kind.value}[{self.padded_reqs}"
+        if self.kind is GraphKind.MIXED:
+            name = f"mixed[{self.padded_tokens} tokens, {self.padded_reqs}"
+        elif self.query_len > 1:
+            name += f" x {self.query_len}"
+        return name + (f", {self.variant}]" if self.variant != "default" else "]")
+
+
+def decode_ladder(max_num_reqs: int) -> tuple[int, ...]:
+    """Row counts that are captured by default: 1, 2, 4, then steps of 8 to 256, then of 16, and the exact maximum."""
+    if max_num_reqs < 1:
+        raise ConfigError(f"max_num_reqs: expected >= 1, got {max_num_reqs}")
+    sizes = [1, 2, 4, *range(8, 257, 8), *range(272, max_num_reqs + 1, 16)]
+    return tuple(sorted({s for s in sizes if s <= max_num_reqs} | {max_num_reqs}))
+
+
+def mixed_ladder(max_num_tokens: int, smallest: int = 64) -> tuple[int, ...]:
+    """Token counts of the mixed graphs by default: 64, 128, ... by doubling, and the exact maximum."""
+    if max_num_tokens < 1:
+        raise ConfigError(f"max_num_tokens: expected >= 1, got {max_num_tokens}")
+    sizes, size = [], smallest
+    while size < max_num_tokens:
+        sizes.append(size)
+        size *= 2
+    return (*sizes, max_num_tokens)
+
+
+def check_sizes(name: str, sizes: Iterable[int], maximum: int) -> tuple[int, ...]:
+    """Sorted, distinct sizes; raises ConfigError when one lies outside 1 to `maximum`."""
+    result = tuple(sorted(set(sizes)))
+    if result and not (result[0] >= 1 and result[-1] <= maximum):
+        raise ConfigError(f"{name}: expected sizes from 1 to {maximum}, got {list(result)}; drop the others")
+    return result

@@ -1,0 +1,92 @@
+"""Maps a batch to the descriptor that serves it. The one owner of the captured keys; lookup is O(1)."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from graphrt.capture.descriptor import BatchDescriptor
+from graphrt.kernels.errors import CapacityError
+
+
+@dataclass(frozen=True, slots=True)
+class Dispatch:
+    """Where a batch goes. `why_eager` is empty when a graph of this descriptor was captured."""
+
+    descriptor: BatchDescriptor
+    why_eager: str
+
+
+class Dispatcher:
+    """Owns the ladders. Batches over capacity raise; batches without a graph run eagerly and say why.
+
+    decode_sizes, mixed_sizes   sorted sizes to capture, each within the maxima; may be empty
+    why_not_graph               the backend's reason against a graph of a descriptor, or None
+    """
+
+    def __init__(
+        self,
+        *,
+        max_num_reqs: int,
+        max_num_tokens: int,
+        query_len: int,
+        decode_sizes: Sequence[int],
+        mixed_sizes: Sequence[int],
+        why_not_graph: Callable[[BatchDescriptor], str | None],
+        use_graphs: bool,
+    ) -> None:
+        self.max_num_reqs = max_num_reqs
+        self.max_num_tokens = max_num_tokens
+        self.query_len = query_len
+        self._use_graphs = use_graphs
+        self._why_not_graph = why_not_graph
+        self._decode = self._table(
+            decode_sizes, max_num_reqs, lambda n: BatchDescriptor.decode(n, query_len), "decode", "rows"
+        )
+        self._mixed = self._table(
+            mixed_sizes,
+            max_num_tokens,
+            lambda n: BatchDescriptor.mixed(n, min(n, max_num_reqs)),
+            "mixed",
+            "tokens",
+        )
+
+    def dispatch(self, num_reqs: int, num_tokens: int, uniform: bool) -> Dispatch:
+        """Where a batch goes; `uniform` when every row has exactly `query_len` new tokens. Raises CapacityError."""
+        if num_reqs > self.max_num_reqs or num_tokens > self.max_num_tokens:
+            raise CapacityError(
+                f"batch: expected at most {self.max_num_reqs} requests and {self.max_num_tokens} tokens, got "
+                f"{num_reqs} requests and {num_tokens} tokens; split it, or raise max_num_reqs / max_num_tokens"
+            )
+        return self._decode[num_reqs - 1] if uniform else self._mixed[num_tokens - 1]
+
+    def captured(self) -> tuple[BatchDescriptor, ...]:
+        """Descriptors to capture, in order: mixed before decode, each from the largest, so that memory is reused."""
+        keys = {d.descriptor: None for d in (*reversed(self._mixed), *reversed(self._decode)) if not d.why_eager}
+        return tuple(keys)
+
+    def _table(
+        self,
+        sizes: Sequence[int],
+        maximum: int,
+        make: Callable[[int], BatchDescriptor],
+        kind: str,
+        unit: str,
+    ) -> list[Dispatch]:
+        """One entry per possible size; entry n - 1 serves n."""
+        table = []
+        for n in range(1, maximum + 1):
+            index = bisect_left(sizes, n)
+            padded = sizes[index] if index < len(sizes) else n
+            descriptor = make(padded)
+            why = ""
+            if not self._use_graphs:
+                why = "graphs are switched off (use_graphs=False)"
+            elif index == len(sizes):
+                largest = sizes[-1] if sizes else 0
+                why = f"no {kind} graph for {n} {unit}: the largest captured is {largest}"
+            elif (reason := self._why_not_graph(descriptor)) is not None:
+                why = reason
+            table.append(Dispatch(descriptor, why))
+        return table

@@ -1,0 +1,71 @@
+"""What a recorder returns: a step that can be launched again, and a report of what it cost."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from graphrt.capture.descriptor import BatchDescriptor
+
+StepFunction = Callable[[], torch.Tensor]
+"""One decode step on static buffers, without arguments; returns the logits."""
+
+
+@dataclass(frozen=True, slots=True)
+class GraphReport:
+    """Cost of one captured graph.
+
+    seconds       wall time of its capture
+    pool_bytes    growth of the allocator, that is of the memory pool that all graphs share
+    driver_bytes  device memory that the driver took for the graph itself
+    nodes         graph nodes (ops on the tape, for the CPU twin)
+    """
+
+    descriptor: BatchDescriptor
+    seconds: float
+    pool_bytes: int
+    driver_bytes: int
+    nodes: int
+
+    @property
+    def nbytes(self) -> int:
+        """All device memory that the graph took."""
+        return self.pool_bytes + self.driver_bytes
+
+
+class CapturedGraph(Protocol):
+    """A captured step. `output` holds the logits of the latest launch until the next launch of any sibling."""
+
+    report: GraphReport
+    output: torch.Tensor
+
+    def launch(self) -> None:
+        """Run the step again on the current stream, reading and writing the memory it was captured with."""
+
+    def close(self) -> None:
+        """Drop the graph and what it keeps alive."""
+
+
+class Recorder(Protocol):
+    """Turns step functions into captured graphs, all on one device and in one memory pool."""
+
+    name: str
+
+    def session(self) -> AbstractContextManager[None]:
+        """Context around a whole ladder of captures (garbage collection frozen, capture stream current)."""
+
+    def warm_up(self, step: StepFunction, prepare: Callable[[], None]) -> None:
+        """Run a step once outside of any capture, so that libraries make their handles and workspaces."""
+
+    def record(self, step: StepFunction, descriptor: BatchDescriptor, prepare: Callable[[], None]) -> CapturedGraph:
+        """Capture one step; `prepare` runs before every run of it.
+
+        Raises CaptureError; the recorder can be used on afterwards.
+        """
+
+    def close(self) -> None:
+        """Give the pool and the capture stream back; every graph must have been closed."""

@@ -1,0 +1,203 @@
+"""Captures steps as CUDA graphs: one memory pool, one capture stream, no per-graph synchronisation.
+
+`torch.cuda.graph` synchronises, empties the allocator's cache and collects garbage for every graph, which makes a
+ladder of 35 graphs take tens of seconds. Here the raw `capture_begin`/`capture_end` are called on one stream, and
+garbage collection is frozen once for the whole ladder.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import triton
+from cuda.bindings import driver
+
+from graphrt.capture.descriptor import BatchDescriptor
+from graphrt.capture.graph import GraphReport, Recorder, StepFunction
+from graphrt.capture.tape import OpTapeRecorder
+from graphrt.kernels.errors import CaptureError
+
+# cuBLAS keeps one workspace per stream for the life of the process, and two graphs captured on one stream share it.
+# So every live recorder has a capture stream of its own, and a closed one leaves it to the next.
+_idle_streams: dict[torch.device, list[torch.cuda.Stream]] = {}
+
+
+class CudaGraph:
+    """A captured and instantiated CUDA graph."""
+
+    def __init__(self, graph: torch.cuda.CUDAGraph, output: torch.Tensor, report: GraphReport) -> None:
+        self._graph: torch.cuda.CUDAGraph | None = graph
+        self.output = output
+        self.report = report
+
+    def launch(self) -> None:
+        assert self._graph is not None, "launch of a closed graph"
+        self._graph.replay()
+
+    def close(self) -> None:
+        if self._graph is not None:
+            self._graph.reset()
+            self._graph = None
+        self.output = torch.empty(0)
+
+    def raw_graph(self) -> int:
+        """Address of the CUgraph template, for inspection."""
+        assert self._graph is not None, "raw_graph of a closed graph"
+        return int(self._graph.raw_cuda_graph())
+
+
+class CudaGraphRecorder:
+    """Records CUDA graphs on `device` that share one memory pool, so they must replay on one stream."""
+
+    name = "cuda-graph"
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        idle = _idle_streams.setdefault(device, [])
+        self._stream = idle.pop() if idle else torch.cuda.Stream(device)
+        self._pool = torch.cuda.graph_pool_handle()
+
+    @contextlib.contextmanager
+    def session(self) -> Iterator[None]:
+        # A Triton kernel or tensor that dies during a capture can invalidate it: collect now, then not until the end.
+        gc.collect()
+        was_enabled = gc.isenabled()
+        gc.disable()
+        gc.freeze()
+        try:
+            self._stream.wait_stream(torch.cuda.current_stream(self._device))
+            with torch.cuda.stream(self._stream):
+                yield
+            torch.cuda.current_stream(self._device).wait_stream(self._stream)
+        finally:
+            gc.unfreeze()
+            if was_enabled:
+                gc.enable()
+
+    def warm_up(self, step: StepFunction, prepare: Callable[[], None]) -> None:
+        prepare()
+        with torch.no_grad():
+            step()
+
+    def record(self, step: StepFunction, descriptor: BatchDescriptor, prepare: Callable[[], None]) -> CudaGraph:
+        start = time.perf_counter()
+        free, reserved = torch.cuda.mem_get_info(self._device)[0], torch.cuda.memory_reserved(self._device)
+        prepare()
+        try:
+            graph, output = self._capture(step)
+        except Exception:
+            # What a step does on its first run at a size (compile, allocate, choose an algorithm) may be forbidden in a
+            # capture. Let it do that outside; what fails again, or fails outside as well, is an error of the step.
+            self.warm_up(step, prepare)
+            prepare()
+            try:
+                graph, output = self._capture(step)
+            except Exception as error:
+                raise CaptureError(f"{descriptor}: the step could not be captured: {error}") from error
+        graph.instantiate()
+        _upload(graph, self._stream)
+        pool_bytes = torch.cuda.memory_reserved(self._device) - reserved
+        driver_bytes = free - torch.cuda.mem_get_info(self._device)[0] - pool_bytes
+        nodes = _count_nodes(graph)
+        report = GraphReport(descriptor, time.perf_counter() - start, pool_bytes, driver_bytes, nodes)
+        return CudaGraph(graph, output, report)
+
+    def close(self) -> None:
+        _idle_streams[self._device].append(self._stream)
+
+    def _capture(self, step: StepFunction) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
+        graph = torch.cuda.CUDAGraph(keep_graph=True)
+        with _kernel_loads_allowed(), torch.no_grad():
+            # thread_local: CUDA calls of other threads neither break this capture nor are captured.
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            try:
+                output = step()
+            except BaseException:
+                self._abort(graph)
+                raise
+            graph.capture_end()
+        return graph, _borrow(output)
+
+    def _abort(self, graph: torch.cuda.CUDAGraph) -> None:
+        """End a capture whose step raised. That error is the one to show, not what ending the capture may raise."""
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # that the graph is empty
+                graph.capture_end()
+        except RuntimeError:
+            # An invalidated capture leaves the allocator in the belief that it goes on, and its pool unusable.
+            torch._C._cuda_endAllocateToPool(self._device.index, self._pool)
+            self._pool = torch.cuda.graph_pool_handle()
+
+
+def make_recorder(device: torch.device) -> Recorder:
+    """The recorder for `device`: CUDA graphs on CUDA, the op tape elsewhere."""
+    return CudaGraphRecorder(device) if device.type == "cuda" else OpTapeRecorder()
+
+
+@contextlib.contextmanager
+def _kernel_loads_allowed() -> Iterator[None]:
+    """Let Triton load a kernel that it meets for the first time in the middle of a capture.
+
+    Loading a module touches no stream, but only a relaxed capture mode allows it: this thread's mode is relaxed for the
+    time of the load. So a ladder needs neither a warm-up per size nor a list of kernel variants.
+    """
+    relaxed, hooks = driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED, triton.knobs.runtime
+    outer: list[Any] = []
+
+    def before_load(*args: Any, **kwargs: Any) -> None:
+        outer.append(_check(driver.cuThreadExchangeStreamCaptureMode(relaxed))[1])
+
+    def after_load(*args: Any, **kwargs: Any) -> None:
+        _check(driver.cuThreadExchangeStreamCaptureMode(outer.pop()))
+
+    hooks.kernel_load_start_hook.add(before_load)
+    hooks.kernel_load_end_hook.add(after_load)
+    try:
+        yield
+    finally:
+        hooks.kernel_load_start_hook.remove(before_load)
+        hooks.kernel_load_end_hook.remove(after_load)
+        if outer:  # a load failed
+            after_load()
+
+
+class _DeviceMemory:
+    """Describes device memory that somebody else owns, for torch.as_tensor."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        typestr = {1: "|u1", 2: "<i2", 4: "<i4", 8: "<i8"}[tensor.element_size()]
+        strides = tuple(s * tensor.element_size() for s in tensor.stride())
+        self.__cuda_array_interface__ = {
+            "shape": tuple(tensor.shape),
+            "typestr": typestr,
+            "data": (tensor.data_ptr(), False),
+            "strides": strides,
+            "version": 3,
+        }
+
+
+def _borrow(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory without owning it. Were graphs to own their outputs, smaller ones could not reuse the memory:
+    the logits of 35 sizes of a 128k vocabulary alone would take more than a gigabyte of the pool."""
+    return torch.as_tensor(_DeviceMemory(tensor), device=tensor.device).view(tensor.dtype)
+
+
+def _upload(graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream) -> None:
+    _check(driver.cuGraphUpload(graph.raw_cuda_graph_exec(), stream.cuda_stream))
+
+
+def _count_nodes(graph: torch.cuda.CUDAGraph) -> int:
+    return int(_check(driver.cuGraphGetNodes(graph.raw_cuda_graph(), 0))[-1])
+
+
+def _check(result: tuple[Any, ...]) -> tuple[Any, ...]:
+    if int(result[0]) != 0:
+        raise CaptureError(f"CUDA driver: expected success, got {result[0]!r}")
+    return result

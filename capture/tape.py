@@ -1,0 +1,164 @@
+"""The op tape: the twin of a CUDA graph for machines without CUDA.
+
+While a step runs once, a `TorchDispatchMode` writes every dispatched op to a tape with its arguments as they were:
+scalars, and tensors with their storages. A launch runs the tape, never the Python that made it, and copies results
+into the tensors that the first run produced. So a scalar that was baked, a buffer that was replaced and a value that
+was read on the host show on CPU as they would in a graph; re-running the Python would hide all three.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from graphrt.capture.descriptor import BatchDescriptor
+from graphrt.capture.graph import GraphReport, StepFunction
+from graphrt.kernels.errors import CaptureError
+from graphrt.kernels.library import cpu_runs_triton, interpreted
+
+_HOST_READS = frozenset({"item", "tolist", "numpy", "__bool__", "__int__", "__float__", "__index__", "__array__"})
+_UNWRITTEN_FACTORIES = frozenset(
+    {"aten::empty", "aten::empty_strided", "aten::empty_like", "aten::new_empty", "aten::new_empty_strided"}
+)
+
+
+@dataclass(frozen=True, slots=True)
+class TapeEntry:
+    """One op: what to call, and which of its results are memory of its own that a launch must fill again.
+
+    interpret   the op ran an interpreted Triton kernel, and must again: which kernel runs is frozen too
+    """
+
+    func: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    outputs: tuple[torch.Tensor | None, ...]
+    interpret: bool
+
+    def run(self) -> None:
+        with interpreted() if self.interpret else contextlib.nullcontext():
+            result = self.func(*self.args, **self.kwargs)
+        for kept, new in zip(self.outputs, _tensors(result), strict=True):
+            if kept is not None:
+                kept.copy_(new)
+
+
+class OpTape:
+    """A captured step on CPU: `launch()` replays the ops into the tensors of the first run."""
+
+    def __init__(self, entries: list[TapeEntry], output: torch.Tensor, report: GraphReport) -> None:
+        self._entries = entries
+        self.output = output
+        self.report = report
+
+    def launch(self) -> None:
+        with torch.no_grad():
+            for entry in self._entries:
+                entry.run()
+
+    def close(self) -> None:
+        self._entries = []
+        self.output = torch.empty(0)
+
+
+class OpTapeRecorder:
+    """Records op tapes. Capture runs the step once for real, which a CUDA graph capture does not."""
+
+    name = "op-tape (CPU twin of a CUDA graph)"
+
+    @contextlib.contextmanager
+    def session(self) -> Iterator[None]:
+        yield
+
+    def warm_up(self, step: StepFunction, prepare: Callable[[], None]) -> None:
+        """Nothing: recording a tape runs the step for real."""
+
+    def record(self, step: StepFunction, descriptor: BatchDescriptor, prepare: Callable[[], None]) -> OpTape:
+        start = time.perf_counter()
+        prepare()
+        writer = _TapeWriter()
+        try:
+            with torch.no_grad(), _HostReadGuard(writer), writer:
+                output = step()
+        except CaptureError as error:
+            raise CaptureError(f"{descriptor}: {error}") from error
+        owned = sum(t.numel() * t.element_size() for e in writer.entries for t in e.outputs if t is not None)
+        report = GraphReport(descriptor, time.perf_counter() - start, owned, 0, len(writer.entries))
+        return OpTape(writer.entries, output, report)
+
+    def close(self) -> None:
+        pass
+
+
+class _TapeWriter(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch does not annotate it
+        self.entries: list[TapeEntry] = []
+        self.inside_op = False
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if _reads_host(func, args, kwargs):
+            raise CaptureError(
+                f"{func}: expected ops whose results stay on the device, got one that reads values on the host or has "
+                "a data-dependent shape; a graph cannot hold it, compute with masks or fixed shapes"
+            )
+        self.inside_op = True
+        try:
+            result = func(*args, **kwargs)
+        finally:
+            self.inside_op = False
+        if torch.Tag.inplace_view in func.tags or func._schema.name in _UNWRITTEN_FACTORIES:
+            return result  # changes no data: a launch finds shape and memory as they were left
+        inputs = {t.untyped_storage().data_ptr() for t in _tensors((args, kwargs))}
+        # Results that are memory of their own; None stands for a view of an input, which needs no filling. The caller
+        # may change a result's shape in place (squeeze_, t_), so the tape keeps a view of its own.
+        kept = tuple(
+            None if t.untyped_storage().data_ptr() in inputs else t.detach() for t in _tensors(result)
+        )  # fmt: skip
+        if func._schema.is_mutable or any(t is not None for t in kept):
+            self.entries.append(TapeEntry(func, args, kwargs, kept, cpu_runs_triton()))
+        return result
+
+
+class _HostReadGuard(TorchFunctionMode):
+    """Catches host reads that never reach the dispatcher, such as `tolist()` of a CPU tensor."""
+
+    def __init__(self, writer: _TapeWriter) -> None:
+        super().__init__()
+        self._writer = writer
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        name = getattr(func, "__name__", "")
+        if name in _HOST_READS and not self._writer.inside_op:
+            raise CaptureError(
+                f"Tensor.{name}: expected no host read of a tensor during capture, got one; the value would be frozen "
+                "in the graph, keep it in a tensor"
+            )
+        return func(*args, **(kwargs or {}))
+
+
+def _reads_host(func: Any, args: Any, kwargs: Any) -> bool:
+    if torch.Tag.data_dependent_output in func.tags:
+        return True
+    if torch.Tag.dynamic_output_shape not in func.tags:
+        return False
+    # Indexing is tagged because of masks; with integer indices its shape is known and CUDA can capture it.
+    masks = any(t.dtype in (torch.bool, torch.uint8) for t in _tensors((args[1:], kwargs)))
+    return bool(func._schema.name != "aten::index" or masks)
+
+
+def _tensors(tree: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]

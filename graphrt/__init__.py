@@ -1,0 +1,71 @@
+"""The decode step of a large language model as a library: static buffers, paged attention, one CUDA graph per step.
+
+Names are imported when they are first used: `import graphrt.kernels` runs this file, and must not load the runtime.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from graphrt.attention import Step as Step
+    from graphrt.batch import Batch as Batch
+    from graphrt.capture.descriptor import BatchDescriptor as BatchDescriptor
+    from graphrt.config import RuntimeConfig as RuntimeConfig
+    from graphrt.generate import TextGenerator as TextGenerator
+    from graphrt.handle import StepFaultError as StepFaultError
+    from graphrt.handle import StepHandle as StepHandle
+    from graphrt.kernels.errors import CapacityError as CapacityError
+    from graphrt.kernels.errors import CaptureError as CaptureError
+    from graphrt.kernels.errors import ConfigError as ConfigError
+    from graphrt.kernels.errors import GraphRTError as GraphRTError
+    from graphrt.kernels.errors import ReplayError as ReplayError
+    from graphrt.kernels.errors import ShapeError as ShapeError
+    from graphrt.kernels.errors import UnsupportedError as UnsupportedError
+    from graphrt.kernels.types import KVLayout as KVLayout
+    from graphrt.kv_cache import KVCache as KVCache
+    from graphrt.kv_cache import PageAllocator as PageAllocator
+    from graphrt.replay import ReplayManager as ReplayManager
+    from graphrt.runtime import Runtime as Runtime
+    from graphrt.spec import AttentionSpec as AttentionSpec
+    from graphrt.spec import KVCacheSpec as KVCacheSpec
+
+__version__ = "0.1.0"
+
+_HOME = {
+    "AttentionSpec": "graphrt.spec",
+    "Batch": "graphrt.batch",
+    "BatchDescriptor": "graphrt.capture.descriptor",
+    "CapacityError": "graphrt.kernels.errors",
+    "CaptureError": "graphrt.kernels.errors",
+    "ConfigError": "graphrt.kernels.errors",
+    "GraphRTError": "graphrt.kernels.errors",
+    "KVCache": "graphrt.kv_cache",
+    "KVCacheSpec": "graphrt.spec",
+    "KVLayout": "graphrt.kernels.types",
+    "PageAllocator": "graphrt.kv_cache",
+    "ReplayError": "graphrt.kernels.errors",
+    "ReplayManager": "graphrt.replay",
+    "Runtime": "graphrt.runtime",
+    "RuntimeConfig": "graphrt.config",
+    "ShapeError": "graphrt.kernels.errors",
+    "Step": "graphrt.attention",
+    "StepFaultError": "graphrt.handle",
+    "StepHandle": "graphrt.handle",
+    "TextGenerator": "graphrt.generate",
+    "UnsupportedError": "graphrt.kernels.errors",
+}
+
+
+def __getattr__(name: str) -> Any:
+    home = _HOME.get(name)
+    if home is None:
+        raise AttributeError(f"module 'graphrt' has no attribute {name!r}")
+    value = getattr(importlib.import_module(home), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOME})

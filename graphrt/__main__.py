@@ -1,0 +1,5 @@
+"""`python -m graphrt` is the command `graphrt`."""
+
+from graphrt.cli import main
+
+main()

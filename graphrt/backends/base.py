@@ -1,0 +1,185 @@
+"""The contract of an attention backend: capabilities, support level and five verbs."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import TYPE_CHECKING, ClassVar
+
+import torch
+
+from graphrt.capture.descriptor import BatchDescriptor
+from graphrt.kernels.types import KVLayout
+from graphrt.metadata import StepMetadata
+from graphrt.spec import AttentionSpec, KVCacheSpec
+
+if TYPE_CHECKING:
+    from graphrt.batch import Batch
+
+
+class GraphSupport(IntEnum):
+    """Which batches a backend serves inside a graph, from none to all."""
+
+    NEVER = 0
+    SINGLE_TOKEN = 1  # decode with one new token per row
+    UNIFORM = 2  # decode with the same number of new tokens in every row
+    ALWAYS = 3  # mixed batches too
+
+
+@dataclass(frozen=True, slots=True)
+class Capabilities:
+    """What a backend implements. `why_not` compares a model with it; docs/backends.md is made from it.
+
+    None in `head_dims` and `page_sizes` means any.
+    """
+
+    devices: tuple[str, ...]
+    dtypes: tuple[torch.dtype, ...]
+    kv_dtypes: tuple[torch.dtype, ...]
+    head_dims: tuple[int, ...] | None
+    page_sizes: tuple[int, ...] | None
+    layouts: tuple[KVLayout, ...]
+    max_query_len: int  # largest uniform query_len in decode graphs
+    sliding_window: bool
+    logits_softcap: bool
+    mixed: bool
+
+
+@dataclass(frozen=True, slots=True)
+class BackendContext:
+    """What a backend is built for: the model's layers, its cache, the capacities and the device."""
+
+    attention: tuple[AttentionSpec, ...]  # one per layer
+    kv: KVCacheSpec
+    device: torch.device
+    max_num_reqs: int
+    max_num_tokens: int
+    max_seq_len: int
+    max_query_len: int = 1  # most new tokens per row in a decode graph
+
+    @property
+    def max_pages(self) -> int:
+        """Width of the block table."""
+        return self.kv.pages_for(self.max_seq_len)
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionLayer:
+    """One layer as `run` sees it: its spec and its KV cache, always in the logical NHD view.
+
+    k_cache, v_cache   [num_pages, page_size, num_kv_heads, head_dim]  any strides, the last one 1
+    """
+
+    index: int
+    spec: AttentionSpec
+    k_cache: torch.Tensor
+    v_cache: torch.Tensor
+
+
+class AttentionBackend(ABC):
+    """Base class of attention backends. One instance serves one runtime.
+
+    Verbs, in the order in which they are called:
+
+    - `allocate` once, before the first capture: every buffer that the backend needs across replays.
+    - `plan_capture(descriptor)` on the host before a graph of that size is captured (and before an eager step).
+    - `plan_replay(descriptor, batch)` on the host before each step; a no-op where nothing is needed there.
+    - `schedule(metadata)` recorded once at the head of the step, after the refresh.
+    - `run(layer, q, metadata, out)` recorded once per layer, after the KV write.
+
+    `schedule` and `run` are captured: they must not read device values on the host, and may depend on nothing but the
+    descriptor and the contents of tensors.
+    """
+
+    name: ClassVar[str]
+    capabilities: ClassVar[Capabilities]
+    graph_support: ClassVar[GraphSupport]
+    seq_len_fill: ClassVar[int] = 0
+    """Safe `seq_lens` of a pad row: 0 where the kernel exits on 0, else 1 (the null page is then read)."""
+
+    def __init__(self, context: BackendContext) -> None:
+        self.context = context
+
+    @classmethod
+    def unavailable(cls) -> str | None:
+        """Why the backend cannot run in this process at all (missing package, no device), or None."""
+        return None
+
+    @classmethod
+    def why_not(cls, context: BackendContext) -> list[str]:
+        """Every reason why the backend cannot serve `context`; empty when it can."""
+        reasons = [r for r in (cls.unavailable(),) if r is not None]
+        have, kv = cls.capabilities, context.kv
+        if context.device.type not in have.devices:
+            reasons.append(f"device {context.device.type}: runs on {', '.join(have.devices)} only")
+        if have.page_sizes is not None and kv.page_size not in have.page_sizes:
+            reasons.append(f"page_size {kv.page_size}: supports {_listing(have.page_sizes)}")
+        if kv.layout not in have.layouts:
+            reasons.append(f"layout {kv.layout.value}: supports {_listing([x.value for x in have.layouts])}")
+        if kv.dtype not in have.kv_dtypes:
+            reasons.append(f"KV dtype {kv.dtype}: supports {_listing(have.kv_dtypes)}")
+        for spec in dict.fromkeys(context.attention):
+            if spec.dtype not in have.dtypes:
+                reasons.append(f"dtype {spec.dtype}: supports {_listing(have.dtypes)}")
+            if have.head_dims is not None and spec.head_dim not in have.head_dims:
+                reasons.append(f"head_dim {spec.head_dim}: supports {_listing(have.head_dims)}")
+            if spec.sliding_window is not None and not have.sliding_window:
+                reasons.append(f"sliding_window {spec.sliding_window}: not supported")
+            if spec.logits_softcap is not None and not have.logits_softcap:
+                reasons.append(f"logits_softcap {spec.logits_softcap}: not supported")
+        if context.max_query_len > have.max_query_len:
+            reasons.append(f"query_len {context.max_query_len}: decodes at most {have.max_query_len} tokens per row")
+        return list(dict.fromkeys(reasons))
+
+    @classmethod
+    def why_only_by_name(cls, context: BackendContext) -> str | None:
+        """Why the backend, though it can serve `context`, is not chosen unless it is named, or None."""
+        return None
+
+    def why_not_graph(self, descriptor: BatchDescriptor) -> str | None:
+        """Why a batch of this descriptor cannot be captured with this backend, or None."""
+        needed = GraphSupport.ALWAYS
+        if descriptor.query_len == 1:
+            needed = GraphSupport.SINGLE_TOKEN
+        elif descriptor.query_len > 1:
+            needed = GraphSupport.UNIFORM
+        if self.graph_support < needed:
+            return f"backend {self.name} has graph support {self.graph_support.name}, {descriptor} needs {needed.name}"
+        if descriptor.query_len > self.capabilities.max_query_len:
+            return f"backend {self.name} decodes at most {self.capabilities.max_query_len} tokens per row"
+        return None
+
+    def allocate(self) -> None:  # noqa: B027  a backend without buffers needs none
+        """Allocate every buffer that graphs will hold. Called once."""
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Every tensor that the backend keeps across replays, by name, so that an audit can find and poison it."""
+        return {}
+
+    def close(self) -> None:  # noqa: B027  a backend without buffers has none to drop
+        """Drop every tensor of `tensors()`. Called once, after the last graph is gone."""
+
+    def plan_capture(self, descriptor: BatchDescriptor) -> None:  # noqa: B027
+        """Prepare host-side state for a graph of this size."""
+
+    def plan_replay(self, descriptor: BatchDescriptor, batch: Batch) -> None:  # noqa: B027
+        """Prepare host-side state for one step."""
+
+    def schedule(self, metadata: StepMetadata) -> None:  # noqa: B027
+        """Record the device-side schedule of the step."""
+
+    @abstractmethod
+    def run(self, layer: AttentionLayer, q: torch.Tensor, metadata: StepMetadata, out: torch.Tensor) -> None:
+        """Attend with the queries of this step to the paged cache, which already holds this step's K and V.
+
+        q     [padded_tokens, num_q_heads, head_dim]
+        out   [padded_tokens, num_q_heads, head_dim]  written in place; zeros in pad tokens
+
+        Causal: token i of a row sees positions 0 to seq_len - query_len + i.
+        """
+
+
+def _listing(values: Sequence[object]) -> str:
+    return ", ".join(str(v) for v in values)

@@ -1,0 +1,171 @@
+"""`graphrt generate`: load, capture, decode all prompts as one ragged batch, print the text as it comes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from graphrt.capture.graph import GraphReport
+from graphrt.config import RuntimeConfig
+from graphrt.console import make_console
+from graphrt.generate import SamplingParams, TextGenerator
+from graphrt.kernels.errors import CapacityError, ConfigError
+from graphrt.kernels.types import KVLayout
+from graphrt.models.loading import LoadedModel, load_model, resolve_source
+from graphrt.models.smollm import default_model_path
+from graphrt.models.tokenizer import Tokenizer, load_tokenizer
+from graphrt.runtime import Runtime, resolve_device
+from graphrt.stats import Stats
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_CPU_CHUNK = 64  # on CPU a mixed graph is no faster than an eager chunk: capture one small size only
+
+
+@dataclass(frozen=True, slots=True)
+class GenerateOptions:
+    """The options of `graphrt generate`."""
+
+    prompts: tuple[str, ...]
+    model: str | None
+    max_new_tokens: int
+    temperature: float
+    seed: int
+    backend: str | None
+    device: str | None
+    dtype: str
+    page_size: int
+    chat: bool | None
+    graphs: bool
+    stats: bool
+
+
+def run_generate(options: GenerateOptions) -> None:
+    """Generate and print. Text goes to standard output; progress and statistics go to standard error."""
+    log = make_console(stderr=True)
+    device = resolve_device(options.device)
+    if options.dtype != "auto" and options.dtype not in _DTYPES:
+        raise ConfigError(f"--dtype: expected auto, {', '.join(_DTYPES)}, got {options.dtype!r}")
+    params = [
+        SamplingParams(options.max_new_tokens, options.temperature, (options.seed + i) % (1 << 32))
+        for i in range(len(options.prompts))
+    ]
+    path = resolve_source(options.model) if options.model is not None else default_model_path()
+    with log.status(f"loading the tokenizer of {path.name}"):
+        tokenizer = load_tokenizer(path)
+    chat = tokenizer.has_chat_template if options.chat is None else options.chat
+    ids = [tokenizer.encode_prompt(prompt, chat=chat) for prompt in options.prompts]
+    longest = max(map(len, ids)) + options.max_new_tokens
+    start = time.perf_counter()
+    with log.status(f"loading {path.name}"):
+        loaded = load_model(path, device=device, dtype=_DTYPES.get(options.dtype, "auto"), max_positions=longest)
+    log.print(f"loaded {path.name} on {device} in {time.perf_counter() - start:.1f} s", highlight=False)
+    if longest > loaded.config.max_position_embeddings:
+        raise CapacityError(
+            f"prompt: expected prompt and output within the model's {loaded.config.max_position_embeddings} positions, "
+            f"got {longest - options.max_new_tokens} + {options.max_new_tokens} tokens; lower --max-new-tokens"
+        )
+    runtime = _build_runtime(options, loaded, device, ids, longest)
+    try:
+        _capture(runtime, log)
+        start = time.perf_counter()
+        stop = frozenset((*tokenizer.eos_ids, *loaded.config.eos_ids))
+        params = [SamplingParams(p.max_new_tokens, p.temperature, p.seed, stop) for p in params]
+        count = _stream(options, runtime, tokenizer, ids, params)
+        seconds = time.perf_counter() - start
+        if options.stats:
+            _print_stats(log, runtime.stats(), count, seconds)
+    finally:
+        runtime.close()
+
+
+def _build_runtime(
+    options: GenerateOptions, loaded: LoadedModel, device: torch.device, ids: list[list[int]], longest: int
+) -> Runtime:
+    rows = min(len(ids), 256)
+    cuda = device.type == "cuda"
+    config = RuntimeConfig(
+        max_num_reqs=rows,
+        max_num_tokens=max(2048 if cuda else 512, rows),
+        max_seq_len=longest,
+        mixed_sizes=None if cuda else (_CPU_CHUNK,),
+        backend=options.backend,
+        use_graphs=options.graphs,
+    )
+    dtype = loaded.model.dtype
+    return Runtime(
+        loaded.model,
+        loaded.config.attention_specs(dtype),
+        loaded.config.kv_spec(options.page_size, KVLayout.NHD, dtype),
+        vocab_size=loaded.config.vocab_size,
+        device=device,
+        config=config,
+    )
+
+
+def _capture(runtime: Runtime, log: Console) -> None:
+    total = len(runtime.manager.descriptors)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=log, transient=True, disable=not total) as bar:
+        task = bar.add_task("capturing graphs", total=total)
+
+        def advance(report: GraphReport) -> None:
+            bar.update(task, advance=1, description=f"captured {report.descriptor}")
+
+        runtime.capture(advance)
+    stats = runtime.stats()
+    if stats.graphs:
+        log.print(
+            f"captured {total} graphs ({stats.recorder}, backend {stats.backend}) in {stats.capture_seconds:.2f} s: "
+            f"{stats.capture_seconds / total:.3f} s, {stats.graph_bytes / total / (1 << 20):.1f} MiB and "
+            f"{max(g.nodes for g in stats.graphs)} nodes per graph",
+            highlight=False,
+            soft_wrap=True,
+        )
+
+
+def _stream(
+    options: GenerateOptions, runtime: Runtime, tokenizer: Tokenizer, ids: list[list[int]], params: list[SamplingParams]
+) -> int:
+    """Print the answers, and return how many tokens they have. One prompt streams; several are printed as each ends."""
+    streams = [tokenizer.stream() for _ in ids]
+    texts = [""] * len(ids)
+    single, count = len(ids) == 1, 0
+    for event in TextGenerator(runtime).generate(ids, params):
+        delta = streams[event.prompt].push(event.token) if event.token is not None else ""
+        if event.finished:
+            delta += streams[event.prompt].finish()
+        count += event.token is not None
+        texts[event.prompt] += delta
+        if single:
+            print(delta, end="", flush=True)
+        elif event.finished:
+            print(f"[{event.prompt + 1}] {options.prompts[event.prompt]}\n{texts[event.prompt].strip()}\n", flush=True)
+    if single:
+        print(flush=True)
+    return count
+
+
+def _print_stats(log: Console, stats: Stats, tokens: int, seconds: float) -> None:
+    table = Table(show_header=False, box=None)
+    table.add_row("tokens", f"{tokens} in {seconds:.2f} s, {tokens / seconds:.1f} per second, prompts included")
+    table.add_row("backend", stats.backend_reason)
+    table.add_row("replays", ", ".join(f"{d}: {n}" for d, n in sorted(_by_name(stats))) or "none")
+    table.add_row("eager steps", ", ".join(f"{n} ({why})" for why, n in stats.eager_steps.items()) or "none")
+    table.add_row("padding", f"{stats.pad_waste:.1%} of computed tokens")
+    table.add_row("ring waits", str(stats.ring_waits))
+    for report in stats.graphs:
+        table.add_row(
+            str(report.descriptor),
+            f"{report.seconds:.3f} s, {report.nbytes / (1 << 20):.1f} MiB, {report.nodes} nodes",
+        )
+    log.print(table)
+
+
+def _by_name(stats: Stats) -> Iterator[tuple[str, int]]:
+    return ((str(descriptor), count) for descriptor, count in stats.replays.items())

@@ -1,0 +1,64 @@
+"""Configuration of a runtime: frozen, checked, resolved into concrete numbers once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from graphrt import env
+from graphrt.capture.descriptor import check_sizes, decode_ladder, mixed_ladder
+from graphrt.kernels.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class RuntimeConfig:
+    """Capacities and choices of a runtime.
+
+    max_num_reqs    most requests in one step; also the number of persistent row states
+    max_num_tokens  most new tokens in one step (prompt chunks and decodes together)
+    max_seq_len     longest sequence, prompt and output together; width of the block table
+    query_len       new tokens per row in decode graphs: 1, or 1 + K with speculation
+    decode_sizes    row counts to capture; None is the default ladder, () captures none
+    mixed_sizes     token counts of mixed graphs to capture; None is the default ladder, () captures none
+    ring_depth      steps in flight before `replay` waits
+    backend         attention backend by name; None takes GRAPHRT_BACKEND, else the best that can run
+    use_graphs      False runs every step eagerly (counted, with the reason)
+    check_weights   compare all captured weight addresses before every step (microseconds)
+    """
+
+    max_num_reqs: int = 256
+    max_num_tokens: int = 2048
+    max_seq_len: int = 4096
+    query_len: int = 1
+    decode_sizes: tuple[int, ...] | None = None
+    mixed_sizes: tuple[int, ...] | None = None
+    ring_depth: int = 4
+    backend: str | None = None
+    use_graphs: bool = True
+    check_weights: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("max_num_reqs", "max_num_tokens", "max_seq_len", "query_len"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"RuntimeConfig.{name}: expected >= 1, got {getattr(self, name)}")
+        if self.ring_depth < 2:
+            raise ConfigError(
+                f"RuntimeConfig.ring_depth: expected >= 2, got {self.ring_depth}; with one slot every step waits"
+            )
+        if self.max_num_reqs * self.query_len > self.max_num_tokens:
+            raise ConfigError(
+                f"RuntimeConfig.max_num_tokens: expected >= max_num_reqs x query_len = "
+                f"{self.max_num_reqs * self.query_len}, got {self.max_num_tokens}; a full decode step must fit"
+            )
+        if self.max_num_reqs >= 1 << 20:
+            raise ConfigError(f"RuntimeConfig.max_num_reqs: expected < {1 << 20}, got {self.max_num_reqs}")
+
+    def resolve(self) -> RuntimeConfig:
+        """A config with every None replaced: ladders sorted and in range, the backend from the environment."""
+        decode = decode_ladder(self.max_num_reqs) if self.decode_sizes is None else self.decode_sizes
+        mixed = mixed_ladder(self.max_num_tokens) if self.mixed_sizes is None else self.mixed_sizes
+        return replace(
+            self,
+            decode_sizes=check_sizes("decode_sizes", decode, self.max_num_reqs),
+            mixed_sizes=check_sizes("mixed_sizes", mixed, self.max_num_tokens),
+            backend=self.backend if self.backend is not None else env.backend(),
+        )

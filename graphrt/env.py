@@ -1,0 +1,35 @@
+"""The environment variables of graphrt, listed in docs/env.md. No other file of the library reads the environment."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from graphrt.kernels.errors import ConfigError
+
+
+def backend() -> str | None:
+    """GRAPHRT_BACKEND: name of the attention backend where a configuration names none; None when unset."""
+    name = os.environ.get("GRAPHRT_BACKEND")
+    if name is not None and not name.isidentifier():
+        raise ConfigError(
+            f"GRAPHRT_BACKEND: expected the name of a backend, got {name!r}; `graphrt env` lists them, "
+            "unset it to have one chosen"
+        )
+    return name
+
+
+def cache_dir() -> Path:
+    """GRAPHRT_CACHE: folder for what may be kept between processes; by default `graphrt` in the user's cache folder.
+
+    The folder is not created here.
+    """
+    folder = os.environ.get("GRAPHRT_CACHE")
+    if folder is None:
+        # The XDG specification: an empty or relative value counts as unset.
+        base = Path(os.environ.get("XDG_CACHE_HOME", ""))
+        return (base if base.is_absolute() else Path.home() / ".cache") / "graphrt"
+    path = Path(folder).expanduser().absolute()
+    if not folder or (path.exists() and not path.is_dir()):
+        raise ConfigError(f"GRAPHRT_CACHE: expected a folder, got {folder!r}; name a folder, or unset it")
+    return path

@@ -1,0 +1,150 @@
+"""The paged KV cache: its tensors, and the host-side allocator of pages."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from graphrt.kernels.cache.copy import copy_blocks, swap_blocks
+from graphrt.kernels.checks import check_tensor, check_unit_stride
+from graphrt.kernels.errors import CapacityError, ConfigError
+from graphrt.kernels.types import KVLayout
+from graphrt.spec import KVCacheSpec
+
+
+class KVCache:
+    """K and V tensors of every layer, in pages.
+
+    k, v   per layer [num_pages, page_size, num_kv_heads, head_dim]  spec.dtype  device
+           the logical NHD view; an HND cache has permuted strides
+
+    Built with `allocate`, or around tensors that the caller owns (`KVCache(spec, k, v)`): any strides, the last one 1.
+    Graphs hold these addresses: the tensors must stay where they are as long as a runtime uses them.
+    """
+
+    def __init__(self, spec: KVCacheSpec, k: Sequence[torch.Tensor], v: Sequence[torch.Tensor]) -> None:
+        if len(k) != spec.num_layers or len(v) != spec.num_layers:
+            raise ConfigError(
+                f"KVCache: expected {spec.num_layers} K and V tensors, one per layer, got {len(k)} and {len(v)}"
+            )
+        num_pages, device = (k[0].shape[0] if k[0].dim() else 0), k[0].device
+        shape = (num_pages, spec.page_size, spec.num_kv_heads, spec.head_dim)
+        for layer, pair in enumerate(zip(k, v, strict=True)):
+            for name, tensor in zip("kv", pair, strict=True):
+                check_tensor(f"{name}[{layer}]", tensor, shape=shape, dtype=spec.dtype, device=device)
+                check_unit_stride(f"{name}[{layer}]", tensor)
+        if num_pages < 2:
+            raise ConfigError(f"KVCache: expected at least 2 pages, the null page and one to use, got {num_pages}")
+        if spec.null_page >= num_pages:
+            raise ConfigError(f"KVCache: expected null_page < num_pages={num_pages}, got {spec.null_page}")
+        self.spec = spec
+        self.k = tuple(k)
+        self.v = tuple(v)
+        self.num_pages = int(num_pages)
+        self.device = device
+
+    @classmethod
+    def allocate(cls, spec: KVCacheSpec, num_pages: int, device: torch.device | str) -> KVCache:
+        """A zeroed cache of `num_pages` pages in `spec.layout`, as one allocation."""
+        if num_pages < 2:
+            raise ConfigError(f"num_pages: expected at least 2, the null page and one to use, got {num_pages}")
+        heads_first = spec.layout is KVLayout.HND
+        page = (spec.num_kv_heads, spec.page_size) if heads_first else (spec.page_size, spec.num_kv_heads)
+        storage = torch.zeros(
+            (spec.num_layers, 2, num_pages, *page, spec.head_dim), dtype=spec.dtype, device=torch.device(device)
+        )
+        logical = storage.transpose(3, 4) if heads_first else storage
+        return cls(spec, [layer[0] for layer in logical], [layer[1] for layer in logical])
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all pages."""
+        return self.num_pages * self.spec.bytes_per_page
+
+    def named_tensors(self) -> Iterable[tuple[str, torch.Tensor]]:
+        """Name and tensor of every layer's K and V."""
+        for layer in range(self.spec.num_layers):
+            yield f"kv_cache.k[{layer}]", self.k[layer]
+            yield f"kv_cache.v[{layer}]", self.v[layer]
+
+    def copy_blocks(self, src_pages: Sequence[int], dst_pages: Sequence[int]) -> None:
+        """Copy whole pages inside the cache, all layers: page src_pages[i] to dst_pages[i] (copy on write).
+
+        Runs on the current stream. Raises ShapeError for lists of different lengths, pages out of range or a page
+        that is written twice; nothing is written then.
+        """
+        copy_blocks(self.k, self.v, src_pages, dst_pages)
+
+    def swap_blocks(self, other: KVCache, src_pages: Sequence[int], dst_pages: Sequence[int]) -> None:
+        """Copy whole pages of this cache into `other`, which may be on another device (swap out, or in).
+
+        Runs on the current stream. A swap to the host waits, since the host may read the pages next; the others do
+        not. Raises ShapeError as `copy_blocks`.
+        """
+        swap_blocks((*self.k, *self.v), (*other.k, *other.v), src_pages, dst_pages)
+
+
+class PageAllocator:
+    """Hands out page ids and counts who shares them. Host-side only; the null page is never handed out.
+
+    Pages are reference counted: `allocate` gives pages with one owner, `share` adds an owner (a common prompt prefix,
+    read-only from then on), `free` takes one away and returns the page when none is left.
+    """
+
+    def __init__(self, num_pages: int, null_page: int = 0) -> None:
+        if not 0 <= null_page < num_pages or num_pages < 2:
+            raise ConfigError(f"PageAllocator: expected null_page < num_pages >= 2, got {null_page} of {num_pages}")
+        self.num_pages = num_pages
+        self.null_page = null_page
+        # A stack: pages freed last are handed out first, while they may still be in the L2 cache.
+        self._free = [page for page in range(num_pages - 1, -1, -1) if page != null_page]
+        self._owners = [0] * num_pages
+
+    @property
+    def num_free(self) -> int:
+        """Pages that can be allocated now."""
+        return len(self._free)
+
+    def owners(self, page: int) -> int:
+        """How many owners a page has; 0 when it is free."""
+        return self._owners[page]
+
+    def allocate(self, count: int) -> list[int]:
+        """`count` pages with one owner each. Raises CapacityError, with nothing changed, when fewer are free."""
+        if count < 0:
+            raise ConfigError(f"count: expected >= 0 pages, got {count}")
+        if count > len(self._free):
+            raise CapacityError(
+                f"pages: expected at most {len(self._free)} free of {self.num_pages - 1}, got a request for {count}; "
+                "free finished sequences or build a larger cache"
+            )
+        pages = [self._free.pop() for _ in range(count)]
+        for page in pages:
+            self._owners[page] = 1
+        return pages
+
+    def share(self, pages: Iterable[int]) -> None:
+        """Add an owner to each of `pages`. Raises ConfigError, with nothing changed, if one of them is free."""
+        pages = list(pages)
+        self._require_owned(pages, "share")
+        for page in pages:
+            self._owners[page] += 1
+
+    def free(self, pages: Iterable[int]) -> None:
+        """Take an owner from each of `pages`. Raises ConfigError, with nothing changed, if one has too few."""
+        pages = list(pages)
+        self._require_owned(pages, "free")
+        for page in pages:
+            self._owners[page] -= 1
+            if self._owners[page] == 0:
+                self._free.append(page)
+
+    def _require_owned(self, pages: Sequence[int], verb: str) -> None:
+        taken: dict[int, int] = {}
+        for page in pages:
+            taken[page] = taken.get(page, 0) + (verb == "free")
+            in_range = 0 <= page < self.num_pages and page != self.null_page
+            if not in_range or self._owners[page] < max(1, taken[page]):
+                have = self._owners[page] if 0 <= page < self.num_pages else 0
+                raise ConfigError(f"{verb}: expected an allocated page, got page {page} with {have} owners")

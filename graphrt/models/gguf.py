@@ -1,0 +1,117 @@
+"""Weights from a GGUF file, dequantised row by row into the model."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from graphrt.kernels.errors import ConfigError, UnsupportedError
+from graphrt.models.config import ModelConfig
+from graphrt.models.gguf_file import GGUFFile, read_gguf
+from graphrt.models.packages import require
+
+_NAMES = {
+    "token_embd": "model.embed_tokens",
+    "output_norm": "model.norm",
+    "output": "lm_head",
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+_FREQ_FACTORS = "rope_freqs.weight"
+_CHUNK_ELEMENTS = 1 << 24  # dequantised at a time: 64 MiB of float32
+_ROTATED = re.compile(r"self_attn\.[qk]_proj\.")
+
+
+class GGUFSource:
+    """The tensors of a GGUF file by their Hugging Face names, in the layout of Hugging Face."""
+
+    def __init__(self, path: Path) -> None:
+        self._gguf = require("gguf", "to read GGUF files")
+        self._file: GGUFFile = read_gguf(path)
+        self._check_quantizations()
+        shapes = {name: tensor.shape for name, tensor in self._file.tensors.items()}
+        freq_factors: tuple[float, ...] = ()
+        if _FREQ_FACTORS in shapes:
+            freq_factors = tuple(self._dequantize(_FREQ_FACTORS, 0, 1)[0].tolist())
+        self.config = ModelConfig.from_gguf(self._file.metadata, shapes, freq_factors)
+        if freq_factors and len(freq_factors) != self.config.rotary_dim // 2:
+            raise ConfigError(
+                f"{_FREQ_FACTORS}: expected {self.config.rotary_dim // 2} values, got {len(freq_factors)}"
+            )
+        self._stored = {_hf_name(name): name for name in shapes if name != _FREQ_FACTORS}
+        # llama.cpp rotates neighbouring dimensions in this architecture; its files hold q and k reordered for it.
+        self._reordered = self._file.metadata["general.architecture"] == "llama"
+
+    @property
+    def metadata(self) -> Mapping[str, Any]:
+        """The key-value pairs of the file."""
+        return self._file.metadata
+
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        return {name: self._file.tensors[stored].shape for name, stored in self._stored.items()}
+
+    def copy_into(self, name: str, target: torch.Tensor) -> None:
+        stored = self._stored[name]
+        if target.dim() == 1:
+            rows = torch.from_numpy(self._dequantize(stored, 0, 1)[0])
+            target.copy_(self._in_halves(rows) if self._is_reordered(name) else rows)
+            return
+        step = max(1, _CHUNK_ELEMENTS // target.shape[1])
+        if self._is_reordered(name):
+            step = -(-step // self.config.head_dim) * self.config.head_dim  # heads are reordered as a whole
+        for first in range(0, target.shape[0], step):
+            rows = torch.from_numpy(self._dequantize(stored, first, first + step))
+            target[first : first + step].copy_(self._in_halves(rows) if self._is_reordered(name) else rows)
+
+    def _is_reordered(self, name: str) -> bool:
+        return self._reordered and _ROTATED.search(name) is not None
+
+    def _in_halves(self, rows: torch.Tensor) -> torch.Tensor:
+        """Rows of whole heads, from pairs of neighbours (2i, 2i + 1) to pairs (i, i + rotary_dim / 2)."""
+        rotary_dim, head_dim = self.config.rotary_dim, self.config.head_dim
+        order = [*range(0, rotary_dim, 2), *range(1, rotary_dim, 2), *range(rotary_dim, head_dim)]
+        heads: torch.Tensor = rows.unflatten(0, (-1, head_dim))
+        return heads[:, order].flatten(0, 1)
+
+    def _dequantize(self, stored: str, first: int, last: int) -> np.ndarray[Any, np.dtype[np.float32]]:
+        """Rows `first` to `last` of a tensor as float32."""
+        kind = self._gguf.GGMLQuantizationType(self._file.tensors[stored].quantization)
+        values = self._gguf.dequantize(self._file.raw(stored)[first:last], kind)
+        return np.require(values, np.float32, "W")  # float32 tensors are views of the read-only file: copies them
+
+    def _check_quantizations(self) -> None:
+        """Refuse what gguf cannot dequantise before any memory is taken for weights."""
+        kinds = {tensor.quantization for tensor in self._file.tensors.values()}
+        unknown = []
+        for kind in sorted(kinds):
+            block, num_bytes = self._gguf.GGML_QUANT_SIZES[kind]
+            try:
+                self._gguf.dequantize(np.zeros((1, num_bytes), dtype=np.uint8), self._gguf.GGMLQuantizationType(kind))
+            except NotImplementedError:
+                unknown.append(f"{self._gguf.GGMLQuantizationType(kind).name} (blocks of {block})")
+        if unknown:
+            raise UnsupportedError(
+                f"{self._file.path}: expected weights that gguf can dequantise, got {', '.join(unknown)}"
+            )
+
+
+def _hf_name(stored: str) -> str:
+    """The Hugging Face name of a GGUF tensor; a name that is not ours stays and is reported as unknown."""
+    name, _, kind = stored.rpartition(".")
+    match = re.fullmatch(r"blk\.(\d+)\.(\w+)", name)
+    layer, base = (f"model.layers.{match[1]}.", match[2]) if match else ("", name)
+    return f"{layer}{_NAMES[base]}.{kind}" if base in _NAMES else stored

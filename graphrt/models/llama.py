@@ -1,0 +1,206 @@
+"""The Llama family on graphrt's operators: one step over static buffers, weights fused and loaded in place."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from graphrt.kernels.cache.write import Rotary
+from graphrt.kernels.errors import ConfigError
+from graphrt.kernels.ops.activation import silu_mul
+from graphrt.kernels.ops.norm import add_rms_norm, rms_norm
+from graphrt.models.config import ModelConfig
+from graphrt.models.fields import MAX_EXTENT
+
+if TYPE_CHECKING:
+    from graphrt.attention import Step
+
+
+class WeightSource(Protocol):
+    """A checkpoint: tensors by their Hugging Face names, read one at a time."""
+
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """The shape of every tensor, from the checkpoint's table of contents."""
+        ...
+
+    def copy_into(self, name: str, target: torch.Tensor) -> None:
+        """Copy one tensor into `target`, converting its dtype and device."""
+        ...
+
+
+class TensorSource:
+    """Tensors that are in memory already, as a WeightSource."""
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        self._tensors = tensors
+
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        return {name: tuple(tensor.shape) for name, tensor in self._tensors.items()}
+
+    def copy_into(self, name: str, target: torch.Tensor) -> None:
+        target.copy_(self._tensors[name])
+
+
+class LlamaLayer(nn.Module):
+    """The weights of one layer: q, k and v in one matrix, gate and up in another."""
+
+    def __init__(self, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        hidden, intermediate, dim = config.hidden_size, config.intermediate_size, config.head_dim
+        qkv_rows = (config.num_q_heads + 2 * config.num_kv_heads) * dim
+
+        def weight(*shape: int) -> nn.Parameter:
+            return nn.Parameter(torch.empty(shape, dtype=dtype, device=device), requires_grad=False)
+
+        self.attention_norm = weight(hidden)
+        self.qkv = weight(qkv_rows, hidden)
+        self.qkv_bias = weight(qkv_rows) if config.qkv_bias else None
+        self.q_norm = weight(dim) if config.qk_norm else None
+        self.k_norm = weight(dim) if config.qk_norm else None
+        self.o = weight(hidden, config.num_q_heads * dim)
+        self.o_bias = weight(hidden) if config.o_bias else None
+        self.mlp_norm = weight(hidden)
+        self.gate_up = weight(2 * intermediate, hidden)
+        self.gate_up_bias = weight(2 * intermediate) if config.mlp_bias else None
+        self.down = weight(hidden, intermediate)
+        self.down_bias = weight(hidden) if config.mlp_bias else None
+
+
+class LlamaModel(nn.Module):
+    """Maps a step to logits. Weights are uninitialised until `load_weights`.
+
+    max_positions   rows of the table of rotations, by default the model's; no sequence may be longer
+
+    Capture-safe: every shape depends on the step's padded size only, and nothing is read on the host.
+    """
+
+    cos_sin: torch.Tensor
+
+    def __init__(
+        self, config: ModelConfig, *, dtype: torch.dtype, device: torch.device, max_positions: int | None = None
+    ) -> None:
+        super().__init__()
+        self.config = config
+        self.max_positions = config.max_position_embeddings if max_positions is None else max_positions
+        if not 1 <= self.max_positions <= MAX_EXTENT:
+            raise ConfigError(f"max_positions: expected 1 to {MAX_EXTENT}, got {self.max_positions}")
+        trained = config.max_position_embeddings
+        table = config.rope.cos_sin(config.rotary_dim, trained, self.max_positions, device)
+        self.register_buffer("cos_sin", table, persistent=False)
+        shape = (config.vocab_size, config.hidden_size)
+        self.embedding = nn.Parameter(torch.empty(shape, dtype=dtype, device=device), requires_grad=False)
+        self.layers = nn.ModuleList(LlamaLayer(config, dtype, device) for _ in range(config.num_layers))
+        self.norm = nn.Parameter(torch.empty(config.hidden_size, dtype=dtype, device=device), requires_grad=False)
+        self.head = self.embedding
+        if not config.tie_word_embeddings:
+            self.head = nn.Parameter(torch.empty(shape, dtype=dtype, device=device), requires_grad=False)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of weights, activations and logits."""
+        return self.embedding.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights are."""
+        return self.embedding.device
+
+    def forward(self, step: Step) -> torch.Tensor:
+        """Logits [padded_reqs, vocab_size] of the tokens that `step.logits_indices` names.
+
+        Capture-safe: see the class.
+        """
+        eps = self.config.rms_norm_eps
+        residual = functional.embedding(step.input_ids, self.embedding)
+        hidden = residual
+        for index, layer in enumerate(self.layers):
+            assert isinstance(layer, LlamaLayer), "layers: holds LlamaLayer only"
+            norm = layer.attention_norm
+            hidden = add_rms_norm(residual, hidden, norm, eps) if index else rms_norm(residual, norm, eps)
+            hidden = self._attention(index, layer, hidden, step)
+            hidden = add_rms_norm(residual, hidden, layer.mlp_norm, eps)
+            gate_up = functional.linear(hidden, layer.gate_up, layer.gate_up_bias)
+            hidden = functional.linear(silu_mul(gate_up), layer.down, layer.down_bias)
+        residual, hidden = (x.index_select(0, step.logits_indices) for x in (residual, hidden))
+        return functional.linear(add_rms_norm(residual, hidden, self.norm, eps), self.head)
+
+    def _attention(self, index: int, layer: LlamaLayer, hidden: torch.Tensor, step: Step) -> torch.Tensor:
+        config = self.config
+        qkv = functional.linear(hidden, layer.qkv, layer.qkv_bias).unflatten(1, (-1, config.head_dim))
+        q, k, v = qkv.split((config.num_q_heads, config.num_kv_heads, config.num_kv_heads), dim=1)
+        rotary = Rotary(self.cos_sin, layer.q_norm, layer.k_norm, config.rms_norm_eps)
+        return functional.linear(step.attend(index, q, k, v, rotary=rotary).flatten(1), layer.o, layer.o_bias)
+
+    def load_weights(self, source: WeightSource | Mapping[str, torch.Tensor]) -> None:
+        """Copy a checkpoint into the weights in place: addresses stay, so captured graphs see the new values.
+
+        Tensors go by their Hugging Face names and are read one at a time.
+
+        Raises: ConfigError as `check_weights`, before anything is written.
+        """
+        checkpoint = TensorSource(source) if isinstance(source, Mapping) else source
+        self.check_weights(checkpoint)
+        with torch.no_grad():
+            for name, target in self.weight_targets().items():
+                checkpoint.copy_into(name, target)
+
+    def check_weights(self, checkpoint: WeightSource) -> None:
+        """Raise ConfigError naming every missing, unknown and wrongly shaped tensor of a checkpoint.
+
+        Works on a model on the meta device too, which takes no memory.
+        """
+        targets, shapes = self.weight_targets(), checkpoint.shapes()
+        ignored = {"lm_head.weight"} if self.config.tie_word_embeddings else set()
+        unknown = [n for n in shapes if n not in targets and n not in ignored and "rotary_emb." not in n]
+        missing = [name for name in targets if name not in shapes]
+        misshaped = [
+            f"{name} {list(shapes[name])} instead of {list(target.shape)}"
+            for name, target in targets.items()
+            if name in shapes and tuple(shapes[name]) != tuple(target.shape)
+        ]
+        found = {"missing": missing, "unknown": unknown, "of another shape": misshaped}
+        if any(found.values()):
+            text = "; ".join(f"{len(names)} {kind}: {_listing(names)}" for kind, names in found.items() if names)
+            raise ConfigError(
+                f"weights: expected the {len(targets)} tensors of this {self.config.architecture} model, got {text}; "
+                "use the config that belongs to the checkpoint"
+            )
+
+    def weight_targets(self) -> dict[str, torch.Tensor]:
+        """Where each tensor of a Hugging Face checkpoint goes: views of the weights by the tensor's name."""
+        config = self.config
+        heads = (config.num_q_heads, config.num_kv_heads, config.num_kv_heads)
+        rows = [count * config.head_dim for count in heads]
+        targets: dict[str, torch.Tensor | None] = {
+            "model.embed_tokens.weight": self.embedding,
+            "model.norm.weight": self.norm,
+            "lm_head.weight": None if config.tie_word_embeddings else self.head,
+        }
+        for index, layer in enumerate(self.layers):
+            assert isinstance(layer, LlamaLayer), "layers: holds LlamaLayer only"
+            prefix = f"model.layers.{index}."
+            targets[prefix + "input_layernorm.weight"] = layer.attention_norm
+            targets[prefix + "post_attention_layernorm.weight"] = layer.mlp_norm
+            targets[prefix + "self_attn.q_norm.weight"] = layer.q_norm
+            targets[prefix + "self_attn.k_norm.weight"] = layer.k_norm
+            for kind, qkv, o, gate_up, down in (
+                ("weight", layer.qkv, layer.o, layer.gate_up, layer.down),
+                ("bias", layer.qkv_bias, layer.o_bias, layer.gate_up_bias, layer.down_bias),
+            ):
+                targets[prefix + f"self_attn.o_proj.{kind}"] = o
+                targets[prefix + f"mlp.down_proj.{kind}"] = down
+                if qkv is not None:
+                    names = [prefix + f"self_attn.{x}_proj.{kind}" for x in "qkv"]
+                    targets.update(zip(names, qkv.split(rows), strict=True))
+                if gate_up is not None:
+                    names = [prefix + f"mlp.{x}_proj.{kind}" for x in ("gate", "up")]
+                    targets.update(zip(names, gate_up.chunk(2), strict=True))
+        return {name: target for name, target in targets.items() if target is not None}
+
+
+def _listing(names: list[str], most: int = 6) -> str:
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")

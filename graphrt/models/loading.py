@@ -1,0 +1,90 @@
+"""`load_model`: a model ready for a runtime from a folder, a hub id, a GGUF file or a shape with dummy weights."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from graphrt.kernels.errors import ConfigError
+from graphrt.models.config import ModelConfig
+from graphrt.models.dummy import fill_dummy_weights
+from graphrt.models.gguf import GGUFSource
+from graphrt.models.hf import SafetensorsSource, download
+from graphrt.models.llama import LlamaModel
+from graphrt.models.shapes import shape_config
+from graphrt.spec import COMPUTE_DTYPES
+
+DUMMY_PREFIX = "dummy:"
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """A model with its weights. `tokenizer_source` is the folder or GGUF file with its tokenizer; dummies have none."""
+
+    model: LlamaModel
+    config: ModelConfig
+    tokenizer_source: Path | None
+
+
+def load_model(
+    source: str | Path | ModelConfig,
+    *,
+    device: torch.device | str,
+    dtype: torch.dtype | Literal["auto"] = "auto",
+    max_positions: int | None = None,
+    seed: int = 0,
+) -> LoadedModel:
+    """Load a model of the Llama family.
+
+    source          a Hugging Face folder or hub id, a .gguf file, or for dummy weights "dummy:<shape>" with a name of
+                    SHAPES, or a ModelConfig
+    dtype           "auto": the checkpoint's on CUDA (bfloat16 for GGUF), float32 on CPU
+    max_positions   longest sequence to prepare rotations for; by default what the model was made for
+    seed            of dummy weights
+
+    Names, shapes and files are checked before memory is taken; weights are then copied tensor by tensor.
+
+    Raises: ConfigError for missing, corrupt or inconsistent files and missing packages, UnsupportedError for a model
+    that is none of ours.
+    """
+    device = torch.device(device)
+    if dtype != "auto" and dtype not in COMPUTE_DTYPES:
+        raise ConfigError(f"dtype: expected 'auto' or one of {COMPUTE_DTYPES}, got {dtype}")
+
+    def build(config: ModelConfig) -> LlamaModel:
+        chosen = dtype if dtype != "auto" else config.dtype if device.type == "cuda" else torch.float32
+        return LlamaModel(config, dtype=chosen, device=device, max_positions=max_positions)
+
+    if isinstance(source, ModelConfig) or str(source).startswith(DUMMY_PREFIX):
+        config = source if isinstance(source, ModelConfig) else shape_config(str(source).removeprefix(DUMMY_PREFIX))
+        model = build(config)
+        fill_dummy_weights(model, seed)
+        return LoadedModel(model, config, None)
+    path = resolve_source(source)
+    checkpoint = GGUFSource(path) if path.is_file() else SafetensorsSource(path)
+    LlamaModel(checkpoint.config, dtype=torch.float32, device=torch.device("meta"), max_positions=1).check_weights(
+        checkpoint
+    )
+    model = build(checkpoint.config)
+    model.load_weights(checkpoint)
+    return LoadedModel(model, checkpoint.config, path)
+
+
+def resolve_source(source: str | Path) -> Path:
+    """The folder or .gguf file that `source` names; a hub id is downloaded first."""
+    path = Path(source).expanduser()
+    if path.is_dir() or (path.is_file() and path.suffix == ".gguf"):
+        return path
+    if path.is_file():
+        raise ConfigError(f"model: expected a folder or a .gguf file, got the file {path}")
+    text = str(source)
+    looks_like_id = isinstance(source, str) and text.count("/") == 1 and text[0] not in "./~" and text[-1] != "/"
+    if not looks_like_id or path.suffix == ".gguf":
+        raise ConfigError(
+            f"model: expected a folder, a .gguf file, a hub id such as org/name or {DUMMY_PREFIX}<shape>, "
+            f"got {text!r}, which does not exist; check the path"
+        )
+    return download(text)

@@ -1,0 +1,18 @@
+"""The one place where packages that only models need are imported."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+from graphrt.kernels.errors import ConfigError
+
+INSTALL = 'pip install "graphrt[models]"'
+
+
+def require(module: str, purpose: str) -> Any:
+    """Import `module`, or raise ConfigError with the pip command that brings it."""
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise ConfigError(f"{module}: expected the package {purpose}, got none ({error}); run {INSTALL}") from error

@@ -1,0 +1,341 @@
+"""The replay manager: capture a ladder of decode steps once, then replay one graph per step."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from enum import Enum
+from functools import partial
+
+import torch
+
+from graphrt.attention import Model, Sampler
+from graphrt.backends.base import AttentionLayer, BackendContext
+from graphrt.backends.registry import select_backend
+from graphrt.batch import Batch
+from graphrt.capture.buffers import Capacity, StaticBuffers
+from graphrt.capture.descriptor import BatchDescriptor, GraphKind
+from graphrt.capture.dispatcher import Dispatcher
+from graphrt.capture.graph import CapturedGraph, GraphReport
+from graphrt.capture.guard import PointerGuard
+from graphrt.capture.recorder import make_recorder
+from graphrt.capture.staging import StagingRing
+from graphrt.config import RuntimeConfig
+from graphrt.handle import StepHandle
+from graphrt.kernels.errors import CaptureError, ConfigError, ReplayError
+from graphrt.kernels.metadata.record import record_size
+from graphrt.kv_cache import KVCache
+from graphrt.program import StepProgram
+from graphrt.sampling import sample_tokens
+from graphrt.spec import AttentionSpec
+from graphrt.stats import Stats
+
+# The CPU build of torch lacks it, and needs it not.
+_raw_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0)
+
+
+class State(str, Enum):
+    """Lifecycle of a replay manager."""
+
+    NEW = "new"
+    CAPTURED = "captured"
+    CLOSED = "closed"
+
+
+class ReplayManager:
+    """The decode step of one model over one paged KV cache, captured and replayed.
+
+    model       maps a Step to logits [padded_reqs, vocab_size]
+    kv_cache    its pages; may wrap tensors that the caller owns
+    attention   the spec of every layer, or one spec for all
+    sampler     maps logits and Step to tokens, in the graph; None leaves sampling to the caller (`handle.logits()`)
+    stream      stream that steps run on; None is the stream current at construction. Graphs share memory, so all
+                steps of one manager run on this one stream
+    weights     named tensors that must not move; None takes the model's parameters and buffers if it is a Module
+
+    Lifecycle: `capture()` once, then `replay(batch)` per step, then `close()`. Not thread-safe.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        kv_cache: KVCache,
+        attention: AttentionSpec | Sequence[AttentionSpec],
+        *,
+        vocab_size: int,
+        config: RuntimeConfig | None = None,
+        sampler: Sampler | None = sample_tokens,
+        stream: torch.cuda.Stream | None = None,
+        weights: Iterable[tuple[str, torch.Tensor]] | None = None,
+    ) -> None:
+        self.config = config = (config or RuntimeConfig()).resolve()
+        spec, device = kv_cache.spec, kv_cache.device
+        specs = (attention,) * spec.num_layers if isinstance(attention, AttentionSpec) else tuple(attention)
+        _check_layers(specs, kv_cache)
+        if vocab_size < 1:
+            raise ConfigError(f"vocab_size: expected >= 1, got {vocab_size}; pass the width of the model's logits")
+        context = BackendContext(
+            attention=specs,
+            kv=spec,
+            device=device,
+            max_num_reqs=config.max_num_reqs,
+            max_num_tokens=config.max_num_tokens,
+            max_seq_len=config.max_seq_len,
+            max_query_len=config.query_len,
+        )
+        backend_class, reason = select_backend(context, config.backend)
+        self.kv_cache = kv_cache
+        self._backend = backend_class(context)
+        self._weights = tuple(_named_weights(model) if weights is None else weights)
+        self._device = device
+        self._stream = None
+        if device.type == "cuda":
+            self._stream = stream or torch.cuda.current_stream(device)
+        self._on_stream = _OnStream(self._stream, "graphrt.replay")
+        record_words = record_size(config.max_num_reqs, config.max_num_tokens, config.max_num_reqs * context.max_pages)
+        self.buffers = StaticBuffers.allocate(
+            Capacity(
+                rows=config.max_num_reqs,
+                tokens=config.max_num_tokens,
+                pages_per_row=context.max_pages,
+                row_ids=config.max_num_reqs,
+                slots=kv_cache.num_pages * spec.page_size,
+                record=record_words,
+                ring=config.ring_depth,
+            ),
+            device,
+        )
+        self._ring = StagingRing(config.ring_depth, record_words, self.buffers.record)
+        self._record_words = record_words
+        self._program = StepProgram(
+            model=model,
+            sampler=sampler,
+            backend=self._backend,
+            layers=tuple(AttentionLayer(i, layer, kv_cache.k[i], kv_cache.v[i]) for i, layer in enumerate(specs)),
+            kv_cache=kv_cache,
+            buffers=self.buffers,
+            vocab_size=vocab_size,
+            max_seq_len=config.max_seq_len,
+        )
+        with self._on_stream:
+            # Buffers are valid from the start: with an empty record every row is a pad row. The first kernel of a process
+            # takes Triton a third of a second, which is better spent here than in a capture.
+            self._program.refresh(BatchDescriptor.mixed(config.max_num_tokens, config.max_num_reqs))
+        self._recorder = make_recorder(device)
+        assert config.decode_sizes is not None, "resolve() fills the ladders"
+        assert config.mixed_sizes is not None, "resolve() fills the ladders"
+        self._dispatcher = Dispatcher(
+            max_num_reqs=config.max_num_reqs,
+            max_num_tokens=config.max_num_tokens,
+            query_len=config.query_len,
+            decode_sizes=config.decode_sizes,
+            mixed_sizes=config.mixed_sizes,
+            why_not_graph=self._backend.why_not_graph,
+            use_graphs=config.use_graphs,
+        )
+        self._graphs: dict[BatchDescriptor, CapturedGraph] = {}
+        self._stats = Stats(self._recorder.name, self._backend.name, reason)
+        self._logits = torch.empty(0)
+        self._step = 0
+        self._state = State.NEW
+
+    @property
+    def state(self) -> State:
+        return self._state
+
+    @property
+    def descriptors(self) -> tuple[BatchDescriptor, ...]:
+        """The sizes that are captured, largest first."""
+        return self._dispatcher.captured()
+
+    def capture(self, progress: Callable[[GraphReport], None] | None = None) -> None:
+        """Capture a graph per size of the ladders; `progress` is called with the report of each.
+
+        Nothing is captured with `use_graphs=False` or a backend without graph support; `replay` then says why.
+
+        Raises: CaptureError when the step cannot be captured (a host read, a moved buffer, a wrong shape) or the
+        manager is not new. After a failed capture the manager is still new.
+        """
+        self._require(State.NEW, "capture")
+        start = time.perf_counter()
+        self._guard = PointerGuard((*self._weights, *self.kv_cache.named_tensors()))
+        with _OnStream(self._stream, "graphrt.capture"):
+            self._backend.allocate()
+            try:
+                with self._recorder.session():
+                    self._record_all(progress)
+            except BaseException:
+                self._drop_graphs()
+                raise
+        self._stats.graphs = tuple(graph.report for graph in self._graphs.values())
+        self._stats.capture_seconds = time.perf_counter() - start
+        self._state = State.CAPTURED
+
+    @torch.no_grad()
+    def replay(self, batch: Batch, *, eager: bool = False) -> StepHandle:
+        """Submit one decode step and return its handle; waits only when `ring_depth` steps are in flight.
+
+        `eager=True` runs the same verbs on the same static buffers outside the graph, for comparison.
+
+        Raises: ShapeError and CapacityError for a malformed batch, ReplayError for a moved weight, CaptureError in
+        the wrong state; nothing has been written then. Faults that only the device sees are raised by the handle.
+        """
+        self._require(State.CAPTURED, "replay")
+        batch.check(self.config.max_seq_len, self._record_words)
+        if self.config.check_weights:
+            self._guard.check()
+        # 1 dispatch: the captured size that serves this batch, or the reason why none does
+        uniform = batch.is_uniform(self.config.query_len)
+        target = self._dispatcher.dispatch(batch.num_reqs, batch.num_tokens, uniform)
+        descriptor, why_eager = target.descriptor, "asked for by the caller" if eager else target.why_eager
+        with self._on_stream:
+            # 2 write the step record into a pinned slot that no step in flight uses; a step number is never used twice
+            step, self._step = self._step, self._step + 1
+            slot = self._ring.acquire(step)
+            words = batch.write_record(slot.record, step)
+            # 3 one upload, 4 one launch
+            with slot.in_flight(self._stream):
+                self._ring.upload(slot, words)
+                self._logits = self._run(descriptor, batch, eager=bool(why_eager))
+            # 5 a handle, which waits for this step alone
+            samples = self._program.sampler is not None
+            handle = StepHandle(step, batch.num_reqs, descriptor, why_eager, slot, self.buffers, self, samples)
+            slot.on_done = handle.collect
+        self._stats.count(descriptor, batch.num_tokens, why_eager, forced=eager)
+        return handle
+
+    def stats(self) -> Stats:
+        """Counters so far; a live object."""
+        self._stats.ring_waits = self._ring.waits
+        return self._stats
+
+    def check_weights(self, model: torch.nn.Module) -> None:
+        """Raise ReplayError if a parameter or buffer of `model` is no longer the tensor that was captured.
+
+        Slower and wider than the check before every step: it also sees parameters that were replaced by new objects.
+        """
+        self._require(State.CAPTURED, "check_weights")
+        self._guard.check_names((*_named_weights(model), *self.kv_cache.named_tensors()))
+
+    def reset(self) -> None:
+        """Wait for the device and put all row states and derived buffers back to their initial contents."""
+        self._require(State.CAPTURED, "reset")
+        self._ring.drain()
+        with self._on_stream:
+            self.buffers.reset()
+
+    def latest_logits(self, step: int) -> torch.Tensor:
+        """Logits of `step`, which must be the latest; see `StepHandle.logits`."""
+        self._require(State.CAPTURED, "logits")
+        if step != self._step - 1:
+            raise ReplayError(
+                f"logits: expected the latest step {self._step - 1}, got step {step}; its logits were overwritten, "
+                "use logits(copy=True) before the next replay"
+            )
+        if self._stream is not None:
+            torch.cuda.current_stream(self._device).wait_stream(self._stream)
+        return self._logits
+
+    def close(self) -> None:
+        """Wait for steps in flight, then drop graphs and buffers. The KV cache and the weights are the caller's.
+
+        Handles keep the results of their steps. Closing twice is fine.
+        """
+        if self._state is State.CLOSED:
+            return
+        self._ring.drain()
+        if self._stream is not None:
+            self._stream.synchronize()
+        self._drop_graphs()
+        self._recorder.close()
+        self._backend.close()
+        self._logits = torch.empty(0)
+        del self.buffers, self._ring, self._program, self._weights
+        if self._state is State.CAPTURED:
+            del self._guard
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+        self._state = State.CLOSED
+
+    def _record_all(self, progress: Callable[[GraphReport], None] | None) -> None:
+        warm: set[GraphKind] = set()
+        for descriptor in self._dispatcher.captured():
+            step, prepare = partial(self._program.run, descriptor), partial(self._backend.plan_capture, descriptor)
+            if descriptor.kind not in warm:
+                warm.add(descriptor.kind)
+                self._recorder.warm_up(step, prepare)
+            graph = self._graphs[descriptor] = self._recorder.record(step, descriptor, prepare)
+            if progress is not None:
+                progress(graph.report)
+
+    def _run(self, descriptor: BatchDescriptor, batch: Batch, *, eager: bool) -> torch.Tensor:
+        if eager:
+            self._backend.plan_capture(descriptor)
+        self._backend.plan_replay(descriptor, batch)
+        if eager:
+            return self._program.run(descriptor)
+        graph = self._graphs[descriptor]
+        graph.launch()
+        return graph.output
+
+    def _drop_graphs(self) -> None:
+        # All or none: graphs share the pool and a cuBLAS workspace, so one must not be reset while another lives.
+        for graph in self._graphs.values():
+            graph.close()
+        self._graphs.clear()
+
+    def _require(self, state: State, call: str) -> None:
+        if self._state is state:
+            return
+        missing = {State.NEW: "a new ReplayManager", State.CAPTURED: "capture() first"}[state]
+        if self._state is State.CLOSED:
+            missing = "a new ReplayManager, this one was closed"
+        raise CaptureError(f"{call}: expected state '{state.value}', got '{self._state.value}'; it needs {missing}")
+
+
+def _named_weights(model: object) -> Iterator[tuple[str, torch.Tensor]]:
+    if isinstance(model, torch.nn.Module):
+        yield from model.named_parameters()
+        yield from model.named_buffers()
+
+
+def _check_layers(specs: Sequence[AttentionSpec], kv_cache: KVCache) -> None:
+    spec = kv_cache.spec
+    if len(specs) != spec.num_layers:
+        raise ConfigError(f"attention: expected {spec.num_layers} specs, one per KV cache layer, got {len(specs)}")
+    for index, layer in enumerate(specs):
+        if (layer.num_kv_heads, layer.head_dim) != (spec.num_kv_heads, spec.head_dim):
+            raise ConfigError(
+                f"attention[{index}]: expected {spec.num_kv_heads} KV heads of size {spec.head_dim} as in the cache, "
+                f"got {layer.num_kv_heads} of {layer.head_dim}"
+            )
+
+
+class _OnStream:
+    """Runs a block on the manager's stream, inside an NVTX range. Made once and entered at every step: where the
+    stream is current already, which is the usual case, it costs a microsecond instead of ten."""
+
+    __slots__ = ("_name", "_previous", "_stream")
+
+    def __init__(self, stream: torch.cuda.Stream | None, name: str) -> None:
+        self._stream = stream
+        self._name = name
+        self._previous: torch.cuda.Stream | None = None
+
+    def __enter__(self) -> None:
+        if self._stream is None:
+            return
+        torch.cuda.nvtx.range_push(self._name)
+        index = self._stream.device.index
+        # The raw handle: building a Stream object to compare with takes ten microseconds.
+        if _raw_stream(index) != self._stream.cuda_stream or torch.cuda.current_device() != index:
+            self._previous = torch.cuda.current_stream()
+            torch.cuda.set_stream(self._stream)
+
+    def __exit__(self, *error: object) -> None:
+        if self._stream is None:
+            return
+        if self._previous is not None:
+            torch.cuda.set_stream(self._previous)
+            self._previous = None
+        torch.cuda.nvtx.range_pop()

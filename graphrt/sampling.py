@@ -1,0 +1,20 @@
+"""The built-in sampler: greedy or temperature sampling, captured with the model."""
+
+from __future__ import annotations
+
+import torch
+
+from graphrt.attention import Step
+from graphrt.kernels.ops.sampling import sample
+
+
+def sample_tokens(logits: torch.Tensor, step: Step) -> torch.Tensor:
+    """One token per row: argmax where the temperature is 0, else a draw from softmax(logits / temperature).
+
+    logits   [padded_reqs, vocab]  float16, bfloat16 or float32  device
+    returns  [padded_reqs]         int32                          device
+
+    The draw depends on the row's seed and position alone, so neither padding nor the other rows change it.
+    Capture-safe: random numbers come from a counter, not from torch's generator.
+    """
+    return sample(logits, step.temperatures, step.seeds, step.metadata.seq_lens)

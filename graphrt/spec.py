@@ -1,0 +1,111 @@
+"""What a model's attention and KV cache look like: frozen, checked at construction."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from graphrt.kernels.errors import ConfigError
+from graphrt.kernels.types import KVLayout
+
+COMPUTE_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionSpec:
+    """One attention layer: heads, head size, dtype and options. Layers of one model may differ in window and softcap.
+
+    softmax_scale    None means head_dim ** -0.5
+    sliding_window   tokens a query sees, itself included; None means all
+    logits_softcap   cap * tanh(logits / cap) before the softmax; None means off
+    """
+
+    num_q_heads: int
+    num_kv_heads: int
+    head_dim: int
+    dtype: torch.dtype = torch.bfloat16
+    softmax_scale: float | None = None
+    sliding_window: int | None = None
+    logits_softcap: float | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("num_q_heads", "num_kv_heads", "head_dim"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"AttentionSpec.{name}: expected >= 1, got {getattr(self, name)}; pass the model's")
+        if self.num_q_heads % self.num_kv_heads:
+            raise ConfigError(
+                f"AttentionSpec.num_q_heads: expected a multiple of num_kv_heads={self.num_kv_heads}, "
+                f"got {self.num_q_heads}; grouped-query attention shares each KV head between equally many query heads"
+            )
+        if self.dtype not in COMPUTE_DTYPES:
+            raise ConfigError(
+                f"AttentionSpec.dtype: expected one of {COMPUTE_DTYPES}, got {self.dtype}; "
+                "load the model in one of these"
+            )
+        if self.softmax_scale is not None and not (math.isfinite(self.softmax_scale) and self.softmax_scale > 0):
+            raise ConfigError(
+                f"AttentionSpec.softmax_scale: expected a finite number > 0, got {self.softmax_scale}; "
+                "None means head_dim ** -0.5"
+            )
+        if self.sliding_window is not None and self.sliding_window < 1:
+            raise ConfigError(f"AttentionSpec.sliding_window: expected >= 1 or None, got {self.sliding_window}")
+        if self.logits_softcap is not None and not self.logits_softcap > 0:
+            raise ConfigError(f"AttentionSpec.logits_softcap: expected > 0 or None, got {self.logits_softcap}")
+
+    @property
+    def group(self) -> int:
+        """Query heads per KV head."""
+        return self.num_q_heads // self.num_kv_heads
+
+    @property
+    def scale(self) -> float:
+        """The softmax scale in force."""
+        return self.softmax_scale if self.softmax_scale is not None else self.head_dim**-0.5
+
+
+@dataclass(frozen=True, slots=True)
+class KVCacheSpec:
+    """The paged KV cache of a model: `num_layers` K and V tensors of equal shape.
+
+    page_size   tokens per page, 1 to 1024; the captured graphs hold it
+    layout      NHD or HND, the order inside a page
+    null_page   id of the page that no sequence owns; pad rows and table tails point at it
+    """
+
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    page_size: int = 16
+    layout: KVLayout = KVLayout.NHD
+    dtype: torch.dtype = torch.bfloat16
+    null_page: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("num_layers", "num_kv_heads", "head_dim"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"KVCacheSpec.{name}: expected >= 1, got {getattr(self, name)}; pass the model's")
+        if not 1 <= self.page_size <= 1024:
+            raise ConfigError(f"KVCacheSpec.page_size: expected 1 to 1024 tokens, got {self.page_size}; 16 is usual")
+        if self.dtype not in COMPUTE_DTYPES:
+            raise ConfigError(f"KVCacheSpec.dtype: expected one of {COMPUTE_DTYPES}, got {self.dtype}")
+        if not isinstance(self.layout, KVLayout):
+            raise ConfigError(f"KVCacheSpec.layout: expected KVLayout.NHD or KVLayout.HND, got {self.layout!r}")
+        if self.null_page < 0:
+            raise ConfigError(f"KVCacheSpec.null_page: expected >= 0, got {self.null_page}")
+
+    @property
+    def bytes_per_page(self) -> int:
+        """Bytes of one page over all layers, K and V."""
+        per_layer = 2 * self.page_size * self.num_kv_heads * self.head_dim
+        return self.num_layers * per_layer * self.dtype.itemsize
+
+    @property
+    def bytes_per_token(self) -> int:
+        """KV bytes that one token takes over all layers."""
+        return self.bytes_per_page // self.page_size
+
+    def pages_for(self, num_tokens: int) -> int:
+        """Pages that a sequence of `num_tokens` needs."""
+        return -(-num_tokens // self.page_size)

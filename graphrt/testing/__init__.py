@@ -1,0 +1,1 @@
+"""Testing kit: numerics, poison, one timer, and the repaired Triton interpreter. Imports without CUDA."""

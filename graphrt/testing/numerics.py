@@ -1,0 +1,95 @@
+"""Comparisons of tensors that say where they differ."""
+
+from __future__ import annotations
+
+import torch
+
+ERROR_FACTOR = 2.0
+ERROR_FLOOR = 1e-5
+
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def assert_bitwise_equal(actual: torch.Tensor, expected: torch.Tensor, *, name: str = "tensor") -> None:
+    """Fail unless both hold the same bits: NaN equals the same NaN, and 0.0 differs from -0.0.
+
+    Raises: AssertionError with the first differing element, its coordinate and both values.
+    """
+    _check_alike(actual, expected, name, same_dtype=True)
+    have, want = actual.detach().cpu(), expected.detach().cpu()
+    bits = _BITS[have.element_size()]
+    differs = have.view(bits) != want.view(bits)
+    if not differs.any():
+        return
+    at, count = _first(differs), int(differs.sum())
+    raise AssertionError(
+        f"{name}: expected equal bits, got {count} of {differs.numel()} elements that differ; the first is at {at}: "
+        f"got {have[at].item()!r} ({_hex(have[at], bits)}), expected {want[at].item()!r} ({_hex(want[at], bits)})"
+    )
+
+
+def assert_close(
+    actual: torch.Tensor, expected: torch.Tensor, *, atol: float, rtol: float = 0.0, name: str = "tensor"
+) -> None:
+    """Fail unless NaN and infinities are in the same places and |actual - expected| <= atol + rtol * |expected|.
+
+    Compares in float64, so `expected` may have another dtype than `actual`.
+
+    Raises: AssertionError with the first element that is wrong in kind, or the one that is furthest off.
+    """
+    _check_alike(actual, expected, name, same_dtype=False)
+    have, want = actual.detach().cpu().double(), expected.detach().cpu().double()
+    both_finite = have.isfinite() & want.isfinite()
+    same_kind = both_finite | (have == want) | (have.isnan() & want.isnan())
+    if not same_kind.all():
+        at, count = _first(~same_kind), int((~same_kind).sum())
+        raise AssertionError(
+            f"{name}: expected NaN and infinities in the same places, got {count} of {have.numel()} elsewhere; "
+            f"the first is at {at}: got {have[at].item()}, expected {want[at].item()}"
+        )
+    excess = torch.where(both_finite, (have - want).abs() - (atol + rtol * want.abs()), -1.0)
+    if have.numel() and excess.max() > 0:
+        at, count = _first(excess == excess.max()), int((excess > 0).sum())
+        raise AssertionError(
+            f"{name}: expected an error of at most {atol:g} + {rtol:g} x |expected|, got {count} of {have.numel()} "
+            f"elements beyond it; the furthest is at {at}: got {have[at].item()}, expected {want[at].item()}, "
+            f"error {abs(have[at].item() - want[at].item()):.3g}"
+        )
+
+
+def error_bound(plain: torch.Tensor, exact: torch.Tensor) -> float:
+    """The largest error that a kernel may have: twice that of a plain torch computation in its dtype, plus 1e-5.
+
+    plain   any shape, the kernel's dtype   the plain computation's result
+    exact   same shape, float64             the same computation in float64 on the same rounded inputs
+    """
+    _check_alike(plain, exact, "plain", same_dtype=False)
+    if exact.dtype != torch.float64:
+        raise AssertionError(f"exact: expected a float64 tensor, got {exact.dtype}; compute the oracle in float64")
+    error = (plain.detach().cpu().double() - exact.detach().cpu()).abs()
+    if not error.isfinite().all():
+        raise AssertionError(f"plain: expected finite results, got {plain[_first(~error.isfinite())].item()}")
+    return ERROR_FACTOR * (error.max().item() if error.numel() else 0.0) + ERROR_FLOOR
+
+
+def assert_accurate(actual: torch.Tensor, *, plain: torch.Tensor, exact: torch.Tensor, name: str = "tensor") -> None:
+    """Fail unless `actual` is as near to `exact` as `error_bound` asks for."""
+    assert_close(actual, exact, atol=error_bound(plain, exact), name=name)
+
+
+def _check_alike(actual: torch.Tensor, expected: torch.Tensor, name: str, *, same_dtype: bool) -> None:
+    if actual.shape != expected.shape:
+        raise AssertionError(f"{name}: expected shape {list(expected.shape)}, got {list(actual.shape)}")
+    if same_dtype and actual.dtype != expected.dtype:
+        raise AssertionError(f"{name}: expected dtype {expected.dtype}, got {actual.dtype}")
+
+
+def _first(mask: torch.Tensor) -> tuple[int, ...]:
+    """Coordinate of the first true element."""
+    flat = int(mask.flatten().to(torch.uint8).argmax())
+    return tuple(int(i) for i in torch.unravel_index(torch.tensor(flat), mask.shape)) if mask.dim() else ()
+
+
+def _hex(scalar: torch.Tensor, bits: torch.dtype) -> str:
+    size = scalar.element_size()
+    return f"0x{scalar.view(bits).item() % (1 << 8 * size):0{2 * size}x}"

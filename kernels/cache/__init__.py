@@ -1,0 +1,1 @@
+"""Writing new tokens to the paged KV cache, and copying its pages."""

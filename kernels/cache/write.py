@@ -1,0 +1,336 @@
+"""Rotate and normalise this step's queries and keys, and store keys and values in the paged cache: one launch a layer.
+
+A program handles a few heads of one token: query heads in place, or key and value heads on their way to the cache.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from graphrt.kernels.cache.reference import write_kv_reference
+from graphrt.kernels.checks import check_tensor, check_unit_stride
+from graphrt.kernels.compile_spec import CompileSpec
+from graphrt.kernels.errors import ShapeError
+from graphrt.kernels.library import define_op
+
+_FLOATS = (torch.float16, torch.bfloat16, torch.float32)
+_TILE_ELEMENTS = 2048  # elements of q that a program handles; of k and v together, twice that
+_NUM_WARPS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Rotary:
+    """What happens to queries and keys before attention: RMSNorm per head (optional), then rotary embedding.
+
+    cos_sin   [max_positions, rotary_dim]  float32  first half cosines, second half sines, of every position.
+              The first rotary_dim dims of a head are rotated, in halves: (x1, x2) -> (x1 cos - x2 sin, x2 cos + x1 sin)
+    q_norm    [head_dim] weight of the queries' norm, or None
+    k_norm    [head_dim] weight of the keys' norm, or None
+    norm_eps  added to the mean square
+    """
+
+    cos_sin: torch.Tensor
+    q_norm: torch.Tensor | None = None
+    k_norm: torch.Tensor | None = None
+    norm_eps: float = 1e-6
+
+
+@triton.jit
+def _norm_part(x, rstd, weight_ptr, dims, mask, dtype: tl.constexpr):
+    """`x` normalised and weighted, rounded to the tensor's dtype after each product."""
+    weight = tl.load(weight_ptr + dims, mask=mask, other=0.0).to(tl.float32)
+    return ((x * rstd[:, None]).to(dtype).to(tl.float32) * weight[None, :]).to(dtype).to(tl.float32)
+
+
+@triton.jit
+def _norm_and_rotate(
+    in_ptr,
+    out_ptr,
+    in_heads,
+    out_heads,
+    head_mask,
+    weight_ptr,
+    cos_sin_ptr,
+    norm_eps,
+    HEAD_DIM: tl.constexpr,
+    HALF: tl.constexpr,
+    BLOCK_HALF: tl.constexpr,
+    BLOCK_REST: tl.constexpr,
+    HAS_NORM: tl.constexpr,
+):
+    """Norm and rotate some heads of one token, and store them.
+
+    A head is split into the two halves that are rotated into each other, and the rest. Each of the three is loaded and
+    stored as a tile of the same layout, so that no thread overwrites what another has yet to read.
+    in_heads, out_heads   [BLOCK_H] offsets of the heads
+    """
+    dtype: tl.constexpr = in_ptr.dtype.element_ty
+    half_lanes = tl.arange(0, BLOCK_HALF)
+    rest_lanes = tl.arange(0, BLOCK_REST)
+    in_half = half_lanes < HALF
+    in_rest = rest_lanes < HEAD_DIM - 2 * HALF
+    half_mask = head_mask[:, None] & in_half[None, :]
+    rest_mask = head_mask[:, None] & in_rest[None, :]
+    low_ptrs = in_ptr + in_heads[:, None] + half_lanes[None, :]
+    low = tl.load(low_ptrs, mask=half_mask, other=0.0).to(tl.float32)
+    high = tl.load(low_ptrs + HALF, mask=half_mask, other=0.0).to(tl.float32)
+    rest_ptrs = in_ptr + in_heads[:, None] + 2 * HALF + rest_lanes[None, :]
+    rest = tl.load(rest_ptrs, mask=rest_mask, other=0.0).to(tl.float32)
+    if HAS_NORM:
+        total = tl.sum(low * low, 1) + tl.sum(high * high, 1) + tl.sum(rest * rest, 1)
+        rstd = tl.rsqrt(total / HEAD_DIM + norm_eps)
+        low = _norm_part(low, rstd, weight_ptr, half_lanes, in_half, dtype)
+        high = _norm_part(high, rstd, weight_ptr, half_lanes + HALF, in_half, dtype)
+        rest = _norm_part(rest, rstd, weight_ptr, rest_lanes + 2 * HALF, in_rest, dtype)
+    if HALF > 0:
+        cos = tl.load(cos_sin_ptr + half_lanes, mask=in_half, other=0.0)[None, :]
+        sin = tl.load(cos_sin_ptr + HALF + half_lanes, mask=in_half, other=0.0)[None, :]
+        low, high = low * cos - high * sin, high * cos + low * sin
+    out_dtype: tl.constexpr = out_ptr.dtype.element_ty
+    out_ptrs = out_ptr + out_heads[:, None] + half_lanes[None, :]
+    tl.store(out_ptrs, low.to(dtype).to(out_dtype), mask=half_mask)
+    tl.store(out_ptrs + HALF, high.to(dtype).to(out_dtype), mask=half_mask)
+    rest_out_ptrs = out_ptr + out_heads[:, None] + 2 * HALF + rest_lanes[None, :]
+    tl.store(rest_out_ptrs, rest.to(dtype).to(out_dtype), mask=rest_mask)
+
+
+@triton.jit
+def _write_kv_kernel(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    k_cache_ptr,
+    v_cache_ptr,
+    slot_mapping_ptr,
+    positions_ptr,
+    cos_sin_ptr,
+    q_norm_ptr,
+    k_norm_ptr,
+    norm_eps,
+    num_q_heads,
+    num_kv_heads,
+    num_q_blocks,
+    stride_q_token,
+    stride_q_head,
+    stride_k_token,
+    stride_k_head,
+    stride_v_token,
+    stride_v_head,
+    stride_k_page,
+    stride_k_slot,
+    stride_k_cache_head,
+    stride_v_page,
+    stride_v_slot,
+    stride_v_cache_head,
+    stride_cos_sin,
+    PAGE_SIZE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    HALF: tl.constexpr,
+    HAS_Q_NORM: tl.constexpr,
+    HAS_K_NORM: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_HALF: tl.constexpr,
+    BLOCK_REST: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    block = tl.program_id(1)
+    cos_sin_row_ptr = cos_sin_ptr
+    if HALF > 0:
+        cos_sin_row_ptr = cos_sin_ptr + tl.load(positions_ptr + token) * stride_cos_sin
+    if block < num_q_blocks:
+        heads = (block * BLOCK_H + tl.arange(0, BLOCK_H)).to(tl.int64)
+        q_heads = token * stride_q_token + heads * stride_q_head
+        _norm_and_rotate(
+            q_ptr, q_ptr, q_heads, q_heads, heads < num_q_heads, q_norm_ptr, cos_sin_row_ptr, norm_eps,
+            HEAD_DIM, HALF, BLOCK_HALF, BLOCK_REST, HAS_Q_NORM,
+        )  # fmt: skip
+    else:
+        slot = tl.load(slot_mapping_ptr + token)
+        if slot >= 0:
+            page = slot // PAGE_SIZE
+            offset = slot % PAGE_SIZE
+            kv_heads = ((block - num_q_blocks) * BLOCK_H + tl.arange(0, BLOCK_H)).to(tl.int64)
+            head_mask = kv_heads < num_kv_heads
+            k_out = page * stride_k_page + offset * stride_k_slot + kv_heads * stride_k_cache_head
+            _norm_and_rotate(
+                k_ptr, k_cache_ptr, token * stride_k_token + kv_heads * stride_k_head, k_out, head_mask, k_norm_ptr,
+                cos_sin_row_ptr, norm_eps, HEAD_DIM, HALF, BLOCK_HALF, BLOCK_REST, HAS_K_NORM,
+            )  # fmt: skip
+            dims = tl.arange(0, BLOCK_D)
+            mask = head_mask[:, None] & (dims < HEAD_DIM)[None, :]
+            v_heads = token * stride_v_token + kv_heads * stride_v_head
+            v = tl.load(v_ptr + v_heads[:, None] + dims[None, :], mask=mask, other=0.0).to(tl.float32)
+            v_out = page * stride_v_page + offset * stride_v_slot + kv_heads * stride_v_cache_head
+            tl.store(v_cache_ptr + v_out[:, None] + dims[None, :], v.to(v_cache_ptr.dtype.element_ty), mask=mask)
+
+
+@dataclass(frozen=True, slots=True)
+class _Tiling:
+    """How heads are cut into tiles."""
+
+    block_h: int
+    block_d: int
+    block_half: int
+    block_rest: int
+
+    @classmethod
+    def choose(cls, num_heads: int, head_dim: int, rotary_dim: int) -> _Tiling:
+        block_d = triton.next_power_of_2(head_dim)
+        block_h = min(triton.next_power_of_2(num_heads), max(1, _TILE_ELEMENTS // block_d))
+        half, rest = rotary_dim // 2, head_dim - rotary_dim
+        return cls(block_h, block_d, triton.next_power_of_2(max(half, 1)), triton.next_power_of_2(max(rest, 1)))
+
+    def constexprs(self) -> dict[str, int]:
+        return {
+            "BLOCK_H": self.block_h,
+            "BLOCK_D": self.block_d,
+            "BLOCK_HALF": self.block_half,
+            "BLOCK_REST": self.block_rest,
+        }
+
+
+def _write_kv_triton(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    positions: torch.Tensor,
+    cos_sin: torch.Tensor | None,
+    q_norm: torch.Tensor | None,
+    k_norm: torch.Tensor | None,
+    norm_eps: float,
+) -> None:
+    tokens, num_q_heads, head_dim = q.shape
+    num_kv_heads, page_size = k.shape[1], k_cache.shape[1]
+    if tokens == 0:
+        return
+    rotary_dim = 0 if cos_sin is None else cos_sin.shape[1]
+    tiling = _Tiling.choose(max(num_q_heads, num_kv_heads), head_dim, rotary_dim)
+    changes_q = cos_sin is not None or q_norm is not None
+    num_q_blocks = triton.cdiv(num_q_heads, tiling.block_h) if changes_q else 0
+    grid = (tokens, num_q_blocks + triton.cdiv(num_kv_heads, tiling.block_h))
+    _write_kv_kernel[grid](
+        q, k, v, k_cache, v_cache, slot_mapping, positions, cos_sin, q_norm, k_norm,
+        norm_eps, num_q_heads, num_kv_heads, num_q_blocks, q.stride(0), q.stride(1), k.stride(0), k.stride(1),
+        v.stride(0), v.stride(1), *k_cache.stride()[:3], *v_cache.stride()[:3],
+        0 if cos_sin is None else cos_sin.stride(0),
+        PAGE_SIZE=page_size, HEAD_DIM=head_dim, HALF=rotary_dim // 2,
+        HAS_Q_NORM=q_norm is not None, HAS_K_NORM=k_norm is not None, **tiling.constexprs(), num_warps=_NUM_WARPS,
+    )  # fmt: skip
+
+
+_op = define_op(
+    "write_kv(Tensor(a!) q, Tensor k, Tensor v, Tensor(b!) k_cache, Tensor(c!) v_cache, Tensor slot_mapping, "
+    "Tensor positions, Tensor? cos_sin, Tensor? q_norm, Tensor? k_norm, float norm_eps) -> ()",
+    triton_impl=_write_kv_triton,
+    reference=write_kv_reference,
+)
+
+
+def write_kv(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    positions: torch.Tensor,
+    *,
+    rotary: Rotary | None = None,
+) -> None:
+    """Store this step's keys and values in the paged cache; with `rotary`, norm and rotate q (in place) and k first.
+
+    q             [tokens, num_q_heads, head_dim]                 device; changed in place if `rotary` is given
+    k, v          [tokens, num_kv_heads, head_dim]   q's dtype    device; not changed; may be slices of one qkv tensor
+    k_cache       [num_pages, page_size, num_kv_heads, head_dim]  device; any float dtype, any strides, last one 1
+    v_cache       as k_cache
+    slot_mapping  [tokens]  int64  page * page_size + offset of each token; tokens with -1 are not stored
+    positions     [tokens]  int64  rows of rotary.cos_sin; must lie inside it, for pad tokens too
+
+    The mean square and the rotation are computed in float32; values are rounded to q's dtype after the norm, after
+    its weight, and after the rotation, then to the cache's dtype. Rotary embedding: Su et al. 2021, in halves.
+
+    Capture-safe: the grid follows from the shapes; slots and positions are read on the device.
+    Raises: ShapeError when a tensor does not fit the others.
+    """
+    check_tensor("q", q, shape=(None, None, None), dtype=_FLOATS)
+    (tokens, _, head_dim), device = q.shape, q.device
+    check_tensor("k", k, shape=(tokens, None, head_dim), dtype=q.dtype, device=device)
+    check_tensor("v", v, shape=k.shape, dtype=q.dtype, device=device)
+    check_tensor("k_cache", k_cache, shape=(None, None, k.shape[1], head_dim), dtype=_FLOATS, device=device)
+    check_tensor("v_cache", v_cache, shape=k_cache.shape, dtype=_FLOATS, device=device)
+    check_tensor("slot_mapping", slot_mapping, shape=(tokens,), dtype=torch.int64, device=device)
+    check_tensor("positions", positions, shape=(tokens,), dtype=torch.int64, device=device)
+    named = {"q": q, "k": k, "v": v, "k_cache": k_cache, "v_cache": v_cache, "slot_mapping": slot_mapping}
+    named["positions"] = positions
+    if rotary is not None:
+        check_tensor("rotary.cos_sin", rotary.cos_sin, shape=(None, None), dtype=torch.float32, device=device)
+        rotary_dim = rotary.cos_sin.shape[1]
+        if rotary_dim % 2 or not 2 <= rotary_dim <= head_dim:
+            raise ShapeError(
+                f"rotary.cos_sin: expected an even width from 2 to head_dim={head_dim}, got {rotary_dim}; "
+                "cosines of half the rotated dims, then their sines"
+            )
+        named["rotary.cos_sin"] = rotary.cos_sin
+        for name, weight in (("rotary.q_norm", rotary.q_norm), ("rotary.k_norm", rotary.k_norm)):
+            if weight is not None:
+                check_tensor(name, weight, shape=(head_dim,), dtype=_FLOATS, device=device)
+                named[name] = weight
+    for name, tensor in named.items():
+        check_unit_stride(name, tensor)
+    if rotary is None:
+        _op(q, k, v, k_cache, v_cache, slot_mapping, positions, None, None, None, 0.0)
+    else:
+        _op(
+            q, k, v, k_cache, v_cache, slot_mapping, positions,
+            rotary.cos_sin, rotary.q_norm, rotary.k_norm, rotary.norm_eps,
+        )  # fmt: skip
+
+
+def compile_variants() -> list[CompileSpec]:
+    """Plain stores, full and partial rotation, per-head norms, odd head sizes."""
+    specs = []
+    for name, kind, cache_kind, heads, head_dim, rotary_dim, has_norm in (
+        ("llama_bf16", "bf16", "bf16", 32, 128, 128, False),
+        ("qwen3_bf16", "bf16", "bf16", 32, 128, 128, True),
+        ("partial_fp16_to_fp32", "fp16", "fp32", 12, 80, 32, False),
+        ("wide_fp32", "fp32", "fp16", 8, 256, 64, True),
+        ("plain_bf16", "bf16", "bf16", 8, 64, 0, False),
+    ):
+        tiling = _Tiling.choose(heads, head_dim, rotary_dim)
+        constexprs: dict[str, object] = {
+            "PAGE_SIZE": 16,
+            "HEAD_DIM": head_dim,
+            "HALF": rotary_dim // 2,
+            "HAS_Q_NORM": has_norm,
+            "HAS_K_NORM": has_norm,
+            **tiling.constexprs(),
+        }
+        types = {f"{x}_ptr": f"*{kind}" for x in ("q", "k", "v")}
+        types |= {f"{x}_ptr": f"*{cache_kind}" for x in ("k_cache", "v_cache")}
+        types |= {"slot_mapping_ptr": "*i64", "positions_ptr": "*i64", "norm_eps": "fp32"}
+        for pointer, kind_of, given in (
+            ("cos_sin_ptr", "fp32", rotary_dim > 0),
+            ("q_norm_ptr", kind, has_norm),
+            ("k_norm_ptr", kind, has_norm),
+        ):
+            if given:
+                types[pointer] = f"*{kind_of}"
+            else:
+                constexprs[pointer] = None
+        signature = {
+            argument: "constexpr" if argument in constexprs else types.get(argument, "i32")
+            for argument in _write_kv_kernel.arg_names
+        }
+        divisible = tuple(a for a, t in signature.items() if t.startswith("*") or a.startswith("stride_"))
+        specs.append(
+            CompileSpec(f"write_kv_{name}", _write_kv_kernel, signature, constexprs, _NUM_WARPS, 3, divisible=divisible)
+        )
+    return specs

@@ -1,0 +1,26 @@
+"""How to compile one variant of a Triton kernel without launching it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class CompileSpec:
+    """One variant of a kernel, as a test compiles it for a GPU that is not there.
+
+    signature       Triton type of each argument, in order: "*bf16", "i32", "fp32", ...; "constexpr" for those below
+    constexprs      values of the constexpr arguments
+    max_registers   bound of registers per thread; spills are never allowed
+    divisible       arguments whose value or address is a multiple of 16
+    """
+
+    name: str
+    kernel: Any
+    signature: dict[str, str]
+    constexprs: dict[str, object]
+    num_warps: int
+    num_stages: int
+    max_registers: int = 255
+    divisible: tuple[str, ...] = ()

@@ -1,0 +1,72 @@
+"""Device helpers that read the step record, on the layout of record.py."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from graphrt.kernels.metadata import record as layout
+
+HEADER_SIZE = tl.constexpr(layout.HEADER_SIZE)
+HEADER_STEP_LOW = tl.constexpr(layout.HEADER_STEP_LOW)
+HEADER_STEP_HIGH = tl.constexpr(layout.HEADER_STEP_HIGH)
+HEADER_NUM_REQS = tl.constexpr(layout.HEADER_NUM_REQS)
+HEADER_NUM_TOKENS = tl.constexpr(layout.HEADER_NUM_TOKENS)
+HEADER_NUM_PAGES = tl.constexpr(layout.HEADER_NUM_PAGES)
+ROW_FIELDS = tl.constexpr(layout.ROW_FIELDS)
+ROW_ID = tl.constexpr(layout.ROW_ID)
+ROW_SEQ_LEN = tl.constexpr(layout.ROW_SEQ_LEN)
+ROW_QUERY_START = tl.constexpr(layout.ROW_QUERY_START)
+ROW_QUERY_LEN = tl.constexpr(layout.ROW_QUERY_LEN)
+ROW_PAGE_START = tl.constexpr(layout.ROW_PAGE_START)
+ROW_PAGE_COUNT = tl.constexpr(layout.ROW_PAGE_COUNT)
+ROW_SAMPLE = tl.constexpr(layout.ROW_SAMPLE)
+ROW_TEMPERATURE = tl.constexpr(layout.ROW_TEMPERATURE)
+ROW_SEED = tl.constexpr(layout.ROW_SEED)
+
+
+@triton.jit
+def read_header(record_ptr, record_words, padded_reqs, padded_tokens, QUERY_LEN: tl.constexpr):
+    """Step, rows and tokens to serve, and the record's own extents, which place its sections.
+
+    A record that claims to be longer than its buffer counts as empty; rows and tokens beyond the graph's are absent.
+    """
+    low = tl.load(record_ptr + HEADER_STEP_LOW).to(tl.int64) & 0xFFFFFFFF
+    step = (tl.load(record_ptr + HEADER_STEP_HIGH).to(tl.int64) << 32) | low
+    listed_reqs = tl.load(record_ptr + HEADER_NUM_REQS).to(tl.int64)
+    listed_tokens = tl.load(record_ptr + HEADER_NUM_TOKENS).to(tl.int64)
+    listed_pages = tl.load(record_ptr + HEADER_NUM_PAGES).to(tl.int64)
+    words = HEADER_SIZE + ROW_FIELDS * listed_reqs + listed_tokens + listed_pages
+    fits = (listed_reqs >= 0) & (listed_tokens >= 0) & (listed_pages >= 0) & (words <= record_words)
+    listed_reqs = tl.where(fits, listed_reqs, 0).to(tl.int32)
+    listed_tokens = tl.where(fits, listed_tokens, 0).to(tl.int32)
+    listed_pages = tl.where(fits, listed_pages, 0).to(tl.int32)
+    num_reqs = tl.minimum(listed_reqs, padded_reqs)
+    num_tokens = tl.minimum(listed_tokens, padded_tokens)
+    if listed_reqs > num_reqs:
+        first_absent = tl.load(record_ptr + HEADER_SIZE + ROW_QUERY_START * listed_reqs + num_reqs)
+        num_tokens = tl.minimum(tl.maximum(first_absent, 0), num_tokens)
+    if QUERY_LEN > 0:
+        num_tokens = tl.minimum(num_tokens, num_reqs * QUERY_LEN)
+    num_tokens = tl.where(num_reqs > 0, num_tokens, 0)
+    return step, num_reqs, num_tokens, listed_reqs, listed_tokens, listed_pages
+
+
+@triton.jit
+def token_start(record_ptr, row, num_reqs, num_tokens, listed_reqs, QUERY_LEN: tl.constexpr):
+    """First token of `row` in the graph's token buffers; of a pad row, one past the last real row's tokens."""
+    if QUERY_LEN > 0:
+        return tl.minimum(row, num_reqs) * QUERY_LEN
+    else:
+        inner = (row > 0) & (row < num_reqs)
+        start = tl.load(record_ptr + HEADER_SIZE + ROW_QUERY_START * listed_reqs + row, mask=inner, other=0)
+        return tl.where(row >= num_reqs, num_tokens, tl.minimum(tl.maximum(start, 0), num_tokens))
+
+
+@triton.jit
+def row_pages(rows_ptr, listed_reqs, listed_pages):
+    """Start and count of a row's pages in the record's list, cut to that list."""
+    start = tl.load(rows_ptr + ROW_PAGE_START * listed_reqs)
+    count = tl.load(rows_ptr + ROW_PAGE_COUNT * listed_reqs)
+    start = tl.where((start >= 0) & (start <= listed_pages), start, listed_pages)
+    return start, tl.maximum(tl.minimum(count, listed_pages - start), 0)

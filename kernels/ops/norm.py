@@ -1,0 +1,157 @@
+"""RMSNorm (Zhang and Sennrich 2019), alone and fused with the residual addition before it: a program per token."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from graphrt.kernels.checks import check_tensor, check_unit_stride
+from graphrt.kernels.compile_spec import CompileSpec
+from graphrt.kernels.errors import UnsupportedError
+from graphrt.kernels.library import define_op
+from graphrt.kernels.ops.reference import add_rms_norm_reference, rms_norm_reference
+
+MAX_HIDDEN_SIZE = 16384
+"""A row is held in registers."""
+
+_FLOATS = (torch.float16, torch.bfloat16, torch.float32)
+
+
+@triton.jit
+def _rms_norm_kernel(
+    residual_ptr,
+    x_ptr,
+    weight_ptr,
+    out_ptr,
+    eps,
+    stride_residual,
+    stride_x,
+    stride_out,
+    HIDDEN: tl.constexpr,
+    BLOCK: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    dims = tl.arange(0, BLOCK)
+    mask = dims < HIDDEN
+    x = tl.load(x_ptr + token * stride_x + dims, mask=mask, other=0.0).to(tl.float32)
+    weight = tl.load(weight_ptr + dims, mask=mask, other=0.0).to(tl.float32)
+    if HAS_RESIDUAL:
+        residual_ptrs = residual_ptr + token * stride_residual + dims
+        total = tl.load(residual_ptrs, mask=mask, other=0.0).to(tl.float32) + x
+        rounded = total.to(residual_ptr.dtype.element_ty)
+        tl.store(residual_ptrs, rounded, mask=mask)
+        x = rounded.to(tl.float32)
+    dtype: tl.constexpr = x_ptr.dtype.element_ty
+    rstd = tl.rsqrt(tl.sum(x * x, 0) / HIDDEN + eps)
+    normed = (x * rstd).to(dtype).to(tl.float32) * weight
+    tl.store(out_ptr + token * stride_out + dims, normed.to(dtype), mask=mask)
+
+
+def _num_warps(block: int) -> int:
+    return min(max(block // 512, 1), 16)
+
+
+def _launch(residual: torch.Tensor | None, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    tokens, hidden = x.shape
+    out = torch.empty((tokens, hidden), dtype=x.dtype, device=x.device)
+    if tokens == 0:
+        return out
+    block = triton.next_power_of_2(hidden)
+    _rms_norm_kernel[(tokens,)](
+        residual, x, weight, out, eps, 0 if residual is None else residual.stride(0), x.stride(0), out.stride(0),
+        HIDDEN=hidden, BLOCK=block, HAS_RESIDUAL=residual is not None, num_warps=_num_warps(block),
+    )  # fmt: skip
+    return out
+
+
+def _rms_norm_triton(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    return _launch(None, x, weight, eps)
+
+
+def _add_rms_norm_triton(residual: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    return _launch(residual, x, weight, eps)
+
+
+_rms_norm_op = define_op(
+    "rms_norm(Tensor x, Tensor weight, float eps) -> Tensor",
+    triton_impl=_rms_norm_triton,
+    reference=rms_norm_reference,
+    fake=lambda x, weight, eps: x.new_empty(x.shape),
+)
+_add_rms_norm_op = define_op(
+    "add_rms_norm(Tensor(a!) residual, Tensor x, Tensor weight, float eps) -> Tensor",
+    triton_impl=_add_rms_norm_triton,
+    reference=add_rms_norm_reference,
+    fake=lambda residual, x, weight, eps: x.new_empty(x.shape),
+)
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """RMSNorm of each token: x / sqrt(mean(x^2) + eps) * weight.
+
+    x        [tokens, hidden]  float16, bfloat16 or float32  device; rows may be strided
+    weight   [hidden]          any of these dtypes           device
+    returns  [tokens, hidden]  x's dtype, contiguous
+
+    Statistics in float32; the normalised value is rounded to x's dtype before the weight, as in Llama.
+    Capture-safe: nothing depends on values. Raises: ShapeError; UnsupportedError beyond MAX_HIDDEN_SIZE.
+    """
+    _check(x, weight)
+    result: torch.Tensor = _rms_norm_op(x, weight, eps)
+    return result
+
+
+def add_rms_norm(residual: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """Add x to the residual stream in place, and return the RMSNorm of the sum.
+
+    residual  [tokens, hidden]  float16, bfloat16 or float32  device; changed in place, rounded to its dtype
+    x         [tokens, hidden]  any of these dtypes           device
+    weight    [hidden]          any of these dtypes           device
+    returns   [tokens, hidden]  x's dtype, contiguous
+
+    Capture-safe: nothing depends on values. Raises: ShapeError; UnsupportedError beyond MAX_HIDDEN_SIZE.
+    """
+    _check(x, weight)
+    check_tensor("residual", residual, shape=x.shape, dtype=_FLOATS, device=x.device)
+    check_unit_stride("residual", residual)
+    result: torch.Tensor = _add_rms_norm_op(residual, x, weight, eps)
+    return result
+
+
+def _check(x: torch.Tensor, weight: torch.Tensor) -> None:
+    check_tensor("x", x, shape=(None, None), dtype=_FLOATS)
+    check_tensor("weight", weight, shape=(x.shape[1],), dtype=_FLOATS, device=x.device)
+    check_unit_stride("x", x)
+    check_unit_stride("weight", weight)
+    if not 1 <= x.shape[1] <= MAX_HIDDEN_SIZE:
+        raise UnsupportedError(f"x: expected a hidden size from 1 to {MAX_HIDDEN_SIZE}, got {x.shape[1]}")
+
+
+def compile_variants() -> list[CompileSpec]:
+    """Usual, odd and the largest hidden sizes, with and without residual."""
+    specs = []
+    for name, kind, residual_kind, hidden in (
+        ("bf16_4096", "bf16", None, 4096),
+        ("add_bf16_4096", "bf16", "bf16", 4096),
+        ("add_fp16_to_fp32_2880", "fp16", "fp32", 2880),
+        ("add_fp32_16384", "fp32", "fp32", 16384),
+    ):
+        block = triton.next_power_of_2(hidden)
+        constexprs: dict[str, object] = {"HIDDEN": hidden, "BLOCK": block, "HAS_RESIDUAL": residual_kind is not None}
+        if residual_kind is None:
+            constexprs["residual_ptr"] = None
+        types = {f"{argument}_ptr": f"*{kind}" for argument in ("x", "weight", "out")}
+        types |= {"residual_ptr": f"*{residual_kind}", "eps": "fp32"}
+        signature = {
+            argument: "constexpr" if argument in constexprs else types.get(argument, "i32")
+            for argument in _rms_norm_kernel.arg_names
+        }
+        divisible = tuple(a for a, t in signature.items() if t.startswith("*") or a.startswith("stride_"))
+        specs.append(
+            CompileSpec(
+                f"rms_norm_{name}", _rms_norm_kernel, signature, constexprs, _num_warps(block), 3, divisible=divisible
+            )
+        )
+    return specs

@@ -1,0 +1,106 @@
+"""How long capturing a ladder takes, and what device memory it costs.
+
+    python scripts/bench_capture.py                          # 35 decode sizes to 256 of the Llama-3.1-8B shape
+    python scripts/bench_capture.py --shape llama-3.2-1b --repeats 5
+
+Capture runs `--repeats` times in one process, after a first time that is reported apart: it also loads every kernel,
+and compiles those that are not in the Triton cache yet. Seconds are of the whole `capture()` call, warm-up included.
+Bytes are what the device has less of afterwards: driver objects, the memory pool, and static buffers. Decode and mixed
+ladders are captured by managers of their own, so that neither hides the other's cost. The last line of standard output
+is one JSON object.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+import torch
+
+from graphrt.config import RuntimeConfig
+from graphrt.kernels.types import KVLayout
+from graphrt.kv_cache import KVCache
+from graphrt.models.config import ModelConfig
+from graphrt.models.loading import load_model
+from graphrt.replay import ReplayManager
+from graphrt.testing.bench import provenance
+
+
+@dataclass(frozen=True, slots=True)
+class Ladder:
+    graphs: int
+    first_seconds: float
+    seconds: list[float]
+    nbytes: int
+    nodes: int
+    pool_bytes: int
+    driver_bytes: int
+
+
+def measure(model: torch.nn.Module, config: ModelConfig, device: torch.device, repeats: int, **sizes: Any) -> Ladder:
+    seconds, nbytes = [], 0
+    spec = config.kv_spec(16, KVLayout.NHD, torch.bfloat16)
+    for _ in range(repeats + 1):
+        gc.collect()
+        torch.cuda.empty_cache()
+        cache = KVCache.allocate(spec, 64, device)
+        free = torch.cuda.mem_get_info(device)[0]
+        manager = ReplayManager(
+            model,
+            cache,
+            config.attention_specs(torch.bfloat16),
+            vocab_size=config.vocab_size,
+            config=RuntimeConfig(max_num_reqs=256, max_num_tokens=2048, max_seq_len=8192, **sizes),
+        )
+        manager.capture()
+        torch.cuda.empty_cache()
+        nbytes = free - torch.cuda.mem_get_info(device)[0]
+        graphs = manager.stats().graphs
+        seconds.append(manager.stats().capture_seconds)
+        manager.close()
+    return Ladder(
+        graphs=len(graphs),
+        first_seconds=seconds[0],
+        seconds=seconds[1:],
+        nbytes=nbytes,
+        nodes=max(g.nodes for g in graphs),
+        pool_bytes=sum(g.pool_bytes for g in graphs),
+        driver_bytes=sum(g.driver_bytes for g in graphs),
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", default="llama-3.1-8b")
+    parser.add_argument("--repeats", type=int, default=3)
+    arguments = parser.parse_args()
+    device = torch.device("cuda", 0)
+    loaded = load_model(f"dummy:{arguments.shape}", device=device, dtype=torch.bfloat16)
+    decode = measure(loaded.model, loaded.config, device, arguments.repeats, mixed_sizes=())
+    mixed = measure(loaded.model, loaded.config, device, arguments.repeats, decode_sizes=())
+    record = {"name": "capture", "model": arguments.shape, **provenance()}
+    for kind, ladder in (("decode", decode), ("mixed", mixed)):
+        record |= {
+            f"{kind}_graphs": ladder.graphs,
+            f"{kind}_first_seconds": ladder.first_seconds,
+            f"{kind}_seconds": median(ladder.seconds),
+            f"{kind}_seconds_all": ladder.seconds,
+            f"{kind}_mib_per_graph": ladder.nbytes / ladder.graphs / (1 << 20),
+            f"{kind}_pool_mib": ladder.pool_bytes / (1 << 20),
+            f"{kind}_driver_mib": ladder.driver_bytes / (1 << 20),
+        }
+        print(
+            f"{kind}: {ladder.graphs} graphs of {ladder.nodes} nodes in {median(ladder.seconds):.2f} s "
+            f"({ladder.first_seconds:.2f} s the first time in the process), "
+            f"{ladder.nbytes / ladder.graphs / (1 << 20):.1f} MiB per graph, everything included"
+        )
+    record["nodes_per_graph"] = decode.nodes
+    print(json.dumps(record), flush=True)
+
+
+if __name__ == "__main__":
+    main()

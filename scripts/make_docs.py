@@ -1,0 +1,132 @@
+"""Writes the generated parts of the documentation: run it after a change to buffers, backends, settings or results.
+
+python scripts/make_docs.py          rewrite the marked parts in place
+python scripts/make_docs.py --check  exit 1 and name the file when one is out of date
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from itertools import pairwise
+from pathlib import Path
+
+from graphrt.backends.registry import backend_class, backend_names
+from graphrt.capture.buffers import StaticBuffers
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def buffers_table() -> str:
+    lines = ["| buffer | shape | dtype | kind | writer | readers | pad value |", "|---|---|---|---|---|---|---|"]
+    for name, spec in StaticBuffers.specs().items():
+        shape = ", ".join(
+            str(s).replace("rows_plus_one", "rows + 1").replace("claims", "slots + row_ids") for s in spec.shape
+        )
+        dtype = str(spec.dtype).removeprefix("torch.")
+        lines.append(
+            f"| `{name}` | [{shape}] | {dtype} | {spec.kind.value} | {spec.writer} | {spec.readers} | {spec.pad} |"
+        )
+    return "\n".join(lines)
+
+
+def backends_table() -> str:
+    lines = [
+        "| backend | devices | dtypes | head dims | page sizes | layouts | query_len | window | softcap | mixed "
+        "| graphs | pad seq_len |",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|",
+    ]  # fmt: skip
+    for backend in map(backend_class, backend_names()):
+        c = backend.capabilities
+        cells = [
+            f"`{backend.name}`",
+            ", ".join(c.devices),
+            ", ".join(str(d).removeprefix("torch.") for d in c.dtypes),
+            "any" if c.head_dims is None else _ranges(c.head_dims),
+            "any" if c.page_sizes is None else _ranges(c.page_sizes),
+            ", ".join(x.value for x in c.layouts),
+            f"1 to {c.max_query_len}" if c.max_query_len > 1 else "1",
+            *("yes" if x else "no" for x in (c.sliding_window, c.logits_softcap, c.mixed)),
+            backend.graph_support.name,
+            str(backend.seq_len_fill),
+        ]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def _ranges(values: tuple[int, ...]) -> str:
+    steps = {b - a for a, b in pairwise(values)}
+    if len(values) > 4 and len(steps) == 1:
+        return f"{values[0]} to {values[-1]} by {steps.pop()}"
+    return ", ".join(str(v) for v in values)
+
+
+def results_table() -> str:
+    """Measured figures, from the committed results of the H200 and from nothing else."""
+    path = ROOT / "docs" / "results" / "nvidia-h200"
+    if not path.is_dir():
+        return "Not measured yet: `scripts/gpu_check.py` writes `docs/results/`, and this table is made from there."
+    decode, capture = [json.loads((path / f"{name}.json").read_text()) for name in ("decode", "capture")]
+    lines = [
+        "| shape | batch | context | floor ms | graphrt ms | of floor | same steps, eager ms | host us per step |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for report in decode["data"]["reports"]:
+        for r in report["results"]:
+            lines.append(
+                f"| {report['model']} | {r['batch']} | {r['context']} | {r['floor_ms']:.2f} | {r['replay_ms']:.2f} | "
+                f"{100 * r['share_of_floor']:.0f} % | {r['eager_ms']:.2f} | {r['host_us']:.0f} |"
+            )
+    data = capture["data"]
+    lines += [
+        "",
+        f"Capturing the default ladder of {data['decode_graphs']} decode graphs of {data['model']}: "
+        f"{data['decode_seconds']:.2f} s, {data['decode_mib_per_graph']:.1f} MiB per graph, pool included "
+        f"({data['nodes_per_graph']} nodes each); {data['mixed_graphs']} mixed graphs: {data['mixed_seconds']:.2f} s, "
+        f"{data['mixed_mib_per_graph']:.1f} MiB per graph.",
+        "",
+        f"One {decode['gpu']}, torch {decode['torch']}, triton {decode['triton']}, dummy weights, bf16; floor is the "
+        "bytes that a step must read over the read bandwidth measured in the same run. "
+        f"`docs/results/nvidia-h200/`, tree `{decode['tree'][:12]}`.",
+    ]
+    return "\n".join(lines)
+
+
+PARTS = {
+    ("docs/decode_step.md", "buffers"): buffers_table,
+    ("docs/backends.md", "capabilities"): backends_table,
+    ("README.md", "results"): results_table,
+}
+
+
+def render() -> dict[Path, str]:
+    """Every generated file with its marked parts rewritten."""
+    texts: dict[Path, str] = {}
+    for (name, mark), make in PARTS.items():
+        path = ROOT / name
+        text = texts.get(path) or path.read_text()
+        pattern = re.compile(rf"(<!-- {mark} -->\n).*?(<!-- /{mark} -->)", re.DOTALL)
+        if not pattern.search(text):
+            raise SystemExit(f"{name}: expected the marks <!-- {mark} --> and <!-- /{mark} -->, found none")
+        part = make()
+        texts[path] = pattern.sub(lambda m, part=part: m.group(1) + part + "\n" + m.group(2), text)
+    return texts
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true")
+    check = parser.parse_args().check
+    stale = [path for path, text in render().items() if path.read_text() != text]
+    for path in stale:
+        if not check:
+            path.write_text(render()[path])
+        print(f"{'out of date' if check else 'rewritten'}: {path.relative_to(ROOT)}")
+    if check and stale:
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

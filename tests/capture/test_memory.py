@@ -1,0 +1,84 @@
+"""Static buffers, the staging ring and the pointer guard."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+
+from graphrt.capture.buffers import BufferKind, Capacity, StaticBuffers
+from graphrt.capture.guard import PointerGuard
+from graphrt.capture.staging import StagingRing
+from graphrt.kernels.errors import ReplayError
+from graphrt.testing.poison import poison_derived, poisoned
+
+CAPACITY = Capacity(rows=4, tokens=8, pages_per_row=3, row_ids=5, slots=32, record=100, ring=2)
+
+
+def test_every_buffer_has_its_declared_shape_dtype_and_contents() -> None:
+    buffers = StaticBuffers.allocate(CAPACITY, torch.device("cpu"))
+    expected = {
+        "block_table": (4, 3),
+        "query_start_loc": (5,),
+        "claims": (37,),
+        "token_ring": (2, 4),
+        "input_ids": (8,),
+    }
+    for name, spec in StaticBuffers.specs().items():
+        tensor = getattr(buffers, name)
+        assert tensor.dtype == spec.dtype
+        assert (tensor == spec.initial).all(), name
+        if name in expected:
+            assert tuple(tensor.shape) == expected[name]
+    assert buffers.nbytes == sum(t.numel() * t.element_size() for _, t in buffers.named())
+
+
+def test_poison_reaches_derived_buffers_only_and_reset_undoes_it() -> None:
+    buffers = StaticBuffers.allocate(CAPACITY, torch.device("cpu"))
+    poison_derived(buffers)
+    for name, spec in StaticBuffers.specs().items():
+        tensor = getattr(buffers, name)
+        if spec.kind is BufferKind.DERIVED:
+            assert poisoned(tensor).all(), name
+        else:
+            assert (tensor == spec.initial).all(), name
+    buffers.reset()
+    assert all((getattr(buffers, n) == s.initial).all() for n, s in StaticBuffers.specs().items())
+
+
+def test_the_ring_hands_results_over_before_a_slot_is_reused() -> None:
+    device_record = torch.zeros(16, dtype=torch.int32)
+    ring = StagingRing(2, 16, device_record)
+    done = []
+    for step in range(5):
+        slot = ring.acquire(step)
+        assert done == list(range(max(0, step - 1))), "the step two before has been handed over, no later one"
+        slot.record[:3] = step
+        with slot.in_flight(None):
+            ring.upload(slot, 3)
+        assert device_record.tolist() == [step] * 3 + [0] * 13, "only the used prefix travels"
+        slot.on_done = partial(done.append, step)
+    ring.drain()
+    assert sorted(done) == [0, 1, 2, 3, 4]
+
+
+def test_the_guard_names_what_moved() -> None:
+    weights = {"layer.weight": torch.ones(4), "head": torch.ones(2)}
+    guard = PointerGuard(weights.items())
+    guard.check()
+    weights["layer.weight"].copy_(torch.zeros(4))
+    guard.check()
+    weights["head"].data = torch.zeros(2)
+    with pytest.raises(ReplayError, match="head: expected at address 0x"):
+        guard.check()
+
+
+def test_the_guard_sees_replaced_parameters_by_name() -> None:
+    module = torch.nn.Linear(2, 2)
+    guard = PointerGuard(module.named_parameters())
+    guard.check_names(module.named_parameters())
+    module.weight = torch.nn.Parameter(torch.zeros(2, 2))
+    guard.check()
+    with pytest.raises(ReplayError, match="weight: expected at address"):
+        guard.check_names(module.named_parameters())

@@ -1,0 +1,201 @@
+"""The op tape must behave as a CUDA graph does: freeze scalars and addresses, refuse host reads, never rerun Python."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from graphrt.capture.descriptor import BatchDescriptor
+from graphrt.capture.tape import OpTape, OpTapeRecorder
+from graphrt.kernels.errors import CaptureError
+
+KEY = BatchDescriptor.decode(1)
+
+
+def record(step) -> OpTape:
+    return OpTapeRecorder().record(step, KEY, lambda: None)
+
+
+def test_replay_reads_the_latest_input_and_writes_the_recorded_output() -> None:
+    x = torch.zeros(4)
+    tape = record(lambda: (x * 2 + 1).sum().reshape(1))
+    for value in (3.0, -1.0, 3.0):
+        x.fill_(value)
+        tape.launch()
+        assert tape.output.item() == 4 * (2 * value + 1)
+
+
+def test_python_is_not_run_again() -> None:
+    calls = []
+    x = torch.ones(2)
+
+    def step() -> torch.Tensor:
+        calls.append(1)
+        return x + 1
+
+    tape = record(step)
+    tape.launch()
+    tape.launch()
+    assert len(calls) == 1
+
+
+def test_a_python_scalar_is_frozen() -> None:
+    state = {"scale": 2.0}
+    x = torch.ones(1)
+    tape = record(lambda: x * state["scale"])
+    state["scale"] = 5.0
+    tape.launch()
+    assert tape.output.item() == 2.0, "a graph holds the scalar of its capture"
+
+
+def test_a_scalar_in_a_tensor_is_not_frozen() -> None:
+    scale, x = torch.tensor(2.0), torch.ones(1)
+    tape = record(lambda: x * scale)
+    scale.fill_(5.0)
+    tape.launch()
+    assert tape.output.item() == 5.0
+
+
+def test_an_address_is_frozen() -> None:
+    holder = {"x": torch.ones(1)}
+    captured = holder["x"]
+    tape = record(lambda: holder["x"] + 1)
+    holder["x"] = torch.full((1,), 10.0)
+    tape.launch()
+    assert tape.output.item() == 2.0, "a graph goes on reading the tensor of its capture"
+    captured.fill_(4.0)
+    tape.launch()
+    assert tape.output.item() == 5.0
+
+
+def test_data_replaced_under_a_tensor_is_not_followed() -> None:
+    x = torch.ones(1)
+    alias = x.view(1)  # what a graph holds: the storage of the capture
+    tape = record(lambda: alias + 1)
+    x.data = torch.full((1,), 10.0)
+    tape.launch()
+    assert tape.output.item() == 2.0
+
+
+def test_in_place_and_out_variants_write_the_same_memory_again() -> None:
+    x, counter, out = torch.ones(3), torch.zeros(1), torch.zeros(3)
+
+    def step() -> torch.Tensor:
+        counter.add_(1)
+        torch.mul(x, 3, out=out)
+        return out.clone()
+
+    tape = record(step)
+    assert counter.item() == 1, "the twin runs the step once while it records"
+    x.fill_(2)
+    tape.launch()
+    tape.launch()
+    assert counter.item() == 3
+    assert out.tolist() == tape.output.tolist() == [6.0, 6.0, 6.0]
+
+
+def test_views_follow_their_base() -> None:
+    x = torch.arange(6.0).reshape(2, 3)
+    tape = record(lambda: (x.t()[1:].reshape(-1, 2) + 0)[:, 0])
+    x.copy_(x + 10)
+    tape.launch()
+    assert tape.output.tolist() == [11.0, 12.0]
+
+
+def test_linear_on_a_vector_replays_through_its_in_place_squeeze() -> None:
+    weight, x = torch.randn(3, 4), torch.randn(4)
+    tape = record(lambda: torch.nn.functional.linear(x, weight))
+    x.normal_()
+    tape.launch()
+    torch.testing.assert_close(tape.output, weight @ x)
+
+
+def test_memory_of_empty_keeps_its_last_contents() -> None:
+    x = torch.ones(2)
+
+    def step() -> torch.Tensor:
+        out = torch.empty(2)
+        out[:1] = x[:1]
+        return out
+
+    tape = record(step)
+    tape.output.fill_(7.0)
+    tape.launch()
+    assert tape.output.tolist() == [1.0, 7.0], "nobody fills empty() memory in a graph either"
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda x: x.item(),
+        lambda x: x.tolist(),
+        lambda x: x.numpy(),
+        lambda x: int(x),
+        lambda x: float(x),
+        lambda x: bool(x > 0),
+        lambda x: x.expand(3)[x.expand(3) > 0],
+        lambda x: torch.nonzero(x),
+    ],
+    ids=["item", "tolist", "numpy", "int", "float", "bool", "mask-index", "nonzero"],
+)
+def test_host_reads_raise_and_the_recorder_works_on(read) -> None:
+    x, recorder = torch.ones(()), OpTapeRecorder()
+
+    def step() -> torch.Tensor:
+        read(x)
+        return x + 1
+
+    with pytest.raises(CaptureError, match=r"decode\[1\].*host read|decode\[1\].*reads values on the host"):
+        recorder.record(step, KEY, lambda: None)
+    tape = recorder.record(lambda: x + 1, KEY, lambda: None)
+    tape.launch()
+    assert tape.output.item() == 2.0
+
+
+def test_a_step_error_passes_through() -> None:
+    def step() -> torch.Tensor:
+        raise ZeroDivisionError("from the model")
+
+    with pytest.raises(ZeroDivisionError, match="from the model"):
+        record(step)
+
+
+def test_prepare_runs_before_the_step() -> None:
+    order = []
+    OpTapeRecorder().record(lambda: (order.append("step"), torch.ones(1))[1], KEY, lambda: order.append("prepare"))
+    assert order == ["prepare", "step"]
+
+
+def test_an_op_may_write_an_argument_and_return_new_memory() -> None:
+    from graphrt.kernels.ops.norm import add_rms_norm
+
+    residual, x, weight = torch.zeros(1, 4), torch.ones(1, 4), torch.full((4,), 3.0)
+    tape = record(lambda: add_rms_norm(residual, x, weight, 0.0) + 1)
+    residual.zero_()
+    x.copy_(torch.tensor([[2.0, -2.0, 2.0, -2.0]]))
+    tape.launch()
+    assert residual.tolist() == x.tolist()
+    assert tape.output.tolist() == [[4.0, -2.0, 4.0, -2.0]]
+
+
+def test_an_interpreted_kernel_is_frozen_as_such(monkeypatch: pytest.MonkeyPatch) -> None:
+    from graphrt.kernels import library
+
+    ran = []
+    op = library.define_op(
+        "tape_test_probe(Tensor x, Tensor(a!) out) -> ()",
+        triton_impl=lambda x, out: ran.append("triton"),
+        reference=lambda x, out: ran.append("reference"),
+    )
+    monkeypatch.setattr(library, "INTERPRETER_AVAILABLE", True)
+    x, out = torch.ones(1), torch.ones(1)
+
+    def step() -> torch.Tensor:
+        with library.interpreted():
+            op(x, out)
+        op(x, out)
+        return out
+
+    tape = record(step)
+    tape.launch()
+    assert ran == ["triton", "reference"] * 2

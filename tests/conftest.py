@@ -1,0 +1,76 @@
+"""Session set-up: the Triton interpreter on machines without CUDA, shared fixtures, and the check of module names."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from importlib.machinery import PathFinder
+
+import pytest
+import torch
+
+
+class _WithoutLayerFolders(PathFinder):
+    """Hides the names `kernels` and `capture`, which the checkout on the path would else give to its folders.
+
+    `kernels` is also a popular package that transformers looks for, and it takes the folder for it.
+    """
+
+    @classmethod
+    def find_spec(cls, fullname, path=None, target=None):
+        return None if fullname in ("kernels", "capture") else super().find_spec(fullname, path, target)
+
+
+sys.meta_path[sys.meta_path.index(PathFinder)] = _WithoutLayerFolders
+
+CUDA = torch.cuda.is_available()
+INTERPRETED = not CUDA and "GRAPHRT_TEST_COMPILED" not in os.environ
+
+# Triton reads the variable when it is first imported, so this precedes every import of graphrt.
+if INTERPRETED:
+    os.environ["TRITON_INTERPRET"] = "1"
+    from graphrt.testing import interpreter
+
+    interpreter.install()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if not CUDA:
+        skip = pytest.mark.skip(reason="needs a CUDA device")
+        for item in items:
+            if "gpu" in item.keywords:
+                item.add_marker(skip)
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Fail the run when a layer was imported under its folder's name: its enums and ops would then exist twice."""
+    wrong = sorted({"kernels", "capture"} & sys.modules.keys())
+    if wrong:
+        sys.stderr.write(f"\ntop-level modules imported: {wrong}; import graphrt.kernels and graphrt.capture instead\n")
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+def _kernel_devices() -> list[object]:
+    cpu = pytest.param("cpu", id="cpu-interpreter")
+    cuda = pytest.param("cuda", id="cuda", marks=pytest.mark.gpu)
+    return [cpu, cuda] if INTERPRETED else [cuda]
+
+
+@pytest.fixture(params=_kernel_devices())
+def kernel_device(request: pytest.FixtureRequest) -> Iterator[torch.device]:
+    """Where a Triton kernel under test runs: the interpreter on CPU tensors, or a CUDA device."""
+    device = torch.device(request.param)
+    if device.type == "cuda":
+        yield device
+        return
+    from graphrt.kernels.library import interpreted
+
+    with interpreted():
+        yield device
+
+
+@pytest.fixture
+def rng() -> torch.Generator:
+    """A seeded generator on the CPU; make inputs there and move them, so that every device sees the same ones."""
+    return torch.Generator().manual_seed(0)

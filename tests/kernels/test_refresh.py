@@ -1,0 +1,498 @@
+"""The refresh, kernel and reference, against an expectation in plain Python that knows the host's rows only."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields, replace
+
+import pytest
+import torch
+
+from graphrt.kernels.errors import ShapeError
+from graphrt.kernels.metadata import record as layout
+from graphrt.kernels.metadata.refresh import RefreshTensors, refresh
+from graphrt.kernels.types import FaultCode, RowStatus
+
+LAST = -1  # a token taken from the row's last sampled one
+POISON = -77
+GUARD = 5  # values behind every buffer that nobody may touch
+LAST_TOKENS = (50, 51, 52, -1, 54, 55, 56, 777)  # row id 3 has none, that of 7 is outside the vocabulary
+OUTPUTS = (
+    "fault_code", "fault_value", "step_counter", "input_ids", "positions", "slot_mapping", "query_start_loc",
+    "seq_lens", "block_table", "logits_indices", "row_ids", "row_status", "temperatures", "seeds",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Row:
+    row_id: int
+    tokens: Sequence[int]
+    seq_len: int
+    pages: Sequence[int]
+    sample: int = 1
+    temperature: float = 0.0
+    seed: int = 0
+    start: int | None = None  # lie about the first token
+    query_len: int | None = None  # lie about the number of tokens
+    page_count: int | None = None  # lie about the number of pages
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """A captured size and the constants of its runtime."""
+
+    reqs: int = 4
+    tokens: int = 4
+    query_len: int = 1
+    page_size: int = 4
+    num_pages: int = 32
+    null_page: int = 0
+    max_seq_len: int = 40
+    max_pages: int = 10
+    vocab_size: int = 100
+    seq_len_fill: int = 0
+    ring: int = 3
+
+
+MIXED = Sizes(reqs=4, tokens=14, query_len=0)
+
+
+@dataclass(frozen=True)
+class Case:
+    """Rows of one step, and by row which fault they have to show."""
+
+    id: str
+    rows: tuple[Row, ...]
+    sizes: Sizes = field(default_factory=Sizes)
+    faults: dict[int, tuple[FaultCode, int]] = field(default_factory=dict)
+
+
+def pack(rows: Sequence[Row], step: int) -> list[int]:
+    """The step record of `rows`, built from the words of record.py and nothing else."""
+    words = [0] * layout.HEADER_SIZE
+    low = step & 0xFFFFFFFF
+    words[layout.HEADER_STEP_LOW] = low - (1 << 32) if low >= 1 << 31 else low
+    words[layout.HEADER_STEP_HIGH] = step >> 32
+    tokens = [t for row in rows for t in row.tokens]
+    pages = [p for row in rows for p in row.pages]
+    words[layout.HEADER_NUM_REQS] = len(rows)
+    words[layout.HEADER_NUM_TOKENS] = len(tokens)
+    words[layout.HEADER_NUM_PAGES] = len(pages)
+    columns: list[list[int]] = [[] for _ in range(layout.ROW_FIELDS)]
+    token_at = page_at = 0
+    for row in rows:
+        columns[layout.ROW_ID].append(row.row_id)
+        columns[layout.ROW_SEQ_LEN].append(row.seq_len)
+        columns[layout.ROW_QUERY_START].append(token_at if row.start is None else row.start)
+        columns[layout.ROW_QUERY_LEN].append(len(row.tokens) if row.query_len is None else row.query_len)
+        columns[layout.ROW_PAGE_START].append(page_at)
+        columns[layout.ROW_PAGE_COUNT].append(len(row.pages) if row.page_count is None else row.page_count)
+        columns[layout.ROW_SAMPLE].append(row.sample)
+        columns[layout.ROW_TEMPERATURE].append(struct.unpack("<i", struct.pack("<f", row.temperature))[0])
+        columns[layout.ROW_SEED].append(struct.unpack("<i", struct.pack("<I", row.seed & 0xFFFFFFFF))[0])
+        token_at += len(row.tokens)
+        page_at += len(row.pages)
+    return words + [word for column in columns for word in column] + tokens + pages
+
+
+def expect(
+    rows: Sequence[Row], sizes: Sizes, faults: dict[int, tuple[FaultCode, int]], step: int
+) -> dict[str, list[object]]:
+    """Every derived buffer after a step of `rows`."""
+    s, n = sizes, len(rows)
+    query_lens = [s.query_len or len(row.tokens) for row in rows]
+    starts = [sum(query_lens[:r]) for r in range(n + 1)]
+    own = lambda code: code not in (FaultCode.DUPLICATE_ROW, FaultCode.DUPLICATE_SLOT)  # noqa: E731
+    out: dict[str, list[object]] = {
+        "fault_code": [0] * s.reqs,
+        "fault_value": [0] * s.reqs,
+        "step_counter": [step],
+        "input_ids": [0] * s.tokens,
+        "positions": [0] * s.tokens,
+        "slot_mapping": [-1] * s.tokens,
+        "query_start_loc": [starts[min(r, n)] for r in range(s.reqs + 1)],
+        "seq_lens": [s.seq_len_fill] * s.reqs,
+        "block_table": [[s.null_page] * s.max_pages for _ in range(s.reqs)],
+        "logits_indices": [0] * s.reqs,
+        "row_ids": [-1] * s.reqs,
+        "row_status": [int(RowStatus.PAD)] * s.reqs,
+        "temperatures": [0.0] * s.reqs,
+        "seeds": [0] * s.reqs,
+    }
+    for r, row in enumerate(rows):
+        if r in faults:
+            out["row_status"][r] = int(RowStatus.INVALID)
+            if own(faults[r][0]):
+                out["fault_code"][r], out["fault_value"][r] = int(faults[r][0]), faults[r][1]
+            continue
+        for j, token in enumerate(row.tokens):
+            position = row.seq_len - len(row.tokens) + j
+            out["input_ids"][starts[r] + j] = LAST_TOKENS[row.row_id] if token == LAST else token
+            out["positions"][starts[r] + j] = position
+            slot = row.pages[position // s.page_size] * s.page_size + position % s.page_size
+            out["slot_mapping"][starts[r] + j] = slot
+        for column, page in enumerate(row.pages):
+            out["block_table"][r][column] = page
+        out["seq_lens"][r] = row.seq_len
+        out["row_ids"][r] = row.row_id
+        out["row_status"][r] = int(RowStatus.SAMPLES if row.sample else RowStatus.LIVE)
+        out["logits_indices"][r] = starts[r] + len(row.tokens) - 1
+        out["temperatures"][r] = row.temperature
+        out["seeds"][r] = row.seed & 0xFFFFFFFF
+    return out
+
+
+class Rig:
+    """The tensors of one captured size, each with a guard behind it, poisoned before every step."""
+
+    def __init__(self, sizes: Sizes, device: torch.device) -> None:
+        self.sizes, self.device = sizes, device
+        s, rows = sizes, sizes.reqs + 2  # room for more rows than this size uses
+        self.whole: dict[str, torch.Tensor] = {}
+        cuda = device.type == "cuda"
+
+        i32, i64, one = torch.int32, torch.int64, (s.reqs,)
+        shapes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
+            "step_counter": ((1,), i64),
+            "query_start_loc": ((s.reqs + 1,), i32),
+            "block_table": ((s.reqs, s.max_pages), i32),
+            "temperatures": (one, torch.float32),
+            "fault_ring": ((s.ring, 4), i64),
+            **dict.fromkeys(("fault_code", "seq_lens", "row_ids", "row_status"), (one, i32)),
+            **dict.fromkeys(("fault_value", "logits_indices", "seeds"), (one, i64)),
+            **dict.fromkeys(("input_ids", "positions", "slot_mapping"), ((s.tokens,), i64)),
+        }
+        for name, (shape, dtype) in shapes.items():
+            pinned = cuda and name == "fault_ring"
+            where = "cpu" if name == "fault_ring" else device
+            whole = torch.full((shape[0] + GUARD, *shape[1:]), POISON, dtype=dtype, device=where, pin_memory=pinned)
+            self.whole[name] = whole
+        self.tensors = RefreshTensors(
+            record=torch.zeros(layout.record_size(rows, 3 * s.tokens, rows * s.max_pages), dtype=i32, device=device),
+            last_token=torch.tensor(LAST_TOKENS, dtype=i32, device=device),
+            claims=torch.zeros(s.num_pages * s.page_size + len(LAST_TOKENS), dtype=i64, device=device),
+            duplicates=torch.zeros((2, rows), dtype=i64, device=device),
+            **{name: whole[:-GUARD] for name, whole in self.whole.items()},
+        )
+
+    def run(self, words: Sequence[int]) -> None:
+        """Poison the outputs, upload a record with garbage behind it, refresh."""
+        t, s = self.tensors, self.sizes
+        for name in OUTPUTS:
+            whole = self.whole[name]
+            whole.fill_(float("nan") if whole.is_floating_point() else POISON)
+        t.record.fill_(99)
+        t.record[: len(words)] = torch.tensor(words, dtype=torch.int32)
+        refresh(
+            t, page_size=s.page_size, num_pages=s.num_pages, null_page=s.null_page, max_seq_len=s.max_seq_len,
+            vocab_size=s.vocab_size, query_len=s.query_len, seq_len_fill=s.seq_len_fill,
+        )  # fmt: skip
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+
+    def step(self, rows: Sequence[Row], faults: dict[int, tuple[FaultCode, int]] | None = None, step: int = 0) -> None:
+        """Run one step and compare every buffer."""
+        self.run(pack(rows, step))
+        self.check(expect(rows, self.sizes, faults or {}, step), faults or {}, step)
+
+    def check(self, expected: dict[str, list[object]], faults: dict[int, tuple[FaultCode, int]], step: int) -> None:
+        for name in OUTPUTS:
+            assert getattr(self.tensors, name).tolist() == expected[name], name
+            guard = self.whole[name][-GUARD:]
+            untouched = guard.isnan() if guard.is_floating_point() else guard == POISON
+            assert bool(untouched.all()), f"{name} was written out of bounds"
+        entry = [step, -1, 0, 0]
+        if faults:
+            row = min(faults)
+            entry = [step, row, int(faults[row][0]), faults[row][1]]
+        assert self.tensors.fault_ring[step % self.sizes.ring].tolist() == entry
+        assert bool((self.whole["fault_ring"][-GUARD:] == POISON).all())
+
+
+GOOD = Row(2, [LAST], 7, [5, 6], temperature=0.5, seed=-3)
+ALSO = Row(0, [17], 1, [9], seed=2**31)
+THIRD = Row(5, [0], 8, [11, 12], sample=0)
+CHUNK = Row(1, [3, 4, 5, 6, 7], 11, [7, 3, 8], sample=0)
+SPEC = replace(Sizes(), tokens=12, query_len=3)
+
+VALID = [
+    Case("decode", (GOOD, ALSO, THIRD)),
+    Case("decode_full", (GOOD, ALSO, THIRD, Row(1, [99], 40, range(20, 30)))),
+    Case("decode_one_row", (ALSO,), Sizes(reqs=1, tokens=1)),
+    Case("decode_no_rows", ()),
+    Case("decode_fill_one", (GOOD, ALSO), Sizes(seq_len_fill=1)),
+    Case("decode_null_page_31", (GOOD, Row(0, [1], 4, [0])), Sizes(null_page=31)),
+    Case("decode_page_size_1", (Row(0, [1], 3, [4, 9, 2]),), Sizes(page_size=1, num_pages=33, max_seq_len=10)),
+    Case("decode_page_boundaries", (Row(0, [1], 4, [4]), Row(1, [1], 5, [5, 6]), Row(2, [1], 8, [7, 8]))),
+    Case("decode_pages_to_spare", (Row(0, [1], 3, [4, 5, 6]), Row(4, [1], 12, [7, 8, 9]))),
+    Case("decode_shared_prefix", (Row(0, [1], 6, [4, 5]), Row(1, [1], 6, [4, 6]), Row(2, [1], 7, [4, 7]))),
+    Case("speculative", (Row(2, [LAST, 1, 2], 9, [1, 2, 3]), Row(0, [7, 8, 9], 3, [4])), SPEC),
+    Case("speculative_no_rows", (), SPEC),
+    Case("mixed", (GOOD, CHUNK, ALSO), MIXED),
+    Case("mixed_full", (CHUNK, Row(4, range(9), 40, range(20, 30))), replace(MIXED, reqs=2)),
+    Case("mixed_one_row", (Row(4, range(10, 23), 13, [8, 4, 2, 6]),), replace(MIXED, tokens=16)),
+    Case("mixed_no_rows", (), MIXED),
+    Case("mixed_decodes_only", (GOOD, ALSO, THIRD), MIXED),
+]
+
+F = FaultCode
+FAULTY = [
+    Case("row_id_negative", (replace(GOOD, row_id=-1), ALSO), faults={0: (F.ROW_ID_OUT_OF_RANGE, -1)}),
+    Case("row_id_too_large", (GOOD, replace(ALSO, row_id=8)), faults={1: (F.ROW_ID_OUT_OF_RANGE, 8)}),
+    Case("no_tokens", (GOOD, replace(ALSO, tokens=[]), THIRD), MIXED, {1: (F.BAD_LENGTH, 1)}),
+    Case("query_longer_than_sequence", (replace(CHUNK, seq_len=4), GOOD), MIXED, {0: (F.BAD_LENGTH, 4)}),
+    Case("negative_length", (replace(GOOD, seq_len=-3),), faults={0: (F.BAD_LENGTH, -3)}),
+    Case("too_long", (Row(0, [1], 41, range(1, 11)),), replace(Sizes(), max_pages=11), {0: (F.BAD_LENGTH, 41)}),
+    Case("other_query_len", (Row(0, [1, 2, 3], 5, [4, 5]), replace(GOOD, query_len=2)), SPEC, {1: (F.BAD_LENGTH, 7)}),
+    Case("tokens_out_of_record", (CHUNK, replace(GOOD, query_len=2)), MIXED, {1: (F.BAD_LENGTH, 7)}),
+    Case("misplaced_tokens", (CHUNK, replace(GOOD, query_len=2**31 - 1)), MIXED, {1: (F.BAD_LENGTH, 7)}),
+    Case("too_few_pages", (Row(0, [1], 9, [4, 5]), GOOD), faults={0: (F.LENGTH_EXCEEDS_PAGES, 9)}),
+    Case("no_pages", (Row(0, [1], 1, []),), faults={0: (F.LENGTH_EXCEEDS_PAGES, 1)}),
+    Case("pages_out_of_record", (Row(0, [1], 9, [4], page_count=99),), faults={0: (F.LENGTH_EXCEEDS_PAGES, 9)}),
+    Case("negative_page_count", (Row(0, [1], 3, [4], page_count=-2),), faults={0: (F.LENGTH_EXCEEDS_PAGES, 3)}),
+    Case("null_page", (GOOD, Row(1, [1], 7, [0, 4])), faults={1: (F.PAGE_OUT_OF_RANGE, 0)}),
+    Case("page_negative", (Row(1, [1], 7, [4, -1]),), faults={0: (F.PAGE_OUT_OF_RANGE, -1)}),
+    Case("page_too_large", (Row(1, [1], 7, [4, 32]),), faults={0: (F.PAGE_OUT_OF_RANGE, 32)}),
+    Case("page_to_spare_is_bad", (Row(1, [1], 4, [4, 5, 1000]),), faults={0: (F.PAGE_OUT_OF_RANGE, 1000)}),
+    Case("first_bad_page", (Row(1, [1], 12, [4, 33, -7]),), faults={0: (F.PAGE_OUT_OF_RANGE, 33)}),
+    Case("token_negative", (Row(1, [-2], 4, [4]),), faults={0: (F.TOKEN_OUT_OF_RANGE, -2)}),
+    Case("token_too_large", (GOOD, Row(1, [100], 4, [4])), faults={1: (F.TOKEN_OUT_OF_RANGE, 100)}),
+    Case("no_last_token", (Row(3, [LAST], 4, [4]), GOOD), faults={0: (F.TOKEN_OUT_OF_RANGE, -1)}),
+    Case("last_token_too_large", (Row(7, [LAST], 4, [4]),), faults={0: (F.TOKEN_OUT_OF_RANGE, 777)}),
+    Case("last_token_in_second_place", (Row(1, [LAST, LAST, 200], 5, [4, 5]),), SPEC, {0: (F.TOKEN_OUT_OF_RANGE, -1)}),
+    Case("first_bad_token", (Row(1, [5, 101, -9], 5, [4, 5]), CHUNK), MIXED, {0: (F.TOKEN_OUT_OF_RANGE, 101)}),
+    Case(
+        "lowest_row_is_named",
+        (GOOD, Row(1, [100], 4, [4]), Row(9, [1], 1, [8]), Row(4, [1], 9, [9])),
+        faults={
+            1: (F.TOKEN_OUT_OF_RANGE, 100),
+            2: (F.ROW_ID_OUT_OF_RANGE, 9),
+            3: (F.LENGTH_EXCEEDS_PAGES, 9),
+        },
+    ),
+    *(
+        Case(f"precedence_{code.name.lower()}", (GOOD, row), MIXED, {1: (code, value)})
+        for code, value, row in (
+            (F.ROW_ID_OUT_OF_RANGE, 20, Row(20, [200, 1], 41, [0])),
+            (F.BAD_LENGTH, 41, Row(6, [200, 1], 41, [0])),
+            (F.LENGTH_EXCEEDS_PAGES, 40, Row(6, [200, 1], 40, [0])),
+            (F.PAGE_OUT_OF_RANGE, 0, Row(6, [200, 1], 3, [0])),
+            (F.TOKEN_OUT_OF_RANGE, 200, Row(6, [200, 1], 3, [3])),
+        )
+    ),
+]
+
+
+def duplicates() -> list[Case]:
+    """Rows that get in each other's way; every one of them must fall, in whatever order they stand."""
+    a, b, c = Row(0, [1], 6, [4, 5]), Row(1, [2], 6, [7, 5]), Row(2, [3], 2, [5])
+    same_id = replace(b, row_id=0, pages=[7, 8])
+    free = Row(4, [9], 6, [20, 21])
+    slot = (F.DUPLICATE_SLOT, 21)
+    cases = [
+        Case("row_twice", (a, free, same_id), faults={0: (F.DUPLICATE_ROW, 0), 2: (F.DUPLICATE_ROW, 0)}),
+        Case("slot_twice", (free, a, b), faults={1: slot, 2: slot}),
+        Case("slot_three_times", (a, b, free, c), faults={0: slot, 1: slot, 3: slot}),
+        Case(
+            "row_before_slot",
+            (a, replace(b, row_id=0), free, c),
+            faults={0: (F.DUPLICATE_ROW, 0), 1: (F.DUPLICATE_ROW, 0), 3: slot},
+        ),
+        Case("invalid_rows_claim_nothing", (a, replace(b, tokens=[100])), faults={1: (F.TOKEN_OUT_OF_RANGE, 100)}),
+        Case("null_row_id_is_no_claim", (a, replace(a, row_id=-1)), faults={1: (F.ROW_ID_OUT_OF_RANGE, -1)}),
+        Case("same_page_in_one_row", (Row(4, range(8), 8, [5, 5]), CHUNK), MIXED, {0: (F.DUPLICATE_SLOT, 20)}),
+        Case(
+            "first_of_several_slots",
+            (Row(0, range(6), 6, [4, 5]), Row(4, range(6), 6, [9, 5])),
+            replace(MIXED, reqs=3),
+            {0: (F.DUPLICATE_SLOT, 20), 1: (F.DUPLICATE_SLOT, 20)},
+        ),
+        Case(
+            "different_slots",
+            (Row(0, range(4), 8, [4, 5]), Row(1, [1, 2], 2, [6]), Row(2, range(8), 8, [5, 6])),
+            replace(MIXED, reqs=3),
+            {0: (F.DUPLICATE_SLOT, 20), 1: (F.DUPLICATE_SLOT, 24), 2: (F.DUPLICATE_SLOT, 20)},
+        ),
+    ]
+    for case in tuple(cases):
+        n = len(case.rows)
+        faults = {n - 1 - row: fault for row, fault in case.faults.items()}
+        cases.append(replace(case, id=f"{case.id}_reversed", rows=case.rows[::-1], faults=faults))
+    return cases
+
+
+LONG = Sizes(
+    reqs=3, tokens=2304, query_len=0, page_size=1, num_pages=6000, max_seq_len=2500, max_pages=2500, vocab_size=9000
+)
+LONG_CASES = [
+    Case("long_prompt", (Row(0, range(2050), 2200, range(3000, 5200)), Row(1, [LAST], 3, [9, 8, 7])), LONG),
+    Case(
+        "long_bad_page",
+        (Row(0, [1], 2200, (*range(1, 2150), 0, *range(2150, 2200))), Row(1, [LAST], 3, [5009, 5008, 5007])),
+        LONG,
+        {0: (F.PAGE_OUT_OF_RANGE, 0)},
+    ),
+    Case(
+        "long_bad_token",
+        (Row(0, (*range(2000), 9000), 2200, range(3000, 5200)), Row(1, [LAST], 3, [9, 8, 7])),
+        LONG,
+        {0: (F.TOKEN_OUT_OF_RANGE, 9000)},
+    ),
+    Case(
+        "long_duplicate",
+        (Row(0, range(1500), 1500, range(3000, 4500)), Row(1, [LAST], 1, [4400])),
+        LONG,
+        {0: (F.DUPLICATE_SLOT, 4400), 1: (F.DUPLICATE_SLOT, 4400)},
+    ),
+]
+
+CASES = [*VALID, *FAULTY, *duplicates(), *LONG_CASES]
+by_id = pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+
+
+@by_id
+def test_kernel(kernel_device: torch.device, case: Case) -> None:
+    Rig(case.sizes, kernel_device).step(case.rows, case.faults, 11)
+
+
+@by_id
+def test_reference(case: Case) -> None:
+    Rig(case.sizes, torch.device("cpu")).step(case.rows, case.faults, 11)
+
+
+def shrinking_batches(device: torch.device) -> None:
+    """Rows of earlier steps must leave no trace; nor may their claims, in any slot that a later step reuses."""
+    rig = Rig(Sizes(), device)
+    rows = (GOOD, ALSO, THIRD, Row(1, [4], 40, range(20, 30)))
+    for step, count in enumerate((4, 3, 1, 0, 4, 4)):
+        rig.step(rows[:count], step=step)
+    rig.step(rows[::-1], step=6)
+
+
+def duplicates_are_forgotten(device: torch.device) -> None:
+    rig = Rig(Sizes(), device)
+    a, b = Row(0, [1], 6, [4, 5]), Row(1, [2], 6, [7, 5])
+    fault = (F.DUPLICATE_SLOT, 21)
+    rig.step((a, b), {0: fault, 1: fault}, step=3)
+    rig.step((a, replace(b, pages=[7, 8])), step=4)
+    rig.step((b,), step=5)
+    rig.step((b, a), {0: fault, 1: fault}, step=6)
+
+
+def one_record_twice(device: torch.device) -> None:
+    """A graph that is launched again without a new record finds its own claims, which are no duplicates."""
+    rig = Rig(MIXED, device)
+    for _ in range(2):
+        rig.step((GOOD, CHUNK, ALSO), step=5)
+    fault = (F.DUPLICATE_SLOT, 26)
+    for _ in range(2):
+        rig.step((GOOD, replace(GOOD, row_id=6)), {0: fault, 1: fault}, step=6)
+
+
+def ring_wraps(device: torch.device) -> None:
+    rig = Rig(Sizes(ring=3), device)
+    steps = [0, 1, 2, 3, 4, 2**32 - 1, 2**32, 2**40 + 5]
+    for step in steps:
+        rig.step((GOOD, Row(9, [1], 1, [8])), {1: (F.ROW_ID_OUT_OF_RANGE, 9)}, step=step)
+    entries = {step % 3: step for step in steps}
+    assert rig.tensors.fault_ring[:, 0].tolist() == [entries[i] for i in range(3)]
+
+
+def sizes_share_the_claims(device: torch.device) -> None:
+    """Graphs of several sizes see the same claims and marks, as their buffers are views of the same tensors."""
+    large, small = Rig(Sizes(), device), Rig(Sizes(reqs=2, tokens=2), device)
+    small.tensors = replace(small.tensors, claims=large.tensors.claims, duplicates=large.tensors.duplicates)
+    a, b = Row(6, [1], 6, [4, 5]), Row(1, [2], 6, [7, 5])
+    fault = (F.DUPLICATE_SLOT, 21)
+    large.step((GOOD, ALSO, a, b), {2: fault, 3: fault}, step=0)
+    small.step((a, GOOD), step=1)
+    small.step((a, b), {0: fault, 1: fault}, step=2)
+    large.step((a, GOOD, ALSO), step=3)
+
+
+def corrupt_headers(device: torch.device) -> None:
+    """Nothing is read or written out of bounds, whatever the header says; what fits is served."""
+    rig = Rig(Sizes(reqs=2, tokens=2), device)
+    words = pack((GOOD, ALSO, THIRD), 1)
+    rig.run(words)  # a row too many
+    rig.check(expect((GOOD, ALSO), rig.sizes, {}, 1), {}, 1)
+    for word, value in (
+        (layout.HEADER_NUM_REQS, 10**6),
+        (layout.HEADER_NUM_REQS, 2**31 - 1),
+        (layout.HEADER_NUM_REQS, -1),
+        (layout.HEADER_NUM_TOKENS, 2**31 - 1),
+        (layout.HEADER_NUM_TOKENS, -5),
+        (layout.HEADER_NUM_PAGES, 2**31 - 1),
+        (layout.HEADER_NUM_PAGES, -1),
+    ):
+        broken = list(words)
+        broken[word] = value
+        rig.run(broken)  # longer than its buffer, or negative: empty
+        rig.check(expect((), rig.sizes, {}, 1), {}, 1)
+
+
+def too_many_tokens(device: torch.device) -> None:
+    rig = Rig(replace(MIXED, tokens=6), device)
+    rig.run(pack((GOOD, CHUNK, ALSO), 1))  # 7 tokens: the last row's is beyond the graph
+    faults = {2: (F.BAD_LENGTH, ALSO.seq_len)}
+    expected = expect((GOOD, CHUNK, replace(ALSO, tokens=[])), rig.sizes, faults, 1)
+    rig.check(expected, faults, 1)
+
+
+def too_many_rows_mixed(device: torch.device) -> None:
+    rig = Rig(replace(MIXED, reqs=2), device)
+    rig.run(pack((GOOD, CHUNK, ALSO), 1))
+    rig.check(expect((GOOD, CHUNK), rig.sizes, {}, 1), {}, 1)
+
+
+SEQUENCES = [
+    shrinking_batches,
+    duplicates_are_forgotten,
+    one_record_twice,
+    ring_wraps,
+    sizes_share_the_claims,
+    corrupt_headers,
+    too_many_tokens,
+    too_many_rows_mixed,
+]
+by_name = pytest.mark.parametrize("sequence", SEQUENCES, ids=lambda f: f.__name__)
+
+
+@by_name
+def test_kernel_sequence(kernel_device: torch.device, sequence) -> None:
+    sequence(kernel_device)
+
+
+@by_name
+def test_reference_sequence(sequence) -> None:
+    sequence(torch.device("cpu"))
+
+
+BAD_TENSORS = {
+    "dtype": ("seq_lens", lambda t: t.long(), "seq_lens: expected dtype int32"),
+    "rows": ("seeds", lambda t: t[:-1], "seeds: expected shape"),
+    "tokens": ("positions", lambda t: t[:-1], "positions: expected shape"),
+    "decode_tokens": ("input_ids", lambda t: t[:-1], "input_ids: expected rows x query_len"),
+    "claims": ("claims", lambda t: t[:-1], "claims: expected at least 136 values, got 135"),
+    "duplicates": ("duplicates", lambda t: t[:, :3], "duplicates: expected at least 4 columns, got 3"),
+    "record": ("record", lambda t: t[:7], "record: expected at least 8 values"),
+    "table_width": ("block_table", lambda t: t[:, :9], "block_table: expected columns for max_seq_len=40"),
+    "ring": ("fault_ring", lambda t: t[:, :3], "fault_ring: expected shape"),
+    "strides": ("record", lambda t: t[::2], "record: expected stride 1"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_TENSORS)
+def test_tensors_that_do_not_fit_are_named(case: str) -> None:
+    name, change, message = BAD_TENSORS[case]
+    rig = Rig(Sizes(), torch.device("cpu"))
+    rig.tensors = replace(rig.tensors, **{name: change(getattr(rig.tensors, name))})
+    before = [getattr(rig.tensors, f.name).clone() for f in fields(rig.tensors)]
+    with pytest.raises(ShapeError, match=message):
+        refresh(
+            rig.tensors, page_size=4, num_pages=32, null_page=0, max_seq_len=40, vocab_size=100, query_len=1,
+            seq_len_fill=0,
+        )  # fmt: skip
+    for f, old in zip(fields(rig.tensors), before, strict=True):
+        assert torch.equal(getattr(rig.tensors, f.name).nan_to_num(), old.nan_to_num()), f"{f.name} was written"

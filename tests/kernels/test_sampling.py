@@ -1,0 +1,387 @@
+"""Sampling and publishing, kernels and references: greedy against torch, draws against Philox and float64 here."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+import triton
+import triton.language as tl
+
+from graphrt.kernels.errors import ShapeError
+from graphrt.kernels.ops.reference import SAMPLE_CHUNK, exponential_reference, philox4x32, sample_reference
+from graphrt.kernels.ops.sampling import publish, sample
+from graphrt.kernels.types import NO_TOKEN, RowStatus
+
+F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
+NAN, INF = float("nan"), float("inf")
+CPU = torch.device("cpu")
+
+
+def python_philox(seed: int, c0: int, c1: int) -> tuple[int, int, int, int]:
+    """Philox-4x32-10 at counter (c0, c1, 0, 0), on Python's integers, from the paper's definition."""
+    key, counter = [seed & 0xFFFFFFFF, seed >> 32 & 0xFFFFFFFF], [c0, c1, 0, 0]
+    for _ in range(10):
+        a, b = 0xD2511F53 * counter[0], 0xCD9E8D57 * counter[2]
+        counter = [b >> 32 ^ counter[1] ^ key[0], b & 0xFFFFFFFF, a >> 32 ^ counter[3] ^ key[1], a & 0xFFFFFFFF]
+        key = [(key[0] + 0x9E3779B9) & 0xFFFFFFFF, (key[1] + 0xBB67AE85) & 0xFFFFFFFF]
+    return tuple(counter)
+
+
+@triton.jit
+def _philox_kernel(seed_ptr, counter0_ptr, counter1_ptr, out_ptr, N: tl.constexpr):
+    lanes = tl.arange(0, N)
+    c0 = tl.load(counter0_ptr + lanes)
+    c1 = tl.load(counter1_ptr + lanes)
+    zero = tl.zeros_like(c0)
+    w0, w1, w2, w3 = tl.philox(tl.load(seed_ptr), c0, c1, zero, zero)
+    tl.store(out_ptr + lanes, w0.to(tl.int64))
+    tl.store(out_ptr + N + lanes, w1.to(tl.int64))
+    tl.store(out_ptr + 2 * N + lanes, w2.to(tl.int64))
+    tl.store(out_ptr + 3 * N + lanes, w3.to(tl.int64))
+
+
+def test_philox_known_answer() -> None:
+    """The first vector of Random123's known-answer tests."""
+    expected = [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]
+    zero = torch.zeros(1, dtype=torch.int64)
+    assert [int(word) for word in philox4x32(zero, zero, zero)] == expected
+    assert list(python_philox(0, 0, 0)) == expected
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2**32 - 1, 2**32 + 7, 2**63 - 1])
+def test_philox_is_that_of_triton_and_of_the_paper(kernel_device: torch.device, seed: int) -> None:
+    c0 = torch.tensor([0, 1, 2, 3, 511, 65535, 65536, 131071], dtype=torch.int64)
+    c1 = torch.tensor([0, 5, 0, 77, 4096, 131072, 2**31 - 1, 1], dtype=torch.int64)
+    words = torch.stack(philox4x32(torch.tensor(seed), c0, c1))
+    assert words.T.tolist() == [list(python_philox(seed, int(a), int(b))) for a, b in zip(c0, c1, strict=True)]
+    out = torch.empty(4, 8, dtype=torch.int64, device=kernel_device)
+    key = torch.tensor([seed], dtype=torch.int64, device=kernel_device)
+    _philox_kernel[(1,)](key, c0.int().to(kernel_device), c1.int().to(kernel_device), out, N=8)
+    assert torch.equal(out.cpu(), words)
+
+
+def test_exponential_is_exact_in_its_small_values() -> None:
+    edges = [0, 1, 2, 3, 1000, 2**16, 2**26 - 1, 2**26, 2**26 + 1, 2**31, 2**32 - 2**20, 2**32 - 1]
+    bits = torch.tensor([*edges, *range(0, 2**32, 2**32 // 999)], dtype=torch.int64)
+    exact = -np.log1p(-(bits.numpy().astype(np.float64) + 0.5) / 2**32)
+    have = exponential_reference(bits).double().numpy()
+    assert np.isfinite(have).all()
+    assert (have > 0).all()
+    inner = bits.numpy() < 2**32 - 2**20  # beyond, 1 - u has few bits left; such variates never win a draw
+    assert np.abs(have / exact - 1)[inner].max() < 5e-6
+    assert np.abs(have / exact - 1)[bits.numpy() < 2**26].max() < 3e-7
+
+
+def arguments(
+    logits: torch.Tensor, temperature: float | list[float], seed: int = 0, position: int = 5
+) -> tuple[torch.Tensor, ...]:
+    """Arguments of `sample` for some rows; row r has seed `seed + r`."""
+    rows, device = logits.shape[0], logits.device
+    heat = [temperature] * rows if isinstance(temperature, float) else temperature
+    return (
+        logits,
+        torch.tensor(heat, dtype=F32, device=device),
+        torch.arange(seed, seed + rows, device=device),
+        torch.full((rows,), position, dtype=torch.int32, device=device),
+    )
+
+
+def one_hot_rows(vocab: int, *rows: dict[int, float], rest: float = 0.0) -> torch.Tensor:
+    logits = torch.full((len(rows), vocab), rest)
+    for r, values in enumerate(rows):
+        for token, value in values.items():
+            logits[r, token] = value
+    return logits
+
+
+QUARTER = SAMPLE_CHUNK // 4
+GREEDY = {
+    "vocab_1": (torch.tensor([[-3.0], [NAN]]), [0, NO_TOKEN]),
+    "vocab_7": (one_hot_rows(7, {6: 1.0}, {0: 1.0}, {3: 0.5}), [6, 0, 3]),
+    "negative": (torch.tensor([[-5.0, -2.0, -9.0]]), [1]),
+    "tie_in_a_quarter": (one_hot_rows(50, {17: 2.0, 9: 2.0, 30: 2.0}), [9]),
+    "tie_of_quarters": (
+        one_hot_rows(SAMPLE_CHUNK, {QUARTER + 3: 2.0, 3 * QUARTER: 2.0, 2 * QUARTER: 2.0}),
+        [QUARTER + 3],
+    ),
+    "tie_of_chunks": (
+        one_hot_rows(3 * SAMPLE_CHUNK, {2 * SAMPLE_CHUNK: 1.0, SAMPLE_CHUNK + 9: 1.0}),
+        [SAMPLE_CHUNK + 9],
+    ),
+    "all_equal": (torch.zeros(2, 5000), [0, 0]),
+    "last_token": (one_hot_rows(5000, {4999: 1.0}), [4999]),
+    "vocab_is_a_chunk": (one_hot_rows(SAMPLE_CHUNK, {SAMPLE_CHUNK - 1: 1.0}), [SAMPLE_CHUNK - 1]),
+    "a_token_beyond_a_chunk": (one_hot_rows(SAMPLE_CHUNK + 1, {SAMPLE_CHUNK: 1.0}), [SAMPLE_CHUNK]),
+    "nan_is_skipped": (one_hot_rows(9, {0: NAN, 4: 3.0, 5: NAN}), [4]),
+    "nan_but_one": (one_hot_rows(2100, {2099: -7.0}, rest=NAN), [2099]),
+    "all_nan": (one_hot_rows(2100, {}, rest=NAN), [NO_TOKEN]),
+    "masked": (one_hot_rows(2100, {2050: -1e30}, rest=-INF), [2050]),
+    "all_masked": (one_hot_rows(2100, {}, rest=-INF), [NO_TOKEN]),
+    "masked_and_nan": (one_hot_rows(10, {3: NAN}, rest=-INF), [NO_TOKEN]),
+    "infinity": (one_hot_rows(3000, {2500: INF, 2700: INF, 3: 1e30}), [2500]),
+    "smallest_finite": (one_hot_rows(30, {8: torch.finfo(F32).min}, rest=-INF), [8]),
+}
+greedy = pytest.mark.parametrize("case", GREEDY)
+
+
+@greedy
+def test_greedy_kernel(kernel_device: torch.device, case: str) -> None:
+    logits, expected = GREEDY[case]
+    out = sample(*arguments(logits.to(kernel_device), 0.0))
+    assert (out.dtype, out.tolist()) == (torch.int32, expected)
+
+
+@greedy
+def test_greedy_reference(case: str) -> None:
+    logits, expected = GREEDY[case]
+    out = sample(*arguments(logits, 0.0))
+    assert (out.dtype, out.tolist()) == (torch.int32, expected)
+
+
+@pytest.mark.parametrize("temperature", [0.0, -0.0, -1.0, NAN])
+@pytest.mark.parametrize("dtype", [F32, F16, BF16], ids=str)
+def test_temperatures_that_mean_argmax(
+    kernel_device: torch.device, rng: torch.Generator, dtype: torch.dtype, temperature: float
+) -> None:
+    logits = torch.randn(3, 5007, generator=rng).to(kernel_device, dtype)[:, :5001]
+    expected = [min(row.nonzero().flatten().tolist()) for row in logits == logits.max(-1, keepdim=True).values]
+    assert sample(*arguments(logits, temperature)).tolist() == expected
+    assert sample_reference(*arguments(logits, temperature)).tolist() == expected
+
+
+def exact_draws(logits: torch.Tensor, temperature: list[float], seed: int, position: int) -> tuple[list[int], float]:
+    """The draws in float64 from Python's Philox, and by how much the closest of them was decided."""
+    tokens, margin = [], INF
+    for r, row in enumerate(logits.double().tolist()):
+        scores = []
+        for token, logit in enumerate(row):
+            chunk, inner = divmod(token, SAMPLE_CHUNK)
+            words = python_philox(seed + r, chunk * QUARTER + inner % QUARTER, position)
+            u = (words[inner // QUARTER] + 0.5) / 2**32
+            scores.append(logit - temperature[r] * math.log(-math.log1p(-u)))
+        best, second = sorted(scores, reverse=True)[:2]
+        tokens.append(scores.index(best))
+        margin = min(margin, (best - second) / max(temperature[r], 1.0))
+    return tokens, margin
+
+
+DRAWS = {
+    "vocab_2": (6, 2, [1.0], 0),
+    "vocab_40": (6, 40, [0.5, 1.0, 2.0], 3),
+    "quarters": (2, 1500, [0.7], 2**32 - 10),
+    "chunks": (2, 4500, [1.3, 0.2], 12345),
+}
+draws = pytest.mark.parametrize("case", DRAWS)
+
+
+def check_draws(device: torch.device, rng: torch.Generator, case: str) -> None:
+    rows, vocab, heats, seed = DRAWS[case]
+    logits = 3 * torch.randn(rows, vocab, generator=rng)
+    heat = [heats[r % len(heats)] for r in range(rows)]
+    expected, margin = exact_draws(logits, heat, seed, 77)
+    assert margin > 1e-4, "choose other inputs: float32 cannot decide these"
+    args = arguments(logits.to(device), heat, seed, 77)
+    before = [a.clone() for a in args]
+    assert sample(*args).tolist() == expected
+    assert all(torch.equal(a, b) for a, b in zip(args, before, strict=True)), "an argument was written"
+
+
+@draws
+def test_draws_of_the_kernel(kernel_device: torch.device, rng: torch.Generator, case: str) -> None:
+    check_draws(kernel_device, rng, case)
+
+
+@draws
+def test_draws_of_the_reference(rng: torch.Generator, case: str) -> None:
+    check_draws(CPU, rng, case)
+
+
+@pytest.mark.parametrize("dtype", [F32, F16, BF16], ids=str)
+def test_kernel_draws_what_the_reference_draws(
+    kernel_device: torch.device, rng: torch.Generator, dtype: torch.dtype
+) -> None:
+    logits = (4 * torch.randn(12, 3001, generator=rng)).to(kernel_device, dtype)
+    heat = [0.0, 0.3, 1.0, 1.7] * 3
+    assert sample(*arguments(logits, heat, 9)).tolist() == sample_reference(*arguments(logits, heat, 9)).tolist()
+
+
+def test_a_draw_depends_on_seed_and_position_alone(kernel_device: torch.device, rng: torch.Generator) -> None:
+    """Not on the row's place, on the size of the batch, or on the other rows."""
+    logits = torch.randn(6, 300, generator=rng).to(kernel_device)
+    args = arguments(logits, [1.0, 0.5, 0.0, 2.0, 1.0, 0.8], seed=4)
+    all_rows = sample(*args)
+    order = torch.tensor([5, 1, 3], device=kernel_device)
+    assert torch.equal(sample(*(a[order] for a in args)), all_rows[order])
+    assert torch.equal(sample(*(a[4:5] for a in args)), all_rows[4:5])
+    others = logits.clone()
+    others[[0, 2]] = NAN
+    assert torch.equal(sample(others, *args[1:])[[1, 3, 4, 5]], all_rows[[1, 3, 4, 5]])
+
+
+def test_equal_rows_differ_by_seed_and_by_position(kernel_device: torch.device) -> None:
+    logits = torch.zeros(1, 1000, device=kernel_device).expand(4, -1)
+    temperatures = torch.ones(4, device=kernel_device)
+    seeds = torch.tensor([1, 1, 2, 2], device=kernel_device)
+    positions = torch.tensor([1, 2, 1, 2], dtype=torch.int32, device=kernel_device)
+    tokens = sample(logits, temperatures, seeds, positions).tolist()
+    assert len(set(tokens)) == 4
+    assert sample(logits, temperatures, seeds, positions).tolist() == tokens
+
+
+EXTREMES = {
+    "tiny_is_argmax": (1e-30, one_hot_rows(2100, {2060: 1.0}), {2060}),
+    "tiny_with_large_logits": (1e-38, one_hot_rows(20, {7: 1e30, 8: 9e29}), {7}),
+    "huge_avoids_masked": (1e38, one_hot_rows(2100, {5: 3.0, 2070: -3.0}, rest=-INF), {5, 2070}),
+    "infinite_avoids_masked": (INF, one_hot_rows(2100, {5: 3.0, 2070: -3.0}, rest=-INF), {5, 2070}),
+    "avoids_nan": (2.0, one_hot_rows(2100, {11: 0.0, 12: 0.0}, rest=NAN), {11, 12}),
+    "nothing_left": (1.0, one_hot_rows(2100, {3: NAN}, rest=-INF), {NO_TOKEN}),
+    "infinite_logit": (1.0, one_hot_rows(40, {13: INF}), {13}),
+}
+
+
+@pytest.mark.parametrize("case", EXTREMES)
+def test_extreme_temperatures_and_logits(kernel_device: torch.device, case: str) -> None:
+    temperature, logits, allowed = EXTREMES[case]
+    for seed in range(4):
+        args = arguments(logits.to(kernel_device), temperature, seed)
+        assert sample(*args).item() in allowed
+        assert sample_reference(*args).item() in allowed
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("varied", ["seeds", "positions"])
+def test_frequencies_follow_the_softmax(device: str, varied: str) -> None:
+    """Chi-square of 4000 draws over 8 tokens in 3 quarters, along seeds and along positions: below the 0.1 % point."""
+    count, temperature, vocab = 4000, 0.7, 2 * QUARTER + 3
+    tokens = [0, 1, 2, QUARTER - 1, QUARTER, QUARTER + 7, 2 * QUARTER, 2 * QUARTER + 2]
+    values = torch.tensor([0.0, 1.0, -0.5, 0.3, 0.9, -1.0, 0.2, 0.6])
+    logits = torch.full((vocab,), -INF)
+    logits[tokens] = values
+    running = torch.arange(count)
+    constant = torch.full((count,), 5)
+    seeds, positions = (running, constant) if varied == "seeds" else (constant, running)
+    drawn = torch.cat(
+        [
+            sample(
+                logits.expand(1000, -1).to(device),
+                torch.full((1000,), temperature, device=device),
+                seeds[at : at + 1000].to(device),
+                positions[at : at + 1000].int().to(device),
+            )
+            for at in range(0, count, 1000)
+        ]
+    )
+    observed = torch.bincount(drawn.cpu().long(), minlength=vocab)[tokens].double()
+    assert observed.sum() == count
+    expected = count * (values.double() / temperature).softmax(0)
+    assert ((observed - expected) ** 2 / expected).sum() < 24.3  # chi-square, 7 degrees of freedom
+
+
+S = RowStatus
+
+
+def check_publish(device: torch.device, dtype: torch.dtype) -> None:
+    ring = torch.full((3, 6), -77, dtype=torch.int32, pin_memory=device.type == "cuda")
+    last = torch.arange(100, 108, dtype=torch.int32, device=device)
+    counter = torch.zeros(1, dtype=torch.int64, device=device)
+    expected_ring, expected_last = ring.tolist(), last.tolist()
+    for step, rows in (
+        (4, [(11, 3, S.SAMPLES), (12, 0, S.LIVE), (13, -1, S.INVALID), (14, 7, S.SAMPLES), (15, -1, S.PAD)]),
+        (5, [(0, 3, S.SAMPLES)]),
+        (6, [(21, -1, S.PAD), (22, -1, S.PAD)]),
+        (2**33 + 1, [(NO_TOKEN, 5, S.SAMPLES), (262143, 6, S.SAMPLES), (1, 0, S.LIVE)]),
+    ):
+        counter.fill_(step)
+        token, row_id, status = (list(column) for column in zip(*rows, strict=True))
+        publish(
+            torch.tensor(token, dtype=dtype, device=device),
+            torch.tensor(row_id, dtype=torch.int32, device=device),
+            torch.tensor([int(s) for s in status], dtype=torch.int32, device=device),
+            counter,
+            last,
+            ring,
+        )
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        for r, (t, i, s) in enumerate(rows):
+            expected_ring[step % 3][r] = t if s is S.SAMPLES else NO_TOKEN
+            if s is S.SAMPLES:
+                expected_last[i] = t
+        assert ring.tolist() == expected_ring
+        assert last.tolist() == expected_last
+
+
+dtypes = pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
+
+
+@dtypes
+def test_publish_kernel(kernel_device: torch.device, dtype: torch.dtype) -> None:
+    check_publish(kernel_device, dtype)
+
+
+@dtypes
+def test_publish_reference(dtype: torch.dtype) -> None:
+    check_publish(CPU, dtype)
+
+
+def test_publish_more_rows_than_a_program_takes(kernel_device: torch.device) -> None:
+    rows = 1500
+    tokens = torch.arange(rows, dtype=torch.int32, device=kernel_device)
+    last = torch.full((rows,), -1, dtype=torch.int32, device=kernel_device)
+    ring = torch.full((2, rows), -77, dtype=torch.int32, device=kernel_device)
+    status = torch.full_like(tokens, int(S.SAMPLES))
+    counter = torch.ones(1, dtype=torch.int64, device=kernel_device)
+    publish(tokens, tokens.flip(0), status, counter, last, ring)
+    assert ring[1].tolist() == list(range(rows))
+    assert last.tolist() == list(range(rows))[::-1]
+    assert set(ring[0].tolist()) == {-77}
+
+
+def sample_with(**changes: torch.Tensor) -> None:
+    values = {
+        "logits": torch.zeros(2, 8),
+        "temperatures": torch.zeros(2),
+        "seeds": torch.zeros(2, dtype=torch.int64),
+        "seq_lens": torch.zeros(2, dtype=torch.int32),
+    }
+    sample(**{**values, **changes})
+
+
+def publish_with(**changes: torch.Tensor) -> None:
+    values = {
+        "tokens": torch.zeros(2, dtype=torch.int32),
+        "row_ids": torch.zeros(2, dtype=torch.int32),
+        "row_status": torch.zeros(2, dtype=torch.int32),
+        "step_counter": torch.zeros(1, dtype=torch.int64),
+        "last_token": torch.zeros(4, dtype=torch.int32),
+        "token_ring": torch.zeros(2, 4, dtype=torch.int32),
+    }
+    publish(**{**values, **changes})
+
+
+BAD = {
+    "logits_rank": (sample_with, {"logits": torch.zeros(8)}, "logits: expected shape"),
+    "logits_stride": (sample_with, {"logits": torch.zeros(8, 2).t()}, "logits: expected stride 1"),
+    "vocab_0": (sample_with, {"logits": torch.zeros(2, 0)}, "logits: expected a vocabulary of 1 to 262144, got 0"),
+    "vocab": (sample_with, {"logits": torch.zeros(1, 262145).expand(2, -1)}, "a vocabulary of 1 to 262144, got 262145"),
+    "temperatures": (sample_with, {"temperatures": torch.zeros(3)}, "temperatures: expected shape"),
+    "seeds": (sample_with, {"seeds": torch.zeros(2)}, "seeds: expected dtype int64"),
+    "seq_lens": (sample_with, {"seq_lens": torch.zeros(2, dtype=torch.int64)}, "seq_lens: expected dtype int32"),
+    "tokens": (publish_with, {"tokens": torch.zeros(2)}, "tokens: expected dtype int32 or int64"),
+    "status": (publish_with, {"row_status": torch.zeros(3, dtype=torch.int32)}, "row_status: expected shape"),
+    "ring": (
+        publish_with,
+        {"token_ring": torch.zeros(2, 1, dtype=torch.int32)},
+        r"token_ring: expected \[>= 1, >= 2\]",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_tensors_that_do_not_fit_are_named(case: str) -> None:
+    call, changes, message = BAD[case]
+    with pytest.raises(ShapeError, match=message):
+        call(**changes)

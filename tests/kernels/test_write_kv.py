@@ -1,0 +1,238 @@
+"""write_kv, kernel and reference: against float64 formulas written here, and against transformers' own layers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
+
+from graphrt.kernels.cache.reference import write_kv_reference
+from graphrt.kernels.cache.write import Rotary, write_kv
+from graphrt.kernels.errors import ShapeError
+from graphrt.testing.numerics import assert_bitwise_equal
+
+F16, BF16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
+UNWRITTEN = 777.0
+
+
+@dataclass(frozen=True)
+class Case:
+    """Tokens on their way into a cache. `rotary_dim` 0 leaves out the rotation, and with it the norms."""
+
+    id: str
+    dtype: torch.dtype = F32
+    cache_dtype: torch.dtype | None = None
+    tokens: int = 3
+    num_q_heads: int = 4
+    num_kv_heads: int = 2
+    head_dim: int = 16
+    rotary_dim: int = 16
+    q_norm: bool = False
+    k_norm: bool = False
+    page_size: int = 4
+    layout: str = "NHD"
+    pads: tuple[int, ...] = ()
+    packed: bool = True
+
+
+CASES = [
+    Case("plain", rotary_dim=0),
+    Case("plain_bf16", BF16, rotary_dim=0),
+    Case("rotary"),
+    Case("rotary_fp16", F16),
+    Case("rotary_bf16", BF16),
+    Case("norms", q_norm=True, k_norm=True),
+    Case("norms_bf16", BF16, q_norm=True, k_norm=True, head_dim=64, rotary_dim=64),
+    Case("norms_fp16", F16, q_norm=True, k_norm=True),
+    Case("q_norm_only", q_norm=True),
+    Case("k_norm_only", k_norm=True),
+    Case("partial_rotation", head_dim=24, rotary_dim=8, q_norm=True, k_norm=True),
+    Case("odd_sizes", head_dim=22, rotary_dim=14, num_q_heads=5, num_kv_heads=5),
+    Case("rotary_dim_2", head_dim=6, rotary_dim=2),
+    Case("wide_heads", head_dim=256, rotary_dim=64, num_q_heads=9, num_kv_heads=3, tokens=2),
+    Case("many_heads", num_q_heads=70, num_kv_heads=35, head_dim=64, rotary_dim=64, tokens=1),
+    Case("hnd_cache", layout="HND"),
+    Case("page_size_1", page_size=1),
+    Case("page_size_7", page_size=7, tokens=9),
+    Case("pads", tokens=5, pads=(1, 4)),
+    Case("only_pads", tokens=2, pads=(0, 1)),
+    Case("bf16_into_fp32_cache", BF16, F32),
+    Case("fp32_into_bf16_cache", F32, BF16, k_norm=True),
+    Case("separate_tensors", packed=False),
+]
+by_id = pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+
+
+@dataclass
+class Problem:
+    """The tensors of a case on one device; float64 twins of the inputs are made where they are needed."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    k_cache: torch.Tensor
+    v_cache: torch.Tensor
+    slots: torch.Tensor
+    positions: torch.Tensor
+    rotary: Rotary | None
+
+    @classmethod
+    def make(cls, case: Case, rng: torch.Generator, device: torch.device) -> Problem:
+        heads, dim = (case.num_q_heads, case.num_kv_heads, case.num_kv_heads), case.head_dim
+        qkv = torch.randn(case.tokens, sum(heads), dim, generator=rng).to(device, case.dtype)
+        q, k, v = qkv.split(heads, dim=1) if case.packed else (t.contiguous() for t in qkv.split(heads, dim=1))
+        num_pages = 3 + case.tokens // case.page_size
+        page = (case.page_size, case.num_kv_heads) if case.layout == "NHD" else (case.num_kv_heads, case.page_size)
+        storage = torch.full((2, num_pages, *page, dim), UNWRITTEN, dtype=case.cache_dtype or case.dtype, device=device)
+        k_cache, v_cache = storage if case.layout == "NHD" else storage.transpose(2, 3)
+        slots = torch.randperm(num_pages * case.page_size, generator=rng)[: case.tokens]
+        slots[list(case.pads)] = -1
+        positions = torch.randint(0, 50, (case.tokens,), generator=rng)
+        rotary = None
+        if case.rotary_dim:
+            angles = torch.outer(torch.arange(50.0), 1e4 ** -torch.linspace(0, 1, case.rotary_dim // 2))
+            weights = [torch.randn(dim, generator=rng).to(device, case.dtype) for _ in range(2)]
+            rotary = Rotary(
+                torch.cat((angles.cos(), angles.sin()), 1).to(device),
+                weights[0] if case.q_norm else None,
+                weights[1] if case.k_norm else None,
+                norm_eps=1e-5,
+            )
+        return cls(q, k, v, k_cache, v_cache, slots.to(device), positions.to(device), rotary)
+
+    def run(self) -> None:
+        write_kv(
+            self.q, self.k, self.v, self.k_cache, self.v_cache, self.slots, self.positions, rotary=self.rotary
+        )  # fmt: skip
+
+    def transformed(self, x: torch.Tensor, weight: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
+        """x after norm and rotation, with every intermediate in `dtype`; written from the formulas."""
+        x = x.to(dtype)
+        if self.rotary is None:
+            return x
+        if weight is not None:
+            mean_square = (x * x).sum(-1, keepdim=True) / x.shape[-1]
+            x = x / (mean_square + self.rotary.norm_eps).sqrt() * weight.to(dtype)
+        half = self.rotary.cos_sin.shape[1] // 2
+        table = self.rotary.cos_sin[self.positions].to(dtype)
+        out = x.clone()
+        for i in range(half):
+            cos, sin = table[:, i, None], table[:, half + i, None]
+            out[..., i] = x[..., i] * cos - x[..., half + i] * sin
+            out[..., half + i] = x[..., half + i] * cos + x[..., i] * sin
+        return out
+
+
+def tolerance(case: Case) -> float:
+    """Rounding: of the result (half an ulp), of norm, weight and store before it, relative to values below about 8."""
+    dtypes = {case.dtype, case.cache_dtype or case.dtype}
+    return 4e-6 if dtypes == {F32} else 12 * max(torch.finfo(dtype).eps for dtype in dtypes)
+
+
+def check(case: Case, rng: torch.Generator, device: torch.device) -> None:
+    problem = Problem.make(case, rng, device)
+    q_before, k_before, v_before = (t.clone() for t in (problem.q, problem.k, problem.v))
+    rotary = problem.rotary
+    exact_q = problem.transformed(problem.q, rotary and rotary.q_norm, F64)
+    exact_k = problem.transformed(problem.k, rotary and rotary.k_norm, F64)
+    problem.run()
+    assert_bitwise_equal(problem.k, k_before, name="k, which must not change")
+    assert_bitwise_equal(problem.v, v_before, name="v, which must not change")
+    if rotary is None:
+        assert_bitwise_equal(problem.q, q_before, name="q without rotary")
+    limit = tolerance(case)
+    torch.testing.assert_close(problem.q.double(), exact_q, rtol=limit, atol=limit)
+    written = [slot for slot in problem.slots.tolist() if slot >= 0]
+    for cache, exact in ((problem.k_cache, exact_k), (problem.v_cache, v_before.double())):
+        flat = cache.reshape(-1, *cache.shape[2:]).double()
+        for token, slot in enumerate(problem.slots.tolist()):
+            if slot >= 0:
+                torch.testing.assert_close(flat[slot], exact[token], rtol=limit, atol=limit)
+        others = [slot for slot in range(len(flat)) if slot not in written]
+        assert bool((flat[others] == float(torch.tensor(UNWRITTEN, dtype=cache.dtype))).all())
+
+
+@by_id
+def test_kernel(kernel_device: torch.device, rng: torch.Generator, case: Case) -> None:
+    check(case, rng, kernel_device)
+
+
+@by_id
+def test_reference(rng: torch.Generator, case: Case) -> None:
+    check(case, rng, torch.device("cpu"))
+
+
+@by_id
+def test_kernel_is_the_reference(kernel_device: torch.device, case: Case) -> None:
+    """On equal inputs the two differ by the order of one sum at most: the last bit of the dtype."""
+    kernel = Problem.make(case, torch.Generator().manual_seed(3), kernel_device)
+    kernel.run()
+    plain = Problem.make(case, torch.Generator().manual_seed(3), kernel_device)
+    r = plain.rotary or Rotary(torch.empty(0))
+    write_kv_reference(
+        plain.q, plain.k, plain.v, plain.k_cache, plain.v_cache, plain.slots, plain.positions,
+        r.cos_sin if plain.rotary else None, r.q_norm, r.k_norm, r.norm_eps,
+    )  # fmt: skip
+    for name in ("q", "k_cache", "v_cache"):
+        actual, expected = getattr(kernel, name), getattr(plain, name)
+        ulp = torch.finfo(expected.dtype).eps if expected.dtype == case.dtype else torch.finfo(case.dtype).eps
+        torch.testing.assert_close(actual.double(), expected.double(), rtol=2 * ulp, atol=2 * ulp, msg=name)
+
+
+@pytest.mark.parametrize("dtype", [F32, F16, BF16], ids=str)
+def test_against_transformers(kernel_device: torch.device, rng: torch.Generator, dtype: torch.dtype) -> None:
+    """Qwen3's attention up to the softmax: its norm and its rotation, on the same inputs."""
+    case = Case("", dtype, q_norm=True, k_norm=True, head_dim=32, rotary_dim=32, page_size=8)
+    problem = Problem.make(case, rng, kernel_device)
+    rotary = problem.rotary
+    assert rotary is not None
+    normed = []
+    for x, weight in ((problem.q, rotary.q_norm), (problem.k, rotary.k_norm)):
+        norm = Qwen3RMSNorm(case.head_dim, eps=rotary.norm_eps)
+        norm.weight.data = weight
+        normed.append(norm(x))
+    cos, sin = rotary.cos_sin[problem.positions].chunk(2, -1)
+    cos, sin = (torch.cat((t, t), -1)[None].to(dtype) for t in (cos, sin))
+    with torch.no_grad():
+        q, k = apply_rotary_pos_emb(normed[0][None].transpose(1, 2), normed[1][None].transpose(1, 2), cos, sin)
+    problem.run()
+    # transformers rounds cosines, products and sums to the dtype; here the rotation is rounded once.
+    limit = 1e-6 if dtype is F32 else 4 * torch.finfo(dtype).eps
+    torch.testing.assert_close(problem.q, q[0].transpose(0, 1), rtol=limit, atol=limit)
+    written = problem.k_cache.reshape(-1, case.num_kv_heads, case.head_dim)[problem.slots]
+    torch.testing.assert_close(written, k[0].transpose(0, 1), rtol=limit, atol=limit)
+
+
+def test_no_tokens(kernel_device: torch.device) -> None:
+    problem = Problem.make(Case("", tokens=0), torch.Generator(), kernel_device)
+    problem.run()
+    assert bool((problem.k_cache == UNWRITTEN).all())
+
+
+BAD = {
+    "dtype": ("k", lambda t: t.half(), "k: expected dtype float32, got float16"),
+    "tokens": ("v", lambda t: t[:-1], "v: expected shape"),
+    "slots": ("slots", lambda t: t.int(), "slot_mapping: expected dtype int64"),
+    "positions": ("positions", lambda t: t[:-1], "positions: expected shape"),
+    "cache": ("k_cache", lambda t: t[..., :-1], "k_cache: expected shape"),
+    "stride": ("v_cache", lambda t: t.mT.contiguous().mT, "v_cache: expected stride 1"),
+    "rotary_odd": ("rotary", lambda r: Rotary(r.cos_sin[:, :-1]), "rotary.cos_sin: expected an even width"),
+    "rotary_wide": ("rotary", lambda r: Rotary(r.cos_sin.repeat(1, 2)), "rotary.cos_sin: expected an even width"),
+    "rotary_dtype": ("rotary", lambda r: Rotary(r.cos_sin.half()), "rotary.cos_sin: expected dtype float32"),
+    "norm": ("rotary", lambda r: Rotary(r.cos_sin, k_norm=r.cos_sin[0, :-1]), "rotary.k_norm: expected shape"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_tensors_that_do_not_fit_are_named(rng: torch.Generator, case: str) -> None:
+    name, change, message = BAD[case]
+    problem = Problem.make(Case(""), rng, torch.device("cpu"))
+    before = problem.q.clone()
+    setattr(problem, name, change(getattr(problem, name)))
+    with pytest.raises(ShapeError, match=message):
+        problem.run()
+    assert torch.equal(problem.q, before)
+    assert bool((problem.k_cache == UNWRITTEN).all())

@@ -1,0 +1,283 @@
+"""The choice among attention backends, and the two that need no package, driven through their verbs."""
+
+from __future__ import annotations
+
+from importlib.metadata import EntryPoint
+
+import pytest
+import torch
+
+from graphrt.backends import registry
+from graphrt.backends.base import AttentionBackend, AttentionLayer, BackendContext, Capabilities, GraphSupport
+from graphrt.backends.registry import backend_names, explain, register_backend, select_backend
+from graphrt.backends.torch_reference import TorchReferenceBackend
+from graphrt.backends.triton import TritonBackend
+from graphrt.capture.descriptor import BatchDescriptor
+from graphrt.kernels.errors import CaptureError, ConfigError, UnsupportedError
+from graphrt.kernels.library import INTERPRETER_AVAILABLE
+from graphrt.kernels.types import KVLayout
+from graphrt.metadata import StepMetadata
+from graphrt.spec import AttentionSpec, KVCacheSpec
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+SPEC = AttentionSpec(num_q_heads=4, num_kv_heads=2, head_dim=16, dtype=torch.float32)
+WINDOWED = AttentionSpec(4, 2, 16, torch.float32, sliding_window=3, logits_softcap=5.0, softmax_scale=0.5)
+
+
+def context(
+    *attention: AttentionSpec, device: torch.device = CPU, kv_dtype: torch.dtype | None = None, max_query_len: int = 1
+) -> BackendContext:
+    layers = attention or (SPEC,)
+    first = layers[0]
+    kv = KVCacheSpec(len(layers), first.num_kv_heads, first.head_dim, page_size=4, dtype=kv_dtype or first.dtype)
+    return BackendContext(layers, kv, device, 8, 64, 32, max_query_len)
+
+
+class ThirdParty(TorchReferenceBackend):
+    name = "third_party"
+    capabilities = Capabilities(
+        devices=("cpu",),
+        dtypes=(torch.float16,),
+        kv_dtypes=(torch.float16,),
+        head_dims=(64, 128),
+        page_sizes=(16,),
+        layouts=(KVLayout.HND,),
+        max_query_len=2,
+        sliding_window=False,
+        logits_softcap=False,
+        mixed=False,
+    )
+    graph_support = GraphSupport.UNIFORM
+
+
+@pytest.fixture
+def third_party(monkeypatch: pytest.MonkeyPatch) -> type[AttentionBackend]:
+    monkeypatch.setattr(registry, "_registered", {})
+    return register_backend(ThirdParty)
+
+
+def test_cpu_gets_the_reference() -> None:
+    cls, explanation = select_backend(context())
+    assert cls is TorchReferenceBackend
+    assert explanation.startswith("torch_reference: first in order of preference that serves device cpu; not triton (")
+
+
+def test_cuda_gets_triton_and_else_the_reference() -> None:
+    """Selecting touches no device."""
+    assert select_backend(context(device=CUDA))[0] is TritonBackend
+    odd = AttentionSpec(4, 2, 12, torch.float32)
+    cls, explanation = select_backend(context(odd, device=CUDA))
+    assert cls is TorchReferenceBackend
+    assert "not triton (head_dim 12: supports multiples of 8 from 16 to 256)" in explanation
+
+
+@pytest.mark.skipif(not INTERPRETER_AVAILABLE, reason="needs TRITON_INTERPRET=1")
+def test_triton_on_cpu_by_name_only() -> None:
+    assert TritonBackend.why_not(context()) == []
+    assert select_backend(context(), "triton") == (TritonBackend, "triton: chosen by name")
+
+
+def test_triton_on_cpu_needs_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("graphrt.backends.triton.INTERPRETER_AVAILABLE", False)
+    with pytest.raises(UnsupportedError, match="device cpu: needs the Triton interpreter; set TRITON_INTERPRET=1"):
+        select_backend(context(), "triton")
+
+
+def test_unknown_name() -> None:
+    with pytest.raises(ConfigError, match=r"backend: expected one of triton, .*torch_reference, got 'tritn'"):
+        select_backend(context(), "tritn")
+
+
+def test_a_refused_name_gives_every_reason(third_party: type[AttentionBackend]) -> None:
+    refused = context(SPEC, WINDOWED, device=CUDA, max_query_len=5)
+    with pytest.raises(UnsupportedError) as caught:
+        select_backend(refused, "third_party")
+    for reason in (
+        "device cuda: runs on cpu only",
+        "page_size 4: supports 16",
+        "layout NHD: supports HND",
+        "KV dtype torch.float32: supports torch.float16",
+        "dtype torch.float32: supports torch.float16",
+        "head_dim 16: supports 64, 128",
+        "sliding_window 3: not supported",
+        "logits_softcap 5.0: not supported",
+        "query_len 5: decodes at most 2 tokens per row",
+    ):
+        assert reason in str(caught.value)
+    assert "got 9 reasons" in str(caught.value)
+
+
+def test_triton_reasons() -> None:
+    odd = AttentionSpec(4, 2, 12, torch.float16)
+    assert TritonBackend.why_not(context(odd, device=CUDA, kv_dtype=torch.bfloat16, max_query_len=17)) == [
+        "query_len 17: decodes at most 16 tokens per row",
+        "head_dim 12: supports multiples of 8 from 16 to 256",
+        "dtype torch.float16 with KV dtype torch.bfloat16: must be equal",
+    ]
+
+
+def test_nothing_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    meta = context(device=torch.device("meta"))
+    with pytest.raises(UnsupportedError, match=r"got none: triton \(device meta: .*torch_reference \(device meta: "):
+        select_backend(meta)
+
+
+def test_explain_names_every_backend(third_party: type[AttentionBackend]) -> None:
+    explained = dict(explain(context(device=CUDA)))
+    assert list(explained) == backend_names()
+    assert explained["triton"] == []
+    assert explained["torch_reference"] == []
+    assert "device cuda: runs on cpu only" in explained["third_party"]
+
+
+def test_registered_backends_come_before_the_reference(third_party: type[AttentionBackend]) -> None:
+    assert backend_names() == ["triton", "third_party", "torch_reference"]
+    assert register_backend(third_party) is third_party, "registering the same class again changes nothing"
+    impostor = type("Impostor", (TorchReferenceBackend,), {"name": "third_party"})
+    with pytest.raises(ConfigError, match="expected a new name, got 'third_party'"):
+        register_backend(impostor)
+    with pytest.raises(ConfigError, match="expected a new name, got 'torch_reference'"):
+        register_backend(TorchReferenceBackend)
+    with pytest.raises(ConfigError, match="expected an identifier, got 'a-b'"):
+        register_backend(type("Dashed", (TorchReferenceBackend,), {"name": "a-b"}))
+    with pytest.raises(ConfigError, match="expected a subclass of AttentionBackend"):
+        register_backend(int)  # type: ignore[arg-type]  # what is tested
+
+
+def test_entry_points(monkeypatch: pytest.MonkeyPatch) -> None:
+    good = EntryPoint("third_party", "third_party_module:Backend", registry.ENTRY_POINT_GROUP)
+    missing = EntryPoint("missing", "no_such_module:Backend", registry.ENTRY_POINT_GROUP)
+    misnamed = EntryPoint("misnamed", "third_party_module:Backend", registry.ENTRY_POINT_GROUP)
+    installed = [good, missing, misnamed]
+    monkeypatch.setattr(registry, "_registered", {})
+    monkeypatch.setattr(registry, "entry_points", lambda group: installed if group == "graphrt.backends" else [])
+    module = type(registry)("third_party_module")
+    module.Backend = ThirdParty  # type: ignore[attr-defined]  # a module made up for the test
+    monkeypatch.setitem(__import__("sys").modules, "third_party_module", module)
+    assert backend_names() == ["triton", "third_party", "missing", "misnamed", "torch_reference"]
+    half = AttentionSpec(4, 2, 64, torch.float16)
+    kv = KVCacheSpec(1, 2, 64, page_size=16, dtype=torch.float16, layout=KVLayout.HND)
+    assert select_backend(BackendContext((half,), kv, CPU, 8, 64, 32))[0] is ThirdParty
+    with pytest.raises(ConfigError, match="backend missing: expected no_such_module:Backend to be importable"):
+        select_backend(context(), "missing")
+    with pytest.raises(ConfigError, match="backend misnamed: expected third_party_module:Backend to be an Attention"):
+        select_backend(context(), "misnamed")
+
+
+DECODE, SPECULATIVE, MIXED = BatchDescriptor.decode(4), BatchDescriptor.decode(4, 3), BatchDescriptor.mixed(12, 4)
+
+
+def test_graph_support() -> None:
+    for descriptor in (DECODE, SPECULATIVE, MIXED):
+        assert TorchReferenceBackend(context()).why_not_graph(descriptor) is None
+        assert TritonBackend(context()).why_not_graph(descriptor) is None
+        on_cuda = TorchReferenceBackend(context(device=CUDA)).why_not_graph(descriptor)
+        assert "reads sequence lengths on the host" in str(on_cuda)
+    uniform = ThirdParty(context())
+    assert uniform.why_not_graph(DECODE) is None
+    assert "has graph support UNIFORM" in str(uniform.why_not_graph(MIXED))
+    assert "decodes at most 2 tokens per row" in str(uniform.why_not_graph(SPECULATIVE))
+    assert "decodes at most 16 tokens per row" in str(
+        TritonBackend(context()).why_not_graph(BatchDescriptor.decode(4, 17))
+    )
+
+
+def make_step(descriptor: BatchDescriptor, device: torch.device) -> tuple[torch.Tensor, AttentionLayer, StepMetadata]:
+    """A step with three real rows and a pad row: random q and cache, pages 1 to 6."""
+    torch.manual_seed(1)
+    query_len = descriptor.query_len
+    query_lens = [query_len] * 4 if query_len else [1, 6, 3, 0]
+    seq_lens = [5, 8, 3, 0]
+    k_cache, v_cache = torch.randn(2, 7, 4, 2, 16)
+    block_table = torch.tensor([[4, 2, 0], [1, 6, 0], [5, 0, 0], [0, 0, 0]])
+    metadata = StepMetadata(
+        descriptor=descriptor,
+        seq_lens=torch.tensor(seq_lens, dtype=torch.int32, device=device),
+        query_start_loc=torch.tensor([0, *query_lens]).cumsum(0).to(device, torch.int32),
+        block_table=block_table.to(device, torch.int32),
+        slot_mapping=torch.empty(0, device=device),
+        positions=torch.empty(0, device=device),
+        max_seq_len=12,
+    )
+    q = torch.randn(descriptor.padded_tokens, 4, 16)
+    layer = AttentionLayer(0, WINDOWED, k_cache.to(device), v_cache.to(device))
+    return q.to(device), layer, metadata
+
+
+def expected(q: torch.Tensor, layer: AttentionLayer, metadata: StepMetadata) -> torch.Tensor:
+    """float64, token by token, with the options of WINDOWED written out."""
+    out = torch.zeros(q.shape, dtype=torch.float64)
+    starts = metadata.query_start_loc.tolist()
+    for row, seq_len in enumerate(metadata.seq_lens.tolist()):
+        pages = metadata.block_table[row].long()
+        keys, values = (c[pages].flatten(0, 1).double().cpu() for c in (layer.k_cache, layer.v_cache))
+        for token in range(starts[row], starts[row + 1]):
+            end = seq_len - (starts[row + 1] - token) + 1
+            for head in range(4 if end > 0 else 0):
+                seen = slice(max(0, end - 3), end)
+                logits = 5.0 * torch.tanh(keys[seen, head // 2] @ q[token, head].double().cpu() * 0.5 / 5.0)
+                out[token, head] = torch.softmax(logits, 0) @ values[seen, head // 2]
+    return out
+
+
+BACKENDS = [
+    pytest.param("torch_reference", CPU, id="torch_reference"),
+    pytest.param("torch_reference", CUDA, id="torch_reference-cuda", marks=pytest.mark.gpu),
+    pytest.param("triton", CUDA, id="triton-cuda", marks=pytest.mark.gpu),
+]
+if INTERPRETER_AVAILABLE:
+    BACKENDS.append(pytest.param("triton", CPU, id="triton-interpreter"))
+
+
+@pytest.mark.parametrize("descriptor", [DECODE, SPECULATIVE, MIXED], ids=str)
+@pytest.mark.parametrize(("name", "device"), BACKENDS)
+def test_run(name: str, device: torch.device, descriptor: BatchDescriptor) -> None:
+    """Every verb in order; what `tensors()` names is filled with NaN before the step, counters excepted."""
+    cls, _ = select_backend(context(WINDOWED, device=device, max_query_len=3), name)
+    backend = cls(context(WINDOWED, device=device, max_query_len=3))
+    q, layer, metadata = make_step(descriptor, device)
+    backend.allocate()
+    backend.plan_capture(descriptor)
+    for tensor in backend.tensors().values():
+        if tensor.is_floating_point():
+            tensor.fill_(float("nan"))
+    for _ in range(2):
+        out = torch.full_like(q, 777.0)
+        backend.schedule(metadata)
+        backend.run(layer, q, metadata, out)
+        torch.testing.assert_close(out.cpu().double(), expected(q, layer, metadata), rtol=0, atol=1e-5)
+    for tensor in backend.tensors().values():
+        assert tensor.is_floating_point() or not tensor.any(), "counters are 0 between runs"
+    backend.close()
+    assert backend.tensors() == {}
+
+
+@pytest.mark.parametrize(("name", "device"), [b for b in BACKENDS if "triton" in str(b.id)])
+def test_triton_runs_its_kernels(name: str, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On CPU too: through the interpreter, never the reference that the ops fall back to there."""
+    backend = TritonBackend(context(WINDOWED, device=device))
+
+    def no_reference(*args: object) -> None:
+        raise AssertionError("the reference ran in place of the kernel")
+
+    for module in ("paged_decode", "varlen"):
+        monkeypatch.setattr(f"graphrt.kernels.attention.{module}.reference_attention", no_reference)
+    backend.allocate()
+    for descriptor in (DECODE, MIXED):
+        q, layer, metadata = make_step(descriptor, device)
+        backend.run(layer, q, metadata, torch.empty_like(q))
+
+
+def test_triton_workspace() -> None:
+    """Allocated once, for all layers; a decode without it is refused before anything is launched."""
+    backend = TritonBackend(context(SPEC, WINDOWED, max_query_len=2))
+    q, layer, metadata = make_step(DECODE, CPU)
+    with pytest.raises(CaptureError, match=r"backend triton: expected a workspace, got none; call allocate\(\)"):
+        backend.run(layer, q, metadata, torch.empty_like(q))
+    assert backend.tensors() == {}
+    backend.allocate()
+    assert {name: t.dtype for name, t in backend.tensors().items()} == {
+        "decode_partial_out": torch.float32,
+        "decode_partial_lse": torch.float32,
+        "decode_counters": torch.int32,
+    }

@@ -1,0 +1,292 @@
+"""Bad input, one test each: typed errors with the numbers, nothing written, and the runtime works on."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from graphrt.attention import Step
+from graphrt.batch import Batch, Row
+from graphrt.config import RuntimeConfig
+from graphrt.handle import StepFaultError
+from graphrt.kernels.cache.write import Rotary
+from graphrt.kernels.errors import (
+    CapacityError,
+    CaptureError,
+    ConfigError,
+    ReplayError,
+    ShapeError,
+    UnsupportedError,
+)
+from graphrt.kernels.types import TOKEN_FROM_ROW, FaultCode
+from graphrt.kv_cache import KVCache
+from graphrt.replay import ReplayManager
+from graphrt.spec import AttentionSpec, KVCacheSpec
+from tests.runtime.toy import HEAD_DIM, HEADS, KV_HEADS, LAYERS, VOCAB, Rig, ToyModel, make_rig
+
+CPU = torch.device("cpu")
+
+
+def memory(rig: Rig) -> list[torch.Tensor]:
+    tensors = [t for _, t in rig.manager.buffers.named()] + [t for _, t in rig.manager.kv_cache.named_tensors()]
+    return [torch.nan_to_num(t.float(), nan=-5.0).clone() for t in tensors]
+
+
+def assert_works(rig: Rig) -> None:
+    """A correct step after the error gives the right logits."""
+    sequence = rig.start(7, [1, 2, 3])
+    handle = rig.manager.replay(Batch.from_rows([rig.row(sequence)]))
+    want = rig.model.oracle([1, 2, 3])
+    assert (handle.logits()[0].double().cpu() - want).abs().max() < 2e-4
+    assert int(handle.tokens()[0]) == int(handle.logits()[0].argmax())
+
+
+def good(**changes) -> dict:
+    return {
+        "row_ids": [0, 1],
+        "seq_lens": [1, 1],
+        "tokens": [3, 4],
+        "page_indptr": [0, 1, 2],
+        "page_ids": [5, 6],
+    } | changes
+
+
+HOST = {
+    "empty": (good(row_ids=[], seq_lens=[], tokens=[], page_indptr=[0], page_ids=[]), ShapeError, "at least 1 request"),
+    "too-many-rows": (
+        good(row_ids=range(9), seq_lens=[1] * 9, tokens=[1] * 9, page_indptr=range(10), page_ids=range(1, 10)),
+        CapacityError,
+        "at most 8 requests and 32 tokens, got 9 requests and 9 tokens",
+    ),
+    "too-many-tokens": (
+        good(seq_lens=[20, 20], query_lens=[20, 20], tokens=[1] * 40),
+        CapacityError,
+        "at most 8 requests and 32 tokens, got 2 requests and 40",
+    ),
+    "too-long": (good(seq_lens=[65, 1]), CapacityError, "max_seq_len=64, got 65 in row 0"),
+    "lengths-short": (good(seq_lens=[1]), ShapeError, r"batch.seq_lens: expected shape \[2\], got shape \[1\]"),
+    "rank": (good(seq_lens=[[1], [1]]), ShapeError, r"expected shape \[2\], got shape \[2, 1\]"),
+    "dtype": (good(seq_lens=[1.5, 1.0]), ShapeError, "batch.seq_lens: expected int32 values, got float64"),
+    "text": (good(row_ids=["a", "b"]), ShapeError, "batch.row_ids: expected int32 values"),
+    "overflow": (good(tokens=[2**40, 1]), ShapeError, "values that fit int32, got 1099511627776"),
+    "device": (good(seq_lens=torch.ones(2, device="meta")), ShapeError, "expected host values, got a tensor on meta"),
+    "no-new-token": (good(query_lens=[0, 2]), ShapeError, "expected >= 1 new token per row, got 0"),
+    "token-count": (good(tokens=[1, 2, 3]), ShapeError, "expected 2 tokens, the sum of query_lens, got 3"),
+    "indptr-decreases": (good(page_indptr=[0, 3, 2]), ShapeError, "non-decreasing values from 0 to len"),
+    "indptr-end": (good(page_indptr=[0, 1, 3]), ShapeError, r"page_ids\)=2"),
+    "page-list-too-long": (
+        good(page_indptr=[0, 1, 300], page_ids=[1] * 300), CapacityError, r"at most \d+ pages listed",
+    ),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def rig() -> Rig:
+    return make_rig(CPU)
+
+
+@pytest.mark.parametrize("case", HOST, ids=str)
+def test_what_the_host_sees_raises_before_anything_is_written(rig: Rig, case: str) -> None:
+    arguments, error, text = HOST[case]
+    before = memory(rig)
+    with pytest.raises(error, match=text):
+        rig.manager.replay(Batch.of(**arguments))
+    assert all(torch.equal(a, b) for a, b in zip(before, memory(rig), strict=True))
+    assert_works(rig)
+
+
+def rows(*changes: dict) -> Batch:
+    """Two good rows (and a third where given) with changes."""
+    base = [
+        {"row_id": 0, "tokens": [3], "seq_len": 5, "pages": [40, 41]},
+        {"row_id": 1, "tokens": [4], "seq_len": 2, "pages": [42]},
+    ]
+    filled = [b | c for b, c in zip([*base, base[1] | {"row_id": 2, "pages": [43]}], changes, strict=False)]
+    return Batch.from_rows([Row(**f) for f in filled])
+
+
+DEVICE = {
+    "row-id": (rows({}, {"row_id": 8}), 1, FaultCode.ROW_ID_OUT_OF_RANGE, 8),
+    "negative-row-id": (rows({"row_id": -1}, {}), 0, FaultCode.ROW_ID_OUT_OF_RANGE, -1),
+    "zero-length": (rows({"seq_len": 0}, {}), 0, FaultCode.BAD_LENGTH, 0),
+    "length-below-query": (rows({}, {"tokens": [1, 2, 3], "seq_len": 2}), 1, FaultCode.BAD_LENGTH, 2),
+    "negative-length": (rows({}, {"seq_len": -3}), 1, FaultCode.BAD_LENGTH, -3),
+    "pages-too-few": (rows({"seq_len": 9}, {}), 0, FaultCode.LENGTH_EXCEEDS_PAGES, 9),
+    "no-pages": (rows({}, {"pages": []}), 1, FaultCode.LENGTH_EXCEEDS_PAGES, 2),
+    "page-too-big": (rows({}, {"pages": [80]}), 1, FaultCode.PAGE_OUT_OF_RANGE, 80),
+    "page-negative": (rows({"pages": [40, -4]}, {}), 0, FaultCode.PAGE_OUT_OF_RANGE, -4),
+    "null-page": (rows({"pages": [0, 41]}, {}), 0, FaultCode.PAGE_OUT_OF_RANGE, 0),
+    "token-too-big": (rows({"tokens": [VOCAB]}, {}), 0, FaultCode.TOKEN_OUT_OF_RANGE, VOCAB),
+    "token-negative": (rows({"tokens": [-9]}, {}), 0, FaultCode.TOKEN_OUT_OF_RANGE, -9),
+    "no-last-token": (rows({}, {"row_id": 6, "tokens": [TOKEN_FROM_ROW]}), 1, FaultCode.TOKEN_OUT_OF_RANGE, -1),
+    "same-row-id": (rows({}, {"row_id": 0}), 0, FaultCode.DUPLICATE_ROW, 0),
+    "same-slot": (rows({}, {"pages": [41], "seq_len": 1}), 0, FaultCode.DUPLICATE_SLOT, 41 * 4),
+}
+
+
+@pytest.mark.parametrize("eager", [False, True], ids=["replay", "eager"])
+@pytest.mark.parametrize("case", DEVICE, ids=str)
+def test_what_only_the_device_sees_is_raised_by_the_handle(device: torch.device, case: str, eager: bool) -> None:
+    """The bad row's token is -1, it writes nothing, the other rows are served, the error names step, row and value."""
+    batch, row, code, value = DEVICE[case]
+    rig = make_rig(device, fill=0.25)
+    kv = [t.clone() for _, t in rig.manager.kv_cache.named_tensors()]
+    handle = rig.manager.replay(batch, eager=eager)
+    with pytest.raises(StepFaultError, match=f"step {handle.step}, row {row}: {code.name}") as caught:
+        handle.tokens()
+    assert (caught.value.step, caught.value.row, caught.value.code, caught.value.value) == (
+        handle.step,
+        row,
+        code,
+        value,
+    )
+    tokens = handle.tokens(raise_on_fault=False)
+    invalid = {row} if not code.name.startswith("DUPLICATE") else {0, 1}
+    logits = handle.logits(copy=True)
+    for i in range(batch.num_reqs):
+        if i in invalid:
+            assert tokens[i] == -1
+        else:
+            assert tokens[i] == int(logits[i].argmax())
+    allowed = {
+        (int(p), (batch.seq_lens[i] - 1) % 4)
+        for i in range(batch.num_reqs)
+        if i not in invalid
+        for p in batch.page_ids[batch.page_indptr[i + 1] - 1 : batch.page_indptr[i + 1]]
+    }
+    for old, (_, new) in zip(kv, rig.manager.kv_cache.named_tensors(), strict=True):
+        changed = {tuple(x) for x in (old != new).flatten(2).any(-1).nonzero().tolist()}
+        assert changed == allowed
+    assert_works(rig)
+
+
+def test_a_moved_weight_raises_and_in_place_loading_does_not(device: torch.device) -> None:
+    rig = make_rig(device)
+    rig.model.embed.data.copy_(rig.model.embed.data * 0.5)
+    assert_works(rig)
+    rig.model.embed.data = rig.model.embed.data.clone()
+    before = memory(rig)
+    with pytest.raises(ReplayError, match="embed: expected at address 0x"):
+        rig.manager.replay(Batch.of(**good()))
+    assert all(torch.equal(a, b) for a, b in zip(before, memory(rig), strict=True))
+
+
+def test_a_replaced_parameter_is_seen_by_check_weights(rig: Rig) -> None:
+    rig.manager.check_weights(rig.model)
+    kept, rig.model.where = rig.model.where, torch.nn.Parameter(rig.model.where.detach().clone())
+    try:
+        with pytest.raises(ReplayError, match="where: expected at address"):
+            rig.manager.check_weights(rig.model)
+    finally:
+        rig.model.where = kept
+
+
+def test_lifecycle(device: torch.device) -> None:
+    rig = make_rig(device, capture=False)
+    for call in (lambda: rig.manager.replay(Batch.of(**good())), rig.manager.reset):
+        with pytest.raises(CaptureError, match="expected state 'captured', got 'new'; it needs capture"):
+            call()
+    rig.manager.capture()
+    with pytest.raises(CaptureError, match="capture: expected state 'new', got 'captured'"):
+        rig.manager.capture()
+    assert_works(rig)
+    handle = rig.manager.replay(Batch.of(**good()))
+    rig.manager.close()
+    rig.manager.close()
+    assert len(handle.tokens()) == 2, "a handle outlives its manager"
+    for call in (lambda: rig.manager.replay(Batch.of(**good())), rig.manager.capture):
+        with pytest.raises(CaptureError, match="got 'closed'; it needs a new ReplayManager, this one was closed"):
+            call()
+
+
+def test_a_step_that_cannot_be_captured_leaves_the_manager_new(device: torch.device) -> None:
+    rig = make_rig(device, capture=False)
+    real, broken = rig.model.project, {"on": True}
+
+    def project(layer: int, x: torch.Tensor):
+        if broken["on"] and float(x.sum()) > 1e9:
+            raise AssertionError("never")
+        return real(layer, x)
+
+    rig.model.project = project
+    with pytest.raises(CaptureError, match=r"mixed\[32 tokens, 8\]"):
+        rig.manager.capture()
+    broken["on"] = False
+    rig.manager.capture()
+    assert_works(rig)
+
+
+def attend_rotated(step: Step, rows: int) -> torch.Tensor:
+    q, k = torch.zeros(step.descriptor.padded_tokens, HEADS, 16), torch.zeros(step.descriptor.padded_tokens, 2, 16)
+    return step.attend(0, q, k, k, rotary=Rotary(torch.zeros(rows, 16)))
+
+
+@pytest.mark.parametrize(
+    ("model", "text"),
+    [
+        (lambda step: torch.zeros(step.descriptor.padded_reqs, VOCAB + 1), r"logits: .* \[8, 61\], got \[8, 62\]"),
+        (lambda step: torch.zeros(step.descriptor.padded_tokens, VOCAB, dtype=torch.int64), "logits: expected "),
+        (lambda step: "text", "logits: expected a torch.Tensor, got str"),
+        (lambda step: step.attend(5, *[torch.zeros(32, 1, 1)] * 3), "layer: expected 0 to 1, got 5"),
+        (lambda step: step.attend(0, *[torch.zeros(32, 4, 16)] * 3), r"k: .* \[32, 2, 16\], got \[32, 4, 16\]"),
+        (lambda step: step.attend(0, *[torch.zeros(32, 4, 16).half()] * 3), "q: expected dtype float32, got float16"),
+        (lambda step: attend_rotated(step, rows=63), "rotary.cos_sin: expected rows for max_seq_len=64 .* got 63"),
+    ],
+    ids=["vocab", "dtype", "type", "layer", "k-shape", "q-dtype", "rotary"],
+)  # fmt: skip
+def test_a_model_that_breaks_its_contract(model, text: str) -> None:
+    with pytest.raises(ShapeError, match=text):
+        manager(model=model).capture()
+
+
+def manager(model=None, spec=None, cache=None, **config) -> ReplayManager:
+    kv_spec = KVCacheSpec(LAYERS, KV_HEADS, HEAD_DIM, 4, dtype=torch.float32)
+    settings = {"max_num_reqs": 8, "max_num_tokens": 32, "max_seq_len": 64} | config
+    return ReplayManager(
+        model or ToyModel(CPU, torch.float32),
+        cache or KVCache.allocate(kv_spec, 10, CPU),
+        spec or AttentionSpec(HEADS, KV_HEADS, HEAD_DIM, torch.float32),
+        vocab_size=VOCAB,
+        config=RuntimeConfig(**settings),
+    )
+
+
+@pytest.mark.parametrize(
+    ("build", "error", "text"),
+    [
+        (lambda: manager(backend="flashy"), ConfigError, "flashy"),
+        (lambda: RuntimeConfig(max_num_reqs=0), ConfigError, "max_num_reqs: expected >= 1, got 0"),
+        (lambda: RuntimeConfig(ring_depth=1), ConfigError, "ring_depth: expected >= 2, got 1"),
+        (lambda: RuntimeConfig(max_num_reqs=64, max_num_tokens=32), ConfigError, "query_len = 64, got 32"),
+        (lambda: manager(decode_sizes=(9,)), ConfigError, r"decode_sizes: expected sizes from 1 to 8, got \[9\]"),
+        (lambda: AttentionSpec(4, 3, 16), ConfigError, "multiple of num_kv_heads=3, got 4"),
+        (lambda: AttentionSpec(4, 2, 16, dtype=torch.int8), ConfigError, "AttentionSpec.dtype"),
+        (lambda: KVCacheSpec(1, 1, 16, page_size=0), ConfigError, "page_size: expected 1 to 1024 tokens, got 0"),
+        (
+            lambda: manager(spec=AttentionSpec(4, 4, 16, torch.float32)),
+            ConfigError,
+            "2 KV heads of size 16 .* got 4 of 16",
+        ),
+        (lambda: manager(spec=[AttentionSpec(4, 2, 16, torch.float32)]), ConfigError, "expected 2 specs.* got 1"),
+        (lambda: KVCache.allocate(KVCacheSpec(1, 1, 16), 1, CPU), ConfigError, "at least 2, .* got 1"),
+    ],
+    ids=["backend", "reqs", "ring", "tokens", "sizes", "group", "dtype", "page", "heads", "layers", "pages"],
+)
+def test_bad_configuration(build, error, text: str) -> None:
+    with pytest.raises(error, match=text):
+        build()
+
+
+def test_a_backend_that_cannot_serve_says_all_reasons() -> None:
+    spec = KVCacheSpec(LAYERS, KV_HEADS, 12, 4, dtype=torch.float32)
+    attention = AttentionSpec(HEADS, KV_HEADS, 12, torch.bfloat16)
+    with pytest.raises(UnsupportedError, match=r"triton.*got 2 reasons against it: .*head_dim.*; .*bfloat16.*float32"):
+        manager(backend="triton", spec=attention, cache=KVCache.allocate(spec, 10, CPU))
+
+
+def test_arrays_of_the_wrong_dtype_given_to_the_raw_constructor() -> None:
+    batch = Batch.of(**good())
+    wrong = Batch(**{f: getattr(batch, f) for f in Batch.__dataclass_fields__} | {"temperatures": np.zeros(2)})
+    with pytest.raises(ShapeError, match="temperatures: expected float32, got float64"):
+        make_rig(CPU).manager.replay(wrong)

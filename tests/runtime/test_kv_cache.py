@@ -1,0 +1,144 @@
+"""The paged cache and its allocator."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from graphrt.kernels.errors import CapacityError, ConfigError, ShapeError
+from graphrt.kernels.types import KVLayout
+from graphrt.kv_cache import KVCache, PageAllocator
+from graphrt.spec import KVCacheSpec
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("page_size", [16, 32, 64, 128, 256])
+@pytest.mark.parametrize("layout", list(KVLayout), ids=lambda x: x.value)
+def test_layouts_are_one_logical_view(layout: KVLayout, page_size: int) -> None:
+    spec = KVCacheSpec(2, 3, 8, page_size, layout, torch.float32)
+    cache = KVCache.allocate(spec, 5, CPU)
+    assert all(t.shape == (5, page_size, 3, 8) for _, t in cache.named_tensors())
+    token, head = cache.k[0].stride()[1:3]
+    assert (token > head) == (layout is KVLayout.NHD)
+    assert (
+        cache.nbytes == sum(t.numel() * t.element_size() for _, t in cache.named_tensors()) == 5 * spec.bytes_per_page
+    )
+    assert spec.bytes_per_token * page_size == spec.bytes_per_page
+    assert [spec.pages_for(n) for n in (0, 1, page_size, page_size + 1)] == [0, 1, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "text"),
+    [
+        (lambda k, v: (k[:1], v), ConfigError, "expected 2 K and V tensors, one per layer, got 1 and 2"),
+        (
+            lambda k, v: ([k[0], k[1][:, :3]], v),
+            ShapeError,
+            r"k\[1\]: expected shape \[6, 4, 2, 8\], got \[6, 3, 2, 8\]",
+        ),
+        (lambda k, v: (k, [v[0].half(), v[1]]), ShapeError, r"v\[0\]: expected dtype float32, got float16"),
+        (lambda k, v: (k, [v[0], v[1].to("meta")]), ShapeError, r"v\[1\]: expected device cpu, got meta"),
+        (
+            lambda k, v: ([k[0].transpose(-1, -2).contiguous().transpose(-1, -2), k[1]], v),
+            ShapeError,
+            "stride 1 in the last",
+        ),
+    ],
+    ids=["count", "shape", "dtype", "device", "stride"],
+)
+def test_tensors_of_the_caller_are_checked(change, error, text: str) -> None:
+    make = lambda: [torch.zeros(6, 4, 2, 8) for _ in range(2)]  # noqa: E731
+    k, v = change(make(), make())
+    with pytest.raises(error, match=text):
+        KVCache(KVCacheSpec(2, 2, 8, 4, dtype=torch.float32), k, v)
+
+
+def test_copy_and_swap_blocks() -> None:
+    spec = KVCacheSpec(2, 2, 8, 4, KVLayout.HND, torch.float32)
+    cache, other = KVCache.allocate(spec, 6, CPU), KVCache.allocate(spec, 4, CPU)
+    for _, tensor in (*cache.named_tensors(), *other.named_tensors()):
+        tensor.normal_()
+    before = [t.clone() for _, t in cache.named_tensors()]
+    cache.copy_blocks([1, 2], [4, 5])
+    for old, (_, new) in zip(before, cache.named_tensors(), strict=True):
+        assert torch.equal(new[4:6], old[1:3])
+        assert torch.equal(new[:4], old[:4])
+    cache.swap_blocks(other, [3, 1], [1, 3])
+    for (_, a), (_, b) in zip(cache.named_tensors(), other.named_tensors(), strict=True):
+        assert torch.equal(b[1], a[3])
+        assert torch.equal(b[3], a[1])
+    for call in (
+        lambda: cache.copy_blocks([1], [2, 3]),
+        lambda: cache.copy_blocks([1], [6]),
+        lambda: cache.copy_blocks([1, 2], [3, 3]),
+        lambda: cache.swap_blocks(other, [5], [4]),
+        lambda: cache.swap_blocks(other, [-1], [1]),
+    ):
+        state = [t.clone() for _, t in (*cache.named_tensors(), *other.named_tensors())]
+        with pytest.raises(ShapeError):
+            call()
+        now = [t for _, t in (*cache.named_tensors(), *other.named_tensors())]
+        assert all(torch.equal(a, b) for a, b in zip(state, now, strict=True))
+
+
+def test_allocation_over_capacity_changes_nothing() -> None:
+    allocator = PageAllocator(5)
+    first = allocator.allocate(2)
+    with pytest.raises(CapacityError, match=r"at most 2 free of 4, got a request for 3"):
+        allocator.allocate(3)
+    assert allocator.num_free == 2
+    assert sorted(first + allocator.allocate(2)) == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda a, p: a.free([p[0], p[0]]),
+        lambda a, p: a.free([0]),
+        lambda a, p: a.free([99]),
+        lambda a, p: a.share([4]),
+        lambda a, p: a.free([p[0], 4]),
+    ],
+    ids=["twice", "null", "range", "share-free", "one-of-two"],
+)
+def test_pages_that_nobody_owns(call) -> None:
+    allocator = PageAllocator(5)
+    pages = allocator.allocate(2)
+    with pytest.raises(ConfigError, match="expected an allocated page, got page"):
+        call(allocator, pages)
+    assert allocator.num_free == 2
+    assert [allocator.owners(p) for p in pages] == [1, 1]
+
+
+def test_shared_pages_return_with_their_last_owner() -> None:
+    allocator = PageAllocator(4)
+    pages = allocator.allocate(3)
+    allocator.share(pages[:1])
+    allocator.free(pages)
+    assert allocator.num_free == 2
+    allocator.free(pages[:1])
+    assert allocator.num_free == 3
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.tuples(st.sampled_from(["allocate", "share", "free"]), st.integers(0, 5)), max_size=40))
+def test_the_allocator_against_a_model(operations: list[tuple[str, int]]) -> None:
+    """Any sequence of calls: owners and free pages equal a plain counting model; the null page never appears."""
+    allocator, owned = PageAllocator(9, null_page=3), {}
+    for verb, n in operations:
+        if verb == "allocate" and n <= 8 - len(owned):
+            owned |= dict.fromkeys(allocator.allocate(n), 1)
+        elif verb == "share":
+            chosen = sorted(owned)[:n]
+            allocator.share(chosen)
+            owned |= {p: owned[p] + 1 for p in chosen}
+        elif verb == "free":
+            chosen = sorted(owned)[:n]
+            allocator.free(chosen)
+            owned = {p: c - (p in chosen) for p, c in owned.items() if c - (p in chosen)}
+        assert allocator.num_free == 8 - len(owned)
+        assert {p: allocator.owners(p) for p in range(9) if allocator.owners(p)} == owned
+        assert 3 not in owned

@@ -1,0 +1,260 @@
+"""Replay against eager, bitwise, and against a dense float64 oracle that knows neither cache nor buffers."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+import torch
+
+from graphrt import program
+from graphrt.batch import Batch
+from graphrt.capture.buffers import BufferKind, StaticBuffers
+from graphrt.capture.descriptor import GraphKind
+from graphrt.kernels.errors import GraphRTError
+from graphrt.kernels.library import interpreted
+from graphrt.kernels.types import KVLayout
+from graphrt.testing.poison import poison_derived
+from tests.runtime.toy import MAX_LEN, VOCAB, Rig, Sequence, make_rig
+
+
+def prompts(rng: random.Random, count: int, low: int = 1, high: int = 7) -> list[list[int]]:
+    return [[rng.randrange(VOCAB) for _ in range(rng.randint(low, high))] for _ in range(count)]
+
+
+def check_row(rig: Rig, sequence: Sequence, logits: torch.Tensor) -> None:
+    """The logits of one row against the dense oracle on the tokens that the host knows were fed."""
+    want = rig.model.oracle(sequence.tokens[: sequence.cached])
+    bound = 2e-4 if logits.dtype == torch.float32 else 6e-2
+    error = (logits.double().cpu() - want).abs().max().item()
+    assert error <= bound, f"row {sequence.row_id} at length {sequence.cached}: error {error}"
+
+
+def step_both_ways(rig: Rig, batch: Batch) -> tuple[np.ndarray, torch.Tensor]:
+    """One step eagerly and by replay, with everything poisoned in between; both must agree bitwise."""
+    buffers = rig.manager.buffers
+    last = buffers.last_token.clone()
+    poison_derived(buffers)
+    eager = rig.manager.replay(batch, eager=True)
+    eager_logits, eager_tokens = eager.logits(copy=True), eager.tokens()
+    buffers.last_token.copy_(last)
+    poison_derived(buffers)
+    buffers.token_ring.fill_(-9)
+    if rig.manager.kv_cache.device.type == "cuda":
+        torch.cuda.synchronize()
+    handle = rig.manager.replay(batch)
+    assert handle.why_eager == "", handle.why_eager
+    logits, tokens = handle.logits(copy=True), handle.tokens()
+    assert torch.equal(logits, eager_logits), f"{handle.descriptor}: replay differs from eager"
+    assert tokens.tolist() == eager_tokens.tolist()
+    assert tokens.tolist() == logits.argmax(-1).tolist()
+    return tokens, logits
+
+
+@pytest.mark.parametrize("layout", list(KVLayout), ids=lambda x: x.value)
+def test_replay_is_eager_and_right_at_every_captured_size(device: torch.device, layout: KVLayout) -> None:
+    """Every size, 1 to padded live rows, ragged, permuted, growing and shrinking, across page boundaries."""
+    rig, rng = make_rig(device, layout=layout, decode_sizes=None), random.Random(3)
+    sequences = [rig.start(i, p) for i, p in enumerate(prompts(rng, 8))]
+    rig.prefill(*sequences[:3])
+    rig.prefill(*sequences[3:])
+    seen = set()
+    for live in (1, 2, 3, 8, 5, 4, 7, 1, 6, 8, 2):
+        chosen = rng.sample(sequences, live)
+        tokens, logits = step_both_ways(rig, Batch.from_rows([rig.row(s) for s in chosen]))
+        seen.add(rig.manager.stats().replays.most_common()[0][0].kind)
+        for i, sequence in enumerate(chosen):
+            check_row(rig, sequence, logits[i])
+            sequence.tokens.append(int(tokens[i]))
+    sizes = {d.padded_reqs for d in rig.manager.stats().replays if d.kind is GraphKind.DECODE}
+    assert sizes == {d.padded_reqs for d in rig.manager.descriptors if d.kind is GraphKind.DECODE}
+    assert not rig.manager.stats().eager_steps
+
+
+def test_captured_short_replayed_to_the_last_token(device: torch.device) -> None:
+    rig = make_rig(device, decode_sizes=(2,))
+    long, short = rig.start(0, [5]), rig.start(1, [9, 9])
+    rig.prefill(long, short)
+    while long.cached < MAX_LEN:
+        handle = rig.manager.replay(Batch.from_rows([rig.row(long)]))
+        check_row(rig, long, handle.logits()[0])
+        long.tokens.append(int(handle.tokens()[0]))
+    assert long.cached == MAX_LEN
+    handle = rig.manager.replay(Batch.from_rows([rig.row(short)]))
+    check_row(rig, short, handle.logits()[0])
+
+
+def test_chunked_prompts_beside_decodes(device: torch.device) -> None:
+    """Mixed graphs: prompts in chunks that cross pages, decodes in the same step, padded to the token count."""
+    rig, rng = make_rig(device), random.Random(5)
+    decoding = [rig.start(i, p) for i, p in enumerate(prompts(rng, 3))]
+    rig.prefill(*decoding)
+    prompt = rig.start(3, [rng.randrange(VOCAB) for _ in range(23)])
+    for chunk in (5, 1, 9, 8):
+        batch = Batch.from_rows([*(rig.row(s) for s in decoding), rig.row(prompt, chunk)])
+        poison_derived(rig.manager.buffers)
+        handle = rig.manager.replay(batch)
+        assert handle.descriptor.kind is (GraphKind.DECODE if chunk == 1 else GraphKind.MIXED)
+        logits, tokens = handle.logits(copy=True), handle.tokens()
+        for i, sequence in enumerate(decoding):
+            check_row(rig, sequence, logits[i])
+            sequence.tokens.append(int(tokens[i]))
+        check_row(rig, prompt, logits[3])
+        assert (tokens[3] == -1) == (prompt.cached < 23), "only the last chunk is sampled"
+    step_both_ways(rig, Batch.from_rows([rig.row(rig.start(5, [1, 2, 3])), *(rig.row(s) for s in decoding)]))
+
+
+def test_uniform_rows_of_several_tokens(device: torch.device) -> None:
+    """query_len 3, as speculation uses: causal among the new tokens, logits of the last."""
+    rig, rng = make_rig(device, query_len=3), random.Random(2)
+    sequences = [rig.start(i, p) for i, p in enumerate(prompts(rng, 3))]
+    rig.prefill(*sequences)
+    for _ in range(3):
+        for sequence in sequences:
+            sequence.tokens += [rng.randrange(VOCAB) for _ in range(2)]
+        _, logits = step_both_ways(rig, Batch.from_rows([rig.row(s) for s in sequences]))
+        for i, sequence in enumerate(sequences):
+            check_row(rig, sequence, logits[i])
+            sequence.tokens.append(int(logits[i].argmax()))
+
+
+def test_tokens_feed_back_on_the_device(device: torch.device) -> None:
+    """Ten steps submitted without reading one; rows change places, and each keeps its own last token."""
+    rig, rng = make_rig(device), random.Random(4)
+    sequences = [rig.start(i + 2, p) for i, p in enumerate(prompts(rng, 4))]
+    first = rig.manager.replay(Batch.from_rows([rig.row(s) for s in sequences]))
+    handles = [(list(sequences), first)]
+    for _ in range(10):
+        chosen = rng.sample(sequences, 4)
+        for sequence in chosen:
+            sequence.tokens.append(-1)
+        rows = [rig.row(s, 1, from_device=True) for s in chosen]
+        handles.append((chosen, rig.manager.replay(Batch.from_rows(rows))))
+    for sequence in sequences:
+        sequence.tokens = [t for t in sequence.tokens if t >= 0]
+    for members, handle in handles:
+        for sequence, token in zip(members, handle.tokens().tolist(), strict=True):
+            want = rig.model.oracle(sequence.tokens).topk(2).values
+            if want[0] - want[1] > 1e-3:
+                assert token == int(rig.model.oracle(sequence.tokens).argmax())
+            sequence.tokens.append(token)
+
+
+def test_shared_pages_are_read_by_both_sequences(device: torch.device) -> None:
+    rig = make_rig(device)
+    prefix = [3, 1, 4, 1, 5, 9, 2, 6]
+    first = rig.start(0, prefix)
+    rig.prefill(first)
+    rig.allocator.share(first.pages[:2])
+    second = rig.start(1, [*prefix, 7])
+    second.cached, second.pages = 8, list(first.pages[:2])
+    _, logits = step_both_ways(rig, Batch.from_rows([rig.row(first), rig.row(second)]))
+    check_row(rig, first, logits[0])
+    check_row(rig, second, logits[1])
+
+
+def test_a_sliding_window_is_seen_by_prompt_and_decode(device: torch.device) -> None:
+    full, windowed = make_rig(device), make_rig(device, window=3)
+    for rig in (full, windowed):
+        sequence = rig.start(0, [7, 8, 9, 10, 11, 12, 13])
+        rig.prefill(sequence)
+        _, logits = step_both_ways(rig, Batch.from_rows([rig.row(sequence)]))
+        rig.result = logits[0]
+    assert not torch.allclose(full.result, windowed.result)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_sixteen_bit_dtypes(device: torch.device, dtype: torch.dtype) -> None:
+    rig, rng = make_rig(device, dtype=dtype), random.Random(6)
+    sequences = [rig.start(i, p) for i, p in enumerate(prompts(rng, 3))]
+    rig.prefill(*sequences)
+    for _ in range(4):
+        tokens, logits = step_both_ways(rig, Batch.from_rows([rig.row(s) for s in sequences]))
+        for i, sequence in enumerate(sequences):
+            check_row(rig, sequence, logits[i])
+            sequence.tokens.append(int(tokens[i]))
+
+
+def test_the_triton_kernels_carry_the_whole_step_under_the_interpreter() -> None:
+    """Same buffers, same padding, same tape; every kernel the Triton one."""
+    if torch.cuda.is_available():
+        pytest.skip("the compiled kernels are tested on this machine")
+    with interpreted():
+        rig = make_rig(torch.device("cpu"), backend="triton", decode_sizes=(2,), mixed_sizes=(16,), max_num_tokens=16)
+        sequences = [rig.start(0, [4, 5, 6, 7, 8]), rig.start(1, [9])]
+        rig.prefill(*sequences)
+        for _ in range(2):
+            tokens, logits = step_both_ways(rig, Batch.from_rows([rig.row(s) for s in reversed(sequences)]))
+            for i, sequence in enumerate(reversed(sequences)):
+                check_row(rig, sequence, logits[i])
+                sequence.tokens.append(int(tokens[i]))
+
+
+DERIVED = [name for name, spec in StaticBuffers.specs().items() if spec.kind is BufferKind.DERIVED]
+
+
+@pytest.mark.parametrize("field", [n for n in DERIVED if n not in ("fault_code", "fault_value")])
+def test_a_refresh_that_forgets_one_buffer_is_noticed(field: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Mutation: after each refresh one buffer is put back to what it held before. Some check must fail for each."""
+    real = program.refresh
+
+    def forgetful(tensors, **options) -> None:
+        target = getattr(tensors, field)
+        before = target.clone()
+        real(tensors, **options)
+        target.copy_(before)
+
+    monkeypatch.setattr(program, "refresh", forgetful)
+    with pytest.raises((AssertionError, GraphRTError, IndexError, RuntimeError)):
+        scenario(make_rig(torch.device("cpu")))
+
+
+def test_the_mutation_scenario_passes_unmutated() -> None:
+    scenario(make_rig(torch.device("cpu")))
+
+
+def scenario(rig: Rig) -> None:
+    """A short run that reads every derived buffer: prefill, mixed, sampled and greedy decodes, shrinking batch."""
+    rng = random.Random(8)
+    sequences = [rig.start(i, p) for i, p in enumerate(prompts(rng, 4, 3, 7))]
+    rig.prefill(*sequences)
+    kv = [t.clone() for _, t in rig.manager.kv_cache.named_tensors()]
+    for chosen in (sequences[:3], sequences[1:3], sequences):
+        options = [{"temperature": 50.0 * (s.row_id % 2), "seed": 11 + s.row_id} for s in chosen]
+        rows = [rig.row(s, **o) for s, o in zip(chosen, options, strict=True)]
+        handle = rig.manager.replay(Batch.from_rows(rows))
+        logits, tokens = handle.logits(copy=True), handle.tokens()
+        for i, (sequence, row) in enumerate(zip(chosen, rows, strict=True)):
+            check_row(rig, sequence, logits[i])
+            expected = _expected_token(logits[i], row)
+            assert int(tokens[i]) == expected, f"row {i}: token {tokens[i]}, expected {expected}"
+            sequence.tokens.append(int(tokens[i]))
+            assert rig.manager.buffers.last_token[sequence.row_id] == tokens[i]
+        kv = _check_kv(rig, chosen, kv)
+
+
+def _expected_token(logits: torch.Tensor, row) -> int:
+    """What a row alone draws: the sampler's result must not depend on the batch."""
+    from graphrt.kernels.ops.sampling import sample
+
+    device = logits.device
+    return int(
+        sample(
+            logits[None],
+            torch.tensor([row.temperature], device=device),
+            torch.tensor([row.seed], device=device),
+            torch.tensor([row.seq_len], dtype=torch.int32, device=device),
+        )[0]
+    )
+
+
+def _check_kv(rig: Rig, chosen: list[Sequence], before: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Exactly the slots of the new tokens were written."""
+    after = [t.clone() for _, t in rig.manager.kv_cache.named_tensors()]
+    written = {(s.pages[(s.cached - 1) // rig.page_size], (s.cached - 1) % rig.page_size) for s in chosen}
+    for old, new in zip(before, after, strict=True):
+        same = (old == new) | (old.isnan() & new.isnan())
+        changed = {tuple(x) for x in (~same).flatten(2).any(-1).nonzero().tolist()}
+        assert changed == written
+    return after

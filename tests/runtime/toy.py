@@ -1,0 +1,133 @@
+"""A small attention model, a host-side scheduler to drive it, and a dense float64 oracle that knows no cache."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from graphrt.attention import Step
+from graphrt.batch import Batch, Row
+from graphrt.config import RuntimeConfig
+from graphrt.kernels.types import TOKEN_FROM_ROW, KVLayout
+from graphrt.kv_cache import KVCache, PageAllocator
+from graphrt.replay import ReplayManager
+from graphrt.spec import AttentionSpec, KVCacheSpec
+
+VOCAB, HEADS, KV_HEADS, HEAD_DIM, LAYERS, MAX_LEN = 61, 4, 2, 16, 2, 64
+
+
+class ToyModel(torch.nn.Module):
+    """Token and position embedding, LAYERS of attention with residual, tied head."""
+
+    def __init__(self, device: torch.device, dtype: torch.dtype, head_dim: int = HEAD_DIM) -> None:
+        super().__init__()
+        width = HEADS * head_dim
+        generator = torch.Generator().manual_seed(7)
+
+        def weight(*shape: int) -> torch.nn.Parameter:
+            values = torch.randn(shape, generator=generator) / shape[-1] ** 0.5
+            return torch.nn.Parameter(values.to(device, dtype), requires_grad=False)
+
+        self.head_dim = head_dim
+        self.embed = weight(VOCAB, width)
+        self.where = weight(MAX_LEN, width)
+        self.qkv = torch.nn.ParameterList([weight((HEADS + 2 * KV_HEADS) * head_dim, width) for _ in range(LAYERS)])
+        self.out = torch.nn.ParameterList([weight(width, width) for _ in range(LAYERS)])
+
+    def forward(self, step: Step) -> torch.Tensor:
+        x = self.embed[step.input_ids] + self.where[step.positions]
+        for layer in range(LAYERS):
+            q, k, v = self.project(layer, x)
+            x = x + step.attend(layer, q, k, v).flatten(1) @ self.out[layer].t()
+        return x[step.logits_indices] @ self.embed.t()
+
+    def project(self, layer: int, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        qkv = (x @ self.qkv[layer].t()).view(-1, HEADS + 2 * KV_HEADS, self.head_dim)
+        return qkv.split([HEADS, KV_HEADS, KV_HEADS], dim=1)
+
+    def oracle(self, tokens: list[int]) -> torch.Tensor:
+        """Logits after the last of `tokens`, dense and in float64 on the CPU."""
+        up = lambda w: w.detach().double().cpu()  # noqa: E731
+        ids = torch.tensor(tokens)
+        x = up(self.embed)[ids] + up(self.where)[: len(tokens)]
+        mask = torch.ones(len(tokens), len(tokens), dtype=torch.bool).tril()
+        for layer in range(LAYERS):
+            qkv = (x @ up(self.qkv[layer]).t()).view(len(tokens), -1, self.head_dim)
+            q, k, v = qkv.split([HEADS, KV_HEADS, KV_HEADS], dim=1)
+            k, v = (t.repeat_interleave(HEADS // KV_HEADS, 1) for t in (k, v))
+            scores = torch.einsum("qhd,khd->hqk", q, k) * self.head_dim**-0.5
+            p = scores.masked_fill(~mask, float("-inf")).softmax(-1)
+            x = x + torch.einsum("hqk,khd->qhd", p, v).flatten(1) @ up(self.out[layer]).t()
+        return x[-1] @ up(self.embed).t()
+
+
+@dataclass
+class Sequence:
+    """A sequence on the host: what was fed so far, and the pages that hold it."""
+
+    row_id: int
+    tokens: list[int] = field(default_factory=list)
+    pages: list[int] = field(default_factory=list)
+    cached: int = 0
+
+
+@dataclass
+class Rig:
+    """A captured toy runtime and the host state to drive it."""
+
+    model: ToyModel
+    manager: ReplayManager
+    allocator: PageAllocator
+    page_size: int
+
+    def start(self, row_id: int, tokens: list[int]) -> Sequence:
+        return Sequence(row_id, list(tokens))
+
+    def row(self, sequence: Sequence, count: int | None = None, *, from_device: bool = False, **options) -> Row:
+        """The next `count` tokens of a sequence as a row of a step; allocates its pages."""
+        count = len(sequence.tokens) - sequence.cached if count is None else count
+        new = sequence.tokens[sequence.cached : sequence.cached + count]
+        sequence.cached += count
+        needed = -(-sequence.cached // self.page_size)
+        sequence.pages += self.allocator.allocate(needed - len(sequence.pages))
+        sample = sequence.cached == len(sequence.tokens)
+        tokens = [TOKEN_FROM_ROW] if from_device else new
+        return Row(sequence.row_id, tokens, sequence.cached, tuple(sequence.pages), sample=sample, **options)
+
+    def prefill(self, *sequences: Sequence) -> np.ndarray:
+        """Feed everything not yet cached in one step and append the sampled tokens."""
+        tokens = self.manager.replay(Batch.from_rows([self.row(s) for s in sequences])).tokens()
+        for sequence, token in zip(sequences, tokens.tolist(), strict=True):
+            sequence.tokens.append(token)
+        return tokens
+
+
+def make_rig(
+    device: torch.device,
+    *,
+    dtype: torch.dtype = torch.float32,
+    page_size: int = 4,
+    layout: KVLayout = KVLayout.NHD,
+    num_pages: int = 80,
+    head_dim: int = HEAD_DIM,
+    capture: bool = True,
+    model: ToyModel | None = None,
+    fill: float = float("nan"),
+    window: int | None = None,
+    **config,
+) -> Rig:
+    """A rig with a cache full of NaN, the null page included, so that whatever reads unwritten KV shows."""
+    model = model or ToyModel(device, dtype, head_dim)
+    spec = KVCacheSpec(LAYERS, KV_HEADS, head_dim, page_size, layout, dtype)
+    cache = KVCache.allocate(spec, num_pages, device)
+    for _, tensor in cache.named_tensors():
+        tensor.fill_(fill)
+    attention = AttentionSpec(HEADS, KV_HEADS, head_dim, dtype, sliding_window=window)
+    defaults = {"max_num_reqs": 8, "max_num_tokens": 32, "max_seq_len": MAX_LEN, "decode_sizes": (1, 2, 4, 8)}
+    settings = RuntimeConfig(**(defaults | {"mixed_sizes": (16, 32)} | config))
+    manager = ReplayManager(model, cache, attention, vocab_size=VOCAB, config=settings)
+    if capture:
+        manager.capture()
+    return Rig(model, manager, PageAllocator(num_pages), page_size)

@@ -1,0 +1,117 @@
+"""Environment variables: values, defaults, malformed values, the list in docs/env.md, and the environment report."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import graphrt
+from graphrt import env, environment
+from graphrt.kernels.errors import ConfigError
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture(autouse=True)
+def unset(monkeypatch):
+    for name in ("GRAPHRT_BACKEND", "GRAPHRT_CACHE", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def test_defaults(monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert env.backend() is None
+    assert env.cache_dir() == tmp_path / ".cache/graphrt"
+    monkeypatch.setenv("XDG_CACHE_HOME", "relative")
+    assert env.cache_dir() == tmp_path / ".cache/graphrt"
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    assert env.cache_dir() == tmp_path / "xdg/graphrt"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_values(monkeypatch, tmp_path):
+    monkeypatch.setenv("GRAPHRT_BACKEND", "torch_reference")
+    assert env.backend() == "torch_reference"
+    monkeypatch.setenv("GRAPHRT_CACHE", str(tmp_path / "new"))
+    assert env.cache_dir() == tmp_path / "new"
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("GRAPHRT_CACHE", "here")
+    assert env.cache_dir() == tmp_path / "here"
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("GRAPHRT_CACHE", "~/there")
+    assert env.cache_dir() == tmp_path / "there"
+
+
+MALFORMED = {
+    "backend-empty": ("GRAPHRT_BACKEND", "", env.backend),
+    "backend-list": ("GRAPHRT_BACKEND", "triton,torch_reference", env.backend),
+    "cache-empty": ("GRAPHRT_CACHE", "", env.cache_dir),
+    "cache-file": ("GRAPHRT_CACHE", __file__, env.cache_dir),
+}
+
+
+@pytest.mark.parametrize("case", MALFORMED)
+def test_malformed(monkeypatch, case):
+    name, value, read = MALFORMED[case]
+    monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match=f"^{name}: expected .*, got {re.escape(repr(value))}; "):
+        read()
+
+
+def test_the_document_lists_what_the_code_reads():
+    documented = re.findall(r"^\| `(\w+)` \|", (ROOT / "docs/env.md").read_text(), re.MULTILINE)
+    strings = (
+        n.value for n in ast.walk(ast.parse((ROOT / "graphrt/env.py").read_text())) if isinstance(n, ast.Constant)
+    )
+    read = {text for text in strings if isinstance(text, str) and re.fullmatch(r"[A-Z]+(_[A-Z]+)+", text)}
+    assert set(documented) == read
+    assert len(documented) == len(read)
+
+
+def test_report():
+    report = environment.environment_report()
+    assert json.loads(json.dumps(report)) == report
+    assert report["graphrt"] == graphrt.__version__
+    assert report["packages"]["torch"].split("+")[0] == torch.__version__.split("+")[0]
+    assert len(report["gpus"]) == torch.cuda.device_count()
+    assert report["variables"].keys() == {"GRAPHRT_BACKEND", "GRAPHRT_CACHE"}
+
+
+def test_report_shows_a_malformed_variable(monkeypatch):
+    monkeypatch.setenv("GRAPHRT_BACKEND", "a,b")
+    variables = environment.environment_report()["variables"]
+    assert variables["GRAPHRT_BACKEND"].startswith(
+        "invalid: GRAPHRT_BACKEND: expected the name of a backend, got 'a,b'"
+    )
+
+
+def test_report_without_packages_or_driver(monkeypatch):
+    code = (
+        "import sys; sys.modules['torch'] = None\n"
+        "import importlib.metadata as m\n"
+        "def missing(name): raise m.PackageNotFoundError(name)\n"
+        "m.version = missing\n"
+        "from graphrt.environment import environment_report as r\n"
+        "import json; print(json.dumps(r()))"
+    )
+    monkeypatch.setenv("PATH", "")
+    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    report = json.loads(result.stdout)
+    assert set(report["packages"].values()) == {None}
+    assert (report["cuda"], report["driver"], report["gpus"]) == (None, None, [])
+
+
+@pytest.mark.parametrize("script", ["#!/bin/sh\necho 580.159.03\necho 580.159.03\n", "#!/bin/sh\necho none\nexit 9\n"])
+def test_driver_version(monkeypatch, tmp_path, script):
+    program = tmp_path / "nvidia-smi"
+    program.write_text(script)
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    assert environment.driver_version() == ("580.159.03" if "580" in script else None)

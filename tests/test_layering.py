@@ -1,0 +1,217 @@
+"""The rules of DESIGN that a syntax tree shows: import directions, environment reads, file lengths, annotations."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import graphrt
+
+ROOT = Path(__file__).resolve().parent.parent
+LIBRARY = ("kernels", "capture", "graphrt")
+OUTSIDE = frozenset(sys.stdlib_module_names) | {"torch", "triton", "numpy", "cuda"}
+MAX_LINES, MAX_KERNEL_LINES = 500, 600
+
+
+def sources(*folders: str) -> dict[str, str]:
+    """Text of every Python file by its path; `graphrt/kernels` and `graphrt/capture`, being links, are left out."""
+    return {
+        path.relative_to(ROOT).as_posix(): path.read_text()
+        for folder in folders
+        for path in sorted((ROOT / folder).rglob("*.py"))
+        if not any(parent.is_symlink() for parent in path.parents)
+    }
+
+
+def imports(source: str) -> Iterator[str]:
+    """Full name of everything imported anywhere in a file; relative imports keep their leading dots."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            module = "." * node.level + (node.module or "")
+            yield from (f"{module}.{alias.name}" for alias in node.names)
+
+
+def import_faults(path: str, source: str) -> list[str]:
+    """Imports that the file's layer may not have."""
+    layer = path.split("/")[0]
+    faults = []
+    for name in imports(source):
+        top, *below = name.split(".")
+        if top == "":
+            faults.append(f"{name}: relative")
+        elif top in ("kernels", "capture"):
+            faults.append(f"{name}: top-level name of a layer")
+        elif layer == "kernels" and not (top in OUTSIDE or (top == "graphrt" and below[:1] == ["kernels"])):
+            faults.append(f"{name}: above or outside of kernels")
+        elif layer == "capture" and not (
+            top in OUTSIDE or (top == "graphrt" and below[:1] in (["kernels"], ["capture"]))
+        ):
+            faults.append(f"{name}: above or outside of capture")
+    return faults
+
+
+def environment_faults(path: str, source: str) -> list[str]:
+    """Reads or writes of environment variables outside of env.py."""
+    if path == "graphrt/env.py":
+        return []
+    names = ("environ", "environb", "getenv", "putenv", "unsetenv")
+    faults = [f"import of {name}" for name in imports(source) if name.startswith("os.") and name[3:] in names]
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "os":
+            faults += [f"line {node.lineno}: os.{node.attr}"] if node.attr in names else []
+    return faults
+
+
+def assert_faults(path: str, source: str) -> list[str]:
+    """Assertions that would fail without a word."""
+    nodes = (node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Assert))
+    return [f"line {node.lineno}: assert without message" for node in nodes if node.msg is None]
+
+
+def annotation_faults(path: str, source: str) -> list[str]:
+    """Functions without full annotations; the bodies of Triton kernels are excepted, and mypy skips those alike."""
+    faults = []
+    for node in ast.walk(ast.parse(source)):
+        if not isinstance(node, ast.FunctionDef) or any(is_jit(decorator) for decorator in node.decorator_list):
+            continue
+        every = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs, node.args.vararg, node.args.kwarg]
+        bare = [a.arg for a in every if a is not None and a.annotation is None and a.arg not in ("self", "cls")]
+        if bare or node.returns is None:
+            faults.append(f"line {node.lineno}: {node.name} lacks annotations of {bare or 'its result'}")
+    return faults
+
+
+def is_jit(decorator: ast.expr) -> bool:
+    target = decorator.func if isinstance(decorator, ast.Call) else decorator
+    return ast.unparse(target) in ("triton.jit", "jit")
+
+
+def length_faults(path: str, source: str) -> list[str]:
+    bound = MAX_KERNEL_LINES if path.startswith("kernels/") else MAX_LINES
+    lines = len(source.splitlines())
+    return [f"{lines} lines, bound {bound}"] if lines > bound else []
+
+
+RULES = {
+    "imports": (import_faults, LIBRARY),
+    "imports-of-callers": (import_faults, ("scripts", "tests")),
+    "environment": (environment_faults, LIBRARY),
+    "asserts": (assert_faults, LIBRARY),
+    "annotations": (annotation_faults, LIBRARY),
+    "lengths": (length_faults, (*LIBRARY, "scripts", "tests")),
+}
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_rule(name):
+    rule, folders = RULES[name]
+    files = sources(*folders)
+    assert all(any(path.startswith(f"{folder}/") for path in files) for folder in folders)
+    faults = [f"{path}: {fault}" for path, source in files.items() for fault in rule(path, source)]
+    assert not faults, "\n".join(faults)
+
+
+VIOLATIONS = {
+    "kernels-import-capture": (import_faults, "kernels/a.py", "from graphrt.capture.buffers import X"),
+    "kernels-import-runtime": (import_faults, "kernels/a.py", "import graphrt.runtime"),
+    "kernels-import-package": (import_faults, "kernels/a.py", "import graphrt"),
+    "kernels-import-name": (import_faults, "kernels/a.py", "from graphrt import Batch"),
+    "kernels-import-for-types": (import_faults, "kernels/a.py", "if TYPE_CHECKING:\n    from graphrt.batch import X"),
+    "kernels-import-in-function": (import_faults, "kernels/a.py", "def f():\n    import transformers"),
+    "capture-imports-backend": (import_faults, "capture/a.py", "from graphrt.backends.base import X"),
+    "capture-imports-rich": (import_faults, "capture/a.py", "import rich.table"),
+    "top-level-kernels": (import_faults, "graphrt/a.py", "import kernels.types"),
+    "top-level-capture": (import_faults, "tests/a.py", "from capture import buffers"),
+    "relative": (import_faults, "graphrt/a.py", "from .batch import Batch"),
+    "environ": (environment_faults, "graphrt/a.py", "import os\nx = os.environ['A']"),
+    "getenv": (environment_faults, "kernels/a.py", "import os\nx = os.getenv('A')"),
+    "environ-by-name": (environment_faults, "capture/a.py", "from os import environ"),
+    "bare-assert": (assert_faults, "graphrt/a.py", "assert x > 0"),
+    "argument": (annotation_faults, "kernels/a.py", "def f(x) -> int: ..."),
+    "result": (annotation_faults, "kernels/a.py", "def f(x: int): ..."),
+    "keywords": (annotation_faults, "graphrt/a.py", "def f(**kwargs) -> None: ..."),
+    "long-module": (length_faults, "graphrt/a.py", "\n" * 501),
+    "long-kernel": (length_faults, "kernels/a.py", "\n" * 601),
+}
+
+
+@pytest.mark.parametrize("case", VIOLATIONS)
+def test_rule_notices(case):
+    rule, path, source = VIOLATIONS[case]
+    assert len(rule(path, source)) == 1
+
+
+ALLOWED = {
+    "kernels": (import_faults, "kernels/a.py", "import torch, triton.language as tl, cuda.bindings, math, numpy"),
+    "kernels-siblings": (import_faults, "kernels/a.py", "from graphrt.kernels.types import X"),
+    "capture": (import_faults, "capture/a.py", "from graphrt.capture import b\nfrom graphrt.kernels.types import X"),
+    "runtime": (import_faults, "graphrt/a.py", "import rich\nfrom graphrt.capture.b import X\nfrom graphrt import env"),
+    "env": (environment_faults, "graphrt/env.py", "import os\nx = os.environ['A']"),
+    "message": (assert_faults, "graphrt/a.py", "assert x, 'x'"),
+    "jit": (annotation_faults, "kernels/a.py", "@triton.jit\ndef f(x): ...\n@triton.jit(debug=True)\ndef g(x): ..."),
+    "method": (annotation_faults, "graphrt/a.py", "class A:\n    def f(self, x: int) -> None: ..."),
+    "long-kernel": (length_faults, "kernels/a.py", "\n" * 600),
+}
+
+
+@pytest.mark.parametrize("case", ALLOWED)
+def test_rule_allows(case):
+    rule, path, source = ALLOWED[case]
+    assert rule(path, source) == []
+
+
+def test_import_of_a_kernel_module_loads_nothing_above():
+    code = "import json, sys, graphrt.kernels.types; print(json.dumps(list(sys.modules)))"
+    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    loaded = {name for name in json.loads(result.stdout) if name.split(".")[0] == "graphrt"}
+    assert loaded == {"graphrt", "graphrt.kernels", "graphrt.kernels.types"}
+
+
+IN_A_TEST = {
+    "right": ("import graphrt.kernels.types", 0, "1 passed"),
+    "hidden": ("import kernels.types", 1, "No module named 'kernels'"),
+    "noticed": ("import sys; sys.modules['capture'] = sys", 1, "top-level modules imported: ['capture']"),
+}
+
+
+@pytest.mark.parametrize("case", IN_A_TEST)
+def test_a_run_fails_when_a_layer_is_imported_under_its_folder_s_name(tmp_path, case):
+    line, code, text = IN_A_TEST[case]
+    (tmp_path / "test_it.py").write_text(f"def test_it():\n    {line}\n")
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "conftest", "-p", "no:cacheprovider", str(tmp_path)]
+    environment = os.environ | {"PYTHONPATH": f"{ROOT / 'tests'}{os.pathsep}{ROOT}"}
+    result = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert result.returncode == code, result.stdout + result.stderr
+    assert text in result.stdout + result.stderr
+
+
+def test_public_names_are_those_that_type_checkers_see():
+    (block,) = (
+        node
+        for node in ast.parse((ROOT / "graphrt/__init__.py").read_text()).body
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+    )
+    declared = {alias.asname: node.module for node in block.body for alias in node.names}
+    assert declared == graphrt._HOME
+
+
+@pytest.mark.parametrize("name", sorted(graphrt._HOME))
+def test_public_name_is_its_home_s(name):
+    value = getattr(graphrt, name)
+    assert value.__name__ == name
+    assert value.__module__ == graphrt._HOME[name]
+    assert name in dir(graphrt)
+
+
+def test_unknown_public_name():
+    with pytest.raises(AttributeError, match="module 'graphrt' has no attribute 'Scheduler'"):
+        _ = graphrt.Scheduler
