@@ -118,8 +118,8 @@ class ReplayManager:
             max_seq_len=config.max_seq_len,
         )
         with self._on_stream:
-            # Buffers are valid from the start: with an empty record every row is a pad row. The first kernel of a process
-            # takes Triton a third of a second, which is better spent here than in a capture.
+            # Buffers are valid from the start: with an empty record every row is a pad row. And the first kernel of a
+            # process takes Triton a third of a second, which is better spent here than in a capture.
             self._program.refresh(BatchDescriptor.mixed(config.max_num_tokens, config.max_num_reqs))
         self._recorder = make_recorder(device)
         assert config.decode_sizes is not None, "resolve() fills the ladders"
