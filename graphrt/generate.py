@@ -23,7 +23,8 @@ class SamplingParams:
     """How one prompt is continued.
 
     temperature   0 is greedy
-    seed          the same seed, prompt and temperature give the same tokens, in any batch
+    seed          of this prompt's random numbers, which depend on nothing else; the logits that they are added to may
+                  differ in their last bits between captured sizes
     stop_ids      tokens that end the output and are not part of it
     """
 

@@ -218,11 +218,15 @@ class ReplayManager:
         self._guard.check_names((*_named_weights(model), *self.kv_cache.named_tensors()))
 
     def reset(self) -> None:
-        """Wait for the device and put all row states and derived buffers back to their initial contents."""
+        """Wait for the device and put row states, derived buffers and the backend's counters back to their initial
+        contents, as after a launch that was aborted."""
         self._require(State.CAPTURED, "reset")
         self._ring.drain()
         with self._on_stream:
+            if self._stream is not None:
+                self._stream.synchronize()
             self.buffers.reset()
+            self._backend.reset()
 
     def latest_logits(self, step: int) -> torch.Tensor:
         """Logits of `step`, which must be the latest; see `StepHandle.logits`."""

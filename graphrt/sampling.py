@@ -14,7 +14,8 @@ def sample_tokens(logits: torch.Tensor, step: Step) -> torch.Tensor:
     logits   [padded_reqs, vocab]  float16, bfloat16 or float32  device
     returns  [padded_reqs]         int32                          device
 
-    The draw depends on the row's seed and position alone, so neither padding nor the other rows change it.
+    The noise depends on the row's seed and position alone: for equal logits, neither padding nor other rows change the
+    draw. Logits themselves may differ in their last bits between captured sizes.
     Capture-safe: random numbers come from a counter, not from torch's generator.
     """
     return sample(logits, step.temperatures, step.seeds, step.metadata.seq_lens)

@@ -158,6 +158,9 @@ class AttentionBackend(ABC):
         """Every tensor that the backend keeps across replays, by name, so that an audit can find and poison it."""
         return {}
 
+    def reset(self) -> None:  # noqa: B027
+        """Restore what must hold known contents between steps, after an aborted launch. The device is idle."""
+
     def close(self) -> None:  # noqa: B027  a backend without buffers has none to drop
         """Drop every tensor of `tensors()`. Called once, after the last graph is gone."""
 

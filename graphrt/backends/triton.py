@@ -86,6 +86,11 @@ class TritonBackend(AttentionBackend):
             "decode_counters": self._workspace.counters,
         }
 
+    def reset(self) -> None:
+        """Zero the counters of split rows."""
+        if self._workspace is not None:
+            self._workspace.counters.zero_()
+
     def close(self) -> None:
         """Drop the workspace."""
         self._workspace = None

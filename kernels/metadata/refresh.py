@@ -108,7 +108,8 @@ def _claim(
 ):
     """Claim the row id and every slot that the row writes. Where a claim of this step by another row, or by another
     token of this one, is found, mark both rows; of several marks of a row, the one of its lowest token stays."""
-    id_claim = ((step + 1) << 32) | (row.to(tl.int64) << 16)
+    tag = step % 0xFFFFFFFF + 1  # never 0, which is what a slot holds that nobody has claimed yet
+    id_claim = (tag << 32) | (row.to(tl.int64) << 16)
     id_mark = ((step + 1) << 16) | 0xFFFF
     other_row = tl.atomic_xchg(claims_ptr + num_slots + row_id, id_claim, sem="relaxed")
     if (other_row != id_claim) & ((other_row >> 32) == (id_claim >> 32)):

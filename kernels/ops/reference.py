@@ -107,4 +107,5 @@ def publish_reference(
     samples = row_status == int(RowStatus.SAMPLES)
     entry = int(step_counter.item()) % token_ring.shape[0]
     token_ring[entry, : len(tokens)] = torch.where(samples, tokens, NO_TOKEN).int()
-    last_token[row_ids[samples].long()] = tokens[samples].int()
+    live = row_status >= int(RowStatus.LIVE)
+    last_token[row_ids[live].long()] = torch.where(samples, tokens, NO_TOKEN).int()[live]

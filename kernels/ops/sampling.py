@@ -1,8 +1,8 @@
 """Sampling inside the graph, and publishing the tokens to the row state and to the host.
 
 A draw from softmax(logits / temperature) is the argmax of logits + temperature * Gumbel noise (Gumbel-max). The noise
-comes from Philox, a counter-based generator, at (seed, vocabulary index, position): a row draws the same token
-wherever it stands in the batch and whatever the batch is padded to, and nothing is kept between steps.
+comes from Philox, a counter-based generator, at (seed, vocabulary index, position): from equal logits a row
+draws the same token wherever it stands and whatever the batch is padded to, and nothing is kept between steps.
 """
 
 from __future__ import annotations
@@ -22,11 +22,12 @@ MAX_VOCAB_SIZE = 1 << 18
 
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 _NUM_WARPS = 4
-_MAX_ROW_BLOCK = 1024
+_ROW_BLOCK = 256
 
 _MAX_HEAT = tl.constexpr(MAX_TEMPERATURE)
 _NO_TOKEN = tl.constexpr(NO_TOKEN)
 _SAMPLES = tl.constexpr(int(RowStatus.SAMPLES))
+_LIVE = tl.constexpr(int(RowStatus.LIVE))
 _NOWHERE = tl.constexpr(1 << 30)  # index that is larger than every real one
 
 
@@ -121,7 +122,7 @@ def _sample_row_kernel(best_scores_ptr, best_tokens_ptr, out_ptr, num_chunks, CH
     tl.store(out_ptr + row, tl.where(token < _NOWHERE, token, _NO_TOKEN))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _publish_kernel(
     tokens_ptr,
     row_ids_ptr,
@@ -137,11 +138,13 @@ def _publish_kernel(
     rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = rows < num_rows
     token = tl.load(tokens_ptr + rows, mask=mask, other=_NO_TOKEN).to(tl.int32)
-    samples = mask & (tl.load(row_status_ptr + rows, mask=mask, other=_NO_TOKEN) == _SAMPLES)
-    row_id = tl.load(row_ids_ptr + rows, mask=samples, other=0)
+    status = tl.load(row_status_ptr + rows, mask=mask, other=_NO_TOKEN)
+    live = mask & (status >= _LIVE)
+    row_id = tl.load(row_ids_ptr + rows, mask=live, other=0)
     entry = tl.load(step_counter_ptr) % ring_depth
-    tl.store(token_ring_ptr + entry * stride_ring + rows, tl.where(samples, token, _NO_TOKEN), mask=mask)
-    tl.store(last_token_ptr + row_id, token, mask=samples)
+    token = tl.where(status == _SAMPLES, token, _NO_TOKEN)
+    tl.store(token_ring_ptr + entry * stride_ring + rows, token, mask=mask)
+    tl.store(last_token_ptr + row_id, token, mask=live)
 
 
 def _sample_triton(
@@ -175,10 +178,9 @@ def _publish_triton(
     rows = tokens.shape[0]
     if rows == 0:
         return
-    block = min(triton.next_power_of_2(rows), _MAX_ROW_BLOCK)
-    _publish_kernel[(triton.cdiv(rows, block),)](
+    _publish_kernel[(triton.cdiv(rows, _ROW_BLOCK),)](
         tokens, row_ids, row_status, step_counter, last_token, token_ring, rows, token_ring.shape[0],
-        token_ring.stride(0), BLOCK=block, num_warps=_NUM_WARPS,
+        token_ring.stride(0), BLOCK=_ROW_BLOCK, num_warps=_NUM_WARPS,
     )  # fmt: skip
 
 
@@ -239,7 +241,8 @@ def publish(
     row_ids       [rows]             int32           device
     row_status    [rows]             int32           device; RowStatus
     step_counter  [1]                int64           device; the ring entry is step % depth
-    last_token    [row ids]          int32           device; written for rows that sample
+    last_token    [row ids]          int32           device; the token of rows that sample, NO_TOKEN for other live rows
+                                     (an ended sequence may have used the row id before)
     token_ring    [depth, max_rows]  int32           device or pinned host memory; NO_TOKEN for the other rows
 
     Capture-safe: the ring entry is chosen on the device. Raises: ShapeError when a tensor does not fit the others.
@@ -290,5 +293,7 @@ def compile_variants() -> list[CompileSpec]:
             argument: types.get(argument, "*i32" if argument.endswith("_ptr") else "i32")
             for argument in _publish_kernel.arg_names
         }
-        specs.append(CompileSpec(f"publish_{kind}", _publish_kernel, publish_signature, {"BLOCK": 256}, _NUM_WARPS, 3))
+        specs.append(
+            CompileSpec(f"publish_{kind}", _publish_kernel, publish_signature, {"BLOCK": _ROW_BLOCK}, _NUM_WARPS, 3)
+        )
     return specs

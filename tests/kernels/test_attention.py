@@ -192,6 +192,7 @@ DECODE_CASES = [
     Case("window_bf16_page_64", decode((200, 64)), window=65, page_size=64, dtype=BF16, num_splits=2),
     Case("softcap", decode((70, 3)), softcap=2.0, qk_size=5.0, num_splits=2),
     Case("softcap_saturated", decode((70, 3)), softcap=0.5, qk_size=1000.0),
+    Case("softcap_large", decode((70, 3)), softcap=1000.0),
     Case("large_logits_bf16", decode((70, 3)), qk_size=30.0, dtype=BF16, num_splits=2),
     Case("window_softcap_bf16", decode((140, 3), 2), window=70, softcap=30.0, dtype=BF16, num_splits=2),
 ]
@@ -318,6 +319,14 @@ def test_merge_does_not_depend_on_arrival(num_splits: int, rng: torch.Generator)
     workspace = make_workspace(problem)
     first = problem.run_decode(workspace)
     assert_accurate(problem, first)
-    for _ in range(200):
-        assert torch.equal(problem.run_decode(workspace), first)
+    other = make_problem(case, rng, torch.device("cuda"))
+    expected = [(problem, first), (other, other.run_decode(workspace))]
+    assert_accurate(*expected[1])
+    for turn in range(200):
+        # Partial results of another problem, then NaN: a merge that comes too early or reads a stale line shows.
+        if turn % 3 == 2:
+            workspace.partial_out.fill_(float("nan"))
+            workspace.partial_lse.fill_(float("nan"))
+        current, wanted = expected[turn % 2]
+        assert torch.equal(current.run_decode(workspace), wanted)
     assert not workspace.counters.any()

@@ -399,6 +399,12 @@ def ring_wraps(device: torch.device) -> None:
     assert rig.tensors.fault_ring[:, 0].tolist() == [entries[i] for i in range(3)]
 
 
+def the_last_step_of_32_bits(device: torch.device) -> None:
+    """Its tag must differ from what slots and row ids hold that nobody has claimed."""
+    Rig(Sizes(), device).step((GOOD, ALSO), step=2**32 - 1)
+    Rig(Sizes(), device).step((GOOD, ALSO), step=2**32 - 2)
+
+
 def sizes_share_the_claims(device: torch.device) -> None:
     """Graphs of several sizes see the same claims and marks, as their buffers are views of the same tensors."""
     large, small = Rig(Sizes(), device), Rig(Sizes(reqs=2, tokens=2), device)
@@ -451,6 +457,7 @@ SEQUENCES = [
     duplicates_are_forgotten,
     one_record_twice,
     ring_wraps,
+    the_last_step_of_32_bits,
     sizes_share_the_claims,
     corrupt_headers,
     too_many_tokens,

@@ -11,6 +11,7 @@ import torch
 
 from graphrt.batch import Batch
 from graphrt.config import RuntimeConfig
+from graphrt.handle import StepFaultError
 from graphrt.kernels.errors import ReplayError
 from graphrt.kernels.types import KVLayout
 from graphrt.kv_cache import KVCache
@@ -215,3 +216,27 @@ def test_replay_can_be_read_at_a_glance() -> None:
     assert len(lines) <= 40
     steps = re.findall(r"\b(\d) \w+", " ".join(line for line in lines if "# " in line))
     assert steps == list("12345"), "five numbered comments"
+
+
+def test_a_row_id_forgets_the_sequence_before(device: torch.device) -> None:
+    """A prompt that goes on has no last token, whatever an ended sequence left under its row id."""
+    rig = make_rig(device)
+    rig.manager.replay(one(3)).tokens()
+    part = Batch.of(row_ids=[0], seq_lens=[1], tokens=[4], page_indptr=[0, 1], page_ids=[6], sample=[0])
+    rig.manager.replay(part).tokens()
+    too_early = Batch.of(row_ids=[0], seq_lens=[2], page_indptr=[0, 1], page_ids=[6])
+    with pytest.raises(StepFaultError, match="TOKEN_OUT_OF_RANGE: token -1"):
+        rig.manager.replay(too_early).tokens()
+
+
+@pytest.mark.gpu
+def test_reset_restores_the_counters_of_an_aborted_launch() -> None:
+    rig = make_rig(torch.device("cuda", 0), decode_sizes=(1,), page_size=1, num_pages=64)
+    long = rig.start(0, list(range(32)))
+    rig.prefill(long)
+    batch = Batch.from_rows([rig.row(long)])
+    want = rig.manager.replay(batch).logits(copy=True)
+    rig.manager._backend.tensors()["decode_counters"].fill_(3)
+    rig.manager.reset()
+    assert torch.equal(rig.manager.replay(batch).logits(), want)
+    assert not rig.manager._backend.tensors()["decode_counters"].any()
