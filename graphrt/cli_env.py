@@ -10,6 +10,7 @@ from rich.table import Table
 
 from graphrt.backends.base import BackendContext
 from graphrt.backends.registry import backend_class, explain, select_backend
+from graphrt.capture.descriptor import BatchDescriptor
 from graphrt.console import make_console
 from graphrt.environment import environment_report
 from graphrt.kernels.types import KVLayout
@@ -49,6 +50,13 @@ def _device() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
 
+def _graph_support(name: str, context: BackendContext, reasons: list[str]) -> str:
+    """The backend's support level, or why nothing can be captured with it on this device."""
+    backend = backend_class(name)
+    why = None if reasons else backend(context).why_not_graph(BatchDescriptor.decode(1))
+    return backend.graph_support.name if why is None else f"none here: {why}"
+
+
 def _backends() -> dict[str, Any]:
     """Every known backend against an everyday model on this machine's best device."""
     config = shape_config(_EXAMPLE)
@@ -62,7 +70,7 @@ def _backends() -> dict[str, Any]:
     )
     chosen, reason = select_backend(context)
     known = [
-        {"name": name, "graph_support": backend_class(name).graph_support.name, "why_not": reasons}
+        {"name": name, "graph_support": _graph_support(name, context, reasons), "why_not": reasons}
         for name, reasons in explain(context)
     ]
     return {"chosen": chosen.name, "reason": reason, "known": known}

@@ -92,11 +92,16 @@ class TextGenerator:
 
     def _run(self, waiting: deque[_Sequence]) -> Iterator[Event]:
         running: list[_Sequence] = []
-        row_ids = list(range(self._runtime.config.max_num_reqs - 1, -1, -1))
         in_flight: deque[tuple[StepHandle, list[_Sequence]]] = deque()
         try:
             while waiting or running or in_flight:
-                self._admit(waiting, running, row_ids)
+                self._admit(waiting, running)
+                if waiting and not running and not in_flight:
+                    free = f"{len(self._runtime.free_rows)} rows and {self._runtime.allocator.num_free} pages"
+                    raise CapacityError(
+                        f"prompts[{waiting[0].index}]: expected a free row and pages, got {free}, the others held by "
+                        "somebody else; wait for them"
+                    )
                 rows, members = self._next_step(running)
                 if rows:
                     in_flight.append((self._runtime.replay(Batch.from_rows(rows)), members))
@@ -105,20 +110,20 @@ class TextGenerator:
                     yield from self._collect(handle, sampled)
                     for sequence in [s for s in running if s.finished]:
                         running.remove(sequence)
-                        self._release(sequence, row_ids)
+                        self._release(sequence)
         finally:
             for sequence in running:
-                self._release(sequence, row_ids)
+                self._release(sequence)
 
-    def _admit(self, waiting: deque[_Sequence], running: list[_Sequence], row_ids: list[int]) -> None:
+    def _admit(self, waiting: deque[_Sequence], running: list[_Sequence]) -> None:
         """Move prompts to `running` while there is a row and pages for their whole length, in order."""
-        while waiting and row_ids:
+        while waiting and self._runtime.free_rows:
             needed = self._runtime.kv_cache.spec.pages_for(waiting[0].length_limit)
             if needed > self._runtime.allocator.num_free:
                 return
             sequence = waiting.popleft()
             sequence.pages = self._runtime.allocator.allocate(needed)
-            sequence.row_id = row_ids.pop()
+            sequence.row_id = self._runtime.free_rows.pop()
             running.append(sequence)
 
     def _next_step(self, running: Sequence[_Sequence]) -> tuple[list[Row], list[_Sequence]]:
@@ -166,10 +171,10 @@ class TextGenerator:
             sequence.finished = sequence.sampled == sequence.params.max_new_tokens
             yield Event(sequence.index, token, sequence.finished)
 
-    def _release(self, sequence: _Sequence, row_ids: list[int]) -> None:
+    def _release(self, sequence: _Sequence) -> None:
         # A step in flight may still write its last token here. It runs before any step that reuses the pages.
         self._runtime.allocator.free(sequence.pages)
-        row_ids.append(sequence.row_id)
+        self._runtime.free_rows.append(sequence.row_id)
 
     def _check_fits(self, sequence: _Sequence) -> None:
         if not len(sequence.prompt):

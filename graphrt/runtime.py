@@ -47,7 +47,10 @@ class MemoryPlan:
 
 
 class Runtime:
-    """A model ready to decode: `capture()`, `replay(batch)`, `allocator` for pages, `close()`.
+    """A model ready to decode: `capture()`, `replay(batch)`, `close()`.
+
+    allocator    hands out pages
+    free_rows    row ids that no sequence uses; whoever starts a sequence pops one and appends it again at its end
 
     model, attention, vocab_size, sampler, stream   as for ReplayManager
     kv_spec             geometry of the cache
@@ -86,6 +89,7 @@ class Runtime:
             num_pages = self.memory_plan.num_pages
         self.manager = build(self.config, num_pages)
         self.allocator = PageAllocator(num_pages, kv_spec.null_page)
+        self.free_rows = list(range(self.config.max_num_reqs - 1, -1, -1))
 
     @property
     def kv_cache(self) -> KVCache:

@@ -126,6 +126,25 @@ def test_sampling_depends_on_the_seed_and_on_nothing_else(smollm, expected) -> N
     assert run(runtime, [ids[1]], hot[1])[0] != alone[0]
 
 
+def test_two_generators_share_a_runtime_and_an_abandoned_one_gives_back(smollm, expected) -> None:
+    ids, answers = expected
+    runtime = build(smollm, 16, rows=2)
+    first = TextGenerator(runtime).generate([ids[1]], SamplingParams(6))
+    second = TextGenerator(runtime).generate([ids[2]], SamplingParams(6))
+    mixed = [(next(first).token, next(second).token) for _ in range(6)]
+    assert [list(x) for x in zip(*mixed, strict=True)] == [answers[1][:6], answers[2][:6]]
+    first.close()
+    second.close()
+    abandoned = TextGenerator(runtime).generate(ids[:2], SamplingParams(NEW_TOKENS))
+    next(abandoned)
+    with pytest.raises(CapacityError, match="expected a free row and pages, got 0 rows"):
+        next(TextGenerator(runtime).generate([ids[3]], SamplingParams(4)))
+    abandoned.close()
+    assert run(runtime, [ids[3]], SamplingParams(4)) == [answers[3][:4]]
+    assert runtime.allocator.num_free == runtime.allocator.num_pages - 1
+    assert sorted(runtime.free_rows) == [0, 1]
+
+
 @pytest.mark.parametrize(
     ("call", "error", "text"),
     [
