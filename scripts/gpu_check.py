@@ -67,6 +67,9 @@ def main() -> None:
     gpu = (origin["gpu"] or "").replace(" ", "-").lower()
     if not gpu:
         sys.exit("gpu_check: expected a CUDA device, got none")
+    # Where the results went, and how a checkout without git was named, are no part of how to repeat the run.
+    requirement = f" --require {arguments.require}" if arguments.require else ""
+    origin["command"] = f"python scripts/gpu_check.py --only {arguments.only}{requirement}"
     origin |= {"commit": arguments.commit or origin["commit"], "tree": arguments.tree or origin["tree"]}
     folder = arguments.out / gpu
     folder.mkdir(parents=True, exist_ok=True)
