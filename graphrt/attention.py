@@ -10,8 +10,8 @@ import torch
 from graphrt.backends.base import AttentionBackend, AttentionLayer
 from graphrt.capture.descriptor import BatchDescriptor
 from graphrt.kernels.cache.write import Rotary, write_kv
-from graphrt.kernels.checks import check_tensor
-from graphrt.kernels.errors import ShapeError
+from graphrt.kernels.checks import check_tensor, check_unit_stride
+from graphrt.kernels.errors import ShapeError, UnsupportedError
 from graphrt.metadata import StepMetadata
 
 
@@ -40,16 +40,28 @@ class Step:
     layers: tuple[AttentionLayer, ...]
 
     def attend(
-        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, rotary: Rotary | None = None
+        self,
+        layer: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        *,
+        rotary: Rotary | None = None,
+        sinks: torch.Tensor | None = None,
+        lse: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Write this step's K and V to the cache and attend to everything cached so far, causally.
 
-        q     [padded_tokens, num_q_heads, head_dim]   rotated in place if `rotary` is given
-        k, v  [padded_tokens, num_kv_heads, head_dim]  may be slices of one qkv tensor
+        q      [padded_tokens, num_q_heads, head_dim]   rotated in place if `rotary` is given
+        k, v   [padded_tokens, num_kv_heads, head_dim]  may be slices of one qkv tensor
+        sinks  [num_q_heads]                 float32    the layer's learned sinks, if its spec has them
+        lse    [padded_tokens, num_q_heads]  float32    written in place: natural log of the softmax's denominator, sink
+                                                        included; -inf in pad tokens
         returns [padded_tokens, num_q_heads, head_dim]; zeros in pad tokens
 
-        Capture-safe: shapes depend on the descriptor only, and lengths are read on the device.
-        Raises: ShapeError when a shape, dtype or device does not match the layer.
+        Capture-safe: shapes depend on the descriptor only; lengths, sinks and KV scales are read on the device.
+        Raises: ShapeError when a shape, dtype or device does not match the layer, or sinks do not match its spec;
+        UnsupportedError when the backend gives no lse. Nothing is written then.
         """
         if not 0 <= layer < len(self.layers):
             raise ShapeError(
@@ -60,17 +72,42 @@ class Step:
         check_tensor("q", q, shape=(tokens, spec.num_q_heads, spec.head_dim), dtype=spec.dtype, device=device)
         check_tensor("k", k, shape=(tokens, spec.num_kv_heads, spec.head_dim), dtype=spec.dtype, device=device)
         check_tensor("v", v, shape=(tokens, spec.num_kv_heads, spec.head_dim), dtype=spec.dtype, device=device)
+        self._check_options(layer, sinks, lse)
         if rotary is not None and rotary.cos_sin.shape[0] < self.metadata.max_seq_len:
             raise ShapeError(
                 f"rotary.cos_sin: expected rows for max_seq_len={self.metadata.max_seq_len} positions, got "
                 f"{rotary.cos_sin.shape[0]}; make the table longer, or lower RuntimeConfig.max_seq_len"
             )
         write_kv(
-            q, k, v, target.k_cache, target.v_cache, self.metadata.slot_mapping, self.positions, rotary=rotary
+            q, k, v, target.k_cache, target.v_cache, self.metadata.slot_mapping, self.positions,
+            rotary=rotary, k_scale=target.k_scale, v_scale=target.v_scale,
         )  # fmt: skip
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
-        self.backend.run(target, q, self.metadata, out)
+        self.backend.run(target, q, self.metadata, out, sinks=sinks, lse=lse)
         return out
+
+    def _check_options(self, layer: int, sinks: torch.Tensor | None, lse: torch.Tensor | None) -> None:
+        spec, device = self.layers[layer].spec, self.positions.device
+        if spec.sinks and sinks is None:
+            raise ShapeError(
+                f"sinks: expected the learned sinks of layer {layer}, a tensor [{spec.num_q_heads}], got None; "
+                "pass them to attend(), or build its AttentionSpec with sinks=False"
+            )
+        if sinks is not None:
+            if not spec.sinks:
+                raise ShapeError(
+                    f"sinks: expected None for layer {layer}, got a tensor; build its AttentionSpec with sinks=True"
+                )
+            check_tensor("sinks", sinks, shape=(spec.num_q_heads,), dtype=torch.float32, device=device)
+            check_unit_stride("sinks", sinks)
+        if lse is not None:
+            if not self.backend.capabilities.lse:
+                raise UnsupportedError(
+                    f"lse: expected None, got a tensor; backend {self.backend.name} gives none, choose another"
+                )
+            tokens = self.descriptor.padded_tokens
+            check_tensor("lse", lse, shape=(tokens, spec.num_q_heads), dtype=torch.float32, device=device)
+            check_unit_stride("lse", lse)
 
 
 Model = Callable[[Step], torch.Tensor]

@@ -23,6 +23,9 @@ class RuntimeConfig:
     backend         attention backend by name; None takes GRAPHRT_BACKEND, else the best that can run
     use_graphs      False runs every step eagerly (counted, with the reason)
     check_weights   compare all captured weight addresses before every step (microseconds)
+    batch_invariant a row's result does not depend on its neighbours, bitwise: only backends that promise it for
+                    attention are chosen. What a model computes besides is its own matter: a matrix product may differ
+                    in its last bits between captured sizes
     """
 
     max_num_reqs: int = 256
@@ -35,6 +38,7 @@ class RuntimeConfig:
     backend: str | None = None
     use_graphs: bool = True
     check_weights: bool = True
+    batch_invariant: bool = False
 
     def __post_init__(self) -> None:
         for name in ("max_num_reqs", "max_num_tokens", "max_seq_len", "query_len"):

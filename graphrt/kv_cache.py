@@ -6,7 +6,9 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
+from graphrt.kernels.attention.options import FP8_DTYPES
 from graphrt.kernels.cache.copy import copy_blocks, swap_blocks
+from graphrt.kernels.cache.write import check_kv_scale
 from graphrt.kernels.checks import check_tensor, check_unit_stride
 from graphrt.kernels.errors import CapacityError, ConfigError
 from graphrt.kernels.types import KVLayout
@@ -16,14 +18,26 @@ from graphrt.spec import KVCacheSpec
 class KVCache:
     """K and V tensors of every layer, in pages.
 
-    k, v   per layer [num_pages, page_size, num_kv_heads, head_dim]  spec.dtype  device
-           the logical NHD view; an HND cache has permuted strides
+    k, v                per layer [num_pages, page_size, num_kv_heads, head_dim]  spec.dtype  device
+                        the logical NHD view; an HND cache has permuted strides
+    k_scales, v_scales  per layer [num_kv_heads] (or [1], if given)               float32     device
+                        of an fp8 cache: key = stored value * k_scale. 1.0 unless given; fill them in place with what
+                        the model was calibrated for before the first step, since stored values are not converted.
+                        Empty for other dtypes
 
     Built with `allocate`, or around tensors that the caller owns (`KVCache(spec, k, v)`): any strides, the last one 1.
     Graphs hold these addresses: the tensors must stay where they are as long as a runtime uses them.
     """
 
-    def __init__(self, spec: KVCacheSpec, k: Sequence[torch.Tensor], v: Sequence[torch.Tensor]) -> None:
+    def __init__(
+        self,
+        spec: KVCacheSpec,
+        k: Sequence[torch.Tensor],
+        v: Sequence[torch.Tensor],
+        *,
+        k_scales: Sequence[torch.Tensor] | None = None,
+        v_scales: Sequence[torch.Tensor] | None = None,
+    ) -> None:
         if len(k) != spec.num_layers or len(v) != spec.num_layers:
             raise ConfigError(
                 f"KVCache: expected {spec.num_layers} K and V tensors, one per layer, got {len(k)} and {len(v)}"
@@ -43,10 +57,12 @@ class KVCache:
         self.v = tuple(v)
         self.num_pages = int(num_pages)
         self.device = device
+        self.k_scales = _scales("k_scales", k_scales, spec, device)
+        self.v_scales = _scales("v_scales", v_scales, spec, device)
 
     @classmethod
     def allocate(cls, spec: KVCacheSpec, num_pages: int, device: torch.device | str) -> KVCache:
-        """A zeroed cache of `num_pages` pages in `spec.layout`, as one allocation."""
+        """A zeroed cache of `num_pages` pages in `spec.layout`, as one allocation; an fp8 cache has scales of 1."""
         if num_pages < 2:
             raise ConfigError(f"num_pages: expected at least 2, the null page and one to use, got {num_pages}")
         heads_first = spec.layout is KVLayout.HND
@@ -63,10 +79,13 @@ class KVCache:
         return self.num_pages * self.spec.bytes_per_page
 
     def named_tensors(self) -> Iterable[tuple[str, torch.Tensor]]:
-        """Name and tensor of every layer's K and V."""
+        """Name and tensor of every layer's K and V, and of their scales, if there are any: what graphs hold."""
         for layer in range(self.spec.num_layers):
             yield f"kv_cache.k[{layer}]", self.k[layer]
             yield f"kv_cache.v[{layer}]", self.v[layer]
+        for layer, pair in enumerate(zip(self.k_scales, self.v_scales, strict=True)):
+            for name, scale in zip(("k_scales", "v_scales"), pair, strict=True):
+                yield f"kv_cache.{name}[{layer}]", scale
 
     def copy_blocks(self, src_pages: Sequence[int], dst_pages: Sequence[int]) -> None:
         """Copy whole pages inside the cache, all layers: page src_pages[i] to dst_pages[i] (copy on write).
@@ -79,10 +98,26 @@ class KVCache:
     def swap_blocks(self, other: KVCache, src_pages: Sequence[int], dst_pages: Sequence[int]) -> None:
         """Copy whole pages of this cache into `other`, which may be on another device (swap out, or in).
 
+        fp8 pages are copied as they are, scales are not: pages of a cache are for a runtime with equal scales.
         Runs on the current stream. A swap to the host waits, since the host may read the pages next; the others do
         not. Raises ShapeError as `copy_blocks`.
         """
         swap_blocks((*self.k, *self.v), (*other.k, *other.v), src_pages, dst_pages)
+
+
+def _scales(
+    name: str, given: Sequence[torch.Tensor] | None, spec: KVCacheSpec, device: torch.device
+) -> tuple[torch.Tensor, ...]:
+    """The scales of every layer, checked; ones where none are given, and none for a cache that is not fp8."""
+    if given is None:
+        # Tensors of their own, not rows of one: kernels are specialised on whether an address is a multiple of 16.
+        layers = range(spec.num_layers if spec.dtype in FP8_DTYPES else 0)
+        return tuple(torch.ones(spec.num_kv_heads, dtype=torch.float32, device=device) for _ in layers)
+    if len(given) != spec.num_layers:
+        raise ConfigError(f"{name}: expected {spec.num_layers} tensors, one per layer, got {len(given)}")
+    for layer, scale in enumerate(given):
+        check_kv_scale(f"{name}[{layer}]", scale, spec.dtype, spec.num_kv_heads, device)
+    return tuple(given)
 
 
 class PageAllocator:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,6 +16,7 @@ from graphrt.kernels.metadata.refresh import RefreshTensors, refresh
 from graphrt.kernels.ops.sampling import publish
 from graphrt.kv_cache import KVCache
 from graphrt.metadata import StepMetadata
+from graphrt.spec import AttentionSpec
 
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 
@@ -119,3 +121,24 @@ class StepProgram:
             seeds=step.seeds,
             fault_ring=buffers.fault_ring,
         )
+
+
+def attention_layers(specs: Sequence[AttentionSpec], kv_cache: KVCache) -> tuple[AttentionLayer, ...]:
+    """Every layer over its part of the cache. Layers of equal ALiBi slopes share one tensor of them."""
+    slopes = {
+        values: torch.tensor(values, dtype=torch.float32, device=kv_cache.device)
+        for values in {spec.alibi_slopes for spec in specs} - {None}
+    }
+    scaled = bool(kv_cache.k_scales)
+    return tuple(
+        AttentionLayer(
+            index,
+            spec,
+            kv_cache.k[index],
+            kv_cache.v[index],
+            k_scale=kv_cache.k_scales[index] if scaled else None,
+            v_scale=kv_cache.v_scales[index] if scaled else None,
+            alibi_slopes=None if spec.alibi_slopes is None else slopes[spec.alibi_slopes],
+        )
+        for index, spec in enumerate(specs)
+    )

@@ -10,7 +10,7 @@ from functools import partial
 import torch
 
 from graphrt.attention import Model, Sampler
-from graphrt.backends.base import AttentionLayer, BackendContext
+from graphrt.backends.base import BackendContext
 from graphrt.backends.registry import select_backend
 from graphrt.batch import Batch
 from graphrt.capture.buffers import Capacity, StaticBuffers
@@ -25,7 +25,7 @@ from graphrt.handle import StepHandle
 from graphrt.kernels.errors import CaptureError, ConfigError, ReplayError
 from graphrt.kernels.metadata.record import record_size
 from graphrt.kv_cache import KVCache
-from graphrt.program import StepProgram
+from graphrt.program import StepProgram, attention_layers
 from graphrt.sampling import sample_tokens
 from graphrt.spec import AttentionSpec
 from graphrt.stats import Stats
@@ -82,6 +82,7 @@ class ReplayManager:
             max_num_tokens=config.max_num_tokens,
             max_seq_len=config.max_seq_len,
             max_query_len=config.query_len,
+            batch_invariant=config.batch_invariant,
         )
         backend_class, reason = select_backend(context, config.backend)
         self.kv_cache = kv_cache
@@ -111,7 +112,7 @@ class ReplayManager:
             model=model,
             sampler=sampler,
             backend=self._backend,
-            layers=tuple(AttentionLayer(i, layer, kv_cache.k[i], kv_cache.v[i]) for i, layer in enumerate(specs)),
+            layers=attention_layers(specs, kv_cache),
             kv_cache=kv_cache,
             buffers=self.buffers,
             vocab_size=vocab_size,

@@ -53,7 +53,8 @@ class Runtime:
     free_rows    row ids that no sequence uses; whoever starts a sequence pops one and appends it again at its end
 
     model, attention, vocab_size, sampler, stream   as for ReplayManager
-    kv_spec             geometry of the cache
+    kv_spec             geometry and dtype of the cache; the scales of an fp8 cache are in `kv_cache`, and are 1 until
+                        the caller fills them in place
     num_pages           pages of the cache, or "auto": what fits in `memory_utilization` of the device after the graphs,
                         at most what `max_num_reqs` sequences of `max_seq_len` can use
     """

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from graphrt.kernels.attention.arguments import KV_DTYPES
 from graphrt.kernels.errors import ConfigError
 from graphrt.kernels.types import KVLayout
 
@@ -15,11 +16,14 @@ COMPUTE_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 @dataclass(frozen=True, slots=True)
 class AttentionSpec:
-    """One attention layer: heads, head size, dtype and options. Layers of one model may differ in window and softcap.
+    """One attention layer: heads, head size, dtype and options. Layers of one model may differ in their options.
 
     softmax_scale    None means head_dim ** -0.5
     sliding_window   tokens a query sees, itself included; None means all
     logits_softcap   cap * tanh(logits / cap) before the softmax; None means off
+    alibi_slopes     a slope per query head: the logits get -slope * distance after the softcap; None means off
+    alibi_sqrt       -slope * sqrt(distance) instead
+    sinks            the layer has learned sinks: `Step.attend` takes a tensor of them, a logit per query head
     """
 
     num_q_heads: int
@@ -29,6 +33,9 @@ class AttentionSpec:
     softmax_scale: float | None = None
     sliding_window: int | None = None
     logits_softcap: float | None = None
+    alibi_slopes: tuple[float, ...] | None = None
+    alibi_sqrt: bool = False
+    sinks: bool = False
 
     def __post_init__(self) -> None:
         for name in ("num_q_heads", "num_kv_heads", "head_dim"):
@@ -53,6 +60,25 @@ class AttentionSpec:
             raise ConfigError(f"AttentionSpec.sliding_window: expected >= 1 or None, got {self.sliding_window}")
         if self.logits_softcap is not None and not self.logits_softcap > 0:
             raise ConfigError(f"AttentionSpec.logits_softcap: expected > 0 or None, got {self.logits_softcap}")
+        self._check_alibi()
+
+    def _check_alibi(self) -> None:
+        slopes = self.alibi_slopes
+        if slopes is None:
+            if self.alibi_sqrt:
+                raise ConfigError("AttentionSpec.alibi_sqrt: expected alibi_slopes with it, got None; pass the slopes")
+            return
+        if not isinstance(slopes, tuple):  # a spec is hashed
+            raise ConfigError(
+                f"AttentionSpec.alibi_slopes: expected a tuple of floats, got {type(slopes).__name__}; pass tuple(...)"
+            )
+        if len(slopes) != self.num_q_heads:
+            raise ConfigError(
+                f"AttentionSpec.alibi_slopes: expected {self.num_q_heads} slopes, one per query head, "
+                f"got {len(slopes)}; pass those of this rank's heads"
+            )
+        if not all(math.isfinite(slope) for slope in slopes):
+            raise ConfigError(f"AttentionSpec.alibi_slopes: expected finite slopes, got {slopes}; check their source")
 
     @property
     def group(self) -> int:
@@ -71,6 +97,8 @@ class KVCacheSpec:
 
     page_size   tokens per page, 1 to 1024; the captured graphs hold it
     layout      NHD or HND, the order inside a page
+    dtype       of the stored keys and values: float16, bfloat16 or float32, in general that of the layers, or fp8
+                (float8_e4m3fn, float8_e5m2), half the bytes and with scales; see KVCache
     null_page   id of the page that no sequence owns; pad rows and table tails point at it
     """
 
@@ -88,8 +116,10 @@ class KVCacheSpec:
                 raise ConfigError(f"KVCacheSpec.{name}: expected >= 1, got {getattr(self, name)}; pass the model's")
         if not 1 <= self.page_size <= 1024:
             raise ConfigError(f"KVCacheSpec.page_size: expected 1 to 1024 tokens, got {self.page_size}; 16 is usual")
-        if self.dtype not in COMPUTE_DTYPES:
-            raise ConfigError(f"KVCacheSpec.dtype: expected one of {COMPUTE_DTYPES}, got {self.dtype}")
+        if self.dtype not in KV_DTYPES:
+            raise ConfigError(
+                f"KVCacheSpec.dtype: expected one of {KV_DTYPES}, got {self.dtype}; pass the layers' dtype, or fp8"
+            )
         if not isinstance(self.layout, KVLayout):
             raise ConfigError(f"KVCacheSpec.layout: expected KVLayout.NHD or KVLayout.HND, got {self.layout!r}")
         if self.null_page < 0:

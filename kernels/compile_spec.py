@@ -12,8 +12,9 @@ class CompileSpec:
 
     signature       Triton type of each argument, in order: "*bf16", "i32", "fp32", ...; "constexpr" for those below
     constexprs      values of the constexpr arguments
-    max_registers   bound of registers per thread; spills are never allowed
+    max_registers   bound of registers per thread
     divisible       arguments whose value or address is a multiple of 16
+    max_spill       bound of spilled bytes per thread
     """
 
     name: str
@@ -24,3 +25,4 @@ class CompileSpec:
     num_stages: int
     max_registers: int = 255
     divisible: tuple[str, ...] = ()
+    max_spill: int = 0

@@ -1,7 +1,7 @@
 """Compile every kernel variant for a GPU that need not be there, and bound registers, spills and shared memory.
 
     python scripts/compile_check.py                     all variants, for sm_90
-    python scripts/compile_check.py --only paged_decode
+    python scripts/compile_check.py --only attention
 
 A module of `graphrt.kernels` names its variants in `compile_variants()`. Exits with 1 when a variant does not compile
 or exceeds a bound.
@@ -85,8 +85,8 @@ def problems(spec: CompileSpec, usage: Usage) -> list[str]:
     found = []
     if usage.registers > spec.max_registers:
         found.append(f"{usage.registers} registers, bound {spec.max_registers}")
-    if usage.stack or usage.local:
-        found.append(f"spills: {usage.stack} bytes of stack, {usage.local} of local memory")
+    if usage.stack + usage.local > spec.max_spill:
+        found.append(f"spills: {usage.stack} bytes of stack, {usage.local} of local memory, bound {spec.max_spill}")
     if usage.shared > MAX_SHARED_BYTES:
         found.append(f"{usage.shared} bytes of shared memory, the device has {MAX_SHARED_BYTES}")
     return found

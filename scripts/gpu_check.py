@@ -26,6 +26,7 @@ PYTHON = sys.executable
 DECODE = [PYTHON, "-m", "graphrt", "bench", "decode", "--json-only"]
 JOBS: dict[str, list[list[str]]] = {
     "tests": [[PYTHON, "-m", "pytest", "-m", "gpu", "-q", "-rs", "--durations=10"]],
+    "attention": [[PYTHON, "scripts/bench_attention.py"]],
     "capture": [[PYTHON, "scripts/bench_capture.py"]],
     "decode": [
         [*DECODE, "--shape", "llama-3.1-8b", "--batch", "1,8,32,64,128,256", "--context", "1024"],

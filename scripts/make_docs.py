@@ -34,21 +34,22 @@ def buffers_table() -> str:
 
 def backends_table() -> str:
     lines = [
-        "| backend | devices | dtypes | head dims | page sizes | layouts | query_len | window | softcap | mixed "
-        "| graphs | pad seq_len |",
-        "|---|---|---|---|---|---|---|---|---|---|---|---|",
+        "| backend | devices | dtypes | KV dtypes | head dims | page sizes | layouts | query_len | window | softcap "
+        "| ALiBi | sinks | lse | batch-invariant | mixed | graphs | pad seq_len |",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]  # fmt: skip
     for backend in map(backend_class, backend_names()):
         c = backend.capabilities
         cells = [
             f"`{backend.name}`",
             ", ".join(c.devices),
-            ", ".join(str(d).removeprefix("torch.") for d in c.dtypes),
+            *(", ".join(str(d).removeprefix("torch.") for d in dtypes) for dtypes in (c.dtypes, c.kv_dtypes)),
             "any" if c.head_dims is None else _ranges(c.head_dims),
             "any" if c.page_sizes is None else _ranges(c.page_sizes),
             ", ".join(x.value for x in c.layouts),
             f"1 to {c.max_query_len}" if c.max_query_len > 1 else "1",
-            *("yes" if x else "no" for x in (c.sliding_window, c.logits_softcap, c.mixed)),
+            *("yes" if x else "no" for x in (c.sliding_window, c.logits_softcap, c.alibi, c.sinks, c.lse)),
+            *("yes" if x else "no" for x in (c.batch_invariant, c.mixed)),
             backend.graph_support.name,
             str(backend.seq_len_fill),
         ]
@@ -95,9 +96,39 @@ def results_table() -> str:
     return "\n".join(lines)
 
 
+def attention_table() -> str:
+    """Attention against its peers, from the committed results of the H200."""
+    path = ROOT / "docs" / "results" / "nvidia-h200" / "attention.json"
+    if not path.is_file():
+        return "Not measured yet."
+    record = json.loads(path.read_text())
+    data, sides = record["data"], ("graphrt", "FA3", "FlashInfer")
+    lines = ["| part | cell | KV MB | graphrt us | FA3 us | FlashInfer us | ratio to the best | TB/s |"]
+    lines.append("|" + "---|" * 8)
+    for cell in data["cells"]:
+        times = [cell[side].get("us") for side in sides]
+        ratio = "" if cell["ratio"] is None else f"{cell['ratio']:.2f}"
+        shown = ["" if us is None else f"{us:.1f}" for us in times]
+        speed = "" if times[0] is None else f"{cell['kv_bytes'] / times[0] / 1e6:.2f}"
+        columns = [cell["part"], cell["cell"], f"{cell['kv_bytes'] / 1e6:.0f}", *shown, ratio, speed]
+        lines.append(f"| {' | '.join(columns)} |")
+    lines += ["", "| goal | bound | measured | met |", "|---|---|---|---|"]
+    for goal in data["goals"]:
+        value = "" if goal["value"] is None else f"{goal['value']:.3g}"
+        sign, met = ">=" if goal["at_least"] else "<=", "yes" if goal["met"] else "no"
+        lines.append(f"| {goal['name']} | {sign} {goal['bound']:g} | {value} | {met} |")
+    lines += [
+        "",
+        f"One {record['gpu']}, torch {record['torch']}, triton {record['triton']}; read ceiling of the same run "
+        f"{data['read_tb_per_s']:.2f} TB/s. `docs/results/nvidia-h200/attention.json`, tree `{record['tree'][:12]}`.",
+    ]
+    return "\n".join(lines)
+
+
 PARTS = {
     ("docs/decode_step.md", "buffers"): buffers_table,
     ("docs/backends.md", "capabilities"): backends_table,
+    ("docs/attention.md", "attention"): attention_table,
     ("README.md", "results"): results_table,
 }
 

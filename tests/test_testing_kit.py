@@ -16,7 +16,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from graphrt.kernels.errors import ConfigError, UnsupportedError
 from graphrt.testing import bench, interpreter, numerics
-from graphrt.testing.numerics import assert_accurate, assert_bitwise_equal, assert_close, error_bound
+from graphrt.testing.numerics import assert_accurate, assert_bitwise_equal, assert_close, attention_oracle, error_bound
 from graphrt.testing.poison import poison, poison_bits, poisoned
 
 NAN, INF = math.nan, math.inf
@@ -93,6 +93,52 @@ def test_error_bound():
         error_bound(plain, exact.float())
     with pytest.raises(AssertionError, match="expected finite results, got nan"):
         error_bound(torch.tensor([NAN, 0.0]), exact)
+
+
+LOGITS = torch.tensor([0.5, -1.0, 2.0])  # of one query at position 2, whose keys are scalars
+ORACLE = {
+    "plain": ({}, [0.5, -1.0, 2.0]),
+    "scale": ({"softmax_scale": 3.0}, [1.5, -3.0, 6.0]),
+    "window": ({"sliding_window": 2}, [-INF, -1.0, 2.0]),
+    "softcap": ({"logits_softcap": 4.0}, [4 * math.tanh(0.125), 4 * math.tanh(-0.25), 4 * math.tanh(0.5)]),
+    "alibi": ({"alibi_slopes": torch.tensor([0.25])}, [0.5 - 0.5, -1.0 - 0.25, 2.0]),
+    "alibi-sqrt": ({"alibi_slopes": torch.tensor([1.0]), "alibi_sqrt": True}, [0.5 - math.sqrt(2), -2.0, 2.0]),
+    "sink": ({"sinks": torch.tensor([1.0])}, [0.5, -1.0, 2.0, 1.0]),
+}
+
+
+@pytest.mark.parametrize("case", ORACLE)
+def test_attention_oracle(case):
+    options, logits = ORACLE[case]
+    v = torch.tensor([3.0, 5.0, 7.0, 0.0])  # the last value is the sink's, which adds nothing
+    out, lse = attention_oracle(
+        torch.ones(1, 1, 1), LOGITS.view(3, 1, 1), v[:3].view(3, 1, 1), **{"softmax_scale": 1.0, **options}
+    )
+    weights = [math.exp(logit) for logit in logits]
+    expected = sum(w * x for w, x in zip(weights, v.tolist(), strict=False)) / sum(weights)
+    assert out.item() == pytest.approx(expected, rel=1e-6)
+    assert lse.item() == pytest.approx(math.log(sum(weights)), rel=1e-6)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_attention_oracle_against_torch(causal, rng):
+    q = torch.randn(5, 6, 8, generator=rng, dtype=torch.float64)
+    k, v = (torch.randn(5, 2, 8, generator=rng, dtype=torch.float64) for _ in range(2))
+    out, _ = attention_oracle(q, k, v, softmax_scale=0.3, causal=causal)
+    expected = torch.nn.functional.scaled_dot_product_attention(
+        *(x.transpose(0, 1) for x in (q, k, v)), is_causal=causal, scale=0.3, enable_gqa=True
+    )
+    assert_close(out, expected.transpose(0, 1), atol=1e-12)
+
+
+def test_attention_oracle_of_tokens_that_see_nothing():
+    q, k = torch.ones(3, 1, 1), torch.full((1, 1, 1), 2.0)
+    out, lse = attention_oracle(q, k, k, softmax_scale=1.0)
+    assert out.flatten().tolist() == [0.0, 0.0, 2.0]
+    assert lse.flatten().tolist() == [-INF, -INF, 2.0]
+    out, lse = attention_oracle(q, k[:0], k[:0], softmax_scale=1.0, causal=False, sinks=torch.tensor([0.5]))
+    assert out.flatten().tolist() == [0.0] * 3
+    assert lse.flatten().tolist() == [0.5] * 3
 
 
 # Poison

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 
 from graphrt.capture.descriptor import BatchDescriptor
+from graphrt.kernels.attention.options import AttentionOptions
+from graphrt.kernels.errors import ConfigError
 from graphrt.kernels.types import KVLayout
 from graphrt.metadata import StepMetadata
 from graphrt.spec import AttentionSpec, KVCacheSpec
@@ -45,6 +47,10 @@ class Capabilities:
     sliding_window: bool
     logits_softcap: bool
     mixed: bool
+    alibi: bool = False  # with the distance and with its square root
+    sinks: bool = False
+    lse: bool = False  # `run` can write the log-sum-exp
+    batch_invariant: bool = False  # a row's result does not depend on its neighbours, bitwise
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +64,7 @@ class BackendContext:
     max_num_tokens: int
     max_seq_len: int
     max_query_len: int = 1  # most new tokens per row in a decode graph
+    batch_invariant: bool = False  # see RuntimeConfig
 
     @property
     def max_pages(self) -> int:
@@ -70,12 +77,38 @@ class AttentionLayer:
     """One layer as `run` sees it: its spec and its KV cache, always in the logical NHD view.
 
     k_cache, v_cache   [num_pages, page_size, num_kv_heads, head_dim]  any strides, the last one 1
+    k_scale, v_scale   [1] or [num_kv_heads]  float32  of an fp8 cache; None: 1
+    alibi_slopes       [num_q_heads]          float32  those of the spec, on the device; None if it has none
     """
 
     index: int
     spec: AttentionSpec
     k_cache: torch.Tensor
     v_cache: torch.Tensor
+    k_scale: torch.Tensor | None = None
+    v_scale: torch.Tensor | None = None
+    alibi_slopes: torch.Tensor | None = None
+
+    def __post_init__(self) -> None:
+        if (self.alibi_slopes is None) != (self.spec.alibi_slopes is None):
+            have, want = ("none" if x is None else "some" for x in (self.alibi_slopes, self.spec.alibi_slopes))
+            raise ConfigError(
+                f"AttentionLayer.alibi_slopes: expected {want} as in the spec, got {have}; "
+                "make the tensor from spec.alibi_slopes"
+            )
+
+    def options(self, sinks: torch.Tensor | None = None) -> AttentionOptions:
+        """The layer's options as kernels take them. `sinks` are those of this call: they belong to the model."""
+        return AttentionOptions(
+            softmax_scale=self.spec.scale,
+            sliding_window=self.spec.sliding_window or 0,
+            logits_softcap=self.spec.logits_softcap or 0.0,
+            alibi_slopes=self.alibi_slopes,
+            alibi_sqrt=self.spec.alibi_sqrt,
+            sinks=sinks,
+            k_scale=self.k_scale,
+            v_scale=self.v_scale,
+        )
 
 
 class AttentionBackend(ABC):
@@ -87,7 +120,7 @@ class AttentionBackend(ABC):
     - `plan_capture(descriptor)` on the host before a graph of that size is captured (and before an eager step).
     - `plan_replay(descriptor, batch)` on the host before each step; a no-op where nothing is needed there.
     - `schedule(metadata)` recorded once at the head of the step, after the refresh.
-    - `run(layer, q, metadata, out)` recorded once per layer, after the KV write.
+    - `run(layer, q, metadata, out, sinks, lse)` recorded once per layer, after the KV write.
 
     `schedule` and `run` are captured: they must not read device values on the host, and may depend on nothing but the
     descriptor and the contents of tensors.
@@ -129,8 +162,16 @@ class AttentionBackend(ABC):
                 reasons.append(f"sliding_window {spec.sliding_window}: not supported")
             if spec.logits_softcap is not None and not have.logits_softcap:
                 reasons.append(f"logits_softcap {spec.logits_softcap}: not supported")
+            if spec.alibi_slopes is not None and not have.alibi:
+                reasons.append("alibi_slopes: not supported")
+                if spec.alibi_sqrt:
+                    reasons.append("alibi_sqrt: not supported")
+            if spec.sinks and not have.sinks:
+                reasons.append("sinks: not supported")
         if context.max_query_len > have.max_query_len:
             reasons.append(f"query_len {context.max_query_len}: decodes at most {have.max_query_len} tokens per row")
+        if context.batch_invariant and not have.batch_invariant:
+            reasons.append("batch_invariant: not supported")
         return list(dict.fromkeys(reasons))
 
     @classmethod
@@ -174,13 +215,26 @@ class AttentionBackend(ABC):
         """Record the device-side schedule of the step."""
 
     @abstractmethod
-    def run(self, layer: AttentionLayer, q: torch.Tensor, metadata: StepMetadata, out: torch.Tensor) -> None:
+    def run(
+        self,
+        layer: AttentionLayer,
+        q: torch.Tensor,
+        metadata: StepMetadata,
+        out: torch.Tensor,
+        *,
+        sinks: torch.Tensor | None = None,
+        lse: torch.Tensor | None = None,
+    ) -> None:
         """Attend with the queries of this step to the paged cache, which already holds this step's K and V.
 
-        q     [padded_tokens, num_q_heads, head_dim]
-        out   [padded_tokens, num_q_heads, head_dim]  written in place; zeros in pad tokens
+        q      [padded_tokens, num_q_heads, head_dim]
+        out    [padded_tokens, num_q_heads, head_dim]  written in place; zeros in pad tokens
+        sinks  [num_q_heads]                 float32   given for layers with spec.sinks, and for no others
+        lse    [padded_tokens, num_q_heads]  float32   written in place if given, which needs capabilities.lse: natural
+                                                       log of the softmax's denominator, sink included; -inf in pad
+                                                       tokens
 
-        Causal: token i of a row sees positions 0 to seq_len - query_len + i.
+        Causal: token i of a row sees positions 0 to seq_len - query_len + i. `layer.options(sinks)` are the options.
         """
 
 

@@ -6,22 +6,23 @@ from typing import ClassVar
 
 import torch
 
-from graphrt.backends.base import AttentionBackend, AttentionLayer, Capabilities, GraphSupport
+from graphrt.backends.base import AttentionBackend, AttentionLayer, BackendContext, Capabilities, GraphSupport
 from graphrt.capture.descriptor import BatchDescriptor
-from graphrt.kernels.attention.arguments import ATTENTION_DTYPES
+from graphrt.kernels.attention.arguments import ATTENTION_DTYPES, KV_DTYPES
+from graphrt.kernels.attention.options import FP8_DTYPES
 from graphrt.kernels.attention.reference import attention_reference
 from graphrt.kernels.types import KVLayout
 from graphrt.metadata import StepMetadata
 
 
 class TorchReferenceBackend(AttentionBackend):
-    """Loops over the rows with torch's scaled_dot_product_attention; keeps no tensors."""
+    """Loops over the rows, with torch's scaled_dot_product_attention where it has the options; keeps no tensors."""
 
     name: ClassVar[str] = "torch_reference"
     capabilities: ClassVar[Capabilities] = Capabilities(
         devices=("cpu", "cuda"),
         dtypes=ATTENTION_DTYPES,
-        kv_dtypes=ATTENTION_DTYPES,
+        kv_dtypes=KV_DTYPES,
         head_dims=None,
         page_sizes=None,
         layouts=(KVLayout.NHD, KVLayout.HND),
@@ -29,8 +30,21 @@ class TorchReferenceBackend(AttentionBackend):
         sliding_window=True,
         logits_softcap=True,
         mixed=True,
+        alibi=True,
+        sinks=True,
+        lse=True,
+        batch_invariant=True,
     )
     graph_support: ClassVar[GraphSupport] = GraphSupport.ALWAYS
+
+    @classmethod
+    def why_not(cls, context: BackendContext) -> list[str]:
+        """As the base class, and: one dtype for queries and cache, unless the cache is fp8."""
+        reasons = super().why_not(context)
+        for spec in dict.fromkeys(context.attention):
+            if context.kv.dtype not in (spec.dtype, *FP8_DTYPES):
+                reasons.append(f"dtype {spec.dtype} with KV dtype {context.kv.dtype}: must be equal, or the cache fp8")
+        return list(dict.fromkeys(reasons))
 
     def why_not_graph(self, descriptor: BatchDescriptor) -> str | None:
         """As the base class; on CUDA nothing can be captured."""
@@ -40,7 +54,16 @@ class TorchReferenceBackend(AttentionBackend):
             )
         return super().why_not_graph(descriptor)
 
-    def run(self, layer: AttentionLayer, q: torch.Tensor, metadata: StepMetadata, out: torch.Tensor) -> None:
+    def run(
+        self,
+        layer: AttentionLayer,
+        q: torch.Tensor,
+        metadata: StepMetadata,
+        out: torch.Tensor,
+        *,
+        sinks: torch.Tensor | None = None,
+        lse: torch.Tensor | None = None,
+    ) -> None:
         """Attend row by row. Capture-safe: on CPU, as one op of the tape."""
         attention_reference(
             q,
@@ -50,7 +73,6 @@ class TorchReferenceBackend(AttentionBackend):
             metadata.seq_lens,
             metadata.query_start_loc,
             out,
-            softmax_scale=layer.spec.scale,
-            sliding_window=layer.spec.sliding_window or 0,
-            logits_softcap=layer.spec.logits_softcap or 0.0,
+            layer.options(sinks),
+            lse,
         )

@@ -1,4 +1,4 @@
-"""graphrt's own Triton kernels: split-KV paged decode, and varlen attention for mixed batches."""
+"""graphrt's own Triton kernels: one work-list driven kernel for decode rows and mixed batches."""
 
 from __future__ import annotations
 
@@ -8,27 +8,36 @@ from typing import ClassVar
 import torch
 
 from graphrt.backends.base import AttentionBackend, AttentionLayer, BackendContext, Capabilities, GraphSupport
-from graphrt.capture.descriptor import GraphKind
-from graphrt.kernels.attention.arguments import ATTENTION_DTYPES, head_dim_fault
-from graphrt.kernels.attention.paged_decode import MAX_QUERY_LEN, paged_decode
-from graphrt.kernels.attention.splits import DecodeWorkspace, decode_num_splits
-from graphrt.kernels.attention.varlen import varlen_attention
+from graphrt.capture.descriptor import BatchDescriptor, GraphKind
+from graphrt.kernels.attention.arguments import ATTENTION_DTYPES, KV_DTYPES, head_dim_fault
+from graphrt.kernels.attention.attention import paged_attention
+from graphrt.kernels.attention.options import FP8_DTYPES
+from graphrt.kernels.attention.plan import MAX_QUERY_LEN, AttentionPlan, AttentionWorkspace
+from graphrt.kernels.attention.work_list import schedule_attention
 from graphrt.kernels.errors import CaptureError
 from graphrt.kernels.library import INTERPRETER_AVAILABLE, interpreted
 from graphrt.kernels.types import KVLayout
 from graphrt.metadata import StepMetadata
+from graphrt.spec import AttentionSpec
 
 _INTERPRETER_SMS = 4  # rows are split on CPU too, into few parts: an interpreted program costs milliseconds
 
+_ScheduleKey = tuple[int, int, int, torch.dtype, int]
+"""What layers must have in common to share a work list: query heads, KV heads, head_dim, dtype, window."""
+
 
 class TritonBackend(AttentionBackend):
-    """One kernel launch per layer; nothing is planned on the host. On CPU through the Triton interpreter, for tests."""
+    """One kernel launch per layer; nothing is planned on the host. On CPU through the Triton interpreter, for tests.
+
+    The schedule is made on the device at the head of the step: one launch, and one work list, for all layers that have
+    heads and window in common.
+    """
 
     name: ClassVar[str] = "triton"
     capabilities: ClassVar[Capabilities] = Capabilities(
         devices=("cuda", "cpu"),
         dtypes=ATTENTION_DTYPES,
-        kv_dtypes=ATTENTION_DTYPES,
+        kv_dtypes=KV_DTYPES,
         head_dims=None,
         page_sizes=None,
         layouts=(KVLayout.NHD, KVLayout.HND),
@@ -36,19 +45,25 @@ class TritonBackend(AttentionBackend):
         sliding_window=True,
         logits_softcap=True,
         mixed=True,
+        alibi=True,
+        sinks=True,
+        lse=True,
+        batch_invariant=True,
     )
     graph_support: ClassVar[GraphSupport] = GraphSupport.ALWAYS
 
     def __init__(self, context: BackendContext) -> None:
         super().__init__(context)
-        self._workspace: DecodeWorkspace | None = None
+        self._keys = list(dict.fromkeys(_schedule_key(spec) for spec in context.attention))
+        self._work_lists: dict[_ScheduleKey, torch.Tensor] = {}
+        self._workspace: AttentionWorkspace | None = None
         self._num_sms = _INTERPRETER_SMS
         if context.device.type == "cuda":
             self._num_sms = torch.cuda.get_device_properties(context.device).multi_processor_count
 
     @classmethod
     def why_not(cls, context: BackendContext) -> list[str]:
-        """As the base class, and: head sizes, one dtype for queries and cache, the interpreter on CPU."""
+        """As the base class, and: head sizes, the cache's dtype against the queries', the interpreter on CPU."""
         reasons = super().why_not(context)
         if context.device.type == "cpu" and not INTERPRETER_AVAILABLE:
             reasons.append("device cpu: needs the Triton interpreter; set TRITON_INTERPRET=1 before triton is imported")
@@ -56,8 +71,8 @@ class TritonBackend(AttentionBackend):
             fault = head_dim_fault(spec.head_dim)
             if fault is not None:
                 reasons.append(fault)
-            if spec.dtype != context.kv.dtype:
-                reasons.append(f"dtype {spec.dtype} with KV dtype {context.kv.dtype}: must be equal")
+            if spec.dtype != context.kv.dtype and context.kv.dtype not in FP8_DTYPES:
+                reasons.append(f"dtype {spec.dtype} with KV dtype {context.kv.dtype}: must be equal, or the cache fp8")
         return list(dict.fromkeys(reasons))
 
     @classmethod
@@ -66,24 +81,29 @@ class TritonBackend(AttentionBackend):
         return "interpreted on CPU, thousands of times slower" if context.device.type == "cpu" else None
 
     def allocate(self) -> None:
-        """Allocate the workspace of split decode rows, for the largest decode size and layer."""
+        """Allocate a work list per kind of layer, and the workspace of split rows, for the largest sizes."""
         context = self.context
-        self._workspace = DecodeWorkspace.allocate(
-            context.max_num_reqs,
-            max_query_len=context.max_query_len,
-            head_shapes={(s.num_q_heads, s.num_kv_heads, s.head_dim) for s in context.attention},
-            num_sms=self._num_sms,
-            device=context.device,
-        )
+        powers = [1 << bit for bit in range(context.max_num_reqs.bit_length())]
+        sizes = [BatchDescriptor.mixed(context.max_num_tokens, context.max_num_reqs)]
+        for rows in (*powers, context.max_num_reqs):
+            sizes += [BatchDescriptor.decode(rows, query_len) for query_len in range(1, context.max_query_len + 1)]
+        plans = {key: [self._plan(key, size) for size in sizes] for key in self._keys}
+        self._work_lists = {
+            key: torch.zeros(max(plan.work_list_words for plan in of_key), dtype=torch.int32, device=context.device)
+            for key, of_key in plans.items()
+        }
+        every_plan = [plan for of_key in plans.values() for plan in of_key]
+        self._workspace = AttentionWorkspace.allocate(every_plan, context.device)
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """The workspace. Its partial results may be poisoned between replays; its counters are 0 there."""
+        """Work lists and workspace. All may be poisoned between replays, but for the counters, which are 0 there."""
         if self._workspace is None:
             return {}
-        return {
-            "decode_partial_out": self._workspace.partial_out,
-            "decode_partial_lse": self._workspace.partial_lse,
-            "decode_counters": self._workspace.counters,
+        lists = {f"work_list_{index}": tensor for index, tensor in enumerate(self._work_lists.values())}
+        return lists | {
+            "partial_out": self._workspace.partial_out,
+            "partial_lse": self._workspace.partial_lse,
+            "counters": self._workspace.counters,
         }
 
     def reset(self) -> None:
@@ -92,58 +112,87 @@ class TritonBackend(AttentionBackend):
             self._workspace.counters.zero_()
 
     def close(self) -> None:
-        """Drop the workspace."""
+        """Drop work lists and workspace."""
+        self._work_lists = {}
         self._workspace = None
 
-    def run(self, layer: AttentionLayer, q: torch.Tensor, metadata: StepMetadata, out: torch.Tensor) -> None:
-        """Attend with one launch. Capture-safe: grids and splits follow from the descriptor, lengths stay on device."""
-        if metadata.descriptor.kind is GraphKind.MIXED:
-            self._run_mixed(layer, q, metadata, out)
-        elif self._workspace is not None:
-            self._run_decode(layer, q, metadata, out, self._workspace)
-        else:
-            raise CaptureError(f"backend {self.name}: expected a workspace, got none; call allocate() before run()")
+    def schedule(self, metadata: StepMetadata) -> None:
+        """One launch per kind of layer writes its work list. Capture-safe: lengths stay on the device."""
+        mixed = metadata.descriptor.kind is GraphKind.MIXED
+        self._check_allocated()
+        with _kernels_on(metadata.seq_lens.device):
+            for key, work_list in self._work_lists.items():
+                schedule_attention(
+                    self._plan(key, metadata.descriptor),
+                    metadata.seq_lens,
+                    work_list,
+                    query_start_loc=metadata.query_start_loc if mixed else None,
+                    sliding_window=key[-1],
+                )
 
-    def _run_mixed(self, layer: AttentionLayer, q: torch.Tensor, metadata: StepMetadata, out: torch.Tensor) -> None:
-        with _kernels_on(q.device):
-            varlen_attention(
-                q,
-                layer.k_cache,
-                layer.v_cache,
-                metadata.block_table,
-                metadata.seq_lens,
-                metadata.query_start_loc,
-                out,
-                softmax_scale=layer.spec.scale,
-                sliding_window=layer.spec.sliding_window or 0,
-                logits_softcap=layer.spec.logits_softcap or 0.0,
-            )
-
-    def _run_decode(
+    def run(
         self,
         layer: AttentionLayer,
         q: torch.Tensor,
         metadata: StepMetadata,
         out: torch.Tensor,
-        workspace: DecodeWorkspace,
+        *,
+        sinks: torch.Tensor | None = None,
+        lse: torch.Tensor | None = None,
     ) -> None:
-        descriptor, spec = metadata.descriptor, layer.spec
-        packed = descriptor.query_len * spec.group
+        """Attend with one launch. Capture-safe: the grid follows from the descriptor, lengths stay on the device."""
+        key = _schedule_key(layer.spec)
+        workspace = self._check_allocated()
         with _kernels_on(q.device):
-            paged_decode(
+            paged_attention(
                 q,
                 layer.k_cache,
                 layer.v_cache,
                 metadata.block_table,
                 metadata.seq_lens,
                 out,
+                self._plan(key, metadata.descriptor),
+                self._work_lists[key],
                 workspace,
-                softmax_scale=spec.scale,
-                num_splits=decode_num_splits(descriptor.padded_reqs, spec.num_kv_heads, self._num_sms, packed),
-                query_len=descriptor.query_len,
-                sliding_window=spec.sliding_window or 0,
-                logits_softcap=spec.logits_softcap or 0.0,
+                layer.options(sinks),
+                query_start_loc=metadata.query_start_loc if metadata.descriptor.kind is GraphKind.MIXED else None,
+                lse=lse,
             )
+
+    def _plan(self, key: _ScheduleKey, descriptor: BatchDescriptor) -> AttentionPlan:
+        num_q_heads, num_kv_heads, head_dim, dtype, _ = key
+        if descriptor.kind is GraphKind.MIXED:
+            return AttentionPlan.varlen(
+                descriptor.padded_reqs,
+                descriptor.padded_tokens,
+                num_q_heads=num_q_heads,
+                num_kv_heads=num_kv_heads,
+                head_dim=head_dim,
+                dtype=dtype,
+                kv_dtype=self.context.kv.dtype,
+                num_sms=self._num_sms,
+                batch_invariant=self.context.batch_invariant,
+            )
+        return AttentionPlan.decode(
+            descriptor.padded_reqs,
+            query_len=descriptor.query_len,
+            num_q_heads=num_q_heads,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            dtype=dtype,
+            kv_dtype=self.context.kv.dtype,
+            num_sms=self._num_sms,
+            batch_invariant=self.context.batch_invariant,
+        )
+
+    def _check_allocated(self) -> AttentionWorkspace:
+        if self._workspace is None:
+            raise CaptureError(f"backend {self.name}: expected a workspace, got none; call allocate() before run()")
+        return self._workspace
+
+
+def _schedule_key(spec: AttentionSpec) -> _ScheduleKey:
+    return spec.num_q_heads, spec.num_kv_heads, spec.head_dim, spec.dtype, spec.sliding_window or 0
 
 
 def _kernels_on(device: torch.device) -> contextlib.AbstractContextManager[None]:

@@ -1,4 +1,4 @@
-"""Comparisons of tensors that say where they differ."""
+"""Comparisons of tensors that say where they differ, and attention in float64 to compare with."""
 
 from __future__ import annotations
 
@@ -75,6 +75,53 @@ def error_bound(plain: torch.Tensor, exact: torch.Tensor) -> float:
 def assert_accurate(actual: torch.Tensor, *, plain: torch.Tensor, exact: torch.Tensor, name: str = "tensor") -> None:
     """Fail unless `actual` is as near to `exact` as `error_bound` asks for."""
     assert_close(actual, exact, atol=error_bound(plain, exact), name=name)
+
+
+def attention_oracle(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    softmax_scale: float,
+    causal: bool = True,
+    sliding_window: int = 0,
+    logits_softcap: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None,
+    alibi_sqrt: bool = False,
+    sinks: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention of one row by its definition, token by token, in float64 on the CPU. Returns out and lse.
+
+    q              [query_len, num_q_heads, head_dim]     any dtype   token i is at position seq_len - query_len + i
+    k, v           [seq_len, num_kv_heads, head_dim]      any dtype   dequantised; query heads share KV heads in order
+    alibi_slopes   [num_q_heads]                          any dtype   like sinks; options as in AttentionOptions
+    out            [query_len, num_q_heads, head_dim]     float64     zeros for tokens that see nothing
+    lse            [query_len, num_q_heads]               float64     natural log of the denominator; -inf if it is 0
+    """
+    q, k, v = (x.detach().cpu().double() for x in (q, k, v))
+    query_len, seq_len, num_q_heads = q.shape[0], k.shape[0], q.shape[1]
+    k, v = (x.repeat_interleave(num_q_heads // k.shape[1], dim=1) for x in (k, v))
+    no_sinks = torch.empty(num_q_heads, 0, dtype=torch.float64)
+    extra = no_sinks if sinks is None else sinks.detach().cpu().double()[:, None]
+    outs, lses = [torch.empty_like(q[:0])], [torch.empty_like(q[:0, :, 0])]
+    for token in range(query_len):
+        position = seq_len - query_len + token
+        seen = torch.arange(seq_len)
+        if causal:
+            seen = seen[seen <= position]
+        if sliding_window:
+            seen = seen[seen > position - sliding_window]
+        logits = softmax_scale * torch.einsum("hd,shd->hs", q[token], k[seen])
+        if logits_softcap:
+            logits = logits_softcap * torch.tanh(logits / logits_softcap)
+        if alibi_slopes is not None:
+            distance = (position - seen).abs().double()
+            distance = distance.sqrt() if alibi_sqrt else distance
+            logits = logits - alibi_slopes.detach().cpu().double()[:, None] * distance
+        lse = torch.logsumexp(torch.cat((logits, extra), dim=1), dim=1)
+        outs.append(torch.einsum("hs,shd->hd", torch.exp(logits - lse[:, None]), v[seen])[None])
+        lses.append(lse[None])
+    return torch.cat(outs), torch.cat(lses)
 
 
 def _check_alike(actual: torch.Tensor, expected: torch.Tensor, name: str, *, same_dtype: bool) -> None:

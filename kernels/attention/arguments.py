@@ -6,12 +6,20 @@ import math
 
 import torch
 
+from graphrt.kernels.attention.options import FP8_DTYPES, AttentionOptions, check_options
 from graphrt.kernels.checks import check_tensor, check_unit_stride
 from graphrt.kernels.errors import ShapeError, UnsupportedError
 
 ATTENTION_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+KV_DTYPES = (*ATTENTION_DTYPES, *FP8_DTYPES)
 MIN_HEAD_DIM, MAX_HEAD_DIM, HEAD_DIM_MULTIPLE = 16, 256, 8
-TRITON_DTYPES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
+TRITON_DTYPES = {
+    torch.float16: "fp16",
+    torch.bfloat16: "bf16",
+    torch.float32: "fp32",
+    torch.float8_e4m3fn: "fp8e4nv",
+    torch.float8_e5m2: "fp8e5",
+}
 """Names of the dtypes in a Triton signature."""
 
 _LOG2E = math.log2(math.e)
@@ -35,42 +43,72 @@ def head_dim_fault(head_dim: int) -> str | None:
     return f"head_dim {head_dim}: supports multiples of {HEAD_DIM_MULTIPLE} from {MIN_HEAD_DIM} to {MAX_HEAD_DIM}"
 
 
-def check_attention_arguments(
+def check_attention_tensors(
     q: torch.Tensor,
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
     block_table: torch.Tensor,
     seq_lens: torch.Tensor,
     out: torch.Tensor,
-    *,
-    softmax_scale: float,
-    sliding_window: int,
-    logits_softcap: float,
+    options: AttentionOptions,
+    lse: torch.Tensor | None = None,
 ) -> None:
-    """Raise ShapeError unless the tensors that all attention operators take fit together."""
-    device = q.device
+    """Raise ShapeError unless the tensors and options of a call over the paged cache fit together."""
     check_tensor("q", q, shape=(None, None, None), dtype=ATTENTION_DTYPES)
-    num_q_heads, head_dim = q.shape[1], q.shape[2]
-    check_tensor("k_cache", k_cache, shape=(None, None, None, head_dim), dtype=q.dtype, device=device)
-    check_tensor("v_cache", v_cache, shape=k_cache.shape, dtype=q.dtype, device=device)
+    head_dim, device = q.shape[2], q.device
+    kv_dtypes = (q.dtype, *FP8_DTYPES)
+    check_tensor("k_cache", k_cache, shape=(None, None, None, head_dim), dtype=kv_dtypes, device=device)
+    check_tensor("v_cache", v_cache, shape=k_cache.shape, dtype=k_cache.dtype, device=device)
     check_tensor("seq_lens", seq_lens, shape=(None,), dtype=torch.int32, device=device)
     check_tensor("block_table", block_table, shape=(seq_lens.shape[0], None), dtype=torch.int32, device=device)
-    check_tensor("out", out, shape=q.shape, dtype=q.dtype, device=device)
-    for name, tensor in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache), ("out", out)):
+    for name, tensor in (("k_cache", k_cache), ("v_cache", v_cache), ("block_table", block_table)):
         check_unit_stride(name, tensor)
-    check_unit_stride("block_table", block_table)
     check_unit_stride("seq_lens", seq_lens)
-    if k_cache.shape[2] == 0 or num_q_heads % k_cache.shape[2]:
+    _check_q_side(q, out, lse, k_cache.shape[2], k_cache.dtype, options)
+
+
+def check_contiguous_tensors(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    kv_start_loc: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    out: torch.Tensor,
+    options: AttentionOptions,
+    lse: torch.Tensor | None = None,
+) -> None:
+    """Raise ShapeError unless the tensors and options of a call with contiguous K and V fit together."""
+    check_tensor("q", q, shape=(None, None, None), dtype=ATTENTION_DTYPES)
+    head_dim, device = q.shape[2], q.device
+    check_tensor("k", k, shape=(None, None, head_dim), dtype=(q.dtype, *FP8_DTYPES), device=device)
+    check_tensor("v", v, shape=k.shape, dtype=k.dtype, device=device)
+    check_tensor("query_start_loc", query_start_loc, shape=(None,), dtype=torch.int32, device=device)
+    check_tensor("kv_start_loc", kv_start_loc, shape=query_start_loc.shape, dtype=torch.int32, device=device)
+    for name, tensor in (("k", k), ("v", v), ("kv_start_loc", kv_start_loc), ("query_start_loc", query_start_loc)):
+        check_unit_stride(name, tensor)
+    _check_q_side(q, out, lse, k.shape[1], k.dtype, options)
+
+
+def _check_q_side(
+    q: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor | None,
+    num_kv_heads: int,
+    kv_dtype: torch.dtype,
+    options: AttentionOptions,
+) -> None:
+    check_tensor("out", out, shape=q.shape, dtype=q.dtype, device=q.device)
+    check_unit_stride("q", q)
+    check_unit_stride("out", out)
+    if lse is not None:
+        check_tensor("lse", lse, shape=q.shape[:2], dtype=torch.float32, device=q.device)
+        check_unit_stride("lse", lse)
+    if num_kv_heads == 0 or q.shape[1] % num_kv_heads:
         raise ShapeError(
-            f"q: expected a multiple of k_cache's {k_cache.shape[2]} KV heads, got {num_q_heads} heads; "
+            f"q: expected a multiple of k_cache's {num_kv_heads} KV heads, got {q.shape[1]} heads; "
             "pass the cache of the same layer"
         )
-    if not (math.isfinite(softmax_scale) and softmax_scale > 0):
-        raise ShapeError(f"softmax_scale: expected a finite number > 0, got {softmax_scale}; head_dim ** -0.5 is usual")
-    if sliding_window < 0:
-        raise ShapeError(f"sliding_window: expected >= 0, got {sliding_window}; 0 switches it off")
-    if not (math.isfinite(logits_softcap) and logits_softcap >= 0):
-        raise ShapeError(f"logits_softcap: expected a finite number >= 0, got {logits_softcap}; 0.0 switches it off")
+    check_options(options, q.shape[1], num_kv_heads, kv_dtype, q.device)
 
 
 def check_triton_head_dim(name: str, head_dim: int) -> None:

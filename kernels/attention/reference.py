@@ -1,4 +1,4 @@
-"""Attention over the paged cache in plain torch, row by row. Serves CPU, and eager CUDA."""
+"""Attention with every option in plain torch, row by row. Serves CPU, and eager CUDA."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from graphrt.kernels.attention.arguments import check_attention_arguments
+from graphrt.kernels.attention.arguments import check_attention_tensors
+from graphrt.kernels.attention.options import FP8_DTYPES, AttentionOptions
 from graphrt.kernels.checks import check_tensor, check_unit_stride
 from graphrt.kernels.library import define_op
 
@@ -21,73 +22,157 @@ def reference_attention(
     seq_lens: torch.Tensor,
     query_starts: Sequence[int],
     out: torch.Tensor,
-    softmax_scale: float,
-    sliding_window: int,
-    logits_softcap: float,
+    options: AttentionOptions,
+    lse: torch.Tensor | None = None,
 ) -> None:
-    """Loop over the rows. `query_starts` are host values; tokens from the last one on are pad tokens."""
+    """Loop over the rows of the paged cache. `query_starts` are host values; tokens from the last one on are pads."""
     page_size = k_cache.shape[1]
-    out[query_starts[-1] :].zero_()
     for row, seq_len in enumerate(seq_lens.tolist()):
         start, end = query_starts[row], query_starts[row + 1]
-        blind = min(end - start, max(0, end - start - seq_len))  # tokens before position 0: they see nothing
-        out[start : start + blind].zero_()
-        start += blind
-        query_len = end - start
-        if query_len == 0:
+        if start == end:
             continue
-        first_seen = max(0, seq_len - query_len + 1 - sliding_window) if sliding_window else 0
+        # Nothing before the first position seen is read: its pages may have been given to another row.
+        first_seen = _first_seen(end - start, seq_len, options)
         first_page = first_seen // page_size
         pages = block_table[row, first_page : -(-seq_len // page_size)]
         base = first_page * page_size
         keys, values = (
-            cache.index_select(0, pages).flatten(0, 1)[first_seen - base : seq_len - base].transpose(0, 1)
+            cache.index_select(0, pages).flatten(0, 1)[first_seen - base : seq_len - base]
             for cache in (k_cache, v_cache)
         )
-        mask = _mask(query_len, seq_len, first_seen, sliding_window, q.device)
-        out[start:end] = _attend(q[start:end], keys, values, mask, softmax_scale, logits_softcap)
+        _attend_row(q, keys, values, start, end, seq_len, out, options, lse)
+    _write_padding(query_starts[-1], out, lse)
 
 
-def _mask(
-    query_len: int, seq_len: int, first_seen: int, sliding_window: int, device: torch.device
-) -> torch.Tensor | None:
-    """Which of the positions first_seen to seq_len - 1 each query token sees [query_len, positions]; None: all."""
-    if query_len == 1:
-        return None
-    positions = torch.arange(first_seen, seq_len, device=device)
-    last_seen = torch.arange(seq_len - query_len, seq_len, device=device)[:, None]
-    mask = positions <= last_seen
-    if sliding_window:
-        mask &= positions > last_seen - sliding_window
-    return mask
+def reference_contiguous_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    kv_starts: Sequence[int],
+    query_starts: Sequence[int],
+    out: torch.Tensor,
+    options: AttentionOptions,
+    lse: torch.Tensor | None = None,
+) -> None:
+    """Loop over rows whose keys and values lie packed in k, v [kv_tokens, num_kv_heads, head_dim]; else as above."""
+    for row in range(len(query_starts) - 1):
+        start, end = query_starts[row], query_starts[row + 1]
+        kv_end = kv_starts[row + 1]
+        seq_len = kv_end - kv_starts[row]
+        kv_begin = kv_starts[row] + _first_seen(end - start, seq_len, options)
+        _attend_row(q, k[kv_begin:kv_end], v[kv_begin:kv_end], start, end, seq_len, out, options, lse)
+    _write_padding(query_starts[-1], out, lse)
 
 
-def _attend(
+def _first_seen(query_len: int, seq_len: int, options: AttentionOptions) -> int:
+    """The first position that any of the row's new tokens sees."""
+    return max(0, seq_len - query_len + 1 - options.sliding_window) if options.sliding_window else 0
+
+
+def _write_padding(start: int, out: torch.Tensor, lse: torch.Tensor | None) -> None:
+    out[start:].zero_()
+    if lse is not None:
+        lse[start:].fill_(float("-inf"))
+
+
+def _attend_row(
     q: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
-    mask: torch.Tensor | None,
-    softmax_scale: float,
-    logits_softcap: float,
-) -> torch.Tensor:
-    """q [query_len, num_q_heads, D], keys and values [num_kv_heads, positions, D] -> [query_len, num_q_heads, D]."""
+    start: int,
+    end: int,
+    seq_len: int,
+    out: torch.Tensor,
+    options: AttentionOptions,
+    lse: torch.Tensor | None,
+) -> None:
+    """Tokens start to end of q, out and lse. `keys` and `values` [positions, num_kv_heads, D] end at seq_len."""
+    # Tokens before position 0, which causal attention leaves nothing to see; without it, all or none.
+    blind = end - start if seq_len == 0 else max(0, end - start - seq_len) if options.causal else 0
+    out[start : start + blind].zero_()
+    if lse is not None:
+        lse[start : start + blind] = float("-inf") if options.sinks is None else options.sinks
+    start += blind
+    if start == end:
+        return
+    dtype = q.dtype
+    # A copy, because matrix products may round by the alignment of their operands, and so by where the row lies.
+    q = q[start:end].clone()
+    keys, values = keys.transpose(0, 1), values.transpose(0, 1)
+    if keys.dtype in FP8_DTYPES:
+        q = q.float()
+        keys, values = _dequantised(keys, options.k_scale), _dequantised(values, options.v_scale)
     query_len, num_q_heads, head_dim = q.shape
     num_kv_heads = keys.shape[0]
-    group = num_q_heads // num_kv_heads
     # The query heads that share a KV head become query rows of it, so that K and V need not be repeated.
-    by_head = q.reshape(query_len, num_kv_heads, group, head_dim).permute(1, 2, 0, 3)
-    packed = by_head.reshape(num_kv_heads, group * query_len, head_dim)
-    if mask is not None:
-        mask = mask.repeat(group, 1)
-    if logits_softcap:
-        logits = packed.float() @ keys.float().transpose(1, 2) * softmax_scale
-        logits = logits_softcap * torch.tanh(logits / logits_softcap)
-        if mask is not None:
-            logits = logits.masked_fill(~mask, float("-inf"))
-        result = (torch.softmax(logits, -1) @ values.float()).to(q.dtype)
+    by_head = q.reshape(query_len, num_kv_heads, -1, head_dim).permute(1, 2, 0, 3)
+    packed = by_head.reshape(num_kv_heads, -1, head_dim)
+    group = num_q_heads // num_kv_heads
+    mask = _mask(query_len, seq_len, keys.shape[1], q.device, options)
+    if lse is None and not _needs_logits(options):
+        mask = None if mask is None else mask.repeat(group, 1)
+        scale = options.softmax_scale
+        result = F.scaled_dot_product_attention(packed[None], keys[None], values[None], mask, scale=scale)[0]
     else:
-        result = F.scaled_dot_product_attention(packed[None], keys[None], values[None], mask, scale=softmax_scale)[0]
-    return result.reshape(num_kv_heads, group, query_len, head_dim).permute(2, 0, 1, 3).flatten(1, 2)
+        logits = (packed.float() @ keys.float().transpose(1, 2)).unflatten(1, (group, query_len))
+        _finish_logits(logits, mask, seq_len, options)
+        # The largest is subtracted first: exp(logits - lse) would carry the rounding error of a large lse.
+        top = logits.amax(-1, keepdim=True)
+        if options.sinks is not None:
+            sinks = options.sinks.view(num_kv_heads, group, 1, 1)
+            top = torch.maximum(top, sinks)
+        weights = logits.sub_(top).exp_()
+        total = weights.sum(-1, keepdim=True)
+        if options.sinks is not None:
+            total += (sinks - top).exp()
+        result = weights.flatten(1, 2) @ values.float() / total.flatten(1, 2)
+        if lse is not None:
+            lse[start:end] = (top + total.log()).flatten(0, 1).squeeze(-1).t()
+    by_token = result.reshape(num_kv_heads, group, query_len, head_dim).permute(2, 0, 1, 3)
+    out[start:end] = by_token.flatten(1, 2).to(dtype)
+
+
+def _needs_logits(options: AttentionOptions) -> bool:
+    """Whether torch's scaled_dot_product_attention, which is several times faster on CPU, lacks one of the options."""
+    return options.logits_softcap > 0 or options.alibi_slopes is not None or options.sinks is not None
+
+
+def _dequantised(stored: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
+    """fp8 `stored` [num_kv_heads, positions, D] times its scale [1] or [num_kv_heads], in float32."""
+    return stored.float() if scale is None else stored.float() * scale[:, None, None]
+
+
+def _mask(
+    query_len: int, seq_len: int, num_positions: int, device: torch.device, options: AttentionOptions
+) -> torch.Tensor | None:
+    """Which of the last `num_positions` positions each query token sees [query_len, num_positions]; None: all."""
+    if query_len == 1 or not options.causal:
+        return None
+    distance = _distance(query_len, seq_len, num_positions, device)
+    mask = distance >= 0
+    if options.sliding_window:
+        mask &= distance < options.sliding_window
+    return mask
+
+
+def _distance(query_len: int, seq_len: int, num_positions: int, device: torch.device) -> torch.Tensor:
+    """Position of each query token minus that of each key [query_len, num_positions]."""
+    positions = torch.arange(seq_len - num_positions, seq_len, device=device)
+    return torch.arange(seq_len - query_len, seq_len, device=device)[:, None] - positions
+
+
+def _finish_logits(logits: torch.Tensor, mask: torch.Tensor | None, seq_len: int, options: AttentionOptions) -> None:
+    """Turn q . k [num_kv_heads, group, query_len, positions] into logits in place."""
+    num_kv_heads, group, query_len, num_positions = logits.shape
+    logits *= options.softmax_scale
+    if options.logits_softcap:
+        logits.div_(options.logits_softcap).tanh_().mul_(options.logits_softcap)
+    if options.alibi_slopes is not None:
+        distance = _distance(query_len, seq_len, num_positions, logits.device).abs().float()
+        slopes = options.alibi_slopes.view(num_kv_heads, group, 1, 1)
+        logits -= slopes * (distance.sqrt() if options.alibi_sqrt else distance)
+    if mask is not None:
+        logits.masked_fill_(~mask, float("-inf"))
 
 
 def _attention_reference(
@@ -98,19 +183,28 @@ def _attention_reference(
     seq_lens: torch.Tensor,
     query_start_loc: torch.Tensor,
     out: torch.Tensor,
+    lse: torch.Tensor | None,
+    alibi_slopes: torch.Tensor | None,
+    sinks: torch.Tensor | None,
+    k_scale: torch.Tensor | None,
+    v_scale: torch.Tensor | None,
     softmax_scale: float,
+    causal: bool,
     sliding_window: int,
     logits_softcap: float,
+    alibi_sqrt: bool,
 ) -> None:
-    starts = query_start_loc.tolist()
-    reference_attention(
-        q, k_cache, v_cache, block_table, seq_lens, starts, out, softmax_scale, sliding_window, logits_softcap
+    options = AttentionOptions(
+        softmax_scale, causal, sliding_window, logits_softcap, alibi_slopes, alibi_sqrt, sinks, k_scale, v_scale
     )
+    reference_attention(q, k_cache, v_cache, block_table, seq_lens, query_start_loc.tolist(), out, options, lse)
 
 
 _attention_reference_op: Any = define_op(
     "attention_reference(Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_table, Tensor seq_lens, "
-    "Tensor query_start_loc, Tensor(a!) out, float softmax_scale, int sliding_window, float logits_softcap) -> ()",
+    "Tensor query_start_loc, Tensor(a!) out, Tensor(b!)? lse, Tensor? alibi_slopes, Tensor? sinks, Tensor? k_scale, "
+    "Tensor? v_scale, float softmax_scale, bool causal, int sliding_window, float logits_softcap, bool alibi_sqrt) "
+    "-> ()",
     triton_impl=_attention_reference,  # plain torch on every device
     reference=_attention_reference,
 )
@@ -124,36 +218,24 @@ def attention_reference(
     seq_lens: torch.Tensor,
     query_start_loc: torch.Tensor,
     out: torch.Tensor,
-    *,
-    softmax_scale: float,
-    sliding_window: int = 0,
-    logits_softcap: float = 0.0,
+    options: AttentionOptions,
+    lse: torch.Tensor | None = None,
 ) -> None:
-    """Causal attention of packed new tokens to their rows' pages, in plain torch.
+    """Attention of packed new tokens to their rows' pages, in plain torch.
 
     q, out             [padded_tokens, num_q_heads, head_dim]                  fp16, bf16 or fp32; out is written
-    k_cache, v_cache   [num_pages, page_size, num_kv_heads, head_dim]          dtype of q; any strides, the last one 1
+    k_cache, v_cache   [num_pages, page_size, num_kv_heads, head_dim]          dtype of q, or fp8; any strides, last 1
     block_table        [padded_reqs, max_pages]                                int32
     seq_lens           [padded_reqs]  including the new tokens; 0: zeros       int32
     query_start_loc    [padded_reqs + 1]  tokens from its last value on: zeros int32
-    sliding_window     positions that a token sees, itself included; 0: all
-    logits_softcap     cap * tanh(logits / cap); 0.0: off
+    lse                [padded_tokens, num_q_heads]  natural log of the softmax's denominator, sinks included; -inf
+                       where nothing is added up, and in tokens from query_start_loc's last value on   float32, written
 
     Capture-safe: on CPU, where the op tape sees one op. Not on CUDA: it reads lengths on the host.
 
     Raises: ShapeError.
     """
-    check_attention_arguments(
-        q,
-        k_cache,
-        v_cache,
-        block_table,
-        seq_lens,
-        out,
-        softmax_scale=softmax_scale,
-        sliding_window=sliding_window,
-        logits_softcap=logits_softcap,
-    )
+    check_attention_tensors(q, k_cache, v_cache, block_table, seq_lens, out, options, lse)
     check_tensor("query_start_loc", query_start_loc, shape=(seq_lens.shape[0] + 1,), dtype=torch.int32, device=q.device)
     check_unit_stride("query_start_loc", query_start_loc)
     _attention_reference_op(
@@ -164,7 +246,14 @@ def attention_reference(
         seq_lens,
         query_start_loc,
         out,
-        softmax_scale,
-        sliding_window,
-        logits_softcap,
+        lse,
+        options.alibi_slopes,
+        options.sinks,
+        options.k_scale,
+        options.v_scale,
+        options.softmax_scale,
+        options.causal,
+        options.sliding_window,
+        options.logits_softcap,
+        options.alibi_sqrt,
     )

@@ -1,4 +1,4 @@
-"""Device helpers that the attention kernels share: where a KV tile lies, and its logits."""
+"""Device helpers of the attention kernel: where a KV tile lies, its logits, and the online softmax over it."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import math
 import triton
 import triton.language as tl
 
+_LOG2E = tl.constexpr(math.log2(math.e))
 _HALF_LN_2 = math.log(2) / 2
 # The Taylor series of tanh(x ln(2) / 2) to its seventh power; below 1/4 the rest is 3e-7 of the value.
 _TANH_1 = tl.constexpr(_HALF_LN_2)
@@ -17,19 +18,19 @@ _SERIES_BELOW = tl.constexpr((0.25 / _HALF_LN_2) ** 2)
 
 
 @triton.jit
-def tile_pages(table_row_ptr, tile_start, lanes, seq_len, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
+def tile_pages(table_row_ptr, tile_start, lanes, kv_end, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
     """Page ids of a KV tile: [BLOCK_N], or a scalar where the tile lies within one page.
 
     table_row_ptr   the row's line of the block table
     tile_start      first position of the tile, a multiple of BLOCK_N
     lanes           arange(0, BLOCK_N)
-    seq_len         columns of positions from here on are not read; their lanes get page 0
+    kv_end          columns of positions from here on are not read; their lanes get page 0
     """
     if PAGE_SIZE % BLOCK_N == 0:
-        return tl.load(table_row_ptr + tile_start // PAGE_SIZE, mask=tile_start < seq_len, other=0)
+        return tl.load(table_row_ptr + tile_start // PAGE_SIZE, mask=tile_start < kv_end, other=0)
     else:
         positions = tile_start + lanes
-        return tl.load(table_row_ptr + positions // PAGE_SIZE, mask=positions < seq_len, other=0)
+        return tl.load(table_row_ptr + positions // PAGE_SIZE, mask=positions < kv_end, other=0)
 
 
 @triton.jit
@@ -43,14 +44,134 @@ def tile_offsets(pages, tile_start, lanes, stride_page, stride_slot, PAGE_SIZE: 
 
 
 @triton.jit
-def tile_logits(q, k, logit_factor, logit_cap, HAS_SOFTCAP: tl.constexpr):
-    """Logits of a tile in units of log 2, fp32 [BLOCK_M, BLOCK_N]; the factors are those of `logit_constants`."""
-    logits = tl.dot(q, tl.trans(k), input_precision="ieee") * logit_factor
+def soft_cap(logits, logit_cap):
+    """cap * tanh(t) where `logits` are 2 log2(e) t, as `logit_constants` scales them."""
+    # tanh(t) is 1 in fp32 long before 64, where exp2 is still finite. Near 0 the quotient cancels, so a series stands
+    # in; NaN stays NaN.
+    exponential = tl.exp2(tl.minimum(logits, 64.0, propagate_nan=tl.PropagateNan.ALL))
+    square = logits * logits
+    series = logits * (_TANH_1 + square * (_TANH_3 + square * (_TANH_5 + square * _TANH_7)))
+    return logit_cap * tl.where(square < _SERIES_BELOW, series, 1.0 - 2.0 / (exponential + 1.0))
+
+
+@triton.jit
+def attend_tile(
+    q,
+    k,
+    v_ptrs,
+    v_mask,
+    acc,
+    top,
+    weights,
+    positions,
+    query_positions,
+    kv_end,
+    factor,
+    logit_cap,
+    sliding_window,
+    slopes,
+    HAS_SOFTCAP: tl.constexpr,
+    HAS_ALIBI: tl.constexpr,
+    ALIBI_SQRT: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    MASKED: tl.constexpr,
+    DOT_DTYPE: tl.constexpr,
+):
+    """One step of the online softmax over a KV tile, in units of log 2. Returns acc, top and weights.
+
+    factor    [BLOCK_M, 1] or scalar   turns q . k into logits
+    weights   [BLOCK_M, BLOCK_N]       probabilities, summed over the lanes once, after the loop; or
+              [BLOCK_M]                their sums, where the registers are needed
+    slopes    [BLOCK_M]                ALiBi slopes x log2(e)
+    MASKED    without it every query row sees the whole tile, and `v_mask` is not looked at
+    """
+    logits = tl.dot(q, tl.trans(k.to(DOT_DTYPE)), input_precision="ieee") * factor
     if HAS_SOFTCAP:
-        # tanh(t) with t = logits * ln(2) / 2. It is 1 in fp32 long before 64, where exp2 is still finite. Near 0 the
-        # quotient cancels, so a series stands in; NaN stays NaN.
-        exponential = tl.exp2(tl.minimum(logits, 64.0, propagate_nan=tl.PropagateNan.ALL))
-        square = logits * logits
-        series = logits * (_TANH_1 + square * (_TANH_3 + square * (_TANH_5 + square * _TANH_7)))
-        logits = logit_cap * tl.where(square < _SERIES_BELOW, series, 1.0 - 2.0 / (exponential + 1.0))
-    return logits
+        logits = soft_cap(logits, logit_cap)
+    if HAS_ALIBI:
+        distance = tl.abs(query_positions[:, None] - positions[None, :]).to(tl.float32)
+        if ALIBI_SQRT:
+            distance = tl.sqrt(distance)
+        logits -= slopes[:, None] * distance
+    if MASKED:
+        visible = (positions < kv_end)[None, :]
+        if CAUSAL:
+            visible &= positions[None, :] <= query_positions[:, None]
+        if HAS_WINDOW:
+            visible &= positions[None, :] > query_positions[:, None] - sliding_window
+        logits = tl.where(visible, logits, float("-inf"))
+    new_top = tl.maximum(top, tl.max(logits, 1))
+    base = tl.where(new_top == float("-inf"), 0.0, new_top)  # nothing visible so far: -inf - -inf is NaN
+    rescale = tl.exp2(top - base)
+    probabilities = tl.exp2(logits - base[:, None])
+    if len(weights.shape) == 2:
+        weights = weights * rescale[:, None] + probabilities
+    else:
+        weights = weights * rescale + tl.sum(probabilities, 1)
+    # The load masks V: the unfilled tail of a page may hold NaN, and zero probability times NaN is NaN.
+    if v_mask is None:
+        v = tl.load(v_ptrs)
+    else:
+        v = tl.load(v_ptrs, mask=v_mask, other=0.0)
+    acc = tl.dot(probabilities.to(DOT_DTYPE), v.to(DOT_DTYPE), acc * rescale[:, None], input_precision="ieee")
+    return acc, new_top, weights
+
+
+@triton.jit
+def query_exponent(q):
+    """A power of two per query row, [BLOCK_M, 1], that is at least its largest magnitude: q / it fits float16."""
+    peak = tl.max(tl.abs(q), 1)
+    return tl.exp2(tl.ceil(tl.log2(tl.maximum(peak, 1e-30))))[:, None]
+
+
+@triton.jit
+def merge_partials(
+    partial_out_ptr,
+    partial_lse_ptr,
+    first_slot,
+    next_slot,
+    slot_step,
+    m,
+    num_partials,
+    num_rows,
+    kv_head,
+    num_kv_heads,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    PARTIAL_M: tl.constexpr,
+    MERGE_SPLITS: tl.constexpr,
+):
+    """Partial results of query rows `m`, weighted by their log-sum-exp and summed in split order, MERGE_SPLITS at a
+    time. Returns acc [PARTIAL_M, BLOCK_D], not yet divided, top and total [PARTIAL_M].
+
+    first_slot   slot of the first partial result; the others are at next_slot + i * slot_step
+    num_rows     query rows of the tile
+
+    The query rows are the first dimension, so that a warp holds all splits of a row and sums within its registers.
+    The loads are `.cg`: L1 is not coherent, and a line of it may hold the partials of an earlier layer.
+    """
+    d = tl.arange(0, BLOCK_D)
+    acc = tl.zeros([PARTIAL_M, BLOCK_D], tl.float32)
+    top = tl.full([PARTIAL_M], float("-inf"), tl.float32)
+    total = tl.zeros([PARTIAL_M], tl.float32)
+    for start in tl.range(0, num_partials, MERGE_SPLITS, num_stages=1):
+        splits = start + tl.arange(0, MERGE_SPLITS)
+        mask = (m < num_rows)[:, None] & (splits < num_partials)[None, :]
+        slots = tl.where(splits == 0, first_slot, next_slot + splits * slot_step)
+        at = ((slots * num_kv_heads + kv_head) * PARTIAL_M)[None, :] + m[:, None]
+        lses = tl.load(partial_lse_ptr + at, mask=mask, other=float("-inf"), cache_modifier=".cg")
+        outs = tl.load(
+            partial_out_ptr + (at.to(tl.int64) * HEAD_DIM)[:, :, None] + d[None, None, :],
+            mask=mask[:, :, None] & (d < HEAD_DIM)[None, None, :],
+            other=0.0,
+            cache_modifier=".cg",
+        )
+        new_top = tl.maximum(top, tl.max(lses, 1))
+        base = tl.where(new_top == float("-inf"), 0.0, new_top)
+        rescale = tl.exp2(top - base)
+        shares = tl.exp2(lses - base[:, None])
+        total = total * rescale + tl.sum(shares, 1)
+        acc = acc * rescale[:, None] + tl.sum(shares[:, :, None] * outs, 1)
+        top = new_top
+    return acc, top, total

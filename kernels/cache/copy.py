@@ -20,7 +20,7 @@ def copy_blocks(
 ) -> None:
     """Copy page src_pages[i] to page dst_pages[i] in the K and V cache of every layer.
 
-    k_caches, v_caches  per layer [num_pages, page_size, num_kv_heads, head_dim]  any strides, one device
+    k_caches, v_caches  per layer [num_pages, page_size, num_kv_heads, head_dim]  any strides, any dtype, one device
     src_pages           may repeat; all are read before any page is written
     dst_pages           all different
 
@@ -32,7 +32,7 @@ def copy_blocks(
     if len(dst_pages) == 0:
         return
     src, dst = _index(src_pages, caches[0].device), _index(dst_pages, caches[0].device)
-    for cache in caches:
+    for cache in map(_bits, caches):
         cache.index_copy_(0, dst, cache.index_select(0, src))
 
 
@@ -69,8 +69,13 @@ def swap_blocks(
     if len(dst_pages) == 0:
         return
     src_index, dst_index = _index(src_pages, src[0].device), _index(dst_pages, dst[0].device)
-    for a, b in zip(src, dst, strict=True):
+    for a, b in zip(map(_bits, src), map(_bits, dst), strict=True):
         b.index_copy_(0, dst_index, _gather(a, src_index, b.device))
+
+
+def _bits(cache: torch.Tensor) -> torch.Tensor:
+    """fp8 pages as bytes: torch has no indexed copies of fp8."""
+    return cache.view(torch.uint8) if cache.dtype.itemsize == 1 else cache
 
 
 def _gather(cache: torch.Tensor, index: torch.Tensor, device: torch.device) -> torch.Tensor:

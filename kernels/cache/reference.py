@@ -17,6 +17,8 @@ def write_kv_reference(
     q_norm: torch.Tensor | None,
     k_norm: torch.Tensor | None,
     norm_eps: float,
+    k_scale: torch.Tensor | None,
+    v_scale: torch.Tensor | None,
 ) -> None:
     """Reference of `graphrt::write_kv`; see `write_kv` for the arguments."""
     table = None if cos_sin is None else cos_sin[positions]
@@ -25,8 +27,17 @@ def write_kv_reference(
     k = _norm_and_rotate(k, k_norm, table, norm_eps)
     stored = slot_mapping >= 0
     pages, offsets = slot_mapping // k_cache.shape[1], slot_mapping % k_cache.shape[1]
-    k_cache[pages[stored], offsets[stored]] = k[stored].to(k_cache.dtype)
-    v_cache[pages[stored], offsets[stored]] = v[stored].to(v_cache.dtype)
+    k_cache[pages[stored], offsets[stored]] = _as_stored(k[stored], k_scale, k_cache.dtype)
+    v_cache[pages[stored], offsets[stored]] = _as_stored(v[stored], v_scale, v_cache.dtype)
+
+
+def _as_stored(x: torch.Tensor, scale: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
+    """`x` [tokens, num_kv_heads, head_dim] in the cache's dtype: fp8 is divided by its scale and saturates."""
+    if dtype.itemsize > 1:
+        return x.to(dtype)
+    x = x.float() if scale is None else x.float() / scale[:, None]
+    limit = torch.finfo(dtype).max
+    return x.clamp(-limit, limit).to(dtype)
 
 
 def _norm_and_rotate(

@@ -1,6 +1,7 @@
 """Rotate and normalise this step's queries and keys, and store keys and values in the paged cache: one launch a layer.
 
-A program handles a few heads of one token: query heads in place, or key and value heads on their way to the cache.
+A program handles a few heads of one token: query heads in place, or key and value heads on their way to the cache,
+which are divided by their scale and quantised there when the cache is fp8.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ import torch
 import triton
 import triton.language as tl
 
+from graphrt.kernels.attention.arguments import KV_DTYPES
+from graphrt.kernels.attention.options import FP8_DTYPES
 from graphrt.kernels.cache.reference import write_kv_reference
 from graphrt.kernels.checks import check_tensor, check_unit_stride
 from graphrt.kernels.compile_spec import CompileSpec
@@ -47,12 +50,28 @@ def _norm_part(x, rstd, weight_ptr, dims, mask, dtype: tl.constexpr):
 
 
 @triton.jit
+def _as_stored(x, scale_ptr, scale_heads, head_mask, out_dtype: tl.constexpr):
+    """`x`, already rounded to the dtype of its tensor, as `out_dtype` holds it: fp8 is scaled and saturates."""
+    if out_dtype == tl.float8e4nv or out_dtype == tl.float8e5:
+        limit: tl.constexpr = 448.0 if out_dtype == tl.float8e4nv else 57344.0
+        x = x.to(tl.float32)
+        if scale_ptr is not None:
+            scale = tl.load(scale_ptr + scale_heads, mask=head_mask, other=1.0)
+            x = tl.div_rn(x, scale[:, None])  # `/` is two ulp wide on the device and may cross a rounding boundary
+        x = tl.where(x > limit, limit, x)  # comparisons keep NaN, which minimum and maximum would drop
+        x = tl.where(x < -limit, -limit, x)
+    return x.to(out_dtype)
+
+
+@triton.jit
 def _norm_and_rotate(
     in_ptr,
     out_ptr,
     in_heads,
     out_heads,
     head_mask,
+    scale_ptr,
+    scale_heads,
     weight_ptr,
     cos_sin_ptr,
     norm_eps,
@@ -66,7 +85,7 @@ def _norm_and_rotate(
 
     A head is split into the two halves that are rotated into each other, and the rest. Each of the three is loaded and
     stored as a tile of the same layout, so that no thread overwrites what another has yet to read.
-    in_heads, out_heads   [BLOCK_H] offsets of the heads
+    in_heads, out_heads, scale_heads   [BLOCK_H] offsets of the heads and their scales
     """
     dtype: tl.constexpr = in_ptr.dtype.element_ty
     half_lanes = tl.arange(0, BLOCK_HALF)
@@ -92,10 +111,10 @@ def _norm_and_rotate(
         low, high = low * cos - high * sin, high * cos + low * sin
     out_dtype: tl.constexpr = out_ptr.dtype.element_ty
     out_ptrs = out_ptr + out_heads[:, None] + half_lanes[None, :]
-    tl.store(out_ptrs, low.to(dtype).to(out_dtype), mask=half_mask)
-    tl.store(out_ptrs + HALF, high.to(dtype).to(out_dtype), mask=half_mask)
+    tl.store(out_ptrs, _as_stored(low.to(dtype), scale_ptr, scale_heads, head_mask, out_dtype), mask=half_mask)
+    tl.store(out_ptrs + HALF, _as_stored(high.to(dtype), scale_ptr, scale_heads, head_mask, out_dtype), mask=half_mask)
     rest_out_ptrs = out_ptr + out_heads[:, None] + 2 * HALF + rest_lanes[None, :]
-    tl.store(rest_out_ptrs, rest.to(dtype).to(out_dtype), mask=rest_mask)
+    tl.store(rest_out_ptrs, _as_stored(rest.to(dtype), scale_ptr, scale_heads, head_mask, out_dtype), mask=rest_mask)
 
 
 @triton.jit
@@ -110,6 +129,8 @@ def _write_kv_kernel(
     cos_sin_ptr,
     q_norm_ptr,
     k_norm_ptr,
+    k_scale_ptr,
+    v_scale_ptr,
     norm_eps,
     num_q_heads,
     num_kv_heads,
@@ -127,6 +148,8 @@ def _write_kv_kernel(
     stride_v_slot,
     stride_v_cache_head,
     stride_cos_sin,
+    stride_k_scale,
+    stride_v_scale,
     PAGE_SIZE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     HALF: tl.constexpr,
@@ -146,7 +169,7 @@ def _write_kv_kernel(
         heads = (block * BLOCK_H + tl.arange(0, BLOCK_H)).to(tl.int64)
         q_heads = token * stride_q_token + heads * stride_q_head
         _norm_and_rotate(
-            q_ptr, q_ptr, q_heads, q_heads, heads < num_q_heads, q_norm_ptr, cos_sin_row_ptr, norm_eps,
+            q_ptr, q_ptr, q_heads, q_heads, heads < num_q_heads, None, heads, q_norm_ptr, cos_sin_row_ptr, norm_eps,
             HEAD_DIM, HALF, BLOCK_HALF, BLOCK_REST, HAS_Q_NORM,
         )  # fmt: skip
     else:
@@ -158,15 +181,17 @@ def _write_kv_kernel(
             head_mask = kv_heads < num_kv_heads
             k_out = page * stride_k_page + offset * stride_k_slot + kv_heads * stride_k_cache_head
             _norm_and_rotate(
-                k_ptr, k_cache_ptr, token * stride_k_token + kv_heads * stride_k_head, k_out, head_mask, k_norm_ptr,
-                cos_sin_row_ptr, norm_eps, HEAD_DIM, HALF, BLOCK_HALF, BLOCK_REST, HAS_K_NORM,
+                k_ptr, k_cache_ptr, token * stride_k_token + kv_heads * stride_k_head, k_out, head_mask,
+                k_scale_ptr, kv_heads * stride_k_scale, k_norm_ptr, cos_sin_row_ptr, norm_eps,
+                HEAD_DIM, HALF, BLOCK_HALF, BLOCK_REST, HAS_K_NORM,
             )  # fmt: skip
             dims = tl.arange(0, BLOCK_D)
             mask = head_mask[:, None] & (dims < HEAD_DIM)[None, :]
             v_heads = token * stride_v_token + kv_heads * stride_v_head
-            v = tl.load(v_ptr + v_heads[:, None] + dims[None, :], mask=mask, other=0.0).to(tl.float32)
+            v = tl.load(v_ptr + v_heads[:, None] + dims[None, :], mask=mask, other=0.0)
+            v = _as_stored(v, v_scale_ptr, kv_heads * stride_v_scale, head_mask, v_cache_ptr.dtype.element_ty)
             v_out = page * stride_v_page + offset * stride_v_slot + kv_heads * stride_v_cache_head
-            tl.store(v_cache_ptr + v_out[:, None] + dims[None, :], v.to(v_cache_ptr.dtype.element_ty), mask=mask)
+            tl.store(v_cache_ptr + v_out[:, None] + dims[None, :], v, mask=mask)
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,6 +231,8 @@ def _write_kv_triton(
     q_norm: torch.Tensor | None,
     k_norm: torch.Tensor | None,
     norm_eps: float,
+    k_scale: torch.Tensor | None,
+    v_scale: torch.Tensor | None,
 ) -> None:
     tokens, num_q_heads, head_dim = q.shape
     num_kv_heads, page_size = k.shape[1], k_cache.shape[1]
@@ -217,18 +244,23 @@ def _write_kv_triton(
     num_q_blocks = triton.cdiv(num_q_heads, tiling.block_h) if changes_q else 0
     grid = (tokens, num_q_blocks + triton.cdiv(num_kv_heads, tiling.block_h))
     _write_kv_kernel[grid](
-        q, k, v, k_cache, v_cache, slot_mapping, positions, cos_sin, q_norm, k_norm,
+        q, k, v, k_cache, v_cache, slot_mapping, positions, cos_sin, q_norm, k_norm, k_scale, v_scale,
         norm_eps, num_q_heads, num_kv_heads, num_q_blocks, q.stride(0), q.stride(1), k.stride(0), k.stride(1),
         v.stride(0), v.stride(1), *k_cache.stride()[:3], *v_cache.stride()[:3],
-        0 if cos_sin is None else cos_sin.stride(0),
+        0 if cos_sin is None else cos_sin.stride(0), _scale_stride(k_scale), _scale_stride(v_scale),
         PAGE_SIZE=page_size, HEAD_DIM=head_dim, HALF=rotary_dim // 2,
         HAS_Q_NORM=q_norm is not None, HAS_K_NORM=k_norm is not None, **tiling.constexprs(), num_warps=_NUM_WARPS,
     )  # fmt: skip
 
 
+def _scale_stride(scale: torch.Tensor | None) -> int:
+    return 0 if scale is None or scale.shape[0] == 1 else 1
+
+
 _op = define_op(
     "write_kv(Tensor(a!) q, Tensor k, Tensor v, Tensor(b!) k_cache, Tensor(c!) v_cache, Tensor slot_mapping, "
-    "Tensor positions, Tensor? cos_sin, Tensor? q_norm, Tensor? k_norm, float norm_eps) -> ()",
+    "Tensor positions, Tensor? cos_sin, Tensor? q_norm, Tensor? k_norm, float norm_eps, "
+    "Tensor? k_scale, Tensor? v_scale) -> ()",
     triton_impl=_write_kv_triton,
     reference=write_kv_reference,
 )
@@ -244,28 +276,35 @@ def write_kv(
     positions: torch.Tensor,
     *,
     rotary: Rotary | None = None,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
 ) -> None:
     """Store this step's keys and values in the paged cache; with `rotary`, norm and rotate q (in place) and k first.
 
     q             [tokens, num_q_heads, head_dim]                 device; changed in place if `rotary` is given
     k, v          [tokens, num_kv_heads, head_dim]   q's dtype    device; not changed; may be slices of one qkv tensor
-    k_cache       [num_pages, page_size, num_kv_heads, head_dim]  device; any float dtype, any strides, last one 1
+    k_cache       [num_pages, page_size, num_kv_heads, head_dim]  device; any float dtype or fp8, any strides,
+                                                                          the last one 1
     v_cache       as k_cache
     slot_mapping  [tokens]  int64  page * page_size + offset of each token; tokens with -1 are not stored
     positions     [tokens]  int64  rows of rotary.cos_sin; must lie inside it, for pad tokens too
+    k_scale       [1] or [num_kv_heads]  float32  of an fp8 cache: key = stored value * k_scale; > 0; None: 1
+    v_scale       as k_scale, of the values
 
     The mean square and the rotation are computed in float32; values are rounded to q's dtype after the norm, after
-    its weight, and after the rotation, then to the cache's dtype. Rotary embedding: Su et al. 2021, in halves.
+    its weight, and after the rotation, then to the cache's dtype. An fp8 cache gets value / scale, a float32 quotient
+    that saturates at the dtype's largest finite value, infinities too, and is rounded to nearest even; NaN stays NaN.
+    Rotary embedding: Su et al. 2021, in halves. fp8 formats: Micikevicius et al. 2022.
 
-    Capture-safe: the grid follows from the shapes; slots and positions are read on the device.
+    Capture-safe: the grid follows from the shapes; slots, positions and scales are read on the device.
     Raises: ShapeError when a tensor does not fit the others.
     """
     check_tensor("q", q, shape=(None, None, None), dtype=_FLOATS)
     (tokens, _, head_dim), device = q.shape, q.device
     check_tensor("k", k, shape=(tokens, None, head_dim), dtype=q.dtype, device=device)
     check_tensor("v", v, shape=k.shape, dtype=q.dtype, device=device)
-    check_tensor("k_cache", k_cache, shape=(None, None, k.shape[1], head_dim), dtype=_FLOATS, device=device)
-    check_tensor("v_cache", v_cache, shape=k_cache.shape, dtype=_FLOATS, device=device)
+    check_tensor("k_cache", k_cache, shape=(None, None, k.shape[1], head_dim), dtype=KV_DTYPES, device=device)
+    check_tensor("v_cache", v_cache, shape=k_cache.shape, dtype=k_cache.dtype, device=device)
     check_tensor("slot_mapping", slot_mapping, shape=(tokens,), dtype=torch.int64, device=device)
     check_tensor("positions", positions, shape=(tokens,), dtype=torch.int64, device=device)
     named = {"q": q, "k": k, "v": v, "k_cache": k_cache, "v_cache": v_cache, "slot_mapping": slot_mapping}
@@ -285,24 +324,49 @@ def write_kv(
                 named[name] = weight
     for name, tensor in named.items():
         check_unit_stride(name, tensor)
+    for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
+        if scale is not None:
+            check_kv_scale(name, scale, k_cache.dtype, k.shape[1], device)
     if rotary is None:
-        _op(q, k, v, k_cache, v_cache, slot_mapping, positions, None, None, None, 0.0)
+        _op(q, k, v, k_cache, v_cache, slot_mapping, positions, None, None, None, 0.0, k_scale, v_scale)
     else:
         _op(
             q, k, v, k_cache, v_cache, slot_mapping, positions,
-            rotary.cos_sin, rotary.q_norm, rotary.k_norm, rotary.norm_eps,
+            rotary.cos_sin, rotary.q_norm, rotary.k_norm, rotary.norm_eps, k_scale, v_scale,
         )  # fmt: skip
 
 
+def check_kv_scale(
+    name: str, scale: torch.Tensor, cache_dtype: torch.dtype, num_kv_heads: int, device: torch.device
+) -> None:
+    """Raise ShapeError unless `scale` is one of an fp8 cache: [1] or [num_kv_heads], float32, contiguous."""
+    if cache_dtype not in FP8_DTYPES:
+        raise ShapeError(
+            f"{name}: expected None for a cache of {str(cache_dtype).removeprefix('torch.')}, got a scale; "
+            "scales belong to fp8 caches"
+        )
+    check_tensor(name, scale, shape=(None,), dtype=torch.float32, device=device)
+    if scale.shape[0] not in (1, num_kv_heads):
+        raise ShapeError(
+            f"{name}: expected shape [1] or [{num_kv_heads}], a scale per tensor or per KV head, "
+            f"got {list(scale.shape)}; do not repeat it for query heads"
+        )
+    check_unit_stride(name, scale)
+
+
 def compile_variants() -> list[CompileSpec]:
-    """Plain stores, full and partial rotation, per-head norms, odd head sizes."""
+    """Plain stores, full and partial rotation, per-head norms, odd head sizes, fp8 caches with and without scales."""
     specs = []
-    for name, kind, cache_kind, heads, head_dim, rotary_dim, has_norm in (
-        ("llama_bf16", "bf16", "bf16", 32, 128, 128, False),
-        ("qwen3_bf16", "bf16", "bf16", 32, 128, 128, True),
-        ("partial_fp16_to_fp32", "fp16", "fp32", 12, 80, 32, False),
-        ("wide_fp32", "fp32", "fp16", 8, 256, 64, True),
-        ("plain_bf16", "bf16", "bf16", 8, 64, 0, False),
+    for name, kind, cache_kind, heads, head_dim, rotary_dim, has_norm, has_scale in (
+        ("llama_bf16", "bf16", "bf16", 32, 128, 128, False, False),
+        ("qwen3_bf16", "bf16", "bf16", 32, 128, 128, True, False),
+        ("partial_fp16_to_fp32", "fp16", "fp32", 12, 80, 32, False, False),
+        ("wide_fp32", "fp32", "fp16", 8, 256, 64, True, False),
+        ("plain_bf16", "bf16", "bf16", 8, 64, 0, False, False),
+        ("llama_bf16_to_e4m3", "bf16", "fp8e4nv", 32, 128, 128, False, True),
+        ("qwen3_fp16_to_e5m2", "fp16", "fp8e5", 32, 128, 128, True, True),
+        ("partial_fp32_to_e4m3", "fp32", "fp8e4nv", 12, 80, 32, False, True),
+        ("plain_bf16_to_e5m2", "bf16", "fp8e5", 8, 64, 0, False, False),
     ):
         tiling = _Tiling.choose(heads, head_dim, rotary_dim)
         constexprs: dict[str, object] = {
@@ -320,6 +384,8 @@ def compile_variants() -> list[CompileSpec]:
             ("cos_sin_ptr", "fp32", rotary_dim > 0),
             ("q_norm_ptr", kind, has_norm),
             ("k_norm_ptr", kind, has_norm),
+            ("k_scale_ptr", "fp32", has_scale),
+            ("v_scale_ptr", "fp32", has_scale),
         ):
             if given:
                 types[pointer] = f"*{kind_of}"
@@ -329,7 +395,10 @@ def compile_variants() -> list[CompileSpec]:
             argument: "constexpr" if argument in constexprs else types.get(argument, "i32")
             for argument in _write_kv_kernel.arg_names
         }
-        divisible = tuple(a for a, t in signature.items() if t.startswith("*") or a.startswith("stride_"))
+        # Scales are one per head or one in all: their strides are 1 or 0.
+        divisible = tuple(
+            a for a, t in signature.items() if t.startswith("*") or (a.startswith("stride_") and "scale" not in a)
+        )
         specs.append(
             CompileSpec(f"write_kv_{name}", _write_kv_kernel, signature, constexprs, _NUM_WARPS, 3, divisible=divisible)
         )

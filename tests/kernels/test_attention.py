@@ -2,155 +2,25 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 import pytest
 import torch
 
-from graphrt.kernels.attention.paged_decode import paged_decode
+from graphrt.kernels.attention.attention import paged_attention
 from graphrt.kernels.attention.reference import attention_reference
-from graphrt.kernels.attention.splits import DecodeWorkspace
-from graphrt.kernels.attention.varlen import varlen_attention
-
-F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
-NAN = float("nan")
-UNWRITTEN = 777.0
-
-
-@dataclass(frozen=True)
-class Case:
-    """One attention problem; a row is (seq_len, query_len), and what the rows leave of `padded_tokens` is padding."""
-
-    id: str
-    rows: tuple[tuple[int, int], ...]
-    dtype: torch.dtype = F32
-    page_size: int = 16
-    layout: str = "NHD"
-    num_kv_heads: int = 1
-    group: int = 4
-    head_dim: int = 64
-    window: int = 0
-    softcap: float = 0.0
-    num_splits: int = 1
-    pad_tokens: int = 0
-    qk_size: float = 1.0
-
-    @property
-    def options(self) -> dict[str, float | int]:
-        return {
-            "softmax_scale": self.head_dim**-0.5,
-            "sliding_window": self.window,
-            "logits_softcap": self.softcap,
-        }
-
-
-@dataclass
-class Problem:
-    """Tensors of a case on a device, and the dense K and V of each row on the CPU, of which the oracle is made."""
-
-    case: Case
-    q: torch.Tensor
-    k_cache: torch.Tensor
-    v_cache: torch.Tensor
-    block_table: torch.Tensor
-    seq_lens: torch.Tensor
-    query_start_loc: torch.Tensor
-    out: torch.Tensor
-    dense: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
-
-    @property
-    def tensors(self) -> tuple[torch.Tensor, ...]:
-        return self.q, self.k_cache, self.v_cache, self.block_table, self.seq_lens
-
-    def run_varlen(self, function=varlen_attention) -> torch.Tensor:
-        self.out.fill_(UNWRITTEN)
-        function(*self.tensors, self.query_start_loc, self.out, **self.case.options)
-        return self.out.cpu().clone()
-
-    def run_decode(self, workspace: DecodeWorkspace) -> torch.Tensor:
-        self.out.fill_(UNWRITTEN)
-        query_len, splits = self.case.rows[0][1], self.case.num_splits
-        options = self.case.options
-        paged_decode(*self.tensors, self.out, workspace, query_len=query_len, num_splits=splits, **options)
-        return self.out.cpu().clone()
-
-
-def make_problem(case: Case, rng: torch.Generator, device: torch.device) -> Problem:
-    """Random tensors; NaN in the null page, in pages that no row owns, in page tails and in the queries of padding."""
-    size, heads, dim = case.page_size, case.num_kv_heads, case.head_dim
-    pages_of = [-(-seq_len // size) for seq_len, _ in case.rows]
-    num_pages = 3 + sum(pages_of)
-    order = (torch.randperm(num_pages - 1, generator=rng) + 1).tolist()
-    shape = (num_pages, size, heads, dim) if case.layout == "NHD" else (num_pages, heads, size, dim)
-    k_cache, v_cache = (torch.full(shape, NAN, dtype=case.dtype) for _ in range(2))
-    if case.layout == "HND":
-        k_cache, v_cache = k_cache.permute(0, 2, 1, 3), v_cache.permute(0, 2, 1, 3)
-    block_table = torch.zeros(len(case.rows), max([2, *pages_of]) + 1, dtype=torch.int32)
-    dense = []
-    for row, (seq_len, _) in enumerate(case.rows):
-        k, v = (torch.randn(seq_len, heads, dim, generator=rng).to(case.dtype) for _ in range(2))
-        dense.append((k, v))
-        for column in range(pages_of[row]):
-            page, part = order.pop(), slice(column * size, min(seq_len, (column + 1) * size))
-            block_table[row, column] = page
-            k_cache[page, : part.stop - part.start] = k[part]
-            v_cache[page, : part.stop - part.start] = v[part]
-    starts = torch.tensor([0, *(query_len for _, query_len in case.rows)]).cumsum(0).to(torch.int32)
-    num_tokens, num_q_heads = int(starts[-1]) + case.pad_tokens, heads * case.group
-    q = (case.qk_size * torch.randn(num_tokens, num_q_heads, dim, generator=rng)).to(case.dtype)
-    for row, (seq_len, _) in enumerate(case.rows):
-        if seq_len == 0:
-            q[starts[row] : starts[row + 1]] = NAN
-    q[starts[-1] :] = NAN
-    on_device = [t.to(device) for t in (q, k_cache, v_cache, block_table, torch.tensor([r[0] for r in case.rows]))]
-    on_device[4] = on_device[4].to(torch.int32)
-    return Problem(case, *on_device, starts.to(device), torch.empty_like(on_device[0]), dense)
-
-
-def expected(problem: Problem, dtype: torch.dtype) -> torch.Tensor:
-    """The definition, token by token and head by head, with every operation in `dtype`."""
-    case, q = problem.case, problem.q.cpu().to(dtype)
-    out = torch.zeros(q.shape, dtype=dtype)
-    token = 0
-    for (seq_len, query_len), (k, v) in zip(case.rows, problem.dense, strict=True):
-        for position in range(seq_len - query_len, seq_len):
-            first = max(0, position + 1 - case.window) if case.window else 0
-            for head in range(q.shape[1]):
-                if position >= 0:
-                    keys, values = (x[first : position + 1, head // case.group].to(dtype) for x in (k, v))
-                    logits = keys @ q[token, head] * case.head_dim**-0.5
-                    if case.softcap:
-                        logits = case.softcap * torch.tanh(logits / case.softcap)
-                    out[token, head] = torch.softmax(logits, 0) @ values
-            token += 1
-    return out
-
-
-def assert_accurate(problem: Problem, got: torch.Tensor) -> None:
-    """Error at most twice that of plain torch in the same dtype, plus 1e-5; exact zeros where nothing is seen."""
-    truth = expected(problem, torch.float64)
-    plain = expected(problem, problem.case.dtype)
-    bound = 2 * (plain.double() - truth).abs().max().item() + 1e-5
-    error = (got.double() - truth).abs().max().item()
-    assert error <= bound, f"max error {error:.3g}, allowed {bound:.3g}"
-    nothing_seen = (truth == 0).flatten(1).all(1)
-    assert torch.equal(got[nothing_seen], torch.zeros_like(got[nothing_seen]))
-
-
-def make_workspace(problem: Problem) -> DecodeWorkspace:
-    """Scratch memory of exactly the size that is needed, NaN where its contents may not matter."""
-    tokens, heads, dim = problem.q.shape
-    count = tokens * heads * problem.case.num_splits
-    return DecodeWorkspace(
-        torch.full((count * dim,), NAN, device=problem.q.device),
-        torch.full((count,), NAN, device=problem.q.device),
-        torch.zeros(tokens * heads, dtype=torch.int32, device=problem.q.device),
-    )
-
-
-def decode(seq_lens: tuple[int, ...], query_len: int = 1) -> tuple[tuple[int, int], ...]:
-    return tuple((seq_len, query_len) for seq_len in seq_lens)
-
+from tests.kernels.attention_cases import (
+    BF16,
+    E4M3,
+    E5M2,
+    F16,
+    NAN,
+    UNWRITTEN,
+    Case,
+    assert_accurate,
+    decode,
+    make_problem,
+)
 
 EDGES = (0, 1, 15, 16, 17)  # of a page of 16
 
@@ -159,42 +29,42 @@ DECODE_CASES = [
     Case("edges_of_page_16", decode(EDGES)),
     Case("edges_of_page_1", decode((0, 1, 2, 5)), page_size=1),
     Case("edges_of_page_48", decode((47, 0, 48, 49)), page_size=48),
-    Case("edges_of_page_64", decode((63, 64, 65, 0)), page_size=64, num_splits=2),
-    Case("page_larger_than_tile", decode((1, 100, 64)), page_size=256, num_splits=3),
-    Case("page_of_1024", decode((130,)), page_size=1024, num_splits=2),
-    Case("fp16_edges", decode(EDGES), dtype=F16, num_splits=2),
-    Case("bf16_edges", decode(EDGES), dtype=BF16, num_splits=2),
+    Case("edges_of_page_64", decode((63, 64, 65, 0)), page_size=64, num_sms=2),
+    Case("page_larger_than_tile", decode((1, 100, 64)), page_size=256, num_sms=3),
+    Case("page_of_1024", decode((130,)), page_size=1024, num_sms=2),
+    Case("fp16_edges", decode(EDGES), dtype=F16, num_sms=2),
+    Case("bf16_edges", decode(EDGES), dtype=BF16, num_sms=2),
     Case("hnd", decode((5, 33, 0)), layout="HND", num_kv_heads=2, group=2),
     Case("hnd_bf16_page_64", decode((70, 3)), layout="HND", num_kv_heads=2, group=2, dtype=BF16, page_size=64),
-    Case("group_1", decode((40, 7)), group=1, num_kv_heads=3, num_splits=2),
-    Case("group_3", decode((40, 7)), group=3, num_kv_heads=2, num_splits=2),
-    Case("group_7_bf16", decode((150, 7)), group=7, dtype=BF16, num_splits=2),
-    Case("group_16_fp16", decode((150, 7)), group=16, dtype=F16, num_splits=2),
-    Case("group_71", decode((40, 7)), group=71, dtype=F16, num_splits=2),
+    Case("group_1", decode((40, 7)), group=1, num_kv_heads=3, num_sms=2),
+    Case("group_3", decode((40, 7)), group=3, num_kv_heads=2, num_sms=2),
+    Case("group_7_bf16", decode((150, 7)), group=7, dtype=BF16, num_sms=2),
+    Case("group_16_fp16", decode((150, 7)), group=16, dtype=F16, num_sms=2),
+    Case("group_71", decode((40, 7)), group=71, dtype=F16, num_sms=2),
     Case("head_dim_16", decode((33, 7)), head_dim=16),
-    Case("head_dim_80", decode((33, 70)), head_dim=80, num_splits=2),
-    Case("head_dim_96_bf16", decode((33, 70)), head_dim=96, dtype=BF16, num_splits=2),
-    Case("head_dim_128_bf16", decode((140, 5)), head_dim=128, dtype=BF16, num_splits=3),
-    Case("head_dim_256", decode((33, 7)), head_dim=256, num_splits=2),
-    Case("head_dim_256_fp16", decode((70, 7)), head_dim=256, dtype=F16, num_splits=2),
-    Case("query_len_2", decode((17, 0, 2, 40), 2), num_splits=2),
-    Case("query_len_2_longer_than_row", decode((1, 33), 2), num_splits=2),
-    Case("query_len_5_group_7", decode((5, 0, 66), 5), group=7, num_splits=3),
-    Case("query_len_5_bf16", decode((5, 129), 5), group=4, dtype=BF16, head_dim=128, num_splits=3),
-    Case("query_len_16_group_7_fp16", decode((16, 65), 16), group=7, dtype=F16, head_dim=128, num_splits=2),
-    Case("ragged", decode((1, 100, 0, 31, 64, 17)), num_kv_heads=2, group=2, num_splits=3),
-    Case("more_splits_than_tiles", decode((33, 1, 0)), num_splits=64),
-    Case("many_splits", decode((300, 90)), group=2, num_splits=7),
-    Case("splits_fill_two_merges", decode((32 * 17,)), group=64, num_splits=17, head_dim=32),
-    Case("window", decode((100, 0, 20, 21)), window=20, num_splits=2),
+    Case("head_dim_80", decode((33, 70)), head_dim=80, num_sms=2),
+    Case("head_dim_96_bf16", decode((33, 70)), head_dim=96, dtype=BF16, num_sms=2),
+    Case("head_dim_128_bf16", decode((140, 5)), head_dim=128, dtype=BF16, num_sms=3),
+    Case("head_dim_256", decode((33, 7)), head_dim=256, num_sms=2),
+    Case("head_dim_256_fp16", decode((70, 7)), head_dim=256, dtype=F16, num_sms=2),
+    Case("query_len_2", decode((17, 0, 2, 40), 2), num_sms=2),
+    Case("query_len_2_longer_than_row", decode((1, 33), 2), num_sms=2),
+    Case("query_len_5_group_7", decode((5, 0, 66), 5), group=7, num_sms=3),
+    Case("query_len_5_bf16", decode((5, 129), 5), group=4, dtype=BF16, head_dim=128, num_sms=3),
+    Case("query_len_16_group_7_fp16", decode((16, 65), 16), group=7, dtype=F16, head_dim=128, num_sms=2),
+    Case("ragged", decode((1, 100, 0, 31, 64, 17)), num_kv_heads=2, group=2, num_sms=3),
+    Case("more_splits_than_tiles", decode((33, 1, 0)), num_sms=64),
+    Case("many_splits", decode((300, 90)), group=2, num_sms=7),
+    Case("splits_fill_two_merges", decode((32 * 17,)), group=64, num_sms=17, head_dim=32),
+    Case("window", decode((100, 0, 20, 21)), window=20, num_sms=2),
     Case("window_of_1", decode((33, 1)), window=1),
-    Case("window_query_len_5", decode((100, 5, 64), 5), window=33, num_splits=3),
-    Case("window_bf16_page_64", decode((200, 64)), window=65, page_size=64, dtype=BF16, num_splits=2),
-    Case("softcap", decode((70, 3)), softcap=2.0, qk_size=5.0, num_splits=2),
+    Case("window_query_len_5", decode((100, 5, 64), 5), window=33, num_sms=3),
+    Case("window_bf16_page_64", decode((200, 64)), window=65, page_size=64, dtype=BF16, num_sms=2),
+    Case("softcap", decode((70, 3)), softcap=2.0, qk_size=5.0, num_sms=2),
     Case("softcap_saturated", decode((70, 3)), softcap=0.5, qk_size=1000.0),
     Case("softcap_large", decode((70, 3)), softcap=1000.0),
-    Case("large_logits_bf16", decode((70, 3)), qk_size=30.0, dtype=BF16, num_splits=2),
-    Case("window_softcap_bf16", decode((140, 3), 2), window=70, softcap=30.0, dtype=BF16, num_splits=2),
+    Case("large_logits_bf16", decode((70, 3)), qk_size=30.0, dtype=BF16, num_sms=2),
+    Case("window_softcap_bf16", decode((140, 3), 2), window=70, softcap=30.0, dtype=BF16, num_sms=2),
 ]
 
 VARLEN_CASES = [
@@ -227,6 +97,7 @@ VARLEN_CASES = [
     Case("window_softcap_bf16", ((90, 20), (3, 1)), window=33, softcap=30.0, dtype=BF16),
 ]
 
+
 REFERENCE_CASES = VARLEN_CASES + [
     replace(case, id=f"decode_{case.id}") for case in DECODE_CASES if case.window or case.rows[0][1] > 1
 ]
@@ -237,43 +108,44 @@ def by_id(cases: list[Case]) -> list[object]:
 
 
 @pytest.mark.parametrize("case", by_id(DECODE_CASES))
-def test_paged_decode(case: Case, kernel_device: torch.device, rng: torch.Generator) -> None:
+def test_decode(case: Case, kernel_device: torch.device, rng: torch.Generator) -> None:
     problem = make_problem(case, rng, kernel_device)
-    workspace = make_workspace(problem)
-    first = problem.run_decode(workspace)
+    caches = [problem.k_cache.clone(), problem.v_cache.clone()]
+    first = problem.run()
     assert_accurate(problem, first)
-    assert not workspace.counters.any(), "the kernel must leave its counters at 0"
-    workspace.partial_out.fill_(NAN)
-    workspace.partial_lse.fill_(NAN)
-    assert torch.equal(problem.run_decode(workspace), first), "a second run must give the same bits"
+    for workspace, _ in problem.workspaces.values():
+        workspace.partial_out.fill_(NAN)
+        workspace.partial_lse.fill_(NAN)
+    assert torch.equal(problem.run(), first), "a second run must give the same bits"
+    for before, after in zip(caches, (problem.k_cache, problem.v_cache), strict=True):
+        assert torch.equal(before.view(torch.int8), after.view(torch.int8)), "the cache must not be written"
 
 
 @pytest.mark.parametrize("case", by_id(VARLEN_CASES))
-def test_varlen_attention(case: Case, kernel_device: torch.device, rng: torch.Generator) -> None:
+def test_varlen(case: Case, kernel_device: torch.device, rng: torch.Generator) -> None:
     problem = make_problem(case, rng, kernel_device)
-    assert_accurate(problem, problem.run_varlen())
+    assert_accurate(problem, problem.run("varlen"))
 
 
 @pytest.mark.parametrize("case", by_id(REFERENCE_CASES))
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_attention_reference(case: Case, device: str, rng: torch.Generator) -> None:
     problem = make_problem(case, rng, torch.device(device))
-    assert_accurate(problem, problem.run_varlen(attention_reference))
+    assert_accurate(problem, problem.run_reference(attention_reference))
 
 
 @pytest.mark.parametrize("op", ["decode", "varlen"])
 def test_cpu_runs_the_reference(op: str, rng: torch.Generator) -> None:
     """Without the interpreter the ops give on CPU, bit for bit, what attention_reference gives."""
-    problem = make_problem(Case("", decode((40, 0, 17), 2), num_splits=3), rng, torch.device("cpu"))
-    want = problem.run_varlen(attention_reference)
-    got = problem.run_varlen() if op == "varlen" else problem.run_decode(make_workspace(problem))
-    assert torch.equal(got, want)
+    problem = make_problem(Case("", decode((40, 0, 17), 2)), rng, torch.device("cpu"))
+    want = problem.run_reference(attention_reference)
+    assert torch.equal(problem.run(op), want)
 
 
 @pytest.mark.parametrize("op", ["decode", "varlen", "reference"])
 def test_strided_tensors(op: str, kernel_device: torch.device, rng: torch.Generator) -> None:
     """Queries inside a qkv tensor, K and V interleaved by page, output in a larger tensor, a table with a margin."""
-    case = Case("", decode((40, 0, 17)), num_kv_heads=2, group=2, num_splits=2)
+    case = Case("", decode((40, 0, 17)), num_kv_heads=2, group=2)
     dense = make_problem(case, rng, kernel_device)
     qkv = torch.cat([dense.q, torch.full_like(dense.q, NAN)], dim=1)
     kv = torch.stack([dense.k_cache, dense.v_cache], dim=1)
@@ -287,10 +159,7 @@ def test_strided_tensors(op: str, kernel_device: torch.device, rng: torch.Genera
         block_table=table[:, : dense.block_table.shape[1]],
         out=out[:, 4:],
     )
-    if op == "decode":
-        got = problem.run_decode(make_workspace(problem))
-    else:
-        got = problem.run_varlen(varlen_attention if op == "varlen" else attention_reference)
+    got = problem.run_reference(attention_reference) if op == "reference" else problem.run(op)
     assert_accurate(problem, got)
     assert (out[:, :4] == UNWRITTEN).all()
 
@@ -298,35 +167,76 @@ def test_strided_tensors(op: str, kernel_device: torch.device, rng: torch.Genera
 @pytest.mark.parametrize("op", ["decode", "varlen", "reference"])
 def test_pages_before_the_window_may_be_gone(op: str, kernel_device: torch.device, rng: torch.Generator) -> None:
     """A cache manager may free what a window no longer sees and put the null page in its place."""
-    case = Case("", decode((100, 37)), window=20, page_size=16, num_splits=2)
+    case = Case("", decode((100, 37)), window=20, page_size=16)
     problem = make_problem(case, rng, kernel_device)
     for row, (seq_len, _) in enumerate(case.rows):
         problem.block_table[row, : (seq_len - case.window) // case.page_size] = 0
-    if op == "decode":
-        got = problem.run_decode(make_workspace(problem))
-    else:
-        got = problem.run_varlen(varlen_attention if op == "varlen" else attention_reference)
+    got = problem.run_reference(attention_reference) if op == "reference" else problem.run(op)
     assert_accurate(problem, got)
 
 
+@pytest.mark.parametrize("kv_dtype", [None, E4M3, E5M2], ids=["bf16", "e4m3", "e5m2"])
+def test_batch_invariant_rows(kv_dtype: torch.dtype | None, kernel_device: torch.device, rng: torch.Generator) -> None:
+    """A row's bits do not depend on the rows beside it, on its place among them, or on pad rows."""
+    rows = decode((300, 17, 0, 900, 64))
+    case = Case("", rows, dtype=BF16, kv_dtype=kv_dtype, batch_invariant=True, num_kv_heads=2, num_sms=4)
+    problem = make_problem(case, rng, kernel_device)
+    together = problem.run()
+    assert_accurate(problem, together)
+    for order in ([3], [0, 2], [4, 3, 2, 1, 0], [1, 0, 2, 2, 2, 2, 4]):
+        alone = replace(
+            problem,
+            case=replace(case, rows=tuple(rows[row] for row in order)),
+            q=problem.q[order].contiguous(),
+            out=torch.empty_like(problem.q[order]),
+            lse=None,
+            block_table=problem.block_table[order].contiguous(),
+            seq_lens=problem.seq_lens[order].contiguous(),
+            workspaces={},
+        )
+        assert torch.equal(alone.run(), together[order])
+
+
+def test_large_queries_with_an_fp8_cache(kernel_device: torch.device, rng: torch.Generator) -> None:
+    """Queries beyond float16's range are scaled, since fp8 keys are multiplied as float16."""
+    case = Case("", decode((70, 3)), dtype=BF16, kv_dtype=E4M3, qk_size=1e6)
+    problem = make_problem(case, rng, kernel_device)
+    problem.options = replace(problem.options, softmax_scale=case.head_dim**-0.5 * 1e-6)
+    got = problem.run()
+    small = make_problem(replace(case, qk_size=1.0), torch.Generator().manual_seed(0), kernel_device)
+    small.q = (problem.q.double() / 1e6).to(BF16)
+    difference = (got.float() - small.run().float()).abs().max()
+    assert difference < 0.05, difference
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize("num_splits", [2, 16, 64])
-def test_merge_does_not_depend_on_arrival(num_splits: int, rng: torch.Generator) -> None:
+@pytest.mark.parametrize("num_sms", [2, 16, 132])
+def test_merge_does_not_depend_on_arrival(num_sms: int, rng: torch.Generator) -> None:
     """Programs run in any order on a GPU: 200 runs over one workspace give the same bits and counters of 0."""
     rows = tuple((int(n), 1) for n in torch.randint(1, 3000, (48,), generator=rng))
-    case = Case("", rows, dtype=BF16, num_kv_heads=8, head_dim=128, num_splits=num_splits)
+    case = Case("", rows, dtype=BF16, num_kv_heads=8, head_dim=128, num_sms=num_sms)
     problem = make_problem(case, rng, torch.device("cuda"))
-    workspace = make_workspace(problem)
-    first = problem.run_decode(workspace)
+    first = problem.run()
     assert_accurate(problem, first)
-    other = make_problem(case, rng, torch.device("cuda"))
-    expected = [(problem, first), (other, other.run_decode(workspace))]
+    other = replace(make_problem(case, rng, torch.device("cuda")), workspaces=problem.workspaces)
+    expected = [(problem, first), (other, other.run())]
     assert_accurate(*expected[1])
+    workspace = next(iter(problem.workspaces.values()))[0]
     for turn in range(200):
         # Partial results of another problem, then NaN: a merge that comes too early or reads a stale line shows.
         if turn % 3 == 2:
             workspace.partial_out.fill_(float("nan"))
             workspace.partial_lse.fill_(float("nan"))
         current, wanted = expected[turn % 2]
-        assert torch.equal(current.run_decode(workspace), wanted)
-    assert not workspace.counters.any()
+        assert torch.equal(current.run(), wanted)
+
+
+def test_work_list_serves_layers_of_other_caches(kernel_device: torch.device, rng: torch.Generator) -> None:
+    """One schedule, two layers: the list depends on lengths and window only."""
+    case = Case("", decode((100, 0, 37, 5)), num_kv_heads=2, group=2)
+    one, two = (make_problem(case, rng, kernel_device) for _ in range(2))
+    one.run()
+    plan = one.decode_plan()
+    workspace, work_list = one.scratch(plan)
+    paged_attention(*two.tensors, two.out, plan, work_list, workspace, two.options, lse=two.lse)
+    assert_accurate(two, two.out.cpu())

@@ -1,148 +1,253 @@
-"""What the attention functions refuse, and how many splits and how much scratch memory decode sizes get."""
+"""What the attention functions refuse, and how much scratch memory their plans ask for."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
-from graphrt.kernels.attention.paged_decode import paged_decode
-from graphrt.kernels.attention.reference import attention_reference
-from graphrt.kernels.attention.splits import MAX_SPLITS, DecodeWorkspace, decode_num_splits
-from graphrt.kernels.attention.varlen import varlen_attention
+from graphrt.kernels.attention.attention import contiguous_attention, paged_attention
+from graphrt.kernels.attention.options import AttentionOptions, check_options
+from graphrt.kernels.attention.plan import AttentionPlan, AttentionWorkspace
+from graphrt.kernels.attention.work_list import schedule_attention
 from graphrt.kernels.errors import CapacityError, ShapeError, UnsupportedError
 
-CPU = torch.device("cpu")
+CPU, META = torch.device("cpu"), torch.device("meta")
+F16, F32, I32, I64 = torch.float16, torch.float32, torch.int32, torch.int64
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+UNWRITTEN = 777.0
+
+Refused = tuple[str, dict[str, Any], type[Exception], str]
 
 
-def arguments(head_dim: int = 32) -> dict[str, Any]:
-    """Valid arguments of paged_decode for 2 rows, 4 query heads and 2 KV heads."""
+def zeros(*shape: int, dtype: torch.dtype = F32, device: torch.device = CPU) -> torch.Tensor:
+    return torch.zeros(shape, dtype=dtype, device=device)
+
+
+SIZES: dict[str, Any] = {"num_rows": 2, "num_q_heads": 4, "num_kv_heads": 2, "dtype": F32, "num_sms": 4}
+
+
+def decode_plan(head_dim: int = 32, **changes: Any) -> AttentionPlan:
+    return AttentionPlan.decode(**{**SIZES, "head_dim": head_dim, **changes})
+
+
+def varlen_plan(head_dim: int = 32, **changes: Any) -> AttentionPlan:
+    return AttentionPlan.varlen(**{**SIZES, "num_tokens": 2, "head_dim": head_dim, **changes})
+
+
+def common(plan: AttentionPlan) -> dict[str, Any]:
     return {
-        "q": torch.zeros(2, 4, head_dim),
-        "k_cache": torch.zeros(3, 8, 2, head_dim),
-        "v_cache": torch.zeros(3, 8, 2, head_dim),
-        "block_table": torch.zeros(2, 5, dtype=torch.int32),
-        "seq_lens": torch.zeros(2, dtype=torch.int32),
-        "out": torch.zeros(2, 4, head_dim),
-        "workspace": DecodeWorkspace.allocate(
-            2, max_query_len=1, head_shapes=[(4, 2, head_dim)], num_sms=4, device=CPU
-        ),
-        "softmax_scale": 1.0,
-        "num_splits": 1,
+        "q": zeros(2, 4, plan.head_dim),
+        "out": torch.full((2, 4, plan.head_dim), UNWRITTEN),
+        "plan": plan,
+        "work_list": zeros(plan.work_list_words, dtype=I32),
+        "workspace": AttentionWorkspace.allocate([plan], CPU),
+        "options": AttentionOptions(1.0),
     }
 
 
-def small_workspace(counters: int = 16) -> DecodeWorkspace:
-    return DecodeWorkspace(torch.zeros(4), torch.zeros(4), torch.zeros(counters, dtype=torch.int32))
+def paged(head_dim: int = 32, plan: AttentionPlan | None = None) -> dict[str, Any]:
+    """Valid arguments of paged_attention for 2 rows of one token, 4 query heads and 2 KV heads."""
+    return common(plan or decode_plan(head_dim)) | {
+        "k_cache": zeros(3, 8, 2, head_dim),
+        "v_cache": zeros(3, 8, 2, head_dim),
+        "block_table": zeros(2, 5, dtype=I32),
+        "seq_lens": zeros(2, dtype=I32),
+    }
 
 
-REFUSED: list[tuple[str, dict[str, Any], type[Exception], str]] = [
-    ("q_dims", {"q": torch.zeros(2, 128)}, ShapeError, r"q: expected shape \[\*, \*, \*\], got \[2, 128\]"),
-    ("q_dtype", {"q": torch.zeros(2, 4, 32, dtype=torch.float64)}, ShapeError, "q: expected dtype float16 or"),
-    ("k_head_dim", {"k_cache": torch.zeros(3, 8, 2, 16)}, ShapeError, "k_cache: expected shape"),
-    ("k_dtype", {"k_cache": torch.zeros(3, 8, 2, 32).half()}, ShapeError, "k_cache: expected dtype float32"),
-    ("v_shape", {"v_cache": torch.zeros(4, 8, 2, 32)}, ShapeError, "v_cache: expected shape"),
-    ("v_stride", {"v_cache": torch.zeros(3, 8, 32, 2).mT}, ShapeError, "v_cache: expected stride 1"),
-    ("kv_heads", {k: torch.zeros(3, 8, 3, 32) for k in ("k_cache", "v_cache")}, ShapeError, "multiple of k_cache's 3"),
-    ("table_rows", {"block_table": torch.zeros(3, 5, dtype=torch.int32)}, ShapeError, "block_table: expected shape"),
-    ("table_dtype", {"block_table": torch.zeros(2, 5).long()}, ShapeError, "block_table: expected dtype int32"),
-    ("lens_dtype", {"seq_lens": torch.zeros(2).long()}, ShapeError, "seq_lens: expected dtype int32"),
-    ("lens_device", {"seq_lens": torch.zeros(2, dtype=torch.int32, device="meta")}, ShapeError, "seq_lens: .* device"),
-    ("out_shape", {"out": torch.zeros(3, 4, 32)}, ShapeError, "out: expected shape"),
-    ("scale", {"softmax_scale": float("nan")}, ShapeError, "softmax_scale: expected a finite number"),
-    ("window", {"sliding_window": -1}, ShapeError, "sliding_window: expected >= 0, got -1"),
-    ("softcap", {"logits_softcap": -1.0}, ShapeError, "logits_softcap: expected a finite number >= 0"),
-    ("query_len", {"query_len": 2}, ShapeError, "query_len: expected 1 to 16 tokens in each of 2 rows"),
-    ("num_splits", {"num_splits": 65}, ShapeError, "num_splits: expected 1 to 64, got 65"),
-    ("workspace", {"workspace": small_workspace(), "num_splits": 2}, CapacityError, "workspace.partial_out: expected"),
-    ("counters", {"workspace": small_workspace(3)}, CapacityError, "workspace.counters: expected at least 4"),
+def contiguous(head_dim: int = 32) -> dict[str, Any]:
+    """Valid arguments of contiguous_attention for the same sizes."""
+    return common(varlen_plan(head_dim)) | {
+        "k": zeros(6, 2, head_dim),
+        "v": zeros(6, 2, head_dim),
+        "kv_start_loc": torch.tensor([0, 4, 6], dtype=I32),
+        "query_start_loc": torch.tensor([0, 1, 2], dtype=I32),
+    }
+
+
+def workspace(**changes: torch.Tensor) -> AttentionWorkspace:
+    """More than enough, but for the changes."""
+    tensors = {"partial_out": zeros(1 << 16), "partial_lse": zeros(1 << 16), "counters": zeros(1 << 16, dtype=I32)}
+    return AttentionWorkspace(**{**tensors, **changes})
+
+
+def cases(table: list[Refused]) -> list[Any]:
+    return [pytest.param(*row[1:], id=row[0]) for row in table]
+
+
+META_LENS = zeros(2, dtype=I32, device=META)
+STRIDED_Q = zeros(2, 32, 4).mT
+OTHER_SIZES = r"q: expected 2 tokens, 4 query and 2 KV heads of 32 as in the plan, got "
+
+# What both functions refuse in the same words.
+SHARED: list[Refused] = [
+    ("q_dims", {"q": zeros(2, 128)}, ShapeError, r"q: expected shape \[\*, \*, \*\], got \[2, 128\]"),
+    ("q_dtype", {"q": zeros(2, 4, 32, dtype=torch.float64)}, ShapeError, "q: expected dtype float16 or"),
+    ("q_stride", {"q": STRIDED_Q}, ShapeError, "q: expected stride 1"),
+    ("out_shape", {"out": zeros(3, 4, 32)}, ShapeError, "out: expected shape"),
+    ("out_dtype", {"out": zeros(2, 4, 32, dtype=F16)}, ShapeError, "out: expected dtype float32"),
+    ("out_device", {"out": zeros(2, 4, 32, device=META)}, ShapeError, "out: expected device cpu, got meta"),
+    ("out_stride", {"out": STRIDED_Q}, ShapeError, "out: expected stride 1"),
+    ("lse_shape", {"lse": zeros(2, 3)}, ShapeError, r"lse: expected shape \[2, 4\], got \[2, 3\]"),
+    ("lse_dtype", {"lse": zeros(2, 4, dtype=F16)}, ShapeError, "lse: expected dtype float32"),
+    ("lse_device", {"lse": zeros(2, 4, device=META)}, ShapeError, "lse: expected device cpu, got meta"),
+    ("lse_stride", {"lse": zeros(4, 2).mT}, ShapeError, "lse: expected stride 1"),
+    ("list_short", {"work_list": zeros(9, dtype=I32)}, CapacityError, r"work_list: expected at least \d+ .* got 9;"),
+    ("list_dtype", {"work_list": zeros(9999)}, ShapeError, "work_list: expected dtype int32"),
+    ("list_dims", {"work_list": zeros(9, 999, dtype=I32)}, ShapeError, r"work_list: expected shape \[\*\]"),
+    ("list_device", {"work_list": zeros(9999, dtype=I32, device=META)}, ShapeError, "work_list: expected device cpu"),
+    ("partial_out", {"workspace": workspace(partial_out=zeros(4))}, CapacityError, "workspace.partial_out: .* got 4;"),
+    ("partial_lse", {"workspace": workspace(partial_lse=zeros(4))}, CapacityError, "workspace.partial_lse: .* got 4;"),
+    ("counters", {"workspace": workspace(counters=zeros(3, dtype=I32))}, CapacityError, "workspace.counters: .* got 3"),
+    ("counters_dtype", {"workspace": workspace(counters=zeros(9))}, ShapeError, "counters: expected dtype int32"),
+    ("options", {"options": AttentionOptions(float("nan"))}, ShapeError, "softmax_scale: expected a finite number"),
+]
+
+PAGED: list[Refused] = [
+    *SHARED,
+    ("q_tokens", {"q": zeros(3, 4, 32), "out": zeros(3, 4, 32)}, ShapeError, OTHER_SIZES + "3 tokens"),
+    ("q_heads", {"q": zeros(2, 6, 32), "out": zeros(2, 6, 32)}, ShapeError, OTHER_SIZES + "2 tokens, 6 and 2 heads"),
+    ("plan_tokens", {"plan": decode_plan(query_len=2)}, ShapeError, "q: expected 4 tokens, .* got 2 tokens"),
+    ("plan_heads", {"plan": decode_plan(num_kv_heads=4)}, ShapeError, "q: .* 4 query and 4 KV heads .* 4 and 2 heads"),
+    ("plan_head_dim", {"plan": decode_plan(64)}, ShapeError, "q: .* heads of 64 as in the plan, .* heads of 32"),
+    ("plan_rows", {"plan": decode_plan(num_rows=3)}, ShapeError, "seq_lens: expected 3 rows, got 2; use the plan of"),
+    ("k_head_dim", {"k_cache": zeros(3, 8, 2, 16)}, ShapeError, "k_cache: expected shape"),
+    ("k_dtype", {"k_cache": zeros(3, 8, 2, 32, dtype=F16)}, ShapeError, "k_cache: expected dtype float32 or float8"),
+    ("k_device", {"k_cache": zeros(3, 8, 2, 32, device=META)}, ShapeError, "k_cache: expected device cpu, got meta"),
+    ("k_stride", {"k_cache": zeros(3, 8, 32, 2).mT}, ShapeError, "k_cache: expected stride 1"),
+    ("v_shape", {"v_cache": zeros(4, 8, 2, 32)}, ShapeError, "v_cache: expected shape"),
+    ("v_dtype", {"v_cache": zeros(3, 8, 2, 32, dtype=E4M3)}, ShapeError, "v_cache: expected dtype float32, got float8"),
+    ("v_stride", {"v_cache": zeros(3, 8, 32, 2).mT}, ShapeError, "v_cache: expected stride 1"),
+    ("heads_divide", dict.fromkeys(("k_cache", "v_cache"), zeros(3, 8, 3, 32)), ShapeError, "multiple of k_cache's 3"),
+    ("no_kv_heads", dict.fromkeys(("k_cache", "v_cache"), zeros(3, 8, 0, 32)), ShapeError, "multiple of k_cache's 0"),
+    ("table_rows", {"block_table": zeros(3, 5, dtype=I32)}, ShapeError, r"block_table: expected shape \[2, \*\]"),
+    ("table_dtype", {"block_table": zeros(2, 5, dtype=I64)}, ShapeError, "block_table: expected dtype int32"),
+    ("table_stride", {"block_table": zeros(5, 2, dtype=I32).mT}, ShapeError, "block_table: expected stride 1"),
+    ("lens_dtype", {"seq_lens": zeros(2, dtype=I64)}, ShapeError, "seq_lens: expected dtype int32"),
+    ("lens_device", {"seq_lens": META_LENS}, ShapeError, "seq_lens: expected device cpu, got meta"),
+    ("lens_stride", {"seq_lens": zeros(2, 2, dtype=I32)[:, 0]}, ShapeError, "seq_lens: expected stride 1"),
+    ("starts_given", {"query_start_loc": zeros(3, dtype=I32)}, ShapeError, "expected None for a plan with query_len=1"),
+    ("starts_missing", {"plan": varlen_plan(), "work_list": zeros(1 << 16, dtype=I32), "workspace": workspace()},
+     ShapeError, "query_start_loc: expected a tensor for a plan with query_len=0"),
+]  # fmt: skip
+
+STARTS: list[Refused] = [
+    ("shape", {"query_start_loc": zeros(2, dtype=I32)}, ShapeError, r"expected shape \[3\], got \[2\]"),
+    ("dtype", {"query_start_loc": zeros(3, dtype=I64)}, ShapeError, "query_start_loc: expected dtype int32"),
+    ("device", {"query_start_loc": zeros(3, dtype=I32, device=META)}, ShapeError, "expected device cpu, got meta"),
+]
+
+CONTIGUOUS: list[Refused] = [
+    *SHARED,
+    ("k_head_dim", {"k": zeros(6, 2, 16)}, ShapeError, r"k: expected shape \[\*, \*, 32\]"),
+    ("k_dtype", {"k": zeros(6, 2, 32, dtype=F16)}, ShapeError, "k: expected dtype float32 or float8"),
+    ("k_stride", {"k": zeros(6, 32, 2).mT}, ShapeError, "k: expected stride 1"),
+    ("v_shape", {"v": zeros(5, 2, 32)}, ShapeError, "v: expected shape"),
+    ("v_dtype", {"v": zeros(6, 2, 32, dtype=E5M2)}, ShapeError, "v: expected dtype float32, got float8"),
+    ("heads_divide", dict.fromkeys(("k", "v"), zeros(6, 3, 32)), ShapeError, "q: expected a multiple of .* 3 KV heads"),
+    ("kv_starts", {"kv_start_loc": zeros(4, dtype=I32)}, ShapeError, r"kv_start_loc: expected shape \[3\], got \[4\]"),
+    ("kv_starts_dtype", {"kv_start_loc": zeros(3, dtype=I64)}, ShapeError, "kv_start_loc: expected dtype int32"),
+    ("starts_dtype", {"query_start_loc": zeros(3, dtype=I64)}, ShapeError, "query_start_loc: expected dtype int32"),
+    ("starts_stride", {"query_start_loc": zeros(3, 2, dtype=I32)[:, 0]}, ShapeError, "query_start_loc: .* stride 1"),
+    ("plan_rows", {"plan": varlen_plan(num_rows=3)}, ShapeError, "query_start_loc: expected 3 rows .* got 2 rows"),
+    ("plan_decode", {"plan": decode_plan()}, ShapeError, "a plan made by AttentionPlan.varlen, got 2 rows and .*len=1"),
+    ("plan_tokens", {"plan": varlen_plan(num_tokens=5)}, ShapeError, "q: expected 5 tokens, .* got 2 tokens"),
+]
+
+SCHEDULE: list[Refused] = [
+    ("lens_rows", {"seq_lens": zeros(3, dtype=I32)}, ShapeError, r"seq_lens: expected shape \[2\], got \[3\]"),
+    ("lens_starts", {"seq_lens_are_starts": True}, ShapeError, r"seq_lens: expected shape \[3\], got \[2\]"),
+    ("lens_dtype", {"seq_lens": zeros(2, dtype=I64)}, ShapeError, "seq_lens: expected dtype int32"),
+    ("lens_stride", {"seq_lens": zeros(2, 2, dtype=I32)[:, 0]}, ShapeError, "seq_lens: expected stride 1"),
+    ("list_short", {"work_list": zeros(9, dtype=I32)}, CapacityError, r"work_list: expected at least \d+ words .* 9;"),
+    ("list_dtype", {"work_list": zeros(9999)}, ShapeError, "work_list: expected dtype int32"),
+    ("list_device", {"seq_lens": META_LENS}, ShapeError, "work_list: expected device meta, got cpu"),
+    ("list_stride", {"work_list": zeros(9999, 2, dtype=I32)[:, 0]}, ShapeError, "work_list: expected stride 1"),
+    ("starts_given", {"query_start_loc": zeros(3, dtype=I32)}, ShapeError, "expected None for a plan with query_len=1"),
+    ("starts_missing", {"plan": varlen_plan()}, ShapeError, "expected a tensor for a plan with query_len=0"),
+    ("window", {"sliding_window": -1}, ShapeError, "sliding_window: expected >= 0, .* got -1"),
+    ("window_causal", {"sliding_window": 4, "causal": False}, ShapeError, "sliding_window: .* 0 without causal, got 4"),
 ]
 
 
-@pytest.mark.parametrize(("change", "error", "text"), [pytest.param(*r[1:], id=r[0]) for r in REFUSED])
-def test_paged_decode_refuses(change: dict[str, Any], error: type[Exception], text: str) -> None:
+@pytest.mark.parametrize(("change", "error", "text"), cases(PAGED))
+def test_paged_attention_refuses(change: dict[str, Any], error: type[Exception], text: str) -> None:
+    """Nothing is written when a call is refused."""
+    values = {**paged(), **change}
+    before = values["out"].clone()
     with pytest.raises(error, match=text):
-        paged_decode(**{**arguments(), **change})
+        paged_attention(**values)
+    assert values["out"].is_meta or torch.equal(values["out"], before)
+
+
+@pytest.mark.parametrize(("change", "error", "text"), cases(STARTS))
+def test_paged_varlen_refuses(change: dict[str, Any], error: type[Exception], text: str) -> None:
+    with pytest.raises(error, match=text):
+        paged_attention(**{**paged(plan=varlen_plan()), **change})
+
+
+@pytest.mark.parametrize(("change", "error", "text"), cases(CONTIGUOUS))
+def test_contiguous_attention_refuses(change: dict[str, Any], error: type[Exception], text: str) -> None:
+    with pytest.raises(error, match=text):
+        contiguous_attention(**{**contiguous(), **change})
+
+
+@pytest.mark.parametrize(("change", "error", "text"), cases(SCHEDULE))
+def test_schedule_attention_refuses(change: dict[str, Any], error: type[Exception], text: str) -> None:
+    valid = {"plan": decode_plan(), "seq_lens": zeros(2, dtype=I32), "work_list": zeros(1 << 16, dtype=I32)}
+    with pytest.raises(error, match=text):
+        schedule_attention(**{**valid, **change})
 
 
 @pytest.mark.parametrize("head_dim", [8, 20, 264])
-def test_triton_refuses_head_dims(head_dim: int) -> None:
-    values = arguments(head_dim)
-    with pytest.raises(UnsupportedError, match=f"head_dim {head_dim}: supports multiples of 8 from 16 to 256"):
-        paged_decode(**values)
-    with pytest.raises(UnsupportedError, match=f"head_dim {head_dim}"):
-        varlen_attention(**packed(values))
+def test_head_dims_that_are_not_served(head_dim: int) -> None:
+    for function, values in ((paged_attention, paged(head_dim)), (contiguous_attention, contiguous(head_dim))):
+        with pytest.raises(UnsupportedError, match=f"head_dim {head_dim}: supports multiples of 8 from 16 to 256"):
+            function(**values)
 
 
-def packed(values: dict[str, Any]) -> dict[str, Any]:
-    kept = {name: value for name, value in values.items() if name not in ("workspace", "num_splits")}
-    return {**kept, "query_start_loc": torch.tensor([0, 1, 2], dtype=torch.int32)}
+@pytest.mark.parametrize("query_len", [0, 17])
+def test_decode_plans_refuse_query_lens(query_len: int) -> None:
+    with pytest.raises(ShapeError, match=f"query_len: expected 1 to 16, got {query_len}; use AttentionPlan.varlen"):
+        decode_plan(query_len=query_len)
 
 
-@pytest.mark.parametrize("function", [varlen_attention, attention_reference])
-def test_packed_functions_refuse(function: Callable[..., None]) -> None:
-    values = packed(arguments())
-    with pytest.raises(ShapeError, match=r"query_start_loc: expected shape \[3\], got \[2\]"):
-        function(**{**values, "query_start_loc": values["query_start_loc"][:2]})
-    with pytest.raises(ShapeError, match="query_start_loc: expected dtype int32"):
-        function(**{**values, "query_start_loc": values["query_start_loc"].long()})
-    with pytest.raises(ShapeError, match="v_cache: expected shape"):
-        function(**{**values, "v_cache": torch.zeros(1, 8, 2, 32)})
+OPTIONS = [
+    ("scale", {"softmax_scale": 0.0}, "softmax_scale: expected a finite number > 0, got 0.0"),
+    ("scale_inf", {"softmax_scale": float("inf")}, "softmax_scale: expected a finite number > 0, got inf"),
+    ("window", {"sliding_window": -1}, "sliding_window: expected >= 0, got -1"),
+    ("window_causal", {"sliding_window": 4, "causal": False}, "sliding_window: expected 0 without causal, got 4"),
+    ("softcap", {"logits_softcap": -1.0}, "logits_softcap: expected a finite number >= 0, got -1.0"),
+    ("alibi_sqrt", {"alibi_sqrt": True}, "alibi_sqrt: expected alibi_slopes with it, got None"),
+    ("slopes_shape", {"alibi_slopes": zeros(2)}, r"alibi_slopes: expected shape \[4\], got \[2\]"),
+    ("sinks_shape", {"sinks": zeros(4, 1)}, r"sinks: expected shape \[4\], got \[4, 1\]"),
+    ("sinks_dtype", {"sinks": zeros(4, dtype=F16)}, "sinks: expected dtype float32, got float16"),
+    ("sinks_device", {"sinks": zeros(4, device=META)}, "sinks: expected device cpu, got meta"),
+    ("sinks_stride", {"sinks": zeros(4, 2)[:, 0]}, "sinks: expected a contiguous tensor"),
+    ("k_scale_query_heads", {"k_scale": zeros(4)}, r"k_scale: expected shape \[1\] or \[2\], .* got \[4\]"),
+    ("v_scale_dims", {"v_scale": zeros(1, 1)}, r"v_scale: expected shape \[\*\], got \[1, 1\]"),
+    ("v_scale_dtype", {"v_scale": zeros(1, dtype=F16)}, "v_scale: expected dtype float32, got float16"),
+]
 
 
-@pytest.mark.parametrize(
-    ("padded_reqs", "num_kv_heads", "num_sms", "packed_rows", "low", "high"),
-    [
-        pytest.param(1, 8, 132, 4, 28, 33, id="one_row_fills_the_device"),
-        pytest.param(1, 1, 132, 4, 57, MAX_SPLITS, id="capped"),
-        pytest.param(16, 8, 132, 4, 2, 2, id="sixteen_rows"),
-        pytest.param(24, 8, 132, 4, 2, 4, id="more_than_half_a_wave"),
-        pytest.param(64, 8, 132, 4, 1, 1, id="full_waves_need_no_split"),
-        pytest.param(4096, 8, 132, 4, 1, 1, id="many_rows"),
-        pytest.param(1, 8, 132, 256, 7, 9, id="query_tiles_count"),
-        pytest.param(1, 1, 1, 1, 2, 8, id="one_sm"),
-    ],
-)
-def test_decode_num_splits(
-    padded_reqs: int, num_kv_heads: int, num_sms: int, packed_rows: int, low: int, high: int
-) -> None:
-    assert low <= decode_num_splits(padded_reqs, num_kv_heads, num_sms, packed_rows) <= high
+@pytest.mark.parametrize(("change", "text"), [pytest.param(*row[1:], id=row[0]) for row in OPTIONS])
+def test_check_options_refuses(change: dict[str, Any], text: str) -> None:
+    with pytest.raises(ShapeError, match=text):
+        check_options(AttentionOptions(**{"softmax_scale": 1.0, **change}), 4, 2, E4M3, CPU)
 
 
-@pytest.mark.parametrize("heads", [(32, 8, 128), (9, 3, 64), (71, 1, 64), (16, 16, 256)], ids=str)
-@pytest.mark.parametrize("max_query_len", [1, 5, 16])
-def test_workspace_serves_every_decode_size(heads: tuple[int, int, int], max_query_len: int) -> None:
-    """Meta tensors: paged_decode's own check of the workspace is what decides."""
-    num_q_heads, num_kv_heads, head_dim = heads
-    meta = torch.device("meta")
-    workspace = DecodeWorkspace.allocate(
-        80, max_query_len=max_query_len, head_shapes=[heads, (1, 1, 16)], num_sms=132, device=meta
-    )
-    cache = torch.empty(2, 16, num_kv_heads, head_dim, device=meta)
-    for query_len in {1, max_query_len}:
-        for rows in range(1, 81):
-            q = torch.empty(rows * query_len, num_q_heads, head_dim, device=meta)
-            table = torch.empty(rows, 4, dtype=torch.int32, device=meta)
-            splits = decode_num_splits(rows, num_kv_heads, 132, query_len * num_q_heads // num_kv_heads)
-            paged_decode(
-                q,
-                cache,
-                cache,
-                table,
-                table[:, 0].contiguous(),
-                q,
-                workspace,
-                softmax_scale=1.0,
-                num_splits=splits,
-                query_len=query_len,
-            )
+@pytest.mark.parametrize("name", ["k_scale", "v_scale"])
+def test_scales_belong_to_fp8_caches(name: str) -> None:
+    options = AttentionOptions(1.0, **{name: zeros(2)})
+    check_options(options, 4, 2, E5M2, CPU)
+    with pytest.raises(ShapeError, match=f"{name}: expected None with a torch.float16 cache, got a tensor"):
+        check_options(options, 4, 2, F16, CPU)
 
 
 def test_workspace_of_a_model_stays_small() -> None:
-    """The partial results of Llama-3.1-8B at up to 256 rows on 132 SMs take at most 4 MB."""
-    workspace = DecodeWorkspace.allocate(
-        256, max_query_len=1, head_shapes=[(32, 8, 128)], num_sms=132, device=torch.device("meta")
-    )
-    assert workspace.partial_out.nbytes <= 4 << 20
+    """The partial results of Llama-3.1-8B at up to 256 rows on 132 SMs."""
+    heads = {"num_q_heads": 32, "num_kv_heads": 8, "head_dim": 128, "dtype": torch.bfloat16, "num_sms": 132}
+    plans = [AttentionPlan.decode(rows, **heads) for rows in range(1, 257)]  # type: ignore[arg-type]  # a dict of both
+    assert AttentionWorkspace.allocate(plans, META).partial_out.nbytes <= 4 << 20

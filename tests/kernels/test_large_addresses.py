@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from graphrt.kernels.attention.paged_decode import paged_decode
-from graphrt.kernels.attention.splits import DecodeWorkspace
-from graphrt.kernels.attention.varlen import varlen_attention
+from graphrt.kernels.attention.attention import contiguous_attention, paged_attention
+from graphrt.kernels.attention.options import AttentionOptions
+from graphrt.kernels.attention.plan import AttentionPlan, AttentionWorkspace
+from graphrt.kernels.attention.work_list import schedule_attention
 from graphrt.kernels.cache.write import write_kv
 
 pytestmark = pytest.mark.gpu
@@ -16,7 +17,7 @@ PAGE, HEADS, DIM = 16, 8, 128
 NUM_PAGES = (1 << 31) // (PAGE * HEADS * DIM) + 64
 
 
-def test_write_decode_and_varlen_beyond_32_bits() -> None:
+def test_write_and_attention_beyond_32_bits() -> None:
     device = torch.device("cuda", 0)
     generator = torch.Generator(device).manual_seed(0)
     k_cache, v_cache = (torch.empty(NUM_PAGES, PAGE, HEADS, DIM, dtype=torch.bfloat16, device=device) for _ in "kv")
@@ -35,18 +36,33 @@ def test_write_decode_and_varlen_beyond_32_bits() -> None:
     assert torch.equal(v_cache.view(-1, HEADS, DIM)[slots], v)
     assert (wrapped[: PAGE * HEADS * DIM] == 7.0).all(), "page 0 is not written"
 
+    heads = {"num_q_heads": 32, "num_kv_heads": HEADS, "head_dim": DIM, "dtype": torch.bfloat16, "num_sms": 132}
+    decode = AttentionPlan.decode(1, **heads)  # type: ignore[arg-type]  # a dict of both
+    varlen = AttentionPlan.varlen(1, length, **heads)  # type: ignore[arg-type]
+    workspace = AttentionWorkspace.allocate([decode, varlen], device)
+    options = AttentionOptions(DIM**-0.5)
     table = pages[None].int()
     lengths = torch.tensor([length], dtype=torch.int32, device=device)
-    out = torch.empty(1, 32, DIM, dtype=torch.bfloat16, device=device)
-    workspace = DecodeWorkspace.allocate(1, max_query_len=1, head_shapes=[(32, HEADS, DIM)], num_sms=132, device=device)
-    paged_decode(
-        q[-1:], k_cache, v_cache, table, lengths, out, workspace, softmax_scale=DIM**-0.5, num_splits=2
-    )  # fmt: skip
     rows = torch.tensor([0, length], dtype=torch.int32, device=device)
-    packed = torch.empty_like(q)
-    varlen_attention(q, k_cache, v_cache, table, lengths, rows, packed, softmax_scale=DIM**-0.5)
     keys, values = (x.double().repeat_interleave(4, 1) for x in (k, v))
     scores = torch.einsum("hd,khd->hk", q[-1].double(), keys) * DIM**-0.5
     expected = torch.einsum("hk,khd->hd", scores.softmax(-1), values)
-    for got in (out[0], packed[-1]):
-        assert (got.double() - expected).abs().max() < 2e-2
+    for plan, tokens, starts in ((decode, q[-1:], None), (varlen, q, rows)):
+        out = torch.full_like(tokens, 777.0)
+        work_list = torch.zeros(plan.work_list_words, dtype=torch.int32, device=device)
+        schedule_attention(plan, lengths, work_list, query_start_loc=starts)
+        paged_attention(
+            tokens, k_cache, v_cache, table, lengths, out, plan, work_list, workspace, options, query_start_loc=starts
+        )
+        assert (out[-1].double() - expected).abs().max() < 2e-2
+
+    # The same tokens as contiguous K and V, at the end of the memory that was the cache.
+    first = k_cache.numel() // (HEADS * DIM) - length
+    packed_k, packed_v = k_cache.view(-1, HEADS, DIM), v_cache.view(-1, HEADS, DIM)
+    packed_k[first:], packed_v[first:] = k, v
+    kv_starts = torch.tensor([first, first + length], dtype=torch.int32, device=device)
+    out = torch.full_like(q, 777.0)
+    work_list = torch.zeros(varlen.work_list_words, dtype=torch.int32, device=device)
+    schedule_attention(varlen, kv_starts, work_list, query_start_loc=rows, seq_lens_are_starts=True)
+    contiguous_attention(q, packed_k, packed_v, kv_starts, rows, out, varlen, work_list, workspace, options)
+    assert (out[-1].double() - expected).abs().max() < 2e-2

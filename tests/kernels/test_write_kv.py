@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from graphrt.kernels.errors import ShapeError
 from graphrt.testing.numerics import assert_bitwise_equal
 
 F16, BF16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 UNWRITTEN = 777.0
 
 
@@ -78,6 +80,8 @@ class Problem:
     slots: torch.Tensor
     positions: torch.Tensor
     rotary: Rotary | None
+    k_scale: torch.Tensor | None = None
+    v_scale: torch.Tensor | None = None
 
     @classmethod
     def make(cls, case: Case, rng: torch.Generator, device: torch.device) -> Problem:
@@ -86,7 +90,7 @@ class Problem:
         q, k, v = qkv.split(heads, dim=1) if case.packed else (t.contiguous() for t in qkv.split(heads, dim=1))
         num_pages = 3 + case.tokens // case.page_size
         page = (case.page_size, case.num_kv_heads) if case.layout == "NHD" else (case.num_kv_heads, case.page_size)
-        storage = torch.full((2, num_pages, *page, dim), UNWRITTEN, dtype=case.cache_dtype or case.dtype, device=device)
+        storage = torch.full((2, num_pages, *page, dim), UNWRITTEN).to(device, case.cache_dtype or case.dtype)
         k_cache, v_cache = storage if case.layout == "NHD" else storage.transpose(2, 3)
         slots = torch.randperm(num_pages * case.page_size, generator=rng)[: case.tokens]
         slots[list(case.pads)] = -1
@@ -105,7 +109,15 @@ class Problem:
 
     def run(self) -> None:
         write_kv(
-            self.q, self.k, self.v, self.k_cache, self.v_cache, self.slots, self.positions, rotary=self.rotary
+            self.q, self.k, self.v, self.k_cache, self.v_cache, self.slots, self.positions,
+            rotary=self.rotary, k_scale=self.k_scale, v_scale=self.v_scale,
+        )  # fmt: skip
+
+    def run_reference(self) -> None:
+        r = self.rotary or Rotary(torch.empty(0))
+        write_kv_reference(
+            self.q, self.k, self.v, self.k_cache, self.v_cache, self.slots, self.positions,
+            r.cos_sin if self.rotary else None, r.q_norm, r.k_norm, r.norm_eps, self.k_scale, self.v_scale,
         )  # fmt: skip
 
     def transformed(self, x: torch.Tensor, weight: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
@@ -171,11 +183,7 @@ def test_kernel_is_the_reference(kernel_device: torch.device, case: Case) -> Non
     kernel = Problem.make(case, torch.Generator().manual_seed(3), kernel_device)
     kernel.run()
     plain = Problem.make(case, torch.Generator().manual_seed(3), kernel_device)
-    r = plain.rotary or Rotary(torch.empty(0))
-    write_kv_reference(
-        plain.q, plain.k, plain.v, plain.k_cache, plain.v_cache, plain.slots, plain.positions,
-        r.cos_sin if plain.rotary else None, r.q_norm, r.k_norm, r.norm_eps,
-    )  # fmt: skip
+    plain.run_reference()
     for name in ("q", "k_cache", "v_cache"):
         actual, expected = getattr(kernel, name), getattr(plain, name)
         ulp = torch.finfo(expected.dtype).eps if expected.dtype == case.dtype else torch.finfo(case.dtype).eps
@@ -206,6 +214,75 @@ def test_against_transformers(kernel_device: torch.device, rng: torch.Generator,
     torch.testing.assert_close(written, k[0].transpose(0, 1), rtol=limit, atol=limit)
 
 
+FP8_CASES = {
+    "e4m3": (Case("", F32, E4M3), None, None),
+    "e4m3_fp16": (Case("", F16, E4M3, k_norm=True), None, [0.02]),
+    "e4m3_bf16": (Case("", BF16, E4M3, head_dim=64, rotary_dim=64), [0.25], [3.0, 0.007]),
+    "e4m3_odd_sizes": (Case("", F32, E4M3, head_dim=22, rotary_dim=14, q_norm=True, k_norm=True), [0.3, 1.7], [0.1]),
+    "e4m3_hnd_pads": (Case("", BF16, E4M3, layout="HND", tokens=5, pads=(1, 4)), [0.004, 5.0], None),
+    "e4m3_many_heads": (Case("", F16, E4M3, num_kv_heads=35, num_q_heads=35, head_dim=64, tokens=1), [0.3] * 35, None),
+    "e4m3_one_head": (Case("", F32, E4M3, num_kv_heads=1), [0.011], [0.011]),
+    "e5m2": (Case("", F32, E5M2), None, None),
+    "e5m2_fp16": (Case("", F16, E5M2, rotary_dim=0), [0.3], [1e-6]),
+    "e5m2_bf16": (Case("", BF16, E5M2, q_norm=True, k_norm=True), [1e-5, 0.9], [7.0, 0.3]),
+    "only_pads": (Case("", F32, E4M3, tokens=2, pads=(0, 1)), None, None),
+}
+UNWRITTEN_BITS = 0x5B
+
+
+@pytest.mark.parametrize("run", [Problem.run, Problem.run_reference], ids=["kernel", "reference"])
+@pytest.mark.parametrize("case", FP8_CASES)
+def test_fp8_is_the_clamped_quotient(kernel_device: torch.device, run: Callable[[Problem], None], case: str) -> None:
+    """Bitwise what torch makes of the values that a cache of q's dtype gets, divided by their scales."""
+    settings, k_scale, v_scale = FP8_CASES[case]
+    assert settings.cache_dtype is not None
+    wide = Problem.make(replace(settings, cache_dtype=None), torch.Generator().manual_seed(5), kernel_device)
+    fp8 = Problem.make(settings, torch.Generator().manual_seed(5), kernel_device)
+    fp8.k_scale, fp8.v_scale = (
+        None if s is None else torch.tensor(s, device=kernel_device) for s in (k_scale, v_scale)
+    )
+    for cache in (fp8.k_cache, fp8.v_cache):
+        cache.view(torch.uint8).fill_(UNWRITTEN_BITS)
+    run(wide)
+    run(fp8)
+    assert_bitwise_equal(fp8.q, wide.q, name="q")
+    written = fp8.slots[fp8.slots >= 0]
+    for name, values, cache, scale in (
+        ("k", wide.k_cache, fp8.k_cache, fp8.k_scale),
+        ("v", wide.v_cache, fp8.v_cache, fp8.v_scale),
+    ):
+        rows, stored = (t.reshape(-1, *t.shape[2:]) for t in (values, cache.view(torch.uint8)))
+        expected = torch.full_like(stored, UNWRITTEN_BITS)
+        expected[written] = quantised(rows[written], scale, settings.cache_dtype).view(torch.uint8)
+        assert_bitwise_equal(stored, expected, name=name)
+
+
+def quantised(values: torch.Tensor, scale: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
+    quotient = values.float() if scale is None else values.float() / scale[:, None]
+    return quotient.clamp(torch.finfo(dtype).min, torch.finfo(dtype).max).to(dtype)
+
+
+@pytest.mark.filterwarnings("ignore:.*encountered in divide:RuntimeWarning")
+@pytest.mark.parametrize("scale", [None, 1.0, 0.37, 3e-4, 65.0])
+@pytest.mark.parametrize("cache_dtype", [E4M3, E5M2], ids=["e4m3", "e5m2"])
+@pytest.mark.parametrize("dtype", [F16, BF16], ids=["fp16", "bf16"])
+def test_fp8_of_every_value(
+    kernel_device: torch.device, dtype: torch.dtype, cache_dtype: torch.dtype, scale: float | None
+) -> None:
+    """All 65536 patterns of 16 bits: ties, subnormals and both zeros as torch rounds them, infinities saturate."""
+    values = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(dtype).view(8, 32, 256).to(kernel_device)
+    caches = torch.zeros(2, 1, 8, 32, 256, dtype=cache_dtype, device=kernel_device)
+    scales = None if scale is None else torch.tensor([scale], device=kernel_device)
+    slots = torch.arange(8, device=kernel_device)
+    write_kv(values.clone(), values, values, *caches, slots, slots, k_scale=scales, v_scale=scales)
+    expected = quantised(values, scales, cache_dtype)
+    nan = values.isnan()
+    for cache in caches[:, 0]:
+        assert bool((cache.float().isnan() == nan).all())
+        assert_bitwise_equal(cache.view(torch.uint8)[~nan], expected.view(torch.uint8)[~nan], name="finite values")
+        assert float(cache.float()[~nan].max()) == torch.finfo(cache_dtype).max
+
+
 def test_no_tokens(kernel_device: torch.device) -> None:
     problem = Problem.make(Case("", tokens=0), torch.Generator(), kernel_device)
     problem.run()
@@ -223,7 +300,29 @@ BAD = {
     "rotary_wide": ("rotary", lambda r: Rotary(r.cos_sin.repeat(1, 2)), "rotary.cos_sin: expected an even width"),
     "rotary_dtype": ("rotary", lambda r: Rotary(r.cos_sin.half()), "rotary.cos_sin: expected dtype float32"),
     "norm": ("rotary", lambda r: Rotary(r.cos_sin, k_norm=r.cos_sin[0, :-1]), "rotary.k_norm: expected shape"),
+    "cache_dtype": ("k_cache", lambda t: t.double(), "k_cache: expected dtype .* or float8_e5m2, got float64"),
+    "mixed_caches": ("v_cache", lambda t: t.to(E5M2), "v_cache: expected dtype float32, got float8_e5m2"),
+    "scale_of_wide": ("k_scale", lambda _: torch.ones(1), "k_scale: expected None for a cache of float32, got a scale"),
 }
+BAD_SCALES = {
+    "shape": (torch.ones(3), r"v_scale: expected shape \[1\] or \[2\], .*, got \[3\]"),
+    "q_heads": (torch.ones(4), r"v_scale: expected shape \[1\] or \[2\], .*, got \[4\]"),
+    "rank": (torch.tensor(1.0), r"v_scale: expected shape \[\*\], got \[\]"),
+    "dtype": (torch.ones(2, dtype=F64), "v_scale: expected dtype float32, got float64"),
+    "device": (torch.ones(2, device="meta"), "v_scale: expected device cpu, got meta"),
+    "stride": (torch.ones(4)[::2], "v_scale: expected stride 1"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_SCALES)
+def test_scales_that_do_not_fit_are_named(rng: torch.Generator, case: str) -> None:
+    scale, message = BAD_SCALES[case]
+    problem = Problem.make(Case("", cache_dtype=E4M3), rng, torch.device("cpu"))
+    problem.k_cache.view(torch.uint8).fill_(UNWRITTEN_BITS)
+    problem.v_scale = scale
+    with pytest.raises(ShapeError, match=message):
+        problem.run()
+    assert bool((problem.k_cache.view(torch.uint8) == UNWRITTEN_BITS).all())
 
 
 @pytest.mark.parametrize("case", BAD)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from importlib.metadata import EntryPoint
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from graphrt.backends.registry import backend_names, explain, register_backend, 
 from graphrt.backends.torch_reference import TorchReferenceBackend
 from graphrt.backends.triton import TritonBackend
 from graphrt.capture.descriptor import BatchDescriptor
+from graphrt.kernels.attention import attention, work_list
 from graphrt.kernels.errors import CaptureError, ConfigError, UnsupportedError
 from graphrt.kernels.library import INTERPRETER_AVAILABLE
 from graphrt.kernels.types import KVLayout
@@ -112,7 +114,7 @@ def test_triton_reasons() -> None:
     assert TritonBackend.why_not(context(odd, device=CUDA, kv_dtype=torch.bfloat16, max_query_len=17)) == [
         "query_len 17: decodes at most 16 tokens per row",
         "head_dim 12: supports multiples of 8 from 16 to 256",
-        "dtype torch.float16 with KV dtype torch.bfloat16: must be equal",
+        "dtype torch.float16 with KV dtype torch.bfloat16: must be equal, or the cache fp8",
     ]
 
 
@@ -232,22 +234,22 @@ if INTERPRETER_AVAILABLE:
 @pytest.mark.parametrize("descriptor", [DECODE, SPECULATIVE, MIXED], ids=str)
 @pytest.mark.parametrize(("name", "device"), BACKENDS)
 def test_run(name: str, device: torch.device, descriptor: BatchDescriptor) -> None:
-    """Every verb in order; what `tensors()` names is filled with NaN before the step, counters excepted."""
+    """Every verb in order; what `tensors()` names is poisoned before each step, counters excepted."""
     cls, _ = select_backend(context(WINDOWED, device=device, max_query_len=3), name)
     backend = cls(context(WINDOWED, device=device, max_query_len=3))
     q, layer, metadata = make_step(descriptor, device)
     backend.allocate()
     backend.plan_capture(descriptor)
-    for tensor in backend.tensors().values():
-        if tensor.is_floating_point():
-            tensor.fill_(float("nan"))
     for _ in range(2):
+        for tensor_name, tensor in backend.tensors().items():
+            if tensor_name != "counters":
+                tensor.fill_(float("nan") if tensor.is_floating_point() else -(1 << 30))
         out = torch.full_like(q, 777.0)
         backend.schedule(metadata)
         backend.run(layer, q, metadata, out)
         torch.testing.assert_close(out.cpu().double(), expected(q, layer, metadata), rtol=0, atol=1e-5)
-    for tensor in backend.tensors().values():
-        assert tensor.is_floating_point() or not tensor.any(), "counters are 0 between runs"
+    if "counters" in backend.tensors():
+        assert not backend.tensors()["counters"].any(), "counters are 0 between runs"
     backend.close()
     assert backend.tensors() == {}
 
@@ -257,27 +259,45 @@ def test_triton_runs_its_kernels(name: str, device: torch.device, monkeypatch: p
     """On CPU too: through the interpreter, never the reference that the ops fall back to there."""
     backend = TritonBackend(context(WINDOWED, device=device))
 
-    def no_reference(*args: object) -> None:
-        raise AssertionError("the reference ran in place of the kernel")
+    launched: list[str] = []
 
-    for module in ("paged_decode", "varlen"):
-        monkeypatch.setattr(f"graphrt.kernels.attention.{module}.reference_attention", no_reference)
+    class Recorded:
+        def __init__(self, name: str, kernel: Any) -> None:
+            self.name, self.kernel = name, kernel
+
+        def __getitem__(self, grid: tuple[int, ...]) -> Any:
+            launched.append(self.name)
+            return self.kernel[grid]
+
+    for module, name in ((work_list, "_schedule_kernel"), (attention, "attend_kernel")):
+        monkeypatch.setattr(module, name, Recorded(name, getattr(module, name)))
     backend.allocate()
     for descriptor in (DECODE, MIXED):
+        launched.clear()
         q, layer, metadata = make_step(descriptor, device)
-        backend.run(layer, q, metadata, torch.empty_like(q))
+        out = torch.full_like(q, 777.0)
+        backend.schedule(metadata)
+        backend.run(layer, q, metadata, out)
+        backend.run(layer, q, metadata, out)
+        assert launched == ["_schedule_kernel", "attend_kernel", "attend_kernel"], "layers share the schedule"
 
 
 def test_triton_workspace() -> None:
-    """Allocated once, for all layers; a decode without it is refused before anything is launched."""
-    backend = TritonBackend(context(SPEC, WINDOWED, max_query_len=2))
+    """Allocated once, with a work list per kind of layer; without it a step is refused before anything is launched."""
+    backend = TritonBackend(context(SPEC, WINDOWED, SPEC, max_query_len=2))
     q, layer, metadata = make_step(DECODE, CPU)
-    with pytest.raises(CaptureError, match=r"backend triton: expected a workspace, got none; call allocate\(\)"):
-        backend.run(layer, q, metadata, torch.empty_like(q))
+    for call in (lambda: backend.schedule(metadata), lambda: backend.run(layer, q, metadata, torch.empty_like(q))):
+        with pytest.raises(CaptureError, match=r"backend triton: expected a workspace, got none; call allocate\(\)"):
+            call()
     assert backend.tensors() == {}
     backend.allocate()
     assert {name: t.dtype for name, t in backend.tensors().items()} == {
-        "decode_partial_out": torch.float32,
-        "decode_partial_lse": torch.float32,
-        "decode_counters": torch.int32,
+        "work_list_0": torch.int32,
+        "work_list_1": torch.int32,
+        "partial_out": torch.float32,
+        "partial_lse": torch.float32,
+        "counters": torch.int32,
     }
+    backend.tensors()["counters"].fill_(3)
+    backend.reset()
+    assert not backend.tensors()["counters"].any()

@@ -263,6 +263,11 @@ def manager(model=None, spec=None, cache=None, **config) -> ReplayManager:
         (lambda: AttentionSpec(4, 3, 16), ConfigError, "multiple of num_kv_heads=3, got 4"),
         (lambda: AttentionSpec(4, 2, 16, dtype=torch.int8), ConfigError, "AttentionSpec.dtype"),
         (lambda: KVCacheSpec(1, 1, 16, page_size=0), ConfigError, "page_size: expected 1 to 1024 tokens, got 0"),
+        (lambda: KVCacheSpec(1, 1, 16, dtype=torch.int8), ConfigError, "KVCacheSpec.dtype: .*e5m2.*, got torch.int8"),
+        (lambda: AttentionSpec(4, 2, 16, alibi_slopes=(1.0,)), ConfigError, "alibi_slopes: expected 4 slopes.* got 1"),
+        (lambda: AttentionSpec(1, 1, 16, alibi_slopes=[1.0]), ConfigError, "expected a tuple of floats, got list"),
+        (lambda: AttentionSpec(1, 1, 16, alibi_slopes=(float("nan"),)), ConfigError, "expected finite slopes"),
+        (lambda: AttentionSpec(1, 1, 16, alibi_sqrt=True), ConfigError, "alibi_sqrt: expected alibi_slopes with it"),
         (
             lambda: manager(spec=AttentionSpec(4, 4, 16, torch.float32)),
             ConfigError,
@@ -271,8 +276,11 @@ def manager(model=None, spec=None, cache=None, **config) -> ReplayManager:
         (lambda: manager(spec=[AttentionSpec(4, 2, 16, torch.float32)]), ConfigError, "expected 2 specs.* got 1"),
         (lambda: KVCache.allocate(KVCacheSpec(1, 1, 16), 1, CPU), ConfigError, "at least 2, .* got 1"),
     ],
-    ids=["backend", "reqs", "ring", "tokens", "sizes", "group", "dtype", "page", "heads", "layers", "pages"],
-)
+    ids=[
+        "backend", "reqs", "ring", "tokens", "sizes", "group", "dtype", "page", "kv-dtype",
+        "slopes", "slopes-list", "slopes-nan", "slopes-missing", "heads", "layers", "pages",
+    ],
+)  # fmt: skip
 def test_bad_configuration(build, error, text: str) -> None:
     with pytest.raises(error, match=text):
         build()

@@ -56,6 +56,80 @@ def test_tensors_of_the_caller_are_checked(change, error, text: str) -> None:
         KVCache(KVCacheSpec(2, 2, 8, 4, dtype=torch.float32), k, v)
 
 
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2], ids=["e4m3", "e5m2"])
+def test_an_fp8_cache_has_scales_of_one(dtype: torch.dtype) -> None:
+    """One per layer and KV head, each a tensor of its own: kernels are specialised on the alignment of an address."""
+    spec = KVCacheSpec(3, 2, 8, 4, dtype=dtype)
+    cache = KVCache.allocate(spec, 5, CPU)
+    assert cache.nbytes == 3 * 2 * 5 * 4 * 2 * 8
+    scales = (*cache.k_scales, *cache.v_scales)
+    assert len(scales) == 6
+    assert all(torch.equal(s, torch.ones(2)) and s.dtype == torch.float32 for s in scales)
+    assert len({s.untyped_storage().data_ptr() for s in scales}) == 6
+    named = dict(cache.named_tensors())
+    assert named["kv_cache.k_scales[2]"] is cache.k_scales[2]
+    assert named["kv_cache.v_scales[0]"] is cache.v_scales[0]
+    wide = KVCache.allocate(KVCacheSpec(3, 2, 8, 4), 5, CPU)
+    assert wide.k_scales == wide.v_scales == ()
+    assert len(list(wide.named_tensors())) == 6
+
+
+def test_scales_of_the_caller_are_used_as_they_are() -> None:
+    spec = KVCacheSpec(2, 3, 8, 4, dtype=torch.float8_e5m2)
+    k, v = torch.zeros(2, 2, 6, 4, 3, 8, dtype=spec.dtype)
+    k_scales = [torch.full((3,), 0.5), torch.full((1,), 2.0)]
+    cache = KVCache(spec, list(k), list(v), k_scales=k_scales)
+    assert all(a is b for a, b in zip(cache.k_scales, k_scales, strict=True))
+    assert [s.tolist() for s in cache.v_scales] == [[1.0] * 3] * 2
+
+
+@pytest.mark.parametrize(
+    ("dtype", "scales", "error", "text"),
+    [
+        (torch.float8_e5m2, [torch.ones(2)], ConfigError, "v_scales: expected 2 tensors, one per layer, got 1"),
+        (
+            torch.float8_e5m2,
+            [torch.ones(2), torch.ones(3)],
+            ShapeError,
+            r"v_scales\[1\]: expected shape \[1\] or \[2\]",
+        ),
+        (torch.float8_e5m2, [torch.ones(2).half()] * 2, ShapeError, r"v_scales\[0\]: expected dtype float32"),
+        (torch.float8_e5m2, [torch.ones(2, device="meta")] * 2, ShapeError, r"v_scales\[0\]: expected device cpu"),
+        (torch.float16, [torch.ones(2)] * 2, ShapeError, r"v_scales\[0\]: expected None for a cache of float16"),
+    ],
+    ids=["count", "shape", "dtype", "device", "not-fp8"],
+)
+def test_scales_of_the_caller_are_checked(dtype: torch.dtype, scales: list[torch.Tensor], error, text: str) -> None:
+    k, v = torch.zeros(2, 2, 6, 4, 2, 8, dtype=dtype)
+    with pytest.raises(error, match=text):
+        KVCache(KVCacheSpec(2, 2, 8, 4, dtype=dtype), list(k), list(v), v_scales=scales)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("layout", list(KVLayout), ids=lambda x: x.value)
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2], ids=["e4m3", "e5m2"])
+def test_copy_and_swap_of_fp8_pages(dtype: torch.dtype, layout: KVLayout, device: str) -> None:
+    """Bit by bit, NaN with its payload included."""
+    spec = KVCacheSpec(2, 2, 8, 4, layout, dtype)
+    cache, host = KVCache.allocate(spec, 6, device), KVCache.allocate(spec, 4, CPU)
+    caches = [t.view(torch.uint8) for t in (*cache.k, *cache.v)]
+    for tensor in caches:
+        tensor.copy_(torch.randint(0, 256, tensor.shape, dtype=torch.uint8))
+    before = [t.clone() for t in caches]
+    cache.copy_blocks([1, 2, 2], [4, 5, 1])
+    for old, new in zip(before, caches, strict=True):
+        old[[4, 5, 1]] = old[[1, 2, 2]]
+        assert torch.equal(new, old)
+    cache.swap_blocks(host, [3, 4], [1, 3])
+    cache.swap_blocks(host, [5], [2])
+    host.swap_blocks(cache, [1, 3], [2, 0])
+    for old, new in zip(before, caches, strict=True):
+        old[[2, 0]] = old[[3, 4]]
+        assert torch.equal(new, old)
+    for old, new in zip(before, (*host.k, *host.v), strict=True):
+        assert torch.equal(new.view(torch.uint8)[1:], old[[3, 5, 4]].cpu())
+
+
 def test_copy_and_swap_blocks() -> None:
     spec = KVCacheSpec(2, 2, 8, 4, KVLayout.HND, torch.float32)
     cache, other = KVCache.allocate(spec, 6, CPU), KVCache.allocate(spec, 4, CPU)

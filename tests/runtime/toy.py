@@ -116,13 +116,14 @@ def make_rig(
     model: ToyModel | None = None,
     fill: float = float("nan"),
     window: int | None = None,
+    kv_dtype: torch.dtype | None = None,
     **config,
 ) -> Rig:
     """A rig with a cache full of NaN, the null page included, so that whatever reads unwritten KV shows."""
     model = model or ToyModel(device, dtype, head_dim)
-    spec = KVCacheSpec(LAYERS, KV_HEADS, head_dim, page_size, layout, dtype)
+    spec = KVCacheSpec(LAYERS, KV_HEADS, head_dim, page_size, layout, kv_dtype or dtype)
     cache = KVCache.allocate(spec, num_pages, device)
-    for _, tensor in cache.named_tensors():
+    for tensor in (*cache.k, *cache.v):
         tensor.fill_(fill)
     attention = AttentionSpec(HEADS, KV_HEADS, head_dim, dtype, sliding_window=window)
     defaults = {"max_num_reqs": 8, "max_num_tokens": 32, "max_seq_len": MAX_LEN, "decode_sizes": (1, 2, 4, 8)}

@@ -1,0 +1,180 @@
+"""Inputs of the attention benchmark, the same for every side, and the check of what a side makes of them.
+
+A cell holds several layers, each with a KV cache of its own and all with one block table, as a model does. There are as
+many as it takes to find each layer's KV cache out of L2 at its next turn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+
+from graphrt.bench_attention import Cell
+from graphrt.kernels.errors import CapacityError
+from graphrt.kernels.types import KVLayout
+from graphrt.testing.bench import rotations
+
+_MAX_KV_BYTES = 9 << 30  # of all layers of a cell
+_FILL_CHUNK = 1 << 26
+_TOLERANCE = {torch.bfloat16: 0.02, torch.float8_e4m3fn: 0.08}  # FA3 rounds the probabilities to fp8 as well
+
+
+class KVPool:
+    """One flat store of K and of V per dtype, filled once with normal values; every cell takes views of it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._stores: dict[torch.dtype, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def reserve(self, cells: Iterable[Cell]) -> None:
+        """Allocate for the largest of the cells. Raises: CapacityError for a cell beyond the pool's bound."""
+        sizes: dict[torch.dtype, int] = {}
+        for cell in cells:
+            size = num_layers(cell, self.device) * _layer_elements(cell)
+            if 2 * size * cell.kv_dtype.itemsize > _MAX_KV_BYTES:
+                raise CapacityError(
+                    f"cell {cell.part} {cell.name}: expected at most {_MAX_KV_BYTES >> 30} GiB of KV, got "
+                    f"{2 * size * cell.kv_dtype.itemsize >> 20} MiB; use fewer or shorter rows"
+                )
+            sizes[cell.kv_dtype] = max(size, sizes.get(cell.kv_dtype, 0))
+        for dtype, size in sizes.items():
+            self._stores[dtype] = (self._fill(size, dtype, 1), self._fill(size, dtype, 2))
+
+    def layers(self, cell: Cell) -> tuple[torch.Tensor, torch.Tensor]:
+        """K and V of the cell's layers: [layers, num_pages, page_size, num_kv_heads, head_dim], HND by its strides."""
+        k, v = (self._view(store, cell) for store in self._stores[cell.kv_dtype])
+        return k, v
+
+    def _view(self, store: torch.Tensor, cell: Cell) -> torch.Tensor:
+        layers = num_layers(cell, self.device)
+        flat = store[: layers * _layer_elements(cell)]
+        if cell.layout is KVLayout.NHD:
+            return flat.view(layers, cell.num_pages, cell.page_size, cell.num_kv_heads, cell.head_dim)
+        return flat.view(layers, cell.num_pages, cell.num_kv_heads, cell.page_size, cell.head_dim).transpose(2, 3)
+
+    def _fill(self, size: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
+        generator = torch.Generator(self.device).manual_seed(seed)
+        store = torch.empty(size, dtype=dtype, device=self.device)
+        for chunk in store.split(_FILL_CHUNK):
+            chunk.copy_(torch.randn(chunk.shape, dtype=torch.bfloat16, device=self.device, generator=generator))
+        return store
+
+
+def num_layers(cell: Cell, device: torch.device) -> int:
+    """How many layers keep each one's KV cache out of L2 until its next turn."""
+    return rotations(cell.kv_bytes, device)
+
+
+def _layer_elements(cell: Cell) -> int:
+    return cell.num_pages * cell.page_size * cell.num_kv_heads * cell.head_dim
+
+
+@dataclass(frozen=True, slots=True)
+class Inputs:
+    """What every side gets.
+
+    q               [layers, tokens, num_q_heads, head_dim]                         bf16   device
+    k, v            [layers, num_pages, page_size, num_kv_heads, head_dim]          kv_dtype, device
+    block_table     [batch, most pages of a row]  shuffled, 0 beyond a row's pages  int32  device
+    seq_lens        [batch]                                                         int32  device
+    page_indices    [num_pages]  the rows' pages one after another                  int32  device
+    page_indptr     [batch + 1]  where each row's pages begin                       int32  host
+    last_page_len   [batch]                                                         int32  host
+    """
+
+    cell: Cell
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    block_table: torch.Tensor
+    seq_lens: torch.Tensor
+    page_indices: torch.Tensor
+    page_indptr: torch.Tensor
+    last_page_len: torch.Tensor
+
+    @property
+    def layers(self) -> int:
+        return self.q.shape[0]
+
+    @property
+    def device(self) -> torch.device:
+        return self.q.device
+
+    @property
+    def softmax_scale(self) -> float:
+        return float(self.cell.head_dim**-0.5)
+
+    def row_pages(self, row: int) -> torch.Tensor:
+        """Page ids of a row, on the device."""
+        start, end = self.page_indptr[row : row + 2].tolist()
+        return self.page_indices[start:end]
+
+    def row_kv(self, layer: int, row: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """K and V of a row without pages: [seq_len, num_kv_heads, head_dim] each."""
+        pages, length = self.row_pages(row), self.cell.lengths[row]
+        k, v = (_take_pages(cache[layer], pages).flatten(0, 1)[:length] for cache in (self.k, self.v))
+        return k, v
+
+    @classmethod
+    def make(cls, cell: Cell, pool: KVPool) -> Inputs:
+        device = pool.device
+        k, v = pool.layers(cell)
+        generator = torch.Generator("cpu").manual_seed(3)
+        counts = torch.tensor([-(-length // cell.page_size) for length in cell.lengths])
+        indices = torch.randperm(cell.num_pages, generator=generator, dtype=torch.int32)
+        table = torch.zeros(cell.batch, int(counts.max()), dtype=torch.int32)
+        for row, pages in enumerate(indices.split(counts.tolist())):
+            table[row, : len(pages)] = pages
+        indptr = torch.zeros(cell.batch + 1, dtype=torch.int32)
+        indptr[1:] = counts.cumsum(0)
+        lengths = torch.tensor(cell.lengths, dtype=torch.int32)
+        shape = (k.shape[0], cell.batch * cell.query_len, cell.num_q_heads, cell.head_dim)
+        q = torch.randn(shape, device=device, generator=torch.Generator(device).manual_seed(4))
+        return cls(
+            cell=cell,
+            q=q.to(cell.kv_dtype).to(torch.bfloat16),  # of fp8 values, where a side wants the queries in fp8
+            k=k,
+            v=v,
+            block_table=table.to(device),
+            seq_lens=lengths.to(device),
+            page_indices=indices.to(device),
+            page_indptr=indptr,
+            last_page_len=(lengths - 1) % cell.page_size + 1,
+        )
+
+
+def _take_pages(cache: torch.Tensor, pages: torch.Tensor) -> torch.Tensor:
+    if cache.element_size() > 1:
+        return cache[pages.long()]
+    return cache.view(torch.uint8)[pages.long()].view(cache.dtype)  # indexing is not there for every fp8 dtype
+
+
+def check_output(inputs: Inputs, layer: int, out: torch.Tensor) -> None:
+    """Compare the first, the last and the longest row with float32 attention; of many new tokens two per row.
+
+    Raises: AssertionError when a token is further off than its dtype explains.
+    """
+    cell = inputs.cell
+    flat = out.reshape(inputs.q.shape[1:])
+    longest = max(range(cell.batch), key=lambda row: cell.lengths[row])
+    for row in sorted({0, cell.batch - 1, longest}):
+        k, v = (x.float() for x in inputs.row_kv(layer, row))
+        for new in sorted({cell.query_len // 2, cell.query_len - 1}):
+            token = row * cell.query_len + new
+            seen = cell.lengths[row] - cell.query_len + new + 1
+            expected = _attend(inputs.q[layer, token].float(), k[:seen], v[:seen], inputs.softmax_scale)
+            error = float((flat[token].float() - expected).norm() / expected.norm())
+            if not error <= _TOLERANCE[cell.kv_dtype]:  # NaN is not
+                raise AssertionError(
+                    f"row {row}, token {new}, layer {layer}: expected a relative error of at most "
+                    f"{_TOLERANCE[cell.kv_dtype]}, got {error:.3g}"
+                )
+
+
+def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_scale: float) -> torch.Tensor:
+    """One token [num_q_heads, head_dim] over [positions, num_kv_heads, head_dim], in float32."""
+    packed = q.unflatten(0, (k.shape[1], -1))
+    logits = torch.einsum("hgd,shd->hgs", packed, k) * softmax_scale
+    return torch.einsum("hgs,shd->hgd", logits.softmax(-1), v).flatten(0, 1)

@@ -1,0 +1,410 @@
+"""The attention kernel: work-list driven, one launch per layer, for decode rows, mixed batches and contiguous K and V.
+
+The new tokens of a row and the query heads that share a KV head are packed into query rows `token * group + head`, so
+that K and V are read once per KV head; BLOCK_M of them make a unit. The work list (see work_list.py) cuts the KV tiles
+of all units into equal parts, one per program and KV head: a program walks the segments of its part. A segment that is
+all of its unit writes the output. Of the others each leaves a normalised partial result and its log-sum-exp, and the
+last program to arrive merges them in split order, which makes the result independent of who was last, and sets the
+arrival counter back to 0; where there are many, in two stages. Nobody waits for anybody, so the grid need not fit the
+device.
+
+Split-KV attention: Flash-Decoding (Dao et al. 2023). Equal parts across rows: stream-K (Osama et al. 2023) and
+LeanAttention (Sanovar et al. 2024).
+"""
+
+from __future__ import annotations
+
+import math
+
+import triton
+import triton.language as tl
+
+from graphrt.kernels.attention.tile import attend_tile, merge_partials, query_exponent, tile_offsets, tile_pages
+
+PART_WORDS = 16
+SEGMENT_WORDS = 8
+"""int32 words of a part and of a segment in the work list; work_list.py documents them."""
+
+_PART_WORDS = tl.constexpr(PART_WORDS)
+_SEGMENT_WORDS = tl.constexpr(SEGMENT_WORDS)
+_LOG2E = tl.constexpr(math.log2(math.e))
+_LN2 = tl.constexpr(math.log(2))
+
+
+@triton.jit
+def _write_output(
+    out_ptr,
+    lse_ptr,
+    v_scale_ptr,
+    sinks_ptr,
+    acc,
+    top,
+    total,
+    m,
+    num_rows,
+    query_start,
+    first_row,
+    kv_head,
+    stride_v_scale,
+    stride_out_token,
+    stride_out_head,
+    stride_lse_token,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """Finish query rows: sink, division, V scale, then store output and log-sum-exp; `acc` is not divided yet."""
+    d = tl.arange(0, BLOCK_D)
+    packed = first_row + m
+    token = (query_start + packed // GROUP).to(tl.int64)
+    head = kv_head * GROUP + packed % GROUP
+    mask = m < num_rows
+    if sinks_ptr is not None:
+        sink = tl.load(sinks_ptr + head, mask=mask, other=float("-inf")) * _LOG2E
+        new_top = tl.maximum(top, sink)
+        base = tl.where(new_top == float("-inf"), 0.0, new_top)
+        rescale = tl.exp2(top - base)
+        total = total * rescale + tl.exp2(sink - base)
+        acc = acc * rescale[:, None]
+        top = new_top
+    if lse_ptr is not None:  # -inf where nothing is seen, as top is
+        lse = (top + tl.log2(tl.where(total == 0.0, 1.0, total))) * _LN2
+        tl.store(lse_ptr + token * stride_lse_token + head, lse, mask=mask)
+    scale = 1.0 / tl.where(total == 0.0, 1.0, total)  # a token that sees nothing gets zeros
+    if v_scale_ptr is not None:
+        scale *= tl.load(v_scale_ptr + kv_head * stride_v_scale)
+    out_ptrs = out_ptr + (token * stride_out_token + head * stride_out_head)[:, None] + d[None, :]
+    tl.store(
+        out_ptrs, (acc * scale[:, None]).to(out_ptr.dtype.element_ty), mask=mask[:, None] & (d < HEAD_DIM)[None, :]
+    )
+
+
+@triton.jit
+def _store_partial(
+    partial_out_ptr,
+    partial_lse_ptr,
+    slot,
+    acc,
+    top,
+    total,
+    m,
+    num_rows,
+    kv_head,
+    num_kv_heads,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    PARTIAL_M: tl.constexpr,
+):
+    """Leave a normalised partial result and its log-sum-exp in a slot."""
+    d = tl.arange(0, BLOCK_D)
+    divisor = tl.where(total == 0.0, 1.0, total)
+    partial = (slot * num_kv_heads + kv_head) * PARTIAL_M + m
+    # The log-sum-exp is -inf where nothing is seen, as top is.
+    tl.store(partial_lse_ptr + partial, top + tl.log2(divisor), mask=m < num_rows)
+    partial_ptrs = partial_out_ptr + (partial.to(tl.int64) * HEAD_DIM)[:, None] + d[None, :]
+    tl.store(partial_ptrs, acc / divisor[:, None], mask=(m < num_rows)[:, None] & (d < HEAD_DIM)[None, :])
+
+
+@triton.jit
+def _write_zeros(
+    out_ptr,
+    lse_ptr,
+    sinks_ptr,
+    zeros_ptr,
+    begin,
+    end,
+    kv_head,
+    stride_out_token,
+    stride_out_head,
+    stride_lse_token,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """Zero the query rows of units that see nothing: pad rows, pad tokens, tokens before position 0."""
+    m = tl.arange(0, BLOCK_M)
+    d = tl.arange(0, BLOCK_D)
+    for entry in tl.range(begin, end, num_stages=1):
+        query_start = tl.load(zeros_ptr + entry * 3)
+        first_row = tl.load(zeros_ptr + entry * 3 + 1)
+        marked_rows = tl.load(zeros_ptr + entry * 3 + 2)
+        num_rows = tl.abs(marked_rows)
+        packed = first_row + m
+        token = (query_start + packed // GROUP).to(tl.int64)
+        head = kv_head * GROUP + packed % GROUP
+        mask = m < num_rows
+        out_ptrs = out_ptr + (token * stride_out_token + head * stride_out_head)[:, None] + d[None, :]
+        zeros = tl.zeros([BLOCK_M, BLOCK_D], out_ptr.dtype.element_ty)
+        tl.store(out_ptrs, zeros, mask=mask[:, None] & (d < HEAD_DIM)[None, :])
+        if lse_ptr is not None:
+            lse = tl.full([BLOCK_M], float("-inf"), tl.float32)
+            if sinks_ptr is not None:
+                sink = tl.load(sinks_ptr + head, mask=mask, other=0.0)
+                lse = tl.where(marked_rows > 0, sink, lse)
+            tl.store(lse_ptr + token * stride_lse_token + head, lse, mask=mask)
+
+
+@triton.jit
+def attend_kernel(
+    q_ptr,  # [tokens, num_kv_heads * GROUP, HEAD_DIM]
+    k_ptr,  # [num_pages, PAGE_SIZE, num_kv_heads, HEAD_DIM]; contiguous: [kv_tokens, num_kv_heads, HEAD_DIM]
+    v_ptr,
+    block_table_ptr,  # [rows, max_pages]; contiguous: kv_start_loc [rows + 1]
+    work_list_ptr,  # parts, segments, units of zeros
+    out_ptr,  # like q
+    lse_ptr,  # [tokens, num_kv_heads * GROUP] or None
+    partial_out_ptr,  # [slots, num_kv_heads, PARTIAL_M, HEAD_DIM]
+    partial_lse_ptr,  # [slots, num_kv_heads, PARTIAL_M]
+    counters_ptr,  # [2, slots, num_kv_heads]
+    k_scale_ptr,
+    v_scale_ptr,
+    slopes_ptr,
+    sinks_ptr,
+    segments_at,
+    zeros_at,
+    num_slots,
+    logit_factor,
+    logit_cap,
+    sliding_window,
+    stride_q_token,
+    stride_q_head,
+    stride_k_page,
+    stride_k_slot,
+    stride_k_head,
+    stride_v_page,
+    stride_v_slot,
+    stride_v_head,
+    stride_table_row,
+    stride_out_token,
+    stride_out_head,
+    stride_lse_token,
+    stride_k_scale,
+    stride_v_scale,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    PAGED: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    ALIBI_SQRT: tl.constexpr,
+    IS_FP8: tl.constexpr,
+    FIXED_SPLITS: tl.constexpr,
+    SKIP_MASKS: tl.constexpr,
+    LAUNCH_PDL: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    NUM_STAGES: tl.constexpr,
+    PARTIAL_M: tl.constexpr,
+    MERGE_SPLITS: tl.constexpr,
+    MERGE_GROUP: tl.constexpr,
+):
+    HAS_ALIBI: tl.constexpr = slopes_ptr is not None
+    DOT_DTYPE: tl.constexpr = tl.float16 if IS_FP8 and q_ptr.dtype.element_ty != tl.float32 else q_ptr.dtype.element_ty
+    kv_head = tl.program_id(0)
+    part = tl.program_id(1)
+    num_kv_heads = tl.num_programs(0)
+    if LAUNCH_PDL:
+        tl.extra.cuda.gdc_wait()
+    part_ptr = work_list_ptr + part * _PART_WORDS
+    begin = tl.load(part_ptr)
+    end = tl.load(part_ptr + _PART_WORDS)  # where the next part begins
+    zeros_begin = tl.load(part_ptr + 1)
+    zeros_end = tl.load(part_ptr + _PART_WORDS + 1)
+    # The part repeats its first segment, so that a program with one segment waits for one load only.
+    row = tl.load(part_ptr + 8)
+    first_row = tl.load(part_ptr + 9)
+    tile_begin = tl.load(part_ptr + 10)
+    tile_end = tl.load(part_ptr + 11)
+    seq_len = tl.load(part_ptr + 12)
+    query_start = tl.load(part_ptr + 13)
+    query_len = tl.load(part_ptr + 14)
+    splits = tl.load(part_ptr + 15)
+
+    m = tl.arange(0, BLOCK_M)
+    d = tl.arange(0, BLOCK_D)
+    lanes = tl.arange(0, BLOCK_N)
+    in_dim = (d < HEAD_DIM)[None, :]
+    k_ptr += kv_head.to(tl.int64) * stride_k_head
+    v_ptr += kv_head.to(tl.int64) * stride_v_head
+    if k_scale_ptr is not None:
+        logit_factor *= tl.load(k_scale_ptr + kv_head * stride_k_scale)
+
+    for segment in tl.range(begin, end, num_stages=1):
+        reload = segment > begin
+        if FIXED_SPLITS > 0:
+            reload = segment >= begin
+        if reload:
+            segment_ptr = work_list_ptr + segments_at + segment * _SEGMENT_WORDS
+            row = tl.load(segment_ptr)
+            first_row = tl.load(segment_ptr + 1)
+            tile_begin = tl.load(segment_ptr + 2)
+            tile_end = tl.load(segment_ptr + 3)
+            seq_len = tl.load(segment_ptr + 4)
+            query_start = tl.load(segment_ptr + 5)
+            query_len = tl.load(segment_ptr + 6)
+            splits = tl.load(segment_ptr + 7)
+        num_splits = splits & 0xFFFF
+        split = splits >> 16
+
+        num_rows = tl.minimum(query_len * GROUP - first_row, BLOCK_M)
+        packed = first_row + m
+        token = (query_start + packed // GROUP).to(tl.int64)
+        head = kv_head * GROUP + packed % GROUP
+        q_ptrs = q_ptr + (token * stride_q_token + head * stride_q_head)[:, None] + d[None, :]
+        q = tl.load(q_ptrs, mask=(m < num_rows)[:, None] & in_dim, other=0.0)
+        factor = logit_factor
+        if IS_FP8 and q_ptr.dtype.element_ty != tl.float32:
+            exponent = query_exponent(q.to(tl.float32))
+            factor = logit_factor * exponent
+            q = (q.to(tl.float32) / exponent).to(tl.float16)
+        top = tl.full([BLOCK_M], float("-inf"), tl.float32)
+        slopes = top
+        if HAS_ALIBI:
+            slopes = tl.load(slopes_ptr + head, mask=m < num_rows, other=0.0) * _LOG2E
+
+        # The positions that the first token of the unit sees from, and that its last token sees to.
+        query_positions = seq_len - query_len + packed // GROUP
+        first_position = seq_len - query_len + first_row // GROUP
+        kv_end = seq_len
+        if CAUSAL:
+            kv_end = tl.minimum(seq_len, seq_len - query_len + (first_row + num_rows - 1) // GROUP + 1)
+        window_start = 0
+        if HAS_WINDOW:
+            window_start = tl.maximum(first_position + 1 - sliding_window, 0)
+        whole_end = tile_begin
+        if SKIP_MASKS and not HAS_WINDOW:
+            whole_end = kv_end
+            if CAUSAL:
+                whole_end = tl.minimum(whole_end, first_position + 1)
+            whole_end = tl.minimum(tl.maximum(whole_end // BLOCK_N, tile_begin), tile_end)
+        if PAGED:
+            table_row_ptr = block_table_ptr + row.to(tl.int64) * stride_table_row
+        else:
+            kv_start = tl.load(block_table_ptr + row).to(tl.int64)
+
+        if BLOCK_M == 16:
+            weights = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+        else:
+            weights = tl.zeros([BLOCK_M], tl.float32)
+        acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+        # Page ids are read one tile ahead, so that the loads of K and V do not wait for them and are pipelined deeper.
+        if PAGED:
+            pages = tile_pages(table_row_ptr, tile_begin * BLOCK_N, lanes, kv_end, PAGE_SIZE, BLOCK_N)
+        if SKIP_MASKS and not HAS_WINDOW:
+            for tile in tl.range(tile_begin, whole_end, num_stages=NUM_STAGES):
+                start = tile * BLOCK_N
+                positions = start + lanes
+                if PAGED:
+                    k_offsets = tile_offsets(pages, start, lanes, stride_k_page, stride_k_slot, PAGE_SIZE, BLOCK_N)
+                    v_offsets = tile_offsets(pages, start, lanes, stride_v_page, stride_v_slot, PAGE_SIZE, BLOCK_N)
+                    pages = tile_pages(table_row_ptr, start + BLOCK_N, lanes, kv_end, PAGE_SIZE, BLOCK_N)
+                else:
+                    k_offsets = (kv_start + positions) * stride_k_slot
+                    v_offsets = (kv_start + positions) * stride_v_slot
+                k_ptrs = k_ptr + k_offsets[:, None] + d[None, :]
+                v_ptrs = v_ptr + v_offsets[:, None] + d[None, :]
+                if BLOCK_D == HEAD_DIM:
+                    k = tl.load(k_ptrs)
+                    dim_mask = None
+                else:
+                    dim_mask = tl.broadcast_to(in_dim, [BLOCK_N, BLOCK_D])
+                    k = tl.load(k_ptrs, mask=dim_mask, other=0.0)
+                acc, top, weights = attend_tile(
+                    q, k, v_ptrs, dim_mask, acc, top, weights, positions, query_positions, kv_end, factor, logit_cap,
+                    sliding_window, slopes, HAS_SOFTCAP, HAS_ALIBI, ALIBI_SQRT, HAS_WINDOW, CAUSAL, False, DOT_DTYPE,
+                )  # fmt: skip
+
+        for tile in tl.range(whole_end, tile_end, num_stages=NUM_STAGES):
+            start = tile * BLOCK_N
+            positions = start + lanes
+            kv_mask = (positions < kv_end)[:, None]
+            if HAS_WINDOW:
+                kv_mask &= (positions >= window_start)[:, None]
+            if BLOCK_D != HEAD_DIM:
+                kv_mask &= in_dim
+            if PAGED:
+                k_offsets = tile_offsets(pages, start, lanes, stride_k_page, stride_k_slot, PAGE_SIZE, BLOCK_N)
+                v_offsets = tile_offsets(pages, start, lanes, stride_v_page, stride_v_slot, PAGE_SIZE, BLOCK_N)
+                pages = tile_pages(table_row_ptr, start + BLOCK_N, lanes, kv_end, PAGE_SIZE, BLOCK_N)
+            else:
+                k_offsets = (kv_start + positions) * stride_k_slot
+                v_offsets = (kv_start + positions) * stride_v_slot
+            k = tl.load(k_ptr + k_offsets[:, None] + d[None, :], mask=kv_mask, other=0.0)
+            acc, top, weights = attend_tile(
+                q, k, v_ptr + v_offsets[:, None] + d[None, :], kv_mask, acc, top, weights, positions, query_positions,
+                kv_end, factor, logit_cap, sliding_window, slopes, HAS_SOFTCAP, HAS_ALIBI, ALIBI_SQRT, HAS_WINDOW,
+                CAUSAL, True, DOT_DTYPE,
+            )  # fmt: skip
+
+        total = weights
+        if BLOCK_M == 16:
+            total = tl.sum(weights, 1)
+        if num_splits == 1:
+            _write_output(
+                out_ptr, lse_ptr, v_scale_ptr, sinks_ptr, acc, top, total, m, num_rows, query_start, first_row, kv_head,
+                stride_v_scale, stride_out_token, stride_out_head, stride_lse_token, GROUP, HEAD_DIM, BLOCK_D,
+            )  # fmt: skip
+        else:
+            # Slots of partial results: with equal parts, segment i > 0 of a unit is the head of part first + i, and its
+            # segment 0 is the tail of part `first`; with fixed splits a unit has a slot for each.
+            if FIXED_SPLITS > 0:
+                unit = row * ((query_len * GROUP + BLOCK_M - 1) // BLOCK_M) + first_row // BLOCK_M
+                first_slot = unit * FIXED_SPLITS
+                next_slot = first_slot
+                slot_step = 1
+            else:
+                next_slot = 2 * (part - split)
+                first_slot = next_slot + 1
+                slot_step = 2
+            _store_partial(
+                partial_out_ptr, partial_lse_ptr, tl.where(split == 0, first_slot, next_slot + split * slot_step), acc,
+                top, total, m, num_rows, kv_head, num_kv_heads, HEAD_DIM, BLOCK_D, PARTIAL_M,
+            )  # fmt: skip
+            # Splits are merged in groups of MERGE_GROUP, and the results of the groups once more. Who comes last to a
+            # group merges it into its first slot, and goes on to the unit's counter.
+            leader = split // MERGE_GROUP * MERGE_GROUP
+            num_groups = (num_splits + MERGE_GROUP - 1) // MERGE_GROUP
+            expected = tl.minimum(num_splits - leader, MERGE_GROUP)
+            step = slot_step
+            counter = tl.where(leader == 0, first_slot, next_slot + leader * slot_step)
+            is_last = True
+            for level in tl.range(0, tl.where(num_groups > 1, 2, 1), num_stages=1):
+                if level == 1:
+                    leader = leader * 0
+                    expected = num_groups
+                    step = slot_step * MERGE_GROUP
+                    counter = num_slots + first_slot
+                if is_last:
+                    # The barrier orders the stores of all threads before the thread that announces them, at gpu scope.
+                    tl.debug_barrier()
+                    counter_ptr = counters_ptr + counter * num_kv_heads + kv_head
+                    arrived = tl.atomic_add(counter_ptr, 1, sem="acq_rel", scope="gpu")
+                    is_last = arrived == expected - 1
+                    if is_last:
+                        tl.store(counter_ptr, 0)
+                        merge_m = tl.arange(0, PARTIAL_M)
+                        next_leader = next_slot + leader * slot_step
+                        to_slot = tl.where(leader == 0, first_slot, next_leader)
+                        merged, merged_top, merged_total = merge_partials(
+                            partial_out_ptr, partial_lse_ptr, to_slot, next_leader, step, merge_m, expected, num_rows,
+                            kv_head, num_kv_heads, HEAD_DIM, BLOCK_D, PARTIAL_M, MERGE_SPLITS,
+                        )  # fmt: skip
+                        if (level == 0) & (num_groups > 1):
+                            _store_partial(
+                                partial_out_ptr, partial_lse_ptr, to_slot, merged, merged_top, merged_total, merge_m,
+                                num_rows, kv_head, num_kv_heads, HEAD_DIM, BLOCK_D, PARTIAL_M,
+                            )  # fmt: skip
+                        else:
+                            _write_output(
+                                out_ptr, lse_ptr, v_scale_ptr, sinks_ptr, merged, merged_top, merged_total, merge_m,
+                                num_rows, query_start, first_row, kv_head, stride_v_scale, stride_out_token,
+                                stride_out_head, stride_lse_token, GROUP, HEAD_DIM, BLOCK_D,
+                            )  # fmt: skip
+
+    _write_zeros(
+        out_ptr, lse_ptr, sinks_ptr, work_list_ptr + zeros_at, zeros_begin, zeros_end, kv_head, stride_out_token,
+        stride_out_head, stride_lse_token, GROUP, HEAD_DIM, BLOCK_M, BLOCK_D,
+    )  # fmt: skip

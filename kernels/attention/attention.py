@@ -1,0 +1,404 @@
+"""Attention over the paged cache and over contiguous K and V: the operators around the work-list kernel."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from graphrt.kernels.attention.arguments import (
+    TRITON_DTYPES,
+    check_attention_tensors,
+    check_contiguous_tensors,
+    check_triton_head_dim,
+    logit_constants,
+)
+from graphrt.kernels.attention.attend import PART_WORDS, SEGMENT_WORDS, attend_kernel
+from graphrt.kernels.attention.options import FP8_DTYPES, AttentionOptions
+from graphrt.kernels.attention.plan import AttentionPlan, AttentionWorkspace
+from graphrt.kernels.attention.reference import reference_attention, reference_contiguous_attention
+from graphrt.kernels.checks import check_tensor
+from graphrt.kernels.compile_spec import CompileSpec
+from graphrt.kernels.errors import CapacityError, ShapeError
+from graphrt.kernels.library import define_op
+
+
+def _constexprs(plan: AttentionPlan, options: AttentionOptions, kv_dtype: torch.dtype) -> dict[str, object]:
+    """The constexpr arguments of the kernel, but for those that tell paged from contiguous calls."""
+    return {
+        "GROUP": plan.group,
+        "HEAD_DIM": plan.head_dim,
+        "CAUSAL": options.causal,
+        "HAS_WINDOW": options.sliding_window > 0,
+        "HAS_SOFTCAP": options.logits_softcap > 0.0,
+        "ALIBI_SQRT": options.alibi_sqrt,
+        "IS_FP8": kv_dtype in FP8_DTYPES,
+        "FIXED_SPLITS": plan.fixed_splits,
+        "SKIP_MASKS": plan.query_len == 0,
+        "BLOCK_M": plan.block_m,
+        "BLOCK_N": plan.block_n,
+        "BLOCK_D": plan.block_d,
+        "NUM_STAGES": plan.num_stages,
+        "PARTIAL_M": plan.partial_m,
+        "MERGE_SPLITS": plan.merge_splits,
+        "MERGE_GROUP": plan.merge_group,
+    }
+
+
+def _launch(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    table: torch.Tensor,
+    work_list: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor | None,
+    workspace: AttentionWorkspace,
+    plan: AttentionPlan,
+    options: AttentionOptions,
+    paged: bool,
+    pdl: bool,
+) -> None:
+    logit_factor, logit_cap = logit_constants(options.softmax_scale, options.logits_softcap)
+    segments_at = (plan.num_parts + 1) * PART_WORDS
+    k_strides, v_strides = (t.stride()[:3] if paged else (0, *t.stride()[:2]) for t in (k, v))
+    attend_kernel[(plan.num_kv_heads, plan.num_parts)](
+        q,
+        k,
+        v,
+        table,
+        work_list,
+        out,
+        lse,
+        workspace.partial_out,
+        workspace.partial_lse,
+        workspace.counters,
+        options.k_scale,
+        options.v_scale,
+        options.alibi_slopes,
+        options.sinks,
+        segments_at,
+        segments_at + plan.max_segments * SEGMENT_WORDS,
+        plan.num_slots,
+        logit_factor,
+        logit_cap,
+        options.sliding_window,
+        *q.stride()[:2],
+        *k_strides,
+        *v_strides,
+        table.stride(0),
+        *out.stride()[:2],
+        0 if lse is None else lse.stride(0),
+        0 if options.k_scale is None or options.k_scale.shape[0] == 1 else 1,
+        0 if options.v_scale is None or options.v_scale.shape[0] == 1 else 1,
+        PAGE_SIZE=k.shape[1] if paged else 1,
+        PAGED=paged,
+        LAUNCH_PDL=pdl,
+        **_constexprs(plan, options, k.dtype),
+        num_warps=plan.num_warps,
+        num_stages=plan.num_stages,
+        launch_pdl=pdl,
+    )
+
+
+def _attention_triton(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    table: torch.Tensor,
+    starts: torch.Tensor | None,
+    seq_lens: torch.Tensor | None,
+    work_list: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor | None,
+    partial_out: torch.Tensor,
+    partial_lse: torch.Tensor,
+    counters: torch.Tensor,
+    alibi_slopes: torch.Tensor | None,
+    sinks: torch.Tensor | None,
+    k_scale: torch.Tensor | None,
+    v_scale: torch.Tensor | None,
+    softmax_scale: float,
+    causal: bool,
+    sliding_window: int,
+    logits_softcap: float,
+    alibi_sqrt: bool,
+    plan: list[int],
+    pdl: bool,
+) -> None:
+    options = AttentionOptions(
+        softmax_scale, causal, sliding_window, logits_softcap, alibi_slopes, alibi_sqrt, sinks, k_scale, v_scale
+    )
+    workspace = AttentionWorkspace(partial_out, partial_lse, counters)
+    _launch(q, k, v, table, work_list, out, lse, workspace, AttentionPlan(*plan), options, seq_lens is not None, pdl)
+
+
+def _attention_reference(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    table: torch.Tensor,
+    starts: torch.Tensor | None,
+    seq_lens: torch.Tensor | None,
+    work_list: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor | None,
+    partial_out: torch.Tensor,
+    partial_lse: torch.Tensor,
+    counters: torch.Tensor,
+    alibi_slopes: torch.Tensor | None,
+    sinks: torch.Tensor | None,
+    k_scale: torch.Tensor | None,
+    v_scale: torch.Tensor | None,
+    softmax_scale: float,
+    causal: bool,
+    sliding_window: int,
+    logits_softcap: float,
+    alibi_sqrt: bool,
+    plan: list[int],
+    pdl: bool,
+) -> None:
+    options = AttentionOptions(
+        softmax_scale, causal, sliding_window, logits_softcap, alibi_slopes, alibi_sqrt, sinks, k_scale, v_scale
+    )
+    query_len = AttentionPlan(*plan).query_len
+    query_starts = list(range(0, q.shape[0] + 1, query_len)) if starts is None else starts.tolist()
+    if seq_lens is None:
+        reference_contiguous_attention(q, k, v, table.tolist(), query_starts, out, options, lse)
+    else:
+        reference_attention(q, k, v, table, seq_lens, query_starts, out, options, lse)
+
+
+_attention_op: Any = define_op(
+    "attention(Tensor q, Tensor k, Tensor v, Tensor table, Tensor? starts, Tensor? seq_lens, Tensor work_list, "
+    "Tensor(a!) out, Tensor(b!)? lse, Tensor(c!) partial_out, Tensor(d!) partial_lse, Tensor(e!) counters, "
+    "Tensor? alibi_slopes, Tensor? sinks, Tensor? k_scale, Tensor? v_scale, float softmax_scale, bool causal, "
+    "int sliding_window, float logits_softcap, bool alibi_sqrt, int[] plan, bool pdl) -> ()",
+    triton_impl=_attention_triton,
+    reference=_attention_reference,
+)
+
+
+def paged_attention(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    out: torch.Tensor,
+    plan: AttentionPlan,
+    work_list: torch.Tensor,
+    workspace: AttentionWorkspace,
+    options: AttentionOptions,
+    *,
+    query_start_loc: torch.Tensor | None = None,
+    lse: torch.Tensor | None = None,
+    pdl: bool = False,
+) -> None:
+    """Attention of each row's new tokens to the row's pages, which hold the new tokens' K and V already.
+
+    q, out             [plan.num_tokens, num_q_heads, head_dim]           fp16, bf16 or fp32; out is written
+    k_cache, v_cache   [num_pages, page_size, num_kv_heads, head_dim]     dtype of q, or fp8; any strides, last one 1
+    block_table        [rows, max_pages]                                  int32
+    seq_lens           [rows]  including the new tokens; 0: zeros         int32
+    work_list          written by `schedule_attention` from the same plan, seq_lens and window, in this step
+    query_start_loc    [rows + 1]  for plans without query_len; tokens from its last value on: zeros   int32
+    lse                [plan.num_tokens, num_q_heads]  natural log of the softmax's denominator, sinks included;
+                       -inf where nothing is seen                         float32, written
+    pdl                launch before the kernel ahead has finished, and wait for it on the device
+
+    fp8 keys and values are multiplied as float16 (float32 if q is), their scales folded into logits and output.
+
+    Capture-safe: one launch, no sync, no allocation; the grid depends on the plan only.
+
+    Raises: ShapeError, CapacityError, UnsupportedError (head_dim).
+    """
+    check_attention_tensors(q, k_cache, v_cache, block_table, seq_lens, out, options, lse)
+    if seq_lens.shape[0] != plan.num_rows:
+        raise ShapeError(f"seq_lens: expected {plan.num_rows} rows, got {seq_lens.shape[0]}; use the plan of this size")
+    _check_plan(q, k_cache.shape[2], plan, work_list, workspace)
+    if (query_start_loc is None) != (plan.query_len > 0):
+        raise ShapeError(
+            f"query_start_loc: expected {'None' if plan.query_len else 'a tensor'} for a plan with query_len="
+            f"{plan.query_len}, got the opposite; a plan without query_len is made by AttentionPlan.varlen"
+        )
+    if query_start_loc is not None:
+        check_tensor("query_start_loc", query_start_loc, shape=(plan.num_rows + 1,), dtype=torch.int32, device=q.device)
+    _call(
+        q, k_cache, v_cache, block_table, query_start_loc, seq_lens, out, lse, plan, work_list, workspace, options, pdl
+    )
+
+
+def contiguous_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    kv_start_loc: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    out: torch.Tensor,
+    plan: AttentionPlan,
+    work_list: torch.Tensor,
+    workspace: AttentionWorkspace,
+    options: AttentionOptions,
+    *,
+    lse: torch.Tensor | None = None,
+) -> None:
+    """Attention of packed rows to packed K and V, without a cache; causal rows end at their last key.
+
+    q, out            [plan.num_tokens, num_q_heads, head_dim]       fp16, bf16 or fp32; out is written
+    k, v              [kv_tokens, num_kv_heads, head_dim]            dtype of q, or fp8; any strides, last one 1
+    kv_start_loc      [rows + 1]  where each row's keys begin        int32
+    query_start_loc   [rows + 1]  tokens from its last value on: zeros   int32
+
+    The plan is made by `AttentionPlan.varlen`, the work list from `kv_start_loc` with `seq_lens_are_starts`. The other
+    arguments, errors and guarantees are those of `paged_attention`.
+    """
+    check_contiguous_tensors(q, k, v, kv_start_loc, query_start_loc, out, options, lse)
+    if plan.query_len or query_start_loc.shape[0] != plan.num_rows + 1:
+        raise ShapeError(
+            f"query_start_loc: expected {plan.num_rows} rows and a plan made by AttentionPlan.varlen, got "
+            f"{query_start_loc.shape[0] - 1} rows and query_len={plan.query_len}; use the plan of this size"
+        )
+    _check_plan(q, k.shape[1], plan, work_list, workspace)
+    _call(q, k, v, kv_start_loc, query_start_loc, None, out, lse, plan, work_list, workspace, options, False)
+
+
+def _call(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    table: torch.Tensor,
+    starts: torch.Tensor | None,
+    seq_lens: torch.Tensor | None,
+    out: torch.Tensor,
+    lse: torch.Tensor | None,
+    plan: AttentionPlan,
+    work_list: torch.Tensor,
+    workspace: AttentionWorkspace,
+    options: AttentionOptions,
+    pdl: bool,
+) -> None:
+    _attention_op(
+        q,
+        k,
+        v,
+        table,
+        starts,
+        seq_lens,
+        work_list,
+        out,
+        lse,
+        workspace.partial_out,
+        workspace.partial_lse,
+        workspace.counters,
+        options.alibi_slopes,
+        options.sinks,
+        options.k_scale,
+        options.v_scale,
+        options.softmax_scale,
+        options.causal,
+        options.sliding_window,
+        options.logits_softcap,
+        options.alibi_sqrt,
+        plan.to_list(),
+        pdl,
+    )
+
+
+def _check_plan(
+    q: torch.Tensor, num_kv_heads: int, plan: AttentionPlan, work_list: torch.Tensor, workspace: AttentionWorkspace
+) -> None:
+    heads = (plan.group * plan.num_kv_heads, plan.num_kv_heads)
+    if q.shape[0] != plan.num_tokens or (q.shape[1], num_kv_heads) != heads or q.shape[2] != plan.head_dim:
+        raise ShapeError(
+            f"q: expected {plan.num_tokens} tokens, {heads[0]} query and {heads[1]} KV heads of {plan.head_dim} as in "
+            f"the plan, got {q.shape[0]} tokens, {q.shape[1]} and {num_kv_heads} heads of {q.shape[2]}; make a plan "
+            "for this shape"
+        )
+    check_triton_head_dim("attention", plan.head_dim)
+    needed = {
+        "work_list": (work_list, plan.work_list_words, torch.int32),
+        "workspace.partial_out": (workspace.partial_out, plan.partial_rows * plan.head_dim, torch.float32),
+        "workspace.partial_lse": (workspace.partial_lse, plan.partial_rows, torch.float32),
+        "workspace.counters": (workspace.counters, plan.num_counters, torch.int32),
+    }
+    for name, (tensor, count, dtype) in needed.items():
+        check_tensor(name, tensor, shape=(None,), dtype=dtype, device=q.device)
+        if tensor.numel() < count:
+            raise CapacityError(
+                f"{name}: expected at least {count} elements for this plan, got {tensor.numel()}; "
+                "allocate it for the largest plan"
+            )
+
+
+def compile_variants() -> list[CompileSpec]:
+    """Kernel variants that a test compiles without a GPU: shapes of common models, and the corners."""
+    bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32
+    e4m3, e5m2 = torch.float8_e4m3fn, torch.float8_e5m2
+    spill, spill_varlen = 64, 400  # registers that only the merge needs; varlen is faster with 3 stages nevertheless
+    cases: list[tuple[str, torch.dtype, torch.dtype, int, int, int, int, int, bool]] = [
+        # name, dtype, KV dtype, head_dim, group, query_len (0: varlen), rows, page_size (0: contiguous), every option
+        ("llama", bf16, bf16, 128, 4, 1, 1, 16, False),
+        ("llama_many", bf16, bf16, 128, 4, 1, 256, 16, False),
+        ("llama_page64", fp16, fp16, 128, 4, 1, 1, 64, False),
+        ("llama_fp8", bf16, e4m3, 128, 4, 1, 1, 16, False),
+        ("llama_fp8_many", bf16, e4m3, 128, 4, 1, 256, 16, False),
+        ("small_heads", bf16, bf16, 64, 3, 1, 1, 16, False),
+        ("speculative", bf16, bf16, 128, 4, 5, 8, 16, False),
+        ("packed_max", bf16, bf16, 128, 16, 16, 8, 16, False),
+        ("gemma", bf16, bf16, 256, 2, 1, 8, 16, True),
+        ("gemma_speculative", bf16, e5m2, 256, 8, 8, 8, 16, True),
+        ("odd_head_dim", fp16, e5m2, 80, 7, 1, 8, 48, True),
+        ("fp32", fp32, fp32, 64, 4, 1, 8, 16, True),
+        ("fp32_large", fp32, fp32, 256, 8, 8, 8, 16, False),
+        ("varlen", bf16, bf16, 128, 4, 0, 64, 16, False),
+        ("varlen_options", fp16, e4m3, 128, 4, 0, 64, 16, True),
+        ("varlen_gemma", bf16, bf16, 256, 2, 0, 64, 16, True),
+        ("varlen_fp32", fp32, fp32, 256, 8, 0, 64, 16, False),
+        ("contiguous", bf16, bf16, 128, 4, 0, 64, 0, False),
+    ]
+    specs = []
+    for name, dtype, kv_dtype, head_dim, group, query_len, rows, page_size, options in cases:
+        heads = {"num_q_heads": 8 * group, "num_kv_heads": 8, "head_dim": head_dim, "dtype": dtype, "num_sms": 132}
+        if query_len:
+            plan = AttentionPlan.decode(rows, kv_dtype=kv_dtype, query_len=query_len, **heads)  # type: ignore[arg-type]
+        else:
+            plan = AttentionPlan.varlen(rows, 2048, kv_dtype=kv_dtype, **heads)  # type: ignore[arg-type]
+        chosen = AttentionOptions(1.0, True, int(options), float(options), alibi_sqrt=options)
+        constexprs: dict[str, object] = {
+            **_constexprs(plan, chosen, kv_dtype),
+            "PAGE_SIZE": page_size or 1,
+            "PAGED": page_size > 0,
+            "LAUNCH_PDL": False,
+        }
+        pointers = {"q_ptr": dtype, "out_ptr": dtype, "k_ptr": kv_dtype, "v_ptr": kv_dtype}
+        integers = ("block_table_ptr", "work_list_ptr", "counters_ptr")
+        optional = ("lse_ptr", "k_scale_ptr", "v_scale_ptr", "slopes_ptr", "sinks_ptr")
+        signature = {}
+        for argument in attend_kernel.arg_names:
+            if argument in optional and not options:
+                constexprs[argument] = None
+            if argument in constexprs:
+                signature[argument] = "constexpr"
+            elif argument in pointers:
+                signature[argument] = f"*{TRITON_DTYPES[pointers[argument]]}"
+            elif argument in integers:
+                signature[argument] = "*i32"
+            elif argument.endswith("_ptr"):
+                signature[argument] = "*fp32"
+            else:
+                signature[argument] = "fp32" if argument.startswith("logit_") else "i32"
+        divisible = tuple(a for a in signature if a.endswith("_ptr") or a.startswith("stride_"))
+        specs.append(
+            CompileSpec(
+                f"attention_{name}",
+                attend_kernel,
+                signature,
+                constexprs,
+                plan.num_warps,
+                plan.num_stages,
+                divisible=divisible,
+                max_spill=spill if query_len else spill_varlen,
+            )
+        )
+    return specs

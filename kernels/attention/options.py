@@ -1,0 +1,81 @@
+"""What an attention layer does besides softmax(q k) v: one frozen record of options for all kernels, and its checks."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from graphrt.kernels.checks import check_tensor
+from graphrt.kernels.errors import ShapeError
+
+FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionOptions:
+    """Options of one attention call. Numbers are baked into a captured graph; tensors are read at every replay.
+
+    softmax_scale    factor of q . k
+    causal           token i of a row sees positions 0 to seq_len - query_len + i; otherwise all of them
+    sliding_window   positions that a token sees, itself included; 0: all. Needs `causal`
+    logits_softcap   cap * tanh(logits / cap); 0.0: off
+    alibi_slopes     [num_q_heads]           float32  bias -slope * distance, added after the softcap; Press et al. 2022
+    alibi_sqrt       the bias is -slope * sqrt(distance)
+    sinks            [num_q_heads]           float32  a logit per head that adds exp(sink) to the softmax's denominator
+    k_scale          [1] or [num_kv_heads]   float32  key = stored value * k_scale; for fp8 caches; None: 1
+    v_scale          like k_scale, of the values
+    """
+
+    softmax_scale: float
+    causal: bool = True
+    sliding_window: int = 0
+    logits_softcap: float = 0.0
+    alibi_slopes: torch.Tensor | None = None
+    alibi_sqrt: bool = False
+    sinks: torch.Tensor | None = None
+    k_scale: torch.Tensor | None = None
+    v_scale: torch.Tensor | None = None
+
+
+def check_options(
+    options: AttentionOptions, num_q_heads: int, num_kv_heads: int, kv_dtype: torch.dtype, device: torch.device
+) -> None:
+    """Raise ShapeError unless the options fit a call with these heads and this cache."""
+    scale, softcap, window = options.softmax_scale, options.logits_softcap, options.sliding_window
+    if not (math.isfinite(scale) and scale > 0):
+        raise ShapeError(f"softmax_scale: expected a finite number > 0, got {scale}; head_dim ** -0.5 is usual")
+    if window < 0:
+        raise ShapeError(f"sliding_window: expected >= 0, got {window}; 0 switches it off")
+    if window and not options.causal:
+        raise ShapeError(f"sliding_window: expected 0 without causal, got {window}; set causal=True")
+    if not (math.isfinite(softcap) and softcap >= 0):
+        raise ShapeError(f"logits_softcap: expected a finite number >= 0, got {softcap}; 0.0 switches it off")
+    if options.alibi_sqrt and options.alibi_slopes is None:
+        raise ShapeError("alibi_sqrt: expected alibi_slopes with it, got None; pass the slopes")
+    for name in ("alibi_slopes", "sinks"):
+        tensor: torch.Tensor | None = getattr(options, name)
+        if tensor is not None:
+            check_tensor(name, tensor, shape=(num_q_heads,), dtype=torch.float32, device=device)
+            _check_dense(name, tensor)
+    for name in ("k_scale", "v_scale"):
+        tensor = getattr(options, name)
+        if tensor is None:
+            continue
+        if kv_dtype not in FP8_DTYPES:
+            raise ShapeError(
+                f"{name}: expected None with a {kv_dtype} cache, got a tensor; scales belong to fp8 caches"
+            )
+        check_tensor(name, tensor, shape=(None,), dtype=torch.float32, device=device)
+        _check_dense(name, tensor)
+        if tensor.shape[0] not in (1, num_kv_heads):
+            raise ShapeError(
+                f"{name}: expected shape [1] or [{num_kv_heads}], one scale per tensor or KV head, "
+                f"got {list(tensor.shape)}; do not expand it over query heads"
+            )
+
+
+def _check_dense(name: str, tensor: torch.Tensor) -> None:
+    if not tensor.is_contiguous():
+        raise ShapeError(f"{name}: expected a contiguous tensor, got strides {tensor.stride()}; call .contiguous()")

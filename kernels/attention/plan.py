@@ -1,0 +1,254 @@
+"""Host constants of an attention call at one captured size: tile sizes, parts of the work list, scratch memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import astuple, dataclass
+
+import torch
+
+from graphrt.kernels.attention.arguments import next_power_of_two
+from graphrt.kernels.attention.attend import PART_WORDS, SEGMENT_WORDS
+from graphrt.kernels.errors import ShapeError
+
+MAX_QUERY_LEN = 16
+"""Most new tokens per row of a decode plan."""
+
+_MIN_BLOCK_M = 16  # query rows of a unit: what tensor cores take at least
+_WARPS_PER_SM = 8  # programs of a resident wave, in warps: enough to keep the loads of the memory's latency in flight
+_FIXED_SPLITS = 16
+_FIXED_TILES = 4
+_FEW_SPLITS = 8  # parts per unit, of up to 4 query rows, up to which programs are of one warp
+_MERGE_ELEMENTS_PER_WARP = 4096  # fp32 values of partial results that a merging warp holds at a time
+_MIN_MERGE_GROUP = 8
+_ROUND_PARTS = 16  # parts are a multiple of this where there are many: batches of round sizes then need fewer splits
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionPlan:
+    """Everything about an attention call that is fixed at capture. Make it with `decode` or `varlen`.
+
+    query_len      new tokens per row; 0: any number, given by query_start_loc
+    num_parts      equal parts of the work list: programs per KV head
+    fixed_splits   0: parts cut units where they must; else units are cut by their own length, into at most this many
+    fixed_tiles    smallest split of a unit under fixed_splits, in KV tiles
+    """
+
+    num_rows: int
+    num_tokens: int
+    query_len: int
+    group: int
+    num_kv_heads: int
+    head_dim: int
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+    num_parts: int
+    fixed_splits: int
+    fixed_tiles: int
+
+    @classmethod
+    def decode(
+        cls,
+        num_rows: int,
+        *,
+        num_q_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        kv_dtype: torch.dtype | None = None,
+        num_sms: int,
+        query_len: int = 1,
+        batch_invariant: bool = False,
+    ) -> AttentionPlan:
+        """Plan of decode rows with `query_len` new tokens each.
+
+        kv_dtype         dtype of the cache; None: `dtype`
+        num_sms          streaming multiprocessors of the device
+        batch_invariant  rows are split by their own length alone, so that no row's result depends on another's
+
+        Raises: ShapeError for query_len outside 1 to 16.
+        """
+        if not 1 <= query_len <= MAX_QUERY_LEN:
+            raise ShapeError(f"query_len: expected 1 to {MAX_QUERY_LEN}, got {query_len}; use AttentionPlan.varlen")
+        group = num_q_heads // num_kv_heads
+        packed = query_len * group
+        block_m = max(_MIN_BLOCK_M, min(_max_block_m(head_dim, dtype), next_power_of_two(packed)))
+        num_units = num_rows * -(-packed // block_m)
+        block_d = next_power_of_two(head_dim)
+        num_stages = 3
+        if dtype == torch.float32:
+            num_warps, block_n = _float32_tile(block_d)
+        elif block_m > _MIN_BLOCK_M or block_d > 128:
+            num_warps = 8 if block_m * block_d >= 8192 else 4
+            block_n = 64 if block_d <= 128 else 32
+        else:
+            # Programs of one warp stream best; but with few rows each is split many times, and merging wants warps.
+            merge_cost = max(1, next_power_of_two(packed) // 4) * _num_parts(1, num_kv_heads, num_sms)
+            narrow = num_units * _FEW_SPLITS >= merge_cost and not batch_invariant
+            num_warps = 1 if narrow else 4
+            block_n = 16 * num_warps * max(1, 128 // block_d)
+            if (kv_dtype or dtype).itemsize == 1:
+                num_stages = 5 if narrow else 4
+        return cls(
+            num_rows=num_rows,
+            num_tokens=num_rows * query_len,
+            query_len=query_len,
+            group=group,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            block_m=block_m,
+            block_n=block_n,
+            num_warps=num_warps,
+            num_stages=num_stages,
+            num_parts=_num_parts(num_warps, num_kv_heads, num_sms),
+            fixed_splits=_FIXED_SPLITS if batch_invariant else 0,
+            fixed_tiles=_FIXED_TILES,
+        )
+
+    @classmethod
+    def varlen(
+        cls,
+        num_rows: int,
+        num_tokens: int,
+        *,
+        num_q_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        kv_dtype: torch.dtype | None = None,
+        num_sms: int,
+        batch_invariant: bool = False,
+    ) -> AttentionPlan:
+        """Plan of packed rows with any number of new tokens each: prompt chunks, and decodes among them.
+
+        num_tokens       tokens of q, pad tokens included
+        batch_invariant  units are not split at all
+
+        The other arguments are those of `decode`.
+        """
+        block_d = next_power_of_two(head_dim)
+        block_m = _max_block_m(head_dim, dtype)
+        num_warps, block_n = _float32_tile(block_d) if dtype == torch.float32 else (8, 64 if block_d <= 128 else 32)
+        if dtype.itemsize == 2 and block_d <= 128 and (kv_dtype or dtype).itemsize == 2:
+            block_m = 128
+        return cls(
+            num_rows=num_rows,
+            num_tokens=num_tokens,
+            query_len=0,
+            group=num_q_heads // num_kv_heads,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            block_m=block_m,
+            block_n=block_n,
+            num_warps=num_warps,
+            num_stages=3,
+            num_parts=_num_parts(num_warps, num_kv_heads, num_sms),
+            fixed_splits=1 if batch_invariant else 0,
+            fixed_tiles=_FIXED_TILES,
+        )
+
+    def to_list(self) -> list[int]:
+        """The fields in order, as an operator takes them."""
+        return [int(value) for value in astuple(self)]
+
+    @property
+    def num_units(self) -> int:
+        """Tiles of query rows, empty ones included."""
+        if self.query_len:
+            return self.num_rows * -(-self.query_len * self.group // self.block_m)
+        return -(-self.num_tokens * self.group // self.block_m) + self.num_rows + 1
+
+    @property
+    def max_segments(self) -> int:
+        """Most segments that a step can have."""
+        return self.num_units * self.fixed_splits if self.fixed_splits else self.num_units + self.num_parts
+
+    @property
+    def work_list_words(self) -> int:
+        """int32 words of the work list."""
+        return (self.num_parts + 1) * PART_WORDS + self.max_segments * SEGMENT_WORDS + 3 * self.num_units
+
+    @property
+    def block_d(self) -> int:
+        """head_dim, rounded up to a power of two."""
+        return next_power_of_two(self.head_dim)
+
+    @property
+    def partial_m(self) -> int:
+        """Query rows of a partial result."""
+        return min(next_power_of_two(self.query_len * self.group), self.block_m) if self.query_len else self.block_m
+
+    @property
+    def merge_splits(self) -> int:
+        """Partial results that are merged at a time."""
+        small = self.block_m == _MIN_BLOCK_M and self.num_warps <= 4  # else the tile itself needs the registers
+        per_warp = _MERGE_ELEMENTS_PER_WARP if small else _MERGE_ELEMENTS_PER_WARP // 4
+        return max(1, min(32, per_warp * self.num_warps // (self.partial_m * self.block_d)))
+
+    @property
+    def merge_group(self) -> int:
+        """Partial results that are merged in a first stage, where a unit has more."""
+        return max(_MIN_MERGE_GROUP, self.merge_splits)
+
+    @property
+    def num_slots(self) -> int:
+        """Places for partial results, per KV head. Units that are never split need none."""
+        if self.fixed_splits:
+            return self.num_units * self.fixed_splits if self.fixed_splits > 1 else 0
+        return 2 * self.num_parts
+
+    @property
+    def partial_rows(self) -> int:
+        """Query rows of all partial results."""
+        return self.num_slots * self.num_kv_heads * self.partial_m
+
+    @property
+    def num_counters(self) -> int:
+        """Arrival counters: for each slot one of the group that begins there, and one of the unit."""
+        return 2 * self.num_slots * self.num_kv_heads
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionWorkspace:
+    """Scratch memory of attention calls, shared by all layers and graphs that run one after another.
+
+    partial_out   [*] float32  partial results of split units; contents matter within one call only
+    partial_lse   [*] float32  their log-sum-exp in units of log 2
+    counters      [*] int32    arrivals per split unit; 0 between calls, which the kernel itself restores
+    """
+
+    partial_out: torch.Tensor
+    partial_lse: torch.Tensor
+    counters: torch.Tensor
+
+    @classmethod
+    def allocate(cls, plans: Iterable[AttentionPlan], device: torch.device) -> AttentionWorkspace:
+        """A workspace that serves each of the plans."""
+        plans = list(plans)
+        out_size = max(plan.partial_rows * plan.head_dim for plan in plans)
+        lse_size = max(plan.partial_rows for plan in plans)
+        counters = max(plan.num_counters for plan in plans)
+        return cls(
+            torch.zeros(max(out_size, 1), dtype=torch.float32, device=device),
+            torch.zeros(max(lse_size, 1), dtype=torch.float32, device=device),
+            torch.zeros(max(counters, 1), dtype=torch.int32, device=device),
+        )
+
+
+def _num_parts(num_warps: int, num_kv_heads: int, num_sms: int) -> int:
+    parts = max(1, max(1, _WARPS_PER_SM // num_warps) * num_sms // num_kv_heads)
+    return parts if parts < 2 * _ROUND_PARTS else parts // _ROUND_PARTS * _ROUND_PARTS
+
+
+def _max_block_m(head_dim: int, dtype: torch.dtype) -> int:
+    """Most query rows of a unit that fit the registers."""
+    if dtype == torch.float32:
+        return _MIN_BLOCK_M
+    return 64 if head_dim <= 128 else 32
+
+
+def _float32_tile(block_d: int) -> tuple[int, int]:
+    """Warps and BLOCK_N: fp32 products run without tensor cores and hold their operands in registers."""
+    return (4, 32) if block_d <= 64 else (8, 16)

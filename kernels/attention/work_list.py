@@ -1,0 +1,486 @@
+"""The attention schedule, made on the device from `seq_lens`: a work list that all layers of one window share.
+
+A unit is a tile of BLOCK_M query rows of one row. Its cost is the number of KV tiles that it sees, and one more for its
+start and end where there are more units than parts. The costs of all units form a line, which is cut into `num_parts`
+equal parts; where a cut falls into a unit, the unit is split there. With fixed splits a unit is cut by its own length
+alone, and the parts take whole segments, so that a row's result does not depend on its neighbours.
+
+The list is int32, three areas one after another:
+
+    parts      [num_parts + 1, 16]   0: first segment, 1: first unit of zeros, 8..15: a copy of the first segment; the
+                                     last entry holds the ends
+    segments   [max_segments, 8]     row, first query row, tile begin, tile end, seq_len, query start, query_len,
+                                     number of splits of the unit | index of this one << 16
+    zeros      [units, 3]            units that see nothing: query start, first query row, number of query rows, which
+                                     is negative for pad tokens
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from graphrt.kernels.attention.arguments import next_power_of_two
+from graphrt.kernels.attention.attend import PART_WORDS, SEGMENT_WORDS
+from graphrt.kernels.attention.plan import AttentionPlan
+from graphrt.kernels.attention.work_list_reference import work_list_reference
+from graphrt.kernels.checks import check_tensor, check_unit_stride
+from graphrt.kernels.compile_spec import CompileSpec
+from graphrt.kernels.errors import CapacityError, ShapeError
+from graphrt.kernels.library import define_op
+
+_NUM_WARPS = 4
+_PART_BLOCK = 8
+_MIN_UNIT_BLOCK, _MAX_UNIT_BLOCK = 32, 256
+
+_PART_WORDS = tl.constexpr(PART_WORDS)
+_SEGMENT_WORDS = tl.constexpr(SEGMENT_WORDS)
+
+
+@triton.jit
+def _units(
+    unit,
+    num_units,
+    seq_lens_ptr,
+    query_start_loc_ptr,
+    num_rows,
+    num_tokens,
+    sliding_window,
+    QUERY_LEN: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    SEQ_LENS_ARE_STARTS: tl.constexpr,
+    SEARCH_STEPS: tl.constexpr,
+):
+    """What the units are: row, first query row, number of query rows, seq_len, query start, query_len, first tile and
+    number of tiles, all int32 of the shape of `unit`. Units behind the last one have no query rows."""
+    if QUERY_LEN > 0:
+        TILES: tl.constexpr = (QUERY_LEN * GROUP + BLOCK_M - 1) // BLOCK_M
+        row = unit // TILES
+        first_row = unit % TILES * BLOCK_M
+        query_start = row * QUERY_LEN
+        query_len = tl.where(unit < num_units, QUERY_LEN, 0)
+    else:
+        # Row r starts at unit query_start_loc[r] * GROUP // BLOCK_M + r; a virtual last row takes the pad tokens.
+        low = unit * 0
+        high = low + num_rows
+        for _ in range(SEARCH_STEPS):
+            middle = (low + high + 1) // 2
+            begins = tl.load(query_start_loc_ptr + middle) * GROUP // BLOCK_M + middle
+            low = tl.where(begins <= unit, middle, low)
+            high = tl.where(begins <= unit, high, tl.maximum(middle - 1, low))
+        row = low
+        query_start = tl.load(query_start_loc_ptr + row)
+        query_end = tl.load(query_start_loc_ptr + row + 1, mask=row < num_rows, other=0)
+        query_end = tl.where(row < num_rows, query_end, num_tokens)
+        first_row = (unit - query_start * GROUP // BLOCK_M - row) * BLOCK_M
+        query_len = tl.where(unit < num_units, query_end - query_start, 0)
+    is_row = (row < num_rows) & (unit < num_units)
+    seq_len = tl.load(seq_lens_ptr + row, mask=is_row, other=0)
+    if SEQ_LENS_ARE_STARTS:
+        seq_len = tl.load(seq_lens_ptr + row + 1, mask=is_row, other=0) - seq_len
+    count = tl.minimum(tl.maximum(query_len * GROUP - first_row, 0), BLOCK_M)
+    kv_end = seq_len
+    if CAUSAL:
+        kv_end = tl.minimum(kv_end, seq_len - query_len + (first_row + count - 1) // GROUP + 1)
+    kv_end = tl.where(count > 0, tl.maximum(kv_end, 0), 0)
+    first_tile = tl.maximum(seq_len - query_len + first_row // GROUP + 1 - sliding_window, 0) // BLOCK_N
+    first_tile = tl.where(sliding_window > 0, first_tile, 0)
+    tiles = tl.maximum((kv_end + BLOCK_N - 1) // BLOCK_N - first_tile, 0)
+    return row, first_row, count, seq_len, query_start, query_len, first_tile, tiles
+
+
+@triton.jit
+def _cut(p, num_parts, total):
+    """Where part p begins on the line of costs: p * total // num_parts, without leaving int32."""
+    return p * (total // num_parts) + p * (total % num_parts) // num_parts
+
+
+@triton.jit
+def _cuts_before(x, num_parts, total):
+    """How many of the parts p = 0 .. num_parts - 1 begin before x, for 0 < x <= total."""
+    guess = (x.to(tl.float32) * (num_parts.to(tl.float32) / total.to(tl.float32))).to(tl.int32)
+    guess = tl.maximum(guess - 1, 0)  # the product is off by less than one
+    for _ in tl.static_range(3):
+        guess += ((guess < num_parts) & (_cut(guess, num_parts, total) < x)).to(tl.int32)
+    return guess
+
+
+@triton.jit
+def _num_splits(start, tiles, overhead, num_parts, total, FIXED_SPLITS: tl.constexpr, FIXED_TILES: tl.constexpr):
+    """Segments of units: [1, ...] where there are tiles. `start` is where the unit lies on the line of costs."""
+    if FIXED_SPLITS > 0:
+        splits = tl.minimum((tiles + FIXED_TILES - 1) // FIXED_TILES, FIXED_SPLITS)
+    else:
+        inner = _cuts_before(start + tiles + overhead, num_parts, total)
+        splits = 1 + inner - _cuts_before(start + overhead + 1, num_parts, total)
+    return tl.where(tiles > 0, splits, 0)
+
+
+@triton.jit
+def _segment_tiles(split, splits, start, tiles, overhead, num_parts, total, FIXED_SPLITS: tl.constexpr):
+    """First and last tile + 1 of segment `split` of a unit, relative to the unit's first tile."""
+    if FIXED_SPLITS > 0:
+        divisor = tl.maximum(splits, 1)
+        begin = split * tiles // divisor
+        end = (split + 1) * tiles // divisor
+    else:
+        first_cut = _cuts_before(start + overhead + 1, num_parts, total)
+        begin = tl.where(split == 0, 0, _cut(first_cut + split - 1, num_parts, total) - start - overhead)
+        end = tl.where(split == splits - 1, tiles, _cut(first_cut + split, num_parts, total) - start - overhead)
+    return begin, end
+
+
+@triton.jit
+def _store_segment(ptrs, mask, row, first_row, begin, end, seq_len, query_start, query_len, splits, split):
+    tl.store(ptrs, row, mask=mask)
+    tl.store(ptrs + 1, first_row, mask=mask)
+    tl.store(ptrs + 2, begin, mask=mask)
+    tl.store(ptrs + 3, end, mask=mask)
+    tl.store(ptrs + 4, seq_len, mask=mask)
+    tl.store(ptrs + 5, query_start, mask=mask)
+    tl.store(ptrs + 6, query_len, mask=mask)
+    tl.store(ptrs + 7, splits | (split << 16), mask=mask)
+
+
+@triton.jit
+def _totals(count, tiles):
+    """KV tiles, units that have any, and units with query rows that have none."""
+    busy_and_zeros = tl.where(tiles > 0, 1, tl.where(count > 0, 1 << 16, 0))  # one reduction for both
+    sums = tl.sum(busy_and_zeros, 0)
+    return tl.sum(tiles, 0), sums & 0xFFFF, sums >> 16
+
+
+@triton.jit
+def _place_block(
+    work_list_ptr,
+    segments_at,
+    zeros_at,
+    unit,
+    row,
+    first_row,
+    count,
+    seq_len,
+    query_start,
+    query_len,
+    first_tile,
+    tiles,
+    cut,
+    part_unit,
+    part_start,
+    part_segment,
+    start_of_block,
+    segment_of_block,
+    zero_of_block,
+    num_rows,
+    num_units,
+    num_zeros,
+    overhead,
+    active,
+    total,
+    writes,
+    FIXED_SPLITS: tl.constexpr,
+    FIXED_TILES: tl.constexpr,
+):
+    """Place a block of units on the line of costs: find the units that the cuts of this program's parts fall into, and
+    write the first segments of the block, or all under fixed splits, and its zeros. Returns what the parts know so far,
+    and the costs, segments and zeros up to the end of the block."""
+    cost = tl.where(tiles > 0, tiles + overhead, 0)
+    unit_end = start_of_block + tl.cumsum(cost, 0)
+    start = unit_end - cost
+    splits = _num_splits(start, tiles, overhead, active, total, FIXED_SPLITS, FIXED_TILES)
+    segment = segment_of_block + tl.cumsum(splits, 0) - splits
+    before = unit_end[None, :] <= cut[:, None]
+    part_unit += tl.sum((before & (unit < num_units)[None, :]).to(tl.int32), 1)
+    part_start += tl.sum(tl.where(before, cost[None, :], 0), 1)
+    part_segment += tl.sum(tl.where(before, splits[None, :], 0), 1)
+    is_zero = (count > 0) & (tiles == 0)
+    if writes:
+        ptrs = work_list_ptr + segments_at + segment * _SEGMENT_WORDS
+        for split in range(max(FIXED_SPLITS, 1)):
+            begin, end = _segment_tiles(tiles * 0 + split, splits, start, tiles, overhead, active, total, FIXED_SPLITS)
+            _store_segment(
+                ptrs + split * _SEGMENT_WORDS, split < splits, row, first_row, first_tile + begin, first_tile + end,
+                seq_len, query_start, query_len, splits, split,
+            )  # fmt: skip
+        if num_zeros > 0:
+            zero = zero_of_block + tl.cumsum(is_zero.to(tl.int32), 0) - 1
+            zero_ptrs = work_list_ptr + zeros_at + zero * 3
+            tl.store(zero_ptrs, query_start, mask=is_zero)
+            tl.store(zero_ptrs + 1, first_row, mask=is_zero)
+            tl.store(zero_ptrs + 2, tl.where(row < num_rows, count, -count), mask=is_zero)
+    return part_unit, part_start, part_segment, cost, splits, is_zero
+
+
+@triton.jit(do_not_specialize=["num_rows", "num_tokens", "num_units", "num_parts"])
+def _schedule_kernel(
+    seq_lens_ptr,
+    query_start_loc_ptr,
+    work_list_ptr,
+    num_rows,
+    num_tokens,
+    num_units,
+    num_parts,
+    sliding_window,
+    segments_at,
+    zeros_at,
+    QUERY_LEN: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    SEQ_LENS_ARE_STARTS: tl.constexpr,
+    FIXED_SPLITS: tl.constexpr,
+    FIXED_TILES: tl.constexpr,
+    SEARCH_STEPS: tl.constexpr,
+    PART_BLOCK: tl.constexpr,
+    UNIT_BLOCK: tl.constexpr,
+    ONE_BLOCK: tl.constexpr,
+):
+    # Every program computes the line of costs; it writes the parts of its block, and every n-th block of units.
+    program = tl.program_id(0)
+    lanes = tl.arange(0, UNIT_BLOCK)
+    num_tiles = tl.zeros([], tl.int32)
+    num_busy = tl.zeros([], tl.int32)
+    num_zeros = tl.zeros([], tl.int32)
+    if ONE_BLOCK:
+        row, first_row, count, seq_len, query_start, query_len, first_tile, tiles = _units(
+            lanes, num_units, seq_lens_ptr, query_start_loc_ptr, num_rows, num_tokens, sliding_window, QUERY_LEN,
+            GROUP, BLOCK_M, BLOCK_N, CAUSAL, SEQ_LENS_ARE_STARTS, SEARCH_STEPS,
+        )  # fmt: skip
+        num_tiles, num_busy, num_zeros = _totals(count, tiles)
+    else:
+        for base in range(0, num_units, UNIT_BLOCK):
+            _, _, count, _, _, _, _, tiles = _units(
+                base + lanes, num_units, seq_lens_ptr, query_start_loc_ptr, num_rows, num_tokens, sliding_window,
+                QUERY_LEN, GROUP, BLOCK_M, BLOCK_N, CAUSAL, SEQ_LENS_ARE_STARTS, SEARCH_STEPS,
+            )  # fmt: skip
+            more_tiles, more_busy, more_zeros = _totals(count, tiles)
+            num_tiles += more_tiles
+            num_busy += more_busy
+            num_zeros += more_zeros
+    # Every part has the start of a segment; what costs time is a second one, so few units count without it.
+    overhead = tl.where(num_busy > num_parts, 1, 0)
+    total = tl.maximum(num_tiles + num_busy * overhead, 1)
+    active = tl.minimum(num_parts, total)
+
+    part = program * PART_BLOCK + tl.arange(0, PART_BLOCK)
+    cut = tl.where(part < active, _cut(part, active, total), total)
+    part_unit = tl.zeros([PART_BLOCK], tl.int32)
+    part_start = tl.zeros([PART_BLOCK], tl.int32)
+    part_segment = tl.zeros([PART_BLOCK], tl.int32)
+    start_of_block = tl.zeros([], tl.int32)
+    segment_of_block = tl.zeros([], tl.int32)
+    zero_of_block = tl.zeros([], tl.int32)
+    if ONE_BLOCK:
+        part_unit, part_start, part_segment, _, _, _ = _place_block(
+            work_list_ptr, segments_at, zeros_at, lanes, row, first_row, count, seq_len, query_start, query_len,
+            first_tile, tiles, cut, part_unit, part_start, part_segment, start_of_block, segment_of_block,
+            zero_of_block, num_rows, num_units, num_zeros, overhead, active, total, program == 0, FIXED_SPLITS,
+            FIXED_TILES,
+        )  # fmt: skip
+    else:
+        for base in range(0, num_units, UNIT_BLOCK):
+            row, first_row, count, seq_len, query_start, query_len, first_tile, tiles = _units(
+                base + lanes, num_units, seq_lens_ptr, query_start_loc_ptr, num_rows, num_tokens, sliding_window,
+                QUERY_LEN, GROUP, BLOCK_M, BLOCK_N, CAUSAL, SEQ_LENS_ARE_STARTS, SEARCH_STEPS,
+            )  # fmt: skip
+            part_unit, part_start, part_segment, cost, splits, is_zero = _place_block(
+                work_list_ptr, segments_at, zeros_at, base + lanes, row, first_row, count, seq_len, query_start,
+                query_len, first_tile, tiles, cut, part_unit, part_start, part_segment, start_of_block,
+                segment_of_block, zero_of_block, num_rows, num_units, num_zeros, overhead, active, total,
+                base // UNIT_BLOCK % tl.num_programs(0) == program, FIXED_SPLITS, FIXED_TILES,
+            )  # fmt: skip
+            start_of_block += tl.sum(cost, 0)
+            segment_of_block += tl.sum(splits, 0)
+            zero_of_block += tl.sum(is_zero.to(tl.int32), 0)
+
+    is_active = (part < active) & (part_unit < num_units)
+    row, first_row, _, seq_len, query_start, query_len, first_tile, tiles = _units(
+        tl.where(is_active, part_unit, 0), num_units, seq_lens_ptr, query_start_loc_ptr, num_rows, num_tokens,
+        sliding_window, QUERY_LEN, GROUP, BLOCK_M, BLOCK_N, CAUSAL, SEQ_LENS_ARE_STARTS, SEARCH_STEPS,
+    )  # fmt: skip
+    splits = _num_splits(part_start, tiles, overhead, active, total, FIXED_SPLITS, FIXED_TILES)
+    into = cut - part_start
+    if FIXED_SPLITS > 0:
+        cost = tl.maximum(tiles + overhead, 1)
+        split = tl.minimum((into * splits + cost - 1) // cost, splits)
+    else:
+        first_cut = _cuts_before(part_start + overhead + 1, active, total)
+        split = tl.where(into > overhead, part - first_cut + 1, 0)
+    split = tl.where(is_active, split, 0)
+    part_ptrs = work_list_ptr + part * _PART_WORDS
+    in_list = part <= num_parts
+    tl.store(part_ptrs, part_segment + split, mask=in_list)
+    tl.store(part_ptrs + 1, tl.minimum(part, num_parts) * num_zeros // num_parts, mask=in_list)
+    if FIXED_SPLITS == 0:
+        begin, end = _segment_tiles(split, splits, part_start, tiles, overhead, active, total, FIXED_SPLITS)
+        _store_segment(
+            part_ptrs + 8, is_active, row, first_row, first_tile + begin, first_tile + end, seq_len, query_start,
+            query_len, splits, split,
+        )  # fmt: skip
+        _store_segment(
+            work_list_ptr + segments_at + (part_segment + split) * _SEGMENT_WORDS, is_active & (split > 0), row,
+            first_row, first_tile + begin, first_tile + end, seq_len, query_start, query_len, splits, split,
+        )  # fmt: skip
+
+
+def _constexprs(query_len: int, num_rows: int, num_units: int) -> dict[str, int]:
+    steps = 0 if query_len else num_rows.bit_length() + 1
+    block = min(max(next_power_of_two(num_units), _MIN_UNIT_BLOCK), _MAX_UNIT_BLOCK)
+    return {"SEARCH_STEPS": steps, "PART_BLOCK": _PART_BLOCK, "UNIT_BLOCK": block, "ONE_BLOCK": num_units <= block}
+
+
+def _schedule_triton(
+    seq_lens: torch.Tensor,
+    query_start_loc: torch.Tensor | None,
+    work_list: torch.Tensor,
+    num_rows: int,
+    num_tokens: int,
+    num_units: int,
+    num_parts: int,
+    max_segments: int,
+    query_len: int,
+    group: int,
+    block_m: int,
+    block_n: int,
+    causal: bool,
+    sliding_window: int,
+    seq_lens_are_starts: bool,
+    fixed_splits: int,
+    fixed_tiles: int,
+) -> None:
+    segments_at = (num_parts + 1) * PART_WORDS
+    _schedule_kernel[(triton.cdiv(num_parts + 1, _PART_BLOCK),)](
+        seq_lens,
+        query_start_loc,
+        work_list,
+        num_rows,
+        num_tokens,
+        num_units,
+        num_parts,
+        sliding_window,
+        segments_at,
+        segments_at + max_segments * SEGMENT_WORDS,
+        QUERY_LEN=query_len,
+        GROUP=group,
+        BLOCK_M=block_m,
+        BLOCK_N=block_n,
+        CAUSAL=causal,
+        SEQ_LENS_ARE_STARTS=seq_lens_are_starts,
+        FIXED_SPLITS=fixed_splits,
+        FIXED_TILES=fixed_tiles,
+        **_constexprs(query_len, num_rows, num_units),
+        num_warps=_NUM_WARPS,
+    )
+
+
+_schedule_op: Any = define_op(
+    "schedule_attention(Tensor seq_lens, Tensor? query_start_loc, Tensor(a!) work_list, int num_rows, int num_tokens, "
+    "int num_units, int num_parts, int max_segments, int query_len, int group, int block_m, int block_n, bool causal, "
+    "int sliding_window, bool seq_lens_are_starts, int fixed_splits, int fixed_tiles) -> ()",
+    triton_impl=_schedule_triton,
+    reference=work_list_reference,
+)
+
+
+def schedule_attention(
+    plan: AttentionPlan,
+    seq_lens: torch.Tensor,
+    work_list: torch.Tensor,
+    *,
+    query_start_loc: torch.Tensor | None = None,
+    causal: bool = True,
+    sliding_window: int = 0,
+    seq_lens_are_starts: bool = False,
+) -> None:
+    """Write the work list of one step from its lengths; every layer with the same plan and window may share it.
+
+    plan             host constants of the captured size
+    seq_lens         [rows]      int32  KV tokens of each row; 0: the row's outputs become zeros
+                     [rows + 1]  int32  with `seq_lens_are_starts`: where each row's keys begin in contiguous K and V
+    work_list        [>= plan.work_list_words]  int32  written in full, as far as it is read
+    query_start_loc  [rows + 1]  int32  for plans without a fixed query_len
+    sliding_window   that of the layers; 0: none
+
+    Capture-safe: one launch, no sync, no allocation; the grid depends on the plan only.
+
+    Raises: ShapeError, CapacityError.
+    """
+    expected = plan.num_rows + 1 if seq_lens_are_starts else plan.num_rows
+    check_tensor("seq_lens", seq_lens, shape=(expected,), dtype=torch.int32)
+    check_unit_stride("seq_lens", seq_lens)
+    check_tensor("work_list", work_list, shape=(None,), dtype=torch.int32, device=seq_lens.device)
+    check_unit_stride("work_list", work_list)
+    if work_list.shape[0] < plan.work_list_words:
+        raise CapacityError(
+            f"work_list: expected at least {plan.work_list_words} words for this plan, got {work_list.shape[0]}; "
+            "allocate it for the largest plan"
+        )
+    if (query_start_loc is None) != (plan.query_len > 0):
+        raise ShapeError(
+            f"query_start_loc: expected {'None' if plan.query_len else 'a tensor'} for a plan with query_len="
+            f"{plan.query_len}, got the opposite; a plan without query_len is made by AttentionPlan.varlen"
+        )
+    if query_start_loc is not None:
+        check_tensor(
+            "query_start_loc", query_start_loc, shape=(plan.num_rows + 1,), dtype=torch.int32, device=seq_lens.device
+        )
+        check_unit_stride("query_start_loc", query_start_loc)
+    if sliding_window < 0 or (sliding_window and not causal):
+        raise ShapeError(
+            f"sliding_window: expected >= 0, and 0 without causal, got {sliding_window}; 0 switches it off"
+        )
+    _schedule_op(
+        seq_lens,
+        query_start_loc,
+        work_list,
+        plan.num_rows,
+        plan.num_tokens,
+        plan.num_units,
+        plan.num_parts,
+        plan.max_segments,
+        plan.query_len,
+        plan.group,
+        plan.block_m,
+        plan.block_n,
+        causal,
+        sliding_window,
+        seq_lens_are_starts,
+        plan.fixed_splits,
+        plan.fixed_tiles,
+    )
+
+
+def compile_variants() -> list[CompileSpec]:
+    """Kernel variants that a test compiles without a GPU."""
+    specs = []
+    for name, query_len, fixed_splits in (("decode", 1, 0), ("speculative", 5, 0), ("varlen", 0, 0), ("fixed", 1, 16)):
+        constexprs: dict[str, object] = {
+            "QUERY_LEN": query_len,
+            "GROUP": 4,
+            "BLOCK_M": 16,
+            "BLOCK_N": 64,
+            "CAUSAL": True,
+            "SEQ_LENS_ARE_STARTS": False,
+            "FIXED_SPLITS": fixed_splits,
+            "FIXED_TILES": 4,
+            **_constexprs(query_len, 256, 256),
+        }
+        signature = {}
+        for argument in _schedule_kernel.arg_names:
+            kind = "*i32" if argument.endswith("_ptr") else "i32"
+            signature[argument] = "constexpr" if argument in constexprs else kind
+        if query_len:
+            constexprs["query_start_loc_ptr"] = None
+            signature["query_start_loc_ptr"] = "constexpr"
+        divisible = tuple(a for a, kind in signature.items() if kind.startswith("*"))
+        specs.append(
+            CompileSpec(f"schedule_{name}", _schedule_kernel, signature, constexprs, _NUM_WARPS, 3, divisible=divisible)
+        )
+    return specs

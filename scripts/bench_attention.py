@@ -1,0 +1,170 @@
+"""Decode attention of graphrt against FlashAttention 3 and FlashInfer, on one GPU, in one process.
+
+    python scripts/bench_attention.py                                    # everything, with both peers
+    python scripts/bench_attention.py --only uniform,ragged --quick
+    python scripts/bench_attention.py --without-peers --plot bandwidth.png
+    python scripts/bench_attention.py --device cpu --without-peers       # a dry run of tiny cells, times mean nothing
+
+Every call runs inside a CUDA graph and finds its KV cache out of L2. A small kernel that depends on the call's output
+stands between two calls; the time of a graph of these alone is subtracted. What the device schedules once per step is
+added at a 32nd, the share of one of 32 layers; FlashInfer plans on the host, which is reported and not added. Each
+side's output is checked before it is timed. The last line of standard output is one JSON object.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+
+from graphrt.bench_attention import (
+    OURS,
+    PARTS,
+    PEERS,
+    SEED,
+    Cell,
+    CellResult,
+    SideTime,
+    fits,
+    geometric_means,
+    goals,
+    make_cells,
+    shrink,
+)
+from graphrt.bench_attention_inputs import Inputs, KVPool
+from graphrt.bench_attention_report import plot, print_report
+from graphrt.bench_attention_sides import (
+    Call,
+    FlashInferSide,
+    Prepared,
+    Side,
+    make_sides,
+    prepare_checked,
+    spaced_calls,
+    spacer_calls,
+)
+from graphrt.bench_decode import measure_read_bandwidth
+from graphrt.console import make_console
+from graphrt.kernels.errors import GraphRTError
+from graphrt.testing.bench import Result, provenance, time_calls
+
+SAMPLES, QUICK_SAMPLES = 30, 8
+
+
+class Clock:
+    """Times calls of one cell on its device, with and without spacers."""
+
+    def __init__(self, inputs: Inputs, num_samples: int) -> None:
+        self._device, self._num_samples = inputs.device, num_samples
+        self.spacer_us = self.time(spacer_calls(list(inputs.q))).median_us
+
+    def time(self, calls: Sequence[Call]) -> Result:
+        return time_calls("", calls, device=self._device, num_samples=self._num_samples)
+
+    def side(self, prepared: Prepared, *, back_to_back: bool) -> SideTime:
+        spaced = self.time(spaced_calls(prepared.calls, self._device))
+        schedule_us = None
+        if prepared.schedule is not None:
+            schedule_us = self.time(spaced_calls([prepared.schedule], self._device)).median_us - self.spacer_us
+        return SideTime(
+            variant=prepared.variant,
+            call_us=spaced.median_us - self.spacer_us,
+            p20_us=spaced.p20_us - self.spacer_us,
+            p80_us=spaced.p80_us - self.spacer_us,
+            spaced_us=spaced.median_us,
+            spacer_us=self.spacer_us,
+            schedule_us=schedule_us,
+            plan_us=prepared.plan_us,
+            back_to_back_us=self.time(prepared.calls).median_us if back_to_back else None,
+            pdl_us=self.time(prepared.pdl_calls).median_us if back_to_back and prepared.pdl_calls else None,
+        )
+
+
+def measure(cell: Cell, sides: Sequence[Side], pool: KVPool, num_samples: int) -> CellResult:
+    """All sides of a cell; of a side with several variants the fastest."""
+    inputs = Inputs.make(cell, pool)
+    clock = Clock(inputs, num_samples)
+    times: dict[str, SideTime] = {}
+    for side in sides:
+        every, reason = prepare_checked(side, cell, inputs)
+        measured = [
+            clock.side(prepared, back_to_back=side.name == OURS and cell.part == "uniform") for prepared in every
+        ]
+        times[side.name] = min(measured, key=lambda t: t.us or 0.0) if measured else SideTime(reason=reason)
+    return CellResult(cell, times)
+
+
+def progress_line(result: CellResult, seconds: float) -> str:
+    shown = ", ".join(f"{name} {'-' if t.us is None else f'{t.us:.2f}'}" for name, t in result.sides.items())
+    return f"{seconds:6.1f} s  {result.cell.part} {result.cell.name}: {shown} us"
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default=",".join(PARTS), help=f"comma-separated parts of {', '.join(PARTS)}")
+    parser.add_argument("--quick", action="store_true", help="fewer samples")
+    parser.add_argument("--without-peers", action="store_true", help="time graphrt alone")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--plot", type=Path, help="draw bandwidth by context length into this file")
+    arguments = parser.parse_args()
+    if arguments.device == "cpu" and not arguments.without_peers:
+        parser.error("--device cpu: the peers need a GPU; pass --without-peers")
+    if arguments.device == "cuda" and not torch.cuda.is_available():
+        parser.error("expected a CUDA device, got none; --device cpu --without-peers is a dry run")
+    return arguments
+
+
+def run(arguments: argparse.Namespace) -> None:
+    start = time.perf_counter()
+    console = make_console()
+    device = torch.device(arguments.device)
+    cells = make_cells(arguments.only.split(","))
+    if device.type == "cpu":
+        cells = [shrink(cell) for cell in cells]
+    sides = make_sides(device, with_peers=not arguments.without_peers)
+    for side in sides:
+        if isinstance(side, FlashInferSide):
+            console.print(f"FlashInfer: modules compiled in {side.build(cells):.1f} s", highlight=False)
+    ceiling = measure_read_bandwidth(device) / 1e12
+    console.print(f"read-only sweep: {ceiling:.2f} TB/s", highlight=False)
+    pool = KVPool(device)
+    pool.reserve(cells)
+    results = []
+    for cell in cells:
+        results.append(measure(cell, sides, pool, QUICK_SAMPLES if arguments.quick else SAMPLES))
+        console.print(progress_line(results[-1], time.perf_counter() - start), highlight=False)
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+    judged = goals(results)
+    print_report(console, results, judged, ceiling_tb_per_s=ceiling)
+    record = {
+        "name": "attention",
+        **provenance(),
+        "read_tb_per_s": ceiling,
+        "seed": SEED,
+        "sides": [OURS, *([] if arguments.without_peers else PEERS)],
+        "seconds": round(time.perf_counter() - start, 1),
+        "geometric_means": geometric_means(results),
+        "fits": {batch: {side: asdict(f) for side, f in of.items()} for batch, of in fits(results).items()},
+        "goals": [goal.to_json() for goal in judged],
+        "cells": [result.to_json() for result in results],
+    }
+    print(json.dumps(record), flush=True)
+    if arguments.plot is not None:
+        plot(results, arguments.plot, ceiling_tb_per_s=ceiling)
+
+
+def main() -> None:
+    try:
+        run(parse())
+    except GraphRTError as error:
+        raise SystemExit(f"bench_attention: {error}") from error
+
+
+if __name__ == "__main__":
+    main()

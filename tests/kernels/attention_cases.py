@@ -1,0 +1,257 @@
+"""Attention problems with a dense oracle: what the tests of the attention kernels share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from graphrt.kernels.attention.attention import contiguous_attention, paged_attention
+from graphrt.kernels.attention.options import AttentionOptions
+from graphrt.kernels.attention.plan import AttentionPlan, AttentionWorkspace
+from graphrt.kernels.attention.work_list import schedule_attention
+
+F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+NAN = float("nan")
+UNWRITTEN = 777.0
+
+
+@dataclass(frozen=True)
+class Case:
+    """One attention problem; a row is (seq_len, query_len), and pad_tokens of padding follow.
+
+    num_sms stands for the size of the device: it sets how many parts the work is cut into.
+    """
+
+    id: str
+    rows: tuple[tuple[int, int], ...]
+    dtype: torch.dtype = F32
+    kv_dtype: torch.dtype | None = None
+    page_size: int = 16
+    layout: str = "NHD"
+    num_kv_heads: int = 1
+    group: int = 4
+    head_dim: int = 64
+    causal: bool = True
+    window: int = 0
+    softcap: float = 0.0
+    alibi: str = ""  # "", "linear" or "sqrt"
+    sinks: bool = False
+    scale_per_head: bool = False
+    lse: bool = True
+    batch_invariant: bool = False
+    num_sms: int = 2
+    pad_tokens: int = 0
+    qk_size: float = 1.0
+
+    @property
+    def heads(self) -> dict[str, Any]:
+        return {
+            "num_q_heads": self.num_kv_heads * self.group,
+            "num_kv_heads": self.num_kv_heads,
+            "head_dim": self.head_dim,
+            "dtype": self.dtype,
+        }
+
+    @property
+    def stored(self) -> torch.dtype:
+        return self.kv_dtype or self.dtype
+
+
+@dataclass
+class Problem:
+    """Tensors of a case on a device, and the dense K and V of each row, dequantised, of which the oracle is made."""
+
+    case: Case
+    q: torch.Tensor
+    k_cache: torch.Tensor
+    v_cache: torch.Tensor
+    block_table: torch.Tensor
+    seq_lens: torch.Tensor
+    query_start_loc: torch.Tensor
+    out: torch.Tensor
+    lse: torch.Tensor | None
+    options: AttentionOptions
+    dense: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
+    workspaces: dict[AttentionPlan, tuple[AttentionWorkspace, torch.Tensor]] = field(default_factory=dict)
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        return self.q, self.k_cache, self.v_cache, self.block_table, self.seq_lens
+
+    def decode_plan(self) -> AttentionPlan:
+        case = self.case
+        return AttentionPlan.decode(
+            len(case.rows), query_len=case.rows[0][1], kv_dtype=case.stored, num_sms=case.num_sms,
+            batch_invariant=case.batch_invariant, **case.heads,
+        )  # fmt: skip
+
+    def varlen_plan(self) -> AttentionPlan:
+        case = self.case
+        return AttentionPlan.varlen(
+            len(case.rows), self.q.shape[0], kv_dtype=case.stored, num_sms=case.num_sms,
+            batch_invariant=case.batch_invariant, **case.heads,
+        )  # fmt: skip
+
+    def scratch(self, plan: AttentionPlan) -> tuple[AttentionWorkspace, torch.Tensor]:
+        """Scratch memory of exactly the size that is needed, NaN or nonsense where its contents may not matter."""
+        if plan not in self.workspaces:
+            workspace = AttentionWorkspace.allocate([plan], self.q.device)
+            workspace.partial_out.fill_(NAN)
+            workspace.partial_lse.fill_(NAN)
+            work_list = torch.full((plan.work_list_words,), -(1 << 30), dtype=torch.int32, device=self.q.device)
+            self.workspaces[plan] = workspace, work_list
+        return self.workspaces[plan]
+
+    def run(self, op: str = "decode") -> torch.Tensor:
+        """Schedule and attend; op is decode, varlen or contiguous. Fails if the kernel leaves a counter behind."""
+        self.out.fill_(UNWRITTEN)
+        if self.lse is not None:
+            self.lse.fill_(UNWRITTEN)
+        plan = self.decode_plan() if op == "decode" else self.varlen_plan()
+        workspace, work_list = self.scratch(plan)
+        starts = None if op == "decode" else self.query_start_loc
+        schedule = {"causal": self.options.causal, "sliding_window": self.options.sliding_window}
+        if op == "contiguous":
+            k, v, kv_starts = self.contiguous()
+            schedule_attention(plan, kv_starts, work_list, query_start_loc=starts, seq_lens_are_starts=True, **schedule)
+            contiguous_attention(
+                self.q, k, v, kv_starts, self.query_start_loc, self.out, plan, work_list, workspace, self.options,
+                lse=self.lse,
+            )  # fmt: skip
+        else:
+            schedule_attention(plan, self.seq_lens, work_list, query_start_loc=starts, **schedule)
+            paged_attention(
+                *self.tensors, self.out, plan, work_list, workspace, self.options, query_start_loc=starts, lse=self.lse
+            )
+        assert not workspace.counters.any(), "the kernel must leave its counters at 0"
+        return self.out.cpu().clone()
+
+    def run_reference(self, function: Callable[..., None]) -> torch.Tensor:
+        self.out.fill_(UNWRITTEN)
+        function(*self.tensors, self.query_start_loc, self.out, self.options, self.lse)
+        return self.out.cpu().clone()
+
+    def contiguous(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """K and V of all rows, packed, with NaN around them, and where each row's begin."""
+        size = self.case.page_size
+        parts = []
+        for cache in (self.k_cache, self.v_cache):
+            rows = [
+                cache[self.block_table[row, : -(-seq_len // size)].long()].flatten(0, 1)[:seq_len]
+                for row, (seq_len, _) in enumerate(self.case.rows)
+            ]
+            parts.append(torch.cat([*rows, cache[0].flip(0)]))
+        starts = torch.tensor([0, *(seq_len for seq_len, _ in self.case.rows)]).cumsum(0)
+        return parts[0], parts[1], starts.to(torch.int32).to(self.q.device)
+
+
+def make_problem(case: Case, rng: torch.Generator, device: torch.device) -> Problem:
+    """Random tensors; NaN in the null page, in pages that no row owns, in page tails and in the queries of padding."""
+    size, heads, dim = case.page_size, case.num_kv_heads, case.head_dim
+    pages_of = [-(-seq_len // size) for seq_len, _ in case.rows]
+    num_pages = 3 + sum(pages_of)
+    order = (torch.randperm(num_pages - 1, generator=rng) + 1).tolist()
+    shape = (num_pages, size, heads, dim) if case.layout == "NHD" else (num_pages, heads, size, dim)
+    k_cache, v_cache = (torch.full(shape, NAN).to(case.stored) for _ in range(2))
+    if case.layout == "HND":
+        k_cache, v_cache = k_cache.permute(0, 2, 1, 3), v_cache.permute(0, 2, 1, 3)
+    k_scale, v_scale = _scales(case, rng)
+    block_table = torch.zeros(len(case.rows), max([2, *pages_of]) + 1, dtype=torch.int32)
+    dense = []
+    for row, (seq_len, _) in enumerate(case.rows):
+        k, v = (torch.randn(seq_len, heads, dim, generator=rng).to(case.stored) for _ in range(2))
+        dense.append((_dequantise(k, k_scale), _dequantise(v, v_scale)))
+        for column in range(pages_of[row]):
+            page, part = order.pop(), slice(column * size, min(seq_len, (column + 1) * size))
+            block_table[row, column] = page
+            k_cache[page, : part.stop - part.start] = k[part]
+            v_cache[page, : part.stop - part.start] = v[part]
+    starts = torch.tensor([0, *(query_len for _, query_len in case.rows)]).cumsum(0).to(torch.int32)
+    num_tokens, num_q_heads = int(starts[-1]) + case.pad_tokens, heads * case.group
+    q = (case.qk_size * torch.randn(num_tokens, num_q_heads, dim, generator=rng)).to(case.dtype)
+    for row, (seq_len, _) in enumerate(case.rows):
+        if seq_len == 0:
+            q[starts[row] : starts[row + 1]] = NAN
+    q[starts[-1] :] = NAN
+    slopes = torch.rand(num_q_heads, generator=rng) if case.alibi else None
+    sinks = torch.randn(num_q_heads, generator=rng) * 3 if case.sinks else None
+    lengths = torch.tensor([seq_len for seq_len, _ in case.rows], dtype=torch.int32)
+    on_device = [t.to(device) for t in (q, k_cache, v_cache, block_table, lengths, starts)]
+    moved = [None if t is None else t.to(device) for t in (slopes, sinks, k_scale, v_scale)]
+    options = AttentionOptions(
+        dim**-0.5, case.causal, case.window, case.softcap, moved[0], case.alibi == "sqrt", moved[1], moved[2], moved[3]
+    )
+    lse = torch.empty(num_tokens, num_q_heads, device=device) if case.lse else None
+    return Problem(case, *on_device, torch.empty_like(on_device[0]), lse, options, dense)
+
+
+def _scales(case: Case, rng: torch.Generator) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    if case.stored == case.dtype:
+        return None, None
+    count = case.num_kv_heads if case.scale_per_head else 1
+    return 0.5 + torch.rand(count, generator=rng), 0.5 + torch.rand(count, generator=rng)
+
+
+def _dequantise(stored: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
+    return stored if scale is None else stored.double() * scale.double()[:, None]
+
+
+def expected(problem: Problem, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """The definition, row by row and head by head, with every operation in `dtype`: output and log-sum-exp."""
+    case, q, options = problem.case, problem.q.cpu().to(dtype), problem.options
+    out, lse = torch.zeros(q.shape, dtype=dtype), torch.full(q.shape[:2], float("-inf"), dtype=dtype)
+    start = 0
+    for (seq_len, query_len), (k, v) in zip(case.rows, problem.dense, strict=True):
+        where = torch.arange(seq_len)
+        at = torch.arange(seq_len - query_len, seq_len)[:, None]
+        visible = (where <= at) if case.causal else (at > -seq_len - query_len) & (where >= 0)
+        if case.window:
+            visible &= where > at - case.window
+        for head in range(q.shape[1]):
+            keys, values = (x[:, head // case.group].to(dtype) for x in (k, v))
+            logits = q[start : start + query_len, head] @ keys.T * case.head_dim**-0.5
+            if case.softcap:
+                logits = case.softcap * torch.tanh(logits / case.softcap)
+            if options.alibi_slopes is not None:
+                distance = (at - where).abs().to(dtype)
+                distance = distance.sqrt() if options.alibi_sqrt else distance
+                logits = logits - options.alibi_slopes[head].cpu().to(dtype) * distance
+            logits = logits.masked_fill(~visible, float("-inf"))
+            if options.sinks is not None:
+                sink = options.sinks[head].cpu().to(dtype).expand(query_len, 1)
+                logits = torch.cat([logits, sink], 1)
+            lse[start : start + query_len, head] = torch.logsumexp(logits, 1)
+            shares = torch.softmax(logits, 1)[:, :seq_len].nan_to_num(0.0)
+            out[start : start + query_len, head] = shares @ values
+        if seq_len == 0:  # the queries of such a row are NaN
+            out[start : start + query_len] = 0
+        start += query_len
+    if options.sinks is not None:
+        lse[start:] = float("-inf")
+    return out, lse
+
+
+def assert_accurate(problem: Problem, got: torch.Tensor) -> None:
+    """Error at most twice that of plain torch in the same dtype, plus 1e-5; exact zeros where nothing is seen."""
+    truth, true_lse = expected(problem, torch.float64)
+    plain, plain_lse = expected(problem, problem.case.dtype)
+    bound = 2 * (plain.double() - truth).abs().max().item() + 1e-5
+    error = (got.double() - truth).abs().max().item()
+    assert error <= bound, f"max error {error:.3g}, allowed {bound:.3g}"
+    nothing_seen = (truth == 0).flatten(1).all(1)
+    assert torch.equal(got[nothing_seen], torch.zeros_like(got[nothing_seen]))
+    if problem.lse is not None:
+        have = problem.lse.cpu().double()
+        seen = true_lse.isfinite()
+        assert torch.equal(have.isfinite(), seen), "log-sum-exp where nothing is seen"
+        bound = 2 * (plain_lse.double() - true_lse)[seen].abs().max().item() + 1e-5 if seen.any() else 0.0
+        error = (have - true_lse)[seen].abs().max().item() if seen.any() else 0.0
+        assert error <= bound, f"max error of the log-sum-exp {error:.3g}, allowed {bound:.3g}"
+
+
+def decode(seq_lens: tuple[int, ...], query_len: int = 1) -> tuple[tuple[int, int], ...]:
+    return tuple((seq_len, query_len) for seq_len in seq_lens)

@@ -1,0 +1,157 @@
+"""Every option of the attention kernel, alone and in pairs, against the dense oracle."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from graphrt.kernels.attention.reference import attention_reference
+from tests.kernels.attention_cases import BF16, E4M3, E5M2, F16, F32, Case, assert_accurate, decode, make_problem
+
+FACTORS: dict[str, list[Any]] = {
+    "dtype": [BF16, F16, F32],
+    "kv": ["same", E4M3, E5M2],
+    "head_dim": [64, 80, 96, 112, 128, 192, 256],
+    "group": [1, 3, 4, 7, 16],
+    "page_size": [16, 32, 48, 128, 256],
+    "layout": ["NHD", "HND"],
+    "op": ["decode", "speculative", "varlen", "contiguous"],
+    "mask": ["causal", "window", "full"],
+    "softcap": [0.0, 2.0],
+    "alibi": ["", "linear", "sqrt"],
+    "sinks": [False, True],
+    "lse": [False, True],
+    "batch_invariant": [False, True],
+    "scale_per_head": [False, True],
+}
+
+
+def covering_array(factors: dict[str, list[Any]], seed: int = 0) -> list[dict[str, Any]]:
+    """Rows in which every pair of values of every two factors occurs together: greedy, the best of 60 random rows."""
+    rng = random.Random(seed)
+    names = list(factors)
+    missing = {
+        (a, x, b, y)
+        for a, b in itertools.combinations(names, 2)
+        for x in range(len(factors[a]))
+        for y in range(len(factors[b]))
+    }
+    rows = []
+    while missing:
+        best, covered = {}, set()
+        for _ in range(60):
+            a, x, b, y = rng.choice(sorted(missing))
+            row = {name: rng.randrange(len(values)) for name, values in factors.items()} | {a: x, b: y}
+            hits = {pair for pair in _pairs(names, row) if pair in missing}
+            if len(hits) > len(covered):
+                best, covered = row, hits
+        missing -= covered
+        rows.append({name: factors[name][index] for name, index in best.items()})
+    return rows
+
+
+def _pairs(names, row):
+    return [(a, row[a], b, row[b]) for a, b in itertools.combinations(names, 2)]
+
+
+ROWS = covering_array(FACTORS)
+
+
+def make_case(row: dict[str, Any]) -> tuple[str, Case]:
+    """Ragged lengths at the edges of the page, pad rows and pad tokens included."""
+    size = row["page_size"]
+    lengths = (0, 1, size - 1, size, size + 1, 90)
+    op = row["op"]
+    if op == "decode":
+        rows = decode(lengths)
+    elif op == "speculative":
+        rows = decode(lengths, 3)
+    else:
+        rows = ((0, 0), (90, 9), (1, 1), (size, min(size, 20)), (size + 1, 1))
+    case = Case(
+        op,
+        rows,
+        dtype=row["dtype"],
+        kv_dtype=None if row["kv"] == "same" else row["kv"],
+        page_size=size,
+        layout=row["layout"],
+        num_kv_heads=2,
+        group=row["group"],
+        head_dim=row["head_dim"],
+        causal=row["mask"] != "full",
+        window=33 if row["mask"] == "window" else 0,
+        softcap=row["softcap"],
+        alibi=row["alibi"],
+        sinks=row["sinks"],
+        scale_per_head=row["scale_per_head"],
+        lse=row["lse"],
+        batch_invariant=row["batch_invariant"],
+        pad_tokens=3 if op in ("varlen", "contiguous") else 0,
+        num_sms=3,
+    )
+    return "decode" if op == "speculative" else op, case
+
+
+def row_id(row: dict[str, Any]) -> str:
+    return "-".join(str(value).removeprefix("torch.") for value in row.values())
+
+
+def test_the_array_covers_every_pair():
+    for (a, xs), (b, ys) in itertools.combinations(FACTORS.items(), 2):
+        assert {(row[a], row[b]) for row in ROWS} == set(itertools.product(xs, ys))
+    assert len(ROWS) < 70
+
+
+@pytest.mark.parametrize("row", [pytest.param(row, id=row_id(row)) for row in ROWS])
+def test_combinations(row: dict[str, Any], kernel_device: torch.device, rng: torch.Generator) -> None:
+    op, case = make_case(row)
+    problem = make_problem(case, rng, kernel_device)
+    caches = [problem.k_cache.clone(), problem.v_cache.clone()]
+    assert_accurate(problem, problem.run(op))
+    for before, after in zip(caches, (problem.k_cache, problem.v_cache), strict=True):
+        assert torch.equal(before.view(torch.int8), after.view(torch.int8)), "the cache must not be written"
+
+
+@pytest.mark.parametrize("row", [pytest.param(row, id=row_id(row)) for row in ROWS[:24]])
+def test_reference_of_combinations(row: dict[str, Any], rng: torch.Generator) -> None:
+    op, case = make_case(row)
+    problem = make_problem(case, rng, torch.device("cpu"))
+    got = problem.run(op) if op == "contiguous" else problem.run_reference(attention_reference)
+    assert_accurate(problem, got)
+
+
+LONG = {
+    "bf16": Case("", decode((131072, 5)), dtype=BF16, head_dim=128, num_sms=132),
+    "fp8": Case("", decode((131072, 5)), dtype=BF16, kv_dtype=E4M3, head_dim=128, num_sms=132),
+    "window": Case("", decode((131072, 5)), dtype=F16, head_dim=64, window=4000, num_sms=132),
+    "invariant": Case("", decode((131072, 5)), dtype=BF16, head_dim=128, batch_invariant=True, num_sms=132),
+    "speculative": Case("", decode((131072, 5), 4), dtype=BF16, head_dim=128, alibi="linear", num_sms=132),
+    "varlen": Case("", ((131072, 20), (7, 7)), dtype=BF16, head_dim=128, num_sms=132),
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", LONG)
+def test_a_row_of_128k(name: str, rng: torch.Generator) -> None:
+    problem = make_problem(LONG[name], rng, torch.device("cuda"))
+    assert_accurate(problem, problem.run("varlen" if name == "varlen" else "decode"))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [64, 256])
+def test_large_batches(rows: int, rng: torch.Generator) -> None:
+    """Sizes at which plans take narrow programs."""
+    lengths = torch.randint(0, 700, (rows,), generator=rng).tolist()
+    for kv_dtype in (None, E4M3):
+        case = Case(
+            "", decode(tuple(lengths)), dtype=BF16, kv_dtype=kv_dtype, num_kv_heads=8, head_dim=128, num_sms=132
+        )
+        problem = make_problem(case, rng, torch.device("cuda"))
+        assert_accurate(problem, problem.run())
+        again = replace(problem, out=torch.empty_like(problem.out))
+        assert torch.equal(again.run(), problem.run())

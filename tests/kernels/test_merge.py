@@ -1,0 +1,295 @@
+"""LSE merge, kernel and reference: attention over parts of the keys, merged, against attention over all of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from graphrt.kernels.attention.merge import merge_attention
+from graphrt.kernels.errors import ShapeError, UnsupportedError
+from graphrt.testing.numerics import assert_accurate, assert_bitwise_equal, assert_close, attention_oracle
+
+F16, BF16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
+NAN, INF = float("nan"), float("inf")
+UNWRITTEN = 777.0
+
+
+@dataclass(frozen=True)
+class Case:
+    """Attention of `tokens` queries over `cut` keys and over the `keys - cut` behind them."""
+
+    id: str
+    tokens: int = 3
+    heads: int = 4
+    head_dim: int = 64
+    keys: int = 20
+    cut: int = 7
+    dtypes: tuple[torch.dtype, torch.dtype, torch.dtype] = (F32, F32, F32)  # of out_a, out_b and out
+    scale: float = 1.0  # of the queries: large ones make the two sides differ by many powers of e
+    gap: int = 0  # values after each head, heads after each token, that belong to nobody
+    heads_first: bool = False  # memory order [heads, tokens], of outputs and lse
+    sinks: bool = False
+
+
+CASES = [
+    Case("fp32"),
+    Case("fp16", dtypes=(F16, F16, F16)),
+    Case("bf16", dtypes=(BF16, BF16, BF16)),
+    Case("fp32_into_bf16", dtypes=(F32, F32, BF16)),
+    Case("three_dtypes", dtypes=(F16, BF16, F32)),
+    Case("one_head", heads=1, head_dim=16),
+    Case("heads_71_head_dim_80", tokens=2, heads=71, head_dim=80, dtypes=(F16, F16, F16)),
+    Case("head_dim_1", head_dim=1),
+    Case("head_dim_17", head_dim=17),
+    Case("head_dim_256_bf16", head_dim=256, heads=9, dtypes=(BF16, BF16, BF16)),
+    Case("head_dim_1024", tokens=2, heads=2, head_dim=1024),
+    Case("many_tokens", tokens=33, heads=2, head_dim=16),
+    Case("gaps", gap=3),
+    Case("heads_first", heads_first=True, dtypes=(BF16, BF16, BF16)),
+    Case("peaked", scale=40.0),
+    Case("one_key_behind", cut=19),
+    Case("nothing_in_front", cut=0),
+    Case("nothing_behind", cut=20),
+    Case("nothing_at_all", keys=0, cut=0),
+    Case("sinks", sinks=True),
+    Case("sinks_and_nothing_behind", sinks=True, cut=20),
+    Case("no_tokens", tokens=0),
+    Case("no_heads", heads=0),
+]
+
+
+def place(case: Case, values: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """`values` [tokens, heads, ...] on the device, with the strides that the case asks for."""
+    if case.heads_first:
+        return values.to(device).transpose(0, 1).contiguous().transpose(0, 1)
+    padded = [extent + case.gap for extent in values.shape]
+    room = torch.full(padded, UNWRITTEN, dtype=values.dtype, device=device)
+    room = room[tuple(slice(extent) for extent in values.shape)]
+    return room.copy_(values)
+
+
+def attend(
+    case: Case, rng: torch.Generator
+) -> tuple[list[tuple[torch.Tensor, torch.Tensor]], torch.Tensor, torch.Tensor]:
+    """Outputs and lse, in float64, of both sides; then those over all keys. The sinks are in the second side."""
+    draw = lambda *shape: torch.randn(*shape, generator=rng)  # noqa: E731
+    q = draw(case.tokens, case.heads, case.head_dim) * case.scale
+    k, v = (draw(case.keys, max(case.heads, 1), case.head_dim) for _ in range(2))
+    sinks = draw(case.heads) if case.sinks else None
+    scale = case.head_dim**-0.5
+
+    def over(part: slice, sinks: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        return attention_oracle(q, k[part], v[part], softmax_scale=scale, causal=False, sinks=sinks)
+
+    return [over(slice(case.cut), None), over(slice(case.cut, None), sinks)], *over(slice(None), sinks)
+
+
+def merged_in_torch(sides: list[tuple[torch.Tensor, torch.Tensor]], dtype: torch.dtype) -> torch.Tensor:
+    """The merge in float32, rounded once."""
+    (out_a, lse_a), (out_b, lse_b) = sides
+    weights = torch.softmax(torch.stack((lse_a, lse_b)), 0).nan_to_num(0.0)[..., None]
+    return (weights[0] * out_a.float() + weights[1] * out_b.float()).to(dtype)
+
+
+def check_merge(case: Case, rng: torch.Generator, device: torch.device) -> None:
+    parts, _, _ = attend(case, rng)
+    sides = [(out.to(dtype), lse.float()) for (out, lse), dtype in zip(parts, case.dtypes, strict=False)]
+    weights = torch.softmax(torch.stack([lse for _, lse in sides]).double(), 0).nan_to_num(0.0)[..., None]
+    exact = weights[0] * sides[0][0].double() + weights[1] * sides[1][0].double()
+    exact_lse = torch.logaddexp(sides[0][1].double(), sides[1][1].double())
+    inputs = [place(case, tensor, device) for side in sides for tensor in side]
+    before = [tensor.clone() for tensor in inputs]
+    out = place(case, torch.full(exact.shape, UNWRITTEN, dtype=case.dtypes[2]), device)
+    lse = place(case, torch.full(exact_lse.shape, UNWRITTEN), device)
+    merge_attention(*inputs, out, lse)
+    for tensor, unchanged in zip(inputs, before, strict=True):
+        assert_bitwise_equal(tensor, unchanged, name="an input, which must not change")
+    assert_accurate(out, plain=merged_in_torch(sides, case.dtypes[2]), exact=exact, name="out")
+    assert_close(lse, exact_lse, atol=1e-5, rtol=1e-6, name="lse")
+    without_lse = torch.full_like(out, UNWRITTEN)
+    merge_attention(*inputs, without_lse)
+    assert_bitwise_equal(without_lse, out, name="out, when lse is not asked for")
+
+
+cases = pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+
+
+@cases
+def test_merge_kernel(kernel_device: torch.device, rng: torch.Generator, case: Case) -> None:
+    check_merge(case, rng, kernel_device)
+
+
+@cases
+def test_merge_reference(rng: torch.Generator, case: Case) -> None:
+    check_merge(case, rng, torch.device("cpu"))
+
+
+def check_whole(case: Case, rng: torch.Generator, device: torch.device) -> None:
+    parts, whole, whole_lse = attend(case, rng)
+    inputs = [tensor.float().to(device) for part in parts for tensor in part]
+    out, lse = torch.empty_like(inputs[0]), torch.empty_like(inputs[1])
+    merge_attention(*inputs, out, lse)
+    # The parts' float32 lse carry a rounding error relative to their size, which becomes one of the weights.
+    tolerance = 1e-5 + 2 * torch.finfo(F32).eps * whole_lse[whole_lse.isfinite()].abs().max().item()
+    assert_close(out, whole, atol=4 * tolerance, name="out")
+    assert_close(lse, whole_lse, atol=tolerance, name="lse")
+
+
+WHOLE = [case for case in CASES if case.tokens and case.heads and case.keys]
+wholes = pytest.mark.parametrize("case", WHOLE, ids=lambda case: case.id)
+
+
+@wholes
+def test_parts_make_the_whole_kernel(kernel_device: torch.device, rng: torch.Generator, case: Case) -> None:
+    check_whole(case, rng, kernel_device)
+
+
+@wholes
+def test_parts_make_the_whole_reference(rng: torch.Generator, case: Case) -> None:
+    check_whole(case, rng, torch.device("cpu"))
+
+
+def empty_sides(device: torch.device) -> list[torch.Tensor]:
+    """Two heads' four tokens, of which side a, side b, both and neither saw something; NaN where nothing was seen."""
+    rng = torch.Generator().manual_seed(1)
+    out_a, out_b = (torch.randn(4, 2, 16, generator=rng) for _ in range(2))
+    lse_a, lse_b = (torch.randn(4, 2, generator=rng) for _ in range(2))
+    out_a[[1, 3]], lse_a[[1, 3]] = NAN, -INF
+    out_b[[0, 3]], lse_b[[0, 3]] = NAN, -INF
+    return [tensor.to(device) for tensor in (out_a, lse_a, out_b, lse_b)]
+
+
+def check_empty_sides(device: torch.device) -> None:
+    out_a, lse_a, out_b, lse_b = empty_sides(device)
+    out, lse = torch.full_like(out_a, UNWRITTEN), torch.full_like(lse_a, UNWRITTEN)
+    merge_attention(out_a, lse_a, out_b, lse_b, out, lse)
+    for token, side_out, side_lse in ((0, out_a, lse_a), (1, out_b, lse_b)):
+        assert_bitwise_equal(out[token], side_out[token], name="out of a token that one side saw")
+        assert_bitwise_equal(lse[token], side_lse[token], name="lse of a token that one side saw")
+    assert out[2].isfinite().all()
+    assert_bitwise_equal(out[3], torch.zeros_like(out[3]), name="out of a token that neither side saw")
+    assert_bitwise_equal(lse[3], torch.full_like(lse[3], -INF), name="lse of a token that neither side saw")
+
+
+def test_sides_that_saw_nothing_are_not_read_kernel(kernel_device: torch.device) -> None:
+    check_empty_sides(kernel_device)
+
+
+def test_sides_that_saw_nothing_are_not_read_reference() -> None:
+    check_empty_sides(torch.device("cpu"))
+
+
+def check_extremes(device: torch.device) -> None:
+    """Log-sum-exps beyond the range of exp, and so far apart that one side weighs nothing."""
+    lse_a = torch.tensor([[1e4, -1e4, 300.0, 88.0]], device=device)
+    lse_b = torch.tensor([[1e4, -1e4, -300.0, 89.0]], device=device)
+    out_a, out_b = torch.full((1, 4, 8), 2.0, device=device), torch.full((1, 4, 8), 4.0, device=device)
+    out, lse = torch.empty_like(out_a), torch.empty_like(lse_a)
+    merge_attention(out_a, lse_a, out_b, lse_b, out, lse)
+    last = 2.0 + 2.0 * torch.sigmoid(torch.tensor(1.0, dtype=F64)).item()
+    assert_close(out[0, :, 0], torch.tensor([3.0, 3.0, 2.0, last]), atol=1e-6)
+    assert_close(lse, torch.logaddexp(lse_a.double(), lse_b.double()), atol=1e-5, rtol=1e-6)
+
+
+def test_extremes_kernel(kernel_device: torch.device) -> None:
+    check_extremes(kernel_device)
+
+
+def test_extremes_reference() -> None:
+    check_extremes(torch.device("cpu"))
+
+
+def check_aliasing(into: str, dtype: torch.dtype, heads: int, device: torch.device, rng: torch.Generator) -> None:
+    """Every tensor that is read is overwritten, by results that differ from it."""
+    out_a, out_b = (torch.randn(9, heads, 32, generator=rng).to(device, dtype) for _ in range(2))
+    lse_a, lse_b = (torch.randn(9, heads, generator=rng).to(device) for _ in range(2))
+    out, lse = torch.empty_like(out_a), torch.empty_like(lse_a)
+    merge_attention(out_a, lse_a, out_b, lse_b, out, lse)
+    targets = (out_a, lse_a) if into == "a" else (out_b, lse_b)
+    merge_attention(out_a, lse_a, out_b, lse_b, *targets)
+    assert_bitwise_equal(targets[0], out, name=f"out_{into}")
+    assert_bitwise_equal(targets[1], lse, name=f"lse_{into}")
+
+
+aliased = pytest.mark.parametrize("into", ["a", "b"])
+aliased_shapes = pytest.mark.parametrize(("dtype", "heads"), [(F32, 1), (BF16, 5), (F16, 128)], ids=str)
+
+
+@aliased
+@aliased_shapes
+def test_aliasing_kernel(kernel_device: torch.device, rng: torch.Generator, into: str, dtype, heads) -> None:
+    check_aliasing(into, dtype, heads, kernel_device, rng)
+
+
+@aliased
+@aliased_shapes
+def test_aliasing_reference(rng: torch.Generator, into: str, dtype, heads) -> None:
+    check_aliasing(into, dtype, heads, torch.device("cpu"), rng)
+
+
+def test_memory_between_heads_and_tokens_is_left_alone(kernel_device: torch.device) -> None:
+    room, lse_room = torch.full((3, 4, 24), UNWRITTEN), torch.full((3, 4), UNWRITTEN)
+    room, lse_room = room.to(kernel_device), lse_room.to(kernel_device)
+    sides = [torch.ones(2, 3, 17, device=kernel_device), torch.zeros(2, 3, device=kernel_device)] * 2
+    merge_attention(*sides, room[:2, :3, :17], lse_room[:2, :3])
+    assert (room[:2, :3, :17] == 1.0).all()
+    room[:2, :3, :17], lse_room[:2, :3] = UNWRITTEN, UNWRITTEN
+    assert (room == UNWRITTEN).all()
+    assert (lse_room == UNWRITTEN).all()
+
+
+@pytest.mark.gpu
+def test_merge_replays_in_a_graph(rng: torch.Generator) -> None:
+    device = torch.device("cuda")
+    inputs = [tensor.to(device) for tensor in empty_sides(device)]
+    out, lse = torch.empty_like(inputs[0]), torch.empty_like(inputs[1])
+    merge_attention(*inputs, out, lse)  # compiles outside of the capture
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        merge_attention(*inputs, out, lse)
+    for _ in range(2):
+        for tensor in inputs:
+            tensor.copy_(torch.randn(tensor.shape, generator=rng))
+        out.fill_(UNWRITTEN)
+        lse.fill_(UNWRITTEN)
+        graph.replay()
+        eager, eager_lse = torch.empty_like(out), torch.empty_like(lse)
+        merge_attention(*inputs, eager, eager_lse)
+        assert_bitwise_equal(out, eager, name="out")
+        assert_bitwise_equal(lse, eager_lse, name="lse")
+
+
+def merge(**changes: torch.Tensor) -> None:
+    """A valid call but for `changes`."""
+    sides = {"out_a": torch.ones(2, 4, 16), "lse_a": torch.ones(2, 4), "out_b": torch.ones(2, 4, 16)}
+    call = {**sides, "lse_b": torch.ones(2, 4), "out": torch.ones(2, 4, 16), "lse": torch.ones(2, 4), **changes}
+    merge_attention(**call)
+
+
+BAD = {
+    "out_rank": ({"out": torch.ones(2, 64)}, ShapeError, r"out: expected shape \[\*, \*, \*\]"),
+    "out_dtype": ({"out": torch.ones(2, 4, 16, dtype=F64)}, ShapeError, "out: expected dtype"),
+    "out_stride": ({"out": torch.ones(2, 16, 4).mT}, ShapeError, "out: expected stride 1"),
+    "out_a_heads": ({"out_a": torch.ones(2, 1, 16)}, ShapeError, "out_a: expected shape"),
+    "out_b_tokens": ({"out_b": torch.ones(3, 4, 16)}, ShapeError, "out_b: expected shape"),
+    "out_b_stride": ({"out_b": torch.ones(2, 16, 4).mT}, ShapeError, "out_b: expected stride 1"),
+    "out_b_device": ({"out_b": torch.ones(2, 4, 16, device="meta")}, ShapeError, "out_b: expected device"),
+    "lse_a_shape": ({"lse_a": torch.ones(4, 2)}, ShapeError, "lse_a: expected shape"),
+    "lse_b_dtype": ({"lse_b": torch.ones(2, 4, dtype=F16)}, ShapeError, "lse_b: expected dtype float32"),
+    "lse_b_missing": ({"lse_b": None}, ShapeError, "lse_b: expected a torch.Tensor"),
+    "lse_dtype": ({"lse": torch.ones(2, 4, dtype=F64)}, ShapeError, "lse: expected dtype float32"),
+    "head_dim": (
+        {name: torch.ones(2, 4, 1025) for name in ("out_a", "out_b", "out")},
+        UnsupportedError,
+        "expected a head_dim from 1 to 1024, got 1025",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_tensors_that_do_not_fit_are_named(case: str) -> None:
+    changes, error, message = BAD[case]
+    with pytest.raises(error, match=message):
+        merge(**changes)

@@ -1,0 +1,218 @@
+"""The device-made schedule: it covers every KV tile of every unit once, in equal parts, for any lengths."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from graphrt.kernels.attention.attend import PART_WORDS, SEGMENT_WORDS
+from graphrt.kernels.attention.plan import AttentionPlan, AttentionWorkspace
+from graphrt.kernels.attention.work_list import schedule_attention
+from graphrt.kernels.attention.work_list_reference import work_list_reference
+from graphrt.kernels.errors import CapacityError, ShapeError
+from graphrt.kernels.library import INTERPRETER_AVAILABLE, interpreted
+
+HEADS = {"num_q_heads": 8, "num_kv_heads": 2, "head_dim": 64, "dtype": torch.float32}
+
+
+def make_plan(rows, query_len=1, *, tokens=0, num_sms=4, batch_invariant=False):
+    common = {**HEADS, "num_sms": num_sms, "batch_invariant": batch_invariant}
+    if query_len:
+        return AttentionPlan.decode(rows, query_len=query_len, **common)
+    return AttentionPlan.varlen(rows, tokens, **common)
+
+
+def run_schedule(plan, lengths, query_starts=None, *, device="cpu", **options):
+    seq_lens = torch.tensor(lengths, dtype=torch.int32, device=device)
+    starts = None
+    if query_starts is not None:
+        starts = torch.tensor(query_starts, dtype=torch.int32, device=device)
+    work_list = torch.full((plan.work_list_words + 8,), -77, dtype=torch.int32, device=device)
+    schedule_attention(plan, seq_lens, work_list, query_start_loc=starts, **options)
+    assert (work_list[plan.work_list_words :] == -77).all(), "written beyond the list"
+    return work_list.cpu()
+
+
+def run_reference(plan, lengths, query_starts=None, *, causal=True, sliding_window=0, seq_lens_are_starts=False):
+    starts = None if query_starts is None else torch.tensor(query_starts)
+    work_list = torch.full((plan.work_list_words,), -77, dtype=torch.int32)
+    work_list_reference(
+        torch.tensor(lengths), starts, work_list, plan.num_rows, plan.num_tokens, plan.num_units, plan.num_parts,
+        plan.max_segments, plan.query_len, plan.group, plan.block_m, plan.block_n, causal, sliding_window,
+        seq_lens_are_starts, plan.fixed_splits, plan.fixed_tiles,
+    )  # fmt: skip
+    return work_list
+
+
+def areas(plan, work_list):
+    """Parts, the segments in use, the zeros in use."""
+    parts = work_list[: (plan.num_parts + 1) * PART_WORDS].view(-1, PART_WORDS)
+    segments = work_list[parts.numel() :][: plan.max_segments * SEGMENT_WORDS].view(-1, SEGMENT_WORDS)
+    zeros = work_list[parts.numel() + segments.numel() :][: 3 * plan.num_units].view(-1, 3)
+    return parts, segments[: int(parts[-1, 0])], zeros[: int(parts[-1, 1])]
+
+
+def expected_tiles(plan, lengths, starts, causal, window):
+    """Every (token row of a unit, KV tile) that must be walked, and the units that see nothing, from the definition."""
+    walked, blind = set(), set()
+    for row, length in enumerate(lengths):
+        query_len = starts[row + 1] - starts[row]
+        for first in range(0, query_len * plan.group, plan.block_m):
+            last = min(first + plan.block_m, query_len * plan.group) - 1
+            seen = set()
+            for token in range(first // plan.group, last // plan.group + 1):
+                end = length - query_len + token + 1 if causal else length
+                begin = max(end - window, 0) if window else 0
+                seen |= {position // plan.block_n for position in range(begin, min(end, length))}
+            if seen:
+                walked |= {(row, first, tile) for tile in range(min(seen), max(seen) + 1)}
+            else:
+                blind.add((starts[row], first, last - first + 1))
+    return walked, blind
+
+
+def check_list(plan, work_list, lengths, starts, *, causal=True, window=0):
+    parts, segments, zeros = areas(plan, work_list)
+    walked, blind = expected_tiles(plan, lengths, starts, causal, window)
+    seen, by_unit = [], {}
+    for index, (row, first, begin, end, seq_len, query_start, query_len, splits) in enumerate(segments.tolist()):
+        assert begin < end, "an empty segment"
+        assert (seq_len, query_start, query_len) == (lengths[row], starts[row], starts[row + 1] - starts[row])
+        seen += [(row, first, tile) for tile in range(begin, end)]
+        by_unit.setdefault((row, first), []).append((index, splits & 0xFFFF, splits >> 16))
+    assert len(seen) == len(set(seen))
+    assert set(seen) == walked
+    for found in by_unit.values():
+        assert [(count, split) for _, count, split in found] == [(len(found), i) for i in range(len(found))]
+        assert [index for index, _, _ in found] == list(range(found[0][0], found[0][0] + len(found)))
+    begins = parts[:, 0].tolist()
+    assert begins[0] == 0
+    assert begins == sorted(begins)
+    assert begins[-1] == len(segments)
+    assert parts[:, 1].tolist() == sorted(parts[:, 1].tolist())
+    assert parts[0, 1] == 0
+    pads = {entry for entry in map(tuple, zeros.tolist()) if entry[2] < 0}
+    assert sum(-count for _, _, count in pads) == (plan.num_tokens - starts[-1]) * plan.group
+    assert set(map(tuple, zeros.tolist())) - pads == blind
+    assert len(zeros) == len(blind) + len(pads)
+    part_of = {}
+    for part, (begin, end) in enumerate(itertools.pairwise(begins)):
+        part_of |= dict.fromkeys(range(begin, end), part)
+        if begin < end and not plan.fixed_splits:
+            assert parts[part, 8:].tolist() == segments[begin].tolist()
+    if not plan.fixed_splits:
+        for found in by_unit.values():  # what the kernel derives the slots of partial results from
+            assert [part_of[i] for i, _, _ in found] == list(
+                range(part_of[found[0][0]], part_of[found[0][0]] + len(found))
+            )
+        overhead = int(len(by_unit) > plan.num_parts)
+        loads = [sum(int(s[3] - s[2]) + overhead for s in segments[b:e]) for b, e in itertools.pairwise(begins)]
+        total = len(seen) + overhead * len(by_unit)
+        assert max(loads) <= -(-total // plan.num_parts) + 2 * overhead, "parts are not equal"
+
+
+DECODE_CASES = {
+    "one": [1],
+    "tile_edges": [31, 32, 33, 1, 64],
+    "ragged": [700, 3, 0, 40, 1, 129, 0, 64],
+    "one_long": [5000, 1, 1, 1, 1, 1],
+    "many_short": [1] * 40,
+    "all_pads": [0, 0, 0],
+    "pads_around": [0, 0, 300, 0],
+}
+
+
+@pytest.mark.parametrize("case", DECODE_CASES)
+@pytest.mark.parametrize("variant", ["plain", "speculative", "window", "fixed"])
+def test_decode_lists(case, variant, kernel_device):
+    lengths = DECODE_CASES[case]
+    query_len = 5 if variant == "speculative" else 1
+    window = 70 if variant == "window" else 0
+    plan = make_plan(len(lengths), query_len, batch_invariant=variant == "fixed")
+    starts = list(range(0, len(lengths) * query_len + 1, query_len))
+    kernel = run_schedule(plan, lengths, device=kernel_device, sliding_window=window)
+    check_list(plan, kernel, lengths, starts, window=window)
+    reference = run_reference(plan, lengths, sliding_window=window)
+    check_list(plan, reference, lengths, starts, window=window)
+    for have, want in zip(areas(plan, kernel), areas(plan, reference), strict=True):
+        used = (have[:, :2], want[:, :2]) if have.shape[1] == PART_WORDS else (have, want)
+        assert torch.equal(*used)
+
+
+VARLEN_CASES = {
+    # lengths, query lengths, pad tokens
+    "prompts": ([40, 7, 300], [40, 7, 100], 5),
+    "mixed": ([900, 33, 1, 64, 0], [1, 33, 1, 20, 0], 9),
+    "no_pads": ([20, 30], [20, 30], 0),
+    "only_pads": ([0, 0], [0, 0], 16),
+}
+
+
+@pytest.mark.parametrize("case", VARLEN_CASES)
+@pytest.mark.parametrize("variant", ["causal", "full", "window", "fixed", "starts"])
+def test_varlen_lists(case, variant, kernel_device):
+    lengths, query_lens, pads = VARLEN_CASES[case]
+    starts = [0, *itertools.accumulate(query_lens)]
+    options = {"causal": variant != "full", "sliding_window": 50 if variant == "window" else 0}
+    given_lengths = lengths
+    if variant == "starts":
+        options["seq_lens_are_starts"] = True
+        given_lengths = [0, *itertools.accumulate(lengths)]
+    plan = make_plan(len(lengths), 0, tokens=starts[-1] + pads, batch_invariant=variant == "fixed")
+    kernel = run_schedule(plan, given_lengths, starts, device=kernel_device, **options)
+    reference = run_reference(plan, given_lengths, starts, **options)
+    for work_list in (kernel, reference):
+        check_list(plan, work_list, lengths, starts, causal=options["causal"], window=options["sliding_window"])
+    for have, want in zip(areas(plan, kernel), areas(plan, reference), strict=True):
+        used = (have[:, :2], want[:, :2]) if have.shape[1] == PART_WORDS else (have, want)
+        assert torch.equal(*used)
+
+
+@pytest.mark.skipif(not INTERPRETER_AVAILABLE, reason="needs the Triton interpreter")
+@settings(max_examples=15, deadline=None)
+@given(st.lists(st.integers(0, 3000), min_size=1, max_size=300), st.integers(1, 40), st.integers(0, 200), st.booleans())
+def test_any_lengths(lengths, num_sms, window, fixed):
+    plan = make_plan(len(lengths), num_sms=num_sms, batch_invariant=fixed)
+    with interpreted():
+        kernel = run_schedule(plan, lengths, sliding_window=window)
+    check_list(plan, kernel, lengths, list(range(len(lengths) + 1)), window=window)
+
+
+def test_fixed_splits_depend_on_the_row_alone():
+    plan = make_plan(4, batch_invariant=True)
+    one = areas(plan, run_schedule(plan, [900, 0, 0, 0]))[1]
+    other = areas(plan, run_schedule(plan, [900, 5000, 3, 64]))[1]
+    assert torch.equal(one, other[other[:, 0] == 0])
+
+
+WRONG = {
+    "short_list": (
+        lambda p: schedule_attention(p, torch.zeros(3, dtype=torch.int32), torch.zeros(5, dtype=torch.int32)),
+        CapacityError,
+    ),
+    "rows": (lambda p: run_schedule(p, [1, 2]), ShapeError),
+    "starts": (lambda p: run_schedule(p, [1, 2, 3], [0, 1, 2, 3]), ShapeError),
+    "window": (lambda p: run_schedule(p, [1, 2, 3], sliding_window=-1), ShapeError),
+    "window_full": (lambda p: run_schedule(p, [1, 2, 3], sliding_window=4, causal=False), ShapeError),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_wrong_input(case):
+    call, error = WRONG[case]
+    with pytest.raises(error):
+        call(make_plan(3))
+
+
+def test_plans():
+    with pytest.raises(ShapeError, match="varlen"):
+        make_plan(3, 17)
+    plans = [make_plan(rows, num_sms=132) for rows in (1, 64, 256)]
+    workspace = AttentionWorkspace.allocate(plans, torch.device("cpu"))
+    assert workspace.partial_lse.numel() == max(plan.partial_rows for plan in plans)
+    assert workspace.counters.numel() == max(plan.num_counters for plan in plans)
+    assert all(plan.num_parts * plan.num_kv_heads <= 8 * 132 for plan in plans)

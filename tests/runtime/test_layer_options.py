@@ -1,0 +1,223 @@
+"""Options of a layer on their way from spec and model to the backend: reasons against a backend, checks, arguments."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from graphrt.attention import Step
+from graphrt.backends import registry
+from graphrt.backends.base import AttentionBackend, AttentionLayer, BackendContext, Capabilities, GraphSupport
+from graphrt.capture.descriptor import BatchDescriptor
+from graphrt.config import RuntimeConfig
+from graphrt.kernels.attention.options import AttentionOptions
+from graphrt.kernels.errors import ConfigError, ShapeError, UnsupportedError
+from graphrt.kernels.types import KVLayout
+from graphrt.kv_cache import KVCache
+from graphrt.metadata import StepMetadata
+from graphrt.program import attention_layers
+from graphrt.replay import ReplayManager
+from graphrt.spec import AttentionSpec, KVCacheSpec
+
+CPU, F32, E4M3 = torch.device("cpu"), torch.float32, torch.float8_e4m3fn
+SLOPES = (0.5, 0.25, 0.125, 0.0625)
+PLAIN = AttentionSpec(4, 2, 16, F32)
+ALIBI = replace(PLAIN, alibi_slopes=SLOPES, alibi_sqrt=True)
+SINKS = replace(PLAIN, sinks=True, sliding_window=3, logits_softcap=5.0, softmax_scale=0.5)
+
+
+class Recording(AttentionBackend):
+    """Writes nothing but keeps what `run` was given."""
+
+    name = "recording"
+    capabilities = Capabilities(
+        devices=("cpu",),
+        dtypes=(F32,),
+        kv_dtypes=(F32, E4M3),
+        head_dims=None,
+        page_sizes=None,
+        layouts=(KVLayout.NHD,),
+        max_query_len=1,
+        sliding_window=True,
+        logits_softcap=True,
+        mixed=True,
+        alibi=True,
+        sinks=True,
+        lse=True,
+        batch_invariant=True,
+    )
+    graph_support = GraphSupport.ALWAYS
+
+    def __init__(self, context: BackendContext) -> None:
+        super().__init__(context)
+        self.runs: list[tuple[AttentionOptions, torch.Tensor | None]] = []
+
+    def run(self, layer, q, metadata, out, *, sinks=None, lse=None) -> None:
+        self.runs.append((layer.options(sinks), lse))
+
+
+class Bare(Recording):
+    name = "bare"
+    capabilities = replace(
+        Recording.capabilities, kv_dtypes=(F32,), alibi=False, sinks=False, lse=False, batch_invariant=False
+    )
+
+
+def make_context(*specs: AttentionSpec, kv_dtype: torch.dtype = F32, batch_invariant: bool = False) -> BackendContext:
+    kv = KVCacheSpec(len(specs), 2, 16, page_size=4, dtype=kv_dtype)
+    return BackendContext(specs, kv, CPU, 8, 64, 32, batch_invariant=batch_invariant)
+
+
+def test_every_reason_is_given() -> None:
+    context = make_context(ALIBI, SINKS, kv_dtype=E4M3, batch_invariant=True)
+    assert Bare.why_not(context) == [
+        "KV dtype torch.float8_e4m3fn: supports torch.float32",
+        "alibi_slopes: not supported",
+        "alibi_sqrt: not supported",
+        "sinks: not supported",
+        "batch_invariant: not supported",
+    ]
+    assert Recording.why_not(context) == []
+    assert Bare.why_not(make_context(PLAIN)) == []
+    assert Bare.why_not(make_context(replace(ALIBI, alibi_sqrt=False))) == ["alibi_slopes: not supported"]
+
+
+def test_a_runtime_asks_for_batch_invariance(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "_registered", {})
+    registry.register_backend(Bare)
+    registry.register_backend(Recording)
+
+    def build(backend: str, batch_invariant: bool) -> ReplayManager:
+        cache = KVCache.allocate(KVCacheSpec(1, 2, 16, 4, dtype=F32), 4, CPU)
+        config = RuntimeConfig(
+            max_num_reqs=2, max_num_tokens=4, max_seq_len=8, backend=backend, batch_invariant=batch_invariant
+        )
+        return ReplayManager(lambda step: torch.zeros(0), cache, PLAIN, vocab_size=3, config=config)
+
+    build("bare", False)
+    build("recording", True)
+    with pytest.raises(UnsupportedError, match=r"bare.*batch_invariant: not supported"):
+        build("bare", True)
+
+
+def make_layers(*specs: AttentionSpec, kv_dtype: torch.dtype = F32) -> tuple[KVCache, tuple[AttentionLayer, ...]]:
+    cache = KVCache.allocate(KVCacheSpec(len(specs), 2, 16, 4, dtype=kv_dtype), 3, CPU)
+    return cache, attention_layers(specs, cache)
+
+
+def test_layers_hold_scales_and_slopes() -> None:
+    cache, layers = make_layers(ALIBI, PLAIN, replace(ALIBI, alibi_sqrt=False), kv_dtype=E4M3)
+    for index, layer in enumerate(layers):
+        assert layer.k_scale is cache.k_scales[index]
+        assert layer.v_scale is cache.v_scales[index]
+    assert layers[1].alibi_slopes is None
+    assert layers[0].alibi_slopes is layers[2].alibi_slopes
+    assert torch.equal(layers[0].alibi_slopes, torch.tensor(SLOPES))
+    assert [layer.options().alibi_sqrt for layer in layers] == [True, False, False]
+    _, (wide,) = make_layers(PLAIN)
+    assert wide.k_scale is None
+    assert wide.v_scale is None
+    assert wide.options() == AttentionOptions(softmax_scale=0.25)
+
+
+def test_slopes_follow_from_the_spec() -> None:
+    cache, _ = make_layers(PLAIN)
+    with pytest.raises(ConfigError, match=r"AttentionLayer.alibi_slopes: expected some as in the spec, got none"):
+        AttentionLayer(0, ALIBI, cache.k[0], cache.v[0])
+    with pytest.raises(ConfigError, match=r"AttentionLayer.alibi_slopes: expected none as in the spec, got some"):
+        AttentionLayer(0, PLAIN, cache.k[0], cache.v[0], alibi_slopes=torch.tensor(SLOPES))
+
+
+TOKENS = 3
+
+
+def make_step(spec: AttentionSpec, kv_dtype: torch.dtype = F32, backend: type[Recording] = Recording) -> Step:
+    """A decode step of three tokens; the third is a pad."""
+    _, layers = make_layers(spec, kv_dtype=kv_dtype)
+    positions = torch.tensor([0, 5, 0])
+    metadata = StepMetadata(
+        descriptor=BatchDescriptor.decode(TOKENS),
+        seq_lens=torch.tensor([1, 6, 0], dtype=torch.int32),
+        query_start_loc=torch.arange(TOKENS + 1, dtype=torch.int32),
+        block_table=torch.tensor([[1, 0], [1, 2], [0, 0]], dtype=torch.int32),
+        slot_mapping=torch.tensor([4, 9, -1]),
+        positions=positions,
+        max_seq_len=8,
+    )
+    unused = torch.empty(0)
+    return Step(
+        descriptor=metadata.descriptor,
+        input_ids=unused,
+        positions=positions,
+        logits_indices=unused,
+        temperatures=unused,
+        seeds=unused,
+        metadata=metadata,
+        backend=backend(make_context(spec, kv_dtype=kv_dtype)),
+        layers=layers,
+    )
+
+
+def attend(step: Step, **options: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(2)
+    q, k, v = (torch.randn(TOKENS, heads, 16, generator=generator) for heads in (4, 2, 2))
+    step.attend(0, q, k, v, **options)
+    return k, v
+
+
+def test_attend_passes_everything_on() -> None:
+    step, sinks, lse = make_step(SINKS), torch.zeros(4), torch.empty(TOKENS, 4)
+    attend(step, sinks=sinks, lse=lse)
+    attend(step, sinks=sinks)
+    (options, given), (_, none) = step.backend.runs
+    assert options.sinks is sinks
+    assert given is lse
+    assert none is None
+    assert (options.softmax_scale, options.sliding_window, options.logits_softcap) == (0.5, 3, 5.0)
+    assert options.causal
+
+
+def test_attend_scales_what_it_writes() -> None:
+    step = make_step(PLAIN, E4M3)
+    (layer,) = step.layers
+    layer.k_scale.copy_(torch.tensor([0.5, 0.3]))
+    layer.v_scale.copy_(torch.tensor([0.01, 2.0]))
+    k, v = attend(step)
+    for values, cache, scale in ((k, layer.k_cache, layer.k_scale), (v, layer.v_cache, layer.v_scale)):
+        expected = (values[:2] / scale[:, None]).to(E4M3)
+        assert torch.equal(cache.flatten(0, 1)[[4, 9]].view(torch.uint8), expected.view(torch.uint8))
+    assert step.backend.runs[0][0].k_scale is layer.k_scale
+    assert step.backend.runs[0][0].v_scale is layer.v_scale
+
+
+REFUSED = {
+    "sinks-missing": (SINKS, {}, ShapeError, r"sinks: expected the learned sinks of layer 0, a tensor \[4\], got None"),
+    "sinks-uncalled-for": (PLAIN, {"sinks": torch.zeros(4)}, ShapeError, "sinks: expected None for layer 0, got a"),
+    "sinks-shape": (SINKS, {"sinks": torch.zeros(2)}, ShapeError, r"sinks: expected shape \[4\], got \[2\]"),
+    "sinks-dtype": (SINKS, {"sinks": torch.zeros(4).half()}, ShapeError, "sinks: expected dtype float32, got float16"),
+    "sinks-stride": (SINKS, {"sinks": torch.zeros(8)[::2]}, ShapeError, "sinks: expected stride 1"),
+    "lse-shape": (PLAIN, {"lse": torch.zeros(3, 2)}, ShapeError, r"lse: expected shape \[3, 4\], got \[3, 2\]"),
+    "lse-dtype": (PLAIN, {"lse": torch.zeros(3, 4).double()}, ShapeError, "lse: expected dtype float32, got float64"),
+    "lse-stride": (PLAIN, {"lse": torch.zeros(4, 3).t()}, ShapeError, "lse: expected stride 1"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_does_not_fit_the_layer_is_refused_before_anything_is_written(case: str) -> None:
+    spec, options, error, message = REFUSED[case]
+    step = make_step(spec)
+    with pytest.raises(error, match=message):
+        attend(step, **options)
+    assert step.backend.runs == []
+    assert not step.layers[0].k_cache.any()
+
+
+def test_lse_of_a_backend_without_it() -> None:
+    step = make_step(PLAIN, backend=Bare)
+    attend(step)
+    step.layers[0].k_cache.zero_()
+    with pytest.raises(UnsupportedError, match="lse: expected None, got a tensor; backend bare gives none"):
+        attend(step, lse=torch.zeros(TOKENS, 4))
+    assert not step.layers[0].k_cache.any()
