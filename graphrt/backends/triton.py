@@ -56,6 +56,7 @@ class TritonBackend(AttentionBackend):
         super().__init__(context)
         self._keys = list(dict.fromkeys(_schedule_key(spec) for spec in context.attention))
         self._work_lists: dict[_ScheduleKey, torch.Tensor] = {}
+        self._plans: dict[tuple[_ScheduleKey, BatchDescriptor], AttentionPlan] = {}
         self._workspace: AttentionWorkspace | None = None
         self._num_sms = _INTERPRETER_SMS
         if context.device.type == "cuda":
@@ -160,6 +161,12 @@ class TritonBackend(AttentionBackend):
             )
 
     def _plan(self, key: _ScheduleKey, descriptor: BatchDescriptor) -> AttentionPlan:
+        found = self._plans.get((key, descriptor))  # every layer of every graph asks
+        if found is None:
+            found = self._plans[key, descriptor] = self._make_plan(key, descriptor)
+        return found
+
+    def _make_plan(self, key: _ScheduleKey, descriptor: BatchDescriptor) -> AttentionPlan:
         num_q_heads, num_kv_heads, head_dim, dtype, _ = key
         if descriptor.kind is GraphKind.MIXED:
             return AttentionPlan.varlen(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 
 import torch
 
@@ -151,7 +151,7 @@ class AttentionPlan:
 
     def to_list(self) -> list[int]:
         """The fields in order, as an operator takes them."""
-        return [int(value) for value in astuple(self)]
+        return [getattr(self, field) for field in self.__slots__]
 
     @property
     def num_units(self) -> int:
