@@ -85,7 +85,8 @@ def results_table() -> str:
         "",
         f"Capturing the default ladder of {data['decode_graphs']} decode graphs of {data['model']}: "
         f"{data['decode_seconds']:.2f} s ({data['decode_first_seconds']:.2f} s in a fresh process, which also loads "
-        f"every kernel), {data['decode_mib_per_graph']:.1f} MiB per graph, pool included "
+        f"every kernel and compiles those that Triton's cache lacks), {data['decode_mib_per_graph']:.1f} MiB per "
+        "graph, pool included "
         f"({data['nodes_per_graph']} nodes each); {data['mixed_graphs']} mixed graphs: {data['mixed_seconds']:.2f} s, "
         f"{data['mixed_mib_per_graph']:.1f} MiB per graph.",
         "",

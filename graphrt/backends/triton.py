@@ -141,7 +141,10 @@ class TritonBackend(AttentionBackend):
         sinks: torch.Tensor | None = None,
         lse: torch.Tensor | None = None,
     ) -> None:
-        """Attend with one launch. Capture-safe: the grid follows from the descriptor, lengths stay on the device."""
+        """Attend with one launch, by the work list of this step's `schedule`; an older list gives an older result.
+
+        Capture-safe: the grid follows from the descriptor, lengths stay on the device.
+        """
         key = _schedule_key(layer.spec)
         workspace = self._check_allocated()
         with _kernels_on(q.device):

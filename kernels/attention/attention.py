@@ -17,7 +17,7 @@ from graphrt.kernels.attention.attend import PART_WORDS, SEGMENT_WORDS, attend_k
 from graphrt.kernels.attention.options import FP8_DTYPES, AttentionOptions
 from graphrt.kernels.attention.plan import AttentionPlan, AttentionWorkspace
 from graphrt.kernels.attention.reference import reference_attention, reference_contiguous_attention
-from graphrt.kernels.checks import check_tensor
+from graphrt.kernels.checks import check_tensor, check_unit_stride
 from graphrt.kernels.compile_spec import CompileSpec
 from graphrt.kernels.errors import CapacityError, ShapeError
 from graphrt.kernels.library import define_op
@@ -224,6 +224,7 @@ def paged_attention(
         )
     if query_start_loc is not None:
         check_tensor("query_start_loc", query_start_loc, shape=(plan.num_rows + 1,), dtype=torch.int32, device=q.device)
+        check_unit_stride("query_start_loc", query_start_loc)
     _call(
         q, k_cache, v_cache, block_table, query_start_loc, seq_lens, out, lse, plan, work_list, workspace, options, pdl
     )
@@ -324,6 +325,7 @@ def _check_plan(
     }
     for name, (tensor, count, dtype) in needed.items():
         check_tensor(name, tensor, shape=(None,), dtype=dtype, device=q.device)
+        check_unit_stride(name, tensor)
         if tensor.numel() < count:
             raise CapacityError(
                 f"{name}: expected at least {count} elements for this plan, got {tensor.numel()}; "

@@ -68,8 +68,9 @@ class AttentionPlan:
         num_sms          streaming multiprocessors of the device
         batch_invariant  rows are split by their own length alone, so that no row's result depends on another's
 
-        Raises: ShapeError for query_len outside 1 to 16.
+        Raises: ShapeError for query_len outside 1 to 16, no rows, or heads that do not divide.
         """
+        _check_sizes(num_rows, num_rows, num_q_heads, num_kv_heads)
         if not 1 <= query_len <= MAX_QUERY_LEN:
             raise ShapeError(f"query_len: expected 1 to {MAX_QUERY_LEN}, got {query_len}; use AttentionPlan.varlen")
         group = num_q_heads // num_kv_heads
@@ -127,7 +128,10 @@ class AttentionPlan:
         batch_invariant  units are not split at all
 
         The other arguments are those of `decode`.
+
+        Raises: ShapeError for no rows or tokens, or heads that do not divide.
         """
+        _check_sizes(num_rows, num_tokens, num_q_heads, num_kv_heads)
         block_d = next_power_of_two(head_dim)
         block_m = _max_block_m(head_dim, dtype)
         num_warps, block_n = _float32_tile(block_d) if dtype == torch.float32 else (8, 64 if block_d <= 128 else 32)
@@ -225,8 +229,10 @@ class AttentionWorkspace:
 
     @classmethod
     def allocate(cls, plans: Iterable[AttentionPlan], device: torch.device) -> AttentionWorkspace:
-        """A workspace that serves each of the plans."""
+        """A workspace that serves each of the plans. Raises: ShapeError without any."""
         plans = list(plans)
+        if not plans:
+            raise ShapeError("plans: expected at least one, got none; pass the plans of all sizes")
         out_size = max(plan.partial_rows * plan.head_dim for plan in plans)
         lse_size = max(plan.partial_rows for plan in plans)
         counters = max(plan.num_counters for plan in plans)
@@ -252,3 +258,13 @@ def _max_block_m(head_dim: int, dtype: torch.dtype) -> int:
 def _float32_tile(block_d: int) -> tuple[int, int]:
     """Warps and BLOCK_N: fp32 products run without tensor cores and hold their operands in registers."""
     return (4, 32) if block_d <= 64 else (8, 16)
+
+
+def _check_sizes(num_rows: int, num_tokens: int, num_q_heads: int, num_kv_heads: int) -> None:
+    if num_rows < 1 or num_tokens < 1:
+        raise ShapeError(f"plan: expected at least 1 row and 1 token, got {num_rows} and {num_tokens}; pad the batch")
+    if num_kv_heads < 1 or num_q_heads < 1 or num_q_heads % num_kv_heads:
+        raise ShapeError(
+            f"num_q_heads: expected a multiple of num_kv_heads={num_kv_heads}, got {num_q_heads}; "
+            "each KV head serves equally many query heads"
+        )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,6 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from graphrt.kernels.attention.attend import PART_WORDS, SEGMENT_WORDS
+from graphrt.kernels.attention.attention import paged_attention
+from graphrt.kernels.attention.options import AttentionOptions
 from graphrt.kernels.attention.plan import AttentionPlan, AttentionWorkspace
 from graphrt.kernels.attention.work_list import schedule_attention
 from graphrt.kernels.attention.work_list_reference import work_list_reference
@@ -208,9 +211,39 @@ def test_wrong_input(case):
         call(make_plan(3))
 
 
+BAD_PLANS = {
+    "query_len": (lambda: make_plan(3, 17), "varlen"),
+    "no_rows": (lambda: make_plan(0), "at least 1 row"),
+    "no_tokens": (lambda: make_plan(1, 0, tokens=0), "1 token"),
+    "heads": (lambda: AttentionPlan.decode(1, **(HEADS | {"num_q_heads": 5}), num_sms=4), "multiple of num_kv_heads=2"),
+    "no_plans": (lambda: AttentionWorkspace.allocate([], torch.device("cpu")), "at least one"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_PLANS)
+def test_bad_plans(case):
+    make, text = BAD_PLANS[case]
+    with pytest.raises(ShapeError, match=text):
+        make()
+
+
+def test_scratch_tensors_must_be_dense():
+    """Else their sizes say nothing about the memory that the kernel addresses."""
+    plan = make_plan(2)
+    q = torch.zeros(2, 8, 64)
+    cache = torch.zeros(4, 16, 2, 64)
+    table, lengths = torch.ones(2, 1, dtype=torch.int32), torch.ones(2, dtype=torch.int32)
+    workspace = AttentionWorkspace.allocate([plan], q.device)
+    work_list = torch.zeros(2 * plan.work_list_words, dtype=torch.int32)
+    options = AttentionOptions(1.0)
+    with pytest.raises(ShapeError, match="work_list: expected stride 1"):
+        paged_attention(q, cache, cache, table, lengths, torch.empty_like(q), plan, work_list[::2], workspace, options)
+    flat = replace(workspace, counters=torch.zeros(1, dtype=torch.int32).expand(9999))
+    with pytest.raises(ShapeError, match=r"workspace\.counters: expected stride 1"):
+        paged_attention(q, cache, cache, table, lengths, torch.empty_like(q), plan, work_list, flat, options)
+
+
 def test_plans():
-    with pytest.raises(ShapeError, match="varlen"):
-        make_plan(3, 17)
     plans = [make_plan(rows, num_sms=132) for rows in (1, 64, 256)]
     workspace = AttentionWorkspace.allocate(plans, torch.device("cpu"))
     assert workspace.partial_lse.numel() == max(plan.partial_rows for plan in plans)
