@@ -393,6 +393,8 @@ def attend_kernel(
                             kv_head, num_kv_heads, HEAD_DIM, BLOCK_D, PARTIAL_M, MERGE_SPLITS,
                         )  # fmt: skip
                         if (level == 0) & (num_groups > 1):
+                            # Warps may hold copies of the same loads: none may still be reading the slot.
+                            tl.debug_barrier()
                             _store_partial(
                                 partial_out_ptr, partial_lse_ptr, to_slot, merged, merged_top, merged_total, merge_m,
                                 num_rows, kv_head, num_kv_heads, HEAD_DIM, BLOCK_D, PARTIAL_M,

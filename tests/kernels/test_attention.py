@@ -211,9 +211,13 @@ def test_large_queries_with_an_fp8_cache(kernel_device: torch.device, rng: torch
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("num_sms", [2, 16, 132])
-def test_merge_does_not_depend_on_arrival(num_sms: int, rng: torch.Generator) -> None:
-    """Programs run in any order on a GPU: 200 runs over one workspace give the same bits and counters of 0."""
-    rows = tuple((int(n), 1) for n in torch.randint(1, 3000, (48,), generator=rng))
+@pytest.mark.parametrize("longest", [3000, 40_000])
+def test_merge_does_not_depend_on_arrival(num_sms: int, longest: int, rng: torch.Generator) -> None:
+    """Programs run in any order on a GPU: 200 runs over one workspace give the same bits and counters of 0.
+
+    A row of 40,000 tokens is split so often that it is merged in two stages.
+    """
+    rows = decode((longest, *torch.randint(1, 3000, (47,), generator=rng).tolist()))
     case = Case("", rows, dtype=BF16, num_kv_heads=8, head_dim=128, num_sms=num_sms)
     problem = make_problem(case, rng, torch.device("cuda"))
     first = problem.run()
