@@ -25,6 +25,7 @@ from graphrt.kernels.attention.options import AttentionOptions
 from graphrt.kernels.attention.plan import AttentionPlan, AttentionWorkspace
 from graphrt.kernels.attention.work_list import schedule_attention
 from graphrt.kernels.errors import UnsupportedError
+from graphrt.kernels.native.nvrtc import runs_native
 from graphrt.kernels.types import KVLayout
 
 Call = Callable[[], torch.Tensor]
@@ -69,7 +70,7 @@ class GraphrtSide:
         device = inputs.device
         on_cuda = device.type == "cuda"
         num_sms = torch.cuda.get_device_properties(device).multi_processor_count if on_cuda else _CPU_SMS
-        plan = self._plan(cell, inputs.q.dtype, num_sms)
+        plan = self._plan(cell, inputs.q.dtype, num_sms, runs_native(device))
         starts = _query_starts(inputs) if cell.query_len > 1 else None
         work_list = torch.empty(plan.work_list_words, dtype=torch.int32, device=device)
         workspace = AttentionWorkspace.allocate([plan], device)
@@ -105,7 +106,7 @@ class GraphrtSide:
         if starts is not None:
             contiguous = self._contiguous(inputs, starts, plan, options)
             return [Prepared("paged", plain, schedule), contiguous]
-        return [Prepared(f"{plan.num_parts} parts, {plan.num_warps} warps", plain, schedule, with_pdl)]
+        return [Prepared(_variant(plan), plain, schedule, with_pdl)]
 
     @staticmethod
     def _contiguous(inputs: Inputs, starts: torch.Tensor, plan: AttentionPlan, options: AttentionOptions) -> Prepared:
@@ -135,7 +136,7 @@ class GraphrtSide:
         return Prepared("contiguous", [call_of(layer) for layer in range(inputs.layers)], schedule)
 
     @staticmethod
-    def _plan(cell: Cell, dtype: torch.dtype, num_sms: int) -> AttentionPlan:
+    def _plan(cell: Cell, dtype: torch.dtype, num_sms: int, native: bool) -> AttentionPlan:
         if cell.query_len > 1:
             return AttentionPlan.varlen(
                 cell.batch,
@@ -154,7 +155,15 @@ class GraphrtSide:
             dtype=dtype,
             kv_dtype=cell.kv_dtype,
             num_sms=num_sms,
+            native=native,
         )
+
+
+def _variant(plan: AttentionPlan) -> str:
+    if not plan.native_warps:
+        return f"{plan.num_parts} parts of {plan.num_warps} warps"
+    clusters = f" in clusters of {plan.cluster}" if plan.cluster > 1 else ""
+    return f"{plan.num_parts * plan.cluster} blocks of {plan.native_warps} warps{clusters}"
 
 
 class Fa3Side:

@@ -1,7 +1,7 @@
-"""A dozen attention calls on exactly-sized memory, for compute-sanitizer.
+"""Attention calls on exactly-sized memory, for compute-sanitizer.
 
     compute-sanitizer --tool memcheck python scripts/sanitize_attention.py
-    compute-sanitizer --tool racecheck python scripts/sanitize_attention.py --only wide
+    compute-sanitizer --tool racecheck python scripts/sanitize_attention.py --only many
 
 torch's allocator rounds sizes up and hides overruns, so it is switched off: every tensor is an allocation of its own.
 """
@@ -38,14 +38,22 @@ class Call:
     window: int = 0
     contiguous: bool = False
     batch_invariant: bool = False
+    native: bool = True
+    num_sms: int = 32
 
 
 CALLS = {
     "wide": Call((300, 1, 0, 17)),
     "wide_fp8": Call((300, 1, 0, 17), kv_dtype=E4M3),
-    "narrow": Call(tuple(range(1, 130))),
-    "narrow_long": Call((2000, *(5,) * 150)),
-    "narrow_fp8": Call(tuple(range(1, 130)), kv_dtype=E4M3),
+    "one": Call((700,), num_sms=64),
+    "one_fp8": Call((700,), kv_dtype=E4M3, num_sms=64),
+    "many": Call(tuple(range(1, 130))),
+    "many_fp8": Call(tuple(range(1, 130)), kv_dtype=E4M3),
+    "long": Call((2000, *(5,) * 20), num_sms=80),
+    "triton_wide": Call((300, 1, 0, 17), native=False),
+    "triton_narrow": Call(tuple(range(1, 130)), native=False),
+    "triton_long": Call((2000, *(5,) * 150), native=False),
+    "triton_fp8": Call(tuple(range(1, 130)), kv_dtype=E4M3, native=False),
     "odd": Call((49, 47, 48, 0), dtype=torch.float16, group=7, head_dim=80, page_size=48),
     "float32": Call((33, 100), dtype=torch.float32, head_dim=64),
     "window": Call((200, 64), window=65, page_size=64),
@@ -77,9 +85,11 @@ def run(call: Call, device: torch.device) -> None:
         "head_dim": call.head_dim,
         "dtype": call.dtype,
         "kv_dtype": kv_dtype,
-        "num_sms": 32,
+        "num_sms": call.num_sms,
         "batch_invariant": call.batch_invariant,
     }
+    if not call.query_lens:
+        sizes["native"] = call.native
     arguments = (rows, num_tokens) if call.query_lens else (rows,)
     make_plan = AttentionPlan.varlen if call.query_lens else AttentionPlan.decode
     plan = make_plan(*arguments, **sizes)  # type: ignore[operator]  # a dict of several types

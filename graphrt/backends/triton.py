@@ -16,6 +16,7 @@ from graphrt.kernels.attention.plan import MAX_QUERY_LEN, AttentionPlan, Attenti
 from graphrt.kernels.attention.work_list import schedule_attention
 from graphrt.kernels.errors import CaptureError
 from graphrt.kernels.library import INTERPRETER_AVAILABLE, interpreted
+from graphrt.kernels.native.nvrtc import runs_native
 from graphrt.kernels.types import KVLayout
 from graphrt.metadata import StepMetadata
 from graphrt.spec import AttentionSpec
@@ -58,9 +59,10 @@ class TritonBackend(AttentionBackend):
         self._work_lists: dict[_ScheduleKey, torch.Tensor] = {}
         self._plans: dict[tuple[_ScheduleKey, BatchDescriptor], AttentionPlan] = {}
         self._workspace: AttentionWorkspace | None = None
-        self._num_sms = _INTERPRETER_SMS
+        self._num_sms, self._native = _INTERPRETER_SMS, True  # the device's plans, as far as Triton runs them
         if context.device.type == "cuda":
             self._num_sms = torch.cuda.get_device_properties(context.device).multi_processor_count
+            self._native = runs_native(context.device)
 
     @classmethod
     def why_not(cls, context: BackendContext) -> list[str]:
@@ -193,6 +195,7 @@ class TritonBackend(AttentionBackend):
             kv_dtype=self.context.kv.dtype,
             num_sms=self._num_sms,
             batch_invariant=self.context.batch_invariant,
+            native=self._native,
         )
 
     def _check_allocated(self) -> AttentionWorkspace:

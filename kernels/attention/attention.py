@@ -14,6 +14,7 @@ from graphrt.kernels.attention.arguments import (
     logit_constants,
 )
 from graphrt.kernels.attention.attend import PART_WORDS, SEGMENT_WORDS, attend_kernel
+from graphrt.kernels.attention.native import native_attention, native_serves
 from graphrt.kernels.attention.options import FP8_DTYPES, AttentionOptions
 from graphrt.kernels.attention.plan import AttentionPlan, AttentionWorkspace
 from graphrt.kernels.attention.reference import reference_attention, reference_contiguous_attention
@@ -129,8 +130,11 @@ def _attention_triton(
     options = AttentionOptions(
         softmax_scale, causal, sliding_window, logits_softcap, alibi_slopes, alibi_sqrt, sinks, k_scale, v_scale
     )
-    workspace = AttentionWorkspace(partial_out, partial_lse, counters)
-    _launch(q, k, v, table, work_list, out, lse, workspace, AttentionPlan(*plan), options, seq_lens is not None, pdl)
+    workspace, made = AttentionWorkspace(partial_out, partial_lse, counters), AttentionPlan(*plan)
+    if q.is_cuda and native_serves(made, q, k, v, work_list, out):
+        native_attention(q, k, v, table, work_list, out, lse, workspace, made, options, pdl)
+    else:
+        _launch(q, k, v, table, work_list, out, lse, workspace, made, options, seq_lens is not None, pdl)
 
 
 def _attention_reference(
@@ -320,7 +324,7 @@ def _check_plan(
     needed = {
         "work_list": (work_list, plan.work_list_words, torch.int32),
         "workspace.partial_out": (workspace.partial_out, plan.partial_rows * plan.head_dim, torch.float32),
-        "workspace.partial_lse": (workspace.partial_lse, plan.partial_rows, torch.float32),
+        "workspace.partial_lse": (workspace.partial_lse, plan.partial_lses, torch.float32),
         "workspace.counters": (workspace.counters, plan.num_counters, torch.int32),
     }
     for name, (tensor, count, dtype) in needed.items():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -21,6 +21,17 @@ _FIXED_TILES = 4
 _FEW_SPLITS = 8  # parts per unit, of up to 4 query rows, up to which programs are of one warp
 _MERGE_ELEMENTS_PER_WARP = 4096  # fp32 values of partial results that a merging warp holds at a time
 _MIN_MERGE_GROUP = 8
+_NATIVE_MAX_PACKED = 16  # query rows of a unit of the CUDA kernel, and their registers: rows in tiles of 8 x head_dim
+_NATIVE_MAX_STATE = 320
+_NATIVE_STAGES = 3
+_NATIVE_MANY_UNITS = 2  # units per part from which on blocks have half the warps: two hide each other's merges
+_NATIVE_UNIT_BYTES = 20 << 10  # KV bytes that a warp could read in the time that another unit takes it
+_CLUSTER = 8
+_CLUSTER_SHARE = 0.9  # of the multiprocessors: clusters do not fill those of every GPC
+_CLUSTER_PART_TOKENS = 2048
+_SHARED_BYTES = 227 << 10  # of a block; of a multiprocessor it is 1 KB more per block
+_STATIC_SHARED_BYTES = 256
+_MAX_NATIVE_MERGE_GROUP = 16
 _ROUND_PARTS = 16  # parts are a multiple of this where there are many: batches of round sizes then need fewer splits
 
 
@@ -32,6 +43,10 @@ class AttentionPlan:
     num_parts      equal parts of the work list: programs per KV head
     fixed_splits   0: parts cut units where they must; else units are cut by their own length, into at most this many
     fixed_tiles    smallest split of a unit under fixed_splits, in KV tiles
+    unit_overhead  what another unit costs a part, in KV tiles
+    min_part_tiles smallest part, in KV tiles: shorter batches are cut into fewer
+    native_warps   warps per block of the CUDA kernel; 0: the Triton kernel runs
+    cluster        blocks of the CUDA kernel that work on a part together
     """
 
     num_rows: int
@@ -47,6 +62,10 @@ class AttentionPlan:
     num_parts: int
     fixed_splits: int
     fixed_tiles: int
+    unit_overhead: int
+    min_part_tiles: int
+    native_warps: int = 0
+    cluster: int = 1
 
     @classmethod
     def decode(
@@ -61,12 +80,15 @@ class AttentionPlan:
         num_sms: int,
         query_len: int = 1,
         batch_invariant: bool = False,
+        native: bool = False,
     ) -> AttentionPlan:
         """Plan of decode rows with `query_len` new tokens each.
 
         kv_dtype         dtype of the cache; None: `dtype`
         num_sms          streaming multiprocessors of the device
         batch_invariant  rows are split by their own length alone, so that no row's result depends on another's
+        native           for the CUDA kernel where it serves the shape, on devices that `runs_native` names; the Triton
+                         kernel runs by such a plan too
 
         Raises: ShapeError for query_len outside 1 to 16, no rows, or heads that do not divide.
         """
@@ -92,7 +114,7 @@ class AttentionPlan:
             block_n = 16 * num_warps * max(1, 128 // block_d)
             if (kv_dtype or dtype).itemsize == 1:
                 num_stages = 5 if narrow else 4
-        return cls(
+        plan = cls(
             num_rows=num_rows,
             num_tokens=num_rows * query_len,
             query_len=query_len,
@@ -106,6 +128,40 @@ class AttentionPlan:
             num_parts=_num_parts(num_warps, num_kv_heads, num_sms),
             fixed_splits=_FIXED_SPLITS if batch_invariant else 0,
             fixed_tiles=_FIXED_TILES,
+            unit_overhead=1,
+            min_part_tiles=1,
+        )
+        return plan._for_native(dtype, kv_dtype or dtype, num_sms) if native else plan
+
+    def _for_native(self, dtype: torch.dtype, kv_dtype: torch.dtype, num_sms: int) -> AttentionPlan:
+        """The plan with tiles and parts of the CUDA kernel, or as it is where that does not serve the shape."""
+        packed = self.query_len * self.group
+        multiple = 16 if kv_dtype.itemsize == 2 else 32
+        state = -(-packed // 8) * self.head_dim
+        if dtype.itemsize != 2 or packed > _NATIVE_MAX_PACKED or self.head_dim % multiple or state > _NATIVE_MAX_STATE:
+            return self
+        stage_bytes = native_stage_bytes(self.head_dim, packed, kv_dtype)
+        cluster, parts_of_cluster = _cluster(self, num_sms)
+        shapes = [(8, 1), (4, 1)]  # warps of a block, blocks of a multiprocessor
+        if self.num_units >= _NATIVE_MANY_UNITS * (num_sms // self.num_kv_heads) and not self.fixed_splits:
+            shapes = [(4, 2), (4, 1)]
+        inbox = 16 * packed * (self.head_dim // 2 + cluster) if cluster > 1 else 0
+        for warps, blocks in shapes:
+            room = (_SHARED_BYTES + 1024) // blocks - 1024 - _STATIC_SHARED_BYTES - inbox
+            if 2 * warps * stage_bytes <= room:
+                break
+        block_n = 64 if self.block_d <= 128 else 32
+        part_bytes = 2 * block_n * self.head_dim * kv_dtype.itemsize
+        return replace(
+            self,
+            block_n=block_n,
+            num_warps=4,
+            num_stages=min(_NATIVE_STAGES, room // (warps * stage_bytes)),
+            num_parts=parts_of_cluster or _round_parts(blocks * num_sms // self.num_kv_heads),
+            unit_overhead=max(1, round(warps * _NATIVE_UNIT_BYTES / part_bytes)),
+            min_part_tiles=_CLUSTER_PART_TOKENS // block_n if cluster > 1 else 1,
+            native_warps=warps,
+            cluster=cluster,
         )
 
     @classmethod
@@ -151,6 +207,8 @@ class AttentionPlan:
             num_parts=_num_parts(num_warps, num_kv_heads, num_sms),
             fixed_splits=1 if batch_invariant else 0,
             fixed_tiles=_FIXED_TILES,
+            unit_overhead=1,
+            min_part_tiles=1,
         )
 
     def to_list(self) -> list[int]:
@@ -194,6 +252,8 @@ class AttentionPlan:
     @property
     def merge_group(self) -> int:
         """Partial results that are merged in a first stage, where a unit has more."""
+        if self.native_warps:
+            return _MAX_NATIVE_MERGE_GROUP
         return max(_MIN_MERGE_GROUP, self.merge_splits)
 
     @property
@@ -209,9 +269,14 @@ class AttentionPlan:
         return self.num_slots * self.num_kv_heads * self.partial_m
 
     @property
+    def partial_lses(self) -> int:
+        """Log-sum-exps of partial results; the CUDA kernel keeps those of merged groups apart."""
+        return self.partial_rows * (2 if self.native_warps else 1)
+
+    @property
     def num_counters(self) -> int:
-        """Arrival counters: for each slot one of the group that begins there, and one of the unit."""
-        return 2 * self.num_slots * self.num_kv_heads
+        """Arrival counters: for each slot one of the group that begins there, and one of the unit; for each block."""
+        return 2 * self.num_slots * self.num_kv_heads * self.cluster
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,7 +299,7 @@ class AttentionWorkspace:
         if not plans:
             raise ShapeError("plans: expected at least one, got none; pass the plans of all sizes")
         out_size = max(plan.partial_rows * plan.head_dim for plan in plans)
-        lse_size = max(plan.partial_rows for plan in plans)
+        lse_size = max(plan.partial_lses for plan in plans)
         counters = max(plan.num_counters for plan in plans)
         return cls(
             torch.zeros(max(out_size, 1), dtype=torch.float32, device=device),
@@ -244,8 +309,33 @@ class AttentionWorkspace:
 
 
 def _num_parts(num_warps: int, num_kv_heads: int, num_sms: int) -> int:
-    parts = max(1, max(1, _WARPS_PER_SM // num_warps) * num_sms // num_kv_heads)
+    return _round_parts(max(1, _WARPS_PER_SM // num_warps) * num_sms // num_kv_heads)
+
+
+def _round_parts(parts: int) -> int:
+    parts = max(1, parts)
     return parts if parts < 2 * _ROUND_PARTS else parts // _ROUND_PARTS * _ROUND_PARTS
+
+
+def native_stage_bytes(head_dim: int, packed: int, kv_dtype: torch.dtype) -> int:
+    """Shared memory of one tile of a warp of the CUDA kernel, which also holds the warp's partial result."""
+    tile_bytes = 2 * (16 if kv_dtype.itemsize == 2 else 32) * head_dim * kv_dtype.itemsize
+    partial_bytes = 4 * packed * (head_dim + 6)
+    return max(tile_bytes, -(-partial_bytes // 128) * 128)
+
+
+def _cluster(plan: AttentionPlan, num_sms: int) -> tuple[int, int]:
+    """Blocks of a cluster for a plan of one unit, and how many clusters there are per KV head; (1, 0): no clusters.
+
+    A single row is merged within a cluster, without a way through global memory. Half of the multiprocessors suffice
+    to read at full speed.
+    """
+    cluster = _CLUSTER
+    while cluster > 1 and cluster * plan.num_kv_heads > _CLUSTER_SHARE * num_sms:
+        cluster //= 2
+    if plan.num_units > 1 or plan.fixed_splits or cluster == 1:
+        return 1, 0
+    return cluster, max(1, num_sms // 2 // (cluster * plan.num_kv_heads))
 
 
 def _max_block_m(head_dim: int, dtype: torch.dtype) -> int:

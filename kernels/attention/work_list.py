@@ -1,9 +1,10 @@
 """The attention schedule, made on the device from `seq_lens`: a work list that all layers of one window share.
 
-A unit is a tile of BLOCK_M query rows of one row. Its cost is the number of KV tiles that it sees, and one more for its
-start and end where there are more units than parts. The costs of all units form a line, which is cut into `num_parts`
-equal parts; where a cut falls into a unit, the unit is split there. With fixed splits a unit is cut by its own length
-alone, and the parts take whole segments, so that a row's result does not depend on its neighbours.
+A unit is a tile of BLOCK_M query rows of one row. Its cost is the number of KV tiles that it sees. The units that see
+any form a line, with gaps of `unit_overhead` tiles between them for what a second segment costs a part. The line is
+cut into equal parts of at least `min_part_tiles`, `num_parts` at most; where a cut falls into a unit, the unit is split
+there. With fixed splits a unit is cut by its own length alone, and the parts take whole segments, so that a row's
+result does not depend on its neighbours.
 
 The list is int32, three areas one after another:
 
@@ -112,27 +113,26 @@ def _cuts_before(x, num_parts, total):
 
 
 @triton.jit
-def _num_splits(start, tiles, overhead, num_parts, total, FIXED_SPLITS: tl.constexpr, FIXED_TILES: tl.constexpr):
+def _num_splits(start, tiles, num_parts, total, FIXED_SPLITS: tl.constexpr, FIXED_TILES: tl.constexpr):
     """Segments of units: [1, ...] where there are tiles. `start` is where the unit lies on the line of costs."""
     if FIXED_SPLITS > 0:
         splits = tl.minimum((tiles + FIXED_TILES - 1) // FIXED_TILES, FIXED_SPLITS)
     else:
-        inner = _cuts_before(start + tiles + overhead, num_parts, total)
-        splits = 1 + inner - _cuts_before(start + overhead + 1, num_parts, total)
+        splits = 1 + _cuts_before(start + tiles, num_parts, total) - _cuts_before(start + 1, num_parts, total)
     return tl.where(tiles > 0, splits, 0)
 
 
 @triton.jit
-def _segment_tiles(split, splits, start, tiles, overhead, num_parts, total, FIXED_SPLITS: tl.constexpr):
+def _segment_tiles(split, splits, start, tiles, num_parts, total, FIXED_SPLITS: tl.constexpr):
     """First and last tile + 1 of segment `split` of a unit, relative to the unit's first tile."""
     if FIXED_SPLITS > 0:
         divisor = tl.maximum(splits, 1)
         begin = split * tiles // divisor
         end = (split + 1) * tiles // divisor
     else:
-        first_cut = _cuts_before(start + overhead + 1, num_parts, total)
-        begin = tl.where(split == 0, 0, _cut(first_cut + split - 1, num_parts, total) - start - overhead)
-        end = tl.where(split == splits - 1, tiles, _cut(first_cut + split, num_parts, total) - start - overhead)
+        first_cut = _cuts_before(start + 1, num_parts, total)
+        begin = tl.where(split == 0, 0, _cut(first_cut + split - 1, num_parts, total) - start)
+        end = tl.where(split == splits - 1, tiles, _cut(first_cut + split, num_parts, total) - start)
     return begin, end
 
 
@@ -193,9 +193,10 @@ def _place_block(
     cost = tl.where(tiles > 0, tiles + overhead, 0)
     unit_end = start_of_block + tl.cumsum(cost, 0)
     start = unit_end - cost
-    splits = _num_splits(start, tiles, overhead, active, total, FIXED_SPLITS, FIXED_TILES)
+    splits = _num_splits(start, tiles, active, total, FIXED_SPLITS, FIXED_TILES)
     segment = segment_of_block + tl.cumsum(splits, 0) - splits
-    before = unit_end[None, :] <= cut[:, None]
+    # A cut in a gap belongs to the next unit that sees anything; those between that see nothing are behind it.
+    before = tl.where(tiles > 0, start + tiles, start - overhead)[None, :] <= cut[:, None]
     part_unit += tl.sum((before & (unit < num_units)[None, :]).to(tl.int32), 1)
     part_start += tl.sum(tl.where(before, cost[None, :], 0), 1)
     part_segment += tl.sum(tl.where(before, splits[None, :], 0), 1)
@@ -203,7 +204,7 @@ def _place_block(
     if writes:
         ptrs = work_list_ptr + segments_at + segment * _SEGMENT_WORDS
         for split in range(max(FIXED_SPLITS, 1)):
-            begin, end = _segment_tiles(tiles * 0 + split, splits, start, tiles, overhead, active, total, FIXED_SPLITS)
+            begin, end = _segment_tiles(tiles * 0 + split, splits, start, tiles, active, total, FIXED_SPLITS)
             _store_segment(
                 ptrs + split * _SEGMENT_WORDS, split < splits, row, first_row, first_tile + begin, first_tile + end,
                 seq_len, query_start, query_len, splits, split,
@@ -217,7 +218,7 @@ def _place_block(
     return part_unit, part_start, part_segment, cost, splits, is_zero
 
 
-@triton.jit(do_not_specialize=["num_rows", "num_tokens", "num_units", "num_parts"])
+@triton.jit(do_not_specialize=["num_rows", "num_tokens", "num_units", "num_parts", "overhead", "min_part_tiles"])
 def _schedule_kernel(
     seq_lens_ptr,
     query_start_loc_ptr,
@@ -226,6 +227,8 @@ def _schedule_kernel(
     num_tokens,
     num_units,
     num_parts,
+    overhead,
+    min_part_tiles,
     sliding_window,
     segments_at,
     zeros_at,
@@ -264,10 +267,8 @@ def _schedule_kernel(
             num_tiles += more_tiles
             num_busy += more_busy
             num_zeros += more_zeros
-    # Every part has the start of a segment; what costs time is a second one, so few units count without it.
-    overhead = tl.where(num_busy > num_parts, 1, 0)
-    total = tl.maximum(num_tiles + num_busy * overhead, 1)
-    active = tl.minimum(num_parts, total)
+    total = tl.maximum(num_tiles + tl.maximum(num_busy - 1, 0) * overhead, 1)
+    active = tl.minimum(tl.maximum(total // min_part_tiles, 1), num_parts)
 
     part = program * PART_BLOCK + tl.arange(0, PART_BLOCK)
     cut = tl.where(part < active, _cut(part, active, total), total)
@@ -305,21 +306,20 @@ def _schedule_kernel(
         tl.where(is_active, part_unit, 0), num_units, seq_lens_ptr, query_start_loc_ptr, num_rows, num_tokens,
         sliding_window, QUERY_LEN, GROUP, BLOCK_M, BLOCK_N, CAUSAL, SEQ_LENS_ARE_STARTS, SEARCH_STEPS,
     )  # fmt: skip
-    splits = _num_splits(part_start, tiles, overhead, active, total, FIXED_SPLITS, FIXED_TILES)
-    into = cut - part_start
+    splits = _num_splits(part_start, tiles, active, total, FIXED_SPLITS, FIXED_TILES)
+    into = tl.maximum(cut - part_start, 0)
     if FIXED_SPLITS > 0:
-        cost = tl.maximum(tiles + overhead, 1)
+        cost = tl.maximum(tiles, 1)
         split = tl.minimum((into * splits + cost - 1) // cost, splits)
     else:
-        first_cut = _cuts_before(part_start + overhead + 1, active, total)
-        split = tl.where(into > overhead, part - first_cut + 1, 0)
+        split = tl.where(into > 0, part - _cuts_before(part_start + 1, active, total) + 1, 0)
     split = tl.where(is_active, split, 0)
     part_ptrs = work_list_ptr + part * _PART_WORDS
     in_list = part <= num_parts
     tl.store(part_ptrs, part_segment + split, mask=in_list)
     tl.store(part_ptrs + 1, tl.minimum(part, num_parts) * num_zeros // num_parts, mask=in_list)
     if FIXED_SPLITS == 0:
-        begin, end = _segment_tiles(split, splits, part_start, tiles, overhead, active, total, FIXED_SPLITS)
+        begin, end = _segment_tiles(split, splits, part_start, tiles, active, total, FIXED_SPLITS)
         _store_segment(
             part_ptrs + 8, is_active, row, first_row, first_tile + begin, first_tile + end, seq_len, query_start,
             query_len, splits, split,
@@ -354,6 +354,8 @@ def _schedule_triton(
     seq_lens_are_starts: bool,
     fixed_splits: int,
     fixed_tiles: int,
+    unit_overhead: int,
+    min_part_tiles: int,
 ) -> None:
     segments_at = (num_parts + 1) * PART_WORDS
     _schedule_kernel[(triton.cdiv(num_parts + 1, _PART_BLOCK),)](
@@ -364,6 +366,8 @@ def _schedule_triton(
         num_tokens,
         num_units,
         num_parts,
+        unit_overhead,
+        min_part_tiles,
         sliding_window,
         segments_at,
         segments_at + max_segments * SEGMENT_WORDS,
@@ -383,7 +387,8 @@ def _schedule_triton(
 _schedule_op: Any = define_op(
     "schedule_attention(Tensor seq_lens, Tensor? query_start_loc, Tensor(a!) work_list, int num_rows, int num_tokens, "
     "int num_units, int num_parts, int max_segments, int query_len, int group, int block_m, int block_n, bool causal, "
-    "int sliding_window, bool seq_lens_are_starts, int fixed_splits, int fixed_tiles) -> ()",
+    "int sliding_window, bool seq_lens_are_starts, int fixed_splits, int fixed_tiles, int unit_overhead, "
+    "int min_part_tiles) -> ()",
     triton_impl=_schedule_triton,
     reference=work_list_reference,
 )
@@ -454,6 +459,8 @@ def schedule_attention(
         seq_lens_are_starts,
         plan.fixed_splits,
         plan.fixed_tiles,
+        plan.unit_overhead,
+        plan.min_part_tiles,
     )
 
 

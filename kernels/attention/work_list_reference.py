@@ -29,6 +29,8 @@ def work_list_reference(
     seq_lens_are_starts: bool,
     fixed_splits: int,
     fixed_tiles: int,
+    unit_overhead: int,
+    min_part_tiles: int,
 ) -> None:
     """Write the list as `schedule_attention` documents it."""
     lengths = seq_lens.tolist()
@@ -55,40 +57,28 @@ def work_list_reference(
             else:
                 zeros.append((query_start, first_row, count if row < num_rows else -count))
 
-    overhead = int(len(units) > num_parts)
-    total = max(sum(unit[-1] + overhead for unit in units), 1)
-    active = min(num_parts, total)
+    total = max(sum(unit[-1] for unit in units) + max(len(units) - 1, 0) * unit_overhead, 1)
+    active = min(max(total // min_part_tiles, 1), num_parts)
     cuts = [part * total // active for part in range(active)]
     segments: list[list[int]] = []
     positions: list[int] = []  # where each segment begins on the line of costs
     line = 0
     for row, first_row, _, seq_len, query_start, length, first_tile, tiles in units:
-        cost = tiles + overhead
         if fixed_splits:
             splits = min(-(-tiles // fixed_tiles), fixed_splits)
             bounds = [split * tiles // splits for split in range(splits + 1)]
-            at = [line + split * cost // splits for split in range(splits)]
         else:
-            inner = [cut for cut in cuts if line + overhead < cut < line + cost]
-            bounds = [0, *(cut - line - overhead for cut in inner), tiles]
-            at = [line, *inner]
-            splits = len(at)
+            bounds = [0, *(cut - line for cut in cuts if line < cut < line + tiles), tiles]
+            splits = len(bounds) - 1
         for split in range(splits):
             begin, end = first_tile + bounds[split], first_tile + bounds[split + 1]
             segments.append([row, first_row, begin, end, seq_len, query_start, length, splits | split << 16])
-        positions += at
-        line += cost
+            positions.append(line + bounds[split])
+        line += tiles + unit_overhead
 
     parts = torch.zeros(num_parts + 1, PART_WORDS, dtype=torch.int32)
     for part in range(num_parts + 1):
-        if part >= active:
-            first = len(segments)
-        elif fixed_splits:
-            first = sum(position < cuts[part] for position in positions)
-        else:  # a cut within a unit's overhead belongs to the unit's start
-            first = sum(position + overhead < cuts[part] for position in positions)
-            starts_here = [p for p in positions if p <= cuts[part] <= p + overhead]
-            first = positions.index(starts_here[-1]) if starts_here else first
+        first = sum(position < cuts[part] for position in positions) if part < active else len(segments)
         parts[part, 0] = first
         parts[part, 1] = min(part, num_parts) * len(zeros) // num_parts
         if not fixed_splits and part < active and first < len(segments):

@@ -43,6 +43,7 @@ class Case:
     scale_per_head: bool = False
     lse: bool = True
     batch_invariant: bool = False
+    native: bool = True  # a plan for the CUDA kernel where it serves; on CPU the Triton kernel runs by it
     num_sms: int = 2
     pad_tokens: int = 0
     qk_size: float = 1.0
@@ -86,7 +87,7 @@ class Problem:
         case = self.case
         return AttentionPlan.decode(
             len(case.rows), query_len=case.rows[0][1], kv_dtype=case.stored, num_sms=case.num_sms,
-            batch_invariant=case.batch_invariant, **case.heads,
+            batch_invariant=case.batch_invariant, native=case.native, **case.heads,
         )  # fmt: skip
 
     def varlen_plan(self) -> AttentionPlan:

@@ -28,6 +28,7 @@ FACTORS: dict[str, list[Any]] = {
     "lse": [False, True],
     "batch_invariant": [False, True],
     "scale_per_head": [False, True],
+    "native": [False, True],
 }
 
 
@@ -91,6 +92,7 @@ def make_case(row: dict[str, Any]) -> tuple[str, Case]:
         scale_per_head=row["scale_per_head"],
         lse=row["lse"],
         batch_invariant=row["batch_invariant"],
+        native=row["native"],
         pad_tokens=3 if op in ("varlen", "contiguous") else 0,
         num_sms=3,
     )
@@ -145,12 +147,11 @@ def test_a_row_of_128k(name: str, rng: torch.Generator) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("rows", [64, 256])
 def test_large_batches(rows: int, rng: torch.Generator) -> None:
-    """Sizes at which plans take narrow programs."""
+    """Sizes at which Triton plans take narrow programs, and those of the CUDA kernel blocks of half the warps."""
     lengths = torch.randint(0, 700, (rows,), generator=rng).tolist()
-    for kv_dtype in (None, E4M3):
-        case = Case(
-            "", decode(tuple(lengths)), dtype=BF16, kv_dtype=kv_dtype, num_kv_heads=8, head_dim=128, num_sms=132
-        )
+    base = Case("", decode(tuple(lengths)), dtype=BF16, num_kv_heads=8, head_dim=128, num_sms=132)
+    for kv_dtype, native in itertools.product((None, E4M3), (False, True)):
+        case = replace(base, kv_dtype=kv_dtype, native=native)
         problem = make_problem(case, rng, torch.device("cuda"))
         assert_accurate(problem, problem.run())
         again = replace(problem, out=torch.empty_like(problem.out))

@@ -46,7 +46,7 @@ def run_reference(plan, lengths, query_starts=None, *, causal=True, sliding_wind
     work_list_reference(
         torch.tensor(lengths), starts, work_list, plan.num_rows, plan.num_tokens, plan.num_units, plan.num_parts,
         plan.max_segments, plan.query_len, plan.group, plan.block_m, plan.block_n, causal, sliding_window,
-        seq_lens_are_starts, plan.fixed_splits, plan.fixed_tiles,
+        seq_lens_are_starts, plan.fixed_splits, plan.fixed_tiles, plan.unit_overhead, plan.min_part_tiles,
     )  # fmt: skip
     return work_list
 
@@ -112,10 +112,12 @@ def check_list(plan, work_list, lengths, starts, *, causal=True, window=0):
             assert [part_of[i] for i, _, _ in found] == list(
                 range(part_of[found[0][0]], part_of[found[0][0]] + len(found))
             )
-        overhead = int(len(by_unit) > plan.num_parts)
+        overhead = plan.unit_overhead
         loads = [sum(int(s[3] - s[2]) + overhead for s in segments[b:e]) for b, e in itertools.pairwise(begins)]
-        total = len(seen) + overhead * len(by_unit)
-        assert max(loads) <= -(-total // plan.num_parts) + 2 * overhead, "parts are not equal"
+        total = len(seen) + overhead * max(len(by_unit) - 1, 0)
+        active = min(max(total // plan.min_part_tiles, 1), plan.num_parts)
+        assert all(not load for load in loads[active:])
+        assert max(loads) <= -(-total // active) + 2 * overhead, "parts are not equal"
 
 
 DECODE_CASES = {

@@ -1,0 +1,382 @@
+// Decode attention for rows of few query rows: one work-list part per cluster of CLUSTER blocks.
+//
+// Each warp is a stream of its own: it takes every (CLUSTER * WARPS)-th tile of a segment, copies tiles of K and V
+// STAGES - 1 ahead into its own part of shared memory, across segments, and multiplies with mma.sync. No barrier
+// stands in that loop. At the end of a segment the warps of a block merge through shared memory and the blocks of a
+// cluster through distributed shared memory, each for its slice of the output; only a unit that several parts share
+// goes through global memory, with self-resetting counters as in attend.py. The work list is work_list.py's.
+//
+// Products are transposed: S^T = K Q^T has tokens as the 16 rows of an mma and query rows as its 8 columns, so that a
+// group of up to 8 is not padded to 16. The accumulators hold O^T = V^T P^T.
+//
+// Compile-time macros: HEAD_DIM GROUP QUERY_LEN PAGE_SIZE BLOCK_N WARPS STAGES CLUSTER CAUSAL WINDOW SOFTCAP ALIBI
+// (1: distance, 2: its root) Q_BF16 KV_FP8 (0, 1: e4m3, 2: e5m2) FIXED_SPLITS MERGE_GROUP
+
+#include "attend.cuh"
+
+#define COPIES ((16 * CHUNKS + 31) / 32)   // 16-byte copies per lane, of 16 tokens of K or V
+#define QUERY_LINES ((HEAD_DIM + 63) / 64)  // of 128 bytes, of a query row
+#define UNITS (PACKED * HEAD_DIM / 2)      // pairs of output elements
+#define SLICE ((UNITS + CLUSTER - 1) / CLUSTER)
+#define THREADS (32 * WARPS)
+#define PAGES_PER_LOAD (32 / SUBTILES)     // tiles whose page ids the lanes hold
+
+__device__ __forceinline__ Segment load_segment(const int *words) {
+  int4 a = *reinterpret_cast<const int4 *>(words), b = *reinterpret_cast<const int4 *>(words + 4);
+  return {a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w};
+}
+
+// The tiles of a warp's stream, from which copies into shared memory are made. The next segment and the ids of its first
+// pages are read ahead: they are two dependent loads.
+struct Stream {
+  Segment s, next;
+  int segment, end, tile, tile_end, index, pages, next_pages;
+  bool next_pages_known;
+};
+
+__device__ __forceinline__ int first_tile(const Segment &s, int worker) {
+  return s.tile_begin * (BLOCK_N / TILE) + worker;
+}
+
+__device__ __forceinline__ int load_pages(const Segment &s, const Params &p, int tile, int lane) {
+  int start = (tile + lane / SUBTILES * (CLUSTER * WARPS)) * TILE + lane % SUBTILES * 16;
+  return start < s.seq_len ? p.block_table[s.row * p.table_row + start / PAGE_SIZE] : 0;
+}
+
+__device__ __forceinline__ void enter(Stream &t, const Params &p, int kv_head, int worker, int lane) {
+  t.tile = first_tile(t.s, worker);
+  t.tile_end = min(t.s.tile_end * (BLOCK_N / TILE), (t.s.seq_len + TILE - 1) / TILE);
+  t.index = 0;
+  t.next_pages_known = false;
+  if (t.segment + 1 < t.end) t.next = load_segment(p.work_list + p.segments_at + (t.segment + 1) * 8);
+  for (int line = lane; line < PACKED * QUERY_LINES; line += 32) {  // the queries into L1
+    int packed = line / QUERY_LINES;
+    const u16 *q = static_cast<const u16 *>(p.q) + (t.s.query_start + packed / GROUP) * p.q_token +
+                   (kv_head * GROUP + packed % GROUP) * p.q_head + line % QUERY_LINES * 64;
+    asm volatile("prefetch.global.L1 [%0];\n" ::"l"(q));
+  }
+}
+
+__device__ __forceinline__ void copy_tile(Stream &t, const Params &p, const char *k, const char *v, u32 to, int kv_head,
+                                          int worker, int lane) {
+  while (t.tile >= t.tile_end && t.segment < t.end) {
+    if (++t.segment < t.end) {
+      t.s = t.next;
+      t.pages = t.next_pages_known ? t.next_pages : load_pages(t.s, p, first_tile(t.s, worker), lane);
+      enter(t, p, kv_head, worker, lane);
+    }
+  }
+  if (t.segment < t.end) {
+    if (t.index == PAGES_PER_LOAD) {
+      t.index = 0;
+      t.pages = load_pages(t.s, p, t.tile, lane);
+    }
+    int from = first_visible(t.s, p);
+#pragma unroll
+    for (int sub = 0; sub < SUBTILES; ++sub) {
+      int start = t.tile * TILE + 16 * sub;
+      i64 page = __shfl_sync(0xffffffffu, t.pages, t.index * SUBTILES + sub);
+      int slot = start % PAGE_SIZE;
+      const char *k_page = k + (page * p.k_page + slot * p.k_slot) * ELEMENT;
+      const char *v_page = v + (page * p.v_page + slot * p.v_slot) * ELEMENT;
+#pragma unroll
+      for (int i = 0; i < COPIES; ++i) {
+        int chunk = i * 32 + lane, token = chunk / CHUNKS, column = chunk % CHUNKS * 16;
+        if (16 * CHUNKS % 32 == 0 || token < 16) {
+          // Positions outside become zeros: unfilled tails of pages may hold anything, NaN included.
+          int bytes = start + token < t.s.seq_len && start + token >= from ? 16 : 0;
+          u32 at = to + (16 * sub + token) * ROW_BYTES + (column ^ SWIZZLE(token) * 16);
+          copy_async(at, k_page + token * p.k_slot * ELEMENT + column, bytes);
+          copy_async(at + TILE_BYTES, v_page + token * p.v_slot * ELEMENT + column, bytes);
+        }
+      }
+    }
+    if (!t.next_pages_known && t.segment + 1 < t.end && t.index > 0) {
+      t.next_pages = load_pages(t.next, p, first_tile(t.next, worker), lane);
+      t.next_pages_known = true;
+    }
+    ++t.index;
+    t.tile += CLUSTER * WARPS;
+  }
+  commit();
+}
+
+struct Pair {
+  float x, y, top, sum;
+};
+
+__device__ __forceinline__ void write_pair(Pair r, int unit, const Segment &s, const Params &p, int kv_head) {
+  int packed = unit / (HEAD_DIM / 2), d = unit % (HEAD_DIM / 2) * 2;
+  i64 token = s.query_start + packed / GROUP;
+  int head = kv_head * GROUP + packed % GROUP;
+  if (p.sinks) {
+    float sink = p.sinks[head] * LOG2E, top = fmaxf(r.top, sink), rescale = power2(r.top - finite(top));
+    r = {r.x * rescale, r.y * rescale, top, r.sum * rescale + power2(sink - finite(top))};
+  }
+  float divisor = r.sum == 0.0f ? 1.0f : r.sum;  // a token that sees nothing gets zeros
+  if (p.lse && d == 0) p.lse[token * p.lse_token + head] = (r.top + log2f(divisor)) * LN2;
+  float scale = 1.0f / divisor;
+  if (p.v_scale) scale *= p.v_scale[kv_head * p.v_scale_head];
+  u16 *to = static_cast<u16 *>(p.out) + token * p.out_token + head * p.out_head + d;
+  *reinterpret_cast<u32 *>(to) = pack_output(r.x * scale, r.y * scale);
+}
+
+// A partial result divided by its sum, with the log-sum-exp in place of the maximum.
+__device__ __forceinline__ Pair normalised(Pair r) {
+  float divisor = r.sum == 0.0f ? 1.0f : r.sum;
+  return {r.x / divisor, r.y / divisor, r.top + log2f(divisor), 1.0f};
+}
+
+// Merged groups have log-sum-exps of their own: other warps may still read those of the group's first split.
+__device__ __forceinline__ float *lse_of(int level, const Params &p) {
+  return p.partial_lse + (i64)level * p.num_slots * gridDim.x * PARTIAL_M;
+}
+
+__device__ __forceinline__ void store_pair(Pair r, int unit, int first, int level, i64 slot, const Params &p,
+                                           int kv_head) {
+  int packed = unit / (HEAD_DIM / 2), d = unit % (HEAD_DIM / 2) * 2;
+  i64 at = (slot * gridDim.x + kv_head) * PARTIAL_M + packed;
+  r = normalised(r);
+  // Blocks of a cluster that hold parts of the same query row write the same value.
+  if (d == 0 || unit == first) lse_of(level, p)[at] = r.top;
+  *reinterpret_cast<float2 *>(p.partial_out + at * HEAD_DIM + d) = make_float2(r.x, r.y);
+}
+
+__device__ __forceinline__ float load_fresh(const float *at) { return __ldcg(at); }  // L1 is not coherent
+
+// Partial results in global memory, summed in split order.
+__device__ __forceinline__ Pair merge_slots(int unit, int first_slot, int next_slot, int step, int count,
+                                            int level, const Params &p, int kv_head) {
+  int packed = unit / (HEAD_DIM / 2), d = unit % (HEAD_DIM / 2) * 2;
+  Pair r = {0.0f, 0.0f, NEG_INF, 0.0f};
+  for (int from = 0; from < count; from += 8) {
+    float lses[8], top = r.top;
+    float2 outs[8];
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      int split = from + i;
+      i64 slot = split == 0 ? first_slot : next_slot + split * step;
+      i64 at = (slot * gridDim.x + kv_head) * PARTIAL_M + packed;
+      lses[i] = split < count ? load_fresh(lse_of(level, p) + at) : NEG_INF;
+      outs[i] = split < count ? __ldcg(reinterpret_cast<const float2 *>(p.partial_out + at * HEAD_DIM + d))
+                              : make_float2(0.0f, 0.0f);
+    }
+#pragma unroll
+    for (int i = 0; i < 8; ++i) top = fmaxf(top, lses[i]);
+    float base = finite(top), rescale = power2(r.top - base);
+    r = {r.x * rescale, r.y * rescale, top, r.sum * rescale};
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      float share = power2(lses[i] - base);
+      r.x += share * outs[i].x;
+      r.y += share * outs[i].y;
+      r.sum += share;
+    }
+  }
+  return r;
+}
+
+// Partial results of the warps of this block, or of the blocks of this cluster, summed in order.
+template <int COUNT>
+__device__ __forceinline__ Pair merge_shared(const char *values, int value_bytes, const char *stats, int stats_bytes) {
+  float tops[COUNT], top = NEG_INF;
+#pragma unroll
+  for (int i = 0; i < COUNT; ++i) {
+    tops[i] = *reinterpret_cast<const float *>(stats + i * stats_bytes);
+    top = fmaxf(top, tops[i]);
+  }
+  float base = finite(top);
+  Pair r = {0.0f, 0.0f, top, 0.0f};
+#pragma unroll
+  for (int i = 0; i < COUNT; ++i) {
+    float share = power2(tops[i] - base);
+    float2 x = *reinterpret_cast<const float2 *>(values + i * value_bytes);
+    r.x += share * x.x;
+    r.y += share * x.y;
+    r.sum += share * *reinterpret_cast<const float *>(stats + i * stats_bytes + 4);
+  }
+  return r;
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1) decode_attention(const __grid_constant__ Params p) {
+  extern __shared__ __align__(128) char memory[];
+  __shared__ bool is_last;
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const int kv_head = blockIdx.x, part = blockIdx.y / CLUSTER, rank = blockIdx.y % CLUSTER;
+  const int worker = rank * WARPS + warp;
+  char *const stages = memory + warp * (STAGES * STAGE_BYTES);
+  const u32 stages_at = shared_address(stages);
+#if CLUSTER > 1
+  // [2][CLUSTER][SLICE] pairs and [2][CLUSTER][PACKED] statistics, which the other blocks write.
+  char *const inbox = memory + WARPS * STAGES * STAGE_BYTES;
+  char *const inbox_stats = inbox + 2 * CLUSTER * SLICE * 8;
+  int parity = 0;
+  cluster_arrive();  // the others' shared memory exists once all have arrived
+  bool met = false;
+#endif
+  asm volatile("griddepcontrol.wait;\n" ::: "memory");
+
+  const int *part_words = p.work_list + part * 16;
+  const int begin = part_words[0], end = part_words[16];
+  const int zeros_begin = part_words[1], zeros_end = part_words[17];
+  Segment s = load_segment(FIXED_SPLITS ? p.work_list + p.segments_at + begin * 8 : part_words + 8);
+  Stream stream = {s, s, begin, end};
+  stream.pages = begin < end ? load_pages(s, p, first_tile(s, worker), lane) : 0;
+  if (begin < end) enter(stream, p, kv_head, worker, lane);
+  const char *k = static_cast<const char *>(p.k) + kv_head * p.k_head * ELEMENT;
+  const char *v = static_cast<const char *>(p.v) + kv_head * p.v_head * ELEMENT;
+#pragma unroll
+  for (int i = 0; i < STAGES - 1; ++i) 
+    copy_tile(stream, p, k, v, stages_at + i * STAGE_BYTES, kv_head, worker, lane);
+  int stage = 0, free_stage = STAGES - 1;
+  float factor = p.logit_factor;
+  if (p.k_scale) factor *= p.k_scale[kv_head * p.k_scale_head];
+
+  for (int segment = begin; segment < end; ++segment) {
+    if (segment > begin) s = load_segment(p.work_list + p.segments_at + segment * 8);
+    Queries queries;
+    load_queries(queries, s, p, kv_head, factor, lane);
+    State state;
+#pragma unroll
+    for (int n = 0; n < NT; ++n) {
+      state.top[n][0] = state.top[n][1] = NEG_INF;
+      state.sum[n][0] = state.sum[n][1] = 0.0f;
+#pragma unroll
+      for (int m = 0; m < KS; ++m)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) state.o[m][n][i] = 0.0f;
+    }
+    const int num_splits = s.splits & 0xffff, split = s.splits >> 16;
+    int slot = 0, first_slot = 0, next_slot = 0, step = 0;
+    if (num_splits > 1) {  // the places of partial results are those of attend.py
+#if FIXED_SPLITS
+      first_slot = next_slot = (s.row * ((s.query_len * GROUP + 15) / 16) + s.first_row / 16) * FIXED_SPLITS;
+      step = 1;
+#else
+      next_slot = 2 * (part - split);
+      first_slot = next_slot + 1;
+      step = 2;
+#endif
+      slot = split == 0 ? first_slot : next_slot + split * step;
+    }
+    int leader = split / MERGE_GROUP * MERGE_GROUP, groups = (num_splits + MERGE_GROUP - 1) / MERGE_GROUP;
+    int expected = min(num_splits - leader, MERGE_GROUP);
+    int *counter = p.counters + ((i64)(leader == 0 ? first_slot : next_slot + leader * step) * gridDim.x + kv_head) * CLUSTER + rank;
+    const int tile_end = min(s.tile_end * (BLOCK_N / TILE), (s.seq_len + TILE - 1) / TILE);
+    for (int tile = s.tile_begin * (BLOCK_N / TILE) + worker; tile < tile_end; tile += CLUSTER * WARPS) {
+      __syncwarp();  // all lanes have read the stage that is filled next
+      copy_tile(stream, p, k, v, stages_at + free_stage * STAGE_BYTES, kv_head, worker, lane);
+      wait_oldest();
+      __syncwarp();
+      attend_tile(state, queries, s, p, stages_at + stage * STAGE_BYTES, tile * TILE, lane);
+      free_stage = stage;
+      stage = stage + 1 == STAGES ? 0 : stage + 1;
+    }
+    __syncwarp();
+    leave_partial(state, reinterpret_cast<float *>(stages + free_stage * STAGE_BYTES), lane);
+    // Warps are at different stages: each tells where its partial result lies.
+    __shared__ int places[WARPS];
+    if (lane == 0) places[warp] = (warp * STAGES + free_stage) * STAGE_BYTES;
+    __syncthreads();
+
+    const int first = rank * SLICE, last = min(first + SLICE, UNITS);
+#if CLUSTER > 1
+    if (!met) cluster_wait();
+    met = true;
+    const u32 to = shared_address(inbox) + (parity * CLUSTER + rank) * (SLICE * 8);
+    const u32 stats_to = shared_address(inbox_stats) + (parity * CLUSTER + rank) * (PACKED * 8);
+    for (int unit = threadIdx.x; unit < UNITS; unit += THREADS)
+#else
+    for (int unit = threadIdx.x; unit < UNITS; unit += THREADS)
+#endif
+    {
+      int packed = unit / (HEAD_DIM / 2), d = unit % (HEAD_DIM / 2) * 2;
+      float tops[WARPS], top = NEG_INF;
+#pragma unroll
+      for (int i = 0; i < WARPS; ++i) {
+        tops[i] = reinterpret_cast<const float *>(memory + places[i])[PACKED * OUT_PITCH + 2 * packed];
+        top = fmaxf(top, tops[i]);
+      }
+      float base = finite(top);
+      Pair r = {0.0f, 0.0f, top, 0.0f};
+#pragma unroll
+      for (int i = 0; i < WARPS; ++i) {
+        const float *from = reinterpret_cast<const float *>(memory + places[i]);
+        float share = power2(tops[i] - base);
+        float2 x = *reinterpret_cast<const float2 *>(from + packed * OUT_PITCH + d);
+        r.x += share * x.x;
+        r.y += share * x.y;
+        r.sum += share * from[PACKED * OUT_PITCH + 2 * packed + 1];
+      }
+#if CLUSTER > 1
+      store_remote(to + unit % SLICE * 8, unit / SLICE, r.x, r.y);
+      if (d < 2 * CLUSTER && d / 2 < CLUSTER) store_remote(stats_to + packed * 8, d / 2, r.top, r.sum);
+    }
+    cluster_arrive();
+    cluster_wait();
+    for (int unit = first + threadIdx.x; unit < last; unit += THREADS) {
+      int packed = unit / (HEAD_DIM / 2);
+      Pair r = merge_shared<CLUSTER>(inbox + (parity * CLUSTER * SLICE + unit - first) * 8, SLICE * 8,
+                                     inbox_stats + (parity * CLUSTER * PACKED + packed) * 8, PACKED * 8);
+#endif
+      if (num_splits == 1)
+        write_pair(r, unit, s, p, kv_head);
+      else
+        store_pair(r, unit, first, 0, slot, p, kv_head);
+    }
+#if CLUSTER > 1
+    parity ^= 1;
+#endif
+    if (num_splits > 1) {
+      // Splits are merged in groups of MERGE_GROUP, and the results of the groups once more. Who comes last to a group
+      // merges it into its first slot and goes on to the unit's counter. Each block of a cluster does so for its slice.
+      bool go_on = true;
+      for (int level = 0; level < (groups > 1 ? 2 : 1) && go_on; ++level) {
+        if (level == 1) {
+          leader = 0;
+          expected = groups;
+          step *= MERGE_GROUP;
+          counter = p.counters + ((i64)(p.num_slots + first_slot) * gridDim.x + kv_head) * CLUSTER + rank;
+        }
+        __syncthreads();
+        if (threadIdx.x == 0) {
+          int arrived;
+          asm volatile("fence.acq_rel.gpu;\n" ::: "memory");
+          asm volatile("atom.acq_rel.gpu.global.add.s32 %0, [%1], 1;\n" : "=r"(arrived) : "l"(counter) : "memory");
+          is_last = arrived == expected - 1;
+          if (is_last) *counter = 0;
+        }
+        __syncthreads();
+        go_on = is_last;
+        if (go_on) {
+          int next_leader = next_slot + leader * step, to_slot = leader == 0 ? first_slot : next_leader;
+          for (int unit = first + threadIdx.x; unit < last; unit += THREADS) {
+            Pair r = merge_slots(unit, to_slot, next_leader, step, expected, level, p, kv_head);
+            if (level == 0 && groups > 1)
+              store_pair(r, unit, first, 1, to_slot, p, kv_head);
+            else
+              write_pair(r, unit, s, p, kv_head);
+          }
+        }
+      }
+    }
+    __syncthreads();  // partial results and `is_last` have been read
+  }
+#if CLUSTER > 1
+  if (!met) cluster_wait();
+#endif
+
+  if (rank == 0)
+    for (int entry = zeros_begin; entry < zeros_end; ++entry) {
+      const int *words = p.work_list + p.zeros_at + entry * 3;
+      int query_start = words[0], first_row = words[1], rows = abs(words[2]);
+      for (int unit = threadIdx.x; unit < rows * (HEAD_DIM / 2); unit += THREADS) {
+        int packed = first_row + unit / (HEAD_DIM / 2), d = unit % (HEAD_DIM / 2) * 2;
+        i64 token = query_start + packed / GROUP;
+        int head = kv_head * GROUP + packed % GROUP;
+        *reinterpret_cast<u32 *>(static_cast<u16 *>(p.out) + token * p.out_token + head * p.out_head + d) = 0;
+        if (p.lse && d == 0)
+          p.lse[token * p.lse_token + head] = p.sinks && words[2] > 0 ? p.sinks[head] : NEG_INF;
+      }
+    }
+}

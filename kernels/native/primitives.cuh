@@ -1,0 +1,104 @@
+// Instructions of sm_90 that CUDA C++ has no name for, and the dtypes of the kernels that include this.
+//
+// Compile-time macros: Q_BF16 (else float16), KV_FP8 (0, 1: e4m3, 2: e5m2), STAGES
+
+typedef unsigned int u32;
+typedef unsigned short u16;
+typedef long long i64;
+
+#define LOG2E 1.4426950408889634f
+#define LN2 0.6931471805599453f
+#define NEG_INF __int_as_float(0xff800000)
+
+__device__ __forceinline__ u32 shared_address(const void *p) { return (u32)__cvta_generic_to_shared(p); }
+
+__device__ __forceinline__ void copy_async(u32 to, const char *from, int bytes) {
+  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;\n" ::"r"(to), "l"(from), "r"(bytes) : "memory");
+}
+__device__ __forceinline__ void commit() { asm volatile("cp.async.commit_group;\n" ::: "memory"); }
+__device__ __forceinline__ void wait_oldest() { asm volatile("cp.async.wait_group %0;\n" ::"n"(STAGES - 1) : "memory"); }
+
+__device__ __forceinline__ void load_matrices(u32 (&r)[4], u32 at) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];\n"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(at) : "memory");
+}
+__device__ __forceinline__ void load_matrices_transposed(u32 (&r)[4], u32 at) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];\n"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(at) : "memory");
+}
+__device__ __forceinline__ u32 transpose(u32 x) {
+  u32 y;
+  asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;\n" : "=r"(y) : "r"(x));
+  return y;
+}
+
+// fp8 values are multiplied as float16, whatever the query's dtype.
+#if Q_BF16 && !KV_FP8
+#define MMA_TYPE "bf16"
+#define PACK "cvt.rn.bf16x2.f32 %0, %2, %1;\n"
+#else
+#define MMA_TYPE "f16"
+#define PACK "cvt.rn.f16x2.f32 %0, %2, %1;\n"
+#endif
+__device__ __forceinline__ void multiply(float (&d)[4], const u32 (&a)[4], const u32 (&b)[2]) {
+  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32." MMA_TYPE "." MMA_TYPE ".f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, "
+               "{%8,%9}, {%0,%1,%2,%3};\n"
+               : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+}
+__device__ __forceinline__ u32 pack(float low, float high) {
+  u32 r;
+  asm(PACK : "=r"(r) : "f"(low), "f"(high));
+  return r;
+}
+#if KV_FP8 == 2
+#define WIDEN "cvt.rn.f16x2.e5m2x2 %0, %1;\n"
+#else
+#define WIDEN "cvt.rn.f16x2.e4m3x2 %0, %1;\n"
+#endif
+__device__ __forceinline__ u32 widen(u16 x) {  // two fp8 values to two float16
+  u32 r;
+  asm(WIDEN : "=r"(r) : "h"(x));
+  return r;
+}
+__device__ __forceinline__ float from_query(u16 x) {
+#if Q_BF16
+  return __int_as_float((u32)x << 16);
+#else
+  float r;
+  asm("cvt.f32.f16 %0, %1;\n" : "=f"(r) : "h"(x));
+  return r;
+#endif
+}
+__device__ __forceinline__ u32 pack_output(float low, float high) {
+  u32 r;
+#if Q_BF16
+  asm("cvt.rn.bf16x2.f32 %0, %2, %1;\n" : "=r"(r) : "f"(low), "f"(high));
+#else
+  asm("cvt.rn.f16x2.f32 %0, %2, %1;\n" : "=r"(r) : "f"(low), "f"(high));
+#endif
+  return r;
+}
+__device__ __forceinline__ float power2(float x) {
+  float r;
+  asm("ex2.approx.ftz.f32 %0, %1;\n" : "=f"(r) : "f"(x));
+  return r;
+}
+__device__ __forceinline__ float finite(float top) { return top == NEG_INF ? 0.0f : top; }  // -inf - -inf is NaN
+
+// cap * tanh(t) where x is 2 log2(e) t, as logit_constants() scales it; see soft_cap() of tile.py.
+__device__ __forceinline__ float soft_cap(float x, float cap) {
+  const float h = LN2 / 2, square = x * x;
+  float series = x * (h + square * (-h * h * h / 3 + square * (2 * h * h * h * h * h / 15 -
+                                                                square * 17 * h * h * h * h * h * h * h / 315)));
+  float quotient = 1.0f - 2.0f / (power2(x > 64.0f ? 64.0f : x) + 1.0f);
+  return cap * (square < 0.0625f / (h * h) ? series : quotient);
+}
+
+__device__ __forceinline__ void store_remote(u32 at, int rank, float x, float y) {
+  u32 remote;
+  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;\n" : "=r"(remote) : "r"(at), "r"(rank));
+  asm volatile("st.shared::cluster.v2.f32 [%0], {%1, %2};\n" ::"r"(remote), "f"(x), "f"(y) : "memory");
+}
+__device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster.arrive.release;\n" ::: "memory"); }
+__device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire;\n" ::: "memory"); }

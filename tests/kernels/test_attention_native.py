@@ -1,0 +1,201 @@
+"""The CUDA kernel of decode rows: its variants compile, and on a device it is right wherever it serves."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+import pytest
+import torch
+
+from graphrt.kernels.attention.attention import paged_attention
+from graphrt.kernels.attention.native import native_serves, native_variants
+from graphrt.kernels.attention.plan import AttentionPlan
+from graphrt.kernels.attention.work_list import schedule_attention
+from graphrt.kernels.errors import GraphRTError
+from graphrt.kernels.native import nvrtc
+from graphrt.kernels.native.nvrtc import compile_variant
+from tests.kernels.attention_cases import (
+    BF16,
+    E4M3,
+    E5M2,
+    F16,
+    F32,
+    NAN,
+    Case,
+    Problem,
+    assert_accurate,
+    decode,
+    make_problem,
+)
+
+LLAMA = {"num_q_heads": 32, "num_kv_heads": 8, "head_dim": 128, "dtype": BF16, "num_sms": 132, "native": True}
+EDGES = (0, 1, 15, 16, 17, 0, 31, 32, 33, 260)
+BASE = Case("", decode(EDGES), dtype=BF16, num_kv_heads=2, head_dim=128, num_sms=12)
+
+CASES = [
+    Case("fp16", decode(EDGES), dtype=F16, num_kv_heads=2, num_sms=12),
+    replace(BASE, id="bf16"),
+    replace(BASE, id="hnd", layout="HND"),
+    replace(BASE, id="one_row", rows=decode((1000,)), num_sms=132),
+    replace(BASE, id="one_token", rows=decode((1,)), num_sms=132),
+    replace(BASE, id="one_empty_row", rows=decode((0,)), num_sms=132),
+    replace(BASE, id="one_row_of_two_clusters", rows=decode((9000,)), num_sms=132, num_kv_heads=1),
+    replace(BASE, id="one_row_fp8", rows=decode((1000,)), num_sms=132, kv_dtype=E4M3),
+    replace(BASE, id="one_row_group_16", rows=decode((777,)), num_sms=132, group=16),
+    replace(BASE, id="one_row_speculative", rows=decode((777,), 4), num_sms=132),
+    replace(BASE, id="one_row_head_dim_80", rows=decode((777,)), num_sms=132, head_dim=80, group=3),
+    replace(BASE, id="merge_in_two_stages", rows=decode((3000, 40)), num_kv_heads=1, num_sms=48),
+    replace(BASE, id="many_rows", rows=decode(tuple(range(0, 130, 2))), num_sms=16),
+    replace(BASE, id="many_rows_fp8", rows=decode(tuple(range(0, 130, 2))), num_sms=16, kv_dtype=E5M2),
+    replace(BASE, id="page_256", page_size=256),
+    replace(BASE, id="page_48", page_size=48, rows=decode((47, 48, 49, 200))),
+    replace(BASE, id="group_1", group=1),
+    replace(BASE, id="group_7", group=7),
+    replace(BASE, id="group_9", group=9),
+    replace(BASE, id="group_16", group=16),
+    replace(BASE, id="head_dim_96", head_dim=96),
+    replace(BASE, id="head_dim_112", head_dim=112),
+    replace(BASE, id="head_dim_192", head_dim=192),
+    replace(BASE, id="head_dim_256", head_dim=256),
+    replace(BASE, id="head_dim_32_fp8", head_dim=32, kv_dtype=E4M3),
+    replace(BASE, id="head_dim_96_fp8", head_dim=96, kv_dtype=E4M3, group=3),
+    replace(BASE, id="head_dim_256_fp8", head_dim=256, kv_dtype=E5M2),
+    replace(BASE, id="fp8_scales", kv_dtype=E4M3, scale_per_head=True, num_kv_heads=3),
+    replace(BASE, id="fp8_large_queries", kv_dtype=E5M2, qk_size=100.0),
+    replace(BASE, id="speculative", rows=decode((0, 1, 2, 4, 17, 65, 260), 4)),
+    replace(BASE, id="speculative_full", rows=decode((4, 17, 65, 260), 4), causal=False),
+    replace(BASE, id="window", window=20),
+    replace(BASE, id="window_of_1", window=1),
+    replace(BASE, id="window_speculative", rows=decode((3, 64, 260), 3), window=33),
+    replace(BASE, id="softcap", softcap=2.0, qk_size=5.0),
+    replace(BASE, id="alibi", alibi="linear"),
+    replace(BASE, id="alibi_sqrt_fp8", alibi="sqrt", kv_dtype=E4M3),
+    replace(BASE, id="sinks", sinks=True),
+    replace(BASE, id="sinks_one_row", sinks=True, rows=decode((500,)), num_sms=132),
+    replace(BASE, id="large_logits", qk_size=30.0),
+]  # fmt: skip
+
+
+def run_both(problem: Problem) -> tuple[torch.Tensor, torch.Tensor]:
+    """By one plan: the CUDA kernel, then the Triton kernel, which runs where the work list lies at an odd address."""
+    plan = problem.decode_plan()
+    assert plan.native_warps, "the case must be one that the CUDA kernel serves"
+    native = problem.run()
+    lse = None if problem.lse is None else problem.lse.clone()
+    workspace, exact = problem.scratch(plan)
+    assert native_serves(plan, problem.q, problem.k_cache, problem.v_cache, exact, problem.out)
+    shifted = torch.empty(exact.numel() + 1, dtype=torch.int32, device=exact.device)[1:]
+    schedule = {"causal": problem.options.causal, "sliding_window": problem.options.sliding_window}
+    schedule_attention(plan, problem.seq_lens, shifted, **schedule)
+    assert not native_serves(plan, problem.q, problem.k_cache, problem.v_cache, shifted, problem.out)
+    problem.out.fill_(NAN)
+    paged_attention(*problem.tensors, problem.out, plan, shifted, workspace, problem.options, lse=problem.lse)
+    assert not workspace.counters.any()
+    triton = problem.out.cpu().clone()
+    assert_accurate(problem, triton)
+    if lse is not None:
+        problem.lse.copy_(lse)
+    return native, triton
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", [pytest.param(case, id=case.id) for case in CASES])
+def test_both_kernels_by_one_plan(case: Case, rng: torch.Generator) -> None:
+    problem = make_problem(case, rng, torch.device("cuda"))
+    caches = [problem.k_cache.clone(), problem.v_cache.clone()]
+    native, _ = run_both(problem)
+    assert_accurate(problem, native)
+    for workspace, _ in problem.workspaces.values():
+        workspace.partial_out.fill_(NAN)
+        workspace.partial_lse.fill_(NAN)
+    assert torch.equal(problem.run(), native), "a second run must give the same bits"
+    for before, after in zip(caches, (problem.k_cache, problem.v_cache), strict=True):
+        assert torch.equal(before.view(torch.int8), after.view(torch.int8)), "the cache must not be written"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("cluster", [2, 4, 8])
+def test_clusters_of_any_size(cluster: int, rng: torch.Generator) -> None:
+    case = replace(BASE, rows=decode((300, 0, 77, 1200)), sinks=True)
+    problem = make_problem(case, rng, torch.device("cuda"))
+    made = AttentionPlan.decode(4, num_sms=132, native=True, **case.heads)
+    plan = replace(made, cluster=cluster, num_parts=5)
+    workspace, work_list = problem.scratch(plan)
+    schedule_attention(plan, problem.seq_lens, work_list)
+    problem.out.fill_(NAN)
+    paged_attention(*problem.tensors, problem.out, plan, work_list, workspace, problem.options, lse=problem.lse)
+    assert_accurate(problem, problem.out.cpu())
+    assert not workspace.counters.any()
+
+
+@pytest.mark.gpu
+def test_strides_that_it_cannot_copy_go_to_triton(rng: torch.Generator) -> None:
+    problem = make_problem(BASE, rng, torch.device("cuda"))
+    shape = problem.k_cache.shape
+    odd = torch.zeros(*shape[:3], shape[3] + 4, dtype=BF16, device="cuda")[..., : shape[3]]
+    odd.copy_(problem.k_cache)
+    plan = problem.decode_plan()
+    assert not native_serves(plan, problem.q, odd, problem.v_cache, problem.scratch(plan)[1], problem.out)
+    moved = replace(problem, k_cache=odd)
+    assert_accurate(moved, moved.run())
+
+
+@pytest.mark.parametrize("name", native_variants())
+def test_variants_compile_within_their_bounds(name: str) -> None:
+    variant = native_variants()[name]
+    cubin, log = compile_variant(variant)
+    assert cubin.startswith(b"\x7fELF")
+    spilled = [int(n) for n in re.findall(r"(\d+) bytes spill", log)]
+    static = int(re.search(r"(\d+) bytes smem", log).group(1))
+    assert spilled
+    assert max(spilled) <= (96 if name == "wide_group" else 0), log  # sixteen rows of 160, with every option
+    blocks = 2 if dict(variant.macros)["WARPS"] == 4 and "many" in name else 1
+    assert blocks * (variant.shared_bytes + static + 1024) <= 228 * 1024, "does not fit a multiprocessor"
+
+
+def test_a_source_that_does_not_compile_is_shown() -> None:
+    variant = replace(native_variants()["llama"], macros=(("HEAD_DIM", 128),))
+    with pytest.raises(GraphRTError, match=r"decode.cu: expected a source that compiles for sm_90, got (.|\n)*error"):
+        compile_variant(variant)
+
+
+def test_it_needs_a_device_of_its_own_kind() -> None:
+    assert not nvrtc.runs_native(torch.device("cpu"))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"dtype": F32},
+        {"head_dim": 72},
+        {"head_dim": 80, "kv_dtype": E4M3},
+        {"num_q_heads": 8 * 17},
+        {"query_len": 5},
+        {"head_dim": 256, "num_q_heads": 8 * 16},
+    ],
+    ids=str,
+)
+def test_shapes_that_only_triton_serves(change: dict[str, object]) -> None:
+    arguments = {**LLAMA, **change}
+    assert AttentionPlan.decode(4, **arguments) == AttentionPlan.decode(4, **{**arguments, "native": False})
+
+
+PLANS = {  # rows and changes; warps, cluster, blocks per KV head
+    "one": ({"num_rows": 1}, (8, 8, 8)),
+    "few": ({"num_rows": 2}, (8, 1, 16)),
+    "some": ({"num_rows": 31}, (8, 1, 16)),
+    "many": ({"num_rows": 32}, (4, 1, 32)),
+    "one_of_32_heads": ({"num_rows": 1, "num_kv_heads": 32}, (8, 2, 2)),
+    "one_of_1_head": ({"num_rows": 1, "num_kv_heads": 1, "num_q_heads": 16}, (8, 8, 64)),
+    "one_invariant": ({"num_rows": 1, "batch_invariant": True}, (8, 1, 16)),
+    "many_invariant": ({"num_rows": 256, "batch_invariant": True}, (8, 1, 16)),
+    "head_dim_256": ({"num_rows": 64, "head_dim": 256}, (4, 1, 16)),
+}
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_plans(name: str) -> None:
+    change, expected = PLANS[name]
+    plan = AttentionPlan.decode(**{**LLAMA, **change})
+    assert (plan.native_warps, plan.cluster, plan.num_parts * plan.cluster) == expected
