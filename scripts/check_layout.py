@@ -22,6 +22,7 @@ BUILD_INPUTS = ("pyproject.toml", "README.md", "LICENSE", "graphrt", "kernels", 
 REQUIRED_FILES = (
     "graphrt/__init__.py",
     "graphrt/py.typed",
+    "graphrt/backends/ranking.json",
     "graphrt/spec.py",
     "graphrt/kernels/types.py",
     "graphrt/kernels/attention/__init__.py",
