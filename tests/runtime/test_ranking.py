@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from graphrt.backends.torch_reference import TorchReferenceBackend
 from graphrt.kernels.errors import ConfigError, UnsupportedError
 from graphrt.kernels.types import KVLayout
 from graphrt.spec import AttentionSpec, KVCacheSpec
+from scripts import make_docs
 
 GPU = "a made-up device"
 SMALL, LARGE = (1, 512), (64, 8192)
@@ -227,3 +229,26 @@ def test_env_prints_ranks_and_refusals(monkeypatch: pytest.MonkeyPatch, capsys: 
     cli_env.run_env(as_json=True)
     known = json.loads(capsys.readouterr().out)["backends"]["known"]
     assert [entry["rank"] for entry in known if entry["name"] == "unknown"] == [4]
+
+
+def test_documents_and_the_installed_table_are_made_from_the_result(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """With a result, ranking.json and the table of docs/backends.md hold its figures; without one, none."""
+    monkeypatch.setattr(make_docs, "ROOT", tmp_path)
+    assert parse_ranking(json.loads(make_docs.ranking_file())) == Ranking()
+    assert make_docs.ranking_table().startswith("Not measured yet")
+    cells = [
+        {"batch": b, "context": 512, "backends": {"triton": {"us": 8.25 * b}, "other": {"us": 9.0}}} for b in (1, 4)
+    ]
+    data = {"layers": 32, "heads": [32, 8, 128], "dtype": "bfloat16", "page_sizes": {"triton": 16}, "cells": cells}
+    result = tmp_path / "docs/results/nvidia-h200/backends.json"
+    result.parent.mkdir(parents=True)
+    result.write_text(json.dumps({"gpu": GPU, "tree": "0123456789abcdef", "data": data}))
+    made = parse_ranking(json.loads(make_docs.ranking_file()))
+    assert made.gpu == GPU
+    assert made.cells[1] == RankingCell(4, 512, {"triton": 33.0, "other": 9.0})
+    table = make_docs.ranking_table().splitlines()
+    assert table[0] == "| batch | context | `triton` |", "known backends only"
+    assert table[2:4] == ["| 1 | 512 | 8.2 |", "| 4 | 512 | 33.0 |"]
+    assert "tree `0123456789ab`" in table[-1]
