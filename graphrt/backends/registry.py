@@ -88,7 +88,7 @@ def select_backend(context: BackendContext, name: str | None = None) -> tuple[ty
     if relative:
         chosen = next(iter(relative))
         return backend_class(chosen), "; ".join([_fastest(relative, ranking), *_refused(names, refusals)])
-    # Nothing measured fits. The others are asked one by one: until then a package that cannot be imported is no matter.
+    # Nothing measured fits. The others are asked one by one: to ask is to import, which takes some packages seconds.
     for candidate in names:
         if candidate not in refusals:
             refusals[candidate] = _why_not_chosen(candidate, context)
@@ -151,8 +151,9 @@ def _why_not(name: str, context: BackendContext) -> list[str]:
 
 def _why_not_chosen(name: str, context: BackendContext) -> list[str]:
     """Reasons against choosing it where none is named."""
-    cls = backend_class(name)
-    return cls.why_not(context) or [reason for reason in (cls.why_only_by_name(context),) if reason is not None]
+    reasons = _why_not(name, context)
+    by_name = None if reasons else backend_class(name).why_only_by_name(context)
+    return reasons if by_name is None else [by_name]
 
 
 def _ranking_for(context: BackendContext) -> Ranking:
