@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from typing import Any
 
 import torch
 from rich.table import Table
 
 from graphrt.backends.base import BackendContext
-from graphrt.backends.registry import backend_class, explain, select_backend
+from graphrt.backends.registry import Standing, backend_class, select_backend, standings
 from graphrt.capture.descriptor import BatchDescriptor
 from graphrt.console import make_console
 from graphrt.environment import environment_report
+from graphrt.kernels.errors import ConfigError
 from graphrt.kernels.types import KVLayout
 from graphrt.models.shapes import shape_config
 
@@ -37,23 +39,36 @@ def run_env(*, as_json: bool) -> None:
         facts.add_row(name, str(value) if value is not None else "unset")
     console.print(facts)
     table = Table(title=f"attention backends, for {_EXAMPLE} in bfloat16 on {_device()}", title_justify="left")
-    for heading in ("backend", "graphs", "can run", "why not"):
+    for heading in ("backend", "graphs", "rank", "why not"):
         table.add_column(heading, overflow="fold")
     for entry in report["backends"]["known"]:
         chosen = " (chosen)" if entry["name"] == report["backends"]["chosen"] else ""
-        can_run = "no" if entry["why_not"] else "yes"
-        table.add_row(entry["name"] + chosen, entry["graph_support"], can_run, "\n".join(entry["why_not"]))
+        table.add_row(entry["name"] + chosen, entry["graph_support"], _rank(entry), "\n".join(entry["why_not"]))
     console.print(table)
+    console.print(report["backends"]["reason"], highlight=False, soft_wrap=True)
+
+
+def _rank(entry: dict[str, Any]) -> str:
+    """Its place, with the measured time over the fastest's; what cannot be chosen has none."""
+    if entry["why_not"]:
+        return "-"
+    if entry["by_name"] is not None:
+        return f"by name only: {entry['by_name']}"
+    measured = "" if entry["relative"] is None else f" ({entry['relative']:.2f} x the fastest)"
+    return f"{entry['rank']}{measured}"
 
 
 def _device() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
 
-def _graph_support(name: str, context: BackendContext, reasons: list[str]) -> str:
+def _graph_support(standing: Standing, context: BackendContext) -> str:
     """The backend's support level, or why nothing can be captured with it on this device."""
-    backend = backend_class(name)
-    why = None if reasons else backend(context).why_not_graph(BatchDescriptor.decode(1))
+    try:
+        backend = backend_class(standing.name)
+    except ConfigError:  # its text is among the reasons
+        return "unknown"
+    why = None if standing.why_not else backend(context).why_not_graph(BatchDescriptor.decode(1))
     return backend.graph_support.name if why is None else f"none here: {why}"
 
 
@@ -69,8 +84,5 @@ def _backends() -> dict[str, Any]:
         max_seq_len=8192,
     )
     chosen, reason = select_backend(context)
-    known = [
-        {"name": name, "graph_support": _graph_support(name, context, reasons), "why_not": reasons}
-        for name, reasons in explain(context)
-    ]
+    known = [asdict(standing) | {"graph_support": _graph_support(standing, context)} for standing in standings(context)]
     return {"chosen": chosen.name, "reason": reason, "known": known}

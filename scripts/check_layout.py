@@ -22,10 +22,13 @@ BUILD_INPUTS = ("pyproject.toml", "README.md", "LICENSE", "graphrt", "kernels", 
 REQUIRED_FILES = (
     "graphrt/__init__.py",
     "graphrt/py.typed",
+    "graphrt/backends/ranking.json",
     "graphrt/spec.py",
     "graphrt/kernels/types.py",
     "graphrt/kernels/attention/__init__.py",
     "graphrt/kernels/metadata/record.py",
+    "graphrt/kernels/native/decode.cu",
+    "graphrt/kernels/native/attend.cuh",
     "graphrt/capture/descriptor.py",
     "graphrt/testing/bench.py",
 )

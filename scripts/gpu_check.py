@@ -4,29 +4,42 @@
     python scripts/gpu_check.py --only tests,capture --out /tmp/results
     python scripts/gpu_check.py --require triton             # fail when a test that names it was skipped
 
-Each job is a command of its own, so that none sees what another compiled or allocated. A result holds the command, the
-versions, the commit and tree (`--commit`, `--tree` where there is no git), and the job's own JSON. Exits 1 when a job
-fails. An unfinished or failed job writes no result.
+Each job is a command of its own, so that none sees what another compiled or allocated. The tests take most of their
+time to compile kernels: they run as `--shards` processes side by side, and those marked `alone` in one more after that;
+`python -m pytest -m gpu` runs all of them in one process. A result holds the commands, the versions, the commit and
+tree (`--commit`, `--tree` where there is no git), and the job's own JSON. Exits 1 when a job fails. An unfinished or
+failed job writes no result.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import re
+import shlex
 import subprocess
 import sys
+import threading
 import time
+from collections import Counter
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from graphrt.testing.bench import provenance
 
 ROOT = Path(__file__).resolve().parent.parent
 PYTHON = sys.executable
 DECODE = [PYTHON, "-m", "graphrt", "bench", "decode", "--json-only"]
+PYTEST = [PYTHON, "-m", "pytest", "-q", "-rfEs", "--durations=10"]
+TESTS = "tests"
 JOBS: dict[str, list[list[str]]] = {
-    "tests": [[PYTHON, "-m", "pytest", "-m", "gpu", "-q", "-rs", "--durations=10"]],
+    TESTS: [],  # see test_commands
     "attention": [[PYTHON, "scripts/bench_attention.py"]],
+    "backends": [[PYTHON, "scripts/bench_backends.py"]],
     "capture": [[PYTHON, "scripts/bench_capture.py"]],
     "decode": [
         [*DECODE, "--shape", "llama-3.1-8b", "--batch", "1,8,32,64,128,256", "--context", "1024"],
@@ -34,36 +47,109 @@ JOBS: dict[str, list[list[str]]] = {
     ],
 }
 
+_printing = threading.Lock()
 
-def run(command: list[str]) -> tuple[int, str]:
-    print(f"$ {' '.join(command)}", flush=True)
-    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a job's commands came to. `summary` is printed again at the end of the job."""
+
+    codes: list[int]
+    data: dict[str, Any]
+    summary: tuple[str, ...] = ()
+
+
+def run(command: Sequence[str], prefix: str = "", environment: dict[str, str] | None = None) -> tuple[int, str]:
+    """Exit code and output of a command, whose lines are passed on as they come, whole and with `prefix`."""
+    say(f"{prefix}$ {' '.join(command)}")
+    process = subprocess.Popen(
+        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment
+    )
     assert process.stdout is not None, "stdout is piped"
     lines = []
     for line in process.stdout:
         lines.append(line)
-        print(line, end="", flush=True)
+        say(prefix + line.rstrip("\n"))
     return process.wait(), "".join(lines)
 
 
-def tests_result(output: str) -> dict[str, object]:
-    """Counts from pytest's closing line, and the reasons of skips."""
-    counts = {word: int(n) for n, word in re.findall(r"(\d+) (passed|failed|skipped|error|errors|deselected)", output)}
-    skips = re.findall(r"^SKIPPED \[\d+\] (.*)$", output, re.MULTILINE)
-    return {"counts": counts, "skips": skips}
+def say(line: str) -> None:
+    with _printing:  # one write, so that lines of several processes do not mix
+        sys.stdout.write(line + "\n")
+        sys.stdout.flush()
 
 
-def main() -> None:
+def test_commands(shards: int) -> tuple[list[list[str]], list[str]]:
+    """What runs side by side, and what runs after that on its own."""
+    beside = [[*PYTEST, "-m", "gpu and not alone", "--shard", f"{index}/{shards}"] for index in range(1, shards + 1)]
+    return beside, [*PYTEST, "-m", "gpu and alone"]
+
+
+def run_tests(shards: int) -> Outcome:
+    """The GPU tier: its shards side by side, then the tests that need the device to themselves."""
+    beside, alone = test_commands(shards)
+    # Oracles run on the CPU: without a bound every process would start a thread per core for them.
+    threads = max(1, (os.cpu_count() or 1) // shards)
+    environment = os.environ | {"OMP_NUM_THREADS": str(threads)}
+    with ThreadPoolExecutor(shards) as pool:
+        runs = [pool.submit(run, command, f"[{i}] ", environment) for i, command in enumerate(beside, 1)]
+    results = [*(r.result() for r in runs), run(alone, "[alone] ")]
+    outputs = [output for _, output in results]
+    return Outcome([code for code, _ in results], tests_result(outputs), tuple(failures(outputs)))
+
+
+def tests_result(outputs: Sequence[str]) -> dict[str, Any]:
+    """Counts of all processes together, and the reasons of skips."""
+    counts: Counter[str] = Counter()
+    skips: list[set[str]] = []
+    for output in outputs:
+        closing = [
+            line for line in output.splitlines() if re.search(r"\d+ (passed|failed|skipped|errors?)\b.* in ", line)
+        ]
+        for number, word in re.findall(r"(\d+) (passed|failed|skipped|error)", closing[-1] if closing else ""):
+            counts[word] += int(number)
+        skips.append(set(re.findall(r"^SKIPPED \[\d+\] (.*)$", output, re.MULTILINE)))
+    # A module that skips itself as a whole does so in every process, and is one skip all the same.
+    counts["skipped"] -= (len(outputs) - 1) * len(set.intersection(*skips))
+    return {"counts": {word: n for word, n in counts.items() if n}, "skips": sorted(set.union(*skips))}
+
+
+def failures(outputs: Sequence[str]) -> list[str]:
+    """Every line that names a test that failed, and what processes that came to no summary said last."""
+    lines = []
+    for output in outputs:
+        lines += re.findall(r"^(?:FAILED|ERROR) .*$", output, re.MULTILINE)
+        if not re.search(r" in \d+\.\d+s", output):
+            lines.append("ended without a summary: " + " | ".join(output.splitlines()[-3:]))
+    return lines
+
+
+def run_benchmark(commands: Sequence[Sequence[str]]) -> Outcome:
+    """Each command in turn; its last line of output is its JSON."""
+    results = [run(command) for command in commands]
+    reports = [json.loads(output.strip().splitlines()[-1]) for code, output in results if code == 0]
+    return Outcome([code for code, _ in results], reports[0] if len(reports) == 1 else {"reports": reports})
+
+
+def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default=",".join(JOBS), help="comma-separated jobs")
     parser.add_argument("--out", type=Path, default=ROOT / "docs" / "results")
     parser.add_argument("--commit", help="parent commit, where the checkout has no git")
     parser.add_argument("--tree", help="tree hash, where the checkout has no git")
     parser.add_argument("--require", default="", help="comma-separated names that no skip may mention")
+    parser.add_argument("--shards", type=int, default=6, help="processes that run tests side by side (default 6)")
     arguments = parser.parse_args()
-    names = arguments.only.split(",")
-    if unknown := [n for n in names if n not in JOBS]:
+    if unknown := [n for n in arguments.only.split(",") if n not in JOBS]:
         parser.error(f"unknown jobs {unknown}; choose from {list(JOBS)}")
+    if arguments.shards < 1:
+        parser.error(f"--shards: expected >= 1, got {arguments.shards}")
+    return arguments
+
+
+def main() -> None:
+    arguments = parse()
+    names = arguments.only.split(",")
     origin = provenance()
     gpu = (origin["gpu"] or "").replace(" ", "-").lower()
     if not gpu:
@@ -74,29 +160,26 @@ def main() -> None:
     origin |= {"commit": arguments.commit or origin["commit"], "tree": arguments.tree or origin["tree"]}
     folder = arguments.out / gpu
     folder.mkdir(parents=True, exist_ok=True)
+    required = [r for r in arguments.require.split(",") if r]
+    beside, alone = test_commands(arguments.shards)
+    commands = JOBS | {TESTS: [*beside, alone]}
     failed = []
     for name in names:
-        start, reports, outputs, codes = time.time(), [], [], []
-        for command in JOBS[name]:
-            code, output = run(command)
-            codes.append(code)
-            outputs.append(output)
-            if code == 0 and name != "tests":
-                reports.append(json.loads(output.strip().splitlines()[-1]))
-        data = (
-            tests_result(outputs[0]) if name == "tests" else {"reports": reports} if len(reports) != 1 else reports[0]
-        )
-        required = [r for r in arguments.require.split(",") if r]
-        missed = [r for r in required if name == "tests" and any(r in skip for skip in data["skips"])]
-        if any(codes) or missed:
+        start = time.time()
+        outcome = run_tests(arguments.shards) if name == TESTS else run_benchmark(commands[name])
+        for line in outcome.summary:
+            say(line)
+        missed = [r for r in required if name == TESTS and any(r in skip for skip in outcome.data["skips"])]
+        if any(outcome.codes) or missed:
             failed.append(name)
-            print(f"{name}: FAILED (exit codes {codes}, required but skipped: {missed})", flush=True)
+            say(f"{name}: FAILED (exit codes {outcome.codes}, required but skipped: {missed})")
             continue
-        commands = [" ".join(["python", *c[1:]]) for c in JOBS[name]]
-        record = {**origin, "name": name, "commands": commands, "seconds": round(time.time() - start, 1), "data": data}
+        shown = [shlex.join(["python", *c[1:]]) for c in commands[name]]
+        seconds = round(time.time() - start, 1)
+        record = {**origin, "name": name, "commands": shown, "seconds": seconds, "data": outcome.data}
         (folder / f"{name}.json").write_text(json.dumps(record, indent=1) + "\n")
-        print(f"{name}: written to {gpu}/{name}.json", flush=True)
-    print(f"gpu_check: {len(names) - len(failed)} jobs passed, {len(failed)} failed: {failed}")
+        say(f"{name}: {seconds} s, written to {gpu}/{name}.json")
+    say(f"gpu_check: {len(names) - len(failed)} jobs passed, {len(failed)} failed: {failed}")
     sys.exit(bool(failed))
 
 

@@ -1,6 +1,8 @@
-"""Writes the generated parts of the documentation: run it after a change to buffers, backends, settings or results.
+"""Writes the generated parts of the documentation, and the table of measured times that the registry ranks backends by.
 
-python scripts/make_docs.py          rewrite the marked parts in place
+Run it after a change to buffers, backends, settings or results.
+
+python scripts/make_docs.py          rewrite the marked parts and the table in place
 python scripts/make_docs.py --check  exit 1 and name the file when one is out of date
 """
 
@@ -12,7 +14,9 @@ import re
 import sys
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
+from graphrt.backends.ranking import parse_ranking, ranking_record
 from graphrt.backends.registry import backend_class, backend_names
 from graphrt.capture.buffers import StaticBuffers
 
@@ -126,17 +130,54 @@ def attention_table() -> str:
     return "\n".join(lines)
 
 
+def ranking_table() -> str:
+    """What the registry ranks by: the cost of each measured backend in each cell."""
+    result = _result("backends")
+    if result is None:
+        return "Not measured yet: the static order of the table above applies."
+    ranking = parse_ranking(ranking_record(result))
+    names = [name for name in backend_names() if name in ranking.names]
+    lines = ["| batch | context | " + " | ".join(f"`{name}`" for name in names) + " |"]
+    lines.append("|" + "---|" * (2 + len(names)))
+    for cell in ranking.cells:
+        times = [f"{cell.us_per_layer[name]:.1f}" if name in cell.us_per_layer else "-" for name in names]
+        lines.append(f"| {cell.batch} | {cell.context} | " + " | ".join(times) + " |")
+    data = result["data"]
+    q_heads, kv_heads, head_dim = data["heads"]
+    pages = ", ".join(f"`{name}` {data['page_sizes'][name]}" for name in names)
+    lines += [
+        "",
+        f"us per layer, one {result['gpu']}, {q_heads}/{kv_heads} heads of {head_dim}, {data['dtype']}; page sizes: "
+        f"{pages}. `docs/results/nvidia-h200/backends.json`, tree `{result['tree'][:12]}`.",
+    ]
+    return "\n".join(lines)
+
+
+def ranking_file() -> str:
+    """graphrt/backends/ranking.json, a cell a line."""
+    record = ranking_record(_result("backends"))
+    cells = ",\n".join("  " + json.dumps(cell) for cell in record.pop("cells"))
+    head = json.dumps(record, indent=1).removesuffix("\n}")
+    return head + ',\n "cells": [' + (f"\n{cells}\n ]" if cells else "]") + "\n}\n"
+
+
+def _result(name: str) -> dict[str, Any] | None:
+    path = ROOT / "docs" / "results" / "nvidia-h200" / f"{name}.json"
+    return json.loads(path.read_text()) if path.is_file() else None
+
+
 PARTS = {
     ("docs/decode_step.md", "buffers"): buffers_table,
     ("docs/backends.md", "capabilities"): backends_table,
+    ("docs/backends.md", "ranking"): ranking_table,
     ("docs/attention.md", "attention"): attention_table,
     ("README.md", "results"): results_table,
 }
 
 
 def render() -> dict[Path, str]:
-    """Every generated file with its marked parts rewritten."""
-    texts: dict[Path, str] = {}
+    """Every generated file, those of the documentation with their marked parts rewritten."""
+    texts: dict[Path, str] = {ROOT / "graphrt" / "backends" / "ranking.json": ranking_file()}
     for (name, mark), make in PARTS.items():
         path = ROOT / name
         text = texts.get(path) or path.read_text()

@@ -10,6 +10,8 @@ from importlib.machinery import PathFinder
 import pytest
 import torch
 
+from tests.sharding import in_shard, parse_shard
+
 
 class _WithoutLayerFolders(PathFinder):
     """Hides the names `kernels` and `capture`, which the checkout on the path would else give to its folders.
@@ -35,7 +37,16 @@ if INTERPRETED:
     interpreter.install()
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--shard", type=parse_shard, metavar="I/N", help="run the I-th of N parts of the selected tests")
+
+
+@pytest.hookimpl(trylast=True)  # what -m and -k leave is dealt out
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if (shard := config.getoption("--shard")) is not None:
+        chosen = in_shard([item.nodeid for item in items], *shard)
+        config.hook.pytest_deselected(items=[item for item, kept in zip(items, chosen, strict=True) if not kept])
+        items[:] = [item for item, kept in zip(items, chosen, strict=True) if kept]
     if not CUDA:
         skip = pytest.mark.skip(reason="needs a CUDA device")
         for item in items:

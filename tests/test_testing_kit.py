@@ -305,6 +305,7 @@ def test_timing_on_cpu():
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 def test_timing_in_graph_replays():
     device = torch.device("cuda")
     nbytes = 64 << 20

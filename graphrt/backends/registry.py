@@ -1,16 +1,19 @@
-"""Which backends there are, and the choice among them: by capability and preference, or by name."""
+"""Which backends there are, and the choice among them: by capability and measured time, or by name."""
 
 from __future__ import annotations
 
 import importlib
+from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points
 
 from graphrt.backends.base import AttentionBackend, BackendContext
+from graphrt.backends.ranking import Ranking, load_ranking
 from graphrt.kernels.errors import ConfigError, UnsupportedError
 
 ENTRY_POINT_GROUP = "graphrt.backends"
 
-# In order of preference. A backend's module is imported when it is first asked about, its package when it is used.
+# In order of preference where nothing is measured. A backend's module is imported when it is first asked about, its
+# package when it is used.
 _BUILTIN = {
     "triton": "graphrt.backends.triton:TritonBackend",
     "torch_reference": "graphrt.backends.torch_reference:TorchReferenceBackend",
@@ -62,7 +65,8 @@ def backend_class(name: str) -> type[AttentionBackend]:
 
 
 def select_backend(context: BackendContext, name: str | None = None) -> tuple[type[AttentionBackend], str]:
-    """The backend for `context` and why it was chosen: the named one, else the first in order that can serve it.
+    """The backend for `context` and why it was chosen: the named one, else the fastest that can serve it by the
+    measured table (see ranking.py), else the first in order that can.
 
     Raises: ConfigError for an unknown name; UnsupportedError, with every reason, where nothing fits.
     """
@@ -75,23 +79,102 @@ def select_backend(context: BackendContext, name: str | None = None) -> tuple[ty
                 f"{'; '.join(reasons)}; choose another backend"
             )
         return cls, f"{name}: chosen by name"
-    passed_over: list[str] = []
-    for candidate in backend_names():
-        cls = backend_class(candidate)
-        reasons = cls.why_not(context) or [r for r in (cls.why_only_by_name(context),) if r is not None]
-        if not reasons:
+    ranking, names = _ranking_for(context), backend_names()
+    refusals: dict[str, list[str]] = {}
+    measured = [candidate for candidate in names if candidate in ranking.names and candidate != _LAST_RESORT]
+    for candidate in measured:
+        refusals[candidate] = _why_not_chosen(candidate, context)
+    relative = _relative(ranking, [candidate for candidate in measured if not refusals[candidate]], context)
+    if relative:
+        chosen = next(iter(relative))
+        return backend_class(chosen), "; ".join([_fastest(relative, ranking), *_refused(names, refusals)])
+    # Nothing measured fits. The others are asked one by one: to ask is to import, which takes some packages seconds.
+    for candidate in names:
+        if candidate not in refusals:
+            refusals[candidate] = _why_not_chosen(candidate, context)
+        if not refusals[candidate]:
             explanation = f"{candidate}: first in order of preference that serves device {context.device.type}"
-            return cls, "; ".join([explanation, *(f"not {text}" for text in passed_over)])
-        passed_over.append(f"{candidate} ({', '.join(reasons)})")
+            return backend_class(candidate), "; ".join([explanation, *_refused(names, refusals)])
     raise UnsupportedError(
-        f"backend: expected one that serves this model on {context.device}, got none: {'; '.join(passed_over)}; "
+        f"backend: expected one that serves this model on {context.device}, got none: "
+        f"{'; '.join(text.removeprefix('not ') for text in _refused(names, refusals))}; "
         "change the model's options or the device"
     )
 
 
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """How a backend stands for one context.
+
+    why_not     every reason why it cannot serve the context; empty when it can
+    by_name     why it is chosen only by name though it can, or None
+    rank        1 for the one that is chosen unless another is named, and so on; None with a reason against it
+    relative    its measured time over that of the fastest that can serve; None where the order is static
+    """
+
+    name: str
+    why_not: list[str]
+    by_name: str | None = None
+    rank: int | None = None
+    relative: float | None = None
+
+
+def standings(context: BackendContext) -> list[Standing]:
+    """Every known backend, in static order, with its rank or all reasons against it."""
+    found, by_name = dict(explain(context)), {}
+    for name in (name for name, reasons in found.items() if not reasons):
+        by_name[name] = backend_class(name).why_only_by_name(context)
+    fit = [name for name, why in by_name.items() if why is None]
+    relative = _relative(_ranking_for(context), [name for name in fit if name != _LAST_RESORT], context)
+    order = [*relative, *(name for name in fit if name not in relative)]
+    return [
+        Standing(name, reasons, by_name.get(name), order.index(name) + 1 if name in order else None, relative.get(name))
+        for name, reasons in found.items()
+    ]
+
+
 def explain(context: BackendContext) -> list[tuple[str, list[str]]]:
-    """Each known backend, in order of preference, with every reason why it cannot serve `context`."""
-    return [(name, backend_class(name).why_not(context)) for name in backend_names()]
+    """Each known backend, in static order, with every reason why it cannot serve `context`.
+
+    That its package cannot be loaded is one: whoever asks about all of them wants to hear of the others too.
+    """
+    return [(name, _why_not(name, context)) for name in backend_names()]
+
+
+def _why_not(name: str, context: BackendContext) -> list[str]:
+    try:
+        cls = backend_class(name)
+    except ConfigError as error:
+        return [str(error)]
+    return cls.why_not(context)
+
+
+def _why_not_chosen(name: str, context: BackendContext) -> list[str]:
+    """Reasons against choosing it where none is named."""
+    reasons = _why_not(name, context)
+    by_name = None if reasons else backend_class(name).why_only_by_name(context)
+    return reasons if by_name is None else [by_name]
+
+
+def _ranking_for(context: BackendContext) -> Ranking:
+    """The measured table, which says nothing of other kinds of device."""
+    return load_ranking() if context.device.type == "cuda" else Ranking()
+
+
+def _relative(ranking: Ranking, names: list[str], context: BackendContext) -> dict[str, float]:
+    return ranking.relative_times(names, max_num_reqs=context.max_num_reqs, max_seq_len=context.max_seq_len)
+
+
+def _fastest(relative: dict[str, float], ranking: Ranking) -> str:
+    (chosen, own), *others = relative.items()
+    if not others:
+        return f"{chosen}: the only one that can serve of those measured on {ranking.gpu}"
+    slower = ", ".join(f"{name} {time:.2f}" for name, time in others)
+    return f"{chosen}: fastest of {len(relative)} that can serve ({own:.2f}; {slower} on {ranking.gpu})"
+
+
+def _refused(names: list[str], refusals: dict[str, list[str]]) -> list[str]:
+    return [f"not {name} ({', '.join(refusals[name])})" for name in names if refusals.get(name)]
 
 
 def _third_party() -> dict[str, EntryPoint]:

@@ -53,6 +53,7 @@ def check(problem: Problem, lengths: list[int]) -> None:
     assert_accurate(part, problem.out[rows].cpu())
 
 
+@pytest.mark.alone
 def test_ten_thousand_replays_beside_another_kernel(rng: torch.Generator) -> None:
     first, second = make_layers(1500, rng)
     ragged = torch.randint(0, 1500, (ROWS,), generator=rng).tolist()

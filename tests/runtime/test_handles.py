@@ -181,6 +181,7 @@ def test_replay_on_a_stream_of_the_caller() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 def test_the_host_may_run_ahead_of_a_slow_device() -> None:
     """The device is busy while the host submits many steps: no record is overwritten before it was uploaded."""
     rig = make_rig(torch.device("cuda", 0), ring_depth=3)
@@ -236,7 +237,7 @@ def test_reset_restores_the_counters_of_an_aborted_launch() -> None:
     rig.prefill(long)
     batch = Batch.from_rows([rig.row(long)])
     want = rig.manager.replay(batch).logits(copy=True)
-    rig.manager._backend.tensors()["decode_counters"].fill_(3)
+    rig.manager._backend.tensors()["counters"].fill_(3)
     rig.manager.reset()
     assert torch.equal(rig.manager.replay(batch).logits(), want)
-    assert not rig.manager._backend.tensors()["decode_counters"].any()
+    assert not rig.manager._backend.tensors()["counters"].any()

@@ -61,6 +61,7 @@ def test_devices_that_are_not_there(name: str, text: str) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 def test_auto_predicts_the_free_memory_that_is_left() -> None:
     """A cache bounded by memory, not by use: what is free after capture is what was predicted, within 256 MiB."""
     device = torch.device("cuda", 0)

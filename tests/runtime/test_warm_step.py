@@ -11,7 +11,7 @@ from torch.profiler import ProfilerActivity, profile
 from graphrt.batch import Batch
 from tests.runtime.toy import make_rig
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.alone]
 
 STEPS = 8
 FORBIDDEN = ("Malloc", "Free", "HostAlloc", "HostRegister", "Synchronize", "Memset", "LaunchKernel")

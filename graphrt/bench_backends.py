@@ -1,0 +1,132 @@
+"""What the benchmark of backends measures: sizes, times, what they cost per layer, and how they are shown."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+
+LAYERS = 32
+"""Layers that share a step's schedule and its host work: a layer's cost holds this share of both."""
+
+BATCHES, CONTEXTS = (1, 16, 64, 256), (512, 2048, 8192)
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """The attention layer that is measured; by default that of an 8B model."""
+
+    num_q_heads: int = 32
+    num_kv_heads: int = 8
+    head_dim: int = 128
+    dtype: torch.dtype = torch.bfloat16
+
+
+@dataclass(frozen=True, slots=True)
+class BackendCell:
+    """`batch` decode rows of `context` tokens, the new one included."""
+
+    batch: int
+    context: int
+
+    def kv_bytes(self, shape: Shape) -> int:
+        """Bytes of K and V that one layer reads."""
+        return 2 * self.batch * self.context * shape.num_kv_heads * shape.head_dim * shape.dtype.itemsize
+
+
+def make_cells(batches: Sequence[int] = BATCHES, contexts: Sequence[int] = CONTEXTS) -> list[BackendCell]:
+    """Every batch with every context."""
+    return [BackendCell(batch, context) for batch in batches for context in contexts]
+
+
+@dataclass(frozen=True, slots=True)
+class BackendTime:
+    """Times of one backend in one cell, in microseconds; `reason` stands instead of times where there are none.
+
+    host_us       what the host does per replay: plan_replay
+    schedule_us   device time of `schedule`, once per step
+    run_us        device time of `run`, once per layer; with its 20th and 80th percentile
+    """
+
+    host_us: float | None = None
+    schedule_us: float | None = None
+    run_us: float | None = None
+    p20_us: float | None = None
+    p80_us: float | None = None
+    reason: str | None = None
+
+    @property
+    def device_us(self) -> float | None:
+        """Device time of a layer with its share of the schedule."""
+        return None if self.run_us is None else self.run_us + (self.schedule_us or 0.0) / LAYERS
+
+    @property
+    def us(self) -> float | None:
+        """What is ranked: device time of a layer, with its share of the host's work, which the device waits for."""
+        return None if self.device_us is None else self.device_us + (self.host_us or 0.0) / LAYERS
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "us": self.us,
+            "device_us": self.device_us,
+            **{key: value for key, value in asdict(self).items() if value is not None},
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class BackendResult:
+    """All backends in one cell, by name."""
+
+    cell: BackendCell
+    times: dict[str, BackendTime]
+
+    def to_json(self, shape: Shape) -> dict[str, Any]:
+        return {
+            "batch": self.cell.batch,
+            "context": self.cell.context,
+            "kv_bytes": self.cell.kv_bytes(shape),
+            "backends": {name: time.to_json() for name, time in self.times.items()},
+        }
+
+
+def print_report(console: Console, results: Sequence[BackendResult], shape: Shape) -> None:
+    """A row per cell and backend: host time per step, device times, cost per layer, and its ratio to the cheapest."""
+    table = Table(title="backends, us", title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
+    table.add_column("cell", no_wrap=True)
+    table.add_column("backend", no_wrap=True)
+    for heading in ("host/step", "schedule/step", "run/layer", "p20 - p80", "all/layer", "ratio", "TB/s"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for result in results:
+        cheapest = min((us for time in result.times.values() if (us := time.us) is not None), default=None)
+        for name, time in result.times.items():
+            if time.us is None or cheapest is None:
+                continue
+            table.add_row(
+                f"{result.cell.batch} x {result.cell.context}",
+                name,
+                f"{time.host_us or 0:.1f}",
+                f"{time.schedule_us or 0:.1f}",
+                f"{time.run_us:.2f}",
+                f"{time.p20_us:.2f} - {time.p80_us:.2f}",
+                f"{time.us:.2f}",
+                f"{time.us / cheapest:.2f}",
+                f"{result.cell.kv_bytes(shape) / (time.run_us or 1) / 1e6:.2f}",
+            )
+    console.print(table)
+    for line in _reasons(results):
+        console.print(line, highlight=False, soft_wrap=True)
+
+
+def _reasons(results: Sequence[BackendResult]) -> list[str]:
+    """Why backends have no figure, each reason once."""
+    cells: dict[tuple[str, str], list[str]] = {}
+    for result in results:
+        for name, time in result.times.items():
+            if time.reason is not None:
+                cells.setdefault((name, time.reason), []).append(f"{result.cell.batch} x {result.cell.context}")
+    return [f"no figure of {name} for {', '.join(where)}: {reason}" for (name, reason), where in cells.items()]

@@ -1,0 +1,140 @@
+"""What every attention backend that runs here costs per decode step: on the host, and on the device per layer.
+
+    python scripts/bench_backends.py                            # all backends, the table that the registry ranks by
+    python scripts/bench_backends.py --only triton,flash_attn3 --quick
+    python scripts/bench_backends.py --device cpu --quick       # a dry run of tiny cells, times mean nothing
+
+Backends are driven through their contract alone, so that one of another package is measured like our own. Host time is
+that of `plan_replay`. Device times are taken inside graph replays with a cold L2, with a small kernel between two calls
+whose own time is subtracted. A layer's cost is its `run`, and a 32nd of the schedule and of the host time, which 32
+layers share. Each result is checked before it is timed. The last line of standard output is one JSON object;
+scripts/make_docs.py makes the registry's table from a committed result.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from graphrt.backends.base import AttentionBackend
+from graphrt.backends.registry import backend_class, backend_names
+from graphrt.bench_backends import LAYERS, BackendCell, BackendResult, BackendTime, Shape, make_cells, print_report
+from graphrt.bench_backends_rig import KVStore, Rig, make_context, page_size_of
+from graphrt.console import make_console
+from graphrt.kernels.errors import ConfigError, GraphRTError
+from graphrt.testing.bench import provenance
+
+SAMPLES, QUICK_SAMPLES = 20, 5
+TINY = Shape(num_q_heads=4, num_kv_heads=2, head_dim=16, dtype=torch.float32)
+TINY_CELLS = make_cells((1, 2), (8, 40))
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", help="comma-separated backends; by default all that are known")
+    parser.add_argument("--quick", action="store_true", help="fewer samples")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    arguments = parser.parse_args()
+    if arguments.device == "cuda" and not torch.cuda.is_available():
+        parser.error("expected a CUDA device, got none; --device cpu is a dry run")
+    return arguments
+
+
+def choose(
+    names: Sequence[str], shape: Shape, cells: Sequence[BackendCell], device: torch.device
+) -> tuple[dict[str, type[AttentionBackend]], dict[str, str]]:
+    """The backends that can serve the cells, and why the others cannot."""
+    chosen, refused = {}, {}
+    for name in names:
+        try:
+            cls = backend_class(name)
+        except ConfigError as error:
+            if name not in backend_names():
+                raise
+            refused[name] = str(error)
+            continue
+        reasons = cls.why_not(make_context(cls, shape, cells, device))
+        if reasons:
+            refused[name] = "; ".join(reasons)
+        else:
+            chosen[name] = cls
+    return chosen, refused
+
+
+def measure(
+    cls: type[AttentionBackend], cells: Sequence[BackendCell], store: KVStore, num_samples: int
+) -> dict[BackendCell, BackendTime]:
+    """Times of one backend. One that fails, in whatever way, must not end the run of the others; a fault of the device
+    does: nothing after it could be believed."""
+    times: dict[BackendCell, BackendTime] = {}
+    rig = None
+    for cell in cells:
+        try:
+            rig = rig or Rig(cls, make_context(cls, store.shape, cells, store.device), store)
+            times[cell] = rig.measure(cell, num_samples)
+        except torch.AcceleratorError:
+            raise
+        except Exception as error:
+            times[cell] = BackendTime(reason=" ".join(f"{type(error).__name__}: {error}".split())[:300])
+            if rig is None:  # it cannot even be built
+                return dict.fromkeys(cells, times[cell])
+    if rig is not None:
+        rig.close()
+    return times
+
+
+def run(arguments: argparse.Namespace) -> None:
+    start = time.perf_counter()
+    console = make_console()
+    device = torch.device(arguments.device)
+    shape, cells = (Shape(), make_cells()) if device.type == "cuda" else (TINY, TINY_CELLS)
+    names = arguments.only.split(",") if arguments.only else backend_names()
+    backends, refused = choose(names, shape, cells, device)
+    for name, reason in refused.items():
+        console.print(f"not measured: {name}: {reason}", highlight=False, soft_wrap=True)
+    if not backends:
+        raise ConfigError("bench_backends: expected a backend that runs here, got none; install one, or name another")
+    store = KVStore(shape, device)
+    too_large = store.reserve(cells, max(page_size_of(cls) for cls in backends.values()))
+    fit = [cell for cell in cells if cell not in too_large]
+    measured: dict[str, dict[BackendCell, BackendTime]] = {}
+    for name, cls in backends.items():
+        measured[name] = measure(cls, fit, store, QUICK_SAMPLES if arguments.quick else SAMPLES)
+        console.print(f"{time.perf_counter() - start:6.1f} s  {name}", highlight=False)
+        gc.collect()
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+    results = []
+    for cell in cells:
+        missing = BackendTime(reason=too_large.get(cell))
+        results.append(BackendResult(cell, {name: times.get(cell, missing) for name, times in measured.items()}))
+    print_report(console, results, shape)
+    record: dict[str, Any] = {
+        "name": "backends",
+        **provenance(),
+        "layers": LAYERS,
+        "heads": [shape.num_q_heads, shape.num_kv_heads, shape.head_dim],
+        "dtype": str(shape.dtype).removeprefix("torch."),
+        "page_sizes": {name: page_size_of(cls) for name, cls in backends.items()},
+        "refused": refused,
+        "seconds": round(time.perf_counter() - start, 1),
+        "cells": [result.to_json(shape) for result in results],
+    }
+    print(json.dumps(record), flush=True)
+
+
+def main() -> None:
+    try:
+        run(parse())
+    except GraphRTError as error:
+        raise SystemExit(f"bench_backends: {error}") from error
+
+
+if __name__ == "__main__":
+    main()
