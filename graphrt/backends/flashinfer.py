@@ -172,6 +172,7 @@ class FlashInferBackend(PeerBackend):
             self.write_lse(sums * math.log(2.0), lse[:real])  # it gives the logarithm to base 2
 
     def _plan_decode(self, rows: int, seq_lens: Int32Array) -> None:
+        self._allocated()
         wrapper = self._wrappers.get(rows)
         first = wrapper is None
         if wrapper is None:
@@ -200,6 +201,7 @@ class FlashInferBackend(PeerBackend):
 
     def _plan_mixed(self, batch: Batch) -> None:
         """Eager steps: only the real rows and tokens."""
+        self._allocated()
         self._planned_rows, self._planned_tokens = batch.num_reqs, batch.num_tokens
         if self._prefill is None:
             wrapper = self._module.BatchPrefillWithPagedKVCacheWrapper(
@@ -238,8 +240,6 @@ class FlashInferBackend(PeerBackend):
         self, seq_lens: Int32Array, query_lens: Int32Array
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Row offsets, lengths of last pages and query offsets in pinned memory, once no upload reads it any more."""
-        if self._live is None:
-            raise CaptureError(f"backend {self.name}: expected buffers, got none; call allocate() before a plan")
         self._slot.wait()
         n, page_size, record = len(seq_lens), self.context.kv.page_size, self._slot.record
         pages = -(-seq_lens // page_size)

@@ -133,5 +133,5 @@ class PeerBackend(AttentionBackend):
 
     def _allocated(self) -> torch.Tensor:
         if self._live is None:
-            raise CaptureError(f"backend {self.name}: expected buffers, got none; call allocate() before schedule()")
+            raise CaptureError(f"backend {self.name}: expected buffers, got none; call allocate() first")
         return self._live

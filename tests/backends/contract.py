@@ -261,10 +261,10 @@ def assert_accurate_fp8(problem: attention_cases.Problem, got: torch.Tensor) -> 
         weights = (logits - logits.amax(-1, keepdim=True)).exp()
         rounded = weights.float().to(E4M3).double()
         result = torch.einsum("tkgn,nkd->tkgd", rounded, v) / weights.sum(-1, keepdim=True)
-        plain[start : start + query_len] = result.flatten(1, 2)
+        plain[start : start + query_len] = result.flatten(1, 2).to(case.dtype).double()
         start += query_len
     assert options.sinks is None, "not written out here"
-    bound = 2 * (plain - truth).abs().max().item() + 2**-8
+    bound = 2 * (plain - truth).abs().max().item() + 1e-5
     error = (got.double() - truth).abs().max().item()
     assert error <= bound, f"max error {error:.3g}, allowed {bound:.3g}"
     assert not got[start:].any(), "pad tokens must be zeros"
@@ -392,7 +392,7 @@ def _check(rig: Rig, captured_with: str, *, brief: bool) -> None:
     for name, rows in steps.items():
         sequences = [rig.sequence(*row) for row in rows]
         results = _check_step(rig, name, sequences)
-        if brief:
+        if brief or (name == "boundary" and not rig.feature.batch_invariant):
             continue
         # The same rows in another order, in other pages: nothing may stick to a place in the batch.
         permuted = sequences[::-1]
@@ -412,5 +412,6 @@ def _check_step(rig: Rig, name: str, sequences: list[Sequence]) -> list[torch.Te
         rig.check(replayed)
         for have, want in zip(replayed, eager, strict=True):
             assert_bitwise_equal(have, want, name=f"{rig.backend.name}, {name}: replay against eager")
-    rig.check(eager)
+    else:
+        rig.check(eager)
     return eager

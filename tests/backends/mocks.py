@@ -194,23 +194,21 @@ class PlannedElsewhere(HostPlan):
         super()._plan(lens)
 
 
-class PagesOfTheFirstStep(HostPlan):
-    """Broken: page ids are listed when the wrapper is made, and not again."""
+class PagesOfTheCapture(HostPlan):
+    """Broken: page ids are listed before the capture, and no graph lists them again."""
 
-    name = "broken_pages_of_the_first_step"
-
-    def allocate(self):
-        super().allocate()
-        self._listed = False
+    name = "broken_pages_of_the_capture"
 
     def tensors(self):
         return {}
 
+    def plan_capture(self, descriptor):
+        super().plan_capture(descriptor)
+        self._indices[:] = torch.arange(len(self._indices))
+
     def schedule(self, metadata):
-        if not self._listed:
-            self._listed = True
-            super().schedule(metadata)
+        pass
 
 
 FAMILIES = (BakedSplits, DeviceSchedule, HostPlan)
-BROKEN = (SplitsOfTheLastPlan, ScheduledAtCapture, PlannedAtCapture, PlannedElsewhere, PagesOfTheFirstStep)
+BROKEN = (SplitsOfTheLastPlan, ScheduledAtCapture, PlannedAtCapture, PlannedElsewhere, PagesOfTheCapture)
