@@ -72,6 +72,24 @@ FEATURES = {
 }
 
 
+def declares(backend_class: type[AttentionBackend], feature: Feature, device: torch.device) -> bool:
+    """Whether the class says that it has the feature. It is then run, or skipped by the backend's own predicate."""
+    have, options = backend_class.capabilities, {name for layer in feature.layers for name in layer}
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    flags = {"sliding_window", "logits_softcap", "alibi", "sinks"}
+    return (
+        device.type in have.devices
+        and all(getattr(have, flag) for flag in flags & options)
+        and (feature.kv_dtype or dtype) in have.kv_dtypes
+        and feature.layout in have.layouts
+        and feature.query_len <= have.max_query_len
+        and (have.page_sizes is None or not feature.page_size or feature.page_size in have.page_sizes)
+        and (have.lse or not feature.lse)
+        and (have.mixed or not feature.mixed)
+        and (have.batch_invariant or not feature.batch_invariant)
+    )
+
+
 @dataclass
 class Sequence:
     """One row of a step, dense and on the host: its queries, keys and values of every layer."""
@@ -299,9 +317,6 @@ def make_rig(backend_class: type[AttentionBackend], feature: Feature, device: to
             break
     else:
         pytest.skip(f"backend {backend_class.name}: {'; '.join(first)}")
-    have = backend_class.capabilities
-    if (feature.lse and not have.lse) or (feature.mixed and not have.mixed):
-        pytest.skip(f"backend {backend_class.name}: no lse or no mixed batches in its capabilities")
     layers = [_layer(i, spec, kv, max_pages, device, rng) for i, spec in enumerate(specs)]
     sinks = [torch.randn(heads, generator=rng).to(device) if s.sinks else None for s in specs]
     descriptor = (

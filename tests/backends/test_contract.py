@@ -9,49 +9,50 @@ from __future__ import annotations
 import pytest
 import torch
 
+from graphrt.backends.base import AttentionBackend
 from graphrt.backends.registry import backend_class
 from graphrt.kernels.library import INTERPRETER_AVAILABLE
 from tests.backends import mocks
-from tests.backends.contract import FEATURES, check
+from tests.backends.contract import FEATURES, check, declares
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 MOCKS = {cls.name: cls for cls in mocks.FAMILIES}
 ON_CUDA = ("triton", "flash_attn3", "flash_attn2", "flashinfer", "torch_reference")
 
 
-def _backends() -> list:
+def cases(*features: str) -> list:
+    """Every backend with every one of the features that it declares."""
     on_cpu = ["torch_reference", *MOCKS, *(["triton"] if INTERPRETER_AVAILABLE else [])]
-    params = [pytest.param(name, CPU, id=f"{name}-cpu") for name in on_cpu]
-    return params + [pytest.param(name, CUDA, id=f"{name}-cuda", marks=pytest.mark.gpu) for name in ON_CUDA]
+    params = []
+    for device, names in ((CPU, on_cpu), (CUDA, ON_CUDA)):
+        marks = [pytest.mark.gpu] if device is CUDA else []
+        for name in names:
+            cls = MOCKS.get(name) or backend_class(name)
+            for feature in features:
+                if declares(cls, FEATURES[feature], device):
+                    params.append(pytest.param(cls, feature, device, id=f"{name}-{device.type}-{feature}", marks=marks))
+    return params
 
 
-def run(name: str, device: torch.device, feature: str) -> None:
-    check(MOCKS.get(name) or backend_class(name), FEATURES[feature], device)
+@pytest.mark.parametrize(("cls", "feature", "device"), cases("plain", "window", "softcap"))
+def test_masks(cls: type[AttentionBackend], feature: str, device: torch.device) -> None:
+    check(cls, FEATURES[feature], device)
 
 
-@pytest.mark.parametrize("feature", ["plain", "window", "softcap"])
-@pytest.mark.parametrize(("name", "device"), _backends())
-def test_masks(name: str, device: torch.device, feature: str) -> None:
-    run(name, device, feature)
+@pytest.mark.parametrize(("cls", "feature", "device"), cases("alibi", "sinks", "lse", "fp8"))
+def test_extras(cls: type[AttentionBackend], feature: str, device: torch.device) -> None:
+    check(cls, FEATURES[feature], device)
 
 
-@pytest.mark.parametrize("feature", ["alibi", "sinks", "lse", "fp8"])
-@pytest.mark.parametrize(("name", "device"), _backends())
-def test_extras(name: str, device: torch.device, feature: str) -> None:
-    run(name, device, feature)
+@pytest.mark.parametrize(("cls", "feature", "device"), cases("hnd", "query_len", "batch_invariant"))
+def test_shapes(cls: type[AttentionBackend], feature: str, device: torch.device) -> None:
+    check(cls, FEATURES[feature], device)
 
 
-@pytest.mark.parametrize("feature", ["hnd", "query_len", "batch_invariant"])
-@pytest.mark.parametrize(("name", "device"), _backends())
-def test_shapes(name: str, device: torch.device, feature: str) -> None:
-    run(name, device, feature)
-
-
-@pytest.mark.parametrize("feature", ["mixed", "mixed-window", "mixed-fp8", "mixed-large-pages"])
-@pytest.mark.parametrize(("name", "device"), _backends())
-def test_mixed(name: str, device: torch.device, feature: str) -> None:
+@pytest.mark.parametrize(("cls", "feature", "device"), cases("mixed", "mixed-window", "mixed-fp8", "mixed-large-pages"))
+def test_mixed(cls: type[AttentionBackend], feature: str, device: torch.device) -> None:
     """Captured where the backend has graphs for mixed batches, else eagerly."""
-    run(name, device, feature)
+    check(cls, FEATURES[feature], device)
 
 
 @pytest.mark.parametrize("broken", mocks.BROKEN, ids=lambda cls: cls.name)
