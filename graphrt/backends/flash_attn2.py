@@ -106,7 +106,7 @@ class FlashAttention2Backend(PeerBackend):
             return_softmax_lse=True,
             **options,
         )
-        return result.view(q.shape), sums.transpose(1, 2).reshape(q.shape[:2])
+        return result.reshape(q.shape), sums.transpose(1, 2).reshape(q.shape[:2])
 
     def _mixed(
         self, layer: AttentionLayer, q: torch.Tensor, metadata: StepMetadata, options: dict[str, Any]
