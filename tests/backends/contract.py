@@ -116,6 +116,7 @@ class Rig:
     metadata: StepMetadata
     rng: torch.Generator
     graph: object = None
+    recorder: object = None
     written: list[Sequence] = field(default_factory=list)
     batch: Batch | None = None
 
@@ -183,7 +184,7 @@ class Rig:
         return self.out[-1]
 
     def capture(self) -> None:
-        recorder = make_recorder(self.context.device)
+        recorder = self.recorder = make_recorder(self.context.device)
         with recorder.session():
             recorder.warm_up(self.step, lambda: self.backend.plan_capture(self.descriptor))
             prepare = lambda: self.backend.plan_capture(self.descriptor)  # noqa: E731
@@ -216,6 +217,7 @@ class Rig:
     def close(self) -> None:
         if self.graph is not None:
             self.graph.close()
+            self.recorder.close()
         self.backend.close()
 
     def _problem(self, index: int, layer: AttentionLayer, lse: torch.Tensor | None) -> attention_cases.Problem:

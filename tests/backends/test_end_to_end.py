@@ -18,10 +18,9 @@ CUDA = torch.device("cuda", 0)
 
 
 def rig_of(backend: str, page_size: int, layout: KVLayout) -> Rig:
-    return make_rig(
-        CUDA, dtype=torch.bfloat16, head_dim=128, page_size=page_size, layout=layout, backend=backend, max_num_tokens=64,
-        mixed_sizes=(16, 64),
-    )  # fmt: skip
+    sizes = {"max_num_tokens": 64, "mixed_sizes": (16, 64)}
+    cache = {"page_size": page_size, "layout": layout}
+    return make_rig(CUDA, dtype=torch.bfloat16, head_dim=128, backend=backend, **cache, **sizes)
 
 
 @pytest.mark.gpu
