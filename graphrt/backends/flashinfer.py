@@ -13,6 +13,7 @@ from graphrt.backends.base import AttentionLayer, BackendContext, Capabilities, 
 from graphrt.backends.peer import Package, PeerBackend
 from graphrt.capture.descriptor import BatchDescriptor, GraphKind
 from graphrt.capture.staging import StagingSlot
+from graphrt.kernels.attention.options import FP8_DTYPES
 from graphrt.kernels.errors import CaptureError, ReplayError
 from graphrt.kernels.metadata.page_list import list_pages
 from graphrt.kernels.types import KVLayout
@@ -164,9 +165,9 @@ class FlashInferBackend(PeerBackend):
             q = _scaled(q, layer.k_scale, torch.empty_like(q, memory_format=torch.contiguous_format))
         result, sums = wrapper.run(q[:real], (k, v), return_lse=True)
         if layer.v_scale is not None:
-            _scaled(result, layer.v_scale, result)
+            result = _scaled(result, layer.v_scale, torch.empty_like(result, dtype=out.dtype))
         out[real:].zero_()
-        self.write_out(result, out[:real])
+        self.write_out(result.to(out.dtype), out[:real])
         if lse is not None:
             lse[real:].fill_(-math.inf)
             self.write_lse(sums * math.log(2.0), lse[:real])  # it gives the logarithm to base 2
@@ -227,10 +228,12 @@ class FlashInferBackend(PeerBackend):
             )
 
     def _plan_options(self) -> dict[str, Any]:
-        spec = self._spec
+        spec, stored = self._spec, self.context.kv.dtype
         return {
             "q_data_type": spec.dtype,
-            "kv_data_type": self.context.kv.dtype,
+            "kv_data_type": stored,
+            # Partial results have the output's dtype: before the values' scale they must not be rounded to 16 bits.
+            "o_data_type": torch.float32 if stored in FP8_DTYPES else spec.dtype,
             "sm_scale": spec.scale,
             "window_left": -1 if spec.sliding_window is None else spec.sliding_window - 1,
             "logits_soft_cap": spec.logits_softcap or 0.0,
@@ -295,7 +298,7 @@ class FlashInferBackend(PeerBackend):
 
 
 def _scaled(x: torch.Tensor, scale: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-    """x [tokens, num_q_heads, head_dim] times a scale [1] or [num_kv_heads], in float32, into `out`, which may be x."""
+    """x [tokens, num_q_heads, head_dim] times a scale [1] or [num_kv_heads], in float32, rounded once, into `out`."""
     heads = scale.shape[0]
     torch.mul(x.unflatten(1, (heads, -1)), scale.view(-1, 1, 1), out=out.unflatten(1, (heads, -1)))
     return out

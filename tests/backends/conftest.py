@@ -33,11 +33,16 @@ def _compile_flashinfer() -> None:
         jit = importlib.import_module("flashinfer.jit")
     except ImportError:
         return  # the tests say so themselves
-    bf16, fp8 = torch.bfloat16, torch.float8_e4m3fn
-    variants = [(bf16, False, False), (bf16, True, False), (bf16, False, True), (fp8, False, False)]
+    bf16, f32, fp8 = torch.bfloat16, torch.float32, torch.float8_e4m3fn
+    variants = [
+        (bf16, bf16, False, False),
+        (bf16, bf16, True, False),
+        (bf16, bf16, False, True),
+        (fp8, f32, False, False),
+    ]
     specs = [
-        jit.gen_batch_prefill_module("fa2", bf16, kv_dtype, bf16, torch.int32, 128, 128, 0, window, softcap, False)
-        for kv_dtype, window, softcap in variants
+        jit.gen_batch_prefill_module("fa2", bf16, kv_dtype, out_dtype, torch.int32, 128, 128, 0, window, softcap, False)
+        for kv_dtype, out_dtype, window, softcap in variants
     ]
     with ThreadPoolExecutor(len(specs)) as threads:
         for build in [threads.submit(spec.build, verbose=False) for spec in specs]:

@@ -33,6 +33,7 @@ Rows = tuple[tuple[int, int], ...]  # (seq_len, query_len) of each row
 class Feature:
     """What a case asks of a backend.
 
+    dtype       of the layers; None: bfloat16 on CUDA, float32 on CPU
     layers      options of each layer's spec; `same` are those where a backend wants all layers alike
     page_size   0: the smallest usual one that the backend has
     """
@@ -45,6 +46,7 @@ class Feature:
     query_len: int = 1
     mixed: bool = False
     page_size: int = 0
+    dtype: torch.dtype | None = None
     lse: bool = False
     batch_invariant: bool = False
 
@@ -75,7 +77,7 @@ FEATURES = {
 def declares(backend_class: type[AttentionBackend], feature: Feature, device: torch.device) -> bool:
     """Whether the class says that it has the feature. It is then run, or skipped by the backend's own predicate."""
     have, options = backend_class.capabilities, {name for layer in feature.layers for name in layer}
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    dtype = feature.dtype or (torch.bfloat16 if device.type == "cuda" else torch.float32)
     flags = {"sliding_window", "logits_softcap", "alibi", "sinks"}
     return (
         device.type in have.devices
@@ -299,6 +301,7 @@ def make_rig(backend_class: type[AttentionBackend], feature: Feature, device: to
     dtype, (heads, kv_heads), head_dim = (
         (torch.bfloat16, (8, 2), 128) if cuda else (torch.float32, (4, 2), 16)
     )  # fmt: skip
+    dtype = feature.dtype or dtype
     page_size = feature.page_size or (16 if cuda else 4)
     sizes = backend_class.capabilities.page_sizes
     if sizes is not None and page_size not in sizes:

@@ -6,14 +6,19 @@ Skips are the backend's own refusals, which name it.
 
 from __future__ import annotations
 
+import sys
+from dataclasses import replace
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+
 import pytest
 import torch
 
 from graphrt.backends.base import AttentionBackend
 from graphrt.backends.registry import backend_class
 from graphrt.kernels.library import INTERPRETER_AVAILABLE
-from tests.backends import mocks
-from tests.backends.contract import FEATURES, check, declares
+from tests.backends import fake_packages, mocks
+from tests.backends.contract import FEATURES, Feature, check, declares
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 MOCKS = {cls.name: cls for cls in mocks.FAMILIES}
@@ -53,6 +58,39 @@ def test_shapes(cls: type[AttentionBackend], feature: str, device: torch.device)
 def test_mixed(cls: type[AttentionBackend], feature: str, device: torch.device) -> None:
     """Captured where the backend has graphs for mixed batches, else eagerly."""
     check(cls, FEATURES[feature], device)
+
+
+def fake_cases() -> list:
+    """The peers on CPU, over kernels that only compute as theirs do: what the backends themselves do is under test."""
+    params = []
+    for name in fake_packages.PACKAGES:
+        cls = backend_class(name)
+        dtypes = {"dtypes": (torch.float32, torch.bfloat16), "kv_dtypes": (*cls.capabilities.kv_dtypes, torch.float32)}
+        sizes = {"head_dims": None, "page_sizes": None}
+        on_cpu = type(
+            cls.__name__, (cls,), {"capabilities": replace(cls.capabilities, devices=("cpu",), **dtypes, **sizes)}
+        )
+        for feature in FEATURES.values():
+            # What the real kernels take in 16 bits alone, or round to bfloat16.
+            narrow = feature.kv_dtype is not None or feature.id == "sinks"
+            asked = replace(feature, dtype=torch.bfloat16) if narrow else feature
+            if declares(on_cpu, asked, CPU):
+                params.append(pytest.param(on_cpu, asked, id=f"{name}-{feature.id}"))
+    return params
+
+
+@pytest.mark.parametrize(("cls", "feature"), fake_cases())
+def test_peers_over_fake_kernels(
+    cls: type[AttentionBackend], feature: Feature, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = ModuleType(cls.package.module)
+    module.__spec__ = ModuleSpec(module.__name__, None)
+    for name, value in vars(fake_packages.PACKAGES[cls.name]).items():
+        if not name.startswith("_"):
+            setattr(module, name, getattr(fake_packages.PACKAGES[cls.name], name, value))
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setattr("graphrt.backends.flashinfer._SMALLEST_WORKSPACE", 1 << 10)
+    check(cls, feature, CPU)
 
 
 @pytest.mark.parametrize("broken", mocks.BROKEN, ids=lambda cls: cls.name)
