@@ -232,8 +232,9 @@ class FlashInferBackend(PeerBackend):
         return {
             "q_data_type": spec.dtype,
             "kv_data_type": stored,
-            # Partial results have the output's dtype: before the values' scale they must not be rounded to 16 bits.
-            "o_data_type": torch.float32 if stored in FP8_DTYPES else spec.dtype,
+            # Partial results have the output's dtype, and the values' scale is still to come: float16 holds any mean
+            # of fp8 values, and rounds it finer than bfloat16 does afterwards.
+            "o_data_type": torch.float16 if stored in FP8_DTYPES else spec.dtype,
             "sm_scale": spec.scale,
             "window_left": -1 if spec.sliding_window is None else spec.sliding_window - 1,
             "logits_soft_cap": spec.logits_softcap or 0.0,

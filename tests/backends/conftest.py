@@ -33,12 +33,12 @@ def _compile_flashinfer() -> None:
         jit = importlib.import_module("flashinfer.jit")
     except ImportError:
         return  # the tests say so themselves
-    bf16, f32, fp8 = torch.bfloat16, torch.float32, torch.float8_e4m3fn
+    bf16, f16, fp8 = torch.bfloat16, torch.float16, torch.float8_e4m3fn
     variants = [
         (bf16, bf16, False, False),
         (bf16, bf16, True, False),
         (bf16, bf16, False, True),
-        (fp8, f32, False, False),
+        (fp8, f16, False, False),
     ]
     specs = [
         jit.gen_batch_prefill_module("fa2", bf16, kv_dtype, out_dtype, torch.int32, 128, 128, 0, window, softcap, False)

@@ -474,7 +474,8 @@ def test_flashinfer_folds_scales_into_queries_and_output(flashinfer: list[tuple[
     layer = layer_of(asked, k_scale=torch.tensor([0.5, 4.0]), v_scale=torch.tensor([3.0]))
     q = torch.ones(2, 12, 64, dtype=BF16)[:, :8]
     out, _ = step(backend, metadata_of(asked, descriptor, 2), q, [layer])
-    given = flashinfer[-1][1][0]
+    given, options = flashinfer[-1][1][0], flashinfer[-3][1][1]
+    assert (options["q_data_type"], options["o_data_type"]) == (BF16, torch.float16)
     assert given[:, :4].unique().tolist() == [0.5]
     assert given[:, 4:].unique().tolist() == [4.0]
     assert q.unique().tolist() == [1.0], "the model's queries are left alone"
