@@ -131,6 +131,9 @@ class AttentionBackend(ABC):
     graph_support: ClassVar[GraphSupport]
     seq_len_fill: ClassVar[int] = 0
     """Safe `seq_lens` of a pad row: 0 where the kernel exits on 0, else 1 (the null page is then read)."""
+    nan_safe_tail: ClassVar[bool] = True
+    """Whether the unfilled tail of an owned page may hold NaN: a kernel that masks scores alone multiplies it by zero,
+    which is NaN. The contract asks for True; False says that the caller must zero pages before it hands them out."""
 
     def __init__(self, context: BackendContext) -> None:
         self.context = context

@@ -16,6 +16,9 @@ ENTRY_POINT_GROUP = "graphrt.backends"
 # package when it is used.
 _BUILTIN = {
     "triton": "graphrt.backends.triton:TritonBackend",
+    "flash_attn3": "graphrt.backends.flash_attn3:FlashAttention3Backend",
+    "flash_attn2": "graphrt.backends.flash_attn2:FlashAttention2Backend",
+    "flashinfer": "graphrt.backends.flashinfer:FlashInferBackend",
     "torch_reference": "graphrt.backends.torch_reference:TorchReferenceBackend",
 }
 _LAST_RESORT = "torch_reference"

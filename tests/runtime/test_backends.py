@@ -22,6 +22,7 @@ from graphrt.metadata import StepMetadata
 from graphrt.spec import AttentionSpec, KVCacheSpec
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+OURS = ["triton", "flash_attn3", "flash_attn2", "flashinfer"]
 SPEC = AttentionSpec(num_q_heads=4, num_kv_heads=2, head_dim=16, dtype=torch.float32)
 WINDOWED = AttentionSpec(4, 2, 16, torch.float32, sliding_window=3, logits_softcap=5.0, softmax_scale=0.5)
 
@@ -133,7 +134,7 @@ def test_explain_names_every_backend(third_party: type[AttentionBackend]) -> Non
 
 
 def test_registered_backends_come_before_the_reference(third_party: type[AttentionBackend]) -> None:
-    assert backend_names() == ["triton", "third_party", "torch_reference"]
+    assert backend_names() == [*OURS, "third_party", "torch_reference"]
     assert register_backend(third_party) is third_party, "registering the same class again changes nothing"
     impostor = type("Impostor", (TorchReferenceBackend,), {"name": "third_party"})
     with pytest.raises(ConfigError, match="expected a new name, got 'third_party'"):
@@ -156,7 +157,7 @@ def test_entry_points(monkeypatch: pytest.MonkeyPatch) -> None:
     module = type(registry)("third_party_module")
     module.Backend = ThirdParty  # type: ignore[attr-defined]  # a module made up for the test
     monkeypatch.setitem(__import__("sys").modules, "third_party_module", module)
-    assert backend_names() == ["triton", "third_party", "missing", "misnamed", "torch_reference"]
+    assert backend_names() == [*OURS, "third_party", "missing", "misnamed", "torch_reference"]
     half = AttentionSpec(4, 2, 64, torch.float16)
     kv = KVCacheSpec(1, 2, 64, page_size=16, dtype=torch.float16, layout=KVLayout.HND)
     assert select_backend(BackendContext((half,), kv, CPU, 8, 64, 32))[0] is ThirdParty

@@ -1,0 +1,125 @@
+"""FlashAttention 2: splits chosen on the host from shapes, so baked at capture."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+
+from graphrt.backends.base import AttentionLayer, Capabilities, GraphSupport
+from graphrt.backends.peer import Package, PeerBackend
+from graphrt.capture.descriptor import GraphKind
+from graphrt.kernels.types import KVLayout
+from graphrt.metadata import StepMetadata
+
+
+class FlashAttention2Backend(PeerBackend):
+    """`flash_attn_with_kvcache` for decode rows, `flash_attn_varlen_func` for mixed batches, which run eagerly.
+
+    Its number of splits follows on the host from the batch, the heads and the table's width, none of which changes
+    between replays: the baked number is right for any lengths, though not the best for ragged ones. Nothing is planned.
+
+    With one query token it moves the query heads of a group into the sequence, and its grid depends on the query
+    length: a decode graph serves no mixed batch, hence UNIFORM. The kernel clears the part of a V tile that lies beyond
+    a row's length before the product, so NaN in the tail of a page stays there; it exits on a length of 0.
+    """
+
+    name: ClassVar[str] = "flash_attn2"
+    capabilities: ClassVar[Capabilities] = Capabilities(
+        devices=("cuda",),
+        dtypes=(torch.float16, torch.bfloat16),
+        kv_dtypes=(torch.float16, torch.bfloat16),
+        head_dims=(64, 128, 256),
+        page_sizes=(256, 512, 768, 1024),
+        layouts=(KVLayout.NHD, KVLayout.HND),
+        max_query_len=1024,
+        sliding_window=True,
+        logits_softcap=True,
+        mixed=True,
+        alibi=True,
+        lse=True,
+        batch_invariant=True,
+    )
+    graph_support: ClassVar[GraphSupport] = GraphSupport.UNIFORM
+    seq_len_fill: ClassVar[int] = 0
+    nan_safe_tail: ClassVar[bool] = True
+    package: ClassVar[Package] = Package("flash_attn", "pip install flash-attn", ("flash-attn",), (2, 6))
+    compute_capability: ClassVar[tuple[int, int]] = (8, 0)
+
+    def schedule(self, metadata: StepMetadata) -> None:
+        """The mask of real tokens, and for mixed batches the prefix sum of lengths that its varlen entry asks for.
+
+        Capture-safe: no value is read on the host.
+        """
+        super().schedule(metadata)
+        if metadata.descriptor.kind is GraphKind.MIXED:
+            ends = metadata.seq_lens.cumsum(0, dtype=torch.int32)
+            self._kv_starts = torch.nn.functional.pad(ends, (1, 0))
+
+    def run(
+        self,
+        layer: AttentionLayer,
+        q: torch.Tensor,
+        metadata: StepMetadata,
+        out: torch.Tensor,
+        *,
+        sinks: torch.Tensor | None = None,
+        lse: torch.Tensor | None = None,
+    ) -> None:
+        """Attend with the kernel and its combine. Capture-safe in decode steps: splits follow from shapes alone."""
+        spec = layer.spec
+        options: dict[str, Any] = {
+            "softmax_scale": spec.scale,
+            "causal": True,
+            # It counts the tokens to the left of the query's own.
+            "window_size": (-1, -1) if spec.sliding_window is None else (spec.sliding_window - 1, 0),
+            "softcap": spec.logits_softcap or 0.0,
+            "alibi_slopes": layer.alibi_slopes,
+            "block_table": metadata.block_table,
+        }
+        if metadata.descriptor.kind is GraphKind.MIXED:
+            result, sums = self._mixed(layer, q, metadata, options)
+        else:
+            result, sums = self._decode(layer, q, metadata, options)
+        self.write_out(result, out)
+        if lse is not None:
+            self.write_lse(self._unbiased(sums, layer, metadata), lse)
+
+    def _unbiased(self, sums: torch.Tensor, layer: AttentionLayer, metadata: StepMetadata) -> torch.Tensor:
+        """The log-sum-exp as the contract has it. Without a window the kernel adds slope x key position instead of
+        subtracting slope x distance: the softmax is the same, the sum is off by slope x query position."""
+        window, width = layer.spec.sliding_window, metadata.block_table.shape[1] * layer.k_cache.shape[1]
+        if layer.alibi_slopes is None or (window is not None and window <= width):
+            return sums
+        return sums - metadata.positions[:, None].float() * layer.alibi_slopes
+
+    def _decode(
+        self, layer: AttentionLayer, q: torch.Tensor, metadata: StepMetadata, options: dict[str, Any]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        rows, query_len = metadata.descriptor.padded_reqs, metadata.descriptor.query_len
+        result, sums = self._module.flash_attn_with_kvcache(
+            q.view(rows, query_len, *q.shape[1:]),
+            layer.k_cache,
+            layer.v_cache,
+            cache_seqlens=metadata.seq_lens,
+            num_splits=1 if self.context.batch_invariant else 0,  # 0: its heuristic
+            return_softmax_lse=True,
+            **options,
+        )
+        return result.reshape(q.shape), sums.transpose(1, 2).reshape(q.shape[:2])
+
+    def _mixed(
+        self, layer: AttentionLayer, q: torch.Tensor, metadata: StepMetadata, options: dict[str, Any]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        result, sums, _ = self._module.flash_attn_varlen_func(
+            q,
+            layer.k_cache,
+            layer.v_cache,
+            metadata.query_start_loc,
+            self._kv_starts,
+            metadata.descriptor.padded_tokens,
+            metadata.block_table.shape[1] * layer.k_cache.shape[1],
+            return_attn_probs=True,
+            **options,
+        )
+        return result, sums.transpose(0, 1)

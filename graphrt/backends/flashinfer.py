@@ -1,0 +1,305 @@
+"""FlashInfer: its schedule is planned on the host before every step, from lengths that the host has."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from graphrt.backends.base import AttentionLayer, BackendContext, Capabilities, GraphSupport
+from graphrt.backends.peer import Package, PeerBackend
+from graphrt.capture.descriptor import BatchDescriptor, GraphKind
+from graphrt.capture.staging import StagingSlot
+from graphrt.kernels.attention.options import FP8_DTYPES
+from graphrt.kernels.errors import CaptureError, ReplayError
+from graphrt.kernels.metadata.page_list import list_pages
+from graphrt.kernels.types import KVLayout
+from graphrt.metadata import StepMetadata
+
+if TYPE_CHECKING:
+    from graphrt.batch import Batch
+
+_SMALLEST_WORKSPACE = 128 << 20  # what its documentation asks for
+_CPU_SMS = 132  # without a device, for tests
+_TENSOR_CORE_BACKEND = "fa2"  # what it takes by itself for 16-bit queries before sm_100
+
+Int32Array = npt.NDArray[np.int32]
+
+
+class FlashInferBackend(PeerBackend):
+    """BatchDecodeWithPagedKVCacheWrapper in graph mode on tensor cores; mixed batches eagerly by its prefill wrapper.
+
+    Three writers, none of whom touches another's buffers. `plan()` runs in `plan_replay`, gets the lengths of the
+    batch as host arrays, and alone writes the row offsets (`indptr`), the lengths of last pages and the plan itself.
+    The refresh alone writes page ids, to the block table. `schedule` lists them on the device as the wrapper wants
+    them, by the offsets of that same plan, and alone writes `indices`; plan() is given an empty list.
+
+    There is a wrapper per captured size. All share the float workspace, the plan's device memory and its pinned
+    memory, since steps follow each other on one stream and each has its plan uploaded before it. The pinned memory is
+    guarded by an event behind the upload: the next plan waits for it, so the host runs at most one step ahead.
+
+    Pad rows are planned as one token in the null page (a length of 0 has made this kernel read out of bounds), and
+    their output is zeroed. V is loaded with zeros beyond a row's length, so NaN in the tail of a page stays there.
+    """
+
+    name: ClassVar[str] = "flashinfer"
+    capabilities: ClassVar[Capabilities] = Capabilities(
+        devices=("cuda",),
+        dtypes=(torch.float16, torch.bfloat16),
+        kv_dtypes=(torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2),
+        head_dims=(64, 128, 256),
+        page_sizes=None,
+        layouts=(KVLayout.NHD, KVLayout.HND),
+        max_query_len=1,
+        sliding_window=True,
+        logits_softcap=True,
+        mixed=True,
+        lse=True,
+    )
+    graph_support: ClassVar[GraphSupport] = GraphSupport.SINGLE_TOKEN
+    seq_len_fill: ClassVar[int] = 1
+    nan_safe_tail: ClassVar[bool] = True
+    package: ClassVar[Package] = Package(
+        "flashinfer", "pip install flashinfer-python", ("flashinfer-python", "flashinfer_python"), (0, 6)
+    )
+    compute_capability: ClassVar[tuple[int, int]] = (8, 0)
+
+    def __init__(self, context: BackendContext) -> None:
+        super().__init__(context)
+        self._spec = context.attention[0]
+        self._wrappers: dict[int, Any] = {}
+        self._layouts: dict[int, tuple[int, ...]] = {}
+        self._prefill: Any = None
+        self._shared: tuple[Any, Any] | None = None
+        self._planned_rows = self._planned_tokens = 0
+
+    @classmethod
+    def why_not(cls, context: BackendContext) -> list[str]:
+        """As the base class, and: what a plan holds must be the same in every layer."""
+        reasons = super().why_not(context)
+        for field in ("num_q_heads", "dtype", "sliding_window", "logits_softcap", "scale"):
+            values = list(dict.fromkeys(getattr(spec, field) for spec in context.attention))
+            if len(values) > 1:
+                reasons.append(f"{field} {', '.join(map(str, values))}: one plan serves all layers, they must agree")
+        return reasons
+
+    def allocate(self) -> None:
+        """Import the package and allocate what all wrappers share."""
+        super().allocate()
+        context, device, rows = self.context, self.context.device, self.context.max_num_reqs
+        self._workspace = torch.zeros(self._workspace_bytes(), dtype=torch.uint8, device=device)
+        self._indptr = torch.zeros(rows + 1, dtype=torch.int32, device=device)
+        self._indices = torch.zeros(rows * context.max_pages, dtype=torch.int32, device=device)
+        self._last_page_len = torch.ones(rows, dtype=torch.int32, device=device)
+        self._nothing = torch.empty(0, dtype=torch.int32, device=device)
+        self._slot = StagingSlot(3 * rows + 2, device)
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """What `schedule` rewrites. Buffers of the plan are written by `plan_replay`, before the step: not in it."""
+        return super().tensors() | ({} if self._live is None else {"indices": self._indices})
+
+    def close(self) -> None:
+        """Drop every tensor and wrapper."""
+        if self._live is not None:
+            self._slot.wait()
+            del self._workspace, self._indptr, self._indices, self._last_page_len, self._nothing, self._slot
+        super().close()
+        self._wrappers, self._layouts, self._prefill, self._shared = {}, {}, None, None
+
+    def plan_capture(self, descriptor: BatchDescriptor) -> None:
+        """Make the wrapper of this size, compile its kernels, and plan rows of one token.
+
+        Captured is where the plan lies, not what it says. Mixed steps are never captured: nothing to prepare.
+        """
+        if descriptor.kind is GraphKind.DECODE:
+            self._plan_decode(descriptor.padded_reqs, np.ones(descriptor.padded_reqs, np.int32))
+
+    def plan_replay(self, descriptor: BatchDescriptor, batch: Batch) -> None:
+        """Plan the step from the host's lengths; pad rows as one token in the null page.
+
+        Raises: ReplayError when the plan is laid out in another way than the captured one.
+        """
+        if descriptor.kind is GraphKind.MIXED:
+            self._plan_mixed(batch)
+            return
+        seq_lens = np.ones(descriptor.padded_reqs, np.int32)
+        # A length that the refresh will refuse must not become an offset: the row is planned as a pad row is.
+        np.maximum(batch.seq_lens, 1, out=seq_lens[: batch.num_reqs])
+        self._plan_decode(descriptor.padded_reqs, seq_lens)
+
+    def schedule(self, metadata: StepMetadata) -> None:
+        """List the page ids of every row on the device: one launch. Capture-safe: offsets are read there."""
+        super().schedule(metadata)
+        rows = self._planned_rows if metadata.descriptor.kind is GraphKind.MIXED else metadata.descriptor.padded_reqs
+        list_pages(metadata.block_table[:rows], self._indptr[: rows + 1], self._indices)
+
+    def run(
+        self,
+        layer: AttentionLayer,
+        q: torch.Tensor,
+        metadata: StepMetadata,
+        out: torch.Tensor,
+        *,
+        sinks: torch.Tensor | None = None,
+        lse: torch.Tensor | None = None,
+    ) -> None:
+        """Attend by the plan. Capture-safe in decode steps: the plan is read on the device.
+
+        The wrappers take scales of the cache as Python numbers, which a graph would freeze: the keys' is folded into
+        the queries and the values' into the output, on the device.
+        """
+        mixed = metadata.descriptor.kind is GraphKind.MIXED
+        wrapper = self._prefill if mixed else self._wrappers.get(metadata.descriptor.padded_reqs)
+        if wrapper is None:
+            raise CaptureError(
+                f"backend {self.name}: expected a plan for {metadata.descriptor}, got none; call plan_capture() first"
+            )
+        k, v = layer.k_cache, layer.v_cache
+        if self.context.kv.layout is KVLayout.HND:
+            k, v = k.transpose(1, 2), v.transpose(1, 2)
+        real = self._planned_tokens if mixed else q.shape[0]
+        if layer.k_scale is not None:
+            q = _scaled(q, layer.k_scale, torch.empty_like(q, memory_format=torch.contiguous_format))
+        result, sums = wrapper.run(q[:real], (k, v), return_lse=True)
+        if layer.v_scale is not None:
+            result = _scaled(result, layer.v_scale, torch.empty_like(result, dtype=out.dtype))
+        out[real:].zero_()
+        self.write_out(result.to(out.dtype), out[:real])
+        if lse is not None:
+            lse[real:].fill_(-math.inf)
+            self.write_lse(sums * math.log(2.0), lse[:real])  # it gives the logarithm to base 2
+
+    def _plan_decode(self, rows: int, seq_lens: Int32Array) -> None:
+        self._allocated()
+        wrapper = self._wrappers.get(rows)
+        first = wrapper is None
+        if wrapper is None:
+            wrapper = self._wrappers[rows] = self._decode_wrapper(rows)
+        indptr, last_page_len, _ = self._write_lengths(seq_lens, np.ones(rows, np.int32))
+        spec = self._spec
+        with self._slot.in_flight(self._stream()):
+            wrapper.plan(
+                indptr,
+                self._nothing,
+                last_page_len,
+                spec.num_q_heads,
+                spec.num_kv_heads,
+                spec.head_dim,
+                self.context.kv.page_size,
+                **self._plan_options(),
+            )
+        layout = tuple(int(x) for x in getattr(wrapper, "_plan_info", None) or ())
+        if first:
+            self._layouts[rows] = layout
+        elif layout != self._layouts[rows]:
+            raise ReplayError(
+                f"plan of {rows} rows: expected the layout {self._layouts[rows]} of the captured plan, got {layout}; "
+                "report it, this version of flashinfer lays its plan out by lengths"
+            )
+
+    def _plan_mixed(self, batch: Batch) -> None:
+        """Eager steps: only the real rows and tokens."""
+        self._allocated()
+        self._planned_rows, self._planned_tokens = batch.num_reqs, batch.num_tokens
+        if self._prefill is None:
+            wrapper = self._module.BatchPrefillWithPagedKVCacheWrapper(
+                self._workspace, self.context.kv.layout.value, backend=_TENSOR_CORE_BACKEND
+            )
+            self._prefill = self._share(wrapper)
+        seq_lens = np.maximum(batch.seq_lens, 1)
+        indptr, last_page_len, query_starts = self._write_lengths(seq_lens, batch.query_lens)
+        spec = self._spec
+        with self._slot.in_flight(self._stream()):
+            self._indptr[: len(indptr)].copy_(indptr, non_blocking=True)  # for `schedule`; the wrapper has a copy
+            self._prefill.plan(
+                query_starts,
+                indptr,
+                self._indices,
+                last_page_len,
+                spec.num_q_heads,
+                spec.num_kv_heads,
+                spec.head_dim,
+                self.context.kv.page_size,
+                causal=True,
+                **self._plan_options(),
+            )
+
+    def _plan_options(self) -> dict[str, Any]:
+        spec, stored = self._spec, self.context.kv.dtype
+        return {
+            "q_data_type": spec.dtype,
+            "kv_data_type": stored,
+            # Partial results have the output's dtype, and the values' scale is still to come: float16 holds any mean
+            # of fp8 values, and rounds it finer than bfloat16 does afterwards.
+            "o_data_type": torch.float16 if stored in FP8_DTYPES else spec.dtype,
+            "sm_scale": spec.scale,
+            "window_left": -1 if spec.sliding_window is None else spec.sliding_window - 1,
+            "logits_soft_cap": spec.logits_softcap or 0.0,
+        }
+
+    def _write_lengths(
+        self, seq_lens: Int32Array, query_lens: Int32Array
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Row offsets, lengths of last pages and query offsets in pinned memory, once no upload reads it any more."""
+        self._slot.wait()
+        n, page_size, record = len(seq_lens), self.context.kv.page_size, self._slot.record
+        pages = -(-seq_lens // page_size)
+        record[0] = 0
+        np.cumsum(pages, out=record[1 : n + 1])
+        record[n + 1 : 2 * n + 1] = seq_lens - (pages - 1) * page_size
+        record[2 * n + 1] = 0
+        np.cumsum(query_lens, out=record[2 * n + 2 : 3 * n + 2])
+        host = self._slot.record_tensor
+        return host[: n + 1], host[n + 1 : 2 * n + 1], host[2 * n + 1 : 3 * n + 2]
+
+    def _decode_wrapper(self, rows: int) -> Any:
+        wrapper = self._module.BatchDecodeWithPagedKVCacheWrapper(
+            self._workspace,
+            self.context.kv.layout.value,
+            use_cuda_graph=True,
+            use_tensor_cores=True,
+            paged_kv_indptr_buffer=self._indptr[: rows + 1],
+            paged_kv_indices_buffer=self._indices,
+            paged_kv_last_page_len_buffer=self._last_page_len[:rows],
+            backend=_TENSOR_CORE_BACKEND,
+        )
+        return self._share(wrapper)
+
+    def _share(self, wrapper: Any) -> Any:
+        """Give a wrapper the plan memory of the first: 8 MB on the device and 8 MB pinned, else once per size.
+
+        The guard of `_slot` then covers every wrapper. There is no public way to share the pinned half.
+        """
+        names = ("_int_workspace_buffer", "_pin_memory_int_workspace_buffer")
+        if self._shared is None:
+            self._shared = getattr(wrapper, names[0]), getattr(wrapper, names[1])
+        for name, buffer in zip(names, self._shared, strict=True):
+            setattr(wrapper, name, buffer)
+        return wrapper
+
+    def _workspace_bytes(self) -> int:
+        """Room for the partial results of the largest step: per query head, a tile of queries for every program.
+
+        plan() raises when it is too small, so an estimate will do.
+        """
+        spec, device = self._spec, self.context.device
+        sms = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else _CPU_SMS
+        programs = -(-2 * sms // spec.num_kv_heads)
+        tile = 16 if spec.group <= 16 else 64 if spec.group <= 64 else 128
+        decode_tiles = max(programs, self.context.max_num_reqs * (1 + -(-spec.group // tile))) * tile
+        tiles = max(decode_tiles, programs * 128)
+        return max(_SMALLEST_WORKSPACE, 4 * spec.num_q_heads * tiles * (spec.head_dim + 1) + (1 << 20))
+
+    def _stream(self) -> torch.cuda.Stream | None:
+        device = self.context.device
+        return torch.cuda.current_stream(device) if device.type == "cuda" else None
+
+
+def _scaled(x: torch.Tensor, scale: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    """x [tokens, num_q_heads, head_dim] times a scale [1] or [num_kv_heads], in float32, rounded once, into `out`."""
+    heads = scale.shape[0]
+    torch.mul(x.unflatten(1, (heads, -1)), scale.view(-1, 1, 1), out=out.unflatten(1, (heads, -1)))
+    return out

@@ -1,0 +1,137 @@
+"""What backends around another package's kernels share: the package, the checks, and zeros in pad tokens."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import re
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any, ClassVar
+
+import torch
+
+from graphrt.backends.base import AttentionBackend, BackendContext
+from graphrt.kernels.attention.options import FP8_DTYPES
+from graphrt.kernels.errors import CaptureError, UnsupportedError
+from graphrt.metadata import StepMetadata
+
+
+@dataclass(frozen=True, slots=True)
+class Package:
+    """An optional package: found without importing it, imported when its backend is used.
+
+    module         what is imported
+    install        the pip command that brings it
+    distributions  names under which it is installed; the first that is found gives the version
+    minimum        oldest version (major, minor) that has what we call; a build without a version passes
+    """
+
+    module: str
+    install: str
+    distributions: tuple[str, ...]
+    minimum: tuple[int, int]
+
+    def missing(self) -> str | None:
+        """Why the package cannot be used, with the command that helps, or None. Imports nothing."""
+        if importlib.util.find_spec(self.module) is None:
+            return f"package {self.module}: not installed; run {self.install}"
+        for distribution in self.distributions:
+            try:
+                found = version(distribution)
+            except PackageNotFoundError:
+                continue
+            numbers = [int(x) for x in re.findall(r"\d+", found)[:2]]
+            if tuple(numbers) < self.minimum:
+                wanted = ".".join(map(str, self.minimum))
+                return f"package {self.module}: needs version {wanted}, got {found}; run {self.install} --upgrade"
+            break
+        return None
+
+    def load(self) -> Any:
+        """Import the package. Raises: UnsupportedError with the pip command, also when a library it links to lacks."""
+        try:
+            return importlib.import_module(self.module)
+        except (ImportError, OSError) as error:
+            raise UnsupportedError(
+                f"{self.module}: expected the package, got none ({error}); run {self.install}"
+            ) from error
+
+
+class PeerBackend(AttentionBackend):
+    """A backend whose kernels come from another package.
+
+    Such kernels leave the rows of pad tokens unwritten, or fill them with what the null page holds. So `schedule`
+    notes once per step which tokens are real, and every result passes through a select on its way into `out`.
+    """
+
+    package: ClassVar[Package]
+    compute_capability: ClassVar[tuple[int, int]]
+    """Oldest GPU generation that the kernels run on."""
+
+    def __init__(self, context: BackendContext) -> None:
+        super().__init__(context)
+        self._live: torch.Tensor | None = None
+
+    @classmethod
+    def unavailable(cls) -> str | None:
+        """The missing package and the pip command that brings it, or None. Imports nothing."""
+        return cls.package.missing()
+
+    @classmethod
+    def why_not(cls, context: BackendContext) -> list[str]:
+        """As the base class, and: the GPU's generation; one dtype for queries and cache, unless the cache is fp8."""
+        reasons = super().why_not(context)
+        if context.device.type == "cuda" and torch.cuda.is_available():
+            have = torch.cuda.get_device_capability(context.device)
+            if have < cls.compute_capability:
+                need = "".join(map(str, cls.compute_capability))
+                reasons.append(f"device sm_{have[0]}{have[1]}: needs sm_{need} or newer")
+        for spec in dict.fromkeys(context.attention):
+            if context.kv.dtype not in (spec.dtype, *FP8_DTYPES):
+                reasons.append(f"dtype {spec.dtype} with KV dtype {context.kv.dtype}: must be equal, or the cache fp8")
+            if spec.alibi_sqrt and cls.capabilities.alibi:
+                reasons.append("alibi_sqrt: not supported, the distance itself only")
+        return list(dict.fromkeys(reasons))
+
+    def allocate(self) -> None:
+        """Import the package, and allocate the mask of real tokens."""
+        context = self.context
+        self._module = self.package.load()
+        tokens = max(context.max_num_tokens, context.max_num_reqs * context.max_query_len)
+        self._live = torch.zeros(tokens, dtype=torch.bool, device=context.device)
+        # Constants of the selects below, in device memory because a capture allows no copy from the host.
+        self._zero = torch.zeros((), dtype=context.attention[0].dtype, device=context.device)
+        self._minus_infinity = torch.full((), float("-inf"), dtype=torch.float32, device=context.device)
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """What `schedule` rewrites at every step. Constants are not in it: they must keep their values."""
+        return {} if self._live is None else {"live": self._live}
+
+    def close(self) -> None:
+        """Drop every tensor."""
+        self._live = None
+
+    def schedule(self, metadata: StepMetadata) -> None:
+        """Note which tokens are real: those that have a slot in the cache. Capture-safe: a comparison on the device."""
+        tokens = metadata.descriptor.padded_tokens
+        torch.ge(metadata.slot_mapping, 0, out=self._allocated()[:tokens])
+
+    def write_out(self, result: torch.Tensor, out: torch.Tensor) -> None:
+        """Copy what the kernel gave into `out`, with zeros in pad tokens, whatever it left there.
+
+        result  [padded_tokens, num_q_heads, head_dim]  any strides
+        out     same shape                              written in place
+        """
+        live = self._allocated()[: out.shape[0]].view(-1, 1, 1)
+        torch.where(live, result, self._zero.to(out.dtype), out=out)
+
+    def write_lse(self, result: torch.Tensor, lse: torch.Tensor) -> None:
+        """Copy a natural log-sum-exp into `lse`, with -inf in pad tokens. Both [padded_tokens, num_q_heads]."""
+        live = self._allocated()[: lse.shape[0]].view(-1, 1)
+        torch.where(live, result, self._minus_infinity, out=lse)
+
+    def _allocated(self) -> torch.Tensor:
+        if self._live is None:
+            raise CaptureError(f"backend {self.name}: expected buffers, got none; call allocate() first")
+        return self._live

@@ -1,0 +1,80 @@
+"""Page ids as one list, row after row (CSR), from a block table: what kernels take that know no table."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from graphrt.kernels.checks import check_tensor, check_unit_stride
+from graphrt.kernels.compile_spec import CompileSpec
+from graphrt.kernels.library import define_op
+
+_BLOCK = 1024
+_NUM_WARPS = 4
+
+
+@triton.jit
+def _list_pages_kernel(table_ptr, indptr_ptr, indices_ptr, stride_table, table_width, capacity, BLOCK: tl.constexpr):
+    row = tl.program_id(0)
+    start = tl.load(indptr_ptr + row)
+    count = tl.minimum(tl.load(indptr_ptr + row + 1) - start, table_width)
+    first = tl.program_id(1) * BLOCK
+    if first < count:
+        columns = first + tl.arange(0, BLOCK)
+        at = start + columns
+        # What indptr says is the host's: never write beyond the buffer, whatever it holds.
+        mask = (columns < count) & (at >= 0) & (at < capacity)
+        pages = tl.load(table_ptr + row.to(tl.int64) * stride_table + columns, mask=mask, other=0)
+        tl.store(indices_ptr + at, pages, mask=mask)
+
+
+def _list_pages_triton(block_table: torch.Tensor, indptr: torch.Tensor, indices: torch.Tensor) -> None:
+    rows, width = block_table.shape
+    _list_pages_kernel[(rows, triton.cdiv(width, _BLOCK))](
+        block_table, indptr, indices, block_table.stride(0), width, indices.shape[0], BLOCK=_BLOCK, num_warps=_NUM_WARPS
+    )
+
+
+def list_pages_reference(block_table: torch.Tensor, indptr: torch.Tensor, indices: torch.Tensor) -> None:
+    """`list_pages` in plain torch, row by row."""
+    starts = indptr.tolist()
+    for row in range(block_table.shape[0]):
+        start, end = starts[row], min(starts[row + 1], starts[row] + block_table.shape[1], indices.shape[0])
+        if 0 <= start < end:
+            indices[start:end] = block_table[row, : end - start]
+
+
+_op = define_op(
+    "list_pages(Tensor block_table, Tensor indptr, Tensor(a!) indices) -> ()",
+    triton_impl=_list_pages_triton,
+    reference=list_pages_reference,
+)
+
+
+def list_pages(block_table: torch.Tensor, indptr: torch.Tensor, indices: torch.Tensor) -> None:
+    """Write the first indptr[i + 1] - indptr[i] page ids of each row i to indices[indptr[i] : indptr[i + 1]].
+
+    block_table  [rows, max_pages]  int32  device; rows may be strided
+    indptr       [rows + 1]         int32  device, non-decreasing
+    indices      [capacity]         int32  device, written in place; the rest keeps its contents
+
+    Entries beyond the table's width or the buffer's end are not written.
+    Capture-safe: the grid follows from the table's shape; counts are read on the device.
+    Raises: ShapeError.
+    """
+    check_tensor("block_table", block_table, shape=(None, None), dtype=torch.int32)
+    check_tensor("indptr", indptr, shape=(block_table.shape[0] + 1,), dtype=torch.int32, device=block_table.device)
+    check_tensor("indices", indices, shape=(None,), dtype=torch.int32, device=block_table.device)
+    for name, tensor in (("block_table", block_table), ("indptr", indptr), ("indices", indices)):
+        check_unit_stride(name, tensor)
+    _op(block_table, indptr, indices)
+
+
+def compile_variants() -> list[CompileSpec]:
+    """The one variant."""
+    pointers = ("table_ptr", "indptr_ptr", "indices_ptr")
+    integers = ("stride_table", "table_width", "capacity")
+    signature = {**dict.fromkeys(pointers, "*i32"), **dict.fromkeys(integers, "i32"), "BLOCK": "constexpr"}
+    constexprs: dict[str, object] = {"BLOCK": _BLOCK}
+    return [CompileSpec("list_pages", _list_pages_kernel, signature, constexprs, _NUM_WARPS, 3, divisible=pointers)]

@@ -1,0 +1,99 @@
+"""Every backend through one contract: replay is eager bitwise, right, and free of stale metadata, padding and NaN.
+
+On CPU the three families of metadata stand in as mocks, and broken ones show that the check notices what it is for.
+Skips are the backend's own refusals, which name it.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+
+import pytest
+import torch
+
+from graphrt.backends.base import AttentionBackend
+from graphrt.backends.registry import backend_class
+from graphrt.kernels.library import INTERPRETER_AVAILABLE
+from tests.backends import fake_packages, mocks
+from tests.backends.contract import FEATURES, Feature, check, declares
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
+MOCKS = {cls.name: cls for cls in mocks.FAMILIES}
+ON_CUDA = ("triton", "flash_attn3", "flash_attn2", "flashinfer", "torch_reference")
+
+
+def cases(*features: str) -> list:
+    """Every backend with every one of the features that it declares."""
+    on_cpu = ["torch_reference", *MOCKS, *(["triton"] if INTERPRETER_AVAILABLE else [])]
+    params = []
+    for device, names in ((CPU, on_cpu), (CUDA, ON_CUDA)):
+        marks = [pytest.mark.gpu] if device is CUDA else []
+        for name in names:
+            cls = MOCKS.get(name) or backend_class(name)
+            for feature in features:
+                if declares(cls, FEATURES[feature], device):
+                    params.append(pytest.param(cls, feature, device, id=f"{name}-{device.type}-{feature}", marks=marks))
+    return params
+
+
+@pytest.mark.parametrize(("cls", "feature", "device"), cases("plain", "window", "softcap"))
+def test_masks(cls: type[AttentionBackend], feature: str, device: torch.device) -> None:
+    check(cls, FEATURES[feature], device)
+
+
+@pytest.mark.parametrize(("cls", "feature", "device"), cases("alibi", "sinks", "lse", "fp8"))
+def test_extras(cls: type[AttentionBackend], feature: str, device: torch.device) -> None:
+    check(cls, FEATURES[feature], device)
+
+
+@pytest.mark.parametrize(("cls", "feature", "device"), cases("hnd", "query_len", "batch_invariant"))
+def test_shapes(cls: type[AttentionBackend], feature: str, device: torch.device) -> None:
+    check(cls, FEATURES[feature], device)
+
+
+@pytest.mark.parametrize(("cls", "feature", "device"), cases("mixed", "mixed-window", "mixed-fp8", "mixed-large-pages"))
+def test_mixed(cls: type[AttentionBackend], feature: str, device: torch.device) -> None:
+    """Captured where the backend has graphs for mixed batches, else eagerly."""
+    check(cls, FEATURES[feature], device)
+
+
+def fake_cases() -> list:
+    """The peers on CPU, over kernels that only compute as theirs do: what the backends themselves do is under test."""
+    params = []
+    for name in fake_packages.PACKAGES:
+        cls = backend_class(name)
+        dtypes = {"dtypes": (torch.float32, torch.bfloat16), "kv_dtypes": (*cls.capabilities.kv_dtypes, torch.float32)}
+        sizes = {"head_dims": None, "page_sizes": None}
+        on_cpu = type(
+            cls.__name__, (cls,), {"capabilities": replace(cls.capabilities, devices=("cpu",), **dtypes, **sizes)}
+        )
+        for feature in FEATURES.values():
+            # What the real kernels take in 16 bits alone, or round to bfloat16.
+            narrow = feature.kv_dtype is not None or feature.id == "sinks"
+            asked = replace(feature, dtype=torch.bfloat16) if narrow else feature
+            if declares(on_cpu, asked, CPU):
+                params.append(pytest.param(on_cpu, asked, id=f"{name}-{feature.id}"))
+    return params
+
+
+@pytest.mark.parametrize(("cls", "feature"), fake_cases())
+def test_peers_over_fake_kernels(
+    cls: type[AttentionBackend], feature: Feature, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = ModuleType(cls.package.module)
+    module.__spec__ = ModuleSpec(module.__name__, None)
+    for name, value in vars(fake_packages.PACKAGES[cls.name]).items():
+        if not name.startswith("_"):
+            setattr(module, name, getattr(fake_packages.PACKAGES[cls.name], name, value))
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setattr("graphrt.backends.flashinfer._SMALLEST_WORKSPACE", 1 << 10)
+    check(cls, feature, CPU)
+
+
+@pytest.mark.parametrize("broken", mocks.BROKEN, ids=lambda cls: cls.name)
+def test_stale_metadata_is_noticed(broken: type) -> None:
+    with pytest.raises(AssertionError):
+        check(broken, FEATURES["plain"], CPU)
