@@ -1,6 +1,6 @@
 """Attention calls on exactly-sized memory, for compute-sanitizer.
 
-    compute-sanitizer --tool memcheck python scripts/sanitize_attention.py
+    compute-sanitizer --tool memcheck --report-api-errors no python scripts/sanitize_attention.py
     compute-sanitizer --tool racecheck python scripts/sanitize_attention.py --only many
 
 torch's allocator rounds sizes up and hides overruns, so it is switched off: every tensor is an allocation of its own.

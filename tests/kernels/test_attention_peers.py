@@ -239,7 +239,13 @@ def fa2_decode(problem: Problem) -> Answer:
         alibi_slopes=options.alibi_slopes,
         return_softmax_lse=True,
     )
-    return Answer(out.flatten(0, 1), per_token(lse))
+    lse = per_token(lse)
+    if options.alibi_slopes is not None and not case.window:
+        # It then adds slope x key position instead of subtracting slope x distance: the same softmax, another sum.
+        starts = problem.seq_lens[:, None] - case.rows[0][1]
+        positions = starts + torch.arange(case.rows[0][1], device=lse.device)
+        lse = lse - options.alibi_slopes * positions.flatten()[:, None]
+    return Answer(out.flatten(0, 1), lse)
 
 
 FA2 = {
