@@ -58,6 +58,7 @@ CALLS = {
     "float32": Call((33, 100), dtype=torch.float32, head_dim=64),
     "window": Call((200, 64), window=65, page_size=64),
     "invariant": Call((900, 3), batch_invariant=True),
+    "invariant_full": Call((20000,), batch_invariant=True, num_sms=64),
     "varlen": Call((40, 7, 130), (40, 1, 33)),
     "varlen_fp8": Call((40, 7, 130), (40, 1, 33), kv_dtype=E4M3),
     "contiguous": Call((40, 7, 130), (40, 1, 33), contiguous=True),

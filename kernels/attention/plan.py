@@ -23,8 +23,8 @@ _MERGE_ELEMENTS_PER_WARP = 4096  # fp32 values of partial results that a merging
 _MIN_MERGE_GROUP = 8
 _NATIVE_MAX_PACKED = 16  # query rows of a unit of the CUDA kernel, and their registers: rows in tiles of 8 x head_dim
 _NATIVE_MAX_STATE = 320
-_NATIVE_STAGES = 3
-_NATIVE_MANY_UNITS = 2  # units per part from which on blocks have half the warps: two hide each other's merges
+_NATIVE_STAGES, _NATIVE_STAGES_MANY = 3, 2
+_NATIVE_MANY_UNITS = 2  # units per part from which on a plan is one of many rows
 _NATIVE_UNIT_BYTES = 20 << 10  # KV bytes that a warp could read in the time that another unit takes it
 _CLUSTER = 8
 _CLUSTER_SHARE = 0.9  # of the multiprocessors: clusters do not fill those of every GPC
@@ -142,9 +142,10 @@ class AttentionPlan:
             return self
         stage_bytes = native_stage_bytes(self.head_dim, packed, kv_dtype)
         cluster, parts_of_cluster = _cluster(self, num_sms)
-        shapes = [(8, 1), (4, 1)]  # warps of a block, blocks of a multiprocessor
-        if self.num_units >= _NATIVE_MANY_UNITS * (num_sms // self.num_kv_heads) and not self.fixed_splits:
-            shapes = [(4, 2), (4, 1)]
+        many = not self.fixed_splits and self.num_units >= _NATIVE_MANY_UNITS * (num_sms // self.num_kv_heads)
+        # Warps of a block, and blocks of a multiprocessor. Values of 8 bits take longer to compute than to read when
+        # warps wait for each other at the end of every short row.
+        shapes = [(2, 4), (4, 1)] if many and kv_dtype.itemsize == 1 else [(8, 1), (4, 1)]
         inbox = 16 * packed * (self.head_dim // 2 + cluster) if cluster > 1 else 0
         for warps, blocks in shapes:
             room = (_SHARED_BYTES + 1024) // blocks - 1024 - _STATIC_SHARED_BYTES - inbox
@@ -156,7 +157,7 @@ class AttentionPlan:
             self,
             block_n=block_n,
             num_warps=4,
-            num_stages=min(_NATIVE_STAGES, room // (warps * stage_bytes)),
+            num_stages=min(_NATIVE_STAGES_MANY if many else _NATIVE_STAGES, room // (warps * stage_bytes)),
             num_parts=parts_of_cluster or _round_parts(blocks * num_sms // self.num_kv_heads),
             unit_overhead=max(1, round(warps * _NATIVE_UNIT_BYTES / part_bytes)),
             min_part_tiles=_CLUSTER_PART_TOKENS // block_n if cluster > 1 else 1,

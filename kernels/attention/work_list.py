@@ -34,7 +34,7 @@ from graphrt.kernels.errors import CapacityError, ShapeError
 from graphrt.kernels.library import define_op
 
 _NUM_WARPS = 4
-_PART_BLOCK = 8
+_PART_BLOCK = 2
 _MIN_UNIT_BLOCK, _MAX_UNIT_BLOCK = 32, 256
 
 _PART_WORDS = tl.constexpr(PART_WORDS)

@@ -10,7 +10,7 @@
 // group of up to 8 is not padded to 16. The accumulators hold O^T = V^T P^T.
 //
 // Compile-time macros: HEAD_DIM GROUP QUERY_LEN PAGE_SIZE BLOCK_N WARPS STAGES CLUSTER CAUSAL WINDOW SOFTCAP ALIBI
-// (1: distance, 2: its root) Q_BF16 KV_FP8 (0, 1: e4m3, 2: e5m2) FIXED_SPLITS MERGE_GROUP
+// (1: distance, 2: its root) Q_BF16 KV_FP8 (0, 1: e4m3, 2: e5m2) FIXED_SPLITS MERGE_GROUP PARTIAL_M
 
 #include "attend.cuh"
 
@@ -101,12 +101,16 @@ __device__ __forceinline__ void copy_tile(Stream &t, const Params &p, const char
   commit();
 }
 
+// Two neighbouring elements of an output row, not divided yet, with the reference point and sum of their exponentials.
 struct Pair {
   float x, y, top, sum;
 };
 
+__device__ __forceinline__ int packed_of(int unit) { return unit / (HEAD_DIM / 2); }
+__device__ __forceinline__ int element_of(int unit) { return unit % (HEAD_DIM / 2) * 2; }
+
 __device__ __forceinline__ void write_pair(Pair r, int unit, const Segment &s, const Params &p, int kv_head) {
-  int packed = unit / (HEAD_DIM / 2), d = unit % (HEAD_DIM / 2) * 2;
+  int packed = packed_of(unit), d = element_of(unit);
   i64 token = s.query_start + packed / GROUP;
   int head = kv_head * GROUP + packed % GROUP;
   if (p.sinks) {
@@ -121,10 +125,36 @@ __device__ __forceinline__ void write_pair(Pair r, int unit, const Segment &s, c
   *reinterpret_cast<u32 *>(to) = pack_output(r.x * scale, r.y * scale);
 }
 
-// A partial result divided by its sum, with the log-sum-exp in place of the maximum.
-__device__ __forceinline__ Pair normalised(Pair r) {
-  float divisor = r.sum == 0.0f ? 1.0f : r.sum;
-  return {r.x / divisor, r.y / divisor, r.top + log2f(divisor), 1.0f};
+// COUNT partial results in shared memory, summed in order: pairs and statistics of unit i are `values(i)`, `stats(i)`.
+template <int COUNT, typename Values, typename Stats>
+__device__ __forceinline__ Pair merge_shared(Values values, Stats stats) {
+  float top = NEG_INF;
+#pragma unroll
+  for (int i = 0; i < COUNT; ++i) top = fmaxf(top, stats(i).x);
+  Pair r = {0.0f, 0.0f, top, 0.0f};
+#pragma unroll
+  for (int i = 0; i < COUNT; ++i) {
+    float share = power2(stats(i).x - finite(top));
+    float2 x = values(i);
+    r = {r.x + share * x.x, r.y + share * x.y, top, r.sum + share * stats(i).y};
+  }
+  return r;
+}
+
+// The places of a unit's partial results in global memory, those of attend.py.
+struct Slots {
+  int first, next, step;
+  __device__ __forceinline__ int of(int split) const { return split == 0 ? first : next + split * step; }
+};
+
+__device__ __forceinline__ Slots slots_of(const Segment &s, int part) {
+#if FIXED_SPLITS
+  int first = (s.row * ((s.query_len * GROUP + 15) / 16) + s.first_row / 16) * FIXED_SPLITS;
+  return {first, first, 1};
+#else
+  int next = 2 * (part - (s.splits >> 16));
+  return {next + 1, next, 2};
+#endif
 }
 
 // Merged groups have log-sum-exps of their own: other warps may still read those of the group's first split.
@@ -132,75 +162,84 @@ __device__ __forceinline__ float *lse_of(int level, const Params &p) {
   return p.partial_lse + (i64)level * p.num_slots * gridDim.x * PARTIAL_M;
 }
 
-__device__ __forceinline__ void store_pair(Pair r, int unit, int first, int level, i64 slot, const Params &p,
+__device__ __forceinline__ void store_pair(Pair r, int unit, int first_unit, int level, i64 slot, const Params &p,
                                            int kv_head) {
-  int packed = unit / (HEAD_DIM / 2), d = unit % (HEAD_DIM / 2) * 2;
+  int packed = packed_of(unit), d = element_of(unit);
   i64 at = (slot * gridDim.x + kv_head) * PARTIAL_M + packed;
-  r = normalised(r);
+  float divisor = r.sum == 0.0f ? 1.0f : r.sum;
   // Blocks of a cluster that hold parts of the same query row write the same value.
-  if (d == 0 || unit == first) lse_of(level, p)[at] = r.top;
-  *reinterpret_cast<float2 *>(p.partial_out + at * HEAD_DIM + d) = make_float2(r.x, r.y);
+  if (d == 0 || unit == first_unit) lse_of(level, p)[at] = r.top + log2f(divisor);
+  *reinterpret_cast<float2 *>(p.partial_out + at * HEAD_DIM + d) = make_float2(r.x / divisor, r.y / divisor);
 }
 
-__device__ __forceinline__ float load_fresh(const float *at) { return __ldcg(at); }  // L1 is not coherent
-
-// Partial results in global memory, summed in split order.
-__device__ __forceinline__ Pair merge_slots(int unit, int first_slot, int next_slot, int step, int count,
-                                            int level, const Params &p, int kv_head) {
-  int packed = unit / (HEAD_DIM / 2), d = unit % (HEAD_DIM / 2) * 2;
+// `count` partial results in global memory, summed in split order. L1 is not coherent, so the loads go to L2.
+__device__ __forceinline__ Pair merge_slots(int unit, Slots slots, int count, int level, const Params &p, int kv_head) {
+  constexpr int AT_A_TIME = 8;
+  int packed = packed_of(unit), d = element_of(unit);
   Pair r = {0.0f, 0.0f, NEG_INF, 0.0f};
-  for (int from = 0; from < count; from += 8) {
-    float lses[8], top = r.top;
-    float2 outs[8];
+  for (int from = 0; from < count; from += AT_A_TIME) {
+    float lses[AT_A_TIME], top = r.top;
+    float2 outs[AT_A_TIME];
 #pragma unroll
-    for (int i = 0; i < 8; ++i) {
-      int split = from + i;
-      i64 slot = split == 0 ? first_slot : next_slot + split * step;
-      i64 at = (slot * gridDim.x + kv_head) * PARTIAL_M + packed;
-      lses[i] = split < count ? load_fresh(lse_of(level, p) + at) : NEG_INF;
-      outs[i] = split < count ? __ldcg(reinterpret_cast<const float2 *>(p.partial_out + at * HEAD_DIM + d))
-                              : make_float2(0.0f, 0.0f);
+    for (int i = 0; i < AT_A_TIME; ++i) {
+      bool exists = from + i < count;
+      i64 at = ((i64)slots.of(from + i) * gridDim.x + kv_head) * PARTIAL_M + packed;
+      lses[i] = exists ? __ldcg(lse_of(level, p) + at) : NEG_INF;
+      outs[i] = exists ? __ldcg(reinterpret_cast<const float2 *>(p.partial_out + at * HEAD_DIM + d))
+                       : make_float2(0.0f, 0.0f);
     }
 #pragma unroll
-    for (int i = 0; i < 8; ++i) top = fmaxf(top, lses[i]);
-    float base = finite(top), rescale = power2(r.top - base);
+    for (int i = 0; i < AT_A_TIME; ++i) top = fmaxf(top, lses[i]);
+    float rescale = power2(r.top - finite(top));
     r = {r.x * rescale, r.y * rescale, top, r.sum * rescale};
 #pragma unroll
-    for (int i = 0; i < 8; ++i) {
-      float share = power2(lses[i] - base);
-      r.x += share * outs[i].x;
-      r.y += share * outs[i].y;
-      r.sum += share;
+    for (int i = 0; i < AT_A_TIME; ++i) {
+      float share = power2(lses[i] - finite(top));
+      r = {r.x + share * outs[i].x, r.y + share * outs[i].y, top, r.sum + share};
     }
   }
   return r;
 }
 
-// Partial results of the warps of this block, or of the blocks of this cluster, summed in order.
-template <int COUNT>
-__device__ __forceinline__ Pair merge_shared(const char *values, int value_bytes, const char *stats, int stats_bytes) {
-  float tops[COUNT], top = NEG_INF;
-#pragma unroll
-  for (int i = 0; i < COUNT; ++i) {
-    tops[i] = *reinterpret_cast<const float *>(stats + i * stats_bytes);
-    top = fmaxf(top, tops[i]);
+// Tell that this block's units of a split are stored, and merge them if it is the last: in groups of MERGE_GROUP
+// splits, and the results of the groups once more. Who comes last to a group merges it into its first slot and goes on
+// to the unit's counter. The blocks of a cluster do so apart, each with counters of its own.
+__device__ __forceinline__ void arrive_and_merge(const Segment &s, Slots slots, int first_unit, int last_unit, int rank,
+                                                 const Params &p, int kv_head) {
+  __shared__ bool is_last;
+  const int num_splits = s.splits & 0xffff, groups = (num_splits + MERGE_GROUP - 1) / MERGE_GROUP;
+  int leader = (s.splits >> 16) / MERGE_GROUP * MERGE_GROUP, expected = min(num_splits - leader, MERGE_GROUP);
+  int counter = slots.of(leader);
+  for (int level = 0; level < (groups > 1 ? 2 : 1); ++level) {
+    if (level == 1) {
+      leader = 0;
+      expected = groups;
+      slots.step *= MERGE_GROUP;
+      counter = p.num_slots + slots.first;
+    }
+    __syncthreads();
+    if (threadIdx.x == 0) {
+      int *at = p.counters + ((i64)counter * gridDim.x + kv_head) * CLUSTER + rank, arrived;
+      asm volatile("fence.acq_rel.gpu;\n" ::: "memory");
+      asm volatile("atom.acq_rel.gpu.global.add.s32 %0, [%1], 1;\n" : "=r"(arrived) : "l"(at) : "memory");
+      is_last = arrived == expected - 1;
+      if (is_last) *at = 0;
+    }
+    __syncthreads();
+    if (!is_last) return;
+    const Slots group = {slots.of(leader), slots.next + leader * slots.step, slots.step};
+    for (int unit = first_unit + threadIdx.x; unit < last_unit; unit += THREADS) {
+      Pair r = merge_slots(unit, group, expected, level, p, kv_head);
+      if (level == 0 && groups > 1)
+        store_pair(r, unit, first_unit, 1, group.first, p, kv_head);
+      else
+        write_pair(r, unit, s, p, kv_head);
+    }
   }
-  float base = finite(top);
-  Pair r = {0.0f, 0.0f, top, 0.0f};
-#pragma unroll
-  for (int i = 0; i < COUNT; ++i) {
-    float share = power2(tops[i] - base);
-    float2 x = *reinterpret_cast<const float2 *>(values + i * value_bytes);
-    r.x += share * x.x;
-    r.y += share * x.y;
-    r.sum += share * *reinterpret_cast<const float *>(stats + i * stats_bytes + 4);
-  }
-  return r;
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) decode_attention(const __grid_constant__ Params p) {
   extern __shared__ __align__(128) char memory[];
-  __shared__ bool is_last;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int kv_head = blockIdx.x, part = blockIdx.y / CLUSTER, rank = blockIdx.y % CLUSTER;
   const int worker = rank * WARPS + warp;
@@ -219,14 +258,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) decode_attention(const 
   const int *part_words = p.work_list + part * 16;
   const int begin = part_words[0], end = part_words[16];
   const int zeros_begin = part_words[1], zeros_end = part_words[17];
-  Segment s = load_segment(FIXED_SPLITS ? p.work_list + p.segments_at + begin * 8 : part_words + 8);
+  Segment s = {};
+  if (begin < end) s = load_segment(FIXED_SPLITS ? p.work_list + p.segments_at + begin * 8 : part_words + 8);
   Stream stream = {s, s, begin, end};
   stream.pages = begin < end ? load_pages(s, p, first_tile(s, worker), lane) : 0;
   if (begin < end) enter(stream, p, kv_head, worker, lane);
   const char *k = static_cast<const char *>(p.k) + kv_head * p.k_head * ELEMENT;
   const char *v = static_cast<const char *>(p.v) + kv_head * p.v_head * ELEMENT;
 #pragma unroll
-  for (int i = 0; i < STAGES - 1; ++i) 
+  for (int i = 0; i < STAGES - 1; ++i)
     copy_tile(stream, p, k, v, stages_at + i * STAGE_BYTES, kv_head, worker, lane);
   int stage = 0, free_stage = STAGES - 1;
   float factor = p.logit_factor;
@@ -246,22 +286,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) decode_attention(const 
 #pragma unroll
         for (int i = 0; i < 4; ++i) state.o[m][n][i] = 0.0f;
     }
-    const int num_splits = s.splits & 0xffff, split = s.splits >> 16;
-    int slot = 0, first_slot = 0, next_slot = 0, step = 0;
-    if (num_splits > 1) {  // the places of partial results are those of attend.py
-#if FIXED_SPLITS
-      first_slot = next_slot = (s.row * ((s.query_len * GROUP + 15) / 16) + s.first_row / 16) * FIXED_SPLITS;
-      step = 1;
-#else
-      next_slot = 2 * (part - split);
-      first_slot = next_slot + 1;
-      step = 2;
-#endif
-      slot = split == 0 ? first_slot : next_slot + split * step;
-    }
-    int leader = split / MERGE_GROUP * MERGE_GROUP, groups = (num_splits + MERGE_GROUP - 1) / MERGE_GROUP;
-    int expected = min(num_splits - leader, MERGE_GROUP);
-    int *counter = p.counters + ((i64)(leader == 0 ? first_slot : next_slot + leader * step) * gridDim.x + kv_head) * CLUSTER + rank;
     const int tile_end = min(s.tile_end * (BLOCK_N / TILE), (s.seq_len + TILE - 1) / TILE);
     for (int tile = s.tile_begin * (BLOCK_N / TILE) + worker; tile < tile_end; tile += CLUSTER * WARPS) {
       __syncwarp();  // all lanes have read the stage that is filled next
@@ -279,88 +303,42 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) decode_attention(const 
     if (lane == 0) places[warp] = (warp * STAGES + free_stage) * STAGE_BYTES;
     __syncthreads();
 
-    const int first = rank * SLICE, last = min(first + SLICE, UNITS);
+    const bool is_split = (s.splits & 0xffff) > 1;
+    const Slots slots = slots_of(s, part);
+    const int first_unit = rank * SLICE, last_unit = min(first_unit + SLICE, UNITS);
 #if CLUSTER > 1
     if (!met) cluster_wait();
     met = true;
-    const u32 to = shared_address(inbox) + (parity * CLUSTER + rank) * (SLICE * 8);
-    const u32 stats_to = shared_address(inbox_stats) + (parity * CLUSTER + rank) * (PACKED * 8);
-    for (int unit = threadIdx.x; unit < UNITS; unit += THREADS)
-#else
-    for (int unit = threadIdx.x; unit < UNITS; unit += THREADS)
 #endif
-    {
-      int packed = unit / (HEAD_DIM / 2), d = unit % (HEAD_DIM / 2) * 2;
-      float tops[WARPS], top = NEG_INF;
-#pragma unroll
-      for (int i = 0; i < WARPS; ++i) {
-        tops[i] = reinterpret_cast<const float *>(memory + places[i])[PACKED * OUT_PITCH + 2 * packed];
-        top = fmaxf(top, tops[i]);
-      }
-      float base = finite(top);
-      Pair r = {0.0f, 0.0f, top, 0.0f};
-#pragma unroll
-      for (int i = 0; i < WARPS; ++i) {
-        const float *from = reinterpret_cast<const float *>(memory + places[i]);
-        float share = power2(tops[i] - base);
-        float2 x = *reinterpret_cast<const float2 *>(from + packed * OUT_PITCH + d);
-        r.x += share * x.x;
-        r.y += share * x.y;
-        r.sum += share * from[PACKED * OUT_PITCH + 2 * packed + 1];
-      }
+    for (int unit = threadIdx.x; unit < UNITS; unit += THREADS) {
+      const int packed = packed_of(unit), d = element_of(unit);
+      const auto warp_result = [&](int i) { return reinterpret_cast<const float *>(memory + places[i]); };
+      Pair r = merge_shared<WARPS>(
+          [&](int i) { return *reinterpret_cast<const float2 *>(warp_result(i) + packed * OUT_PITCH + d); },
+          [&](int i) { return *reinterpret_cast<const float2 *>(warp_result(i) + PACKED * OUT_PITCH + 2 * packed); });
 #if CLUSTER > 1
-      store_remote(to + unit % SLICE * 8, unit / SLICE, r.x, r.y);
-      if (d < 2 * CLUSTER && d / 2 < CLUSTER) store_remote(stats_to + packed * 8, d / 2, r.top, r.sum);
+      // Each unit goes to the block whose slice it is in, the statistics of a row to every block.
+      const int source = parity * CLUSTER + rank;
+      store_remote(shared_address(inbox) + (source * SLICE + unit % SLICE) * 8, unit / SLICE, r.x, r.y);
+      if (d / 2 < CLUSTER) store_remote(shared_address(inbox_stats) + (source * PACKED + packed) * 8, d / 2, r.top, r.sum);
     }
     cluster_arrive();
     cluster_wait();
-    for (int unit = first + threadIdx.x; unit < last; unit += THREADS) {
-      int packed = unit / (HEAD_DIM / 2);
-      Pair r = merge_shared<CLUSTER>(inbox + (parity * CLUSTER * SLICE + unit - first) * 8, SLICE * 8,
-                                     inbox_stats + (parity * CLUSTER * PACKED + packed) * 8, PACKED * 8);
+    for (int unit = first_unit + threadIdx.x; unit < last_unit; unit += THREADS) {
+      const float2 *pairs = reinterpret_cast<const float2 *>(inbox) + parity * CLUSTER * SLICE + unit - first_unit;
+      const float2 *stats = reinterpret_cast<const float2 *>(inbox_stats) + parity * CLUSTER * PACKED + packed_of(unit);
+      Pair r = merge_shared<CLUSTER>([&](int i) { return pairs[i * SLICE]; }, [&](int i) { return stats[i * PACKED]; });
 #endif
-      if (num_splits == 1)
-        write_pair(r, unit, s, p, kv_head);
+      if (is_split)
+        store_pair(r, unit, first_unit, 0, slots.of(s.splits >> 16), p, kv_head);
       else
-        store_pair(r, unit, first, 0, slot, p, kv_head);
+        write_pair(r, unit, s, p, kv_head);
     }
 #if CLUSTER > 1
     parity ^= 1;
 #endif
-    if (num_splits > 1) {
-      // Splits are merged in groups of MERGE_GROUP, and the results of the groups once more. Who comes last to a group
-      // merges it into its first slot and goes on to the unit's counter. Each block of a cluster does so for its slice.
-      bool go_on = true;
-      for (int level = 0; level < (groups > 1 ? 2 : 1) && go_on; ++level) {
-        if (level == 1) {
-          leader = 0;
-          expected = groups;
-          step *= MERGE_GROUP;
-          counter = p.counters + ((i64)(p.num_slots + first_slot) * gridDim.x + kv_head) * CLUSTER + rank;
-        }
-        __syncthreads();
-        if (threadIdx.x == 0) {
-          int arrived;
-          asm volatile("fence.acq_rel.gpu;\n" ::: "memory");
-          asm volatile("atom.acq_rel.gpu.global.add.s32 %0, [%1], 1;\n" : "=r"(arrived) : "l"(counter) : "memory");
-          is_last = arrived == expected - 1;
-          if (is_last) *counter = 0;
-        }
-        __syncthreads();
-        go_on = is_last;
-        if (go_on) {
-          int next_leader = next_slot + leader * step, to_slot = leader == 0 ? first_slot : next_leader;
-          for (int unit = first + threadIdx.x; unit < last; unit += THREADS) {
-            Pair r = merge_slots(unit, to_slot, next_leader, step, expected, level, p, kv_head);
-            if (level == 0 && groups > 1)
-              store_pair(r, unit, first, 1, to_slot, p, kv_head);
-            else
-              write_pair(r, unit, s, p, kv_head);
-          }
-        }
-      }
-    }
-    __syncthreads();  // partial results and `is_last` have been read
+    if (is_split) arrive_and_merge(s, slots, first_unit, last_unit, rank, p, kv_head);
+    __syncthreads();  // the partial results have been read
   }
 #if CLUSTER > 1
   if (!met) cluster_wait();

@@ -147,7 +147,7 @@ def test_a_row_of_128k(name: str, rng: torch.Generator) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("rows", [64, 256])
 def test_large_batches(rows: int, rng: torch.Generator) -> None:
-    """Sizes at which Triton plans take narrow programs, and those of the CUDA kernel blocks of half the warps."""
+    """Sizes at which Triton plans take narrow programs, and those of the CUDA kernel smaller blocks."""
     lengths = torch.randint(0, 700, (rows,), generator=rng).tolist()
     base = Case("", decode(tuple(lengths)), dtype=BF16, num_kv_heads=8, head_dim=128, num_sms=132)
     for kv_dtype, native in itertools.product((None, E4M3), (False, True)):
