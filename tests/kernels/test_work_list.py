@@ -179,9 +179,17 @@ def test_varlen_lists(case, variant, kernel_device):
 
 @pytest.mark.skipif(not INTERPRETER_AVAILABLE, reason="needs the Triton interpreter")
 @settings(max_examples=15, deadline=None)
-@given(st.lists(st.integers(0, 3000), min_size=1, max_size=300), st.integers(1, 40), st.integers(0, 200), st.booleans())
-def test_any_lengths(lengths, num_sms, window, fixed):
-    plan = make_plan(len(lengths), num_sms=num_sms, batch_invariant=fixed)
+@given(
+    st.lists(st.integers(0, 3000), min_size=1, max_size=300),
+    st.integers(1, 40),
+    st.integers(0, 200),
+    st.booleans(),
+    st.integers(0, 9),
+    st.integers(1, 40),
+)
+def test_any_lengths(lengths, num_sms, window, fixed, unit_overhead, min_part_tiles):
+    made = make_plan(len(lengths), num_sms=num_sms, batch_invariant=fixed)
+    plan = replace(made, unit_overhead=unit_overhead, min_part_tiles=min_part_tiles)
     with interpreted():
         kernel = run_schedule(plan, lengths, sliding_window=window)
     check_list(plan, kernel, lengths, list(range(len(lengths) + 1)), window=window)
