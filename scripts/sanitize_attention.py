@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import argparse
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 os.environ.setdefault("PYTORCH_NO_CUDA_MEMORY_CACHING", "1")  # read when torch starts
 
@@ -40,6 +40,9 @@ class Call:
     batch_invariant: bool = False
     native: bool = True
     num_sms: int = 32
+    query_len: int = 1
+    scales: bool = False
+    sinks: bool = False
 
 
 CALLS = {
@@ -47,6 +50,9 @@ CALLS = {
     "wide_fp8": Call((300, 1, 0, 17), kv_dtype=E4M3),
     "one": Call((700,), num_sms=64),
     "one_fp8": Call((700,), kv_dtype=E4M3, num_sms=64),
+    "two_clusters": Call((9000,), num_sms=132),
+    "two_stages": Call((3000, 40), num_sms=96),
+    "speculative": Call((3, 900, 40), query_len=4, kv_dtype=E4M3, scales=True, sinks=True),
     "many": Call(tuple(range(1, 130))),
     "many_fp8": Call(tuple(range(1, 130)), kv_dtype=E4M3),
     "long": Call((2000, *(5,) * 20), num_sms=80),
@@ -68,7 +74,7 @@ CALLS = {
 def run(call: Call, device: torch.device) -> None:
     """Make the inputs, call, and look at the result."""
     heads, rows, kv_dtype = 2, len(call.lengths), call.kv_dtype or call.dtype
-    num_tokens = sum(call.query_lens) or rows
+    num_tokens = sum(call.query_lens) or rows * call.query_len
     pages = [-(-length // call.page_size) for length in call.lengths]
     table = torch.zeros(rows, max(pages), dtype=torch.int32)
     first = 1
@@ -90,7 +96,7 @@ def run(call: Call, device: torch.device) -> None:
         "batch_invariant": call.batch_invariant,
     }
     if not call.query_lens:
-        sizes["native"] = call.native
+        sizes |= {"native": call.native, "query_len": call.query_len}
     arguments = (rows, num_tokens) if call.query_lens else (rows,)
     make_plan = AttentionPlan.varlen if call.query_lens else AttentionPlan.decode
     plan = make_plan(*arguments, **sizes)  # type: ignore[operator]  # a dict of several types
@@ -98,7 +104,11 @@ def run(call: Call, device: torch.device) -> None:
     lengths = torch.tensor(call.lengths, dtype=torch.int32, device=device)
     workspace = AttentionWorkspace.allocate([plan], device)
     work_list = torch.zeros(plan.work_list_words, dtype=torch.int32, device=device)
-    options = AttentionOptions(call.head_dim**-0.5, sliding_window=call.window)
+    scale = torch.full((heads,), 0.5, device=device) if call.scales else None
+    sinks = torch.ones(heads * call.group, device=device) if call.sinks else None
+    options = AttentionOptions(
+        call.head_dim**-0.5, sliding_window=call.window, sinks=sinks, k_scale=scale, v_scale=scale
+    )
     out, lse = torch.full_like(q, float("nan")), torch.full(q.shape[:2], float("nan"), device=device)
     for _ in range(2):
         if call.contiguous and starts is not None:
@@ -109,8 +119,24 @@ def run(call: Call, device: torch.device) -> None:
             schedule_attention(plan, lengths, work_list, query_start_loc=starts, sliding_window=call.window)
             tensors = (q, k, v, table.to(device), lengths, out, plan, work_list, workspace, options)
             paged_attention(*tensors, query_start_loc=starts, lse=lse)
-    if not out.isfinite().all() or lse.isnan().any() or workspace.counters.any():
+    right = not lse.isnan().any() and not workspace.counters.any()
+    if not call.contiguous:
+        right &= bool((out.cpu() - reference(plan, options, q, k, v, table, lengths, starts)).abs().max() < 0.05)
+    if not right or not out.isfinite().all():
         raise SystemExit(f"sanitize_attention: wrong result of {call}")
+
+
+def reference(plan: AttentionPlan, options: AttentionOptions, *tensors: torch.Tensor | None) -> torch.Tensor:
+    """What the operator gives on CPU tensors."""
+    q, k, v, table, lengths, starts = (None if t is None else t.cpu() for t in tensors)
+    assert q is not None, "only the starts are optional"
+    moved = {name: getattr(options, name) for name in ("sinks", "k_scale", "v_scale")}
+    on_cpu = replace(options, **{name: None if t is None else t.cpu() for name, t in moved.items()})
+    out = torch.empty_like(q)
+    work_list = torch.zeros(plan.work_list_words, dtype=torch.int32)
+    workspace = AttentionWorkspace.allocate([plan], q.device)
+    paged_attention(q, k, v, table, lengths, out, plan, work_list, workspace, on_cpu, query_start_loc=starts)
+    return out
 
 
 def main() -> None:

@@ -11,12 +11,13 @@ from graphrt.backends.base import AttentionBackend, AttentionLayer, BackendConte
 from graphrt.capture.descriptor import BatchDescriptor, GraphKind
 from graphrt.kernels.attention.arguments import ATTENTION_DTYPES, KV_DTYPES, head_dim_fault
 from graphrt.kernels.attention.attention import paged_attention
+from graphrt.kernels.attention.native import NATIVE_PAGE_MULTIPLE
 from graphrt.kernels.attention.options import FP8_DTYPES
 from graphrt.kernels.attention.plan import MAX_QUERY_LEN, AttentionPlan, AttentionWorkspace
 from graphrt.kernels.attention.work_list import schedule_attention
 from graphrt.kernels.errors import CaptureError
 from graphrt.kernels.library import INTERPRETER_AVAILABLE, interpreted
-from graphrt.kernels.native.nvrtc import runs_native
+from graphrt.kernels.native.nvrtc import nvrtc_fault, runs_native
 from graphrt.kernels.types import KVLayout
 from graphrt.metadata import StepMetadata
 from graphrt.spec import AttentionSpec
@@ -63,6 +64,8 @@ class TritonBackend(AttentionBackend):
         if context.device.type == "cuda":
             self._num_sms = torch.cuda.get_device_properties(context.device).multi_processor_count
             self._native = runs_native(context.device)
+        # Where pages do not hold whole tiles the CUDA kernel never runs, and Triton has better plans of its own.
+        self._native &= context.kv.page_size % NATIVE_PAGE_MULTIPLE == 0
 
     @classmethod
     def why_not(cls, context: BackendContext) -> list[str]:
@@ -70,6 +73,9 @@ class TritonBackend(AttentionBackend):
         reasons = super().why_not(context)
         if context.device.type == "cpu" and not INTERPRETER_AVAILABLE:
             reasons.append("device cpu: needs the Triton interpreter; set TRITON_INTERPRET=1 before triton is imported")
+        if context.device.type == "cuda" and torch.cuda.is_available() and runs_native(context.device):
+            fault = nvrtc_fault()
+            reasons += [] if fault is None else [fault]
         for spec in dict.fromkeys(context.attention):
             fault = head_dim_fault(spec.head_dim)
             if fault is not None:

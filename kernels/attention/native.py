@@ -14,8 +14,16 @@ import torch
 from graphrt.kernels.attention.arguments import logit_constants
 from graphrt.kernels.attention.attend import PART_WORDS, SEGMENT_WORDS
 from graphrt.kernels.attention.options import FP8_DTYPES, AttentionOptions
-from graphrt.kernels.attention.plan import AttentionPlan, AttentionWorkspace, native_stage_bytes
+from graphrt.kernels.attention.plan import (
+    AttentionPlan,
+    AttentionWorkspace,
+    native_head_dim_multiple,
+    native_stage_bytes,
+)
 from graphrt.kernels.native.nvrtc import NativeVariant, launch
+
+NATIVE_PAGE_MULTIPLE = 16
+"""Tokens that lie in one page together."""
 
 _ALIGNMENT = 16  # bytes that one copy moves
 
@@ -44,11 +52,13 @@ def native_serves(
     work_list: torch.Tensor,
     out: torch.Tensor,
 ) -> bool:
-    """Whether the tensors of a call are as the kernel needs them: pages of whole tiles, addresses that it can copy.
+    """Whether the tensors of a call are as the kernel needs them: dtypes, pages of whole tiles, addresses to copy from.
 
-    Else the Triton kernel runs by the same plan and work list.
+    Else the Triton kernel runs by the same plan and work list: right, but in parts that were not made for it.
     """
-    if not plan.native_warps or k_cache.shape[1] % 16:
+    if not plan.native_warps or q.element_size() != 2 or k_cache.shape[1] % NATIVE_PAGE_MULTIPLE:
+        return False
+    if plan.head_dim % native_head_dim_multiple(k_cache.dtype):
         return False
     caches = all(
         t.data_ptr() % _ALIGNMENT == 0 and all(s * t.element_size() % _ALIGNMENT == 0 for s in t.stride()[:3])
@@ -78,6 +88,7 @@ def native_variant(
         "KV_FP8": 1 + FP8_DTYPES.index(kv_dtype) if kv_dtype in FP8_DTYPES else 0,
         "MERGE_GROUP": plan.merge_group,
         "PAGE_SIZE": page_size,
+        "PARAMS_BYTES": ctypes.sizeof(_Params),
         "PARTIAL_M": plan.partial_m,
         "Q_BF16": int(dtype == torch.bfloat16),
         "QUERY_LEN": plan.query_len,

@@ -10,6 +10,7 @@ import torch
 from graphrt.kernels.attention.arguments import next_power_of_two
 from graphrt.kernels.attention.attend import PART_WORDS, SEGMENT_WORDS
 from graphrt.kernels.errors import ShapeError
+from graphrt.kernels.native.nvrtc import MIN_SHARED_BYTES
 
 MAX_QUERY_LEN = 16
 """Most new tokens per row of a decode plan."""
@@ -29,7 +30,7 @@ _NATIVE_UNIT_BYTES = 20 << 10  # KV bytes that a warp could read in the time tha
 _CLUSTER = 8
 _CLUSTER_SHARE = 0.9  # of the multiprocessors: clusters do not fill those of every GPC
 _CLUSTER_PART_TOKENS = 2048
-_SHARED_BYTES = 227 << 10  # of a block; of a multiprocessor it is 1 KB more per block
+_SHARED_BYTES = MIN_SHARED_BYTES  # of a block; of a multiprocessor it is 1 KB more per block
 _STATIC_SHARED_BYTES = 256
 _MAX_NATIVE_MERGE_GROUP = 16
 _ROUND_PARTS = 16  # parts are a multiple of this where there are many: batches of round sizes then need fewer splits
@@ -88,7 +89,7 @@ class AttentionPlan:
         num_sms          streaming multiprocessors of the device
         batch_invariant  rows are split by their own length alone, so that no row's result depends on another's
         native           for the CUDA kernel where it serves the shape, on devices that `runs_native` names; the Triton
-                         kernel runs by such a plan too
+                         kernel gives the right results by such a plan too, but in parts that were not made for it
 
         Raises: ShapeError for query_len outside 1 to 16, no rows, or heads that do not divide.
         """
@@ -136,28 +137,28 @@ class AttentionPlan:
     def _for_native(self, dtype: torch.dtype, kv_dtype: torch.dtype, num_sms: int) -> AttentionPlan:
         """The plan with tiles and parts of the CUDA kernel, or as it is where that does not serve the shape."""
         packed = self.query_len * self.group
-        multiple = 16 if kv_dtype.itemsize == 2 else 32
         state = -(-packed // 8) * self.head_dim
-        if dtype.itemsize != 2 or packed > _NATIVE_MAX_PACKED or self.head_dim % multiple or state > _NATIVE_MAX_STATE:
+        if dtype.itemsize != 2 or packed > _NATIVE_MAX_PACKED or state > _NATIVE_MAX_STATE:
+            return self
+        if self.head_dim % native_head_dim_multiple(kv_dtype):
             return self
         stage_bytes = native_stage_bytes(self.head_dim, packed, kv_dtype)
         cluster, parts_of_cluster = _cluster(self, num_sms)
         many = not self.fixed_splits and self.num_units >= _NATIVE_MANY_UNITS * (num_sms // self.num_kv_heads)
-        # Warps of a block, and blocks of a multiprocessor. Values of 8 bits take longer to compute than to read when
-        # warps wait for each other at the end of every short row.
-        shapes = [(2, 4), (4, 1)] if many and kv_dtype.itemsize == 1 else [(8, 1), (4, 1)]
-        inbox = 16 * packed * (self.head_dim // 2 + cluster) if cluster > 1 else 0
-        for warps, blocks in shapes:
-            room = (_SHARED_BYTES + 1024) // blocks - 1024 - _STATIC_SHARED_BYTES - inbox
-            if 2 * warps * stage_bytes <= room:
-                break
+        inbox_bytes = 16 * packed * (self.head_dim // 2 + cluster) if cluster > 1 else 0
+        # Values of 8 bits take longer to compute than to read when warps wait for each other at every row's end.
+        small = many and kv_dtype.itemsize == 1
+        shape = _block_shape([(2, 4), (4, 1)] if small else [(8, 1), (4, 1)], stage_bytes, inbox_bytes)
+        if shape is None:
+            return self
+        warps, blocks, max_stages = shape
         block_n = 64 if self.block_d <= 128 else 32
         part_bytes = 2 * block_n * self.head_dim * kv_dtype.itemsize
         return replace(
             self,
             block_n=block_n,
             num_warps=4,
-            num_stages=min(_NATIVE_STAGES_MANY if many else _NATIVE_STAGES, room // (warps * stage_bytes)),
+            num_stages=min(_NATIVE_STAGES_MANY if many else _NATIVE_STAGES, max_stages),
             num_parts=parts_of_cluster or _round_parts(blocks * num_sms // self.num_kv_heads),
             unit_overhead=max(1, round(warps * _NATIVE_UNIT_BYTES / part_bytes)),
             min_part_tiles=_CLUSTER_PART_TOKENS // block_n if cluster > 1 else 1,
@@ -318,11 +319,27 @@ def _round_parts(parts: int) -> int:
     return parts if parts < 2 * _ROUND_PARTS else parts // _ROUND_PARTS * _ROUND_PARTS
 
 
+def native_head_dim_multiple(kv_dtype: torch.dtype) -> int:
+    """What head_dim must be a multiple of for the CUDA kernel."""
+    return 16 if kv_dtype.itemsize == 2 else 32
+
+
 def native_stage_bytes(head_dim: int, packed: int, kv_dtype: torch.dtype) -> int:
     """Shared memory of one tile of a warp of the CUDA kernel, which also holds the warp's partial result."""
     tile_bytes = 2 * (16 if kv_dtype.itemsize == 2 else 32) * head_dim * kv_dtype.itemsize
     partial_bytes = 4 * packed * (head_dim + 6)
     return max(tile_bytes, -(-partial_bytes // 128) * 128)
+
+
+def _block_shape(shapes: list[tuple[int, int]], stage_bytes: int, inbox_bytes: int) -> tuple[int, int, int] | None:
+    """The first of `shapes`, pairs of warps per block and blocks per multiprocessor, with room for two stages, and how
+    many stages it has room for."""
+    for warps, blocks in shapes:
+        room = (_SHARED_BYTES + 1024) // blocks - 1024 - _STATIC_SHARED_BYTES - inbox_bytes
+        stages = room // (warps * stage_bytes)
+        if stages >= 2:
+            return warps, blocks, stages
+    return None
 
 
 def _cluster(plan: AttentionPlan, num_sms: int) -> tuple[int, int]:

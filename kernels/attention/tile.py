@@ -122,7 +122,7 @@ def attend_tile(
 def query_exponent(q):
     """A power of two per query row, [BLOCK_M, 1], that is at least its largest magnitude: q / it fits float16."""
     peak = tl.max(tl.abs(q), 1)
-    return tl.exp2(tl.ceil(tl.log2(tl.maximum(peak, 1e-30))))[:, None]
+    return tl.exp2(tl.minimum(tl.ceil(tl.log2(tl.maximum(peak, 1e-30))), 127.0))[:, None]
 
 
 @triton.jit

@@ -11,12 +11,12 @@
 #define SUBTILES (KV_FP8 ? 2 : 1)
 #define TILE (16 * SUBTILES)               // tokens
 #define TILE_BYTES (TILE * ROW_BYTES)
+#define OUT_PITCH (HEAD_DIM + 4)           // floats; keeps the stores of accumulators free of bank conflicts
 #define PARTIAL_BYTES (PACKED * (OUT_PITCH + 2) * 4)
 #define STAGE_BYTES (2 * TILE_BYTES > PARTIAL_BYTES ? 2 * TILE_BYTES : (PARTIAL_BYTES + 127) / 128 * 128)
 // The 16 bytes of a row are permuted so that ldmatrix meets no bank conflict. Rows are not padded: a sector of 32 bytes
 // that falls into two lines of shared memory is fetched twice.
-#define SWIZZLE(row) ((row) % 8 >> (CHUNKS % 8 == 0 ? 0 : CHUNKS % 4 == 0 ? 1 : 2))
-#define OUT_PITCH (HEAD_DIM + 4)           // floats; keeps the stores of accumulators free of bank conflicts
+#define SWIZZLE(row) (((row) % 8) >> (CHUNKS % 8 == 0 ? 0 : CHUNKS % 4 == 0 ? 1 : 2))
 
 struct Params {
   const void *q, *k, *v;
@@ -30,8 +30,11 @@ struct Params {
   float logit_factor, logit_cap;
 };
 
+static_assert(HEAD_DIM % (16 * SUBTILES) == 0 && STAGES >= 2 && PACKED <= 16, "a shape that the plan must not choose");
+static_assert(sizeof(Params) == PARAMS_BYTES, "the struct of native.py and this one differ");
+
 struct Segment {
-  int row, first_row, tile_begin, tile_end, seq_len, query_start, query_len, splits;
+  int row, first_row, tile_begin, tile_end, seq_len, query_start, query_len, num_splits, split;
 };
 
 __device__ __forceinline__ int first_visible(const Segment &s, const Params &p) {
@@ -80,7 +83,7 @@ __device__ __forceinline__ void load_queries(Queries &queries, const Segment &s,
       }
     peak = fmaxf(peak, __shfl_xor_sync(0xffffffffu, peak, 1));
     peak = fmaxf(peak, __shfl_xor_sync(0xffffffffu, peak, 2));
-    float exponent = exp2f(ceilf(log2f(peak)));
+    float exponent = exp2f(fminf(ceilf(log2f(peak)), 127.0f));
     scale *= exponent;
     exponent = 1.0f / exponent;
 #pragma unroll
@@ -112,12 +115,12 @@ __device__ __forceinline__ void attend_tile(State &state, const Queries &queries
 #pragma unroll
   for (int sub = 0; sub < SUBTILES; ++sub) {
     float product[2][NT][4] = {};  // two chains, for the latency of an mma
-    u32 row = k_tile + (16 * sub + lane % 16) * ROW_BYTES, column = (lane / 16 ^ SWIZZLE(lane)) * 16;
+    u32 row = k_tile + (16 * sub + lane % 16) * ROW_BYTES, column = ((lane / 16) ^ SWIZZLE(lane)) * 16;
 #if KV_FP8
 #pragma unroll
     for (int k = 0; k < KS / 2; ++k) {
       u32 x[4];
-      load_matrices(x, row + (column ^ 32 * k));
+      load_matrices(x, row + (column ^ (32 * k)));
       u32 low[4] = {widen(x[0]), widen(x[1]), widen(x[0] >> 16), widen(x[1] >> 16)};
       u32 high[4] = {widen(x[2]), widen(x[3]), widen(x[2] >> 16), widen(x[3] >> 16)};
 #pragma unroll
@@ -130,7 +133,7 @@ __device__ __forceinline__ void attend_tile(State &state, const Queries &queries
 #pragma unroll
     for (int k = 0; k < KS; ++k) {
       u32 x[4];
-      load_matrices(x, row + (column ^ 32 * k));
+      load_matrices(x, row + (column ^ (32 * k)));
 #pragma unroll
       for (int n = 0; n < NT; ++n) multiply(product[k % 2][n], x, queries.b[n][k]);
     }
@@ -226,11 +229,11 @@ __device__ __forceinline__ void attend_tile(State &state, const Queries &queries
 #if KV_FP8
     // A 16-bit transposition keeps neighbours of the head together: rows g and g + 8 of the mma are elements 2g and
     // 2g + 1 of the head.
-    u32 row = v_tile + lane % 16 * ROW_BYTES, column = (lane / 16 ^ SWIZZLE(lane)) * 16;
+    u32 row = v_tile + lane % 16 * ROW_BYTES, column = ((lane / 16) ^ SWIZZLE(lane)) * 16;
 #pragma unroll
     for (int m = 0; m < KS; m += 2) {
       u32 x[4];
-      load_matrices_transposed(x, row + (column ^ 16 * m));
+      load_matrices_transposed(x, row + (column ^ (16 * m)));
 #pragma unroll
       for (int j = 0; j < 2; ++j) {
         u32 y = __byte_perm(x[2 * j], 0, 0x3120), z = __byte_perm(x[2 * j + 1], 0, 0x3120);
@@ -240,11 +243,11 @@ __device__ __forceinline__ void attend_tile(State &state, const Queries &queries
       }
     }
 #else
-    u32 row = v_tile + (lane % 8 + lane / 16 * 8) * ROW_BYTES, column = (lane / 8 % 2 ^ SWIZZLE(lane)) * 16;
+    u32 row = v_tile + (lane % 8 + lane / 16 * 8) * ROW_BYTES, column = ((lane / 8 % 2) ^ SWIZZLE(lane)) * 16;
 #pragma unroll
     for (int m = 0; m < KS; ++m) {
       u32 a[4];
-      load_matrices_transposed(a, row + (column ^ 32 * m));
+      load_matrices_transposed(a, row + (column ^ (32 * m)));
 #pragma unroll
       for (int n = 0; n < NT; ++n) multiply(state.o[m][n], a, weights[sub][n]);
     }

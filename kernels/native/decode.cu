@@ -10,11 +10,11 @@
 // group of up to 8 is not padded to 16. The accumulators hold O^T = V^T P^T.
 //
 // Compile-time macros: HEAD_DIM GROUP QUERY_LEN PAGE_SIZE BLOCK_N WARPS STAGES CLUSTER CAUSAL WINDOW SOFTCAP ALIBI
-// (1: distance, 2: its root) Q_BF16 KV_FP8 (0, 1: e4m3, 2: e5m2) FIXED_SPLITS MERGE_GROUP PARTIAL_M
+// (1: distance, 2: its root) Q_BF16 KV_FP8 (0, 1: e4m3, 2: e5m2) FIXED_SPLITS MERGE_GROUP PARTIAL_M PARAMS_BYTES
 
 #include "attend.cuh"
 
-#define COPIES ((16 * CHUNKS + 31) / 32)   // 16-byte copies per lane, of 16 tokens of K or V
+#define COPIES (16 * CHUNKS / 32)           // 16-byte copies per lane, of 16 tokens of K or V; CHUNKS is even
 #define QUERY_LINES ((HEAD_DIM + 63) / 64)  // of 128 bytes, of a query row
 #define UNITS (PACKED * HEAD_DIM / 2)      // pairs of output elements
 #define SLICE ((UNITS + CLUSTER - 1) / CLUSTER)
@@ -23,7 +23,7 @@
 
 __device__ __forceinline__ Segment load_segment(const int *words) {
   int4 a = *reinterpret_cast<const int4 *>(words), b = *reinterpret_cast<const int4 *>(words + 4);
-  return {a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w};
+  return {a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w & 0xffff, b.w >> 16};
 }
 
 // The tiles of a warp's stream, from which copies into shared memory are made. The next segment and the ids of its first
@@ -57,6 +57,20 @@ __device__ __forceinline__ void enter(Stream &t, const Params &p, int kv_head, i
   }
 }
 
+// The stream of segments `begin` to `end`, `s` being the first; without segments it has no tiles.
+__device__ __forceinline__ Stream open_stream(const Segment &s, int begin, int end, const Params &p, int kv_head,
+                                              int worker, int lane) {
+  Stream t = {};
+  t.s = t.next = s;
+  t.segment = begin;
+  t.end = end;
+  if (begin < end) {
+    t.pages = load_pages(s, p, first_tile(s, worker), lane);
+    enter(t, p, kv_head, worker, lane);
+  }
+  return t;
+}
+
 __device__ __forceinline__ void copy_tile(Stream &t, const Params &p, const char *k, const char *v, u32 to, int kv_head,
                                           int worker, int lane) {
   while (t.tile >= t.tile_end && t.segment < t.end) {
@@ -82,13 +96,11 @@ __device__ __forceinline__ void copy_tile(Stream &t, const Params &p, const char
 #pragma unroll
       for (int i = 0; i < COPIES; ++i) {
         int chunk = i * 32 + lane, token = chunk / CHUNKS, column = chunk % CHUNKS * 16;
-        if (16 * CHUNKS % 32 == 0 || token < 16) {
-          // Positions outside become zeros: unfilled tails of pages may hold anything, NaN included.
-          int bytes = start + token < t.s.seq_len && start + token >= from ? 16 : 0;
-          u32 at = to + (16 * sub + token) * ROW_BYTES + (column ^ SWIZZLE(token) * 16);
-          copy_async(at, k_page + token * p.k_slot * ELEMENT + column, bytes);
-          copy_async(at + TILE_BYTES, v_page + token * p.v_slot * ELEMENT + column, bytes);
-        }
+        // Positions outside become zeros: unfilled tails of pages may hold anything, NaN included.
+        int bytes = start + token < t.s.seq_len && start + token >= from ? 16 : 0;
+        u32 at = to + (16 * sub + token) * ROW_BYTES + (column ^ (SWIZZLE(token) * 16));
+        copy_async(at, k_page + token * p.k_slot * ELEMENT + column, bytes);
+        copy_async(at + TILE_BYTES, v_page + token * p.v_slot * ELEMENT + column, bytes);
       }
     }
     if (!t.next_pages_known && t.segment + 1 < t.end && t.index > 0) {
@@ -145,6 +157,9 @@ __device__ __forceinline__ Pair merge_shared(Values values, Stats stats) {
 struct Slots {
   int first, next, step;
   __device__ __forceinline__ int of(int split) const { return split == 0 ? first : next + split * step; }
+  // Those of the splits from `leader` on, and those of every group's leader.
+  __device__ __forceinline__ Slots from(int leader) const { return {of(leader), next + leader * step, step}; }
+  __device__ __forceinline__ Slots leaders() const { return {first, next, step * MERGE_GROUP}; }
 };
 
 __device__ __forceinline__ Slots slots_of(const Segment &s, int part) {
@@ -152,7 +167,7 @@ __device__ __forceinline__ Slots slots_of(const Segment &s, int part) {
   int first = (s.row * ((s.query_len * GROUP + 15) / 16) + s.first_row / 16) * FIXED_SPLITS;
   return {first, first, 1};
 #else
-  int next = 2 * (part - (s.splits >> 16));
+  int next = 2 * (part - s.split);
   return {next + 1, next, 2};
 #endif
 }
@@ -207,15 +222,15 @@ __device__ __forceinline__ Pair merge_slots(int unit, Slots slots, int count, in
 __device__ __forceinline__ void arrive_and_merge(const Segment &s, Slots slots, int first_unit, int last_unit, int rank,
                                                  const Params &p, int kv_head) {
   __shared__ bool is_last;
-  const int num_splits = s.splits & 0xffff, groups = (num_splits + MERGE_GROUP - 1) / MERGE_GROUP;
-  int leader = (s.splits >> 16) / MERGE_GROUP * MERGE_GROUP, expected = min(num_splits - leader, MERGE_GROUP);
+  const int groups = (s.num_splits + MERGE_GROUP - 1) / MERGE_GROUP;
+  int leader = s.split / MERGE_GROUP * MERGE_GROUP, expected = min(s.num_splits - leader, MERGE_GROUP);
   int counter = slots.of(leader);
+  Slots group = slots.from(leader);
   for (int level = 0; level < (groups > 1 ? 2 : 1); ++level) {
     if (level == 1) {
-      leader = 0;
       expected = groups;
-      slots.step *= MERGE_GROUP;
       counter = p.num_slots + slots.first;
+      group = slots.leaders();
     }
     __syncthreads();
     if (threadIdx.x == 0) {
@@ -227,7 +242,6 @@ __device__ __forceinline__ void arrive_and_merge(const Segment &s, Slots slots, 
     }
     __syncthreads();
     if (!is_last) return;
-    const Slots group = {slots.of(leader), slots.next + leader * slots.step, slots.step};
     for (int unit = first_unit + threadIdx.x; unit < last_unit; unit += THREADS) {
       Pair r = merge_slots(unit, group, expected, level, p, kv_head);
       if (level == 0 && groups > 1)
@@ -238,6 +252,35 @@ __device__ __forceinline__ void arrive_and_merge(const Segment &s, Slots slots, 
   }
 }
 
+// The results of this block's warps, which lie at `places`.
+__device__ __forceinline__ Pair merge_warps(int unit, const char *memory, const int *places) {
+  const int at = packed_of(unit) * OUT_PITCH + element_of(unit), stats_at = PACKED * OUT_PITCH + 2 * packed_of(unit);
+  const auto load = [&](int warp, int offset) {
+    return *reinterpret_cast<const float2 *>(reinterpret_cast<const float *>(memory + places[warp]) + offset);
+  };
+  return merge_shared<WARPS>([&](int warp) { return load(warp, at); }, [&](int warp) { return load(warp, stats_at); });
+}
+
+#if CLUSTER > 1
+// What the blocks of a cluster send each other: [2][CLUSTER][SLICE] pairs and [2][CLUSTER][PACKED] statistics. Units go to
+// the block whose slice they are in, statistics to every block. Two of each, as a block may be one segment ahead.
+struct Inbox {
+  float2 *pairs, *stats;
+  int parity;
+
+  __device__ __forceinline__ void send(Pair r, int unit, int rank) const {
+    const int source = parity * CLUSTER + rank, block = element_of(unit) / 2;
+    store_remote(shared_address(pairs + source * SLICE + unit % SLICE), unit / SLICE, r.x, r.y);
+    if (block < CLUSTER) store_remote(shared_address(stats + source * PACKED + packed_of(unit)), block, r.top, r.sum);
+  }
+  __device__ __forceinline__ Pair merge(int unit) const {
+    const float2 *of_unit = pairs + parity * CLUSTER * SLICE + unit % SLICE;
+    const float2 *of_row = stats + parity * CLUSTER * PACKED + packed_of(unit);
+    return merge_shared<CLUSTER>([&](int i) { return of_unit[i * SLICE]; }, [&](int i) { return of_row[i * PACKED]; });
+  }
+};
+#endif
+
 extern "C" __global__ void __launch_bounds__(THREADS, 1) decode_attention(const __grid_constant__ Params p) {
   extern __shared__ __align__(128) char memory[];
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
@@ -246,10 +289,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) decode_attention(const 
   char *const stages = memory + warp * (STAGES * STAGE_BYTES);
   const u32 stages_at = shared_address(stages);
 #if CLUSTER > 1
-  // [2][CLUSTER][SLICE] pairs and [2][CLUSTER][PACKED] statistics, which the other blocks write.
-  char *const inbox = memory + WARPS * STAGES * STAGE_BYTES;
-  char *const inbox_stats = inbox + 2 * CLUSTER * SLICE * 8;
-  int parity = 0;
+  Inbox inbox = {reinterpret_cast<float2 *>(memory + WARPS * STAGES * STAGE_BYTES), nullptr, 0};
+  inbox.stats = inbox.pairs + 2 * CLUSTER * SLICE;
   cluster_arrive();  // the others' shared memory exists once all have arrived
   bool met = false;
 #endif
@@ -260,9 +301,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) decode_attention(const 
   const int zeros_begin = part_words[1], zeros_end = part_words[17];
   Segment s = {};
   if (begin < end) s = load_segment(FIXED_SPLITS ? p.work_list + p.segments_at + begin * 8 : part_words + 8);
-  Stream stream = {s, s, begin, end};
-  stream.pages = begin < end ? load_pages(s, p, first_tile(s, worker), lane) : 0;
-  if (begin < end) enter(stream, p, kv_head, worker, lane);
+  Stream stream = open_stream(s, begin, end, p, kv_head, worker, lane);
   const char *k = static_cast<const char *>(p.k) + kv_head * p.k_head * ELEMENT;
   const char *v = static_cast<const char *>(p.v) + kv_head * p.v_head * ELEMENT;
 #pragma unroll
@@ -303,39 +342,25 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) decode_attention(const 
     if (lane == 0) places[warp] = (warp * STAGES + free_stage) * STAGE_BYTES;
     __syncthreads();
 
-    const bool is_split = (s.splits & 0xffff) > 1;
+    const bool is_split = s.num_splits > 1;
     const Slots slots = slots_of(s, part);
     const int first_unit = rank * SLICE, last_unit = min(first_unit + SLICE, UNITS);
+    const auto deliver = [&](Pair r, int unit) {
+      if (is_split)
+        store_pair(r, unit, first_unit, 0, slots.of(s.split), p, kv_head);
+      else
+        write_pair(r, unit, s, p, kv_head);
+    };
 #if CLUSTER > 1
     if (!met) cluster_wait();
     met = true;
-#endif
-    for (int unit = threadIdx.x; unit < UNITS; unit += THREADS) {
-      const int packed = packed_of(unit), d = element_of(unit);
-      const auto warp_result = [&](int i) { return reinterpret_cast<const float *>(memory + places[i]); };
-      Pair r = merge_shared<WARPS>(
-          [&](int i) { return *reinterpret_cast<const float2 *>(warp_result(i) + packed * OUT_PITCH + d); },
-          [&](int i) { return *reinterpret_cast<const float2 *>(warp_result(i) + PACKED * OUT_PITCH + 2 * packed); });
-#if CLUSTER > 1
-      // Each unit goes to the block whose slice it is in, the statistics of a row to every block.
-      const int source = parity * CLUSTER + rank;
-      store_remote(shared_address(inbox) + (source * SLICE + unit % SLICE) * 8, unit / SLICE, r.x, r.y);
-      if (d / 2 < CLUSTER) store_remote(shared_address(inbox_stats) + (source * PACKED + packed) * 8, d / 2, r.top, r.sum);
-    }
+    for (int unit = threadIdx.x; unit < UNITS; unit += THREADS) inbox.send(merge_warps(unit, memory, places), unit, rank);
     cluster_arrive();
     cluster_wait();
-    for (int unit = first_unit + threadIdx.x; unit < last_unit; unit += THREADS) {
-      const float2 *pairs = reinterpret_cast<const float2 *>(inbox) + parity * CLUSTER * SLICE + unit - first_unit;
-      const float2 *stats = reinterpret_cast<const float2 *>(inbox_stats) + parity * CLUSTER * PACKED + packed_of(unit);
-      Pair r = merge_shared<CLUSTER>([&](int i) { return pairs[i * SLICE]; }, [&](int i) { return stats[i * PACKED]; });
-#endif
-      if (is_split)
-        store_pair(r, unit, first_unit, 0, slots.of(s.splits >> 16), p, kv_head);
-      else
-        write_pair(r, unit, s, p, kv_head);
-    }
-#if CLUSTER > 1
-    parity ^= 1;
+    for (int unit = first_unit + threadIdx.x; unit < last_unit; unit += THREADS) deliver(inbox.merge(unit), unit);
+    inbox.parity ^= 1;
+#else
+    for (int unit = threadIdx.x; unit < UNITS; unit += THREADS) deliver(merge_warps(unit, memory, places), unit);
 #endif
     if (is_split) arrive_and_merge(s, slots, first_unit, last_unit, rank, p, kv_head);
     __syncthreads();  // the partial results have been read

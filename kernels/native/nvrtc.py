@@ -22,6 +22,10 @@ from graphrt.kernels.errors import ConfigError, GraphRTError
 
 _FOLDER = Path(__file__).resolve().parent
 _MIN_CAPABILITY = (9, 0)  # clusters, programmatic dependent launch
+_OPTIONS = ("--std=c++17", "--ptxas-options=-v")
+
+MIN_SHARED_BYTES = 227 << 10
+"""Shared memory per block that plans count on: sm_90 and sm_100 have it, sm_120 does not."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,8 +49,21 @@ class NativeVariant:
 
 
 def runs_native(device: torch.device) -> bool:
-    """Whether the kernels of this folder run on `device`: compute capability 9.0 or newer."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= _MIN_CAPABILITY
+    """Whether the kernels of this folder run on `device`: compute capability 9.0 or newer, 227 KB of shared memory."""
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) < _MIN_CAPABILITY:
+        return False
+    attribute = driver.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN
+    shared = int(_check(driver.cuDeviceGetAttribute(attribute, _check(driver.cuDeviceGet(_index(device))))))
+    return shared >= MIN_SHARED_BYTES
+
+
+def nvrtc_fault() -> str | None:
+    """Why nothing can be compiled in this process, or None."""
+    try:
+        _compiler_version()
+    except ConfigError as error:
+        return str(error)
+    return None
 
 
 def compile_variant(variant: NativeVariant, arch: str = "sm_90") -> tuple[bytes, str]:
@@ -54,30 +71,29 @@ def compile_variant(variant: NativeVariant, arch: str = "sm_90") -> tuple[bytes,
 
     Raises: ConfigError without the NVRTC library; GraphRTError, with the compiler's log, for a source that is wrong.
     """
+    _compiler_version()
     headers = {path.name: path.read_bytes() for path in sorted(_FOLDER.glob("*.cuh"))}
     text = (_FOLDER / variant.source).read_bytes()
-    options = [f"--gpu-architecture={arch}", "--std=c++17", "--ptxas-options=-v"]
-    encoded = [o.encode() for o in (*options, *(f"-D{name}={value}" for name, value in variant.macros))]
+    options = [f"--gpu-architecture={arch}", *_OPTIONS, *(f"-D{name}={value}" for name, value in variant.macros)]
+    names = [name.encode() for name in headers]
+    program = _check(
+        nvrtc.nvrtcCreateProgram(text, variant.source.encode(), len(headers), list(headers.values()), names)
+    )
     try:
-        names = [name.encode() for name in headers]
-        program = _check(
-            nvrtc.nvrtcCreateProgram(text, variant.source.encode(), len(headers), list(headers.values()), names)
-        )
-    except RuntimeError as error:  # the library is loaded by the first call
-        raise ConfigError(
-            f"nvrtc: expected NVIDIA's run-time compiler, got none ({error}); run pip install nvidia-cuda-nvrtc"
-        ) from error
-    status = nvrtc.nvrtcCompileProgram(program, len(encoded), encoded)[0]
-    log = b" " * _check(nvrtc.nvrtcGetProgramLogSize(program))
-    _check(nvrtc.nvrtcGetProgramLog(program, log))
-    if status != nvrtc.nvrtcResult.NVRTC_SUCCESS:
-        raise GraphRTError(
-            f"{variant.source}: expected a source that compiles for {arch}, got {log.decode()}; report this"
-        )
-    cubin = b" " * _check(nvrtc.nvrtcGetCUBINSize(program))
-    _check(nvrtc.nvrtcGetCUBIN(program, cubin))
-    _check(nvrtc.nvrtcDestroyProgram(program))
-    return cubin, log.decode()
+        encoded = [option.encode() for option in options]
+        status = nvrtc.nvrtcCompileProgram(program, len(encoded), encoded)[0]
+        log = bytearray(_check(nvrtc.nvrtcGetProgramLogSize(program)))
+        _check(nvrtc.nvrtcGetProgramLog(program, log))
+        text_of_log = log.decode(errors="replace").rstrip("\0")
+        if status != nvrtc.nvrtcResult.NVRTC_SUCCESS:
+            raise GraphRTError(
+                f"{variant.source}: expected a source that compiles for {arch}, got {text_of_log}; report this"
+            )
+        cubin = bytearray(_check(nvrtc.nvrtcGetCUBINSize(program)))
+        _check(nvrtc.nvrtcGetCUBIN(program, cubin))
+    finally:
+        _check(nvrtc.nvrtcDestroyProgram(program))
+    return bytes(cubin), text_of_log
 
 
 def launch(
@@ -110,16 +126,27 @@ def launch(
         attribute.value = value
         attributes.append(attribute)
     config.attrs, config.numAttrs = attributes, len(attributes)
-    index = torch.cuda.current_device() if device.index is None else device.index
+    index = _index(device)
     with torch.cuda.device(index):
         function = _load(variant, index)
         arguments = (ctypes.c_void_p * 1)(ctypes.addressof(params))
         _check(driver.cuLaunchKernelEx(config, function, ctypes.addressof(arguments), 0))
 
 
-@functools.cache
+def _index(device: torch.device) -> int:
+    return torch.cuda.current_device() if device.index is None else device.index
+
+
 def _load(variant: NativeVariant, device_index: int) -> Any:
-    """The variant's function on a device. Modules stay loaded: graphs hold their kernels."""
+    """The variant's function on a device, and a context for the calling thread."""
+    if int(_check(driver.cuCtxGetCurrent())) == 0:  # a thread whose first CUDA call this is
+        _check(driver.cuCtxSetCurrent(_check(driver.cuDevicePrimaryCtxRetain(device_index))))
+    return _function(variant, device_index)
+
+
+@functools.cache
+def _function(variant: NativeVariant, device_index: int) -> Any:
+    """Modules stay loaded: graphs hold their kernels."""
     arch = "sm_{}{}".format(*torch.cuda.get_device_capability(device_index))
     cubin = _cached_cubin(variant, arch)
     with _relaxed_capture():
@@ -131,7 +158,7 @@ def _load(variant: NativeVariant, device_index: int) -> Any:
 
 
 def _cached_cubin(variant: NativeVariant, arch: str) -> bytes:
-    digest = hashlib.sha256(repr((variant, arch, _check(nvrtc.nvrtcVersion()))).encode())
+    digest = hashlib.sha256(repr((variant, arch, _OPTIONS, _compiler_version())).encode())
     for path in sorted(_FOLDER.glob("*.cu*")):
         digest.update(path.read_bytes())
     cache, name = get_cache_manager(digest.hexdigest()), f"{variant.entry}.cubin"
@@ -141,6 +168,18 @@ def _cached_cubin(variant: NativeVariant, arch: str) -> bytes:
     cubin, _ = compile_variant(variant, arch)
     cache.put(cubin, name)
     return cubin
+
+
+def _compiler_version() -> tuple[int, int]:
+    """Raises: ConfigError where the library, which the first call loads, is missing."""
+    try:
+        result = nvrtc.nvrtcVersion()
+    except RuntimeError as error:
+        raise ConfigError(
+            f"nvrtc: expected NVIDIA's run-time compiler, got none ({error}); run pip install nvidia-cuda-nvrtc"
+        ) from error
+    major, minor = _check(result)
+    return major, minor
 
 
 @contextlib.contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import threading
 from dataclasses import replace
 
 import pytest
@@ -12,7 +13,7 @@ from graphrt.kernels.attention.attention import paged_attention
 from graphrt.kernels.attention.native import native_serves, native_variants
 from graphrt.kernels.attention.plan import AttentionPlan
 from graphrt.kernels.attention.work_list import schedule_attention
-from graphrt.kernels.errors import GraphRTError
+from graphrt.kernels.errors import ConfigError, GraphRTError
 from graphrt.kernels.native import nvrtc
 from graphrt.kernels.native.nvrtc import compile_variant
 from tests.kernels.attention_cases import (
@@ -30,7 +31,7 @@ from tests.kernels.attention_cases import (
 )
 
 LLAMA = {"num_q_heads": 32, "num_kv_heads": 8, "head_dim": 128, "dtype": BF16, "num_sms": 132, "native": True}
-EDGES = (0, 1, 15, 16, 17, 0, 31, 32, 33, 260)
+EDGES = (0, 1, 15, 16, 17, 0, 31, 32, 33, 260, 1500)  # the last one is split
 BASE = Case("", decode(EDGES), dtype=BF16, num_kv_heads=2, head_dim=128, num_sms=12)
 
 CASES = [
@@ -65,11 +66,11 @@ CASES = [
     replace(BASE, id="head_dim_256_fp8", head_dim=256, kv_dtype=E5M2),
     replace(BASE, id="fp8_scales", kv_dtype=E4M3, scale_per_head=True, num_kv_heads=3),
     replace(BASE, id="fp8_large_queries", kv_dtype=E5M2, qk_size=100.0),
-    replace(BASE, id="speculative", rows=decode((0, 1, 2, 4, 17, 65, 260), 4)),
+    replace(BASE, id="speculative", rows=decode((0, 1, 2, 4, 17, 65, 1260), 4)),
     replace(BASE, id="speculative_full", rows=decode((4, 17, 65, 260), 4), causal=False),
     replace(BASE, id="window", window=20),
     replace(BASE, id="window_of_1", window=1),
-    replace(BASE, id="window_speculative", rows=decode((3, 64, 260), 3), window=33),
+    replace(BASE, id="window_speculative", rows=decode((3, 64, 1260), 3), window=333),
     replace(BASE, id="softcap", softcap=2.0, qk_size=5.0),
     replace(BASE, id="alibi", alibi="linear"),
     replace(BASE, id="alibi_sqrt_fp8", alibi="sqrt", kv_dtype=E4M3),
@@ -162,8 +163,74 @@ def test_a_source_that_does_not_compile_is_shown() -> None:
         compile_variant(variant)
 
 
-def test_it_needs_a_device_of_its_own_kind() -> None:
+def test_it_needs_a_device_of_its_own_kind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A device with the instructions but less shared memory, as sm_120, is left to Triton."""
     assert not nvrtc.runs_native(torch.device("cpu"))
+    success = nvrtc.driver.CUresult.CUDA_SUCCESS
+    capability, shared = (9, 0), 227 << 10
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(nvrtc.driver, "cuDeviceGet", lambda index: (success, index))
+    monkeypatch.setattr(nvrtc.driver, "cuDeviceGetAttribute", lambda attribute, index: (success, shared))
+    device = torch.device("cuda", 0)
+    assert nvrtc.runs_native(device)
+    capability, shared = (12, 0), 99 << 10
+    assert not nvrtc.runs_native(device)
+    capability, shared = (8, 0), 227 << 10
+    assert not nvrtc.runs_native(device)
+
+
+def test_a_missing_compiler_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing() -> None:
+        raise RuntimeError("libnvrtc.so: cannot open")
+
+    assert nvrtc.nvrtc_fault() is None
+    monkeypatch.setattr(nvrtc.nvrtc, "nvrtcVersion", missing)
+    fault = nvrtc.nvrtc_fault()
+    assert fault is not None
+    assert fault.startswith("nvrtc: expected NVIDIA's run-time compiler, got none (libnvrtc.so: cannot open); run pip ")
+    with pytest.raises(ConfigError, match="run-time compiler"):
+        compile_variant(native_variants()["llama"])
+
+
+def test_compiling_leaves_no_trace_in_constants() -> None:
+    """The compiler writes into what it is handed; a bytes object of one space is shared by the whole process."""
+    compile_variant(native_variants()["llama"])
+    assert bytes([32]) == b"\x20"
+
+
+@pytest.mark.parametrize("change", ["float32", "float32_queries", "fp8_of_80"])
+def test_tensors_of_other_dtypes_than_the_plans_go_to_triton(change: str) -> None:
+    """A plan does not hold dtypes."""
+    head_dim = 80 if change == "fp8_of_80" else 128
+    plan = AttentionPlan.decode(4, **{**LLAMA, "head_dim": head_dim})
+    assert plan.native_warps
+    dtype = BF16 if change == "fp8_of_80" else F32
+    kv_dtype = {"float32": F32, "float32_queries": E4M3, "fp8_of_80": E4M3}[change]
+    q = torch.zeros(4, 32, head_dim, dtype=dtype)
+    cache = torch.zeros(3, 16, 8, head_dim, dtype=kv_dtype)
+    work_list = torch.zeros(plan.work_list_words, dtype=torch.int32)
+    assert not native_serves(plan, q, cache, cache, work_list, q)
+    right = torch.zeros(4, 32, head_dim, dtype=BF16), torch.zeros(3, 16, 8, head_dim, dtype=BF16)
+    assert native_serves(plan, right[0], right[1], right[1], work_list, right[0])
+
+
+@pytest.mark.gpu
+def test_the_first_call_of_a_thread(rng: torch.Generator) -> None:
+    """A new thread has no CUDA context until something gives it one."""
+    problem = make_problem(BASE, rng, torch.device("cuda"))
+    problem.run()
+    plan, results = problem.decode_plan(), []
+    workspace, work_list = problem.scratch(plan)
+    tensors = (*problem.tensors, problem.out, plan, work_list, workspace, problem.options)
+
+    def work() -> None:
+        paged_attention(*tensors, lse=problem.lse)
+        results.append(True)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert results
 
 
 @pytest.mark.parametrize(
