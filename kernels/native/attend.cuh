@@ -37,6 +37,17 @@ struct Segment {
   int row, first_row, tile_begin, tile_end, seq_len, query_start, query_len, num_splits, split;
 };
 
+__device__ __forceinline__ float finite(float top) { return top == NEG_INF ? 0.0f : top; }  // -inf - -inf is NaN
+
+// cap * tanh(t) where x is 2 log2(e) t, as logit_constants() scales it; see soft_cap() of tile.py.
+__device__ __forceinline__ float soft_cap(float x, float cap) {
+  const float h = LN2 / 2, square = x * x;
+  float series = x * (h + square * (-h * h * h / 3 + square * (2 * h * h * h * h * h / 15 -
+                                                                square * 17 * h * h * h * h * h * h * h / 315)));
+  float quotient = 1.0f - 2.0f / (power2(x > 64.0f ? 64.0f : x) + 1.0f);
+  return cap * (square < 0.0625f / (h * h) ? series : quotient);
+}
+
 __device__ __forceinline__ int first_visible(const Segment &s, const Params &p) {
 #if WINDOW
   return max(s.seq_len - s.query_len + 1 - p.window, 0);

@@ -53,7 +53,7 @@ __device__ __forceinline__ void enter(Stream &t, const Params &p, int kv_head, i
     int packed = line / QUERY_LINES;
     const u16 *q = static_cast<const u16 *>(p.q) + (t.s.query_start + packed / GROUP) * p.q_token +
                    (kv_head * GROUP + packed % GROUP) * p.q_head + line % QUERY_LINES * 64;
-    asm volatile("prefetch.global.L1 [%0];\n" ::"l"(q));
+    prefetch(q);
   }
 }
 
@@ -234,10 +234,8 @@ __device__ __forceinline__ void arrive_and_merge(const Segment &s, Slots slots, 
     }
     __syncthreads();
     if (threadIdx.x == 0) {
-      int *at = p.counters + ((i64)counter * gridDim.x + kv_head) * CLUSTER + rank, arrived;
-      asm volatile("fence.acq_rel.gpu;\n" ::: "memory");
-      asm volatile("atom.acq_rel.gpu.global.add.s32 %0, [%1], 1;\n" : "=r"(arrived) : "l"(at) : "memory");
-      is_last = arrived == expected - 1;
+      int *at = p.counters + ((i64)counter * gridDim.x + kv_head) * CLUSTER + rank;
+      is_last = count_arrival(at) == expected - 1;
       if (is_last) *at = 0;
     }
     __syncthreads();
@@ -294,7 +292,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) decode_attention(const 
   cluster_arrive();  // the others' shared memory exists once all have arrived
   bool met = false;
 #endif
-  asm volatile("griddepcontrol.wait;\n" ::: "memory");
+  wait_for_earlier_kernels();
 
   const int *part_words = p.work_list + part * 16;
   const int begin = part_words[0], end = part_words[16];

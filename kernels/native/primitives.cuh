@@ -84,17 +84,19 @@ __device__ __forceinline__ float power2(float x) {
   asm("ex2.approx.ftz.f32 %0, %1;\n" : "=f"(r) : "f"(x));
   return r;
 }
-__device__ __forceinline__ float finite(float top) { return top == NEG_INF ? 0.0f : top; }  // -inf - -inf is NaN
 
-// cap * tanh(t) where x is 2 log2(e) t, as logit_constants() scales it; see soft_cap() of tile.py.
-__device__ __forceinline__ float soft_cap(float x, float cap) {
-  const float h = LN2 / 2, square = x * x;
-  float series = x * (h + square * (-h * h * h / 3 + square * (2 * h * h * h * h * h / 15 -
-                                                                square * 17 * h * h * h * h * h * h * h / 315)));
-  float quotient = 1.0f - 2.0f / (power2(x > 64.0f ? 64.0f : x) + 1.0f);
-  return cap * (square < 0.0625f / (h * h) ? series : quotient);
+__device__ __forceinline__ void prefetch(const void *at) { asm volatile("prefetch.global.L1 [%0];\n" ::"l"(at)); }
+// Nothing that an earlier kernel of the stream wrote may be read before this.
+__device__ __forceinline__ void wait_for_earlier_kernels() { asm volatile("griddepcontrol.wait;\n" ::: "memory"); }
+// How many arrived before; publishes what the block stored before its last barrier, and shows what those published.
+__device__ __forceinline__ int count_arrival(int *at) {
+  int before;
+  asm volatile("fence.acq_rel.gpu;\n" ::: "memory");
+  asm volatile("atom.acq_rel.gpu.global.add.s32 %0, [%1], 1;\n" : "=r"(before) : "l"(at) : "memory");
+  return before;
 }
 
+// Between the blocks of a cluster.
 __device__ __forceinline__ void store_remote(u32 at, int rank, float x, float y) {
   u32 remote;
   asm volatile("mapa.shared::cluster.u32 %0, %1, %2;\n" : "=r"(remote) : "r"(at), "r"(rank));

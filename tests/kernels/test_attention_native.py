@@ -48,6 +48,7 @@ CASES = [
     replace(BASE, id="one_row_head_dim_80", rows=decode((777,)), num_sms=132, head_dim=80, group=3),
     replace(BASE, id="merge_in_two_stages", rows=decode((3000, 40)), num_kv_heads=1, num_sms=48),
     replace(BASE, id="many_rows", rows=decode(tuple(range(0, 130, 2))), num_sms=16),
+    replace(BASE, id="segments_of_many_tiles", rows=decode((600, 0, 701, 5, 513)), num_sms=2),
     replace(BASE, id="many_rows_fp8", rows=decode(tuple(range(0, 130, 2))), num_sms=16, kv_dtype=E5M2),
     replace(BASE, id="invariant", batch_invariant=True),
     replace(BASE, id="invariant_one_row", batch_invariant=True, rows=decode((5000,)), num_kv_heads=1, num_sms=48),

@@ -1,0 +1,61 @@
+"""The CUDA kernels' own source on a CPU, compiled as C++ with emulation/primitives.cuh in place of instructions."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import random
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from graphrt.kernels.native import nvrtc
+from graphrt.kernels.native.nvrtc import NativeVariant
+
+COMPILER = shutil.which("g++")
+planted: tuple[str, str] | None = None
+"""A bug: text of the sources, and what stands there instead."""
+
+_INSTRUCTIONS = Path(__file__).resolve().parent / "emulation" / "primitives.cuh"
+_SOURCES = Path(nvrtc.__file__).resolve().parent
+
+
+@functools.cache
+def _build(variant: NativeVariant, bug: tuple[str, str] | None) -> Callable[..., None]:
+    """The entry of a shared library that holds the variant. The library stays loaded, so its folder may go."""
+    assert COMPILER is not None, "skip where there is no C++ compiler"
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        texts = {path.name: path.read_text() for path in (*_SOURCES.glob("*.cuh"), _SOURCES / variant.source)}
+        if bug is not None:
+            assert any(bug[0] in text for text in texts.values()), f"no longer in the sources: {bug[0]}"
+            texts = {name: text.replace(*bug) for name, text in texts.items()}
+        texts["primitives.cuh"] = _INSTRUCTIONS.read_text()  # in place of the device's
+        for file_name, text in texts.items():
+            (folder / file_name).write_text(text)
+        main = folder / "main.cpp"
+        main.write_text(
+            f'#include "{variant.source}"\n'
+            'extern "C" void run(const Params *p, int grid_x, int grid_y, const int *order, int count) '
+            "{ run_grid(p, grid_x, grid_y, order, count); }\n"
+        )
+        library = folder / "kernel.so"
+        macros = [f"-D{key}={value}" for key, value in variant.macros]
+        flags = ["-std=c++17", "-O1", "-fPIC", "-shared", "-pthread", "-w", "-ffp-contract=off"]
+        subprocess.run([COMPILER, *flags, *macros, str(main), "-o", str(library)], check=True)
+        run = ctypes.CDLL(str(library)).run
+    run.restype = None
+    return run
+
+
+def emulated_launch(
+    variant: NativeVariant, grid: tuple[int, int], params: ctypes.Structure, device: torch.device, *, pdl: bool = False
+) -> None:
+    """Stands in for `nvrtc.launch`, on CPU tensors; clusters run in a random order, which must not show."""
+    order = list(range(grid[0] * grid[1] // variant.cluster))
+    random.shuffle(order)
+    _build(variant, planted)(ctypes.byref(params), *grid, (ctypes.c_int * len(order))(*order), len(order))
