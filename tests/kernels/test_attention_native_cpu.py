@@ -1,4 +1,4 @@
-"""The CUDA kernel's own source on a CPU, instruction by instruction: the cases of the device tests, and planted bugs."""
+"""The CUDA kernel's own source on a CPU, instruction by instruction: the device tests' cases, and planted bugs."""
 
 from __future__ import annotations
 
