@@ -6,10 +6,7 @@ Skips are the backend's own refusals, which name it.
 
 from __future__ import annotations
 
-import sys
 from dataclasses import replace
-from importlib.machinery import ModuleSpec
-from types import ModuleType
 
 import pytest
 import torch
@@ -18,7 +15,7 @@ from graphrt.backends.base import AttentionBackend
 from graphrt.backends.registry import backend_class
 from graphrt.kernels.library import INTERPRETER_AVAILABLE
 from tests.backends import fake_packages, mocks
-from tests.backends.contract import FEATURES, Feature, check, declares
+from tests.backends.contract import FEATURES, Feature, check, check_retry, declares
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 MOCKS = {cls.name: cls for cls in mocks.FAMILIES}
@@ -60,7 +57,12 @@ def test_mixed(cls: type[AttentionBackend], feature: str, device: torch.device) 
     check(cls, FEATURES[feature], device)
 
 
-def fake_cases() -> list:
+@pytest.mark.parametrize(("cls", "feature", "device"), cases("plain", "mixed"))
+def test_allocate_and_capture_twice(cls: type[AttentionBackend], feature: str, device: torch.device) -> None:
+    check_retry(cls, FEATURES[feature], device)
+
+
+def fake_cases(*features: str) -> list:
     """The peers on CPU, over kernels that only compute as theirs do: what the backends themselves do is under test."""
     params = []
     for name in fake_packages.PACKAGES:
@@ -70,10 +72,9 @@ def fake_cases() -> list:
         on_cpu = type(
             cls.__name__, (cls,), {"capabilities": replace(cls.capabilities, devices=("cpu",), **dtypes, **sizes)}
         )
-        for feature in FEATURES.values():
-            # What the real kernels take in 16 bits alone, or round to bfloat16.
-            narrow = feature.kv_dtype is not None or feature.id == "sinks"
-            asked = replace(feature, dtype=torch.bfloat16) if narrow else feature
+        for feature in (FEATURES[f] for f in features or FEATURES):
+            # What the real kernels take in 16 bits alone.
+            asked = replace(feature, dtype=torch.bfloat16) if feature.kv_dtype is not None else feature
             if declares(on_cpu, asked, CPU):
                 params.append(pytest.param(on_cpu, asked, id=f"{name}-{feature.id}"))
     return params
@@ -83,14 +84,22 @@ def fake_cases() -> list:
 def test_peers_over_fake_kernels(
     cls: type[AttentionBackend], feature: Feature, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    module = ModuleType(cls.package.module)
-    module.__spec__ = ModuleSpec(module.__name__, None)
-    for name, value in vars(fake_packages.PACKAGES[cls.name]).items():
-        if not name.startswith("_"):
-            setattr(module, name, getattr(fake_packages.PACKAGES[cls.name], name, value))
-    monkeypatch.setitem(sys.modules, module.__name__, module)
-    monkeypatch.setattr("graphrt.backends.flashinfer._SMALLEST_WORKSPACE", 1 << 10)
+    fake_packages.install_package(monkeypatch, cls.name, cls.package.module)
     check(cls, feature, CPU)
+
+
+@pytest.mark.parametrize(("cls", "feature"), fake_cases("plain", "mixed"))
+def test_peers_over_fake_kernels_allocate_twice(
+    cls: type[AttentionBackend], feature: Feature, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake_packages.install_package(monkeypatch, cls.name, cls.package.module)
+    check_retry(cls, feature, CPU)
+
+
+def test_buffers_of_the_first_attempt_are_noticed() -> None:
+    check(mocks.BuffersOfTheFirstAttempt, FEATURES["plain"], CPU)
+    with pytest.raises(AssertionError, match="max error"):
+        check_retry(mocks.BuffersOfTheFirstAttempt, FEATURES["plain"], CPU)
 
 
 @pytest.mark.parametrize("broken", mocks.BROKEN, ids=lambda cls: cls.name)
