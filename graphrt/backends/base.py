@@ -242,8 +242,8 @@ class AttentionBackend(ABC):
         out    [padded_tokens, num_q_heads, head_dim]  written in place; zeros in pad tokens
         sinks  [num_q_heads]                 float32   given for layers with spec.sinks, and for no others
         lse    [padded_tokens, num_q_heads]  float32   written in place if given, which needs capabilities.lse: natural
-                                                       log of the softmax's denominator, sink included; -inf in pad
-                                                       tokens
+                                                       log of the softmax's denominator, sink included; in pad tokens
+                                                       -inf, or the sink, all that a row without keys has
 
         Causal: token i of a row sees positions 0 to seq_len - query_len + i. `layer.options(sinks)` are the options.
         """

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import sys
+from dataclasses import replace
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
@@ -15,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 
+from graphrt.backends.base import AttentionBackend
 from graphrt.kernels.attention.options import AttentionOptions
 from graphrt.kernels.attention.reference import attention_reference
 
@@ -166,3 +168,11 @@ class FlashInfer:
 
 
 PACKAGES = {"flash_attn2": FlashAttention2, "flash_attn3": FlashAttention3, "flashinfer": FlashInfer}
+
+
+def on_cpu(cls: type[AttentionBackend]) -> type[AttentionBackend]:
+    """A peer's backend as it would be if its kernels ran on CPU: in float32 too, with any head and page size."""
+    have = cls.capabilities
+    dtypes = {"dtypes": (torch.float32, *have.dtypes), "kv_dtypes": (*have.kv_dtypes, torch.float32)}
+    anything = replace(have, devices=("cpu",), head_dims=None, page_sizes=None, **dtypes)
+    return type(cls.__name__, (cls,), {"capabilities": anything})

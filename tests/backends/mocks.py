@@ -198,6 +198,15 @@ class PlannedElsewhere(HostPlan):
         super()._plan(lens)
 
 
+class SplitsByRows(BakedSplits):
+    """Right, but not batch-invariant: the number of splits follows from the number of rows."""
+
+    name = "broken_splits_by_rows"
+
+    def plan_capture(self, descriptor):
+        self._keys_per_split = 7 * descriptor.padded_reqs
+
+
 class BuffersOfTheFirstAttempt(HostPlan):
     """Broken: what is made once per size stays with the buffers of a capture that failed."""
 

@@ -15,9 +15,10 @@ from graphrt.backends.base import AttentionBackend
 from graphrt.backends.registry import backend_class
 from graphrt.kernels.library import INTERPRETER_AVAILABLE
 from tests.backends import fake_packages, mocks
-from tests.backends.contract import FEATURES, Feature, check, check_retry, declares
+from tests.backends.contract import FEATURES, Feature, check, check_batch_invariance, check_retry, declares
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
+FAKES = {name: fake_packages.on_cpu(backend_class(name)) for name in fake_packages.PACKAGES}
 MOCKS = {cls.name: cls for cls in mocks.FAMILIES}
 ON_CUDA = ("triton", "flash_attn3", "flash_attn2", "flashinfer", "torch_reference")
 
@@ -41,12 +42,12 @@ def test_masks(cls: type[AttentionBackend], feature: str, device: torch.device) 
     check(cls, FEATURES[feature], device)
 
 
-@pytest.mark.parametrize(("cls", "feature", "device"), cases("alibi", "sinks", "lse", "fp8"))
+@pytest.mark.parametrize(("cls", "feature", "device"), cases("alibi", "sinks", "sinks-many-splits", "lse", "fp8"))
 def test_extras(cls: type[AttentionBackend], feature: str, device: torch.device) -> None:
     check(cls, FEATURES[feature], device)
 
 
-@pytest.mark.parametrize(("cls", "feature", "device"), cases("hnd", "query_len", "batch_invariant"))
+@pytest.mark.parametrize(("cls", "feature", "device"), cases("hnd", "query_len"))
 def test_shapes(cls: type[AttentionBackend], feature: str, device: torch.device) -> None:
     check(cls, FEATURES[feature], device)
 
@@ -57,6 +58,14 @@ def test_mixed(cls: type[AttentionBackend], feature: str, device: torch.device) 
     check(cls, FEATURES[feature], device)
 
 
+INVARIANT = ("batch_invariant", "batch_invariant-query_len", "batch_invariant-mixed")
+
+
+@pytest.mark.parametrize(("cls", "feature", "device"), cases(*INVARIANT))
+def test_batch_invariance(cls: type[AttentionBackend], feature: str, device: torch.device) -> None:
+    check_batch_invariance(cls, FEATURES[feature], device)
+
+
 @pytest.mark.parametrize(("cls", "feature", "device"), cases("plain", "mixed"))
 def test_allocate_and_capture_twice(cls: type[AttentionBackend], feature: str, device: torch.device) -> None:
     check_retry(cls, FEATURES[feature], device)
@@ -65,13 +74,7 @@ def test_allocate_and_capture_twice(cls: type[AttentionBackend], feature: str, d
 def fake_cases(*features: str) -> list:
     """The peers on CPU, over kernels that only compute as theirs do: what the backends themselves do is under test."""
     params = []
-    for name in fake_packages.PACKAGES:
-        cls = backend_class(name)
-        dtypes = {"dtypes": (torch.float32, torch.bfloat16), "kv_dtypes": (*cls.capabilities.kv_dtypes, torch.float32)}
-        sizes = {"head_dims": None, "page_sizes": None}
-        on_cpu = type(
-            cls.__name__, (cls,), {"capabilities": replace(cls.capabilities, devices=("cpu",), **dtypes, **sizes)}
-        )
+    for name, on_cpu in FAKES.items():
         for feature in (FEATURES[f] for f in features or FEATURES):
             # What the real kernels take in 16 bits alone.
             asked = replace(feature, dtype=torch.bfloat16) if feature.kv_dtype is not None else feature
@@ -94,6 +97,20 @@ def test_peers_over_fake_kernels_allocate_twice(
 ) -> None:
     fake_packages.install_package(monkeypatch, cls.name, cls.package.module)
     check_retry(cls, feature, CPU)
+
+
+@pytest.mark.parametrize(("cls", "feature"), fake_cases(*INVARIANT))
+def test_batch_invariance_over_fake_kernels(
+    cls: type[AttentionBackend], feature: Feature, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake_packages.install_package(monkeypatch, cls.name, cls.package.module)
+    check_batch_invariance(cls, feature, CPU)
+
+
+def test_a_row_that_depends_on_the_size_of_its_graph_is_noticed() -> None:
+    """As it would be with splits that follow from the number of rows."""
+    with pytest.raises(AssertionError, match="a row of 16 with others"):
+        check_batch_invariance(mocks.SplitsByRows, FEATURES["plain"], CPU)
 
 
 def test_buffers_of_the_first_attempt_are_noticed() -> None:
