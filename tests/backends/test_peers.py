@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from graphrt.backends import peer
-from graphrt.backends.base import AttentionBackend, BackendContext
+from graphrt.backends.base import BackendContext
 from graphrt.backends.flash_attn2 import FlashAttention2Backend
 from graphrt.backends.flash_attn3 import MAX_SPLITS, WORKSPACE_BYTES, FlashAttention3Backend
 from graphrt.backends.flashinfer import FlashInferBackend
@@ -20,7 +20,6 @@ from graphrt.backends.registry import explain, select_backend
 from graphrt.capture.descriptor import BatchDescriptor
 from graphrt.kernels.errors import CaptureError, UnsupportedError
 from graphrt.spec import AttentionSpec
-from tests.backends.contract import FEATURES, Feature, make_rig
 from tests.backends.fake_packages import install
 from tests.backends.peer_kit import BF16, CUDA, FULL, WINDOWED, Calls, context, layer_of, metadata_of, step
 
@@ -355,18 +354,3 @@ def test_flash_attn2_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     step(invariant, metadata_of(asked, BatchDescriptor.decode(4), 0), q, [layer_of(asked)])
     assert calls[-1][1]["num_splits"] == 1
     assert "has graph support UNIFORM" in str(backend.why_not_graph(BatchDescriptor.mixed(4, 2)))
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("feature", ["plain", "mixed", "mixed-large-pages"])
-@pytest.mark.parametrize("cls", PEERS, ids=lambda c: c.name)
-def test_probes_decide_what_the_class_states(cls: type[AttentionBackend], feature: str) -> None:
-    """NaN behind the last token of an owned page, and the fill of pad rows, against the class's statements."""
-    asked: Feature = FEATURES[feature]
-    rig = make_rig(cls, asked, torch.device("cuda", 0))
-    rows = [(rig.context.kv.page_size + 1, 1), (2, 1)]
-    rig.write([rig.sequence(*row) for row in rows])
-    out = rig.eager()[0]
-    assert not out[2:].any(), f"{cls.name}: seq_len_fill={cls.seq_len_fill} must give zeros in pad rows"
-    assert bool(out[:2].isfinite().all()) == cls.nan_safe_tail, f"{cls.name}: nan_safe_tail={cls.nan_safe_tail}"
-    rig.close()
