@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
 from rich.table import Table
 
+from graphrt import env
 from graphrt.backends.base import BackendContext
-from graphrt.backends.registry import Standing, backend_class, select_backend, standings
+from graphrt.backends.registry import Standing, backend_class, explain, select_backend, standings
 from graphrt.capture.descriptor import BatchDescriptor
 from graphrt.console import make_console
 from graphrt.environment import environment_report
-from graphrt.kernels.errors import ConfigError
+from graphrt.kernels.errors import ConfigError, UnsupportedError
 from graphrt.kernels.types import KVLayout
 from graphrt.models.shapes import shape_config
 
@@ -43,7 +44,10 @@ def run_env(*, as_json: bool) -> None:
         table.add_column(heading, overflow="fold")
     for entry in report["backends"]["known"]:
         chosen = " (chosen)" if entry["name"] == report["backends"]["chosen"] else ""
-        table.add_row(entry["name"] + chosen, entry["graph_support"], _rank(entry), "\n".join(entry["why_not"]))
+        served = [] if entry["other_page_size"] is None else [f"runs with a page size of {entry['other_page_size']}"]
+        table.add_row(
+            entry["name"] + chosen, entry["graph_support"], _rank(entry), "\n".join(entry["why_not"] + served)
+        )
     console.print(table)
     console.print(report["backends"]["reason"], highlight=False, soft_wrap=True)
 
@@ -83,6 +87,34 @@ def _backends() -> dict[str, Any]:
         max_num_tokens=2048,
         max_seq_len=8192,
     )
-    chosen, reason = select_backend(context)
-    known = [asdict(standing) | {"graph_support": _graph_support(standing, context)} for standing in standings(context)]
-    return {"chosen": chosen.name, "reason": reason, "known": known}
+    chosen, reason = _choice(context)
+    known = [
+        asdict(standing)
+        | {"graph_support": _graph_support(standing, context), "other_page_size": _other_page_size(standing, context)}
+        for standing in standings(context)
+    ]
+    return {"chosen": chosen, "reason": reason, "known": known}
+
+
+def _choice(context: BackendContext) -> tuple[str | None, str]:
+    """What a runtime would take, GRAPHRT_BACKEND included, and why; or no name and why there is none."""
+    try:
+        named = env.backend()
+        cls, reason = select_backend(context, named)
+    except (ConfigError, UnsupportedError) as error:
+        return None, str(error)
+    return cls.name, reason if named is None else f"{reason}, by GRAPHRT_BACKEND"
+
+
+def _other_page_size(standing: Standing, context: BackendContext) -> int | None:
+    """The smallest page size with which the backend could run, where it cannot with that of `context` alone."""
+    if not standing.why_not:
+        return None
+    try:
+        sizes = backend_class(standing.name).capabilities.page_sizes
+    except ConfigError:  # its text is among the reasons
+        return None
+    if sizes is None or context.kv.page_size in sizes:
+        return None
+    other = replace(context, kv=replace(context.kv, page_size=min(sizes)))
+    return min(sizes) if not dict(explain(other))[standing.name] else None

@@ -29,6 +29,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from graphrt.backends.registry import backend_names
+from graphrt.environment import OPTIONAL_PACKAGES
 from graphrt.testing.bench import provenance
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -131,17 +133,21 @@ def run_benchmark(commands: Sequence[Sequence[str]]) -> Outcome:
     return Outcome([code for code, _ in results], reports[0] if len(reports) == 1 else {"reports": reports})
 
 
-def parse() -> argparse.Namespace:
+def parse(command: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default=",".join(JOBS), help="comma-separated jobs")
     parser.add_argument("--out", type=Path, default=ROOT / "docs" / "results")
     parser.add_argument("--commit", help="parent commit, where the checkout has no git")
     parser.add_argument("--tree", help="tree hash, where the checkout has no git")
-    parser.add_argument("--require", default="", help="comma-separated names that no skip may mention")
+    parser.add_argument("--require", default="", help="comma-separated backends or packages that no skip may name")
     parser.add_argument("--shards", type=int, default=6, help="processes that run tests side by side (default 6)")
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(command)
     if unknown := [n for n in arguments.only.split(",") if n not in JOBS]:
         parser.error(f"unknown jobs {unknown}; choose from {list(JOBS)}")
+    # A name that no skip can contain would require nothing.
+    known = [*backend_names(), *OPTIONAL_PACKAGES]
+    if unknown := [n for n in arguments.require.split(",") if arguments.require and n not in known]:
+        parser.error(f"--require: expected names of {', '.join(known)}, got {unknown}")
     if arguments.shards < 1:
         parser.error(f"--shards: expected >= 1, got {arguments.shards}")
     return arguments

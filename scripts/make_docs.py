@@ -153,6 +153,23 @@ def ranking_table() -> str:
     return "\n".join(lines)
 
 
+def planning_time() -> str:
+    """What FlashInfer's plan costs the host, at the smallest and at the largest batch: the worst of the contexts."""
+    result = _result("backends")
+    worst: dict[int, float] = {}
+    for cell in result["data"]["cells"] if result else ():
+        host_us = cell["backends"].get("flashinfer", {}).get("host_us")
+        if host_us is not None:
+            worst[cell["batch"]] = max(worst.get(cell["batch"], 0.0), host_us)
+    if not worst:
+        return "Planning was not measured yet."
+    few, many = min(worst), max(worst)
+    return (
+        f"Planning takes the host {worst[few]:.0f} us at {few} row{'s' * (few > 1)} and up to {worst[many]:.0f} us at "
+        f"{many} rows, every step."
+    )
+
+
 def ranking_file() -> str:
     """graphrt/backends/ranking.json, a cell a line."""
     record = ranking_record(_result("backends"))
@@ -169,6 +186,7 @@ def _result(name: str) -> dict[str, Any] | None:
 PARTS = {
     ("docs/decode_step.md", "buffers"): buffers_table,
     ("docs/backends.md", "capabilities"): backends_table,
+    ("docs/backends.md", "planning"): planning_time,
     ("docs/backends.md", "ranking"): ranking_table,
     ("docs/attention.md", "attention"): attention_table,
     ("README.md", "results"): results_table,
@@ -181,11 +199,12 @@ def render() -> dict[Path, str]:
     for (name, mark), make in PARTS.items():
         path = ROOT / name
         text = texts.get(path) or path.read_text()
-        pattern = re.compile(rf"(<!-- {mark} -->\n).*?(<!-- /{mark} -->)", re.DOTALL)
+        # A part stands in lines of its own, or within a line of text.
+        pattern = re.compile(rf"(<!-- {mark} -->(\n?)).*?(<!-- /{mark} -->)", re.DOTALL)
         if not pattern.search(text):
             raise SystemExit(f"{name}: expected the marks <!-- {mark} --> and <!-- /{mark} -->, found none")
         part = make()
-        texts[path] = pattern.sub(lambda m, part=part: m.group(1) + part + "\n" + m.group(2), text)
+        texts[path] = pattern.sub(lambda m, part=part: m.group(1) + part + m.group(2) + m.group(3), text)
     return texts
 
 

@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 
 from scripts import gpu_check
+from tests.backends.test_peers import PEERS
+from tests.kernels import test_attention_peers
 from tests.sharding import in_shard, parse_shard
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -92,6 +94,25 @@ def test_lines_of_processes_are_passed_on_whole(capfd: pytest.CaptureFixture[str
     assert (
         printed[1:] == ["[7] " + line for line in output.splitlines()] == ["[7] " + "x" * 500] * 50 + ["[7] no newline"]
     )
+
+
+def test_required_names_are_known(capsys: pytest.CaptureFixture[str]) -> None:
+    """A misspelt name would require nothing."""
+    assert gpu_check.parse(["--require", "flash_attn2,flashinfer,gguf"]).require == "flash_attn2,flashinfer,gguf"
+    assert gpu_check.parse([]).require == ""
+    for wrong in ("flash_attn4", "flash_attn2,", "triton, flashinfer"):
+        with pytest.raises(SystemExit):
+            gpu_check.parse(["--require", wrong])
+        assert "--require: expected names of triton, flash_attn3, " in capsys.readouterr().err
+
+
+def test_skips_of_peers_name_the_backend(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that `--require flash_attn2` finds them."""
+    for module, backend in test_attention_peers.BACKENDS.items():
+        monkeypatch.setitem(sys.modules, module, None)
+        with pytest.raises(pytest.skip.Exception, match=f"^{backend}: "):
+            test_attention_peers.package(module)
+    assert {cls.package.module: cls.name for cls in PEERS} == test_attention_peers.BACKENDS
 
 
 def test_all_of_the_gpu_tier_is_asked_for() -> None:

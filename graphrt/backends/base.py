@@ -35,6 +35,10 @@ class Capabilities:
     """What a backend implements. `why_not` compares a model with it; docs/backends.md is made from it.
 
     None in `head_dims` and `page_sizes` means any.
+
+    `batch_invariant` is a promise per kind of graph: in that mode a row's result is bitwise the same in all decode
+    graphs of one query_len, whatever their size, its place and its neighbours, and in all mixed steps alike. Decode
+    graphs of another query_len and mixed steps are other kinds: another kernel, or another order of sums, may run.
     """
 
     devices: tuple[str, ...]
@@ -50,7 +54,7 @@ class Capabilities:
     alibi: bool = False  # with the distance and with its square root
     sinks: bool = False
     lse: bool = False  # `run` can write the log-sum-exp
-    batch_invariant: bool = False  # a row's result does not depend on its neighbours, bitwise
+    batch_invariant: bool = False  # see above
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +120,8 @@ class AttentionBackend(ABC):
 
     Verbs, in the order in which they are called:
 
-    - `allocate` once, before the first capture: every buffer that the backend needs across replays.
+    - `allocate` before the first capture, and again where that failed: every buffer that the backend needs across
+      replays.
     - `plan_capture(descriptor)` on the host before a graph of that size is captured (and before an eager step).
     - `plan_replay(descriptor, batch)` on the host before each step; a no-op where nothing is needed there.
     - `schedule(metadata)` recorded once at the head of the step, after the refresh.
@@ -196,7 +201,10 @@ class AttentionBackend(ABC):
         return None
 
     def allocate(self) -> None:  # noqa: B027  a backend without buffers needs none
-        """Allocate every buffer that graphs will hold. Called once."""
+        """Allocate every buffer that graphs will hold, and forget what is left of a capture that failed, if any.
+
+        Called once before each attempt to capture.
+        """
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Every tensor that the backend keeps across replays, by name, so that an audit can find and poison it."""
@@ -234,8 +242,8 @@ class AttentionBackend(ABC):
         out    [padded_tokens, num_q_heads, head_dim]  written in place; zeros in pad tokens
         sinks  [num_q_heads]                 float32   given for layers with spec.sinks, and for no others
         lse    [padded_tokens, num_q_heads]  float32   written in place if given, which needs capabilities.lse: natural
-                                                       log of the softmax's denominator, sink included; -inf in pad
-                                                       tokens
+                                                       log of the softmax's denominator, sink included; in pad tokens
+                                                       -inf, or the sink, all that a row without keys has
 
         Causal: token i of a row sees positions 0 to seq_len - query_len + i. `layer.options(sinks)` are the options.
         """

@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from graphrt.backends.base import AttentionLayer, Capabilities, GraphSupport
+from graphrt.backends.base import AttentionLayer, BackendContext, Capabilities, GraphSupport
 from graphrt.backends.peer import Package, PeerBackend
 from graphrt.capture.descriptor import GraphKind
 from graphrt.kernels.types import KVLayout
@@ -22,6 +22,9 @@ class FlashAttention2Backend(PeerBackend):
     With one query token it moves the query heads of a group into the sequence, and its grid depends on the query
     length: a decode graph serves no mixed batch, hence UNIFORM. The kernel clears the part of a V tile that lies beyond
     a row's length before the product, so NaN in the tail of a page stays there; it exits on a length of 0.
+
+    The head sizes are those of the forward-only wheel that this was tested with. Other builds have more; they are not
+    asked, since a size that a build lacks shows at its first call only.
     """
 
     name: ClassVar[str] = "flash_attn2"
@@ -43,8 +46,23 @@ class FlashAttention2Backend(PeerBackend):
     graph_support: ClassVar[GraphSupport] = GraphSupport.UNIFORM
     seq_len_fill: ClassVar[int] = 0
     nan_safe_tail: ClassVar[bool] = True
-    package: ClassVar[Package] = Package("flash_attn", "pip install flash-attn", ("flash-attn",), (2, 6))
+    package: ClassVar[Package] = Package(
+        "flash_attn",
+        "pip install flash-attn --no-build-isolation",  # its build imports torch, which an isolated one has not
+        ("flash-attn",),
+        (2, 8),
+        ("flash_attn_with_kvcache", "flash_attn_varlen_func"),
+    )
     compute_capability: ClassVar[tuple[int, int]] = (8, 0)
+
+    def __init__(self, context: BackendContext) -> None:
+        super().__init__(context)
+        self._kv_starts: torch.Tensor | None = None
+
+    def close(self) -> None:
+        """Drop every tensor."""
+        super().close()
+        self._kv_starts = None
 
     def schedule(self, metadata: StepMetadata) -> None:
         """The mask of real tokens, and for mixed batches the prefix sum of lengths that its varlen entry asks for.

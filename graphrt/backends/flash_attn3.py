@@ -11,7 +11,7 @@ from graphrt.backends.base import AttentionLayer, BackendContext, Capabilities, 
 from graphrt.backends.peer import Package, PeerBackend
 from graphrt.capture.descriptor import BatchDescriptor, GraphKind
 from graphrt.kernels.attention.options import FP8_DTYPES
-from graphrt.kernels.errors import CaptureError
+from graphrt.kernels.errors import CaptureError, UnsupportedError
 from graphrt.kernels.types import KVLayout
 from graphrt.metadata import StepMetadata
 from graphrt.spec import AttentionSpec
@@ -44,6 +44,16 @@ class FlashAttention3Backend(PeerBackend):
     element below 448, and rounded to e4m3 (3 bits of mantissa, relative error up to 2^-4 per element). The kernel
     rounds the probabilities to e4m3 as well, so outputs are off by some per cent of their spread: more than with a
     kernel that converts an fp8 cache to 16 bits.
+
+    Sinks are rounded to bfloat16, which is what the kernel takes: a float32 sink that is no bfloat16 value is off by
+    up to 2^-9 of itself, so that between 8 and 16 its weight is off by up to 3 %.
+
+    Nodes of a decode graph per layer, beside the kernel and our select: a merge of the splits, which also zeroes the
+    scheduler's semaphore; or, where `num_splits` is 1, a fill that only does that (`semaphore_nodes`). Few splits save
+    memory, not nodes.
+
+    No softcap and no other head sizes: the build that this was tested with has neither compiled in, and there is no
+    public way to ask another one.
     """
 
     name: ClassVar[str] = "flash_attn3"
@@ -67,8 +77,14 @@ class FlashAttention3Backend(PeerBackend):
     nan_safe_tail: ClassVar[bool] = True
     quantises_queries: ClassVar[bool] = True
     """With an fp8 cache, queries and probabilities are rounded to e4m3 too."""
+    semaphore_nodes: ClassVar[int] = 1
+    """Graph nodes per layer, at one split, that do nothing but zero the scheduler's semaphore."""
     package: ClassVar[Package] = Package(
-        "flash_attn_interface", "pip install tokenspeed-fa3", ("tokenspeed-fa3", "flash-attn-3"), (3, 0)
+        "flash_attn_interface",
+        "pip install tokenspeed-fa3",
+        ("tokenspeed-fa3", "flash-attn-3"),
+        (3, 0),
+        ("flash_attn_with_kvcache", "get_scheduler_metadata"),
     )
     compute_capability: ClassVar[tuple[int, int]] = (9, 0)
 
@@ -79,6 +95,7 @@ class FlashAttention3Backend(PeerBackend):
         self._schedules: dict[_ScheduleKey, torch.Tensor] = {}
         self._scheduled_for: BatchDescriptor | None = None
         self._no_left_padding: torch.Tensor | None = None
+        self._token_rows: torch.Tensor | None = None
 
     @classmethod
     def why_not(cls, context: BackendContext) -> list[str]:
@@ -91,21 +108,33 @@ class FlashAttention3Backend(PeerBackend):
         if context.kv.dtype in FP8_DTYPES and any(s.dtype != torch.bfloat16 for s in context.attention):
             reasons.append("KV dtype float8_e4m3fn: its output is bfloat16, so the layers must be")
         if any(spec.sinks for spec in context.attention) and cls.unavailable() is None:
-            taken = inspect.signature(cls.package.load().flash_attn_with_kvcache).parameters
-            if "sinks" not in taken:
-                reasons.append(f"sinks: not in this build; run {cls.package.install}")
+            reasons += cls._why_no_sinks()
         return reasons
+
+    @classmethod
+    def _why_no_sinks(cls) -> list[str]:
+        """Only the imported package knows. That it cannot be imported is a reason too, as others may serve."""
+        try:
+            taken = inspect.signature(cls.package.load().flash_attn_with_kvcache).parameters
+        except UnsupportedError as error:
+            return [str(error)]
+        return [] if "sinks" in taken else [f"sinks: not in this build; run {cls.package.install}"]
 
     def allocate(self) -> None:
         """Import the package, and allocate masks. Schedules and partial results are the graphs' own."""
         super().allocate()
+        self._forget_step()  # of a capture that failed
         self._no_left_padding = torch.zeros(self.context.max_num_reqs, dtype=torch.int32, device=self.context.device)
 
     def close(self) -> None:
         """Drop every tensor."""
         super().close()
+        self._forget_step()
+        self._no_left_padding = None
+
+    def _forget_step(self) -> None:
         self._schedules = {}
-        self._scheduled_for = self._no_left_padding = None
+        self._scheduled_for = self._token_rows = None
 
     def num_splits(self, descriptor: BatchDescriptor, spec: AttentionSpec) -> int:
         """Upper bound of the splits at one size, fixed when it is captured.
@@ -181,7 +210,9 @@ class FlashAttention3Backend(PeerBackend):
                 if scale is not None:
                     options[name] = scale.view(1, -1).expand(descriptor.padded_reqs, spec.num_kv_heads)
         if sinks is not None:
-            options["sinks"] = sinks.to(torch.bfloat16)  # the dtype that the kernel takes
+            # The dtype that the kernel takes; a conversion only where it differs. It is recorded in every graph and not
+            # done once: a copy kept here would hide what is written to the weights between replays, which is allowed.
+            options["sinks"] = sinks.to(torch.bfloat16)
         mixed = descriptor.kind is GraphKind.MIXED
         if mixed:
             options |= {"cu_seqlens_q": metadata.query_start_loc, "max_seqlen_q": _max_query_len(descriptor)}
@@ -220,12 +251,13 @@ class FlashAttention3Backend(PeerBackend):
         A row's scale depends on its own queries alone. Queries of pad tokens may hold anything, and count as zeros.
         """
         descriptor, heads = metadata.descriptor, spec.num_kv_heads
-        live = self._allocated()[: q.shape[0]].view(-1, 1, 1, 1)
+        masks, rows = self._allocated(), self._token_rows
+        live = masks.live[: q.shape[0]].view(-1, 1, 1, 1)
         grouped = q.unflatten(1, (heads, spec.group))
-        clean = torch.where(live, grouped, self._zero)
+        clean = torch.where(live, grouped, masks.zero)
         largest = clean.abs().amax((2, 3)).float()  # per token and KV head
         if descriptor.kind is GraphKind.MIXED:
-            rows = self._token_rows
+            assert rows is not None, "schedule() makes them for mixed steps"
             of_row = largest.new_zeros(descriptor.padded_reqs, heads)
             of_row = of_row.scatter_reduce(0, rows[:, None].expand(-1, heads), largest, "amax")
         else:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
@@ -14,7 +15,7 @@ from graphrt.backends.peer import Package, PeerBackend
 from graphrt.capture.descriptor import BatchDescriptor, GraphKind
 from graphrt.capture.staging import StagingSlot
 from graphrt.kernels.attention.options import FP8_DTYPES
-from graphrt.kernels.errors import CaptureError, ReplayError
+from graphrt.kernels.errors import CaptureError, ReplayError, UnsupportedError
 from graphrt.kernels.metadata.page_list import list_pages
 from graphrt.kernels.types import KVLayout
 from graphrt.metadata import StepMetadata
@@ -27,6 +28,25 @@ _CPU_SMS = 132  # without a device, for tests
 _TENSOR_CORE_BACKEND = "fa2"  # what it takes by itself for 16-bit queries before sm_100
 
 Int32Array = npt.NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True)
+class _Buffers:
+    """What all wrappers of one allocate() share.
+
+    workspace      [bytes]             uint8   partial results
+    indptr         [rows + 1]          int32   where each row's pages begin
+    indices        [rows * max_pages]  int32   page ids, row after row
+    last_page_len  [rows]              int32
+    nothing        [0]                 int32   the page ids that plan() is given
+    """
+
+    workspace: torch.Tensor
+    indptr: torch.Tensor
+    indices: torch.Tensor
+    last_page_len: torch.Tensor
+    nothing: torch.Tensor
+    slot: StagingSlot
 
 
 class FlashInferBackend(PeerBackend):
@@ -42,7 +62,9 @@ class FlashInferBackend(PeerBackend):
     guarded by an event behind the upload: the next plan waits for it, so the host runs at most one step ahead.
 
     Pad rows are planned as one token in the null page (a length of 0 has made this kernel read out of bounds), and
-    their output is zeroed. V is loaded with zeros beyond a row's length, so NaN in the tail of a page stays there.
+    their output is zeroed. That fill is the plan's: the kernel never reads the `seq_lens` that the refresh fills, whose
+    pad value is stated as 1 so that both say the same. V is loaded with zeros beyond a row's length, so NaN in the tail
+    of a page stays there.
     """
 
     name: ClassVar[str] = "flashinfer"
@@ -63,13 +85,18 @@ class FlashInferBackend(PeerBackend):
     seq_len_fill: ClassVar[int] = 1
     nan_safe_tail: ClassVar[bool] = True
     package: ClassVar[Package] = Package(
-        "flashinfer", "pip install flashinfer-python", ("flashinfer-python", "flashinfer_python"), (0, 6)
+        "flashinfer",
+        "pip install flashinfer-python",
+        ("flashinfer-python", "flashinfer_python"),
+        (0, 6),
+        ("BatchDecodeWithPagedKVCacheWrapper", "BatchPrefillWithPagedKVCacheWrapper"),
     )
     compute_capability: ClassVar[tuple[int, int]] = (8, 0)
 
     def __init__(self, context: BackendContext) -> None:
         super().__init__(context)
         self._spec = context.attention[0]
+        self._buffers: _Buffers | None = None
         self._wrappers: dict[int, Any] = {}
         self._layouts: dict[int, tuple[int, ...]] = {}
         self._prefill: Any = None
@@ -87,27 +114,35 @@ class FlashInferBackend(PeerBackend):
         return reasons
 
     def allocate(self) -> None:
-        """Import the package and allocate what all wrappers share."""
+        """Import the package and allocate what all wrappers share. Wrappers of a capture that failed are dropped: they
+        hold the buffers of then."""
+        self._drop()
         super().allocate()
         context, device, rows = self.context, self.context.device, self.context.max_num_reqs
-        self._workspace = torch.zeros(self._workspace_bytes(), dtype=torch.uint8, device=device)
-        self._indptr = torch.zeros(rows + 1, dtype=torch.int32, device=device)
-        self._indices = torch.zeros(rows * context.max_pages, dtype=torch.int32, device=device)
-        self._last_page_len = torch.ones(rows, dtype=torch.int32, device=device)
-        self._nothing = torch.empty(0, dtype=torch.int32, device=device)
-        self._slot = StagingSlot(3 * rows + 2, device)
+        self._buffers = _Buffers(
+            workspace=torch.zeros(self._workspace_bytes(), dtype=torch.uint8, device=device),
+            indptr=torch.zeros(rows + 1, dtype=torch.int32, device=device),
+            indices=torch.zeros(rows * context.max_pages, dtype=torch.int32, device=device),
+            last_page_len=torch.ones(rows, dtype=torch.int32, device=device),
+            nothing=torch.empty(0, dtype=torch.int32, device=device),
+            slot=StagingSlot(3 * rows + 2, device),
+        )
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """What `schedule` rewrites. Buffers of the plan are written by `plan_replay`, before the step: not in it."""
-        return super().tensors() | ({} if self._live is None else {"indices": self._indices})
+        return super().tensors() | ({} if self._buffers is None else {"indices": self._buffers.indices})
 
     def close(self) -> None:
         """Drop every tensor and wrapper."""
-        if self._live is not None:
-            self._slot.wait()
-            del self._workspace, self._indptr, self._indices, self._last_page_len, self._nothing, self._slot
+        self._drop()
         super().close()
-        self._wrappers, self._layouts, self._prefill, self._shared = {}, {}, None, None
+
+    def _drop(self) -> None:
+        """Forget buffers, wrappers and plans, once no upload reads the pinned ones."""
+        if self._buffers is not None:
+            self._buffers.slot.wait()
+        self._wrappers, self._layouts, self._prefill, self._shared, self._buffers = {}, {}, None, None, None
+        self._planned_rows = self._planned_tokens = 0
 
     def plan_capture(self, descriptor: BatchDescriptor) -> None:
         """Make the wrapper of this size, compile its kernels, and plan rows of one token.
@@ -133,8 +168,9 @@ class FlashInferBackend(PeerBackend):
     def schedule(self, metadata: StepMetadata) -> None:
         """List the page ids of every row on the device: one launch. Capture-safe: offsets are read there."""
         super().schedule(metadata)
+        buffers = self._have_buffers()
         rows = self._planned_rows if metadata.descriptor.kind is GraphKind.MIXED else metadata.descriptor.padded_reqs
-        list_pages(metadata.block_table[:rows], self._indptr[: rows + 1], self._indices)
+        list_pages(metadata.block_table[:rows], buffers.indptr[: rows + 1], buffers.indices)
 
     def run(
         self,
@@ -173,17 +209,16 @@ class FlashInferBackend(PeerBackend):
             self.write_lse(sums * math.log(2.0), lse[:real])  # it gives the logarithm to base 2
 
     def _plan_decode(self, rows: int, seq_lens: Int32Array) -> None:
-        self._allocated()
-        wrapper = self._wrappers.get(rows)
+        buffers, wrapper = self._have_buffers(), self._wrappers.get(rows)
         first = wrapper is None
         if wrapper is None:
-            wrapper = self._wrappers[rows] = self._decode_wrapper(rows)
+            wrapper = self._wrappers[rows] = self._decode_wrapper(rows, buffers)
         indptr, last_page_len, _ = self._write_lengths(seq_lens, np.ones(rows, np.int32))
         spec = self._spec
-        with self._slot.in_flight(self._stream()):
+        with buffers.slot.in_flight(self._stream()):
             wrapper.plan(
                 indptr,
-                self._nothing,
+                buffers.nothing,
                 last_page_len,
                 spec.num_q_heads,
                 spec.num_kv_heads,
@@ -191,7 +226,7 @@ class FlashInferBackend(PeerBackend):
                 self.context.kv.page_size,
                 **self._plan_options(),
             )
-        layout = tuple(int(x) for x in getattr(wrapper, "_plan_info", None) or ())
+        layout = self._layout(wrapper)
         if first:
             self._layouts[rows] = layout
         elif layout != self._layouts[rows]:
@@ -200,24 +235,40 @@ class FlashInferBackend(PeerBackend):
                 "report it, this version of flashinfer lays its plan out by lengths"
             )
 
+    def _layout(self, wrapper: Any) -> tuple[int, ...]:
+        """Where a plan lies in the plan memory. There is no public way to learn it, and no safe way without."""
+        try:
+            layout = tuple(int(x) for x in wrapper._plan_info)
+        except (AttributeError, TypeError, ValueError) as error:
+            raise self._other_version("the layout of a plan as numbers in _plan_info") from error
+        if not layout:
+            raise self._other_version("the layout of a plan as numbers in _plan_info")
+        return layout
+
+    def _other_version(self, wanted: str) -> UnsupportedError:
+        return UnsupportedError(
+            f"{self.package.module}: expected {wanted}, got a version without; choose another backend, or the version "
+            "0.6.4 that this was written for"
+        )
+
     def _plan_mixed(self, batch: Batch) -> None:
         """Eager steps: only the real rows and tokens."""
-        self._allocated()
+        buffers = self._have_buffers()
         self._planned_rows, self._planned_tokens = batch.num_reqs, batch.num_tokens
         if self._prefill is None:
             wrapper = self._module.BatchPrefillWithPagedKVCacheWrapper(
-                self._workspace, self.context.kv.layout.value, backend=_TENSOR_CORE_BACKEND
+                buffers.workspace, self.context.kv.layout.value, backend=_TENSOR_CORE_BACKEND
             )
             self._prefill = self._share(wrapper)
         seq_lens = np.maximum(batch.seq_lens, 1)
         indptr, last_page_len, query_starts = self._write_lengths(seq_lens, batch.query_lens)
         spec = self._spec
-        with self._slot.in_flight(self._stream()):
-            self._indptr[: len(indptr)].copy_(indptr, non_blocking=True)  # for `schedule`; the wrapper has a copy
+        with buffers.slot.in_flight(self._stream()):
+            buffers.indptr[: len(indptr)].copy_(indptr, non_blocking=True)  # for `schedule`; the wrapper has a copy
             self._prefill.plan(
                 query_starts,
                 indptr,
-                self._indices,
+                buffers.indices,
                 last_page_len,
                 spec.num_q_heads,
                 spec.num_kv_heads,
@@ -244,26 +295,27 @@ class FlashInferBackend(PeerBackend):
         self, seq_lens: Int32Array, query_lens: Int32Array
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Row offsets, lengths of last pages and query offsets in pinned memory, once no upload reads it any more."""
-        self._slot.wait()
-        n, page_size, record = len(seq_lens), self.context.kv.page_size, self._slot.record
+        slot = self._have_buffers().slot
+        slot.wait()
+        n, page_size, record = len(seq_lens), self.context.kv.page_size, slot.record
         pages = -(-seq_lens // page_size)
         record[0] = 0
         np.cumsum(pages, out=record[1 : n + 1])
         record[n + 1 : 2 * n + 1] = seq_lens - (pages - 1) * page_size
         record[2 * n + 1] = 0
         np.cumsum(query_lens, out=record[2 * n + 2 : 3 * n + 2])
-        host = self._slot.record_tensor
+        host = slot.record_tensor
         return host[: n + 1], host[n + 1 : 2 * n + 1], host[2 * n + 1 : 3 * n + 2]
 
-    def _decode_wrapper(self, rows: int) -> Any:
+    def _decode_wrapper(self, rows: int, buffers: _Buffers) -> Any:
         wrapper = self._module.BatchDecodeWithPagedKVCacheWrapper(
-            self._workspace,
+            buffers.workspace,
             self.context.kv.layout.value,
             use_cuda_graph=True,
             use_tensor_cores=True,
-            paged_kv_indptr_buffer=self._indptr[: rows + 1],
-            paged_kv_indices_buffer=self._indices,
-            paged_kv_last_page_len_buffer=self._last_page_len[:rows],
+            paged_kv_indptr_buffer=buffers.indptr[: rows + 1],
+            paged_kv_indices_buffer=buffers.indices,
+            paged_kv_last_page_len_buffer=buffers.last_page_len[:rows],
             backend=_TENSOR_CORE_BACKEND,
         )
         return self._share(wrapper)
@@ -274,6 +326,8 @@ class FlashInferBackend(PeerBackend):
         The guard of `_slot` then covers every wrapper. There is no public way to share the pinned half.
         """
         names = ("_int_workspace_buffer", "_pin_memory_int_workspace_buffer")
+        if not all(hasattr(wrapper, name) for name in names):
+            raise self._other_version(f"wrappers with {' and '.join(names)}")
         if self._shared is None:
             self._shared = getattr(wrapper, names[0]), getattr(wrapper, names[1])
         for name, buffer in zip(names, self._shared, strict=True):
@@ -292,6 +346,11 @@ class FlashInferBackend(PeerBackend):
         decode_tiles = max(programs, self.context.max_num_reqs * (1 + -(-spec.group // tile))) * tile
         tiles = max(decode_tiles, programs * 128)
         return max(_SMALLEST_WORKSPACE, 4 * spec.num_q_heads * tiles * (spec.head_dim + 1) + (1 << 20))
+
+    def _have_buffers(self) -> _Buffers:
+        self._allocated()
+        assert self._buffers is not None, "allocate() makes both"
+        return self._buffers
 
     def _stream(self) -> torch.cuda.Stream | None:
         device = self.context.device

@@ -25,16 +25,19 @@ class Package:
     install        the pip command that brings it
     distributions  names under which it is installed; the first that is found gives the version
     minimum        oldest version (major, minor) that has what we call; a build without a version passes
+    names          what we call, which the module must have
     """
 
     module: str
     install: str
     distributions: tuple[str, ...]
     minimum: tuple[int, int]
+    names: tuple[str, ...]
 
     def missing(self) -> str | None:
         """Why the package cannot be used, with the command that helps, or None. Imports nothing."""
-        if importlib.util.find_spec(self.module) is None:
+        spec = importlib.util.find_spec(self.module)
+        if spec is None or spec.origin is None:  # no origin: a folder of that name on the path, with no module in it
             return f"package {self.module}: not installed; run {self.install}"
         for distribution in self.distributions:
             try:
@@ -49,13 +52,38 @@ class Package:
         return None
 
     def load(self) -> Any:
-        """Import the package. Raises: UnsupportedError with the pip command, also when a library it links to lacks."""
+        """Import the package.
+
+        Raises: UnsupportedError with the pip command where it is missing, broken (a library that it links to lacks, it
+        was built for another torch) or without a name that we call.
+        """
         try:
-            return importlib.import_module(self.module)
-        except (ImportError, OSError) as error:
+            module = importlib.import_module(self.module)
+        except Exception as error:  # whatever a package raises on import
             raise UnsupportedError(
-                f"{self.module}: expected the package, got none ({error}); run {self.install}"
+                f"{self.module}: expected the package, got none ({type(error).__name__}: {error}); run {self.install}"
             ) from error
+        lacking = [name for name in self.names if not hasattr(module, name)]
+        if lacking:
+            raise UnsupportedError(
+                f"{self.module}: expected {', '.join(self.names)}, got a module without {', '.join(lacking)}; "
+                f"run {self.install}"
+            )
+        return module
+
+
+@dataclass(frozen=True, slots=True)
+class _Masks:
+    """What results are selected by. The constants are in device memory because a capture allows no copy from the host.
+
+    live            [tokens]  bool     which tokens of the step are real
+    zero            []        layers' dtype
+    minus_infinity  []        float32
+    """
+
+    live: torch.Tensor
+    zero: torch.Tensor
+    minus_infinity: torch.Tensor
 
 
 class PeerBackend(AttentionBackend):
@@ -71,7 +99,7 @@ class PeerBackend(AttentionBackend):
 
     def __init__(self, context: BackendContext) -> None:
         super().__init__(context)
-        self._live: torch.Tensor | None = None
+        self._masks: _Masks | None = None
 
     @classmethod
     def unavailable(cls) -> str | None:
@@ -96,26 +124,27 @@ class PeerBackend(AttentionBackend):
 
     def allocate(self) -> None:
         """Import the package, and allocate the mask of real tokens."""
-        context = self.context
+        context, device = self.context, self.context.device
         self._module = self.package.load()
         tokens = max(context.max_num_tokens, context.max_num_reqs * context.max_query_len)
-        self._live = torch.zeros(tokens, dtype=torch.bool, device=context.device)
-        # Constants of the selects below, in device memory because a capture allows no copy from the host.
-        self._zero = torch.zeros((), dtype=context.attention[0].dtype, device=context.device)
-        self._minus_infinity = torch.full((), float("-inf"), dtype=torch.float32, device=context.device)
+        self._masks = _Masks(
+            live=torch.zeros(tokens, dtype=torch.bool, device=device),
+            zero=torch.zeros((), dtype=context.attention[0].dtype, device=device),
+            minus_infinity=torch.full((), float("-inf"), dtype=torch.float32, device=device),
+        )
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """What `schedule` rewrites at every step. Constants are not in it: they must keep their values."""
-        return {} if self._live is None else {"live": self._live}
+        return {} if self._masks is None else {"live": self._masks.live}
 
     def close(self) -> None:
         """Drop every tensor."""
-        self._live = None
+        self._masks = None
 
     def schedule(self, metadata: StepMetadata) -> None:
         """Note which tokens are real: those that have a slot in the cache. Capture-safe: a comparison on the device."""
         tokens = metadata.descriptor.padded_tokens
-        torch.ge(metadata.slot_mapping, 0, out=self._allocated()[:tokens])
+        torch.ge(metadata.slot_mapping, 0, out=self._allocated().live[:tokens])
 
     def write_out(self, result: torch.Tensor, out: torch.Tensor) -> None:
         """Copy what the kernel gave into `out`, with zeros in pad tokens, whatever it left there.
@@ -123,15 +152,16 @@ class PeerBackend(AttentionBackend):
         result  [padded_tokens, num_q_heads, head_dim]  any strides
         out     same shape                              written in place
         """
-        live = self._allocated()[: out.shape[0]].view(-1, 1, 1)
-        torch.where(live, result, self._zero.to(out.dtype), out=out)
+        masks = self._allocated()
+        live = masks.live[: out.shape[0]].view(-1, 1, 1)
+        torch.where(live, result, masks.zero.to(out.dtype), out=out)
 
     def write_lse(self, result: torch.Tensor, lse: torch.Tensor) -> None:
         """Copy a natural log-sum-exp into `lse`, with -inf in pad tokens. Both [padded_tokens, num_q_heads]."""
-        live = self._allocated()[: lse.shape[0]].view(-1, 1)
-        torch.where(live, result, self._minus_infinity, out=lse)
+        masks = self._allocated()
+        torch.where(masks.live[: lse.shape[0]].view(-1, 1), result, masks.minus_infinity, out=lse)
 
-    def _allocated(self) -> torch.Tensor:
-        if self._live is None:
+    def _allocated(self) -> _Masks:
+        if self._masks is None:
             raise CaptureError(f"backend {self.name}: expected buffers, got none; call allocate() first")
-        return self._live
+        return self._masks

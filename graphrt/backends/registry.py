@@ -146,10 +146,11 @@ def explain(context: BackendContext) -> list[tuple[str, list[str]]]:
 
 def _why_not(name: str, context: BackendContext) -> list[str]:
     try:
-        cls = backend_class(name)
-    except ConfigError as error:
+        return backend_class(name).why_not(context)
+    except (ConfigError, UnsupportedError) as error:
         return [str(error)]
-    return cls.why_not(context)
+    except Exception as error:  # of a third party's predicate: the others are still to be asked
+        return [f"why_not raised {type(error).__name__}: {error}"]
 
 
 def _why_not_chosen(name: str, context: BackendContext) -> list[str]:

@@ -10,6 +10,17 @@ from functools import cache
 import pytest
 import torch
 
+BF16, F16 = torch.bfloat16, torch.float16
+# Dtypes of layers and cache, head size and mask of test_combinations.py: each is a module that FlashInfer compiles.
+FLASHINFER_MODULES = (
+    ((BF16, BF16), 128, "full"),
+    ((F16, F16), 64, "full"),
+    ((BF16, torch.float8_e5m2), 128, "full"),
+    ((BF16, BF16), 128, "softcap"),
+    ((BF16, BF16), 128, "window_softcap"),
+    ((BF16, BF16), 256, "full"),
+)
+
 
 @pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:
@@ -33,17 +44,14 @@ def _compile_flashinfer() -> None:
         jit = importlib.import_module("flashinfer.jit")
     except ImportError:
         return  # the tests say so themselves
-    bf16, f16, fp8 = torch.bfloat16, torch.float16, torch.float8_e4m3fn
-    variants = [
-        (bf16, bf16, False, False),
-        (bf16, bf16, True, False),
-        (bf16, bf16, False, True),
-        (fp8, f16, False, False),
-    ]
+    also = [((BF16, BF16), 128, "window"), ((BF16, torch.float8_e4m3fn), 128, "full")]
     specs = [
-        jit.gen_batch_prefill_module("fa2", bf16, kv_dtype, out_dtype, torch.int32, 128, 128, 0, window, softcap, False)
-        for kv_dtype, out_dtype, window, softcap in variants
-    ]
+        jit.gen_batch_prefill_module(
+            "fa2", dtype, kv_dtype, torch.float16 if kv_dtype.itemsize == 1 else dtype, torch.int32, head_dim, head_dim,
+            0, "window" in mask, "softcap" in mask, False,
+        )
+        for (dtype, kv_dtype), head_dim, mask in (*FLASHINFER_MODULES, *also)
+    ]  # fmt: skip
     with ThreadPoolExecutor(len(specs)) as threads:
         for build in [threads.submit(spec.build, verbose=False) for spec in specs]:
             build.result()

@@ -6,53 +6,15 @@ further from float64 than plain torch in the kernel's dtype, or lets padding, st
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
-
-import numpy as np
-import pytest
 import torch
 
-from graphrt.backends.base import AttentionBackend, AttentionLayer, BackendContext
+from graphrt.backends.base import AttentionBackend
 from graphrt.backends.triton import TritonBackend
-from graphrt.batch import Batch
-from graphrt.capture.descriptor import BatchDescriptor
-from graphrt.capture.recorder import make_recorder
-from graphrt.kernels.types import PAD_SLOT_ID, KVLayout
-from graphrt.metadata import StepMetadata
-from graphrt.spec import AttentionSpec, KVCacheSpec
+from graphrt.kernels.types import KVLayout
 from graphrt.testing.numerics import assert_bitwise_equal
-from tests.kernels import attention_cases
-
-ROWS = 4
-NAN = float("nan")
-UNWRITTEN = 777.0
-Rows = tuple[tuple[int, int], ...]  # (seq_len, query_len) of each row
-
-
-@dataclass(frozen=True)
-class Feature:
-    """What a case asks of a backend.
-
-    dtype       of the layers; None: bfloat16 on CUDA, float32 on CPU
-    layers      options of each layer's spec; `same` are those where a backend wants all layers alike
-    page_size   0: the smallest usual one that the backend has
-    """
-
-    id: str
-    layers: tuple[dict, ...] = ({}, {})
-    same: tuple[dict, ...] | None = None
-    kv_dtype: torch.dtype | None = None
-    layout: KVLayout = KVLayout.NHD
-    query_len: int = 1
-    mixed: bool = False
-    page_size: int = 0
-    dtype: torch.dtype | None = None
-    lse: bool = False
-    batch_invariant: bool = False
-
+from tests.backends.rig import E4M3, NAN, ROWS, Feature, Rig, Rows, Sequence, make_rig
 
 WINDOW = {"sliding_window": 5}
-E4M3 = torch.float8_e4m3fn
 FEATURES = {
     f.id: f
     for f in (
@@ -60,9 +22,10 @@ FEATURES = {
         Feature("window", layers=(WINDOW, {}), same=(WINDOW, WINDOW)),
         Feature("softcap", layers=({"logits_softcap": 2.0},) * 2),
         Feature("alibi", layers=({"alibi": True},) * 2, lse=True),
-        Feature("sinks", layers=({"sinks": True},) * 2),
+        Feature("sinks", layers=({"sinks": True},) * 2, lse=True),
+        Feature("sinks-many-splits", layers=({"sinks": True},) * 2, lse=True, longest=8192),
         Feature("lse", lse=True),
-        Feature("fp8", kv_dtype=E4M3),
+        Feature("fp8", kv_dtype=E4M3, lse=True),
         Feature("hnd", layout=KVLayout.HND),
         Feature("query_len", query_len=3, lse=True),
         Feature("mixed", mixed=True, lse=True),
@@ -70,6 +33,8 @@ FEATURES = {
         Feature("mixed-fp8", kv_dtype=E4M3, mixed=True),
         Feature("mixed-large-pages", mixed=True, page_size=128),
         Feature("batch_invariant", batch_invariant=True),
+        Feature("batch_invariant-query_len", query_len=3, batch_invariant=True),
+        Feature("batch_invariant-mixed", mixed=True, batch_invariant=True),
     )
 }
 
@@ -83,6 +48,9 @@ def declares(backend_class: type[AttentionBackend], feature: Feature, device: to
         device.type in have.devices
         and all(getattr(have, flag) for flag in flags & options)
         and (feature.kv_dtype or dtype) in have.kv_dtypes
+        and dtype in have.dtypes
+        and (have.head_dims is None or not feature.head_dim or feature.head_dim in have.head_dims)
+        and not (feature.longest and device.type == "cpu")
         and feature.layout in have.layouts
         and feature.query_len <= have.max_query_len
         and (have.page_sizes is None or not feature.page_size or feature.page_size in have.page_sizes)
@@ -92,291 +60,17 @@ def declares(backend_class: type[AttentionBackend], feature: Feature, device: to
     )
 
 
-@dataclass
-class Sequence:
-    """One row of a step, dense and on the host: its queries, keys and values of every layer."""
-
-    seq_len: int
-    query_len: int
-    q: list[torch.Tensor]
-    k: list[torch.Tensor]
-    v: list[torch.Tensor]
-
-
-@dataclass
-class Rig:
-    """A backend over static tensors, driven as the runtime drives it."""
-
-    backend: AttentionBackend
-    feature: Feature
-    descriptor: BatchDescriptor
-    layers: list[AttentionLayer]
-    sinks: list[torch.Tensor | None]
-    q: list[torch.Tensor]
-    out: list[torch.Tensor]
-    lse: list[torch.Tensor | None]
-    metadata: StepMetadata
-    rng: torch.Generator
-    graph: object = None
-    recorder: object = None
-    written: list[Sequence] = field(default_factory=list)
-    batch: Batch | None = None
-
-    @property
-    def context(self) -> BackendContext:
-        return self.backend.context
-
-    def sequence(self, seq_len: int, query_len: int) -> Sequence:
-        spec, stored = self.layers[0].spec, self.context.kv.dtype
-        keys, layers = (seq_len, spec.num_kv_heads, spec.head_dim), range(len(self.layers))
-        q = [torch.randn(query_len, *self.q[0].shape[1:], generator=self.rng).to(spec.dtype) for _ in layers]
-        k, v = ([torch.randn(keys, generator=self.rng).to(stored) for _ in layers] for _ in range(2))
-        return Sequence(seq_len, query_len, q, k, v)
-
-    def write(self, sequences: list[Sequence]) -> None:
-        """What an upload and a refresh do: pages in random places, NaN wherever nothing is to be read."""
-        meta, page_size = self.metadata, self.context.kv.page_size
-        pages_of = [-(-s.seq_len // page_size) for s in sequences]
-        num_pages = self.layers[0].k_cache.shape[0]
-        order = (torch.randperm(num_pages - 1, generator=self.rng) + 1).tolist()
-        owned = [[order.pop() for _ in range(count)] for count in pages_of]
-        for index, layer in enumerate(self.layers):
-            for cache, dense in ((layer.k_cache, "k"), (layer.v_cache, "v")):
-                cache.copy_(torch.full(cache.shape, NAN).to(cache.dtype))
-                for sequence, pages in zip(sequences, owned, strict=True):
-                    values = getattr(sequence, dense)[index]
-                    for number, page in enumerate(pages):
-                        part = values[number * page_size : (number + 1) * page_size]
-                        cache[page, : len(part)] = part.to(cache.device)
-            self.q[index].fill_(NAN)
-            queries = torch.cat([s.q[index] for s in sequences])
-            self.q[index][: len(queries)] = queries.to(self.q[index].device)
-        table = torch.zeros(meta.block_table.shape, dtype=torch.int32)
-        seq_lens = torch.full(meta.seq_lens.shape, self.backend.seq_len_fill, dtype=torch.int32)
-        starts = [0]
-        slots = torch.full(meta.slot_mapping.shape, PAD_SLOT_ID)
-        positions = torch.zeros(meta.positions.shape, dtype=torch.int64)
-        for row, (sequence, pages) in enumerate(zip(sequences, owned, strict=True)):
-            table[row, : len(pages)] = torch.tensor(pages)
-            seq_lens[row] = sequence.seq_len
-            at = torch.arange(sequence.seq_len - sequence.query_len, sequence.seq_len)
-            here = slice(starts[-1], starts[-1] + sequence.query_len)
-            positions[here], slots[here] = at, table[row][at // page_size].long() * page_size + at % page_size
-            starts.append(here.stop)
-        starts += [starts[-1]] * (len(meta.query_start_loc) - len(starts))
-        for target, value in (
-            (meta.block_table, table), (meta.seq_lens, seq_lens), (meta.slot_mapping, slots),
-            (meta.positions, positions), (meta.query_start_loc, torch.tensor(starts)),
-        ):  # fmt: skip
-            target.copy_(value)
-        self.written = sequences
-        self.batch = Batch.of(
-            row_ids=range(len(sequences)),
-            seq_lens=[s.seq_len for s in sequences],
-            query_lens=[s.query_len for s in sequences],
-            page_indptr=np.cumsum([0, *pages_of]),
-            page_ids=[page for pages in owned for page in pages],
-        )
-
-    def step(self) -> torch.Tensor:
-        """What is recorded."""
-        self.backend.schedule(self.metadata)
-        for layer, q, out, sinks, lse in zip(self.layers, self.q, self.out, self.sinks, self.lse, strict=True):
-            self.backend.run(layer, q, self.metadata, out, sinks=sinks, lse=lse)
-        return self.out[-1]
-
-    def capture(self) -> None:
-        recorder = self.recorder = make_recorder(self.context.device)
-        with recorder.session():
-            recorder.warm_up(self.step, lambda: self.backend.plan_capture(self.descriptor))
-            prepare = lambda: self.backend.plan_capture(self.descriptor)  # noqa: E731
-            self.graph = recorder.record(self.step, self.descriptor, prepare)
-        self._synchronize()
-
-    def replayed(self) -> list[torch.Tensor]:
-        self._poison()
-        self.backend.plan_replay(self.descriptor, self.batch)
-        self.graph.launch()
-        return self._results()
-
-    def eager(self) -> list[torch.Tensor]:
-        self._poison()
-        self.backend.plan_capture(self.descriptor)
-        self.backend.plan_replay(self.descriptor, self.batch)
-        with torch.no_grad():
-            self.step()
-        return self._results()
-
-    def check(self, results: list[torch.Tensor]) -> None:
-        """Every layer against float64, made of the host's copy of keys and values; zeros in pad tokens."""
-        layers = len(self.layers)
-        for index, layer in enumerate(self.layers):
-            lse = results[layers + index] if self.feature.lse else None
-            problem = self._problem(index, layer, lse)
-            quantised = getattr(self.backend, "quantises_queries", False) and self.context.kv.dtype == E4M3
-            (assert_accurate_fp8 if quantised else attention_cases.assert_accurate)(problem, results[index])
-
-    def close(self) -> None:
-        if self.graph is not None:
-            self.graph.close()
-            self.recorder.close()
-        self.backend.close()
-
-    def _problem(self, index: int, layer: AttentionLayer, lse: torch.Tensor | None) -> attention_cases.Problem:
-        spec = layer.spec
-        case = attention_cases.Case(
-            self.feature.id,
-            tuple((s.seq_len, s.query_len) for s in self.written),
-            dtype=spec.dtype,
-            kv_dtype=self.context.kv.dtype,
-            num_kv_heads=spec.num_kv_heads,
-            group=spec.group,
-            head_dim=spec.head_dim,
-            window=spec.sliding_window or 0,
-            softcap=spec.logits_softcap or 0.0,
-        )
-        dense = [
-            tuple(
-                values[index] if scale is None else values[index].double() * scale.cpu().double()[:, None]
-                for values, scale in ((s.k, layer.k_scale), (s.v, layer.v_scale))
-            )
-            for s in self.written
-        ]
-        tensors = self.q[index], layer.k_cache, layer.v_cache, *self._tables()
-        return attention_cases.Problem(case, *tensors, self.out[index], lse, layer.options(self.sinks[index]), dense)
-
-    def _tables(self) -> tuple[torch.Tensor, ...]:
-        return self.metadata.block_table, self.metadata.seq_lens, self.metadata.query_start_loc
-
-    def _poison(self) -> None:
-        for name, tensor in self.backend.tensors().items():
-            if name != "counters":
-                tensor.fill_(NAN if tensor.is_floating_point() else 7)
-        for tensor in (*self.out, *(x for x in self.lse if x is not None)):
-            tensor.fill_(UNWRITTEN)
-        self._synchronize()
-
-    def _results(self) -> list[torch.Tensor]:
-        self._synchronize()
-        return [t.cpu().clone() for t in (*self.out, *(x for x in self.lse if x is not None))]
-
-    def _synchronize(self) -> None:
-        if self.context.device.type == "cuda":
-            torch.cuda.synchronize()
-
-
-def assert_accurate_fp8(problem: attention_cases.Problem, got: torch.Tensor) -> None:
-    """At most twice the error of plain torch that rounds queries and probabilities to e4m3, as such kernels do."""
-    case, options = problem.case, problem.options
-    truth, true_lse = attention_cases.expected(problem, torch.float64)
-    plain, start = torch.zeros_like(truth), 0
-    for (seq_len, query_len), (k, v) in zip(case.rows, problem.dense, strict=True):
-        q = problem.q[start : start + query_len].cpu().float().unflatten(1, (case.num_kv_heads, case.group))
-        scale = torch.exp2(torch.ceil(torch.log2(q.abs().amax((0, 2, 3)) / 448.0)))[:, None, None]
-        q8 = ((q / scale).to(E4M3).float() * scale).double()
-        logits = torch.einsum("tkgd,nkd->tkgn", q8, k) * case.head_dim**-0.5
-        at = torch.arange(seq_len - query_len, seq_len)[:, None, None, None]
-        seen = torch.arange(seq_len) <= at
-        if case.window:
-            seen &= torch.arange(seq_len) > at - case.window
-        logits = logits.masked_fill(~seen, -torch.inf)
-        weights = (logits - logits.amax(-1, keepdim=True)).exp()
-        rounded = weights.float().to(E4M3).double()
-        result = torch.einsum("tkgn,nkd->tkgd", rounded, v) / weights.sum(-1, keepdim=True)
-        plain[start : start + query_len] = result.flatten(1, 2).to(case.dtype).double()
-        start += query_len
-    assert options.sinks is None, "not written out here"
-    bound = 2 * (plain - truth).abs().max().item() + 1e-5
-    error = (got.double() - truth).abs().max().item()
-    assert error <= bound, f"max error {error:.3g}, allowed {bound:.3g}"
-    assert not got[start:].any(), "pad tokens must be zeros"
-    if problem.lse is not None:
-        have = problem.lse.cpu().double()
-        assert torch.equal(have.isfinite(), true_lse.isfinite())
-
-
-def make_rig(backend_class: type[AttentionBackend], feature: Feature, device: torch.device, seed: int = 0) -> Rig:
-    """Skips, with every reason, where the backend's own predicate says that it cannot serve the feature."""
-    cuda = device.type == "cuda"
-    dtype, (heads, kv_heads), head_dim = (
-        (torch.bfloat16, (8, 2), 128) if cuda else (torch.float32, (4, 2), 16)
-    )  # fmt: skip
-    dtype = feature.dtype or dtype
-    page_size = feature.page_size or (16 if cuda else 4)
-    sizes = backend_class.capabilities.page_sizes
-    if sizes is not None and page_size not in sizes:
-        page_size = sizes[0]
-    max_pages = max(4, 640 // page_size) if cuda else (4 if page_size < 64 else 1)
-    tokens = 64 if cuda else 12
-    rng = torch.Generator().manual_seed(seed)
-    first = None
-    for options in (feature.layers, feature.same or feature.layers):
-        specs = tuple(_spec(o, heads, kv_heads, head_dim, dtype) for o in options)
-        kv = KVCacheSpec(len(specs), kv_heads, head_dim, page_size, feature.layout, feature.kv_dtype or dtype)
-        context = BackendContext(
-            specs, kv, device, ROWS, tokens, max_pages * page_size, feature.query_len, feature.batch_invariant
-        )
-        reasons = backend_class.why_not(context)
-        first = first or reasons
-        if not reasons:
-            break
-    else:
-        pytest.skip(f"backend {backend_class.name}: {'; '.join(first)}")
-    layers = [_layer(i, spec, kv, max_pages, device, rng) for i, spec in enumerate(specs)]
-    sinks = [torch.randn(heads, generator=rng).to(device) if s.sinks else None for s in specs]
-    descriptor = (
-        BatchDescriptor.mixed(tokens, ROWS) if feature.mixed else BatchDescriptor.decode(ROWS, feature.query_len)
-    )
-    padded = descriptor.padded_tokens
-    make = lambda *shape, **o: torch.zeros(*shape, device=device, **o)  # noqa: E731
-    metadata = StepMetadata(
-        descriptor=descriptor,
-        seq_lens=make(ROWS, dtype=torch.int32),
-        query_start_loc=make(ROWS + 1, dtype=torch.int32),
-        block_table=make(ROWS, max_pages, dtype=torch.int32),
-        slot_mapping=make(padded, dtype=torch.int64),
-        positions=make(padded, dtype=torch.int64),
-        max_seq_len=max_pages * page_size,
-    )
-    # Queries as a model has them: slices of one tensor of queries, keys and values.
-    q = [make(padded, heads + 2 * kv_heads, head_dim, dtype=dtype)[:, :heads] for _ in specs]
-    out = [make(padded, heads, head_dim, dtype=dtype) for _ in specs]
-    lse = [make(padded, heads) if feature.lse else None for _ in specs]
-    backend = backend_class(context)
-    backend.allocate()
-    return Rig(backend, feature, descriptor, layers, sinks, q, out, lse, metadata, rng)
-
-
-def _spec(options: dict, heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> AttentionSpec:
-    spec = AttentionSpec(heads, kv_heads, head_dim, dtype)
-    slopes = tuple(0.03 * (1 + h) for h in range(heads)) if options.get("alibi") else None
-    return replace(spec, alibi_slopes=slopes, **{k: v for k, v in options.items() if k != "alibi"})
-
-
-def _layer(index, spec, kv, max_pages, device, rng) -> AttentionLayer:
-    num_pages = 1 + ROWS * max_pages
-    hnd = kv.layout is KVLayout.HND
-    inner = (kv.num_kv_heads, kv.page_size) if hnd else (kv.page_size, kv.num_kv_heads)
-    k, v = (torch.zeros(num_pages, *inner, kv.head_dim, device=device).to(kv.dtype) for _ in range(2))
-    if hnd:
-        k, v = k.transpose(1, 2), v.transpose(1, 2)
-    scales = [None, None]
-    if kv.dtype.itemsize == 1:
-        scales = [(0.5 + torch.rand(kv.num_kv_heads, generator=rng)).to(device) for _ in range(2)]
-    slopes = None if spec.alibi_slopes is None else torch.tensor(spec.alibi_slopes, device=device)
-    return AttentionLayer(index, spec, k, v, *scales, alibi_slopes=slopes)
-
-
 def steps_of(rig: Rig) -> dict[str, Rows]:
     """Rows of every step: captured short and replayed long, ragged, on page boundaries, shrinking."""
     p, longest, ql = rig.context.kv.page_size, rig.metadata.max_seq_len, rig.feature.query_len
     if rig.feature.mixed:
         chunk = rig.descriptor.padded_tokens - 5
-        return {
+        steps = {
             "prompt": ((min(chunk, longest), min(chunk, longest)), (longest, 1), (p, 1), (3, 2)),
             "chunks": ((longest, 4), (p + 1 if p < longest else p, 3)),
             "one": ((p, min(p, 5)),),
         }
+        return {name: tuple((n, min(q, n)) for n, q in rows) for name, rows in steps.items()}
     lengths = {
         "longest": (longest,) * ROWS,
         "ragged": (longest, ql, min(p + 1, longest), max(ql, p - 1)),
@@ -386,16 +80,18 @@ def steps_of(rig: Rig) -> dict[str, Rows]:
     return {name: tuple((max(n, ql), ql) for n in rows) for name, rows in lengths.items()}
 
 
-def check(backend_class: type[AttentionBackend], feature: Feature, device: torch.device) -> None:
+def check(
+    backend_class: type[AttentionBackend], feature: Feature, device: torch.device, *, brief: bool = False
+) -> None:
     """Capture with the shortest rows, and again with the longest, and replay all steps each time.
 
-    An interpreted kernel takes half a second a launch: there the first capture and two steps must do.
+    `brief` is the first capture and two steps. An interpreted kernel takes half a second a launch: it must do there.
     """
-    interpreted = backend_class is TritonBackend and device.type == "cpu"
-    for captured_with in ("shortest",) if interpreted else ("shortest", "longest"):
+    brief = brief or is_interpreted(backend_class, device)
+    for captured_with in ("shortest",) if brief else ("shortest", "longest"):
         rig = make_rig(backend_class, feature, device)
         try:
-            _check(rig, captured_with, brief=interpreted)
+            _check(rig, captured_with, brief=brief)
         finally:
             rig.close()
 
@@ -411,17 +107,71 @@ def _check(rig: Rig, captured_with: str, *, brief: bool) -> None:
         rig.capture()
     for name, rows in steps.items():
         sequences = [rig.sequence(*row) for row in rows]
-        results = _check_step(rig, name, sequences)
-        if brief or (name == "boundary" and not rig.feature.batch_invariant):
+        _check_step(rig, name, sequences)
+        if brief or name == "boundary":
             continue
         # The same rows in another order, in other pages: nothing may stick to a place in the batch.
-        permuted = sequences[::-1]
-        again = _check_step(rig, f"{name}, permuted", permuted)
-        if rig.feature.batch_invariant:
-            for row in range(len(rows)):
-                assert_bitwise_equal(again[0][len(rows) - 1 - row], results[0][row], name=f"row {row} of {name}")
-            alone = _check_step(rig, f"{name}, alone", sequences[:1])
-            assert_bitwise_equal(alone[0][0], results[0][0], name=f"the first row of {name}, alone")
+        _check_step(rig, f"{name}, permuted", sequences[::-1])
+
+
+def check_batch_invariance(
+    backend_class: type[AttentionBackend], feature: Feature, device: torch.device, sizes: tuple[int, ...] = ()
+) -> None:
+    """One row alone, and as the last of full batches of several decode sizes: bitwise the same. For mixed steps, whose
+    other sizes are not promised, in batches of one size."""
+    cuda = device.type == "cuda"
+    sizes = sizes or ((ROWS,) if feature.mixed else (1, ROWS, 16) if cuda else (1, ROWS))
+    rigs = [make_rig(backend_class, feature, device, rows=rows) for rows in sizes]
+    try:
+        for rig in rigs:
+            rig.write([rig.sequence(feature.query_len, feature.query_len)])
+            if rig.backend.why_not_graph(rig.descriptor) is None:
+                rig.capture()
+        page, longest = rigs[0].context.kv.page_size, rigs[0].metadata.max_seq_len
+        query_len = 5 if feature.mixed else feature.query_len
+        lengths = (longest,) if is_interpreted(backend_class, device) else (longest, page + 1, page, longest - 1)
+        for seq_len in (max(n, query_len) for n in lengths):
+            row = rigs[0].sequence(seq_len, query_len)
+            seen = [_check_step(rigs[0], f"{seq_len}, alone", [row])[0][:query_len]]
+            for rig, rows in zip(rigs, sizes, strict=True):
+                neighbours = [rig.sequence(longest if at % 2 else query_len, query_len) for at in range(rows - 1)]
+                if feature.mixed:
+                    neighbours = neighbours[:1]
+                here = slice(len(neighbours) * query_len, (len(neighbours) + 1) * query_len)
+                seen.append(_check_step(rig, f"{seq_len}, {rows} rows", [*neighbours, row])[0][here])
+            for other in seen[1:]:
+                assert_bitwise_equal(other, seen[0], name=f"{backend_class.name}: a row of {seq_len} with others")
+    finally:
+        for rig in rigs:
+            rig.close()
+
+
+def is_interpreted(backend_class: type[AttentionBackend], device: torch.device) -> bool:
+    return backend_class is TritonBackend and device.type == "cpu"
+
+
+def check_retry(backend_class: type[AttentionBackend], feature: Feature, device: torch.device) -> None:
+    """Allocate and capture twice, as after a failure: nothing may be read of the first attempt, whose tensors are
+    poisoned but alive, as a wrapper would keep them."""
+    rig = make_rig(backend_class, feature, device)
+    try:
+        ql = rig.feature.query_len
+        rig.write([rig.sequence(ql, ql) for _ in range(ROWS)])
+        for attempt in range(2):
+            if attempt:
+                rig.drop_graph()
+                first = rig.backend.tensors()
+                rig.backend.allocate()
+                for name, tensor in first.items():
+                    assert all(tensor.data_ptr() != new.data_ptr() for new in rig.backend.tensors().values()), name
+                    tensor.fill_(NAN if tensor.is_floating_point() else 7)
+            if rig.backend.why_not_graph(rig.descriptor) is None:
+                rig.capture()
+            for name, rows in steps_of(rig).items():
+                if name in ("longest", "shrunk", "chunks"):
+                    _check_step(rig, f"{name}, attempt {attempt}", [rig.sequence(*row) for row in rows])
+    finally:
+        rig.close()
 
 
 def _check_step(rig: Rig, name: str, sequences: list[Sequence]) -> list[torch.Tensor]:

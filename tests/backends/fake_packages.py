@@ -7,13 +7,37 @@ as it was, logarithms to base 2, biases by key position.
 from __future__ import annotations
 
 import math
+import sys
+from dataclasses import replace
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
 
+import pytest
 import torch
 
+from graphrt.backends.base import AttentionBackend
 from graphrt.kernels.attention.options import AttentionOptions
 from graphrt.kernels.attention.reference import attention_reference
 
 NAN = float("nan")
+
+
+def install(monkeypatch: pytest.MonkeyPatch, module_name: str, **functions: Any) -> None:
+    """Put a module with these functions where `import` and `find_spec` find it."""
+    module = ModuleType(module_name)
+    module.__spec__ = ModuleSpec(module_name, None, origin="fake")
+    for name, value in functions.items():
+        setattr(module, name, value)
+    monkeypatch.setitem(sys.modules, module_name, module)
+
+
+def install_package(monkeypatch: pytest.MonkeyPatch, backend_name: str, module_name: str) -> None:
+    """Put the fake package of a backend in place of the real one."""
+    package = PACKAGES[backend_name]
+    names = [name for name in vars(package) if not name.startswith("_")]
+    install(monkeypatch, module_name, **{name: getattr(package, name) for name in names})
+    monkeypatch.setattr("graphrt.backends.flashinfer._SMALLEST_WORKSPACE", 1 << 10)
 
 
 def attend(q, k, v, table, lengths, starts, options: AttentionOptions):
@@ -119,6 +143,7 @@ class FlashInfer:
             self.indptr.copy_(indptr)
             self.last_page_len.copy_(last_page_len)
             self.indices[: len(indices)].copy_(indices)
+            self._plan_info = [len(last_page_len)]
             self._keep(page_size, options)
 
         def run(self, q, cache, *, return_lse):
@@ -143,3 +168,11 @@ class FlashInfer:
 
 
 PACKAGES = {"flash_attn2": FlashAttention2, "flash_attn3": FlashAttention3, "flashinfer": FlashInfer}
+
+
+def on_cpu(cls: type[AttentionBackend]) -> type[AttentionBackend]:
+    """A peer's backend as it would be if its kernels ran on CPU: in float32 too, with any head and page size."""
+    have = cls.capabilities
+    dtypes = {"dtypes": (torch.float32, *have.dtypes), "kv_dtypes": (*have.kv_dtypes, torch.float32)}
+    anything = replace(have, devices=("cpu",), head_dims=None, page_sizes=None, **dtypes)
+    return type(cls.__name__, (cls,), {"capabilities": anything})

@@ -35,6 +35,10 @@ class MockBackend(AttentionBackend):
     )
     graph_support = GraphSupport.ALWAYS
 
+    def close(self):
+        for name in [name for name, value in vars(self).items() if isinstance(value, torch.Tensor)]:
+            delattr(self, name)
+
     def run(self, layer, q, metadata, out, *, sinks=None, lse=None):
         rows, spec = metadata.seq_lens.shape[0], layer.spec
         tokens = torch.arange(q.shape[0])
@@ -192,6 +196,37 @@ class PlannedElsewhere(HostPlan):
     def _plan(self, lens):
         self._lens, self._indptr = self._lens.clone(), self._indptr.clone()
         super()._plan(lens)
+
+
+class SplitsByRows(BakedSplits):
+    """Right, but not batch-invariant: the number of splits follows from the number of rows."""
+
+    name = "broken_splits_by_rows"
+
+    def plan_capture(self, descriptor):
+        self._keys_per_split = 7 * descriptor.padded_reqs
+
+
+class BuffersOfTheFirstAttempt(HostPlan):
+    """Broken: what is made once per size stays with the buffers of a capture that failed."""
+
+    name = "broken_buffers_of_the_first_attempt"
+
+    def __init__(self, context):
+        super().__init__(context)
+        self._wrapper = None
+
+    def plan_capture(self, descriptor):
+        if self._wrapper is None:
+            self._wrapper = self._indices
+        super().plan_capture(descriptor)
+
+    def _pages(self, metadata):
+        own, self._indices = self._indices, self._wrapper
+        try:
+            return super()._pages(metadata)
+        finally:
+            self._indices = own
 
 
 class PagesOfTheCapture(HostPlan):

@@ -6,10 +6,7 @@ Skips are the backend's own refusals, which name it.
 
 from __future__ import annotations
 
-import sys
 from dataclasses import replace
-from importlib.machinery import ModuleSpec
-from types import ModuleType
 
 import pytest
 import torch
@@ -18,9 +15,10 @@ from graphrt.backends.base import AttentionBackend
 from graphrt.backends.registry import backend_class
 from graphrt.kernels.library import INTERPRETER_AVAILABLE
 from tests.backends import fake_packages, mocks
-from tests.backends.contract import FEATURES, Feature, check, declares
+from tests.backends.contract import FEATURES, Feature, check, check_batch_invariance, check_retry, declares
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
+FAKES = {name: fake_packages.on_cpu(backend_class(name)) for name in fake_packages.PACKAGES}
 MOCKS = {cls.name: cls for cls in mocks.FAMILIES}
 ON_CUDA = ("triton", "flash_attn3", "flash_attn2", "flashinfer", "torch_reference")
 
@@ -44,12 +42,12 @@ def test_masks(cls: type[AttentionBackend], feature: str, device: torch.device) 
     check(cls, FEATURES[feature], device)
 
 
-@pytest.mark.parametrize(("cls", "feature", "device"), cases("alibi", "sinks", "lse", "fp8"))
+@pytest.mark.parametrize(("cls", "feature", "device"), cases("alibi", "sinks", "sinks-many-splits", "lse", "fp8"))
 def test_extras(cls: type[AttentionBackend], feature: str, device: torch.device) -> None:
     check(cls, FEATURES[feature], device)
 
 
-@pytest.mark.parametrize(("cls", "feature", "device"), cases("hnd", "query_len", "batch_invariant"))
+@pytest.mark.parametrize(("cls", "feature", "device"), cases("hnd", "query_len"))
 def test_shapes(cls: type[AttentionBackend], feature: str, device: torch.device) -> None:
     check(cls, FEATURES[feature], device)
 
@@ -60,20 +58,26 @@ def test_mixed(cls: type[AttentionBackend], feature: str, device: torch.device) 
     check(cls, FEATURES[feature], device)
 
 
-def fake_cases() -> list:
+INVARIANT = ("batch_invariant", "batch_invariant-query_len", "batch_invariant-mixed")
+
+
+@pytest.mark.parametrize(("cls", "feature", "device"), cases(*INVARIANT))
+def test_batch_invariance(cls: type[AttentionBackend], feature: str, device: torch.device) -> None:
+    check_batch_invariance(cls, FEATURES[feature], device)
+
+
+@pytest.mark.parametrize(("cls", "feature", "device"), cases("plain", "mixed"))
+def test_allocate_and_capture_twice(cls: type[AttentionBackend], feature: str, device: torch.device) -> None:
+    check_retry(cls, FEATURES[feature], device)
+
+
+def fake_cases(*features: str) -> list:
     """The peers on CPU, over kernels that only compute as theirs do: what the backends themselves do is under test."""
     params = []
-    for name in fake_packages.PACKAGES:
-        cls = backend_class(name)
-        dtypes = {"dtypes": (torch.float32, torch.bfloat16), "kv_dtypes": (*cls.capabilities.kv_dtypes, torch.float32)}
-        sizes = {"head_dims": None, "page_sizes": None}
-        on_cpu = type(
-            cls.__name__, (cls,), {"capabilities": replace(cls.capabilities, devices=("cpu",), **dtypes, **sizes)}
-        )
-        for feature in FEATURES.values():
-            # What the real kernels take in 16 bits alone, or round to bfloat16.
-            narrow = feature.kv_dtype is not None or feature.id == "sinks"
-            asked = replace(feature, dtype=torch.bfloat16) if narrow else feature
+    for name, on_cpu in FAKES.items():
+        for feature in (FEATURES[f] for f in features or FEATURES):
+            # What the real kernels take in 16 bits alone.
+            asked = replace(feature, dtype=torch.bfloat16) if feature.kv_dtype is not None else feature
             if declares(on_cpu, asked, CPU):
                 params.append(pytest.param(on_cpu, asked, id=f"{name}-{feature.id}"))
     return params
@@ -83,14 +87,36 @@ def fake_cases() -> list:
 def test_peers_over_fake_kernels(
     cls: type[AttentionBackend], feature: Feature, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    module = ModuleType(cls.package.module)
-    module.__spec__ = ModuleSpec(module.__name__, None)
-    for name, value in vars(fake_packages.PACKAGES[cls.name]).items():
-        if not name.startswith("_"):
-            setattr(module, name, getattr(fake_packages.PACKAGES[cls.name], name, value))
-    monkeypatch.setitem(sys.modules, module.__name__, module)
-    monkeypatch.setattr("graphrt.backends.flashinfer._SMALLEST_WORKSPACE", 1 << 10)
+    fake_packages.install_package(monkeypatch, cls.name, cls.package.module)
     check(cls, feature, CPU)
+
+
+@pytest.mark.parametrize(("cls", "feature"), fake_cases("plain", "mixed"))
+def test_peers_over_fake_kernels_allocate_twice(
+    cls: type[AttentionBackend], feature: Feature, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake_packages.install_package(monkeypatch, cls.name, cls.package.module)
+    check_retry(cls, feature, CPU)
+
+
+@pytest.mark.parametrize(("cls", "feature"), fake_cases(*INVARIANT))
+def test_batch_invariance_over_fake_kernels(
+    cls: type[AttentionBackend], feature: Feature, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake_packages.install_package(monkeypatch, cls.name, cls.package.module)
+    check_batch_invariance(cls, feature, CPU)
+
+
+def test_a_row_that_depends_on_the_size_of_its_graph_is_noticed() -> None:
+    """As it would be with splits that follow from the number of rows."""
+    with pytest.raises(AssertionError, match="a row of 16 with others"):
+        check_batch_invariance(mocks.SplitsByRows, FEATURES["plain"], CPU)
+
+
+def test_buffers_of_the_first_attempt_are_noticed() -> None:
+    check(mocks.BuffersOfTheFirstAttempt, FEATURES["plain"], CPU)
+    with pytest.raises(AssertionError, match="max error"):
+        check_retry(mocks.BuffersOfTheFirstAttempt, FEATURES["plain"], CPU)
 
 
 @pytest.mark.parametrize("broken", mocks.BROKEN, ids=lambda cls: cls.name)

@@ -17,10 +17,43 @@ PEERS = ("flash_attn2", "flash_attn3", "flashinfer")
 CUDA = torch.device("cuda", 0)
 
 
-def rig_of(backend: str, page_size: int, layout: KVLayout) -> Rig:
-    sizes = {"max_num_tokens": 64, "mixed_sizes": (16, 64)}
+def rig_of(backend: str, page_size: int, layout: KVLayout, **config: int) -> Rig:
+    sizes = {"max_num_tokens": 64, "mixed_sizes": (16, 64), **config}
     cache = {"page_size": page_size, "layout": layout}
     return make_rig(CUDA, dtype=torch.bfloat16, head_dim=128, backend=backend, **cache, **sizes)
+
+
+def run_ahead(rig: Rig, *, busy: bool) -> None:
+    """Steps of several sizes and lengths, first eagerly and one by one, then submitted at once to a busy device."""
+    rng = random.Random(4)
+    sequences = [rig.start(i, text) for i, text in enumerate(prompts(rng, 6, 1, 30))]
+    for sequence in sequences:
+        rig.prefill(sequence)
+    rows = [rig.row(sequence) for sequence in sequences]  # the last token of each; to feed it again changes nothing
+    chosen = [rng.sample(range(6), live) for live in (6, 1, 4, 2, 6, 3, 1, 5, 2, 6)]
+    batches = [Batch.from_rows([rows[i] for i in each]) for each in chosen]
+    wanted = [rig.manager.replay(batch, eager=True).logits(copy=True).cpu() for batch in batches]
+    if busy:
+        torch.cuda.synchronize()
+        torch.cuda._sleep(200_000_000)
+    got = [rig.manager.replay(batch).logits(copy=True) for batch in batches]
+    for number, (have, want) in enumerate(zip(got, wanted, strict=True)):
+        assert torch.equal(have.cpu(), want), f"step {number}, rows {chosen[number]}"
+    rig.manager.close()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", PEERS)
+def test_steps_submitted_to_a_busy_device(name: str) -> None:
+    """Whatever a step keeps in pinned memory, FlashInfer's plan above all, is not overwritten before its upload."""
+    cls = backend_class(name)
+    if (missing := cls.unavailable()) is not None:
+        pytest.skip(f"backend {name}: {missing}")
+    run_ahead(rig_of(name, 256 if cls.capabilities.page_sizes else 16, KVLayout.NHD, ring_depth=12), busy=True)
+
+
+def test_steps_submitted_at_once_on_cpu() -> None:
+    run_ahead(make_rig(torch.device("cpu"), ring_depth=12), busy=False)
 
 
 @pytest.mark.gpu

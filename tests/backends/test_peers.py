@@ -6,47 +6,24 @@ import importlib.util
 import math
 import subprocess
 import sys
-from importlib.machinery import ModuleSpec
-from types import ModuleType
-from typing import Any
+from pathlib import Path
 
 import pytest
 import torch
 
 from graphrt.backends import peer
-from graphrt.backends.base import AttentionBackend, BackendContext
+from graphrt.backends.base import BackendContext
 from graphrt.backends.flash_attn2 import FlashAttention2Backend
 from graphrt.backends.flash_attn3 import MAX_SPLITS, WORKSPACE_BYTES, FlashAttention3Backend
 from graphrt.backends.flashinfer import FlashInferBackend
-from graphrt.batch import Batch
+from graphrt.backends.registry import explain, select_backend
 from graphrt.capture.descriptor import BatchDescriptor
-from graphrt.capture.staging import StagingSlot
-from graphrt.kernels.errors import CaptureError, ReplayError, UnsupportedError
-from graphrt.kernels.types import KVLayout
-from graphrt.metadata import StepMetadata
-from graphrt.spec import AttentionSpec, KVCacheSpec
-from tests.backends.contract import FEATURES, Feature, make_rig
+from graphrt.kernels.errors import CaptureError, UnsupportedError
+from graphrt.spec import AttentionSpec
+from tests.backends.fake_packages import install
+from tests.backends.peer_kit import BF16, CUDA, FULL, WINDOWED, Calls, context, layer_of, metadata_of, step
 
-CPU, CUDA, BF16 = torch.device("cpu"), torch.device("cuda"), torch.bfloat16
 PEERS = (FlashAttention2Backend, FlashAttention3Backend, FlashInferBackend)
-FULL, WINDOWED = AttentionSpec(8, 2, 64, BF16), AttentionSpec(8, 2, 64, BF16, sliding_window=7)
-Calls = list[tuple[str, dict[str, Any]]]
-
-
-def context(*specs: AttentionSpec, device: torch.device = CPU, page_size: int = 256, **options: Any) -> BackendContext:
-    layers = specs or (FULL,)
-    kv_dtype, layout = options.pop("kv_dtype", layers[0].dtype), options.pop("layout", KVLayout.NHD)
-    kv = KVCacheSpec(len(layers), layers[0].num_kv_heads, layers[0].head_dim, page_size, layout, kv_dtype)
-    sizes = {"max_num_reqs": 4, "max_num_tokens": 32, "max_seq_len": 4 * page_size} | options
-    return BackendContext(layers, kv, device, **sizes)
-
-
-def install(monkeypatch: pytest.MonkeyPatch, name: str, **functions: Any) -> None:
-    module = ModuleType(name)
-    module.__spec__ = ModuleSpec(name, None)
-    for key, value in functions.items():
-        setattr(module, key, value)
-    monkeypatch.setitem(sys.modules, name, module)
 
 
 @pytest.mark.parametrize("cls", PEERS, ids=lambda c: c.name)
@@ -54,7 +31,7 @@ def test_a_missing_package_is_named_with_its_command(
     cls: type[peer.PeerBackend], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     command = {
-        "flash_attn2": "pip install flash-attn",
+        "flash_attn2": "pip install flash-attn --no-build-isolation",
         "flash_attn3": "pip install tokenspeed-fa3",
         "flashinfer": "pip install flashinfer-python",
     }[cls.name]
@@ -75,6 +52,61 @@ def test_an_old_package_is_named_with_both_versions(monkeypatch: pytest.MonkeyPa
     )
     monkeypatch.setattr(peer, "version", lambda name: "0.6.4rc1")
     assert FlashInferBackend.unavailable() is None
+
+
+@pytest.mark.parametrize("cls", PEERS, ids=lambda c: c.name)
+def test_a_folder_of_the_name_is_no_package(
+    cls: type[peer.PeerBackend], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / cls.package.module).mkdir()
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    monkeypatch.delitem(sys.modules, cls.package.module, raising=False)
+    importlib.invalidate_caches()
+    assert cls.unavailable() == f"package {cls.package.module}: not installed; run {cls.package.install}"
+
+
+@pytest.mark.parametrize("cls", PEERS, ids=lambda c: c.name)
+def test_a_module_without_what_is_called(cls: type[peer.PeerBackend], monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = cls.package.names
+    install(monkeypatch, cls.package.module, **{first: None})
+    with pytest.raises(UnsupportedError, match=f"expected {first}, {second}, got a module without {second}; run pip"):
+        cls(context()).allocate()
+
+
+def break_import(monkeypatch: pytest.MonkeyPatch, folder: Path, module: str) -> None:
+    """Install a package that is found and raises when it is imported."""
+    (folder / f"{module}.py").write_text("raise ImportError('libcudart.so.99: cannot open shared object file')\n")
+    monkeypatch.syspath_prepend(folder)
+    monkeypatch.delitem(sys.modules, module, raising=False)
+
+
+def test_a_broken_package_is_a_reason_and_no_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Only what asks for sinks imports the package; triton serves the model all the same."""
+    break_import(monkeypatch, tmp_path, "flash_attn_interface")
+    asked = context(AttentionSpec(8, 2, 64, BF16, sinks=True), device=CUDA)
+    (reason,) = FlashAttention3Backend.why_not(asked)
+    assert reason == (
+        "flash_attn_interface: expected the package, got none (ImportError: libcudart.so.99: cannot open shared object "
+        "file); run pip install tokenspeed-fa3"
+    )
+    assert select_backend(asked)[0].name == "triton"
+    with pytest.raises(UnsupportedError, match=r"libcudart\.so\.99"):
+        select_backend(asked, "flash_attn3")
+
+
+def test_a_predicate_that_raises_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    def why_not(context: BackendContext) -> list[str]:
+        raise ZeroDivisionError("a bug")
+
+    monkeypatch.setattr(FlashAttention2Backend, "why_not", why_not)
+    assert dict(explain(context(device=CUDA)))["flash_attn2"] == ["why_not raised ZeroDivisionError: a bug"]
+    assert select_backend(context(device=CUDA))[0].name == "triton"
+
+
+@pytest.mark.parametrize("cls", PEERS, ids=lambda c: c.name)
+def test_extras_ask_for_the_version_that_the_backend_wants(cls: type[peer.PeerBackend]) -> None:
+    text = (Path(__file__).resolve().parents[2] / "pyproject.toml").read_text()
+    assert f'= ["{cls.package.distributions[0]}>={".".join(map(str, cls.package.minimum))}"]' in text
 
 
 def test_importing_the_backends_imports_no_package() -> None:
@@ -128,45 +160,12 @@ def test_every_reason_is_given(name: str, monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_flash_attn3_asks_for_a_build_with_sinks(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = context(AttentionSpec(8, 2, 64, BF16, sinks=True), device=CUDA)
-    install(monkeypatch, "flash_attn_interface", flash_attn_with_kvcache=lambda q, k_cache, v_cache: None)
+    metadata = {"get_scheduler_metadata": lambda: None}
+    install(monkeypatch, "flash_attn_interface", flash_attn_with_kvcache=lambda q, k_cache, v_cache: None, **metadata)
     assert FlashAttention3Backend.why_not(asked) == ["sinks: not in this build; run pip install tokenspeed-fa3"]
-    install(monkeypatch, "flash_attn_interface", flash_attn_with_kvcache=lambda q, k_cache, v_cache, sinks=None: None)
+    taking = lambda q, k_cache, v_cache, sinks=None: None  # noqa: E731
+    install(monkeypatch, "flash_attn_interface", flash_attn_with_kvcache=taking, **metadata)
     assert FlashAttention3Backend.why_not(asked) == []
-
-
-def metadata_of(asked: BackendContext, descriptor: BatchDescriptor, live: int) -> StepMetadata:
-    """`live` real tokens, the rest padding; one token in each row of a mixed step but the last real one."""
-    rows, tokens = descriptor.padded_reqs, descriptor.padded_tokens
-    starts = [min(row * (descriptor.query_len or 1), live) for row in range(rows)] + [live]
-    slots = torch.arange(1, tokens + 1)
-    slots[live:] = -1
-    return StepMetadata(
-        descriptor,
-        seq_lens=torch.full((rows,), 5, dtype=torch.int32),
-        query_start_loc=torch.tensor(starts, dtype=torch.int32),
-        block_table=torch.arange(rows * asked.max_pages, dtype=torch.int32).view(rows, -1),
-        slot_mapping=slots,
-        positions=torch.zeros(tokens, dtype=torch.int64),
-        max_seq_len=asked.max_seq_len,
-    )
-
-
-def layer_of(asked: BackendContext, index: int = 0, **scales: torch.Tensor) -> Any:
-    from graphrt.backends.base import AttentionLayer
-
-    kv = asked.kv
-    k, v = (torch.zeros(3, kv.page_size, kv.num_kv_heads, kv.head_dim).to(kv.dtype) for _ in range(2))
-    return AttentionLayer(index, asked.attention[index], k, v, **scales)
-
-
-def step(backend: AttentionBackend, metadata: StepMetadata, q: torch.Tensor, layers: list[Any]) -> list[torch.Tensor]:
-    backend.schedule(metadata)
-    results = []
-    for layer in layers:
-        out, lse = torch.full_like(q, 777.0), torch.full(q.shape[:2], 777.0)
-        backend.run(layer, q, metadata, out, lse=lse)
-        results += [out, lse]
-    return results
 
 
 @pytest.fixture
@@ -263,6 +262,22 @@ def test_flash_attn3_splits_fit_their_budget() -> None:
     assert invariant.num_splits(BatchDescriptor.decode(1), spec) == 1
 
 
+def test_flash_attn3_takes_sinks_in_bfloat16(fa3: Calls) -> None:
+    """Converted in every step, so that a write to the weights is seen; what has the dtype is passed on as it is."""
+    asked = context(AttentionSpec(8, 2, 64, BF16, sinks=True))
+    backend = FlashAttention3Backend(asked)
+    backend.allocate()
+    metadata, q = metadata_of(asked, BatchDescriptor.decode(4), 4), torch.zeros(4, 8, 64, dtype=BF16)
+    backend.schedule(metadata)
+    sinks, narrow = torch.full((8,), 12.03), torch.ones(8, dtype=BF16)
+    for given, value, wanted in ((sinks, 12.03, 12.0), (sinks, 3.0, 3.0), (narrow, 1.0, 1.0)):
+        backend.run(layer_of(asked), q, metadata, torch.empty_like(q), sinks=given.fill_(value))
+        taken = fa3[-1][1]["sinks"]
+        assert taken.dtype == BF16
+        assert taken.tolist() == [wanted] * 8
+    assert taken is narrow
+
+
 @pytest.mark.parametrize(("page_size", "tokens", "padded"), [(16, 32, False), (64, 8, False), (64, 32, True)])
 def test_flash_attn3_keeps_tma_away_from_page_tails(fa3: Calls, page_size: int, tokens: int, padded: bool) -> None:
     asked = context(page_size=page_size)
@@ -339,160 +354,3 @@ def test_flash_attn2_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     step(invariant, metadata_of(asked, BatchDescriptor.decode(4), 0), q, [layer_of(asked)])
     assert calls[-1][1]["num_splits"] == 1
     assert "has graph support UNIFORM" in str(backend.why_not_graph(BatchDescriptor.mixed(4, 2)))
-
-
-class FakeWrapper:
-    """A wrapper of FlashInfer, as far as its host side goes."""
-
-    log: list[tuple[str, Any]]
-    layout = (1, 2, 3)
-
-    def __init__(self, workspace, kv_layout, **options):
-        self.workspace, self.kv_layout, self.options = workspace, kv_layout, options
-        self._int_workspace_buffer, self._pin_memory_int_workspace_buffer = torch.zeros(1), torch.zeros(1)
-        self.log.append(("make", self))
-
-    def plan(self, *args, **kwargs):
-        self._plan_info = self.layout
-        self.log.append(("plan", ([a.clone() if isinstance(a, torch.Tensor) else a for a in args], kwargs, args)))
-        if "paged_kv_indptr_buffer" in self.options:
-            self.options["paged_kv_indptr_buffer"].copy_(args[0])
-
-    def run(self, q, cache, return_lse):
-        self.log.append(("run", (q, cache)))
-        return q * 2, torch.ones(q.shape[:2])
-
-
-@pytest.fixture
-def flashinfer(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Any]]:
-    log: list[tuple[str, Any]] = []
-    decode = type("Decode", (FakeWrapper,), {"log": log})
-    prefill = type("Prefill", (FakeWrapper,), {"log": log})
-    install(
-        monkeypatch,
-        "flashinfer",
-        BatchDecodeWithPagedKVCacheWrapper=decode,
-        BatchPrefillWithPagedKVCacheWrapper=prefill,
-    )
-    for name in ("wait", "__exit__"):
-        real = getattr(StagingSlot, name)
-        monkeypatch.setattr(
-            StagingSlot, name, lambda self, *a, _name=name, _real=real: (log.append((_name, None)), _real(self, *a))[1]
-        )
-    monkeypatch.setattr("graphrt.backends.flashinfer._SMALLEST_WORKSPACE", 1 << 10)
-    return log
-
-
-def batch_of(seq_lens: list[int], page_size: int, query_lens: list[int] | None = None) -> Batch:
-    counts = [-(-n // page_size) for n in seq_lens]
-    indptr = torch.tensor([0, *counts]).cumsum(0).tolist()
-    return Batch.of(
-        row_ids=range(len(seq_lens)), seq_lens=seq_lens, query_lens=query_lens, page_indptr=indptr,
-        page_ids=range(1, indptr[-1] + 1),
-    )  # fmt: skip
-
-
-def test_flashinfer_plans_on_the_host_and_lists_pages_on_the_device(flashinfer: list[tuple[str, Any]]) -> None:
-    asked = context(page_size=4)
-    backend = FlashInferBackend(asked)
-    backend.allocate()
-    four, two = BatchDescriptor.decode(4), BatchDescriptor.decode(2)
-    for descriptor in (four, two, four):
-        backend.plan_capture(descriptor)
-    wrappers = [x for kind, x in flashinfer if kind == "make"]
-    assert len(wrappers) == 2, "one per size, made once"
-    for name in ("workspace", "_int_workspace_buffer", "_pin_memory_int_workspace_buffer"):
-        assert getattr(wrappers[0], name) is getattr(wrappers[1], name), "shared"
-    assert all(w.options["use_cuda_graph"] and w.options["use_tensor_cores"] for w in wrappers)
-    flashinfer.clear()
-    backend.plan_replay(four, batch_of([9, 4, 1], 4))
-    assert [kind for kind, _ in flashinfer] == ["wait", "plan", "__exit__"], "guarded before and behind the upload"
-    arguments, options, originals = flashinfer[1][1]
-    indptr, indices, last_page_len = arguments[:3]
-    assert all(x.device.type == "cpu" for x in originals[:3])
-    assert indptr.tolist() == [0, 3, 4, 5, 6], "the pad row has one page"
-    assert last_page_len.tolist() == [1, 4, 1, 1]
-    assert indices.numel() == 0, "page ids are the refresh's"
-    assert arguments[3:] == [8, 2, 64, 4]
-    assert options["window_left"] == -1
-    metadata = metadata_of(asked, four, 3)
-    q = torch.ones(4, 8, 64, dtype=BF16)
-    out, lse = step(backend, metadata, q, [layer_of(asked)])
-    assert backend.tensors()["indices"][:6].tolist() == [0, 1, 2, 4, 8, 12], "rows of the table, four columns each"
-    assert (out[:3] == 2).all()
-    assert not out[3:].any()
-    assert lse[:3].unique().tolist() == pytest.approx([math.log(2.0)])
-    assert (lse[3:] == -math.inf).all()
-    backend.close()
-    assert backend.tensors() == {}
-
-
-def test_flashinfer_refuses_a_plan_that_lies_elsewhere(
-    flashinfer: list[tuple[str, Any]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    backend = FlashInferBackend(context(page_size=4))
-    descriptor = BatchDescriptor.decode(2)
-    with pytest.raises(CaptureError, match=r"call allocate\(\) first"):
-        backend.plan_capture(descriptor)
-    backend.allocate()
-    backend.plan_capture(descriptor)
-    backend.plan_replay(descriptor, batch_of([3, 3], 4))
-    monkeypatch.setattr(FakeWrapper, "layout", (1, 2, 4))
-    with pytest.raises(ReplayError, match=r"expected the layout \(1, 2, 3\) of the captured plan, got \(1, 2, 4\)"):
-        backend.plan_replay(descriptor, batch_of([3, 3], 4))
-
-
-def test_flashinfer_runs_mixed_batches_eagerly(flashinfer: list[tuple[str, Any]]) -> None:
-    asked = context(page_size=4, layout=KVLayout.HND)
-    backend = FlashInferBackend(asked)
-    backend.allocate()
-    descriptor = BatchDescriptor.mixed(16, 4)
-    assert "has graph support SINGLE_TOKEN" in str(backend.why_not_graph(descriptor))
-    backend.plan_capture(descriptor)
-    backend.plan_replay(descriptor, batch_of([9, 2], 4, [1, 2]))
-    wrapper, (arguments, options, _) = next(x for k, x in flashinfer if k == "make"), flashinfer[-2][1]
-    assert wrapper.kv_layout == "HND"
-    assert [x.tolist() for x in arguments[:2]] == [[0, 1, 3], [0, 3, 4]]
-    assert arguments[2].shape == backend.tensors()["indices"].shape
-    assert options["causal"]
-    q = torch.ones(16, 8, 64, dtype=BF16)
-    out, lse = step(backend, metadata_of(asked, descriptor, 3), q, [layer_of(asked)])
-    ran, (k, _) = flashinfer[-1][1]
-    assert ran.shape == (3, 8, 64), "the real tokens"
-    assert k.shape == (3, 2, 4, 64), "heads before tokens"
-    assert (out[:3] == 2).all()
-    assert not out[3:].any()
-    assert (lse[3:] == -math.inf).all()
-
-
-def test_flashinfer_folds_scales_into_queries_and_output(flashinfer: list[tuple[str, Any]]) -> None:
-    asked = context(page_size=4, kv_dtype=torch.float8_e5m2)
-    backend = FlashInferBackend(asked)
-    backend.allocate()
-    descriptor = BatchDescriptor.decode(2)
-    backend.plan_capture(descriptor)
-    layer = layer_of(asked, k_scale=torch.tensor([0.5, 4.0]), v_scale=torch.tensor([3.0]))
-    q = torch.ones(2, 12, 64, dtype=BF16)[:, :8]
-    out, _ = step(backend, metadata_of(asked, descriptor, 2), q, [layer])
-    given, options = flashinfer[-1][1][0], flashinfer[-3][1][1]
-    assert (options["q_data_type"], options["o_data_type"]) == (BF16, torch.float16)
-    assert given[:, :4].unique().tolist() == [0.5]
-    assert given[:, 4:].unique().tolist() == [4.0]
-    assert q.unique().tolist() == [1.0], "the model's queries are left alone"
-    assert out[:, :4].unique().tolist() == [3.0]
-    assert out[:, 4:].unique().tolist() == [24.0]
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("feature", ["plain", "mixed", "mixed-large-pages"])
-@pytest.mark.parametrize("cls", PEERS, ids=lambda c: c.name)
-def test_probes_decide_what_the_class_states(cls: type[AttentionBackend], feature: str) -> None:
-    """NaN behind the last token of an owned page, and the fill of pad rows, against the class's statements."""
-    asked: Feature = FEATURES[feature]
-    rig = make_rig(cls, asked, torch.device("cuda", 0))
-    rows = [(rig.context.kv.page_size + 1, 1), (2, 1)]
-    rig.write([rig.sequence(*row) for row in rows])
-    out = rig.eager()[0]
-    assert not out[2:].any(), f"{cls.name}: seq_len_fill={cls.seq_len_fill} must give zeros in pad rows"
-    assert bool(out[:2].isfinite().all()) == cls.nan_safe_tail, f"{cls.name}: nan_safe_tail={cls.nan_safe_tail}"
-    rig.close()

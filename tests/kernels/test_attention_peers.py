@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 
+from graphrt.backends.registry import backend_class
 from tests.kernels.attention_cases import BF16, E4M3, F16, Case, Problem, decode, expected, make_problem
 
 pytestmark = pytest.mark.gpu
@@ -36,11 +37,17 @@ class Answer:
     lse: torch.Tensor | None = None
 
 
-def package(module: str, distribution: str) -> Any:
+# The backend that each package is for, by which `gpu_check.py --require` finds skips.
+BACKENDS = {"flash_attn_interface": "flash_attn3", "flash_attn": "flash_attn2", "flashinfer": "flashinfer"}
+
+
+def package(module: str) -> Any:
+    backend = BACKENDS[module]
     try:
         return importlib.import_module(module)
     except (ImportError, OSError) as error:  # OSError: a library that it links to is missing
-        pytest.skip(f"{distribution}: {module} cannot be imported ({error}); run pip install {distribution}")
+        install = backend_class(backend).package.install
+        pytest.skip(f"{backend}: {module} cannot be imported ({error}); run {install}")
 
 
 def case(rows: tuple[tuple[int, int], ...], dtype: torch.dtype = BF16, **options: Any) -> Case:
@@ -101,7 +108,7 @@ def per_token(lse: torch.Tensor) -> torch.Tensor:
 
 def fa3_decode(problem: Problem) -> Answer:
     """Paged decode, with as many new tokens in every row."""
-    package_ = package("flash_attn_interface", "tokenspeed-fa3")
+    package_ = package("flash_attn_interface")
     case, options = problem.case, problem.options
     fp8 = case.stored == E4M3  # q, k and v are then fp8 alike
     rows, query_len = len(case.rows), case.rows[0][1]
@@ -113,7 +120,7 @@ def fa3_decode(problem: Problem) -> Answer:
         descale = {"q_descale": ones, "k_descale": ones * options.k_scale, "v_descale": ones * options.v_scale}
     if options.sinks is not None:
         if "sinks" not in inspect.signature(package_.flash_attn_with_kvcache).parameters:
-            pytest.skip("tokenspeed-fa3: this build takes no sinks; run pip install -U tokenspeed-fa3")
+            pytest.skip("flash_attn3: this build takes no sinks; run pip install -U tokenspeed-fa3")
         # One split: how a sink is shared by splits is the build's own affair.
         descale |= {"sinks": options.sinks.bfloat16()}
     out, lse, *_ = package_.flash_attn_with_kvcache(
@@ -134,7 +141,7 @@ def fa3_decode(problem: Problem) -> Answer:
 
 def fa3_mixed(problem: Problem) -> Answer:
     """Paged, rows of different query lengths packed."""
-    package_ = package("flash_attn_interface", "tokenspeed-fa3")
+    package_ = package("flash_attn_interface")
     out, lse, *_ = package_.flash_attn_with_kvcache(
         problem.q,
         clean(problem.k_cache),
@@ -214,7 +221,7 @@ PROMPTS = {
 @pytest.mark.parametrize("name", PROMPTS)
 def test_prompt_chunks_against_flash_attn_3(name: str, op: str, rng: torch.Generator) -> None:
     problem = problem_of(PROMPTS[name], rng)
-    compare(problem, varlen(problem, package("flash_attn_interface", "tokenspeed-fa3").flash_attn_varlen_func), op)
+    compare(problem, varlen(problem, package("flash_attn_interface").flash_attn_varlen_func), op)
     if op == "varlen":
         compare(problem, fa3_mixed(problem), op)
 
@@ -224,7 +231,7 @@ def test_prompt_chunks_against_flash_attn_3(name: str, op: str, rng: torch.Gener
 
 def fa2_decode(problem: Problem) -> Answer:
     """Paged decode; its pages are multiples of 256 tokens."""
-    package_ = package("flash_attn", "flash-attn")
+    package_ = package("flash_attn")
     case, options = problem.case, problem.options
     out, lse = package_.flash_attn_with_kvcache(
         problem.q.unflatten(0, (len(case.rows), case.rows[0][1])),
@@ -280,7 +287,7 @@ ALIBI_SOFTCAP = {
 @pytest.mark.parametrize("name", PROMPTS | ALIBI_SOFTCAP)
 def test_prompt_chunks_against_flash_attn_2(name: str, op: str, rng: torch.Generator) -> None:
     problem = problem_of((PROMPTS | ALIBI_SOFTCAP)[name], rng)
-    function = package("flash_attn", "flash-attn").flash_attn_varlen_func
+    function = package("flash_attn").flash_attn_varlen_func
     options = {"softcap": problem.case.softcap, "alibi_slopes": problem.options.alibi_slopes}
     compare(problem, varlen(problem, function, **options), op)
 
@@ -290,7 +297,7 @@ def test_prompt_chunks_against_flash_attn_2(name: str, op: str, rng: torch.Gener
 
 def flashinfer_decode(problem: Problem) -> Answer:
     """Paged decode on tensor cores; lengths are the host's. Its log-sum-exp is of base 2."""
-    package_ = package("flashinfer", "flashinfer-python")
+    package_ = package("flashinfer")
     case, options, hnd = problem.case, problem.options, problem.case.layout == "HND"
     lengths = torch.tensor([seq_len for seq_len, _ in case.rows], dtype=torch.int32)
     counts = -(-lengths // case.page_size)

@@ -231,6 +231,48 @@ def test_env_prints_ranks_and_refusals(monkeypatch: pytest.MonkeyPatch, capsys: 
     assert [entry["rank"] for entry in known if entry["name"] == "unknown"] == [4]
 
 
+@pytest.mark.usefixtures("backends")
+def test_env_says_with_which_pages_a_backend_would_run(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    capable("neither", page_sizes=(32, 64), dtypes=(torch.float16,))
+    use(monkeypatch, table(**TIMES))
+    monkeypatch.setattr(cli_env, "_device", lambda: torch.device("cuda"))
+    monkeypatch.setattr(cli_env, "_graph_support", lambda standing, context: "ALWAYS")
+    monkeypatch.setenv("COLUMNS", "200")
+    report = cli_env._backends()
+    assert {e["name"]: e["other_page_size"] for e in report["known"] if e["other_page_size"]} == {"large_pages": 256}
+    cli_env.run_env(as_json=False)
+    assert "runs with a page size of 256" in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("backends")
+@pytest.mark.parametrize(
+    ("named", "chosen", "reason"),
+    [
+        ("steady", "steady", "steady: chosen by name, by GRAPHRT_BACKEND"),
+        ("large_pages", None, "backend large_pages: expected a model and device that it supports, got 1 reasons"),
+        ("nobody", None, "backend: expected one of triton, "),
+        ("a,b", None, "GRAPHRT_BACKEND: expected the name of a backend, got 'a,b'"),
+    ],
+)
+def test_env_chooses_as_a_runtime_does(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], named: str, chosen: str | None, reason: str
+) -> None:
+    use(monkeypatch, table(**TIMES))
+    monkeypatch.setattr(cli_env, "_device", lambda: torch.device("cuda"))
+    monkeypatch.setattr(cli_env, "_graph_support", lambda standing, context: "ALWAYS")
+    monkeypatch.setenv("GRAPHRT_BACKEND", named)
+    monkeypatch.setenv("COLUMNS", "300")
+    report = cli_env._backends()
+    assert report["chosen"] == chosen
+    assert report["reason"].startswith(reason)
+    cli_env.run_env(as_json=False)
+    printed = capsys.readouterr().out
+    assert reason in printed
+    assert printed.count("(chosen)") == (chosen is not None)
+
+
 def test_documents_and_the_installed_table_are_made_from_the_result(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -252,3 +294,12 @@ def test_documents_and_the_installed_table_are_made_from_the_result(
     assert table[0] == "| batch | context | `triton` |", "known backends only"
     assert table[2:4] == ["| 1 | 512 | 8.2 |", "| 4 | 512 | 33.0 |"]
     assert "tree `0123456789ab`" in table[-1]
+    assert make_docs.planning_time() == "Planning was not measured yet."
+    for cell, low in zip(cells, (100.4, 600.0), strict=True):
+        cell["backends"]["flashinfer"] = {"us": 9.0, "host_us": low}
+    longer = [cell | {"context": 8192, "backends": {"flashinfer": {"us": 9.0, "host_us": 650.6}}} for cell in cells[1:]]
+    data["cells"] = cells + longer
+    result.write_text(json.dumps({"gpu": GPU, "tree": "0123456789abcdef", "data": data}))
+    assert (
+        make_docs.planning_time() == "Planning takes the host 100 us at 1 row and up to 651 us at 4 rows, every step."
+    )

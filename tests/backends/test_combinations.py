@@ -1,0 +1,129 @@
+"""Every pair of what a backend declares, together: a table made from each class, checked in brief."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+
+from graphrt.backends.base import AttentionBackend
+from graphrt.backends.registry import backend_class
+from graphrt.kernels.library import INTERPRETER_AVAILABLE
+from graphrt.kernels.types import KVLayout
+from tests.backends import fake_packages, mocks
+from tests.backends.conftest import FLASHINFER_MODULES
+from tests.backends.contract import WINDOW, Feature, check, declares
+from tests.covering import covering_array
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
+F32, F16, BF16, E4M3, E5M2 = torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2
+MOST = 40  # cases of one backend
+MASKS: dict[str, dict[str, Any]] = {
+    "full": {},
+    "window": WINDOW,
+    "softcap": {"logits_softcap": 2.0},
+    "window_softcap": WINDOW | {"logits_softcap": 2.0},
+    "alibi": {"alibi": True},
+    "sinks": {"sinks": True},
+}
+KINDS: dict[str, dict[str, Any]] = {"decode": {}, "query_len": {"query_len": 3}, "mixed": {"mixed": True}}
+
+
+def types_of(cls: type[AttentionBackend]) -> list[tuple[torch.dtype, torch.dtype]]:
+    """Dtypes of the layers and of the cache: equal, and each fp8 format with one dtype."""
+    have = cls.capabilities
+    types = [(dtype, dtype) for dtype in (BF16, F16, F32) if dtype in have.dtypes and dtype in have.kv_dtypes]
+    for fp8, dtype in ((E4M3, BF16), (E5M2, F16)):
+        partner = dtype if dtype in have.dtypes else have.dtypes[0]
+        types += [(partner, fp8)] if fp8 in have.kv_dtypes else []
+    return types
+
+
+def factors_of(cls: type[AttentionBackend], device: torch.device) -> dict[str, list[Any]]:
+    """What is varied: only what the class declares. Dtypes, head size and mask are one factor where each combination
+    is a module of its own to compile."""
+    have, cuda = cls.capabilities, device.type == "cuda"
+    masks = {"sliding_window": "window", "logits_softcap": "softcap", "alibi": "alibi", "sinks": "sinks"}
+    names = ["full", *(mask for flag, mask in masks.items() if getattr(have, flag))]
+    if {"window", "softcap"} <= set(names):
+        names[names.index("softcap")] = "window_softcap"
+    head_dims = ([64, 80, 128, 256] if cuda else [16, 24]) if have.head_dims is None else list(have.head_dims)
+    page_sizes = ([16, 64, 256] if cuda else [1, 4, 6]) if have.page_sizes is None else list(have.page_sizes)[:3]
+    kernels: dict[str, list[Any]] = {"types": types_of(cls), "head_dim": head_dims, "mask": names}
+    if cls.name == "flashinfer" and cuda:
+        kernels = {"module": list(FLASHINFER_MODULES)}
+    return kernels | {
+        "page_size": page_sizes,
+        "layout": [layout for layout in KVLayout if layout in have.layouts],
+        "scale_per_head": [False, True],
+        "kind": ["decode", *(["query_len"] if have.max_query_len >= 3 else []), *(["mixed"] if have.mixed else [])],
+        "lse": [False, True] if have.lse else [False],
+    }
+
+
+def feature_of(row: dict[str, Any]) -> Feature:
+    module = row.get("module")
+    (dtype, kv_dtype), head_dim, mask = module or (row["types"], row["head_dim"], row["mask"])
+    words = [dtype, kv_dtype, head_dim, mask, row["page_size"], row["layout"].value, row["kind"]]
+    flags = [name for name in ("scale_per_head", "lse") if row[name]]
+    return Feature(
+        "-".join(str(word).removeprefix("torch.") for word in [*words, *flags]),
+        layers=(MASKS[mask],) * 2,
+        dtype=dtype,
+        kv_dtype=kv_dtype,
+        head_dim=head_dim,
+        page_size=row["page_size"],
+        layout=row["layout"],
+        scale_per_head=row["scale_per_head"],
+        lse=row["lse"],
+        **KINDS[row["kind"]],
+    )
+
+
+def features_of(cls: type[AttentionBackend], device: torch.device) -> list[Feature]:
+    return [feature_of(row) for row in covering_array(factors_of(cls, device))]
+
+
+def cases() -> list:
+    """All on CUDA; on CPU as many as are quick: an interpreted launch takes half a second."""
+    ours = [backend_class("torch_reference"), *([backend_class("triton")] if INTERPRETER_AVAILABLE else [])]
+    peers = [fake_packages.on_cpu(backend_class(name)) for name in fake_packages.PACKAGES]
+    on_cpu = [(cls, CPU, 5 if cls.name == "triton" else 12) for cls in (*ours, *peers, *mocks.FAMILIES)]
+    names = ("triton", *fake_packages.PACKAGES, "torch_reference")
+    params = []
+    for cls, device, count in (*on_cpu, *((backend_class(name), CUDA, MOST) for name in names)):
+        marks = [pytest.mark.gpu] if device is CUDA else []
+        for feature in features_of(cls, device)[:count]:
+            params.append(pytest.param(cls, feature, device, id=f"{cls.name}-{device.type}-{feature.id}", marks=marks))
+    return params
+
+
+@pytest.mark.parametrize(("cls", "feature", "device"), cases())
+def test_combinations(
+    cls: type[AttentionBackend], feature: Feature, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if device is CPU and cls.name in fake_packages.PACKAGES:
+        fake_packages.install_package(monkeypatch, cls.name, cls.package.module)
+    check(cls, feature, device, brief=True)
+
+
+@pytest.mark.parametrize("name", ["triton", *fake_packages.PACKAGES, "torch_reference"])
+def test_the_table_of_a_backend(name: str) -> None:
+    """On CUDA: all pairs, none that the class does not declare or refuses by itself, and not too many."""
+    cls = backend_class(name)
+    factors = factors_of(cls, CUDA)
+    rows = covering_array(factors)
+    assert len(rows) <= MOST
+    for (a, xs), (b, ys) in itertools.combinations(factors.items(), 2):
+        assert {(row[a], row[b]) for row in rows} == set(itertools.product(xs, ys))
+    for feature in map(feature_of, rows):
+        assert declares(cls, feature, CUDA), feature
+        assert feature.dtype in cls.capabilities.dtypes
+    if name == "flashinfer":
+        assert len(FLASHINFER_MODULES) <= 6
+    else:
+        have = cls.capabilities
+        assert {dtype for dtype, _ in factors["types"]} == set(have.dtypes)
+        assert {stored for _, stored in factors["types"]} == set(have.kv_dtypes)

@@ -1,0 +1,224 @@
+"""FlashInfer's backend: what is planned on the host, when, and which wrapper and buffer it goes to."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from graphrt.backends.flashinfer import FlashInferBackend
+from graphrt.batch import Batch
+from graphrt.capture.descriptor import BatchDescriptor
+from graphrt.capture.staging import StagingSlot
+from graphrt.kernels.errors import CaptureError, ReplayError, UnsupportedError
+from graphrt.kernels.types import KVLayout
+from tests.backends.fake_packages import install
+from tests.backends.peer_kit import BF16, context, layer_of, metadata_of, step
+
+
+class FakeWrapper:
+    """A wrapper of FlashInfer, as far as its host side goes."""
+
+    log: list[tuple[str, Any]]
+    layout = (1, 2, 3)
+
+    def __init__(self, workspace, kv_layout, **options):
+        self.workspace, self.kv_layout, self.options = workspace, kv_layout, options
+        self._int_workspace_buffer, self._pin_memory_int_workspace_buffer = torch.zeros(1), torch.zeros(1)
+        self.log.append(("make", self))
+
+    def plan(self, *args, **kwargs):
+        self._plan_info = self.layout
+        self.log.append(("plan", ([a.clone() if isinstance(a, torch.Tensor) else a for a in args], kwargs, args)))
+        if "paged_kv_indptr_buffer" in self.options:
+            self.options["paged_kv_indptr_buffer"].copy_(args[0])
+
+    def run(self, q, cache, return_lse):
+        self.log.append(("run", (q, cache)))
+        return q * 2, torch.ones(q.shape[:2])
+
+
+@pytest.fixture
+def flashinfer(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Any]]:
+    log: list[tuple[str, Any]] = []
+    decode = type("Decode", (FakeWrapper,), {"log": log})
+    prefill = type("Prefill", (FakeWrapper,), {"log": log})
+    install(
+        monkeypatch,
+        "flashinfer",
+        BatchDecodeWithPagedKVCacheWrapper=decode,
+        BatchPrefillWithPagedKVCacheWrapper=prefill,
+    )
+    for name in ("wait", "__exit__"):
+        real = getattr(StagingSlot, name)
+        monkeypatch.setattr(
+            StagingSlot, name, lambda self, *a, _name=name, _real=real: (log.append((_name, None)), _real(self, *a))[1]
+        )
+    monkeypatch.setattr("graphrt.backends.flashinfer._SMALLEST_WORKSPACE", 1 << 10)
+    return log
+
+
+def batch_of(seq_lens: list[int], page_size: int, query_lens: list[int] | None = None) -> Batch:
+    counts = [-(-n // page_size) for n in seq_lens]
+    indptr = torch.tensor([0, *counts]).cumsum(0).tolist()
+    return Batch.of(
+        row_ids=range(len(seq_lens)), seq_lens=seq_lens, query_lens=query_lens, page_indptr=indptr,
+        page_ids=range(1, indptr[-1] + 1),
+    )  # fmt: skip
+
+
+def test_flashinfer_plans_on_the_host_and_lists_pages_on_the_device(flashinfer: list[tuple[str, Any]]) -> None:
+    asked = context(page_size=4)
+    backend = FlashInferBackend(asked)
+    backend.allocate()
+    four, two = BatchDescriptor.decode(4), BatchDescriptor.decode(2)
+    for descriptor in (four, two, four):
+        backend.plan_capture(descriptor)
+    wrappers = [x for kind, x in flashinfer if kind == "make"]
+    assert len(wrappers) == 2, "one per size, made once"
+    for name in ("workspace", "_int_workspace_buffer", "_pin_memory_int_workspace_buffer"):
+        assert getattr(wrappers[0], name) is getattr(wrappers[1], name), "shared"
+    assert all(w.options["use_cuda_graph"] and w.options["use_tensor_cores"] for w in wrappers)
+    flashinfer.clear()
+    backend.plan_replay(four, batch_of([9, 4, 1], 4))
+    assert [kind for kind, _ in flashinfer] == ["wait", "plan", "__exit__"], "guarded before and behind the upload"
+    arguments, options, originals = flashinfer[1][1]
+    indptr, indices, last_page_len = arguments[:3]
+    assert all(x.device.type == "cpu" for x in originals[:3])
+    assert indptr.tolist() == [0, 3, 4, 5, 6], "the pad row has one page"
+    assert last_page_len.tolist() == [1, 4, 1, 1]
+    assert indices.numel() == 0, "page ids are the refresh's"
+    assert arguments[3:] == [8, 2, 64, 4]
+    assert options["window_left"] == -1
+    metadata = metadata_of(asked, four, 3)
+    q = torch.ones(4, 8, 64, dtype=BF16)
+    out, lse = step(backend, metadata, q, [layer_of(asked)])
+    assert backend.tensors()["indices"][:6].tolist() == [0, 1, 2, 4, 8, 12], "rows of the table, four columns each"
+    assert (out[:3] == 2).all()
+    assert not out[3:].any()
+    assert lse[:3].unique().tolist() == pytest.approx([math.log(2.0)])
+    assert (lse[3:] == -math.inf).all()
+    backend.close()
+    assert backend.tensors() == {}
+
+
+def test_flashinfer_refuses_a_plan_that_lies_elsewhere(
+    flashinfer: list[tuple[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backend = FlashInferBackend(context(page_size=4))
+    descriptor = BatchDescriptor.decode(2)
+    with pytest.raises(CaptureError, match=r"call allocate\(\) first"):
+        backend.plan_capture(descriptor)
+    backend.allocate()
+    backend.plan_capture(descriptor)
+    backend.plan_replay(descriptor, batch_of([3, 3], 4))
+    monkeypatch.setattr(FakeWrapper, "layout", (1, 2, 4))
+    with pytest.raises(ReplayError, match=r"expected the layout \(1, 2, 3\) of the captured plan, got \(1, 2, 4\)"):
+        backend.plan_replay(descriptor, batch_of([3, 3], 4))
+
+
+@pytest.mark.parametrize("info", [None, [], "lost", ["a"]], ids=str)
+def test_flashinfer_needs_the_layout_of_its_plans(
+    flashinfer: list[tuple[str, Any]], monkeypatch: pytest.MonkeyPatch, info: Any
+) -> None:
+    """Without it a plan that lies elsewhere would be read where the captured one lay."""
+
+    def plan(self, *args, **kwargs):
+        if info != "lost":
+            self._plan_info = info
+
+    monkeypatch.setattr(FakeWrapper, "plan", plan)
+    backend = FlashInferBackend(context(page_size=4))
+    backend.allocate()
+    with pytest.raises(UnsupportedError, match="flashinfer: expected the layout of a plan as numbers in _plan_info"):
+        backend.plan_capture(BatchDescriptor.decode(2))
+
+
+def test_flashinfer_needs_plan_memory_that_can_be_shared(
+    flashinfer: list[tuple[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(FakeWrapper, "__init__", lambda self, *args, **options: None)
+    backend = FlashInferBackend(context(page_size=4))
+    backend.allocate()
+    with pytest.raises(UnsupportedError, match="flashinfer: expected wrappers with _int_workspace_buffer and _pin"):
+        backend.plan_capture(BatchDescriptor.decode(2))
+
+
+class Stream:
+    """Uploads and launches of a device that runs them late, in order: when it is waited for."""
+
+    def __init__(self) -> None:
+        self.queue: list[Any] = []
+
+    def run(self) -> None:
+        for call in self.queue:
+            call()
+        self.queue.clear()
+
+
+@pytest.mark.parametrize("guarded", [True, False])
+def test_flashinfer_overwrites_no_plan_that_is_still_to_be_uploaded(
+    flashinfer: list[tuple[str, Any]], monkeypatch: pytest.MonkeyPatch, guarded: bool
+) -> None:
+    """A second step is planned before the first has run. Without the wait, the first sees the second's lengths."""
+    stream, asked = Stream(), context(page_size=4)
+    backend = FlashInferBackend(asked)
+    backend.allocate()
+    four = BatchDescriptor.decode(4)
+    backend.plan_capture(four)
+    (wrapper,) = [x for kind, x in flashinfer if kind == "make"]
+    offsets = wrapper.options["paged_kv_indptr_buffer"]
+    monkeypatch.setattr(FakeWrapper, "plan", lambda self, indptr, *a, **o: stream.queue.append(
+        lambda: offsets.copy_(indptr)
+    ))  # fmt: skip
+    monkeypatch.setattr(StagingSlot, "wait", lambda self: stream.run() if guarded else None)
+    seen: list[list[int]] = []
+    for lengths in ([9, 4, 1, 5], [1, 1, 1, 1], [16, 2, 8, 3]):
+        backend.plan_replay(four, batch_of(lengths, 4))
+        stream.queue.append(lambda: seen.append(offsets.tolist()))
+    stream.run()
+    wanted = [[0, 3, 4, 5, 7], [0, 1, 2, 3, 4], [0, 4, 5, 7, 8]]
+    assert (seen == wanted) == guarded
+
+
+def test_flashinfer_runs_mixed_batches_eagerly(flashinfer: list[tuple[str, Any]]) -> None:
+    asked = context(page_size=4, layout=KVLayout.HND)
+    backend = FlashInferBackend(asked)
+    backend.allocate()
+    descriptor = BatchDescriptor.mixed(16, 4)
+    assert "has graph support SINGLE_TOKEN" in str(backend.why_not_graph(descriptor))
+    backend.plan_capture(descriptor)
+    backend.plan_replay(descriptor, batch_of([9, 2], 4, [1, 2]))
+    wrapper, (arguments, options, _) = next(x for k, x in flashinfer if k == "make"), flashinfer[-2][1]
+    assert wrapper.kv_layout == "HND"
+    assert [x.tolist() for x in arguments[:2]] == [[0, 1, 3], [0, 3, 4]]
+    assert arguments[2].shape == backend.tensors()["indices"].shape
+    assert options["causal"]
+    q = torch.ones(16, 8, 64, dtype=BF16)
+    out, lse = step(backend, metadata_of(asked, descriptor, 3), q, [layer_of(asked)])
+    ran, (k, _) = flashinfer[-1][1]
+    assert ran.shape == (3, 8, 64), "the real tokens"
+    assert k.shape == (3, 2, 4, 64), "heads before tokens"
+    assert (out[:3] == 2).all()
+    assert not out[3:].any()
+    assert (lse[3:] == -math.inf).all()
+
+
+def test_flashinfer_folds_scales_into_queries_and_output(flashinfer: list[tuple[str, Any]]) -> None:
+    asked = context(page_size=4, kv_dtype=torch.float8_e5m2)
+    backend = FlashInferBackend(asked)
+    backend.allocate()
+    descriptor = BatchDescriptor.decode(2)
+    backend.plan_capture(descriptor)
+    layer = layer_of(asked, k_scale=torch.tensor([0.5, 4.0]), v_scale=torch.tensor([3.0]))
+    q = torch.ones(2, 12, 64, dtype=BF16)[:, :8]
+    out, _ = step(backend, metadata_of(asked, descriptor, 2), q, [layer])
+    given, options = flashinfer[-1][1][0], flashinfer[-3][1][1]
+    assert (options["q_data_type"], options["o_data_type"]) == (BF16, torch.float16)
+    assert given[:, :4].unique().tolist() == [0.5]
+    assert given[:, 4:].unique().tolist() == [4.0]
+    assert q.unique().tolist() == [1.0], "the model's queries are left alone"
+    assert out[:, :4].unique().tolist() == [3.0]
+    assert out[:, 4:].unique().tolist() == [24.0]

@@ -1,0 +1,133 @@
+"""What classes state of their kernels, measured: reads of the null page, NaN in page tails, nodes per layer.
+
+The logic runs on CPU over the fake kernels; what it measures of the real ones counts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from graphrt.backends.base import AttentionBackend
+from graphrt.backends.flash_attn2 import FlashAttention2Backend
+from graphrt.backends.flash_attn3 import FlashAttention3Backend
+from graphrt.backends.flashinfer import FlashInferBackend
+from tests.backends import fake_packages
+from tests.backends.contract import FEATURES, NAN, Feature, Rig, make_rig
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
+PEERS = (FlashAttention2Backend, FlashAttention3Backend, FlashInferBackend)
+LIVE = 2  # real rows of the probes, of 4
+
+
+def params(*classes: type[AttentionBackend]) -> list:
+    """Each class over its real kernels on CUDA, and over fake ones on CPU."""
+    real = [pytest.param(cls, CUDA, id=f"{cls.name}-cuda", marks=pytest.mark.gpu) for cls in classes]
+    return real + [pytest.param(fake_packages.on_cpu(cls), CPU, id=f"{cls.name}-cpu") for cls in classes]
+
+
+@pytest.fixture
+def kernels(cls: type[AttentionBackend], device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    if device is CPU:
+        fake_packages.install_package(monkeypatch, cls.name, cls.package.module)
+
+
+def raw_results(rig: Rig, monkeypatch: pytest.MonkeyPatch, fill: int, null_page: float) -> torch.Tensor:
+    """What the first layer's kernel gave, before pad tokens are zeroed, with a fill of pad rows and of the null page.
+
+    Memory that no kernel writes holds NaN, so that it compares equal.
+    """
+    rig.metadata.seq_lens[LIVE:] = fill
+    for q in rig.q:
+        q[LIVE:] = 1.0  # NaN there would hide what is read
+    for layer in rig.layers:
+        for cache in (layer.k_cache, layer.v_cache):
+            cache[0] = null_page
+    raw: list[torch.Tensor] = []
+    real = type(rig.backend).write_out
+
+    def write_out(result: torch.Tensor, out: torch.Tensor) -> None:
+        raw.append(result.detach().clone())
+        real(rig.backend, result, out)
+
+    monkeypatch.setattr(rig.backend, "write_out", write_out)
+    torch.use_deterministic_algorithms(True, warn_only=True)  # fills new memory with NaN
+    try:
+        rig.eager()
+    finally:
+        torch.use_deterministic_algorithms(False)
+    return raw[0].cpu()
+
+
+@pytest.mark.filterwarnings("ignore:.*deterministic")
+@pytest.mark.parametrize(("cls", "device"), params(*PEERS))
+@pytest.mark.usefixtures("kernels")
+def test_fills_of_pad_rows(cls: type[AttentionBackend], device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the stated fill, a kernel reads the null page if that is 1, and nothing if it is 0. No fill, and nothing in
+    the null page, reaches a real row."""
+    rig = make_rig(cls, FEATURES["plain"], device)
+    rig.write([rig.sequence(rig.context.kv.page_size + 1, 1), rig.sequence(2, 1)])
+    raw = {
+        (fill, null): raw_results(rig, monkeypatch, fill, null) for fill in (0, 1) for null in (NAN, 1.0)
+    }  # fmt: skip
+    reads = {
+        fill: not torch.equal(raw[fill, NAN][LIVE:].nan_to_num(7.0), raw[fill, 1.0][LIVE:].nan_to_num(7.0))
+        for fill in (0, 1)
+    }
+    print(f"{cls.name}: reads the null page for a pad row with seq_lens of 0: {reads[0]}, of 1: {reads[1]}")
+    for key, result in raw.items():
+        assert result[:LIVE].isfinite().all(), key
+        assert torch.equal(result[:LIVE], raw[0, NAN][:LIVE]), key
+    assert reads[1], "a length of 1 is read, and the probe sees it"
+    assert reads[cls.seq_len_fill] == (cls.seq_len_fill == 1)
+    if cls.name == "flashinfer":  # its fill is in the plan: seq_lens are never read
+        for null in (NAN, 1.0):
+            assert torch.equal(raw[0, null].nan_to_num(7.0), raw[1, null].nan_to_num(7.0))
+    rig.close()
+
+
+@pytest.mark.parametrize("feature", ["plain", "mixed", "mixed-large-pages"])
+@pytest.mark.parametrize(("cls", "device"), params(*PEERS))
+@pytest.mark.usefixtures("kernels")
+def test_nan_in_page_tails(cls: type[AttentionBackend], device: torch.device, feature: str) -> None:
+    """NaN behind the last token of an owned page, against the class's statement; zeros in pad tokens."""
+    asked: Feature = FEATURES[feature]
+    rig = make_rig(cls, asked, device)
+    rows = [(rig.context.kv.page_size + 1, 1) if rig.metadata.block_table.shape[1] > 1 else (3, 1), (2, 1)]
+    rig.write([rig.sequence(*row) for row in rows])
+    out = rig.eager()[0]
+    assert not out[LIVE:].any(), f"{cls.name}: pad tokens must be zeros"
+    assert bool(out[:LIVE].isfinite().all()) == cls.nan_safe_tail, f"{cls.name}: nan_safe_tail={cls.nan_safe_tail}"
+    rig.close()
+
+
+def nodes_per_layer(cls: type[AttentionBackend], device: torch.device, *, one_split: bool) -> int:
+    """Graph nodes that a second layer adds."""
+    nodes = []
+    for layers in (1, 2):
+        rig = make_rig(cls, replace(FEATURES["plain"], layers=({},) * layers, batch_invariant=one_split), device)
+        splits = rig.backend.num_splits(rig.descriptor, rig.layers[0].spec)
+        assert (splits == 1) == one_split or device is CPU, splits
+        rig.write([rig.sequence(1, 1)])
+        rig.capture()
+        nodes.append(rig.graph.report.nodes)
+        rig.close()
+    return nodes[1] - nodes[0]
+
+
+@pytest.mark.parametrize(("cls", "device"), params(FlashAttention3Backend))
+@pytest.mark.usefixtures("kernels")
+def test_nodes_of_flash_attn3(cls: type[FlashAttention3Backend], device: torch.device) -> None:
+    """At one split there is a fill that zeroes the scheduler's semaphore; above, a merge."""
+    one, many = (nodes_per_layer(cls, device, one_split=one_split) for one_split in (True, False))
+    print(f"flash_attn3: {one} nodes per layer at one split, {many} above; difference {one - many}")
+    assert min(one, many) > 0
+    if device is CPU:
+        return  # the tape's ops are the fake's
+    kernel_and_select = 2
+    assert one - kernel_and_select in (0, 1), one
+    assert one - kernel_and_select == cls.semaphore_nodes, f"correct semaphore_nodes and its text: {one} nodes"
+    assert many - kernel_and_select in (1, 2), many
+    assert one - many in (-1, 0), "few splits add no node"

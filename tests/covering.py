@@ -1,0 +1,35 @@
+"""Tables of cases in which every pair of options occurs."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from typing import Any
+
+
+def covering_array(factors: dict[str, list[Any]], seed: int = 0) -> list[dict[str, Any]]:
+    """Rows in which every pair of values of every two factors occurs together: greedy, the best of 60 random rows."""
+    rng = random.Random(seed)
+    names = list(factors)
+    missing = {
+        (a, x, b, y)
+        for a, b in itertools.combinations(names, 2)
+        for x in range(len(factors[a]))
+        for y in range(len(factors[b]))
+    }
+    rows = []
+    while missing:
+        best, covered = {}, set()
+        for _ in range(60):
+            a, x, b, y = rng.choice(sorted(missing))
+            row = {name: rng.randrange(len(values)) for name, values in factors.items()} | {a: x, b: y}
+            hits = {pair for pair in _pairs(names, row) if pair in missing}
+            if len(hits) > len(covered):
+                best, covered = row, hits
+        missing -= covered
+        rows.append({name: factors[name][index] for name, index in best.items()})
+    return rows
+
+
+def _pairs(names, row):
+    return [(a, row[a], b, row[b]) for a, b in itertools.combinations(names, 2)]
