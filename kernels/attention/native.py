@@ -18,7 +18,7 @@ from graphrt.kernels.attention.plan import (
     AttentionPlan,
     AttentionWorkspace,
     native_head_dim_multiple,
-    native_stage_bytes,
+    native_shared_bytes,
 )
 from graphrt.kernels.native.nvrtc import NativeVariant, launch
 
@@ -73,10 +73,7 @@ def native_variant(
 ) -> NativeVariant:
     """The variant of a call."""
     packed = plan.query_len * plan.group
-    shared = plan.native_warps * plan.num_stages * native_stage_bytes(plan.head_dim, packed, kv_dtype)
-    if plan.cluster > 1:
-        slice_bytes = 8 * -(-packed * plan.head_dim // 2 // plan.cluster)
-        shared += 2 * plan.cluster * (slice_bytes + 8 * packed)
+    shared = native_shared_bytes(plan.head_dim, packed, kv_dtype, plan.native_warps, plan.num_stages, plan.cluster)
     macros = {
         "ALIBI": 0 if options.alibi_slopes is None else 1 + options.alibi_sqrt,
         "BLOCK_N": plan.block_n,
@@ -84,6 +81,7 @@ def native_variant(
         "CLUSTER": plan.cluster,
         "FIXED_SPLITS": plan.fixed_splits,
         "GROUP": plan.group,
+        "HEADS_FIRST": plan.heads_first,
         "HEAD_DIM": plan.head_dim,
         "KV_FP8": 1 + FP8_DTYPES.index(kv_dtype) if kv_dtype in FP8_DTYPES else 0,
         "MERGE_GROUP": plan.merge_group,
@@ -139,7 +137,8 @@ def native_attention(
         logit_cap,
     )
     variant = native_variant(plan, options, q.dtype, k_cache.dtype, k_cache.shape[1])
-    launch(variant, (plan.num_kv_heads, plan.num_parts * plan.cluster), params, q.device, pdl=pdl)
+    grid = (plan.num_parts * plan.cluster, plan.num_kv_heads)
+    launch(variant, grid[::-1] if plan.heads_first else grid, params, q.device, pdl=pdl)
 
 
 def native_variants() -> dict[str, NativeVariant]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import functools
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 import torch
@@ -27,13 +28,15 @@ _NATIVE_MAX_STATE = 320
 _NATIVE_STAGES, _NATIVE_STAGES_MANY = 3, 2
 _NATIVE_MANY_UNITS = 2  # units per part from which on a plan is one of many rows
 _NATIVE_UNIT_BYTES = 20 << 10  # KV bytes that a warp could read in the time that another unit takes it
+_NATIVE_UNIT_BYTES_FEW = 28 << 10  # the same with few rows
 _CLUSTER = 8
 _CLUSTER_SHARE = 0.9  # of the multiprocessors: clusters do not fill those of every GPC
 _CLUSTER_PART_TOKENS = 2048
 _SHARED_BYTES = MIN_SHARED_BYTES  # of a block; of a multiprocessor it is 1 KB more per block
 _STATIC_SHARED_BYTES = 256
 _MAX_NATIVE_MERGE_GROUP = 16
-_ROUND_PARTS = 16  # parts are a multiple of this where there are many: batches of round sizes then need fewer splits
+_ROUND_PARTS = 16  # parts are a multiple of this, so that batches of round sizes need fewer splits,
+_MOST_ROUNDED_OFF = 1 / 16  # unless more multiprocessors than this were idle
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +51,7 @@ class AttentionPlan:
     min_part_tiles smallest part, in KV tiles: shorter batches are cut into fewer
     native_warps   warps per block of the CUDA kernel; 0: the Triton kernel runs
     cluster        blocks of the CUDA kernel that work on a part together
+    heads_first    1: neighbours in its grid are the KV heads of one part, not the parts of one KV head
     """
 
     num_rows: int
@@ -67,6 +71,7 @@ class AttentionPlan:
     min_part_tiles: int
     native_warps: int = 0
     cluster: int = 1
+    heads_first: int = 0
 
     @classmethod
     def decode(
@@ -142,28 +147,35 @@ class AttentionPlan:
             return self
         if self.head_dim % native_head_dim_multiple(kv_dtype):
             return self
-        stage_bytes = native_stage_bytes(self.head_dim, packed, kv_dtype)
         cluster, parts_of_cluster = _cluster(self, num_sms)
         many = not self.fixed_splits and self.num_units >= _NATIVE_MANY_UNITS * (num_sms // self.num_kv_heads)
-        inbox_bytes = 16 * packed * (self.head_dim // 2 + cluster) if cluster > 1 else 0
         # Values of 8 bits take longer to compute than to read when warps wait for each other at every row's end.
         small = many and kv_dtype.itemsize == 1
-        shape = _block_shape([(2, 4), (4, 1)] if small else [(8, 1), (4, 1)], stage_bytes, inbox_bytes)
+        shape = _block_shape(
+            [(2, 4), (4, 1)]
+            if small
+            else [(8, 2), (8, 1), (4, 1)]
+            if many and self.head_dim <= 64
+            else [(8, 1), (4, 1)],
+            _NATIVE_STAGES_MANY if many else _NATIVE_STAGES,
+            functools.partial(native_shared_bytes, self.head_dim, packed, kv_dtype, cluster=cluster),
+        )
         if shape is None:
             return self
-        warps, blocks, max_stages = shape
+        warps, blocks, stages = shape
         block_n = 64 if self.block_d <= 128 else 32
         part_bytes = 2 * block_n * self.head_dim * kv_dtype.itemsize
         return replace(
             self,
             block_n=block_n,
             num_warps=4,
-            num_stages=min(_NATIVE_STAGES_MANY if many else _NATIVE_STAGES, max_stages),
+            num_stages=stages,
             num_parts=parts_of_cluster or _round_parts(blocks * num_sms // self.num_kv_heads),
-            unit_overhead=max(1, round(warps * _NATIVE_UNIT_BYTES / part_bytes)),
+            unit_overhead=max(1, round(warps * (_NATIVE_UNIT_BYTES if many else _NATIVE_UNIT_BYTES_FEW) / part_bytes)),
             min_part_tiles=_CLUSTER_PART_TOKENS // block_n if cluster > 1 else 1,
             native_warps=warps,
             cluster=cluster,
+            heads_first=int(blocks > 1),
         )
 
     @classmethod
@@ -316,7 +328,8 @@ def _num_parts(num_warps: int, num_kv_heads: int, num_sms: int) -> int:
 
 def _round_parts(parts: int) -> int:
     parts = max(1, parts)
-    return parts if parts < 2 * _ROUND_PARTS else parts // _ROUND_PARTS * _ROUND_PARTS
+    rounded = parts // _ROUND_PARTS * _ROUND_PARTS
+    return rounded if parts - rounded <= _MOST_ROUNDED_OFF * parts else parts
 
 
 def native_head_dim_multiple(kv_dtype: torch.dtype) -> int:
@@ -324,21 +337,29 @@ def native_head_dim_multiple(kv_dtype: torch.dtype) -> int:
     return 16 if kv_dtype.itemsize == 2 else 32
 
 
-def native_stage_bytes(head_dim: int, packed: int, kv_dtype: torch.dtype) -> int:
-    """Shared memory of one tile of a warp of the CUDA kernel, which also holds the warp's partial result."""
+def native_shared_bytes(
+    head_dim: int, packed: int, kv_dtype: torch.dtype, warps: int, stages: int, cluster: int
+) -> int:
+    """Dynamic shared memory of a block of the CUDA kernel: tiles, partial results, what a cluster exchanges.
+
+    packed   query rows of a unit
+    """
     tile_bytes = 2 * (16 if kv_dtype.itemsize == 2 else 32) * head_dim * kv_dtype.itemsize
     partial_bytes = 4 * packed * (head_dim + 6)
-    return max(tile_bytes, -(-partial_bytes // 128) * 128)
+    inbox_bytes = 16 * (-(-packed * head_dim // 2 // cluster) + packed) * cluster if cluster > 1 else 0
+    return warps * (stages * tile_bytes + partial_bytes) + inbox_bytes
 
 
-def _block_shape(shapes: list[tuple[int, int]], stage_bytes: int, inbox_bytes: int) -> tuple[int, int, int] | None:
+def _block_shape(
+    shapes: list[tuple[int, int]], max_stages: int, size: Callable[[int, int], int]
+) -> tuple[int, int, int] | None:
     """The first of `shapes`, pairs of warps per block and blocks per multiprocessor, with room for two stages, and how
-    many stages it has room for."""
+    many stages it has room for, up to `max_stages`."""
     for warps, blocks in shapes:
-        room = (_SHARED_BYTES + 1024) // blocks - 1024 - _STATIC_SHARED_BYTES - inbox_bytes
-        stages = room // (warps * stage_bytes)
-        if stages >= 2:
-            return warps, blocks, stages
+        room = (_SHARED_BYTES + 1024) // blocks - 1024 - _STATIC_SHARED_BYTES
+        stages = [n for n in range(2, max_stages + 1) if size(warps, n) <= room]
+        if stages:
+            return warps, blocks, stages[-1]
     return None
 
 

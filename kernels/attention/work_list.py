@@ -2,9 +2,9 @@
 
 A unit is a tile of BLOCK_M query rows of one row. Its cost is the number of KV tiles that it sees. The units that see
 any form a line, with gaps of `unit_overhead` tiles between them for what a second segment costs a part. The line is
-cut into equal parts of at least `min_part_tiles`, `num_parts` at most; where a cut falls into a unit, the unit is split
-there. With fixed splits a unit is cut by its own length alone, and the parts take whole segments, so that a row's
-result does not depend on its neighbours.
+cut into equal parts, the last one being shorter: `num_parts`, or as many as leave each `min_part_tiles`. Where a cut
+falls into a unit, the unit is split there. With fixed splits a unit is cut by its own length alone, and the parts take
+whole segments, so that a row's result does not depend on its neighbours.
 
 The list is int32, three areas one after another:
 
@@ -34,7 +34,7 @@ from graphrt.kernels.errors import CapacityError, ShapeError
 from graphrt.kernels.library import define_op
 
 _NUM_WARPS = 4
-_PART_BLOCK = 2
+_MAX_PROGRAMS = 64  # of at least one part each
 _MIN_UNIT_BLOCK, _MAX_UNIT_BLOCK = 32, 256
 
 _PART_WORDS = tl.constexpr(PART_WORDS)
@@ -97,42 +97,26 @@ def _units(
 
 
 @triton.jit
-def _cut(p, num_parts, total):
-    """Where part p begins on the line of costs: p * total // num_parts, without leaving int32."""
-    return p * (total // num_parts) + p * (total % num_parts) // num_parts
-
-
-@triton.jit
-def _cuts_before(x, num_parts, total):
-    """How many of the parts p = 0 .. num_parts - 1 begin before x, for 0 < x <= total."""
-    guess = (x.to(tl.float32) * (num_parts.to(tl.float32) / total.to(tl.float32))).to(tl.int32)
-    guess = tl.maximum(guess - 1, 0)  # the product is off by less than one
-    for _ in tl.static_range(3):
-        guess += ((guess < num_parts) & (_cut(guess, num_parts, total) < x)).to(tl.int32)
-    return guess
-
-
-@triton.jit
-def _num_splits(start, tiles, num_parts, total, FIXED_SPLITS: tl.constexpr, FIXED_TILES: tl.constexpr):
+def _num_splits(start, tiles, part_size, FIXED_SPLITS: tl.constexpr, FIXED_TILES: tl.constexpr):
     """Segments of units: [1, ...] where there are tiles. `start` is where the unit lies on the line of costs."""
     if FIXED_SPLITS > 0:
         splits = tl.minimum((tiles + FIXED_TILES - 1) // FIXED_TILES, FIXED_SPLITS)
     else:
-        splits = 1 + _cuts_before(start + tiles, num_parts, total) - _cuts_before(start + 1, num_parts, total)
+        splits = 1 + (start + tiles - 1) // part_size - start // part_size
     return tl.where(tiles > 0, splits, 0)
 
 
 @triton.jit
-def _segment_tiles(split, splits, start, tiles, num_parts, total, FIXED_SPLITS: tl.constexpr):
+def _segment_tiles(split, splits, start, tiles, part_size, FIXED_SPLITS: tl.constexpr):
     """First and last tile + 1 of segment `split` of a unit, relative to the unit's first tile."""
     if FIXED_SPLITS > 0:
         divisor = tl.maximum(splits, 1)
         begin = split * tiles // divisor
         end = (split + 1) * tiles // divisor
     else:
-        first_cut = _cuts_before(start + 1, num_parts, total)
-        begin = tl.where(split == 0, 0, _cut(first_cut + split - 1, num_parts, total) - start)
-        end = tl.where(split == splits - 1, tiles, _cut(first_cut + split, num_parts, total) - start)
+        part = start // part_size + split
+        begin = tl.maximum(part * part_size - start, 0)
+        end = tl.minimum((part + 1) * part_size - start, tiles)
     return begin, end
 
 
@@ -149,11 +133,12 @@ def _store_segment(ptrs, mask, row, first_row, begin, end, seq_len, query_start,
 
 
 @triton.jit
-def _totals(count, tiles):
-    """KV tiles, units that have any, and units with query rows that have none."""
-    busy_and_zeros = tl.where(tiles > 0, 1, tl.where(count > 0, 1 << 16, 0))  # one reduction for both
-    sums = tl.sum(busy_and_zeros, 0)
-    return tl.sum(tiles, 0), sums & 0xFFFF, sums >> 16
+def _totals(count, tiles, overhead):
+    """Costs of a block of units, gaps included, and how many have query rows but see nothing."""
+    cost = tl.where(tiles > 0, tiles + overhead, 0)
+    packed = cost.to(tl.int64) << 16 | ((count > 0) & (tiles == 0)).to(tl.int64)
+    sums = tl.sum(packed, 0)  # a reduction over warps costs much: one for both
+    return (sums >> 16).to(tl.int32), (sums & 0xFFFF).to(tl.int32)
 
 
 @triton.jit
@@ -181,40 +166,41 @@ def _place_block(
     num_units,
     num_zeros,
     overhead,
-    active,
-    total,
-    writes,
+    part_size,
     FIXED_SPLITS: tl.constexpr,
     FIXED_TILES: tl.constexpr,
 ):
     """Place a block of units on the line of costs: find the units that the cuts of this program's parts fall into, and
-    write the first segments of the block, or all under fixed splits, and its zeros. Returns what the parts know so far,
-    and the costs, segments and zeros up to the end of the block."""
+    write the first segments of this program's share of the units, or all under fixed splits, and zeros likewise. Returns
+    what the parts know so far, and the costs, segments and zeros up to the end of the block."""
     cost = tl.where(tiles > 0, tiles + overhead, 0)
     unit_end = start_of_block + tl.cumsum(cost, 0)
     start = unit_end - cost
-    splits = _num_splits(start, tiles, active, total, FIXED_SPLITS, FIXED_TILES)
+    splits = _num_splits(start, tiles, part_size, FIXED_SPLITS, FIXED_TILES)
     segment = segment_of_block + tl.cumsum(splits, 0) - splits
     # A cut in a gap belongs to the next unit that sees anything; those between that see nothing are behind it.
     before = tl.where(tiles > 0, start + tiles, start - overhead)[None, :] <= cut[:, None]
-    part_unit += tl.sum((before & (unit < num_units)[None, :]).to(tl.int32), 1)
-    part_start += tl.sum(tl.where(before, cost[None, :], 0), 1)
-    part_segment += tl.sum(tl.where(before, splits[None, :], 0), 1)
+    packed = cost.to(tl.int64) << 32 | splits.to(tl.int64) << 16 | (unit < num_units).to(tl.int64)
+    sums = tl.sum(tl.where(before, packed[None, :], 0), 1)
+    part_unit += (sums & 0xFFFF).to(tl.int32)
+    part_segment += (sums >> 16 & 0xFFFF).to(tl.int32)
+    part_start += (sums >> 32).to(tl.int32)
     is_zero = (count > 0) & (tiles == 0)
-    if writes:
-        ptrs = work_list_ptr + segments_at + segment * _SEGMENT_WORDS
-        for split in range(max(FIXED_SPLITS, 1)):
-            begin, end = _segment_tiles(tiles * 0 + split, splits, start, tiles, active, total, FIXED_SPLITS)
-            _store_segment(
-                ptrs + split * _SEGMENT_WORDS, split < splits, row, first_row, first_tile + begin, first_tile + end,
-                seq_len, query_start, query_len, splits, split,
-            )  # fmt: skip
-        if num_zeros > 0:
-            zero = zero_of_block + tl.cumsum(is_zero.to(tl.int32), 0) - 1
-            zero_ptrs = work_list_ptr + zeros_at + zero * 3
-            tl.store(zero_ptrs, query_start, mask=is_zero)
-            tl.store(zero_ptrs + 1, first_row, mask=is_zero)
-            tl.store(zero_ptrs + 2, tl.where(row < num_rows, count, -count), mask=is_zero)
+    # A unit's words are sectors apart: one program alone would take longer to store them than all to find them.
+    mine = unit % tl.num_programs(0) == tl.program_id(0)
+    ptrs = work_list_ptr + segments_at + segment * _SEGMENT_WORDS
+    for split in range(max(FIXED_SPLITS, 1)):
+        begin, end = _segment_tiles(tiles * 0 + split, splits, start, tiles, part_size, FIXED_SPLITS)
+        _store_segment(
+            ptrs + split * _SEGMENT_WORDS, mine & (split < splits), row, first_row, first_tile + begin,
+            first_tile + end, seq_len, query_start, query_len, splits, split,
+        )  # fmt: skip
+    if num_zeros > 0:
+        zero = zero_of_block + tl.cumsum(is_zero.to(tl.int32), 0) - 1
+        zero_ptrs = work_list_ptr + zeros_at + zero * 3
+        tl.store(zero_ptrs, query_start, mask=mine & is_zero)
+        tl.store(zero_ptrs + 1, first_row, mask=mine & is_zero)
+        tl.store(zero_ptrs + 2, tl.where(row < num_rows, count, -count), mask=mine & is_zero)
     return part_unit, part_start, part_segment, cost, splits, is_zero
 
 
@@ -245,33 +231,32 @@ def _schedule_kernel(
     UNIT_BLOCK: tl.constexpr,
     ONE_BLOCK: tl.constexpr,
 ):
-    # Every program computes the line of costs; it writes the parts of its block, and every n-th block of units.
+    # Every program computes the line of costs; it writes the parts of its block, and every n-th unit.
     program = tl.program_id(0)
     lanes = tl.arange(0, UNIT_BLOCK)
-    num_tiles = tl.zeros([], tl.int32)
-    num_busy = tl.zeros([], tl.int32)
+    costs = tl.zeros([], tl.int32)
     num_zeros = tl.zeros([], tl.int32)
     if ONE_BLOCK:
         row, first_row, count, seq_len, query_start, query_len, first_tile, tiles = _units(
             lanes, num_units, seq_lens_ptr, query_start_loc_ptr, num_rows, num_tokens, sliding_window, QUERY_LEN,
             GROUP, BLOCK_M, BLOCK_N, CAUSAL, SEQ_LENS_ARE_STARTS, SEARCH_STEPS,
         )  # fmt: skip
-        num_tiles, num_busy, num_zeros = _totals(count, tiles)
+        costs, num_zeros = _totals(count, tiles, overhead)
     else:
         for base in range(0, num_units, UNIT_BLOCK):
             _, _, count, _, _, _, _, tiles = _units(
                 base + lanes, num_units, seq_lens_ptr, query_start_loc_ptr, num_rows, num_tokens, sliding_window,
                 QUERY_LEN, GROUP, BLOCK_M, BLOCK_N, CAUSAL, SEQ_LENS_ARE_STARTS, SEARCH_STEPS,
             )  # fmt: skip
-            more_tiles, more_busy, more_zeros = _totals(count, tiles)
-            num_tiles += more_tiles
-            num_busy += more_busy
+            more_costs, more_zeros = _totals(count, tiles, overhead)
+            costs += more_costs
             num_zeros += more_zeros
-    total = tl.maximum(num_tiles + tl.maximum(num_busy - 1, 0) * overhead, 1)
+    total = tl.maximum(costs - overhead, 1)
     active = tl.minimum(tl.maximum(total // min_part_tiles, 1), num_parts)
+    part_size = (total + active - 1) // active
 
     part = program * PART_BLOCK + tl.arange(0, PART_BLOCK)
-    cut = tl.where(part < active, _cut(part, active, total), total)
+    cut = tl.minimum(part * part_size, total)
     part_unit = tl.zeros([PART_BLOCK], tl.int32)
     part_start = tl.zeros([PART_BLOCK], tl.int32)
     part_segment = tl.zeros([PART_BLOCK], tl.int32)
@@ -282,8 +267,7 @@ def _schedule_kernel(
         part_unit, part_start, part_segment, _, _, _ = _place_block(
             work_list_ptr, segments_at, zeros_at, lanes, row, first_row, count, seq_len, query_start, query_len,
             first_tile, tiles, cut, part_unit, part_start, part_segment, start_of_block, segment_of_block,
-            zero_of_block, num_rows, num_units, num_zeros, overhead, active, total, program == 0, FIXED_SPLITS,
-            FIXED_TILES,
+            zero_of_block, num_rows, num_units, num_zeros, overhead, part_size, FIXED_SPLITS, FIXED_TILES,
         )  # fmt: skip
     else:
         for base in range(0, num_units, UNIT_BLOCK):
@@ -294,32 +278,32 @@ def _schedule_kernel(
             part_unit, part_start, part_segment, cost, splits, is_zero = _place_block(
                 work_list_ptr, segments_at, zeros_at, base + lanes, row, first_row, count, seq_len, query_start,
                 query_len, first_tile, tiles, cut, part_unit, part_start, part_segment, start_of_block,
-                segment_of_block, zero_of_block, num_rows, num_units, num_zeros, overhead, active, total,
-                base // UNIT_BLOCK % tl.num_programs(0) == program, FIXED_SPLITS, FIXED_TILES,
+                segment_of_block, zero_of_block, num_rows, num_units, num_zeros, overhead, part_size,
+                FIXED_SPLITS, FIXED_TILES,
             )  # fmt: skip
             start_of_block += tl.sum(cost, 0)
             segment_of_block += tl.sum(splits, 0)
             zero_of_block += tl.sum(is_zero.to(tl.int32), 0)
 
-    is_active = (part < active) & (part_unit < num_units)
+    is_active = part_unit < num_units
     row, first_row, _, seq_len, query_start, query_len, first_tile, tiles = _units(
         tl.where(is_active, part_unit, 0), num_units, seq_lens_ptr, query_start_loc_ptr, num_rows, num_tokens,
         sliding_window, QUERY_LEN, GROUP, BLOCK_M, BLOCK_N, CAUSAL, SEQ_LENS_ARE_STARTS, SEARCH_STEPS,
     )  # fmt: skip
-    splits = _num_splits(part_start, tiles, active, total, FIXED_SPLITS, FIXED_TILES)
+    splits = _num_splits(part_start, tiles, part_size, FIXED_SPLITS, FIXED_TILES)
     into = tl.maximum(cut - part_start, 0)
     if FIXED_SPLITS > 0:
         cost = tl.maximum(tiles, 1)
         split = tl.minimum((into * splits + cost - 1) // cost, splits)
     else:
-        split = tl.where(into > 0, part - _cuts_before(part_start + 1, active, total) + 1, 0)
+        split = tl.where(into > 0, part - part_start // part_size, 0)
     split = tl.where(is_active, split, 0)
     part_ptrs = work_list_ptr + part * _PART_WORDS
     in_list = part <= num_parts
     tl.store(part_ptrs, part_segment + split, mask=in_list)
     tl.store(part_ptrs + 1, tl.minimum(part, num_parts) * num_zeros // num_parts, mask=in_list)
     if FIXED_SPLITS == 0:
-        begin, end = _segment_tiles(split, splits, part_start, tiles, active, total, FIXED_SPLITS)
+        begin, end = _segment_tiles(split, splits, part_start, tiles, part_size, FIXED_SPLITS)
         _store_segment(
             part_ptrs + 8, is_active, row, first_row, first_tile + begin, first_tile + end, seq_len, query_start,
             query_len, splits, split,
@@ -330,10 +314,11 @@ def _schedule_kernel(
         )  # fmt: skip
 
 
-def _constexprs(query_len: int, num_rows: int, num_units: int) -> dict[str, int]:
+def _constexprs(query_len: int, num_rows: int, num_units: int, num_parts: int) -> dict[str, int]:
     steps = 0 if query_len else num_rows.bit_length() + 1
     block = min(max(next_power_of_two(num_units), _MIN_UNIT_BLOCK), _MAX_UNIT_BLOCK)
-    return {"SEARCH_STEPS": steps, "PART_BLOCK": _PART_BLOCK, "UNIT_BLOCK": block, "ONE_BLOCK": num_units <= block}
+    part_block = next_power_of_two(-(-num_parts // _MAX_PROGRAMS))
+    return {"SEARCH_STEPS": steps, "PART_BLOCK": part_block, "UNIT_BLOCK": block, "ONE_BLOCK": num_units <= block}
 
 
 def _schedule_triton(
@@ -358,7 +343,8 @@ def _schedule_triton(
     min_part_tiles: int,
 ) -> None:
     segments_at = (num_parts + 1) * PART_WORDS
-    _schedule_kernel[(triton.cdiv(num_parts + 1, _PART_BLOCK),)](
+    constexprs = _constexprs(query_len, num_rows, num_units, num_parts)
+    _schedule_kernel[(triton.cdiv(num_parts + 1, constexprs["PART_BLOCK"]),)](
         seq_lens,
         query_start_loc,
         work_list,
@@ -379,7 +365,7 @@ def _schedule_triton(
         SEQ_LENS_ARE_STARTS=seq_lens_are_starts,
         FIXED_SPLITS=fixed_splits,
         FIXED_TILES=fixed_tiles,
-        **_constexprs(query_len, num_rows, num_units),
+        **constexprs,
         num_warps=_NUM_WARPS,
     )
 
@@ -477,7 +463,7 @@ def compile_variants() -> list[CompileSpec]:
             "SEQ_LENS_ARE_STARTS": False,
             "FIXED_SPLITS": fixed_splits,
             "FIXED_TILES": 4,
-            **_constexprs(query_len, 256, 256),
+            **_constexprs(query_len, 256, 256, 128),
         }
         signature = {}
         for argument in _schedule_kernel.arg_names:

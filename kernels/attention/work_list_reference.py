@@ -59,7 +59,8 @@ def work_list_reference(
 
     total = max(sum(unit[-1] for unit in units) + max(len(units) - 1, 0) * unit_overhead, 1)
     active = min(max(total // min_part_tiles, 1), num_parts)
-    cuts = [part * total // active for part in range(active)]
+    part_size = -(-total // active)
+    cuts = [min(part * part_size, total) for part in range(num_parts)]
     segments: list[list[int]] = []
     positions: list[int] = []  # where each segment begins on the line of costs
     line = 0
@@ -78,10 +79,10 @@ def work_list_reference(
 
     parts = torch.zeros(num_parts + 1, PART_WORDS, dtype=torch.int32)
     for part in range(num_parts + 1):
-        first = sum(position < cuts[part] for position in positions) if part < active else len(segments)
+        first = sum(position < cuts[part] for position in positions) if part < num_parts else len(segments)
         parts[part, 0] = first
         parts[part, 1] = min(part, num_parts) * len(zeros) // num_parts
-        if not fixed_splits and part < active and first < len(segments):
+        if not fixed_splits and part < num_parts and first < len(segments):
             parts[part, 8:] = torch.tensor(segments[first], dtype=torch.int32)
     segments_at = parts.numel()
     zeros_at = segments_at + max_segments * SEGMENT_WORDS

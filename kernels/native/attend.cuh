@@ -12,8 +12,8 @@
 #define TILE (16 * SUBTILES)               // tokens
 #define TILE_BYTES (TILE * ROW_BYTES)
 #define OUT_PITCH (HEAD_DIM + 4)           // floats; keeps the stores of accumulators free of bank conflicts
-#define PARTIAL_BYTES (PACKED * (OUT_PITCH + 2) * 4)
-#define STAGE_BYTES (2 * TILE_BYTES > PARTIAL_BYTES ? 2 * TILE_BYTES : (PARTIAL_BYTES + 127) / 128 * 128)
+#define PARTIAL_FLOATS (PACKED * (OUT_PITCH + 2))
+#define STAGE_BYTES (2 * TILE_BYTES)
 // The 16 bytes of a row are permuted so that ldmatrix meets no bank conflict. Rows are not padded: a sector of 32 bytes
 // that falls into two lines of shared memory is fetched twice.
 #define SWIZZLE(row) (((row) % 8) >> (CHUNKS % 8 == 0 ? 0 : CHUNKS % 4 == 0 ? 1 : 2))
@@ -266,7 +266,7 @@ __device__ __forceinline__ void attend_tile(State &state, const Queries &queries
   }
 }
 
-// A warp's partial result, in the stage of its stream that is free between two tiles.
+// A warp's partial result: output rows that are not divided yet, and their statistics.
 __device__ __forceinline__ void leave_partial(State &state, float *to, int lane) {
   float *stats = to + PACKED * OUT_PITCH;
 #pragma unroll

@@ -1,16 +1,20 @@
 // Decode attention for rows of few query rows: one work-list part per cluster of CLUSTER blocks.
 //
-// Each warp is a stream of its own: it takes every (CLUSTER * WARPS)-th tile of a segment, copies tiles of K and V
-// STAGES - 1 ahead into its own part of shared memory, across segments, and multiplies with mma.sync. No barrier
-// stands in that loop. At the end of a segment the warps of a block merge through shared memory and the blocks of a
-// cluster through distributed shared memory, each for its slice of the output; only a unit that several parts share
-// goes through global memory, with self-resetting counters as in attend.py. The work list is work_list.py's.
+// Each warp is a stream of its own: it takes every WORKERS-th tile of a segment, copies tiles of K and V STAGES - 1 ahead
+// into its own place in shared memory, across segments, and multiplies with mma.sync. No barrier stands in that loop.
+// At the end of a segment the warps of a block merge through shared memory and the blocks of a cluster through
+// distributed shared memory, each for its slice of the output; only a unit that several parts share goes through global
+// memory, with self-resetting counters as in attend.py. The work list is work_list.py's.
+//
+// Blocks that are neighbours in the grid share a GPC. With one block per multiprocessor these are the parts of one KV
+// head, so that every GPC reads parts of all kinds and none has all of a long row. With HEADS_FIRST they are the KV
+// heads of one part, whose keys and values lie side by side in memory.
 //
 // Products are transposed: S^T = K Q^T has tokens as the 16 rows of an mma and query rows as its 8 columns, so that a
 // group of up to 8 is not padded to 16. The accumulators hold O^T = V^T P^T.
 //
-// Compile-time macros: HEAD_DIM GROUP QUERY_LEN PAGE_SIZE BLOCK_N WARPS STAGES CLUSTER CAUSAL WINDOW SOFTCAP ALIBI
-// (1: distance, 2: its root) Q_BF16 KV_FP8 (0, 1: e4m3, 2: e5m2) FIXED_SPLITS MERGE_GROUP PARTIAL_M PARAMS_BYTES
+// Compile-time macros: HEAD_DIM GROUP QUERY_LEN PAGE_SIZE BLOCK_N WARPS STAGES CLUSTER HEADS_FIRST CAUSAL WINDOW SOFTCAP
+// ALIBI (1: distance, 2: its root) Q_BF16 KV_FP8 (0, 1: e4m3, 2: e5m2) FIXED_SPLITS MERGE_GROUP PARTIAL_M PARAMS_BYTES
 
 #include "attend.cuh"
 
@@ -19,6 +23,10 @@
 #define UNITS (PACKED * HEAD_DIM / 2)      // pairs of output elements
 #define SLICE ((UNITS + CLUSTER - 1) / CLUSTER)
 #define THREADS (32 * WARPS)
+#define WORKERS (CLUSTER * WARPS)
+#define KV_HEADS (HEADS_FIRST ? gridDim.x : gridDim.y)
+
+static_assert(CLUSTER == 1 || !HEADS_FIRST, "the blocks of a cluster are neighbours");
 #define PAGES_PER_LOAD (32 / SUBTILES)     // tiles whose page ids the lanes hold
 
 __device__ __forceinline__ Segment load_segment(const int *words) {
@@ -37,15 +45,18 @@ struct Stream {
 __device__ __forceinline__ int first_tile(const Segment &s, int worker) {
   return s.tile_begin * (BLOCK_N / TILE) + worker;
 }
+__device__ __forceinline__ int last_tile(const Segment &s) {
+  return min(s.tile_end * (BLOCK_N / TILE), (s.seq_len + TILE - 1) / TILE);
+}
 
 __device__ __forceinline__ int load_pages(const Segment &s, const Params &p, int tile, int lane) {
-  int start = (tile + lane / SUBTILES * (CLUSTER * WARPS)) * TILE + lane % SUBTILES * 16;
+  int start = (tile + lane / SUBTILES * WORKERS) * TILE + lane % SUBTILES * 16;
   return start < s.seq_len ? p.block_table[s.row * p.table_row + start / PAGE_SIZE] : 0;
 }
 
 __device__ __forceinline__ void enter(Stream &t, const Params &p, int kv_head, int worker, int lane) {
   t.tile = first_tile(t.s, worker);
-  t.tile_end = min(t.s.tile_end * (BLOCK_N / TILE), (t.s.seq_len + TILE - 1) / TILE);
+  t.tile_end = last_tile(t.s);
   t.index = 0;
   t.next_pages_known = false;
   if (t.segment + 1 < t.end) t.next = load_segment(p.work_list + p.segments_at + (t.segment + 1) * 8);
@@ -108,7 +119,7 @@ __device__ __forceinline__ void copy_tile(Stream &t, const Params &p, const char
       t.next_pages_known = true;
     }
     ++t.index;
-    t.tile += CLUSTER * WARPS;
+    t.tile += WORKERS;
   }
   commit();
 }
@@ -174,13 +185,13 @@ __device__ __forceinline__ Slots slots_of(const Segment &s, int part) {
 
 // Merged groups have log-sum-exps of their own: other warps may still read those of the group's first split.
 __device__ __forceinline__ float *lse_of(int level, const Params &p) {
-  return p.partial_lse + (i64)level * p.num_slots * gridDim.x * PARTIAL_M;
+  return p.partial_lse + (i64)level * p.num_slots * KV_HEADS * PARTIAL_M;
 }
 
 __device__ __forceinline__ void store_pair(Pair r, int unit, int first_unit, int level, i64 slot, const Params &p,
                                            int kv_head) {
   int packed = packed_of(unit), d = element_of(unit);
-  i64 at = (slot * gridDim.x + kv_head) * PARTIAL_M + packed;
+  i64 at = (slot * KV_HEADS + kv_head) * PARTIAL_M + packed;
   float divisor = r.sum == 0.0f ? 1.0f : r.sum;
   // Blocks of a cluster that hold parts of the same query row write the same value.
   if (d == 0 || unit == first_unit) lse_of(level, p)[at] = r.top + log2f(divisor);
@@ -198,7 +209,7 @@ __device__ __forceinline__ Pair merge_slots(int unit, Slots slots, int count, in
 #pragma unroll
     for (int i = 0; i < AT_A_TIME; ++i) {
       bool exists = from + i < count;
-      i64 at = ((i64)slots.of(from + i) * gridDim.x + kv_head) * PARTIAL_M + packed;
+      i64 at = ((i64)slots.of(from + i) * KV_HEADS + kv_head) * PARTIAL_M + packed;
       lses[i] = exists ? __ldcg(lse_of(level, p) + at) : NEG_INF;
       outs[i] = exists ? __ldcg(reinterpret_cast<const float2 *>(p.partial_out + at * HEAD_DIM + d))
                        : make_float2(0.0f, 0.0f);
@@ -234,7 +245,7 @@ __device__ __forceinline__ void arrive_and_merge(const Segment &s, Slots slots, 
     }
     __syncthreads();
     if (threadIdx.x == 0) {
-      int *at = p.counters + ((i64)counter * gridDim.x + kv_head) * CLUSTER + rank;
+      int *at = p.counters + ((i64)counter * KV_HEADS + kv_head) * CLUSTER + rank;
       is_last = count_arrival(at) == expected - 1;
       if (is_last) *at = 0;
     }
@@ -250,11 +261,11 @@ __device__ __forceinline__ void arrive_and_merge(const Segment &s, Slots slots, 
   }
 }
 
-// The results of this block's warps, which lie at `places`.
-__device__ __forceinline__ Pair merge_warps(int unit, const char *memory, const int *places) {
+// The partial results of this block's warps.
+__device__ __forceinline__ Pair merge_warps(int unit, const float *results) {
   const int at = packed_of(unit) * OUT_PITCH + element_of(unit), stats_at = PACKED * OUT_PITCH + 2 * packed_of(unit);
   const auto load = [&](int warp, int offset) {
-    return *reinterpret_cast<const float2 *>(reinterpret_cast<const float *>(memory + places[warp]) + offset);
+    return *reinterpret_cast<const float2 *>(results + warp * PARTIAL_FLOATS + offset);
   };
   return merge_shared<WARPS>([&](int warp) { return load(warp, at); }, [&](int warp) { return load(warp, stats_at); });
 }
@@ -280,14 +291,16 @@ struct Inbox {
 #endif
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) decode_attention(const __grid_constant__ Params p) {
+  // Stages of all warps; their partial results; the inbox.
   extern __shared__ __align__(128) char memory[];
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  const int kv_head = blockIdx.x, part = blockIdx.y / CLUSTER, rank = blockIdx.y % CLUSTER;
+  const int kv_head = HEADS_FIRST ? blockIdx.x : blockIdx.y, block = HEADS_FIRST ? blockIdx.y : blockIdx.x;
+  const int part = block / CLUSTER, rank = block % CLUSTER;
   const int worker = rank * WARPS + warp;
-  char *const stages = memory + warp * (STAGES * STAGE_BYTES);
-  const u32 stages_at = shared_address(stages);
+  const u32 stages_at = shared_address(memory) + warp * (STAGES * STAGE_BYTES);
+  float *const results = reinterpret_cast<float *>(memory + WARPS * STAGES * STAGE_BYTES);
 #if CLUSTER > 1
-  Inbox inbox = {reinterpret_cast<float2 *>(memory + WARPS * STAGES * STAGE_BYTES), nullptr, 0};
+  Inbox inbox = {reinterpret_cast<float2 *>(results + WARPS * PARTIAL_FLOATS), nullptr, 0};
   inbox.stats = inbox.pairs + 2 * CLUSTER * SLICE;
   cluster_arrive();  // the others' shared memory exists once all have arrived
   bool met = false;
@@ -303,8 +316,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) decode_attention(const 
   const char *k = static_cast<const char *>(p.k) + kv_head * p.k_head * ELEMENT;
   const char *v = static_cast<const char *>(p.v) + kv_head * p.v_head * ELEMENT;
 #pragma unroll
-  for (int i = 0; i < STAGES - 1; ++i)
-    copy_tile(stream, p, k, v, stages_at + i * STAGE_BYTES, kv_head, worker, lane);
+  for (int i = 0; i < STAGES - 1; ++i) copy_tile(stream, p, k, v, stages_at + i * STAGE_BYTES, kv_head, worker, lane);
   int stage = 0, free_stage = STAGES - 1;
   float factor = p.logit_factor;
   if (p.k_scale) factor *= p.k_scale[kv_head * p.k_scale_head];
@@ -323,8 +335,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) decode_attention(const 
 #pragma unroll
         for (int i = 0; i < 4; ++i) state.o[m][n][i] = 0.0f;
     }
-    const int tile_end = min(s.tile_end * (BLOCK_N / TILE), (s.seq_len + TILE - 1) / TILE);
-    for (int tile = s.tile_begin * (BLOCK_N / TILE) + worker; tile < tile_end; tile += CLUSTER * WARPS) {
+    const int tile_end = last_tile(s);
+    for (int tile = first_tile(s, worker); tile < tile_end; tile += WORKERS) {
       __syncwarp();  // all lanes have read the stage that is filled next
       copy_tile(stream, p, k, v, stages_at + free_stage * STAGE_BYTES, kv_head, worker, lane);
       wait_oldest();
@@ -333,11 +345,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) decode_attention(const 
       free_stage = stage;
       stage = stage + 1 == STAGES ? 0 : stage + 1;
     }
-    __syncwarp();
-    leave_partial(state, reinterpret_cast<float *>(stages + free_stage * STAGE_BYTES), lane);
-    // Warps are at different stages: each tells where its partial result lies.
-    __shared__ int places[WARPS];
-    if (lane == 0) places[warp] = (warp * STAGES + free_stage) * STAGE_BYTES;
+    leave_partial(state, results + warp * PARTIAL_FLOATS, lane);
     __syncthreads();
 
     const bool is_split = s.num_splits > 1;
@@ -352,16 +360,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) decode_attention(const 
 #if CLUSTER > 1
     if (!met) cluster_wait();
     met = true;
-    for (int unit = threadIdx.x; unit < UNITS; unit += THREADS) inbox.send(merge_warps(unit, memory, places), unit, rank);
+    for (int unit = threadIdx.x; unit < UNITS; unit += THREADS) inbox.send(merge_warps(unit, results), unit, rank);
     cluster_arrive();
     cluster_wait();
     for (int unit = first_unit + threadIdx.x; unit < last_unit; unit += THREADS) deliver(inbox.merge(unit), unit);
     inbox.parity ^= 1;
 #else
-    for (int unit = threadIdx.x; unit < UNITS; unit += THREADS) deliver(merge_warps(unit, memory, places), unit);
+    for (int unit = threadIdx.x; unit < UNITS; unit += THREADS) deliver(merge_warps(unit, results), unit);
 #endif
     if (is_split) arrive_and_merge(s, slots, first_unit, last_unit, rank, p, kv_head);
-    __syncthreads();  // the partial results have been read
+    if (segment + 1 < end) __syncthreads();  // the partial results have been read
   }
 #if CLUSTER > 1
   if (!met) cluster_wait();

@@ -49,6 +49,8 @@ CASES = [
     replace(BASE, id="merge_in_two_stages", rows=decode((3000, 40)), num_kv_heads=1, num_sms=48),
     replace(BASE, id="many_rows", rows=decode(tuple(range(0, 130, 2))), num_sms=16),
     replace(BASE, id="segments_of_many_tiles", rows=decode((600, 0, 701, 5, 513)), num_sms=2),
+    replace(BASE, id="many_segments", rows=decode((700, 1000, 40, 90, 33, 64, 5, 17, 0, 300, 128, 200)), num_sms=4),
+    replace(BASE, id="many_segments_of_splits", rows=decode((2000, 30, 1900, 60, 90, 2100)), num_sms=14, sinks=True),
     replace(BASE, id="many_rows_fp8", rows=decode(tuple(range(0, 130, 2))), num_sms=16, kv_dtype=E5M2),
     replace(BASE, id="invariant", batch_invariant=True),
     replace(BASE, id="invariant_one_row", batch_invariant=True, rows=decode((5000,)), num_kv_heads=1, num_sms=48),

@@ -2,8 +2,8 @@
 //
 // A block is a thread of the operating system, with shared memory in thread_local variables; a CUDA thread is a context
 // in it, which runs until it needs what others have not done yet. A warp's collective waits for its 32 lanes. What the
-// hardware leaves open is made as bad as it may be: shared memory is NaN at first, and a copy poisons its place at once
-// and arrives only when it is waited for.
+// hardware leaves open is made as bad as it may be: shared memory is NaN at first, a copy poisons its place at once and
+// arrives only when it is waited for, and some warps are slower than others.
 
 #include <ucontext.h>
 
@@ -16,6 +16,7 @@
 #include <cstring>
 #include <deque>
 #include <memory>
+#include <random>
 #include <thread>
 #include <vector>
 
@@ -241,7 +242,7 @@ template <typename P> void run_block(const P *params, int x, int y, int grid_x, 
   gridDim = {grid_x, grid_y};
   memset(memory, 0xff, sizeof(memory));
   cluster = shared;
-  shared->memories[y % CLUSTER] = memory;
+  shared->memories[x % CLUSTER] = memory;
   for (++shared->ready; shared->ready < CLUSTER;) std::this_thread::yield();
   std::vector<Warp> of_block(WARPS);
   warps = of_block.data();
@@ -258,10 +259,18 @@ template <typename P> void run_block(const P *params, int x, int y, int grid_x, 
     makecontext(&t.context, (void (*)())enter<P>, 0);
   }
   auto deadline = std::chrono::steady_clock::now() + std::chrono::seconds(60);
-  for (int left = NUM_THREADS; left > 0;) {
+  static std::atomic<int> seed{0};
+  std::minstd_rand random(++seed);
+  int slow = 0;  // warps that are, by bits; they change
+  for (int left = NUM_THREADS, pass = 0; left > 0; ++pass) {
+    if (pass % 256 == 0) slow = random();
     left = 0;
     for (Thread &t : threads) {
       if (t.done) continue;
+      if (slow >> t.x / 32 & 1 && pass % 8) {
+        ++left;
+        continue;
+      }
       current = &t;
       swapcontext(&scheduler, &t.context);
       left += !t.done;
@@ -278,9 +287,9 @@ template <typename P> void run_grid(const P *params, int grid_x, int grid_y, con
   for (int i = 0; i < count; ++i) {
     Cluster shared;
     std::vector<std::thread> blocks;
-    int x = order[i] % grid_x, first = order[i] / grid_x * CLUSTER;
+    int first = order[i] % (grid_x / CLUSTER) * CLUSTER, y = order[i] / (grid_x / CLUSTER);
     for (int rank = 0; rank < CLUSTER; ++rank)
-      blocks.emplace_back(run_block<P>, params, x, first + rank, grid_x, grid_y, &shared);
+      blocks.emplace_back(run_block<P>, params, first + rank, y, grid_x, grid_y, &shared);
     for (std::thread &block : blocks) block.join();
   }
 }
