@@ -7,7 +7,7 @@
 Each job is a command of its own, so that none sees what another compiled or allocated. The tests take most of their
 time to compile kernels: they run as `--shards` processes side by side, and those marked `alone` in one more after that;
 `python -m pytest -m gpu` runs all of them in one process. A result holds the commands, the versions, the commit and
-tree (`--commit`, `--tree` where there is no git), and the job's own JSON. Exits 1 when a job fails. An unfinished or
+tree (`--commit`, `--tree` for a copy of the files), and the job's own JSON. Exits 1 when a job fails. An unfinished or
 failed job writes no result.
 """
 
@@ -49,6 +49,7 @@ JOBS: dict[str, list[list[str]]] = {
     ],
 }
 
+ORIGIN = ("gpu", "driver", "cuda", "torch", "triton", "packages", "python", "commit", "tree", "uncommitted_changes")
 _printing = threading.Lock()
 
 
@@ -127,9 +128,10 @@ def failures(outputs: Sequence[str]) -> list[str]:
 
 
 def run_benchmark(commands: Sequence[Sequence[str]]) -> Outcome:
-    """Each command in turn; its last line of output is its JSON."""
+    """Each command in turn; its last line of output is its JSON, whose origin is that of the whole result."""
     results = [run(command) for command in commands]
     reports = [json.loads(output.strip().splitlines()[-1]) for code, output in results if code == 0]
+    reports = [{key: value for key, value in report.items() if key not in ORIGIN} for report in reports]
     return Outcome([code for code, _ in results], reports[0] if len(reports) == 1 else {"reports": reports})
 
 
@@ -137,8 +139,8 @@ def parse(command: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default=",".join(JOBS), help="comma-separated jobs")
     parser.add_argument("--out", type=Path, default=ROOT / "docs" / "results")
-    parser.add_argument("--commit", help="parent commit, where the checkout has no git")
-    parser.add_argument("--tree", help="tree hash, where the checkout has no git")
+    parser.add_argument("--commit", help="the commit, where the files are a copy; with --tree")
+    parser.add_argument("--tree", help="tree hash of that commit, which the files are compared with")
     parser.add_argument("--require", default="", help="comma-separated backends or packages that no skip may name")
     parser.add_argument("--shards", type=int, default=6, help="processes that run tests side by side (default 6)")
     arguments = parser.parse_args(command)
@@ -148,6 +150,8 @@ def parse(command: Sequence[str] | None = None) -> argparse.Namespace:
     known = [*backend_names(), *OPTIONAL_PACKAGES]
     if unknown := [n for n in arguments.require.split(",") if arguments.require and n not in known]:
         parser.error(f"--require: expected names of {', '.join(known)}, got {unknown}")
+    if bool(arguments.commit) != bool(arguments.tree):
+        parser.error("--commit and --tree: expected both or neither")
     if arguments.shards < 1:
         parser.error(f"--shards: expected >= 1, got {arguments.shards}")
     return arguments
@@ -163,7 +167,9 @@ def main() -> None:
     # Where the results went, and how a checkout without git was named, are no part of how to repeat the run.
     requirement = f" --require {arguments.require}" if arguments.require else ""
     origin["command"] = f"python scripts/gpu_check.py --only {arguments.only}{requirement}"
-    origin |= {"commit": arguments.commit or origin["commit"], "tree": arguments.tree or origin["tree"]}
+    if arguments.tree:
+        origin["uncommitted_changes"] = None if origin["tree"] is None else origin["tree"] != arguments.tree
+        origin |= {"commit": arguments.commit, "tree": arguments.tree}
     folder = arguments.out / gpu
     folder.mkdir(parents=True, exist_ok=True)
     required = [r for r in arguments.require.split(",") if r]

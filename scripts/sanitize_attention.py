@@ -1,7 +1,7 @@
 """Attention calls on exactly-sized memory, for compute-sanitizer.
 
     compute-sanitizer --tool memcheck --report-api-errors no python scripts/sanitize_attention.py
-    compute-sanitizer --tool racecheck python scripts/sanitize_attention.py --only many
+    compute-sanitizer --tool racecheck python scripts/sanitize_attention.py --only many,one,two_clusters,pairs
 
 torch's allocator rounds sizes up and hides overruns, so it is switched off: every tensor is an allocation of its own.
 """
@@ -51,6 +51,8 @@ CALLS = {
     "one": Call((700,), num_sms=64),
     "one_fp8": Call((700,), kv_dtype=E4M3, num_sms=64),
     "two_clusters": Call((9000,), num_sms=132),
+    "pairs": Call((3000, 40, 900), group=16, num_sms=132),
+    "many_small_heads": Call(tuple(range(1, 130)), group=3, head_dim=64),
     "two_stages": Call((3000, 40), num_sms=96),
     "speculative": Call((3, 900, 40), query_len=4, kv_dtype=E4M3, scales=True, sinks=True),
     "many": Call(tuple(range(1, 130))),

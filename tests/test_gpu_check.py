@@ -106,6 +106,21 @@ def test_required_names_are_known(capsys: pytest.CaptureFixture[str]) -> None:
         assert "--require: expected names of triton, flash_attn3, " in capsys.readouterr().err
 
 
+def test_a_commit_is_named_with_its_tree(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        gpu_check.parse(["--commit", "abc"])
+    assert "--commit and --tree: expected both or neither" in capsys.readouterr().err
+
+
+def test_results_of_a_benchmark_say_once_where_they_come_from() -> None:
+    report = {"name": "x", "results": [1], "gpu": "a", "tree": "b", "command": "c"}
+    command = [sys.executable, "-c", f"import json; print('first'); print(json.dumps({report!r}))"]
+    outcome = gpu_check.run_benchmark([command])
+    assert outcome.codes == [0]
+    assert outcome.data == {"name": "x", "results": [1], "command": "c"}
+    assert len(gpu_check.run_benchmark([command, command]).data["reports"]) == 2
+
+
 def test_skips_of_peers_name_the_backend(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that `--require flash_attn2` finds them."""
     for module, backend in test_attention_peers.BACKENDS.items():

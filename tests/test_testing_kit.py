@@ -342,6 +342,26 @@ def test_json_is_the_last_line(capsys):
     assert {"gpu", "driver", "triton", "command", "commit", "tree", "uncommitted_changes"} <= record.keys()
 
 
+def test_tree_of_the_files_as_they_are(tmp_path):
+    """A file more is another tree, an ignored one is not, and nothing is left in the checkout."""
+    git = lambda *arguments: subprocess.run(["git", *arguments], cwd=tmp_path, check=True, capture_output=True).stdout  # noqa: E731
+    assert bench.tree_of_files(tmp_path) is None
+    git("init", "-q")
+    (tmp_path / ".gitignore").write_text("ignored\n")
+    git("add", ".")
+    git("-c", "user.name=a", "-c", "user.email=a@b", "commit", "-qm", "first")
+    committed = git("rev-parse", "HEAD^{tree}").decode().strip()
+    assert bench.tree_of_files(tmp_path) == committed
+    (tmp_path / "ignored").write_text("x")
+    assert bench.tree_of_files(tmp_path) == committed
+    (tmp_path / "more").write_text("x")
+    before = sorted(path for path in (tmp_path / ".git").rglob("*"))
+    assert bench.tree_of_files(tmp_path) not in (committed, None)
+    assert sorted(path for path in (tmp_path / ".git").rglob("*")) == before
+    (tmp_path / "more").unlink()
+    assert bench.tree_of_files(tmp_path) == committed
+
+
 def test_testing_kit_needs_no_cuda():
     code = (
         "import sys; sys.modules['cuda'] = None\n"

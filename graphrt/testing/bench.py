@@ -12,6 +12,7 @@ import math
 import shlex
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
@@ -171,9 +172,13 @@ def emit_json(name: str, results: Iterable[Result], **extra: Any) -> None:
 
 
 def provenance() -> dict[str, Any]:
-    """Device, versions, command, and the state of the checkout (None outside of one)."""
+    """Device, versions, command, and the state of the checkout (None outside of one).
+
+    tree                 hash of the tree that the files make as they are, those that git ignores left out
+    uncommitted_changes  whether that is another tree than the commit's
+    """
     report = environment_report()
-    changes = _git("status", "--porcelain")
+    tree = tree_of_files(Path(__file__).resolve().parent)
     return {
         "gpu": report["gpus"][0]["name"] if report["gpus"] else None,
         "driver": report["driver"],
@@ -184,9 +189,26 @@ def provenance() -> dict[str, Any]:
         "python": report["python"],
         "command": _command(),
         "commit": _git("rev-parse", "HEAD"),
-        "tree": _git("rev-parse", "HEAD^{tree}"),
-        "uncommitted_changes": None if changes is None else bool(changes),
+        "tree": tree,
+        "uncommitted_changes": None if tree is None else tree != _git("rev-parse", "HEAD^{tree}"),
     }
+
+
+def tree_of_files(folder: Path) -> str | None:
+    """Git's hash of the files of the checkout that `folder` is in, or None outside of one. Changes nothing there."""
+    root = _git("-C", str(folder), "rev-parse", "--show-toplevel")
+    objects = _git("-C", str(folder), "rev-parse", "--path-format=absolute", "--git-path", "objects")
+    if root is None or objects is None:
+        return None
+    with tempfile.TemporaryDirectory() as scratch:
+        places = {
+            "GIT_INDEX_FILE": f"{scratch}/index",
+            "GIT_OBJECT_DIRECTORY": scratch,
+            "GIT_ALTERNATE_OBJECT_DIRECTORIES": objects,
+        }
+        if _git("-C", root, "add", "--all", **places) is None:
+            return None
+        return _git("-C", root, "write-tree", **places)
 
 
 def _command() -> str:
@@ -197,10 +219,12 @@ def _command() -> str:
     return shlex.join(["python", str(name), *sys.argv[1:]])
 
 
-def _git(*arguments: str) -> str | None:
+def _git(*arguments: str, **environment: str) -> str | None:
     folder = Path(__file__).resolve().parent
+    variables = ["env", *(f"{name}={value}" for name, value in environment.items())] if environment else []
+    command = [*variables, "git", "-C", str(folder), *arguments]
     try:
-        result = subprocess.run(["git", "-C", str(folder), *arguments], capture_output=True, text=True, check=True)
+        result = subprocess.run(command, capture_output=True, text=True, check=True)
     except (OSError, subprocess.CalledProcessError):  # no git, or an installed package
         return None
     return result.stdout.strip()

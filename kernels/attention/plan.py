@@ -31,7 +31,9 @@ _NATIVE_UNIT_BYTES = 20 << 10  # KV bytes that a warp could read in the time tha
 _NATIVE_UNIT_BYTES_FEW = 28 << 10  # the same with few rows
 _CLUSTER = 8
 _CLUSTER_SHARE = 0.9  # of the multiprocessors: clusters do not fill those of every GPC
-_CLUSTER_PART_TOKENS = 2048
+_CLUSTER_PART_TOKENS = 2048  # smallest part of a single row
+_CLUSTER_MIN_PARTS = 32
+_CHEAP_MERGE_ROWS = 4
 _SHARED_BYTES = MIN_SHARED_BYTES  # of a block; of a multiprocessor it is 1 KB more per block
 _STATIC_SHARED_BYTES = 256
 _MAX_NATIVE_MERGE_GROUP = 16
@@ -149,30 +151,28 @@ class AttentionPlan:
             return self
         cluster, parts_of_cluster = _cluster(self, num_sms)
         many = not self.fixed_splits and self.num_units >= _NATIVE_MANY_UNITS * (num_sms // self.num_kv_heads)
-        # Values of 8 bits take longer to compute than to read when warps wait for each other at every row's end.
-        small = many and kv_dtype.itemsize == 1
-        shape = _block_shape(
-            [(2, 4), (4, 1)]
-            if small
-            else [(8, 2), (8, 1), (4, 1)]
-            if many and self.head_dim <= 64
-            else [(8, 1), (4, 1)],
-            _NATIVE_STAGES_MANY if many else _NATIVE_STAGES,
-            functools.partial(native_shared_bytes, self.head_dim, packed, kv_dtype, cluster=cluster),
-        )
+        shapes = [(8, 1), (4, 1)]
+        if many and kv_dtype.itemsize == 1:
+            # Values of 8 bits take longer to compute than to read when warps wait for each other at every row's end.
+            shapes = [(2, 4), (4, 1)]
+        elif many and self.head_dim <= 64:
+            shapes.insert(0, (8, 2))  # tiles are small: one block would wait for memory
+        size = functools.partial(native_shared_bytes, self.head_dim, packed, kv_dtype, cluster=cluster)
+        shape = _block_shape(shapes, _NATIVE_STAGES_MANY if many else _NATIVE_STAGES, size)
         if shape is None:
             return self
         warps, blocks, stages = shape
         block_n = 64 if self.block_d <= 128 else 32
         part_bytes = 2 * block_n * self.head_dim * kv_dtype.itemsize
+        unit_bytes = _NATIVE_UNIT_BYTES if many else _NATIVE_UNIT_BYTES_FEW
         return replace(
             self,
             block_n=block_n,
             num_warps=4,
             num_stages=stages,
             num_parts=parts_of_cluster or _round_parts(blocks * num_sms // self.num_kv_heads),
-            unit_overhead=max(1, round(warps * (_NATIVE_UNIT_BYTES if many else _NATIVE_UNIT_BYTES_FEW) / part_bytes)),
-            min_part_tiles=_CLUSTER_PART_TOKENS // block_n if cluster > 1 else 1,
+            unit_overhead=max(1, round(warps * unit_bytes / part_bytes)),
+            min_part_tiles=_CLUSTER_PART_TOKENS // block_n if cluster > 1 and self.num_units == 1 else 1,
             native_warps=warps,
             cluster=cluster,
             heads_first=int(blocks > 1),
@@ -346,7 +346,7 @@ def native_shared_bytes(
     """
     tile_bytes = 2 * (16 if kv_dtype.itemsize == 2 else 32) * head_dim * kv_dtype.itemsize
     partial_bytes = 4 * packed * (head_dim + 6)
-    inbox_bytes = 16 * (-(-packed * head_dim // 2 // cluster) + packed) * cluster if cluster > 1 else 0
+    inbox_bytes = 16 * (-(-packed * head_dim // 2 // cluster) + packed) * cluster + 16 if cluster > 1 else 0
     return warps * (stages * tile_bytes + partial_bytes) + inbox_bytes
 
 
@@ -364,17 +364,23 @@ def _block_shape(
 
 
 def _cluster(plan: AttentionPlan, num_sms: int) -> tuple[int, int]:
-    """Blocks of a cluster for a plan of one unit, and how many clusters there are per KV head; (1, 0): no clusters.
+    """Blocks of a cluster, and how many clusters there are per KV head; (1, 0): no clusters.
 
-    A single row is merged within a cluster, without a way through global memory. Half of the multiprocessors suffice
-    to read at full speed.
+    A single row is merged within a cluster, without a way through global memory; half of the multiprocessors suffice to
+    read at full speed. Several rows take clusters of two where parts are many and a merge is dear: where that leaves no
+    unit split or halves many splits. In between, and with few parts, more parts of one block were faster.
     """
+    if plan.fixed_splits:
+        return 1, 0
+    parts = _round_parts(num_sms // plan.num_kv_heads)
+    if plan.num_units > 1:
+        dear = plan.query_len * plan.group > _CHEAP_MERGE_ROWS and parts >= _CLUSTER_MIN_PARTS
+        helps = 8 * plan.num_units < parts or parts < 4 * plan.num_units <= 2 * parts
+        return (2, parts // 2) if dear and helps else (1, 0)
     cluster = _CLUSTER
     while cluster > 1 and cluster * plan.num_kv_heads > _CLUSTER_SHARE * num_sms:
         cluster //= 2
-    if plan.num_units > 1 or plan.fixed_splits or cluster == 1:
-        return 1, 0
-    return cluster, max(1, num_sms // 2 // (cluster * plan.num_kv_heads))
+    return (cluster, max(1, num_sms // 2 // (cluster * plan.num_kv_heads))) if cluster > 1 else (1, 0)
 
 
 def _max_block_m(head_dim: int, dtype: torch.dtype) -> int:

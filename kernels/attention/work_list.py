@@ -35,7 +35,7 @@ from graphrt.kernels.library import define_op
 
 _NUM_WARPS = 4
 _MAX_PROGRAMS = 64  # of at least one part each
-_MIN_UNIT_BLOCK, _MAX_UNIT_BLOCK = 32, 256
+_MIN_UNIT_BLOCK, _MAX_UNIT_BLOCK = 32, 512
 
 _PART_WORDS = tl.constexpr(PART_WORDS)
 _SEGMENT_WORDS = tl.constexpr(SEGMENT_WORDS)
@@ -171,8 +171,8 @@ def _place_block(
     FIXED_TILES: tl.constexpr,
 ):
     """Place a block of units on the line of costs: find the units that the cuts of this program's parts fall into, and
-    write the first segments of this program's share of the units, or all under fixed splits, and zeros likewise. Returns
-    what the parts know so far, and the costs, segments and zeros up to the end of the block."""
+    write this program's share of the first segments, or of all under fixed splits, and of the zeros. Returns what the
+    parts know so far, and the costs, segments and zeros up to the end of the block."""
     cost = tl.where(tiles > 0, tiles + overhead, 0)
     unit_end = start_of_block + tl.cumsum(cost, 0)
     start = unit_end - cost

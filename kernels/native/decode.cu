@@ -272,19 +272,38 @@ __device__ __forceinline__ Pair merge_warps(int unit, const float *results) {
 
 #if CLUSTER > 1
 // What the blocks of a cluster send each other: [2][CLUSTER][SLICE] pairs and [2][CLUSTER][PACKED] statistics. Units go to
-// the block whose slice they are in, statistics to every block. Two of each, as a block may be one segment ahead.
+// the block whose slice they are in, statistics to every block. Two of each, as a block may be one segment ahead; not
+// two, since it needs the others' results of a segment before it leaves that.
 struct Inbox {
   float2 *pairs, *stats;
-  int parity;
+  i64 *bytes;  // [2], what has come
+  int segment;
 
-  __device__ __forceinline__ void send(Pair r, int unit, int rank) const {
-    const int source = parity * CLUSTER + rank, block = element_of(unit) / 2;
-    store_remote(shared_address(pairs + source * SLICE + unit % SLICE), unit / SLICE, r.x, r.y);
-    if (block < CLUSTER) store_remote(shared_address(stats + source * PACKED + packed_of(unit)), block, r.top, r.sum);
+  __device__ __forceinline__ void open(void *at) {
+    pairs = static_cast<float2 *>(at);
+    stats = pairs + 2 * CLUSTER * SLICE;
+    bytes = reinterpret_cast<i64 *>(stats + 2 * CLUSTER * PACKED);
+    segment = 0;
+    if (threadIdx.x == 0) {
+      init_barrier(bytes);
+      init_barrier(bytes + 1);
+      publish_barriers();
+    }
   }
+  __device__ __forceinline__ void expect(int units) const {
+    if (threadIdx.x == 0) expect_bytes(bytes + segment % 2, CLUSTER * (units + PACKED) * (int)sizeof(float2));
+  }
+  __device__ __forceinline__ void send(Pair r, int unit, int rank) const {
+    const int source = segment % 2 * CLUSTER + rank, block = element_of(unit) / 2;
+    const u32 barrier = shared_address(bytes + segment % 2);
+    store_remote(shared_address(pairs + source * SLICE + unit % SLICE), barrier, unit / SLICE, r.x, r.y);
+    if (block < CLUSTER)
+      store_remote(shared_address(stats + source * PACKED + packed_of(unit)), barrier, block, r.top, r.sum);
+  }
+  __device__ __forceinline__ void wait() const { wait_for_bytes(bytes + segment % 2, segment / 2 % 2); }
   __device__ __forceinline__ Pair merge(int unit) const {
-    const float2 *of_unit = pairs + parity * CLUSTER * SLICE + unit % SLICE;
-    const float2 *of_row = stats + parity * CLUSTER * PACKED + packed_of(unit);
+    const float2 *of_unit = pairs + segment % 2 * CLUSTER * SLICE + unit % SLICE;
+    const float2 *of_row = stats + segment % 2 * CLUSTER * PACKED + packed_of(unit);
     return merge_shared<CLUSTER>([&](int i) { return of_unit[i * SLICE]; }, [&](int i) { return of_row[i * PACKED]; });
   }
 };
@@ -300,9 +319,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) decode_attention(const 
   const u32 stages_at = shared_address(memory) + warp * (STAGES * STAGE_BYTES);
   float *const results = reinterpret_cast<float *>(memory + WARPS * STAGES * STAGE_BYTES);
 #if CLUSTER > 1
-  Inbox inbox = {reinterpret_cast<float2 *>(results + WARPS * PARTIAL_FLOATS), nullptr, 0};
-  inbox.stats = inbox.pairs + 2 * CLUSTER * SLICE;
-  cluster_arrive();  // the others' shared memory exists once all have arrived
+  Inbox inbox;
+  inbox.open(results + WARPS * PARTIAL_FLOATS);
+  __syncwarp();
+  cluster_arrive();  // the others' inboxes are open once all have arrived
   bool met = false;
 #endif
   wait_for_earlier_kernels();
@@ -310,8 +330,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) decode_attention(const 
   const int *part_words = p.work_list + part * 16;
   const int begin = part_words[0], end = part_words[16];
   const int zeros_begin = part_words[1], zeros_end = part_words[17];
+#if FIXED_SPLITS
   Segment s = {};
-  if (begin < end) s = load_segment(FIXED_SPLITS ? p.work_list + p.segments_at + begin * 8 : part_words + 8);
+  if (begin < end) s = load_segment(p.work_list + p.segments_at + begin * 8);
+#else
+  Segment s = load_segment(part_words + 8);  // beside the others and not after them, even where there is none
+#endif
   Stream stream = open_stream(s, begin, end, p, kv_head, worker, lane);
   const char *k = static_cast<const char *>(p.k) + kv_head * p.k_head * ELEMENT;
   const char *v = static_cast<const char *>(p.v) + kv_head * p.v_head * ELEMENT;
@@ -360,11 +384,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) decode_attention(const 
 #if CLUSTER > 1
     if (!met) cluster_wait();
     met = true;
+    inbox.expect(max(last_unit - first_unit, 0));
     for (int unit = threadIdx.x; unit < UNITS; unit += THREADS) inbox.send(merge_warps(unit, results), unit, rank);
-    cluster_arrive();
-    cluster_wait();
+    inbox.wait();
     for (int unit = first_unit + threadIdx.x; unit < last_unit; unit += THREADS) deliver(inbox.merge(unit), unit);
-    inbox.parity ^= 1;
+    ++inbox.segment;
 #else
     for (int unit = threadIdx.x; unit < UNITS; unit += THREADS) deliver(merge_warps(unit, results), unit);
 #endif

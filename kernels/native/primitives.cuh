@@ -96,11 +96,32 @@ __device__ __forceinline__ int count_arrival(int *at) {
   return before;
 }
 
-// Between the blocks of a cluster.
-__device__ __forceinline__ void store_remote(u32 at, int rank, float x, float y) {
+// A barrier in shared memory that counts bytes as they come from the blocks of a cluster. A phase ends when the bytes
+// expected of it have come; phases are numbered 0, 1, 0, ...
+__device__ __forceinline__ void init_barrier(i64 *at) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;\n" ::"r"(shared_address(at)) : "memory");
+}
+__device__ __forceinline__ void publish_barriers() { asm volatile("fence.mbarrier_init.release.cluster;\n" ::: "memory"); }
+__device__ __forceinline__ void expect_bytes(i64 *at, int bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;\n" ::"r"(shared_address(at)), "r"(bytes) : "memory");
+}
+__device__ __forceinline__ void wait_for_bytes(i64 *at, int phase) {
+  int done;
+  do {
+    asm volatile("{\n.reg .pred p;\nmbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%1], %2;\n"
+                 "selp.b32 %0, 1, 0, p;\n}\n" : "=r"(done) : "r"(shared_address(at)), "r"(phase) : "memory");
+  } while (!done);
+}
+
+// Between the blocks of a cluster. Addresses are those of one's own block.
+__device__ __forceinline__ u32 remote_address(u32 at, int rank) {
   u32 remote;
   asm volatile("mapa.shared::cluster.u32 %0, %1, %2;\n" : "=r"(remote) : "r"(at), "r"(rank));
-  asm volatile("st.shared::cluster.v2.f32 [%0], {%1, %2};\n" ::"r"(remote), "f"(x), "f"(y) : "memory");
+  return remote;
 }
-__device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster.arrive.release;\n" ::: "memory"); }
-__device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire;\n" ::: "memory"); }
+__device__ __forceinline__ void store_remote(u32 at, u32 barrier, int rank, float x, float y) {
+  asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [%0], {%1, %2}, [%3];\n"
+               ::"r"(remote_address(at, rank)), "f"(x), "f"(y), "r"(remote_address(barrier, rank)) : "memory");
+}
+__device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster.arrive.relaxed.aligned;\n" ::: "memory"); }
+__device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;\n" ::: "memory"); }

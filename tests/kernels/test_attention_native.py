@@ -41,6 +41,8 @@ CASES = [
     replace(BASE, id="one_row", rows=decode((1000,)), num_sms=132),
     replace(BASE, id="one_token", rows=decode((1,)), num_sms=132),
     replace(BASE, id="one_empty_row", rows=decode((0,)), num_sms=132),
+    replace(BASE, id="pairs_group_16", rows=decode((777, 20, 300)), num_sms=132, num_kv_heads=1, group=16),
+    replace(BASE, id="pairs_fp8", rows=decode((1, 90, 2000)), num_sms=66, num_kv_heads=1, group=8, kv_dtype=E4M3),
     replace(BASE, id="one_row_of_two_clusters", rows=decode((9000,)), num_sms=132, num_kv_heads=1),
     replace(BASE, id="one_row_fp8", rows=decode((1000,)), num_sms=132, kv_dtype=E4M3),
     replace(BASE, id="one_row_group_16", rows=decode((777,)), num_sms=132, group=16),
@@ -51,6 +53,7 @@ CASES = [
     replace(BASE, id="segments_of_many_tiles", rows=decode((600, 0, 701, 5, 513)), num_sms=2),
     replace(BASE, id="many_segments", rows=decode((700, 1000, 40, 90, 33, 64, 5, 17, 0, 300, 128, 200)), num_sms=4),
     replace(BASE, id="many_segments_of_splits", rows=decode((2000, 30, 1900, 60, 90, 2100)), num_sms=14, sinks=True),
+    replace(BASE, id="many_rows_head_dim_64", rows=decode(tuple(range(0, 130, 2))), num_sms=16, head_dim=64, group=3),
     replace(BASE, id="many_rows_fp8", rows=decode(tuple(range(0, 130, 2))), num_sms=16, kv_dtype=E5M2),
     replace(BASE, id="invariant", batch_invariant=True),
     replace(BASE, id="invariant_one_row", batch_invariant=True, rows=decode((5000,)), num_kv_heads=1, num_sms=48),
@@ -265,6 +268,12 @@ PLANS = {  # rows and changes; warps, cluster, blocks per KV head
     "one_invariant": ({"num_rows": 1, "batch_invariant": True}, (8, 1, 16)),
     "many_invariant": ({"num_rows": 256, "batch_invariant": True}, (8, 1, 16)),
     "head_dim_256": ({"num_rows": 64, "head_dim": 256}, (4, 1, 16)),
+    "many_head_dim_64": ({"num_rows": 64, "head_dim": 64}, (8, 1, 32)),
+    "parts_not_rounded": ({"num_rows": 16, "num_kv_heads": 3, "num_q_heads": 9, "head_dim": 64}, (8, 1, 44)),
+    "pairs_for_few": ({"num_rows": 15, "num_kv_heads": 1, "num_q_heads": 16}, (8, 2, 128)),
+    "no_pairs_between": ({"num_rows": 32, "num_kv_heads": 1, "num_q_heads": 16}, (8, 1, 128)),
+    "pairs_for_whole_units": ({"num_rows": 64, "num_kv_heads": 1, "num_q_heads": 16}, (8, 2, 128)),
+    "no_pairs_for_cheap_merges": ({"num_rows": 64, "num_kv_heads": 1, "num_q_heads": 4}, (8, 1, 128)),
 }
 
 
