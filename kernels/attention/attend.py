@@ -260,6 +260,7 @@ def attend_kernel(
             exponent = query_exponent(q.to(tl.float32))
             factor = logit_factor * exponent
             q = (q.to(tl.float32) / exponent).to(tl.float16)
+        factor = tl.maximum(factor, 1e-37)  # a scale of 0 times -inf is NaN
         top = tl.full([BLOCK_M], float("-inf"), tl.float32)
         slopes = top
         if HAS_ALIBI:

@@ -18,6 +18,7 @@ MAX_QUERY_LEN = 16
 
 _MIN_BLOCK_M = 16  # query rows of a unit: what tensor cores take at least
 _WARPS_PER_SM = 8  # programs of a resident wave, in warps: enough to keep the loads of the memory's latency in flight
+_VARLEN_WAVES = 2
 _FIXED_SPLITS = 16
 _FIXED_TILES = 4
 _FEW_SPLITS = 8  # parts per unit, of up to 4 query rows, up to which programs are of one warp
@@ -218,7 +219,8 @@ class AttentionPlan:
             block_n=block_n,
             num_warps=num_warps,
             num_stages=3,
-            num_parts=_num_parts(num_warps, num_kv_heads, num_sms),
+            # Two waves leave no multiprocessor idle where one of whole parts would, and even out.
+            num_parts=max(1, _VARLEN_WAVES * (_WARPS_PER_SM // num_warps) * num_sms // num_kv_heads),
             fixed_splits=1 if batch_invariant else 0,
             fixed_tiles=_FIXED_TILES,
             unit_overhead=1,

@@ -80,13 +80,17 @@ def attend_tile(
 ):
     """One step of the online softmax over a KV tile, in units of log 2. Returns acc, top and weights.
 
-    factor    [BLOCK_M, 1] or scalar   turns q . k into logits
+    factor    [BLOCK_M, 1] or scalar   > 0, turns q . k into logits
     weights   [BLOCK_M, BLOCK_N]       probabilities, summed over the lanes once, after the loop; or
               [BLOCK_M]                their sums, where the registers are needed
     slopes    [BLOCK_M]                ALiBi slopes x log2(e)
     MASKED    without it every query row sees the whole tile, and `v_mask` is not looked at
     """
-    logits = tl.dot(q, tl.trans(k.to(DOT_DTYPE)), input_precision="ieee") * factor
+    # Without an option that needs the logits, the factor is left to the exponential, where it costs nothing.
+    SCALED: tl.constexpr = HAS_SOFTCAP or HAS_ALIBI
+    logits = tl.dot(q, tl.trans(k.to(DOT_DTYPE)), input_precision="ieee")
+    if SCALED:
+        logits *= factor
     if HAS_SOFTCAP:
         logits = soft_cap(logits, logit_cap)
     if HAS_ALIBI:
@@ -101,10 +105,16 @@ def attend_tile(
         if HAS_WINDOW:
             visible &= positions[None, :] > query_positions[:, None] - sliding_window
         logits = tl.where(visible, logits, float("-inf"))
-    new_top = tl.maximum(top, tl.max(logits, 1))
+    if SCALED:
+        new_top = tl.maximum(top, tl.max(logits, 1))
+    else:
+        new_top = tl.maximum(top, tl.reshape(tl.max(logits, 1, keep_dims=True) * factor, [logits.shape[0]]))
     base = tl.where(new_top == float("-inf"), 0.0, new_top)  # nothing visible so far: -inf - -inf is NaN
     rescale = tl.exp2(top - base)
-    probabilities = tl.exp2(logits - base[:, None])
+    if SCALED:
+        probabilities = tl.exp2(logits - base[:, None])
+    else:
+        probabilities = tl.exp2(logits * factor - base[:, None])
     if len(weights.shape) == 2:
         weights = weights * rescale[:, None] + probabilities
     else:
