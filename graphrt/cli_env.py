@@ -11,7 +11,7 @@ from rich.table import Table
 
 from graphrt import env
 from graphrt.backends.base import BackendContext
-from graphrt.backends.registry import Standing, backend_class, explain, select_backend, standings
+from graphrt.backends.registry import Standing, backend_class, select_backend, standings, why_not
 from graphrt.capture.descriptor import BatchDescriptor
 from graphrt.console import make_console
 from graphrt.environment import environment_report
@@ -117,4 +117,4 @@ def _other_page_size(standing: Standing, context: BackendContext) -> int | None:
     if sizes is None or context.kv.page_size in sizes:
         return None
     other = replace(context, kv=replace(context.kv, page_size=min(sizes)))
-    return min(sizes) if not dict(explain(other))[standing.name] else None
+    return min(sizes) if not why_not(standing.name, other) else None

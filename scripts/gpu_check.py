@@ -152,6 +152,8 @@ def parse(command: Sequence[str] | None = None) -> argparse.Namespace:
         parser.error(f"--require: expected names of {', '.join(known)}, got {unknown}")
     if bool(arguments.commit) != bool(arguments.tree):
         parser.error("--commit and --tree: expected both or neither")
+    if arguments.require and TESTS not in arguments.only.split(","):
+        parser.error(f"--require: expected the job {TESTS} among --only, whose skips it is about")
     if arguments.shards < 1:
         parser.error(f"--shards: expected >= 1, got {arguments.shards}")
     return arguments
@@ -167,9 +169,9 @@ def main() -> None:
     # Where the results went, and how a checkout without git was named, are no part of how to repeat the run.
     requirement = f" --require {arguments.require}" if arguments.require else ""
     origin["command"] = f"python scripts/gpu_check.py --only {arguments.only}{requirement}"
-    if arguments.tree:
-        origin["uncommitted_changes"] = None if origin["tree"] is None else origin["tree"] != arguments.tree
-        origin |= {"commit": arguments.commit, "tree": arguments.tree}
+    if arguments.tree:  # what the files themselves come to is kept where it is known
+        tree = origin["tree"] or arguments.tree
+        origin |= {"commit": arguments.commit, "tree": tree, "uncommitted_changes": tree != arguments.tree}
     folder = arguments.out / gpu
     folder.mkdir(parents=True, exist_ok=True)
     required = [r for r in arguments.require.split(",") if r]

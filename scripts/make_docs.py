@@ -23,6 +23,12 @@ from graphrt.capture.buffers import StaticBuffers
 ROOT = Path(__file__).resolve().parent.parent
 
 
+def tree_of(result: dict[str, Any]) -> str:
+    """Which files a result was measured with."""
+    changes = " and other files beside it" if result.get("uncommitted_changes") else ""
+    return f"tree `{result['tree'][:12]}`{changes}"
+
+
 def buffers_table() -> str:
     lines = ["| buffer | shape | dtype | kind | writer | readers | pad value |", "|---|---|---|---|---|---|---|"]
     for name, spec in StaticBuffers.specs().items():
@@ -96,7 +102,7 @@ def results_table() -> str:
         "",
         f"One {decode['gpu']}, torch {decode['torch']}, triton {decode['triton']}, dummy weights, bf16; floor is the "
         "bytes that a step must read over the read bandwidth measured in the same run. "
-        f"`docs/results/nvidia-h200/`, tree `{decode['tree'][:12]}`.",
+        f"`docs/results/nvidia-h200/`, {tree_of(decode)}.",
     ]
     return "\n".join(lines)
 
@@ -125,7 +131,7 @@ def attention_table() -> str:
     lines += [
         "",
         f"One {record['gpu']}, torch {record['torch']}, triton {record['triton']}; read ceiling of the same run "
-        f"{data['read_tb_per_s']:.2f} TB/s. `docs/results/nvidia-h200/attention.json`, tree `{record['tree'][:12]}`.",
+        f"{data['read_tb_per_s']:.2f} TB/s. `docs/results/nvidia-h200/attention.json`, {tree_of(record)}.",
     ]
     return "\n".join(lines)
 
@@ -148,7 +154,7 @@ def ranking_table() -> str:
     lines += [
         "",
         f"us per layer, one {result['gpu']}, {q_heads}/{kv_heads} heads of {head_dim}, {data['dtype']}; page sizes: "
-        f"{pages}. `docs/results/nvidia-h200/backends.json`, tree `{result['tree'][:12]}`.",
+        f"{pages}. `docs/results/nvidia-h200/backends.json`, {tree_of(result)}.",
     ]
     return "\n".join(lines)
 

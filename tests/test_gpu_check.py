@@ -106,6 +106,12 @@ def test_required_names_are_known(capsys: pytest.CaptureFixture[str]) -> None:
         assert "--require: expected names of triton, flash_attn3, " in capsys.readouterr().err
 
 
+def test_requirements_are_of_tests(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        gpu_check.parse(["--only", "backends", "--require", "triton"])
+    assert "--require: expected the job tests among --only" in capsys.readouterr().err
+
+
 def test_a_commit_is_named_with_its_tree(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         gpu_check.parse(["--commit", "abc"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -354,6 +355,11 @@ def test_tree_of_the_files_as_they_are(tmp_path):
     assert bench.tree_of_files(tmp_path) == committed
     (tmp_path / "ignored").write_text("x")
     assert bench.tree_of_files(tmp_path) == committed
+    assert bench.tree_of_files(Path(os.path.relpath(tmp_path))) == committed
+    git("add", "--force", "ignored")
+    git("-c", "user.name=a", "-c", "user.email=a@b", "commit", "-qm", "second")
+    committed = git("rev-parse", "HEAD^{tree}").decode().strip()
+    assert bench.tree_of_files(tmp_path) == committed, "ignored, but tracked"
     (tmp_path / "more").write_text("x")
     before = sorted(path for path in (tmp_path / ".git").rglob("*"))
     assert bench.tree_of_files(tmp_path) not in (committed, None)

@@ -49,8 +49,8 @@ class FlashAttention3Backend(PeerBackend):
     up to 2^-9 of itself, so that between 8 and 16 its weight is off by up to 3 %.
 
     Nodes of a decode graph per layer, beside the kernel and our select: a merge of the splits, which also zeroes the
-    scheduler's semaphore; or, where `num_splits` is 1, a fill that only does that (`semaphore_nodes`). Few splits save
-    memory, not nodes.
+    scheduler's semaphore; or, where `num_splits` is 1, a fill that only does that. Few splits save memory, not
+    nodes.
 
     No softcap and no other head sizes: the build that this was tested with has neither compiled in, and there is no
     public way to ask another one.
@@ -77,8 +77,6 @@ class FlashAttention3Backend(PeerBackend):
     nan_safe_tail: ClassVar[bool] = True
     quantises_queries: ClassVar[bool] = True
     """With an fp8 cache, queries and probabilities are rounded to e4m3 too."""
-    semaphore_nodes: ClassVar[int] = 1
-    """Graph nodes per layer, at one split, that do nothing but zero the scheduler's semaphore."""
     package: ClassVar[Package] = Package(
         "flash_attn_interface",
         "pip install tokenspeed-fa3",

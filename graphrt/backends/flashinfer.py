@@ -210,7 +210,6 @@ class FlashInferBackend(PeerBackend):
 
     def _plan_decode(self, rows: int, seq_lens: Int32Array) -> None:
         buffers, wrapper = self._have_buffers(), self._wrappers.get(rows)
-        first = wrapper is None
         if wrapper is None:
             wrapper = self._wrappers[rows] = self._decode_wrapper(rows, buffers)
         indptr, last_page_len, _ = self._write_lengths(seq_lens, np.ones(rows, np.int32))
@@ -227,9 +226,7 @@ class FlashInferBackend(PeerBackend):
                 **self._plan_options(),
             )
         layout = self._layout(wrapper)
-        if first:
-            self._layouts[rows] = layout
-        elif layout != self._layouts[rows]:
+        if layout != self._layouts.setdefault(rows, layout):
             raise ReplayError(
                 f"plan of {rows} rows: expected the layout {self._layouts[rows]} of the captured plan, got {layout}; "
                 "report it, this version of flashinfer lays its plan out by lengths"

@@ -6,7 +6,7 @@ import importlib
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points
 
-from graphrt.backends.base import AttentionBackend, BackendContext
+from graphrt.backends.base import AttentionBackend, BackendContext, Capabilities, GraphSupport
 from graphrt.backends.ranking import Ranking, load_ranking
 from graphrt.kernels.errors import ConfigError, UnsupportedError
 
@@ -40,8 +40,20 @@ def register_backend(cls: type[AttentionBackend]) -> type[AttentionBackend]:
         raise ConfigError(f"{cls.__name__}.name: expected an identifier, got {name!r}; set the class attribute")
     if name in _BUILTIN or _registered.get(name, cls) is not cls:
         raise ConfigError(f"register_backend: expected a new name, got {name!r}, which is taken; choose another")
+    if fault := _declaration_fault(cls):
+        raise ConfigError(f"register_backend: {fault}; set the class attribute")
     _registered[name] = cls
     return cls
+
+
+def _declaration_fault(cls: type[AttentionBackend]) -> str | None:
+    """What is wrong with what a class declares about itself, or None."""
+    for attribute, kind in (("capabilities", Capabilities), ("graph_support", GraphSupport)):
+        if not isinstance(value := getattr(cls, attribute, None), kind):
+            return f"expected {cls.__name__}.{attribute} to be of {kind.__name__}, got {value!r}"
+    if cls.capabilities.page_sizes is not None and not cls.capabilities.page_sizes:
+        return f"expected {cls.__name__}.capabilities.page_sizes to name some, or None for all, got none"
+    return None
 
 
 def backend_names() -> list[str]:
@@ -125,8 +137,12 @@ class Standing:
 def standings(context: BackendContext) -> list[Standing]:
     """Every known backend, in static order, with its rank or all reasons against it."""
     found, by_name = dict(explain(context)), {}
-    for name in (name for name, reasons in found.items() if not reasons):
-        by_name[name] = backend_class(name).why_only_by_name(context)
+    for name, reasons in found.items():
+        if not reasons:
+            try:
+                by_name[name] = backend_class(name).why_only_by_name(context)
+            except Exception as error:
+                found[name] = [_raised(name, "why_only_by_name", error)]
     fit = [name for name, why in by_name.items() if why is None]
     relative = _relative(_ranking_for(context), [name for name in fit if name != _LAST_RESORT], context)
     order = [*relative, *(name for name in fit if name not in relative)]
@@ -141,23 +157,37 @@ def explain(context: BackendContext) -> list[tuple[str, list[str]]]:
 
     That its package cannot be loaded is one: whoever asks about all of them wants to hear of the others too.
     """
-    return [(name, _why_not(name, context)) for name in backend_names()]
+    return [(name, why_not(name, context)) for name in backend_names()]
 
 
-def _why_not(name: str, context: BackendContext) -> list[str]:
+def why_not(name: str, context: BackendContext) -> list[str]:
+    """Every reason why a known backend cannot serve `context`; that its package cannot be loaded is one."""
     try:
         return backend_class(name).why_not(context)
     except (ConfigError, UnsupportedError) as error:
         return [str(error)]
-    except Exception as error:  # of a third party's predicate: the others are still to be asked
-        return [f"why_not raised {type(error).__name__}: {error}"]
+    except Exception as error:
+        return [_raised(name, "why_not", error)]
+
+
+def _raised(name: str, predicate: str, error: Exception) -> str:
+    """The reason that a third party's predicate is when it raises: the others are still to be asked. Raises: the
+    error of one of ours, which would be a bug."""
+    if name in _BUILTIN:
+        raise error
+    return f"{predicate} raised {type(error).__name__}: {error}"
 
 
 def _why_not_chosen(name: str, context: BackendContext) -> list[str]:
     """Reasons against choosing it where none is named."""
-    reasons = _why_not(name, context)
-    by_name = None if reasons else backend_class(name).why_only_by_name(context)
-    return reasons if by_name is None else [by_name]
+    reasons = why_not(name, context)
+    if reasons:
+        return reasons
+    try:
+        by_name = backend_class(name).why_only_by_name(context)
+    except Exception as error:
+        return [_raised(name, "why_only_by_name", error)]
+    return [] if by_name is None else [by_name]
 
 
 def _ranking_for(context: BackendContext) -> Ranking:

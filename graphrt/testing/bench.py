@@ -195,9 +195,11 @@ def provenance() -> dict[str, Any]:
 
 
 def tree_of_files(folder: Path) -> str | None:
-    """Git's hash of the files of the checkout that `folder` is in, or None outside of one. Changes nothing there."""
-    root = _git("-C", str(folder), "rev-parse", "--show-toplevel")
-    objects = _git("-C", str(folder), "rev-parse", "--path-format=absolute", "--git-path", "objects")
+    """Git's hash of the files of the checkout that `folder` is in, or None outside of one. Changes nothing there. Of a
+    checkout within the checkout the commit counts, not its files."""
+    inside = ("-C", str(folder.resolve()), "rev-parse")
+    root = _git(*inside, "--show-toplevel")
+    objects = _git(*inside, "--path-format=absolute", "--git-path", "objects")
     if root is None or objects is None:
         return None
     with tempfile.TemporaryDirectory() as scratch:
@@ -206,6 +208,7 @@ def tree_of_files(folder: Path) -> str | None:
             "GIT_OBJECT_DIRECTORY": scratch,
             "GIT_ALTERNATE_OBJECT_DIRECTORIES": objects,
         }
+        _git("-C", root, "read-tree", "HEAD", **places)  # what is tracked counts though it may be ignored
         if _git("-C", root, "add", "--all", **places) is None:
             return None
         return _git("-C", root, "write-tree", **places)

@@ -260,7 +260,10 @@ def attend_kernel(
             exponent = query_exponent(q.to(tl.float32))
             factor = logit_factor * exponent
             q = (q.to(tl.float32) / exponent).to(tl.float16)
-        factor = tl.maximum(factor, 1e-37)  # a scale of 0 times -inf is NaN
+        if k_scale_ptr is not None:  # factors are > 0 from here on: those of any other scale are folded into q
+            q = tl.where(factor < 0.0, -q, q)
+            factor = tl.abs(factor)
+        factor = tl.where(factor < 1e-37, 1e-37, factor)  # 0 x -inf is NaN; NaN stays
         top = tl.full([BLOCK_M], float("-inf"), tl.float32)
         slopes = top
         if HAS_ALIBI:

@@ -76,12 +76,12 @@ def native_variant(
     shared = native_shared_bytes(plan.head_dim, packed, kv_dtype, plan.native_warps, plan.num_stages, plan.cluster)
     macros = {
         "ALIBI": 0 if options.alibi_slopes is None else 1 + options.alibi_sqrt,
+        "BLOCKS_PER_SM": plan.blocks_per_sm,
         "BLOCK_N": plan.block_n,
         "CAUSAL": int(options.causal),
         "CLUSTER": plan.cluster,
         "FIXED_SPLITS": plan.fixed_splits,
         "GROUP": plan.group,
-        "HEADS_FIRST": plan.heads_first,
         "HEAD_DIM": plan.head_dim,
         "KV_FP8": 1 + FP8_DTYPES.index(kv_dtype) if kv_dtype in FP8_DTYPES else 0,
         "MERGE_GROUP": plan.merge_group,
@@ -138,7 +138,7 @@ def native_attention(
     )
     variant = native_variant(plan, options, q.dtype, k_cache.dtype, k_cache.shape[1])
     grid = (plan.num_parts * plan.cluster, plan.num_kv_heads)
-    launch(variant, grid[::-1] if plan.heads_first else grid, params, q.device, pdl=pdl)
+    launch(variant, grid[::-1] if plan.blocks_per_sm > 1 else grid, params, q.device, pdl=pdl)
 
 
 def native_variants() -> dict[str, NativeVariant]:
@@ -150,6 +150,9 @@ def native_variants() -> dict[str, NativeVariant]:
         "llama": (bf16, bf16, 128, 4, 1, 16, 16, False),
         "llama_many": (bf16, bf16, 128, 4, 1, 256, 16, False),
         "llama_fp8": (bf16, e4m3, 128, 4, 1, 256, 16, False),
+        "many_small_heads": (bf16, bf16, 64, 4, 1, 256, 16, False),
+        "many_small_heads_wide": (bf16, bf16, 64, 16, 1, 256, 16, True),
+        "pairs": (bf16, bf16, 128, 16, 1, 2, 16, True),
         "small_heads": (fp16, fp16, 64, 3, 1, 1, 64, False),
         "packed_max": (bf16, bf16, 128, 16, 1, 8, 16, True),
         "speculative": (bf16, bf16, 128, 4, 4, 8, 16, True),
@@ -161,10 +164,11 @@ def native_variants() -> dict[str, NativeVariant]:
     }
     variants = {}
     for name, (dtype, kv_dtype, head_dim, group, query_len, rows, page_size, every) in cases.items():
+        heads = 1 if name == "pairs" else 8
         plan = AttentionPlan.decode(
             rows,
-            num_q_heads=8 * group,
-            num_kv_heads=8,
+            num_q_heads=heads * group,
+            num_kv_heads=heads,
             head_dim=head_dim,
             dtype=dtype,
             kv_dtype=kv_dtype,
@@ -173,7 +177,7 @@ def native_variants() -> dict[str, NativeVariant]:
             batch_invariant=name == "wide_group",
             native=True,
         )
-        slopes = torch.zeros(8 * group) if every else None
+        slopes = torch.zeros(heads * group) if every else None
         options = AttentionOptions(1.0, True, int(every), float(every), slopes, alibi_sqrt=every)
         variants[name] = native_variant(plan, options, dtype, kv_dtype, page_size)
     return variants

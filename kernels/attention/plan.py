@@ -54,7 +54,8 @@ class AttentionPlan:
     min_part_tiles smallest part, in KV tiles: shorter batches are cut into fewer
     native_warps   warps per block of the CUDA kernel; 0: the Triton kernel runs
     cluster        blocks of the CUDA kernel that work on a part together
-    heads_first    1: neighbours in its grid are the KV heads of one part, not the parts of one KV head
+    blocks_per_sm  blocks of it that share a multiprocessor; with one, neighbours in its grid are the parts of a KV
+                   head, with several the KV heads of a part
     """
 
     num_rows: int
@@ -74,7 +75,7 @@ class AttentionPlan:
     min_part_tiles: int
     native_warps: int = 0
     cluster: int = 1
-    heads_first: int = 0
+    blocks_per_sm: int = 1
 
     @classmethod
     def decode(
@@ -176,7 +177,7 @@ class AttentionPlan:
             min_part_tiles=_CLUSTER_PART_TOKENS // block_n if cluster > 1 and self.num_units == 1 else 1,
             native_warps=warps,
             cluster=cluster,
-            heads_first=int(blocks > 1),
+            blocks_per_sm=blocks,
         )
 
     @classmethod

@@ -7,14 +7,15 @@
 // memory, with self-resetting counters as in attend.py. The work list is work_list.py's.
 //
 // Blocks that are neighbours in the grid share a GPC. With one block per multiprocessor these are the parts of one KV
-// head, so that every GPC reads parts of all kinds and none has all of a long row. With HEADS_FIRST they are the KV
-// heads of one part, whose keys and values lie side by side in memory.
+// head, so that every GPC reads parts of all kinds and none has all of a long row. With several they are the KV heads of
+// one part, whose keys and values lie side by side in memory.
 //
 // Products are transposed: S^T = K Q^T has tokens as the 16 rows of an mma and query rows as its 8 columns, so that a
 // group of up to 8 is not padded to 16. The accumulators hold O^T = V^T P^T.
 //
-// Compile-time macros: HEAD_DIM GROUP QUERY_LEN PAGE_SIZE BLOCK_N WARPS STAGES CLUSTER HEADS_FIRST CAUSAL WINDOW SOFTCAP
-// ALIBI (1: distance, 2: its root) Q_BF16 KV_FP8 (0, 1: e4m3, 2: e5m2) FIXED_SPLITS MERGE_GROUP PARTIAL_M PARAMS_BYTES
+// Compile-time macros: HEAD_DIM GROUP QUERY_LEN PAGE_SIZE BLOCK_N WARPS STAGES CLUSTER BLOCKS_PER_SM CAUSAL WINDOW
+// SOFTCAP ALIBI (1: distance, 2: its root) Q_BF16 KV_FP8 (0, 1: e4m3, 2: e5m2) FIXED_SPLITS MERGE_GROUP
+// PARTIAL_M PARAMS_BYTES
 
 #include "attend.cuh"
 
@@ -24,6 +25,7 @@
 #define SLICE ((UNITS + CLUSTER - 1) / CLUSTER)
 #define THREADS (32 * WARPS)
 #define WORKERS (CLUSTER * WARPS)
+#define HEADS_FIRST (BLOCKS_PER_SM > 1)
 #define KV_HEADS (HEADS_FIRST ? gridDim.x : gridDim.y)
 
 static_assert(CLUSTER == 1 || !HEADS_FIRST, "the blocks of a cluster are neighbours");
@@ -309,7 +311,7 @@ struct Inbox {
 };
 #endif
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1) decode_attention(const __grid_constant__ Params p) {
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) decode_attention(const __grid_constant__ Params p) {
   // Stages of all warps; their partial results; the inbox.
   extern __shared__ __align__(128) char memory[];
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;

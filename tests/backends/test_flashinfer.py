@@ -136,6 +136,25 @@ def test_flashinfer_needs_the_layout_of_its_plans(
         backend.plan_capture(BatchDescriptor.decode(2))
 
 
+def test_flashinfer_can_be_planned_after_a_plan_failed(
+    flashinfer: list[tuple[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first plan compiles, which may fail for want of a compiler and be tried again."""
+    backend, real = FlashInferBackend(context(page_size=4)), FakeWrapper.plan
+    backend.allocate()
+
+    def fails(self: FakeWrapper, *args: Any, **kwargs: Any) -> None:
+        raise RuntimeError("no compiler")
+
+    monkeypatch.setattr(FakeWrapper, "plan", fails)
+    with pytest.raises(RuntimeError, match="no compiler"):
+        backend.plan_capture(BatchDescriptor.decode(2))
+    monkeypatch.setattr(FakeWrapper, "plan", real)
+    backend.plan_capture(BatchDescriptor.decode(2))
+    backend.plan_replay(BatchDescriptor.decode(2), batch_of([3, 4], 4))
+    assert [kind for kind, _ in flashinfer].count("plan") == 2
+
+
 def test_flashinfer_needs_plan_memory_that_can_be_shared(
     flashinfer: list[tuple[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -6,19 +6,21 @@ import importlib.util
 import math
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
-from graphrt.backends import peer
+from graphrt.backends import peer, registry
 from graphrt.backends.base import BackendContext
 from graphrt.backends.flash_attn2 import FlashAttention2Backend
 from graphrt.backends.flash_attn3 import MAX_SPLITS, WORKSPACE_BYTES, FlashAttention3Backend
 from graphrt.backends.flashinfer import FlashInferBackend
-from graphrt.backends.registry import explain, select_backend
+from graphrt.backends.registry import select_backend, standings
+from graphrt.backends.torch_reference import TorchReferenceBackend
 from graphrt.capture.descriptor import BatchDescriptor
-from graphrt.kernels.errors import CaptureError, UnsupportedError
+from graphrt.kernels.errors import CaptureError, ConfigError, UnsupportedError
 from graphrt.spec import AttentionSpec
 from tests.backends.fake_packages import install
 from tests.backends.peer_kit import BF16, CUDA, FULL, WINDOWED, Calls, context, layer_of, metadata_of, step
@@ -94,13 +96,39 @@ def test_a_broken_package_is_a_reason_and_no_error(monkeypatch: pytest.MonkeyPat
         select_backend(asked, "flash_attn3")
 
 
-def test_a_predicate_that_raises_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    def why_not(context: BackendContext) -> list[str]:
+@pytest.mark.parametrize("predicate", ["why_not", "why_only_by_name"])
+def test_a_predicate_that_raises(predicate: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A third party's is a reason against it; of one of ours it is a bug, which nothing hides."""
+
+    def raises(context: BackendContext) -> list[str]:
         raise ZeroDivisionError("a bug")
 
-    monkeypatch.setattr(FlashAttention2Backend, "why_not", why_not)
-    assert dict(explain(context(device=CUDA)))["flash_attn2"] == ["why_not raised ZeroDivisionError: a bug"]
-    assert select_backend(context(device=CUDA))[0].name == "triton"
+    asked = context()
+    acme = type("Acme", (TorchReferenceBackend,), {"name": "acme", predicate: staticmethod(raises)})
+    monkeypatch.setattr(registry, "_registered", {"acme": acme})
+    (standing,) = (s for s in standings(asked) if s.name == "acme")
+    assert standing.why_not == [f"{predicate} raised ZeroDivisionError: a bug"]
+    assert standing.rank is None
+    assert select_backend(asked)[0].name != "acme"
+    monkeypatch.setattr(TorchReferenceBackend, predicate, raises)
+    with pytest.raises(ZeroDivisionError):
+        select_backend(asked)
+    with pytest.raises(ZeroDivisionError):
+        standings(asked)
+
+
+@pytest.mark.parametrize(
+    ("declared", "complaint"),
+    [
+        ({"capabilities": None}, r"expected Acme.capabilities to be of Capabilities, got None"),
+        ({"graph_support": 3}, r"expected Acme.graph_support to be of GraphSupport, got 3"),
+        ({"capabilities": replace(TorchReferenceBackend.capabilities, page_sizes=())}, r"page_sizes to name some"),
+    ],
+)
+def test_a_class_that_declares_too_little(declared: dict[str, object], complaint: str) -> None:
+    with pytest.raises(ConfigError, match=complaint):
+        registry.register_backend(type("Acme", (TorchReferenceBackend,), {"name": "acme", **declared}))
+    assert "acme" not in registry.backend_names()
 
 
 @pytest.mark.parametrize("cls", PEERS, ids=lambda c: c.name)

@@ -25,7 +25,7 @@ _SOURCES = Path(nvrtc.__file__).resolve().parent
 
 
 @functools.cache
-def _build(variant: NativeVariant, bug: tuple[str, str] | None) -> Callable[..., None]:
+def _build(variant: NativeVariant, bug: tuple[str, str] | None) -> Callable[..., bool]:
     """The entry of a shared library that holds the variant. The library stays loaded, so its folder may go."""
     assert COMPILER is not None, "skip where there is no C++ compiler"
     with tempfile.TemporaryDirectory() as name:
@@ -40,22 +40,26 @@ def _build(variant: NativeVariant, bug: tuple[str, str] | None) -> Callable[...,
         main = folder / "main.cpp"
         main.write_text(
             f'#include "{variant.source}"\n'
-            'extern "C" void run(const Params *p, int grid_x, int grid_y, const int *order, int count) '
-            "{ run_grid(p, grid_x, grid_y, order, count); }\n"
+            'extern "C" bool run(const Params *p, int grid_x, int grid_y, const int *order, int count) '
+            "{ return run_grid(p, grid_x, grid_y, order, count); }\n"
         )
         library = folder / "kernel.so"
         macros = [f"-D{key}={value}" for key, value in variant.macros]
         flags = ["-std=c++17", "-O1", "-fPIC", "-shared", "-pthread", "-w", "-ffp-contract=off"]
         subprocess.run([COMPILER, *flags, *macros, str(main), "-o", str(library)], check=True)
         run = ctypes.CDLL(str(library)).run
-    run.restype = None
+    run.restype = ctypes.c_bool
     return run
 
 
 def emulated_launch(
     variant: NativeVariant, grid: tuple[int, int], params: ctypes.Structure, device: torch.device, *, pdl: bool = False
 ) -> None:
-    """Stands in for `nvrtc.launch`, on CPU tensors; clusters run in a random order, which must not show."""
+    """Stands in for `nvrtc.launch`, on CPU tensors; clusters run in a random order, which must not show.
+
+    Raises: AssertionError where threads wait for each other for ever.
+    """
     order = list(range(grid[0] * grid[1] // variant.cluster))
     random.shuffle(order)
-    _build(variant, planted)(ctypes.byref(params), *grid, (ctypes.c_int * len(order))(*order), len(order))
+    ended = _build(variant, planted)(ctypes.byref(params), *grid, (ctypes.c_int * len(order))(*order), len(order))
+    assert ended, "threads wait for each other for ever"

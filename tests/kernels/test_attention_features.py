@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -11,7 +12,18 @@ import torch
 
 from graphrt.kernels.attention.reference import attention_reference
 from tests.covering import covering_array
-from tests.kernels.attention_cases import BF16, E4M3, E5M2, F16, F32, Case, assert_accurate, decode, make_problem
+from tests.kernels.attention_cases import (
+    BF16,
+    E4M3,
+    E5M2,
+    F16,
+    F32,
+    Case,
+    Problem,
+    assert_accurate,
+    decode,
+    make_problem,
+)
 
 FACTORS: dict[str, list[Any]] = {
     "dtype": [BF16, F16, F32],
@@ -33,6 +45,37 @@ FACTORS: dict[str, list[Any]] = {
 
 
 ROWS = covering_array(FACTORS)
+
+SCALES = Case("scales", decode((40, 0, 17)), dtype=F16, kv_dtype=E4M3, num_kv_heads=2, head_dim=64, lse=True)
+
+
+def check_scales_of_keys(
+    run: Callable[[Problem], torch.Tensor], device: torch.device, rng: torch.Generator, **changes: Any
+) -> None:
+    """`run` of a problem whose keys have scales that no calibration gives: 0 and -1 are followed, NaN is not hidden."""
+    problem = make_problem(replace(SCALES, **changes), rng, device)
+    scale, q = torch.ones(2, device=device), problem.q.clone()
+    problem.options = replace(problem.options, k_scale=scale)
+
+    def result(factor: float, queries: torch.Tensor) -> torch.Tensor:
+        scale.fill_(factor)
+        problem.q.copy_(queries)
+        return run(problem).clone()
+
+    same = {"rtol": 0.0, "atol": 2e-3}
+    torch.testing.assert_close(result(-1.0, q), result(1.0, -q), **same)
+    torch.testing.assert_close(result(0.0, q), result(1.0, q.nan_to_num().mul(0.0)), **same)
+    hidden = result(float("nan"), q).isfinite().flatten(1).any(1)
+    seen = (problem.seq_lens > 0).cpu().repeat_interleave(problem.query_start_loc.diff().cpu().long())
+    assert not hidden[: len(seen)][seen].any(), "NaN in a scale must show"
+
+
+@pytest.mark.parametrize("native", [False, True], ids=["triton", "cuda"])
+@pytest.mark.parametrize("op", ["decode", "varlen"])
+def test_scales_of_keys_that_are_no_scales(op: str, native: bool, kernel_device: str, rng: torch.Generator) -> None:
+    rows = decode((40, 0, 17)) if op == "decode" else ((40, 5), (0, 0), (17, 1))
+    device = torch.device(kernel_device)
+    check_scales_of_keys(lambda problem: problem.run(op), device, rng, rows=rows, native=native)
 
 
 def make_case(row: dict[str, Any]) -> tuple[str, Case]:

@@ -158,9 +158,12 @@ def test_variants_compile_within_their_bounds(name: str) -> None:
     spilled = [int(n) for n in re.findall(r"(\d+) bytes spill", log)]
     static = int(re.search(r"(\d+) bytes smem", log).group(1))
     assert spilled
-    assert max(spilled) <= (96 if name == "wide_group" else 0), log  # sixteen rows of 160, with every option
-    blocks = 4 if dict(variant.macros)["WARPS"] == 2 else 1
+    # Sixteen rows of 160, or two blocks with sixteen of 64, and every option.
+    assert max(spilled) <= {"wide_group": 96, "many_small_heads_wide": 16}.get(name, 0), log
+    registers = int(re.search(r"Used (\d+) registers", log).group(1))
+    blocks = dict(variant.macros)["BLOCKS_PER_SM"]
     assert blocks * (variant.shared_bytes + static + 1024) <= 228 * 1024, "does not fit a multiprocessor"
+    assert blocks * variant.num_threads * -(-registers // 8) * 8 <= 65536, "does not fit a multiprocessor's registers"
 
 
 def test_a_source_that_does_not_compile_is_shown() -> None:

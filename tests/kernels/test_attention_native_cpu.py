@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,8 +11,9 @@ import torch
 from graphrt.kernels.attention import native
 from graphrt.kernels.attention.work_list import schedule_attention
 from tests.kernels import native_emulation
-from tests.kernels.attention_cases import NAN, UNWRITTEN, Case, Problem, assert_accurate, make_problem
-from tests.kernels.test_attention_native import CASES
+from tests.kernels.attention_cases import NAN, UNWRITTEN, Case, Problem, assert_accurate, decode, make_problem
+from tests.kernels.test_attention_features import check_scales_of_keys
+from tests.kernels.test_attention_native import BASE, CASES
 
 pytestmark = pytest.mark.skipif(native_emulation.COMPILER is None, reason="needs the C++ compiler g++")
 
@@ -19,9 +21,9 @@ CPU = torch.device("cpu")
 BY_ID = {case.id: case for case in CASES}
 
 
-def run(problem: Problem) -> torch.Tensor:
-    """Schedule, poison what may be poisoned, and attend with the CUDA kernel."""
-    plan = problem.decode_plan()
+def run(problem: Problem, **changes: int) -> torch.Tensor:
+    """Schedule, poison what may be poisoned, and attend with the CUDA kernel, by a plan with changes."""
+    plan = replace(problem.decode_plan(), **changes)
     workspace, work_list = problem.scratch(plan)
     options = problem.options
     schedule_attention(plan, problem.seq_lens, work_list, causal=options.causal, sliding_window=options.sliding_window)
@@ -51,6 +53,27 @@ def test_every_case(case: Case, rng: torch.Generator, monkeypatch: pytest.Monkey
         assert torch.equal(before.view(torch.int8), after.view(torch.int8)), "the cache must not be written"
 
 
+def test_scales_of_keys_that_are_no_scales(rng: torch.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "launch", native_emulation.emulated_launch)
+    check_scales_of_keys(run, CPU, rng, native=True)
+
+
+# Clusters with many segments each, so that the buffers between blocks are used again, and barriers in every phase.
+CLUSTERS = replace(BASE, id="clusters", rows=decode((64, 1, 100, 17, 0, 130, 5, 40, 300, 33)), sinks=True)
+
+
+@pytest.mark.parametrize(("cluster", "num_parts"), [(2, 2), (4, 3), (8, 2)])
+def test_clusters_of_many_segments(
+    cluster: int, num_parts: int, rng: torch.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(native, "launch", native_emulation.emulated_launch)
+    problem = make_problem(CLUSTERS, rng, CPU)
+    changes = {"cluster": cluster, "num_parts": num_parts, "num_stages": 2}
+    first = run(problem, **changes)
+    assert_accurate(problem, first)
+    assert torch.equal(run(problem, **changes), first)
+
+
 # What a wrong kernel would hold, what it is to be replaced by, and a case that must notice.
 BUGS = {
     "copies_are_not_waited_for": ("      wait_oldest();\n", "", "bf16"),
@@ -71,11 +94,38 @@ BUGS = {
 }  # fmt: skip
 
 
+BUGS_OF_CLUSTERS = {
+    "phases_are_not_told_apart": ("bytes + segment % 2, segment / 2 % 2)", "bytes + segment % 2, 0)"),
+    "one_buffer": ("const int source = segment % 2 * CLUSTER + rank", "const int source = rank"),
+    "one_barrier": ("shared_address(bytes + segment % 2);", "shared_address(bytes);"),
+    "segments_are_not_counted": ("    ++inbox.segment;\n", ""),
+    "inboxes_are_not_open": ("    if (!met) cluster_wait();\n    met = true;\n", "    met = true;\n"),
+    "results_of_blocks_are_not_waited_for": ("    inbox.wait();\n", ""),
+}
+
+
+@pytest.mark.parametrize("bug", BUGS_OF_CLUSTERS)
+def test_planted_bugs_of_clusters_are_noticed(bug: str, rng: torch.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "launch", native_emulation.emulated_launch)
+    monkeypatch.setattr(native_emulation, "planted", BUGS_OF_CLUSTERS[bug])
+    random.seed(0)
+    problem = make_problem(CLUSTERS, rng, CPU)
+    with pytest.raises(AssertionError):
+        assert_accurate(problem, run(problem, cluster=2, num_parts=2, num_stages=2))
+
+
+def check_often(problem: Problem) -> None:
+    """Other warps are slow each time."""
+    for _ in range(6):
+        assert_accurate(problem, run(problem))
+
+
 @pytest.mark.parametrize("bug", BUGS)
 def test_planted_bugs_are_noticed(bug: str, rng: torch.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
     right, wrong, case = BUGS[bug]
     monkeypatch.setattr(native, "launch", native_emulation.emulated_launch)
     monkeypatch.setattr(native_emulation, "planted", (right, wrong))
     random.seed(0)
+    problem = make_problem(BY_ID[case], rng, CPU)
     with pytest.raises(AssertionError):
-        assert_accurate(problem := make_problem(BY_ID[case], rng, CPU), run(problem))
+        check_often(problem)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from graphrt.kernels.attention import work_list as work_list_module
 from graphrt.kernels.attention.attend import PART_WORDS, SEGMENT_WORDS
 from graphrt.kernels.attention.attention import paged_attention
 from graphrt.kernels.attention.options import AttentionOptions
@@ -186,13 +188,28 @@ def test_varlen_lists(case, variant, kernel_device):
     st.booleans(),
     st.integers(0, 9),
     st.integers(1, 40),
+    st.sampled_from([32, 512]),  # units that a program looks at together: one block of them, and several
 )
-def test_any_lengths(lengths, num_sms, window, fixed, unit_overhead, min_part_tiles):
+def test_any_lengths(lengths, num_sms, window, fixed, unit_overhead, min_part_tiles, unit_block):
     made = make_plan(len(lengths), num_sms=num_sms, batch_invariant=fixed)
     plan = replace(made, unit_overhead=unit_overhead, min_part_tiles=min_part_tiles)
-    with interpreted():
+    with interpreted(), mock.patch.object(work_list_module, "_MAX_UNIT_BLOCK", unit_block):
         kernel = run_schedule(plan, lengths, sliding_window=window)
     check_list(plan, kernel, lengths, list(range(len(lengths) + 1)), window=window)
+    reference = run_reference(plan, lengths, sliding_window=window)
+    for have, want in zip(areas(plan, kernel), areas(plan, reference), strict=True):
+        used = (have[:, :2], want[:, :2]) if have.shape[1] == PART_WORDS else (have, want)
+        assert torch.equal(*used)
+
+
+def test_packed_rows_in_several_blocks_of_units(kernel_device, monkeypatch):
+    monkeypatch.setattr(work_list_module, "_MAX_UNIT_BLOCK", 32)
+    lengths, query_lens = [40, 0, 900, 3] * 30, [40, 0, 1, 3] * 30
+    starts = [0, *itertools.accumulate(query_lens)]
+    plan = make_plan(len(lengths), 0, tokens=starts[-1] + 70)
+    assert plan.num_units > 2 * 32
+    kernel = run_schedule(plan, lengths, starts, device=kernel_device)
+    check_list(plan, kernel, lengths, starts)
 
 
 def test_fixed_splits_depend_on_the_row_alone():
