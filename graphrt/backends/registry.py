@@ -136,19 +136,13 @@ class Standing:
 
 def standings(context: BackendContext) -> list[Standing]:
     """Every known backend, in static order, with its rank or all reasons against it."""
-    found, by_name = dict(explain(context)), {}
-    for name, reasons in found.items():
-        if not reasons:
-            try:
-                by_name[name] = backend_class(name).why_only_by_name(context)
-            except Exception as error:
-                found[name] = [_raised(name, "why_only_by_name", error)]
-    fit = [name for name, why in by_name.items() if why is None]
+    found = {name: _judge(name, context) for name in backend_names()}
+    fit = [name for name, (reasons, by_name) in found.items() if not reasons and by_name is None]
     relative = _relative(_ranking_for(context), [name for name in fit if name != _LAST_RESORT], context)
     order = [*relative, *(name for name in fit if name not in relative)]
     return [
-        Standing(name, reasons, by_name.get(name), order.index(name) + 1 if name in order else None, relative.get(name))
-        for name, reasons in found.items()
+        Standing(name, reasons, by_name, order.index(name) + 1 if name in order else None, relative.get(name))
+        for name, (reasons, by_name) in found.items()
     ]
 
 
@@ -178,16 +172,21 @@ def _raised(name: str, predicate: str, error: Exception) -> str:
     return f"{predicate} raised {type(error).__name__}: {error}"
 
 
-def _why_not_chosen(name: str, context: BackendContext) -> list[str]:
-    """Reasons against choosing it where none is named."""
+def _judge(name: str, context: BackendContext) -> tuple[list[str], str | None]:
+    """Every reason why it cannot serve; and why it is chosen only by name, where it can."""
     reasons = why_not(name, context)
     if reasons:
-        return reasons
+        return reasons, None
     try:
-        by_name = backend_class(name).why_only_by_name(context)
+        return [], backend_class(name).why_only_by_name(context)
     except Exception as error:
-        return [_raised(name, "why_only_by_name", error)]
-    return [] if by_name is None else [by_name]
+        return [_raised(name, "why_only_by_name", error)], None
+
+
+def _why_not_chosen(name: str, context: BackendContext) -> list[str]:
+    """Reasons against choosing it where none is named."""
+    reasons, by_name = _judge(name, context)
+    return reasons if by_name is None else [by_name]
 
 
 def _ranking_for(context: BackendContext) -> Ranking:

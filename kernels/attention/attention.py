@@ -13,7 +13,7 @@ from graphrt.kernels.attention.arguments import (
     check_triton_head_dim,
     logit_constants,
 )
-from graphrt.kernels.attention.attend import PART_WORDS, SEGMENT_WORDS, attend_kernel
+from graphrt.kernels.attention.attend import attend_kernel
 from graphrt.kernels.attention.native import native_attention, native_serves
 from graphrt.kernels.attention.options import FP8_DTYPES, AttentionOptions
 from graphrt.kernels.attention.plan import AttentionPlan, AttentionWorkspace
@@ -61,7 +61,6 @@ def _launch(
     pdl: bool,
 ) -> None:
     logit_factor, logit_cap = logit_constants(options.softmax_scale, options.logits_softcap)
-    segments_at = (plan.num_parts + 1) * PART_WORDS
     k_strides, v_strides = (t.stride()[:3] if paged else (0, *t.stride()[:2]) for t in (k, v))
     attend_kernel[(plan.num_kv_heads, plan.num_parts)](
         q,
@@ -78,8 +77,8 @@ def _launch(
         options.v_scale,
         options.alibi_slopes,
         options.sinks,
-        segments_at,
-        segments_at + plan.max_segments * SEGMENT_WORDS,
+        plan.segments_at,
+        plan.zeros_at,
         plan.num_slots,
         logit_factor,
         logit_cap,
@@ -90,8 +89,7 @@ def _launch(
         table.stride(0),
         *out.stride()[:2],
         0 if lse is None else lse.stride(0),
-        0 if options.k_scale is None or options.k_scale.shape[0] == 1 else 1,
-        0 if options.v_scale is None or options.v_scale.shape[0] == 1 else 1,
+        *options.scale_strides,
         PAGE_SIZE=k.shape[1] if paged else 1,
         PAGED=paged,
         LAUNCH_PDL=pdl,

@@ -12,7 +12,6 @@ import ctypes
 import torch
 
 from graphrt.kernels.attention.arguments import logit_constants
-from graphrt.kernels.attention.attend import PART_WORDS, SEGMENT_WORDS
 from graphrt.kernels.attention.options import FP8_DTYPES, AttentionOptions
 from graphrt.kernels.attention.plan import (
     AttentionPlan,
@@ -115,7 +114,6 @@ def native_attention(
 ) -> None:
     """One launch; the arguments are those of `paged_attention`, and `native_serves` them."""
     logit_factor, logit_cap = logit_constants(options.softmax_scale, options.logits_softcap)
-    segments_at = (plan.num_parts + 1) * PART_WORDS
     pointers = [q, k_cache, v_cache, block_table, work_list, out, lse]
     pointers += [workspace.partial_out, workspace.partial_lse, workspace.counters]
     pointers += [options.k_scale, options.v_scale, options.alibi_slopes, options.sinks]
@@ -127,10 +125,9 @@ def native_attention(
         block_table.stride(0),
         *out.stride()[:2],
         0 if lse is None else lse.stride(0),
-        0 if options.k_scale is None or options.k_scale.shape[0] == 1 else 1,
-        0 if options.v_scale is None or options.v_scale.shape[0] == 1 else 1,
-        segments_at,
-        segments_at + plan.max_segments * SEGMENT_WORDS,
+        *options.scale_strides,
+        plan.segments_at,
+        plan.zeros_at,
         plan.num_slots,
         options.sliding_window,
         logit_factor,

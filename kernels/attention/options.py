@@ -38,6 +38,12 @@ class AttentionOptions:
     k_scale: torch.Tensor | None = None
     v_scale: torch.Tensor | None = None
 
+    @property
+    def scale_strides(self) -> tuple[int, int]:
+        """From a KV head's `k_scale` and `v_scale` to the next one's: 0 where all share it, or there is none."""
+        k_stride, v_stride = (int(s is not None and s.shape[0] > 1) for s in (self.k_scale, self.v_scale))
+        return k_stride, v_stride
+
 
 def check_options(
     options: AttentionOptions, num_q_heads: int, num_kv_heads: int, kv_dtype: torch.dtype, device: torch.device

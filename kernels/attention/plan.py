@@ -245,9 +245,19 @@ class AttentionPlan:
         return self.num_units * self.fixed_splits if self.fixed_splits else self.num_units + self.num_parts
 
     @property
+    def segments_at(self) -> int:
+        """Where the segments begin in the work list, in words."""
+        return (self.num_parts + 1) * PART_WORDS
+
+    @property
+    def zeros_at(self) -> int:
+        """Where the units of zeros begin in the work list, in words."""
+        return self.segments_at + self.max_segments * SEGMENT_WORDS
+
+    @property
     def work_list_words(self) -> int:
         """int32 words of the work list."""
-        return (self.num_parts + 1) * PART_WORDS + self.max_segments * SEGMENT_WORDS + 3 * self.num_units
+        return self.zeros_at + 3 * self.num_units
 
     @property
     def block_d(self) -> int:

@@ -122,6 +122,13 @@ def check_list(plan, work_list, lengths, starts, *, causal=True, window=0):
         assert max(loads) <= -(-total // active) + 2 * overhead, "parts are not equal"
 
 
+def assert_same_list(plan, have, want):
+    """All that is read; a part's copy of its first segment is compared with the segment by `check_list`."""
+    for ours, theirs in zip(areas(plan, have), areas(plan, want), strict=True):
+        used = (ours[:, :2], theirs[:, :2]) if ours.shape[1] == PART_WORDS else (ours, theirs)
+        assert torch.equal(*used)
+
+
 DECODE_CASES = {
     "one": [1],
     "tile_edges": [31, 32, 33, 1, 64],
@@ -145,9 +152,7 @@ def test_decode_lists(case, variant, kernel_device):
     check_list(plan, kernel, lengths, starts, window=window)
     reference = run_reference(plan, lengths, sliding_window=window)
     check_list(plan, reference, lengths, starts, window=window)
-    for have, want in zip(areas(plan, kernel), areas(plan, reference), strict=True):
-        used = (have[:, :2], want[:, :2]) if have.shape[1] == PART_WORDS else (have, want)
-        assert torch.equal(*used)
+    assert_same_list(plan, kernel, reference)
 
 
 VARLEN_CASES = {
@@ -174,9 +179,7 @@ def test_varlen_lists(case, variant, kernel_device):
     reference = run_reference(plan, given_lengths, starts, **options)
     for work_list in (kernel, reference):
         check_list(plan, work_list, lengths, starts, causal=options["causal"], window=options["sliding_window"])
-    for have, want in zip(areas(plan, kernel), areas(plan, reference), strict=True):
-        used = (have[:, :2], want[:, :2]) if have.shape[1] == PART_WORDS else (have, want)
-        assert torch.equal(*used)
+    assert_same_list(plan, kernel, reference)
 
 
 @pytest.mark.skipif(not INTERPRETER_AVAILABLE, reason="needs the Triton interpreter")
@@ -197,9 +200,7 @@ def test_any_lengths(lengths, num_sms, window, fixed, unit_overhead, min_part_ti
         kernel = run_schedule(plan, lengths, sliding_window=window)
     check_list(plan, kernel, lengths, list(range(len(lengths) + 1)), window=window)
     reference = run_reference(plan, lengths, sliding_window=window)
-    for have, want in zip(areas(plan, kernel), areas(plan, reference), strict=True):
-        used = (have[:, :2], want[:, :2]) if have.shape[1] == PART_WORDS else (have, want)
-        assert torch.equal(*used)
+    assert_same_list(plan, kernel, reference)
 
 
 def test_packed_rows_in_several_blocks_of_units(kernel_device, monkeypatch):
