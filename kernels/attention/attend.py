@@ -202,6 +202,8 @@ def attend_kernel(
     MERGE_GROUP: tl.constexpr,
 ):
     HAS_ALIBI: tl.constexpr = slopes_ptr is not None
+    # Keys' scales come from a checkpoint and may be anything, which only logits that are scaled at once stand.
+    SCALED: tl.constexpr = HAS_SOFTCAP or HAS_ALIBI or k_scale_ptr is not None
     DOT_DTYPE: tl.constexpr = tl.float16 if IS_FP8 and q_ptr.dtype.element_ty != tl.float32 else q_ptr.dtype.element_ty
     kv_head = tl.program_id(0)
     part = tl.program_id(1)
@@ -260,10 +262,8 @@ def attend_kernel(
             exponent = query_exponent(q.to(tl.float32))
             factor = logit_factor * exponent
             q = (q.to(tl.float32) / exponent).to(tl.float16)
-        if k_scale_ptr is not None:  # factors are > 0 from here on: those of any other scale are folded into q
-            q = tl.where(factor < 0.0, -q, q)
-            factor = tl.abs(factor)
-        factor = tl.where(factor < 1e-37, 1e-37, factor)  # 0 x -inf is NaN; NaN stays
+        if not SCALED:
+            factor = tl.maximum(factor, 1e-37)  # 0 x -inf is NaN
         top = tl.full([BLOCK_M], float("-inf"), tl.float32)
         slopes = top
         if HAS_ALIBI:
@@ -318,7 +318,8 @@ def attend_kernel(
                     k = tl.load(k_ptrs, mask=dim_mask, other=0.0)
                 acc, top, weights = attend_tile(
                     q, k, v_ptrs, dim_mask, acc, top, weights, positions, query_positions, kv_end, factor, logit_cap,
-                    sliding_window, slopes, HAS_SOFTCAP, HAS_ALIBI, ALIBI_SQRT, HAS_WINDOW, CAUSAL, False, DOT_DTYPE,
+                    sliding_window, slopes, SCALED, HAS_SOFTCAP, HAS_ALIBI, ALIBI_SQRT, HAS_WINDOW, CAUSAL, False,
+                    DOT_DTYPE,
                 )  # fmt: skip
 
         for tile in tl.range(whole_end, tile_end, num_stages=NUM_STAGES):
@@ -339,8 +340,8 @@ def attend_kernel(
             k = tl.load(k_ptr + k_offsets[:, None] + d[None, :], mask=kv_mask, other=0.0)
             acc, top, weights = attend_tile(
                 q, k, v_ptr + v_offsets[:, None] + d[None, :], kv_mask, acc, top, weights, positions, query_positions,
-                kv_end, factor, logit_cap, sliding_window, slopes, HAS_SOFTCAP, HAS_ALIBI, ALIBI_SQRT, HAS_WINDOW,
-                CAUSAL, True, DOT_DTYPE,
+                kv_end, factor, logit_cap, sliding_window, slopes, SCALED, HAS_SOFTCAP, HAS_ALIBI, ALIBI_SQRT,
+                HAS_WINDOW, CAUSAL, True, DOT_DTYPE,
             )  # fmt: skip
 
         total = weights

@@ -70,6 +70,7 @@ def attend_tile(
     logit_cap,
     sliding_window,
     slopes,
+    SCALED: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     HAS_ALIBI: tl.constexpr,
     ALIBI_SQRT: tl.constexpr,
@@ -80,14 +81,13 @@ def attend_tile(
 ):
     """One step of the online softmax over a KV tile, in units of log 2. Returns acc, top and weights.
 
-    factor    [BLOCK_M, 1] or scalar   > 0, turns q . k into logits
+    factor    [BLOCK_M, 1] or scalar   turns q . k into logits
     weights   [BLOCK_M, BLOCK_N]       probabilities, summed over the lanes once, after the loop; or
               [BLOCK_M]                their sums, where the registers are needed
     slopes    [BLOCK_M]                ALiBi slopes x log2(e)
+    SCALED    without it the factor, > 0, is left to the exponential, where it costs nothing
     MASKED    without it every query row sees the whole tile, and `v_mask` is not looked at
     """
-    # Without an option that needs the logits, the factor is left to the exponential, where it costs nothing.
-    SCALED: tl.constexpr = HAS_SOFTCAP or HAS_ALIBI
     logits = tl.dot(q, tl.trans(k.to(DOT_DTYPE)), input_precision="ieee")
     if SCALED:
         logits *= factor
