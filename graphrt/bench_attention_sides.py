@@ -163,7 +163,7 @@ def _variant(plan: AttentionPlan) -> str:
     if not plan.native_warps:
         return f"{plan.num_parts} parts of {plan.num_warps} warps"
     clusters = f" in clusters of {plan.cluster}" if plan.cluster > 1 else ""
-    return f"{plan.num_parts * plan.cluster} blocks of {plan.native_warps} warps{clusters}"
+    return f"{plan.native_blocks} blocks of {plan.native_warps} warps{clusters}"
 
 
 class Fa3Side:

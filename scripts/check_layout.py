@@ -29,6 +29,7 @@ REQUIRED_FILES = (
     "graphrt/kernels/metadata/record.py",
     "graphrt/kernels/native/decode.cu",
     "graphrt/kernels/native/attend.cuh",
+    "graphrt/kernels/native/merge.cuh",
     "graphrt/capture/descriptor.py",
     "graphrt/testing/bench.py",
 )

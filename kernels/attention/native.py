@@ -1,8 +1,8 @@
 """The CUDA kernel of decode rows (native/decode.cu): when it serves, its variants and its launch.
 
-It reads the work list of the Triton kernel and leaves what that leaves. What it does better: warps of a block stream on
-their own and merge through shared memory, blocks of a cluster through distributed shared memory, fp8 values are
-transposed in registers, and queries of small groups are not padded to 16.
+It reads the work list of the Triton kernel and leaves what that leaves. What it does better: every warp streams a part
+of its own, warps of a block merge through shared memory, blocks of a cluster through distributed shared memory, fp8
+values are transposed in registers, and queries of small groups are not padded to 16.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ def native_attention(
         logit_cap,
     )
     variant = native_variant(plan, options, q.dtype, k_cache.dtype, k_cache.shape[1])
-    grid = (plan.num_parts * plan.cluster, plan.num_kv_heads)
+    grid = (plan.native_blocks, plan.num_kv_heads)
     launch(variant, grid[::-1] if plan.blocks_per_sm > 1 else grid, params, q.device, pdl=pdl)
 
 

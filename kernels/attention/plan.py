@@ -26,10 +26,11 @@ _MERGE_ELEMENTS_PER_WARP = 4096  # fp32 values of partial results that a merging
 _MIN_MERGE_GROUP = 8
 _NATIVE_MAX_PACKED = 16  # query rows of a unit of the CUDA kernel, and their registers: rows in tiles of 8 x head_dim
 _NATIVE_MAX_STATE = 320
-_NATIVE_STAGES, _NATIVE_STAGES_MANY = 3, 2
-_NATIVE_MANY_UNITS = 2  # units per part from which on a plan is one of many rows
-_NATIVE_UNIT_BYTES = 20 << 10  # KV bytes that a warp could read in the time that another unit takes it
-_NATIVE_UNIT_BYTES_FEW = 28 << 10  # the same with few rows
+_NATIVE_STAGES = 3, 2  # tiles of a warp in flight or in use: two where the warps' tiles are as large as
+_NATIVE_BYTES = 64 << 10  # this together, on a multiprocessor
+_NATIVE_MANY_UNITS = 2  # units per multiprocessor from which on a plan is one of many rows
+_STREAM_MIN_UNIT_TILES = 6  # tiles that a warp could read in the time that a unit of one tile takes
+_CLUSTER_UNIT_BYTES = 28 << 10  # KV bytes that each warp of a part could read in the time that another unit takes all
 _CLUSTER = 8
 _CLUSTER_SHARE = 0.9  # of the multiprocessors: clusters do not fill those of every GPC
 _CLUSTER_PART_TOKENS = 2048  # smallest part of a single row
@@ -51,6 +52,7 @@ class AttentionPlan:
     fixed_splits   0: parts cut units where they must; else units are cut by their own length, into at most this many
     fixed_tiles    smallest split of a unit under fixed_splits, in KV tiles
     unit_overhead  what another unit costs a part, in KV tiles
+    min_unit_tiles least cost of a unit, in KV tiles, that of its overhead included
     min_part_tiles smallest part, in KV tiles: shorter batches are cut into fewer
     native_warps   warps per block of the CUDA kernel; 0: the Triton kernel runs
     cluster        blocks of the CUDA kernel that work on a part together
@@ -72,6 +74,7 @@ class AttentionPlan:
     fixed_splits: int
     fixed_tiles: int
     unit_overhead: int
+    min_unit_tiles: int
     min_part_tiles: int
     native_warps: int = 0
     cluster: int = 1
@@ -139,6 +142,7 @@ class AttentionPlan:
             fixed_splits=_FIXED_SPLITS if batch_invariant else 0,
             fixed_tiles=_FIXED_TILES,
             unit_overhead=1,
+            min_unit_tiles=1,
             min_part_tiles=1,
         )
         return plan._for_native(dtype, kv_dtype or dtype, num_sms) if native else plan
@@ -152,32 +156,35 @@ class AttentionPlan:
         if self.head_dim % native_head_dim_multiple(kv_dtype):
             return self
         cluster, parts_of_cluster = _cluster(self, num_sms)
-        many = not self.fixed_splits and self.num_units >= _NATIVE_MANY_UNITS * (num_sms // self.num_kv_heads)
         shapes = [(8, 1), (4, 1)]
-        if many and kv_dtype.itemsize == 1:
-            # Values of 8 bits take longer to compute than to read when warps wait for each other at every row's end.
-            shapes = [(2, 4), (4, 1)]
-        elif many and self.head_dim <= 64:
+        many = self.num_units >= _NATIVE_MANY_UNITS * (num_sms // self.num_kv_heads)
+        if many and self.head_dim <= 64 and packed <= 8:
             shapes.insert(0, (8, 2))  # tiles are small: one block would wait for memory
         size = functools.partial(native_shared_bytes, self.head_dim, packed, kv_dtype, cluster=cluster)
-        shape = _block_shape(shapes, _NATIVE_STAGES_MANY if many else _NATIVE_STAGES, size)
+        shape = _block_shape(shapes, native_tile_bytes(self.head_dim, kv_dtype), size)
         if shape is None:
             return self
         warps, blocks, stages = shape
+        blocks_per_head = parts_of_cluster or _round_parts(blocks * num_sms // self.num_kv_heads)
+        plan = replace(self, num_stages=stages, native_warps=warps, cluster=cluster, blocks_per_sm=blocks)
+        if plan.parts_are_warps:
+            return replace(
+                plan,
+                block_n=native_tile(kv_dtype),
+                num_warps=1 if self.block_d <= 128 else 4,
+                num_parts=warps * blocks_per_head,
+                unit_overhead=0,
+                min_unit_tiles=_STREAM_MIN_UNIT_TILES,
+            )
         block_n = 64 if self.block_d <= 128 else 32
         part_bytes = 2 * block_n * self.head_dim * kv_dtype.itemsize
-        unit_bytes = _NATIVE_UNIT_BYTES if many else _NATIVE_UNIT_BYTES_FEW
         return replace(
-            self,
+            plan,
             block_n=block_n,
             num_warps=4,
-            num_stages=stages,
-            num_parts=parts_of_cluster or _round_parts(blocks * num_sms // self.num_kv_heads),
-            unit_overhead=max(1, round(warps * unit_bytes / part_bytes)),
+            num_parts=blocks_per_head,
+            unit_overhead=max(1, round(warps * _CLUSTER_UNIT_BYTES / part_bytes)),
             min_part_tiles=_CLUSTER_PART_TOKENS // block_n if cluster > 1 and self.num_units == 1 else 1,
-            native_warps=warps,
-            cluster=cluster,
-            blocks_per_sm=blocks,
         )
 
     @classmethod
@@ -225,12 +232,23 @@ class AttentionPlan:
             fixed_splits=1 if batch_invariant else 0,
             fixed_tiles=_FIXED_TILES,
             unit_overhead=1,
+            min_unit_tiles=1,
             min_part_tiles=1,
         )
 
     def to_list(self) -> list[int]:
         """The fields in order, as an operator takes them."""
         return [getattr(self, field) for field in self.__slots__]
+
+    @property
+    def parts_are_warps(self) -> bool:
+        """Whether each warp of the CUDA kernel has a part of its own, and not all warps of a cluster one together."""
+        return self.native_warps > 0 and self.cluster == 1 and not self.fixed_splits
+
+    @property
+    def native_blocks(self) -> int:
+        """Blocks of the CUDA kernel per KV head."""
+        return self.num_parts // self.native_warps if self.parts_are_warps else self.num_parts * self.cluster
 
     @property
     def num_units(self) -> int:
@@ -350,6 +368,16 @@ def native_head_dim_multiple(kv_dtype: torch.dtype) -> int:
     return 16 if kv_dtype.itemsize == 2 else 32
 
 
+def native_tile(kv_dtype: torch.dtype) -> int:
+    """Tokens of a tile of the CUDA kernel."""
+    return 16 if kv_dtype.itemsize == 2 else 32
+
+
+def native_tile_bytes(head_dim: int, kv_dtype: torch.dtype) -> int:
+    """Keys and values of a tile."""
+    return 2 * native_tile(kv_dtype) * head_dim * kv_dtype.itemsize
+
+
 def native_shared_bytes(
     head_dim: int, packed: int, kv_dtype: torch.dtype, warps: int, stages: int, cluster: int
 ) -> int:
@@ -357,22 +385,21 @@ def native_shared_bytes(
 
     packed   query rows of a unit
     """
-    tile_bytes = 2 * (16 if kv_dtype.itemsize == 2 else 32) * head_dim * kv_dtype.itemsize
     partial_bytes = 4 * packed * (head_dim + 6)
     inbox_bytes = 16 * (-(-packed * head_dim // 2 // cluster) + packed) * cluster + 16 if cluster > 1 else 0
-    return warps * (stages * tile_bytes + partial_bytes) + inbox_bytes
+    return warps * (stages * native_tile_bytes(head_dim, kv_dtype) + partial_bytes) + inbox_bytes
 
 
 def _block_shape(
-    shapes: list[tuple[int, int]], max_stages: int, size: Callable[[int, int], int]
+    shapes: list[tuple[int, int]], tile_bytes: int, size: Callable[[int, int], int]
 ) -> tuple[int, int, int] | None:
     """The first of `shapes`, pairs of warps per block and blocks per multiprocessor, with room for two stages, and how
-    many stages it has room for, up to `max_stages`."""
+    many stages it takes."""
     for warps, blocks in shapes:
         room = (_SHARED_BYTES + 1024) // blocks - 1024 - _STATIC_SHARED_BYTES
-        stages = [n for n in range(2, max_stages + 1) if size(warps, n) <= room]
-        if stages:
-            return warps, blocks, stages[-1]
+        for stages in _NATIVE_STAGES:
+            if size(warps, stages) <= room and (stages == 2 or warps * blocks * tile_bytes < _NATIVE_BYTES):
+                return warps, blocks, stages
     return None
 
 

@@ -1,10 +1,11 @@
 """The attention schedule, made on the device from `seq_lens`: a work list that all layers of one window share.
 
-A unit is a tile of BLOCK_M query rows of one row. Its cost is the number of KV tiles that it sees. The units that see
-any form a line, with gaps of `unit_overhead` tiles between them for what a second segment costs a part. The line is
-cut into equal parts, the last one being shorter: `num_parts`, or as many as leave each `min_part_tiles`. Where a cut
-falls into a unit, the unit is split there. With fixed splits a unit is cut by its own length alone, and the parts take
-whole segments, so that a row's result does not depend on its neighbours.
+A unit is a tile of BLOCK_M query rows of one row. The units that see any KV tile form a line: each has as many places
+as it sees tiles, behind a gap of `unit_overhead` places for what a second segment costs a part, or a longer one that
+makes `min_unit_tiles` of both; the line begins behind the first `unit_overhead`. It is cut into equal parts, the last
+one being shorter: `num_parts`, or as many as leave each `min_part_tiles`. Where a cut falls into a unit, the unit is
+split there. With fixed splits a unit is cut by its own length alone, and the parts take whole segments, so that a row's
+result does not depend on its neighbours.
 
 The list is int32, three areas one after another:
 
@@ -133,10 +134,15 @@ def _store_segment(ptrs, mask, row, first_row, begin, end, seq_len, query_start,
 
 
 @triton.jit
-def _totals(count, tiles, overhead):
-    """Costs of a block of units, gaps included, and how many have query rows but see nothing."""
-    cost = tl.where(tiles > 0, tiles + overhead, 0)
-    packed = cost.to(tl.int64) << 16 | ((count > 0) & (tiles == 0)).to(tl.int64)
+def _cost(tiles, overhead, min_unit_tiles):
+    """Places of a unit on the line, gap included."""
+    return tl.where(tiles > 0, tl.maximum(tiles + overhead, min_unit_tiles), 0)
+
+
+@triton.jit
+def _totals(count, tiles, overhead, min_unit_tiles):
+    """Costs of a block of units, and how many have query rows but see nothing."""
+    packed = _cost(tiles, overhead, min_unit_tiles).to(tl.int64) << 16 | ((count > 0) & (tiles == 0)).to(tl.int64)
     sums = tl.sum(packed, 0)  # a reduction over warps costs much: one for both
     return (sums >> 16).to(tl.int32), (sums & 0xFFFF).to(tl.int32)
 
@@ -166,6 +172,7 @@ def _place_block(
     num_units,
     num_zeros,
     overhead,
+    min_unit_tiles,
     part_size,
     FIXED_SPLITS: tl.constexpr,
     FIXED_TILES: tl.constexpr,
@@ -173,13 +180,13 @@ def _place_block(
     """Place a block of units on the line of costs: find the units that the cuts of this program's parts fall into, and
     write this program's share of the first segments, or of all under fixed splits, and of the zeros. Returns what the
     parts know so far, and the costs, segments and zeros up to the end of the block."""
-    cost = tl.where(tiles > 0, tiles + overhead, 0)
+    cost = _cost(tiles, overhead, min_unit_tiles)
     unit_end = start_of_block + tl.cumsum(cost, 0)
-    start = unit_end - cost
+    start = unit_end - tiles
     splits = _num_splits(start, tiles, part_size, FIXED_SPLITS, FIXED_TILES)
     segment = segment_of_block + tl.cumsum(splits, 0) - splits
     # A cut in a gap belongs to the next unit that sees anything; those between that see nothing are behind it.
-    before = tl.where(tiles > 0, start + tiles, start - overhead)[None, :] <= cut[:, None]
+    before = unit_end[None, :] <= cut[:, None]
     packed = cost.to(tl.int64) << 32 | splits.to(tl.int64) << 16 | (unit < num_units).to(tl.int64)
     sums = tl.sum(tl.where(before, packed[None, :], 0), 1)
     part_unit += (sums & 0xFFFF).to(tl.int32)
@@ -204,7 +211,17 @@ def _place_block(
     return part_unit, part_start, part_segment, cost, splits, is_zero
 
 
-@triton.jit(do_not_specialize=["num_rows", "num_tokens", "num_units", "num_parts", "overhead", "min_part_tiles"])
+@triton.jit(
+    do_not_specialize=[
+        "num_rows",
+        "num_tokens",
+        "num_units",
+        "num_parts",
+        "overhead",
+        "min_unit_tiles",
+        "min_part_tiles",
+    ]
+)
 def _schedule_kernel(
     seq_lens_ptr,
     query_start_loc_ptr,
@@ -214,6 +231,7 @@ def _schedule_kernel(
     num_units,
     num_parts,
     overhead,
+    min_unit_tiles,
     min_part_tiles,
     sliding_window,
     segments_at,
@@ -241,14 +259,14 @@ def _schedule_kernel(
             lanes, num_units, seq_lens_ptr, query_start_loc_ptr, num_rows, num_tokens, sliding_window, QUERY_LEN,
             GROUP, BLOCK_M, BLOCK_N, CAUSAL, SEQ_LENS_ARE_STARTS, SEARCH_STEPS,
         )  # fmt: skip
-        costs, num_zeros = _totals(count, tiles, overhead)
+        costs, num_zeros = _totals(count, tiles, overhead, min_unit_tiles)
     else:
         for base in range(0, num_units, UNIT_BLOCK):
             _, _, count, _, _, _, _, tiles = _units(
                 base + lanes, num_units, seq_lens_ptr, query_start_loc_ptr, num_rows, num_tokens, sliding_window,
                 QUERY_LEN, GROUP, BLOCK_M, BLOCK_N, CAUSAL, SEQ_LENS_ARE_STARTS, SEARCH_STEPS,
             )  # fmt: skip
-            more_costs, more_zeros = _totals(count, tiles, overhead)
+            more_costs, more_zeros = _totals(count, tiles, overhead, min_unit_tiles)
             costs += more_costs
             num_zeros += more_zeros
     total = tl.maximum(costs - overhead, 1)
@@ -258,16 +276,18 @@ def _schedule_kernel(
     part = program * PART_BLOCK + tl.arange(0, PART_BLOCK)
     cut = tl.minimum(part * part_size, total)
     part_unit = tl.zeros([PART_BLOCK], tl.int32)
-    part_start = tl.zeros([PART_BLOCK], tl.int32)
+    # The line begins where the first unit's gap of `overhead` ends.
+    part_start = tl.zeros([PART_BLOCK], tl.int32) - overhead
     part_segment = tl.zeros([PART_BLOCK], tl.int32)
-    start_of_block = tl.zeros([], tl.int32)
+    start_of_block = tl.zeros([], tl.int32) - overhead
     segment_of_block = tl.zeros([], tl.int32)
     zero_of_block = tl.zeros([], tl.int32)
     if ONE_BLOCK:
         part_unit, part_start, part_segment, _, _, _ = _place_block(
             work_list_ptr, segments_at, zeros_at, lanes, row, first_row, count, seq_len, query_start, query_len,
             first_tile, tiles, cut, part_unit, part_start, part_segment, start_of_block, segment_of_block,
-            zero_of_block, num_rows, num_units, num_zeros, overhead, part_size, FIXED_SPLITS, FIXED_TILES,
+            zero_of_block, num_rows, num_units, num_zeros, overhead, min_unit_tiles, part_size, FIXED_SPLITS,
+            FIXED_TILES,
         )  # fmt: skip
     else:
         for base in range(0, num_units, UNIT_BLOCK):
@@ -278,8 +298,8 @@ def _schedule_kernel(
             part_unit, part_start, part_segment, cost, splits, is_zero = _place_block(
                 work_list_ptr, segments_at, zeros_at, base + lanes, row, first_row, count, seq_len, query_start,
                 query_len, first_tile, tiles, cut, part_unit, part_start, part_segment, start_of_block,
-                segment_of_block, zero_of_block, num_rows, num_units, num_zeros, overhead, part_size,
-                FIXED_SPLITS, FIXED_TILES,
+                segment_of_block, zero_of_block, num_rows, num_units, num_zeros, overhead, min_unit_tiles,
+                part_size, FIXED_SPLITS, FIXED_TILES,
             )  # fmt: skip
             start_of_block += tl.sum(cost, 0)
             segment_of_block += tl.sum(splits, 0)
@@ -290,6 +310,7 @@ def _schedule_kernel(
         tl.where(is_active, part_unit, 0), num_units, seq_lens_ptr, query_start_loc_ptr, num_rows, num_tokens,
         sliding_window, QUERY_LEN, GROUP, BLOCK_M, BLOCK_N, CAUSAL, SEQ_LENS_ARE_STARTS, SEARCH_STEPS,
     )  # fmt: skip
+    part_start += _cost(tiles, overhead, min_unit_tiles) - tiles  # behind the gap
     splits = _num_splits(part_start, tiles, part_size, FIXED_SPLITS, FIXED_TILES)
     into = tl.maximum(cut - part_start, 0)
     if FIXED_SPLITS > 0:
@@ -340,6 +361,7 @@ def _schedule_triton(
     fixed_splits: int,
     fixed_tiles: int,
     unit_overhead: int,
+    min_unit_tiles: int,
     min_part_tiles: int,
 ) -> None:
     segments_at = (num_parts + 1) * PART_WORDS
@@ -353,6 +375,7 @@ def _schedule_triton(
         num_units,
         num_parts,
         unit_overhead,
+        min_unit_tiles,
         min_part_tiles,
         sliding_window,
         segments_at,
@@ -374,7 +397,7 @@ _schedule_op: Any = define_op(
     "schedule_attention(Tensor seq_lens, Tensor? query_start_loc, Tensor(a!) work_list, int num_rows, int num_tokens, "
     "int num_units, int num_parts, int max_segments, int query_len, int group, int block_m, int block_n, bool causal, "
     "int sliding_window, bool seq_lens_are_starts, int fixed_splits, int fixed_tiles, int unit_overhead, "
-    "int min_part_tiles) -> ()",
+    "int min_unit_tiles, int min_part_tiles) -> ()",
     triton_impl=_schedule_triton,
     reference=work_list_reference,
 )
@@ -446,6 +469,7 @@ def schedule_attention(
         plan.fixed_splits,
         plan.fixed_tiles,
         plan.unit_overhead,
+        plan.min_unit_tiles,
         plan.min_part_tiles,
     )
 

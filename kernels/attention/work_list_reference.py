@@ -30,6 +30,7 @@ def work_list_reference(
     fixed_splits: int,
     fixed_tiles: int,
     unit_overhead: int,
+    min_unit_tiles: int,
     min_part_tiles: int,
 ) -> None:
     """Write the list as `schedule_attention` documents it."""
@@ -57,14 +58,15 @@ def work_list_reference(
             else:
                 zeros.append((query_start, first_row, count if row < num_rows else -count))
 
-    total = max(sum(unit[-1] for unit in units) + max(len(units) - 1, 0) * unit_overhead, 1)
+    total = max(sum(max(unit[-1] + unit_overhead, min_unit_tiles) for unit in units) - unit_overhead, 1)
     active = min(max(total // min_part_tiles, 1), num_parts)
     part_size = -(-total // active)
     cuts = [min(part * part_size, total) for part in range(num_parts)]
     segments: list[list[int]] = []
     positions: list[int] = []  # where each segment begins on the line of costs
-    line = 0
+    line = -unit_overhead
     for row, first_row, _, seq_len, query_start, length, first_tile, tiles in units:
+        line += max(unit_overhead, min_unit_tiles - tiles)
         if fixed_splits:
             splits = min(-(-tiles // fixed_tiles), fixed_splits)
             bounds = [split * tiles // splits for split in range(splits + 1)]
@@ -75,7 +77,7 @@ def work_list_reference(
             begin, end = first_tile + bounds[split], first_tile + bounds[split + 1]
             segments.append([row, first_row, begin, end, seq_len, query_start, length, splits | split << 16])
             positions.append(line + bounds[split])
-        line += tiles + unit_overhead
+        line += tiles
 
     parts = torch.zeros(num_parts + 1, PART_WORDS, dtype=torch.int32)
     for part in range(num_parts + 1):

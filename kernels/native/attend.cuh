@@ -31,6 +31,7 @@ struct Params {
 };
 
 static_assert(HEAD_DIM % (16 * SUBTILES) == 0 && STAGES >= 2 && PACKED <= 16, "a shape that the plan must not choose");
+static_assert(4 * PARTIAL_FLOATS <= STAGES * STAGE_BYTES, "the last partial result of a warp takes the place of its tiles");
 static_assert(sizeof(Params) == PARAMS_BYTES, "the struct of native.py and this one differ");
 
 struct Segment {
@@ -266,21 +267,28 @@ __device__ __forceinline__ void attend_tile(State &state, const Queries &queries
   }
 }
 
-// A warp's partial result: output rows that are not divided yet, and their statistics.
-__device__ __forceinline__ void leave_partial(State &state, float *to, int lane) {
+__device__ __forceinline__ void add_up(State &state) {
+#pragma unroll
+  for (int n = 0; n < NT; ++n)
+#pragma unroll
+    for (int j = 0; j < 2; ++j)
+#pragma unroll
+      for (int other = 4; other < 32; other *= 2)
+        state.sum[n][j] += __shfl_xor_sync(0xffffffffu, state.sum[n][j], other);
+}
+
+// A warp's partial result: output rows that are not divided yet, and their statistics, added up.
+__device__ __forceinline__ void leave_partial(const State &state, float *to, int lane) {
   float *stats = to + PACKED * OUT_PITCH;
 #pragma unroll
   for (int n = 0; n < NT; ++n)
 #pragma unroll
     for (int j = 0; j < 2; ++j) {
-      float sum = state.sum[n][j];
-#pragma unroll
-      for (int other = 4; other < 32; other *= 2) sum += __shfl_xor_sync(0xffffffffu, sum, other);
       int column = 8 * n + lane % 4 * 2 + j;
       if (column < PACKED) {
         if (lane < 4) {
           stats[2 * column] = state.top[n][j];
-          stats[2 * column + 1] = sum;
+          stats[2 * column + 1] = state.sum[n][j];
         }
 #pragma unroll
         for (int m = 0; m < KS; ++m)

@@ -1,10 +1,14 @@
-// Decode attention for rows of few query rows: one work-list part per cluster of CLUSTER blocks.
+// Decode attention for rows of few query rows.
 //
-// Each warp is a stream of its own: it takes every WORKERS-th tile of a segment, copies tiles of K and V STAGES - 1 ahead
-// into its own place in shared memory, across segments, and multiplies with mma.sync. No barrier stands in that loop.
-// At the end of a segment the warps of a block merge through shared memory and the blocks of a cluster through
-// distributed shared memory, each for its slice of the output; only a unit that several parts share goes through global
-// memory, with self-resetting counters as in attend.py. The work list is work_list.py's.
+// Each warp is a stream of its own: it copies tiles of K and V STAGES - 1 ahead into its own place in shared memory,
+// across segments, and multiplies with mma.sync. No barrier stands in that loop. A part of the work list, which is
+// work_list.py's, is one warp's: what is whole in it the warp writes, what it shares it leaves in shared memory until all
+// warps of the block are through, and then these merge. Only a unit that several blocks share, at most two of a block,
+// goes through global memory, with self-resetting counters as in attend.py.
+//
+// Under clusters and fixed splits (COOPERATIVE) a part is that of all warps of a cluster, each of which takes every
+// WORKERS-th tile of a segment. They merge at the end of each segment, the blocks of a cluster through distributed shared
+// memory, each for its slice of the output.
 //
 // Blocks that are neighbours in the grid share a GPC. With one block per multiprocessor these are the parts of one KV
 // head, so that every GPC reads parts of all kinds and none has all of a long row. With several they are the KV heads of
@@ -17,18 +21,11 @@
 // SOFTCAP ALIBI (1: distance, 2: its root) Q_BF16 KV_FP8 (0, 1: e4m3, 2: e5m2) FIXED_SPLITS MERGE_GROUP
 // PARTIAL_M PARAMS_BYTES
 
-#include "attend.cuh"
+#include "merge.cuh"
 
 #define COPIES (16 * CHUNKS / 32)           // 16-byte copies per lane, of 16 tokens of K or V; CHUNKS is even
 #define QUERY_LINES ((HEAD_DIM + 63) / 64)  // of 128 bytes, of a query row
-#define UNITS (PACKED * HEAD_DIM / 2)      // pairs of output elements
-#define SLICE ((UNITS + CLUSTER - 1) / CLUSTER)
-#define THREADS (32 * WARPS)
-#define WORKERS (CLUSTER * WARPS)
-#define HEADS_FIRST (BLOCKS_PER_SM > 1)
-#define KV_HEADS (HEADS_FIRST ? gridDim.x : gridDim.y)
-
-static_assert(CLUSTER == 1 || !HEADS_FIRST, "the blocks of a cluster are neighbours");
+#define WORKERS (COOPERATIVE ? CLUSTER * WARPS : 1)  // warps that share a part
 #define PAGES_PER_LOAD (32 / SUBTILES)     // tiles whose page ids the lanes hold
 
 __device__ __forceinline__ Segment load_segment(const int *words) {
@@ -126,199 +123,15 @@ __device__ __forceinline__ void copy_tile(Stream &t, const Params &p, const char
   commit();
 }
 
-// Two neighbouring elements of an output row, not divided yet, with the reference point and sum of their exponentials.
-struct Pair {
-  float x, y, top, sum;
-};
-
-__device__ __forceinline__ int packed_of(int unit) { return unit / (HEAD_DIM / 2); }
-__device__ __forceinline__ int element_of(int unit) { return unit % (HEAD_DIM / 2) * 2; }
-
-__device__ __forceinline__ void write_pair(Pair r, int unit, const Segment &s, const Params &p, int kv_head) {
-  int packed = packed_of(unit), d = element_of(unit);
-  i64 token = s.query_start + packed / GROUP;
-  int head = kv_head * GROUP + packed % GROUP;
-  if (p.sinks) {
-    float sink = p.sinks[head] * LOG2E, top = fmaxf(r.top, sink), rescale = power2(r.top - finite(top));
-    r = {r.x * rescale, r.y * rescale, top, r.sum * rescale + power2(sink - finite(top))};
-  }
-  float divisor = r.sum == 0.0f ? 1.0f : r.sum;  // a token that sees nothing gets zeros
-  if (p.lse && d == 0) p.lse[token * p.lse_token + head] = (r.top + log2f(divisor)) * LN2;
-  float scale = 1.0f / divisor;
-  if (p.v_scale) scale *= p.v_scale[kv_head * p.v_scale_head];
-  u16 *to = static_cast<u16 *>(p.out) + token * p.out_token + head * p.out_head + d;
-  *reinterpret_cast<u32 *>(to) = pack_output(r.x * scale, r.y * scale);
-}
-
-// COUNT partial results in shared memory, summed in order: pairs and statistics of unit i are `values(i)`, `stats(i)`.
-template <int COUNT, typename Values, typename Stats>
-__device__ __forceinline__ Pair merge_shared(Values values, Stats stats) {
-  float top = NEG_INF;
-#pragma unroll
-  for (int i = 0; i < COUNT; ++i) top = fmaxf(top, stats(i).x);
-  Pair r = {0.0f, 0.0f, top, 0.0f};
-#pragma unroll
-  for (int i = 0; i < COUNT; ++i) {
-    float share = power2(stats(i).x - finite(top));
-    float2 x = values(i);
-    r = {r.x + share * x.x, r.y + share * x.y, top, r.sum + share * stats(i).y};
-  }
-  return r;
-}
-
-// The places of a unit's partial results in global memory, those of attend.py.
-struct Slots {
-  int first, next, step;
-  __device__ __forceinline__ int of(int split) const { return split == 0 ? first : next + split * step; }
-  // Those of the splits from `leader` on, and those of every group's leader.
-  __device__ __forceinline__ Slots from(int leader) const { return {of(leader), next + leader * step, step}; }
-  __device__ __forceinline__ Slots leaders() const { return {first, next, step * MERGE_GROUP}; }
-};
-
-__device__ __forceinline__ Slots slots_of(const Segment &s, int part) {
-#if FIXED_SPLITS
-  int first = (s.row * ((s.query_len * GROUP + 15) / 16) + s.first_row / 16) * FIXED_SPLITS;
-  return {first, first, 1};
-#else
-  int next = 2 * (part - s.split);
-  return {next + 1, next, 2};
-#endif
-}
-
-// Merged groups have log-sum-exps of their own: other warps may still read those of the group's first split.
-__device__ __forceinline__ float *lse_of(int level, const Params &p) {
-  return p.partial_lse + (i64)level * p.num_slots * KV_HEADS * PARTIAL_M;
-}
-
-__device__ __forceinline__ void store_pair(Pair r, int unit, int first_unit, int level, i64 slot, const Params &p,
-                                           int kv_head) {
-  int packed = packed_of(unit), d = element_of(unit);
-  i64 at = (slot * KV_HEADS + kv_head) * PARTIAL_M + packed;
-  float divisor = r.sum == 0.0f ? 1.0f : r.sum;
-  // Blocks of a cluster that hold parts of the same query row write the same value.
-  if (d == 0 || unit == first_unit) lse_of(level, p)[at] = r.top + log2f(divisor);
-  *reinterpret_cast<float2 *>(p.partial_out + at * HEAD_DIM + d) = make_float2(r.x / divisor, r.y / divisor);
-}
-
-// `count` partial results in global memory, summed in split order. L1 is not coherent, so the loads go to L2.
-__device__ __forceinline__ Pair merge_slots(int unit, Slots slots, int count, int level, const Params &p, int kv_head) {
-  constexpr int AT_A_TIME = 8;
-  int packed = packed_of(unit), d = element_of(unit);
-  Pair r = {0.0f, 0.0f, NEG_INF, 0.0f};
-  for (int from = 0; from < count; from += AT_A_TIME) {
-    float lses[AT_A_TIME], top = r.top;
-    float2 outs[AT_A_TIME];
-#pragma unroll
-    for (int i = 0; i < AT_A_TIME; ++i) {
-      bool exists = from + i < count;
-      i64 at = ((i64)slots.of(from + i) * KV_HEADS + kv_head) * PARTIAL_M + packed;
-      lses[i] = exists ? __ldcg(lse_of(level, p) + at) : NEG_INF;
-      outs[i] = exists ? __ldcg(reinterpret_cast<const float2 *>(p.partial_out + at * HEAD_DIM + d))
-                       : make_float2(0.0f, 0.0f);
-    }
-#pragma unroll
-    for (int i = 0; i < AT_A_TIME; ++i) top = fmaxf(top, lses[i]);
-    float rescale = power2(r.top - finite(top));
-    r = {r.x * rescale, r.y * rescale, top, r.sum * rescale};
-#pragma unroll
-    for (int i = 0; i < AT_A_TIME; ++i) {
-      float share = power2(lses[i] - finite(top));
-      r = {r.x + share * outs[i].x, r.y + share * outs[i].y, top, r.sum + share};
-    }
-  }
-  return r;
-}
-
-// Tell that this block's units of a split are stored, and merge them if it is the last: in groups of MERGE_GROUP
-// splits, and the results of the groups once more. Who comes last to a group merges it into its first slot and goes on
-// to the unit's counter. The blocks of a cluster do so apart, each with counters of its own.
-__device__ __forceinline__ void arrive_and_merge(const Segment &s, Slots slots, int first_unit, int last_unit, int rank,
-                                                 const Params &p, int kv_head) {
-  __shared__ bool is_last;
-  const int groups = (s.num_splits + MERGE_GROUP - 1) / MERGE_GROUP;
-  int leader = s.split / MERGE_GROUP * MERGE_GROUP, expected = min(s.num_splits - leader, MERGE_GROUP);
-  int counter = slots.of(leader);
-  Slots group = slots.from(leader);
-  for (int level = 0; level < (groups > 1 ? 2 : 1); ++level) {
-    if (level == 1) {
-      expected = groups;
-      counter = p.num_slots + slots.first;
-      group = slots.leaders();
-    }
-    __syncthreads();
-    if (threadIdx.x == 0) {
-      int *at = p.counters + ((i64)counter * KV_HEADS + kv_head) * CLUSTER + rank;
-      is_last = count_arrival(at) == expected - 1;
-      if (is_last) *at = 0;
-    }
-    __syncthreads();
-    if (!is_last) return;
-    for (int unit = first_unit + threadIdx.x; unit < last_unit; unit += THREADS) {
-      Pair r = merge_slots(unit, group, expected, level, p, kv_head);
-      if (level == 0 && groups > 1)
-        store_pair(r, unit, first_unit, 1, group.first, p, kv_head);
-      else
-        write_pair(r, unit, s, p, kv_head);
-    }
-  }
-}
-
-// The partial results of this block's warps.
-__device__ __forceinline__ Pair merge_warps(int unit, const float *results) {
-  const int at = packed_of(unit) * OUT_PITCH + element_of(unit), stats_at = PACKED * OUT_PITCH + 2 * packed_of(unit);
-  const auto load = [&](int warp, int offset) {
-    return *reinterpret_cast<const float2 *>(results + warp * PARTIAL_FLOATS + offset);
-  };
-  return merge_shared<WARPS>([&](int warp) { return load(warp, at); }, [&](int warp) { return load(warp, stats_at); });
-}
-
-#if CLUSTER > 1
-// What the blocks of a cluster send each other: [2][CLUSTER][SLICE] pairs and [2][CLUSTER][PACKED] statistics. Units go to
-// the block whose slice they are in, statistics to every block. Two of each, as a block may be one segment ahead; not
-// two, since it needs the others' results of a segment before it leaves that.
-struct Inbox {
-  float2 *pairs, *stats;
-  i64 *bytes;  // [2], what has come
-  int segment;
-
-  __device__ __forceinline__ void open(void *at) {
-    pairs = static_cast<float2 *>(at);
-    stats = pairs + 2 * CLUSTER * SLICE;
-    bytes = reinterpret_cast<i64 *>(stats + 2 * CLUSTER * PACKED);
-    segment = 0;
-    if (threadIdx.x == 0) {
-      init_barrier(bytes);
-      init_barrier(bytes + 1);
-      publish_barriers();
-    }
-  }
-  __device__ __forceinline__ void expect(int units) const {
-    if (threadIdx.x == 0) expect_bytes(bytes + segment % 2, CLUSTER * (units + PACKED) * (int)sizeof(float2));
-  }
-  __device__ __forceinline__ void send(Pair r, int unit, int rank) const {
-    const int source = segment % 2 * CLUSTER + rank, block = element_of(unit) / 2;
-    const u32 barrier = shared_address(bytes + segment % 2);
-    store_remote(shared_address(pairs + source * SLICE + unit % SLICE), barrier, unit / SLICE, r.x, r.y);
-    if (block < CLUSTER)
-      store_remote(shared_address(stats + source * PACKED + packed_of(unit)), barrier, block, r.top, r.sum);
-  }
-  __device__ __forceinline__ void wait() const { wait_for_bytes(bytes + segment % 2, segment / 2 % 2); }
-  __device__ __forceinline__ Pair merge(int unit) const {
-    const float2 *of_unit = pairs + segment % 2 * CLUSTER * SLICE + unit % SLICE;
-    const float2 *of_row = stats + segment % 2 * CLUSTER * PACKED + packed_of(unit);
-    return merge_shared<CLUSTER>([&](int i) { return of_unit[i * SLICE]; }, [&](int i) { return of_row[i * PACKED]; });
-  }
-};
-#endif
-
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) decode_attention(const __grid_constant__ Params p) {
   // Stages of all warps; their partial results; the inbox.
   extern __shared__ __align__(128) char memory[];
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int kv_head = HEADS_FIRST ? blockIdx.x : blockIdx.y, block = HEADS_FIRST ? blockIdx.y : blockIdx.x;
-  const int part = block / CLUSTER, rank = block % CLUSTER;
-  const int worker = rank * WARPS + warp;
-  const u32 stages_at = shared_address(memory) + warp * (STAGES * STAGE_BYTES);
+  const int rank = block % CLUSTER;
+  const int part = COOPERATIVE ? block / CLUSTER : block * WARPS + warp, worker = COOPERATIVE ? rank * WARPS + warp : 0;
+  char *const stages = memory + warp * (STAGES * STAGE_BYTES);
+  const u32 stages_at = shared_address(stages);
   float *const results = reinterpret_cast<float *>(memory + WARPS * STAGES * STAGE_BYTES);
 #if CLUSTER > 1
   Inbox inbox;
@@ -337,6 +150,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) decode_atte
   if (begin < end) s = load_segment(p.work_list + p.segments_at + begin * 8);
 #else
   Segment s = load_segment(part_words + 8);  // beside the others and not after them, even where there is none
+#endif
+#if !COOPERATIVE
+  __shared__ Share shares[1 + WARPS];
+  if (threadIdx.x == 0) shares[0] = begin + 1 < end ? share_of(s, 1) : Share{};
 #endif
   Stream stream = open_stream(s, begin, end, p, kv_head, worker, lane);
   const char *k = static_cast<const char *>(p.k) + kv_head * p.k_head * ELEMENT;
@@ -371,17 +188,25 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) decode_atte
       free_stage = stage;
       stage = stage + 1 == STAGES ? 0 : stage + 1;
     }
+    add_up(state);
+#if COOPERATIVE
     leave_partial(state, results + warp * PARTIAL_FLOATS, lane);
     __syncthreads();
 
+    __shared__ Shared shared;
     const bool is_split = s.num_splits > 1;
-    const Slots slots = slots_of(s, part);
+#if FIXED_SPLITS
+    const int first_slot = (s.row * ((s.query_len * GROUP + 15) / 16) + s.first_row / 16) * FIXED_SPLITS;
+    const Slots slots = {first_slot, first_slot, 1};
+#else
+    const Slots slots = slots_of(part - s.split);
+#endif
     const int first_unit = rank * SLICE, last_unit = min(first_unit + SLICE, UNITS);
     const auto deliver = [&](Pair r, int unit) {
       if (is_split)
         store_pair(r, unit, first_unit, 0, slots.of(s.split), p, kv_head);
       else
-        write_pair(r, unit, s, p, kv_head);
+        write_pair(r, unit, s.query_start, p, kv_head);
     };
 #if CLUSTER > 1
     if (!met) cluster_wait();
@@ -394,22 +219,44 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) decode_atte
 #else
     for (int unit = threadIdx.x; unit < UNITS; unit += THREADS) deliver(merge_warps(unit, results), unit);
 #endif
-    if (is_split) arrive_and_merge(s, slots, first_unit, last_unit, rank, p, kv_head);
+    if (is_split) {
+      if (threadIdx.x == 0) shared = {s.query_start, s.num_splits, s.split, slots};
+      arrive_and_merge(&shared, 1, first_unit, last_unit, rank, p, kv_head, [] {});
+    }
     if (segment + 1 < end) __syncthreads();  // the partial results have been read
+#else
+    if (s.num_splits == 1) {
+      write_rows(state, s.query_start, p, kv_head, lane);
+    } else if (segment + 1 < end) {
+      leave_partial(state, results + warp * PARTIAL_FLOATS, lane);
+    } else {
+      __syncwarp();  // the last tile has been read: nothing is copied to the stages any more
+      leave_partial(state, reinterpret_cast<float *>(stages), lane);
+    }
+#endif
   }
+#if !COOPERATIVE
+  if (lane == 0) shares[1 + warp] = begin < end ? share_of(s, end - begin) : Share{};
+  __syncthreads();
+  merge_streams(shares, [&](int warp) { return results + warp * PARTIAL_FLOATS; },
+                [&](int warp) { return reinterpret_cast<float *>(memory + warp * (STAGES * STAGE_BYTES)); }, block, p,
+                kv_head);
+#endif
 #if CLUSTER > 1
   if (!met) cluster_wait();
 #endif
 
+  // Units that see nothing: those of a part, by the threads of its first block or by its warp.
+  const int thread = COOPERATIVE ? threadIdx.x : lane, num_threads = COOPERATIVE ? THREADS : 32;
   if (rank == 0)
     for (int entry = zeros_begin; entry < zeros_end; ++entry) {
       const int *words = p.work_list + p.zeros_at + entry * 3;
       int query_start = words[0], first_row = words[1], rows = abs(words[2]);
-      for (int unit = threadIdx.x; unit < rows * (HEAD_DIM / 2); unit += THREADS) {
-        int packed = first_row + unit / (HEAD_DIM / 2), d = unit % (HEAD_DIM / 2) * 2;
+#pragma unroll 1
+      for (int unit = thread; unit < rows * (HEAD_DIM / 2); unit += num_threads) {
+        int packed = first_row + packed_of(unit), d = element_of(unit), head = kv_head * GROUP + packed % GROUP;
         i64 token = query_start + packed / GROUP;
-        int head = kv_head * GROUP + packed % GROUP;
-        *reinterpret_cast<u32 *>(static_cast<u16 *>(p.out) + token * p.out_token + head * p.out_head + d) = 0;
+        *output_at(token, head, d, p) = 0;
         if (p.lse && d == 0)
           p.lse[token * p.lse_token + head] = p.sinks && words[2] > 0 ? p.sinks[head] : NEG_INF;
       }

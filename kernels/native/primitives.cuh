@@ -12,8 +12,12 @@ typedef long long i64;
 
 __device__ __forceinline__ u32 shared_address(const void *p) { return (u32)__cvta_generic_to_shared(p); }
 
+// Keys and values are read once per step: they leave L2 first, so that work lists and block tables stay there.
 __device__ __forceinline__ void copy_async(u32 to, const char *from, int bytes) {
-  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;\n" ::"r"(to), "l"(from), "r"(bytes) : "memory");
+  i64 policy;
+  asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;\n" : "=l"(policy));
+  asm volatile("cp.async.cg.shared.global.L2::cache_hint.L2::128B [%0], [%1], 16, %2, %3;\n"
+               ::"r"(to), "l"(from), "r"(bytes), "l"(policy) : "memory");
 }
 __device__ __forceinline__ void commit() { asm volatile("cp.async.commit_group;\n" ::: "memory"); }
 __device__ __forceinline__ void wait_oldest() { asm volatile("cp.async.wait_group %0;\n" ::"n"(STAGES - 1) : "memory"); }
@@ -84,6 +88,11 @@ __device__ __forceinline__ float power2(float x) {
   asm("ex2.approx.ftz.f32 %0, %1;\n" : "=f"(r) : "f"(x));
   return r;
 }
+__device__ __forceinline__ float reciprocal(float x) {
+  float r;
+  asm("rcp.approx.ftz.f32 %0, %1;\n" : "=f"(r) : "f"(x));
+  return r;
+}
 
 __device__ __forceinline__ void prefetch(const void *at) { asm volatile("prefetch.global.L1 [%0];\n" ::"l"(at)); }
 // Nothing that an earlier kernel of the stream wrote may be read before this.
@@ -91,7 +100,6 @@ __device__ __forceinline__ void wait_for_earlier_kernels() { asm volatile("gridd
 // How many arrived before; publishes what the block stored before its last barrier, and shows what those published.
 __device__ __forceinline__ int count_arrival(int *at) {
   int before;
-  asm volatile("fence.acq_rel.gpu;\n" ::: "memory");
   asm volatile("atom.acq_rel.gpu.global.add.s32 %0, [%1], 1;\n" : "=r"(before) : "l"(at) : "memory");
   return before;
 }

@@ -48,7 +48,8 @@ def run_reference(plan, lengths, query_starts=None, *, causal=True, sliding_wind
     work_list_reference(
         torch.tensor(lengths), starts, work_list, plan.num_rows, plan.num_tokens, plan.num_units, plan.num_parts,
         plan.max_segments, plan.query_len, plan.group, plan.block_m, plan.block_n, causal, sliding_window,
-        seq_lens_are_starts, plan.fixed_splits, plan.fixed_tiles, plan.unit_overhead, plan.min_part_tiles,
+        seq_lens_are_starts, plan.fixed_splits, plan.fixed_tiles, plan.unit_overhead, plan.min_unit_tiles,
+        plan.min_part_tiles,
     )  # fmt: skip
     return work_list
 
@@ -114,12 +115,20 @@ def check_list(plan, work_list, lengths, starts, *, causal=True, window=0):
             assert [part_of[i] for i, _, _ in found] == list(
                 range(part_of[found[0][0]], part_of[found[0][0]] + len(found))
             )
-        overhead = plan.unit_overhead
-        loads = [sum(int(s[3] - s[2]) + overhead for s in segments[b:e]) for b, e in itertools.pairwise(begins)]
-        total = len(seen) + overhead * max(len(by_unit) - 1, 0)
+        overhead, least = plan.unit_overhead, plan.min_unit_tiles
+        tiles = {
+            unit: sum(int(segments[i][3] - segments[i][2]) for i, _, _ in found) for unit, found in by_unit.items()
+        }
+        costs = {unit: max(count + overhead, least) for unit, count in tiles.items()}
+        gaps = [costs[(row, first)] - tiles[(row, first)] for row, first in segments[:, :2].tolist()]
+        loads = [
+            sum(int(segments[i][3] - segments[i][2]) + gaps[i] for i in range(b, e))
+            for b, e in itertools.pairwise(begins)
+        ]
+        total = sum(costs.values()) - overhead
         active = min(max(total // plan.min_part_tiles, 1), plan.num_parts)
         assert all(not load for load in loads[active:])
-        assert max(loads) <= -(-total // active) + 2 * overhead, "parts are not equal"
+        assert max(loads) <= -(-max(total, 1) // active) + 2 * max([overhead, *gaps]), "parts are not equal"
 
 
 def assert_same_list(plan, have, want):
@@ -190,12 +199,14 @@ def test_varlen_lists(case, variant, kernel_device):
     st.integers(0, 200),
     st.booleans(),
     st.integers(0, 9),
+    st.integers(0, 9),
     st.integers(1, 40),
     st.sampled_from([32, 512]),  # units that a program looks at together: one block of them, and several
 )
-def test_any_lengths(lengths, num_sms, window, fixed, unit_overhead, min_part_tiles, unit_block):
+def test_any_lengths(lengths, num_sms, window, fixed, unit_overhead, min_unit_tiles, min_part_tiles, unit_block):
     made = make_plan(len(lengths), num_sms=num_sms, batch_invariant=fixed)
-    plan = replace(made, unit_overhead=unit_overhead, min_part_tiles=min_part_tiles)
+    costs = {"unit_overhead": unit_overhead, "min_unit_tiles": min_unit_tiles, "min_part_tiles": min_part_tiles}
+    plan = replace(made, **costs)
     with interpreted(), mock.patch.object(work_list_module, "_MAX_UNIT_BLOCK", unit_block):
         kernel = run_schedule(plan, lengths, sliding_window=window)
     check_list(plan, kernel, lengths, list(range(len(lengths) + 1)), window=window)

@@ -97,6 +97,14 @@ inline bool __any_sync(u32, bool x) {
   for (int i = 0; i < 32; ++i) any |= lanes[i];
   return any;
 }
+inline u32 __ballot_sync(u32, bool x) {
+  auto lanes = exchange(x);
+  u32 mask = 0;
+  for (int i = 0; i < 32; ++i) mask |= (u32)lanes[i] << i;
+  return mask;
+}
+inline int __ffs(u32 x) { return __builtin_ffs(x); }
+inline int __popc(u32 x) { return __builtin_popcount(x); }
 template <typename T> inline T __shfl_sync(u32, T x, int lane) { return exchange(x)[lane % 32]; }
 template <typename T> inline T __shfl_xor_sync(u32, T x, int mask) { return exchange(x)[(current->x % 32) ^ mask]; }
 inline void __syncthreads() {
@@ -161,6 +169,7 @@ inline u16 widen_one(unsigned char x) {
 }
 inline u32 widen(u16 x) { return widen_one(x & 0xff) | (u32)widen_one(x >> 8) << 16; }
 inline float power2(float x) { return exp2f(x); }
+inline float reciprocal(float x) { return 1.0f / x; }
 
 // Matrices
 
