@@ -134,8 +134,7 @@ def native_attention(
         logit_cap,
     )
     variant = native_variant(plan, options, q.dtype, k_cache.dtype, k_cache.shape[1])
-    grid = (plan.native_blocks, plan.num_kv_heads)
-    launch(variant, grid[::-1] if plan.blocks_per_sm > 1 else grid, params, q.device, pdl=pdl)
+    launch(variant, (plan.num_kv_heads, plan.native_blocks), params, q.device, pdl=pdl)
 
 
 def native_variants() -> dict[str, NativeVariant]:

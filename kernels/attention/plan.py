@@ -56,8 +56,7 @@ class AttentionPlan:
     min_part_tiles smallest part, in KV tiles: shorter batches are cut into fewer
     native_warps   warps per block of the CUDA kernel; 0: the Triton kernel runs
     cluster        blocks of the CUDA kernel that work on a part together
-    blocks_per_sm  blocks of it that share a multiprocessor; with one, neighbours in its grid are the parts of a KV
-                   head, with several the KV heads of a part
+    blocks_per_sm  blocks of it that share a multiprocessor
     """
 
     num_rows: int

@@ -10,9 +10,7 @@
 // WORKERS-th tile of a segment. They merge at the end of each segment, the blocks of a cluster through distributed shared
 // memory, each for its slice of the output.
 //
-// Blocks that are neighbours in the grid share a GPC. With one block per multiprocessor these are the parts of one KV
-// head, so that every GPC reads parts of all kinds and none has all of a long row. With several they are the KV heads of
-// one part, whose keys and values lie side by side in memory.
+// The grid has a column of blocks per KV head: neighbours read the same pages.
 //
 // Products are transposed: S^T = K Q^T has tokens as the 16 rows of an mma and query rows as its 8 columns, so that a
 // group of up to 8 is not padded to 16. The accumulators hold O^T = V^T P^T.
@@ -127,7 +125,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) decode_atte
   // Stages of all warps; their partial results; the inbox.
   extern __shared__ __align__(128) char memory[];
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  const int kv_head = HEADS_FIRST ? blockIdx.x : blockIdx.y, block = HEADS_FIRST ? blockIdx.y : blockIdx.x;
+  const int kv_head = blockIdx.x, block = blockIdx.y;
   const int rank = block % CLUSTER;
   const int part = COOPERATIVE ? block / CLUSTER : block * WARPS + warp, worker = COOPERATIVE ? rank * WARPS + warp : 0;
   char *const stages = memory + warp * (STAGES * STAGE_BYTES);

@@ -6,10 +6,8 @@
 #define THREADS (32 * WARPS)
 #define UNITS (PACKED * HEAD_DIM / 2)      // pairs of output elements
 #define SLICE ((UNITS + CLUSTER - 1) / CLUSTER)
-#define HEADS_FIRST (BLOCKS_PER_SM > 1)
-#define KV_HEADS (HEADS_FIRST ? gridDim.x : gridDim.y)
+#define KV_HEADS gridDim.x
 
-static_assert(CLUSTER == 1 || !HEADS_FIRST, "the blocks of a cluster are neighbours");
 static_assert((WARPS & (WARPS - 1)) == 0 && WARPS < 32, "lanes stand for warps");
 
 // Two neighbouring elements of an output row, not divided yet, with the reference point and sum of their exponentials.
@@ -296,8 +294,8 @@ __device__ __forceinline__ void merge_streams(const Share *shares, Firsts firsts
 
 #if CLUSTER > 1
 // What the blocks of a cluster send each other: [2][CLUSTER][SLICE] pairs and [2][CLUSTER][PACKED] statistics. Units go to
-// the block whose slice they are in, statistics to every block. Two of each, as a block may be one segment ahead; not
-// two, since it needs the others' results of a segment before it leaves that.
+// the block whose slice they are in, statistics to every block. Two of each, as a block may be one segment ahead of the
+// others, and not more: it needs their results of a segment before it leaves that.
 struct Inbox {
   float2 *pairs, *stats;
   i64 *bytes;  // [2], what has come

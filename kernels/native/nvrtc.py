@@ -37,7 +37,7 @@ class NativeVariant:
     macros        compile-time macros in order of name
     num_threads   per block
     shared_bytes  dynamic shared memory per block
-    cluster       blocks of a cluster, along the first dimension of the grid
+    cluster       blocks of a cluster, along the second dimension of the grid
     """
 
     source: str
@@ -115,7 +115,7 @@ def launch(
         attribute = driver.CUlaunchAttribute()
         attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
         value = driver.CUlaunchAttributeValue()
-        value.clusterDim.x, value.clusterDim.y, value.clusterDim.z = variant.cluster, 1, 1
+        value.clusterDim.x, value.clusterDim.y, value.clusterDim.z = 1, variant.cluster, 1
         attribute.value = value
         attributes.append(attribute)
     if pdl:

@@ -278,7 +278,7 @@ template <typename P> void run_block(const P *params, int x, int y, int grid_x, 
   gridDim = {grid_x, grid_y};
   memset(memory, 0xff, sizeof(memory));
   cluster = shared;
-  shared->memories[x % CLUSTER] = memory;
+  shared->memories[y % CLUSTER] = memory;
   static std::atomic<int> seed{0};
   std::minstd_rand random(++seed);
   random.discard(8);  // the first numbers of neighbouring seeds are alike
@@ -298,7 +298,7 @@ template <typename P> void run_block(const P *params, int x, int y, int grid_x, 
     makecontext(&t.context, (void (*)())enter<P>, 0);
   }
   // Some blocks are late: they start when another one waits for them, or should have.
-  if (x % CLUSTER > 0 && random() % 2)
+  if (y % CLUSTER > 0 && random() % 2)
     while (!shared->met) std::this_thread::yield();
   int slow = 0;  // warps that are, by bits; they change
   auto deadline = std::chrono::steady_clock::now() + std::chrono::seconds(15);
@@ -329,9 +329,9 @@ template <typename P> bool run_grid(const P *params, int grid_x, int grid_y, con
   for (int i = 0; i < count; ++i) {
     Cluster shared;
     std::vector<std::thread> blocks;
-    int first = order[i] % (grid_x / CLUSTER) * CLUSTER, y = order[i] / (grid_x / CLUSTER);
+    int first = order[i] % (grid_y / CLUSTER) * CLUSTER, x = order[i] / (grid_y / CLUSTER);
     for (int rank = 0; rank < CLUSTER; ++rank)
-      blocks.emplace_back(run_block<P>, params, first + rank, y, grid_x, grid_y, &shared);
+      blocks.emplace_back(run_block<P>, params, x, first + rank, grid_x, grid_y, &shared);
     for (std::thread &block : blocks) block.join();
     if (shared.failed) return false;
   }
