@@ -16,8 +16,8 @@ from graphrt.kernels.attention.options import FP8_DTYPES, AttentionOptions
 from graphrt.kernels.attention.plan import (
     AttentionPlan,
     AttentionWorkspace,
-    native_head_dim_multiple,
     native_shared_bytes,
+    native_tile,
 )
 from graphrt.kernels.native.nvrtc import NativeVariant, launch
 
@@ -57,7 +57,8 @@ def native_serves(
     """
     if not plan.native_warps or q.element_size() != 2 or k_cache.shape[1] % NATIVE_PAGE_MULTIPLE:
         return False
-    if plan.head_dim % native_head_dim_multiple(k_cache.dtype):
+    tile = native_tile(k_cache.dtype)
+    if plan.head_dim % tile or plan.block_n % tile:
         return False
     caches = all(
         t.data_ptr() % _ALIGNMENT == 0 and all(s * t.element_size() % _ALIGNMENT == 0 for s in t.stride()[:3])

@@ -26,8 +26,8 @@ _MERGE_ELEMENTS_PER_WARP = 4096  # fp32 values of partial results that a merging
 _MIN_MERGE_GROUP = 8
 _NATIVE_MAX_PACKED = 16  # query rows of a unit of the CUDA kernel, and their registers: rows in tiles of 8 x head_dim
 _NATIVE_MAX_STATE = 320
-_NATIVE_STAGES = 3, 2  # tiles of a warp in flight or in use: two where the warps' tiles are as large as
-_NATIVE_BYTES = 64 << 10  # this together, on a multiprocessor
+_NATIVE_STAGES = 3  # tiles of a warp in flight or in use at most, and two
+_NATIVE_TWO_STAGES = 64 << 10  # where the tiles of a multiprocessor's warps are as large as this together
 _NATIVE_MANY_UNITS = 2  # units per multiprocessor from which on a plan is one of many rows
 _STREAM_MIN_UNIT_TILES = 6  # tiles that a warp could read in the time that a unit of one tile takes
 _CLUSTER_UNIT_BYTES = 28 << 10  # KV bytes that each warp of a part could read in the time that another unit takes all
@@ -152,7 +152,7 @@ class AttentionPlan:
         state = -(-packed // 8) * self.head_dim
         if dtype.itemsize != 2 or packed > _NATIVE_MAX_PACKED or state > _NATIVE_MAX_STATE:
             return self
-        if self.head_dim % native_head_dim_multiple(kv_dtype):
+        if self.head_dim % native_tile(kv_dtype):
             return self
         cluster, parts_of_cluster = _cluster(self, num_sms)
         shapes = [(8, 1), (4, 1)]
@@ -362,13 +362,8 @@ def _round_parts(parts: int) -> int:
     return rounded if parts - rounded <= _MOST_ROUNDED_OFF * parts else parts
 
 
-def native_head_dim_multiple(kv_dtype: torch.dtype) -> int:
-    """What head_dim must be a multiple of for the CUDA kernel."""
-    return 16 if kv_dtype.itemsize == 2 else 32
-
-
 def native_tile(kv_dtype: torch.dtype) -> int:
-    """Tokens of a tile of the CUDA kernel."""
+    """Tokens of a tile of the CUDA kernel, and what it needs head_dim to be a multiple of."""
     return 16 if kv_dtype.itemsize == 2 else 32
 
 
@@ -396,9 +391,10 @@ def _block_shape(
     many stages it takes."""
     for warps, blocks in shapes:
         room = (_SHARED_BYTES + 1024) // blocks - 1024 - _STATIC_SHARED_BYTES
-        for stages in _NATIVE_STAGES:
-            if size(warps, stages) <= room and (stages == 2 or warps * blocks * tile_bytes < _NATIVE_BYTES):
-                return warps, blocks, stages
+        most = 2 if warps * blocks * tile_bytes >= _NATIVE_TWO_STAGES else _NATIVE_STAGES
+        stages = [n for n in range(2, most + 1) if size(warps, n) <= room]
+        if stages:
+            return warps, blocks, stages[-1]
     return None
 
 

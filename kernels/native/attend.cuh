@@ -30,7 +30,7 @@ struct Params {
   float logit_factor, logit_cap;
 };
 
-static_assert(HEAD_DIM % (16 * SUBTILES) == 0 && STAGES >= 2 && PACKED <= 16, "a shape that the plan must not choose");
+static_assert(HEAD_DIM % TILE == 0 && BLOCK_N % TILE == 0 && STAGES >= 2 && PACKED <= 16, "not what the plan chooses");
 static_assert(4 * PARTIAL_FLOATS <= STAGES * STAGE_BYTES, "the last partial result of a warp takes the place of its tiles");
 static_assert(sizeof(Params) == PARAMS_BYTES, "the struct of native.py and this one differ");
 

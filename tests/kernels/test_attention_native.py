@@ -208,14 +208,14 @@ def test_compiling_leaves_no_trace_in_constants() -> None:
     assert bytes([32]) == b"\x20"
 
 
-@pytest.mark.parametrize("change", ["float32", "float32_queries", "fp8_of_80"])
+@pytest.mark.parametrize("change", ["float32", "float32_queries", "fp8_of_80", "fp8"])
 def test_tensors_of_other_dtypes_than_the_plans_go_to_triton(change: str) -> None:
     """A plan does not hold dtypes."""
     head_dim = 80 if change == "fp8_of_80" else 128
     plan = AttentionPlan.decode(4, **{**LLAMA, "head_dim": head_dim})
     assert plan.native_warps
-    dtype = BF16 if change == "fp8_of_80" else F32
-    kv_dtype = {"float32": F32, "float32_queries": E4M3, "fp8_of_80": E4M3}[change]
+    dtype = BF16 if change.startswith("fp8") else F32
+    kv_dtype = F32 if change == "float32" else E4M3
     q = torch.zeros(4, 32, head_dim, dtype=dtype)
     cache = torch.zeros(3, 16, 8, head_dim, dtype=kv_dtype)
     work_list = torch.zeros(plan.work_list_words, dtype=torch.int32)
