@@ -154,6 +154,7 @@ def native_variants() -> dict[str, NativeVariant]:
         "packed_max": (bf16, bf16, 128, 16, 1, 8, 16, True),
         "speculative": (bf16, bf16, 128, 4, 4, 8, 16, True),
         "wide_group": (bf16, bf16, 160, 16, 1, 8, 16, True),
+        "wide_group_invariant": (bf16, bf16, 160, 16, 1, 8, 16, True),
         "gemma": (bf16, bf16, 256, 2, 1, 8, 16, True),
         "gemma_fp8": (bf16, e5m2, 256, 8, 1, 8, 16, True),
         "odd_head_dim": (fp16, fp16, 80, 7, 1, 1, 48, True),
@@ -171,7 +172,7 @@ def native_variants() -> dict[str, NativeVariant]:
             kv_dtype=kv_dtype,
             num_sms=132,
             query_len=query_len,
-            batch_invariant=name == "wide_group",
+            batch_invariant=name.endswith("invariant"),
             native=True,
         )
         slopes = torch.zeros(heads * group) if every else None

@@ -48,7 +48,7 @@ class AttentionPlan:
     """Everything about an attention call that is fixed at capture. Make it with `decode` or `varlen`.
 
     query_len      new tokens per row; 0: any number, given by query_start_loc
-    num_parts      equal parts of the work list: programs per KV head
+    num_parts      equal parts of the work list per KV head: of a program, or of a warp or cluster of the CUDA kernel
     fixed_splits   0: parts cut units where they must; else units are cut by their own length, into at most this many
     fixed_tiles    smallest split of a unit under fixed_splits, in KV tiles
     unit_overhead  what another unit costs a part, in KV tiles
@@ -302,7 +302,10 @@ class AttentionPlan:
 
     @property
     def num_slots(self) -> int:
-        """Places for partial results, per KV head. Units that are never split need none."""
+        """Places for partial results, per KV head. Units that are never split need none.
+
+        The Triton kernel needs them where parts are warps; the CUDA kernel then uses those of its blocks only.
+        """
         if self.fixed_splits:
             return self.num_units * self.fixed_splits if self.fixed_splits > 1 else 0
         return 2 * self.num_parts

@@ -51,9 +51,9 @@ __device__ __forceinline__ void write_rows(const State &state, int query_start, 
     float factor[2];
 #pragma unroll
     for (int j = 0; j < 2; ++j) {
-      int packed = min(8 * n + lane % 4 * 2 + j, PACKED - 1), head = kv_head * GROUP + packed % GROUP;
+      int packed = 8 * n + lane % 4 * 2 + j, head = kv_head * GROUP + packed % GROUP;
       factor[j] = output_factor(state.top[n][j], state.sum[n][j], query_start + packed / GROUP, head,
-                                lane < 4 && 8 * n + lane % 4 * 2 + j < PACKED, p, kv_head);
+                                lane < 4 && packed < PACKED, p, kv_head);
     }
 #pragma unroll
     for (int m = 0; m < KS; ++m)
@@ -250,12 +250,12 @@ __device__ __forceinline__ void merge_streams(const Share *shares, Firsts firsts
       // no share; a place that is read for them is one of the unit's.
       const auto place = [&](int warp) { return warp < end ? lasts(max(warp, begin)) : at_end; };
       const float2 stats = *reinterpret_cast<const float2 *>(place(lane % WARPS) + PACKED * OUT_PITCH + 2 * packed);
-      const bool exists = lane % WARPS >= begin && lane % WARPS <= end;
-      float top = exists ? stats.x : NEG_INF;
+      float top = stats.x;
 #pragma unroll
       for (int other = 1; other < WARPS; other *= 2) top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, other));
+      const bool exists = lane % WARPS >= begin && lane % WARPS <= end;
       const float share = exists ? power2(stats.x - finite(top)) : 0.0f;
-      float sum = exists ? share * stats.y : 0.0f;
+      float sum = share * stats.y;
 #pragma unroll
       for (int other = 1; other < WARPS; other *= 2) sum += __shfl_xor_sync(0xffffffffu, sum, other);
       Pair rows[PAIRS];

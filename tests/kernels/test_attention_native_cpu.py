@@ -89,6 +89,8 @@ BUGS = {
     "a_first_segment_taken_for_the_last": ("(leads && to > from", "(false && to > from", "many_segments"),
     "a_result_where_tiles_are_copied_to": ("} else if (segment + 1 < end) {", "} else if (false) {", "many_segments"),
     "results_of_other_units": ("float share = exists ?", "float share = true ?", "many_segments"),
+    "pages_are_not_read_again": ("if (t.index == PAGES_PER_LOAD) {", "if (false) {", "pages_read_again"),
+    "the_first_pages_again": ("(t.s, p, t.tile, lane)", "(t.s, p, first_tile(t.s, worker), lane)", "pages_read_again"),
     "rows_are_not_turned": ("transpose(pack_output(", "(pack_output(", "many_segments"),
     "the_counter_stays": ("        if (last) *at = 0;\n", "", "bf16"),
     "groups_are_not_merged": ("if (!goes_on) return;", "return;", "merge_in_two_stages"),
@@ -124,6 +126,22 @@ def test_planted_bugs_of_clusters_are_noticed(bug: str, rng: torch.Generator, mo
 def check_often(problem: Problem) -> None:
     """Other warps are slow each time."""
     for _ in range(6):
+        assert_accurate(problem, run(problem))
+
+
+@pytest.mark.parametrize("bug", [None, ("is_last[threadIdx.x] && s.groups() > 1", "is_last[threadIdx.x]")])
+def test_a_block_that_is_last_to_two_units(
+    bug: tuple[str, str] | None, rng: torch.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To a group of the long one, which then goes on, and to the short one, which does not."""
+    monkeypatch.setattr(native, "launch", native_emulation.emulated_launch)
+    monkeypatch.setattr(native_emulation, "order", [*range(16, 23), *range(24, 48), 23, *range(16)])
+    monkeypatch.setattr(native_emulation, "planted", bug)
+    problem = make_problem(BY_ID["two_units_across"], rng, CPU)
+    if bug is None:
+        assert_accurate(problem, run(problem))
+        return
+    with pytest.raises(AssertionError):
         assert_accurate(problem, run(problem))
 
 

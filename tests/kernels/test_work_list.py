@@ -150,12 +150,14 @@ DECODE_CASES = {
 
 
 @pytest.mark.parametrize("case", DECODE_CASES)
-@pytest.mark.parametrize("variant", ["plain", "speculative", "window", "fixed"])
+@pytest.mark.parametrize("variant", ["plain", "speculative", "window", "fixed", "warps"])
 def test_decode_lists(case, variant, kernel_device):
     lengths = DECODE_CASES[case]
     query_len = 5 if variant == "speculative" else 1
     window = 70 if variant == "window" else 0
     plan = make_plan(len(lengths), query_len, batch_invariant=variant == "fixed")
+    if variant == "warps":  # as of a plan of the CUDA kernel
+        plan = replace(plan, num_parts=384, block_n=16, unit_overhead=0, min_unit_tiles=6)
     starts = list(range(0, len(lengths) * query_len + 1, query_len))
     kernel = run_schedule(plan, lengths, device=kernel_device, sliding_window=window)
     check_list(plan, kernel, lengths, starts, window=window)
