@@ -451,27 +451,11 @@ def schedule_attention(
             f"sliding_window: expected >= 0, and 0 without causal, got {sliding_window}; 0 switches it off"
         )
     _schedule_op(
-        seq_lens,
-        query_start_loc,
-        work_list,
-        plan.num_rows,
-        plan.num_tokens,
-        plan.num_units,
-        plan.num_parts,
-        plan.max_segments,
-        plan.query_len,
-        plan.group,
-        plan.block_m,
-        plan.block_n,
-        causal,
-        sliding_window,
-        seq_lens_are_starts,
-        plan.fixed_splits,
-        plan.fixed_tiles,
-        plan.unit_overhead,
-        plan.min_unit_tiles,
+        seq_lens, query_start_loc, work_list, plan.num_rows, plan.num_tokens, plan.num_units, plan.num_parts,
+        plan.max_segments, plan.query_len, plan.group, plan.block_m, plan.block_n, causal, sliding_window,
+        seq_lens_are_starts, plan.fixed_splits, plan.fixed_tiles, plan.unit_overhead, plan.min_unit_tiles,
         plan.min_part_tiles,
-    )
+    )  # fmt: skip
 
 
 def compile_variants() -> list[CompileSpec]:

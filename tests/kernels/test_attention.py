@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -17,6 +18,7 @@ from tests.kernels.attention_cases import (
     NAN,
     UNWRITTEN,
     Case,
+    Problem,
     assert_accurate,
     decode,
     make_problem,
@@ -175,13 +177,18 @@ def test_pages_before_the_window_may_be_gone(op: str, kernel_device: torch.devic
     assert_accurate(problem, got)
 
 
-@pytest.mark.parametrize("kv_dtype", [None, E4M3, E5M2], ids=["bf16", "e4m3", "e5m2"])
-def test_batch_invariant_rows(kv_dtype: torch.dtype | None, kernel_device: torch.device, rng: torch.Generator) -> None:
-    """A row's bits do not depend on the rows beside it, on its place among them, or on pad rows."""
+def check_batch_invariant_rows(
+    run: Callable[[Problem], torch.Tensor], kv_dtype: torch.dtype | None, device: torch.device, rng: torch.Generator
+) -> None:
+    """A row's bits do not depend on the rows beside it, on its place among them, or on pad rows.
+
+    The batches are few rows and many, for which the CUDA kernel has blocks of different kinds.
+    """
     rows = decode((300, 17, 0, 900, 64))
     case = Case("", rows, dtype=BF16, kv_dtype=kv_dtype, batch_invariant=True, num_kv_heads=2, num_sms=4)
-    problem = make_problem(case, rng, kernel_device)
-    together = problem.run()
+    problem = make_problem(case, rng, device)
+    kinds = {problem.decode_plan().blocks_per_sm}
+    together = run(problem)
     assert_accurate(problem, together)
     for order in ([3], [0, 2], [4, 3, 2, 1, 0], [1, 0, 2, 2, 2, 2, 4]):
         alone = replace(
@@ -194,7 +201,14 @@ def test_batch_invariant_rows(kv_dtype: torch.dtype | None, kernel_device: torch
             seq_lens=problem.seq_lens[order].contiguous(),
             workspaces={},
         )
-        assert torch.equal(alone.run(), together[order])
+        kinds.add(alone.decode_plan().blocks_per_sm)
+        assert torch.equal(run(alone), together[order])
+    assert kinds == {1, 2}
+
+
+@pytest.mark.parametrize("kv_dtype", [None, E4M3, E5M2], ids=["bf16", "e4m3", "e5m2"])
+def test_batch_invariant_rows(kv_dtype: torch.dtype | None, kernel_device: torch.device, rng: torch.Generator) -> None:
+    check_batch_invariant_rows(Problem.run, kv_dtype, kernel_device, rng)
 
 
 def test_large_queries_with_an_fp8_cache(kernel_device: torch.device, rng: torch.Generator) -> None:

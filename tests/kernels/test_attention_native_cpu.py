@@ -11,7 +11,8 @@ import torch
 from graphrt.kernels.attention import native
 from graphrt.kernels.attention.work_list import schedule_attention
 from tests.kernels import native_emulation
-from tests.kernels.attention_cases import NAN, UNWRITTEN, Case, Problem, assert_accurate, decode, make_problem
+from tests.kernels.attention_cases import E4M3, NAN, UNWRITTEN, Case, Problem, assert_accurate, decode, make_problem
+from tests.kernels.test_attention import check_batch_invariant_rows
 from tests.kernels.test_attention_features import check_scales_of_keys
 from tests.kernels.test_attention_native import BASE, CASES
 
@@ -56,6 +57,14 @@ def test_every_case(case: Case, rng: torch.Generator, monkeypatch: pytest.Monkey
 def test_scales_of_keys_that_are_no_scales(rng: torch.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(native, "launch", native_emulation.emulated_launch)
     check_scales_of_keys(run, CPU, rng, native=True)
+
+
+@pytest.mark.parametrize("kv_dtype", [None, E4M3], ids=["bf16", "e4m3"])
+def test_batch_invariant_rows(
+    kv_dtype: torch.dtype | None, rng: torch.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(native, "launch", native_emulation.emulated_launch)
+    check_batch_invariant_rows(run, kv_dtype, CPU, rng)
 
 
 # Clusters with many segments each, so that the buffers between blocks are used again, and barriers in every phase.
