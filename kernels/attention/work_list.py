@@ -34,9 +34,10 @@ from graphrt.kernels.compile_spec import CompileSpec
 from graphrt.kernels.errors import CapacityError, ShapeError
 from graphrt.kernels.library import define_op
 
-_NUM_WARPS = 4
-_MAX_PROGRAMS = 64  # of at least one part each
+_MAX_PROGRAMS = 64  # of one part each, before they take several
+_MAX_PART_BLOCK = 4  # and that many, before there are more programs
 _MIN_UNIT_BLOCK, _MAX_UNIT_BLOCK = 32, 512
+_MANY_UNITS = 256  # units of a block from which on 8 warps are faster than 4
 
 _PART_WORDS = tl.constexpr(PART_WORDS)
 _SEGMENT_WORDS = tl.constexpr(SEGMENT_WORDS)
@@ -98,12 +99,18 @@ def _units(
 
 
 @triton.jit
+def _quotient(n, divisor):
+    """n // divisor of int32 that are not negative, in fewer steps than of those that may be; else not to be used."""
+    return (n.to(tl.uint32) // divisor.to(tl.uint32)).to(tl.int32)
+
+
+@triton.jit
 def _num_splits(start, tiles, part_size, FIXED_SPLITS: tl.constexpr, FIXED_TILES: tl.constexpr):
     """Segments of units: [1, ...] where there are tiles. `start` is where the unit lies on the line of costs."""
     if FIXED_SPLITS > 0:
         splits = tl.minimum((tiles + FIXED_TILES - 1) // FIXED_TILES, FIXED_SPLITS)
     else:
-        splits = 1 + (start + tiles - 1) // part_size - start // part_size
+        splits = 1 + _quotient(start + tiles - 1, part_size) - _quotient(start, part_size)
     return tl.where(tiles > 0, splits, 0)
 
 
@@ -112,10 +119,10 @@ def _segment_tiles(split, splits, start, tiles, part_size, FIXED_SPLITS: tl.cons
     """First and last tile + 1 of segment `split` of a unit, relative to the unit's first tile."""
     if FIXED_SPLITS > 0:
         divisor = tl.maximum(splits, 1)
-        begin = split * tiles // divisor
-        end = (split + 1) * tiles // divisor
+        begin = _quotient(split * tiles, divisor)
+        end = _quotient((split + 1) * tiles, divisor)
     else:
-        part = start // part_size + split
+        part = _quotient(start, part_size) + split
         begin = tl.maximum(part * part_size - start, 0)
         end = tl.minimum((part + 1) * part_size - start, tiles)
     return begin, end
@@ -142,9 +149,8 @@ def _cost(tiles, overhead, min_unit_tiles):
 @triton.jit
 def _totals(count, tiles, overhead, min_unit_tiles):
     """Costs of a block of units, and how many have query rows but see nothing."""
-    packed = _cost(tiles, overhead, min_unit_tiles).to(tl.int64) << 16 | ((count > 0) & (tiles == 0)).to(tl.int64)
-    sums = tl.sum(packed, 0)  # a reduction over warps costs much: one for both
-    return (sums >> 16).to(tl.int32), (sums & 0xFFFF).to(tl.int32)
+    is_zero = (count > 0) & (tiles == 0)
+    return tl.sum(_cost(tiles, overhead, min_unit_tiles), 0), tl.sum(is_zero.to(tl.int32), 0)
 
 
 @triton.jit
@@ -187,11 +193,11 @@ def _place_block(
     segment = segment_of_block + tl.cumsum(splits, 0) - splits
     # A cut in a gap belongs to the next unit that sees anything; those between that see nothing are behind it.
     before = unit_end[None, :] <= cut[:, None]
-    packed = cost.to(tl.int64) << 32 | splits.to(tl.int64) << 16 | (unit < num_units).to(tl.int64)
+    packed = splits << 16 | (unit < num_units).to(tl.int32)  # not with the cost too: warps sum 32 bits in one step
     sums = tl.sum(tl.where(before, packed[None, :], 0), 1)
-    part_unit += (sums & 0xFFFF).to(tl.int32)
-    part_segment += (sums >> 16 & 0xFFFF).to(tl.int32)
-    part_start += (sums >> 32).to(tl.int32)
+    part_unit += sums & 0xFFFF
+    part_segment += sums >> 16 & 0xFFFF
+    part_start += tl.sum(tl.where(before, cost[None, :], 0), 1)
     is_zero = (count > 0) & (tiles == 0)
     # A unit's words are sectors apart: one program alone would take longer to store them than all to find them.
     mine = unit % tl.num_programs(0) == tl.program_id(0)
@@ -211,17 +217,7 @@ def _place_block(
     return part_unit, part_start, part_segment, cost, splits, is_zero
 
 
-@triton.jit(
-    do_not_specialize=[
-        "num_rows",
-        "num_tokens",
-        "num_units",
-        "num_parts",
-        "overhead",
-        "min_unit_tiles",
-        "min_part_tiles",
-    ]
-)
+@triton.jit(do_not_specialize=["num_rows", "num_tokens", "num_units", "num_parts", "overhead", "min_unit_tiles"])
 def _schedule_kernel(
     seq_lens_ptr,
     query_start_loc_ptr,
@@ -232,7 +228,6 @@ def _schedule_kernel(
     num_parts,
     overhead,
     min_unit_tiles,
-    min_part_tiles,
     sliding_window,
     segments_at,
     zeros_at,
@@ -244,6 +239,7 @@ def _schedule_kernel(
     SEQ_LENS_ARE_STARTS: tl.constexpr,
     FIXED_SPLITS: tl.constexpr,
     FIXED_TILES: tl.constexpr,
+    MIN_PART_TILES: tl.constexpr,
     SEARCH_STEPS: tl.constexpr,
     PART_BLOCK: tl.constexpr,
     UNIT_BLOCK: tl.constexpr,
@@ -270,8 +266,12 @@ def _schedule_kernel(
             costs += more_costs
             num_zeros += more_zeros
     total = tl.maximum(costs - overhead, 1)
-    active = tl.minimum(tl.maximum(total // min_part_tiles, 1), num_parts)
-    part_size = (total + active - 1) // active
+    if MIN_PART_TILES > 1:
+        active = tl.maximum(total // MIN_PART_TILES, 1)
+    else:
+        active = total
+    active = tl.minimum(active, num_parts)
+    part_size = _quotient(total + active - 1, active)
 
     part = program * PART_BLOCK + tl.arange(0, PART_BLOCK)
     cut = tl.minimum(part * part_size, total)
@@ -315,14 +315,14 @@ def _schedule_kernel(
     into = tl.maximum(cut - part_start, 0)
     if FIXED_SPLITS > 0:
         cost = tl.maximum(tiles, 1)
-        split = tl.minimum((into * splits + cost - 1) // cost, splits)
+        split = tl.minimum(_quotient(into * splits + cost - 1, cost), splits)
     else:
-        split = tl.where(into > 0, part - part_start // part_size, 0)
+        split = tl.where(into > 0, part - _quotient(part_start, part_size), 0)
     split = tl.where(is_active, split, 0)
     part_ptrs = work_list_ptr + part * _PART_WORDS
     in_list = part <= num_parts
     tl.store(part_ptrs, part_segment + split, mask=in_list)
-    tl.store(part_ptrs + 1, tl.minimum(part, num_parts) * num_zeros // num_parts, mask=in_list)
+    tl.store(part_ptrs + 1, _quotient(tl.minimum(part, num_parts) * num_zeros, num_parts), mask=in_list)
     if FIXED_SPLITS == 0:
         begin, end = _segment_tiles(split, splits, part_start, tiles, part_size, FIXED_SPLITS)
         _store_segment(
@@ -335,11 +335,16 @@ def _schedule_kernel(
         )  # fmt: skip
 
 
-def _constexprs(query_len: int, num_rows: int, num_units: int, num_parts: int) -> dict[str, int]:
-    steps = 0 if query_len else num_rows.bit_length() + 1
+def _launch_options(query_len: int, num_rows: int, num_units: int, num_parts: int) -> dict[str, int]:
+    """Constexprs that follow from the sizes, and num_warps."""
     block = min(max(next_power_of_two(num_units), _MIN_UNIT_BLOCK), _MAX_UNIT_BLOCK)
-    part_block = next_power_of_two(-(-num_parts // _MAX_PROGRAMS))
-    return {"SEARCH_STEPS": steps, "PART_BLOCK": part_block, "UNIT_BLOCK": block, "ONE_BLOCK": num_units <= block}
+    return {
+        "SEARCH_STEPS": 0 if query_len else num_rows.bit_length() + 1,
+        "PART_BLOCK": min(next_power_of_two(-(-num_parts // _MAX_PROGRAMS)), _MAX_PART_BLOCK),
+        "UNIT_BLOCK": block,
+        "ONE_BLOCK": num_units <= block,
+        "num_warps": 8 if block >= _MANY_UNITS else 4,
+    }
 
 
 def _schedule_triton(
@@ -365,8 +370,8 @@ def _schedule_triton(
     min_part_tiles: int,
 ) -> None:
     segments_at = (num_parts + 1) * PART_WORDS
-    constexprs = _constexprs(query_len, num_rows, num_units, num_parts)
-    _schedule_kernel[(triton.cdiv(num_parts + 1, constexprs["PART_BLOCK"]),)](
+    options = _launch_options(query_len, num_rows, num_units, num_parts)
+    _schedule_kernel[(triton.cdiv(num_parts + 1, options["PART_BLOCK"]),)](
         seq_lens,
         query_start_loc,
         work_list,
@@ -376,7 +381,6 @@ def _schedule_triton(
         num_parts,
         unit_overhead,
         min_unit_tiles,
-        min_part_tiles,
         sliding_window,
         segments_at,
         segments_at + max_segments * SEGMENT_WORDS,
@@ -388,8 +392,8 @@ def _schedule_triton(
         SEQ_LENS_ARE_STARTS=seq_lens_are_starts,
         FIXED_SPLITS=fixed_splits,
         FIXED_TILES=fixed_tiles,
-        **constexprs,
-        num_warps=_NUM_WARPS,
+        MIN_PART_TILES=min_part_tiles,
+        **options,
     )
 
 
@@ -461,7 +465,15 @@ def schedule_attention(
 def compile_variants() -> list[CompileSpec]:
     """Kernel variants that a test compiles without a GPU."""
     specs = []
-    for name, query_len, fixed_splits in (("decode", 1, 0), ("speculative", 5, 0), ("varlen", 0, 0), ("fixed", 1, 16)):
+    for name, query_len, fixed_splits, min_part_tiles in (
+        ("decode", 1, 0, 1),
+        ("clusters", 1, 0, 32),
+        ("speculative", 5, 0, 1),
+        ("varlen", 0, 0, 1),
+        ("fixed", 1, 16, 1),
+    ):
+        options = _launch_options(query_len, 256, 256, 128)
+        warps = options.pop("num_warps")
         constexprs: dict[str, object] = {
             "QUERY_LEN": query_len,
             "GROUP": 4,
@@ -471,7 +483,8 @@ def compile_variants() -> list[CompileSpec]:
             "SEQ_LENS_ARE_STARTS": False,
             "FIXED_SPLITS": fixed_splits,
             "FIXED_TILES": 4,
-            **_constexprs(query_len, 256, 256, 128),
+            "MIN_PART_TILES": min_part_tiles,
+            **options,
         }
         signature = {}
         for argument in _schedule_kernel.arg_names:
@@ -482,6 +495,6 @@ def compile_variants() -> list[CompileSpec]:
             signature["query_start_loc_ptr"] = "constexpr"
         divisible = tuple(a for a, kind in signature.items() if kind.startswith("*"))
         specs.append(
-            CompileSpec(f"schedule_{name}", _schedule_kernel, signature, constexprs, _NUM_WARPS, 3, divisible=divisible)
+            CompileSpec(f"schedule_{name}", _schedule_kernel, signature, constexprs, warps, 3, divisible=divisible)
         )
     return specs

@@ -191,7 +191,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) decode_atte
     leave_partial(state, results + warp * PARTIAL_FLOATS, lane);
     __syncthreads();
 
-    __shared__ Shared shared;
+    __shared__ Crossing crossing;
     const bool is_split = s.num_splits > 1;
 #if FIXED_SPLITS
     const int first_slot = (s.row * ((s.query_len * GROUP + 15) / 16) + s.first_row / 16) * FIXED_SPLITS;
@@ -218,8 +218,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) decode_atte
     for (int unit = threadIdx.x; unit < UNITS; unit += THREADS) deliver(merge_warps(unit, results), unit);
 #endif
     if (is_split) {
-      if (threadIdx.x == 0) shared = {s.query_start, s.num_splits, s.split, slots};
-      arrive_and_merge(&shared, 1, first_unit, last_unit, rank, p, kv_head, [] {});
+      if (threadIdx.x == 0) crossing = {s.query_start, s.num_splits, s.split, slots};
+      arrive_and_merge(&crossing, 1, first_unit, last_unit, rank, p, kv_head, [] {});
     }
     if (segment + 1 < end) __syncthreads();  // the partial results have been read
 #else

@@ -145,24 +145,24 @@ __device__ __forceinline__ Pair merge_slots(int unit, Slots slots, int count, in
 }
 
 // A unit that several blocks, or clusters, share: how many, and which of them this is.
-struct Shared {
+struct Crossing {
   int query_start, count, index;
   Slots slots;
   __device__ __forceinline__ int groups() const { return (count + MERGE_GROUP - 1) / MERGE_GROUP; }
 };
 
-// Tell that this block's results of `num_shared` units are stored, do `beside` while the others are told, and merge those
-// to which it is the last: in groups of MERGE_GROUP splits, and the results of the groups once more. Who comes last to a
-// group merges it into its first slot and goes on to the unit's counter. The blocks of a cluster do so apart, each with
-// counters of its own.
+// Tell that this block's results of `num_crossings` units are stored, do `beside` while the others are told, and merge
+// those to which it is the last: in groups of MERGE_GROUP splits, and the results of the groups once more. Who comes last
+// to a group merges it into its first slot and goes on to the unit's counter. The blocks of a cluster do so apart, each
+// with counters of its own.
 template <typename Beside>
-__device__ __forceinline__ void arrive_and_merge(const Shared *shared, int num_shared, int first_unit, int last_unit,
-                                                 int rank, const Params &p, int kv_head, Beside beside) {
+__device__ __forceinline__ void arrive_and_merge(const Crossing *crossings, int num_crossings, int first_unit,
+                                                 int last_unit, int rank, const Params &p, int kv_head, Beside beside) {
   __shared__ bool is_last[2];
   for (int level = 0; level < 2; ++level) {
     __syncthreads();
-    if (threadIdx.x < num_shared) {
-      const Shared &s = shared[threadIdx.x];
+    if (threadIdx.x < num_crossings) {
+      const Crossing &s = crossings[threadIdx.x];
       const int leader = s.index / MERGE_GROUP * MERGE_GROUP;
       const int counter = level == 0 ? s.slots.of(leader) : p.num_slots + s.slots.first;
       const int expected = level == 0 ? min(s.count - leader, MERGE_GROUP) : s.groups();
@@ -177,9 +177,9 @@ __device__ __forceinline__ void arrive_and_merge(const Shared *shared, int num_s
     if (level == 0) beside();
     __syncthreads();
     bool goes_on = false;
-    for (int i = 0; i < num_shared; ++i) {
+    for (int i = 0; i < num_crossings; ++i) {
       if (!is_last[i]) continue;
-      const Shared s = shared[i];
+      const Crossing s = crossings[i];
       const int leader = s.index / MERGE_GROUP * MERGE_GROUP;
       const bool grouped = level == 0 && s.groups() > 1;
       const Slots from = level == 0 ? s.slots.from(leader) : s.slots.leaders();
@@ -223,7 +223,7 @@ template <typename Firsts, typename Lasts>
 __device__ __forceinline__ void merge_streams(const Share *shares, Firsts firsts, Lasts lasts, int block, const Params &p,
                                               int kv_head) {
   constexpr int PAIRS = (HEAD_DIM + 63) / 64;
-  __shared__ Shared shared[2];
+  __shared__ Crossing crossings[2];
   // Each lane looks at one share. A unit is the business of the first one of this block, which spans warps `from` to `to`;
   // of the last of them it is the first segment, or the only one, and the last one of the others.
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
@@ -248,7 +248,7 @@ __device__ __forceinline__ void merge_streams(const Share *shares, Firsts firsts
       const float *at_end = __shfl_sync(0xffffffffu, (int)ends_first, leader) ? firsts(end) : lasts(end);
       // Lane i knows what warp i has left, and so do lanes i + WARPS, i + 2 WARPS, ... Warps without a part of the unit have
       // no share; a place that is read for them is one of the unit's.
-      const auto place = [&](int warp) { return warp < end ? lasts(max(warp, begin)) : at_end; };
+      const auto place = [&](int other) { return other < end ? lasts(max(other, begin)) : at_end; };
       const float2 stats = *reinterpret_cast<const float2 *>(place(lane % WARPS) + PACKED * OUT_PITCH + 2 * packed);
       float top = stats.x;
 #pragma unroll
@@ -286,9 +286,10 @@ __device__ __forceinline__ void merge_streams(const Share *shares, Firsts firsts
   if (across != 0) {
     merge_units(across, true);
     if (warp == 0 && (across >> lane & 1))
-      shared[(across & ((1u << lane) - 1)) != 0] = {mine.query_start, count, block - first_block, slots_of(first_block)};
+      crossings[(across & ((1u << lane) - 1)) != 0] = {mine.query_start, count, block - first_block,
+                                                       slots_of(first_block)};
   }
-  arrive_and_merge(shared, __popc(across), 0, UNITS, 0, p, kv_head, [&] { merge_units(inside, false); });
+  arrive_and_merge(crossings, __popc(across), 0, UNITS, 0, p, kv_head, [&] { merge_units(inside, false); });
 }
 #endif
 
