@@ -18,6 +18,9 @@ PEERS = ("FA3", "FlashInfer")
 LAYERS = 32
 """Layers that share one schedule: this share of a schedule's time is added to each call."""
 
+SCHEDULE = "schedule"
+"""The part of the benchmark that has no cells: the schedule alone."""
+
 SEED = 0
 UNIFORM = (
     *((1, context) for context in (512, 2048, 8192, 32768)),
@@ -71,7 +74,9 @@ def make_cells(parts: Iterable[str]) -> list[Cell]:
     """The cells of the named parts. Raises: ConfigError for a name that is none of PARTS."""
     names = list(parts)
     if unknown := [name for name in names if name not in PARTS]:
-        raise ConfigError(f"parts: expected some of {', '.join(PARTS)}, got {', '.join(unknown)}; name others")
+        raise ConfigError(
+            f"parts: expected some of {', '.join((*PARTS, SCHEDULE))}, got {', '.join(unknown)}; name others"
+        )
     return [cell for name in names for cell in PARTS[name]()]
 
 
@@ -227,6 +232,23 @@ class CellResult:
         return record
 
 
+@dataclass(frozen=True, slots=True)
+class ScheduleTime:
+    """Time of the schedule of a step, measured as a call of attention is.
+
+    num_parts   parts of the work list per KV head
+    """
+
+    mode: str
+    rows: int
+    num_parts: int
+    us: float
+
+    @property
+    def is_decode(self) -> bool:
+        return self.mode.startswith("decode")
+
+
 def geometric_mean(values: Sequence[float]) -> float | None:
     """exp of the mean logarithm; None of nothing."""
     return math.exp(sum(math.log(value) for value in values) / len(values)) if values else None
@@ -301,7 +323,7 @@ class Goal:
         return {**asdict(self), "met": self.met}
 
 
-def goals(results: Sequence[CellResult]) -> list[Goal]:
+def goals(results: Sequence[CellResult], schedules: Sequence[ScheduleTime]) -> list[Goal]:
     """The goals of this benchmark, judged on what was measured."""
 
     def of(*parts: str) -> list[CellResult]:
@@ -328,6 +350,7 @@ def goals(results: Sequence[CellResult]) -> list[Goal]:
     single = fits(results).get(1, {}).get(OURS)
     large_fp8 = {_place(r): r.tb_per_s(OURS) for r in of("fp8") if r.cell.kv_bytes >= _LARGE_KV_BYTES}
     varlen = {_place(r): None if r.ratio is None else 1.0 / r.ratio for r in of("varlen")}
+    scheduled: dict[str, float | None] = {s.mode: s.us for s in schedules if s.is_decode and s.rows == 256}
     return [
         mean_goal("uniform", 0.83),
         mean_goal("ragged", 0.75),
@@ -338,6 +361,7 @@ def goals(results: Sequence[CellResult]) -> list[Goal]:
         worst_goal("fp8, KV >= 256 MB: TB/s", 3.8, large_fp8, at_least=True),
         mean_goal("shapes", 1.0),
         worst_goal("varlen: share of FA3's TFLOP/s", 0.6, varlen, at_least=True),
+        worst_goal("schedule of 256 decode rows: us", 3.0, scheduled),
     ]
 
 

@@ -9,14 +9,29 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from graphrt.bench_attention import OURS, PARTS, PEERS, CellResult, Goal, SideTime, fits, geometric_means
+from graphrt.bench_attention import (
+    OURS,
+    PARTS,
+    PEERS,
+    CellResult,
+    Goal,
+    ScheduleTime,
+    SideTime,
+    fits,
+    geometric_means,
+)
 from graphrt.kernels.errors import ConfigError
 
 _COLOURS = {OURS: "tab:blue", "FA3": "tab:orange", "FlashInfer": "tab:green"}
 
 
 def print_report(
-    console: Console, results: Sequence[CellResult], goals: Sequence[Goal], *, ceiling_tb_per_s: float
+    console: Console,
+    results: Sequence[CellResult],
+    schedules: Sequence[ScheduleTime],
+    goals: Sequence[Goal],
+    *,
+    ceiling_tb_per_s: float,
 ) -> None:
     """Tables of each measured part, then the means, fits and goals."""
     for part in PARTS:
@@ -28,6 +43,8 @@ def print_report(
                 console.print(table)
             for line in _reasons(chosen):
                 console.print(line, highlight=False)
+    if schedules:
+        console.print(_schedules_table(schedules))
     means = geometric_means(results)
     if means:
         shown = ", ".join(f"{part} {mean:.3f}" for part, mean in means.items())
@@ -98,6 +115,17 @@ def _back_to_back_table(results: Sequence[CellResult]) -> Table | None:
         plain, pdl = ours.back_to_back_us, ours.pdl_us
         gain = None if plain is None or pdl is None else plain - pdl
         table.add_row(name, *(_number(value, 2) for value in (ours.call_us, plain, pdl, gain)))
+    return table
+
+
+def _schedules_table(schedules: Sequence[ScheduleTime]) -> Table:
+    by_mode: dict[str, dict[int, float]] = {}
+    for schedule in schedules:
+        by_mode.setdefault(schedule.mode, {})[schedule.rows] = schedule.us
+    rows = sorted({schedule.rows for schedule in schedules})
+    table = _table("the schedule alone, us, once per step", [f"{n} rows" for n in rows])
+    for mode, times in by_mode.items():
+        table.add_row(mode, *(_number(times.get(n), 2) for n in rows))
     return table
 
 

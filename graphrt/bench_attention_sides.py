@@ -68,9 +68,7 @@ class GraphrtSide:
 
     def prepare(self, cell: Cell, inputs: Inputs) -> list[Prepared]:
         device = inputs.device
-        on_cuda = device.type == "cuda"
-        num_sms = torch.cuda.get_device_properties(device).multi_processor_count if on_cuda else _CPU_SMS
-        plan = self._plan(cell, inputs.q.dtype, num_sms, runs_native(device))
+        plan = self._plan(cell, inputs.q.dtype, num_sms(device), runs_native(device))
         starts = _query_starts(inputs) if cell.query_len > 1 else None
         work_list = torch.empty(plan.work_list_words, dtype=torch.int32, device=device)
         workspace = AttentionWorkspace.allocate([plan], device)
@@ -326,6 +324,11 @@ class FlashInferSide:
             return lambda: wrapper.run(inputs.q[layer], (k, v), out=out[layer])
 
         return [Prepared("", [call_of(layer) for layer in range(inputs.layers)], plan_us=plan_us)]
+
+
+def num_sms(device: torch.device) -> int:
+    """Multiprocessors that our plans are made for."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else _CPU_SMS
 
 
 def prepare_checked(side: Side, cell: Cell, inputs: Inputs) -> tuple[list[Prepared], str | None]:

@@ -26,9 +26,11 @@ from graphrt.bench_attention import (
     OURS,
     PARTS,
     PEERS,
+    SCHEDULE,
     SEED,
     Cell,
     CellResult,
+    ScheduleTime,
     SideTime,
     fits,
     geometric_means,
@@ -38,6 +40,7 @@ from graphrt.bench_attention import (
 )
 from graphrt.bench_attention_inputs import Inputs, KVPool
 from graphrt.bench_attention_report import plot, print_report
+from graphrt.bench_attention_schedule import make_schedules
 from graphrt.bench_attention_sides import (
     Call,
     FlashInferSide,
@@ -99,6 +102,16 @@ def measure(cell: Cell, sides: Sequence[Side], pool: KVPool, num_samples: int) -
     return CellResult(cell, times)
 
 
+def measure_schedules(device: torch.device, num_samples: int) -> list[ScheduleTime]:
+    spacer = time_calls("", spacer_calls([torch.zeros(1, device=device)]), device=device, num_samples=num_samples)
+    times = []
+    for case in make_schedules():
+        calls = spaced_calls([case.call(device)], device)
+        us = time_calls("", calls, device=device, num_samples=num_samples).median_us - spacer.median_us
+        times.append(ScheduleTime(case.mode, case.rows, case.plan(device).num_parts, us))
+    return times
+
+
 def progress_line(result: CellResult, seconds: float) -> str:
     shown = ", ".join(f"{name} {'-' if t.us is None else f'{t.us:.2f}'}" for name, t in result.sides.items())
     return f"{seconds:6.1f} s  {result.cell.part} {result.cell.name}: {shown} us"
@@ -106,7 +119,8 @@ def progress_line(result: CellResult, seconds: float) -> str:
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default=",".join(PARTS), help=f"comma-separated parts of {', '.join(PARTS)}")
+    every = ",".join((*PARTS, SCHEDULE))
+    parser.add_argument("--only", default=every, help=f"comma-separated parts of {every}")
     parser.add_argument("--quick", action="store_true", help="fewer samples")
     parser.add_argument("--without-peers", action="store_true", help="time graphrt alone")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
@@ -123,7 +137,9 @@ def run(arguments: argparse.Namespace) -> None:
     start = time.perf_counter()
     console = make_console()
     device = torch.device(arguments.device)
-    cells = make_cells(arguments.only.split(","))
+    parts = arguments.only.split(",")
+    cells = make_cells(part for part in parts if part != SCHEDULE)
+    num_samples = QUICK_SAMPLES if arguments.quick else SAMPLES
     if device.type == "cpu":
         cells = [shrink(cell) for cell in cells]
     sides = make_sides(device, with_peers=not arguments.without_peers)
@@ -136,12 +152,13 @@ def run(arguments: argparse.Namespace) -> None:
     pool.reserve(cells)
     results = []
     for cell in cells:
-        results.append(measure(cell, sides, pool, QUICK_SAMPLES if arguments.quick else SAMPLES))
+        results.append(measure(cell, sides, pool, num_samples))
         console.print(progress_line(results[-1], time.perf_counter() - start), highlight=False)
         if device.type == "cuda":
             torch.cuda.empty_cache()
-    judged = goals(results)
-    print_report(console, results, judged, ceiling_tb_per_s=ceiling)
+    schedules = measure_schedules(device, num_samples) if SCHEDULE in parts else []
+    judged = goals(results, schedules)
+    print_report(console, results, schedules, judged, ceiling_tb_per_s=ceiling)
     record = {
         "name": "attention",
         **provenance(),
@@ -151,6 +168,7 @@ def run(arguments: argparse.Namespace) -> None:
         "seconds": round(time.perf_counter() - start, 1),
         "geometric_means": geometric_means(results),
         "fits": {batch: {side: asdict(f) for side, f in of.items()} for batch, of in fits(results).items()},
+        "schedules": [asdict(schedule) for schedule in schedules],
         "goals": [goal.to_json() for goal in judged],
         "cells": [result.to_json() for result in results],
     }

@@ -19,6 +19,7 @@ from graphrt.bench_attention import (
     PARTS,
     Cell,
     CellResult,
+    ScheduleTime,
     SideTime,
     fit_times,
     fits,
@@ -30,6 +31,8 @@ from graphrt.bench_attention import (
 )
 from graphrt.bench_attention_inputs import Inputs, KVPool, check_output
 from graphrt.bench_attention_report import plot, print_report
+from graphrt.bench_attention_schedule import make_schedules
+from graphrt.kernels.attention.attend import PART_WORDS
 from graphrt.kernels.errors import CapacityError, ConfigError, UnsupportedError
 from graphrt.kernels.types import KVLayout
 
@@ -150,9 +153,27 @@ def made_up(fixed=4.0, bandwidth=4.3, peer=1.5, parts=PARTS):
     return made
 
 
+def schedules(us=2.5):
+    return [ScheduleTime(mode, rows, 128, us * rows / 256) for mode in ("decode", "mixed") for rows in (64, 256, 512)]
+
+
+@pytest.mark.parametrize("case", make_schedules()[:9], ids=lambda case: case.mode)
+def test_schedules(case):
+    plan = case.plan(CPU)
+    work_list = case.call(CPU)()
+    assert work_list.numel() >= plan.work_list_words
+    assert work_list[plan.num_parts * PART_WORDS] > 0, "no segments"
+
+
+def test_schedules_of_every_size():
+    made = make_schedules()
+    assert len({(case.mode, case.rows) for case in made}) == len(made) == 27
+    assert {case.rows for case in made} == {1, 64, 256}
+
+
 def test_goals_met():
-    judged = goals(made_up(bandwidth=4.5))
-    assert [goal.met for goal in judged] == [True] * 9
+    judged = goals(made_up(bandwidth=4.5), [*schedules(), ScheduleTime("mixed", 256, 33, 9.9)])
+    assert [goal.met for goal in judged] == [True] * 10
     values = {goal.name: goal.value for goal in judged}
     assert values["uniform: geometric mean of the ratios"] == pytest.approx(1 / 1.5)
     assert values["B = 1: fixed us of the fit"] == pytest.approx(4.0)
@@ -161,7 +182,7 @@ def test_goals_met():
 
 
 def test_goals_missed():
-    judged = {goal.name: goal for goal in goals(made_up(fixed=20.0, bandwidth=3.0, peer=0.9))}
+    judged = {goal.name: goal for goal in goals(made_up(fixed=20.0, bandwidth=3.0, peer=0.9), schedules(3.1))}
     missed = {name for name, goal in judged.items() if goal.met is False}
     assert missed == set(judged) - {"varlen: share of FA3's TFLOP/s"}
 
@@ -171,7 +192,7 @@ def test_goal_names_its_worst_cell():
         result(r.cell, 2 * r.us("FA3"), r.us("FA3"), r.us("FlashInfer")) if r.cell.name == "64 x Zipf" else r
         for r in made_up(bandwidth=4.5)
     ]
-    by_name = {goal.name: goal for goal in goals(results)}
+    by_name = {goal.name: goal for goal in goals(results, [])}
     worst = by_name["uniform and ragged: ratio of any cell"]
     assert worst.met is False
     assert worst.where == "ragged 64 x Zipf"
@@ -181,10 +202,10 @@ def test_goal_names_its_worst_cell():
 def test_goals_are_not_met_by_leaving_cells_out():
     results = made_up(bandwidth=4.5)
     results[0] = result(results[0].cell, None, 10.0, 10.0)
-    judged = goals(results)
+    judged = goals(results, [])
     assert judged[0].met is None
     assert judged[0].missing == ("uniform 1 x 512",)
-    only = {goal.name: goal.met for goal in goals(made_up(bandwidth=4.5, parts=["ragged"]))}
+    only = {goal.name: goal.met for goal in goals(made_up(bandwidth=4.5, parts=["ragged"]), [])}
     assert only["ragged: geometric mean of the ratios"] is True
     assert only["uniform: geometric mean of the ratios"] is None
 
@@ -206,7 +227,7 @@ def test_report(tmp_path):
     results = made_up()
     results[2] = result(results[2].cell, 20.0, 25.0, back_to_back_us=19.0, pdl_us=17.5)
     console = Console(file=(tmp_path / "report").open("w"), width=120)
-    print_report(console, results, goals(results), ceiling_tb_per_s=4.57)
+    print_report(console, results, schedules(), goals(results, schedules()), ceiling_tb_per_s=4.57)
     console.file.close()
     text = (tmp_path / "report").read_text()
     assert "…" not in text  # nothing is cut at the width of a pipe
@@ -214,6 +235,7 @@ def test_report(tmp_path):
     assert "back to back" in text
     assert "1.50" in text  # the gain of PDL
     assert "uniform and ragged: ratio of any cell" in text
+    assert "the schedule alone" in text
     for cell in make_cells(PARTS):
         assert cell.name in text
 
@@ -222,7 +244,7 @@ def test_report_of_nothing_but_failures():
     results = [result(cell) for cell in make_cells(["fp8"])]
     console = Console(width=120)
     with console.capture() as captured:
-        print_report(console, results, goals(results), ceiling_tb_per_s=4.57)
+        print_report(console, results, schedules(), goals(results, schedules()), ceiling_tb_per_s=4.57)
     assert "no figure of graphrt" in captured.get()
 
 
@@ -232,7 +254,7 @@ def test_results_as_json():
     assert record["ratio"] == pytest.approx(0.81)
     assert record[OURS] == {"us": pytest.approx(8.1), "call_us": 8.0, "spaced_us": 9.0, "schedule_us": 3.2}
     assert record["FA3"] == {"us": None, "reason": "not here"}
-    assert all(json.dumps(goal.to_json()) for goal in goals([]))
+    assert all(json.dumps(goal.to_json()) for goal in goals([], []))
 
 
 def test_plot(tmp_path):
@@ -393,4 +415,4 @@ def test_dry_run(tmp_path):
     assert record["sides"] == [OURS]
     assert len(record["cells"]) == 15
     assert all(cell[OURS]["us"] is not None for cell in record["cells"])
-    assert len(record["goals"]) == 9
+    assert len(record["goals"]) == 10

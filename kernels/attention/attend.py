@@ -212,7 +212,7 @@ def attend_kernel(
         tl.extra.cuda.gdc_wait()
     part_ptr = work_list_ptr + part * _PART_WORDS
     begin = tl.load(part_ptr)
-    end = tl.load(part_ptr + _PART_WORDS)  # where the next part begins
+    end = tl.load(part_ptr + _PART_WORDS + 2)  # the next part knows
     zeros_begin = tl.load(part_ptr + 1)
     zeros_end = tl.load(part_ptr + _PART_WORDS + 1)
     # The part repeats its first segment, so that a program with one segment waits for one load only.

@@ -258,8 +258,8 @@ class AttentionPlan:
 
     @property
     def max_segments(self) -> int:
-        """Most segments that a step can have."""
-        return self.num_units * self.fixed_splits if self.fixed_splits else self.num_units + self.num_parts
+        """Most entries of the segments' area that a step can have."""
+        return self.num_units * max(self.fixed_splits, 1)
 
     @property
     def segments_at(self) -> int:

@@ -79,10 +79,13 @@ def work_list_reference(
             positions.append(line + bounds[split])
         line += tiles
 
+    is_entry = [fixed_splits > 0 or segment[-1] >> 16 == 0 for segment in segments]
     parts = torch.zeros(num_parts + 1, PART_WORDS, dtype=torch.int32)
     for part in range(num_parts + 1):
         first = sum(position < cuts[part] for position in positions) if part < num_parts else len(segments)
-        parts[part, 0] = first
+        entries = sum(is_entry[:first])
+        parts[part, 0] = entries - 1 if first < len(segments) and not is_entry[first] else entries
+        parts[part, 2] = entries
         parts[part, 1] = min(part, num_parts) * len(zeros) // num_parts
         if not fixed_splits and part < num_parts and first < len(segments):
             parts[part, 8:] = torch.tensor(segments[first], dtype=torch.int32)
@@ -90,7 +93,7 @@ def work_list_reference(
     zeros_at = segments_at + max_segments * SEGMENT_WORDS
     work_list[:segments_at] = parts.flatten()
     if segments:
-        flat = torch.tensor(segments, dtype=torch.int32).flatten()
+        flat = torch.tensor(list(itertools.compress(segments, is_entry)), dtype=torch.int32).flatten()
         work_list[segments_at : segments_at + flat.numel()] = flat
     if zeros:
         flat = torch.tensor(zeros, dtype=torch.int32).flatten()

@@ -141,8 +141,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) decode_atte
   wait_for_earlier_kernels();
 
   const int *part_words = p.work_list + part * 16;
-  const int begin = part_words[0], end = part_words[16];
-  const int zeros_begin = part_words[1], zeros_end = part_words[17];
+  const int begin = part_words[0], end = part_words[16 + 2];
+  const int zeros_begin = part_words[1], zeros_end = part_words[16 + 1];
 #if FIXED_SPLITS
   Segment s = {};
   if (begin < end) s = load_segment(p.work_list + p.segments_at + begin * 8);

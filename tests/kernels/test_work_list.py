@@ -55,11 +55,25 @@ def run_reference(plan, lengths, query_starts=None, *, causal=True, sliding_wind
 
 
 def areas(plan, work_list):
-    """Parts, the segments in use, the zeros in use."""
+    """Parts, the segments' area as far as it is used, the zeros in use."""
     parts = work_list[: (plan.num_parts + 1) * PART_WORDS].view(-1, PART_WORDS)
     segments = work_list[parts.numel() :][: plan.max_segments * SEGMENT_WORDS].view(-1, SEGMENT_WORDS)
     zeros = work_list[parts.numel() + segments.numel() :][: 3 * plan.num_units].view(-1, 3)
     return parts, segments[: int(parts[-1, 0])], zeros[: int(parts[-1, 1])]
+
+
+def segments_of_parts(plan, work_list):
+    """The segments of each part, read as the kernels read them."""
+    parts, segments, _ = areas(plan, work_list)
+    found = []
+    for part, following in itertools.pairwise(parts.tolist()):
+        begin, end = part[0], following[2]
+        assert 0 <= begin <= end <= len(segments)
+        of_part = segments[begin:end].tolist()
+        if of_part and not plan.fixed_splits:
+            of_part[0] = part[8:]
+        found.append(of_part)
+    return found
 
 
 def expected_tiles(plan, lengths, starts, causal, window):
@@ -84,58 +98,51 @@ def expected_tiles(plan, lengths, starts, causal, window):
 def check_list(plan, work_list, lengths, starts, *, causal=True, window=0):
     parts, segments, zeros = areas(plan, work_list)
     walked, blind = expected_tiles(plan, lengths, starts, causal, window)
+    of_parts = segments_of_parts(plan, work_list)
     seen, by_unit = [], {}
-    for index, (row, first, begin, end, seq_len, query_start, query_len, splits) in enumerate(segments.tolist()):
-        assert begin < end, "an empty segment"
-        assert (seq_len, query_start, query_len) == (lengths[row], starts[row], starts[row + 1] - starts[row])
-        seen += [(row, first, tile) for tile in range(begin, end)]
-        by_unit.setdefault((row, first), []).append((index, splits & 0xFFFF, splits >> 16))
+    for part, of_part in enumerate(of_parts):
+        for row, first, begin, end, seq_len, query_start, query_len, splits in of_part:
+            assert begin < end, "an empty segment"
+            assert (seq_len, query_start, query_len) == (lengths[row], starts[row], starts[row + 1] - starts[row])
+            seen += [(row, first, tile) for tile in range(begin, end)]
+            by_unit.setdefault((row, first), []).append((part, splits & 0xFFFF, splits >> 16))
+    assert seen == sorted(seen), "out of order"
     assert len(seen) == len(set(seen))
     assert set(seen) == walked
     for found in by_unit.values():
         assert [(count, split) for _, count, split in found] == [(len(found), i) for i in range(len(found))]
-        assert [index for index, _, _ in found] == list(range(found[0][0], found[0][0] + len(found)))
-    begins = parts[:, 0].tolist()
-    assert begins[0] == 0
-    assert begins == sorted(begins)
-    assert begins[-1] == len(segments)
+    assert parts[0, 0] == 0
+    assert parts[-1, 0] == parts[-1, 2] == len(segments)
     assert parts[:, 1].tolist() == sorted(parts[:, 1].tolist())
     assert parts[0, 1] == 0
     pads = {entry for entry in map(tuple, zeros.tolist()) if entry[2] < 0}
     assert sum(-count for _, _, count in pads) == (plan.num_tokens - starts[-1]) * plan.group
     assert set(map(tuple, zeros.tolist())) - pads == blind
     assert len(zeros) == len(blind) + len(pads)
-    part_of = {}
-    for part, (begin, end) in enumerate(itertools.pairwise(begins)):
-        part_of |= dict.fromkeys(range(begin, end), part)
-        if begin < end and not plan.fixed_splits:
-            assert parts[part, 8:].tolist() == segments[begin].tolist()
     if not plan.fixed_splits:
+        assert len(segments) == len(by_unit)
         for found in by_unit.values():  # what the kernel derives the slots of partial results from
-            assert [part_of[i] for i, _, _ in found] == list(
-                range(part_of[found[0][0]], part_of[found[0][0]] + len(found))
-            )
+            assert [part for part, _, _ in found] == list(range(found[0][0], found[0][0] + len(found)))
         overhead, least = plan.unit_overhead, plan.min_unit_tiles
-        tiles = {
-            unit: sum(int(segments[i][3] - segments[i][2]) for i, _, _ in found) for unit, found in by_unit.items()
-        }
+        tiles = dict.fromkeys(by_unit, 0)
+        for row, first, _ in seen:
+            tiles[row, first] += 1
         costs = {unit: max(count + overhead, least) for unit, count in tiles.items()}
-        gaps = [costs[(row, first)] - tiles[(row, first)] for row, first in segments[:, :2].tolist()]
-        loads = [
-            sum(int(segments[i][3] - segments[i][2]) + gaps[i] for i in range(b, e))
-            for b, e in itertools.pairwise(begins)
-        ]
+        gaps = {unit: costs[unit] - tiles[unit] for unit in tiles}
+        loads = [sum(s[3] - s[2] + gaps[s[0], s[1]] for s in of_part) for of_part in of_parts]
         total = sum(costs.values()) - overhead
         active = min(max(total // plan.min_part_tiles, 1), plan.num_parts)
         assert all(not load for load in loads[active:])
-        assert max(loads) <= -(-max(total, 1) // active) + 2 * max([overhead, *gaps]), "parts are not equal"
+        most = max([overhead, *gaps.values()])
+        assert max(loads) <= -(-max(total, 1) // active) + 2 * most, "parts are not equal"
 
 
 def assert_same_list(plan, have, want):
-    """All that is read; a part's copy of its first segment is compared with the segment by `check_list`."""
-    for ours, theirs in zip(areas(plan, have), areas(plan, want), strict=True):
-        used = (ours[:, :2], theirs[:, :2]) if ours.shape[1] == PART_WORDS else (ours, theirs)
-        assert torch.equal(*used)
+    """All that is read."""
+    assert segments_of_parts(plan, have) == segments_of_parts(plan, want)
+    (ours, _, our_zeros), (theirs, _, their_zeros) = areas(plan, have), areas(plan, want)
+    assert torch.equal(ours[:, 1], theirs[:, 1])
+    assert torch.equal(our_zeros, their_zeros)
 
 
 DECODE_CASES = {
@@ -146,6 +153,8 @@ DECODE_CASES = {
     "many_short": [1] * 40,
     "all_pads": [0, 0, 0],
     "pads_around": [0, 0, 300, 0],
+    "rows_of_all_warps": [37 * i % 211 for i in range(300)],
+    "blocks_of_units": [i % 7 for i in range(1100)],
 }
 
 
@@ -172,6 +181,7 @@ VARLEN_CASES = {
     "mixed": ([900, 33, 1, 64, 0], [1, 33, 1, 20, 0], 9),
     "no_pads": ([20, 30], [20, 30], 0),
     "only_pads": ([0, 0], [0, 0], 16),
+    "many": ([37 * i % 211 + i % 4 for i in range(300)], [i % 4 for i in range(300)], 20),
 }
 
 
@@ -224,6 +234,17 @@ def test_packed_rows_in_several_blocks_of_units(kernel_device, monkeypatch):
     assert plan.num_units > 2 * 32
     kernel = run_schedule(plan, lengths, starts, device=kernel_device)
     check_list(plan, kernel, lengths, starts)
+
+
+def test_lengths_of_any_stride(kernel_device):
+    """As a column of a table of rows is."""
+    lengths = DECODE_CASES["rows_of_all_warps"]
+    plan = make_plan(len(lengths))
+    table = torch.full((len(lengths), 3), 999, dtype=torch.int32, device=kernel_device)
+    table[:, 1] = torch.tensor(lengths)
+    work_list = torch.zeros(plan.work_list_words, dtype=torch.int32, device=kernel_device)
+    schedule_attention(plan, table[:, 1], work_list)
+    check_list(plan, work_list.cpu(), lengths, list(range(len(lengths) + 1)))
 
 
 def test_fixed_splits_depend_on_the_row_alone():

@@ -270,7 +270,7 @@ def test_triton_runs_its_kernels(name: str, device: torch.device, monkeypatch: p
             launched.append(self.name)
             return self.kernel[grid]
 
-    for module, name in ((work_list, "_schedule_kernel"), (attention, "attend_kernel")):
+    for module, name in ((work_list, "schedule_kernel"), (attention, "attend_kernel")):
         monkeypatch.setattr(module, name, Recorded(name, getattr(module, name)))
     backend.allocate()
     for descriptor in (DECODE, MIXED):
@@ -280,7 +280,7 @@ def test_triton_runs_its_kernels(name: str, device: torch.device, monkeypatch: p
         backend.schedule(metadata)
         backend.run(layer, q, metadata, out)
         backend.run(layer, q, metadata, out)
-        assert launched == ["_schedule_kernel", "attend_kernel", "attend_kernel"], "layers share the schedule"
+        assert launched == ["schedule_kernel", "attend_kernel", "attend_kernel"], "layers share the schedule"
 
 
 def test_triton_workspace() -> None:

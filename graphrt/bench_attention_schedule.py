@@ -1,0 +1,88 @@
+"""The schedule of attention alone: what the device makes of a step's lengths, for the plans that steps have."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+import torch
+
+from graphrt.bench_attention import SEED
+from graphrt.bench_attention_sides import Call, num_sms
+from graphrt.kernels.attention.plan import AttentionPlan
+from graphrt.kernels.attention.work_list import schedule_attention
+from graphrt.kernels.native.nvrtc import runs_native
+
+_ROWS = (1, 64, 256)
+_LONGEST = 4096
+_ROWS_PER_PAD = 8
+_MIXED_QUERY_LEN = 2
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduleCase:
+    """A step of `rows` rows of 1 to 4096 KV tokens, seeded; every eighth is a pad row.
+
+    mixed   packed rows of two new tokens each, as of mixed batches, instead of decode rows
+    """
+
+    mode: str
+    rows: int
+    num_q_heads: int = 32
+    num_kv_heads: int = 8
+    head_dim: int = 128
+    query_len: int = 1
+    sliding_window: int = 0
+    batch_invariant: bool = False
+    mixed: bool = False
+
+    def plan(self, device: torch.device) -> AttentionPlan:
+        make = partial(AttentionPlan.varlen, num_tokens=self.rows * _MIXED_QUERY_LEN)
+        if not self.mixed:
+            decode = partial(AttentionPlan.decode, native=runs_native(device))
+            make = partial(decode, query_len=self.query_len, batch_invariant=self.batch_invariant)
+        return make(
+            self.rows,
+            num_q_heads=self.num_q_heads,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            dtype=torch.bfloat16,
+            num_sms=num_sms(device),
+        )
+
+    def call(self, device: torch.device) -> Call:
+        """The schedule of this step, which can be captured; it returns the work list."""
+        plan = self.plan(device)
+        lengths = np.random.default_rng((SEED, self.rows)).integers(1, _LONGEST, size=self.rows, endpoint=True)
+        lengths[_ROWS_PER_PAD - 1 :: _ROWS_PER_PAD] = 0
+        seq_lens = torch.tensor(lengths, dtype=torch.int32, device=device)
+        starts = None
+        if self.mixed:
+            starts = torch.arange(self.rows + 1, dtype=torch.int32, device=device) * _MIXED_QUERY_LEN
+        work_list = torch.empty(plan.work_list_words, dtype=torch.int32, device=device)
+
+        def schedule() -> torch.Tensor:
+            schedule_attention(plan, seq_lens, work_list, query_start_loc=starts, sliding_window=self.sliding_window)
+            return work_list
+
+        return schedule
+
+
+def make_schedules() -> list[ScheduleCase]:
+    """Every mode at 1, 64 and 256 rows."""
+    return [
+        case
+        for rows in _ROWS
+        for case in (
+            ScheduleCase("decode", rows),
+            ScheduleCase("decode, 9/3 x 64", rows, 9, 3, 64),
+            ScheduleCase("decode, 32/32 x 128", rows, 32, 32),
+            ScheduleCase("decode, 64/8 x 128", rows, 64, 8),
+            ScheduleCase("decode, 16/1 x 128", rows, 16, 1),
+            ScheduleCase("decode, window of 1024", rows, sliding_window=1024),
+            ScheduleCase("decode, 4 new tokens", rows, query_len=4),
+            ScheduleCase("decode, batch-invariant", rows, batch_invariant=True),
+            ScheduleCase("mixed, 2 new tokens", rows, mixed=True),
+        )
+    ]
