@@ -322,8 +322,13 @@ class AttentionPlan:
 
     @property
     def num_counters(self) -> int:
-        """Arrival counters: for each slot one of the group that begins there, and one of the unit; for each block."""
-        return 2 * self.num_slots * self.num_kv_heads * self.cluster
+        """Arrival counters: for each slot one of the group that begins there, and one of the unit; for each block. And
+        the words of the letters that blocks of the CUDA kernel send each other where parts are warps."""
+        counters = 2 * self.num_slots * self.num_kv_heads * self.cluster
+        if not self.parts_are_warps:
+            return counters
+        rows = self.native_blocks * self.num_kv_heads * self.query_len * self.group
+        return counters + rows * (self.head_dim + 2)
 
 
 @dataclass(frozen=True, slots=True)
@@ -332,7 +337,8 @@ class AttentionWorkspace:
 
     partial_out   [*] float32  partial results of split units; contents matter within one call only
     partial_lse   [*] float32  their log-sum-exp in units of log 2
-    counters      [*] int32    arrivals per split unit; 0 between calls, which the kernel itself restores
+    counters      [*] int32    arrivals per split unit, and letters between blocks; 0 between calls, which the kernels
+                               themselves restore
     """
 
     partial_out: torch.Tensor

@@ -3,12 +3,12 @@
 // Each warp is a stream of its own: it copies tiles of K and V STAGES - 1 ahead into its own place in shared memory,
 // across segments, and multiplies with mma.sync. No barrier stands in that loop. A part of the work list, which is
 // work_list.py's, is one warp's: what is whole in it the warp writes, what it shares it leaves in shared memory until all
-// warps of the block are through, and then these merge. Only a unit that several blocks share, at most two of a block,
-// goes through global memory, with self-resetting counters as in attend.py.
+// warps of the block are through, and then these merge. What they have of a unit that goes on in the next block they send,
+// through global memory, to the block where it ends, which waits for it.
 //
 // Under clusters and fixed splits (COOPERATIVE) a part is that of all warps of a cluster, each of which takes every
 // WORKERS-th tile of a segment. They merge at the end of each segment, the blocks of a cluster through distributed shared
-// memory, each for its slice of the output.
+// memory, each for its slice of the output; what several clusters share, with self-resetting counters as in attend.py.
 //
 // The grid has a column of blocks per KV head: neighbours read the same pages.
 //
@@ -191,7 +191,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) decode_atte
     leave_partial(state, results + warp * PARTIAL_FLOATS, lane);
     __syncthreads();
 
-    __shared__ Crossing crossing;
     const bool is_split = s.num_splits > 1;
 #if FIXED_SPLITS
     const int first_slot = (s.row * ((s.query_len * GROUP + 15) / 16) + s.first_row / 16) * FIXED_SPLITS;
@@ -217,10 +216,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) decode_atte
 #else
     for (int unit = threadIdx.x; unit < UNITS; unit += THREADS) deliver(merge_warps(unit, results), unit);
 #endif
-    if (is_split) {
-      if (threadIdx.x == 0) crossing = {s.query_start, s.num_splits, s.split, slots};
-      arrive_and_merge(&crossing, 1, first_unit, last_unit, rank, p, kv_head, [] {});
-    }
+    if (is_split)
+      arrive_and_merge(s.num_splits, s.split, slots, s.query_start, first_unit, last_unit, rank, p, kv_head);
     if (segment + 1 < end) __syncthreads();  // the partial results have been read
 #else
     if (s.num_splits == 1) {

@@ -87,6 +87,7 @@ __device__ __forceinline__ Pair merge_shared(Values values, Stats stats) {
   return r;
 }
 
+#if COOPERATIVE
 // The places of a unit's partial results in global memory, those of attend.py.
 struct Slots {
   int first, next, step;
@@ -144,60 +145,38 @@ __device__ __forceinline__ Pair merge_slots(int unit, Slots slots, int count, in
   return r;
 }
 
-// A unit that several blocks, or clusters, share: how many, and which of them this is.
-struct Crossing {
-  int query_start, count, index;
-  Slots slots;
-  __device__ __forceinline__ int groups() const { return (count + MERGE_GROUP - 1) / MERGE_GROUP; }
-};
-
-// Tell that this block's results of `num_crossings` units are stored, do `beside` while the others are told, and merge
-// those to which it is the last: in groups of MERGE_GROUP splits, and the results of the groups once more. Who comes last
-// to a group merges it into its first slot and goes on to the unit's counter. The blocks of a cluster do so apart, each
-// with counters of its own.
-template <typename Beside>
-__device__ __forceinline__ void arrive_and_merge(const Crossing *crossings, int num_crossings, int first_unit,
-                                                 int last_unit, int rank, const Params &p, int kv_head, Beside beside) {
-  __shared__ bool is_last[2];
+// Tell that this block's results of a unit are stored, which is split `index` of `count`, and merge those to which it is
+// the last: in groups of MERGE_GROUP splits, and the results of the groups once more. Who comes last to a group merges it
+// into its first slot and goes on to the unit's counter. The blocks of a cluster do so apart, each with counters of its
+// own.
+__device__ __forceinline__ void arrive_and_merge(int count, int index, Slots slots, int query_start, int first_unit,
+                                                 int last_unit, int rank, const Params &p, int kv_head) {
+  __shared__ bool is_last;
+  const int leader = index / MERGE_GROUP * MERGE_GROUP, groups = (count + MERGE_GROUP - 1) / MERGE_GROUP;
   for (int level = 0; level < 2; ++level) {
+    const int expected = level == 0 ? min(count - leader, MERGE_GROUP) : groups;
     __syncthreads();
-    if (threadIdx.x < num_crossings) {
-      const Crossing &s = crossings[threadIdx.x];
-      const int leader = s.index / MERGE_GROUP * MERGE_GROUP;
-      const int counter = level == 0 ? s.slots.of(leader) : p.num_slots + s.slots.first;
-      const int expected = level == 0 ? min(s.count - leader, MERGE_GROUP) : s.groups();
-      bool last = level == 0 || (is_last[threadIdx.x] && s.groups() > 1);
-      if (last) {
-        int *at = p.counters + ((i64)counter * KV_HEADS + kv_head) * CLUSTER + rank;
-        last = count_arrival(at) == expected - 1;
-        if (last) *at = 0;
-      }
-      is_last[threadIdx.x] = last;
+    if (threadIdx.x == 0) {
+      const int counter = level == 0 ? slots.of(leader) : p.num_slots + slots.first;
+      int *at = p.counters + ((i64)counter * KV_HEADS + kv_head) * CLUSTER + rank;
+      is_last = count_arrival(at) == expected - 1;
+      if (is_last) *at = 0;
     }
-    if (level == 0) beside();
     __syncthreads();
-    bool goes_on = false;
-    for (int i = 0; i < num_crossings; ++i) {
-      if (!is_last[i]) continue;
-      const Crossing s = crossings[i];
-      const int leader = s.index / MERGE_GROUP * MERGE_GROUP;
-      const bool grouped = level == 0 && s.groups() > 1;
-      const Slots from = level == 0 ? s.slots.from(leader) : s.slots.leaders();
-      const int count = level == 0 ? min(s.count - leader, MERGE_GROUP) : s.groups();
-      for (int unit = first_unit + threadIdx.x; unit < last_unit; unit += THREADS) {
-        Pair r = merge_slots(unit, from, count, level, p, kv_head);
-        if (grouped)
-          store_pair(r, unit, first_unit, 1, from.first, p, kv_head);
-        else
-          write_pair(r, unit, s.query_start, p, kv_head);
-      }
-      goes_on |= grouped;
+    if (!is_last) return;
+    const bool goes_on = level == 0 && groups > 1;
+    const Slots from = level == 0 ? slots.from(leader) : slots.leaders();
+    for (int unit = first_unit + threadIdx.x; unit < last_unit; unit += THREADS) {
+      Pair r = merge_slots(unit, from, expected, level, p, kv_head);
+      if (goes_on)
+        store_pair(r, unit, first_unit, 1, from.first, p, kv_head);
+      else
+        write_pair(r, unit, query_start, p, kv_head);
     }
     if (!goes_on) return;
   }
 }
 
-#if COOPERATIVE
 // The partial results of this block's warps.
 __device__ __forceinline__ Pair merge_warps(int unit, const float *results) {
   const int at = packed_of(unit) * OUT_PITCH + element_of(unit), stats_at = PACKED * OUT_PITCH + 2 * packed_of(unit);
@@ -216,80 +195,150 @@ __device__ __forceinline__ Share share_of(const Segment &s, int segments) {
   return {s.query_start, s.num_splits > 1 ? s.num_splits : 0, s.split, segments};
 }
 
+#define PAIRS ((HEAD_DIM + 63) / 64)       // of a query row, per lane
+
+// The letter of a block: what it has, and a group of blocks before it, of the unit that goes on in the next block. For
+// each query row HEAD_DIM sums, the reference point of their exponentials and the sum of these. Words are 0 until they
+// come, and the reader makes them 0 again; so a word that is sent as 0 is sent as -0.
+__device__ __forceinline__ float *letter_of(int block, int packed, const Params &p, int kv_head) {
+  const i64 at = 2 * (i64)p.num_slots * KV_HEADS + (((i64)block * KV_HEADS + kv_head) * PACKED + packed) * (HEAD_DIM + 2);
+  return reinterpret_cast<float *>(p.counters) + at;
+}
+
+__device__ __forceinline__ int pair_of(int lane, int j) { return min(2 * (lane + 32 * j), HEAD_DIM - 2); }
+
+__device__ __forceinline__ void send_row(const Pair (&row)[PAIRS], float *letter, int lane) {
+#pragma unroll
+  for (int j = 0; j < PAIRS; ++j)
+    if (lane + 32 * j < HEAD_DIM / 2) send(letter + pair_of(lane, j), row[j].x, row[j].y);
+  if (lane == 0) send(letter + HEAD_DIM, row[0].top, row[0].sum);
+}
+
+// Add the letters of blocks to a query row, waiting for each: of the leaders of `groups` groups of MERGE_GROUP blocks from
+// block `first` on, and of those before block `first + index` that are in no such group. Blocks start in their order, so
+// that who is waited for runs.
+__device__ __forceinline__ void receive_rows(Pair (&row)[PAIRS], int first, int index, int groups, int packed,
+                                             const Params &p, int kv_head, int lane) {
+  constexpr int AT_A_TIME = 8;
+  const int member = index / MERGE_GROUP * MERGE_GROUP, count = groups + index - member;
+#pragma unroll 1
+  for (int from = 0; from < count; from += AT_A_TIME) {
+    float *letters[AT_A_TIME];
+    float2 stats[AT_A_TIME], values[AT_A_TIME][PAIRS];
+#pragma unroll
+    for (int i = 0; i < AT_A_TIME; ++i) {
+      const int at = min(from + i, count - 1);  // what is read twice does no harm, a branch per load would
+      const int sender = at < groups ? (at + 1) * MERGE_GROUP - 1 : member + at - groups;
+      letters[i] = letter_of(first + sender, packed, p, kv_head);
+    }
+    bool missing;
+    do {
+      missing = false;
+#pragma unroll
+      for (int i = 0; i < AT_A_TIME; ++i) {
+        stats[i] = receive(letters[i] + HEAD_DIM);
+#pragma unroll
+        for (int j = 0; j < PAIRS; ++j) values[i][j] = receive(letters[i] + pair_of(lane, j));
+      }
+#pragma unroll
+      for (int i = 0; i < AT_A_TIME; ++i) {
+        missing |= !has_come(stats[i]);
+#pragma unroll
+        for (int j = 0; j < PAIRS; ++j) missing |= !has_come(values[i][j]);
+      }
+    } while (__any_sync(0xffffffffu, missing));
+    float top = row[0].top;
+#pragma unroll
+    for (int i = 0; i < AT_A_TIME; ++i) {
+      if (from + i >= count) stats[i] = {NEG_INF, 0.0f};
+      top = fmaxf(top, stats[i].x);
+    }
+    const float rescale = power2(row[0].top - finite(top));
+#pragma unroll
+    for (int j = 0; j < PAIRS; ++j) row[j] = {row[j].x * rescale, row[j].y * rescale, top, row[j].sum * rescale};
+#pragma unroll
+    for (int i = 0; i < AT_A_TIME; ++i) {
+      if (from + i >= count) continue;
+      const float weight = power2(stats[i].x - finite(top));
+#pragma unroll
+      for (int j = 0; j < PAIRS; ++j) {
+        row[j].x += weight * values[i][j].x;
+        row[j].y += weight * values[i][j].y;
+        row[j].sum += weight * stats[i].y;
+        if (lane + 32 * j < HEAD_DIM / 2) clear(letters[i] + pair_of(lane, j));
+      }
+      if (lane == 0) clear(letters[i] + HEAD_DIM);
+    }
+  }
+}
+
 // Merge what the warps of this block share: `shares` are that of the first segment of the block, where its warp has
 // others, and that of the last segment of each warp. `firsts(warp)` and `lasts(warp)` are the places of partial results.
-// A warp merges a query row at a time, `PAIRS` times two neighbouring elements per lane.
+// A warp merges a query row at a time, `PAIRS` times two neighbouring elements per lane. What goes on in the next block
+// is sent there first, as its last block waits for it; what ends here comes last.
 template <typename Firsts, typename Lasts>
 __device__ __forceinline__ void merge_streams(const Share *shares, Firsts firsts, Lasts lasts, int block, const Params &p,
                                               int kv_head) {
-  constexpr int PAIRS = (HEAD_DIM + 63) / 64;
-  __shared__ Crossing crossings[2];
   // Each lane looks at one share. A unit is the business of the first one of this block, which spans warps `from` to `to`;
   // of the last of them it is the first segment, or the only one, and the last one of the others.
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const Share mine = shares[min(lane, WARPS)];
   const int from = max(lane - 1, 0), first_part = block * WARPS + from - mine.split;
   const int last_part = first_part + mine.num_splits - 1, first_block = first_part / WARPS;
-  const int to = lane == 0 ? 0 : min(last_part - block * WARPS, WARPS - 1), count = last_part / WARPS - first_block + 1;
+  const int to = lane == 0 ? 0 : min(last_part - block * WARPS, WARPS - 1);
+  const bool goes_on = last_part / WARPS > block;
   const bool leads = lane <= WARPS && mine.num_splits > 0 && (lane <= 1 || mine.split == 0);
   const bool ends_first = lane == 0 || (leads && to > from && shares[1 + to].segments > 1);
-  const u32 inside = __ballot_sync(0xffffffffu, leads && count == 1);
-  const u32 across = __ballot_sync(0xffffffffu, leads && count > 1);
-  if ((inside | across) == 0) return;
-  const auto merge_units = [&](u32 leaders, bool is_across) {
+  const u32 leaders = __ballot_sync(0xffffffffu, leads);
 #pragma unroll 1
-    for (int item = WARPS - 1 - warp; item < __popc(leaders) * PACKED; item += WARPS) {  // warp 0 tells the others
-      u32 left = leaders;
-      for (int i = 0; i < item / PACKED; ++i) left &= left - 1;
-      const int leader = __ffs(left) - 1, packed = item % PACKED;
-      const int begin = __shfl_sync(0xffffffffu, from, leader), end = __shfl_sync(0xffffffffu, to, leader);
-      const int first = __shfl_sync(0xffffffffu, first_block, leader);
-      const int query_start = __shfl_sync(0xffffffffu, mine.query_start, leader);
-      const float *at_end = __shfl_sync(0xffffffffu, (int)ends_first, leader) ? firsts(end) : lasts(end);
-      // Lane i knows what warp i has left, and so do lanes i + WARPS, i + 2 WARPS, ... Warps without a part of the unit have
-      // no share; a place that is read for them is one of the unit's.
-      const auto place = [&](int other) { return other < end ? lasts(max(other, begin)) : at_end; };
-      const float2 stats = *reinterpret_cast<const float2 *>(place(lane % WARPS) + PACKED * OUT_PITCH + 2 * packed);
-      float top = stats.x;
+  for (int item = WARPS - 1 - warp; item < __popc(leaders) * PACKED; item += WARPS) {
+    u32 left = leaders;
+    for (int i = 0; i < item / PACKED; ++i) left ^= 1u << (31 - __clz(left));
+    const int leader = 31 - __clz(left), packed = item % PACKED;
+    const int begin = __shfl_sync(0xffffffffu, from, leader), end = __shfl_sync(0xffffffffu, to, leader);
+    const float *at_end = __shfl_sync(0xffffffffu, (int)ends_first, leader) ? firsts(end) : lasts(end);
+    // Lane i knows what warp i has left, and so do lanes i + WARPS, i + 2 WARPS, ... Warps without a part of the unit have
+    // no share; a place that is read for them is one of the unit's.
+    const auto place = [&](int other) { return other < end ? lasts(max(other, begin)) : at_end; };
+    const float2 stats = *reinterpret_cast<const float2 *>(place(lane % WARPS) + PACKED * OUT_PITCH + 2 * packed);
+    float top = stats.x;
 #pragma unroll
-      for (int other = 1; other < WARPS; other *= 2) top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, other));
-      const bool exists = lane % WARPS >= begin && lane % WARPS <= end;
-      const float share = exists ? power2(stats.x - finite(top)) : 0.0f;
-      float sum = share * stats.y;
+    for (int other = 1; other < WARPS; other *= 2) top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, other));
+    const bool exists = lane % WARPS >= begin && lane % WARPS <= end;
+    const float share = exists ? power2(stats.x - finite(top)) : 0.0f;
+    float sum = share * stats.y;
 #pragma unroll
-      for (int other = 1; other < WARPS; other *= 2) sum += __shfl_xor_sync(0xffffffffu, sum, other);
-      Pair rows[PAIRS];
+    for (int other = 1; other < WARPS; other *= 2) sum += __shfl_xor_sync(0xffffffffu, sum, other);
+    Pair row[PAIRS];
 #pragma unroll
-      for (int j = 0; j < PAIRS; ++j) rows[j] = {0.0f, 0.0f, top, sum};
+    for (int j = 0; j < PAIRS; ++j) row[j] = {0.0f, 0.0f, top, sum};
 #pragma unroll
-      for (int i = 0; i < WARPS; ++i) {
-        const float weight = __shfl_sync(0xffffffffu, share, i);
-        const float *values = place(i) + packed * OUT_PITCH;
-#pragma unroll
-        for (int j = 0; j < PAIRS; ++j) {
-          const float2 x = *reinterpret_cast<const float2 *>(values + min(2 * (lane + 32 * j), HEAD_DIM - 2));
-          rows[j].x += weight * x.x;
-          rows[j].y += weight * x.y;
-        }
-      }
+    for (int i = 0; i < WARPS; ++i) {
+      const float weight = __shfl_sync(0xffffffffu, share, i);
+      const float *values = place(i) + packed * OUT_PITCH;
 #pragma unroll
       for (int j = 0; j < PAIRS; ++j) {
-        int unit = packed * (HEAD_DIM / 2) + lane + 32 * j;
-        if (lane + 32 * j >= HEAD_DIM / 2) continue;
-        if (is_across)
-          store_pair(rows[j], unit, 0, 0, slots_of(first).of(block - first), p, kv_head);
-        else
-          write_pair(rows[j], unit, query_start, p, kv_head);
+        const float2 x = *reinterpret_cast<const float2 *>(values + pair_of(lane, j));
+        row[j].x += weight * x.x;
+        row[j].y += weight * x.y;
       }
     }
-  };
-  if (across != 0) {
-    merge_units(across, true);
-    if (warp == 0 && (across >> lane & 1))
-      crossings[(across & ((1u << lane) - 1)) != 0] = {mine.query_start, count, block - first_block,
-                                                       slots_of(first_block)};
+    const int first = __shfl_sync(0xffffffffu, first_block, leader), index = block - first;
+    const bool is_sent = __shfl_sync(0xffffffffu, (int)goes_on, leader);
+    if (!is_sent)
+      receive_rows(row, first, index, index / MERGE_GROUP, packed, p, kv_head, lane);
+    else if (index % MERGE_GROUP == MERGE_GROUP - 1)
+      receive_rows(row, first, index, 0, packed, p, kv_head, lane);
+    const int query_start = __shfl_sync(0xffffffffu, mine.query_start, leader);
+    if (is_sent) {
+      send_row(row, letter_of(block, packed, p, kv_head), lane);
+    } else {
+#pragma unroll
+      for (int j = 0; j < PAIRS; ++j)
+        if (lane + 32 * j < HEAD_DIM / 2)
+          write_pair(row[j], packed * (HEAD_DIM / 2) + lane + 32 * j, query_start, p, kv_head);
+    }
   }
-  arrive_and_merge(crossings, __popc(across), 0, UNITS, 0, p, kv_head, [&] { merge_units(inside, false); });
 }
 #endif
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import threading
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -43,6 +44,7 @@ CASES = [
     replace(BASE, id="one_token", rows=decode((1,)), num_sms=132),
     replace(BASE, id="one_empty_row", rows=decode((0,)), num_sms=132),
     replace(BASE, id="pairs_group_16", rows=decode((777, 20, 300)), num_sms=132, num_kv_heads=1, group=16),
+    replace(BASE, id="pairs_in_two_stages", rows=decode((5000, 20)), num_sms=132, num_kv_heads=1, group=16),
     replace(BASE, id="pairs_fp8", rows=decode((1, 90, 2000)), num_sms=66, num_kv_heads=1, group=8, kv_dtype=E4M3),
     replace(BASE, id="one_row_of_two_clusters", rows=decode((9000,)), num_sms=132, num_kv_heads=1),
     replace(BASE, id="one_row_fp8", rows=decode((1000,)), num_sms=132, kv_dtype=E4M3),
@@ -126,6 +128,20 @@ def test_both_kernels_by_one_plan(case: Case, rng: torch.Generator) -> None:
     assert torch.equal(problem.run(), native), "a second run must give the same bits"
     for before, after in zip(caches, (problem.k_cache, problem.v_cache), strict=True):
         assert torch.equal(before.view(torch.int8), after.view(torch.int8)), "the cache must not be written"
+
+
+def check_values_of_zero(run: Callable[[Problem], torch.Tensor], device: torch.device, rng: torch.Generator) -> None:
+    """`run` of a problem whose rows several blocks share and whose values are 0, or -0."""
+    problem = make_problem(replace(BASE, rows=decode((3000, 40)), num_kv_heads=1, num_sms=48), rng, device)
+    for zero in (0.0, -0.0):
+        problem.v_cache.fill_(zero)
+        assert not run(problem).any()
+
+
+@pytest.mark.gpu
+def test_values_of_zero(rng: torch.Generator) -> None:
+    """Blocks send each other words that are 0 until they come."""
+    check_values_of_zero(lambda problem: problem.run(), torch.device("cuda"), rng)
 
 
 @pytest.mark.gpu

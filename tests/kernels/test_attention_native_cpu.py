@@ -14,7 +14,7 @@ from tests.kernels import native_emulation
 from tests.kernels.attention_cases import E4M3, NAN, UNWRITTEN, Case, Problem, assert_accurate, decode, make_problem
 from tests.kernels.test_attention import check_batch_invariant_rows
 from tests.kernels.test_attention_features import check_scales_of_keys
-from tests.kernels.test_attention_native import BASE, CASES
+from tests.kernels.test_attention_native import BASE, CASES, check_values_of_zero
 
 pytestmark = pytest.mark.skipif(native_emulation.COMPILER is None, reason="needs the C++ compiler g++")
 
@@ -92,7 +92,11 @@ BUGS = {
     "warps_do_not_wait_to_merge": ("  __syncthreads();\n  merge_streams(", "  merge_streams(", "many_segments"),
     "nor_those_that_share_parts": ("lane);\n    __syncthreads();\n", "lane);\n", "invariant"),
     "results_are_overwritten": ("if (segment + 1 < end) __syncthreads();", "", "invariant_many_segments"),
-    "blocks_results_in_one_place": ("of(block - first), p", "of(0), p", "bf16"),
+    "letters_of_one_block": ("letter_of(first + sender,", "letter_of(first,", "merge_in_two_stages"),
+    "letters_are_not_waited_for": ("while (__any_sync(0xffffffffu, missing));", "while (false);", "many_segments"),
+    "letters_stay": ("      if (lane == 0) clear(letters[i] + HEAD_DIM);\n", "", "bf16"),
+    "groups_are_not_read": ("first, index, index / MERGE_GROUP,", "first, index, 0,", "merge_in_two_stages"),
+    "groups_are_not_merged": ("(index % MERGE_GROUP == MERGE_GROUP - 1)", "(false)", "merge_in_two_stages"),
     "partial_results_in_one_place": ("slots.of(s.split), p", "slots.of(0), p", "invariant"),
     "the_first_segment_is_not_shared": ("begin + 1 < end ? share_of", "false ? share_of", "ends_in_another_block"),
     "a_first_segment_taken_for_the_last": ("(leads && to > from", "(false && to > from", "many_segments"),
@@ -101,8 +105,8 @@ BUGS = {
     "pages_are_not_read_again": ("if (t.index == PAGES_PER_LOAD) {", "if (false) {", "pages_read_again"),
     "the_first_pages_again": ("(t.s, p, t.tile, lane)", "(t.s, p, first_tile(t.s, worker), lane)", "pages_read_again"),
     "rows_are_not_turned": ("transpose(pack_output(", "(pack_output(", "many_segments"),
-    "the_counter_stays": ("        if (last) *at = 0;\n", "", "bf16"),
-    "groups_are_not_merged": ("if (!goes_on) return;", "return;", "merge_in_two_stages"),
+    "the_counter_stays": ("      if (is_last) *at = 0;\n", "", "invariant"),
+    "groups_of_clusters_are_not_merged": ("if (!goes_on) return;", "return;", "pairs_in_two_stages"),
     "the_cluster_does_not_wait": ("inbox.wait();", "", "one_row"),
     "a_slice_goes_astray": ("source * SLICE + unit % SLICE)", "source * SLICE)", "one_row"),
     "later_tokens_are_seen": ("position <= query)", "true)", "speculative"),
@@ -138,20 +142,10 @@ def check_often(problem: Problem) -> None:
         assert_accurate(problem, run(problem))
 
 
-@pytest.mark.parametrize("bug", [None, ("is_last[threadIdx.x] && s.groups() > 1", "is_last[threadIdx.x]")])
-def test_a_block_that_is_last_to_two_units(
-    bug: tuple[str, str] | None, rng: torch.Generator, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """To a group of the long one, which then goes on, and to the short one, which does not."""
+def test_values_of_zero(rng: torch.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A word that another block waits for is told from one that has not come, though both are 0."""
     monkeypatch.setattr(native, "launch", native_emulation.emulated_launch)
-    monkeypatch.setattr(native_emulation, "order", [*range(16, 23), *range(24, 48), 23, *range(16)])
-    monkeypatch.setattr(native_emulation, "planted", bug)
-    problem = make_problem(BY_ID["two_units_across"], rng, CPU)
-    if bug is None:
-        assert_accurate(problem, run(problem))
-        return
-    with pytest.raises(AssertionError):
-        assert_accurate(problem, run(problem))
+    check_values_of_zero(run, CPU, rng)
 
 
 @pytest.mark.parametrize("bug", BUGS)
