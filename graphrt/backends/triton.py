@@ -116,7 +116,7 @@ class TritonBackend(AttentionBackend):
         }
 
     def reset(self) -> None:
-        """Zero the counters of split rows."""
+        """Zero the counters of split rows, and the letters behind them."""
         if self._workspace is not None:
             self._workspace.counters.zero_()
 

@@ -19,12 +19,14 @@ from graphrt.kernels.attention.plan import (
     native_shared_bytes,
     native_tile,
 )
+from graphrt.kernels.errors import ShapeError
 from graphrt.kernels.native.nvrtc import NativeVariant, launch
 
 NATIVE_PAGE_MULTIPLE = 16
 """Tokens that lie in one page together."""
 
 _ALIGNMENT = 16  # bytes that one copy moves
+_PAIR = 8  # bytes of the workspace that are read at a time
 
 
 class _Params(ctypes.Structure):
@@ -113,7 +115,16 @@ def native_attention(
     options: AttentionOptions,
     pdl: bool,
 ) -> None:
-    """One launch; the arguments are those of `paged_attention`, and `native_serves` them."""
+    """One launch; the arguments are those of `paged_attention`, and `native_serves` them.
+
+    Raises: ShapeError for a workspace whose words cannot be read in pairs.
+    """
+    for name, words in (("partial_out", workspace.partial_out), ("counters", workspace.counters)):
+        if words.data_ptr() % _PAIR:
+            raise ShapeError(
+                f"workspace.{name}: expected an address that is a multiple of {_PAIR}, got {words.data_ptr():#x}; "
+                "make it with AttentionWorkspace.allocate"
+            )
     logit_factor, logit_cap = logit_constants(options.softmax_scale, options.logits_softcap)
     pointers = [q, k_cache, v_cache, block_table, work_list, out, lse]
     pointers += [workspace.partial_out, workspace.partial_lse, workspace.counters]

@@ -304,7 +304,7 @@ class AttentionPlan:
     def num_slots(self) -> int:
         """Places for partial results, per KV head. Units that are never split need none.
 
-        The Triton kernel needs them where parts are warps; the CUDA kernel then uses those of its blocks only.
+        The Triton kernel needs them where parts are warps; the CUDA kernel's blocks then send letters instead.
         """
         if self.fixed_splits:
             return self.num_units * self.fixed_splits if self.fixed_splits > 1 else 0
@@ -318,7 +318,7 @@ class AttentionPlan:
     @property
     def partial_lses(self) -> int:
         """Log-sum-exps of partial results; the CUDA kernel keeps those of merged groups apart."""
-        return self.partial_rows * (2 if self.native_warps else 1)
+        return self.partial_rows * (2 if self.native_warps and not self.parts_are_warps else 1)
 
     @property
     def num_counters(self) -> int:
@@ -335,10 +335,13 @@ class AttentionPlan:
 class AttentionWorkspace:
     """Scratch memory of attention calls, shared by all layers and graphs that run one after another.
 
+    Calls that run at a time need one each: they would take each other's words, and one that waits in vain traps after
+    some ten seconds, as does one by the work list of another plan.
+
     partial_out   [*] float32  partial results of split units; contents matter within one call only
     partial_lse   [*] float32  their log-sum-exp in units of log 2
     counters      [*] int32    arrivals per split unit, and letters between blocks; 0 between calls, which the kernels
-                               themselves restore
+                               themselves restore, unless a launch was aborted
     """
 
     partial_out: torch.Tensor

@@ -174,6 +174,7 @@ def _place_block(
     unit_end = start_of_block + tl.cumsum(cost, 1)
     # A cut in a gap belongs to the next unit that sees anything; those between that see nothing are behind it.
     before = unit_end <= cut
+    tl.static_assert(tl.constexpr(unit.shape[1]) * max(FIXED_SPLITS, 1) < 1 << 15, "entries of a block have 15 bits")
     packed = entries << 16 | (unit < num_units).to(tl.int32)  # not with the cost too: warps sum 32 bits in one step
     sums = _row_sum(tl.where(before, packed, 0))
     part_unit += sums & 0xFFFF
@@ -228,7 +229,7 @@ def _store_fixed_segments(
     )  # fmt: skip
 
 
-# With a stride known to be 1 each thread would load lengths in pairs, and layouts change at every scan and store.
+# The stride is 1, but were that known each thread would load lengths in pairs, and layouts change at scans and stores.
 @triton.jit(
     do_not_specialize=[
         "stride_seq_lens",

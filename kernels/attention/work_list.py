@@ -143,7 +143,7 @@ def schedule_attention(
     """Write the work list of one step from its lengths; every layer with the same plan and window may share it.
 
     plan             host constants of the captured size
-    seq_lens         [rows]      int32  KV tokens of each row, of any stride; 0: the row's outputs become zeros
+    seq_lens         [rows]      int32  KV tokens of each row; 0: the row's outputs become zeros
                      [rows + 1]  int32  with `seq_lens_are_starts`: where each row's keys begin in contiguous K and V
     work_list        [>= plan.work_list_words]  int32  written in full, as far as it is read
     query_start_loc  [rows + 1]  int32  for plans without a fixed query_len
@@ -155,6 +155,7 @@ def schedule_attention(
     """
     expected = plan.num_rows + 1 if seq_lens_are_starts else plan.num_rows
     check_tensor("seq_lens", seq_lens, shape=(expected,), dtype=torch.int32)
+    check_unit_stride("seq_lens", seq_lens)
     check_tensor("work_list", work_list, shape=(None,), dtype=torch.int32, device=seq_lens.device)
     check_unit_stride("work_list", work_list)
     if work_list.shape[0] < plan.work_list_words:

@@ -4,7 +4,7 @@
 // across segments, and multiplies with mma.sync. No barrier stands in that loop. A part of the work list, which is
 // work_list.py's, is one warp's: what is whole in it the warp writes, what it shares it leaves in shared memory until all
 // warps of the block are through, and then these merge. What they have of a unit that goes on in the next block they send,
-// through global memory, to the block where it ends, which waits for it.
+// through global memory, to the block where it ends, or the last one of a group of blocks, which waits for it.
 //
 // Under clusters and fixed splits (COOPERATIVE) a part is that of all warps of a cluster, each of which takes every
 // WORKERS-th tile of a segment. They merge at the end of each segment, the blocks of a cluster through distributed shared

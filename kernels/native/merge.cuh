@@ -197,9 +197,9 @@ __device__ __forceinline__ Share share_of(const Segment &s, int segments) {
 
 #define PAIRS ((HEAD_DIM + 63) / 64)       // of a query row, per lane
 
-// The letter of a block: what it has, and a group of blocks before it, of the unit that goes on in the next block. For
-// each query row HEAD_DIM sums, the reference point of their exponentials and the sum of these. Words are 0 until they
-// come, and the reader makes them 0 again; so a word that is sent as 0 is sent as -0.
+// The letter of a block: what it has of the unit that goes on in the next block, and if it is the last one of a group of
+// MERGE_GROUP blocks what these have. For each query row HEAD_DIM sums, the reference point of their exponentials and the
+// sum of these. Words are 0 until they come, and the reader makes them 0 again; so 0 is sent as -0.
 __device__ __forceinline__ float *letter_of(int block, int packed, const Params &p, int kv_head) {
   const i64 at = 2 * (i64)p.num_slots * KV_HEADS + (((i64)block * KV_HEADS + kv_head) * PACKED + packed) * (HEAD_DIM + 2);
   return reinterpret_cast<float *>(p.counters) + at;
@@ -207,19 +207,22 @@ __device__ __forceinline__ float *letter_of(int block, int packed, const Params 
 
 __device__ __forceinline__ int pair_of(int lane, int j) { return min(2 * (lane + 32 * j), HEAD_DIM - 2); }
 
+__device__ __forceinline__ float nonzero(float x) { return x == 0.0f ? -0.0f : x; }
+__device__ __forceinline__ bool has_come(float2 x) { return __float_as_uint(x.x) != 0 && __float_as_uint(x.y) != 0; }
+
 __device__ __forceinline__ void send_row(const Pair (&row)[PAIRS], float *letter, int lane) {
 #pragma unroll
   for (int j = 0; j < PAIRS; ++j)
-    if (lane + 32 * j < HEAD_DIM / 2) send(letter + pair_of(lane, j), row[j].x, row[j].y);
-  if (lane == 0) send(letter + HEAD_DIM, row[0].top, row[0].sum);
+    if (lane + 32 * j < HEAD_DIM / 2) send(letter + pair_of(lane, j), nonzero(row[j].x), nonzero(row[j].y));
+  if (lane == 0) send(letter + HEAD_DIM, nonzero(row[0].top), nonzero(row[0].sum));
 }
 
 // Add the letters of blocks to a query row, waiting for each: of the leaders of `groups` groups of MERGE_GROUP blocks from
-// block `first` on, and of those before block `first + index` that are in no such group. Blocks start in their order, so
-// that who is waited for runs.
+// block `first` on, and of those before block `first + index` that are in no such group. Devices start blocks in the order
+// of their indices, which is relied upon, though CUDA does not promise it: so that who is waited for runs.
 __device__ __forceinline__ void receive_rows(Pair (&row)[PAIRS], int first, int index, int groups, int packed,
                                              const Params &p, int kv_head, int lane) {
-  constexpr int AT_A_TIME = 8;
+  constexpr int AT_A_TIME = 8, MAX_POLLS = 1 << 24;  // more than ten seconds of them: the work list is not this plan's
   const int member = index / MERGE_GROUP * MERGE_GROUP, count = groups + index - member;
 #pragma unroll 1
   for (int from = 0; from < count; from += AT_A_TIME) {
@@ -232,7 +235,9 @@ __device__ __forceinline__ void receive_rows(Pair (&row)[PAIRS], int first, int 
       letters[i] = letter_of(first + sender, packed, p, kv_head);
     }
     bool missing;
+    int polls = 0;
     do {
+      if (++polls == MAX_POLLS) give_up();
       missing = false;
 #pragma unroll
       for (int i = 0; i < AT_A_TIME; ++i) {
@@ -249,10 +254,7 @@ __device__ __forceinline__ void receive_rows(Pair (&row)[PAIRS], int first, int 
     } while (__any_sync(0xffffffffu, missing));
     float top = row[0].top;
 #pragma unroll
-    for (int i = 0; i < AT_A_TIME; ++i) {
-      if (from + i >= count) stats[i] = {NEG_INF, 0.0f};
-      top = fmaxf(top, stats[i].x);
-    }
+    for (int i = 0; i < AT_A_TIME; ++i) top = fmaxf(top, stats[i].x);
     const float rescale = power2(row[0].top - finite(top));
 #pragma unroll
     for (int j = 0; j < PAIRS; ++j) row[j] = {row[j].x * rescale, row[j].y * rescale, top, row[j].sum * rescale};
@@ -265,9 +267,9 @@ __device__ __forceinline__ void receive_rows(Pair (&row)[PAIRS], int first, int 
         row[j].x += weight * values[i][j].x;
         row[j].y += weight * values[i][j].y;
         row[j].sum += weight * stats[i].y;
-        if (lane + 32 * j < HEAD_DIM / 2) clear(letters[i] + pair_of(lane, j));
+        if (lane + 32 * j < HEAD_DIM / 2) send(letters[i] + pair_of(lane, j), 0.0f, 0.0f);
       }
-      if (lane == 0) clear(letters[i] + HEAD_DIM);
+      if (lane == 0) send(letters[i] + HEAD_DIM, 0.0f, 0.0f);
     }
   }
 }

@@ -104,20 +104,17 @@ __device__ __forceinline__ int count_arrival(int *at) {
   return before;
 }
 
-// Between blocks that run at a time, without a counter: words are their own message, and 0 where nothing has come.
-__device__ __forceinline__ float nonzero(float x) { return x == 0.0f ? -0.0f : x; }
+// Words that other blocks may read or write in this very moment, at even indices. They come in any order.
 __device__ __forceinline__ void send(float *at, float x, float y) {
-  asm volatile("st.relaxed.gpu.global.v2.f32 [%0], {%1, %2};\n" ::"l"(at), "f"(nonzero(x)), "f"(nonzero(y)) : "memory");
-}
-__device__ __forceinline__ void clear(float *at) {
-  asm volatile("st.relaxed.gpu.global.v2.f32 [%0], {%1, %1};\n" ::"l"(at), "f"(0.0f) : "memory");
+  asm volatile("st.relaxed.gpu.global.v2.f32 [%0], {%1, %2};\n" ::"l"(at), "f"(x), "f"(y) : "memory");
 }
 __device__ __forceinline__ float2 receive(const float *at) {
   float2 x;
   asm volatile("ld.relaxed.gpu.global.v2.f32 {%0, %1}, [%2];\n" : "=f"(x.x), "=f"(x.y) : "l"(at) : "memory");
   return x;
 }
-__device__ __forceinline__ bool has_come(float2 x) { return __float_as_uint(x.x) != 0 && __float_as_uint(x.y) != 0; }
+
+__device__ __forceinline__ void give_up() { asm volatile("trap;\n"); }
 
 // A barrier in shared memory that counts bytes as they come from the blocks of a cluster. A phase ends when the bytes
 // expected of it have come; phases are numbered 0, 1, 0, ...

@@ -54,16 +54,15 @@ def _build(variant: NativeVariant, bug: tuple[str, str] | None) -> Callable[...,
 def emulated_launch(
     variant: NativeVariant, grid: tuple[int, int], params: ctypes.Structure, device: torch.device, *, pdl: bool = False
 ) -> None:
-    """Stands in for `nvrtc.launch`, on CPU tensors; clusters run in a random order, which must not show.
+    """Stands in for `nvrtc.launch`, on CPU tensors. Clusters run in a random order, which must not show; blocks that
+    wait for earlier ones in the order in which a device starts them.
 
     Raises: AssertionError where threads wait for each other for ever.
     """
     clusters = list(range(grid[0] * grid[1] // variant.cluster))
     random.shuffle(clusters)
     macros = dict(variant.macros)
-    if (
-        macros["CLUSTER"] == 1 and macros["FIXED_SPLITS"] == 0
-    ):  # blocks wait for earlier ones, which a device starts first
+    if macros["CLUSTER"] == 1 and not macros["FIXED_SPLITS"]:
         clusters.sort(key=lambda block: block % grid[1])
     count = len(clusters)
     ended = _build(variant, planted)(ctypes.byref(params), *grid, (ctypes.c_int * count)(*clusters), count)

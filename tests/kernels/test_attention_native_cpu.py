@@ -10,6 +10,7 @@ import torch
 
 from graphrt.kernels.attention import native
 from graphrt.kernels.attention.work_list import schedule_attention
+from graphrt.kernels.errors import ShapeError
 from tests.kernels import native_emulation
 from tests.kernels.attention_cases import E4M3, NAN, UNWRITTEN, Case, Problem, assert_accurate, decode, make_problem
 from tests.kernels.test_attention import check_batch_invariant_rows
@@ -49,7 +50,7 @@ def test_every_case(case: Case, rng: torch.Generator, monkeypatch: pytest.Monkey
     caches = [problem.k_cache.clone(), problem.v_cache.clone()]
     first = run(problem)
     assert_accurate(problem, first)
-    assert torch.equal(run(problem), first), "another order of clusters must give the same bits"
+    assert torch.equal(run(problem), first), "other timing, or another order, must give the same bits"
     for before, after in zip(caches, (problem.k_cache, problem.v_cache), strict=True):
         assert torch.equal(before.view(torch.int8), after.view(torch.int8)), "the cache must not be written"
 
@@ -94,7 +95,11 @@ BUGS = {
     "results_are_overwritten": ("if (segment + 1 < end) __syncthreads();", "", "invariant_many_segments"),
     "letters_of_one_block": ("letter_of(first + sender,", "letter_of(first,", "merge_in_two_stages"),
     "letters_are_not_waited_for": ("while (__any_sync(0xffffffffu, missing));", "while (false);", "many_segments"),
-    "letters_stay": ("      if (lane == 0) clear(letters[i] + HEAD_DIM);\n", "", "bf16"),
+    "letters_stay": ("      if (lane == 0) send(letters[i] + HEAD_DIM, 0.0f, 0.0f);\n", "", "bf16"),
+    "values_are_not_waited_for": ("missing |= !has_come(values[i][j]);", ";", "many_segments"),
+    "statistics_are_not_waited_for": ("missing |= !has_come(stats[i]);", "", "many_segments"),
+    "half_a_pair_is_not_waited_for": ("!= 0 && __float", "!= 0 || __float", "many_segments"),
+    "a_letter_of_a_later_block": ("letter_of(first + sender,", "letter_of(first + index,", "merge_in_two_stages"),
     "groups_are_not_read": ("first, index, index / MERGE_GROUP,", "first, index, 0,", "merge_in_two_stages"),
     "groups_are_not_merged": ("(index % MERGE_GROUP == MERGE_GROUP - 1)", "(false)", "merge_in_two_stages"),
     "partial_results_in_one_place": ("slots.of(s.split), p", "slots.of(0), p", "invariant"),
@@ -146,6 +151,21 @@ def test_values_of_zero(rng: torch.Generator, monkeypatch: pytest.MonkeyPatch) -
     """A word that another block waits for is told from one that has not come, though both are 0."""
     monkeypatch.setattr(native, "launch", native_emulation.emulated_launch)
     check_values_of_zero(run, CPU, rng)
+    monkeypatch.setattr(native_emulation, "planted", ("x == 0.0f ? -0.0f : x", "x"))
+    with pytest.raises(AssertionError, match="for ever"):
+        check_values_of_zero(run, CPU, rng)
+
+
+def test_workspaces_of_pairs(rng: torch.Generator) -> None:
+    problem = make_problem(BASE, rng, CPU)
+    plan = problem.decode_plan()
+    workspace, work_list = problem.scratch(plan)
+    odd = replace(workspace, counters=torch.zeros(plan.num_counters + 1, dtype=torch.int32)[1:])
+    with pytest.raises(ShapeError, match=r"workspace.counters: expected an address that is a multiple of 8, got"):
+        native.native_attention(
+            problem.q, problem.k_cache, problem.v_cache, problem.block_table, work_list, problem.out, problem.lse, odd,
+            plan, problem.options, False,
+        )  # fmt: skip
 
 
 @pytest.mark.parametrize("bug", BUGS)

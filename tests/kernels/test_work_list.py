@@ -236,17 +236,6 @@ def test_packed_rows_in_several_blocks_of_units(kernel_device, monkeypatch):
     check_list(plan, kernel, lengths, starts)
 
 
-def test_lengths_of_any_stride(kernel_device):
-    """As a column of a table of rows is."""
-    lengths = DECODE_CASES["rows_of_all_warps"]
-    plan = make_plan(len(lengths))
-    table = torch.full((len(lengths), 3), 999, dtype=torch.int32, device=kernel_device)
-    table[:, 1] = torch.tensor(lengths)
-    work_list = torch.zeros(plan.work_list_words, dtype=torch.int32, device=kernel_device)
-    schedule_attention(plan, table[:, 1], work_list)
-    check_list(plan, work_list.cpu(), lengths, list(range(len(lengths) + 1)))
-
-
 def test_fixed_splits_depend_on_the_row_alone():
     plan = make_plan(4, batch_invariant=True)
     one = areas(plan, run_schedule(plan, [900, 0, 0, 0]))[1]

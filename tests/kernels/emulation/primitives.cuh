@@ -7,6 +7,7 @@
 
 #include <ucontext.h>
 
+#include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <cmath>
@@ -44,6 +45,7 @@ inline int min(int a, int b) { return a < b ? a : b; }
 inline int max(int a, int b) { return a > b ? a : b; }
 template <typename T> inline T __ldcg(const T *at) { return *at; }
 inline float __int_as_float(u32 x) { float r; memcpy(&r, &x, 4); return r; }
+inline u32 __float_as_uint(float x) { u32 r; memcpy(&r, &x, 4); return r; }
 inline u32 __byte_perm(u32 x, u32 y, u32 selector) {
   unsigned long long both = (unsigned long long)y << 32 | x;
   u32 r = 0;
@@ -103,7 +105,6 @@ inline u32 __ballot_sync(u32, bool x) {
   for (int i = 0; i < 32; ++i) mask |= (u32)lanes[i] << i;
   return mask;
 }
-inline int __ffs(u32 x) { return __builtin_ffs(x); }
 inline int __clz(u32 x) { return __builtin_clz(x); }
 inline int __popc(u32 x) { return __builtin_popcount(x); }
 template <typename T> inline T __shfl_sync(u32, T x, int lane) { return exchange(x)[lane % 32]; }
@@ -222,26 +223,41 @@ inline void multiply(float (&d)[4], const u32 (&a)[4], const u32 (&b)[2]) {
 inline void prefetch(const void *) {}
 inline void wait_for_earlier_kernels() {}
 inline int count_arrival(int *at) { return __atomic_fetch_add(at, 1, __ATOMIC_ACQ_REL); }
-inline float nonzero(float x) { return x == 0.0f ? -0.0f : x; }
-inline void store_both(float *at, float x, float y) {
-  float both[2] = {x, y};
-  i64 word;
-  memcpy(&word, both, 8);
-  __atomic_store_n((i64 *)at, word, __ATOMIC_RELAXED);
+// Words come when the block has ended and somebody waits for one of them, unless that takes long: one by one, by address,
+// backwards, or in any order.
+struct Sent { u32 *at, word; };
+thread_local std::vector<Sent> mail;
+inline std::atomic<const u32 *> asked_in_vain{nullptr};
+inline std::atomic<bool> alone{false};
+inline void send(float *at, float x, float y) {
+  mail.push_back({(u32 *)at, __float_as_uint(x)});
+  mail.push_back({(u32 *)at + 1, __float_as_uint(y)});
 }
-inline void send(float *at, float x, float y) { store_both(at, nonzero(x), nonzero(y)); }
-inline void clear(float *at) { store_both(at, 0.0f, 0.0f); }
+template <typename Random> void deliver_mail(Random &random) {
+  if (mail.empty()) return;
+  const auto by_address = [](Sent a, Sent b) { return a.at < b.at; };
+  const u32 *first = std::min_element(mail.begin(), mail.end(), by_address)->at;
+  const u32 *last = std::max_element(mail.begin(), mail.end(), by_address)->at;
+  const auto asked = [&](const u32 *at) { return at >= first && at <= last; };
+  for (int i = 0; i < 10000 && !alone && !asked(asked_in_vain); ++i)
+    std::this_thread::sleep_for(std::chrono::microseconds(50));
+  std::shuffle(mail.begin(), mail.end(), random);
+  const int kind = random() % 3;
+  if (kind > 0) std::sort(mail.begin(), mail.end(), by_address);
+  if (kind > 1) std::reverse(mail.begin(), mail.end());
+  for (size_t i = 0; i < mail.size(); ++i) {
+    if (i % 16 == 0) std::this_thread::sleep_for(std::chrono::microseconds(100));
+    __atomic_store_n(mail[i].at, mail[i].word, __ATOMIC_RELAXED);
+  }
+  mail.clear();
+}
 inline float2 receive(const float *at) {
-  const i64 word = __atomic_load_n((const i64 *)at, __ATOMIC_RELAXED);
-  float2 both;
-  memcpy(&both, &word, 8);
-  return both;
+  const u32 *words = (const u32 *)at;
+  const u32 x = __atomic_load_n(words, __ATOMIC_RELAXED), y = __atomic_load_n(words + 1, __ATOMIC_RELAXED);
+  if (x == 0 || y == 0) asked_in_vain = words;
+  return {__int_as_float(x), __int_as_float(y)};
 }
-inline bool has_come(float2 x) {
-  u32 words[2];
-  memcpy(words, &x, 8);
-  return words[0] != 0 && words[1] != 0;
-}
+inline void give_up() {}  // the block's deadline ends it
 struct Barrier { int expected, bytes; };  // expected: of this phase, or -1; the phase in the lowest bit of `bytes`
 inline std::mutex barriers;
 inline void end_of_phase(Barrier &barrier) {
@@ -339,15 +355,19 @@ template <typename P> void run_block(const P *params, int x, int y, int grid_x, 
       left += !t.done;
     }
   }
+  deliver_mail(random);
   // Another block may still write to this one's shared memory, if wrongly.
   for (++shared->ended; shared->ended < CLUSTER;) std::this_thread::yield();
   if (left > 0) shared->failed = true;
 }
 
 #if CLUSTER == 1 && FIXED_SPLITS == 0
-// Blocks start in an order that the caller chooses, a few at a time, and some late. Whether all came to the end.
+// Blocks start in an order that the caller chooses, and some late: a few at a time, and in every other launch one after
+// another, which must do. Whether all came to the end.
 template <typename P> bool run_grid(const P *params, int grid_x, int grid_y, const int *order, int count) {
-  constexpr int AT_A_TIME = 6;
+  static std::atomic<int> launches{0};
+  const int at_a_time = launches++ % 2 == 0 ? 2 * grid_x + 4 : 1;
+  alone = at_a_time == 1;
   std::atomic<int> next{0};
   std::atomic<bool> failed{false};
   const auto run = [&](int seed) {
@@ -355,13 +375,13 @@ template <typename P> bool run_grid(const P *params, int grid_x, int grid_y, con
     random.discard(8);
     for (int i = next++; i < count && !failed; i = next++) {
       if (random() % 2) std::this_thread::sleep_for(std::chrono::microseconds(random() % 3000));
-      Cluster alone;
-      run_block(params, order[i] / grid_y, order[i] % grid_y, grid_x, grid_y, &alone);
-      if (alone.failed) failed = true;
+      Cluster block;
+      run_block(params, order[i] / grid_y, order[i] % grid_y, grid_x, grid_y, &block);
+      if (block.failed) failed = true;
     }
   };
   std::vector<std::thread> threads;
-  for (int i = 0; i < AT_A_TIME; ++i) threads.emplace_back(run, i + 1);
+  for (int i = 0; i < at_a_time; ++i) threads.emplace_back(run, i + 1);
   for (std::thread &thread : threads) thread.join();
   return !failed;
 }
