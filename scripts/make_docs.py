@@ -123,6 +123,11 @@ def attention_table() -> str:
         speed = "" if times[0] is None else f"{cell['kv_bytes'] / times[0] / 1e6:.2f}"
         columns = [cell["part"], cell["cell"], f"{cell['kv_bytes'] / 1e6:.0f}", *shown, ratio, speed]
         lines.append(f"| {' | '.join(columns)} |")
+    rows = sorted({schedule["rows"] for schedule in data["schedules"]})
+    lines += ["", f"| schedule alone, us | {' | '.join(f'{n} rows' for n in rows)} |", "|" + "---|" * (len(rows) + 1)]
+    for mode in dict.fromkeys(schedule["mode"] for schedule in data["schedules"]):
+        times = {schedule["rows"]: schedule["us"] for schedule in data["schedules"] if schedule["mode"] == mode}
+        lines.append(f"| {mode} | {' | '.join(f'{times[n]:.2f}' for n in rows)} |")
     lines += ["", "| goal | bound | measured | met |", "|---|---|---|---|"]
     for goal in data["goals"]:
         value = "" if goal["value"] is None else f"{goal['value']:.3g}"
