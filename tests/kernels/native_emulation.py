@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import itertools
 import random
 import shutil
 import subprocess
@@ -19,6 +20,9 @@ from graphrt.kernels.native.nvrtc import NativeVariant
 COMPILER = shutil.which("g++")
 planted: tuple[str, str] | None = None
 """A bug: text of the sources, and what stands there instead."""
+launches = itertools.count()
+"""Their numbers, which decide in which order a launch does things."""
+_DYNAMIC = "  extern __shared__ __align__(128) char memory[];\n"  # the emulation's `memory` is the running block's
 _INSTRUCTIONS = Path(__file__).resolve().parent / "emulation" / "primitives.cuh"
 _SOURCES = Path(nvrtc.__file__).resolve().parent
 
@@ -33,18 +37,21 @@ def _build(variant: NativeVariant, bug: tuple[str, str] | None) -> Callable[...,
         if bug is not None:
             assert any(bug[0] in text for text in texts.values()), f"no longer in the sources: {bug[0]}"
             texts = {name: text.replace(*bug) for name, text in texts.items()}
+        assert _DYNAMIC in texts[variant.source]
+        texts[variant.source] = texts[variant.source].replace(_DYNAMIC, "")
         texts["primitives.cuh"] = _INSTRUCTIONS.read_text()  # in place of the device's
         for file_name, text in texts.items():
             (folder / file_name).write_text(text)
         main = folder / "main.cpp"
         main.write_text(
             f'#include "{variant.source}"\n'
-            'extern "C" bool run(const Params *p, int grid_x, int grid_y, const int *order, int count) '
-            "{ return run_grid(p, grid_x, grid_y, order, count); }\n"
+            "}  // namespace\n"
+            'extern "C" bool run(const Params *p, int x, int y, const int *order, int count, int at_a_time, int seed) '
+            "{ return run_grid(p, x, y, order, count, at_a_time, seed); }\n"
         )
         library = folder / "kernel.so"
-        macros = [f"-D{key}={value}" for key, value in variant.macros]
-        flags = ["-std=c++17", "-O1", "-fPIC", "-shared", "-pthread", "-w", "-ffp-contract=off"]
+        macros = [f"-D{key}={value}" for key, value in (*variant.macros, ("SHARED_BYTES", variant.shared_bytes))]
+        flags = ["-std=c++17", "-O1", "-fPIC", "-shared", "-w", "-ffp-contract=off", "-U_FORTIFY_SOURCE"]
         subprocess.run([COMPILER, *flags, *macros, str(main), "-o", str(library)], check=True)
         run = ctypes.CDLL(str(library)).run
     run.restype = ctypes.c_bool
@@ -54,16 +61,18 @@ def _build(variant: NativeVariant, bug: tuple[str, str] | None) -> Callable[...,
 def emulated_launch(
     variant: NativeVariant, grid: tuple[int, int], params: ctypes.Structure, device: torch.device, *, pdl: bool = False
 ) -> None:
-    """Stands in for `nvrtc.launch`, on CPU tensors. Clusters run in a random order, which must not show; blocks that
-    wait for earlier ones in the order in which a device starts them.
+    """Stands in for `nvrtc.launch`, on CPU tensors. Clusters start in any order, which must not show; blocks that wait
+    for earlier ones in the order in which a device starts them. Every second launch runs them one after another.
 
-    Raises: AssertionError where threads wait for each other for ever.
+    Raises: AssertionError where threads wait for each other for ever, or write behind their shared memory.
     """
+    seed = next(launches)
     clusters = list(range(grid[0] * grid[1] // variant.cluster))
-    random.shuffle(clusters)
+    random.Random(seed).shuffle(clusters)
     macros = dict(variant.macros)
     if macros["CLUSTER"] == 1 and not macros["FIXED_SPLITS"]:
         clusters.sort(key=lambda block: block % grid[1])
-    count = len(clusters)
-    ended = _build(variant, planted)(ctypes.byref(params), *grid, (ctypes.c_int * count)(*clusters), count)
-    assert ended, "threads wait for each other for ever"
+    count, at_a_time = len(clusters), 1 if seed % 2 else 2 * grid[0] + 4
+    run = _build(variant, planted)
+    ended = run(ctypes.byref(params), *grid, (ctypes.c_int * count)(*clusters), count, at_a_time, seed)
+    assert ended, "threads wait for each other for ever, or write behind their shared memory"

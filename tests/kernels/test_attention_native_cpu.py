@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import random
+import itertools
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ import torch
 from graphrt.kernels.attention import native
 from graphrt.kernels.attention.work_list import schedule_attention
 from graphrt.kernels.errors import ShapeError
+from graphrt.kernels.native.nvrtc import NativeVariant
 from tests.kernels import native_emulation
 from tests.kernels.attention_cases import E4M3, NAN, UNWRITTEN, Case, Problem, assert_accurate, decode, make_problem
 from tests.kernels.test_attention import check_batch_invariant_rows
@@ -21,6 +23,13 @@ pytestmark = pytest.mark.skipif(native_emulation.COMPILER is None, reason="needs
 
 CPU = torch.device("cpu")
 BY_ID = {case.id: case for case in CASES}
+
+
+@pytest.fixture(autouse=True)
+def emulated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Launches run on the CPU, and in every run of a test in the same orders."""
+    monkeypatch.setattr(native, "launch", native_emulation.emulated_launch)
+    monkeypatch.setattr(native_emulation, "launches", itertools.count())
 
 
 def run(problem: Problem, **changes: int) -> torch.Tensor:
@@ -44,8 +53,7 @@ def run(problem: Problem, **changes: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("case", [pytest.param(case, id=case.id) for case in CASES])
-def test_every_case(case: Case, rng: torch.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(native, "launch", native_emulation.emulated_launch)
+def test_every_case(case: Case, rng: torch.Generator) -> None:
     problem = make_problem(case, rng, CPU)
     caches = [problem.k_cache.clone(), problem.v_cache.clone()]
     first = run(problem)
@@ -55,16 +63,12 @@ def test_every_case(case: Case, rng: torch.Generator, monkeypatch: pytest.Monkey
         assert torch.equal(before.view(torch.int8), after.view(torch.int8)), "the cache must not be written"
 
 
-def test_scales_of_keys_that_are_no_scales(rng: torch.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(native, "launch", native_emulation.emulated_launch)
+def test_scales_of_keys_that_are_no_scales(rng: torch.Generator) -> None:
     check_scales_of_keys(run, CPU, rng, native=True)
 
 
 @pytest.mark.parametrize("kv_dtype", [None, E4M3], ids=["bf16", "e4m3"])
-def test_batch_invariant_rows(
-    kv_dtype: torch.dtype | None, rng: torch.Generator, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(native, "launch", native_emulation.emulated_launch)
+def test_batch_invariant_rows(kv_dtype: torch.dtype | None, rng: torch.Generator) -> None:
     check_batch_invariant_rows(run, kv_dtype, CPU, rng)
 
 
@@ -73,10 +77,7 @@ CLUSTERS = replace(BASE, id="clusters", rows=decode((64, 1, 100, 17, 0, 130, 5, 
 
 
 @pytest.mark.parametrize(("cluster", "num_parts"), [(2, 2), (4, 3), (8, 2)])
-def test_clusters_of_many_segments(
-    cluster: int, num_parts: int, rng: torch.Generator, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(native, "launch", native_emulation.emulated_launch)
+def test_clusters_of_many_segments(cluster: int, num_parts: int, rng: torch.Generator) -> None:
     problem = make_problem(CLUSTERS, rng, CPU)
     changes = {"cluster": cluster, "num_parts": num_parts, "num_stages": 2}
     first = run(problem, **changes)
@@ -133,12 +134,21 @@ BUGS_OF_CLUSTERS = {
 
 @pytest.mark.parametrize("bug", BUGS_OF_CLUSTERS)
 def test_planted_bugs_of_clusters_are_noticed(bug: str, rng: torch.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(native, "launch", native_emulation.emulated_launch)
     monkeypatch.setattr(native_emulation, "planted", BUGS_OF_CLUSTERS[bug])
-    random.seed(0)
     problem = make_problem(CLUSTERS, rng, CPU)
     with pytest.raises(AssertionError):
         assert_accurate(problem, run(problem, cluster=2, num_parts=2, num_stages=2))
+
+
+@pytest.mark.parametrize("case", ["many_rows", "one_row", "invariant"])
+def test_too_little_shared_memory_is_noticed(case: str, rng: torch.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
+    def launch(variant: NativeVariant, *arguments: Any, **options: Any) -> None:
+        variant = replace(variant, shared_bytes=variant.shared_bytes - 8)
+        native_emulation.emulated_launch(variant, *arguments, **options)
+
+    monkeypatch.setattr(native, "launch", launch)
+    with pytest.raises(AssertionError, match="behind their shared memory"):
+        run(make_problem(BY_ID[case], rng, CPU))
 
 
 def check_often(problem: Problem) -> None:
@@ -149,7 +159,6 @@ def check_often(problem: Problem) -> None:
 
 def test_values_of_zero(rng: torch.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
     """A word that another block waits for is told from one that has not come, though both are 0."""
-    monkeypatch.setattr(native, "launch", native_emulation.emulated_launch)
     check_values_of_zero(run, CPU, rng)
     monkeypatch.setattr(native_emulation, "planted", ("x == 0.0f ? -0.0f : x", "x"))
     with pytest.raises(AssertionError, match="for ever"):
@@ -171,9 +180,7 @@ def test_workspaces_of_pairs(rng: torch.Generator) -> None:
 @pytest.mark.parametrize("bug", BUGS)
 def test_planted_bugs_are_noticed(bug: str, rng: torch.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
     right, wrong, case = BUGS[bug]
-    monkeypatch.setattr(native, "launch", native_emulation.emulated_launch)
     monkeypatch.setattr(native_emulation, "planted", (right, wrong))
-    random.seed(0)
     problem = make_problem(BY_ID[case], rng, CPU)
     with pytest.raises(AssertionError):
         check_often(problem)

@@ -1,26 +1,26 @@
 // The instructions of kernels/native/primitives.cuh on a CPU, so that the kernels' own source runs there, compiled as C++.
 //
-// A block is a thread of the operating system, with shared memory in thread_local variables; a CUDA thread is a context
-// in it, which runs until it needs what others have not done yet. A warp's collective waits for its 32 lanes. What the
-// hardware leaves open is made as bad as it may be: shared memory is NaN at first, a copy poisons its place at once and
-// arrives only when it is waited for, and some warps are slower than others.
+// A CUDA thread is a context, which runs until it needs what others have not done yet; a warp's collective waits for its
+// 32 lanes. Everything happens in one thread of the operating system, in an order that the launch's seed decides, so that
+// a launch can be repeated. What the hardware leaves open is made as bad as it may be: shared memory is NaN at first, a
+// copy poisons its place at once and arrives only when it is waited for, words for other blocks come late and in any
+// order, and some warps and blocks are slower than others.
 
+#include <setjmp.h>
 #include <ucontext.h>
 
 #include <algorithm>
-#include <atomic>
-#include <chrono>
 #include <cmath>
 #include <cstdint>
-#include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <deque>
+#include <list>
 #include <memory>
-#include <mutex>
 #include <random>
-#include <thread>
 #include <vector>
+
+namespace {  // of the kernel's sources too: who includes them closes it
 
 typedef unsigned int u32;
 typedef unsigned short u16;
@@ -36,7 +36,7 @@ typedef long long i64;
 #define __launch_bounds__(...)
 #define __grid_constant__
 #define __align__(n) __attribute__((aligned(n)))
-#define __shared__ thread_local
+#define __shared__ static __attribute__((section("shared_variables")))
 
 struct int4 { int x, y, z, w; };
 struct float2 { float x, y; };
@@ -55,37 +55,61 @@ inline u32 __byte_perm(u32 x, u32 y, u32 selector) {
 
 // Contexts, barriers
 
-constexpr int SHARED_BYTES = 232448, STACK_BYTES = 256 << 10, NUM_THREADS = 32 * WARPS;
+constexpr int STACK_BYTES = 256 << 10, NUM_THREADS = 32 * WARPS, GUARD_BYTES = 4096;  // behind SHARED_BYTES
 
 struct Copy { u32 to; const char *from; int bytes; };
 struct Warp { long arrived = 0; unsigned char slots[2][32][32]; };
 struct Thread {
-  ucontext_t context;
-  std::unique_ptr<char[]> stack;
   int x;
+  std::unique_ptr<char[]> stack;
+  ucontext_t begin;
+  jmp_buf at;  // where it goes on, once it runs
+  bool runs = false, done = false;
   long collectives = 0, block_barriers = 0, cluster_arrivals = 0;
-  bool done = false;
   std::deque<std::vector<Copy>> groups = std::deque<std::vector<Copy>>(1);  // the last one is not committed yet
 };
-struct Cluster { std::atomic<long> arrived{0}; char *memories[CLUSTER]; std::atomic<int> ready{0}, ended{0}; std::atomic<bool> met{false}, failed{false}; };
+struct Word { u32 *at, value; };
+struct alignas(128) Line { char bytes[128]; };
+struct Cluster;
+struct Block {
+  int x, y, delay;
+  bool is_late;
+  Cluster *cluster;
+  std::vector<Line> shared;
+  std::vector<char> variables;
+  char *memory() { return (char *)shared.data(); }
+  std::vector<Warp> warps = std::vector<Warp>(WARPS);
+  std::vector<Thread> threads = std::vector<Thread>(NUM_THREADS);
+  std::vector<Word> sent;
+  long arrived = 0;
+  int passes = 0, slow = 0, left = NUM_THREADS;  // left: threads that have not ended
+};
+struct Cluster {
+  std::vector<Block> blocks = std::vector<Block>(CLUSTER);
+  long arrived = 0;
+  bool met = false;
+};
 
-thread_local char memory[SHARED_BYTES] __attribute__((aligned(128)));
-thread_local Thread *current;
-thread_local ucontext_t scheduler;
-thread_local Warp *warps;
-thread_local long block_arrived;
-thread_local Cluster *cluster;
-thread_local struct { int x, y; } blockIdx, gridDim;
+char *memory;  // the running block's, like the following
+Block *running;
+Thread *current;
+struct { int x, y; } blockIdx, gridDim;
 #define threadIdx (*current)
+jmp_buf scheduler;
+std::minstd_rand chance;
+long progress;  // counts what is done, waiting and asking apart
+bool failed;
 
-inline void yield() { swapcontext(&current->context, &scheduler); }
+inline void yield() {
+  if (!_setjmp(current->at)) _longjmp(scheduler, 1);
+}
 
 template <typename T> struct Lanes { const unsigned char (*slots)[32]; T operator[](int i) const { T r; memcpy(&r, slots[i], sizeof(T)); return r; } };
 
 // What every lane of the warp brings to its next collective.
 template <typename T> inline Lanes<T> exchange(T mine) {
   static_assert(sizeof(T) <= 32, "a slot");
-  Warp &warp = warps[current->x / 32];
+  Warp &warp = running->warps[current->x / 32];
   const long number = ++current->collectives;
   memcpy(warp.slots[number % 2][current->x % 32], &mine, sizeof(T));
   ++warp.arrived;
@@ -111,8 +135,9 @@ template <typename T> inline T __shfl_sync(u32, T x, int lane) { return exchange
 template <typename T> inline T __shfl_xor_sync(u32, T x, int mask) { return exchange(x)[(current->x % 32) ^ mask]; }
 inline void __syncthreads() {
   const long number = ++current->block_barriers;
-  ++block_arrived;
-  while (block_arrived < NUM_THREADS * number) yield();
+  ++running->arrived;
+  while (running->arrived < NUM_THREADS * number) yield();
+  ++progress;
 }
 
 // Copies
@@ -131,6 +156,7 @@ inline void wait_oldest() {
       memcpy(memory + copy.to, copy.from, copy.bytes);
     }
     current->groups.pop_front();
+    ++progress;
   }
 }
 
@@ -203,6 +229,7 @@ inline u32 transpose(u32 x) {
 inline void multiply(float (&d)[4], const u32 (&a)[4], const u32 (&b)[2]) {
   struct Factors { u32 a[4], b[2]; } mine = {{a[0], a[1], a[2], a[3]}, {b[0], b[1]}};
   auto lanes = exchange(mine);
+  ++progress;
   const int lane = current->x % 32;
   Factors of_rows[4], of_columns[2][4];
   for (int t = 0; t < 4; ++t) {
@@ -222,182 +249,195 @@ inline void multiply(float (&d)[4], const u32 (&a)[4], const u32 (&b)[2]) {
 
 inline void prefetch(const void *) {}
 inline void wait_for_earlier_kernels() {}
-inline int count_arrival(int *at) { return __atomic_fetch_add(at, 1, __ATOMIC_ACQ_REL); }
-// Words come when the block has ended and somebody waits for one of them, unless that takes long: one by one, by address,
-// backwards, or in any order.
-struct Sent { u32 *at, word; };
-thread_local std::vector<Sent> mail;
-inline std::atomic<const u32 *> asked_in_vain{nullptr};
-inline std::atomic<bool> alone{false};
+inline int count_arrival(int *at) { return (*at)++; }
+
+// Words come when their block has ended and somebody waits for one of them, or at the end of the launch: a few at a time,
+// by address, backwards, or in any order.
+struct Mail {
+  std::vector<Word> words;  // the next one is the last
+  const u32 *first, *last;
+  bool asked;
+};
+std::list<Mail> mails;
 inline void send(float *at, float x, float y) {
-  mail.push_back({(u32 *)at, __float_as_uint(x)});
-  mail.push_back({(u32 *)at + 1, __float_as_uint(y)});
-}
-template <typename Random> void deliver_mail(Random &random) {
-  if (mail.empty()) return;
-  const auto by_address = [](Sent a, Sent b) { return a.at < b.at; };
-  const u32 *first = std::min_element(mail.begin(), mail.end(), by_address)->at;
-  const u32 *last = std::max_element(mail.begin(), mail.end(), by_address)->at;
-  const auto asked = [&](const u32 *at) { return at >= first && at <= last; };
-  for (int i = 0; i < 10000 && !alone && !asked(asked_in_vain); ++i)
-    std::this_thread::sleep_for(std::chrono::microseconds(50));
-  std::shuffle(mail.begin(), mail.end(), random);
-  const int kind = random() % 3;
-  if (kind > 0) std::sort(mail.begin(), mail.end(), by_address);
-  if (kind > 1) std::reverse(mail.begin(), mail.end());
-  for (size_t i = 0; i < mail.size(); ++i) {
-    if (i % 16 == 0) std::this_thread::sleep_for(std::chrono::microseconds(100));
-    __atomic_store_n(mail[i].at, mail[i].word, __ATOMIC_RELAXED);
-  }
-  mail.clear();
+  running->sent.push_back({(u32 *)at, __float_as_uint(x)});
+  running->sent.push_back({(u32 *)at + 1, __float_as_uint(y)});
 }
 inline float2 receive(const float *at) {
   const u32 *words = (const u32 *)at;
-  const u32 x = __atomic_load_n(words, __ATOMIC_RELAXED), y = __atomic_load_n(words + 1, __ATOMIC_RELAXED);
-  if (x == 0 || y == 0) asked_in_vain = words;
-  return {__int_as_float(x), __int_as_float(y)};
+  if (words[0] == 0 || words[1] == 0)
+    for (Mail &mail : mails) mail.asked |= mail.first <= words && words <= mail.last;
+  return {__int_as_float(words[0]), __int_as_float(words[1])};
 }
-inline void give_up() {}  // the block's deadline ends it
+inline void give_up() {}  // a launch ends when it makes no progress any more
+inline void post(std::vector<Word> &words) {
+  if (words.empty()) return;
+  const auto by_address = [](Word a, Word b) { return a.at < b.at; };
+  const auto ends = std::minmax_element(words.begin(), words.end(), by_address);
+  const u32 *first = ends.first->at, *last = ends.second->at;
+  std::shuffle(words.begin(), words.end(), chance);
+  const int kind = chance() % 3;
+  if (kind > 0) std::sort(words.begin(), words.end(), by_address);
+  if (kind > 1) std::reverse(words.begin(), words.end());
+  mails.push_back({std::move(words), first, last, false});
+}
+inline void deliver(Mail &mail, size_t count) {
+  for (; count > 0 && !mail.words.empty(); --count, ++progress) {
+    *mail.words.back().at = mail.words.back().value;
+    mail.words.pop_back();
+  }
+}
+
 struct Barrier { int expected, bytes; };  // expected: of this phase, or -1; the phase in the lowest bit of `bytes`
-inline std::mutex barriers;
 inline void end_of_phase(Barrier &barrier) {
   if (barrier.expected == barrier.bytes >> 1) barrier = {-1, ~barrier.bytes & 1};
 }
 inline void init_barrier(i64 *at) { *(Barrier *)at = {-1, 0}; }
 inline void publish_barriers() {}
 inline void expect_bytes(i64 *at, int bytes) {
-  std::lock_guard lock(barriers);
-  if (((Barrier *)at)->expected >= 0) cluster->failed = true;  // the phase before has not ended
-  ((Barrier *)at)->expected = bytes;
-  end_of_phase(*(Barrier *)at);
+  Barrier &barrier = *(Barrier *)at;
+  failed |= barrier.expected >= 0;  // the phase before has not ended
+  barrier.expected = bytes;
+  end_of_phase(barrier);
 }
 inline void wait_for_bytes(i64 *at, int phase) {
-  const auto ended = [&] {
-    std::lock_guard lock(barriers);
-    return (((Barrier *)at)->bytes & 1) != phase;
-  };
-  while (!ended()) yield();
+  while ((((Barrier *)at)->bytes & 1) == phase) yield();
 }
 inline void store_remote(u32 at, u32 barrier, int rank, float x, float y) {
-  float pair[2] = {x, y};
-  cluster->met = true;
-  std::lock_guard lock(barriers);
-  memcpy(cluster->memories[rank] + at, pair, 8);
-  Barrier &there = *(Barrier *)(cluster->memories[rank] + barrier);
+  const float pair[2] = {x, y};
+  Block &block = running->cluster->blocks[rank];
+  running->cluster->met = true;
+  failed |= block.left == 0;  // its memory may be another block's by now
+  memcpy(block.memory() + at, pair, 8);
+  Barrier &there = *(Barrier *)(block.memory() + barrier);
   there.bytes += 8 << 1;
   end_of_phase(there);
+  ++progress;
 }
 inline void cluster_arrive() {
   ++current->cluster_arrivals;
-  ++cluster->arrived;
+  ++running->cluster->arrived;
 }
 inline void cluster_wait() {
-  cluster->met = true;
-  while (cluster->arrived < (long)NUM_THREADS * CLUSTER * current->cluster_arrivals) yield();
+  running->cluster->met = true;
+  while (running->cluster->arrived < (long)NUM_THREADS * CLUSTER * current->cluster_arrivals) yield();
+  ++progress;
 }
 
 // The grid
 
 struct Params;
 extern "C" void decode_attention(const Params);
-template <typename P> struct Launch { static thread_local const P *params; };
-template <typename P> thread_local const P *Launch<P>::params;
-
+template <typename P> const P *params_of_launch;
 template <typename P> void enter() {
-  decode_attention(*Launch<P>::params);
+  decode_attention(*params_of_launch<P>);
   current->done = true;
+  ++progress;
   while (true) yield();
 }
 
-template <typename P> void run_block(const P *params, int x, int y, int grid_x, int grid_y, Cluster *shared) {
-  Launch<P>::params = params;
-  blockIdx = {x, y};
-  gridDim = {grid_x, grid_y};
-  memset(memory, 0xff, sizeof(memory));
-  cluster = shared;
-  shared->memories[y % CLUSTER] = memory;
-  static std::atomic<int> seed{0};
-  std::minstd_rand random(++seed);
-  random.discard(8);  // the first numbers of neighbouring seeds are alike
-  for (++shared->ready; shared->ready < CLUSTER;) std::this_thread::yield();
-  std::vector<Warp> of_block(WARPS);
-  warps = of_block.data();
-  block_arrived = 0;
-  std::vector<Thread> threads(NUM_THREADS);
-  for (int i = 0; i < NUM_THREADS; ++i) {
-    Thread &t = threads[i];
-    t.x = i;
-    t.stack.reset(new char[STACK_BYTES]);
-    getcontext(&t.context);
-    t.context.uc_stack.ss_sp = t.stack.get();
-    t.context.uc_stack.ss_size = STACK_BYTES;
-    t.context.uc_link = nullptr;
-    makecontext(&t.context, (void (*)())enter<P>, 0);
-  }
-  // Some blocks are late: they start when another one waits for them, or should have.
-  if (y % CLUSTER > 0 && random() % 2)
-    while (!shared->met) std::this_thread::yield();
-  int slow = 0;  // warps that are, by bits; they change
-  auto deadline = std::chrono::steady_clock::now() + std::chrono::seconds(15);
-  int left = NUM_THREADS;
-  for (int pass = 0; left > 0; ++pass) {
-    if (shared->failed || std::chrono::steady_clock::now() > deadline) break;  // they wait for each other for ever
-    if (pass % 256 == 0) slow = random();
-    left = 0;
-    for (Thread &t : threads) {
-      if (t.done) continue;
-      if (slow >> t.x / 32 & 1 && pass % 8) {
-        ++left;
-        continue;
-      }
-      current = &t;
-      swapcontext(&scheduler, &t.context);
-      left += !t.done;
-    }
-  }
-  deliver_mail(random);
-  // Another block may still write to this one's shared memory, if wrongly.
-  for (++shared->ended; shared->ended < CLUSTER;) std::this_thread::yield();
-  if (left > 0) shared->failed = true;
+std::vector<std::unique_ptr<char[]>> stacks;  // of threads that have ended, for others
+template <typename P> void prepare(Thread &thread, int x) {
+  thread.x = x;
+  if (stacks.empty()) stacks.emplace_back(new char[STACK_BYTES]);
+  thread.stack = std::move(stacks.back());
+  stacks.pop_back();
+  getcontext(&thread.begin);
+  thread.begin.uc_stack.ss_sp = thread.stack.get();
+  thread.begin.uc_stack.ss_size = STACK_BYTES;
+  thread.begin.uc_link = nullptr;
+  makecontext(&thread.begin, (void (*)())enter<P>, 0);
+}
+inline void resume(Thread &thread) {
+  current = &thread;
+  if (_setjmp(scheduler)) return;
+  if (thread.runs) _longjmp(thread.at, 1);
+  thread.runs = true;
+  setcontext(&thread.begin);
 }
 
-#if CLUSTER == 1 && FIXED_SPLITS == 0
-// Blocks start in an order that the caller chooses, and some late: a few at a time, and in every other launch one after
-// another, which must do. Whether all came to the end.
-template <typename P> bool run_grid(const P *params, int grid_x, int grid_y, const int *order, int count) {
-  static std::atomic<int> launches{0};
-  const int at_a_time = launches++ % 2 == 0 ? 2 * grid_x + 4 : 1;
-  alone = at_a_time == 1;
-  std::atomic<int> next{0};
-  std::atomic<bool> failed{false};
-  const auto run = [&](int seed) {
-    std::minstd_rand random(seed + count);
-    random.discard(8);
-    for (int i = next++; i < count && !failed; i = next++) {
-      if (random() % 2) std::this_thread::sleep_for(std::chrono::microseconds(random() % 3000));
-      Cluster block;
-      run_block(params, order[i] / grid_y, order[i] % grid_y, grid_x, grid_y, &block);
-      if (block.failed) failed = true;
+__shared__ char one_at_least __attribute__((used));
+extern "C" char __start_shared_variables[] __attribute__((visibility("hidden")));
+extern "C" char __stop_shared_variables[] __attribute__((visibility("hidden")));
+const size_t VARIABLE_BYTES = __stop_shared_variables - __start_shared_variables;
+
+// Each thread of a block, until it waits; in seven of eight passes without the slow warps.
+inline void run_pass(Block &block) {
+  if (block.passes % 256 == 0) block.slow = chance();
+  const bool all = block.passes++ % 8 == 0;
+  running = &block;
+  memory = block.memory();
+  blockIdx = {block.x, block.y};
+  memcpy(__start_shared_variables, block.variables.data(), VARIABLE_BYTES);
+  for (Thread &thread : block.threads) {
+    if (thread.done || (!all && block.slow >> thread.x / 32 & 1)) continue;
+    resume(thread);
+    block.left -= thread.done;
+  }
+  memcpy(block.variables.data(), __start_shared_variables, VARIABLE_BYTES);
+}
+
+// Runs clusters of blocks in the order of `order`, several of them at a time, or one after another, which must do. Whether
+// all came to the end, and nothing went wrong that is noticed on the way.
+template <typename P>
+bool run_grid(const P *params, int grid_x, int grid_y, const int *order, int count, int at_a_time, int seed) {
+  constexpr int MAX_ROUNDS = 50000;  // without progress: they wait for each other for ever
+  chance.seed(seed + 1);
+  chance.discard(8);  // the first numbers of neighbouring seeds are alike
+  params_of_launch<P> = params;
+  gridDim = {grid_x, grid_y};
+  failed = false;
+  mails.clear();
+  std::list<Cluster> live;
+  const auto start = [&](int index) {
+    Cluster &cluster = live.emplace_back();
+    for (int rank = 0; rank < CLUSTER; ++rank) {
+      Block &block = cluster.blocks[rank];
+      block.x = index / (grid_y / CLUSTER);
+      block.y = index % (grid_y / CLUSTER) * CLUSTER + rank;
+      block.cluster = &cluster;
+      block.shared.resize((SHARED_BYTES + GUARD_BYTES) / sizeof(Line) + 1);
+      memset(block.memory(), 0xff, SHARED_BYTES + GUARD_BYTES);
+      block.variables.assign(VARIABLE_BYTES, (char)0xff);
+      block.delay = chance() % 2 ? chance() % 1024 : 0;
+      block.is_late = rank > 0 && chance() % 2;
+      for (int i = 0; i < NUM_THREADS; ++i) prepare<P>(block.threads[i], i);
     }
   };
-  std::vector<std::thread> threads;
-  for (int i = 0; i < at_a_time; ++i) threads.emplace_back(run, i + 1);
-  for (std::thread &thread : threads) thread.join();
+  const auto may_start = [](const Block &block) {  // late ones when another waits for them, or should have
+    if (!block.is_late || block.cluster->met) return true;
+    for (const Block &other : block.cluster->blocks)
+      if (!other.is_late && other.left > 0) return false;
+    return true;
+  };
+  const auto has_ended = [](Cluster &cluster) {
+    for (const Block &block : cluster.blocks)
+      if (block.left > 0) return false;
+    for (Block &block : cluster.blocks) {
+      for (int i = 0; i < GUARD_BYTES; ++i) failed |= block.memory()[SHARED_BYTES + i] != (char)0xff;
+      post(block.sent);
+      for (Thread &thread : block.threads) stacks.push_back(std::move(thread.stack));
+    }
+    return true;
+  };
+  int next = 0, rounds = 0;
+  for (long before = progress; (next < count || !live.empty()) && !failed; before = progress) {
+    while ((int)live.size() < at_a_time && next < count) start(order[next++]);
+    for (Mail &mail : mails)
+      if (mail.asked) deliver(mail, 1 + chance() % (mail.words.size() / 8 + 1));
+    mails.remove_if([](const Mail &mail) { return mail.words.empty(); });
+    for (Cluster &cluster : live)
+      for (Block &block : cluster.blocks) {
+        if (block.left == 0 || !may_start(block) || chance() % 4 == 0) continue;
+        if (block.delay > 0) --block.delay;
+        else run_pass(block);
+      }
+    live.remove_if(has_ended);
+    rounds = progress == before ? rounds + 1 : 0;
+    if (rounds == MAX_ROUNDS) return false;
+  }
+  for (Mail &mail : mails) deliver(mail, mail.words.size());
   return !failed;
 }
-#else
-// Runs the clusters one after another, in an order that the caller chooses; the blocks of a cluster at a time. Whether
-// all came to the end.
-template <typename P> bool run_grid(const P *params, int grid_x, int grid_y, const int *order, int count) {
-  for (int i = 0; i < count; ++i) {
-    Cluster shared;
-    std::vector<std::thread> blocks;
-    int first = order[i] % (grid_y / CLUSTER) * CLUSTER, x = order[i] / (grid_y / CLUSTER);
-    for (int rank = 0; rank < CLUSTER; ++rank)
-      blocks.emplace_back(run_block<P>, params, x, first + rank, grid_x, grid_y, &shared);
-    for (std::thread &block : blocks) block.join();
-    if (shared.failed) return false;
-  }
-  return true;
-}
-#endif
+
+// What follows is the kernel's source.
