@@ -211,16 +211,23 @@ def test_batch_invariant_rows(kv_dtype: torch.dtype | None, kernel_device: torch
     check_batch_invariant_rows(Problem.run, kv_dtype, kernel_device, rng)
 
 
+def check_large_queries(run: Callable[[Problem], torch.Tensor], device: torch.device, rng: torch.Generator) -> None:
+    """`run` of queries beyond float16's range: all elements of each, and one, wherever it is."""
+    problem = make_problem(Case("", decode((70, 3) * 16), dtype=BF16, kv_dtype=E4M3), rng, device)
+    options, small = problem.options, problem.q.clone()
+    one = torch.zeros_like(small)
+    one.view(-1, 64)[torch.arange(128), torch.randperm(128, generator=rng) % 64] = 20.0
+    for queries in (small, one):
+        problem.q, problem.options = queries, options
+        expected = run(problem).float()
+        problem.q = (queries.double() * 1e6).to(BF16)
+        problem.options = replace(options, softmax_scale=options.softmax_scale * 1e-6)
+        torch.testing.assert_close(run(problem).float(), expected, rtol=0.0, atol=0.05)
+
+
 def test_large_queries_with_an_fp8_cache(kernel_device: torch.device, rng: torch.Generator) -> None:
     """Queries beyond float16's range are scaled, since fp8 keys are multiplied as float16."""
-    case = Case("", decode((70, 3)), dtype=BF16, kv_dtype=E4M3, qk_size=1e6)
-    problem = make_problem(case, rng, kernel_device)
-    problem.options = replace(problem.options, softmax_scale=case.head_dim**-0.5 * 1e-6)
-    got = problem.run()
-    small = make_problem(replace(case, qk_size=1.0), torch.Generator().manual_seed(0), kernel_device)
-    small.q = (problem.q.double() / 1e6).to(BF16)
-    difference = (got.float() - small.run().float()).abs().max()
-    assert difference < 0.05, difference
+    check_large_queries(Problem.run, kernel_device, rng)
 
 
 @pytest.mark.gpu

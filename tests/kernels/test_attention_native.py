@@ -29,6 +29,7 @@ from tests.kernels.attention_cases import (
     Problem,
     assert_accurate,
     decode,
+    expected,
     make_problem,
 )
 
@@ -81,8 +82,8 @@ CASES = [
     replace(BASE, id="fp8_large_queries", kv_dtype=E5M2, qk_size=100.0),
     replace(BASE, id="speculative", rows=decode((0, 1, 2, 4, 17, 65, 1260), 4)),
     replace(BASE, id="speculative_full", rows=decode((4, 17, 65, 260), 4), causal=False),
-    replace(BASE, id="window", window=20),
-    replace(BASE, id="window_of_1", window=1),
+    replace(BASE, id="window", window=20, rows=decode((*EDGES, 37))),  # one key before the window in a tile of it
+    replace(BASE, id="window_of_1", window=1, rows=decode((*EDGES, 18))),
     replace(BASE, id="window_speculative", rows=decode((3, 64, 1260), 3), window=333),
     replace(BASE, id="softcap", softcap=2.0, qk_size=5.0),
     replace(BASE, id="alibi", alibi="linear"),
@@ -136,6 +137,22 @@ def check_values_of_zero(run: Callable[[Problem], torch.Tensor], device: torch.d
     for zero in (0.0, -0.0):
         problem.v_cache.fill_(zero)
         assert not run(problem).any()
+
+
+def check_logits(run: Callable[[Problem], torch.Tensor], device: torch.device, rng: torch.Generator) -> None:
+    """`run` of rows of one token, whose log-sum-exp is their logit: bounds of 16-bit results would hide its errors."""
+    for softcap, kv_dtype in ((0.0, None), (50.0, None), (50.0, E4M3)):
+        case = replace(BASE, rows=decode((1,) * 24), softcap=softcap, kv_dtype=kv_dtype, qk_size=8.0)
+        problem = make_problem(case, rng, device)
+        run(problem)
+        assert problem.lse is not None
+        truth = expected(problem, torch.float64)[1]
+        torch.testing.assert_close(problem.lse.cpu().double(), truth, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.gpu
+def test_logits(rng: torch.Generator) -> None:
+    check_logits(lambda problem: problem.run(), torch.device("cuda"), rng)
 
 
 @pytest.mark.gpu

@@ -15,9 +15,9 @@ from graphrt.kernels.errors import ShapeError
 from graphrt.kernels.native.nvrtc import NativeVariant
 from tests.kernels import native_emulation
 from tests.kernels.attention_cases import E4M3, NAN, UNWRITTEN, Case, Problem, assert_accurate, decode, make_problem
-from tests.kernels.test_attention import check_batch_invariant_rows
+from tests.kernels.test_attention import check_batch_invariant_rows, check_large_queries
 from tests.kernels.test_attention_features import check_scales_of_keys
-from tests.kernels.test_attention_native import BASE, CASES, check_values_of_zero
+from tests.kernels.test_attention_native import BASE, CASES, check_logits, check_values_of_zero
 
 pytestmark = pytest.mark.skipif(native_emulation.COMPILER is None, reason="needs the C++ compiler g++")
 
@@ -65,6 +65,21 @@ def test_every_case(case: Case, rng: torch.Generator) -> None:
 
 def test_scales_of_keys_that_are_no_scales(rng: torch.Generator) -> None:
     check_scales_of_keys(run, CPU, rng, native=True)
+
+
+def test_large_queries_with_an_fp8_cache(rng: torch.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
+    check_large_queries(run, CPU, rng)
+    lesser = "fminf(peak, __shfl_xor_sync(0xffffffffu, peak, 2)"
+    monkeypatch.setattr(native_emulation, "planted", (lesser.replace("fminf", "fmaxf"), lesser))
+    with pytest.raises(AssertionError):
+        check_large_queries(run, CPU, rng)
+
+
+def test_logits(rng: torch.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
+    check_logits(run, CPU, rng)
+    monkeypatch.setattr(native_emulation, "planted", ("/ 3 + square * (2", "/ 3 - square * (2"))
+    with pytest.raises(AssertionError):
+        check_logits(run, CPU, rng)
 
 
 @pytest.mark.parametrize("kv_dtype", [None, E4M3], ids=["bf16", "e4m3"])
@@ -116,6 +131,7 @@ BUGS = {
     "the_cluster_does_not_wait": ("inbox.wait();", "", "one_row"),
     "a_slice_goes_astray": ("source * SLICE + unit % SLICE)", "source * SLICE)", "one_row"),
     "later_tokens_are_seen": ("position <= query)", "true)", "speculative"),
+    "the_edge_of_the_window": ("masked |= start <= s.", "masked |= start < s.", "window"),
     "the_window_is_ignored": ("visible &= position > query - p.window;", "", "window"),
     "rows_are_not_swizzled_alike": ("(column ^ (SWIZZLE(token) * 16))", "column", "bf16"),
     "fp8_halves_swapped": ("0x3120", "0x2031", "one_row_fp8"),
