@@ -70,14 +70,18 @@ def _kernel_devices() -> list[object]:
 
 @pytest.fixture(params=_kernel_devices())
 def kernel_device(request: pytest.FixtureRequest) -> Iterator[torch.device]:
-    """Where a Triton kernel under test runs: the interpreter on CPU tensors, or a CUDA device."""
+    """Where a Triton kernel under test runs: the interpreter on CPU tensors, or a CUDA device.
+
+    Programs run in another order each time: the interpreter has to be told to.
+    """
     device = torch.device(request.param)
     if device.type == "cuda":
         yield device
         return
     from graphrt.kernels.library import interpreted
+    from graphrt.testing.interpreter import shuffled_programs
 
-    with interpreted():
+    with interpreted(), shuffled_programs():
         yield device
 
 

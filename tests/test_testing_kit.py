@@ -275,6 +275,30 @@ def test_interpreted_dot(dtype, rng):
     assert_close(out, a.double() @ b.double(), atol=1e-4)
 
 
+@triton.jit
+def _order_kernel(count_ptr, order_ptr):
+    at = tl.program_id(0) * 6 + tl.program_id(1) * 2 + tl.program_id(2)
+    tl.store(order_ptr + at, tl.atomic_add(count_ptr, 1))
+
+
+@interpreted
+def test_programs_in_another_order():
+    def launch() -> list[int]:
+        count, order = torch.zeros(1, dtype=torch.int32), torch.full((24,), -1, dtype=torch.int32)
+        _order_kernel[(4, 3, 2)](count, order)
+        return order.tolist()
+
+    by_id = list(range(24))
+    assert launch() == by_id
+    with interpreter.shuffled_programs():
+        first, second = launch(), launch()
+    assert sorted(first) == sorted(second) == by_id, "each program runs once"
+    assert by_id != first != second != by_id
+    with interpreter.shuffled_programs():
+        assert launch() == first, "a seed gives an order"
+    assert launch() == by_id
+
+
 @interpreted
 def test_install_twice_changes_nothing():
     before = triton.runtime.interpreter.InterpreterBuilder.binary_op

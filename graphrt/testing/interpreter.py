@@ -10,9 +10,13 @@ Not repaired: atomics on bfloat16, inline assembly and libdevice calls, which th
 
 from __future__ import annotations
 
+import itertools
+import random
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
@@ -67,6 +71,31 @@ def install() -> None:
     for module in (tl.extra.cuda, sys.modules["triton.language.extra.cuda"]):
         for name in ("gdc_wait", "gdc_launch_dependents"):
             setattr(module, name, _no_op)
+
+
+@contextmanager
+def shuffled_programs(seed: int = 0) -> Iterator[None]:
+    """Within, the interpreter runs the programs of each launch in a random order, each whole.
+
+    By itself it runs them by their ids, and what programs leave each other in memory is then never overwritten by one
+    of a higher id that a device would have run first. Kernels whose programs wait for each other do not end.
+    """
+    builder = triton_interpreter.InterpreterBuilder
+    set_grid_dim, set_grid_idx = builder.set_grid_dim, builder.set_grid_idx
+    chance = random.Random(seed)
+    order: dict[tuple[int, ...], tuple[int, ...]] = {}
+
+    def draw(self: Any, *dim: int) -> None:
+        set_grid_dim(self, *dim)
+        programs = list(itertools.product(*(range(n) for n in dim)))
+        order.clear()
+        order.update(zip(programs, chance.sample(programs, len(programs)), strict=True))
+
+    def move(self: Any, *program: int) -> None:
+        set_grid_idx(self, *order[program])
+
+    with mock.patch.multiple(builder, set_grid_dim=draw, set_grid_idx=move):
+        yield
 
 
 def convert_float(data: Any, source: Any, target: Any, rounding: object = None) -> Any:
