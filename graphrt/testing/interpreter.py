@@ -3,7 +3,8 @@
 It keeps bfloat16 values as their bits in uint16 arrays. Some of its operations forget that: `tl.dot` and arithmetic
 then work on the bits, silently. Its float conversions truncate where the hardware rounds to nearest even, and decode
 the NaN of e4m3 as 480. After `install()`, conversions between float formats are those of torch, and bfloat16
-arithmetic computes in float32 and rounds once, which is what the compiled kernels do.
+arithmetic computes in float32 and rounds once, which is what the compiled kernels do. Within `shuffled_programs()` the
+programs of a launch run in any order.
 
 Not repaired: atomics on bfloat16, inline assembly and libdevice calls, which the interpreter does not have.
 """

@@ -152,13 +152,13 @@ def check_logits(run: Callable[[Problem], torch.Tensor], device: torch.device, r
 
 @pytest.mark.gpu
 def test_logits(rng: torch.Generator) -> None:
-    check_logits(lambda problem: problem.run(), torch.device("cuda"), rng)
+    check_logits(Problem.run, torch.device("cuda"), rng)
 
 
 @pytest.mark.gpu
 def test_values_of_zero(rng: torch.Generator) -> None:
     """Blocks send each other words that are 0 until they come."""
-    check_values_of_zero(lambda problem: problem.run(), torch.device("cuda"), rng)
+    check_values_of_zero(Problem.run, torch.device("cuda"), rng)
 
 
 @pytest.mark.gpu

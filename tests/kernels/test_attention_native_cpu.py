@@ -163,7 +163,7 @@ def test_too_little_shared_memory_is_noticed(case: str, rng: torch.Generator, mo
         native_emulation.emulated_launch(variant, *arguments, **options)
 
     monkeypatch.setattr(native, "launch", launch)
-    with pytest.raises(AssertionError, match="behind their shared memory"):
+    with pytest.raises(AssertionError, match="stores behind its shared memory"):
         run(make_problem(BY_ID[case], rng, CPU))
 
 

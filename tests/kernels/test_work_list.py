@@ -292,6 +292,8 @@ def test_scratch_tensors_must_be_dense():
     flat = replace(workspace, counters=torch.zeros(1, dtype=torch.int32).expand(9999))
     with pytest.raises(ShapeError, match=r"workspace\.counters: expected stride 1"):
         paged_attention(q, cache, cache, table, lengths, torch.empty_like(q), plan, work_list, flat, options)
+    with pytest.raises(ShapeError, match="seq_lens: expected stride 1"):
+        schedule_attention(plan, torch.ones(4, dtype=torch.int32)[::2], work_list)
 
 
 def test_plans():

@@ -98,7 +98,7 @@ struct { int x, y; } blockIdx, gridDim;
 jmp_buf scheduler;
 std::minstd_rand chance;
 long progress;  // counts what is done, waiting and asking apart
-bool failed;
+const char *fault;  // what went wrong, or null
 
 inline void yield() {
   if (!_setjmp(current->at)) _longjmp(scheduler, 1);
@@ -296,7 +296,7 @@ inline void init_barrier(i64 *at) { *(Barrier *)at = {-1, 0}; }
 inline void publish_barriers() {}
 inline void expect_bytes(i64 *at, int bytes) {
   Barrier &barrier = *(Barrier *)at;
-  failed |= barrier.expected >= 0;  // the phase before has not ended
+  if (barrier.expected >= 0) fault = "a phase of a barrier begins before the last one has ended";
   barrier.expected = bytes;
   end_of_phase(barrier);
 }
@@ -307,7 +307,7 @@ inline void store_remote(u32 at, u32 barrier, int rank, float x, float y) {
   const float pair[2] = {x, y};
   Block &block = running->cluster->blocks[rank];
   running->cluster->met = true;
-  failed |= block.left == 0;  // its memory may be another block's by now
+  if (block.left == 0) fault = "a block stores to one that has ended";
   memcpy(block.memory() + at, pair, 8);
   Barrier &there = *(Barrier *)(block.memory() + barrier);
   there.bytes += 8 << 1;
@@ -377,16 +377,16 @@ inline void run_pass(Block &block) {
   memcpy(block.variables.data(), __start_shared_variables, VARIABLE_BYTES);
 }
 
-// Runs clusters of blocks in the order of `order`, several of them at a time, or one after another, which must do. Whether
-// all came to the end, and nothing went wrong that is noticed on the way.
+// Runs clusters of blocks in the order of `order`, several of them at a time, or one after another, which must do. What
+// went wrong as far as it is noticed on the way, or null.
 template <typename P>
-bool run_grid(const P *params, int grid_x, int grid_y, const int *order, int count, int at_a_time, int seed) {
-  constexpr int MAX_ROUNDS = 50000;  // without progress: they wait for each other for ever
+const char *run_grid(const P *params, int grid_x, int grid_y, const int *order, int count, int at_a_time, int seed) {
+  constexpr int MAX_ROUNDS = 50000;  // without progress
   chance.seed(seed + 1);
   chance.discard(8);  // the first numbers of neighbouring seeds are alike
   params_of_launch<P> = params;
   gridDim = {grid_x, grid_y};
-  failed = false;
+  fault = nullptr;
   mails.clear();
   std::list<Cluster> live;
   const auto start = [&](int index) {
@@ -414,14 +414,15 @@ bool run_grid(const P *params, int grid_x, int grid_y, const int *order, int cou
     for (const Block &block : cluster.blocks)
       if (block.left > 0) return false;
     for (Block &block : cluster.blocks) {
-      for (int i = 0; i < GUARD_BYTES; ++i) failed |= block.memory()[SHARED_BYTES + i] != (char)0xff;
+      for (int i = 0; i < GUARD_BYTES; ++i)
+        if (block.memory()[SHARED_BYTES + i] != (char)0xff) fault = "a block stores behind its shared memory";
       post(block.sent);
       for (Thread &thread : block.threads) stacks.push_back(std::move(thread.stack));
     }
     return true;
   };
   int next = 0, rounds = 0;
-  for (long before = progress; (next < count || !live.empty()) && !failed; before = progress) {
+  for (long before = progress; (next < count || !live.empty()) && !fault; before = progress) {
     while ((int)live.size() < at_a_time && next < count) start(order[next++]);
     for (Mail &mail : mails)
       if (mail.asked) deliver(mail, 1 + chance() % (mail.words.size() / 8 + 1));
@@ -434,10 +435,10 @@ bool run_grid(const P *params, int grid_x, int grid_y, const int *order, int cou
       }
     live.remove_if(has_ended);
     rounds = progress == before ? rounds + 1 : 0;
-    if (rounds == MAX_ROUNDS) return false;
+    if (rounds == MAX_ROUNDS) fault = "threads wait for each other for ever";
   }
   for (Mail &mail : mails) deliver(mail, mail.words.size());
-  return !failed;
+  return fault;
 }
 
 // What follows is the kernel's source.
