@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import Enum
 
+from graphrt.kernels.checks import check_int
 from graphrt.kernels.errors import ConfigError
 
 
@@ -89,8 +90,10 @@ def mixed_ladder(max_num_tokens: int, smallest: int = 64) -> tuple[int, ...]:
 
 
 def check_sizes(name: str, sizes: Iterable[int], maximum: int) -> tuple[int, ...]:
-    """Sorted, distinct sizes; raises ConfigError when one lies outside 1 to `maximum`."""
-    result = tuple(sorted(set(sizes)))
-    if result and not (result[0] >= 1 and result[-1] <= maximum):
-        raise ConfigError(f"{name}: expected sizes from 1 to {maximum}, got {list(result)}; drop the others")
-    return result
+    """Sorted, distinct sizes; raises ConfigError when one lies outside 1 to `maximum`, or is no int."""
+    if not isinstance(sizes, Iterable):
+        raise ConfigError(f"{name}: expected a tuple of sizes from 1 to {maximum}, got {sizes!r}; pass ({sizes!r},)")
+    result = tuple(sizes)
+    for size in result:
+        check_int(name, size, 1, maximum, advice=f"drop it from {list(result)}")
+    return tuple(sorted(set(result)))

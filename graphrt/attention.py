@@ -10,7 +10,7 @@ import torch
 from graphrt.backends.base import AttentionBackend, AttentionLayer
 from graphrt.capture.descriptor import BatchDescriptor
 from graphrt.kernels.cache.write import Rotary, write_kv
-from graphrt.kernels.checks import check_tensor, check_unit_stride
+from graphrt.kernels.checks import check_no_overlap, check_tensor, check_unit_stride
 from graphrt.kernels.errors import ShapeError, UnsupportedError
 from graphrt.metadata import StepMetadata
 
@@ -54,9 +54,9 @@ class Step:
 
         q      [padded_tokens, num_q_heads, head_dim]   rotated in place if `rotary` is given
         k, v   [padded_tokens, num_kv_heads, head_dim]  may be slices of one qkv tensor
-        sinks  [num_q_heads]                 float32    the layer's learned sinks, if its spec has them
+        sinks  [num_q_heads]                 float32    the layer's learned sinks, if its spec has them; finite or -inf
         lse    [padded_tokens, num_q_heads]  float32    written in place: natural log of the softmax's denominator, sink
-                                                        included; -inf in pad tokens
+                                                        included; in pad tokens -inf, or the sink
         returns [padded_tokens, num_q_heads, head_dim]; zeros in pad tokens
 
         Capture-safe: shapes depend on the descriptor only; lengths, sinks and KV scales are read on the device.
@@ -108,6 +108,7 @@ class Step:
             tokens = self.descriptor.padded_tokens
             check_tensor("lse", lse, shape=(tokens, spec.num_q_heads), dtype=torch.float32, device=device)
             check_unit_stride("lse", lse)
+            check_no_overlap("lse", lse)
 
 
 Model = Callable[[Step], torch.Tensor]

@@ -14,7 +14,7 @@ from graphrt.kernels.attention.plan import AttentionPlan
 from graphrt.kernels.attention.work_list import schedule_attention
 from graphrt.kernels.native.nvrtc import runs_native
 
-_ROWS = (1, 64, 256)
+_ROWS = (1, 64, 256, 1024)
 _LONGEST = 4096
 _ROWS_PER_PAD = 8
 _MIXED_QUERY_LEN = 2
@@ -70,7 +70,7 @@ class ScheduleCase:
 
 
 def make_schedules() -> list[ScheduleCase]:
-    """Every mode at 1, 64 and 256 rows."""
+    """Every mode at 1, 64, 256 and 1024 rows."""
     return [
         case
         for rows in _ROWS

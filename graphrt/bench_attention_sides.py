@@ -31,6 +31,9 @@ from graphrt.kernels.types import KVLayout
 Call = Callable[[], torch.Tensor]
 
 _FA3_SPLITS = (0, 32)  # its heuristic, and what serving stacks set under graphs
+_FLASHINFER_CORE_GROUPS = (1, 2, 3, 4, 8)  # query heads per KV head that its kernel for CUDA cores is compiled for
+_XQA_PAGE_SIZES = (16, 32, 64, 128)
+_XQA_SEMAPHORE_BYTES = 8 << 20
 _FLASHINFER_WORKSPACE_BYTES = 512 << 20  # 64 query heads x 256 rows need more than the customary 128 MiB
 _PLAN_ROUNDS = 11
 _CPU_SMS = 132  # as on an H200: a dry run makes the plans of the real one
@@ -175,9 +178,10 @@ class Fa3Side:
     def prepare(self, cell: Cell, inputs: Inputs) -> list[Prepared]:
         if cell.query_len > 1:
             return [Prepared("", [self._varlen_call(inputs, layer) for layer in range(inputs.layers)])]
-        return [self._decode(inputs, splits) for splits in _FA3_SPLITS]
+        return [self._decode(inputs, splits, causal) for splits in _FA3_SPLITS for causal in (True, False)]
 
-    def _decode(self, inputs: Inputs, splits: int) -> Prepared:
+    def _decode(self, inputs: Inputs, splits: int, causal: bool) -> Prepared:
+        """`causal` changes no result with one query token, but it takes another kernel."""
         cell = inputs.cell
         fp8 = cell.kv_dtype.itemsize == 1  # q, k and v are then fp8 alike; the output is bf16
         q = inputs.q.to(cell.kv_dtype).unsqueeze(2)
@@ -196,7 +200,7 @@ class Fa3Side:
                 cache_seqlens=inputs.seq_lens,
                 qkv_dtype=cell.kv_dtype,
                 page_size=cell.page_size,
-                causal=True,
+                causal=causal,
                 num_splits=splits,
             )
             return metadata
@@ -215,7 +219,7 @@ class Fa3Side:
                     k_descale=scales,
                     v_descale=scales,
                     softmax_scale=inputs.softmax_scale,
-                    causal=True,
+                    causal=causal,
                     scheduler_metadata=metadata,
                     num_splits=splits,
                 )
@@ -223,7 +227,7 @@ class Fa3Side:
 
             return call
 
-        variant = f"{splits} splits" if splits else "heuristic"
+        variant = f"{f'{splits} splits' if splits else 'heuristic'}{', causal' if causal else ''}"
         return Prepared(variant, [call_of(layer) for layer in range(inputs.layers)], schedule)
 
     def _varlen_call(self, inputs: Inputs, layer: int) -> Call:
@@ -250,44 +254,54 @@ class Fa3Side:
 
 
 class FlashInferSide:
-    """FlashInfer's paged decode in graph mode on tensor cores, planned on the host once per step."""
+    """FlashInfer's paged decode: in graph mode, planned on the host once per step, on tensor cores and for small groups
+    on CUDA cores; and XQA, which needs no plan."""
 
     name = "FlashInfer"
 
     def __init__(self, device: torch.device) -> None:
         self._package = _require("flashinfer", "flashinfer")
-        self._faults: dict[tuple[int, torch.dtype], str] = {}
+        self._faults: dict[FlashInferModule, str] = {}
         self._workspace = torch.zeros(_FLASHINFER_WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+        self._semaphores = torch.zeros(_XQA_SEMAPHORE_BYTES // 4, dtype=torch.uint32, device=device)
 
     def build(self, cells: Iterable[Cell]) -> float:
         """Compile the modules that the cells need side by side, some 40 s each; returns the seconds it took."""
-        jit = importlib.import_module("flashinfer.jit")
         start = time.perf_counter()
-        wanted = sorted({_module_key(cell) for cell in cells if cell.query_len == 1}, key=str)
-        bf16, no_position_encoding, options_off = torch.bfloat16, 0, (False, False, False)
-        specs = {
-            (head_dim, kv_dtype): jit.gen_batch_prefill_module(
-                "fa2", bf16, kv_dtype, bf16, torch.int32, head_dim, head_dim, no_position_encoding, *options_off
-            )
-            for head_dim, kv_dtype in wanted
-        }
-        with ThreadPoolExecutor(max(1, len(specs))) as threads:
-            builds = {key: threads.submit(spec.build, verbose=False) for key, spec in specs.items()}
-        for key, build in builds.items():
+        wanted = list(
+            dict.fromkeys(module for cell in cells if cell.query_len == 1 for module in flashinfer_modules(cell))
+        )
+        with ThreadPoolExecutor(max(1, len(wanted))) as threads:
+            builds = {module: threads.submit(module.spec().build, verbose=False) for module in wanted}
+        for module, build in builds.items():
             if (error := build.exception()) is not None:
-                self._faults[key] = str(error)[-2000:]
+                self._faults[module] = str(error)[-2000:]
         return time.perf_counter() - start
 
     def prepare(self, cell: Cell, inputs: Inputs) -> list[Prepared]:
         if cell.query_len > 1:
             raise UnsupportedError("FlashInfer: not part of this comparison")
-        if (fault := self._faults.get(_module_key(cell))) is not None:
-            raise UnsupportedError(fault)
+        prepared, faults = [], []
+        for module in flashinfer_modules(cell):
+            try:
+                if (fault := self._faults.get(module)) is not None:
+                    raise UnsupportedError(fault)
+                prepared.append(self._xqa(inputs) if module.kernel == "XQA" else self._planned(inputs, module.kernel))
+            except torch.AcceleratorError:
+                raise
+            except Exception as error:  # the other kernels may serve
+                faults.append(f"{module.kernel}: {_reason(error)}")
+        if not prepared:
+            raise UnsupportedError("; ".join(faults))
+        return prepared
+
+    def _planned(self, inputs: Inputs, kernel: str) -> Prepared:
+        cell = inputs.cell
         wrapper = self._package.BatchDecodeWithPagedKVCacheWrapper(
             self._workspace,
             cell.layout.value,
             use_cuda_graph=True,
-            use_tensor_cores=True,
+            use_tensor_cores=kernel == "tensor cores",
             paged_kv_indptr_buffer=torch.empty_like(inputs.page_indptr, device=inputs.device),
             paged_kv_indices_buffer=torch.empty_like(inputs.page_indices),
             paged_kv_last_page_len_buffer=torch.empty_like(inputs.last_page_len, device=inputs.device),
@@ -323,7 +337,65 @@ class FlashInferSide:
                 k, v = k.transpose(1, 2), v.transpose(1, 2)
             return lambda: wrapper.run(inputs.q[layer], (k, v), out=out[layer])
 
-        return [Prepared("", [call_of(layer) for layer in range(inputs.layers)], plan_us=plan_us)]
+        return Prepared(kernel, [call_of(layer) for layer in range(inputs.layers)], plan_us=plan_us)
+
+    def _xqa(self, inputs: Inputs) -> Prepared:
+        cell, out = inputs.cell, torch.empty_like(inputs.q)
+        lengths = inputs.seq_lens.to(torch.uint32)[:, None]
+
+        def call_of(layer: int) -> Call:
+            def call() -> torch.Tensor:
+                self._package.xqa(
+                    inputs.q[layer].unsqueeze(1),
+                    inputs.k[layer],
+                    inputs.v[layer],
+                    inputs.block_table,
+                    lengths,
+                    out[layer].unsqueeze(1),
+                    self._workspace,
+                    self._semaphores,
+                    cell.num_kv_heads,
+                    cell.page_size,
+                    q_scale=inputs.softmax_scale * cell.head_dim**0.5,
+                )
+                return out[layer]
+
+            return call
+
+        return Prepared("XQA", [call_of(layer) for layer in range(inputs.layers)])
+
+
+@dataclass(frozen=True, slots=True)
+class FlashInferModule:
+    """What FlashInfer compiles: a kernel for a head size and a KV dtype, and of XQA for a page size and group too."""
+
+    kernel: str
+    head_dim: int
+    kv_dtype: torch.dtype
+    page_size: int = 0
+    group: int = 0
+
+    def spec(self) -> Any:
+        jit = importlib.import_module("flashinfer.jit")
+        bf16, no_position_encoding, off = torch.bfloat16, 0, False
+        if self.kernel == "XQA":
+            xqa = importlib.import_module("flashinfer.jit.xqa")
+            return xqa.gen_xqa_module(bf16, self.kv_dtype, self.page_size, self.head_dim, self.group, off, bf16, 1)
+        common = (bf16, self.kv_dtype, bf16, torch.int32, self.head_dim, self.head_dim, no_position_encoding)
+        if self.kernel == "CUDA cores":
+            return jit.gen_batch_decode_module(*common, off, off)
+        return jit.gen_batch_prefill_module("fa2", *common, off, off, off)
+
+
+def flashinfer_modules(cell: Cell) -> list[FlashInferModule]:
+    """The ways in which FlashInfer may run a cell; numbers of heads and page sizes are arguments but for XQA."""
+    group = cell.num_q_heads // cell.num_kv_heads
+    modules = [FlashInferModule("tensor cores", cell.head_dim, cell.kv_dtype)]
+    if group in _FLASHINFER_CORE_GROUPS:
+        modules.append(FlashInferModule("CUDA cores", cell.head_dim, cell.kv_dtype))
+    if cell.page_size in _XQA_PAGE_SIZES:
+        modules.append(FlashInferModule("XQA", cell.head_dim, cell.kv_dtype, cell.page_size, group))
+    return modules
 
 
 def num_sms(device: torch.device) -> int:
@@ -357,11 +429,6 @@ def prepare_checked(side: Side, cell: Cell, inputs: Inputs) -> tuple[list[Prepar
         else:
             good.append(prepared)
     return good, None if good else reason
-
-
-def _module_key(cell: Cell) -> tuple[int, torch.dtype]:
-    """What FlashInfer compiles a module for; numbers of heads and page sizes are arguments."""
-    return cell.head_dim, cell.kv_dtype
 
 
 def make_sides(device: torch.device, *, with_peers: bool) -> list[Side]:

@@ -16,6 +16,7 @@ from graphrt.config import RuntimeConfig
 from graphrt.kernels.ops.sweep import read_sweep
 from graphrt.runtime import Runtime
 from graphrt.spec import AttentionSpec, KVCacheSpec
+from graphrt.testing.bench import time_calls
 
 _ROUNDS = 5
 
@@ -71,19 +72,10 @@ class DecodeReport:
 
 
 def measure_read_bandwidth(device: torch.device) -> float:
-    """Bytes per second of a read-only sweep over memory much larger than any cache."""
-    words = 1 << (30 if device.type == "cuda" else 25)
-    x = torch.zeros(words, dtype=torch.float32, device=device)
-    read_sweep(x)
-    times = []
-    for _ in range(_ROUNDS):
-        _synchronize(device)
-        start = time.perf_counter()
-        for _ in range(4):
-            read_sweep(x)
-        _synchronize(device)
-        times.append((time.perf_counter() - start) / 4)
-    return x.numel() * x.element_size() / median(times)
+    """Bytes per second of a read-only sweep over memory much larger than any cache, in replays of a graph."""
+    x = torch.zeros(1 << (30 if device.type == "cuda" else 25), dtype=torch.float32, device=device)
+    sweep = time_calls("", [lambda: read_sweep(x)] * 4, device=device, num_samples=_ROUNDS)
+    return x.nbytes / (sweep.median_us * 1e-6)
 
 
 def bench_decode(

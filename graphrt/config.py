@@ -6,7 +6,11 @@ from dataclasses import dataclass, replace
 
 from graphrt import env
 from graphrt.capture.descriptor import check_sizes, decode_ladder, mixed_ladder
+from graphrt.kernels.checks import check_int
 from graphrt.kernels.errors import ConfigError
+
+_MAX_REQS = (1 << 20) - 1
+_MAX_TOKENS = 1 << 30  # positions, and sums of a few of them, are int32 on the device
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,20 +45,16 @@ class RuntimeConfig:
     batch_invariant: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("max_num_reqs", "max_num_tokens", "max_seq_len", "query_len"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"RuntimeConfig.{name}: expected >= 1, got {getattr(self, name)}")
-        if self.ring_depth < 2:
-            raise ConfigError(
-                f"RuntimeConfig.ring_depth: expected >= 2, got {self.ring_depth}; with one slot every step waits"
-            )
+        check_int("RuntimeConfig.max_num_reqs", self.max_num_reqs, 1, _MAX_REQS, advice="pass what one step may hold")
+        for name in ("max_num_tokens", "max_seq_len", "query_len"):
+            advice = "on the device it is an int32"
+            check_int(f"RuntimeConfig.{name}", getattr(self, name), 1, _MAX_TOKENS, advice=advice)
+        check_int("RuntimeConfig.ring_depth", self.ring_depth, 2, advice="with one slot every step waits")
         if self.max_num_reqs * self.query_len > self.max_num_tokens:
             raise ConfigError(
                 f"RuntimeConfig.max_num_tokens: expected >= max_num_reqs x query_len = "
                 f"{self.max_num_reqs * self.query_len}, got {self.max_num_tokens}; a full decode step must fit"
             )
-        if self.max_num_reqs >= 1 << 20:
-            raise ConfigError(f"RuntimeConfig.max_num_reqs: expected < {1 << 20}, got {self.max_num_reqs}")
 
     def resolve(self) -> RuntimeConfig:
         """A config with every None replaced: ladders sorted and in range, the backend from the environment."""

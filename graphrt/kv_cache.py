@@ -9,7 +9,7 @@ import torch
 from graphrt.kernels.attention.options import FP8_DTYPES
 from graphrt.kernels.cache.copy import copy_blocks, swap_blocks
 from graphrt.kernels.cache.write import check_kv_scale
-from graphrt.kernels.checks import check_tensor, check_unit_stride
+from graphrt.kernels.checks import check_int, check_no_overlap, check_tensor, check_unit_stride
 from graphrt.kernels.errors import CapacityError, ConfigError
 from graphrt.kernels.types import KVLayout
 from graphrt.spec import KVCacheSpec
@@ -25,7 +25,8 @@ class KVCache:
                         the model was calibrated for before the first step, since stored values are not converted.
                         Empty for other dtypes
 
-    Built with `allocate`, or around tensors that the caller owns (`KVCache(spec, k, v)`): any strides, the last one 1.
+    Built with `allocate`, or around tensors that the caller owns (`KVCache(spec, k, v)`): any strides, the last one 1,
+    but no two elements in one place. Layers may share tensors, K and V of a layer may not.
     Graphs hold these addresses: the tensors must stay where they are as long as a runtime uses them.
     """
 
@@ -42,14 +43,21 @@ class KVCache:
             raise ConfigError(
                 f"KVCache: expected {spec.num_layers} K and V tensors, one per layer, got {len(k)} and {len(v)}"
             )
-        num_pages, device = (k[0].shape[0] if k[0].dim() else 0), k[0].device
-        shape = (num_pages, spec.page_size, spec.num_kv_heads, spec.head_dim)
-        for layer, pair in enumerate(zip(k, v, strict=True)):
-            for name, tensor in zip("kv", pair, strict=True):
-                check_tensor(f"{name}[{layer}]", tensor, shape=shape, dtype=spec.dtype, device=device)
-                check_unit_stride(f"{name}[{layer}]", tensor)
+        page = (spec.page_size, spec.num_kv_heads, spec.head_dim)
+        check_tensor("k[0]", k[0], shape=(None, *page))
+        num_pages, device = k[0].shape[0], k[0].device
         if num_pages < 2:
             raise ConfigError(f"KVCache: expected at least 2 pages, the null page and one to use, got {num_pages}")
+        for layer, pair in enumerate(zip(k, v, strict=True)):
+            for name, tensor in zip("kv", pair, strict=True):
+                check_tensor(f"{name}[{layer}]", tensor, shape=(num_pages, *page), dtype=spec.dtype, device=device)
+                check_unit_stride(f"{name}[{layer}]", tensor)
+                check_no_overlap(f"{name}[{layer}]", tensor)
+            if device.type != "meta" and pair[0].data_ptr() == pair[1].data_ptr():
+                raise ConfigError(
+                    f"v[{layer}]: expected other memory than that of k[{layer}], got the same address; values would "
+                    "overwrite keys, pass two tensors"
+                )
         if spec.null_page >= num_pages:
             raise ConfigError(f"KVCache: expected null_page < num_pages={num_pages}, got {spec.null_page}")
         self.spec = spec
@@ -63,8 +71,7 @@ class KVCache:
     @classmethod
     def allocate(cls, spec: KVCacheSpec, num_pages: int, device: torch.device | str) -> KVCache:
         """A zeroed cache of `num_pages` pages in `spec.layout`, as one allocation; an fp8 cache has scales of 1."""
-        if num_pages < 2:
-            raise ConfigError(f"num_pages: expected at least 2, the null page and one to use, got {num_pages}")
+        check_int("num_pages", num_pages, 2, advice="the null page and one to use")
         heads_first = spec.layout is KVLayout.HND
         page = (spec.num_kv_heads, spec.page_size) if heads_first else (spec.page_size, spec.num_kv_heads)
         storage = torch.zeros(

@@ -22,6 +22,7 @@ from graphrt.capture.recorder import make_recorder
 from graphrt.capture.staging import StagingRing
 from graphrt.config import RuntimeConfig
 from graphrt.handle import StepHandle
+from graphrt.kernels.checks import check_int
 from graphrt.kernels.errors import CaptureError, ConfigError, ReplayError
 from graphrt.kernels.metadata.record import record_size
 from graphrt.kv_cache import KVCache
@@ -72,8 +73,7 @@ class ReplayManager:
         spec, device = kv_cache.spec, kv_cache.device
         specs = (attention,) * spec.num_layers if isinstance(attention, AttentionSpec) else tuple(attention)
         _check_layers(specs, kv_cache)
-        if vocab_size < 1:
-            raise ConfigError(f"vocab_size: expected >= 1, got {vocab_size}; pass the width of the model's logits")
+        check_int("vocab_size", vocab_size, 1, advice="pass the width of the model's logits")
         context = BackendContext(
             attention=specs,
             kv=spec,

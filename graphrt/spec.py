@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import torch
 
 from graphrt.kernels.attention.arguments import KV_DTYPES
+from graphrt.kernels.attention.options import MAX_WINDOW
+from graphrt.kernels.checks import check_int, is_finite
 from graphrt.kernels.errors import ConfigError
 from graphrt.kernels.types import KVLayout
 
@@ -19,7 +20,7 @@ class AttentionSpec:
     """One attention layer: heads, head size, dtype and options. Layers of one model may differ in their options.
 
     softmax_scale    None means head_dim ** -0.5
-    sliding_window   tokens a query sees, itself included; None means all
+    sliding_window   tokens a query sees, itself included, 1 to 2 ** 30; None means all
     logits_softcap   cap * tanh(logits / cap) before the softmax; None means off
     alibi_slopes     a slope per query head: the logits get -slope * distance after the softcap; None means off
     alibi_sqrt       -slope * sqrt(distance) instead
@@ -39,8 +40,7 @@ class AttentionSpec:
 
     def __post_init__(self) -> None:
         for name in ("num_q_heads", "num_kv_heads", "head_dim"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"AttentionSpec.{name}: expected >= 1, got {getattr(self, name)}; pass the model's")
+            check_int(f"AttentionSpec.{name}", getattr(self, name), 1, advice="pass the model's")
         if self.num_q_heads % self.num_kv_heads:
             raise ConfigError(
                 f"AttentionSpec.num_q_heads: expected a multiple of num_kv_heads={self.num_kv_heads}, "
@@ -51,15 +51,21 @@ class AttentionSpec:
                 f"AttentionSpec.dtype: expected one of {COMPUTE_DTYPES}, got {self.dtype}; "
                 "load the model in one of these"
             )
-        if self.softmax_scale is not None and not (math.isfinite(self.softmax_scale) and self.softmax_scale > 0):
-            raise ConfigError(
-                f"AttentionSpec.softmax_scale: expected a finite number > 0, got {self.softmax_scale}; "
-                "None means head_dim ** -0.5"
-            )
-        if self.sliding_window is not None and self.sliding_window < 1:
-            raise ConfigError(f"AttentionSpec.sliding_window: expected >= 1 or None, got {self.sliding_window}")
-        if self.logits_softcap is not None and not self.logits_softcap > 0:
-            raise ConfigError(f"AttentionSpec.logits_softcap: expected > 0 or None, got {self.logits_softcap}")
+        for name, default in (("softmax_scale", "head_dim ** -0.5"), ("logits_softcap", "off")):
+            value = getattr(self, name)
+            if value is not None and not (is_finite(value) and value > 0):
+                raise ConfigError(
+                    f"AttentionSpec.{name}: expected a finite number > 0, got {value!r}; None means {default}"
+                )
+        if self.sliding_window is not None:
+            advice = "None sees everything"
+            check_int("AttentionSpec.sliding_window", self.sliding_window, 1, MAX_WINDOW, advice=advice)
+        for name in ("alibi_sqrt", "sinks"):
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigError(
+                    f"AttentionSpec.{name}: expected True or False, got {type(getattr(self, name)).__name__}; "
+                    "tensors are passed to Step.attend"
+                )
         self._check_alibi()
 
     def _check_alibi(self) -> None:
@@ -77,7 +83,7 @@ class AttentionSpec:
                 f"AttentionSpec.alibi_slopes: expected {self.num_q_heads} slopes, one per query head, "
                 f"got {len(slopes)}; pass those of this rank's heads"
             )
-        if not all(math.isfinite(slope) for slope in slopes):
+        if not all(is_finite(slope) for slope in slopes):
             raise ConfigError(f"AttentionSpec.alibi_slopes: expected finite slopes, got {slopes}; check their source")
 
     @property
@@ -112,18 +118,15 @@ class KVCacheSpec:
 
     def __post_init__(self) -> None:
         for name in ("num_layers", "num_kv_heads", "head_dim"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"KVCacheSpec.{name}: expected >= 1, got {getattr(self, name)}; pass the model's")
-        if not 1 <= self.page_size <= 1024:
-            raise ConfigError(f"KVCacheSpec.page_size: expected 1 to 1024 tokens, got {self.page_size}; 16 is usual")
+            check_int(f"KVCacheSpec.{name}", getattr(self, name), 1, advice="pass the model's")
+        check_int("KVCacheSpec.page_size", self.page_size, 1, 1024, advice="16 is usual")
         if self.dtype not in KV_DTYPES:
             raise ConfigError(
                 f"KVCacheSpec.dtype: expected one of {KV_DTYPES}, got {self.dtype}; pass the layers' dtype, or fp8"
             )
         if not isinstance(self.layout, KVLayout):
             raise ConfigError(f"KVCacheSpec.layout: expected KVLayout.NHD or KVLayout.HND, got {self.layout!r}")
-        if self.null_page < 0:
-            raise ConfigError(f"KVCacheSpec.null_page: expected >= 0, got {self.null_page}")
+        check_int("KVCacheSpec.null_page", self.null_page, 0, advice="0 is usual")
 
     @property
     def bytes_per_page(self) -> int:

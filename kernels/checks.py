@@ -1,12 +1,13 @@
-"""Checks of tensors at public borders: one line per tensor, errors with both values."""
+"""Checks of tensors and numbers at public borders: one line each, errors with both values."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 
 import torch
 
-from graphrt.kernels.errors import ShapeError
+from graphrt.kernels.errors import ConfigError, GraphRTError, ShapeError
 
 
 def check_tensor(
@@ -45,3 +46,43 @@ def check_unit_stride(name: str, tensor: torch.Tensor) -> None:
             f"{name}: expected stride 1 in the last dimension, got strides {list(tensor.stride())}; "
             "permute other dimensions, or call .contiguous()"
         )
+
+
+def check_no_overlap(name: str, tensor: torch.Tensor) -> None:
+    """Raise ShapeError where elements of `tensor`, which is written, may share memory, as after expand()."""
+    if tensor.is_contiguous():
+        return
+    span = 0  # from the first element to the last, over the dimensions of smaller strides
+    for stride, extent in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if extent > 1 and stride <= span:
+            raise ShapeError(
+                f"{name}: expected elements that share no memory, got strides {list(tensor.stride())} for shape "
+                f"{list(tensor.shape)}; it is written, pass a tensor of its own, not one made by expand()"
+            )
+        span += (extent - 1) * stride
+
+
+def check_not_empty(name: str, tensor: torch.Tensor) -> None:
+    """Raise ShapeError where `tensor` has no elements."""
+    if tensor.numel() == 0:
+        raise ShapeError(f"{name}: expected no extent of 0, got shape {list(tensor.shape)}; allocate it first")
+
+
+def check_int(
+    name: str,
+    value: object,
+    low: int,
+    high: int | None = None,
+    *,
+    advice: str,
+    error: type[GraphRTError] = ConfigError,
+) -> None:
+    """Raise `error` unless `value` is an int, which True is not, from `low` to `high`; None: any from `low` on."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < low or (high is not None and value > high):
+        bounds = f">= {low}" if high is None else f"from {low} to {high}"
+        raise error(f"{name}: expected an int {bounds}, got {value!r}; {advice}")
+
+
+def is_finite(value: object) -> bool:
+    """Whether `value` is a finite float or int, which True is not."""
+    return isinstance(value, (float, int)) and not isinstance(value, bool) and abs(value) <= sys.float_info.max

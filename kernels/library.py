@@ -59,13 +59,21 @@ def define_op(
 
 @contextlib.contextmanager
 def interpreted() -> Iterator[None]:
-    """Run Triton kernels on CPU tensors through the Triton interpreter while active (slow, for tests)."""
+    """Run Triton kernels on CPU tensors through the Triton interpreter while active (slow, for tests).
+
+    Repairs the interpreter of this process for good, by itself wrong for bfloat16 and fp8; see interpreter.py.
+
+    Raises: UnsupportedError when TRITON_INTERPRET=1 was not set before triton was first imported.
+    """
     global _cpu_runs_triton
     if not INTERPRETER_AVAILABLE:
         raise UnsupportedError(
             "interpreted(): expected TRITON_INTERPRET=1 in the environment before triton is imported, got none; "
             "set it and start a new process"
         )
+    from graphrt.kernels.interpreter import install  # nobody else needs Triton's interpreter
+
+    install()
     previous, _cpu_runs_triton = _cpu_runs_triton, True
     try:
         yield

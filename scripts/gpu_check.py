@@ -1,10 +1,11 @@
 """Runs the GPU tier and the benchmarks on this machine's GPU and writes docs/results/<gpu>/<name>.json.
 
     python scripts/gpu_check.py                              # everything
-    python scripts/gpu_check.py --only tests,capture --out /tmp/results
+    python scripts/gpu_check.py --only tests,sanitize --out /tmp/results
     python scripts/gpu_check.py --require triton             # fail when a test that names it was skipped
 
-Each job is a command of its own, so that none sees what another compiled or allocated. The tests take most of their
+Each job is a command of its own, so that none sees what another compiled or allocated: tests, compute-sanitizer, and
+benchmarks. The tests take most of their
 time to compile kernels: they run as `--shards` processes side by side, and those marked `alone` in one more after that;
 `python -m pytest -m gpu` runs all of them in one process. A result holds the commands, the versions, the commit and
 tree (`--commit`, `--tree` for a copy of the files), and the job's own JSON. Exits 1 when a job fails. An unfinished or
@@ -38,8 +39,14 @@ PYTHON = sys.executable
 DECODE = [PYTHON, "-m", "graphrt", "bench", "decode", "--json-only"]
 PYTEST = [PYTHON, "-m", "pytest", "-q", "-rfEs", "--durations=10"]
 TESTS = "tests"
+SANITIZE = "sanitize"
+SANITIZED = ["--error-exitcode", "9", PYTHON, "scripts/sanitize_attention.py"]
 JOBS: dict[str, list[list[str]]] = {
     TESTS: [],  # see test_commands
+    SANITIZE: [
+        ["compute-sanitizer", "--tool", "memcheck", "--report-api-errors", "no", *SANITIZED],
+        ["compute-sanitizer", "--tool", "racecheck", *SANITIZED, "--only", "many,one,two_clusters,pairs"],
+    ],
     "attention": [[PYTHON, "scripts/bench_attention.py"]],
     "backends": [[PYTHON, "scripts/bench_backends.py"]],
     "capture": [[PYTHON, "scripts/bench_capture.py"]],
@@ -135,6 +142,21 @@ def run_benchmark(commands: Sequence[Sequence[str]]) -> Outcome:
     return Outcome([code for code, _ in results], reports[0] if len(reports) == 1 else {"reports": reports})
 
 
+def run_sanitizers(commands: Sequence[Sequence[str]]) -> Outcome:
+    """Each command in turn; of its output the cases that ran, and the tool's summary, which must be of nothing."""
+    codes, runs = [], []
+    for command in commands:
+        code, output = run(command)
+        said = {
+            "cases": re.findall(r"^ok (.*)$", output, re.MULTILINE),
+            "summary": re.findall(r"^=+ (\w+ SUMMARY: .*)$", output, re.MULTILINE),
+        }
+        clean = len(said["cases"]) == 1 and len(said["summary"]) == 1 and re.search(r"SUMMARY: 0 ", said["summary"][0])
+        codes.append(code or not clean)
+        runs.append({"tool": command[2], **{key: value[0] if value else None for key, value in said.items()}})
+    return Outcome([int(code) for code in codes], {"runs": runs})
+
+
 def parse(command: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default=",".join(JOBS), help="comma-separated jobs")
@@ -180,7 +202,10 @@ def main() -> None:
     failed = []
     for name in names:
         start = time.time()
-        outcome = run_tests(arguments.shards) if name == TESTS else run_benchmark(commands[name])
+        if name == TESTS:
+            outcome = run_tests(arguments.shards)
+        else:
+            outcome = (run_sanitizers if name == SANITIZE else run_benchmark)(commands[name])
         for line in outcome.summary:
             say(line)
         missed = [r for r in required if name == TESTS and any(r in skip for skip in outcome.data["skips"])]
@@ -188,7 +213,7 @@ def main() -> None:
             failed.append(name)
             say(f"{name}: FAILED (exit codes {outcome.codes}, required but skipped: {missed})")
             continue
-        shown = [shlex.join(["python", *c[1:]]) for c in commands[name]]
+        shown = [shlex.join("python" if word == PYTHON else word for word in c) for c in commands[name]]
         seconds = round(time.time() - start, 1)
         record = {**origin, "name": name, "commands": shown, "seconds": seconds, "data": outcome.data}
         (folder / f"{name}.json").write_text(json.dumps(record, indent=1) + "\n")

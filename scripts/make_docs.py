@@ -12,10 +12,10 @@ import argparse
 import json
 import re
 import sys
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from graphrt.backends.base import listing
 from graphrt.backends.ranking import parse_ranking, ranking_record
 from graphrt.backends.registry import backend_class, backend_names
 from graphrt.capture.buffers import StaticBuffers
@@ -54,8 +54,8 @@ def backends_table() -> str:
             f"`{backend.name}`",
             ", ".join(c.devices),
             *(", ".join(str(d).removeprefix("torch.") for d in dtypes) for dtypes in (c.dtypes, c.kv_dtypes)),
-            "any" if c.head_dims is None else _ranges(c.head_dims),
-            "any" if c.page_sizes is None else _ranges(c.page_sizes),
+            "any" if c.head_dims is None else listing(c.head_dims),
+            "any" if c.page_sizes is None else listing(c.page_sizes),
             ", ".join(x.value for x in c.layouts),
             f"1 to {c.max_query_len}" if c.max_query_len > 1 else "1",
             *("yes" if x else "no" for x in (c.sliding_window, c.logits_softcap, c.alibi, c.sinks, c.lse)),
@@ -65,13 +65,6 @@ def backends_table() -> str:
         ]
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
-
-
-def _ranges(values: tuple[int, ...]) -> str:
-    steps = {b - a for a, b in pairwise(values)}
-    if len(values) > 4 and len(steps) == 1:
-        return f"{values[0]} to {values[-1]} by {steps.pop()}"
-    return ", ".join(str(v) for v in values)
 
 
 def results_table() -> str:

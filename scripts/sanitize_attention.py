@@ -1,25 +1,30 @@
-"""Attention calls on exactly-sized memory, for compute-sanitizer.
+"""Attention, KV writes and merges on exactly-sized memory, for compute-sanitizer; see gpu_check.py, job sanitize.
 
     compute-sanitizer --tool memcheck --report-api-errors no python scripts/sanitize_attention.py
     compute-sanitizer --tool racecheck python scripts/sanitize_attention.py --only many,one,two_clusters,pairs
 
 torch's allocator rounds sizes up and hides overruns, so it is switched off: every tensor is an allocation of its own.
+racecheck looks at shared memory only: what blocks send each other is tested by replays (test_attention_replays.py).
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 
 os.environ.setdefault("PYTORCH_NO_CUDA_MEMORY_CACHING", "1")  # read when torch starts
 
 import torch
 
 from graphrt.kernels.attention.attention import contiguous_attention, paged_attention
+from graphrt.kernels.attention.merge import merge_attention
 from graphrt.kernels.attention.options import AttentionOptions
 from graphrt.kernels.attention.plan import AttentionPlan, AttentionWorkspace
 from graphrt.kernels.attention.work_list import schedule_attention
+from graphrt.kernels.cache.write import Rotary, write_kv
 
 E4M3 = torch.float8_e4m3fn
 
@@ -43,6 +48,9 @@ class Call:
     query_len: int = 1
     scales: bool = False
     sinks: bool = False
+    softcap: float = 0.0
+    alibi: bool = False
+    heads_first: bool = False
 
 
 CALLS = {
@@ -65,6 +73,8 @@ CALLS = {
     "odd": Call((49, 47, 48, 0), dtype=torch.float16, group=7, head_dim=80, page_size=48),
     "float32": Call((33, 100), dtype=torch.float32, head_dim=64),
     "window": Call((200, 64), window=65, page_size=64),
+    "options": Call((200, 1, 900), window=65, softcap=30.0, alibi=True, sinks=True, heads_first=True),
+    "triton_options": Call((200, 1, 900), softcap=30.0, alibi=True, sinks=True, heads_first=True, native=False),
     "invariant": Call((900, 3), batch_invariant=True),
     "invariant_full": Call((20000,), batch_invariant=True, num_sms=64),
     "varlen": Call((40, 7, 130), (40, 1, 33)),
@@ -87,6 +97,8 @@ def run(call: Call, device: torch.device) -> None:
     if not call.contiguous:
         shape = (first, call.page_size, heads, call.head_dim)
     k, v = (torch.randn(shape, device=device).to(kv_dtype) for _ in "kv")
+    if call.heads_first:
+        k, v = (cache.transpose(1, 2).contiguous().transpose(1, 2) for cache in (k, v))
     q = torch.randn(num_tokens, heads * call.group, call.head_dim, device=device).to(call.dtype)
     sizes = {
         "num_q_heads": heads * call.group,
@@ -108,8 +120,15 @@ def run(call: Call, device: torch.device) -> None:
     work_list = torch.zeros(plan.work_list_words, dtype=torch.int32, device=device)
     scale = torch.full((heads,), 0.5, device=device) if call.scales else None
     sinks = torch.ones(heads * call.group, device=device) if call.sinks else None
+    slopes = torch.rand(heads * call.group, device=device) if call.alibi else None
     options = AttentionOptions(
-        call.head_dim**-0.5, sliding_window=call.window, sinks=sinks, k_scale=scale, v_scale=scale
+        call.head_dim**-0.5,
+        sliding_window=call.window,
+        logits_softcap=call.softcap,
+        alibi_slopes=slopes,
+        sinks=sinks,
+        k_scale=scale,
+        v_scale=scale,
     )
     out, lse = torch.full_like(q, float("nan")), torch.full(q.shape[:2], float("nan"), device=device)
     for _ in range(2):
@@ -132,7 +151,7 @@ def reference(plan: AttentionPlan, options: AttentionOptions, *tensors: torch.Te
     """What the operator gives on CPU tensors."""
     q, k, v, table, lengths, starts = (None if t is None else t.cpu() for t in tensors)
     assert q is not None, "only the starts are optional"
-    moved = {name: getattr(options, name) for name in ("sinks", "k_scale", "v_scale")}
+    moved = {name: getattr(options, name) for name in ("alibi_slopes", "sinks", "k_scale", "v_scale")}
     on_cpu = replace(options, **{name: None if t is None else t.cpu() for name, t in moved.items()})
     out = torch.empty_like(q)
     work_list = torch.zeros(plan.work_list_words, dtype=torch.int32)
@@ -141,14 +160,53 @@ def reference(plan: AttentionPlan, options: AttentionOptions, *tensors: torch.Te
     return out
 
 
+def write(dtype: torch.dtype, device: torch.device) -> None:
+    """Norms, rotation and the KV write, with a token that is not stored, against CPU tensors."""
+    tokens, heads, head_dim = 5, 2, 80
+    slots, positions = torch.tensor([7, -1, 0, 31, 16]), torch.tensor([3, 0, 1, 2, 0])
+    q, k, v = (torch.randn(tokens, n, head_dim).bfloat16() for n in (3 * heads, heads, heads))
+    cos_sin, weight = torch.randn(4, 64), torch.rand(head_dim).bfloat16()
+    results = []
+    for place in (device, torch.device("cpu")):
+        caches = torch.zeros(2, 2, 16, heads, head_dim).to(dtype)
+        at = [x.to(place, copy=True) for x in (q, k, v, *caches, slots, positions)]
+        scale = torch.full((1,), 0.25, device=place) if dtype.itemsize == 1 else None
+        rotary = Rotary(cos_sin.to(place), weight.to(place), weight.to(place), 1e-6)
+        write_kv(*at, rotary=rotary, k_scale=scale, v_scale=scale)
+        results.append([x.float().cpu() for x in (at[0], at[3], at[4])])
+    if not all(torch.allclose(a, b, rtol=0.13, atol=0.05) for a, b in zip(*results, strict=True)):  # a place of e4m3
+        raise SystemExit(f"sanitize_attention: wrong result of write_kv to {dtype}")
+
+
+def merge(device: torch.device) -> None:
+    """Two partial attentions, one of which saw nothing in a token, against CPU tensors."""
+    sides = [(torch.randn(5, 6, 80).bfloat16(), torch.randn(5, 6)) for _ in "ab"]
+    sides[0][1][2] = float("-inf")
+    results = []
+    for place in (device, torch.device("cpu")):
+        out, lse = torch.empty(5, 6, 80, dtype=torch.bfloat16, device=place), torch.empty(5, 6, device=place)
+        merge_attention(*(x.to(place) for side in sides for x in side), out, lse)
+        results.append((out.float().cpu(), lse.cpu()))
+    if not all(torch.allclose(a, b, rtol=0.01, atol=0.01) for a, b in zip(*results, strict=True)):
+        raise SystemExit("sanitize_attention: wrong result of merge_attention")
+
+
+CASES: dict[str, Callable[[torch.device], None]] = {
+    **{name: partial(run, call) for name, call in CALLS.items()},
+    "write_kv": partial(write, torch.bfloat16),
+    "write_kv_fp8": partial(write, E4M3),
+    "merge": merge,
+}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default=",".join(CALLS), help="comma-separated cases")
+    parser.add_argument("--only", default=",".join(CASES), help="comma-separated cases")
     parser.add_argument("--device", default="cuda")
     arguments = parser.parse_args()
     names = arguments.only.split(",")
     for name in names:
-        run(CALLS[name], torch.device(arguments.device))
+        CASES[name](torch.device(arguments.device))
     print(f"ok {len(names)} cases: {', '.join(names)}")
 
 

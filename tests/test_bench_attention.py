@@ -126,6 +126,17 @@ def result(cell, ours=None, fa3=None, flashinfer=None, **more):
     return CellResult(cell, {OURS: side(ours, **more), "FA3": side(fa3), "FlashInfer": side(flashinfer)})
 
 
+def test_kernels_of_flashinfer():
+    from graphrt.bench_attention_sides import flashinfer_modules
+
+    def kernels(**fields):
+        return [module.kernel for module in flashinfer_modules(Cell("x", "x", (40,), **fields))]
+
+    assert kernels() == ["tensor cores", "CUDA cores", "XQA"]
+    assert kernels(num_q_heads=16, num_kv_heads=1, page_size=64) == ["tensor cores", "XQA"]
+    assert kernels(page_size=48) == ["tensor cores", "CUDA cores"]
+
+
 def test_ratio_is_to_the_best_peer():
     cell = make_cells(["uniform"])[0]
     assert result(cell, 8.0, 16.0, 10.0).ratio == pytest.approx(0.8)
@@ -167,13 +178,13 @@ def test_schedules(case):
 
 def test_schedules_of_every_size():
     made = make_schedules()
-    assert len({(case.mode, case.rows) for case in made}) == len(made) == 27
-    assert {case.rows for case in made} == {1, 64, 256}
+    assert len({(case.mode, case.rows) for case in made}) == len(made) == 36
+    assert {case.rows for case in made} == {1, 64, 256, 1024}
 
 
 def test_goals_met():
-    judged = goals(made_up(bandwidth=4.5), [*schedules(), ScheduleTime("mixed", 256, 33, 9.9)])
-    assert [goal.met for goal in judged] == [True] * 10
+    judged = goals(made_up(bandwidth=4.5), [*schedules(), ScheduleTime("mixed", 1024, 33, 9.9)])
+    assert [goal.met for goal in judged] == [True] * 11
     values = {goal.name: goal.value for goal in judged}
     assert values["uniform: geometric mean of the ratios"] == pytest.approx(1 / 1.5)
     assert values["B = 1: fixed us of the fit"] == pytest.approx(4.0)
@@ -415,4 +426,4 @@ def test_dry_run(tmp_path):
     assert record["sides"] == [OURS]
     assert len(record["cells"]) == 15
     assert all(cell[OURS]["us"] is not None for cell in record["cells"])
-    assert len(record["goals"]) == 10
+    assert len(record["goals"]) == 11

@@ -127,6 +127,27 @@ def test_results_of_a_benchmark_say_once_where_they_come_from() -> None:
     assert len(gpu_check.run_benchmark([command, command]).data["reports"]) == 2
 
 
+@pytest.mark.parametrize(
+    ("said", "code", "clean"),
+    [
+        ("ok 2 cases: a, b|========= ERROR SUMMARY: 0 errors", 0, True),
+        ("ok 2 cases: a, b|========= RACECHECK SUMMARY: 0 hazards displayed (0 errors, 0 warnings)", 0, True),
+        ("ok 2 cases: a, b|========= RACECHECK SUMMARY: 1 hazard displayed (0 errors, 1 warning)", 0, False),
+        ("ok 2 cases: a, b|========= ERROR SUMMARY: 10 errors", 9, False),
+        ("ok 2 cases: a, b", 0, False),
+        ("========= ERROR SUMMARY: 0 errors", 0, False),
+    ],
+)
+def test_what_a_sanitizer_says(said: str, code: int, clean: bool) -> None:
+    """Neither a tool that does not speak nor a script that stops early is clean."""
+    command = [sys.executable, "-c", f"print({said!r}.replace('|', chr(10))); raise SystemExit({code})"]
+    outcome = gpu_check.run_sanitizers([command])
+    assert outcome.codes == ([0] if clean else [code or 1])
+    if clean:
+        assert outcome.data["runs"][0]["cases"] == "2 cases: a, b"
+        assert "SUMMARY: 0" in outcome.data["runs"][0]["summary"]
+
+
 def test_skips_of_peers_name_the_backend(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that `--require flash_attn2` finds them."""
     for module, backend in test_attention_peers.BACKENDS.items():

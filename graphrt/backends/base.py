@@ -70,6 +70,10 @@ class BackendContext:
     max_query_len: int = 1  # most new tokens per row in a decode graph
     batch_invariant: bool = False  # see RuntimeConfig
 
+    def __post_init__(self) -> None:
+        if not isinstance(self.device, torch.device):
+            raise ConfigError(f"BackendContext.device: expected a torch.device, got {self.device!r}; make it one")
+
     @property
     def max_pages(self) -> int:
         """Width of the block table."""
@@ -156,16 +160,16 @@ class AttentionBackend(ABC):
         if context.device.type not in have.devices:
             reasons.append(f"device {context.device.type}: runs on {', '.join(have.devices)} only")
         if have.page_sizes is not None and kv.page_size not in have.page_sizes:
-            reasons.append(f"page_size {kv.page_size}: supports {_listing(have.page_sizes)}")
+            reasons.append(f"page_size {kv.page_size}: supports {listing(have.page_sizes)}")
         if kv.layout not in have.layouts:
-            reasons.append(f"layout {kv.layout.value}: supports {_listing([x.value for x in have.layouts])}")
+            reasons.append(f"layout {kv.layout.value}: supports {listing([x.value for x in have.layouts])}")
         if kv.dtype not in have.kv_dtypes:
-            reasons.append(f"KV dtype {kv.dtype}: supports {_listing(have.kv_dtypes)}")
+            reasons.append(f"KV dtype {kv.dtype}: supports {listing(have.kv_dtypes)}")
         for spec in dict.fromkeys(context.attention):
             if spec.dtype not in have.dtypes:
-                reasons.append(f"dtype {spec.dtype}: supports {_listing(have.dtypes)}")
+                reasons.append(f"dtype {spec.dtype}: supports {listing(have.dtypes)}")
             if have.head_dims is not None and spec.head_dim not in have.head_dims:
-                reasons.append(f"head_dim {spec.head_dim}: supports {_listing(have.head_dims)}")
+                reasons.append(f"head_dim {spec.head_dim}: supports {listing(have.head_dims)}")
             if spec.sliding_window is not None and not have.sliding_window:
                 reasons.append(f"sliding_window {spec.sliding_window}: not supported")
             if spec.logits_softcap is not None and not have.logits_softcap:
@@ -249,5 +253,10 @@ class AttentionBackend(ABC):
         """
 
 
-def _listing(values: Sequence[object]) -> str:
+def listing(values: Sequence[object]) -> str:
+    """The values as errors and docs/backends.md show them: many multiples of a number as such."""
+    if len(values) > 4 and isinstance(first := values[0], int) and isinstance(last := values[-1], int):
+        step = (last - first) // (len(values) - 1)
+        if step > 0 and first % step == 0 and tuple(values) == tuple(range(first, last + 1, step)):
+            return f"multiples of {step} from {first} to {last}"
     return ", ".join(str(v) for v in values)

@@ -90,7 +90,8 @@ def select_backend(context: BackendContext, name: str | None = None) -> tuple[ty
         reasons = cls.why_not(context)
         if reasons:
             raise UnsupportedError(
-                f"backend {name}: expected a model and device that it supports, got {len(reasons)} reasons against it: "
+                f"backend {name}: expected a model and device that it supports, got {len(reasons)} "
+                f"reason{'s' if len(reasons) > 1 else ''} against it: "
                 f"{'; '.join(reasons)}; choose another backend"
             )
         return cls, f"{name}: chosen by name"

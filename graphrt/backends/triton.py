@@ -9,7 +9,7 @@ import torch
 
 from graphrt.backends.base import AttentionBackend, AttentionLayer, BackendContext, Capabilities, GraphSupport
 from graphrt.capture.descriptor import BatchDescriptor, GraphKind
-from graphrt.kernels.attention.arguments import ATTENTION_DTYPES, KV_DTYPES, head_dim_fault
+from graphrt.kernels.attention.arguments import ATTENTION_DTYPES, HEAD_DIMS, KV_DTYPES
 from graphrt.kernels.attention.attention import paged_attention
 from graphrt.kernels.attention.native import NATIVE_PAGE_MULTIPLE
 from graphrt.kernels.attention.options import FP8_DTYPES
@@ -40,7 +40,7 @@ class TritonBackend(AttentionBackend):
         devices=("cuda", "cpu"),
         dtypes=ATTENTION_DTYPES,
         kv_dtypes=KV_DTYPES,
-        head_dims=None,
+        head_dims=HEAD_DIMS,
         page_sizes=None,
         layouts=(KVLayout.NHD, KVLayout.HND),
         max_query_len=MAX_QUERY_LEN,
@@ -69,7 +69,7 @@ class TritonBackend(AttentionBackend):
 
     @classmethod
     def why_not(cls, context: BackendContext) -> list[str]:
-        """As the base class, and: head sizes, the cache's dtype against the queries', the interpreter on CPU."""
+        """As the base class, and: the cache's dtype against the queries', the interpreter on CPU."""
         reasons = super().why_not(context)
         if context.device.type == "cpu" and not INTERPRETER_AVAILABLE:
             reasons.append("device cpu: needs the Triton interpreter; set TRITON_INTERPRET=1 before triton is imported")
@@ -77,9 +77,6 @@ class TritonBackend(AttentionBackend):
             fault = nvrtc_fault()
             reasons += [] if fault is None else [fault]
         for spec in dict.fromkeys(context.attention):
-            fault = head_dim_fault(spec.head_dim)
-            if fault is not None:
-                reasons.append(fault)
             if spec.dtype != context.kv.dtype and context.kv.dtype not in FP8_DTYPES:
                 reasons.append(f"dtype {spec.dtype} with KV dtype {context.kv.dtype}: must be equal, or the cache fp8")
         return list(dict.fromkeys(reasons))

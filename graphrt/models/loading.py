@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 import torch
 
-from graphrt.kernels.errors import ConfigError
+from graphrt.kernels.errors import CapacityError, ConfigError
 from graphrt.models.config import ModelConfig
 from graphrt.models.dummy import fill_dummy_weights
 from graphrt.models.gguf import GGUFSource
@@ -18,6 +19,7 @@ from graphrt.models.shapes import shape_config
 from graphrt.spec import COMPUTE_DTYPES
 
 DUMMY_PREFIX = "dummy:"
+_MEMINFO = Path("/proc/meminfo")
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +50,7 @@ def load_model(
     Names, shapes and files are checked before memory is taken; weights are then copied tensor by tensor.
 
     Raises: ConfigError for missing, corrupt or inconsistent files and missing packages, UnsupportedError for a model
-    that is none of ours.
+    that is none of ours, CapacityError for weights that do not fit the free memory.
     """
     device = torch.device(device)
     if dtype != "auto" and dtype not in COMPUTE_DTYPES:
@@ -56,6 +58,12 @@ def load_model(
 
     def build(config: ModelConfig) -> LlamaModel:
         chosen = dtype if dtype != "auto" else config.dtype if device.type == "cuda" else torch.float32
+        needed, free = config.num_parameters * chosen.itemsize, free_memory(device)
+        if free is not None and needed > free:
+            raise CapacityError(
+                f"model: expected weights of at most {free} bytes, the memory that is free on {device}, got {needed} "
+                f"bytes in {str(chosen).removeprefix('torch.')}; choose a smaller model or dtype, or another device"
+            )
         return LlamaModel(config, dtype=chosen, device=device, max_positions=max_positions)
 
     if isinstance(source, ModelConfig) or str(source).startswith(DUMMY_PREFIX):
@@ -71,6 +79,18 @@ def load_model(
     model = build(checkpoint.config)
     model.load_weights(checkpoint)
     return LoadedModel(model, checkpoint.config, path)
+
+
+def free_memory(device: torch.device) -> int | None:
+    """Bytes that could be allocated on `device` now, or None where that cannot be told."""
+    if device.type == "cuda":
+        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return torch.cuda.mem_get_info(device)[0] + cached
+    # SC_AVPHYS_PAGES would leave out the page cache, which gives way and is often most of the memory.
+    if device.type != "cpu" or not _MEMINFO.is_file():
+        return None
+    found = re.search(r"^MemAvailable: +(\d+) kB$", _MEMINFO.read_text(), re.MULTILINE)
+    return int(found[1]) * 1024 if found else None
 
 
 def resolve_source(source: str | Path) -> Path:

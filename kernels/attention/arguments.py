@@ -7,12 +7,13 @@ import math
 import torch
 
 from graphrt.kernels.attention.options import FP8_DTYPES, AttentionOptions, check_options
-from graphrt.kernels.checks import check_tensor, check_unit_stride
+from graphrt.kernels.checks import check_no_overlap, check_not_empty, check_tensor, check_unit_stride
 from graphrt.kernels.errors import ShapeError, UnsupportedError
 
 ATTENTION_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 KV_DTYPES = (*ATTENTION_DTYPES, *FP8_DTYPES)
 MIN_HEAD_DIM, MAX_HEAD_DIM, HEAD_DIM_MULTIPLE = 16, 256, 8
+HEAD_DIMS = tuple(range(MIN_HEAD_DIM, MAX_HEAD_DIM + 1, HEAD_DIM_MULTIPLE))
 TRITON_DTYPES = {
     torch.float16: "fp16",
     torch.bfloat16: "bf16",
@@ -38,7 +39,7 @@ def logit_constants(softmax_scale: float, logits_softcap: float) -> tuple[float,
 
 def head_dim_fault(head_dim: int) -> str | None:
     """Why the Triton kernels do not serve this head_dim, or None."""
-    if MIN_HEAD_DIM <= head_dim <= MAX_HEAD_DIM and head_dim % HEAD_DIM_MULTIPLE == 0:
+    if head_dim in HEAD_DIMS:
         return None
     return f"head_dim {head_dim}: supports multiples of {HEAD_DIM_MULTIPLE} from {MIN_HEAD_DIM} to {MAX_HEAD_DIM}"
 
@@ -63,6 +64,7 @@ def check_attention_tensors(
     check_tensor("block_table", block_table, shape=(seq_lens.shape[0], None), dtype=torch.int32, device=device)
     for name, tensor in (("k_cache", k_cache), ("v_cache", v_cache), ("block_table", block_table)):
         check_unit_stride(name, tensor)
+        check_not_empty(name, tensor)
     check_unit_stride("seq_lens", seq_lens)
     _check_q_side(q, out, lse, k_cache.shape[2], k_cache.dtype, options)
 
@@ -100,9 +102,11 @@ def _check_q_side(
     check_tensor("out", out, shape=q.shape, dtype=q.dtype, device=q.device)
     check_unit_stride("q", q)
     check_unit_stride("out", out)
+    check_no_overlap("out", out)
     if lse is not None:
         check_tensor("lse", lse, shape=q.shape[:2], dtype=torch.float32, device=q.device)
         check_unit_stride("lse", lse)
+        check_no_overlap("lse", lse)
     if num_kv_heads == 0 or q.shape[1] % num_kv_heads:
         raise ShapeError(
             f"q: expected a multiple of k_cache's {num_kv_heads} KV heads, got {q.shape[1]} heads; "

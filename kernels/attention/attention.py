@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import torch
@@ -10,11 +11,10 @@ from graphrt.kernels.attention.arguments import (
     TRITON_DTYPES,
     check_attention_tensors,
     check_contiguous_tensors,
-    check_triton_head_dim,
     logit_constants,
 )
 from graphrt.kernels.attention.attend import attend_kernel
-from graphrt.kernels.attention.native import native_attention, native_serves
+from graphrt.kernels.attention.native import native_attention, native_fault
 from graphrt.kernels.attention.options import FP8_DTYPES, AttentionOptions
 from graphrt.kernels.attention.plan import AttentionPlan, AttentionWorkspace
 from graphrt.kernels.attention.reference import reference_attention, reference_contiguous_attention
@@ -129,10 +129,13 @@ def _attention_triton(
         softmax_scale, causal, sliding_window, logits_softcap, alibi_slopes, alibi_sqrt, sinks, k_scale, v_scale
     )
     workspace, made = AttentionWorkspace(partial_out, partial_lse, counters), AttentionPlan(*plan)
-    if q.is_cuda and native_serves(made, q, k, v, work_list, out):
-        native_attention(q, k, v, table, work_list, out, lse, workspace, made, options, pdl)
-    else:
-        _launch(q, k, v, table, work_list, out, lse, workspace, made, options, seq_lens is not None, pdl)
+    if q.is_cuda and made.native_warps:
+        fault = native_fault(made, q, k, v, work_list, out)
+        if fault is None:
+            native_attention(q, k, v, table, work_list, out, lse, workspace, made, options, pdl)
+            return
+        warnings.warn(f"attention: the slower Triton kernel runs, since {fault}", RuntimeWarning, stacklevel=2)
+    _launch(q, k, v, table, work_list, out, lse, workspace, made, options, seq_lens is not None, pdl)
 
 
 def _attention_reference(
@@ -206,14 +209,19 @@ def paged_attention(
     work_list          written by `schedule_attention` from the same plan, seq_lens and window, in this step
     query_start_loc    [rows + 1]  for plans without query_len; tokens from its last value on: zeros   int32
     lse                [plan.num_tokens, num_q_heads]  natural log of the softmax's denominator, sinks included;
-                       -inf where nothing is seen                         float32, written
+                       where nothing is seen it is the sink, or -inf without one, and in tokens from
+                       query_start_loc's last value on -inf              float32, written
     pdl                launch before the kernel ahead has finished, and wait for it on the device
 
     fp8 keys and values are multiplied as float16 (float32 if q is), their scales folded into logits and output.
 
+    What only the device could see is the caller's to guarantee: a work list of this step; 0 <= seq_lens <= max_pages *
+    page_size; ids inside the cache of the pages up to there; query_start_loc from 0 on, not decreasing, its last value
+    at most plan.num_tokens. The runtime's refresh sees to it. Anything else is undefined, reads out of bounds included.
+
     Capture-safe: one launch, no sync, no allocation; the grid depends on the plan only.
 
-    Raises: ShapeError, CapacityError, UnsupportedError (head_dim).
+    Raises: ShapeError, CapacityError.
     """
     check_attention_tensors(q, k_cache, v_cache, block_table, seq_lens, out, options, lse)
     if seq_lens.shape[0] != plan.num_rows:
@@ -254,7 +262,8 @@ def contiguous_attention(
     query_start_loc   [rows + 1]  tokens from its last value on: zeros   int32
 
     The plan is made by `AttentionPlan.varlen`, the work list from `kv_start_loc` with `seq_lens_are_starts`. The other
-    arguments, errors and guarantees are those of `paged_attention`.
+    arguments, errors and guarantees are those of `paged_attention`, the caller's included; of kv_start_loc they are
+    that it begins anywhere from 0 on and does not decrease, its last value at most kv_tokens.
     """
     check_contiguous_tensors(q, k, v, kv_start_loc, query_start_loc, out, options, lse)
     if plan.query_len or query_start_loc.shape[0] != plan.num_rows + 1:
@@ -318,7 +327,6 @@ def _check_plan(
             f"the plan, got {q.shape[0]} tokens, {q.shape[1]} and {num_kv_heads} heads of {q.shape[2]}; make a plan "
             "for this shape"
         )
-    check_triton_head_dim("attention", plan.head_dim)
     needed = {
         "work_list": (work_list, plan.work_list_words, torch.int32),
         "workspace.partial_out": (workspace.partial_out, plan.partial_rows * plan.head_dim, torch.float32),

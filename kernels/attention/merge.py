@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from graphrt.kernels.attention.arguments import ATTENTION_DTYPES, TRITON_DTYPES, next_power_of_two
-from graphrt.kernels.checks import check_tensor, check_unit_stride
+from graphrt.kernels.checks import check_no_overlap, check_tensor, check_unit_stride
 from graphrt.kernels.compile_spec import CompileSpec
 from graphrt.kernels.errors import UnsupportedError
 from graphrt.kernels.library import define_op
@@ -175,6 +175,9 @@ def merge_attention(
         check_unit_stride(name, tensor)
     for name, tensor in (("lse_a", lse_a), ("lse_b", lse_b), ("lse", lse_a if lse is None else lse)):
         check_tensor(name, tensor, shape=out.shape[:2], dtype=torch.float32, device=out.device)
+    check_no_overlap("out", out)
+    if lse is not None:
+        check_no_overlap("lse", lse)
     if not 1 <= out.shape[2] <= _MAX_HEAD_DIM:
         raise UnsupportedError(
             f"out: expected a head_dim from 1 to {_MAX_HEAD_DIM}, got {out.shape[2]}; pass heads as a dimension"

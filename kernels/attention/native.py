@@ -45,29 +45,34 @@ class _Params(ctypes.Structure):
     )
 
 
-def native_serves(
+def native_fault(
     plan: AttentionPlan,
     q: torch.Tensor,
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
     work_list: torch.Tensor,
     out: torch.Tensor,
-) -> bool:
-    """Whether the tensors of a call are as the kernel needs them: dtypes, pages of whole tiles, addresses to copy from.
+) -> str | None:
+    """What keeps the kernel from the tensors of a call by a plan that was made for it: their dtypes, pages that do not
+    hold whole tiles, addresses to copy from; or None.
 
-    Else the Triton kernel runs by the same plan and work list: right, but in parts that were not made for it.
+    The Triton kernel then runs by the same plan and work list: right, but in parts that were not made for it.
     """
-    if not plan.native_warps or q.element_size() != 2 or k_cache.shape[1] % NATIVE_PAGE_MULTIPLE:
-        return False
+    if q.element_size() != 2:
+        return f"q is {q.dtype}"
+    if k_cache.shape[1] % NATIVE_PAGE_MULTIPLE:
+        return f"pages of {k_cache.shape[1]} tokens are no multiple of {NATIVE_PAGE_MULTIPLE}"
     tile = native_tile(k_cache.dtype)
     if plan.head_dim % tile or plan.block_n % tile:
-        return False
-    caches = all(
-        t.data_ptr() % _ALIGNMENT == 0 and all(s * t.element_size() % _ALIGNMENT == 0 for s in t.stride()[:3])
-        for t in (k_cache, v_cache)
-    )
-    pairs = all(t.data_ptr() % 4 == 0 and all(s % 2 == 0 for s in t.stride()[:2]) for t in (q, out))
-    return caches and pairs and work_list.data_ptr() % _ALIGNMENT == 0
+        return f"the plan was made for another dtype than {k_cache.dtype}"
+    for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
+        bytes_to_rows = [stride * cache.element_size() for stride in cache.stride()[:3]]
+        if any(n % _ALIGNMENT for n in (cache.data_ptr(), *bytes_to_rows)):
+            return f"{name} has rows at addresses that are no multiple of {_ALIGNMENT}"
+    for name, tensor in (("q", q), ("out", out)):
+        if tensor.data_ptr() % 4 or any(stride % 2 for stride in tensor.stride()[:2]):
+            return f"{name} has heads at addresses that are no multiple of 4"
+    return f"work_list lies at no multiple of {_ALIGNMENT}" if work_list.data_ptr() % _ALIGNMENT else None
 
 
 def native_variant(
@@ -115,7 +120,7 @@ def native_attention(
     options: AttentionOptions,
     pdl: bool,
 ) -> None:
-    """One launch; the arguments are those of `paged_attention`, and `native_serves` them.
+    """One launch; the arguments are those of `paged_attention`, without a `native_fault`.
 
     Raises: ShapeError for a workspace whose words cannot be read in pairs.
     """

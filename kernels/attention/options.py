@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import torch
 
-from graphrt.kernels.checks import check_tensor
+from graphrt.kernels.checks import check_int, check_tensor, is_finite
 from graphrt.kernels.errors import ShapeError
 
 FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
+MAX_WINDOW = 1 << 30
+"""Largest sliding window: the kernels add positions and windows in int32."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,11 +20,13 @@ class AttentionOptions:
 
     softmax_scale    factor of q . k
     causal           token i of a row sees positions 0 to seq_len - query_len + i; otherwise all of them
-    sliding_window   positions that a token sees, itself included; 0: all. Needs `causal`
+    sliding_window   positions that a token sees, itself included, up to MAX_WINDOW; 0: all. Needs `causal`
     logits_softcap   cap * tanh(logits / cap); 0.0: off
-    alibi_slopes     [num_q_heads]           float32  bias -slope * distance, added after the softcap; Press et al. 2022
+    alibi_slopes     [num_q_heads]           float32  bias -slope * distance, added after the softcap; finite, or
+                                                     results are NaN; Press et al. 2022
     alibi_sqrt       the bias is -slope * sqrt(distance)
-    sinks            [num_q_heads]           float32  a logit per head that adds exp(sink) to the softmax's denominator
+    sinks            [num_q_heads]           float32  a logit per head that adds exp(sink) to the softmax's denominator;
+                                                     finite or -inf, or results are NaN
     k_scale          [1] or [num_kv_heads]   float32  key = stored value * k_scale; for fp8 caches; None: 1
     v_scale          like k_scale, of the values
     """
@@ -50,14 +53,11 @@ def check_options(
 ) -> None:
     """Raise ShapeError unless the options fit a call with these heads and this cache."""
     scale, softcap, window = options.softmax_scale, options.logits_softcap, options.sliding_window
-    if not (math.isfinite(scale) and scale > 0):
-        raise ShapeError(f"softmax_scale: expected a finite number > 0, got {scale}; head_dim ** -0.5 is usual")
-    if window < 0:
-        raise ShapeError(f"sliding_window: expected >= 0, got {window}; 0 switches it off")
-    if window and not options.causal:
-        raise ShapeError(f"sliding_window: expected 0 without causal, got {window}; set causal=True")
-    if not (math.isfinite(softcap) and softcap >= 0):
-        raise ShapeError(f"logits_softcap: expected a finite number >= 0, got {softcap}; 0.0 switches it off")
+    if not (is_finite(scale) and scale > 0):
+        raise ShapeError(f"softmax_scale: expected a finite number > 0, got {scale!r}; head_dim ** -0.5 is usual")
+    check_window(window, options.causal)
+    if not (is_finite(softcap) and softcap >= 0):
+        raise ShapeError(f"logits_softcap: expected a finite number >= 0, got {softcap!r}; 0.0 switches it off")
     if options.alibi_sqrt and options.alibi_slopes is None:
         raise ShapeError("alibi_sqrt: expected alibi_slopes with it, got None; pass the slopes")
     for name in ("alibi_slopes", "sinks"):
@@ -80,6 +80,13 @@ def check_options(
                 f"{name}: expected shape [1] or [{num_kv_heads}], one scale per tensor or KV head, "
                 f"got {list(tensor.shape)}; do not expand it over query heads"
             )
+
+
+def check_window(window: int, causal: bool) -> None:
+    """Raise ShapeError unless a call may have this sliding window, or 0."""
+    check_int("sliding_window", window, 0, MAX_WINDOW, advice="0 switches it off", error=ShapeError)
+    if window and not causal:
+        raise ShapeError(f"sliding_window: expected 0 without causal, got {window}; set causal=True")
 
 
 def _check_dense(name: str, tensor: torch.Tensor) -> None:

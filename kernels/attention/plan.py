@@ -8,8 +8,10 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from graphrt.kernels.attention.arguments import next_power_of_two
+from graphrt.kernels.attention.arguments import ATTENTION_DTYPES, check_triton_head_dim, next_power_of_two
 from graphrt.kernels.attention.attend import PART_WORDS, SEGMENT_WORDS
+from graphrt.kernels.attention.options import FP8_DTYPES
+from graphrt.kernels.checks import check_int
 from graphrt.kernels.errors import ShapeError
 from graphrt.kernels.native.nvrtc import MIN_SHARED_BYTES
 
@@ -96,15 +98,17 @@ class AttentionPlan:
     ) -> AttentionPlan:
         """Plan of decode rows with `query_len` new tokens each.
 
-        kv_dtype         dtype of the cache; None: `dtype`
+        kv_dtype         dtype of the cache: `dtype`, or fp8; None: `dtype`
         num_sms          streaming multiprocessors of the device
         batch_invariant  rows are split by their own length alone, so that no row's result depends on another's
         native           for the CUDA kernel where it serves the shape, on devices that `runs_native` names; the Triton
                          kernel gives the right results by such a plan too, but in parts that were not made for it
 
-        Raises: ShapeError for query_len outside 1 to 16, no rows, or heads that do not divide.
+        Raises: ShapeError for query_len outside 1 to 16, no rows, heads that do not divide, dtypes that are not served
+        or no multiprocessors; UnsupportedError (head_dim).
         """
         _check_sizes(num_rows, num_rows, num_q_heads, num_kv_heads)
+        _check_kernel(head_dim, dtype, kv_dtype, num_sms)
         if not 1 <= query_len <= MAX_QUERY_LEN:
             raise ShapeError(f"query_len: expected 1 to {MAX_QUERY_LEN}, got {query_len}; use AttentionPlan.varlen")
         group = num_q_heads // num_kv_heads
@@ -207,9 +211,10 @@ class AttentionPlan:
 
         The other arguments are those of `decode`.
 
-        Raises: ShapeError for no rows or tokens, or heads that do not divide.
+        Raises: as `decode`, and ShapeError for no tokens.
         """
         _check_sizes(num_rows, num_tokens, num_q_heads, num_kv_heads)
+        _check_kernel(head_dim, dtype, kv_dtype, num_sms)
         block_d = next_power_of_two(head_dim)
         block_m = _max_block_m(head_dim, dtype)
         num_warps, block_n = _float32_tile(block_d) if dtype == torch.float32 else (8, 64 if block_d <= 128 else 32)
@@ -351,6 +356,8 @@ class AttentionWorkspace:
     @classmethod
     def allocate(cls, plans: Iterable[AttentionPlan], device: torch.device) -> AttentionWorkspace:
         """A workspace that serves each of the plans. Raises: ShapeError without any."""
+        if isinstance(plans, AttentionPlan):
+            raise ShapeError("plans: expected a list of plans, got an AttentionPlan; pass [plan]")
         plans = list(plans)
         if not plans:
             raise ShapeError("plans: expected at least one, got none; pass the plans of all sizes")
@@ -450,3 +457,14 @@ def _check_sizes(num_rows: int, num_tokens: int, num_q_heads: int, num_kv_heads:
             f"num_q_heads: expected a multiple of num_kv_heads={num_kv_heads}, got {num_q_heads}; "
             "each KV head serves equally many query heads"
         )
+
+
+def _check_kernel(head_dim: int, dtype: torch.dtype, kv_dtype: torch.dtype | None, num_sms: int) -> None:
+    check_triton_head_dim("plan", head_dim)
+    if dtype not in ATTENTION_DTYPES:
+        raise ShapeError(f"dtype: expected one of {ATTENTION_DTYPES}, got {dtype}; convert q with .to()")
+    if kv_dtype not in (None, dtype, *FP8_DTYPES):
+        raise ShapeError(
+            f"kv_dtype: expected {dtype} as the queries, or one of {FP8_DTYPES}, got {kv_dtype}; fill such a cache"
+        )
+    check_int("num_sms", num_sms, 1, advice="pass the device's multi_processor_count", error=ShapeError)

@@ -28,6 +28,7 @@ import triton
 
 from graphrt.kernels.attention.arguments import next_power_of_two
 from graphrt.kernels.attention.attend import PART_WORDS, SEGMENT_WORDS
+from graphrt.kernels.attention.options import check_window
 from graphrt.kernels.attention.plan import AttentionPlan
 from graphrt.kernels.attention.schedule import SEARCH_RADIX, schedule_kernel
 from graphrt.kernels.attention.work_list_reference import work_list_reference
@@ -148,11 +149,20 @@ def schedule_attention(
     work_list        [>= plan.work_list_words]  int32  written in full, as far as it is read
     query_start_loc  [rows + 1]  int32  for plans without a fixed query_len
     sliding_window   that of the layers; 0: none
+    seq_lens_are_starts  for `contiguous_attention`, with plans made by `AttentionPlan.varlen`
+
+    What seq_lens and query_start_loc hold is the caller's to guarantee, as `paged_attention` and `contiguous_attention`
+    say; the runtime's refresh sees to it. Anything else is undefined, in the calls that follow the list too.
 
     Capture-safe: one launch, no sync, no allocation; the grid depends on the plan only.
 
     Raises: ShapeError, CapacityError.
     """
+    if seq_lens_are_starts and plan.query_len:
+        raise ShapeError(
+            f"seq_lens_are_starts: expected a plan made by AttentionPlan.varlen, got query_len={plan.query_len}; "
+            "contiguous K and V are attended to by such plans only"
+        )
     expected = plan.num_rows + 1 if seq_lens_are_starts else plan.num_rows
     check_tensor("seq_lens", seq_lens, shape=(expected,), dtype=torch.int32)
     check_unit_stride("seq_lens", seq_lens)
@@ -173,10 +183,7 @@ def schedule_attention(
             "query_start_loc", query_start_loc, shape=(plan.num_rows + 1,), dtype=torch.int32, device=seq_lens.device
         )
         check_unit_stride("query_start_loc", query_start_loc)
-    if sliding_window < 0 or (sliding_window and not causal):
-        raise ShapeError(
-            f"sliding_window: expected >= 0, and 0 without causal, got {sliding_window}; 0 switches it off"
-        )
+    check_window(sliding_window, causal)
     _schedule_op(
         seq_lens, query_start_loc, work_list, plan.num_rows, plan.num_tokens, plan.num_units, plan.num_parts,
         plan.max_segments, plan.query_len, plan.group, plan.block_m, plan.block_n, causal, sliding_window,

@@ -15,7 +15,7 @@ import triton.language as tl
 from graphrt.kernels.attention.arguments import KV_DTYPES
 from graphrt.kernels.attention.options import FP8_DTYPES
 from graphrt.kernels.cache.reference import write_kv_reference
-from graphrt.kernels.checks import check_tensor, check_unit_stride
+from graphrt.kernels.checks import check_no_overlap, check_not_empty, check_tensor, check_unit_stride
 from graphrt.kernels.compile_spec import CompileSpec
 from graphrt.kernels.errors import ShapeError
 from graphrt.kernels.library import define_op
@@ -286,7 +286,7 @@ def write_kv(
     k_cache       [num_pages, page_size, num_kv_heads, head_dim]  device; any float dtype or fp8, any strides,
                                                                           the last one 1
     v_cache       as k_cache
-    slot_mapping  [tokens]  int64  page * page_size + offset of each token; tokens with -1 are not stored
+    slot_mapping  [tokens]  int64  page * page_size + offset of each token; those < 0 are not stored
     positions     [tokens]  int64  rows of rotary.cos_sin; must lie inside it, for pad tokens too
     k_scale       [1] or [num_kv_heads]  float32  of an fp8 cache: key = stored value * k_scale; > 0; None: 1
     v_scale       as k_scale, of the values
@@ -295,6 +295,10 @@ def write_kv(
     its weight, and after the rotation, then to the cache's dtype. An fp8 cache gets value / scale, a float32 quotient
     that saturates at the dtype's largest finite value, infinities too, and is rounded to nearest even; NaN stays NaN.
     Rotary embedding: Su et al. 2021, in halves. fp8 formats: Micikevicius et al. 2022.
+
+    What only the device could see is the caller's to guarantee: slots lie below num_pages * page_size and are distinct,
+    negative ones excepted, and positions lie inside rotary.cos_sin. The runtime's refresh makes them so; anything else
+    is undefined, writes out of bounds included.
 
     Capture-safe: the grid follows from the shapes; slots, positions and scales are read on the device.
     Raises: ShapeError when a tensor does not fit the others.
@@ -317,6 +321,8 @@ def write_kv(
                 f"rotary.cos_sin: expected an even width from 2 to head_dim={head_dim}, got {rotary_dim}; "
                 "cosines of half the rotated dims, then their sines"
             )
+        check_not_empty("rotary.cos_sin", rotary.cos_sin)
+        check_no_overlap("q", q)
         named["rotary.cos_sin"] = rotary.cos_sin
         for name, weight in (("rotary.q_norm", rotary.q_norm), ("rotary.k_norm", rotary.k_norm)):
             if weight is not None:
@@ -324,6 +330,9 @@ def write_kv(
                 named[name] = weight
     for name, tensor in named.items():
         check_unit_stride(name, tensor)
+    for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
+        check_not_empty(name, cache)
+        check_no_overlap(name, cache)
     for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
         if scale is not None:
             check_kv_scale(name, scale, k_cache.dtype, k.shape[1], device)

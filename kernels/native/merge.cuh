@@ -318,11 +318,12 @@ __device__ __forceinline__ void merge_streams(const Share *shares, Firsts firsts
     for (int i = 0; i < WARPS; ++i) {
       const float weight = __shfl_sync(0xffffffffu, share, i);
       const float *values = place(i) + packed * OUT_PITCH;
+      const bool counts = i >= begin && i <= end;  // else 0 times what may be infinite
 #pragma unroll
       for (int j = 0; j < PAIRS; ++j) {
         const float2 x = *reinterpret_cast<const float2 *>(values + pair_of(lane, j));
-        row[j].x += weight * x.x;
-        row[j].y += weight * x.y;
+        row[j].x += weight * (counts ? x.x : 0.0f);
+        row[j].y += weight * (counts ? x.y : 0.0f);
       }
     }
     const int first = __shfl_sync(0xffffffffu, first_block, leader), index = block - first;

@@ -49,7 +49,8 @@ def factors_of(cls: type[AttentionBackend], device: torch.device) -> dict[str, l
     names = ["full", *(mask for flag, mask in masks.items() if getattr(have, flag))]
     if {"window", "softcap"} <= set(names):
         names[names.index("softcap")] = "window_softcap"
-    head_dims = ([64, 80, 128, 256] if cuda else [16, 24]) if have.head_dims is None else list(have.head_dims)
+    many_head_dims = have.head_dims is None or len(have.head_dims) > 4
+    head_dims = ([64, 80, 128, 256] if cuda else [16, 24]) if many_head_dims else list(have.head_dims or ())
     page_sizes = ([16, 64, 256] if cuda else [1, 4, 6]) if have.page_sizes is None else list(have.page_sizes)[:3]
     kernels: dict[str, list[Any]] = {"types": types_of(cls), "head_dim": head_dims, "mask": names}
     if cls.name == "flashinfer" and cuda:

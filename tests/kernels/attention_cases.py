@@ -61,6 +61,12 @@ class Case:
     def stored(self) -> torch.dtype:
         return self.kv_dtype or self.dtype
 
+    def decode_plan(self) -> AttentionPlan:
+        return AttentionPlan.decode(
+            len(self.rows), query_len=self.rows[0][1], kv_dtype=self.stored, num_sms=self.num_sms,
+            batch_invariant=self.batch_invariant, native=self.native, **self.heads,
+        )  # fmt: skip
+
 
 @dataclass
 class Problem:
@@ -84,11 +90,7 @@ class Problem:
         return self.q, self.k_cache, self.v_cache, self.block_table, self.seq_lens
 
     def decode_plan(self) -> AttentionPlan:
-        case = self.case
-        return AttentionPlan.decode(
-            len(case.rows), query_len=case.rows[0][1], kv_dtype=case.stored, num_sms=case.num_sms,
-            batch_invariant=case.batch_invariant, native=case.native, **case.heads,
-        )  # fmt: skip
+        return self.case.decode_plan()
 
     def varlen_plan(self) -> AttentionPlan:
         case = self.case

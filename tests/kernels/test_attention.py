@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -231,6 +232,30 @@ def check_large_queries(run: Callable[[Problem], torch.Tensor], device: torch.de
 def test_large_queries_with_an_fp8_cache(kernel_device: torch.device, rng: torch.Generator) -> None:
     """Queries beyond float16's range are scaled, since fp8 keys are multiplied as float16."""
     check_large_queries(Problem.run, kernel_device, rng)
+
+
+def check_infinite_values(
+    run: Callable[[Problem], torch.Tensor], device: torch.device, rng: torch.Generator, **changes: Any
+) -> None:
+    """`run` of rows whose first and last value are infinite in one element: it shows there, and nowhere else, however
+    a row is cut."""
+    for lengths, num_sms in (((40,), 4), ((300, 20, 200), 4), ((900, 40, 500), 24)):
+        case = Case("", decode(lengths), dtype=BF16, head_dim=128, num_sms=num_sms, lse=False)
+        problem = make_problem(replace(case, **changes), rng, device)
+        expected = torch.zeros(len(lengths), case.group, case.head_dim, dtype=torch.bool)
+        for row, length in enumerate(lengths):
+            for position, element in ((0, 5), (length - 1, 6)):
+                page = problem.block_table[row, position // case.page_size]
+                problem.v_cache[page, position % case.page_size, 0, element] = float("inf")
+                expected[row, :, element] = True
+        out = run(problem)
+        assert torch.equal(out.isinf(), expected), lengths
+        assert not out.isnan().any(), lengths
+
+
+@pytest.mark.parametrize("native", [False, True], ids=["triton", "cuda"])
+def test_infinite_values(native: bool, kernel_device: torch.device, rng: torch.Generator) -> None:
+    check_infinite_values(Problem.run, kernel_device, rng, native=native)
 
 
 @pytest.mark.gpu

@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from graphrt.kernels.attention.attention import contiguous_attention, paged_attention
-from graphrt.kernels.attention.options import AttentionOptions, check_options
+from graphrt.kernels.attention.options import MAX_WINDOW, AttentionOptions, check_options
 from graphrt.kernels.attention.plan import AttentionPlan, AttentionWorkspace
 from graphrt.kernels.attention.work_list import schedule_attention
+from graphrt.kernels.checks import check_no_overlap
 from graphrt.kernels.errors import CapacityError, ShapeError, UnsupportedError
 
 CPU, META = torch.device("cpu"), torch.device("meta")
@@ -92,6 +93,9 @@ SHARED: list[Refused] = [
     ("lse_dtype", {"lse": zeros(2, 4, dtype=F16)}, ShapeError, "lse: expected dtype float32"),
     ("lse_device", {"lse": zeros(2, 4, device=META)}, ShapeError, "lse: expected device cpu, got meta"),
     ("lse_stride", {"lse": zeros(4, 2).mT}, ShapeError, "lse: expected stride 1"),
+    ("out_expanded", {"out": zeros(1, 4, 32).expand(2, 4, 32)}, ShapeError, "out: .* elements that share no memory"),
+    ("out_overlaps", {"out": zeros(999).as_strided((2, 4, 32), (64, 32, 1))}, ShapeError, r"out: .* \[64, 32, 1\]"),
+    ("lse_expanded", {"lse": zeros(1, 4).expand(2, 4)}, ShapeError, "lse: expected elements that share no memory"),
     ("list_short", {"work_list": zeros(9, dtype=I32)}, CapacityError, r"work_list: expected at least \d+ .* got 9;"),
     ("list_dtype", {"work_list": zeros(9999)}, ShapeError, "work_list: expected dtype int32"),
     ("list_dims", {"work_list": zeros(9, 999, dtype=I32)}, ShapeError, r"work_list: expected shape \[\*\]"),
@@ -119,7 +123,15 @@ PAGED: list[Refused] = [
     ("v_dtype", {"v_cache": zeros(3, 8, 2, 32, dtype=E4M3)}, ShapeError, "v_cache: expected dtype float32, got float8"),
     ("v_stride", {"v_cache": zeros(3, 8, 32, 2).mT}, ShapeError, "v_cache: expected stride 1"),
     ("heads_divide", dict.fromkeys(("k_cache", "v_cache"), zeros(3, 8, 3, 32)), ShapeError, "multiple of k_cache's 3"),
-    ("no_kv_heads", dict.fromkeys(("k_cache", "v_cache"), zeros(3, 8, 0, 32)), ShapeError, "multiple of k_cache's 0"),
+    (
+        "no_kv_heads",
+        dict.fromkeys(("k_cache", "v_cache"), zeros(3, 8, 0, 32)),
+        ShapeError,
+        "k_cache: .* no extent of 0",
+    ),
+    ("no_pages", dict.fromkeys(("k_cache", "v_cache"), zeros(0, 8, 2, 32)), ShapeError, "k_cache: .* no extent of 0"),
+    ("page_size", dict.fromkeys(("k_cache", "v_cache"), zeros(3, 0, 2, 32)), ShapeError, "k_cache: .* no extent of 0"),
+    ("table_columns", {"block_table": zeros(2, 0, dtype=I32)}, ShapeError, r"block_table: .* got shape \[2, 0\]"),
     ("table_rows", {"block_table": zeros(3, 5, dtype=I32)}, ShapeError, r"block_table: expected shape \[2, \*\]"),
     ("table_dtype", {"block_table": zeros(2, 5, dtype=I64)}, ShapeError, "block_table: expected dtype int32"),
     ("table_stride", {"block_table": zeros(5, 2, dtype=I32).mT}, ShapeError, "block_table: expected stride 1"),
@@ -144,6 +156,7 @@ CONTIGUOUS: list[Refused] = [
     ("v_shape", {"v": zeros(5, 2, 32)}, ShapeError, "v: expected shape"),
     ("v_dtype", {"v": zeros(6, 2, 32, dtype=E5M2)}, ShapeError, "v: expected dtype float32, got float8"),
     ("heads_divide", dict.fromkeys(("k", "v"), zeros(6, 3, 32)), ShapeError, "q: expected a multiple of .* 3 KV heads"),
+    ("no_kv_heads", dict.fromkeys(("k", "v"), zeros(6, 0, 32)), ShapeError, "q: expected a multiple of .* 0 KV heads"),
     ("kv_starts", {"kv_start_loc": zeros(4, dtype=I32)}, ShapeError, r"kv_start_loc: expected shape \[3\], got \[4\]"),
     ("kv_starts_dtype", {"kv_start_loc": zeros(3, dtype=I64)}, ShapeError, "kv_start_loc: expected dtype int32"),
     ("starts_dtype", {"query_start_loc": zeros(3, dtype=I64)}, ShapeError, "query_start_loc: expected dtype int32"),
@@ -155,7 +168,13 @@ CONTIGUOUS: list[Refused] = [
 
 SCHEDULE: list[Refused] = [
     ("lens_rows", {"seq_lens": zeros(3, dtype=I32)}, ShapeError, r"seq_lens: expected shape \[2\], got \[3\]"),
-    ("lens_starts", {"seq_lens_are_starts": True}, ShapeError, r"seq_lens: expected shape \[3\], got \[2\]"),
+    ("starts_plan", {"seq_lens_are_starts": True}, ShapeError, "a plan made by AttentionPlan.varlen, got query_len=1"),
+    (
+        "starts_rows",
+        {"plan": varlen_plan(), "seq_lens_are_starts": True, "query_start_loc": zeros(3, dtype=I32)},
+        ShapeError,
+        r"seq_lens: expected shape \[3\], got \[2\]",
+    ),
     ("lens_dtype", {"seq_lens": zeros(2, dtype=I64)}, ShapeError, "seq_lens: expected dtype int32"),
     ("lens_stride", {"seq_lens": zeros(2, 2, dtype=I32)[:, 0]}, ShapeError, "seq_lens: expected stride 1"),
     ("list_short", {"work_list": zeros(9, dtype=I32)}, CapacityError, r"work_list: expected at least \d+ words .* 9;"),
@@ -164,7 +183,9 @@ SCHEDULE: list[Refused] = [
     ("list_stride", {"work_list": zeros(9999, 2, dtype=I32)[:, 0]}, ShapeError, "work_list: expected stride 1"),
     ("starts_given", {"query_start_loc": zeros(3, dtype=I32)}, ShapeError, "expected None for a plan with query_len=1"),
     ("starts_missing", {"plan": varlen_plan()}, ShapeError, "expected a tensor for a plan with query_len=0"),
-    ("window", {"sliding_window": -1}, ShapeError, "sliding_window: expected >= 0, .* got -1"),
+    ("window", {"sliding_window": -1}, ShapeError, "sliding_window: expected an int from 0 to 1073741824, got -1"),
+    ("window_wraps", {"sliding_window": 2**32 + 3}, ShapeError, "sliding_window: .* to 1073741824, got 4294967299"),
+    ("window_type", {"sliding_window": None}, ShapeError, "sliding_window: .* to 1073741824, got None"),
     ("window_causal", {"sliding_window": 4, "causal": False}, ShapeError, "sliding_window: .* 0 without causal, got 4"),
 ]
 
@@ -198,11 +219,50 @@ def test_schedule_attention_refuses(change: dict[str, Any], error: type[Exceptio
         schedule_attention(**{**valid, **change})
 
 
-@pytest.mark.parametrize("head_dim", [8, 20, 264])
+@pytest.mark.parametrize("head_dim", [-1, 0, 8, 20, 264, 1024])
 def test_head_dims_that_are_not_served(head_dim: int) -> None:
-    for function, values in ((paged_attention, paged(head_dim)), (contiguous_attention, contiguous(head_dim))):
+    for make in (decode_plan, varlen_plan):
         with pytest.raises(UnsupportedError, match=f"head_dim {head_dim}: supports multiples of 8 from 16 to 256"):
-            function(**values)
+            make(head_dim)
+
+
+PLANS = [
+    ("dtype", {"dtype": torch.float64}, "dtype: expected one of .*float16.*, got torch.float64"),
+    ("kv_dtype", {"kv_dtype": torch.int8}, "kv_dtype: expected torch.float32 as the queries, or .*, got torch.int8"),
+    ("kv_dtype_wide", {"kv_dtype": F16}, "kv_dtype: expected torch.float32 as the queries, or .*, got torch.float16"),
+    ("num_sms", {"num_sms": 0}, "num_sms: expected an int >= 1, got 0"),
+    ("num_sms_type", {"num_sms": 4.0}, "num_sms: expected an int >= 1, got 4.0"),
+]
+
+
+@pytest.mark.parametrize(("change", "text"), cases(PLANS))
+def test_plans_refuse(change: dict[str, Any], text: str) -> None:
+    for make in (decode_plan, varlen_plan):
+        with pytest.raises(ShapeError, match=text):
+            make(**change)
+
+
+def test_the_largest_window_sees_everything(kernel_device: torch.device) -> None:
+    for plan in (decode_plan(query_len=4), varlen_plan(num_tokens=8)):
+        starts = None if plan.query_len else torch.tensor([0, 1, 8], dtype=I32, device=kernel_device)
+        seq_lens = torch.tensor([1, 70], dtype=I32, device=kernel_device)
+        lists = []
+        for window in (0, MAX_WINDOW):
+            lists.append(zeros(plan.work_list_words, dtype=I32, device=kernel_device))
+            schedule_attention(plan, seq_lens, lists[-1], query_start_loc=starts, sliding_window=window)
+        assert torch.equal(*lists)
+
+
+def test_a_workspace_is_for_a_list_of_plans() -> None:
+    with pytest.raises(ShapeError, match=r"plans: expected a list of plans, got an AttentionPlan; pass \[plan\]"):
+        AttentionWorkspace.allocate(decode_plan(), CPU)  # type: ignore[arg-type]  # what is tested
+
+
+def test_views_that_may_be_written() -> None:
+    """Strides that leave gaps, that are permuted, or that no second element of a dimension follows."""
+    views = (zeros(9, 5, 4)[::2, 1:3], zeros(2, 3, 4).permute(1, 2, 0), zeros(1, 1, 4).expand(1, 1, 4), zeros(0, 3))
+    for view in (*views, zeros(64).as_strided((1, 3, 4), (0, 5, 1)), torch.tensor(1.0)):
+        check_no_overlap("view", view)
 
 
 @pytest.mark.parametrize("query_len", [0, 17])
@@ -214,9 +274,14 @@ def test_decode_plans_refuse_query_lens(query_len: int) -> None:
 OPTIONS = [
     ("scale", {"softmax_scale": 0.0}, "softmax_scale: expected a finite number > 0, got 0.0"),
     ("scale_inf", {"softmax_scale": float("inf")}, "softmax_scale: expected a finite number > 0, got inf"),
-    ("window", {"sliding_window": -1}, "sliding_window: expected >= 0, got -1"),
+    ("scale_none", {"softmax_scale": None}, "softmax_scale: expected a finite number > 0, got None"),
+    ("scale_text", {"softmax_scale": "1.0"}, "softmax_scale: expected a finite number > 0, got '1.0'"),
+    ("window", {"sliding_window": -1}, "sliding_window: expected an int from 0 to 1073741824, got -1"),
+    ("window_none", {"sliding_window": None}, "sliding_window: expected an int from 0 to 1073741824, got None"),
+    ("window_large", {"sliding_window": MAX_WINDOW + 1}, "sliding_window: .* to 1073741824, got 1073741825"),
     ("window_causal", {"sliding_window": 4, "causal": False}, "sliding_window: expected 0 without causal, got 4"),
     ("softcap", {"logits_softcap": -1.0}, "logits_softcap: expected a finite number >= 0, got -1.0"),
+    ("softcap_none", {"logits_softcap": None}, "logits_softcap: expected a finite number >= 0, got None"),
     ("alibi_sqrt", {"alibi_sqrt": True}, "alibi_sqrt: expected alibi_slopes with it, got None"),
     ("slopes_shape", {"alibi_slopes": zeros(2)}, r"alibi_slopes: expected shape \[4\], got \[2\]"),
     ("sinks_shape", {"sinks": zeros(4, 1)}, r"sinks: expected shape \[4\], got \[4, 1\]"),

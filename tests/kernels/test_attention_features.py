@@ -79,10 +79,10 @@ def test_scales_of_keys_that_are_no_scales(op: str, native: bool, kernel_device:
 
 
 def make_case(row: dict[str, Any]) -> tuple[str, Case]:
-    """Ragged lengths at the edges of the page, pad rows and pad tokens included."""
-    size = row["page_size"]
-    lengths = (0, 1, size - 1, size, size + 1, 90)
-    op = row["op"]
+    """Ragged lengths at the edges of the page, pad rows and pad tokens included, and a row that blocks share."""
+    size, op = row["page_size"], row["op"]
+    native = row["native"] and op in ("decode", "speculative")
+    lengths = (0, 1, size - 1, size, size + 1, 1500 if native else 90)
     if op == "decode":
         rows = decode(lengths)
     elif op == "speculative":
@@ -109,7 +109,7 @@ def make_case(row: dict[str, Any]) -> tuple[str, Case]:
         batch_invariant=row["batch_invariant"],
         native=row["native"],
         pad_tokens=3 if op in ("varlen", "contiguous") else 0,
-        num_sms=3,
+        num_sms=24 if native else 3,
     )
     return "decode" if op == "speculative" else op, case
 

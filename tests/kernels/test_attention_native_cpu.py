@@ -15,8 +15,8 @@ from graphrt.kernels.errors import ShapeError
 from graphrt.kernels.native.nvrtc import NativeVariant
 from tests.kernels import native_emulation
 from tests.kernels.attention_cases import E4M3, NAN, UNWRITTEN, Case, Problem, assert_accurate, decode, make_problem
-from tests.kernels.test_attention import check_batch_invariant_rows, check_large_queries
-from tests.kernels.test_attention_features import check_scales_of_keys
+from tests.kernels.test_attention import check_batch_invariant_rows, check_infinite_values, check_large_queries
+from tests.kernels.test_attention_features import ROWS, check_scales_of_keys, make_case, row_id
 from tests.kernels.test_attention_native import BASE, CASES, check_logits, check_values_of_zero
 
 pytestmark = pytest.mark.skipif(native_emulation.COMPILER is None, reason="needs the C++ compiler g++")
@@ -43,7 +43,7 @@ def run(problem: Problem, **changes: int) -> torch.Tensor:
     problem.out.fill_(UNWRITTEN)
     if problem.lse is not None:
         problem.lse.fill_(UNWRITTEN)
-    assert native.native_serves(plan, problem.q, problem.k_cache, problem.v_cache, work_list, problem.out)
+    assert native.native_fault(plan, problem.q, problem.k_cache, problem.v_cache, work_list, problem.out) is None
     native.native_attention(
         problem.q, problem.k_cache, problem.v_cache, problem.block_table, work_list, problem.out, problem.lse,
         workspace, plan, options, False,
@@ -73,6 +73,29 @@ def test_large_queries_with_an_fp8_cache(rng: torch.Generator, monkeypatch: pyte
     monkeypatch.setattr(native_emulation, "planted", (lesser.replace("fminf", "fmaxf"), lesser))
     with pytest.raises(AssertionError):
         check_large_queries(run, CPU, rng)
+
+
+def test_infinite_values(rng: torch.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
+    check_infinite_values(run, CPU, rng)
+    monkeypatch.setattr(native_emulation, "planted", ("counts ? x.x : 0.0f", "x.x"))
+    with pytest.raises(AssertionError):
+        check_infinite_values(run, CPU, rng)
+
+
+def served_combinations() -> list[Any]:
+    """Rows of the covering array that the CUDA kernel serves, with everything else as it is."""
+    found = []
+    for row in ROWS:
+        op, case = make_case(row | {"native": True})
+        if op == "decode" and case.decode_plan().native_warps:
+            found.append(pytest.param(case, id=row_id(row)))
+    return found
+
+
+@pytest.mark.parametrize("case", served_combinations())
+def test_combinations(case: Case, rng: torch.Generator) -> None:
+    problem = make_problem(case, rng, CPU)
+    assert_accurate(problem, run(problem))
 
 
 def test_logits(rng: torch.Generator, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,42 +8,53 @@ import pytest
 import torch
 
 from graphrt.kernels.attention.attention import paged_attention
+from graphrt.kernels.attention.plan import AttentionPlan
 from graphrt.kernels.attention.work_list import schedule_attention
-from tests.kernels.attention_cases import BF16, NAN, Case, Problem, assert_accurate, decode, make_problem
+from tests.kernels.attention_cases import BF16, E4M3, NAN, Case, Problem, assert_accurate, decode, make_problem
 
 pytestmark = pytest.mark.gpu
 
 ROWS = 48
+BASE = Case("", decode((1500,) * ROWS), dtype=BF16, num_kv_heads=8, head_dim=128, lse=False, num_sms=132)
+# How a row that several blocks share is merged; rows have the capacity for their longest mix.
+MERGES = {
+    "letters": BASE,
+    "letters_fp8": replace(BASE, kv_dtype=E4M3),
+    "letters_in_groups": replace(BASE, rows=decode((20000,) * 4), num_kv_heads=1),
+    "cluster_of_8": replace(BASE, rows=decode((9000,))),
+    "clusters_of_2": replace(BASE, rows=decode((9000,) * 3), num_kv_heads=1, group=16),
+    "fixed_splits": replace(BASE, rows=decode((3000,) * 12), batch_invariant=True),
+    "triton": replace(BASE, native=False),
+}
+TURNS = 10_000
 
 
-def capture(problem: Problem, second: Problem) -> torch.cuda.CUDAGraph:
-    """One schedule and two layers in a graph."""
-    plan = problem.decode_plan()
-    workspace, work_list = problem.scratch(plan)
+def schedule_and_attend(plan: AttentionPlan, layers: tuple[Problem, Problem]) -> None:
+    """One schedule, and two layers by it that share a workspace."""
+    workspace, work_list = layers[0].scratch(plan)
+    schedule_attention(plan, layers[0].seq_lens, work_list)
+    for layer in layers:
+        tensors = (layer.q, layer.k_cache, layer.v_cache, layer.block_table, layers[0].seq_lens)
+        paged_attention(*tensors, layer.out, plan, work_list, workspace, layer.options)
 
-    def step() -> None:
-        schedule_attention(plan, problem.seq_lens, work_list)
-        for layer in (problem, second):
-            tensors = (layer.q, layer.k_cache, layer.v_cache, layer.block_table, problem.seq_lens)
-            paged_attention(*tensors, layer.out, plan, work_list, workspace, layer.options)
 
-    step()
+def capture(layers: tuple[Problem, Problem]) -> torch.cuda.CUDAGraph:
+    plan = layers[0].decode_plan()
+    schedule_and_attend(plan, layers)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        step()
+        schedule_and_attend(plan, layers)
     return graph
 
 
-def make_layers(longest: int, rng: torch.Generator) -> tuple[Problem, Problem]:
-    """Two layers over pages for rows of `longest` tokens."""
-    case = Case("", decode((longest,) * ROWS), dtype=BF16, num_kv_heads=8, head_dim=128, lse=False, num_sms=132)
-    first = make_problem(case, rng, torch.device("cuda"))
-    return first, make_problem(case, rng, torch.device("cuda"))
+def make_layers(case: Case, rng: torch.Generator) -> tuple[Problem, Problem]:
+    """Two layers over pages for rows of the case's lengths."""
+    return make_problem(case, rng, torch.device("cuda")), make_problem(case, rng, torch.device("cuda"))
 
 
 def check(problem: Problem, lengths: list[int]) -> None:
     """A few rows of the output against the oracle."""
-    rows = [0, 1, ROWS - 1]
+    rows = sorted({0, min(1, len(lengths) - 1), len(lengths) - 1})
     part = replace(
         problem,
         case=replace(problem.case, rows=tuple((lengths[row], 1) for row in rows)),
@@ -53,55 +64,90 @@ def check(problem: Problem, lengths: list[int]) -> None:
     assert_accurate(part, problem.out[rows].cpu())
 
 
-@pytest.mark.alone
-def test_ten_thousand_replays_beside_another_kernel(rng: torch.Generator) -> None:
-    first, second = make_layers(1500, rng)
-    ragged = torch.randint(0, 1500, (ROWS,), generator=rng).tolist()
-    mixes = {
-        "uniform": [512] * ROWS,
-        "one_long": [1500] + [16] * (ROWS - 1),
-        "ragged": ragged,
-        "pads": [0 if row % 3 else 700 for row in range(ROWS)],
-        "short": [1] * ROWS,
+def make_mixes(case: Case, rng: torch.Generator) -> dict[str, list[int]]:
+    rows, longest = len(case.rows), case.rows[0][0]
+    return {
+        "uniform": [longest // 3] * rows,
+        "one_long": [longest] + [16] * (rows - 1),
+        "ragged": torch.randint(0, longest, (rows,), generator=rng).tolist(),
+        "pads": [0 if row % 3 else longest // 2 for row in range(rows)],
+        "short": [1] * rows,
     }
-    on_device = {name: torch.tensor(mix, dtype=torch.int32, device="cuda") for name, mix in mixes.items()}
-    graph = capture(first, second)
-    expected = {}
-    for name, mix in mixes.items():
-        first.seq_lens.copy_(on_device[name])
-        graph.replay()
-        check(first, mix)
-        expected[name] = first.out.clone()
-    workspace, work_list = first.scratch(first.decode_plan())
-    wrong = torch.zeros((), dtype=torch.int64, device="cuda")
+
+
+def most_splits(plan: AttentionPlan, work_list: torch.Tensor) -> int:
+    """Of any unit of the list."""
+    words = work_list.cpu()
+    segments = words[plan.segments_at :][: 8 * int(words[plan.num_parts * 16 + 2])].view(-1, 8)
+    return int((segments[:, 7] & 0xFFFF).max())
+
+
+@pytest.mark.alone
+@pytest.mark.parametrize("merge", MERGES)
+def test_ten_thousand_replays_beside_another_kernel(merge: str, rng: torch.Generator) -> None:
+    """Each replay takes another mix of lengths, and is compared with the first of that mix, on the device."""
+    case = MERGES[merge]
+    layers = make_layers(case, rng)
+    plan, mixes = layers[0].decode_plan(), make_mixes(case, rng)
+    workspace, work_list = layers[0].scratch(plan)
+    lengths = torch.tensor(list(mixes.values()), dtype=torch.int32, device="cuda")
+    expected, splits = [], []
+    for mix in mixes.values():
+        layers[0].seq_lens.copy_(torch.tensor(mix))
+        schedule_and_attend(plan, layers)
+        splits.append(most_splits(plan, work_list))
+        for layer in layers:
+            check(layer, mix)
+        expected.append(torch.stack([layer.out.view(torch.int16) for layer in layers]))
+    # The case merges in the way that it is named for.
+    across = max(splits) // (plan.native_warps if plan.parts_are_warps else 1)
+    assert across >= {"letters_in_groups": 2 * plan.merge_group, "cluster_of_8": 1}.get(merge, 2), splits
+    assert plan.cluster == {"cluster_of_8": 8, "clusters_of_2": 2}.get(merge, 1)
+
+    stacked = torch.stack(expected)
+    order = torch.randint(len(mixes), (997,), generator=rng).cuda()
+    turn, wrong = (torch.zeros(1, dtype=torch.int64, device="cuda") for _ in range(2))
+
+    def step() -> None:
+        which = order[turn % len(order)]
+        layers[0].seq_lens.copy_(lengths[which].squeeze(0))
+        schedule_and_attend(plan, layers)
+        got = torch.stack([layer.out.view(torch.int16) for layer in layers])
+        wrong.add_((got != stacked[which].squeeze(0)).any())
+        turn.add_(1)
+
+    step()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        step()
     noise, busy = torch.randn(4096, 4096, device="cuda", dtype=BF16), torch.cuda.Stream()
-    names = list(mixes)
-    for turn in range(10_000):
-        name = names[turn * 7 % len(names)]
-        if turn % 20 == 0:
-            with torch.cuda.stream(busy):
-                torch.mm(noise, noise)
-        if turn % 500 == 0:
+    busy.wait_stream(torch.cuda.current_stream())
+    for done in range(TURNS):
+        if done % 10 == 0:
+            with torch.cuda.stream(busy):  # as long as ten replays, or longer
+                for _ in range(4):
+                    torch.mm(noise, noise)
+        if done % 97 == 0:
             workspace.partial_out.fill_(NAN)
             workspace.partial_lse.fill_(NAN)
             work_list.fill_(-(1 << 30))
-        first.seq_lens.copy_(on_device[name])
+            for layer in layers:
+                layer.out.fill_(NAN)
         graph.replay()
-        if turn % 5 == 0:
-            wrong += (first.out.view(torch.int16) != expected[name].view(torch.int16)).sum()
+    assert turn.item() == TURNS + 1
     assert wrong.item() == 0
     assert not workspace.counters.any()
 
 
 @pytest.mark.parametrize("captured", [1, 2000])
 def test_capture_at_one_length_and_replay_at_others(captured: int, rng: torch.Generator) -> None:
-    first, second = make_layers(2000, rng)
-    first.seq_lens.fill_(captured)
-    graph = capture(first, second)
+    layers = make_layers(replace(BASE, rows=decode((2000,) * ROWS)), rng)
+    layers[0].seq_lens.fill_(captured)
+    graph = capture(layers)
     for lengths in ([2000] * ROWS, [1] * ROWS, list(range(0, 2000, 41))[:ROWS], [0] * (ROWS - 1) + [2000]):
-        first.seq_lens.copy_(torch.tensor(lengths, dtype=torch.int32))
-        for layer in (first, second):
+        layers[0].seq_lens.copy_(torch.tensor(lengths, dtype=torch.int32))
+        for layer in layers:
             layer.out.fill_(777.0)
         graph.replay()
-        check(first, lengths)
-        check(second, lengths)
+        for layer in layers:
+            check(layer, lengths)

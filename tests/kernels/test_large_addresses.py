@@ -1,4 +1,4 @@
-"""Caches of more than 2**31 elements: page ids near the end, where a 32-bit offset would wrap."""
+"""Caches of more than 2**31 elements and 2**32 bytes: page ids near the end, where a 32-bit offset would wrap."""
 
 from __future__ import annotations
 
@@ -14,32 +14,41 @@ from graphrt.kernels.cache.write import write_kv
 pytestmark = pytest.mark.gpu
 
 PAGE, HEADS, DIM = 16, 8, 128
-NUM_PAGES = (1 << 31) // (PAGE * HEADS * DIM) + 64
 
 
-def test_write_and_attention_beyond_32_bits() -> None:
+def as_bytes(x: torch.Tensor) -> torch.Tensor:
+    """fp8 has no comparison, and not every indexing."""
+    return x.view(torch.uint8)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn], ids=["bf16", "e4m3"])
+def test_write_and_attention_beyond_32_bits(dtype: torch.dtype) -> None:
     device = torch.device("cuda", 0)
     generator = torch.Generator(device).manual_seed(0)
-    k_cache, v_cache = (torch.empty(NUM_PAGES, PAGE, HEADS, DIM, dtype=torch.bfloat16, device=device) for _ in "kv")
+    num_pages = (1 << 32) // (dtype.itemsize * PAGE * HEADS * DIM) + 64
+    k_cache, v_cache = (torch.empty(num_pages, PAGE, HEADS, DIM, dtype=dtype, device=device) for _ in "kv")
+    assert k_cache.nbytes > 1 << 32
     assert k_cache.numel() > 1 << 31
     length = 3 * PAGE + 5
-    pages = torch.tensor([NUM_PAGES - 2, 1, NUM_PAGES - 33, NUM_PAGES - 1], device=device)
+    pages = torch.tensor([num_pages - 2, 1, num_pages - 33, num_pages - 1], device=device)
     positions = torch.arange(length, device=device)
     slots = pages[positions // PAGE] * PAGE + positions % PAGE
     k, v, q = (
         torch.randn(length, heads, DIM, generator=generator, device=device).bfloat16() for heads in (HEADS, HEADS, 32)
     )
-    wrapped = k_cache.view(-1)[: 1 << 20]
-    wrapped.fill_(7.0)
+    as_bytes(k_cache[0]).fill_(7)
     write_kv(q, k, v, k_cache, v_cache, slots, positions)
-    assert torch.equal(k_cache.view(-1, HEADS, DIM)[slots], k)
-    assert torch.equal(v_cache.view(-1, HEADS, DIM)[slots], v)
-    assert (wrapped[: PAGE * HEADS * DIM] == 7.0).all(), "page 0 is not written"
+    k, v = k.to(dtype), v.to(dtype)
+    assert torch.equal(as_bytes(k_cache.view(-1, HEADS, DIM))[slots], as_bytes(k))
+    assert torch.equal(as_bytes(v_cache.view(-1, HEADS, DIM))[slots], as_bytes(v))
+    assert (as_bytes(k_cache[0]) == 7).all(), "page 0 is not written"
 
     heads = {"num_q_heads": 32, "num_kv_heads": HEADS, "head_dim": DIM, "dtype": torch.bfloat16, "num_sms": 132}
-    decode = AttentionPlan.decode(1, **heads)  # type: ignore[arg-type]  # a dict of both
-    varlen = AttentionPlan.varlen(1, length, **heads)  # type: ignore[arg-type]
-    workspace = AttentionWorkspace.allocate([decode, varlen], device)
+    heads["kv_dtype"] = dtype
+    decode, native = (AttentionPlan.decode(1, native=native, **heads) for native in (False, True))  # type: ignore[arg-type]
+    varlen = AttentionPlan.varlen(1, length, **heads)  # type: ignore[arg-type]  # a dict of several types
+    assert native.native_warps
+    workspace = AttentionWorkspace.allocate([decode, native, varlen], device)
     options = AttentionOptions(DIM**-0.5)
     table = pages[None].int()
     lengths = torch.tensor([length], dtype=torch.int32, device=device)
@@ -47,7 +56,7 @@ def test_write_and_attention_beyond_32_bits() -> None:
     keys, values = (x.double().repeat_interleave(4, 1) for x in (k, v))
     scores = torch.einsum("hd,khd->hk", q[-1].double(), keys) * DIM**-0.5
     expected = torch.einsum("hk,khd->hd", scores.softmax(-1), values)
-    for plan, tokens, starts in ((decode, q[-1:], None), (varlen, q, rows)):
+    for plan, tokens, starts in ((decode, q[-1:], None), (native, q[-1:], None), (varlen, q, rows)):
         out = torch.full_like(tokens, 777.0)
         work_list = torch.zeros(plan.work_list_words, dtype=torch.int32, device=device)
         schedule_attention(plan, lengths, work_list, query_start_loc=starts)
@@ -59,7 +68,7 @@ def test_write_and_attention_beyond_32_bits() -> None:
     # The same tokens as contiguous K and V, at the end of the memory that was the cache.
     first = k_cache.numel() // (HEADS * DIM) - length
     packed_k, packed_v = k_cache.view(-1, HEADS, DIM), v_cache.view(-1, HEADS, DIM)
-    packed_k[first:], packed_v[first:] = k, v
+    as_bytes(packed_k)[first:], as_bytes(packed_v)[first:] = as_bytes(k), as_bytes(v)
     kv_starts = torch.tensor([first, first + length], dtype=torch.int32, device=device)
     out = torch.full_like(q, 777.0)
     work_list = torch.zeros(varlen.work_list_words, dtype=torch.int32, device=device)

@@ -272,6 +272,8 @@ BAD = {
     "out_rank": ({"out": torch.ones(2, 64)}, ShapeError, r"out: expected shape \[\*, \*, \*\]"),
     "out_dtype": ({"out": torch.ones(2, 4, 16, dtype=F64)}, ShapeError, "out: expected dtype"),
     "out_stride": ({"out": torch.ones(2, 16, 4).mT}, ShapeError, "out: expected stride 1"),
+    "out_expanded": ({"out": torch.ones(1, 4, 16).expand(2, 4, 16)}, ShapeError, "out: .* share no memory"),
+    "lse_expanded": ({"lse": torch.ones(2, 1).expand(2, 4)}, ShapeError, "lse: .* share no memory"),
     "out_a_heads": ({"out_a": torch.ones(2, 1, 16)}, ShapeError, "out_a: expected shape"),
     "out_b_tokens": ({"out_b": torch.ones(3, 4, 16)}, ShapeError, "out_b: expected shape"),
     "out_b_stride": ({"out_b": torch.ones(2, 16, 4).mT}, ShapeError, "out_b: expected stride 1"),

@@ -300,6 +300,12 @@ BAD = {
     "rotary_wide": ("rotary", lambda r: Rotary(r.cos_sin.repeat(1, 2)), "rotary.cos_sin: expected an even width"),
     "rotary_dtype": ("rotary", lambda r: Rotary(r.cos_sin.half()), "rotary.cos_sin: expected dtype float32"),
     "norm": ("rotary", lambda r: Rotary(r.cos_sin, k_norm=r.cos_sin[0, :-1]), "rotary.k_norm: expected shape"),
+    "rotary_empty": ("rotary", lambda r: Rotary(r.cos_sin[:0]), "rotary.cos_sin: expected no extent of 0"),
+    "q_expanded": ("q", lambda t: t[:1].expand_as(t), "q: expected elements that share no memory"),
+    "k_expanded": ("k_cache", lambda t: t[:1].expand_as(t), "k_cache: expected elements that share no memory"),
+    "v_expanded": ("v_cache", lambda t: t[:, :1].expand_as(t), "v_cache: expected elements that share no memory"),
+    "no_pages": (("k_cache", "v_cache"), lambda t: t[:0], "k_cache: expected no extent of 0, got shape"),
+    "page_size": (("k_cache", "v_cache"), lambda t: t[:, :0], "k_cache: expected no extent of 0, got shape"),
     "cache_dtype": ("k_cache", lambda t: t.double(), "k_cache: expected dtype .* or float8_e5m2, got float64"),
     "mixed_caches": ("v_cache", lambda t: t.to(E5M2), "v_cache: expected dtype float32, got float8_e5m2"),
     "scale_of_wide": ("k_scale", lambda _: torch.ones(1), "k_scale: expected None for a cache of float32, got a scale"),
@@ -327,11 +333,19 @@ def test_scales_that_do_not_fit_are_named(rng: torch.Generator, case: str) -> No
 
 @pytest.mark.parametrize("case", BAD)
 def test_tensors_that_do_not_fit_are_named(rng: torch.Generator, case: str) -> None:
-    name, change, message = BAD[case]
+    names, change, message = BAD[case]
     problem = Problem.make(Case(""), rng, torch.device("cpu"))
+    for name in (names,) if isinstance(names, str) else names:
+        setattr(problem, name, change(getattr(problem, name)))
     before = problem.q.clone()
-    setattr(problem, name, change(getattr(problem, name)))
     with pytest.raises(ShapeError, match=message):
         problem.run()
     assert torch.equal(problem.q, before)
     assert bool((problem.k_cache == UNWRITTEN).all())
+
+
+def test_queries_that_are_not_rotated_may_overlap(rng: torch.Generator) -> None:
+    """They are not written then."""
+    problem = Problem.make(Case("", rotary_dim=0), rng, torch.device("cpu"))
+    problem.q = problem.q[:1].expand_as(problem.q)
+    problem.run()

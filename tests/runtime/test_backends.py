@@ -9,12 +9,20 @@ import pytest
 import torch
 
 from graphrt.backends import registry
-from graphrt.backends.base import AttentionBackend, AttentionLayer, BackendContext, Capabilities, GraphSupport
+from graphrt.backends.base import (
+    AttentionBackend,
+    AttentionLayer,
+    BackendContext,
+    Capabilities,
+    GraphSupport,
+    listing,
+)
 from graphrt.backends.registry import backend_names, explain, register_backend, select_backend
 from graphrt.backends.torch_reference import TorchReferenceBackend
 from graphrt.backends.triton import TritonBackend
 from graphrt.capture.descriptor import BatchDescriptor
 from graphrt.kernels.attention import attention, work_list
+from graphrt.kernels.attention.arguments import head_dim_fault
 from graphrt.kernels.errors import CaptureError, ConfigError, UnsupportedError
 from graphrt.kernels.library import INTERPRETER_AVAILABLE
 from graphrt.kernels.types import KVLayout
@@ -113,10 +121,23 @@ def test_a_refused_name_gives_every_reason(third_party: type[AttentionBackend]) 
 def test_triton_reasons() -> None:
     odd = AttentionSpec(4, 2, 12, torch.float16)
     assert TritonBackend.why_not(context(odd, device=CUDA, kv_dtype=torch.bfloat16, max_query_len=17)) == [
-        "query_len 17: decodes at most 16 tokens per row",
         "head_dim 12: supports multiples of 8 from 16 to 256",
+        "query_len 17: decodes at most 16 tokens per row",
         "dtype torch.float16 with KV dtype torch.bfloat16: must be equal, or the cache fp8",
     ]
+
+
+def test_capabilities_say_the_head_dims_that_triton_serves() -> None:
+    served = TritonBackend.capabilities.head_dims
+    assert served == tuple(d for d in range(-8, 1025) if head_dim_fault(d) is None)
+    assert listing(served) == "multiples of 8 from 16 to 256"
+    for few in ((64, 128, 256), (8, 16, 24, 32), (64, 80, 96, 128, 256), (4, 12, 20, 28, 36), (), ("NHD", "HND") * 3):
+        assert listing(few) == ", ".join(map(str, few))
+
+
+def test_a_device_by_its_name_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"BackendContext\.device: expected a torch\.device, got 'cpu'"):
+        context(device="cpu")  # type: ignore[arg-type]  # what is tested
 
 
 def test_nothing_fits(monkeypatch: pytest.MonkeyPatch) -> None:

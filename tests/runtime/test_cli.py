@@ -61,7 +61,7 @@ def test_generate_samples_by_seed(graphrt) -> None:
         (("--max-new-tokens", "0"), "ConfigError: max_new_tokens: expected >= 1, got 0"),
         (("--max-new-tokens", "9999"), "CapacityError: prompt: expected prompt and output within the model's"),
         (("--device", "cpu", "--backend", "flashy"), "ConfigError: backend: expected one of triton"),
-        (("--device", "cpu", "--page-size", "0"), "ConfigError: KVCacheSpec.page_size: expected 1 to 1024"),
+        (("--device", "cpu", "--page-size", "0"), "ConfigError: KVCacheSpec.page_size: expected an int from 1 to 1024"),
     ],
     ids=lambda x: x[-1] if isinstance(x, tuple) else None,
 )

@@ -46,14 +46,23 @@ def test_layouts_are_one_logical_view(layout: KVLayout, page_size: int) -> None:
             ShapeError,
             "stride 1 in the last",
         ),
+        (lambda k, v: ([None, k[1]], v), ShapeError, r"k\[0\]: expected a torch.Tensor, got NoneType"),
+        (lambda k, v: (k, [v[0], v[1][:1].expand_as(v[1])]), ShapeError, r"v\[1\]: expected elements that share no"),
+        (lambda k, v: (k, [v[0], k[1]]), ConfigError, r"v\[1\]: expected other memory than that of k\[1\]"),
     ],
-    ids=["count", "shape", "dtype", "device", "stride"],
+    ids=["count", "shape", "dtype", "device", "stride", "none", "expanded", "one-tensor"],
 )
 def test_tensors_of_the_caller_are_checked(change, error, text: str) -> None:
     make = lambda: [torch.zeros(6, 4, 2, 8) for _ in range(2)]  # noqa: E731
     k, v = change(make(), make())
     with pytest.raises(error, match=text):
         KVCache(KVCacheSpec(2, 2, 8, 4, dtype=torch.float32), k, v)
+
+
+def test_layers_may_share_tensors() -> None:
+    k, v = torch.zeros(2, 6, 4, 2, 8)
+    cache = KVCache(KVCacheSpec(2, 2, 8, 4, dtype=torch.float32), [k, k], [v, v])
+    assert cache.k[0] is cache.k[1]
 
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2], ids=["e4m3", "e5m2"])

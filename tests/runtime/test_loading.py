@@ -10,8 +10,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from graphrt.kernels.errors import ConfigError, UnsupportedError
-from graphrt.models import hf
+from graphrt.kernels.errors import CapacityError, ConfigError, UnsupportedError
+from graphrt.models import hf, loading
 from graphrt.models.hf import SafetensorsSource
 from graphrt.models.llama import LlamaModel
 from graphrt.models.loading import load_model
@@ -134,6 +134,27 @@ def test_dummy_weights_are_seeded_and_finite():
     assert all(torch.equal(x, y) for x, y in zip(a.model.parameters(), b.model.parameters(), strict=True))
     logits = DenseRunner(a.model.float()).step({0: [1, 2, 3]}).float()
     assert 0.1 < logits.std() < 10
+
+
+@pytest.mark.parametrize("source", ["dummy:smollm2-135m", "folder"])
+def test_weights_that_do_not_fit_are_refused_before_memory_is_taken(folder, source, monkeypatch):
+    path = folder if source == "folder" else source
+    needed = sum(p.nbytes for p in load_model(path, device="cpu", dtype=torch.float16).model.parameters())
+    monkeypatch.setattr(loading, "free_memory", lambda device: needed)
+    load_model(path, device="cpu", dtype=torch.float16)
+    monkeypatch.setattr(loading, "free_memory", lambda device: needed - 1)
+    with pytest.raises(CapacityError, match=f"at most {needed - 1} bytes.* free on cpu, got {needed} bytes in float16"):
+        load_model(path, device="cpu", dtype=torch.float16)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/meminfo")
+def test_free_memory(monkeypatch, tmp_path):
+    cpu = torch.device("cpu")
+    assert 1 << 20 < loading.free_memory(cpu) < 1 << 50
+    monkeypatch.setattr(loading, "_MEMINFO", tmp_path / "meminfo")
+    assert loading.free_memory(cpu) is None, "a system without the file"
+    (tmp_path / "meminfo").write_text("MemFree: 3 kB\nMemAvailable:       12 kB\n")
+    assert loading.free_memory(cpu) == 12 * 1024
 
 
 def add_bias(tensors):
