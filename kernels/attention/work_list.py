@@ -37,12 +37,13 @@ from graphrt.kernels.compile_spec import CompileSpec
 from graphrt.kernels.errors import CapacityError, ShapeError
 from graphrt.kernels.library import define_op
 
-_MAX_NUM_WARPS = 4
 _MAX_PROGRAMS = 64  # of one part each, before they take several
 _MAX_PART_BLOCK = 4  # and that many, before there are more programs
 _OWN_UNITS = 4  # whose segments a program writes under fixed splits
 _UNITS_PER_WARP = 64
-_MIN_UNIT_BLOCK, _MAX_UNIT_BLOCK = 32, 1024
+_MAX_NUM_WARPS, _MAX_FIXED_NUM_WARPS = 8, 4  # and under fixed splits
+_MIN_UNIT_BLOCK, _MAX_UNIT_BLOCK = 32, 2048
+_MAX_ENTRIES = 1 << 14  # of a block; the kernel has 15 bits to count them
 
 
 def _search_levels(num_rows: int) -> int:
@@ -52,10 +53,11 @@ def _search_levels(num_rows: int) -> int:
     return levels
 
 
-def _launch_options(query_len: int, num_rows: int, num_units: int, num_parts: int) -> dict[str, int]:
+def _launch_options(query_len: int, num_rows: int, num_units: int, num_parts: int, fixed_splits: int) -> dict[str, int]:
     """Constexprs that follow from the sizes, and num_warps."""
     block = min(max(next_power_of_two(num_units), _MIN_UNIT_BLOCK), _MAX_UNIT_BLOCK)
-    num_warps = min(max(block // _UNITS_PER_WARP, 1), _MAX_NUM_WARPS)
+    block = min(block, _MAX_ENTRIES // max(fixed_splits, 1))
+    num_warps = min(max(block // _UNITS_PER_WARP, 1), _MAX_FIXED_NUM_WARPS if fixed_splits else _MAX_NUM_WARPS)
     return {
         "SEARCH_LEVELS": 0 if query_len else _search_levels(num_rows),
         "PART_BLOCK": min(next_power_of_two(-(-num_parts // _MAX_PROGRAMS)), _MAX_PART_BLOCK),
@@ -90,7 +92,7 @@ def _schedule_triton(
     min_part_tiles: int,
 ) -> None:
     segments_at = (num_parts + 1) * PART_WORDS
-    options = _launch_options(query_len, num_rows, num_units, num_parts)
+    options = _launch_options(query_len, num_rows, num_units, num_parts, fixed_splits)
     programs = triton.cdiv(num_parts + 1, options["PART_BLOCK"])
     if fixed_splits:
         programs = max(programs, triton.cdiv(num_units, _OWN_UNITS))
@@ -201,8 +203,10 @@ def compile_variants() -> list[CompileSpec]:
         ("speculative", 5, 0, 1, 64),
         ("varlen", 0, 0, 1, 256),
         ("fixed", 1, 16, 1, 256),
+        ("many", 1, 0, 1, 2048),
+        ("varlen_many", 0, 0, 1, 2048),
     ):
-        options = _launch_options(query_len, num_units, num_units, 128)
+        options = _launch_options(query_len, num_units, num_units, 128, fixed_splits)
         num_warps = options.pop("num_warps")
         constexprs: dict[str, object] = {
             "QUERY_LEN": query_len,

@@ -203,6 +203,31 @@ def test_varlen_lists(case, variant, kernel_device):
     assert_same_list(plan, kernel, reference)
 
 
+def check_many_rows(rows, variant, device):
+    """In one block of units, and in several."""
+    lengths = [37 * i % 2011 if i % 8 else 0 for i in range(rows)]
+    mixed = variant == "mixed"
+    query_lens = [min(length, i % 3) if mixed else 1 for i, length in enumerate(lengths)]
+    starts = [0, *itertools.accumulate(query_lens)]
+    window = 70 if variant == "window" else 0
+    plan = make_plan(rows, 0 if mixed else 1, tokens=starts[-1] if mixed else None, batch_invariant=variant == "fixed")
+    given = starts if mixed else None
+    kernel = run_schedule(plan, lengths, given, device=device, sliding_window=window)
+    assert_same_list(plan, kernel, run_reference(plan, lengths, given, sliding_window=window))
+
+
+@pytest.mark.parametrize("rows", [1100, 2500])
+@pytest.mark.parametrize("variant", ["plain", "window", "mixed"])
+def test_many_rows(rows, variant, kernel_device):
+    check_many_rows(rows, variant, kernel_device)
+
+
+@pytest.mark.gpu  # for minutes under the interpreter, which sees these paths with fewer rows
+@pytest.mark.parametrize("rows", [1000, 1100, 2500])
+def test_many_rows_of_fixed_splits(rows):
+    check_many_rows(rows, "fixed", "cuda")
+
+
 @pytest.mark.skipif(not INTERPRETER_AVAILABLE, reason="needs the Triton interpreter")
 @settings(max_examples=15, deadline=None)
 @given(
