@@ -93,7 +93,5 @@ def check_sizes(name: str, sizes: Iterable[int], maximum: int) -> tuple[int, ...
     """Sorted, distinct sizes; raises ConfigError when one lies outside 1 to `maximum`, or is no int."""
     if not isinstance(sizes, Iterable):
         raise ConfigError(f"{name}: expected a tuple of sizes from 1 to {maximum}, got {sizes!r}; pass ({sizes!r},)")
-    result = tuple(sizes)
-    for size in result:
-        check_int(name, size, 1, maximum, advice=f"drop it from {list(result)}")
-    return tuple(sorted(set(result)))
+    given = list(sizes)
+    return tuple(sorted({check_int(name, size, 1, maximum, advice=f"drop it from {given}") for size in given}))

@@ -25,8 +25,8 @@ class KVCache:
                         the model was calibrated for before the first step, since stored values are not converted.
                         Empty for other dtypes
 
-    Built with `allocate`, or around tensors that the caller owns (`KVCache(spec, k, v)`): any strides, the last one 1,
-    but no two elements in one place. Layers may share tensors, K and V of a layer may not.
+    Built with `allocate`, or around tensors that the caller owns (`KVCache(spec, k, v)`): any strides, the last one 1;
+    no two elements of a layer may lie in one place. K and V may be views of one pool, and layers may share tensors.
     Graphs hold these addresses: the tensors must stay where they are as long as a runtime uses them.
     """
 
@@ -53,10 +53,10 @@ class KVCache:
                 check_tensor(f"{name}[{layer}]", tensor, shape=(num_pages, *page), dtype=spec.dtype, device=device)
                 check_unit_stride(f"{name}[{layer}]", tensor)
                 check_no_overlap(f"{name}[{layer}]", tensor)
-            if device.type != "meta" and pair[0].data_ptr() == pair[1].data_ptr():
+            if device.type != "meta" and pair[0].is_set_to(pair[1]):
                 raise ConfigError(
-                    f"v[{layer}]: expected other memory than that of k[{layer}], got the same address; values would "
-                    "overwrite keys, pass two tensors"
+                    f"v[{layer}]: expected other memory than that of k[{layer}], got the same; values would overwrite "
+                    "keys, pass two tensors"
                 )
         if spec.null_page >= num_pages:
             raise ConfigError(f"KVCache: expected null_page < num_pages={num_pages}, got {spec.null_page}")
@@ -71,7 +71,7 @@ class KVCache:
     @classmethod
     def allocate(cls, spec: KVCacheSpec, num_pages: int, device: torch.device | str) -> KVCache:
         """A zeroed cache of `num_pages` pages in `spec.layout`, as one allocation; an fp8 cache has scales of 1."""
-        check_int("num_pages", num_pages, 2, advice="the null page and one to use")
+        num_pages = check_int("num_pages", num_pages, 2, advice="the null page and one to use")
         heads_first = spec.layout is KVLayout.HND
         page = (spec.num_kv_heads, spec.page_size) if heads_first else (spec.page_size, spec.num_kv_heads)
         storage = torch.zeros(

@@ -40,7 +40,8 @@ class AttentionSpec:
 
     def __post_init__(self) -> None:
         for name in ("num_q_heads", "num_kv_heads", "head_dim"):
-            check_int(f"AttentionSpec.{name}", getattr(self, name), 1, advice="pass the model's")
+            value = check_int(f"AttentionSpec.{name}", getattr(self, name), 1, advice="pass the model's")
+            object.__setattr__(self, name, value)
         if self.num_q_heads % self.num_kv_heads:
             raise ConfigError(
                 f"AttentionSpec.num_q_heads: expected a multiple of num_kv_heads={self.num_kv_heads}, "
@@ -57,13 +58,15 @@ class AttentionSpec:
                 raise ConfigError(
                     f"AttentionSpec.{name}: expected a finite number > 0, got {value!r}; None means {default}"
                 )
+            object.__setattr__(self, name, None if value is None else float(value))
         if self.sliding_window is not None:
             advice = "None sees everything"
-            check_int("AttentionSpec.sliding_window", self.sliding_window, 1, MAX_WINDOW, advice=advice)
+            window = check_int("AttentionSpec.sliding_window", self.sliding_window, 1, MAX_WINDOW, advice=advice)
+            object.__setattr__(self, "sliding_window", window)
         for name in ("alibi_sqrt", "sinks"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(
-                    f"AttentionSpec.{name}: expected True or False, got {type(getattr(self, name)).__name__}; "
+                    f"AttentionSpec.{name}: expected True or False, got {type(getattr(self, name))}; "
                     "tensors are passed to Step.attend"
                 )
         self._check_alibi()
@@ -84,7 +87,11 @@ class AttentionSpec:
                 f"got {len(slopes)}; pass those of this rank's heads"
             )
         if not all(is_finite(slope) for slope in slopes):
-            raise ConfigError(f"AttentionSpec.alibi_slopes: expected finite slopes, got {slopes}; check their source")
+            raise ConfigError(
+                f"AttentionSpec.alibi_slopes: expected finite numbers, got {slopes}; check their source, and take "
+                "those of a tensor by tolist()"
+            )
+        object.__setattr__(self, "alibi_slopes", tuple(map(float, slopes)))
 
     @property
     def group(self) -> int:
@@ -118,15 +125,18 @@ class KVCacheSpec:
 
     def __post_init__(self) -> None:
         for name in ("num_layers", "num_kv_heads", "head_dim"):
-            check_int(f"KVCacheSpec.{name}", getattr(self, name), 1, advice="pass the model's")
-        check_int("KVCacheSpec.page_size", self.page_size, 1, 1024, advice="16 is usual")
+            value = check_int(f"KVCacheSpec.{name}", getattr(self, name), 1, advice="pass the model's")
+            object.__setattr__(self, name, value)
+        page_size = check_int("KVCacheSpec.page_size", self.page_size, 1, 1024, advice="16 is usual")
+        object.__setattr__(self, "page_size", page_size)
         if self.dtype not in KV_DTYPES:
             raise ConfigError(
                 f"KVCacheSpec.dtype: expected one of {KV_DTYPES}, got {self.dtype}; pass the layers' dtype, or fp8"
             )
         if not isinstance(self.layout, KVLayout):
             raise ConfigError(f"KVCacheSpec.layout: expected KVLayout.NHD or KVLayout.HND, got {self.layout!r}")
-        check_int("KVCacheSpec.null_page", self.null_page, 0, advice="0 is usual")
+        null_page = check_int("KVCacheSpec.null_page", self.null_page, 0, advice="0 is usual")
+        object.__setattr__(self, "null_page", null_page)
 
     @property
     def bytes_per_page(self) -> int:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import sys
+import math
 from collections.abc import Sequence
+from numbers import Integral, Real
 
 import torch
 
@@ -65,7 +66,9 @@ def check_no_overlap(name: str, tensor: torch.Tensor) -> None:
 def check_not_empty(name: str, tensor: torch.Tensor) -> None:
     """Raise ShapeError where `tensor` has no elements."""
     if tensor.numel() == 0:
-        raise ShapeError(f"{name}: expected no extent of 0, got shape {list(tensor.shape)}; allocate it first")
+        raise ShapeError(
+            f"{name}: expected no extent of 0, got shape {list(tensor.shape)}; pass one that holds something"
+        )
 
 
 def check_int(
@@ -76,13 +79,20 @@ def check_int(
     *,
     advice: str,
     error: type[GraphRTError] = ConfigError,
-) -> None:
-    """Raise `error` unless `value` is an int, which True is not, from `low` to `high`; None: any from `low` on."""
-    if not isinstance(value, int) or isinstance(value, bool) or value < low or (high is not None and value > high):
+) -> int:
+    """`value` as an int; raises `error` unless it is one, of Python or NumPy and no bool, from `low` to `high`."""
+    number = int(value) if isinstance(value, Integral) and not isinstance(value, bool) else None
+    if number is None or number < low or (high is not None and number > high):
         bounds = f">= {low}" if high is None else f"from {low} to {high}"
         raise error(f"{name}: expected an int {bounds}, got {value!r}; {advice}")
+    return number
 
 
 def is_finite(value: object) -> bool:
-    """Whether `value` is a finite float or int, which True is not."""
-    return isinstance(value, (float, int)) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
+    """Whether `value` is a finite number, of Python or NumPy and no bool."""
+    if not isinstance(value, Real) or isinstance(value, bool):
+        return False
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # an int beyond any float
+        return False

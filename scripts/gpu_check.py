@@ -4,12 +4,11 @@
     python scripts/gpu_check.py --only tests,sanitize --out /tmp/results
     python scripts/gpu_check.py --require triton             # fail when a test that names it was skipped
 
-Each job is a command of its own, so that none sees what another compiled or allocated: tests, compute-sanitizer, and
-benchmarks. The tests take most of their
-time to compile kernels: they run as `--shards` processes side by side, and those marked `alone` in one more after that;
-`python -m pytest -m gpu` runs all of them in one process. A result holds the commands, the versions, the commit and
-tree (`--commit`, `--tree` for a copy of the files), and the job's own JSON. Exits 1 when a job fails. An unfinished or
-failed job writes no result.
+Each job is a command of its own, so that none sees what another compiled or allocated: tests, compute-sanitizer (of
+the CUDA toolkit), benchmarks. The tests take most of their time to compile kernels: they run as `--shards` processes
+side by side, and those marked `alone` in one more after that; `python -m pytest -m gpu` runs all of them in one
+process. A result holds the commands, the versions, the commit and tree (`--commit`, `--tree` for a copy of the files),
+and the job's own JSON. Exits 1 when a job fails. An unfinished or failed job writes no result.
 """
 
 from __future__ import annotations
@@ -72,9 +71,13 @@ class Outcome:
 def run(command: Sequence[str], prefix: str = "", environment: dict[str, str] | None = None) -> tuple[int, str]:
     """Exit code and output of a command, whose lines are passed on as they come, whole and with `prefix`."""
     say(f"{prefix}$ {' '.join(command)}")
-    process = subprocess.Popen(
-        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment
-    )
+    try:
+        process = subprocess.Popen(
+            command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment
+        )
+    except OSError as error:  # the program is missing: the other jobs are to run
+        say(f"{prefix}{error}")
+        return 127, f"{error}\n"
     assert process.stdout is not None, "stdout is piped"
     lines = []
     for line in process.stdout:

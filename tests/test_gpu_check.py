@@ -148,6 +148,10 @@ def test_what_a_sanitizer_says(said: str, code: int, clean: bool) -> None:
         assert "SUMMARY: 0" in outcome.data["runs"][0]["summary"]
 
 
+def test_a_missing_tool_fails_its_job_and_no_other() -> None:
+    assert gpu_check.run_sanitizers([["no-such-sanitizer", "--tool", "memcheck"]]).codes == [127]
+
+
 def test_skips_of_peers_name_the_backend(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that `--require flash_attn2` finds them."""
     for module, backend in test_attention_peers.BACKENDS.items():

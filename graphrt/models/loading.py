@@ -89,8 +89,8 @@ def free_memory(device: torch.device) -> int | None:
     # SC_AVPHYS_PAGES would leave out the page cache, which gives way and is often most of the memory.
     if device.type != "cpu" or not _MEMINFO.is_file():
         return None
-    found = re.search(r"^MemAvailable: +(\d+) kB$", _MEMINFO.read_text(), re.MULTILINE)
-    return int(found[1]) * 1024 if found else None
+    found = re.findall(r"^(?:MemAvailable|SwapFree): +(\d+) kB$", _MEMINFO.read_text(), re.MULTILINE)
+    return sum(map(int, found)) * 1024 if found else None
 
 
 def resolve_source(source: str | Path) -> Path:

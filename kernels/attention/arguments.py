@@ -37,13 +37,6 @@ def logit_constants(softmax_scale: float, logits_softcap: float) -> tuple[float,
     return 2.0 * _LOG2E * softmax_scale / logits_softcap, logits_softcap * _LOG2E
 
 
-def head_dim_fault(head_dim: int) -> str | None:
-    """Why the Triton kernels do not serve this head_dim, or None."""
-    if head_dim in HEAD_DIMS:
-        return None
-    return f"head_dim {head_dim}: supports multiples of {HEAD_DIM_MULTIPLE} from {MIN_HEAD_DIM} to {MAX_HEAD_DIM}"
-
-
 def check_attention_tensors(
     q: torch.Tensor,
     k_cache: torch.Tensor,
@@ -117,9 +110,11 @@ def _check_q_side(
 
 def check_triton_head_dim(name: str, head_dim: int) -> None:
     """Raise UnsupportedError unless the Triton kernels serve this head_dim."""
-    fault = head_dim_fault(head_dim)
-    if fault is not None:
-        raise UnsupportedError(f"{name}: {fault}; choose the backend 'torch_reference'")
+    if head_dim not in HEAD_DIMS:
+        raise UnsupportedError(
+            f"{name}: expected a head_dim among the multiples of {HEAD_DIM_MULTIPLE} from {MIN_HEAD_DIM} to "
+            f"{MAX_HEAD_DIM}, got {head_dim}; choose the backend 'torch_reference'"
+        )
 
 
 def next_power_of_two(value: int) -> int:

@@ -41,7 +41,8 @@ _MAX_PROGRAMS = 64  # of one part each, before they take several
 _MAX_PART_BLOCK = 4  # and that many, before there are more programs
 _OWN_UNITS = 4  # whose segments a program writes under fixed splits
 _UNITS_PER_WARP = 64
-_MAX_NUM_WARPS, _MAX_FIXED_NUM_WARPS = 8, 4  # and under fixed splits
+_MAX_NUM_WARPS = 8
+_MAX_FIXED_NUM_WARPS = 4  # under fixed splits
 _MIN_UNIT_BLOCK, _MAX_UNIT_BLOCK = 32, 2048
 _MAX_ENTRIES = 1 << 14  # of a block; the kernel has 15 bits to count them
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from importlib.metadata import EntryPoint
 from typing import Any
 
@@ -22,7 +23,7 @@ from graphrt.backends.torch_reference import TorchReferenceBackend
 from graphrt.backends.triton import TritonBackend
 from graphrt.capture.descriptor import BatchDescriptor
 from graphrt.kernels.attention import attention, work_list
-from graphrt.kernels.attention.arguments import head_dim_fault
+from graphrt.kernels.attention.plan import AttentionPlan
 from graphrt.kernels.errors import CaptureError, ConfigError, UnsupportedError
 from graphrt.kernels.library import INTERPRETER_AVAILABLE
 from graphrt.kernels.types import KVLayout
@@ -129,7 +130,10 @@ def test_triton_reasons() -> None:
 
 def test_capabilities_say_the_head_dims_that_triton_serves() -> None:
     served = TritonBackend.capabilities.head_dims
-    assert served == tuple(d for d in range(-8, 1025) if head_dim_fault(d) is None)
+    for head_dim in range(-8, 1025):
+        refusal = contextlib.nullcontext() if head_dim in served else pytest.raises(UnsupportedError)
+        with refusal:
+            AttentionPlan.decode(1, num_q_heads=1, num_kv_heads=1, head_dim=head_dim, dtype=torch.float16, num_sms=1)
     assert listing(served) == "multiples of 8 from 16 to 256"
     for few in ((64, 128, 256), (8, 16, 24, 32), (64, 80, 96, 128, 256), (4, 12, 20, 28, 36), (), ("NHD", "HND") * 3):
         assert listing(few) == ", ".join(map(str, few))

@@ -266,7 +266,7 @@ def manager(model=None, spec=None, cache=None, **config) -> ReplayManager:
         (lambda: KVCacheSpec(1, 1, 16, dtype=torch.int8), ConfigError, "KVCacheSpec.dtype: .*e5m2.*, got torch.int8"),
         (lambda: AttentionSpec(4, 2, 16, alibi_slopes=(1.0,)), ConfigError, "alibi_slopes: expected 4 slopes.* got 1"),
         (lambda: AttentionSpec(1, 1, 16, alibi_slopes=[1.0]), ConfigError, "expected a tuple of floats, got list"),
-        (lambda: AttentionSpec(1, 1, 16, alibi_slopes=(float("nan"),)), ConfigError, "expected finite slopes"),
+        (lambda: AttentionSpec(1, 1, 16, alibi_slopes=(float("nan"),)), ConfigError, "expected finite numbers"),
         (lambda: AttentionSpec(1, 1, 16, alibi_sqrt=True), ConfigError, "alibi_sqrt: expected alibi_slopes with it"),
         (
             lambda: manager(spec=AttentionSpec(4, 4, 16, torch.float32)),
@@ -297,8 +297,11 @@ TYPES = {  # what no number or flag is, where one belongs; and numbers beyond in
     "softcap-text": (lambda: AttentionSpec(4, 2, 16, logits_softcap="30"), "logits_softcap: .*, got '30'; None means"),
     "scale": (lambda: AttentionSpec(4, 2, 16, softmax_scale="1"), "softmax_scale: .* number > 0, got '1'; None means"),
     "scale-huge": (lambda: AttentionSpec(4, 2, 16, softmax_scale=10**400), "softmax_scale: expected a finite number"),
-    "slopes-text": (lambda: AttentionSpec(1, 1, 16, alibi_slopes=("1",)), "alibi_slopes: expected finite slopes"),
-    "sinks": (lambda: AttentionSpec(4, 2, 16, sinks=torch.ones(4)), "sinks: expected True or False, got Tensor; "),
+    "slopes-text": (lambda: AttentionSpec(1, 1, 16, alibi_slopes=("1",)), "alibi_slopes: expected finite numbers"),
+    "sinks": (
+        lambda: AttentionSpec(4, 2, 16, sinks=torch.ones(4)),
+        "sinks: expected True or False, got <class .torch.Tensor.>; ",
+    ),
     "page": (lambda: KVCacheSpec(1, 1, 16, 16.0), "KVCacheSpec.page_size: expected an int from 1 to 1024, got 16.0"),
     "layers": (lambda: KVCacheSpec(1.5, 1, 16), "KVCacheSpec.num_layers: expected an int >= 1, got 1.5"),
     "pages": (lambda: KVCache.allocate(KVCacheSpec(1, 1, 16), "9", CPU), "num_pages: expected an int >= 2, got '9'"),
@@ -315,6 +318,23 @@ def test_numbers_are_checked_where_they_are_given(case: str) -> None:
     build, text = TYPES[case]
     with pytest.raises(ConfigError, match=text):
         build()
+
+
+def test_numbers_of_numpy_are_numbers() -> None:
+    """They come out of configuration files and arrays, and are Python's from then on: they are hashed and traced."""
+    sizes = np.array([4, 2, 16, 8, 1])
+    spec = AttentionSpec(
+        *sizes[:3], softmax_scale=np.float32(0.5), sliding_window=sizes[3], alibi_slopes=tuple(np.ones(4, np.float32))
+    )
+    cache = KVCacheSpec(sizes[4], *sizes[1:3], page_size=sizes[3], null_page=sizes[4])
+    config = RuntimeConfig(max_num_reqs=sizes[0], max_seq_len=sizes[2], decode_sizes=tuple(sizes[:2])).resolve()
+    assert spec == AttentionSpec(4, 2, 16, softmax_scale=0.5, sliding_window=8, alibi_slopes=(1.0,) * 4)
+    assert cache == KVCacheSpec(1, 2, 16, page_size=8, null_page=1)
+    assert config.decode_sizes == (2, 4)
+    numbers = [spec.num_q_heads, spec.head_dim, spec.sliding_window, cache.num_layers, cache.page_size, cache.null_page]
+    assert {type(n) for n in (*numbers, config.max_num_reqs, config.max_seq_len, *config.decode_sizes)} == {int}
+    assert {type(x) for x in (spec.softmax_scale, *spec.alibi_slopes)} == {float}
+    assert KVCache.allocate(cache, sizes[2], "cpu").num_pages == 16
 
 
 def test_a_backend_that_cannot_serve_says_all_reasons() -> None:
