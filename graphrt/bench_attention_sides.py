@@ -227,7 +227,9 @@ class Fa3Side:
 
             return call
 
-        variant = f"{f'{splits} splits' if splits else 'heuristic'}{', causal' if causal else ''}"
+        variant = f"{splits} splits" if splits else "heuristic"
+        if causal:
+            variant += ", causal"
         return Prepared(variant, [call_of(layer) for layer in range(inputs.layers)], schedule)
 
     def _varlen_call(self, inputs: Inputs, layer: int) -> Call:

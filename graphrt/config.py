@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from graphrt import env
 from graphrt.capture.descriptor import check_sizes, decode_ladder, mixed_ladder
-from graphrt.kernels.checks import check_int
+from graphrt.kernels.checks import check_int_field
 from graphrt.kernels.errors import ConfigError
 
 _MAX_REQS = (1 << 20) - 1
@@ -45,16 +45,10 @@ class RuntimeConfig:
     batch_invariant: bool = False
 
     def __post_init__(self) -> None:
-        int32 = "on the device it is an int32"
-        for name, low, high, advice in (
-            ("max_num_reqs", 1, _MAX_REQS, "pass what one step may hold"),
-            ("max_num_tokens", 1, _MAX_TOKENS, int32),
-            ("max_seq_len", 1, _MAX_TOKENS, int32),
-            ("query_len", 1, _MAX_TOKENS, int32),
-            ("ring_depth", 2, None, "with one slot every step waits"),
-        ):
-            value = check_int(f"RuntimeConfig.{name}", getattr(self, name), low, high, advice=advice)
-            object.__setattr__(self, name, value)
+        check_int_field(self, "max_num_reqs", 1, _MAX_REQS, advice="pass what one step may hold")
+        for name in ("max_num_tokens", "max_seq_len", "query_len"):
+            check_int_field(self, name, 1, _MAX_TOKENS, advice="on the device it is an int32")
+        check_int_field(self, "ring_depth", 2, advice="with one slot every step waits")
         if self.max_num_reqs * self.query_len > self.max_num_tokens:
             raise ConfigError(
                 f"RuntimeConfig.max_num_tokens: expected >= max_num_reqs x query_len = "

@@ -8,7 +8,7 @@ import torch
 
 from graphrt.kernels.attention.arguments import KV_DTYPES
 from graphrt.kernels.attention.options import MAX_WINDOW
-from graphrt.kernels.checks import check_int, is_finite
+from graphrt.kernels.checks import check_int_field, is_finite
 from graphrt.kernels.errors import ConfigError
 from graphrt.kernels.types import KVLayout
 
@@ -40,8 +40,7 @@ class AttentionSpec:
 
     def __post_init__(self) -> None:
         for name in ("num_q_heads", "num_kv_heads", "head_dim"):
-            value = check_int(f"AttentionSpec.{name}", getattr(self, name), 1, advice="pass the model's")
-            object.__setattr__(self, name, value)
+            check_int_field(self, name, 1, advice="pass the model's")
         if self.num_q_heads % self.num_kv_heads:
             raise ConfigError(
                 f"AttentionSpec.num_q_heads: expected a multiple of num_kv_heads={self.num_kv_heads}, "
@@ -60,9 +59,7 @@ class AttentionSpec:
                 )
             object.__setattr__(self, name, None if value is None else float(value))
         if self.sliding_window is not None:
-            advice = "None sees everything"
-            window = check_int("AttentionSpec.sliding_window", self.sliding_window, 1, MAX_WINDOW, advice=advice)
-            object.__setattr__(self, "sliding_window", window)
+            check_int_field(self, "sliding_window", 1, MAX_WINDOW, advice="None sees everything")
         for name in ("alibi_sqrt", "sinks"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(
@@ -125,18 +122,15 @@ class KVCacheSpec:
 
     def __post_init__(self) -> None:
         for name in ("num_layers", "num_kv_heads", "head_dim"):
-            value = check_int(f"KVCacheSpec.{name}", getattr(self, name), 1, advice="pass the model's")
-            object.__setattr__(self, name, value)
-        page_size = check_int("KVCacheSpec.page_size", self.page_size, 1, 1024, advice="16 is usual")
-        object.__setattr__(self, "page_size", page_size)
+            check_int_field(self, name, 1, advice="pass the model's")
+        check_int_field(self, "page_size", 1, 1024, advice="16 is usual")
         if self.dtype not in KV_DTYPES:
             raise ConfigError(
                 f"KVCacheSpec.dtype: expected one of {KV_DTYPES}, got {self.dtype}; pass the layers' dtype, or fp8"
             )
         if not isinstance(self.layout, KVLayout):
             raise ConfigError(f"KVCacheSpec.layout: expected KVLayout.NHD or KVLayout.HND, got {self.layout!r}")
-        null_page = check_int("KVCacheSpec.null_page", self.null_page, 0, advice="0 is usual")
-        object.__setattr__(self, "null_page", null_page)
+        check_int_field(self, "null_page", 0, advice="0 is usual")
 
     @property
     def bytes_per_page(self) -> int:

@@ -88,6 +88,12 @@ def check_int(
     return number
 
 
+def check_int_field(owner: object, name: str, low: int, high: int | None = None, *, advice: str) -> None:
+    """`check_int` of a frozen dataclass's field, which is Python's int from then on."""
+    value = check_int(f"{type(owner).__name__}.{name}", getattr(owner, name), low, high, advice=advice)
+    object.__setattr__(owner, name, value)
+
+
 def is_finite(value: object) -> bool:
     """Whether `value` is a finite number, of Python or NumPy and no bool."""
     if not isinstance(value, Real) or isinstance(value, bool):

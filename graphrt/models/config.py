@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from graphrt.kernels.checks import check_int
+from graphrt.kernels.checks import check_int_field
 from graphrt.kernels.errors import ConfigError
 from graphrt.kernels.types import KVLayout
 from graphrt.models.fields import FieldReader
@@ -67,7 +67,7 @@ class ModelConfig:
             object.__setattr__(self, "sliding_windows", (None,) * self.num_layers)
         sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_q_heads", "num_kv_heads")
         for name in (*sizes, "head_dim", "max_position_embeddings"):
-            check_int(f"ModelConfig.{name}", getattr(self, name), 1, advice="pass the model's")
+            check_int_field(self, name, 1, advice="pass the model's")
         if self.num_q_heads % self.num_kv_heads:
             raise ConfigError(
                 f"ModelConfig.num_q_heads: expected a multiple of num_kv_heads={self.num_kv_heads}, "

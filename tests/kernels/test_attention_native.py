@@ -245,8 +245,16 @@ def test_compiling_leaves_no_trace_in_constants() -> None:
     assert bytes([32]) == b"\x20"
 
 
-@pytest.mark.parametrize("change", ["float32", "float32_queries", "fp8_of_80", "fp8"])
-def test_tensors_of_other_dtypes_than_the_plans_go_to_triton(change: str) -> None:
+OTHER_DTYPES = {
+    "float32": "q is torch.float32",
+    "float32_queries": "q is torch.float32",
+    "fp8_of_80": "the plan was made for another dtype than torch.float8_e4m3fn",
+    "fp8": "the plan was made for another dtype than torch.float8_e4m3fn",
+}
+
+
+@pytest.mark.parametrize(("change", "fault"), OTHER_DTYPES.items(), ids=OTHER_DTYPES)
+def test_tensors_of_other_dtypes_than_the_plans_go_to_triton(change: str, fault: str) -> None:
     """A plan does not hold dtypes."""
     head_dim = 80 if change == "fp8_of_80" else 128
     plan = AttentionPlan.decode(4, **{**LLAMA, "head_dim": head_dim})
@@ -256,16 +264,7 @@ def test_tensors_of_other_dtypes_than_the_plans_go_to_triton(change: str) -> Non
     q = torch.zeros(4, 32, head_dim, dtype=dtype)
     cache = torch.zeros(3, 16, 8, head_dim, dtype=kv_dtype)
     work_list = torch.zeros(plan.work_list_words, dtype=torch.int32)
-    fault = native_fault(plan, q, cache, cache, work_list, q)
-    assert (
-        fault
-        == {
-            "float32": "q is torch.float32",
-            "float32_queries": "q is torch.float32",
-            "fp8_of_80": "the plan was made for another dtype than torch.float8_e4m3fn",
-            "fp8": "the plan was made for another dtype than torch.float8_e4m3fn",
-        }[change]
-    )
+    assert native_fault(plan, q, cache, cache, work_list, q) == fault
     right = torch.zeros(4, 32, head_dim, dtype=BF16), torch.zeros(3, 16, 8, head_dim, dtype=BF16)
     assert native_fault(plan, right[0], right[1], right[1], work_list, right[0]) is None
     small_pages = torch.zeros(3, 8, 8, head_dim, dtype=BF16)
