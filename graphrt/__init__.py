@@ -9,7 +9,6 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from graphrt.attention import Step as Step
     from graphrt.batch import Batch as Batch
     from graphrt.capture.descriptor import BatchDescriptor as BatchDescriptor
     from graphrt.config import RuntimeConfig as RuntimeConfig
@@ -30,6 +29,7 @@ if TYPE_CHECKING:
     from graphrt.runtime import Runtime as Runtime
     from graphrt.spec import AttentionSpec as AttentionSpec
     from graphrt.spec import KVCacheSpec as KVCacheSpec
+    from graphrt.step import Step as Step
 
 __version__ = "0.1.0"
 
@@ -50,7 +50,7 @@ _HOME = {
     "Runtime": "graphrt.runtime",
     "RuntimeConfig": "graphrt.config",
     "ShapeError": "graphrt.kernels.errors",
-    "Step": "graphrt.attention",
+    "Step": "graphrt.step",
     "StepFaultError": "graphrt.handle",
     "StepHandle": "graphrt.handle",
     "TextGenerator": "graphrt.generate",

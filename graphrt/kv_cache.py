@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from graphrt.kernels.attention.options import FP8_DTYPES
-from graphrt.kernels.cache.copy import copy_blocks, swap_blocks
+from graphrt.kernels.cache.copy import copy_pages, swap_pages
 from graphrt.kernels.cache.write import check_kv_scale
 from graphrt.kernels.checks import check_int, check_no_overlap, check_tensor, check_unit_stride
 from graphrt.kernels.errors import CapacityError, ConfigError
@@ -94,22 +94,22 @@ class KVCache:
             for name, scale in zip(("k_scales", "v_scales"), pair, strict=True):
                 yield f"kv_cache.{name}[{layer}]", scale
 
-    def copy_blocks(self, src_pages: Sequence[int], dst_pages: Sequence[int]) -> None:
+    def copy_pages(self, src_pages: Sequence[int], dst_pages: Sequence[int]) -> None:
         """Copy whole pages inside the cache, all layers: page src_pages[i] to dst_pages[i] (copy on write).
 
         Runs on the current stream. Raises ShapeError for lists of different lengths, pages out of range or a page
         that is written twice; nothing is written then.
         """
-        copy_blocks(self.k, self.v, src_pages, dst_pages)
+        copy_pages(self.k, self.v, src_pages, dst_pages)
 
-    def swap_blocks(self, other: KVCache, src_pages: Sequence[int], dst_pages: Sequence[int]) -> None:
+    def swap_pages(self, other: KVCache, src_pages: Sequence[int], dst_pages: Sequence[int]) -> None:
         """Copy whole pages of this cache into `other`, which may be on another device (swap out, or in).
 
         fp8 pages are copied as they are, scales are not: pages of a cache are for a runtime with equal scales.
         Runs on the current stream. A swap to the host waits, since the host may read the pages next; the others do
-        not. Raises ShapeError as `copy_blocks`.
+        not. Raises ShapeError as `copy_pages`.
         """
-        swap_blocks((*self.k, *self.v), (*other.k, *other.v), src_pages, dst_pages)
+        swap_pages((*self.k, *self.v), (*other.k, *other.v), src_pages, dst_pages)
 
 
 def _scales(

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 import torch
 
-from graphrt.attention import Model, Sampler, Step
 from graphrt.backends.base import AttentionBackend, AttentionLayer
 from graphrt.capture.buffers import StaticBuffers
 from graphrt.capture.descriptor import BatchDescriptor
@@ -17,6 +16,7 @@ from graphrt.kernels.ops.sampling import publish
 from graphrt.kv_cache import KVCache
 from graphrt.metadata import StepMetadata
 from graphrt.spec import AttentionSpec
+from graphrt.step import Model, Sampler, Step
 
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 

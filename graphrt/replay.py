@@ -9,7 +9,6 @@ from functools import partial
 
 import torch
 
-from graphrt.attention import Model, Sampler
 from graphrt.backends.base import BackendContext
 from graphrt.backends.registry import select_backend
 from graphrt.batch import Batch
@@ -30,6 +29,7 @@ from graphrt.program import StepProgram, attention_layers
 from graphrt.sampling import sample_tokens
 from graphrt.spec import AttentionSpec
 from graphrt.stats import Stats
+from graphrt.step import Model, Sampler
 
 # The CPU build of torch lacks it, and needs it not.
 _raw_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0)

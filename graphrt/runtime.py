@@ -9,7 +9,6 @@ from typing import Literal
 
 import torch
 
-from graphrt.attention import Model, Sampler
 from graphrt.batch import Batch
 from graphrt.capture.descriptor import GraphKind
 from graphrt.capture.graph import GraphReport
@@ -21,6 +20,7 @@ from graphrt.replay import ReplayManager, State
 from graphrt.sampling import sample_tokens
 from graphrt.spec import AttentionSpec, KVCacheSpec
 from graphrt.stats import Stats
+from graphrt.step import Model, Sampler
 
 _TRIAL_PAGES = 2  # the null page and one more: trial captures touch pad rows only
 

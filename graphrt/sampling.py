@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from graphrt.attention import Step
 from graphrt.kernels.ops.sampling import sample
+from graphrt.step import Step
 
 
 def sample_tokens(logits: torch.Tensor, step: Step) -> torch.Tensor:

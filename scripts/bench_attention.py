@@ -22,7 +22,7 @@ from pathlib import Path
 
 import torch
 
-from graphrt.bench_attention import (
+from graphrt.bench.attention_cells import (
     OURS,
     PARTS,
     PEERS,
@@ -38,10 +38,10 @@ from graphrt.bench_attention import (
     make_cells,
     shrink,
 )
-from graphrt.bench_attention_inputs import Inputs, KVPool
-from graphrt.bench_attention_report import plot, print_report
-from graphrt.bench_attention_schedule import make_schedules
-from graphrt.bench_attention_sides import (
+from graphrt.bench.attention_inputs import Inputs, KVPool
+from graphrt.bench.attention_report import plot, print_report
+from graphrt.bench.attention_schedule import make_schedules
+from graphrt.bench.attention_sides import (
     Call,
     FlashInferSide,
     Prepared,
@@ -51,10 +51,10 @@ from graphrt.bench_attention_sides import (
     spaced_calls,
     spacer_calls,
 )
-from graphrt.bench_decode import measure_read_bandwidth
-from graphrt.console import make_console
+from graphrt.bench.decode import measure_read_bandwidth
+from graphrt.bench.timer import Result, provenance, time_calls
+from graphrt.cli.console import make_console
 from graphrt.kernels.errors import GraphRTError
-from graphrt.testing.bench import Result, provenance, time_calls
 
 SAMPLES, QUICK_SAMPLES = 30, 8
 

@@ -24,11 +24,11 @@ import torch
 
 from graphrt.backends.base import AttentionBackend
 from graphrt.backends.registry import backend_class, backend_names
-from graphrt.bench_backends import LAYERS, BackendCell, BackendResult, BackendTime, Shape, make_cells, print_report
-from graphrt.bench_backends_rig import KVStore, Rig, make_context, page_size_of
-from graphrt.console import make_console
+from graphrt.bench.backend_cells import LAYERS, BackendCell, BackendResult, BackendTime, Shape, make_cells, print_report
+from graphrt.bench.backend_rig import KVStore, Rig, make_context, page_size_of
+from graphrt.bench.timer import provenance
+from graphrt.cli.console import make_console
 from graphrt.kernels.errors import ConfigError, GraphRTError
-from graphrt.testing.bench import provenance
 
 SAMPLES, QUICK_SAMPLES = 20, 5
 TINY = Shape(num_q_heads=4, num_kv_heads=2, head_dim=16, dtype=torch.float32)

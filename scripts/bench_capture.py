@@ -21,13 +21,13 @@ from typing import Any
 
 import torch
 
+from graphrt.bench.timer import provenance
 from graphrt.config import RuntimeConfig
 from graphrt.kernels.types import KVLayout
 from graphrt.kv_cache import KVCache
 from graphrt.models.config import ModelConfig
 from graphrt.models.loading import load_model
 from graphrt.replay import ReplayManager
-from graphrt.testing.bench import provenance
 
 
 @dataclass(frozen=True, slots=True)

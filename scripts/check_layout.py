@@ -31,7 +31,7 @@ REQUIRED_FILES = (
     "graphrt/kernels/native/attend.cuh",
     "graphrt/kernels/native/merge.cuh",
     "graphrt/capture/descriptor.py",
-    "graphrt/testing/bench.py",
+    "graphrt/bench/timer.py",
 )
 # Imports one module of each layer, and tells where they came from and under which names.
 PROBE = """

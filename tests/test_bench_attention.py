@@ -13,7 +13,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from graphrt.bench_attention import (
+from graphrt.bench.attention_cells import (
     LAYERS,
     OURS,
     PARTS,
@@ -29,9 +29,9 @@ from graphrt.bench_attention import (
     make_cells,
     shrink,
 )
-from graphrt.bench_attention_inputs import Inputs, KVPool, check_output
-from graphrt.bench_attention_report import plot, print_report
-from graphrt.bench_attention_schedule import make_schedules
+from graphrt.bench.attention_inputs import Inputs, KVPool, check_output
+from graphrt.bench.attention_report import plot, print_report
+from graphrt.bench.attention_schedule import make_schedules
 from graphrt.kernels.attention.attend import PART_WORDS
 from graphrt.kernels.errors import CapacityError, ConfigError, UnsupportedError
 from graphrt.kernels.types import KVLayout
@@ -127,7 +127,7 @@ def result(cell, ours=None, fa3=None, flashinfer=None, **more):
 
 
 def test_kernels_of_flashinfer():
-    from graphrt.bench_attention_sides import flashinfer_modules
+    from graphrt.bench.attention_sides import flashinfer_modules
 
     def kernels(**fields):
         return [module.kernel for module in flashinfer_modules(Cell("x", "x", (40,), **fields))]
@@ -355,7 +355,7 @@ class FakeSide:
         self.outcome = outcome
 
     def prepare(self, cell, inputs):
-        from graphrt.bench_attention_sides import Prepared
+        from graphrt.bench.attention_sides import Prepared
 
         if self.outcome == "refuses":
             raise UnsupportedError("head_dim 16: expected 64, 128 or 256")
@@ -377,7 +377,7 @@ OUTCOMES = {
 
 @pytest.mark.parametrize("outcome", OUTCOMES)
 def test_only_right_results_are_timed(outcome):
-    from graphrt.bench_attention_sides import prepare_checked
+    from graphrt.bench.attention_sides import prepare_checked
 
     variants, text = OUTCOMES[outcome]
     prepared, reason = prepare_checked(FakeSide(outcome), SMALL, make_inputs(SMALL))
@@ -386,7 +386,7 @@ def test_only_right_results_are_timed(outcome):
 
 
 def test_spacers_leave_the_outputs_alone():
-    from graphrt.bench_attention_sides import spaced_calls, spacer_calls
+    from graphrt.bench.attention_sides import spaced_calls, spacer_calls
 
     outs = [torch.full((2, 3), float(i), dtype=torch.bfloat16) for i in (1, 2)]
     sinks = [call() for call in spaced_calls([lambda out=out: out for out in outs], CPU)]
@@ -398,7 +398,7 @@ def test_spacers_leave_the_outputs_alone():
 
 @pytest.mark.parametrize("name", ["decode", "HND", "varlen"])
 def test_graphrt_side_passes_its_check(name):
-    from graphrt.bench_attention_sides import GraphrtSide, prepare_checked
+    from graphrt.bench.attention_sides import GraphrtSide, prepare_checked
 
     cell = CELLS[name]
     prepared, reason = prepare_checked(GraphrtSide(), cell, make_inputs(cell))
@@ -408,7 +408,7 @@ def test_graphrt_side_passes_its_check(name):
 
 @pytest.mark.parametrize("peer", ["fa3", "flashinfer"])
 def test_missing_peer_says_how_to_get_it(monkeypatch, peer):
-    from graphrt import bench_attention_sides as sides
+    from graphrt.bench import attention_sides as sides
 
     module = {"fa3": "flash_attn_interface", "flashinfer": "flashinfer"}[peer]
     monkeypatch.setitem(sys.modules, module, None)

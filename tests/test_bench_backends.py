@@ -16,8 +16,8 @@ from graphrt.backends.registry import register_backend
 from graphrt.backends.torch_reference import TorchReferenceBackend
 from graphrt.backends.triton import TritonBackend
 from graphrt.batch import Batch
-from graphrt.bench_backends import LAYERS, BackendCell, BackendTime, Shape, make_cells
-from graphrt.bench_backends_rig import KVStore, Rig, make_context, page_size_of
+from graphrt.bench.backend_cells import LAYERS, BackendCell, BackendTime, Shape, make_cells
+from graphrt.bench.backend_rig import KVStore, Rig, make_context, page_size_of
 from graphrt.capture.descriptor import BatchDescriptor
 from graphrt.kernels.errors import CapacityError
 from graphrt.kernels.library import INTERPRETER_AVAILABLE
@@ -138,7 +138,7 @@ def test_what_cannot_be_captured_has_no_figure(monkeypatch: pytest.MonkeyPatch) 
 def test_cells_that_do_not_fit_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     free = 5 << 30
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, free))
-    monkeypatch.setattr("graphrt.bench_backends_rig.rotations", lambda nbytes, device: 2)
+    monkeypatch.setattr("graphrt.bench.backend_rig.rotations", lambda nbytes, device: 2)
     store = KVStore(Shape(num_kv_heads=1, num_q_heads=1, head_dim=16), torch.device("cuda"))
     monkeypatch.setattr(store, "_fill", lambda size, seed: torch.empty(size, dtype=torch.bfloat16))
     small, large = BackendCell(1, 512), BackendCell(4096, 8192)

@@ -15,9 +15,10 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from graphrt.bench import timer as bench
 from graphrt.kernels import interpreter
 from graphrt.kernels.errors import ConfigError, UnsupportedError
-from graphrt.testing import bench, numerics
+from graphrt.testing import numerics
 from graphrt.testing.interpreter import shuffled_programs
 from graphrt.testing.numerics import assert_accurate, assert_bitwise_equal, assert_close, attention_oracle, error_bound
 from graphrt.testing.poison import poison, poison_bits, poisoned
@@ -426,6 +427,6 @@ def test_tree_of_the_files_as_they_are(tmp_path):
 def test_testing_kit_needs_no_cuda():
     code = (
         "import sys; sys.modules['cuda'] = None\n"
-        "import graphrt.testing.bench, graphrt.testing.numerics, graphrt.testing.poison, graphrt.testing.interpreter"
+        "import graphrt.bench.timer, graphrt.testing.numerics, graphrt.testing.poison, graphrt.testing.interpreter"
     )
     subprocess.run([sys.executable, "-c", code], cwd=Path(numerics.__file__).parents[2], check=True)

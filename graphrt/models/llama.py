@@ -17,7 +17,7 @@ from graphrt.models.config import ModelConfig
 from graphrt.models.fields import MAX_EXTENT
 
 if TYPE_CHECKING:
-    from graphrt.attention import Step
+    from graphrt.step import Step
 
 
 class WeightSource(Protocol):

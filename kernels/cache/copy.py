@@ -12,7 +12,7 @@ import torch
 from graphrt.kernels.errors import ShapeError
 
 
-def copy_blocks(
+def copy_pages(
     k_caches: Sequence[torch.Tensor],
     v_caches: Sequence[torch.Tensor],
     src_pages: Sequence[int],
@@ -36,7 +36,7 @@ def copy_blocks(
         cache.index_copy_(0, dst, cache.index_select(0, src))
 
 
-def swap_blocks(
+def swap_pages(
     src: Sequence[torch.Tensor],
     dst: Sequence[torch.Tensor],
     src_pages: Sequence[int],

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from graphrt.kernels.cache.copy import copy_blocks, swap_blocks
+from graphrt.kernels.cache.copy import copy_pages, swap_pages
 from graphrt.kernels.errors import ShapeError
 
 PAGES, PAGE, HEADS, DIM, LAYERS = 7, 4, 2, 8, 2
@@ -33,13 +33,13 @@ devices = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=p
 @devices
 @pytest.mark.parametrize("layout", ["NHD", "HND"])
 @pytest.mark.parametrize("case", COPIES)
-def test_copy_blocks(device: str, layout: str, case: str) -> None:
+def test_copy_pages(device: str, layout: str, case: str) -> None:
     """Every page is read before any is written."""
     src, dst = COPIES[case]
     k, v = (caches(torch.device(device), seed, layout) for seed in (1, 2))
     before = [cache.clone() for cache in (*k, *v)]
     addresses = [cache.data_ptr() for cache in (*k, *v)]
-    copy_blocks(k, v, src, dst)
+    copy_pages(k, v, src, dst)
     assert [cache.data_ptr() for cache in (*k, *v)] == addresses
     for cache, old in zip((*k, *v), before, strict=True):
         expected = old.clone()
@@ -59,12 +59,12 @@ ROUTES = {
 
 
 @pytest.mark.parametrize(("source", "target", "pin"), ROUTES.values(), ids=ROUTES)
-def test_swap_blocks(source: str, target: str, pin: bool) -> None:
+def test_swap_pages(source: str, target: str, pin: bool) -> None:
     src, dst = caches(torch.device(source), 3), caches(torch.device(target), 4, "HND", pages=3)
     if pin:
         src, dst = ([t.pin_memory() if t.device.type == "cpu" else t for t in side] for side in (src, dst))
     before = [cache.cpu().clone() for cache in dst]
-    swap_blocks(src, dst, [5, 1], [0, 2])
+    swap_pages(src, dst, [5, 1], [0, 2])
     for a, b, old in zip(src, dst, before, strict=True):
         old[0], old[2] = a[5].cpu(), a[1].cpu()
         assert torch.equal(b.cpu(), old)
@@ -73,10 +73,10 @@ def test_swap_blocks(source: str, target: str, pin: bool) -> None:
 def test_swapping_out_and_in_restores_the_pages() -> None:
     src, host = caches(torch.device("cpu"), 5), caches(torch.device("cpu"), 6)
     before = [cache.clone() for cache in src]
-    swap_blocks(src, host, [2, 4], [1, 0])
+    swap_pages(src, host, [2, 4], [1, 0])
     for cache in src:
         cache[[2, 4]] = float("nan")
-    swap_blocks(host, src, [0, 1], [4, 2])
+    swap_pages(host, src, [0, 1], [4, 2])
     assert all(torch.equal(a, b) for a, b in zip(src, before, strict=True))
 
 
@@ -95,16 +95,16 @@ def test_bad_pages_are_named_and_nothing_is_written(case: str) -> None:
     k, v = caches(torch.device("cpu"), 1), caches(torch.device("cpu"), 2)
     before = [cache.clone() for cache in (*k, *v)]
     with pytest.raises(ShapeError, match=message):
-        copy_blocks(k, v, src, dst)
+        copy_pages(k, v, src, dst)
     with pytest.raises(ShapeError, match=message):
-        swap_blocks(k, v, src, dst)
+        swap_pages(k, v, src, dst)
     assert all(torch.equal(a, b) for a, b in zip((*k, *v), before, strict=True))
 
 
 def test_the_smaller_side_limits_the_pages_of_a_swap() -> None:
     src, dst = caches(torch.device("cpu"), 1), caches(torch.device("cpu"), 2, pages=3)
     with pytest.raises(ShapeError, match="dst_pages: expected pages from 0 to 2, got 3"):
-        swap_blocks(src, dst, [6], [3])
+        swap_pages(src, dst, [6], [3])
 
 
 BAD_TENSORS = {
@@ -119,4 +119,4 @@ def test_caches_that_do_not_match_are_named(case: str) -> None:
     change, message = BAD_TENSORS[case]
     src = caches(torch.device("cpu"), 1)
     with pytest.raises(ShapeError, match=message):
-        swap_blocks(src, change(caches(torch.device("cpu"), 2)), [1], [1])
+        swap_pages(src, change(caches(torch.device("cpu"), 2)), [1], [1])

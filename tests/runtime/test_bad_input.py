@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 import torch
 
-from graphrt.attention import Step
 from graphrt.batch import Batch, Row
 from graphrt.config import RuntimeConfig
 from graphrt.handle import StepFaultError
@@ -23,6 +22,7 @@ from graphrt.kernels.types import TOKEN_FROM_ROW, FaultCode
 from graphrt.kv_cache import KVCache
 from graphrt.replay import ReplayManager
 from graphrt.spec import AttentionSpec, KVCacheSpec
+from graphrt.step import Step
 from tests.runtime.toy import HEAD_DIM, HEADS, KV_HEADS, LAYERS, VOCAB, Rig, ToyModel, make_rig
 
 CPU = torch.device("cpu")

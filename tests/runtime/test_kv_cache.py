@@ -125,13 +125,13 @@ def test_copy_and_swap_of_fp8_pages(dtype: torch.dtype, layout: KVLayout, device
     for tensor in caches:
         tensor.copy_(torch.randint(0, 256, tensor.shape, dtype=torch.uint8))
     before = [t.clone() for t in caches]
-    cache.copy_blocks([1, 2, 2], [4, 5, 1])
+    cache.copy_pages([1, 2, 2], [4, 5, 1])
     for old, new in zip(before, caches, strict=True):
         old[[4, 5, 1]] = old[[1, 2, 2]]
         assert torch.equal(new, old)
-    cache.swap_blocks(host, [3, 4], [1, 3])
-    cache.swap_blocks(host, [5], [2])
-    host.swap_blocks(cache, [1, 3], [2, 0])
+    cache.swap_pages(host, [3, 4], [1, 3])
+    cache.swap_pages(host, [5], [2])
+    host.swap_pages(cache, [1, 3], [2, 0])
     for old, new in zip(before, caches, strict=True):
         old[[2, 0]] = old[[3, 4]]
         assert torch.equal(new, old)
@@ -139,26 +139,26 @@ def test_copy_and_swap_of_fp8_pages(dtype: torch.dtype, layout: KVLayout, device
         assert torch.equal(new.view(torch.uint8)[1:], old[[3, 5, 4]].cpu())
 
 
-def test_copy_and_swap_blocks() -> None:
+def test_copy_and_swap_pages() -> None:
     spec = KVCacheSpec(2, 2, 8, 4, KVLayout.HND, torch.float32)
     cache, other = KVCache.allocate(spec, 6, CPU), KVCache.allocate(spec, 4, CPU)
     for _, tensor in (*cache.named_tensors(), *other.named_tensors()):
         tensor.normal_()
     before = [t.clone() for _, t in cache.named_tensors()]
-    cache.copy_blocks([1, 2], [4, 5])
+    cache.copy_pages([1, 2], [4, 5])
     for old, (_, new) in zip(before, cache.named_tensors(), strict=True):
         assert torch.equal(new[4:6], old[1:3])
         assert torch.equal(new[:4], old[:4])
-    cache.swap_blocks(other, [3, 1], [1, 3])
+    cache.swap_pages(other, [3, 1], [1, 3])
     for (_, a), (_, b) in zip(cache.named_tensors(), other.named_tensors(), strict=True):
         assert torch.equal(b[1], a[3])
         assert torch.equal(b[3], a[1])
     for call in (
-        lambda: cache.copy_blocks([1], [2, 3]),
-        lambda: cache.copy_blocks([1], [6]),
-        lambda: cache.copy_blocks([1, 2], [3, 3]),
-        lambda: cache.swap_blocks(other, [5], [4]),
-        lambda: cache.swap_blocks(other, [-1], [1]),
+        lambda: cache.copy_pages([1], [2, 3]),
+        lambda: cache.copy_pages([1], [6]),
+        lambda: cache.copy_pages([1, 2], [3, 3]),
+        lambda: cache.swap_pages(other, [5], [4]),
+        lambda: cache.swap_pages(other, [-1], [1]),
     ):
         state = [t.clone() for _, t in (*cache.named_tensors(), *other.named_tensors())]
         with pytest.raises(ShapeError):

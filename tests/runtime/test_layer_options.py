@@ -7,7 +7,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-from graphrt.attention import Step
 from graphrt.backends import registry
 from graphrt.backends.base import AttentionBackend, AttentionLayer, BackendContext, Capabilities, GraphSupport
 from graphrt.capture.descriptor import BatchDescriptor
@@ -20,6 +19,7 @@ from graphrt.metadata import StepMetadata
 from graphrt.program import attention_layers
 from graphrt.replay import ReplayManager
 from graphrt.spec import AttentionSpec, KVCacheSpec
+from graphrt.step import Step
 
 CPU, F32, E4M3 = torch.device("cpu"), torch.float32, torch.float8_e4m3fn
 SLOPES = (0.5, 0.25, 0.125, 0.0625)

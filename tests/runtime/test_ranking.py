@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 
-from graphrt import cli_env
 from graphrt.backends import registry
 from graphrt.backends.base import BackendContext, Capabilities
 from graphrt.backends.ranking import Ranking, RankingCell, load_ranking, parse_ranking, ranking_record
 from graphrt.backends.registry import register_backend, select_backend, standings
 from graphrt.backends.torch_reference import TorchReferenceBackend
+from graphrt.cli import env as cli_env
 from graphrt.kernels.errors import ConfigError, UnsupportedError
 from graphrt.kernels.types import KVLayout
 from graphrt.spec import AttentionSpec, KVCacheSpec

@@ -138,7 +138,7 @@ def test_broken_entry_points_are_typed_errors(site: Path) -> None:
 def test_a_broken_package_does_not_stand_in_the_way(tmp_path: Path) -> None:
     """Where none is named the next one serves, and the explanation says what is broken."""
     install(tmp_path, {"acme_broken": "graphrt_acme_broken:AcmeBackend"})
-    code = "import sys; sys.argv = ['graphrt', 'env', '--json']; from graphrt.cli import main; main()"
+    code = "import sys; sys.argv = ['graphrt', 'env', '--json']; from graphrt.cli.main import main; main()"
     report = run_python(code, tmp_path, CUDA_VISIBLE_DEVICES="")["backends"]
     assert report["chosen"] == "torch_reference"
     assert "not acme_broken (backend acme_broken: expected graphrt_acme_broken:AcmeBackend to be" in report["reason"]
@@ -158,7 +158,7 @@ def test_the_runtime_runs_with_it(tmp_path: Path, how: str) -> None:
 
 
 def test_env_shows_installed_backends_and_what_is_wrong_with_them(site: Path) -> None:
-    code = "import sys; sys.argv = ['graphrt', 'env', '--json']; from graphrt.cli import main; main()"
+    code = "import sys; sys.argv = ['graphrt', 'env', '--json']; from graphrt.cli.main import main; main()"
     report = run_python(code, site)["backends"]
     known = {entry["name"]: entry for entry in report["known"]}
     assert known["acme"]["why_not"] == []

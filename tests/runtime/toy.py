@@ -7,13 +7,13 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from graphrt.attention import Step
 from graphrt.batch import Batch, Row
 from graphrt.config import RuntimeConfig
 from graphrt.kernels.types import TOKEN_FROM_ROW, KVLayout
 from graphrt.kv_cache import KVCache, PageAllocator
 from graphrt.replay import ReplayManager
 from graphrt.spec import AttentionSpec, KVCacheSpec
+from graphrt.step import Step
 
 VOCAB, HEADS, KV_HEADS, HEAD_DIM, LAYERS, MAX_LEN = 61, 4, 2, 16, 2, 64
 

@@ -9,7 +9,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from graphrt.bench_attention import (
+from graphrt.bench.attention_cells import (
     OURS,
     PARTS,
     PEERS,

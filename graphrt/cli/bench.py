@@ -7,13 +7,13 @@ from dataclasses import dataclass
 
 from rich.table import Table
 
-from graphrt.bench_decode import DecodeReport, bench_decode
-from graphrt.console import make_console
+from graphrt.bench.decode import DecodeReport, bench_decode
+from graphrt.bench.timer import provenance
+from graphrt.cli.console import make_console
 from graphrt.kernels.types import KVLayout
 from graphrt.models.llama import LlamaModel
 from graphrt.models.loading import load_model
 from graphrt.runtime import resolve_device
-from graphrt.testing.bench import provenance
 
 
 @dataclass(frozen=True, slots=True)

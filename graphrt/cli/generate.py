@@ -12,8 +12,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from graphrt.capture.graph import GraphReport
+from graphrt.cli.console import make_console
 from graphrt.config import RuntimeConfig
-from graphrt.console import make_console
 from graphrt.generate import SamplingParams, TextGenerator
 from graphrt.kernels.errors import CapacityError, ConfigError
 from graphrt.kernels.types import KVLayout

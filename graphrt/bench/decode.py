@@ -12,11 +12,11 @@ import numpy as np
 import torch
 
 from graphrt.batch import Batch
+from graphrt.bench.timer import time_calls
 from graphrt.config import RuntimeConfig
 from graphrt.kernels.ops.sweep import read_sweep
 from graphrt.runtime import Runtime
 from graphrt.spec import AttentionSpec, KVCacheSpec
-from graphrt.testing.bench import time_calls
 
 _ROUNDS = 5
 

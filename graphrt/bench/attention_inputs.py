@@ -11,10 +11,10 @@ from dataclasses import dataclass
 
 import torch
 
-from graphrt.bench_attention import Cell
+from graphrt.bench.attention_cells import Cell
+from graphrt.bench.timer import rotations
 from graphrt.kernels.errors import CapacityError
 from graphrt.kernels.types import KVLayout
-from graphrt.testing.bench import rotations
 
 _MAX_KV_BYTES = 9 << 30  # of all layers of a cell
 _FILL_CHUNK = 1 << 26

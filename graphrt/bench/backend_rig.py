@@ -18,14 +18,14 @@ import torch
 
 from graphrt.backends.base import AttentionBackend, AttentionLayer, BackendContext
 from graphrt.batch import Batch
-from graphrt.bench_attention_sides import Call, spaced_calls, spacer_calls
-from graphrt.bench_backends import BackendCell, BackendTime, Shape
+from graphrt.bench.attention_sides import Call, spaced_calls, spacer_calls
+from graphrt.bench.backend_cells import BackendCell, BackendTime, Shape
+from graphrt.bench.timer import rotations, time_calls
 from graphrt.capture.descriptor import BatchDescriptor
 from graphrt.kernels.errors import CapacityError
 from graphrt.kernels.types import KVLayout
 from graphrt.metadata import StepMetadata
 from graphrt.spec import AttentionSpec, KVCacheSpec
-from graphrt.testing.bench import rotations, time_calls
 
 _PREFERRED_PAGE = 16
 _PLAN_ROUNDS = 21

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from graphrt.console import make_console
+from graphrt.cli.console import make_console
 from graphrt.kernels.errors import ConfigError, GraphRTError
 
 app = typer.Typer(
@@ -58,7 +58,7 @@ def generate(
     stats: Annotated[bool, typer.Option("--stats", help="Print what was captured, replayed and measured.")] = False,
 ) -> None:
     """Generate text. The answer goes to standard output, everything else to standard error."""
-    from graphrt.cli_generate import GenerateOptions, run_generate
+    from graphrt.cli.generate import GenerateOptions, run_generate
 
     run_generate(
         GenerateOptions(
@@ -91,7 +91,7 @@ def bench_decode_command(
     json_only: Annotated[bool, typer.Option("--json-only", help="No table, only the JSON line.")] = False,
 ) -> None:
     """Milliseconds per decode step against the memory floor, eager against replay. The last line is JSON."""
-    from graphrt.cli_bench import BenchOptions, run_bench
+    from graphrt.cli.bench import BenchOptions, run_bench
 
     if (shape is None) == (model is None):
         raise ConfigError("bench decode: expected one of --shape and --model, got both or none; name one")
@@ -115,7 +115,7 @@ def env_command(
     as_json: Annotated[bool, typer.Option("--json", help="One line of JSON instead of a table.")] = False,
 ) -> None:
     """Print the environment, and which attention backends can run here and why not the others."""
-    from graphrt.cli_env import run_env
+    from graphrt.cli.env import run_env
 
     run_env(as_json=as_json)
 

@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from rich.table import Table
 
-from graphrt.console import make_console
+from graphrt.cli.console import make_console
 from graphrt.environment import environment_report
 from graphrt.kernels.errors import ConfigError
 

@@ -18,8 +18,8 @@ from typing import Any, Protocol
 
 import torch
 
-from graphrt.bench_attention import OURS, Cell
-from graphrt.bench_attention_inputs import Inputs, check_output
+from graphrt.bench.attention_cells import OURS, Cell
+from graphrt.bench.attention_inputs import Inputs, check_output
 from graphrt.kernels.attention.attention import contiguous_attention, paged_attention
 from graphrt.kernels.attention.options import AttentionOptions
 from graphrt.kernels.attention.plan import AttentionPlan, AttentionWorkspace

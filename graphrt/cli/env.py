@@ -13,7 +13,7 @@ from graphrt import env
 from graphrt.backends.base import BackendContext
 from graphrt.backends.registry import Standing, backend_class, select_backend, standings, why_not
 from graphrt.capture.descriptor import BatchDescriptor
-from graphrt.console import make_console
+from graphrt.cli.console import make_console
 from graphrt.environment import environment_report
 from graphrt.kernels.errors import ConfigError, UnsupportedError
 from graphrt.kernels.types import KVLayout
