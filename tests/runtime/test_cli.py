@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from graphrt import cli
+from graphrt.cli import main as cli
 
 SKY = "Why is the sky blue?"
 
