@@ -18,7 +18,7 @@ from typing import Any
 from graphrt.backends.base import listing
 from graphrt.backends.ranking import parse_ranking, ranking_record
 from graphrt.backends.registry import backend_class, backend_names
-from graphrt.capture.buffers import StaticBuffers
+from graphrt.kernels.metadata.buffers import StaticBuffers
 
 ROOT = Path(__file__).resolve().parent.parent
 
