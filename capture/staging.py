@@ -85,3 +85,8 @@ class StagingRing:
         """Wait for every step in flight and hand all results over."""
         for slot in self._slots:
             slot.wait()
+
+    def close(self) -> None:
+        """Drop the slots' memory; every step must have ended."""
+        self._slots = []
+        del self._device_record

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from array import array
 from collections.abc import Iterable, Sequence
@@ -230,10 +231,8 @@ def _copied(name: str, values: Any, length: int) -> npt.NDArray[Any]:
 def _int32(name: str, values: Any, length: int | None = None) -> Int32Array:
     if type(values) is list or type(values) is tuple:
         # Twice as fast as NumPy, which looks at every value to find a type for all; other values go there to be named.
-        try:
+        with contextlib.suppress(TypeError, OverflowError):
             values = np.frombuffer(array("i", values), np.int32) if values else np.empty(0, np.int32)
-        except (TypeError, OverflowError):
-            pass
     result: Int32Array = _array(name, values, np.int32, length)
     return result
 

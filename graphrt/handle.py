@@ -166,6 +166,12 @@ class StepHandle:
             raise self._error
         return self._faults
 
+    @property
+    def results(self) -> npt.NDArray[np.int32]:
+        """`tokens()` as they stand, whether there are faults or no sampler at all. Waits for the step."""
+        self.wait()
+        return self._tokens
+
     def tokens(self, *, raise_on_fault: bool = True) -> npt.NDArray[np.int32]:
         """Sampled token of each row, [num_reqs] int32 on the host; -1 where the row samples nothing or is faulty.
 

@@ -21,8 +21,8 @@ class Step:
     """One captured size of the decode step. A model is any callable `model(step) -> logits [padded_reqs, vocab]`.
 
     The tensors are views of static buffers: a graph that reads them sees every later step's values. Whatever else
-    varies from step to step must be in a tensor too; a Python number is frozen at capture. A model or sampler with state
-    of its own per row (adapters, penalties, masks) keeps a tensor [max_num_reqs, ...] and indexes it by `row_ids`.
+    varies from step to step must be in a tensor too; a Python number is frozen at capture. A model or sampler that has
+    state per row (adapters, penalties, masks) keeps a tensor [max_num_reqs, ...] and indexes it by `row_ids`.
     """
 
     descriptor: BatchDescriptor

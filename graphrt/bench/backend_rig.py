@@ -199,7 +199,7 @@ class Rig:
 
     def _batch(self, cell: BackendCell, row_pages: torch.Tensor, length: int) -> Batch:
         used = self.context.kv.pages_for(length)
-        return Batch.of(
+        return Batch(
             row_ids=np.arange(cell.batch),
             seq_lens=np.full(cell.batch, length),
             tokens=np.zeros(cell.batch, np.int32),

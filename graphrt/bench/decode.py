@@ -169,7 +169,7 @@ class _Loop:
 
     def _batch(self, length: int, *, first: bool) -> Batch:
         n = len(self._rows)
-        return Batch.of(
+        return Batch(
             row_ids=self._rows,
             seq_lens=np.full(n, length, np.int32),
             tokens=np.full(n, self._vocab_token, np.int32) if first else None,

@@ -242,7 +242,7 @@ def pass_operands(operator: str, buffers: StaticBuffers) -> list[torch.Tensor]:
     for name in operands(operator):
         spec, tensor = specs[name], getattr(buffers, name)
         derived, output = spec.kind is BufferKind.DERIVED, spec.kind is BufferKind.OUTPUT
-        shape = [extents.get(s) if derived else None if isinstance(s, str) else s for s in spec.shape]
+        shape = [s if isinstance(s, int) else extents.get(s) if derived else None for s in spec.shape]
         check_tensor(name, tensor, shape=tuple(shape), dtype=spec.dtype, device=None if output else device)
         check_unit_stride(name, tensor)
         least = rows if spec.shape[-1] == "rows" else 1
