@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from array import array
+from collections.abc import Iterable, Sequence
 from numbers import Integral, Real
+from typing import Any, TypeVar
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from graphrt.kernels.errors import ConfigError, GraphRTError, ShapeError
+
+_T = TypeVar("_T")
+_LONGEST_SHOWN = 80  # characters of a wrong value in an error
 
 
 def check_tensor(
@@ -71,6 +78,52 @@ def check_not_empty(name: str, tensor: torch.Tensor) -> None:
         )
 
 
+def shown(value: object) -> str:
+    """`value` as an error shows it: its repr on one line, cut where it is long; the type where there is no repr."""
+    try:
+        text = " ".join(repr(value).split())
+    except Exception:  # ints of thousands of digits have no repr, and a caller's class may have a broken one
+        return f"a value of type {type(value).__name__}"
+    return text if len(text) <= _LONGEST_SHOWN else text[: _LONGEST_SHOWN - 3] + "..."
+
+
+def _names(kind: type | tuple[type, ...]) -> str:
+    return " or ".join(k.__name__ for k in (kind if isinstance(kind, tuple) else (kind,)))
+
+
+def check_instance(
+    name: str,
+    value: object,
+    kind: type[_T] | tuple[type[_T], ...],
+    *,
+    advice: str,
+    error: type[GraphRTError] = ConfigError,
+) -> _T:
+    """`value`; raises `error` unless it is an instance of `kind`."""
+    if not isinstance(value, kind):
+        raise error(f"{name}: expected {_names(kind)}, got {shown(value)}; {advice}")
+    return value
+
+
+def check_callable(name: str, value: object, *, advice: str, error: type[GraphRTError] = ConfigError) -> None:
+    """Raise `error` unless `value` can be called."""
+    if not callable(value):
+        raise error(f"{name}: expected a callable, got {shown(value)}; {advice}")
+
+
+def check_bool(name: str, value: object, *, advice: str, error: type[GraphRTError] = ConfigError) -> bool:
+    """`value` as a bool; raises `error` unless it is one, of Python or NumPy."""
+    if not isinstance(value, (bool, np.bool_)):
+        raise error(f"{name}: expected True or False, got {shown(value)}; {advice}")
+    return bool(value)
+
+
+def check_bool_field(owner: object, name: str, *, advice: str) -> None:
+    """`check_bool` of a frozen dataclass's field, which is Python's bool from then on."""
+    value = check_bool(f"{type(owner).__name__}.{name}", getattr(owner, name), advice=advice)
+    object.__setattr__(owner, name, value)
+
+
 def check_int(
     name: str,
     value: object,
@@ -84,7 +137,7 @@ def check_int(
     number = int(value) if isinstance(value, Integral) and not isinstance(value, bool) else None
     if number is None or number < low or (high is not None and number > high):
         bounds = f">= {low}" if high is None else f"from {low} to {high}"
-        raise error(f"{name}: expected an int {bounds}, got {value!r}; {advice}")
+        raise error(f"{name}: expected an int {bounds}, got {shown(value)}; {advice}")
     return number
 
 
@@ -92,6 +145,108 @@ def check_int_field(owner: object, name: str, low: int, high: int | None = None,
     """`check_int` of a frozen dataclass's field, which is Python's int from then on."""
     value = check_int(f"{type(owner).__name__}.{name}", getattr(owner, name), low, high, advice=advice)
     object.__setattr__(owner, name, value)
+
+
+def check_number(
+    name: str,
+    value: object,
+    low: float,
+    high: float = math.inf,
+    *,
+    advice: str,
+    error: type[GraphRTError] = ConfigError,
+) -> float:
+    """`value` as a float; raises `error` unless it is a finite number from `low` to `high`, see `is_finite`."""
+    if not (is_finite(value) and low <= float(value) <= high):  # type: ignore[arg-type]
+        bounds = f">= {low:g}" if high == math.inf else f"from {low:g} to {high:g}"
+        raise error(f"{name}: expected a finite number {bounds}, got {shown(value)}; {advice}")
+    return float(value)  # type: ignore[arg-type]
+
+
+def check_sequence(
+    name: str, value: object, length: int | None = None, *, of: str, error: type[GraphRTError] = ShapeError
+) -> Sequence[Any]:
+    """`value`; raises `error` unless it is a list, a tuple or alike, and no text, with `length` items if given.
+
+    of   what the items are, for the error
+    """
+    if not isinstance(value, Sequence) or isinstance(value, (str, bytes, bytearray)):
+        raise error(f"{name}: expected a list or tuple of {of}, got {shown(value)}; pass a list")
+    if length is not None and len(value) != length:
+        raise error(f"{name}: expected {length} {of}, got {len(value)}; pass one of each")
+    return value
+
+
+def check_named_tensors(name: str, value: object) -> tuple[tuple[str, torch.Tensor], ...]:
+    """`value` as a tuple of pairs of a text and a tensor; raises ConfigError where it is anything else."""
+    advice = "pass pairs as Module.named_parameters() gives them"
+    if not isinstance(value, Iterable) or isinstance(value, (str, bytes, bytearray, torch.Tensor)):
+        raise ConfigError(f"{name}: expected pairs of a name and a tensor, got {shown(value)}; {advice}")
+    pairs = tuple(value)
+    for index, pair in enumerate(pairs):
+        good = isinstance(pair, tuple) and len(pair) == 2
+        if not (good and isinstance(pair[0], str) and isinstance(pair[1], torch.Tensor)):
+            raise ConfigError(f"{name}[{index}]: expected a name and a tensor, got {shown(pair)}; {advice}")
+    return pairs
+
+
+def check_ints(
+    name: str, values: object, low: int, high: int, *, advice: str, error: type[GraphRTError] = ShapeError
+) -> npt.NDArray[np.int64]:
+    """`values` as a contiguous int64 array [n]; raises `error` unless all are ints from `low` to `high`.
+
+    values   a list, tuple or range of ints of Python or NumPy; an array, or a host tensor, of one dimension and any int
+             dtype. No bools, no floats. An empty one of any dtype passes
+    """
+    found = _as_array(values)
+    if found is None:
+        found = _listed(name, values, low, high, advice, error)
+    if found.ndim != 1:
+        raise error(f"{name}: expected one dimension, got shape {list(found.shape)}; {advice}")
+    if len(found) == 0:
+        return np.empty(0, np.int64)
+    if found.dtype.kind not in "iu":
+        raise error(f"{name}: expected ints from {low} to {high}, got {found.dtype} values; {advice}")
+    least, most = int(found.min()), int(found.max())
+    if least < low or most > high:
+        wrong, index = (least, found.argmin()) if least < low else (most, found.argmax())
+        raise error(f"{name}[{int(index)}]: expected an int from {low} to {high}, got {wrong}; {advice}")
+    return np.ascontiguousarray(found, dtype=np.int64)
+
+
+def _as_array(values: object) -> npt.NDArray[Any] | None:
+    """The array of an array, of a strided host tensor or of `array.array`; None for everything else."""
+    if isinstance(values, torch.Tensor):
+        whole = not values.is_floating_point() or values.numel() == 0
+        plain = values.device.type == "cpu" and values.layout is torch.strided and whole
+        try:
+            return values.detach().numpy() if plain else None
+        except (RuntimeError, TypeError):  # dtypes that NumPy does not have, nested tensors and other subclasses
+            return None
+    if isinstance(values, (np.ndarray, array)):
+        return np.asarray(values)
+    return None
+
+
+def _listed(
+    name: str, values: object, low: int, high: int, advice: str, error: type[GraphRTError]
+) -> npt.NDArray[np.int64]:
+    if not isinstance(values, Sequence) or isinstance(values, (str, bytes, bytearray)):
+        if isinstance(values, torch.Tensor):
+            got = f"a {str(values.dtype).removeprefix('torch.')} tensor on {values.device}"
+        else:
+            got = shown(values)
+        raise error(f"{name}: expected ints from {low} to {high} on the host, got {got}; {advice}")
+    for kind in set(map(type, values)):  # a list of one type has a set of one: this costs 20 ns an item
+        if not issubclass(kind, Integral) or issubclass(kind, bool):
+            index = next(i for i, value in enumerate(values) if type(value) is kind)
+            raise error(f"{name}[{index}]: expected an int from {low} to {high}, got {shown(values[index])}; {advice}")
+    try:
+        return np.fromiter(values, np.int64, count=len(values))
+    except OverflowError as overflow:
+        index, wrong = next((i, v) for i, v in enumerate(values) if not -(1 << 63) <= v < 1 << 63)
+        text = f"{name}[{index}]: expected an int from {low} to {high}, got {shown(wrong)}; {advice}"
+        raise error(text) from overflow
 
 
 def is_finite(value: object) -> bool:
