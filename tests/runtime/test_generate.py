@@ -150,10 +150,14 @@ def test_two_generators_share_a_runtime_and_an_abandoned_one_gives_back(smollm, 
     [
         (lambda r: run(r, [[]], SamplingParams(4)), ShapeError, r"prompts\[0\]: expected at least 1 token, got 0"),
         (lambda r: run(r, [[1] * 510], SamplingParams(4)), CapacityError, r"max_seq_len=512, got 510 \+ 4 tokens"),
-        (lambda r: SamplingParams(0), ConfigError, "max_new_tokens: expected >= 1, got 0"),
+        (lambda r: SamplingParams(0), ConfigError, "max_new_tokens: expected an int from 1 to 1073741824, got 0"),
         (lambda r: SamplingParams(temperature=float("nan")), ConfigError, "temperature: expected a finite number"),
-        (lambda r: SamplingParams(seed=-1), ConfigError, "seed: expected 0 to 4294967295, got -1"),
-        (lambda r: TextGenerator(r).generate([[1]], []), ShapeError, "params: expected 1, one per prompt, got 0"),
+        (lambda r: SamplingParams(seed=-1), ConfigError, "seed: expected an int from 0 to 4294967295, got -1"),
+        (
+            lambda r: TextGenerator(r).generate([[1]], []),
+            ShapeError,
+            "params: expected 1 SamplingParams, one per prompt, got 0",
+        ),
     ],
     ids=["empty", "long", "tokens", "temperature", "seed", "params"],
 )
