@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 import torch
@@ -328,6 +330,37 @@ TYPES = {  # what no number or flag is, where one belongs; and numbers beyond in
         lambda: RuntimeConfig(decode_sizes=8),
         "RuntimeConfig.decode_sizes: expected ints from 1 to 256 .*, got 8",
     ),
+    "graphs": (lambda: RuntimeConfig(use_graphs="no"), "RuntimeConfig.use_graphs: expected True or False, got 'no'"),
+    "graphs-int": (lambda: RuntimeConfig(use_graphs=1), "RuntimeConfig.use_graphs: .* got 1"),
+    "weights": (lambda: RuntimeConfig(check_weights=None), "RuntimeConfig.check_weights: .* got None"),
+    "invariant": (lambda: RuntimeConfig(batch_invariant=[]), r"RuntimeConfig.batch_invariant: .* got \[\]"),
+    "backend": (lambda: RuntimeConfig(backend=3), "RuntimeConfig.backend: expected str, got 3"),
+    "backend-class": (lambda: RuntimeConfig(backend=str), "RuntimeConfig.backend: .* got <class 'str'>"),
+    "rows": (
+        lambda: RuntimeConfig(max_num_reqs=65537, max_num_tokens=65536),
+        "RuntimeConfig.max_num_reqs: expected an int from 1 to 65536, got 65537",
+    ),
+    "tokens": (
+        lambda: RuntimeConfig(max_num_tokens=65537),
+        "RuntimeConfig.max_num_tokens: expected an int from 1 to 65536, got 65537",
+    ),
+    "ring": (lambda: RuntimeConfig(ring_depth=10**9), "RuntimeConfig.ring_depth: .* 2 to 1024, got 1000000000"),
+    "sizes-text": (lambda: RuntimeConfig(decode_sizes="12"), "RuntimeConfig.decode_sizes: .* got '12'"),
+    "sizes-endless": (lambda: RuntimeConfig(mixed_sizes=itertools.count(1)), "RuntimeConfig.mixed_sizes: .* got count"),
+    "sizes-bool": (lambda: RuntimeConfig(mixed_sizes=[True]), r"RuntimeConfig.mixed_sizes\[0\]: .* got True"),
+    "sizes-zero": (lambda: RuntimeConfig(mixed_sizes=(0,)), r"RuntimeConfig.mixed_sizes\[0\]: .* 1 to 2048, got 0"),
+    "sizes-huge": (lambda: RuntimeConfig(decode_sizes=(10**5000,)), r"decode_sizes\[0\]: .* got a value of type int"),
+    "attention-dtype": (lambda: AttentionSpec(4, 2, 16, dtype=np.ones(2)), "AttentionSpec.dtype: expected one of"),
+    "attention-dtype-text": (lambda: AttentionSpec(4, 2, 16, "float16"), "AttentionSpec.dtype: .* got 'float16'"),
+    "sqrt": (lambda: AttentionSpec(4, 2, 16, alibi_sqrt=1), "AttentionSpec.alibi_sqrt: .* got 1"),
+    "scale-underflows": (lambda: AttentionSpec(4, 2, 16, softmax_scale=1e-60), "softmax_scale: .* got 1e-60"),
+    "softcap-overflows": (lambda: AttentionSpec(4, 2, 16, logits_softcap=1e39), "logits_softcap: .* got 1e"),
+    "slopes-overflow": (lambda: AttentionSpec(1, 1, 16, alibi_slopes=(1e39,)), "alibi_slopes: expected finite numbers"),
+    "slopes-none": (lambda: AttentionSpec(1, 1, 16, alibi_slopes=(None,)), "alibi_slopes: expected finite numbers"),
+    "slopes-array": (
+        lambda: AttentionSpec(1, 1, 16, alibi_slopes=np.ones(1)),
+        "expected a tuple of floats, got ndarray",
+    ),
 }
 
 
@@ -353,6 +386,18 @@ def test_numbers_of_numpy_are_numbers() -> None:
     assert {type(n) for n in (*numbers, config.max_num_reqs, config.max_seq_len, *config.decode_sizes)} == {int}
     assert {type(x) for x in (spec.softmax_scale, *spec.alibi_slopes)} == {float}
     assert KVCache.allocate(cache, sizes[2], "cpu").num_pages == 16
+
+
+def test_the_largest_step_is_the_one_that_the_refresh_takes() -> None:
+    config = RuntimeConfig(max_num_reqs=65536, max_num_tokens=65536, max_seq_len=1 << 30, ring_depth=1024)
+    assert (config.max_num_reqs, config.max_num_tokens, config.max_seq_len) == (65536, 65536, 1 << 30)
+
+
+def test_sizes_are_sorted_once_and_lists_are_kept_as_tuples() -> None:
+    config = RuntimeConfig(max_num_reqs=8, decode_sizes=[4, 2, 4], mixed_sizes=np.array([32, 16], np.int16))
+    assert (config.decode_sizes, config.mixed_sizes) == ((2, 4), (16, 32))
+    assert hash(config) == hash(RuntimeConfig(max_num_reqs=8, decode_sizes=(2, 4), mixed_sizes=(16, 32)))
+    assert RuntimeConfig(use_graphs=np.bool_(False)).use_graphs is False
 
 
 def test_a_backend_that_cannot_serve_says_all_reasons() -> None:
