@@ -9,12 +9,17 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from graphrt.backends.registry import register_backend as register_backend
     from graphrt.batch import Batch as Batch
+    from graphrt.batch import Row as Row
     from graphrt.capture.descriptor import BatchDescriptor as BatchDescriptor
     from graphrt.config import RuntimeConfig as RuntimeConfig
+    from graphrt.generate import Event as Event
+    from graphrt.generate import SamplingParams as SamplingParams
     from graphrt.generate import TextGenerator as TextGenerator
     from graphrt.handle import StepFaultError as StepFaultError
     from graphrt.handle import StepHandle as StepHandle
+    from graphrt.kernels.cache.write import Rotary as Rotary
     from graphrt.kernels.errors import CapacityError as CapacityError
     from graphrt.kernels.errors import CaptureError as CaptureError
     from graphrt.kernels.errors import ConfigError as ConfigError
@@ -22,13 +27,23 @@ if TYPE_CHECKING:
     from graphrt.kernels.errors import ReplayError as ReplayError
     from graphrt.kernels.errors import ShapeError as ShapeError
     from graphrt.kernels.errors import UnsupportedError as UnsupportedError
+    from graphrt.kernels.types import NO_TOKEN as NO_TOKEN
+    from graphrt.kernels.types import TOKEN_FROM_ROW as TOKEN_FROM_ROW
+    from graphrt.kernels.types import FaultCode as FaultCode
     from graphrt.kernels.types import KVLayout as KVLayout
+    from graphrt.kernels.types import RowStatus as RowStatus
     from graphrt.kv_cache import KVCache as KVCache
     from graphrt.kv_cache import PageAllocator as PageAllocator
+    from graphrt.models.loading import load_model as load_model
+    from graphrt.models.tokenizer import load_tokenizer as load_tokenizer
     from graphrt.replay import ReplayManager as ReplayManager
+    from graphrt.replay import State as State
+    from graphrt.runtime import MemoryPlan as MemoryPlan
     from graphrt.runtime import Runtime as Runtime
+    from graphrt.runtime import resolve_device as resolve_device
     from graphrt.spec import AttentionSpec as AttentionSpec
     from graphrt.spec import KVCacheSpec as KVCacheSpec
+    from graphrt.stats import Stats as Stats
     from graphrt.step import Step as Step
 
 __version__ = "0.1.0"
@@ -40,21 +55,36 @@ _HOME = {
     "CapacityError": "graphrt.kernels.errors",
     "CaptureError": "graphrt.kernels.errors",
     "ConfigError": "graphrt.kernels.errors",
+    "Event": "graphrt.generate",
+    "FaultCode": "graphrt.kernels.types",
     "GraphRTError": "graphrt.kernels.errors",
     "KVCache": "graphrt.kv_cache",
     "KVCacheSpec": "graphrt.spec",
     "KVLayout": "graphrt.kernels.types",
+    "MemoryPlan": "graphrt.runtime",
+    "NO_TOKEN": "graphrt.kernels.types",
     "PageAllocator": "graphrt.kv_cache",
     "ReplayError": "graphrt.kernels.errors",
     "ReplayManager": "graphrt.replay",
+    "Rotary": "graphrt.kernels.cache.write",
+    "Row": "graphrt.batch",
+    "RowStatus": "graphrt.kernels.types",
     "Runtime": "graphrt.runtime",
     "RuntimeConfig": "graphrt.config",
+    "SamplingParams": "graphrt.generate",
     "ShapeError": "graphrt.kernels.errors",
+    "State": "graphrt.replay",
+    "Stats": "graphrt.stats",
     "Step": "graphrt.step",
     "StepFaultError": "graphrt.handle",
     "StepHandle": "graphrt.handle",
+    "TOKEN_FROM_ROW": "graphrt.kernels.types",
     "TextGenerator": "graphrt.generate",
     "UnsupportedError": "graphrt.kernels.errors",
+    "load_model": "graphrt.models.loading",
+    "load_tokenizer": "graphrt.models.tokenizer",
+    "register_backend": "graphrt.backends.registry",
+    "resolve_device": "graphrt.runtime",
 }
 
 

@@ -1,24 +1,25 @@
-"""Configuration of a runtime: frozen, checked, resolved into concrete numbers once."""
+"""Configuration of a runtime: frozen, checked in full where it is made, resolved into concrete numbers once."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
 from graphrt import env
-from graphrt.capture.descriptor import check_sizes, decode_ladder, mixed_ladder
-from graphrt.kernels.checks import check_int_field
+from graphrt.capture.descriptor import decode_ladder, mixed_ladder
+from graphrt.kernels.checks import check_bool_field, check_instance, check_int_field, check_ints
 from graphrt.kernels.errors import ConfigError
+from graphrt.kernels.metadata.refresh import MAX_ROWS, MAX_TOKENS
 
-_MAX_REQS = (1 << 20) - 1
-_MAX_TOKENS = 1 << 30  # positions, and sums of a few of them, are int32 on the device
+_MAX_LENGTH = 1 << 30  # positions, and sums of a few of them, are int32 on the device
+_MAX_RING = 1024
 
 
 @dataclass(frozen=True, slots=True)
 class RuntimeConfig:
     """Capacities and choices of a runtime.
 
-    max_num_reqs    most requests in one step; also the number of persistent row states
-    max_num_tokens  most new tokens in one step (prompt chunks and decodes together)
+    max_num_reqs    most requests in one step, up to 65,536; also the number of persistent row states
+    max_num_tokens  most new tokens in one step (prompt chunks and decodes together), up to 65,536
     max_seq_len     longest sequence, prompt and output together; width of the block table
     query_len       new tokens per row in decode graphs: 1, or 1 + K with speculation
     decode_sizes    row counts to capture; None is the default ladder, () captures none
@@ -45,23 +46,31 @@ class RuntimeConfig:
     batch_invariant: bool = False
 
     def __post_init__(self) -> None:
-        check_int_field(self, "max_num_reqs", 1, _MAX_REQS, advice="pass what one step may hold")
-        for name in ("max_num_tokens", "max_seq_len", "query_len"):
-            check_int_field(self, name, 1, _MAX_TOKENS, advice="on the device it is an int32")
-        check_int_field(self, "ring_depth", 2, advice="with one slot every step waits")
+        check_int_field(self, "max_num_reqs", 1, MAX_ROWS, advice="pass what one step may hold")
+        check_int_field(self, "max_num_tokens", 1, MAX_TOKENS, advice="longer prompts run in chunks")
+        check_int_field(self, "max_seq_len", 1, _MAX_LENGTH, advice="pass the longest prompt and output together")
+        check_int_field(self, "query_len", 1, MAX_TOKENS, advice="1 without speculation")
+        check_int_field(self, "ring_depth", 2, _MAX_RING, advice="with one slot every step waits, and 4 are usual")
         if self.max_num_reqs * self.query_len > self.max_num_tokens:
             raise ConfigError(
                 f"RuntimeConfig.max_num_tokens: expected >= max_num_reqs x query_len = "
                 f"{self.max_num_reqs * self.query_len}, got {self.max_num_tokens}; a full decode step must fit"
             )
+        for name, most in (("decode_sizes", self.max_num_reqs), ("mixed_sizes", self.max_num_tokens)):
+            if (sizes := getattr(self, name)) is not None:
+                advice = "pass a tuple of sizes"
+                found = check_ints(f"RuntimeConfig.{name}", sizes, 1, most, advice=advice, error=ConfigError)
+                object.__setattr__(self, name, tuple(sorted(set(found.tolist()))))
+        if self.backend is not None:
+            check_instance("RuntimeConfig.backend", self.backend, str, advice="name one, or None to have one chosen")
+        for name in ("use_graphs", "check_weights", "batch_invariant"):
+            check_bool_field(self, name, advice="pass a bool")
 
     def resolve(self) -> RuntimeConfig:
-        """A config with every None replaced: ladders sorted and in range, the backend from the environment."""
-        decode = decode_ladder(self.max_num_reqs) if self.decode_sizes is None else self.decode_sizes
-        mixed = mixed_ladder(self.max_num_tokens) if self.mixed_sizes is None else self.mixed_sizes
+        """A config with every None replaced: the default ladders, and the backend from the environment."""
         return replace(
             self,
-            decode_sizes=check_sizes("decode_sizes", decode, self.max_num_reqs),
-            mixed_sizes=check_sizes("mixed_sizes", mixed, self.max_num_tokens),
+            decode_sizes=decode_ladder(self.max_num_reqs) if self.decode_sizes is None else self.decode_sizes,
+            mixed_sizes=mixed_ladder(self.max_num_tokens) if self.mixed_sizes is None else self.mixed_sizes,
             backend=self.backend if self.backend is not None else env.backend(),
         )

@@ -8,14 +8,33 @@ that ended is noticed one step late; what that step computed for it is thrown aw
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Generator, Iterator, Sequence
+from dataclasses import dataclass
 
-from graphrt.batch import Batch, Row
+import numpy as np
+import torch
+
+from graphrt.batch import Batch, Int32Array
 from graphrt.handle import StepHandle
-from graphrt.kernels.errors import CapacityError, ConfigError, ShapeError
+from graphrt.kernels.checks import (
+    FLOAT32_MAX,
+    check_instance,
+    check_int,
+    check_ints,
+    check_number,
+    check_sequence,
+    shown,
+)
+from graphrt.kernels.errors import CapacityError, CaptureError, ConfigError, ReplayError, ShapeError
 from graphrt.kernels.types import TOKEN_FROM_ROW
+from graphrt.replay import State
 from graphrt.runtime import Runtime
+
+_MAX_NEW_TOKENS = 1 << 30
+_MAX_SEED = (1 << 32) - 1
+
+Prompt = Sequence[int] | Int32Array | torch.Tensor
+"""Token ids: a list, an array or a host tensor of any int dtype."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +44,7 @@ class SamplingParams:
     temperature   0 is greedy
     seed          of this prompt's random numbers, which depend on nothing else; the logits that they are added to may
                   differ in their last bits between captured sizes
-    stop_ids      tokens that end the output and are not part of it
+    stop_ids      tokens that end the output and are not part of it; any collection of ints, kept as a frozenset
     """
 
     max_new_tokens: int = 128
@@ -34,12 +53,17 @@ class SamplingParams:
     stop_ids: frozenset[int] = frozenset()
 
     def __post_init__(self) -> None:
-        if self.max_new_tokens < 1:
-            raise ConfigError(f"max_new_tokens: expected >= 1, got {self.max_new_tokens}")
-        if not 0 <= self.temperature < float("inf"):
-            raise ConfigError(f"temperature: expected a finite number >= 0, got {self.temperature}; 0 is greedy")
-        if not 0 <= self.seed < 1 << 32:
-            raise ConfigError(f"seed: expected 0 to {(1 << 32) - 1}, got {self.seed}")
+        for name, least, most, advice in (
+            ("max_new_tokens", 1, _MAX_NEW_TOKENS, "pass how many tokens may follow the prompt"),
+            ("seed", 0, _MAX_SEED, "take it modulo 2 ** 32"),
+        ):
+            object.__setattr__(self, name, check_int(name, getattr(self, name), least, most, advice=advice))
+        temperature = check_number("temperature", self.temperature, 0, FLOAT32_MAX, advice="0 is greedy")
+        object.__setattr__(self, "temperature", temperature)
+        if not isinstance(self.stop_ids, (frozenset, set, list, tuple)):
+            raise ConfigError(f"stop_ids: expected a set of token ids, got {shown(self.stop_ids)}; pass frozenset(...)")
+        stop_ids = [check_int("stop_ids", token, 0, advice="pass token ids") for token in self.stop_ids]
+        object.__setattr__(self, "stop_ids", frozenset(stop_ids))
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,11 +78,8 @@ class Event:
 @dataclass(slots=True)
 class _Sequence:
     index: int
-    prompt: Sequence[int]
+    prompt: Int32Array
     params: SamplingParams
-    row_id: int = -1
-    pages: list[int] = field(default_factory=list)
-    scheduled: int = 0  # tokens whose KV has been submitted
     sampled: int = 0  # tokens read back
     finished: bool = False
 
@@ -68,126 +89,220 @@ class _Sequence:
         return len(self.prompt) + self.params.max_new_tokens - 1
 
 
+@dataclass(frozen=True, slots=True)
+class _Submitted:
+    """A step in flight: whose row each is, and which rows must yield a token."""
+
+    handle: StepHandle
+    members: list[_Sequence]
+    samples: list[bool]
+
+
 class TextGenerator:
     """Continues prompts of token ids with a captured runtime, as many at a time as its rows and pages allow."""
 
     def __init__(self, runtime: Runtime) -> None:
+        check_instance("runtime", runtime, Runtime, advice="build a Runtime")
+        if not runtime.samples:
+            raise ConfigError("runtime: expected one with a sampler, got sampler=None; build it with a sampler")
         self._runtime = runtime
-        self._page_size = runtime.kv_cache.spec.page_size
+        self._spec = runtime.kv_cache.spec
 
     def generate(
-        self, prompts: Sequence[Sequence[int]], params: SamplingParams | Sequence[SamplingParams]
-    ) -> Iterator[Event]:
+        self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams]
+    ) -> Generator[Event, None, None]:
         """Yield tokens as they come, all prompts interleaved; every prompt ends with one `finished` event.
 
-        Raises: ShapeError for an empty prompt, CapacityError for one that cannot fit even alone, before any step.
+        prompts   token ids from 0 to vocab_size - 1, at least one per prompt: lists, arrays or host tensors
+        params    one for all, or one per prompt
+
+        All prompts are checked before the first step. Rows and pages are given back at the end, after an error, and
+        when the generator is closed; steps in flight are waited for.
+
+        Raises: ShapeError for a prompt that is empty or no list of token ids, CapacityError for one that cannot fit
+        even alone, ConfigError for wrong params, CaptureError where the runtime is not captured, all before any step.
+        While it runs: StepFaultError where a row had a fault, for example logits that are all NaN; ReplayError where a
+        row yields no token.
         """
-        per_prompt = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
-        if len(per_prompt) != len(prompts):
-            raise ShapeError(f"params: expected {len(prompts)}, one per prompt, got {len(per_prompt)}")
-        sequences = [_Sequence(i, p, s) for i, (p, s) in enumerate(zip(prompts, per_prompt, strict=True))]
-        for sequence in sequences:
-            self._check_fits(sequence)
+        if self._runtime.state is not State.CAPTURED:
+            raise CaptureError(
+                f"generate: expected a captured runtime, got state '{self._runtime.state.value}'; "
+                "call capture() before, and close() after it"
+            )
+        check_sequence("prompts", prompts, of="prompts, each a list of token ids")
+        if isinstance(params, SamplingParams):
+            params = [params] * len(prompts)
+        check_sequence("params", params, len(prompts), of="SamplingParams, one per prompt")
+        sequences = [self._sequence(i, p, s) for i, (p, s) in enumerate(zip(prompts, params, strict=True))]
         return self._run(deque(sequences))
 
-    def _run(self, waiting: deque[_Sequence]) -> Iterator[Event]:
-        running: list[_Sequence] = []
-        in_flight: deque[tuple[StepHandle, list[_Sequence]]] = deque()
+    def _sequence(self, index: int, prompt: Prompt, params: SamplingParams) -> _Sequence:
+        check_instance(f"params[{index}]", params, SamplingParams, advice="pass SamplingParams(...)")
+        name, last = f"prompts[{index}]", self._runtime.vocab_size - 1
+        tokens = check_ints(name, prompt, 0, last, advice="pass token ids of the vocabulary")
+        sequence = _Sequence(index, tokens.astype(np.int32), params)
+        if not len(tokens):
+            raise ShapeError(f"{name}: expected at least 1 token, got 0; leave it out")
+        limit, longest = sequence.length_limit, self._runtime.config.max_seq_len
+        if limit > longest:
+            raise CapacityError(
+                f"{name}: expected prompt and output within max_seq_len={longest}, got "
+                f"{len(tokens)} + {params.max_new_tokens} tokens; shorten it or raise max_seq_len"
+            )
+        needed, pages = self._spec.pages_for(limit), self._runtime.allocator.num_pages - 1
+        if needed > pages:
+            raise CapacityError(
+                f"{name}: expected at most {pages} pages, got a need of {needed} for {limit} tokens; raise num_pages"
+            )
+        return sequence
+
+    def _run(self, waiting: deque[_Sequence]) -> Generator[Event, None, None]:
+        running = _Running(waiting, self._runtime)
+        in_flight: deque[_Submitted] = deque()
         try:
-            while waiting or running or in_flight:
-                self._admit(waiting, running)
-                if waiting and not running and not in_flight:
+            while waiting or running.members or in_flight:
+                while waiting and running.admit(waiting[0]):
+                    waiting.popleft()
+                if waiting and not running.members and not in_flight:
                     free = f"{len(self._runtime.free_rows)} rows and {self._runtime.allocator.num_free} pages"
                     raise CapacityError(
                         f"prompts[{waiting[0].index}]: expected a free row and pages, got {free}, the others held by "
                         "somebody else; wait for them"
                     )
-                rows, members = self._next_step(running)
-                if rows:
-                    in_flight.append((self._runtime.replay(Batch.from_rows(rows)), members))
-                if in_flight and (len(in_flight) > 1 or not rows):
-                    handle, sampled = in_flight.popleft()
-                    yield from self._collect(handle, sampled)
-                    for sequence in [s for s in running if s.finished]:
-                        running.remove(sequence)
-                        self._release(sequence)
+                step = running.submit()
+                if step is not None:
+                    in_flight.append(step)
+                if in_flight and (len(in_flight) > 1 or step is None):
+                    yield from _collect(in_flight.popleft())
+                    running.release_finished()
         finally:
-            for sequence in running:
-                self._release(sequence)
+            try:
+                for step in in_flight:
+                    step.handle.wait()  # nobody who gets the pages may find them written
+            finally:
+                running.release_all()
 
-    def _admit(self, waiting: deque[_Sequence], running: list[_Sequence]) -> None:
-        """Move prompts to `running` while there is a row and pages for their whole length, in order."""
-        while waiting and self._runtime.free_rows:
-            needed = self._runtime.kv_cache.spec.pages_for(waiting[0].length_limit)
-            if needed > self._runtime.allocator.num_free:
-                return
-            sequence = waiting.popleft()
-            sequence.pages = self._runtime.allocator.allocate(needed)
-            sequence.row_id = self._runtime.free_rows.pop()
-            running.append(sequence)
 
-    def _next_step(self, running: Sequence[_Sequence]) -> tuple[list[Row], list[_Sequence]]:
-        """Rows of the next step, decodes first, then prompt chunks as far as the token budget goes; who is sampled."""
-        budget = self._runtime.config.max_num_tokens
-        prompts = [s for s in running if s.scheduled < len(s.prompt)]
-        rows, members = [], []
-        for sequence in running:
-            if sequence.scheduled >= len(sequence.prompt) and sequence.scheduled < sequence.length_limit:
-                rows.append(self._row(sequence, [TOKEN_FROM_ROW], sample=True))
-                members.append(sequence)
-                budget -= 1
-        for sequence in prompts:
-            chunk = sequence.prompt[sequence.scheduled : sequence.scheduled + budget]
-            if not chunk:
-                break
-            last = sequence.scheduled + len(chunk) == len(sequence.prompt)
-            rows.append(self._row(sequence, chunk, sample=last))
-            members.append(sequence)
-            budget -= len(chunk)
-        return rows, members
+def _collect(step: _Submitted) -> Iterator[Event]:
+    tokens = step.handle.tokens().tolist()
+    for sequence, token, samples in zip(step.members, tokens, step.samples, strict=True):
+        if sequence.finished or not samples:
+            continue  # a row that ended one step ago, or a prompt that goes on
+        if token < 0:
+            raise ReplayError(
+                f"prompts[{sequence.index}]: expected a token from step {step.handle.step}, got none; "
+                "check the model's logits for NaN, and the sampler"
+            )
+        if token in sequence.params.stop_ids:
+            sequence.finished = True
+            yield Event(sequence.index, None, True)
+            continue
+        sequence.sampled += 1
+        sequence.finished = sequence.sampled == sequence.params.max_new_tokens
+        yield Event(sequence.index, token, sequence.finished)
 
-    def _row(self, sequence: _Sequence, tokens: Sequence[int], *, sample: bool) -> Row:
-        sequence.scheduled += len(tokens)
-        used = self._runtime.kv_cache.spec.pages_for(sequence.scheduled)
-        return Row(
-            row_id=sequence.row_id,
-            tokens=tokens,
-            seq_len=sequence.scheduled,
-            pages=sequence.pages[:used],
-            sample=sample,
-            temperature=sequence.params.temperature,
-            seed=sequence.params.seed,
+
+class _Running:
+    """The sequences that run, one per slot, as arrays: a step of 256 rows is built by a few NumPy calls.
+
+    members     the sequence of each slot in use
+    pages       [slots, pages of the longest]  int32  page ids of each slot's sequence, for its whole length
+    counts      [slots]                        int64  how many these are
+    scheduled   [slots]                        int64  tokens whose KV has been submitted
+    """
+
+    def __init__(self, sequences: Sequence[_Sequence], runtime: Runtime) -> None:
+        self._runtime = runtime
+        self._page_size = runtime.kv_cache.spec.page_size
+        self.members: dict[int, _Sequence] = {}
+        slots = min(len(sequences), runtime.config.max_num_reqs)
+        longest = max((sequence.length_limit for sequence in sequences), default=0)
+        self._free_slots = list(range(slots - 1, -1, -1))
+        self._prompting: list[int] = []  # slots whose prompt has tokens left, in order of admission
+        self._decoding = np.zeros(slots, np.bool_)
+        self._pages = np.zeros((slots, -(-longest // self._page_size)), np.int32)
+        self._counts = np.zeros(slots, np.int64)
+        self._scheduled = np.zeros(slots, np.int64)
+        self._limits = np.zeros(slots, np.int64)
+        self._row_ids = np.zeros(slots, np.int32)
+        self._temperatures = np.zeros(slots, np.float32)
+        self._seeds = np.zeros(slots, np.int64)
+
+    def admit(self, sequence: _Sequence) -> bool:
+        """Give a sequence a row and pages for its whole length; False where there are none."""
+        count = -(-sequence.length_limit // self._page_size)
+        if not self._free_slots or not self._runtime.free_rows or count > self._runtime.allocator.num_free:
+            return False
+        slot = self._free_slots.pop()
+        self._pages[slot, :count] = self._runtime.allocator.allocate(count)
+        self._row_ids[slot] = self._runtime.free_rows.pop()
+        self._counts[slot], self._scheduled[slot], self._limits[slot] = count, 0, sequence.length_limit
+        self._temperatures[slot], self._seeds[slot] = sequence.params.temperature, sequence.params.seed
+        self.members[slot] = sequence
+        self._prompting.append(slot)
+        return True
+
+    def submit(self) -> _Submitted | None:
+        """Submit the next step: decodes first, then prompt chunks as far as the token budget goes. None: no row."""
+        decoding = np.flatnonzero(self._decoding)
+        chunks, done = self._chunks(self._runtime.config.max_num_tokens - len(decoding))
+        slots = np.concatenate((decoding, np.fromiter(chunks, np.int64, len(chunks))))
+        if not len(slots):
+            return None
+        query_lens = np.ones(len(slots), np.int32)
+        query_lens[len(decoding) :] = [len(chunk) for chunk in chunks.values()]
+        samples = np.ones(len(slots), np.int32)
+        samples[len(decoding) :] = [slot in done for slot in chunks]
+        self._scheduled[slots] += query_lens
+        seq_lens = self._scheduled[slots]
+        counts = -(-seq_lens // self._page_size)
+        page_indptr = np.zeros(len(slots) + 1, np.int32)
+        np.cumsum(counts, out=page_indptr[1:])
+        batch = Batch.of(
+            row_ids=self._row_ids[slots],
+            seq_lens=seq_lens.astype(np.int32),
+            query_lens=query_lens,
+            tokens=np.concatenate((np.full(len(decoding), TOKEN_FROM_ROW, np.int32), *chunks.values())),
+            page_indptr=page_indptr,
+            page_ids=np.concatenate([self._pages[s, :n] for s, n in zip(slots.tolist(), counts.tolist(), strict=True)]),
+            sample=samples,
+            temperatures=self._temperatures[slots],
+            seeds=self._seeds[slots],
         )
+        members = [self.members[slot] for slot in slots.tolist()]
+        handle = self._runtime.replay(batch)
+        self._decoding[list(done)] = True
+        self._decoding[slots] &= seq_lens < self._limits[slots]
+        return _Submitted(handle, members, (samples == 1).tolist())
 
-    def _collect(self, handle: StepHandle, members: Sequence[_Sequence]) -> Iterator[Event]:
-        for sequence, token in zip(members, handle.tokens().tolist(), strict=True):
-            if token < 0 or sequence.finished:
-                continue  # a prompt that goes on, or a row that ended one step ago
-            if token in sequence.params.stop_ids:
-                sequence.finished = True
-                yield Event(sequence.index, None, True)
-                continue
-            sequence.sampled += 1
-            sequence.finished = sequence.sampled == sequence.params.max_new_tokens
-            yield Event(sequence.index, token, sequence.finished)
+    def _chunks(self, budget: int) -> tuple[dict[int, Int32Array], set[int]]:
+        """The next prompt tokens by slot, `budget` of them at most, and the slots whose prompt is through then."""
+        chunks, done = {}, set()
+        for slot in self._prompting:
+            if not budget:
+                break
+            prompt, start = self.members[slot].prompt, int(self._scheduled[slot])
+            chunks[slot] = chunk = prompt[start : start + budget]
+            budget -= len(chunk)
+            if start + len(chunk) == len(prompt):
+                done.add(slot)
+        self._prompting = [slot for slot in self._prompting if slot not in done]
+        return chunks, done
 
-    def _release(self, sequence: _Sequence) -> None:
-        # A step in flight may still write its last token here. It runs before any step that reuses the pages.
-        self._runtime.allocator.free(sequence.pages)
-        self._runtime.free_rows.append(sequence.row_id)
+    def release_finished(self) -> None:
+        """Give back rows and pages of what has ended. A step in flight may still write there: it runs before any step
+        that reuses them."""
+        for slot in [slot for slot, sequence in self.members.items() if sequence.finished]:
+            self._release(slot)
 
-    def _check_fits(self, sequence: _Sequence) -> None:
-        if not len(sequence.prompt):
-            raise ShapeError(f"prompts[{sequence.index}]: expected at least 1 token, got 0")
-        limit, longest = sequence.length_limit, self._runtime.config.max_seq_len
-        if limit > longest:
-            raise CapacityError(
-                f"prompts[{sequence.index}]: expected prompt and output within max_seq_len={longest}, got "
-                f"{len(sequence.prompt)} + {sequence.params.max_new_tokens} tokens; shorten it or raise max_seq_len"
-            )
-        needed, pages = self._runtime.kv_cache.spec.pages_for(limit), self._runtime.allocator.num_pages - 1
-        if needed > pages:
-            raise CapacityError(
-                f"prompts[{sequence.index}]: expected at most {pages} pages, got a need of {needed} for "
-                f"{limit} tokens; raise num_pages"
-            )
+    def release_all(self) -> None:
+        """Give back every row and page."""
+        for slot in list(self.members):
+            self._release(slot)
+
+    def _release(self, slot: int) -> None:
+        del self.members[slot]
+        self._decoding[slot] = False
+        self._free_slots.append(slot)
+        self._runtime.free_rows.append(int(self._row_ids[slot]))
+        self._runtime.allocator.free(self._pages[slot, : self._counts[slot]])

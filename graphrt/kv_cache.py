@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 
 import torch
 
 from graphrt.kernels.attention.options import FP8_DTYPES
-from graphrt.kernels.cache.copy import copy_pages, swap_pages
+from graphrt.kernels.cache.copy import Pages, copy_pages, swap_pages
 from graphrt.kernels.cache.write import check_kv_scale
-from graphrt.kernels.checks import check_int, check_no_overlap, check_tensor, check_unit_stride
-from graphrt.kernels.errors import CapacityError, ConfigError
+from graphrt.kernels.checks import (
+    check_device,
+    check_instance,
+    check_int,
+    check_ints,
+    check_no_overlap,
+    check_sequence,
+    check_tensor,
+    check_unit_stride,
+    shown,
+)
+from graphrt.kernels.errors import CapacityError, ConfigError, ShapeError
 from graphrt.kernels.types import KVLayout
-from graphrt.spec import KVCacheSpec
+from graphrt.spec import MAX_PAGES, KVCacheSpec
 
 
 class KVCache:
@@ -24,6 +35,7 @@ class KVCache:
                         of an fp8 cache: key = stored value * k_scale. 1.0 unless given; fill them in place with what
                         the model was calibrated for before the first step, since stored values are not converted.
                         Empty for other dtypes
+    null_page           id of the page that no sequence owns: spec.null_page, and num_pages - 1 where that is "last"
 
     Built with `allocate`, or around tensors that the caller owns (`KVCache(spec, k, v)`): any strides, the last one 1;
     no two elements of a layer may lie in one place. K and V may be views of one pool, and layers may share tensors.
@@ -39,28 +51,34 @@ class KVCache:
         k_scales: Sequence[torch.Tensor] | None = None,
         v_scales: Sequence[torch.Tensor] | None = None,
     ) -> None:
+        check_instance("spec", spec, KVCacheSpec, advice="pass the model's KVCacheSpec")
+        for name, tensors in (("k", k), ("v", v)):
+            check_sequence(name, tensors, of="tensors, one per layer")
         if len(k) != spec.num_layers or len(v) != spec.num_layers:
             raise ConfigError(
-                f"KVCache: expected {spec.num_layers} K and V tensors, one per layer, got {len(k)} and {len(v)}"
+                f"KVCache: expected {spec.num_layers} K and V tensors, one per layer, got {len(k)} and {len(v)}; "
+                "pass those of every layer"
             )
         page = (spec.page_size, spec.num_kv_heads, spec.head_dim)
         check_tensor("k[0]", k[0], shape=(None, *page))
         num_pages, device = k[0].shape[0], k[0].device
-        if num_pages < 2:
-            raise ConfigError(f"KVCache: expected at least 2 pages, the null page and one to use, got {num_pages}")
+        check_int("KVCache.num_pages", num_pages, 2, MAX_PAGES, advice="one of them is the null page")
         for layer, pair in enumerate(zip(k, v, strict=True)):
             for name, tensor in zip("kv", pair, strict=True):
                 check_tensor(f"{name}[{layer}]", tensor, shape=(num_pages, *page), dtype=spec.dtype, device=device)
                 check_unit_stride(f"{name}[{layer}]", tensor)
                 check_no_overlap(f"{name}[{layer}]", tensor)
+                if tensor.requires_grad:
+                    raise ShapeError(
+                        f"{name}[{layer}]: expected a tensor without gradient, got one that requires it; detach() it"
+                    )
             if device.type != "meta" and pair[0].is_set_to(pair[1]):
                 raise ConfigError(
                     f"v[{layer}]: expected other memory than that of k[{layer}], got the same; values would overwrite "
                     "keys, pass two tensors"
                 )
-        if spec.null_page >= num_pages:
-            raise ConfigError(f"KVCache: expected null_page < num_pages={num_pages}, got {spec.null_page}")
         self.spec = spec
+        self.null_page = _null_page(spec, int(num_pages))
         self.k = tuple(k)
         self.v = tuple(v)
         self.num_pages = int(num_pages)
@@ -70,15 +88,21 @@ class KVCache:
 
     @classmethod
     def allocate(cls, spec: KVCacheSpec, num_pages: int, device: torch.device | str) -> KVCache:
-        """A zeroed cache of `num_pages` pages in `spec.layout`, as one allocation; an fp8 cache has scales of 1."""
-        num_pages = check_int("num_pages", num_pages, 2, advice="the null page and one to use")
+        """A zeroed cache of `num_pages` pages in `spec.layout`, as one allocation; an fp8 cache has scales of 1.
+
+        torch's default device, default dtype and inference mode make no difference.
+
+        Raises: ConfigError for a wrong argument, CapacityError where the device has not as much memory.
+        """
+        check_instance("spec", spec, KVCacheSpec, advice="pass the model's KVCacheSpec")
+        device = check_device("device", device)
+        num_pages = check_int("num_pages", num_pages, 2, MAX_PAGES, advice="the null page and one to use")
         heads_first = spec.layout is KVLayout.HND
         page = (spec.num_kv_heads, spec.page_size) if heads_first else (spec.page_size, spec.num_kv_heads)
-        storage = torch.zeros(
-            (spec.num_layers, 2, num_pages, *page, spec.head_dim), dtype=spec.dtype, device=torch.device(device)
-        )
-        logical = storage.transpose(3, 4) if heads_first else storage
-        return cls(spec, [layer[0] for layer in logical], [layer[1] for layer in logical])
+        with torch.inference_mode(False):  # what is made in that mode could not be written outside of it
+            storage = _zeros((spec.num_layers, 2, num_pages, *page, spec.head_dim), spec.dtype, device)
+            logical = storage.transpose(3, 4) if heads_first else storage
+            return cls(spec, [layer[0] for layer in logical], [layer[1] for layer in logical])
 
     @property
     def nbytes(self) -> int:
@@ -94,22 +118,51 @@ class KVCache:
             for name, scale in zip(("k_scales", "v_scales"), pair, strict=True):
                 yield f"kv_cache.{name}[{layer}]", scale
 
-    def copy_pages(self, src_pages: Sequence[int], dst_pages: Sequence[int]) -> None:
+    def copy_pages(self, src_pages: Pages, dst_pages: Pages) -> None:
         """Copy whole pages inside the cache, all layers: page src_pages[i] to dst_pages[i] (copy on write).
 
-        Runs on the current stream. Raises ShapeError for lists of different lengths, pages out of range or a page
-        that is written twice; nothing is written then.
+        src_pages, dst_pages   lists, arrays or host tensors of ints
+
+        Runs on the current stream.
+        Raises: ShapeError for lists of different lengths, pages out of range, a page that is written twice, or what is
+        no list of ints; nothing is written then.
         """
         copy_pages(self.k, self.v, src_pages, dst_pages)
 
-    def swap_pages(self, other: KVCache, src_pages: Sequence[int], dst_pages: Sequence[int]) -> None:
+    def swap_pages(self, other: KVCache, src_pages: Pages, dst_pages: Pages) -> None:
         """Copy whole pages of this cache into `other`, which may be on another device (swap out, or in).
 
         fp8 pages are copied as they are, scales are not: pages of a cache are for a runtime with equal scales.
         Runs on the current stream. A swap to the host waits, since the host may read the pages next; the others do
-        not. Raises ShapeError as `copy_pages`.
+        not.
+        Raises: ShapeError as `copy_pages`, ConfigError where `other` is no KVCache.
         """
+        check_instance("other", other, KVCache, advice="pass the cache that takes the pages")
         swap_pages((*self.k, *self.v), (*other.k, *other.v), src_pages, dst_pages)
+
+
+def _zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    nbytes = math.prod(shape) * dtype.itemsize
+    try:
+        if nbytes < 1 << 62:  # beyond that a size wraps
+            return torch.zeros(shape, dtype=dtype, device=device)
+        cause = None
+    except RuntimeError as error:
+        cause = error
+    raise CapacityError(
+        f"num_pages: expected a cache that fits {device}, got {shape[2]} pages of {nbytes // shape[2]} bytes; lower it"
+    ) from cause
+
+
+def _null_page(spec: KVCacheSpec, num_pages: int) -> int:
+    if isinstance(spec.null_page, str):  # "last"
+        return num_pages - 1
+    if spec.null_page >= num_pages:
+        raise ConfigError(
+            f"KVCacheSpec.null_page: expected a page below num_pages={num_pages}, got {spec.null_page}; "
+            'pass "last" for the last page'
+        )
+    return spec.null_page
 
 
 def _scales(
@@ -119,8 +172,9 @@ def _scales(
     if given is None:
         # Tensors of their own, not rows of one: kernels are specialised on whether an address is a multiple of 16.
         layers = range(spec.num_layers if spec.dtype in FP8_DTYPES else 0)
-        return tuple(torch.ones(spec.num_kv_heads, dtype=torch.float32, device=device) for _ in layers)
-    if len(given) != spec.num_layers:
+        with torch.inference_mode(False):  # the caller fills them in place, at any time
+            return tuple(torch.ones(spec.num_kv_heads, dtype=torch.float32, device=device) for _ in layers)
+    if len(check_sequence(name, given, of="tensors, one per layer")) != spec.num_layers:
         raise ConfigError(f"{name}: expected {spec.num_layers} tensors, one per layer, got {len(given)}")
     for layer, scale in enumerate(given):
         check_kv_scale(f"{name}[{layer}]", scale, spec.dtype, spec.num_kv_heads, device)
@@ -132,61 +186,69 @@ class PageAllocator:
 
     Pages are reference counted: `allocate` gives pages with one owner, `share` adds an owner (a common prompt prefix,
     read-only from then on), `free` takes one away and returns the page when none is left.
+
+    Raises: ConfigError for pages that nobody owns and for what is no int, with nothing changed.
     """
 
     def __init__(self, num_pages: int, null_page: int = 0) -> None:
-        if not 0 <= null_page < num_pages or num_pages < 2:
-            raise ConfigError(f"PageAllocator: expected null_page < num_pages >= 2, got {null_page} of {num_pages}")
-        self.num_pages = num_pages
-        self.null_page = null_page
+        self.num_pages = check_int("PageAllocator.num_pages", num_pages, 2, MAX_PAGES, advice="pass the cache's")
+        advice = "pass KVCache.null_page"
+        self.null_page = check_int("PageAllocator.null_page", null_page, 0, self.num_pages - 1, advice=advice)
         # A stack: pages freed last are handed out first, while they may still be in the L2 cache.
-        self._free = [page for page in range(num_pages - 1, -1, -1) if page != null_page]
-        self._owners = [0] * num_pages
+        self._freed: list[int] = []
+        self._untouched = 0  # this page and those above it were never handed out
+        self._owners: dict[int, int] = {}
 
     @property
     def num_free(self) -> int:
         """Pages that can be allocated now."""
-        return len(self._free)
+        return self.num_pages - 1 - len(self._owners)
 
     def owners(self, page: int) -> int:
         """How many owners a page has; 0 when it is free."""
-        return self._owners[page]
+        return self._owners.get(check_int("page", page, 0, self.num_pages - 1, advice="pass a page of the cache"), 0)
 
     def allocate(self, count: int) -> list[int]:
         """`count` pages with one owner each. Raises CapacityError, with nothing changed, when fewer are free."""
-        if count < 0:
-            raise ConfigError(f"count: expected >= 0 pages, got {count}")
-        if count > len(self._free):
+        count = check_int("count", count, 0, advice="pass how many pages are needed")
+        if count > self.num_free:
             raise CapacityError(
-                f"pages: expected at most {len(self._free)} free of {self.num_pages - 1}, got a request for {count}; "
-                "free finished sequences or build a larger cache"
+                f"pages: expected at most {self.num_free} free of {self.num_pages - 1}, got a request for "
+                f"{shown(count)}; free finished sequences or build a larger cache"
             )
-        pages = [self._free.pop() for _ in range(count)]
-        for page in pages:
-            self._owners[page] = 1
+        pages = [self._freed.pop() if self._freed else self._next_untouched() for _ in range(count)]
+        self._owners.update(dict.fromkeys(pages, 1))
         return pages
 
-    def share(self, pages: Iterable[int]) -> None:
+    def share(self, pages: Pages) -> None:
         """Add an owner to each of `pages`. Raises ConfigError, with nothing changed, if one of them is free."""
-        pages = list(pages)
-        self._require_owned(pages, "share")
-        for page in pages:
+        for page in self._owned(pages, "share"):
             self._owners[page] += 1
 
-    def free(self, pages: Iterable[int]) -> None:
+    def free(self, pages: Pages) -> None:
         """Take an owner from each of `pages`. Raises ConfigError, with nothing changed, if one has too few."""
-        pages = list(pages)
-        self._require_owned(pages, "free")
-        for page in pages:
+        for page in self._owned(pages, "free"):
             self._owners[page] -= 1
             if self._owners[page] == 0:
-                self._free.append(page)
+                del self._owners[page]
+                self._freed.append(page)
 
-    def _require_owned(self, pages: Sequence[int], verb: str) -> None:
+    def _next_untouched(self) -> int:
+        self._untouched += self._untouched == self.null_page
+        self._untouched += 1
+        return self._untouched - 1
+
+    def _owned(self, pages: Pages, verb: str) -> list[int]:
+        advice = "pass pages that allocate() gave"
+        found: list[int] = check_ints(
+            f"{verb}: pages", pages, 0, self.num_pages - 1, advice=advice, error=ConfigError
+        ).tolist()
         taken: dict[int, int] = {}
-        for page in pages:
+        for page in found:
             taken[page] = taken.get(page, 0) + (verb == "free")
-            in_range = 0 <= page < self.num_pages and page != self.null_page
-            if not in_range or self._owners[page] < max(1, taken[page]):
-                have = self._owners[page] if 0 <= page < self.num_pages else 0
-                raise ConfigError(f"{verb}: expected an allocated page, got page {page} with {have} owners")
+            if self._owners.get(page, 0) < max(1, taken[page]):
+                raise ConfigError(
+                    f"{verb}: expected an allocated page, got page {page} with {self._owners.get(page, 0)} owners; "
+                    f"{advice}"
+                )
+        return found

@@ -59,7 +59,7 @@ class StepProgram:
             step.buffers,
             page_size=self.kv_cache.spec.page_size,
             num_pages=self.kv_cache.num_pages,
-            null_page=self.kv_cache.spec.null_page,
+            null_page=self.kv_cache.null_page,
             max_seq_len=self.max_seq_len,
             vocab_size=self.vocab_size,
             query_len=descriptor.query_len,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -14,14 +14,25 @@ from graphrt.capture.descriptor import GraphKind
 from graphrt.capture.graph import GraphReport
 from graphrt.config import RuntimeConfig
 from graphrt.handle import StepHandle
-from graphrt.kernels.errors import CapacityError, ConfigError
+from graphrt.kernels.checks import (
+    check_callable,
+    check_device,
+    check_instance,
+    check_int,
+    check_named_tensors,
+    check_sequence,
+    is_finite,
+    shown,
+)
+from graphrt.kernels.errors import CapacityError, CaptureError, ConfigError
 from graphrt.kv_cache import KVCache, PageAllocator
 from graphrt.replay import ReplayManager, State
 from graphrt.sampling import sample_tokens
-from graphrt.spec import AttentionSpec, KVCacheSpec
+from graphrt.spec import MAX_PAGES, AttentionSpec, KVCacheSpec
 from graphrt.stats import Stats
 from graphrt.step import Model, Sampler
 
+MAX_VOCAB = (1 << 31) - 1  # token ids are int32
 _TRIAL_PAGES = 2  # the null page and one more: trial captures touch pad rows only
 
 
@@ -46,81 +57,166 @@ class MemoryPlan:
     actual_free: int | None = None
 
 
+AllocateKV = Callable[[KVCacheSpec, int, torch.device], KVCache]
+"""Makes a KV cache of so many pages on a device."""
+
+
 class Runtime:
-    """A model ready to decode: `capture()`, `replay(batch)`, `close()`.
+    """A model ready to decode, with its KV cache and whoever hands out pages and rows.
+
+    Take `Runtime` where graphrt should size the KV cache and count pages and rows; take `ReplayManager`, which is the
+    step alone, where your program does that already.
 
     allocator    hands out pages
     free_rows    row ids that no sequence uses; whoever starts a sequence pops one and appends it again at its end
 
-    model, attention, vocab_size, sampler, stream   as for ReplayManager
+    model, attention, vocab_size, sampler, stream, weights   as for ReplayManager
     kv_spec             geometry and dtype of the cache; the scales of an fp8 cache are in `kv_cache`, and are 1 until
                         the caller fills them in place
     num_pages           pages of the cache, or "auto": what fits in `memory_utilization` of the device after the graphs,
                         at most what `max_num_reqs` sequences of `max_seq_len` can use
+    allocate_kv         called with kv_spec, a number of pages and the device, and returns the KVCache: give your own
+                        where the KV tensors are yours. With "auto" on a GPU it is called twice, the first time for a
+                        cache of 2 pages that is dropped again
+
+    Lifecycle: `capture()` once, then `replay(batch)` per step, then `close()`, which leaving a `with` block does.
     """
 
     def __init__(
         self,
         model: Model,
-        attention: AttentionSpec | tuple[AttentionSpec, ...],
+        attention: AttentionSpec | Sequence[AttentionSpec],
         kv_spec: KVCacheSpec,
         *,
         vocab_size: int,
-        device: torch.device | str,
+        device: torch.device | str | None,
         config: RuntimeConfig | None = None,
         num_pages: int | Literal["auto"] = "auto",
         memory_utilization: float = 0.9,
         sampler: Sampler | None = sample_tokens,
         stream: torch.cuda.Stream | None = None,
+        weights: Iterable[tuple[str, torch.Tensor]] | None = None,
+        allocate_kv: AllocateKV = KVCache.allocate,
     ) -> None:
-        if not 0 < memory_utilization <= 1:
-            raise ConfigError(f"memory_utilization: expected a share in (0, 1], got {memory_utilization}")
+        _check_step(model, attention, sampler, stream)
+        check_instance("kv_spec", kv_spec, KVCacheSpec, advice="pass a KVCacheSpec")
+        check_callable("allocate_kv", allocate_kv, advice="pass a function like KVCache.allocate")
+        if not (is_finite(memory_utilization) and 0 < memory_utilization <= 1):
+            raise ConfigError(
+                f"memory_utilization: expected a share in (0, 1], got {shown(memory_utilization)}; 0.9 is usual"
+            )
+        auto = isinstance(num_pages, str) and num_pages == "auto"
+        if not auto:
+            num_pages = check_int("num_pages", num_pages, 2, MAX_PAGES, advice='or pass "auto"')
+        if config is not None:
+            check_instance("config", config, RuntimeConfig, advice="pass a RuntimeConfig, or None for the default")
         self.config = config or RuntimeConfig()
+        self.vocab_size = check_int("vocab_size", vocab_size, 1, MAX_VOCAB, advice="pass the width of the logits")
         self.device = resolve_device(device)
+        self.samples = sampler is not None
+        named = None if weights is None else check_named_tensors("weights", weights)
 
         def build(config: RuntimeConfig, pages: int) -> ReplayManager:
-            cache = KVCache.allocate(kv_spec, pages, self.device)
             return ReplayManager(
-                model, cache, attention, vocab_size=vocab_size, config=config, sampler=sampler, stream=stream
+                model,
+                _checked_cache(allocate_kv(kv_spec, pages, self.device), kv_spec, pages, self.device),
+                attention,
+                vocab_size=self.vocab_size,
+                config=config,
+                sampler=sampler,
+                stream=stream,
+                weights=named,
             )
 
         self.memory_plan: MemoryPlan | None = None
-        if num_pages == "auto":
+        if isinstance(num_pages, str):
             self.memory_plan = _plan_memory(build, self.config, kv_spec, self.device, memory_utilization)
             num_pages = self.memory_plan.num_pages
-        self.manager = build(self.config, num_pages)
-        self.allocator = PageAllocator(num_pages, kv_spec.null_page)
+        self._manager: ReplayManager | None = build(self.config, num_pages)
+        self._last_stats = self._manager.stats()
+        self.allocator = PageAllocator(num_pages, self._manager.kv_cache.null_page)
         self.free_rows = list(range(self.config.max_num_reqs - 1, -1, -1))
 
     @property
+    def manager(self) -> ReplayManager:
+        """The step alone. Raises: CaptureError after `close()`."""
+        return self._open("manager")
+
+    @property
     def kv_cache(self) -> KVCache:
-        return self.manager.kv_cache
+        """The cache. Raises: CaptureError after `close()`."""
+        return self._open("kv_cache").kv_cache
 
     @property
     def state(self) -> State:
-        return self.manager.state
+        """Where in its lifecycle the runtime is."""
+        return State.CLOSED if self._manager is None else self._manager.state
 
     def capture(self, progress: Callable[[GraphReport], None] | None = None) -> None:
         """Capture the ladders; see ReplayManager.capture. Completes `memory_plan` with what was found."""
-        self.manager.capture(progress)
+        self._open("capture").capture(progress)
         if self.memory_plan is not None and self.device.type == "cuda":
             torch.cuda.empty_cache()
             self.memory_plan = replace(self.memory_plan, actual_free=torch.cuda.mem_get_info(self.device)[0])
 
     def replay(self, batch: Batch, *, eager: bool = False) -> StepHandle:
         """Submit one step; see ReplayManager.replay."""
-        return self.manager.replay(batch, eager=eager)
+        return self._open("replay").replay(batch, eager=eager)
 
     def stats(self) -> Stats:
-        """Counters so far; see Stats."""
-        return self.manager.stats()
+        """Counters so far, the last ones after `close()`; see Stats."""
+        if self._manager is not None:
+            self._last_stats = self._manager.stats()
+        return self._last_stats
 
     def close(self) -> None:
-        """Give back graphs, buffers and the KV cache. The model stays the caller's."""
-        self.manager.close()
-        del self.manager.kv_cache
+        """Give back graphs, buffers and the KV cache. The model stays the caller's, and so do KV tensors that the
+        caller made. Closing twice is fine."""
+        if self._manager is None:
+            return
+        self.stats()
+        self._manager.close()
+        self._manager = None
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
+
+    def __enter__(self) -> Runtime:
+        self._open("with")
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def _open(self, call: str) -> ReplayManager:
+        if self._manager is None:
+            raise CaptureError(f"{call}: expected an open runtime, got one that was closed; build a new Runtime")
+        return self._manager
+
+
+def _check_step(model: object, attention: object, sampler: object, stream: object) -> None:
+    """What can be told before a cache is made for it."""
+    check_callable("model", model, advice="pass a callable that maps a Step to logits")
+    if sampler is not None:
+        check_callable("sampler", sampler, advice="pass a callable that maps logits and Step to tokens, or None")
+    if stream is not None:
+        check_instance("stream", stream, torch.cuda.Stream, advice="pass a CUDA stream, or None for the current one")
+    if not isinstance(attention, AttentionSpec):
+        specs = check_sequence("attention", attention, of="AttentionSpec, one per layer", error=ConfigError)
+        for index, spec in enumerate(specs):
+            check_instance(f"attention[{index}]", spec, AttentionSpec, advice="pass an AttentionSpec per layer")
+
+
+def _checked_cache(cache: KVCache, spec: KVCacheSpec, num_pages: int, device: torch.device) -> KVCache:
+    """What `allocate_kv` returned; raises ConfigError where it is not what was asked for."""
+    check_instance("allocate_kv", cache, KVCache, advice="return a KVCache")
+    for name, want, got in (
+        ("spec", spec, cache.spec),
+        ("num_pages", num_pages, cache.num_pages),
+        ("device", device, cache.device),
+    ):
+        if want != got:
+            raise ConfigError(f"allocate_kv: expected a cache of {name} {want}, got {got}; make it as asked for")
+    return cache
 
 
 def _plan_memory(
@@ -130,7 +226,7 @@ def _plan_memory(
     device: torch.device,
     utilization: float,
 ) -> MemoryPlan:
-    useful = 1 + config.max_num_reqs * kv_spec.pages_for(config.max_seq_len)
+    useful = min(1 + config.max_num_reqs * kv_spec.pages_for(config.max_seq_len), MAX_PAGES)
     if device.type != "cuda":
         free = total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
         predicted = 0
@@ -186,16 +282,7 @@ def resolve_device(device: torch.device | str | None) -> torch.device:
     """
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        resolved = torch.device(device)
-    except RuntimeError as error:
-        raise ConfigError(f"device: expected cpu, cuda or cuda:N, got {device!r}") from error
-    if resolved.type not in ("cpu", "cuda"):
-        raise ConfigError(f"device: expected cpu, cuda or cuda:N, got {device!r}")
-    if resolved.type == "cpu":
-        return torch.device("cpu")
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    index = resolved.index if resolved.index is not None else torch.cuda.current_device() if count else 0
-    if index >= count:
-        raise ConfigError(f"device: expected one of {count} CUDA devices, got {device!r}; pass device='cpu'")
-    return torch.device("cuda", index)
+    resolved = check_device("device", device)
+    if resolved.type == "meta":
+        raise ConfigError(f"device: expected cpu, cuda or cuda:N, got {shown(device)}; steps compute")
+    return resolved

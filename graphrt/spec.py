@@ -3,14 +3,27 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 
 from graphrt.kernels.attention.arguments import KV_DTYPES
 from graphrt.kernels.attention.options import MAX_WINDOW
-from graphrt.kernels.checks import check_int_field, is_finite
+from graphrt.kernels.checks import (
+    FLOAT32_MAX,
+    FLOAT32_TINY,
+    check_bool_field,
+    check_int,
+    check_int_field,
+    check_number,
+    is_finite,
+    shown,
+)
 from graphrt.kernels.errors import ConfigError
 from graphrt.kernels.types import KVLayout
+
+_MOST = 1 << 16  # layers, heads, head size
+MAX_PAGES = (1 << 31) - 1  # page ids are int32
 
 COMPUTE_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
@@ -40,32 +53,26 @@ class AttentionSpec:
 
     def __post_init__(self) -> None:
         for name in ("num_q_heads", "num_kv_heads", "head_dim"):
-            check_int_field(self, name, 1, advice="pass the model's")
+            check_int_field(self, name, 1, _MOST, advice="pass the model's")
         if self.num_q_heads % self.num_kv_heads:
             raise ConfigError(
                 f"AttentionSpec.num_q_heads: expected a multiple of num_kv_heads={self.num_kv_heads}, "
                 f"got {self.num_q_heads}; grouped-query attention shares each KV head between equally many query heads"
             )
-        if self.dtype not in COMPUTE_DTYPES:
+        if not isinstance(self.dtype, torch.dtype) or self.dtype not in COMPUTE_DTYPES:
             raise ConfigError(
-                f"AttentionSpec.dtype: expected one of {COMPUTE_DTYPES}, got {self.dtype}; "
+                f"AttentionSpec.dtype: expected one of {COMPUTE_DTYPES}, got {shown(self.dtype)}; "
                 "load the model in one of these"
             )
         for name, default in (("softmax_scale", "head_dim ** -0.5"), ("logits_softcap", "off")):
-            value = getattr(self, name)
-            if value is not None and not (is_finite(value) and value > 0):
-                raise ConfigError(
-                    f"AttentionSpec.{name}: expected a finite number > 0, got {value!r}; None means {default}"
-                )
-            object.__setattr__(self, name, None if value is None else float(value))
+            if (value := getattr(self, name)) is not None:
+                advice = f"None means {default}"
+                number = check_number(f"AttentionSpec.{name}", value, FLOAT32_TINY, FLOAT32_MAX, advice=advice)
+                object.__setattr__(self, name, number)
         if self.sliding_window is not None:
             check_int_field(self, "sliding_window", 1, MAX_WINDOW, advice="None sees everything")
         for name in ("alibi_sqrt", "sinks"):
-            if not isinstance(getattr(self, name), bool):
-                raise ConfigError(
-                    f"AttentionSpec.{name}: expected True or False, got {type(getattr(self, name))}; "
-                    "tensors are passed to Step.attend"
-                )
+            check_bool_field(self, name, advice="tensors are passed to Step.attend")
         self._check_alibi()
 
     def _check_alibi(self) -> None:
@@ -83,10 +90,10 @@ class AttentionSpec:
                 f"AttentionSpec.alibi_slopes: expected {self.num_q_heads} slopes, one per query head, "
                 f"got {len(slopes)}; pass those of this rank's heads"
             )
-        if not all(is_finite(slope) for slope in slopes):
+        if not all(is_finite(slope) and abs(slope) <= FLOAT32_MAX for slope in slopes):
             raise ConfigError(
-                f"AttentionSpec.alibi_slopes: expected finite numbers, got {slopes}; check their source, and take "
-                "those of a tensor by tolist()"
+                f"AttentionSpec.alibi_slopes: expected finite numbers, got {shown(slopes)}; check their source, "
+                "and take those of a tensor by tolist()"
             )
         object.__setattr__(self, "alibi_slopes", tuple(map(float, slopes)))
 
@@ -109,7 +116,8 @@ class KVCacheSpec:
     layout      NHD or HND, the order inside a page
     dtype       of the stored keys and values: float16, bfloat16 or float32, in general that of the layers, or fp8
                 (float8_e4m3fn, float8_e5m2), half the bytes and with scales; see KVCache
-    null_page   id of the page that no sequence owns; pad rows and table tails point at it
+    null_page   id of the page that no sequence owns; pad rows and table tails point at it. "last" is the cache's last
+                page, for block managers that hand out page 0; see `KVCache.null_page`
     """
 
     num_layers: int
@@ -118,19 +126,23 @@ class KVCacheSpec:
     page_size: int = 16
     layout: KVLayout = KVLayout.NHD
     dtype: torch.dtype = torch.bfloat16
-    null_page: int = 0
+    null_page: int | Literal["last"] = 0
 
     def __post_init__(self) -> None:
         for name in ("num_layers", "num_kv_heads", "head_dim"):
-            check_int_field(self, name, 1, advice="pass the model's")
+            check_int_field(self, name, 1, _MOST, advice="pass the model's")
         check_int_field(self, "page_size", 1, 1024, advice="16 is usual")
-        if self.dtype not in KV_DTYPES:
+        if not isinstance(self.dtype, torch.dtype) or self.dtype not in KV_DTYPES:
             raise ConfigError(
-                f"KVCacheSpec.dtype: expected one of {KV_DTYPES}, got {self.dtype}; pass the layers' dtype, or fp8"
+                f"KVCacheSpec.dtype: expected one of {KV_DTYPES}, got {shown(self.dtype)}; "
+                "pass the layers' dtype, or fp8"
             )
         if not isinstance(self.layout, KVLayout):
-            raise ConfigError(f"KVCacheSpec.layout: expected KVLayout.NHD or KVLayout.HND, got {self.layout!r}")
-        check_int_field(self, "null_page", 0, advice="0 is usual")
+            raise ConfigError(f"KVCacheSpec.layout: expected KVLayout.NHD or KVLayout.HND, got {shown(self.layout)}")
+        if not (isinstance(self.null_page, str) and self.null_page == "last"):
+            check_int_field(
+                self, "null_page", 0, MAX_PAGES - 1, advice='0 is usual, "last" leaves page 0 to be handed out'
+            )
 
     @property
     def bytes_per_page(self) -> int:
@@ -144,5 +156,9 @@ class KVCacheSpec:
         return self.bytes_per_page // self.page_size
 
     def pages_for(self, num_tokens: int) -> int:
-        """Pages that a sequence of `num_tokens` needs."""
+        """Pages that a sequence of `num_tokens` needs.
+
+        Raises: ConfigError for what is no int >= 0.
+        """
+        num_tokens = check_int("num_tokens", num_tokens, 0, advice="pass the tokens whose KV is kept")
         return -(-num_tokens // self.page_size)

@@ -17,6 +17,9 @@ from graphrt.kernels.errors import ConfigError, GraphRTError, ShapeError
 _T = TypeVar("_T")
 _LONGEST_SHOWN = 80  # characters of a wrong value in an error
 
+FLOAT32_TINY, FLOAT32_MAX = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
+"""The smallest and the largest positive number that a device computes with at full precision."""
+
 
 def check_tensor(
     name: str,
@@ -29,6 +32,8 @@ def check_tensor(
     """Raise ShapeError unless `tensor` has the given shape (None matches any extent), dtype and device."""
     if not isinstance(tensor, torch.Tensor):
         raise ShapeError(f"{name}: expected a torch.Tensor, got {type(tensor).__name__}; pass a tensor")
+    if tensor.layout is not torch.strided or tensor.is_nested:
+        raise ShapeError(f"{name}: expected a dense tensor, got a sparse or nested one; pass tensor.to_dense()")
     # A ladder of graphs makes tens of thousands of these checks: the common cases come first and build nothing.
     if shape is not None and tensor.shape != shape and not _matches(tensor.shape, shape):
         want = "[" + ", ".join("*" if s is None else str(s) for s in shape) + "]"
@@ -158,7 +163,7 @@ def check_number(
 ) -> float:
     """`value` as a float; raises `error` unless it is a finite number from `low` to `high`, see `is_finite`."""
     if not (is_finite(value) and low <= float(value) <= high):  # type: ignore[arg-type]
-        bounds = f">= {low:g}" if high == math.inf else f"from {low:g} to {high:g}"
+        bounds = f">= {low:g}" if high >= FLOAT32_MAX else f"from {low:g} to {high:g}"
         raise error(f"{name}: expected a finite number {bounds}, got {shown(value)}; {advice}")
     return float(value)  # type: ignore[arg-type]
 
@@ -175,6 +180,29 @@ def check_sequence(
     if length is not None and len(value) != length:
         raise error(f"{name}: expected {length} {of}, got {len(value)}; pass one of each")
     return value
+
+
+def check_device(name: str, value: object) -> torch.device:
+    """`value` as a device that is there, `cuda` with the index of the current one; raises ConfigError otherwise.
+
+    The meta device passes: its tensors have shapes and no memory.
+    """
+    advice = "name a device that graphrt runs on"
+    if not isinstance(value, (str, torch.device)):
+        raise ConfigError(f"{name}: expected cpu, cuda or cuda:N, got {shown(value)}; {advice}")
+    try:
+        device = torch.device(value)
+    except RuntimeError as error:
+        raise ConfigError(f"{name}: expected cpu, cuda or cuda:N, got {shown(value)}; {advice}") from error
+    if device.type in ("cpu", "meta"):
+        return torch.device(device.type)
+    if device.type != "cuda":
+        raise ConfigError(f"{name}: expected cpu, cuda or cuda:N, got {shown(value)}; {advice}")
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    index = device.index if device.index is not None else torch.cuda.current_device() if count else 0
+    if index >= count:
+        raise ConfigError(f"{name}: expected one of {count} CUDA devices, got {shown(value)}; pass device='cpu'")
+    return torch.device("cuda", index)
 
 
 def check_named_tensors(name: str, value: object) -> tuple[tuple[str, torch.Tensor], ...]:

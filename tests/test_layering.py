@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -206,9 +208,12 @@ def test_public_names_are_those_that_type_checkers_see():
 
 @pytest.mark.parametrize("name", sorted(graphrt._HOME))
 def test_public_name_is_its_home_s(name):
-    value = getattr(graphrt, name)
-    assert value.__name__ == name
-    assert value.__module__ == graphrt._HOME[name]
+    value, home = getattr(graphrt, name), graphrt._HOME[name]
+    assert value is getattr(importlib.import_module(home), name)
+    if name.isupper():  # a constant knows neither its name nor its home: the file does
+        assert re.search(rf"^{name} = ", Path(importlib.import_module(home).__file__).read_text(), re.MULTILINE)
+    else:
+        assert (value.__module__, value.__name__) == (home, name)
     assert name in dir(graphrt)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -100,9 +100,11 @@ class ModelConfig:
         heads = (self.num_q_heads, self.num_kv_heads, self.head_dim)
         return tuple(AttentionSpec(*heads, dtype, sliding_window=window) for window in self.sliding_windows)
 
-    def kv_spec(self, page_size: int, layout: KVLayout, dtype: torch.dtype) -> KVCacheSpec:
+    def kv_spec(
+        self, page_size: int, layout: KVLayout, dtype: torch.dtype, *, null_page: int | Literal["last"] = 0
+    ) -> KVCacheSpec:
         """The KV cache that the model needs."""
-        return KVCacheSpec(self.num_layers, self.num_kv_heads, self.head_dim, page_size, layout, dtype)
+        return KVCacheSpec(self.num_layers, self.num_kv_heads, self.head_dim, page_size, layout, dtype, null_page)
 
     @classmethod
     def from_hf(cls, raw: Mapping[str, Any], generation: Mapping[str, Any] | None = None) -> ModelConfig:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
@@ -82,9 +83,14 @@ def test_swapping_out_and_in_restores_the_pages() -> None:
 
 BAD_PAGES = {
     "lengths": ([1, 2], [3], "dst_pages: expected 2 pages, one per source page, got 1"),
-    "src_high": ([PAGES], [1], "src_pages: expected pages from 0 to 6, got 7"),
-    "src_negative": ([-1], [1], "src_pages: expected pages from 0 to 6, got -1"),
-    "dst_high": ([1], [PAGES], "dst_pages: expected pages from 0 to 6, got 7"),
+    "src_high": ([PAGES], [1], r"src_pages\[0\]: expected an int from 0 to 6, got 7"),
+    "src_negative": ([-1], [1], r"src_pages\[0\]: expected an int from 0 to 6, got -1"),
+    "dst_high": ([1], [PAGES], r"dst_pages\[0\]: expected an int from 0 to 6, got 7"),
+    "none": (None, [1], "src_pages: expected ints from 0 to 6 on the host, got None"),
+    "text": ("12", "34", "src_pages: expected ints from 0 to 6 on the host, got '12'"),
+    "bool": ([1], [True], r"dst_pages\[0\]: expected an int from 0 to 6, got True"),
+    "float": ([1.0], [1], r"src_pages\[0\]: expected an int from 0 to 6, got 1.0"),
+    "ragged": ([1, [2]], [1, 2], r"src_pages\[1\]: expected an int from 0 to 6, got \[2\]"),
     "dst_twice": ([1, 2, 3], [5, 4, 5], "dst_pages: expected different pages, got page 5 twice"),
 }
 
@@ -103,12 +109,16 @@ def test_bad_pages_are_named_and_nothing_is_written(case: str) -> None:
 
 def test_the_smaller_side_limits_the_pages_of_a_swap() -> None:
     src, dst = caches(torch.device("cpu"), 1), caches(torch.device("cpu"), 2, pages=3)
-    with pytest.raises(ShapeError, match="dst_pages: expected pages from 0 to 2, got 3"):
+    with pytest.raises(ShapeError, match=r"dst_pages\[0\]: expected an int from 0 to 2, got 3"):
         swap_pages(src, dst, [6], [3])
 
 
 BAD_TENSORS = {
     "count": (lambda c: c[:1], "dst: expected 2 tensors, as in src, got 1"),
+    "none": (lambda c: None, "dst: expected a list or tuple of tensors, as in src, got None"),
+    "item": (lambda c: [c[0], "b"], r"dst\[1\]: expected a torch.Tensor, got str"),
+    "device": (lambda c: [c[0], c[1].to("meta")], r"dst\[1\]: expected device cpu, got meta"),
+    "sparse": (lambda c: [c[0].to_sparse(), c[1]], r"dst\[0\]: expected a dense tensor"),
     "page_shape": (lambda c: [t[..., :4] for t in c], r"dst\[0\]: expected pages of"),
     "dtype": (lambda c: [c[0], c[1].half()], r"dst\[1\]: expected pages of"),
 }
@@ -120,3 +130,25 @@ def test_caches_that_do_not_match_are_named(case: str) -> None:
     src = caches(torch.device("cpu"), 1)
     with pytest.raises(ShapeError, match=message):
         swap_pages(src, change(caches(torch.device("cpu"), 2)), [1], [1])
+
+
+def test_arrays_and_tensors_of_pages() -> None:
+    k, v = caches(torch.device("cpu"), 1), caches(torch.device("cpu"), 2)
+    want = [cache[[1, 2]].clone() for cache in (*k, *v)]
+    copy_pages(k, v, np.array([1, 2], np.uint8), torch.tensor([4, 5], dtype=torch.int16))
+    assert all(torch.equal(cache[[4, 5]], w) for cache, w in zip((*k, *v), want, strict=True))
+
+
+def test_neither_a_default_device_nor_inference_mode_matters() -> None:
+    """A process may have torch's default device set, and tensors of inference mode are written outside of it too."""
+    with torch.inference_mode():
+        k, v = caches(torch.device("cpu"), 1), caches(torch.device("cpu"), 2)
+    want = [cache[1].clone() for cache in (*k, *v)]
+    torch.set_default_device("meta")
+    try:
+        copy_pages(k, v, [1], [4])
+        swap_pages(k, v, [1], [6])
+    finally:
+        torch.set_default_device(None)
+    assert all(torch.equal(cache[4], w) for cache, w in zip((*k, *v), want, strict=True))
+    assert all(torch.equal(b[6], w) for b, w in zip(v, want[:LAYERS], strict=True))

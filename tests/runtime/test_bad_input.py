@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 import torch
@@ -256,10 +258,10 @@ def manager(model=None, spec=None, cache=None, **config) -> ReplayManager:
     ("build", "error", "text"),
     [
         (lambda: manager(backend="flashy"), ConfigError, "flashy"),
-        (lambda: RuntimeConfig(max_num_reqs=0), ConfigError, "max_num_reqs: expected an int from 1 to 1048575, got 0"),
-        (lambda: RuntimeConfig(ring_depth=1), ConfigError, "ring_depth: expected an int >= 2, got 1"),
+        (lambda: RuntimeConfig(max_num_reqs=0), ConfigError, "max_num_reqs: expected an int from 1 to 65536, got 0"),
+        (lambda: RuntimeConfig(ring_depth=1), ConfigError, "ring_depth: expected an int from 2 to 1024, got 1"),
         (lambda: RuntimeConfig(max_num_reqs=64, max_num_tokens=32), ConfigError, "query_len = 64, got 32"),
-        (lambda: manager(decode_sizes=(9,)), ConfigError, "decode_sizes: expected an int from 1 to 8, got 9"),
+        (lambda: manager(decode_sizes=(9,)), ConfigError, r"decode_sizes\[0\]: expected an int from 1 to 8, got 9"),
         (lambda: AttentionSpec(4, 3, 16), ConfigError, "multiple of num_kv_heads=3, got 4"),
         (lambda: AttentionSpec(4, 2, 16, dtype=torch.int8), ConfigError, "AttentionSpec.dtype"),
         (lambda: KVCacheSpec(1, 1, 16, page_size=0), ConfigError, "page_size: expected an int from 1 to 1024, got 0"),
@@ -274,7 +276,7 @@ def manager(model=None, spec=None, cache=None, **config) -> ReplayManager:
             "2 KV heads of size 16 .* got 4 of 16",
         ),
         (lambda: manager(spec=[AttentionSpec(4, 2, 16, torch.float32)]), ConfigError, "expected 2 specs.* got 1"),
-        (lambda: KVCache.allocate(KVCacheSpec(1, 1, 16), 1, CPU), ConfigError, "num_pages: .* an int >= 2, got 1"),
+        (lambda: KVCache.allocate(KVCacheSpec(1, 1, 16), 1, CPU), ConfigError, "num_pages: .* 2 to 2147483647, got 1"),
     ],
     ids=[
         "backend", "reqs", "ring", "tokens", "sizes", "group", "dtype", "page", "kv-dtype",
@@ -287,29 +289,78 @@ def test_bad_configuration(build, error, text: str) -> None:
 
 
 TYPES = {  # what no number or flag is, where one belongs; and numbers beyond int32
-    "heads": (lambda: AttentionSpec(4.0, 2, 16), "AttentionSpec.num_q_heads: expected an int >= 1, got 4.0"),
-    "heads-text": (lambda: AttentionSpec("4", 2, 16), "AttentionSpec.num_q_heads: expected an int >= 1, got '4'"),
-    "head_dim": (lambda: AttentionSpec(4, 2, True), "AttentionSpec.head_dim: expected an int >= 1, got True"),
+    "heads": (lambda: AttentionSpec(4.0, 2, 16), "AttentionSpec.num_q_heads: expected an int from 1 to 65536, got 4.0"),
+    "heads-text": (
+        lambda: AttentionSpec("4", 2, 16),
+        "AttentionSpec.num_q_heads: expected an int from 1 to 65536, got '4'",
+    ),
+    "head_dim": (
+        lambda: AttentionSpec(4, 2, True),
+        "AttentionSpec.head_dim: expected an int from 1 to 65536, got True",
+    ),
     "window": (lambda: AttentionSpec(4, 2, 16, sliding_window=4.5), "sliding_window: expected an int .*, got 4.5"),
     "window-bool": (lambda: AttentionSpec(4, 2, 16, sliding_window=True), "sliding_window: .* got True; None sees"),
     "window-wraps": (lambda: AttentionSpec(4, 2, 16, sliding_window=2**30 + 1), "from 1 to 1073741824, got 1073741825"),
     "softcap": (lambda: AttentionSpec(4, 2, 16, logits_softcap=float("inf")), "logits_softcap: .*, got inf; None"),
     "softcap-text": (lambda: AttentionSpec(4, 2, 16, logits_softcap="30"), "logits_softcap: .*, got '30'; None means"),
-    "scale": (lambda: AttentionSpec(4, 2, 16, softmax_scale="1"), "softmax_scale: .* number > 0, got '1'; None means"),
+    "scale": (
+        lambda: AttentionSpec(4, 2, 16, softmax_scale="1"),
+        "softmax_scale: .* number >= 1.17549e-38, got '1'; None means",
+    ),
     "scale-huge": (lambda: AttentionSpec(4, 2, 16, softmax_scale=10**400), "softmax_scale: expected a finite number"),
     "slopes-text": (lambda: AttentionSpec(1, 1, 16, alibi_slopes=("1",)), "alibi_slopes: expected finite numbers"),
     "sinks": (
         lambda: AttentionSpec(4, 2, 16, sinks=torch.ones(4)),
-        "sinks: expected True or False, got <class .torch.Tensor.>; ",
+        r"sinks: expected True or False, got tensor\(\[1., 1., 1., 1.\]\); tensors are",
     ),
     "page": (lambda: KVCacheSpec(1, 1, 16, 16.0), "KVCacheSpec.page_size: expected an int from 1 to 1024, got 16.0"),
-    "layers": (lambda: KVCacheSpec(1.5, 1, 16), "KVCacheSpec.num_layers: expected an int >= 1, got 1.5"),
-    "pages": (lambda: KVCache.allocate(KVCacheSpec(1, 1, 16), "9", CPU), "num_pages: expected an int >= 2, got '9'"),
+    "layers": (lambda: KVCacheSpec(1.5, 1, 16), "KVCacheSpec.num_layers: expected an int from 1 to 65536, got 1.5"),
+    "pages": (
+        lambda: KVCache.allocate(KVCacheSpec(1, 1, 16), "9", CPU),
+        "num_pages: expected an int from 2 to 2147483647, got '9'",
+    ),
     "query_len": (lambda: RuntimeConfig(query_len=1.5), "RuntimeConfig.query_len: expected an int from 1 .*, got 1.5"),
     "reqs": (lambda: RuntimeConfig(max_num_reqs="8"), "RuntimeConfig.max_num_reqs: expected an int from .*, got '8'"),
     "length": (lambda: RuntimeConfig(max_seq_len=10**12), "max_seq_len: .* to 1073741824, got 1000000000000"),
-    "sizes": (lambda: RuntimeConfig(decode_sizes=("1", 2)).resolve(), "decode_sizes: expected an int .*, got '1'"),
-    "size": (lambda: RuntimeConfig(decode_sizes=8).resolve(), r"decode_sizes: expected a tuple .*, got 8; pass \(8,\)"),
+    "sizes": (
+        lambda: RuntimeConfig(decode_sizes=("1", 2)),
+        r"RuntimeConfig.decode_sizes\[0\]: expected an int .*, got '1'",
+    ),
+    "size": (
+        lambda: RuntimeConfig(decode_sizes=8),
+        "RuntimeConfig.decode_sizes: expected ints from 1 to 256 .*, got 8",
+    ),
+    "graphs": (lambda: RuntimeConfig(use_graphs="no"), "RuntimeConfig.use_graphs: expected True or False, got 'no'"),
+    "graphs-int": (lambda: RuntimeConfig(use_graphs=1), "RuntimeConfig.use_graphs: .* got 1"),
+    "weights": (lambda: RuntimeConfig(check_weights=None), "RuntimeConfig.check_weights: .* got None"),
+    "invariant": (lambda: RuntimeConfig(batch_invariant=[]), r"RuntimeConfig.batch_invariant: .* got \[\]"),
+    "backend": (lambda: RuntimeConfig(backend=3), "RuntimeConfig.backend: expected str, got 3"),
+    "backend-class": (lambda: RuntimeConfig(backend=str), "RuntimeConfig.backend: .* got <class 'str'>"),
+    "rows": (
+        lambda: RuntimeConfig(max_num_reqs=65537, max_num_tokens=65536),
+        "RuntimeConfig.max_num_reqs: expected an int from 1 to 65536, got 65537",
+    ),
+    "tokens": (
+        lambda: RuntimeConfig(max_num_tokens=65537),
+        "RuntimeConfig.max_num_tokens: expected an int from 1 to 65536, got 65537",
+    ),
+    "ring": (lambda: RuntimeConfig(ring_depth=10**9), "RuntimeConfig.ring_depth: .* 2 to 1024, got 1000000000"),
+    "sizes-text": (lambda: RuntimeConfig(decode_sizes="12"), "RuntimeConfig.decode_sizes: .* got '12'"),
+    "sizes-endless": (lambda: RuntimeConfig(mixed_sizes=itertools.count(1)), "RuntimeConfig.mixed_sizes: .* got count"),
+    "sizes-bool": (lambda: RuntimeConfig(mixed_sizes=[True]), r"RuntimeConfig.mixed_sizes\[0\]: .* got True"),
+    "sizes-zero": (lambda: RuntimeConfig(mixed_sizes=(0,)), r"RuntimeConfig.mixed_sizes\[0\]: .* 1 to 2048, got 0"),
+    "sizes-huge": (lambda: RuntimeConfig(decode_sizes=(10**5000,)), r"decode_sizes\[0\]: .* got a value of type int"),
+    "attention-dtype": (lambda: AttentionSpec(4, 2, 16, dtype=np.ones(2)), "AttentionSpec.dtype: expected one of"),
+    "attention-dtype-text": (lambda: AttentionSpec(4, 2, 16, "float16"), "AttentionSpec.dtype: .* got 'float16'"),
+    "sqrt": (lambda: AttentionSpec(4, 2, 16, alibi_sqrt=1), "AttentionSpec.alibi_sqrt: .* got 1"),
+    "scale-underflows": (lambda: AttentionSpec(4, 2, 16, softmax_scale=1e-60), "softmax_scale: .* got 1e-60"),
+    "softcap-overflows": (lambda: AttentionSpec(4, 2, 16, logits_softcap=1e39), "logits_softcap: .* got 1e"),
+    "slopes-overflow": (lambda: AttentionSpec(1, 1, 16, alibi_slopes=(1e39,)), "alibi_slopes: expected finite numbers"),
+    "slopes-none": (lambda: AttentionSpec(1, 1, 16, alibi_slopes=(None,)), "alibi_slopes: expected finite numbers"),
+    "slopes-array": (
+        lambda: AttentionSpec(1, 1, 16, alibi_slopes=np.ones(1)),
+        "expected a tuple of floats, got ndarray",
+    ),
 }
 
 
@@ -335,6 +386,18 @@ def test_numbers_of_numpy_are_numbers() -> None:
     assert {type(n) for n in (*numbers, config.max_num_reqs, config.max_seq_len, *config.decode_sizes)} == {int}
     assert {type(x) for x in (spec.softmax_scale, *spec.alibi_slopes)} == {float}
     assert KVCache.allocate(cache, sizes[2], "cpu").num_pages == 16
+
+
+def test_the_largest_step_is_the_one_that_the_refresh_takes() -> None:
+    config = RuntimeConfig(max_num_reqs=65536, max_num_tokens=65536, max_seq_len=1 << 30, ring_depth=1024)
+    assert (config.max_num_reqs, config.max_num_tokens, config.max_seq_len) == (65536, 65536, 1 << 30)
+
+
+def test_sizes_are_sorted_once_and_lists_are_kept_as_tuples() -> None:
+    config = RuntimeConfig(max_num_reqs=8, decode_sizes=[4, 2, 4], mixed_sizes=np.array([32, 16], np.int16))
+    assert (config.decode_sizes, config.mixed_sizes) == ((2, 4), (16, 32))
+    assert hash(config) == hash(RuntimeConfig(max_num_reqs=8, decode_sizes=(2, 4), mixed_sizes=(16, 32)))
+    assert RuntimeConfig(use_graphs=np.bool_(False)).use_graphs is False
 
 
 def test_a_backend_that_cannot_serve_says_all_reasons() -> None:

@@ -1,18 +1,23 @@
-"""The main job against transformers: same GGUF, float32, CPU, greedy tokens equal for 64 tokens."""
+"""Generation against transformers: same GGUF, float32, CPU, greedy tokens equal for 64 tokens. And what it refuses."""
 
 from __future__ import annotations
 
+import itertools
+from types import SimpleNamespace
+
+import numpy as np
 import pytest
 import torch
 
 from graphrt.config import RuntimeConfig
-from graphrt.generate import SamplingParams, TextGenerator
-from graphrt.kernels.errors import CapacityError, ConfigError, ShapeError
-from graphrt.kernels.types import KVLayout
+from graphrt.generate import Event, SamplingParams, TextGenerator
+from graphrt.kernels.errors import CapacityError, CaptureError, ConfigError, GraphRTError, ReplayError, ShapeError
+from graphrt.kernels.types import TOKEN_FROM_ROW, KVLayout
 from graphrt.models.loading import load_model
 from graphrt.models.smollm import default_model_path
 from graphrt.models.tokenizer import load_tokenizer
 from graphrt.runtime import Runtime
+from tests.runtime.toy import VOCAB, ToyModel, greedy, make_runtime
 
 NEW_TOKENS = 64
 PROMPTS = (
@@ -150,13 +155,245 @@ def test_two_generators_share_a_runtime_and_an_abandoned_one_gives_back(smollm, 
     [
         (lambda r: run(r, [[]], SamplingParams(4)), ShapeError, r"prompts\[0\]: expected at least 1 token, got 0"),
         (lambda r: run(r, [[1] * 510], SamplingParams(4)), CapacityError, r"max_seq_len=512, got 510 \+ 4 tokens"),
-        (lambda r: SamplingParams(0), ConfigError, "max_new_tokens: expected >= 1, got 0"),
+        (lambda r: SamplingParams(0), ConfigError, "max_new_tokens: expected an int from 1 to 1073741824, got 0"),
         (lambda r: SamplingParams(temperature=float("nan")), ConfigError, "temperature: expected a finite number"),
-        (lambda r: SamplingParams(seed=-1), ConfigError, "seed: expected 0 to 4294967295, got -1"),
-        (lambda r: TextGenerator(r).generate([[1]], []), ShapeError, "params: expected 1, one per prompt, got 0"),
+        (lambda r: SamplingParams(seed=-1), ConfigError, "seed: expected an int from 0 to 4294967295, got -1"),
+        (
+            lambda r: TextGenerator(r).generate([[1]], []),
+            ShapeError,
+            "params: expected 1 SamplingParams, one per prompt, got 0",
+        ),
     ],
     ids=["empty", "long", "tokens", "temperature", "seed", "params"],
 )
 def test_bad_requests(smollm, call, error, text: str) -> None:
     with pytest.raises(error, match=text):
         call(build(smollm, 16, rows=1, use_graphs=False))
+
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def toy() -> Runtime:
+    runtime = make_runtime(CPU)
+    runtime.capture()
+    return runtime
+
+
+def assert_idle_and_right(runtime: Runtime) -> None:
+    """Every row and page is back, and the next prompts give the oracle's tokens."""
+    assert runtime.allocator.num_free == runtime.allocator.num_pages - 1
+    assert sorted(runtime.free_rows) == list(range(runtime.config.max_num_reqs))
+    model, prompts = ToyModel(CPU, torch.float32), [[5, 6, 7], [9]]
+    assert run(runtime, prompts, SamplingParams(5)) == [greedy(model, prompt, 5) for prompt in prompts]
+
+
+BAD_PROMPTS = {
+    "last-token": ([TOKEN_FROM_ROW], r"prompts\[1\]\[0\]: expected an int from 0 to 60, got -"),
+    "minus-one": ([3, -1], r"prompts\[1\]\[1\]: expected an int from 0 to 60, got -1"),
+    "vocabulary": ([VOCAB], r"prompts\[1\]\[0\]: expected an int from 0 to 60, got 61"),
+    "wraps": ([2**32 + 5], r"prompts\[1\]\[0\]: .* got 4294967301"),
+    "huge": ([10**30], r"prompts\[1\]\[0\]: .* got 1000000000000000000000000000000"),
+    "bool": ([True], r"prompts\[1\]\[0\]: .* got True"),
+    "bools": (np.array([True]), r"prompts\[1\]: .* got bool values"),
+    "float": ([1.0], r"prompts\[1\]\[0\]: .* got 1.0"),
+    "floats": (np.array([1.0]), r"prompts\[1\]: .* got float64 values"),
+    "rank": (np.array([[1, 2]]), r"prompts\[1\]: expected one dimension, got shape \[1, 2\]"),
+    "ragged": ([1, [2]], r"prompts\[1\]\[1\]: .* got \[2\]"),
+    "text": ("ab", r"prompts\[1\]: .* got 'ab'"),
+    "number": (7, r"prompts\[1\]: .* got 7"),
+    "none": (None, r"prompts\[1\]: .* got None"),
+    "empty": ([], r"prompts\[1\]: expected at least 1 token, got 0"),
+    "bf16": (torch.tensor([1.0]).bfloat16(), r"prompts\[1\]: .* got a bfloat16 tensor on cpu"),
+    "meta": (torch.ones(1, dtype=torch.int64, device="meta"), r"prompts\[1\]: .* tensor on meta"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_PROMPTS)
+def test_a_bad_prompt_is_refused_before_any_step(toy: Runtime, case: str) -> None:
+    prompt, text = BAD_PROMPTS[case]
+    steps = toy.stats().real_tokens
+    with pytest.raises(ShapeError, match=text):
+        TextGenerator(toy).generate([[5, 6], prompt, [7]], SamplingParams(3))
+    assert toy.stats().real_tokens == steps
+    assert_idle_and_right(toy)
+
+
+@pytest.mark.parametrize(
+    ("prompts", "error", "text"),
+    [
+        (None, ShapeError, "prompts: expected a list or tuple of prompts, each a list of token ids, got None"),
+        ("ab", ShapeError, "prompts: .* got 'ab'"),
+        ([1, 2], ShapeError, r"prompts\[0\]: expected ints from 0 to 60 on the host, got 1"),
+        (np.ones((2, 3), np.int64), ShapeError, "prompts: expected a list or tuple"),
+        (({1}, [2]), ShapeError, r"prompts\[0\]: .* got \{1\}"),
+    ],
+    ids=["none", "text", "one-prompt", "padded", "set"],
+)
+def test_what_no_list_of_prompts_is(toy: Runtime, prompts, error, text: str) -> None:
+    with pytest.raises(error, match=text):
+        TextGenerator(toy).generate(prompts, SamplingParams(3))
+
+
+@pytest.mark.parametrize("params", [None, 3, "ab", [3], [None], SamplingParams], ids=str)
+def test_what_no_params_are(toy: Runtime, params) -> None:
+    with pytest.raises(GraphRTError, match="params"):
+        TextGenerator(toy).generate([[1]], params)
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    [(5, 6, 7), range(5, 8), np.array([5, 6, 7], np.uint8), torch.tensor([5, 6, 7]), [np.int16(5), 6, np.uint64(7)]],
+    ids=["tuple", "range", "uint8", "tensor", "numpy-items"],
+)
+def test_prompts_of_every_kind(toy: Runtime, prompt) -> None:
+    assert run(toy, [prompt], SamplingParams(5)) == [greedy(ToyModel(CPU, torch.float32), [5, 6, 7], 5)]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ({"max_new_tokens": 1.5}, "max_new_tokens: expected an int from 1 to 1073741824, got 1.5"),
+        ({"max_new_tokens": True}, "max_new_tokens: .* got True"),
+        ({"max_new_tokens": 2**31}, "max_new_tokens: .* got 2147483648"),
+        ({"seed": 2**32}, "seed: expected an int from 0 to 4294967295, got 4294967296"),
+        ({"seed": 1.0}, "seed: .* got 1.0"),
+        ({"seed": None}, "seed: .* got None"),
+        ({"temperature": "hot"}, "temperature: expected a finite number >= 0, got 'hot'"),
+        ({"temperature": float("inf")}, "temperature: .* got inf"),
+        ({"temperature": 1e39}, "temperature: .* got 1e"),
+        ({"temperature": -0.5}, "temperature: .* got -0.5"),
+        ({"temperature": True}, "temperature: .* got True"),
+        ({"stop_ids": 3}, "stop_ids: expected a set of token ids, got 3"),
+        ({"stop_ids": "ab"}, "stop_ids: .* got 'ab'"),
+        ({"stop_ids": [1.5]}, "stop_ids: expected an int >= 0, got 1.5"),
+        ({"stop_ids": {True}}, "stop_ids: .* got True"),
+        ({"stop_ids": {-1}}, "stop_ids: .* got -1"),
+        ({"stop_ids": [[1]]}, r"stop_ids: .* got \[1\]"),
+    ],
+    ids=str,
+)
+def test_sampling_params_of_wrong_types(arguments: dict, text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        SamplingParams(**arguments)
+
+
+def test_sampling_params_are_pythons_own() -> None:
+    params = SamplingParams(np.int64(3), np.float32(0.5), np.uint32(2**32 - 1), [np.int32(4), 4])
+    assert params == SamplingParams(3, 0.5, 2**32 - 1, frozenset({4}))
+    assert [type(x) for x in (params.max_new_tokens, params.temperature, params.seed)] == [int, float, int]
+    assert hash(params) == hash(SamplingParams(3, 0.5, 2**32 - 1, frozenset({4})))
+
+
+class Wild(ToyModel):
+    """Logits that are all `fill` for rows whose last token is 13, while `on`."""
+
+    on, fill = True, float("nan")
+
+    def forward(self, step) -> torch.Tensor:
+        logits = super().forward(step)
+        bad = (step.input_ids == 13)[step.logits_indices][:, None]
+        return torch.where(bad, torch.full_like(logits, self.fill), logits)
+
+
+@pytest.mark.parametrize("fill", [float("nan"), float("-inf")], ids=["nan", "inf"])
+@pytest.mark.parametrize("prompt", [[13], [5, 13], [13] * 20 + [13]], ids=["one", "last", "chunks"])
+def test_logits_that_offer_no_token_end_generation_with_an_error(fill: float, prompt: list[int]) -> None:
+    """In that step, not one late; the rows and pages of all prompts come back."""
+    model = Wild(CPU, torch.float32)
+    model.fill = fill
+    runtime = make_runtime(CPU, model=model)
+    runtime.capture()
+    events = TextGenerator(runtime).generate([[5, 6], prompt], SamplingParams(30))
+    with pytest.raises(ReplayError, match=r"NaN|NO_TOKEN_OFFERED"):
+        for _ in itertools.islice(events, 50):
+            pass
+    assert_idle_and_right(runtime)
+
+
+def test_a_row_without_token_and_without_fault_is_an_error(toy: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the device reports, a loop over rows that must yield a token does not go on without one."""
+    real = toy.replay
+
+    def replay(batch):
+        handle = real(batch)
+        silent = SimpleNamespace(
+            step=handle.step, wait=handle.wait, tokens=lambda: np.full(batch.num_reqs, -1, np.int32)
+        )
+        return silent
+
+    monkeypatch.setattr(toy, "replay", replay)
+    with pytest.raises(ReplayError, match=r"prompts\[0\]: expected a token from step \d+, got none"):
+        list(TextGenerator(toy).generate([[5, 6]], SamplingParams(30)))
+    monkeypatch.undo()
+    assert_idle_and_right(toy)
+
+
+def test_rows_come_back_after_the_steps_in_flight_have_ended(toy: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
+    real, waited = toy.replay, []
+
+    def replay(batch):
+        handle = real(batch)
+        waits = lambda: waited.append(handle.step) or handle.wait()  # noqa: E731
+        return SimpleNamespace(step=handle.step, tokens=handle.tokens, wait=waits)
+
+    monkeypatch.setattr(toy, "replay", replay)
+    events = TextGenerator(toy).generate([[5, 6], [7]], SamplingParams(30))
+    next(events)
+    pages = toy.allocator.num_free
+    monkeypatch.setattr(toy.allocator, "free", lambda ids, free=toy.allocator.free: waited.append("free") or free(ids))
+    events.close()
+    monkeypatch.undo()
+    assert waited[1:] == ["free", "free"]
+    assert isinstance(waited[0], int), "a step in flight is waited for before pages are free"
+    assert toy.allocator.num_free > pages
+    assert_idle_and_right(toy)
+
+
+@pytest.mark.parametrize("max_new_tokens", [1, 2])
+def test_prompts_of_one_token_and_answers_of_one_token(toy: Runtime, max_new_tokens: int) -> None:
+    model = ToyModel(CPU, torch.float32)
+    answers = run(toy, [[3], [4], [5, 6], [7], [8], [9]], SamplingParams(max_new_tokens))
+    assert answers == [greedy(model, p, max_new_tokens) for p in ([3], [4], [5, 6], [7], [8], [9])]
+    assert_idle_and_right(toy)
+
+
+def test_prompts_longer_than_a_step_run_in_chunks_beside_others(toy: Runtime) -> None:
+    model, prompts = ToyModel(CPU, torch.float32), [[2] * 40, [3], list(range(30)), [4] * 16, [5] * 17, [6]]
+    assert run(toy, prompts, SamplingParams(8)) == [greedy(model, prompt, 8) for prompt in prompts]
+    assert_idle_and_right(toy)
+
+
+def test_no_prompts(toy: Runtime) -> None:
+    assert list(TextGenerator(toy).generate([], SamplingParams(3))) == []
+
+
+def test_a_stop_token_as_the_first_token(toy: Runtime) -> None:
+    (first,) = greedy(ToyModel(CPU, torch.float32), [5, 6], 1)
+    params = SamplingParams(4, stop_ids=[first])
+    assert list(TextGenerator(toy).generate([[5, 6]], params)) == [Event(0, None, True)]
+    assert_idle_and_right(toy)
+
+
+def test_generators_need_a_captured_runtime_with_a_sampler() -> None:
+    runtime = make_runtime(CPU)
+    generator = TextGenerator(runtime)
+    with pytest.raises(CaptureError, match="generate: expected a captured runtime, got state 'new'"):
+        generator.generate([[1]], SamplingParams(3))
+    runtime.capture()
+    running = generator.generate([[5, 6]], SamplingParams(30))
+    next(running)
+    runtime.close()
+    with pytest.raises(CaptureError, match="closed"):
+        list(running)
+    with pytest.raises(CaptureError, match="generate: expected a captured runtime, got state 'closed'"):
+        generator.generate([[1]], SamplingParams(3))
+    with pytest.raises(CaptureError, match="closed"):
+        TextGenerator(runtime)
+    assert sorted(runtime.free_rows) == [0, 1, 2, 3]
+    with pytest.raises(ConfigError, match="runtime: expected one with a sampler, got sampler=None"):
+        TextGenerator(make_runtime(CPU, sampler=None))
+    for wrong in (None, "runtime", runtime.state):
+        with pytest.raises(ConfigError, match="runtime: expected Runtime, got"):
+            TextGenerator(wrong)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -167,6 +168,155 @@ def test_copy_and_swap_pages() -> None:
         assert all(torch.equal(a, b) for a, b in zip(state, now, strict=True))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float8_e4m3fn], ids=["wide", "fp8"])
+def test_modes_of_the_process_do_not_reach_a_cache(dtype: torch.dtype) -> None:
+    """Inference mode, a default device and a default dtype: tensors stay plain, where and what was asked for."""
+    spec = KVCacheSpec(2, 2, 8, 4, KVLayout.HND, dtype)
+    torch.set_default_device("meta")
+    torch.set_default_dtype(torch.float64)
+    try:
+        with torch.inference_mode():
+            cache = KVCache.allocate(spec, 6, "cpu")
+            own = KVCache(spec, [t.clone() for t in cache.k], [t.clone() for t in cache.v])
+    finally:
+        torch.set_default_dtype(torch.float32)
+        torch.set_default_device(None)
+    made = [t for _, t in cache.named_tensors()]
+    assert len(made) == (8 if dtype.itemsize == 1 else 4)
+    assert not any(t.is_inference() for t in (*made, *own.k_scales, *own.v_scales))
+    assert {t.device for t in (*made, *own.k_scales)} == {CPU}
+    assert {t.dtype for t in (*cache.k, *cache.v)} == {dtype}
+    assert {t.dtype for t in (*own.k_scales, *cache.v_scales)} <= {torch.float32}
+    for tensor in (*made, *own.k_scales):
+        tensor.zero_()
+    own.copy_pages([1], [2])
+    own.swap_pages(cache, [1], [2])
+
+
+def test_the_null_page_may_be_the_last() -> None:
+    spec = KVCacheSpec(1, 1, 8, null_page="last")
+    assert [KVCache.allocate(spec, pages, CPU).null_page for pages in (2, 9)] == [1, 8]
+    assert KVCache.allocate(KVCacheSpec(1, 1, 8, null_page=3), 9, CPU).null_page == 3
+    with pytest.raises(ConfigError, match='null_page: expected a page below num_pages=9, got 9; pass "last"'):
+        KVCache.allocate(KVCacheSpec(1, 1, 8, null_page=9), 9, CPU)
+    for wrong in ("first", None, -1, 1.0, True, np.array([1, 2]), 2**31):
+        with pytest.raises(
+            ConfigError, match=r"KVCacheSpec.null_page: expected an int from 0 .*\"last\" leaves page 0"
+        ):
+            KVCacheSpec(1, 1, 8, null_page=wrong)
+
+
+SPEC = KVCacheSpec(2, 2, 8, 4, dtype=torch.float32)
+K = [torch.zeros(6, 4, 2, 8) for _ in range(2)]
+V = [torch.zeros(6, 4, 2, 8) for _ in range(2)]
+
+WRONG_TYPES = {
+    "spec": (lambda: KVCache("spec", K, V), "spec: expected KVCacheSpec, got 'spec'"),
+    "allocate-spec": (lambda: KVCache.allocate(None, 6, "cpu"), "spec: expected KVCacheSpec, got None"),
+    "k": (lambda: KVCache(SPEC, None, V), "k: expected a list or tuple of tensors, one per layer, got None"),
+    "v": (lambda: KVCache(SPEC, K, K[0]), "v: expected a list or tuple of tensors"),
+    "v-text": (lambda: KVCache(SPEC, K, "ab"), "v: expected a list or tuple of tensors, one per layer, got 'ab'"),
+    "v-item": (lambda: KVCache(SPEC, K, [V[0], 3]), r"v\[1\]: expected a torch.Tensor, got int"),
+    "rank": (lambda: KVCache(SPEC, [K[0][0], K[1]], V), r"k\[0\]: expected shape \[\*, 4, 2, 8\], got \[4, 2, 8\]"),
+    "sparse": (lambda: KVCache(SPEC, [K[0].to_sparse(), K[1]], V), r"k\[0\]: expected a dense tensor"),
+    "nested": (
+        lambda: KVCache(SPEC, [torch.nested.nested_tensor(list(K[0]), layout=torch.strided), K[1]], V),
+        r"k\[0\]: expected a dense tensor",
+    ),
+    "grad": (
+        lambda: KVCache(SPEC, K, [V[0], V[1].clone().requires_grad_()]),
+        r"v\[1\]: expected a tensor without gradient",
+    ),
+    "one-page": (
+        lambda: KVCache(SPEC, [t[:1] for t in K], [t[:1] for t in V]),
+        "num_pages: expected an int from 2 .* 1;",
+    ),
+    "scales": (lambda: KVCache(SPEC, K, V, k_scales=3), "k_scales: expected a list or tuple of tensors"),
+    "pages": (lambda: KVCache.allocate(SPEC, 6.0, "cpu"), "num_pages: expected an int from 2 to 2147483647, got 6.0"),
+    "too-many": (lambda: KVCache.allocate(SPEC, 2**31, "cpu"), "num_pages: .* got 2147483648"),
+    "device": (lambda: KVCache.allocate(SPEC, 6, 3), "device: expected cpu, cuda or cuda:N, got 3"),
+    "device-name": (lambda: KVCache.allocate(SPEC, 6, "tpu"), "device: expected cpu, cuda or cuda:N, got 'tpu'"),
+    "device-kind": (lambda: KVCache.allocate(SPEC, 6, "xpu"), "device: expected cpu, cuda or cuda:N, got 'xpu'"),
+    "device-index": (
+        lambda: KVCache.allocate(SPEC, 6, "cuda:99"),
+        r"device: expected one of \d CUDA devices, got 'cuda:9",
+    ),
+    "memory": (
+        lambda: KVCache.allocate(KVCacheSpec(60000, 60000, 60000), 2**31 - 1, "cpu"),
+        "num_pages: expected a cache that fits cpu, got 2147483647 pages of 1382",
+    ),
+    "memory-of-torch": (
+        lambda: KVCache.allocate(KVCacheSpec(4, 256, 512, 1024), 2**31 - 1, "cpu"),
+        "num_pages: expected a cache that fits cpu, got 2147483647 pages of 2147483648 bytes",
+    ),
+    "other": (lambda: KVCache(SPEC, K, V).swap_pages(K, [1], [2]), "other: expected KVCache, got"),
+    "copy-none": (
+        lambda: KVCache(SPEC, K, V).copy_pages(None, [2]),
+        "src_pages: expected ints from 0 to 5 .* got None",
+    ),
+    "copy-ragged": (lambda: KVCache(SPEC, K, V).copy_pages([1, 2], [3, [4]]), r"dst_pages\[1\]: .* got \[4\]"),
+    "pages-for": (lambda: SPEC.pages_for(1.5), "num_tokens: expected an int >= 0, got 1.5"),
+    "pages-for-less": (lambda: SPEC.pages_for(-1), "num_tokens: expected an int >= 0, got -1"),
+    "dtype": (lambda: KVCacheSpec(1, 1, 8, dtype="float16"), "KVCacheSpec.dtype: expected one of .* got 'float16'"),
+    "dtype-array": (lambda: KVCacheSpec(1, 1, 8, dtype=np.ones(2)), "KVCacheSpec.dtype: expected one of"),
+    "layout": (lambda: KVCacheSpec(1, 1, 8, layout="NHD"), "KVCacheSpec.layout: expected .* got 'NHD'"),
+    "heads": (lambda: KVCacheSpec(1, 65537, 8), "KVCacheSpec.num_kv_heads: expected an int from 1 to 65536, got 65537"),
+    "huge": (lambda: KVCacheSpec(10**5000, 1, 8), "KVCacheSpec.num_layers: .* got a value of type int"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG_TYPES)
+def test_what_no_cache_is_made_of(case: str) -> None:
+    call, text = WRONG_TYPES[case]
+    with pytest.raises((ConfigError, ShapeError, CapacityError), match=text):
+        call()
+
+
+WRONG_PAGES = {
+    "init": (lambda a: PageAllocator(1.5), "PageAllocator.num_pages: expected an int from 2 to 2147483647, got 1.5"),
+    "init-none": (lambda a: PageAllocator(None), "PageAllocator.num_pages: .* got None"),
+    "init-one": (lambda a: PageAllocator(1), "PageAllocator.num_pages: .* got 1"),
+    "null": (lambda a: PageAllocator(5, "last"), "PageAllocator.null_page: expected an int from 0 to 4, got 'last'"),
+    "null-out": (lambda a: PageAllocator(5, 5), "PageAllocator.null_page: .* got 5"),
+    "count": (lambda a: a.allocate(1.0), "count: expected an int >= 0, got 1.0"),
+    "count-none": (lambda a: a.allocate(None), "count: .* got None"),
+    "count-less": (lambda a: a.allocate(-1), "count: .* got -1"),
+    "count-bool": (lambda a: a.allocate(True), "count: .* got True"),
+    "count-huge": (lambda a: a.allocate(10**5000), "at most 2 free of 4, got a request for a value of type int"),
+    "owners": (lambda a: a.owners(-1), "page: expected an int from 0 to 4, got -1"),
+    "owners-text": (lambda a: a.owners("1"), "page: .* got '1'"),
+    "free": (lambda a: a.free(None), "free: pages: expected ints from 0 to 4 on the host, got None"),
+    "free-one": (lambda a: a.free(1), "free: pages: .* got 1"),
+    "free-float": (lambda a: a.free([1.0]), r"free: pages\[0\]: .* got 1.0"),
+    "free-ragged": (lambda a: a.free([1, [2]]), r"free: pages\[1\]: .* got \[2\]"),
+    "share": (lambda a: a.share("12"), "share: pages: .* got '12'"),
+    "share-rank": (lambda a: a.share(np.array([[1]])), r"share: pages: expected one dimension, got shape \[1, 1\]"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG_PAGES)
+def test_an_allocator_takes_ints_alone(case: str) -> None:
+    allocator = PageAllocator(5)
+    pages = allocator.allocate(2)
+    call, text = WRONG_PAGES[case]
+    with pytest.raises((ConfigError, CapacityError), match=text):
+        call(allocator)
+    assert allocator.num_free == 2
+    assert [allocator.owners(page) for page in pages] == [1, 1]
+    allocator.free(np.array(pages, np.int16))
+    assert allocator.num_free == 4
+    assert {type(page) for page in allocator.allocate(np.int64(4))} == {int}
+
+
+def test_pages_freed_last_are_handed_out_first_and_a_huge_cache_costs_nothing() -> None:
+    allocator = PageAllocator(2**31 - 1, null_page=2)
+    first = allocator.allocate(4)
+    assert first == [0, 1, 3, 4]
+    allocator.free([3, 0])
+    assert allocator.allocate(3) == [0, 3, 5]
+    assert allocator.num_free == 2**31 - 2 - 5
+
+
 def test_allocation_over_capacity_changes_nothing() -> None:
     allocator = PageAllocator(5)
     first = allocator.allocate(2)
@@ -190,7 +340,7 @@ def test_allocation_over_capacity_changes_nothing() -> None:
 def test_pages_that_nobody_owns(call) -> None:
     allocator = PageAllocator(5)
     pages = allocator.allocate(2)
-    with pytest.raises(ConfigError, match="expected an allocated page, got page"):
+    with pytest.raises(ConfigError, match="pass pages that allocate"):
         call(allocator, pages)
     assert allocator.num_free == 2
     assert [allocator.owners(p) for p in pages] == [1, 1]

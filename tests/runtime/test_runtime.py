@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import gc
+import weakref
 
 import pytest
 import torch
 
 from graphrt.batch import Batch
 from graphrt.config import RuntimeConfig
-from graphrt.kernels.errors import CapacityError, ConfigError
+from graphrt.kernels.errors import CapacityError, CaptureError, ConfigError
 from graphrt.kernels.types import KVLayout
+from graphrt.kv_cache import KVCache
+from graphrt.replay import State
 from graphrt.runtime import Runtime, resolve_device
 from graphrt.spec import AttentionSpec, KVCacheSpec
-from tests.runtime.toy import HEAD_DIM, HEADS, KV_HEADS, LAYERS, VOCAB, ToyModel
+from tests.runtime.toy import HEAD_DIM, HEADS, KV_HEADS, LAYERS, VOCAB, ToyModel, greedy, make_runtime
 
 MIB = 1 << 20
 
@@ -58,6 +61,181 @@ def test_memory_utilization_is_a_share(value: float) -> None:
 def test_devices_that_are_not_there(name: str, text: str) -> None:
     with pytest.raises(ConfigError, match=text):
         resolve_device(name)
+
+
+CPU = torch.device("cpu")
+SPEC = KVCacheSpec(LAYERS, KV_HEADS, HEAD_DIM, 4, dtype=torch.float32)
+
+
+def one_row(page: int) -> Batch:
+    return Batch.of(row_ids=[0], seq_lens=[1], tokens=[3], page_indptr=[0, 1], page_ids=[page])
+
+
+def assert_right(runtime: Runtime, model: ToyModel, page: int) -> None:
+    want = model.oracle([3])
+    handle = runtime.replay(one_row(page))
+    assert (handle.logits()[0].double().cpu() - want).abs().max() < 2e-4
+    assert handle.tokens().tolist() == [int(want.argmax())]
+
+
+CLOSED = {
+    "manager": lambda r: r.manager,
+    "kv_cache": lambda r: r.kv_cache,
+    "capture": lambda r: r.capture(),
+    "replay": lambda r: r.replay(one_row(5)),
+    "with": lambda r: r.__enter__(),
+}
+
+
+def test_after_close_every_call_answers(device: torch.device) -> None:
+    runtime = make_runtime(device)
+    runtime.capture()
+    handle = runtime.replay(one_row(5))
+    runtime.close()
+    runtime.close()
+    for name, call in CLOSED.items():
+        with pytest.raises(CaptureError, match=f"{name}: expected an open runtime, got one that was closed"):
+            call(runtime)
+    assert runtime.state is State.CLOSED
+    assert (runtime.stats().real_tokens, sum(runtime.stats().replays.values())) == (1, 1)
+    assert handle.tokens().tolist() == greedy(ToyModel(CPU, torch.float32), [3], 1)
+    assert (runtime.vocab_size, runtime.samples, runtime.device) == (VOCAB, True, device)
+    assert runtime.config.max_num_reqs == len(runtime.free_rows) == 4
+    assert runtime.allocator.num_free == runtime.memory_plan.num_pages - 1
+
+
+def test_close_before_capture() -> None:
+    runtime = make_runtime(CPU)
+    assert runtime.state is State.NEW
+    with pytest.raises(CaptureError, match="it needs capture"):
+        runtime.replay(one_row(5))
+    runtime.close()
+    assert runtime.state is State.CLOSED
+    assert runtime.stats().real_tokens == 0
+
+
+def test_close_lets_go_of_the_cache() -> None:
+    runtime = make_runtime(CPU)
+    cache = weakref.ref(runtime.kv_cache)
+    runtime.close()
+    gc.collect()
+    assert cache() is None
+
+
+def test_a_with_block_closes(device: torch.device) -> None:
+    model = ToyModel(device, torch.float32)
+    with make_runtime(device, model=model) as runtime:
+        runtime.capture()
+        assert_right(runtime, model, 5)
+    assert runtime.state is State.CLOSED
+    with pytest.raises(KeyError), make_runtime(device) as failed:
+        raise KeyError("of the caller")
+    assert failed.state is State.CLOSED
+
+
+def test_page_0_is_handed_out_where_the_null_page_is_the_last(device: torch.device) -> None:
+    """With a cache sized by itself, and with one of a given size; and the last page is refused as page 0 was."""
+    model = ToyModel(device, torch.float32)
+    spec = KVCacheSpec(LAYERS, KV_HEADS, HEAD_DIM, 4, dtype=torch.float32, null_page="last")
+    for num_pages, last in (("auto", 4 * 16), (7, 6)):
+        with make_runtime(device, model=model, kv_spec=spec, num_pages=num_pages) as runtime:
+            for tensor in (*runtime.kv_cache.k, *runtime.kv_cache.v):
+                tensor.fill_(float("nan"))
+            runtime.capture()
+            assert runtime.kv_cache.null_page == last
+            assert runtime.kv_cache.num_pages == last + 1
+            assert_right(runtime, model, 0)
+            fault = runtime.replay(one_row(last)).fault
+            assert (fault.code.name, fault.value) == ("PAGE_OUT_OF_RANGE", last)
+            pages = runtime.allocator.allocate(last)
+            assert sorted(pages) == list(range(last))
+
+
+@pytest.mark.parametrize("num_pages", ["auto", 9])
+def test_the_kv_tensors_may_be_the_callers(device: torch.device, num_pages: int | str) -> None:
+    """The caller's function makes the cache, graphrt works out how many pages; after close the tensors are intact."""
+    made: list[KVCache] = []
+
+    def allocate(spec: KVCacheSpec, pages: int, where: torch.device) -> KVCache:
+        pool = torch.zeros(LAYERS, pages, 2, spec.page_size, KV_HEADS, HEAD_DIM, device=where)
+        made.append(KVCache(spec, list(pool[:, :, 0]), list(pool[:, :, 1])))
+        return made[-1]
+
+    model = ToyModel(device, torch.float32)
+    runtime = make_runtime(device, model=model, num_pages=num_pages, allocate_kv=allocate)
+    assert runtime.kv_cache is made[-1]
+    assert runtime.kv_cache.num_pages == (9 if num_pages == 9 else 1 + 4 * 16)
+    runtime.capture()
+    assert_right(runtime, model, 5)
+    runtime.close()
+    assert made[-1].k[0][5, 0].abs().max() > 0
+
+
+def test_weights_of_a_model_that_is_no_module(device: torch.device) -> None:
+    """Given once, also as a generator, they are watched: a step after one of them moved raises."""
+    module = ToyModel(device, torch.float32)
+    runtime = make_runtime(device, model=lambda step: module(step), weights=module.named_parameters())
+    runtime.capture()
+    assert_right(runtime, module, 5)
+    module.where.data = module.where.data.clone()
+    with pytest.raises(RuntimeError, match="where: expected at address"):
+        runtime.replay(one_row(5))
+
+
+WRONG: dict[str, tuple[dict, str]] = {
+    "model": ({"model": "abc"}, "model: expected a callable, got 'abc'"),
+    "sampler": ({"sampler": "abc"}, "sampler: expected a callable, got 'abc'"),
+    "weights": ({"weights": "abc"}, "weights: expected pairs of a name and a tensor, got 'abc'"),
+    "weights-item": ({"weights": [("a", 1)]}, r"weights\[0\]: expected a name and a tensor, got \('a', 1\)"),
+    "stream": ({"stream": "abc"}, "stream: expected Stream, got 'abc'"),
+    "config": ({"config": "abc"}, "config: expected RuntimeConfig, got 'abc'"),
+    "kv_spec": ({"kv_spec": "abc"}, "kv_spec: expected KVCacheSpec, got 'abc'"),
+    "attention": ({"attention": "abc"}, "attention: expected a list or tuple of AttentionSpec"),
+    "attention-none": ({"attention": None}, "attention: expected a list or tuple of AttentionSpec, .* got None"),
+    "attention-item": ({"attention": [SPEC] * 2}, r"attention\[0\]: expected AttentionSpec, got KVCacheSpec"),
+    "attention-count": ({"attention": [AttentionSpec(4, 2, 16, torch.float32)]}, "attention: expected 2 specs"),
+    "vocab": ({"vocab_size": 61.0}, "vocab_size: expected an int from 1 to 2147483647, got 61.0"),
+    "vocab-zero": ({"vocab_size": 0}, "vocab_size: .* got 0"),
+    "vocab-bool": ({"vocab_size": True}, "vocab_size: .* got True"),
+    "pages": ({"num_pages": 1.5}, 'num_pages: expected an int from 2 to 2147483647, got 1.5; or pass "auto"'),
+    "pages-text": ({"num_pages": "some"}, "num_pages: .* got 'some'"),
+    "pages-none": ({"num_pages": None}, "num_pages: .* got None"),
+    "pages-one": ({"num_pages": 1}, "num_pages: .* got 1"),
+    "share": ({"memory_utilization": "x"}, r"memory_utilization: expected a share in \(0, 1\], got 'x'"),
+    "share-nan": ({"memory_utilization": float("nan")}, "memory_utilization: .* got nan"),
+    "share-bool": ({"memory_utilization": True}, "memory_utilization: .* got True"),
+    "device": ({"device": 0}, "device: expected cpu, cuda or cuda:N, got 0"),
+    "device-bytes": ({"device": b"cpu"}, "device: .* got b'cpu'"),
+    "allocate": ({"allocate_kv": 3}, "allocate_kv: expected a callable, got 3"),
+    "allocate-none": ({"allocate_kv": lambda *_: None}, "allocate_kv: expected KVCache, got None; return a KVCache"),
+    "allocate-pages": (
+        {"allocate_kv": lambda s, n, d: KVCache.allocate(s, n + 1, d), "num_pages": 5},
+        "allocate_kv: expected a cache of num_pages 5, got 6",
+    ),
+    "allocate-spec": (
+        {"allocate_kv": lambda s, n, d: KVCache.allocate(KVCacheSpec(2, 2, 16, 8), n, d)},
+        "allocate_kv: expected a cache of spec .*page_size=4.*, got .*page_size=8",
+    ),
+    "allocate-device": (
+        {"allocate_kv": lambda s, n, d: KVCache.allocate(s, n, "meta")},
+        "allocate_kv: expected a cache of device cpu, got meta",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_arguments_of_wrong_types(case: str) -> None:
+    changes, text = WRONG[case]
+    arguments = {
+        "model": ToyModel(CPU, torch.float32),
+        "attention": AttentionSpec(HEADS, KV_HEADS, HEAD_DIM, torch.float32),
+        "kv_spec": SPEC,
+        "vocab_size": VOCAB,
+        "device": "cpu",
+        "config": RuntimeConfig(max_num_reqs=2, max_num_tokens=8, max_seq_len=16),
+    }
+    with pytest.raises(ConfigError, match=text):
+        Runtime(**(arguments | changes))
 
 
 @pytest.mark.gpu

@@ -12,6 +12,7 @@ from graphrt.config import RuntimeConfig
 from graphrt.kernels.types import TOKEN_FROM_ROW, KVLayout
 from graphrt.kv_cache import KVCache, PageAllocator
 from graphrt.replay import ReplayManager
+from graphrt.runtime import Runtime
 from graphrt.sampling import sample_tokens
 from graphrt.spec import AttentionSpec, KVCacheSpec
 from graphrt.step import Sampler, Step
@@ -134,3 +135,25 @@ def make_rig(
     if capture:
         manager.capture()
     return Rig(model, manager, PageAllocator(num_pages), page_size)
+
+
+def make_runtime(device: torch.device, *, model: object = None, config: dict | None = None, **options) -> Runtime:
+    """A runtime of the toy model in float32, not captured yet, of 4 rows and pages of 4 tokens."""
+    settings = {"max_num_reqs": 4, "max_num_tokens": 16, "max_seq_len": MAX_LEN} | (config or {})
+    return Runtime(
+        model or ToyModel(device, torch.float32),
+        AttentionSpec(HEADS, KV_HEADS, HEAD_DIM, torch.float32),
+        options.pop("kv_spec", KVCacheSpec(LAYERS, KV_HEADS, HEAD_DIM, 4, dtype=torch.float32)),
+        vocab_size=VOCAB,
+        device=device,
+        config=RuntimeConfig(**settings),
+        **options,
+    )
+
+
+def greedy(model: ToyModel, prompt: list[int], count: int) -> list[int]:
+    """What greedy decoding appends to `prompt`, by the oracle."""
+    tokens = list(prompt)
+    for _ in range(count):
+        tokens.append(int(model.oracle(tokens).argmax()))
+    return tokens[len(prompt) :]
