@@ -226,7 +226,7 @@ class _Running:
         self._limits = np.zeros(slots, np.int64)
         self._row_ids = np.zeros(slots, np.int32)
         self._temperatures = np.zeros(slots, np.float32)
-        self._seeds = np.zeros(slots, np.int64)
+        self._seeds = np.zeros(slots, np.uint32)
 
     def admit(self, sequence: _Sequence) -> bool:
         """Give a sequence a row and pages for its whole length; False where there are none."""
@@ -258,7 +258,7 @@ class _Running:
         counts = -(-seq_lens // self._page_size)
         page_indptr = np.zeros(len(slots) + 1, np.int32)
         np.cumsum(counts, out=page_indptr[1:])
-        batch = Batch.of(
+        batch = Batch(
             row_ids=self._row_ids[slots],
             seq_lens=seq_lens.astype(np.int32),
             query_lens=query_lens,

@@ -253,7 +253,7 @@ def test_a_row_id_forgets_the_sequence_before(device: torch.device) -> None:
     part = Batch(row_ids=[0], seq_lens=[1], tokens=[4], page_indptr=[0, 1], page_ids=[6], sample=[0])
     rig.manager.replay(part).tokens()
     too_early = Batch(row_ids=[0], seq_lens=[2], page_indptr=[0, 1], page_ids=[6])
-    with pytest.raises(StepFaultError, match="TOKEN_OUT_OF_RANGE: token -1"):
+    with pytest.raises(StepFaultError, match="NO_LAST_TOKEN: row_id 0 has no last token"):
         rig.manager.replay(too_early).tokens()
 
 

@@ -68,7 +68,7 @@ SPEC = KVCacheSpec(LAYERS, KV_HEADS, HEAD_DIM, 4, dtype=torch.float32)
 
 
 def one_row(page: int) -> Batch:
-    return Batch.of(row_ids=[0], seq_lens=[1], tokens=[3], page_indptr=[0, 1], page_ids=[page])
+    return Batch(row_ids=[0], seq_lens=[1], tokens=[3], page_indptr=[0, 1], page_ids=[page])
 
 
 def assert_right(runtime: Runtime, model: ToyModel, page: int) -> None:
