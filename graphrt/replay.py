@@ -220,7 +220,9 @@ class ReplayManager:
         with self._exclusive:
             target = self._dispatch("replay", batch, descriptor)
             why_eager = "asked for by the caller" if eager else target.why_eager
-            return self._submit(batch, target.descriptor, why_eager, forced=eager)
+            handle = self._submit(batch, target.descriptor, why_eager)
+            self._stats.count(target.descriptor, batch.num_tokens, why_eager, forced=eager)
+            return handle
 
     def _dispatch(self, call: str, batch: Batch, descriptor: BatchDescriptor | None) -> Dispatch:
         """1 dispatch: the captured size that serves this batch, or the reason why none does."""
@@ -235,7 +237,7 @@ class ReplayManager:
         check_instance("descriptor", descriptor, BatchDescriptor, advice="take one of manager.descriptors")
         return self._dispatcher.at(descriptor, batch.num_reqs, batch.num_tokens, uniform)
 
-    def _submit(self, batch: Batch, descriptor: BatchDescriptor, why_eager: str, *, forced: bool) -> StepHandle:
+    def _submit(self, batch: Batch, descriptor: BatchDescriptor, why_eager: str) -> StepHandle:
         with self._on_stream, torch.inference_mode():
             # 2 write the step record into a pinned slot that no step in flight uses; a step number is never used twice
             step, self._step = self._step, self._step + 1
@@ -248,14 +250,12 @@ class ReplayManager:
             # 5 a handle, which waits for this step alone
             sampled = self._program.sampler is not None
             submission = Submission(step, batch.num_reqs, descriptor, why_eager, sampled)
-            handle = StepHandle(submission, slot, self._buffers, self)
-        self._stats.count(descriptor, batch.num_tokens, why_eager, forced=forced)
-        return handle
+            return StepHandle(submission, slot, self._buffers, self)
 
     def compare(self, batch: Batch, *, descriptor: BatchDescriptor | None = None) -> StepComparison:
         """Run one step as a graph and eagerly, from the same state, and restore what the step changed.
 
-        Waits for the device. Row state and the KV slots that the step writes are as before afterwards, so `replay` of
+        Waits for the device, and counts as no step. Row state and the KV slots that the step writes are as before afterwards, so `replay` of
         the same batch may follow. State that the model itself keeps is not restored.
 
         Raises: as `replay`; and ReplayError for a batch that has no graph.
@@ -272,7 +272,7 @@ class ReplayManager:
             results = []
             for why_eager in ("", "compared with its graph"):
                 with self._on_stream, torch.inference_mode(), state_kept(self._buffers, self.kv_cache, slots):
-                    handle = self._submit(batch, target.descriptor, why_eager, forced=True)
+                    handle = self._submit(batch, target.descriptor, why_eager)
                     logits = self._logits[: batch.num_reqs].clone()
                     handle.wait()
                     if handle.error is not None and not handle.faults:
