@@ -17,7 +17,7 @@ from graphrt.models.loading import load_model
 from graphrt.models.smollm import default_model_path
 from graphrt.models.tokenizer import load_tokenizer
 from graphrt.runtime import Runtime
-from tests.runtime.toy import VOCAB, ToyModel, greedy, make_runtime
+from tests.runtime.toy import VOCAB, LivelyModel, greedy, make_runtime
 
 NEW_TOKENS = 64
 PROMPTS = (
@@ -185,7 +185,7 @@ def assert_idle_and_right(runtime: Runtime) -> None:
     """Every row and page is back, and the next prompts give the oracle's tokens."""
     assert runtime.allocator.num_free == runtime.allocator.num_pages - 1
     assert sorted(runtime.free_rows) == list(range(runtime.config.max_num_reqs))
-    model, prompts = ToyModel(CPU, torch.float32), [[5, 6, 7], [9]]
+    model, prompts = LivelyModel(CPU), [[5, 6, 7], [9]]
     assert run(runtime, prompts, SamplingParams(5)) == [greedy(model, prompt, 5) for prompt in prompts]
 
 
@@ -248,7 +248,7 @@ def test_what_no_params_are(toy: Runtime, params) -> None:
     ids=["tuple", "range", "uint8", "tensor", "numpy-items"],
 )
 def test_prompts_of_every_kind(toy: Runtime, prompt) -> None:
-    assert run(toy, [prompt], SamplingParams(5)) == [greedy(ToyModel(CPU, torch.float32), [5, 6, 7], 5)]
+    assert run(toy, [prompt], SamplingParams(5)) == [greedy(LivelyModel(CPU), [5, 6, 7], 5)]
 
 
 @pytest.mark.parametrize(
@@ -286,7 +286,7 @@ def test_sampling_params_are_pythons_own() -> None:
     assert hash(params) == hash(SamplingParams(3, 0.5, 2**32 - 1, frozenset({4})))
 
 
-class Wild(ToyModel):
+class Wild(LivelyModel):
     """Logits that are all `fill` for rows whose last token is 13, while `on`."""
 
     on, fill = True, float("nan")
@@ -301,7 +301,7 @@ class Wild(ToyModel):
 @pytest.mark.parametrize("prompt", [[13], [5, 13], [13] * 20 + [13]], ids=["one", "last", "chunks"])
 def test_logits_that_offer_no_token_end_generation_with_an_error(fill: float, prompt: list[int]) -> None:
     """In that step, not one late; the rows and pages of all prompts come back."""
-    model = Wild(CPU, torch.float32)
+    model = Wild(CPU)
     model.fill = fill
     runtime = make_runtime(CPU, model=model)
     runtime.capture()
@@ -353,14 +353,14 @@ def test_rows_come_back_after_the_steps_in_flight_have_ended(toy: Runtime, monke
 
 @pytest.mark.parametrize("max_new_tokens", [1, 2])
 def test_prompts_of_one_token_and_answers_of_one_token(toy: Runtime, max_new_tokens: int) -> None:
-    model = ToyModel(CPU, torch.float32)
+    model = LivelyModel(CPU)
     answers = run(toy, [[3], [4], [5, 6], [7], [8], [9]], SamplingParams(max_new_tokens))
     assert answers == [greedy(model, p, max_new_tokens) for p in ([3], [4], [5, 6], [7], [8], [9])]
     assert_idle_and_right(toy)
 
 
 def test_prompts_longer_than_a_step_run_in_chunks_beside_others(toy: Runtime) -> None:
-    model, prompts = ToyModel(CPU, torch.float32), [[2] * 40, [3], list(range(30)), [4] * 16, [5] * 17, [6]]
+    model, prompts = LivelyModel(CPU), [[2] * 40, [3], list(range(30)), [4] * 16, [5] * 17, [6]]
     assert run(toy, prompts, SamplingParams(8)) == [greedy(model, prompt, 8) for prompt in prompts]
     assert_idle_and_right(toy)
 
@@ -370,7 +370,7 @@ def test_no_prompts(toy: Runtime) -> None:
 
 
 def test_a_stop_token_as_the_first_token(toy: Runtime) -> None:
-    (first,) = greedy(ToyModel(CPU, torch.float32), [5, 6], 1)
+    (first,) = greedy(LivelyModel(CPU), [5, 6], 1)
     params = SamplingParams(4, stop_ids=[first])
     assert list(TextGenerator(toy).generate([[5, 6]], params)) == [Event(0, None, True)]
     assert_idle_and_right(toy)

@@ -16,7 +16,7 @@ from graphrt.kv_cache import KVCache
 from graphrt.replay import State
 from graphrt.runtime import Runtime, resolve_device
 from graphrt.spec import AttentionSpec, KVCacheSpec
-from tests.runtime.toy import HEAD_DIM, HEADS, KV_HEADS, LAYERS, VOCAB, ToyModel, greedy, make_runtime
+from tests.runtime.toy import HEAD_DIM, HEADS, KV_HEADS, LAYERS, VOCAB, LivelyModel, ToyModel, greedy, make_runtime
 
 MIB = 1 << 20
 
@@ -98,7 +98,7 @@ def test_after_close_every_call_answers(device: torch.device) -> None:
             call(runtime)
     assert runtime.state is State.CLOSED
     assert (runtime.stats().real_tokens, sum(runtime.stats().replays.values())) == (1, 1)
-    assert handle.tokens().tolist() == greedy(ToyModel(CPU, torch.float32), [3], 1)
+    assert handle.tokens().tolist() == greedy(LivelyModel(CPU), [3], 1)
     assert (runtime.vocab_size, runtime.samples, runtime.device) == (VOCAB, True, device)
     assert runtime.config.max_num_reqs == len(runtime.free_rows) == 4
     assert runtime.allocator.num_free == runtime.memory_plan.num_pages - 1
