@@ -24,19 +24,17 @@ class BatchDescriptor:
     padded_reqs     rows, pad rows included
     padded_tokens   tokens, pad tokens included; padded_reqs * query_len in a decode graph
     query_len       new tokens per row in a decode graph; 0 in a mixed graph, where rows differ
-    variant         name of the step function that was captured, where a runtime has more than one
     """
 
     kind: GraphKind
     padded_reqs: int
     padded_tokens: int
     query_len: int = 1
-    variant: str = "default"
     _hash: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        # Looked up at every step: hashing five fields each time would take longer than the launch.
-        key = (self.kind.value, self.padded_reqs, self.padded_tokens, self.query_len, self.variant)
+        # Looked up at every step: hashing four fields each time would take longer than the launch.
+        key = (self.kind.value, self.padded_reqs, self.padded_tokens, self.query_len)
         object.__setattr__(self, "_hash", hash(key))
         if self.padded_reqs < 1 or self.padded_tokens < 1:
             raise ConfigError(
@@ -52,22 +50,19 @@ class BatchDescriptor:
         return self._hash
 
     @classmethod
-    def decode(cls, padded_reqs: int, query_len: int = 1, variant: str = "default") -> BatchDescriptor:
+    def decode(cls, padded_reqs: int, query_len: int = 1) -> BatchDescriptor:
         """Key of the decode graph for `padded_reqs` rows of `query_len` new tokens each."""
-        return cls(GraphKind.DECODE, padded_reqs, padded_reqs * query_len, query_len, variant)
+        return cls(GraphKind.DECODE, padded_reqs, padded_reqs * query_len, query_len)
 
     @classmethod
-    def mixed(cls, padded_tokens: int, padded_reqs: int, variant: str = "default") -> BatchDescriptor:
+    def mixed(cls, padded_tokens: int, padded_reqs: int) -> BatchDescriptor:
         """Key of the mixed graph for `padded_tokens` packed tokens in at most `padded_reqs` rows."""
-        return cls(GraphKind.MIXED, padded_reqs, padded_tokens, 0, variant)
+        return cls(GraphKind.MIXED, padded_reqs, padded_tokens, 0)
 
     def __str__(self) -> str:
-        name = f"{self.kind.value}[{self.padded_reqs}"
         if self.kind is GraphKind.MIXED:
-            name = f"mixed[{self.padded_tokens} tokens, {self.padded_reqs}"
-        elif self.query_len > 1:
-            name += f" x {self.query_len}"
-        return name + (f", {self.variant}]" if self.variant != "default" else "]")
+            return f"mixed[{self.padded_tokens} tokens, {self.padded_reqs}]"
+        return f"decode[{self.padded_reqs}" + (f" x {self.query_len}]" if self.query_len > 1 else "]")
 
 
 def decode_ladder(max_num_reqs: int) -> tuple[int, ...]:

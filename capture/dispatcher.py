@@ -6,8 +6,8 @@ from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from graphrt.capture.descriptor import BatchDescriptor
-from graphrt.kernels.errors import CapacityError
+from graphrt.capture.descriptor import BatchDescriptor, GraphKind
+from graphrt.kernels.errors import CapacityError, ConfigError
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +59,27 @@ class Dispatcher:
                 f"batch: expected at most {self.max_num_reqs} requests and {self.max_num_tokens} tokens, got "
                 f"{num_reqs} requests and {num_tokens} tokens; split it, or raise max_num_reqs / max_num_tokens"
             )
-        return self._decode[num_reqs - 1] if uniform else self._mixed[num_tokens - 1]
+        # A batch without rows is uniform and goes where one row goes.
+        return self._decode[max(num_reqs, 1) - 1] if uniform else self._mixed[num_tokens - 1]
+
+    def at(self, descriptor: BatchDescriptor, num_reqs: int, num_tokens: int, uniform: bool) -> Dispatch:
+        """`descriptor` for a batch that it has room for, though a smaller size might serve.
+
+        Raises: ConfigError for a size that is not one of the ladders', CapacityError for a batch that does not fit.
+        """
+        table = self._decode if descriptor.kind is GraphKind.DECODE else self._mixed
+        size = descriptor.padded_reqs if descriptor.kind is GraphKind.DECODE else descriptor.padded_tokens
+        if size > len(table) or table[size - 1].descriptor != descriptor:
+            raise ConfigError(
+                f"descriptor: expected a size of this runtime's ladders, got {descriptor}; see descriptors"
+            )
+        fits = num_reqs <= descriptor.padded_reqs and num_tokens <= descriptor.padded_tokens
+        if not fits or (descriptor.kind is GraphKind.DECODE and not uniform):
+            raise CapacityError(
+                f"descriptor: expected one with room for {num_reqs} requests and {num_tokens} tokens"
+                f"{'' if uniform else ' of uneven rows'}, got {descriptor}; choose a larger or a mixed one"
+            )
+        return table[size - 1]
 
     def captured(self) -> tuple[BatchDescriptor, ...]:
         """Descriptors to capture, in order: mixed before decode, each from the largest, so that memory is reused."""

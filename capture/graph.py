@@ -69,3 +69,16 @@ class Recorder(Protocol):
 
     def close(self) -> None:
         """Give the pool and the capture stream back; every graph must have been closed."""
+
+
+NOTHING = torch.empty(0, dtype=torch.float32, device="cpu")
+"""Stands where a closed graph, or a manager without a step, has no output."""
+
+
+def ordinary(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory as a tensor that may be changed outside of `torch.inference_mode`, wherever it was made."""
+    if not tensor.is_inference():
+        return tensor
+    with torch.inference_mode(False):
+        alias = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        return alias.set_(tensor.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())

@@ -19,7 +19,7 @@ import triton
 from cuda.bindings import driver
 
 from graphrt.capture.descriptor import BatchDescriptor
-from graphrt.capture.graph import GraphReport, Recorder, StepFunction
+from graphrt.capture.graph import NOTHING, GraphReport, Recorder, StepFunction
 from graphrt.capture.tape import OpTapeRecorder
 from graphrt.kernels.errors import CaptureError
 
@@ -44,12 +44,7 @@ class CudaGraph:
         if self._graph is not None:
             self._graph.reset()
             self._graph = None
-        self.output = torch.empty(0)
-
-    def raw_graph(self) -> int:
-        """Address of the CUgraph template, for inspection."""
-        assert self._graph is not None, "raw_graph of a closed graph"
-        return int(self._graph.raw_cuda_graph())
+        self.output = NOTHING
 
 
 class CudaGraphRecorder:
@@ -82,7 +77,7 @@ class CudaGraphRecorder:
 
     def warm_up(self, step: StepFunction, prepare: Callable[[], None]) -> None:
         prepare()
-        with torch.no_grad():
+        with torch.inference_mode():
             step()
 
     def record(self, step: StepFunction, descriptor: BatchDescriptor, prepare: Callable[[], None]) -> CudaGraph:
@@ -113,7 +108,7 @@ class CudaGraphRecorder:
 
     def _capture(self, step: StepFunction) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
         graph = torch.cuda.CUDAGraph(keep_graph=True)
-        with _kernel_loads_allowed(), torch.no_grad():
+        with _kernel_loads_allowed(), torch.inference_mode():
             # thread_local: CUDA calls of other threads neither break this capture nor are captured.
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
@@ -186,7 +181,8 @@ class _DeviceMemory:
 def _borrow(tensor: torch.Tensor) -> torch.Tensor:
     """The same memory without owning it. Were graphs to own their outputs, smaller ones could not reuse the memory:
     the logits of 35 sizes of a 128k vocabulary alone would take more than a gigabyte of the pool."""
-    return torch.as_tensor(_DeviceMemory(tensor), device=tensor.device).view(tensor.dtype)
+    with torch.inference_mode(False):
+        return torch.as_tensor(_DeviceMemory(tensor), device=tensor.device).view(tensor.dtype)
 
 
 def _upload(graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream) -> None:

@@ -6,6 +6,7 @@ had from `acquire`, which waits for the event that the slot's last step recorded
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 
 import numpy as np
@@ -14,21 +15,23 @@ import torch
 
 
 class StagingSlot:
-    """One slot: a host record, the event of the step that used it last, and who wants to know that it ended.
+    """One slot: a host record, the event of the step that used it last, and who collects that step's results.
 
     on_done   called once, after the slot's step has ended and before the slot is written again
     """
 
-    __slots__ = ("_event", "_stream", "_submitted", "on_done", "record", "record_tensor")
+    __slots__ = ("_event", "_lock", "_stream", "_submitted", "on_done", "record", "record_tensor")
 
     def __init__(self, words: int, device: torch.device) -> None:
         cuda = device.type == "cuda"
-        self.record_tensor = torch.zeros(words, dtype=torch.int32, pin_memory=cuda)
+        self.record_tensor = torch.zeros(words, dtype=torch.int32, device="cpu", pin_memory=cuda)
         self.record: npt.NDArray[np.int32] = self.record_tensor.numpy()
         self.on_done: Callable[[], None] | None = None
         self._event = torch.cuda.Event() if cuda else None
         self._stream: torch.cuda.Stream | None = None
         self._submitted = False
+        # Another thread may read a step's tokens while this one submits the next step: one of them collects.
+        self._lock = threading.Lock()
 
     def in_flight(self, stream: torch.cuda.Stream | None) -> StagingSlot:
         """Context in which a step's upload and launch are queued on `stream`. However it ends, by an error between the
@@ -49,14 +52,13 @@ class StagingSlot:
 
     def wait(self) -> None:
         """Wait until the slot's last step has ended, then hand its results over."""
-        if not self._submitted:
-            return
-        if self._event is not None:
+        if self._submitted and self._event is not None:
             self._event.synchronize()
-        self._submitted = False
-        if self.on_done is not None:
-            on_done, self.on_done = self.on_done, None
-            on_done()
+        with self._lock:
+            self._submitted = False
+            if self.on_done is not None:
+                on_done, self.on_done = self.on_done, None
+                on_done()
 
 
 class StagingRing:
@@ -84,6 +86,7 @@ class StagingRing:
         for slot in self._slots:
             slot.wait()
 
-    @property
-    def depth(self) -> int:
-        return len(self._slots)
+    def close(self) -> None:
+        """Drop the slots' memory; every step must have ended."""
+        self._slots = []
+        del self._device_record

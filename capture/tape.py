@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from graphrt.capture.descriptor import BatchDescriptor
-from graphrt.capture.graph import GraphReport, StepFunction
+from graphrt.capture.graph import NOTHING, GraphReport, StepFunction, ordinary
 from graphrt.kernels.errors import CaptureError
 from graphrt.kernels.library import cpu_runs_triton, interpreted
 
@@ -56,17 +56,17 @@ class OpTape:
 
     def __init__(self, entries: list[TapeEntry], output: torch.Tensor, report: GraphReport) -> None:
         self._entries = entries
-        self.output = output
+        self.output = ordinary(output)
         self.report = report
 
     def launch(self) -> None:
-        with torch.no_grad():
+        with torch.inference_mode():
             for entry in self._entries:
                 entry.run()
 
     def close(self) -> None:
         self._entries = []
-        self.output = torch.empty(0)
+        self.output = NOTHING
 
 
 class OpTapeRecorder:
@@ -86,7 +86,7 @@ class OpTapeRecorder:
         prepare()
         writer = _TapeWriter()
         try:
-            with torch.no_grad(), _HostReadGuard(writer), writer:
+            with torch.inference_mode(), _HostReadGuard(writer), writer:
                 output = step()
         except CaptureError as error:
             raise CaptureError(f"{descriptor}: {error}") from error

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import contextlib
+import math
+from array import array
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
@@ -11,6 +14,8 @@ import numpy.typing as npt
 
 from graphrt.kernels.errors import CapacityError, ShapeError
 from graphrt.kernels.metadata import record as layout
+from graphrt.kernels.metadata.buffers import COPIED
+from graphrt.kernels.metadata.refresh import MAX_ROWS, MAX_TOKENS
 from graphrt.kernels.types import TOKEN_FROM_ROW
 
 Int32Array = npt.NDArray[np.int32]
@@ -30,27 +35,33 @@ class Row:
     """
 
     row_id: int
-    tokens: Sequence[int]
+    tokens: Sequence[int] | Int32Array
     seq_len: int
-    pages: Sequence[int]
+    pages: Sequence[int] | Int32Array
     sample: bool = True
     temperature: float = 0.0
     seed: int = 0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, init=False, eq=False)
 class Batch:
-    """One step: n rows in any order, as host arrays.
+    """One step: n rows in any order, as host arrays. A batch without rows is legal: an idle rank's dummy step.
 
     row_ids       [n]       int32    which persistent row state each row uses, all different
     seq_lens      [n]       int32    KV tokens including this step's
-    query_lens    [n]       int32    new tokens of each row, >= 1
-    tokens        [sum]     int32    literal token ids, or TOKEN_FROM_ROW (-1): the row's last sampled token
+    query_lens    [n]       int32    new tokens of each row, >= 1; by default 1
+    tokens        [sum]     int32    literal token ids, or TOKEN_FROM_ROW, the row's last sampled token; by default that
     page_indptr   [n + 1]   int32    row i owns page_ids[page_indptr[i] : page_indptr[i + 1]]
     page_ids      [listed]  int32    page ids, row after row
-    sample        [n]       int32    1: sample after the row's last token; 0: the prompt goes on
-    temperatures  [n]       float32  0 is greedy
-    seeds         [n]       int64    low 32 bits are used
+    sample        [n]       int32    1: sample after the row's last token (the default); 0: the prompt goes on
+    temperatures  [n]       float32  0 is greedy, the default
+    seeds         [n]       uint32   seeds of the rows' random numbers; by default 0
+
+    Anything array-like on the host is taken. Arrays of these dtypes are kept as they are, which costs microseconds;
+    lists are converted, which costs 20 ns per value. Page ids, page counts and duplicate slots are checked by the
+    refresh, on the device.
+
+    Raises: ShapeError naming the argument whose type, rank, length or value is wrong.
     """
 
     row_ids: Int32Array
@@ -61,11 +72,10 @@ class Batch:
     page_ids: Int32Array
     sample: Int32Array
     temperatures: npt.NDArray[np.float32]
-    seeds: npt.NDArray[np.int64]
+    seeds: npt.NDArray[np.uint32]
 
-    @classmethod
-    def of(
-        cls,
+    def __init__(
+        self,
         *,
         row_ids: npt.ArrayLike,
         seq_lens: npt.ArrayLike,
@@ -76,47 +86,83 @@ class Batch:
         sample: npt.ArrayLike | None = None,
         temperatures: npt.ArrayLike | None = None,
         seeds: npt.ArrayLike | None = None,
-    ) -> Batch:
-        """A batch from anything array-like. Defaults: one new token per row, the row's last token, greedy.
-
-        Raises ShapeError naming the argument whose type, rank or length is wrong.
-        """
-        ids = _array("row_ids", row_ids, np.int32)
-        n = len(ids)
-        ones = np.ones(n, np.int32)
-        query = ones if query_lens is None else _array("query_lens", query_lens, np.int32, n)
-        if tokens is None:
-            given: Int32Array = np.full(int(query.sum()), TOKEN_FROM_ROW, np.int32)
-        else:
-            given = _array("tokens", tokens, np.int32)
-        return cls(
-            row_ids=ids,
-            seq_lens=_array("seq_lens", seq_lens, np.int32, n),
-            query_lens=query,
-            tokens=given,
-            page_indptr=_array("page_indptr", page_indptr, np.int32, n + 1),
-            page_ids=_array("page_ids", page_ids, np.int32),
-            sample=ones if sample is None else _array("sample", sample, np.int32, n),
-            temperatures=np.zeros(n, np.float32)
-            if temperatures is None
-            else _array("temperatures", temperatures, np.float32, n),
-            seeds=np.zeros(n, np.int64) if seeds is None else _array("seeds", seeds, np.int64, n),
+    ) -> None:
+        given = locals()
+        row_ids = _int32("row_ids", row_ids)
+        n = len(row_ids)
+        if n > MAX_ROWS:
+            raise ShapeError(f"batch.row_ids: expected at most {MAX_ROWS} rows, got {n}; split the step")
+        query_lens = np.ones(n, np.int32) if query_lens is None else _int32("query_lens", query_lens, n)
+        num_tokens = int(query_lens.sum(dtype=np.int64))
+        if n and int(query_lens.min()) < 1:
+            raise ShapeError(f"batch.query_lens: expected >= 1 new token per row, got {int(query_lens.min())}")
+        if num_tokens > MAX_TOKENS:
+            raise ShapeError(
+                f"batch.query_lens: expected at most {MAX_TOKENS} tokens, got {num_tokens}; split the step"
+            )
+        tokens = np.full(num_tokens, TOKEN_FROM_ROW, np.int32) if tokens is None else _int32("tokens", tokens)
+        if len(tokens) != num_tokens:
+            raise ShapeError(f"batch.tokens: expected {num_tokens}, the sum of query_lens, got {len(tokens)}")
+        page_ids, page_indptr = _int32("page_ids", page_ids), _int32("page_indptr", page_indptr, n + 1)
+        listed = len(page_ids)
+        if page_indptr[0] != 0 or page_indptr[-1] != listed or bool((page_indptr[1:] < page_indptr[:-1]).any()):
+            raise ShapeError(
+                f"batch.page_indptr: expected non-decreasing values from 0 to len(page_ids)={listed}, got "
+                f"{len(page_indptr)} values from {page_indptr[0]} to {page_indptr[-1]}"
+            )
+        values = {name: _copied(name, given[name], n) for name in COPIED}
+        if n and not (values["temperatures"].min() >= 0 and values["temperatures"].max() < math.inf):
+            raise ShapeError("batch.temperatures: expected finite numbers >= 0, got others; 0 is greedy")
+        self._set(
+            row_ids=row_ids,
+            seq_lens=_int32("seq_lens", seq_lens, n),
+            query_lens=query_lens,
+            tokens=tokens,
+            page_indptr=page_indptr,
+            page_ids=page_ids,
+            sample=np.ones(n, np.int32) if sample is None else _flags("sample", sample, n),
+            **values,
         )
+
+    def _set(self, **arrays: npt.NDArray[Any]) -> None:
+        for name, value in arrays.items():
+            object.__setattr__(self, name, value)
+
+    def __eq__(self, other: object) -> bool:
+        """Whether both batches describe the same step, value by value."""
+        if not isinstance(other, Batch):
+            return NotImplemented
+        return all(np.array_equal(getattr(self, f.name), getattr(other, f.name)) for f in fields(self))
+
+    __hash__ = None  # type: ignore[assignment]  # arrays can change
 
     @classmethod
     def from_rows(cls, rows: Sequence[Row]) -> Batch:
-        """A batch from row objects; the readable way, some microseconds per row slower than arrays."""
-        return cls.of(
+        """A batch from row objects: the readable way, a microsecond per row slower than arrays.
+
+        Raises: ShapeError naming the row and the field that is wrong.
+        """
+        if isinstance(rows, Row) or not isinstance(rows, Sequence):
+            raise ShapeError(f"rows: expected a sequence of Row, got {type(rows).__name__}; pass [row]")
+        for index, row in enumerate(rows):
+            if not isinstance(row, Row):
+                raise ShapeError(f"rows[{index}]: expected a Row, got {type(row).__name__}")
+        tokens, pages = [_list(rows, "tokens", r) for r in rows], [_list(rows, "pages", r) for r in rows]
+        return cls(
             row_ids=[r.row_id for r in rows],
             seq_lens=[r.seq_len for r in rows],
-            query_lens=[len(r.tokens) for r in rows],
-            tokens=[t for r in rows for t in r.tokens],
-            page_indptr=np.cumsum([0, *(len(r.pages) for r in rows)]),
-            page_ids=[p for r in rows for p in r.pages],
-            sample=[int(r.sample) for r in rows],
-            temperatures=[r.temperature for r in rows],
-            seeds=[r.seed for r in rows],
+            query_lens=[len(t) for t in tokens],
+            tokens=_concatenate(tokens),
+            page_indptr=np.cumsum([0, *(len(p) for p in pages)], dtype=np.int32),
+            page_ids=_concatenate(pages),
+            sample=[r.sample for r in rows],
+            **{name: [getattr(r, name.removesuffix("s")) for r in rows] for name in COPIED},
         )
+
+    @classmethod
+    def empty(cls) -> Batch:
+        """A batch without rows: the step of an idle rank, which touches no row and no page."""
+        return cls(row_ids=(), seq_lens=(), page_indptr=(0,), page_ids=())
 
     @property
     def num_reqs(self) -> int:
@@ -130,40 +176,17 @@ class Batch:
         """Whether every row has exactly `query_len` new tokens."""
         return self.num_tokens == query_len * self.num_reqs and bool((self.query_lens == query_len).all())
 
-    def check(self, max_seq_len: int, record_words: int) -> None:
-        """Raise ShapeError or CapacityError for whatever the host can see to be wrong; costs a few microseconds.
-
-        Page ids, page counts and duplicate slots are checked by the refresh kernel, on the device.
-        """
-        n = self.num_reqs
-        if n == 0:
-            raise ShapeError("batch: expected at least 1 request, got 0; skip the step when there is nothing to run")
-        for name in ("seq_lens", "query_lens", "sample", "temperatures", "seeds"):
-            if len(getattr(self, name)) != n:
-                raise ShapeError(f"batch.{name}: expected {n} values, one per row id, got {len(getattr(self, name))}")
-        if self.temperatures.dtype != np.float32:
-            raise ShapeError(f"batch.temperatures: expected float32, got {self.temperatures.dtype}; use Batch.of")
-        if int(self.query_lens.min()) < 1:
-            raise ShapeError(f"batch.query_lens: expected >= 1 new token per row, got {int(self.query_lens.min())}")
-        if int(self.query_lens.sum()) != self.num_tokens:
-            raise ShapeError(
-                f"batch.tokens: expected {int(self.query_lens.sum())} tokens, the sum of query_lens, "
-                f"got {self.num_tokens}"
-            )
-        longest = int(self.seq_lens.max())
+    def check_capacity(self, max_seq_len: int, record_words: int) -> None:
+        """Raise CapacityError for sequences or page lists that a runtime has no room for; costs a microsecond."""
+        longest = int(self.seq_lens.max(initial=0))
         if longest > max_seq_len:
             row = int(self.seq_lens.argmax())
             raise CapacityError(
                 f"batch.seq_lens: expected at most max_seq_len={max_seq_len}, got {longest} in row {row}; end that "
                 "sequence, or build the runtime with a larger max_seq_len"
             )
-        listed, indptr = len(self.page_ids), self.page_indptr
-        if len(indptr) != n + 1 or indptr[0] != 0 or indptr[-1] != listed or bool((indptr[1:] < indptr[:-1]).any()):
-            raise ShapeError(
-                f"batch.page_indptr: expected {n + 1} non-decreasing values from 0 to len(page_ids)={listed}, "
-                f"got {len(indptr)} values from {indptr[:1].tolist()} to {indptr[-1:].tolist()}"
-            )
-        words = layout.record_size(n, self.num_tokens, listed)
+        listed = len(self.page_ids)
+        words = layout.record_size(self.num_reqs, self.num_tokens, listed)
         if words > record_words:
             raise CapacityError(
                 f"batch.page_ids: expected at most {listed - (words - record_words)} pages listed in one step, "
@@ -183,26 +206,58 @@ class Batch:
         rows[layout.ROW_ID] = self.row_ids
         rows[layout.ROW_SEQ_LEN] = self.seq_lens
         rows[layout.ROW_QUERY_LEN] = self.query_lens
-        rows[layout.ROW_QUERY_START, 0] = 0
-        np.cumsum(self.query_lens[:-1], out=rows[layout.ROW_QUERY_START, 1:])
+        np.cumsum(self.query_lens, out=rows[layout.ROW_QUERY_START])
+        rows[layout.ROW_QUERY_START] -= self.query_lens
         rows[layout.ROW_PAGE_START] = self.page_indptr[:-1]
         np.subtract(self.page_indptr[1:], self.page_indptr[:-1], out=rows[layout.ROW_PAGE_COUNT])
         rows[layout.ROW_SAMPLE] = self.sample
-        rows[layout.ROW_TEMPERATURE] = self.temperatures.view(np.int32)
-        rows[layout.ROW_SEED] = self.seeds.astype(np.int32)
+        for index, name in enumerate(COPIED):
+            rows[layout.ROW_COPIED + index] = getattr(self, name).view(np.int32)
         at += layout.ROW_FIELDS * n
         out[at : at + tokens] = self.tokens
         out[at + tokens : at + tokens + listed] = self.page_ids
         return at + tokens + listed
 
 
-def _array(name: str, values: npt.ArrayLike, dtype: type, length: int | None = None) -> Any:
+_COPIED_DTYPES: dict[str, Any] = {"temperatures": np.float32, "seeds": np.uint32}
+"""Dtypes of the values that the refresh copies, as the host sends them: 32 bits each; int32 where none is named."""
+
+
+def _copied(name: str, values: Any, length: int) -> npt.NDArray[Any]:
+    dtype = _COPIED_DTYPES.get(name, np.int32)
+    return np.zeros(length, dtype) if values is None else _array(name, values, dtype, length)
+
+
+def _int32(name: str, values: Any, length: int | None = None) -> Int32Array:
+    if type(values) is list or type(values) is tuple:
+        # Twice as fast as NumPy, which looks at every value to find a type for all; other values go there to be named.
+        with contextlib.suppress(TypeError, OverflowError):
+            values = np.frombuffer(array("i", values), np.int32) if values else np.empty(0, np.int32)
+    result: Int32Array = _array(name, values, np.int32, length)
+    return result
+
+
+def _flags(name: str, values: Any, length: int) -> Int32Array:
+    flags = _int32(name, values, length)
+    if length and not (flags.min() >= 0 and flags.max() <= 1):
+        raise ShapeError(f"batch.{name}: expected 0 or 1 for each row, got {flags.min()} to {flags.max()}")
+    return flags
+
+
+def _array(name: str, values: Any, dtype: Any, length: int | None = None) -> npt.NDArray[Any]:
+    """`values` as a one-dimensional array of `dtype`, its own memory where it is one already. Raises: ShapeError."""
     device = getattr(values, "device", None)
     if getattr(device, "type", "cpu") != "cpu":
         raise ShapeError(f"batch.{name}: expected host values, got a tensor on {device}; batches live on the host")
-    array = np.asarray(values)
-    if array.size == 0:
-        array = array.astype(dtype)
+    try:
+        array = np.asarray(values)
+    except (TypeError, ValueError, RuntimeError, OverflowError) as error:
+        raise ShapeError(
+            f"batch.{name}: expected {np.dtype(dtype).name} values in one dimension, got {type(values).__name__} that "
+            f"NumPy refuses ({error}); convert it"
+        ) from error
+    if array.size == 0 and array.dtype.kind == "f":
+        array = array.astype(dtype)  # what NumPy makes of ()
     allowed = "biuf" if np.issubdtype(dtype, np.floating) else "biu"
     if array.dtype.kind not in allowed:
         raise ShapeError(f"batch.{name}: expected {np.dtype(dtype).name} values, got {array.dtype}; convert them")
@@ -211,6 +266,30 @@ def _array(name: str, values: npt.ArrayLike, dtype: type, length: int | None = N
         raise ShapeError(f"batch.{name}: expected {want}, got shape {list(array.shape)}")
     if array.dtype != dtype and array.size and np.issubdtype(dtype, np.integer):
         info = np.iinfo(dtype)
-        if array.min() < info.min or array.max() > info.max:
-            raise ShapeError(f"batch.{name}: expected values that fit {np.dtype(dtype).name}, got {array.max()}")
+        for value in (array.min(), array.max()):
+            if value < info.min or value > info.max:
+                raise ShapeError(f"batch.{name}: expected values that fit {np.dtype(dtype).name}, got {value}")
     return np.ascontiguousarray(array, dtype=dtype)
+
+
+def _list(rows: Sequence[Row], name: str, row: Row) -> Sequence[int] | Int32Array:
+    """A row's tokens or pages, something with a length that can be joined to the other rows'."""
+    values: Any = getattr(row, name)
+    if isinstance(values, (str, bytes)) or not isinstance(values, (Sequence, np.ndarray)):
+        at = next(i for i, r in enumerate(rows) if r is row)
+        raise ShapeError(f"rows[{at}].{name}: expected a list or array of ints, got {type(values).__name__}")
+    return values
+
+
+def _concatenate(lists: Iterable[Sequence[int] | Int32Array]) -> npt.ArrayLike:
+    """All lists as one: arrays by NumPy, lists in a loop of C."""
+    lists = list(lists)
+    if lists and all(isinstance(values, np.ndarray) and values.ndim == 1 for values in lists):
+        return np.concatenate(lists)
+    joined = array("i")
+    try:
+        for values in lists:
+            joined.fromlist(values if type(values) is list else list(values))
+    except (TypeError, OverflowError):
+        return [value for values in lists for value in values]  # to be named by the check of the whole
+    return np.frombuffer(joined, np.int32) if joined else np.empty(0, np.int32)

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from graphrt.capture.buffers import StaticBuffers
 from graphrt.capture.descriptor import BatchDescriptor
 from graphrt.capture.staging import StagingSlot
 from graphrt.kernels.errors import ReplayError
+from graphrt.kernels.metadata.buffers import StaticBuffers
 from graphrt.kernels.types import FaultCode
 
 _FAULT_TEXT = {
@@ -19,22 +21,47 @@ _FAULT_TEXT = {
     FaultCode.BAD_LENGTH: "seq_len {value} is shorter than its query_len, or longer than max_seq_len",
     FaultCode.LENGTH_EXCEEDS_PAGES: "seq_len {value} does not fit in the pages listed for it",
     FaultCode.PAGE_OUT_OF_RANGE: "page {value} is the null page or outside the cache",
-    FaultCode.TOKEN_OUT_OF_RANGE: "token {value} is outside the vocabulary, or its row has no last token",
+    FaultCode.TOKEN_OUT_OF_RANGE: "token {value} is outside the vocabulary",
     FaultCode.DUPLICATE_ROW: "row_id {value} is used by another row of the batch too",
     FaultCode.DUPLICATE_SLOT: "KV slot {value} is written by another row of the batch too",
+    FaultCode.NO_LAST_TOKEN: "row_id {value} has no last token to go on from: its sequence has sampled none",
+    FaultCode.NO_TOKEN_OFFERED: "its logits offer no token: all are NaN or -inf",
+    FaultCode.SAMPLE_OUT_OF_RANGE: "the sampler returned {value}, which is outside the vocabulary",
 }
+_WROTE_NOTHING = "the row wrote nothing and can be submitted again"
+_WROTE_KV = "its KV is written, its last token is void; end the sequence, or submit its next token as a literal"
+
+
+@dataclass(frozen=True, slots=True)
+class RowFault:
+    """What is wrong with one row of a step: its place in the batch, the code, and the offending number."""
+
+    row: int
+    code: FaultCode
+    value: int
+
+    def __str__(self) -> str:
+        after = _WROTE_KV if self.code >= FaultCode.NO_TOKEN_OFFERED else _WROTE_NOTHING
+        return f"row {self.row}: {self.code.name}: {_FAULT_TEXT[self.code].format(value=self.value)}; {after}"
 
 
 class StepFaultError(ReplayError):
-    """A row of a step was invalid, found on the device. The row wrote nothing and its token is -1.
+    """Rows of a step are faulty; the device found out. Their tokens are -1, and the other rows' are right.
 
-    step, row, code, value   the first invalid row, what is wrong with it, and the offending number
+    step              the step's number
+    faults            all faulty rows, in the order of the batch
+    row, code, value  of the first of them
     """
 
-    def __init__(self, step: int, row: int, code: FaultCode, value: int) -> None:
-        what = _FAULT_TEXT[code].format(value=value)
-        super().__init__(f"step {step}, row {row}: {code.name}: {what}; the row wrote nothing, mend it and go on")
-        self.step, self.row, self.code, self.value = step, row, code, value
+    def __init__(self, step: int, faults: Sequence[RowFault]) -> None:
+        first, *others = faults
+        more = f" (and {len(others)} more, in rows {', '.join(str(f.row) for f in others[:16])})" if others else ""
+        super().__init__(f"step {step}, {first}{more}")
+        self.step, self.faults = step, tuple(faults)
+        self.row, self.code, self.value = first.row, first.code, first.value
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.step, self.faults)
 
 
 class LogitsOwner(Protocol):
@@ -43,89 +70,128 @@ class LogitsOwner(Protocol):
     def latest_logits(self, step: int) -> torch.Tensor: ...
 
 
+@dataclass(frozen=True, slots=True)
+class Submission:
+    """What is known of a step when it is submitted; see StepHandle."""
+
+    step: int
+    num_reqs: int
+    descriptor: BatchDescriptor
+    why_eager: str
+    sampled: bool
+
+
 class StepHandle:
     """One submitted step.
 
+    step         its number; every step of a manager has a larger one than the step before
+    num_reqs     rows of its batch
     descriptor   the size it ran at
     why_eager    empty when it replayed a graph, else the reason why not
     """
 
-    __slots__ = (
-        "_buffers", "_fault", "_owner", "_samples", "_slot", "_tokens", "descriptor", "num_reqs", "step", "why_eager",
-    )  # fmt: skip
+    __slots__ = ("_buffers", "_error", "_faults", "_owner", "_slot", "_submission", "_tokens")
 
-    def __init__(
-        self,
-        step: int,
-        num_reqs: int,
-        descriptor: BatchDescriptor,
-        why_eager: str,
-        slot: StagingSlot,
-        buffers: StaticBuffers,
-        owner: LogitsOwner,
-        samples: bool,
-    ) -> None:
-        self.step = step
-        self.num_reqs = num_reqs
-        self.descriptor = descriptor
-        self.why_eager = why_eager
+    def __init__(self, submission: Submission, slot: StagingSlot, buffers: StaticBuffers, owner: LogitsOwner) -> None:
+        self._submission = submission
         self._slot: StagingSlot | None = slot
         self._buffers: StaticBuffers | None = buffers
         self._owner = owner
-        self._samples = samples
         self._tokens: npt.NDArray[np.int32] = np.empty(0, np.int32)
-        self._fault: ReplayError | None = None
+        self._faults: tuple[RowFault, ...] = ()
+        self._error: ReplayError | None = None
+        slot.on_done = self._collect
 
-    def collect(self) -> None:
-        """Copy the results out of the ring. Called once, when the step has ended, before its ring entry is reused."""
-        assert self._buffers is not None, "collect runs once"
-        entry = self.step % self._buffers.token_ring.shape[0]
-        self._tokens = self._buffers.token_ring[entry, : self.num_reqs].numpy().copy()
-        step, row, code, value = self._buffers.fault_ring[entry].tolist()
-        if step != self.step:
-            self._fault = ReplayError(
-                f"step {self.step}: expected the device to report this step, got step {step}; the launch failed or "
+    @property
+    def step(self) -> int:
+        return self._submission.step
+
+    @property
+    def num_reqs(self) -> int:
+        return self._submission.num_reqs
+
+    @property
+    def descriptor(self) -> BatchDescriptor:
+        return self._submission.descriptor
+
+    @property
+    def why_eager(self) -> str:
+        return self._submission.why_eager
+
+    def _collect(self) -> None:
+        """Copy the results out of the rings. Called once, when the step has ended, before its entry is reused."""
+        assert self._buffers is not None, "results are collected once"
+        rings, step, rows = self._buffers, self.step, self.num_reqs
+        entry = step % rings.step_ring.shape[0]
+        self._tokens = rings.token_ring[entry, :rows].numpy().copy()
+        codes = rings.fault_code_ring[entry, :rows].numpy()
+        if (reported := int(rings.step_ring[entry])) != step:
+            self._error = ReplayError(
+                f"step {step}: expected the device to report this step, got step {reported}; the launch failed or "
                 "another writer used the buffers: close this runtime"
             )
-        elif row >= 0:
-            self._fault = StepFaultError(step, row, FaultCode(code), value)
+        elif codes.any():
+            values = rings.fault_value_ring[entry, :rows].numpy()
+            self._faults = tuple(
+                RowFault(row, FaultCode(int(codes[row])), int(values[row])) for row in codes.nonzero()[0].tolist()
+            )
+            self._error = StepFaultError(step, self._faults)
         self._slot = self._buffers = None
 
     def done(self) -> bool:
         """Whether the step has ended, without waiting."""
-        return self._slot is None or self._slot.is_done()
+        slot = self._slot
+        return slot is None or slot.is_done()
 
     def wait(self) -> None:
-        """Wait for this step alone; later steps go on."""
-        if self._slot is not None:
-            self._slot.wait()
+        """Wait for this step alone; later steps go on. May be called from any thread."""
+        slot = self._slot
+        if slot is not None:
+            slot.wait()
 
     @property
-    def fault(self) -> ReplayError | None:
-        """What `tokens()` raises, a StepFaultError for the first invalid row, or None. Waits for the step."""
+    def error(self) -> ReplayError | None:
+        """What `tokens()` raises, or None: a StepFaultError if rows are faulty. Waits for the step."""
         self.wait()
-        return self._fault
+        return self._error
+
+    @property
+    def faults(self) -> tuple[RowFault, ...]:
+        """All faulty rows, in the order of the batch; empty if there are none. Waits for the step.
+
+        Raises: ReplayError when the device did not report the step at all.
+        """
+        self.wait()
+        if self._error is not None and not self._faults:
+            raise self._error
+        return self._faults
+
+    @property
+    def results(self) -> npt.NDArray[np.int32]:
+        """`tokens()` as they stand, whether there are faults or no sampler at all. Waits for the step."""
+        self.wait()
+        return self._tokens
 
     def tokens(self, *, raise_on_fault: bool = True) -> npt.NDArray[np.int32]:
-        """Sampled token of each row, [num_reqs] int32 on the host; -1 where the row samples nothing or is invalid.
+        """Sampled token of each row, [num_reqs] int32 on the host; -1 where the row samples nothing or is faulty.
 
-        Waits for this step alone, and can be called at any time, also after later steps.
+        Waits for this step alone, and can be called at any time and from any thread, also after later steps.
 
-        Raises: StepFaultError when a row was invalid (pass `raise_on_fault=False` for the other rows' tokens);
-        ReplayError when the runtime was built without a sampler.
+        Raises: StepFaultError when rows are faulty (pass `raise_on_fault=False` for the other rows' tokens);
+        ReplayError when the runtime was built without a sampler, or the device did not report the step.
         """
-        if not self._samples:
+        if not self._submission.sampled:
             raise ReplayError("tokens: expected a runtime with a sampler, got sampler=None; read logits() instead")
         self.wait()
-        if self._fault is not None and raise_on_fault:
-            raise self._fault
+        if self._error is not None and (raise_on_fault or not self._faults):
+            raise self._error
         return self._tokens
 
     def logits(self, *, copy: bool = False) -> torch.Tensor:
         """Logits [num_reqs, vocab] on the device, ordered after the step on the current stream.
 
         They lie in the graphs' shared memory and live until the next step is submitted: use them before, or take a
-        copy. Raises: ReplayError when a later step was submitted already.
+        copy. Raises: ReplayError when a later step was submitted already, CaptureError after `close()`.
         """
         logits = self._owner.latest_logits(self.step)[: self.num_reqs]
         return logits.clone() if copy else logits

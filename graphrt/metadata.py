@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 
 from graphrt.capture.descriptor import BatchDescriptor
+from graphrt.kernels.metadata.buffers import StaticBuffers
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,9 +23,14 @@ class StepMetadata:
     """
 
     descriptor: BatchDescriptor
+    max_seq_len: int
     seq_lens: torch.Tensor
     query_start_loc: torch.Tensor
     block_table: torch.Tensor
     slot_mapping: torch.Tensor
     positions: torch.Tensor
-    max_seq_len: int
+
+    @classmethod
+    def of(cls, buffers: StaticBuffers, descriptor: BatchDescriptor, max_seq_len: int) -> StepMetadata:
+        """The metadata in static buffers that were cut to the size of `descriptor`."""
+        return cls(descriptor, max_seq_len, *(getattr(buffers, f.name) for f in fields(cls)[2:]))

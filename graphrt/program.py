@@ -8,11 +8,11 @@ from dataclasses import dataclass
 import torch
 
 from graphrt.backends.base import AttentionBackend, AttentionLayer
-from graphrt.capture.buffers import StaticBuffers
 from graphrt.capture.descriptor import BatchDescriptor
 from graphrt.kernels.checks import check_tensor
-from graphrt.kernels.metadata.refresh import RefreshTensors, refresh
-from graphrt.kernels.ops.sampling import publish
+from graphrt.kernels.metadata.buffers import StaticBuffers
+from graphrt.kernels.metadata.publish import publish
+from graphrt.kernels.metadata.refresh import refresh
 from graphrt.kv_cache import KVCache
 from graphrt.metadata import StepMetadata
 from graphrt.spec import AttentionSpec
@@ -45,25 +45,18 @@ class StepProgram:
         logits = self.model(step)
         rows, device = descriptor.padded_reqs, self.kv_cache.device
         check_tensor("logits", logits, shape=(rows, self.vocab_size), dtype=_FLOATS, device=device)
+        tokens = None
         if self.sampler is not None:
             tokens = self.sampler(logits, step)
             check_tensor("tokens", tokens, shape=(rows,), dtype=(torch.int32, torch.int64), device=device)
-            buffers = self.buffers
-            publish(
-                tokens,
-                buffers.row_ids[:rows],
-                buffers.row_status[:rows],
-                buffers.step_counter,
-                buffers.last_token,
-                buffers.token_ring,
-            )
+        publish(step.buffers, tokens, vocab_size=self.vocab_size)
         return logits
 
     def refresh(self, descriptor: BatchDescriptor) -> Step:
         """Turn the step record into the derived buffers of one size, and return these. Capture-safe, as `run`."""
         step = self.view(descriptor)
         refresh(
-            self._refresh_tensors(step),
+            step.buffers,
             page_size=self.kv_cache.spec.page_size,
             num_pages=self.kv_cache.num_pages,
             null_page=self.kv_cache.null_page,
@@ -76,50 +69,13 @@ class StepProgram:
 
     def view(self, descriptor: BatchDescriptor) -> Step:
         """The static buffers as a step of this size sees them."""
-        buffers, rows, tokens = self.buffers, descriptor.padded_reqs, descriptor.padded_tokens
-        metadata = StepMetadata(
-            descriptor=descriptor,
-            seq_lens=buffers.seq_lens[:rows],
-            query_start_loc=buffers.query_start_loc[: rows + 1],
-            block_table=buffers.block_table[:rows],
-            slot_mapping=buffers.slot_mapping[:tokens],
-            positions=buffers.positions[:tokens],
-            max_seq_len=self.max_seq_len,
-        )
+        buffers = self.buffers.cut(descriptor.padded_reqs, descriptor.padded_tokens)
         return Step(
             descriptor=descriptor,
-            input_ids=buffers.input_ids[:tokens],
-            positions=metadata.positions,
-            logits_indices=buffers.logits_indices[:rows],
-            temperatures=buffers.temperatures[:rows],
-            seeds=buffers.seeds[:rows],
-            metadata=metadata,
+            metadata=StepMetadata.of(buffers, descriptor, self.max_seq_len),
+            buffers=buffers,
             backend=self.backend,
             layers=self.layers,
-        )
-
-    def _refresh_tensors(self, step: Step) -> RefreshTensors:
-        buffers, metadata, rows = self.buffers, step.metadata, step.descriptor.padded_reqs
-        return RefreshTensors(
-            record=buffers.record,
-            last_token=buffers.last_token,
-            claims=buffers.claims,
-            duplicates=buffers.duplicates,
-            fault_code=buffers.fault_code[:rows],
-            fault_value=buffers.fault_value[:rows],
-            step_counter=buffers.step_counter,
-            input_ids=step.input_ids,
-            positions=step.positions,
-            slot_mapping=metadata.slot_mapping,
-            query_start_loc=metadata.query_start_loc,
-            seq_lens=metadata.seq_lens,
-            block_table=metadata.block_table,
-            logits_indices=step.logits_indices,
-            row_ids=buffers.row_ids[:rows],
-            row_status=buffers.row_status[:rows],
-            temperatures=step.temperatures,
-            seeds=step.seeds,
-            fault_ring=buffers.fault_ring,
         )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from enum import Enum
@@ -12,18 +13,27 @@ import torch
 from graphrt.backends.base import BackendContext
 from graphrt.backends.registry import select_backend
 from graphrt.batch import Batch
-from graphrt.capture.buffers import Capacity, StaticBuffers
 from graphrt.capture.descriptor import BatchDescriptor, GraphKind
-from graphrt.capture.dispatcher import Dispatcher
-from graphrt.capture.graph import CapturedGraph, GraphReport
+from graphrt.capture.dispatcher import Dispatch, Dispatcher
+from graphrt.capture.graph import NOTHING, CapturedGraph, GraphReport, ordinary
 from graphrt.capture.guard import PointerGuard
 from graphrt.capture.recorder import make_recorder
 from graphrt.capture.staging import StagingRing
+from graphrt.compare import StepComparison, StepResult, compare_results, state_kept
 from graphrt.config import RuntimeConfig
-from graphrt.handle import StepHandle
-from graphrt.kernels.checks import check_int
-from graphrt.kernels.errors import CaptureError, ConfigError, ReplayError
+from graphrt.handle import StepHandle, Submission
+from graphrt.kernels.checks import (
+    check_callable,
+    check_instance,
+    check_int,
+    check_named_tensors,
+    check_sequence,
+    shown,
+)
+from graphrt.kernels.errors import CaptureError, ConfigError, ReplayError, ShapeError
+from graphrt.kernels.metadata.buffers import Capacity, StaticBuffers
 from graphrt.kernels.metadata.record import record_size
+from graphrt.kernels.ops.sampling import MAX_VOCAB_SIZE
 from graphrt.kv_cache import KVCache
 from graphrt.program import StepProgram, attention_layers
 from graphrt.sampling import sample_tokens
@@ -46,15 +56,24 @@ class State(str, Enum):
 class ReplayManager:
     """The decode step of one model over one paged KV cache, captured and replayed.
 
+    Which to use: `ReplayManager` where pages and row ids are handed out by your scheduler; `Runtime`, which owns one
+    manager, where graphrt is to size the cache and hand them out.
+
     model       maps a Step to logits [padded_reqs, vocab_size]
     kv_cache    its pages; may wrap tensors that the caller owns
     attention   the spec of every layer, or one spec for all
+    vocab_size  width of the logits; the built-in sampler takes up to 2 ** 20
     sampler     maps logits and Step to tokens, in the graph; None leaves sampling to the caller (`handle.logits()`)
     stream      stream that steps run on; None is the stream current at construction. Graphs share memory, so all
                 steps of one manager run on this one stream
     weights     named tensors that must not move; None takes the model's parameters and buffers if it is a Module
 
-    Lifecycle: `capture()` once, then `replay(batch)` per step, then `close()`. Not thread-safe.
+    Lifecycle: `capture()` once, then `replay(batch)` per step, then `close()`. Steps run in inference mode, whatever
+    mode the caller is in. One call at a time: a second one, from another thread or from inside a model, raises
+    ReplayError. Handles may be read from any thread.
+
+    Raises: ConfigError for arguments of wrong types or that do not fit each other, UnsupportedError where no attention
+    backend serves them.
     """
 
     def __init__(
@@ -69,11 +88,17 @@ class ReplayManager:
         stream: torch.cuda.Stream | None = None,
         weights: Iterable[tuple[str, torch.Tensor]] | None = None,
     ) -> None:
-        self.config = config = (config or RuntimeConfig()).resolve()
+        check_callable("model", model, advice="pass a function of a Step, or a torch.nn.Module")
+        check_instance("kv_cache", kv_cache, KVCache, advice="wrap your tensors: KVCache(spec, k, v)")
+        if sampler is not None:
+            check_callable("sampler", sampler, advice="pass a function of logits and Step, or None")
+        self.config = config = check_instance(
+            "config", RuntimeConfig() if config is None else config, RuntimeConfig, advice="pass a RuntimeConfig"
+        ).resolve()
         spec, device = kv_cache.spec, kv_cache.device
-        specs = (attention,) * spec.num_layers if isinstance(attention, AttentionSpec) else tuple(attention)
-        _check_layers(specs, kv_cache)
-        check_int("vocab_size", vocab_size, 1, advice="pass the width of the model's logits")
+        specs = _check_layers(attention, kv_cache)
+        most = MAX_VOCAB_SIZE if sampler is sample_tokens else (1 << 31) - 1
+        vocab_size = check_int("vocab_size", vocab_size, 1, most, advice="pass the width of the model's logits")
         context = BackendContext(
             attention=specs,
             kv=spec,
@@ -85,40 +110,40 @@ class ReplayManager:
             batch_invariant=config.batch_invariant,
         )
         backend_class, reason = select_backend(context, config.backend)
+        self._weights = check_named_tensors("weights", _named_weights(model) if weights is None else weights)
+        self._stream = _stream_on(device, stream)
         self.kv_cache = kv_cache
         self._backend = backend_class(context)
-        self._weights = tuple(_named_weights(model) if weights is None else weights)
         self._device = device
-        self._stream = None
-        if device.type == "cuda":
-            self._stream = stream or torch.cuda.current_stream(device)
         self._on_stream = _OnStream(self._stream, "graphrt.replay")
-        record_words = record_size(config.max_num_reqs, config.max_num_tokens, config.max_num_reqs * context.max_pages)
-        self.buffers = StaticBuffers.allocate(
+        self._exclusive = _Exclusive()
+        self._record_words = record_size(
+            config.max_num_reqs, config.max_num_tokens, config.max_num_reqs * context.max_pages
+        )
+        self._buffers = StaticBuffers.allocate(
             Capacity(
                 rows=config.max_num_reqs,
                 tokens=config.max_num_tokens,
                 pages_per_row=context.max_pages,
                 row_ids=config.max_num_reqs,
                 slots=kv_cache.num_pages * spec.page_size,
-                record=record_words,
+                record=self._record_words,
                 ring=config.ring_depth,
             ),
             device,
         )
-        self._ring = StagingRing(config.ring_depth, record_words, self.buffers.record)
-        self._record_words = record_words
+        self._ring = StagingRing(config.ring_depth, self._record_words, self._buffers.record)
         self._program = StepProgram(
             model=model,
             sampler=sampler,
             backend=self._backend,
             layers=attention_layers(specs, kv_cache),
             kv_cache=kv_cache,
-            buffers=self.buffers,
+            buffers=self._buffers,
             vocab_size=vocab_size,
             max_seq_len=config.max_seq_len,
         )
-        with self._on_stream:
+        with self._on_stream, torch.inference_mode():
             # Buffers are valid from the start: with an empty record every row is a pad row. And the first kernel of a
             # process takes Triton a third of a second, which is better spent here than in a capture.
             self._program.refresh(BatchDescriptor.mixed(config.max_num_tokens, config.max_num_reqs))
@@ -136,9 +161,16 @@ class ReplayManager:
         )
         self._graphs: dict[BatchDescriptor, CapturedGraph] = {}
         self._stats = Stats(self._recorder.name, self._backend.name, reason)
-        self._logits = torch.empty(0)
+        self._logits = NOTHING
         self._step = 0
         self._state = State.NEW
+
+    @property
+    def buffers(self) -> StaticBuffers:
+        """The static buffers, for audits and tests. Raises: CaptureError after `close()`."""
+        if self._state is State.CLOSED:
+            raise CaptureError("buffers: this manager was closed, and its buffers were given back; build a new one")
+        return self._buffers
 
     @property
     def state(self) -> State:
@@ -157,39 +189,54 @@ class ReplayManager:
         Raises: CaptureError when the step cannot be captured (a host read, a moved buffer, a wrong shape) or the
         manager is not new. After a failed capture the manager is still new.
         """
-        self._require(State.NEW, "capture")
-        start = time.perf_counter()
-        self._guard = PointerGuard((*self._weights, *self.kv_cache.named_tensors()))
-        with _OnStream(self._stream, "graphrt.capture"):
-            self._backend.allocate()
-            try:
-                with self._recorder.session():
-                    self._record_all(progress)
-            except BaseException:
-                self._drop_graphs()
-                raise
-        self._stats.graphs = tuple(graph.report for graph in self._graphs.values())
-        self._stats.capture_seconds = time.perf_counter() - start
-        self._state = State.CAPTURED
+        with self._exclusive:
+            self._require(State.NEW, "capture")
+            start = time.perf_counter()
+            self._guard = PointerGuard((*self._weights, *self.kv_cache.named_tensors()))
+            with _OnStream(self._stream, "graphrt.capture"), torch.inference_mode():
+                self._backend.allocate()
+                try:
+                    with self._recorder.session():
+                        self._record_all(progress)
+                except BaseException:
+                    self._drop_graphs()
+                    raise
+            self._stats.graphs = tuple(graph.report for graph in self._graphs.values())
+            self._stats.capture_seconds = time.perf_counter() - start
+            self._state = State.CAPTURED
 
-    @torch.no_grad()
-    def replay(self, batch: Batch, *, eager: bool = False) -> StepHandle:
+    def replay(self, batch: Batch, *, eager: bool = False, descriptor: BatchDescriptor | None = None) -> StepHandle:
         """Submit one decode step and return its handle; waits only when `ring_depth` steps are in flight.
 
-        `eager=True` runs the same verbs on the same static buffers outside the graph, for comparison.
+        eager       run the same verbs on the same static buffers outside of a graph. The step changes row state and KV
+                    as any step does: submitting a batch twice is two steps. `compare` runs one step both ways
+        descriptor  run at this size of the ladders, not at the smallest with room: ranks of a group agree on one, and
+                    an idle rank submits `Batch.empty()` at it
 
-        Raises: ShapeError and CapacityError for a malformed batch, ReplayError for a moved weight, CaptureError in
-        the wrong state; nothing has been written then. Faults that only the device sees are raised by the handle.
+        Raises: ShapeError, CapacityError or ConfigError for what does not fit, ReplayError for a moved weight or a call
+        inside another one, CaptureError in the wrong state; nothing has been written then. Faults that only the device
+        sees are raised by the handle.
         """
-        self._require(State.CAPTURED, "replay")
-        batch.check(self.config.max_seq_len, self._record_words)
+        with self._exclusive:
+            target = self._dispatch("replay", batch, descriptor)
+            why_eager = "asked for by the caller" if eager else target.why_eager
+            return self._submit(batch, target.descriptor, why_eager, forced=eager)
+
+    def _dispatch(self, call: str, batch: Batch, descriptor: BatchDescriptor | None) -> Dispatch:
+        """1 dispatch: the captured size that serves this batch, or the reason why none does."""
+        self._require(State.CAPTURED, call)
+        check_instance("batch", batch, Batch, advice="make one with Batch(...) or Batch.from_rows", error=ShapeError)
+        batch.check_capacity(self.config.max_seq_len, self._record_words)
         if self.config.check_weights:
             self._guard.check()
-        # 1 dispatch: the captured size that serves this batch, or the reason why none does
         uniform = batch.is_uniform(self.config.query_len)
-        target = self._dispatcher.dispatch(batch.num_reqs, batch.num_tokens, uniform)
-        descriptor, why_eager = target.descriptor, "asked for by the caller" if eager else target.why_eager
-        with self._on_stream:
+        if descriptor is None:
+            return self._dispatcher.dispatch(batch.num_reqs, batch.num_tokens, uniform)
+        check_instance("descriptor", descriptor, BatchDescriptor, advice="take one of manager.descriptors")
+        return self._dispatcher.at(descriptor, batch.num_reqs, batch.num_tokens, uniform)
+
+    def _submit(self, batch: Batch, descriptor: BatchDescriptor, why_eager: str, *, forced: bool) -> StepHandle:
+        with self._on_stream, torch.inference_mode():
             # 2 write the step record into a pinned slot that no step in flight uses; a step number is never used twice
             step, self._step = self._step, self._step + 1
             slot = self._ring.acquire(step)
@@ -199,14 +246,53 @@ class ReplayManager:
                 self._ring.upload(slot, words)
                 self._logits = self._run(descriptor, batch, eager=bool(why_eager))
             # 5 a handle, which waits for this step alone
-            samples = self._program.sampler is not None
-            handle = StepHandle(step, batch.num_reqs, descriptor, why_eager, slot, self.buffers, self, samples)
-            slot.on_done = handle.collect
-        self._stats.count(descriptor, batch.num_tokens, why_eager, forced=eager)
+            sampled = self._program.sampler is not None
+            submission = Submission(step, batch.num_reqs, descriptor, why_eager, sampled)
+            handle = StepHandle(submission, slot, self._buffers, self)
+        self._stats.count(descriptor, batch.num_tokens, why_eager, forced=forced)
         return handle
 
+    def compare(self, batch: Batch, *, descriptor: BatchDescriptor | None = None) -> StepComparison:
+        """Run one step as a graph and eagerly, from the same state, and restore what the step changed.
+
+        Waits for the device. Row state and the KV slots that the step writes are as before afterwards, so `replay` of
+        the same batch may follow. State that the model itself keeps is not restored.
+
+        Raises: as `replay`; and ReplayError for a batch that has no graph.
+        """
+        with self._exclusive:
+            target = self._dispatch("compare", batch, descriptor)
+            if target.why_eager:
+                raise ReplayError(
+                    f"compare: expected a batch that replays a graph, got one that does not: {target.why_eager}"
+                )
+            self._ring.drain()
+            with self._on_stream, torch.inference_mode():
+                slots = self._written_slots(batch, target.descriptor)
+            results = []
+            for why_eager in ("", "compared with its graph"):
+                with self._on_stream, torch.inference_mode(), state_kept(self._buffers, self.kv_cache, slots):
+                    handle = self._submit(batch, target.descriptor, why_eager, forced=True)
+                    logits = self._logits[: batch.num_reqs].clone()
+                    handle.wait()
+                    if handle.error is not None and not handle.faults:
+                        raise handle.error
+                    results.append(StepResult(handle.results, handle.faults, logits))
+            self._logits = NOTHING
+            return compare_results(target.descriptor, *results)
+
+    def _written_slots(self, batch: Batch, descriptor: BatchDescriptor) -> list[int]:
+        """Flat KV slots that a step will write: only the refresh of its batch runs."""
+        state = self._buffers.snapshot()
+        slot = self._ring.acquire(self._step)
+        with slot.in_flight(self._stream):
+            self._ring.upload(slot, batch.write_record(slot.record, self._step))
+            mapping = self._program.refresh(descriptor).metadata.slot_mapping
+        self._buffers.restore(state)
+        return [slot for slot in mapping.tolist() if slot >= 0]
+
     def stats(self) -> Stats:
-        """Counters so far; a live object."""
+        """Counters so far; a live object. After `close()` the last ones."""
         self._stats.ring_waits = self._ring.waits
         return self._stats
 
@@ -215,19 +301,22 @@ class ReplayManager:
 
         Slower and wider than the check before every step: it also sees parameters that were replaced by new objects.
         """
-        self._require(State.CAPTURED, "check_weights")
-        self._guard.check_names((*_named_weights(model), *self.kv_cache.named_tensors()))
+        check_instance("model", model, torch.nn.Module, advice="other models name their tensors by weights=")
+        with self._exclusive:
+            self._require(State.CAPTURED, "check_weights")
+            self._guard.check_names((*_named_weights(model), *self.kv_cache.named_tensors()))
 
     def reset(self) -> None:
         """Wait for the device and put row states, derived buffers and the backend's counters back to their initial
         contents, as after a launch that was aborted."""
-        self._require(State.CAPTURED, "reset")
-        self._ring.drain()
-        with self._on_stream:
-            if self._stream is not None:
-                self._stream.synchronize()
-            self.buffers.reset()
-            self._backend.reset()
+        with self._exclusive:
+            self._require(State.CAPTURED, "reset")
+            self._ring.drain()
+            with self._on_stream:
+                if self._stream is not None:
+                    self._stream.synchronize()
+                self._buffers.reset()
+                self._backend.reset()
 
     def latest_logits(self, step: int) -> torch.Tensor:
         """Logits of `step`, which must be the latest; see `StepHandle.logits`."""
@@ -239,28 +328,31 @@ class ReplayManager:
             )
         if self._stream is not None:
             torch.cuda.current_stream(self._device).wait_stream(self._stream)
-        return self._logits
+        return ordinary(self._logits)
 
     def close(self) -> None:
         """Wait for steps in flight, then drop graphs and buffers. The KV cache and the weights are the caller's.
 
         Handles keep the results of their steps. Closing twice is fine.
         """
-        if self._state is State.CLOSED:
-            return
-        self._ring.drain()
-        if self._stream is not None:
-            self._stream.synchronize()
-        self._drop_graphs()
-        self._recorder.close()
-        self._backend.close()
-        self._logits = torch.empty(0)
-        del self.buffers, self._ring, self._program, self._weights
-        if self._state is State.CAPTURED:
-            del self._guard
-        if self._device.type == "cuda":
-            torch.cuda.empty_cache()
-        self._state = State.CLOSED
+        with self._exclusive:
+            if self._state is State.CLOSED:
+                return
+            self._ring.drain()
+            if self._stream is not None:
+                self._stream.synchronize()
+            self._drop_graphs()
+            self._recorder.close()
+            self._backend.close()
+            self._logits = NOTHING
+            self.stats()
+            del self._buffers, self._program, self._weights
+            self._ring.close()
+            if self._state is State.CAPTURED:
+                del self._guard
+            if self._device.type == "cuda":
+                torch.cuda.empty_cache()
+            self._state = State.CLOSED
 
     def _record_all(self, progress: Callable[[GraphReport], None] | None) -> None:
         warm: set[GraphKind] = set()
@@ -304,16 +396,54 @@ def _named_weights(model: object) -> Iterator[tuple[str, torch.Tensor]]:
         yield from model.named_buffers()
 
 
-def _check_layers(specs: Sequence[AttentionSpec], kv_cache: KVCache) -> None:
+def _check_layers(attention: object, kv_cache: KVCache) -> tuple[AttentionSpec, ...]:
+    """One spec per layer of the cache. Raises: ConfigError."""
     spec = kv_cache.spec
-    if len(specs) != spec.num_layers:
-        raise ConfigError(f"attention: expected {spec.num_layers} specs, one per KV cache layer, got {len(specs)}")
+    if isinstance(attention, AttentionSpec):
+        specs: Sequence[AttentionSpec] = (attention,) * spec.num_layers
+    else:
+        specs = check_sequence("attention", attention, spec.num_layers, of="AttentionSpec per layer", error=ConfigError)
     for index, layer in enumerate(specs):
+        check_instance(f"attention[{index}]", layer, AttentionSpec, advice="pass one spec per layer, or one for all")
         if (layer.num_kv_heads, layer.head_dim) != (spec.num_kv_heads, spec.head_dim):
             raise ConfigError(
                 f"attention[{index}]: expected {spec.num_kv_heads} KV heads of size {spec.head_dim} as in the cache, "
-                f"got {layer.num_kv_heads} of {layer.head_dim}"
+                f"got {layer.num_kv_heads} of {layer.head_dim}; pass the specs of the same model"
             )
+    return tuple(specs)
+
+
+def _stream_on(device: torch.device, stream: object) -> torch.cuda.Stream | None:
+    """The stream that steps run on: the given or the current one on CUDA, none on a CPU. Raises: ConfigError."""
+    if device.type != "cuda":
+        if stream is not None:
+            raise ConfigError(f"stream: expected None with a cache on {device}, got {shown(stream)}; leave it out")
+        return None
+    if stream is None:
+        return torch.cuda.current_stream(device)
+    chosen = check_instance("stream", stream, torch.cuda.Stream, advice="leave it out for the current stream")
+    if chosen.device != device:
+        raise ConfigError(f"stream: expected one of {device}, as the cache, got one of {chosen.device}; make it there")
+    return chosen
+
+
+class _Exclusive:
+    """Lets one call at a time in. A flag that can be tested and set at once, not a lock: nobody waits for it."""
+
+    __slots__ = ("_flag",)
+
+    def __init__(self) -> None:
+        self._flag = threading.Lock()
+
+    def __enter__(self) -> None:
+        if not self._flag.acquire(blocking=False):
+            raise ReplayError(
+                "ReplayManager: expected one call at a time, got one during another; submit steps from one thread, and "
+                "never from inside a model or sampler"
+            )
+
+    def __exit__(self, *error: object) -> None:
+        self._flag.release()
 
 
 class _OnStream:

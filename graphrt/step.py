@@ -12,6 +12,7 @@ from graphrt.capture.descriptor import BatchDescriptor
 from graphrt.kernels.cache.write import Rotary, write_kv
 from graphrt.kernels.checks import check_no_overlap, check_tensor, check_unit_stride
 from graphrt.kernels.errors import ShapeError, UnsupportedError
+from graphrt.kernels.metadata.buffers import StaticBuffers
 from graphrt.metadata import StepMetadata
 
 
@@ -19,25 +20,51 @@ from graphrt.metadata import StepMetadata
 class Step:
     """One captured size of the decode step. A model is any callable `model(step) -> logits [padded_reqs, vocab]`.
 
-    input_ids       [padded_tokens]  int64    0 in pad tokens
-    positions       [padded_tokens]  int64    0 in pad tokens
-    logits_indices  [padded_reqs]    int64    token whose hidden state gives the row's logits
-    temperatures    [padded_reqs]    float32  for samplers; 0 is greedy
-    seeds           [padded_reqs]    int64    for samplers
-
     The tensors are views of static buffers: a graph that reads them sees every later step's values. Whatever else
-    varies from step to step must be in a tensor too; a Python number is frozen at capture.
+    varies from step to step must be in a tensor too; a Python number is frozen at capture. A model or sampler that has
+    state per row (adapters, penalties, masks) keeps a tensor [max_num_reqs, ...] and indexes it by `row_ids`.
     """
 
     descriptor: BatchDescriptor
-    input_ids: torch.Tensor
-    positions: torch.Tensor
-    logits_indices: torch.Tensor
-    temperatures: torch.Tensor
-    seeds: torch.Tensor
     metadata: StepMetadata
+    buffers: StaticBuffers
     backend: AttentionBackend
     layers: tuple[AttentionLayer, ...]
+
+    @property
+    def input_ids(self) -> torch.Tensor:
+        """[padded_tokens] int64; 0 in pad tokens."""
+        return self.buffers.input_ids
+
+    @property
+    def positions(self) -> torch.Tensor:
+        """[padded_tokens] int64, place of each token in its sequence; 0 in pad tokens."""
+        return self.buffers.positions
+
+    @property
+    def logits_indices(self) -> torch.Tensor:
+        """[padded_reqs] int64, token whose hidden state gives the row's logits; 0 in pad rows."""
+        return self.buffers.logits_indices
+
+    @property
+    def row_ids(self) -> torch.Tensor:
+        """[padded_reqs] int32, the row state that each row uses; -1 in pad and invalid rows: clamp before indexing."""
+        return self.buffers.row_ids
+
+    @property
+    def row_status(self) -> torch.Tensor:
+        """[padded_reqs] int32, RowStatus: whether a row is a pad, runs, or runs and is sampled from."""
+        return self.buffers.row_status
+
+    @property
+    def temperatures(self) -> torch.Tensor:
+        """[padded_reqs] float32, for samplers; 0 is greedy."""
+        return self.buffers.temperatures
+
+    @property
+    def seeds(self) -> torch.Tensor:
+        """[padded_reqs] int64, for samplers."""
+        return self.buffers.seeds
 
     def attend(
         self,
@@ -112,7 +139,7 @@ class Step:
 
 
 Model = Callable[[Step], torch.Tensor]
-"""Maps a step to logits [padded_reqs, vocab]; run under no_grad, captured once per size."""
+"""Maps a step to logits [padded_reqs, vocab]; run in inference mode, captured once per size."""
 
 Sampler = Callable[[torch.Tensor, Step], torch.Tensor]
 """Maps logits [padded_reqs, vocab] to token ids [padded_reqs], int32 or int64; captured with the model."""

@@ -19,7 +19,7 @@ class CompileSpec:
 
     name: str
     kernel: Any
-    signature: dict[str, str]
+    signature: dict[str, Any]
     constexprs: dict[str, object]
     num_warps: int
     num_stages: int

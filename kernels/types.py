@@ -7,11 +7,14 @@ from enum import Enum, IntEnum
 PAD_SLOT_ID = -1
 """Slot of a token that no KV writer may store."""
 
-TOKEN_FROM_ROW = -1
-"""Value in a batch's token list that stands for the row's last sampled token, read on the device."""
+TOKEN_FROM_ROW = -(1 << 31)
+"""Value in a batch's token list that stands for the row's last sampled token, read on the device.
+
+No other value in use looks like it: NO_TOKEN, which is -1, is a fault where a token belongs.
+"""
 
 NO_TOKEN = -1
-"""Result of a row that sampled nothing: a pad row, an unfinished prompt chunk, an invalid row."""
+"""Result of a row that sampled nothing: a pad row, an unfinished prompt chunk, a faulty row."""
 
 
 class KVLayout(str, Enum):
@@ -26,16 +29,23 @@ class KVLayout(str, Enum):
 
 
 class FaultCode(IntEnum):
-    """What the refresh kernel found wrong with a row. The row then becomes a pad row and its token is -1."""
+    """What the device found wrong with a row; the token of such a row is NO_TOKEN.
+
+    The refresh finds faults of the input, codes 1 to 8: the row then becomes a pad row and writes nothing. `publish`
+    finds faults of the sample, from code 9 on: the row's KV is written, its token is void.
+    """
 
     NONE = 0
     ROW_ID_OUT_OF_RANGE = 1  # value: the row id
     BAD_LENGTH = 2  # value: seq_len; it is < query_len, or > max_seq_len
     LENGTH_EXCEEDS_PAGES = 3  # value: seq_len; pages x page_size is smaller
     PAGE_OUT_OF_RANGE = 4  # value: the page id; null page, negative or >= num_pages
-    TOKEN_OUT_OF_RANGE = 5  # value: the token id; negative or >= vocab_size, or the row has no last token
+    TOKEN_OUT_OF_RANGE = 5  # value: the token id; negative or >= vocab_size
     DUPLICATE_ROW = 6  # value: the row id; two rows of the batch name it
     DUPLICATE_SLOT = 7  # value: the flat slot; two rows write it
+    NO_LAST_TOKEN = 8  # value: the row id; the row asks for its last token, and its sequence has sampled none
+    NO_TOKEN_OFFERED = 9  # value: NO_TOKEN; the logits offer no token: all are NaN or -inf
+    SAMPLE_OUT_OF_RANGE = 10  # value: the token that the sampler returned; negative or >= vocab_size
 
 
 class RowStatus(IntEnum):

@@ -22,37 +22,25 @@ from pathlib import Path
 
 import torch
 
-from graphrt.bench.attention_cells import (
+from graphrt.bench.attention_cells import PARTS, SCHEDULE, make_cells, shrink
+from graphrt.bench.attention_inputs import Inputs, KVPool
+from graphrt.bench.attention_peers import Fa3Side, FlashInferSide
+from graphrt.bench.attention_report import plot, print_report
+from graphrt.bench.attention_results import (
     OURS,
-    PARTS,
     PEERS,
-    SCHEDULE,
-    SEED,
-    Cell,
     CellResult,
     ScheduleTime,
     SideTime,
     fits,
     geometric_means,
     goals,
-    make_cells,
-    shrink,
 )
-from graphrt.bench.attention_inputs import Inputs, KVPool
-from graphrt.bench.attention_report import plot, print_report
 from graphrt.bench.attention_schedule import make_schedules
-from graphrt.bench.attention_sides import (
-    Call,
-    FlashInferSide,
-    Prepared,
-    Side,
-    make_sides,
-    prepare_checked,
-    spaced_calls,
-    spacer_calls,
-)
-from graphrt.bench.decode import measure_read_bandwidth
-from graphrt.bench.timer import Result, provenance, time_calls
+from graphrt.bench.attention_sides import GraphrtSide, Prepared, Side, prepare_checked
+from graphrt.bench.cells import SEED, Cell
+from graphrt.bench.environment import provenance
+from graphrt.bench.timer import Call, Timing, measure_read_bandwidth, spaced_calls, spacer_calls, time_calls
 from graphrt.cli.console import make_console
 from graphrt.kernels.errors import GraphRTError
 
@@ -66,8 +54,8 @@ class Clock:
         self._device, self._num_samples = inputs.device, num_samples
         self.spacer_us = self.time(spacer_calls(list(inputs.q))).median_us
 
-    def time(self, calls: Sequence[Call]) -> Result:
-        return time_calls("", calls, device=self._device, num_samples=self._num_samples)
+    def time(self, calls: Sequence[Call]) -> Timing:
+        return time_calls(calls, device=self._device, num_samples=self._num_samples)
 
     def side(self, prepared: Prepared, *, back_to_back: bool) -> SideTime:
         spaced = self.time(spaced_calls(prepared.calls, self._device))
@@ -103,11 +91,11 @@ def measure(cell: Cell, sides: Sequence[Side], pool: KVPool, num_samples: int) -
 
 
 def measure_schedules(device: torch.device, num_samples: int) -> list[ScheduleTime]:
-    spacer = time_calls("", spacer_calls([torch.zeros(1, device=device)]), device=device, num_samples=num_samples)
+    spacer = time_calls(spacer_calls([torch.zeros(1, device=device)]), device=device, num_samples=num_samples)
     times = []
     for case in make_schedules():
         calls = spaced_calls([case.call(device)], device)
-        us = time_calls("", calls, device=device, num_samples=num_samples).median_us - spacer.median_us
+        us = time_calls(calls, device=device, num_samples=num_samples).median_us - spacer.median_us
         times.append(ScheduleTime(case.mode, case.rows, case.plan(device).num_parts, us))
     return times
 
@@ -142,7 +130,9 @@ def run(arguments: argparse.Namespace) -> None:
     num_samples = QUICK_SAMPLES if arguments.quick else SAMPLES
     if device.type == "cpu":
         cells = [shrink(cell) for cell in cells]
-    sides = make_sides(device, with_peers=not arguments.without_peers)
+    sides: list[Side] = [GraphrtSide()]
+    if not arguments.without_peers:
+        sides += [Fa3Side(), FlashInferSide(device)]
     for side in sides:
         if isinstance(side, FlashInferSide):
             console.print(f"FlashInfer: modules compiled in {side.build(cells):.1f} s", highlight=False)

@@ -24,15 +24,16 @@ import torch
 
 from graphrt.backends.base import AttentionBackend
 from graphrt.backends.registry import backend_class, backend_names
-from graphrt.bench.backend_cells import LAYERS, BackendCell, BackendResult, BackendTime, Shape, make_cells, print_report
+from graphrt.bench.backend_report import BackendResult, BackendTime, make_cells, print_report
 from graphrt.bench.backend_rig import KVStore, Rig, make_context, page_size_of
-from graphrt.bench.timer import provenance
+from graphrt.bench.cells import LAYERS, Cell
+from graphrt.bench.environment import provenance
 from graphrt.cli.console import make_console
 from graphrt.kernels.errors import ConfigError, GraphRTError
 
 SAMPLES, QUICK_SAMPLES = 20, 5
-TINY = Shape(num_q_heads=4, num_kv_heads=2, head_dim=16, dtype=torch.float32)
-TINY_CELLS = make_cells((1, 2), (8, 40))
+TINY = {"num_q_heads": 4, "num_kv_heads": 2, "head_dim": 16, "kv_dtype": torch.float32}
+TINY_CELLS = make_cells((1, 2), (8, 40), **TINY)
 
 
 def parse() -> argparse.Namespace:
@@ -47,7 +48,7 @@ def parse() -> argparse.Namespace:
 
 
 def choose(
-    names: Sequence[str], shape: Shape, cells: Sequence[BackendCell], device: torch.device
+    names: Sequence[str], cells: Sequence[Cell], device: torch.device
 ) -> tuple[dict[str, type[AttentionBackend]], dict[str, str]]:
     """The backends that can serve the cells, and why the others cannot."""
     chosen, refused = {}, {}
@@ -59,7 +60,7 @@ def choose(
                 raise
             refused[name] = str(error)
             continue
-        reasons = cls.why_not(make_context(cls, shape, cells, device))
+        reasons = cls.why_not(make_context(cls, cells, device))
         if reasons:
             refused[name] = "; ".join(reasons)
         else:
@@ -68,15 +69,15 @@ def choose(
 
 
 def measure(
-    cls: type[AttentionBackend], cells: Sequence[BackendCell], store: KVStore, num_samples: int
-) -> dict[BackendCell, BackendTime]:
+    cls: type[AttentionBackend], cells: Sequence[Cell], store: KVStore, num_samples: int
+) -> dict[Cell, BackendTime]:
     """Times of one backend. One that fails, in whatever way, must not end the run of the others; a fault of the device
     does: nothing after it could be believed."""
-    times: dict[BackendCell, BackendTime] = {}
+    times: dict[Cell, BackendTime] = {}
     rig = None
     for cell in cells:
         try:
-            rig = rig or Rig(cls, make_context(cls, store.shape, cells, store.device), store)
+            rig = rig or Rig(cls, make_context(cls, cells, store.device), store)
             times[cell] = rig.measure(cell, num_samples)
         except torch.AcceleratorError:
             raise
@@ -93,17 +94,17 @@ def run(arguments: argparse.Namespace) -> None:
     start = time.perf_counter()
     console = make_console()
     device = torch.device(arguments.device)
-    shape, cells = (Shape(), make_cells()) if device.type == "cuda" else (TINY, TINY_CELLS)
+    cells = make_cells() if device.type == "cuda" else TINY_CELLS
     names = arguments.only.split(",") if arguments.only else backend_names()
-    backends, refused = choose(names, shape, cells, device)
+    backends, refused = choose(names, cells, device)
     for name, reason in refused.items():
         console.print(f"not measured: {name}: {reason}", highlight=False, soft_wrap=True)
     if not backends:
         raise ConfigError("bench_backends: expected a backend that runs here, got none; install one, or name another")
-    store = KVStore(shape, device)
+    store = KVStore(device)
     too_large = store.reserve(cells, max(page_size_of(cls) for cls in backends.values()))
     fit = [cell for cell in cells if cell not in too_large]
-    measured: dict[str, dict[BackendCell, BackendTime]] = {}
+    measured: dict[str, dict[Cell, BackendTime]] = {}
     for name, cls in backends.items():
         measured[name] = measure(cls, fit, store, QUICK_SAMPLES if arguments.quick else SAMPLES)
         console.print(f"{time.perf_counter() - start:6.1f} s  {name}", highlight=False)
@@ -114,17 +115,17 @@ def run(arguments: argparse.Namespace) -> None:
     for cell in cells:
         missing = BackendTime(reason=too_large.get(cell))
         results.append(BackendResult(cell, {name: times.get(cell, missing) for name, times in measured.items()}))
-    print_report(console, results, shape)
+    print_report(console, results)
     record: dict[str, Any] = {
         "name": "backends",
         **provenance(),
         "layers": LAYERS,
-        "heads": [shape.num_q_heads, shape.num_kv_heads, shape.head_dim],
-        "dtype": str(shape.dtype).removeprefix("torch."),
+        "heads": [cells[0].num_q_heads, cells[0].num_kv_heads, cells[0].head_dim],
+        "dtype": str(cells[0].kv_dtype).removeprefix("torch."),
         "page_sizes": {name: page_size_of(cls) for name, cls in backends.items()},
         "refused": refused,
         "seconds": round(time.perf_counter() - start, 1),
-        "cells": [result.to_json(shape) for result in results],
+        "cells": [result.to_json() for result in results],
     }
     print(json.dumps(record), flush=True)
 

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from graphrt.bench.timer import provenance
+from graphrt.bench.environment import provenance
 from graphrt.config import RuntimeConfig
 from graphrt.kernels.types import KVLayout
 from graphrt.kv_cache import KVCache

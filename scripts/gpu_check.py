@@ -30,8 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from graphrt.backends.registry import backend_names
-from graphrt.bench.timer import provenance
-from graphrt.environment import OPTIONAL_PACKAGES
+from graphrt.bench.environment import OPTIONAL_PACKAGES, provenance
 
 ROOT = Path(__file__).resolve().parent.parent
 PYTHON = sys.executable

@@ -18,7 +18,7 @@ from typing import Any
 from graphrt.backends.base import listing
 from graphrt.backends.ranking import parse_ranking, ranking_record
 from graphrt.backends.registry import backend_class, backend_names
-from graphrt.capture.buffers import StaticBuffers
+from graphrt.kernels.metadata.buffers import StaticBuffers
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -36,9 +36,8 @@ def buffers_table() -> str:
             str(s).replace("rows_plus_one", "rows + 1").replace("claims", "slots + row_ids") for s in spec.shape
         )
         dtype = str(spec.dtype).removeprefix("torch.")
-        lines.append(
-            f"| `{name}` | [{shape}] | {dtype} | {spec.kind.value} | {spec.writer} | {spec.readers} | {spec.pad} |"
-        )
+        readers = ", ".join(spec.readers)
+        lines.append(f"| `{name}` | [{shape}] | {dtype} | {spec.kind.value} | {spec.writer} | {readers} | {spec.pad} |")
     return "\n".join(lines)
 
 

@@ -13,11 +13,11 @@ import pytest
 import torch
 from rich.console import Console
 
-from graphrt.bench.attention_cells import (
-    LAYERS,
+from graphrt.bench.attention_cells import PARTS, make_cells, shrink
+from graphrt.bench.attention_inputs import Inputs, KVPool, check_output
+from graphrt.bench.attention_report import plot, print_report
+from graphrt.bench.attention_results import (
     OURS,
-    PARTS,
-    Cell,
     CellResult,
     ScheduleTime,
     SideTime,
@@ -26,12 +26,9 @@ from graphrt.bench.attention_cells import (
     geometric_mean,
     geometric_means,
     goals,
-    make_cells,
-    shrink,
 )
-from graphrt.bench.attention_inputs import Inputs, KVPool, check_output
-from graphrt.bench.attention_report import plot, print_report
 from graphrt.bench.attention_schedule import make_schedules
+from graphrt.bench.cells import LAYERS, Cell
 from graphrt.kernels.attention.attend import PART_WORDS
 from graphrt.kernels.errors import CapacityError, ConfigError, UnsupportedError
 from graphrt.kernels.types import KVLayout
@@ -127,7 +124,7 @@ def result(cell, ours=None, fa3=None, flashinfer=None, **more):
 
 
 def test_kernels_of_flashinfer():
-    from graphrt.bench.attention_sides import flashinfer_modules
+    from graphrt.bench.attention_peers import flashinfer_modules
 
     def kernels(**fields):
         return [module.kernel for module in flashinfer_modules(Cell("x", "x", (40,), **fields))]
@@ -386,7 +383,7 @@ def test_only_right_results_are_timed(outcome):
 
 
 def test_spacers_leave_the_outputs_alone():
-    from graphrt.bench.attention_sides import spaced_calls, spacer_calls
+    from graphrt.bench.timer import spaced_calls, spacer_calls
 
     outs = [torch.full((2, 3), float(i), dtype=torch.bfloat16) for i in (1, 2)]
     sinks = [call() for call in spaced_calls([lambda out=out: out for out in outs], CPU)]
@@ -408,11 +405,11 @@ def test_graphrt_side_passes_its_check(name):
 
 @pytest.mark.parametrize("peer", ["fa3", "flashinfer"])
 def test_missing_peer_says_how_to_get_it(monkeypatch, peer):
-    from graphrt.bench import attention_sides as sides
+    from graphrt.bench import attention_peers as peers
 
     module = {"fa3": "flash_attn_interface", "flashinfer": "flashinfer"}[peer]
     monkeypatch.setitem(sys.modules, module, None)
-    make = {"fa3": sides.Fa3Side, "flashinfer": lambda: sides.FlashInferSide(CPU)}[peer]
+    make = {"fa3": peers.Fa3Side, "flashinfer": lambda: peers.FlashInferSide(CPU)}[peer]
     with pytest.raises(UnsupportedError, match=rf"{module}: .* run pip install .graphrt\[{peer}\].*--without-peers"):
         make()
 

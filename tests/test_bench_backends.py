@@ -16,8 +16,9 @@ from graphrt.backends.registry import register_backend
 from graphrt.backends.torch_reference import TorchReferenceBackend
 from graphrt.backends.triton import TritonBackend
 from graphrt.batch import Batch
-from graphrt.bench.backend_cells import LAYERS, BackendCell, BackendTime, Shape, make_cells
+from graphrt.bench.backend_report import BackendTime, make_cells
 from graphrt.bench.backend_rig import KVStore, Rig, make_context, page_size_of
+from graphrt.bench.cells import LAYERS, Cell, uniform_cell
 from graphrt.capture.descriptor import BatchDescriptor
 from graphrt.kernels.errors import CapacityError
 from graphrt.kernels.library import INTERPRETER_AVAILABLE
@@ -26,7 +27,10 @@ from graphrt.metadata import StepMetadata
 from scripts import bench_backends
 
 CPU = torch.device("cpu")
-TINY = bench_backends.TINY
+
+
+def tiny_cells(batches: tuple[int, ...], contexts: tuple[int, ...]) -> list[Cell]:
+    return make_cells(batches, contexts, **bench_backends.TINY)
 
 
 def test_costs() -> None:
@@ -34,8 +38,8 @@ def test_costs() -> None:
     assert time.device_us == pytest.approx(10.0 + 3.2 / LAYERS)
     assert time.us == pytest.approx(10.0 + 3.2 / LAYERS + 64.0 / LAYERS)
     assert BackendTime(reason="none").us is None
-    assert BackendCell(2, 512).kv_bytes(Shape()) == 2 * 2 * 512 * 8 * 128 * 2
-    assert [(cell.batch, cell.context) for cell in make_cells((1, 2), (3, 4))] == [(1, 3), (1, 4), (2, 3), (2, 4)]
+    assert uniform_cell("x", 2, 512).kv_bytes == 2 * 2 * 512 * 8 * 128 * 2
+    assert [(cell.batch, cell.longest) for cell in make_cells((1, 2), (3, 4))] == [(1, 3), (1, 4), (2, 3), (2, 4)]
     assert len(make_cells()) == 12
 
 
@@ -69,18 +73,18 @@ class Wrong(LargePages):
         out.copy_(q)
 
 
-def rig_of(cls: type[AttentionBackend], cells: list[BackendCell]) -> Rig:
-    store = KVStore(TINY, CPU)
+def rig_of(cls: type[AttentionBackend], cells: list[Cell]) -> Rig:
+    store = KVStore(CPU)
     assert store.reserve(cells, 256) == {}
-    return Rig(cls, make_context(cls, TINY, cells, CPU), store)
+    return Rig(cls, make_context(cls, cells, CPU), store)
 
 
 def test_the_contract_is_driven_in_order() -> None:
-    cells = make_cells((1, 3), (5, 300))
+    cells = tiny_cells((1, 3), (5, 300))
     rig = rig_of(LargePages, cells)
     assert page_size_of(LargePages) == 256
     assert (rig.context.max_num_reqs, rig.context.max_seq_len, rig.context.kv.layout) == (3, 300, KVLayout.HND)
-    time = rig.measure(BackendCell(3, 300), 2)
+    time = rig.measure(cells[-1], 2)
     assert time.reason is None
     assert time.us is not None
     assert time.us > 0
@@ -99,8 +103,8 @@ def test_the_contract_is_driven_in_order() -> None:
 
 @pytest.mark.skipif(not INTERPRETER_AVAILABLE, reason="needs TRITON_INTERPRET=1")
 def test_triton_passes_the_check_of_results() -> None:
-    rig = rig_of(TritonBackend, make_cells((2,), (17,)))
-    time = rig.measure(BackendCell(2, 17), 1)
+    rig = rig_of(TritonBackend, cells := tiny_cells((2,), (17,)))
+    time = rig.measure(cells[0], 1)
     assert time.reason is None
     assert time.run_us is not None
     assert time.schedule_us is not None
@@ -109,9 +113,9 @@ def test_triton_passes_the_check_of_results() -> None:
 
 def test_a_wrong_result_is_no_figure() -> None:
     with pytest.raises(AssertionError, match="row 0, layer 0: expected a relative error of at most"):
-        rig_of(Wrong, make_cells((1,), (9,))).measure(BackendCell(1, 9), 1)
-    store = KVStore(TINY, CPU)
-    cells = make_cells((1,), (9,))
+        rig_of(Wrong, tiny_cells((1,), (9,))).measure(tiny_cells((1,), (9,))[0], 1)
+    store = KVStore(CPU)
+    cells = tiny_cells((1,), (9,))
     store.reserve(cells, 256)
     (time,) = bench_backends.measure(Wrong, cells, store, 1).values()
     assert time.us is None
@@ -123,7 +127,7 @@ def test_a_backend_that_cannot_be_built_has_a_reason_in_every_cell(monkeypatch: 
         raise RuntimeError("no compiler")
 
     monkeypatch.setattr(LargePages, "allocate", allocate)
-    store, cells = KVStore(TINY, CPU), make_cells((1,), (9, 10))
+    store, cells = KVStore(CPU), tiny_cells((1,), (9, 10))
     store.reserve(cells, 256)
     times = bench_backends.measure(LargePages, cells, store, 1)
     assert {cell: time.reason for cell, time in times.items()} == dict.fromkeys(cells, "RuntimeError: no compiler")
@@ -131,7 +135,7 @@ def test_a_backend_that_cannot_be_built_has_a_reason_in_every_cell(monkeypatch: 
 
 def test_what_cannot_be_captured_has_no_figure(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(LargePages, "why_not_graph", lambda self, descriptor: "reads lengths on the host")
-    time = rig_of(LargePages, make_cells((1,), (9,))).measure(BackendCell(1, 9), 1)
+    time = rig_of(LargePages, tiny_cells((1,), (9,))).measure(tiny_cells((1,), (9,))[0], 1)
     assert time == BackendTime(reason="reads lengths on the host")
 
 
@@ -139,9 +143,11 @@ def test_cells_that_do_not_fit_are_named(monkeypatch: pytest.MonkeyPatch) -> Non
     free = 5 << 30
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, free))
     monkeypatch.setattr("graphrt.bench.backend_rig.rotations", lambda nbytes, device: 2)
-    store = KVStore(Shape(num_kv_heads=1, num_q_heads=1, head_dim=16), torch.device("cuda"))
-    monkeypatch.setattr(store, "_fill", lambda size, seed: torch.empty(size, dtype=torch.bfloat16))
-    small, large = BackendCell(1, 512), BackendCell(4096, 8192)
+    store = KVStore(torch.device("cuda"))
+    monkeypatch.setattr(store, "_fill", lambda size, dtype, seed: torch.empty(size, dtype=torch.bfloat16))
+    small, large = (
+        uniform_cell("x", *size, num_kv_heads=1, num_q_heads=1, head_dim=16) for size in ((1, 512), (4096, 8192))
+    )
     assert store.reserve([small, large], 16) == {large: "needs 4096 MiB for KV, 1024 MiB are free"}
     assert len(store.views(small, 16, KVLayout.NHD)) == 2
     with pytest.raises(CapacityError, match="KV store: expected room for 4096 MiB, got 1024 MiB"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import os
 import re
 import subprocess
 import sys
@@ -13,7 +14,8 @@ import pytest
 import torch
 
 import graphrt
-from graphrt import env, environment
+from graphrt import env
+from graphrt.bench import environment
 from graphrt.kernels.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -98,7 +100,7 @@ def test_report_without_packages_or_driver(monkeypatch):
         "import importlib.metadata as m\n"
         "def missing(name): raise m.PackageNotFoundError(name)\n"
         "m.version = missing\n"
-        "from graphrt.environment import environment_report as r\n"
+        "from graphrt.bench.environment import environment_report as r\n"
         "import json; print(json.dumps(r()))"
     )
     monkeypatch.setenv("PATH", "")
@@ -115,3 +117,35 @@ def test_driver_version(monkeypatch, tmp_path, script):
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     assert environment.driver_version() == ("580.159.03" if "580" in script else None)
+
+
+def test_provenance_says_what_is_needed_to_repeat_a_run():
+    record = environment.provenance()
+    assert json.loads(json.dumps(record)) == record
+    assert record["torch"].split("+")[0] == torch.__version__.split("+")[0]
+    assert {"gpu", "driver", "triton", "command", "commit", "tree", "uncommitted_changes"} <= record.keys()
+
+
+def test_tree_of_the_files_as_they_are(tmp_path):
+    """A file more is another tree, an ignored one is not, and nothing is left in the checkout."""
+    git = lambda *arguments: subprocess.run(["git", *arguments], cwd=tmp_path, check=True, capture_output=True).stdout  # noqa: E731
+    assert environment.tree_of_files(tmp_path) is None
+    git("init", "-q")
+    (tmp_path / ".gitignore").write_text("ignored\n")
+    git("add", ".")
+    git("-c", "user.name=a", "-c", "user.email=a@b", "commit", "-qm", "first")
+    committed = git("rev-parse", "HEAD^{tree}").decode().strip()
+    assert environment.tree_of_files(tmp_path) == committed
+    (tmp_path / "ignored").write_text("x")
+    assert environment.tree_of_files(tmp_path) == committed
+    assert environment.tree_of_files(Path(os.path.relpath(tmp_path))) == committed
+    git("add", "--force", "ignored")
+    git("-c", "user.name=a", "-c", "user.email=a@b", "commit", "-qm", "second")
+    committed = git("rev-parse", "HEAD^{tree}").decode().strip()
+    assert environment.tree_of_files(tmp_path) == committed, "ignored, but tracked"
+    (tmp_path / "more").write_text("x")
+    before = sorted(path for path in (tmp_path / ".git").rglob("*"))
+    assert environment.tree_of_files(tmp_path) not in (committed, None)
+    assert sorted(path for path in (tmp_path / ".git").rglob("*")) == before
+    (tmp_path / "more").unlink()
+    assert environment.tree_of_files(tmp_path) == committed

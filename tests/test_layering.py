@@ -61,6 +61,15 @@ def import_faults(path: str, source: str) -> list[str]:
     return faults
 
 
+def wing_faults(path: str, source: str) -> list[str]:
+    """Imports of the benchmarks or the command line by the core; the command line may import the benchmarks."""
+    folder = path.split("/")[1]
+    if folder in ("cli", "__main__.py"):
+        return []
+    wings = ("graphrt.cli",) if folder == "bench" else ("graphrt.bench", "graphrt.cli")
+    return [name for name in imports(source) if any(name == wing or name.startswith(f"{wing}.") for wing in wings)]
+
+
 def environment_faults(path: str, source: str) -> list[str]:
     """Reads or writes of environment variables outside of env.py."""
     if path == "graphrt/env.py":
@@ -106,6 +115,7 @@ def length_faults(path: str, source: str) -> list[str]:
 RULES = {
     "imports": (import_faults, LIBRARY),
     "imports-of-callers": (import_faults, ("scripts", "tests")),
+    "wings": (wing_faults, ("graphrt",)),
     "environment": (environment_faults, LIBRARY),
     "asserts": (assert_faults, LIBRARY),
     "annotations": (annotation_faults, LIBRARY),
@@ -134,6 +144,10 @@ VIOLATIONS = {
     "top-level-kernels": (import_faults, "graphrt/a.py", "import kernels.types"),
     "top-level-capture": (import_faults, "tests/a.py", "from capture import buffers"),
     "relative": (import_faults, "graphrt/a.py", "from .batch import Batch"),
+    "core-imports-a-benchmark": (wing_faults, "graphrt/models/a.py", "from graphrt.bench.timer import X"),
+    "core-imports-the-benchmarks": (wing_faults, "graphrt/a.py", "def f():\n    from graphrt import bench"),
+    "core-imports-the-command-line": (wing_faults, "graphrt/a.py", "import graphrt.cli.console"),
+    "bench-imports-the-command-line": (wing_faults, "graphrt/bench/a.py", "from graphrt.cli.console import X"),
     "environ": (environment_faults, "graphrt/a.py", "import os\nx = os.environ['A']"),
     "getenv": (environment_faults, "kernels/a.py", "import os\nx = os.getenv('A')"),
     "environ-by-name": (environment_faults, "capture/a.py", "from os import environ"),
@@ -157,6 +171,9 @@ ALLOWED = {
     "kernels-siblings": (import_faults, "kernels/a.py", "from graphrt.kernels.types import X"),
     "capture": (import_faults, "capture/a.py", "from graphrt.capture import b\nfrom graphrt.kernels.types import X"),
     "runtime": (import_faults, "graphrt/a.py", "import rich\nfrom graphrt.capture.b import X\nfrom graphrt import env"),
+    "command-line": (wing_faults, "graphrt/cli/a.py", "from graphrt.bench.timer import X\nimport graphrt.cli.b"),
+    "entry-point": (wing_faults, "graphrt/__main__.py", "from graphrt.cli.main import main"),
+    "bench-siblings": (wing_faults, "graphrt/bench/a.py", "from graphrt.bench.timer import X"),
     "env": (environment_faults, "graphrt/env.py", "import os\nx = os.environ['A']"),
     "message": (assert_faults, "graphrt/a.py", "assert x, 'x'"),
     "jit": (annotation_faults, "kernels/a.py", "@triton.jit\ndef f(x): ...\n@triton.jit(debug=True)\ndef g(x): ..."),

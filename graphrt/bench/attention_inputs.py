@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from graphrt.bench.attention_cells import Cell
+from graphrt.bench.cells import Cell
 from graphrt.bench.timer import rotations
 from graphrt.kernels.errors import CapacityError
 from graphrt.kernels.types import KVLayout
@@ -105,6 +105,11 @@ class Inputs:
     @property
     def softmax_scale(self) -> float:
         return float(self.cell.head_dim**-0.5)
+
+    def query_starts(self) -> torch.Tensor:
+        """Where each row's queries begin: [batch + 1] int32, on the device."""
+        rows, query_len = self.cell.batch, self.cell.query_len
+        return torch.arange(rows + 1, dtype=torch.int32, device=self.device) * query_len
 
     def row_pages(self, row: int) -> torch.Tensor:
         """Page ids of a row, on the device."""

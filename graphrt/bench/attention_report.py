@@ -9,9 +9,9 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from graphrt.bench.attention_cells import (
+from graphrt.bench.attention_cells import PARTS
+from graphrt.bench.attention_results import (
     OURS,
-    PARTS,
     PEERS,
     CellResult,
     Goal,

@@ -8,8 +8,9 @@ from functools import partial
 import numpy as np
 import torch
 
-from graphrt.bench.attention_cells import SEED
-from graphrt.bench.attention_sides import Call, num_sms
+from graphrt.bench.attention_sides import num_sms
+from graphrt.bench.cells import SEED
+from graphrt.bench.timer import Call
 from graphrt.kernels.attention.plan import AttentionPlan
 from graphrt.kernels.attention.work_list import schedule_attention
 from graphrt.kernels.native.nvrtc import runs_native

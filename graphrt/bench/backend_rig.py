@@ -18,9 +18,9 @@ import torch
 
 from graphrt.backends.base import AttentionBackend, AttentionLayer, BackendContext
 from graphrt.batch import Batch
-from graphrt.bench.attention_sides import Call, spaced_calls, spacer_calls
-from graphrt.bench.backend_cells import BackendCell, BackendTime, Shape
-from graphrt.bench.timer import rotations, time_calls
+from graphrt.bench.backend_report import BackendTime
+from graphrt.bench.cells import Cell
+from graphrt.bench.timer import Call, rotations, spaced_calls, spacer_calls, time_calls
 from graphrt.capture.descriptor import BatchDescriptor
 from graphrt.kernels.errors import CapacityError
 from graphrt.kernels.types import KVLayout
@@ -37,13 +37,13 @@ _TOLERANCE = 0.02  # relative, of a row in bfloat16
 class KVStore:
     """One flat store of K and of V that every backend and cell takes views of, filled with normal values."""
 
-    def __init__(self, shape: Shape, device: torch.device) -> None:
-        self.shape, self.device = shape, device
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
         self._k = self._v = torch.empty(0)
 
-    def reserve(self, cells: Sequence[BackendCell], largest_page: int) -> dict[BackendCell, str]:
+    def reserve(self, cells: Sequence[Cell], largest_page: int) -> dict[Cell, str]:
         """Allocate for the largest cell that fits; returns the others, each with why it does not."""
-        needs = {cell: 2 * self._elements(cell, largest_page) * self.shape.dtype.itemsize for cell in cells}
+        needs = {cell: 2 * self._elements(cell, largest_page) * cell.kv_dtype.itemsize for cell in cells}
         free = (
             torch.cuda.mem_get_info(self.device)[0] - _LEFT_FREE if self.device.type == "cuda" else max(needs.values())
         )
@@ -54,47 +54,48 @@ class KVStore:
                 "free memory of the device"
             )
         size = max(self._elements(cell, largest_page) for cell in fit)
-        self._k, self._v = self._fill(size, 1), self._fill(size, 2)
+        self._k, self._v = (self._fill(size, fit[0].kv_dtype, seed) for seed in (1, 2))
         return {
             cell: f"needs {needs[cell] >> 20} MiB for KV, {free >> 20} MiB are free"
             for cell in cells
             if needs[cell] > free
         }
 
-    def layers(self, cell: BackendCell) -> int:
-        return rotations(cell.kv_bytes(self.shape), self.device)
+    def layers(self, cell: Cell) -> int:
+        return rotations(cell.kv_bytes, self.device)
 
-    def views(self, cell: BackendCell, page_size: int, layout: KVLayout) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    def views(self, cell: Cell, page_size: int, layout: KVLayout) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """K and V of each layer in the logical NHD view, page 0 being the null page."""
         pages = _pages(cell, page_size)
-        layers, per_layer = self.layers(cell), pages * page_size * self.shape.num_kv_heads * self.shape.head_dim
+        layers, per_layer = self.layers(cell), pages * page_size * cell.num_kv_heads * cell.head_dim
         return [
-            (self._view(self._k, at, pages, page_size, layout), self._view(self._v, at, pages, page_size, layout))
+            (_view(self._k, at, cell, page_size, layout), _view(self._v, at, cell, page_size, layout))
             for at in range(0, layers * per_layer, per_layer)
         ]
 
-    def _view(self, store: torch.Tensor, at: int, pages: int, page_size: int, layout: KVLayout) -> torch.Tensor:
-        heads, dim = self.shape.num_kv_heads, self.shape.head_dim
-        part = store[at : at + pages * page_size * heads * dim]
-        if layout is KVLayout.NHD:
-            return part.view(pages, page_size, heads, dim)
-        return part.view(pages, heads, page_size, dim).transpose(1, 2)
-
-    def _elements(self, cell: BackendCell, page_size: int) -> int:
-        per_layer = _pages(cell, page_size) * page_size * self.shape.num_kv_heads * self.shape.head_dim
+    def _elements(self, cell: Cell, page_size: int) -> int:
+        per_layer = _pages(cell, page_size) * page_size * cell.num_kv_heads * cell.head_dim
         return self.layers(cell) * per_layer
 
-    def _fill(self, size: int, seed: int) -> torch.Tensor:
+    def _fill(self, size: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
         generator = torch.Generator(self.device).manual_seed(seed)
-        store = torch.empty(size, dtype=self.shape.dtype, device=self.device)
+        store = torch.empty(size, dtype=dtype, device=self.device)
         for chunk in store.split(_FILL_CHUNK):
             chunk.normal_(generator=generator)
         return store
 
 
-def _pages(cell: BackendCell, page_size: int) -> int:
+def _view(store: torch.Tensor, at: int, cell: Cell, page_size: int, layout: KVLayout) -> torch.Tensor:
+    pages, heads, dim = _pages(cell, page_size), cell.num_kv_heads, cell.head_dim
+    part = store[at : at + pages * page_size * heads * dim]
+    if layout is KVLayout.NHD:
+        return part.view(pages, page_size, heads, dim)
+    return part.view(pages, heads, page_size, dim).transpose(1, 2)
+
+
+def _pages(cell: Cell, page_size: int) -> int:
     """Pages of a layer, the null page included."""
-    return 1 + cell.batch * -(-cell.context // page_size)
+    return 1 + cell.batch * -(-cell.longest // page_size)
 
 
 def page_size_of(cls: type[AttentionBackend]) -> int:
@@ -103,22 +104,21 @@ def page_size_of(cls: type[AttentionBackend]) -> int:
     return _PREFERRED_PAGE if sizes is None or _PREFERRED_PAGE in sizes else min(sizes)
 
 
-def make_context(
-    cls: type[AttentionBackend], shape: Shape, cells: Sequence[BackendCell], device: torch.device
-) -> BackendContext:
+def make_context(cls: type[AttentionBackend], cells: Sequence[Cell], device: torch.device) -> BackendContext:
     """What the backend is built for, in a page size and layout that it has: enough for each of the cells."""
-    layers = max(rotations(cell.kv_bytes(shape), device) for cell in cells)
+    layer = cells[0]
+    layers = max(rotations(cell.kv_bytes, device) for cell in cells)
     layouts = cls.capabilities.layouts
     layout = KVLayout.NHD if KVLayout.NHD in layouts else layouts[0]
-    spec = AttentionSpec(shape.num_q_heads, shape.num_kv_heads, shape.head_dim, shape.dtype)
+    spec = AttentionSpec(layer.num_q_heads, layer.num_kv_heads, layer.head_dim, layer.kv_dtype)
     rows = max(cell.batch for cell in cells)
     return BackendContext(
         attention=(spec,) * layers,
-        kv=KVCacheSpec(layers, shape.num_kv_heads, shape.head_dim, page_size_of(cls), layout, shape.dtype),
+        kv=KVCacheSpec(layers, layer.num_kv_heads, layer.head_dim, page_size_of(cls), layout, layer.kv_dtype),
         device=device,
         max_num_reqs=rows,
         max_num_tokens=rows,
-        max_seq_len=max(cell.context for cell in cells),
+        max_seq_len=max(cell.longest for cell in cells),
     )
 
 
@@ -144,7 +144,7 @@ class Rig:
     def close(self) -> None:
         self._backend.close()
 
-    def measure(self, cell: BackendCell, num_samples: int) -> BackendTime:
+    def measure(self, cell: Cell, num_samples: int) -> BackendTime:
         """Times of the cell, after its result was checked.
 
         Raises: whatever the backend does, and AssertionError for a result that is wrong.
@@ -167,7 +167,7 @@ class Rig:
             return inputs.metadata.seq_lens
 
         def timed(calls: Sequence[Call]) -> tuple[float, float, float]:
-            result = time_calls("", calls, device=device, num_samples=num_samples)
+            result = time_calls(calls, device=device, num_samples=num_samples)
             return result.median_us, result.p20_us, result.p80_us
 
         spacer = timed(spacer_calls(list(inputs.out)))[0]
@@ -185,11 +185,11 @@ class Rig:
 
         return call
 
-    def _host_us(self, cell: BackendCell, inputs: _Inputs) -> float:
+    def _host_us(self, cell: Cell, inputs: _Inputs) -> float:
         """Host time of `plan_replay` with a new batch each time, the device being idle; the last one is the cell's."""
         descriptor = inputs.metadata.descriptor
-        shorter = min(_PLAN_ROUNDS, cell.context - 1)
-        batches = [self._batch(cell, inputs.row_pages, cell.context - less) for less in range(shorter, -1, -1)]
+        shorter = min(_PLAN_ROUNDS, cell.longest - 1)
+        batches = [self._batch(cell, inputs.row_pages, cell.longest - less) for less in range(shorter, -1, -1)]
         for batch in batches[:2]:  # loads what is loaded late
             self._backend.plan_replay(descriptor, batch)
         plan = self._backend.plan_replay
@@ -197,9 +197,9 @@ class Rig:
         _synchronize(self.context.device)
         return 1e6 * median(seconds)
 
-    def _batch(self, cell: BackendCell, row_pages: torch.Tensor, length: int) -> Batch:
+    def _batch(self, cell: Cell, row_pages: torch.Tensor, length: int) -> Batch:
         used = self.context.kv.pages_for(length)
-        return Batch.of(
+        return Batch(
             row_ids=np.arange(cell.batch),
             seq_lens=np.full(cell.batch, length),
             tokens=np.zeros(cell.batch, np.int32),
@@ -207,10 +207,10 @@ class Rig:
             page_ids=row_pages[:, :used].reshape(-1).numpy(),
         )
 
-    def _inputs(self, cell: BackendCell) -> _Inputs:
+    def _inputs(self, cell: Cell) -> _Inputs:
         context, device = self.context, self.context.device
         spec, kv = context.attention[0], context.kv
-        per_row = kv.pages_for(cell.context)
+        per_row = kv.pages_for(cell.longest)
         order = torch.randperm(cell.batch * per_row, generator=torch.Generator().manual_seed(3), dtype=torch.int32)
         row_pages = 1 + order.view(cell.batch, per_row)
         table = torch.zeros(cell.batch, context.max_pages, dtype=torch.int32)
@@ -218,25 +218,25 @@ class Rig:
         caches = self._store.views(cell, kv.page_size, kv.layout)
         q = torch.empty(len(caches), cell.batch, spec.num_q_heads, spec.head_dim, dtype=spec.dtype, device=device)
         q.normal_(generator=torch.Generator(device).manual_seed(4))
-        slots = row_pages[:, -1].long() * kv.page_size + (cell.context - 1) % kv.page_size
+        slots = row_pages[:, -1].long() * kv.page_size + (cell.longest - 1) % kv.page_size
         metadata = StepMetadata(
             descriptor=BatchDescriptor.decode(cell.batch),
-            seq_lens=torch.full((cell.batch,), cell.context, dtype=torch.int32, device=device),
+            seq_lens=torch.full((cell.batch,), cell.longest, dtype=torch.int32, device=device),
             query_start_loc=torch.arange(cell.batch + 1, dtype=torch.int32, device=device),
             block_table=table.to(device),
             slot_mapping=slots.to(device),
-            positions=torch.full((cell.batch,), cell.context - 1, dtype=torch.int64, device=device),
+            positions=torch.full((cell.batch,), cell.longest - 1, dtype=torch.int64, device=device),
             max_seq_len=context.max_seq_len,
         )
         layers = [AttentionLayer(index, spec, k, v) for index, (k, v) in enumerate(caches)]
         return _Inputs(metadata, layers, q, torch.full_like(q, float("nan")), row_pages)
 
-    def _check(self, cell: BackendCell, inputs: _Inputs, index: int) -> None:
+    def _check(self, cell: Cell, inputs: _Inputs, index: int) -> None:
         """The first and the last row against float32 attention: a figure of a wrong result is worth nothing."""
         layer, spec = inputs.layers[index], self.context.attention[0]
         for row in sorted({0, cell.batch - 1}):
             pages = inputs.row_pages[row].long().to(self.context.device)
-            k, v = (x[pages].flatten(0, 1)[: cell.context].float() for x in (layer.k_cache, layer.v_cache))
+            k, v = (x[pages].flatten(0, 1)[: cell.longest].float() for x in (layer.k_cache, layer.v_cache))
             q = inputs.q[index, row].float().unflatten(0, (spec.num_kv_heads, spec.group))
             shares = (torch.einsum("hgd,shd->hgs", q, k) * spec.scale).softmax(-1)
             expected = torch.einsum("hgs,shd->hgd", shares, v).flatten(0, 1)

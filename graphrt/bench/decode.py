@@ -12,9 +12,8 @@ import numpy as np
 import torch
 
 from graphrt.batch import Batch
-from graphrt.bench.timer import time_calls
+from graphrt.bench.timer import measure_read_bandwidth
 from graphrt.config import RuntimeConfig
-from graphrt.kernels.ops.sweep import read_sweep
 from graphrt.runtime import Runtime
 from graphrt.spec import AttentionSpec, KVCacheSpec
 
@@ -69,13 +68,6 @@ class DecodeReport:
         record = asdict(self)
         record["results"] = [asdict(r) | {"share_of_floor": r.share_of_floor} for r in self.results]
         return record
-
-
-def measure_read_bandwidth(device: torch.device) -> float:
-    """Bytes per second of a read-only sweep over memory much larger than any cache, in replays of a graph."""
-    x = torch.zeros(1 << (30 if device.type == "cuda" else 25), dtype=torch.float32, device=device)
-    sweep = time_calls("", [lambda: read_sweep(x)] * 4, device=device, num_samples=_ROUNDS)
-    return x.nbytes / (sweep.median_us * 1e-6)
 
 
 def bench_decode(
@@ -169,7 +161,7 @@ class _Loop:
 
     def _batch(self, length: int, *, first: bool) -> Batch:
         n = len(self._rows)
-        return Batch.of(
+        return Batch(
             row_ids=self._rows,
             seq_lens=np.full(n, length, np.int32),
             tokens=np.full(n, self._vocab_token, np.int32) if first else None,

@@ -1,4 +1,4 @@
-"""The one timer of graphrt's benchmarks, and how their results are shown and recorded.
+"""The timer of all benchmarks. Only benchmarks use it.
 
 On CUDA the calls under test run inside replays of a CUDA graph, so that launch overhead is that of a graph node. Pass
 several calls on different buffers: they run in turn, and each finds the L2 cache full of the others' data, as it would
@@ -7,52 +7,35 @@ in a model. `rotations` says how many are needed.
 
 from __future__ import annotations
 
-import json
 import math
-import shlex
-import subprocess
-import sys
-import tempfile
 import time
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
-from rich.table import Table
 
-from graphrt.cli.console import make_console
-from graphrt.environment import environment_report
 from graphrt.kernels.errors import ConfigError
+from graphrt.kernels.ops.sweep import read_sweep
+
+Call = Callable[[], torch.Tensor]
+"""Work under test that returns a tensor that it wrote."""
 
 _L2_MULTIPLE = 3  # between two runs of a call, the others read this many times the L2 cache
 _WARM_UP_REPLAYS = 3
 _MIN_REPLAY_SECONDS = 2e-3  # a replay is at least this long, so that the events' resolution does not show
 _MAX_CALLS_PER_GRAPH = 2000
+_SWEEPS = 5
 
 
 @dataclass(frozen=True, slots=True)
-class Result:
-    """Times of one call in microseconds, and what it moved.
+class Timing:
+    """Microseconds of one call: the median over all samples, with the 20th and 80th percentile."""
 
-    bytes_moved   memory traffic that the call cannot avoid; None when no bandwidth is meant
-    baseline      name of the result in the same table that this one is compared with, or None
-    """
-
-    name: str
     median_us: float
     p20_us: float
     p80_us: float
-    num_samples: int
-    bytes_moved: int | None = None
-    baseline: str | None = None
-
-    @property
-    def tb_per_s(self) -> float | None:
-        """Bandwidth at the median, in 10^12 bytes per second."""
-        return None if self.bytes_moved is None else self.bytes_moved / self.median_us / 1e6
 
 
 def rotations(bytes_per_call: int, device: torch.device) -> int:
@@ -63,15 +46,7 @@ def rotations(bytes_per_call: int, device: torch.device) -> int:
     return 1 + math.ceil(_L2_MULTIPLE * l2_bytes / max(bytes_per_call, 1))
 
 
-def time_calls(
-    name: str,
-    calls: Sequence[Callable[[], object]],
-    *,
-    device: torch.device,
-    num_samples: int = 50,
-    bytes_moved: int | None = None,
-    baseline: str | None = None,
-) -> Result:
+def time_calls(calls: Sequence[Callable[[], object]], *, device: torch.device, num_samples: int = 50) -> Timing:
     """Time calls that do the same work on different buffers; a sample is the mean over one replay of all of them.
 
     On CUDA each call must be capturable: it runs once eagerly, then inside a graph. On CPU a sample is one run of all
@@ -83,7 +58,7 @@ def time_calls(
         raise ConfigError(f"time_calls: expected calls and samples, got {len(calls)} calls and {num_samples} samples")
     sample = _cuda_samples if device.type == "cuda" else _cpu_samples
     p20, median, p80 = np.percentile(sample(calls, num_samples, device), [20, 50, 80]) * 1e6
-    return Result(name, float(median), float(p20), float(p80), num_samples, bytes_moved, baseline)
+    return Timing(float(median), float(p20), float(p80))
 
 
 def _cuda_samples(calls: Sequence[Callable[[], object]], num_samples: int, device: torch.device) -> list[float]:
@@ -135,99 +110,32 @@ def _cpu_samples(calls: Sequence[Callable[[], object]], num_samples: int, device
     return samples
 
 
-def print_table(title: str, results: Iterable[Result], *, ceiling_tb_per_s: float | None = None) -> None:
-    """Print results with time, spread, bandwidth, share of the measured ceiling, and speed relative to the baseline."""
-    rows = {result.name: result for result in results}
-    table = Table(title=title, title_justify="left")
-    table.add_column("", no_wrap=True)
-    for heading in ("us", "p20 - p80", "TB/s", "of ceiling", "x baseline"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    for result in rows.values():
-        bandwidth = result.tb_per_s
-        share = bandwidth / ceiling_tb_per_s if bandwidth is not None and ceiling_tb_per_s is not None else None
-        speedup = rows[result.baseline].median_us / result.median_us if result.baseline is not None else None
-        table.add_row(
-            result.name,
-            f"{result.median_us:.2f}",
-            f"{result.p20_us:.2f} - {result.p80_us:.2f}",
-            "" if bandwidth is None else f"{bandwidth:.2f}",
-            "" if share is None else f"{share:.0%}",
-            "" if speedup is None else f"{speedup:.2f}",
-        )
-    make_console().print(table)
+def spacer_calls(outs: Sequence[torch.Tensor]) -> list[Call]:
+    """Small kernels, one per output, that read an element of it: what is subtracted from `spaced_calls`."""
+    sink = torch.zeros(1, device=outs[0].device)
+    return [partial(_spacer, sink, out) for out in outs]
 
 
-def emit_json(name: str, results: Iterable[Result], **extra: Any) -> None:
-    """Print one line of JSON: results, and what is needed to run them again. Call it last, after every other output.
+def spaced_calls(calls: Sequence[Call], device: torch.device) -> list[Call]:
+    """The calls, each followed by a small kernel that depends on its output and on which the next call depends.
 
-    extra   figures of the benchmark itself, such as shapes or the measured ceiling
+    It has no programmatic dependent launch, as most kernels that stand between the attentions of a model have none:
+    a call cannot hide its start behind the end of the one before.
     """
-    record = {
-        "name": name,
-        **provenance(),
-        **extra,
-        "results": [asdict(result) | {"tb_per_s": result.tb_per_s} for result in results],
-    }
-    print(json.dumps(record), flush=True)
+    sink = torch.zeros(1, device=device)
+
+    def spaced(call: Call) -> torch.Tensor:
+        return _spacer(sink, call())
+
+    return [partial(spaced, call) for call in calls]
 
 
-def provenance() -> dict[str, Any]:
-    """Device, versions, command, and the state of the checkout (None outside of one).
-
-    tree                 hash of the tree that the files make as they are, those that git ignores left out
-    uncommitted_changes  whether that is another tree than the commit's
-    """
-    report = environment_report()
-    tree = tree_of_files(Path(__file__).resolve().parent)
-    return {
-        "gpu": report["gpus"][0]["name"] if report["gpus"] else None,
-        "driver": report["driver"],
-        "cuda": report["cuda"],
-        "torch": report["packages"]["torch"],
-        "triton": report["packages"]["triton"],
-        "packages": report["packages"],
-        "python": report["python"],
-        "command": _command(),
-        "commit": _git("rev-parse", "HEAD"),
-        "tree": tree,
-        "uncommitted_changes": None if tree is None else tree != _git("rev-parse", "HEAD^{tree}"),
-    }
+def _spacer(sink: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    return sink.add_(out.view(-1)[:1])
 
 
-def tree_of_files(folder: Path) -> str | None:
-    """Git's hash of the files of the checkout that `folder` is in, or None outside of one. Changes nothing there. Of a
-    checkout within the checkout the commit counts, not its files."""
-    inside = ("-C", str(folder.resolve()), "rev-parse")
-    root = _git(*inside, "--show-toplevel")
-    objects = _git(*inside, "--path-format=absolute", "--git-path", "objects")
-    if root is None or objects is None:
-        return None
-    with tempfile.TemporaryDirectory() as scratch:
-        places = {
-            "GIT_INDEX_FILE": f"{scratch}/index",
-            "GIT_OBJECT_DIRECTORY": scratch,
-            "GIT_ALTERNATE_OBJECT_DIRECTORIES": objects,
-        }
-        _git("-C", root, "read-tree", "HEAD", **places)  # what is tracked counts though it may be ignored
-        if _git("-C", root, "add", "--all", **places) is None:
-            return None
-        return _git("-C", root, "write-tree", **places)
-
-
-def _command() -> str:
-    """The command line, with the program's path relative to the current folder where it lies there."""
-    program = Path(sys.argv[0]).absolute()
-    here = Path.cwd()
-    name = program.relative_to(here) if program.is_relative_to(here) else program.name
-    return shlex.join(["python", str(name), *sys.argv[1:]])
-
-
-def _git(*arguments: str, **environment: str) -> str | None:
-    folder = Path(__file__).resolve().parent
-    variables = ["env", *(f"{name}={value}" for name, value in environment.items())] if environment else []
-    command = [*variables, "git", "-C", str(folder), *arguments]
-    try:
-        result = subprocess.run(command, capture_output=True, text=True, check=True)
-    except (OSError, subprocess.CalledProcessError):  # no git, or an installed package
-        return None
-    return result.stdout.strip()
+def measure_read_bandwidth(device: torch.device) -> float:
+    """Bytes per second of a read-only sweep over memory much larger than any cache, in replays of a graph."""
+    x = torch.zeros(1 << (30 if device.type == "cuda" else 25), dtype=torch.float32, device=device)
+    sweep = time_calls([lambda: read_sweep(x)] * 4, device=device, num_samples=_SWEEPS)
+    return x.nbytes / (sweep.median_us * 1e-6)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from rich.table import Table
 
 from graphrt.bench.decode import DecodeReport, bench_decode
-from graphrt.bench.timer import provenance
+from graphrt.bench.environment import provenance
 from graphrt.cli.console import make_console
 from graphrt.kernels.types import KVLayout
 from graphrt.models.llama import LlamaModel

@@ -12,9 +12,9 @@ from rich.table import Table
 from graphrt import env
 from graphrt.backends.base import BackendContext
 from graphrt.backends.registry import Standing, backend_class, select_backend, standings, why_not
+from graphrt.bench.environment import environment_report
 from graphrt.capture.descriptor import BatchDescriptor
 from graphrt.cli.console import make_console
-from graphrt.environment import environment_report
 from graphrt.kernels.errors import ConfigError, UnsupportedError
 from graphrt.kernels.types import KVLayout
 from graphrt.models.shapes import shape_config

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from graphrt.capture.buffers import BufferKind, StaticBuffers
 from graphrt.kernels.errors import UnsupportedError
+from graphrt.kernels.metadata.buffers import BufferKind, StaticBuffers
 
 # Floats get a quiet NaN, with a payload of its own where the format has room for one: a NaN that a kernel computed
 # is then told from a poisoned element that nobody wrote.

@@ -21,8 +21,7 @@ ROW_QUERY_LEN = tl.constexpr(layout.ROW_QUERY_LEN)
 ROW_PAGE_START = tl.constexpr(layout.ROW_PAGE_START)
 ROW_PAGE_COUNT = tl.constexpr(layout.ROW_PAGE_COUNT)
 ROW_SAMPLE = tl.constexpr(layout.ROW_SAMPLE)
-ROW_TEMPERATURE = tl.constexpr(layout.ROW_TEMPERATURE)
-ROW_SEED = tl.constexpr(layout.ROW_SEED)
+ROW_COPIED = tl.constexpr(layout.ROW_COPIED)
 
 
 @triton.jit

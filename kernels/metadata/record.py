@@ -11,6 +11,8 @@ num_reqs and num_tokens in the header, which the kernels read on the device.
 
 from __future__ import annotations
 
+from graphrt.kernels.metadata.buffers import COPIED
+
 HEADER_SIZE = 8
 HEADER_STEP_LOW = 0  # step number, low and high 32 bits; it also chooses the slot of the output ring
 HEADER_STEP_HIGH = 1
@@ -18,7 +20,6 @@ HEADER_NUM_REQS = 2
 HEADER_NUM_TOKENS = 3
 HEADER_NUM_PAGES = 4  # page ids listed in the record
 
-ROW_FIELDS = 9
 ROW_ID = 0  # which persistent row state belongs to this row
 ROW_SEQ_LEN = 1  # KV tokens including this step's
 ROW_QUERY_START = 2  # first token of the row in `tokens`
@@ -26,8 +27,8 @@ ROW_QUERY_LEN = 3  # new tokens of the row
 ROW_PAGE_START = 4  # first page of the row in `pages`
 ROW_PAGE_COUNT = 5
 ROW_SAMPLE = 6  # 1: the row's last token is sampled from; 0: prompt chunk that goes on
-ROW_TEMPERATURE = 7  # float32 bits; 0 is greedy
-ROW_SEED = 8  # 32-bit seed of the row's random numbers
+ROW_COPIED = 7  # first of the 32-bit values that go to the buffers of COPIED as they are, in that order
+ROW_FIELDS = ROW_COPIED + len(COPIED)
 
 
 def record_size(num_reqs: int, num_tokens: int, num_pages_listed: int) -> int:

@@ -13,6 +13,7 @@ import numpy.typing as npt
 import torch
 
 from graphrt.kernels.metadata import record as layout
+from graphrt.kernels.metadata.buffers import COPIED, COPIED_PADS, take_operands
 from graphrt.kernels.types import PAD_SLOT_ID, TOKEN_FROM_ROW, FaultCode, RowStatus
 
 Int32Array = npt.NDArray[np.int32]
@@ -85,68 +86,47 @@ class _Limits:
     query_len: int
 
 
-def refresh_reference(
-    record: torch.Tensor,
-    last_token: torch.Tensor,
-    claims: torch.Tensor,
-    duplicates: torch.Tensor,
-    fault_code: torch.Tensor,
-    fault_value: torch.Tensor,
-    step_counter: torch.Tensor,
-    input_ids: torch.Tensor,
-    positions: torch.Tensor,
-    slot_mapping: torch.Tensor,
-    query_start_loc: torch.Tensor,
-    seq_lens: torch.Tensor,
-    block_table: torch.Tensor,
-    logits_indices: torch.Tensor,
-    row_ids: torch.Tensor,
-    row_status: torch.Tensor,
-    temperatures: torch.Tensor,
-    seeds: torch.Tensor,
-    fault_ring: torch.Tensor,
-    page_size: int,
-    num_pages: int,
-    null_page: int,
-    max_seq_len: int,
-    vocab_size: int,
-    query_len: int,
-    seq_len_fill: int,
-) -> None:
+def refresh_reference(*arguments: Any) -> None:
     """Reference of `graphrt::refresh`; see `refresh` for the arguments."""
+    *tensors, page_size, num_pages, null_page, max_seq_len, vocab_size, query_len, seq_len_fill = arguments
+    b = take_operands("refresh", tuple(tensors))
+    input_ids, block_table, row_ids = b.input_ids, b.block_table, b.row_ids
     limits = _Limits(page_size, num_pages, null_page, max_seq_len, block_table.shape[1], vocab_size, query_len)
-    step = _Record.parse(record.numpy(), len(row_ids), len(input_ids), query_len)
-    last, starts = last_token.numpy(), query_start_loc.numpy()
+    step = _Record.parse(b.record.numpy(), len(row_ids), len(input_ids), query_len)
+    last, starts = b.last_token.numpy(), b.query_start_loc.numpy()
 
     # Pads first, everywhere; valid rows are then written over them.
+    copied = [(i, getattr(b, name), pad) for i, (name, pad) in enumerate(zip(COPIED, COPIED_PADS, strict=True))]
     for tensor, pad in (
-        (input_ids, 0), (positions, 0), (slot_mapping, PAD_SLOT_ID), (seq_lens, seq_len_fill), (block_table, null_page),
-        (logits_indices, 0), (row_ids, -1), (row_status, RowStatus.PAD), (temperatures, 0), (seeds, 0),
-        (fault_code, FaultCode.NONE), (fault_value, 0),
+        (input_ids, 0), (b.positions, 0), (b.slot_mapping, PAD_SLOT_ID), (b.seq_lens, seq_len_fill),
+        (block_table, null_page), (b.logits_indices, 0), (row_ids, -1), (b.row_status, RowStatus.PAD),
+        (b.fault_code, FaultCode.NONE), (b.fault_value, 0), *((tensor, pad) for _, tensor, pad in copied),
     ):  # fmt: skip
         tensor.fill_(int(pad))
     starts[step.num_reqs :] = step.starts[-1]
     starts[: step.num_reqs + 1] = step.starts
-    step_counter.fill_(step.step)
+    b.step_counter.fill_(step.step)
 
     faults = [_check_row(step, row, last, limits) for row in range(step.num_reqs)]
-    if faults:
-        fault_code.numpy()[: step.num_reqs], fault_value.numpy()[: step.num_reqs] = zip(*faults, strict=True)
     slots = {row: _slots(step, row, page_size) for row, fault in enumerate(faults) if not fault[0]}
     for row, fault in _duplicates(step, slots).items():
         faults[row] = fault
+    if faults:
+        b.fault_code.numpy()[: step.num_reqs], b.fault_value.numpy()[: step.num_reqs] = zip(*faults, strict=True)
 
     invalid = [row for row, fault in enumerate(faults) if fault[0]]
     valid = np.array([row for row, fault in enumerate(faults) if not fault[0]], np.int64)
     rows = step.rows[:, valid]
-    row_status.numpy()[invalid] = RowStatus.INVALID
-    row_status.numpy()[valid] = np.where(rows[layout.ROW_SAMPLE] != 0, RowStatus.SAMPLES, RowStatus.LIVE)
-    seq_lens.numpy()[valid] = rows[layout.ROW_SEQ_LEN]
+    b.row_status.numpy()[invalid] = RowStatus.INVALID
+    b.row_status.numpy()[valid] = np.where(rows[layout.ROW_SAMPLE] != 0, RowStatus.SAMPLES, RowStatus.LIVE)
+    b.seq_lens.numpy()[valid] = rows[layout.ROW_SEQ_LEN]
     row_ids.numpy()[valid] = rows[layout.ROW_ID]
-    logits_indices.numpy()[valid] = step.starts[valid + 1] - 1
-    temperatures.numpy()[valid] = rows[layout.ROW_TEMPERATURE].view(np.float32)
-    seeds.numpy()[valid] = rows[layout.ROW_SEED].view(np.uint32)
-    ids, places, written, table = (t.numpy() for t in (input_ids, positions, slot_mapping, block_table))
+    b.logits_indices.numpy()[valid] = step.starts[valid + 1] - 1
+    for i, tensor, _ in copied:
+        words = rows[layout.ROW_COPIED + i]
+        as_declared = {torch.float32: words.view(np.float32), torch.int64: words.view(np.uint32)}
+        tensor.numpy()[valid] = as_declared.get(tensor.dtype, words)
+    ids, places, written, table = (t.numpy() for t in (input_ids, b.positions, b.slot_mapping, block_table))
     for row in valid.tolist():
         span = slice(int(step.starts[row]), int(step.starts[row + 1]))
         tokens, pages = step.row_tokens(row), step.row_pages(row)[: limits.max_pages]
@@ -154,8 +134,6 @@ def refresh_reference(
         places[span] = step.field(layout.ROW_SEQ_LEN, row) - len(tokens) + np.arange(len(tokens))
         written[span] = slots[row]
         table[row, : len(pages)] = pages
-    first = (step.step, invalid[0], *faults[invalid[0]]) if invalid else (step.step, -1, 0, 0)
-    fault_ring.numpy()[step.step % len(fault_ring)] = first
 
 
 def _check_row(step: _Record, row: int, last: Any, limits: _Limits) -> tuple[int, int]:
@@ -175,6 +153,9 @@ def _check_row(step: _Record, row: int, last: Any, limits: _Limits) -> tuple[int
         return int(FaultCode.PAGE_OUT_OF_RANGE), int(pages[bad.argmax()])
     tokens = step.row_tokens(row).copy()
     if tokens[0] == TOKEN_FROM_ROW:
+        # A sequence that begins with this step has sampled nothing: what stands there is another's.
+        if seq_len == query_len or last[row_id] < 0:
+            return int(FaultCode.NO_LAST_TOKEN), row_id
         tokens[0] = last[row_id]
     bad = (tokens < 0) | (tokens >= limits.vocab_size)
     if bad.any():

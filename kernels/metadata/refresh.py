@@ -1,36 +1,44 @@
 """The head of every graph: turn the step record and the persistent row state into every derived buffer, on the device.
 
-Two kernels, a program per captured row. The first checks each row and lets the valid ones claim the slots that they
-write and their row id; a claim that finds another of the same step marks both rows as duplicates. The second writes
-every derived buffer in full, pads included, and the fault entry of the step. Claims and marks carry the step number,
-so that nothing has to be reset between steps; running one record again finds only its own claims, and no duplicates.
+Two kernels, a program per captured row:
+
+    check   each row by itself. A valid row claims its row id and the slots that it writes. A claim that finds another
+            one of the same step marks both rows as duplicates.
+    write   every derived buffer in full, pads included, and the final fault of each row.
+
+Claims and marks carry the step number, so nothing has to be reset between steps. Running one record again finds only
+its own claims, and no duplicates.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
-from graphrt.kernels.checks import check_tensor, check_unit_stride
 from graphrt.kernels.compile_spec import CompileSpec
 from graphrt.kernels.errors import ShapeError
 from graphrt.kernels.library import define_op
 from graphrt.kernels.metadata import record as layout
+from graphrt.kernels.metadata.buffers import (
+    COPIED,
+    COPIED_PADS,
+    StaticBuffers,
+    operand_schema,
+    pass_operands,
+    take_operands,
+)
 from graphrt.kernels.metadata.read_record import (
     HEADER_SIZE,
+    ROW_COPIED,
     ROW_FIELDS,
     ROW_ID,
-    ROW_PAGE_COUNT,
-    ROW_PAGE_START,
     ROW_QUERY_LEN,
     ROW_QUERY_START,
     ROW_SAMPLE,
-    ROW_SEED,
     ROW_SEQ_LEN,
-    ROW_TEMPERATURE,
     read_header,
     row_pages,
     token_start,
@@ -45,7 +53,6 @@ MAX_TOKENS = 1 << 16
 _MAX_TOKEN_BLOCK = 1024
 _MAX_PAGE_BLOCK = 2048
 _TABLE_BLOCK = 1024
-_FAULT_BLOCK = 256
 _NUM_WARPS = 4
 
 _TOKEN_FROM_ROW = tl.constexpr(TOKEN_FROM_ROW)
@@ -57,6 +64,7 @@ _PAGE_OUT_OF_RANGE = tl.constexpr(int(FaultCode.PAGE_OUT_OF_RANGE))
 _TOKEN_OUT_OF_RANGE = tl.constexpr(int(FaultCode.TOKEN_OUT_OF_RANGE))
 _DUPLICATE_ROW = tl.constexpr(int(FaultCode.DUPLICATE_ROW))
 _DUPLICATE_SLOT = tl.constexpr(int(FaultCode.DUPLICATE_SLOT))
+_NO_LAST_TOKEN = tl.constexpr(int(FaultCode.NO_LAST_TOKEN))
 _INVALID = tl.constexpr(int(RowStatus.INVALID))
 _PAD = tl.constexpr(int(RowStatus.PAD))
 _LIVE = tl.constexpr(int(RowStatus.LIVE))
@@ -188,11 +196,16 @@ def _check_rows_kernel(
 
     if code == 0:
         last_token = tl.load(last_token_ptr + row_id)
+        # A sequence that begins with this step has sampled nothing: what stands there is another's.
+        void = (tl.load(tokens_ptr) == _TOKEN_FROM_ROW) & ((seq_len == query_len) | (last_token < 0))
         bad_page = _first_bad_page(pages_ptr, page_count, num_pages, null_page, PAGE_BLOCK)
         bad_token = _first_bad_token(tokens_ptr, query_len, last_token, vocab_size, TOKEN_BLOCK)
         if bad_page < _NOWHERE:
             code = _PAGE_OUT_OF_RANGE
             value = tl.load(pages_ptr + bad_page)
+        elif void:
+            code = _NO_LAST_TOKEN
+            value = row_id
         elif bad_token < _NOWHERE:
             code = _TOKEN_OUT_OF_RANGE
             value = tl.load(tokens_ptr + bad_token)
@@ -208,65 +221,35 @@ def _check_rows_kernel(
 
 
 @triton.jit
-def _final_code(local_code, row_mark, slot_mark, step):
-    """A row's own fault, else that of its duplicate marks, if they are of this step."""
-    code = tl.where((slot_mark >> 16) == step + 1, _DUPLICATE_SLOT, 0)
-    code = tl.where((row_mark >> 16) == step + 1, _DUPLICATE_ROW, code)
-    return tl.where(local_code != 0, local_code, code)
-
-
-@triton.jit
-def _write_first_fault(
-    record_ptr,
-    duplicates_ptr,
-    fault_code_ptr,
-    fault_value_ptr,
-    fault_ring_ptr,
-    step,
-    num_reqs,
-    listed_reqs,
-    listed_tokens,
-    listed_pages,
-    ring_depth,
-    stride_duplicates,
-    PAGE_SIZE: tl.constexpr,
-    FAULT_BLOCK: tl.constexpr,
+def _final_fault(
+    local_code, local_value, row_mark, slot_mark, step, rows_ptr, pages_ptr, listed_reqs, PAGE_SIZE: tl.constexpr
 ):
-    """Write {step, row, code, value} of the lowest invalid row, or {step, -1, 0, 0}, to the step's ring entry."""
-    first = tl.full([FAULT_BLOCK], _NOWHERE, tl.int32)
-    for base in range(0, num_reqs, FAULT_BLOCK):
-        rows = base + tl.arange(0, FAULT_BLOCK)
-        mask = rows < num_reqs
-        local_code = tl.load(fault_code_ptr + rows, mask=mask, other=0)
-        row_mark = tl.load(duplicates_ptr + rows, mask=mask, other=0)
-        slot_mark = tl.load(duplicates_ptr + stride_duplicates + rows, mask=mask, other=0)
-        bad = mask & (_final_code(local_code, row_mark, slot_mark, step) != 0)
-        first = tl.where(bad, tl.minimum(first, rows), first)
-    row = tl.min(first, 0)
-    code = tl.zeros([], tl.int32)
-    value = tl.zeros([], tl.int64)
-    if row < _NOWHERE:
-        slot_mark = tl.load(duplicates_ptr + stride_duplicates + row)
-        row_mark = tl.load(duplicates_ptr + row)
-        code = _final_code(tl.load(fault_code_ptr + row), row_mark, slot_mark, step)
-        rows_ptr = record_ptr + HEADER_SIZE + row
-        if code == _DUPLICATE_ROW:
+    """A row's own fault and its value, else those of its duplicate marks, if they are of this step."""
+    code = local_code
+    value = local_value
+    if local_code == 0:
+        if (row_mark >> 16) == step + 1:
+            code = _DUPLICATE_ROW
             value = tl.load(rows_ptr + ROW_ID * listed_reqs).to(tl.int64)
-        elif code == _DUPLICATE_SLOT:
+        elif (slot_mark >> 16) == step + 1:
+            code = _DUPLICATE_SLOT
             token = (0xFFFF - (slot_mark & 0xFFFF)).to(tl.int32)
             seq_len = tl.load(rows_ptr + ROW_SEQ_LEN * listed_reqs)
             position = seq_len - tl.load(rows_ptr + ROW_QUERY_LEN * listed_reqs) + token
-            page_start, _ = row_pages(rows_ptr, listed_reqs, listed_pages)
-            pages_ptr = record_ptr + HEADER_SIZE + ROW_FIELDS * listed_reqs + listed_tokens + page_start
             page = tl.load(pages_ptr + position // PAGE_SIZE).to(tl.int64)
             value = page * PAGE_SIZE + position % PAGE_SIZE
-        else:
-            value = tl.load(fault_value_ptr + row)
-    entry_ptr = fault_ring_ptr + (step % ring_depth) * 4
-    tl.store(entry_ptr, step)
-    tl.store(entry_ptr + 1, tl.where(row < _NOWHERE, row, -1).to(tl.int64))
-    tl.store(entry_ptr + 2, code.to(tl.int64))
-    tl.store(entry_ptr + 3, value)
+    return code, value
+
+
+@triton.jit
+def _as_declared(word, ptr):
+    """A word of the record as the buffer behind `ptr` holds it: the bits of a float, or an int; int64 is unsigned."""
+    if ptr.dtype.element_ty == tl.float32:
+        return word.to(tl.float32, bitcast=True)
+    elif ptr.dtype.element_ty == tl.int64:
+        return word.to(tl.int64) & 0xFFFFFFFF
+    else:
+        return word
 
 
 @triton.jit(do_not_specialize=["padded_reqs", "padded_tokens"])
@@ -286,23 +269,20 @@ def _write_buffers_kernel(
     logits_indices_ptr,
     row_ids_ptr,
     row_status_ptr,
-    temperatures_ptr,
-    seeds_ptr,
-    fault_ring_ptr,
+    copied_ptrs,
     record_words,
     padded_reqs,
     padded_tokens,
     null_page,
     max_pages,
     seq_len_fill,
-    ring_depth,
     stride_duplicates,
     stride_table,
+    COPIED_PADS: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     QUERY_LEN: tl.constexpr,
     TOKEN_BLOCK: tl.constexpr,
     TABLE_BLOCK: tl.constexpr,
-    FAULT_BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0)
     part = tl.program_id(1)
@@ -312,19 +292,24 @@ def _write_buffers_kernel(
     )
     real = row < num_reqs
     rows_ptr = record_ptr + HEADER_SIZE + tl.where(real, row, 0)
-    local_code = tl.load(fault_code_ptr + row)
+    tokens_ptr = record_ptr + HEADER_SIZE + ROW_FIELDS * listed_reqs
+    page_start, page_count = row_pages(rows_ptr, listed_reqs, listed_pages)
+    pages_ptr = tokens_ptr + listed_tokens + page_start
+
+    # Whether the row runs. Several programs of a row may ask while one of them stores the final fault: what they read,
+    # the row's own code or the final one, gives the same answer.
     row_mark = tl.load(duplicates_ptr + row)
     slot_mark = tl.load(duplicates_ptr + stride_duplicates + row)
-    valid = real & (_final_code(local_code, row_mark, slot_mark, step) == 0)
+    code, value = _final_fault(
+        tl.load(fault_code_ptr + row), tl.load(fault_value_ptr + row), row_mark, slot_mark, step, rows_ptr, pages_ptr,
+        listed_reqs, PAGE_SIZE,
+    )  # fmt: skip
+    valid = real & (code == 0)
     start = token_start(record_ptr, row, num_reqs, num_tokens, listed_reqs, QUERY_LEN)
     end = token_start(record_ptr, row + 1, num_reqs, num_tokens, listed_reqs, QUERY_LEN)
     row_id = tl.load(rows_ptr + ROW_ID * listed_reqs, mask=valid, other=-1)
     seq_len = tl.load(rows_ptr + ROW_SEQ_LEN * listed_reqs, mask=valid, other=0)
-    page_start = tl.load(rows_ptr + ROW_PAGE_START * listed_reqs, mask=valid, other=0)
-    page_count = tl.load(rows_ptr + ROW_PAGE_COUNT * listed_reqs, mask=valid, other=0)
-    page_count = tl.minimum(page_count, listed_pages - page_start)
-    tokens_ptr = record_ptr + HEADER_SIZE + ROW_FIELDS * listed_reqs
-    pages_ptr = tokens_ptr + listed_tokens + page_start
+    page_count = tl.where(valid, page_count, 0)
 
     columns = part * TABLE_BLOCK + tl.arange(0, TABLE_BLOCK)
     pages = tl.load(pages_ptr + columns, mask=columns < tl.minimum(page_count, max_pages), other=null_page)
@@ -332,24 +317,21 @@ def _write_buffers_kernel(
 
     if part == 0:
         sample = tl.load(rows_ptr + ROW_SAMPLE * listed_reqs, mask=valid, other=0)
-        temperature = tl.load(rows_ptr + ROW_TEMPERATURE * listed_reqs, mask=valid, other=0)
-        seed = tl.load(rows_ptr + ROW_SEED * listed_reqs, mask=valid, other=0)
         status = tl.where(valid, tl.where(sample != 0, _SAMPLES, _LIVE), tl.where(real, _INVALID, _PAD))
         tl.store(seq_lens_ptr + row, tl.where(valid, seq_len, seq_len_fill))
         tl.store(row_ids_ptr + row, row_id)
         tl.store(row_status_ptr + row, status)
-        tl.store(temperatures_ptr + row, temperature.to(tl.float32, bitcast=True))
-        tl.store(seeds_ptr + row, seed.to(tl.int64) & 0xFFFFFFFF)
+        for i in tl.static_range(len(COPIED_PADS)):
+            word = tl.load(rows_ptr + (ROW_COPIED + i) * listed_reqs, mask=valid, other=COPIED_PADS[i])
+            tl.store(copied_ptrs[i] + row, _as_declared(word, copied_ptrs[i]))
+        tl.store(fault_code_ptr + row, tl.where(real, code, 0))
+        tl.store(fault_value_ptr + row, tl.where(real, value, 0))
         tl.store(logits_indices_ptr + row, tl.where(valid, end - 1, 0).to(tl.int64))
         tl.store(query_start_loc_ptr + row, start)
         if row == padded_reqs - 1:
             tl.store(query_start_loc_ptr + padded_reqs, end)
         if row == 0:
             tl.store(step_counter_ptr, step)
-            _write_first_fault(
-                record_ptr, duplicates_ptr, fault_code_ptr, fault_value_ptr, fault_ring_ptr, step, num_reqs,
-                listed_reqs, listed_tokens, listed_pages, ring_depth, stride_duplicates, PAGE_SIZE, FAULT_BLOCK,
-            )  # fmt: skip
 
     # The row's tokens, shared out among its programs.
     last_token = tl.load(last_token_ptr + row_id, mask=valid, other=0)
@@ -379,52 +361,28 @@ def _write_buffers_kernel(
         tl.store(slot_mapping_ptr + at, zeros + _PAD_SLOT, mask=mask)
 
 
-def _refresh_triton(
-    record: torch.Tensor,
-    last_token: torch.Tensor,
-    claims: torch.Tensor,
-    duplicates: torch.Tensor,
-    fault_code: torch.Tensor,
-    fault_value: torch.Tensor,
-    step_counter: torch.Tensor,
-    input_ids: torch.Tensor,
-    positions: torch.Tensor,
-    slot_mapping: torch.Tensor,
-    query_start_loc: torch.Tensor,
-    seq_lens: torch.Tensor,
-    block_table: torch.Tensor,
-    logits_indices: torch.Tensor,
-    row_ids: torch.Tensor,
-    row_status: torch.Tensor,
-    temperatures: torch.Tensor,
-    seeds: torch.Tensor,
-    fault_ring: torch.Tensor,
-    page_size: int,
-    num_pages: int,
-    null_page: int,
-    max_seq_len: int,
-    vocab_size: int,
-    query_len: int,
-    seq_len_fill: int,
-) -> None:
-    padded_reqs, max_pages = block_table.shape
-    padded_tokens = input_ids.shape[0]
+def _refresh_triton(*arguments: Any) -> None:
+    *tensors, page_size, num_pages, null_page, max_seq_len, vocab_size, query_len, seq_len_fill = arguments
+    b = take_operands("refresh", tuple(tensors))
+    padded_reqs, max_pages = b.block_table.shape
+    padded_tokens = b.input_ids.shape[0]
     token_block = _token_block(query_len, padded_tokens)
     _check_rows_kernel[(padded_reqs,)](
-        record, last_token, claims, duplicates, fault_code, fault_value,
-        record.shape[0], padded_reqs, padded_tokens, last_token.shape[0], num_pages, num_pages * page_size,
-        null_page, max_seq_len, max_pages, vocab_size, duplicates.stride(0),
+        b.record, b.last_token, b.claims, b.duplicates, b.fault_code, b.fault_value,
+        b.record.shape[0], padded_reqs, padded_tokens, b.last_token.shape[0], num_pages, num_pages * page_size,
+        null_page, max_seq_len, max_pages, vocab_size, b.duplicates.stride(0),
         PAGE_SIZE=page_size, QUERY_LEN=query_len, TOKEN_BLOCK=token_block, PAGE_BLOCK=_page_block(max_pages),
         num_warps=_NUM_WARPS,
     )  # fmt: skip
     table_block = min(triton.next_power_of_2(max_pages), _TABLE_BLOCK)
     _write_buffers_kernel[(padded_reqs, triton.cdiv(max_pages, table_block))](
-        record, last_token, duplicates, fault_code, fault_value, step_counter, input_ids, positions, slot_mapping,
-        query_start_loc, seq_lens, block_table, logits_indices, row_ids, row_status, temperatures, seeds, fault_ring,
-        record.shape[0], padded_reqs, padded_tokens, null_page, max_pages, seq_len_fill, fault_ring.shape[0],
-        duplicates.stride(0), block_table.stride(0),
+        b.record, b.last_token, b.duplicates, b.fault_code, b.fault_value, b.step_counter, b.input_ids, b.positions,
+        b.slot_mapping, b.query_start_loc, b.seq_lens, b.block_table, b.logits_indices, b.row_ids, b.row_status,
+        tuple(getattr(b, name) for name in COPIED),
+        b.record.shape[0], padded_reqs, padded_tokens, null_page, max_pages, seq_len_fill, b.duplicates.stride(0),
+        b.block_table.stride(0), COPIED_PADS=COPIED_PADS,
         PAGE_SIZE=page_size, QUERY_LEN=query_len, TOKEN_BLOCK=token_block, TABLE_BLOCK=table_block,
-        FAULT_BLOCK=_FAULT_BLOCK, num_warps=_NUM_WARPS,
+        num_warps=_NUM_WARPS,
     )  # fmt: skip
 
 
@@ -437,66 +395,15 @@ def _page_block(max_pages: int) -> int:
 
 
 _op = define_op(
-    "refresh(Tensor record, Tensor last_token, Tensor(a!) claims, Tensor(b!) duplicates, Tensor(c!) fault_code, "
-    "Tensor(d!) fault_value, Tensor(e!) step_counter, Tensor(f!) input_ids, Tensor(g!) positions, "
-    "Tensor(h!) slot_mapping, Tensor(i!) query_start_loc, Tensor(j!) seq_lens, Tensor(k!) block_table, "
-    "Tensor(l!) logits_indices, Tensor(m!) row_ids, Tensor(n!) row_status, Tensor(o!) temperatures, Tensor(p!) seeds, "
-    "Tensor(q!) fault_ring, int page_size, int num_pages, int null_page, int max_seq_len, int vocab_size, "
-    "int query_len, int seq_len_fill) -> ()",
+    f"refresh({operand_schema('refresh')}, int page_size, int num_pages, int null_page, int max_seq_len, "
+    "int vocab_size, int query_len, int seq_len_fill) -> ()",
     triton_impl=_refresh_triton,
     reference=refresh_reference,
 )
 
 
-@dataclass(frozen=True, slots=True)
-class RefreshTensors:
-    """Every tensor that one refresh reads and writes. Rows and tokens below are those of the captured size.
-
-    record           [words]                   int32    step record, see record.py; read
-    last_token       [row_ids]                 int32    last sampled token per row id, -1 without one; read
-    claims           [num_pages x page_size + row_ids]  int64  who writes each slot and uses each row id; zeros at first
-    duplicates       [2, max_rows]             int64    marks, by row id and by slot; zeros at first
-    fault_code       [rows]                    int32    what each row shows by itself; FaultCode
-    fault_value      [rows]                    int64
-    step_counter     [1]                       int64    step of the record
-    input_ids        [tokens]                  int64    0 in pads
-    positions        [tokens]                  int64    0 in pads
-    slot_mapping     [tokens]                  int64    -1 in pads and invalid rows
-    query_start_loc  [rows + 1]                int32    repeats its last value in pad rows
-    seq_lens         [rows]                    int32    seq_len_fill in pad and invalid rows
-    block_table      [rows, max_pages]         int32    null page beyond a row's pages, in pad and invalid rows
-    logits_indices   [rows]                    int64    last token of each row; 0 in pad and invalid rows
-    row_ids          [rows]                    int32    -1 in pad and invalid rows
-    row_status       [rows]                    int32    RowStatus
-    temperatures     [rows]                    float32  0 in pad and invalid rows
-    seeds            [rows]                    int64    0 to 2**32 - 1; 0 in pad and invalid rows
-    fault_ring       [depth, 4]                int64    entry step % depth: {step, row, code, value} of the lowest
-                                                        invalid row, or {step, -1, 0, 0}; may be pinned host memory
-    """
-
-    record: torch.Tensor
-    last_token: torch.Tensor
-    claims: torch.Tensor
-    duplicates: torch.Tensor
-    fault_code: torch.Tensor
-    fault_value: torch.Tensor
-    step_counter: torch.Tensor
-    input_ids: torch.Tensor
-    positions: torch.Tensor
-    slot_mapping: torch.Tensor
-    query_start_loc: torch.Tensor
-    seq_lens: torch.Tensor
-    block_table: torch.Tensor
-    logits_indices: torch.Tensor
-    row_ids: torch.Tensor
-    row_status: torch.Tensor
-    temperatures: torch.Tensor
-    seeds: torch.Tensor
-    fault_ring: torch.Tensor
-
-
 def refresh(
-    tensors: RefreshTensors,
+    buffers: StaticBuffers,
     *,
     page_size: int,
     num_pages: int,
@@ -508,7 +415,7 @@ def refresh(
 ) -> None:
     """Rewrite every derived buffer from the step record, for every captured row and token, pads included.
 
-    tensors       see RefreshTensors; all on one device, fault_ring on it or in pinned host memory
+    buffers       static buffers, cut to the captured size; what each holds is in docs/decode_step.md
     query_len     new tokens per row of a decode graph; 0 in a mixed graph
     seq_len_fill  length that pad and invalid rows get: what the attention backend can bear
 
@@ -519,58 +426,37 @@ def refresh(
     Capture-safe: the grid follows from the captured size, and whatever varies is read from the record on the device.
     Raises: ShapeError when a tensor does not fit the others.
     """
-    _check(tensors, page_size=page_size, num_pages=num_pages, max_seq_len=max_seq_len, query_len=query_len)
+    _check(buffers, page_size=page_size, num_pages=num_pages, max_seq_len=max_seq_len, query_len=query_len)
     _op(
-        *(getattr(tensors, f.name) for f in fields(tensors)),
+        *pass_operands("refresh", buffers),
         page_size, num_pages, null_page, max_seq_len, vocab_size, query_len, seq_len_fill,
     )  # fmt: skip
 
 
-def _check(t: RefreshTensors, *, page_size: int, num_pages: int, max_seq_len: int, query_len: int) -> None:
-    rows, tokens, row_ids = t.row_ids.shape[0], t.input_ids.shape[0], t.last_token.shape[0]
+def _check(b: StaticBuffers, *, page_size: int, num_pages: int, max_seq_len: int, query_len: int) -> None:
+    """Raise ShapeError for what the declarations of the buffers cannot say."""
+    rows, tokens, row_ids = b.row_ids.shape[0], b.input_ids.shape[0], b.last_token.shape[0]
     if query_len and tokens != rows * query_len:
         raise ShapeError(f"input_ids: expected rows x query_len = {rows * query_len} tokens, got {tokens}; slice it")
     if not (1 <= rows <= MAX_ROWS and 1 <= tokens <= MAX_TOKENS):
-        raise ShapeError(f"row_ids, input_ids: expected 1 to 65536 rows and tokens, got {rows} and {tokens}")
-    i32, i64 = torch.int32, torch.int64
-    expected: dict[str, tuple[tuple[int | None, ...], torch.dtype]] = {
-        "record": ((None,), i32),
-        "last_token": ((None,), i32),
-        "claims": ((None,), i64),
-        "duplicates": ((2, None), i64),
-        "step_counter": ((1,), i64),
-        "query_start_loc": ((rows + 1,), i32),
-        "block_table": ((rows, None), i32),
-        "temperatures": ((rows,), torch.float32),
-        "fault_ring": ((None, 4), i64),
-        **dict.fromkeys(("input_ids", "positions", "slot_mapping"), ((tokens,), i64)),
-        **dict.fromkeys(("fault_code", "seq_lens", "row_ids", "row_status"), ((rows,), i32)),
-        **dict.fromkeys(("fault_value", "logits_indices", "seeds"), ((rows,), i64)),
-    }
-    device = t.record.device
-    for name, (shape, dtype) in expected.items():
-        tensor = getattr(t, name)
-        check_tensor(name, tensor, shape=shape, dtype=dtype, device=None if name == "fault_ring" else device)
-        check_unit_stride(name, tensor)
-    for name, least in (("record", layout.HEADER_SIZE), ("claims", num_pages * page_size + row_ids), ("fault_ring", 4)):
-        if getattr(t, name).numel() < least:
-            raise ShapeError(f"{name}: expected at least {least} values, got {getattr(t, name).numel()}; enlarge it")
-    if t.duplicates.shape[1] < rows:
-        raise ShapeError(f"duplicates: expected at least {rows} columns, got {t.duplicates.shape[1]}; enlarge it")
-    if t.block_table.shape[1] * page_size < max_seq_len:
+        raise ShapeError(
+            f"row_ids, input_ids: expected 1 to {MAX_ROWS} rows and tokens, got {rows} and {tokens}; split the step"
+        )
+    for name, least in (("record", layout.record_size(1, 0, 0)), ("claims", num_pages * page_size + row_ids)):
+        if getattr(b, name).numel() < least:
+            raise ShapeError(f"{name}: expected at least {least} values, got {getattr(b, name).numel()}; enlarge it")
+    if b.block_table.shape[1] * page_size < max_seq_len:
         raise ShapeError(
             f"block_table: expected columns for max_seq_len={max_seq_len} tokens in pages of {page_size}, "
-            f"got {t.block_table.shape[1]}; widen it"
+            f"got {b.block_table.shape[1]}; widen it"
         )
-    if not t.fault_ring.is_contiguous():
-        raise ShapeError("fault_ring: expected a contiguous tensor, got strides; call .contiguous()")
 
 
 def compile_variants() -> list[CompileSpec]:
     """Both kernels as decode graphs (1 and 4 tokens per row) and mixed graphs use them."""
-    wide = ("claims", "duplicates", "fault_value", "step_counter", "input_ids", "positions", "slot_mapping")
-    types = {f"{name}_ptr": "*i64" for name in (*wide, "logits_indices", "seeds", "fault_ring")}
-    types["temperatures_ptr"] = "*fp32"
+    names = {torch.int32: "*i32", torch.int64: "*i64", torch.float32: "*fp32"}
+    types: dict[str, Any] = {f"{name}_ptr": names[spec.dtype] for name, spec in StaticBuffers.specs().items()}
+    types["copied_ptrs"] = tuple(types[f"{name}_ptr"] for name in COPIED)
     specs = []
     for name, page_size, query_len, padded_tokens, max_pages in (
         ("decode_1", 16, 1, 256, 8192),
@@ -582,13 +468,11 @@ def compile_variants() -> list[CompileSpec]:
         common = {"PAGE_SIZE": page_size, "QUERY_LEN": query_len, "TOKEN_BLOCK": token_block}
         for short, kernel, extra in (
             ("check_rows", _check_rows_kernel, {"PAGE_BLOCK": _page_block(max_pages)}),
-            ("write_buffers", _write_buffers_kernel, {"TABLE_BLOCK": table_block, "FAULT_BLOCK": _FAULT_BLOCK}),
+            ("write_buffers", _write_buffers_kernel, {"TABLE_BLOCK": table_block, "COPIED_PADS": COPIED_PADS}),
         ):
             constexprs: dict[str, object] = {**common, **extra}
             signature = {
-                argument: "constexpr"
-                if argument in constexprs
-                else types.get(argument, "*i32" if argument.endswith("_ptr") else "i32")
+                argument: "constexpr" if argument in constexprs else types.get(argument, "i32")
                 for argument in kernel.arg_names
             }
             pointers = tuple(argument for argument in signature if argument.endswith("_ptr"))

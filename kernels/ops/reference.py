@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from graphrt.kernels.types import NO_TOKEN, RowStatus
+from graphrt.kernels.types import NO_TOKEN
 
 SAMPLE_CHUNK = 2048
 """Vocabulary entries that share one block of random counters; part of what defines the random numbers of `sample`."""
@@ -93,19 +93,3 @@ def sample_reference(
     at_best = possible & (scores == best)
     lowest = torch.where(at_best, torch.arange(vocab, device=logits.device), vocab).min(-1).values
     return torch.where(lowest < vocab, lowest, NO_TOKEN).int()
-
-
-def publish_reference(
-    tokens: torch.Tensor,
-    row_ids: torch.Tensor,
-    row_status: torch.Tensor,
-    step_counter: torch.Tensor,
-    last_token: torch.Tensor,
-    token_ring: torch.Tensor,
-) -> None:
-    """Reference of `graphrt::publish`."""
-    samples = row_status == int(RowStatus.SAMPLES)
-    entry = int(step_counter.item()) % token_ring.shape[0]
-    token_ring[entry, : len(tokens)] = torch.where(samples, tokens, NO_TOKEN).int()
-    live = row_status >= int(RowStatus.LIVE)
-    last_token[row_ids[live].long()] = torch.where(samples, tokens, NO_TOKEN).int()[live]

@@ -1,4 +1,4 @@
-"""Sampling inside the graph, and publishing the tokens to the row state and to the host.
+"""Sampling inside the graph: a token per row from its logits.
 
 A draw from softmax(logits / temperature) is the argmax of logits + temperature * Gumbel noise (Gumbel-max). The noise
 comes from Philox, a counter-based generator, at (seed, vocabulary index, position): from equal logits a row
@@ -15,19 +15,17 @@ from graphrt.kernels.checks import check_tensor, check_unit_stride
 from graphrt.kernels.compile_spec import CompileSpec
 from graphrt.kernels.errors import ShapeError
 from graphrt.kernels.library import define_op
-from graphrt.kernels.ops.reference import MAX_TEMPERATURE, SAMPLE_CHUNK, publish_reference, sample_reference
-from graphrt.kernels.types import NO_TOKEN, RowStatus
+from graphrt.kernels.ops.reference import MAX_TEMPERATURE, SAMPLE_CHUNK, sample_reference
+from graphrt.kernels.types import NO_TOKEN
 
-MAX_VOCAB_SIZE = 1 << 18
+MAX_VOCAB_SIZE = 1 << 20
+"""Largest vocabulary that `sample` takes: the best of all chunks are compared by one program."""
 
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 _NUM_WARPS = 4
-_ROW_BLOCK = 256
 
 _MAX_HEAT = tl.constexpr(MAX_TEMPERATURE)
 _NO_TOKEN = tl.constexpr(NO_TOKEN)
-_SAMPLES = tl.constexpr(int(RowStatus.SAMPLES))
-_LIVE = tl.constexpr(int(RowStatus.LIVE))
 _NOWHERE = tl.constexpr(1 << 30)  # index that is larger than every real one
 
 
@@ -122,31 +120,6 @@ def _sample_row_kernel(best_scores_ptr, best_tokens_ptr, out_ptr, num_chunks, CH
     tl.store(out_ptr + row, tl.where(token < _NOWHERE, token, _NO_TOKEN))
 
 
-@triton.jit(do_not_specialize=["num_rows"])
-def _publish_kernel(
-    tokens_ptr,
-    row_ids_ptr,
-    row_status_ptr,
-    step_counter_ptr,
-    last_token_ptr,
-    token_ring_ptr,
-    num_rows,
-    ring_depth,
-    stride_ring,
-    BLOCK: tl.constexpr,
-):
-    rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    mask = rows < num_rows
-    token = tl.load(tokens_ptr + rows, mask=mask, other=_NO_TOKEN).to(tl.int32)
-    status = tl.load(row_status_ptr + rows, mask=mask, other=_NO_TOKEN)
-    live = mask & (status >= _LIVE)
-    row_id = tl.load(row_ids_ptr + rows, mask=live, other=0)
-    entry = tl.load(step_counter_ptr) % ring_depth
-    token = tl.where(status == _SAMPLES, token, _NO_TOKEN)
-    tl.store(token_ring_ptr + entry * stride_ring + rows, token, mask=mask)
-    tl.store(last_token_ptr + row_id, token, mask=live)
-
-
 def _sample_triton(
     logits: torch.Tensor, temperatures: torch.Tensor, seeds: torch.Tensor, seq_lens: torch.Tensor
 ) -> torch.Tensor:
@@ -167,34 +140,11 @@ def _sample_triton(
     return out
 
 
-def _publish_triton(
-    tokens: torch.Tensor,
-    row_ids: torch.Tensor,
-    row_status: torch.Tensor,
-    step_counter: torch.Tensor,
-    last_token: torch.Tensor,
-    token_ring: torch.Tensor,
-) -> None:
-    rows = tokens.shape[0]
-    if rows == 0:
-        return
-    _publish_kernel[(triton.cdiv(rows, _ROW_BLOCK),)](
-        tokens, row_ids, row_status, step_counter, last_token, token_ring, rows, token_ring.shape[0],
-        token_ring.stride(0), BLOCK=_ROW_BLOCK, num_warps=_NUM_WARPS,
-    )  # fmt: skip
-
-
 _sample_op = define_op(
     "sample(Tensor logits, Tensor temperatures, Tensor seeds, Tensor seq_lens) -> Tensor",
     triton_impl=_sample_triton,
     reference=sample_reference,
     fake=lambda logits, temperatures, seeds, seq_lens: logits.new_empty((logits.shape[0],), dtype=torch.int32),
-)
-_publish_op = define_op(
-    "publish(Tensor tokens, Tensor row_ids, Tensor row_status, Tensor step_counter, Tensor(a!) last_token, "
-    "Tensor(b!) token_ring) -> ()",
-    triton_impl=_publish_triton,
-    reference=publish_reference,
 )
 
 
@@ -227,43 +177,8 @@ def sample(
     return result
 
 
-def publish(
-    tokens: torch.Tensor,
-    row_ids: torch.Tensor,
-    row_status: torch.Tensor,
-    step_counter: torch.Tensor,
-    last_token: torch.Tensor,
-    token_ring: torch.Tensor,
-) -> None:
-    """Hand sampled tokens to the row state, where the next step finds them, and to the host's ring.
-
-    tokens        [rows]             int32 or int64  device
-    row_ids       [rows]             int32           device
-    row_status    [rows]             int32           device; RowStatus
-    step_counter  [1]                int64           device; the ring entry is step % depth
-    last_token    [row ids]          int32           device; the token of rows that sample, NO_TOKEN for other live rows
-                                     (an ended sequence may have used the row id before)
-    token_ring    [depth, max_rows]  int32           device or pinned host memory; NO_TOKEN for the other rows
-
-    Capture-safe: the ring entry is chosen on the device. Raises: ShapeError when a tensor does not fit the others.
-    """
-    check_tensor("tokens", tokens, shape=(None,), dtype=(torch.int32, torch.int64))
-    rows, device = tokens.shape[0], tokens.device
-    check_tensor("row_ids", row_ids, shape=(rows,), dtype=torch.int32, device=device)
-    check_tensor("row_status", row_status, shape=(rows,), dtype=torch.int32, device=device)
-    check_tensor("step_counter", step_counter, shape=(1,), dtype=torch.int64, device=device)
-    check_tensor("last_token", last_token, shape=(None,), dtype=torch.int32, device=device)
-    check_tensor("token_ring", token_ring, shape=(None, None), dtype=torch.int32)
-    named = {"tokens": tokens, "row_ids": row_ids, "row_status": row_status, "last_token": last_token}
-    for name, tensor in {**named, "token_ring": token_ring}.items():
-        check_unit_stride(name, tensor)
-    if token_ring.shape[0] < 1 or token_ring.shape[1] < rows:
-        raise ShapeError(f"token_ring: expected [>= 1, >= {rows}], got {list(token_ring.shape)}; enlarge it")
-    _publish_op(tokens, row_ids, row_status, step_counter, last_token, token_ring)
-
-
 def compile_variants() -> list[CompileSpec]:
-    """Sampling from each logits dtype, the largest final reduction, and publishing both token dtypes."""
+    """Sampling from each logits dtype, and the largest final reduction."""
     specs = []
     partials = {"best_scores_ptr": "*fp32", "best_tokens_ptr": "*i32"}
     for kind in ("fp16", "bf16", "fp32"):
@@ -287,13 +202,4 @@ def compile_variants() -> list[CompileSpec]:
     chunks = MAX_VOCAB_SIZE // SAMPLE_CHUNK
     row_signature = {**partials, "out_ptr": "*i32", "num_chunks": "i32", "CHUNKS": "constexpr"}
     specs.append(CompileSpec("sample_row", _sample_row_kernel, row_signature, {"CHUNKS": chunks}, 1, 3))
-    for kind in ("i32", "i64"):
-        types = {"tokens_ptr": f"*{kind}", "step_counter_ptr": "*i64", "BLOCK": "constexpr"}
-        publish_signature = {
-            argument: types.get(argument, "*i32" if argument.endswith("_ptr") else "i32")
-            for argument in _publish_kernel.arg_names
-        }
-        specs.append(
-            CompileSpec(f"publish_{kind}", _publish_kernel, publish_signature, {"BLOCK": _ROW_BLOCK}, _NUM_WARPS, 3)
-        )
     return specs

@@ -1,4 +1,4 @@
-"""A read-only sweep over memory: measures the bandwidth that decoding, which mostly reads, can reach at best."""
+"""A read-only sweep over memory. Only benchmarks use it: it measures the bandwidth that decoding can reach at best."""
 
 from __future__ import annotations
 

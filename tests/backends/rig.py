@@ -131,7 +131,7 @@ class Rig:
         ):  # fmt: skip
             target.copy_(value)
         self.written = sequences
-        self.batch = Batch.of(
+        self.batch = Batch(
             row_ids=range(len(sequences)),
             seq_lens=[s.seq_len for s in sequences],
             query_lens=[s.query_len for s in sequences],

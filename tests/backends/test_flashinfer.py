@@ -63,7 +63,7 @@ def flashinfer(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Any]]:
 def batch_of(seq_lens: list[int], page_size: int, query_lens: list[int] | None = None) -> Batch:
     counts = [-(-n // page_size) for n in seq_lens]
     indptr = torch.tensor([0, *counts]).cumsum(0).tolist()
-    return Batch.of(
+    return Batch(
         row_ids=range(len(seq_lens)), seq_lens=seq_lens, query_lens=query_lens, page_indptr=indptr,
         page_ids=range(1, indptr[-1] + 1),
     )  # fmt: skip

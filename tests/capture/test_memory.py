@@ -7,10 +7,10 @@ from functools import partial
 import pytest
 import torch
 
-from graphrt.capture.buffers import BufferKind, Capacity, StaticBuffers
 from graphrt.capture.guard import PointerGuard
 from graphrt.capture.staging import StagingRing
 from graphrt.kernels.errors import ReplayError
+from graphrt.kernels.metadata.buffers import BufferKind, Capacity, StaticBuffers
 from graphrt.testing.poison import poison_derived, poisoned
 
 CAPACITY = Capacity(rows=4, tokens=8, pages_per_row=3, row_ids=5, slots=32, record=100, ring=2)

@@ -1,4 +1,4 @@
-"""Sampling and publishing, kernels and references: greedy against torch, draws against Philox and float64 here."""
+"""Sampling, kernel and reference: greedy against torch, draws against Philox and float64 here."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import triton.language as tl
 
 from graphrt.kernels.errors import ShapeError
 from graphrt.kernels.ops.reference import SAMPLE_CHUNK, exponential_reference, philox4x32, sample_reference
-from graphrt.kernels.ops.sampling import publish, sample
-from graphrt.kernels.types import NO_TOKEN, RowStatus
+from graphrt.kernels.ops.sampling import sample
+from graphrt.kernels.types import NO_TOKEN
 
 F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
 NAN, INF = float("nan"), float("inf")
@@ -280,66 +280,6 @@ def test_frequencies_follow_the_softmax(device: str, varied: str) -> None:
     assert ((observed - expected) ** 2 / expected).sum() < 24.3  # chi-square, 7 degrees of freedom
 
 
-S = RowStatus
-
-
-def check_publish(device: torch.device, dtype: torch.dtype) -> None:
-    ring = torch.full((3, 6), -77, dtype=torch.int32, pin_memory=device.type == "cuda")
-    last = torch.arange(100, 108, dtype=torch.int32, device=device)
-    counter = torch.zeros(1, dtype=torch.int64, device=device)
-    expected_ring, expected_last = ring.tolist(), last.tolist()
-    for step, rows in (
-        (4, [(11, 3, S.SAMPLES), (12, 0, S.LIVE), (13, -1, S.INVALID), (14, 7, S.SAMPLES), (15, -1, S.PAD)]),
-        (5, [(0, 3, S.SAMPLES)]),
-        (6, [(21, -1, S.PAD), (22, -1, S.PAD)]),
-        (2**33 + 1, [(NO_TOKEN, 5, S.SAMPLES), (262143, 6, S.SAMPLES), (1, 0, S.LIVE)]),
-    ):
-        counter.fill_(step)
-        token, row_id, status = (list(column) for column in zip(*rows, strict=True))
-        publish(
-            torch.tensor(token, dtype=dtype, device=device),
-            torch.tensor(row_id, dtype=torch.int32, device=device),
-            torch.tensor([int(s) for s in status], dtype=torch.int32, device=device),
-            counter,
-            last,
-            ring,
-        )
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-        for r, (t, i, s) in enumerate(rows):
-            expected_ring[step % 3][r] = t if s is S.SAMPLES else NO_TOKEN
-            if s in (S.SAMPLES, S.LIVE):
-                expected_last[i] = t if s is S.SAMPLES else NO_TOKEN  # what an ended sequence left is forgotten
-        assert ring.tolist() == expected_ring
-        assert last.tolist() == expected_last
-
-
-dtypes = pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
-
-
-@dtypes
-def test_publish_kernel(kernel_device: torch.device, dtype: torch.dtype) -> None:
-    check_publish(kernel_device, dtype)
-
-
-@dtypes
-def test_publish_reference(dtype: torch.dtype) -> None:
-    check_publish(CPU, dtype)
-
-
-def test_publish_more_rows_than_a_program_takes(kernel_device: torch.device) -> None:
-    rows = 1500
-    tokens = torch.arange(rows, dtype=torch.int32, device=kernel_device)
-    last = torch.full((rows,), -1, dtype=torch.int32, device=kernel_device)
-    ring = torch.full((2, rows), -77, dtype=torch.int32, device=kernel_device)
-    status = torch.full_like(tokens, int(S.SAMPLES))
-    counter = torch.ones(1, dtype=torch.int64, device=kernel_device)
-    publish(tokens, tokens.flip(0), status, counter, last, ring)
-    assert ring[1].tolist() == list(range(rows))
-    assert last.tolist() == list(range(rows))[::-1]
-    assert set(ring[0].tolist()) == {-77}
-
-
 def sample_with(**changes: torch.Tensor) -> None:
     values = {
         "logits": torch.zeros(2, 8),
@@ -350,38 +290,19 @@ def sample_with(**changes: torch.Tensor) -> None:
     sample(**{**values, **changes})
 
 
-def publish_with(**changes: torch.Tensor) -> None:
-    values = {
-        "tokens": torch.zeros(2, dtype=torch.int32),
-        "row_ids": torch.zeros(2, dtype=torch.int32),
-        "row_status": torch.zeros(2, dtype=torch.int32),
-        "step_counter": torch.zeros(1, dtype=torch.int64),
-        "last_token": torch.zeros(4, dtype=torch.int32),
-        "token_ring": torch.zeros(2, 4, dtype=torch.int32),
-    }
-    publish(**{**values, **changes})
-
-
 BAD = {
-    "logits_rank": (sample_with, {"logits": torch.zeros(8)}, "logits: expected shape"),
-    "logits_stride": (sample_with, {"logits": torch.zeros(8, 2).t()}, "logits: expected stride 1"),
-    "vocab_0": (sample_with, {"logits": torch.zeros(2, 0)}, "logits: expected a vocabulary of 1 to 262144, got 0"),
-    "vocab": (sample_with, {"logits": torch.zeros(1, 262145).expand(2, -1)}, "a vocabulary of 1 to 262144, got 262145"),
-    "temperatures": (sample_with, {"temperatures": torch.zeros(3)}, "temperatures: expected shape"),
-    "seeds": (sample_with, {"seeds": torch.zeros(2)}, "seeds: expected dtype int64"),
-    "seq_lens": (sample_with, {"seq_lens": torch.zeros(2, dtype=torch.int64)}, "seq_lens: expected dtype int32"),
-    "tokens": (publish_with, {"tokens": torch.zeros(2)}, "tokens: expected dtype int32 or int64"),
-    "status": (publish_with, {"row_status": torch.zeros(3, dtype=torch.int32)}, "row_status: expected shape"),
-    "ring": (
-        publish_with,
-        {"token_ring": torch.zeros(2, 1, dtype=torch.int32)},
-        r"token_ring: expected \[>= 1, >= 2\]",
-    ),
+    "logits_rank": ({"logits": torch.zeros(8)}, "logits: expected shape"),
+    "logits_stride": ({"logits": torch.zeros(8, 2).t()}, "logits: expected stride 1"),
+    "vocab_0": ({"logits": torch.zeros(2, 0)}, "logits: expected a vocabulary of 1 to 1048576, got 0"),
+    "vocab": ({"logits": torch.zeros(1, 1048577).expand(2, -1)}, "a vocabulary of 1 to 1048576, got 1048577"),
+    "temperatures": ({"temperatures": torch.zeros(3)}, "temperatures: expected shape"),
+    "seeds": ({"seeds": torch.zeros(2)}, "seeds: expected dtype int64"),
+    "seq_lens": ({"seq_lens": torch.zeros(2, dtype=torch.int64)}, "seq_lens: expected dtype int32"),
 }
 
 
 @pytest.mark.parametrize("case", BAD)
 def test_tensors_that_do_not_fit_are_named(case: str) -> None:
-    call, changes, message = BAD[case]
+    changes, message = BAD[case]
     with pytest.raises(ShapeError, match=message):
-        call(**changes)
+        sample_with(**changes)

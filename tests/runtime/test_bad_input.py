@@ -93,7 +93,7 @@ def test_what_the_host_sees_raises_before_anything_is_written(rig: Rig, case: st
     arguments, error, text = HOST[case]
     before = memory(rig)
     with pytest.raises(error, match=text):
-        rig.manager.replay(Batch.of(**arguments))
+        rig.manager.replay(Batch(**arguments))
     assert all(torch.equal(a, b) for a, b in zip(before, memory(rig), strict=True))
     assert_works(rig)
 
@@ -170,7 +170,7 @@ def test_a_moved_weight_raises_and_in_place_loading_does_not(device: torch.devic
     rig.model.embed.data = rig.model.embed.data.clone()
     before = memory(rig)
     with pytest.raises(ReplayError, match="embed: expected at address 0x"):
-        rig.manager.replay(Batch.of(**good()))
+        rig.manager.replay(Batch(**good()))
     assert all(torch.equal(a, b) for a, b in zip(before, memory(rig), strict=True))
 
 
@@ -186,18 +186,18 @@ def test_a_replaced_parameter_is_seen_by_check_weights(rig: Rig) -> None:
 
 def test_lifecycle(device: torch.device) -> None:
     rig = make_rig(device, capture=False)
-    for call in (lambda: rig.manager.replay(Batch.of(**good())), rig.manager.reset):
+    for call in (lambda: rig.manager.replay(Batch(**good())), rig.manager.reset):
         with pytest.raises(CaptureError, match="expected state 'captured', got 'new'; it needs capture"):
             call()
     rig.manager.capture()
     with pytest.raises(CaptureError, match="capture: expected state 'new', got 'captured'"):
         rig.manager.capture()
     assert_works(rig)
-    handle = rig.manager.replay(Batch.of(**good()))
+    handle = rig.manager.replay(Batch(**good()))
     rig.manager.close()
     rig.manager.close()
     assert len(handle.tokens()) == 2, "a handle outlives its manager"
-    for call in (lambda: rig.manager.replay(Batch.of(**good())), rig.manager.capture):
+    for call in (lambda: rig.manager.replay(Batch(**good())), rig.manager.capture):
         with pytest.raises(CaptureError, match="got 'closed'; it needs a new ReplayManager, this one was closed"):
             call()
 
@@ -408,7 +408,7 @@ def test_a_backend_that_cannot_serve_says_all_reasons() -> None:
 
 
 def test_arrays_of_the_wrong_dtype_given_to_the_raw_constructor() -> None:
-    batch = Batch.of(**good())
+    batch = Batch(**good())
     wrong = Batch(**{f: getattr(batch, f) for f in Batch.__dataclass_fields__} | {"temperatures": np.zeros(2)})
     with pytest.raises(ShapeError, match="temperatures: expected float32, got float64"):
         make_rig(CPU).manager.replay(wrong)

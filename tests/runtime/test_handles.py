@@ -22,7 +22,7 @@ from tests.runtime.toy import HEAD_DIM, HEADS, KV_HEADS, LAYERS, VOCAB, ToyModel
 
 
 def one(token: int, row_id: int = 0, page: int = 5) -> Batch:
-    return Batch.of(row_ids=[row_id], seq_lens=[1], tokens=[token], page_indptr=[0, 1], page_ids=[page])
+    return Batch(row_ids=[row_id], seq_lens=[1], tokens=[token], page_indptr=[0, 1], page_ids=[page])
 
 
 def greedy(rig, token: int) -> int:
@@ -53,9 +53,9 @@ def test_logits_live_until_the_next_step(device: torch.device) -> None:
 def test_stats_count_replays_reasons_padding_and_graphs(device: torch.device) -> None:
     rig = make_rig(device, decode_sizes=(2, 4), mixed_sizes=(), max_num_reqs=8)
     rig.manager.replay(one(1))
-    five = Batch.of(row_ids=range(5), seq_lens=[1] * 5, tokens=[1] * 5, page_indptr=range(6), page_ids=range(1, 6))
+    five = Batch(row_ids=range(5), seq_lens=[1] * 5, tokens=[1] * 5, page_indptr=range(6), page_ids=range(1, 6))
     eager = rig.manager.replay(five)
-    chunk = Batch.of(
+    chunk = Batch(
         row_ids=[0], seq_lens=[3], query_lens=[3], tokens=[1, 2, 3], page_indptr=[0, 1], page_ids=[9]
     )  # fmt: skip
     rig.manager.replay(chunk)
@@ -118,7 +118,7 @@ def test_the_caller_may_own_the_cache_with_any_strides_and_null_page(device: tor
     )
     manager.capture()
     tokens = [3, 1, 4, 1, 5]
-    batch = Batch.of(row_ids=[0], seq_lens=[5], query_lens=[5], tokens=tokens, page_indptr=[0, 2], page_ids=[0, 11])
+    batch = Batch(row_ids=[0], seq_lens=[5], query_lens=[5], tokens=tokens, page_indptr=[0, 2], page_ids=[0, 11])
     logits = manager.replay(batch).logits()[0]
     assert (logits.double().cpu() - model.oracle(tokens)).abs().max() < 2e-4
     assert mine[:, 7].isnan().all(), "the null page is never written"
@@ -180,7 +180,7 @@ def test_close_of_each_backend_gives_all_memory_back(name: str) -> None:
     for attempt in range(3):
         rig = make_rig(device, **options)
         rig.manager.replay(one(3)).tokens()
-        chunk = Batch.of(row_ids=[0], seq_lens=[3], query_lens=[3], tokens=[1, 2, 3], page_indptr=[0, 1], page_ids=[9])
+        chunk = Batch(row_ids=[0], seq_lens=[3], query_lens=[3], tokens=[1, 2, 3], page_indptr=[0, 1], page_ids=[9])
         rig.manager.replay(chunk).tokens()
         rig.manager.close()
         kept.append(rig.manager._backend)
@@ -232,9 +232,9 @@ def test_a_step_that_fails_half_way_leaves_nothing_behind(device: torch.device) 
     rig.model.project = project
     two = {"seq_lens": [1, 1], "page_indptr": [0, 1, 2]}
     with pytest.raises(ZeroDivisionError, match="from the model"):
-        rig.manager.replay(Batch.of(row_ids=[0, 1], tokens=[3, 4], page_ids=[5, 6], **two))
+        rig.manager.replay(Batch(row_ids=[0, 1], tokens=[3, 4], page_ids=[5, 6], **two))
     broken["on"] = False
-    handle = rig.manager.replay(Batch.of(row_ids=[1, 0], tokens=[4, 3], page_ids=[6, 5], **two))
+    handle = rig.manager.replay(Batch(row_ids=[1, 0], tokens=[4, 3], page_ids=[6, 5], **two))
     assert handle.tokens().tolist() == [greedy(rig, 4), greedy(rig, 3)]
     assert handle.step == 1
 
@@ -250,9 +250,9 @@ def test_a_row_id_forgets_the_sequence_before(device: torch.device) -> None:
     """A prompt that goes on has no last token, whatever an ended sequence left under its row id."""
     rig = make_rig(device)
     rig.manager.replay(one(3)).tokens()
-    part = Batch.of(row_ids=[0], seq_lens=[1], tokens=[4], page_indptr=[0, 1], page_ids=[6], sample=[0])
+    part = Batch(row_ids=[0], seq_lens=[1], tokens=[4], page_indptr=[0, 1], page_ids=[6], sample=[0])
     rig.manager.replay(part).tokens()
-    too_early = Batch.of(row_ids=[0], seq_lens=[2], page_indptr=[0, 1], page_ids=[6])
+    too_early = Batch(row_ids=[0], seq_lens=[2], page_indptr=[0, 1], page_ids=[6])
     with pytest.raises(StepFaultError, match="TOKEN_OUT_OF_RANGE: token -1"):
         rig.manager.replay(too_early).tokens()
 

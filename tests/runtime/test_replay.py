@@ -10,10 +10,10 @@ import torch
 
 from graphrt import program
 from graphrt.batch import Batch
-from graphrt.capture.buffers import BufferKind, StaticBuffers
 from graphrt.capture.descriptor import GraphKind
 from graphrt.kernels.errors import GraphRTError
 from graphrt.kernels.library import interpreted
+from graphrt.kernels.metadata.buffers import BufferKind, StaticBuffers
 from graphrt.kernels.types import KVLayout
 from graphrt.testing.poison import poison_derived
 from tests.runtime.toy import MAX_LEN, VOCAB, Rig, Sequence, make_rig

@@ -40,7 +40,7 @@ def test_auto_takes_what_the_rows_can_use(device: torch.device) -> None:
     assert runtime.allocator.num_free == 16
     runtime.capture()
     pages = runtime.allocator.allocate(1)
-    batch = Batch.of(row_ids=[0], seq_lens=[1], tokens=[3], page_indptr=[0, 1], page_ids=pages)
+    batch = Batch(row_ids=[0], seq_lens=[1], tokens=[3], page_indptr=[0, 1], page_ids=pages)
     assert int(runtime.replay(batch).tokens()[0]) == int(runtime.manager._program.model.oracle([3]).argmax())
     runtime.close()
 

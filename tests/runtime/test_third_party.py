@@ -63,7 +63,7 @@ from graphrt.batch import Batch
 from tests.runtime.toy import make_rig
 
 rig = make_rig(torch.device("cpu"))
-handle = rig.manager.replay(Batch.of(row_ids=[0], seq_lens=[1], tokens=[3], page_indptr=[0, 1], page_ids=[5]))
+handle = rig.manager.replay(Batch(row_ids=[0], seq_lens=[1], tokens=[3], page_indptr=[0, 1], page_ids=[5]))
 print(json.dumps({
     "token": int(handle.tokens()[0]),
     "expected": int(rig.model.oracle([3]).argmax()),

@@ -23,7 +23,7 @@ def test_a_warm_step_is_one_upload_and_one_launch() -> None:
     pages = [list(range(1 + 10 * i, 11 + 10 * i)) for i in range(4)]
 
     def batch(step: int) -> Batch:
-        return Batch.of(
+        return Batch(
             row_ids=range(4),
             seq_lens=[n + step for n in lengths],
             tokens=[1, 2, 3, 4],

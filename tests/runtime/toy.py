@@ -13,8 +13,9 @@ from graphrt.kernels.types import TOKEN_FROM_ROW, KVLayout
 from graphrt.kv_cache import KVCache, PageAllocator
 from graphrt.replay import ReplayManager
 from graphrt.runtime import Runtime
+from graphrt.sampling import sample_tokens
 from graphrt.spec import AttentionSpec, KVCacheSpec
-from graphrt.step import Step
+from graphrt.step import Sampler, Step
 
 VOCAB, HEADS, KV_HEADS, HEAD_DIM, LAYERS, MAX_LEN = 61, 4, 2, 16, 2, 64
 
@@ -127,6 +128,7 @@ def make_rig(
     fill: float = float("nan"),
     window: int | None = None,
     kv_dtype: torch.dtype | None = None,
+    sampler: Sampler | None = sample_tokens,
     **config,
 ) -> Rig:
     """A rig with a cache full of NaN, the null page included, so that whatever reads unwritten KV shows."""
@@ -138,7 +140,7 @@ def make_rig(
     attention = AttentionSpec(HEADS, KV_HEADS, head_dim, dtype, sliding_window=window)
     defaults = {"max_num_reqs": 8, "max_num_tokens": 32, "max_seq_len": MAX_LEN, "decode_sizes": (1, 2, 4, 8)}
     settings = RuntimeConfig(**(defaults | {"mixed_sizes": (16, 32)} | config))
-    manager = ReplayManager(model, cache, attention, vocab_size=VOCAB, config=settings)
+    manager = ReplayManager(model, cache, attention, vocab_size=VOCAB, config=settings, sampler=sampler)
     if capture:
         manager.capture()
     return Rig(model, manager, PageAllocator(num_pages), page_size)

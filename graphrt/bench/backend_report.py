@@ -1,4 +1,4 @@
-"""What the benchmark of backends measures: sizes, times, what they cost per layer, and how they are shown."""
+"""Cells and results of the benchmark of backends: times, what they cost per layer, and the table that shows them."""
 
 from __future__ import annotations
 
@@ -6,42 +6,18 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-import torch
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-LAYERS = 32
-"""Layers that share a step's schedule and its host work: a layer's cost holds this share of both."""
+from graphrt.bench.cells import LAYERS, Cell, uniform_cell
 
 BATCHES, CONTEXTS = (1, 16, 64, 256), (512, 2048, 8192)
 
 
-@dataclass(frozen=True, slots=True)
-class Shape:
-    """The attention layer that is measured; by default that of an 8B model."""
-
-    num_q_heads: int = 32
-    num_kv_heads: int = 8
-    head_dim: int = 128
-    dtype: torch.dtype = torch.bfloat16
-
-
-@dataclass(frozen=True, slots=True)
-class BackendCell:
-    """`batch` decode rows of `context` tokens, the new one included."""
-
-    batch: int
-    context: int
-
-    def kv_bytes(self, shape: Shape) -> int:
-        """Bytes of K and V that one layer reads."""
-        return 2 * self.batch * self.context * shape.num_kv_heads * shape.head_dim * shape.dtype.itemsize
-
-
-def make_cells(batches: Sequence[int] = BATCHES, contexts: Sequence[int] = CONTEXTS) -> list[BackendCell]:
-    """Every batch with every context."""
-    return [BackendCell(batch, context) for batch in batches for context in contexts]
+def make_cells(batches: Sequence[int] = BATCHES, contexts: Sequence[int] = CONTEXTS, **options: Any) -> list[Cell]:
+    """Every batch with every context, all of the layer that `options` (fields of Cell) describe."""
+    return [uniform_cell("backends", batch, context, **options) for batch in batches for context in contexts]
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,19 +58,19 @@ class BackendTime:
 class BackendResult:
     """All backends in one cell, by name."""
 
-    cell: BackendCell
+    cell: Cell
     times: dict[str, BackendTime]
 
-    def to_json(self, shape: Shape) -> dict[str, Any]:
+    def to_json(self) -> dict[str, Any]:
         return {
             "batch": self.cell.batch,
-            "context": self.cell.context,
-            "kv_bytes": self.cell.kv_bytes(shape),
+            "context": self.cell.longest,
+            "kv_bytes": self.cell.kv_bytes,
             "backends": {name: time.to_json() for name, time in self.times.items()},
         }
 
 
-def print_report(console: Console, results: Sequence[BackendResult], shape: Shape) -> None:
+def print_report(console: Console, results: Sequence[BackendResult]) -> None:
     """A row per cell and backend: host time per step, device times, cost per layer, and its ratio to the cheapest."""
     table = Table(title="backends, us", title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
     table.add_column("cell", no_wrap=True)
@@ -107,7 +83,7 @@ def print_report(console: Console, results: Sequence[BackendResult], shape: Shap
             if time.us is None or cheapest is None:
                 continue
             table.add_row(
-                f"{result.cell.batch} x {result.cell.context}",
+                result.cell.name,
                 name,
                 f"{time.host_us or 0:.1f}",
                 f"{time.schedule_us or 0:.1f}",
@@ -115,7 +91,7 @@ def print_report(console: Console, results: Sequence[BackendResult], shape: Shap
                 f"{time.p20_us:.2f} - {time.p80_us:.2f}",
                 f"{time.us:.2f}",
                 f"{time.us / cheapest:.2f}",
-                f"{result.cell.kv_bytes(shape) / (time.run_us or 1) / 1e6:.2f}",
+                f"{result.cell.kv_bytes / (time.run_us or 1) / 1e6:.2f}",
             )
     console.print(table)
     for line in _reasons(results):
@@ -128,5 +104,5 @@ def _reasons(results: Sequence[BackendResult]) -> list[str]:
     for result in results:
         for name, time in result.times.items():
             if time.reason is not None:
-                cells.setdefault((name, time.reason), []).append(f"{result.cell.batch} x {result.cell.context}")
+                cells.setdefault((name, time.reason), []).append(result.cell.name)
     return [f"no figure of {name} for {', '.join(where)}: {reason}" for (name, reason), where in cells.items()]

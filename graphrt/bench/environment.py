@@ -1,12 +1,19 @@
-"""The environment report: versions, devices and variables, as `graphrt env` prints them and benchmarks record them."""
+"""What a result was measured with: versions, devices, variables, command and files.
+
+Benchmarks record it, and `graphrt env` prints the part of it that no files are needed for.
+"""
 
 from __future__ import annotations
 
 import platform
+import shlex
 import shutil
 import subprocess
+import sys
+import tempfile
 from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Any
 
 import graphrt
@@ -103,3 +110,65 @@ def _variable(read: Callable[[], object]) -> str | bool | None:
     except ConfigError as error:
         return f"invalid: {error}"
     return value if value is None or isinstance(value, bool) else str(value)
+
+
+def provenance() -> dict[str, Any]:
+    """Device, versions, command, and the state of the checkout (None outside of one).
+
+    tree                 hash of the tree that the files make as they are, those that git ignores left out
+    uncommitted_changes  whether that is another tree than the commit's
+    """
+    report = environment_report()
+    tree = tree_of_files(Path(__file__).resolve().parent)
+    return {
+        "gpu": report["gpus"][0]["name"] if report["gpus"] else None,
+        "driver": report["driver"],
+        "cuda": report["cuda"],
+        "torch": report["packages"]["torch"],
+        "triton": report["packages"]["triton"],
+        "packages": report["packages"],
+        "python": report["python"],
+        "command": _command(),
+        "commit": _git("rev-parse", "HEAD"),
+        "tree": tree,
+        "uncommitted_changes": None if tree is None else tree != _git("rev-parse", "HEAD^{tree}"),
+    }
+
+
+def tree_of_files(folder: Path) -> str | None:
+    """Git's hash of the files of the checkout that `folder` is in, or None outside of one. Changes nothing there. Of a
+    checkout within the checkout the commit counts, not its files."""
+    inside = ("-C", str(folder.resolve()), "rev-parse")
+    root = _git(*inside, "--show-toplevel")
+    objects = _git(*inside, "--path-format=absolute", "--git-path", "objects")
+    if root is None or objects is None:
+        return None
+    with tempfile.TemporaryDirectory() as scratch:
+        places = {
+            "GIT_INDEX_FILE": f"{scratch}/index",
+            "GIT_OBJECT_DIRECTORY": scratch,
+            "GIT_ALTERNATE_OBJECT_DIRECTORIES": objects,
+        }
+        _git("-C", root, "read-tree", "HEAD", **places)  # what is tracked counts though it may be ignored
+        if _git("-C", root, "add", "--all", **places) is None:
+            return None
+        return _git("-C", root, "write-tree", **places)
+
+
+def _command() -> str:
+    """The command line, with the program's path relative to the current folder where it lies there."""
+    program = Path(sys.argv[0]).absolute()
+    here = Path.cwd()
+    name = program.relative_to(here) if program.is_relative_to(here) else program.name
+    return shlex.join(["python", str(name), *sys.argv[1:]])
+
+
+def _git(*arguments: str, **environment: str) -> str | None:
+    folder = Path(__file__).resolve().parent
+    variables = ["env", *(f"{name}={value}" for name, value in environment.items())] if environment else []
+    command = [*variables, "git", "-C", str(folder), *arguments]
+    try:
+        result = subprocess.run(command, capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):  # no git, or an installed package
+        return None
+    return result.stdout.strip()

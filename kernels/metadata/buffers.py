@@ -1,0 +1,256 @@
+"""The static buffers: every tensor, other than weights and KV, whose address a graph may hold.
+
+Each buffer is declared once, below. Its shape gives the slices that a graph sees; its writer and readers give the
+arguments of the operators `refresh` and `publish`. docs/decode_step.md is made from the same declarations, and has the
+recipe for a new one.
+"""
+
+from __future__ import annotations
+
+import functools
+import string
+from collections.abc import Iterator
+from dataclasses import dataclass, field, fields
+from enum import Enum
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from graphrt.kernels.checks import check_tensor, check_unit_stride
+from graphrt.kernels.errors import ShapeError
+
+
+class BufferKind(str, Enum):
+    """Who may change a buffer, and when.
+
+    UPLOADED    its used prefix is overwritten by each step's upload
+    PERSISTENT  survives replays: row state keyed by row_id, and counters
+    DERIVED     rewritten by every refresh, for every captured row; may be poisoned between replays
+    OUTPUT      host memory that the graph writes to, one entry per step in flight
+    """
+
+    UPLOADED = "uploaded"
+    PERSISTENT = "persistent"
+    DERIVED = "derived"
+    OUTPUT = "output"
+
+
+@dataclass(frozen=True, slots=True)
+class BufferSpec:
+    """Declaration of one static buffer.
+
+    shape    names of Capacity attributes, or integers
+    writer   who writes it: the upload, or an operator
+    readers  who reads it: operators by their names, and others
+    pad      what the refresh writes for pad rows and pad tokens, in words
+    initial  value that fills it at allocation
+    copied   value that pad rows get, where the refresh copies the buffer from a row field of the step record that
+             `Batch` has under the same name; None for all other buffers
+    """
+
+    shape: tuple[str | int, ...]
+    dtype: torch.dtype
+    kind: BufferKind
+    writer: str
+    readers: tuple[str, ...]
+    pad: str
+    initial: int = 0
+    copied: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Capacity:
+    """The extents that static buffers are allocated for."""
+
+    rows: int  # most requests in a step
+    tokens: int  # most new tokens in a step
+    pages_per_row: int  # width of the block table
+    row_ids: int  # persistent row states
+    slots: int  # KV slots in the cache
+    record: int  # int32 words in the largest step record
+    ring: int  # steps in flight
+
+    @property
+    def rows_plus_one(self) -> int:
+        return self.rows + 1
+
+    @property
+    def claims(self) -> int:
+        """One claim per KV slot, then one per row id."""
+        return self.slots + self.row_ids
+
+
+def _declare(spec: BufferSpec) -> Any:
+    return field(metadata={"spec": spec})
+
+
+def _record(*readers: str) -> Any:
+    pad = "not padded: the header has the counts"
+    return _declare(BufferSpec(("record",), torch.int32, BufferKind.UPLOADED, "upload", readers, pad))
+
+
+def _persistent(
+    shape: tuple[str | int, ...],
+    dtype: torch.dtype,
+    writer: str,
+    *readers: str,
+    pad: str = "untouched",
+    initial: int = 0,
+) -> Any:
+    return _declare(BufferSpec(shape, dtype, BufferKind.PERSISTENT, writer, readers, pad, initial))
+
+
+def _derived(shape: tuple[str | int, ...], dtype: torch.dtype, *readers: str, pad: str) -> Any:
+    return _declare(BufferSpec(shape, dtype, BufferKind.DERIVED, "refresh", readers, pad))
+
+
+def _row_value(dtype: torch.dtype, *readers: str, pad: int = 0) -> Any:
+    """A value per row that the scheduler sends with each step: `Batch` has a field of the same name."""
+    return _declare(BufferSpec(("rows",), dtype, BufferKind.DERIVED, "refresh", readers, str(pad), copied=pad))
+
+
+def _output(shape: tuple[str | int, ...], dtype: torch.dtype, *, pad: str, initial: int = -1) -> Any:
+    readers = ("host, by the step's handle",)
+    return _declare(BufferSpec(shape, dtype, BufferKind.OUTPUT, "publish", readers, pad, initial))
+
+
+@dataclass(frozen=True, slots=True)
+class StaticBuffers:
+    """All static tensors. Allocated once for the largest descriptor; a graph gets views by `cut`. Never reallocated."""
+
+    record: torch.Tensor = _record("refresh")
+
+    last_token: torch.Tensor = _persistent(("row_ids",), torch.int32, "publish", "refresh", initial=-1)
+    step_counter: torch.Tensor = _persistent((1,), torch.int64, "refresh", "publish", pad="one value", initial=-1)
+    claims: torch.Tensor = _persistent(("claims",), torch.int64, "refresh", "refresh")
+    duplicates: torch.Tensor = _persistent((2, "rows"), torch.int64, "refresh", "refresh")
+
+    input_ids: torch.Tensor = _derived(("tokens",), torch.int64, "model", pad="0")
+    positions: torch.Tensor = _derived(("tokens",), torch.int64, "model", "KV write", pad="0")
+    slot_mapping: torch.Tensor = _derived(
+        ("tokens",), torch.int64, "KV write", pad="-1, from the real token count on; in invalid rows too"
+    )
+    query_start_loc: torch.Tensor = _derived(("rows_plus_one",), torch.int32, "attention", pad="repeats its last value")
+    seq_lens: torch.Tensor = _derived(("rows",), torch.int32, "attention", "sampling", pad="the backend's fill")
+    block_table: torch.Tensor = _derived(
+        ("rows", "pages_per_row"), torch.int32, "attention", pad="null page, also beyond a row's pages"
+    )
+    logits_indices: torch.Tensor = _derived(("rows",), torch.int64, "model", pad="0")
+    row_ids: torch.Tensor = _derived(("rows",), torch.int32, "publish", "model", "sampling", pad="-1")
+    row_status: torch.Tensor = _derived(
+        ("rows",), torch.int32, "publish", "model", "sampling", pad="PAD (-1); INVALID (-2) after a fault"
+    )
+    fault_code: torch.Tensor = _derived(("rows",), torch.int32, "refresh", "publish", pad="0")
+    fault_value: torch.Tensor = _derived(("rows",), torch.int64, "refresh", "publish", pad="0")
+    temperatures: torch.Tensor = _row_value(torch.float32, "sampling")
+    seeds: torch.Tensor = _row_value(torch.int64, "sampling")
+
+    step_ring: torch.Tensor = _output(("ring",), torch.int64, pad="the step that wrote the entry")
+    token_ring: torch.Tensor = _output(("ring", "rows"), torch.int32, pad="-1")
+    fault_code_ring: torch.Tensor = _output(("ring", "rows"), torch.int32, pad="0", initial=0)
+    fault_value_ring: torch.Tensor = _output(("ring", "rows"), torch.int64, pad="kept: read where a code is not 0")
+
+    @classmethod
+    def specs(cls) -> dict[str, BufferSpec]:
+        """Declaration of every buffer, by name."""
+        return {f.name: f.metadata["spec"] for f in fields(cls)}
+
+    @classmethod
+    @torch.inference_mode(False)
+    def allocate(cls, capacity: Capacity, device: torch.device) -> StaticBuffers:
+        """All buffers for `capacity` on `device`; OUTPUT ones in (pinned) host memory."""
+        tensors = {}
+        for name, spec in cls.specs().items():
+            shape = [getattr(capacity, s) if isinstance(s, str) else s for s in spec.shape]
+            on_host = spec.kind is BufferKind.OUTPUT
+            tensors[name] = torch.full(
+                shape,
+                spec.initial,
+                dtype=spec.dtype,
+                device="cpu" if on_host else device,
+                pin_memory=on_host and device.type == "cuda",
+            )
+        return cls(**tensors)
+
+    def cut(self, padded_reqs: int, padded_tokens: int) -> StaticBuffers:
+        """Views for a graph of this size: derived buffers end at its rows and tokens, the others stay whole."""
+        extents = {"rows": padded_reqs, "rows_plus_one": padded_reqs + 1, "tokens": padded_tokens}
+        views = {}
+        for name, spec in self.specs().items():
+            tensor, extent = getattr(self, name), extents.get(str(spec.shape[0]))
+            views[name] = tensor[:extent] if spec.kind is BufferKind.DERIVED and extent is not None else tensor
+        return StaticBuffers(**views)
+
+    def named(self, *kinds: BufferKind) -> Iterator[tuple[str, torch.Tensor]]:
+        """Name and tensor of every buffer of the given kinds, or of all."""
+        for name, spec in self.specs().items():
+            if not kinds or spec.kind in kinds:
+                yield name, getattr(self, name)
+
+    def reset(self) -> None:
+        """Put every buffer back to its initial contents, as after an aborted launch. The device must be idle."""
+        for name, tensor in self.named():
+            tensor.fill_(self.specs()[name].initial)
+
+    def snapshot(self) -> dict[str, torch.Tensor]:
+        """Copies of the persistent buffers: what a step changes, and what the next step then reads."""
+        return {name: tensor.clone() for name, tensor in self.named(BufferKind.PERSISTENT)}
+
+    def restore(self, snapshot: dict[str, torch.Tensor]) -> None:
+        """Write a snapshot back, in place."""
+        for name, tensor in snapshot.items():
+            getattr(self, name).copy_(tensor)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all buffers, host memory included."""
+        return sum(t.numel() * t.element_size() for _, t in self.named())
+
+
+COPIED = tuple(name for name, spec in StaticBuffers.specs().items() if spec.copied is not None)
+"""Buffers that the refresh copies from the step record, in the order of their row fields there."""
+
+COPIED_PADS = tuple(spec.copied for spec in StaticBuffers.specs().values() if spec.copied is not None)
+"""What pad rows hold in each of them."""
+
+
+@functools.cache
+def operands(operator: str) -> tuple[str, ...]:
+    """Names of the buffers that an operator reads or writes, in the order of its arguments."""
+    return tuple(n for n, spec in StaticBuffers.specs().items() if spec.writer == operator or operator in spec.readers)
+
+
+def operand_schema(operator: str) -> str:
+    """The buffers of an operator as its schema lists them, with a mark at each that it writes."""
+    aliases = iter(string.ascii_lowercase)
+    specs = StaticBuffers.specs()
+    return ", ".join(
+        f"Tensor({next(aliases)}!) {name}" if specs[name].writer == operator else f"Tensor {name}"
+        for name in operands(operator)
+    )
+
+
+def pass_operands(operator: str, buffers: StaticBuffers) -> list[torch.Tensor]:
+    """The buffers of an operator, cut to one size, as its arguments; checked against their declarations.
+
+    Raises: ShapeError when a tensor does not fit the rows of `row_ids` and the tokens of `input_ids`.
+    """
+    rows, tokens = buffers.row_ids.shape[0], buffers.input_ids.shape[0]
+    extents = {"rows": rows, "rows_plus_one": rows + 1, "tokens": tokens}
+    device, specs = buffers.row_ids.device, StaticBuffers.specs()
+    for name in operands(operator):
+        spec, tensor = specs[name], getattr(buffers, name)
+        derived, output = spec.kind is BufferKind.DERIVED, spec.kind is BufferKind.OUTPUT
+        shape = [s if isinstance(s, int) else extents.get(s) if derived else None for s in spec.shape]
+        check_tensor(name, tensor, shape=tuple(shape), dtype=spec.dtype, device=None if output else device)
+        check_unit_stride(name, tensor)
+        least = rows if spec.shape[-1] == "rows" else 1
+        if tensor.shape[-1] < least or tensor.shape[0] < 1:
+            raise ShapeError(f"{name}: expected at least {least} columns, got shape {list(tensor.shape)}; enlarge it")
+    return [getattr(buffers, name) for name in operands(operator)]
+
+
+def take_operands(operator: str, tensors: tuple[torch.Tensor, ...]) -> Any:
+    """The arguments of an operator by their names again, as attributes."""
+    return SimpleNamespace(**dict(zip(operands(operator), tensors, strict=True)))

@@ -1,0 +1,124 @@
+"""Edges of configuration, specs, cache and allocator: each number at its bound and one beyond."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from graphrt.config import RuntimeConfig
+from graphrt.kernels.errors import CapacityError, ConfigError
+from graphrt.kv_cache import KVCache, PageAllocator
+from graphrt.spec import AttentionSpec, KVCacheSpec
+from tests.runtime.toy import HEAD_DIM, KV_HEADS, LAYERS
+
+CPU = torch.device("cpu")
+SPEC = KVCacheSpec(LAYERS, KV_HEADS, HEAD_DIM, 4, dtype=torch.float32)
+
+
+@pytest.mark.parametrize(("k", "v"), [(1, 2), (2, 1), (3, 2), (2, 3)], ids=str)
+def test_k_and_v_are_counted_each(k: int, v: int) -> None:
+    tensors = [torch.zeros(5, 4, KV_HEADS, HEAD_DIM) for _ in range(6)]
+    with pytest.raises(ConfigError, match=f"expected 2 K and V tensors, one per layer, got {k} and {v}"):
+        KVCache(SPEC, tensors[:k], tensors[3 : 3 + v])
+
+
+@pytest.mark.parametrize(("null_page", "fits"), [(0, True), (4, True), (5, False), (6, False)], ids=str)
+def test_the_null_page_is_one_of_the_pages(null_page: int, fits: bool) -> None:
+    spec = KVCacheSpec(1, 1, 8, 4, dtype=torch.float32, null_page=null_page)
+    if fits:
+        assert KVCache.allocate(spec, 5, CPU).spec.null_page == null_page
+        assert null_page not in PageAllocator(5, null_page).allocate(4)
+    else:
+        with pytest.raises(ConfigError, match=f"expected null_page < num_pages=5, got {null_page}"):
+            KVCache.allocate(spec, 5, CPU)
+        with pytest.raises(ConfigError, match="null_page"):
+            PageAllocator(5, null_page)
+
+
+@pytest.mark.parametrize(("num_pages", "null_page"), [(1, 0), (0, 0), (5, -1)], ids=str)
+def test_an_allocator_needs_a_page_to_hand_out(num_pages: int, null_page: int) -> None:
+    with pytest.raises(ConfigError, match="PageAllocator"):
+        PageAllocator(num_pages, null_page)
+
+
+def test_an_allocator_gives_all_and_nothing() -> None:
+    allocator = PageAllocator(4)
+    assert allocator.allocate(0) == []
+    with pytest.raises(ConfigError, match="count"):
+        allocator.allocate(-1)
+    assert sorted(allocator.allocate(3)) == [1, 2, 3]
+    assert allocator.num_free == 0
+    with pytest.raises(CapacityError, match="at most 0 free of 3, got a request for 1"):
+        allocator.allocate(1)
+    allocator.free([2])
+    allocator.free([3])
+    assert allocator.allocate(2) == [3, 2], "the page freed last comes first"
+    with pytest.raises(ConfigError, match="got page 4 with 0 owners"):
+        allocator.free([4])
+    with pytest.raises(ConfigError, match="got page -1 with 0 owners"):
+        allocator.share([-1])
+    allocator.share([1, 1])
+    assert allocator.owners(1) == 3
+    allocator.free([1, 1, 1])
+    assert (allocator.owners(1), allocator.num_free) == (0, 1)
+
+
+@pytest.mark.parametrize(
+    ("field", "least"),
+    [("max_num_reqs", 1), ("max_num_tokens", 1), ("max_seq_len", 1), ("query_len", 1), ("ring_depth", 2)],
+)
+def test_the_least_of_each_number(field: str, least: int) -> None:
+    small = {"max_num_reqs": 1, "max_num_tokens": 8, "max_seq_len": 8}
+    assert getattr(RuntimeConfig(**small | {field: least}), field) == least
+    for value in (least - 1, -1):
+        with pytest.raises(ConfigError, match=rf"RuntimeConfig.{field}: expected .* got {value};"):
+            RuntimeConfig(**small | {field: value})
+
+
+def test_a_full_decode_step_must_fit() -> None:
+    assert RuntimeConfig(max_num_reqs=5, query_len=3, max_num_tokens=15).max_num_tokens == 15
+    with pytest.raises(ConfigError, match="max_num_reqs x query_len = 15, got 14"):
+        RuntimeConfig(max_num_reqs=5, query_len=3, max_num_tokens=14)
+
+
+def test_resolve_fills_what_was_left_open() -> None:
+    config = RuntimeConfig(max_num_reqs=6, max_num_tokens=100, backend="triton").resolve()
+    assert (config.decode_sizes, config.mixed_sizes, config.backend) == ((1, 2, 4, 6), (64, 100), "triton")
+    config = RuntimeConfig(max_num_reqs=6, max_num_tokens=100, decode_sizes=(), mixed_sizes=(7, 3)).resolve()
+    assert (config.decode_sizes, config.mixed_sizes) == ((), (3, 7))
+    for field, most in (("decode_sizes", 6), ("mixed_sizes", 100)):
+        assert getattr(RuntimeConfig(max_num_reqs=6, max_num_tokens=100, **{field: (1, most)}).resolve(), field) == (
+            1,
+            most,
+        )
+        for size in (0, most + 1):
+            with pytest.raises(ConfigError, match=f"{field}: expected an int from 1 to {most}, got {size}"):
+                RuntimeConfig(max_num_reqs=6, max_num_tokens=100, **{field: (size,)}).resolve()
+
+
+@pytest.mark.parametrize("page_size", [1, 1024])
+def test_the_smallest_and_the_largest_page(page_size: int) -> None:
+    spec = KVCacheSpec(3, 2, 8, page_size, dtype=torch.float16)
+    assert spec.bytes_per_page == 3 * 2 * page_size * 2 * 8 * 2
+    assert spec.bytes_per_token == 3 * 2 * 2 * 8 * 2
+    with pytest.raises(ConfigError, match="page_size: expected an int from 1 to 1024"):
+        KVCacheSpec(3, 2, 8, 0 if page_size == 1 else 1025)
+
+
+@pytest.mark.parametrize("scale", [0.0, -0.5, float("nan"), float("inf"), "1", True])
+@pytest.mark.parametrize("field", ["softmax_scale", "logits_softcap"])
+def test_scales_are_positive_numbers(field: str, scale: object) -> None:
+    with pytest.raises(ConfigError, match=rf"AttentionSpec.{field}: expected a finite number > 0"):
+        AttentionSpec(4, 2, 16, **{field: scale})
+    assert getattr(AttentionSpec(4, 2, 16, **{field: 1}), field) == 1.0
+
+
+def test_what_follows_from_an_attention_spec() -> None:
+    assert (AttentionSpec(6, 2, 25).group, AttentionSpec(6, 2, 25).scale) == (3, 0.2)
+    assert AttentionSpec(6, 2, 25, softmax_scale=0.3).scale == 0.3
+    assert AttentionSpec(6, 2, 25, sliding_window=1).sliding_window == 1
+    with pytest.raises(ConfigError, match="sliding_window"):
+        AttentionSpec(6, 2, 25, sliding_window=0)
+    for name in ("alibi_sqrt", "sinks"):
+        with pytest.raises(ConfigError, match=f"AttentionSpec.{name}: expected True or False"):
+            AttentionSpec(6, 2, 25, **{name: 1})

@@ -1,0 +1,129 @@
+"""docs/troubleshooting.md runs as it stands, and the index of docs/LOG.md agrees with its entries."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from graphrt.kernels.types import FaultCode
+
+ROOT = Path(__file__).resolve().parent.parent
+TROUBLESHOOTING = (ROOT / "docs" / "troubleshooting.md").read_text()
+LOG = (ROOT / "docs" / "LOG.md").read_text()
+VERDICTS = ("kept", "lost", "mixed", "fact", "missed")
+
+
+def blocks(page: str, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
+
+
+def tables(page: str) -> list[list[str]]:
+    """The lines of each table."""
+    return [table.splitlines() for table in re.findall(r"(?:^\|.*\n)+", page, re.MULTILINE)]
+
+
+def cells(line: str) -> list[str]:
+    return [cell.strip() for cell in line.strip().strip("|").split("|")]
+
+
+def run_python(source: str) -> subprocess.CompletedProcess[str]:
+    """A process of its own, without a GPU, as the page asks for: Triton reads its variable when it is imported."""
+    environment = os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
+    environment.pop("GRAPHRT_BACKEND", None)
+    return subprocess.run(
+        [sys.executable, "-c", source], capture_output=True, text=True, env=environment, timeout=300, check=False
+    )
+
+
+def test_the_blocks_of_troubleshooting_run_one_after_another() -> None:
+    result = run_python("\n".join(blocks(TROUBLESHOOTING, "python")))
+    assert result.returncode == 0, result.stderr
+    assert "1 PAGE_OUT_OF_RANGE 999" in result.stdout
+    assert "qkv: expected at address" in result.stdout
+
+
+def test_troubleshooting_names_every_fault_code() -> None:
+    named = re.findall(r"^\| ([A-Z_]+) \|", TROUBLESHOOTING, re.MULTILINE)
+    assert {code.name for code in FaultCode if code} <= set(named)
+    assert len(named) == len(set(named))
+
+
+def test_the_tree_and_the_table_lead_to_sections_that_are_there() -> None:
+    sections = set(re.findall(r"^## (\d+)\. ", TROUBLESHOOTING, re.MULTILINE))
+    tree = TROUBLESHOOTING.split("```")[1]
+    assert set(re.findall(r"\.\. (\d+)\b", tree)) <= sections
+    listed = [cells(line)[0] for line in tables(TROUBLESHOOTING)[0][2:]]
+    assert listed == [str(n) for n in range(1, len(listed) + 1)]
+    assert set(listed) <= sections
+
+
+def test_commands_of_troubleshooting_name_options_that_exist() -> None:
+    commands = [line.split("#")[0].split() for block in blocks(TROUBLESHOOTING, "bash") for line in block.splitlines()]
+    scripts = [c[1:] for c in commands if c[0] == "python" and c[1].startswith("scripts/")]
+    graphrt = [["-m", *c] for c in commands if c[0] == "graphrt"]
+    assert scripts
+    assert graphrt
+    for command in (*scripts, *graphrt):
+        options = [word for word in command if word.startswith("--")]
+        call = [word for word in command if not word.startswith("--")][: 3 if command[0] == "-m" else 1]
+        shown = subprocess.run(
+            [sys.executable, *call, "--help"], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False,
+            env=os.environ | {"PYTHONPATH": str(ROOT), "TERM": "dumb", "COLUMNS": "200"},
+        )  # fmt: skip
+        assert shown.returncode == 0, shown.stderr
+        assert all(option in shown.stdout for option in options), (command, shown.stdout)
+
+
+def anchor(heading: str) -> str:
+    """The anchor that GitHub gives a heading."""
+    return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
+
+
+def entries() -> list[tuple[str, str, str]]:
+    """Date, name and verdict of each entry."""
+    found = re.findall(r"^### (.*)$", LOG, re.MULTILINE)
+    parts = [re.fullmatch(r"(\d{4}-\d\d-\d\d) (.+): (\w+)", heading) for heading in found]
+    assert all(parts), [h for h, part in zip(found, parts, strict=True) if part is None]
+    return [part.groups() for part in parts if part]
+
+
+def test_the_index_of_the_log_is_its_entries() -> None:
+    index = LOG.split("## Index\n")[1].split("\n## ")[0]
+    rows = [cells(line) for line in tables(index)[0][2:]]
+    listed = []
+    for date, question, verdict, figure, link in rows:
+        name, target = re.fullmatch(r"\[(.*)\]\(#(.*)\)", link).groups()
+        assert target == anchor(f"{date} {name}: {verdict}")
+        assert question.endswith("?")
+        assert figure
+        listed.append((date, name, verdict))
+    assert listed == entries()
+    assert {verdict for _, _, verdict in listed} <= set(VERDICTS)
+
+
+def test_entries_of_the_log_are_newest_first_and_named_once() -> None:
+    dates, names, _ = zip(*entries(), strict=True)
+    assert list(dates) == sorted(dates, reverse=True)
+    campaigns = re.findall(r"^## \d{4}-\d\d-\d\d (.+?): ", LOG, re.MULTILINE)
+    assert len({*names, *campaigns}) == len(names) + len(campaigns)
+
+
+def test_references_within_the_log_lead_to_an_entry() -> None:
+    names = {name for _, name, _ in entries()} | set(re.findall(r"^## \d{4}-\d\d-\d\d (.+?): ", LOG, re.MULTILINE))
+    text = re.sub(r"\s+", " ", LOG.split("## Index\n")[1])
+    quoted = set(re.findall(r'"([A-Z][^"]+)"', text)) - {"Reading"}
+    assert quoted <= names
+
+
+@pytest.mark.parametrize("page", ["LOG.md", "troubleshooting.md"])
+def test_tables_are_narrow(page: str) -> None:
+    text = (ROOT / "docs" / page).read_text()
+    for table in tables(text):
+        widths = {len(cells(line)) for line in table}
+        assert len(widths) == 1, table[0]
+        assert max(widths) <= 6, table[0]
