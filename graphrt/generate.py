@@ -184,7 +184,9 @@ class TextGenerator:
 
 
 def _collect(step: _Submitted) -> Iterator[Event]:
-    tokens = step.handle.tokens().tolist()
+    tokens = step.handle.tokens(raise_on_fault=False).tolist()
+    if any(not step.members[fault.row].finished for fault in step.handle.faults):
+        step.handle.tokens()  # raises
     for sequence, token, samples in zip(step.members, tokens, step.samples, strict=True):
         if sequence.finished or not samples:
             continue  # a row that ended one step ago, or a prompt that goes on
@@ -258,7 +260,7 @@ class _Running:
         counts = -(-seq_lens // self._page_size)
         page_indptr = np.zeros(len(slots) + 1, np.int32)
         np.cumsum(counts, out=page_indptr[1:])
-        batch = Batch.of(
+        batch = Batch(
             row_ids=self._row_ids[slots],
             seq_lens=seq_lens.astype(np.int32),
             query_lens=query_lens,

@@ -11,6 +11,7 @@ import torch
 
 from graphrt.config import RuntimeConfig
 from graphrt.generate import Event, SamplingParams, TextGenerator
+from graphrt.handle import StepFaultError
 from graphrt.kernels.errors import CapacityError, CaptureError, ConfigError, GraphRTError, ReplayError, ShapeError
 from graphrt.kernels.types import TOKEN_FROM_ROW, KVLayout
 from graphrt.models.loading import load_model
@@ -190,7 +191,7 @@ def assert_idle_and_right(runtime: Runtime) -> None:
 
 
 BAD_PROMPTS = {
-    "last-token": ([TOKEN_FROM_ROW], r"prompts\[1\]\[0\]: expected an int from 0 to 60, got -"),
+    "last-token": ([TOKEN_FROM_ROW], r"prompts\[1\]\[0\]: expected an int from 0 to 60, got -2147483648"),
     "minus-one": ([3, -1], r"prompts\[1\]\[1\]: expected an int from 0 to 60, got -1"),
     "vocabulary": ([VOCAB], r"prompts\[1\]\[0\]: expected an int from 0 to 60, got 61"),
     "wraps": ([2**32 + 5], r"prompts\[1\]\[0\]: .* got 4294967301"),
@@ -287,13 +288,13 @@ def test_sampling_params_are_pythons_own() -> None:
 
 
 class Wild(LivelyModel):
-    """Logits that are all `fill` for rows whose last token is 13, while `on`."""
+    """Logits that are all `fill` for rows whose last token is `bad`."""
 
-    on, fill = True, float("nan")
+    bad, fill = 13, float("nan")
 
     def forward(self, step) -> torch.Tensor:
         logits = super().forward(step)
-        bad = (step.input_ids == 13)[step.logits_indices][:, None]
+        bad = (step.input_ids == self.bad)[step.logits_indices][:, None]
         return torch.where(bad, torch.full_like(logits, self.fill), logits)
 
 
@@ -306,10 +307,23 @@ def test_logits_that_offer_no_token_end_generation_with_an_error(fill: float, pr
     runtime = make_runtime(CPU, model=model)
     runtime.capture()
     events = TextGenerator(runtime).generate([[5, 6], prompt], SamplingParams(30))
-    with pytest.raises(ReplayError, match=r"NaN|NO_TOKEN_OFFERED"):
+    with pytest.raises(StepFaultError, match=r"row [01]: NO_TOKEN_OFFERED"):
         for _ in itertools.islice(events, 50):
             pass
     assert_idle_and_right(runtime)
+
+
+def test_a_fault_of_a_row_that_has_ended_does_not_end_the_others() -> None:
+    """A stop token is noticed one step late; that step has no token to offer after it, and nobody asked for one."""
+    model = Wild(CPU)
+    (model.bad,) = greedy(model, [5, 6], 1)
+    runtime = make_runtime(CPU, model=model)
+    runtime.capture()
+    params = [SamplingParams(4, stop_ids=[model.bad]), SamplingParams(8)]
+    events = list(TextGenerator(runtime).generate([[5, 6], [9]], params))
+    assert [event for event in events if event.prompt == 0] == [Event(0, None, True)]
+    assert [event.token for event in events if event.prompt == 1] == greedy(model, [9], 8)
+    assert model.bad not in greedy(model, [9], 8)
 
 
 def test_a_row_without_token_and_without_fault_is_an_error(toy: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -317,11 +331,8 @@ def test_a_row_without_token_and_without_fault_is_an_error(toy: Runtime, monkeyp
     real = toy.replay
 
     def replay(batch):
-        handle = real(batch)
-        silent = SimpleNamespace(
-            step=handle.step, wait=handle.wait, tokens=lambda: np.full(batch.num_reqs, -1, np.int32)
-        )
-        return silent
+        handle, tokens = real(batch), np.full(batch.num_reqs, -1, np.int32)
+        return SimpleNamespace(step=handle.step, wait=handle.wait, faults=(), tokens=lambda **_: tokens)
 
     monkeypatch.setattr(toy, "replay", replay)
     with pytest.raises(ReplayError, match=r"prompts\[0\]: expected a token from step \d+, got none"):
@@ -336,7 +347,7 @@ def test_rows_come_back_after_the_steps_in_flight_have_ended(toy: Runtime, monke
     def replay(batch):
         handle = real(batch)
         waits = lambda: waited.append(handle.step) or handle.wait()  # noqa: E731
-        return SimpleNamespace(step=handle.step, tokens=handle.tokens, wait=waits)
+        return SimpleNamespace(step=handle.step, tokens=handle.tokens, faults=(), wait=waits)
 
     monkeypatch.setattr(toy, "replay", replay)
     events = TextGenerator(toy).generate([[5, 6], [7]], SamplingParams(30))
