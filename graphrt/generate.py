@@ -184,7 +184,9 @@ class TextGenerator:
 
 
 def _collect(step: _Submitted) -> Iterator[Event]:
-    tokens = step.handle.tokens().tolist()
+    tokens = step.handle.tokens(raise_on_fault=False).tolist()
+    if any(not step.members[fault.row].finished for fault in step.handle.faults):
+        step.handle.tokens()  # raises
     for sequence, token, samples in zip(step.members, tokens, step.samples, strict=True):
         if sequence.finished or not samples:
             continue  # a row that ended one step ago, or a prompt that goes on

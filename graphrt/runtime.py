@@ -10,8 +10,9 @@ from typing import Literal
 import torch
 
 from graphrt.batch import Batch
-from graphrt.capture.descriptor import GraphKind
+from graphrt.capture.descriptor import BatchDescriptor, GraphKind
 from graphrt.capture.graph import GraphReport
+from graphrt.compare import StepComparison
 from graphrt.config import RuntimeConfig
 from graphrt.handle import StepHandle
 from graphrt.kernels.checks import (
@@ -20,7 +21,6 @@ from graphrt.kernels.checks import (
     check_instance,
     check_int,
     check_named_tensors,
-    check_sequence,
     is_finite,
     shown,
 )
@@ -32,7 +32,6 @@ from graphrt.spec import MAX_PAGES, AttentionSpec, KVCacheSpec
 from graphrt.stats import Stats
 from graphrt.step import Model, Sampler
 
-MAX_VOCAB = (1 << 31) - 1  # token ids are int32
 _TRIAL_PAGES = 2  # the null page and one more: trial captures touch pad rows only
 
 
@@ -64,9 +63,10 @@ AllocateKV = Callable[[KVCacheSpec, int, torch.device], KVCache]
 class Runtime:
     """A model ready to decode, with its KV cache and whoever hands out pages and rows.
 
-    Take `Runtime` where graphrt should size the KV cache and count pages and rows; take `ReplayManager`, which is the
-    step alone, where your program does that already.
+    Which to use: `Runtime`, which owns one `ReplayManager`, where graphrt is to size the cache and hand out pages and
+    row ids; `ReplayManager` where your scheduler does.
 
+    manager      the step alone: descriptors, weights check, reset
     allocator    hands out pages
     free_rows    row ids that no sequence uses; whoever starts a sequence pops one and appends it again at its end
 
@@ -98,7 +98,6 @@ class Runtime:
         weights: Iterable[tuple[str, torch.Tensor]] | None = None,
         allocate_kv: AllocateKV = KVCache.allocate,
     ) -> None:
-        _check_step(model, attention, sampler, stream)
         check_instance("kv_spec", kv_spec, KVCacheSpec, advice="pass a KVCacheSpec")
         check_callable("allocate_kv", allocate_kv, advice="pass a function like KVCache.allocate")
         if not (is_finite(memory_utilization) and 0 < memory_utilization <= 1):
@@ -108,10 +107,8 @@ class Runtime:
         auto = isinstance(num_pages, str) and num_pages == "auto"
         if not auto:
             num_pages = check_int("num_pages", num_pages, 2, MAX_PAGES, advice='or pass "auto"')
-        if config is not None:
-            check_instance("config", config, RuntimeConfig, advice="pass a RuntimeConfig, or None for the default")
-        self.config = config or RuntimeConfig()
-        self.vocab_size = check_int("vocab_size", vocab_size, 1, MAX_VOCAB, advice="pass the width of the logits")
+        config = RuntimeConfig() if config is None else config
+        self.config = check_instance("config", config, RuntimeConfig, advice="pass a RuntimeConfig")
         self.device = resolve_device(device)
         self.samples = sampler is not None
         named = None if weights is None else check_named_tensors("weights", weights)
@@ -121,7 +118,7 @@ class Runtime:
                 model,
                 _checked_cache(allocate_kv(kv_spec, pages, self.device), kv_spec, pages, self.device),
                 attention,
-                vocab_size=self.vocab_size,
+                vocab_size=vocab_size,
                 config=config,
                 sampler=sampler,
                 stream=stream,
@@ -134,6 +131,7 @@ class Runtime:
             num_pages = self.memory_plan.num_pages
         self._manager: ReplayManager | None = build(self.config, num_pages)
         self._last_stats = self._manager.stats()
+        self.vocab_size = int(vocab_size)
         self.allocator = PageAllocator(num_pages, self._manager.kv_cache.null_page)
         self.free_rows = list(range(self.config.max_num_reqs - 1, -1, -1))
 
@@ -159,9 +157,13 @@ class Runtime:
             torch.cuda.empty_cache()
             self.memory_plan = replace(self.memory_plan, actual_free=torch.cuda.mem_get_info(self.device)[0])
 
-    def replay(self, batch: Batch, *, eager: bool = False) -> StepHandle:
+    def replay(self, batch: Batch, *, eager: bool = False, descriptor: BatchDescriptor | None = None) -> StepHandle:
         """Submit one step; see ReplayManager.replay."""
-        return self._open("replay").replay(batch, eager=eager)
+        return self._open("replay").replay(batch, eager=eager, descriptor=descriptor)
+
+    def compare(self, batch: Batch, *, descriptor: BatchDescriptor | None = None) -> StepComparison:
+        """Run one step as a graph and eagerly, and restore what it changed; see ReplayManager.compare."""
+        return self._open("compare").compare(batch, descriptor=descriptor)
 
     def stats(self) -> Stats:
         """Counters so far, the last ones after `close()`; see Stats."""
@@ -176,6 +178,7 @@ class Runtime:
             return
         self.stats()
         self._manager.close()
+        del self._manager.kv_cache  # handles that the caller keeps hold the manager
         self._manager = None
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
@@ -191,19 +194,6 @@ class Runtime:
         if self._manager is None:
             raise CaptureError(f"{call}: expected an open runtime, got one that was closed; build a new Runtime")
         return self._manager
-
-
-def _check_step(model: object, attention: object, sampler: object, stream: object) -> None:
-    """What can be told before a cache is made for it."""
-    check_callable("model", model, advice="pass a callable that maps a Step to logits")
-    if sampler is not None:
-        check_callable("sampler", sampler, advice="pass a callable that maps logits and Step to tokens, or None")
-    if stream is not None:
-        check_instance("stream", stream, torch.cuda.Stream, advice="pass a CUDA stream, or None for the current one")
-    if not isinstance(attention, AttentionSpec):
-        specs = check_sequence("attention", attention, of="AttentionSpec, one per layer", error=ConfigError)
-        for index, spec in enumerate(specs):
-            check_instance(f"attention[{index}]", spec, AttentionSpec, advice="pass an AttentionSpec per layer")
 
 
 def _checked_cache(cache: KVCache, spec: KVCacheSpec, num_pages: int, device: torch.device) -> KVCache:

@@ -208,14 +208,15 @@ def check_device(name: str, value: object) -> torch.device:
 def check_named_tensors(name: str, value: object) -> tuple[tuple[str, torch.Tensor], ...]:
     """`value` as a tuple of pairs of a text and a tensor; raises ConfigError where it is anything else."""
     advice = "pass pairs as Module.named_parameters() gives them"
-    if not isinstance(value, Iterable) or isinstance(value, (str, bytes, bytearray, torch.Tensor)):
+    if not isinstance(value, Iterable) or isinstance(value, (str, bytes, bytearray, np.ndarray, torch.Tensor)):
         raise ConfigError(f"{name}: expected pairs of a name and a tensor, got {shown(value)}; {advice}")
-    pairs = tuple(value)
-    for index, pair in enumerate(pairs):
+    pairs = []
+    for index, pair in enumerate(value):
         good = isinstance(pair, tuple) and len(pair) == 2
         if not (good and isinstance(pair[0], str) and isinstance(pair[1], torch.Tensor)):
             raise ConfigError(f"{name}[{index}]: expected a name and a tensor, got {shown(pair)}; {advice}")
-    return pairs
+        pairs.append(pair)
+    return tuple(pairs)
 
 
 def check_ints(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from array import array
 from collections.abc import Callable
@@ -105,6 +106,8 @@ def test_what_no_list_of_ints_is(values, text: str) -> None:
         (lambda: checks.check_number("f", True, 0, 1, advice="do"), "got True"),
         (lambda: checks.check_named_tensors("w", "abc"), "w: expected pairs of a name and a tensor, got 'abc'"),
         (lambda: checks.check_named_tensors("w", 3), "got 3;"),
+        (lambda: checks.check_named_tensors("w", np.array(3)), r"got array\(3\);"),
+        (lambda: checks.check_named_tensors("w", itertools.count()), r"w\[0\]: expected a name and a tensor, got 0"),
         (lambda: checks.check_named_tensors("w", ["ab"]), r"w\[0\]: expected a name and a tensor, got 'ab'"),
         (lambda: checks.check_named_tensors("w", {"a": torch.ones(1)}), r"w\[0\]: .* got 'a'"),
         (lambda: checks.check_named_tensors("w", [("a", 3)]), r"w\[0\]: .* got \('a', 3\)"),

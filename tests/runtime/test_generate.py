@@ -11,13 +11,14 @@ import torch
 
 from graphrt.config import RuntimeConfig
 from graphrt.generate import Event, SamplingParams, TextGenerator
+from graphrt.handle import StepFaultError
 from graphrt.kernels.errors import CapacityError, CaptureError, ConfigError, GraphRTError, ReplayError, ShapeError
 from graphrt.kernels.types import TOKEN_FROM_ROW, KVLayout
 from graphrt.models.loading import load_model
 from graphrt.models.smollm import default_model_path
 from graphrt.models.tokenizer import load_tokenizer
 from graphrt.runtime import Runtime
-from tests.runtime.toy import VOCAB, ToyModel, greedy, make_runtime
+from tests.runtime.toy import VOCAB, LivelyModel, greedy, make_runtime
 
 NEW_TOKENS = 64
 PROMPTS = (
@@ -185,12 +186,12 @@ def assert_idle_and_right(runtime: Runtime) -> None:
     """Every row and page is back, and the next prompts give the oracle's tokens."""
     assert runtime.allocator.num_free == runtime.allocator.num_pages - 1
     assert sorted(runtime.free_rows) == list(range(runtime.config.max_num_reqs))
-    model, prompts = ToyModel(CPU, torch.float32), [[5, 6, 7], [9]]
+    model, prompts = LivelyModel(CPU), [[5, 6, 7], [9]]
     assert run(runtime, prompts, SamplingParams(5)) == [greedy(model, prompt, 5) for prompt in prompts]
 
 
 BAD_PROMPTS = {
-    "last-token": ([TOKEN_FROM_ROW], r"prompts\[1\]\[0\]: expected an int from 0 to 60, got -"),
+    "last-token": ([TOKEN_FROM_ROW], r"prompts\[1\]\[0\]: expected an int from 0 to 60, got -2147483648"),
     "minus-one": ([3, -1], r"prompts\[1\]\[1\]: expected an int from 0 to 60, got -1"),
     "vocabulary": ([VOCAB], r"prompts\[1\]\[0\]: expected an int from 0 to 60, got 61"),
     "wraps": ([2**32 + 5], r"prompts\[1\]\[0\]: .* got 4294967301"),
@@ -248,7 +249,7 @@ def test_what_no_params_are(toy: Runtime, params) -> None:
     ids=["tuple", "range", "uint8", "tensor", "numpy-items"],
 )
 def test_prompts_of_every_kind(toy: Runtime, prompt) -> None:
-    assert run(toy, [prompt], SamplingParams(5)) == [greedy(ToyModel(CPU, torch.float32), [5, 6, 7], 5)]
+    assert run(toy, [prompt], SamplingParams(5)) == [greedy(LivelyModel(CPU), [5, 6, 7], 5)]
 
 
 @pytest.mark.parametrize(
@@ -286,14 +287,14 @@ def test_sampling_params_are_pythons_own() -> None:
     assert hash(params) == hash(SamplingParams(3, 0.5, 2**32 - 1, frozenset({4})))
 
 
-class Wild(ToyModel):
-    """Logits that are all `fill` for rows whose last token is 13, while `on`."""
+class Wild(LivelyModel):
+    """Logits that are all `fill` for rows whose last token is `bad`."""
 
-    on, fill = True, float("nan")
+    bad, fill = 13, float("nan")
 
     def forward(self, step) -> torch.Tensor:
         logits = super().forward(step)
-        bad = (step.input_ids == 13)[step.logits_indices][:, None]
+        bad = (step.input_ids == self.bad)[step.logits_indices][:, None]
         return torch.where(bad, torch.full_like(logits, self.fill), logits)
 
 
@@ -301,15 +302,28 @@ class Wild(ToyModel):
 @pytest.mark.parametrize("prompt", [[13], [5, 13], [13] * 20 + [13]], ids=["one", "last", "chunks"])
 def test_logits_that_offer_no_token_end_generation_with_an_error(fill: float, prompt: list[int]) -> None:
     """In that step, not one late; the rows and pages of all prompts come back."""
-    model = Wild(CPU, torch.float32)
+    model = Wild(CPU)
     model.fill = fill
     runtime = make_runtime(CPU, model=model)
     runtime.capture()
     events = TextGenerator(runtime).generate([[5, 6], prompt], SamplingParams(30))
-    with pytest.raises(ReplayError, match=r"NaN|NO_TOKEN_OFFERED"):
+    with pytest.raises(StepFaultError, match=r"row [01]: NO_TOKEN_OFFERED"):
         for _ in itertools.islice(events, 50):
             pass
     assert_idle_and_right(runtime)
+
+
+def test_a_fault_of_a_row_that_has_ended_does_not_end_the_others() -> None:
+    """A stop token is noticed one step late; that step has no token to offer after it, and nobody asked for one."""
+    model = Wild(CPU)
+    (model.bad,) = greedy(model, [5, 6], 1)
+    runtime = make_runtime(CPU, model=model)
+    runtime.capture()
+    params = [SamplingParams(4, stop_ids=[model.bad]), SamplingParams(8)]
+    events = list(TextGenerator(runtime).generate([[5, 6], [9]], params))
+    assert [event for event in events if event.prompt == 0] == [Event(0, None, True)]
+    assert [event.token for event in events if event.prompt == 1] == greedy(model, [9], 8)
+    assert model.bad not in greedy(model, [9], 8)
 
 
 def test_a_row_without_token_and_without_fault_is_an_error(toy: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -317,11 +331,8 @@ def test_a_row_without_token_and_without_fault_is_an_error(toy: Runtime, monkeyp
     real = toy.replay
 
     def replay(batch):
-        handle = real(batch)
-        silent = SimpleNamespace(
-            step=handle.step, wait=handle.wait, tokens=lambda: np.full(batch.num_reqs, -1, np.int32)
-        )
-        return silent
+        handle, tokens = real(batch), np.full(batch.num_reqs, -1, np.int32)
+        return SimpleNamespace(step=handle.step, wait=handle.wait, faults=(), tokens=lambda **_: tokens)
 
     monkeypatch.setattr(toy, "replay", replay)
     with pytest.raises(ReplayError, match=r"prompts\[0\]: expected a token from step \d+, got none"):
@@ -336,7 +347,7 @@ def test_rows_come_back_after_the_steps_in_flight_have_ended(toy: Runtime, monke
     def replay(batch):
         handle = real(batch)
         waits = lambda: waited.append(handle.step) or handle.wait()  # noqa: E731
-        return SimpleNamespace(step=handle.step, tokens=handle.tokens, wait=waits)
+        return SimpleNamespace(step=handle.step, tokens=handle.tokens, faults=(), wait=waits)
 
     monkeypatch.setattr(toy, "replay", replay)
     events = TextGenerator(toy).generate([[5, 6], [7]], SamplingParams(30))
@@ -353,14 +364,14 @@ def test_rows_come_back_after_the_steps_in_flight_have_ended(toy: Runtime, monke
 
 @pytest.mark.parametrize("max_new_tokens", [1, 2])
 def test_prompts_of_one_token_and_answers_of_one_token(toy: Runtime, max_new_tokens: int) -> None:
-    model = ToyModel(CPU, torch.float32)
+    model = LivelyModel(CPU)
     answers = run(toy, [[3], [4], [5, 6], [7], [8], [9]], SamplingParams(max_new_tokens))
     assert answers == [greedy(model, p, max_new_tokens) for p in ([3], [4], [5, 6], [7], [8], [9])]
     assert_idle_and_right(toy)
 
 
 def test_prompts_longer_than_a_step_run_in_chunks_beside_others(toy: Runtime) -> None:
-    model, prompts = ToyModel(CPU, torch.float32), [[2] * 40, [3], list(range(30)), [4] * 16, [5] * 17, [6]]
+    model, prompts = LivelyModel(CPU), [[2] * 40, [3], list(range(30)), [4] * 16, [5] * 17, [6]]
     assert run(toy, prompts, SamplingParams(8)) == [greedy(model, prompt, 8) for prompt in prompts]
     assert_idle_and_right(toy)
 
@@ -370,7 +381,7 @@ def test_no_prompts(toy: Runtime) -> None:
 
 
 def test_a_stop_token_as_the_first_token(toy: Runtime) -> None:
-    (first,) = greedy(ToyModel(CPU, torch.float32), [5, 6], 1)
+    (first,) = greedy(LivelyModel(CPU), [5, 6], 1)
     params = SamplingParams(4, stop_ids=[first])
     assert list(TextGenerator(toy).generate([[5, 6]], params)) == [Event(0, None, True)]
     assert_idle_and_right(toy)

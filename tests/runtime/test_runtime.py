@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import gc
 import weakref
+from collections.abc import Callable
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from graphrt.batch import Batch
 from graphrt.config import RuntimeConfig
+from graphrt.generate import SamplingParams, TextGenerator
 from graphrt.kernels.errors import CapacityError, CaptureError, ConfigError
 from graphrt.kernels.types import KVLayout
 from graphrt.kv_cache import KVCache
 from graphrt.replay import State
 from graphrt.runtime import Runtime, resolve_device
 from graphrt.spec import AttentionSpec, KVCacheSpec
-from tests.runtime.toy import HEAD_DIM, HEADS, KV_HEADS, LAYERS, VOCAB, ToyModel, greedy, make_runtime
+from tests.runtime.toy import HEAD_DIM, HEADS, KV_HEADS, LAYERS, VOCAB, LivelyModel, ToyModel, greedy, make_runtime
 
 MIB = 1 << 20
 
@@ -98,7 +102,7 @@ def test_after_close_every_call_answers(device: torch.device) -> None:
             call(runtime)
     assert runtime.state is State.CLOSED
     assert (runtime.stats().real_tokens, sum(runtime.stats().replays.values())) == (1, 1)
-    assert handle.tokens().tolist() == greedy(ToyModel(CPU, torch.float32), [3], 1)
+    assert handle.tokens().tolist() == greedy(LivelyModel(CPU), [3], 1)
     assert (runtime.vocab_size, runtime.samples, runtime.device) == (VOCAB, True, device)
     assert runtime.config.max_num_reqs == len(runtime.free_rows) == 4
     assert runtime.allocator.num_free == runtime.memory_plan.num_pages - 1
@@ -115,11 +119,15 @@ def test_close_before_capture() -> None:
 
 
 def test_close_lets_go_of_the_cache() -> None:
+    """Of its tensors too, while a handle of a step is kept."""
     runtime = make_runtime(CPU)
-    cache = weakref.ref(runtime.kv_cache)
+    runtime.capture()
+    handle = runtime.replay(one_row(5))
+    held = [weakref.ref(runtime.kv_cache), weakref.ref(runtime.kv_cache.k[0])]
     runtime.close()
     gc.collect()
-    assert cache() is None
+    assert [ref() for ref in held] == [None, None]
+    assert len(handle.tokens()) == 1
 
 
 def test_a_with_block_closes(device: torch.device) -> None:
@@ -145,7 +153,7 @@ def test_page_0_is_handed_out_where_the_null_page_is_the_last(device: torch.devi
             assert runtime.kv_cache.null_page == last
             assert runtime.kv_cache.num_pages == last + 1
             assert_right(runtime, model, 0)
-            fault = runtime.replay(one_row(last)).fault
+            (fault,) = runtime.replay(one_row(last)).faults
             assert (fault.code.name, fault.value) == ("PAGE_OUT_OF_RANGE", last)
             pages = runtime.allocator.allocate(last)
             assert sorted(pages) == list(range(last))
@@ -187,14 +195,17 @@ WRONG: dict[str, tuple[dict, str]] = {
     "sampler": ({"sampler": "abc"}, "sampler: expected a callable, got 'abc'"),
     "weights": ({"weights": "abc"}, "weights: expected pairs of a name and a tensor, got 'abc'"),
     "weights-item": ({"weights": [("a", 1)]}, r"weights\[0\]: expected a name and a tensor, got \('a', 1\)"),
-    "stream": ({"stream": "abc"}, "stream: expected Stream, got 'abc'"),
+    "stream": ({"stream": "abc"}, "stream: expected .* got 'abc'"),
     "config": ({"config": "abc"}, "config: expected RuntimeConfig, got 'abc'"),
     "kv_spec": ({"kv_spec": "abc"}, "kv_spec: expected KVCacheSpec, got 'abc'"),
     "attention": ({"attention": "abc"}, "attention: expected a list or tuple of AttentionSpec"),
-    "attention-none": ({"attention": None}, "attention: expected a list or tuple of AttentionSpec, .* got None"),
+    "attention-none": ({"attention": None}, "attention: expected a list or tuple of AttentionSpec per layer, got None"),
     "attention-item": ({"attention": [SPEC] * 2}, r"attention\[0\]: expected AttentionSpec, got KVCacheSpec"),
-    "attention-count": ({"attention": [AttentionSpec(4, 2, 16, torch.float32)]}, "attention: expected 2 specs"),
-    "vocab": ({"vocab_size": 61.0}, "vocab_size: expected an int from 1 to 2147483647, got 61.0"),
+    "attention-count": (
+        {"attention": [AttentionSpec(4, 2, 16, torch.float32)]},
+        "attention: expected 2 AttentionSpec per layer, got 1",
+    ),
+    "vocab": ({"vocab_size": 61.0}, "vocab_size: expected an int from 1 to 1048576, got 61.0"),
     "vocab-zero": ({"vocab_size": 0}, "vocab_size: .* got 0"),
     "vocab-bool": ({"vocab_size": True}, "vocab_size: .* got True"),
     "pages": ({"num_pages": 1.5}, 'num_pages: expected an int from 2 to 2147483647, got 1.5; or pass "auto"'),
@@ -236,6 +247,45 @@ def test_arguments_of_wrong_types(case: str) -> None:
     }
     with pytest.raises(ConfigError, match=text):
         Runtime(**(arguments | changes))
+
+
+def under_inference_mode(build: Callable[[], Any]) -> Any:
+    with torch.inference_mode():
+        return build()
+
+
+def under_default_device(build: Callable[[], Any]) -> Any:
+    torch.set_default_device("meta")
+    try:
+        return build()
+    finally:
+        torch.set_default_device(None)
+
+
+def under_default_dtype(build: Callable[[], Any]) -> Any:
+    torch.set_default_dtype(torch.float64)
+    try:
+        return build()
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.parametrize("mode", [under_inference_mode, under_default_device, under_default_dtype])
+def test_a_runtime_that_is_built_under_a_mode_of_the_process(mode) -> None:
+    """Serving stacks build and capture under these; the steps then run outside of them, and the other way round."""
+    model = ToyModel(CPU, torch.float32)
+    runtime = mode(lambda: make_runtime(CPU, model=model))
+    assert not any(tensor.is_inference() for tensor in (*runtime.kv_cache.k, *runtime.kv_cache.v))
+    assert {tensor.device for tensor in (*runtime.kv_cache.k, *runtime.kv_cache.v)} == {CPU}
+    runtime.capture()
+    assert_right(runtime, model, 5)
+    handle = mode(lambda: runtime.replay(one_row(6)))
+    assert handle.tokens().tolist() == [int(model.oracle([3]).argmax())]
+    answers: list[int] = []
+    for event in TextGenerator(runtime).generate([np.array([5, 6, 7])], SamplingParams(4)):
+        answers.append(event.token)
+    assert answers == greedy(model, [5, 6, 7], 4)
+    runtime.close()
 
 
 @pytest.mark.gpu

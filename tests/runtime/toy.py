@@ -65,6 +65,15 @@ class ToyModel(torch.nn.Module):
         return x[-1] @ up(self.embed).t()
 
 
+class LivelyModel(ToyModel):
+    """A toy model whose greedy tokens change from step to step: the plain one repeats the last token of its prompt."""
+
+    def __init__(self, device: torch.device, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__(device, dtype)
+        for weight in (*self.qkv, *self.out):
+            weight.data.mul_(4)
+
+
 @dataclass
 class Sequence:
     """A sequence on the host: what was fed so far, and the pages that hold it."""
@@ -138,10 +147,10 @@ def make_rig(
 
 
 def make_runtime(device: torch.device, *, model: object = None, config: dict | None = None, **options) -> Runtime:
-    """A runtime of the toy model in float32, not captured yet, of 4 rows and pages of 4 tokens."""
+    """A runtime of a lively toy model in float32, not captured yet, of 4 rows and pages of 4 tokens."""
     settings = {"max_num_reqs": 4, "max_num_tokens": 16, "max_seq_len": MAX_LEN} | (config or {})
     return Runtime(
-        model or ToyModel(device, torch.float32),
+        model or LivelyModel(device),
         AttentionSpec(HEADS, KV_HEADS, HEAD_DIM, torch.float32),
         options.pop("kv_spec", KVCacheSpec(LAYERS, KV_HEADS, HEAD_DIM, 4, dtype=torch.float32)),
         vocab_size=VOCAB,
