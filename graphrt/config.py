@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from graphrt import env
 from graphrt.capture.descriptor import check_sizes, decode_ladder, mixed_ladder
-from graphrt.kernels.checks import check_int_field
+from graphrt.kernels.checks import check_bool_field, check_int_field
 from graphrt.kernels.errors import ConfigError
 
 _MAX_REQS = (1 << 20) - 1
@@ -27,6 +27,9 @@ class RuntimeConfig:
     backend         attention backend by name; None takes GRAPHRT_BACKEND, else the best that can run
     use_graphs      False runs every step eagerly (counted, with the reason)
     check_weights   compare all captured weight addresses before every step (microseconds)
+    mixed_batches   False: `replay` takes only batches whose rows all have `query_len` new tokens, and refuses others.
+                    Prompts are then computed elsewhere. Backends without mixed batches can serve, and no mixed graphs
+                    are captured
     batch_invariant a row's result does not depend on its neighbours, bitwise: only backends that promise it for
                     attention are chosen. What a model computes besides is its own matter: a matrix product may differ
                     in its last bits between captured sizes
@@ -42,6 +45,7 @@ class RuntimeConfig:
     backend: str | None = None
     use_graphs: bool = True
     check_weights: bool = True
+    mixed_batches: bool = True
     batch_invariant: bool = False
 
     def __post_init__(self) -> None:
@@ -49,6 +53,12 @@ class RuntimeConfig:
         for name in ("max_num_tokens", "max_seq_len", "query_len"):
             check_int_field(self, name, 1, _MAX_TOKENS, advice="on the device it is an int32")
         check_int_field(self, "ring_depth", 2, advice="with one slot every step waits")
+        check_bool_field(self, "mixed_batches", advice="False serves decode batches alone")
+        if self.mixed_sizes and not self.mixed_batches:
+            raise ConfigError(
+                f"RuntimeConfig.mixed_sizes: expected none with mixed_batches=False, got {self.mixed_sizes}; "
+                "drop the sizes, or allow mixed batches"
+            )
         if self.max_num_reqs * self.query_len > self.max_num_tokens:
             raise ConfigError(
                 f"RuntimeConfig.max_num_tokens: expected >= max_num_reqs x query_len = "
@@ -58,7 +68,9 @@ class RuntimeConfig:
     def resolve(self) -> RuntimeConfig:
         """A config with every None replaced: ladders sorted and in range, the backend from the environment."""
         decode = decode_ladder(self.max_num_reqs) if self.decode_sizes is None else self.decode_sizes
-        mixed = mixed_ladder(self.max_num_tokens) if self.mixed_sizes is None else self.mixed_sizes
+        mixed = self.mixed_sizes
+        if mixed is None:
+            mixed = mixed_ladder(self.max_num_tokens) if self.mixed_batches else ()
         return replace(
             self,
             decode_sizes=check_sizes("decode_sizes", decode, self.max_num_reqs),

@@ -21,8 +21,8 @@ from graphrt.capture.recorder import make_recorder
 from graphrt.capture.staging import StagingRing
 from graphrt.config import RuntimeConfig
 from graphrt.handle import StepHandle
-from graphrt.kernels.checks import check_int
-from graphrt.kernels.errors import CaptureError, ConfigError, ReplayError
+from graphrt.kernels.checks import check_int, shown
+from graphrt.kernels.errors import CaptureError, ConfigError, ReplayError, UnsupportedError
 from graphrt.kernels.metadata.record import record_size
 from graphrt.kv_cache import KVCache
 from graphrt.program import StepProgram, attention_layers
@@ -83,6 +83,7 @@ class ReplayManager:
             max_seq_len=config.max_seq_len,
             max_query_len=config.query_len,
             batch_invariant=config.batch_invariant,
+            mixed_batches=config.mixed_batches,
         )
         backend_class, reason = select_backend(context, config.backend)
         self.kv_cache = kv_cache
@@ -179,7 +180,8 @@ class ReplayManager:
         `eager=True` runs the same verbs on the same static buffers outside the graph, for comparison.
 
         Raises: ShapeError and CapacityError for a malformed batch, ReplayError for a moved weight, CaptureError in
-        the wrong state; nothing has been written then. Faults that only the device sees are raised by the handle.
+        the wrong state, UnsupportedError for a mixed batch with mixed_batches=False; nothing has been written then.
+        Faults that only the device sees are raised by the handle.
         """
         self._require(State.CAPTURED, "replay")
         batch.check(self.config.max_seq_len, self._record_words)
@@ -187,6 +189,8 @@ class ReplayManager:
             self._guard.check()
         # 1 dispatch: the captured size that serves this batch, or the reason why none does
         uniform = batch.is_uniform(self.config.query_len)
+        if not (uniform or self.config.mixed_batches):
+            raise _mixed_batch(batch, self.config.query_len)
         target = self._dispatcher.dispatch(batch.num_reqs, batch.num_tokens, uniform)
         descriptor, why_eager = target.descriptor, "asked for by the caller" if eager else target.why_eager
         with self._on_stream:
@@ -296,6 +300,13 @@ class ReplayManager:
         if self._state is State.CLOSED:
             missing = "a new ReplayManager, this one was closed"
         raise CaptureError(f"{call}: expected state '{state.value}', got '{self._state.value}'; it needs {missing}")
+
+
+def _mixed_batch(batch: Batch, query_len: int) -> UnsupportedError:
+    return UnsupportedError(
+        f"batch: expected {query_len} new tokens in every row, got {shown(batch.query_lens.tolist())}; compute prompts "
+        "elsewhere, or build the runtime with RuntimeConfig(mixed_batches=True)"
+    )
 
 
 def _named_weights(model: object) -> Iterator[tuple[str, torch.Tensor]]:

@@ -119,6 +119,7 @@ def make_context(
         max_num_reqs=rows,
         max_num_tokens=rows,
         max_seq_len=max(cell.context for cell in cells),
+        mixed_batches=False,
     )
 
 
