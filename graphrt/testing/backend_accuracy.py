@@ -40,8 +40,10 @@ def check_rows(
     lse   [padded_tokens, num_q_heads]  float32   None where it was not asked for
     """
     tokens = sum(row.q.shape[0] for row in rows)
-    if not bool((out[tokens:] == 0).all()):
-        raise AssertionError(f"{name}: expected zeros in the pad tokens {tokens} to {len(out) - 1}, got something else")
+    pads = out[tokens:]
+    if not bool((pads == 0).all()):
+        got = pads[pads != 0][0].item()  # NaN is one
+        raise AssertionError(f"{name}: expected zeros in the pad tokens {tokens} to {len(out) - 1}, got {got:.3g}")
     if lse is not None:
         _check_lse_of_pads(name, lse[tokens:], options.sinks)
     if not rows:
