@@ -65,7 +65,7 @@ LEFT_OUT = (
     "test_models_tokenizer.py", "test_loading.py", "test_loading_default.py", "test_loading_gguf.py",
     "test_full_ladder.py",
 )  # fmt: skip
-PRELOADED = ("pytest", "torch", "triton", "triton.language", "numpy", "hypothesis", "transformers", "torch.utils._pytree")
+PRELOADED = ("pytest", "torch", "triton", "triton.language", "numpy", "hypothesis", "transformers")
 HUNG = 1  # status with which faulthandler ends a process that hangs
 LEAST_SECONDS = 30  # that a test gets, however fast it usually is
 FAST_SECONDS = 0.5
