@@ -37,11 +37,13 @@ import time
 import traceback
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
+
+import pytest
 
 from scripts.mutants import Mutant, choose
 
@@ -65,7 +67,7 @@ LEFT_OUT = (
     "test_models_tokenizer.py", "test_loading.py", "test_loading_default.py", "test_loading_gguf.py",
     "test_full_ladder.py",
 )  # fmt: skip
-PRELOADED = ("pytest", "torch", "triton", "triton.language", "numpy", "hypothesis", "transformers")
+PRELOADED = ("torch", "triton", "triton.language", "numpy", "hypothesis", "transformers")
 HUNG = 1  # status with which faulthandler ends a process that hangs
 LEAST_SECONDS = 30  # that a test gets, however fast it usually is
 FAST_SECONDS = 0.5
@@ -128,9 +130,7 @@ class _Recorder:
         if report.failed and self.failed is None:
             self.failed = report.nodeid
 
-    def pytest_collectreport(self, report: Any) -> None:
-        if report.failed and self.failed is None:
-            self.failed = report.nodeid
+    pytest_collectreport = pytest_runtest_logreport
 
     def pytest_runtest_logfinish(self, nodeid: str) -> None:
         faulthandler.cancel_dump_traceback_later()
@@ -151,8 +151,7 @@ class _Tracer:
         filename = frame.f_code.co_filename
         if filename not in self.names:
             self.names[filename] = self.files.get(os.path.realpath(filename))
-        path = self.names[filename]
-        if path is None:
+        if (path := self.names[filename]) is None:
             return None
         into = self.lines["" if self.recorder.shared else self.recorder.current][path].add
         into(frame.f_lineno)
@@ -163,6 +162,7 @@ class _Tracer:
 
         return line
 
+    @pytest.hookimpl(wrapper=True)
     def pytest_fixture_setup(self, fixturedef: Any) -> Iterator[None]:
         shared = fixturedef.scope != "function"
         self.recorder.shared += shared
@@ -174,20 +174,13 @@ class _Tracer:
 
 def _run_tests(tree: Path, arguments: list[str], recorder: _Recorder, traced: Iterable[str] | None) -> dict[str, Any]:
     """Run pytest in this process, which is a child of its own, and say what it did."""
-    import pytest
-
     os.chdir(tree)
     sys.path.insert(0, str(tree))
-    plugins: list[Any] = [recorder]
-    tracer = None
-    if traced is not None:
-        tracer = _Tracer(tree, traced, recorder)
-        _Tracer.pytest_fixture_setup = pytest.hookimpl(wrapper=True)(_Tracer.pytest_fixture_setup)  # type: ignore
-        plugins.append(tracer)
+    tracer = None if traced is None else _Tracer(tree, traced, recorder)
+    plugins = [recorder, tracer] if tracer else [recorder]
     faulthandler.dump_traceback_later(300, exit=True, file=recorder.log)  # collection
     options = ["-q", "-x", "-p", "no:cacheprovider", "-p", "no:faulthandler", "--hypothesis-seed=0", "--tb=short"]
-    if tracer is not None:
-        sys.settrace(tracer)
+    sys.settrace(tracer)
     try:
         code = pytest.main([*options, *arguments], plugins=plugins)
     finally:
@@ -218,7 +211,7 @@ class _Job:
     traced: list[str] | None
     mutant: Mutant | None
     done: Callable[[dict[str, Any] | None, float, str], None]
-    started: float = field(default_factory=time.monotonic)
+    started: float = 0.0
 
 
 class Workers:
@@ -226,21 +219,16 @@ class Workers:
 
     def __init__(self, root: Path, folder: Path, count: int) -> None:
         self.free = [_copy(root, folder / f"tree{i}") for i in range(count)]
-        self.folder = folder
         self.running: dict[int, tuple[Path, _Job, bytes | None]] = {}
 
     def run(self, jobs: Iterator[_Job]) -> None:
         """Run jobs until there are none; the next one is asked for when a tree is free."""
-        more = True
-        while more or self.running:
-            while more and self.free:
-                job = next(jobs, None)
-                if job is None:
-                    more = False
-                else:
-                    self._start(job)
-            if self.running:
-                self._finish(*os.wait())
+        while True:
+            while self.free and (job := next(jobs, None)) is not None:
+                self._start(job)
+            if not self.running:
+                return
+            self._finish(*os.wait())
 
     def _start(self, job: _Job) -> None:
         tree, original = self.free.pop(), None
@@ -352,8 +340,10 @@ def tests_for(
     chosen: dict[str, float] = {}
     at: dict[str, tuple[Any, ...]] = {}
     for test_file, what in known.items():
-        direct = what.runs(mutant.path, *mutant.lines) if mutant.in_function else []
-        every = list(what.seconds) if not mutant.in_function and what.imports(mutant.path) else direct
+        if mutant.in_function:
+            every = what.runs(mutant.path, *mutant.lines)
+        else:
+            every = list(what.seconds) if what.imports(mutant.path) else []
         total = sum(what.seconds[test] for test in every)
         for place, test in enumerate(every):
             chosen[test] = what.seconds[test]
