@@ -20,10 +20,11 @@ import torch
 
 from graphrt.bench.attention_cells import OURS, Cell
 from graphrt.bench.attention_inputs import Inputs, check_output
-from graphrt.kernels.attention.attention import contiguous_attention, paged_attention
+from graphrt.kernels.attention.operators import contiguous_attention, paged_attention
 from graphrt.kernels.attention.options import AttentionOptions
-from graphrt.kernels.attention.plan import AttentionPlan, AttentionWorkspace
+from graphrt.kernels.attention.plan import AttentionPlan
 from graphrt.kernels.attention.work_list import schedule_attention
+from graphrt.kernels.attention.workspace import AttentionWorkspace
 from graphrt.kernels.errors import UnsupportedError
 from graphrt.kernels.native.nvrtc import runs_native
 from graphrt.kernels.types import KVLayout
@@ -161,10 +162,10 @@ class GraphrtSide:
 
 
 def _variant(plan: AttentionPlan) -> str:
-    if not plan.native_warps:
-        return f"{plan.num_parts} parts of {plan.num_warps} warps"
-    clusters = f" in clusters of {plan.cluster}" if plan.cluster > 1 else ""
-    return f"{plan.native_blocks} blocks of {plan.native_warps} warps{clusters}"
+    if plan.native is None:
+        return f"{plan.schedule.num_parts} parts of {plan.tile.num_warps} warps"
+    clusters = f" in clusters of {plan.native.cluster}" if plan.native.cluster > 1 else ""
+    return f"{plan.native_blocks} blocks of {plan.native.warps} warps{clusters}"
 
 
 class Fa3Side:
