@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from graphrt.capture.buffers import BufferKind, Capacity, StaticBuffers
 
 from graphrt.capture import guard
 from graphrt.capture.descriptor import BatchDescriptor, GraphKind, check_sizes, decode_ladder, mixed_ladder
@@ -13,6 +12,7 @@ from graphrt.capture.graph import GraphReport
 from graphrt.capture.staging import StagingRing, StagingSlot
 from graphrt.capture.tape import OpTapeRecorder
 from graphrt.kernels.errors import CapacityError, CaptureError, ConfigError, ReplayError
+from graphrt.kernels.metadata.buffers import BufferKind, Capacity, StaticBuffers
 
 CPU = torch.device("cpu")
 CAPACITY = Capacity(rows=3, tokens=7, pages_per_row=5, row_ids=6, slots=44, record=100, ring=2)
