@@ -102,7 +102,7 @@ class Batch:
             )
         tokens = np.full(num_tokens, TOKEN_FROM_ROW, np.int32) if tokens is None else _int32("tokens", tokens)
         if len(tokens) != num_tokens:
-            raise ShapeError(f"batch.tokens: expected {num_tokens}, the sum of query_lens, got {len(tokens)}")
+            raise ShapeError(f"batch.tokens: expected {num_tokens} tokens, the sum of query_lens, got {len(tokens)}")
         page_ids, page_indptr = _int32("page_ids", page_ids), _int32("page_indptr", page_indptr, n + 1)
         listed = len(page_ids)
         if page_indptr[0] != 0 or page_indptr[-1] != listed or bool((page_indptr[1:] < page_indptr[:-1]).any()):
@@ -269,7 +269,8 @@ def _array(name: str, values: Any, dtype: Any, length: int | None = None) -> npt
         for value in (array.min(), array.max()):
             if value < info.min or value > info.max:
                 raise ShapeError(f"batch.{name}: expected values that fit {np.dtype(dtype).name}, got {value}")
-    return np.ascontiguousarray(array, dtype=dtype)
+    with np.errstate(over="ignore"):  # a temperature beyond float32 becomes infinite, which is refused by its value
+        return np.ascontiguousarray(array, dtype=dtype)
 
 
 def _list(rows: Sequence[Row], name: str, row: Row) -> Sequence[int] | Int32Array:

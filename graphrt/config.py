@@ -28,6 +28,9 @@ class RuntimeConfig:
     backend         attention backend by name; None takes GRAPHRT_BACKEND, else the best that can run
     use_graphs      False runs every step eagerly (counted, with the reason)
     check_weights   compare all captured weight addresses before every step (microseconds)
+    mixed_batches   False: `replay` takes only batches whose rows all have `query_len` new tokens, and refuses others.
+                    Prompts are then computed elsewhere. Backends without mixed batches can serve, and no mixed graphs
+                    are captured
     batch_invariant a row's result does not depend on its neighbours, bitwise: only backends that promise it for
                     attention are chosen. What a model computes besides is its own matter: a matrix product may differ
                     in its last bits between captured sizes
@@ -43,6 +46,7 @@ class RuntimeConfig:
     backend: str | None = None
     use_graphs: bool = True
     check_weights: bool = True
+    mixed_batches: bool = True
     batch_invariant: bool = False
 
     def __post_init__(self) -> None:
@@ -63,14 +67,22 @@ class RuntimeConfig:
                 object.__setattr__(self, name, tuple(sorted(set(found.tolist()))))
         if self.backend is not None:
             check_instance("RuntimeConfig.backend", self.backend, str, advice="name one, or None to have one chosen")
-        for name in ("use_graphs", "check_weights", "batch_invariant"):
+        for name in ("use_graphs", "check_weights", "batch_invariant", "mixed_batches"):
             check_bool_field(self, name, advice="pass a bool")
+        if self.mixed_sizes and not self.mixed_batches:
+            raise ConfigError(
+                f"RuntimeConfig.mixed_sizes: expected none with mixed_batches=False, got {self.mixed_sizes}; drop the "
+                "sizes, or allow mixed batches"
+            )
 
     def resolve(self) -> RuntimeConfig:
         """A config with every None replaced: the default ladders, and the backend from the environment."""
+        mixed = self.mixed_sizes
+        if mixed is None:
+            mixed = mixed_ladder(self.max_num_tokens) if self.mixed_batches else ()
         return replace(
             self,
             decode_sizes=decode_ladder(self.max_num_reqs) if self.decode_sizes is None else self.decode_sizes,
-            mixed_sizes=mixed_ladder(self.max_num_tokens) if self.mixed_sizes is None else self.mixed_sizes,
+            mixed_sizes=mixed,
             backend=self.backend if self.backend is not None else env.backend(),
         )

@@ -228,7 +228,7 @@ class _Running:
         self._limits = np.zeros(slots, np.int64)
         self._row_ids = np.zeros(slots, np.int32)
         self._temperatures = np.zeros(slots, np.float32)
-        self._seeds = np.zeros(slots, np.int64)
+        self._seeds = np.zeros(slots, np.uint32)
 
     def admit(self, sequence: _Sequence) -> bool:
         """Give a sequence a row and pages for its whole length; False where there are none."""

@@ -30,7 +30,7 @@ from graphrt.kernels.checks import (
     check_sequence,
     shown,
 )
-from graphrt.kernels.errors import CaptureError, ConfigError, ReplayError, ShapeError
+from graphrt.kernels.errors import CaptureError, ConfigError, ReplayError, ShapeError, UnsupportedError
 from graphrt.kernels.metadata.buffers import Capacity, StaticBuffers
 from graphrt.kernels.metadata.record import record_size
 from graphrt.kernels.ops.sampling import MAX_VOCAB_SIZE
@@ -108,6 +108,7 @@ class ReplayManager:
             max_seq_len=config.max_seq_len,
             max_query_len=config.query_len,
             batch_invariant=config.batch_invariant,
+            mixed_batches=config.mixed_batches,
         )
         backend_class, reason = select_backend(context, config.backend)
         self._weights = check_named_tensors("weights", _named_weights(model) if weights is None else weights)
@@ -213,29 +214,34 @@ class ReplayManager:
         descriptor  run at this size of the ladders, not at the smallest with room: ranks of a group agree on one, and
                     an idle rank submits `Batch.empty()` at it
 
-        Raises: ShapeError, CapacityError or ConfigError for what does not fit, ReplayError for a moved weight or a call
-        inside another one, CaptureError in the wrong state; nothing has been written then. Faults that only the device
-        sees are raised by the handle.
+        inside another one, UnsupportedError for a mixed batch with mixed_batches=False, CaptureError in the wrong
+        state; nothing has been written then. Faults that only the device sees are raised by the handle.
         """
         with self._exclusive:
             target = self._dispatch("replay", batch, descriptor)
             why_eager = "asked for by the caller" if eager else target.why_eager
-            return self._submit(batch, target.descriptor, why_eager, forced=eager)
+            handle = self._submit(batch, target.descriptor, why_eager)
+            self._stats.count(target.descriptor, batch.num_tokens, why_eager, forced=eager)
+            return handle
 
     def _dispatch(self, call: str, batch: Batch, descriptor: BatchDescriptor | None) -> Dispatch:
-        """1 dispatch: the captured size that serves this batch, or the reason why none does."""
+        """Step 1, after everything that the host can check."""
         self._require(State.CAPTURED, call)
         check_instance("batch", batch, Batch, advice="make one with Batch(...) or Batch.from_rows", error=ShapeError)
         batch.check_capacity(self.config.max_seq_len, self._record_words)
         if self.config.check_weights:
             self._guard.check()
         uniform = batch.is_uniform(self.config.query_len)
+        if not (uniform or self.config.mixed_batches):
+            raise _mixed_batch(batch, self.config.query_len)
+        # 1 dispatch: the captured size that serves this batch, or the reason why none does
         if descriptor is None:
             return self._dispatcher.dispatch(batch.num_reqs, batch.num_tokens, uniform)
         check_instance("descriptor", descriptor, BatchDescriptor, advice="take one of manager.descriptors")
         return self._dispatcher.at(descriptor, batch.num_reqs, batch.num_tokens, uniform)
 
-    def _submit(self, batch: Batch, descriptor: BatchDescriptor, why_eager: str, *, forced: bool) -> StepHandle:
+    def _submit(self, batch: Batch, descriptor: BatchDescriptor, why_eager: str) -> StepHandle:
+        """Steps 2 to 5, at a size or eagerly with a reason."""
         with self._on_stream, torch.inference_mode():
             # 2 write the step record into a pinned slot that no step in flight uses; a step number is never used twice
             step, self._step = self._step, self._step + 1
@@ -248,14 +254,12 @@ class ReplayManager:
             # 5 a handle, which waits for this step alone
             sampled = self._program.sampler is not None
             submission = Submission(step, batch.num_reqs, descriptor, why_eager, sampled)
-            handle = StepHandle(submission, slot, self._buffers, self)
-        self._stats.count(descriptor, batch.num_tokens, why_eager, forced=forced)
-        return handle
+            return StepHandle(submission, slot, self._buffers, self)
 
     def compare(self, batch: Batch, *, descriptor: BatchDescriptor | None = None) -> StepComparison:
         """Run one step as a graph and eagerly, from the same state, and restore what the step changed.
 
-        Waits for the device. Row state and the KV slots that the step writes are as before afterwards, so `replay` of
+        Waits for the device, and counts as no step. Row state and the KV slots that the step writes are as before afterwards, so `replay` of
         the same batch may follow. State that the model itself keeps is not restored.
 
         Raises: as `replay`; and ReplayError for a batch that has no graph.
@@ -272,7 +276,7 @@ class ReplayManager:
             results = []
             for why_eager in ("", "compared with its graph"):
                 with self._on_stream, torch.inference_mode(), state_kept(self._buffers, self.kv_cache, slots):
-                    handle = self._submit(batch, target.descriptor, why_eager, forced=True)
+                    handle = self._submit(batch, target.descriptor, why_eager)
                     logits = self._logits[: batch.num_reqs].clone()
                     handle.wait()
                     if handle.error is not None and not handle.faults:
@@ -388,6 +392,13 @@ class ReplayManager:
         if self._state is State.CLOSED:
             missing = "a new ReplayManager, this one was closed"
         raise CaptureError(f"{call}: expected state '{state.value}', got '{self._state.value}'; it needs {missing}")
+
+
+def _mixed_batch(batch: Batch, query_len: int) -> UnsupportedError:
+    return UnsupportedError(
+        f"batch: expected {query_len} new tokens in every row, got {shown(batch.query_lens.tolist())}; compute prompts "
+        "elsewhere, or build the runtime with RuntimeConfig(mixed_batches=True)"
+    )
 
 
 def _named_weights(model: object) -> Iterator[tuple[str, torch.Tensor]]:

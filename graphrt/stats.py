@@ -16,7 +16,7 @@ class Stats:
     recorder         how graphs are made: "cuda-graph", or the op-tape twin on CPU
     backend          attention backend, and why it was chosen
     replays          steps that replayed a graph, by descriptor
-    eager_steps      steps that ran without a graph, by reason; `eager()` calls are not counted
+    eager_steps      steps that ran without a graph, by reason; those of `replay(eager=True)` are not counted
     ring_waits       times that a step had to wait for the ring
     real_tokens      tokens asked for, against padded_tokens that were computed
     graphs           one report per captured graph

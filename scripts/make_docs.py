@@ -44,8 +44,8 @@ def buffers_table() -> str:
 def backends_table() -> str:
     lines = [
         "| backend | devices | dtypes | KV dtypes | head dims | page sizes | layouts | query_len | window | softcap "
-        "| ALiBi | sinks | lse | batch-invariant | mixed | graphs | pad seq_len |",
-        "|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|",
+        "| ALiBi | ALiBi sqrt | sinks | lse | batch-invariant | mixed | graphs | pad seq_len |",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]  # fmt: skip
     for backend in map(backend_class, backend_names()):
         c = backend.capabilities
@@ -57,8 +57,8 @@ def backends_table() -> str:
             "any" if c.page_sizes is None else listing(c.page_sizes),
             ", ".join(x.value for x in c.layouts),
             f"1 to {c.max_query_len}" if c.max_query_len > 1 else "1",
-            *("yes" if x else "no" for x in (c.sliding_window, c.logits_softcap, c.alibi, c.sinks, c.lse)),
-            *("yes" if x else "no" for x in (c.batch_invariant, c.mixed)),
+            *("yes" if x else "no" for x in (c.sliding_window, c.logits_softcap, c.alibi)),
+            *("yes" if x else "no" for x in (c.alibi_sqrt, c.sinks, c.lse, c.batch_invariant, c.mixed)),
             backend.graph_support.name,
             str(backend.seq_len_fill),
         ]

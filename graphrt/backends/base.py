@@ -1,17 +1,34 @@
-"""The contract of an attention backend: capabilities, support level and five verbs."""
+"""What an attention backend is: a class that says what it can do, and computes the attention of every step.
+
+A runtime calls a backend in this order. `docs/write_a_backend.md` has a complete example.
+
+    why_not(context)                 may this class serve this model, cache and device?    class method
+    __init__(context)
+    why_not_graph(descriptor)        may a batch of this size be captured?                 once per size
+    allocate()                       make the buffers                                      once per attempt to capture
+      plan_capture(descriptor)       host state of one size                                for each size
+      schedule(metadata)             recorded at the head of the step                      for each size
+      run(layer, q, metadata, ...)   recorded once per layer                               for each size
+    plan_replay(descriptor, batch)   host state of one step                                before each step
+      (the graph repeats what `schedule` and `run` recorded)
+    close()                          drop the buffers                                      once
+
+A step without a graph runs eagerly: `plan_capture`, `plan_replay`, `schedule` and `run` are called in each such step.
+"""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from enum import IntEnum
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, final
 
 import torch
 
 from graphrt.capture.descriptor import BatchDescriptor
-from graphrt.kernels.attention.options import AttentionOptions
+from graphrt.kernels.attention.options import FP8_DTYPES, AttentionOptions
+from graphrt.kernels.checks import check_bool_field, check_instance, check_int_field, shown
 from graphrt.kernels.errors import ConfigError
 from graphrt.kernels.types import KVLayout
 from graphrt.metadata import StepMetadata
@@ -22,23 +39,40 @@ if TYPE_CHECKING:
 
 
 class GraphSupport(IntEnum):
-    """Which batches a backend serves inside a graph, from none to all."""
+    """Which of the batches that a backend serves can be captured. The others run eagerly, are counted, and say why."""
 
     NEVER = 0
-    SINGLE_TOKEN = 1  # decode with one new token per row
-    UNIFORM = 2  # decode with the same number of new tokens in every row
+    SINGLE_TOKEN = 1  # decode batches with one new token per row
+    UNIFORM = 2  # decode batches with the same number of new tokens in every row
     ALWAYS = 3  # mixed batches too
 
 
 @dataclass(frozen=True, slots=True)
 class Capabilities:
-    """What a backend implements. `why_not` compares a model with it; docs/backends.md is made from it.
+    """What a backend can do. A runtime that needs more than this is refused when it is built.
 
-    None in `head_dims` and `page_sizes` means any.
+    devices          types of device: "cpu", "cuda"
+    dtypes           of the layers: queries, keys, values and outputs
+    kv_dtypes        of the cache: the dtype of the layers, or an fp8 dtype
+    head_dims        head sizes; None: any
+    page_sizes       tokens per page; None: any
+    layouts          orders of a page in memory
+    max_query_len    most new tokens per row in a decode batch, where all rows have equally many
+    sliding_window   layers with `AttentionSpec.sliding_window`
+    logits_softcap   layers with `AttentionSpec.logits_softcap`
+    mixed            mixed batches, whose rows differ in their number of new tokens: prompts beside decodes
+    alibi            layers with `AttentionSpec.alibi_slopes`
+    alibi_sqrt       layers with `AttentionSpec.alibi_sqrt`: slopes times the square root of the distance
+    sinks            layers with `AttentionSpec.sinks`
+    lse              `run` can write the log-sum-exp; a model that asks another backend for it is refused in its first
+                     step, which is in `capture()`
+    batch_invariant  a row's result does not depend on the other rows; see below
 
-    `batch_invariant` is a promise per kind of graph: in that mode a row's result is bitwise the same in all decode
-    graphs of one query_len, whatever their size, its place and its neighbours, and in all mixed steps alike. Decode
-    graphs of another query_len and mixed steps are other kinds: another kernel, or another order of sums, may run.
+    `batch_invariant` is a promise per kind of graph. With `RuntimeConfig(batch_invariant=True)`, a row's result is
+    bitwise the same in all decode graphs of one query_len: at any size, at any place, beside any neighbours. The same
+    holds among all mixed steps. Between these kinds nothing is promised, as each may sum in another order.
+
+    Raises: ConfigError for a field of the wrong type, and for an empty tuple.
     """
 
     devices: tuple[str, ...]
@@ -47,32 +81,73 @@ class Capabilities:
     head_dims: tuple[int, ...] | None
     page_sizes: tuple[int, ...] | None
     layouts: tuple[KVLayout, ...]
-    max_query_len: int  # largest uniform query_len in decode graphs
+    max_query_len: int
     sliding_window: bool
     logits_softcap: bool
     mixed: bool
-    alibi: bool = False  # with the distance and with its square root
+    alibi: bool = False
+    alibi_sqrt: bool = False
     sinks: bool = False
-    lse: bool = False  # `run` can write the log-sum-exp
-    batch_invariant: bool = False  # see above
+    lse: bool = False
+    batch_invariant: bool = False
+
+    def __post_init__(self) -> None:
+        check_int_field(self, "max_query_len", 1, advice="1 is plain decode")
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if field.name in _ITEMS:
+                kind, optional = _ITEMS[field.name]
+                _check_items(f"Capabilities.{field.name}", value, kind, optional=optional)
+            elif field.name != "max_query_len":
+                check_bool_field(self, field.name, advice="say what the backend does")
+
+
+_ITEMS: dict[str, tuple[type, bool]] = {
+    "devices": (str, False),
+    "dtypes": (torch.dtype, False),
+    "kv_dtypes": (torch.dtype, False),
+    "head_dims": (int, True),
+    "page_sizes": (int, True),
+    "layouts": (KVLayout, False),
+}
+"""The fields of Capabilities that are tuples: the type of their items, and whether None means any."""
 
 
 @dataclass(frozen=True, slots=True)
 class BackendContext:
-    """What a backend is built for: the model's layers, its cache, the capacities and the device."""
+    """What a backend is built for: the model's layers, the cache, the capacities and the device.
 
-    attention: tuple[AttentionSpec, ...]  # one per layer
+    attention        the spec of every layer, in order
+    kv               the cache; its head size is that of every layer
+    device           where the tensors are
+    max_num_reqs     most rows in one step
+    max_num_tokens   most new tokens in one step
+    max_seq_len      longest sequence; `max_pages` pages
+    max_query_len    most new tokens per row in a decode batch: `RuntimeConfig.query_len`
+    batch_invariant  see Capabilities and RuntimeConfig
+    mixed_batches    whether there are steps whose rows differ in their number of new tokens; see RuntimeConfig
+
+    Raises: ConfigError for a field of the wrong type.
+    """
+
+    attention: tuple[AttentionSpec, ...]
     kv: KVCacheSpec
     device: torch.device
     max_num_reqs: int
     max_num_tokens: int
     max_seq_len: int
-    max_query_len: int = 1  # most new tokens per row in a decode graph
-    batch_invariant: bool = False  # see RuntimeConfig
+    max_query_len: int = 1
+    batch_invariant: bool = False
+    mixed_batches: bool = True
 
     def __post_init__(self) -> None:
-        if not isinstance(self.device, torch.device):
-            raise ConfigError(f"BackendContext.device: expected a torch.device, got {self.device!r}; make it one")
+        _check_items("BackendContext.attention", self.attention, AttentionSpec)
+        check_instance("BackendContext.kv", self.kv, KVCacheSpec, advice="pass the spec of the cache")
+        check_instance("BackendContext.device", self.device, torch.device, advice="make it a torch.device")
+        for name in ("max_num_reqs", "max_num_tokens", "max_seq_len", "max_query_len"):
+            check_int_field(self, name, 1, advice="pass the runtime's")
+        for name in ("batch_invariant", "mixed_batches"):
+            check_bool_field(self, name, advice="pass the runtime's")
 
     @property
     def max_pages(self) -> int:
@@ -82,10 +157,13 @@ class BackendContext:
 
 @dataclass(frozen=True, slots=True)
 class AttentionLayer:
-    """One layer as `run` sees it: its spec and its KV cache, always in the logical NHD view.
+    """One layer as `run` sees it: its spec, and its part of the KV cache.
 
-    k_cache, v_cache   [num_pages, page_size, num_kv_heads, head_dim]  any strides, the last one 1
-    k_scale, v_scale   [1] or [num_kv_heads]  float32  of an fp8 cache; None: 1
+    index              number of the layer
+    spec               heads, head size, dtype and options
+    k_cache, v_cache   [num_pages, page_size, num_kv_heads, head_dim]  any strides, the last one 1; an HND cache comes
+                       in this view too, with the strides of its layout
+    k_scale, v_scale   [1] or [num_kv_heads]  float32  of an fp8 cache: key = stored value * k_scale; None: 1
     alibi_slopes       [num_q_heads]          float32  those of the spec, on the device; None if it has none
     """
 
@@ -122,77 +200,59 @@ class AttentionLayer:
 class AttentionBackend(ABC):
     """Base class of attention backends. One instance serves one runtime.
 
-    Verbs, in the order in which they are called:
-
-    - `allocate` before the first capture, and again where that failed: every buffer that the backend needs across
-      replays.
-    - `plan_capture(descriptor)` on the host before a graph of that size is captured (and before an eager step).
-    - `plan_replay(descriptor, batch)` on the host before each step; a no-op where nothing is needed there.
-    - `schedule(metadata)` recorded once at the head of the step, after the refresh.
-    - `run(layer, q, metadata, out, sinks, lse)` recorded once per layer, after the KV write.
-
-    `schedule` and `run` are captured: they must not read device values on the host, and may depend on nothing but the
-    descriptor and the contents of tensors.
+    A subclass declares `name`, `capabilities` and `graph_support`, and defines `run`. All else has a default.
     """
 
+    # 1 What a class declares.
+
     name: ClassVar[str]
+    """What users choose it by: an identifier, the same as the name of its entry point."""
     capabilities: ClassVar[Capabilities]
+    """What it can do. The runtime enforces every field."""
     graph_support: ClassVar[GraphSupport]
+    """Which of its batches can be captured. The runtime enforces it."""
     seq_len_fill: ClassVar[int] = 0
-    """Safe `seq_lens` of a pad row: 0 where the kernel exits on 0, else 1 (the null page is then read)."""
-    nan_safe_tail: ClassVar[bool] = True
-    """Whether the unfilled tail of an owned page may hold NaN: a kernel that masks scores alone multiplies it by zero,
-    which is NaN. The contract asks for True; False says that the caller must zero pages before it hands them out."""
+    """What `metadata.seq_lens` holds in pad rows: 0, or 1 for a kernel that must read something. A length of 1 makes
+    it read the null page, whose contents are undefined."""
+    quantises_queries: ClassVar[bool] = False
+    """Whether queries and probabilities are rounded to e4m3 with an e4m3 cache. The contract suite then allows for it;
+    the runtime does not read it."""
+
+    # 2 Questions to the class, before anything is built.
+
+    @classmethod
+    def unavailable(cls) -> str | None:
+        """Why the backend cannot run in this process at all, as a missing package with its pip command; or None."""
+        return None
+
+    @final
+    @classmethod
+    def why_not(cls, context: BackendContext) -> list[str]:
+        """Every reason why the backend cannot serve `context`; empty when it can. Subclasses add to `also_why_not`."""
+        unavailable, also = cls.unavailable(), cls.also_why_not(context)
+        if not (isinstance(also, list) and all(isinstance(reason, str) for reason in also)):
+            raise ConfigError(f"{cls.__name__}.also_why_not: expected a list of reasons, got {shown(also)}; [] is none")
+        reasons = [] if unavailable is None else [unavailable]
+        return list(dict.fromkeys([*reasons, *_refusals(cls.capabilities, context), *also]))
+
+    @classmethod
+    def also_why_not(cls, context: BackendContext) -> list[str]:
+        """Reasons against `context` that `capabilities` cannot say, as two options that do not go together."""
+        return []
+
+    @classmethod
+    def why_only_by_name(cls, context: BackendContext) -> str | None:
+        """Why the backend is taken for `context` only when it is named, though it could serve; or None."""
+        return None
+
+    # 3 An instance, before the first step. Overridden methods call super().
 
     def __init__(self, context: BackendContext) -> None:
         self.context = context
 
-    @classmethod
-    def unavailable(cls) -> str | None:
-        """Why the backend cannot run in this process at all (missing package, no device), or None."""
-        return None
-
-    @classmethod
-    def why_not(cls, context: BackendContext) -> list[str]:
-        """Every reason why the backend cannot serve `context`; empty when it can."""
-        reasons = [r for r in (cls.unavailable(),) if r is not None]
-        have, kv = cls.capabilities, context.kv
-        if context.device.type not in have.devices:
-            reasons.append(f"device {context.device.type}: runs on {', '.join(have.devices)} only")
-        if have.page_sizes is not None and kv.page_size not in have.page_sizes:
-            reasons.append(f"page_size {kv.page_size}: supports {listing(have.page_sizes)}")
-        if kv.layout not in have.layouts:
-            reasons.append(f"layout {kv.layout.value}: supports {listing([x.value for x in have.layouts])}")
-        if kv.dtype not in have.kv_dtypes:
-            reasons.append(f"KV dtype {kv.dtype}: supports {listing(have.kv_dtypes)}")
-        for spec in dict.fromkeys(context.attention):
-            if spec.dtype not in have.dtypes:
-                reasons.append(f"dtype {spec.dtype}: supports {listing(have.dtypes)}")
-            if have.head_dims is not None and spec.head_dim not in have.head_dims:
-                reasons.append(f"head_dim {spec.head_dim}: supports {listing(have.head_dims)}")
-            if spec.sliding_window is not None and not have.sliding_window:
-                reasons.append(f"sliding_window {spec.sliding_window}: not supported")
-            if spec.logits_softcap is not None and not have.logits_softcap:
-                reasons.append(f"logits_softcap {spec.logits_softcap}: not supported")
-            if spec.alibi_slopes is not None and not have.alibi:
-                reasons.append("alibi_slopes: not supported")
-                if spec.alibi_sqrt:
-                    reasons.append("alibi_sqrt: not supported")
-            if spec.sinks and not have.sinks:
-                reasons.append("sinks: not supported")
-        if context.max_query_len > have.max_query_len:
-            reasons.append(f"query_len {context.max_query_len}: decodes at most {have.max_query_len} tokens per row")
-        if context.batch_invariant and not have.batch_invariant:
-            reasons.append("batch_invariant: not supported")
-        return list(dict.fromkeys(reasons))
-
-    @classmethod
-    def why_only_by_name(cls, context: BackendContext) -> str | None:
-        """Why the backend, though it can serve `context`, is not chosen unless it is named, or None."""
-        return None
-
+    @final
     def why_not_graph(self, descriptor: BatchDescriptor) -> str | None:
-        """Why a batch of this descriptor cannot be captured with this backend, or None."""
+        """Why a batch of this size cannot be captured, or None. Subclasses define `also_why_not_graph`."""
         needed = GraphSupport.ALWAYS
         if descriptor.query_len == 1:
             needed = GraphSupport.SINGLE_TOKEN
@@ -200,34 +260,46 @@ class AttentionBackend(ABC):
             needed = GraphSupport.UNIFORM
         if self.graph_support < needed:
             return f"backend {self.name} has graph support {self.graph_support.name}, {descriptor} needs {needed.name}"
-        if descriptor.query_len > self.capabilities.max_query_len:
-            return f"backend {self.name} decodes at most {self.capabilities.max_query_len} tokens per row"
+        return self.also_why_not_graph(descriptor)
+
+    def also_why_not_graph(self, descriptor: BatchDescriptor) -> str | None:
+        """A reason against a graph of this size that `graph_support` cannot say, as one of this device; or None."""
         return None
 
     def allocate(self) -> None:  # noqa: B027  a backend without buffers needs none
-        """Allocate every buffer that graphs will hold, and forget what is left of a capture that failed, if any.
+        """Allocate every buffer that graphs will hold, for the largest sizes of the context.
 
-        Called once before each attempt to capture.
+        Called before each attempt to capture. After an attempt that failed, drop all that is left of it.
         """
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Every tensor that the backend keeps across replays, by name, so that an audit can find and poison it."""
+        """By name, every tensor that `schedule` and `run` rewrite in each step before they read it.
+
+        Tests fill these with nonsense between steps. A tensor named "counters" is left alone.
+        """
         return {}
 
-    def reset(self) -> None:  # noqa: B027
-        """Restore what must hold known contents between steps, after an aborted launch. The device is idle."""
-
-    def close(self) -> None:  # noqa: B027  a backend without buffers has none to drop
-        """Drop every tensor of `tensors()`. Called once, after the last graph is gone."""
+    # 4 The verbs of a step. The first two run on the host, in every step that needs them; the last two are recorded.
 
     def plan_capture(self, descriptor: BatchDescriptor) -> None:  # noqa: B027
-        """Prepare host-side state for a graph of this size."""
+        """Prepare the host's state for a graph of this size. The next call is `schedule`."""
 
     def plan_replay(self, descriptor: BatchDescriptor, batch: Batch) -> None:  # noqa: B027
-        """Prepare host-side state for one step."""
+        """Prepare the host's state for one step, before its graph is launched.
+
+        Steps before this one may still be running: write to the device in stream order only, and to pinned memory
+        only once its last upload is over.
+
+        descriptor  the captured size that serves the batch; pad rows follow the rows of the batch
+        batch       the step as host arrays, before the device has checked it
+        """
 
     def schedule(self, metadata: StepMetadata) -> None:  # noqa: B027
-        """Record the device-side schedule of the step."""
+        """Record what is computed once per step, as a schedule that all layers share.
+
+        Must be capture-safe: depend on nothing but the descriptor and the contents of tensors, and read no tensor on
+        the host. Whatever Python does here happens once, at capture.
+        """
 
     @abstractmethod
     def run(
@@ -240,17 +312,76 @@ class AttentionBackend(ABC):
         sinks: torch.Tensor | None = None,
         lse: torch.Tensor | None = None,
     ) -> None:
-        """Attend with the queries of this step to the paged cache, which already holds this step's K and V.
+        """Record the attention of one layer: this step's queries over the paged cache, which already holds this
+        step's keys and values. Must be capture-safe, as `schedule`.
 
-        q      [padded_tokens, num_q_heads, head_dim]
+        q      [padded_tokens, num_q_heads, head_dim]  any strides, the last one 1; anything, NaN too, in pad tokens
         out    [padded_tokens, num_q_heads, head_dim]  written in place; zeros in pad tokens
         sinks  [num_q_heads]                 float32   given for layers with spec.sinks, and for no others
         lse    [padded_tokens, num_q_heads]  float32   written in place if given, which needs capabilities.lse: natural
                                                        log of the softmax's denominator, sink included; in pad tokens
                                                        -inf, or the sink, all that a row without keys has
 
-        Causal: token i of a row sees positions 0 to seq_len - query_len + i. `layer.options(sinks)` are the options.
+        Causal: token i of a row sees positions 0 to seq_len - query_len + i, which is `metadata.positions` of the
+        token. `layer.options(sinks)` are the other options.
+
+        Keys and values beyond a row's `seq_len`, in the null page and in pages of others may be NaN. None of them may
+        reach an output, so mask values as well as scores: zero times NaN is NaN.
         """
+
+    # 5 The end of a step that failed, and of the runtime.
+
+    def reset(self) -> None:  # noqa: B027
+        """Restore what must hold known contents between steps, after an aborted launch. The device is idle."""
+
+    def close(self) -> None:  # noqa: B027  a backend without buffers has none to drop
+        """Drop every tensor. Called once, after the last graph is gone."""
+
+
+def _refusals(have: Capabilities, context: BackendContext) -> list[str]:
+    """What `context` needs and `have` lacks, a sentence each; every field but `lse`, which `Step.attend` asks for."""
+    kv, reasons = context.kv, []
+    if context.device.type not in have.devices:
+        reasons.append(f"device {context.device.type}: runs on {', '.join(have.devices)} only")
+    if have.page_sizes is not None and kv.page_size not in have.page_sizes:
+        reasons.append(f"page_size {kv.page_size}: supports {listing(have.page_sizes)}")
+    if kv.layout not in have.layouts:
+        reasons.append(f"layout {kv.layout.value}: supports {listing([x.value for x in have.layouts])}")
+    if kv.dtype not in have.kv_dtypes:
+        reasons.append(f"KV dtype {kv.dtype}: supports {listing(have.kv_dtypes)}")
+    for spec in dict.fromkeys(context.attention):
+        reasons += _refusals_of_layer(have, spec, kv)
+    if context.max_query_len > have.max_query_len:
+        reasons.append(f"query_len {context.max_query_len}: decodes at most {have.max_query_len} tokens per row")
+    if context.batch_invariant and not have.batch_invariant:
+        reasons.append("batch_invariant: not supported")
+    if context.mixed_batches and not have.mixed:
+        reasons.append(
+            "mixed batches: not supported, so prompts cannot run; choose another backend, or "
+            "RuntimeConfig(mixed_batches=False) where prompts are computed elsewhere"
+        )
+    return reasons
+
+
+def _refusals_of_layer(have: Capabilities, spec: AttentionSpec, kv: KVCacheSpec) -> list[str]:
+    reasons = []
+    if spec.dtype not in have.dtypes:
+        reasons.append(f"dtype {spec.dtype}: supports {listing(have.dtypes)}")
+    if kv.dtype not in (spec.dtype, *FP8_DTYPES):
+        reasons.append(f"dtype {spec.dtype} with KV dtype {kv.dtype}: must be equal, or the cache fp8")
+    if have.head_dims is not None and spec.head_dim not in have.head_dims:
+        reasons.append(f"head_dim {spec.head_dim}: supports {listing(have.head_dims)}")
+    if spec.sliding_window is not None and not have.sliding_window:
+        reasons.append(f"sliding_window {spec.sliding_window}: not supported")
+    if spec.logits_softcap is not None and not have.logits_softcap:
+        reasons.append(f"logits_softcap {spec.logits_softcap}: not supported")
+    if spec.alibi_slopes is not None and not have.alibi:
+        reasons.append("alibi_slopes: not supported")
+    if spec.alibi_sqrt and not have.alibi_sqrt:
+        reasons.append("alibi_sqrt: not supported")
+    if spec.sinks and not have.sinks:
+        reasons.append("sinks: not supported")
+    return reasons
 
 
 def listing(values: Sequence[object]) -> str:
@@ -260,3 +391,12 @@ def listing(values: Sequence[object]) -> str:
         if step > 0 and first % step == 0 and tuple(values) == tuple(range(first, last + 1, step)):
             return f"multiples of {step} from {first} to {last}"
     return ", ".join(str(v) for v in values)
+
+
+def _check_items(name: str, value: object, kind: type, *, optional: bool = False) -> None:
+    """Raise ConfigError unless `value` is a tuple of one or more of `kind`, or None where that means any."""
+    if optional and value is None:
+        return
+    if not (isinstance(value, tuple) and value and all(isinstance(x, kind) for x in value)):
+        or_any = ", or None for any" if optional else ""
+        raise ConfigError(f"{name}: expected a tuple of {kind.__name__}{or_any}, got {shown(value)}; name at least one")

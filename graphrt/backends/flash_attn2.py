@@ -45,7 +45,6 @@ class FlashAttention2Backend(PeerBackend):
     )
     graph_support: ClassVar[GraphSupport] = GraphSupport.UNIFORM
     seq_len_fill: ClassVar[int] = 0
-    nan_safe_tail: ClassVar[bool] = True
     package: ClassVar[Package] = Package(
         "flash_attn",
         "pip install flash-attn --no-build-isolation",  # its build imports torch, which an isolated one has not

@@ -74,9 +74,7 @@ class FlashAttention3Backend(PeerBackend):
     )
     graph_support: ClassVar[GraphSupport] = GraphSupport.ALWAYS
     seq_len_fill: ClassVar[int] = 0
-    nan_safe_tail: ClassVar[bool] = True
     quantises_queries: ClassVar[bool] = True
-    """With an fp8 cache, queries and probabilities are rounded to e4m3 too."""
     package: ClassVar[Package] = Package(
         "flash_attn_interface",
         "pip install tokenspeed-fa3",
@@ -96,9 +94,9 @@ class FlashAttention3Backend(PeerBackend):
         self._token_rows: torch.Tensor | None = None
 
     @classmethod
-    def why_not(cls, context: BackendContext) -> list[str]:
-        """As the base class, and: bfloat16 with an fp8 cache; sinks only in builds that take them."""
-        reasons = super().why_not(context)
+    def also_why_not(cls, context: BackendContext) -> list[str]:
+        """Devices newer than the kernels; layers other than bfloat16 with an fp8 cache; sinks, in builds without."""
+        reasons = super().also_why_not(context)
         if context.device.type == "cuda" and torch.cuda.is_available():
             major = torch.cuda.get_device_capability(context.device)[0]
             if major > 9:

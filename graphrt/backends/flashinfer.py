@@ -83,7 +83,6 @@ class FlashInferBackend(PeerBackend):
     )
     graph_support: ClassVar[GraphSupport] = GraphSupport.SINGLE_TOKEN
     seq_len_fill: ClassVar[int] = 1
-    nan_safe_tail: ClassVar[bool] = True
     package: ClassVar[Package] = Package(
         "flashinfer",
         "pip install flashinfer-python",
@@ -104,9 +103,9 @@ class FlashInferBackend(PeerBackend):
         self._planned_rows = self._planned_tokens = 0
 
     @classmethod
-    def why_not(cls, context: BackendContext) -> list[str]:
-        """As the base class, and: what a plan holds must be the same in every layer."""
-        reasons = super().why_not(context)
+    def also_why_not(cls, context: BackendContext) -> list[str]:
+        """Layers that differ in what a plan holds."""
+        reasons = super().also_why_not(context)
         for field in ("num_q_heads", "dtype", "sliding_window", "logits_softcap", "scale"):
             values = list(dict.fromkeys(getattr(spec, field) for spec in context.attention))
             if len(values) > 1:

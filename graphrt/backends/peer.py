@@ -12,7 +12,6 @@ from typing import Any, ClassVar
 import torch
 
 from graphrt.backends.base import AttentionBackend, BackendContext
-from graphrt.kernels.attention.options import FP8_DTYPES
 from graphrt.kernels.errors import CaptureError, UnsupportedError
 from graphrt.metadata import StepMetadata
 
@@ -107,20 +106,14 @@ class PeerBackend(AttentionBackend):
         return cls.package.missing()
 
     @classmethod
-    def why_not(cls, context: BackendContext) -> list[str]:
-        """As the base class, and: the GPU's generation; one dtype for queries and cache, unless the cache is fp8."""
-        reasons = super().why_not(context)
+    def also_why_not(cls, context: BackendContext) -> list[str]:
+        """The GPU's generation, where it is too old."""
         if context.device.type == "cuda" and torch.cuda.is_available():
             have = torch.cuda.get_device_capability(context.device)
             if have < cls.compute_capability:
                 need = "".join(map(str, cls.compute_capability))
-                reasons.append(f"device sm_{have[0]}{have[1]}: needs sm_{need} or newer")
-        for spec in dict.fromkeys(context.attention):
-            if context.kv.dtype not in (spec.dtype, *FP8_DTYPES):
-                reasons.append(f"dtype {spec.dtype} with KV dtype {context.kv.dtype}: must be equal, or the cache fp8")
-            if spec.alibi_sqrt and cls.capabilities.alibi:
-                reasons.append("alibi_sqrt: not supported, the distance itself only")
-        return list(dict.fromkeys(reasons))
+                return [f"device sm_{have[0]}{have[1]}: needs sm_{need} or newer"]
+        return []
 
     def allocate(self) -> None:
         """Import the package, and allocate the mask of real tokens."""

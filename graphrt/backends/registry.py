@@ -1,19 +1,21 @@
-"""Which backends there are, and the choice among them: by capability and measured time, or by name."""
+"""Which backends there are, and the choice among them: by name, or by capability and measured time."""
 
 from __future__ import annotations
 
 import importlib
+import inspect
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points
 
 from graphrt.backends.base import AttentionBackend, BackendContext, Capabilities, GraphSupport
 from graphrt.backends.ranking import Ranking, load_ranking
+from graphrt.kernels.checks import check_bool, check_instance, check_int, shown
 from graphrt.kernels.errors import ConfigError, UnsupportedError
 
 ENTRY_POINT_GROUP = "graphrt.backends"
 
-# In order of preference where nothing is measured. A backend's module is imported when it is first asked about, its
-# package when it is used.
+# In order of preference where nothing is measured. The module of a backend is imported when it is first asked about,
+# its package when it is used.
 _BUILTIN = {
     "triton": "graphrt.backends.triton:TritonBackend",
     "flash_attn3": "graphrt.backends.flash_attn3:FlashAttention3Backend",
@@ -27,33 +29,39 @@ _registered: dict[str, type[AttentionBackend]] = {}
 
 
 def register_backend(cls: type[AttentionBackend]) -> type[AttentionBackend]:
-    """Make a backend class known under its `name`; usable as a decorator. Naming it again replaces nothing: it raises.
+    """Make a backend class known under its `name`; usable as a decorator.
 
-    Packages that are installed declare an entry point of the group `graphrt.backends` instead.
+    A package declares an entry point of the group `graphrt.backends` instead, and need not be imported.
 
-    Raises: ConfigError.
+    Raises: ConfigError for a name that is taken, and for a class that declares too little.
     """
-    if not (isinstance(cls, type) and issubclass(cls, AttentionBackend)):
-        raise ConfigError(f"register_backend: expected a subclass of AttentionBackend, got {cls!r}; derive from it")
-    name = getattr(cls, "name", "")
-    if not (isinstance(name, str) and name.isidentifier()):
-        raise ConfigError(f"{cls.__name__}.name: expected an identifier, got {name!r}; set the class attribute")
-    if name in _BUILTIN or _registered.get(name, cls) is not cls:
-        raise ConfigError(f"register_backend: expected a new name, got {name!r}, which is taken; choose another")
-    if fault := _declaration_fault(cls):
-        raise ConfigError(f"register_backend: {fault}; set the class attribute")
-    _registered[name] = cls
+    check_declaration(cls)
+    if cls.name in _BUILTIN or _registered.get(cls.name, cls) is not cls:
+        raise ConfigError(f"register_backend: expected a new name, got {cls.name!r}, which is taken; choose another")
+    _registered[cls.name] = cls
     return cls
 
 
-def _declaration_fault(cls: type[AttentionBackend]) -> str | None:
-    """What is wrong with what a class declares about itself, or None."""
+def check_declaration(cls: object) -> None:
+    """Raise ConfigError for what is wrong with what a backend class declares about itself."""
+    if not (isinstance(cls, type) and issubclass(cls, AttentionBackend)):
+        raise ConfigError(f"backend: expected a subclass of AttentionBackend, got {shown(cls)}; derive from it")
+    own = cls.__name__
+    name = getattr(cls, "name", None)
+    if not (isinstance(name, str) and name.isidentifier()):
+        raise ConfigError(f"{own}.name: expected an identifier, got {shown(name)}; set the class attribute")
     for attribute, kind in (("capabilities", Capabilities), ("graph_support", GraphSupport)):
-        if not isinstance(value := getattr(cls, attribute, None), kind):
-            return f"expected {cls.__name__}.{attribute} to be of {kind.__name__}, got {value!r}"
-    if cls.capabilities.page_sizes is not None and not cls.capabilities.page_sizes:
-        return f"expected {cls.__name__}.capabilities.page_sizes to name some, or None for all, got none"
-    return None
+        check_instance(f"{own}.{attribute}", getattr(cls, attribute, None), kind, advice="set the class attribute")
+    check_int(f"{own}.seq_len_fill", cls.seq_len_fill, 0, 1, advice="a pad row has the null page alone")
+    check_bool(f"{own}.quantises_queries", cls.quantises_queries, advice="set the class attribute")
+    for final, hook in (("why_not", "also_why_not"), ("why_not_graph", "also_why_not_graph")):
+        if _definition(cls, final) is not vars(AttentionBackend)[final]:
+            raise ConfigError(
+                f"{own}.{final}: expected the inherited one, got another, which may pass over what the class "
+                f"declares; define {hook} instead"
+            )
+    if inspect.isabstract(cls):
+        raise ConfigError(f"{own}.run: expected a definition, got none; define it")
 
 
 def backend_names() -> list[str]:
@@ -79,45 +87,6 @@ def backend_class(name: str) -> type[AttentionBackend]:
     return _load(entry)
 
 
-def select_backend(context: BackendContext, name: str | None = None) -> tuple[type[AttentionBackend], str]:
-    """The backend for `context` and why it was chosen: the named one, else the fastest that can serve it by the
-    measured table (see ranking.py), else the first in order that can.
-
-    Raises: ConfigError for an unknown name; UnsupportedError, with every reason, where nothing fits.
-    """
-    if name is not None:
-        cls = backend_class(name)
-        reasons = cls.why_not(context)
-        if reasons:
-            raise UnsupportedError(
-                f"backend {name}: expected a model and device that it supports, got {len(reasons)} "
-                f"reason{'s' if len(reasons) > 1 else ''} against it: "
-                f"{'; '.join(reasons)}; choose another backend"
-            )
-        return cls, f"{name}: chosen by name"
-    ranking, names = _ranking_for(context), backend_names()
-    refusals: dict[str, list[str]] = {}
-    measured = [candidate for candidate in names if candidate in ranking.names and candidate != _LAST_RESORT]
-    for candidate in measured:
-        refusals[candidate] = _why_not_chosen(candidate, context)
-    relative = _relative(ranking, [candidate for candidate in measured if not refusals[candidate]], context)
-    if relative:
-        chosen = next(iter(relative))
-        return backend_class(chosen), "; ".join([_fastest(relative, ranking), *_refused(names, refusals)])
-    # Nothing measured fits. The others are asked one by one: to ask is to import, which takes some packages seconds.
-    for candidate in names:
-        if candidate not in refusals:
-            refusals[candidate] = _why_not_chosen(candidate, context)
-        if not refusals[candidate]:
-            explanation = f"{candidate}: first in order of preference that serves device {context.device.type}"
-            return backend_class(candidate), "; ".join([explanation, *_refused(names, refusals)])
-    raise UnsupportedError(
-        f"backend: expected one that serves this model on {context.device}, got none: "
-        f"{'; '.join(text.removeprefix('not ') for text in _refused(names, refusals))}; "
-        "change the model's options or the device"
-    )
-
-
 @dataclass(frozen=True, slots=True)
 class Standing:
     """How a backend stands for one context.
@@ -137,78 +106,121 @@ class Standing:
 
 def standings(context: BackendContext) -> list[Standing]:
     """Every known backend, in static order, with its rank or all reasons against it."""
-    found = {name: _judge(name, context) for name in backend_names()}
-    fit = [name for name, (reasons, by_name) in found.items() if not reasons and by_name is None]
-    relative = _relative(_ranking_for(context), [name for name in fit if name != _LAST_RESORT], context)
-    order = [*relative, *(name for name in fit if name not in relative)]
-    return [
-        Standing(name, reasons, by_name, order.index(name) + 1 if name in order else None, relative.get(name))
-        for name, (reasons, by_name) in found.items()
-    ]
+    return _judge_all(context, stop_at_the_first=False)
 
 
-def explain(context: BackendContext) -> list[tuple[str, list[str]]]:
-    """Each known backend, in static order, with every reason why it cannot serve `context`.
+def select_backend(context: BackendContext, name: str | None = None) -> tuple[type[AttentionBackend], str]:
+    """The backend for `context`, and why it was chosen.
 
-    That its package cannot be loaded is one: whoever asks about all of them wants to hear of the others too.
+    It is the named one. Without a name it is the one that `standings` ranks first: the fastest that can serve by the
+    measured table (see ranking.py), else the first in static order that can.
+
+    Raises: ConfigError for an unknown name; UnsupportedError, with every reason, where nothing fits.
     """
-    return [(name, why_not(name, context)) for name in backend_names()]
+    if name is not None:
+        return _named(name, context)
+    found = _judge_all(context, stop_at_the_first=True)
+    refused = [f"{s.name} ({', '.join(s.why_not) or s.by_name})" for s in found if s.rank is None]
+    chosen = next((s for s in found if s.rank == 1), None)
+    if chosen is None:
+        raise UnsupportedError(
+            f"backend: expected one that serves this model on {context.device}, got none: {'; '.join(refused)}; "
+            "change the model's options or the device"
+        )
+    why = f"{chosen.name}: first in order of preference that serves device {context.device.type}"
+    if chosen.relative is not None:
+        why = _fastest(sorted((s for s in found if s.relative is not None), key=lambda s: s.relative or 0.0))
+    return backend_class(chosen.name), "; ".join([why, *(f"not {text}" for text in refused)])
 
 
 def why_not(name: str, context: BackendContext) -> list[str]:
     """Every reason why a known backend cannot serve `context`; that its package cannot be loaded is one."""
-    try:
-        return backend_class(name).why_not(context)
-    except (ConfigError, UnsupportedError) as error:
-        return [str(error)]
-    except Exception as error:
-        return [_raised(name, "why_not", error)]
+    return _judge(name, context).why_not
 
 
-def _raised(name: str, predicate: str, error: Exception) -> str:
-    """The reason that a third party's predicate is when it raises: the others are still to be asked. Raises: the
-    error of one of ours, which would be a bug."""
-    if name in _BUILTIN:
-        raise error
-    return f"{predicate} raised {type(error).__name__}: {error}"
-
-
-def _judge(name: str, context: BackendContext) -> tuple[list[str], str | None]:
-    """Every reason why it cannot serve; and why it is chosen only by name, where it can."""
-    reasons = why_not(name, context)
+def _named(name: str, context: BackendContext) -> tuple[type[AttentionBackend], str]:
+    cls, reasons = backend_class(name), why_not(name, context)
     if reasons:
-        return reasons, None
+        raise UnsupportedError(
+            f"backend {name}: expected a model and device that it supports, got {len(reasons)} "
+            f"reason{'s' if len(reasons) > 1 else ''} against it: {'; '.join(reasons)}; choose another backend"
+        )
+    return cls, f"{name}: chosen by name"
+
+
+def _judge_all(context: BackendContext, *, stop_at_the_first: bool) -> list[Standing]:
+    """The one judgement: every backend against `context`, in static order, ranked.
+
+    Those with a measured time come first, since the fastest of them is chosen. With `stop_at_the_first` the others are
+    judged only until there is one to choose: to ask about a backend is to import it, which takes some seconds.
+    """
+    names = backend_names()
+    ranking = load_ranking() if context.device.type == "cuda" else Ranking()  # it says nothing of other devices
+    measured = [name for name in names if name in ranking.names and name != _LAST_RESORT]
+    found = {name: _judge(name, context) for name in measured}
+    relative = ranking.relative_times(
+        [name for name in measured if _serves(found[name])],
+        max_num_reqs=context.max_num_reqs,
+        max_seq_len=context.max_seq_len,
+    )
+    order = list(relative)
+    for name in names:
+        if stop_at_the_first and order:
+            break
+        if name not in found:
+            found[name] = _judge(name, context)
+        if _serves(found[name]) and name not in relative:
+            order.append(name)
+    return [
+        Standing(
+            name,
+            found[name].why_not,
+            found[name].by_name,
+            order.index(name) + 1 if name in order else None,
+            relative.get(name),
+        )
+        for name in names
+        if name in found
+    ]
+
+
+def _serves(standing: Standing) -> bool:
+    return not standing.why_not and standing.by_name is None
+
+
+def _judge(name: str, context: BackendContext) -> Standing:
+    """One backend against `context`, without its rank.
+
+    What a third party's class raises is a reason against it: the others are still to be asked. What one of our own
+    raises is a bug, and is raised.
+    """
+    question = "loading it"
     try:
-        return [], backend_class(name).why_only_by_name(context)
+        cls = backend_class(name)
+        question = "why_not"
+        reasons = cls.why_not(context)
+        question = "why_only_by_name"
+        return Standing(name, reasons, None if reasons else cls.why_only_by_name(context))
+    except (ConfigError, UnsupportedError) as error:
+        return Standing(name, [str(error)])
     except Exception as error:
-        return [_raised(name, "why_only_by_name", error)], None
+        if name in _BUILTIN:
+            raise
+        return Standing(name, [f"{question} raised {type(error).__name__}: {error}"])
 
 
-def _why_not_chosen(name: str, context: BackendContext) -> list[str]:
-    """Reasons against choosing it where none is named."""
-    reasons, by_name = _judge(name, context)
-    return reasons if by_name is None else [by_name]
-
-
-def _ranking_for(context: BackendContext) -> Ranking:
-    """The measured table, which says nothing of other kinds of device."""
-    return load_ranking() if context.device.type == "cuda" else Ranking()
-
-
-def _relative(ranking: Ranking, names: list[str], context: BackendContext) -> dict[str, float]:
-    return ranking.relative_times(names, max_num_reqs=context.max_num_reqs, max_seq_len=context.max_seq_len)
-
-
-def _fastest(relative: dict[str, float], ranking: Ranking) -> str:
-    (chosen, own), *others = relative.items()
+def _fastest(ranked: list[Standing]) -> str:
+    """Why the first of the measured ones is chosen."""
+    gpu, (chosen, *others) = load_ranking().gpu, ranked
     if not others:
-        return f"{chosen}: the only one that can serve of those measured on {ranking.gpu}"
-    slower = ", ".join(f"{name} {time:.2f}" for name, time in others)
-    return f"{chosen}: fastest of {len(relative)} that can serve ({own:.2f}; {slower} on {ranking.gpu})"
+        return f"{chosen.name}: the only one that can serve of those measured on {gpu}"
+    slower = ", ".join(f"{standing.name} {standing.relative:.2f}" for standing in others)
+    return f"{chosen.name}: fastest of {len(ranked)} that can serve ({chosen.relative:.2f}; {slower} on {gpu})"
 
 
-def _refused(names: list[str], refusals: dict[str, list[str]]) -> list[str]:
-    return [f"not {name} ({', '.join(refusals[name])})" for name in names if refusals.get(name)]
+def _definition(cls: type[AttentionBackend], name: str) -> object:
+    """The attribute as the class that defines it has it."""
+    return next(vars(base)[name] for base in cls.__mro__ if name in vars(base))
 
 
 def _third_party() -> dict[str, EntryPoint]:
@@ -223,7 +235,7 @@ def _load(entry: EntryPoint) -> type[AttentionBackend]:
             f"backend {entry.name}: expected {entry.value} to be importable, got {type(error).__name__}: {error}; "
             "repair or uninstall the package that declares it"
         ) from error
-    if not (isinstance(cls, type) and issubclass(cls, AttentionBackend) and cls.name == entry.name):
+    if not (isinstance(cls, type) and issubclass(cls, AttentionBackend) and getattr(cls, "name", None) == entry.name):
         raise ConfigError(
             f"backend {entry.name}: expected {entry.value} to be an AttentionBackend of that name, got {cls!r}; "
             "repair or uninstall the package that declares it"

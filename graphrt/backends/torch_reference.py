@@ -6,10 +6,9 @@ from typing import ClassVar
 
 import torch
 
-from graphrt.backends.base import AttentionBackend, AttentionLayer, BackendContext, Capabilities, GraphSupport
+from graphrt.backends.base import AttentionBackend, AttentionLayer, Capabilities, GraphSupport
 from graphrt.capture.descriptor import BatchDescriptor
 from graphrt.kernels.attention.arguments import ATTENTION_DTYPES, KV_DTYPES
-from graphrt.kernels.attention.options import FP8_DTYPES
 from graphrt.kernels.attention.reference import attention_reference
 from graphrt.kernels.types import KVLayout
 from graphrt.metadata import StepMetadata
@@ -31,28 +30,18 @@ class TorchReferenceBackend(AttentionBackend):
         logits_softcap=True,
         mixed=True,
         alibi=True,
+        alibi_sqrt=True,
         sinks=True,
         lse=True,
         batch_invariant=True,
     )
     graph_support: ClassVar[GraphSupport] = GraphSupport.ALWAYS
 
-    @classmethod
-    def why_not(cls, context: BackendContext) -> list[str]:
-        """As the base class, and: one dtype for queries and cache, unless the cache is fp8."""
-        reasons = super().why_not(context)
-        for spec in dict.fromkeys(context.attention):
-            if context.kv.dtype not in (spec.dtype, *FP8_DTYPES):
-                reasons.append(f"dtype {spec.dtype} with KV dtype {context.kv.dtype}: must be equal, or the cache fp8")
-        return list(dict.fromkeys(reasons))
-
-    def why_not_graph(self, descriptor: BatchDescriptor) -> str | None:
-        """As the base class; on CUDA nothing can be captured."""
-        if self.context.device.type == "cuda":
-            return (
-                f"backend {self.name} reads sequence lengths on the host, which a CUDA graph cannot hold; runs eagerly"
-            )
-        return super().why_not_graph(descriptor)
+    def also_why_not_graph(self, descriptor: BatchDescriptor) -> str | None:
+        """On CUDA nothing can be captured."""
+        if self.context.device.type != "cuda":
+            return None
+        return f"backend {self.name} reads sequence lengths on the host, which a CUDA graph cannot hold; runs eagerly"
 
     def run(
         self,

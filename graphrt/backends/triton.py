@@ -12,7 +12,6 @@ from graphrt.capture.descriptor import BatchDescriptor, GraphKind
 from graphrt.kernels.attention.arguments import ATTENTION_DTYPES, HEAD_DIMS, KV_DTYPES
 from graphrt.kernels.attention.attention import paged_attention
 from graphrt.kernels.attention.native import NATIVE_PAGE_MULTIPLE
-from graphrt.kernels.attention.options import FP8_DTYPES
 from graphrt.kernels.attention.plan import MAX_QUERY_LEN, AttentionPlan, AttentionWorkspace
 from graphrt.kernels.attention.work_list import schedule_attention
 from graphrt.kernels.errors import CaptureError
@@ -48,6 +47,7 @@ class TritonBackend(AttentionBackend):
         logits_softcap=True,
         mixed=True,
         alibi=True,
+        alibi_sqrt=True,
         sinks=True,
         lse=True,
         batch_invariant=True,
@@ -68,18 +68,14 @@ class TritonBackend(AttentionBackend):
         self._native &= context.kv.page_size % NATIVE_PAGE_MULTIPLE == 0
 
     @classmethod
-    def why_not(cls, context: BackendContext) -> list[str]:
-        """As the base class, and: the cache's dtype against the queries', the interpreter on CPU."""
-        reasons = super().why_not(context)
+    def also_why_not(cls, context: BackendContext) -> list[str]:
+        """On CPU, that the interpreter is missing; on a device of the CUDA kernel, that NVRTC is."""
         if context.device.type == "cpu" and not INTERPRETER_AVAILABLE:
-            reasons.append("device cpu: needs the Triton interpreter; set TRITON_INTERPRET=1 before triton is imported")
+            return ["device cpu: needs the Triton interpreter; set TRITON_INTERPRET=1 before triton is imported"]
         if context.device.type == "cuda" and torch.cuda.is_available() and runs_native(context.device):
             fault = nvrtc_fault()
-            reasons += [] if fault is None else [fault]
-        for spec in dict.fromkeys(context.attention):
-            if spec.dtype != context.kv.dtype and context.kv.dtype not in FP8_DTYPES:
-                reasons.append(f"dtype {spec.dtype} with KV dtype {context.kv.dtype}: must be equal, or the cache fp8")
-        return list(dict.fromkeys(reasons))
+            return [] if fault is None else [fault]
+        return []
 
     @classmethod
     def why_only_by_name(cls, context: BackendContext) -> str | None:

@@ -119,6 +119,7 @@ def make_context(cls: type[AttentionBackend], cells: Sequence[Cell], device: tor
         max_num_reqs=rows,
         max_num_tokens=rows,
         max_seq_len=max(cell.longest for cell in cells),
+        mixed_batches=False,
     )
 
 

@@ -1,4 +1,4 @@
-"""Comparisons of tensors that say where they differ, and attention in float64 to compare with."""
+"""Comparisons of tensors that say where they differ, and attention by its definition to compare with."""
 
 from __future__ import annotations
 
@@ -89,39 +89,39 @@ def attention_oracle(
     alibi_slopes: torch.Tensor | None = None,
     alibi_sqrt: bool = False,
     sinks: torch.Tensor | None = None,
+    dtype: torch.dtype = torch.float64,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention of one row by its definition, token by token, in float64 on the CPU. Returns out and lse.
+    """Attention of one row by its definition, on the CPU, with every operation in `dtype`. Returns out and lse.
 
     q              [query_len, num_q_heads, head_dim]     any dtype   token i is at position seq_len - query_len + i
-    k, v           [seq_len, num_kv_heads, head_dim]      any dtype   dequantised; query heads share KV heads in order
+    k, v           [seq_len, num_kv_heads, head_dim]      any dtype   dequantised, finite; query heads share KV heads
+                                                                      in order
     alibi_slopes   [num_q_heads]                          any dtype   like sinks; options as in AttentionOptions
-    out            [query_len, num_q_heads, head_dim]     float64     zeros for tokens that see nothing
-    lse            [query_len, num_q_heads]               float64     natural log of the denominator; -inf if it is 0
+    out            [query_len, num_q_heads, head_dim]     dtype       zeros for tokens that see nothing
+    lse            [query_len, num_q_heads]               dtype       natural log of the denominator; -inf if it is 0
     """
-    q, k, v = (x.detach().cpu().double() for x in (q, k, v))
-    query_len, seq_len, num_q_heads = q.shape[0], k.shape[0], q.shape[1]
-    k, v = (x.repeat_interleave(num_q_heads // k.shape[1], dim=1) for x in (k, v))
-    no_sinks = torch.empty(num_q_heads, 0, dtype=torch.float64)
-    extra = no_sinks if sinks is None else sinks.detach().cpu().double()[:, None]
-    outs, lses = [torch.empty_like(q[:0])], [torch.empty_like(q[:0, :, 0])]
-    for token in range(query_len):
-        position = seq_len - query_len + token
-        seen = torch.arange(seq_len)
-        if causal:
-            seen = seen[seen <= position]
-        if sliding_window:
-            seen = seen[seen > position - sliding_window]
-        logits = softmax_scale * torch.einsum("hd,shd->hs", q[token], k[seen])
-        if logits_softcap:
-            logits = logits_softcap * torch.tanh(logits / logits_softcap)
-        if alibi_slopes is not None:
-            distance = (position - seen).abs().double()
-            distance = distance.sqrt() if alibi_sqrt else distance
-            logits = logits - alibi_slopes.detach().cpu().double()[:, None] * distance
-        lse = torch.logsumexp(torch.cat((logits, extra), dim=1), dim=1)
-        outs.append(torch.einsum("hs,shd->hd", torch.exp(logits - lse[:, None]), v[seen])[None])
-        lses.append(lse[None])
-    return torch.cat(outs), torch.cat(lses)
+    q, k, v = (x.detach().cpu().to(dtype) for x in (q, k, v))
+    query_len, seq_len, num_kv_heads = q.shape[0], k.shape[0], k.shape[1]
+    at, where = torch.arange(seq_len - query_len, seq_len)[:, None], torch.arange(seq_len)
+    seen = where <= at if causal else torch.ones(query_len, seq_len, dtype=torch.bool)
+    if sliding_window:
+        seen = seen & (where > at - sliding_window)
+    by_kv_head = q.unflatten(1, (num_kv_heads, -1))  # [tokens, KV heads, group, head_dim]
+    logits = softmax_scale * torch.einsum("tkgd,skd->tkgs", by_kv_head, k).flatten(1, 2)
+    if logits_softcap:
+        logits = logits_softcap * torch.tanh(logits / logits_softcap)
+    if alibi_slopes is not None:
+        distance = (at - where).abs().to(dtype)
+        distance = distance.sqrt() if alibi_sqrt else distance
+        logits = logits - alibi_slopes.detach().cpu().to(dtype)[:, None] * distance[:, None]
+    logits = logits.masked_fill(~seen[:, None], float("-inf"))
+    if sinks is not None:
+        extra = sinks.detach().cpu().to(dtype)[None, :, None].expand(query_len, -1, -1)
+        logits = torch.cat((logits, extra), dim=2)
+    # Where nothing is seen the softmax is NaN. A NaN of the inputs is not hidden.
+    weights = torch.where(seen[:, None], torch.softmax(logits, 2)[..., :seq_len], 0.0)
+    out = torch.einsum("tkgs,skd->tkgd", weights.unflatten(1, (num_kv_heads, -1)), v)
+    return out.flatten(1, 2), torch.logsumexp(logits, 2)
 
 
 def _check_alike(actual: torch.Tensor, expected: torch.Tensor, name: str, *, same_dtype: bool) -> None:

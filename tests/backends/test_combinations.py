@@ -12,9 +12,10 @@ from graphrt.backends.base import AttentionBackend
 from graphrt.backends.registry import backend_class
 from graphrt.kernels.library import INTERPRETER_AVAILABLE
 from graphrt.kernels.types import KVLayout
+from graphrt.testing.backend_contract import check_steps
+from graphrt.testing.backend_features import ALIBI, WINDOW, Feature, declares
 from tests.backends import fake_packages, mocks
 from tests.backends.conftest import FLASHINFER_MODULES
-from tests.backends.contract import WINDOW, Feature, check, declares
 from tests.covering import covering_array
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
@@ -25,7 +26,7 @@ MASKS: dict[str, dict[str, Any]] = {
     "window": WINDOW,
     "softcap": {"logits_softcap": 2.0},
     "window_softcap": WINDOW | {"logits_softcap": 2.0},
-    "alibi": {"alibi": True},
+    "alibi": ALIBI,
     "sinks": {"sinks": True},
 }
 KINDS: dict[str, dict[str, Any]] = {"decode": {}, "query_len": {"query_len": 3}, "mixed": {"mixed": True}}
@@ -107,7 +108,7 @@ def test_combinations(
 ) -> None:
     if device is CPU and cls.name in fake_packages.PACKAGES:
         fake_packages.install_package(monkeypatch, cls.name, cls.package.module)
-    check(cls, feature, device, brief=True)
+    check_steps(cls, feature, device, brief=True)
 
 
 @pytest.mark.parametrize("name", ["triton", *fake_packages.PACKAGES, "torch_reference"])

@@ -1,7 +1,6 @@
-"""Every backend through one contract: replay is eager bitwise, right, and free of stale metadata, padding and NaN.
+"""Our own backends through the suite that other packages run: graphrt.testing.backend_contract.
 
-On CPU the three families of metadata stand in as mocks, and broken ones show that the check notices what it is for.
-Skips are the backend's own refusals, which name it.
+On CPU the three families of metadata stand in as mocks. Skips are the backend's own refusals, which name it.
 """
 
 from __future__ import annotations
@@ -14,112 +13,58 @@ import torch
 from graphrt.backends.base import AttentionBackend
 from graphrt.backends.registry import backend_class
 from graphrt.kernels.library import INTERPRETER_AVAILABLE
+from graphrt.testing.backend_contract import ContractCase, contract_cases
+from graphrt.testing.backend_features import FEATURES
 from tests.backends import fake_packages, mocks
-from tests.backends.contract import FEATURES, Feature, check, check_batch_invariance, check_retry, declares
 
-CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
-FAKES = {name: fake_packages.on_cpu(backend_class(name)) for name in fake_packages.PACKAGES}
-MOCKS = {cls.name: cls for cls in mocks.FAMILIES}
 ON_CUDA = ("triton", "flash_attn3", "flash_attn2", "flashinfer", "torch_reference")
+FAKES = {name: fake_packages.on_cpu(backend_class(name)) for name in fake_packages.PACKAGES}
 
 
-def cases(*features: str) -> list:
-    """Every backend with every one of the features that it declares."""
-    on_cpu = ["torch_reference", *MOCKS, *(["triton"] if INTERPRETER_AVAILABLE else [])]
-    params = []
-    for device, names in ((CPU, on_cpu), (CUDA, ON_CUDA)):
-        marks = [pytest.mark.gpu] if device is CUDA else []
-        for name in names:
-            cls = MOCKS.get(name) or backend_class(name)
-            for feature in features:
-                if declares(cls, FEATURES[feature], device):
-                    params.append(pytest.param(cls, feature, device, id=f"{name}-{device.type}-{feature}", marks=marks))
-    return params
+def cases() -> list:
+    """Every backend with everything that it declares.
+
+    Sizes and dtypes one by one are left out on CUDA and in the interpreter: test_combinations.py has them in pairs.
+    """
+    reference = backend_class("torch_reference")
+    found = [case for cls in (reference, *mocks.FAMILIES) for case in contract_cases(cls, devices=["cpu"])]
+    if INTERPRETER_AVAILABLE:
+        found += contract_cases(backend_class("triton"), devices=["cpu"], features=FEATURES, brief=True)
+    for name in ON_CUDA:
+        found += contract_cases(backend_class(name), devices=["cuda"], features=FEATURES)
+    gpu = [pytest.mark.gpu]
+    return [pytest.param(case, id=str(case), marks=gpu if case.device.type == "cuda" else []) for case in found]
 
 
-@pytest.mark.parametrize(("cls", "feature", "device"), cases("plain", "window", "softcap"))
-def test_masks(cls: type[AttentionBackend], feature: str, device: torch.device) -> None:
-    check(cls, FEATURES[feature], device)
+@pytest.mark.parametrize("case", cases())
+def test_contract(case: ContractCase) -> None:
+    case.run()
 
 
-@pytest.mark.parametrize(("cls", "feature", "device"), cases("alibi", "sinks", "sinks-many-splits", "lse", "fp8"))
-def test_extras(cls: type[AttentionBackend], feature: str, device: torch.device) -> None:
-    check(cls, FEATURES[feature], device)
-
-
-@pytest.mark.parametrize(("cls", "feature", "device"), cases("hnd", "query_len"))
-def test_shapes(cls: type[AttentionBackend], feature: str, device: torch.device) -> None:
-    check(cls, FEATURES[feature], device)
-
-
-@pytest.mark.parametrize(("cls", "feature", "device"), cases("mixed", "mixed-window", "mixed-fp8", "mixed-large-pages"))
-def test_mixed(cls: type[AttentionBackend], feature: str, device: torch.device) -> None:
-    """Captured where the backend has graphs for mixed batches, else eagerly."""
-    check(cls, FEATURES[feature], device)
-
-
-INVARIANT = ("batch_invariant", "batch_invariant-query_len", "batch_invariant-mixed")
-
-
-@pytest.mark.parametrize(("cls", "feature", "device"), cases(*INVARIANT))
-def test_batch_invariance(cls: type[AttentionBackend], feature: str, device: torch.device) -> None:
-    check_batch_invariance(cls, FEATURES[feature], device)
-
-
-@pytest.mark.parametrize(("cls", "feature", "device"), cases("plain", "mixed"))
-def test_allocate_and_capture_twice(cls: type[AttentionBackend], feature: str, device: torch.device) -> None:
-    check_retry(cls, FEATURES[feature], device)
-
-
-def fake_cases(*features: str) -> list:
+def fake_cases() -> list[ContractCase]:
     """The peers on CPU, over kernels that only compute as theirs do: what the backends themselves do is under test."""
-    params = []
-    for name, on_cpu in FAKES.items():
-        for feature in (FEATURES[f] for f in features or FEATURES):
+    found = []
+    for cls in FAKES.values():
+        for case in contract_cases(cls):
             # What the real kernels take in 16 bits alone.
-            asked = replace(feature, dtype=torch.bfloat16) if feature.kv_dtype is not None else feature
-            if declares(on_cpu, asked, CPU):
-                params.append(pytest.param(on_cpu, asked, id=f"{name}-{feature.id}"))
-    return params
+            fp8 = case.feature.kv_dtype is not None
+            found.append(replace(case, feature=replace(case.feature, dtype=torch.bfloat16)) if fp8 else case)
+    return found
 
 
-@pytest.mark.parametrize(("cls", "feature"), fake_cases())
-def test_peers_over_fake_kernels(
-    cls: type[AttentionBackend], feature: Feature, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("case", fake_cases(), ids=str)
+def test_peers_over_fake_kernels(case: ContractCase, monkeypatch: pytest.MonkeyPatch) -> None:
+    cls = case.backend
     fake_packages.install_package(monkeypatch, cls.name, cls.package.module)
-    check(cls, feature, CPU)
+    case.run()
 
 
-@pytest.mark.parametrize(("cls", "feature"), fake_cases("plain", "mixed"))
-def test_peers_over_fake_kernels_allocate_twice(
-    cls: type[AttentionBackend], feature: Feature, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    fake_packages.install_package(monkeypatch, cls.name, cls.package.module)
-    check_retry(cls, feature, CPU)
-
-
-@pytest.mark.parametrize(("cls", "feature"), fake_cases(*INVARIANT))
-def test_batch_invariance_over_fake_kernels(
-    cls: type[AttentionBackend], feature: Feature, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    fake_packages.install_package(monkeypatch, cls.name, cls.package.module)
-    check_batch_invariance(cls, feature, CPU)
-
-
-def test_a_row_that_depends_on_the_size_of_its_graph_is_noticed() -> None:
-    """As it would be with splits that follow from the number of rows."""
-    with pytest.raises(AssertionError, match="a row of 16 with others"):
-        check_batch_invariance(mocks.SplitsByRows, FEATURES["plain"], CPU)
-
-
-def test_buffers_of_the_first_attempt_are_noticed() -> None:
-    check(mocks.BuffersOfTheFirstAttempt, FEATURES["plain"], CPU)
-    with pytest.raises(AssertionError, match="max error"):
-        check_retry(mocks.BuffersOfTheFirstAttempt, FEATURES["plain"], CPU)
-
-
-@pytest.mark.parametrize("broken", mocks.BROKEN, ids=lambda cls: cls.name)
-def test_stale_metadata_is_noticed(broken: type) -> None:
-    with pytest.raises(AssertionError):
-        check(broken, FEATURES["plain"], CPU)
+def test_every_backend_has_its_cases() -> None:
+    """A backend without cases would pass."""
+    ids = [param.id for param in cases()]
+    for name in ON_CUDA:
+        for feature in ("plain", "mixed", "hnd", "plain-capture_twice"):
+            assert f"{name}-cuda-{feature}" in ids
+    classes: list[type[AttentionBackend]] = [backend_class("torch_reference"), *mocks.FAMILIES]
+    for cls in classes:
+        assert sum(name.startswith(f"{cls.name}-cpu-") for name in ids) > 15

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from graphrt.backends import peer, registry
-from graphrt.backends.base import BackendContext
+from graphrt.backends.base import AttentionBackend, BackendContext
 from graphrt.backends.flash_attn2 import FlashAttention2Backend
 from graphrt.backends.flash_attn3 import MAX_SPLITS, WORKSPACE_BYTES, FlashAttention3Backend
 from graphrt.backends.flashinfer import FlashInferBackend
@@ -96,8 +96,10 @@ def test_a_broken_package_is_a_reason_and_no_error(monkeypatch: pytest.MonkeyPat
         select_backend(asked, "flash_attn3")
 
 
-@pytest.mark.parametrize("predicate", ["why_not", "why_only_by_name"])
-def test_a_predicate_that_raises(predicate: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("predicate", "text"), [("also_why_not", "why_not raised"), ("why_only_by_name", "why_only_by_name raised")]
+)
+def test_a_predicate_that_raises(predicate: str, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A third party's is a reason against it; of one of ours it is a bug, which nothing hides."""
 
     def raises(context: BackendContext) -> list[str]:
@@ -107,9 +109,12 @@ def test_a_predicate_that_raises(predicate: str, monkeypatch: pytest.MonkeyPatch
     acme = type("Acme", (TorchReferenceBackend,), {"name": "acme", predicate: staticmethod(raises)})
     monkeypatch.setattr(registry, "_registered", {"acme": acme})
     (standing,) = (s for s in standings(asked) if s.name == "acme")
-    assert standing.why_not == [f"{predicate} raised ZeroDivisionError: a bug"]
+    assert standing.why_not == [f"{text} ZeroDivisionError: a bug"]
     assert standing.rank is None
     assert select_backend(asked)[0].name != "acme"
+    if predicate == "also_why_not":
+        with pytest.raises(UnsupportedError, match=r"backend acme: .* why_not raised ZeroDivisionError: a bug; choose"):
+            select_backend(asked, "acme")
     monkeypatch.setattr(TorchReferenceBackend, predicate, raises)
     with pytest.raises(ZeroDivisionError):
         select_backend(asked)
@@ -117,18 +122,86 @@ def test_a_predicate_that_raises(predicate: str, monkeypatch: pytest.MonkeyPatch
         standings(asked)
 
 
-@pytest.mark.parametrize(
-    ("declared", "complaint"),
-    [
-        ({"capabilities": None}, r"expected Acme.capabilities to be of Capabilities, got None"),
-        ({"graph_support": 3}, r"expected Acme.graph_support to be of GraphSupport, got 3"),
-        ({"capabilities": replace(TorchReferenceBackend.capabilities, page_sizes=())}, r"page_sizes to name some"),
-    ],
-)
-def test_a_class_that_declares_too_little(declared: dict[str, object], complaint: str) -> None:
+def classmethod_of(result: object) -> classmethod:
+    return classmethod(lambda cls, context: result)
+
+
+@pytest.mark.parametrize("result", [None, "no", ("no",), [1], ["no", 1]], ids=str)
+def test_reasons_that_are_no_list_of_texts(result: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    """None would else be taken for no reason, and a text for a reason per letter."""
+    acme = type("Acme", (TorchReferenceBackend,), {"name": "acme", "also_why_not": classmethod_of(result)})
+    monkeypatch.setattr(registry, "_registered", {"acme": acme})
+    (reason,) = registry.why_not("acme", context())
+    assert reason == f"Acme.also_why_not: expected a list of reasons, got {result!r}; [] is none"
+
+
+DECLARATIONS = {
+    "name": ({"name": "a-b"}, r"Acme\.name: expected an identifier, got 'a-b'"),
+    "no-name": ({"name": None}, r"Acme\.name: expected an identifier, got None"),
+    "capabilities": ({"capabilities": None}, r"Acme\.capabilities: expected Capabilities, got None"),
+    "graph_support": ({"graph_support": 3}, r"Acme\.graph_support: expected GraphSupport, got 3"),
+    "fill-high": ({"seq_len_fill": 2}, r"Acme\.seq_len_fill: expected an int from 0 to 1, got 2"),
+    "fill-low": ({"seq_len_fill": -1}, r"Acme\.seq_len_fill: expected an int from 0 to 1, got -1"),
+    "quantises": ({"quantises_queries": None}, r"Acme\.quantises_queries: expected True or False, got None"),
+    "why_not": (
+        {"why_not": classmethod_of([])},
+        r"Acme\.why_not: expected the inherited one, got another, .*; define also_why_not instead",
+    ),
+    "why_not_graph": (
+        {"why_not_graph": lambda self, descriptor: None},
+        r"Acme\.why_not_graph: expected the inherited one, .*; define also_why_not_graph instead",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", DECLARATIONS)
+def test_a_class_that_declares_too_little(case: str) -> None:
+    declared, complaint = DECLARATIONS[case]
     with pytest.raises(ConfigError, match=complaint):
         registry.register_backend(type("Acme", (TorchReferenceBackend,), {"name": "acme", **declared}))
     assert "acme" not in registry.backend_names()
+
+
+def test_a_class_without_run() -> None:
+    have = TorchReferenceBackend
+    attributes = {"name": "acme", "capabilities": have.capabilities, "graph_support": have.graph_support}
+    with pytest.raises(ConfigError, match=r"Acme\.run: expected a definition, got none"):
+        registry.register_backend(type("Acme", (AttentionBackend,), attributes))
+
+
+@pytest.mark.parametrize("name", registry.backend_names())
+def test_our_own_declare_enough(name: str) -> None:
+    """They are not registered, so nothing else looks."""
+    registry.check_declaration(registry.backend_class(name))
+
+
+CAPABILITIES = {
+    "text": ("devices", "cuda"),
+    "list": ("devices", ["cuda"]),
+    "none": ("devices", None),
+    "dtypes": ("dtypes", (torch.float16, "bfloat16")),
+    "kv_dtypes": ("kv_dtypes", ()),
+    "head_dims": ("head_dims", ()),
+    "head_dims-float": ("head_dims", (64, 1.5)),
+    "page_sizes": ("page_sizes", ()),
+    "page_sizes-range": ("page_sizes", range(4)),
+    "layouts": ("layouts", ("NHD",)),
+    "max_query_len": ("max_query_len", 0),
+    "mixed": ("mixed", "no"),
+    "sinks": ("sinks", None),
+}
+
+
+@pytest.mark.parametrize("case", CAPABILITIES)
+def test_capabilities_of_a_wrong_type(case: str) -> None:
+    field, value = CAPABILITIES[case]
+    with pytest.raises(ConfigError, match=rf"Capabilities\.{field}: expected .*, got "):
+        replace(TorchReferenceBackend.capabilities, **{field: value})
+
+
+def test_anything_is_said_with_none() -> None:
+    anything = replace(TorchReferenceBackend.capabilities, head_dims=None, page_sizes=None, max_query_len=1)
+    assert (anything.head_dims, anything.page_sizes) == (None, None)
 
 
 @pytest.mark.parametrize("cls", PEERS, ids=lambda c: c.name)
@@ -139,7 +212,7 @@ def test_extras_ask_for_the_version_that_the_backend_wants(cls: type[peer.PeerBa
 
 def test_importing_the_backends_imports_no_package() -> None:
     code = (
-        "import sys; from graphrt.backends.registry import backend_class, backend_names, explain\n"
+        "import sys; from graphrt.backends.registry import backend_class, backend_names\n"
         "for name in backend_names(): backend_class(name).unavailable()\n"
         "print(sorted({'flash_attn', 'flash_attn_interface', 'flashinfer'} & sys.modules.keys()))"
     )
@@ -155,7 +228,7 @@ REFUSALS = {
             device=CUDA, page_size=16, kv_dtype=torch.float8_e4m3fn,
         ),
         ["page_size 16: supports 256", "KV dtype torch.float8_e4m3fn: supports", "head_dim 96: supports 64, 128, 256",
-         "sinks: not supported", "alibi_sqrt: not supported, the distance itself only"],
+         "sinks: not supported", "alibi_sqrt: not supported"],
     ),
     "flash_attn3": (
         FlashAttention3Backend,

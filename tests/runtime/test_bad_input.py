@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 
 import numpy as np
@@ -9,6 +10,7 @@ import pytest
 import torch
 
 from graphrt.batch import Batch, Row
+from graphrt.capture.descriptor import BatchDescriptor
 from graphrt.config import RuntimeConfig
 from graphrt.handle import StepFaultError
 from graphrt.kernels.cache.write import Rotary
@@ -55,7 +57,6 @@ def good(**changes) -> dict:
 
 
 HOST = {
-    "empty": (good(row_ids=[], seq_lens=[], tokens=[], page_indptr=[0], page_ids=[]), ShapeError, "at least 1 request"),
     "too-many-rows": (
         good(row_ids=range(9), seq_lens=[1] * 9, tokens=[1] * 9, page_indptr=range(10), page_ids=range(1, 10)),
         CapacityError,
@@ -77,6 +78,33 @@ HOST = {
     "token-count": (good(tokens=[1, 2, 3]), ShapeError, "expected 2 tokens, the sum of query_lens, got 3"),
     "indptr-decreases": (good(page_indptr=[0, 3, 2]), ShapeError, "non-decreasing values from 0 to len"),
     "indptr-end": (good(page_indptr=[0, 1, 3]), ShapeError, r"page_ids\)=2"),
+    "wide-token": (good(tokens=2**32 + 11), ShapeError, r"batch.tokens: expected one dimension, got shape \[\]"),
+    "wide-row-id": (good(row_ids=[2**32, 1]), ShapeError, "values that fit int32, got 4294967296"),
+    "low-row-id": (good(row_ids=[-(2**32), 1]), ShapeError, "values that fit int32, got -4294967296"),
+    "huge": (good(row_ids=[2**70, 1]), ShapeError, "batch.row_ids: expected int32 values"),
+    "ragged": (good(page_ids=[[5], [6, 7]]), ShapeError, "batch.page_ids: expected int32 values in one dimension"),
+    "bf16": (good(seq_lens=torch.ones(2, dtype=torch.bfloat16)), ShapeError, "batch.seq_lens: expected int32 values"),
+    "grad": (good(temperatures=torch.ones(2, requires_grad=True)), ShapeError, "batch.temperatures: expected float32"),
+    "none": (good(seq_lens=None), ShapeError, "batch.seq_lens: expected int32 values, got object"),
+    "negative-queries": (good(query_lens=[-1, 3]), ShapeError, "expected >= 1 new token per row, got -1"),
+    "8-gigabytes": (
+        {"row_ids": [0], "seq_lens": [1], "query_lens": [2**31 - 1], "page_indptr": [0, 1], "page_ids": [5]},
+        ShapeError,
+        "expected at most 65536 tokens, got 2147483647",
+    ),
+    "many-rows": (
+        {"row_ids": range(65537), "seq_lens": [1] * 65537, "page_indptr": [0] * 65538, "page_ids": []},
+        ShapeError,
+        "expected at most 65536 rows, got 65537",
+    ),
+    "hot-nan": (good(temperatures=[0, float("nan")]), ShapeError, "batch.temperatures: expected finite numbers >= 0"),
+    "hot-negative": (good(temperatures=[0, -1e-9]), ShapeError, "batch.temperatures: expected finite numbers >= 0"),
+    "hot-infinite": (good(temperatures=[float("inf"), 0]), ShapeError, "batch.temperatures: expected finite numbers"),
+    "hot-beyond-float32": (good(temperatures=[1e39, 0]), ShapeError, "batch.temperatures: expected finite numbers"),
+    "seed-negative": (good(seeds=[0, -1]), ShapeError, "batch.seeds: expected values that fit uint32, got -1"),
+    "seed-wide": (good(seeds=[0, 2**32]), ShapeError, "batch.seeds: expected values that fit uint32, got 4294967296"),
+    "seed-float": (good(seeds=[0.5, 0]), ShapeError, "batch.seeds: expected uint32 values, got float64"),
+    "sample-2": (good(sample=[0, 2]), ShapeError, "batch.sample: expected 0 or 1 for each row, got 0 to 2"),
     "page-list-too-long": (
         good(page_indptr=[0, 1, 300], page_ids=[1] * 300), CapacityError, r"at most \d+ pages listed",
     ),
@@ -121,7 +149,7 @@ DEVICE = {
     "null-page": (rows({"pages": [0, 41]}, {}), 0, FaultCode.PAGE_OUT_OF_RANGE, 0),
     "token-too-big": (rows({"tokens": [VOCAB]}, {}), 0, FaultCode.TOKEN_OUT_OF_RANGE, VOCAB),
     "token-negative": (rows({"tokens": [-9]}, {}), 0, FaultCode.TOKEN_OUT_OF_RANGE, -9),
-    "no-last-token": (rows({}, {"row_id": 6, "tokens": [TOKEN_FROM_ROW]}), 1, FaultCode.TOKEN_OUT_OF_RANGE, -1),
+    "no-last-token": (rows({}, {"row_id": 6, "tokens": [TOKEN_FROM_ROW]}), 1, FaultCode.NO_LAST_TOKEN, 6),
     "same-row-id": (rows({}, {"row_id": 0}), 0, FaultCode.DUPLICATE_ROW, 0),
     "same-slot": (rows({}, {"pages": [41], "seq_len": 1}), 0, FaultCode.DUPLICATE_SLOT, 41 * 4),
 }
@@ -407,8 +435,129 @@ def test_a_backend_that_cannot_serve_says_all_reasons() -> None:
         manager(backend="triton", spec=attention, cache=KVCache.allocate(spec, 10, CPU))
 
 
-def test_arrays_of_the_wrong_dtype_given_to_the_raw_constructor() -> None:
+def test_there_is_one_door_to_a_batch(rig: Rig) -> None:
+    """`dataclasses.replace` goes through it too, and fields cannot be set."""
     batch = Batch(**good())
-    wrong = Batch(**{f: getattr(batch, f) for f in Batch.__dataclass_fields__} | {"temperatures": np.zeros(2)})
-    with pytest.raises(ShapeError, match="temperatures: expected float32, got float64"):
-        make_rig(CPU).manager.replay(wrong)
+    for change, text in (
+        ({"tokens": [2**32 + 11, 1]}, "values that fit int32"),
+        ({"row_ids": [0.5, 1]}, "batch.row_ids: expected int32 values, got float64"),
+        ({"seeds": [1.5, 2]}, "batch.seeds: expected uint32 values"),
+        ({"query_lens": [2, 1]}, "expected 3 tokens, the sum of query_lens, got 2"),
+    ):
+        with pytest.raises(ShapeError, match=text):
+            dataclasses.replace(batch, **change)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        batch.tokens = np.array([1, 2])
+    assert dataclasses.replace(batch, tokens=[8, 9]).tokens.tolist() == [8, 9]
+    assert batch == Batch(**good())
+    assert batch != Batch(**good(tokens=[3, 5]))
+    assert batch != "batch"
+    assert_works(rig)
+
+
+def test_arrays_of_the_right_dtype_are_kept() -> None:
+    ids = np.array([5, 6], np.int32)
+    assert Batch(**good(page_ids=ids)).page_ids is ids
+
+
+@pytest.mark.parametrize(
+    "thing",
+    [None, "batch", [], {"row_ids": [0]}, Row(0, [1], 1, [5]), [Row(0, [1], 1, [5])]],
+    ids=["none", "text", "list", "dict", "row", "rows"],
+)
+def test_what_is_no_batch_is_refused(rig: Rig, thing: object) -> None:
+    for call in (rig.manager.replay, rig.manager.compare):
+        with pytest.raises(ShapeError, match="batch: expected Batch, got"):
+            call(thing)
+    assert_works(rig)
+
+
+ROWS = {
+    "no-list": (Row(0, [1], 1, [5]), "rows: expected a sequence of Row, got Row"),
+    "none": ([None], r"rows\[0\]: expected a Row, got NoneType"),
+    "tokens-none": ([Row(0, None, 1, [5])], r"rows\[0\].tokens: expected a list or array of ints, got NoneType"),
+    "tokens-text": ([Row(0, "1", 1, [5])], r"rows\[0\].tokens: expected a list or array of ints, got str"),
+    "pages-none": ([Row(0, [1], 1, [5]), Row(1, [1], 1, None)], r"rows\[1\].pages: expected a list or array of ints"),
+    "pages-float": ([Row(0, [1], 1, [5.0])], "batch.page_ids: expected int32 values"),
+    "pages-nested": ([Row(0, [1], 1, [[5]])], "batch.page_ids: expected one dimension"),
+    "seq-len-none": ([Row(0, [1], None, [5])], "batch.seq_lens: expected int32 values"),
+    "row-id-none": ([Row(None, [1], 1, [5])], "batch.row_ids: expected int32 values"),
+    "temperature-none": ([Row(0, [1], 1, [5], temperature=None)], "batch.temperatures: expected float32 values"),
+    "seed-none": ([Row(0, [1], 1, [5], seed=None)], "batch.seeds: expected uint32 values"),
+    "no-tokens": ([Row(0, [], 1, [5])], "expected >= 1 new token per row, got 0"),
+}
+
+
+@pytest.mark.parametrize("case", ROWS)
+def test_rows_that_make_no_batch_are_named(case: str) -> None:
+    rows, text = ROWS[case]
+    with pytest.raises(ShapeError, match=text):
+        Batch.from_rows(rows)
+
+
+def test_rows_may_hold_lists_tuples_and_arrays() -> None:
+    rows = [Row(0, (3,), 5, np.array([40, 41], np.int32)), Row(1, [4], 2, [42]), Row(2, range(2), 2, (43,))]
+    batch = Batch.from_rows(rows)
+    assert batch.tokens.tolist() == [3, 4, 0, 1]
+    assert batch.page_ids.tolist() == [40, 41, 42, 43]
+    assert batch.page_indptr.tolist() == [0, 2, 3, 4]
+    assert Batch.from_rows([]) == Batch.empty()
+
+
+def built(**changes: object) -> ReplayManager:
+    spec = KVCacheSpec(LAYERS, KV_HEADS, HEAD_DIM, 4, dtype=torch.float32)
+    arguments = {
+        "model": ToyModel(CPU, torch.float32),
+        "kv_cache": KVCache.allocate(spec, 8, CPU),
+        "attention": AttentionSpec(HEADS, KV_HEADS, HEAD_DIM, torch.float32),
+        "vocab_size": VOCAB,
+        "config": RuntimeConfig(max_num_reqs=2, max_num_tokens=4, max_seq_len=8),
+    }
+    return ReplayManager(**{**arguments, **changes})
+
+
+NO_MANAGER = {
+    "model": ({"model": "abc"}, "model: expected a callable, got 'abc'"),
+    "kv_cache": ({"kv_cache": None}, "kv_cache: expected KVCache, got None"),
+    "attention": ({"attention": "abc"}, "attention: expected a list or tuple of AttentionSpec"),
+    "attention-item": ({"attention": [None] * LAYERS}, r"attention\[0\]: expected AttentionSpec, got None"),
+    "sampler": ({"sampler": "abc"}, "sampler: expected a callable, got 'abc'"),
+    "weights": ({"weights": "abc"}, "weights: expected pairs of a name and a tensor, got 'abc'"),
+    "weights-items": ({"weights": [("a", 1)]}, r"weights\[0\]: expected a name and a tensor"),
+    "config": ({"config": {}}, "config: expected RuntimeConfig, got {}"),
+    "stream": ({"stream": 0}, "stream: expected None with a cache on cpu, got 0"),
+    "vocab": ({"vocab_size": 0}, "vocab_size: expected an int from 1 to 1048576, got 0"),
+    "vocab-too-large-for-the-sampler": ({"vocab_size": (1 << 20) + 1}, "vocab_size: expected an int from 1 to 1048576"),
+}
+
+
+@pytest.mark.parametrize("case", NO_MANAGER)
+def test_what_makes_no_manager_is_named(case: str) -> None:
+    changes, text = NO_MANAGER[case]
+    with pytest.raises(ConfigError, match=text):
+        built(**changes)
+    built().close()
+
+
+def test_a_sampler_of_the_caller_s_takes_any_vocabulary() -> None:
+    built(vocab_size=(1 << 20) + 1, sampler=lambda logits, step: logits.argmax(-1)).close()
+
+
+DESCRIPTORS = {
+    "type": ("decode", ConfigError, "descriptor: expected BatchDescriptor, got 'decode'"),
+    "unknown": (BatchDescriptor.decode(3), ConfigError, "expected a size of this runtime's ladders, got decode"),
+    "query_len": (BatchDescriptor.decode(2, 2), ConfigError, "expected a size of this runtime's ladders"),
+    "beyond": (BatchDescriptor.decode(64), ConfigError, "expected a size of this runtime's ladders"),
+    "small": (BatchDescriptor.decode(1), CapacityError, "room for 2 requests and 2 tokens, got decode"),
+}
+
+
+@pytest.mark.parametrize("case", DESCRIPTORS)
+def test_sizes_that_a_batch_cannot_run_at_are_refused(rig: Rig, case: str) -> None:
+    descriptor, error, text = DESCRIPTORS[case]
+    with pytest.raises(error, match=text):
+        rig.manager.replay(Batch(**good()), descriptor=descriptor)
+    uneven = Batch(**good(seq_lens=[2, 1], query_lens=[2, 1], tokens=[3, 4, 5]))
+    with pytest.raises(CapacityError, match="of uneven rows, got decode"):
+        rig.manager.replay(uneven, descriptor=BatchDescriptor.decode(8))
+    assert_works(rig)

@@ -73,7 +73,9 @@ def test_faults_are_compared_and_not_raised(device: torch.device) -> None:
 def test_steps_in_flight_keep_their_results(device: torch.device) -> None:
     rig = make_rig(device)
     handles = [rig.manager.replay(prompt(t)) for t in range(3)]
+    counted = rig.manager.stats().replays.total(), rig.manager.stats().padded_tokens
     assert rig.manager.compare(prompt(5)).equal
+    assert (rig.manager.stats().replays.total(), rig.manager.stats().padded_tokens) == counted
     assert [int(h.tokens()[0]) for h in handles] == [int(rig.model.oracle([t]).argmax()) for t in range(3)]
     with pytest.raises(ReplayError, match="expected the latest step"):
         handles[-1].logits()
@@ -82,6 +84,6 @@ def test_steps_in_flight_keep_their_results(device: torch.device) -> None:
 def test_a_batch_without_a_graph_has_nothing_to_compare(device: torch.device) -> None:
     rig = make_rig(device, mixed_sizes=())
     with pytest.raises(
-        ReplayError, match="compare: expected a batch that replays a graph, got one that does not: no mixed"
+        ReplayError, match="expected a batch that replays a graph, got one that does not: no mixed"
     ):
         rig.manager.compare(prompt(1, 2, 3))

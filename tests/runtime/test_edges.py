@@ -28,7 +28,7 @@ ATTENTION = AttentionSpec(HEADS, KV_HEADS, HEAD_DIM, torch.float32)
 
 def one(token: int = 3, **changes) -> Batch:
     """A row of one token on page 5."""
-    return Batch.of(
+    return Batch(
         **{"row_ids": [0], "seq_lens": [1], "tokens": [token], "page_indptr": [0, 1], "page_ids": [5]} | changes
     )
 
@@ -144,8 +144,8 @@ def shared() -> Rig:
 def test_each_argument_of_a_batch_is_named_alone(shared: Rig, case: str) -> None:
     changes, name = MALFORMED[case]
     with pytest.raises(ShapeError, match=rf"\b{name}: "):
-        shared.manager.replay(Batch.of(**TWO | changes))
-    assert shared.manager.replay(Batch.of(**TWO)).tokens().tolist() == [greedy(shared, [3]), greedy(shared, [4])]
+        shared.manager.replay(Batch(**TWO | changes))
+    assert shared.manager.replay(Batch(**TWO)).tokens().tolist() == [greedy(shared, [3]), greedy(shared, [4])]
 
 
 def test_rows_become_arrays_field_by_field() -> None:
@@ -174,7 +174,7 @@ def test_a_step_carries_temperatures_and_seeds_above_two_to_the_31(device: torch
     rig = make_rig(device, decode_sizes=(4,))
     seeds, heat = [2**31 - 1, 2**31, 2**32 - 1], [0.5, 0.0, 1.25]
     rig.manager.replay(
-        Batch.of(
+        Batch(
             row_ids=[5, 3, 1], seq_lens=[1, 1, 1], tokens=[7, 8, 9], page_indptr=[0, 1, 2, 3], page_ids=[5, 6, 7],
             temperatures=heat, seeds=seeds,
         )
@@ -242,7 +242,7 @@ def test_a_cache_of_two_pages_is_enough_and_one_is_not() -> None:
                 KVCache(SPEC, k, v)
     runtime = manager(cache=KVCache(SPEC, k, v), max_seq_len=4)
     runtime.capture()
-    batch = Batch.of(row_ids=[0], seq_lens=[4], query_lens=[4], tokens=[1, 2, 3, 4], page_indptr=[0, 1], page_ids=[1])
+    batch = Batch(row_ids=[0], seq_lens=[4], query_lens=[4], tokens=[1, 2, 3, 4], page_indptr=[0, 1], page_ids=[1])
     assert runtime.replay(batch).tokens().tolist() == [int(ToyModel(CPU, torch.float32).oracle([1, 2, 3, 4]).argmax())]
     assert PageAllocator(2).allocate(1) == [1]
     assert PageAllocator(2, null_page=1).allocate(1) == [0]

@@ -44,6 +44,7 @@ class Recording(AttentionBackend):
         logits_softcap=True,
         mixed=True,
         alibi=True,
+        alibi_sqrt=True,
         sinks=True,
         lse=True,
         batch_invariant=True,
@@ -61,7 +62,13 @@ class Recording(AttentionBackend):
 class Bare(Recording):
     name = "bare"
     capabilities = replace(
-        Recording.capabilities, kv_dtypes=(F32,), alibi=False, sinks=False, lse=False, batch_invariant=False
+        Recording.capabilities,
+        kv_dtypes=(F32,),
+        alibi=False,
+        alibi_sqrt=False,
+        sinks=False,
+        lse=False,
+        batch_invariant=False,
     )
 
 

@@ -33,7 +33,7 @@ BROKEN = "import a_package_that_nobody_has\n"
 PROBE = """
 import json, sys
 import torch
-from graphrt.backends.registry import backend_names, explain, select_backend
+from graphrt.backends.registry import backend_names, select_backend, standings
 from graphrt.kernels.errors import ConfigError
 from graphrt.backends.base import BackendContext
 from graphrt.spec import AttentionSpec, KVCacheSpec
@@ -45,7 +45,7 @@ context = BackendContext((spec,), KVCacheSpec(1, 2, 16, 4, dtype=torch.float32),
 cls, reason = select_backend(context, "acme")
 report = {"names": names, "class": f"{cls.__module__}:{cls.__name__}", "reason": reason}
 report["chosen"] = select_backend(context)[1]
-report["explained"] = {name: reasons for name, reasons in explain(context) if name.startswith("acme")}
+report["explained"] = {s.name: s.why_not for s in standings(context) if s.name.startswith("acme")}
 report["errors"] = {}
 for name in (name for name in names if name.startswith("acme_")):
     try:

@@ -1,0 +1,115 @@
+"""How near a backend's results must be to float64: at most twice the error of plain torch in the same dtype."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from graphrt.kernels.attention.options import AttentionOptions
+from graphrt.testing.numerics import assert_accurate, attention_oracle
+
+E4M3 = torch.float8_e4m3fn
+_E4M3_MAX = 448.0
+_FP8_LSE_FLOOR = 2**-10  # sums of products of fp8 have 14 bits or so, beside the rounding of queries
+
+
+@dataclass(frozen=True, slots=True)
+class DenseRow:
+    """One row of a step for one layer, on the host: queries of the new tokens, all keys and values, dequantised."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+
+
+def check_rows(
+    name: str,
+    out: torch.Tensor,
+    lse: torch.Tensor | None,
+    rows: Sequence[DenseRow],
+    options: AttentionOptions,
+    *,
+    quantised_queries: bool,
+) -> None:
+    """Raise AssertionError unless the results of packed rows are accurate, and those of pad tokens are as agreed.
+
+    out   [padded_tokens, num_q_heads, head_dim]
+    lse   [padded_tokens, num_q_heads]  float32   None where it was not asked for
+    """
+    tokens = sum(row.q.shape[0] for row in rows)
+    pads = out[tokens:]
+    if not bool((pads == 0).all()):
+        got = pads[pads != 0][0].item()  # NaN is one
+        raise AssertionError(f"{name}: expected zeros in the pad tokens {tokens} to {len(out) - 1}, got {got:.3g}")
+    if lse is not None:
+        _check_lse_of_pads(name, lse[tokens:], options.sinks)
+    if not rows:
+        return
+    exact = _packed([_oracle(row, options, torch.float64) for row in rows])
+    if quantised_queries:
+        plain = _packed([_oracle_in_e4m3(row, options) for row in rows])
+    else:
+        plain = _packed([_oracle(row, options, row.q.dtype) for row in rows])
+    assert_accurate(out[:tokens], plain=plain[0].to(out.dtype), exact=exact[0], name=f"{name}: output")
+    if lse is None:
+        return
+    if quantised_queries:
+        error, bound = (lse[:tokens].double() - exact[1]).abs().max(), (plain[1] - exact[1]).abs().max()
+        if not float(error) <= 2 * float(bound) + _FP8_LSE_FLOOR:  # NaN is refused too
+            raise AssertionError(f"{name}: log-sum-exp: expected an error of at most {2 * bound:.3g}, got {error:.3g}")
+    else:
+        assert_accurate(lse[:tokens], plain=plain[1], exact=exact[1], name=f"{name}: log-sum-exp")
+
+
+def _check_lse_of_pads(name: str, lse: torch.Tensor, sinks: torch.Tensor | None) -> None:
+    good = lse == -math.inf
+    if sinks is not None:
+        good |= lse == sinks.cpu()
+    if not bool(good.all()):
+        wanted = "-inf" if sinks is None else "-inf or the sink"
+        raise AssertionError(f"{name}: log-sum-exp: expected {wanted} in pad tokens, got {lse[~good][0].item()}")
+
+
+def _packed(results: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.cat([out for out, _ in results]), torch.cat([lse for _, lse in results])
+
+
+def _oracle(row: DenseRow, options: AttentionOptions, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    return attention_oracle(
+        row.q,
+        row.k,
+        row.v,
+        softmax_scale=options.softmax_scale,
+        sliding_window=options.sliding_window,
+        logits_softcap=options.logits_softcap,
+        alibi_slopes=options.alibi_slopes,
+        alibi_sqrt=options.alibi_sqrt,
+        sinks=options.sinks,
+        dtype=dtype,
+    )
+
+
+def _oracle_in_e4m3(row: DenseRow, options: AttentionOptions) -> tuple[torch.Tensor, torch.Tensor]:
+    """As kernels with fp8 products compute it: queries are rounded to e4m3, with a scale per row and KV head, and
+    probabilities too. Everything else is in float64. Window and sinks are its only options."""
+    heads, (query_len, seq_len) = row.k.shape[1], (row.q.shape[0], row.k.shape[0])
+    q = row.q.cpu().float().unflatten(1, (heads, -1))
+    scale = torch.exp2(torch.ceil(torch.log2(q.abs().amax((0, 2, 3)) / _E4M3_MAX)))[:, None, None]
+    rounded = ((q / scale).to(E4M3).float() * scale).double()
+    logits = torch.einsum("tkgd,nkd->tkgn", rounded, row.k.double()) * options.softmax_scale
+    at = torch.arange(seq_len - query_len, seq_len)[:, None, None, None]
+    where = torch.arange(seq_len)
+    seen = where <= at
+    if options.sliding_window:
+        seen = seen & (where > at - options.sliding_window)
+    logits, v = logits.masked_fill(~seen, -math.inf), row.v.double()
+    if options.sinks is not None:  # one more key, of no value
+        sinks = options.sinks.cpu().double().view(1, heads, -1, 1)
+        logits = torch.cat([logits, sinks.expand(query_len, -1, -1, -1)], -1)
+        v = torch.nn.functional.pad(v, (0, 0, 0, 0, 0, 1))
+    weights = (logits - logits.amax(-1, keepdim=True)).exp()
+    result = torch.einsum("tkgn,nkd->tkgd", weights.float().to(E4M3).double(), v) / weights.sum(-1, keepdim=True)
+    return result.flatten(1, 2), torch.logsumexp(logits, -1).flatten(1)

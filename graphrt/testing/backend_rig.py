@@ -1,0 +1,360 @@
+"""A backend over static tensors, driven as the runtime drives it: one captured size, one step after the other."""
+
+from __future__ import annotations
+
+import contextlib
+import unittest
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, fields, is_dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from graphrt.backends.base import AttentionBackend, AttentionLayer, BackendContext
+from graphrt.batch import Batch
+from graphrt.capture.descriptor import BatchDescriptor
+from graphrt.capture.graph import CapturedGraph, Recorder
+from graphrt.capture.recorder import make_recorder
+from graphrt.kernels.types import PAD_SLOT_ID, KVLayout
+from graphrt.metadata import StepMetadata
+from graphrt.spec import AttentionSpec, KVCacheSpec
+from graphrt.testing.backend_accuracy import E4M3, DenseRow, check_rows
+from graphrt.testing.backend_features import ROWS, SEED, Feature, contexts_of
+
+NAN = float("nan")
+UNWRITTEN = 777.0
+Rows = tuple[tuple[int, int], ...]
+"""(seq_len, query_len) of each row of a step."""
+
+
+@dataclass
+class DenseSequence:
+    """One row of a step, dense and on the host: queries, stored keys and stored values of every layer."""
+
+    seq_len: int
+    query_len: int
+    q: list[torch.Tensor]
+    k: list[torch.Tensor]
+    v: list[torch.Tensor]
+
+
+@dataclass
+class Rig:
+    """A backend, the static tensors of one descriptor, and what was written to them last.
+
+    `write` is what an upload and a refresh do. `replayed` and `eager` run the step and return every layer's output,
+    then every layer's log-sum-exp, on the host. `check` compares these with float64.
+    """
+
+    backend: AttentionBackend
+    feature: Feature
+    descriptor: BatchDescriptor
+    layers: list[AttentionLayer]
+    sinks: list[torch.Tensor | None]
+    q: list[torch.Tensor]
+    out: list[torch.Tensor]
+    lse: list[torch.Tensor]
+    metadata: StepMetadata
+    rng: torch.Generator
+    graph: CapturedGraph | None = None
+    recorder: Recorder | None = None
+    written: list[DenseSequence] = field(default_factory=list)
+    batch: Batch | None = None
+    before: list[tuple[str, torch.Tensor]] = field(default_factory=list)
+
+    @property
+    def context(self) -> BackendContext:
+        return self.backend.context
+
+    def sequence(self, seq_len: int, query_len: int) -> DenseSequence:
+        """A row of random contents."""
+        spec, stored = self.layers[0].spec, self.context.kv.dtype
+        keys, layers = (seq_len, spec.num_kv_heads, spec.head_dim), range(len(self.layers))
+        q = [torch.randn(query_len, *self.q[0].shape[1:], generator=self.rng).to(spec.dtype) for _ in layers]
+        k, v = ([torch.randn(keys, generator=self.rng).to(stored) for _ in layers] for _ in range(2))
+        return DenseSequence(seq_len, query_len, q, k, v)
+
+    def write(self, sequences: Sequence[DenseSequence]) -> None:
+        """Make `sequences` the rows of the step: pages in random places, NaN wherever nothing is to be read."""
+        meta, kv = self.metadata, self.context.kv
+        counts = [kv.pages_for(s.seq_len) for s in sequences]
+        free = [page for page in range(self.layers[0].k_cache.shape[0]) if page != kv.null_page]
+        order = [free[at] for at in torch.randperm(len(free), generator=self.rng).tolist()]
+        owned = [[order.pop() for _ in range(count)] for count in counts]
+        for index in range(len(self.layers)):
+            self._write_layer(index, sequences, owned)
+        table = torch.full(meta.block_table.shape, kv.null_page, dtype=torch.int32)
+        seq_lens = torch.full(meta.seq_lens.shape, self.backend.seq_len_fill, dtype=torch.int32)
+        starts = [0]
+        slots = torch.full(meta.slot_mapping.shape, PAD_SLOT_ID)
+        positions = torch.zeros(meta.positions.shape, dtype=torch.int64)
+        for row, (sequence, pages) in enumerate(zip(sequences, owned, strict=True)):
+            table[row, : len(pages)] = torch.tensor(pages)
+            seq_lens[row] = sequence.seq_len
+            at = torch.arange(sequence.seq_len - sequence.query_len, sequence.seq_len)
+            here = slice(starts[-1], starts[-1] + sequence.query_len)
+            positions[here] = at
+            slots[here] = table[row][at // kv.page_size].long() * kv.page_size + at % kv.page_size
+            starts.append(here.stop)
+        starts += [starts[-1]] * (len(meta.query_start_loc) - len(starts))
+        for target, value in (
+            (meta.block_table, table),
+            (meta.seq_lens, seq_lens),
+            (meta.slot_mapping, slots),
+            (meta.positions, positions),
+            (meta.query_start_loc, torch.tensor(starts)),
+        ):
+            target.copy_(value)
+        self.written = list(sequences)
+        self.batch = Batch(
+            row_ids=np.arange(len(sequences), dtype=np.int32),
+            seq_lens=np.array([s.seq_len for s in sequences], np.int32),
+            query_lens=np.array([s.query_len for s in sequences], np.int32),
+            page_indptr=np.cumsum([0, *counts]).astype(np.int32),
+            page_ids=np.array([page for pages in owned for page in pages], np.int32),
+        )
+        self.before = [(name, tensor.clone()) for name, tensor in self._inputs()]
+
+    def _write_layer(self, index: int, sequences: Sequence[DenseSequence], owned: list[list[int]]) -> None:
+        layer, page_size = self.layers[index], self.context.kv.page_size
+        for cache, dense in ((layer.k_cache, "k"), (layer.v_cache, "v")):
+            cache.copy_(torch.full(cache.shape, NAN).to(cache.dtype))
+            for sequence, pages in zip(sequences, owned, strict=True):
+                values = getattr(sequence, dense)[index]
+                for number, page in enumerate(pages):
+                    part = values[number * page_size : (number + 1) * page_size]
+                    cache[page, : len(part)] = part.to(cache.device)
+        self.q[index].fill_(NAN)
+        at = 0
+        for sequence in sequences:
+            self.q[index][at : at + sequence.query_len] = sequence.q[index].to(self.q[index].device)
+            at += sequence.query_len
+
+    def step(self) -> torch.Tensor:
+        """What is recorded."""
+        self.backend.schedule(self.metadata)
+        for index, (layer, q, out) in enumerate(zip(self.layers, self.q, self.out, strict=True)):
+            lse = self.lse[index] if self.lse else None
+            self.backend.run(layer, q, self.metadata, out, sinks=self.sinks[index], lse=lse)
+        return self.out[-1]
+
+    def capture(self) -> None:
+        """Record the step, where the backend says that it can be; without a graph only `eager` is left."""
+        if self.backend.why_not_graph(self.descriptor) is not None:
+            return
+        recorder = self.recorder = make_recorder(self.context.device)
+
+        def prepare() -> None:
+            self.backend.plan_capture(self.descriptor)
+
+        with recorder.session():
+            recorder.warm_up(self.step, prepare)
+            self.graph = recorder.record(self.step, self.descriptor, prepare)
+        self._synchronize()
+
+    def replayed(self) -> list[torch.Tensor]:
+        """One step by the graph."""
+        assert self.graph is not None, "replayed() without a graph"
+        assert self.batch is not None, "replayed() before write()"
+        self._poison()
+        self.backend.plan_replay(self.descriptor, self.batch)
+        self.graph.launch()
+        return self._results()
+
+    def eager(self) -> list[torch.Tensor]:
+        """One step by the same calls, outside of the graph."""
+        assert self.batch is not None, "eager() before write()"
+        self._poison()
+        self.backend.plan_capture(self.descriptor)
+        self.backend.plan_replay(self.descriptor, self.batch)
+        with torch.no_grad():
+            self.step()
+        return self._results()
+
+    def check(self, name: str, results: list[torch.Tensor]) -> None:
+        """Every layer against float64, made of the host's copy of keys and values; and inputs that were left alone."""
+        count = len(self.layers)
+        for index, layer in enumerate(self.layers):
+            quantised = self.backend.quantises_queries and self.context.kv.dtype == E4M3
+            check_rows(
+                f"{self.backend.name}, {name}, layer {index}",
+                results[index],
+                results[count + index] if self.lse else None,
+                [_dense(sequence, layer) for sequence in self.written],
+                layer.options(self.sinks[index]),
+                quantised_queries=quantised,
+            )
+        for (what, now), (_, then) in zip(self._inputs(), self.before, strict=True):
+            if not _same_bits(now, then):
+                raise AssertionError(f"{self.backend.name}, {name}: expected {what} as it was, got other contents")
+
+    def drop_graph(self) -> None:
+        if self.graph is not None and self.recorder is not None:
+            self.graph.close()
+            self.recorder.close()
+            self.graph = None
+
+    def close(self) -> None:
+        """Close the backend, and raise AssertionError for tensors that it keeps."""
+        self.drop_graph()
+        self.backend.close()
+        left = tensors_in(self.backend)
+        if left:
+            raise AssertionError(f"{self.backend.name}: expected no tensors after close(), got {', '.join(left)}")
+
+    def _inputs(self) -> list[tuple[str, torch.Tensor]]:
+        """By name, what a backend may only read."""
+        meta = self.metadata
+        names = ("seq_lens", "query_start_loc", "block_table", "slot_mapping", "positions")
+        tensors = [(f"metadata.{name}", getattr(meta, name)) for name in names]
+        for layer, q in zip(self.layers, self.q, strict=True):
+            tensors += [("q", q), ("k_cache", layer.k_cache), ("v_cache", layer.v_cache)]
+        return tensors
+
+    def _poison(self) -> None:
+        for name, tensor in self.backend.tensors().items():
+            if name != "counters":
+                spoil(tensor)
+        for tensor in (*self.out, *self.lse):
+            tensor.fill_(UNWRITTEN)
+        self._synchronize()
+
+    def _results(self) -> list[torch.Tensor]:
+        self._synchronize()
+        return [tensor.cpu().clone() for tensor in (*self.out, *self.lse)]
+
+    def _synchronize(self) -> None:
+        if self.context.device.type == "cuda":
+            torch.cuda.synchronize()
+
+
+def spoil(tensor: torch.Tensor) -> None:
+    """Fill with what no step may rely on: NaN, or a number that is wrong but within bounds."""
+    tensor.fill_(NAN if tensor.is_floating_point() else 7)
+
+
+@contextlib.contextmanager
+def open_rigs(
+    backend_class: type[AttentionBackend], feature: Feature, device: torch.device, sizes: Sequence[int] = (ROWS,)
+) -> Iterator[list[Rig]]:
+    """A rig per number of rows. All are closed at the end; after an error only their graphs are, and it is raised."""
+    rigs: list[Rig] = []
+    try:
+        for rows in sizes:
+            rigs.append(make_rig(backend_class, feature, device, rows=rows))
+        yield rigs
+    except BaseException:
+        for rig in rigs:
+            rig.drop_graph()
+        raise
+    for rig in rigs:
+        rig.close()
+
+
+def make_rig(backend_class: type[AttentionBackend], feature: Feature, device: torch.device, *, rows: int = ROWS) -> Rig:
+    """A rig whose backend is allocated.
+
+    Raises: unittest.SkipTest, with every reason, where the class's own `why_not` refuses the feature.
+    """
+    contexts = contexts_of(backend_class, feature, device, rows)
+    refusals = [backend_class.why_not(context) for context in contexts]
+    context = next((c for c, reasons in zip(contexts, refusals, strict=True) if not reasons), None)
+    if context is None:
+        raise unittest.SkipTest(f"backend {backend_class.name}: {'; '.join(refusals[0])}")
+    rng, kv = torch.Generator().manual_seed(SEED), context.kv
+    num_pages = 1 + rows * context.max_pages
+    layers = [_layer(index, spec, kv, num_pages, device, rng, feature) for index, spec in enumerate(context.attention)]
+    heads, dtype = context.attention[0].num_q_heads, context.attention[0].dtype
+    # Values of bfloat16, which some kernels round sinks to.
+    sinks = [
+        torch.randn(heads, generator=rng).bfloat16().float().to(device) if spec.sinks else None
+        for spec in context.attention
+    ]
+    descriptor = BatchDescriptor.decode(rows, feature.query_len)
+    if feature.mixed:
+        descriptor = BatchDescriptor.mixed(context.max_num_tokens, rows)
+    padded = descriptor.padded_tokens
+
+    def make(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        return torch.zeros(*shape, dtype=dtype, device=device)
+
+    metadata = StepMetadata(
+        descriptor=descriptor,
+        seq_lens=make(rows, dtype=torch.int32),
+        query_start_loc=make(rows + 1, dtype=torch.int32),
+        block_table=make(rows, context.max_pages, dtype=torch.int32),
+        slot_mapping=make(padded, dtype=torch.int64),
+        positions=make(padded, dtype=torch.int64),
+        max_seq_len=context.max_seq_len,
+    )
+    # Queries as a model has them: slices of one tensor of queries, keys and values.
+    q = [make(padded, heads + 2 * kv.num_kv_heads, kv.head_dim, dtype=dtype)[:, :heads] for _ in layers]
+    out = [make(padded, heads, kv.head_dim, dtype=dtype) for _ in layers]
+    lse = [make(padded, heads) for _ in layers] if feature.lse else []
+    backend = backend_class(context)
+    backend.allocate()
+    return Rig(backend, feature, descriptor, layers, sinks, q, out, lse, metadata, rng)
+
+
+def _layer(
+    index: int,
+    spec: AttentionSpec,
+    kv: KVCacheSpec,
+    num_pages: int,
+    device: torch.device,
+    rng: torch.Generator,
+    feature: Feature,
+) -> AttentionLayer:
+    hnd = kv.layout is KVLayout.HND
+    page = (kv.num_kv_heads, kv.page_size) if hnd else (kv.page_size, kv.num_kv_heads)
+    if feature.one_pool:
+        k, v = torch.zeros(num_pages, 2, *page, kv.head_dim, device=device).to(kv.dtype).unbind(1)
+    else:
+        k, v = (torch.zeros(num_pages, *page, kv.head_dim, device=device).to(kv.dtype) for _ in range(2))
+    if hnd:
+        k, v = k.transpose(1, 2), v.transpose(1, 2)
+    k_scale = v_scale = None
+    if kv.dtype.itemsize == 1:
+        count = kv.num_kv_heads if feature.scale_per_head else 1
+        k_scale, v_scale = ((0.5 + torch.rand(count, generator=rng)).to(device) for _ in range(2))
+    slopes = None if spec.alibi_slopes is None else torch.tensor(spec.alibi_slopes, device=device)
+    return AttentionLayer(index, spec, k, v, k_scale, v_scale, alibi_slopes=slopes)
+
+
+def _dense(sequence: DenseSequence, layer: AttentionLayer) -> DenseRow:
+    k, v = (
+        stored[layer.index] if scale is None else stored[layer.index].double() * scale.cpu().double()[:, None]
+        for stored, scale in ((sequence.k, layer.k_scale), (sequence.v, layer.v_scale))
+    )
+    return DenseRow(sequence.q[layer.index], k, v)
+
+
+def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[a.element_size()]
+    return torch.equal(a.view(bits), b.view(bits))
+
+
+def tensors_in(backend: AttentionBackend) -> list[str]:
+    """Names of the tensors in a backend's attributes: in containers, and in objects of classes of its own package."""
+    package = type(backend).__module__.split(".")[0]
+    seen: set[int] = set()
+
+    def find(value: Any, name: str) -> list[str]:
+        if isinstance(value, torch.Tensor):
+            return [name]
+        if id(value) in seen:
+            return []
+        seen.add(id(value))
+        parts: list[tuple[str, Any]] = []
+        if isinstance(value, dict):
+            parts = [(f"{name}[{key!r}]", part) for key, part in value.items()]
+        elif isinstance(value, (list, tuple, set, frozenset)):
+            parts = [(f"{name}[{at}]", part) for at, part in enumerate(value)]
+        elif is_dataclass(value) and not isinstance(value, type):
+            parts = [(f"{name}.{part.name}", getattr(value, part.name)) for part in fields(value)]
+        elif type(value).__module__.split(".")[0] == package and hasattr(value, "__dict__"):
+            parts = [(f"{name}.{key}", part) for key, part in vars(value).items()]
+        return [found for part_name, part in parts for found in find(part, part_name)]
+
+    return find(backend, type(backend).__name__)

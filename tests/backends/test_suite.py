@@ -1,0 +1,406 @@
+"""The contract suite itself, by its public door: it notices every broken backend, and says what it ran and skipped."""
+
+from __future__ import annotations
+
+import ast
+import math
+import subprocess
+import sys
+import unittest
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from graphrt.backends.base import AttentionBackend, Capabilities, GraphSupport
+from graphrt.backends.torch_reference import TorchReferenceBackend
+from graphrt.kernels.attention.options import AttentionOptions
+from graphrt.kernels.attention.reference import attention_reference
+from graphrt.kernels.errors import ConfigError
+from graphrt.kernels.types import KVLayout
+from graphrt.testing import backend_contract
+from graphrt.testing.backend_contract import check_backend, contract_cases
+from graphrt.testing.backend_features import FEATURES, declared_features
+from tests.backends import mocks
+
+ROOT = Path(__file__).resolve().parents[2]
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("broken", mocks.BROKEN, ids=lambda cls: cls.name)
+def test_stale_metadata_is_noticed(broken: type[AttentionBackend]) -> None:
+    report = check_backend(broken, features=["plain"])
+    assert not report.ok
+    assert report.failed
+    assert f"FAILED   {broken.name}-cpu-plain: " in str(report)
+
+
+def test_buffers_of_the_first_attempt_are_noticed() -> None:
+    report = check_backend(mocks.BuffersOfTheFirstAttempt, features=["plain"])
+    assert [str(case) for case in report.passed] == ["broken_buffers_of_the_first_attempt-cpu-plain"]
+    ((case, reason),) = report.failed
+    assert str(case) == "broken_buffers_of_the_first_attempt-cpu-plain-capture_twice"
+    assert "attempt 1" in reason
+
+
+def test_a_row_that_depends_on_the_size_of_its_graph_is_noticed() -> None:
+    """As it would be with splits that follow from the number of rows."""
+    invariant = replace(mocks.SplitsByRows.capabilities, batch_invariant=True)
+    claims = type("Claims", (mocks.SplitsByRows,), {"capabilities": invariant})
+    assert check_backend(claims, features=["plain", "query_len", "mixed"]).ok
+    ((_, reason),) = check_backend(claims, features=["batch_invariant"]).failed
+    assert "a row of 16 with others" in reason
+
+
+@dataclass
+class Call:
+    """The arguments of one call of the reference; a lie changes them."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    table: torch.Tensor
+    seq_lens: torch.Tensor
+    starts: torch.Tensor
+    out: torch.Tensor
+    options: AttentionOptions
+    lse: torch.Tensor | None
+
+
+class Liar(TorchReferenceBackend):
+    """Declares everything, and computes something else."""
+
+    name = "liar"
+    lie: Callable[[Any, Call], None] = lambda self, call: None
+    after: Callable[[Any, Call], None] = lambda self, call: None
+
+    def run(self, layer, q, metadata, out, *, sinks=None, lse=None):
+        starts, options = metadata.query_start_loc, layer.options(sinks)
+        table = metadata.block_table
+        call = Call(q, layer.k_cache, layer.v_cache, table, metadata.seq_lens, starts, out, options, lse)
+        self.lie(call)
+        attention_reference(
+            call.q, call.k, call.v, call.table, call.seq_lens, call.starts, call.out, call.options, call.lse
+        )
+        self.after(call)
+
+
+def without(**changes: Any) -> dict[str, Any]:
+    """A lie that changes options."""
+
+    def lie(self: Liar, call: Call) -> None:
+        call.options = replace(call.options, **changes)
+
+    return {"lie": lie}
+
+
+def lying(change: Callable[[Call], None]) -> dict[str, Any]:
+    return {"lie": lambda self, call: change(call)}
+
+
+def afterwards(change: Callable[[Call], None]) -> dict[str, Any]:
+    return {"after": lambda self, call: change(call)}
+
+
+def dense(cache: torch.Tensor, *order: int) -> torch.Tensor:
+    """The cache as a kernel sees it that assumes strides: those of a tensor of its own, in this order of dimensions."""
+    shape = [cache.shape[at] for at in order]
+    strides = [0] * 4
+    step = 1
+    for at in reversed(order):
+        strides[at] = step
+        step *= cache.shape[at]
+    assert math.prod(shape) == step
+    return cache.as_strided(cache.shape, strides)
+
+
+def assume_strides(*order: int) -> Callable[[Call], None]:
+    def lie(call: Call) -> None:
+        call.k, call.v = dense(call.k, *order), dense(call.v, *order)
+
+    return lie
+
+
+def first_scale_for_all(call: Call) -> None:
+    if call.options.k_scale is not None:
+        call.options = replace(call.options, k_scale=call.options.k_scale[:1])
+
+
+def page_0_behind_the_rows(call: Call) -> None:
+    """Rows of which the first page is the null page are not run: it takes page 0 for the null page."""
+    call.seq_lens = torch.where((call.table == 0).any(1), 0, call.seq_lens)
+
+
+def one_token_per_row(call: Call) -> None:
+    call.starts = torch.arange(len(call.starts), dtype=torch.int32)
+
+
+def heads_in_another_order(call: Call) -> None:
+    """Query head h goes with KV head h modulo the number of KV heads, as in no model."""
+    heads, kv_heads = call.q.shape[1], call.k.shape[2]
+    order = torch.arange(heads).view(-1, kv_heads).t().flatten()
+    call.q = call.q[:, order]
+
+
+def powers_of_two(call: Call) -> None:
+    group = call.q.shape[1] // call.k.shape[2]
+    if group & (group - 1):
+        heads_in_another_order(call)
+
+
+def scale_queries(call: Call) -> None:
+    call.q.mul_(2.0)
+    call.options = replace(call.options, softmax_scale=call.options.softmax_scale / 2)
+
+
+def unwritten_lse(call: Call) -> None:
+    call.lse = None
+
+
+def half_precision(call: Call) -> None:
+    call.out.copy_(call.out.half())
+
+
+def lse_to_base_2(call: Call) -> None:
+    if call.lse is not None:
+        call.lse.div_(math.log(2.0))
+
+
+def pads_hold_something(call: Call) -> None:
+    tokens = torch.arange(len(call.out))[:, None, None]
+    call.out.copy_(torch.where(tokens >= call.starts[-1], 1e-30, call.out))
+
+
+def lse_of_pads_is_zero(call: Call) -> None:
+    if call.lse is not None:
+        call.lse.copy_(torch.where(call.lse == -math.inf, 0.0, call.lse))
+
+
+def mask_scores_alone(call: Call) -> None:
+    """What zero times NaN makes of a page's tail: the last page is read whole."""
+    page = call.k.shape[1]
+    last = call.table.gather(1, ((call.seq_lens - 1).clamp(min=0) // page).long()[:, None])[:, 0]
+    seen = call.v[last].float().sum((1, 2, 3)) * 0.0
+    rows = torch.searchsorted(call.starts[1:], torch.arange(len(call.out)), right=True).clamp(max=len(last) - 1)
+    live = torch.arange(len(call.out)) < call.starts[-1]
+    call.out.add_(torch.where(live, seen[rows], 0.0)[:, None, None].to(call.out.dtype))
+
+
+def swap_keys_and_values(call: Call) -> None:
+    call.k, call.v = call.v, call.k
+
+
+def keep(self: Liar, call: Call) -> None:
+    self.kept = {"last": [call.out]}
+
+
+def raise_an_error(call: Call) -> None:
+    raise ZeroDivisionError("a bug")
+
+
+LIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "scale": ("scale", without(softmax_scale=0.25)),
+    "window": ("window", without(sliding_window=0)),
+    "window-mixed": ("mixed-window", without(sliding_window=0)),
+    "softcap": ("softcap", without(logits_softcap=0.0)),
+    "alibi": ("alibi", without(alibi_slopes=None)),
+    "alibi-sqrt": ("alibi-sqrt", without(alibi_sqrt=False)),
+    "sinks": ("sinks", without(sinks=None)),
+    "k_scale": ("fp8", without(k_scale=None)),
+    "v_scale": ("fp8", without(v_scale=None)),
+    "e5m2": ("fp8-e5m2", without(v_scale=None)),
+    "scale-per-head": ("fp8", lying(first_scale_for_all)),
+    "not-causal": ("query_len", without(causal=False)),
+    "not-causal-mixed": ("mixed", without(causal=False)),
+    "nhd-strides": ("hnd", lying(assume_strides(0, 1, 2, 3))),
+    "own-strides": ("one-pool", lying(assume_strides(0, 1, 2, 3))),
+    "null-page": ("null-page-last", lying(page_0_behind_the_rows)),
+    "query_len": ("query_len", lying(one_token_per_row)),
+    "mixed": ("mixed", lying(one_token_per_row)),
+    "heads": ("plain", lying(heads_in_another_order)),
+    "group": ("group-3", lying(powers_of_two)),
+    "k-and-v": ("plain", lying(swap_keys_and_values)),
+    "queries-changed": ("plain", lying(scale_queries)),
+    "precision": ("plain", afterwards(half_precision)),
+    "no-lse": ("lse", lying(unwritten_lse)),
+    "lse-base-2": ("lse", afterwards(lse_to_base_2)),
+    "lse-of-pads": ("lse", afterwards(lse_of_pads_is_zero)),
+    "pads": ("plain", afterwards(pads_hold_something)),
+    "pads-mixed": ("mixed", afterwards(pads_hold_something)),
+    "nan-tail": ("plain", afterwards(mask_scores_alone)),
+    "kept": ("plain", {"after": keep}),
+    "error": ("plain", lying(raise_an_error)),
+}
+
+
+SAID = {
+    "own-strides": "expected NaN and infinities in the same places",
+    "nan-tail": "expected NaN and infinities in the same places",
+    "queries-changed": "expected q as it was, got other contents",
+    "lse-of-pads": "log-sum-exp: expected -inf in pad tokens, got 0.0",
+    "pads": "expected zeros in the pad tokens 2 to 3, got 1e-30",
+    "pads-mixed": "expected zeros in the pad tokens 7 to 11, got 1e-30",
+    "kept": "expected no tensors after close(), got Liar.kept['last'][0]",
+    "error": "ZeroDivisionError: a bug",
+}
+"""What the suite says of a lie, where it is not an error that is too large."""
+
+
+def liar(case: str) -> type[AttentionBackend]:
+    return type("Liar", (Liar,), {"__module__": __name__, **LIES[case][1]})
+
+
+def test_an_honest_one_passes() -> None:
+    """Else the lies below would prove nothing."""
+    wanted = sorted({feature for feature, _ in LIES.values()})
+    report = check_backend(Liar, devices=["cpu"], features=wanted, brief=True)
+    assert report.ok, report
+    assert {case.feature.id for case in report.passed} == set(wanted)
+
+
+@pytest.mark.parametrize("case", LIES)
+def test_what_is_declared_and_not_done_is_noticed(case: str) -> None:
+    feature, _ = LIES[case]
+    report = check_backend(liar(case), devices=["cpu"], features=[feature], brief=True)
+    assert not report.passed, f"{report}"
+    assert report.failed
+    for _, reason in report.failed:
+        assert SAID.get(case, "expected an error of at most") in reason
+
+
+def test_every_capability_has_a_case() -> None:
+    """What a class may declare is asked for by a feature; without the capability the feature is not."""
+    asked_by = {
+        "dtypes": "dtype-float16",
+        "kv_dtypes": "fp8",
+        "head_dims": "head_dim-80",
+        "page_sizes": "page_size-6",
+        "layouts": "hnd",
+        "max_query_len": "query_len",
+        "sliding_window": "window",
+        "logits_softcap": "softcap",
+        "mixed": "mixed",
+        "alibi": "alibi",
+        "alibi_sqrt": "alibi-sqrt",
+        "sinks": "sinks",
+        "lse": "lse",
+        "batch_invariant": "batch_invariant",
+    }
+    lacking = {
+        "dtypes": (torch.float32,),
+        "kv_dtypes": (torch.float32,),
+        "head_dims": (16,),
+        "page_sizes": (4,),
+        "layouts": (KVLayout.NHD,),
+        "max_query_len": 1,
+    }
+    assert {"devices", *asked_by} == {field.name for field in fields(Capabilities)}
+    have = TorchReferenceBackend.capabilities
+    for name, feature in asked_by.items():
+        less = type("Less", (Liar,), {"capabilities": replace(have, **{name: lacking.get(name, False)})})
+        assert feature in {f.id for f in declared_features(Liar, CPU)}
+        assert feature not in {f.id for f in declared_features(less, CPU)}, name
+
+
+def test_what_is_asked_follows_what_is_declared() -> None:
+    """A backend of few sizes is asked for these, never for others that it would refuse."""
+    narrow = replace(
+        TorchReferenceBackend.capabilities,
+        dtypes=(torch.float16,),
+        kv_dtypes=(torch.float16,),
+        head_dims=(24, 64),
+        page_sizes=(8, 32),
+        layouts=(KVLayout.HND,),
+        max_query_len=2,
+        lse=False,
+    )
+    cls = type("Narrow", (Liar,), {"capabilities": narrow})
+    report = check_backend(cls, devices=["cpu"], brief=True)
+    assert report.ok, report
+    assert not report.skipped
+    ids = {case.feature.id for case in report.passed}
+    assert {"plain", "mixed", "query_len", "head_dim-24", "head_dim-64", "page_size-8", "page_size-32"} <= ids
+    assert not {"lse", "fp8", "mixed-large-pages"} & ids
+    (two,) = (case.feature.query_len for case in report.passed if case.feature.id == "query_len")
+    assert two == 2
+
+
+def test_a_backend_without_mixed_batches() -> None:
+    cls = type("Uniform", (Liar,), {"capabilities": replace(TorchReferenceBackend.capabilities, mixed=False)})
+    cls.graph_support = GraphSupport.UNIFORM
+    report = check_backend(cls, devices=["cpu"], features=["plain", "mixed", "query_len"], brief=True)
+    assert report.ok, report
+    assert {case.feature.id for case in report.passed} == {"plain", "query_len"}
+
+
+def test_refusals_are_skips_with_their_reasons() -> None:
+    class Refusing(Liar):
+        @classmethod
+        def also_why_not(cls, context):
+            return ["sinks: not on Sundays"] if any(spec.sinks for spec in context.attention) else []
+
+    report = check_backend(Refusing, devices=["cpu"], features=["sinks", "plain"], brief=True)
+    assert report.ok
+    assert [(str(case), reason) for case, reason in report.skipped] == [
+        ("liar-cpu-sinks", "backend liar: sinks: not on Sundays")
+    ]
+    alone = check_backend(Refusing, devices=["cpu"], features=["sinks"])
+    assert not alone.ok, "nothing was checked"
+    assert str(alone).endswith("0 passed, 0 failed, 1 skipped: nothing was checked")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="has a CUDA device")
+def test_cuda_cases_are_skips_without_a_device() -> None:
+    cases = contract_cases(TorchReferenceBackend, devices=["cuda"], features=["plain"])
+    assert [str(case) for case in cases] == [
+        "torch_reference-cuda-plain", "torch_reference-cuda-plain-capture_twice"
+    ]  # fmt: skip
+    with pytest.raises(unittest.SkipTest, match="needs a CUDA device"):
+        cases[0].run()
+
+
+def test_what_cannot_be_asked() -> None:
+    with pytest.raises(ConfigError, match=r"devices: expected some of cpu, got .cuda.; mock_host_plan declares"):
+        contract_cases(mocks.HostPlan, devices=["cuda"])
+    with pytest.raises(ConfigError, match="backend: expected a subclass of AttentionBackend, got <class 'int'>"):
+        contract_cases(int)  # type: ignore[arg-type]  # what is tested
+    with pytest.raises(ConfigError, match=r"features: expected some of plain, .*, got 'plane'"):
+        contract_cases(mocks.HostPlan, features=["plane"])
+
+
+def test_the_shell_s_door(capsys: pytest.CaptureFixture[str]) -> None:
+    assert backend_contract.main(["torch_reference", "--device", "cpu", "--feature", "plain", "--brief"]) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        "passed   torch_reference-cpu-plain",
+        "passed   torch_reference-cpu-plain-capture_twice",
+        "2 passed, 0 failed, 0 skipped",
+    ]
+    broken = f"{mocks.__name__}:{mocks.PlannedAtCapture.__name__}"
+    assert backend_contract.main([broken, "--feature", "plain", "--brief"]) == 1
+    assert "FAILED   broken_planned_at_capture-cpu-plain: " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", ["nobody", "no_such_module:Backend", "graphrt.batch:Nothing", "graphrt.batch:Batch"])
+def test_the_shell_s_door_with_a_wrong_name(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        backend_contract.main([name])
+    assert "error: " in capsys.readouterr().err
+
+
+def test_the_suite_needs_neither_pytest_nor_this_folder() -> None:
+    """Another package has only what is installed."""
+    for path in (ROOT / "graphrt" / "testing").glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            assert not {name.split(".")[0] for name in names} & {"pytest", "tests", "hypothesis", "scripts"}, path
+    code = "import sys, graphrt.testing.backend_contract; print(sorted({'pytest', 'tests'} & sys.modules.keys()))"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
+    assert result.stdout == "[]\n"
+
+
+def test_features_have_the_names_of_their_keys() -> None:
+    assert all(feature.id == name for name, feature in FEATURES.items())

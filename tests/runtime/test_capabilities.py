@@ -1,0 +1,267 @@
+"""Every capability that a backend may lack is refused by the runtime before a step could go wrong.
+
+One entry per field of Capabilities: a declaration that says no, and a context that needs it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from graphrt.backends import registry
+from graphrt.backends.base import BackendContext, Capabilities, GraphSupport
+from graphrt.backends.registry import register_backend, select_backend
+from graphrt.backends.torch_reference import TorchReferenceBackend
+from graphrt.batch import Batch
+from graphrt.config import RuntimeConfig
+from graphrt.kernels.errors import ConfigError, UnsupportedError
+from graphrt.kernels.types import KVLayout
+from graphrt.kv_cache import KVCache
+from graphrt.replay import ReplayManager
+from graphrt.spec import AttentionSpec, KVCacheSpec
+from graphrt.step import Step
+
+CPU, F32, F16, E4M3 = torch.device("cpu"), torch.float32, torch.float16, torch.float8_e4m3fn
+PLAIN = AttentionSpec(4, 2, 16, F32)
+SLOPES = (0.5, 0.25, 1.0, 0.0625)
+VOCABULARY = 11
+
+
+@dataclass(frozen=True)
+class Needs:
+    """A runtime that needs one capability, and how the refusal names it.
+
+    lacking   the field's value in a declaration that says no
+    spec      options of the last of three layers; the others are plain
+    """
+
+    lacking: Any
+    refusal: str
+    spec: dict[str, Any] = field(default_factory=dict)
+    kv: dict[str, Any] = field(default_factory=dict)
+    config: dict[str, Any] = field(default_factory=dict)
+
+
+WITH_SLOPES = {"alibi_slopes": SLOPES}
+NEEDS: dict[str, Needs] = {
+    "devices": Needs(("cuda",), "device cpu: runs on cuda only"),
+    "dtypes": Needs((F16,), "dtype torch.float32: supports torch.float16"),
+    "kv_dtypes": Needs((F32,), "KV dtype torch.float8_e4m3fn: supports torch.float32", kv={"dtype": E4M3}),
+    "head_dims": Needs((8, 24), "head_dim 16: supports 8, 24"),
+    "page_sizes": Needs((3, 5), "page_size 4: supports 3, 5"),
+    "layouts": Needs((KVLayout.NHD,), "layout HND: supports NHD", kv={"layout": KVLayout.HND}),
+    "max_query_len": Needs(2, "query_len 3: decodes at most 2 tokens per row", config={"query_len": 3}),
+    "sliding_window": Needs(False, "sliding_window 3: not supported", spec={"sliding_window": 3}),
+    "logits_softcap": Needs(False, "logits_softcap 5.0: not supported", spec={"logits_softcap": 5.0}),
+    "mixed": Needs(False, r"mixed batches: not supported, .* another backend, or RuntimeConfig\(mixed_batches=False\)"),
+    "alibi": Needs(False, "alibi_slopes: not supported", spec=WITH_SLOPES),
+    "alibi_sqrt": Needs(False, "alibi_sqrt: not supported", spec=WITH_SLOPES | {"alibi_sqrt": True}),
+    "sinks": Needs(False, "sinks: not supported", spec={"sinks": True}),
+    "lse": Needs(False, "lse: expected None, got a tensor; backend lacking gives none, choose another"),
+    "batch_invariant": Needs(False, "batch_invariant: not supported", config={"batch_invariant": True}),
+}
+
+
+def test_every_field_has_an_entry() -> None:
+    """A capability that nobody asks about would be a promise that nobody keeps."""
+    assert list(NEEDS) == [f.name for f in fields(Capabilities)]
+
+
+def attending(*, lse: bool = False) -> Callable[[Step], torch.Tensor]:
+    """A model whose every layer attends; some ask for the log-sum-exp."""
+
+    def model(step: Step) -> torch.Tensor:
+        tokens = step.descriptor.padded_tokens
+        total = torch.zeros(tokens, VOCABULARY)
+        for layer, target in enumerate(step.layers):
+            q, k, v = (torch.ones(tokens, heads, 16) for heads in (4, 2, 2))
+            asked = {"lse": torch.zeros(tokens, 4)} if lse else {}
+            sinks = {"sinks": torch.zeros(4)} if target.spec.sinks else {}
+            total += step.attend(layer, q, k, v, **asked, **sinks).mean()
+        return total[step.logits_indices]
+
+    return model
+
+
+def build(needs: Needs, *, lse: bool = False, **config: Any) -> ReplayManager:
+    """A runtime of three layers that needs the capability, with the backend `lacking`."""
+    specs = (PLAIN, PLAIN, replace(PLAIN, **needs.spec))
+    kv = KVCacheSpec(3, 2, 16, **({"page_size": 4, "dtype": F32} | needs.kv))
+    sizes = {"max_num_reqs": 4, "max_num_tokens": 12, "max_seq_len": 8, "decode_sizes": (4,), "backend": "lacking"}
+    options = RuntimeConfig(**(sizes | needs.config | config))
+    cache = KVCache.allocate(kv, 8, CPU)
+    return ReplayManager(attending(lse=lse), cache, specs, vocab_size=VOCABULARY, config=options)
+
+
+def declare(monkeypatch: pytest.MonkeyPatch, **changes: Any) -> type[TorchReferenceBackend]:
+    """Register a right backend as `lacking` that declares something else."""
+    monkeypatch.setattr(registry, "_registered", {})
+    capabilities = replace(TorchReferenceBackend.capabilities, **changes)
+    attributes = {"name": "lacking", "capabilities": capabilities}
+    return register_backend(type("Lacking", (TorchReferenceBackend,), attributes))
+
+
+@pytest.mark.parametrize("name", NEEDS)
+def test_what_a_backend_does_not_declare_is_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    needs = NEEDS[name]
+    asks_in_its_step = name == "lse"  # a model says nothing of it before
+    declare(monkeypatch)
+    build(needs, lse=asks_in_its_step).capture()  # with everything declared it serves
+    declare(monkeypatch, **{name: needs.lacking})
+    if asks_in_its_step:
+        manager = build(needs, lse=True)
+        with pytest.raises(UnsupportedError, match=needs.refusal):
+            manager.capture()
+        return
+    with pytest.raises(UnsupportedError, match=needs.refusal):
+        build(needs)
+
+
+@pytest.mark.parametrize("name", [name for name in NEEDS if name != "lse"])
+def test_what_is_not_declared_is_not_chosen(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where no backend is named, another one serves."""
+    needs = NEEDS[name]
+    declare(monkeypatch)
+    assert build(needs, backend=None).stats().backend == "lacking", "it comes before the reference"
+    declare(monkeypatch, **{name: needs.lacking})
+    assert build(needs, backend=None).stats().backend == "torch_reference"
+
+
+def test_bounds_are_exact(monkeypatch: pytest.MonkeyPatch) -> None:
+    declare(monkeypatch, max_query_len=3)
+    build(NEEDS["max_query_len"])
+    declare(monkeypatch, page_sizes=(3, 4), head_dims=(8, 16))
+    build(Needs(None, ""))
+
+
+@pytest.mark.parametrize("at", [0, 1, 2])
+def test_every_layer_is_asked(at: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One layer of three needs what the backend lacks, wherever it stands."""
+    cls = declare(monkeypatch, sliding_window=False)
+    layers = [PLAIN] * 3
+    layers[at] = replace(PLAIN, sliding_window=3)
+    kv = KVCacheSpec(3, 2, 16, 4, dtype=F32)
+    assert cls.why_not(BackendContext(tuple(layers), kv, CPU, 4, 12, 8)) == ["sliding_window 3: not supported"]
+
+
+def test_a_cache_of_another_width_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For every backend: the contract knows no such pair. A cache in fp8 goes with any layers."""
+    cls = declare(monkeypatch)
+    for layers, stored, reasons in (
+        (F32, F16, ["dtype torch.float32 with KV dtype torch.float16: must be equal, or the cache fp8"]),
+        (F16, F32, ["dtype torch.float16 with KV dtype torch.float32: must be equal, or the cache fp8"]),
+        (F16, F16, []),
+        (F16, E4M3, []),
+        (F32, torch.float8_e5m2, []),
+    ):
+        kv = KVCacheSpec(1, 2, 16, 4, dtype=stored)
+        assert cls.why_not(BackendContext((replace(PLAIN, dtype=layers),), kv, CPU, 4, 12, 8)) == reasons
+
+
+GRAPHS = [
+    (GraphSupport.NEVER, 1, (True, True)),
+    (GraphSupport.SINGLE_TOKEN, 1, (False, True)),
+    (GraphSupport.SINGLE_TOKEN, 2, (True, True)),
+    (GraphSupport.UNIFORM, 2, (False, True)),
+    (GraphSupport.ALWAYS, 2, (False, False)),
+]
+
+
+@pytest.mark.parametrize(("support", "query_len", "eager"), GRAPHS, ids=str)
+def test_graph_support_is_kept(
+    support: GraphSupport, query_len: int, eager: tuple[bool, bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A batch whose graph the backend does not support runs eagerly, and says why: decode, then mixed."""
+    monkeypatch.setattr(declare(monkeypatch), "graph_support", support)
+    manager = build(Needs(None, ""), query_len=query_len)
+    manager.capture()
+    reasons = [manager.replay(batch(*lens)).why_eager for lens in ((query_len,) * 2, (3, 1))]
+    assert tuple(bool(reason) for reason in reasons) == eager
+    for reason in filter(None, reasons):
+        assert f"backend lacking has graph support {support.name}" in reason
+
+
+def batch(*query_lens: int) -> Batch:
+    """Rows that begin with these tokens, a page each."""
+    rows = len(query_lens)
+    return Batch.of(
+        row_ids=np.arange(rows),
+        seq_lens=np.array(query_lens),
+        query_lens=np.array(query_lens),
+        tokens=np.ones(sum(query_lens), np.int64),
+        page_indptr=np.arange(rows + 1),
+        page_ids=1 + np.arange(rows),
+    )
+
+
+def test_a_runtime_of_decode_batches_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a backend without mixed batches can serve: it is sent decode batches only, captured or eager."""
+    cls, sent = declare(monkeypatch, mixed=False), []
+    monkeypatch.setattr(cls, "plan_capture", lambda self, descriptor: sent.append(descriptor))
+    monkeypatch.setattr(cls, "plan_replay", lambda self, descriptor, batch: sent.append(descriptor))
+    manager = build(NEEDS["mixed"], mixed_batches=False, decode_sizes=(2,), query_len=2)
+    manager.capture()
+    assert [str(descriptor) for descriptor in manager.descriptors] == ["decode[2 x 2]"]
+    for rows, why in ((1, ""), (2, ""), (3, "no decode graph for 3 rows: the largest captured is 2")):
+        assert manager.replay(batch(*(2,) * rows)).why_eager == why
+    manager.replay(batch(2, 2), eager=True).tokens()
+    assert sent
+    assert {descriptor.query_len for descriptor in sent} == {2}
+
+
+@pytest.mark.parametrize("query_lens", [(3,), (1,), (2, 3), (1, 3), (3, 2, 1), (2, 2, 1)], ids=str)
+def test_mixed_batches_are_refused(query_lens: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before anything is written: the next batch is served as if nothing had been. (1, 3) has as many tokens as two
+    rows of 2."""
+    declare(monkeypatch, mixed=False)
+    manager = build(NEEDS["mixed"], mixed_batches=False, query_len=2)
+    manager.capture()
+    text = rf"batch: expected 2 new tokens in every row, got \[{', '.join(map(str, query_lens))}\]; compute prompts"
+    for eager in (False, True):
+        with pytest.raises(UnsupportedError, match=text):
+            manager.replay(batch(*query_lens), eager=eager)
+    assert manager.stats().real_tokens == 0
+    assert len(manager.replay(batch(2, 2)).tokens()) == 2
+    allowed = build(Needs(None, ""), backend="torch_reference", query_len=2)
+    allowed.capture()
+    allowed.replay(batch(*query_lens)).tokens()
+
+
+def test_configuration_of_decode_batches_alone() -> None:
+    assert RuntimeConfig(mixed_batches=False).resolve().mixed_sizes == ()
+    assert RuntimeConfig(mixed_batches=False, mixed_sizes=()).resolve().mixed_sizes == ()
+    assert RuntimeConfig().resolve().mixed_sizes
+    with pytest.raises(ConfigError, match=r"mixed_sizes: expected none with mixed_batches=False, got \(64,\)"):
+        RuntimeConfig(mixed_batches=False, mixed_sizes=(64,))
+    for wrong in ("no", 0, None):
+        with pytest.raises(ConfigError, match=r"RuntimeConfig\.mixed_batches: expected True or False, got"):
+            RuntimeConfig(mixed_batches=wrong)  # type: ignore[arg-type]  # what is tested
+
+
+CONTEXTS: dict[str, tuple[str, Any]] = {
+    "no-layers": ("attention", ()),
+    "list": ("attention", [PLAIN]),
+    "layer": ("attention", (PLAIN, None)),
+    "kv": ("kv", None),
+    "device": ("device", "cpu"),
+    "reqs": ("max_num_reqs", 0),
+    "tokens": ("max_num_tokens", 1.5),
+    "length": ("max_seq_len", "8"),
+    "query_len": ("max_query_len", 0),
+    "invariant": ("batch_invariant", 1),
+    "mixed": ("mixed_batches", None),
+}
+
+
+@pytest.mark.parametrize("case", CONTEXTS)
+def test_contexts_of_wrong_types(case: str) -> None:
+    name, value = CONTEXTS[case]
+    good = BackendContext((PLAIN,), KVCacheSpec(1, 2, 16, 4, dtype=F32), CPU, 4, 12, 8)
+    assert select_backend(good)[0].name == "torch_reference"
+    with pytest.raises(ConfigError, match=rf"BackendContext\.{name}: expected .*, got "):
+        replace(good, **{name: value})
