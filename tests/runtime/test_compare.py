@@ -83,7 +83,5 @@ def test_steps_in_flight_keep_their_results(device: torch.device) -> None:
 
 def test_a_batch_without_a_graph_has_nothing_to_compare(device: torch.device) -> None:
     rig = make_rig(device, mixed_sizes=())
-    with pytest.raises(
-        ReplayError, match="expected a batch that replays a graph, got one that does not: no mixed"
-    ):
+    with pytest.raises(ReplayError, match="expected a batch that replays a graph, got one that does not: no mixed"):
         rig.manager.compare(prompt(1, 2, 3))
