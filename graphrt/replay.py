@@ -259,8 +259,8 @@ class ReplayManager:
     def compare(self, batch: Batch, *, descriptor: BatchDescriptor | None = None) -> StepComparison:
         """Run one step as a graph and eagerly, from the same state, and restore what the step changed.
 
-        Waits for the device, and counts as no step. Row state and the KV slots that the step writes are as before afterwards, so `replay` of
-        the same batch may follow. State that the model itself keeps is not restored.
+        Waits for the device, and counts as no step. Row state and the KV slots that the step writes are as before
+        afterwards, so `replay` of the same batch may follow. State that the model itself keeps is not restored.
 
         Raises: as `replay`; and ReplayError for a batch that has no graph.
         """

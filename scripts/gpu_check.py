@@ -34,7 +34,7 @@ from graphrt.bench.environment import OPTIONAL_PACKAGES, provenance
 
 ROOT = Path(__file__).resolve().parent.parent
 PYTHON = sys.executable
-DECODE = [PYTHON, "-m", "graphrt", "bench", "decode", "--json-only"]
+DECODE = [PYTHON, "-m", "graphrt", "bench", "decode", "--json-only", "--baseline", "transformers"]
 PYTEST = [PYTHON, "-m", "pytest", "-q", "-rfEs", "--durations=10"]
 TESTS = "tests"
 SANITIZE = "sanitize"

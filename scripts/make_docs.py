@@ -73,15 +73,29 @@ def results_table() -> str:
         return "Not measured yet: `scripts/gpu_check.py` writes `docs/results/`, and this table is made from there."
     decode, capture = [json.loads((path / f"{name}.json").read_text()) for name in ("decode", "capture")]
     lines = [
-        "| shape | batch | context | floor ms | graphrt ms | of floor | same steps, eager ms | host us per step |",
+        "| shape | batch | context | floor ms | graphrt ms | of floor | transformers ms | host us per step |",
         "|---|---|---|---|---|---|---|---|",
     ]
+    compiled = []
     for report in decode["data"]["reports"]:
+        baselines = {(b["way"], b["batch"]): b for b in report.get("baselines", ())}
         for r in report["results"]:
+            eager, static = (baselines.get((way, r["batch"])) for way in ("dynamic", "static"))
             lines.append(
                 f"| {report['model']} | {r['batch']} | {r['context']} | {r['floor_ms']:.2f} | {r['replay_ms']:.2f} | "
-                f"{100 * r['share_of_floor']:.0f} % | {r['eager_ms']:.2f} | {r['host_us']:.0f} |"
+                f"{100 * r['share_of_floor']:.0f} % | {_baseline(eager, r['replay_ms'])} | {r['host_us']:.0f} |"
             )
+            if static is not None:
+                compiled.append(f"{report['model']} at batch {r['batch']}: {_baseline(static, r['replay_ms'])}")
+    lines += [
+        "",
+        "transformers: one step of Hugging Face's `generate` with its default cache, on the same shape, device and "
+        "context in the same run; in brackets its time over graphrt's.",
+    ]
+    if compiled:
+        lines[-1] += (
+            ' With a static cache and `torch.compile(mode="reduce-overhead")`, in ms: ' + "; ".join(compiled) + "."
+        )
     data = capture["data"]
     lines += [
         "",
@@ -97,6 +111,13 @@ def results_table() -> str:
         f"`docs/results/nvidia-h200/`, {tree_of(decode)}.",
     ]
     return "\n".join(lines)
+
+
+def _baseline(time: dict[str, Any] | None, ours_ms: float) -> str:
+    """A baseline's time and how many times ours it is, or why there is none."""
+    if time is None:
+        return "-"
+    return time["reason"] if time["ms"] is None else f"{time['ms']:.2f} ({time['ms'] / ours_ms:.1f} x)"
 
 
 def attention_table() -> str:

@@ -4,18 +4,16 @@
     python -m scripts.mutation --seed 7 --count 40 --minutes 15 --files graphrt/batch.py,kernels/metadata
     python -m scripts.mutation --json docs/results/cpu/mutation.json
 
-Works in copies of the checkout, one per worker, under a temporary folder. First every test file runs once as the code
-is, under a tracer that notes which test runs which line (kept under --cache until a source changes). Then each mutant
-gets the tests that run its line: those that noticed something before come first, then the fast ones, and the run stops
-at the first failure. A mutant counts as unnoticed when all of them passed. Code that runs at import gets every test
-that imports the file. `--seconds` bounds what one mutant may cost: the slowest of its tests are then left out, which
-makes the count of the unnoticed too high, never too low. A test that hangs, by ten times its usual time and 30 seconds,
-counts as noticed.
+Works in copies of the checkout, one per worker. First every test file runs once as the code is, under a tracer that
+notes which test runs which line; the notes are kept under --cache until a source changes. Then each mutant gets the
+tests that run its line, or, where it runs at import, every test that imports its file. The first failure ends its run.
+A mutant counts as unnoticed when all its tests passed. `--seconds` bounds what they may take together: the slowest are
+left out, which makes the count of the unnoticed too high, never too low. A test that hangs counts as noticed.
 
-Of the tools at hand, cosmic-ray runs one command, here of many minutes, in a new process for each mutant; mutmut skips
-functions with decorators, so every Triton kernel, and rewrites the others to trampolines within the file.
+Other tools do not fit: cosmic-ray runs one command, here of many minutes, in a new process for each mutant; mutmut
+skips functions with decorators, so every Triton kernel, and rewrites the others within their file.
 
-Needs a POSIX system (fork). The last line of standard output is one JSON object.
+Needs fork. The last line of standard output is one JSON object.
 """
 
 from __future__ import annotations
@@ -37,11 +35,14 @@ import time
 import traceback
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
+from fnmatch import fnmatch
 from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
+
+import pytest
 
 from scripts.mutants import Mutant, choose
 
@@ -54,27 +55,13 @@ FILES = (
     "kernels/metadata", "kernels/cache/write.py", "kernels/ops/sampling.py",
 )  # fmt: skip
 UNJUDGED = ("capture/recorder.py",)  # CUDA graphs: no CPU test runs them
-TESTS = ("tests",)
 # They build packages, compile for the GPU, or run attention kernels, loaders and benchmarks: many minutes, and hardly
 # a line of FILES that no other test runs.
 LEFT_OUT = (
-    "test_layout.py", "test_layering.py", "test_readme.py", "test_env.py", "test_gpu_check.py", "test_mutation.py",
-    "test_bench_attention.py", "test_bench_backends.py", "test_compile_sm90.py", "test_attention.py",
-    "test_attention_features.py", "test_attention_native.py", "test_attention_native_cpu.py",
-    "test_attention_peers.py", "test_attention_replays.py", "test_merge.py", "test_work_list.py", "test_models.py",
-    "test_models_tokenizer.py", "test_loading.py", "test_loading_default.py", "test_loading_gguf.py",
-    "test_full_ladder.py",
+    "layout", "layering", "readme", "env", "cli", "gpu_check", "mutation", "bench_*", "compile_*", "attention*",
+    "merge", "work_list", "models*", "loading*", "full_ladder",
 )  # fmt: skip
-PRELOADED = (
-    "pytest",
-    "torch",
-    "triton",
-    "triton.language",
-    "numpy",
-    "hypothesis",
-    "transformers",
-    "torch.utils._pytree",
-)
+PRELOADED = ("torch", "triton", "triton.language", "numpy", "hypothesis", "transformers")
 HUNG = 1  # status with which faulthandler ends a process that hangs
 LEAST_SECONDS = 30  # that a test gets, however fast it usually is
 FAST_SECONDS = 0.5
@@ -137,9 +124,7 @@ class _Recorder:
         if report.failed and self.failed is None:
             self.failed = report.nodeid
 
-    def pytest_collectreport(self, report: Any) -> None:
-        if report.failed and self.failed is None:
-            self.failed = report.nodeid
+    pytest_collectreport = pytest_runtest_logreport
 
     def pytest_runtest_logfinish(self, nodeid: str) -> None:
         faulthandler.cancel_dump_traceback_later()
@@ -156,22 +141,28 @@ class _Tracer:
         self.files = {str((tree / path).resolve()): path for path in files}
         self.lines: dict[str, dict[str, set[int]]] = defaultdict(lambda: defaultdict(set))
 
-    def __call__(self, frame: FrameType, event: str, argument: object) -> Callable[..., Any] | None:
-        filename = frame.f_code.co_filename
-        if filename not in self.names:
-            self.names[filename] = self.files.get(os.path.realpath(filename))
-        path = self.names[filename]
-        if path is None:
-            return None
-        into = self.lines["" if self.recorder.shared else self.recorder.current][path].add
-        into(frame.f_lineno)
+    def on_call(self) -> Callable[[FrameType, str, object], Callable[..., Any] | None]:
+        """What sys.settrace takes. It runs at every call of Python: a closure, and one look-up for most of them."""
+        names, files, lines, recorder = self.names, self.files, self.lines, self.recorder
 
-        def line(frame: FrameType, event: str, argument: object) -> Callable[..., Any]:
+        def call(frame: FrameType, event: str, argument: object) -> Callable[..., Any] | None:
+            filename = frame.f_code.co_filename
+            if filename not in names:
+                names[filename] = files.get(os.path.realpath(filename))
+            if (path := names[filename]) is None:
+                return None
+            into = lines["" if recorder.shared else recorder.current][path].add
             into(frame.f_lineno)
+
+            def line(frame: FrameType, event: str, argument: object) -> Callable[..., Any]:
+                into(frame.f_lineno)
+                return line
+
             return line
 
-        return line
+        return call
 
+    @pytest.hookimpl(wrapper=True)
     def pytest_fixture_setup(self, fixturedef: Any) -> Iterator[None]:
         shared = fixturedef.scope != "function"
         self.recorder.shared += shared
@@ -183,20 +174,13 @@ class _Tracer:
 
 def _run_tests(tree: Path, arguments: list[str], recorder: _Recorder, traced: Iterable[str] | None) -> dict[str, Any]:
     """Run pytest in this process, which is a child of its own, and say what it did."""
-    import pytest
-
     os.chdir(tree)
     sys.path.insert(0, str(tree))
-    plugins: list[Any] = [recorder]
-    tracer = None
-    if traced is not None:
-        tracer = _Tracer(tree, traced, recorder)
-        _Tracer.pytest_fixture_setup = pytest.hookimpl(wrapper=True)(_Tracer.pytest_fixture_setup)  # type: ignore
-        plugins.append(tracer)
+    tracer = None if traced is None else _Tracer(tree, traced, recorder)
+    plugins = [recorder, tracer] if tracer else [recorder]
     faulthandler.dump_traceback_later(300, exit=True, file=recorder.log)  # collection
     options = ["-q", "-x", "-p", "no:cacheprovider", "-p", "no:faulthandler", "--hypothesis-seed=0", "--tb=short"]
-    if tracer is not None:
-        sys.settrace(tracer)
+    sys.settrace(tracer.on_call() if tracer else None)
     try:
         code = pytest.main([*options, *arguments], plugins=plugins)
     finally:
@@ -227,7 +211,7 @@ class _Job:
     traced: list[str] | None
     mutant: Mutant | None
     done: Callable[[dict[str, Any] | None, float, str], None]
-    started: float = field(default_factory=time.monotonic)
+    started: float = 0.0
 
 
 class Workers:
@@ -235,21 +219,16 @@ class Workers:
 
     def __init__(self, root: Path, folder: Path, count: int) -> None:
         self.free = [_copy(root, folder / f"tree{i}") for i in range(count)]
-        self.folder = folder
         self.running: dict[int, tuple[Path, _Job, bytes | None]] = {}
 
     def run(self, jobs: Iterator[_Job]) -> None:
         """Run jobs until there are none; the next one is asked for when a tree is free."""
-        more = True
-        while more or self.running:
-            while more and self.free:
-                job = next(jobs, None)
-                if job is None:
-                    more = False
-                else:
-                    self._start(job)
-            if self.running:
-                self._finish(*os.wait())
+        while True:
+            while self.free and (job := next(jobs, None)) is not None:
+                self._start(job)
+            if not self.running:
+                return
+            self._finish(*os.wait())
 
     def _start(self, job: _Job) -> None:
         tree, original = self.free.pop(), None
@@ -361,8 +340,10 @@ def tests_for(
     chosen: dict[str, float] = {}
     at: dict[str, tuple[Any, ...]] = {}
     for test_file, what in known.items():
-        direct = what.runs(mutant.path, *mutant.lines) if mutant.in_function else []
-        every = list(what.seconds) if not mutant.in_function and what.imports(mutant.path) else direct
+        if mutant.in_function:
+            every = what.runs(mutant.path, *mutant.lines)
+        else:
+            every = list(what.seconds) if what.imports(mutant.path) else []
         total = sum(what.seconds[test] for test in every)
         for place, test in enumerate(every):
             chosen[test] = what.seconds[test]
@@ -481,14 +462,15 @@ def main() -> int:
         "--workers", type=int, default=os.cpu_count() or 1, help="copies of the checkout that run at once"
     )
     parser.add_argument("--files", default=",".join(FILES), help="files and folders to change, separated by commas")
-    parser.add_argument("--tests", default=",".join(TESTS), help="test files and folders, separated by commas")
+    parser.add_argument("--tests", default="tests", help="test files and folders, separated by commas")
     parser.add_argument("--cache", type=Path, default=Path(tempfile.gettempdir()) / "graphrt-mutation")
     parser.add_argument("--json", type=Path, help="write the result here too")
     options = parser.parse_args()
     _preload()
     files = [path for path in python_files(ROOT, options.files.split(",")) if path not in UNJUDGED]
-    tests = [path for path in python_files(ROOT, options.tests.split(","))
-             if Path(path).name.startswith("test_") and Path(path).name not in LEFT_OUT]  # fmt: skip
+    names = {path: Path(path).stem for path in python_files(ROOT, options.tests.split(","))}
+    tests = [path for path, name in names.items()
+             if name.startswith("test_") and not any(fnmatch(name, f"test_{left}") for left in LEFT_OUT)]  # fmt: skip
     result = run(
         ROOT, files, tests, seed=options.seed, count=options.count, minutes=options.minutes, seconds=options.seconds,
         workers=options.workers, cache=options.cache,

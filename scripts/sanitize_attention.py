@@ -19,11 +19,12 @@ os.environ.setdefault("PYTORCH_NO_CUDA_MEMORY_CACHING", "1")  # read when torch 
 
 import torch
 
-from graphrt.kernels.attention.attention import contiguous_attention, paged_attention
 from graphrt.kernels.attention.merge import merge_attention
+from graphrt.kernels.attention.operators import contiguous_attention, paged_attention
 from graphrt.kernels.attention.options import AttentionOptions
-from graphrt.kernels.attention.plan import AttentionPlan, AttentionWorkspace
+from graphrt.kernels.attention.plan import AttentionPlan
 from graphrt.kernels.attention.work_list import schedule_attention
+from graphrt.kernels.attention.workspace import AttentionWorkspace
 from graphrt.kernels.cache.write import Rotary, write_kv
 
 E4M3 = torch.float8_e4m3fn

@@ -170,7 +170,7 @@ def test_schedules(case):
     plan = case.plan(CPU)
     work_list = case.call(CPU)()
     assert work_list.numel() >= plan.work_list_words
-    assert work_list[plan.num_parts * PART_WORDS] > 0, "no segments"
+    assert work_list[plan.schedule.num_parts * PART_WORDS] > 0, "no segments"
 
 
 def test_schedules_of_every_size():

@@ -160,7 +160,7 @@ from scripts import mutation
 root = Path(sys.argv[1])
 mutation.LEAST_SECONDS = 1
 tests = ["tests/test_sums.py", "tests/test_others.py"]
-result = mutation.run(root, ["toy/sums.py"], tests, seed=1, count=99, minutes=5, seconds=60, workers=2,
+result = mutation.run(root, ["toy/sums.py"], tests, seed=1, count=int(sys.argv[2]), minutes=5, seconds=60, workers=2,
                       cache=root / "cache")
 print(json.dumps(result))
 """
@@ -173,8 +173,8 @@ def test_a_toy_package(tmp_path: Path) -> None:
         (tmp_path / name).write_text(text)
     subprocess.run(["git", "init", "-q"], cwd=tmp_path, check=True)
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1"}
-    command = [sys.executable, "-c", RUN, str(tmp_path)]
-    for measured in (2, 0):
+    for count, measured in ((0, 2), (99, 0)):
+        command = [sys.executable, "-c", RUN, str(tmp_path), str(count)]
         result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
         assert result.returncode == 0, result.stdout + result.stderr
         assert result.stdout.count("measured tests/") == measured, "the second run finds the first one's lines"

@@ -10,10 +10,12 @@ import torch
 from graphrt.backends.base import AttentionBackend, AttentionLayer, BackendContext, Capabilities, GraphSupport
 from graphrt.capture.descriptor import BatchDescriptor, GraphKind
 from graphrt.kernels.attention.arguments import ATTENTION_DTYPES, HEAD_DIMS, KV_DTYPES
-from graphrt.kernels.attention.attention import paged_attention
 from graphrt.kernels.attention.native import NATIVE_PAGE_MULTIPLE
-from graphrt.kernels.attention.plan import MAX_QUERY_LEN, AttentionPlan, AttentionWorkspace
+from graphrt.kernels.attention.operators import paged_attention
+from graphrt.kernels.attention.plan import AttentionPlan
+from graphrt.kernels.attention.plan_shape import MAX_QUERY_LEN
 from graphrt.kernels.attention.work_list import schedule_attention
+from graphrt.kernels.attention.workspace import AttentionWorkspace
 from graphrt.kernels.errors import CaptureError
 from graphrt.kernels.library import INTERPRETER_AVAILABLE, interpreted
 from graphrt.kernels.native.nvrtc import nvrtc_fault, runs_native

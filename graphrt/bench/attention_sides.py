@@ -16,10 +16,11 @@ from graphrt.bench.attention_inputs import Inputs, check_output
 from graphrt.bench.attention_results import OURS
 from graphrt.bench.cells import Cell
 from graphrt.bench.timer import Call
-from graphrt.kernels.attention.attention import contiguous_attention, paged_attention
+from graphrt.kernels.attention.operators import contiguous_attention, paged_attention
 from graphrt.kernels.attention.options import AttentionOptions
-from graphrt.kernels.attention.plan import AttentionPlan, AttentionWorkspace
+from graphrt.kernels.attention.plan import AttentionPlan
 from graphrt.kernels.attention.work_list import schedule_attention
+from graphrt.kernels.attention.workspace import AttentionWorkspace
 from graphrt.kernels.native.nvrtc import runs_native
 
 _CPU_SMS = 132  # as on an H200: a dry run makes the plans of the real one
@@ -147,10 +148,10 @@ class GraphrtSide:
 
 
 def _variant(plan: AttentionPlan) -> str:
-    if not plan.native_warps:
-        return f"{plan.num_parts} parts of {plan.num_warps} warps"
-    clusters = f" in clusters of {plan.cluster}" if plan.cluster > 1 else ""
-    return f"{plan.native_blocks} blocks of {plan.native_warps} warps{clusters}"
+    if plan.native is None:
+        return f"{plan.schedule.num_parts} parts of {plan.tile.num_warps} warps"
+    clusters = f" in clusters of {plan.native.cluster}" if plan.native.cluster > 1 else ""
+    return f"{plan.native_blocks} blocks of {plan.native.warps} warps{clusters}"
 
 
 def prepare_checked(side: Side, cell: Cell, inputs: Inputs) -> tuple[list[Prepared], str | None]:

@@ -1,4 +1,4 @@
-"""The decode benchmark behind `graphrt bench decode`: ms per step against the memory floor, eager against replay."""
+"""The decode benchmark: milliseconds per step against the memory floor, and what a step costs the host."""
 
 from __future__ import annotations
 
@@ -12,31 +12,38 @@ import numpy as np
 import torch
 
 from graphrt.batch import Batch
+from graphrt.bench.decode_transformers import BaselineTime
 from graphrt.bench.timer import measure_read_bandwidth
 from graphrt.config import RuntimeConfig
+from graphrt.kernels.checks import check_int
+from graphrt.kernels.errors import CapacityError, ConfigError
+from graphrt.models.loading import free_memory
 from graphrt.runtime import Runtime
 from graphrt.spec import AttentionSpec, KVCacheSpec
 
 _ROUNDS = 5
+_HOST_STEPS = 200  # timed at least on CUDA; on a CPU, where nothing runs beside the host, one round will do
+_MAX_CONTEXT = 1 << 24
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeResult:
-    """One batch size. Times in milliseconds per step, medians of several rounds with their spread.
+    """One batch size. Milliseconds per step are medians of several rounds, with the slowest less the fastest.
 
-    replay_ms    steady state, the host submitting ahead: what a serving loop gets
-    eager_ms     the same steps without graphs, same run
-    host_us      host time of one `replay()` call
-    floor_ms     bytes that a step must read, over the measured read bandwidth
+    replay_ms              steady state, the host submitting ahead: what a serving loop gets
+    floor_ms               bytes that a step must read, over the measured read bandwidth
+    host_us                host time of one `replay()` call, the median over `host_steps` steps
+    host_us_p20, _p80      the 20th and 80th percentile of the same
     """
 
     batch: int
     context: int
     replay_ms: float
     replay_ms_spread: float
-    eager_ms: float
-    eager_ms_spread: float
     host_us: float
+    host_us_p20: float
+    host_us_p80: float
+    host_steps: int
     floor_ms: float
     weight_bytes: int
     kv_bytes: int
@@ -49,7 +56,10 @@ class DecodeResult:
 
 @dataclass(frozen=True, slots=True)
 class DecodeReport:
-    """A whole run; `to_json` is the one line that the command prints last."""
+    """A whole run; `to_json` is the one line that the command prints last.
+
+    baselines   times of `transformers` with the same shape, in the same run; empty where they were not asked for
+    """
 
     model: str
     device: str
@@ -63,11 +73,23 @@ class DecodeReport:
     mixed_mib_per_graph: float
     nodes_per_graph: int
     results: tuple[DecodeResult, ...]
+    baselines: tuple[BaselineTime, ...] = ()
+
+    def baseline(self, way: str, batch: int) -> BaselineTime | None:
+        """The time of that way at that batch size, if it was asked for."""
+        return next((time for time in self.baselines if (time.way, time.batch) == (way, batch)), None)
 
     def to_json(self) -> dict[str, Any]:
         record = asdict(self)
         record["results"] = [asdict(r) | {"share_of_floor": r.share_of_floor} for r in self.results]
         return record
+
+
+def check_batches(batches: Sequence[int]) -> tuple[int, ...]:
+    """The batch sizes in order, each once. Raises: ConfigError unless there are some, all ints >= 1."""
+    if not isinstance(batches, Sequence) or not batches:
+        raise ConfigError(f"batches: expected one or more sizes, got {batches!r}")
+    return tuple(sorted({check_int("batches", batch, 1, advice="pass numbers of sequences") for batch in batches}))
 
 
 def bench_decode(
@@ -87,7 +109,12 @@ def bench_decode(
     """Capture a ladder for `batches` and time decoding from `context` tokens on, `steps` steps a round.
 
     weight_bytes   bytes of weights that one step reads (an embedding table that is only looked up does not count)
+
+    Raises: ConfigError for sizes that are no numbers >= 1, CapacityError for a KV cache beyond the free memory.
     """
+    batches = check_batches(batches)
+    context = check_int("context", context, 1, _MAX_CONTEXT, advice="pass the tokens that each sequence holds already")
+    steps = check_int("steps", steps, 1, _MAX_CONTEXT, advice="pass the steps of one round")
     max_seq_len = context + steps
     largest = max(batches)
     config = RuntimeConfig(
@@ -97,17 +124,23 @@ def bench_decode(
         mixed_sizes=(),
         backend=backend,
     )
-    bandwidth = measure_read_bandwidth(device)
     pages = 1 + largest * kv_spec.pages_for(max_seq_len)
+    needed, free = pages * kv_spec.bytes_per_page, free_memory(device)
+    if free is not None and needed > free:
+        raise CapacityError(
+            f"batches: expected a KV cache of at most {free} bytes, the memory that is free on {device}, got {needed} "
+            f"bytes for {largest} sequences of {max_seq_len} tokens; lower the largest batch or the context"
+        )
+    bandwidth = measure_read_bandwidth(device)
     runtime = Runtime(model, attention, kv_spec, vocab_size=vocab_size, device=device, config=config, num_pages=pages)
     try:
         runtime.capture()
         stats = runtime.stats()
         results = []
-        for batch in sorted(batches):
+        for batch in batches:
             loop = _Loop(runtime, batch, context)
-            replay = loop.step_seconds(steps, eager=False)
-            eager = loop.step_seconds(steps, eager=True)
+            replay, host = loop.step_seconds(steps), loop.host_seconds(steps)
+            p20, host_us, p80 = np.percentile(host, [20, 50, 80]) * 1e6
             kv_bytes = batch * (context + steps // 2) * kv_spec.bytes_per_token
             results.append(
                 DecodeResult(
@@ -115,9 +148,10 @@ def bench_decode(
                     context=context,
                     replay_ms=1e3 * median(replay),
                     replay_ms_spread=1e3 * (max(replay) - min(replay)),
-                    eager_ms=1e3 * median(eager),
-                    eager_ms_spread=1e3 * (max(eager) - min(eager)),
-                    host_us=1e6 * loop.host_seconds(steps),
+                    host_us=float(host_us),
+                    host_us_p20=float(p20),
+                    host_us_p80=float(p80),
+                    host_steps=len(host),
                     floor_ms=1e3 * (weight_bytes + kv_bytes) / bandwidth,
                     weight_bytes=weight_bytes,
                     kv_bytes=kv_bytes,
@@ -169,7 +203,7 @@ class _Loop:
             page_ids=self._pages,
         )
 
-    def step_seconds(self, steps: int, *, eager: bool) -> list[float]:
+    def step_seconds(self, steps: int) -> list[float]:
         """Seconds per step of several rounds, the host submitting as far ahead as the ring allows."""
         rounds = []
         for _ in range(_ROUNDS + 1):
@@ -177,20 +211,25 @@ class _Loop:
             _synchronize(self._runtime.device)
             start = time.perf_counter()
             for batch in batches:
-                last = self._runtime.replay(batch, eager=eager)
+                last = self._runtime.replay(batch)
             last.tokens()
             rounds.append((time.perf_counter() - start) / steps)
         return rounds[1:]  # the first round warms up
 
-    def host_seconds(self, steps: int) -> float:
-        """Host seconds of one `replay()` call that finds its ring slot free (the median)."""
-        calls = []
-        for batch in self._batches(steps):
-            start = time.perf_counter()
-            handle = self._runtime.replay(batch)
-            calls.append(time.perf_counter() - start)
-            handle.wait()
-        return median(calls)
+    def host_seconds(self, steps: int) -> list[float]:
+        """Host seconds of single `replay()` calls, each of which finds its ring slot free; the first round warms up."""
+        wanted = _HOST_STEPS if self._runtime.device.type == "cuda" else steps
+        rounds = []
+        for _ in range(1 + -(-wanted // steps)):
+            rounds.append([self._host_seconds(batch) for batch in self._batches(steps)])
+        return [seconds for calls in rounds[1:] for seconds in calls]
+
+    def _host_seconds(self, batch: Batch) -> float:
+        start = time.perf_counter()
+        handle = self._runtime.replay(batch)
+        seconds = time.perf_counter() - start
+        handle.wait()
+        return seconds
 
     def _batches(self, steps: int) -> list[Batch]:
         return [self._batch(self._context + 1 + i, first=i == 0) for i in range(steps)]

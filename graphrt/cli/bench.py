@@ -2,57 +2,72 @@
 
 from __future__ import annotations
 
+import gc
 import json
-from dataclasses import dataclass
+import re
+from dataclasses import replace
 
+import torch
 from rich.table import Table
 
-from graphrt.bench.decode import DecodeReport, bench_decode
+from graphrt.bench.decode import DecodeReport, DecodeResult, bench_decode, check_batches
+from graphrt.bench.decode_transformers import DYNAMIC, STATIC, BaselineTime, time_transformers
 from graphrt.bench.environment import provenance
 from graphrt.cli.console import make_console
+from graphrt.cli.options import DecodeOptions
+from graphrt.kernels.errors import ConfigError
 from graphrt.kernels.types import KVLayout
 from graphrt.models.llama import LlamaModel
 from graphrt.models.loading import load_model
+from graphrt.models.packages import require
+from graphrt.models.shapes import shape_config
 from graphrt.runtime import resolve_device
 
 
-@dataclass(frozen=True, slots=True)
-class BenchOptions:
-    """The options of `graphrt bench decode`; one of shape and model is given."""
-
-    shape: str | None
-    model: str | None
-    batches: tuple[int, ...]
-    context: int
-    steps: int
-    page_size: int
-    backend: str | None
-    device: str | None
-    json_only: bool
-
-
-def run_bench(options: BenchOptions) -> None:
+def run_bench(options: DecodeOptions) -> None:
     """Run the benchmark; the last line of standard output is one JSON object."""
+    batches = check_batches(_numbers("--batch", options.batch))
+    if (options.shape is None) == (options.model is None):
+        raise ConfigError("bench decode: expected one of --shape and --model, got both or none; name one")
+    if options.baseline not in (None, "transformers"):
+        raise ConfigError(f"--baseline: expected transformers, got {options.baseline!r}; or leave it out")
+    if options.baseline is not None:
+        require("transformers", "for the baseline")
+    source = options.model if options.shape is None else shape_config(options.shape)
+    assert source is not None, "one of shape and model is given"
     device = resolve_device(options.device)
-    source = options.model if options.model is not None else f"dummy:{options.shape}"
     loaded = load_model(source, device=device, max_positions=options.context + options.steps)
-    dtype = loaded.model.dtype
+    config, dtype = loaded.config, loaded.model.dtype
     report = bench_decode(
-        options.shape or source,
+        options.shape or str(options.model),
         loaded.model,
-        loaded.config.attention_specs(dtype),
-        loaded.config.kv_spec(options.page_size, KVLayout.NHD, dtype),
-        vocab_size=loaded.config.vocab_size,
+        config.attention_specs(dtype),
+        config.kv_spec(options.page_size, KVLayout.NHD, dtype),
+        vocab_size=config.vocab_size,
         weight_bytes=streamed_bytes(loaded.model),
-        batches=options.batches,
+        batches=batches,
         context=options.context,
         steps=options.steps,
         device=device,
         backend=options.backend,
     )
+    if options.baseline is not None:
+        del loaded  # the baseline gets the memory
+        gc.collect()
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+        times = time_transformers(config, batches=batches, context=options.context, device=device, dtype=dtype)
+        report = replace(report, baselines=tuple(times))
     if not options.json_only:
         _print(report)
     print(json.dumps({"name": "decode", **provenance(), **report.to_json()}), flush=True)
+
+
+def _numbers(name: str, text: str) -> list[int]:
+    parts = [part.strip() for part in text.split(",")]
+    if not all(re.fullmatch("0*[1-9][0-9]{0,8}", part) for part in parts):
+        raise ConfigError(f"{name}: expected comma-separated numbers >= 1, got {text!r}; name some, as in 1,8,32")
+    return [int(part) for part in parts]
 
 
 def streamed_bytes(model: LlamaModel) -> int:
@@ -63,25 +78,34 @@ def streamed_bytes(model: LlamaModel) -> int:
 
 
 def _print(report: DecodeReport) -> None:
+    console = make_console()
     table = Table(title=f"decode, {report.model} on {report.device}, backend {report.backend}", title_justify="left")
-    for heading in ("batch", "context", "floor ms", "replay ms", "of floor", "eager ms", "eager/replay", "host us"):
+    headings = ["batch", "context", "floor ms", "graphrt ms", "of floor", "host us (p20 - p80)"]
+    headings[5:5] = ["transformers ms (factor)", "compiled ms (factor)"] if report.baselines else []
+    for heading in headings:
         table.add_column(heading, justify="right")
     for r in report.results:
+        shown = [_baseline(report.baseline(way, r.batch), r) for way in (DYNAMIC, STATIC)] if report.baselines else []
         table.add_row(
             str(r.batch),
             str(r.context),
             f"{r.floor_ms:.3f}",
             f"{r.replay_ms:.3f} +- {r.replay_ms_spread / 2:.3f}",
             f"{r.share_of_floor:.0%}",
-            f"{r.eager_ms:.3f}",
-            f"{r.eager_ms / r.replay_ms:.2f}",
-            f"{r.host_us:.0f}",
+            *shown,
+            f"{r.host_us:.0f} ({r.host_us_p20:.0f} - {r.host_us_p80:.0f})",
         )
-    console = make_console()
     console.print(table)
+    for time in report.baselines:
+        if time.reason is not None:
+            console.print(f"transformers, {time.way}, batch {time.batch}: {time.reason}", highlight=False, markup=False)
     console.print(
         f"floor: weights and KV over the measured read bandwidth of {report.read_tb_s:.2f} TB/s; "
         f"{report.decode_graphs} graphs ({report.recorder}) captured in {report.capture_seconds:.2f} s, "
         f"{report.decode_mib_per_graph:.1f} MiB and {report.nodes_per_graph} nodes each",
         soft_wrap=True,
     )
+
+
+def _baseline(time: BaselineTime | None, ours: DecodeResult) -> str:
+    return "-" if time is None or time.ms is None else f"{time.ms:.3f} ({time.ms / ours.replay_ms:.2f} x)"

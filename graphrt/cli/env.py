@@ -15,6 +15,7 @@ from graphrt.backends.registry import Standing, backend_class, select_backend, s
 from graphrt.bench.environment import environment_report
 from graphrt.capture.descriptor import BatchDescriptor
 from graphrt.cli.console import make_console
+from graphrt.cli.options import EnvOptions
 from graphrt.kernels.errors import ConfigError, UnsupportedError
 from graphrt.kernels.types import KVLayout
 from graphrt.models.shapes import shape_config
@@ -22,10 +23,10 @@ from graphrt.models.shapes import shape_config
 _EXAMPLE = "llama-3.1-8b"
 
 
-def run_env(*, as_json: bool) -> None:
+def run_env(options: EnvOptions) -> None:
     """Print the report as a table, or as one line of JSON."""
     report = environment_report() | {"backends": _backends()}
-    if as_json:
+    if options.as_json:
         print(json.dumps(report))
         return
     console = make_console()

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
 
 import torch
 from rich.console import Console
@@ -13,58 +15,50 @@ from rich.table import Table
 
 from graphrt.capture.graph import GraphReport
 from graphrt.cli.console import make_console
+from graphrt.cli.options import GenerateOptions
 from graphrt.config import RuntimeConfig
 from graphrt.generate import SamplingParams, TextGenerator
 from graphrt.kernels.errors import CapacityError, ConfigError
 from graphrt.kernels.types import KVLayout
-from graphrt.models.loading import LoadedModel, load_model, resolve_source
+from graphrt.models.loading import DUMMY_PREFIX, LoadedModel, load_model, resolve_source
+from graphrt.models.shapes import SHAPES
 from graphrt.models.smollm import default_model_path
-from graphrt.models.tokenizer import Tokenizer, load_tokenizer
+from graphrt.models.tokenizer import Tokenizer, check_prompt, load_tokenizer
 from graphrt.runtime import Runtime, resolve_device
 from graphrt.stats import Stats
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _CPU_CHUNK = 64  # on CPU a mixed graph is no faster than an eager chunk: capture one small size only
-
-
-@dataclass(frozen=True, slots=True)
-class GenerateOptions:
-    """The options of `graphrt generate`."""
-
-    prompts: tuple[str, ...]
-    model: str | None
-    max_new_tokens: int
-    temperature: float
-    seed: int
-    backend: str | None
-    device: str | None
-    dtype: str
-    page_size: int
-    chat: bool | None
-    graphs: bool
-    stats: bool
+_MOST_PROMPT_BYTES = 64 << 20
+_MOST_POSITIONS = 1 << 20
 
 
 def run_generate(options: GenerateOptions) -> None:
     """Generate and print. Text goes to standard output; progress and statistics go to standard error."""
+    prompts = [*(options.prompts or ()), *_read_prompts(options.prompt_file)]
+    if not prompts:
+        raise ConfigError("prompts: expected one or more, got none; name some, or a file of them with --prompts")
+    for prompt in prompts:
+        check_prompt(prompt)
     log = make_console(stderr=True)
     device = resolve_device(options.device)
     if options.dtype != "auto" and options.dtype not in _DTYPES:
-        raise ConfigError(f"--dtype: expected auto, {', '.join(_DTYPES)}, got {options.dtype!r}")
+        raise ConfigError(f"--dtype: expected auto, {', '.join(_DTYPES)}, got {options.dtype!r}; name one of these")
     params = [
         SamplingParams(options.max_new_tokens, options.temperature, (options.seed + i) % (1 << 32))
-        for i in range(len(options.prompts))
+        for i in range(len(prompts))
     ]
-    path = resolve_source(options.model) if options.model is not None else default_model_path()
+    path = _model_path(options.model)
     with log.status(f"loading the tokenizer of {path.name}"):
         tokenizer = load_tokenizer(path)
     chat = tokenizer.has_chat_template if options.chat is None else options.chat
-    ids = [tokenizer.encode_prompt(prompt, chat=chat) for prompt in options.prompts]
+    ids = [tokenizer.encode_prompt(prompt, chat=chat) for prompt in prompts]
     longest = max(map(len, ids)) + options.max_new_tokens
+    positions = longest if longest <= _MOST_POSITIONS else None  # beyond every model: refused below
     start = time.perf_counter()
     with log.status(f"loading {path.name}"):
-        loaded = load_model(path, device=device, dtype=_DTYPES.get(options.dtype, "auto"), max_positions=longest)
-    log.print(f"loaded {path.name} on {device} in {time.perf_counter() - start:.1f} s", highlight=False)
+        loaded = load_model(path, device=device, dtype=_DTYPES.get(options.dtype, "auto"), max_positions=positions)
+    log.print(f"loaded {path.name} on {device} in {time.perf_counter() - start:.1f} s", highlight=False, markup=False)
     if longest > loaded.config.max_position_embeddings:
         raise CapacityError(
             f"prompt: expected prompt and output within the model's {loaded.config.max_position_embeddings} positions, "
@@ -75,13 +69,44 @@ def run_generate(options: GenerateOptions) -> None:
         _capture(runtime, log)
         start = time.perf_counter()
         stop = frozenset((*tokenizer.eos_ids, *loaded.config.eos_ids))
-        params = [SamplingParams(p.max_new_tokens, p.temperature, p.seed, stop) for p in params]
-        count = _stream(options, runtime, tokenizer, ids, params)
+        count = _stream(prompts, runtime, tokenizer, ids, [replace(p, stop_ids=stop) for p in params])
         seconds = time.perf_counter() - start
         if options.stats:
             _print_stats(log, runtime.stats(), count, seconds)
     finally:
         runtime.close()
+
+
+def _read_prompts(name: str | None) -> list[str]:
+    """The lines of a file of prompts, or of standard input for "-"; blank lines are skipped."""
+    if name is None:
+        return []
+    try:
+        if name == "-":
+            content = sys.stdin.buffer.read(_MOST_PROMPT_BYTES + 1)
+        else:
+            with Path(name).open("rb") as file:
+                content = file.read(_MOST_PROMPT_BYTES + 1)
+        text = content.decode("utf-8-sig")
+    except (OSError, ValueError, AttributeError) as error:  # AttributeError: there is no standard input
+        raise ConfigError(
+            f"--prompts: expected a file of UTF-8 text, one prompt per line, got none that can be read ({error}); "
+            "check the path, or pass - for standard input"
+        ) from error
+    if len(content) > _MOST_PROMPT_BYTES:
+        raise ConfigError(f"--prompts: expected at most {_MOST_PROMPT_BYTES >> 20} MiB, got more; split the file")
+    return [line for line in text.replace("\r\n", "\n").split("\n") if line.strip()]
+
+
+def _model_path(model: str | None) -> Path:
+    if model is None:
+        return default_model_path()
+    if model.startswith(DUMMY_PREFIX):
+        raise ConfigError(
+            f"--model: expected a model with a tokenizer, got {model!r}, whose weights are random; leave --model out "
+            "for SmolLM2-135M-Instruct, or time a shape with `graphrt bench decode --shape`: " + ", ".join(SHAPES)
+        )
+    return resolve_source(model)
 
 
 def _build_runtime(
@@ -130,7 +155,7 @@ def _capture(runtime: Runtime, log: Console) -> None:
 
 
 def _stream(
-    options: GenerateOptions, runtime: Runtime, tokenizer: Tokenizer, ids: list[list[int]], params: list[SamplingParams]
+    prompts: Sequence[str], runtime: Runtime, tokenizer: Tokenizer, ids: list[list[int]], params: list[SamplingParams]
 ) -> int:
     """Print the answers, and return how many tokens they have. One prompt streams; several are printed as each ends."""
     streams = [tokenizer.stream() for _ in ids]
@@ -145,7 +170,7 @@ def _stream(
         if single:
             print(delta, end="", flush=True)
         elif event.finished:
-            print(f"[{event.prompt + 1}] {options.prompts[event.prompt]}\n{texts[event.prompt].strip()}\n", flush=True)
+            print(f"[{event.prompt + 1}] {prompts[event.prompt]}\n{texts[event.prompt].strip()}\n", flush=True)
     if single:
         print(flush=True)
     return count

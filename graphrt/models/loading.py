@@ -94,17 +94,24 @@ def free_memory(device: torch.device) -> int | None:
 
 
 def resolve_source(source: str | Path) -> Path:
-    """The folder or .gguf file that `source` names; a hub id is downloaded first."""
-    path = Path(source).expanduser()
-    if path.is_dir() or (path.is_file() and path.suffix == ".gguf"):
-        return path
-    if path.is_file():
+    """The folder or .gguf file that `source` names; a hub id is downloaded first.
+
+    Raises: ConfigError for what is none of these.
+    """
+    expected = f"model: expected a folder, a .gguf file, a hub id such as org/name or {DUMMY_PREFIX}<shape>"
+    if not isinstance(source, str | Path) or source == "":
+        raise ConfigError(f"{expected}, got {source!r}; name one")
+    try:
+        path = Path(source).expanduser()
+        is_file = path.is_file()
+        if path.is_dir() or (is_file and path.suffix == ".gguf"):
+            return path
+    except (OSError, RuntimeError, ValueError) as error:  # a name too long, no such user, no permission, a NUL
+        raise ConfigError(f"{expected}, got {str(source)!r:.80} ({error!s:.80}); check the path") from error
+    if is_file:
         raise ConfigError(f"model: expected a folder or a .gguf file, got the file {path}")
     text = str(source)
     looks_like_id = isinstance(source, str) and text.count("/") == 1 and text[0] not in "./~" and text[-1] != "/"
     if not looks_like_id or path.suffix == ".gguf":
-        raise ConfigError(
-            f"model: expected a folder, a .gguf file, a hub id such as org/name or {DUMMY_PREFIX}<shape>, "
-            f"got {text!r}, which does not exist; check the path"
-        )
+        raise ConfigError(f"{expected}, got {text!r}, which does not exist; check the path")
     return download(text)

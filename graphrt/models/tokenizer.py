@@ -18,6 +18,16 @@ _END_TOKENS = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>", "<|e
 _INCOMPLETE = "\ufffd"
 
 
+def check_prompt(text: str) -> None:
+    """Raise ConfigError unless `text` is a string that is not empty and that UTF-8 can encode."""
+    if not isinstance(text, str) or not text:
+        raise ConfigError(f"prompt: expected some text, got {text!r}; pass a string that is not empty")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:  # bytes of a command line that are no UTF-8 become lone surrogates
+        raise ConfigError(f"prompt: expected text in UTF-8, got {text!r:.80}; convert it to UTF-8") from error
+
+
 class Tokenizer:
     """A model's tokenizer.
 
@@ -40,10 +50,9 @@ class Tokenizer:
     def encode_prompt(self, text: str, *, chat: bool) -> list[int]:
         """Token ids of a prompt: as one user message that asks for an answer, or as text to be continued.
 
-        Raises: ConfigError when the text is empty or the model has no chat template.
+        Raises: ConfigError when the text is none that `check_prompt` takes or the model has no chat template.
         """
-        if not text:
-            raise ConfigError("prompt: expected some text, got none")
+        check_prompt(text)
         if not chat:
             return list(self._backend(text).input_ids)
         if self._chat_template is None:

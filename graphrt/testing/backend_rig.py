@@ -78,13 +78,15 @@ class Rig:
     def write(self, sequences: Sequence[DenseSequence]) -> None:
         """Make `sequences` the rows of the step: pages in random places, NaN wherever nothing is to be read."""
         meta, kv = self.metadata, self.context.kv
+        null_page = kv.null_page
+        assert isinstance(null_page, int), "features name the null page by its number"
         counts = [kv.pages_for(s.seq_len) for s in sequences]
-        free = [page for page in range(self.layers[0].k_cache.shape[0]) if page != kv.null_page]
+        free = [page for page in range(self.layers[0].k_cache.shape[0]) if page != null_page]
         order = [free[at] for at in torch.randperm(len(free), generator=self.rng).tolist()]
         owned = [[order.pop() for _ in range(count)] for count in counts]
         for index in range(len(self.layers)):
             self._write_layer(index, sequences, owned)
-        table = torch.full(meta.block_table.shape, kv.null_page, dtype=torch.int32)
+        table = torch.full(meta.block_table.shape, null_page, dtype=torch.int32)
         seq_lens = torch.full(meta.seq_lens.shape, self.backend.seq_len_fill, dtype=torch.int32)
         starts = [0]
         slots = torch.full(meta.slot_mapping.shape, PAD_SLOT_ID)

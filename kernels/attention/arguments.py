@@ -108,6 +108,21 @@ def _check_q_side(
     check_options(options, q.shape[1], num_kv_heads, kv_dtype, q.device)
 
 
+def check_query_starts(
+    query_start_loc: torch.Tensor | None, num_rows: int, query_len: int, device: torch.device
+) -> None:
+    """Raise ShapeError unless query_start_loc is [num_rows + 1], or None for a plan with one query_len for all rows."""
+    if (query_start_loc is None) != (query_len > 0):
+        want, got = ("None", "a tensor") if query_len else ("a tensor", "None")
+        raise ShapeError(
+            f"query_start_loc: expected {want} for a plan with query_len={query_len}, got {got}; "
+            "a plan without query_len is made by AttentionPlan.varlen"
+        )
+    if query_start_loc is not None:
+        check_tensor("query_start_loc", query_start_loc, shape=(num_rows + 1,), dtype=torch.int32, device=device)
+        check_unit_stride("query_start_loc", query_start_loc)
+
+
 def check_triton_head_dim(name: str, head_dim: int) -> None:
     """Raise UnsupportedError unless the Triton kernels serve this head_dim."""
     if head_dim not in HEAD_DIMS:

@@ -1,12 +1,20 @@
-"""The attention kernel: work-list driven, one launch per layer, for decode rows, mixed batches and contiguous K and V.
+"""The attention kernel: one launch per layer, for decode rows, mixed batches and contiguous K and V.
 
-The new tokens of a row and the query heads that share a KV head are packed into query rows `token * group + head`, so
-that K and V are read once per KV head; BLOCK_M of them make a unit. The work list (see work_list.py) cuts the KV tiles
-of all units into equal parts, one per program and KV head: a program walks the segments of its part. A segment that is
-all of its unit writes the output. Of the others each leaves a normalised partial result and its log-sum-exp, and the
-last program to arrive merges them in split order, which makes the result independent of who was last, and sets the
-arrival counter back to 0; where there are many, in two stages. Nobody waits for anybody, so the grid need not fit the
-device.
+A query is one new token in one query head. Those of a row that share a KV head are numbered `token * group + head`, so
+that K and V are read once for all of them; BLOCK_M queries make a unit. docs/attention.md draws what follows.
+
+The work list cuts the KV tiles of all units into equal parts, one per program and KV head. A program does this:
+
+1. It reads its part: where its segments begin and end, and the first of them.
+2. For each segment it loads the queries, then runs the online softmax over the segment's tiles.
+3. A segment that is all of its unit: the program writes the output.
+4. Other segments: the program leaves a partial result, divided by its sum of weights, and the log-sum-exp. It counts
+   its arrival. The last to arrive merges all partial results of the unit and sets the counter back to 0. Units in many
+   segments are merged in bundles first, then over the bundles.
+5. It writes zeros for its share of the units that see nothing.
+
+Merges add in the order of the segments, so the result does not depend on who arrives last. No program waits for
+another, so the grid may be larger than the device.
 
 Split-KV attention: Flash-Decoding (Dao et al. 2023). Equal parts across rows: stream-K (Osama et al. 2023) and
 LeanAttention (Sanovar et al. 2024).
@@ -41,9 +49,9 @@ def _write_output(
     top,
     total,
     m,
-    num_rows,
-    query_start,
-    first_row,
+    num_queries,
+    first_token,
+    first_query,
     kv_head,
     stride_v_scale,
     stride_out_token,
@@ -53,12 +61,19 @@ def _write_output(
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Finish query rows: sink, division, V scale, then store output and log-sum-exp; `acc` is not divided yet."""
+    """Finish the queries of a unit and store output and log-sum-exp.
+
+    acc     [*, BLOCK_D]  weighted sums of values, not divided yet
+    top     [*]  reference point of the weights: weight = exp2(logit - top)
+    total   [*]  sums of the weights
+    m       [*]  numbers of the queries within the unit
+    """
     d = tl.arange(0, BLOCK_D)
-    packed = first_row + m
-    token = (query_start + packed // GROUP).to(tl.int64)
-    head = kv_head * GROUP + packed % GROUP
-    mask = m < num_rows
+    query = first_query + m
+    token = (first_token + query // GROUP).to(tl.int64)
+    head = kv_head * GROUP + query % GROUP
+    mask = m < num_queries
+    # A sink is one more logit, without a value: it changes the sum of weights only.
     if sinks_ptr is not None:
         sink = tl.load(sinks_ptr + head, mask=mask, other=float("-inf")) * _LOG2E
         new_top = tl.maximum(top, sink)
@@ -83,26 +98,26 @@ def _write_output(
 def _store_partial(
     partial_out_ptr,
     partial_lse_ptr,
-    slot,
+    place,
     acc,
     top,
     total,
     m,
-    num_rows,
+    num_queries,
     kv_head,
     num_kv_heads,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
     PARTIAL_M: tl.constexpr,
 ):
-    """Leave a normalised partial result and its log-sum-exp in a slot."""
+    """Leave a partial result, divided by its sum of weights, and its log-sum-exp in a place of the workspace."""
     d = tl.arange(0, BLOCK_D)
     divisor = tl.where(total == 0.0, 1.0, total)
-    partial = (slot * num_kv_heads + kv_head) * PARTIAL_M + m
+    partial_query = (place * num_kv_heads + kv_head) * PARTIAL_M + m
     # The log-sum-exp is -inf where nothing is seen, as top is.
-    tl.store(partial_lse_ptr + partial, top + tl.log2(divisor), mask=m < num_rows)
-    partial_ptrs = partial_out_ptr + (partial.to(tl.int64) * HEAD_DIM)[:, None] + d[None, :]
-    tl.store(partial_ptrs, acc / divisor[:, None], mask=(m < num_rows)[:, None] & (d < HEAD_DIM)[None, :])
+    tl.store(partial_lse_ptr + partial_query, top + tl.log2(divisor), mask=m < num_queries)
+    partial_ptrs = partial_out_ptr + (partial_query.to(tl.int64) * HEAD_DIM)[:, None] + d[None, :]
+    tl.store(partial_ptrs, acc / divisor[:, None], mask=(m < num_queries)[:, None] & (d < HEAD_DIM)[None, :])
 
 
 @triton.jit
@@ -122,18 +137,21 @@ def _write_zeros(
     BLOCK_M: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Zero the query rows of units that see nothing: pad rows, pad tokens, tokens before position 0."""
+    """Write the output of units that see nothing: pad rows, pad tokens, tokens before position 0.
+
+    begin, end   this program's share of these units
+    """
     m = tl.arange(0, BLOCK_M)
     d = tl.arange(0, BLOCK_D)
     for entry in tl.range(begin, end, num_stages=1):
-        query_start = tl.load(zeros_ptr + entry * 3)
-        first_row = tl.load(zeros_ptr + entry * 3 + 1)
-        marked_rows = tl.load(zeros_ptr + entry * 3 + 2)
-        num_rows = tl.abs(marked_rows)
-        packed = first_row + m
-        token = (query_start + packed // GROUP).to(tl.int64)
-        head = kv_head * GROUP + packed % GROUP
-        mask = m < num_rows
+        first_token = tl.load(zeros_ptr + entry * 3)
+        first_query = tl.load(zeros_ptr + entry * 3 + 1)
+        marked_queries = tl.load(zeros_ptr + entry * 3 + 2)  # negative for pad tokens, whose sinks do not count
+        num_queries = tl.abs(marked_queries)
+        query = first_query + m
+        token = (first_token + query // GROUP).to(tl.int64)
+        head = kv_head * GROUP + query % GROUP
+        mask = m < num_queries
         out_ptrs = out_ptr + (token * stride_out_token + head * stride_out_head)[:, None] + d[None, :]
         zeros = tl.zeros([BLOCK_M, BLOCK_D], out_ptr.dtype.element_ty)
         tl.store(out_ptrs, zeros, mask=mask[:, None] & (d < HEAD_DIM)[None, :])
@@ -141,7 +159,7 @@ def _write_zeros(
             lse = tl.full([BLOCK_M], float("-inf"), tl.float32)
             if sinks_ptr is not None:
                 sink = tl.load(sinks_ptr + head, mask=mask, other=0.0)
-                lse = tl.where(marked_rows > 0, sink, lse)
+                lse = tl.where(marked_queries > 0, sink, lse)
             tl.store(lse_ptr + token * stride_lse_token + head, lse, mask=mask)
 
 
@@ -151,19 +169,19 @@ def attend_kernel(
     k_ptr,  # [num_pages, PAGE_SIZE, num_kv_heads, HEAD_DIM]; contiguous: [kv_tokens, num_kv_heads, HEAD_DIM]
     v_ptr,
     block_table_ptr,  # [rows, max_pages]; contiguous: kv_start_loc [rows + 1]
-    work_list_ptr,  # parts, segments, units of zeros
+    work_list_ptr,  # parts, segments, units that see nothing
     out_ptr,  # like q
     lse_ptr,  # [tokens, num_kv_heads * GROUP] or None
-    partial_out_ptr,  # [slots, num_kv_heads, PARTIAL_M, HEAD_DIM]
-    partial_lse_ptr,  # [slots, num_kv_heads, PARTIAL_M]
-    counters_ptr,  # [2, slots, num_kv_heads]
+    partial_out_ptr,  # [places, num_kv_heads, PARTIAL_M, HEAD_DIM]
+    partial_lse_ptr,  # [places, num_kv_heads, PARTIAL_M]
+    counters_ptr,  # [2, places, num_kv_heads]: arrivals at a bundle, at a unit
     k_scale_ptr,
     v_scale_ptr,
     slopes_ptr,
     sinks_ptr,
     segments_at,
     zeros_at,
-    num_slots,
+    num_places,
     logit_factor,
     logit_cap,
     sliding_window,
@@ -199,12 +217,15 @@ def attend_kernel(
     NUM_STAGES: tl.constexpr,
     PARTIAL_M: tl.constexpr,
     MERGE_SPLITS: tl.constexpr,
-    MERGE_GROUP: tl.constexpr,
+    MERGE_BUNDLE: tl.constexpr,
 ):
     HAS_ALIBI: tl.constexpr = slopes_ptr is not None
-    # Keys' scales come from a checkpoint and may be anything, which only logits that are scaled at once stand.
+    # Logits are scaled before the softmax where something needs them: softcap, ALiBi, or a scale of keys. Such a scale
+    # comes from a checkpoint and may be 0, negative or NaN; scaling within the exponential would hide that.
     SCALED: tl.constexpr = HAS_SOFTCAP or HAS_ALIBI or k_scale_ptr is not None
     DOT_DTYPE: tl.constexpr = tl.float16 if IS_FP8 and q_ptr.dtype.element_ty != tl.float32 else q_ptr.dtype.element_ty
+
+    # 1. The part.
     kv_head = tl.program_id(0)
     part = tl.program_id(1)
     num_kv_heads = tl.num_programs(0)
@@ -212,16 +233,16 @@ def attend_kernel(
         tl.extra.cuda.gdc_wait()
     part_ptr = work_list_ptr + part * _PART_WORDS
     begin = tl.load(part_ptr)
-    end = tl.load(part_ptr + _PART_WORDS + 2)  # the next part knows
+    end = tl.load(part_ptr + _PART_WORDS + 2)  # the next part says where this one ends
     zeros_begin = tl.load(part_ptr + 1)
     zeros_end = tl.load(part_ptr + _PART_WORDS + 1)
-    # The part repeats its first segment, so that a program with one segment waits for one load only.
+    # The part holds a copy of its first segment, so that a program with one segment waits for one load only.
     row = tl.load(part_ptr + 8)
-    first_row = tl.load(part_ptr + 9)
+    first_query = tl.load(part_ptr + 9)
     tile_begin = tl.load(part_ptr + 10)
     tile_end = tl.load(part_ptr + 11)
     seq_len = tl.load(part_ptr + 12)
-    query_start = tl.load(part_ptr + 13)
+    first_token = tl.load(part_ptr + 13)
     query_len = tl.load(part_ptr + 14)
     splits = tl.load(part_ptr + 15)
 
@@ -235,49 +256,53 @@ def attend_kernel(
         logit_factor *= tl.load(k_scale_ptr + kv_head * stride_k_scale)
 
     for segment in tl.range(begin, end, num_stages=1):
+        # 2. The segment: a unit's tiles from tile_begin to tile_end.
         reload = segment > begin
         if FIXED_SPLITS > 0:
             reload = segment >= begin
         if reload:
             segment_ptr = work_list_ptr + segments_at + segment * _SEGMENT_WORDS
             row = tl.load(segment_ptr)
-            first_row = tl.load(segment_ptr + 1)
+            first_query = tl.load(segment_ptr + 1)
             tile_begin = tl.load(segment_ptr + 2)
             tile_end = tl.load(segment_ptr + 3)
             seq_len = tl.load(segment_ptr + 4)
-            query_start = tl.load(segment_ptr + 5)
+            first_token = tl.load(segment_ptr + 5)
             query_len = tl.load(segment_ptr + 6)
             splits = tl.load(segment_ptr + 7)
         num_splits = splits & 0xFFFF
         split = splits >> 16
 
-        num_rows = tl.minimum(query_len * GROUP - first_row, BLOCK_M)
-        packed = first_row + m
-        token = (query_start + packed // GROUP).to(tl.int64)
-        head = kv_head * GROUP + packed % GROUP
+        # The unit's queries [BLOCK_M, BLOCK_D], one query head of one token each.
+        num_queries = tl.minimum(query_len * GROUP - first_query, BLOCK_M)
+        query = first_query + m
+        token = (first_token + query // GROUP).to(tl.int64)
+        head = kv_head * GROUP + query % GROUP
         q_ptrs = q_ptr + (token * stride_q_token + head * stride_q_head)[:, None] + d[None, :]
-        q = tl.load(q_ptrs, mask=(m < num_rows)[:, None] & in_dim, other=0.0)
+        q = tl.load(q_ptrs, mask=(m < num_queries)[:, None] & in_dim, other=0.0)
         factor = logit_factor
+        # fp8 keys are multiplied as float16: a power of two per query makes the queries fit.
         if IS_FP8 and q_ptr.dtype.element_ty != tl.float32:
             exponent = query_exponent(q.to(tl.float32))
             factor = logit_factor * exponent
             q = (q.to(tl.float32) / exponent).to(tl.float16)
         if not SCALED:
-            factor = tl.maximum(factor, 1e-37)  # 0 x -inf is NaN
+            factor = tl.maximum(factor, 1e-37)  # a factor of 0 times a masked logit of -inf is NaN
         top = tl.full([BLOCK_M], float("-inf"), tl.float32)
         slopes = top
         if HAS_ALIBI:
-            slopes = tl.load(slopes_ptr + head, mask=m < num_rows, other=0.0) * _LOG2E
+            slopes = tl.load(slopes_ptr + head, mask=m < num_queries, other=0.0) * _LOG2E
 
-        # The positions that the first token of the unit sees from, and that its last token sees to.
-        query_positions = seq_len - query_len + packed // GROUP
-        first_position = seq_len - query_len + first_row // GROUP
+        # Keys of the unit: from window_start, which its first token sees, to kv_end, where its last token stops.
+        query_positions = seq_len - query_len + query // GROUP
+        first_position = seq_len - query_len + first_query // GROUP
         kv_end = seq_len
         if CAUSAL:
-            kv_end = tl.minimum(seq_len, seq_len - query_len + (first_row + num_rows - 1) // GROUP + 1)
+            kv_end = tl.minimum(seq_len, seq_len - query_len + (first_query + num_queries - 1) // GROUP + 1)
         window_start = 0
         if HAS_WINDOW:
             window_start = tl.maximum(first_position + 1 - sliding_window, 0)
+        # Tiles before whole_end are seen whole by every query, and need no mask. Only large units ask for this.
         whole_end = tile_begin
         if SKIP_MASKS and not HAS_WINDOW:
             whole_end = kv_end
@@ -289,6 +314,8 @@ def attend_kernel(
         else:
             kv_start = tl.load(block_table_ptr + row).to(tl.int64)
 
+        # Small units keep the weights of each lane apart and add them up after the loop, which saves a reduction per
+        # tile.
         if BLOCK_M == 16:
             weights = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
         else:
@@ -344,46 +371,49 @@ def attend_kernel(
                 HAS_WINDOW, CAUSAL, True, DOT_DTYPE,
             )  # fmt: skip
 
+        # 3. A whole unit: its output.
         total = weights
         if BLOCK_M == 16:
             total = tl.sum(weights, 1)
         if num_splits == 1:
             _write_output(
-                out_ptr, lse_ptr, v_scale_ptr, sinks_ptr, acc, top, total, m, num_rows, query_start, first_row, kv_head,
-                stride_v_scale, stride_out_token, stride_out_head, stride_lse_token, GROUP, HEAD_DIM, BLOCK_D,
+                out_ptr, lse_ptr, v_scale_ptr, sinks_ptr, acc, top, total, m, num_queries, first_token, first_query,
+                kv_head, stride_v_scale, stride_out_token, stride_out_head, stride_lse_token, GROUP, HEAD_DIM, BLOCK_D,
             )  # fmt: skip
         else:
-            # Slots of partial results: with equal parts, segment i > 0 of a unit is the head of part first + i, and its
-            # segment 0 is the tail of part `first`; with fixed splits a unit has a slot for each.
+            # 4. A segment of a unit that is cut: the place of its partial result. With equal parts, part p has place 2p
+            # for a unit that began in an earlier part, and place 2p + 1 for a unit that goes on in the next. A unit
+            # that begins in part p therefore has places 2p + 1, 2(p + 1), 2(p + 2), ... With fixed splits a unit has a
+            # place for each of its segments.
             if FIXED_SPLITS > 0:
-                unit = row * ((query_len * GROUP + BLOCK_M - 1) // BLOCK_M) + first_row // BLOCK_M
-                first_slot = unit * FIXED_SPLITS
-                next_slot = first_slot
-                slot_step = 1
+                unit = row * ((query_len * GROUP + BLOCK_M - 1) // BLOCK_M) + first_query // BLOCK_M
+                first_place = unit * FIXED_SPLITS
+                next_place = first_place
+                place_step = 1
             else:
-                next_slot = 2 * (part - split)
-                first_slot = next_slot + 1
-                slot_step = 2
+                next_place = 2 * (part - split)
+                first_place = next_place + 1
+                place_step = 2
             _store_partial(
-                partial_out_ptr, partial_lse_ptr, tl.where(split == 0, first_slot, next_slot + split * slot_step), acc,
-                top, total, m, num_rows, kv_head, num_kv_heads, HEAD_DIM, BLOCK_D, PARTIAL_M,
+                partial_out_ptr, partial_lse_ptr, tl.where(split == 0, first_place, next_place + split * place_step),
+                acc, top, total, m, num_queries, kv_head, num_kv_heads, HEAD_DIM, BLOCK_D, PARTIAL_M,
             )  # fmt: skip
-            # Splits are merged in groups of MERGE_GROUP, and the results of the groups once more. Who comes last to a
-            # group merges it into its first slot, and goes on to the unit's counter.
-            leader = split // MERGE_GROUP * MERGE_GROUP
-            num_groups = (num_splits + MERGE_GROUP - 1) // MERGE_GROUP
-            expected = tl.minimum(num_splits - leader, MERGE_GROUP)
-            step = slot_step
-            counter = tl.where(leader == 0, first_slot, next_slot + leader * slot_step)
+            # Level 0: who arrives last at a bundle of MERGE_BUNDLE partial results merges it into the bundle's first
+            # place. Level 1: who arrives last at the unit merges the bundles. Units of one bundle have level 0 only.
+            leader = split // MERGE_BUNDLE * MERGE_BUNDLE
+            num_bundles = (num_splits + MERGE_BUNDLE - 1) // MERGE_BUNDLE
+            expected = tl.minimum(num_splits - leader, MERGE_BUNDLE)
+            step = place_step
+            counter = tl.where(leader == 0, first_place, next_place + leader * place_step)
             is_last = True
-            for level in tl.range(0, tl.where(num_groups > 1, 2, 1), num_stages=1):
+            for level in tl.range(0, tl.where(num_bundles > 1, 2, 1), num_stages=1):
                 if level == 1:
                     leader = leader * 0
-                    expected = num_groups
-                    step = slot_step * MERGE_GROUP
-                    counter = num_slots + first_slot
+                    expected = num_bundles
+                    step = place_step * MERGE_BUNDLE
+                    counter = num_places + first_place
                 if is_last:
-                    # The barrier orders the stores of all threads before the thread that announces them, at gpu scope.
+                    # All threads have stored before one of them counts the arrival, for the whole device to see.
                     tl.debug_barrier()
                     counter_ptr = counters_ptr + counter * num_kv_heads + kv_head
                     arrived = tl.atomic_add(counter_ptr, 1, sem="acq_rel", scope="gpu")
@@ -391,26 +421,27 @@ def attend_kernel(
                     if is_last:
                         tl.store(counter_ptr, 0)
                         merge_m = tl.arange(0, PARTIAL_M)
-                        next_leader = next_slot + leader * slot_step
-                        to_slot = tl.where(leader == 0, first_slot, next_leader)
+                        next_leader = next_place + leader * place_step
+                        to_place = tl.where(leader == 0, first_place, next_leader)
                         merged, merged_top, merged_total = merge_partials(
-                            partial_out_ptr, partial_lse_ptr, to_slot, next_leader, step, merge_m, expected, num_rows,
-                            kv_head, num_kv_heads, HEAD_DIM, BLOCK_D, PARTIAL_M, MERGE_SPLITS,
+                            partial_out_ptr, partial_lse_ptr, to_place, next_leader, step, merge_m, expected,
+                            num_queries, kv_head, num_kv_heads, HEAD_DIM, BLOCK_D, PARTIAL_M, MERGE_SPLITS,
                         )  # fmt: skip
-                        if (level == 0) & (num_groups > 1):
-                            # Warps may hold copies of the same loads: none may still be reading the slot.
+                        if (level == 0) & (num_bundles > 1):
+                            # Warps may hold copies of the same loads: none may still be reading the place.
                             tl.debug_barrier()
                             _store_partial(
-                                partial_out_ptr, partial_lse_ptr, to_slot, merged, merged_top, merged_total, merge_m,
-                                num_rows, kv_head, num_kv_heads, HEAD_DIM, BLOCK_D, PARTIAL_M,
+                                partial_out_ptr, partial_lse_ptr, to_place, merged, merged_top, merged_total, merge_m,
+                                num_queries, kv_head, num_kv_heads, HEAD_DIM, BLOCK_D, PARTIAL_M,
                             )  # fmt: skip
                         else:
                             _write_output(
                                 out_ptr, lse_ptr, v_scale_ptr, sinks_ptr, merged, merged_top, merged_total, merge_m,
-                                num_rows, query_start, first_row, kv_head, stride_v_scale, stride_out_token,
+                                num_queries, first_token, first_query, kv_head, stride_v_scale, stride_out_token,
                                 stride_out_head, stride_lse_token, GROUP, HEAD_DIM, BLOCK_D,
                             )  # fmt: skip
 
+    # 5. Units that see nothing.
     _write_zeros(
         out_ptr, lse_ptr, sinks_ptr, work_list_ptr + zeros_at, zeros_begin, zeros_end, kv_head, stride_out_token,
         stride_out_head, stride_lse_token, GROUP, HEAD_DIM, BLOCK_M, BLOCK_D,

@@ -1,8 +1,7 @@
 """The CUDA kernel of decode rows (native/decode.cu): when it serves, its variants and its launch.
 
-It reads the work list of the Triton kernel and leaves what that leaves. What it does better: every warp streams a part
-of its own, warps of a block merge through shared memory, blocks of a cluster through distributed shared memory, fp8
-values are transposed in registers, and queries of small groups are not padded to 16.
+It follows the same work list as the Triton kernel and gives the same results. docs/attention.md says what it
+does better.
 """
 
 from __future__ import annotations
@@ -12,18 +11,15 @@ import ctypes
 import torch
 
 from graphrt.kernels.attention.arguments import logit_constants
+from graphrt.kernels.attention.call import AttentionCall
 from graphrt.kernels.attention.options import FP8_DTYPES, AttentionOptions
-from graphrt.kernels.attention.plan import (
-    AttentionPlan,
-    AttentionWorkspace,
-    native_shared_bytes,
-    native_tile,
-)
+from graphrt.kernels.attention.plan import AttentionPlan
+from graphrt.kernels.attention.plan_native import NativePlan, native_shared_bytes, native_tile
 from graphrt.kernels.errors import ShapeError
 from graphrt.kernels.native.nvrtc import NativeVariant, launch
 
 NATIVE_PAGE_MULTIPLE = 16
-"""Tokens that lie in one page together."""
+"""Pages must be a multiple of this many tokens: what one warp copies at a time then lies in one page."""
 
 _ALIGNMENT = 16  # bytes that one copy moves
 _PAIR = 8  # bytes of the workspace that are read at a time
@@ -40,7 +36,7 @@ class _Params(ctypes.Structure):
         *((name, ctypes.c_longlong) for name in ("v_page", "v_slot", "v_head", "table_row")),
         *((name, ctypes.c_longlong) for name in ("out_token", "out_head", "lse_token")),
         *((name, ctypes.c_int) for name in ("k_scale_head", "v_scale_head", "segments_at", "zeros_at")),
-        *((name, ctypes.c_int) for name in ("num_slots", "window")),
+        *((name, ctypes.c_int) for name in ("num_places", "window")),
         *((name, ctypes.c_float) for name in ("logit_factor", "logit_cap")),
     )
 
@@ -53,22 +49,22 @@ def native_fault(
     work_list: torch.Tensor,
     out: torch.Tensor,
 ) -> str | None:
-    """What keeps the kernel from the tensors of a call by a plan that was made for it: their dtypes, pages that do not
-    hold whole tiles, addresses to copy from; or None.
+    """Why the kernel cannot run with the tensors of a call, by a plan that was made for it; None: it can.
 
-    The Triton kernel then runs by the same plan and work list: right, but in parts that were not made for it.
+    A plan does not hold dtypes, page sizes and addresses, so they may differ from what it was made for. The Triton
+    kernel then runs by the same plan and work list; its results are right, but it is slower than by its own plan.
     """
     if q.element_size() != 2:
         return f"q is {q.dtype}"
     if k_cache.shape[1] % NATIVE_PAGE_MULTIPLE:
         return f"pages of {k_cache.shape[1]} tokens are no multiple of {NATIVE_PAGE_MULTIPLE}"
     tile = native_tile(k_cache.dtype)
-    if plan.head_dim % tile or plan.block_n % tile:
+    if plan.shape.head_dim % tile or plan.tile.block_n % tile:
         return f"the plan was made for another dtype than {k_cache.dtype}"
     for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
-        bytes_to_rows = [stride * cache.element_size() for stride in cache.stride()[:3]]
-        if any(n % _ALIGNMENT for n in (cache.data_ptr(), *bytes_to_rows)):
-            return f"{name} has rows at addresses that are no multiple of {_ALIGNMENT}"
+        bytes_to_heads = [stride * cache.element_size() for stride in cache.stride()[:3]]
+        if any(n % _ALIGNMENT for n in (cache.data_ptr(), *bytes_to_heads)):
+            return f"{name} has heads at addresses that are no multiple of {_ALIGNMENT}"
     for name, tensor in (("q", q), ("out", out)):
         if tensor.data_ptr() % 4 or any(stride % 2 for stride in tensor.stride()[:2]):
             return f"{name} has heads at addresses that are no multiple of 4"
@@ -78,52 +74,48 @@ def native_fault(
 def native_variant(
     plan: AttentionPlan, options: AttentionOptions, dtype: torch.dtype, kv_dtype: torch.dtype, page_size: int
 ) -> NativeVariant:
-    """The variant of a call."""
-    packed = plan.query_len * plan.group
-    shared = native_shared_bytes(plan.head_dim, packed, kv_dtype, plan.native_warps, plan.num_stages, plan.cluster)
+    """The variant of a call, by a plan that was made for the CUDA kernel."""
+    native, shape = _native_of(plan), plan.shape
+    shared = native_shared_bytes(
+        shape.head_dim, shape.queries_of_row, kv_dtype, native.warps, native.stages, native.cluster
+    )
     macros = {
         "ALIBI": 0 if options.alibi_slopes is None else 1 + options.alibi_sqrt,
-        "BLOCKS_PER_SM": plan.blocks_per_sm,
-        "BLOCK_N": plan.block_n,
+        "BLOCKS_PER_SM": native.blocks_per_sm,
+        "BLOCK_N": plan.tile.block_n,
         "CAUSAL": int(options.causal),
-        "CLUSTER": plan.cluster,
-        "FIXED_SPLITS": plan.fixed_splits,
-        "GROUP": plan.group,
-        "HEAD_DIM": plan.head_dim,
+        "CLUSTER": native.cluster,
+        "FIXED_SPLITS": plan.schedule.fixed_splits,
+        "GROUP": shape.group,
+        "HEAD_DIM": shape.head_dim,
         "KV_FP8": 1 + FP8_DTYPES.index(kv_dtype) if kv_dtype in FP8_DTYPES else 0,
-        "MERGE_GROUP": plan.merge_group,
+        "MERGE_BUNDLE": plan.merge_bundle,
         "PAGE_SIZE": page_size,
         "PARAMS_BYTES": ctypes.sizeof(_Params),
         "PARTIAL_M": plan.partial_m,
         "Q_BF16": int(dtype == torch.bfloat16),
-        "QUERY_LEN": plan.query_len,
+        "QUERY_LEN": shape.query_len,
         "SOFTCAP": int(options.logits_softcap > 0.0),
-        "STAGES": plan.num_stages,
-        "WARPS": plan.native_warps,
+        "STAGES": native.stages,
+        "WARPS": native.warps,
         "WINDOW": int(options.sliding_window > 0),
     }
     return NativeVariant(
-        "decode.cu", "decode_attention", tuple(macros.items()), 32 * plan.native_warps, shared, plan.cluster
+        "decode.cu", "decode_attention", tuple(macros.items()), 32 * native.warps, shared, native.cluster
     )
 
 
-def native_attention(
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    block_table: torch.Tensor,
-    work_list: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor | None,
-    workspace: AttentionWorkspace,
-    plan: AttentionPlan,
-    options: AttentionOptions,
-    pdl: bool,
-) -> None:
-    """One launch; the arguments are those of `paged_attention`, without a `native_fault`.
+def _native_of(plan: AttentionPlan) -> NativePlan:
+    assert plan.native is not None, "the plan was made for the Triton kernel"
+    return plan.native
+
+
+def native_attention(call: AttentionCall) -> None:
+    """One launch for a call without a `native_fault`.
 
     Raises: ShapeError for a workspace whose words cannot be read in pairs.
     """
+    plan, options, workspace = call.plan, call.options, call.workspace
     for name, words in (("partial_out", workspace.partial_out), ("counters", workspace.counters)):
         if words.data_ptr() % _PAIR:
             raise ShapeError(
@@ -131,27 +123,27 @@ def native_attention(
                 "make it with AttentionWorkspace.allocate"
             )
     logit_factor, logit_cap = logit_constants(options.softmax_scale, options.logits_softcap)
-    pointers = [q, k_cache, v_cache, block_table, work_list, out, lse]
+    pointers = [call.q, call.k, call.v, call.table, call.work_list, call.out, call.lse]
     pointers += [workspace.partial_out, workspace.partial_lse, workspace.counters]
     pointers += [options.k_scale, options.v_scale, options.alibi_slopes, options.sinks]
     params = _Params(
         *(0 if t is None else t.data_ptr() for t in pointers),
-        *q.stride()[:2],
-        *k_cache.stride()[:3],
-        *v_cache.stride()[:3],
-        block_table.stride(0),
-        *out.stride()[:2],
-        0 if lse is None else lse.stride(0),
+        *call.q.stride()[:2],
+        *call.k.stride()[:3],
+        *call.v.stride()[:3],
+        call.table.stride(0),
+        *call.out.stride()[:2],
+        0 if call.lse is None else call.lse.stride(0),
         *options.scale_strides,
         plan.segments_at,
         plan.zeros_at,
-        plan.num_slots,
+        plan.num_places,
         options.sliding_window,
         logit_factor,
         logit_cap,
     )
-    variant = native_variant(plan, options, q.dtype, k_cache.dtype, k_cache.shape[1])
-    launch(variant, (plan.num_kv_heads, plan.native_blocks), params, q.device, pdl=pdl)
+    variant = native_variant(plan, options, call.q.dtype, call.k.dtype, call.k.shape[1])
+    launch(variant, (plan.shape.num_kv_heads, plan.native_blocks), params, call.q.device, pdl=call.pdl)
 
 
 def native_variants() -> dict[str, NativeVariant]:

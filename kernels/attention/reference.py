@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from graphrt.kernels.attention.arguments import check_attention_tensors
 from graphrt.kernels.attention.options import FP8_DTYPES, AttentionOptions
 from graphrt.kernels.checks import check_tensor, check_unit_stride
-from graphrt.kernels.library import define_op
+from graphrt.kernels.op_declaration import DeclaredOp, Written
 
 
 def reference_attention(
@@ -175,38 +175,32 @@ def _finish_logits(logits: torch.Tensor, mask: torch.Tensor | None, seq_len: int
         logits.masked_fill_(~mask, float("-inf"))
 
 
-def _attention_reference(
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    block_table: torch.Tensor,
-    seq_lens: torch.Tensor,
-    query_start_loc: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor | None,
-    alibi_slopes: torch.Tensor | None,
-    sinks: torch.Tensor | None,
-    k_scale: torch.Tensor | None,
-    v_scale: torch.Tensor | None,
-    softmax_scale: float,
-    causal: bool,
-    sliding_window: int,
-    logits_softcap: float,
-    alibi_sqrt: bool,
-) -> None:
-    options = AttentionOptions(
-        softmax_scale, causal, sliding_window, logits_softcap, alibi_slopes, alibi_sqrt, sinks, k_scale, v_scale
-    )
-    reference_attention(q, k_cache, v_cache, block_table, seq_lens, query_start_loc.tolist(), out, options, lse)
+@dataclass(frozen=True, slots=True)
+class _ReferenceCall:
+    q: torch.Tensor
+    k_cache: torch.Tensor
+    v_cache: torch.Tensor
+    block_table: torch.Tensor
+    seq_lens: torch.Tensor
+    query_start_loc: torch.Tensor
+    out: Written
+    lse: Written | None
+    options: AttentionOptions
 
 
-_attention_reference_op: Any = define_op(
-    "attention_reference(Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_table, Tensor seq_lens, "
-    "Tensor query_start_loc, Tensor(a!) out, Tensor(b!)? lse, Tensor? alibi_slopes, Tensor? sinks, Tensor? k_scale, "
-    "Tensor? v_scale, float softmax_scale, bool causal, int sliding_window, float logits_softcap, bool alibi_sqrt) "
-    "-> ()",
-    triton_impl=_attention_reference,  # plain torch on every device
-    reference=_attention_reference,
+def _run_reference(call: _ReferenceCall) -> None:
+    query_starts = call.query_start_loc.tolist()
+    reference_attention(
+        call.q, call.k_cache, call.v_cache, call.block_table, call.seq_lens, query_starts, call.out, call.options,
+        call.lse,
+    )  # fmt: skip
+
+
+_reference = DeclaredOp(
+    "attention_reference",
+    _ReferenceCall,
+    triton_impl=_run_reference,  # plain torch on every device
+    reference=_run_reference,
 )
 
 
@@ -238,22 +232,4 @@ def attention_reference(
     check_attention_tensors(q, k_cache, v_cache, block_table, seq_lens, out, options, lse)
     check_tensor("query_start_loc", query_start_loc, shape=(seq_lens.shape[0] + 1,), dtype=torch.int32, device=q.device)
     check_unit_stride("query_start_loc", query_start_loc)
-    _attention_reference_op(
-        q,
-        k_cache,
-        v_cache,
-        block_table,
-        seq_lens,
-        query_start_loc,
-        out,
-        lse,
-        options.alibi_slopes,
-        options.sinks,
-        options.k_scale,
-        options.v_scale,
-        options.softmax_scale,
-        options.causal,
-        options.sliding_window,
-        options.logits_softcap,
-        options.alibi_sqrt,
-    )
+    _reference(_ReferenceCall(q, k_cache, v_cache, block_table, seq_lens, query_start_loc, out, lse, options))

@@ -21,10 +21,10 @@ _SERIES_BELOW = tl.constexpr((0.25 / _HALF_LN_2) ** 2)
 def tile_pages(table_row_ptr, tile_start, lanes, kv_end, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
     """Page ids of a KV tile: [BLOCK_N], or a scalar where the tile lies within one page.
 
-    table_row_ptr   the row's line of the block table
+    table_row_ptr   the row's page ids in the block table
     tile_start      first position of the tile, a multiple of BLOCK_N
     lanes           arange(0, BLOCK_N)
-    kv_end          columns of positions from here on are not read; their lanes get page 0
+    kv_end          page ids of positions from here on are not read; their lanes get page 0
     """
     if PAGE_SIZE % BLOCK_N == 0:
         return tl.load(table_row_ptr + tile_start // PAGE_SIZE, mask=tile_start < kv_end, other=0)
@@ -46,8 +46,8 @@ def tile_offsets(pages, tile_start, lanes, stride_page, stride_slot, PAGE_SIZE: 
 @triton.jit
 def soft_cap(logits, logit_cap):
     """cap * tanh(t) where `logits` are 2 log2(e) t, as `logit_constants` scales them."""
-    # tanh(t) is 1 in fp32 long before 64, where exp2 is still finite. Near 0 the quotient cancels, so a series stands
-    # in; NaN stays NaN.
+    # tanh(t) = 1 - 2 / (exp2(logit) + 1). Above 64 it is 1 in float32, and exp2 is still finite. Near 0 the difference
+    # loses its digits, so a series replaces it. NaN stays NaN.
     exponential = tl.exp2(tl.minimum(logits, 64.0, propagate_nan=tl.PropagateNan.ALL))
     square = logits * logits
     series = logits * (_TANH_1 + square * (_TANH_3 + square * (_TANH_5 + square * _TANH_7)))
@@ -81,12 +81,18 @@ def attend_tile(
 ):
     """One step of the online softmax over a KV tile, in units of log 2. Returns acc, top and weights.
 
+    1. Logits: products of queries and keys; scale, softcap, ALiBi; -inf where a query does not see a key.
+    2. The reference point `top` rises to the largest logit so far, and what was summed is rescaled.
+    3. Weights exp2(logit - top), and their product with the values is added to `acc`.
+
+    acc       [BLOCK_M, BLOCK_D]       weighted sums of values, not divided by the sum of weights
+    top       [BLOCK_M]                largest logit so far
     factor    [BLOCK_M, 1] or scalar   turns q . k into logits
-    weights   [BLOCK_M, BLOCK_N]       probabilities, summed over the lanes once, after the loop; or
-              [BLOCK_M]                their sums, where the registers are needed
+    weights   [BLOCK_M, BLOCK_N]       weights, added up over the lanes once, after the loop; or
+              [BLOCK_M]                their sums, where the registers are needed for other things
     slopes    [BLOCK_M]                ALiBi slopes x log2(e)
-    SCALED    without it the factor, > 0, is left to the exponential, where it costs nothing
-    MASKED    without it every query row sees the whole tile, and `v_mask` is not looked at
+    SCALED    without it the factor, > 0, is applied within the exponential, where it costs nothing
+    MASKED    without it every query sees the whole tile, and `v_mask` is not looked at
     """
     logits = tl.dot(q, tl.trans(k.to(DOT_DTYPE)), input_precision="ieee")
     if SCALED:
@@ -130,7 +136,7 @@ def attend_tile(
 
 @triton.jit
 def query_exponent(q):
-    """A power of two per query row, [BLOCK_M, 1], that is at least its largest magnitude: q / it fits float16."""
+    """A power of two per query, [BLOCK_M, 1], that is at least its largest magnitude: q divided by it fits float16."""
     peak = tl.max(tl.abs(q), 1)
     return tl.exp2(tl.minimum(tl.ceil(tl.log2(tl.maximum(peak, 1e-30))), 127.0))[:, None]
 
@@ -139,12 +145,12 @@ def query_exponent(q):
 def merge_partials(
     partial_out_ptr,
     partial_lse_ptr,
-    first_slot,
-    next_slot,
-    slot_step,
+    first_place,
+    next_place,
+    place_step,
     m,
     num_partials,
-    num_rows,
+    num_queries,
     kv_head,
     num_kv_heads,
     HEAD_DIM: tl.constexpr,
@@ -152,14 +158,16 @@ def merge_partials(
     PARTIAL_M: tl.constexpr,
     MERGE_SPLITS: tl.constexpr,
 ):
-    """Partial results of query rows `m`, weighted by their log-sum-exp and summed in split order, MERGE_SPLITS at a
-    time. Returns acc [PARTIAL_M, BLOCK_D], not yet divided, top and total [PARTIAL_M].
+    """Merge partial results of the queries `m`: sum them with weights exp2(log-sum-exp), in the order of the segments.
 
-    first_slot   slot of the first partial result; the others are at next_slot + i * slot_step
-    num_rows     query rows of the tile
+    first_place   place of the first partial result; the i-th after it is at next_place + i * place_step
+    num_partials  how many there are; MERGE_SPLITS are read at a time
+    num_queries   queries of the unit
 
-    The query rows are the first dimension, so that a warp holds all splits of a row and sums within its registers.
-    The loads are `.cg`: L1 is not coherent, and a line of it may hold the partials of an earlier layer.
+    Returns acc [PARTIAL_M, BLOCK_D], not yet divided, top and total [PARTIAL_M].
+
+    Queries are the first dimension: a warp then holds all partial results of a query and sums within its registers.
+    The loads are `.cg`, which skips L1: a line of L1 may hold the partial results of an earlier layer.
     """
     d = tl.arange(0, BLOCK_D)
     acc = tl.zeros([PARTIAL_M, BLOCK_D], tl.float32)
@@ -167,9 +175,9 @@ def merge_partials(
     total = tl.zeros([PARTIAL_M], tl.float32)
     for start in tl.range(0, num_partials, MERGE_SPLITS, num_stages=1):
         splits = start + tl.arange(0, MERGE_SPLITS)
-        mask = (m < num_rows)[:, None] & (splits < num_partials)[None, :]
-        slots = tl.where(splits == 0, first_slot, next_slot + splits * slot_step)
-        at = ((slots * num_kv_heads + kv_head) * PARTIAL_M)[None, :] + m[:, None]
+        mask = (m < num_queries)[:, None] & (splits < num_partials)[None, :]
+        places = tl.where(splits == 0, first_place, next_place + splits * place_step)
+        at = ((places * num_kv_heads + kv_head) * PARTIAL_M)[None, :] + m[:, None]
         lses = tl.load(partial_lse_ptr + at, mask=mask, other=float("-inf"), cache_modifier=".cg")
         outs = tl.load(
             partial_out_ptr + (at.to(tl.int64) * HEAD_DIM)[:, :, None] + d[None, None, :],

@@ -1,33 +1,47 @@
-"""The attention schedule, made on the device from `seq_lens`: a work list that all layers of one window share.
+"""The schedule's operator: it writes a work list from `seq_lens`, on the device, for all layers of one window.
 
-A unit is a tile of BLOCK_M query rows of one row. The units that see any KV tile form a line: each has as many places
-as it sees tiles, behind a gap of `unit_overhead` places for what a second segment costs a part, or a longer one that
-makes `min_unit_tiles` of both; the line begins behind the first `unit_overhead`. It is cut into equal parts, the last
-one being shorter: `num_parts`, or as many as leave each `min_part_tiles`. Where a cut falls into a unit, the unit is
-split there. With fixed splits a unit is cut by its own length alone, and the parts take whole segments, so that a row's
-result does not depend on its neighbours.
+docs/attention.md draws the line that is cut; here are its rules. Sizes are in KV tiles.
 
-The list is int32, three areas one after another:
+- A unit is up to BLOCK_M queries of one row. It lies on the line as a gap and then its tiles.
+- The gap is `unit_overhead`, or what is missing to `min_unit_tiles` if that is more. The line begins after the first
+  `unit_overhead`, so that the first unit costs its tiles only.
+- Units that see no tile are not on the line. Their outputs are zeros, and the parts share them equally.
+- The line is cut into `num_parts` equal parts, the last one being shorter; or into as many as leave each
+  `min_part_tiles`. A cut within a unit's tiles splits the unit into segments.
+- With fixed splits a unit is cut by its own length alone, and the parts take whole segments. A row's result then does
+  not depend on its neighbours.
 
-    parts      [num_parts + 1, 16]   0: first segment, 1: first unit of zeros, 2: last segment + 1 of the part before;
-                                     8..15: a copy of the first segment, unless splits are fixed
-    segments   [max_segments, 8]     row, first query row, tile begin, tile end, seq_len, query start, query_len,
-                                     number of splits of the unit | index of this one << 16; unless splits are fixed,
-                                     units have an entry of their first segment only: the others begin parts, as whose
-                                     copies they are read
-    zeros      [units, 3]            units that see nothing: query start, first query row, number of query rows, which
-                                     is negative for pad tokens
+The work list is int32, three areas one after another:
+
+    parts      [num_parts + 1, 16]
+               0       first segment, as a number of the segments' area
+               1       first of its units that see nothing
+               2       last segment + 1 of the part before
+               8..15   a copy of the part's first segment, unless splits are fixed
+    segments   [max_segments, 8]
+               0       row
+               1       first query of the unit within its row: token * group + query head
+               2, 3    first tile, last tile + 1
+               4       seq_len
+               5       first token of the row in q
+               6       query_len
+               7       segments of the unit | number of this one << 16
+    zeros      [units, 3]
+               0       first token of the row in q
+               1       first query of the unit within its row
+               2       queries of the unit, negative for pad tokens
+
+Unless splits are fixed, the segments' area has the first segment of each unit only. Every other segment begins a part,
+and is read from the copy there.
 """
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 
-from graphrt.kernels.attention.arguments import next_power_of_two
-from graphrt.kernels.attention.attend import PART_WORDS, SEGMENT_WORDS
+from graphrt.kernels.attention.arguments import check_query_starts, next_power_of_two
+from graphrt.kernels.attention.call import ScheduleCall
 from graphrt.kernels.attention.options import check_window
 from graphrt.kernels.attention.plan import AttentionPlan
 from graphrt.kernels.attention.schedule import SEARCH_RADIX, schedule_kernel
@@ -35,16 +49,30 @@ from graphrt.kernels.attention.work_list_reference import work_list_reference
 from graphrt.kernels.checks import check_tensor, check_unit_stride
 from graphrt.kernels.compile_spec import CompileSpec
 from graphrt.kernels.errors import CapacityError, ShapeError
-from graphrt.kernels.library import define_op
+from graphrt.kernels.op_declaration import DeclaredOp
 
-_MAX_PROGRAMS = 64  # of one part each, before they take several
-_MAX_PART_BLOCK = 4  # and that many, before there are more programs
-_OWN_UNITS = 4  # whose segments a program writes under fixed splits
+_MAX_PROGRAMS = 64
+"""Programs of one part each; with more parts, programs take several. Not measured."""
+
+_MAX_PART_BLOCK = 4
+"""Parts of a program at most; with more parts there are more programs. Measured: docs/LOG.md "No changes of layout",
+"Other shapes of the schedule kernel"."""
+
+_OWN_UNITS = 4
+"""Units whose segments a program writes under fixed splits. Measured: docs/LOG.md "Segments of fixed splits"."""
+
 _UNITS_PER_WARP = 64
-_MAX_NUM_WARPS = 8
-_MAX_FIXED_NUM_WARPS = 4  # under fixed splits
+"""Units per warp of a program; up to here one warp suffices. Measured: docs/LOG.md "No changes of layout"."""
+
+_MAX_NUM_WARPS, _MAX_FIXED_NUM_WARPS = 8, 4
+"""Warps of a program at most; under fixed splits. Measured: docs/LOG.md "Units in blocks"."""
+
 _MIN_UNIT_BLOCK, _MAX_UNIT_BLOCK = 32, 2048
-_MAX_ENTRIES = 1 << 14  # of a block; the kernel has 15 bits to count them
+"""Units that a program looks at together; more are looked at block by block. Measured: docs/LOG.md "Units in blocks"
+(4096 spill)."""
+
+_MAX_ENTRIES = 1 << 14
+"""Entries of a block of units: the kernel has 15 bits to count them."""
 
 
 def _search_levels(num_rows: int) -> int:
@@ -70,68 +98,41 @@ def _launch_options(query_len: int, num_rows: int, num_units: int, num_parts: in
     }
 
 
-def _schedule_triton(
-    seq_lens: torch.Tensor,
-    query_start_loc: torch.Tensor | None,
-    work_list: torch.Tensor,
-    num_rows: int,
-    num_tokens: int,
-    num_units: int,
-    num_parts: int,
-    max_segments: int,
-    query_len: int,
-    group: int,
-    block_m: int,
-    block_n: int,
-    causal: bool,
-    sliding_window: int,
-    seq_lens_are_starts: bool,
-    fixed_splits: int,
-    fixed_tiles: int,
-    unit_overhead: int,
-    min_unit_tiles: int,
-    min_part_tiles: int,
-) -> None:
-    segments_at = (num_parts + 1) * PART_WORDS
-    options = _launch_options(query_len, num_rows, num_units, num_parts, fixed_splits)
+def _schedule_triton(call: ScheduleCall) -> None:
+    plan, shape, schedule = call.plan, call.plan.shape, call.plan.schedule
+    num_parts, fixed_splits = schedule.num_parts, schedule.fixed_splits
+    options = _launch_options(shape.query_len, shape.num_rows, plan.num_units, num_parts, fixed_splits)
     programs = triton.cdiv(num_parts + 1, options["PART_BLOCK"])
     if fixed_splits:
-        programs = max(programs, triton.cdiv(num_units, _OWN_UNITS))
+        programs = max(programs, triton.cdiv(plan.num_units, _OWN_UNITS))
     schedule_kernel[(programs,)](
-        seq_lens,
-        seq_lens.stride(0),
-        query_start_loc,
-        work_list,
-        num_rows,
-        num_tokens,
-        num_units,
+        call.seq_lens,
+        call.seq_lens.stride(0),
+        call.query_start_loc,
+        call.work_list,
+        shape.num_rows,
+        shape.num_tokens,
+        plan.num_units,
         num_parts,
-        unit_overhead,
-        min_unit_tiles,
-        sliding_window,
-        segments_at,
-        segments_at + max_segments * SEGMENT_WORDS,
-        QUERY_LEN=query_len,
-        GROUP=group,
-        BLOCK_M=block_m,
-        BLOCK_N=block_n,
-        CAUSAL=causal,
-        SEQ_LENS_ARE_STARTS=seq_lens_are_starts,
+        schedule.unit_overhead,
+        schedule.min_unit_tiles,
+        call.sliding_window,
+        plan.segments_at,
+        plan.zeros_at,
+        QUERY_LEN=shape.query_len,
+        GROUP=shape.group,
+        BLOCK_M=plan.tile.block_m,
+        BLOCK_N=plan.tile.block_n,
+        CAUSAL=call.causal,
+        SEQ_LENS_ARE_STARTS=call.seq_lens_are_starts,
         FIXED_SPLITS=fixed_splits,
-        FIXED_TILES=fixed_tiles,
-        MIN_PART_TILES=min_part_tiles,
+        FIXED_TILES=schedule.fixed_tiles,
+        MIN_PART_TILES=schedule.min_part_tiles,
         **options,
     )
 
 
-_schedule_op: Any = define_op(
-    "schedule_attention(Tensor seq_lens, Tensor? query_start_loc, Tensor(a!) work_list, int num_rows, int num_tokens, "
-    "int num_units, int num_parts, int max_segments, int query_len, int group, int block_m, int block_n, bool causal, "
-    "int sliding_window, bool seq_lens_are_starts, int fixed_splits, int fixed_tiles, int unit_overhead, "
-    "int min_unit_tiles, int min_part_tiles) -> ()",
-    triton_impl=_schedule_triton,
-    reference=work_list_reference,
-)
+_schedule = DeclaredOp("schedule_attention", ScheduleCall, triton_impl=_schedule_triton, reference=work_list_reference)
 
 
 def schedule_attention(
@@ -146,7 +147,7 @@ def schedule_attention(
 ) -> None:
     """Write the work list of one step from its lengths; every layer with the same plan and window may share it.
 
-    plan             host constants of the captured size
+    plan             what is fixed for the captured size
     seq_lens         [rows]      int32  KV tokens of each row; 0: the row's outputs become zeros
                      [rows + 1]  int32  with `seq_lens_are_starts`: where each row's keys begin in contiguous K and V
     work_list        [>= plan.work_list_words]  int32  written in full, as far as it is read
@@ -154,19 +155,20 @@ def schedule_attention(
     sliding_window   that of the layers; 0: none
     seq_lens_are_starts  for `contiguous_attention`, with plans made by `AttentionPlan.varlen`
 
-    What seq_lens and query_start_loc hold is the caller's to guarantee, as `paged_attention` and `contiguous_attention`
-    say; the runtime's refresh sees to it. Anything else is undefined, in the calls that follow the list too.
+    The caller guarantees what seq_lens and query_start_loc hold, as `paged_attention` and `contiguous_attention` say;
+    the runtime's refresh does so. Anything else is undefined, also in the calls that follow the list.
 
     Capture-safe: one launch, no sync, no allocation; the grid depends on the plan only.
 
     Raises: ShapeError, CapacityError.
     """
-    if seq_lens_are_starts and plan.query_len:
+    shape = plan.shape
+    if seq_lens_are_starts and shape.query_len:
         raise ShapeError(
-            f"seq_lens_are_starts: expected a plan made by AttentionPlan.varlen, got query_len={plan.query_len}; "
-            "contiguous K and V are attended to by such plans only"
+            f"seq_lens_are_starts: expected a plan made by AttentionPlan.varlen, got query_len={shape.query_len}; "
+            "make such a plan for contiguous K and V"
         )
-    expected = plan.num_rows + 1 if seq_lens_are_starts else plan.num_rows
+    expected = shape.num_rows + 1 if seq_lens_are_starts else shape.num_rows
     check_tensor("seq_lens", seq_lens, shape=(expected,), dtype=torch.int32)
     check_unit_stride("seq_lens", seq_lens)
     check_tensor("work_list", work_list, shape=(None,), dtype=torch.int32, device=seq_lens.device)
@@ -176,23 +178,9 @@ def schedule_attention(
             f"work_list: expected at least {plan.work_list_words} words for this plan, got {work_list.shape[0]}; "
             "allocate it for the largest plan"
         )
-    if (query_start_loc is None) != (plan.query_len > 0):
-        raise ShapeError(
-            f"query_start_loc: expected {'None' if plan.query_len else 'a tensor'} for a plan with query_len="
-            f"{plan.query_len}, got the opposite; a plan without query_len is made by AttentionPlan.varlen"
-        )
-    if query_start_loc is not None:
-        check_tensor(
-            "query_start_loc", query_start_loc, shape=(plan.num_rows + 1,), dtype=torch.int32, device=seq_lens.device
-        )
-        check_unit_stride("query_start_loc", query_start_loc)
+    check_query_starts(query_start_loc, shape.num_rows, shape.query_len, seq_lens.device)
     check_window(sliding_window, causal)
-    _schedule_op(
-        seq_lens, query_start_loc, work_list, plan.num_rows, plan.num_tokens, plan.num_units, plan.num_parts,
-        plan.max_segments, plan.query_len, plan.group, plan.block_m, plan.block_n, causal, sliding_window,
-        seq_lens_are_starts, plan.fixed_splits, plan.fixed_tiles, plan.unit_overhead, plan.min_unit_tiles,
-        plan.min_part_tiles,
-    )  # fmt: skip
+    _schedule(ScheduleCall(seq_lens, query_start_loc, work_list, causal, sliding_window, seq_lens_are_starts, plan))
 
 
 def compile_variants() -> list[CompileSpec]:

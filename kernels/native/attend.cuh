@@ -1,23 +1,33 @@
-// One warp's attention to its KV tiles in shared memory: query fragments, a tile, and the partial result it leaves.
+// One warp's attention to KV tiles that lie in shared memory.
+//
+// 1. load_queries  the unit's queries, as operands of mma, and the factors that turn products into logits
+// 2. attend_tile   a step of the online softmax over a tile of TILE tokens
+// 3. add_up        the sums of weights, over the lanes
+// 4. leave_partial what the warp has, into shared memory, where the unit's other segments meet it
+//
+// Products are transposed. An mma multiplies an M side of 16 with an N side of 8: tokens are the M side, queries the N
+// side. So a unit of up to 8 queries is padded to 8, not to 16. Queries are processed in octets, heads in steps of 16.
 
 #include "primitives.cuh"
 
-#define PACKED (QUERY_LEN * GROUP)
-#define NT ((PACKED + 7) / 8)              // tiles of 8 query rows
-#define KS (HEAD_DIM / 16)                 // steps of 16 along the head
-#define ELEMENT (KV_FP8 ? 1 : 2)           // bytes
-#define ROW_BYTES (HEAD_DIM * ELEMENT)
-#define CHUNKS (ROW_BYTES / 16)
-#define SUBTILES (KV_FP8 ? 2 : 1)
-#define TILE (16 * SUBTILES)               // tokens
-#define TILE_BYTES (TILE * ROW_BYTES)
-#define OUT_PITCH (HEAD_DIM + 4)           // floats; keeps the stores of accumulators free of bank conflicts
-#define PARTIAL_FLOATS (PACKED * (OUT_PITCH + 2))
-#define STAGE_BYTES (2 * TILE_BYTES)
-// The 16 bytes of a row are permuted so that ldmatrix meets no bank conflict. Rows are not padded: a sector of 32 bytes
-// that falls into two lines of shared memory is fetched twice.
-#define SWIZZLE(row) (((row) % 8) >> (CHUNKS % 8 == 0 ? 0 : CHUNKS % 4 == 0 ? 1 : 2))
+#define NUM_QUERIES (QUERY_LEN * GROUP)    // of a unit; a query is a new token in a query head
+#define OCTETS ((NUM_QUERIES + 7) / 8)     // sets of 8 queries
+#define HEAD_STEPS (HEAD_DIM / 16)         // steps of 16 elements along the head
+#define ELEMENT (KV_FP8 ? 1 : 2)           // bytes of an element of K or V
+#define TOKEN_BYTES (HEAD_DIM * ELEMENT)   // of a token's K, or V
+#define CHUNKS (TOKEN_BYTES / 16)          // copies of 16 bytes
+#define SUBTILES (KV_FP8 ? 2 : 1)          // of 16 tokens
+#define TILE (16 * SUBTILES)               // tokens that a warp multiplies at a time
+#define TILE_BYTES (TILE * TOKEN_BYTES)    // of K, or V
+#define OUT_PITCH (HEAD_DIM + 4)           // floats from query to query; 4 more avoid bank conflicts of the stores
+#define PARTIAL_FLOATS (NUM_QUERIES * (OUT_PITCH + 2))  // a partial result: sums, reference points, sums of weights
+#define STAGE_BYTES (2 * TILE_BYTES)       // K, then V
+// The 16-byte chunks of a token are permuted, so that ldmatrix meets no bank conflict. Tokens are not padded instead: a
+// sector of 32 bytes that falls into two lines of shared memory is fetched twice.
+#define SWIZZLE(token) (((token) % 8) >> (CHUNKS % 8 == 0 ? 0 : CHUNKS % 4 == 0 ? 1 : 2))
 
+// The same struct as _Params of native.py. Strides are in elements; `k_slot` is the step from a KV slot to the next
+// one.
 struct Params {
   const void *q, *k, *v;
   const int *block_table, *work_list;
@@ -26,21 +36,24 @@ struct Params {
   int *counters;
   const float *k_scale, *v_scale, *slopes, *sinks;
   i64 q_token, q_head, k_page, k_slot, k_head, v_page, v_slot, v_head, table_row, out_token, out_head, lse_token;
-  int k_scale_head, v_scale_head, segments_at, zeros_at, num_slots, window;
+  int k_scale_head, v_scale_head, segments_at, zeros_at, num_places, window;
   float logit_factor, logit_cap;
 };
 
-static_assert(HEAD_DIM % TILE == 0 && BLOCK_N % TILE == 0 && STAGES >= 2 && PACKED <= 16, "not what the plan chooses");
-static_assert(4 * PARTIAL_FLOATS <= STAGES * STAGE_BYTES, "the last partial result of a warp takes the place of its tiles");
+static_assert(HEAD_DIM % TILE == 0 && BLOCK_N % TILE == 0 && STAGES >= 2 && NUM_QUERIES <= 16,
+              "the plan chooses other sizes");
+static_assert(4 * PARTIAL_FLOATS <= STAGES * STAGE_BYTES, "the last partial result of a warp overwrites its tiles");
 static_assert(sizeof(Params) == PARAMS_BYTES, "the struct of native.py and this one differ");
 
+// A segment of the work list, as work_list.py documents it.
 struct Segment {
-  int row, first_row, tile_begin, tile_end, seq_len, query_start, query_len, num_splits, split;
+  int row, first_query, tile_begin, tile_end, seq_len, first_token, query_len, num_splits, split;
 };
 
-__device__ __forceinline__ float finite(float top) { return top == NEG_INF ? 0.0f : top; }  // -inf - -inf is NaN
+// A reference point that can be subtracted: -inf - -inf is NaN.
+__device__ __forceinline__ float finite(float top) { return top == NEG_INF ? 0.0f : top; }
 
-// cap * tanh(t) where x is 2 log2(e) t, as logit_constants() scales it; see soft_cap() of tile.py.
+// cap * tanh(t) where x is 2 log2(e) t, as logit_constants() scales it. soft_cap() of tile.py explains the series.
 __device__ __forceinline__ float soft_cap(float x, float cap) {
   const float h = LN2 / 2, square = x * x;
   float series = x * (h + square * (-h * h * h / 3 + square * (2 * h * h * h * h * h / 15 -
@@ -49,6 +62,7 @@ __device__ __forceinline__ float soft_cap(float x, float cap) {
   return cap * (square < 0.0625f / (h * h) ? series : quotient);
 }
 
+// The first position that any query of the segment sees.
 __device__ __forceinline__ int first_visible(const Segment &s, const Params &p) {
 #if WINDOW
   return max(s.seq_len - s.query_len + 1 - p.window, 0);
@@ -57,12 +71,13 @@ __device__ __forceinline__ int first_visible(const Segment &s, const Params &p) 
 #endif
 }
 
-// Query rows as the columns of an mma, and what turns products into logits.
+// A unit's queries as the N side of mma: b[octet][step of the head]; and what turns products into logits, for the two
+// queries of each octet whose products this lane holds.
 struct Queries {
-  u32 b[NT][KS][2];
-  float factor[NT][2];
+  u32 b[OCTETS][HEAD_STEPS][2];
+  float factor[OCTETS][2];
 #if ALIBI
-  float slope[NT][2];
+  float slope[OCTETS][2];
 #endif
 };
 
@@ -70,24 +85,24 @@ __device__ __forceinline__ void load_queries(Queries &queries, const Segment &s,
                                              float factor, int lane) {
   const u16 *q = static_cast<const u16 *>(p.q);
 #pragma unroll
-  for (int n = 0; n < NT; ++n) {
-    int packed = 8 * n + lane / 4;
-    bool valid = packed < PACKED;
-    const u16 *row = q + (s.query_start + packed / GROUP) * p.q_token + (kv_head * GROUP + packed % GROUP) * p.q_head;
-    // fp8 comes four to a register, so there the four lanes of a row take four elements in turn.
+  for (int n = 0; n < OCTETS; ++n) {
+    int query = 8 * n + lane / 4;
+    bool valid = query < NUM_QUERIES;
+    const u16 *vector = q + (s.first_token + query / GROUP) * p.q_token + (kv_head * GROUP + query % GROUP) * p.q_head;
+    // Keys in fp8 come four to a register, so the four lanes of a query take four elements in turn, to match them.
 #pragma unroll
-    for (int k = 0; k < KS; ++k)
+    for (int k = 0; k < HEAD_STEPS; ++k)
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         int d = 16 * k + (KV_FP8 ? lane % 4 * 4 + 2 * half : lane % 4 * 2 + 8 * half);
-        queries.b[n][k][half] = valid ? *reinterpret_cast<const u32 *>(row + d) : 0;
+        queries.b[n][k][half] = valid ? *reinterpret_cast<const u32 *>(vector + d) : 0;
       }
     float scale = factor;
 #if KV_FP8
-    // A power of two per row makes the queries fit float16.
+    // fp8 keys are multiplied as float16. Each query is divided by a power of two, so that it fits.
     float peak = 1e-30f;
 #pragma unroll
-    for (int k = 0; k < KS; ++k)
+    for (int k = 0; k < HEAD_STEPS; ++k)
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         u32 x = queries.b[n][k][half];
@@ -99,7 +114,7 @@ __device__ __forceinline__ void load_queries(Queries &queries, const Segment &s,
     scale *= exponent;
     exponent = 1.0f / exponent;
 #pragma unroll
-    for (int k = 0; k < KS; ++k)
+    for (int k = 0; k < HEAD_STEPS; ++k)
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         u32 x = queries.b[n][k][half];
@@ -110,48 +125,52 @@ __device__ __forceinline__ void load_queries(Queries &queries, const Segment &s,
     for (int j = 0; j < 2; ++j) {
       queries.factor[n][j] = __shfl_sync(0xffffffffu, scale, (lane % 4 * 2 + j) * 4);
 #if ALIBI
-      int column = 8 * n + lane % 4 * 2 + j;
-      queries.slope[n][j] = column < PACKED ? p.slopes[kv_head * GROUP + column % GROUP] * LOG2E : 0.0f;
+      int query = 8 * n + lane % 4 * 2 + j;
+      queries.slope[n][j] = query < NUM_QUERIES ? p.slopes[kv_head * GROUP + query % GROUP] * LOG2E : 0.0f;
 #endif
     }
   }
 }
 
+// The online softmax of a segment. o[step of the head][octet]: sums of weight x value, not divided by the sum of
+// weights; top: reference points, weight = 2^(logit - top); sum: this lane's part of the sums of weights.
 struct State {
-  float o[KS][NT][4], top[NT][2], sum[NT][2];
+  float o[HEAD_STEPS][OCTETS][4], top[OCTETS][2], sum[OCTETS][2];
 };
 
+// Attend to one tile: `k_tile` is its K in shared memory, V follows; `start` is its first position.
 __device__ __forceinline__ void attend_tile(State &state, const Queries &queries, const Segment &s, const Params &p,
                                             u32 k_tile, int start, int lane) {
-  float logits[SUBTILES][NT][4];
+  // Logits: K Q^T, of which a lane holds two tokens and two queries of each octet.
+  float logits[SUBTILES][OCTETS][4];
 #pragma unroll
   for (int sub = 0; sub < SUBTILES; ++sub) {
-    float product[2][NT][4] = {};  // two chains, for the latency of an mma
-    u32 row = k_tile + (16 * sub + lane % 16) * ROW_BYTES, column = ((lane / 16) ^ SWIZZLE(lane)) * 16;
+    float product[2][OCTETS][4] = {};  // two sums in turn: an mma need not wait for the one before
+    u32 token_at = k_tile + (16 * sub + lane % 16) * TOKEN_BYTES, column = ((lane / 16) ^ SWIZZLE(lane)) * 16;
 #if KV_FP8
 #pragma unroll
-    for (int k = 0; k < KS / 2; ++k) {
+    for (int k = 0; k < HEAD_STEPS / 2; ++k) {
       u32 x[4];
-      load_matrices(x, row + (column ^ (32 * k)));
+      load_matrices(x, token_at + (column ^ (32 * k)));
       u32 low[4] = {widen(x[0]), widen(x[1]), widen(x[0] >> 16), widen(x[1] >> 16)};
       u32 high[4] = {widen(x[2]), widen(x[3]), widen(x[2] >> 16), widen(x[3] >> 16)};
 #pragma unroll
-      for (int n = 0; n < NT; ++n) {
+      for (int n = 0; n < OCTETS; ++n) {
         multiply(product[0][n], low, queries.b[n][2 * k]);
         multiply(product[1][n], high, queries.b[n][2 * k + 1]);
       }
     }
 #else
 #pragma unroll
-    for (int k = 0; k < KS; ++k) {
+    for (int k = 0; k < HEAD_STEPS; ++k) {
       u32 x[4];
-      load_matrices(x, row + (column ^ (32 * k)));
+      load_matrices(x, token_at + (column ^ (32 * k)));
 #pragma unroll
-      for (int n = 0; n < NT; ++n) multiply(product[k % 2][n], x, queries.b[n][k]);
+      for (int n = 0; n < OCTETS; ++n) multiply(product[k % 2][n], x, queries.b[n][k]);
     }
 #endif
 #pragma unroll
-    for (int n = 0; n < NT; ++n)
+    for (int n = 0; n < OCTETS; ++n)
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         float x = (product[0][n][i] + product[1][n][i]) * queries.factor[n][i % 2];
@@ -161,7 +180,8 @@ __device__ __forceinline__ void attend_tile(State &state, const Queries &queries
         logits[sub][n][i] = x;
       }
   }
-  int first_end = CAUSAL ? s.seq_len - s.query_len + 1 : s.seq_len;  // what the first token sees
+  // Masks, only where a query does not see all of the tile.
+  int first_end = CAUSAL ? s.seq_len - s.query_len + 1 : s.seq_len;  // the first token sees positions before this
   bool masked = start + TILE > first_end;
 #if WINDOW
   masked |= start <= s.seq_len - 1 - p.window;
@@ -170,29 +190,29 @@ __device__ __forceinline__ void attend_tile(State &state, const Queries &queries
 #pragma unroll
     for (int sub = 0; sub < SUBTILES; ++sub)
 #pragma unroll
-      for (int n = 0; n < NT; ++n)
+      for (int n = 0; n < OCTETS; ++n)
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
           int position = start + 16 * sub + lane / 4 + i / 2 * 8;
-          int query = s.seq_len - s.query_len + (8 * n + lane % 4 * 2 + i % 2) / GROUP;
+          int query_position = s.seq_len - s.query_len + (8 * n + lane % 4 * 2 + i % 2) / GROUP;
 #if ALIBI
-          float distance = fabsf((float)(query - position));
+          float distance = fabsf((float)(query_position - position));
           logits[sub][n][i] -= queries.slope[n][i % 2] * (ALIBI == 2 ? sqrtf(distance) : distance);
 #endif
-          bool visible = position < s.seq_len && (!CAUSAL || position <= query);
+          bool visible = position < s.seq_len && (!CAUSAL || position <= query_position);
 #if WINDOW
-          visible &= position > query - p.window;
+          visible &= position > query_position - p.window;
 #endif
           if (!visible) logits[sub][n][i] = NEG_INF;
         }
   }
 
-  // The reference point of the exponentials follows the maximum only when that has grown by 2^8: sums and products
-  // have the range, and a tile mostly costs no reduction over lanes.
-  float peak[NT][2];
+  // The reference point rises only when a logit is more than 8 above it: weights are then at most 2^8, which sums and
+  // products can hold. So most tiles need no reduction over lanes, and no rescaling.
+  float peak[OCTETS][2];
   bool grown = false;
 #pragma unroll
-  for (int n = 0; n < NT; ++n)
+  for (int n = 0; n < OCTETS; ++n)
 #pragma unroll
     for (int j = 0; j < 2; ++j) {
       float x = NEG_INF;
@@ -203,7 +223,7 @@ __device__ __forceinline__ void attend_tile(State &state, const Queries &queries
     }
   if (__any_sync(0xffffffffu, grown)) {
 #pragma unroll
-    for (int n = 0; n < NT; ++n)
+    for (int n = 0; n < OCTETS; ++n)
 #pragma unroll
       for (int j = 0; j < 2; ++j) {
         float x = peak[n][j];
@@ -214,15 +234,16 @@ __device__ __forceinline__ void attend_tile(State &state, const Queries &queries
         state.top[n][j] = x;
         state.sum[n][j] *= rescale;
 #pragma unroll
-        for (int m = 0; m < KS; ++m) {
+        for (int m = 0; m < HEAD_STEPS; ++m) {
           state.o[m][n][j] *= rescale;
           state.o[m][n][j + 2] *= rescale;
         }
       }
   }
-  u32 weights[SUBTILES][NT][2];
+  // Weights, their sums, and the weights as operands of the next product: movmatrix turns tokens x queries round.
+  u32 weights[SUBTILES][OCTETS][2];
 #pragma unroll
-  for (int n = 0; n < NT; ++n) {
+  for (int n = 0; n < OCTETS; ++n) {
     float base[2] = {finite(state.top[n][0]), finite(state.top[n][1])};
 #pragma unroll
     for (int sub = 0; sub < SUBTILES; ++sub) {
@@ -236,40 +257,41 @@ __device__ __forceinline__ void attend_tile(State &state, const Queries &queries
     }
   }
 #pragma unroll
-  for (int sub = 0; sub < SUBTILES; ++sub) {
-    u32 v_tile = k_tile + TILE_BYTES + 16 * sub * ROW_BYTES;
+  for (int sub = 0; sub < SUBTILES; ++sub) {  // V^T x weights
+    u32 v_tile = k_tile + TILE_BYTES + 16 * sub * TOKEN_BYTES;
 #if KV_FP8
-    // A 16-bit transposition keeps neighbours of the head together: rows g and g + 8 of the mma are elements 2g and
-    // 2g + 1 of the head.
-    u32 row = v_tile + lane % 16 * ROW_BYTES, column = ((lane / 16) ^ SWIZZLE(lane)) * 16;
+    // ldmatrix transposes 16 bits at a time, so two neighbouring fp8 values of a head stay together. The M side is
+    // numbered accordingly: its rows g and g + 8 are elements 2g and 2g + 1 of the head.
+    u32 token_at = v_tile + lane % 16 * TOKEN_BYTES, column = ((lane / 16) ^ SWIZZLE(lane)) * 16;
 #pragma unroll
-    for (int m = 0; m < KS; m += 2) {
+    for (int m = 0; m < HEAD_STEPS; m += 2) {
       u32 x[4];
-      load_matrices_transposed(x, row + (column ^ (16 * m)));
+      load_matrices_transposed(x, token_at + (column ^ (16 * m)));
 #pragma unroll
       for (int j = 0; j < 2; ++j) {
         u32 y = __byte_perm(x[2 * j], 0, 0x3120), z = __byte_perm(x[2 * j + 1], 0, 0x3120);
         u32 a[4] = {widen(y), widen(y >> 16), widen(z), widen(z >> 16)};
 #pragma unroll
-        for (int n = 0; n < NT; ++n) multiply(state.o[m + j][n], a, weights[sub][n]);
+        for (int n = 0; n < OCTETS; ++n) multiply(state.o[m + j][n], a, weights[sub][n]);
       }
     }
 #else
-    u32 row = v_tile + (lane % 8 + lane / 16 * 8) * ROW_BYTES, column = ((lane / 8 % 2) ^ SWIZZLE(lane)) * 16;
+    u32 token_at = v_tile + (lane % 8 + lane / 16 * 8) * TOKEN_BYTES, column = ((lane / 8 % 2) ^ SWIZZLE(lane)) * 16;
 #pragma unroll
-    for (int m = 0; m < KS; ++m) {
+    for (int m = 0; m < HEAD_STEPS; ++m) {
       u32 a[4];
-      load_matrices_transposed(a, row + (column ^ (32 * m)));
+      load_matrices_transposed(a, token_at + (column ^ (32 * m)));
 #pragma unroll
-      for (int n = 0; n < NT; ++n) multiply(state.o[m][n], a, weights[sub][n]);
+      for (int n = 0; n < OCTETS; ++n) multiply(state.o[m][n], a, weights[sub][n]);
     }
 #endif
   }
 }
 
+// The sums of weights over all lanes.
 __device__ __forceinline__ void add_up(State &state) {
 #pragma unroll
-  for (int n = 0; n < NT; ++n)
+  for (int n = 0; n < OCTETS; ++n)
 #pragma unroll
     for (int j = 0; j < 2; ++j)
 #pragma unroll
@@ -277,25 +299,26 @@ __device__ __forceinline__ void add_up(State &state) {
         state.sum[n][j] += __shfl_xor_sync(0xffffffffu, state.sum[n][j], other);
 }
 
-// A warp's partial result: output rows that are not divided yet, and their statistics, added up.
+// Store a warp's partial result to shared memory: per query HEAD_DIM sums that are not divided yet; then per query the
+// reference point and the sum of weights.
 __device__ __forceinline__ void leave_partial(const State &state, float *to, int lane) {
-  float *stats = to + PACKED * OUT_PITCH;
+  float *stats = to + NUM_QUERIES * OUT_PITCH;
 #pragma unroll
-  for (int n = 0; n < NT; ++n)
+  for (int n = 0; n < OCTETS; ++n)
 #pragma unroll
     for (int j = 0; j < 2; ++j) {
-      int column = 8 * n + lane % 4 * 2 + j;
-      if (column < PACKED) {
+      int query = 8 * n + lane % 4 * 2 + j;
+      if (query < NUM_QUERIES) {
         if (lane < 4) {
-          stats[2 * column] = state.top[n][j];
-          stats[2 * column + 1] = state.sum[n][j];
+          stats[2 * query] = state.top[n][j];
+          stats[2 * query + 1] = state.sum[n][j];
         }
 #pragma unroll
-        for (int m = 0; m < KS; ++m)
+        for (int m = 0; m < HEAD_STEPS; ++m)
 #pragma unroll
           for (int i = 0; i < 2; ++i) {
             int d = 16 * m + (KV_FP8 ? lane / 4 * 2 + i : lane / 4 + 8 * i);
-            to[column * OUT_PITCH + d] = state.o[m][n][j + 2 * i];
+            to[query * OUT_PITCH + d] = state.o[m][n][j + 2 * i];
           }
       }
     }

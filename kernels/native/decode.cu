@@ -1,44 +1,57 @@
-// Decode attention for rows of few query rows.
+// Decode attention for units of few queries.
 //
-// Each warp is a stream of its own: it copies tiles of K and V STAGES - 1 ahead into its own place in shared memory,
-// across segments, and multiplies with mma.sync. No barrier stands in that loop. A part of the work list, which is
-// work_list.py's, is one warp's: what is whole in it the warp writes, what it shares it leaves in shared memory until all
-// warps of the block are through, and then these merge. What they have of a unit that goes on in the next block they send,
-// through global memory, to the block where it ends, or the last one of a group of blocks, which waits for it.
+// The grid has a column of blocks per KV head. Neighbours in the grid read the same pages, for different KV heads.
 //
-// Under clusters and fixed splits (COOPERATIVE) a part is that of all warps of a cluster, each of which takes every
-// WORKERS-th tile of a segment. They merge at the end of each segment, the blocks of a cluster through distributed shared
-// memory, each for its slice of the output; what several clusters share, with self-resetting counters as in attend.py.
+// Each warp has a stream of KV tiles: all tiles of its segments, one after another. A warp does this:
 //
-// The grid has a column of blocks per KV head: neighbours read the same pages.
+// 1. It reads its part of the work list, and begins to copy tiles into its own stages of shared memory.
+// 2. For each segment it loads the queries. For each tile of the segment it starts the copy of the tile that is
+//    STAGES - 1 ahead in the stream, waits for the oldest copy, and multiplies. There is no barrier between warps.
+// 3. A segment that is all of its unit: the warp writes the output from its registers.
+// 4. A segment of a unit that is cut: the warp leaves a partial result in shared memory. It has two such segments at
+// most,
+//    its first and its last.
+// 5. When all warps of the block are through, they merge what they have left. A unit that ends in this block is
+// written.
+//    Of a unit that goes on in the next block, a letter is sent through global memory to the block where the unit ends,
+//    or to the last block of a bundle of blocks. That block waits for it.
+// 6. It writes zeros for its share of the units that see nothing.
 //
-// Products are transposed: S^T = K Q^T has tokens as the 16 rows of an mma and query rows as its 8 columns, so that a
-// group of up to 8 is not padded to 16. The accumulators hold O^T = V^T P^T.
+// Under clusters and fixed splits (COOPERATIVE) a part belongs to all warps of a cluster. In step 2 each takes every
+// WORKERS-th tile of a segment. Steps 3 to 5 become: at the end of each segment the warps of a block merge through
+// shared memory, the blocks of a cluster through distributed shared memory, each for its slice of the output. What
+// several clusters share goes through global memory, with self-resetting counters as in attend.py.
 //
 // Compile-time macros: HEAD_DIM GROUP QUERY_LEN PAGE_SIZE BLOCK_N WARPS STAGES CLUSTER BLOCKS_PER_SM CAUSAL WINDOW
-// SOFTCAP ALIBI (1: distance, 2: its root) Q_BF16 KV_FP8 (0, 1: e4m3, 2: e5m2) FIXED_SPLITS MERGE_GROUP
+// SOFTCAP ALIBI (1: distance, 2: its root) Q_BF16 KV_FP8 (0, 1: e4m3, 2: e5m2) FIXED_SPLITS MERGE_BUNDLE
 // PARTIAL_M PARAMS_BYTES
 
 #include "merge.cuh"
 
-#define COPIES (16 * CHUNKS / 32)           // 16-byte copies per lane, of 16 tokens of K or V; CHUNKS is even
-#define QUERY_LINES ((HEAD_DIM + 63) / 64)  // of 128 bytes, of a query row
+#define COPIES (16 * CHUNKS / 32)           // copies of 16 bytes per lane, for 16 tokens of K or V; CHUNKS is even
+#define QUERY_CACHE_LINES ((HEAD_DIM + 63) / 64)  // of 128 bytes, per query
 #define WORKERS (COOPERATIVE ? CLUSTER * WARPS : 1)  // warps that share a part
-#define PAGES_PER_LOAD (32 / SUBTILES)     // tiles whose page ids the lanes hold
+#define PAGES_PER_LOAD (32 / SUBTILES)     // tiles whose page ids the lanes of a warp hold
 
 __device__ __forceinline__ Segment load_segment(const int *words) {
   int4 a = *reinterpret_cast<const int4 *>(words), b = *reinterpret_cast<const int4 *>(words + 4);
   return {a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w & 0xffff, b.w >> 16};
 }
 
-// The tiles of a warp's stream, from which copies into shared memory are made. The next segment and the ids of its first
-// pages are read ahead: they are two dependent loads.
+// Where a warp's copies have got to. The next segment and the page ids of its first tiles are read ahead: each is a
+// load that waits for another.
+//
+// s, next       the segment that is being copied, and the one behind it
+// segment, end  the number of `s` in the segments' area, and where the part ends
+// tile          next tile to be copied, in units of TILE tokens
+// index         tiles copied since page ids were loaded; lane i * SUBTILES holds the page of tile i
 struct Stream {
   Segment s, next;
   int segment, end, tile, tile_end, index, pages, next_pages;
   bool next_pages_known;
 };
 
+// Tiles of a segment for a worker. The work list counts in tiles of BLOCK_N, the warp in tiles of TILE tokens.
 __device__ __forceinline__ int first_tile(const Segment &s, int worker) {
   return s.tile_begin * (BLOCK_N / TILE) + worker;
 }
@@ -46,21 +59,23 @@ __device__ __forceinline__ int last_tile(const Segment &s) {
   return min(s.tile_end * (BLOCK_N / TILE), (s.seq_len + TILE - 1) / TILE);
 }
 
+// A page id per lane: those of the next PAGES_PER_LOAD tiles of this worker.
 __device__ __forceinline__ int load_pages(const Segment &s, const Params &p, int tile, int lane) {
   int start = (tile + lane / SUBTILES * WORKERS) * TILE + lane % SUBTILES * 16;
   return start < s.seq_len ? p.block_table[s.row * p.table_row + start / PAGE_SIZE] : 0;
 }
 
+// Begin to copy a segment: read the one behind it, and bring the queries close.
 __device__ __forceinline__ void enter(Stream &t, const Params &p, int kv_head, int worker, int lane) {
   t.tile = first_tile(t.s, worker);
   t.tile_end = last_tile(t.s);
   t.index = 0;
   t.next_pages_known = false;
   if (t.segment + 1 < t.end) t.next = load_segment(p.work_list + p.segments_at + (t.segment + 1) * 8);
-  for (int line = lane; line < PACKED * QUERY_LINES; line += 32) {  // the queries into L1
-    int packed = line / QUERY_LINES;
-    const u16 *q = static_cast<const u16 *>(p.q) + (t.s.query_start + packed / GROUP) * p.q_token +
-                   (kv_head * GROUP + packed % GROUP) * p.q_head + line % QUERY_LINES * 64;
+  for (int line = lane; line < NUM_QUERIES * QUERY_CACHE_LINES; line += 32) {  // into L1
+    int query = line / QUERY_CACHE_LINES;
+    const u16 *q = static_cast<const u16 *>(p.q) + (t.s.first_token + query / GROUP) * p.q_token +
+                   (kv_head * GROUP + query % GROUP) * p.q_head + line % QUERY_CACHE_LINES * 64;
     prefetch(q);
   }
 }
@@ -79,6 +94,8 @@ __device__ __forceinline__ Stream open_stream(const Segment &s, int begin, int e
   return t;
 }
 
+// Start the copy of the stream's next tile to the stage `to`. Behind the end of the stream nothing is copied, but a
+// group is committed all the same, so that wait_oldest() counts right.
 __device__ __forceinline__ void copy_tile(Stream &t, const Params &p, const char *k, const char *v, u32 to, int kv_head,
                                           int worker, int lane) {
   while (t.tile >= t.tile_end && t.segment < t.end) {
@@ -104,9 +121,9 @@ __device__ __forceinline__ void copy_tile(Stream &t, const Params &p, const char
 #pragma unroll
       for (int i = 0; i < COPIES; ++i) {
         int chunk = i * 32 + lane, token = chunk / CHUNKS, column = chunk % CHUNKS * 16;
-        // Positions outside become zeros: unfilled tails of pages may hold anything, NaN included.
+        // Positions that no query sees become zeros: the tail of a page may hold NaN, and a weight of 0 x NaN is NaN.
         int bytes = start + token < t.s.seq_len && start + token >= from ? 16 : 0;
-        u32 at = to + (16 * sub + token) * ROW_BYTES + (column ^ (SWIZZLE(token) * 16));
+        u32 at = to + (16 * sub + token) * TOKEN_BYTES + (column ^ (SWIZZLE(token) * 16));
         copy_async(at, k_page + token * p.k_slot * ELEMENT + column, bytes);
         copy_async(at + TILE_BYTES, v_page + token * p.v_slot * ELEMENT + column, bytes);
       }
@@ -121,8 +138,9 @@ __device__ __forceinline__ void copy_tile(Stream &t, const Params &p, const char
   commit();
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) decode_attention(const __grid_constant__ Params p) {
-  // Stages of all warps; their partial results; the inbox.
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
+decode_attention(const __grid_constant__ Params p) {
+  // Shared memory: the stages of all warps; their partial results; the inbox of a cluster's block.
   extern __shared__ __align__(128) char memory[];
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int kv_head = blockIdx.x, block = blockIdx.y;
@@ -140,6 +158,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) decode_atte
 #endif
   wait_for_earlier_kernels();
 
+  // 1. The part.
   const int *part_words = p.work_list + part * 16;
   const int begin = part_words[0], end = part_words[16 + 2];
   const int zeros_begin = part_words[1], zeros_end = part_words[16 + 1];
@@ -147,11 +166,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) decode_atte
   Segment s = {};
   if (begin < end) s = load_segment(p.work_list + p.segments_at + begin * 8);
 #else
-  Segment s = load_segment(part_words + 8);  // beside the others and not after them, even where there is none
+  Segment s = load_segment(part_words + 8);  // at once with the other words; where there is no segment it is not used
 #endif
 #if !COOPERATIVE
-  __shared__ Share shares[1 + WARPS];
-  if (threadIdx.x == 0) shares[0] = begin + 1 < end ? share_of(s, 1) : Share{};
+  __shared__ SharedUnit shared[1 + WARPS];
+  if (threadIdx.x == 0) shared[0] = begin + 1 < end ? shared_unit_of(s, 1) : SharedUnit{};
 #endif
   Stream stream = open_stream(s, begin, end, p, kv_head, worker, lane);
   const char *k = static_cast<const char *>(p.k) + kv_head * p.k_head * ELEMENT;
@@ -163,22 +182,23 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) decode_atte
   if (p.k_scale) factor *= p.k_scale[kv_head * p.k_scale_head];
 
   for (int segment = begin; segment < end; ++segment) {
+    // 2. The segment.
     if (segment > begin) s = load_segment(p.work_list + p.segments_at + segment * 8);
     Queries queries;
     load_queries(queries, s, p, kv_head, factor, lane);
     State state;
 #pragma unroll
-    for (int n = 0; n < NT; ++n) {
+    for (int n = 0; n < OCTETS; ++n) {
       state.top[n][0] = state.top[n][1] = NEG_INF;
       state.sum[n][0] = state.sum[n][1] = 0.0f;
 #pragma unroll
-      for (int m = 0; m < KS; ++m)
+      for (int m = 0; m < HEAD_STEPS; ++m)
 #pragma unroll
         for (int i = 0; i < 4; ++i) state.o[m][n][i] = 0.0f;
     }
     const int tile_end = last_tile(s);
     for (int tile = first_tile(s, worker); tile < tile_end; tile += WORKERS) {
-      __syncwarp();  // all lanes have read the stage that is filled next
+      __syncwarp();  // all lanes are done with the stage that is filled next
       copy_tile(stream, p, k, v, stages_at + free_stage * STAGE_BYTES, kv_head, worker, lane);
       wait_oldest();
       __syncwarp();
@@ -188,52 +208,56 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) decode_atte
     }
     add_up(state);
 #if COOPERATIVE
+    // 3 to 5, together: all warps meet at the end of each segment.
     leave_partial(state, results + warp * PARTIAL_FLOATS, lane);
     __syncthreads();
 
     const bool is_split = s.num_splits > 1;
 #if FIXED_SPLITS
-    const int first_slot = (s.row * ((s.query_len * GROUP + 15) / 16) + s.first_row / 16) * FIXED_SPLITS;
-    const Slots slots = {first_slot, first_slot, 1};
+    const int first_place = (s.row * ((s.query_len * GROUP + 15) / 16) + s.first_query / 16) * FIXED_SPLITS;
+    const Places places = {first_place, first_place, 1};
 #else
-    const Slots slots = slots_of(part - s.split);
+    const Places places = places_of(part - s.split);
 #endif
-    const int first_unit = rank * SLICE, last_unit = min(first_unit + SLICE, UNITS);
-    const auto deliver = [&](Pair r, int unit) {
+    const int first_pair = rank * SLICE, end_pair = min(first_pair + SLICE, UNIT_PAIRS);
+    // A pair of output elements: into the output, or into a partial result of several clusters.
+    const auto deliver = [&](Pair r, int pair) {
       if (is_split)
-        store_pair(r, unit, first_unit, 0, slots.of(s.split), p, kv_head);
+        store_pair(r, pair, first_pair, 0, places.of(s.split), p, kv_head);
       else
-        write_pair(r, unit, s.query_start, p, kv_head);
+        write_pair(r, pair, s.first_token, p, kv_head);
     };
 #if CLUSTER > 1
     if (!met) cluster_wait();
     met = true;
-    inbox.expect(max(last_unit - first_unit, 0));
-    for (int unit = threadIdx.x; unit < UNITS; unit += THREADS) inbox.send(merge_warps(unit, results), unit, rank);
+    inbox.expect(max(end_pair - first_pair, 0));
+    for (int pair = threadIdx.x; pair < UNIT_PAIRS; pair += THREADS) inbox.send(merge_warps(pair, results), pair, rank);
     inbox.wait();
-    for (int unit = first_unit + threadIdx.x; unit < last_unit; unit += THREADS) deliver(inbox.merge(unit), unit);
+    for (int pair = first_pair + threadIdx.x; pair < end_pair; pair += THREADS) deliver(inbox.merge(pair), pair);
     ++inbox.segment;
 #else
-    for (int unit = threadIdx.x; unit < UNITS; unit += THREADS) deliver(merge_warps(unit, results), unit);
+    for (int pair = threadIdx.x; pair < UNIT_PAIRS; pair += THREADS) deliver(merge_warps(pair, results), pair);
 #endif
     if (is_split)
-      arrive_and_merge(s.num_splits, s.split, slots, s.query_start, first_unit, last_unit, rank, p, kv_head);
+      arrive_and_merge(s.num_splits, s.split, places, s.first_token, first_pair, end_pair, rank, p, kv_head);
     if (segment + 1 < end) __syncthreads();  // the partial results have been read
 #else
+    // 3 and 4. The output, or a partial result. The last one takes the place of the tiles, which are no longer needed.
     if (s.num_splits == 1) {
-      write_rows(state, s.query_start, p, kv_head, lane);
+      write_unit(state, s.first_token, p, kv_head, lane);
     } else if (segment + 1 < end) {
       leave_partial(state, results + warp * PARTIAL_FLOATS, lane);
     } else {
-      __syncwarp();  // the last tile has been read: nothing is copied to the stages any more
+      __syncwarp();  // all lanes have read the last tile
       leave_partial(state, reinterpret_cast<float *>(stages), lane);
     }
 #endif
   }
 #if !COOPERATIVE
-  if (lane == 0) shares[1 + warp] = begin < end ? share_of(s, end - begin) : Share{};
+  // 5. What the warps of this block share.
+  if (lane == 0) shared[1 + warp] = begin < end ? shared_unit_of(s, end - begin) : SharedUnit{};
   __syncthreads();
-  merge_streams(shares, [&](int warp) { return results + warp * PARTIAL_FLOATS; },
+  merge_streams(shared, [&](int warp) { return results + warp * PARTIAL_FLOATS; },
                 [&](int warp) { return reinterpret_cast<float *>(memory + warp * (STAGES * STAGE_BYTES)); }, block, p,
                 kv_head);
 #endif
@@ -241,16 +265,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) decode_atte
   if (!met) cluster_wait();
 #endif
 
-  // Units that see nothing: those of a part, by the threads of its first block or by its warp.
+  // 6. Units that see nothing: by the part's warp, or by the first block of its cluster.
   const int thread = COOPERATIVE ? threadIdx.x : lane, num_threads = COOPERATIVE ? THREADS : 32;
   if (rank == 0)
     for (int entry = zeros_begin; entry < zeros_end; ++entry) {
       const int *words = p.work_list + p.zeros_at + entry * 3;
-      int query_start = words[0], first_row = words[1], rows = abs(words[2]);
+      int first_token = words[0], first_query = words[1], num_queries = abs(words[2]);
 #pragma unroll 1
-      for (int unit = thread; unit < rows * (HEAD_DIM / 2); unit += num_threads) {
-        int packed = first_row + packed_of(unit), d = element_of(unit), head = kv_head * GROUP + packed % GROUP;
-        i64 token = query_start + packed / GROUP;
+      for (int pair = thread; pair < num_queries * (HEAD_DIM / 2); pair += num_threads) {
+        int query = first_query + query_of(pair), d = element_of(pair), head = kv_head * GROUP + query % GROUP;
+        i64 token = first_token + query / GROUP;
         *output_at(token, head, d, p) = 0;
         if (p.lse && d == 0)
           p.lse[token * p.lse_token + head] = p.sinks && words[2] > 0 ? p.sinks[head] : NEG_INF;

@@ -1,26 +1,36 @@
-// From the partial results of warps to the output: within a block, a cluster, and through global memory.
+// From the partial results of warps to the output: within a block, within a cluster, and through global memory.
+//
+// A unit's output is NUM_QUERIES x HEAD_DIM elements, which threads take as pairs of neighbours. A merge adds sums of
+// weight x value, each times 2^(its reference point - the common one), and the sums of weights likewise; always in the
+// order of the segments, so that the result does not depend on who is first.
+//
+//                      one part per warp               one part per cluster (COOPERATIVE)
+//   within a block     merge_streams, at the end       merge_warps, per segment
+//   between blocks     letters                         Inbox: distributed shared memory
+//   between clusters                                   Places and counters: arrive_and_merge
 
 #include "attend.cuh"
 
 #define COOPERATIVE (CLUSTER > 1 || FIXED_SPLITS > 0)
 #define THREADS (32 * WARPS)
-#define UNITS (PACKED * HEAD_DIM / 2)      // pairs of output elements
-#define SLICE ((UNITS + CLUSTER - 1) / CLUSTER)
+#define UNIT_PAIRS (NUM_QUERIES * HEAD_DIM / 2)   // pairs of neighbouring output elements
+#define SLICE ((UNIT_PAIRS + CLUSTER - 1) / CLUSTER)  // of these, for each block of a cluster
 #define KV_HEADS gridDim.x
 
 static_assert((WARPS & (WARPS - 1)) == 0 && WARPS < 32, "lanes stand for warps");
 
-// Two neighbouring elements of an output row, not divided yet, with the reference point and sum of their exponentials.
+// A pair of output elements, not divided yet, with its query's reference point and sum of weights.
 struct Pair {
   float x, y, top, sum;
 };
 
-__device__ __forceinline__ int packed_of(int unit) { return unit / (HEAD_DIM / 2); }
-__device__ __forceinline__ int element_of(int unit) { return unit % (HEAD_DIM / 2) * 2; }
+__device__ __forceinline__ int query_of(int pair) { return pair / (HEAD_DIM / 2); }
+__device__ __forceinline__ int element_of(int pair) { return pair % (HEAD_DIM / 2) * 2; }
 
-// What the weighted sum of values of a query row is multiplied by, whose log-sum-exp is written on the way.
-__device__ __forceinline__ float output_factor(float top, float sum, i64 token, int head, bool writes_lse, const Params &p,
-                                               int kv_head) {
+// What a query's sum of weight x value is multiplied by to become the output. Writes the log-sum-exp on the way. A sink
+// is one more logit without a value.
+__device__ __forceinline__ float output_factor(float top, float sum, i64 token, int head, bool writes_lse,
+                                               const Params &p, int kv_head) {
   float rescale = 1.0f;
   if (p.sinks) {
     float sink = p.sinks[head] * LOG2E, with_sink = fmaxf(top, sink);
@@ -37,41 +47,42 @@ __device__ __forceinline__ u32 *output_at(i64 token, int head, int d, const Para
   return reinterpret_cast<u32 *>(static_cast<u16 *>(p.out) + token * p.out_token + head * p.out_head + d);
 }
 
-__device__ __forceinline__ void write_pair(Pair r, int unit, int query_start, const Params &p, int kv_head) {
-  int packed = packed_of(unit), d = element_of(unit), head = kv_head * GROUP + packed % GROUP;
-  i64 token = query_start + packed / GROUP;
+__device__ __forceinline__ void write_pair(Pair r, int pair, int first_token, const Params &p, int kv_head) {
+  int query = query_of(pair), d = element_of(pair), head = kv_head * GROUP + query % GROUP;
+  i64 token = first_token + query / GROUP;
   float factor = output_factor(r.top, r.sum, token, head, d == 0, p, kv_head);
   *output_at(token, head, d, p) = pack_output(r.x * factor, r.y * factor);
 }
 
-// The output of a unit that one warp has attended to alone, from its registers; the sums are added up.
-__device__ __forceinline__ void write_rows(const State &state, int query_start, const Params &p, int kv_head, int lane) {
+// Write the output of a unit that one warp has attended to alone, from its registers. add_up() has run.
+__device__ __forceinline__ void write_unit(const State &state, int first_token, const Params &p, int kv_head,
+                                           int lane) {
 #pragma unroll
-  for (int n = 0; n < NT; ++n) {
+  for (int n = 0; n < OCTETS; ++n) {
     float factor[2];
 #pragma unroll
     for (int j = 0; j < 2; ++j) {
-      int packed = 8 * n + lane % 4 * 2 + j, head = kv_head * GROUP + packed % GROUP;
-      factor[j] = output_factor(state.top[n][j], state.sum[n][j], query_start + packed / GROUP, head,
-                                lane < 4 && packed < PACKED, p, kv_head);
+      int query = 8 * n + lane % 4 * 2 + j, head = kv_head * GROUP + query % GROUP;
+      factor[j] = output_factor(state.top[n][j], state.sum[n][j], first_token + query / GROUP, head,
+                                lane < 4 && query < NUM_QUERIES, p, kv_head);
     }
 #pragma unroll
-    for (int m = 0; m < KS; ++m)
+    for (int m = 0; m < HEAD_STEPS; ++m)
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
 #if KV_FP8
-        int packed = 8 * n + lane % 4 * 2 + i, d = 16 * m + lane / 4 * 2;
+        int query = 8 * n + lane % 4 * 2 + i, d = 16 * m + lane / 4 * 2;
         u32 pair = pack_output(state.o[m][n][i] * factor[i], state.o[m][n][i + 2] * factor[i]);
 #else
-        int packed = 8 * n + lane / 4, d = 16 * m + 8 * i + lane % 4 * 2;
+        int query = 8 * n + lane / 4, d = 16 * m + 8 * i + lane % 4 * 2;
         u32 pair = transpose(pack_output(state.o[m][n][2 * i] * factor[0], state.o[m][n][2 * i + 1] * factor[1]));
 #endif
-        if (packed < PACKED) *output_at(query_start + packed / GROUP, kv_head * GROUP + packed % GROUP, d, p) = pair;
+        if (query < NUM_QUERIES) *output_at(first_token + query / GROUP, kv_head * GROUP + query % GROUP, d, p) = pair;
       }
   }
 }
 
-// COUNT partial results in shared memory, summed in order: pairs and statistics of unit i are `values(i)`, `stats(i)`.
+// Sum COUNT partial results in shared memory, in order. `values(i)` and `stats(i)` are those of the i-th for one pair.
 template <int COUNT, typename Values, typename Stats>
 __device__ __forceinline__ Pair merge_shared(Values values, Stats stats) {
   float top = NEG_INF;
@@ -80,46 +91,49 @@ __device__ __forceinline__ Pair merge_shared(Values values, Stats stats) {
   Pair r = {0.0f, 0.0f, top, 0.0f};
 #pragma unroll
   for (int i = 0; i < COUNT; ++i) {
-    float share = power2(stats(i).x - finite(top));
+    float weight = power2(stats(i).x - finite(top));
     float2 x = values(i);
-    r = {r.x + share * x.x, r.y + share * x.y, top, r.sum + share * stats(i).y};
+    r = {r.x + weight * x.x, r.y + weight * x.y, top, r.sum + weight * stats(i).y};
   }
   return r;
 }
 
 #if COOPERATIVE
-// The places of a unit's partial results in global memory, those of attend.py.
-struct Slots {
+// The places in global memory for the partial results of a unit. attend.py numbers them in the same way.
+struct Places {
   int first, next, step;
   __device__ __forceinline__ int of(int split) const { return split == 0 ? first : next + split * step; }
-  // Those of the splits from `leader` on, and those of every group's leader.
-  __device__ __forceinline__ Slots from(int leader) const { return {of(leader), next + leader * step, step}; }
-  __device__ __forceinline__ Slots leaders() const { return {first, next, step * MERGE_GROUP}; }
+  // The places of the splits from `leader` on; those of the first split of every bundle.
+  __device__ __forceinline__ Places from(int leader) const { return {of(leader), next + leader * step, step}; }
+  __device__ __forceinline__ Places leaders() const { return {first, next, step * MERGE_BUNDLE}; }
 };
 
-// Of a unit that begins in block, or cluster, `first`.
-__device__ __forceinline__ Slots slots_of(int first) { return {2 * first + 1, 2 * first, 2}; }
+// Of a unit that begins in the part `first`.
+__device__ __forceinline__ Places places_of(int first) { return {2 * first + 1, 2 * first, 2}; }
 
-// Merged groups have log-sum-exps of their own: other warps may still read those of the group's first split.
+// Level 0: log-sum-exps of partial results; level 1: of merged bundles. They lie apart, since other warps may still
+// read that of the bundle's first split.
 __device__ __forceinline__ float *lse_of(int level, const Params &p) {
-  return p.partial_lse + (i64)level * p.num_slots * KV_HEADS * PARTIAL_M;
+  return p.partial_lse + (i64)level * p.num_places * KV_HEADS * PARTIAL_M;
 }
 
-__device__ __forceinline__ void store_pair(Pair r, int unit, int first_unit, int level, i64 slot, const Params &p,
+// Store a pair of a partial result, divided by its sum of weights.
+__device__ __forceinline__ void store_pair(Pair r, int pair, int first_pair, int level, i64 place, const Params &p,
                                            int kv_head) {
-  int packed = packed_of(unit), d = element_of(unit);
-  i64 at = (slot * KV_HEADS + kv_head) * PARTIAL_M + packed;
+  int query = query_of(pair), d = element_of(pair);
+  i64 at = (place * KV_HEADS + kv_head) * PARTIAL_M + query;
   float divisor = r.sum == 0.0f ? 1.0f : r.sum;
-  // Blocks of a cluster that hold parts of the same query row write the same value.
-  if (d == 0 || unit == first_unit) lse_of(level, p)[at] = r.top + log2f(divisor);
+  // Blocks of a cluster whose slices meet within a query write the same value.
+  if (d == 0 || pair == first_pair) lse_of(level, p)[at] = r.top + log2f(divisor);
   float factor = reciprocal(divisor);
   *reinterpret_cast<float2 *>(p.partial_out + at * HEAD_DIM + d) = make_float2(r.x * factor, r.y * factor);
 }
 
-// `count` partial results in global memory, summed in split order. L1 is not coherent, so the loads go to L2.
-__device__ __forceinline__ Pair merge_slots(int unit, Slots slots, int count, int level, const Params &p, int kv_head) {
+// Sum `count` partial results in global memory, in the order of the splits. The loads skip L1, which is not coherent.
+__device__ __forceinline__ Pair merge_places(int pair, Places places, int count, int level, const Params &p,
+                                             int kv_head) {
   constexpr int AT_A_TIME = 8;
-  int packed = packed_of(unit), d = element_of(unit);
+  int query = query_of(pair), d = element_of(pair);
   Pair r = {0.0f, 0.0f, NEG_INF, 0.0f};
   for (int from = 0; from < count; from += AT_A_TIME) {
     float lses[AT_A_TIME], top = r.top;
@@ -127,7 +141,7 @@ __device__ __forceinline__ Pair merge_slots(int unit, Slots slots, int count, in
 #pragma unroll
     for (int i = 0; i < AT_A_TIME; ++i) {
       bool exists = from + i < count;
-      i64 at = ((i64)slots.of(from + i) * KV_HEADS + kv_head) * PARTIAL_M + packed;
+      i64 at = ((i64)places.of(from + i) * KV_HEADS + kv_head) * PARTIAL_M + query;
       lses[i] = exists ? __ldcg(lse_of(level, p) + at) : NEG_INF;
       outs[i] = exists ? __ldcg(reinterpret_cast<const float2 *>(p.partial_out + at * HEAD_DIM + d))
                        : make_float2(0.0f, 0.0f);
@@ -138,101 +152,113 @@ __device__ __forceinline__ Pair merge_slots(int unit, Slots slots, int count, in
     r = {r.x * rescale, r.y * rescale, top, r.sum * rescale};
 #pragma unroll
     for (int i = 0; i < AT_A_TIME; ++i) {
-      float share = power2(lses[i] - finite(top));
-      r = {r.x + share * outs[i].x, r.y + share * outs[i].y, top, r.sum + share};
+      float weight = power2(lses[i] - finite(top));
+      r = {r.x + weight * outs[i].x, r.y + weight * outs[i].y, top, r.sum + weight};
     }
   }
   return r;
 }
 
-// Tell that this block's results of a unit are stored, which is split `index` of `count`, and merge those to which it is
-// the last: in groups of MERGE_GROUP splits, and the results of the groups once more. Who comes last to a group merges it
-// into its first slot and goes on to the unit's counter. The blocks of a cluster do so apart, each with counters of its
-// own.
-__device__ __forceinline__ void arrive_and_merge(int count, int index, Slots slots, int query_start, int first_unit,
-                                                 int last_unit, int rank, const Params &p, int kv_head) {
+// Count that this block has stored its results of a unit, which are split `index` of `count`. The last to arrive
+// merges.
+//
+// Level 0: the last of a bundle of MERGE_BUNDLE splits merges the bundle into the place of its first split. Level 1:
+// the last of the unit merges the bundles. Units of one bundle have level 0 only. The blocks of a cluster do so apart,
+// each for its slice and with counters of its own. A counter is set back to 0 by who was last.
+__device__ __forceinline__ void arrive_and_merge(int count, int index, Places places, int first_token, int first_pair,
+                                                 int end_pair, int rank, const Params &p, int kv_head) {
   __shared__ bool is_last;
-  const int leader = index / MERGE_GROUP * MERGE_GROUP, groups = (count + MERGE_GROUP - 1) / MERGE_GROUP;
+  const int leader = index / MERGE_BUNDLE * MERGE_BUNDLE, bundles = (count + MERGE_BUNDLE - 1) / MERGE_BUNDLE;
   for (int level = 0; level < 2; ++level) {
-    const int expected = level == 0 ? min(count - leader, MERGE_GROUP) : groups;
+    const int expected = level == 0 ? min(count - leader, MERGE_BUNDLE) : bundles;
     __syncthreads();
     if (threadIdx.x == 0) {
-      const int counter = level == 0 ? slots.of(leader) : p.num_slots + slots.first;
+      const int counter = level == 0 ? places.of(leader) : p.num_places + places.first;
       int *at = p.counters + ((i64)counter * KV_HEADS + kv_head) * CLUSTER + rank;
       is_last = count_arrival(at) == expected - 1;
       if (is_last) *at = 0;
     }
     __syncthreads();
     if (!is_last) return;
-    const bool goes_on = level == 0 && groups > 1;
-    const Slots from = level == 0 ? slots.from(leader) : slots.leaders();
-    for (int unit = first_unit + threadIdx.x; unit < last_unit; unit += THREADS) {
-      Pair r = merge_slots(unit, from, expected, level, p, kv_head);
+    const bool goes_on = level == 0 && bundles > 1;
+    const Places from = level == 0 ? places.from(leader) : places.leaders();
+    for (int pair = first_pair + threadIdx.x; pair < end_pair; pair += THREADS) {
+      Pair r = merge_places(pair, from, expected, level, p, kv_head);
       if (goes_on)
-        store_pair(r, unit, first_unit, 1, from.first, p, kv_head);
+        store_pair(r, pair, first_pair, 1, from.first, p, kv_head);
       else
-        write_pair(r, unit, query_start, p, kv_head);
+        write_pair(r, pair, first_token, p, kv_head);
     }
     if (!goes_on) return;
   }
 }
 
-// The partial results of this block's warps.
-__device__ __forceinline__ Pair merge_warps(int unit, const float *results) {
-  const int at = packed_of(unit) * OUT_PITCH + element_of(unit), stats_at = PACKED * OUT_PITCH + 2 * packed_of(unit);
+// Sum the partial results of this block's warps.
+__device__ __forceinline__ Pair merge_warps(int pair, const float *results) {
+  const int at = query_of(pair) * OUT_PITCH + element_of(pair), stats_at = NUM_QUERIES * OUT_PITCH + 2 * query_of(pair);
   const auto load = [&](int warp, int offset) {
     return *reinterpret_cast<const float2 *>(results + warp * PARTIAL_FLOATS + offset);
   };
   return merge_shared<WARPS>([&](int warp) { return load(warp, at); }, [&](int warp) { return load(warp, stats_at); });
 }
 #else
-// A segment that a warp shares with its neighbours, and how many the warp has; num_splits is 0 where there is none.
-struct Share {
-  int query_start, num_splits, split, segments;
+// A unit that a warp shares with other warps: where the warp's segment stands in it, and how many segments the warp
+// has. num_splits is 0 where there is no such unit.
+struct SharedUnit {
+  int first_token, num_splits, split, segments;
 };
 
-__device__ __forceinline__ Share share_of(const Segment &s, int segments) {
-  return {s.query_start, s.num_splits > 1 ? s.num_splits : 0, s.split, segments};
+__device__ __forceinline__ SharedUnit shared_unit_of(const Segment &s, int segments) {
+  return {s.first_token, s.num_splits > 1 ? s.num_splits : 0, s.split, segments};
 }
 
-#define PAIRS ((HEAD_DIM + 63) / 64)       // of a query row, per lane
+#define LANE_PAIRS ((HEAD_DIM + 63) / 64)  // pairs of a query that each lane of a warp holds
 
-// The letter of a block: what it has of the unit that goes on in the next block, and if it is the last one of a group of
-// MERGE_GROUP blocks what these have. For each query row HEAD_DIM sums, the reference point of their exponentials and the
-// sum of these. Words are 0 until they come, and the reader makes them 0 again; so 0 is sent as -0.
-__device__ __forceinline__ float *letter_of(int block, int packed, const Params &p, int kv_head) {
-  const i64 at = 2 * (i64)p.num_slots * KV_HEADS + (((i64)block * KV_HEADS + kv_head) * PACKED + packed) * (HEAD_DIM + 2);
-  return reinterpret_cast<float *>(p.counters) + at;
+// A letter is what a block sends of a unit that goes on in the next block. For each query it has HEAD_DIM sums, the
+// reference point and the sum of weights. The last block of a bundle of MERGE_BUNDLE blocks sends the sum of all of
+// them.
+//
+// A word is 0 until it has come. So the reader polls the values themselves, without a fence or a counter; then it makes
+// them 0 again, for the next call. A 0 that is meant is sent as -0.
+__device__ __forceinline__ float *letter_of(int block, int query, const Params &p, int kv_head) {
+  const i64 letters = 2 * (i64)p.num_places * KV_HEADS;
+  const i64 number = ((i64)block * KV_HEADS + kv_head) * NUM_QUERIES + query;
+  return reinterpret_cast<float *>(p.counters) + letters + number * (HEAD_DIM + 2);
 }
 
-__device__ __forceinline__ int pair_of(int lane, int j) { return min(2 * (lane + 32 * j), HEAD_DIM - 2); }
+// The first element of a lane's j-th pair of a query.
+__device__ __forceinline__ int element_of_lane(int lane, int j) { return min(2 * (lane + 32 * j), HEAD_DIM - 2); }
 
 __device__ __forceinline__ float nonzero(float x) { return x == 0.0f ? -0.0f : x; }
 __device__ __forceinline__ bool has_come(float2 x) { return __float_as_uint(x.x) != 0 && __float_as_uint(x.y) != 0; }
 
-__device__ __forceinline__ void send_row(const Pair (&row)[PAIRS], float *letter, int lane) {
+__device__ __forceinline__ void send_letter(const Pair (&result)[LANE_PAIRS], float *letter, int lane) {
 #pragma unroll
-  for (int j = 0; j < PAIRS; ++j)
-    if (lane + 32 * j < HEAD_DIM / 2) send(letter + pair_of(lane, j), nonzero(row[j].x), nonzero(row[j].y));
-  if (lane == 0) send(letter + HEAD_DIM, nonzero(row[0].top), nonzero(row[0].sum));
+  for (int j = 0; j < LANE_PAIRS; ++j)
+    if (lane + 32 * j < HEAD_DIM / 2)
+      send(letter + element_of_lane(lane, j), nonzero(result[j].x), nonzero(result[j].y));
+  if (lane == 0) send(letter + HEAD_DIM, nonzero(result[0].top), nonzero(result[0].sum));
 }
 
-// Add the letters of blocks to a query row, waiting for each: of the leaders of `groups` groups of MERGE_GROUP blocks from
-// block `first` on, and of those before block `first + index` that are in no such group. Devices start blocks in the order
-// of their indices, which is relied upon, though CUDA does not promise it: so that who is waited for runs.
-__device__ __forceinline__ void receive_rows(Pair (&row)[PAIRS], int first, int index, int groups, int packed,
-                                             const Params &p, int kv_head, int lane) {
-  constexpr int AT_A_TIME = 8, MAX_POLLS = 1 << 24;  // more than ten seconds of them: the work list is not this plan's
-  const int member = index / MERGE_GROUP * MERGE_GROUP, count = groups + index - member;
+// Add letters to a query's result, in order, and wait for each. The unit begins in block `first`. The letters come from
+// the last blocks of the first `bundles` bundles, then from the blocks before `first + index` that are in no such
+// bundle.
+//
+// A block waits for blocks of lower index only. Devices start blocks in the order of their indices, so the sender runs
+// or has run. CUDA does not promise that order; the kernel relies on it.
+__device__ __forceinline__ void receive_letters(Pair (&result)[LANE_PAIRS], int first, int index, int bundles,
+                                                int query, const Params &p, int kv_head, int lane) {
+  constexpr int AT_A_TIME = 8, MAX_POLLS = 1 << 24;  // more than ten seconds: the work list is another plan's
+  const int member = index / MERGE_BUNDLE * MERGE_BUNDLE, count = bundles + index - member;
 #pragma unroll 1
   for (int from = 0; from < count; from += AT_A_TIME) {
     float *letters[AT_A_TIME];
-    float2 stats[AT_A_TIME], values[AT_A_TIME][PAIRS];
+    float2 stats[AT_A_TIME], values[AT_A_TIME][LANE_PAIRS];
 #pragma unroll
     for (int i = 0; i < AT_A_TIME; ++i) {
-      const int at = min(from + i, count - 1);  // what is read twice does no harm, a branch per load would
-      const int sender = at < groups ? (at + 1) * MERGE_GROUP - 1 : member + at - groups;
-      letters[i] = letter_of(first + sender, packed, p, kv_head);
+      const int at = min(from + i, count - 1);  // behind the last one it is read again: cheaper than a branch per load
+      const int sender = at < bundles ? (at + 1) * MERGE_BUNDLE - 1 : member + at - bundles;
+      letters[i] = letter_of(first + sender, query, p, kv_head);
     }
     bool missing;
     int polls = 0;
@@ -243,121 +269,131 @@ __device__ __forceinline__ void receive_rows(Pair (&row)[PAIRS], int first, int 
       for (int i = 0; i < AT_A_TIME; ++i) {
         stats[i] = receive(letters[i] + HEAD_DIM);
 #pragma unroll
-        for (int j = 0; j < PAIRS; ++j) values[i][j] = receive(letters[i] + pair_of(lane, j));
+        for (int j = 0; j < LANE_PAIRS; ++j) values[i][j] = receive(letters[i] + element_of_lane(lane, j));
       }
 #pragma unroll
       for (int i = 0; i < AT_A_TIME; ++i) {
         missing |= !has_come(stats[i]);
 #pragma unroll
-        for (int j = 0; j < PAIRS; ++j) missing |= !has_come(values[i][j]);
+        for (int j = 0; j < LANE_PAIRS; ++j) missing |= !has_come(values[i][j]);
       }
     } while (__any_sync(0xffffffffu, missing));
-    float top = row[0].top;
+    float top = result[0].top;
 #pragma unroll
     for (int i = 0; i < AT_A_TIME; ++i) top = fmaxf(top, stats[i].x);
-    const float rescale = power2(row[0].top - finite(top));
+    const float rescale = power2(result[0].top - finite(top));
 #pragma unroll
-    for (int j = 0; j < PAIRS; ++j) row[j] = {row[j].x * rescale, row[j].y * rescale, top, row[j].sum * rescale};
+    for (int j = 0; j < LANE_PAIRS; ++j)
+      result[j] = {result[j].x * rescale, result[j].y * rescale, top, result[j].sum * rescale};
 #pragma unroll
     for (int i = 0; i < AT_A_TIME; ++i) {
       if (from + i >= count) continue;
       const float weight = power2(stats[i].x - finite(top));
 #pragma unroll
-      for (int j = 0; j < PAIRS; ++j) {
-        row[j].x += weight * values[i][j].x;
-        row[j].y += weight * values[i][j].y;
-        row[j].sum += weight * stats[i].y;
-        if (lane + 32 * j < HEAD_DIM / 2) send(letters[i] + pair_of(lane, j), 0.0f, 0.0f);
+      for (int j = 0; j < LANE_PAIRS; ++j) {
+        result[j].x += weight * values[i][j].x;
+        result[j].y += weight * values[i][j].y;
+        result[j].sum += weight * stats[i].y;
+        if (lane + 32 * j < HEAD_DIM / 2) send(letters[i] + element_of_lane(lane, j), 0.0f, 0.0f);
       }
       if (lane == 0) send(letters[i] + HEAD_DIM, 0.0f, 0.0f);
     }
   }
 }
 
-// Merge what the warps of this block share: `shares` are that of the first segment of the block, where its warp has
-// others, and that of the last segment of each warp. `firsts(warp)` and `lasts(warp)` are the places of partial results.
-// A warp merges a query row at a time, `PAIRS` times two neighbouring elements per lane. What goes on in the next block
-// is sent there first, as its last block waits for it; what ends here comes last.
+// Merge what the warps of this block share.
+//
+// shared          [0]: the unit of the block's first segment, where its warp has other segments too;
+//                 [1 + warp]: the unit of each warp's last, or only, segment
+// firsts, lasts   the partial result of a warp's first segment, and of its last or only one
+//
+// A warp merges one query at a time, LANE_PAIRS pairs per lane. Warps begin with the units that stand last in the
+// block: of these one may go on in the next block, where another block waits for its letter. The unit that ends here
+// and began in an earlier block, whose letters this block waits for, comes last.
 template <typename Firsts, typename Lasts>
-__device__ __forceinline__ void merge_streams(const Share *shares, Firsts firsts, Lasts lasts, int block, const Params &p,
-                                              int kv_head) {
-  // Each lane looks at one share. A unit is the business of the first one of this block, which spans warps `from` to `to`;
-  // of the last of them it is the first segment, or the only one, and the last one of the others.
+__device__ __forceinline__ void merge_streams(const SharedUnit *shared, Firsts firsts, Lasts lasts, int block,
+                                              const Params &p, int kv_head) {
+  // Each lane looks at one entry of `shared`. A unit stands in the entries of several warps, `from` to `to` of this
+  // block; the first of these leads. In the last warp the unit's segment is that warp's first one, if the warp has
+  // more.
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  const Share mine = shares[min(lane, WARPS)];
+  const SharedUnit mine = shared[min(lane, WARPS)];
   const int from = max(lane - 1, 0), first_part = block * WARPS + from - mine.split;
   const int last_part = first_part + mine.num_splits - 1, first_block = first_part / WARPS;
   const int to = lane == 0 ? 0 : min(last_part - block * WARPS, WARPS - 1);
   const bool goes_on = last_part / WARPS > block;
   const bool leads = lane <= WARPS && mine.num_splits > 0 && (lane <= 1 || mine.split == 0);
-  const bool ends_first = lane == 0 || (leads && to > from && shares[1 + to].segments > 1);
+  const bool ends_first = lane == 0 || (leads && to > from && shared[1 + to].segments > 1);
   const u32 leaders = __ballot_sync(0xffffffffu, leads);
 #pragma unroll 1
-  for (int item = WARPS - 1 - warp; item < __popc(leaders) * PACKED; item += WARPS) {
+  for (int item = WARPS - 1 - warp; item < __popc(leaders) * NUM_QUERIES; item += WARPS) {
     u32 left = leaders;
-    for (int i = 0; i < item / PACKED; ++i) left ^= 1u << (31 - __clz(left));
-    const int leader = 31 - __clz(left), packed = item % PACKED;
+    for (int i = 0; i < item / NUM_QUERIES; ++i) left ^= 1u << (31 - __clz(left));
+    const int leader = 31 - __clz(left), query = item % NUM_QUERIES;
     const int begin = __shfl_sync(0xffffffffu, from, leader), end = __shfl_sync(0xffffffffu, to, leader);
     const float *at_end = __shfl_sync(0xffffffffu, (int)ends_first, leader) ? firsts(end) : lasts(end);
-    // Lane i knows what warp i has left, and so do lanes i + WARPS, i + 2 WARPS, ... Warps without a part of the unit have
-    // no share; a place that is read for them is one of the unit's.
-    const auto place = [&](int other) { return other < end ? lasts(max(other, begin)) : at_end; };
-    const float2 stats = *reinterpret_cast<const float2 *>(place(lane % WARPS) + PACKED * OUT_PITCH + 2 * packed);
+    // The warps' partial results of the unit. Lane i reads that of warp i, and so do lanes i + WARPS, i + 2 WARPS, ...
+    // For warps without a segment of the unit another one is read, and counts nothing.
+    const auto left_by = [&](int other) { return other < end ? lasts(max(other, begin)) : at_end; };
+    const float2 stats = *reinterpret_cast<const float2 *>(left_by(lane % WARPS) + NUM_QUERIES * OUT_PITCH + 2 * query);
     float top = stats.x;
 #pragma unroll
     for (int other = 1; other < WARPS; other *= 2) top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, other));
     const bool exists = lane % WARPS >= begin && lane % WARPS <= end;
-    const float share = exists ? power2(stats.x - finite(top)) : 0.0f;
-    float sum = share * stats.y;
+    const float my_weight = exists ? power2(stats.x - finite(top)) : 0.0f;
+    float sum = my_weight * stats.y;
 #pragma unroll
     for (int other = 1; other < WARPS; other *= 2) sum += __shfl_xor_sync(0xffffffffu, sum, other);
-    Pair row[PAIRS];
+    Pair result[LANE_PAIRS];
 #pragma unroll
-    for (int j = 0; j < PAIRS; ++j) row[j] = {0.0f, 0.0f, top, sum};
+    for (int j = 0; j < LANE_PAIRS; ++j) result[j] = {0.0f, 0.0f, top, sum};
 #pragma unroll
     for (int i = 0; i < WARPS; ++i) {
-      const float weight = __shfl_sync(0xffffffffu, share, i);
-      const float *values = place(i) + packed * OUT_PITCH;
-      const bool counts = i >= begin && i <= end;  // else 0 times what may be infinite
+      const float weight = __shfl_sync(0xffffffffu, my_weight, i);
+      const float *values = left_by(i) + query * OUT_PITCH;
+      const bool counts = i >= begin && i <= end;  // a weight of 0 times an infinite sum is NaN
 #pragma unroll
-      for (int j = 0; j < PAIRS; ++j) {
-        const float2 x = *reinterpret_cast<const float2 *>(values + pair_of(lane, j));
-        row[j].x += weight * (counts ? x.x : 0.0f);
-        row[j].y += weight * (counts ? x.y : 0.0f);
+      for (int j = 0; j < LANE_PAIRS; ++j) {
+        const float2 x = *reinterpret_cast<const float2 *>(values + element_of_lane(lane, j));
+        result[j].x += weight * (counts ? x.x : 0.0f);
+        result[j].y += weight * (counts ? x.y : 0.0f);
       }
     }
     const int first = __shfl_sync(0xffffffffu, first_block, leader), index = block - first;
     const bool is_sent = __shfl_sync(0xffffffffu, (int)goes_on, leader);
     if (!is_sent)
-      receive_rows(row, first, index, index / MERGE_GROUP, packed, p, kv_head, lane);
-    else if (index % MERGE_GROUP == MERGE_GROUP - 1)
-      receive_rows(row, first, index, 0, packed, p, kv_head, lane);
-    const int query_start = __shfl_sync(0xffffffffu, mine.query_start, leader);
+      receive_letters(result, first, index, index / MERGE_BUNDLE, query, p, kv_head, lane);
+    else if (index % MERGE_BUNDLE == MERGE_BUNDLE - 1)
+      receive_letters(result, first, index, 0, query, p, kv_head, lane);
+    const int first_token = __shfl_sync(0xffffffffu, mine.first_token, leader);
     if (is_sent) {
-      send_row(row, letter_of(block, packed, p, kv_head), lane);
+      send_letter(result, letter_of(block, query, p, kv_head), lane);
     } else {
 #pragma unroll
-      for (int j = 0; j < PAIRS; ++j)
+      for (int j = 0; j < LANE_PAIRS; ++j)
         if (lane + 32 * j < HEAD_DIM / 2)
-          write_pair(row[j], packed * (HEAD_DIM / 2) + lane + 32 * j, query_start, p, kv_head);
+          write_pair(result[j], query * (HEAD_DIM / 2) + lane + 32 * j, first_token, p, kv_head);
     }
   }
 }
 #endif
 
 #if CLUSTER > 1
-// What the blocks of a cluster send each other: [2][CLUSTER][SLICE] pairs and [2][CLUSTER][PACKED] statistics. Units go to
-// the block whose slice they are in, statistics to every block. Two of each, as a block may be one segment ahead of the
-// others, and not more: it needs their results of a segment before it leaves that.
+// What the blocks of a cluster send each other, per segment: pairs [2][CLUSTER][SLICE], to the block whose slice they
+// are in, and statistics [2][CLUSTER][NUM_QUERIES], to every block. There are two of each, for even and odd segments: a
+// block may be one segment ahead of the others, and no more, since it needs their results of a segment before it leaves
+// that.
+//
+// A barrier in shared memory counts the bytes that have come, so no fence is needed.
 struct Inbox {
   float2 *pairs, *stats;
-  i64 *bytes;  // [2], what has come
+  i64 *bytes;  // [2] barriers
   int segment;
 
   __device__ __forceinline__ void open(void *at) {
     pairs = static_cast<float2 *>(at);
     stats = pairs + 2 * CLUSTER * SLICE;
-    bytes = reinterpret_cast<i64 *>(stats + 2 * CLUSTER * PACKED);
+    bytes = reinterpret_cast<i64 *>(stats + 2 * CLUSTER * NUM_QUERIES);
     segment = 0;
     if (threadIdx.x == 0) {
       init_barrier(bytes);
@@ -365,21 +401,22 @@ struct Inbox {
       publish_barriers();
     }
   }
-  __device__ __forceinline__ void expect(int units) const {
-    if (threadIdx.x == 0) expect_bytes(bytes + segment % 2, CLUSTER * (units + PACKED) * (int)sizeof(float2));
+  __device__ __forceinline__ void expect(int count) const {
+    if (threadIdx.x == 0) expect_bytes(bytes + segment % 2, CLUSTER * (count + NUM_QUERIES) * (int)sizeof(float2));
   }
-  __device__ __forceinline__ void send(Pair r, int unit, int rank) const {
-    const int source = segment % 2 * CLUSTER + rank, block = element_of(unit) / 2;
+  __device__ __forceinline__ void send(Pair r, int pair, int rank) const {
+    const int source = segment % 2 * CLUSTER + rank, block = element_of(pair) / 2;
     const u32 barrier = shared_address(bytes + segment % 2);
-    store_remote(shared_address(pairs + source * SLICE + unit % SLICE), barrier, unit / SLICE, r.x, r.y);
+    store_remote(shared_address(pairs + source * SLICE + pair % SLICE), barrier, pair / SLICE, r.x, r.y);
     if (block < CLUSTER)
-      store_remote(shared_address(stats + source * PACKED + packed_of(unit)), barrier, block, r.top, r.sum);
+      store_remote(shared_address(stats + source * NUM_QUERIES + query_of(pair)), barrier, block, r.top, r.sum);
   }
   __device__ __forceinline__ void wait() const { wait_for_bytes(bytes + segment % 2, segment / 2 % 2); }
-  __device__ __forceinline__ Pair merge(int unit) const {
-    const float2 *of_unit = pairs + segment % 2 * CLUSTER * SLICE + unit % SLICE;
-    const float2 *of_row = stats + segment % 2 * CLUSTER * PACKED + packed_of(unit);
-    return merge_shared<CLUSTER>([&](int i) { return of_unit[i * SLICE]; }, [&](int i) { return of_row[i * PACKED]; });
+  __device__ __forceinline__ Pair merge(int pair) const {
+    const float2 *of_pair = pairs + segment % 2 * CLUSTER * SLICE + pair % SLICE;
+    const float2 *of_query = stats + segment % 2 * CLUSTER * NUM_QUERIES + query_of(pair);
+    return merge_shared<CLUSTER>([&](int i) { return of_pair[i * SLICE]; },
+                                 [&](int i) { return of_query[i * NUM_QUERIES]; });
   }
 };
 #endif

@@ -1,4 +1,6 @@
-// Instructions of sm_90 that CUDA C++ has no name for, and the dtypes of the kernels that include this.
+// Instructions of sm_90 that CUDA C++ has no name for, and what depends on the dtypes of queries and cache.
+//
+// tests/kernels/emulation/primitives.cuh has the same functions for a CPU.
 //
 // Compile-time macros: Q_BF16 (else float16), KV_FP8 (0, 1: e4m3, 2: e5m2), STAGES
 
@@ -12,16 +14,21 @@ typedef long long i64;
 
 __device__ __forceinline__ u32 shared_address(const void *p) { return (u32)__cvta_generic_to_shared(p); }
 
-// Keys and values are read once per step: they leave L2 first, so that work lists and block tables stay there.
+// Copy 16 bytes to shared memory, of which those from `bytes` on become 0. Keys and values are read once per step, so
+// they leave L2 first; work lists and block tables, which every layer reads, stay there.
 __device__ __forceinline__ void copy_async(u32 to, const char *from, int bytes) {
   i64 policy;
   asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;\n" : "=l"(policy));
   asm volatile("cp.async.cg.shared.global.L2::cache_hint.L2::128B [%0], [%1], 16, %2, %3;\n"
                ::"r"(to), "l"(from), "r"(bytes), "l"(policy) : "memory");
 }
+// The copies since the last commit() are a group. wait_oldest() waits until at most STAGES - 1 groups are under way.
 __device__ __forceinline__ void commit() { asm volatile("cp.async.commit_group;\n" ::: "memory"); }
-__device__ __forceinline__ void wait_oldest() { asm volatile("cp.async.wait_group %0;\n" ::"n"(STAGES - 1) : "memory"); }
+__device__ __forceinline__ void wait_oldest() {
+  asm volatile("cp.async.wait_group %0;\n" ::"n"(STAGES - 1) : "memory");
+}
 
+// Four 8 x 8 matrices of 16-bit elements from shared memory, as operands of mma; lane i gives the address of 16 bytes.
 __device__ __forceinline__ void load_matrices(u32 (&r)[4], u32 at) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];\n"
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(at) : "memory");
@@ -30,13 +37,14 @@ __device__ __forceinline__ void load_matrices_transposed(u32 (&r)[4], u32 at) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];\n"
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(at) : "memory");
 }
+// An 8 x 8 matrix of 16-bit elements, two per lane, transposed.
 __device__ __forceinline__ u32 transpose(u32 x) {
   u32 y;
   asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;\n" : "=r"(y) : "r"(x));
   return y;
 }
 
-// fp8 values are multiplied as float16, whatever the query's dtype.
+// Products are in the query's dtype; fp8 keys and values, and queries with them, are multiplied as float16.
 #if Q_BF16 && !KV_FP8
 #define MMA_TYPE "bf16"
 #define PACK "cvt.rn.bf16x2.f32 %0, %2, %1;\n"
@@ -44,12 +52,14 @@ __device__ __forceinline__ u32 transpose(u32 x) {
 #define MMA_TYPE "f16"
 #define PACK "cvt.rn.f16x2.f32 %0, %2, %1;\n"
 #endif
+// d += a b: a is 16 x 16, b 16 x 8, d 16 x 8 in float32.
 __device__ __forceinline__ void multiply(float (&d)[4], const u32 (&a)[4], const u32 (&b)[2]) {
   asm volatile("mma.sync.aligned.m16n8k16.row.col.f32." MMA_TYPE "." MMA_TYPE ".f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, "
                "{%8,%9}, {%0,%1,%2,%3};\n"
                : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 }
+// Two floats as operands of a product.
 __device__ __forceinline__ u32 pack(float low, float high) {
   u32 r;
   asm(PACK : "=r"(r) : "f"(low), "f"(high));
@@ -74,6 +84,7 @@ __device__ __forceinline__ float from_query(u16 x) {
   return r;
 #endif
 }
+// Two floats in the query's dtype, which is the output's.
 __device__ __forceinline__ u32 pack_output(float low, float high) {
   u32 r;
 #if Q_BF16
@@ -83,6 +94,7 @@ __device__ __forceinline__ u32 pack_output(float low, float high) {
 #endif
   return r;
 }
+// 2^x and 1 / x, as accurate as the instructions are.
 __device__ __forceinline__ float power2(float x) {
   float r;
   asm("ex2.approx.ftz.f32 %0, %1;\n" : "=f"(r) : "f"(x));
@@ -95,16 +107,17 @@ __device__ __forceinline__ float reciprocal(float x) {
 }
 
 __device__ __forceinline__ void prefetch(const void *at) { asm volatile("prefetch.global.L1 [%0];\n" ::"l"(at)); }
-// Nothing that an earlier kernel of the stream wrote may be read before this.
+// With programmatic dependent launch: nothing that an earlier kernel of the stream wrote may be read before this.
 __device__ __forceinline__ void wait_for_earlier_kernels() { asm volatile("griddepcontrol.wait;\n" ::: "memory"); }
-// How many arrived before; publishes what the block stored before its last barrier, and shows what those published.
+// Count an arrival; returns how many arrived before. What the block stored before its last barrier is seen by those who
+// arrive later.
 __device__ __forceinline__ int count_arrival(int *at) {
   int before;
   asm volatile("atom.acq_rel.gpu.global.add.s32 %0, [%1], 1;\n" : "=r"(before) : "l"(at) : "memory");
   return before;
 }
 
-// Words that other blocks may read or write in this very moment, at even indices. They come in any order.
+// Two words that another block may read or write at the same time, at an even index. Words may come in any order.
 __device__ __forceinline__ void send(float *at, float x, float y) {
   asm volatile("st.relaxed.gpu.global.v2.f32 [%0], {%1, %2};\n" ::"l"(at), "f"(x), "f"(y) : "memory");
 }
@@ -114,16 +127,20 @@ __device__ __forceinline__ float2 receive(const float *at) {
   return x;
 }
 
+// Stop the whole grid with an error.
 __device__ __forceinline__ void give_up() { asm volatile("trap;\n"); }
 
-// A barrier in shared memory that counts bytes as they come from the blocks of a cluster. A phase ends when the bytes
-// expected of it have come; phases are numbered 0, 1, 0, ...
+// A barrier in shared memory that counts bytes as they come from the blocks of a cluster. A phase of it ends when as
+// many bytes have come as were expected; phases are numbered 0, 1, 0, ...
 __device__ __forceinline__ void init_barrier(i64 *at) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;\n" ::"r"(shared_address(at)) : "memory");
 }
-__device__ __forceinline__ void publish_barriers() { asm volatile("fence.mbarrier_init.release.cluster;\n" ::: "memory"); }
+__device__ __forceinline__ void publish_barriers() {
+  asm volatile("fence.mbarrier_init.release.cluster;\n" ::: "memory");
+}
 __device__ __forceinline__ void expect_bytes(i64 *at, int bytes) {
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;\n" ::"r"(shared_address(at)), "r"(bytes) : "memory");
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;\n"
+               ::"r"(shared_address(at)), "r"(bytes) : "memory");
 }
 __device__ __forceinline__ void wait_for_bytes(i64 *at, int phase) {
   int done;
@@ -133,7 +150,7 @@ __device__ __forceinline__ void wait_for_bytes(i64 *at, int phase) {
   } while (!done);
 }
 
-// Between the blocks of a cluster. Addresses are those of one's own block.
+// Between the blocks of a cluster. An address is given as in one's own block, and is meant in the block `rank`.
 __device__ __forceinline__ u32 remote_address(u32 at, int rank) {
   u32 remote;
   asm volatile("mapa.shared::cluster.u32 %0, %1, %2;\n" : "=r"(remote) : "r"(at), "r"(rank));
@@ -143,5 +160,7 @@ __device__ __forceinline__ void store_remote(u32 at, u32 barrier, int rank, floa
   asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [%0], {%1, %2}, [%3];\n"
                ::"r"(remote_address(at, rank)), "f"(x), "f"(y), "r"(remote_address(barrier, rank)) : "memory");
 }
-__device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster.arrive.relaxed.aligned;\n" ::: "memory"); }
+__device__ __forceinline__ void cluster_arrive() {
+  asm volatile("barrier.cluster.arrive.relaxed.aligned;\n" ::: "memory");
+}
 __device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;\n" ::: "memory"); }

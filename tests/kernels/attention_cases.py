@@ -8,10 +8,11 @@ from typing import Any
 
 import torch
 
-from graphrt.kernels.attention.attention import contiguous_attention, paged_attention
+from graphrt.kernels.attention.operators import contiguous_attention, paged_attention
 from graphrt.kernels.attention.options import AttentionOptions
-from graphrt.kernels.attention.plan import AttentionPlan, AttentionWorkspace
+from graphrt.kernels.attention.plan import AttentionPlan
 from graphrt.kernels.attention.work_list import schedule_attention
+from graphrt.kernels.attention.workspace import AttentionWorkspace
 
 F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2

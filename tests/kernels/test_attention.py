@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from graphrt.kernels.attention.attention import paged_attention
+from graphrt.kernels.attention.operators import paged_attention
 from graphrt.kernels.attention.reference import attention_reference
 from tests.kernels.attention_cases import (
     BF16,
@@ -190,7 +190,7 @@ def check_batch_invariant_rows(
     rows = decode((300, 17, 0, 900, 64))
     case = Case("", rows, dtype=BF16, kv_dtype=kv_dtype, batch_invariant=True, num_kv_heads=2, num_sms=4)
     problem = make_problem(case, rng, device)
-    kinds = {problem.decode_plan().blocks_per_sm}
+    kinds = {problem.decode_plan().native.blocks_per_sm}
     together = run(problem)
     assert_accurate(problem, together)
     for order in ([3], [0, 2], [4, 3, 2, 1, 0], [1, 0, 2, 2, 2, 2, 4]):
@@ -204,7 +204,7 @@ def check_batch_invariant_rows(
             seq_lens=problem.seq_lens[order].contiguous(),
             workspaces={},
         )
-        kinds.add(alone.decode_plan().blocks_per_sm)
+        kinds.add(alone.decode_plan().native.blocks_per_sm)
         assert torch.equal(run(alone), together[order])
     assert kinds == {1, 2}
 

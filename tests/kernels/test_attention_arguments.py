@@ -7,10 +7,11 @@ from typing import Any
 import pytest
 import torch
 
-from graphrt.kernels.attention.attention import contiguous_attention, paged_attention
+from graphrt.kernels.attention.operators import contiguous_attention, paged_attention
 from graphrt.kernels.attention.options import MAX_WINDOW, AttentionOptions, check_options
-from graphrt.kernels.attention.plan import AttentionPlan, AttentionWorkspace
+from graphrt.kernels.attention.plan import AttentionPlan
 from graphrt.kernels.attention.work_list import schedule_attention
+from graphrt.kernels.attention.workspace import AttentionWorkspace
 from graphrt.kernels.checks import check_no_overlap
 from graphrt.kernels.errors import CapacityError, ShapeError, UnsupportedError
 
@@ -38,8 +39,8 @@ def varlen_plan(head_dim: int = 32, **changes: Any) -> AttentionPlan:
 
 def common(plan: AttentionPlan) -> dict[str, Any]:
     return {
-        "q": zeros(2, 4, plan.head_dim),
-        "out": torch.full((2, 4, plan.head_dim), 777.0),
+        "q": zeros(2, 4, plan.shape.head_dim),
+        "out": torch.full((2, 4, plan.shape.head_dim), 777.0),
         "plan": plan,
         "work_list": zeros(plan.work_list_words, dtype=I32),
         "workspace": AttentionWorkspace.allocate([plan], CPU),
@@ -244,7 +245,7 @@ def test_plans_refuse(change: dict[str, Any], text: str) -> None:
 
 def test_the_largest_window_sees_everything(kernel_device: torch.device) -> None:
     for plan in (decode_plan(query_len=4), varlen_plan(num_tokens=8)):
-        starts = None if plan.query_len else torch.tensor([0, 1, 8], dtype=I32, device=kernel_device)
+        starts = None if plan.shape.query_len else torch.tensor([0, 1, 8], dtype=I32, device=kernel_device)
         seq_lens = torch.tensor([1, 70], dtype=I32, device=kernel_device)
         lists = []
         for window in (0, MAX_WINDOW):
@@ -265,9 +266,10 @@ def test_views_that_may_be_written() -> None:
         check_no_overlap("view", view)
 
 
-@pytest.mark.parametrize("query_len", [0, 17])
-def test_decode_plans_refuse_query_lens(query_len: int) -> None:
-    with pytest.raises(ShapeError, match=f"query_len: expected 1 to 16, got {query_len}; use AttentionPlan.varlen"):
+@pytest.mark.parametrize("query_len", [0, 17, 1.0])
+def test_decode_plans_refuse_query_lens(query_len: Any) -> None:
+    text = f"query_len: expected an int from 1 to 16, got {query_len}; use AttentionPlan.varlen"
+    with pytest.raises(ShapeError, match=text):
         decode_plan(query_len=query_len)
 
 

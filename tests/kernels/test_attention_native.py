@@ -10,10 +10,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from graphrt.kernels.attention import plan as plan_module
-from graphrt.kernels.attention.attention import paged_attention
 from graphrt.kernels.attention.native import native_fault, native_variants
+from graphrt.kernels.attention.operators import paged_attention
 from graphrt.kernels.attention.plan import AttentionPlan
+from graphrt.kernels.attention.plan_native import STATIC_SHARED_BYTES
 from graphrt.kernels.attention.work_list import schedule_attention
 from graphrt.kernels.errors import ConfigError, GraphRTError
 from graphrt.kernels.native import nvrtc
@@ -94,10 +94,17 @@ CASES = [
 ]  # fmt: skip
 
 
+def with_blocks(plan: AttentionPlan, *, num_parts: int, **native: int) -> AttentionPlan:
+    """A plan for the CUDA kernel with other blocks, and as many parts."""
+    assert plan.native is not None
+    schedule = replace(plan.schedule, num_parts=num_parts)
+    return replace(plan, schedule=schedule, native=replace(plan.native, **native))
+
+
 def run_both(problem: Problem) -> tuple[torch.Tensor, torch.Tensor]:
     """By one plan: the CUDA kernel, then the Triton kernel, which runs where the work list lies at an odd address."""
     plan = problem.decode_plan()
-    assert plan.native_warps, "the case must be one that the CUDA kernel serves"
+    assert plan.native is not None, "the case must be one that the CUDA kernel serves"
     native = problem.run()
     lse = None if problem.lse is None else problem.lse.clone()
     workspace, exact = problem.scratch(plan)
@@ -167,7 +174,7 @@ def test_clusters_of_any_size(cluster: int, rng: torch.Generator) -> None:
     case = replace(BASE, rows=decode((300, 0, 77, 1200)), sinks=True)
     problem = make_problem(case, rng, torch.device("cuda"))
     made = AttentionPlan.decode(4, num_sms=132, native=True, **case.heads)
-    plan = replace(made, cluster=cluster, num_parts=5)
+    plan = with_blocks(made, cluster=cluster, num_parts=5)
     workspace, work_list = problem.scratch(plan)
     schedule_attention(plan, problem.seq_lens, work_list)
     problem.out.fill_(NAN)
@@ -183,7 +190,7 @@ def test_strides_that_it_cannot_copy_go_to_triton(rng: torch.Generator) -> None:
     odd = torch.zeros(*shape[:3], shape[3] + 4, dtype=BF16, device="cuda")[..., : shape[3]]
     odd.copy_(problem.k_cache)
     moved = replace(problem, k_cache=odd)
-    with pytest.warns(RuntimeWarning, match="Triton kernel runs, since k_cache has rows at addresses that are no mul"):
+    with pytest.warns(RuntimeWarning, match="Triton kernel runs, since k_cache has heads at addresses that are no mul"):
         assert_accurate(moved, moved.run())
 
 
@@ -197,7 +204,7 @@ def test_variants_compile_within_their_bounds(name: str) -> None:
     assert spilled
     # Sixteen rows of 160, and every option.
     assert max(spilled) <= {"wide_group": 40, "wide_group_invariant": 96}.get(name, 0), log
-    assert static <= plan_module._STATIC_SHARED_BYTES
+    assert static <= STATIC_SHARED_BYTES
     registers = int(re.search(r"Used (\d+) registers", log).group(1))
     blocks = dict(variant.macros)["BLOCKS_PER_SM"]
     assert blocks * (variant.shared_bytes + static + 1024) <= 228 * 1024, "does not fit a multiprocessor"
@@ -258,7 +265,7 @@ def test_tensors_of_other_dtypes_than_the_plans_go_to_triton(change: str, fault:
     """A plan does not hold dtypes."""
     head_dim = 80 if change == "fp8_of_80" else 128
     plan = AttentionPlan.decode(4, **{**LLAMA, "head_dim": head_dim})
-    assert plan.native_warps
+    assert plan.native is not None
     dtype = BF16 if change.startswith("fp8") else F32
     kv_dtype = F32 if change == "float32" else E4M3
     q = torch.zeros(4, 32, head_dim, dtype=dtype)
@@ -338,7 +345,8 @@ PLANS = {  # rows and changes; warps, cluster, blocks per KV head
 def test_plans(name: str) -> None:
     change, expected = PLANS[name]
     plan = AttentionPlan.decode(**{**LLAMA, **change})
-    assert (plan.native_warps, plan.cluster, plan.native_blocks) == expected
+    assert plan.native is not None
+    assert (plan.native.warps, plan.native.cluster, plan.native_blocks) == expected
     if plan.parts_are_warps:
-        assert plan.num_parts == plan.native_blocks * plan.native_warps
-        assert plan.block_n == (32 if "fp8" in name else 16), "parts are cut at any tile"
+        assert plan.schedule.num_parts == plan.native_blocks * plan.native.warps
+        assert plan.tile.block_n == (32 if "fp8" in name else 16), "parts are cut at any tile"

@@ -3,23 +3,30 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 
 from graphrt.kernels.attention import native
+from graphrt.kernels.attention.call import AttentionCall
+from graphrt.kernels.attention.plan import AttentionPlan
 from graphrt.kernels.attention.work_list import schedule_attention
+from graphrt.kernels.attention.workspace import AttentionWorkspace
 from graphrt.kernels.errors import ShapeError
 from graphrt.kernels.native.nvrtc import NativeVariant
 from tests.kernels import native_emulation
 from tests.kernels.attention_cases import E4M3, NAN, UNWRITTEN, Case, Problem, assert_accurate, decode, make_problem
 from tests.kernels.test_attention import check_batch_invariant_rows, check_infinite_values, check_large_queries
 from tests.kernels.test_attention_features import ROWS, check_scales_of_keys, make_case, row_id
-from tests.kernels.test_attention_native import BASE, CASES, check_logits, check_values_of_zero
+from tests.kernels.test_attention_native import BASE, CASES, check_logits, check_values_of_zero, with_blocks
 
 pytestmark = pytest.mark.skipif(native_emulation.COMPILER is None, reason="needs the C++ compiler g++")
+
+Change = Callable[[AttentionPlan], AttentionPlan]
 
 CPU = torch.device("cpu")
 BY_ID = {case.id: case for case in CASES}
@@ -32,9 +39,18 @@ def emulated(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(native_emulation, "launches", itertools.count())
 
 
-def run(problem: Problem, **changes: int) -> torch.Tensor:
-    """Schedule, poison what may be poisoned, and attend with the CUDA kernel, by a plan with changes."""
-    plan = replace(problem.decode_plan(), **changes)
+def call_of(
+    problem: Problem, plan: AttentionPlan, workspace: AttentionWorkspace, work_list: torch.Tensor
+) -> AttentionCall:
+    return AttentionCall(
+        problem.q, problem.k_cache, problem.v_cache, problem.block_table, None, problem.seq_lens, work_list,
+        problem.out, problem.lse, workspace, problem.options, plan, pdl=False,
+    )  # fmt: skip
+
+
+def run(problem: Problem, change: Change = lambda plan: plan) -> torch.Tensor:
+    """Schedule, poison what may be poisoned, and attend with the CUDA kernel, by a changed plan."""
+    plan = change(problem.decode_plan())
     workspace, work_list = problem.scratch(plan)
     options = problem.options
     schedule_attention(plan, problem.seq_lens, work_list, causal=options.causal, sliding_window=options.sliding_window)
@@ -44,10 +60,7 @@ def run(problem: Problem, **changes: int) -> torch.Tensor:
     if problem.lse is not None:
         problem.lse.fill_(UNWRITTEN)
     assert native.native_fault(plan, problem.q, problem.k_cache, problem.v_cache, work_list, problem.out) is None
-    native.native_attention(
-        problem.q, problem.k_cache, problem.v_cache, problem.block_table, work_list, problem.out, problem.lse,
-        workspace, plan, options, False,
-    )  # fmt: skip
+    native.native_attention(call_of(problem, plan, workspace, work_list))
     assert not workspace.counters.any(), "the kernel must leave its counters at 0"
     return problem.out.clone()
 
@@ -87,7 +100,7 @@ def served_combinations() -> list[Any]:
     found = []
     for row in ROWS:
         op, case = make_case(row | {"native": True})
-        if op == "decode" and case.decode_plan().native_warps:
+        if op == "decode" and case.decode_plan().native is not None:
             found.append(pytest.param(case, id=row_id(row)))
     return found
 
@@ -117,10 +130,10 @@ CLUSTERS = replace(BASE, id="clusters", rows=decode((64, 1, 100, 17, 0, 130, 5, 
 @pytest.mark.parametrize(("cluster", "num_parts"), [(2, 2), (4, 3), (8, 2)])
 def test_clusters_of_many_segments(cluster: int, num_parts: int, rng: torch.Generator) -> None:
     problem = make_problem(CLUSTERS, rng, CPU)
-    changes = {"cluster": cluster, "num_parts": num_parts, "num_stages": 2}
-    first = run(problem, **changes)
+    change = partial(with_blocks, num_parts=num_parts, cluster=cluster, stages=2)
+    first = run(problem, change)
     assert_accurate(problem, first)
-    assert torch.equal(run(problem, **changes), first)
+    assert torch.equal(run(problem, change), first)
 
 
 # What a wrong kernel would hold, what it is to be replaced by, and a case that must notice.
@@ -139,24 +152,24 @@ BUGS = {
     "statistics_are_not_waited_for": ("missing |= !has_come(stats[i]);", "", "many_segments"),
     "half_a_pair_is_not_waited_for": ("!= 0 && __float", "!= 0 || __float", "many_segments"),
     "a_letter_of_a_later_block": ("letter_of(first + sender,", "letter_of(first + index,", "merge_in_two_stages"),
-    "groups_are_not_read": ("first, index, index / MERGE_GROUP,", "first, index, 0,", "merge_in_two_stages"),
-    "groups_are_not_merged": ("(index % MERGE_GROUP == MERGE_GROUP - 1)", "(false)", "merge_in_two_stages"),
-    "partial_results_in_one_place": ("slots.of(s.split), p", "slots.of(0), p", "invariant"),
-    "the_first_segment_is_not_shared": ("begin + 1 < end ? share_of", "false ? share_of", "ends_in_another_block"),
+    "bundles_are_not_read": ("first, index, index / MERGE_BUNDLE,", "first, index, 0,", "merge_in_two_stages"),
+    "bundles_are_not_merged": ("(index % MERGE_BUNDLE == MERGE_BUNDLE - 1)", "(false)", "merge_in_two_stages"),
+    "partial_results_in_one_place": ("places.of(s.split), p", "places.of(0), p", "invariant"),
+    "the_first_segment_is_not_shared": ("begin + 1 < end ? shared", "false ? shared", "ends_in_another_block"),
     "a_first_segment_taken_for_the_last": ("(leads && to > from", "(false && to > from", "many_segments"),
     "a_result_where_tiles_are_copied_to": ("} else if (segment + 1 < end) {", "} else if (false) {", "many_segments"),
-    "results_of_other_units": ("float share = exists ?", "float share = true ?", "many_segments"),
+    "results_of_other_units": ("float my_weight = exists ?", "float my_weight = true ?", "many_segments"),
     "pages_are_not_read_again": ("if (t.index == PAGES_PER_LOAD) {", "if (false) {", "pages_read_again"),
     "the_first_pages_again": ("(t.s, p, t.tile, lane)", "(t.s, p, first_tile(t.s, worker), lane)", "pages_read_again"),
-    "rows_are_not_turned": ("transpose(pack_output(", "(pack_output(", "many_segments"),
+    "outputs_are_not_turned": ("transpose(pack_output(", "(pack_output(", "many_segments"),
     "the_counter_stays": ("      if (is_last) *at = 0;\n", "", "invariant"),
-    "groups_of_clusters_are_not_merged": ("if (!goes_on) return;", "return;", "pairs_in_two_stages"),
+    "bundles_of_clusters_are_not_merged": ("if (!goes_on) return;", "return;", "pairs_in_two_stages"),
     "the_cluster_does_not_wait": ("inbox.wait();", "", "one_row"),
-    "a_slice_goes_astray": ("source * SLICE + unit % SLICE)", "source * SLICE)", "one_row"),
-    "later_tokens_are_seen": ("position <= query)", "true)", "speculative"),
+    "a_slice_goes_astray": ("source * SLICE + pair % SLICE)", "source * SLICE)", "one_row"),
+    "later_tokens_are_seen": ("position <= query_position)", "true)", "speculative"),
     "the_edge_of_the_window": ("masked |= start <= s.", "masked |= start < s.", "window"),
-    "the_window_is_ignored": ("visible &= position > query - p.window;", "", "window"),
-    "rows_are_not_swizzled_alike": ("(column ^ (SWIZZLE(token) * 16))", "column", "bf16"),
+    "the_window_is_ignored": ("visible &= position > query_position - p.window;", "", "window"),
+    "tokens_are_not_swizzled_alike": ("(column ^ (SWIZZLE(token) * 16))", "column", "bf16"),
     "fp8_halves_swapped": ("0x3120", "0x2031", "one_row_fp8"),
 }  # fmt: skip
 
@@ -176,7 +189,7 @@ def test_planted_bugs_of_clusters_are_noticed(bug: str, rng: torch.Generator, mo
     monkeypatch.setattr(native_emulation, "planted", BUGS_OF_CLUSTERS[bug])
     problem = make_problem(CLUSTERS, rng, CPU)
     with pytest.raises(AssertionError):
-        assert_accurate(problem, run(problem, cluster=2, num_parts=2, num_stages=2))
+        assert_accurate(problem, run(problem, partial(with_blocks, num_parts=2, cluster=2, stages=2)))
 
 
 @pytest.mark.parametrize("case", ["many_rows", "one_row", "invariant"])
@@ -210,10 +223,7 @@ def test_workspaces_of_pairs(rng: torch.Generator) -> None:
     workspace, work_list = problem.scratch(plan)
     odd = replace(workspace, counters=torch.zeros(plan.num_counters + 1, dtype=torch.int32)[1:])
     with pytest.raises(ShapeError, match=r"workspace.counters: expected an address that is a multiple of 8, got"):
-        native.native_attention(
-            problem.q, problem.k_cache, problem.v_cache, problem.block_table, work_list, problem.out, problem.lse, odd,
-            plan, problem.options, False,
-        )  # fmt: skip
+        native.native_attention(call_of(problem, plan, odd, work_list))
 
 
 @pytest.mark.parametrize("bug", BUGS)

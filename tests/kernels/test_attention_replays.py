@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from graphrt.kernels.attention.attention import paged_attention
+from graphrt.kernels.attention.operators import paged_attention
 from graphrt.kernels.attention.plan import AttentionPlan
 from graphrt.kernels.attention.work_list import schedule_attention
 from tests.kernels.attention_cases import BF16, E4M3, NAN, Case, Problem, assert_accurate, decode, make_problem
@@ -78,7 +78,7 @@ def make_mixes(case: Case, rng: torch.Generator) -> dict[str, list[int]]:
 def most_splits(plan: AttentionPlan, work_list: torch.Tensor) -> int:
     """Of any unit of the list."""
     words = work_list.cpu()
-    segments = words[plan.segments_at :][: 8 * int(words[plan.num_parts * 16 + 2])].view(-1, 8)
+    segments = words[plan.segments_at :][: 8 * int(words[plan.schedule.num_parts * 16 + 2])].view(-1, 8)
     return int((segments[:, 7] & 0xFFFF).max())
 
 
@@ -100,9 +100,11 @@ def test_ten_thousand_replays_beside_another_kernel(merge: str, rng: torch.Gener
             check(layer, mix)
         expected.append(torch.stack([layer.out.view(torch.int16) for layer in layers]))
     # The case merges in the way that it is named for.
-    across = max(splits) // (plan.native_warps if plan.parts_are_warps else 1)
-    assert across >= (2 * plan.merge_group if merge == "letters_in_groups" else 2) or plan.cluster == 8, splits
-    assert plan.cluster == {"cluster_of_8": 8, "clusters_of_2": 2}.get(merge, 1)
+    native = plan.native
+    across = max(splits) // (native.warps if native is not None and plan.parts_are_warps else 1)
+    cluster = 1 if native is None else native.cluster
+    assert across >= (2 * plan.merge_bundle if merge == "letters_in_groups" else 2) or cluster == 8, splits
+    assert cluster == {"cluster_of_8": 8, "clusters_of_2": 2}.get(merge, 1)
 
     stacked = torch.stack(expected)
     order = torch.randint(len(mixes), (997,), generator=rng).cuda()

@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from graphrt.kernels.attention.attention import contiguous_attention, paged_attention
+from graphrt.kernels.attention.operators import contiguous_attention, paged_attention
 from graphrt.kernels.attention.options import AttentionOptions
-from graphrt.kernels.attention.plan import AttentionPlan, AttentionWorkspace
+from graphrt.kernels.attention.plan import AttentionPlan
 from graphrt.kernels.attention.work_list import schedule_attention
+from graphrt.kernels.attention.workspace import AttentionWorkspace
 from graphrt.kernels.cache.write import write_kv
 
 pytestmark = pytest.mark.gpu
@@ -47,7 +48,7 @@ def test_write_and_attention_beyond_32_bits(dtype: torch.dtype) -> None:
     heads["kv_dtype"] = dtype
     decode, native = (AttentionPlan.decode(1, native=native, **heads) for native in (False, True))  # type: ignore[arg-type]
     varlen = AttentionPlan.varlen(1, length, **heads)  # type: ignore[arg-type]  # a dict of several types
-    assert native.native_warps
+    assert native.native is not None
     workspace = AttentionWorkspace.allocate([decode, native, varlen], device)
     options = AttentionOptions(DIM**-0.5)
     table = pages[None].int()

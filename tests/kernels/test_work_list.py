@@ -13,11 +13,13 @@ from hypothesis import strategies as st
 
 from graphrt.kernels.attention import work_list as work_list_module
 from graphrt.kernels.attention.attend import PART_WORDS, SEGMENT_WORDS
-from graphrt.kernels.attention.attention import paged_attention
+from graphrt.kernels.attention.call import ScheduleCall
+from graphrt.kernels.attention.operators import paged_attention
 from graphrt.kernels.attention.options import AttentionOptions
-from graphrt.kernels.attention.plan import AttentionPlan, AttentionWorkspace
+from graphrt.kernels.attention.plan import AttentionPlan
 from graphrt.kernels.attention.work_list import schedule_attention
 from graphrt.kernels.attention.work_list_reference import work_list_reference
+from graphrt.kernels.attention.workspace import AttentionWorkspace
 from graphrt.kernels.errors import CapacityError, ShapeError
 from graphrt.kernels.library import INTERPRETER_AVAILABLE, interpreted
 
@@ -45,18 +47,14 @@ def run_schedule(plan, lengths, query_starts=None, *, device="cpu", **options):
 def run_reference(plan, lengths, query_starts=None, *, causal=True, sliding_window=0, seq_lens_are_starts=False):
     starts = None if query_starts is None else torch.tensor(query_starts)
     work_list = torch.full((plan.work_list_words,), -77, dtype=torch.int32)
-    work_list_reference(
-        torch.tensor(lengths), starts, work_list, plan.num_rows, plan.num_tokens, plan.num_units, plan.num_parts,
-        plan.max_segments, plan.query_len, plan.group, plan.block_m, plan.block_n, causal, sliding_window,
-        seq_lens_are_starts, plan.fixed_splits, plan.fixed_tiles, plan.unit_overhead, plan.min_unit_tiles,
-        plan.min_part_tiles,
-    )  # fmt: skip
+    lengths = torch.tensor(lengths)
+    work_list_reference(ScheduleCall(lengths, starts, work_list, causal, sliding_window, seq_lens_are_starts, plan))
     return work_list
 
 
 def areas(plan, work_list):
     """Parts, the segments' area as far as it is used, the zeros in use."""
-    parts = work_list[: (plan.num_parts + 1) * PART_WORDS].view(-1, PART_WORDS)
+    parts = work_list[: (plan.schedule.num_parts + 1) * PART_WORDS].view(-1, PART_WORDS)
     segments = work_list[parts.numel() :][: plan.max_segments * SEGMENT_WORDS].view(-1, SEGMENT_WORDS)
     zeros = work_list[parts.numel() + segments.numel() :][: 3 * plan.num_units].view(-1, 3)
     return parts, segments[: int(parts[-1, 0])], zeros[: int(parts[-1, 1])]
@@ -70,7 +68,7 @@ def segments_of_parts(plan, work_list):
         begin, end = part[0], following[2]
         assert 0 <= begin <= end <= len(segments)
         of_part = segments[begin:end].tolist()
-        if of_part and not plan.fixed_splits:
+        if of_part and not plan.schedule.fixed_splits:
             of_part[0] = part[8:]
         found.append(of_part)
     return found
@@ -81,13 +79,13 @@ def expected_tiles(plan, lengths, starts, causal, window):
     walked, blind = set(), set()
     for row, length in enumerate(lengths):
         query_len = starts[row + 1] - starts[row]
-        for first in range(0, query_len * plan.group, plan.block_m):
-            last = min(first + plan.block_m, query_len * plan.group) - 1
+        for first in range(0, query_len * plan.shape.group, plan.tile.block_m):
+            last = min(first + plan.tile.block_m, query_len * plan.shape.group) - 1
             seen = set()
-            for token in range(first // plan.group, last // plan.group + 1):
+            for token in range(first // plan.shape.group, last // plan.shape.group + 1):
                 end = length - query_len + token + 1 if causal else length
                 begin = max(end - window, 0) if window else 0
-                seen |= {position // plan.block_n for position in range(begin, min(end, length))}
+                seen |= {position // plan.tile.block_n for position in range(begin, min(end, length))}
             if seen:
                 walked |= {(row, first, tile) for tile in range(min(seen), max(seen) + 1)}
             else:
@@ -116,14 +114,14 @@ def check_list(plan, work_list, lengths, starts, *, causal=True, window=0):
     assert parts[:, 1].tolist() == sorted(parts[:, 1].tolist())
     assert parts[0, 1] == 0
     pads = {entry for entry in map(tuple, zeros.tolist()) if entry[2] < 0}
-    assert sum(-count for _, _, count in pads) == (plan.num_tokens - starts[-1]) * plan.group
+    assert sum(-count for _, _, count in pads) == (plan.shape.num_tokens - starts[-1]) * plan.shape.group
     assert set(map(tuple, zeros.tolist())) - pads == blind
     assert len(zeros) == len(blind) + len(pads)
-    if not plan.fixed_splits:
+    if not plan.schedule.fixed_splits:
         assert len(segments) == len(by_unit)
-        for found in by_unit.values():  # what the kernel derives the slots of partial results from
+        for found in by_unit.values():  # what the kernel derives the places of partial results from
             assert [part for part, _, _ in found] == list(range(found[0][0], found[0][0] + len(found)))
-        overhead, least = plan.unit_overhead, plan.min_unit_tiles
+        overhead, least = plan.schedule.unit_overhead, plan.schedule.min_unit_tiles
         tiles = dict.fromkeys(by_unit, 0)
         for row, first, _ in seen:
             tiles[row, first] += 1
@@ -131,7 +129,7 @@ def check_list(plan, work_list, lengths, starts, *, causal=True, window=0):
         gaps = {unit: costs[unit] - tiles[unit] for unit in tiles}
         loads = [sum(s[3] - s[2] + gaps[s[0], s[1]] for s in of_part) for of_part in of_parts]
         total = sum(costs.values()) - overhead
-        active = min(max(total // plan.min_part_tiles, 1), plan.num_parts)
+        active = min(max(total // plan.schedule.min_part_tiles, 1), plan.schedule.num_parts)
         assert all(not load for load in loads[active:])
         most = max([overhead, *gaps.values()])
         assert max(loads) <= -(-max(total, 1) // active) + 2 * most, "parts are not equal"
@@ -166,7 +164,8 @@ def test_decode_lists(case, variant, kernel_device):
     window = 70 if variant == "window" else 0
     plan = make_plan(len(lengths), query_len, batch_invariant=variant == "fixed")
     if variant == "warps":  # as of a plan of the CUDA kernel
-        plan = replace(plan, num_parts=384, block_n=16, unit_overhead=0, min_unit_tiles=6)
+        schedule = replace(plan.schedule, num_parts=384, unit_overhead=0, min_unit_tiles=6)
+        plan = replace(plan, schedule=schedule, tile=replace(plan.tile, block_n=16))
     starts = list(range(0, len(lengths) * query_len + 1, query_len))
     kernel = run_schedule(plan, lengths, device=kernel_device, sliding_window=window)
     check_list(plan, kernel, lengths, starts, window=window)
@@ -243,7 +242,7 @@ def test_many_rows_of_fixed_splits(rows):
 def test_any_lengths(lengths, num_sms, window, fixed, unit_overhead, min_unit_tiles, min_part_tiles, unit_block):
     made = make_plan(len(lengths), num_sms=num_sms, batch_invariant=fixed)
     costs = {"unit_overhead": unit_overhead, "min_unit_tiles": min_unit_tiles, "min_part_tiles": min_part_tiles}
-    plan = replace(made, **costs)
+    plan = replace(made, schedule=replace(made.schedule, **costs))
     with interpreted(), mock.patch.object(work_list_module, "_MAX_UNIT_BLOCK", unit_block):
         kernel = run_schedule(plan, lengths, sliding_window=window)
     check_list(plan, kernel, lengths, list(range(len(lengths) + 1)), window=window)
@@ -324,6 +323,6 @@ def test_scratch_tensors_must_be_dense():
 def test_plans():
     plans = [make_plan(rows, num_sms=132) for rows in (1, 64, 256)]
     workspace = AttentionWorkspace.allocate(plans, torch.device("cpu"))
-    assert workspace.partial_lse.numel() == max(plan.partial_rows for plan in plans)
+    assert workspace.partial_lse.numel() == max(plan.partial_queries for plan in plans)
     assert workspace.counters.numel() == max(plan.num_counters for plan in plans)
-    assert all(plan.num_parts * plan.num_kv_heads <= 8 * 132 for plan in plans)
+    assert all(plan.schedule.num_parts * plan.shape.num_kv_heads <= 8 * 132 for plan in plans)

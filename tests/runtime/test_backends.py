@@ -22,7 +22,7 @@ from graphrt.backends.registry import backend_names, register_backend, select_ba
 from graphrt.backends.torch_reference import TorchReferenceBackend
 from graphrt.backends.triton import TritonBackend
 from graphrt.capture.descriptor import BatchDescriptor
-from graphrt.kernels.attention import attention, work_list
+from graphrt.kernels.attention import operators, work_list
 from graphrt.kernels.attention.plan import AttentionPlan
 from graphrt.kernels.errors import CaptureError, ConfigError, UnsupportedError
 from graphrt.kernels.library import INTERPRETER_AVAILABLE
@@ -291,7 +291,7 @@ def test_triton_runs_its_kernels(name: str, device: torch.device, monkeypatch: p
             launched.append(self.name)
             return self.kernel[grid]
 
-    for module, name in ((work_list, "schedule_kernel"), (attention, "attend_kernel")):
+    for module, name in ((work_list, "schedule_kernel"), (operators, "attend_kernel")):
         monkeypatch.setattr(module, name, Recorded(name, getattr(module, name)))
     backend.allocate()
     for descriptor in (DECODE, MIXED):

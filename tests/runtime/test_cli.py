@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import io
 import json
+import os
+import subprocess
 import sys
+from dataclasses import fields
+from pathlib import Path
 
 import pytest
 
+import graphrt as library
 from graphrt.cli import main as cli
+from graphrt.cli import options
 
+ROOT = Path(__file__).resolve().parents[2]
 SKY = "Why is the sky blue?"
+TINY = ("--device", "cpu", "--max-new-tokens", "1", "--no-graphs")
 
 
 def call(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture, *arguments: str) -> tuple[int, str, str]:
@@ -23,6 +32,13 @@ def call(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture, *argumen
 @pytest.fixture
 def graphrt(monkeypatch, capfd):
     return lambda *arguments: call(monkeypatch, capfd, *arguments)
+
+
+def run(*arguments: str | bytes, **streams: object) -> subprocess.CompletedProcess[bytes]:
+    """The command in a process of its own, with the streams and arguments of a real one."""
+    command = [sys.executable, "-m", "graphrt", *arguments]
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "stdin": subprocess.DEVNULL} | streams
+    return subprocess.run(command, cwd=ROOT, timeout=300, **streams)
 
 
 def test_generate_answers_alone_in_a_batch_and_without_graphs(graphrt) -> None:
@@ -50,20 +66,74 @@ def test_generate_samples_by_seed(graphrt) -> None:
     assert first != other
 
 
+def test_prompts_of_a_file_follow_those_of_the_command_line(graphrt, tmp_path) -> None:
+    path = tmp_path / "prompts.txt"
+    path.write_bytes(b"\xef\xbb\xbfHi\r\n\n   \n" + "Größe\x0bA\n".encode())
+    code, out, _ = graphrt("generate", SKY, "--prompts", str(path), *TINY)
+    assert code == 0
+    assert sorted(line for line in out.split("\n") if line.startswith("[")) == [
+        f"[1] {SKY}",
+        "[2] Hi",
+        "[3] Größe\x0bA",
+    ]
+
+
+def test_prompts_of_standard_input(graphrt, monkeypatch) -> None:
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(f"{SKY}\nHi".encode())))
+    code, out, _ = graphrt("generate", "--prompts", "-", *TINY)
+    assert code == 0
+    assert sorted(line for line in out.split("\n") if line.startswith("[")) == [f"[1] {SKY}", "[2] Hi"]
+
+
+BAD_PROMPTS = {
+    "none": ((), None, "ConfigError: prompts: expected one or more, got none"),
+    "empty": (("",), None, "ConfigError: prompt: expected some text, got ''"),
+    "missing": (("--prompts", "/nowhere/file"), None, "No such file or directory: '/nowhere/file'"),
+    "folder": (("--prompts", "/"), None, "ConfigError: --prompts: expected a file of UTF-8 text"),
+    "unnamed": (("--prompts", ""), None, "ConfigError: --prompts: expected a file of UTF-8 text"),
+    "blank": (("--prompts", "-"), b"\n \n", "ConfigError: prompts: expected one or more, got none"),
+    "latin-1": (("--prompts", "-"), "Größe".encode("latin-1"), "ConfigError: --prompts: expected a file of UTF-8 text"),
+    "no input": (("--prompts", "-"), None, "ConfigError: --prompts: expected a file of UTF-8 text"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_PROMPTS)
+def test_bad_prompts(graphrt, monkeypatch, case) -> None:
+    arguments, given, text = BAD_PROMPTS[case]
+    monkeypatch.setattr(sys, "stdin", None if given is None else io.TextIOWrapper(io.BytesIO(given)))
+    code, out, err = graphrt("generate", *arguments)
+    assert (code, out) == (1, "")
+    assert text in err
+    assert "Traceback" not in err
+
+
+def test_a_file_of_prompts_without_end_is_refused(graphrt) -> None:
+    code, _, err = graphrt("generate", "--prompts", "/dev/zero")
+    assert code == 1
+    assert "ConfigError: --prompts: expected at most 64 MiB, got more" in err
+
+
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
         (("--model", "/nowhere/model.gguf"), "ConfigError: model: expected a folder, a .gguf file"),
+        (("--model", ""), "ConfigError: model: expected a folder, a .gguf file, a hub id such as org/name or dummy"),
+        (("--model", "~nobody-of-this-name/model"), "ConfigError: model: expected a folder, a .gguf file"),
+        (("--model", "x" * 5000), "ConfigError: model: expected a folder, a .gguf file"),
+        (("--model", "dummy:smollm2-135m"), "llama-3.1-8b, llama-3.2-1b, qwen3-0.6b, smollm2-135m, mistral-7b"),
+        (("--model", "dummy:smollm2-135m"), "leave --model out for SmolLM2-135M-Instruct"),
         (("--device", "tpu"), "ConfigError: device: expected cpu, cuda or cuda:N, got 'tpu'"),
+        (("--device", ""), "ConfigError: device: expected cpu, cuda or cuda:N, got ''"),
         (("--device", "cuda:99"), "ConfigError: device: expected one of"),
         (("--dtype", "int3"), "ConfigError: --dtype: expected auto, float32"),
         (("--temperature", "-1"), "ConfigError: temperature: expected a finite number >= 0, got -1.0"),
         (("--max-new-tokens", "0"), "ConfigError: max_new_tokens: expected an int from 1 to 1073741824, got 0"),
+        (("--temperature", "nan"), "temperature: expected a finite number >= 0, got nan"),
         (("--max-new-tokens", "9999"), "CapacityError: prompt: expected prompt and output within the model's"),
-        (("--device", "cpu", "--backend", "flashy"), "ConfigError: backend: expected one of triton"),
-        (("--device", "cpu", "--page-size", "0"), "ConfigError: KVCacheSpec.page_size: expected an int from 1 to 1024"),
+        (("--max-new-tokens", str(10**18)), "CapacityError: prompt: expected prompt and output within the model's"),
+        (("--device", "cpu", "--backend", ""), "ConfigError: backend: expected one of triton"),
     ],
-    ids=lambda x: x[-1] if isinstance(x, tuple) else None,
+    ids=lambda x: x[-1][:20] if isinstance(x, tuple) else None,
 )
 def test_errors_have_text_and_no_traceback(graphrt, arguments: tuple[str, ...], text: str) -> None:
     code, out, err = graphrt("generate", SKY, *arguments)
@@ -73,30 +143,66 @@ def test_errors_have_text_and_no_traceback(graphrt, arguments: tuple[str, ...], 
     assert "Traceback" not in err
 
 
+OUT_OF_RANGE = [
+    *(("generate", SKY, *case) for case in (("--seed", "-1"), ("--seed", str(1 << 32)), ("--seed", "x"))),
+    *(("generate", SKY, "--max-new-tokens", value) for value in ("0", "-3", "1.5", "")),
+    *(("generate", SKY, "--page-size", value) for value in ("0", "1025")),
+    *(("bench", "decode", "--context", value) for value in ("0", "-1", "x")),
+    *(("bench", "decode", "--steps", value) for value in ("0", "-1")),
+    ("bench", "decode", "--page-size", "0"),
+    ("bench", "prefill"),
+    ("generate", SKY, "--no-such-option"),
+]
+
+
+@pytest.mark.parametrize("arguments", OUT_OF_RANGE, ids=" ".join)
+def test_usage_errors_name_the_option(graphrt, arguments: tuple[str, ...]) -> None:
+    code, out, err = graphrt(*arguments)
+    assert (code, out) == (2, "")
+    assert "Usage: " in err
+    assert next((a for a in reversed(arguments) if a.startswith("--")), arguments[-1]) in err
+    assert "Traceback" not in err
+
+
+def test_version(graphrt) -> None:
+    assert graphrt("--version") == (0, f"graphrt {library.__version__}\n", "")
+
+
 def test_bench_decode_ends_in_one_json_line(graphrt) -> None:
     sizes = ("--batch", "1,2", "--context", "16", "--steps", "2")
     code, out, _ = graphrt("bench", "decode", "--shape", "smollm2-135m", *sizes, "--device", "cpu")
     assert code == 0
     record = json.loads(out.splitlines()[-1])
     assert [r["batch"] for r in record["results"]] == [1, 2]
-    assert all(r["replay_ms"] > r["floor_ms"] > 0 and r["eager_ms"] > 0 for r in record["results"])
+    assert all(r["replay_ms"] > r["floor_ms"] > 0 for r in record["results"])
     assert record["results"][0]["kv_bytes"] * 2 == record["results"][1]["kv_bytes"]
     assert record["decode_graphs"] == 2
+    assert record["baselines"] == []
 
 
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
         ((), "expected one of --shape and --model, got both or none"),
+        (("--shape", "smollm2-135m", "--model", "x"), "expected one of --shape and --model, got both or none"),
         (("--shape", "llama-9000"), "shape: expected one of llama-3.1-8b"),
         (("--shape", "smollm2-135m", "--batch", "1,x"), "--batch: expected comma-separated numbers >= 1, got '1,x'"),
+        (("--shape", "smollm2-135m", "--batch", ""), "--batch: expected comma-separated numbers >= 1, got ''"),
+        (("--shape", "smollm2-135m", "--batch", "1,"), "--batch: expected comma-separated numbers >= 1, got '1,'"),
+        (("--shape", "smollm2-135m", "--batch", "0"), "--batch: expected comma-separated numbers >= 1, got '0'"),
+        (("--shape", "smollm2-135m", "--batch", "9" * 5000), "--batch: expected comma-separated numbers >= 1"),
+        (("--shape", "smollm2-135m", "--baseline", "vllm"), "--baseline: expected transformers, got 'vllm'"),
+        (("--model", "dummy:llama-9000"), "shape: expected one of llama-3.1-8b"),
+        (("--shape", "smollm2-135m", "--context", str(10**12)), "ConfigError: max_positions: expected"),
+        (("--shape", "smollm2-135m", "--device", "cpu", "--batch", "999999", "--context", "99999"), "CapacityError"),
     ],
-    ids=["none", "unknown", "batch"],
+    ids=lambda x: " ".join(x)[-30:] if isinstance(x, tuple) else "",
 )
 def test_bench_errors(graphrt, arguments: tuple[str, ...], text: str) -> None:
-    code, _, err = graphrt("bench", "decode", *arguments)
-    assert code == 1
+    code, out, err = graphrt("bench", "decode", *arguments)
+    assert (code, out) == (1, "")
     assert text in err.replace("\n", " ")
+    assert "Traceback" not in err
 
 
 def test_env_reports_backends_and_reasons(graphrt) -> None:
@@ -111,3 +217,77 @@ def test_env_reports_backends_and_reasons(graphrt) -> None:
     assert code == 0
     assert "torch_reference" in table
     assert "triton" in table
+
+
+# What only a process of its own shows
+
+
+def test_arguments_that_are_no_utf8(tmp_path) -> None:
+    done = run("generate", b"gr\xfc\xdfe")
+    assert done.returncode == 1
+    assert done.stderr.startswith(b"ConfigError: prompt: expected text in UTF-8, got 'gr\\udcfc\\udcdfe'")
+    for arguments in (("bench", "decode", "--shape", b"\xff"), ("generate", SKY, "--model", b"\xff/x.gguf")):
+        done = run(*arguments)
+        assert done.returncode == 1
+        assert done.stderr.startswith(b"ConfigError: ")
+
+
+FULL = Path("/dev/full")
+
+
+@pytest.mark.skipif(not FULL.exists(), reason="needs /dev/full")
+@pytest.mark.parametrize("arguments", [("--version",), ("env", "--json"), ("--help",)], ids=" ".join)
+def test_a_full_disk_is_one_line(arguments: tuple[str, ...]) -> None:
+    with FULL.open("wb") as full:
+        done = run(*arguments, stdout=full)
+    assert done.returncode == 1
+    assert done.stderr == b"OutputError: standard output: No space left on device\n"
+
+
+def test_a_reader_that_leaves_early() -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = run("env", "--json", stdout=writer)
+    os.close(writer)
+    assert done.returncode == 1
+    assert b"Traceback" not in done.stderr
+    assert b"Exception ignored" not in done.stderr
+
+
+def test_no_standard_output_at_all() -> None:
+    command = f"exec {sys.executable} -m graphrt env --json >&-"
+    done = subprocess.run(["sh", "-c", command], cwd=ROOT, capture_output=True, timeout=300)
+    assert (done.returncode, done.stderr) == (0, b"")
+
+
+def test_an_ascii_terminal(tmp_path) -> None:
+    """What cannot be shown is escaped: the table's frame, and the text of a prompt that is printed again."""
+    environment = os.environ | {"PYTHONIOENCODING": "ascii"}
+    done = run("env", env=environment)
+    assert done.returncode == 0, done.stderr
+    assert b"torch_reference" in done.stdout
+    assert max(done.stdout) < 128
+    done = run("generate", "Größe", "Hi", *TINY, env=environment)
+    assert done.returncode == 0, done.stderr
+    assert b"[1] Gr\\xf6\\xdfe" in done.stdout
+
+
+def test_help_needs_no_torch() -> None:
+    code = (
+        "import sys; sys.modules['torch'] = None; sys.argv = ['graphrt', 'generate', '--help']\n"
+        "from graphrt.cli.main import main; main()"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "--prompts" in done.stdout
+
+
+@pytest.mark.parametrize("cls", [options.GenerateOptions, options.DecodeOptions, options.EnvOptions])
+def test_options_are_declared_once(cls, graphrt) -> None:
+    """Every field of the options is an option of the command."""
+    names = {"GenerateOptions": ["generate"], "DecodeOptions": ["bench", "decode"], "EnvOptions": ["env"]}
+    code, text, _ = graphrt(*names[cls.__name__], "--help")
+    assert code == 0
+    for field in fields(cls):
+        shown = {"prompt_file": "--prompts", "as_json": "--json", "prompts": "prompts", "chat": "--chat"}
+        assert shown.get(field.name, "--" + field.name.replace("_", "-")) in text.lower()

@@ -58,7 +58,7 @@ inline u32 __byte_perm(u32 x, u32 y, u32 selector) {
 constexpr int STACK_BYTES = 256 << 10, NUM_THREADS = 32 * WARPS, GUARD_BYTES = 4096;  // behind SHARED_BYTES
 
 struct Copy { u32 to; const char *from; int bytes; };
-struct Warp { long arrived = 0; unsigned char slots[2][32][32]; };
+struct Warp { long arrived = 0; unsigned char brought[2][32][32]; };
 struct Thread {
   int x;
   std::unique_ptr<char[]> stack;
@@ -104,17 +104,17 @@ inline void yield() {
   if (!_setjmp(current->at)) _longjmp(scheduler, 1);
 }
 
-template <typename T> struct Lanes { const unsigned char (*slots)[32]; T operator[](int i) const { T r; memcpy(&r, slots[i], sizeof(T)); return r; } };
+template <typename T> struct Lanes { const unsigned char (*brought)[32]; T operator[](int i) const { T r; memcpy(&r, brought[i], sizeof(T)); return r; } };
 
 // What every lane of the warp brings to its next collective.
 template <typename T> inline Lanes<T> exchange(T mine) {
   static_assert(sizeof(T) <= 32, "a slot");
   Warp &warp = running->warps[current->x / 32];
   const long number = ++current->collectives;
-  memcpy(warp.slots[number % 2][current->x % 32], &mine, sizeof(T));
+  memcpy(warp.brought[number % 2][current->x % 32], &mine, sizeof(T));
   ++warp.arrived;
   while (warp.arrived < 32 * number) yield();
-  return {warp.slots[number % 2]};
+  return {warp.brought[number % 2]};
 }
 inline void __syncwarp() { exchange(0); }
 inline bool __any_sync(u32, bool x) {

@@ -1,9 +1,8 @@
-"""Attention over the paged cache and over contiguous K and V: the operators around the work-list kernel."""
+"""Attention over the paged cache and over contiguous K and V: the operators around the two kernels."""
 
 from __future__ import annotations
 
 import warnings
-from typing import Any
 
 import torch
 
@@ -11,65 +10,58 @@ from graphrt.kernels.attention.arguments import (
     TRITON_DTYPES,
     check_attention_tensors,
     check_contiguous_tensors,
+    check_query_starts,
     logit_constants,
 )
 from graphrt.kernels.attention.attend import attend_kernel
+from graphrt.kernels.attention.call import AttentionCall
 from graphrt.kernels.attention.native import native_attention, native_fault
 from graphrt.kernels.attention.options import FP8_DTYPES, AttentionOptions
-from graphrt.kernels.attention.plan import AttentionPlan, AttentionWorkspace
+from graphrt.kernels.attention.plan import AttentionPlan
 from graphrt.kernels.attention.reference import reference_attention, reference_contiguous_attention
+from graphrt.kernels.attention.workspace import AttentionWorkspace
 from graphrt.kernels.checks import check_tensor, check_unit_stride
 from graphrt.kernels.compile_spec import CompileSpec
 from graphrt.kernels.errors import CapacityError, ShapeError
-from graphrt.kernels.library import define_op
+from graphrt.kernels.op_declaration import DeclaredOp
 
 
 def _constexprs(plan: AttentionPlan, options: AttentionOptions, kv_dtype: torch.dtype) -> dict[str, object]:
     """The constexpr arguments of the kernel, but for those that tell paged from contiguous calls."""
     return {
-        "GROUP": plan.group,
-        "HEAD_DIM": plan.head_dim,
+        "GROUP": plan.shape.group,
+        "HEAD_DIM": plan.shape.head_dim,
         "CAUSAL": options.causal,
         "HAS_WINDOW": options.sliding_window > 0,
         "HAS_SOFTCAP": options.logits_softcap > 0.0,
         "ALIBI_SQRT": options.alibi_sqrt,
         "IS_FP8": kv_dtype in FP8_DTYPES,
-        "FIXED_SPLITS": plan.fixed_splits,
-        "SKIP_MASKS": plan.query_len == 0,
-        "BLOCK_M": plan.block_m,
-        "BLOCK_N": plan.block_n,
-        "BLOCK_D": plan.block_d,
-        "NUM_STAGES": plan.num_stages,
+        "FIXED_SPLITS": plan.schedule.fixed_splits,
+        "SKIP_MASKS": plan.shape.query_len == 0,
+        "BLOCK_M": plan.tile.block_m,
+        "BLOCK_N": plan.tile.block_n,
+        "BLOCK_D": plan.shape.block_d,
+        "NUM_STAGES": plan.tile.num_stages,
         "PARTIAL_M": plan.partial_m,
         "MERGE_SPLITS": plan.merge_splits,
-        "MERGE_GROUP": plan.merge_group,
+        "MERGE_BUNDLE": plan.merge_bundle,
     }
 
 
-def _launch(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    table: torch.Tensor,
-    work_list: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor | None,
-    workspace: AttentionWorkspace,
-    plan: AttentionPlan,
-    options: AttentionOptions,
-    paged: bool,
-    pdl: bool,
-) -> None:
+def _launch(call: AttentionCall) -> None:
+    """One launch of the Triton kernel: a program per KV head and part."""
+    plan, options, workspace = call.plan, call.options, call.workspace
+    paged = call.seq_lens is not None
     logit_factor, logit_cap = logit_constants(options.softmax_scale, options.logits_softcap)
-    k_strides, v_strides = (t.stride()[:3] if paged else (0, *t.stride()[:2]) for t in (k, v))
-    attend_kernel[(plan.num_kv_heads, plan.num_parts)](
-        q,
-        k,
-        v,
-        table,
-        work_list,
-        out,
-        lse,
+    k_strides, v_strides = (t.stride()[:3] if paged else (0, *t.stride()[:2]) for t in (call.k, call.v))
+    attend_kernel[(plan.shape.num_kv_heads, plan.schedule.num_parts)](
+        call.q,
+        call.k,
+        call.v,
+        call.table,
+        call.work_list,
+        call.out,
+        call.lse,
         workspace.partial_out,
         workspace.partial_lse,
         workspace.counters,
@@ -79,109 +71,50 @@ def _launch(
         options.sinks,
         plan.segments_at,
         plan.zeros_at,
-        plan.num_slots,
+        plan.num_places,
         logit_factor,
         logit_cap,
         options.sliding_window,
-        *q.stride()[:2],
+        *call.q.stride()[:2],
         *k_strides,
         *v_strides,
-        table.stride(0),
-        *out.stride()[:2],
-        0 if lse is None else lse.stride(0),
+        call.table.stride(0),
+        *call.out.stride()[:2],
+        0 if call.lse is None else call.lse.stride(0),
         *options.scale_strides,
-        PAGE_SIZE=k.shape[1] if paged else 1,
+        PAGE_SIZE=call.k.shape[1] if paged else 1,
         PAGED=paged,
-        LAUNCH_PDL=pdl,
-        **_constexprs(plan, options, k.dtype),
-        num_warps=plan.num_warps,
-        num_stages=plan.num_stages,
-        launch_pdl=pdl,
+        LAUNCH_PDL=call.pdl,
+        **_constexprs(plan, options, call.k.dtype),
+        num_warps=plan.tile.num_warps,
+        num_stages=plan.tile.num_stages,
+        launch_pdl=call.pdl,
     )
 
 
-def _attention_triton(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    table: torch.Tensor,
-    starts: torch.Tensor | None,
-    seq_lens: torch.Tensor | None,
-    work_list: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor | None,
-    partial_out: torch.Tensor,
-    partial_lse: torch.Tensor,
-    counters: torch.Tensor,
-    alibi_slopes: torch.Tensor | None,
-    sinks: torch.Tensor | None,
-    k_scale: torch.Tensor | None,
-    v_scale: torch.Tensor | None,
-    softmax_scale: float,
-    causal: bool,
-    sliding_window: int,
-    logits_softcap: float,
-    alibi_sqrt: bool,
-    plan: list[int],
-    pdl: bool,
-) -> None:
-    options = AttentionOptions(
-        softmax_scale, causal, sliding_window, logits_softcap, alibi_slopes, alibi_sqrt, sinks, k_scale, v_scale
-    )
-    workspace, made = AttentionWorkspace(partial_out, partial_lse, counters), AttentionPlan(*plan)
-    if q.is_cuda and made.native_warps:
-        fault = native_fault(made, q, k, v, work_list, out)
+def _attention_on_device(call: AttentionCall) -> None:
+    if call.q.is_cuda and call.plan.native is not None:
+        fault = native_fault(call.plan, call.q, call.k, call.v, call.work_list, call.out)
         if fault is None:
-            native_attention(q, k, v, table, work_list, out, lse, workspace, made, options, pdl)
+            native_attention(call)
             return
         warnings.warn(f"attention: the slower Triton kernel runs, since {fault}", RuntimeWarning, stacklevel=2)
-    _launch(q, k, v, table, work_list, out, lse, workspace, made, options, seq_lens is not None, pdl)
+    _launch(call)
 
 
-def _attention_reference(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    table: torch.Tensor,
-    starts: torch.Tensor | None,
-    seq_lens: torch.Tensor | None,
-    work_list: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor | None,
-    partial_out: torch.Tensor,
-    partial_lse: torch.Tensor,
-    counters: torch.Tensor,
-    alibi_slopes: torch.Tensor | None,
-    sinks: torch.Tensor | None,
-    k_scale: torch.Tensor | None,
-    v_scale: torch.Tensor | None,
-    softmax_scale: float,
-    causal: bool,
-    sliding_window: int,
-    logits_softcap: float,
-    alibi_sqrt: bool,
-    plan: list[int],
-    pdl: bool,
-) -> None:
-    options = AttentionOptions(
-        softmax_scale, causal, sliding_window, logits_softcap, alibi_slopes, alibi_sqrt, sinks, k_scale, v_scale
-    )
-    query_len = AttentionPlan(*plan).query_len
-    query_starts = list(range(0, q.shape[0] + 1, query_len)) if starts is None else starts.tolist()
-    if seq_lens is None:
-        reference_contiguous_attention(q, k, v, table.tolist(), query_starts, out, options, lse)
+def _attention_reference(call: AttentionCall) -> None:
+    q, query_len = call.q, call.plan.shape.query_len
+    query_starts = list(range(0, q.shape[0] + 1, query_len)) if call.starts is None else call.starts.tolist()
+    if call.seq_lens is None:
+        kv_starts = call.table.tolist()
+        reference_contiguous_attention(q, call.k, call.v, kv_starts, query_starts, call.out, call.options, call.lse)
     else:
-        reference_attention(q, k, v, table, seq_lens, query_starts, out, options, lse)
+        reference_attention(
+            q, call.k, call.v, call.table, call.seq_lens, query_starts, call.out, call.options, call.lse
+        )
 
 
-_attention_op: Any = define_op(
-    "attention(Tensor q, Tensor k, Tensor v, Tensor table, Tensor? starts, Tensor? seq_lens, Tensor work_list, "
-    "Tensor(a!) out, Tensor(b!)? lse, Tensor(c!) partial_out, Tensor(d!) partial_lse, Tensor(e!) counters, "
-    "Tensor? alibi_slopes, Tensor? sinks, Tensor? k_scale, Tensor? v_scale, float softmax_scale, bool causal, "
-    "int sliding_window, float logits_softcap, bool alibi_sqrt, int[] plan, bool pdl) -> ()",
-    triton_impl=_attention_triton,
-    reference=_attention_reference,
-)
+_attention = DeclaredOp("attention", AttentionCall, triton_impl=_attention_on_device, reference=_attention_reference)
 
 
 def paged_attention(
@@ -202,42 +135,45 @@ def paged_attention(
 ) -> None:
     """Attention of each row's new tokens to the row's pages, which hold the new tokens' K and V already.
 
-    q, out             [plan.num_tokens, num_q_heads, head_dim]           fp16, bf16 or fp32; out is written
+    q, out             [num_tokens, num_q_heads, head_dim]                fp16, bf16 or fp32; out is written
     k_cache, v_cache   [num_pages, page_size, num_kv_heads, head_dim]     dtype of q, or fp8; any strides, last one 1
     block_table        [rows, max_pages]                                  int32
     seq_lens           [rows]  including the new tokens; 0: zeros         int32
-    work_list          written by `schedule_attention` from the same plan, seq_lens and window, in this step
+    work_list          written by `schedule_attention` in this step, from the same plan, seq_lens and window
     query_start_loc    [rows + 1]  for plans without query_len; tokens from its last value on: zeros   int32
-    lse                [plan.num_tokens, num_q_heads]  natural log of the softmax's denominator, sinks included;
-                       where nothing is seen it is the sink, or -inf without one, and in tokens from
-                       query_start_loc's last value on -inf              float32, written
+    lse                [num_tokens, num_q_heads]  natural log of the softmax's denominator, sinks included   float32,
+                       written. Where nothing is seen it is the sink, or -inf without one. In tokens from
+                       query_start_loc's last value on it is -inf
     pdl                launch before the kernel ahead has finished, and wait for it on the device
 
-    fp8 keys and values are multiplied as float16 (float32 if q is), their scales folded into logits and output.
+    rows and num_tokens are those of plan.shape. fp8 keys and values are multiplied as float16 (float32 if q is); their
+    scales go into logits and output.
 
-    What only the device could see is the caller's to guarantee: a work list of this step; 0 <= seq_lens <= max_pages *
-    page_size; ids inside the cache of the pages up to there; query_start_loc from 0 on, not decreasing, its last value
-    at most plan.num_tokens. The runtime's refresh sees to it. Anything else is undefined, reads out of bounds included.
+    The caller guarantees what only the device could see; the runtime's refresh does so:
+
+    - the work list is of this step;
+    - 0 <= seq_lens <= max_pages * page_size;
+    - page ids lie inside the cache, up to the page of the last token;
+    - query_start_loc begins at 0, does not decrease and ends at num_tokens or before.
+
+    Anything else is undefined, reads out of bounds included.
 
     Capture-safe: one launch, no sync, no allocation; the grid depends on the plan only.
 
     Raises: ShapeError, CapacityError.
     """
     check_attention_tensors(q, k_cache, v_cache, block_table, seq_lens, out, options, lse)
-    if seq_lens.shape[0] != plan.num_rows:
-        raise ShapeError(f"seq_lens: expected {plan.num_rows} rows, got {seq_lens.shape[0]}; use the plan of this size")
+    num_rows = plan.shape.num_rows
+    if seq_lens.shape[0] != num_rows:
+        raise ShapeError(f"seq_lens: expected {num_rows} rows, got {seq_lens.shape[0]}; use the plan of this size")
     _check_plan(q, k_cache.shape[2], plan, work_list, workspace)
-    if (query_start_loc is None) != (plan.query_len > 0):
-        raise ShapeError(
-            f"query_start_loc: expected {'None' if plan.query_len else 'a tensor'} for a plan with query_len="
-            f"{plan.query_len}, got the opposite; a plan without query_len is made by AttentionPlan.varlen"
+    check_query_starts(query_start_loc, num_rows, plan.shape.query_len, q.device)
+    _attention(
+        AttentionCall(
+            q, k_cache, v_cache, block_table, query_start_loc, seq_lens, work_list, out, lse, workspace, options, plan,
+            pdl,
         )
-    if query_start_loc is not None:
-        check_tensor("query_start_loc", query_start_loc, shape=(plan.num_rows + 1,), dtype=torch.int32, device=q.device)
-        check_unit_stride("query_start_loc", query_start_loc)
-    _call(
-        q, k_cache, v_cache, block_table, query_start_loc, seq_lens, out, lse, plan, work_list, workspace, options, pdl
-    )
+    )  # fmt: skip
 
 
 def contiguous_attention(
@@ -256,80 +192,48 @@ def contiguous_attention(
 ) -> None:
     """Attention of packed rows to packed K and V, without a cache; causal rows end at their last key.
 
-    q, out            [plan.num_tokens, num_q_heads, head_dim]       fp16, bf16 or fp32; out is written
+    q, out            [num_tokens, num_q_heads, head_dim]            fp16, bf16 or fp32; out is written
     k, v              [kv_tokens, num_kv_heads, head_dim]            dtype of q, or fp8; any strides, last one 1
     kv_start_loc      [rows + 1]  where each row's keys begin        int32
     query_start_loc   [rows + 1]  tokens from its last value on: zeros   int32
 
     The plan is made by `AttentionPlan.varlen`, the work list from `kv_start_loc` with `seq_lens_are_starts`. The other
-    arguments, errors and guarantees are those of `paged_attention`, the caller's included; of kv_start_loc they are
-    that it begins anywhere from 0 on and does not decrease, its last value at most kv_tokens.
+    arguments, guarantees and errors are those of `paged_attention`. The caller guarantees of kv_start_loc that it
+    begins at 0 or later, does not decrease and ends at kv_tokens or before.
+
+    Capture-safe: as `paged_attention`.
+
+    Raises: ShapeError, CapacityError.
     """
     check_contiguous_tensors(q, k, v, kv_start_loc, query_start_loc, out, options, lse)
-    if plan.query_len or query_start_loc.shape[0] != plan.num_rows + 1:
+    shape = plan.shape
+    if shape.query_len or query_start_loc.shape[0] != shape.num_rows + 1:
         raise ShapeError(
-            f"query_start_loc: expected {plan.num_rows} rows and a plan made by AttentionPlan.varlen, got "
-            f"{query_start_loc.shape[0] - 1} rows and query_len={plan.query_len}; use the plan of this size"
+            f"query_start_loc: expected {shape.num_rows} rows and a plan made by AttentionPlan.varlen, got "
+            f"{query_start_loc.shape[0] - 1} rows and query_len={shape.query_len}; use the plan of this size"
         )
     _check_plan(q, k.shape[1], plan, work_list, workspace)
-    _call(q, k, v, kv_start_loc, query_start_loc, None, out, lse, plan, work_list, workspace, options, False)
-
-
-def _call(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    table: torch.Tensor,
-    starts: torch.Tensor | None,
-    seq_lens: torch.Tensor | None,
-    out: torch.Tensor,
-    lse: torch.Tensor | None,
-    plan: AttentionPlan,
-    work_list: torch.Tensor,
-    workspace: AttentionWorkspace,
-    options: AttentionOptions,
-    pdl: bool,
-) -> None:
-    _attention_op(
-        q,
-        k,
-        v,
-        table,
-        starts,
-        seq_lens,
-        work_list,
-        out,
-        lse,
-        workspace.partial_out,
-        workspace.partial_lse,
-        workspace.counters,
-        options.alibi_slopes,
-        options.sinks,
-        options.k_scale,
-        options.v_scale,
-        options.softmax_scale,
-        options.causal,
-        options.sliding_window,
-        options.logits_softcap,
-        options.alibi_sqrt,
-        plan.to_list(),
-        pdl,
+    _attention(
+        AttentionCall(
+            q, k, v, kv_start_loc, query_start_loc, None, work_list, out, lse, workspace, options, plan, pdl=False
+        )
     )
 
 
 def _check_plan(
     q: torch.Tensor, num_kv_heads: int, plan: AttentionPlan, work_list: torch.Tensor, workspace: AttentionWorkspace
 ) -> None:
-    heads = (plan.group * plan.num_kv_heads, plan.num_kv_heads)
-    if q.shape[0] != plan.num_tokens or (q.shape[1], num_kv_heads) != heads or q.shape[2] != plan.head_dim:
+    shape = plan.shape
+    heads = (shape.group * shape.num_kv_heads, shape.num_kv_heads)
+    if q.shape[0] != shape.num_tokens or (q.shape[1], num_kv_heads) != heads or q.shape[2] != shape.head_dim:
         raise ShapeError(
-            f"q: expected {plan.num_tokens} tokens, {heads[0]} query and {heads[1]} KV heads of {plan.head_dim} as in "
-            f"the plan, got {q.shape[0]} tokens, {q.shape[1]} and {num_kv_heads} heads of {q.shape[2]}; make a plan "
+            f"q: expected {shape.num_tokens} tokens, {heads[0]} query and {heads[1]} KV heads of {shape.head_dim} as "
+            f"in the plan, got {q.shape[0]} tokens, {q.shape[1]} and {num_kv_heads} heads of {q.shape[2]}; make a plan "
             "for this shape"
         )
     needed = {
         "work_list": (work_list, plan.work_list_words, torch.int32),
-        "workspace.partial_out": (workspace.partial_out, plan.partial_rows * plan.head_dim, torch.float32),
+        "workspace.partial_out": (workspace.partial_out, plan.partial_queries * shape.head_dim, torch.float32),
         "workspace.partial_lse": (workspace.partial_lse, plan.partial_lses, torch.float32),
         "workspace.counters": (workspace.counters, plan.num_counters, torch.int32),
     }
@@ -347,7 +251,7 @@ def compile_variants() -> list[CompileSpec]:
     """Kernel variants that a test compiles without a GPU: shapes of common models, and the corners."""
     bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32
     e4m3, e5m2 = torch.float8_e4m3fn, torch.float8_e5m2
-    spill, spill_varlen = 64, 400  # registers that only the merge needs; varlen is faster with 3 stages nevertheless
+    spill, spill_varlen = 64, 400  # bytes; only the merge spills, and varlen is faster with 3 stages in spite of it
     cases: list[tuple[str, torch.dtype, torch.dtype, int, int, int, int, int, bool]] = [
         # name, dtype, KV dtype, head_dim, group, query_len (0: varlen), rows, page_size (0: contiguous), every option
         ("llama", bf16, bf16, 128, 4, 1, 1, 16, False),
@@ -407,8 +311,8 @@ def compile_variants() -> list[CompileSpec]:
                 attend_kernel,
                 signature,
                 constexprs,
-                plan.num_warps,
-                plan.num_stages,
+                plan.tile.num_warps,
+                plan.tile.num_stages,
                 divisible=divisible,
                 max_spill=spill if query_len else spill_varlen,
             )

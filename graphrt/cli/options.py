@@ -1,0 +1,101 @@
+"""The options of each command: one dataclass per command declares their names, ranges, defaults and help texts.
+
+Importing this file imports neither torch nor the library, so that `graphrt --help` answers at once.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import MISSING, dataclass, fields
+from typing import Annotated, Any, TypeVar, get_type_hints
+
+import typer
+
+T = TypeVar("T")
+
+_Backend = Annotated[str | None, typer.Option(help="Attention backend; `graphrt env` lists them.")]
+_Device = Annotated[str | None, typer.Option(help="cpu, cuda or cuda:N; default: cuda if there is one.")]
+_PageSize = Annotated[int, typer.Option(min=1, max=1024, help="Tokens per KV page.")]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerateOptions:
+    """Generate text. The answer goes to standard output, everything else to standard error."""
+
+    prompts: Annotated[
+        list[str] | None, typer.Argument(help="One or more prompts, decoded together as one ragged batch.")
+    ] = None
+    prompt_file: Annotated[
+        str | None,
+        typer.Option(
+            "--prompts",
+            metavar="FILE",
+            help="File of further prompts in UTF-8, one per line; - is standard input. Blank lines are skipped.",
+        ),
+    ] = None
+    model: Annotated[
+        str | None,
+        typer.Option(help="Folder or hub id with safetensors, or a .gguf file. Default: SmolLM2-135M-Instruct."),
+    ] = None
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens to generate at most, per prompt.")] = 128
+    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0
+    seed: Annotated[
+        int,
+        typer.Option(min=0, max=(1 << 32) - 1, help="Seed of the first prompt; each next one's is one higher."),
+    ] = 0
+    backend: _Backend = None
+    device: _Device = None
+    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto"
+    page_size: _PageSize = 16
+    chat: Annotated[
+        bool | None, typer.Option("--chat/--raw", help="Apply the model's chat template; default: if it has one.")
+    ] = None
+    graphs: Annotated[bool, typer.Option("--graphs/--no-graphs", help="Replay captured graphs, or run eagerly.")] = True
+    stats: Annotated[bool, typer.Option("--stats", help="Print what was captured, replayed and measured.")] = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecodeOptions:
+    """Milliseconds per decode step, against the memory floor and a baseline. The last line is JSON."""
+
+    shape: Annotated[str | None, typer.Option(help="Shape with dummy weights, e.g. llama-3.1-8b.")] = None
+    model: Annotated[str | None, typer.Option(help="A real model instead: folder, hub id or .gguf file.")] = None
+    batch: Annotated[str, typer.Option(help="Comma-separated batch sizes.")] = "1,8,32"
+    context: Annotated[int, typer.Option(min=1, help="KV tokens per sequence before the first timed step.")] = 1024
+    steps: Annotated[int, typer.Option(min=1, help="Steps per round.")] = 50
+    page_size: _PageSize = 16
+    backend: _Backend = None
+    device: _Device = None
+    baseline: Annotated[
+        str | None, typer.Option(help="transformers: time Hugging Face's decoding of the same shape too.")
+    ] = None
+    json_only: Annotated[bool, typer.Option("--json-only", help="No table, only the JSON line.")] = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EnvOptions:
+    """Print the environment, and which attention backends can run here and why not the others."""
+
+    as_json: Annotated[bool, typer.Option("--json", help="One line of JSON instead of a table.")] = False
+
+
+def add_command(app: typer.Typer, name: str, options: Callable[..., T], run: Callable[[T], None]) -> None:
+    """Make `options`, a dataclass of this file, a command that is called with one of them."""
+
+    def call(**values: Any) -> None:
+        run(options(**values))
+
+    hints = get_type_hints(options, include_extras=True)
+    parameters = [
+        inspect.Parameter(
+            field.name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=inspect.Parameter.empty if field.default is MISSING else field.default,
+            annotation=hints[field.name],
+        )
+        for field in fields(options)  # type: ignore[arg-type]  # a dataclass, which no annotation can say
+    ]
+    call.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]  # what typer reads
+    call.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    app.command(name, help=options.__doc__)(call)

@@ -1,0 +1,49 @@
+"""The arguments of the two operators, declared once: operator, kernels and references take these."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from graphrt.kernels.attention.options import AttentionOptions
+from graphrt.kernels.attention.plan import AttentionPlan
+from graphrt.kernels.attention.workspace import AttentionWorkspace
+from graphrt.kernels.op_declaration import Written
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionCall:
+    """One call over the paged cache or over contiguous K and V; `paged_attention` says what the tensors hold.
+
+    table      paged: the block table; contiguous: where each row's keys begin
+    starts     query_start_loc; None where each row has plan.shape.query_len new tokens
+    seq_lens   None: K and V are contiguous
+    """
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    table: torch.Tensor
+    starts: torch.Tensor | None
+    seq_lens: torch.Tensor | None
+    work_list: torch.Tensor
+    out: Written
+    lse: Written | None
+    workspace: AttentionWorkspace
+    options: AttentionOptions
+    plan: AttentionPlan
+    pdl: bool
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduleCall:
+    """The schedule of one step; `schedule_attention` says what the tensors hold."""
+
+    seq_lens: torch.Tensor
+    query_start_loc: torch.Tensor | None
+    work_list: Written
+    causal: bool
+    sliding_window: int
+    seq_lens_are_starts: bool
+    plan: AttentionPlan

@@ -1,0 +1,83 @@
+"""The part of a plan that says how large units and KV tiles are, and how large a program of the Triton kernel is."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from graphrt.kernels.attention.arguments import next_power_of_two
+from graphrt.kernels.attention.plan_schedule import parts_of_programs
+from graphrt.kernels.attention.plan_shape import PlanShape
+
+MIN_BLOCK_M = 16
+"""Queries. Smallest unit, since a product on tensor cores takes at least 16. A limit of Triton, not measured."""
+
+_FEW_SEGMENTS = 8
+"""Segments per unit of up to 4 queries. Where units are cut into more, merging costs more than reading gains, so
+programs have four warps and not one. Measured: docs/LOG.md "One warp and tiles of 16 tokens"; the bound itself is not
+measured."""
+
+
+@dataclass(frozen=True, slots=True)
+class TilePlan:
+    """Sizes of units and tiles, and a program of the Triton kernel.
+
+    block_m     queries of a unit, at most
+    block_n     tokens of a KV tile, in which the work list counts
+    num_warps   warps of a program
+    num_stages  tiles that a program loads ahead, that in use included
+    """
+
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+
+
+def decode_tile(
+    shape: PlanShape, dtype: torch.dtype, kv_dtype: torch.dtype, num_sms: int, batch_invariant: bool
+) -> TilePlan:
+    """Units and programs of decode rows."""
+    queries, block_d = shape.queries_of_row, shape.block_d
+    block_m = max(MIN_BLOCK_M, min(_max_block_m(shape.head_dim, dtype), next_power_of_two(queries)))
+    if dtype == torch.float32:
+        num_warps, block_n = _float32_program(block_d)
+        return TilePlan(block_m, block_n, num_warps, num_stages=3)
+    if block_m > MIN_BLOCK_M or block_d > 128:
+        num_warps = 8 if block_m * block_d >= 8192 else 4
+        return TilePlan(block_m, 64 if block_d <= 128 else 32, num_warps, num_stages=3)
+    # Programs of one warp read fastest. With few rows each row is cut into many segments, and merging wants more warps.
+    num_units = shape.num_rows * -(-queries // block_m)
+    merge_cost = max(1, next_power_of_two(queries) // 4) * parts_of_programs(1, shape.num_kv_heads, num_sms)
+    one_warp = num_units * _FEW_SEGMENTS >= merge_cost and not batch_invariant
+    num_warps = 1 if one_warp else 4
+    num_stages = 3
+    if kv_dtype.itemsize == 1:
+        num_stages = 5 if one_warp else 4
+    return TilePlan(block_m, 16 * num_warps * max(1, 128 // block_d), num_warps, num_stages)
+
+
+def varlen_tile(shape: PlanShape, dtype: torch.dtype, kv_dtype: torch.dtype) -> TilePlan:
+    """Units and programs of mixed batches, which are bound by their products."""
+    block_d = shape.block_d
+    if dtype == torch.float32:
+        num_warps, block_n = _float32_program(block_d)
+    else:
+        num_warps, block_n = 8, 64 if block_d <= 128 else 32
+    block_m = _max_block_m(shape.head_dim, dtype)
+    if dtype.itemsize == 2 and block_d <= 128 and kv_dtype.itemsize == 2:
+        block_m = 128
+    return TilePlan(block_m, block_n, num_warps, num_stages=3)
+
+
+def _max_block_m(head_dim: int, dtype: torch.dtype) -> int:
+    """Most queries of a unit whose sums fit the registers."""
+    if dtype == torch.float32:
+        return MIN_BLOCK_M
+    return 64 if head_dim <= 128 else 32
+
+
+def _float32_program(block_d: int) -> tuple[int, int]:
+    """Warps and tokens per tile: float32 products run without tensor cores and hold their operands in registers."""
+    return (4, 32) if block_d <= 64 else (8, 16)

@@ -1,0 +1,47 @@
+"""Scratch memory of attention calls."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+
+from graphrt.kernels.attention.plan import AttentionPlan
+from graphrt.kernels.errors import ShapeError
+from graphrt.kernels.op_declaration import Written
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionWorkspace:
+    """Scratch memory, shared by all layers and graphs that run one after another.
+
+    Calls that run at the same time need a workspace each: they would read each other's words. A block that waits for a
+    word that does not come stops the kernel after some ten seconds; a work list of another plan has the same effect.
+
+    partial_out   [*] float32  partial results of units that are cut; contents matter within one call only
+    partial_lse   [*] float32  their log-sum-exps in units of log 2
+    counters      [*] int32    arrivals per unit that is cut, and letters between blocks. All are 0 between calls: the
+                               kernels restore that themselves, unless a launch was aborted
+    """
+
+    partial_out: Written
+    partial_lse: Written
+    counters: Written
+
+    @classmethod
+    def allocate(cls, plans: Iterable[AttentionPlan], device: torch.device) -> AttentionWorkspace:
+        """A workspace that serves each of the plans. Raises: ShapeError without any."""
+        if isinstance(plans, AttentionPlan):
+            raise ShapeError("plans: expected a list of plans, got an AttentionPlan; pass [plan]")
+        plans = list(plans)
+        if not plans:
+            raise ShapeError("plans: expected at least one, got none; pass the plans of all sizes")
+        out_size = max(plan.partial_queries * plan.shape.head_dim for plan in plans)
+        lse_size = max(plan.partial_lses for plan in plans)
+        counters = max(plan.num_counters for plan in plans)
+        return cls(
+            torch.zeros(max(out_size, 1), dtype=torch.float32, device=device),
+            torch.zeros(max(lse_size, 1), dtype=torch.float32, device=device),
+            torch.zeros(max(counters, 1), dtype=torch.int32, device=device),
+        )

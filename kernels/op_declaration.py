@@ -1,0 +1,115 @@
+"""Operators that are declared once: the schema, the call and the unpacking follow from a frozen dataclass.
+
+    @dataclass(frozen=True, slots=True)
+    class ScaleCall:
+        x: torch.Tensor
+        out: Written
+        bias: torch.Tensor | None
+        factor: float
+
+    scale = DeclaredOp("scale", ScaleCall, triton_impl=launch_scale, reference=scale_reference)
+    scale(ScaleCall(x, out, None, 2.0))      # registered as scale(Tensor x, Tensor(a!) out, Tensor? bias, float factor)
+
+Both implementations take the dataclass. A field may itself be a dataclass: its fields become arguments of the operator.
+A dataclass with a property `ints` and a class method `from_ints` travels as one list of ints.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import operator
+import types
+import typing
+from collections.abc import Callable, Iterator
+from typing import Annotated, Any, Generic, TypeVar
+
+import torch
+
+from graphrt.kernels.library import define_op
+
+Written = Annotated[torch.Tensor, "written"]
+"""The annotation of a tensor that the operator writes."""
+
+_LEAVES = {torch.Tensor: "Tensor", int: "int", float: "float", bool: "bool", list[int]: "int[]"}
+
+Call = TypeVar("Call")
+
+
+class DeclaredOp(Generic[Call]):
+    """An operator of the library `graphrt` whose arguments are the fields of the dataclass `arguments`.
+
+    Capture-safe: a call reads the fields in one step and goes on to the operator; the schema is built once.
+
+    Raises: TypeError, when it is declared, for a field whose annotation no schema has, or for two fields of one name.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        arguments: type[Call],
+        *,
+        triton_impl: Callable[[Call], None],
+        reference: Callable[[Call], None] | None,
+    ) -> None:
+        paths, types_of, build = _describe(arguments)
+        names = [path.rsplit(".", 1)[-1] if not path.endswith(".ints") else path.split(".")[-2] for path in paths]
+        if len(set(names)) != len(names):
+            raise TypeError(f"{arguments.__name__}: expected fields of different names, got {names}; rename one")
+        self.schema = f"{name}({', '.join(_arguments(names, types_of))}) -> ()"
+        # attrgetter returns a tuple only for several names.
+        self._values: Callable[[Call], tuple[object, ...]] = operator.attrgetter(*paths)
+        self._op: Any = define_op(
+            self.schema,
+            triton_impl=lambda *values: triton_impl(build(iter(values))),
+            reference=None if reference is None else lambda *values: reference(build(iter(values))),
+        )
+
+    def __call__(self, call: Call) -> None:
+        self._op(*self._values(call))
+
+
+def _describe(cls: type[Any]) -> tuple[list[str], list[str], Callable[[Iterator[Any]], Any]]:
+    """Of a dataclass: paths to its leaves, the leaves' types in a schema, and a function that builds an instance."""
+    paths: list[str] = []
+    kinds: list[str] = []
+    builders: list[Callable[[Iterator[Any]], Any]] = []
+    hints = typing.get_type_hints(cls, include_extras=True)
+    for field in dataclasses.fields(cls):
+        hint = hints[field.name]
+        if hasattr(hint, "from_ints"):
+            paths.append(f"{field.name}.ints")
+            kinds.append("int[]")
+            builders.append(_from_ints(hint))
+        elif dataclasses.is_dataclass(hint):
+            inner_paths, inner_kinds, build = _describe(typing.cast("type[Any]", hint))
+            paths += [f"{field.name}.{path}" for path in inner_paths]
+            kinds += inner_kinds
+            builders.append(build)
+        else:
+            paths.append(field.name)
+            kinds.append(_kind(f"{cls.__name__}.{field.name}", hint))
+            builders.append(next)
+    return paths, kinds, lambda values: cls(*[build(values) for build in builders])
+
+
+def _from_ints(cls: type[Any]) -> Callable[[Iterator[Any]], Any]:
+    return lambda values: cls.from_ints(next(values))
+
+
+def _kind(name: str, hint: Any) -> str:
+    """The annotation in the language of schemas; a tensor that is written has a `!` for its alias set."""
+    if typing.get_origin(hint) in (typing.Union, types.UnionType):
+        inner = [argument for argument in typing.get_args(hint) if argument is not types.NoneType]
+        if len(inner) == 1:
+            return _kind(name, inner[0]) + "?"
+    if hint == Written:
+        return "Tensor!"
+    if hint not in _LEAVES:
+        raise TypeError(f"{name}: expected a tensor, int, float, bool, list[int] or a dataclass of these, got {hint}")
+    return _LEAVES[hint]
+
+
+def _arguments(names: list[str], kinds: list[str]) -> Iterator[str]:
+    alias_sets = iter("abcdefghijklmnopqrstuvwxyz")
+    for name, kind in zip(names, kinds, strict=True):
+        yield f"{kind.replace('!', f'({next(alias_sets)}!)') if '!' in kind else kind} {name}"

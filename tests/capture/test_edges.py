@@ -1,0 +1,343 @@
+"""Edges of what is captured: keys and ladders at their bounds, rings, buffers, guards and tapes one call at a time."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from graphrt.capture import guard
+from graphrt.capture.descriptor import BatchDescriptor, GraphKind, check_sizes, decode_ladder, mixed_ladder
+from graphrt.capture.dispatcher import Dispatcher
+from graphrt.capture.graph import GraphReport
+from graphrt.capture.staging import StagingRing, StagingSlot
+from graphrt.capture.tape import OpTapeRecorder
+from graphrt.kernels.errors import CapacityError, CaptureError, ConfigError, ReplayError
+from graphrt.kernels.metadata.buffers import BufferKind, Capacity, StaticBuffers
+
+CPU = torch.device("cpu")
+CAPACITY = Capacity(rows=3, tokens=7, pages_per_row=5, row_ids=6, slots=44, record=100, ring=2)
+
+
+def make(**changes) -> Dispatcher:
+    settings = {
+        "max_num_reqs": 10, "max_num_tokens": 40, "query_len": 1, "decode_sizes": (1, 2, 4, 10),
+        "mixed_sizes": (16, 40), "why_not_graph": lambda descriptor: None, "use_graphs": True,
+    }  # fmt: skip
+    return Dispatcher(**(settings | changes))
+
+
+# -- keys and ladders
+
+
+def test_keys_differ_by_each_of_their_fields() -> None:
+    keys = [
+        BatchDescriptor.decode(4), BatchDescriptor.mixed(4, 4), BatchDescriptor.decode(2, 2),
+        BatchDescriptor.mixed(4, 2), BatchDescriptor.decode(1, 4), BatchDescriptor.mixed(5, 4),
+    ]  # fmt: skip
+    assert len(set(keys)) == len(keys)
+    assert len({hash(key) for key in keys}) == len(keys)
+    for key in keys:
+        twin = BatchDescriptor(key.kind, key.padded_reqs, key.padded_tokens, key.query_len)
+        assert (twin, hash(twin)) == (key, hash(key))
+    assert [(k.padded_reqs, k.padded_tokens, k.query_len) for k in keys] == [
+        (4, 4, 1), (4, 4, 0), (2, 4, 2), (2, 4, 0), (1, 4, 4), (4, 5, 0)
+    ]  # fmt: skip
+    assert [str(k) for k in keys[:3]] == ["decode[4]", "mixed[4 tokens, 4]", "decode[2 x 2]"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "rows", "tokens", "query_len"),
+    [
+        (GraphKind.DECODE, 0, 0, 1), (GraphKind.MIXED, 0, 1, 0), (GraphKind.MIXED, 1, 0, 0),
+        (GraphKind.DECODE, 2, 3, 1), (GraphKind.DECODE, 2, 2, 2), (GraphKind.DECODE, -1, -1, 1),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_keys_that_hold_nothing_or_something_else(kind: GraphKind, rows: int, tokens: int, query_len: int) -> None:
+    with pytest.raises(ConfigError, match="BatchDescriptor"):
+        BatchDescriptor(kind, rows, tokens, query_len)
+
+
+def test_the_smallest_key_of_each_kind() -> None:
+    assert BatchDescriptor.decode(1).padded_tokens == 1
+    assert BatchDescriptor.mixed(1, 1).query_len == 0
+
+
+@pytest.mark.parametrize(
+    ("maximum", "expected"),
+    [
+        (2, (1, 2)), (7, (1, 2, 4, 7)), (8, (1, 2, 4, 8)), (9, (1, 2, 4, 8, 9)), (16, (1, 2, 4, 8, 16)),
+        (255, (1, 2, 4, *range(8, 249, 8), 255)), (257, (1, 2, 4, *range(8, 257, 8), 257)),
+        (271, (1, 2, 4, *range(8, 257, 8), 271)), (272, (1, 2, 4, *range(8, 257, 8), 272)),
+        (290, (1, 2, 4, *range(8, 257, 8), 272, 288, 290)),
+    ],
+)  # fmt: skip
+def test_ladders_end_with_the_maximum(maximum: int, expected: tuple[int, ...]) -> None:
+    assert decode_ladder(maximum) == expected
+
+
+@pytest.mark.parametrize(
+    ("maximum", "expected"), [(63, (63,)), (65, (64, 65)), (128, (64, 128)), (129, (64, 128, 129)), (2, (2,))]
+)
+def test_mixed_ladders_end_with_the_maximum(maximum: int, expected: tuple[int, ...]) -> None:
+    assert mixed_ladder(maximum) == expected
+
+
+@pytest.mark.parametrize("ladder", [decode_ladder, mixed_ladder])
+def test_no_ladder_for_nothing(ladder) -> None:
+    for maximum in (0, -1):
+        with pytest.raises(ConfigError, match=f"expected >= 1, got {maximum}"):
+            ladder(maximum)
+
+
+def test_sizes_at_their_bounds() -> None:
+    assert check_sizes("s", [8, 1], 8) == (1, 8)
+    assert check_sizes("s", (), 8) == ()
+    for size in (0, 9, -1, 1.0, True):
+        with pytest.raises(ConfigError, match="s: expected an int from 1 to 8"):
+            check_sizes("s", (size,), 8)
+    with pytest.raises(ConfigError, match=r"s: expected a tuple of sizes from 1 to 8, got 5; pass \(5,\)"):
+        check_sizes("s", 5, 8)
+
+
+# -- dispatch
+
+
+@pytest.mark.parametrize("query_len", [1, 3])
+def test_every_batch_within_capacity_is_served_by_the_smallest_size_that_fits(query_len: int) -> None:
+    dispatcher = make(query_len=query_len)
+    for rows in range(1, 11):
+        target = dispatcher.dispatch(rows, rows * query_len, True)
+        want = min(size for size in (1, 2, 4, 10) if size >= rows)
+        assert target.descriptor == BatchDescriptor.decode(want, query_len)
+        assert target.why_eager == ""
+    for tokens in range(2, 41):
+        target = dispatcher.dispatch(2, tokens, False)
+        assert target.descriptor == BatchDescriptor.mixed(16 if tokens <= 16 else 40, 10)
+        assert target.why_eager == ""
+    for rows, tokens in ((11, 11), (11, 40), (1, 41), (11, 41)):
+        for uniform in (True, False):
+            with pytest.raises(CapacityError, match=f"got {rows} requests and {tokens} tokens"):
+                dispatcher.dispatch(rows, tokens, uniform)
+
+
+def test_sizes_beyond_the_ladder_run_eagerly_at_their_own_size() -> None:
+    dispatcher = make(decode_sizes=(4,), mixed_sizes=(16,))
+    for rows in (5, 10):
+        target = dispatcher.dispatch(rows, rows, True)
+        assert target.descriptor == BatchDescriptor.decode(rows)
+        assert target.why_eager == f"no decode graph for {rows} rows: the largest captured is 4"
+    target = dispatcher.dispatch(1, 17, False)
+    assert target.descriptor == BatchDescriptor.mixed(17, 10)
+    assert target.why_eager == "no mixed graph for 17 tokens: the largest captured is 16"
+    assert dispatcher.dispatch(2, 5, False).descriptor == BatchDescriptor.mixed(16, 10)
+    assert make(mixed_sizes=(5, 40)).dispatch(2, 5, False).descriptor == BatchDescriptor.mixed(5, 5)
+
+
+def test_a_backend_may_refuse_some_sizes() -> None:
+    refused = lambda d: "too small" if d.padded_tokens < 4 else None  # noqa: E731
+    dispatcher = make(why_not_graph=refused)
+    assert [d.padded_tokens for d in dispatcher.captured()] == [40, 16, 10, 4]
+    assert dispatcher.dispatch(2, 2, True).why_eager == "too small"
+    assert dispatcher.dispatch(3, 3, True).why_eager == ""
+    off = make(use_graphs=False, why_not_graph=refused)
+    assert off.dispatch(10, 10, True).why_eager == "graphs are switched off (use_graphs=False)"
+
+
+# -- static buffers
+
+
+def test_bytes_and_shapes_of_the_buffers() -> None:
+    buffers = StaticBuffers.allocate(CAPACITY, CPU)
+    by_hand = {
+        "record": (100,), "last_token": (6,), "step_counter": (1,), "claims": (50,), "input_ids": (7,),
+        "positions": (7,), "slot_mapping": (7,), "query_start_loc": (4,), "seq_lens": (3,), "block_table": (3, 5),
+        "logits_indices": (3,), "row_ids": (3,), "row_status": (3,), "temperatures": (3,), "seeds": (3,),
+        "token_ring": (2, 3),
+    }  # fmt: skip
+    assert {name: tuple(getattr(buffers, name).shape) for name in by_hand} == by_hand
+    assert buffers.last_token.tolist() == [-1] * 6
+    assert buffers.nbytes == sum(t.untyped_storage().nbytes() for _, t in buffers.named())
+    assert (CAPACITY.rows_plus_one, CAPACITY.claims) == (4, 50)
+
+
+def test_buffers_are_listed_by_kind() -> None:
+    buffers = StaticBuffers.allocate(CAPACITY, CPU)
+    every = [name for name, _ in buffers.named()]
+    assert every == list(StaticBuffers.specs())
+    parts = [[name for name, _ in buffers.named(kind)] for kind in BufferKind]
+    assert sorted(name for part in parts for name in part) == sorted(every)
+    assert [name for name, _ in buffers.named(BufferKind.UPLOADED)] == ["record"]
+    both = [name for name, _ in buffers.named(BufferKind.UPLOADED, BufferKind.OUTPUT)]
+    assert both == [name for name in every if name in parts[0] or name in parts[3]]
+    assert all(tensor is getattr(buffers, name) for name, tensor in buffers.named())
+
+
+# -- the ring
+
+
+def test_a_slot_is_that_of_its_step_and_of_the_ring() -> None:
+    ring = StagingRing(3, 8, torch.zeros(8, dtype=torch.int32))
+    slots = [ring.acquire(step) for step in range(7)]
+    assert [slots.index(slot) for slot in slots] == [0, 1, 2, 0, 1, 2, 0]
+    slots[0].record[:] = range(8)
+    assert slots[0].record_tensor.tolist() == list(range(8))
+    assert slots[1].record.tolist() == [0] * 8
+    assert slots[0].record_tensor.dtype == torch.int32
+
+
+@pytest.mark.parametrize("words", [0, 1, 8])
+def test_as_many_words_travel_as_are_asked_for(words: int) -> None:
+    record = torch.full((8,), -7, dtype=torch.int32)
+    ring = StagingRing(2, 8, record)
+    slot = ring.acquire(0)
+    slot.record[:] = range(1, 9)
+    ring.upload(slot, words)
+    assert record.tolist() == [*range(1, words + 1), *[-7] * (8 - words)]
+
+
+def test_results_are_handed_over_once_and_only_after_a_step() -> None:
+    slot, calls = StagingSlot(4, CPU), []
+    slot.on_done = lambda: calls.append("early")
+    slot.wait()
+    assert calls == [], "no step was submitted"
+    with slot.in_flight(None):
+        slot.on_done = lambda: calls.append("step")
+    assert slot.is_done()
+    slot.wait()
+    slot.wait()
+    assert calls == ["step"]
+    assert slot.on_done is None
+    with slot.in_flight(None):
+        pass
+    slot.wait()
+    assert calls == ["step"]
+
+
+def test_a_step_that_fails_is_waited_for_all_the_same() -> None:
+    slot, calls = StagingSlot(4, CPU), []
+    slot.on_done = lambda: calls.append("done")
+    with pytest.raises(ZeroDivisionError), slot.in_flight(None):
+        raise ZeroDivisionError
+    slot.wait()
+    assert calls == ["done"]
+
+
+def test_waits_are_counted_where_a_step_still_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    ring = StagingRing(2, 4, torch.zeros(4, dtype=torch.int32))
+    for step in range(5):
+        ring.acquire(step)
+    assert ring.waits == 0
+    monkeypatch.setattr(StagingSlot, "is_done", lambda slot: False)
+    for step in range(3):
+        ring.acquire(step)
+    assert ring.waits == 3
+
+
+def test_drain_hands_all_over() -> None:
+    ring, calls = StagingRing(3, 4, torch.zeros(4, dtype=torch.int32)), []
+    for step in range(3):
+        slot = ring.acquire(step)
+        with slot.in_flight(None):
+            slot.on_done = lambda step=step: calls.append(step)
+    ring.drain()
+    ring.drain()
+    assert sorted(calls) == [0, 1, 2]
+
+
+# -- guards
+
+
+@pytest.mark.parametrize("helper", [True, False], ids=["torch", "plain"])
+def test_each_tensor_is_guarded(monkeypatch: pytest.MonkeyPatch, helper: bool) -> None:
+    """With torch's own comparison and, where its build lacks that, without it."""
+    if not helper:
+        monkeypatch.setattr(guard, "_all_equal", None)
+    for moved in ("a", "b", "c"):
+        tensors = {name: torch.ones(3) for name in "abc"}
+        watch = guard.PointerGuard(tensors.items())
+        watch.check()
+        old = tensors[moved].data_ptr()
+        kept = tensors[moved].data
+        tensors[moved].data = torch.zeros(3)
+        with pytest.raises(ReplayError, match=f"^{moved}: expected at address {old:#x} as captured, got 0x"):
+            watch.check()
+        tensors[moved].data = kept
+        watch.check()
+    guard.PointerGuard([]).check()
+
+
+def test_names_that_lead_elsewhere_or_nowhere() -> None:
+    tensors = {name: torch.ones(3) for name in "ab"}
+    watch = guard.PointerGuard(tensors.items())
+    watch.check_names({**tensors, "c": torch.ones(1)}.items())
+    with pytest.raises(ReplayError, match=r"^b: expected at address 0x.* got 0x0;"):
+        watch.check_names({"a": tensors["a"]}.items())
+    with pytest.raises(ReplayError, match=r"^a: expected at address"):
+        watch.check_names({"a": tensors["b"], "b": tensors["b"]}.items())
+
+
+# -- tapes
+
+
+def record(step):
+    return OpTapeRecorder().record(step, BatchDescriptor.decode(2), lambda: None)
+
+
+def test_a_report_counts_ops_and_the_memory_that_they_made() -> None:
+    x = torch.ones(4)
+    tape = record(lambda: (x + 1).mul_(2) + x)
+    assert (tape.report.nodes, tape.report.pool_bytes, tape.report.driver_bytes) == (3, 2 * 16, 0)
+    assert tape.report.descriptor == BatchDescriptor.decode(2)
+    assert 0 < tape.report.seconds < 60
+    assert GraphReport(BatchDescriptor.decode(2), 1.0, 30, 12, 5).nbytes == 42
+    assert record(lambda: x[1:]).report.nodes == 0, "a view makes nothing"
+
+
+def test_a_closed_tape_runs_nothing() -> None:
+    x, counter = torch.ones(2), torch.zeros(1)
+
+    def step() -> torch.Tensor:
+        counter.add_(1)
+        return x + counter
+
+    tape = record(step)
+    tape.launch()
+    assert counter.item() == 2
+    tape.close()
+    tape.launch()
+    assert counter.item() == 2
+    assert tape.output.numel() == 0
+
+
+def test_several_results_of_one_op_are_filled_each() -> None:
+    x = torch.tensor([[1.0, 5.0, 3.0]])
+
+    def step() -> torch.Tensor:
+        values, indices = x.max(-1)
+        return torch.cat([values, indices.float()])
+
+    tape = record(step)
+    x.copy_(torch.tensor([[7.0, 5.0, 9.0]]))
+    tape.launch()
+    assert tape.output.tolist() == [9.0, 2.0]
+
+
+def test_indexing_by_integers_is_captured_and_by_masks_is_not() -> None:
+    x, at = torch.arange(4.0), torch.tensor([3, 0])
+    tape = record(lambda: x[at] * 1)
+    at.copy_(torch.tensor([1, 2]))
+    tape.launch()
+    assert tape.output.tolist() == [1.0, 2.0]
+    for mask in (torch.tensor([True, False, True, False]), torch.tensor([1, 0, 1, 0], dtype=torch.uint8)):
+        with pytest.raises(CaptureError, match=r"decode\[2\]"):
+            record(lambda mask=mask: x[mask])
+
+
+def test_gradients_are_off_while_recording_and_launching() -> None:
+    weight = torch.nn.Parameter(torch.ones(2))
+    tape = record(lambda: weight * 2)
+    assert not tape.output.requires_grad
+    weight.data.fill_(3)
+    tape.launch()
+    assert tape.output.tolist() == [6.0, 6.0]

@@ -1,0 +1,345 @@
+"""The refresh under records that lie, and with every tensor wrong by itself; page lists at their bounds."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import fields, replace
+
+import pytest
+import torch
+
+from graphrt.kernels.errors import ShapeError
+from graphrt.kernels.library import INTERPRETER_AVAILABLE, interpreted
+from graphrt.kernels.metadata import record as layout
+from graphrt.kernels.metadata.page_list import list_pages
+from graphrt.kernels.metadata.refresh import MAX_ROWS, MAX_TOKENS, RefreshTensors, refresh
+from graphrt.kernels.types import FaultCode
+from graphrt.testing.interpreter import shuffled_programs
+from tests.kernels.test_refresh import (
+    ALSO,
+    CHUNK,
+    GOOD,
+    MIXED,
+    OUTPUTS,
+    SPEC,
+    THIRD,
+    Rig,
+    Row,
+    Sizes,
+    expect,
+    pack,
+)
+
+CPU = torch.device("cpu")
+F = FaultCode
+DECODE_ROWS = (GOOD, ALSO, THIRD)  # pages at 0, 2 and 3 of a list of 5
+MIXED_ROWS = (GOOD, CHUNK, ALSO)  # tokens at 0, 1 and 6 of 7; pages at 0, 2 and 5 of 6
+LARGEST, SMALLEST = 2**31 - 1, -(2**31)
+
+
+@pytest.fixture(params=["reference", "interpreter", pytest.param("cuda", marks=pytest.mark.gpu)])
+def where(request: pytest.FixtureRequest) -> Iterator[torch.device]:
+    """A device on which the op runs its reference, the interpreted kernel, or the compiled one."""
+    if request.param == "interpreter":
+        if not INTERPRETER_AVAILABLE:
+            pytest.skip("the compiled kernels are tested on this machine")
+        with interpreted(), shuffled_programs():
+            yield CPU
+    else:
+        yield CPU if request.param == "reference" else torch.device("cuda", 0)
+
+
+def lie(words: list[int], field: int, row: int, value: int) -> list[int]:
+    """The record with one field of one row changed."""
+    count = words[layout.HEADER_NUM_REQS]
+    at = layout.HEADER_SIZE + field * count + row
+    return [*words[:at], value, *words[at + 1 :]]
+
+
+def check_served(rig: Rig, words: list[int], rows: Sequence[Row], faults: dict, starts: Sequence[int] = ()) -> None:
+    """One refresh against `expect`; `starts` are the rows' first tokens where the record lies about them."""
+    rig.run(words)
+    expected = expect(rows, rig.sizes, faults, 7)
+    if starts:
+        padded = [*starts, *[starts[-1]] * (rig.sizes.reqs + 1 - len(starts))]
+        expected["query_start_loc"] = padded[: rig.sizes.reqs + 1]
+    rig.check(expected, faults, 7)
+
+
+@pytest.mark.parametrize("value", [5, 6, 99, LARGEST, -1, SMALLEST], ids=str)
+@pytest.mark.parametrize("row", [0, 1, 2])
+def test_a_page_start_outside_the_list_gives_no_pages(where: torch.device, row: int, value: int) -> None:
+    words = lie(pack(DECODE_ROWS, 7), layout.ROW_PAGE_START, row, value)
+    faults = {row: (F.LENGTH_EXCEEDS_PAGES, DECODE_ROWS[row].seq_len)}
+    check_served(Rig(Sizes(), where), words, DECODE_ROWS, faults)
+
+
+def test_a_page_start_within_the_list_counts_from_there(where: torch.device) -> None:
+    """Rows may share pages. Two rows that write one slot may not, and what lies beyond the list is not there."""
+    words = pack(DECODE_ROWS, 7)
+    shared = (GOOD, ALSO, replace(THIRD, pages=[5, 6]))
+    check_served(Rig(Sizes(), where), lie(words, layout.ROW_PAGE_START, 2, 0), shared, {})
+    same_length = lie(lie(words, layout.ROW_PAGE_START, 2, 0), layout.ROW_SEQ_LEN, 2, GOOD.seq_len)
+    slot = (F.DUPLICATE_SLOT, 6 * 4 + 2)
+    check_served(Rig(Sizes(), where), same_length, shared, {0: slot, 2: slot})
+    one_left = lie(words, layout.ROW_PAGE_START, 2, 4)
+    check_served(Rig(Sizes(), where), one_left, DECODE_ROWS, {2: (F.LENGTH_EXCEEDS_PAGES, 8)})
+    enough_left = lie(one_left, layout.ROW_SEQ_LEN, 2, 4)
+    check_served(Rig(Sizes(), where), enough_left, (GOOD, ALSO, replace(THIRD, seq_len=4, pages=[12])), {})
+
+
+@pytest.mark.parametrize("count", [3, 6, LARGEST], ids=str)
+def test_pages_counted_beyond_the_list_are_cut(where: torch.device, count: int) -> None:
+    words = lie(pack(DECODE_ROWS, 7), layout.ROW_PAGE_COUNT, 2, count)
+    check_served(Rig(Sizes(), where), words, DECODE_ROWS, {})
+    longer = lie(words, layout.ROW_SEQ_LEN, 2, 9)
+    check_served(Rig(Sizes(), where), longer, DECODE_ROWS, {2: (F.LENGTH_EXCEEDS_PAGES, 9)})
+
+
+@pytest.mark.parametrize("count", [0, -1, SMALLEST], ids=str)
+def test_no_pages_counted(where: torch.device, count: int) -> None:
+    words = lie(pack(DECODE_ROWS, 7), layout.ROW_PAGE_COUNT, 1, count)
+    check_served(Rig(Sizes(), where), words, DECODE_ROWS, {1: (F.LENGTH_EXCEEDS_PAGES, 1)})
+
+
+def test_pages_of_the_rows_before_are_cut_and_read_as_they_are(where: torch.device) -> None:
+    """More pages than its own: those of the next rows are to spare, as long as none of them is bad."""
+    words = lie(pack(DECODE_ROWS, 7), layout.ROW_PAGE_COUNT, 0, 5)
+    rows = (replace(GOOD, pages=[5, 6, 9, 11, 12]), ALSO, THIRD)
+    check_served(Rig(Sizes(), where), words, rows, {})
+    null = pack((GOOD, ALSO, replace(THIRD, pages=[11, 0])), 7)
+    faults = {0: (F.PAGE_OUT_OF_RANGE, 0), 2: (F.PAGE_OUT_OF_RANGE, 0)}
+    check_served(Rig(Sizes(), where), lie(null, layout.ROW_PAGE_COUNT, 0, 5), rows, faults)
+
+
+BAD = {row: (F.BAD_LENGTH, MIXED_ROWS[row].seq_len) for row in range(3)}
+STARTS = {  # row, what its first token is said to be, where the rows then start, who falls
+    "first-row-late": (0, 3, (0, 1, 6, 7), {0}),
+    "first-row-negative": (0, -1, (0, 1, 6, 7), {0}),
+    "negative": (1, -1, (0, 0, 6, 7), {0, 1}),
+    "most-negative": (1, SMALLEST, (0, 0, 6, 7), {0, 1}),
+    "at-the-row-before": (1, 0, (0, 0, 6, 7), {0, 1}),
+    "one-late": (1, 2, (0, 2, 6, 7), {0, 1}),
+    "in-the-row-before": (2, 5, (0, 1, 5, 7), {1, 2}),
+    "back-to-the-row-before": (2, 1, (0, 1, 1, 7), {1, 2}),
+    "at-the-end": (2, 7, (0, 1, 7, 7), {1, 2}),
+    "beyond-the-end": (2, 8, (0, 1, 7, 7), {1, 2}),
+    "largest": (2, LARGEST, (0, 1, 7, 7), {1, 2}),
+}
+
+
+@pytest.mark.parametrize("case", STARTS)
+def test_rows_whose_tokens_are_misplaced_fall_and_no_others(where: torch.device, case: str) -> None:
+    row, value, starts, fallen = STARTS[case]
+    words = lie(pack(MIXED_ROWS, 7), layout.ROW_QUERY_START, row, value)
+    check_served(Rig(MIXED, where), words, MIXED_ROWS, {r: BAD[r] for r in fallen}, starts)
+
+
+@pytest.mark.parametrize("value", [-1, 1, 2, 4, LARGEST], ids=str)
+def test_a_decode_graph_knows_where_its_rows_start(where: torch.device, value: int) -> None:
+    rows = (Row(2, [1, 1, 2], 9, [1, 2, 3]), Row(0, [7, 8, 9], 3, [4]), Row(4, [5, 6, 7], 4, [5]))
+    words = lie(pack(rows, 7), layout.ROW_QUERY_START, 1, value)
+    check_served(Rig(SPEC, where), words, rows, {1: (F.BAD_LENGTH, 3)})
+
+
+@pytest.mark.parametrize("tokens", [5, 4], ids=str)
+def test_a_row_of_a_decode_graph_without_all_its_tokens(where: torch.device, tokens: int) -> None:
+    """The header says that fewer tokens came than its rows claim."""
+    rows = (Row(2, [1, 1, 2], 9, [1, 2, 3]), Row(0, [7, 8, 9], 3, [4]))
+    words = pack(rows, 7)
+    words[layout.HEADER_NUM_TOKENS] = tokens
+    del words[layout.HEADER_SIZE + 2 * layout.ROW_FIELDS + tokens : layout.HEADER_SIZE + 2 * layout.ROW_FIELDS + 6]
+    rig = Rig(SPEC, where)
+    rig.run(words)
+    assert rig.tensors.row_status.tolist() == [1, -2, -1, -1]
+    assert rig.tensors.fault_ring[7 % 3].tolist() == [7, 1, int(F.BAD_LENGTH), 3]
+    assert rig.tensors.input_ids.tolist()[:3] == [1, 1, 2]
+    assert rig.tensors.slot_mapping.tolist()[:3] == [2 * 4 + 2, 2 * 4 + 3, 3 * 4]
+    assert set(rig.tensors.slot_mapping.tolist()[3:]) == {-1}
+
+
+INTERESTING = (SMALLEST, -1, 0, 2, 5, 7, LARGEST)
+
+
+@pytest.mark.parametrize("rows", [DECODE_ROWS, MIXED_ROWS], ids=["decode", "mixed"])
+@pytest.mark.parametrize("field", range(layout.ROW_FIELDS))
+def test_kernel_and_reference_agree_on_every_single_lie(
+    kernel_device: torch.device, field: int, rows: Sequence[Row]
+) -> None:
+    """Rows that were told nothing wrong about, and share nothing with the row that was, are served as ever."""
+    sizes = Sizes() if rows is DECODE_ROWS else MIXED
+    kernel, reference = Rig(sizes, kernel_device), Rig(sizes, CPU)
+    plain = expect(rows, sizes, {}, 0)
+    for step, (row, value) in enumerate(itertools.product((1, 2), INTERESTING)):  # step numbers must grow
+        if field == layout.ROW_QUERY_START and not (value <= 6 if row == 1 else value >= 1):
+            continue  # tokens of two rows then lie in one place: which of the two is written is left open
+        words = lie(pack(rows, step), field, row, value)
+        kernel.run(words)
+        _run_reference(reference, words)
+        for name in OUTPUTS:
+            have, want = getattr(kernel.tensors, name).cpu(), getattr(reference.tensors, name)
+            if have.is_floating_point():  # NaN compares by its bits
+                have, want = have.view(torch.int32), want.view(torch.int32)
+            assert torch.equal(have, want), (name, row, value)
+        assert torch.equal(kernel.tensors.fault_ring, reference.tensors.fault_ring), (row, value)
+        fallen = [r for r, status in enumerate(reference.tensors.row_status.tolist()) if status == -2]
+        for other in set(range(3)) - {row, *fallen}:
+            for name in ("row_ids", "seq_lens", "row_status", "temperatures", "seeds", "block_table"):
+                assert getattr(reference.tensors, name)[other].tolist() == plain[name][other]
+
+
+def _run_reference(rig: Rig, words: list[int]) -> None:
+    """Run the reference, though `kernel_device` has switched CPU tensors to the interpreter."""
+    from graphrt.kernels import library
+
+    active, library._cpu_runs_triton = library._cpu_runs_triton, False
+    try:
+        rig.run(words)
+    finally:
+        library._cpu_runs_triton = active
+
+
+# -- every tensor wrong by itself
+
+
+def tensors(sizes: Sizes = Sizes(), **changes: Callable[[torch.Tensor], torch.Tensor]) -> RefreshTensors:  # noqa: B008
+    made = Rig(sizes, CPU).tensors
+    return replace(made, **{name: change(getattr(made, name)) for name, change in changes.items()})
+
+
+def run(made: RefreshTensors, sizes: Sizes = Sizes(), **changes: int) -> None:  # noqa: B008
+    s = sizes
+    constants = {
+        "page_size": s.page_size, "num_pages": s.num_pages, "null_page": s.null_page, "max_seq_len": s.max_seq_len,
+        "vocab_size": s.vocab_size, "query_len": s.query_len, "seq_len_fill": s.seq_len_fill,
+    }  # fmt: skip
+    refresh(made, **constants | changes)
+
+
+EVERY = [f.name for f in fields(RefreshTensors)]
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_every_tensor_is_checked_by_itself(name: str) -> None:
+    """Dtype, rank, device and stride of each, with all others right; the one that is wrong is named."""
+    good = getattr(tensors(), name)
+    other = torch.int32 if good.dtype != torch.int32 else torch.int64
+    wrong = {
+        "dtype": lambda t: t.to(other),
+        "rank": lambda t: t.unsqueeze(0),
+        "device": lambda t: t.to("meta"),
+        "stride": lambda t: t.repeat_interleave(2, -1)[..., ::2],
+    }
+    if name == "fault_ring":
+        del wrong["device"]  # may be pinned memory of the host
+    if good.shape[-1] == 1:
+        del wrong["stride"]  # of one value there is none
+    for what, change in wrong.items():
+        with pytest.raises(ShapeError) as caught:
+            run(tensors(**{name: change}))
+        # Other tensors are measured against the device of the first of these and the extents of the rest.
+        if name not in ("record", "row_ids", "input_ids") or what in ("dtype", "stride"):
+            assert str(caught.value).startswith(f"{name}: expected"), what
+
+
+PER_ROW = ("fault_code", "fault_value", "seq_lens", "logits_indices", "row_status", "temperatures", "seeds")
+
+
+@pytest.mark.parametrize("name", [*PER_ROW, "query_start_loc", "positions", "slot_mapping", "block_table"])
+def test_every_extent_is_exact(name: str) -> None:
+    for change in (lambda t: t[1:], lambda t: torch.cat([t, t[:1]])):
+        with pytest.raises(ShapeError, match=rf"^{name}: expected shape"):
+            run(tensors(**{name: change}))
+
+
+def test_extents_that_are_just_enough() -> None:
+    """The smallest record, claims, marks, ring and table do; one less of each is refused."""
+    sizes = Sizes()
+    least = {
+        "record": lambda t: t[: layout.HEADER_SIZE].zero_(),
+        "claims": lambda t: t[: 32 * 4 + 8],
+        "duplicates": lambda t: t[:, :4],
+        "fault_ring": lambda t: t[:1],
+    }
+    made = tensors(**least)
+    run(made)
+    assert made.fault_ring.tolist() == [[0, -1, 0, 0]]
+    assert made.row_status.tolist() == [-1] * 4
+    less = {"record": lambda t: t[:-1], "claims": lambda t: t[:-1], "duplicates": lambda t: t[:, :-1]}
+    less["fault_ring"] = lambda t: t[:0]
+    for name, change in less.items():
+        with pytest.raises(ShapeError, match=rf"^{name}: expected"):
+            run(replace(made, **{name: change(getattr(made, name))}))
+    run(tensors(), max_seq_len=40)
+    with pytest.raises(
+        ShapeError, match="block_table: expected columns for max_seq_len=41 tokens in pages of 4, got 10"
+    ):
+        run(tensors(), max_seq_len=41)
+    run(tensors(block_table=lambda t: t[:, :3].contiguous()), max_seq_len=12)
+    with pytest.raises(ShapeError, match="block_table: expected columns for max_seq_len=13"):
+        run(tensors(block_table=lambda t: t[:, :3].contiguous()), max_seq_len=13)
+    with pytest.raises(ShapeError, match="fault_ring: expected a contiguous tensor"):
+        run(tensors(fault_ring=lambda t: t.repeat(1, 2)[:, :4]))
+    with pytest.raises(ShapeError, match=r"input_ids: expected rows x query_len = 8 tokens, got 4"):
+        run(tensors(), sizes, query_len=2)
+
+
+@pytest.mark.parametrize(("rows", "tokens"), [(1, 1), (1, MAX_TOKENS), (MAX_ROWS, 1), (MAX_ROWS, MAX_TOKENS)])
+def test_the_smallest_and_the_largest_graph(rows: int, tokens: int) -> None:
+    made = tensors(Sizes(reqs=rows, tokens=tokens, query_len=0, max_pages=1, max_seq_len=4))
+    made.record.zero_()
+    run(made, query_len=0, max_seq_len=4)
+    assert made.query_start_loc.tolist() == [0] * (rows + 1)
+    assert set(made.slot_mapping.tolist()) == {-1}
+
+
+@pytest.mark.parametrize(("rows", "tokens"), [(0, 1), (1, 0), (MAX_ROWS + 1, 1), (1, MAX_TOKENS + 1)])
+def test_graphs_that_no_claim_can_name(rows: int, tokens: int) -> None:
+    made = tensors(Sizes(reqs=rows, tokens=tokens, query_len=0, max_pages=1, max_seq_len=4))
+    with pytest.raises(ShapeError, match=rf"got {rows} and {tokens}"):
+        run(made, query_len=0, max_seq_len=4)
+
+
+# -- page lists
+
+
+def test_page_lists_within_and_beyond_their_buffer(where: torch.device) -> None:
+    """indptr may say anything: rows before and beyond the buffer are cut or left out, the others are written."""
+    table = torch.arange(1, 16, dtype=torch.int32, device=where).reshape(3, 5)
+    for indptr, want in (
+        ([0, 5, 6, 8], [1, 2, 3, 4, 5, 6, 11, 12, -7]),
+        ([1, 2, 2, 8], [-7, 1, 11, 12, 13, 14, 15, -7, -7]),
+        ([4, 8, 9, 12], [-7, -7, -7, -7, 1, 2, 3, 4, -7]),
+        ([7, 9, 20, 21], [-7] * 7 + [1, -7]),
+        ([8, 9, 10, 11], [-7] * 9),
+        ([5, 3, 3, 4], [-7, -7, -7, 11, -7, -7, -7, -7, -7]),
+    ):
+        indices = torch.full((9,), -7, dtype=torch.int32, device=where)
+        list_pages(table, torch.tensor(indptr, dtype=torch.int32, device=where), indices[:8])
+        assert indices.tolist() == want, indptr
+
+
+LISTS = {
+    "table-rank": (0, lambda t: t[0], "block_table: expected shape"),
+    "table-dtype": (0, lambda t: t.long(), "block_table: expected dtype int32"),
+    "table-stride": (0, lambda t: t.t().contiguous().t(), "block_table: expected stride 1"),
+    "indptr-short": (1, lambda t: t[1:], r"indptr: expected shape \[3\]"),
+    "indptr-dtype": (1, lambda t: t.long(), "indptr: expected dtype int32"),
+    "indptr-device": (1, lambda t: t.to("meta"), "indptr: expected device cpu"),
+    "indptr-stride": (1, lambda t: t.repeat_interleave(2)[::2], "indptr: expected stride 1"),
+    "indices-rank": (2, lambda t: t[None], "indices: expected shape"),
+    "indices-dtype": (2, lambda t: t.long(), "indices: expected dtype int32"),
+    "indices-device": (2, lambda t: t.to("meta"), "indices: expected device cpu"),
+    "indices-stride": (2, lambda t: t.repeat_interleave(2)[::2], "indices: expected stride 1"),
+}
+
+
+@pytest.mark.parametrize("case", LISTS)
+def test_each_argument_of_a_page_list_is_named_alone(case: str) -> None:
+    at, change, text = LISTS[case]
+    arguments = [torch.zeros(shape, dtype=torch.int32) for shape in ((2, 3), (3,), (6,))]
+    list_pages(*arguments)
+    arguments[at] = change(arguments[at])
+    with pytest.raises(ShapeError, match=text):
+        list_pages(*arguments)
