@@ -99,12 +99,23 @@ class _Submitted:
 
 
 class TextGenerator:
-    """Continues prompts of token ids with a captured runtime, as many at a time as its rows and pages allow."""
+    """Continues prompts of token ids with a captured runtime, as many at a time as its rows and pages allow.
+
+    Without mixed batches (`RuntimeConfig.mixed_batches`), prompts are fed one token per step.
+
+    Raises: ConfigError for a runtime without sampler, or without mixed batches where query_len is not 1.
+    """
 
     def __init__(self, runtime: Runtime) -> None:
         check_instance("runtime", runtime, Runtime, advice="build a Runtime")
         if not runtime.samples:
             raise ConfigError("runtime: expected one with a sampler, got sampler=None; build it with a sampler")
+        config = runtime.config
+        if not config.mixed_batches and config.query_len != 1:
+            raise ConfigError(
+                f"runtime: expected query_len=1 with mixed_batches=False, got {config.query_len}; "
+                "rows that decode have one new token, allow mixed batches"
+            )
         self._runtime = runtime
         self._spec = runtime.kv_cache.spec
 
@@ -216,6 +227,7 @@ class _Running:
     def __init__(self, sequences: Sequence[_Sequence], runtime: Runtime) -> None:
         self._runtime = runtime
         self._page_size = runtime.kv_cache.spec.page_size
+        self._longest_chunk = runtime.config.max_num_tokens if runtime.config.mixed_batches else 1
         self.members: dict[int, _Sequence] = {}
         slots = min(len(sequences), runtime.config.max_num_reqs)
         longest = max((sequence.length_limit for sequence in sequences), default=0)
@@ -284,7 +296,7 @@ class _Running:
             if not budget:
                 break
             prompt, start = self.members[slot].prompt, int(self._scheduled[slot])
-            chunks[slot] = chunk = prompt[start : start + budget]
+            chunks[slot] = chunk = prompt[start : start + min(budget, self._longest_chunk)]
             budget -= len(chunk)
             if start + len(chunk) == len(prompt):
                 done.add(slot)

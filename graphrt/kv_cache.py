@@ -35,7 +35,7 @@ class KVCache:
                         of an fp8 cache: key = stored value * k_scale. 1.0 unless given; fill them in place with what
                         the model was calibrated for before the first step, since stored values are not converted.
                         Empty for other dtypes
-    null_page           id of the page that no sequence owns: spec.null_page, and num_pages - 1 where that is "last"
+    null_page           id of the page that no sequence owns; in `spec` too it is a number, where "last" was given
 
     Built with `allocate`, or around tensors that the caller owns (`KVCache(spec, k, v)`): any strides, the last one 1;
     no two elements of a layer may lie in one place. K and V may be views of one pool, and layers may share tensors.
@@ -77,8 +77,9 @@ class KVCache:
                     f"v[{layer}]: expected other memory than that of k[{layer}], got the same; values would overwrite "
                     "keys, pass two tensors"
                 )
-        self.spec = spec
-        self.null_page = _null_page(spec, int(num_pages))
+        self.spec = spec.resolve(int(num_pages))
+        assert isinstance(self.spec.null_page, int), "resolved"
+        self.null_page = self.spec.null_page
         self.k = tuple(k)
         self.v = tuple(v)
         self.num_pages = int(num_pages)
@@ -152,17 +153,6 @@ def _zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> to
     raise CapacityError(
         f"num_pages: expected a cache that fits {device}, got {shape[2]} pages of {nbytes // shape[2]} bytes; lower it"
     ) from cause
-
-
-def _null_page(spec: KVCacheSpec, num_pages: int) -> int:
-    if isinstance(spec.null_page, str):  # "last"
-        return num_pages - 1
-    if spec.null_page >= num_pages:
-        raise ConfigError(
-            f"KVCacheSpec.null_page: expected a page below num_pages={num_pages}, got {spec.null_page}; "
-            'pass "last" for the last page'
-        )
-    return spec.null_page
 
 
 def _scales(

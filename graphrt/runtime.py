@@ -200,7 +200,7 @@ def _checked_cache(cache: KVCache, spec: KVCacheSpec, num_pages: int, device: to
     """What `allocate_kv` returned; raises ConfigError where it is not what was asked for."""
     check_instance("allocate_kv", cache, KVCache, advice="return a KVCache")
     for name, want, got in (
-        ("spec", spec, cache.spec),
+        ("spec", spec.resolve(num_pages), cache.spec),
         ("num_pages", num_pages, cache.num_pages),
         ("device", device, cache.device),
     ):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -117,7 +117,7 @@ class KVCacheSpec:
     dtype       of the stored keys and values: float16, bfloat16 or float32, in general that of the layers, or fp8
                 (float8_e4m3fn, float8_e5m2), half the bytes and with scales; see KVCache
     null_page   id of the page that no sequence owns; pad rows and table tails point at it. "last" is the cache's last
-                page, for block managers that hand out page 0; see `KVCache.null_page`
+                page, for block managers that hand out page 0; the spec of a KVCache has its number
     """
 
     num_layers: int
@@ -143,6 +143,19 @@ class KVCacheSpec:
             check_int_field(
                 self, "null_page", 0, MAX_PAGES - 1, advice='0 is usual, "last" leaves page 0 to be handed out'
             )
+
+    def resolve(self, num_pages: int) -> KVCacheSpec:
+        """The spec of a cache of `num_pages` pages, with the null page by its number.
+
+        Raises: ConfigError for a null page beyond the cache.
+        """
+        null_page = num_pages - 1 if isinstance(self.null_page, str) else self.null_page
+        if null_page >= num_pages:
+            raise ConfigError(
+                f"KVCacheSpec.null_page: expected a page below num_pages={num_pages}, got {null_page}; "
+                'pass "last" for the last page'
+            )
+        return replace(self, null_page=null_page)
 
     @property
     def bytes_per_page(self) -> int:

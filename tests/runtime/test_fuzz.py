@@ -85,6 +85,7 @@ ARRAYS = [
 ]  # fmt: skip
 
 JUNK = [*SCALARS, *ARRAYS]
+CALLBACKS = ("allocate_kv", "model", "progress", "sampler")  # what these raise is the caller's own: it goes through
 INDEX = st.integers(0, len(JUNK) - 1)
 BOUNDED = settings(
     max_examples=15,
@@ -307,6 +308,8 @@ def attempt(call: Callable[[], Any]) -> None:
 def test_each_argument_with_each_value(world: World, target: str) -> None:
     call, good = TARGETS[target]
     for name, value in itertools.product(good, JUNK):
+        if name in CALLBACKS and callable(value):
+            continue
         try:
             attempt(lambda name=name, value=value: call(world, **(good | {name: value})))
         except Exception as error:
@@ -321,6 +324,7 @@ def test_wrong_arguments_raise_typed_errors_and_the_next_step_is_right(world: Wo
     call, good = TARGETS[target]
     wrong = data.draw(st.lists(st.sampled_from(sorted(good)), min_size=1, max_size=2, unique=True))
     changes = {name: JUNK[data.draw(INDEX)] for name in wrong}
+    changes = {name: None if name in CALLBACKS and callable(value) else value for name, value in changes.items()}
     note(f"wrong arguments: {[(name, type(value), shown(value)) for name, value in changes.items()]}")
     attempt(lambda: call(world, **(good | changes)))
     world.assert_right()

@@ -376,6 +376,20 @@ def test_prompts_longer_than_a_step_run_in_chunks_beside_others(toy: Runtime) ->
     assert_idle_and_right(toy)
 
 
+def test_prompts_without_mixed_batches() -> None:
+    """Every step is a decode step: prompts are fed one token at a time, beside rows that decode."""
+    runtime = make_runtime(CPU, config={"mixed_batches": False})
+    runtime.capture()
+    model, prompts = LivelyModel(CPU), [[5, 6, 7], [9], [4] * 9, [3, 2], [8] * 5]
+    assert run(runtime, prompts, SamplingParams(6)) == [greedy(model, prompt, 6) for prompt in prompts]
+    assert {descriptor.kind.value for descriptor in runtime.stats().replays} == {"decode"}
+    assert not runtime.stats().eager_steps
+    assert_idle_and_right(runtime)
+    wide = make_runtime(CPU, config={"mixed_batches": False, "query_len": 2})
+    with pytest.raises(ConfigError, match="expected query_len=1 with mixed_batches=False, got 2"):
+        TextGenerator(wide)
+
+
 def test_no_prompts(toy: Runtime) -> None:
     assert list(TextGenerator(toy).generate([], SamplingParams(3))) == []
 

@@ -196,6 +196,7 @@ def test_modes_of_the_process_do_not_reach_a_cache(dtype: torch.dtype) -> None:
 def test_the_null_page_may_be_the_last() -> None:
     spec = KVCacheSpec(1, 1, 8, null_page="last")
     assert [KVCache.allocate(spec, pages, CPU).null_page for pages in (2, 9)] == [1, 8]
+    assert KVCache.allocate(spec, 9, CPU).spec == KVCacheSpec(1, 1, 8, null_page=8)
     assert KVCache.allocate(KVCacheSpec(1, 1, 8, null_page=3), 9, CPU).null_page == 3
     with pytest.raises(ConfigError, match='null_page: expected a page below num_pages=9, got 9; pass "last"'):
         KVCache.allocate(KVCacheSpec(1, 1, 8, null_page=9), 9, CPU)

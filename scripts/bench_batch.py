@@ -1,0 +1,64 @@
+"""Host time of making a batch, of packing it into the step record, and of what TextGenerator does per step.
+
+    python scripts/bench_batch.py [--rows 256] [--pages 512]
+
+Every row decodes one token and lists all of its pages. Microseconds, the best of 50; docs/embedding.md quotes them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable
+
+import numpy as np
+
+from graphrt.batch import Batch, Row
+from graphrt.kernels.metadata.record import record_size
+from graphrt.kernels.types import TOKEN_FROM_ROW
+
+PAGE_SIZE = 16
+
+
+def microseconds(call: Callable[[], object], repeats: int = 50) -> float:
+    """Time of a call, the best of several: other work on the machine only adds to it."""
+    times = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        call()
+        times.append(time.perf_counter() - start)
+    return min(times) * 1e6
+
+
+def main() -> None:
+    """Print one line per way to hand a batch over."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", type=int, default=256)
+    parser.add_argument("--pages", type=int, default=512, help="per row")
+    options = parser.parse_args()
+    rows, pages = options.rows, options.pages
+    table = 1 + np.arange(rows * pages, dtype=np.int32).reshape(rows, pages)
+    arrays = {
+        "row_ids": np.arange(rows, dtype=np.int32),
+        "seq_lens": np.full(rows, pages * PAGE_SIZE, np.int32),
+        "page_indptr": np.arange(0, rows * pages + 1, pages, dtype=np.int32),
+        "page_ids": table.reshape(-1),
+    }
+    lists = {name: array.tolist() for name, array in arrays.items()}
+    of_lists = [Row(i, [TOKEN_FROM_ROW], pages * PAGE_SIZE, table[i].tolist()) for i in range(rows)]
+    of_arrays = [Row(i, [TOKEN_FROM_ROW], pages * PAGE_SIZE, table[i]) for i in range(rows)]
+    batch, record = Batch(**arrays), np.zeros(record_size(rows, rows, rows * pages), np.int32)
+    print(f"{rows} rows x {pages} pages, microseconds")
+    for name, call in {
+        "`Batch(...)` of int32 arrays": lambda: Batch(**arrays),
+        "`Batch(...)` of lists": lambda: Batch(**lists),
+        "`Batch.from_rows`, pages as int32 arrays": lambda: Batch.from_rows(of_arrays),
+        "`Batch.from_rows`, pages as lists": lambda: Batch.from_rows(of_lists),
+        "page ids out of a `[rows, pages]` table": lambda: np.concatenate([row[:pages] for row in table]),
+        "packing into the step record": lambda: batch.write_record(record, 1),
+    }.items():
+        print(f"{microseconds(call):8.0f}  {name}")
+
+
+if __name__ == "__main__":
+    main()
