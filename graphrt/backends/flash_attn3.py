@@ -204,8 +204,8 @@ class FlashAttention3Backend(PeerBackend):
                 if scale is not None:
                     options[name] = scale.view(1, -1).expand(descriptor.padded_reqs, spec.num_kv_heads)
         if sinks is not None:
-            # NOTE: every graph records the conversion. A converted copy that is kept would be stale after a write to the
-            # weights, which is allowed between replays.
+            # NOTE: every graph records the conversion. A converted copy that is kept would be stale after a write to
+            # the weights, which is allowed between replays.
             options["sinks"] = sinks.to(torch.bfloat16)
         mixed = descriptor.kind is GraphKind.MIXED
         if mixed:
