@@ -367,8 +367,6 @@ def _refusals_of_layer(have: Capabilities, spec: AttentionSpec, kv: KVCacheSpec)
     reasons = []
     if spec.dtype not in have.dtypes:
         reasons.append(f"dtype {spec.dtype}: supports {listing(have.dtypes)}")
-    if kv.dtype not in (spec.dtype, *FP8_DTYPES):
-        reasons.append(f"dtype {spec.dtype} with KV dtype {kv.dtype}: must be equal, or the cache fp8")
     if have.head_dims is not None and spec.head_dim not in have.head_dims:
         reasons.append(f"head_dim {spec.head_dim}: supports {listing(have.head_dims)}")
     if spec.sliding_window is not None and not have.sliding_window:
@@ -381,6 +379,8 @@ def _refusals_of_layer(have: Capabilities, spec: AttentionSpec, kv: KVCacheSpec)
         reasons.append("alibi_sqrt: not supported")
     if spec.sinks and not have.sinks:
         reasons.append("sinks: not supported")
+    if kv.dtype not in (spec.dtype, *FP8_DTYPES):
+        reasons.append(f"dtype {spec.dtype} with KV dtype {kv.dtype}: must be equal, or the cache fp8")
     return reasons
 
 

@@ -16,15 +16,18 @@ from graphrt.metadata import StepMetadata
 class FlashAttention2Backend(PeerBackend):
     """`flash_attn_with_kvcache` for decode rows, `flash_attn_varlen_func` for mixed batches, which run eagerly.
 
-    Its number of splits follows on the host from the batch, the heads and the table's width, none of which changes
-    between replays: the baked number is right for any lengths, though not the best for ragged ones. Nothing is planned.
+    The library chooses the number of splits on the host, from the batch, the heads and the table's width. None of
+    these changes between replays, so the number that a graph holds is right for any lengths. It is not the best for
+    ragged ones. Nothing is planned per step.
 
-    With one query token it moves the query heads of a group into the sequence, and its grid depends on the query
-    length: a decode graph serves no mixed batch, hence UNIFORM. The kernel clears the part of a V tile that lies beyond
-    a row's length before the product, so NaN in the tail of a page stays there; it exits on a length of 0.
+    Mixed batches have no graph (UNIFORM), because the grid depends on the query length. With one query token, the
+    kernel moves the query heads of a group into the sequence.
 
-    The head sizes are those of the forward-only wheel that this was tested with. Other builds have more; they are not
-    asked, since a size that a build lacks shows at its first call only.
+    NaN in the tail of a page stays there: the kernel clears the part of a V tile that lies beyond a row's length. It
+    exits on a length of 0.
+
+    The head sizes are those of the forward-only wheel that this was tested with. Other builds have more, but nothing
+    says which: a size that a build lacks fails at its first call.
     """
 
     name: ClassVar[str] = "flash_attn2"
@@ -47,7 +50,7 @@ class FlashAttention2Backend(PeerBackend):
     seq_len_fill: ClassVar[int] = 0
     package: ClassVar[Package] = Package(
         "flash_attn",
-        "pip install flash-attn --no-build-isolation",  # its build imports torch, which an isolated one has not
+        "pip install flash-attn --no-build-isolation",  # the build imports torch, which an isolated build lacks
         ("flash-attn",),
         (2, 8),
         ("flash_attn_with_kvcache", "flash_attn_varlen_func"),
@@ -64,7 +67,7 @@ class FlashAttention2Backend(PeerBackend):
         self._kv_starts = None
 
     def schedule(self, metadata: StepMetadata) -> None:
-        """The mask of real tokens, and for mixed batches the prefix sum of lengths that its varlen entry asks for.
+        """The mask of real tokens. For mixed batches also the prefix sum of lengths, which the varlen entry asks for.
 
         Capture-safe: no value is read on the host.
         """
@@ -103,8 +106,11 @@ class FlashAttention2Backend(PeerBackend):
             self.write_lse(self._unbiased(sums, layer, metadata), lse)
 
     def _unbiased(self, sums: torch.Tensor, layer: AttentionLayer, metadata: StepMetadata) -> torch.Tensor:
-        """The log-sum-exp as the contract has it. Without a window the kernel adds slope x key position instead of
-        subtracting slope x distance: the softmax is the same, the sum is off by slope x query position."""
+        """The log-sum-exp as the contract has it.
+
+        Without a window the kernel adds slope x key position, where the definition subtracts slope x distance. The
+        softmax is the same, and the sum is off by slope x query position.
+        """
         window, width = layer.spec.sliding_window, metadata.block_table.shape[1] * layer.k_cache.shape[1]
         if layer.alibi_slopes is None or (window is not None and window <= width):
             return sums

@@ -17,12 +17,12 @@ from graphrt.metadata import StepMetadata
 from graphrt.spec import AttentionSpec
 
 MAX_SPLITS = 32
-"""Most parts that a row's keys are cut into. The scheduler takes fewer where that suffices."""
+"""Most splits of a row's keys. The scheduler takes fewer where these suffice."""
 WORKSPACE_BYTES = 512 << 20
 """Most memory for the partial results of one call. 2,048 tokens of 32 heads of 128 at 32 splits would take 1.1 GB."""
 _TOKENS_PER_SPLIT = 64  # no tile of the kernel covers fewer keys: more splits than that would be empty
 _E4M3_MAX = 448.0
-_SMALLEST_AMAX = 2.0**-40  # below this a query is zero for all that attention can tell
+_SMALLEST_AMAX = 2.0**-40  # attention cannot tell smaller queries from zero
 
 _ScheduleKey = tuple[int, int, int, int]
 """What layers must have in common to share a schedule: query heads, KV heads, head_dim, window."""
@@ -31,29 +31,28 @@ _ScheduleKey = tuple[int, int, int, int]
 class FlashAttention3Backend(PeerBackend):
     """`flash_attn_with_kvcache` for every batch, with `get_scheduler_metadata` recorded in the graph.
 
-    The scheduler's kernel stands at the head of the graph, once per kind of layer: at each replay it computes the
-    splits from that step's lengths, into a tensor that the graph owns, so there is no copy that could be stale. Both
-    calls get the same `num_splits`, the upper bound of the splits and the size of the partial results, and the same
-    longest length, the table's width: from different ones they would disagree about the tensor's layout.
+    The scheduler's kernel is at the head of the graph, once per kind of layer. At each replay it computes the splits
+    from that step's lengths, into a tensor that the graph owns. So no copy of a schedule can be stale. Both calls get
+    the same `num_splits`, which bounds the splits and sizes the partial results. Both get the same longest length, the
+    table's width. With different values they would disagree about the tensor's layout.
 
-    A length of 0 makes no work. The kernel loads V through predicated copies, which leave zeros beyond a row's length.
-    Its TMA path loads whole pages, NaN in their tails included; it is taken for long queries and large pages only, and
-    not with a left padding, so such calls get one, of zeros.
+    Lengths of 0 make no work. NaN in the tail of a page stays there: the kernel loads V through predicated copies,
+    which leave zeros beyond a row's length. Its TMA path would load whole pages, with their tails. The kernel takes
+    that path for long queries and large pages, but not with a left padding. So such calls get a left padding, of zeros.
 
-    An fp8 cache wants fp8 queries: they are scaled per row and KV head by the power of two that brings their largest
-    element below 448, and rounded to e4m3 (3 bits of mantissa, relative error up to 2^-4 per element). The kernel
-    rounds the probabilities to e4m3 as well, so outputs are off by some per cent of their spread: more than with a
-    kernel that converts an fp8 cache to 16 bits.
+    An fp8 cache needs fp8 queries. They are scaled per row and KV head, by the power of two that brings their largest
+    element below 448. Then they are rounded to e4m3: 3 bits of mantissa, a relative error up to 2^-4 per element. The
+    kernel rounds the probabilities to e4m3 as well. Outputs are off by some per cent of their spread, which is more
+    than with a kernel that converts an fp8 cache to 16 bits.
 
-    Sinks are rounded to bfloat16, which is what the kernel takes: a float32 sink that is no bfloat16 value is off by
-    up to 2^-9 of itself, so that between 8 and 16 its weight is off by up to 3 %.
+    Sinks are rounded to bfloat16, which is what the kernel takes. A float32 sink is off by up to 2^-9 of itself, so
+    between 8 and 16 its weight is off by up to 3 %.
 
-    Nodes of a decode graph per layer, beside the kernel and our select: a merge of the splits, which also zeroes the
-    scheduler's semaphore; or, where `num_splits` is 1, a fill that only does that. Few splits save memory, not
-    nodes.
+    Graph nodes per layer, beside the kernel and our select: one merge of the splits, which also zeroes the scheduler's
+    semaphore. Where `num_splits` is 1, one fill zeroes the semaphore instead. Few splits save memory, not nodes.
 
-    No softcap and no other head sizes: the build that this was tested with has neither compiled in, and there is no
-    public way to ask another one.
+    No softcap and no other head sizes: the build that this was tested with has neither compiled in. There is no public
+    way to ask another build.
     """
 
     name: ClassVar[str] = "flash_attn3"
@@ -117,7 +116,7 @@ class FlashAttention3Backend(PeerBackend):
         return [] if "sinks" in taken else [f"sinks: not in this build; run {cls.package.install}"]
 
     def allocate(self) -> None:
-        """Import the package, and allocate masks. Schedules and partial results are the graphs' own."""
+        """Import the package, and allocate masks. Graphs own their schedules and partial results."""
         super().allocate()
         self._forget_step()  # of a capture that failed
         self._no_left_padding = torch.zeros(self.context.max_num_reqs, dtype=torch.int32, device=self.context.device)
@@ -133,10 +132,10 @@ class FlashAttention3Backend(PeerBackend):
         self._scheduled_for = self._token_rows = None
 
     def num_splits(self, descriptor: BatchDescriptor, spec: AttentionSpec) -> int:
-        """Upper bound of the splits at one size, fixed when it is captured.
+        """Upper bound of the splits at one size, fixed when that size is captured.
 
-        At most MAX_SPLITS, what the longest sequence can use, and what fits into WORKSPACE_BYTES of partial results;
-        1 in batch-invariant mode, so that a row's sums never depend on how busy the device is.
+        It is the least of MAX_SPLITS, what the longest sequence can use, and what fits into WORKSPACE_BYTES of partial
+        results. It is 1 in batch-invariant mode, so that a row's sums never depend on how busy the device is.
         """
         if self.context.batch_invariant:
             return 1
@@ -147,8 +146,7 @@ class FlashAttention3Backend(PeerBackend):
     def schedule(self, metadata: StepMetadata) -> None:
         """Record the scheduler once per kind of layer, and the mask of real tokens.
 
-        Capture-safe: lengths are read on the device; the library allocates the tensor, in the graph's pool, and knows
-        its size.
+        Capture-safe: lengths are read on the device. The library allocates the schedule in the graph's pool.
         """
         super().schedule(metadata)
         descriptor, mixed = metadata.descriptor, metadata.descriptor.kind is GraphKind.MIXED
@@ -206,8 +204,8 @@ class FlashAttention3Backend(PeerBackend):
                 if scale is not None:
                     options[name] = scale.view(1, -1).expand(descriptor.padded_reqs, spec.num_kv_heads)
         if sinks is not None:
-            # The dtype that the kernel takes; a conversion only where it differs. It is recorded in every graph and not
-            # done once: a copy kept here would hide what is written to the weights between replays, which is allowed.
+            # NOTE: every graph records the conversion. A converted copy that is kept would be stale after a write to
+            # the weights, which is allowed between replays.
             options["sinks"] = sinks.to(torch.bfloat16)
         mixed = descriptor.kind is GraphKind.MIXED
         if mixed:
@@ -232,8 +230,8 @@ class FlashAttention3Backend(PeerBackend):
             self.write_lse(sums.transpose(0, 1) if mixed else sums.transpose(1, 2).reshape(lse.shape), lse)
 
     def _left_padding(self, descriptor: BatchDescriptor, spec: AttentionSpec) -> torch.Tensor | None:
-        """Zeros where the kernel might else load whole pages by TMA: a page of 64 tokens or more, which a tile may
-        divide, and more than 64 rows of queries per KV head."""
+        """Zeros where the kernel might load whole pages by TMA, else None. It might with pages of 64 tokens or more,
+        and with more than 64 rows of queries per KV head."""
         if self.context.kv.page_size < 64 or _max_query_len(descriptor) * spec.group <= 64:
             return None
         assert self._no_left_padding is not None, "schedule() has checked that buffers are allocated"
@@ -244,7 +242,7 @@ class FlashAttention3Backend(PeerBackend):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Queries in e4m3 and their scales [padded_reqs, num_kv_heads], powers of two: dividing by them is exact.
 
-        A row's scale depends on its own queries alone. Queries of pad tokens may hold anything, and count as zeros.
+        A row's scale depends on its own queries alone. Queries of pad tokens may be NaN, and count as zeros.
         """
         descriptor, heads = metadata.descriptor, spec.num_kv_heads
         masks, rows = self._allocated(), self._token_rows

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 _SMALLEST_WORKSPACE = 128 << 20  # what its documentation asks for
 _CPU_SMS = 132  # without a device, for tests
-_TENSOR_CORE_BACKEND = "fa2"  # what it takes by itself for 16-bit queries before sm_100
+_TENSOR_CORE_BACKEND = "fa2"  # the library's own choice for 16-bit queries before sm_100
 
 Int32Array = npt.NDArray[np.int32]
 
@@ -52,19 +52,22 @@ class _Buffers:
 class FlashInferBackend(PeerBackend):
     """BatchDecodeWithPagedKVCacheWrapper in graph mode on tensor cores; mixed batches eagerly by its prefill wrapper.
 
-    Three writers, none of whom touches another's buffers. `plan()` runs in `plan_replay`, gets the lengths of the
-    batch as host arrays, and alone writes the row offsets (`indptr`), the lengths of last pages and the plan itself.
-    The refresh alone writes page ids, to the block table. `schedule` lists them on the device as the wrapper wants
-    them, by the offsets of that same plan, and alone writes `indices`; plan() is given an empty list.
+    There are three writers, each with buffers of its own:
 
-    There is a wrapper per captured size. All share the float workspace, the plan's device memory and its pinned
-    memory, since steps follow each other on one stream and each has its plan uploaded before it. The pinned memory is
-    guarded by an event behind the upload: the next plan waits for it, so the host runs at most one step ahead.
+        plan()       in `plan_replay`   row offsets (`indptr`), lengths of last pages, and the plan itself
+        the refresh  in the graph       page ids, to the block table
+        `schedule`   in the graph       `indices`: the page ids as one list, by the offsets of that plan
 
-    Pad rows are planned as one token in the null page (a length of 0 has made this kernel read out of bounds), and
-    their output is zeroed. That fill is the plan's: the kernel never reads the `seq_lens` that the refresh fills, whose
-    pad value is stated as 1 so that both say the same. V is loaded with zeros beyond a row's length, so NaN in the tail
-    of a page stays there.
+    plan() is given an empty list of page ids.
+
+    There is a wrapper per captured size. All share the float workspace and the plan's memory, on the device and pinned.
+    They can, because steps follow each other on one stream and each has its plan uploaded before it. An event behind
+    the upload guards the pinned memory. The next plan waits for that event, so the host runs at most one step ahead.
+
+    Pad rows are planned as one token in the null page, since this kernel has read out of bounds at a length of 0. Their
+    output is zeroed. The kernel never reads `seq_lens`; their fill is 1 so that both say the same.
+
+    NaN in the tail of a page stays there: V is loaded with zeros beyond a row's length.
     """
 
     name: ClassVar[str] = "flashinfer"
@@ -113,8 +116,8 @@ class FlashInferBackend(PeerBackend):
         return reasons
 
     def allocate(self) -> None:
-        """Import the package and allocate what all wrappers share. Wrappers of a capture that failed are dropped: they
-        hold the buffers of then."""
+        """Import the package and allocate what all wrappers share. Wrappers of a capture that failed hold its buffers,
+        so they are dropped."""
         self._drop()
         super().allocate()
         context, device, rows = self.context, self.context.device, self.context.max_num_reqs
@@ -146,21 +149,21 @@ class FlashInferBackend(PeerBackend):
     def plan_capture(self, descriptor: BatchDescriptor) -> None:
         """Make the wrapper of this size, compile its kernels, and plan rows of one token.
 
-        Captured is where the plan lies, not what it says. Mixed steps are never captured: nothing to prepare.
+        A graph holds where the plan lies, not what it says. Mixed steps are never captured, so there is nothing to do.
         """
         if descriptor.kind is GraphKind.DECODE:
             self._plan_decode(descriptor.padded_reqs, np.ones(descriptor.padded_reqs, np.int32))
 
     def plan_replay(self, descriptor: BatchDescriptor, batch: Batch) -> None:
-        """Plan the step from the host's lengths; pad rows as one token in the null page.
+        """Plan the step from the host's lengths, with pad rows of one token in the null page.
 
-        Raises: ReplayError when the plan is laid out in another way than the captured one.
+        Raises: ReplayError when the plan has another layout than the captured one.
         """
         if descriptor.kind is GraphKind.MIXED:
             self._plan_mixed(batch)
             return
         seq_lens = np.ones(descriptor.padded_reqs, np.int32)
-        # A length that the refresh will refuse must not become an offset: the row is planned as a pad row is.
+        # A length that the refresh will refuse must not become an offset. Such a row is planned as a pad row.
         np.maximum(batch.seq_lens, 1, out=seq_lens[: batch.num_reqs])
         self._plan_decode(descriptor.padded_reqs, seq_lens)
 
@@ -183,8 +186,8 @@ class FlashInferBackend(PeerBackend):
     ) -> None:
         """Attend by the plan. Capture-safe in decode steps: the plan is read on the device.
 
-        The wrappers take scales of the cache as Python numbers, which a graph would freeze: the keys' is folded into
-        the queries and the values' into the output, on the device.
+        The wrappers take scales of the cache as Python numbers, which a graph would freeze. So the scale of the keys is
+        multiplied into the queries, and the scale of the values into the output, on the device.
         """
         mixed = metadata.descriptor.kind is GraphKind.MIXED
         wrapper = self._prefill if mixed else self._wrappers.get(metadata.descriptor.padded_reqs)
@@ -228,11 +231,11 @@ class FlashInferBackend(PeerBackend):
         if layout != self._layouts.setdefault(rows, layout):
             raise ReplayError(
                 f"plan of {rows} rows: expected the layout {self._layouts[rows]} of the captured plan, got {layout}; "
-                "report it, this version of flashinfer lays its plan out by lengths"
+                "report this: the layout of this flashinfer's plans depends on lengths"
             )
 
     def _layout(self, wrapper: Any) -> tuple[int, ...]:
-        """Where a plan lies in the plan memory. There is no public way to learn it, and no safe way without."""
+        """Where a plan lies in the plan memory. There is no public way to ask, but replay is unsafe without it."""
         try:
             layout = tuple(int(x) for x in wrapper._plan_info)
         except (AttributeError, TypeError, ValueError) as error:
@@ -243,8 +246,8 @@ class FlashInferBackend(PeerBackend):
 
     def _other_version(self, wanted: str) -> UnsupportedError:
         return UnsupportedError(
-            f"{self.package.module}: expected {wanted}, got a version without; choose another backend, or the version "
-            "0.6.4 that this was written for"
+            f"{self.package.module}: expected {wanted}, got a version without; install version 0.6.4, or choose "
+            "another backend"
         )
 
     def _plan_mixed(self, batch: Batch) -> None:
@@ -279,8 +282,8 @@ class FlashInferBackend(PeerBackend):
         return {
             "q_data_type": spec.dtype,
             "kv_data_type": stored,
-            # Partial results have the output's dtype, and the values' scale is still to come: float16 holds any mean
-            # of fp8 values, and rounds it finer than bfloat16 does afterwards.
+            # Partial results have the output's dtype, before the scale of the values. float16 holds any mean of fp8
+            # values, and rounds it finer than bfloat16.
             "o_data_type": torch.float16 if stored in FP8_DTYPES else spec.dtype,
             "sm_scale": spec.scale,
             "window_left": -1 if spec.sliding_window is None else spec.sliding_window - 1,
@@ -290,7 +293,7 @@ class FlashInferBackend(PeerBackend):
     def _write_lengths(
         self, seq_lens: Int32Array, query_lens: Int32Array
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Row offsets, lengths of last pages and query offsets in pinned memory, once no upload reads it any more."""
+        """Row offsets, lengths of last pages and query offsets in pinned memory, after its last upload."""
         slot = self._have_buffers().slot
         slot.wait()
         n, page_size, record = len(seq_lens), self.context.kv.page_size, slot.record
@@ -317,9 +320,9 @@ class FlashInferBackend(PeerBackend):
         return self._share(wrapper)
 
     def _share(self, wrapper: Any) -> Any:
-        """Give a wrapper the plan memory of the first: 8 MB on the device and 8 MB pinned, else once per size.
+        """Give a wrapper the plan memory of the first, which is 8 MB on the device and 8 MB pinned per wrapper.
 
-        The guard of `_slot` then covers every wrapper. There is no public way to share the pinned half.
+        The event of `_Buffers.slot` then guards every wrapper. There is no public way to share the pinned half.
         """
         names = ("_int_workspace_buffer", "_pin_memory_int_workspace_buffer")
         if not all(hasattr(wrapper, name) for name in names):
@@ -333,7 +336,7 @@ class FlashInferBackend(PeerBackend):
     def _workspace_bytes(self) -> int:
         """Room for the partial results of the largest step: per query head, a tile of queries for every program.
 
-        plan() raises when it is too small, so an estimate will do.
+        An estimate is enough, since plan() raises when the workspace is too small.
         """
         spec, device = self._spec, self.context.device
         sms = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else _CPU_SMS

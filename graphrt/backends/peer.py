@@ -36,7 +36,7 @@ class Package:
     def missing(self) -> str | None:
         """Why the package cannot be used, with the command that helps, or None. Imports nothing."""
         spec = importlib.util.find_spec(self.module)
-        if spec is None or spec.origin is None:  # no origin: a folder of that name on the path, with no module in it
+        if spec is None or spec.origin is None:  # without an origin it is an empty folder of that name
             return f"package {self.module}: not installed; run {self.install}"
         for distribution in self.distributions:
             try:
@@ -53,8 +53,8 @@ class Package:
     def load(self) -> Any:
         """Import the package.
 
-        Raises: UnsupportedError with the pip command where it is missing, broken (a library that it links to lacks, it
-        was built for another torch) or without a name that we call.
+        Raises: UnsupportedError, with the pip command, where the package is missing, cannot be imported or lacks a name
+        that we call. A package that was built for another torch cannot be imported.
         """
         try:
             module = importlib.import_module(self.module)
@@ -73,7 +73,7 @@ class Package:
 
 @dataclass(frozen=True, slots=True)
 class _Masks:
-    """What results are selected by. The constants are in device memory because a capture allows no copy from the host.
+    """What results are selected by. Constants are in device memory, because a capture allows no copy from the host.
 
     live            [tokens]  bool     which tokens of the step are real
     zero            []        layers' dtype
@@ -88,8 +88,8 @@ class _Masks:
 class PeerBackend(AttentionBackend):
     """A backend whose kernels come from another package.
 
-    Such kernels leave the rows of pad tokens unwritten, or fill them with what the null page holds. So `schedule`
-    notes once per step which tokens are real, and every result passes through a select on its way into `out`.
+    Such kernels leave pad tokens unwritten, or write what the null page holds. So `schedule` notes once per step which
+    tokens are real, and `write_out` selects these on the way into `out`.
     """
 
     package: ClassVar[Package]
@@ -127,7 +127,7 @@ class PeerBackend(AttentionBackend):
         )
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """What `schedule` rewrites at every step. Constants are not in it: they must keep their values."""
+        """What `schedule` rewrites at every step. Constants must keep their values, so they are not in it."""
         return {} if self._masks is None else {"live": self._masks.live}
 
     def close(self) -> None:

@@ -1,7 +1,7 @@
-"""What each backend costs by batch size and context length, as measured on a device: what the registry ranks by.
+"""What each backend costs by batch size and context length, measured on a device. The registry ranks by it.
 
-`ranking.json` beside this file holds the figures. `scripts/make_docs.py` makes it from the committed result of
-`scripts/bench_backends.py`; without such a result it is empty, and the registry's static order applies.
+`ranking.json` beside this file holds the figures. `scripts/make_docs.py` makes that file from the committed result of
+`scripts/bench_backends.py`. Without such a result the file is empty, and the registry's static order applies.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ class Ranking:
     def relative_times(self, names: Iterable[str], *, max_num_reqs: int, max_seq_len: int) -> dict[str, float]:
         """Mean time of each of the backends, the fastest being 1.0, in ascending order.
 
-        The mean is geometric and over the sizes that a runtime of these capacities can meet: batches up to
-        max_num_reqs and contexts up to max_seq_len, or the smallest measured where it is smaller than these. A backend
-        that lacks a figure there which another has is left out: over other sizes its mean would say something else.
+        The mean is geometric. It is over the sizes that a runtime of these capacities can meet: batches up to
+        max_num_reqs, and contexts up to max_seq_len. A runtime below the smallest measured size is ranked by that size.
+        A backend is left out if it lacks a figure that another has: its mean would be over other sizes.
         """
         wanted = list(dict.fromkeys(names))
         cells = [

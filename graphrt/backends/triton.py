@@ -32,8 +32,8 @@ _ScheduleKey = tuple[int, int, int, torch.dtype, int]
 class TritonBackend(AttentionBackend):
     """One kernel launch per layer; nothing is planned on the host. On CPU through the Triton interpreter, for tests.
 
-    The schedule is made on the device at the head of the step: one launch, and one work list, for all layers that have
-    heads and window in common.
+    The device makes the schedule at the head of the step. Layers of equal heads and window share one launch and one
+    work list.
     """
 
     name: ClassVar[str] = "triton"
@@ -62,11 +62,11 @@ class TritonBackend(AttentionBackend):
         self._work_lists: dict[_ScheduleKey, torch.Tensor] = {}
         self._plans: dict[tuple[_ScheduleKey, BatchDescriptor], AttentionPlan] = {}
         self._workspace: AttentionWorkspace | None = None
-        self._num_sms, self._native = _INTERPRETER_SMS, True  # the device's plans, as far as Triton runs them
+        self._num_sms, self._native = _INTERPRETER_SMS, True  # on CPU: the plans of a device
         if context.device.type == "cuda":
             self._num_sms = torch.cuda.get_device_properties(context.device).multi_processor_count
             self._native = runs_native(context.device)
-        # Where pages do not hold whole tiles the CUDA kernel never runs, and Triton has better plans of its own.
+        # Where pages do not hold whole tiles, the CUDA kernel never runs. Triton has better plans of its own there.
         self._native &= context.kv.page_size % NATIVE_PAGE_MULTIPLE == 0
 
     @classmethod
@@ -100,7 +100,7 @@ class TritonBackend(AttentionBackend):
         self._workspace = AttentionWorkspace.allocate(every_plan, context.device)
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Work lists and workspace. All may be poisoned between replays, but for the counters, which are 0 there."""
+        """Work lists and workspace. All but the counters may be poisoned between replays; the counters are 0 there."""
         if self._workspace is None:
             return {}
         lists = {f"work_list_{index}": tensor for index, tensor in enumerate(self._work_lists.values())}
@@ -144,7 +144,7 @@ class TritonBackend(AttentionBackend):
         sinks: torch.Tensor | None = None,
         lse: torch.Tensor | None = None,
     ) -> None:
-        """Attend with one launch, by the work list of this step's `schedule`; an older list gives an older result.
+        """Attend with one launch, by the work list that this step's `schedule` made.
 
         Capture-safe: the grid follows from the descriptor, lengths stay on the device.
         """

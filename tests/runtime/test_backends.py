@@ -123,8 +123,8 @@ def test_a_refused_name_gives_every_reason(third_party: type[AttentionBackend]) 
 def test_triton_reasons() -> None:
     odd = AttentionSpec(4, 2, 12, torch.float16)
     assert TritonBackend.why_not(context(odd, device=CUDA, kv_dtype=torch.bfloat16, max_query_len=17)) == [
-        "dtype torch.float16 with KV dtype torch.bfloat16: must be equal, or the cache fp8",
         "head_dim 12: supports multiples of 8 from 16 to 256",
+        "dtype torch.float16 with KV dtype torch.bfloat16: must be equal, or the cache fp8",
         "query_len 17: decodes at most 16 tokens per row",
     ]
 

@@ -1,0 +1,183 @@
+"""Bounds of the peers from both sides, and conditions on layers with the one that matters at every place."""
+
+from __future__ import annotations
+
+from importlib.metadata import PackageNotFoundError
+from typing import Any
+
+import pytest
+import torch
+
+from graphrt.backends import peer
+from graphrt.backends.base import AttentionBackend, BackendContext, listing
+from graphrt.backends.flash_attn2 import FlashAttention2Backend
+from graphrt.backends.flash_attn3 import FlashAttention3Backend
+from graphrt.backends.flashinfer import FlashInferBackend
+from graphrt.capture.descriptor import BatchDescriptor
+from graphrt.spec import AttentionSpec
+from tests.backends.fake_packages import install, install_package
+from tests.backends.peer_kit import BF16, CUDA, FULL, context, layer_of, metadata_of, step
+
+E4M3 = torch.float8_e4m3fn
+
+
+@pytest.fixture
+def installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The three packages, as far as the questions to the classes go."""
+    taking = lambda q, k_cache, v_cache, sinks=None: None  # noqa: E731
+    names = {"get_scheduler_metadata": None, "flash_attn_with_kvcache": taking}
+    for module in ("flash_attn", "flash_attn_interface", "flashinfer"):
+        install(monkeypatch, module, **(names if module == "flash_attn_interface" else {}))
+
+
+def on_device(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+
+
+GENERATIONS = [
+    (FlashAttention2Backend, (7, 5), "device sm_75: needs sm_80 or newer"),
+    (FlashAttention2Backend, (8, 0), None),
+    (FlashAttention2Backend, (12, 0), None),
+    (FlashInferBackend, (7, 9), "device sm_79: needs sm_80 or newer"),
+    (FlashInferBackend, (8, 0), None),
+    (FlashAttention3Backend, (8, 9), "device sm_89: needs sm_90 or newer"),
+    (FlashAttention3Backend, (9, 0), None),
+    (FlashAttention3Backend, (10, 0), "device sm_10x: the kernels are compiled for sm_90a, which runs on sm_90 alone"),
+]
+
+
+@pytest.mark.usefixtures("installed")
+@pytest.mark.parametrize(("cls", "capability", "reason"), GENERATIONS, ids=str)
+def test_generations_of_devices(
+    cls: type[AttentionBackend], capability: tuple[int, int], reason: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    on_device(monkeypatch, capability)
+    assert cls.why_not(context(device=CUDA)) == ([] if reason is None else [reason])
+
+
+VERSIONS = [
+    ({}, None),
+    ({"acme": "0.5.9"}, "0.5.9"),
+    ({"acme": "0.6"}, None),
+    ({"acme": "0.6.0"}, None),
+    ({"acme": "0.10"}, None),
+    ({"acme": "1.0"}, None),
+    ({"acme": "0"}, "0"),
+    ({"acme_cu13": "0.5"}, "0.5"),
+    ({"acme_cu13": "0.6"}, None),
+    ({"acme": "0.6", "acme_cu13": "0.5"}, None),
+]
+
+
+@pytest.mark.parametrize(("found", "refused"), VERSIONS, ids=str)
+def test_versions_of_packages(found: dict[str, str], refused: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By number, not by text; the first distribution that is found counts; a build without a version passes."""
+    install(monkeypatch, "acme")
+
+    def version(name: str) -> str:
+        if name not in found:
+            raise PackageNotFoundError(name)
+        return found[name]
+
+    monkeypatch.setattr(peer, "version", version)
+    package = peer.Package("acme", "pip install acme", ("acme", "acme_cu13"), (0, 6), ())
+    wanted = (
+        None if refused is None else f"package acme: needs version 0.6, got {refused}; run pip install acme --upgrade"
+    )
+    assert package.missing() == wanted
+
+
+def layers_with(other: AttentionSpec, at: int, plain: AttentionSpec = FULL) -> list[AttentionSpec]:
+    layers = [plain] * 3
+    layers[at] = other
+    return layers
+
+
+@pytest.mark.usefixtures("installed")
+@pytest.mark.parametrize("at", [0, 1, 2])
+def test_flash_attn3_with_an_fp8_cache_wants_bfloat16_in_every_layer(at: int) -> None:
+    half = AttentionSpec(8, 2, 64, torch.float16)
+    refused = context(*layers_with(half, at), device=CUDA, kv_dtype=E4M3)
+    assert FlashAttention3Backend.why_not(refused) == [
+        "KV dtype float8_e4m3fn: its output is bfloat16, so the layers must be"
+    ]
+    assert FlashAttention3Backend.why_not(context(FULL, FULL, FULL, device=CUDA, kv_dtype=E4M3)) == []
+
+
+@pytest.mark.parametrize("at", [0, 1, 2])
+def test_flash_attn3_asks_for_sinks_if_any_layer_has_them(at: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    without = lambda q, k_cache, v_cache: None  # noqa: E731
+    install(monkeypatch, "flash_attn_interface", flash_attn_with_kvcache=without, get_scheduler_metadata=None)
+    asked = context(*layers_with(AttentionSpec(8, 2, 64, BF16, sinks=True), at), device=CUDA)
+    assert FlashAttention3Backend.why_not(asked) == ["sinks: not in this build; run pip install tokenspeed-fa3"]
+    assert FlashAttention3Backend.why_not(context(FULL, FULL, device=CUDA)) == []
+
+
+AGREE: dict[str, dict[str, Any]] = {
+    "num_q_heads 8, 16": {"num_q_heads": 16},
+    "sliding_window None, 7": {"sliding_window": 7},
+    "logits_softcap None, 2.0": {"logits_softcap": 2.0},
+    "scale 0.125, 0.5": {"softmax_scale": 0.5},
+}
+
+
+@pytest.mark.usefixtures("installed")
+@pytest.mark.parametrize("at", [1, 2])
+@pytest.mark.parametrize("text", AGREE)
+def test_flashinfer_wants_layers_that_agree(text: str, at: int) -> None:
+    options = {"num_q_heads": 8, "num_kv_heads": 2, "head_dim": 64, "dtype": BF16} | AGREE[text]
+    asked = context(*layers_with(AttentionSpec(**options), at), device=CUDA)
+    assert FlashInferBackend.why_not(asked) == [f"{text}: one plan serves all layers, they must agree"]
+    alike = context(*[AttentionSpec(**options)] * 3, device=CUDA)
+    assert FlashInferBackend.why_not(alike) == []
+
+
+@pytest.mark.parametrize(
+    ("page_size", "query_len", "padded"), [(63, 17, False), (64, 16, False), (64, 17, True), (65, 17, True)]
+)
+def test_left_padding_of_flash_attn3(
+    page_size: int, query_len: int, padded: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From pages of 64 tokens on, and above 64 rows of queries per KV head: 16 or 17 tokens of 4 heads."""
+    install_package(monkeypatch, "flash_attn3", "flash_attn_interface")
+    backend = FlashAttention3Backend(context(page_size=page_size, max_query_len=17, max_num_tokens=68))
+    backend.allocate()
+    padding = backend._left_padding(BatchDescriptor.decode(3, query_len), FULL)
+    assert (padding is not None) == padded
+    assert padding is None or padding.tolist() == [0, 0, 0]
+
+
+@pytest.mark.parametrize(("max_seq_len", "splits"), [(64, 1), (65, 2), (128, 2), (129, 3), (2048, 32), (2049, 32)])
+def test_splits_of_flash_attn3_cover_64_keys_each(max_seq_len: int, splits: int) -> None:
+    backend = FlashAttention3Backend(context(FULL, page_size=1, max_seq_len=max_seq_len))
+    assert backend.num_splits(BatchDescriptor.decode(1), FULL) == splits
+
+
+@pytest.mark.parametrize(("window", "biased"), [(None, True), (1023, False), (1024, False), (1025, True)])
+def test_flash_attn2_takes_the_bias_out_of_the_lse(
+    window: int | None, biased: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a window up to the table's width, of 1,024 tokens here, the kernel has none in it."""
+    spec = AttentionSpec(8, 2, 64, BF16, alibi_slopes=(0.5,) * 8, sliding_window=window)
+    sums = lambda q, *args, **kwargs: (torch.zeros_like(q), torch.ones(4, 8, 1))  # noqa: E731
+    install(monkeypatch, "flash_attn", flash_attn_with_kvcache=sums, flash_attn_varlen_func=None)
+    asked = context(spec)
+    backend = FlashAttention2Backend(asked)
+    backend.allocate()
+    metadata = metadata_of(asked, BatchDescriptor.decode(4), live=4)
+    metadata.positions.copy_(torch.tensor([0, 4, 2, 6]))
+    layer = layer_of(asked, alibi_slopes=torch.full((8,), 0.5))
+    _, lse = step(backend, metadata, torch.zeros(4, 8, 64, dtype=BF16), [layer])
+    assert lse[:, 0].tolist() == ([1.0, -1.0, 0.0, -2.0] if biased else [1.0] * 4)
+
+
+def test_listings_show_multiples_from_five_values_on() -> None:
+    assert listing((8, 16, 24, 32)) == "8, 16, 24, 32"
+    assert listing((8, 16, 24, 32, 40)) == "multiples of 8 from 8 to 40"
+    assert listing((8, 16, 24, 32, 48)) == "8, 16, 24, 32, 48"
+
+
+def test_the_width_of_the_block_table_is_rounded_up() -> None:
+    widths = [BackendContext((FULL,), context(page_size=16).kv, CUDA, 1, 1, n).max_pages for n in (1, 16, 17, 32, 33)]
+    assert widths == [1, 1, 2, 2, 3]
