@@ -3,7 +3,7 @@
 A mutant replaces a span of the text, so that everything else keeps its line and the diff shows one change. Spans come
 from the syntax tree. Left out is what no test is asked to notice: docstrings, annotations, imports, error texts and
 other strings, assertions, blocks for type checkers, decorators, branches for CUDA devices, functions that only list
-what to compile, and arguments that say how fast something is done (`SPEED`).
+what to compile, and arguments and constants that say how fast something is done (`SPEED`, `SPEED_NAMES`).
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ SWAPS = {
 NAMES = {"min": "max", "max": "min", "any": "all", "all": "any", "minimum": "maximum", "maximum": "minimum",
          "argmin": "argmax", "argmax": "argmin", "bisect_left": "bisect_right"}  # fmt: skip
 SPEED = frozenset({"num_warps", "num_stages", "non_blocking", "pin_memory", "eviction_policy", "slots", "advice"})
+SPEED_NAMES = re.compile(r"_(\w+_)?(NUM_WARPS|BLOCK|TILE_ELEMENTS)")
 UNJUDGED_FUNCTIONS = frozenset({"compile_variants", "unavailable"})
 
 
@@ -140,6 +141,8 @@ class _Finder:
         if isinstance(node, (ast.Import, ast.ImportFrom, ast.Assert, ast.Pass)):
             return
         if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+            return
+        if isinstance(node, ast.Assign) and SPEED_NAMES.fullmatch(ast.unparse(node.targets[0])):
             return
         yield from self.of_simple(node)
         cuda = isinstance(node, ast.If) and re.search(r"cuda|\bdevice\.type\b", ast.unparse(node.test))

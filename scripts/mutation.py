@@ -97,9 +97,6 @@ class Verdict:
     seconds: float
 
 
-# -- in the child
-
-
 class _Recorder:
     """A pytest plugin: runs the chosen tests in the chosen order, times them, and ends the process when one hangs."""
 
@@ -194,9 +191,6 @@ def _run_tests(tree: Path, arguments: list[str], recorder: _Recorder, traced: It
         "seconds": recorder.seconds,
         "lines": {test: {path: sorted(x) for path, x in files.items()} for test, files in lines.items()},
     }
-
-
-# -- in the parent
 
 
 @dataclass(slots=True)
@@ -428,14 +422,14 @@ def report(verdicts: Sequence[Verdict], sources: dict[str, bytes]) -> dict[str, 
 
 def run(
     root: Path, files: list[str], tests: list[str], *, seed: int, count: int, minutes: float, seconds: float,
-    workers: int, cache: Path,
+    workers: int, cache: Path, watched: Sequence[str] = (),
 ) -> dict[str, Any]:  # fmt: skip
-    """The whole job for a checkout; see the head of this file."""
+    """The whole job for a checkout; see the head of this file. Notes of lines are of `watched` and of `files`."""
     start = time.monotonic()
     sources = {path: (root / path).read_bytes() for path in files}
     with tempfile.TemporaryDirectory(prefix="mutation-") as folder:
         pool = Workers(root, Path(folder).resolve(), workers)
-        known = measure(pool, root, files, tests, cache)
+        known = measure(pool, root, list(dict.fromkeys([*watched, *files])), tests, cache)
         measured = time.monotonic() - start
         mutants = choose(sources, count, seed)
         until = time.monotonic() + 60 * minutes
@@ -465,13 +459,16 @@ def main() -> int:
     parser.add_argument("--json", type=Path, help="write the result here too")
     options = parser.parse_args()
     _preload()
-    files = [path for path in python_files(ROOT, options.files.split(",")) if path not in UNJUDGED]
+    watched, files = (
+        [path for path in python_files(ROOT, names) if path not in UNJUDGED]
+        for names in (FILES, options.files.split(","))
+    )
     names = {path: Path(path).stem for path in python_files(ROOT, options.tests.split(","))}
     tests = [path for path, name in names.items()
              if name.startswith("test_") and not any(fnmatch(name, f"test_{left}") for left in LEFT_OUT)]  # fmt: skip
     result = run(
         ROOT, files, tests, seed=options.seed, count=options.count, minutes=options.minutes, seconds=options.seconds,
-        workers=options.workers, cache=options.cache,
+        workers=options.workers, cache=options.cache, watched=watched,
     )  # fmt: skip
     sys.path.insert(0, str(ROOT))
     from graphrt.bench.timer import provenance  # no earlier: children must import graphrt from their own tree

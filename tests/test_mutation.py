@@ -74,6 +74,8 @@ UNTOUCHED = [
     "@jit(3)\nclass A:\n    pass",
     "def compile_variants():\n    return 1 + 2",
     "x = f'{a + 1}'",
+    "_ROW_BLOCK = 256",
+    "_NUM_WARPS = 4",
     "def f(a: int | None) -> int | None: ...",
 ]
 

@@ -60,6 +60,7 @@ def test_keys_that_hold_nothing_or_something_else(kind: GraphKind, rows: int, to
 
 def test_the_smallest_key_of_each_kind() -> None:
     assert BatchDescriptor.decode(1).padded_tokens == 1
+    assert BatchDescriptor(GraphKind.DECODE, 3, 3) == BatchDescriptor.decode(3)
     assert BatchDescriptor.mixed(1, 1).query_len == 0
 
 
@@ -157,6 +158,10 @@ def test_bytes_and_shapes_of_the_buffers() -> None:
     }  # fmt: skip
     assert {name: tuple(getattr(buffers, name).shape) for name in by_hand} == by_hand
     assert buffers.last_token.tolist() == [-1] * 6
+    assert buffers.step_counter.tolist() == [-1]
+    assert buffers.token_ring.tolist() == [[-1] * 3] * 2
+    assert buffers.fault_ring.tolist() == [[-1] * 4] * 2
+    assert not any(t.any() for kind in (BufferKind.UPLOADED, BufferKind.DERIVED) for _, t in buffers.named(kind))
     assert buffers.nbytes == sum(t.untyped_storage().nbytes() for _, t in buffers.named())
     assert (CAPACITY.rows_plus_one, CAPACITY.claims) == (4, 50)
 
@@ -332,6 +337,22 @@ def test_indexing_by_integers_is_captured_and_by_masks_is_not() -> None:
     for mask in (torch.tensor([True, False, True, False]), torch.tensor([1, 0, 1, 0], dtype=torch.uint8)):
         with pytest.raises(CaptureError, match=r"decode\[2\]"):
             record(lambda mask=mask: x[mask])
+
+
+@pytest.mark.parametrize("read", [lambda x: x.tolist(), lambda x: x.numpy(), lambda x: x[0].item()])
+def test_a_host_read_after_other_ops_raises(read) -> None:
+    """After an op, after an op that failed, and after what an op itself may read."""
+    x = torch.ones(2)
+
+    def step() -> torch.Tensor:
+        with pytest.raises(RuntimeError):
+            torch.add(x, torch.ones(3))
+        y = x + 1
+        read(y)
+        return y
+
+    with pytest.raises(CaptureError, match=r"decode\[2\].*read"):
+        record(step)
 
 
 def test_gradients_are_off_while_recording_and_launching() -> None:
