@@ -1,0 +1,58 @@
+"""Print how a decode batch is cut into parts: the plan, the line of units, and the segments of each part.
+
+    python scripts/print_schedule.py --rows 1x32768+63x512
+    python scripts/print_schedule.py --rows 96+32+160 --num-q-heads 16 --num-kv-heads 4 --num-sms 2 --triton
+
+No GPU is needed: --num-sms says which one is meant (an H200 has 132 multiprocessors). docs/attention.md explains the
+words.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+import torch
+
+from graphrt.kernels.attention.explain import explain_schedule, parse_rows
+from graphrt.kernels.attention.plan import AttentionPlan
+from graphrt.kernels.errors import GraphRTError
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", required=True, metavar="ROWS", help="lengths, such as 1x32768+63x512")
+    parser.add_argument("--num-q-heads", type=int, default=32)
+    parser.add_argument("--num-kv-heads", type=int, default=8)
+    parser.add_argument("--head-dim", type=int, default=128)
+    parser.add_argument("--dtype", choices=("float16", "bfloat16", "float32"), default="bfloat16")
+    parser.add_argument("--kv-dtype", choices=("float8_e4m3fn", "float8_e5m2"), help="default: that of the queries")
+    parser.add_argument("--num-sms", type=int, default=132, help="multiprocessors of the device (default: 132)")
+    parser.add_argument("--query-len", type=int, default=1, help="new tokens per row (default: 1)")
+    parser.add_argument("--window", type=int, default=0, help="sliding window; 0: none")
+    parser.add_argument("--batch-invariant", action="store_true", help="cut rows by their own lengths")
+    parser.add_argument("--triton", action="store_true", help="plan for the Triton kernel, not for the CUDA kernel")
+    parser.add_argument("--all", action="store_true", help="print every unit and part")
+    arguments = parser.parse_args()
+    try:
+        lengths = parse_rows(arguments.rows)
+        plan = AttentionPlan.decode(
+            len(lengths),
+            num_q_heads=arguments.num_q_heads,
+            num_kv_heads=arguments.num_kv_heads,
+            head_dim=arguments.head_dim,
+            dtype=getattr(torch, arguments.dtype),
+            kv_dtype=None if arguments.kv_dtype is None else getattr(torch, arguments.kv_dtype),
+            num_sms=arguments.num_sms,
+            query_len=arguments.query_len,
+            batch_invariant=arguments.batch_invariant,
+            native=not arguments.triton,
+        )
+        print(explain_schedule(plan, lengths, sliding_window=arguments.window, every_line=arguments.all))
+    except GraphRTError as error:
+        parser.error(str(error))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
