@@ -44,7 +44,7 @@ from graphrt.kernels.metadata.read_record import (
     token_start,
 )
 from graphrt.kernels.metadata.reference import refresh_reference
-from graphrt.kernels.types import PAD_SLOT_ID, TOKEN_FROM_ROW, FaultCode, RowStatus
+from graphrt.kernels.types import NO_TOKEN, PAD_SLOT_ID, TOKEN_FROM_ROW, FaultCode, RowStatus
 
 MAX_ROWS = 1 << 16
 MAX_TOKENS = 1 << 16
@@ -56,6 +56,7 @@ _TABLE_BLOCK = 1024
 _NUM_WARPS = 4
 
 _TOKEN_FROM_ROW = tl.constexpr(TOKEN_FROM_ROW)
+_NO_TOKEN = tl.constexpr(NO_TOKEN)
 _PAD_SLOT = tl.constexpr(PAD_SLOT_ID)
 _ROW_ID_OUT_OF_RANGE = tl.constexpr(int(FaultCode.ROW_ID_OUT_OF_RANGE))
 _BAD_LENGTH = tl.constexpr(int(FaultCode.BAD_LENGTH))
@@ -195,22 +196,19 @@ def _check_rows_kernel(
     value = tl.where(id_ok, seq_len, row_id)
 
     if code == 0:
-        last_token = tl.load(last_token_ptr + row_id)
         # A sequence that begins with this step has sampled nothing: what stands there is another's.
-        void = (tl.load(tokens_ptr) == _TOKEN_FROM_ROW) & ((seq_len == query_len) | (last_token < 0))
+        last_token = tl.load(last_token_ptr + row_id, mask=seq_len > query_len, other=_NO_TOKEN)
         bad_page = _first_bad_page(pages_ptr, page_count, num_pages, null_page, PAGE_BLOCK)
         bad_token = _first_bad_token(tokens_ptr, query_len, last_token, vocab_size, TOKEN_BLOCK)
         if bad_page < _NOWHERE:
             code = _PAGE_OUT_OF_RANGE
             value = tl.load(pages_ptr + bad_page)
-        elif void:
-            code = _NO_LAST_TOKEN
-            value = row_id
         elif bad_token < _NOWHERE:
             code = _TOKEN_OUT_OF_RANGE
             value = tl.load(tokens_ptr + bad_token)
             if (bad_token == 0) & (value == _TOKEN_FROM_ROW):
-                value = last_token
+                code = tl.where(last_token < 0, _NO_LAST_TOKEN, code)
+                value = tl.where(last_token < 0, row_id, last_token)
         else:
             _claim(
                 claims_ptr, duplicates_ptr, pages_ptr, step, row, row_id, seq_len, query_len, num_slots,

@@ -189,7 +189,7 @@ def test_graph_support_is_kept(
 def batch(*query_lens: int) -> Batch:
     """Rows that begin with these tokens, a page each."""
     rows = len(query_lens)
-    return Batch.of(
+    return Batch(
         row_ids=np.arange(rows),
         seq_lens=np.array(query_lens),
         query_lens=np.array(query_lens),

@@ -151,10 +151,10 @@ def test_each_argument_of_a_batch_is_named_alone(shared: Rig, case: str) -> None
 def test_numbers_at_the_bounds_of_their_type() -> None:
     """As wide integers, which are cut; and as arrays of the right type, which are taken as they are."""
     low, high = -(2**31), 2**31 - 1
-    assert Batch.of(**TWO | {"page_ids": [low, high]}).page_ids.tolist() == [low, high]
+    assert Batch(**TWO | {"page_ids": [low, high]}).page_ids.tolist() == [low, high]
     for wrong in (low - 1, high + 1):
         with pytest.raises(ShapeError, match=r"\bpage_ids: "):
-            Batch.of(**TWO | {"page_ids": [0, wrong]})
+            Batch(**TWO | {"page_ids": [0, wrong]})
 
 
 def test_rows_become_arrays_field_by_field() -> None:
