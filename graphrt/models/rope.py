@@ -51,7 +51,7 @@ class RopeConfig:
         if self.kind == "dynamic":
             stretch = self.factor * max(max_positions, trained_positions) / trained_positions - (self.factor - 1)
             theta *= stretch ** (rotary_dim / (rotary_dim - 2))
-        exponents = torch.arange(0, rotary_dim, 2, dtype=torch.int64).to(torch.float32) / rotary_dim
+        exponents = torch.arange(0, rotary_dim, 2, dtype=torch.int64, device="cpu").to(torch.float32) / rotary_dim
         inverse = 1.0 / theta**exponents
         if self.kind == "linear":
             inverse = inverse / self.factor
@@ -61,10 +61,10 @@ class RopeConfig:
             return self._yarn(inverse, rotary_dim)
         elif self.kind == "longrope":
             factors = self.long_factor if max_positions > self.original_positions else self.short_factor
-            inverse = 1.0 / (torch.tensor(factors, dtype=torch.float32) * theta**exponents)
+            inverse = 1.0 / (torch.tensor(factors, dtype=torch.float32, device="cpu") * theta**exponents)
             return inverse, self._longrope_attention_factor()
         if self.freq_factors:
-            inverse = inverse / torch.tensor(self.freq_factors, dtype=torch.float32)
+            inverse = inverse / torch.tensor(self.freq_factors, dtype=torch.float32, device="cpu")
         return inverse, 1.0
 
     def cos_sin(
@@ -95,7 +95,7 @@ class RopeConfig:
             low, high = math.floor(low), math.ceil(high)
         low, high = max(low, 0), min(high, rotary_dim - 1)
         width = high - low if high != low else 0.001
-        ramp = ((torch.arange(rotary_dim // 2, dtype=torch.float32) - low) / width).clamp(0.0, 1.0)
+        ramp = ((torch.arange(rotary_dim // 2, dtype=torch.float32, device="cpu") - low) / width).clamp(0.0, 1.0)
         return inverse / self.factor * ramp + inverse * (1 - ramp), self._yarn_attention_factor()
 
     def _yarn_attention_factor(self) -> float:
