@@ -301,7 +301,7 @@ def manager(model=None, spec=None, cache=None, **config) -> ReplayManager:
             ConfigError,
             "2 KV heads of size 16 .* got 4 of 16",
         ),
-        (lambda: manager(spec=[AttentionSpec(4, 2, 16, torch.float32)]), ConfigError, "expected 2 specs.* got 1"),
+        (lambda: manager(spec=[AttentionSpec(4, 2, 16, torch.float32)]), ConfigError, "2 AttentionSpec per layer, got 1"),
         (lambda: KVCache.allocate(KVCacheSpec(1, 1, 16), 1, CPU), ConfigError, "num_pages: .* 2 to 2147483647, got 1"),
     ],
     ids=[
@@ -331,7 +331,7 @@ TYPES = {  # what no number or flag is, where one belongs; and numbers beyond in
     "softcap-text": (lambda: AttentionSpec(4, 2, 16, logits_softcap="30"), "logits_softcap: .*, got '30'; None means"),
     "scale": (
         lambda: AttentionSpec(4, 2, 16, softmax_scale="1"),
-        "softmax_scale: .* number >= 1.17549e-38, got '1'; None means",
+        "softmax_scale: .* number > 0 .*, got '1'; None means",
     ),
     "scale-huge": (lambda: AttentionSpec(4, 2, 16, softmax_scale=10**400), "softmax_scale: expected a finite number"),
     "slopes-text": (lambda: AttentionSpec(1, 1, 16, alibi_slopes=("1",)), "alibi_slopes: expected finite numbers"),
