@@ -40,8 +40,8 @@ class DeclaredOp(Generic[Call]):
 
     Capture-safe: a call reads the fields in one step and goes on to the operator; the schema is built once.
 
-    Raises: TypeError, when it is declared, for a field whose annotation no schema has, for two fields of one name, or for
-    fewer than two fields.
+    Raises: TypeError, when it is declared, for a field whose annotation no schema has, for two fields of one name,
+    or for fewer than two fields.
     """
 
     def __init__(

@@ -117,7 +117,8 @@ class Two:
     ("arguments", "text"),
     [
         (Text, "Text.name: expected a tensor, int, float, bool, .* got <class 'str'>"),
-        (Two, "fields of different names"),
+        (Two, "of different names, got .*scale.*scale"),
+        (One, "two fields or more"),
     ],
     ids=["text", "two_of_a_name", "one_field"],
 )
