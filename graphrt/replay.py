@@ -23,6 +23,7 @@ from graphrt.compare import StepComparison, StepResult, compare_results, state_k
 from graphrt.config import RuntimeConfig
 from graphrt.handle import StepHandle, Submission
 from graphrt.kernels.checks import (
+    check_bool,
     check_callable,
     check_instance,
     check_int,
@@ -190,6 +191,8 @@ class ReplayManager:
         Raises: CaptureError when the step cannot be captured (a host read, a moved buffer, a wrong shape) or the
         manager is not new. After a failed capture the manager is still new.
         """
+        if progress is not None:
+            check_callable("progress", progress, advice="pass a function of a GraphReport, or None")
         with self._exclusive:
             self._require(State.NEW, "capture")
             start = time.perf_counter()
@@ -217,6 +220,7 @@ class ReplayManager:
         inside another one, UnsupportedError for a mixed batch with mixed_batches=False, CaptureError in the wrong
         state; nothing has been written then. Faults that only the device sees are raised by the handle.
         """
+        eager = check_bool("eager", eager, advice="pass a bool")
         with self._exclusive:
             target = self._dispatch("replay", batch, descriptor)
             why_eager = "asked for by the caller" if eager else target.why_eager

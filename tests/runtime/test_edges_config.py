@@ -29,7 +29,7 @@ def test_the_null_page_is_one_of_the_pages(null_page: int, fits: bool) -> None:
         assert KVCache.allocate(spec, 5, CPU).spec.null_page == null_page
         assert null_page not in PageAllocator(5, null_page).allocate(4)
     else:
-        with pytest.raises(ConfigError, match=f"expected null_page < num_pages=5, got {null_page}"):
+        with pytest.raises(ConfigError, match=f"null_page: expected a page below num_pages=5, got {null_page}"):
             KVCache.allocate(spec, 5, CPU)
         with pytest.raises(ConfigError, match="null_page"):
             PageAllocator(5, null_page)
@@ -53,9 +53,9 @@ def test_an_allocator_gives_all_and_nothing() -> None:
     allocator.free([2])
     allocator.free([3])
     assert allocator.allocate(2) == [3, 2], "the page freed last comes first"
-    with pytest.raises(ConfigError, match="got page 4 with 0 owners"):
+    with pytest.raises(ConfigError, match=r"free: pages\[0\]: expected an int from 0 to 3, got 4"):
         allocator.free([4])
-    with pytest.raises(ConfigError, match="got page -1 with 0 owners"):
+    with pytest.raises(ConfigError, match=r"share: pages\[0\]: expected an int from 0 to 3, got -1"):
         allocator.share([-1])
     allocator.share([1, 1])
     assert allocator.owners(1) == 3
@@ -92,7 +92,7 @@ def test_resolve_fills_what_was_left_open() -> None:
             most,
         )
         for size in (0, most + 1):
-            with pytest.raises(ConfigError, match=f"{field}: expected an int from 1 to {most}, got {size}"):
+            with pytest.raises(ConfigError, match=rf"{field}\[0\]: expected an int from 1 to {most}, got {size}"):
                 RuntimeConfig(max_num_reqs=6, max_num_tokens=100, **{field: (size,)}).resolve()
 
 
@@ -108,7 +108,7 @@ def test_the_smallest_and_the_largest_page(page_size: int) -> None:
 @pytest.mark.parametrize("scale", [0.0, -0.5, float("nan"), float("inf"), "1", True])
 @pytest.mark.parametrize("field", ["softmax_scale", "logits_softcap"])
 def test_scales_are_positive_numbers(field: str, scale: object) -> None:
-    with pytest.raises(ConfigError, match=rf"AttentionSpec.{field}: expected a finite number > 0"):
+    with pytest.raises(ConfigError, match=rf"AttentionSpec.{field}: expected a finite number >= 1.17549e-38, got"):
         AttentionSpec(4, 2, 16, **{field: scale})
     assert getattr(AttentionSpec(4, 2, 16, **{field: 1}), field) == 1.0
 

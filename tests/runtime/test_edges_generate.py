@@ -164,8 +164,8 @@ def test_an_abandoned_run_gives_back_rows_and_pages() -> None:
 
 @pytest.mark.parametrize("count", [0, 1, 3])
 def test_params_are_one_or_one_per_prompt(count: int) -> None:
-    with pytest.raises(ShapeError, match=f"params: expected 2, one per prompt, got {count}"):
-        events(build(capture=False), [[1], [2]], [SamplingParams(1)] * count)
+    with pytest.raises(ShapeError, match=f"params: expected 2 SamplingParams, one per prompt, got {count}"):
+        events(build(), [[1], [2]], [SamplingParams(1)] * count)
 
 
 def test_params_at_their_bounds() -> None:
@@ -174,7 +174,7 @@ def test_params_at_their_bounds() -> None:
     for wrong in ({"max_new_tokens": 0}, {"temperature": -1e-9}, {"temperature": float("inf")}, {"seed": -1}):
         with pytest.raises(ConfigError, match=f"{next(iter(wrong))}: expected"):
             SamplingParams(**wrong)
-    with pytest.raises(ConfigError, match="seed: expected 0 to 4294967295, got 4294967296"):
+    with pytest.raises(ConfigError, match="seed: expected an int from 0 to 4294967295, got 4294967296"):
         SamplingParams(seed=2**32)
 
 
