@@ -51,12 +51,16 @@ class StagingSlot:
         return not self._submitted or self._event is None or self._event.query()
 
     def wait(self) -> None:
-        """Wait until the slot's last step has ended, then hand its results over."""
+        """Wait until the slot's last step has ended, then hand its results over.
+
+        A thread that waits for the slot's step of before may find it in use again: it leaves a step that still runs to
+        those who wait for that one.
+        """
         if self._submitted and self._event is not None:
             self._event.synchronize()
         with self._lock:
-            self._submitted = False
-            if self.on_done is not None:
+            ended = self._submitted and (self._event is None or self._event.query())
+            if ended and self.on_done is not None:
                 on_done, self.on_done = self.on_done, None
                 on_done()
 

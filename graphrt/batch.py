@@ -276,9 +276,11 @@ def _array(name: str, values: Any, dtype: Any, length: int | None = None) -> npt
 def _list(rows: Sequence[Row], name: str, row: Row) -> Sequence[int] | Int32Array:
     """A row's tokens or pages, something with a length that can be joined to the other rows'."""
     values: Any = getattr(row, name)
-    if isinstance(values, (str, bytes)) or not isinstance(values, (Sequence, np.ndarray)):
+    scalar = isinstance(values, np.ndarray) and values.ndim == 0
+    if scalar or isinstance(values, (str, bytes)) or not isinstance(values, (Sequence, np.ndarray)):
         at = next(i for i, r in enumerate(rows) if r is row)
-        raise ShapeError(f"rows[{at}].{name}: expected a list or array of ints, got {type(values).__name__}")
+        got = "an array of one number" if scalar else type(values).__name__
+        raise ShapeError(f"rows[{at}].{name}: expected a list or array of ints, got {got}")
     return values
 
 

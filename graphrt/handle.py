@@ -12,6 +12,7 @@ import torch
 
 from graphrt.capture.descriptor import BatchDescriptor
 from graphrt.capture.staging import StagingSlot
+from graphrt.kernels.checks import check_bool
 from graphrt.kernels.errors import ReplayError
 from graphrt.kernels.metadata.buffers import StaticBuffers
 from graphrt.kernels.types import FaultCode
@@ -178,8 +179,10 @@ class StepHandle:
         Waits for this step alone, and can be called at any time and from any thread, also after later steps.
 
         Raises: StepFaultError when rows are faulty (pass `raise_on_fault=False` for the other rows' tokens);
-        ReplayError when the runtime was built without a sampler, or the device did not report the step.
+        ReplayError when the runtime was built without a sampler, or the device did not report the step; ConfigError for
+        an argument that is no bool.
         """
+        raise_on_fault = check_bool("raise_on_fault", raise_on_fault, advice="pass a bool")
         if not self._submission.sampled:
             raise ReplayError("tokens: expected a runtime with a sampler, got sampler=None; read logits() instead")
         self.wait()
@@ -191,7 +194,11 @@ class StepHandle:
         """Logits [num_reqs, vocab] on the device, ordered after the step on the current stream.
 
         They lie in the graphs' shared memory and live until the next step is submitted: use them before, or take a
-        copy. Raises: ReplayError when a later step was submitted already, CaptureError after `close()`.
+        copy.
+
+        Raises: ReplayError when a later step was submitted already, CaptureError after `close()`, ConfigError for an
+        argument that is no bool.
         """
+        copy = check_bool("copy", copy, advice="pass a bool")
         logits = self._owner.latest_logits(self.step)[: self.num_reqs]
         return logits.clone() if copy else logits

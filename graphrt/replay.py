@@ -23,6 +23,7 @@ from graphrt.compare import StepComparison, StepResult, compare_results, state_k
 from graphrt.config import RuntimeConfig
 from graphrt.handle import StepHandle, Submission
 from graphrt.kernels.checks import (
+    check_bool,
     check_callable,
     check_instance,
     check_int,
@@ -190,12 +191,15 @@ class ReplayManager:
         Raises: CaptureError when the step cannot be captured (a host read, a moved buffer, a wrong shape) or the
         manager is not new. After a failed capture the manager is still new.
         """
+        if progress is not None:
+            check_callable("progress", progress, advice="pass a function of a GraphReport, or None")
         with self._exclusive:
             self._require(State.NEW, "capture")
             start = time.perf_counter()
             self._guard = PointerGuard((*self._weights, *self.kv_cache.named_tensors()))
             with _OnStream(self._stream, "graphrt.capture"), torch.inference_mode():
-                self._backend.allocate()
+                with torch.inference_mode(False):  # what `reset` changes, in whatever mode
+                    self._backend.allocate()
                 try:
                     with self._recorder.session():
                         self._record_all(progress)
@@ -217,6 +221,7 @@ class ReplayManager:
         inside another one, UnsupportedError for a mixed batch with mixed_batches=False, CaptureError in the wrong
         state; nothing has been written then. Faults that only the device sees are raised by the handle.
         """
+        eager = check_bool("eager", eager, advice="pass a bool")
         with self._exclusive:
             target = self._dispatch("replay", batch, descriptor)
             why_eager = "asked for by the caller" if eager else target.why_eager

@@ -98,7 +98,7 @@ def test_the_contract_is_driven_in_order() -> None:
     assert last.page_indptr.tolist() == [0, 2, 4, 6]
     assert sorted(last.page_ids.tolist()) == list(range(1, 7)), "the null page belongs to no row"
     assert len({int(plan.seq_lens[0]) for plan in plans}) > 10, "plans of one batch could be remembered"
-    last.check(max_seq_len=300, record_words=10_000)
+    last.check_capacity(max_seq_len=300, record_words=10_000)
 
 
 @pytest.mark.skipif(not INTERPRETER_AVAILABLE, reason="needs TRITON_INTERPRET=1")

@@ -87,7 +87,12 @@ def test_host_time_is_of_many_steps() -> None:
         ({"context": 0}, ConfigError, "context: expected an int from 1 to"),
         ({"steps": 0}, ConfigError, "steps: expected an int from 1 to"),
         ({"steps": None}, ConfigError, "steps: expected an int from 1 to"),
-        ({"batches": (1 << 19,), "context": 1 << 20}, CapacityError, "batches: expected a KV cache of at most"),
+        ({"batches": (1 << 16,), "context": 1 << 20}, CapacityError, "batches: expected a KV cache of at most"),
+        (
+            {"batches": (1 << 19,), "context": 1 << 20},
+            ConfigError,
+            "RuntimeConfig.max_num_reqs: expected an int from 1 to 65536, got 524288",
+        ),
     ],
 )
 def test_sizes_are_checked(options: dict[str, object], error: type[Exception], text: str) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from graphrt.kernels.checks import check_tensor, check_unit_stride
-from graphrt.kernels.errors import ShapeError
+from graphrt.kernels.errors import CapacityError, ShapeError
 from graphrt.kernels.op_declaration import Written
 
 
@@ -158,18 +158,28 @@ class StaticBuffers:
     @classmethod
     @torch.inference_mode(False)
     def allocate(cls, capacity: Capacity, device: torch.device) -> StaticBuffers:
-        """All buffers for `capacity` on `device`; OUTPUT ones in (pinned) host memory."""
+        """All buffers for `capacity` on `device`; OUTPUT ones in (pinned) host memory.
+
+        Raises: CapacityError when one does not fit.
+        """
         tensors = {}
         for name, spec in cls.specs().items():
             shape = [getattr(capacity, s) if isinstance(s, str) else s for s in spec.shape]
             on_host = spec.kind is BufferKind.OUTPUT
-            tensors[name] = torch.full(
-                shape,
-                spec.initial,
-                dtype=spec.dtype,
-                device="cpu" if on_host else device,
-                pin_memory=on_host and device.type == "cuda",
-            )
+            try:
+                tensors[name] = torch.full(
+                    shape,
+                    spec.initial,
+                    dtype=spec.dtype,
+                    device="cpu" if on_host else device,
+                    pin_memory=on_host and device.type == "cuda",
+                )
+            except RuntimeError as error:
+                where = "the host" if on_host else device
+                raise CapacityError(
+                    f"{name}: expected a buffer that fits {where}, got shape {shape}; lower max_num_reqs, "
+                    "max_num_tokens or max_seq_len"
+                ) from error
         return cls(**tensors)
 
     def cut(self, padded_reqs: int, padded_tokens: int) -> StaticBuffers:
@@ -227,18 +237,29 @@ def call_class(operator: str, **others: Any) -> type[Any]:
     return make_dataclass(f"{operator.capitalize()}Call", [*buffers, *others.items()], frozen=True, slots=True)
 
 
+def captured_size(buffers: StaticBuffers) -> tuple[int, int]:
+    """Rows and tokens that static buffers are cut to. Raises: ShapeError when either cannot be told."""
+    for name in ("row_ids", "input_ids"):
+        check_tensor(name, getattr(buffers, name), shape=(None,))
+    return buffers.row_ids.shape[0], buffers.input_ids.shape[0]
+
+
 def pass_operands(operator: str, buffers: StaticBuffers) -> list[torch.Tensor]:
     """The buffers of an operator, cut to one size, as its arguments; checked against their declarations.
 
-    Raises: ShapeError when a tensor does not fit the rows of `row_ids` and the tokens of `input_ids`.
+    Raises: ShapeError when a tensor does not fit the rows of `row_ids` and the tokens of `input_ids`, or a ring has not
+    as many entries as `step_ring`.
     """
-    rows, tokens = buffers.row_ids.shape[0], buffers.input_ids.shape[0]
+    rows, tokens = captured_size(buffers)
+    check_tensor("step_ring", buffers.step_ring, shape=(None,))
     extents = {"rows": rows, "rows_plus_one": rows + 1, "tokens": tokens}
+    rings = {"ring": buffers.step_ring.shape[0]}
     device, specs = buffers.row_ids.device, StaticBuffers.specs()
     for name in operands(operator):
         spec, tensor = specs[name], getattr(buffers, name)
         derived, output = spec.kind is BufferKind.DERIVED, spec.kind is BufferKind.OUTPUT
-        shape = [s if isinstance(s, int) else extents.get(s) if derived else None for s in spec.shape]
+        known = extents if derived else rings
+        shape = [s if isinstance(s, int) else known.get(s) for s in spec.shape]
         check_tensor(name, tensor, shape=tuple(shape), dtype=spec.dtype, device=None if output else device)
         check_unit_stride(name, tensor)
         least = rows if spec.shape[-1] == "rows" else 1

@@ -18,6 +18,7 @@ import torch
 import triton
 import triton.language as tl
 
+from graphrt.kernels.checks import check_tensor
 from graphrt.kernels.compile_spec import CompileSpec
 from graphrt.kernels.errors import ShapeError
 from graphrt.kernels.metadata import record as layout
@@ -26,6 +27,7 @@ from graphrt.kernels.metadata.buffers import (
     COPIED_PADS,
     StaticBuffers,
     call_class,
+    captured_size,
     pass_operands,
 )
 from graphrt.kernels.metadata.read_record import (
@@ -429,7 +431,10 @@ def refresh(
 
 def _check(b: StaticBuffers, *, page_size: int, num_pages: int, max_seq_len: int, query_len: int) -> None:
     """Raise ShapeError for what the declarations of the buffers cannot say."""
-    rows, tokens, row_ids = b.row_ids.shape[0], b.input_ids.shape[0], b.last_token.shape[0]
+    rows, tokens = captured_size(b)
+    check_tensor("block_table", b.block_table, shape=(None, None))
+    check_tensor("last_token", b.last_token, shape=(None,))
+    row_ids = b.last_token.shape[0]
     if query_len and tokens != rows * query_len:
         raise ShapeError(f"input_ids: expected rows x query_len = {rows * query_len} tokens, got {tokens}; slice it")
     if not (1 <= rows <= MAX_ROWS and 1 <= tokens <= MAX_TOKENS):

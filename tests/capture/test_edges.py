@@ -154,13 +154,16 @@ def test_bytes_and_shapes_of_the_buffers() -> None:
         "record": (100,), "last_token": (6,), "step_counter": (1,), "claims": (50,), "input_ids": (7,),
         "positions": (7,), "slot_mapping": (7,), "query_start_loc": (4,), "seq_lens": (3,), "block_table": (3, 5),
         "logits_indices": (3,), "row_ids": (3,), "row_status": (3,), "temperatures": (3,), "seeds": (3,),
-        "token_ring": (2, 3),
+        "duplicates": (2, 3), "fault_code": (3,), "fault_value": (3,), "step_ring": (2,), "token_ring": (2, 3),
+        "fault_code_ring": (2, 3), "fault_value_ring": (2, 3),
     }  # fmt: skip
-    assert {name: tuple(getattr(buffers, name).shape) for name in by_hand} == by_hand
+    assert {name: tuple(tensor.shape) for name, tensor in buffers.named()} == by_hand
     assert buffers.last_token.tolist() == [-1] * 6
     assert buffers.step_counter.tolist() == [-1]
     assert buffers.token_ring.tolist() == [[-1] * 3] * 2
-    assert buffers.fault_ring.tolist() == [[-1] * 4] * 2
+    assert buffers.step_ring.tolist() == [-1] * 2
+    assert buffers.fault_code_ring.tolist() == [[0] * 3] * 2
+    assert buffers.fault_value_ring.tolist() == [[-1] * 3] * 2
     assert not any(t.any() for kind in (BufferKind.UPLOADED, BufferKind.DERIVED) for _, t in buffers.named(kind))
     assert buffers.nbytes == sum(t.untyped_storage().nbytes() for _, t in buffers.named())
     assert (CAPACITY.rows_plus_one, CAPACITY.claims) == (4, 50)
@@ -217,6 +220,47 @@ def test_results_are_handed_over_once_and_only_after_a_step() -> None:
         pass
     slot.wait()
     assert calls == ["step"]
+
+
+class Event:
+    """One of a device, as a test says."""
+
+    def __init__(self) -> None:
+        self.ended, self.meanwhile = True, lambda: None
+
+    def record(self, stream: object) -> None:
+        self.ended = False
+
+    def synchronize(self) -> None:
+        self.ended = True
+        self.meanwhile()
+
+    def query(self) -> bool:
+        return self.ended
+
+
+def test_a_late_reader_of_one_step_does_not_collect_the_next() -> None:
+    """While a thread waits for a step, another one collects it and submits the next step in the same slot."""
+    slot, event, calls = StagingSlot(4, CPU), Event(), []
+    slot._event = event
+
+    def submit(name: str) -> None:
+        with slot.in_flight(None):
+            pass
+        slot.on_done = lambda: calls.append(name)
+
+    def collect_and_submit() -> None:
+        event.meanwhile = lambda: None
+        slot.wait()
+        submit("second")
+
+    submit("first")
+    event.meanwhile = collect_and_submit
+    slot.wait()
+    assert calls == ["first"], "the second still runs"
+    assert not slot.is_done()
+    slot.wait()
+    assert calls == ["first", "second"]
 
 
 def test_a_step_that_fails_is_waited_for_all_the_same() -> None:

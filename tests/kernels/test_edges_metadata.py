@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,8 +12,9 @@ import torch
 from graphrt.kernels.errors import ShapeError
 from graphrt.kernels.library import INTERPRETER_AVAILABLE, interpreted
 from graphrt.kernels.metadata import record as layout
+from graphrt.kernels.metadata.buffers import StaticBuffers, operands
 from graphrt.kernels.metadata.page_list import list_pages
-from graphrt.kernels.metadata.refresh import RefreshTensors, refresh
+from graphrt.kernels.metadata.refresh import refresh
 from graphrt.kernels.types import FaultCode
 from graphrt.testing.interpreter import shuffled_programs
 from tests.kernels.test_refresh import (
@@ -64,7 +65,7 @@ def check_served(rig: Rig, words: list[int], rows: Sequence[Row], faults: dict, 
     if starts:
         padded = [*starts, *[starts[-1]] * (rig.sizes.reqs + 1 - len(starts))]
         expected["query_start_loc"] = padded[: rig.sizes.reqs + 1]
-    rig.check(expected, faults, 7)
+    rig.check(expected)
 
 
 @pytest.mark.parametrize("value", [5, 6, 99, LARGEST, -1, SMALLEST], ids=str)
@@ -153,7 +154,9 @@ def test_a_row_of_a_decode_graph_without_all_its_tokens(where: torch.device, tok
     rig = Rig(SPEC, where)
     rig.run(words)
     assert rig.tensors.row_status.tolist() == [1, -2, -1, -1]
-    assert rig.tensors.fault_ring[7 % 3].tolist() == [7, 1, int(F.BAD_LENGTH), 3]
+    assert rig.tensors.fault_code.tolist() == [0, int(F.BAD_LENGTH), 0, 0]
+    assert rig.tensors.fault_value.tolist() == [0, 3, 0, 0]
+    assert rig.tensors.step_counter.tolist() == [7]
     assert rig.tensors.input_ids.tolist()[:3] == [1, 1, 2]
     assert rig.tensors.slot_mapping.tolist()[:3] == [2 * 4 + 2, 2 * 4 + 3, 3 * 4]
     assert set(rig.tensors.slot_mapping.tolist()[3:]) == {-1}
@@ -182,7 +185,6 @@ def test_kernel_and_reference_agree_on_every_single_lie(
             if have.is_floating_point():  # NaN compares by its bits
                 have, want = have.view(torch.int32), want.view(torch.int32)
             assert torch.equal(have, want), (name, row, value)
-        assert torch.equal(kernel.tensors.fault_ring, reference.tensors.fault_ring), (row, value)
         fallen = [r for r, status in enumerate(reference.tensors.row_status.tolist()) if status == -2]
         for other in set(range(3)) - {row, *fallen}:
             for name in ("row_ids", "seq_lens", "row_status", "temperatures", "seeds", "block_table"):
@@ -203,12 +205,12 @@ def _run_reference(rig: Rig, words: list[int]) -> None:
 # -- every tensor wrong by itself
 
 
-def tensors(sizes: Sizes = Sizes(), **changes: Callable[[torch.Tensor], torch.Tensor]) -> RefreshTensors:  # noqa: B008
+def tensors(sizes: Sizes = Sizes(), **changes: Callable[[torch.Tensor], torch.Tensor]) -> StaticBuffers:  # noqa: B008
     made = Rig(sizes, CPU).tensors
     return replace(made, **{name: change(getattr(made, name)) for name, change in changes.items()})
 
 
-def run(made: RefreshTensors, sizes: Sizes = Sizes(), **changes: int) -> None:  # noqa: B008
+def run(made: StaticBuffers, sizes: Sizes = Sizes(), **changes: int) -> None:  # noqa: B008
     s = sizes
     constants = {
         "page_size": s.page_size, "num_pages": s.num_pages, "null_page": s.null_page, "max_seq_len": s.max_seq_len,
@@ -217,30 +219,26 @@ def run(made: RefreshTensors, sizes: Sizes = Sizes(), **changes: int) -> None:  
     refresh(made, **constants | changes)
 
 
-EVERY = [f.name for f in fields(RefreshTensors)]
-
-
-@pytest.mark.parametrize("name", EVERY)
+@pytest.mark.parametrize("name", operands("refresh"))
 def test_every_tensor_is_checked_by_itself(name: str) -> None:
-    """Dtype, rank, device and stride of each, with all others right; the one that is wrong is named."""
+    """Dtype, ranks, device and stride of each, with all others right; the one that is wrong is named."""
     good = getattr(tensors(), name)
     other = torch.int32 if good.dtype != torch.int32 else torch.int64
     wrong = {
         "dtype": lambda t: t.to(other),
         "rank": lambda t: t.unsqueeze(0),
+        "lower-rank": lambda t: t[0],
         "device": lambda t: t.to("meta"),
         "stride": lambda t: t.repeat_interleave(2, -1)[..., ::2],
     }
-    if name == "fault_ring":
-        del wrong["device"]  # may be pinned memory of the host
     if good.shape[-1] == 1:
         del wrong["stride"]  # of one value there is none
     for what, change in wrong.items():
         with pytest.raises(ShapeError) as caught:
             run(tensors(**{name: change}))
-        # Other tensors are measured against the device of the first of these and the extents of the rest.
-        if name not in ("record", "row_ids", "input_ids") or what in ("dtype", "stride"):
-            assert str(caught.value).startswith(f"{name}: expected"), what
+        # All others are measured against the device of row_ids.
+        first = operands("refresh")[0] if (name, what) == ("row_ids", "device") else name
+        assert str(caught.value).startswith(f"{first}: expected"), what
 
 
 PER_ROW = ("fault_code", "fault_value", "seq_lens", "logits_indices", "row_status", "temperatures", "seeds")
@@ -254,20 +252,19 @@ def test_every_extent_is_exact(name: str) -> None:
 
 
 def test_extents_that_are_just_enough() -> None:
-    """The smallest record, claims, marks, ring and table do; one less of each is refused."""
+    """The smallest record, claims, marks and table do; one less of each is refused."""
     sizes = Sizes()
     least = {
-        "record": lambda t: t[: layout.HEADER_SIZE].zero_(),
+        "record": lambda t: t[: layout.record_size(1, 0, 0)].zero_(),
         "claims": lambda t: t[: 32 * 4 + 8],
         "duplicates": lambda t: t[:, :4],
-        "fault_ring": lambda t: t[:1],
     }
     made = tensors(**least)
     run(made)
-    assert made.fault_ring.tolist() == [[0, -1, 0, 0]]
+    assert made.fault_code.tolist() == [0] * 4
+    assert made.step_counter.tolist() == [0]
     assert made.row_status.tolist() == [-1] * 4
     less = {"record": lambda t: t[:-1], "claims": lambda t: t[:-1], "duplicates": lambda t: t[:, :-1]}
-    less["fault_ring"] = lambda t: t[:0]
     for name, change in less.items():
         with pytest.raises(ShapeError, match=rf"^{name}: expected"):
             run(replace(made, **{name: change(getattr(made, name))}))
@@ -279,8 +276,6 @@ def test_extents_that_are_just_enough() -> None:
     run(tensors(block_table=lambda t: t[:, :3].contiguous()), max_seq_len=12)
     with pytest.raises(ShapeError, match="block_table: expected columns for max_seq_len=13"):
         run(tensors(block_table=lambda t: t[:, :3].contiguous()), max_seq_len=13)
-    with pytest.raises(ShapeError, match="fault_ring: expected a contiguous tensor"):
-        run(tensors(fault_ring=lambda t: t.repeat(1, 2)[:, :4]))
     with pytest.raises(ShapeError, match=r"input_ids: expected rows x query_len = 8 tokens, got 4"):
         run(tensors(), sizes, query_len=2)
 

@@ -4,19 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
 
 import pytest
 import torch
 
 from graphrt.kernels.errors import ShapeError
 from graphrt.kernels.library import INTERPRETER_AVAILABLE, interpreted
+from graphrt.kernels.metadata.buffers import operands
+from graphrt.kernels.metadata.publish import publish
 from graphrt.kernels.ops.reference import SAMPLE_CHUNK, sample_reference
-from graphrt.kernels.ops.sampling import publish, sample
-from graphrt.kernels.types import NO_TOKEN, RowStatus
+from graphrt.kernels.ops.sampling import sample
+from graphrt.kernels.types import NO_TOKEN, FaultCode, RowStatus
+from tests.kernels.test_publish import make_buffers
 from tests.kernels.test_sampling import arguments, exact_draws, one_hot_rows
 
 INF = float("inf")
-S = RowStatus
+S, F = RowStatus, FaultCode
 
 
 @pytest.fixture(params=["reference", "kernel"])
@@ -74,30 +78,37 @@ def test_greedy_and_drawn_rows_side_by_side(draw, rng: torch.Generator) -> None:
 def test_no_rows(kernel_device: torch.device) -> None:
     out = sample(*(a.to(kernel_device) for a in arguments(torch.zeros(0, 9), 0.0)))
     assert (tuple(out.shape), out.dtype) == ((0,), torch.int32)
-    ring = torch.full((2, 3), -7, dtype=torch.int32, device=kernel_device)
-    last = torch.full((4,), 5, dtype=torch.int32, device=kernel_device)
-    none, counter = ring.new_empty(0), torch.zeros(1, dtype=torch.int64, device=kernel_device)
-    publish(none, none, none, counter, last, ring)
-    assert set(ring.flatten().tolist()) == {-7}
-    assert last.tolist() == [5] * 4
+
+
+RINGS = ("step_ring", "token_ring", "fault_code_ring", "fault_value_ring")
 
 
 @pytest.mark.parametrize("context", [interpreted, nullcontext], ids=["kernel", "reference"])
-def test_a_ring_that_is_just_wide_enough(context) -> None:
-    """One entry as wide as the step, and an entry of a wider ring: what lies beside is not touched."""
+def test_rings_that_are_just_wide_enough(context) -> None:
+    """One entry as wide as the step, and an entry of wider rings: what lies beside is not touched."""
     if context is interpreted and not INTERPRETER_AVAILABLE:
         pytest.skip("the compiled kernels are tested on this machine")
     for depth, width, step in ((1, 3, 7), (1, 3, 0), (3, 5, 5), (2, 3, 2**40 + 1)):
-        whole = torch.full((depth + 2, width), -77, dtype=torch.int32)
-        last = torch.tensor([10, 11, 12, 13], dtype=torch.int32)
-        row_ids = torch.tensor([2, 0, 3], dtype=torch.int32)
-        status = torch.tensor([S.SAMPLES, S.LIVE, S.INVALID], dtype=torch.int32)
+        buffers = make_buffers(torch.device("cpu"), 3, 4)
+        whole = {name: torch.full((depth + 2, width), -77, dtype=getattr(buffers, name).dtype) for name in RINGS}
+        whole["step_ring"] = whole["step_ring"][:, 0].contiguous()
+        buffers = replace(buffers, **{name: ring[1:-1] for name, ring in whole.items()})
+        buffers.last_token.copy_(torch.tensor([10, 11, 12, 13]))
+        buffers.row_ids.copy_(torch.tensor([2, 0, 3]))
+        buffers.row_status.copy_(torch.tensor([S.SAMPLES, S.LIVE, S.INVALID]))
+        buffers.fault_code.copy_(torch.tensor([0, 0, F.BAD_LENGTH]))
+        buffers.fault_value.copy_(torch.tensor([0, 0, 2**40]))
+        buffers.step_counter.fill_(step)
         with context():
-            publish(torch.tensor([21, 22, 23]), row_ids, status, torch.tensor([step]), last, whole[1:-1])
-        expected = [[-77] * width for _ in range(depth + 2)]
-        expected[1 + step % depth][:3] = [21, NO_TOKEN, NO_TOKEN]
-        assert whole.tolist() == expected
-        assert last.tolist() == [NO_TOKEN, 11, 21, 13]
+            publish(buffers, torch.tensor([21, 22, 23]), vocab_size=24)
+        expected = {name: torch.full_like(ring, -77).tolist() for name, ring in whole.items()}
+        entry = 1 + step % depth
+        expected["step_ring"][entry] = step
+        expected["token_ring"][entry][:3] = [21, NO_TOKEN, NO_TOKEN]
+        expected["fault_code_ring"][entry][:3] = [0, 0, int(F.BAD_LENGTH)]
+        expected["fault_value_ring"][entry][2] = 2**40
+        assert {name: ring.tolist() for name, ring in whole.items()} == expected
+        assert buffers.last_token.tolist() == [NO_TOKEN, 11, 21, 13]
 
 
 def sample_arguments() -> dict[str, torch.Tensor]:
@@ -105,18 +116,15 @@ def sample_arguments() -> dict[str, torch.Tensor]:
 
 
 def publish_arguments() -> dict[str, torch.Tensor]:
-    int32 = torch.int32
-    return {
-        "tokens": torch.zeros(3, dtype=int32),
-        "row_ids": torch.arange(3, dtype=int32),
-        "row_status": torch.zeros(3, dtype=int32),
-        "step_counter": torch.zeros(1, dtype=torch.int64),
-        "last_token": torch.zeros(4, dtype=int32),
-        "token_ring": torch.zeros(2, 3, dtype=int32),
-    }
+    buffers = make_buffers(torch.device("cpu"), 3, 4, ring=2)
+    return {"tokens": torch.zeros(3, dtype=torch.int32), **{n: getattr(buffers, n) for n in operands("publish")}}
 
 
-OPS = {"sample": (sample, sample_arguments), "publish": (publish, publish_arguments)}
+def publish_with(tokens: torch.Tensor, **tensors: torch.Tensor) -> None:
+    publish(replace(make_buffers(torch.device("cpu"), 3, 4, ring=2), **tensors), tokens, vocab_size=8)
+
+
+OPS = {"sample": (sample, sample_arguments), "publish": (publish_with, publish_arguments)}
 WRONG: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "dtype": lambda t: t.double(),
     "rank": lambda t: t.unsqueeze(0),
@@ -126,7 +134,13 @@ WRONG: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "shorter": lambda t: t[:-1],
     "longer": lambda t: torch.cat([t, t[:1]]),
 }
-SIZED = {"sample": ("temperatures", "seeds", "seq_lens"), "publish": ("row_ids", "row_status", "step_counter")}
+SIZED = {  # the extents of all others are free, or what these are measured by
+    "sample": ("temperatures", "seeds", "seq_lens"),
+    "publish": (
+        "tokens", "row_status", "fault_code", "fault_value", "step_counter", "token_ring", "fault_code_ring",
+        "fault_value_ring",
+    ),
+}  # fmt: skip
 ARGUMENTS = [(op, name) for op, (_, make) in OPS.items() for name in make()]
 
 
@@ -137,15 +151,23 @@ def test_every_argument_is_checked_by_itself(op: str, name: str) -> None:
     for what, change in WRONG.items():
         if what in ("shorter", "longer") and name not in SIZED[op]:
             continue  # its extent is what the others are measured by
-        if (name, what) in {("step_counter", "stride"), ("token_ring", "device")}:
-            continue  # of one value there is none; the ring may lie in pinned memory
+        if (name, what) == ("step_counter", "stride") or (name.endswith("_ring") and what == "device"):
+            continue  # of one value there is none; rings may lie in pinned memory
         with pytest.raises(ShapeError) as caught:
             call(**make() | {name: change(make()[name])})
-        first = {"logits": "temperatures", "tokens": "row_ids"}.get(name, name) if what == "device" else name
-        assert str(caught.value).startswith(f"{first}: expected"), what
+        first = {"logits": "temperatures", "row_ids": operands("publish")[0]}.get(name, name)
+        assert str(caught.value).startswith(f"{first if what == 'device' else name}: expected"), what
 
 
-@pytest.mark.parametrize(("depth", "width"), [(0, 3), (2, 2), (0, 0), (1, 0)])
-def test_a_ring_without_room(depth: int, width: int) -> None:
-    with pytest.raises(ShapeError, match=rf"token_ring: expected \[>= 1, >= 3\], got \[{depth}, {width}\]"):
-        publish(**publish_arguments() | {"token_ring": torch.zeros(depth, width, dtype=torch.int32)})
+@pytest.mark.parametrize("ring", RINGS[1:])
+@pytest.mark.parametrize(("depth", "width"), [(0, 3), (2, 2), (0, 0), (1, 0), (1, 3), (3, 3)])
+def test_a_ring_without_room(ring: str, depth: int, width: int) -> None:
+    tensors = publish_arguments()
+    with pytest.raises(ShapeError, match=rf"^{ring}: expected .* got (shape )?\[{depth}, {width}\]"):
+        publish_with(**tensors | {ring: tensors[ring].new_zeros(depth, width)})
+
+
+def test_rings_without_entries() -> None:
+    tensors = publish_arguments()
+    with pytest.raises(ShapeError, match=r"^step_ring: expected .* got shape \[0\]"):
+        publish_with(**tensors | {name: tensors[name][:0] for name in RINGS})

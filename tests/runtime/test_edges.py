@@ -242,12 +242,14 @@ def test_keys_are_in_the_caller_s_k_and_values_in_its_v(device: torch.device, la
 
 
 def test_a_cache_of_two_pages_is_enough_and_one_is_not() -> None:
-    with pytest.raises(ConfigError, match="expected an int from 2 to 2147483647, got 1"):
+    with pytest.raises(ConfigError, match="num_pages: expected an int from 2 to 2147483647, got 1"):
         KVCache.allocate(SPEC, 1, CPU)
     for pages in (1, 2):
         k, v = (list(torch.zeros(LAYERS, pages, 4, KV_HEADS, HEAD_DIM)) for _ in "kv")
         if pages == 1:
-            with pytest.raises(ConfigError, match="num_pages: expected an int from 2 to 2147483647, got 1"):
+            with pytest.raises(
+                ConfigError, match="num_pages: expected an int from 2 to 2147483647, got 1; one of them is the null"
+            ):
                 KVCache(SPEC, k, v)
     runtime = manager(cache=KVCache(SPEC, k, v), max_seq_len=4)
     runtime.capture()
@@ -305,7 +307,7 @@ def test_logits_that_break_their_contract(case: str) -> None:
 
 def test_a_vocabulary_of_one_and_of_none(device: torch.device) -> None:
     for size in (0, -1, 1.0, True, None):
-        with pytest.raises(ConfigError, match="vocab_size: expected an int from 1 to 1048576"):
+        with pytest.raises(ConfigError, match="vocab_size: expected an int from 1 to 1048576, got"):
             manager(vocab_size=size)
     runtime = manager(lambda step: torch.ones_like(step.logits_indices).float()[:, None], vocab_size=1, device=device)
     runtime.capture()
@@ -373,7 +375,7 @@ def test_logits_after_close_raise_and_copies_stay(device: torch.device) -> None:
     assert (kept[0].double().cpu() - rig.model.oracle([3])).abs().max() < 2e-4
     assert handle.tokens().tolist() == [greedy(rig, [3])]
     assert handle.done()
-    assert handle.fault is None
+    assert handle.error is None
 
 
 def test_a_cpu_never_waits_for_the_ring() -> None:
@@ -399,10 +401,12 @@ def test_a_handle_of_a_step_that_the_device_did_not_report(device: torch.device)
         handle = rig.manager.replay(one())
         if device.type == "cuda":
             torch.cuda.synchronize()
-        rig.manager.buffers.fault_ring[handle.step % 4, 0] = handle.step + wrong
+        rig.manager.buffers.step_ring[handle.step % 4] = handle.step + wrong
         with pytest.raises(ReplayError, match=f"step {handle.step}: .* got step {handle.step + wrong};"):
             handle.tokens()
-        assert not isinstance(handle.fault, StepFaultError)
+        assert type(handle.error) is ReplayError
+        with pytest.raises(ReplayError, match=f"step {handle.step}: .* got step {handle.step + wrong};"):
+            handle.faults  # noqa: B018
     assert rig.manager.replay(one()).tokens().tolist() == [greedy(rig, [3])]
 
 
@@ -410,8 +414,9 @@ def test_a_fault_is_read_without_raising(device: torch.device) -> None:
     rig = make_rig(device)
     for token, code in ((VOCAB - 1, None), (VOCAB, FaultCode.TOKEN_OUT_OF_RANGE)):
         handle = rig.manager.replay(one(token))
-        fault = handle.fault
+        fault = handle.error
         assert (fault is None) == (code is None)
+        assert handle.faults == (() if fault is None else fault.faults)
         if code is not None:
             assert (fault.step, fault.row, fault.code, fault.value) == (handle.step, 0, code, VOCAB)
             assert handle.tokens(raise_on_fault=False).tolist() == [-1]

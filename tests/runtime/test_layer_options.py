@@ -13,6 +13,7 @@ from graphrt.capture.descriptor import BatchDescriptor
 from graphrt.config import RuntimeConfig
 from graphrt.kernels.attention.options import AttentionOptions
 from graphrt.kernels.errors import ConfigError, ShapeError, UnsupportedError
+from graphrt.kernels.metadata.buffers import Capacity, StaticBuffers
 from graphrt.kernels.types import KVLayout
 from graphrt.kv_cache import KVCache
 from graphrt.metadata import StepMetadata
@@ -143,25 +144,22 @@ TOKENS = 3
 def make_step(spec: AttentionSpec, kv_dtype: torch.dtype = F32, backend: type[Recording] = Recording) -> Step:
     """A decode step of three tokens; the third is a pad."""
     _, layers = make_layers(spec, kv_dtype=kv_dtype)
-    positions = torch.tensor([0, 5, 0])
+    capacity = Capacity(rows=TOKENS, tokens=TOKENS, pages_per_row=2, row_ids=TOKENS, slots=12, record=1, ring=2)
+    buffers = StaticBuffers.allocate(capacity, CPU)
+    buffers.positions.copy_(torch.tensor([0, 5, 0]))
     metadata = StepMetadata(
         descriptor=BatchDescriptor.decode(TOKENS),
         seq_lens=torch.tensor([1, 6, 0], dtype=torch.int32),
         query_start_loc=torch.arange(TOKENS + 1, dtype=torch.int32),
         block_table=torch.tensor([[1, 0], [1, 2], [0, 0]], dtype=torch.int32),
         slot_mapping=torch.tensor([4, 9, -1]),
-        positions=positions,
+        positions=buffers.positions,
         max_seq_len=8,
     )
-    unused = torch.empty(0)
     return Step(
         descriptor=metadata.descriptor,
-        input_ids=unused,
-        positions=positions,
-        logits_indices=unused,
-        temperatures=unused,
-        seeds=unused,
         metadata=metadata,
+        buffers=buffers,
         backend=backend(make_context(spec, kv_dtype=kv_dtype)),
         layers=layers,
     )

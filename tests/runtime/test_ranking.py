@@ -16,6 +16,7 @@ from graphrt.backends.ranking import Ranking, RankingCell, load_ranking, parse_r
 from graphrt.backends.registry import register_backend, select_backend, standings
 from graphrt.backends.torch_reference import TorchReferenceBackend
 from graphrt.cli import env as cli_env
+from graphrt.cli.options import EnvOptions
 from graphrt.kernels.errors import ConfigError, UnsupportedError
 from graphrt.kernels.types import KVLayout
 from graphrt.spec import AttentionSpec, KVCacheSpec
@@ -220,13 +221,13 @@ def test_env_prints_ranks_and_refusals(monkeypatch: pytest.MonkeyPatch, capsys: 
     # Building triton's backend asks the device, which need not be there.
     monkeypatch.setattr(cli_env, "_graph_support", lambda standing, context: "ALWAYS")
     monkeypatch.setenv("COLUMNS", "200")
-    cli_env.run_env(as_json=False)
+    cli_env.run_env(EnvOptions(as_json=False))
     printed = capsys.readouterr().out
     assert "1 (1.00 x the fastest)" in printed
     assert "2 (1.34 x the fastest)" in printed
     assert "page_size 16: supports 256, 512" in printed
     assert "triton: fastest of 3 that can serve" in printed
-    cli_env.run_env(as_json=True)
+    cli_env.run_env(EnvOptions(as_json=True))
     known = json.loads(capsys.readouterr().out)["backends"]["known"]
     assert [entry["rank"] for entry in known if entry["name"] == "unknown"] == [4]
 
@@ -242,7 +243,7 @@ def test_env_says_with_which_pages_a_backend_would_run(
     monkeypatch.setenv("COLUMNS", "200")
     report = cli_env._backends()
     assert {e["name"]: e["other_page_size"] for e in report["known"] if e["other_page_size"]} == {"large_pages": 256}
-    cli_env.run_env(as_json=False)
+    cli_env.run_env(EnvOptions(as_json=False))
     assert "runs with a page size of 256" in capsys.readouterr().out
 
 
@@ -271,7 +272,7 @@ def test_env_chooses_as_a_runtime_does(
     report = cli_env._backends()
     assert report["chosen"] == chosen
     assert report["reason"].startswith(reason)
-    cli_env.run_env(as_json=False)
+    cli_env.run_env(EnvOptions(as_json=False))
     printed = capsys.readouterr().out
     assert reason in printed
     assert printed.count("(chosen)") == (chosen is not None)
