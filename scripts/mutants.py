@@ -2,8 +2,8 @@
 
 A mutant replaces a span of the text, so that everything else keeps its line and the diff shows one change. Spans come
 from the syntax tree. Left out is what no test is asked to notice: docstrings, annotations, imports, error texts and
-other strings, assertions, blocks for type checkers, decorators, what only CUDA devices run, functions that only list what
-to compile, and arguments and constants that say how fast something is done (`SPEED`, `SPEED_NAMES`).
+other strings, assertions, blocks for type checkers, decorators, what only CUDA devices run, functions that list what to
+compile, and arguments and constants that say how fast something is done (`SPEED`, `SPEED_NAMES`).
 """
 
 from __future__ import annotations
