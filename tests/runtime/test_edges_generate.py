@@ -121,7 +121,7 @@ def test_a_stop_token_ends_its_own_prompt(place: int) -> None:
 
 @pytest.mark.parametrize("place", [0, 2])
 def test_a_row_that_ended_is_noticed_one_step_late(place: int) -> None:
-    """Of a prompt that could go on for long: a step per token up to the stop token, and one that was submitted before."""
+    """A prompt that could go on for long takes a step per token up to the stop token, and one more."""
     full = greedy([3], 12)
     place = full.index(full[place])
     runtime = build()
