@@ -2,8 +2,8 @@
 
 A mutant replaces a span of the text, so that everything else keeps its line and the diff shows one change. Spans come
 from the syntax tree. Left out is what no test is asked to notice: docstrings, annotations, imports, error texts and
-other strings, assertions, blocks for type checkers, decorators, what only CUDA devices run, functions that only list what
-to compile, and arguments and constants that say how fast something is done (`SPEED`, `SPEED_NAMES`).
+other strings, assertions, blocks for type checkers, decorators, what only CUDA devices run, functions that list what to
+compile, and arguments and constants that say how fast something is done (`UNJUDGED_KEYWORDS`, `SPEED_NAMES`).
 """
 
 from __future__ import annotations
@@ -26,7 +26,10 @@ SWAPS = {
 }  # fmt: skip
 NAMES = {"min": "max", "max": "min", "any": "all", "all": "any", "minimum": "maximum", "maximum": "minimum",
          "argmin": "argmax", "argmax": "argmin", "bisect_left": "bisect_right"}  # fmt: skip
-SPEED = frozenset({"num_warps", "num_stages", "non_blocking", "pin_memory", "eviction_policy", "slots", "advice"})
+# How fast, what an error says, and the assertion of zip.
+UNJUDGED_KEYWORDS = frozenset(
+    {"num_warps", "num_stages", "non_blocking", "pin_memory", "eviction_policy", "slots", "advice", "strict"}
+)
 SPEED_NAMES = re.compile(r"_(\w+_)?(NUM_WARPS|BLOCK|TILE_ELEMENTS)")
 # They list what to compile, or run on CUDA devices only.
 UNJUDGED_NAMES = frozenset({"compile_variants", "unavailable", "_measure_graphs", "_OnStream"})
@@ -186,7 +189,7 @@ class _Finder:
             return
         yield from self.of_node(node)
         for child in ast.iter_child_nodes(node):
-            if isinstance(child, ast.keyword) and child.arg in SPEED:
+            if isinstance(child, ast.keyword) and child.arg in UNJUDGED_KEYWORDS:
                 continue
             yield from self.of_expression(child)
 
@@ -226,7 +229,7 @@ class _Finder:
     def of_call(self, node: ast.Call) -> Iterator[Mutant]:
         if isinstance(node.func, ast.Name) and node.func.id in ("isinstance", "getattr", "zip", "cast"):
             return
-        keywords = [k for k in node.keywords if k.arg is not None and k.arg not in SPEED]
+        keywords = [k for k in node.keywords if k.arg is not None and k.arg not in UNJUDGED_KEYWORDS]
         plain = [a for a in node.args if not isinstance(a, ast.Starred)]
         for group in (plain, [k.value for k in keywords]):
             for first, second in pairwise(group):

@@ -119,6 +119,16 @@ def test_a_stop_token_ends_its_own_prompt(place: int) -> None:
     check_idle(runtime)
 
 
+@pytest.mark.parametrize("place", [0, 2])
+def test_a_row_that_ended_is_noticed_one_step_late(place: int) -> None:
+    """A prompt that could go on for long takes a step per token up to the stop token, and one more."""
+    full = greedy([3], 12)
+    place = full.index(full[place])
+    runtime = build()
+    events(runtime, [[3]], SamplingParams(12, stop_ids=frozenset({full[place]})))
+    assert sum(runtime.stats().replays.values()) == place + 2
+
+
 def test_hot_prompts_depend_on_their_seed_alone() -> None:
     seeds = [7, 2**31 + 7, 2**32 - 1, 7]
     hot = [SamplingParams(6, temperature=1.5, seed=seed) for seed in seeds]
