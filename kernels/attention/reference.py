@@ -104,17 +104,17 @@ def _attend_row(
         keys, values = _dequantised(keys, options.k_scale), _dequantised(values, options.v_scale)
     query_len, num_q_heads, head_dim = q.shape
     num_kv_heads = keys.shape[0]
-    # The query heads that share a KV head become query rows of it, so that K and V need not be repeated.
+    # The query heads that share a KV head are put together, so that K and V need not be repeated.
     by_head = q.reshape(query_len, num_kv_heads, -1, head_dim).permute(1, 2, 0, 3)
-    packed = by_head.reshape(num_kv_heads, -1, head_dim)
+    queries = by_head.reshape(num_kv_heads, -1, head_dim)
     group = num_q_heads // num_kv_heads
     mask = _mask(query_len, seq_len, keys.shape[1], q.device, options)
     if lse is None and not _needs_logits(options):
         mask = None if mask is None else mask.repeat(group, 1)
         scale = options.softmax_scale
-        result = F.scaled_dot_product_attention(packed[None], keys[None], values[None], mask, scale=scale)[0]
+        result = F.scaled_dot_product_attention(queries[None], keys[None], values[None], mask, scale=scale)[0]
     else:
-        logits = (packed.float() @ keys.float().transpose(1, 2)).unflatten(1, (group, query_len))
+        logits = (queries.float() @ keys.float().transpose(1, 2)).unflatten(1, (group, query_len))
         _finish_logits(logits, mask, seq_len, options)
         # The largest is subtracted first: exp(logits - lse) would carry the rounding error of a large lse.
         top = logits.amax(-1, keepdim=True)

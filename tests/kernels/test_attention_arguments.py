@@ -310,6 +310,24 @@ def test_scales_belong_to_fp8_caches(name: str) -> None:
         check_options(options, 4, 2, F16, CPU)
 
 
+def test_a_scale_of_all_heads_has_no_stride() -> None:
+    """[1] is read again for every KV head; [num_kv_heads] is walked."""
+    assert AttentionOptions(1.0).scale_strides == (0, 0)
+    assert AttentionOptions(1.0, k_scale=zeros(1), v_scale=zeros(2)).scale_strides == (0, 1)
+    assert AttentionOptions(1.0, k_scale=zeros(3), v_scale=zeros(1)).scale_strides == (1, 0)
+
+
+def test_a_workspace_has_room_for_each_plan() -> None:
+    """The plan that needs most of one tensor need not be the one that needs most of another."""
+    plans = [decode_plan(), decode_plan(query_len=8), decode_plan(batch_invariant=True, num_rows=9), varlen_plan(64)]
+    made = AttentionWorkspace.allocate(plans, CPU)
+    assert made.partial_out.numel() == max(plan.partial_queries * plan.shape.head_dim for plan in plans)
+    assert made.partial_lse.numel() == max(plan.partial_lses for plan in plans)
+    assert made.counters.numel() == max(plan.num_counters for plan in plans)
+    for tensor in (made.partial_out, made.partial_lse, made.counters):
+        assert not tensor.any(), "0 at first"
+
+
 def test_workspace_of_a_model_stays_small() -> None:
     """The partial results of Llama-3.1-8B at up to 256 rows on 132 SMs."""
     heads = {"num_q_heads": 32, "num_kv_heads": 8, "head_dim": 128, "dtype": torch.bfloat16, "num_sms": 132}
