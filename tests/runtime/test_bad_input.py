@@ -301,7 +301,7 @@ def manager(model=None, spec=None, cache=None, **config) -> ReplayManager:
             ConfigError,
             "2 KV heads of size 16 .* got 4 of 16",
         ),
-        (lambda: manager(spec=[AttentionSpec(4, 2, 16, torch.float32)]), ConfigError, "2 AttentionSpec per layer, got 1"),
+        (lambda: manager(spec=[AttentionSpec(4, 2, 16, torch.float32)]), ConfigError, "AttentionSpec per layer, got 1"),
         (lambda: KVCache.allocate(KVCacheSpec(1, 1, 16), 1, CPU), ConfigError, "num_pages: .* 2 to 2147483647, got 1"),
     ],
     ids=[
