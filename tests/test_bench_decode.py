@@ -17,6 +17,7 @@ from graphrt.bench.decode import DecodeResult, bench_decode, check_batches
 from graphrt.kernels.errors import CapacityError, ConfigError, UnsupportedError
 from graphrt.kernels.types import KVLayout
 from graphrt.models.config import ModelConfig
+from graphrt.models.dummy import fill_dummy_weights
 from graphrt.models.llama import LlamaModel
 from graphrt.models.rope import RopeConfig
 from graphrt.models.shapes import SHAPES
@@ -69,6 +70,7 @@ def test_share_of_floor() -> None:
 @pytest.mark.gpu
 def test_host_time_is_of_many_steps() -> None:
     model = LlamaModel(SHAPES["smollm2-135m"], dtype=torch.bfloat16, device=torch.device("cuda"), max_positions=64)
+    fill_dummy_weights(model)
     config = model.config
     report = bench_decode(
         "x", model, config.attention_specs(model.dtype), config.kv_spec(16, KVLayout.NHD, model.dtype),

@@ -59,7 +59,7 @@ def test_pages_of_a_cache_of_one_page(device: str) -> None:
     swap_pages(k, host, [0], [0])
     assert all(torch.equal(a, b) for a, b in zip(host, k, strict=True))
     for src, dst, name in (([1], [0], "src_pages"), ([0], [1], "dst_pages")):
-        with pytest.raises(ShapeError, match=f"{name}: expected pages from 0 to 0, got 1"):
+        with pytest.raises(ShapeError, match=rf"{name}\[0\]: expected an int from 0 to 0, got 1"):
             copy_pages(k, v, src, dst)
 
 

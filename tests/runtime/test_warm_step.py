@@ -18,7 +18,7 @@ FORBIDDEN = ("Malloc", "Free", "HostAlloc", "HostRegister", "Synchronize", "Mems
 
 
 def test_a_warm_step_is_one_upload_and_one_launch() -> None:
-    rig = make_rig(torch.device("cuda", 0), ring_depth=2 * STEPS)
+    rig = make_rig(torch.device("cuda", 0), ring_depth=2 * STEPS, fill=0.0)
     lengths = [3, 9, 17, 30]
     pages = [list(range(1 + 10 * i, 11 + 10 * i)) for i in range(4)]
 
