@@ -10,8 +10,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from graphrt.kernels.attention.native import native_fault, native_variants
+from graphrt.kernels.attention.native import native_fault, native_variant, native_variants
 from graphrt.kernels.attention.operators import paged_attention
+from graphrt.kernels.attention.options import AttentionOptions
 from graphrt.kernels.attention.plan import AttentionPlan
 from graphrt.kernels.attention.plan_native import STATIC_SHARED_BYTES
 from graphrt.kernels.attention.work_list import schedule_attention
@@ -393,3 +394,48 @@ def test_a_head_dim_of_another_dtype_alone_goes_to_triton() -> None:
     assert native_fault(plan, q, cache, cache, work_list, q) == (
         "the plan was made for another dtype than torch.float8_e4m3fn"
     )
+
+
+SHARED_BYTES = {  # warps x (stages x tile + partial result) + inbox, in bytes
+    "llama_one": 8 * (2 * 8192 + 4 * 4 * 134) + 16 * (32 + 4) * 8 + 16,
+    "llama": 8 * (2 * 8192 + 4 * 4 * 134),
+    "llama_fp8": 8 * (2 * 8192 + 4 * 4 * 134),
+    "small_heads": 8 * (3 * 4096 + 4 * 3 * 70) + 16 * (12 + 3) * 8 + 16,
+    "pairs": 8 * (2 * 8192 + 4 * 16 * 134) + 16 * (512 + 16) * 2 + 16,
+    "gemma": 4 * (2 * 16384 + 4 * 2 * 262),
+}
+
+
+@pytest.mark.parametrize("name", SHARED_BYTES)
+def test_shared_memory_of_a_block(name: str) -> None:
+    assert native_variants()[name].shared_bytes == SHARED_BYTES[name]
+
+
+OPTIONS = {
+    "none": ({}, {}),
+    "window": ({"sliding_window": 1}, {"WINDOW": 1}),
+    "softcap": ({"logits_softcap": 1.0}, {"SOFTCAP": 1}),
+    "full": ({"causal": False}, {"CAUSAL": 0}),
+    "alibi": ({"alibi_slopes": torch.ones(32)}, {"ALIBI": 1}),
+    "alibi_sqrt": ({"alibi_slopes": torch.ones(32), "alibi_sqrt": True}, {"ALIBI": 2}),
+    "sinks": ({"sinks": torch.ones(32), "k_scale": torch.ones(1)}, {}),  # these are pointers, null or not
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_options_in_macros(name: str) -> None:
+    options, changes = OPTIONS[name]
+    plan = AttentionPlan.decode(64, **LLAMA)
+    plain = dict(native_variant(plan, AttentionOptions(1.0), BF16, BF16, 16).macros)
+    assert {key: plain[key] for key in ("WINDOW", "SOFTCAP", "CAUSAL", "ALIBI", "KV_FP8", "Q_BF16")} == {
+        "WINDOW": 0, "SOFTCAP": 0, "CAUSAL": 1, "ALIBI": 0, "KV_FP8": 0, "Q_BF16": 1,
+    }  # fmt: skip
+    variant = native_variant(plan, AttentionOptions(1.0, **options), BF16, BF16, 16)
+    assert dict(variant.macros) == plain | changes
+
+
+def test_dtypes_in_macros() -> None:
+    for dtype, kv_dtype, q_bf16, kv_fp8 in ((F16, F16, 0, 0), (BF16, E4M3, 1, 1), (F16, E5M2, 0, 2)):
+        plan = AttentionPlan.decode(64, **{**LLAMA, "dtype": dtype}, kv_dtype=kv_dtype)
+        macros = dict(native_variant(plan, AttentionOptions(1.0), dtype, kv_dtype, 48).macros)
+        assert (macros["Q_BF16"], macros["KV_FP8"], macros["PAGE_SIZE"]) == (q_bf16, kv_fp8, 48)
