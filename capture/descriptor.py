@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import Enum
 
-from graphrt.kernels.checks import check_int
 from graphrt.kernels.errors import ConfigError
 
 
@@ -82,11 +80,3 @@ def mixed_ladder(max_num_tokens: int, smallest: int = 64) -> tuple[int, ...]:
         sizes.append(size)
         size *= 2
     return (*sizes, max_num_tokens)
-
-
-def check_sizes(name: str, sizes: Iterable[int], maximum: int) -> tuple[int, ...]:
-    """Sorted, distinct sizes; raises ConfigError when one lies outside 1 to `maximum`, or is no int."""
-    if not isinstance(sizes, Iterable):
-        raise ConfigError(f"{name}: expected a tuple of sizes from 1 to {maximum}, got {sizes!r}; pass ({sizes!r},)")
-    given = list(sizes)
-    return tuple(sorted({check_int(name, size, 1, maximum, advice=f"drop it from {given}") for size in given}))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from graphrt.capture.descriptor import BatchDescriptor, GraphKind, check_sizes, decode_ladder, mixed_ladder
+from graphrt.capture.descriptor import BatchDescriptor, GraphKind, decode_ladder, mixed_ladder
 from graphrt.capture.dispatcher import Dispatcher
 from graphrt.kernels.errors import CapacityError, ConfigError
 
@@ -91,12 +91,6 @@ def test_keys_are_mixed_first_and_largest_first() -> None:
     assert [k.kind for k in keys] == [GraphKind.MIXED] * 2 + [GraphKind.DECODE] * 4
     assert [k.padded_tokens for k in keys] == [64, 32, 8, 4, 2, 1]
     assert make(use_graphs=False).captured() == ()
-
-
-def test_sizes_out_of_range_raise() -> None:
-    with pytest.raises(ConfigError, match=r"decode_sizes: expected an int from 1 to 8, got 9; drop it from \[4, 9\]"):
-        check_sizes("decode_sizes", (4, 9), 8)
-    assert check_sizes("decode_sizes", (4, 2, 4), 8) == (2, 4)
 
 
 def test_a_descriptor_is_consistent() -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from graphrt.capture import guard
-from graphrt.capture.descriptor import BatchDescriptor, GraphKind, check_sizes, decode_ladder, mixed_ladder
+from graphrt.capture.descriptor import BatchDescriptor, GraphKind, decode_ladder, mixed_ladder
 from graphrt.capture.dispatcher import Dispatcher
 from graphrt.capture.graph import GraphReport
 from graphrt.capture.staging import StagingRing, StagingSlot
@@ -89,16 +89,6 @@ def test_no_ladder_for_nothing(ladder) -> None:
     for maximum in (0, -1):
         with pytest.raises(ConfigError, match=f"expected >= 1, got {maximum}"):
             ladder(maximum)
-
-
-def test_sizes_at_their_bounds() -> None:
-    assert check_sizes("s", [8, 1], 8) == (1, 8)
-    assert check_sizes("s", (), 8) == ()
-    for size in (0, 9, -1, 1.0, True):
-        with pytest.raises(ConfigError, match="s: expected an int from 1 to 8"):
-            check_sizes("s", (size,), 8)
-    with pytest.raises(ConfigError, match=r"s: expected a tuple of sizes from 1 to 8, got 5; pass \(5,\)"):
-        check_sizes("s", 5, 8)
 
 
 # -- dispatch
