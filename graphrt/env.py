@@ -25,11 +25,15 @@ def cache_dir() -> Path:
     The folder is not created here.
     """
     folder = os.environ.get("GRAPHRT_CACHE")
-    if folder is None:
-        # The XDG specification: an empty or relative value counts as unset.
-        base = Path(os.environ.get("XDG_CACHE_HOME", ""))
-        return (base if base.is_absolute() else Path.home() / ".cache") / "graphrt"
-    path = Path(folder).expanduser().absolute()
-    if not folder or (path.exists() and not path.is_dir()):
+    try:
+        if folder is None:
+            # The XDG specification: an empty or relative value counts as unset.
+            base = Path(os.environ.get("XDG_CACHE_HOME", ""))
+            return (base if base.is_absolute() else Path.home() / ".cache") / "graphrt"
+        path = Path(folder).expanduser().absolute()
+        good = bool(folder) and (path.is_dir() or not path.exists())
+    except (OSError, RuntimeError) as error:  # a name too long, no permission, no such user, no home
+        raise ConfigError(f"GRAPHRT_CACHE: expected a folder, got {folder!r} ({error}); name a folder") from error
+    if not good:
         raise ConfigError(f"GRAPHRT_CACHE: expected a folder, got {folder!r}; name a folder, or unset it")
     return path

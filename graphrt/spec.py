@@ -15,7 +15,6 @@ from graphrt.kernels.checks import (
     check_bool_field,
     check_int,
     check_int_field,
-    check_number,
     is_finite,
     shown,
 )
@@ -66,9 +65,12 @@ class AttentionSpec:
             )
         for name, default in (("softmax_scale", "head_dim ** -0.5"), ("logits_softcap", "off")):
             if (value := getattr(self, name)) is not None:
-                advice = f"None means {default}"
-                number = check_number(f"AttentionSpec.{name}", value, FLOAT32_TINY, FLOAT32_MAX, advice=advice)
-                object.__setattr__(self, name, number)
+                if not (is_finite(value) and FLOAT32_TINY <= value <= FLOAT32_MAX):
+                    raise ConfigError(
+                        f"AttentionSpec.{name}: expected a finite number > 0 that float32 can hold, "
+                        f"got {shown(value)}; None means {default}"
+                    )
+                object.__setattr__(self, name, float(value))
         if self.sliding_window is not None:
             check_int_field(self, "sliding_window", 1, MAX_WINDOW, advice="None sees everything")
         for name in ("alibi_sqrt", "sinks"):

@@ -1,10 +1,14 @@
 """Repairs of the Triton interpreter, which runs kernels on CPU tensors when TRITON_INTERPRET=1.
 
-It keeps bfloat16 values as their bits in uint16 arrays. Some of its operations forget that: `tl.dot` and arithmetic
-then work on the bits, silently. Its float conversions truncate where the hardware rounds to nearest even, and decode
-the NaN of e4m3 as 480. After `install()`, conversions between float formats are those of torch, and bfloat16
-arithmetic computes in float32 and rounds once, which is what the compiled kernels do. `interpreted()` of library.py
-installs them.
+What is wrong in it:
+
+- It keeps bfloat16 values as their bits in uint16 arrays. `tl.dot` and some arithmetic then compute with the bits,
+  without an error.
+- Its float conversions truncate where the hardware rounds to nearest even.
+- It decodes the NaN of e4m3 as 480.
+
+After `install()` conversions between float formats are those of torch. bfloat16 arithmetic computes in float32 and
+rounds once, as the compiled kernels do. `interpreted()` of library.py calls `install()`.
 
 Not repaired: atomics on bfloat16, inline assembly and libdevice calls, which the interpreter does not have.
 """
@@ -63,8 +67,8 @@ def install() -> None:
     builder.create_dot = _dot_in_float32(builder.create_dot)
     triton_interpreter.ReduceOps.sum = _sum_in_float32(triton_interpreter.ReduceOps.sum)
     builder.get_bf16 = lambda self, value: self.cast_impl(self.get_fp32(value), tl.bfloat16)
-    # Programs run one after another here, so there is nothing to wait for. Triton loads its package `cuda` twice: the
-    # attribute of the parent package and the entry of sys.modules are different objects.
+    # Programs run one after another here, so there is nothing to wait for. Triton loads its package `cuda` twice: as an
+    # attribute of the parent package, and as another object in sys.modules.
     for module in (tl.extra.cuda, sys.modules["triton.language.extra.cuda"]):
         for name in ("gdc_wait", "gdc_launch_dependents"):
             setattr(module, name, _no_op)

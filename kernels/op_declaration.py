@@ -40,7 +40,8 @@ class DeclaredOp(Generic[Call]):
 
     Capture-safe: a call reads the fields in one step and goes on to the operator; the schema is built once.
 
-    Raises: TypeError, when it is declared, for a field whose annotation no schema has, or for two fields of one name.
+    Raises: TypeError, when it is declared, for a field whose annotation no schema has, for two fields of one name,
+    or for fewer than two fields.
     """
 
     def __init__(
@@ -53,10 +54,9 @@ class DeclaredOp(Generic[Call]):
     ) -> None:
         paths, types_of, build = _describe(arguments)
         names = [path.rsplit(".", 1)[-1] if not path.endswith(".ints") else path.split(".")[-2] for path in paths]
-        if len(set(names)) != len(names):
-            raise TypeError(f"{arguments.__name__}: expected fields of different names, got {names}; rename one")
+        if len(names) < 2 or len(set(names)) != len(names):
+            raise TypeError(f"{arguments.__name__}: expected two fields or more, of different names, got {names}")
         self.schema = f"{name}({', '.join(_arguments(names, types_of))}) -> ()"
-        # attrgetter returns a tuple only for several names.
         self._values: Callable[[Call], tuple[object, ...]] = operator.attrgetter(*paths)
         self._op: Any = define_op(
             self.schema,

@@ -27,6 +27,7 @@ from graphrt.kernels.types import KVLayout
 from graphrt.kv_cache import KVCache
 from graphrt.models.config import ModelConfig
 from graphrt.models.loading import load_model
+from graphrt.models.shapes import SHAPES
 from graphrt.replay import ReplayManager
 
 
@@ -78,6 +79,12 @@ def main() -> None:
     parser.add_argument("--shape", default="llama-3.1-8b")
     parser.add_argument("--repeats", type=int, default=3)
     arguments = parser.parse_args()
+    if arguments.repeats < 1:
+        parser.error(f"--repeats: expected >= 1, got {arguments.repeats}")
+    if arguments.shape not in SHAPES:
+        parser.error(f"--shape: expected one of {', '.join(SHAPES)}, got {arguments.shape!r}")
+    if not torch.cuda.is_available():
+        parser.error("expected a CUDA device, got none")
     device = torch.device("cuda", 0)
     loaded = load_model(f"dummy:{arguments.shape}", device=device, dtype=torch.bfloat16)
     decode = measure(loaded.model, loaded.config, device, arguments.repeats, mixed_sizes=())

@@ -2,7 +2,7 @@
 
 A mutant replaces a span of the text, so that everything else keeps its line and the diff shows one change. Spans come
 from the syntax tree. Left out is what no test is asked to notice: docstrings, annotations, imports, error texts and
-other strings, assertions, blocks for type checkers, decorators, branches for CUDA devices, functions that only list
+other strings, assertions, blocks for type checkers, decorators, what only CUDA devices run, functions that only list
 what to compile, and arguments and constants that say how fast something is done (`SPEED`, `SPEED_NAMES`).
 """
 
@@ -28,7 +28,9 @@ NAMES = {"min": "max", "max": "min", "any": "all", "all": "any", "minimum": "max
          "argmin": "argmax", "argmax": "argmin", "bisect_left": "bisect_right"}  # fmt: skip
 SPEED = frozenset({"num_warps", "num_stages", "non_blocking", "pin_memory", "eviction_policy", "slots", "advice"})
 SPEED_NAMES = re.compile(r"_(\w+_)?(NUM_WARPS|BLOCK|TILE_ELEMENTS)")
-UNJUDGED_FUNCTIONS = frozenset({"compile_variants", "unavailable"})
+# They list what to compile, or run on CUDA devices only.
+UNJUDGED_NAMES = frozenset({"compile_variants", "unavailable", "_measure_graphs", "_OnStream"})
+CUDA = re.compile(r"cuda|\bdevice\.type\b|\b_?(stream|event)\b")  # in the test of a branch
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +134,7 @@ class _Finder:
         head_end = min((child.lineno for block in blocks for child in block), default=node.end_lineno + 1) - 1
         self.lines, self.in_function = (node.lineno, max(head_end, node.lineno)), in_function
         if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
-            if node.name not in UNJUDGED_FUNCTIONS and not _abstract(node):
+            if node.name not in UNJUDGED_NAMES and not _abstract(node):
                 if isinstance(node, ast.FunctionDef):
                     for default in (*node.args.defaults, *filter(None, node.args.kw_defaults)):
                         yield from self.of_expression(default)
@@ -145,8 +147,9 @@ class _Finder:
         if isinstance(node, ast.Assign) and SPEED_NAMES.fullmatch(ast.unparse(node.targets[0])):
             return
         yield from self.of_simple(node)
-        cuda = isinstance(node, ast.If) and re.search(r"cuda|\bdevice\.type\b", ast.unparse(node.test))
-        for block in blocks[1:] if cuda else blocks:
+        if isinstance(node, ast.If) and CUDA.search(test := ast.unparse(node.test)):
+            del blocks["!=" in test or test.endswith(" is None")]  # the branch for CUDA devices
+        for block in blocks:
             yield from self.of_block(block, in_function)
         for handler in getattr(node, "handlers", []):
             yield from self.of_block(handler.body, in_function)

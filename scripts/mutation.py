@@ -11,7 +11,8 @@ A mutant counts as unnoticed when all its tests passed. `--seconds` bounds what 
 left out, which makes the count of the unnoticed too high, never too low. A test that hangs counts as noticed.
 
 Other tools do not fit: cosmic-ray runs one command, here of many minutes, in a new process for each mutant; mutmut
-skips functions with decorators, so every Triton kernel, and rewrites the others within their file. Needs fork. The last line of standard output is one JSON object.
+skips functions with decorators, so every Triton kernel, and rewrites the others within their file.
+Needs fork. The last line of standard output is one JSON object.
 """
 
 from __future__ import annotations

@@ -26,6 +26,9 @@ class _WithoutLayerFolders(PathFinder):
 
 sys.meta_path[sys.meta_path.index(PathFinder)] = _WithoutLayerFolders
 
+if "PYTEST_XDIST_WORKER" in os.environ:
+    torch.set_num_threads(1)  # a process per core: threads of one would take the others' time
+
 CUDA = torch.cuda.is_available()
 INTERPRETED = not CUDA and "GRAPHRT_TEST_COMPILED" not in os.environ
 

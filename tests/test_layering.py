@@ -106,6 +106,37 @@ def is_jit(decorator: ast.expr) -> bool:
     return ast.unparse(target) in ("triton.jit", "jit")
 
 
+FACTORIES = frozenset(
+    [
+        "arange",
+        "empty",
+        "empty_strided",
+        "eye",
+        "full",
+        "linspace",
+        "ones",
+        "rand",
+        "randint",
+        "randn",
+        "randperm",
+        "tensor",
+        "zeros",
+    ]
+)
+
+
+def factory_faults(path: str, source: str) -> list[str]:
+    """Tensors whose device follows `torch.set_default_device`, which belongs to the caller."""
+    faults = []
+    for node in ast.walk(ast.parse(source)):
+        if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in FACTORIES):
+            continue
+        of_torch = isinstance(node.func.value, ast.Name) and node.func.value.id == "torch"
+        if of_torch and not any(keyword.arg in ("device", None) for keyword in node.keywords):
+            faults.append(f"line {node.lineno}: torch.{node.func.attr} without device=")
+    return faults
+
+
 def length_faults(path: str, source: str) -> list[str]:
     bound = MAX_KERNEL_LINES if path.startswith("kernels/") else MAX_LINES
     lines = len(source.splitlines())
@@ -118,6 +149,7 @@ RULES = {
     "wings": (wing_faults, ("graphrt",)),
     "environment": (environment_faults, LIBRARY),
     "asserts": (assert_faults, LIBRARY),
+    "factories": (factory_faults, LIBRARY),
     "annotations": (annotation_faults, LIBRARY),
     "lengths": (length_faults, (*LIBRARY, "scripts", "tests")),
 }
@@ -152,6 +184,7 @@ VIOLATIONS = {
     "getenv": (environment_faults, "kernels/a.py", "import os\nx = os.getenv('A')"),
     "environ-by-name": (environment_faults, "capture/a.py", "from os import environ"),
     "bare-assert": (assert_faults, "graphrt/a.py", "assert x > 0"),
+    "factory": (factory_faults, "graphrt/a.py", "torch.zeros(3, dtype=torch.int32)"),
     "argument": (annotation_faults, "kernels/a.py", "def f(x) -> int: ..."),
     "result": (annotation_faults, "kernels/a.py", "def f(x: int): ..."),
     "keywords": (annotation_faults, "graphrt/a.py", "def f(**kwargs) -> None: ..."),
@@ -175,6 +208,7 @@ ALLOWED = {
     "entry-point": (wing_faults, "graphrt/__main__.py", "from graphrt.cli.main import main"),
     "bench-siblings": (wing_faults, "graphrt/bench/a.py", "from graphrt.bench.timer import X"),
     "env": (environment_faults, "graphrt/env.py", "import os\nx = os.environ['A']"),
+    "factory": (factory_faults, "graphrt/a.py", "torch.zeros(3, device='cpu')\nnumpy.zeros(3)\ntorch.zeros_like(x)"),
     "message": (assert_faults, "graphrt/a.py", "assert x, 'x'"),
     "jit": (annotation_faults, "kernels/a.py", "@triton.jit\ndef f(x): ...\n@triton.jit(debug=True)\ndef g(x): ..."),
     "method": (annotation_faults, "graphrt/a.py", "class A:\n    def f(self, x: int) -> None: ..."),

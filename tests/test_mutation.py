@@ -85,8 +85,17 @@ def test_what_no_test_is_asked_to_notice(source: str) -> None:
     assert changed(source) == {}
 
 
-def test_only_the_branches_for_other_devices_are_left_out() -> None:
-    assert set(changed("if device.type == 'cuda':\n    f(a)\nelse:\n    x = 5")) == {"comparison", "constant"}
+@pytest.mark.parametrize(
+    "source",
+    [
+        "if device.type == 'cuda':\n    f(a)\nelse:\n    x = 5",
+        "if device.type != 'cuda':\n    x = 5\nelse:\n    f(a)",
+        "if self._stream is None:\n    x = 5\nelse:\n    f(a)",
+        "if self._stream is not None:\n    f(a)\nelse:\n    x = 5",
+    ],
+)
+def test_branches_for_cuda_devices_are_left_out(source: str) -> None:
+    assert set(changed(source)) == {"comparison", "constant"}
 
 
 def test_mutants_are_chosen_by_the_seed_without_repetition() -> None:

@@ -279,10 +279,10 @@ class AttentionBackend(ABC):
         """
         return {}
 
-    # 4 The verbs of a step. The first two run on the host, in every step that needs them; the last two are recorded.
+    # 4 The verbs of a step. The first two run on the host, the last two are recorded.
 
     def plan_capture(self, descriptor: BatchDescriptor) -> None:  # noqa: B027
-        """Prepare the host's state for a graph of this size. The next call is `schedule`."""
+        """Prepare the host's state for a graph of this size, where no lengths are known yet."""
 
     def plan_replay(self, descriptor: BatchDescriptor, batch: Batch) -> None:  # noqa: B027
         """Prepare the host's state for one step, before its graph is launched.

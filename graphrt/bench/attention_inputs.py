@@ -127,14 +127,14 @@ class Inputs:
         device = pool.device
         k, v = pool.layers(cell)
         generator = torch.Generator("cpu").manual_seed(3)
-        counts = torch.tensor([-(-length // cell.page_size) for length in cell.lengths])
-        indices = torch.randperm(cell.num_pages, generator=generator, dtype=torch.int32)
-        table = torch.zeros(cell.batch, int(counts.max()), dtype=torch.int32)
+        counts = torch.tensor([-(-length // cell.page_size) for length in cell.lengths], device="cpu")
+        indices = torch.randperm(cell.num_pages, generator=generator, dtype=torch.int32, device="cpu")
+        table = torch.zeros(cell.batch, int(counts.max()), dtype=torch.int32, device="cpu")
         for row, pages in enumerate(indices.split(counts.tolist())):
             table[row, : len(pages)] = pages
-        indptr = torch.zeros(cell.batch + 1, dtype=torch.int32)
+        indptr = torch.zeros(cell.batch + 1, dtype=torch.int32, device="cpu")
         indptr[1:] = counts.cumsum(0)
-        lengths = torch.tensor(cell.lengths, dtype=torch.int32)
+        lengths = torch.tensor(cell.lengths, dtype=torch.int32, device="cpu")
         shape = (k.shape[0], cell.batch * cell.query_len, cell.num_q_heads, cell.head_dim)
         q = torch.randn(shape, device=device, generator=torch.Generator(device).manual_seed(4))
         return cls(

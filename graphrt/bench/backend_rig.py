@@ -39,7 +39,7 @@ class KVStore:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._k = self._v = torch.empty(0)
+        self._k = self._v = torch.empty(0, device="cpu")
 
     def reserve(self, cells: Sequence[Cell], largest_page: int) -> dict[Cell, str]:
         """Allocate for the largest cell that fits; returns the others, each with why it does not."""
@@ -212,9 +212,11 @@ class Rig:
         context, device = self.context, self.context.device
         spec, kv = context.attention[0], context.kv
         per_row = kv.pages_for(cell.longest)
-        order = torch.randperm(cell.batch * per_row, generator=torch.Generator().manual_seed(3), dtype=torch.int32)
+        order = torch.randperm(
+            cell.batch * per_row, generator=torch.Generator().manual_seed(3), dtype=torch.int32, device="cpu"
+        )
         row_pages = 1 + order.view(cell.batch, per_row)
-        table = torch.zeros(cell.batch, context.max_pages, dtype=torch.int32)
+        table = torch.zeros(cell.batch, context.max_pages, dtype=torch.int32, device="cpu")
         table[:, :per_row] = row_pages
         caches = self._store.views(cell, kv.page_size, kv.layout)
         q = torch.empty(len(caches), cell.batch, spec.num_q_heads, spec.head_dim, dtype=spec.dtype, device=device)

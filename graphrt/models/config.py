@@ -8,11 +8,11 @@ from typing import Any, Literal
 
 import torch
 
-from graphrt.kernels.checks import check_int_field
+from graphrt.kernels.checks import check_int, check_int_field, is_finite
 from graphrt.kernels.errors import ConfigError
 from graphrt.kernels.types import KVLayout
-from graphrt.models.fields import FieldReader
-from graphrt.models.rope import RopeConfig, rope_from_gguf, rope_from_hf
+from graphrt.models.fields import FieldReader, shown
+from graphrt.models.rope import RopeConfig, rope_from_gguf, rope_from_hf, rope_parameters
 from graphrt.spec import AttentionSpec, KVCacheSpec
 
 _CLASSES = {
@@ -61,13 +61,10 @@ class ModelConfig:
     eos_ids: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        if self.rotary_dim == 0:
-            object.__setattr__(self, "rotary_dim", self.head_dim)
-        if not self.sliding_windows:
-            object.__setattr__(self, "sliding_windows", (None,) * self.num_layers)
         sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_q_heads", "num_kv_heads")
         for name in (*sizes, "head_dim", "max_position_embeddings"):
             check_int_field(self, name, 1, advice="pass the model's")
+        self._check_types()
         if self.num_q_heads % self.num_kv_heads:
             raise ConfigError(
                 f"ModelConfig.num_q_heads: expected a multiple of num_kv_heads={self.num_kv_heads}, "
@@ -83,6 +80,31 @@ class ModelConfig:
                 f"ModelConfig.sliding_windows: expected {self.num_layers}, one per layer, "
                 f"got {len(self.sliding_windows)}"
             )
+
+    def _check_types(self) -> None:
+        def check(name: str, good: bool, expected: str) -> None:
+            if not good:
+                raise ConfigError(f"ModelConfig.{name}: expected {expected}, got {shown(getattr(self, name))}")
+
+        known = isinstance(self.architecture, str) and self.architecture in _CLASSES
+        check("architecture", known, f"one of {', '.join(_CLASSES)}")
+        check("rms_norm_eps", is_finite(self.rms_norm_eps) and self.rms_norm_eps > 0, "a finite number > 0")
+        check("rope", isinstance(self.rope, RopeConfig), "a RopeConfig")
+        for name in ("qkv_bias", "o_bias", "mlp_bias", "qk_norm", "tie_word_embeddings"):
+            check(name, isinstance(getattr(self, name), bool), "True or False")
+        check("dtype", self.dtype in _DTYPES.values(), f"one of {', '.join(_DTYPES)}")
+        for name in ("sliding_windows", "eos_ids"):
+            check(name, isinstance(getattr(self, name), tuple), "a tuple")
+        check_int_field(self, "rotary_dim", 0, advice="0 means head_dim")
+        if self.rotary_dim == 0:
+            object.__setattr__(self, "rotary_dim", self.head_dim)
+        if not self.sliding_windows:
+            object.__setattr__(self, "sliding_windows", (None,) * self.num_layers)
+        for window in self.sliding_windows:
+            if window is not None:
+                check_int("ModelConfig.sliding_windows", window, 1, advice="None sees everything")
+        for token in self.eos_ids:
+            check_int("ModelConfig.eos_ids", token, 0, advice="pass token ids")
 
     @property
     def num_parameters(self) -> int:
@@ -120,9 +142,9 @@ class ModelConfig:
         hidden = fields.integer("hidden_size")
         default_head_dim = 128 if architecture == "qwen3" else max(hidden // heads, 1)
         head_dim = fields.integer("head_dim", default_head_dim, most=_MAX_HEAD_DIM)
-        rotary_dim = int(head_dim * _partial_rotary_factor(raw, fields))
+        rotary_dim = int(head_dim * _partial_rotary_factor(fields))
         attention_bias = architecture in ("llama", "qwen3") and fields.flag("attention_bias")
-        end = FieldReader(generation or {}, "generation_config.json")
+        end = FieldReader({} if generation is None else generation, "generation_config.json")
         eos_ids = dict.fromkeys((*fields.token_ids("eos_token_id"), *end.token_ids("eos_token_id")))
         values: dict[str, Any] = {
             "num_kv_heads": fields.integer("num_key_value_heads", 8 if architecture == "mistral" else heads),
@@ -130,7 +152,7 @@ class ModelConfig:
             "intermediate_size": fields.integer("intermediate_size"),
             "max_position_embeddings": fields.integer("max_position_embeddings"),
             "rms_norm_eps": fields.number("rms_norm_eps", 1e-6),
-            "rope": rope_from_hf(raw, fields, rotary_dim),
+            "rope": rope_from_hf(fields, rotary_dim),
             "sliding_windows": _hf_windows(architecture, layers, raw, fields),
             "mlp_bias": architecture == "llama" and fields.flag("mlp_bias"),
             "tie_word_embeddings": fields.flag("tie_word_embeddings"),
@@ -168,13 +190,14 @@ class ModelConfig:
         fields = FieldReader(metadata, "GGUF metadata")
         name = fields.text("general.architecture")
         if name not in ("llama", "qwen2", "qwen3"):
-            fields.unsupported(f"general.architecture {name!r} (supported: llama, qwen2, qwen3)")
+            if name:
+                fields.unsupported(f"general.architecture {shown(name)} (supported: llama, qwen2, qwen3)")
             fields.finish()
-        if metadata.get(f"{name}.expert_count"):
+        if fields.integer(f"{name}.expert_count", 0, least=0):
             fields.unsupported("expert_count: mixture of experts")
         if fields.has(f"{name}.attention.scale"):
             fields.unsupported("attention.scale")
-        heads = fields.integer(f"{name}.attention.head_count", most=_MAX_HEADS)
+        heads = fields.integer(f"{name}.attention.head_count", most=_MAX_HEADS, per_layer=True)
         layers = fields.integer(f"{name}.block_count", most=_MAX_LAYERS)
         hidden = fields.integer(f"{name}.embedding_length")
         head_dim = fields.integer(f"{name}.attention.key_length", max(hidden // heads, 1), most=_MAX_HEAD_DIM)
@@ -184,8 +207,8 @@ class ModelConfig:
         trained = fields.integer(f"{name}.context_length")
         window = f"{name}.attention.sliding_window"
         values: dict[str, Any] = {
-            "intermediate_size": fields.integer(f"{name}.feed_forward_length"),
-            "num_kv_heads": fields.integer(f"{name}.attention.head_count_kv", heads),
+            "intermediate_size": fields.integer(f"{name}.feed_forward_length", per_layer=True),
+            "num_kv_heads": fields.integer(f"{name}.attention.head_count_kv", heads, per_layer=True),
             "rms_norm_eps": fields.number(f"{name}.attention.layer_norm_rms_epsilon"),
             "rotary_dim": fields.integer(f"{name}.rope.dimension_count", head_dim),
             "rope": rope_from_gguf(fields, name, trained, freq_factors),
@@ -216,28 +239,30 @@ class ModelConfig:
 def _hf_architecture(raw: Mapping[str, Any], fields: FieldReader) -> str:
     """The architecture's short name; notes what rules the model out as a whole."""
     kind = fields.text("model_type")
-    classes = raw.get("architectures") or [_CLASSES.get(kind)]
-    if kind and (kind not in _CLASSES or classes != [_CLASSES[kind]]):
-        fields.unsupported(f"model_type {kind!r} with {classes} (supported: {', '.join(_CLASSES.values())})")
-    if fields.text("hidden_act", "silu") != "silu":
-        fields.unsupported(f"hidden_act {raw['hidden_act']!r} (supported: silu)")
+    classes = fields.texts("architectures") or (_CLASSES.get(kind),)
+    if kind and (kind not in _CLASSES or classes != (_CLASSES[kind],)):
+        fields.unsupported(
+            f"model_type {shown(kind)} with {shown(list(classes))} (supported: {', '.join(_CLASSES.values())})"
+        )
+    activation = fields.text("hidden_act", "silu")
+    if activation and activation != "silu":
+        fields.unsupported(f"hidden_act {shown(activation)} (supported: silu)")
     if fields.has("quantization_config"):
         fields.unsupported("quantization_config: quantised weights (a GGUF file is dequantised)")
     return kind
 
 
-def _partial_rotary_factor(raw: Mapping[str, Any], fields: FieldReader) -> float:
-    parameters = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
-    nested = parameters.get("partial_rotary_factor") if isinstance(parameters, Mapping) else None
-    return fields.number("partial_rotary_factor", nested or 1.0)
+def _partial_rotary_factor(fields: FieldReader) -> float:
+    nested = rope_parameters(fields).get("partial_rotary_factor")
+    return fields.number("partial_rotary_factor", 1.0 if nested is None else nested, most=1.0)
 
 
 def _hf_windows(architecture: str, layers: int, raw: Mapping[str, Any], fields: FieldReader) -> tuple[int | None, ...]:
     """The window of each layer: every layer in Mistral, those beyond max_window_layers in Qwen when switched on."""
-    types = raw["layer_types"] if isinstance(raw.get("layer_types"), list) else []
-    unknown = sorted({str(x) for x in types} - {"full_attention", "sliding_attention"})
+    types = fields.texts("layer_types")
+    unknown = sorted(set(types) - {"full_attention", "sliding_attention"})
     if unknown:
-        fields.unsupported(f"layer_types {', '.join(unknown)}")
+        fields.unsupported(f"layer_types {shown(unknown)}")
     switched_on = architecture == "mistral" or (architecture != "llama" and fields.flag("use_sliding_window"))
     # A key that is missing stands for 4096, one that is null for no window.
     if not switched_on or raw.get("sliding_window", 4096) is None:
@@ -255,8 +280,8 @@ def _hf_windows(architecture: str, layers: int, raw: Mapping[str, Any], fields: 
 
 def _hf_dtype(fields: FieldReader) -> torch.dtype:
     name = fields.text("dtype", fields.text("torch_dtype", "float32"))
-    if name not in _DTYPES:
-        fields.unsupported(f"dtype {name!r} (supported: {', '.join(_DTYPES)})")
+    if name and name not in _DTYPES:
+        fields.unsupported(f"dtype {shown(name)} (supported: {', '.join(_DTYPES)})")
     return _DTYPES.get(name, torch.float32)
 
 

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from graphrt.kernels.errors import ConfigError, UnsupportedError
+from graphrt.models.fields import check_path, shown
 from graphrt.models.packages import require
 
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
@@ -59,6 +60,7 @@ def read_gguf(path: Path) -> GGUFFile:
     Raises: ConfigError when the file is missing, no GGUF file, truncated or inconsistent; UnsupportedError for a split
     or big-endian file and for an unknown version or quantisation.
     """
+    path = check_path("path", path)
     gguf = require("gguf", "to read GGUF files")
     try:
         with path.open("rb") as file:
@@ -80,15 +82,15 @@ def read_gguf(path: Path) -> GGUFFile:
         metadata[key] = cursor.value(cursor.scalar("I"))
     if metadata.get("split.count", 1) != 1:
         raise UnsupportedError(
-            f"{path}: expected a whole GGUF file, got one part of {metadata['split.count']}; merge it"
+            f"{path}: expected a whole GGUF file, got one part of {shown(metadata['split.count'])}; merge it"
         )
     tensors = _read_tensors(cursor, num_tensors, metadata.get("general.alignment", 32), gguf)
     return GGUFFile(path, metadata, tensors, content)
 
 
 def _read_tensors(cursor: _Cursor, count: int, alignment: Any, gguf: Any) -> dict[str, GGUFTensor]:
-    good = isinstance(alignment, int) and alignment > 0 and alignment & (alignment - 1) == 0
-    cursor.check(good, f"general.alignment {alignment!r}")
+    good = type(alignment) is int and alignment > 0 and alignment & (alignment - 1) == 0
+    cursor.check(good, f"general.alignment {shown(alignment)}")
     found: list[tuple[str, tuple[int, ...], int, int]] = []
     for _ in range(count):
         name = cursor.string()

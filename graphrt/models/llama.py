@@ -10,11 +10,13 @@ from torch import nn
 from torch.nn import functional
 
 from graphrt.kernels.cache.write import Rotary
+from graphrt.kernels.checks import check_int
 from graphrt.kernels.errors import ConfigError
 from graphrt.kernels.ops.activation import silu_mul
 from graphrt.kernels.ops.norm import add_rms_norm, rms_norm
 from graphrt.models.config import ModelConfig
-from graphrt.models.fields import MAX_EXTENT
+from graphrt.models.fields import MAX_EXTENT, shown
+from graphrt.spec import COMPUTE_DTYPES
 
 if TYPE_CHECKING:
     from graphrt.step import Step
@@ -33,9 +35,15 @@ class WeightSource(Protocol):
 
 
 class TensorSource:
-    """Tensors that are in memory already, as a WeightSource."""
+    """Tensors that are in memory already, as a WeightSource. Raises: ConfigError for values that are no tensors."""
 
     def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        for name, tensor in tensors.items():
+            if not isinstance(name, str) or not isinstance(tensor, torch.Tensor):
+                raise ConfigError(
+                    f"weights: expected tensors by their names, got {type(tensor).__name__} for {shown(name)}; "
+                    "pass a state_dict"
+                )
         self._tensors = tensors
 
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
@@ -84,10 +92,17 @@ class LlamaModel(nn.Module):
         self, config: ModelConfig, *, dtype: torch.dtype, device: torch.device, max_positions: int | None = None
     ) -> None:
         super().__init__()
+        if not isinstance(config, ModelConfig):
+            raise ConfigError(f"config: expected a ModelConfig, got {shown(config)}; see graphrt.models.shapes")
+        if dtype not in COMPUTE_DTYPES:
+            raise ConfigError(f"dtype: expected one of {COMPUTE_DTYPES}, got {shown(dtype)}; pass one of these")
+        if not isinstance(device, torch.device):
+            raise ConfigError(f"device: expected a torch.device, got {shown(device)}; pass torch.device(...)")
         self.config = config
-        self.max_positions = config.max_position_embeddings if max_positions is None else max_positions
-        if not 1 <= self.max_positions <= MAX_EXTENT:
-            raise ConfigError(f"max_positions: expected 1 to {MAX_EXTENT}, got {self.max_positions}")
+        self.max_positions = config.max_position_embeddings
+        if max_positions is not None:
+            advice = "pass the longest sequence, or None for the model's own"
+            self.max_positions = check_int("max_positions", max_positions, 1, MAX_EXTENT, advice=advice)
         trained = config.max_position_embeddings
         table = config.rope.cos_sin(config.rotary_dim, trained, self.max_positions, device)
         self.register_buffer("cos_sin", table, persistent=False)
@@ -140,8 +155,15 @@ class LlamaModel(nn.Module):
 
         Tensors go by their Hugging Face names and are read one at a time.
 
-        Raises: ConfigError as `check_weights`, before anything is written.
+        Raises: ConfigError as `check_weights`, and for what is no checkpoint, before anything is written.
         """
+        if not isinstance(source, Mapping) and not all(
+            callable(getattr(source, verb, None)) for verb in ("shapes", "copy_into")
+        ):
+            raise ConfigError(
+                f"weights: expected a WeightSource or tensors by name, got {shown(source)}; pass a state_dict, or "
+                "load a folder or file with load_model"
+            )
         checkpoint = TensorSource(source) if isinstance(source, Mapping) else source
         self.check_weights(checkpoint)
         with torch.no_grad():

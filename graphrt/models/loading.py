@@ -9,13 +9,16 @@ from typing import Literal
 
 import torch
 
+from graphrt.kernels.checks import check_int
 from graphrt.kernels.errors import CapacityError, ConfigError
 from graphrt.models.config import ModelConfig
 from graphrt.models.dummy import fill_dummy_weights
+from graphrt.models.fields import shown
 from graphrt.models.gguf import GGUFSource
 from graphrt.models.hf import SafetensorsSource, download
 from graphrt.models.llama import LlamaModel
 from graphrt.models.shapes import shape_config
+from graphrt.runtime import resolve_device
 from graphrt.spec import COMPUTE_DTYPES
 
 DUMMY_PREFIX = "dummy:"
@@ -49,12 +52,15 @@ def load_model(
 
     Names, shapes and files are checked before memory is taken; weights are then copied tensor by tensor.
 
-    Raises: ConfigError for missing, corrupt or inconsistent files and missing packages, UnsupportedError for a model
-    that is none of ours, CapacityError for weights that do not fit the free memory.
+    Raises: ConfigError for arguments of another type, missing, corrupt or inconsistent files and missing packages,
+    UnsupportedError for a model that is none of ours, CapacityError for weights that do not fit the free memory.
     """
-    device = torch.device(device)
+    if not isinstance(device, str | torch.device):
+        raise ConfigError(f"device: expected cpu, cuda or cuda:N, got {shown(device)}; pass a name or a torch.device")
+    device = resolve_device(device)
     if dtype != "auto" and dtype not in COMPUTE_DTYPES:
-        raise ConfigError(f"dtype: expected 'auto' or one of {COMPUTE_DTYPES}, got {dtype}")
+        raise ConfigError(f"dtype: expected 'auto' or one of {COMPUTE_DTYPES}, got {shown(dtype)}; pass one of these")
+    check_int("seed", seed, 0, (1 << 64) - 1, advice="pass the seed of the dummy weights")
 
     def build(config: ModelConfig) -> LlamaModel:
         chosen = dtype if dtype != "auto" else config.dtype if device.type == "cuda" else torch.float32
@@ -66,8 +72,8 @@ def load_model(
             )
         return LlamaModel(config, dtype=chosen, device=device, max_positions=max_positions)
 
-    if isinstance(source, ModelConfig) or str(source).startswith(DUMMY_PREFIX):
-        config = source if isinstance(source, ModelConfig) else shape_config(str(source).removeprefix(DUMMY_PREFIX))
+    if isinstance(source, ModelConfig) or (isinstance(source, str) and source.startswith(DUMMY_PREFIX)):
+        config = source if isinstance(source, ModelConfig) else shape_config(source.removeprefix(DUMMY_PREFIX))
         model = build(config)
         fill_dummy_weights(model, seed)
         return LoadedModel(model, config, None)
@@ -100,7 +106,7 @@ def resolve_source(source: str | Path) -> Path:
     """
     expected = f"model: expected a folder, a .gguf file, a hub id such as org/name or {DUMMY_PREFIX}<shape>"
     if not isinstance(source, str | Path) or source == "":
-        raise ConfigError(f"{expected}, got {source!r}; name one")
+        raise ConfigError(f"{expected}, got {shown(source)}; name one")
     try:
         path = Path(source).expanduser()
         is_file = path.is_file()

@@ -9,7 +9,9 @@ from typing import Any
 
 import torch
 
-from graphrt.models.fields import FieldReader
+from graphrt.kernels.checks import check_int, check_int_field, is_finite
+from graphrt.kernels.errors import ConfigError
+from graphrt.models.fields import MAX_EXTENT, MAX_NUMBER, FieldReader, shown
 
 KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 
@@ -38,6 +40,33 @@ class RopeConfig:
     long_factor: tuple[float, ...] = ()
     freq_factors: tuple[float, ...] = ()
 
+    def __post_init__(self) -> None:
+        def check(name: str, good: bool, expected: str) -> None:
+            if not good:
+                raise ConfigError(f"RopeConfig.{name}: expected {expected}, got {shown(getattr(self, name))}")
+
+        def positive(value: object) -> bool:
+            return is_finite(value) and 0 < value <= MAX_NUMBER  # type: ignore[operator]  # a number
+
+        check("kind", isinstance(self.kind, str) and self.kind in KINDS, f"one of {', '.join(KINDS)}")
+        check("theta", positive(self.theta) and self.theta > 1, f"a number > 1 and <= {MAX_NUMBER:g}")
+        for name in ("factor", "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow"):
+            check(name, positive(getattr(self, name)), f"a number > 0 and <= {MAX_NUMBER:g}")
+        for name in ("attention_factor", "mscale", "mscale_all_dim"):
+            value = getattr(self, name)
+            check(name, value is None or positive(value), f"None or a number > 0 and <= {MAX_NUMBER:g}")
+        for name in ("short_factor", "long_factor", "freq_factors"):
+            values = getattr(self, name)
+            check(name, isinstance(values, tuple) and all(map(positive, values)), "a tuple of finite numbers > 0")
+        check("truncate", isinstance(self.truncate, bool), "True or False")
+        needed = {"yarn": 1, "llama3": 1, "longrope": 2}.get(self.kind, 0)
+        check_int_field(self, "original_positions", needed, MAX_EXTENT, advice="pass the length before the extension")
+        if self.kind == "llama3" and self.high_freq_factor <= self.low_freq_factor:
+            raise ConfigError(
+                f"RopeConfig.high_freq_factor: expected more than low_freq_factor={self.low_freq_factor}, "
+                f"got {self.high_freq_factor}"
+            )
+
     def inverse_frequencies(
         self, rotary_dim: int, trained_positions: int, max_positions: int
     ) -> tuple[torch.Tensor, float]:
@@ -46,12 +75,19 @@ class RopeConfig:
         A captured step cannot switch tables by length, so the types that depend on it are resolved once: `dynamic`
         for max(max_positions, trained_positions), `longrope` with its long factors if max_positions is beyond the
         original length.
+
+        Raises: ConfigError for dimensions that cannot be rotated.
         """
+        check_int("rotary_dim", rotary_dim, 4, advice="pass an even number of dimensions")
+        pairs = {"short_factor": self.short_factor, "long_factor": self.long_factor, "freq_factors": self.freq_factors}
+        for name, values in pairs.items():
+            if len(values) != rotary_dim // 2 and (values or (self.kind == "longrope" and name != "freq_factors")):
+                raise ConfigError(f"RopeConfig.{name}: expected {rotary_dim // 2} values, got {len(values)}")
         theta = self.theta
         if self.kind == "dynamic":
             stretch = self.factor * max(max_positions, trained_positions) / trained_positions - (self.factor - 1)
             theta *= stretch ** (rotary_dim / (rotary_dim - 2))
-        exponents = torch.arange(0, rotary_dim, 2, dtype=torch.int64).to(torch.float32) / rotary_dim
+        exponents = torch.arange(0, rotary_dim, 2, dtype=torch.int64, device="cpu").to(torch.float32) / rotary_dim
         inverse = 1.0 / theta**exponents
         if self.kind == "linear":
             inverse = inverse / self.factor
@@ -61,10 +97,10 @@ class RopeConfig:
             return self._yarn(inverse, rotary_dim)
         elif self.kind == "longrope":
             factors = self.long_factor if max_positions > self.original_positions else self.short_factor
-            inverse = 1.0 / (torch.tensor(factors, dtype=torch.float32) * theta**exponents)
+            inverse = 1.0 / (torch.tensor(factors, dtype=torch.float32, device="cpu") * theta**exponents)
             return inverse, self._longrope_attention_factor()
         if self.freq_factors:
-            inverse = inverse / torch.tensor(self.freq_factors, dtype=torch.float32)
+            inverse = inverse / torch.tensor(self.freq_factors, dtype=torch.float32, device="cpu")
         return inverse, 1.0
 
     def cos_sin(
@@ -95,7 +131,7 @@ class RopeConfig:
             low, high = math.floor(low), math.ceil(high)
         low, high = max(low, 0), min(high, rotary_dim - 1)
         width = high - low if high != low else 0.001
-        ramp = ((torch.arange(rotary_dim // 2, dtype=torch.float32) - low) / width).clamp(0.0, 1.0)
+        ramp = ((torch.arange(rotary_dim // 2, dtype=torch.float32, device="cpu") - low) / width).clamp(0.0, 1.0)
         return inverse / self.factor * ramp + inverse * (1 - ramp), self._yarn_attention_factor()
 
     def _yarn_attention_factor(self) -> float:
@@ -116,23 +152,30 @@ class RopeConfig:
         return math.sqrt(1 + math.log(max(self.factor, 1.0)) / math.log(self.original_positions))
 
 
-def rope_from_hf(raw: Mapping[str, Any], model: FieldReader, rotary_dim: int) -> RopeConfig:
-    """Read `rope_parameters` (or the older `rope_scaling` and `rope_theta`) of a config.json."""
-    parameters = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
-    if not isinstance(parameters, Mapping) or any(isinstance(v, Mapping) for v in parameters.values()):
+def rope_parameters(model: FieldReader) -> Mapping[str, Any]:
+    """`rope_parameters` of a config.json, or the older `rope_scaling`."""
+    return model.mapping("rope_parameters" if model.has("rope_parameters") else "rope_scaling")
+
+
+def rope_from_hf(model: FieldReader, rotary_dim: int) -> RopeConfig:
+    """Read the rotation of a config.json; `rope_theta` may stand beside the other parameters or above them."""
+    parameters = rope_parameters(model)
+    if any(isinstance(value, Mapping) for value in parameters.values()):
         model.unsupported("rope_parameters that differ between layers")
         return RopeConfig()
-    values = {"rope_theta": raw.get("rope_theta"), **{k: v for k, v in parameters.items() if v is not None}}
-    kind = values.get("rope_type") or values.get("type") or "default"
+    fields = FieldReader(parameters, model.where)
+    kind = fields.text("rope_type", fields.text("type", "default"))
+    model.problems += fields.problems
+    if kind and kind not in KINDS:
+        model.unsupported(f"rope_type {shown(kind)} (supported: {', '.join(KINDS)})")
     if kind not in KINDS:
-        model.unsupported(f"rope_type {kind!r} (supported: {', '.join(KINDS)})")
         return RopeConfig()
     trained = model.integer("max_position_embeddings", 1)
-    values["original_max_position_embeddings"] = (
-        raw.get("original_max_position_embeddings") or values.get("original_max_position_embeddings") or trained
-    )
-    fields = FieldReader(values, model.where)
-    original = fields.integer("original_max_position_embeddings")
+    least = 2 if kind == "longrope" else 1
+    name = "original_max_position_embeddings"
+    source = model if model.has(name) else fields
+    fields.problems.clear()
+    original = source.integer(name, max(trained, least), least=least)
     options: dict[str, Any] = {}
     if kind in ("linear", "dynamic", "llama3"):
         options["factor"] = fields.number("factor")
@@ -153,8 +196,10 @@ def rope_from_hf(raw: Mapping[str, Any], model: FieldReader, rotary_dim: int) ->
         options["truncate"] = fields.flag("truncate", True)
     if kind in ("yarn", "longrope") and fields.has("attention_factor"):
         options["attention_factor"] = fields.number("attention_factor")
-    theta = fields.number("rope_theta", 10_000.0)
+    theta = (fields if fields.has("rope_theta") else model).number("rope_theta", 10_000.0, above=1.0)
     model.problems += fields.problems
+    if fields.problems or model.problems:
+        return RopeConfig()  # the problems are reported
     return RopeConfig(kind, theta, original_positions=original, **options)
 
 
@@ -164,9 +209,9 @@ def rope_from_gguf(
     """Read the `rope.*` keys of a GGUF file; `freq_factors` is its tensor `rope_freqs.weight`, if any."""
     prefix = f"{architecture}.rope"
     kind = fields.text(f"{prefix}.scaling.type", "none")
-    theta = fields.number(f"{prefix}.freq_base", 10_000.0)
+    theta = fields.number(f"{prefix}.freq_base", 10_000.0, above=1.0)
     if kind not in ("none", "linear", "yarn"):
-        fields.unsupported(f"rope.scaling.type {kind!r} (supported: none, linear, yarn)")
+        fields.unsupported(f"rope.scaling.type {shown(kind)} (supported: none, linear, yarn)")
     if fields.has(f"{prefix}.scaling.attn_factor") and fields.number(f"{prefix}.scaling.attn_factor") != 1.0:
         fields.unsupported("rope.scaling.attn_factor other than 1")
     if kind != "none" and freq_factors:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from graphrt.kernels.errors import ConfigError
 from graphrt.models.config import ModelConfig
+from graphrt.models.fields import shown
 from graphrt.models.rope import RopeConfig
 
 
@@ -90,7 +91,7 @@ SHAPES: dict[str, ModelConfig] = {
 
 
 def shape_config(name: str) -> ModelConfig:
-    """The shape of a well-known model by its name in SHAPES."""
-    if name not in SHAPES:
-        raise ConfigError(f"shape: expected one of {', '.join(SHAPES)}, got {name!r}")
+    """The shape of a well-known model by its name in SHAPES. Raises: ConfigError for another name."""
+    if not isinstance(name, str) or name not in SHAPES:
+        raise ConfigError(f"shape: expected one of {', '.join(SHAPES)}, got {shown(name)}; name one of these")
     return SHAPES[name]

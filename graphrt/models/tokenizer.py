@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from graphrt.kernels.checks import check_int
 from graphrt.kernels.errors import ConfigError
 from graphrt.models.config import gguf_eos_ids
-from graphrt.models.fields import FieldReader
+from graphrt.models.fields import FieldReader, check_path, shown
 from graphrt.models.gguf_file import read_gguf
 from graphrt.models.packages import require
 
@@ -16,6 +17,7 @@ _END_TOKENS = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>", "<|e
 """End of a text or turn in the formats of the Llama family. Configs often name only one of a model's."""
 
 _INCOMPLETE = "\ufffd"
+_MAX_TOKEN = (1 << 31) - 1
 
 
 def check_prompt(text: str) -> None:
@@ -37,10 +39,20 @@ class Tokenizer:
     """
 
     def __init__(self, backend: Any, chat_template: str | None = None, eos_ids: Sequence[int] = ()) -> None:
+        if not hasattr(backend, "added_tokens_decoder"):
+            raise ConfigError(
+                f"backend: expected a tokenizer of transformers, got {shown(backend)}; see load_tokenizer"
+            )
+        if chat_template is not None and not isinstance(chat_template, str):
+            raise ConfigError(
+                f"chat_template: expected Jinja source or None, got {shown(chat_template)}; pass its text"
+            )
         self._backend = backend
         self._chat_template = chat_template if chat_template is not None else backend.chat_template
         special = {token.content: index for index, token in backend.added_tokens_decoder.items() if token.special}
-        self.eos_ids = frozenset([*eos_ids, *(special[name] for name in _END_TOKENS if name in special)])
+        self.eos_ids = frozenset(
+            [*_check_ids("eos_ids", eos_ids), *(special[name] for name in _END_TOKENS if name in special)]
+        )
 
     @property
     def has_chat_template(self) -> bool:
@@ -58,18 +70,25 @@ class Tokenizer:
         if self._chat_template is None:
             raise ConfigError("chat: expected a model with a chat template, got one without; pass chat=False")
         require("jinja2", "for chat templates")
-        rendered = self._backend.apply_chat_template(
-            [{"role": "user", "content": text}],
-            chat_template=self._chat_template,
-            tokenize=False,
-            add_generation_prompt=True,
-        )
+        try:
+            rendered = self._backend.apply_chat_template(
+                [{"role": "user", "content": text}],
+                chat_template=self._chat_template,
+                tokenize=False,
+                add_generation_prompt=True,
+            )
+        except Exception as error:  # a program that came with the model, and may raise anything
+            raise ConfigError(
+                f"chat template: expected Jinja that renders a user message, got {type(error).__name__}: {error}; "
+                "pass chat=False (--raw)"
+            ) from error
         # The template has written the special tokens that the model wants.
         return list(self._backend(rendered, add_special_tokens=False).input_ids)
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Text of token ids, without special tokens."""
-        return str(self._backend.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False))
+        """Text of token ids, without special tokens. Raises: ConfigError for what are no token ids."""
+        ids = _check_ids("ids", ids)
+        return str(self._backend.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
     def stream(self) -> TokenStream:
         """A new incremental decoder, for one sequence."""
@@ -90,8 +109,11 @@ class TokenStream:
         self._shown = 0  # tokens of the window whose text has been given out
 
     def push(self, token: int) -> str:
-        """The text that becomes certain with one more token; empty in the middle of a character."""
-        self._window.append(token)
+        """The text that becomes certain with one more token; empty in the middle of a character.
+
+        Raises: ConfigError for what is no token id.
+        """
+        self._window += _check_ids("token", (token,))
         text = self._pending()
         if not text or text.endswith(_INCOMPLETE):
             return ""
@@ -110,6 +132,12 @@ class TokenStream:
         return self._tokenizer.decode(self._window)[len(before) :]
 
 
+def _check_ids(name: str, ids: Sequence[int]) -> list[int]:
+    if not isinstance(ids, Iterable) or isinstance(ids, str | bytes):
+        raise ConfigError(f"{name}: expected token ids, got {shown(ids)}; pass a sequence of ints")
+    return [check_int(name, token, 0, _MAX_TOKEN, advice="pass token ids") for token in ids]
+
+
 def load_tokenizer(source: Path, eos_ids: Sequence[int] = ()) -> Tokenizer:
     """The tokenizer of a Hugging Face folder or a GGUF file.
 
@@ -117,6 +145,7 @@ def load_tokenizer(source: Path, eos_ids: Sequence[int] = ()) -> Tokenizer:
 
     Raises: ConfigError when there is none, it cannot be read or a package is missing.
     """
+    source = check_path("source", source)
     transformers = require("transformers", "for tokenizers")
     if not source.is_file():
         backend = _read(transformers, source, source)
@@ -129,7 +158,8 @@ def load_tokenizer(source: Path, eos_ids: Sequence[int] = ()) -> Tokenizer:
     backend = _read(transformers, source, source.parent, gguf_file=source.name)
     # The file's own template and end tokens: some versions of transformers leave them out or take others.
     fields = FieldReader(metadata, str(source))
-    template = fields.text("tokenizer.chat_template") if fields.has("tokenizer.chat_template") else None
+    key = "tokenizer.chat_template"
+    template = fields.text(key) if fields.has(key) and metadata[key] != "" else None
     own = gguf_eos_ids(fields)
     fields.finish()
     return Tokenizer(backend, template, (*own, *eos_ids))
@@ -138,7 +168,7 @@ def load_tokenizer(source: Path, eos_ids: Sequence[int] = ()) -> Tokenizer:
 def _read(transformers: Any, source: Path, folder: Path, **options: str) -> Any:
     try:
         return transformers.AutoTokenizer.from_pretrained(
-            folder, local_files_only=True, clean_up_tokenization_spaces=False, **options
+            folder, local_files_only=True, trust_remote_code=False, clean_up_tokenization_spaces=False, **options
         )
     except Exception as error:  # transformers and tokenizers raise many kinds, none documented
         raise ConfigError(

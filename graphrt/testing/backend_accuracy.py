@@ -100,8 +100,8 @@ def _oracle_in_e4m3(row: DenseRow, options: AttentionOptions) -> tuple[torch.Ten
     scale = torch.exp2(torch.ceil(torch.log2(q.abs().amax((0, 2, 3)) / _E4M3_MAX)))[:, None, None]
     rounded = ((q / scale).to(E4M3).float() * scale).double()
     logits = torch.einsum("tkgd,nkd->tkgn", rounded, row.k.double()) * options.softmax_scale
-    at = torch.arange(seq_len - query_len, seq_len)[:, None, None, None]
-    where = torch.arange(seq_len)
+    at = torch.arange(seq_len - query_len, seq_len, device="cpu")[:, None, None, None]
+    where = torch.arange(seq_len, device="cpu")
     seen = where <= at
     if options.sliding_window:
         seen = seen & (where > at - options.sliding_window)

@@ -71,8 +71,11 @@ class Rig:
         """A row of random contents."""
         spec, stored = self.layers[0].spec, self.context.kv.dtype
         keys, layers = (seq_len, spec.num_kv_heads, spec.head_dim), range(len(self.layers))
-        q = [torch.randn(query_len, *self.q[0].shape[1:], generator=self.rng).to(spec.dtype) for _ in layers]
-        k, v = ([torch.randn(keys, generator=self.rng).to(stored) for _ in layers] for _ in range(2))
+        q = [
+            torch.randn(query_len, *self.q[0].shape[1:], generator=self.rng, device="cpu").to(spec.dtype)
+            for _ in layers
+        ]
+        k, v = ([torch.randn(keys, generator=self.rng, device="cpu").to(stored) for _ in layers] for _ in range(2))
         return DenseSequence(seq_len, query_len, q, k, v)
 
     def write(self, sequences: Sequence[DenseSequence]) -> None:
@@ -82,19 +85,19 @@ class Rig:
         assert isinstance(null_page, int), "features name the null page by its number"
         counts = [kv.pages_for(s.seq_len) for s in sequences]
         free = [page for page in range(self.layers[0].k_cache.shape[0]) if page != null_page]
-        order = [free[at] for at in torch.randperm(len(free), generator=self.rng).tolist()]
+        order = [free[at] for at in torch.randperm(len(free), generator=self.rng, device="cpu").tolist()]
         owned = [[order.pop() for _ in range(count)] for count in counts]
         for index in range(len(self.layers)):
             self._write_layer(index, sequences, owned)
-        table = torch.full(meta.block_table.shape, null_page, dtype=torch.int32)
-        seq_lens = torch.full(meta.seq_lens.shape, self.backend.seq_len_fill, dtype=torch.int32)
+        table = torch.full(meta.block_table.shape, null_page, dtype=torch.int32, device="cpu")
+        seq_lens = torch.full(meta.seq_lens.shape, self.backend.seq_len_fill, dtype=torch.int32, device="cpu")
         starts = [0]
-        slots = torch.full(meta.slot_mapping.shape, PAD_SLOT_ID)
-        positions = torch.zeros(meta.positions.shape, dtype=torch.int64)
+        slots = torch.full(meta.slot_mapping.shape, PAD_SLOT_ID, device="cpu")
+        positions = torch.zeros(meta.positions.shape, dtype=torch.int64, device="cpu")
         for row, (sequence, pages) in enumerate(zip(sequences, owned, strict=True)):
-            table[row, : len(pages)] = torch.tensor(pages)
+            table[row, : len(pages)] = torch.tensor(pages, device="cpu")
             seq_lens[row] = sequence.seq_len
-            at = torch.arange(sequence.seq_len - sequence.query_len, sequence.seq_len)
+            at = torch.arange(sequence.seq_len - sequence.query_len, sequence.seq_len, device="cpu")
             here = slice(starts[-1], starts[-1] + sequence.query_len)
             positions[here] = at
             slots[here] = table[row][at // kv.page_size].long() * kv.page_size + at % kv.page_size
@@ -105,7 +108,7 @@ class Rig:
             (meta.seq_lens, seq_lens),
             (meta.slot_mapping, slots),
             (meta.positions, positions),
-            (meta.query_start_loc, torch.tensor(starts)),
+            (meta.query_start_loc, torch.tensor(starts, device="cpu")),
         ):
             target.copy_(value)
         self.written = list(sequences)
@@ -121,7 +124,7 @@ class Rig:
     def _write_layer(self, index: int, sequences: Sequence[DenseSequence], owned: list[list[int]]) -> None:
         layer, page_size = self.layers[index], self.context.kv.page_size
         for cache, dense in ((layer.k_cache, "k"), (layer.v_cache, "v")):
-            cache.copy_(torch.full(cache.shape, NAN).to(cache.dtype))
+            cache.copy_(torch.full(cache.shape, NAN, device="cpu").to(cache.dtype))
             for sequence, pages in zip(sequences, owned, strict=True):
                 values = getattr(sequence, dense)[index]
                 for number, page in enumerate(pages):
@@ -270,7 +273,7 @@ def make_rig(backend_class: type[AttentionBackend], feature: Feature, device: to
     heads, dtype = context.attention[0].num_q_heads, context.attention[0].dtype
     # Values of bfloat16, which some kernels round sinks to.
     sinks = [
-        torch.randn(heads, generator=rng).bfloat16().float().to(device) if spec.sinks else None
+        torch.randn(heads, generator=rng, device="cpu").bfloat16().float().to(device) if spec.sinks else None
         for spec in context.attention
     ]
     descriptor = BatchDescriptor.decode(rows, feature.query_len)
@@ -319,7 +322,7 @@ def _layer(
     k_scale = v_scale = None
     if kv.dtype.itemsize == 1:
         count = kv.num_kv_heads if feature.scale_per_head else 1
-        k_scale, v_scale = ((0.5 + torch.rand(count, generator=rng)).to(device) for _ in range(2))
+        k_scale, v_scale = ((0.5 + torch.rand(count, generator=rng, device="cpu")).to(device) for _ in range(2))
     slopes = None if spec.alibi_slopes is None else torch.tensor(spec.alibi_slopes, device=device)
     return AttentionLayer(index, spec, k, v, k_scale, v_scale, alibi_slopes=slopes)
 

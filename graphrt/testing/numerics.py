@@ -102,8 +102,8 @@ def attention_oracle(
     """
     q, k, v = (x.detach().cpu().to(dtype) for x in (q, k, v))
     query_len, seq_len, num_kv_heads = q.shape[0], k.shape[0], k.shape[1]
-    at, where = torch.arange(seq_len - query_len, seq_len)[:, None], torch.arange(seq_len)
-    seen = where <= at if causal else torch.ones(query_len, seq_len, dtype=torch.bool)
+    at, where = torch.arange(seq_len - query_len, seq_len, device="cpu")[:, None], torch.arange(seq_len, device="cpu")
+    seen = where <= at if causal else torch.ones(query_len, seq_len, dtype=torch.bool, device="cpu")
     if sliding_window:
         seen = seen & (where > at - sliding_window)
     by_kv_head = q.unflatten(1, (num_kv_heads, -1))  # [tokens, KV heads, group, head_dim]
@@ -134,7 +134,9 @@ def _check_alike(actual: torch.Tensor, expected: torch.Tensor, name: str, *, sam
 def _first(mask: torch.Tensor) -> tuple[int, ...]:
     """Coordinate of the first true element."""
     flat = int(mask.flatten().to(torch.uint8).argmax())
-    return tuple(int(i) for i in torch.unravel_index(torch.tensor(flat), mask.shape)) if mask.dim() else ()
+    return (
+        tuple(int(i) for i in torch.unravel_index(torch.tensor(flat, device="cpu"), mask.shape)) if mask.dim() else ()
+    )
 
 
 def _hex(scalar: torch.Tensor, bits: torch.dtype) -> str:

@@ -85,8 +85,10 @@ def explain_schedule(
 
     Raises: ShapeError for a plan of another size, or a window that no layer may have.
     """
-    work_list = torch.zeros(plan.work_list_words, dtype=torch.int32)
-    schedule_attention(plan, torch.tensor(lengths, dtype=torch.int32), work_list, sliding_window=sliding_window)
+    work_list = torch.zeros(plan.work_list_words, dtype=torch.int32, device="cpu")
+    schedule_attention(
+        plan, torch.tensor(lengths, dtype=torch.int32, device="cpu"), work_list, sliding_window=sliding_window
+    )
     parts = read_parts(plan, work_list)
     units: dict[tuple[int, int], list[tuple[int, ListedSegment]]] = {}
     for part, segments in enumerate(parts):

@@ -1,4 +1,4 @@
-"""LSE merge of two partial attentions: of the same queries over disjoint sets of keys, into that over both sets.
+"""Merge of two attentions of the same queries over disjoint sets of keys, weighted by their log-sum-exps.
 
 Splitting the keys and merging by log-sum-exp: Juravsky et al. 2024 (Hydragen), Ye et al. 2025 (FlashInfer).
 """
@@ -18,8 +18,11 @@ from graphrt.kernels.errors import UnsupportedError
 from graphrt.kernels.library import define_op
 
 _MAX_HEAD_DIM = 1024
-_TILE_ELEMENTS = 1024  # elements of each side that a program handles, unless one head has more
+_TILE_ELEMENTS = 1024
+"""Elements of each side that a program takes, unless one head has more. Not measured."""
+
 _NUM_WARPS = 4
+"""Warps of a program. Not measured."""
 
 
 @triton.jit
@@ -56,7 +59,7 @@ def _merge_attention_kernel(
     lse_b_ptrs = lse_b_ptr + token * stride_lse_b_token + heads * stride_lse_b_head
     lse_a = tl.load(lse_a_ptrs, mask=in_heads, other=float("-inf"))
     lse_b = tl.load(lse_b_ptrs, mask=in_heads, other=float("-inf"))
-    # A side that saw nothing is not even read: it may hold NaN, and zero weight times NaN is NaN.
+    # A side that saw nothing is not read: it may hold NaN, and a weight of 0 times NaN is NaN.
     mask_a = mask & (lse_a != float("-inf"))[:, None]
     mask_b = mask & (lse_b != float("-inf"))[:, None]
     out_a_ptrs = out_a_ptr + (token * stride_out_a_token + heads * stride_out_a_head)[:, None] + d[None, :]
@@ -132,9 +135,9 @@ def merge_attention_reference(
     total = weights.sum(0)
     weights /= torch.where(total == 0.0, 1.0, total)
     merged = torch.zeros(out.shape, dtype=torch.float32, device=out.device)
-    for part, part_lse, weight in ((out_a, lse_a, weights[0]), (out_b, lse_b, weights[1])):
-        nothing = (part_lse == float("-inf"))[..., None]
-        merged += torch.where(nothing, 0.0, part.float() * weight[..., None])
+    for side, side_lse, weight in ((out_a, lse_a, weights[0]), (out_b, lse_b, weights[1])):
+        nothing = (side_lse == float("-inf"))[..., None]
+        merged += torch.where(nothing, 0.0, side.float() * weight[..., None])
     out.copy_(merged)
     if lse is not None:
         lse.copy_(top + total.log())
@@ -157,16 +160,18 @@ def merge_attention(
 ) -> None:
     """Merge two attentions of the same queries over disjoint sets of keys into that over both, in float32.
 
-    out_a, out_b   [tokens, heads, head_dim]  fp16, bf16 or fp32   device of out; rows may be strided
+    out_a, out_b   [tokens, heads, head_dim]  fp16, bf16 or fp32   device of out; last stride 1
     lse_a, lse_b   [tokens, heads]            float32              natural logs of the softmax denominators, any
                                                                    strides; -inf: saw nothing, its output is not read
     out            [tokens, heads, head_dim]  fp16, bf16 or fp32   written; zeros where neither side saw anything
     lse            [tokens, heads]            float32              written if given; -inf where neither saw anything
 
-    `out` may be `out_a` or `out_b`, and `lse` may be `lse_a` or `lse_b`, but they may not overlap them otherwise. A
-    sink belongs to one of the two sides, or its weight counts twice.
+    `out` may be `out_a` or `out_b`, and `lse` may be `lse_a` or `lse_b`; any other overlap is undefined. A sink belongs
+    to one of the two sides; given to both, its weight counts twice.
 
-    Capture-safe: one launch whose grid depends on shapes only. Raises: ShapeError, UnsupportedError (head_dim).
+    Capture-safe: one launch whose grid depends on shapes only.
+
+    Raises: ShapeError, UnsupportedError (head_dim).
     """
     check_tensor("out", out, shape=(None, None, None), dtype=ATTENTION_DTYPES)
     for name, tensor in (("out_a", out_a), ("out_b", out_b)):

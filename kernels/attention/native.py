@@ -183,7 +183,7 @@ def native_variants() -> dict[str, NativeVariant]:
             batch_invariant=name.endswith("invariant"),
             native=True,
         )
-        slopes = torch.zeros(heads * group) if every else None
+        slopes = torch.zeros(heads * group, device="cpu") if every else None
         options = AttentionOptions(1.0, True, int(every), float(every), slopes, alibi_sqrt=every)
         variants[name] = native_variant(plan, options, dtype, kv_dtype, page_size)
     return variants

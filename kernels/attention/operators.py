@@ -27,7 +27,7 @@ from graphrt.kernels.op_declaration import DeclaredOp
 
 
 def _constexprs(plan: AttentionPlan, options: AttentionOptions, kv_dtype: torch.dtype) -> dict[str, object]:
-    """The constexpr arguments of the kernel, but for those that tell paged from contiguous calls."""
+    """The constexpr arguments of the kernel, without those that tell paged from contiguous calls."""
     return {
         "GROUP": plan.shape.group,
         "HEAD_DIM": plan.shape.head_dim,

@@ -22,11 +22,11 @@ class AttentionOptions:
     causal           token i of a row sees positions 0 to seq_len - query_len + i; otherwise all of them
     sliding_window   positions that a token sees, itself included, up to MAX_WINDOW; 0: all. Needs `causal`
     logits_softcap   cap * tanh(logits / cap); 0.0: off
-    alibi_slopes     [num_q_heads]           float32  bias -slope * distance, added after the softcap; finite, or
-                                                     results are NaN; Press et al. 2022
+    alibi_slopes     [num_q_heads]           float32  bias -slope * distance, added after the softcap; a slope that is
+                                                     not finite makes its head NaN; Press et al. 2022
     alibi_sqrt       the bias is -slope * sqrt(distance)
     sinks            [num_q_heads]           float32  a logit per head that adds exp(sink) to the softmax's denominator;
-                                                     finite or -inf, or results are NaN
+                                                     finite or -inf, else its head is NaN
     k_scale          [1] or [num_kv_heads]   float32  key = stored value * k_scale; for fp8 caches; None: 1
     v_scale          like k_scale, of the values
     """

@@ -94,7 +94,7 @@ def plan_for_native(
 ) -> tuple[SchedulePlan, TilePlan, NativePlan] | None:
     """Schedule, tile and blocks of the CUDA kernel; None where it does not serve the shape.
 
-    schedule, tile   those of the Triton kernel, of which the unit's size and the kind of splits are kept
+    schedule, tile   those of the Triton kernel; the size of units and the kind of splits stay as they are
     num_units        units of the shape
     """
     queries = shape.queries_of_row

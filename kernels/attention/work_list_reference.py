@@ -45,7 +45,7 @@ def work_list_reference(call: ScheduleCall) -> None:
 
     # Parts: each takes the segments from the first that begins at its cut or behind it.
     is_entry = [schedule.fixed_splits > 0 or segment[-1] >> 16 == 0 for segment in segments]
-    parts = torch.zeros(num_parts + 1, PART_WORDS, dtype=torch.int32)
+    parts = torch.zeros(num_parts + 1, PART_WORDS, dtype=torch.int32, device="cpu")
     for part in range(num_parts + 1):
         first = sum(begin < cuts[part] for begin in begins) if part < num_parts else len(segments)
         entries = sum(is_entry[:first])
@@ -53,15 +53,15 @@ def work_list_reference(call: ScheduleCall) -> None:
         parts[part, 2] = entries
         parts[part, 1] = min(part, num_parts) * len(zeros) // num_parts
         if not schedule.fixed_splits and part < num_parts and first < len(segments):
-            parts[part, 8:] = torch.tensor(segments[first], dtype=torch.int32)
+            parts[part, 8:] = torch.tensor(segments[first], dtype=torch.int32, device="cpu")
 
     work_list = call.work_list
     work_list[: plan.segments_at] = parts.flatten()
     if segments:
-        flat = torch.tensor(list(itertools.compress(segments, is_entry)), dtype=torch.int32).flatten()
+        flat = torch.tensor(list(itertools.compress(segments, is_entry)), dtype=torch.int32, device="cpu").flatten()
         work_list[plan.segments_at : plan.segments_at + flat.numel()] = flat
     if zeros:
-        flat = torch.tensor(zeros, dtype=torch.int32).flatten()
+        flat = torch.tensor(zeros, dtype=torch.int32, device="cpu").flatten()
         work_list[plan.zeros_at : plan.zeros_at + flat.numel()] = flat
 
 

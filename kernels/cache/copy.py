@@ -83,7 +83,7 @@ def _bits(cache: torch.Tensor) -> torch.Tensor:
 
 
 def _gather(cache: torch.Tensor, index: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """The pages of `index`, on `device`. Towards the GPU they pass through pinned memory, so nobody waits."""
+    """The pages of `index`, on `device`. On the way to the GPU pinned memory saves the host from waiting."""
     if cache.device.type == "cpu" and device.type == "cuda":
         staged = torch.empty((len(index), *cache.shape[1:]), dtype=cache.dtype, device="cpu", pin_memory=True)
         torch.index_select(cache, 0, index, out=staged)

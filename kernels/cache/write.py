@@ -1,7 +1,7 @@
-"""Rotate and normalise this step's queries and keys, and store keys and values in the paged cache: one launch a layer.
+"""Norm and rotate this step's queries and keys, and store keys and values in the paged cache: one launch per layer.
 
-A program handles a few heads of one token: query heads in place, or key and value heads on their way to the cache,
-which are divided by their scale and quantised there when the cache is fp8.
+A program takes BLOCK_H heads of one token: query heads, which it changes in place, or key and value heads, which it
+stores in the token's slot. For an fp8 cache it divides keys and values by their scales and rounds them.
 """
 
 from __future__ import annotations
@@ -21,8 +21,11 @@ from graphrt.kernels.errors import ShapeError
 from graphrt.kernels.library import define_op
 
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32)
-_TILE_ELEMENTS = 2048  # elements of q that a program handles; of k and v together, twice that
+_TILE_ELEMENTS = 2048
+"""Elements of q that a program takes; of k and v together it takes twice as many. Not measured."""
+
 _NUM_WARPS = 4
+"""Warps of a program. Not measured."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,21 +46,23 @@ class Rotary:
 
 
 @triton.jit
-def _norm_part(x, rstd, weight_ptr, dims, mask, dtype: tl.constexpr):
-    """`x` normalised and weighted, rounded to the tensor's dtype after each product."""
+def _norm_piece(x, rstd, weight_ptr, dims, mask, dtype: tl.constexpr):
+    """A piece of each head after RMSNorm: times rstd, times the weight, rounded to the tensor's dtype after each."""
     weight = tl.load(weight_ptr + dims, mask=mask, other=0.0).to(tl.float32)
     return ((x * rstd[:, None]).to(dtype).to(tl.float32) * weight[None, :]).to(dtype).to(tl.float32)
 
 
 @triton.jit
 def _as_stored(x, scale_ptr, scale_heads, head_mask, out_dtype: tl.constexpr):
-    """`x`, already rounded to the dtype of its tensor, as `out_dtype` holds it: fp8 is scaled and saturates."""
+    """`x` in the dtype of the cache. fp8: divided by the scale, and limited to the largest finite value."""
     if out_dtype == tl.float8e4nv or out_dtype == tl.float8e5:
         limit: tl.constexpr = 448.0 if out_dtype == tl.float8e4nv else 57344.0
         x = x.to(tl.float32)
         if scale_ptr is not None:
             scale = tl.load(scale_ptr + scale_heads, mask=head_mask, other=1.0)
-            x = tl.div_rn(x, scale[:, None])  # `/` is two ulp wide on the device and may cross a rounding boundary
+            x = tl.div_rn(
+                x, scale[:, None]
+            )  # `/` errs by up to two ulp on the device, and could then round the other way
         x = tl.where(x > limit, limit, x)  # comparisons keep NaN, which minimum and maximum would drop
         x = tl.where(x < -limit, -limit, x)
     return x.to(out_dtype)
@@ -83,8 +88,12 @@ def _norm_and_rotate(
 ):
     """Norm and rotate some heads of one token, and store them.
 
-    A head is split into the two halves that are rotated into each other, and the rest. Each of the three is loaded and
-    stored as a tile of the same layout, so that no thread overwrites what another has yet to read.
+    1. A head is loaded in three pieces: the two halves that are rotated into each other, and the rest. Each piece is
+       stored in the layout in which it was loaded, so no thread overwrites what another has yet to read.
+    2. Norm: the mean square is that of all three pieces.
+    3. Rotation of the two halves.
+    4. Each piece is rounded to the tensor's dtype, then stored as the output holds it.
+
     in_heads, out_heads, scale_heads   [BLOCK_H] offsets of the heads and their scales
     """
     dtype: tl.constexpr = in_ptr.dtype.element_ty
@@ -102,9 +111,9 @@ def _norm_and_rotate(
     if HAS_NORM:
         total = tl.sum(low * low, 1) + tl.sum(high * high, 1) + tl.sum(rest * rest, 1)
         rstd = tl.rsqrt(total / HEAD_DIM + norm_eps)
-        low = _norm_part(low, rstd, weight_ptr, half_lanes, in_half, dtype)
-        high = _norm_part(high, rstd, weight_ptr, half_lanes + HALF, in_half, dtype)
-        rest = _norm_part(rest, rstd, weight_ptr, rest_lanes + 2 * HALF, in_rest, dtype)
+        low = _norm_piece(low, rstd, weight_ptr, half_lanes, in_half, dtype)
+        high = _norm_piece(high, rstd, weight_ptr, half_lanes + HALF, in_half, dtype)
+        rest = _norm_piece(rest, rstd, weight_ptr, rest_lanes + 2 * HALF, in_rest, dtype)
     if HALF > 0:
         cos = tl.load(cos_sin_ptr + half_lanes, mask=in_half, other=0.0)[None, :]
         sin = tl.load(cos_sin_ptr + HALF + half_lanes, mask=in_half, other=0.0)[None, :]
@@ -160,16 +169,17 @@ def _write_kv_kernel(
     BLOCK_HALF: tl.constexpr,
     BLOCK_REST: tl.constexpr,
 ):
+    # The second dimension of the grid: blocks of query heads, then blocks of KV heads.
     token = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
-    cos_sin_row_ptr = cos_sin_ptr
+    angles_ptr = cos_sin_ptr
     if HALF > 0:
-        cos_sin_row_ptr = cos_sin_ptr + tl.load(positions_ptr + token) * stride_cos_sin
+        angles_ptr = cos_sin_ptr + tl.load(positions_ptr + token) * stride_cos_sin
     if block < num_q_blocks:
         heads = (block * BLOCK_H + tl.arange(0, BLOCK_H)).to(tl.int64)
         q_heads = token * stride_q_token + heads * stride_q_head
         _norm_and_rotate(
-            q_ptr, q_ptr, q_heads, q_heads, heads < num_q_heads, None, heads, q_norm_ptr, cos_sin_row_ptr, norm_eps,
+            q_ptr, q_ptr, q_heads, q_heads, heads < num_q_heads, None, heads, q_norm_ptr, angles_ptr, norm_eps,
             HEAD_DIM, HALF, BLOCK_HALF, BLOCK_REST, HAS_Q_NORM,
         )  # fmt: skip
     else:
@@ -182,7 +192,7 @@ def _write_kv_kernel(
             k_out = page * stride_k_page + offset * stride_k_slot + kv_heads * stride_k_cache_head
             _norm_and_rotate(
                 k_ptr, k_cache_ptr, token * stride_k_token + kv_heads * stride_k_head, k_out, head_mask,
-                k_scale_ptr, kv_heads * stride_k_scale, k_norm_ptr, cos_sin_row_ptr, norm_eps,
+                k_scale_ptr, kv_heads * stride_k_scale, k_norm_ptr, angles_ptr, norm_eps,
                 HEAD_DIM, HALF, BLOCK_HALF, BLOCK_REST, HAS_K_NORM,
             )  # fmt: skip
             dims = tl.arange(0, BLOCK_D)
@@ -196,7 +206,7 @@ def _write_kv_kernel(
 
 @dataclass(frozen=True, slots=True)
 class _Tiling:
-    """How heads are cut into tiles."""
+    """How many heads a program takes, and the powers of two that hold a head and its pieces."""
 
     block_h: int
     block_d: int
@@ -287,20 +297,24 @@ def write_kv(
                                                                           the last one 1
     v_cache       as k_cache
     slot_mapping  [tokens]  int64  page * page_size + offset of each token; those < 0 are not stored
-    positions     [tokens]  int64  rows of rotary.cos_sin; must lie inside it, for pad tokens too
+    positions     [tokens]  int64  positions in rotary.cos_sin; must lie inside it, for pad tokens too
     k_scale       [1] or [num_kv_heads]  float32  of an fp8 cache: key = stored value * k_scale; > 0; None: 1
     v_scale       as k_scale, of the values
 
-    The mean square and the rotation are computed in float32; values are rounded to q's dtype after the norm, after
-    its weight, and after the rotation, then to the cache's dtype. An fp8 cache gets value / scale, a float32 quotient
-    that saturates at the dtype's largest finite value, infinities too, and is rounded to nearest even; NaN stays NaN.
+    Mean square and rotation are computed in float32. Values are rounded to q's dtype after the norm, after its weight
+    and after the rotation, then to the cache's dtype. An fp8 cache gets the float32 quotient value / scale, limited to
+    the dtype's largest finite value and rounded to nearest even. Infinities are limited too; NaN stays NaN.
     Rotary embedding: Su et al. 2021, in halves. fp8 formats: Micikevicius et al. 2022.
 
-    What only the device could see is the caller's to guarantee: slots lie below num_pages * page_size and are distinct,
-    negative ones excepted, and positions lie inside rotary.cos_sin. The runtime's refresh makes them so; anything else
-    is undefined, writes out of bounds included.
+    The caller guarantees what only the device could see; the runtime's refresh does so:
+
+    - slots lie below num_pages * page_size and are distinct, except negative ones;
+    - positions lie inside rotary.cos_sin.
+
+    Anything else is undefined, writes out of bounds included.
 
     Capture-safe: the grid follows from the shapes; slots, positions and scales are read on the device.
+
     Raises: ShapeError when a tensor does not fit the others.
     """
     check_tensor("q", q, shape=(None, None, None), dtype=_FLOATS)

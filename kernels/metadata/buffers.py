@@ -8,17 +8,16 @@ recipe for a new one.
 from __future__ import annotations
 
 import functools
-import string
 from collections.abc import Iterator
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, make_dataclass
 from enum import Enum
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 
 from graphrt.kernels.checks import check_tensor, check_unit_stride
 from graphrt.kernels.errors import CapacityError, ShapeError
+from graphrt.kernels.op_declaration import Written
 
 
 class BufferKind(str, Enum):
@@ -231,14 +230,11 @@ def operands(operator: str) -> tuple[str, ...]:
     return tuple(n for n, spec in StaticBuffers.specs().items() if spec.writer == operator or operator in spec.readers)
 
 
-def operand_schema(operator: str) -> str:
-    """The buffers of an operator as its schema lists them, with a mark at each that it writes."""
-    aliases = iter(string.ascii_lowercase)
+def call_class(operator: str, **others: Any) -> type[Any]:
+    """The dataclass of an operator's arguments, for DeclaredOp: its buffers, then `others`, types by name."""
     specs = StaticBuffers.specs()
-    return ", ".join(
-        f"Tensor({next(aliases)}!) {name}" if specs[name].writer == operator else f"Tensor {name}"
-        for name in operands(operator)
-    )
+    buffers = [(name, Written if specs[name].writer == operator else torch.Tensor) for name in operands(operator)]
+    return make_dataclass(f"{operator.capitalize()}Call", [*buffers, *others.items()], frozen=True, slots=True)
 
 
 def captured_size(buffers: StaticBuffers) -> tuple[int, int]:
@@ -270,8 +266,3 @@ def pass_operands(operator: str, buffers: StaticBuffers) -> list[torch.Tensor]:
         if tensor.shape[-1] < least or tensor.shape[0] < 1:
             raise ShapeError(f"{name}: expected at least {least} columns, got shape {list(tensor.shape)}; enlarge it")
     return [getattr(buffers, name) for name in operands(operator)]
-
-
-def take_operands(operator: str, tensors: tuple[torch.Tensor, ...]) -> Any:
-    """The arguments of an operator by their names again, as attributes."""
-    return SimpleNamespace(**dict(zip(operands(operator), tensors, strict=True)))

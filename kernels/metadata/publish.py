@@ -14,8 +14,8 @@ import triton.language as tl
 
 from graphrt.kernels.checks import check_tensor, check_unit_stride
 from graphrt.kernels.compile_spec import CompileSpec
-from graphrt.kernels.library import define_op
-from graphrt.kernels.metadata.buffers import StaticBuffers, operand_schema, pass_operands, take_operands
+from graphrt.kernels.metadata.buffers import StaticBuffers, call_class, pass_operands
+from graphrt.kernels.op_declaration import DeclaredOp
 from graphrt.kernels.types import NO_TOKEN, FaultCode, RowStatus
 
 _ROW_BLOCK = 256  # rows of a program
@@ -77,22 +77,19 @@ def _publish_kernel(
         tl.store(step_ring_ptr + entry, step)
 
 
-def _publish_triton(*arguments: Any) -> None:
-    *tensors, tokens, vocab_size = arguments
-    b = take_operands("publish", tuple(tensors))
+def _publish_triton(b: Any) -> None:
     rows = b.row_ids.shape[0]
     _publish_kernel[(triton.cdiv(rows, _ROW_BLOCK),)](
-        tokens, b.row_ids, b.row_status, b.fault_code, b.fault_value, b.step_counter, b.last_token, b.step_ring,
-        b.token_ring, b.fault_code_ring, b.fault_value_ring, rows, vocab_size, b.step_ring.shape[0],
+        b.tokens, b.row_ids, b.row_status, b.fault_code, b.fault_value, b.step_counter, b.last_token, b.step_ring,
+        b.token_ring, b.fault_code_ring, b.fault_value_ring, rows, b.vocab_size, b.step_ring.shape[0],
         b.token_ring.stride(0), b.fault_code_ring.stride(0), b.fault_value_ring.stride(0),
         BLOCK=_ROW_BLOCK, num_warps=_NUM_WARPS,
     )  # fmt: skip
 
 
-def publish_reference(*arguments: Any) -> None:
+def publish_reference(b: Any) -> None:
     """Reference of `graphrt::publish`."""
-    *tensors, tokens, vocab_size = arguments
-    b = take_operands("publish", tuple(tensors))
+    tokens, vocab_size = b.tokens, b.vocab_size
     rows, step = b.row_ids.shape[0], int(b.step_counter.item())
     entry = step % b.step_ring.shape[0]
     code, value = b.fault_code.clone(), b.fault_value.clone()
@@ -113,11 +110,8 @@ def publish_reference(*arguments: Any) -> None:
     b.fault_value_ring[entry, :rows] = torch.where(code != 0, value, b.fault_value_ring[entry, :rows])
 
 
-_op = define_op(
-    f"publish({operand_schema('publish')}, Tensor? tokens, int vocab_size) -> ()",
-    triton_impl=_publish_triton,
-    reference=publish_reference,
-)
+_Call = call_class("publish", tokens=torch.Tensor | None, vocab_size=int)
+_op = DeclaredOp("publish", _Call, triton_impl=_publish_triton, reference=publish_reference)
 
 
 def publish(buffers: StaticBuffers, tokens: torch.Tensor | None, *, vocab_size: int) -> None:
@@ -136,7 +130,7 @@ def publish(buffers: StaticBuffers, tokens: torch.Tensor | None, *, vocab_size: 
         shape, device = buffers.row_ids.shape, buffers.row_ids.device
         check_tensor("tokens", tokens, shape=shape, dtype=(torch.int32, torch.int64), device=device)
         check_unit_stride("tokens", tokens)
-    _op(*operands, tokens, vocab_size)
+    _op(_Call(*operands, tokens, vocab_size))
 
 
 def compile_variants() -> list[CompileSpec]:

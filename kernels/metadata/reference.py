@@ -13,7 +13,7 @@ import numpy.typing as npt
 import torch
 
 from graphrt.kernels.metadata import record as layout
-from graphrt.kernels.metadata.buffers import COPIED, COPIED_PADS, take_operands
+from graphrt.kernels.metadata.buffers import COPIED, COPIED_PADS
 from graphrt.kernels.types import PAD_SLOT_ID, TOKEN_FROM_ROW, FaultCode, RowStatus
 
 Int32Array = npt.NDArray[np.int32]
@@ -86,20 +86,20 @@ class _Limits:
     query_len: int
 
 
-def refresh_reference(*arguments: Any) -> None:
-    """Reference of `graphrt::refresh`; see `refresh` for the arguments."""
-    *tensors, page_size, num_pages, null_page, max_seq_len, vocab_size, query_len, seq_len_fill = arguments
-    b = take_operands("refresh", tuple(tensors))
+def refresh_reference(b: Any) -> None:
+    """Reference of `graphrt::refresh`; see `refresh` for the arguments, which `b` has as attributes."""
     input_ids, block_table, row_ids = b.input_ids, b.block_table, b.row_ids
-    limits = _Limits(page_size, num_pages, null_page, max_seq_len, block_table.shape[1], vocab_size, query_len)
-    step = _Record.parse(b.record.numpy(), len(row_ids), len(input_ids), query_len)
+    limits = _Limits(
+        b.page_size, b.num_pages, b.null_page, b.max_seq_len, block_table.shape[1], b.vocab_size, b.query_len
+    )
+    step = _Record.parse(b.record.numpy(), len(row_ids), len(input_ids), b.query_len)
     last, starts = b.last_token.numpy(), b.query_start_loc.numpy()
 
     # Pads first, everywhere; valid rows are then written over them.
     copied = [(i, getattr(b, name), pad) for i, (name, pad) in enumerate(zip(COPIED, COPIED_PADS, strict=True))]
     for tensor, pad in (
-        (input_ids, 0), (b.positions, 0), (b.slot_mapping, PAD_SLOT_ID), (b.seq_lens, seq_len_fill),
-        (block_table, null_page), (b.logits_indices, 0), (row_ids, -1), (b.row_status, RowStatus.PAD),
+        (input_ids, 0), (b.positions, 0), (b.slot_mapping, PAD_SLOT_ID), (b.seq_lens, b.seq_len_fill),
+        (block_table, b.null_page), (b.logits_indices, 0), (row_ids, -1), (b.row_status, RowStatus.PAD),
         (b.fault_code, FaultCode.NONE), (b.fault_value, 0), *((tensor, pad) for _, tensor, pad in copied),
     ):  # fmt: skip
         tensor.fill_(int(pad))
@@ -108,7 +108,7 @@ def refresh_reference(*arguments: Any) -> None:
     b.step_counter.fill_(step.step)
 
     faults = [_check_row(step, row, last, limits) for row in range(step.num_reqs)]
-    slots = {row: _slots(step, row, page_size) for row, fault in enumerate(faults) if not fault[0]}
+    slots = {row: _slots(step, row, b.page_size) for row, fault in enumerate(faults) if not fault[0]}
     for row, fault in _duplicates(step, slots).items():
         faults[row] = fault
     if faults:

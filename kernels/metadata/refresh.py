@@ -21,16 +21,14 @@ import triton.language as tl
 from graphrt.kernels.checks import check_tensor
 from graphrt.kernels.compile_spec import CompileSpec
 from graphrt.kernels.errors import ShapeError
-from graphrt.kernels.library import define_op
 from graphrt.kernels.metadata import record as layout
 from graphrt.kernels.metadata.buffers import (
     COPIED,
     COPIED_PADS,
     StaticBuffers,
+    call_class,
     captured_size,
-    operand_schema,
     pass_operands,
-    take_operands,
 )
 from graphrt.kernels.metadata.read_record import (
     HEADER_SIZE,
@@ -46,6 +44,7 @@ from graphrt.kernels.metadata.read_record import (
     token_start,
 )
 from graphrt.kernels.metadata.reference import refresh_reference
+from graphrt.kernels.op_declaration import DeclaredOp
 from graphrt.kernels.types import NO_TOKEN, PAD_SLOT_ID, TOKEN_FROM_ROW, FaultCode, RowStatus
 
 MAX_ROWS = 1 << 16
@@ -361,17 +360,15 @@ def _write_buffers_kernel(
         tl.store(slot_mapping_ptr + at, zeros + _PAD_SLOT, mask=mask)
 
 
-def _refresh_triton(*arguments: Any) -> None:
-    *tensors, page_size, num_pages, null_page, max_seq_len, vocab_size, query_len, seq_len_fill = arguments
-    b = take_operands("refresh", tuple(tensors))
+def _refresh_triton(b: Any) -> None:
     padded_reqs, max_pages = b.block_table.shape
     padded_tokens = b.input_ids.shape[0]
-    token_block = _token_block(query_len, padded_tokens)
+    token_block = _token_block(b.query_len, padded_tokens)
     _check_rows_kernel[(padded_reqs,)](
         b.record, b.last_token, b.claims, b.duplicates, b.fault_code, b.fault_value,
-        b.record.shape[0], padded_reqs, padded_tokens, b.last_token.shape[0], num_pages, num_pages * page_size,
-        null_page, max_seq_len, max_pages, vocab_size, b.duplicates.stride(0),
-        PAGE_SIZE=page_size, QUERY_LEN=query_len, TOKEN_BLOCK=token_block, PAGE_BLOCK=_page_block(max_pages),
+        b.record.shape[0], padded_reqs, padded_tokens, b.last_token.shape[0], b.num_pages,
+        b.num_pages * b.page_size, b.null_page, b.max_seq_len, max_pages, b.vocab_size, b.duplicates.stride(0),
+        PAGE_SIZE=b.page_size, QUERY_LEN=b.query_len, TOKEN_BLOCK=token_block, PAGE_BLOCK=_page_block(max_pages),
         num_warps=_NUM_WARPS,
     )  # fmt: skip
     table_block = min(triton.next_power_of_2(max_pages), _TABLE_BLOCK)
@@ -379,9 +376,9 @@ def _refresh_triton(*arguments: Any) -> None:
         b.record, b.last_token, b.duplicates, b.fault_code, b.fault_value, b.step_counter, b.input_ids, b.positions,
         b.slot_mapping, b.query_start_loc, b.seq_lens, b.block_table, b.logits_indices, b.row_ids, b.row_status,
         tuple(getattr(b, name) for name in COPIED),
-        b.record.shape[0], padded_reqs, padded_tokens, null_page, max_pages, seq_len_fill, b.duplicates.stride(0),
+        b.record.shape[0], padded_reqs, padded_tokens, b.null_page, max_pages, b.seq_len_fill, b.duplicates.stride(0),
         b.block_table.stride(0), COPIED_PADS=COPIED_PADS,
-        PAGE_SIZE=page_size, QUERY_LEN=query_len, TOKEN_BLOCK=token_block, TABLE_BLOCK=table_block,
+        PAGE_SIZE=b.page_size, QUERY_LEN=b.query_len, TOKEN_BLOCK=token_block, TABLE_BLOCK=table_block,
         num_warps=_NUM_WARPS,
     )  # fmt: skip
 
@@ -394,12 +391,13 @@ def _page_block(max_pages: int) -> int:
     return min(int(triton.next_power_of_2(max_pages)), _MAX_PAGE_BLOCK)
 
 
-_op = define_op(
-    f"refresh({operand_schema('refresh')}, int page_size, int num_pages, int null_page, int max_seq_len, "
-    "int vocab_size, int query_len, int seq_len_fill) -> ()",
-    triton_impl=_refresh_triton,
-    reference=refresh_reference,
+_Call = call_class(
+    "refresh",
+    **dict.fromkeys(
+        ("page_size", "num_pages", "null_page", "max_seq_len", "vocab_size", "query_len", "seq_len_fill"), int
+    ),
 )
+_op = DeclaredOp("refresh", _Call, triton_impl=_refresh_triton, reference=refresh_reference)
 
 
 def refresh(
@@ -427,10 +425,8 @@ def refresh(
     Raises: ShapeError when a tensor does not fit the others.
     """
     _check(buffers, page_size=page_size, num_pages=num_pages, max_seq_len=max_seq_len, query_len=query_len)
-    _op(
-        *pass_operands("refresh", buffers),
-        page_size, num_pages, null_page, max_seq_len, vocab_size, query_len, seq_len_fill,
-    )  # fmt: skip
+    operands = pass_operands("refresh", buffers)
+    _op(_Call(*operands, page_size, num_pages, null_page, max_seq_len, vocab_size, query_len, seq_len_fill))
 
 
 def _check(b: StaticBuffers, *, page_size: int, num_pages: int, max_seq_len: int, query_len: int) -> None:

@@ -17,7 +17,7 @@
 #define SLICE ((UNIT_PAIRS + CLUSTER - 1) / CLUSTER)  // of these, for each block of a cluster
 #define KV_HEADS gridDim.x
 
-static_assert((WARPS & (WARPS - 1)) == 0 && WARPS < 32, "lanes stand for warps");
+static_assert((WARPS & (WARPS - 1)) == 0 && WARPS < 32, "each lane reads what one warp has left");
 
 // A pair of output elements, not divided yet, with its query's reference point and sum of weights.
 struct Pair {

@@ -30,6 +30,8 @@ EDGES = (0, 1, 15, 16, 17)  # of a page of 16
 DECODE_CASES = [
     Case("one_token", decode((1,))),
     Case("edges_of_page_16", decode(EDGES)),
+    Case("two_pages_exactly", decode((32,))),
+    Case("two_pages_and_their_edges", decode((31, 32, 33)), num_sms=2),
     Case("edges_of_page_1", decode((0, 1, 2, 5)), page_size=1),
     Case("edges_of_page_48", decode((47, 0, 48, 49)), page_size=48),
     Case("edges_of_page_64", decode((63, 64, 65, 0)), page_size=64, num_sms=2),
@@ -83,6 +85,7 @@ VARLEN_CASES = [
     Case("only_padding", ((0, 0), (0, 0)), pad_tokens=9),
     Case("longer_than_row", ((3, 7), (2, 1))),
     Case("page_1", ((5, 5), (19, 1)), page_size=1),
+    Case("two_pages_exactly", ((32, 32), (32, 1))),
     Case("page_48", ((49, 3), (48, 48)), page_size=48),
     Case("page_64_bf16", ((130, 3), (64, 2)), page_size=64, dtype=BF16),
     Case("page_larger_than_tile", ((70, 3), (64, 2)), page_size=256),
@@ -167,6 +170,29 @@ def test_strided_tensors(op: str, kernel_device: torch.device, rng: torch.Genera
     got = problem.run_reference(attention_reference) if op == "reference" else problem.run(op)
     assert_accurate(problem, got)
     assert (out[:, :4] == UNWRITTEN).all()
+
+
+@pytest.mark.parametrize("seq_len", [1, 15, 16])
+@pytest.mark.parametrize("op", ["decode", "varlen", "reference"])
+def test_a_cache_of_one_page(op: str, seq_len: int, kernel_device: torch.device, rng: torch.Generator) -> None:
+    """Page 0 is the row's, and there is no other."""
+    made = make_problem(Case("", decode((seq_len,))), rng, kernel_device)
+    page = int(made.block_table[0, 0])
+    k_cache, v_cache = (cache[page : page + 1].clone() for cache in (made.k_cache, made.v_cache))
+    table = torch.zeros(1, 1, dtype=torch.int32, device=kernel_device)
+    problem = replace(made, k_cache=k_cache, v_cache=v_cache, block_table=table)
+    got = problem.run_reference(attention_reference) if op == "reference" else problem.run(op)
+    assert_accurate(problem, got)
+
+
+@pytest.mark.parametrize("op", ["decode", "varlen", "contiguous", "reference"])
+def test_keys_are_not_values(op: str, kernel_device: torch.device, rng: torch.Generator) -> None:
+    """Values of one token weigh exactly 1: the output is the token's V, of which K has no element."""
+    problem = make_problem(Case("", decode((1,)), num_kv_heads=2, group=2), rng, kernel_device)
+    page = int(problem.block_table[0, 0])
+    problem.k_cache[page, 0], problem.v_cache[page, 0] = 1.0, -3.0
+    got = problem.run_reference(attention_reference) if op == "reference" else problem.run(op)
+    assert torch.equal(got, torch.full_like(got, -3.0))
 
 
 @pytest.mark.parametrize("op", ["decode", "varlen", "reference"])

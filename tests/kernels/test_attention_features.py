@@ -78,6 +78,40 @@ def test_scales_of_keys_that_are_no_scales(op: str, native: bool, kernel_device:
     check_scales_of_keys(lambda problem: problem.run(op), device, rng, rows=rows, native=native)
 
 
+def check_slopes(
+    run: Callable[[Problem], torch.Tensor], device: torch.device, rng: torch.Generator, **changes: Any
+) -> None:
+    """`run` with slopes of 1, of 0, and of NaN in one head of several: that head is NaN, and the others are right."""
+    base = Case("", decode((40, 0, 300)), dtype=BF16, num_kv_heads=2, head_dim=64, alibi="linear", lse=False)
+    problem = make_problem(replace(base, **changes), rng, device)
+    assert problem.options.alibi_slopes is not None
+    slopes = problem.options.alibi_slopes
+    slopes.copy_(torch.tensor([1.0, 0.5, 0.25, 0.0, 1.0, 1.0, 2.0, 0.0]))
+    expected = run(problem).clone()
+    assert_accurate(problem, expected)
+    slopes[5] = float("nan")
+    got = run(problem)
+    seen = (problem.seq_lens > 0).cpu().repeat_interleave(problem.query_start_loc.diff().cpu().long())
+    assert got[: len(seen)][seen][:, 5].isnan().all(), "NaN in a slope must show"
+    assert torch.equal(got[: len(seen)][~seen], torch.zeros_like(got[: len(seen)][~seen]))
+    slopes[5] = 1.0
+    got[:, 5] = expected[:, 5]
+    assert_accurate(problem, got)
+
+
+@pytest.mark.filterwarnings("ignore:All-NaN slice encountered:RuntimeWarning")
+@pytest.mark.parametrize("native", [False, True], ids=["triton", "cuda"])
+@pytest.mark.parametrize("alibi", ["linear", "sqrt"])
+@pytest.mark.parametrize("op", ["decode", "varlen"])
+def test_slopes(op: str, alibi: str, native: bool, kernel_device: torch.device, rng: torch.Generator) -> None:
+    rows = decode((40, 0, 300)) if op == "decode" else ((40, 5), (0, 0), (300, 1))
+    check_slopes(lambda problem: problem.run(op), kernel_device, rng, rows=rows, native=native, alibi=alibi)
+
+
+def test_slopes_in_the_reference(rng: torch.Generator) -> None:
+    check_slopes(lambda problem: problem.run_reference(attention_reference), torch.device("cpu"), rng)
+
+
 def make_case(row: dict[str, Any]) -> tuple[str, Case]:
     """Ragged lengths at the edges of the page, pad rows and pad tokens included, and a row that blocks share."""
     size, op = row["page_size"], row["op"]

@@ -350,3 +350,46 @@ def test_plans(name: str) -> None:
     if plan.parts_are_warps:
         assert plan.schedule.num_parts == plan.native_blocks * plan.native.warps
         assert plan.tile.block_n == (32 if "fp8" in name else 16), "parts are cut at any tile"
+
+
+def shifted(tensor: torch.Tensor, elements: int) -> torch.Tensor:
+    """The same values at an address that lies `elements` further on than the allocator's."""
+    room = torch.empty(tensor.numel() + elements, dtype=tensor.dtype)[elements:]
+    return room.view(tensor.shape).copy_(tensor)
+
+
+def test_addresses_that_it_cannot_read_go_to_triton() -> None:
+    """One tensor at a time, and of each one thing at a time."""
+    plan = AttentionPlan.decode(4, **LLAMA)
+    work_list = torch.zeros(plan.work_list_words, dtype=torch.int32)
+    q, cache = torch.zeros(4, 32, 128, dtype=BF16), torch.zeros(3, 16, 8, 128, dtype=BF16)
+    right = {"q": q, "k_cache": cache, "v_cache": cache.clone(), "work_list": work_list, "out": q.clone()}
+    assert native_fault(plan, **right) is None
+    wide = torch.zeros(3, 16, 8, 132, dtype=BF16)[..., :128]  # 264 bytes from head to head
+    heads, at = "has heads at addresses that are no multiple of", "lies at no multiple of 16"
+    for name, tensor, fault in (
+        ("k_cache", shifted(cache, 4), f"k_cache {heads} 16"),
+        ("v_cache", shifted(cache, 4), f"v_cache {heads} 16"),
+        ("k_cache", wide, f"k_cache {heads} 16"),
+        ("v_cache", wide, f"v_cache {heads} 16"),
+        ("q", shifted(q, 1), f"q {heads} 4"),
+        ("out", shifted(q, 1), f"out {heads} 4"),
+        ("q", torch.zeros(4, 32, 129, dtype=BF16)[..., :128], f"q {heads} 4"),
+        ("out", torch.zeros(4, 32, 129, dtype=BF16)[..., :128], f"out {heads} 4"),
+        ("work_list", shifted(work_list, 2), f"work_list {at}"),
+    ):
+        assert native_fault(plan, **{**right, name: tensor}) == fault
+    for name, tensor in (("k_cache", shifted(cache, 8)), ("q", shifted(q, 2)), ("work_list", shifted(work_list, 4))):
+        assert native_fault(plan, **{**right, name: tensor}) is None
+
+
+def test_a_head_dim_of_another_dtype_alone_goes_to_triton() -> None:
+    """Tiles of 64 tokens fit both dtypes here; heads of 80 are no multiple of 32."""
+    plan = AttentionPlan.decode(4, **{**LLAMA, "head_dim": 80}, batch_invariant=True)
+    assert plan.native is not None
+    assert plan.tile.block_n == 64
+    q, cache = torch.zeros(4, 32, 80, dtype=BF16), torch.zeros(3, 16, 8, 80, dtype=E4M3)
+    work_list = torch.zeros(plan.work_list_words, dtype=torch.int32)
+    assert native_fault(plan, q, cache, cache, work_list, q) == (
+        "the plan was made for another dtype than torch.float8_e4m3fn"
+    )

@@ -21,7 +21,7 @@ from graphrt.kernels.native.nvrtc import NativeVariant
 from tests.kernels import native_emulation
 from tests.kernels.attention_cases import E4M3, NAN, UNWRITTEN, Case, Problem, assert_accurate, decode, make_problem
 from tests.kernels.test_attention import check_batch_invariant_rows, check_infinite_values, check_large_queries
-from tests.kernels.test_attention_features import ROWS, check_scales_of_keys, make_case, row_id
+from tests.kernels.test_attention_features import ROWS, check_scales_of_keys, check_slopes, make_case, row_id
 from tests.kernels.test_attention_native import BASE, CASES, check_logits, check_values_of_zero, with_blocks
 
 pytestmark = pytest.mark.skipif(native_emulation.COMPILER is None, reason="needs the C++ compiler g++")
@@ -93,6 +93,11 @@ def test_infinite_values(rng: torch.Generator, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(native_emulation, "planted", ("counts ? x.x : 0.0f", "x.x"))
     with pytest.raises(AssertionError):
         check_infinite_values(run, CPU, rng)
+
+
+@pytest.mark.parametrize("rows", [(40, 0, 300), (300,)], ids=["warps", "cluster"])
+def test_slopes(rows: tuple[int, ...], rng: torch.Generator) -> None:
+    check_slopes(run, CPU, rng, rows=decode(rows))
 
 
 def served_combinations() -> list[Any]:

@@ -49,6 +49,34 @@ def test_copy_pages(device: str, layout: str, case: str) -> None:
         assert torch.equal(cache, expected)
 
 
+@devices
+def test_pages_of_a_cache_of_one_page(device: str) -> None:
+    """Page 0 is the first and the last; page 1 is none."""
+    k, v, host = (caches(torch.device(device), seed, pages=1) for seed in (1, 2, 3))
+    before = [cache.clone() for cache in (*k, *v)]
+    copy_pages(k, v, [0], [0])
+    assert all(torch.equal(cache, old) for cache, old in zip((*k, *v), before, strict=True))
+    swap_pages(k, host, [0], [0])
+    assert all(torch.equal(a, b) for a, b in zip(host, k, strict=True))
+    for src, dst, name in (([1], [0], "src_pages"), ([0], [1], "dst_pages")):
+        with pytest.raises(ShapeError, match=f"{name}: expected pages from 0 to 0, got 1"):
+            copy_pages(k, v, src, dst)
+
+
+@devices
+def test_keys_stay_keys(device: str) -> None:
+    """K and V of a layer are copied within themselves, and layers do not mix."""
+    k, v = ([torch.full((3, PAGE, HEADS, DIM), float(f"{side}{layer}"), device=device) for layer in range(LAYERS)]
+            for side in (1, 2))  # fmt: skip
+    for cache in (*k, *v):
+        cache[1] += 0.5
+    copy_pages(k, v, [1], [2])
+    for side, layers in ((10.5, k), (20.5, v)):
+        for layer, cache in enumerate(layers):
+            assert (cache[2] == side + layer).all()
+            assert (cache[0] == side + layer - 0.5).all()
+
+
 ROUTES = {
     "cpu_to_cpu": pytest.param("cpu", "cpu", False),
     "cuda_to_cuda": pytest.param("cuda", "cuda", False, marks=pytest.mark.gpu),

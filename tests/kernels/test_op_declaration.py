@@ -103,6 +103,11 @@ class Text:
 
 
 @dataclass(frozen=True, slots=True)
+class One:
+    x: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
 class Two:
     scale: float
     inner: Inner
@@ -112,9 +117,10 @@ class Two:
     ("arguments", "text"),
     [
         (Text, "Text.name: expected a tensor, int, float, bool, .* got <class 'str'>"),
-        (Two, "fields of different names"),
+        (Two, "of different names, got .*scale.*scale"),
+        (One, "two fields or more"),
     ],
-    ids=["text", "two_of_a_name"],
+    ids=["text", "two_of_a_name", "one_field"],
 )
 def test_what_no_schema_has_is_refused(arguments: type[object], text: str) -> None:
     with pytest.raises(TypeError, match=text):

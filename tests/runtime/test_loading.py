@@ -123,7 +123,7 @@ def test_loading_on_cuda(folder):
 
 def test_max_positions_bounds_the_table(folder):
     assert load_model(folder, device="cpu", max_positions=10).model.cos_sin.shape == (10, 8)
-    with pytest.raises(ConfigError, match="max_positions: expected 1 to 16777216, got 0"):
+    with pytest.raises(ConfigError, match="max_positions: expected an int from 1 to 16777216, got 0"):
         load_model(folder, device="cpu", max_positions=0)
 
 

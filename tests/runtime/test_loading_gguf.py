@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 
 import numpy as np
@@ -10,6 +11,7 @@ import torch
 import transformers
 
 from graphrt.kernels.errors import ConfigError, GraphRTError, UnsupportedError
+from graphrt.models.config import ModelConfig
 from graphrt.models.gguf import GGUFSource
 from graphrt.models.gguf_file import read_gguf
 from graphrt.models.llama import LlamaModel
@@ -276,3 +278,49 @@ def test_missing_package_names_the_pip_command(intact, monkeypatch):
     monkeypatch.setitem(sys.modules, "gguf", None)
     with pytest.raises(ConfigError, match=r'gguf: .*run pip install "graphrt\[models\]"'):
         load_model(intact, device="cpu")
+
+
+def edit_metadata(path, key, value):
+    """The file's sources with another value in its metadata, as a damaged or hostile file would give it."""
+    file = read_gguf(path)
+    shapes = {name: tensor.shape for name, tensor in file.tensors.items()}
+    return lambda: ModelConfig.from_gguf(file.metadata | {key: value}, shapes)
+
+
+WRONG_FIELDS = {
+    "general.architecture": ["", 3, ["llama"], None],
+    "llama.embedding_length": [[64], 64.0, "64", True, -1, 1 << 40, None],
+    "llama.block_count": [[3, 3, 3], 1 << 20],
+    "llama.attention.head_count": [[4, 3], [], [True], [4.0], [[4]]],
+    "llama.attention.head_count_kv": [[2, 2, "a"], 0],
+    "llama.attention.layer_norm_rms_epsilon": [[1e-6], "a", float("nan"), 0.0, True],
+    "llama.rope.freq_base": [[1e4], 1.0, float("inf"), "a"],
+    "llama.rope.scaling.type": [["yarn"], 3],
+    "llama.rope.dimension_count": [[16], 2.0],
+    "llama.attention.sliding_window": [[7], "a"],
+    "llama.expert_count": ["a", [1]],
+    "tokenizer.ggml.eos_token_id": ["a", -1, [[2]], True, 1 << 60],
+}
+
+
+@pytest.mark.parametrize("key", WRONG_FIELDS)
+def test_metadata_of_another_type(tmp_path, key):
+    write_gguf(tmp_path / "model.gguf", make_oracle("Llama", **SIZES))
+    for wrong in WRONG_FIELDS[key]:
+        with pytest.raises((ConfigError, UnsupportedError), match=re.escape(key.removeprefix("llama."))):
+            edit_metadata(tmp_path / "model.gguf", key, wrong)()
+
+
+def test_a_number_per_layer_is_one_number(tmp_path):
+    write_gguf(tmp_path / "model.gguf", make_oracle("Llama", **SIZES))
+    config = edit_metadata(tmp_path / "model.gguf", "llama.attention.head_count_kv", [2, 2, 2])()
+    assert config.num_kv_heads == 2
+
+
+@pytest.mark.parametrize("factor", [0.0, -1.0, float("nan"), float("inf")])
+def test_frequency_factors_that_no_frequency_can_be_divided_by(tmp_path, factor):
+    factors = np.ones(8, dtype=np.float32)
+    factors[3] = factor
+    write_gguf(tmp_path / "model.gguf", make_oracle("Llama", **SIZES), extra={"rope_freqs.weight": factors})
+    with pytest.raises(ConfigError, match=r"RopeConfig\.freq_factors: expected a tuple of finite numbers > 0"):
+        load_model(tmp_path / "model.gguf", device="cpu")

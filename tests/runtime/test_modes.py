@@ -55,7 +55,8 @@ def caches(device: torch.device) -> KVCache:
     return KVCache(spec, *layers)
 
 
-def steps(manager: ReplayManager, model: ToyModel) -> None:
+def steps(manager: ReplayManager) -> list[int]:
+    """Prompt and outputs of a few steps, and the other calls of a manager, all in the mode of the caller."""
     tokens = [3, 4, 5]
     batch = Batch(row_ids=[0], seq_lens=[3], query_lens=[3], tokens=tokens, page_indptr=[0, 2], page_ids=[7, 8])
     handle = manager.replay(batch)
@@ -65,10 +66,14 @@ def steps(manager: ReplayManager, model: ToyModel) -> None:
         batch = Batch(row_ids=[0], seq_lens=[len(tokens)], page_indptr=[0, 2], page_ids=[7, 8])
         tokens.append(int(manager.replay(batch, eager=eager).tokens()[0]))
     assert manager.compare(Batch(row_ids=[0], seq_lens=[6], page_indptr=[0, 2], page_ids=[7, 8])).equal
-    for end in (3, 4, 5):
-        assert int(model.oracle(tokens[:end]).argmax()) == tokens[end]
     manager.kv_cache.copy_pages([7], [9])
     manager.reset()
+    return tokens
+
+
+def assert_greedy(model: ToyModel, tokens: list[int]) -> None:
+    for end in (3, 4, 5):
+        assert int(model.oracle(tokens[:end]).argmax()) == tokens[end]
 
 
 @pytest.mark.parametrize("built", MODES)
@@ -83,8 +88,9 @@ def test_modes_change_nothing(device: torch.device, built: str, used: str) -> No
         )
         manager.capture()
     with MODES[used]():
-        steps(manager, model)
-    steps(manager, model)
+        found = steps(manager)
+    assert_greedy(model, found)
+    assert_greedy(model, steps(manager))
     with MODES[built]():
         manager.close()
 
@@ -94,7 +100,7 @@ def test_a_capture_under_a_mode_alone(device: torch.device, mode: str) -> None:
     rig = make_rig(device, capture=False)
     with MODES[mode]():
         rig.manager.capture()
-    steps(rig.manager, rig.model)
+    assert_greedy(rig.model, steps(rig.manager))
 
 
 def test_one_call_at_a_time(device: torch.device) -> None:

@@ -1,4 +1,4 @@
-// The instructions of kernels/native/primitives.cuh on a CPU, so that the kernels' own source runs there, compiled as C++.
+// The instructions of kernels/native/primitives.cuh on a CPU, so that the kernels' own source runs there as C++.
 //
 // A CUDA thread is a context, which runs until it needs what others have not done yet; a warp's collective waits for its
 // 32 lanes. Everything happens in one thread of the operating system, in an order that the launch's seed decides, so that
@@ -97,18 +97,21 @@ struct { int x, y; } blockIdx, gridDim;
 #define threadIdx (*current)
 jmp_buf scheduler;
 std::minstd_rand chance;
-long progress;  // counts what is done, waiting and asking apart
+long progress;  // counts what is done; waiting and asking do not count
 const char *fault;  // what went wrong, or null
 
 inline void yield() {
   if (!_setjmp(current->at)) _longjmp(scheduler, 1);
 }
 
-template <typename T> struct Lanes { const unsigned char (*brought)[32]; T operator[](int i) const { T r; memcpy(&r, brought[i], sizeof(T)); return r; } };
+template <typename T> struct Lanes {
+  const unsigned char (*brought)[32];
+  T operator[](int i) const { T r; memcpy(&r, brought[i], sizeof(T)); return r; }
+};
 
 // What every lane of the warp brings to its next collective.
 template <typename T> inline Lanes<T> exchange(T mine) {
-  static_assert(sizeof(T) <= 32, "a slot");
+  static_assert(sizeof(T) <= 32, "a lane brings 32 bytes at most");
   Warp &warp = running->warps[current->x / 32];
   const long number = ++current->collectives;
   memcpy(warp.brought[number % 2][current->x % 32], &mine, sizeof(T));
@@ -203,20 +206,22 @@ inline float reciprocal(float x) { return 1.0f / x; }
 
 inline u16 element(u32 at, int index) { u16 r; memcpy(&r, memory + at + 2 * index, 2); return r; }
 inline void load_matrices(u32 (&r)[4], u32 at) {
-  auto rows = exchange(at);
+  auto given = exchange(at);
   const int lane = current->x % 32;
   for (int j = 0; j < 4; ++j) {
-    u32 row = rows[8 * j + lane / 4];
-    if (row % 16) abort();
-    r[j] = element(row, lane % 4 * 2) | (u32)element(row, lane % 4 * 2 + 1) << 16;
+    u32 line = given[8 * j + lane / 4];
+    if (line % 16) abort();
+    r[j] = element(line, lane % 4 * 2) | (u32)element(line, lane % 4 * 2 + 1) << 16;
   }
   __syncwarp();
 }
 inline void load_matrices_transposed(u32 (&r)[4], u32 at) {
-  auto rows = exchange(at);
+  auto given = exchange(at);
   const int lane = current->x % 32;
-  for (int j = 0; j < 4; ++j)
-    r[j] = element(rows[8 * j + lane % 4 * 2], lane / 4) | (u32)element(rows[8 * j + lane % 4 * 2 + 1], lane / 4) << 16;
+  for (int j = 0; j < 4; ++j) {
+    u32 first = given[8 * j + lane % 4 * 2], second = given[8 * j + lane % 4 * 2 + 1];
+    r[j] = element(first, lane / 4) | (u32)element(second, lane / 4) << 16;
+  }
   __syncwarp();
 }
 inline u32 transpose(u32 x) {
