@@ -92,10 +92,13 @@ class Batch:
         n = len(row_ids)
         if n > MAX_ROWS:
             raise ShapeError(f"batch.row_ids: expected at most {MAX_ROWS} rows, got {n}; split the step")
-        query_lens = np.ones(n, np.int32) if query_lens is None else _int32("query_lens", query_lens, n)
-        num_tokens = int(query_lens.sum(dtype=np.int64))
-        if n and int(query_lens.min()) < 1:
-            raise ShapeError(f"batch.query_lens: expected >= 1 new token per row, got {int(query_lens.min())}")
+        if query_lens is None:
+            query_lens, num_tokens = np.ones(n, np.int32), n
+        else:
+            query_lens = _int32("query_lens", query_lens, n)
+            num_tokens = int(query_lens.sum(dtype=np.int64))
+            if n and int(query_lens.min()) < 1:
+                raise ShapeError(f"batch.query_lens: expected >= 1 new token per row, got {int(query_lens.min())}")
         if num_tokens > MAX_TOKENS:
             raise ShapeError(
                 f"batch.query_lens: expected at most {MAX_TOKENS} tokens, got {num_tokens}; split the step"
@@ -111,7 +114,8 @@ class Batch:
                 f"{len(page_indptr)} values from {page_indptr[0]} to {page_indptr[-1]}"
             )
         values = {name: _copied(name, given[name], n) for name in COPIED}
-        if n and not (values["temperatures"].min() >= 0 and values["temperatures"].max() < math.inf):
+        heat = values["temperatures"]
+        if n and temperatures is not None and not (heat.min() >= 0 and heat.max() < math.inf):
             raise ShapeError("batch.temperatures: expected finite numbers >= 0, got others; 0 is greedy")
         self._set(
             row_ids=row_ids,
@@ -246,6 +250,9 @@ def _flags(name: str, values: Any, length: int) -> Int32Array:
 
 def _array(name: str, values: Any, dtype: Any, length: int | None = None) -> npt.NDArray[Any]:
     """`values` as a one-dimensional array of `dtype`, its own memory where it is one already. Raises: ShapeError."""
+    ready = type(values) is np.ndarray and values.dtype == dtype and values.ndim == 1 and values.flags.c_contiguous
+    if ready and (length is None or len(values) == length):
+        return values
     device = getattr(values, "device", None)
     if getattr(device, "type", "cpu") != "cpu":
         raise ShapeError(f"batch.{name}: expected host values, got a tensor on {device}; batches live on the host")
