@@ -252,7 +252,8 @@ def _array(name: str, values: Any, dtype: Any, length: int | None = None) -> npt
     """`values` as a one-dimensional array of `dtype`, its own memory where it is one already. Raises: ShapeError."""
     ready = type(values) is np.ndarray and values.dtype == dtype and values.ndim == 1 and values.flags.c_contiguous
     if ready and (length is None or len(values) == length):
-        return values
+        own: npt.NDArray[Any] = values
+        return own
     device = getattr(values, "device", None)
     if getattr(device, "type", "cpu") != "cpu":
         raise ShapeError(f"batch.{name}: expected host values, got a tensor on {device}; batches live on the host")

@@ -472,7 +472,7 @@ def main() -> int:
         workers=options.workers, cache=options.cache, watched=watched,
     )  # fmt: skip
     sys.path.insert(0, str(ROOT))
-    from graphrt.bench.timer import provenance  # no earlier: children must import graphrt from their own tree
+    from graphrt.bench.environment import provenance  # no earlier: children must import graphrt from their own tree
 
     result = {"name": "mutation", **provenance(), **result}
     if options.json is not None:
