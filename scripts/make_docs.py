@@ -83,14 +83,16 @@ def results_table() -> str:
             eager, static = (baselines.get((way, r["batch"])) for way in ("dynamic", "static"))
             lines.append(
                 f"| {report['model']} | {r['batch']} | {r['context']} | {r['floor_ms']:.2f} | {r['replay_ms']:.2f} | "
-                f"{100 * r['share_of_floor']:.0f} % | {_baseline(eager, r['replay_ms'])} | {r['host_us']:.0f} |"
+                f"{100 * r['share_of_floor']:.0f} % | {_baseline(eager, r['replay_ms'])} | {r['host_us']:.0f} "
+                f"({r['host_us_p20']:.0f} to {r['host_us_p80']:.0f}) |"
             )
             if static is not None:
                 compiled.append(f"{report['model']} at batch {r['batch']}: {_baseline(static, r['replay_ms'])}")
     lines += [
         "",
         "transformers: one step of Hugging Face's `generate` with its default cache, on the same shape, device and "
-        "context in the same run; in brackets its time over graphrt's.",
+        "context in the same run; in brackets its time over graphrt's. Host us: the median of at least 200 calls of "
+        "`replay()`, in brackets the 20th and the 80th percentile, as other programs share the machine.",
     ]
     if compiled:
         lines[-1] += (
