@@ -31,7 +31,7 @@ def cache_dir() -> Path:
             base = Path(os.environ.get("XDG_CACHE_HOME", ""))
             return (base if base.is_absolute() else Path.home() / ".cache") / "graphrt"
         path = Path(folder).expanduser().absolute()
-        good = bool(folder) and (path.is_dir() or not path.exists())
+        good = bool(folder) and (not path.exists() or path.is_dir())  # in this order: others may create it meanwhile
     except (OSError, RuntimeError) as error:  # a name too long, no permission, no such user, no home
         raise ConfigError(f"GRAPHRT_CACHE: expected a folder, got {folder!r} ({error}); name a folder") from error
     if not good:
