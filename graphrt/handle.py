@@ -24,7 +24,7 @@ _FAULT_TEXT = {
     FaultCode.PAGE_OUT_OF_RANGE: "page {value} is the null page or outside the cache",
     FaultCode.TOKEN_OUT_OF_RANGE: "token {value} is outside the vocabulary",
     FaultCode.DUPLICATE_ROW: "row_id {value} is used by another row of the batch too",
-    FaultCode.DUPLICATE_SLOT: "KV slot {value} is written by another row of the batch too",
+    FaultCode.DUPLICATE_SLOT: "KV slot {value} is written twice: by another row too, or a page is listed twice",
     FaultCode.NO_LAST_TOKEN: "row_id {value} has no last token to go on from: its sequence has sampled none",
     FaultCode.NO_TOKEN_OFFERED: "its logits offer no token: all are NaN or -inf",
     FaultCode.SAMPLE_OUT_OF_RANGE: "the sampler returned {value}, which is outside the vocabulary",

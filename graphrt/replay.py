@@ -218,8 +218,10 @@ class ReplayManager:
         descriptor  run at this size of the ladders, not at the smallest with room: ranks of a group agree on one, and
                     an idle rank submits `Batch.empty()` at it
 
-        inside another one, UnsupportedError for a mixed batch with mixed_batches=False, CaptureError in the wrong
-        state; nothing has been written then. Faults that only the device sees are raised by the handle.
+        Raises: ShapeError for what is no batch, CapacityError for one that is too large, ConfigError for a descriptor
+        that is not of the ladders or an `eager` that is no bool, ReplayError for a moved weight or a call inside
+        another one, UnsupportedError for a mixed batch with mixed_batches=False, CaptureError in the wrong state;
+        nothing has been written then. Faults that only the device sees are raised by the handle.
         """
         eager = check_bool("eager", eager, advice="pass a bool")
         with self._exclusive:
