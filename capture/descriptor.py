@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum
 
+from graphrt.kernels.checks import check_instance, check_int_field
 from graphrt.kernels.errors import ConfigError
 
 
@@ -32,12 +33,12 @@ class BatchDescriptor:
 
     def __post_init__(self) -> None:
         # Looked up at every step: hashing four fields each time would take longer than the launch.
-        key = (self.kind.value, self.padded_reqs, self.padded_tokens, self.query_len)
+        # Of ints alone: hashes of texts differ between processes, and ranks send each other descriptors.
+        check_instance("BatchDescriptor.kind", self.kind, GraphKind, advice="use BatchDescriptor.decode or mixed")
+        for name, least in (("padded_reqs", 1), ("padded_tokens", 1), ("query_len", 0)):
+            check_int_field(self, name, least, advice="use BatchDescriptor.decode or mixed")
+        key = (self.kind is GraphKind.DECODE, self.padded_reqs, self.padded_tokens, self.query_len)
         object.__setattr__(self, "_hash", hash(key))
-        if self.padded_reqs < 1 or self.padded_tokens < 1:
-            raise ConfigError(
-                f"BatchDescriptor: expected at least 1 row and 1 token, got {self.padded_reqs} and {self.padded_tokens}"
-            )
         if self.kind is GraphKind.DECODE and self.padded_tokens != self.padded_reqs * self.query_len:
             raise ConfigError(
                 f"BatchDescriptor.padded_tokens: expected padded_reqs x query_len = "

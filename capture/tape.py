@@ -60,7 +60,8 @@ class OpTape:
         self.report = report
 
     def launch(self) -> None:
-        with torch.inference_mode():
+        # A graph knows no autocast: what the caller has in force must not change what was recorded.
+        with torch.inference_mode(), torch.autocast("cpu", enabled=False):
             for entry in self._entries:
                 entry.run()
 

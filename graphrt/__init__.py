@@ -9,14 +9,19 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from graphrt.backends.base import AttentionBackend as AttentionBackend
+    from graphrt.backends.base import Capabilities as Capabilities
     from graphrt.backends.registry import register_backend as register_backend
     from graphrt.batch import Batch as Batch
     from graphrt.batch import Row as Row
     from graphrt.capture.descriptor import BatchDescriptor as BatchDescriptor
+    from graphrt.capture.descriptor import GraphKind as GraphKind
+    from graphrt.compare import StepComparison as StepComparison
     from graphrt.config import RuntimeConfig as RuntimeConfig
     from graphrt.generate import Event as Event
     from graphrt.generate import SamplingParams as SamplingParams
     from graphrt.generate import TextGenerator as TextGenerator
+    from graphrt.handle import RowFault as RowFault
     from graphrt.handle import StepFaultError as StepFaultError
     from graphrt.handle import StepHandle as StepHandle
     from graphrt.kernels.cache.write import Rotary as Rotary
@@ -49,14 +54,17 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOME = {
+    "AttentionBackend": "graphrt.backends.base",
     "AttentionSpec": "graphrt.spec",
     "Batch": "graphrt.batch",
     "BatchDescriptor": "graphrt.capture.descriptor",
+    "Capabilities": "graphrt.backends.base",
     "CapacityError": "graphrt.kernels.errors",
     "CaptureError": "graphrt.kernels.errors",
     "ConfigError": "graphrt.kernels.errors",
     "Event": "graphrt.generate",
     "FaultCode": "graphrt.kernels.types",
+    "GraphKind": "graphrt.capture.descriptor",
     "GraphRTError": "graphrt.kernels.errors",
     "KVCache": "graphrt.kv_cache",
     "KVCacheSpec": "graphrt.spec",
@@ -68,6 +76,7 @@ _HOME = {
     "ReplayManager": "graphrt.replay",
     "Rotary": "graphrt.kernels.cache.write",
     "Row": "graphrt.batch",
+    "RowFault": "graphrt.handle",
     "RowStatus": "graphrt.kernels.types",
     "Runtime": "graphrt.runtime",
     "RuntimeConfig": "graphrt.config",
@@ -76,6 +85,7 @@ _HOME = {
     "State": "graphrt.replay",
     "Stats": "graphrt.stats",
     "Step": "graphrt.step",
+    "StepComparison": "graphrt.compare",
     "StepFaultError": "graphrt.handle",
     "StepHandle": "graphrt.handle",
     "TOKEN_FROM_ROW": "graphrt.kernels.types",

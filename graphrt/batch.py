@@ -266,7 +266,7 @@ def _array(name: str, values: Any, dtype: Any, length: int | None = None) -> npt
         ) from error
     if array.size == 0 and array.dtype.kind == "f":
         array = array.astype(dtype)  # what NumPy makes of ()
-    allowed = "biuf" if np.issubdtype(dtype, np.floating) else "biu"
+    allowed = "iuf" if np.issubdtype(dtype, np.floating) else "biu"
     if array.dtype.kind not in allowed:
         raise ShapeError(f"batch.{name}: expected {np.dtype(dtype).name} values, got {array.dtype}; convert them")
     if array.ndim != 1 or (length is not None and len(array) != length):
@@ -277,7 +277,7 @@ def _array(name: str, values: Any, dtype: Any, length: int | None = None) -> npt
         for value in (array.min(), array.max()):
             if value < info.min or value > info.max:
                 raise ShapeError(f"batch.{name}: expected values that fit {np.dtype(dtype).name}, got {value}")
-    with np.errstate(over="ignore"):  # a temperature beyond float32 becomes infinite, which is refused by its value
+    with np.errstate(all="ignore"):  # a temperature beyond float32 becomes infinite, which is refused by its value
         return np.ascontiguousarray(array, dtype=dtype)
 
 

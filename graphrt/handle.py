@@ -26,7 +26,7 @@ _FAULT_TEXT = {
     FaultCode.DUPLICATE_ROW: "row_id {value} is used by another row of the batch too",
     FaultCode.DUPLICATE_SLOT: "KV slot {value} is written twice: by another row too, or a page is listed twice",
     FaultCode.NO_LAST_TOKEN: "row_id {value} has no last token to go on from: its sequence has sampled none",
-    FaultCode.NO_TOKEN_OFFERED: "its logits offer no token: all are NaN or -inf",
+    FaultCode.NO_TOKEN_OFFERED: "its logits offer no token: all are NaN or -inf, or the sampler returned -1",
     FaultCode.SAMPLE_OUT_OF_RANGE: "the sampler returned {value}, which is outside the vocabulary",
 }
 _WROTE_NOTHING = "the row wrote nothing and can be submitted again"

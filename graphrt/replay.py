@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from enum import Enum
@@ -21,6 +20,7 @@ from graphrt.capture.recorder import make_recorder
 from graphrt.capture.staging import StagingRing
 from graphrt.compare import StepComparison, StepResult, compare_results, state_kept
 from graphrt.config import RuntimeConfig
+from graphrt.entry import Exclusive, OnStream
 from graphrt.handle import StepHandle, Submission
 from graphrt.kernels.checks import (
     check_bool,
@@ -41,9 +41,6 @@ from graphrt.sampling import sample_tokens
 from graphrt.spec import AttentionSpec
 from graphrt.stats import Stats
 from graphrt.step import Model, Sampler
-
-# The CPU build of torch lacks it, and needs it not.
-_raw_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0)
 
 
 class State(str, Enum):
@@ -114,11 +111,11 @@ class ReplayManager:
         backend_class, reason = select_backend(context, config.backend)
         self._weights = check_named_tensors("weights", _named_weights(model) if weights is None else weights)
         self._stream = _stream_on(device, stream)
-        self.kv_cache = kv_cache
+        self._kv_cache: KVCache | None = kv_cache
         self._backend = backend_class(context)
         self._device = device
-        self._on_stream = _OnStream(self._stream, "graphrt.replay")
-        self._exclusive = _Exclusive()
+        self._on_stream = OnStream(self._stream, "graphrt.replay")
+        self._exclusive = Exclusive()
         self._record_words = record_size(
             config.max_num_reqs, config.max_num_tokens, config.max_num_reqs * context.max_pages
         )
@@ -168,6 +165,20 @@ class ReplayManager:
         self._state = State.NEW
 
     @property
+    def kv_cache(self) -> KVCache:
+        """The KV cache. Raises: CaptureError when the Runtime that owned it was closed."""
+        if self._kv_cache is None:
+            raise CaptureError(
+                "kv_cache: the runtime that owned it was closed, and its memory given back; build a new one"
+            )
+        return self._kv_cache
+
+    def forget_cache(self) -> None:
+        """Let go of the KV cache after `close()`: handles that the caller keeps hold the manager."""
+        self._require(State.CLOSED, "forget_cache")
+        self._kv_cache = None
+
+    @property
     def buffers(self) -> StaticBuffers:
         """The static buffers, for audits and tests. Raises: CaptureError after `close()`."""
         if self._state is State.CLOSED:
@@ -197,7 +208,7 @@ class ReplayManager:
             self._require(State.NEW, "capture")
             start = time.perf_counter()
             self._guard = PointerGuard((*self._weights, *self.kv_cache.named_tensors()))
-            with _OnStream(self._stream, "graphrt.capture"), torch.inference_mode():
+            with OnStream(self._stream, "graphrt.capture"), torch.inference_mode():
                 with torch.inference_mode(False):  # what `reset` changes, in whatever mode
                     self._backend.allocate()
                 try:
@@ -245,6 +256,10 @@ class ReplayManager:
         if descriptor is None:
             return self._dispatcher.dispatch(batch.num_reqs, batch.num_tokens, uniform)
         check_instance("descriptor", descriptor, BatchDescriptor, advice="take one of manager.descriptors")
+        if descriptor.kind is GraphKind.MIXED and not self.config.mixed_batches:
+            raise UnsupportedError(
+                f"descriptor: expected a decode size with mixed_batches=False, got {descriptor}; take a decode one"
+            )
         return self._dispatcher.at(descriptor, batch.num_reqs, batch.num_tokens, uniform)
 
     def _submit(self, batch: Batch, descriptor: BatchDescriptor, why_eager: str) -> StepHandle:
@@ -266,8 +281,9 @@ class ReplayManager:
     def compare(self, batch: Batch, *, descriptor: BatchDescriptor | None = None) -> StepComparison:
         """Run one step as a graph and eagerly, from the same state, and restore what the step changed.
 
-        Waits for the device, and counts as no step. Row state and the KV slots that the step writes are as before
-        afterwards, so `replay` of the same batch may follow. State that the model itself keeps is not restored.
+        Waits for the device, and counts as no step; logits of the step before are gone. Row state and the KV slots that
+        the step writes are as before afterwards, so `replay` of the same batch may follow. State that the model itself
+        keeps is not restored.
 
         Raises: as `replay`; and ReplayError for a batch that has no graph.
         """
@@ -295,11 +311,14 @@ class ReplayManager:
     def _written_slots(self, batch: Batch, descriptor: BatchDescriptor) -> list[int]:
         """Flat KV slots that a step will write: only the refresh of its batch runs."""
         state = self._buffers.snapshot()
-        slot = self._ring.acquire(self._step)
-        with slot.in_flight(self._stream):
-            self._ring.upload(slot, batch.write_record(slot.record, self._step))
-            mapping = self._program.refresh(descriptor).metadata.slot_mapping
-        self._buffers.restore(state)
+        step, self._step = self._step, self._step + 1  # claims of an interrupted comparison must not meet a step's
+        slot = self._ring.acquire(step)
+        try:
+            with slot.in_flight(self._stream):
+                self._ring.upload(slot, batch.write_record(slot.record, step))
+                mapping = self._program.refresh(descriptor).metadata.slot_mapping
+        finally:
+            self._buffers.restore(state)
         return [slot for slot in mapping.tolist() if slot >= 0]
 
     def stats(self) -> Stats:
@@ -443,52 +462,3 @@ def _stream_on(device: torch.device, stream: object) -> torch.cuda.Stream | None
     if chosen.device != device:
         raise ConfigError(f"stream: expected one of {device}, as the cache, got one of {chosen.device}; make it there")
     return chosen
-
-
-class _Exclusive:
-    """Lets one call at a time in. A flag that can be tested and set at once, not a lock: nobody waits for it."""
-
-    __slots__ = ("_flag",)
-
-    def __init__(self) -> None:
-        self._flag = threading.Lock()
-
-    def __enter__(self) -> None:
-        if not self._flag.acquire(blocking=False):
-            raise ReplayError(
-                "ReplayManager: expected one call at a time, got one during another; submit steps from one thread, and "
-                "never from inside a model or sampler"
-            )
-
-    def __exit__(self, *error: object) -> None:
-        self._flag.release()
-
-
-class _OnStream:
-    """Runs a block on the manager's stream, inside an NVTX range. Made once and entered at every step: where the
-    stream is current already, which is the usual case, it costs a microsecond instead of ten."""
-
-    __slots__ = ("_name", "_previous", "_stream")
-
-    def __init__(self, stream: torch.cuda.Stream | None, name: str) -> None:
-        self._stream = stream
-        self._name = name
-        self._previous: torch.cuda.Stream | None = None
-
-    def __enter__(self) -> None:
-        if self._stream is None:
-            return
-        torch.cuda.nvtx.range_push(self._name)
-        index = self._stream.device.index
-        # The raw handle: building a Stream object to compare with takes ten microseconds.
-        if _raw_stream(index) != self._stream.cuda_stream or torch.cuda.current_device() != index:
-            self._previous = torch.cuda.current_stream()
-            torch.cuda.set_stream(self._stream)
-
-    def __exit__(self, *error: object) -> None:
-        if self._stream is None:
-            return
-        if self._previous is not None:
-            torch.cuda.set_stream(self._previous)
-            self._previous = None
-        torch.cuda.nvtx.range_pop()

@@ -178,7 +178,7 @@ class Runtime:
             return
         self.stats()
         self._manager.close()
-        del self._manager.kv_cache  # handles that the caller keeps hold the manager
+        self._manager.forget_cache()
         self._manager = None
         if self.device.type == "cuda":
             torch.cuda.empty_cache()

@@ -10,7 +10,7 @@ import torch
 from graphrt.backends.base import AttentionBackend, AttentionLayer
 from graphrt.capture.descriptor import BatchDescriptor
 from graphrt.kernels.cache.write import Rotary, write_kv
-from graphrt.kernels.checks import check_no_overlap, check_tensor, check_unit_stride
+from graphrt.kernels.checks import check_instance, check_int, check_no_overlap, check_tensor, check_unit_stride
 from graphrt.kernels.errors import ShapeError, UnsupportedError
 from graphrt.kernels.metadata.buffers import StaticBuffers
 from graphrt.metadata import StepMetadata
@@ -90,16 +90,16 @@ class Step:
         Raises: ShapeError when a shape, dtype or device does not match the layer, or sinks do not match its spec;
         UnsupportedError when the backend gives no lse. Nothing is written then.
         """
-        if not 0 <= layer < len(self.layers):
-            raise ShapeError(
-                f"layer: expected 0 to {len(self.layers) - 1}, got {layer}; the KV cache has one per layer"
-            )
+        last = len(self.layers) - 1
+        layer = check_int("layer", layer, 0, last, advice="the KV cache has one per layer", error=ShapeError)
         target, tokens = self.layers[layer], self.descriptor.padded_tokens
         spec, device = target.spec, self.positions.device
         check_tensor("q", q, shape=(tokens, spec.num_q_heads, spec.head_dim), dtype=spec.dtype, device=device)
         check_tensor("k", k, shape=(tokens, spec.num_kv_heads, spec.head_dim), dtype=spec.dtype, device=device)
         check_tensor("v", v, shape=(tokens, spec.num_kv_heads, spec.head_dim), dtype=spec.dtype, device=device)
         self._check_options(layer, sinks, lse)
+        if rotary is not None:
+            check_instance("rotary", rotary, Rotary, advice="pass Rotary(...)", error=ShapeError)
         if rotary is not None and rotary.cos_sin.shape[0] < self.metadata.max_seq_len:
             raise ShapeError(
                 f"rotary.cos_sin: expected rows for max_seq_len={self.metadata.max_seq_len} positions, got "

@@ -31,7 +31,8 @@ class KVLayout(str, Enum):
 class FaultCode(IntEnum):
     """What the device found wrong with a row; the token of such a row is NO_TOKEN.
 
-    The refresh finds faults of the input, codes 1 to 8: the row then becomes a pad row and writes nothing. `publish`
+    The refresh finds faults of the input, codes 1 to 8: the row then becomes a pad row and writes nothing; where its
+    sequence begins in that step, the row id has no last token from then on. `publish`
     finds faults of the sample, from code 9 on: the row's KV is written, its token is void.
     """
 

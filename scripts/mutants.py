@@ -32,7 +32,7 @@ UNJUDGED_KEYWORDS = frozenset(
 )
 SPEED_NAMES = re.compile(r"_(\w+_)?(NUM_WARPS|BLOCK|TILE_ELEMENTS)")
 # They list what to compile, or run on CUDA devices only.
-UNJUDGED_NAMES = frozenset({"compile_variants", "unavailable", "_measure_graphs", "_OnStream"})
+UNJUDGED_NAMES = frozenset({"compile_variants", "unavailable", "_measure_graphs", "OnStream"})
 CUDA = re.compile(r"cuda|\bdevice\.type\b|\b_?(stream|event)\b")  # in the test of a branch
 
 

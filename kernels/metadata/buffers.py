@@ -142,6 +142,9 @@ class StaticBuffers:
     )
     fault_code: torch.Tensor = _derived(("rows",), torch.int32, "refresh", "publish", pad="0")
     fault_value: torch.Tensor = _derived(("rows",), torch.int64, "refresh", "publish", pad="0")
+    void_ids: torch.Tensor = _derived(
+        ("rows",), torch.int32, "publish", pad="-1; the row id of a faulty row whose sequence begins in this step"
+    )
     temperatures: torch.Tensor = _row_value(torch.float32, "sampling")
     seeds: torch.Tensor = _row_value(torch.int64, "sampling")
 

@@ -36,6 +36,7 @@ def _publish_kernel(
     row_status_ptr,
     fault_code_ptr,
     fault_value_ptr,
+    void_ids_ptr,
     step_counter_ptr,
     last_token_ptr,
     step_ring_ptr,
@@ -70,6 +71,8 @@ def _publish_kernel(
         live = mask & (status >= _LIVE)
         row_id = tl.load(row_ids_ptr + rows, mask=live, other=0)
         tl.store(last_token_ptr + row_id, token.to(tl.int32), mask=live)
+        void_id = tl.load(void_ids_ptr + rows, mask=mask, other=-1)
+        tl.store(last_token_ptr + void_id, tl.zeros([BLOCK], tl.int32) + _NO_TOKEN, mask=void_id >= 0)
     tl.store(token_ring_ptr + entry * stride_tokens + rows, token.to(tl.int32), mask=mask)
     tl.store(fault_code_ring_ptr + entry * stride_codes + rows, code, mask=mask)
     tl.store(fault_value_ring_ptr + entry * stride_values + rows, value, mask=mask & (code != 0))
@@ -80,8 +83,8 @@ def _publish_kernel(
 def _publish_triton(b: Any) -> None:
     rows = b.row_ids.shape[0]
     _publish_kernel[(triton.cdiv(rows, _ROW_BLOCK),)](
-        b.tokens, b.row_ids, b.row_status, b.fault_code, b.fault_value, b.step_counter, b.last_token, b.step_ring,
-        b.token_ring, b.fault_code_ring, b.fault_value_ring, rows, b.vocab_size, b.step_ring.shape[0],
+        b.tokens, b.row_ids, b.row_status, b.fault_code, b.fault_value, b.void_ids, b.step_counter, b.last_token,
+        b.step_ring, b.token_ring, b.fault_code_ring, b.fault_value_ring, rows, b.vocab_size, b.step_ring.shape[0],
         b.token_ring.stride(0), b.fault_code_ring.stride(0), b.fault_value_ring.stride(0),
         BLOCK=_ROW_BLOCK, num_warps=_NUM_WARPS,
     )  # fmt: skip
@@ -104,6 +107,7 @@ def publish_reference(b: Any) -> None:
         published[good] = tokens[good].long()
         live = b.row_status >= int(RowStatus.LIVE)
         b.last_token[b.row_ids[live].long()] = published[live].int()
+        b.last_token[b.void_ids[b.void_ids >= 0].long()] = NO_TOKEN
     b.step_ring[entry] = step
     b.token_ring[entry, :rows] = published.int()
     b.fault_code_ring[entry, :rows] = code

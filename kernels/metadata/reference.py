@@ -100,7 +100,8 @@ def refresh_reference(b: Any) -> None:
     for tensor, pad in (
         (input_ids, 0), (b.positions, 0), (b.slot_mapping, PAD_SLOT_ID), (b.seq_lens, b.seq_len_fill),
         (block_table, b.null_page), (b.logits_indices, 0), (row_ids, -1), (b.row_status, RowStatus.PAD),
-        (b.fault_code, FaultCode.NONE), (b.fault_value, 0), *((tensor, pad) for _, tensor, pad in copied),
+        (b.void_ids, -1), (b.fault_code, FaultCode.NONE), (b.fault_value, 0),
+        *((tensor, pad) for _, tensor, pad in copied),
     ):  # fmt: skip
         tensor.fill_(int(pad))
     starts[step.num_reqs :] = step.starts[-1]
@@ -113,6 +114,12 @@ def refresh_reference(b: Any) -> None:
         faults[row] = fault
     if faults:
         b.fault_code.numpy()[: step.num_reqs], b.fault_value.numpy()[: step.num_reqs] = zip(*faults, strict=True)
+
+    for row, (code, _) in enumerate(faults):
+        row_id = step.field(layout.ROW_ID, row)
+        begins = step.field(layout.ROW_SEQ_LEN, row) == step.field(layout.ROW_QUERY_LEN, row)
+        if code and begins and 0 <= row_id < len(last):
+            b.void_ids[row] = row_id
 
     invalid = [row for row, fault in enumerate(faults) if fault[0]]
     valid = np.array([row for row, fault in enumerate(faults) if not fault[0]], np.int64)

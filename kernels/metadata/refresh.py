@@ -268,6 +268,7 @@ def _write_buffers_kernel(
     logits_indices_ptr,
     row_ids_ptr,
     row_status_ptr,
+    void_ids_ptr,
     copied_ptrs,
     record_words,
     padded_reqs,
@@ -275,6 +276,7 @@ def _write_buffers_kernel(
     null_page,
     max_pages,
     seq_len_fill,
+    num_row_ids,
     stride_duplicates,
     stride_table,
     COPIED_PADS: tl.constexpr,
@@ -323,6 +325,12 @@ def _write_buffers_kernel(
         for i in tl.static_range(len(COPIED_PADS)):
             word = tl.load(rows_ptr + (ROW_COPIED + i) * listed_reqs, mask=valid, other=COPIED_PADS[i])
             tl.store(copied_ptrs[i] + row, _as_declared(word, copied_ptrs[i]))
+        # A sequence that begins with a fault leaves no token, so what its row id holds, another's, is void.
+        named_id = tl.load(rows_ptr + ROW_ID * listed_reqs, mask=real, other=-1)
+        length = tl.load(rows_ptr + ROW_SEQ_LEN * listed_reqs, mask=real, other=0)
+        begins = length == tl.load(rows_ptr + ROW_QUERY_LEN * listed_reqs, mask=real, other=-1)
+        void = real & (code != 0) & begins & (named_id >= 0) & (named_id < num_row_ids)
+        tl.store(void_ids_ptr + row, tl.where(void, named_id, -1))
         tl.store(fault_code_ptr + row, tl.where(real, code, 0))
         tl.store(fault_value_ptr + row, tl.where(real, value, 0))
         tl.store(logits_indices_ptr + row, tl.where(valid, end - 1, 0).to(tl.int64))
@@ -375,9 +383,9 @@ def _refresh_triton(b: Any) -> None:
     _write_buffers_kernel[(padded_reqs, triton.cdiv(max_pages, table_block))](
         b.record, b.last_token, b.duplicates, b.fault_code, b.fault_value, b.step_counter, b.input_ids, b.positions,
         b.slot_mapping, b.query_start_loc, b.seq_lens, b.block_table, b.logits_indices, b.row_ids, b.row_status,
-        tuple(getattr(b, name) for name in COPIED),
-        b.record.shape[0], padded_reqs, padded_tokens, b.null_page, max_pages, b.seq_len_fill, b.duplicates.stride(0),
-        b.block_table.stride(0), COPIED_PADS=COPIED_PADS,
+        b.void_ids, tuple(getattr(b, name) for name in COPIED),
+        b.record.shape[0], padded_reqs, padded_tokens, b.null_page, max_pages, b.seq_len_fill, b.last_token.shape[0],
+        b.duplicates.stride(0), b.block_table.stride(0), COPIED_PADS=COPIED_PADS,
         PAGE_SIZE=b.page_size, QUERY_LEN=b.query_len, TOKEN_BLOCK=token_block, TABLE_BLOCK=table_block,
         num_warps=_NUM_WARPS,
     )  # fmt: skip

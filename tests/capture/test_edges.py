@@ -144,7 +144,8 @@ def test_bytes_and_shapes_of_the_buffers() -> None:
         "record": (100,), "last_token": (6,), "step_counter": (1,), "claims": (50,), "input_ids": (7,),
         "positions": (7,), "slot_mapping": (7,), "query_start_loc": (4,), "seq_lens": (3,), "block_table": (3, 5),
         "logits_indices": (3,), "row_ids": (3,), "row_status": (3,), "temperatures": (3,), "seeds": (3,),
-        "duplicates": (2, 3), "fault_code": (3,), "fault_value": (3,), "step_ring": (2,), "token_ring": (2, 3),
+        "duplicates": (2, 3), "fault_code": (3,), "fault_value": (3,), "void_ids": (3,),
+        "step_ring": (2,), "token_ring": (2, 3),
         "fault_code_ring": (2, 3), "fault_value_ring": (2, 3),
     }  # fmt: skip
     assert {name: tuple(tensor.shape) for name, tensor in buffers.named()} == by_hand

@@ -65,6 +65,10 @@ def check_steps(device: torch.device, dtype: torch.dtype) -> None:
         cut.row_status.copy_(torch.tensor([int(s) for s in status]))
         cut.fault_code.copy_(torch.tensor([int(code) for code, _ in faults]))
         cut.fault_value.copy_(torch.tensor([value for _, value in faults]))
+        cut.void_ids.fill_(-1)
+        if step == 6:
+            cut.void_ids[1] = 7
+            last[7] = NO_TOKEN  # a sequence that began with a fault
         publish(cut, torch.tensor(tokens, dtype=dtype, device=device), vocab_size=VOCAB)
         if device.type == "cuda":
             torch.cuda.synchronize()
@@ -102,6 +106,7 @@ def check_wide_samples(device: torch.device) -> None:
     """2**32 + 5 is no token 5."""
     buffers = make_buffers(device, 2, 2)
     buffers.row_ids.copy_(torch.arange(2))
+    buffers.void_ids.fill_(-1)
     buffers.row_status.fill_(int(S.SAMPLES))
     buffers.step_counter.zero_()
     publish(buffers, torch.tensor([2**32 + 5, -(2**32) + 5], device=device), vocab_size=100)
@@ -152,6 +157,7 @@ def test_more_rows_than_a_program_takes(kernel_device: torch.device) -> None:
     buffers = make_buffers(kernel_device, rows, rows, ring=2)
     tokens = torch.arange(rows, dtype=torch.int32, device=kernel_device)
     buffers.row_ids.copy_(tokens.flip(0))
+    buffers.void_ids.fill_(-1)
     buffers.row_status.fill_(int(S.SAMPLES))
     buffers.step_counter.fill_(1)
     publish(buffers, tokens, vocab_size=rows)

@@ -21,7 +21,7 @@ GUARD = 5  # values behind every buffer that nobody may touch
 LAST_TOKENS = (50, 51, 52, -1, 54, 55, 56, 777)  # row id 3 has none, that of 7 is outside the vocabulary
 OUTPUTS = (
     "fault_code", "fault_value", "step_counter", "input_ids", "positions", "slot_mapping", "query_start_loc",
-    "seq_lens", "block_table", "logits_indices", "row_ids", "row_status", "temperatures", "seeds",
+    "seq_lens", "block_table", "logits_indices", "row_ids", "row_status", "void_ids", "temperatures", "seeds",
 )  # fmt: skip
 
 
@@ -117,6 +117,7 @@ def expect(
         "logits_indices": [0] * s.reqs,
         "row_ids": [-1] * s.reqs,
         "row_status": [int(RowStatus.PAD)] * s.reqs,
+        "void_ids": [-1] * s.reqs,
         "temperatures": [0.0] * s.reqs,
         "seeds": [0] * s.reqs,
     }
@@ -124,6 +125,9 @@ def expect(
         if r in faults:
             out["row_status"][r] = int(RowStatus.INVALID)
             out["fault_code"][r], out["fault_value"][r] = int(faults[r][0]), faults[r][1]
+            begins = row.seq_len == (len(row.tokens) if row.query_len is None else row.query_len)
+            if begins and 0 <= row.row_id < len(LAST_TOKENS):
+                out["void_ids"][r] = row.row_id
             continue
         for j, token in enumerate(row.tokens):
             position = row.seq_len - len(row.tokens) + j
@@ -239,6 +243,11 @@ FAULTY = [
     Case("token_negative", (Row(1, [-2], 4, [4]),), faults={0: (F.TOKEN_OUT_OF_RANGE, -2)}),
     Case("token_too_large", (GOOD, Row(1, [100], 4, [4])), faults={1: (F.TOKEN_OUT_OF_RANGE, 100)}),
     Case("no_last_token", (Row(3, [LAST], 4, [4]), GOOD), faults={0: (F.NO_LAST_TOKEN, 3)}),
+    Case(
+        "begins_with_a_fault",
+        (Row(0, [100], 1, [4]), Row(9, [1], 1, [5])),
+        faults={0: (F.TOKEN_OUT_OF_RANGE, 100), 1: (F.ROW_ID_OUT_OF_RANGE, 9)},
+    ),
     Case("last_token_of_another_sequence", (GOOD, Row(0, [LAST], 1, [4])), faults={1: (F.NO_LAST_TOKEN, 0)}),
     Case("chunk_from_another_sequence", (GOOD, Row(0, [LAST, 1], 2, [4])), MIXED, {1: (F.NO_LAST_TOKEN, 0)}),
     Case("minus_one_is_a_token_like_others", (Row(1, [-1], 4, [4]),), faults={0: (F.TOKEN_OUT_OF_RANGE, -1)}),
@@ -420,7 +429,7 @@ def too_many_tokens(device: torch.device) -> None:
     rig = Rig(replace(MIXED, tokens=6), device)
     rig.run(pack((GOOD, CHUNK, ALSO), 1))  # 7 tokens: the last row's is beyond the graph
     faults = {2: (F.BAD_LENGTH, ALSO.seq_len)}
-    expected = expect((GOOD, CHUNK, replace(ALSO, tokens=[])), rig.sizes, faults, 1)
+    expected = expect((GOOD, CHUNK, replace(ALSO, tokens=[], query_len=1)), rig.sizes, faults, 1)
     rig.check(expected)
 
 

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+import os
+import pickle
+import subprocess
+import sys
 
 import numpy as np
 import pytest
 import torch
 
 from graphrt.batch import Batch, Row
-from graphrt.capture.descriptor import BatchDescriptor
+from graphrt.capture.descriptor import BatchDescriptor, GraphKind
 from graphrt.config import RuntimeConfig
-from graphrt.kernels.errors import CapacityError, ConfigError, ShapeError
+from graphrt.kernels.errors import CapacityError, ConfigError, ShapeError, UnsupportedError
 from graphrt.kv_cache import KVCache
 from graphrt.replay import ReplayManager
 from graphrt.spec import AttentionSpec, KVCacheSpec
@@ -130,6 +134,30 @@ def test_what_makes_no_manager_is_named(case: str) -> None:
 
 def test_a_sampler_of_the_caller_s_takes_any_vocabulary() -> None:
     built(vocab_size=(1 << 20) + 1, sampler=lambda logits, step: logits.argmax(-1)).close()
+
+
+def test_mixed_sizes_are_refused_where_mixed_batches_are(rig: Rig) -> None:
+    alone = built(config=RuntimeConfig(max_num_reqs=2, max_num_tokens=4, max_seq_len=8, mixed_batches=False))
+    alone.capture()
+    batch = Batch(row_ids=[0], seq_lens=[1], tokens=[3], page_indptr=[0, 1], page_ids=[5])
+    with pytest.raises(UnsupportedError, match="a decode size with mixed_batches=False, got mixed"):
+        alone.replay(batch, descriptor=BatchDescriptor.mixed(4, 2))
+    alone.close()
+
+
+def test_descriptors_are_equal_in_every_process() -> None:
+    """Ranks send them to each other: hashes of texts would differ."""
+    code = "import pickle, sys; d = pickle.load(sys.stdin.buffer); print(hash(d))"
+    for seed in ("1", "2"):
+        sent = pickle.dumps(BatchDescriptor.mixed(64, 8))
+        result = subprocess.run(
+            [sys.executable, "-c", code], input=sent, capture_output=True, check=True,
+            env=os.environ | {"PYTHONHASHSEED": seed},
+        )  # fmt: skip
+        assert int(result.stdout) == hash(BatchDescriptor.mixed(64, 8))
+    for kind, reqs in (("decode", 1), (GraphKind.DECODE, "1"), (GraphKind.DECODE, 1.0), (GraphKind.MIXED, 0)):
+        with pytest.raises(ConfigError, match=r"BatchDescriptor\.(kind|padded_reqs): expected"):
+            BatchDescriptor(kind, reqs, 1)
 
 
 DESCRIPTORS = {

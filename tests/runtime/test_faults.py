@@ -113,7 +113,24 @@ def test_a_sequence_that_begins_reads_no_other_s_token(device: torch.device, tok
     rig = make_rig(device)
     rig.manager.replay(one(4)).tokens()
     assert rig.manager.replay(one(*tokens)).faults == (RowFault(0, FaultCode.NO_LAST_TOKEN, 0),)
+    assert rig.manager.replay(one(TOKEN_FROM_ROW, seq_len=2)).faults == (RowFault(0, FaultCode.NO_LAST_TOKEN, 0),)
+    assert rig.manager.replay(one(4)).tokens().tolist() == [greedy(rig, [4])]
     assert rig.manager.replay(one(TOKEN_FROM_ROW, seq_len=2)).faults == ()
+
+
+@pytest.mark.parametrize("kind", ["token", "page", "slot"])
+def test_a_sequence_that_begins_with_a_fault_leaves_no_token(device: torch.device, kind: str) -> None:
+    """The next step is submitted before the fault is read: it must not go on from the row's last owner."""
+    rig = make_rig(device, fill=0.0)
+    rig.manager.replay(one(4)).tokens()
+    tokens, pages = ([1, VOCAB], [8]) if kind == "token" else ([1, 2], [0]) if kind == "page" else ([1, 2], [8])
+    begins = {"seq_lens": [2], "query_lens": [2], "tokens": tokens, "page_indptr": [0, 1], "page_ids": pages}
+    if kind == "slot":
+        begins = {k: v * 2 for k, v in begins.items()} | {"row_ids": [0, 1], "page_indptr": [0, 1, 2]}
+    first = rig.manager.replay(Batch(**{"row_ids": [0]} | begins))
+    second = rig.manager.replay(Batch(row_ids=[0], seq_lens=[3], page_indptr=[0, 1], page_ids=[8]))
+    assert first.faults[0].row == 0
+    assert second.faults == (RowFault(0, FaultCode.NO_LAST_TOKEN, 0),)
 
 
 def test_minus_one_is_no_way_to_the_last_token(device: torch.device) -> None:

@@ -103,6 +103,14 @@ def test_a_capture_under_a_mode_alone(device: torch.device, mode: str) -> None:
     assert_greedy(rig.model, steps(rig.manager))
 
 
+def test_autocast_changes_no_graph(device: torch.device) -> None:
+    rig = make_rig(device)
+    with torch.autocast(device.type, dtype=torch.bfloat16):
+        handle = rig.manager.replay(Batch(row_ids=[0], seq_lens=[1], tokens=[5], page_indptr=[0, 1], page_ids=[4]))
+        logits = handle.logits(copy=True)
+    assert (logits[0].double().cpu() - rig.model.oracle([5])).abs().max() < 2e-4
+
+
 def test_one_call_at_a_time(device: torch.device) -> None:
     """While one thread is inside a step, another one's call is refused, and the step is right."""
     inside, go_on = threading.Event(), threading.Event()
