@@ -30,6 +30,7 @@ NAMES = {"min": "max", "max": "min", "any": "all", "all": "any", "minimum": "max
 UNJUDGED_KEYWORDS = frozenset(
     {"num_warps", "num_stages", "non_blocking", "pin_memory", "eviction_policy", "slots", "advice", "strict"}
 )
+COMMUTATIVE = frozenset({"min", "max", "minimum", "maximum", "suppress"})  # arguments in either order mean the same
 SPEED_NAMES = re.compile(r"_(\w+_)?(NUM_WARPS|BLOCK|TILE_ELEMENTS)")
 # They list what to compile, or run on CUDA devices only.
 UNJUDGED_NAMES = frozenset({"compile_variants", "unavailable", "_measure_graphs", "OnStream"})
@@ -231,7 +232,8 @@ class _Finder:
             return
         keywords = [k for k in node.keywords if k.arg is not None and k.arg not in UNJUDGED_KEYWORDS]
         plain = [a for a in node.args if not isinstance(a, ast.Starred)]
-        for group in (plain, [k.value for k in keywords]):
+        name = getattr(node.func, "id", getattr(node.func, "attr", ""))
+        for group in () if name in COMMUTATIVE else (plain, [k.value for k in keywords]):
             for first, second in pairwise(group):
                 a, b = self.span(first), self.span(second)
                 if self.text(first) != self.text(second) and not _is_type(first) and not _is_type(second):

@@ -308,6 +308,7 @@ BAD = {
     "rotary_dtype": ("rotary", lambda r: Rotary(r.cos_sin.half()), "rotary.cos_sin: expected dtype float32"),
     "norm": ("rotary", lambda r: Rotary(r.cos_sin, k_norm=r.cos_sin[0, :-1]), "rotary.k_norm: expected shape"),
     "rotary_empty": ("rotary", lambda r: Rotary(r.cos_sin[:0]), "rotary.cos_sin: expected no extent of 0"),
+    "q_rank": ("q", lambda t: t.flatten(1), r"q: expected shape \[\*, \*, \*\]"),
     "q_expanded": ("q", lambda t: t[:1].expand_as(t), "q: expected elements that share no memory"),
     "k_expanded": ("k_cache", lambda t: t[:1].expand_as(t), "k_cache: expected elements that share no memory"),
     "v_expanded": ("v_cache", lambda t: t[:, :1].expand_as(t), "v_cache: expected elements that share no memory"),
