@@ -68,7 +68,7 @@ class StepFaultError(ReplayError):
 class LogitsOwner(Protocol):
     """Who knows where the logits of the latest step are."""
 
-    def latest_logits(self, step: int) -> torch.Tensor: ...
+    def latest_logits(self, step: int, copy: bool) -> torch.Tensor: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,11 +194,10 @@ class StepHandle:
         """Logits [num_reqs, vocab] on the device, ordered after the step on the current stream.
 
         They lie in the graphs' shared memory and live until the next step is submitted: use them before, or take a
-        copy.
+        copy. To be called from the thread that submits steps; tokens may be read from any.
 
-        Raises: ReplayError when a later step was submitted already, CaptureError after `close()`, ConfigError for an
-        argument that is no bool.
+        Raises: ReplayError when a later step was submitted already or another thread submits one, CaptureError after
+        `close()`, ConfigError for an argument that is no bool.
         """
         copy = check_bool("copy", copy, advice="pass a bool")
-        logits = self._owner.latest_logits(self.step)[: self.num_reqs]
-        return logits.clone() if copy else logits
+        return self._owner.latest_logits(self.step, copy)[: self.num_reqs]

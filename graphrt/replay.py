@@ -217,6 +217,9 @@ class ReplayManager:
                 except BaseException:
                     self._drop_graphs()
                     raise
+            if self._stream is not None:
+                self._stream.synchronize()
+            self._buffers.step_ring.fill_(-1)  # what a warm-up published must not pass for a step
             self._stats.graphs = tuple(graph.report for graph in self._graphs.values())
             self._stats.capture_seconds = time.perf_counter() - start
             self._state = State.CAPTURED
@@ -348,17 +351,25 @@ class ReplayManager:
                 self._buffers.reset()
                 self._backend.reset()
 
-    def latest_logits(self, step: int) -> torch.Tensor:
+    def latest_logits(self, step: int, copy: bool) -> torch.Tensor:
         """Logits of `step`, which must be the latest; see `StepHandle.logits`."""
-        self._require(State.CAPTURED, "logits")
-        if step != self._step - 1:
-            raise ReplayError(
-                f"logits: expected the latest step {self._step - 1}, got step {step}; its logits were overwritten, "
-                "use logits(copy=True) before the next replay"
-            )
-        if self._stream is not None:
-            torch.cuda.current_stream(self._device).wait_stream(self._stream)
-        return ordinary(self._logits)
+        with self._exclusive:
+            self._require(State.CAPTURED, "logits")
+            if step != self._step - 1:
+                raise ReplayError(
+                    f"logits: expected the latest step {self._step - 1}, got step {step}; its logits were overwritten, "
+                    "use logits(copy=True) before the next replay"
+                )
+            logits = ordinary(self._logits)
+            if copy:
+                with self._on_stream:  # between this step and the next, which overwrites them
+                    logits = logits.clone()
+            if self._stream is not None:
+                reader = torch.cuda.current_stream(self._device)
+                reader.wait_stream(self._stream)
+                if copy:
+                    logits.record_stream(reader)
+            return logits
 
     def close(self) -> None:
         """Wait for steps in flight, then drop graphs and buffers. The KV cache and the weights are the caller's.

@@ -256,7 +256,7 @@ def attend_rotated(step: Step, rows: int) -> torch.Tensor:
         (lambda step: torch.zeros(step.descriptor.padded_reqs, VOCAB + 1), r"logits: .* \[8, 61\], got \[8, 62\]"),
         (lambda step: torch.zeros(step.descriptor.padded_tokens, VOCAB, dtype=torch.int64), "logits: expected "),
         (lambda step: "text", "logits: expected a torch.Tensor, got str"),
-        (lambda step: step.attend(5, *[torch.zeros(32, 1, 1)] * 3), "layer: expected 0 to 1, got 5"),
+        (lambda step: step.attend(5, *[torch.zeros(32, 1, 1)] * 3), "layer: expected an int from 0 to 1, got 5"),
         (lambda step: step.attend(0, *[torch.zeros(32, 4, 16)] * 3), r"k: .* \[32, 2, 16\], got \[32, 4, 16\]"),
         (lambda step: step.attend(0, *[torch.zeros(32, 4, 16).half()] * 3), "q: expected dtype float32, got float16"),
         (lambda step: attend_rotated(step, rows=63), "rotary.cos_sin: expected rows for max_seq_len=64 .* got 63"),

@@ -330,8 +330,8 @@ def attend(**changes):
 
 
 ATTEND = {
-    "layer-below": ({"layer": lambda x: -1}, "layer: expected 0 to 1, got -1"),
-    "layer-above": ({"layer": lambda x: 2}, "layer: expected 0 to 1, got 2"),
+    "layer-below": ({"layer": lambda x: -1}, "layer: expected an int from 0 to 1, got -1"),
+    "layer-above": ({"layer": lambda x: 2}, "layer: expected an int from 0 to 1, got 2"),
     "q-tokens": ({"q": lambda x: x[1:]}, r"q: expected shape \[4, 4, 16\], got \[3, 4, 16\]"),
     "q-heads": ({"q": lambda x: x[:, 1:]}, r"q: expected shape \[4, 4, 16\], got \[4, 3, 16\]"),
     "q-size": ({"q": lambda x: x[..., 1:]}, "q: expected shape"),

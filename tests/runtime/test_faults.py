@@ -11,6 +11,7 @@ import torch
 
 from graphrt.batch import Batch
 from graphrt.handle import RowFault, StepFaultError
+from graphrt.kernels.errors import ReplayError
 from graphrt.kernels.types import NO_TOKEN, TOKEN_FROM_ROW, FaultCode
 from tests.runtime.toy import VOCAB, make_rig
 
@@ -191,3 +192,11 @@ def test_seeds_and_temperatures_reach_the_sampler_whole(device: torch.device) ->
     rig = make_rig(device, use_graphs=False, sampler=sampler)
     rig.manager.replay(one(4, seeds=np.array([2**32 - 1], np.uint32), temperatures=[0.5]))
     assert seen[-1][:, 0].tolist() == [2**32 - 1, 0.5]
+
+
+def test_a_first_step_that_the_device_did_not_report_is_noticed(device: torch.device, monkeypatch) -> None:
+    """Captures run steps too, under number 0: what they left must not pass for a result."""
+    rig = make_rig(device)
+    monkeypatch.setattr(rig.manager, "_run", lambda descriptor, batch, eager: rig.manager._logits)
+    with pytest.raises(ReplayError, match="step 0: expected the device to report this step, got step -1"):
+        rig.manager.replay(one(4)).tokens()

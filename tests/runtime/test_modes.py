@@ -125,6 +125,7 @@ def test_one_call_at_a_time(device: torch.device) -> None:
     rig = make_rig(device, use_graphs=False, sampler=sampler)
     batch = Batch(row_ids=[0], seq_lens=[1], tokens=[5], page_indptr=[0, 1], page_ids=[4])
     results: list[object] = []
+    earlier = rig.manager.replay(batch)
     waiting[0] = True
     thread = threading.Thread(target=lambda: results.append(rig.manager.replay(batch).tokens().tolist()))
     thread.start()
@@ -137,6 +138,7 @@ def test_one_call_at_a_time(device: torch.device) -> None:
         rig.manager.capture,
         rig.manager.reset,
         rig.manager.close,
+        lambda: earlier.logits(copy=True),
     ):
         with pytest.raises(ReplayError, match="one call at a time"):
             call()
