@@ -65,7 +65,7 @@ class Dispatcher:
     def at(self, descriptor: BatchDescriptor, num_reqs: int, num_tokens: int, uniform: bool) -> Dispatch:
         """`descriptor` for a batch that it has room for, though a smaller size might serve.
 
-        Raises: ConfigError for a size that is not one of the ladders', CapacityError for a batch that does not fit.
+        Raises: ConfigError for a size that no batch is padded to, CapacityError for a batch that does not fit.
         """
         table = self._decode if descriptor.kind is GraphKind.DECODE else self._mixed
         size = descriptor.padded_reqs if descriptor.kind is GraphKind.DECODE else descriptor.padded_tokens

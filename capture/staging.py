@@ -53,8 +53,7 @@ class StagingSlot:
     def wait(self) -> None:
         """Wait until the slot's last step has ended, then hand its results over.
 
-        A thread that waits for the slot's step of before may find it in use again: it leaves a step that still runs to
-        those who wait for that one.
+        A late reader may find the slot in use by a newer step. It leaves that step to the step's own readers.
         """
         if self._submitted and self._event is not None:
             self._event.synchronize()

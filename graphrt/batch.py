@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -292,9 +292,8 @@ def _list(rows: Sequence[Row], name: str, row: Row) -> Sequence[int] | Int32Arra
     return values
 
 
-def _concatenate(lists: Iterable[Sequence[int] | Int32Array]) -> npt.ArrayLike:
+def _concatenate(lists: list[Sequence[int] | Int32Array]) -> npt.ArrayLike:
     """All lists as one: arrays by NumPy, lists in a loop of C."""
-    lists = list(lists)
     if lists and all(isinstance(values, np.ndarray) and values.ndim == 1 for values in lists):
         return np.concatenate(lists)
     joined = array("i")

@@ -71,16 +71,15 @@ def compare_results(descriptor: BatchDescriptor, graph: StepResult, eager: StepR
         for row in rows
         if not equal[row] or graph.tokens[row] != eager.tokens[row] or at[0].get(row) != at[1].get(row)
     )
-    furthest = distance.amax(-1) if len(rows) else distance.sum(-1)
-    return StepComparison(descriptor, graph, eager, differing, furthest.cpu().numpy())
+    return StepComparison(descriptor, graph, eager, differing, distance.amax(-1).cpu().numpy())
 
 
 @contextmanager
 def state_kept(buffers: StaticBuffers, kv_cache: KVCache, slots: Sequence[int]) -> Iterator[None]:
     """Persistent buffers and the given KV slots are as before when the block ends, also by an error."""
     state = buffers.snapshot()
-    pages = torch.tensor(slots, dtype=torch.int64, device=kv_cache.device) // kv_cache.spec.page_size
-    places = torch.tensor(slots, dtype=torch.int64, device=kv_cache.device) % kv_cache.spec.page_size
+    flat, page_size = torch.tensor(slots, dtype=torch.int64, device=kv_cache.device), kv_cache.spec.page_size
+    pages, places = flat // page_size, flat % page_size
     written = [_as_bytes(cache) for cache in (*kv_cache.k, *kv_cache.v)]
     kept = [cache[pages, places] for cache in written]
     try:

@@ -194,7 +194,7 @@ class StepHandle:
         """Logits [num_reqs, vocab] on the device, ordered after the step on the current stream.
 
         They lie in the graphs' shared memory and live until the next step is submitted: use them before, or take a
-        copy. To be called from the thread that submits steps; tokens may be read from any.
+        copy. Call it from the thread that submits steps.
 
         Raises: ReplayError when a later step was submitted already or another thread submits one, CaptureError after
         `close()`, ConfigError for an argument that is no bool.
