@@ -96,7 +96,7 @@ class Batch:
             query_lens, num_tokens = np.ones(n, np.int32), n
         else:
             query_lens = _int32("query_lens", query_lens, n)
-            num_tokens = int(query_lens.sum(dtype=np.int64))
+            num_tokens = int(query_lens.sum())
             if n and int(query_lens.min()) < 1:
                 raise ShapeError(f"batch.query_lens: expected >= 1 new token per row, got {int(query_lens.min())}")
         if num_tokens > MAX_TOKENS:

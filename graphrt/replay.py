@@ -422,7 +422,8 @@ class ReplayManager:
     def _require(self, state: State, call: str) -> None:
         if self._state is state:
             return
-        missing = {State.NEW: "a new ReplayManager", State.CAPTURED: "capture() first"}[state]
+        needs = {State.NEW: "a new ReplayManager", State.CAPTURED: "capture() first", State.CLOSED: "close() first"}
+        missing = needs[state]
         if self._state is State.CLOSED:
             missing = "a new ReplayManager, this one was closed"
         raise CaptureError(f"{call}: expected state '{state.value}', got '{self._state.value}'; it needs {missing}")

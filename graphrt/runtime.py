@@ -176,7 +176,6 @@ class Runtime:
         caller made. Closing twice is fine."""
         if self._manager is None:
             return
-        self.stats()
         self._manager.close()
         self._manager.forget_cache()
         self._manager = None

@@ -199,8 +199,10 @@ def check_device(name: str, value: object) -> torch.device:
     if device.type != "cuda":
         raise ConfigError(f"{name}: expected cpu, cuda or cuda:N, got {shown(value)}; {advice}")
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    index = device.index if device.index is not None else torch.cuda.current_device() if count else 0
-    if index >= count:
+    index = device.index
+    if index is None and count:
+        index = torch.cuda.current_device()
+    if index is None or index >= count:
         raise ConfigError(f"{name}: expected one of {count} CUDA devices, got {shown(value)}; pass device='cpu'")
     return torch.device("cuda", index)
 

@@ -30,10 +30,13 @@ NAMES = {"min": "max", "max": "min", "any": "all", "all": "any", "minimum": "max
 UNJUDGED_KEYWORDS = frozenset(
     {"num_warps", "num_stages", "non_blocking", "pin_memory", "eviction_policy", "slots", "advice", "strict"}
 )
-COMMUTATIVE = frozenset({"min", "max", "minimum", "maximum", "suppress"})  # arguments in either order mean the same
-SPEED_NAMES = re.compile(r"_(\w+_)?(NUM_WARPS|BLOCK|TILE_ELEMENTS)")
-# They list what to compile, or run on CUDA devices only.
-UNJUDGED_NAMES = frozenset({"compile_variants", "unavailable", "_measure_graphs", "OnStream"})
+# Arguments in either order mean the same.
+COMMUTATIVE = frozenset({"min", "max", "minimum", "maximum", "suppress", "array_equal", "transpose"})
+SPEED_NAMES = re.compile(r"_(\w+_)?(NUM_WARPS|BLOCK|TILE_ELEMENTS|INTERPRETER_SMS)")
+# They list what to compile, run on CUDA devices only, or say how much a program takes at a time.
+UNJUDGED_NAMES = frozenset(
+    {"compile_variants", "unavailable", "_measure_graphs", "OnStream", "_token_block", "_page_block"}
+)
 CUDA = re.compile(r"cuda|\bdevice\.type\b|\b_?(stream|event)\b")  # in the test of a branch
 
 
@@ -167,7 +170,8 @@ class _Finder:
         if isinstance(node, ast.AugAssign) and type(node.op) in SWAPS:
             old, new = SWAPS[type(node.op)]
             yield from self.of_gap("arithmetic", node.target, node.value, old + "=", new + "=")
-        if isinstance(node, ast.Return) and node.value is not None and ast.unparse(node.value) != "None":
+        # A returned True or False is changed as a constant; for None it would be as good as for False.
+        if isinstance(node, ast.Return) and node.value is not None and not _is_singleton(node.value):
             yield self.replaced("returned value", node, "return None")
         if isinstance(node, ast.Raise) or (isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)):
             return  # error texts and docstrings
@@ -242,7 +246,7 @@ class _Finder:
                     yield self.mutant("arguments swapped", a[0], b[1], text)
         arguments = sorted((*node.args, *node.keywords), key=lambda argument: self.span(argument)[0])
         for at, argument in enumerate(arguments):
-            if isinstance(argument, ast.keyword) and argument in keywords and not _is_text(argument.value):
+            if isinstance(argument, ast.keyword) and argument in keywords and not _says_nothing(argument):
                 start, end = self.span(argument)
                 if at:
                     start = self.span(arguments[at - 1])[1]
@@ -253,6 +257,17 @@ class _Finder:
 
 def _is_text(node: ast.AST) -> bool:
     return isinstance(node, ast.JoinedStr) or (isinstance(node, ast.Constant) and isinstance(node.value, str))
+
+
+def _is_singleton(node: ast.AST) -> bool:
+    return isinstance(node, ast.Constant) and (node.value is None or isinstance(node.value, bool))
+
+
+def _says_nothing(argument: ast.keyword) -> bool:
+    """Whether tests on a CPU cannot miss the argument: a text, or the 0 of lanes that a mask leaves out, which is what
+    Triton's interpreter puts there anyway."""
+    zero = isinstance(argument.value, ast.Constant) and argument.value.value == 0
+    return _is_text(argument.value) or (argument.arg == "other" and zero)
 
 
 def _is_type(node: ast.AST) -> bool:

@@ -50,6 +50,10 @@ CHANGES = {
     "a[1] = c": {"constant": ["a[2] = c"], "statement deleted": ["pass"]},
     "def f(a=1): ...": {"constant": ["def f(a=2): ..."]},
     "def f(a):\n    return a": {"returned value": ["def f(a):\n    return None"]},
+    "def f(a):\n    return False": {"True, False": ["def f(a):\n    return True"]},
+    "x = load(a, other=-1)": {"keyword dropped": ["x = load(a)"], "sign": ["x = load(a, other=1)"],
+                              "constant": ["x = load(a, other=-2)"]},
+    "x = load(a, other=0)": {"constant": ["x = load(a, other=1)"]},
     "if a == b:\n    raise E(f'{a + 1}')": {
         "comparison": ["if a != b:\n    raise E(f'{a + 1}')"],
         "statement deleted": ["if a == b:\n    pass"],
@@ -76,6 +80,8 @@ UNTOUCHED = [
     "x = f'{a + 1}'",
     "_ROW_BLOCK = 256",
     "_NUM_WARPS = 4",
+    "_INTERPRETER_SMS = 4",
+    "x = np.array_equal(a, b)",
     "def f(a: int | None) -> int | None: ...",
 ]
 

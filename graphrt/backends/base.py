@@ -253,11 +253,8 @@ class AttentionBackend(ABC):
     @final
     def why_not_graph(self, descriptor: BatchDescriptor) -> str | None:
         """Why a batch of this size cannot be captured, or None. Subclasses define `also_why_not_graph`."""
-        needed = GraphSupport.ALWAYS
-        if descriptor.query_len == 1:
-            needed = GraphSupport.SINGLE_TOKEN
-        elif descriptor.query_len > 1:
-            needed = GraphSupport.UNIFORM
+        of_query_len = {0: GraphSupport.ALWAYS, 1: GraphSupport.SINGLE_TOKEN}
+        needed = of_query_len.get(descriptor.query_len, GraphSupport.UNIFORM)
         if self.graph_support < needed:
             return f"backend {self.name} has graph support {self.graph_support.name}, {descriptor} needs {needed.name}"
         return self.also_why_not_graph(descriptor)

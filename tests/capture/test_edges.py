@@ -70,6 +70,7 @@ def test_the_smallest_key_of_each_kind() -> None:
         (2, (1, 2)), (7, (1, 2, 4, 7)), (8, (1, 2, 4, 8)), (9, (1, 2, 4, 8, 9)), (16, (1, 2, 4, 8, 16)),
         (255, (1, 2, 4, *range(8, 249, 8), 255)), (257, (1, 2, 4, *range(8, 257, 8), 257)),
         (271, (1, 2, 4, *range(8, 257, 8), 271)), (272, (1, 2, 4, *range(8, 257, 8), 272)),
+        (273, (1, 2, 4, *range(8, 257, 8), 272, 273)), (288, (1, 2, 4, *range(8, 257, 8), 272, 288)),
         (290, (1, 2, 4, *range(8, 257, 8), 272, 288, 290)),
     ],
 )  # fmt: skip
@@ -82,6 +83,11 @@ def test_ladders_end_with_the_maximum(maximum: int, expected: tuple[int, ...]) -
 )
 def test_mixed_ladders_end_with_the_maximum(maximum: int, expected: tuple[int, ...]) -> None:
     assert mixed_ladder(maximum) == expected
+
+
+def test_mixed_ladders_begin_where_they_are_told_to() -> None:
+    assert mixed_ladder(100, smallest=10) == (10, 20, 40, 80, 100)
+    assert mixed_ladder(5, smallest=10) == (5,)
 
 
 @pytest.mark.parametrize("ladder", [decode_ladder, mixed_ladder])
@@ -125,6 +131,36 @@ def test_sizes_beyond_the_ladder_run_eagerly_at_their_own_size() -> None:
     assert make(mixed_sizes=(5, 40)).dispatch(2, 5, False).descriptor == BatchDescriptor.mixed(5, 5)
 
 
+def test_a_size_has_room_for_rows_and_for_tokens() -> None:
+    """Each is asked for by itself, and a full size is not too small."""
+    dispatcher, mixed, decode = make(), BatchDescriptor.mixed(16, 10), BatchDescriptor.decode(2)
+    assert dispatcher.at(mixed, 10, 16, uniform=False).descriptor == mixed
+    assert dispatcher.at(decode, 2, 2, uniform=True).descriptor == decode
+    for descriptor, rows, tokens, uniform in ((mixed, 11, 16, False), (mixed, 10, 17, False), (decode, 2, 2, False)):
+        with pytest.raises(CapacityError, match=f"room for {rows} requests and {tokens} tokens"):
+            dispatcher.at(descriptor, rows, tokens, uniform)
+
+
+@pytest.mark.parametrize(
+    "descriptor",
+    [BatchDescriptor.decode(3), BatchDescriptor.decode(11), BatchDescriptor.mixed(16, 9), BatchDescriptor.mixed(41, 10),
+     BatchDescriptor.mixed(15, 10), BatchDescriptor.decode(2, 2)],
+    ids=str,
+)  # fmt: skip
+def test_sizes_of_other_ladders_are_refused(descriptor: BatchDescriptor) -> None:
+    with pytest.raises(ConfigError, match="descriptor: expected a size of this runtime's ladders"):
+        make().at(descriptor, 1, 1, uniform=True)
+
+
+@pytest.mark.parametrize(("rows", "tokens", "fits"), [(10, 40, True), (11, 40, False), (10, 41, False)])
+def test_the_largest_batch_of_all(rows: int, tokens: int, fits: bool) -> None:
+    if fits:
+        assert make().dispatch(rows, tokens, uniform=False).descriptor == BatchDescriptor.mixed(40, 10)
+    else:
+        with pytest.raises(CapacityError, match="at most 10 requests and 40 tokens"):
+            make().dispatch(rows, tokens, uniform=False)
+
+
 def test_a_backend_may_refuse_some_sizes() -> None:
     refused = lambda d: "too small" if d.padded_tokens < 4 else None  # noqa: E731
     dispatcher = make(why_not_graph=refused)
@@ -158,6 +194,20 @@ def test_bytes_and_shapes_of_the_buffers() -> None:
     assert not any(t.any() for kind in (BufferKind.UPLOADED, BufferKind.DERIVED) for _, t in buffers.named(kind))
     assert buffers.nbytes == sum(t.untyped_storage().nbytes() for _, t in buffers.named())
     assert (CAPACITY.rows_plus_one, CAPACITY.claims) == (4, 50)
+
+
+def test_declarations_say_who_writes_who_reads_and_what_pads_are() -> None:
+    for name, spec in StaticBuffers.specs().items():
+        assert spec.writer in ("upload", "refresh", "publish"), name
+        assert spec.readers, name
+        assert all(type(reader) is str and len(reader) > 1 for reader in spec.readers), name
+        assert type(spec.readers) is tuple, name
+        assert type(spec.pad) is str, name
+    pads = {name: spec.pad for name, spec in StaticBuffers.specs().items()}
+    assert (pads["temperatures"], pads["positions"], pads["step_counter"]) == ("0", "0", "one value")
+    assert pads["last_token"] == pads["claims"] == "untouched"
+    initial = {name: spec.initial for name, spec in StaticBuffers.specs().items() if spec.initial}
+    assert initial == dict.fromkeys(("last_token", "step_counter", "step_ring", "token_ring", "fault_value_ring"), -1)
 
 
 def test_buffers_are_listed_by_kind() -> None:
@@ -288,11 +338,15 @@ def test_drain_hands_all_over() -> None:
 # -- guards
 
 
-@pytest.mark.parametrize("helper", [True, False], ids=["torch", "plain"])
-def test_each_tensor_is_guarded(monkeypatch: pytest.MonkeyPatch, helper: bool) -> None:
+def as_torch_compares(tensors: list[torch.Tensor], addresses: list[int], indices: list[int]) -> bool:
+    """What torch's build with CUDA has."""
+    return all(tensors[i].data_ptr() == addresses[i] for i in indices)
+
+
+@pytest.mark.parametrize("helper", [as_torch_compares, None], ids=["torch", "plain"])
+def test_each_tensor_is_guarded(monkeypatch: pytest.MonkeyPatch, helper) -> None:
     """With torch's own comparison and, where its build lacks that, without it."""
-    if not helper:
-        monkeypatch.setattr(guard, "_all_equal", None)
+    monkeypatch.setattr(guard, "_all_equal", helper if guard._all_equal is None or helper is None else guard._all_equal)
     for moved in ("a", "b", "c"):
         tensors = {name: torch.ones(3) for name in "abc"}
         watch = guard.PointerGuard(tensors.items())

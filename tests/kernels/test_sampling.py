@@ -112,6 +112,11 @@ GREEDY = {
         [SAMPLE_CHUNK + 9],
     ),
     "all_equal": (torch.zeros(2, 5000), [0, 0]),
+    "next_row_is_better": (one_hot_rows(3 * SAMPLE_CHUNK, {SAMPLE_CHUNK + 5: 1.0}, {7: 9.0}), [SAMPLE_CHUNK + 5, 7]),
+    "no_token_before_a_row": (
+        one_hot_rows(3 * SAMPLE_CHUNK, {}, {7: 9.0}).where(torch.tensor([[False], [True]]), NAN),
+        [NO_TOKEN, 7],
+    ),
     "last_token": (one_hot_rows(5000, {4999: 1.0}), [4999]),
     "vocab_is_a_chunk": (one_hot_rows(SAMPLE_CHUNK, {SAMPLE_CHUNK - 1: 1.0}), [SAMPLE_CHUNK - 1]),
     "a_token_beyond_a_chunk": (one_hot_rows(SAMPLE_CHUNK + 1, {SAMPLE_CHUNK: 1.0}), [SAMPLE_CHUNK]),

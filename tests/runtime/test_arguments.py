@@ -16,6 +16,7 @@ from graphrt.batch import Batch, Row
 from graphrt.capture.descriptor import BatchDescriptor, GraphKind
 from graphrt.config import RuntimeConfig
 from graphrt.kernels.errors import CapacityError, ConfigError, ShapeError, UnsupportedError
+from graphrt.kernels.types import TOKEN_FROM_ROW
 from graphrt.kv_cache import KVCache
 from graphrt.replay import ReplayManager
 from graphrt.spec import AttentionSpec, KVCacheSpec
@@ -95,6 +96,69 @@ def test_rows_may_hold_lists_tuples_and_arrays() -> None:
     assert batch.page_ids.tolist() == [40, 41, 42, 43]
     assert batch.page_indptr.tolist() == [0, 2, 3, 4]
     assert Batch.from_rows([]) == Batch.empty()
+    arrays = [Row(r, np.array([r + 3]), 1, np.array([r + 5, r + 6], np.uint8)) for r in (0, 1)]
+    assert Batch.from_rows(arrays).tokens.tolist() == [3, 4]
+    assert Batch.from_rows(arrays).page_ids.tolist() == [5, 6, 6, 7]
+
+
+def test_what_is_left_out_is_the_same_for_rows_and_arrays() -> None:
+    batch = Batch(row_ids=[4], seq_lens=[1], tokens=[3], page_indptr=[0, 1], page_ids=[5])
+    assert Batch.from_rows([Row(4, [3], 1, [5])]) == batch
+    assert (batch.sample.tolist(), batch.temperatures.tolist(), batch.seeds.tolist()) == ([1], [0.0], [0])
+    assert (batch.query_lens.tolist(), batch.query_lens.dtype) == ([1], np.int32)
+    bare = Batch(row_ids=[4], seq_lens=[1], page_indptr=[0, 1], page_ids=[5])
+    assert bare.tokens.tolist() == [TOKEN_FROM_ROW]
+    empty = {name: [] for name in ("query_lens", "tokens", "sample", "temperatures", "seeds")}
+    assert Batch(row_ids=[], seq_lens=[], page_indptr=[0], page_ids=[], **empty) == Batch.empty()
+
+
+DTYPES = {"temperatures": np.float32, "seeds": np.uint32}
+
+
+@pytest.mark.parametrize(
+    "values", [[1, 0], np.array([1, 0]), np.array([1, 9, 0, 9], np.int32)[::2]], ids=["list", "int64", "strided"]
+)
+@pytest.mark.parametrize("field", ["row_ids", "seq_lens", "tokens", "page_ids", "sample", "temperatures", "seeds"])
+def test_every_field_becomes_a_contiguous_array_of_its_dtype(field: str, values: object) -> None:
+    got = getattr(Batch(**good(**{field: values})), field)
+    assert (got.dtype, got.tolist(), got.flags.c_contiguous) == (DTYPES.get(field, np.int32), [1, 0], True)
+
+
+ONE_WRONG = {
+    "indptr-start": ({"page_indptr": [1, 1, 2]}, "2, got 3 values from 1 to 2"),
+    "indptr-end": ({"page_indptr": [0, 1, 1]}, "2, got 3 values from 0 to 1"),
+    "indptr-falls": ({"page_indptr": [0, 3, 2]}, "2, got 3 values from 0 to 2"),
+    "indptr-short": ({"page_indptr": [0, 2]}, r"expected shape \[3\], got shape \[2\]"),
+    "int32-short": ({"seq_lens": np.ones(1, np.int32)}, r"batch.seq_lens: expected shape \[2\], got shape \[1\]"),
+    "int32-rank": ({"tokens": np.ones((1, 2), np.int32)}, r"batch.tokens: expected one dimension, got shape \[1, 2\]"),
+    "bool-heat": ({"temperatures": np.array([True, False])}, "batch.temperatures: expected float32 values, got bool"),
+    "below-int32": ({"row_ids": np.array([0, -(2**31) - 1])}, "batch.row_ids: .* got -2147483649"),
+    "beyond-int32": ({"row_ids": np.array([2**31, 0])}, "batch.row_ids: .* got 2147483648"),
+    "sample-low": ({"sample": [-1, 1]}, "batch.sample: expected 0 or 1 for each row, got -1 to 1"),
+}
+
+
+@pytest.mark.parametrize("case", ONE_WRONG)
+def test_each_array_of_a_batch_is_checked(case: str) -> None:
+    changes, text = ONE_WRONG[case]
+    with pytest.raises(ShapeError, match=text):
+        Batch(**good(**changes))
+
+
+def test_the_largest_batch() -> None:
+    most = 1 << 16
+    one = Batch(row_ids=[0], seq_lens=[most], query_lens=[most], page_indptr=[0, 0], page_ids=[])
+    assert one.num_tokens == most
+    many = {"seq_lens": [1] * most, "page_indptr": [0] * (most + 1), "page_ids": []}
+    assert Batch(row_ids=range(most), **many).num_reqs == most
+    with pytest.raises(ShapeError, match="expected at most 65536 tokens, got 65537"):
+        Batch(row_ids=[0], seq_lens=[most], query_lens=[most + 1], page_indptr=[0, 0], page_ids=[])
+
+
+def test_weights_are_checked_against_modules_alone(rig: Rig) -> None:
+    for wrong in (None, lambda step: None):
+        with pytest.raises(ConfigError, match="model: expected Module, got"):
+            rig.manager.check_weights(wrong)
 
 
 def built(**changes: object) -> ReplayManager:

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import gc
+import itertools
+import weakref
+from dataclasses import replace
 from importlib.metadata import EntryPoint
 from typing import Any
 
@@ -23,6 +27,7 @@ from graphrt.backends.torch_reference import TorchReferenceBackend
 from graphrt.backends.triton import TritonBackend
 from graphrt.capture.descriptor import BatchDescriptor
 from graphrt.kernels.attention import operators, work_list
+from graphrt.kernels.attention.native import NATIVE_PAGE_MULTIPLE
 from graphrt.kernels.attention.plan import AttentionPlan
 from graphrt.kernels.errors import CaptureError, ConfigError, UnsupportedError
 from graphrt.kernels.library import INTERPRETER_AVAILABLE
@@ -323,3 +328,48 @@ def test_triton_workspace() -> None:
     backend.tensors()["counters"].fill_(3)
     backend.reset()
     assert not backend.tensors()["counters"].any()
+    held = [weakref.ref(tensor) for tensor in backend.tensors().values()]
+    backend.close()
+    gc.collect()
+    assert [reference() for reference in held] == [None] * 5
+    assert backend.tensors() == {}
+    backend.reset()
+
+
+@pytest.mark.parametrize("rows", [1, 5, 8])
+@pytest.mark.parametrize("invariant", [False, True])
+def test_triton_plans_for_its_context(rows: int, invariant: bool) -> None:
+    """And its buffers hold every size of the context, not only those of a ladder."""
+    for page_size in (4, NATIVE_PAGE_MULTIPLE):
+        made = context(SPEC, WINDOWED, max_query_len=3)
+        made = replace(made, kv=replace(made.kv, page_size=page_size), batch_invariant=invariant, max_num_reqs=rows)
+        backend = TritonBackend(made)
+        backend.allocate()
+        sizes = {
+            "num_q_heads": 4, "num_kv_heads": 2, "head_dim": 16, "dtype": torch.float32, "kv_dtype": torch.float32,
+            "num_sms": backend._num_sms, "batch_invariant": invariant,
+        }  # fmt: skip
+        native = page_size == NATIVE_PAGE_MULTIPLE
+        plans = {BatchDescriptor.mixed(64, rows): AttentionPlan.varlen(rows, 64, **sizes)}
+        for n, query_len in itertools.product(range(1, rows + 1), (1, 2, 3)):
+            key = BatchDescriptor.decode(n, query_len)
+            plans[key] = AttentionPlan.decode(n, query_len=query_len, native=native, **sizes)
+        for window, lists in zip((0, 3), ("work_list_0", "work_list_1"), strict=True):
+            key = (4, 2, 16, torch.float32, window)
+            assert {size: backend._plan(key, size) for size in plans} == plans
+            assert backend._plan(key, BatchDescriptor.decode(1)) is backend._plan(key, BatchDescriptor.decode(1))
+            assert backend.tensors()[lists].numel() == max(plan.work_list_words for plan in plans.values())
+
+
+def test_layers_share_a_schedule_where_heads_and_window_are_equal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One launch for each kind of layer, and starts of rows in mixed batches alone."""
+    launched = []
+    monkeypatch.setattr("graphrt.backends.triton.schedule_attention", lambda *a, **options: launched.append(options))
+    backend = TritonBackend(context(SPEC, WINDOWED, replace(SPEC, softmax_scale=2.0)))
+    backend.allocate()
+    for descriptor in (DECODE, MIXED):
+        metadata = make_step(descriptor, CPU)[2]
+        launched.clear()
+        backend.schedule(metadata)
+        starts = metadata.query_start_loc if descriptor is MIXED else None
+        assert launched == [{"query_start_loc": starts, "sliding_window": window} for window in (0, 3)]

@@ -6,7 +6,10 @@ import pytest
 import torch
 
 from graphrt.config import RuntimeConfig
+from graphrt.generate import SamplingParams
+from graphrt.kernels.checks import FLOAT32_MAX, FLOAT32_TINY
 from graphrt.kernels.errors import CapacityError, ConfigError
+from graphrt.kernels.types import KVLayout
 from graphrt.kv_cache import KVCache, PageAllocator
 from graphrt.spec import AttentionSpec, KVCacheSpec
 from tests.runtime.toy import HEAD_DIM, KV_HEADS, LAYERS
@@ -111,6 +114,61 @@ def test_scales_are_positive_numbers(field: str, scale: object) -> None:
     with pytest.raises(ConfigError, match=f"AttentionSpec.{field}: expected a finite number > 0"):
         AttentionSpec(4, 2, 16, **{field: scale})
     assert getattr(AttentionSpec(4, 2, 16, **{field: 1}), field) == 1.0
+
+
+@pytest.mark.parametrize("field", ["softmax_scale", "logits_softcap"])
+def test_scales_at_the_bounds_of_float32(field: str) -> None:
+    for scale in (FLOAT32_TINY, FLOAT32_MAX):
+        assert getattr(AttentionSpec(2, 1, 16, **{field: scale}), field) == scale
+    for scale in (FLOAT32_TINY / 2, FLOAT32_MAX * 1.01):
+        with pytest.raises(ConfigError, match=f"AttentionSpec.{field}: expected a finite number > 0"):
+            AttentionSpec(2, 1, 16, **{field: scale})
+
+
+def test_slopes_at_the_bounds_of_float32() -> None:
+    assert AttentionSpec(2, 1, 16, alibi_slopes=(FLOAT32_MAX, -FLOAT32_MAX)).alibi_slopes == (FLOAT32_MAX, -FLOAT32_MAX)
+    for wrong in ((1.0, FLOAT32_MAX * 1.01), (-FLOAT32_MAX * 1.01, 1.0), (float("nan"), 1.0), (1.0, None)):
+        with pytest.raises(ConfigError, match="alibi_slopes: expected finite numbers"):
+            AttentionSpec(2, 1, 16, alibi_slopes=wrong)
+    for count in (1, 3):
+        with pytest.raises(ConfigError, match=f"expected 2 slopes, one per query head, got {count}"):
+            AttentionSpec(2, 1, 16, alibi_slopes=(1.0,) * count)
+
+
+def test_defaults_of_the_specs() -> None:
+    layer, cache = AttentionSpec(2, 1, 16), KVCacheSpec(1, 1, 16)
+    assert (layer.dtype, cache.dtype) == (torch.bfloat16, torch.bfloat16)
+    assert (layer.softmax_scale, layer.sliding_window, layer.logits_softcap, layer.alibi_slopes) == (None,) * 4
+    assert (layer.alibi_sqrt, layer.sinks) == (False, False)
+    assert (cache.page_size, cache.layout, cache.null_page) == (16, KVLayout.NHD, 0)
+
+
+@pytest.mark.parametrize(
+    ("make", "field", "most"),
+    [
+        (lambda n: AttentionSpec(n, 1, 16), "AttentionSpec.num_q_heads", 1 << 16),
+        (lambda n: AttentionSpec(1, 1, n), "AttentionSpec.head_dim", 1 << 16),
+        (lambda n: AttentionSpec(1, 1, 16, sliding_window=n), "AttentionSpec.sliding_window", 1 << 30),
+        (lambda n: KVCacheSpec(n, 1, 16), "KVCacheSpec.num_layers", 1 << 16),
+        (lambda n: KVCacheSpec(1, 1, 16, page_size=n), "KVCacheSpec.page_size", 1024),
+        (lambda n: KVCacheSpec(1, 1, 16, null_page=n), "KVCacheSpec.null_page", (1 << 31) - 2),
+        (lambda n: RuntimeConfig(1, n), "RuntimeConfig.max_num_tokens", 1 << 16),
+        (lambda n: RuntimeConfig(n, 1 << 16), "RuntimeConfig.max_num_reqs", 1 << 16),
+        (lambda n: RuntimeConfig(max_seq_len=n), "RuntimeConfig.max_seq_len", 1 << 30),
+        (lambda n: RuntimeConfig(ring_depth=n), "RuntimeConfig.ring_depth", 1024),
+        (lambda n: SamplingParams(n), "max_new_tokens", 1 << 30),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_the_most_of_each_number(make, field: str, most: int) -> None:
+    make(most)
+    with pytest.raises(ConfigError, match=rf"^{field}: expected an int from \d to {most}, got {most + 1}"):
+        make(most + 1)
+
+
+def test_defaults_of_sampling() -> None:
+    params = SamplingParams()
+    assert (params.max_new_tokens, params.temperature, params.seed, params.stop_ids) == (128, 0.0, 0, frozenset())
 
 
 def test_what_follows_from_an_attention_spec() -> None:

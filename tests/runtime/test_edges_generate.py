@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
+import numpy as np
 import pytest
 import torch
 
 from graphrt.config import RuntimeConfig
-from graphrt.generate import Event, SamplingParams, TextGenerator
-from graphrt.kernels.errors import CapacityError, ConfigError, ShapeError
-from graphrt.kernels.types import KVLayout
-from graphrt.runtime import Runtime, resolve_device
+from graphrt.generate import Event, SamplingParams, TextGenerator, _collect, _Running, _Sequence, _Submitted
+from graphrt.handle import RowFault, StepFaultError
+from graphrt.kernels.errors import CapacityError, ConfigError, ReplayError, ShapeError
+from graphrt.kernels.types import FaultCode, KVLayout
+from graphrt.runtime import Runtime, _plan_memory, resolve_device
 from graphrt.spec import AttentionSpec, KVCacheSpec
 from tests.runtime.toy import HEAD_DIM, HEADS, KV_HEADS, LAYERS, VOCAB, ToyModel
 
@@ -188,6 +192,50 @@ def test_params_at_their_bounds() -> None:
         SamplingParams(seed=2**32)
 
 
+def collected(faulty: tuple[int, ...], *, ended: tuple[int, ...] = (), tokens: tuple[int, ...] = (7, 8)) -> list[Event]:
+    """What a step of two prompts yields: some rows are faulty, and some prompts ended a step ago."""
+
+    def answer(*, raise_on_fault: bool = True) -> np.ndarray:
+        if raise_on_fault:
+            raise StepFaultError(3, [RowFault(row, FaultCode.NO_TOKEN_OFFERED, -1) for row in faulty])
+        return np.array(tokens, np.int32)
+
+    members = [_Sequence(i, np.ones(1, np.int32), SamplingParams(2), finished=i in ended) for i in range(2)]
+    handle = SimpleNamespace(step=3, tokens=answer, faults=[SimpleNamespace(row=row) for row in faulty])
+    return list(_collect(_Submitted(handle, members, [True, True])))
+
+
+def test_a_fault_of_a_prompt_that_ended_is_passed_over() -> None:
+    """And one of a prompt that goes on is raised, whatever other faults there are."""
+    assert collected(()) == [Event(0, 7, False), Event(1, 8, False)]
+    assert collected((0,), ended=(0,)) == [Event(1, 8, False)]
+    assert collected((0, 1), ended=(0, 1)) == []
+    for ended in ((), (0,), (1,)):
+        with pytest.raises(StepFaultError, match="step 3, row 0: NO_TOKEN_OFFERED"):
+            collected((0, 1), ended=ended)
+    with pytest.raises(ReplayError, match=r"prompts\[1\]: expected a token from step 3, got none"):
+        collected((), tokens=(0, -1))
+
+
+def test_arrays_are_as_long_as_the_prompts_need() -> None:
+    """A slot for each prompt, but no more than rows; pages for the longest."""
+    runtime = build(rows=3)
+    made = [_Sequence(i, np.ones(length, np.int32), SamplingParams(4)) for i, length in enumerate((2, 9, 6, 3))]
+    assert _Running(made[:2], runtime)._pages.shape == (2, 3)
+    assert _Running(made, runtime)._pages.shape == (3, 3)
+    assert _Running([], runtime)._pages.shape == (0, 0)
+    assert _Running(made, runtime)._free_slots == [2, 1, 0]
+
+
+def test_prompts_that_fit_run_side_by_side() -> None:
+    """Three prompts in three rows take as many steps as one, and the next two wait for rows."""
+    for count, steps in ((1, 4), (3, 4), (5, 8)):
+        runtime = build(longest=8)
+        events(runtime, [[3]] * count, SamplingParams(4))
+        assert sum(runtime.stats().replays.values()) == steps
+        check_idle(runtime)
+
+
 # -- memory plans of a CPU
 
 
@@ -224,6 +272,20 @@ def test_a_plan_keeps_the_share_that_it_was_told_to(monkeypatch: pytest.MonkeyPa
         with pytest.raises(ConfigError, match="memory_utilization"):
             build("auto", capture=False, memory_utilization=share)
     assert build(7, capture=False).memory_plan is None
+
+
+def test_a_plan_of_a_device_leaves_room_for_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What trial captures took, and what is kept free of the whole device, are not given to the cache."""
+    runtime = build(2, capture=False)
+    cuda, config, spec = torch.device("cuda", 0), runtime.config, runtime.kv_cache.spec
+    free, total, graphs = 20 * PAGE_BYTES, 40 * PAGE_BYTES, 3 * PAGE_BYTES + 7
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, total) if device == cuda else None)
+    monkeypatch.setattr("graphrt.runtime._measure_graphs", lambda *given: graphs if given == ("b", config, cuda) else 0)
+    plan = _plan_memory("b", config, spec, cuda, 0.75)
+    assert (plan.free_before, plan.reserved, plan.predicted_graphs) == (free, 10 * PAGE_BYTES, graphs)
+    assert (plan.num_pages, plan.kv_bytes) == (6, 6 * PAGE_BYTES)
+    assert plan.predicted_free == free - graphs - 6 * PAGE_BYTES - 8 * 6 * PAGE
 
 
 def test_rows_are_handed_out_from_the_lowest() -> None:

@@ -130,6 +130,17 @@ def test_layers_hold_scales_and_slopes() -> None:
     assert wide.options() == AttentionOptions(softmax_scale=0.25)
 
 
+def test_slopes_are_float32_whatever_the_default_is() -> None:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        _, (layer,) = make_layers(ALIBI)
+    finally:
+        torch.set_default_dtype(before)
+    assert layer.alibi_slopes.dtype == torch.float32
+    assert layer.alibi_slopes.device == CPU
+
+
 def test_slopes_follow_from_the_spec() -> None:
     cache, _ = make_layers(PLAIN)
     with pytest.raises(ConfigError, match=r"AttentionLayer.alibi_slopes: expected some as in the spec, got none"):
@@ -202,6 +213,12 @@ REFUSED = {
     "sinks-uncalled-for": (PLAIN, {"sinks": torch.zeros(4)}, ShapeError, "sinks: expected None for layer 0, got a"),
     "sinks-shape": (SINKS, {"sinks": torch.zeros(2)}, ShapeError, r"sinks: expected shape \[4\], got \[2\]"),
     "sinks-dtype": (SINKS, {"sinks": torch.zeros(4).half()}, ShapeError, "sinks: expected dtype float32, got float16"),
+    "sinks-device": (
+        SINKS,
+        {"sinks": torch.zeros(4, device="meta")},
+        ShapeError,
+        "sinks: expected device cpu, got meta",
+    ),
     "sinks-stride": (SINKS, {"sinks": torch.zeros(8)[::2]}, ShapeError, "sinks: expected stride 1"),
     "lse-shape": (PLAIN, {"lse": torch.zeros(3, 2)}, ShapeError, r"lse: expected shape \[3, 4\], got \[3, 2\]"),
     "lse-dtype": (PLAIN, {"lse": torch.zeros(3, 4).double()}, ShapeError, "lse: expected dtype float32, got float64"),
