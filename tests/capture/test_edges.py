@@ -59,6 +59,7 @@ def test_keys_that_hold_nothing_or_something_else(kind: GraphKind, rows: int, to
 
 
 def test_the_smallest_key_of_each_kind() -> None:
+    assert repr(BatchDescriptor.decode(1)).endswith("padded_reqs=1, padded_tokens=1, query_len=1)")
     assert BatchDescriptor.decode(1).padded_tokens == 1
     assert BatchDescriptor(GraphKind.DECODE, 3, 3) == BatchDescriptor.decode(3)
     assert BatchDescriptor.mixed(1, 1).query_len == 0

@@ -135,8 +135,9 @@ def test_memory_of_empty_keeps_its_last_contents() -> None:
         lambda x: bool(x > 0),
         lambda x: x.expand(3)[x.expand(3) > 0],
         lambda x: torch.nonzero(x),
+        lambda x: torch.equal(x, x),
     ],
-    ids=["item", "tolist", "numpy", "int", "float", "bool", "mask-index", "nonzero"],
+    ids=["item", "tolist", "numpy", "int", "float", "bool", "mask-index", "nonzero", "equal"],
 )
 def test_host_reads_raise_and_the_recorder_works_on(read) -> None:
     x, recorder = torch.ones(()), OpTapeRecorder()

@@ -12,11 +12,13 @@ import torch
 
 from graphrt.kernels.checks import (
     check_int,
+    check_ints,
     check_no_overlap,
     check_not_empty,
     check_tensor,
     check_unit_stride,
     is_finite,
+    shown,
 )
 from graphrt.kernels.errors import ConfigError, ReplayError, ShapeError
 
@@ -124,6 +126,25 @@ def test_an_int_without_an_upper_bound_and_with_another_error() -> None:
         check_int("n", 2, 3, advice="go on", error=ReplayError)
     with pytest.raises(ConfigError, match="n: expected an int from 0 to 0, got 1"):
         check_int("n", 1, 0, 0, advice="go on")
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_only_dense_tensors_pass() -> None:
+    for other in (T.to_sparse(), torch.nested.nested_tensor([T, T])):
+        with pytest.raises(ShapeError, match="x: expected a dense tensor, got a sparse or nested one"):
+            check_tensor("x", other)
+
+
+def test_a_long_value_is_cut_to_80_characters() -> None:
+    assert shown("x" * 78) == repr("x" * 78)
+    assert shown("x" * 79) == "'" + "x" * 76 + "..."
+
+
+def test_ints_beyond_64_bits_are_named_by_their_place() -> None:
+    most = 1 << 63
+    for values, at, wrong in (([5, -3, most], 2, most), ([most - 1, -most, -most - 1], 2, -most - 1)):
+        with pytest.raises(ShapeError, match=re.escape(f"n[{at}]: expected an int from 0 to 9, got {wrong}; go on")):
+            check_ints("n", values, 0, 9, advice="go on")
 
 
 @pytest.mark.parametrize("value", [0, -1.5, 10**300, np.float32(2), np.int8(3), Fraction(1, 3), 1e308], ids=repr)

@@ -8,13 +8,15 @@ from dataclasses import replace
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 
 from graphrt.kernels.errors import ShapeError
 from graphrt.kernels.library import INTERPRETER_AVAILABLE, interpreted
 from graphrt.kernels.metadata import record as layout
 from graphrt.kernels.metadata.buffers import StaticBuffers, operands
 from graphrt.kernels.metadata.page_list import list_pages
-from graphrt.kernels.metadata.refresh import refresh
+from graphrt.kernels.metadata.refresh import _as_declared, refresh
 from graphrt.kernels.types import FaultCode
 from graphrt.testing.interpreter import shuffled_programs
 from tests.kernels.test_refresh import (
@@ -200,6 +202,27 @@ def _run_reference(rig: Rig, words: list[int]) -> None:
         rig.run(words)
     finally:
         library._cpu_runs_triton = active
+
+
+@triton.jit
+def _declared_kernel(words_ptr, floats_ptr, longs_ptr, ints_ptr):
+    lanes = tl.arange(0, 4)
+    words = tl.load(words_ptr + lanes)
+    tl.store(floats_ptr + lanes, _as_declared(words, floats_ptr))
+    tl.store(longs_ptr + lanes, _as_declared(words, longs_ptr))
+    tl.store(ints_ptr + lanes, _as_declared(words, ints_ptr))
+
+
+def test_words_of_a_record_become_what_their_buffer_holds(kernel_device: torch.device) -> None:
+    """The bits of a float, an unsigned number where there is room for it, or the word itself."""
+    words = torch.tensor([0, -1, 0x3FC00000, SMALLEST], dtype=torch.int32, device=kernel_device)
+    floats, longs, ints = (
+        torch.empty(4, dtype=d, device=kernel_device) for d in (torch.float32, torch.int64, torch.int32)
+    )
+    _declared_kernel[(1,)](words, floats, longs, ints)
+    assert floats[[0, 2]].tolist() == [0.0, 1.5]
+    assert longs.tolist() == [0, 2**32 - 1, 0x3FC00000, 2**31]
+    assert ints.tolist() == words.tolist()
 
 
 # -- every tensor wrong by itself

@@ -30,9 +30,11 @@ def arguments() -> dict[str, torch.Tensor]:
 
 
 def run(given: dict[str, torch.Tensor]) -> None:
+    given = dict(given)
+    eps = given.pop("eps", 1e-6)
     plain = {name: tensor for name, tensor in given.items() if not name.startswith("rotary.")}
     rotary = {name.removeprefix("rotary."): tensor for name, tensor in given.items() if name.startswith("rotary.")}
-    write_kv(**plain, rotary=Rotary(**rotary))
+    write_kv(**plain, rotary=Rotary(**rotary, norm_eps=eps))
 
 
 WRONG: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -89,3 +91,17 @@ def test_defaults_of_a_rotation() -> None:
     rotary = Rotary(table)
     assert (rotary.q_norm, rotary.k_norm, rotary.norm_eps) == (None, None, 1e-6)
     assert replace(rotary, norm_eps=1.0).cos_sin is table
+
+
+@pytest.mark.parametrize("eps", [0.1, 0.7])
+def test_what_a_norm_adds_to_the_mean_square(kernel_device: torch.device, rng: torch.Generator, eps: float) -> None:
+    given = {name: tensor.to(kernel_device) for name, tensor in arguments().items()}
+    heads = torch.randn(2, TOKENS, HEADS, DIM, generator=rng).to(kernel_device)
+    given["q"], given["k"] = heads[0].clone(), heads[1, :, :KV_HEADS].clone()
+    given["rotary.cos_sin"][:, : DIM // 2] = 1.0  # no rotation
+    for name in ("rotary.q_norm", "rotary.k_norm"):
+        given[name].fill_(2.0)
+    q, k = (2 * x / (x.square().mean(-1, keepdim=True) + eps).sqrt() for x in (given["q"], given["k"]))
+    run(given | {"eps": eps})
+    torch.testing.assert_close(given["q"], q)
+    torch.testing.assert_close(given["k_cache"].flatten(0, 1)[:TOKENS], k)

@@ -145,6 +145,12 @@ def test_each_array_of_a_batch_is_checked(case: str) -> None:
         Batch(**good(**changes))
 
 
+def test_wide_arrays_within_the_bounds_of_their_field_are_taken() -> None:
+    low, high = -(1 << 31), (1 << 31) - 1
+    assert Batch(**good(page_ids=np.array([low, high]))).page_ids.tolist() == [low, high]
+    assert Batch(**good(seeds=np.array([0, 2**32 - 1]))).seeds.tolist() == [0, 2**32 - 1]
+
+
 def test_the_largest_batch() -> None:
     most = 1 << 16
     one = Batch(row_ids=[0], seq_lens=[most], query_lens=[most], page_indptr=[0, 0], page_ids=[])
@@ -206,6 +212,7 @@ def test_mixed_sizes_are_refused_where_mixed_batches_are(rig: Rig) -> None:
     batch = Batch(row_ids=[0], seq_lens=[1], tokens=[3], page_indptr=[0, 1], page_ids=[5])
     with pytest.raises(UnsupportedError, match="a decode size with mixed_batches=False, got mixed"):
         alone.replay(batch, descriptor=BatchDescriptor.mixed(4, 2))
+    assert alone.replay(batch, descriptor=BatchDescriptor.decode(2)).descriptor == BatchDescriptor.decode(2)
     alone.close()
 
 

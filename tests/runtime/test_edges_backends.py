@@ -22,6 +22,7 @@ from graphrt.batch import Batch
 from graphrt.capture.descriptor import BatchDescriptor
 from graphrt.capture.graph import GraphReport
 from graphrt.capture.tape import OpTape
+from graphrt.kernels.attention.arguments import HEAD_DIMS
 from graphrt.kernels.errors import ConfigError, UnsupportedError
 from graphrt.kernels.types import KVLayout
 from graphrt.spec import AttentionSpec, KVCacheSpec
@@ -130,8 +131,19 @@ def test_the_reference_on_a_device_captures_nothing() -> None:
 def test_what_the_backends_of_this_package_promise(name: str) -> None:
     cls = backend_class(name)
     have = cls.capabilities
-    for field in ("sliding_window", "logits_softcap", "mixed", "alibi", "sinks", "lse", "batch_invariant"):
+    for field in (
+        "sliding_window",
+        "logits_softcap",
+        "mixed",
+        "alibi",
+        "alibi_sqrt",
+        "sinks",
+        "lse",
+        "batch_invariant",
+    ):
         assert getattr(have, field) is True, field
+    of_name = {"triton": (HEAD_DIMS, 16), "torch_reference": (None, 1024)}
+    assert (have.head_dims, have.max_query_len) == of_name[name]
     assert sorted(have.devices) == ["cpu", "cuda"]
     assert set(have.layouts) == set(KVLayout)
     assert have.page_sizes is None
@@ -149,6 +161,21 @@ def test_pad_rows_have_the_length_that_the_backend_asks_for(monkeypatch: pytest.
     assert rig.manager.buffers.seq_lens[:4].tolist() == [1, fill, fill, fill]
 
 
+def test_what_a_backend_and_a_context_leave_out() -> None:
+    able = {
+        name: getattr(ABLE, name) for name in ("devices", "dtypes", "kv_dtypes", "head_dims", "page_sizes", "layouts")
+    }
+    poor = Capabilities(max_query_len=1, sliding_window=False, logits_softcap=False, mixed=False, **able)
+    assert not any((poor.alibi, poor.alibi_sqrt, poor.sinks, poor.lse, poor.batch_invariant))
+    smallest = BackendContext((ATTENTION,), CONTEXT.kv, CPU, 1, 1, 1)
+    assert (smallest.max_query_len, smallest.batch_invariant, smallest.mixed_batches) == (1, False, True)
+    assert (AttentionBackend.seq_len_fill, AttentionBackend.quantises_queries) == (0, False)
+    assert [int(support) for support in GraphSupport] == [0, 1, 2, 3]
+    made = backend()(smallest)
+    assert (made.tensors(), made.also_why_not_graph(BatchDescriptor.decode(1))) == ({}, None)
+    assert (made.also_why_not(smallest), made.why_only_by_name(smallest), made.unavailable()) == ([], None, None)
+
+
 def test_a_context_counts_its_pages_and_knows_its_device() -> None:
     assert [replace(CONTEXT, max_seq_len=n).max_pages for n in (1, 8, 9, 16, 17)] == [1, 1, 2, 2, 3]
     with pytest.raises(ConfigError, match=r"BackendContext.device: expected device, got 'cpu'; make it a torch.device"):
@@ -162,7 +189,7 @@ def test_a_context_counts_its_pages_and_knows_its_device() -> None:
         ((8, 24, 40, 56, 72), "8, 24, 40, 56, 72"), ((32, 48, 64, 80, 96), "multiples of 16 from 32 to 96"),
         ((16, 32, 64, 128, 256), "16, 32, 64, 128, 256"), (("a", "b", "c", "d", "e"), "a, b, c, d, e"), ((), ""),
         ((5, 5, 5, 5, 5), "5, 5, 5, 5, 5"), ((5, 4, 3, 2, 1), "5, 4, 3, 2, 1"),
-        ((1, 2, 3, 4, 5, 7), "1, 2, 3, 4, 5, 7"),
+        ((1, 2, 3, 4, 5, 7), "1, 2, 3, 4, 5, 7"), ((1, 2, 3, 4, 5), "multiples of 1 from 1 to 5"),
     ],
     ids=str,
 )  # fmt: skip

@@ -208,6 +208,7 @@ def collected(faulty: tuple[int, ...], *, ended: tuple[int, ...] = (), tokens: t
 def test_a_fault_of_a_prompt_that_ended_is_passed_over() -> None:
     """And one of a prompt that goes on is raised, whatever other faults there are."""
     assert collected(()) == [Event(0, 7, False), Event(1, 8, False)]
+    assert collected((), tokens=(0, 1)) == [Event(0, 0, False), Event(1, 1, False)]
     assert collected((0,), ended=(0,)) == [Event(1, 8, False)]
     assert collected((0, 1), ended=(0, 1)) == []
     for ended in ((), (0,), (1,)):

@@ -100,6 +100,20 @@ def _raise(faults: tuple[RowFault, ...]) -> None:
     raise StepFaultError(7, faults)
 
 
+def test_a_fault_says_what_became_of_its_row() -> None:
+    """Only where a token was to be sampled were keys and values written."""
+    for code in FaultCode:
+        if code is not FaultCode.NONE:
+            late = code in (FaultCode.NO_TOKEN_OFFERED, FaultCode.SAMPLE_OUT_OF_RANGE)
+            end = (
+                "its KV is written, its last token is void"
+                if late
+                else "the row wrote nothing and can be submitted again"
+            )
+            assert end in str(RowFault(2, code, 7))
+            assert str(RowFault(2, code, 7)).startswith(f"row 2: {code.name}: ")
+
+
 def test_a_fault_crosses_processes() -> None:
     faults = (RowFault(1, FaultCode.BAD_LENGTH, 9), RowFault(4, FaultCode.DUPLICATE_ROW, 2))
     error = pickle.loads(pickle.dumps(StepFaultError(7, faults)))

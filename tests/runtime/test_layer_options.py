@@ -12,6 +12,7 @@ from graphrt.backends.base import AttentionBackend, AttentionLayer, BackendConte
 from graphrt.capture.descriptor import BatchDescriptor
 from graphrt.config import RuntimeConfig
 from graphrt.kernels.attention.options import AttentionOptions
+from graphrt.kernels.cache.write import Rotary
 from graphrt.kernels.errors import ConfigError, ShapeError, UnsupportedError
 from graphrt.kernels.metadata.buffers import Capacity, StaticBuffers
 from graphrt.kernels.types import KVLayout
@@ -132,9 +133,11 @@ def test_layers_hold_scales_and_slopes() -> None:
 
 def test_slopes_are_float32_whatever_the_default_is() -> None:
     before = torch.get_default_dtype()
+    cache, _ = make_layers(ALIBI)
     torch.set_default_dtype(torch.float64)
     try:
-        _, (layer,) = make_layers(ALIBI)
+        with torch.device("meta"):
+            (layer,) = attention_layers([ALIBI], cache)
     finally:
         torch.set_default_dtype(before)
     assert layer.alibi_slopes.dtype == torch.float32
@@ -206,6 +209,19 @@ def test_attend_scales_what_it_writes() -> None:
         assert torch.equal(cache.flatten(0, 1)[[4, 9]].view(torch.uint8), expected.view(torch.uint8))
     assert step.backend.runs[0][0].k_scale is layer.k_scale
     assert step.backend.runs[0][0].v_scale is layer.v_scale
+
+
+def test_outputs_are_contiguous_whatever_queries_are() -> None:
+    step = make_step(PLAIN)
+    q, k = torch.zeros(4, TOKENS, 16).transpose(0, 1), torch.zeros(TOKENS, 2, 16)
+    assert step.attend(0, q, k, k.clone()).is_contiguous()
+
+
+def test_a_table_of_angles_has_a_row_for_every_position() -> None:
+    step, q, k = make_step(PLAIN), torch.zeros(TOKENS, 4, 16), torch.zeros(TOKENS, 2, 16)
+    step.attend(0, q, k, k.clone(), rotary=Rotary(torch.zeros(8, 16)))
+    with pytest.raises(ShapeError, match="cos_sin: expected rows for max_seq_len=8 positions, got 7"):
+        step.attend(0, q, k, k.clone(), rotary=Rotary(torch.zeros(7, 16)))
 
 
 REFUSED = {

@@ -52,6 +52,8 @@ def verbs(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     def recorded(verb: str):
         def call(self, *args, **kwargs):
             called.append(verb)
+            # What `reset` changes is made outside of inference mode; steps run in it.
+            assert torch.is_inference_mode_enabled() == (verb not in ("allocate", "reset", "close"))
             return getattr(super(Recording, self), verb)(*args, **kwargs)
 
         return call
@@ -178,7 +180,11 @@ def test_a_runtime_hands_on_how_a_step_is_to_run() -> None:
     for descriptor in (BatchDescriptor.decode(1), BatchDescriptor.decode(4)):
         assert made.replay(one(), descriptor=descriptor).descriptor == descriptor
         assert made.compare(one(), descriptor=descriptor).descriptor == descriptor
+    before = made.replay(one()).step
     assert made.compare(one()).descriptor == BatchDescriptor.decode(1)
+    assert made.replay(one()).step == before + 4, "a comparison takes three numbers, and none of them twice"
+    made.manager._ring.waits = 2
+    assert made.stats().ring_waits == 2
 
 
 def test_a_mixed_descriptor_is_a_size_like_others() -> None:
