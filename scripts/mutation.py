@@ -85,6 +85,10 @@ class TestFile:
     def imports(self, path: str) -> bool:
         return any(path in files for files in self.lines.values())
 
+    def limits(self) -> dict[str, float]:
+        """Seconds of each test, no less than a part of the slowest's: any may have to build what they share."""
+        return {test: max(seconds, max(self.seconds.values()) / 4) for test, seconds in self.seconds.items()}
+
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
@@ -353,7 +357,7 @@ def judge(
 ) -> list[Verdict]:
     """Run the tests of every mutant, in the order in which they are given, until the time is over."""
     verdicts: list[Verdict] = []
-    limits = {test: s for what in known.values() for test, s in what.seconds.items()}
+    limits = {test: seconds for what in known.values() for test, seconds in what.limits().items()}
     noticed: dict[str, Counter[str]] = defaultdict(Counter)
 
     def done(result: Any, took: float, log: str, *, mutant: Mutant, order: list[str], left_out: list[str]) -> None:
@@ -451,9 +455,7 @@ def main() -> int:
     parser.add_argument("--count", type=int, default=150, help="mutants to try")
     parser.add_argument("--minutes", type=float, default=60, help="no mutant starts later than this after the first")
     parser.add_argument("--seconds", type=float, default=150, help="what the tests of one mutant may take together")
-    parser.add_argument(
-        "--workers", type=int, default=os.cpu_count() or 1, help="copies of the checkout that run at once"
-    )
+    parser.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="copies of the checkout at work")
     parser.add_argument("--files", default=",".join(FILES), help="files and folders to change, separated by commas")
     parser.add_argument("--tests", default="tests", help="test files and folders, separated by commas")
     parser.add_argument("--cache", type=Path, default=Path(tempfile.gettempdir()) / "graphrt-mutation")

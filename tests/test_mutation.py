@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from scripts.mutants import choose, find_mutants
+from scripts.mutation import TestFile as FileNotes  # pytest takes a name that begins with Test for tests
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -102,6 +103,14 @@ def test_what_no_test_is_asked_to_notice(source: str) -> None:
 )
 def test_branches_for_cuda_devices_are_left_out(source: str) -> None:
     assert set(changed(source)) == {"comparison", "constant"}
+
+
+def test_a_quick_test_may_have_to_build_a_slow_fixture() -> None:
+    """Which the slow test of its file built, as the code was measured: it does not hang then."""
+    assert FileNotes({"slow": 60.0, "quick": 0.1, "other": 20.0}, {}).limits() == {
+        "slow": 60.0, "quick": 15.0, "other": 20.0
+    }  # fmt: skip
+    assert FileNotes({}, {}).limits() == {}
 
 
 def test_mutants_are_chosen_by_the_seed_without_repetition() -> None:
