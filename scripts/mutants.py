@@ -3,7 +3,8 @@
 A mutant replaces a span of the text, so that everything else keeps its line and the diff shows one change. Spans come
 from the syntax tree. Left out is what no test is asked to notice: docstrings, annotations, imports, error texts and
 other strings, assertions, blocks for type checkers, decorators, what only CUDA devices run, functions that list what to
-compile, and arguments and constants that say how fast something is done (`UNJUDGED_KEYWORDS`, `SPEED_NAMES`).
+compile, and arguments and constants that say how fast something is done (`UNJUDGED_KEYWORDS`, `SPEED_NAMES`). So is
+what means the same, on a CPU at least: None for a returned bool, no 0 for masked lanes, other orders (`COMMUTATIVE`).
 """
 
 from __future__ import annotations

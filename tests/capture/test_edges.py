@@ -360,6 +360,11 @@ def test_each_tensor_is_guarded(monkeypatch: pytest.MonkeyPatch, helper) -> None
         tensors[moved].data = kept
         watch.check()
     guard.PointerGuard([]).check()
+    alone = torch.ones(3)
+    watch = guard.PointerGuard([("alone", alone)])
+    alone.data = torch.zeros(3)
+    with pytest.raises(ReplayError, match=r"^alone: expected at address"):
+        watch.check()
 
 
 def test_names_that_lead_elsewhere_or_nowhere() -> None:

@@ -8,13 +8,15 @@ from dataclasses import replace
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 
 from graphrt.kernels.errors import ShapeError
 from graphrt.kernels.library import INTERPRETER_AVAILABLE, interpreted
 from graphrt.kernels.metadata.buffers import operands
 from graphrt.kernels.metadata.publish import publish
-from graphrt.kernels.ops.reference import SAMPLE_CHUNK, sample_reference
-from graphrt.kernels.ops.sampling import sample
+from graphrt.kernels.ops.reference import SAMPLE_CHUNK, exponential_reference, sample_reference
+from graphrt.kernels.ops.sampling import _gumbel, sample
 from graphrt.kernels.types import NO_TOKEN, FaultCode, RowStatus
 from tests.kernels.test_publish import make_buffers
 from tests.kernels.test_sampling import arguments, exact_draws, one_hot_rows
@@ -46,6 +48,23 @@ def test_draws_at_extreme_positions(draw, rng: torch.Generator, position: int) -
     expected, margin = exact_draws(logits, [0.6] * 3, 4, position)
     assert margin > 1e-4
     assert draw(*arguments(logits, 0.6, 4, position)).tolist() == expected
+
+
+@triton.jit
+def _gumbel_kernel(words_ptr, out_ptr, N: tl.constexpr):
+    lanes = tl.arange(0, N)
+    tl.store(out_ptr + lanes, _gumbel(tl.load(words_ptr + lanes).to(tl.uint32, bitcast=True)))
+
+
+def test_noise_is_that_of_the_reference(kernel_device: torch.device) -> None:
+    """For all lengths of a word: draws alone do not show what loses, nor how exact the winner is."""
+    words = torch.cat((2 ** torch.arange(32), 2**32 - 2 ** torch.arange(32), torch.arange(1, 65) << 26))
+    words = words.clamp(max=2**32 - 2**20)  # beyond, 1 - u has few bits left, and one of them decides
+    signed = torch.where(words < 2**31, words, words - 2**32).int().to(kernel_device)
+    out = torch.empty(128, device=kernel_device)
+    _gumbel_kernel[(1,)](signed, out, N=128)
+    expected = -exponential_reference(words).log()
+    torch.testing.assert_close(out.cpu(), expected, rtol=0, atol=1e-4)  # a device's log is good to 2**-22
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

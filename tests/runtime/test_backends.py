@@ -29,6 +29,7 @@ from graphrt.capture.descriptor import BatchDescriptor
 from graphrt.kernels.attention import operators, work_list
 from graphrt.kernels.attention.native import NATIVE_PAGE_MULTIPLE
 from graphrt.kernels.attention.plan import AttentionPlan
+from graphrt.kernels.attention.workspace import AttentionWorkspace
 from graphrt.kernels.errors import CaptureError, ConfigError, UnsupportedError
 from graphrt.kernels.library import INTERPRETER_AVAILABLE
 from graphrt.kernels.types import KVLayout
@@ -342,7 +343,13 @@ def test_triton_plans_for_its_context(rows: int, invariant: bool) -> None:
     """And its buffers hold every size of the context, not only those of a ladder."""
     for page_size in (4, NATIVE_PAGE_MULTIPLE):
         made = context(SPEC, WINDOWED, max_query_len=3)
-        made = replace(made, kv=replace(made.kv, page_size=page_size), batch_invariant=invariant, max_num_reqs=rows)
+        made = replace(
+            made,
+            kv=replace(made.kv, page_size=page_size),
+            batch_invariant=invariant,
+            max_num_reqs=rows,
+            max_num_tokens=3 * rows,
+        )
         backend = TritonBackend(made)
         backend.allocate()
         sizes = {
@@ -350,7 +357,7 @@ def test_triton_plans_for_its_context(rows: int, invariant: bool) -> None:
             "num_sms": backend._num_sms, "batch_invariant": invariant,
         }  # fmt: skip
         native = page_size == NATIVE_PAGE_MULTIPLE
-        plans = {BatchDescriptor.mixed(64, rows): AttentionPlan.varlen(rows, 64, **sizes)}
+        plans = {BatchDescriptor.mixed(3 * rows, rows): AttentionPlan.varlen(rows, 3 * rows, **sizes)}
         for n, query_len in itertools.product(range(1, rows + 1), (1, 2, 3)):
             key = BatchDescriptor.decode(n, query_len)
             plans[key] = AttentionPlan.decode(n, query_len=query_len, native=native, **sizes)
@@ -359,6 +366,9 @@ def test_triton_plans_for_its_context(rows: int, invariant: bool) -> None:
             assert {size: backend._plan(key, size) for size in plans} == plans
             assert backend._plan(key, BatchDescriptor.decode(1)) is backend._plan(key, BatchDescriptor.decode(1))
             assert backend.tensors()[lists].numel() == max(plan.work_list_words for plan in plans.values())
+        needed = AttentionWorkspace.allocate(list(plans.values()), CPU)
+        assert backend.tensors()["partial_out"].shape == needed.partial_out.shape
+        assert backend.tensors()["counters"].shape == needed.counters.shape
 
 
 def test_layers_share_a_schedule_where_heads_and_window_are_equal(monkeypatch: pytest.MonkeyPatch) -> None:
