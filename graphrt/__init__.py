@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from graphrt.generate import Event as Event
     from graphrt.generate import SamplingParams as SamplingParams
     from graphrt.generate import TextGenerator as TextGenerator
+    from graphrt.groups import kv_groups as kv_groups
     from graphrt.handle import RowFault as RowFault
     from graphrt.handle import StepFaultError as StepFaultError
     from graphrt.handle import StepHandle as StepHandle
@@ -91,6 +92,7 @@ _HOME = {
     "TOKEN_FROM_ROW": "graphrt.kernels.types",
     "TextGenerator": "graphrt.generate",
     "UnsupportedError": "graphrt.kernels.errors",
+    "kv_groups": "graphrt.groups",
     "load_model": "graphrt.models.loading",
     "load_tokenizer": "graphrt.models.tokenizer",
     "register_backend": "graphrt.backends.registry",

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from graphrt.kernels.checks import shown
 from graphrt.kernels.errors import CapacityError, ShapeError
 from graphrt.kernels.metadata import record as layout
 from graphrt.kernels.metadata.buffers import COPIED
@@ -28,7 +29,8 @@ class Row:
     row_id       persistent row state that it uses (0 to max_num_reqs - 1), its own as long as it lives
     tokens       the new tokens; TOKEN_FROM_ROW as the first means the token that this row sampled last
     seq_len      KV tokens including `tokens`
-    pages        page ids, in order; enough for `seq_len`
+    pages        page ids, in order; with several KV groups a list of them per group
+    first_page   place in the sequence of the first of `pages`; with several KV groups one per group
     sample       whether a token is to be sampled after the last of `tokens` (False: a prompt chunk that goes on)
     temperature  0 is greedy
     seed         seed of this row's random numbers
@@ -37,10 +39,11 @@ class Row:
     row_id: int
     tokens: Sequence[int] | Int32Array
     seq_len: int
-    pages: Sequence[int] | Int32Array
+    pages: Sequence[int] | Int32Array | Sequence[Sequence[int] | Int32Array]
     sample: bool = True
     temperature: float = 0.0
     seed: int = 0
+    first_page: int | Sequence[int] = 0
 
 
 @dataclass(frozen=True, slots=True, init=False, eq=False)
@@ -51,11 +54,20 @@ class Batch:
     seq_lens      [n]       int32    KV tokens including this step's
     query_lens    [n]       int32    new tokens of each row, >= 1; by default 1
     tokens        [sum]     int32    literal token ids, or TOKEN_FROM_ROW, the row's last sampled token; by default that
-    page_indptr   [n + 1]   int32    row i owns page_ids[page_indptr[i] : page_indptr[i + 1]]
+    page_indptr   [n + 1]   int32    row i lists page_ids[page_indptr[i] : page_indptr[i + 1]]
     page_ids      [listed]  int32    page ids, row after row
+    first_pages   [n]       int32    place in the sequence of each row's first listed page; by default 0
     sample        [n]       int32    1: sample after the row's last token (the default); 0: the prompt goes on
     temperatures  [n]       float32  0 is greedy, the default
     seeds         [n]       uint32   seeds of the rows' random numbers; by default 0
+
+    A list from page 0 says all pages of its row. A list from a later page, or an empty one, keeps what the row's last
+    steps listed before it: a row that goes on needs to list new pages only. A row id that begins a sequence
+    (seq_len == query_len) keeps nothing.
+
+    With G KV groups (see KVCacheSpec) there are G lists per row, those of the first group first: page_indptr is
+    [G * n + 1], first_pages [G * n]. A list of a windowed group may begin at the first page that the row sees; what
+    stands before that page is not read.
 
     Anything array-like on the host is taken. Arrays of these dtypes are kept as they are, which costs microseconds;
     lists are converted, which costs 13 ns per value. Page ids, page counts and duplicate slots are checked by the
@@ -70,6 +82,7 @@ class Batch:
     tokens: Int32Array
     page_indptr: Int32Array
     page_ids: Int32Array
+    first_pages: Int32Array
     sample: Int32Array
     temperatures: npt.NDArray[np.float32]
     seeds: npt.NDArray[np.uint32]
@@ -81,6 +94,7 @@ class Batch:
         seq_lens: npt.ArrayLike,
         page_indptr: npt.ArrayLike,
         page_ids: npt.ArrayLike,
+        first_pages: npt.ArrayLike | None = None,
         query_lens: npt.ArrayLike | None = None,
         tokens: npt.ArrayLike | None = None,
         sample: npt.ArrayLike | None = None,
@@ -106,8 +120,12 @@ class Batch:
         tokens = np.full(num_tokens, TOKEN_FROM_ROW, np.int32) if tokens is None else _int32("tokens", tokens)
         if len(tokens) != num_tokens:
             raise ShapeError(f"batch.tokens: expected {num_tokens} tokens, the sum of query_lens, got {len(tokens)}")
-        page_ids, page_indptr = _int32("page_ids", page_ids), _int32("page_indptr", page_indptr, n + 1)
-        listed = len(page_ids)
+        page_ids, page_indptr = _int32("page_ids", page_ids), _int32("page_indptr", page_indptr)
+        listed, lists = len(page_ids), len(page_indptr) - 1
+        if lists < n or (lists % n if n else lists):
+            raise ShapeError(
+                f"batch.page_indptr: expected {n + 1} values, or G x {n} + 1 with G KV groups, got {lists + 1}"
+            )
         if page_indptr[0] != 0 or page_indptr[-1] != listed or bool((page_indptr[1:] < page_indptr[:-1]).any()):
             raise ShapeError(
                 f"batch.page_indptr: expected non-decreasing values from 0 to len(page_ids)={listed}, got "
@@ -124,6 +142,7 @@ class Batch:
             tokens=tokens,
             page_indptr=page_indptr,
             page_ids=page_ids,
+            first_pages=np.zeros(lists, np.int32) if first_pages is None else _not_negative(first_pages, lists),
             sample=np.ones(n, np.int32) if sample is None else _flags("sample", sample, n),
             **values,
         )
@@ -151,7 +170,8 @@ class Batch:
         for index, row in enumerate(rows):
             if not isinstance(row, Row):
                 raise ShapeError(f"rows[{index}]: expected a Row, got {type(row).__name__}")
-        tokens, pages = [_list(rows, "tokens", r) for r in rows], [_list(rows, "pages", r) for r in rows]
+        tokens = [_list(rows, "tokens", r, r.tokens) for r in rows]
+        pages, first_pages = _page_lists(rows)
         return cls(
             row_ids=[r.row_id for r in rows],
             seq_lens=[r.seq_len for r in rows],
@@ -159,6 +179,7 @@ class Batch:
             tokens=_concatenate(tokens),
             page_indptr=np.cumsum([0, *(len(p) for p in pages)], dtype=np.int32),
             page_ids=_concatenate(pages),
+            first_pages=first_pages,
             sample=[r.sample for r in rows],
             **{name: [getattr(r, name.removesuffix("s")) for r in rows] for name in COPIED},
         )
@@ -176,12 +197,23 @@ class Batch:
     def num_tokens(self) -> int:
         return len(self.tokens)
 
+    @property
+    def num_groups(self) -> int:
+        """KV groups that the rows list pages of; 0 for a batch without rows, which fits any."""
+        return len(self.first_pages) // max(self.num_reqs, 1)
+
     def is_uniform(self, query_len: int) -> bool:
         """Whether every row has exactly `query_len` new tokens."""
         return self.num_tokens == query_len * self.num_reqs and bool((self.query_lens == query_len).all())
 
-    def check_capacity(self, max_seq_len: int, record_words: int) -> None:
-        """Raise CapacityError for sequences or page lists that a runtime has no room for; costs a microsecond."""
+    def check_capacity(self, max_seq_len: int, record_words: int, groups: int) -> None:
+        """Raise CapacityError for sequences or page lists that a runtime has no room for, ShapeError for page lists of
+        another number of KV groups; costs a microsecond."""
+        if self.num_reqs and self.num_groups != groups:
+            raise ShapeError(
+                f"batch.page_indptr: expected lists of {groups} KV groups, {groups * self.num_reqs + 1} values, got "
+                f"{len(self.page_indptr)}; list every row's pages in every group"
+            )
         longest = int(self.seq_lens.max(initial=0))
         if longest > max_seq_len:
             row = int(self.seq_lens.argmax())
@@ -190,7 +222,7 @@ class Batch:
                 "sequence, or build the runtime with a larger max_seq_len"
             )
         listed = len(self.page_ids)
-        words = layout.record_size(self.num_reqs, self.num_tokens, listed)
+        words = layout.record_size(self.num_reqs, self.num_tokens, listed, groups)
         if words > record_words:
             raise CapacityError(
                 f"batch.page_ids: expected at most {listed - (words - record_words)} pages listed in one step, "
@@ -205,19 +237,22 @@ class Batch:
         out[layout.HEADER_NUM_REQS] = n
         out[layout.HEADER_NUM_TOKENS] = tokens
         out[layout.HEADER_NUM_PAGES] = listed
-        at = layout.HEADER_SIZE
-        rows = out[at : at + layout.ROW_FIELDS * n].reshape(layout.ROW_FIELDS, n)
+        at, row_fields = layout.HEADER_SIZE, layout.row_fields(self.num_groups)
+        rows = out[at : at + row_fields * n].reshape(row_fields, n)
         rows[layout.ROW_ID] = self.row_ids
         rows[layout.ROW_SEQ_LEN] = self.seq_lens
         rows[layout.ROW_QUERY_LEN] = self.query_lens
         np.cumsum(self.query_lens, out=rows[layout.ROW_QUERY_START])
         rows[layout.ROW_QUERY_START] -= self.query_lens
-        rows[layout.ROW_PAGE_START] = self.page_indptr[:-1]
-        np.subtract(self.page_indptr[1:], self.page_indptr[:-1], out=rows[layout.ROW_PAGE_COUNT])
         rows[layout.ROW_SAMPLE] = self.sample
         for index, name in enumerate(COPIED):
             rows[layout.ROW_COPIED + index] = getattr(self, name).view(np.int32)
-        at += layout.ROW_FIELDS * n
+        if n:
+            lists = rows[layout.ROW_PAGES :].reshape(-1, layout.PAGE_FIELDS, n)
+            lists[:, layout.PAGE_FIRST] = self.first_pages.reshape(-1, n)
+            lists[:, layout.PAGE_START] = self.page_indptr[:-1].reshape(-1, n)
+            lists[:, layout.PAGE_COUNT] = (self.page_indptr[1:] - self.page_indptr[:-1]).reshape(-1, n)
+        at += row_fields * n
         out[at : at + tokens] = self.tokens
         out[at + tokens : at + tokens + listed] = self.page_ids
         return at + tokens + listed
@@ -239,6 +274,13 @@ def _int32(name: str, values: Any, length: int | None = None) -> Int32Array:
             values = np.frombuffer(array("i", values), np.int32) if values else np.empty(0, np.int32)
     result: Int32Array = _array(name, values, np.int32, length)
     return result
+
+
+def _not_negative(values: Any, length: int) -> Int32Array:
+    pages = _int32("first_pages", values, length)
+    if length and pages.min() < 0:
+        raise ShapeError(f"batch.first_pages: expected places >= 0, got {pages.min()}")
+    return pages
 
 
 def _flags(name: str, values: Any, length: int) -> Int32Array:
@@ -281,9 +323,29 @@ def _array(name: str, values: Any, dtype: Any, length: int | None = None) -> npt
         return np.ascontiguousarray(array, dtype=dtype)
 
 
-def _list(rows: Sequence[Row], name: str, row: Row) -> Sequence[int] | Int32Array:
+def _page_lists(rows: Sequence[Row]) -> tuple[list[Sequence[int] | Int32Array], list[int]]:
+    """The rows' lists of pages, those of the first KV group first, and the place of each list's first page."""
+    given = [_list(rows, "pages", row, row.pages) for row in rows]
+    grouped = [bool(len(pages)) and isinstance(pages[0], (Sequence, np.ndarray)) for pages in given]
+    if not any(grouped):
+        return given, [row.first_page for row in rows]  # type: ignore[misc]  # checked with the others, as an array
+    lists, first_pages = [], []
+    for group in range(groups := max(map(len, given))):
+        for row, pages, ok in zip(rows, given, grouped, strict=True):
+            listed = isinstance(row.first_page, (Sequence, np.ndarray)) and getattr(row.first_page, "ndim", True)
+            firsts: Any = row.first_page if listed else (row.first_page,) * groups
+            if not ok or len(pages) != groups or len(firsts) != groups:
+                raise ShapeError(
+                    f"rows: expected {groups} lists of pages in each row, and as many first pages or one, as one row "
+                    f"has, got {shown(row.pages)} and {shown(row.first_page)}; pass a list per KV group"
+                )
+            lists.append(_list(rows, "pages", row, pages[group]))
+            first_pages.append(firsts[group])
+    return lists, first_pages
+
+
+def _list(rows: Sequence[Row], name: str, row: Row, values: Any) -> Any:
     """A row's tokens or pages, something with a length that can be joined to the other rows'."""
-    values: Any = getattr(row, name)
     scalar = isinstance(values, np.ndarray) and values.ndim == 0
     if scalar or isinstance(values, (str, bytes)) or not isinstance(values, (Sequence, np.ndarray)):
         at = next(i for i, r in enumerate(rows) if r is row)

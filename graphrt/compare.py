@@ -75,18 +75,20 @@ def compare_results(descriptor: BatchDescriptor, graph: StepResult, eager: StepR
 
 
 @contextmanager
-def state_kept(buffers: StaticBuffers, kv_cache: KVCache, slots: Sequence[int]) -> Iterator[None]:
-    """Persistent buffers and the given KV slots are as before when the block ends, also by an error."""
+def state_kept(buffers: StaticBuffers, kv_cache: KVCache, slots: Sequence[torch.Tensor]) -> Iterator[None]:
+    """Persistent buffers and the given KV slots, by group, are as before when the block ends, also by an error."""
     state = buffers.snapshot()
-    flat, page_size = torch.tensor(slots, dtype=torch.int64, device=kv_cache.device), kv_cache.spec.page_size
-    pages, places = flat // page_size, flat % page_size
-    written = [_as_bytes(cache) for cache in (*kv_cache.k, *kv_cache.v)]
-    kept = [cache[pages, places] for cache in written]
+    kept: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]] = []
+    for group, (spec, flat) in enumerate(zip(kv_cache.groups, slots, strict=True)):
+        pages, places = flat // spec.page_size, flat % spec.page_size
+        for tensors in kv_cache.of_group(group):
+            for cache in map(_as_bytes, tensors):
+                kept.append((cache, pages, places, cache[pages, places]))
     try:
         yield
     finally:
         buffers.restore(state)
-        for cache, values in zip(written, kept, strict=True):
+        for cache, pages, places, values in kept:
             cache[pages, places] = values
 
 

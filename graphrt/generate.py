@@ -12,6 +12,7 @@ from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from graphrt.batch import Batch, Int32Array
@@ -27,8 +28,10 @@ from graphrt.kernels.checks import (
 )
 from graphrt.kernels.errors import CapacityError, CaptureError, ConfigError, ReplayError, ShapeError
 from graphrt.kernels.types import TOKEN_FROM_ROW
+from graphrt.kv_cache import PageAllocator
 from graphrt.replay import State
 from graphrt.runtime import Runtime
+from graphrt.spec import KVCacheSpec
 
 _MAX_NEW_TOKENS = 1 << 30
 _MAX_SEED = (1 << 32) - 1
@@ -103,11 +106,14 @@ class TextGenerator:
 
     Without mixed batches (`RuntimeConfig.mixed_batches`), prompts are fed one token per step.
 
-    Raises: ConfigError for a runtime without sampler, or without mixed batches where query_len is not 1.
+    Raises: ConfigError for a runtime without sampler, or without mixed batches where query_len is not 1, CaptureError
+    for one that was closed.
     """
 
     def __init__(self, runtime: Runtime) -> None:
         check_instance("runtime", runtime, Runtime, advice="build a Runtime")
+        if runtime.state is State.CLOSED:
+            raise CaptureError("runtime: expected an open one, got one that was closed; build a new Runtime")
         if not runtime.samples:
             raise ConfigError("runtime: expected one with a sampler, got sampler=None; build it with a sampler")
         config = runtime.config
@@ -117,7 +123,6 @@ class TextGenerator:
                 "rows that decode have one new token, allow mixed batches"
             )
         self._runtime = runtime
-        self._spec = runtime.kv_cache.spec
 
     def generate(
         self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams]
@@ -160,11 +165,12 @@ class TextGenerator:
                 f"{name}: expected prompt and output within max_seq_len={longest}, got "
                 f"{len(tokens)} + {params.max_new_tokens} tokens; shorten it or raise max_seq_len"
             )
-        needed, pages = self._spec.pages_for(limit), self._runtime.allocator.num_pages - 1
-        if needed > pages:
-            raise CapacityError(
-                f"{name}: expected at most {pages} pages, got a need of {needed} for {limit} tokens; raise num_pages"
-            )
+        needs = _pages_needed(self._runtime, sequence)
+        for need, allocator in zip(needs, self._runtime.allocators, strict=True):
+            if need > (pages := allocator.num_pages - 1):
+                raise CapacityError(
+                    f"{name}: expected at most {pages} pages, got a need of {need} for {limit} tokens; raise num_pages"
+                )
         return sequence
 
     def _run(self, waiting: deque[_Sequence]) -> Generator[Event, None, None]:
@@ -175,7 +181,8 @@ class TextGenerator:
                 while waiting and running.admit(waiting[0]):
                     waiting.popleft()
                 if waiting and not running.members and not in_flight:
-                    free = f"{len(self._runtime.free_rows)} rows and {self._runtime.allocator.num_free} pages"
+                    pages = " + ".join(str(allocator.num_free) for allocator in self._runtime.allocators)
+                    free = f"{len(self._runtime.free_rows)} rows and {pages} pages"
                     raise CapacityError(
                         f"prompts[{waiting[0].index}]: expected a free row and pages, got {free}, the others held by "
                         "somebody else; wait for them"
@@ -215,27 +222,88 @@ def _collect(step: _Submitted) -> Iterator[Event]:
         yield Event(sequence.index, token, sequence.finished)
 
 
+def _longest_chunk(runtime: Runtime) -> int:
+    return runtime.config.max_num_tokens if runtime.config.mixed_batches else 1
+
+
+def _pages_needed(runtime: Runtime, sequence: _Sequence) -> list[int]:
+    """Pages of each pool that a sequence owns at most; of windowed groups, those of the window and of a chunk."""
+    needs = [0] * len(runtime.allocators)
+    new_tokens = min(_longest_chunk(runtime), len(sequence.prompt))
+    for group in runtime.kv_cache.groups:
+        needs[group.pool] += group.most_pages(sequence.length_limit, new_tokens)
+    return needs
+
+
+class _Tables:
+    """The pages of every slot in one KV group: page `from_[slot]` of its sequence to page `to[slot]`, not included.
+
+    A sequence's pages are allocated as its length grows, and given back as the window leaves them behind. The steps
+    that read and write them run in the order of submission, so a page may be given to the next step at once.
+    """
+
+    def __init__(self, group: KVCacheSpec, allocator: PageAllocator, slots: int, longest: int) -> None:
+        self.group, self._allocator = group, allocator
+        self._pages = np.zeros((slots, group.pages_for(longest)), np.int32)
+        self.from_ = np.zeros(slots, np.int64)
+        self.to = np.zeros(slots, np.int64)
+
+    def give_back(self, slots: npt.NDArray[np.int64], positions: npt.NDArray[np.int64]) -> None:
+        """Free what tokens from `positions` on cannot see."""
+        if self.group.sliding_window is None and self.group.attention_chunk_size is None:
+            return
+        # The next page is left behind once its last token is: most steps leave none.
+        near = positions - self.from_[slots] * self.group.page_size >= self.group.page_size
+        for slot, position in zip(slots[near].tolist(), positions[near].tolist(), strict=True):
+            seen = min(self.group.first_page_seen(position), int(self.to[slot]))
+            if seen > self.from_[slot]:
+                self._allocator.free(self._pages[slot, self.from_[slot] : seen])
+                self.from_[slot] = seen
+
+    def extend(
+        self, slots: npt.NDArray[np.int64], seq_lens: npt.NDArray[np.int64]
+    ) -> tuple[Int32Array, npt.NDArray[np.int64], list[Int32Array]]:
+        """Allocate pages up to `seq_lens`: the place of the first new page of each slot, how many, and their ids."""
+        first, needed = self.to[slots], -(-seq_lens // self.group.page_size)
+        new = []
+        for slot, start, end in zip(*(x[needed > first].tolist() for x in (slots, first, needed)), strict=True):
+            self._pages[slot, start:end] = self._allocator.allocate(end - start)
+            new.append(self._pages[slot, start:end])
+        self.to[slots] = needed
+        return first.astype(np.int32), needed - first, new
+
+    def release(self, slot: int) -> None:
+        """Free every page of a slot."""
+        self._allocator.free(self._pages[slot, self.from_[slot] : self.to[slot]])
+        self.from_[slot] = self.to[slot] = 0
+
+    def owned(self, slot: int) -> int:
+        """Pages that a slot has now."""
+        return int(self.to[slot] - self.from_[slot])
+
+
 class _Running:
     """The sequences that run, one per slot, as arrays: a step of 256 rows is built by a few NumPy calls.
 
     members     the sequence of each slot in use
-    pages       [slots, pages of the longest]  int32  page ids of each slot's sequence, for its whole length
-    counts      [slots]                        int64  how many these are
-    scheduled   [slots]                        int64  tokens whose KV has been submitted
+    tables      the pages of each slot, by KV group; a step lists those that are new
+    reserved    by slot, the pages of each pool that its sequence may own at once
+    scheduled   [slots]  int64  tokens whose KV has been submitted
     """
 
     def __init__(self, sequences: Sequence[_Sequence], runtime: Runtime) -> None:
         self._runtime = runtime
-        self._page_size = runtime.kv_cache.spec.page_size
-        self._longest_chunk = runtime.config.max_num_tokens if runtime.config.mixed_batches else 1
+        self._longest_chunk = _longest_chunk(runtime)
         self.members: dict[int, _Sequence] = {}
+        self._reserved: dict[int, list[int]] = {}
         slots = min(len(sequences), runtime.config.max_num_reqs)
         longest = max((sequence.length_limit for sequence in sequences), default=0)
+        self._tables = [
+            _Tables(group, runtime.allocators[group.pool], slots, longest) for group in runtime.kv_cache.groups
+        ]
         self._free_slots = list(range(slots - 1, -1, -1))
         self._prompting: list[int] = []  # slots whose prompt has tokens left, in order of admission
         self._decoding = np.zeros(slots, np.bool_)
-        self._pages = np.zeros((slots, -(-longest // self._page_size)), np.int32)
-        self._counts = np.zeros(slots, np.int64)
         self._scheduled = np.zeros(slots, np.int64)
         self._limits = np.zeros(slots, np.int64)
         self._row_ids = np.zeros(slots, np.int32)
@@ -243,18 +311,28 @@ class _Running:
         self._seeds = np.zeros(slots, np.uint32)
 
     def admit(self, sequence: _Sequence) -> bool:
-        """Give a sequence a row and pages for its whole length; False where there are none."""
-        count = -(-sequence.length_limit // self._page_size)
-        if not self._free_slots or not self._runtime.free_rows or count > self._runtime.allocator.num_free:
+        """Give a sequence a row, and reserve the pages that it may own at once; False where there are none."""
+        needs = _pages_needed(self._runtime, sequence)
+        if not self._free_slots or not self._runtime.free_rows or not self._have(needs):
             return False
         slot = self._free_slots.pop()
-        self._pages[slot, :count] = self._runtime.allocator.allocate(count)
+        self._reserved[slot] = needs
         self._row_ids[slot] = self._runtime.free_rows.pop()
-        self._counts[slot], self._scheduled[slot], self._limits[slot] = count, 0, sequence.length_limit
+        self._scheduled[slot], self._limits[slot] = 0, sequence.length_limit
         self._temperatures[slot], self._seeds[slot] = sequence.params.temperature, sequence.params.seed
         self.members[slot] = sequence
         self._prompting.append(slot)
         return True
+
+    def _have(self, needs: list[int]) -> bool:
+        """Whether pools have so many pages beside those that running sequences may still ask for."""
+        free = [allocator.num_free for allocator in self._runtime.allocators]
+        for slot, reserved in self._reserved.items():
+            for pool, count in enumerate(reserved):
+                free[pool] -= count
+            for table in self._tables:
+                free[table.group.pool] += table.owned(slot)
+        return all(need <= left for need, left in zip(needs, free, strict=True))
 
     def submit(self) -> _Submitted | None:
         """Submit the next step: decodes first, then prompt chunks as far as the token budget goes. None: no row."""
@@ -267,18 +345,23 @@ class _Running:
         query_lens[len(decoding) :] = [len(chunk) for chunk in chunks.values()]
         samples = np.ones(len(slots), np.int32)
         samples[len(decoding) :] = [slot in done for slot in chunks]
+        positions = self._scheduled[slots]
         self._scheduled[slots] += query_lens
         seq_lens = self._scheduled[slots]
-        counts = -(-seq_lens // self._page_size)
-        page_indptr = np.zeros(len(slots) + 1, np.int32)
-        np.cumsum(counts, out=page_indptr[1:])
+        for table in self._tables:
+            table.give_back(slots, positions)
+        first_pages, counts, new = zip(*(table.extend(slots, seq_lens) for table in self._tables), strict=True)
+        page_indptr = np.zeros(len(self._tables) * len(slots) + 1, np.int32)
+        np.cumsum(np.concatenate(counts), out=page_indptr[1:])
+        new_pages = [pages for of_group in new for pages in of_group]
         batch = Batch(
             row_ids=self._row_ids[slots],
             seq_lens=seq_lens.astype(np.int32),
             query_lens=query_lens,
             tokens=np.concatenate((np.full(len(decoding), TOKEN_FROM_ROW, np.int32), *chunks.values())),
             page_indptr=page_indptr,
-            page_ids=np.concatenate([self._pages[s, :n] for s, n in zip(slots.tolist(), counts.tolist(), strict=True)]),
+            page_ids=np.concatenate(new_pages) if new_pages else np.empty(0, np.int32),
+            first_pages=np.concatenate(first_pages),
             sample=samples,
             temperatures=self._temperatures[slots],
             seeds=self._seeds[slots],
@@ -315,8 +398,9 @@ class _Running:
             self._release(slot)
 
     def _release(self, slot: int) -> None:
-        del self.members[slot]
+        del self.members[slot], self._reserved[slot]
         self._decoding[slot] = False
         self._free_slots.append(slot)
         self._runtime.free_rows.append(int(self._row_ids[slot]))
-        self._runtime.allocator.free(self._pages[slot, : self._counts[slot]])
+        for table in self._tables:
+            table.release(slot)

@@ -15,16 +15,16 @@ from graphrt.capture.staging import StagingSlot
 from graphrt.kernels.checks import check_bool
 from graphrt.kernels.errors import ReplayError
 from graphrt.kernels.metadata.buffers import StaticBuffers
-from graphrt.kernels.types import FaultCode
+from graphrt.kernels.types import FAULT_GROUP_SHIFT, FaultCode
 
 _FAULT_TEXT = {
     FaultCode.ROW_ID_OUT_OF_RANGE: "row_id {value} is not one of the row states 0 to max_num_reqs - 1",
     FaultCode.BAD_LENGTH: "seq_len {value} is shorter than its query_len, or longer than max_seq_len",
-    FaultCode.LENGTH_EXCEEDS_PAGES: "seq_len {value} does not fit in the pages listed for it",
+    FaultCode.LENGTH_EXCEEDS_PAGES: "seq_len {value} does not fit in the pages that were listed for its row",
     FaultCode.PAGE_OUT_OF_RANGE: "page {value} is the null page or outside the cache",
     FaultCode.TOKEN_OUT_OF_RANGE: "token {value} is outside the vocabulary",
     FaultCode.DUPLICATE_ROW: "row_id {value} is used by another row of the batch too",
-    FaultCode.DUPLICATE_SLOT: "KV slot {value} is written twice: by another row too, or a page is listed twice",
+    FaultCode.DUPLICATE_PAGE: "page {value} is written twice: by another row too, or it is listed twice",
     FaultCode.NO_LAST_TOKEN: "row_id {value} has no last token to go on from: its sequence has sampled none",
     FaultCode.NO_TOKEN_OFFERED: "its logits offer no token: all are NaN or -inf, or the sampler returned -1",
     FaultCode.SAMPLE_OUT_OF_RANGE: "the sampler returned {value}, which is outside the vocabulary",
@@ -35,15 +35,18 @@ _WROTE_KV = "its KV is written, its last token is void; end the sequence, or sub
 
 @dataclass(frozen=True, slots=True)
 class RowFault:
-    """What is wrong with one row of a step: its place in the batch, the code, and the offending number."""
+    """What is wrong with one row of a step: its place in the batch, the code, the offending number, and the KV group
+    whose pages it is about; 0 for faults that are about no pages."""
 
     row: int
     code: FaultCode
     value: int
+    group: int = 0
 
     def __str__(self) -> str:
         after = _WROTE_KV if self.code >= FaultCode.NO_TOKEN_OFFERED else _WROTE_NOTHING
-        return f"row {self.row}: {self.code.name}: {_FAULT_TEXT[self.code].format(value=self.value)}; {after}"
+        where = f" in KV group {self.group}" if self.group else ""
+        return f"row {self.row}: {self.code.name}: {_FAULT_TEXT[self.code].format(value=self.value)}{where}; {after}"
 
 
 class StepFaultError(ReplayError):
@@ -63,6 +66,11 @@ class StepFaultError(ReplayError):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self.step, self.faults)
+
+
+def _fault(row: int, code: int, value: int) -> RowFault:
+    group, code = divmod(code, 1 << FAULT_GROUP_SHIFT)
+    return RowFault(row, FaultCode(code), value, group)
 
 
 class LogitsOwner(Protocol):
@@ -133,9 +141,7 @@ class StepHandle:
             )
         elif codes.any():
             values = rings.fault_value_ring[entry, :rows].numpy()
-            self._faults = tuple(
-                RowFault(row, FaultCode(int(codes[row])), int(values[row])) for row in codes.nonzero()[0].tolist()
-            )
+            self._faults = tuple(_fault(row, int(codes[row]), int(values[row])) for row in codes.nonzero()[0].tolist())
             self._error = StepFaultError(step, self._faults)
         self._slot = self._buffers = None
 

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
+from graphrt.groups import cache_layer_groups
 from graphrt.kernels.attention.options import FP8_DTYPES
 from graphrt.kernels.cache.copy import Pages, copy_pages, swap_pages
 from graphrt.kernels.cache.write import check_kv_scale
@@ -29,43 +30,61 @@ from graphrt.spec import MAX_PAGES, KVCacheSpec
 class KVCache:
     """K and V tensors of every layer, in pages.
 
-    k, v                per layer [num_pages, page_size, num_kv_heads, head_dim]  spec.dtype  device
-                        the logical NHD view; an HND cache has permuted strides
+    groups      the spec of each KV group, one where layers are alike; null pages by their numbers, also where "last"
+                was given
+    group_of    [layers] the group of each layer
+    k, v                per layer [num_pages, page_size, num_kv_heads, head_dim]  dtype of its group  device
+                        the logical NHD view; an HND cache has permuted strides; values have their own head size
     k_scales, v_scales  per layer [num_kv_heads] (or [1], if given)               float32     device
                         of an fp8 cache: key = stored value * k_scale. 1.0 unless given; fill them in place with what
                         the model was calibrated for before the first step, since stored values are not converted.
-                        Empty for other dtypes
-    null_page           id of the page that no sequence owns; in `spec` too it is a number, where "last" was given
+                        Empty where no group is fp8
+    num_pages   pages of all pools together
+    pool_pages  pages of each pool, null pages included
 
     Built with `allocate`, or around tensors that the caller owns (`KVCache(spec, k, v)`): any strides, the last one 1;
-    no two elements of a layer may lie in one place. K and V may be views of one pool, and layers may share tensors.
-    Graphs hold these addresses: the tensors must stay where they are as long as a runtime uses them.
+    no two elements of a layer may lie in one place. Tensors may be views of shared memory: K and V of one pool, layers
+    of several groups that share page ids. Graphs hold these addresses: the tensors must stay where they are as long as
+    a runtime uses them.
+
+    A layer here is one that writes keys and values; what `AttentionSpec.kv_shared_with` names is not counted again.
     """
 
     def __init__(
         self,
-        spec: KVCacheSpec,
+        groups: KVCacheSpec | Sequence[KVCacheSpec],
         k: Sequence[torch.Tensor],
         v: Sequence[torch.Tensor],
         *,
         k_scales: Sequence[torch.Tensor] | None = None,
         v_scales: Sequence[torch.Tensor] | None = None,
     ) -> None:
-        check_instance("spec", spec, KVCacheSpec, advice="pass the model's KVCacheSpec")
+        specs = check_groups(groups)
         for name, tensors in (("k", k), ("v", v)):
             check_sequence(name, tensors, of="tensors, one per layer")
-        if len(k) != spec.num_layers or len(v) != spec.num_layers:
+        self.group_of = cache_layer_groups(specs)
+        layers = len(self.group_of)
+        if len(k) != layers or len(v) != layers:
             raise ConfigError(
-                f"KVCache: expected {spec.num_layers} K and V tensors, one per layer, got {len(k)} and {len(v)}; "
+                f"KVCache: expected {layers} K and V tensors, one per layer, got {len(k)} and {len(v)}; "
                 "pass those of every layer"
             )
-        page = (spec.page_size, spec.num_kv_heads, spec.head_dim)
-        check_tensor("k[0]", k[0], shape=(None, *page))
-        num_pages, device = k[0].shape[0], k[0].device
-        check_int("KVCache.num_pages", num_pages, 2, MAX_PAGES, advice="one of them is the null page")
-        for layer, pair in enumerate(zip(k, v, strict=True)):
-            for name, tensor in zip("kv", pair, strict=True):
-                check_tensor(f"{name}[{layer}]", tensor, shape=(num_pages, *page), dtype=spec.dtype, device=device)
+        check_tensor("k[0]", k[0])
+        device, pages = k[0].device, dict[int, int]()
+        for layer, (group, *pair) in enumerate(zip(self.group_of, k, v, strict=True)):
+            spec = specs[group]
+            size, heads, *dims = spec.page_shape
+            for name, tensor, dim in zip("kv", pair, dims, strict=True):
+                check_tensor(
+                    f"{name}[{layer}]", tensor, shape=(None, size, heads, dim), dtype=spec.dtype, device=device
+                )
+                count = pages.setdefault(spec.pool, tensor.shape[0])
+                check_int("KVCache.num_pages", count, 2, MAX_PAGES, advice="one of them is the null page")
+                if tensor.shape[0] != count:
+                    raise ShapeError(
+                        f"{name}[{layer}]: expected {count} pages as in the other layers of its pool, got "
+                        f"{tensor.shape[0]}; give groups of other memory a pool of their own"
+                    )
                 check_unit_stride(f"{name}[{layer}]", tensor)
                 check_no_overlap(f"{name}[{layer}]", tensor)
                 if tensor.requires_grad:
@@ -77,61 +96,94 @@ class KVCache:
                     f"v[{layer}]: expected other memory than that of k[{layer}], got the same; values would overwrite "
                     "keys, pass two tensors"
                 )
-        self.spec = spec.resolve(int(num_pages))
-        assert isinstance(self.spec.null_page, int), "resolved"
-        self.null_page = self.spec.null_page
+        if sorted(pages) != list(range(len(pages))):
+            raise ConfigError(
+                f"KVCacheSpec.pool: expected pools 0 to {len(pages) - 1}, got {sorted(pages)}; number them from 0"
+            )
+        self.pool_pages = tuple(pages[pool] for pool in range(len(pages)))
+        self.groups = tuple(spec.resolve(pages[spec.pool]) for spec in specs)
+        _check_null_pages(self.groups)
         self.k = tuple(k)
         self.v = tuple(v)
-        self.num_pages = int(num_pages)
         self.device = device
-        self.k_scales = _scales("k_scales", k_scales, spec, device)
-        self.v_scales = _scales("v_scales", v_scales, spec, device)
+        self.k_scales = _scales("k_scales", k_scales, self._layer_specs, device)
+        self.v_scales = _scales("v_scales", v_scales, self._layer_specs, device)
 
     @classmethod
-    def allocate(cls, spec: KVCacheSpec, num_pages: int, device: torch.device | str) -> KVCache:
-        """A zeroed cache of `num_pages` pages in `spec.layout`, as one allocation; an fp8 cache has scales of 1.
+    def allocate(
+        cls, groups: KVCacheSpec | Sequence[KVCacheSpec], num_pages: int | Sequence[int], device: torch.device | str
+    ) -> KVCache:
+        """A zeroed cache in the groups' layouts, as one allocation per pool; fp8 groups have scales of 1.
+
+        num_pages   pages of each pool: one number where there is one pool, or where all have as many
 
         torch's default device, default dtype and inference mode make no difference.
 
         Raises: ConfigError for a wrong argument, CapacityError where the device has not as much memory.
         """
-        check_instance("spec", spec, KVCacheSpec, advice="pass the model's KVCacheSpec")
+        specs = check_groups(groups)
         device = check_device("device", device)
-        num_pages = check_int("num_pages", num_pages, 2, MAX_PAGES, advice="the null page and one to use")
-        heads_first = spec.layout is KVLayout.HND
-        page = (spec.num_kv_heads, spec.page_size) if heads_first else (spec.page_size, spec.num_kv_heads)
+        pools = {spec.pool for spec in specs}
+        counts = num_pages if isinstance(num_pages, (list, tuple)) else [num_pages] * len(pools)
+        if len(counts) != len(pools):
+            raise ConfigError(f"num_pages: expected one number per pool, {len(pools)}, got {shown(num_pages)}")
+        k: dict[int, torch.Tensor] = {}
+        v: dict[int, torch.Tensor] = {}
         with torch.inference_mode(False):  # what is made in that mode could not be written outside of it
-            storage = _zeros((spec.num_layers, 2, num_pages, *page, spec.head_dim), spec.dtype, device)
-            logical = storage.transpose(3, 4) if heads_first else storage
-            return cls(spec, [layer[0] for layer in logical], [layer[1] for layer in logical])
+            for pool, given in zip(sorted(pools), counts, strict=True):
+                count = check_int("num_pages", given, 2, MAX_PAGES, advice="the null page and one to use")
+                _allocate_pool([spec for spec in specs if spec.pool == pool], count, device, k, v)
+            layers = range(len(cache_layer_groups(specs)))
+            return cls(specs, [k[layer] for layer in layers], [v[layer] for layer in layers])
+
+    @property
+    def _layer_specs(self) -> list[KVCacheSpec]:
+        return [self.groups[group] for group in self.group_of]
+
+    @property
+    def num_pages(self) -> int:
+        return sum(self.pool_pages)
+
+    @property
+    def pools(self) -> tuple[tuple[int, int], ...]:
+        """Pages and null page of each pool."""
+        null_pages = {spec.pool: spec.null_page for spec in self.groups}
+        return tuple((count, int(null_pages[pool])) for pool, count in enumerate(self.pool_pages))
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all pages."""
-        return self.num_pages * self.spec.bytes_per_page
+        """Bytes of all pages. Groups of a pool share them."""
+        of_pool = [[spec for spec in self.groups if spec.pool == pool] for pool in range(len(self.pool_pages))]
+        return sum(count * bytes_per_page(specs) for count, specs in zip(self.pool_pages, of_pool, strict=True))
 
     def named_tensors(self) -> Iterable[tuple[str, torch.Tensor]]:
         """Name and tensor of every layer's K and V, and of their scales, if there are any: what graphs hold."""
-        for layer in range(self.spec.num_layers):
-            yield f"kv_cache.k[{layer}]", self.k[layer]
-            yield f"kv_cache.v[{layer}]", self.v[layer]
+        for layer, pair in enumerate(zip(self.k, self.v, strict=True)):
+            for name, tensor in zip("kv", pair, strict=True):
+                yield f"kv_cache.{name}[{layer}]", tensor
         for layer, pair in enumerate(zip(self.k_scales, self.v_scales, strict=True)):
             for name, scale in zip(("k_scales", "v_scales"), pair, strict=True):
                 yield f"kv_cache.{name}[{layer}]", scale
 
-    def copy_pages(self, src_pages: Pages, dst_pages: Pages) -> None:
-        """Copy whole pages inside the cache, all layers: page src_pages[i] to dst_pages[i] (copy on write).
+    def of_group(self, group: int) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
+        """K and V tensors of a group's layers. Raises: ConfigError for a group that is not there."""
+        group = check_int("group", group, 0, len(self.groups) - 1, advice="pass a KV group of the cache")
+        layers = [layer for layer, owner in enumerate(self.group_of) if owner == group]
+        return tuple(self.k[layer] for layer in layers), tuple(self.v[layer] for layer in layers)
+
+    def copy_pages(self, src_pages: Pages, dst_pages: Pages, *, group: int = 0) -> None:
+        """Copy whole pages of a group, all its layers: page src_pages[i] to dst_pages[i] (copy on write).
 
         src_pages, dst_pages   lists, arrays or host tensors of ints
 
         Runs on the current stream.
         Raises: ShapeError for lists of different lengths, pages out of range, a page that is written twice, or what is
-        no list of ints; nothing is written then.
+        no list of ints; ConfigError for a group that is not there. Nothing is written then.
         """
-        copy_pages(self.k, self.v, src_pages, dst_pages)
+        copy_pages(*self.of_group(group), src_pages, dst_pages)
 
-    def swap_pages(self, other: KVCache, src_pages: Pages, dst_pages: Pages) -> None:
-        """Copy whole pages of this cache into `other`, which may be on another device (swap out, or in).
+    def swap_pages(self, other: KVCache, src_pages: Pages, dst_pages: Pages, *, group: int = 0) -> None:
+        """Copy whole pages of a group into `other`, which may be on another device (swap out, or in).
 
         fp8 pages are copied as they are, scales are not: pages of a cache are for a runtime with equal scales.
         Runs on the current stream. A swap to the host waits, since the host may read the pages next; the others do
@@ -139,34 +191,93 @@ class KVCache:
         Raises: ShapeError as `copy_pages`, ConfigError where `other` is no KVCache.
         """
         check_instance("other", other, KVCache, advice="pass the cache that takes the pages")
-        swap_pages((*self.k, *self.v), (*other.k, *other.v), src_pages, dst_pages)
+        (k, v), (other_k, other_v) = self.of_group(group), other.of_group(group)
+        swap_pages((*k, *v), (*other_k, *other_v), src_pages, dst_pages)
 
 
-def _zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    nbytes = math.prod(shape) * dtype.itemsize
+def check_groups(groups: KVCacheSpec | Sequence[KVCacheSpec]) -> tuple[KVCacheSpec, ...]:
+    """The groups as a tuple, also of one. Raises: ConfigError for what is none."""
+    if isinstance(groups, KVCacheSpec):
+        return (groups,)
+    check_sequence("groups", groups, of="KVCacheSpec per KV group", error=ConfigError)
+    for index, spec in enumerate(groups):
+        check_instance(f"groups[{index}]", spec, KVCacheSpec, advice="pass the specs that kv_groups() makes")
+    if not groups:
+        raise ConfigError("groups: expected at least one KVCacheSpec, got none; pass the model's")
+    return tuple(groups)
+
+
+def bytes_per_page(groups: Sequence[KVCacheSpec]) -> int:
+    """Bytes of one page of a pool: the most bytes and the most layers that one of its groups needs."""
+    return max(spec.layer_bytes_per_page for spec in groups) * max(spec.num_layers for spec in groups)
+
+
+def _allocate_pool(
+    groups: Sequence[KVCacheSpec],
+    num_pages: int,
+    device: torch.device,
+    k: dict[int, torch.Tensor],
+    v: dict[int, torch.Tensor],
+) -> None:
+    """Add each layer's tensors of one pool, by the layer's number: views of one allocation.
+
+    Where all pages look alike, each tensor of the pool has its keys first, then its values. Else each page has its keys
+    first, then its values, so that a page is the same bytes in every group.
+    """
+    layers = max(spec.num_layers for spec in groups)
+    nbytes = bytes_per_page(groups) // layers
+    alike = len({(spec.page_shape, spec.dtype) for spec in groups}) == 1
+    storage = _zeros((layers, num_pages, nbytes), device)
+    for spec in groups:
+        size, heads, *dims = spec.page_shape
+        key_bytes = size * heads * dims[0] * spec.dtype.itemsize
+        for at, layer in enumerate(range(spec.num_layers) if spec.layers is None else spec.layers):
+            split = num_pages * key_bytes
+            halves = storage[at].flatten().tensor_split([split]) if alike else storage[at].tensor_split([key_bytes], 1)
+            for tensors, half, dim in zip((k, v), halves, dims, strict=True):
+                used = half if alike else half[:, : size * heads * dim * spec.dtype.itemsize]
+                flat = used.view(spec.dtype).view(num_pages, -1)
+                heads_first = spec.layout is KVLayout.HND
+                page = flat.unflatten(1, (heads, size, dim) if heads_first else (size, heads, dim))
+                tensors[layer] = page.transpose(1, 2) if heads_first else page
+
+
+def _check_null_pages(groups: Sequence[KVCacheSpec]) -> None:
+    null_pages: dict[int, int | str] = {}
+    for spec in groups:
+        if null_pages.setdefault(spec.pool, spec.null_page) != spec.null_page:
+            raise ConfigError(
+                f"KVCacheSpec.null_page: expected {null_pages[spec.pool]}, as another group of pool {spec.pool} has, "
+                f"got {spec.null_page}; groups of a pool share their page ids"
+            )
+
+
+def _zeros(shape: tuple[int, int, int], device: torch.device) -> torch.Tensor:
+    nbytes = math.prod(shape)
     try:
         if nbytes < 1 << 62:  # beyond that a size wraps
-            return torch.zeros(shape, dtype=dtype, device=device)
+            return torch.zeros(shape, dtype=torch.uint8, device=device)
         cause = None
     except RuntimeError as error:
         cause = error
     raise CapacityError(
-        f"num_pages: expected a cache that fits {device}, got {shape[2]} pages of {nbytes // shape[2]} bytes; lower it"
+        f"num_pages: expected a cache that fits {device}, got {shape[1]} pages of {nbytes // shape[1]} bytes; lower it"
     ) from cause
 
 
 def _scales(
-    name: str, given: Sequence[torch.Tensor] | None, spec: KVCacheSpec, device: torch.device
+    name: str, given: Sequence[torch.Tensor] | None, layers: Sequence[KVCacheSpec], device: torch.device
 ) -> tuple[torch.Tensor, ...]:
     """The scales of every layer, checked; ones where none are given, and none for a cache that is not fp8."""
     if given is None:
+        if not any(spec.dtype in FP8_DTYPES for spec in layers):
+            return ()
         # Tensors of their own, not rows of one: kernels are specialised on whether an address is a multiple of 16.
-        layers = range(spec.num_layers if spec.dtype in FP8_DTYPES else 0)
         with torch.inference_mode(False):  # the caller fills them in place, at any time
-            return tuple(torch.ones(spec.num_kv_heads, dtype=torch.float32, device=device) for _ in layers)
-    if len(check_sequence(name, given, of="tensors, one per layer")) != spec.num_layers:
-        raise ConfigError(f"{name}: expected {spec.num_layers} tensors, one per layer, got {len(given)}")
-    for layer, scale in enumerate(given):
+            return tuple(torch.ones(spec.num_kv_heads, dtype=torch.float32, device=device) for spec in layers)
+    if len(check_sequence(name, given, of="tensors, one per layer")) != len(layers):
+        raise ConfigError(f"{name}: expected {len(layers)} tensors, one per layer, got {len(given)}")
+    for layer, (scale, spec) in enumerate(zip(given, layers, strict=True)):
         check_kv_scale(f"{name}[{layer}]", scale, spec.dtype, spec.num_kv_heads, device)
     return tuple(given)
 

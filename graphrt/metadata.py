@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -16,21 +17,34 @@ class StepMetadata:
 
     seq_lens          [padded_reqs]             int32  KV tokens including this step's; the backend's fill in pad rows
     query_start_loc   [padded_reqs + 1]         int32  prefix sum of query lengths; repeats its last value in pad rows
-    block_table       [padded_reqs, max_pages]  int32  page ids; the null page beyond a row's pages and in pad rows
-    slot_mapping      [padded_tokens]           int64  flat KV slot of each new token; -1 in pad tokens
     positions         [padded_tokens]           int64  position of each new token in its sequence; 0 in pad tokens
+    block_tables      per KV group [padded_reqs, max_pages]  int32  page ids; the null page beyond a row's pages, in
+                                                pad rows, and before the first page that the row sees
+    slot_mappings     per KV group [padded_tokens]           int64  flat KV slot of each new token; -1 in pad tokens
     max_seq_len       host bound, the model's maximum: the same at capture and at every replay
+
+    A layer reads `block_tables[layer.group]`. Where all layers are alike there is one group.
     """
 
     descriptor: BatchDescriptor
     max_seq_len: int
     seq_lens: torch.Tensor
     query_start_loc: torch.Tensor
-    block_table: torch.Tensor
-    slot_mapping: torch.Tensor
     positions: torch.Tensor
+    block_tables: tuple[torch.Tensor, ...]
+    slot_mappings: tuple[torch.Tensor, ...]
 
     @classmethod
-    def of(cls, buffers: StaticBuffers, descriptor: BatchDescriptor, max_seq_len: int) -> StepMetadata:
-        """The metadata in static buffers that were cut to the size of `descriptor`."""
-        return cls(descriptor, max_seq_len, *(getattr(buffers, f.name) for f in fields(cls)[2:]))
+    def of(
+        cls, buffers: StaticBuffers, descriptor: BatchDescriptor, max_seq_len: int, max_pages: Sequence[int]
+    ) -> StepMetadata:
+        """The metadata in static buffers that were cut to the size of `descriptor`; `max_pages` by KV group."""
+        return cls(
+            descriptor,
+            max_seq_len,
+            buffers.seq_lens,
+            buffers.query_start_loc,
+            buffers.positions,
+            tuple(table[:, :width] for table, width in zip(buffers.block_table.unbind(), max_pages, strict=True)),
+            buffers.slot_mapping.unbind(),
+        )

@@ -9,8 +9,10 @@ import torch
 
 from graphrt.backends.base import AttentionBackend, AttentionLayer
 from graphrt.capture.descriptor import BatchDescriptor
+from graphrt.groups import LayerPlace
+from graphrt.kernels.attention.options import FP8_DTYPES
 from graphrt.kernels.checks import check_tensor
-from graphrt.kernels.metadata.buffers import StaticBuffers
+from graphrt.kernels.metadata.buffers import PageGroup, StaticBuffers
 from graphrt.kernels.metadata.publish import publish
 from graphrt.kernels.metadata.refresh import refresh
 from graphrt.kv_cache import KVCache
@@ -33,6 +35,11 @@ class StepProgram:
     buffers: StaticBuffers
     vocab_size: int
     max_seq_len: int
+
+    @property
+    def max_pages(self) -> tuple[int, ...]:
+        """Width of each KV group's table."""
+        return tuple(group.pages_for(self.max_seq_len) for group in self.kv_cache.groups)
 
     def run(self, descriptor: BatchDescriptor) -> torch.Tensor:
         """Run the step at one size and return its logits [padded_reqs, vocab].
@@ -57,9 +64,6 @@ class StepProgram:
         step = self.view(descriptor)
         refresh(
             step.buffers,
-            page_size=self.kv_cache.spec.page_size,
-            num_pages=self.kv_cache.num_pages,
-            null_page=self.kv_cache.null_page,
             max_seq_len=self.max_seq_len,
             vocab_size=self.vocab_size,
             query_len=descriptor.query_len,
@@ -72,29 +76,55 @@ class StepProgram:
         buffers = self.buffers.cut(descriptor.padded_reqs, descriptor.padded_tokens)
         return Step(
             descriptor=descriptor,
-            metadata=StepMetadata.of(buffers, descriptor, self.max_seq_len),
+            metadata=StepMetadata.of(buffers, descriptor, self.max_seq_len, self.max_pages),
             buffers=buffers,
             backend=self.backend,
             layers=self.layers,
         )
 
 
-def attention_layers(specs: Sequence[AttentionSpec], kv_cache: KVCache) -> tuple[AttentionLayer, ...]:
+def page_groups(kv_cache: KVCache, max_seq_len: int) -> tuple[PageGroup, ...]:
+    """The KV groups as the refresh sees them. Claims of a pool's pages follow those of the pool before."""
+    claims_at = [sum(kv_cache.pool_pages[:pool]) for pool in range(len(kv_cache.pool_pages))]
+    groups = []
+    for spec in kv_cache.groups:
+        assert isinstance(spec.null_page, int), "resolved by the cache"
+        groups.append(
+            PageGroup(
+                page_size=spec.page_size,
+                num_pages=kv_cache.pool_pages[spec.pool],
+                null_page=spec.null_page,
+                max_pages=spec.pages_for(max_seq_len),
+                window=spec.sliding_window or 0,
+                chunk=spec.attention_chunk_size or 0,
+                claims_at=claims_at[spec.pool],
+            )
+        )
+    return tuple(groups)
+
+
+def attention_layers(
+    specs: Sequence[AttentionSpec], places: Sequence[LayerPlace], kv_cache: KVCache
+) -> tuple[AttentionLayer, ...]:
     """Every layer over its part of the cache. Layers of equal ALiBi slopes share one tensor of them."""
     slopes = {
         values: torch.tensor(values, dtype=torch.float32, device=kv_cache.device)
         for values in {spec.alibi_slopes for spec in specs} - {None}
     }
-    scaled = bool(kv_cache.k_scales)
-    return tuple(
-        AttentionLayer(
-            index,
-            spec,
-            kv_cache.k[index],
-            kv_cache.v[index],
-            k_scale=kv_cache.k_scales[index] if scaled else None,
-            v_scale=kv_cache.v_scales[index] if scaled else None,
-            alibi_slopes=None if spec.alibi_slopes is None else slopes[spec.alibi_slopes],
+    layers = []
+    for index, (spec, place) in enumerate(zip(specs, places, strict=True)):
+        at, scaled = place.cache_layer, kv_cache.groups[place.group].dtype in FP8_DTYPES
+        layers.append(
+            AttentionLayer(
+                index,
+                spec,
+                kv_cache.k[at],
+                kv_cache.v[at],
+                k_scale=kv_cache.k_scales[at] if scaled else None,
+                v_scale=kv_cache.v_scales[at] if scaled else None,
+                alibi_slopes=None if spec.alibi_slopes is None else slopes[spec.alibi_slopes],
+                group=place.group,
+                writes=place.writes,
+            )
         )
-        for index, spec in enumerate(specs)
-    )
+    return tuple(layers)

@@ -21,6 +21,7 @@ from graphrt.capture.staging import StagingRing
 from graphrt.compare import StepComparison, StepResult, compare_results, state_kept
 from graphrt.config import RuntimeConfig
 from graphrt.entry import Exclusive, OnStream
+from graphrt.groups import layer_places
 from graphrt.handle import StepHandle, Submission
 from graphrt.kernels.checks import (
     check_bool,
@@ -36,7 +37,7 @@ from graphrt.kernels.metadata.buffers import Capacity, StaticBuffers
 from graphrt.kernels.metadata.record import record_size
 from graphrt.kernels.ops.sampling import MAX_VOCAB_SIZE
 from graphrt.kv_cache import KVCache
-from graphrt.program import StepProgram, attention_layers
+from graphrt.program import StepProgram, attention_layers, page_groups
 from graphrt.sampling import sample_tokens
 from graphrt.spec import AttentionSpec
 from graphrt.stats import Stats
@@ -93,13 +94,15 @@ class ReplayManager:
         self.config = config = check_instance(
             "config", RuntimeConfig() if config is None else config, RuntimeConfig, advice="pass a RuntimeConfig"
         ).resolve()
-        spec, device = kv_cache.spec, kv_cache.device
+        device = kv_cache.device
         specs = _check_layers(attention, kv_cache)
+        places = layer_places(specs, kv_cache.groups)
         most = MAX_VOCAB_SIZE if sampler is sample_tokens else (1 << 31) - 1
         vocab_size = check_int("vocab_size", vocab_size, 1, most, advice="pass the width of the model's logits")
         context = BackendContext(
             attention=specs,
-            kv=spec,
+            kv_groups=kv_cache.groups,
+            group_of=tuple(place.group for place in places),
             device=device,
             max_num_reqs=config.max_num_reqs,
             max_num_tokens=config.max_num_tokens,
@@ -116,18 +119,17 @@ class ReplayManager:
         self._device = device
         self._on_stream = OnStream(self._stream, "graphrt.replay")
         self._exclusive = Exclusive()
-        self._record_words = record_size(
-            config.max_num_reqs, config.max_num_tokens, config.max_num_reqs * context.max_pages
-        )
+        groups = page_groups(kv_cache, config.max_seq_len)
+        listed = config.max_num_reqs * sum(group.max_pages for group in groups)
+        self._record_words = record_size(config.max_num_reqs, config.max_num_tokens, listed, len(groups))
         self._buffers = StaticBuffers.allocate(
             Capacity(
                 rows=config.max_num_reqs,
                 tokens=config.max_num_tokens,
-                pages_per_row=context.max_pages,
                 row_ids=config.max_num_reqs,
-                slots=kv_cache.num_pages * spec.page_size,
                 record=self._record_words,
                 ring=config.ring_depth,
+                page_groups=groups,
             ),
             device,
         )
@@ -136,7 +138,7 @@ class ReplayManager:
             model=model,
             sampler=sampler,
             backend=self._backend,
-            layers=attention_layers(specs, kv_cache),
+            layers=attention_layers(specs, places, kv_cache),
             kv_cache=kv_cache,
             buffers=self._buffers,
             vocab_size=vocab_size,
@@ -249,7 +251,7 @@ class ReplayManager:
         """Step 1, after everything that the host can check."""
         self._require(State.CAPTURED, call)
         check_instance("batch", batch, Batch, advice="make one with Batch(...) or Batch.from_rows", error=ShapeError)
-        batch.check_capacity(self.config.max_seq_len, self._record_words)
+        batch.check_capacity(self.config.max_seq_len, self._record_words, len(self.kv_cache.groups))
         if self.config.check_weights:
             self._guard.check()
         uniform = batch.is_uniform(self.config.query_len)
@@ -308,18 +310,18 @@ class ReplayManager:
             self._logits = NOTHING
             return compare_results(target.descriptor, *results)
 
-    def _written_slots(self, batch: Batch, descriptor: BatchDescriptor) -> list[int]:
-        """Flat KV slots that a step will write: only the refresh of its batch runs."""
+    def _written_slots(self, batch: Batch, descriptor: BatchDescriptor) -> tuple[torch.Tensor, ...]:
+        """Flat KV slots that a step will write, by KV group: only the refresh of its batch runs."""
         state = self._buffers.snapshot()
         step, self._step = self._step, self._step + 1  # claims of an interrupted comparison must not meet a step's
         slot = self._ring.acquire(step)
         try:
             with slot.in_flight(self._stream):
                 self._ring.upload(slot, batch.write_record(slot.record, step))
-                mapping = self._program.refresh(descriptor).metadata.slot_mapping
+                mappings = self._program.refresh(descriptor).metadata.slot_mappings
+                return tuple(mapping[mapping >= 0] for mapping in mappings)
         finally:
             self._buffers.restore(state)
-        return [slot for slot in mapping.tolist() if slot >= 0]
 
     def stats(self) -> Stats:
         """Counters so far; a live object. After `close()` the last ones."""
@@ -443,19 +445,12 @@ def _named_weights(model: object) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _check_layers(attention: object, kv_cache: KVCache) -> tuple[AttentionSpec, ...]:
-    """One spec per layer of the cache. Raises: ConfigError."""
-    spec = kv_cache.spec
+    """One spec per attention layer. Raises: ConfigError."""
     if isinstance(attention, AttentionSpec):
-        specs: Sequence[AttentionSpec] = (attention,) * spec.num_layers
-    else:
-        specs = check_sequence("attention", attention, spec.num_layers, of="AttentionSpec per layer", error=ConfigError)
+        return (attention,) * len(kv_cache.group_of)
+    specs = check_sequence("attention", attention, of="AttentionSpec per layer", error=ConfigError)
     for index, layer in enumerate(specs):
         check_instance(f"attention[{index}]", layer, AttentionSpec, advice="pass one spec per layer, or one for all")
-        if (layer.num_kv_heads, layer.head_dim) != (spec.num_kv_heads, spec.head_dim):
-            raise ConfigError(
-                f"attention[{index}]: expected {spec.num_kv_heads} KV heads of size {spec.head_dim} as in the cache, "
-                f"got {layer.num_kv_heads} of {layer.head_dim}; pass the specs of the same model"
-            )
     return tuple(specs)
 
 

@@ -25,7 +25,7 @@ from graphrt.kernels.checks import (
     shown,
 )
 from graphrt.kernels.errors import CapacityError, CaptureError, ConfigError
-from graphrt.kv_cache import KVCache, PageAllocator
+from graphrt.kv_cache import KVCache, PageAllocator, bytes_per_page, check_groups
 from graphrt.replay import ReplayManager, State
 from graphrt.sampling import sample_tokens
 from graphrt.spec import MAX_PAGES, AttentionSpec, KVCacheSpec
@@ -39,6 +39,7 @@ _TRIAL_PAGES = 2  # the null page and one more: trial captures touch pad rows on
 class MemoryPlan:
     """How `num_pages="auto"` was worked out; bytes of device memory.
 
+    pool_pages       pages of each pool, null pages included
     free_before      free when sizing began, weights loaded
     reserved         kept free on purpose: (1 - memory_utilization) of the device
     predicted_graphs what the ladder, its buffers and activations were predicted to take, from trial captures
@@ -47,7 +48,7 @@ class MemoryPlan:
     actual_free      free memory found then; None before `capture()`, and on CPU
     """
 
-    num_pages: int
+    pool_pages: tuple[int, ...]
     free_before: int
     reserved: int
     predicted_graphs: int
@@ -55,9 +56,17 @@ class MemoryPlan:
     predicted_free: int
     actual_free: int | None = None
 
+    @property
+    def num_pages(self) -> int:
+        """Pages of all pools together."""
+        return sum(self.pool_pages)
 
-AllocateKV = Callable[[KVCacheSpec, int, torch.device], KVCache]
-"""Makes a KV cache of so many pages on a device."""
+
+KVGroups = KVCacheSpec | Sequence[KVCacheSpec]
+"""One spec where all layers are alike, else that of every KV group, as kv_groups() makes them."""
+
+AllocateKV = Callable[[KVGroups, Sequence[int], torch.device], KVCache]
+"""Makes a KV cache with so many pages in each pool on a device."""
 
 
 class Runtime:
@@ -67,17 +76,17 @@ class Runtime:
     row ids; `ReplayManager` where your scheduler does.
 
     manager      the step alone: descriptors, weights check, reset
-    allocator    hands out pages
+    allocators   hand out pages, one of each pool; `allocator` where there is one pool
     free_rows    row ids that no sequence uses; whoever starts a sequence pops one and appends it again at its end
 
     model, attention, vocab_size, sampler, stream, weights   as for ReplayManager
-    kv_spec             geometry and dtype of the cache; the scales of an fp8 cache are in `kv_cache`, and are 1 until
-                        the caller fills them in place
-    num_pages           pages of the cache, or "auto": what fits in `memory_utilization` of the device after the graphs,
-                        at most what `max_num_reqs` sequences of `max_seq_len` can use
-    allocate_kv         called with kv_spec, a number of pages and the device, and returns the KVCache: give your own
-                        where the KV tensors are yours. With "auto" on a GPU it is called twice, the first time for a
-                        cache of 2 pages that is dropped again
+    kv_spec             geometry and dtype of the cache, or those of its KV groups, as `kv_groups()` makes them; the
+                        scales of an fp8 cache are in `kv_cache`, and are 1 until the caller fills them in place
+    num_pages           pages of each pool, one number or one per pool; or "auto": what fits in `memory_utilization` of
+                        the device after the graphs, at most what `max_num_reqs` sequences of `max_seq_len` can use
+    allocate_kv         called with kv_spec, the pages of each pool and the device, and returns the KVCache: give your
+                        own where the KV tensors are yours. With "auto" on a GPU it is called twice, the first time for
+                        a cache of 2 pages that is dropped again
 
     Lifecycle: `capture()` once, then `replay(batch)` per step, then `close()`, which leaving a `with` block does.
     """
@@ -86,37 +95,35 @@ class Runtime:
         self,
         model: Model,
         attention: AttentionSpec | Sequence[AttentionSpec],
-        kv_spec: KVCacheSpec,
+        kv_spec: KVGroups,
         *,
         vocab_size: int,
         device: torch.device | str | None,
         config: RuntimeConfig | None = None,
-        num_pages: int | Literal["auto"] = "auto",
+        num_pages: int | Sequence[int] | Literal["auto"] = "auto",
         memory_utilization: float = 0.9,
         sampler: Sampler | None = sample_tokens,
         stream: torch.cuda.Stream | None = None,
         weights: Iterable[tuple[str, torch.Tensor]] | None = None,
         allocate_kv: AllocateKV = KVCache.allocate,
     ) -> None:
-        check_instance("kv_spec", kv_spec, KVCacheSpec, advice="pass a KVCacheSpec")
+        groups = check_groups(kv_spec)
         check_callable("allocate_kv", allocate_kv, advice="pass a function like KVCache.allocate")
         if not (is_finite(memory_utilization) and 0 < memory_utilization <= 1):
             raise ConfigError(
                 f"memory_utilization: expected a share in (0, 1], got {shown(memory_utilization)}; 0.9 is usual"
             )
-        auto = isinstance(num_pages, str) and num_pages == "auto"
-        if not auto:
-            num_pages = check_int("num_pages", num_pages, 2, MAX_PAGES, advice='or pass "auto"')
+        given = None if isinstance(num_pages, str) and num_pages == "auto" else _pool_pages(num_pages, groups)
         config = RuntimeConfig() if config is None else config
         self.config = check_instance("config", config, RuntimeConfig, advice="pass a RuntimeConfig")
         self.device = resolve_device(device)
         self.samples = sampler is not None
         named = None if weights is None else check_named_tensors("weights", weights)
 
-        def build(config: RuntimeConfig, pages: int) -> ReplayManager:
+        def build(config: RuntimeConfig, pages: tuple[int, ...]) -> ReplayManager:
             return ReplayManager(
                 model,
-                _checked_cache(allocate_kv(kv_spec, pages, self.device), kv_spec, pages, self.device),
+                _checked_cache(allocate_kv(groups, pages, self.device), groups, pages, self.device),
                 attention,
                 vocab_size=vocab_size,
                 config=config,
@@ -126,19 +133,26 @@ class Runtime:
             )
 
         self.memory_plan: MemoryPlan | None = None
-        if isinstance(num_pages, str):
-            self.memory_plan = _plan_memory(build, self.config, kv_spec, self.device, memory_utilization)
-            num_pages = self.memory_plan.num_pages
-        self._manager: ReplayManager | None = build(self.config, num_pages)
+        if given is None:
+            self.memory_plan = _plan_memory(build, self.config, groups, self.device, memory_utilization)
+            given = self.memory_plan.pool_pages
+        self._manager: ReplayManager | None = build(self.config, given)
         self._last_stats = self._manager.stats()
         self.vocab_size = int(vocab_size)
-        self.allocator = PageAllocator(num_pages, self._manager.kv_cache.null_page)
+        self.allocators = tuple(PageAllocator(count, null) for count, null in self._manager.kv_cache.pools)
         self.free_rows = list(range(self.config.max_num_reqs - 1, -1, -1))
 
     @property
     def manager(self) -> ReplayManager:
         """The step alone. Raises: CaptureError after `close()`."""
         return self._open("manager")
+
+    @property
+    def allocator(self) -> PageAllocator:
+        """Hands out pages. Raises: ConfigError where there are several pools, each with an allocator of its own."""
+        if len(self.allocators) > 1:
+            raise ConfigError(f"allocator: expected one pool, got {len(self.allocators)}; use allocators[group.pool]")
+        return self.allocators[0]
 
     @property
     def kv_cache(self) -> KVCache:
@@ -195,12 +209,23 @@ class Runtime:
         return self._manager
 
 
-def _checked_cache(cache: KVCache, spec: KVCacheSpec, num_pages: int, device: torch.device) -> KVCache:
+def _pool_pages(num_pages: int | Sequence[int], groups: Sequence[KVCacheSpec]) -> tuple[int, ...]:
+    """Pages of each pool. Raises: ConfigError."""
+    pools = len({spec.pool for spec in groups})
+    counts = list(num_pages) if isinstance(num_pages, (list, tuple)) else [num_pages] * pools
+    if len(counts) != pools:
+        raise ConfigError(f"num_pages: expected one number, or one for each of {pools} pools, got {shown(num_pages)}")
+    return tuple(check_int("num_pages", count, 2, MAX_PAGES, advice='or pass "auto"') for count in counts)
+
+
+def _checked_cache(
+    cache: KVCache, groups: tuple[KVCacheSpec, ...], pages: tuple[int, ...], device: torch.device
+) -> KVCache:
     """What `allocate_kv` returned; raises ConfigError where it is not what was asked for."""
     check_instance("allocate_kv", cache, KVCache, advice="return a KVCache")
     for name, want, got in (
-        ("spec", spec.resolve(num_pages), cache.spec),
-        ("num_pages", num_pages, cache.num_pages),
+        ("pool_pages", pages, cache.pool_pages),
+        ("groups", tuple(spec.resolve(pages[spec.pool]) for spec in groups), cache.groups),
         ("device", device, cache.device),
     ):
         if want != got:
@@ -209,37 +234,48 @@ def _checked_cache(cache: KVCache, spec: KVCacheSpec, num_pages: int, device: to
 
 
 def _plan_memory(
-    build: Callable[[RuntimeConfig, int], ReplayManager],
+    build: Callable[[RuntimeConfig, tuple[int, ...]], ReplayManager],
     config: RuntimeConfig,
-    kv_spec: KVCacheSpec,
+    groups: tuple[KVCacheSpec, ...],
     device: torch.device,
     utilization: float,
 ) -> MemoryPlan:
-    useful = min(1 + config.max_num_reqs * kv_spec.pages_for(config.max_seq_len), MAX_PAGES)
+    pools = sorted({spec.pool for spec in groups})
+    of_pool = [[spec for spec in groups if spec.pool == pool] for pool in pools]
+    # Beside the null page, what all sequences together can own: of windowed groups the window's pages alone.
+    length, chunk = config.max_seq_len, config.max_num_tokens
+    per_row = [sum(spec.most_pages(length, chunk) for spec in specs) for specs in of_pool]
+    useful = [min(config.max_num_reqs * count, MAX_PAGES - 1) for count in per_row]
+    page_bytes = [bytes_per_page(specs) for specs in of_pool]
     if device.type != "cuda":
         free = total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
         predicted = 0
     else:
         torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info(device)
-        predicted = _measure_graphs(build, config, device)
+        predicted = _measure_graphs(build, config, device, len(pools))
     reserved = int((1 - utilization) * total)
     budget = free - reserved - predicted
-    pages = min(useful, budget // kv_spec.bytes_per_page)
-    if pages < _TRIAL_PAGES:
+    # Every pool gets the same share of what it can use, so that none is full long before the others.
+    most = sum(count * nbytes for count, nbytes in zip(useful, page_bytes, strict=True))
+    left = budget - sum(page_bytes)
+    if left < sum(page_bytes):
         raise CapacityError(
-            f"num_pages: expected room for at least {_TRIAL_PAGES} pages of {kv_spec.bytes_per_page} bytes, got "
+            f"num_pages: expected room for at least {_TRIAL_PAGES} pages of {sum(page_bytes)} bytes, got "
             f"{budget} bytes (free {free}, reserved {reserved}, graphs {predicted}); lower max_num_reqs or raise "
             "memory_utilization"
         )
-    kv_bytes = pages * kv_spec.bytes_per_page
-    # A claim of 8 bytes per slot stands beside the cache, and travels with its size.
-    claims = 8 * pages * kv_spec.page_size
-    return MemoryPlan(pages, free, reserved, predicted, kv_bytes, free - predicted - kv_bytes - claims)
+    pages = tuple(1 + max(1, min(count, count * left // most)) for count in useful)
+    kv_bytes = sum(count * nbytes for count, nbytes in zip(pages, page_bytes, strict=True))
+    # A claim of 8 bytes per page stands beside the cache, and travels with its size.
+    return MemoryPlan(pages, free, reserved, predicted, kv_bytes, free - predicted - kv_bytes - 8 * sum(pages))
 
 
 def _measure_graphs(
-    build: Callable[[RuntimeConfig, int], ReplayManager], config: RuntimeConfig, device: torch.device
+    build: Callable[[RuntimeConfig, tuple[int, ...]], ReplayManager],
+    config: RuntimeConfig,
+    device: torch.device,
+    pools: int,
 ) -> int:
     """Bytes that buffers and the full ladder will take, from capturing the largest graph of each kind and dropping it.
 
@@ -250,7 +286,7 @@ def _measure_graphs(
     sizes = {GraphKind.DECODE: resolved.decode_sizes or (), GraphKind.MIXED: resolved.mixed_sizes or ()}
     trial = replace(config, decode_sizes=sizes[GraphKind.DECODE][-1:], mixed_sizes=sizes[GraphKind.MIXED][-1:])
     before = torch.cuda.mem_get_info(device)[0]
-    manager = build(trial, _TRIAL_PAGES)
+    manager = build(trial, (_TRIAL_PAGES,) * pools)
     try:
         manager.capture()
         torch.cuda.empty_cache()

@@ -15,6 +15,7 @@ from graphrt.kernels.checks import (
     check_bool_field,
     check_int,
     check_int_field,
+    check_ints,
     is_finite,
     shown,
 )
@@ -33,6 +34,9 @@ class AttentionSpec:
 
     softmax_scale    None means head_dim ** -0.5
     sliding_window   tokens a query sees, itself included, 1 to 2 ** 30; None means all
+    attention_chunk_size   a query sees its own chunk of so many tokens only, up to itself; None means all
+    v_head_dim       size of the value heads, and of the output's; None means head_dim
+    kv_shared_with   number of an earlier layer whose keys and values this one reads; it writes none of its own
     logits_softcap   cap * tanh(logits / cap) before the softmax; None means off
     alibi_slopes     a slope per query head: the logits get -slope * distance after the softcap; None means off
     alibi_sqrt       -slope * sqrt(distance) instead
@@ -49,10 +53,16 @@ class AttentionSpec:
     alibi_slopes: tuple[float, ...] | None = None
     alibi_sqrt: bool = False
     sinks: bool = False
+    attention_chunk_size: int | None = None
+    v_head_dim: int | None = None
+    kv_shared_with: int | None = None
 
     def __post_init__(self) -> None:
         for name in ("num_q_heads", "num_kv_heads", "head_dim"):
             check_int_field(self, name, 1, _MOST, advice="pass the model's")
+        _check_value_size(self)
+        if self.kv_shared_with is not None:
+            check_int_field(self, "kv_shared_with", 0, _MOST, advice="pass the number of the layer that writes")
         if self.num_q_heads % self.num_kv_heads:
             raise ConfigError(
                 f"AttentionSpec.num_q_heads: expected a multiple of num_kv_heads={self.num_kv_heads}, "
@@ -71,8 +81,7 @@ class AttentionSpec:
                         f"got {shown(value)}; None means {default}"
                     )
                 object.__setattr__(self, name, float(value))
-        if self.sliding_window is not None:
-            check_int_field(self, "sliding_window", 1, MAX_WINDOW, advice="None sees everything")
+        _check_reach(self)
         for name in ("alibi_sqrt", "sinks"):
             check_bool_field(self, name, advice="tensors are passed to Step.attend")
         self._check_alibi()
@@ -100,6 +109,11 @@ class AttentionSpec:
         object.__setattr__(self, "alibi_slopes", tuple(map(float, slopes)))
 
     @property
+    def value_dim(self) -> int:
+        """Size of the value heads in force."""
+        return self.head_dim if self.v_head_dim is None else self.v_head_dim
+
+    @property
     def group(self) -> int:
         """Query heads per KV head."""
         return self.num_q_heads // self.num_kv_heads
@@ -112,14 +126,25 @@ class AttentionSpec:
 
 @dataclass(frozen=True, slots=True)
 class KVCacheSpec:
-    """The paged KV cache of a model: `num_layers` K and V tensors of equal shape.
+    """The paged KV cache of a model whose layers are alike, or one group of layers of another model.
 
+    A group is a number of layers that share a page table: their heads are alike, and they keep the same tokens. Models
+    whose layers differ have several groups, as `kv_groups` makes them of the layers' specs.
+
+    num_layers  K and V tensors of equal shape
     page_size   tokens per page, 1 to 1024; the captured graphs hold it
     layout      NHD or HND, the order inside a page
     dtype       of the stored keys and values: float16, bfloat16 or float32, in general that of the layers, or fp8
                 (float8_e4m3fn, float8_e5m2), half the bytes and with scales; see KVCache
     null_page   id of the page that no sequence owns; pad rows and table tails point at it. "last" is the cache's last
                 page, for block managers that hand out page 0; the spec of a KVCache has its number
+    v_head_dim  size of the value heads; None means head_dim
+    sliding_window         tokens that are kept of a sequence: no layer of the group sees more. Pages behind the window
+                           can be given to others. None keeps all
+    attention_chunk_size   layers see their own chunk of so many tokens only: older chunks are not kept. None keeps all
+    layers      which of the layers that write keys and values belong to the group, `num_layers` of them by number;
+                None means all, in order
+    pool        groups of equal number share their page ids and their memory: a page belongs to one group at a time
     """
 
     num_layers: int
@@ -129,11 +154,19 @@ class KVCacheSpec:
     layout: KVLayout = KVLayout.NHD
     dtype: torch.dtype = torch.bfloat16
     null_page: int | Literal["last"] = 0
+    v_head_dim: int | None = None
+    sliding_window: int | None = None
+    attention_chunk_size: int | None = None
+    layers: tuple[int, ...] | None = None
+    pool: int = 0
 
     def __post_init__(self) -> None:
         for name in ("num_layers", "num_kv_heads", "head_dim"):
             check_int_field(self, name, 1, _MOST, advice="pass the model's")
         check_int_field(self, "page_size", 1, 1024, advice="16 is usual")
+        _check_value_size(self)
+        _check_reach(self)
+        check_int_field(self, "pool", 0, _MOST, advice="0 is the first")
         if not isinstance(self.dtype, torch.dtype) or self.dtype not in KV_DTYPES:
             raise ConfigError(
                 f"KVCacheSpec.dtype: expected one of {KV_DTYPES}, got {shown(self.dtype)}; "
@@ -145,6 +178,15 @@ class KVCacheSpec:
             check_int_field(
                 self, "null_page", 0, MAX_PAGES - 1, advice='0 is usual, "last" leaves page 0 to be handed out'
             )
+        if self.layers is not None:
+            advice = "pass a tuple of numbers of layers"
+            found = check_ints("KVCacheSpec.layers", self.layers, 0, _MOST, advice=advice, error=ConfigError).tolist()
+            if len(set(found)) != self.num_layers or len(found) != self.num_layers:
+                raise ConfigError(
+                    f"KVCacheSpec.layers: expected num_layers={self.num_layers} different layers, got "
+                    f"{shown(self.layers)}; name each once"
+                )
+            object.__setattr__(self, "layers", tuple(found))
 
     def resolve(self, num_pages: int) -> KVCacheSpec:
         """The spec of a cache of `num_pages` pages, with the null page by its number.
@@ -160,10 +202,24 @@ class KVCacheSpec:
         return replace(self, null_page=null_page)
 
     @property
+    def value_dim(self) -> int:
+        """Size of the value heads in force."""
+        return self.head_dim if self.v_head_dim is None else self.v_head_dim
+
+    @property
+    def page_shape(self) -> tuple[int, int, int, int]:
+        """Tokens, KV heads, and sizes of the key and value heads of a page."""
+        return self.page_size, self.num_kv_heads, self.head_dim, self.value_dim
+
+    @property
+    def layer_bytes_per_page(self) -> int:
+        """Bytes of one page in one layer, K and V."""
+        return self.page_size * self.num_kv_heads * (self.head_dim + self.value_dim) * self.dtype.itemsize
+
+    @property
     def bytes_per_page(self) -> int:
         """Bytes of one page over all layers, K and V."""
-        per_layer = 2 * self.page_size * self.num_kv_heads * self.head_dim
-        return self.num_layers * per_layer * self.dtype.itemsize
+        return self.num_layers * self.layer_bytes_per_page
 
     @property
     def bytes_per_token(self) -> int:
@@ -177,3 +233,38 @@ class KVCacheSpec:
         """
         num_tokens = check_int("num_tokens", num_tokens, 0, advice="pass the tokens whose KV is kept")
         return -(-num_tokens // self.page_size)
+
+    def first_page_seen(self, position: int) -> int:
+        """Page of the oldest token that a token at `position` sees: pages before it can be given to others."""
+        seen = 0
+        if self.sliding_window is not None:
+            seen = max(0, position + 1 - self.sliding_window)
+        if self.attention_chunk_size is not None:
+            seen = position - position % self.attention_chunk_size
+        return seen // self.page_size
+
+    def most_pages(self, num_tokens: int, new_tokens: int) -> int:
+        """Pages that a sequence of up to `num_tokens` owns at most, in steps of up to `new_tokens` new ones."""
+        total = self.pages_for(num_tokens)
+        kept = self.sliding_window or self.attention_chunk_size
+        # The first new token sees `kept` tokens, of which the oldest may be the last of its page.
+        return total if kept is None else min(total, self.pages_for(kept + new_tokens - 1) + 1)
+
+
+def _check_value_size(spec: AttentionSpec | KVCacheSpec) -> None:
+    if spec.v_head_dim is not None:
+        check_int_field(spec, "v_head_dim", 1, _MOST, advice="None means head_dim")
+        if spec.v_head_dim == spec.head_dim:  # one way to say it: specs are compared
+            object.__setattr__(spec, "v_head_dim", None)
+
+
+def _check_reach(spec: AttentionSpec | KVCacheSpec) -> None:
+    """Check what a query sees of its sequence."""
+    for name in ("sliding_window", "attention_chunk_size"):
+        if getattr(spec, name) is not None:
+            check_int_field(spec, name, 1, MAX_WINDOW, advice="None means everything")
+    if spec.sliding_window is not None and spec.attention_chunk_size is not None:
+        raise ConfigError(
+            f"{type(spec).__name__}.attention_chunk_size: expected None with sliding_window={spec.sliding_window}, got "
+            f"{spec.attention_chunk_size}; a layer has a window or chunks"
+        )

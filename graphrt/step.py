@@ -70,8 +70,8 @@ class Step:
         self,
         layer: int,
         q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
+        k: torch.Tensor | None,
+        v: torch.Tensor | None,
         *,
         rotary: Rotary | None = None,
         sinks: torch.Tensor | None = None,
@@ -80,7 +80,9 @@ class Step:
         """Write this step's K and V to the cache and attend to everything cached so far, causally.
 
         q      [padded_tokens, num_q_heads, head_dim]   rotated in place if `rotary` is given
-        k, v   [padded_tokens, num_kv_heads, head_dim]  may be slices of one qkv tensor
+        k, v   [padded_tokens, num_kv_heads, head_dim]  may be slices of one qkv tensor; None for a layer that shares
+                                                        another's (AttentionSpec.kv_shared_with); values may have
+                                                        another head size, and `returns` has that one then
         sinks  [num_q_heads]                 float32    the layer's learned sinks, if its spec has them; finite or -inf
         lse    [padded_tokens, num_q_heads]  float32    written in place: natural log of the softmax's denominator, sink
                                                         included; in pad tokens -inf, or the sink
@@ -95,8 +97,14 @@ class Step:
         target, tokens = self.layers[layer], self.descriptor.padded_tokens
         spec, device = target.spec, self.positions.device
         check_tensor("q", q, shape=(tokens, spec.num_q_heads, spec.head_dim), dtype=spec.dtype, device=device)
-        check_tensor("k", k, shape=(tokens, spec.num_kv_heads, spec.head_dim), dtype=spec.dtype, device=device)
-        check_tensor("v", v, shape=(tokens, spec.num_kv_heads, spec.head_dim), dtype=spec.dtype, device=device)
+        for name, tensor, dim in (("k", k, spec.head_dim), ("v", v, spec.value_dim)):
+            if (tensor is None) == target.writes:
+                raise ShapeError(
+                    f"{name}: expected {'a tensor' if target.writes else 'None'} for layer {layer}, got "
+                    f"{'None' if target.writes else 'a tensor'}; only layers without kv_shared_with write"
+                )
+            if tensor is not None:
+                check_tensor(name, tensor, shape=(tokens, spec.num_kv_heads, dim), dtype=spec.dtype, device=device)
         self._check_options(layer, sinks, lse)
         if rotary is not None:
             check_instance("rotary", rotary, Rotary, advice="pass Rotary(...)", error=ShapeError)
@@ -105,11 +113,17 @@ class Step:
                 f"rotary.cos_sin: expected rows for max_seq_len={self.metadata.max_seq_len} positions, got "
                 f"{rotary.cos_sin.shape[0]}; make the table longer, or lower RuntimeConfig.max_seq_len"
             )
-        write_kv(
-            q, k, v, target.k_cache, target.v_cache, self.metadata.slot_mapping, self.positions,
-            rotary=rotary, k_scale=target.k_scale, v_scale=target.v_scale,
-        )  # fmt: skip
-        out = torch.empty_like(q, memory_format=torch.contiguous_format)
+        slots = self.metadata.slot_mappings[target.group]
+        k_cache, v_cache = target.k_cache, target.v_cache
+        if k is None or v is None:  # a layer that writes no KV may rotate its queries
+            k = v = q[:, :0]
+            k_cache = v_cache = target.k_cache[:, :, :0]
+        if target.writes or rotary is not None:
+            write_kv(
+                q, k, v, k_cache, v_cache, slots, self.positions,
+                rotary=rotary, k_scale=target.k_scale, v_scale=target.v_scale,
+            )  # fmt: skip
+        out = torch.empty(tokens, spec.num_q_heads, spec.value_dim, dtype=q.dtype, device=device)
         self.backend.run(target, q, self.metadata, out, sinks=sinks, lse=lse)
         return out
 

@@ -28,6 +28,10 @@ class KVLayout(str, Enum):
     HND = "HND"
 
 
+FAULT_GROUP_SHIFT = 8
+"""A fault code's KV group stands above these bits of the code."""
+
+
 class FaultCode(IntEnum):
     """What the device found wrong with a row; the token of such a row is NO_TOKEN.
 
@@ -39,11 +43,11 @@ class FaultCode(IntEnum):
     NONE = 0
     ROW_ID_OUT_OF_RANGE = 1  # value: the row id
     BAD_LENGTH = 2  # value: seq_len; it is < query_len, or > max_seq_len
-    LENGTH_EXCEEDS_PAGES = 3  # value: seq_len; pages x page_size is smaller
+    LENGTH_EXCEEDS_PAGES = 3  # value: seq_len; the row has not all pages for it
     PAGE_OUT_OF_RANGE = 4  # value: the page id; null page, negative or >= num_pages
     TOKEN_OUT_OF_RANGE = 5  # value: the token id; negative or >= vocab_size
     DUPLICATE_ROW = 6  # value: the row id; two rows of the batch name it
-    DUPLICATE_SLOT = 7  # value: the flat slot; two rows write it
+    DUPLICATE_PAGE = 7  # value: the page id; two rows write it, or one row lists it twice
     NO_LAST_TOKEN = 8  # value: the row id; the row asks for its last token, and its sequence has sampled none
     NO_TOKEN_OFFERED = 9  # value: NO_TOKEN; the logits offer no token: all are NaN or -inf
     SAMPLE_OUT_OF_RANGE = 10  # value: the token that the sampler returned; negative or >= vocab_size

@@ -47,7 +47,7 @@ def main() -> None:
     lists = {name: array.tolist() for name, array in arrays.items()}
     of_lists = [Row(i, [TOKEN_FROM_ROW], pages * PAGE_SIZE, table[i].tolist()) for i in range(rows)]
     of_arrays = [Row(i, [TOKEN_FROM_ROW], pages * PAGE_SIZE, table[i]) for i in range(rows)]
-    batch, record = Batch(**arrays), np.zeros(record_size(rows, rows, rows * pages), np.int32)
+    batch, record = Batch(**arrays), np.zeros(record_size(rows, rows, rows * pages, 1), np.int32)
     print(f"{rows} rows x {pages} pages, microseconds")
     for name, call in {
         "`Batch(...)` of int32 arrays": lambda: Batch(**arrays),

@@ -44,7 +44,7 @@ class Ladder:
 
 def measure(model: torch.nn.Module, config: ModelConfig, device: torch.device, repeats: int, **sizes: Any) -> Ladder:
     seconds, nbytes = [], 0
-    spec = config.kv_spec(16, KVLayout.NHD, torch.bfloat16)
+    spec = config.kv_groups(16, KVLayout.NHD, torch.bfloat16)
     for _ in range(repeats + 1):
         gc.collect()
         torch.cuda.empty_cache()

@@ -29,12 +29,13 @@ def tree_of(result: dict[str, Any]) -> str:
     return f"tree `{result['tree'][:12]}`{changes}"
 
 
+_EXTENTS = {"rows_plus_one": "rows + 1", "groups_plus_one": "groups + 1", "claims": "pages + row_ids"}
+
+
 def buffers_table() -> str:
     lines = ["| buffer | shape | dtype | kind | writer | readers | pad value |", "|---|---|---|---|---|---|---|"]
     for name, spec in StaticBuffers.specs().items():
-        shape = ", ".join(
-            str(s).replace("rows_plus_one", "rows + 1").replace("claims", "slots + row_ids") for s in spec.shape
-        )
+        shape = ", ".join(_EXTENTS.get(str(s), str(s)) for s in spec.shape)
         dtype = str(spec.dtype).removeprefix("torch.")
         readers = ", ".join(spec.readers)
         lines.append(f"| `{name}` | [{shape}] | {dtype} | {spec.kind.value} | {spec.writer} | {readers} | {spec.pad} |")
@@ -44,8 +45,9 @@ def buffers_table() -> str:
 def backends_table() -> str:
     lines = [
         "| backend | devices | dtypes | KV dtypes | head dims | page sizes | layouts | query_len | window | softcap "
-        "| ALiBi | ALiBi sqrt | sinks | lse | batch-invariant | mixed | graphs | pad seq_len |",
-        "|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|",
+        "| ALiBi | ALiBi sqrt | sinks | chunks | V head dim | KV groups | lse | batch-invariant | mixed | graphs "
+        "| pad seq_len |",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]  # fmt: skip
     for backend in map(backend_class, backend_names()):
         c = backend.capabilities
@@ -58,7 +60,8 @@ def backends_table() -> str:
             ", ".join(x.value for x in c.layouts),
             f"1 to {c.max_query_len}" if c.max_query_len > 1 else "1",
             *("yes" if x else "no" for x in (c.sliding_window, c.logits_softcap, c.alibi)),
-            *("yes" if x else "no" for x in (c.alibi_sqrt, c.sinks, c.lse, c.batch_invariant, c.mixed)),
+            *("yes" if x else "no" for x in (c.alibi_sqrt, c.sinks, c.attention_chunk_size, c.v_head_dim, c.kv_groups)),
+            *("yes" if x else "no" for x in (c.lse, c.batch_invariant, c.mixed)),
             backend.graph_support.name,
             str(backend.seq_len_fill),
         ]

@@ -25,11 +25,13 @@ def main() -> int:
     parser.add_argument("--num-q-heads", type=int, default=32)
     parser.add_argument("--num-kv-heads", type=int, default=8)
     parser.add_argument("--head-dim", type=int, default=128)
+    parser.add_argument("--v-head-dim", type=int, help="default: --head-dim")
     parser.add_argument("--dtype", choices=("float16", "bfloat16", "float32"), default="bfloat16")
     parser.add_argument("--kv-dtype", choices=("float8_e4m3fn", "float8_e5m2"), help="default: that of the queries")
     parser.add_argument("--num-sms", type=int, default=132, help="multiprocessors of the device (default: 132)")
     parser.add_argument("--query-len", type=int, default=1, help="new tokens per row (default: 1)")
     parser.add_argument("--window", type=int, default=0, help="sliding window; 0: none")
+    parser.add_argument("--chunk", type=int, default=0, help="attention_chunk_size; 0: none")
     parser.add_argument("--batch-invariant", action="store_true", help="cut rows by their own lengths")
     parser.add_argument("--triton", action="store_true", help="plan for the Triton kernel, not for the CUDA kernel")
     parser.add_argument("--all", action="store_true", help="print every unit and part")
@@ -41,6 +43,7 @@ def main() -> int:
             num_q_heads=arguments.num_q_heads,
             num_kv_heads=arguments.num_kv_heads,
             head_dim=arguments.head_dim,
+            v_head_dim=arguments.v_head_dim,
             dtype=getattr(torch, arguments.dtype),
             kv_dtype=None if arguments.kv_dtype is None else getattr(torch, arguments.kv_dtype),
             num_sms=arguments.num_sms,
@@ -48,7 +51,8 @@ def main() -> int:
             batch_invariant=arguments.batch_invariant,
             native=not arguments.triton,
         )
-        print(explain_schedule(plan, lengths, sliding_window=arguments.window, every_line=arguments.all))
+        spans = {"sliding_window": arguments.window, "attention_chunk_size": arguments.chunk}
+        print(explain_schedule(plan, lengths, every_line=arguments.all, **spans))
     except GraphRTError as error:
         parser.error(str(error))
     return 0

@@ -40,8 +40,10 @@ class Call:
     kv_dtype: torch.dtype | None = None
     group: int = 4
     head_dim: int = 128
+    v_head_dim: int = 0
     page_size: int = 16
     window: int = 0
+    chunk: int = 0
     contiguous: bool = False
     batch_invariant: bool = False
     native: bool = True
@@ -74,12 +76,23 @@ CALLS = {
     "odd": Call((49, 47, 48, 0), dtype=torch.float16, group=7, head_dim=80, page_size=48),
     "float32": Call((33, 100), dtype=torch.float32, head_dim=64),
     "window": Call((200, 64), window=65, page_size=64),
+    "chunks": Call((200, 64, 900), chunk=65),
+    "chunks_speculative": Call((200, 64, 900), query_len=4, chunk=66),
+    "triton_chunks": Call((200, 64, 900), chunk=65, native=False),
+    "two_sizes": Call((200, 64, 900), head_dim=192, v_head_dim=128),
+    "two_sizes_one": Call((900,), head_dim=192, v_head_dim=128, num_sms=132),
+    "two_sizes_fp8": Call((200, 64, 900), head_dim=64, v_head_dim=128, kv_dtype=E4M3),
+    "triton_two_sizes": Call((200, 64, 900), head_dim=192, v_head_dim=128, native=False),
+    "heads_of_72": Call((200, 64, 900), head_dim=72),
+    "odd_sizes": Call((200, 64, 900), head_dim=33, v_head_dim=71),
+    "heads_of_512": Call((200, 64, 900), head_dim=512),
     "options": Call((200, 1, 900), window=65, softcap=30.0, alibi=True, sinks=True, heads_first=True),
     "triton_options": Call((200, 1, 900), softcap=30.0, alibi=True, sinks=True, heads_first=True, native=False),
     "invariant": Call((900, 3), batch_invariant=True),
     "invariant_full": Call((20000,), batch_invariant=True, num_sms=64),
     "varlen": Call((40, 7, 130), (40, 1, 33)),
     "varlen_fp8": Call((40, 7, 130), (40, 1, 33), kv_dtype=E4M3),
+    "varlen_chunks": Call((40, 7, 130), (40, 1, 33), chunk=16, head_dim=71, v_head_dim=33),
     "contiguous": Call((40, 7, 130), (40, 1, 33), contiguous=True),
 }
 
@@ -94,10 +107,9 @@ def run(call: Call, device: torch.device) -> None:
     for row, count in enumerate(pages):
         table[row, :count] = torch.arange(first, first + count)
         first += count
-    shape = (sum(call.lengths), heads, call.head_dim)
-    if not call.contiguous:
-        shape = (first, call.page_size, heads, call.head_dim)
-    k, v = (torch.randn(shape, device=device).to(kv_dtype) for _ in "kv")
+    shape = (sum(call.lengths), heads) if call.contiguous else (first, call.page_size, heads)
+    v_head_dim = call.v_head_dim or call.head_dim
+    k, v = (torch.randn(*shape, size, device=device).to(kv_dtype) for size in (call.head_dim, v_head_dim))
     if call.heads_first:
         k, v = (cache.transpose(1, 2).contiguous().transpose(1, 2) for cache in (k, v))
     q = torch.randn(num_tokens, heads * call.group, call.head_dim, device=device).to(call.dtype)
@@ -105,6 +117,7 @@ def run(call: Call, device: torch.device) -> None:
         "num_q_heads": heads * call.group,
         "num_kv_heads": heads,
         "head_dim": call.head_dim,
+        "v_head_dim": v_head_dim,
         "dtype": call.dtype,
         "kv_dtype": kv_dtype,
         "num_sms": call.num_sms,
@@ -125,20 +138,23 @@ def run(call: Call, device: torch.device) -> None:
     options = AttentionOptions(
         call.head_dim**-0.5,
         sliding_window=call.window,
+        attention_chunk_size=call.chunk,
         logits_softcap=call.softcap,
         alibi_slopes=slopes,
         sinks=sinks,
         k_scale=scale,
         v_scale=scale,
     )
-    out, lse = torch.full_like(q, float("nan")), torch.full(q.shape[:2], float("nan"), device=device)
+    spans = {"sliding_window": call.window, "attention_chunk_size": call.chunk}
+    out, lse = (torch.full((*q.shape[:2], *more), float("nan"), device=device) for more in ((v_head_dim,), ()))
+    out = out.to(call.dtype)
     for _ in range(2):
         if call.contiguous and starts is not None:
             kv_starts = torch.tensor([0, *call.lengths]).cumsum(0).int().to(device)
             schedule_attention(plan, kv_starts, work_list, query_start_loc=starts, seq_lens_are_starts=True)
             contiguous_attention(q, k, v, kv_starts, starts, out, plan, work_list, workspace, options, lse=lse)
         else:
-            schedule_attention(plan, lengths, work_list, query_start_loc=starts, sliding_window=call.window)
+            schedule_attention(plan, lengths, work_list, query_start_loc=starts, **spans)
             tensors = (q, k, v, table.to(device), lengths, out, plan, work_list, workspace, options)
             paged_attention(*tensors, query_start_loc=starts, lse=lse)
     right = not lse.isnan().any() and not workspace.counters.any()
@@ -154,7 +170,7 @@ def reference(plan: AttentionPlan, options: AttentionOptions, *tensors: torch.Te
     assert q is not None, "only the starts are optional"
     moved = {name: getattr(options, name) for name in ("alibi_slopes", "sinks", "k_scale", "v_scale")}
     on_cpu = replace(options, **{name: None if t is None else t.cpu() for name, t in moved.items()})
-    out = torch.empty_like(q)
+    out = q.new_empty(*q.shape[:2], plan.shape.v_head_dim)
     work_list = torch.zeros(plan.work_list_words, dtype=torch.int32)
     workspace = AttentionWorkspace.allocate([plan], q.device)
     paged_attention(q, k, v, table, lengths, out, plan, work_list, workspace, on_cpu, query_start_loc=starts)

@@ -44,7 +44,7 @@ def test_cells_of_every_part():
     cells = make_cells(PARTS)
     assert len({(cell.part, cell.name) for cell in cells}) == len(cells)
     assert {part: sum(cell.part == part for cell in cells) for part in PARTS} == {
-        "uniform": 14, "ragged": 9, "pages": 12, "fp8": 8, "shapes": 16, "varlen": 1,
+        "uniform": 14, "ragged": 9, "pages": 12, "fp8": 8, "shapes": 16, "heads": 12, "chunks": 4, "varlen": 6,
     }  # fmt: skip
     assert cells == make_cells(PARTS)  # the ragged lengths are seeded
     assert all(1 <= length <= 32768 for cell in cells for length in cell.lengths)
@@ -66,6 +66,10 @@ def test_sizes_of_a_cell():
     causal = Cell("varlen", "", (3,), 1, 1, 8, query_len=3)
     assert causal.flops == 4 * 8 * (1 + 2 + 3)
     assert replace(causal, lengths=(5,), query_len=2).flops == 4 * 8 * (4 + 5)
+    assert replace(causal, v_head_dim=4).flops == 2 * 12 * (1 + 2 + 3)
+    assert Cell("heads", "", (512,), head_dim=192, v_head_dim=64).kv_bytes == 512 * 8 * (192 + 64) * 2
+    chunks = Cell("chunks", "", (512, 513, 600, 3), attention_chunk_size=512)
+    assert chunks.kv_bytes == (512 + 1 + 88 + 3) * 8 * 128 * 2 * 2
 
 
 def test_fp8_has_cells_that_its_goal_is_about():
@@ -134,6 +138,15 @@ def test_kernels_of_flashinfer():
     assert kernels(page_size=48) == ["tensor cores", "CUDA cores"]
 
 
+def test_cells_that_flashinfer_is_not_asked_for():
+    from graphrt.bench.attention_peers import _flashinfer_fault
+
+    asked = {part: [_flashinfer_fault(cell) is None for cell in make_cells([part])] for part in PARTS}
+    assert {part: sum(of_part) for part, of_part in asked.items()} == {
+        "uniform": 14, "ragged": 9, "pages": 12, "fp8": 8, "shapes": 16, "heads": 2, "chunks": 2, "varlen": 0,
+    }  # fmt: skip
+
+
 def test_ratio_is_to_the_best_peer():
     cell = make_cells(["uniform"])[0]
     assert result(cell, 8.0, 16.0, 10.0).ratio == pytest.approx(0.8)
@@ -165,7 +178,7 @@ def schedules(us=2.5):
     return [ScheduleTime(mode, rows, 128, us * rows / 256) for mode in ("decode", "mixed") for rows in (64, 256, 512)]
 
 
-@pytest.mark.parametrize("case", make_schedules()[:9], ids=lambda case: case.mode)
+@pytest.mark.parametrize("case", make_schedules()[:10], ids=lambda case: case.mode)
 def test_schedules(case):
     plan = case.plan(CPU)
     work_list = case.call(CPU)()
@@ -175,13 +188,13 @@ def test_schedules(case):
 
 def test_schedules_of_every_size():
     made = make_schedules()
-    assert len({(case.mode, case.rows) for case in made}) == len(made) == 36
+    assert len({(case.mode, case.rows) for case in made}) == len(made) == 40
     assert {case.rows for case in made} == {1, 64, 256, 1024}
 
 
 def test_goals_met():
     judged = goals(made_up(bandwidth=4.5), [*schedules(), ScheduleTime("mixed", 1024, 33, 9.9)])
-    assert [goal.met for goal in judged] == [True] * 11
+    assert [goal.met for goal in judged] == [True] * 12
     values = {goal.name: goal.value for goal in judged}
     assert values["uniform: geometric mean of the ratios"] == pytest.approx(1 / 1.5)
     assert values["B = 1: fixed us of the fit"] == pytest.approx(4.0)
@@ -284,7 +297,7 @@ def make_inputs(cell):
 
 def plain_attention(inputs, layer):
     cell = inputs.cell
-    out = torch.empty(inputs.q.shape[1:], dtype=torch.float64)
+    out = torch.empty(inputs.empty_out().shape[1:], dtype=torch.float64)
     for row, length in enumerate(cell.lengths):
         pages = inputs.block_table[row, : -(-length // cell.page_size)].long()
         k, v = (
@@ -296,8 +309,9 @@ def plain_attention(inputs, layer):
         for new in range(cell.query_len):
             seen = length - cell.query_len + new + 1
             q = inputs.q[layer, row * cell.query_len + new].double()
-            weights = torch.einsum("hd,shd->hs", q, k[:seen]).mul(1 / math.sqrt(cell.head_dim)).softmax(-1)
-            out[row * cell.query_len + new] = torch.einsum("hs,shd->hd", weights, v[:seen])
+            first = cell.first_seen(seen - 1)
+            weights = torch.einsum("hd,shd->hs", q, k[first:seen]).mul(1 / math.sqrt(cell.head_dim)).softmax(-1)
+            out[row * cell.query_len + new] = torch.einsum("hs,shd->hd", weights, v[first:seen])
     return out
 
 
@@ -307,6 +321,9 @@ CELLS = {
     "fp8": replace(SMALL, kv_dtype=torch.float8_e4m3fn),
     "fp8-HND": replace(SMALL, kv_dtype=torch.float8_e4m3fn, layout=KVLayout.HND),
     "varlen": replace(SMALL, lengths=(7, 4, 9), query_len=4),
+    "two_sizes": replace(SMALL, v_head_dim=24),
+    "two_sizes-HND": replace(SMALL, v_head_dim=24, layout=KVLayout.HND),
+    "chunks": replace(SMALL, attention_chunk_size=16),
 }
 
 
@@ -314,7 +331,8 @@ CELLS = {
 def test_inputs_and_check(name):
     cell = CELLS[name]
     inputs = make_inputs(cell)
-    assert inputs.k.shape == inputs.v.shape == (1, cell.num_pages, 4, 2, 16)
+    assert inputs.k.shape == (1, cell.num_pages, 4, 2, 16)
+    assert inputs.v.shape == (1, cell.num_pages, 4, 2, cell.v_head_dim or 16)
     assert inputs.k.stride(2) == (16 if cell.layout is KVLayout.HND else 32)
     used = torch.cat([inputs.row_pages(row) for row in range(cell.batch)])
     assert sorted(used.tolist()) == list(range(cell.num_pages))
@@ -393,14 +411,14 @@ def test_spacers_leave_the_outputs_alone():
     assert outs[0].eq(1).all()
 
 
-@pytest.mark.parametrize("name", ["decode", "HND", "varlen"])
+@pytest.mark.parametrize("name", ["decode", "HND", "varlen", "two_sizes", "chunks"])
 def test_graphrt_side_passes_its_check(name):
     from graphrt.bench.attention_sides import GraphrtSide, prepare_checked
 
     cell = CELLS[name]
     prepared, reason = prepare_checked(GraphrtSide(), cell, make_inputs(cell))
     assert reason is None
-    assert [p.variant for p in prepared][-1:] == (["contiguous"] if name == "varlen" else [prepared[0].variant])
+    assert [p.variant for p in prepared][-1:] == (["prompts, packed"] if name == "varlen" else [prepared[0].variant])
 
 
 @pytest.mark.parametrize("peer", ["fa3", "flashinfer"])
@@ -421,6 +439,6 @@ def test_dry_run(tmp_path):
     record = json.loads(finished.stdout.splitlines()[-1])
     assert record["name"] == "attention"
     assert record["sides"] == [OURS]
-    assert len(record["cells"]) == 15
+    assert len(record["cells"]) == 20
     assert all(cell[OURS]["us"] is not None for cell in record["cells"])
-    assert len(record["goals"]) == 11
+    assert len(record["goals"]) == 12

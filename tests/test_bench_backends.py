@@ -83,7 +83,11 @@ def test_the_contract_is_driven_in_order() -> None:
     cells = tiny_cells((1, 3), (5, 300))
     rig = rig_of(LargePages, cells)
     assert page_size_of(LargePages) == 256
-    assert (rig.context.max_num_reqs, rig.context.max_seq_len, rig.context.kv.layout) == (3, 300, KVLayout.HND)
+    assert (rig.context.max_num_reqs, rig.context.max_seq_len, rig.context.kv_groups[0].layout) == (
+        3,
+        300,
+        KVLayout.HND,
+    )
     time = rig.measure(cells[-1], 2)
     assert time.reason is None
     assert time.us is not None
@@ -98,7 +102,7 @@ def test_the_contract_is_driven_in_order() -> None:
     assert last.page_indptr.tolist() == [0, 2, 4, 6]
     assert sorted(last.page_ids.tolist()) == list(range(1, 7)), "the null page belongs to no row"
     assert len({int(plan.seq_lens[0]) for plan in plans}) > 10, "plans of one batch could be remembered"
-    last.check_capacity(max_seq_len=300, record_words=10_000)
+    last.check_capacity(max_seq_len=300, record_words=10_000, groups=1)
 
 
 @pytest.mark.skipif(not INTERPRETER_AVAILABLE, reason="needs TRITON_INTERPRET=1")

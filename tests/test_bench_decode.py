@@ -41,7 +41,7 @@ def bench(config: ModelConfig = TINY, **options: object) -> object:
         "tiny",
         model,
         config.attention_specs(torch.float32),
-        config.kv_spec(16, KVLayout.NHD, torch.float32),
+        config.kv_groups(16, KVLayout.NHD, torch.float32),
         vocab_size=config.vocab_size,
         weight_bytes=1000,
         device=CPU,
@@ -73,7 +73,7 @@ def test_host_time_is_of_many_steps() -> None:
     fill_dummy_weights(model)
     config = model.config
     report = bench_decode(
-        "x", model, config.attention_specs(model.dtype), config.kv_spec(16, KVLayout.NHD, model.dtype),
+        "x", model, config.attention_specs(model.dtype), config.kv_groups(16, KVLayout.NHD, model.dtype),
         vocab_size=config.vocab_size, weight_bytes=1, batches=(1,), context=20, steps=30, device=model.device,
     )  # fmt: skip
     assert report.results[0].host_steps >= 200

@@ -19,7 +19,7 @@ A step without a graph runs eagerly: `plan_capture`, `plan_replay`, `schedule` a
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from enum import IntEnum
 from typing import TYPE_CHECKING, ClassVar, final
@@ -67,6 +67,9 @@ class Capabilities:
     lse              `run` can write the log-sum-exp; a model that asks another backend for it is refused in its first
                      step, which is in `capture()`
     batch_invariant  a row's result does not depend on the other rows; see below
+    kv_groups        layers of several KV groups, each with a page table: `metadata.block_tables[layer.group]`
+    v_head_dim       value heads of another size than the key heads: `AttentionSpec.v_head_dim`
+    attention_chunk_size   layers with `AttentionSpec.attention_chunk_size`
 
     `batch_invariant` is a promise per kind of graph. With `RuntimeConfig(batch_invariant=True)`, a row's result is
     bitwise the same in all decode graphs of one query_len: at any size, at any place, beside any neighbours. The same
@@ -90,6 +93,9 @@ class Capabilities:
     sinks: bool = False
     lse: bool = False
     batch_invariant: bool = False
+    kv_groups: bool = False
+    v_head_dim: bool = False
+    attention_chunk_size: bool = False
 
     def __post_init__(self) -> None:
         check_int_field(self, "max_query_len", 1, advice="1 is plain decode")
@@ -118,7 +124,8 @@ class BackendContext:
     """What a backend is built for: the model's layers, the cache, the capacities and the device.
 
     attention        the spec of every layer, in order
-    kv               the cache; its head size is that of every layer
+    kv_groups        the spec of every KV group; one where all layers are alike
+    group_of         the KV group of every layer; None where there is one
     device           where the tensors are
     max_num_reqs     most rows in one step
     max_num_tokens   most new tokens in one step
@@ -131,7 +138,7 @@ class BackendContext:
     """
 
     attention: tuple[AttentionSpec, ...]
-    kv: KVCacheSpec
+    kv_groups: tuple[KVCacheSpec, ...]
     device: torch.device
     max_num_reqs: int
     max_num_tokens: int
@@ -139,20 +146,39 @@ class BackendContext:
     max_query_len: int = 1
     batch_invariant: bool = False
     mixed_batches: bool = True
+    group_of: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         _check_items("BackendContext.attention", self.attention, AttentionSpec)
-        check_instance("BackendContext.kv", self.kv, KVCacheSpec, advice="pass the spec of the cache")
+        _check_items("BackendContext.kv_groups", self.kv_groups, KVCacheSpec)
+        if self.group_of is None and len(self.kv_groups) == 1:
+            object.__setattr__(self, "group_of", (0,) * len(self.attention))
+        groups = range(len(self.kv_groups))
+        if (
+            not isinstance(self.group_of, tuple)
+            or len(self.group_of) != len(self.attention)
+            or any(group not in groups for group in self.group_of)
+        ):
+            raise ConfigError(
+                f"BackendContext.group_of: expected one of {len(groups)} KV groups for each of {len(self.attention)} "
+                f"layers, got {shown(self.group_of)}; pass those of layer_places()"
+            )
         check_instance("BackendContext.device", self.device, torch.device, advice="make it a torch.device")
         for name in ("max_num_reqs", "max_num_tokens", "max_seq_len", "max_query_len"):
             check_int_field(self, name, 1, advice="pass the runtime's")
         for name in ("batch_invariant", "mixed_batches"):
             check_bool_field(self, name, advice="pass the runtime's")
 
+    def max_pages(self, group: int) -> int:
+        """Width of the block table of a KV group."""
+        return self.kv_groups[group].pages_for(self.max_seq_len)
+
     @property
-    def max_pages(self) -> int:
-        """Width of the block table."""
-        return self.kv.pages_for(self.max_seq_len)
+    def layers(self) -> Iterator[tuple[AttentionSpec, KVCacheSpec, int]]:
+        """The spec of every layer, with its KV group: the group's spec and number."""
+        assert self.group_of is not None, "set at construction"
+        for spec, group in zip(self.attention, self.group_of, strict=True):
+            yield spec, self.kv_groups[group], group
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,7 +188,9 @@ class AttentionLayer:
     index              number of the layer
     spec               heads, head size, dtype and options
     k_cache, v_cache   [num_pages, page_size, num_kv_heads, head_dim]  any strides, the last one 1; an HND cache comes
-                       in this view too, with the strides of its layout
+                       in this view too, with the strides of its layout; values may have another head size
+    group              its KV group: `metadata.block_tables[group]` names its pages
+    writes             whether it writes keys and values; False: an earlier layer has written what it reads
     k_scale, v_scale   [1] or [num_kv_heads]  float32  of an fp8 cache: key = stored value * k_scale; None: 1
     alibi_slopes       [num_q_heads]          float32  those of the spec, on the device; None if it has none
     """
@@ -174,6 +202,8 @@ class AttentionLayer:
     k_scale: torch.Tensor | None = None
     v_scale: torch.Tensor | None = None
     alibi_slopes: torch.Tensor | None = None
+    group: int = 0
+    writes: bool = True
 
     def __post_init__(self) -> None:
         if (self.alibi_slopes is None) != (self.spec.alibi_slopes is None):
@@ -188,6 +218,7 @@ class AttentionLayer:
         return AttentionOptions(
             softmax_scale=self.spec.scale,
             sliding_window=self.spec.sliding_window or 0,
+            attention_chunk_size=self.spec.attention_chunk_size or 0,
             logits_softcap=self.spec.logits_softcap or 0.0,
             alibi_slopes=self.alibi_slopes,
             alibi_sqrt=self.spec.alibi_sqrt,
@@ -313,7 +344,7 @@ class AttentionBackend(ABC):
         step's keys and values. Must be capture-safe, as `schedule`.
 
         q      [padded_tokens, num_q_heads, head_dim]  any strides, the last one 1; anything, NaN too, in pad tokens
-        out    [padded_tokens, num_q_heads, head_dim]  written in place; zeros in pad tokens
+        out    [padded_tokens, num_q_heads, head_dim]  written in place; zeros in pad tokens; heads of v_head_dim
         sinks  [num_q_heads]                 float32   given for layers with spec.sinks, and for no others
         lse    [padded_tokens, num_q_heads]  float32   written in place if given, which needs capabilities.lse: natural
                                                        log of the softmax's denominator, sink included; in pad tokens
@@ -323,7 +354,8 @@ class AttentionBackend(ABC):
         token. `layer.options(sinks)` are the other options.
 
         Keys and values beyond a row's `seq_len`, in the null page and in pages of others may be NaN. None of them may
-        reach an output, so mask values as well as scores: zero times NaN is NaN.
+        reach an output, so mask values as well as scores: zero times NaN is NaN. Pages that lie wholly before what the
+        row sees (its window, its chunk) are null pages in the table.
         """
 
     # 5 The end of a step that failed, and of the runtime.
@@ -337,16 +369,19 @@ class AttentionBackend(ABC):
 
 def _refusals(have: Capabilities, context: BackendContext) -> list[str]:
     """What `context` needs and `have` lacks, a sentence each; every field but `lse`, which `Step.attend` asks for."""
-    kv, reasons = context.kv, []
+    reasons = []
     if context.device.type not in have.devices:
         reasons.append(f"device {context.device.type}: runs on {', '.join(have.devices)} only")
-    if have.page_sizes is not None and kv.page_size not in have.page_sizes:
-        reasons.append(f"page_size {kv.page_size}: supports {listing(have.page_sizes)}")
-    if kv.layout not in have.layouts:
-        reasons.append(f"layout {kv.layout.value}: supports {listing([x.value for x in have.layouts])}")
-    if kv.dtype not in have.kv_dtypes:
-        reasons.append(f"KV dtype {kv.dtype}: supports {listing(have.kv_dtypes)}")
-    for spec in dict.fromkeys(context.attention):
+    for kv in dict.fromkeys(context.kv_groups):
+        if have.page_sizes is not None and kv.page_size not in have.page_sizes:
+            reasons.append(f"page_size {kv.page_size}: supports {listing(have.page_sizes)}")
+        if kv.layout not in have.layouts:
+            reasons.append(f"layout {kv.layout.value}: supports {listing([x.value for x in have.layouts])}")
+        if kv.dtype not in have.kv_dtypes:
+            reasons.append(f"KV dtype {kv.dtype}: supports {listing(have.kv_dtypes)}")
+    if len(context.kv_groups) > 1 and not have.kv_groups:
+        reasons.append(f"{len(context.kv_groups)} KV groups: supports one")
+    for spec, kv in dict.fromkeys((spec, kv) for spec, kv, _ in context.layers):
         reasons += _refusals_of_layer(have, spec, kv)
     if context.max_query_len > have.max_query_len:
         reasons.append(f"query_len {context.max_query_len}: decodes at most {have.max_query_len} tokens per row")
@@ -366,8 +401,14 @@ def _refusals_of_layer(have: Capabilities, spec: AttentionSpec, kv: KVCacheSpec)
         reasons.append(f"dtype {spec.dtype}: supports {listing(have.dtypes)}")
     if have.head_dims is not None and spec.head_dim not in have.head_dims:
         reasons.append(f"head_dim {spec.head_dim}: supports {listing(have.head_dims)}")
+    if have.head_dims is not None and have.v_head_dim and spec.v_head_dim not in (None, *have.head_dims):
+        reasons.append(f"v_head_dim {spec.v_head_dim}: supports {listing(have.head_dims)}")
+    if spec.v_head_dim is not None and not have.v_head_dim:
+        reasons.append(f"v_head_dim {spec.v_head_dim}: supports that of the keys, {spec.head_dim}")
     if spec.sliding_window is not None and not have.sliding_window:
         reasons.append(f"sliding_window {spec.sliding_window}: not supported")
+    if spec.attention_chunk_size is not None and not have.attention_chunk_size:
+        reasons.append(f"attention_chunk_size {spec.attention_chunk_size}: not supported")
     if spec.logits_softcap is not None and not have.logits_softcap:
         reasons.append(f"logits_softcap {spec.logits_softcap}: not supported")
     if spec.alibi_slopes is not None and not have.alibi:
@@ -386,7 +427,7 @@ def listing(values: Sequence[object]) -> str:
     if len(values) > 4 and isinstance(first := values[0], int) and isinstance(last := values[-1], int):
         step = (last - first) // (len(values) - 1)
         if step > 0 and first % step == 0 and tuple(values) == tuple(range(first, last + 1, step)):
-            return f"multiples of {step} from {first} to {last}"
+            return f"{first} to {last}" if step == 1 else f"multiples of {step} from {first} to {last}"
     return ", ".join(str(v) for v in values)
 
 

@@ -45,6 +45,7 @@ class FlashAttention2Backend(PeerBackend):
         alibi=True,
         lse=True,
         batch_invariant=True,
+        kv_groups=True,
     )
     graph_support: ClassVar[GraphSupport] = GraphSupport.UNIFORM
     seq_len_fill: ClassVar[int] = 0
@@ -95,7 +96,7 @@ class FlashAttention2Backend(PeerBackend):
             "window_size": (-1, -1) if spec.sliding_window is None else (spec.sliding_window - 1, 0),
             "softcap": spec.logits_softcap or 0.0,
             "alibi_slopes": layer.alibi_slopes,
-            "block_table": metadata.block_table,
+            "block_table": metadata.block_tables[layer.group],
         }
         if metadata.descriptor.kind is GraphKind.MIXED:
             result, sums = self._mixed(layer, q, metadata, options)
@@ -111,7 +112,7 @@ class FlashAttention2Backend(PeerBackend):
         Without a window the kernel adds slope x key position, where the definition subtracts slope x distance. The
         softmax is the same, and the sum is off by slope x query position.
         """
-        window, width = layer.spec.sliding_window, metadata.block_table.shape[1] * layer.k_cache.shape[1]
+        window, width = layer.spec.sliding_window, _longest(layer, metadata)
         if layer.alibi_slopes is None or (window is not None and window <= width):
             return sums
         return sums - metadata.positions[:, None].float() * layer.alibi_slopes
@@ -141,8 +142,13 @@ class FlashAttention2Backend(PeerBackend):
             metadata.query_start_loc,
             self._kv_starts,
             metadata.descriptor.padded_tokens,
-            metadata.block_table.shape[1] * layer.k_cache.shape[1],
+            _longest(layer, metadata),
             return_attn_probs=True,
             **options,
         )
         return result, sums.transpose(0, 1)
+
+
+def _longest(layer: AttentionLayer, metadata: StepMetadata) -> int:
+    """Tokens that the layer's page table has room for."""
+    return metadata.block_tables[layer.group].shape[1] * layer.k_cache.shape[1]

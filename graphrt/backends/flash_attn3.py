@@ -14,7 +14,7 @@ from graphrt.kernels.attention.options import FP8_DTYPES
 from graphrt.kernels.errors import CaptureError, UnsupportedError
 from graphrt.kernels.types import KVLayout
 from graphrt.metadata import StepMetadata
-from graphrt.spec import AttentionSpec
+from graphrt.spec import AttentionSpec, KVCacheSpec
 
 MAX_SPLITS = 32
 """Most splits of a row's keys. The scheduler takes fewer where these suffice."""
@@ -24,8 +24,8 @@ _TOKENS_PER_SPLIT = 64  # no tile of the kernel covers fewer keys: more splits t
 _E4M3_MAX = 448.0
 _SMALLEST_AMAX = 2.0**-40  # attention cannot tell smaller queries from zero
 
-_ScheduleKey = tuple[int, int, int, int]
-"""What layers must have in common to share a schedule: query heads, KV heads, head_dim, window."""
+_ScheduleKey = tuple[int, int, int, int, int]
+"""What layers must have in common to share a schedule: query heads, KV heads, head_dim, window, page size."""
 
 
 class FlashAttention3Backend(PeerBackend):
@@ -70,6 +70,7 @@ class FlashAttention3Backend(PeerBackend):
         sinks=True,
         lse=True,
         batch_invariant=True,
+        kv_groups=True,
     )
     graph_support: ClassVar[GraphSupport] = GraphSupport.ALWAYS
     seq_len_fill: ClassVar[int] = 0
@@ -85,8 +86,10 @@ class FlashAttention3Backend(PeerBackend):
 
     def __init__(self, context: BackendContext) -> None:
         super().__init__(context)
-        self._kinds = {_schedule_key(spec): spec for spec in context.attention}
-        self._fp8 = context.kv.dtype in FP8_DTYPES
+        self._layer_keys = [_schedule_key(spec, kv) for spec, kv, _ in context.layers]
+        self._kinds = {_schedule_key(spec, kv): (spec, group) for spec, kv, group in context.layers}
+        self._kv_dtype = context.kv_groups[0].dtype
+        self._fp8 = self._kv_dtype in FP8_DTYPES
         self._schedules: dict[_ScheduleKey, torch.Tensor] = {}
         self._scheduled_for: BatchDescriptor | None = None
         self._no_left_padding: torch.Tensor | None = None
@@ -100,7 +103,10 @@ class FlashAttention3Backend(PeerBackend):
             major = torch.cuda.get_device_capability(context.device)[0]
             if major > 9:
                 reasons.append(f"device sm_{major}x: the kernels are compiled for sm_90a, which runs on sm_90 alone")
-        if context.kv.dtype in FP8_DTYPES and any(s.dtype != torch.bfloat16 for s in context.attention):
+        dtypes = dict.fromkeys(group.dtype for group in context.kv_groups)
+        if len(dtypes) > 1:
+            reasons.append(f"KV dtypes {', '.join(map(str, dtypes))}: all groups must have one")
+        if not dtypes.keys().isdisjoint(FP8_DTYPES) and any(s.dtype != torch.bfloat16 for s in context.attention):
             reasons.append("KV dtype float8_e4m3fn: its output is bfloat16, so the layers must be")
         if any(spec.sinks for spec in context.attention) and cls.unavailable() is None:
             reasons += cls._why_no_sinks()
@@ -140,7 +146,7 @@ class FlashAttention3Backend(PeerBackend):
         if self.context.batch_invariant:
             return 1
         bytes_per_split = 4 * descriptor.padded_tokens * spec.num_q_heads * (spec.head_dim + 1)
-        useful = -(-self.context.max_pages * self.context.kv.page_size // _TOKENS_PER_SPLIT)
+        useful = -(-self.context.max_seq_len // _TOKENS_PER_SPLIT)
         return max(1, min(MAX_SPLITS, useful, WORKSPACE_BYTES // bytes_per_split))
 
     def schedule(self, metadata: StepMetadata) -> None:
@@ -156,24 +162,24 @@ class FlashAttention3Backend(PeerBackend):
             self._token_rows = rows.clamp_(max=descriptor.padded_reqs - 1)  # pad tokens come last, and are zeros
         # Dropping the last step's tensors first gives the graph that is being captured their memory.
         self._schedules = {}
-        for key, spec in self._kinds.items():
-            self._schedules[key] = self._make_schedule(spec, metadata)
+        for key, (spec, group) in self._kinds.items():
+            self._schedules[key] = self._make_schedule(spec, group, metadata)
         self._scheduled_for = descriptor
 
-    def _make_schedule(self, spec: AttentionSpec, metadata: StepMetadata) -> torch.Tensor:
-        descriptor = metadata.descriptor
+    def _make_schedule(self, spec: AttentionSpec, group: int, metadata: StepMetadata) -> torch.Tensor:
+        descriptor, page_size = metadata.descriptor, self.context.kv_groups[group].page_size
         result: torch.Tensor = self._module.get_scheduler_metadata(
             batch_size=descriptor.padded_reqs,
             max_seqlen_q=_max_query_len(descriptor),
-            max_seqlen_k=metadata.block_table.shape[1] * self.context.kv.page_size,
+            max_seqlen_k=metadata.block_tables[group].shape[1] * page_size,
             num_heads_q=spec.num_q_heads,
             num_heads_kv=spec.num_kv_heads,
             headdim=spec.head_dim,
             cache_seqlens=metadata.seq_lens,
-            qkv_dtype=self.context.kv.dtype,
+            qkv_dtype=self._kv_dtype,
             cu_seqlens_q=metadata.query_start_loc if descriptor.kind is GraphKind.MIXED else None,
-            cache_leftpad=self._left_padding(descriptor, spec),
-            page_size=self.context.kv.page_size,
+            cache_leftpad=self._left_padding(descriptor, spec, page_size),
+            page_size=page_size,
             causal=True,
             window_size=_window(spec),
             num_splits=self.num_splits(descriptor, spec),
@@ -215,12 +221,12 @@ class FlashAttention3Backend(PeerBackend):
             layer.k_cache,
             layer.v_cache,
             cache_seqlens=metadata.seq_lens,
-            cache_leftpad=self._left_padding(descriptor, spec),
-            page_table=metadata.block_table,
+            cache_leftpad=self._left_padding(descriptor, spec, layer.k_cache.shape[1]),
+            page_table=metadata.block_tables[layer.group],
             softmax_scale=spec.scale,
             causal=True,
             window_size=_window(spec),
-            scheduler_metadata=self._schedules[_schedule_key(spec)],
+            scheduler_metadata=self._schedules[self._layer_keys[layer.index]],
             num_splits=self.num_splits(descriptor, spec),
             return_softmax_lse=True,
             **options,
@@ -229,10 +235,10 @@ class FlashAttention3Backend(PeerBackend):
         if lse is not None:
             self.write_lse(sums.transpose(0, 1) if mixed else sums.transpose(1, 2).reshape(lse.shape), lse)
 
-    def _left_padding(self, descriptor: BatchDescriptor, spec: AttentionSpec) -> torch.Tensor | None:
+    def _left_padding(self, descriptor: BatchDescriptor, spec: AttentionSpec, page_size: int) -> torch.Tensor | None:
         """Zeros where the kernel might load whole pages by TMA, else None. It might with pages of 64 tokens or more,
         and with more than 64 rows of queries per KV head."""
-        if self.context.kv.page_size < 64 or _max_query_len(descriptor) * spec.group <= 64:
+        if page_size < 64 or _max_query_len(descriptor) * spec.group <= 64:
             return None
         assert self._no_left_padding is not None, "schedule() has checked that buffers are allocated"
         return self._no_left_padding[: descriptor.padded_reqs]
@@ -264,8 +270,8 @@ class FlashAttention3Backend(PeerBackend):
         return (clean / of_token[:, :, None, None]).to(torch.float8_e4m3fn).view(q.shape), scales
 
 
-def _schedule_key(spec: AttentionSpec) -> _ScheduleKey:
-    return spec.num_q_heads, spec.num_kv_heads, spec.head_dim, spec.sliding_window or 0
+def _schedule_key(spec: AttentionSpec, kv: KVCacheSpec) -> _ScheduleKey:
+    return spec.num_q_heads, spec.num_kv_heads, spec.head_dim, spec.sliding_window or 0, kv.page_size
 
 
 def _window(spec: AttentionSpec) -> tuple[int, int]:

@@ -97,7 +97,7 @@ class FlashInferBackend(PeerBackend):
 
     def __init__(self, context: BackendContext) -> None:
         super().__init__(context)
-        self._spec = context.attention[0]
+        self._spec, self._kv = context.attention[0], context.kv_groups[0]
         self._buffers: _Buffers | None = None
         self._wrappers: dict[int, Any] = {}
         self._layouts: dict[int, tuple[int, ...]] = {}
@@ -124,7 +124,7 @@ class FlashInferBackend(PeerBackend):
         self._buffers = _Buffers(
             workspace=torch.zeros(self._workspace_bytes(), dtype=torch.uint8, device=device),
             indptr=torch.zeros(rows + 1, dtype=torch.int32, device=device),
-            indices=torch.zeros(rows * context.max_pages, dtype=torch.int32, device=device),
+            indices=torch.zeros(rows * context.max_pages(0), dtype=torch.int32, device=device),
             last_page_len=torch.ones(rows, dtype=torch.int32, device=device),
             nothing=torch.empty(0, dtype=torch.int32, device=device),
             slot=StagingSlot(3 * rows + 2, device),
@@ -172,7 +172,7 @@ class FlashInferBackend(PeerBackend):
         super().schedule(metadata)
         buffers = self._have_buffers()
         rows = self._planned_rows if metadata.descriptor.kind is GraphKind.MIXED else metadata.descriptor.padded_reqs
-        list_pages(metadata.block_table[:rows], buffers.indptr[: rows + 1], buffers.indices)
+        list_pages(metadata.block_tables[0][:rows], buffers.indptr[: rows + 1], buffers.indices)
 
     def run(
         self,
@@ -196,7 +196,7 @@ class FlashInferBackend(PeerBackend):
                 f"backend {self.name}: expected a plan for {metadata.descriptor}, got none; call plan_capture() first"
             )
         k, v = layer.k_cache, layer.v_cache
-        if self.context.kv.layout is KVLayout.HND:
+        if self._kv.layout is KVLayout.HND:
             k, v = k.transpose(1, 2), v.transpose(1, 2)
         real = self._planned_tokens if mixed else q.shape[0]
         if layer.k_scale is not None:
@@ -224,7 +224,7 @@ class FlashInferBackend(PeerBackend):
                 spec.num_q_heads,
                 spec.num_kv_heads,
                 spec.head_dim,
-                self.context.kv.page_size,
+                self._kv.page_size,
                 **self._plan_options(),
             )
         layout = self._layout(wrapper)
@@ -256,7 +256,7 @@ class FlashInferBackend(PeerBackend):
         self._planned_rows, self._planned_tokens = batch.num_reqs, batch.num_tokens
         if self._prefill is None:
             wrapper = self._module.BatchPrefillWithPagedKVCacheWrapper(
-                buffers.workspace, self.context.kv.layout.value, backend=_TENSOR_CORE_BACKEND
+                buffers.workspace, self._kv.layout.value, backend=_TENSOR_CORE_BACKEND
             )
             self._prefill = self._share(wrapper)
         seq_lens = np.maximum(batch.seq_lens, 1)
@@ -272,13 +272,13 @@ class FlashInferBackend(PeerBackend):
                 spec.num_q_heads,
                 spec.num_kv_heads,
                 spec.head_dim,
-                self.context.kv.page_size,
+                self._kv.page_size,
                 causal=True,
                 **self._plan_options(),
             )
 
     def _plan_options(self) -> dict[str, Any]:
-        spec, stored = self._spec, self.context.kv.dtype
+        spec, stored = self._spec, self._kv.dtype
         return {
             "q_data_type": spec.dtype,
             "kv_data_type": stored,
@@ -296,7 +296,7 @@ class FlashInferBackend(PeerBackend):
         """Row offsets, lengths of last pages and query offsets in pinned memory, after its last upload."""
         slot = self._have_buffers().slot
         slot.wait()
-        n, page_size, record = len(seq_lens), self.context.kv.page_size, slot.record
+        n, page_size, record = len(seq_lens), self._kv.page_size, slot.record
         pages = -(-seq_lens // page_size)
         record[0] = 0
         np.cumsum(pages, out=record[1 : n + 1])
@@ -309,7 +309,7 @@ class FlashInferBackend(PeerBackend):
     def _decode_wrapper(self, rows: int, buffers: _Buffers) -> Any:
         wrapper = self._module.BatchDecodeWithPagedKVCacheWrapper(
             buffers.workspace,
-            self.context.kv.layout.value,
+            self._kv.layout.value,
             use_cuda_graph=True,
             use_tensor_cores=True,
             paged_kv_indptr_buffer=buffers.indptr[: rows + 1],

@@ -137,7 +137,7 @@ class PeerBackend(AttentionBackend):
     def schedule(self, metadata: StepMetadata) -> None:
         """Note which tokens are real: those that have a slot in the cache. Capture-safe: a comparison on the device."""
         tokens = metadata.descriptor.padded_tokens
-        torch.ge(metadata.slot_mapping, 0, out=self._allocated().live[:tokens])
+        torch.ge(metadata.slot_mappings[0], 0, out=self._allocated().live[:tokens])
 
     def write_out(self, result: torch.Tensor, out: torch.Tensor) -> None:
         """Copy what the kernel gave into `out`, with zeros in pad tokens, whatever it left there.

@@ -34,6 +34,9 @@ class TorchReferenceBackend(AttentionBackend):
         sinks=True,
         lse=True,
         batch_invariant=True,
+        kv_groups=True,
+        v_head_dim=True,
+        attention_chunk_size=True,
     )
     graph_support: ClassVar[GraphSupport] = GraphSupport.ALWAYS
 
@@ -58,7 +61,7 @@ class TorchReferenceBackend(AttentionBackend):
             q,
             layer.k_cache,
             layer.v_cache,
-            metadata.block_table,
+            metadata.block_tables[layer.group],
             metadata.seq_lens,
             metadata.query_start_loc,
             out,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
@@ -21,12 +22,38 @@ from graphrt.kernels.library import INTERPRETER_AVAILABLE, interpreted
 from graphrt.kernels.native.nvrtc import nvrtc_fault, runs_native
 from graphrt.kernels.types import KVLayout
 from graphrt.metadata import StepMetadata
-from graphrt.spec import AttentionSpec
+from graphrt.spec import AttentionSpec, KVCacheSpec
 
 _INTERPRETER_SMS = 4  # rows are split on CPU too, into few parts: an interpreted program costs milliseconds
 
-_ScheduleKey = tuple[int, int, int, torch.dtype, int]
-"""What layers must have in common to share a work list: query heads, KV heads, head_dim, dtype, window."""
+
+@dataclass(frozen=True, slots=True)
+class _ScheduleKey:
+    """What layers must have in common to share a work list. Groups of equal pages share theirs: no page is in it."""
+
+    num_q_heads: int
+    num_kv_heads: int
+    head_dim: int
+    v_head_dim: int
+    dtype: torch.dtype
+    kv_dtype: torch.dtype
+    sliding_window: int
+    attention_chunk_size: int
+    whole_tiles: bool  # pages hold whole tiles of the CUDA kernel, which never runs on others
+
+    @classmethod
+    def of(cls, spec: AttentionSpec, kv: KVCacheSpec) -> _ScheduleKey:
+        return cls(
+            num_q_heads=spec.num_q_heads,
+            num_kv_heads=spec.num_kv_heads,
+            head_dim=spec.head_dim,
+            v_head_dim=spec.value_dim,
+            dtype=spec.dtype,
+            kv_dtype=kv.dtype,
+            sliding_window=spec.sliding_window or 0,
+            attention_chunk_size=spec.attention_chunk_size or 0,
+            whole_tiles=kv.page_size % NATIVE_PAGE_MULTIPLE == 0,
+        )
 
 
 class TritonBackend(AttentionBackend):
@@ -53,12 +80,16 @@ class TritonBackend(AttentionBackend):
         sinks=True,
         lse=True,
         batch_invariant=True,
+        kv_groups=True,
+        v_head_dim=True,
+        attention_chunk_size=True,
     )
     graph_support: ClassVar[GraphSupport] = GraphSupport.ALWAYS
 
     def __init__(self, context: BackendContext) -> None:
         super().__init__(context)
-        self._keys = list(dict.fromkeys(_schedule_key(spec) for spec in context.attention))
+        self._layer_keys = [_ScheduleKey.of(spec, kv) for spec, kv, _ in context.layers]
+        self._keys = list(dict.fromkeys(self._layer_keys))
         self._work_lists: dict[_ScheduleKey, torch.Tensor] = {}
         self._plans: dict[tuple[_ScheduleKey, BatchDescriptor], AttentionPlan] = {}
         self._workspace: AttentionWorkspace | None = None
@@ -66,8 +97,6 @@ class TritonBackend(AttentionBackend):
         if context.device.type == "cuda":
             self._num_sms = torch.cuda.get_device_properties(context.device).multi_processor_count
             self._native = runs_native(context.device)
-        # Where pages do not hold whole tiles, the CUDA kernel never runs. Triton has better plans of its own there.
-        self._native &= context.kv.page_size % NATIVE_PAGE_MULTIPLE == 0
 
     @classmethod
     def also_why_not(cls, context: BackendContext) -> list[str]:
@@ -131,7 +160,8 @@ class TritonBackend(AttentionBackend):
                     metadata.seq_lens,
                     work_list,
                     query_start_loc=metadata.query_start_loc if mixed else None,
-                    sliding_window=key[-1],
+                    sliding_window=key.sliding_window,
+                    attention_chunk_size=key.attention_chunk_size,
                 )
 
     def run(
@@ -148,14 +178,14 @@ class TritonBackend(AttentionBackend):
 
         Capture-safe: the grid follows from the descriptor, lengths stay on the device.
         """
-        key = _schedule_key(layer.spec)
+        key = self._layer_keys[layer.index]
         workspace = self._check_allocated()
         with _kernels_on(q.device):
             paged_attention(
                 q,
                 layer.k_cache,
                 layer.v_cache,
-                metadata.block_table,
+                metadata.block_tables[layer.group],
                 metadata.seq_lens,
                 out,
                 self._plan(key, metadata.descriptor),
@@ -173,40 +203,37 @@ class TritonBackend(AttentionBackend):
         return found
 
     def _make_plan(self, key: _ScheduleKey, descriptor: BatchDescriptor) -> AttentionPlan:
-        num_q_heads, num_kv_heads, head_dim, dtype, _ = key
         if descriptor.kind is GraphKind.MIXED:
             return AttentionPlan.varlen(
                 descriptor.padded_reqs,
                 descriptor.padded_tokens,
-                num_q_heads=num_q_heads,
-                num_kv_heads=num_kv_heads,
-                head_dim=head_dim,
-                dtype=dtype,
-                kv_dtype=self.context.kv.dtype,
+                num_q_heads=key.num_q_heads,
+                num_kv_heads=key.num_kv_heads,
+                head_dim=key.head_dim,
+                v_head_dim=key.v_head_dim,
+                dtype=key.dtype,
+                kv_dtype=key.kv_dtype,
                 num_sms=self._num_sms,
                 batch_invariant=self.context.batch_invariant,
             )
         return AttentionPlan.decode(
             descriptor.padded_reqs,
             query_len=descriptor.query_len,
-            num_q_heads=num_q_heads,
-            num_kv_heads=num_kv_heads,
-            head_dim=head_dim,
-            dtype=dtype,
-            kv_dtype=self.context.kv.dtype,
+            num_q_heads=key.num_q_heads,
+            num_kv_heads=key.num_kv_heads,
+            head_dim=key.head_dim,
+            v_head_dim=key.v_head_dim,
+            dtype=key.dtype,
+            kv_dtype=key.kv_dtype,
             num_sms=self._num_sms,
             batch_invariant=self.context.batch_invariant,
-            native=self._native,
+            native=self._native and key.whole_tiles,  # Triton has better plans of its own where it is not
         )
 
     def _check_allocated(self) -> AttentionWorkspace:
         if self._workspace is None:
             raise CaptureError(f"backend {self.name}: expected a workspace, got none; call allocate() before run()")
         return self._workspace
-
-
-def _schedule_key(spec: AttentionSpec) -> _ScheduleKey:
-    return spec.num_q_heads, spec.num_kv_heads, spec.head_dim, spec.dtype, spec.sliding_window or 0
 
 
 def _kernels_on(device: torch.device) -> contextlib.AbstractContextManager[None]:

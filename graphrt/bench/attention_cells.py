@@ -1,4 +1,5 @@
-"""The cells of the attention benchmark, by part: uniform and ragged batches, page sizes, fp8, shapes, prompts."""
+"""The cells of the attention benchmark, by part: uniform and ragged batches, page sizes, fp8, shapes, sizes of heads,
+chunks, prompts."""
 
 from __future__ import annotations
 
@@ -39,7 +40,8 @@ def shrink(cell: Cell) -> Cell:
     """The cell at a size that the CPU's reference runs in seconds. It is for a dry run, whose figures mean nothing."""
     lengths = tuple(1 + (length - 1) // 512 for length in cell.lengths[:4])
     query_len = min(cell.query_len, *lengths) if cell.query_len > 1 else 1
-    return replace(cell, lengths=lengths, query_len=query_len)
+    chunk = -(-cell.attention_chunk_size // 512)
+    return replace(cell, lengths=lengths, query_len=query_len, attention_chunk_size=chunk)
 
 
 def _uniform_cells() -> list[Cell]:
@@ -85,8 +87,39 @@ def _shape_cells() -> list[Cell]:
     ]
 
 
+def _head_cells() -> list[Cell]:
+    """K and V of different sizes, as DeepSeek V3's in expanded form; sizes that the CUDA kernel has, and others."""
+    expanded = [
+        Cell("heads", f"16/16 x 192/128, {b} x {context}", (context,) * b, 16, 16, 192, v_head_dim=128)
+        for b, context in ((1, 2048), (16, 2048), (64, 2048), (256, 512))
+    ]
+    others = [
+        Cell("heads", f"32/8 x {head_dim}, {b} x 2048", (2048,) * b, 32, 8, head_dim)
+        for head_dim in (72, 80, 256, 512)
+        for b in (16, 64)
+    ]
+    return expanded + others
+
+
+def _chunk_cells() -> list[Cell]:
+    """Llama 4: most layers see a chunk of 8192, the others everything."""
+    lengths = tuple(int(n) for n in np.random.default_rng((SEED, 8192)).integers(1, 32768, size=16, endpoint=True))
+    return [
+        Cell("chunks", f"{name}, {shown}", rows, 40, 8, attention_chunk_size=chunk)
+        for name, rows in (("16 x 32768", (32768,) * 16), ("16 x 1 to 32768", lengths))
+        for shown, chunk in (("chunks", 8192), ("full", 0))
+    ]
+
+
 def _varlen_cells() -> list[Cell]:
-    return [Cell("varlen", "4 x 2048 causal", (2048,) * 4, query_len=2048)]
+    return [
+        Cell("varlen", "4 x 2048 causal", (2048,) * 4, query_len=2048),
+        Cell("varlen", "1 x 2048 causal", (2048,), query_len=2048),
+        Cell("varlen", "1 x 2048 behind 6144", (8192,), query_len=2048),
+        Cell("varlen", "1 x 8192 causal", (8192,), query_len=8192),
+        Cell("varlen", "16 x 512 causal", (512,) * 16, query_len=512),
+        Cell("varlen", "4 x 2048 causal, heads of 64", (2048,) * 4, head_dim=64, query_len=2048),
+    ]
 
 
 PARTS: dict[str, Callable[[], list[Cell]]] = {
@@ -95,5 +128,7 @@ PARTS: dict[str, Callable[[], list[Cell]]] = {
     "pages": _page_cells,
     "fp8": _fp8_cells,
     "shapes": _shape_cells,
+    "heads": _head_cells,
+    "chunks": _chunk_cells,
     "varlen": _varlen_cells,
 }

@@ -32,7 +32,7 @@ class KVPool:
         """Allocate for the largest of the cells. Raises: CapacityError for a cell beyond the pool's bound."""
         sizes: dict[torch.dtype, int] = {}
         for cell in cells:
-            size = num_layers(cell, self.device) * _layer_elements(cell)
+            size = num_layers(cell, self.device) * _layer_elements(cell, max(cell.head_dims))
             if 2 * size * cell.kv_dtype.itemsize > _MAX_KV_BYTES:
                 raise CapacityError(
                     f"cell {cell.part} {cell.name}: expected at most {_MAX_KV_BYTES >> 30} GiB of KV, got "
@@ -43,16 +43,19 @@ class KVPool:
             self._stores[dtype] = (self._fill(size, dtype, 1), self._fill(size, dtype, 2))
 
     def layers(self, cell: Cell) -> tuple[torch.Tensor, torch.Tensor]:
-        """K and V of the cell's layers: [layers, num_pages, page_size, num_kv_heads, head_dim], HND by its strides."""
-        k, v = (self._view(store, cell) for store in self._stores[cell.kv_dtype])
+        """K of the cell's layers, [layers, num_pages, page_size, num_kv_heads, head_dim], HND by its strides; and V."""
+        k, v = (
+            self._view(store, cell, size)
+            for store, size in zip(self._stores[cell.kv_dtype], cell.head_dims, strict=True)
+        )
         return k, v
 
-    def _view(self, store: torch.Tensor, cell: Cell) -> torch.Tensor:
+    def _view(self, store: torch.Tensor, cell: Cell, size: int) -> torch.Tensor:
         layers = num_layers(cell, self.device)
-        flat = store[: layers * _layer_elements(cell)]
+        flat = store[: layers * _layer_elements(cell, size)]
         if cell.layout is KVLayout.NHD:
-            return flat.view(layers, cell.num_pages, cell.page_size, cell.num_kv_heads, cell.head_dim)
-        return flat.view(layers, cell.num_pages, cell.num_kv_heads, cell.page_size, cell.head_dim).transpose(2, 3)
+            return flat.view(layers, cell.num_pages, cell.page_size, cell.num_kv_heads, size)
+        return flat.view(layers, cell.num_pages, cell.num_kv_heads, cell.page_size, size).transpose(2, 3)
 
     def _fill(self, size: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
         generator = torch.Generator(self.device).manual_seed(seed)
@@ -67,8 +70,9 @@ def num_layers(cell: Cell, device: torch.device) -> int:
     return rotations(cell.kv_bytes, device)
 
 
-def _layer_elements(cell: Cell) -> int:
-    return cell.num_pages * cell.page_size * cell.num_kv_heads * cell.head_dim
+def _layer_elements(cell: Cell, size: int) -> int:
+    """Of K or V, whose heads are of that size."""
+    return cell.num_pages * cell.page_size * cell.num_kv_heads * size
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +80,8 @@ class Inputs:
     """What every side gets.
 
     q               [layers, tokens, num_q_heads, head_dim]                         bf16   device
-    k, v            [layers, num_pages, page_size, num_kv_heads, head_dim]          kv_dtype, device
+    k               [layers, num_pages, page_size, num_kv_heads, head_dim]          kv_dtype, device
+    v               as k, with heads of v_head_dim
     block_table     [batch, most pages of a row]  shuffled, 0 beyond a row's pages  int32  device
     seq_lens        [batch]                                                         int32  device
     page_indices    [num_pages]  the rows' pages one after another                  int32  device
@@ -106,10 +111,18 @@ class Inputs:
     def softmax_scale(self) -> float:
         return float(self.cell.head_dim**-0.5)
 
+    def empty_out(self) -> torch.Tensor:
+        """Room for every layer's output: [layers, tokens, num_q_heads, v_head_dim], in the dtype of q."""
+        return self.q.new_empty(*self.q.shape[:3], self.cell.head_dims[1])
+
     def query_starts(self) -> torch.Tensor:
         """Where each row's queries begin: [batch + 1] int32, on the device."""
         rows, query_len = self.cell.batch, self.cell.query_len
         return torch.arange(rows + 1, dtype=torch.int32, device=self.device) * query_len
+
+    def kv_starts(self) -> torch.Tensor:
+        """Where each row's keys begin without pages: [batch + 1] int32, on the device."""
+        return torch.nn.functional.pad(self.seq_lens.cumsum(0, dtype=torch.int32), (1, 0))
 
     def row_pages(self, row: int) -> torch.Tensor:
         """Page ids of a row, on the device."""
@@ -117,9 +130,15 @@ class Inputs:
         return self.page_indices[start:end]
 
     def row_kv(self, layer: int, row: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """K and V of a row without pages: [seq_len, num_kv_heads, head_dim] each."""
+        """K and V of a row without pages: [seq_len, num_kv_heads, head_dim], V with heads of its own size."""
         pages, length = self.row_pages(row), self.cell.lengths[row]
         k, v = (_take_pages(cache[layer], pages).flatten(0, 1)[:length] for cache in (self.k, self.v))
+        return k, v
+
+    def packed_kv(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """K and V of all rows without pages: [sum of the lengths, num_kv_heads, head_dim] each."""
+        rows = [self.row_kv(layer, row) for row in range(self.cell.batch)]
+        k, v = (torch.cat(parts) for parts in zip(*rows, strict=True))
         return k, v
 
     @classmethod
@@ -162,14 +181,15 @@ def check_output(inputs: Inputs, layer: int, out: torch.Tensor) -> None:
     Raises: AssertionError when a token is further off than its dtype explains.
     """
     cell = inputs.cell
-    flat = out.reshape(inputs.q.shape[1:])
+    flat = out.reshape(*inputs.q.shape[1:3], cell.head_dims[1])
     longest = max(range(cell.batch), key=lambda row: cell.lengths[row])
     for row in sorted({0, cell.batch - 1, longest}):
         k, v = (x.float() for x in inputs.row_kv(layer, row))
         for new in sorted({cell.query_len // 2, cell.query_len - 1}):
             token = row * cell.query_len + new
             seen = cell.lengths[row] - cell.query_len + new + 1
-            expected = _attend(inputs.q[layer, token].float(), k[:seen], v[:seen], inputs.softmax_scale)
+            first = cell.first_seen(seen - 1)
+            expected = _attend(inputs.q[layer, token].float(), k[first:seen], v[first:seen], inputs.softmax_scale)
             error = float((flat[token].float() - expected).norm() / expected.norm())
             if not error <= _TOLERANCE[cell.kv_dtype]:  # NaN is not
                 raise AssertionError(

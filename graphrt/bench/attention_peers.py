@@ -21,6 +21,7 @@ from graphrt.kernels.types import KVLayout
 
 _FA3_SPLITS = (0, 32)  # its heuristic, and what serving stacks set under graphs
 _FLASHINFER_CORE_GROUPS = (1, 2, 3, 4, 8)  # query heads per KV head that its kernel for CUDA cores is compiled for
+_FLASHINFER_HEAD_DIMS = (64, 128, 256)
 _XQA_PAGE_SIZES = (16, 32, 64, 128)
 _XQA_SEMAPHORE_BYTES = 8 << 20
 _FLASHINFER_WORKSPACE_BYTES = 512 << 20  # 64 query heads x 256 rows need more than the customary 128 MiB
@@ -37,7 +38,11 @@ class Fa3Side:
 
     def prepare(self, cell: Cell, inputs: Inputs) -> list[Prepared]:
         if cell.query_len > 1:
-            return [Prepared("", [self._varlen_call(inputs, layer) for layer in range(inputs.layers)])]
+            ways = {"packed": self._varlen_call, "paged": self._paged_prompt_call}
+            return [
+                Prepared(way, [call_of(inputs, layer) for layer in range(inputs.layers)])
+                for way, call_of in ways.items()
+            ]
         return [self._decode(inputs, splits, causal) for splits in _FA3_SPLITS for causal in (True, False)]
 
     def _decode(self, inputs: Inputs, splits: int, causal: bool) -> Prepared:
@@ -48,6 +53,7 @@ class Fa3Side:
         scales = torch.ones(cell.batch, cell.num_kv_heads, device=inputs.device) if fp8 else None
         # The kernel takes its longest length from the table's width: the metadata must be made for the same one.
         max_seq_len = inputs.block_table.shape[1] * cell.page_size
+        chunked = {"attention_chunk": cell.attention_chunk_size} if cell.attention_chunk_size else {}
 
         def schedule() -> torch.Tensor:
             metadata: torch.Tensor = self._package.get_scheduler_metadata(
@@ -62,6 +68,8 @@ class Fa3Side:
                 page_size=cell.page_size,
                 causal=causal,
                 num_splits=splits,
+                **({"headdim_v": cell.v_head_dim} if cell.v_head_dim else {}),
+                **chunked,
             )
             return metadata
 
@@ -82,6 +90,7 @@ class Fa3Side:
                     causal=causal,
                     scheduler_metadata=metadata,
                     num_splits=splits,
+                    **chunked,
                 )
                 return out
 
@@ -93,10 +102,8 @@ class Fa3Side:
         return Prepared(variant, [call_of(layer) for layer in range(inputs.layers)], schedule)
 
     def _varlen_call(self, inputs: Inputs, layer: int) -> Call:
-        rows = [inputs.row_kv(layer, row) for row in range(inputs.cell.batch)]
-        k, v = (torch.cat(tensors) for tensors in zip(*rows, strict=True))
-        starts = inputs.query_starts()
-        kv_starts = torch.nn.functional.pad(inputs.seq_lens.cumsum(0, dtype=torch.int32), (1, 0))
+        k, v = inputs.packed_kv(layer)
+        starts, kv_starts = inputs.query_starts(), inputs.kv_starts()
 
         def call() -> torch.Tensor:
             out: torch.Tensor = self._package.flash_attn_varlen_func(
@@ -107,6 +114,25 @@ class Fa3Side:
                 cu_seqlens_k=kv_starts,
                 max_seqlen_q=inputs.cell.query_len,
                 max_seqlen_k=max(inputs.cell.lengths),
+                softmax_scale=inputs.softmax_scale,
+                causal=True,
+            )
+            return out
+
+        return call
+
+    def _paged_prompt_call(self, inputs: Inputs, layer: int) -> Call:
+        starts = inputs.query_starts()
+
+        def call() -> torch.Tensor:
+            out: torch.Tensor = self._package.flash_attn_with_kvcache(
+                inputs.q[layer],
+                inputs.k[layer],
+                inputs.v[layer],
+                cache_seqlens=inputs.seq_lens,
+                page_table=inputs.block_table,
+                cu_seqlens_q=starts,
+                max_seqlen_q=inputs.cell.query_len,
                 softmax_scale=inputs.softmax_scale,
                 causal=True,
             )
@@ -131,7 +157,9 @@ class FlashInferSide:
         """Compile the modules that the cells need side by side, some 40 s each; returns the seconds it took."""
         start = time.perf_counter()
         wanted = list(
-            dict.fromkeys(module for cell in cells if cell.query_len == 1 for module in flashinfer_modules(cell))
+            dict.fromkeys(
+                module for cell in cells if _flashinfer_fault(cell) is None for module in flashinfer_modules(cell)
+            )
         )
         with ThreadPoolExecutor(max(1, len(wanted))) as threads:
             builds = {module: threads.submit(module.spec().build, verbose=False) for module in wanted}
@@ -141,8 +169,8 @@ class FlashInferSide:
         return time.perf_counter() - start
 
     def prepare(self, cell: Cell, inputs: Inputs) -> list[Prepared]:
-        if cell.query_len > 1:
-            raise UnsupportedError("FlashInfer: not part of this comparison")
+        if (reason := _flashinfer_fault(cell)) is not None:
+            raise UnsupportedError(f"FlashInfer: {reason}")
         prepared, faults = [], []
         for module in flashinfer_modules(cell):
             try:
@@ -247,6 +275,18 @@ class FlashInferModule:
         if self.kernel == "CUDA cores":
             return jit.gen_batch_decode_module(*common, off, off)
         return jit.gen_batch_prefill_module("fa2", *common, off, off, off)
+
+
+def _flashinfer_fault(cell: Cell) -> str | None:
+    """Why FlashInfer is not asked, or None."""
+    if cell.query_len > 1:
+        return "prompts are not part of this comparison"
+    if cell.attention_chunk_size:
+        return "its paged decode has no chunks"
+    if cell.v_head_dim:
+        return "its paged decode has one size of heads for K and V"
+    sizes = ", ".join(map(str, _FLASHINFER_HEAD_DIMS))
+    return None if cell.head_dim in _FLASHINFER_HEAD_DIMS else f"it has heads of {sizes}"
 
 
 def flashinfer_modules(cell: Cell) -> list[FlashInferModule]:

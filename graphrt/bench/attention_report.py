@@ -40,6 +40,9 @@ def print_report(
             console.print(_times_table(part, chosen, ceiling_tb_per_s))
             console.print(_method_table(part, chosen))
             console.print(_variants_table(part, chosen))
+            for side in (OURS, *PEERS) if part == "varlen" else ():
+                if (table := _ways_table(part, side, chosen)) is not None:
+                    console.print(table)
             if (table := _back_to_back_table(chosen)) is not None:
                 console.print(table)
             for line in _reasons(chosen):
@@ -110,6 +113,18 @@ def _variants_table(part: str, results: Sequence[CellResult]) -> Table:
     table = _table(f"{part}: as", (OURS, *PEERS))
     for result in results:
         table.add_row(result.cell.name, *(result.sides.get(side, SideTime()).variant or "-" for side in (OURS, *PEERS)))
+    return table
+
+
+def _ways_table(part: str, side: str, results: Sequence[CellResult]) -> Table | None:
+    """The figure of each way in which a side runs the cells, where it has several."""
+    timed = {r.cell.name: r.sides[side].ways or {} for r in results if side in r.sides}
+    ways = list(dict.fromkeys(way for of_cell in timed.values() for way in of_cell))
+    if not ways:
+        return None
+    table = _table(f"{part}: us of each way of {side}", ways)
+    for name, of_cell in timed.items():
+        table.add_row(name, *(_number(of_cell.get(way), 1) for way in ways))
     return table
 
 

@@ -16,6 +16,7 @@ OURS = "graphrt"
 PEERS = ("FA3", "FlashInfer")
 
 _LARGE_KV_BYTES = 256e6
+_KV_BYTES_OF_SIZES = 128e6
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +30,7 @@ class SideTime:
     plan_us           host time of the per-step plan; not part of `us`
     back_to_back_us   calls without a spacer between them
     pdl_us            the same, with programmatic dependent launch
+    ways              the figure of each way that was measured, of which this is the fastest; None where there is one
     """
 
     variant: str = ""
@@ -41,6 +43,7 @@ class SideTime:
     plan_us: float | None = None
     back_to_back_us: float | None = None
     pdl_us: float | None = None
+    ways: dict[str, float] | None = None
     reason: str | None = None
 
     @property
@@ -91,13 +94,15 @@ class CellResult:
             "batch": cell.batch,
             "longest": cell.longest,
             "tokens": sum(cell.lengths),
-            "heads": [cell.num_q_heads, cell.num_kv_heads, cell.head_dim],
+            "heads": [cell.num_q_heads, cell.num_kv_heads, *cell.head_dims],
             "page_size": cell.page_size,
             "layout": cell.layout.value,
             "kv_dtype": str(cell.kv_dtype).removeprefix("torch."),
             "kv_bytes": cell.kv_bytes,
             "ratio": self.ratio,
         }
+        if cell.attention_chunk_size:
+            record["attention_chunk_size"] = cell.attention_chunk_size
         if cell.query_len > 1:
             record |= {"query_len": cell.query_len, "flops": cell.flops}
         for name, side in self.sides.items():
@@ -223,6 +228,9 @@ def goals(results: Sequence[CellResult], schedules: Sequence[ScheduleTime]) -> l
     }
     single = fits(results).get(1, {}).get(OURS)
     large_fp8 = {_place(r): r.tb_per_s(OURS) for r in of("fp8") if r.cell.kv_bytes >= _LARGE_KV_BYTES}
+    two_sizes = {
+        _place(r): r.tb_per_s(OURS) for r in of("heads") if r.cell.v_head_dim and r.cell.kv_bytes >= _KV_BYTES_OF_SIZES
+    }
     varlen = {_place(r): None if r.ratio is None else 1.0 / r.ratio for r in of("varlen")}
     of_256 = [s for s in schedules if s.rows == 256]
     decodes: dict[str, float | None] = {s.mode: s.us for s in of_256 if s.is_decode}
@@ -236,7 +244,8 @@ def goals(results: Sequence[CellResult], schedules: Sequence[ScheduleTime]) -> l
         Goal("B = 1: TB/s of the fit", 4.1, True, single.tb_per_s if single else None),
         worst_goal("fp8, KV >= 256 MB: TB/s", 3.8, large_fp8, at_least=True),
         mean_goal("shapes", 1.0),
-        worst_goal("varlen: share of FA3's TFLOP/s", 0.6, varlen, at_least=True),
+        worst_goal("heads of 192 and 128, KV >= 128 MB: TB/s", 4.2, two_sizes, at_least=True),
+        worst_goal("varlen: share of FA3's TFLOP/s", 0.75, varlen, at_least=True),
         worst_goal("schedule of 256 decode rows: us", 3.0, decodes),
         worst_goal("schedule of 256 rows of a mixed batch: us", 3.0, mixed),
     ]

@@ -35,6 +35,7 @@ class ScheduleCase:
     head_dim: int = 128
     query_len: int = 1
     sliding_window: int = 0
+    attention_chunk_size: int = 0
     batch_invariant: bool = False
     mixed: bool = False
 
@@ -64,7 +65,14 @@ class ScheduleCase:
         work_list = torch.empty(plan.work_list_words, dtype=torch.int32, device=device)
 
         def schedule() -> torch.Tensor:
-            schedule_attention(plan, seq_lens, work_list, query_start_loc=starts, sliding_window=self.sliding_window)
+            schedule_attention(
+                plan,
+                seq_lens,
+                work_list,
+                query_start_loc=starts,
+                sliding_window=self.sliding_window,
+                attention_chunk_size=self.attention_chunk_size,
+            )
             return work_list
 
         return schedule
@@ -82,6 +90,7 @@ def make_schedules() -> list[ScheduleCase]:
             ScheduleCase("decode, 64/8 x 128", rows, 64, 8),
             ScheduleCase("decode, 16/1 x 128", rows, 16, 1),
             ScheduleCase("decode, window of 1024", rows, sliding_window=1024),
+            ScheduleCase("decode, chunks of 1024", rows, attention_chunk_size=1024),
             ScheduleCase("decode, 4 new tokens", rows, query_len=4),
             ScheduleCase("decode, batch-invariant", rows, batch_invariant=True),
             ScheduleCase("mixed, 2 new tokens", rows, mixed=True),

@@ -19,6 +19,10 @@ from graphrt.bench.timer import Call
 from graphrt.kernels.attention.operators import contiguous_attention, paged_attention
 from graphrt.kernels.attention.options import AttentionOptions
 from graphrt.kernels.attention.plan import AttentionPlan
+from graphrt.kernels.attention.prompt import prompt_attention
+from graphrt.kernels.attention.prompt_native import runs_prompt_kernel
+from graphrt.kernels.attention.prompt_plan import PromptPlan
+from graphrt.kernels.attention.prompt_schedule import schedule_prompt
 from graphrt.kernels.attention.work_list import schedule_attention
 from graphrt.kernels.attention.workspace import AttentionWorkspace
 from graphrt.kernels.native.nvrtc import runs_native
@@ -62,11 +66,12 @@ class GraphrtSide:
         starts = inputs.query_starts() if cell.query_len > 1 else None
         work_list = torch.empty(plan.work_list_words, dtype=torch.int32, device=device)
         workspace = AttentionWorkspace.allocate([plan], device)
-        options = AttentionOptions(softmax_scale=inputs.softmax_scale)
-        out = torch.empty_like(inputs.q)
+        chunk = cell.attention_chunk_size
+        options = AttentionOptions(softmax_scale=inputs.softmax_scale, attention_chunk_size=chunk)
+        out = inputs.empty_out()
 
         def schedule() -> torch.Tensor:
-            schedule_attention(plan, inputs.seq_lens, work_list, query_start_loc=starts)
+            schedule_attention(plan, inputs.seq_lens, work_list, query_start_loc=starts, attention_chunk_size=chunk)
             return work_list
 
         def call_of(layer: int, pdl: bool) -> Call:
@@ -93,25 +98,24 @@ class GraphrtSide:
         plain, with_pdl = ([call_of(layer, pdl) for layer in range(inputs.layers)] for pdl in (False, True))
         if starts is not None:
             contiguous = self._contiguous(inputs, starts, plan, options)
-            return [Prepared("paged", plain, schedule), contiguous]
+            prompts = [self._prompts(inputs, starts, options, packed) for packed in (False, True)]
+            return [Prepared("paged", plain, schedule), contiguous, *prompts]
         return [Prepared(_variant(plan), plain, schedule, with_pdl)]
 
     @staticmethod
     def _contiguous(inputs: Inputs, starts: torch.Tensor, plan: AttentionPlan, options: AttentionOptions) -> Prepared:
         """K and V without pages, as the peer takes them."""
-        kv_starts = torch.zeros_like(starts)
-        kv_starts[1:] = inputs.seq_lens.cumsum(0)
+        kv_starts = inputs.kv_starts()
         work_list = torch.empty(plan.work_list_words, dtype=torch.int32, device=inputs.device)
         workspace = AttentionWorkspace.allocate([plan], inputs.device)
-        out = torch.empty_like(inputs.q)
+        out = inputs.empty_out()
 
         def schedule() -> torch.Tensor:
             schedule_attention(plan, kv_starts, work_list, query_start_loc=starts, seq_lens_are_starts=True)
             return work_list
 
         def call_of(layer: int) -> Call:
-            rows = [inputs.row_kv(layer, row) for row in range(inputs.cell.batch)]
-            k, v = (torch.cat(parts) for parts in zip(*rows, strict=True))
+            k, v = inputs.packed_kv(layer)
 
             def call() -> torch.Tensor:
                 q = inputs.q[layer]
@@ -124,6 +128,43 @@ class GraphrtSide:
         return Prepared("contiguous", [call_of(layer) for layer in range(inputs.layers)], schedule)
 
     @staticmethod
+    def _prompts(inputs: Inputs, starts: torch.Tensor, options: AttentionOptions, packed: bool) -> Prepared:
+        """The kernel of prompts, over pages or over packed keys."""
+        cell, device = inputs.cell, inputs.device
+        plan = PromptPlan.make(
+            cell.batch,
+            inputs.q.shape[1],
+            num_q_heads=cell.num_q_heads,
+            num_kv_heads=cell.num_kv_heads,
+            head_dim=cell.head_dim,
+            dtype=inputs.q.dtype,
+            kv_dtype=cell.kv_dtype,
+            num_sms=num_sms(device),
+            native=runs_prompt_kernel(device),
+        )
+        lens = inputs.kv_starts() if packed else inputs.seq_lens
+        units = torch.empty(plan.schedule_words, dtype=torch.int32, device=device)
+        out = torch.empty_like(inputs.q)
+
+        def schedule() -> torch.Tensor:
+            schedule_prompt(plan, lens, starts, units, seq_lens_are_starts=packed)
+            return units
+
+        def call_of(layer: int) -> Call:
+            k, v = inputs.packed_kv(layer) if packed else (inputs.k[layer], inputs.v[layer])
+            table = None if packed else inputs.block_table
+
+            def call() -> torch.Tensor:
+                prompt_attention(inputs.q[layer], k, v, out[layer], plan, units, options, block_table=table)
+                return out[layer]
+
+            return call
+
+        schedule()
+        variant = f"prompts, {'packed' if packed else 'paged'}"
+        return Prepared(variant, [call_of(layer) for layer in range(inputs.layers)], schedule)
+
+    @staticmethod
     def _plan(cell: Cell, dtype: torch.dtype, num_sms: int, native: bool) -> AttentionPlan:
         if cell.query_len > 1:
             return AttentionPlan.varlen(
@@ -132,6 +173,7 @@ class GraphrtSide:
                 num_q_heads=cell.num_q_heads,
                 num_kv_heads=cell.num_kv_heads,
                 head_dim=cell.head_dim,
+                v_head_dim=cell.head_dims[1],
                 dtype=dtype,
                 num_sms=num_sms,
             )
@@ -140,6 +182,7 @@ class GraphrtSide:
             num_q_heads=cell.num_q_heads,
             num_kv_heads=cell.num_kv_heads,
             head_dim=cell.head_dim,
+            v_head_dim=cell.head_dims[1],
             dtype=dtype,
             kv_dtype=cell.kv_dtype,
             num_sms=num_sms,

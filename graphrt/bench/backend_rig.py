@@ -114,7 +114,7 @@ def make_context(cls: type[AttentionBackend], cells: Sequence[Cell], device: tor
     rows = max(cell.batch for cell in cells)
     return BackendContext(
         attention=(spec,) * layers,
-        kv=KVCacheSpec(layers, layer.num_kv_heads, layer.head_dim, page_size_of(cls), layout, layer.kv_dtype),
+        kv_groups=(KVCacheSpec(layers, layer.num_kv_heads, layer.head_dim, page_size_of(cls), layout, layer.kv_dtype),),
         device=device,
         max_num_reqs=rows,
         max_num_tokens=rows,
@@ -199,7 +199,7 @@ class Rig:
         return 1e6 * median(seconds)
 
     def _batch(self, cell: Cell, row_pages: torch.Tensor, length: int) -> Batch:
-        used = self.context.kv.pages_for(length)
+        used = self.context.kv_groups[0].pages_for(length)
         return Batch(
             row_ids=np.arange(cell.batch),
             seq_lens=np.full(cell.batch, length),
@@ -210,13 +210,13 @@ class Rig:
 
     def _inputs(self, cell: Cell) -> _Inputs:
         context, device = self.context, self.context.device
-        spec, kv = context.attention[0], context.kv
+        spec, kv = context.attention[0], context.kv_groups[0]
         per_row = kv.pages_for(cell.longest)
         order = torch.randperm(
             cell.batch * per_row, generator=torch.Generator().manual_seed(3), dtype=torch.int32, device="cpu"
         )
         row_pages = 1 + order.view(cell.batch, per_row)
-        table = torch.zeros(cell.batch, context.max_pages, dtype=torch.int32, device="cpu")
+        table = torch.zeros(cell.batch, context.max_pages(0), dtype=torch.int32, device="cpu")
         table[:, :per_row] = row_pages
         caches = self._store.views(cell, kv.page_size, kv.layout)
         q = torch.empty(len(caches), cell.batch, spec.num_q_heads, spec.head_dim, dtype=spec.dtype, device=device)
@@ -226,8 +226,8 @@ class Rig:
             descriptor=BatchDescriptor.decode(cell.batch),
             seq_lens=torch.full((cell.batch,), cell.longest, dtype=torch.int32, device=device),
             query_start_loc=torch.arange(cell.batch + 1, dtype=torch.int32, device=device),
-            block_table=table.to(device),
-            slot_mapping=slots.to(device),
+            block_tables=(table.to(device),),
+            slot_mappings=(slots.to(device),),
             positions=torch.full((cell.batch,), cell.longest - 1, dtype=torch.int64, device=device),
             max_seq_len=context.max_seq_len,
         )

@@ -19,9 +19,11 @@ SEED = 0
 class Cell:
     """One measurement: a batch of rows with KV lengths `lengths`, and `query_len` new tokens in each.
 
-    part       the group of cells that it is shown with
-    lengths    KV tokens of each row, the new ones included
-    kv_dtype   of the KV cache
+    part                  the group of cells that it is shown with
+    lengths               KV tokens of each row, the new ones included
+    v_head_dim            size of the heads of V and of the output; 0: head_dim
+    kv_dtype              of the KV cache
+    attention_chunk_size  a token sees its own chunk of so many positions alone; 0: all before it
     """
 
     part: str
@@ -34,6 +36,8 @@ class Cell:
     layout: KVLayout = KVLayout.NHD
     kv_dtype: torch.dtype = torch.bfloat16
     query_len: int = 1
+    v_head_dim: int = 0
+    attention_chunk_size: int = 0
 
     @property
     def batch(self) -> int:
@@ -49,16 +53,26 @@ class Cell:
         return sum(-(-length // self.page_size) for length in self.lengths)
 
     @property
+    def head_dims(self) -> tuple[int, int]:
+        """Sizes of the heads of K and of V."""
+        return self.head_dim, self.v_head_dim or self.head_dim
+
+    @property
     def kv_bytes(self) -> int:
         """Bytes of K and V that one call must read."""
-        return 2 * sum(self.lengths) * self.num_kv_heads * self.head_dim * self.kv_dtype.itemsize
+        tokens = sum(length - self.first_seen(length - self.query_len) for length in self.lengths)
+        return tokens * self.num_kv_heads * sum(self.head_dims) * self.kv_dtype.itemsize
+
+    def first_seen(self, position: int) -> int:
+        """The first position that a token sees."""
+        return position - position % self.attention_chunk_size if self.attention_chunk_size else 0
 
     @property
     def flops(self) -> int:
         """Floating-point operations of both products over the visible pairs of query and key."""
         before_first = [length - self.query_len for length in self.lengths]
         pairs = sum(self.query_len * b + self.query_len * (self.query_len + 1) // 2 for b in before_first)
-        return 4 * pairs * self.num_q_heads * self.head_dim
+        return 2 * pairs * self.num_q_heads * sum(self.head_dims)
 
 
 def uniform_cell(part: str, batch: int, context: int, **options: Any) -> Cell:

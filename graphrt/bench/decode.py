@@ -15,8 +15,10 @@ from graphrt.batch import Batch
 from graphrt.bench.decode_transformers import BaselineTime
 from graphrt.bench.timer import measure_read_bandwidth
 from graphrt.config import RuntimeConfig
+from graphrt.groups import layer_places
 from graphrt.kernels.checks import check_int
 from graphrt.kernels.errors import CapacityError, ConfigError
+from graphrt.kv_cache import bytes_per_page
 from graphrt.models.loading import free_memory
 from graphrt.runtime import Runtime
 from graphrt.spec import AttentionSpec, KVCacheSpec
@@ -96,7 +98,7 @@ def bench_decode(
     name: str,
     model: torch.nn.Module,
     attention: tuple[AttentionSpec, ...],
-    kv_spec: KVCacheSpec,
+    kv_groups: Sequence[KVCacheSpec],
     *,
     vocab_size: int,
     weight_bytes: int,
@@ -124,15 +126,15 @@ def bench_decode(
         mixed_sizes=(),
         backend=backend,
     )
-    pages = 1 + largest * kv_spec.pages_for(max_seq_len)
-    needed, free = pages * kv_spec.bytes_per_page, free_memory(device)
+    pages, needed = kv_memory(kv_groups, largest, context, max_seq_len)
+    free = free_memory(device)
     if free is not None and needed > free:
         raise CapacityError(
             f"batches: expected a KV cache of at most {free} bytes, the memory that is free on {device}, got {needed} "
             f"bytes for {largest} sequences of {max_seq_len} tokens; lower the largest batch or the context"
         )
     bandwidth = measure_read_bandwidth(device)
-    runtime = Runtime(model, attention, kv_spec, vocab_size=vocab_size, device=device, config=config, num_pages=pages)
+    runtime = Runtime(model, attention, kv_groups, vocab_size=vocab_size, device=device, config=config, num_pages=pages)
     try:
         runtime.capture()
         stats = runtime.stats()
@@ -141,7 +143,7 @@ def bench_decode(
             loop = _Loop(runtime, batch, context)
             replay, host = loop.step_seconds(steps), loop.host_seconds(steps)
             p20, host_us, p80 = np.percentile(host, [20, 50, 80]) * 1e6
-            kv_bytes = batch * (context + steps // 2) * kv_spec.bytes_per_token
+            kv_bytes = batch * _kv_bytes_read(attention, kv_groups, context + steps // 2)
             results.append(
                 DecodeResult(
                     batch=batch,
@@ -178,17 +180,51 @@ def bench_decode(
         runtime.close()
 
 
+def kv_memory(
+    kv_groups: Sequence[KVCacheSpec], rows: int, context: int, max_seq_len: int
+) -> tuple[tuple[int, ...], int]:
+    """Pages of each pool, null pages included, and their bytes, for rows that decode from `context` tokens on.
+
+    Windowed groups own what their window keeps, and what is to come.
+    """
+    pages, nbytes = [], 0
+    for pool in sorted({group.pool for group in kv_groups}):
+        of_pool = [group for group in kv_groups if group.pool == pool]
+        per_row = sum(group.pages_for(max_seq_len) - group.first_page_seen(context) for group in of_pool)
+        pages.append(1 + rows * per_row)
+        nbytes += pages[-1] * bytes_per_page(of_pool)
+    return tuple(pages), nbytes
+
+
+def _kv_bytes_read(attention: Sequence[AttentionSpec], kv_groups: Sequence[KVCacheSpec], length: int) -> int:
+    """Bytes of keys and values that a step reads for one sequence."""
+    total = 0
+    for spec, place in zip(attention, layer_places(attention, kv_groups), strict=True):
+        group = kv_groups[place.group]
+        seen = min(length, spec.sliding_window or length, spec.attention_chunk_size or length)
+        total += seen * group.layer_bytes_per_page // group.page_size
+    return total
+
+
 class _Loop:
     """Decodes `batch` sequences from `context` tokens on, each token fed back on the device."""
 
     def __init__(self, runtime: Runtime, batch: int, context: int) -> None:
         self._runtime = runtime
-        spec = runtime.kv_cache.spec
-        per_row = spec.pages_for(runtime.config.max_seq_len)
-        # Shuffled pages, as a long-running allocator hands them out.
-        pages = np.random.default_rng(0).permutation(runtime.kv_cache.num_pages - 1)[: batch * per_row] + 1
-        self._pages = pages.astype(np.int32)
-        self._indptr = np.arange(batch + 1, dtype=np.int32) * per_row
+        cache, rng = runtime.kv_cache, np.random.default_rng(0)
+        # Shuffled pages, as a long-running allocator hands them out. Every step lists what the rows see of the context,
+        # and what is to come.
+        free = [rng.permutation(count - 1).astype(np.int32) + 1 for count in cache.pool_pages]
+        pages, counts, firsts = [], [], []
+        for group in cache.groups:
+            firsts += [group.first_page_seen(context)] * batch
+            per_row = group.pages_for(runtime.config.max_seq_len) - firsts[-1]
+            counts += [per_row] * batch
+            pages.append(free[group.pool][: batch * per_row])
+            free[group.pool] = free[group.pool][batch * per_row :]
+        self._pages = np.concatenate(pages)
+        self._indptr = np.cumsum([0, *counts], dtype=np.int32)
+        self._firsts = np.array(firsts, np.int32)
         self._rows = np.arange(batch, dtype=np.int32)
         self._context = context
         self._vocab_token = 1
@@ -201,6 +237,7 @@ class _Loop:
             tokens=np.full(n, self._vocab_token, np.int32) if first else None,
             page_indptr=self._indptr,
             page_ids=self._pages,
+            first_pages=self._firsts,
         )
 
     def step_seconds(self, steps: int) -> list[float]:

@@ -17,7 +17,6 @@ from graphrt.cli.console import make_console
 from graphrt.cli.options import DecodeOptions
 from graphrt.kernels.errors import ConfigError
 from graphrt.kernels.types import KVLayout
-from graphrt.models.llama import LlamaModel
 from graphrt.models.loading import load_model
 from graphrt.models.packages import require
 from graphrt.models.shapes import shape_config
@@ -42,9 +41,9 @@ def run_bench(options: DecodeOptions) -> None:
         options.shape or str(options.model),
         loaded.model,
         config.attention_specs(dtype),
-        config.kv_spec(options.page_size, KVLayout.NHD, dtype),
+        config.kv_groups(options.page_size, KVLayout.NHD, dtype),
         vocab_size=config.vocab_size,
-        weight_bytes=streamed_bytes(loaded.model),
+        weight_bytes=loaded.model.streamed_bytes,
         batches=batches,
         context=options.context,
         steps=options.steps,
@@ -68,13 +67,6 @@ def _numbers(name: str, text: str) -> list[int]:
     if not all(re.fullmatch("0*[1-9][0-9]{0,8}", part) for part in parts):
         raise ConfigError(f"{name}: expected comma-separated numbers >= 1, got {text!r}; name some, as in 1,8,32")
     return [int(part) for part in parts]
-
-
-def streamed_bytes(model: LlamaModel) -> int:
-    """Bytes of weights that every step reads: all but an embedding table that is only looked up."""
-    total = sum(p.numel() * p.element_size() for p in model.parameters())
-    looked_up = model.embedding is not model.head
-    return total - (model.embedding.numel() * model.embedding.element_size() if looked_up else 0)
 
 
 def _print(report: DecodeReport) -> None:

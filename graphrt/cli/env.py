@@ -82,7 +82,7 @@ def _backends() -> dict[str, Any]:
     config = shape_config(_EXAMPLE)
     context = BackendContext(
         attention=config.attention_specs(torch.bfloat16),
-        kv=config.kv_spec(16, KVLayout.NHD, torch.bfloat16),
+        kv_groups=config.kv_groups(16, KVLayout.NHD, torch.bfloat16),
         device=_device(),
         max_num_reqs=256,
         max_num_tokens=2048,
@@ -115,7 +115,8 @@ def _other_page_size(standing: Standing, context: BackendContext) -> int | None:
         sizes = backend_class(standing.name).capabilities.page_sizes
     except ConfigError:  # its text is among the reasons
         return None
-    if sizes is None or context.kv.page_size in sizes:
+    if sizes is None or all(group.page_size in sizes for group in context.kv_groups):
         return None
-    other = replace(context, kv=replace(context.kv, page_size=min(sizes)))
+    groups = tuple(replace(group, page_size=min(sizes)) for group in context.kv_groups)
+    other = replace(context, kv_groups=groups)
     return min(sizes) if not why_not(standing.name, other) else None

@@ -126,7 +126,7 @@ def _build_runtime(
     return Runtime(
         loaded.model,
         loaded.config.attention_specs(dtype),
-        loaded.config.kv_spec(options.page_size, KVLayout.NHD, dtype),
+        loaded.config.kv_groups(options.page_size, KVLayout.NHD, dtype),
         vocab_size=loaded.config.vocab_size,
         device=device,
         config=config,

@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 import torch
 
+from graphrt.groups import kv_groups
 from graphrt.kernels.checks import check_int, check_int_field, is_finite
 from graphrt.kernels.errors import ConfigError
 from graphrt.kernels.types import KVLayout
@@ -122,11 +123,12 @@ class ModelConfig:
         heads = (self.num_q_heads, self.num_kv_heads, self.head_dim)
         return tuple(AttentionSpec(*heads, dtype, sliding_window=window) for window in self.sliding_windows)
 
-    def kv_spec(
+    def kv_groups(
         self, page_size: int, layout: KVLayout, dtype: torch.dtype, *, null_page: int | Literal["last"] = 0
-    ) -> KVCacheSpec:
-        """The KV cache that the model needs."""
-        return KVCacheSpec(self.num_layers, self.num_kv_heads, self.head_dim, page_size, layout, dtype, null_page)
+    ) -> tuple[KVCacheSpec, ...]:
+        """The KV cache that the model needs: one group where all layers have one window, or none."""
+        layers = self.attention_specs(torch.float32)
+        return kv_groups(layers, page_size=page_size, layout=layout, dtype=dtype, null_page=null_page)
 
     @classmethod
     def from_hf(cls, raw: Mapping[str, Any], generation: Mapping[str, Any] | None = None) -> ModelConfig:

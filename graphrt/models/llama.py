@@ -124,6 +124,12 @@ class LlamaModel(nn.Module):
         """Where the weights are."""
         return self.embedding.device
 
+    @property
+    def streamed_bytes(self) -> int:
+        """Bytes of weights that every step reads: all but an embedding table that is only looked up."""
+        looked_up = {id(self.embedding)} - {id(self.head)}
+        return sum(weight.nbytes for weight in self.parameters() if id(weight) not in looked_up)
+
     def forward(self, step: Step) -> torch.Tensor:
         """Logits [padded_reqs, vocab_size] of the tokens that `step.logits_indices` names.
 

@@ -169,7 +169,7 @@ def check_backend(
 
 def steps_of(rig: Rig) -> dict[str, Rows]:
     """Rows of every step: longer than at capture, ragged, on page boundaries, fewer, and none."""
-    page, longest, query_len = rig.context.kv.page_size, rig.metadata.max_seq_len, rig.feature.query_len
+    page, longest, query_len = rig.context.kv_groups[0].page_size, rig.metadata.max_seq_len, rig.feature.query_len
     if rig.feature.mixed:
         chunk = rig.descriptor.padded_tokens - 5
         steps = {
@@ -233,7 +233,7 @@ def _check_invariance(rigs: list[Rig], sizes: tuple[int, ...], *, brief: bool) -
     for rig in rigs:
         rig.write([rig.sequence(feature.query_len, feature.query_len)])
         rig.capture()
-    page, longest = rigs[0].context.kv.page_size, rigs[0].metadata.max_seq_len
+    page, longest = rigs[0].context.kv_groups[0].page_size, rigs[0].metadata.max_seq_len
     query_len = 5 if feature.mixed else feature.query_len
     for length in (longest,) if brief else (longest, page + 1, page, longest - 1):
         seq_len = max(length, query_len)

@@ -167,7 +167,7 @@ def contexts_of(cls: type[AttentionBackend], feature: Feature, device: torch.dev
         contexts.append(
             BackendContext(
                 attention=tuple(_spec(o, kv_heads * group, kv_heads, head_dim, dtype) for o in options),
-                kv=kv,
+                kv_groups=(kv,),
                 device=device,
                 max_num_reqs=max(ROWS, rows),
                 max_num_tokens=64 if cuda else 12,

@@ -69,7 +69,7 @@ class Rig:
 
     def sequence(self, seq_len: int, query_len: int) -> DenseSequence:
         """A row of random contents."""
-        spec, stored = self.layers[0].spec, self.context.kv.dtype
+        spec, stored = self.layers[0].spec, self.context.kv_groups[0].dtype
         keys, layers = (seq_len, spec.num_kv_heads, spec.head_dim), range(len(self.layers))
         q = [
             torch.randn(query_len, *self.q[0].shape[1:], generator=self.rng, device="cpu").to(spec.dtype)
@@ -80,7 +80,7 @@ class Rig:
 
     def write(self, sequences: Sequence[DenseSequence]) -> None:
         """Make `sequences` the rows of the step: pages in random places, NaN wherever nothing is to be read."""
-        meta, kv = self.metadata, self.context.kv
+        meta, kv = self.metadata, self.context.kv_groups[0]
         null_page = kv.null_page
         assert isinstance(null_page, int), "features name the null page by its number"
         counts = [kv.pages_for(s.seq_len) for s in sequences]
@@ -89,10 +89,10 @@ class Rig:
         owned = [[order.pop() for _ in range(count)] for count in counts]
         for index in range(len(self.layers)):
             self._write_layer(index, sequences, owned)
-        table = torch.full(meta.block_table.shape, null_page, dtype=torch.int32, device="cpu")
+        table = torch.full(meta.block_tables[0].shape, null_page, dtype=torch.int32, device="cpu")
         seq_lens = torch.full(meta.seq_lens.shape, self.backend.seq_len_fill, dtype=torch.int32, device="cpu")
         starts = [0]
-        slots = torch.full(meta.slot_mapping.shape, PAD_SLOT_ID, device="cpu")
+        slots = torch.full(meta.slot_mappings[0].shape, PAD_SLOT_ID, device="cpu")
         positions = torch.zeros(meta.positions.shape, dtype=torch.int64, device="cpu")
         for row, (sequence, pages) in enumerate(zip(sequences, owned, strict=True)):
             table[row, : len(pages)] = torch.tensor(pages, device="cpu")
@@ -104,9 +104,9 @@ class Rig:
             starts.append(here.stop)
         starts += [starts[-1]] * (len(meta.query_start_loc) - len(starts))
         for target, value in (
-            (meta.block_table, table),
+            (meta.block_tables[0], table),
             (meta.seq_lens, seq_lens),
-            (meta.slot_mapping, slots),
+            (meta.slot_mappings[0], slots),
             (meta.positions, positions),
             (meta.query_start_loc, torch.tensor(starts, device="cpu")),
         ):
@@ -122,7 +122,7 @@ class Rig:
         self.before = [(name, tensor.clone()) for name, tensor in self._inputs()]
 
     def _write_layer(self, index: int, sequences: Sequence[DenseSequence], owned: list[list[int]]) -> None:
-        layer, page_size = self.layers[index], self.context.kv.page_size
+        layer, page_size = self.layers[index], self.context.kv_groups[0].page_size
         for cache, dense in ((layer.k_cache, "k"), (layer.v_cache, "v")):
             cache.copy_(torch.full(cache.shape, NAN, device="cpu").to(cache.dtype))
             for sequence, pages in zip(sequences, owned, strict=True):
@@ -181,7 +181,7 @@ class Rig:
         """Every layer against float64, made of the host's copy of keys and values; and inputs that were left alone."""
         count = len(self.layers)
         for index, layer in enumerate(self.layers):
-            quantised = self.backend.quantises_queries and self.context.kv.dtype == E4M3
+            quantised = self.backend.quantises_queries and self.context.kv_groups[0].dtype == E4M3
             check_rows(
                 f"{self.backend.name}, {name}, layer {index}",
                 results[index],
@@ -211,8 +211,9 @@ class Rig:
     def _inputs(self) -> list[tuple[str, torch.Tensor]]:
         """By name, what a backend may only read."""
         meta = self.metadata
-        names = ("seq_lens", "query_start_loc", "block_table", "slot_mapping", "positions")
+        names = ("seq_lens", "query_start_loc", "positions")
         tensors = [(f"metadata.{name}", getattr(meta, name)) for name in names]
+        tensors += [("metadata.block_tables", meta.block_tables[0]), ("metadata.slot_mappings", meta.slot_mappings[0])]
         for layer, q in zip(self.layers, self.q, strict=True):
             tensors += [("q", q), ("k_cache", layer.k_cache), ("v_cache", layer.v_cache)]
         return tensors
@@ -267,8 +268,8 @@ def make_rig(backend_class: type[AttentionBackend], feature: Feature, device: to
     context = next((c for c, reasons in zip(contexts, refusals, strict=True) if not reasons), None)
     if context is None:
         raise unittest.SkipTest(f"backend {backend_class.name}: {'; '.join(refusals[0])}")
-    rng, kv = torch.Generator().manual_seed(SEED), context.kv
-    num_pages = 1 + rows * context.max_pages
+    rng, kv = torch.Generator().manual_seed(SEED), context.kv_groups[0]
+    num_pages = 1 + rows * context.max_pages(0)
     layers = [_layer(index, spec, kv, num_pages, device, rng, feature) for index, spec in enumerate(context.attention)]
     heads, dtype = context.attention[0].num_q_heads, context.attention[0].dtype
     # Values of bfloat16, which some kernels round sinks to.
@@ -288,8 +289,8 @@ def make_rig(backend_class: type[AttentionBackend], feature: Feature, device: to
         descriptor=descriptor,
         seq_lens=make(rows, dtype=torch.int32),
         query_start_loc=make(rows + 1, dtype=torch.int32),
-        block_table=make(rows, context.max_pages, dtype=torch.int32),
-        slot_mapping=make(padded, dtype=torch.int64),
+        block_tables=(make(rows, context.max_pages(0), dtype=torch.int32),),
+        slot_mappings=(make(padded, dtype=torch.int64),),
         positions=make(padded, dtype=torch.int64),
         max_seq_len=context.max_seq_len,
     )

@@ -12,8 +12,9 @@ from graphrt.kernels.errors import ShapeError, UnsupportedError
 
 ATTENTION_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 KV_DTYPES = (*ATTENTION_DTYPES, *FP8_DTYPES)
-MIN_HEAD_DIM, MAX_HEAD_DIM, HEAD_DIM_MULTIPLE = 16, 256, 8
-HEAD_DIMS = tuple(range(MIN_HEAD_DIM, MAX_HEAD_DIM + 1, HEAD_DIM_MULTIPLE))
+MAX_HEAD_DIM = 512
+HEAD_DIMS = tuple(range(1, MAX_HEAD_DIM + 1))
+"""Sizes of heads that the Triton kernel serves, of K and of V alike. It pads them in registers, to powers of two."""
 TRITON_DTYPES = {
     torch.float16: "fp16",
     torch.bfloat16: "bf16",
@@ -52,14 +53,14 @@ def check_attention_tensors(
     head_dim, device = q.shape[2], q.device
     kv_dtypes = (q.dtype, *FP8_DTYPES)
     check_tensor("k_cache", k_cache, shape=(None, None, None, head_dim), dtype=kv_dtypes, device=device)
-    check_tensor("v_cache", v_cache, shape=k_cache.shape, dtype=k_cache.dtype, device=device)
+    check_tensor("v_cache", v_cache, shape=(*k_cache.shape[:3], None), dtype=k_cache.dtype, device=device)
     check_tensor("seq_lens", seq_lens, shape=(None,), dtype=torch.int32, device=device)
     check_tensor("block_table", block_table, shape=(seq_lens.shape[0], None), dtype=torch.int32, device=device)
     for name, tensor in (("k_cache", k_cache), ("v_cache", v_cache), ("block_table", block_table)):
         check_unit_stride(name, tensor)
         check_not_empty(name, tensor)
     check_unit_stride("seq_lens", seq_lens)
-    _check_q_side(q, out, lse, k_cache.shape[2], k_cache.dtype, options)
+    _check_q_side(q, out, lse, k_cache.shape[2], v_cache.shape[3], k_cache.dtype, options)
 
 
 def check_contiguous_tensors(
@@ -76,12 +77,12 @@ def check_contiguous_tensors(
     check_tensor("q", q, shape=(None, None, None), dtype=ATTENTION_DTYPES)
     head_dim, device = q.shape[2], q.device
     check_tensor("k", k, shape=(None, None, head_dim), dtype=(q.dtype, *FP8_DTYPES), device=device)
-    check_tensor("v", v, shape=k.shape, dtype=k.dtype, device=device)
+    check_tensor("v", v, shape=(*k.shape[:2], None), dtype=k.dtype, device=device)
     check_tensor("query_start_loc", query_start_loc, shape=(None,), dtype=torch.int32, device=device)
     check_tensor("kv_start_loc", kv_start_loc, shape=query_start_loc.shape, dtype=torch.int32, device=device)
     for name, tensor in (("k", k), ("v", v), ("kv_start_loc", kv_start_loc), ("query_start_loc", query_start_loc)):
         check_unit_stride(name, tensor)
-    _check_q_side(q, out, lse, k.shape[1], k.dtype, options)
+    _check_q_side(q, out, lse, k.shape[1], v.shape[2], k.dtype, options)
 
 
 def _check_q_side(
@@ -89,10 +90,11 @@ def _check_q_side(
     out: torch.Tensor,
     lse: torch.Tensor | None,
     num_kv_heads: int,
+    v_head_dim: int,
     kv_dtype: torch.dtype,
     options: AttentionOptions,
 ) -> None:
-    check_tensor("out", out, shape=q.shape, dtype=q.dtype, device=q.device)
+    check_tensor("out", out, shape=(*q.shape[:2], v_head_dim), dtype=q.dtype, device=q.device)
     check_unit_stride("q", q)
     check_unit_stride("out", out)
     check_no_overlap("out", out)
@@ -124,11 +126,11 @@ def check_query_starts(
 
 
 def check_triton_head_dim(name: str, head_dim: int) -> None:
-    """Raise UnsupportedError unless the Triton kernels serve this head_dim."""
-    if head_dim not in HEAD_DIMS:
+    """Raise UnsupportedError unless the Triton kernels serve heads of this size."""
+    if not 1 <= head_dim <= MAX_HEAD_DIM:
         raise UnsupportedError(
-            f"{name}: expected a head_dim among the multiples of {HEAD_DIM_MULTIPLE} from {MIN_HEAD_DIM} to "
-            f"{MAX_HEAD_DIM}, got {head_dim}; choose the backend 'torch_reference'"
+            f"{name}: expected a size of heads from 1 to {MAX_HEAD_DIM}, got {head_dim}; "
+            "choose the backend 'torch_reference'"
         )
 
 

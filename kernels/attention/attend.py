@@ -58,17 +58,17 @@ def _write_output(
     stride_out_head,
     stride_lse_token,
     GROUP: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
+    V_HEAD_DIM: tl.constexpr,
+    BLOCK_V: tl.constexpr,
 ):
     """Finish the queries of a unit and store output and log-sum-exp.
 
-    acc     [*, BLOCK_D]  weighted sums of values, not divided yet
+    acc     [*, BLOCK_V]  weighted sums of values, not divided yet
     top     [*]  reference point of the weights: weight = exp2(logit - top)
     total   [*]  sums of the weights
     m       [*]  numbers of the queries within the unit
     """
-    d = tl.arange(0, BLOCK_D)
+    d = tl.arange(0, BLOCK_V)
     query = first_query + m
     token = (first_token + query // GROUP).to(tl.int64)
     head = kv_head * GROUP + query % GROUP
@@ -90,7 +90,7 @@ def _write_output(
         scale *= tl.load(v_scale_ptr + kv_head * stride_v_scale)
     out_ptrs = out_ptr + (token * stride_out_token + head * stride_out_head)[:, None] + d[None, :]
     tl.store(
-        out_ptrs, (acc * scale[:, None]).to(out_ptr.dtype.element_ty), mask=mask[:, None] & (d < HEAD_DIM)[None, :]
+        out_ptrs, (acc * scale[:, None]).to(out_ptr.dtype.element_ty), mask=mask[:, None] & (d < V_HEAD_DIM)[None, :]
     )
 
 
@@ -106,18 +106,18 @@ def _store_partial(
     num_queries,
     kv_head,
     num_kv_heads,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
+    V_HEAD_DIM: tl.constexpr,
+    BLOCK_V: tl.constexpr,
     PARTIAL_M: tl.constexpr,
 ):
     """Leave a partial result, divided by its sum of weights, and its log-sum-exp in a place of the workspace."""
-    d = tl.arange(0, BLOCK_D)
+    d = tl.arange(0, BLOCK_V)
     divisor = tl.where(total == 0.0, 1.0, total)
     partial_query = (place * num_kv_heads + kv_head) * PARTIAL_M + m
     # The log-sum-exp is -inf where nothing is seen, as top is.
     tl.store(partial_lse_ptr + partial_query, top + tl.log2(divisor), mask=m < num_queries)
-    partial_ptrs = partial_out_ptr + (partial_query.to(tl.int64) * HEAD_DIM)[:, None] + d[None, :]
-    tl.store(partial_ptrs, acc / divisor[:, None], mask=(m < num_queries)[:, None] & (d < HEAD_DIM)[None, :])
+    partial_ptrs = partial_out_ptr + (partial_query.to(tl.int64) * V_HEAD_DIM)[:, None] + d[None, :]
+    tl.store(partial_ptrs, acc / divisor[:, None], mask=(m < num_queries)[:, None] & (d < V_HEAD_DIM)[None, :])
 
 
 @triton.jit
@@ -133,16 +133,16 @@ def _write_zeros(
     stride_out_head,
     stride_lse_token,
     GROUP: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
+    V_HEAD_DIM: tl.constexpr,
     BLOCK_M: tl.constexpr,
-    BLOCK_D: tl.constexpr,
+    BLOCK_V: tl.constexpr,
 ):
     """Write the output of units that see nothing: pad rows, pad tokens, tokens before position 0.
 
     begin, end   this program's share of these units
     """
     m = tl.arange(0, BLOCK_M)
-    d = tl.arange(0, BLOCK_D)
+    d = tl.arange(0, BLOCK_V)
     for entry in tl.range(begin, end, num_stages=1):
         first_token = tl.load(zeros_ptr + entry * 3)
         first_query = tl.load(zeros_ptr + entry * 3 + 1)
@@ -153,8 +153,8 @@ def _write_zeros(
         head = kv_head * GROUP + query % GROUP
         mask = m < num_queries
         out_ptrs = out_ptr + (token * stride_out_token + head * stride_out_head)[:, None] + d[None, :]
-        zeros = tl.zeros([BLOCK_M, BLOCK_D], out_ptr.dtype.element_ty)
-        tl.store(out_ptrs, zeros, mask=mask[:, None] & (d < HEAD_DIM)[None, :])
+        zeros = tl.zeros([BLOCK_M, BLOCK_V], out_ptr.dtype.element_ty)
+        tl.store(out_ptrs, zeros, mask=mask[:, None] & (d < V_HEAD_DIM)[None, :])
         if lse_ptr is not None:
             lse = tl.full([BLOCK_M], float("-inf"), tl.float32)
             if sinks_ptr is not None:
@@ -167,12 +167,12 @@ def _write_zeros(
 def attend_kernel(
     q_ptr,  # [tokens, num_kv_heads * GROUP, HEAD_DIM]
     k_ptr,  # [num_pages, PAGE_SIZE, num_kv_heads, HEAD_DIM]; contiguous: [kv_tokens, num_kv_heads, HEAD_DIM]
-    v_ptr,
+    v_ptr,  # as k_ptr, with heads of V_HEAD_DIM
     block_table_ptr,  # [rows, max_pages]; contiguous: kv_start_loc [rows + 1]
     work_list_ptr,  # parts, segments, units that see nothing
-    out_ptr,  # like q
+    out_ptr,  # [tokens, num_kv_heads * GROUP, V_HEAD_DIM]
     lse_ptr,  # [tokens, num_kv_heads * GROUP] or None
-    partial_out_ptr,  # [places, num_kv_heads, PARTIAL_M, HEAD_DIM]
+    partial_out_ptr,  # [places, num_kv_heads, PARTIAL_M, V_HEAD_DIM]
     partial_lse_ptr,  # [places, num_kv_heads, PARTIAL_M]
     counters_ptr,  # [2, places, num_kv_heads]: arrivals at a bundle, at a unit
     k_scale_ptr,
@@ -184,7 +184,7 @@ def attend_kernel(
     num_places,
     logit_factor,
     logit_cap,
-    sliding_window,
+    span,  # positions of a window or of a chunk
     stride_q_token,
     stride_q_head,
     stride_k_page,
@@ -201,10 +201,13 @@ def attend_kernel(
     stride_v_scale,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
+    V_HEAD_DIM: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     PAGED: tl.constexpr,
+    STRIDE_UNIT: tl.constexpr,
     CAUSAL: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
+    HAS_CHUNKS: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     ALIBI_SQRT: tl.constexpr,
     IS_FP8: tl.constexpr,
@@ -214,6 +217,7 @@ def attend_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    BLOCK_V: tl.constexpr,
     NUM_STAGES: tl.constexpr,
     PARTIAL_M: tl.constexpr,
     MERGE_SPLITS: tl.constexpr,
@@ -224,6 +228,18 @@ def attend_kernel(
     # comes from a checkpoint and may be 0, negative or NaN; scaling within the exponential would hide that.
     SCALED: tl.constexpr = HAS_SOFTCAP or HAS_ALIBI or k_scale_ptr is not None
     DOT_DTYPE: tl.constexpr = tl.float16 if IS_FP8 and q_ptr.dtype.element_ty != tl.float32 else q_ptr.dtype.element_ty
+
+    # Strides come in a unit, so that the compiler knows what they are multiples of.
+    stride_q_token *= STRIDE_UNIT
+    stride_q_head *= STRIDE_UNIT
+    stride_k_page *= STRIDE_UNIT
+    stride_k_slot *= STRIDE_UNIT
+    stride_k_head *= STRIDE_UNIT
+    stride_v_page *= STRIDE_UNIT
+    stride_v_slot *= STRIDE_UNIT
+    stride_v_head *= STRIDE_UNIT
+    stride_out_token *= STRIDE_UNIT
+    stride_out_head *= STRIDE_UNIT
 
     # 1. The part.
     kv_head = tl.program_id(0)
@@ -248,8 +264,10 @@ def attend_kernel(
 
     m = tl.arange(0, BLOCK_M)
     d = tl.arange(0, BLOCK_D)
+    v_d = tl.arange(0, BLOCK_V)
     lanes = tl.arange(0, BLOCK_N)
     in_dim = (d < HEAD_DIM)[None, :]
+    in_v_dim = (v_d < V_HEAD_DIM)[None, :]
     k_ptr += kv_head.to(tl.int64) * stride_k_head
     v_ptr += kv_head.to(tl.int64) * stride_v_head
     if k_scale_ptr is not None:
@@ -301,7 +319,11 @@ def attend_kernel(
             kv_end = tl.minimum(seq_len, seq_len - query_len + (first_query + num_queries - 1) // GROUP + 1)
         window_start = 0
         if HAS_WINDOW:
-            window_start = tl.maximum(first_position + 1 - sliding_window, 0)
+            window_start = tl.maximum(first_position + 1 - span, 0)
+        chunk_starts = query_positions  # of each query's chunk
+        if HAS_CHUNKS:
+            window_start = tl.maximum(first_position, 0) // span * span
+            chunk_starts = tl.maximum(query_positions, 0) // span * span
         # Tiles before whole_end are seen whole by every query, and need no mask. Only large units ask for this.
         whole_end = tile_begin
         if SKIP_MASKS and not HAS_WINDOW:
@@ -309,6 +331,10 @@ def attend_kernel(
             if CAUSAL:
                 whole_end = tl.minimum(whole_end, first_position + 1)
             whole_end = tl.minimum(tl.maximum(whole_end // BLOCK_N, tile_begin), tile_end)
+            if HAS_CHUNKS:
+                last_position = seq_len - query_len + (first_query + num_queries - 1) // GROUP
+                last_chunk_start = tl.maximum(last_position, 0) // span * span
+                whole_end = tl.where(last_chunk_start <= tile_begin * BLOCK_N, whole_end, tile_begin)
         if PAGED:
             table_row_ptr = block_table_ptr + row.to(tl.int64) * stride_table_row
         else:
@@ -320,7 +346,7 @@ def attend_kernel(
             weights = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
         else:
             weights = tl.zeros([BLOCK_M], tl.float32)
-        acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+        acc = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
         # Page ids are read one tile ahead, so that the loads of K and V do not wait for them and are pipelined deeper.
         if PAGED:
             pages = tile_pages(table_row_ptr, tile_begin * BLOCK_N, lanes, kv_end, PAGE_SIZE, BLOCK_N)
@@ -336,27 +362,32 @@ def attend_kernel(
                     k_offsets = (kv_start + positions) * stride_k_slot
                     v_offsets = (kv_start + positions) * stride_v_slot
                 k_ptrs = k_ptr + k_offsets[:, None] + d[None, :]
-                v_ptrs = v_ptr + v_offsets[:, None] + d[None, :]
+                v_ptrs = v_ptr + v_offsets[:, None] + v_d[None, :]
                 if BLOCK_D == HEAD_DIM:
                     k = tl.load(k_ptrs)
-                    dim_mask = None
                 else:
-                    dim_mask = tl.broadcast_to(in_dim, [BLOCK_N, BLOCK_D])
-                    k = tl.load(k_ptrs, mask=dim_mask, other=0.0)
+                    k = tl.load(k_ptrs, mask=tl.broadcast_to(in_dim, [BLOCK_N, BLOCK_D]), other=0.0)
+                if BLOCK_V == V_HEAD_DIM:
+                    v_mask = None
+                else:
+                    v_mask = tl.broadcast_to(in_v_dim, [BLOCK_N, BLOCK_V])
                 acc, top, weights = attend_tile(
-                    q, k, v_ptrs, dim_mask, acc, top, weights, positions, query_positions, kv_end, factor, logit_cap,
-                    sliding_window, slopes, SCALED, HAS_SOFTCAP, HAS_ALIBI, ALIBI_SQRT, HAS_WINDOW, CAUSAL, False,
-                    DOT_DTYPE,
+                    q, k, v_ptrs, v_mask, acc, top, weights, positions, query_positions, chunk_starts, kv_end, factor,
+                    logit_cap, span, slopes, SCALED, HAS_SOFTCAP, HAS_ALIBI, ALIBI_SQRT, HAS_WINDOW, HAS_CHUNKS, CAUSAL,
+                    False, DOT_DTYPE,
                 )  # fmt: skip
 
         for tile in tl.range(whole_end, tile_end, num_stages=NUM_STAGES):
             start = tile * BLOCK_N
             positions = start + lanes
-            kv_mask = (positions < kv_end)[:, None]
-            if HAS_WINDOW:
-                kv_mask &= (positions >= window_start)[:, None]
+            k_mask = (positions < kv_end)[:, None]
+            if HAS_WINDOW or HAS_CHUNKS:
+                k_mask &= (positions >= window_start)[:, None]
+            v_mask = k_mask
             if BLOCK_D != HEAD_DIM:
-                kv_mask &= in_dim
+                k_mask &= in_dim
+            if BLOCK_V != V_HEAD_DIM:
+                v_mask &= in_v_dim
             if PAGED:
                 k_offsets = tile_offsets(pages, start, lanes, stride_k_page, stride_k_slot, PAGE_SIZE, BLOCK_N)
                 v_offsets = tile_offsets(pages, start, lanes, stride_v_page, stride_v_slot, PAGE_SIZE, BLOCK_N)
@@ -364,11 +395,11 @@ def attend_kernel(
             else:
                 k_offsets = (kv_start + positions) * stride_k_slot
                 v_offsets = (kv_start + positions) * stride_v_slot
-            k = tl.load(k_ptr + k_offsets[:, None] + d[None, :], mask=kv_mask, other=0.0)
+            k = tl.load(k_ptr + k_offsets[:, None] + d[None, :], mask=k_mask, other=0.0)
             acc, top, weights = attend_tile(
-                q, k, v_ptr + v_offsets[:, None] + d[None, :], kv_mask, acc, top, weights, positions, query_positions,
-                kv_end, factor, logit_cap, sliding_window, slopes, SCALED, HAS_SOFTCAP, HAS_ALIBI, ALIBI_SQRT,
-                HAS_WINDOW, CAUSAL, True, DOT_DTYPE,
+                q, k, v_ptr + v_offsets[:, None] + v_d[None, :], v_mask, acc, top, weights, positions, query_positions,
+                chunk_starts, kv_end, factor, logit_cap, span, slopes, SCALED, HAS_SOFTCAP, HAS_ALIBI, ALIBI_SQRT,
+                HAS_WINDOW, HAS_CHUNKS, CAUSAL, True, DOT_DTYPE,
             )  # fmt: skip
 
         # 3. A whole unit: its output.
@@ -378,7 +409,8 @@ def attend_kernel(
         if num_splits == 1:
             _write_output(
                 out_ptr, lse_ptr, v_scale_ptr, sinks_ptr, acc, top, total, m, num_queries, first_token, first_query,
-                kv_head, stride_v_scale, stride_out_token, stride_out_head, stride_lse_token, GROUP, HEAD_DIM, BLOCK_D,
+                kv_head, stride_v_scale, stride_out_token, stride_out_head, stride_lse_token, GROUP, V_HEAD_DIM,
+                BLOCK_V,
             )  # fmt: skip
         else:
             # 4. A segment of a unit that is cut: the place of its partial result. With equal parts, part p has place 2p
@@ -396,7 +428,7 @@ def attend_kernel(
                 place_step = 2
             _store_partial(
                 partial_out_ptr, partial_lse_ptr, tl.where(split == 0, first_place, next_place + split * place_step),
-                acc, top, total, m, num_queries, kv_head, num_kv_heads, HEAD_DIM, BLOCK_D, PARTIAL_M,
+                acc, top, total, m, num_queries, kv_head, num_kv_heads, V_HEAD_DIM, BLOCK_V, PARTIAL_M,
             )  # fmt: skip
             # Level 0: who arrives last at a bundle of MERGE_BUNDLE partial results merges it into the bundle's first
             # place. Level 1: who arrives last at the unit merges the bundles. Units of one bundle have level 0 only.
@@ -425,24 +457,24 @@ def attend_kernel(
                         to_place = tl.where(leader == 0, first_place, next_leader)
                         merged, merged_top, merged_total = merge_partials(
                             partial_out_ptr, partial_lse_ptr, to_place, next_leader, step, merge_m, expected,
-                            num_queries, kv_head, num_kv_heads, HEAD_DIM, BLOCK_D, PARTIAL_M, MERGE_SPLITS,
+                            num_queries, kv_head, num_kv_heads, V_HEAD_DIM, BLOCK_V, PARTIAL_M, MERGE_SPLITS,
                         )  # fmt: skip
                         if (level == 0) & (num_bundles > 1):
                             # Warps may hold copies of the same loads: none may still be reading the place.
                             tl.debug_barrier()
                             _store_partial(
                                 partial_out_ptr, partial_lse_ptr, to_place, merged, merged_top, merged_total, merge_m,
-                                num_queries, kv_head, num_kv_heads, HEAD_DIM, BLOCK_D, PARTIAL_M,
+                                num_queries, kv_head, num_kv_heads, V_HEAD_DIM, BLOCK_V, PARTIAL_M,
                             )  # fmt: skip
                         else:
                             _write_output(
                                 out_ptr, lse_ptr, v_scale_ptr, sinks_ptr, merged, merged_top, merged_total, merge_m,
                                 num_queries, first_token, first_query, kv_head, stride_v_scale, stride_out_token,
-                                stride_out_head, stride_lse_token, GROUP, HEAD_DIM, BLOCK_D,
+                                stride_out_head, stride_lse_token, GROUP, V_HEAD_DIM, BLOCK_V,
                             )  # fmt: skip
 
     # 5. Units that see nothing.
     _write_zeros(
         out_ptr, lse_ptr, sinks_ptr, work_list_ptr + zeros_at, zeros_begin, zeros_end, kv_head, stride_out_token,
-        stride_out_head, stride_lse_token, GROUP, HEAD_DIM, BLOCK_M, BLOCK_D,
+        stride_out_head, stride_lse_token, GROUP, V_HEAD_DIM, BLOCK_M, BLOCK_V,
     )  # fmt: skip

@@ -45,5 +45,6 @@ class ScheduleCall:
     work_list: Written
     causal: bool
     sliding_window: int
+    attention_chunk_size: int
     seq_lens_are_starts: bool
     plan: AttentionPlan

@@ -73,7 +73,12 @@ def read_parts(plan: AttentionPlan, work_list: torch.Tensor) -> list[list[Listed
 
 
 def explain_schedule(
-    plan: AttentionPlan, lengths: Sequence[int], *, sliding_window: int = 0, every_line: bool = False
+    plan: AttentionPlan,
+    lengths: Sequence[int],
+    *,
+    sliding_window: int = 0,
+    attention_chunk_size: int = 0,
+    every_line: bool = False,
 ) -> str:
     """Plan, line, units and parts of a decode batch, as text.
 
@@ -83,11 +88,12 @@ def explain_schedule(
 
     Capture-safe: no; it runs on the CPU.
 
-    Raises: ShapeError for a plan of another size, or a window that no layer may have.
+    Raises: ShapeError for a plan of another size, or a window or chunks that no layer may have.
     """
     work_list = torch.zeros(plan.work_list_words, dtype=torch.int32, device="cpu")
+    seq_lens = torch.tensor(lengths, dtype=torch.int32, device="cpu")
     schedule_attention(
-        plan, torch.tensor(lengths, dtype=torch.int32, device="cpu"), work_list, sliding_window=sliding_window
+        plan, seq_lens, work_list, sliding_window=sliding_window, attention_chunk_size=attention_chunk_size
     )
     parts = read_parts(plan, work_list)
     units: dict[tuple[int, int], list[tuple[int, ListedSegment]]] = {}
@@ -112,6 +118,7 @@ def _plan_lines(plan: AttentionPlan, lengths: Sequence[int]) -> list[str]:
         owner = f"cluster of {native.cluster} blocks" if native.cluster > 1 else "block"
         owner = "warp" if plan.parts_are_warps else owner
     new = _count(shape.query_len, "new token")
+    of = f"{shape.head_dim}" if shape.v_head_dim == shape.head_dim else f"{shape.head_dim}, V of {shape.v_head_dim}"
     units = -(-shape.queries_of_row // plan.tile.block_m)
     if schedule.fixed_splits:
         cuts = (
@@ -121,7 +128,7 @@ def _plan_lines(plan: AttentionPlan, lengths: Sequence[int]) -> list[str]:
         cuts = "where parts end"
     return [
         f"rows         {shape.num_rows}: {rows} tokens",
-        f"heads        {shape.group * shape.num_kv_heads} query, {shape.num_kv_heads} KV, of {shape.head_dim}",
+        f"heads        {shape.group * shape.num_kv_heads} query, {shape.num_kv_heads} KV, of {of}",
         f"queries      {new} x {shape.group} heads per KV head = {shape.queries_of_row} per row",
         f"units        of up to {plan.tile.block_m} queries: {units} per row",
         f"tile         {plan.tile.block_n} tokens",

@@ -14,7 +14,7 @@ from graphrt.kernels.attention.arguments import logit_constants
 from graphrt.kernels.attention.call import AttentionCall
 from graphrt.kernels.attention.options import FP8_DTYPES, AttentionOptions
 from graphrt.kernels.attention.plan import AttentionPlan
-from graphrt.kernels.attention.plan_native import NativePlan, native_shared_bytes, native_tile
+from graphrt.kernels.attention.plan_native import NativePlan, native_shared_bytes, native_tile, serves_heads
 from graphrt.kernels.errors import ShapeError
 from graphrt.kernels.native.nvrtc import NativeVariant, launch
 
@@ -59,7 +59,7 @@ def native_fault(
     if k_cache.shape[1] % NATIVE_PAGE_MULTIPLE:
         return f"pages of {k_cache.shape[1]} tokens are no multiple of {NATIVE_PAGE_MULTIPLE}"
     tile = native_tile(k_cache.dtype)
-    if plan.shape.head_dim % tile or plan.tile.block_n % tile:
+    if not serves_heads(plan.shape, k_cache.dtype) or plan.tile.block_n % tile:
         return f"the plan was made for another dtype than {k_cache.dtype}"
     for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
         bytes_to_heads = [stride * cache.element_size() for stride in cache.stride()[:3]]
@@ -76,9 +76,9 @@ def native_variant(
 ) -> NativeVariant:
     """The variant of a call, by a plan that was made for the CUDA kernel."""
     native, shape = _native_of(plan), plan.shape
-    shared = native_shared_bytes(
-        shape.head_dim, shape.queries_of_row, kv_dtype, native.warps, native.stages, native.cluster
-    )
+    shared = native_shared_bytes(shape, kv_dtype, native.warps, native.stages, native.cluster)
+    # 1: a window. 2: chunks, unless the work list begins where they do: the mask has nothing to add then.
+    window = 1 if options.sliding_window else 2 if plan.masks_chunks(options.attention_chunk_size) else 0
     macros = {
         "ALIBI": 0 if options.alibi_slopes is None else 1 + options.alibi_sqrt,
         "BLOCKS_PER_SM": native.blocks_per_sm,
@@ -97,8 +97,9 @@ def native_variant(
         "QUERY_LEN": shape.query_len,
         "SOFTCAP": int(options.logits_softcap > 0.0),
         "STAGES": native.stages,
+        "V_HEAD_DIM": shape.v_head_dim,
         "WARPS": native.warps,
-        "WINDOW": int(options.sliding_window > 0),
+        "WINDOW": window,
     }
     return NativeVariant(
         "decode.cu", "decode_attention", tuple(macros.items()), 32 * native.warps, shared, native.cluster
@@ -138,7 +139,7 @@ def native_attention(call: AttentionCall) -> None:
         plan.segments_at,
         plan.zeros_at,
         plan.num_places,
-        options.sliding_window,
+        options.span,
         logit_factor,
         logit_cap,
     )
@@ -167,15 +168,25 @@ def native_variants() -> dict[str, NativeVariant]:
         "gemma_fp8": (bf16, e5m2, 256, 8, 1, 8, 16, True),
         "odd_head_dim": (fp16, fp16, 80, 7, 1, 1, 48, True),
         "odd_head_dim_fp8": (fp16, e5m2, 96, 7, 2, 8, 48, True),
+        "deepseek_one": (bf16, bf16, 192, 1, 1, 1, 16, False),
+        "deepseek": (bf16, bf16, 192, 1, 1, 64, 16, False),
+        "deepseek_fp8": (bf16, e4m3, 192, 1, 1, 64, 16, True),
+        "deepseek_wide": (bf16, bf16, 192, 16, 1, 8, 16, True),
+        "wide_values": (bf16, bf16, 64, 4, 1, 64, 16, False),
+        "chunked": (bf16, bf16, 128, 5, 1, 64, 16, True),
+        "chunked_speculative": (bf16, bf16, 128, 5, 3, 64, 16, True),
+        "chunked_fp8": (bf16, e4m3, 128, 5, 1, 64, 16, True),
     }
     variants = {}
     for name, (dtype, kv_dtype, head_dim, group, query_len, rows, page_size, every) in cases.items():
-        heads = 1 if name == "pairs" else 8
+        heads = 1 if name == "pairs" else 16 if name.startswith("deepseek") else 8
+        v_head_dim = 128 if name.startswith(("deepseek", "wide_values")) else None
         plan = AttentionPlan.decode(
             rows,
             num_q_heads=heads * group,
             num_kv_heads=heads,
             head_dim=head_dim,
+            v_head_dim=v_head_dim,
             dtype=dtype,
             kv_dtype=kv_dtype,
             num_sms=132,
@@ -183,7 +194,14 @@ def native_variants() -> dict[str, NativeVariant]:
             batch_invariant=name.endswith("invariant"),
             native=True,
         )
-        slopes = torch.zeros(heads * group, device="cpu") if every else None
-        options = AttentionOptions(1.0, True, int(every), float(every), slopes, alibi_sqrt=every)
+        slopes, chunked = torch.zeros(heads * group, device="cpu") if every else None, name.startswith("chunked")
+        options = AttentionOptions(
+            1.0,
+            sliding_window=int(every and not chunked),
+            attention_chunk_size=int(every and chunked),
+            logits_softcap=float(every),
+            alibi_slopes=slopes,
+            alibi_sqrt=every,
+        )
         variants[name] = native_variant(plan, options, dtype, kv_dtype, page_size)
     return variants

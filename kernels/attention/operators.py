@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import warnings
+from collections.abc import Sequence
 
 import torch
 
@@ -25,14 +27,18 @@ from graphrt.kernels.compile_spec import CompileSpec
 from graphrt.kernels.errors import CapacityError, ShapeError
 from graphrt.kernels.op_declaration import DeclaredOp
 
+_MAX_INT32 = (1 << 31) - 1
+
 
 def _constexprs(plan: AttentionPlan, options: AttentionOptions, kv_dtype: torch.dtype) -> dict[str, object]:
     """The constexpr arguments of the kernel, without those that tell paged from contiguous calls."""
     return {
         "GROUP": plan.shape.group,
         "HEAD_DIM": plan.shape.head_dim,
+        "V_HEAD_DIM": plan.shape.v_head_dim,
         "CAUSAL": options.causal,
         "HAS_WINDOW": options.sliding_window > 0,
+        "HAS_CHUNKS": plan.masks_chunks(options.attention_chunk_size),
         "HAS_SOFTCAP": options.logits_softcap > 0.0,
         "ALIBI_SQRT": options.alibi_sqrt,
         "IS_FP8": kv_dtype in FP8_DTYPES,
@@ -41,11 +47,25 @@ def _constexprs(plan: AttentionPlan, options: AttentionOptions, kv_dtype: torch.
         "BLOCK_M": plan.tile.block_m,
         "BLOCK_N": plan.tile.block_n,
         "BLOCK_D": plan.shape.block_d,
+        "BLOCK_V": plan.shape.block_v,
         "NUM_STAGES": plan.tile.num_stages,
         "PARTIAL_M": plan.partial_m,
         "MERGE_SPLITS": plan.merge_splits,
         "MERGE_BUNDLE": plan.merge_bundle,
     }
+
+
+def _stride_unit(kv_strides: Sequence[int], others: Sequence[int]) -> int:
+    """The elements in which strides are given to the kernel: 1, 2, 4 or 8.
+
+    Triton sees by itself which strides are multiples of 16. Where those of K and V are not, as with heads of 72, the
+    kernel must be told how they are aligned: it would load element by element.
+    """
+    common = math.gcd(*kv_strides)
+    strides = (common, *others)
+    if common % 16 == 0 or max(map(abs, (*kv_strides, *strides))) > _MAX_INT32:
+        return 1
+    return math.gcd(*strides, 8)
 
 
 def _launch(call: AttentionCall) -> None:
@@ -54,6 +74,7 @@ def _launch(call: AttentionCall) -> None:
     paged = call.seq_lens is not None
     logit_factor, logit_cap = logit_constants(options.softmax_scale, options.logits_softcap)
     k_strides, v_strides = (t.stride()[:3] if paged else (0, *t.stride()[:2]) for t in (call.k, call.v))
+    unit = _stride_unit((*k_strides, *v_strides), (*call.q.stride()[:2], *call.out.stride()[:2]))
     attend_kernel[(plan.shape.num_kv_heads, plan.schedule.num_parts)](
         call.q,
         call.k,
@@ -74,16 +95,15 @@ def _launch(call: AttentionCall) -> None:
         plan.num_places,
         logit_factor,
         logit_cap,
-        options.sliding_window,
-        *call.q.stride()[:2],
-        *k_strides,
-        *v_strides,
+        options.span,
+        *(stride // unit for stride in (*call.q.stride()[:2], *k_strides, *v_strides)),
         call.table.stride(0),
-        *call.out.stride()[:2],
+        *(stride // unit for stride in call.out.stride()[:2]),
         0 if call.lse is None else call.lse.stride(0),
         *options.scale_strides,
         PAGE_SIZE=call.k.shape[1] if paged else 1,
         PAGED=paged,
+        STRIDE_UNIT=unit,
         LAUNCH_PDL=call.pdl,
         **_constexprs(plan, options, call.k.dtype),
         num_warps=plan.tile.num_warps,
@@ -135,18 +155,21 @@ def paged_attention(
 ) -> None:
     """Attention of each row's new tokens to the row's pages, which hold the new tokens' K and V already.
 
-    q, out             [num_tokens, num_q_heads, head_dim]                fp16, bf16 or fp32; out is written
-    k_cache, v_cache   [num_pages, page_size, num_kv_heads, head_dim]     dtype of q, or fp8; any strides, last one 1
+    q                  [num_tokens, num_q_heads, head_dim]                fp16, bf16 or fp32
+    k_cache            [num_pages, page_size, num_kv_heads, head_dim]     dtype of q, or fp8; any strides, last one 1
+    v_cache            [num_pages, page_size, num_kv_heads, v_head_dim]   as k_cache
+    out                [num_tokens, num_q_heads, v_head_dim]              dtype of q, written
     block_table        [rows, max_pages]                                  int32
     seq_lens           [rows]  including the new tokens; 0: zeros         int32
-    work_list          written by `schedule_attention` in this step, from the same plan, seq_lens and window
+    work_list          written by `schedule_attention` in this step, from the same plan, seq_lens and window or chunks
     query_start_loc    [rows + 1]  for plans without query_len; tokens from its last value on: zeros   int32
     lse                [num_tokens, num_q_heads]  natural log of the softmax's denominator, sinks included   float32,
                        written. Where nothing is seen it is the sink, or -inf without one. In tokens from
                        query_start_loc's last value on it is -inf
     pdl                launch before the kernel ahead has finished, and wait for it on the device
 
-    rows and num_tokens are those of plan.shape. fp8 keys and values are multiplied as float16 (float32 if q is); their
+    rows, num_tokens and sizes of heads are those of plan.shape. Heads of any size up to MAX_HEAD_DIM are padded within
+    the kernel; no tensor need be. fp8 keys and values are multiplied as float16 (float32 if q is); their
     scales go into logits and output.
 
     The caller guarantees what only the device could see; the runtime's refresh does so:
@@ -166,7 +189,7 @@ def paged_attention(
     num_rows = plan.shape.num_rows
     if seq_lens.shape[0] != num_rows:
         raise ShapeError(f"seq_lens: expected {num_rows} rows, got {seq_lens.shape[0]}; use the plan of this size")
-    _check_plan(q, k_cache.shape[2], plan, work_list, workspace)
+    _check_plan(q, k_cache.shape[2], v_cache.shape[3], plan, work_list, workspace)
     check_query_starts(query_start_loc, num_rows, plan.shape.query_len, q.device)
     _attention(
         AttentionCall(
@@ -192,8 +215,10 @@ def contiguous_attention(
 ) -> None:
     """Attention of packed rows to packed K and V, without a cache; causal rows end at their last key.
 
-    q, out            [num_tokens, num_q_heads, head_dim]            fp16, bf16 or fp32; out is written
-    k, v              [kv_tokens, num_kv_heads, head_dim]            dtype of q, or fp8; any strides, last one 1
+    q                 [num_tokens, num_q_heads, head_dim]            fp16, bf16 or fp32
+    k                 [kv_tokens, num_kv_heads, head_dim]            dtype of q, or fp8; any strides, last one 1
+    v                 [kv_tokens, num_kv_heads, v_head_dim]          as k
+    out               [num_tokens, num_q_heads, v_head_dim]          dtype of q, written
     kv_start_loc      [rows + 1]  where each row's keys begin        int32
     query_start_loc   [rows + 1]  tokens from its last value on: zeros   int32
 
@@ -212,7 +237,7 @@ def contiguous_attention(
             f"query_start_loc: expected {shape.num_rows} rows and a plan made by AttentionPlan.varlen, got "
             f"{query_start_loc.shape[0] - 1} rows and query_len={shape.query_len}; use the plan of this size"
         )
-    _check_plan(q, k.shape[1], plan, work_list, workspace)
+    _check_plan(q, k.shape[1], v.shape[2], plan, work_list, workspace)
     _attention(
         AttentionCall(
             q, k, v, kv_start_loc, query_start_loc, None, work_list, out, lse, workspace, options, plan, pdl=False
@@ -221,7 +246,12 @@ def contiguous_attention(
 
 
 def _check_plan(
-    q: torch.Tensor, num_kv_heads: int, plan: AttentionPlan, work_list: torch.Tensor, workspace: AttentionWorkspace
+    q: torch.Tensor,
+    num_kv_heads: int,
+    v_head_dim: int,
+    plan: AttentionPlan,
+    work_list: torch.Tensor,
+    workspace: AttentionWorkspace,
 ) -> None:
     shape = plan.shape
     heads = (shape.group * shape.num_kv_heads, shape.num_kv_heads)
@@ -231,9 +261,13 @@ def _check_plan(
             f"in the plan, got {q.shape[0]} tokens, {q.shape[1]} and {num_kv_heads} heads of {q.shape[2]}; make a plan "
             "for this shape"
         )
+    if v_head_dim != shape.v_head_dim:
+        raise ShapeError(
+            f"v: expected heads of {shape.v_head_dim} as in the plan, got {v_head_dim}; make a plan with v_head_dim"
+        )
     needed = {
         "work_list": (work_list, plan.work_list_words, torch.int32),
-        "workspace.partial_out": (workspace.partial_out, plan.partial_queries * shape.head_dim, torch.float32),
+        "workspace.partial_out": (workspace.partial_out, plan.partial_elements, torch.float32),
         "workspace.partial_lse": (workspace.partial_lse, plan.partial_lses, torch.float32),
         "workspace.counters": (workspace.counters, plan.num_counters, torch.int32),
     }
@@ -251,40 +285,69 @@ def compile_variants() -> list[CompileSpec]:
     """Kernel variants that a test compiles without a GPU: shapes of common models, and the corners."""
     bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32
     e4m3, e5m2 = torch.float8_e4m3fn, torch.float8_e5m2
-    spill, spill_varlen = 64, 400  # bytes; only the merge spills, and varlen is faster with 3 stages in spite of it
-    cases: list[tuple[str, torch.dtype, torch.dtype, int, int, int, int, int, bool]] = [
-        # name, dtype, KV dtype, head_dim, group, query_len (0: varlen), rows, page_size (0: contiguous), every option
-        ("llama", bf16, bf16, 128, 4, 1, 1, 16, False),
-        ("llama_many", bf16, bf16, 128, 4, 1, 256, 16, False),
-        ("llama_page64", fp16, fp16, 128, 4, 1, 1, 64, False),
-        ("llama_fp8", bf16, e4m3, 128, 4, 1, 1, 16, False),
-        ("llama_fp8_many", bf16, e4m3, 128, 4, 1, 256, 16, False),
-        ("small_heads", bf16, bf16, 64, 3, 1, 1, 16, False),
-        ("speculative", bf16, bf16, 128, 4, 5, 8, 16, False),
-        ("packed_max", bf16, bf16, 128, 16, 16, 8, 16, False),
-        ("gemma", bf16, bf16, 256, 2, 1, 8, 16, True),
-        ("gemma_speculative", bf16, e5m2, 256, 8, 8, 8, 16, True),
-        ("odd_head_dim", fp16, e5m2, 80, 7, 1, 8, 48, True),
-        ("fp32", fp32, fp32, 64, 4, 1, 8, 16, True),
-        ("fp32_large", fp32, fp32, 256, 8, 8, 8, 16, False),
-        ("varlen", bf16, bf16, 128, 4, 0, 64, 16, False),
-        ("varlen_options", fp16, e4m3, 128, 4, 0, 64, 16, True),
-        ("varlen_gemma", bf16, bf16, 256, 2, 0, 64, 16, True),
-        ("varlen_fp32", fp32, fp32, 256, 8, 0, 64, 16, False),
-        ("contiguous", bf16, bf16, 128, 4, 0, 64, 0, False),
+    # Bytes. Only the merge spills, and varlen is faster with 3 stages in spite of it. Odd sizes, which no common model
+    # has, spill more: they are loaded element by element.
+    spill, spill_varlen, spill_odd = 64, 400, 512
+    cases: list[tuple[str, torch.dtype, torch.dtype, tuple[int, int], int, int, int, int, str]] = [
+        # name, dtype, KV dtype, sizes of heads, group, query_len (0: varlen), rows, page_size (0: contiguous); and, for
+        # every option, a window or chunks
+        ("llama", bf16, bf16, (128, 128), 4, 1, 1, 16, ""),
+        ("llama_many", bf16, bf16, (128, 128), 4, 1, 256, 16, ""),
+        ("llama_page64", fp16, fp16, (128, 128), 4, 1, 1, 64, ""),
+        ("llama_fp8", bf16, e4m3, (128, 128), 4, 1, 1, 16, ""),
+        ("llama_fp8_many", bf16, e4m3, (128, 128), 4, 1, 256, 16, ""),
+        ("small_heads", bf16, bf16, (64, 64), 3, 1, 1, 16, ""),
+        ("speculative", bf16, bf16, (128, 128), 4, 5, 8, 16, ""),
+        ("packed_max", bf16, bf16, (128, 128), 16, 16, 8, 16, ""),
+        ("gemma", bf16, bf16, (256, 256), 2, 1, 8, 16, "window"),
+        ("gemma_speculative", bf16, e5m2, (256, 256), 8, 8, 8, 16, "window"),
+        ("odd_head_dim", fp16, e5m2, (80, 80), 7, 1, 8, 48, "window"),
+        ("fp32", fp32, fp32, (64, 64), 4, 1, 8, 16, "window"),
+        ("fp32_large", fp32, fp32, (256, 256), 8, 8, 8, 16, ""),
+        ("varlen", bf16, bf16, (128, 128), 4, 0, 64, 16, ""),
+        ("varlen_options", fp16, e4m3, (128, 128), 4, 0, 64, 16, "window"),
+        ("varlen_gemma", bf16, bf16, (256, 256), 2, 0, 64, 16, "window"),
+        ("varlen_fp32", fp32, fp32, (256, 256), 8, 0, 64, 16, ""),
+        ("contiguous", bf16, bf16, (128, 128), 4, 0, 64, 0, ""),
+        ("deepseek", bf16, bf16, (192, 128), 1, 1, 1, 16, ""),
+        ("deepseek_many", bf16, bf16, (192, 128), 1, 1, 256, 16, ""),
+        ("deepseek_fp8", bf16, e4m3, (192, 128), 1, 1, 64, 16, "window"),
+        ("deepseek_varlen", bf16, bf16, (192, 128), 1, 0, 64, 16, ""),
+        ("deepseek_contiguous", bf16, bf16, (192, 128), 1, 0, 64, 0, ""),
+        ("wide_values", bf16, bf16, (64, 128), 4, 1, 64, 16, ""),
+        ("heads_of_72", bf16, bf16, (72, 72), 4, 1, 256, 16, ""),
+        ("heads_of_40", bf16, bf16, (40, 40), 4, 1, 256, 16, ""),
+        ("odd_sizes", fp16, e5m2, (33, 71), 7, 1, 8, 48, "window"),
+        ("odd_sizes_varlen", bf16, bf16, (71, 33), 3, 0, 64, 16, "window"),
+        ("smallest", bf16, bf16, (1, 1), 4, 1, 256, 16, ""),
+        ("gemma4", bf16, bf16, (512, 512), 2, 1, 8, 16, ""),
+        ("gemma4_speculative", bf16, e4m3, (512, 512), 8, 8, 8, 16, "window"),
+        ("gemma4_varlen", bf16, bf16, (512, 512), 2, 0, 64, 16, ""),
+        ("gemma4_fp32", fp32, fp32, (512, 512), 2, 1, 8, 16, ""),
+        ("chunked", bf16, bf16, (128, 128), 5, 1, 64, 16, "chunks"),
+        ("chunked_speculative", bf16, e4m3, (128, 128), 5, 4, 64, 16, "chunks"),
+        ("chunked_varlen", bf16, bf16, (128, 128), 5, 0, 64, 16, "chunks"),
     ]
     specs = []
-    for name, dtype, kv_dtype, head_dim, group, query_len, rows, page_size, options in cases:
-        heads = {"num_q_heads": 8 * group, "num_kv_heads": 8, "head_dim": head_dim, "dtype": dtype, "num_sms": 132}
+    for name, dtype, kv_dtype, sizes, group, query_len, rows, page_size, options in cases:
+        heads = {"num_q_heads": 8 * group, "num_kv_heads": 8, "dtype": dtype, "num_sms": 132}
+        heads |= {"head_dim": sizes[0], "v_head_dim": sizes[1]}
         if query_len:
             plan = AttentionPlan.decode(rows, kv_dtype=kv_dtype, query_len=query_len, **heads)  # type: ignore[arg-type]
         else:
             plan = AttentionPlan.varlen(rows, 2048, kv_dtype=kv_dtype, **heads)  # type: ignore[arg-type]
-        chosen = AttentionOptions(1.0, True, int(options), float(options), alibi_sqrt=options)
+        chosen = AttentionOptions(
+            1.0,
+            sliding_window=int(options == "window"),
+            attention_chunk_size=int(options == "chunks"),
+            logits_softcap=float(bool(options)),
+            alibi_sqrt=bool(options),
+        )
         constexprs: dict[str, object] = {
             **_constexprs(plan, chosen, kv_dtype),
             "PAGE_SIZE": page_size or 1,
             "PAGED": page_size > 0,
+            "STRIDE_UNIT": _stride_unit(sizes, sizes),
             "LAUNCH_PDL": False,
         }
         pointers = {"q_ptr": dtype, "out_ptr": dtype, "k_ptr": kv_dtype, "v_ptr": kv_dtype}
@@ -304,7 +367,8 @@ def compile_variants() -> list[CompileSpec]:
                 signature[argument] = "*fp32"
             else:
                 signature[argument] = "fp32" if argument.startswith("logit_") else "i32"
-        divisible = tuple(a for a in signature if a.endswith("_ptr") or a.startswith("stride_"))
+        aligned = "stride_" if math.gcd(*sizes) % 16 == 0 else "stride_table"
+        divisible = tuple(a for a in signature if a.endswith("_ptr") or a.startswith(aligned))
         specs.append(
             CompileSpec(
                 f"attention_{name}",
@@ -314,7 +378,7 @@ def compile_variants() -> list[CompileSpec]:
                 plan.tile.num_warps,
                 plan.tile.num_stages,
                 divisible=divisible,
-                max_spill=spill if query_len else spill_varlen,
+                max_spill=spill_odd if name.startswith("odd_sizes") else spill if query_len else spill_varlen,
             )
         )
     return specs

@@ -11,7 +11,7 @@ from graphrt.kernels.errors import ShapeError
 
 FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 MAX_WINDOW = 1 << 30
-"""Largest sliding window: the kernels add positions and windows in int32."""
+"""Largest sliding window, and largest chunk: the kernels add positions and windows in int32."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +21,8 @@ class AttentionOptions:
     softmax_scale    factor of q . k
     causal           token i of a row sees positions 0 to seq_len - query_len + i; otherwise all of them
     sliding_window   positions that a token sees, itself included, up to MAX_WINDOW; 0: all. Needs `causal`
+    attention_chunk_size  positions are cut into chunks of so many, up to MAX_WINDOW, and a token sees those of its own
+                     chunk alone: position p sees p // size * size to p; 0: all. Needs `causal`, and no sliding window
     logits_softcap   cap * tanh(logits / cap); 0.0: off
     alibi_slopes     [num_q_heads]           float32  bias -slope * distance, added after the softcap; a slope that is
                                                      not finite makes its head NaN; Press et al. 2022
@@ -34,12 +36,18 @@ class AttentionOptions:
     softmax_scale: float
     causal: bool = True
     sliding_window: int = 0
+    attention_chunk_size: int = 0
     logits_softcap: float = 0.0
     alibi_slopes: torch.Tensor | None = None
     alibi_sqrt: bool = False
     sinks: torch.Tensor | None = None
     k_scale: torch.Tensor | None = None
     v_scale: torch.Tensor | None = None
+
+    @property
+    def span(self) -> int:
+        """Positions of a window or of a chunk, whichever there is; 0: neither."""
+        return self.sliding_window or self.attention_chunk_size
 
     @property
     def scale_strides(self) -> tuple[int, int]:
@@ -52,10 +60,10 @@ def check_options(
     options: AttentionOptions, num_q_heads: int, num_kv_heads: int, kv_dtype: torch.dtype, device: torch.device
 ) -> None:
     """Raise ShapeError unless the options fit a call with these heads and this cache."""
-    scale, softcap, window = options.softmax_scale, options.logits_softcap, options.sliding_window
+    scale, softcap = options.softmax_scale, options.logits_softcap
     if not (is_finite(scale) and scale > 0):
         raise ShapeError(f"softmax_scale: expected a finite number > 0, got {scale!r}; head_dim ** -0.5 is usual")
-    check_window(window, options.causal)
+    check_span(options.sliding_window, options.attention_chunk_size, options.causal)
     if not (is_finite(softcap) and softcap >= 0):
         raise ShapeError(f"logits_softcap: expected a finite number >= 0, got {softcap!r}; 0.0 switches it off")
     if options.alibi_sqrt and options.alibi_slopes is None:
@@ -82,11 +90,18 @@ def check_options(
             )
 
 
-def check_window(window: int, causal: bool) -> None:
-    """Raise ShapeError unless a call may have this sliding window, or 0."""
-    check_int("sliding_window", window, 0, MAX_WINDOW, advice="0 switches it off", error=ShapeError)
-    if window and not causal:
-        raise ShapeError(f"sliding_window: expected 0 without causal, got {window}; set causal=True")
+def check_span(sliding_window: int, attention_chunk_size: int, causal: bool) -> None:
+    """Raise ShapeError unless a call may have this sliding window, or these chunks, or 0 for both."""
+    spans = {"sliding_window": sliding_window, "attention_chunk_size": attention_chunk_size}
+    for name, size in spans.items():
+        check_int(name, size, 0, MAX_WINDOW, advice="0 switches it off", error=ShapeError)
+        if size and not causal:
+            raise ShapeError(f"{name}: expected 0 without causal, got {size}; set causal=True")
+    if sliding_window and attention_chunk_size:
+        raise ShapeError(
+            f"attention_chunk_size: expected 0 with sliding_window={sliding_window}, got {attention_chunk_size}; "
+            "a layer has one of the two"
+        )
 
 
 def _check_dense(name: str, tensor: torch.Tensor) -> None:

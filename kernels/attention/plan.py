@@ -57,6 +57,7 @@ class AttentionPlan:
         num_q_heads: int,
         num_kv_heads: int,
         head_dim: int,
+        v_head_dim: int | None = None,
         dtype: torch.dtype,
         kv_dtype: torch.dtype | None = None,
         num_sms: int,
@@ -66,6 +67,8 @@ class AttentionPlan:
     ) -> AttentionPlan:
         """Plan of decode rows with `query_len` new tokens each.
 
+        head_dim         size of the heads of Q and K, from 1 to MAX_HEAD_DIM
+        v_head_dim       size of the heads of V and of the output; None: head_dim
         kv_dtype         dtype of the cache: `dtype`, or fp8; None: `dtype`
         num_sms          streaming multiprocessors of the device
         batch_invariant  rows are cut by their own length alone, so that no row's result depends on another's
@@ -73,10 +76,11 @@ class AttentionPlan:
                          Triton kernel gives right results by such a plan too, but is slower than by its own
 
         Raises: ShapeError for query_len outside 1 to 16, no rows, heads that do not divide, dtypes that are not served
-        or no multiprocessors; UnsupportedError (head_dim).
+        or no multiprocessors; UnsupportedError (head_dim, v_head_dim).
         """
         check_int("query_len", query_len, 1, MAX_QUERY_LEN, advice="use AttentionPlan.varlen", error=ShapeError)
-        shape = PlanShape.checked(num_rows, num_rows * query_len, query_len, num_q_heads, num_kv_heads, head_dim)
+        tokens = num_rows * query_len
+        shape = PlanShape.checked(num_rows, tokens, query_len, num_q_heads, num_kv_heads, head_dim, v_head_dim)
         stored = check_dtypes(dtype, kv_dtype)
         check_num_sms(num_sms)
         tile = decode_tile(shape, dtype, stored, num_sms, batch_invariant)
@@ -96,6 +100,7 @@ class AttentionPlan:
         num_q_heads: int,
         num_kv_heads: int,
         head_dim: int,
+        v_head_dim: int | None = None,
         dtype: torch.dtype,
         kv_dtype: torch.dtype | None = None,
         num_sms: int,
@@ -110,7 +115,7 @@ class AttentionPlan:
 
         Raises: as `decode`, and ShapeError for no tokens.
         """
-        shape = PlanShape.checked(num_rows, num_tokens, 0, num_q_heads, num_kv_heads, head_dim)
+        shape = PlanShape.checked(num_rows, num_tokens, 0, num_q_heads, num_kv_heads, head_dim, v_head_dim)
         stored = check_dtypes(dtype, kv_dtype)
         check_num_sms(num_sms)
         tile = varlen_tile(shape, dtype, stored)
@@ -151,6 +156,13 @@ class AttentionPlan:
         return num_parts // self.native.warps if self.parts_are_warps else num_parts * self.native.cluster
 
     # The work list: parts, then segments, then units that see nothing.
+
+    def masks_chunks(self, attention_chunk_size: int) -> bool:
+        """Whether a kernel must mask what lies before a chunk.
+
+        It need not where each row has one new token and chunks begin where tiles do: the work list begins there, too.
+        """
+        return attention_chunk_size > 0 and (self.shape.query_len != 1 or attention_chunk_size % self.tile.block_n > 0)
 
     @property
     def num_units(self) -> int:
@@ -207,6 +219,11 @@ class AttentionPlan:
         return self.num_places * self.shape.num_kv_heads * self.partial_m
 
     @property
+    def partial_elements(self) -> int:
+        """float32 sums of all partial results."""
+        return self.partial_queries * self.shape.v_head_dim
+
+    @property
     def partial_lses(self) -> int:
         """Log-sum-exps of partial results. The CUDA kernel keeps those of merged bundles apart."""
         return self.partial_queries * (2 if self.native is not None and not self.parts_are_warps else 1)
@@ -216,7 +233,7 @@ class AttentionPlan:
         """int32 words of arrival counters and letters.
 
         Each place has a counter of the bundle that begins there and one of the unit, for each block of a cluster. Where
-        parts are warps, each block has a letter besides: per query head_dim sums, a reference point and a sum of
+        parts are warps, each block has a letter besides: per query v_head_dim sums, a reference point and a sum of
         weights.
         """
         cluster = 1 if self.native is None else self.native.cluster
@@ -224,14 +241,14 @@ class AttentionPlan:
         if not self.parts_are_warps:
             return counters
         queries = self.native_blocks * self.shape.num_kv_heads * self.shape.queries_of_row
-        return counters + queries * (self.shape.head_dim + 2)
+        return counters + queries * (self.shape.v_head_dim + 2)
 
     @property
     def merge_splits(self) -> int:
         """Partial results that a program of the Triton kernel reads at a time."""
         small = self.tile.block_m == MIN_BLOCK_M and self.tile.num_warps <= 4  # a large unit needs the registers itself
         per_warp = _MERGE_ELEMENTS_PER_WARP if small else _MERGE_ELEMENTS_PER_WARP // 4
-        return max(1, min(32, per_warp * self.tile.num_warps // (self.partial_m * self.shape.block_d)))
+        return max(1, min(32, per_warp * self.tile.num_warps // (self.partial_m * self.shape.block_v)))
 
     @property
     def merge_bundle(self) -> int:

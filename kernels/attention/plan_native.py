@@ -24,9 +24,13 @@ compiler's report."""
 _MAX_QUERIES = 16
 """Queries of a unit: two N sides of an mma. More are left to the Triton kernel. Not measured."""
 
-_MAX_SUMS = 320
-"""Octets of queries x head_dim: a warp holds 8 times as many sums in registers. Larger units would spill; a test
-reads the compiler's report. Not measured on a device."""
+_MAX_SUMS = 960
+"""Octets of queries x (2 v_head_dim + head_dim): a warp holds the sums in 8 times v_head_dim registers per octet, and
+the queries in 4 times head_dim. Larger units would spill; a test reads the compiler's report. Not measured on a
+device."""
+
+_MAX_WIDTH = 256
+"""Elements of a head. Of larger ones the queries and sums of a warp would not fit its registers. Not measured."""
 
 _STAGES = 3
 """KV tiles of a warp in shared memory at most, that in use included. Measured: docs/LOG.md "Two tiles per warp"."""
@@ -98,16 +102,16 @@ def plan_for_native(
     num_units        units of the shape
     """
     queries = shape.queries_of_row
-    sums = -(-queries // 8) * shape.head_dim
-    if dtype.itemsize != 2 or queries > _MAX_QUERIES or sums > _MAX_SUMS or shape.head_dim % native_tile(kv_dtype):
+    sums = -(-queries // 8) * (2 * shape.v_head_dim + shape.head_dim)
+    if dtype.itemsize != 2 or queries > _MAX_QUERIES or sums > _MAX_SUMS or not serves_heads(shape, kv_dtype):
         return None
     cluster, clusters_per_head = _cluster(shape, bool(schedule.fixed_splits), num_units, num_sms)
     warps_and_blocks = [(8, 1), (4, 1)]
     many = num_units >= _MANY_UNITS * (num_sms // shape.num_kv_heads)
-    if many and shape.head_dim <= 64 and queries <= 8:
+    if many and max(shape.head_dim, shape.v_head_dim) <= 64 and queries <= 8:
         warps_and_blocks.insert(0, (8, 2))  # tiles are small: one block would wait for memory
-    size = functools.partial(native_shared_bytes, shape.head_dim, queries, kv_dtype, cluster=cluster)
-    native = _blocks(warps_and_blocks, native_tile_bytes(shape.head_dim, kv_dtype), size)
+    size = functools.partial(native_shared_bytes, shape, kv_dtype, cluster=cluster)
+    native = _blocks(warps_and_blocks, native_tile_bytes(shape, kv_dtype), size)
     if native is None:
         return None
     native = replace(native, cluster=cluster)
@@ -119,11 +123,11 @@ def plan_for_native(
             unit_overhead=0,
             min_unit_tiles=_MIN_UNIT_TILES,
         )
-        num_warps = 1 if shape.block_d <= 128 else 4
+        num_warps = 1 if shape.widest <= 128 else 4
         tile = TilePlan(tile.block_m, native_tile(kv_dtype), num_warps, native.stages)
         return schedule, tile, native
-    block_n = 64 if shape.block_d <= 128 else 32
-    tile_bytes = 2 * block_n * shape.head_dim * kv_dtype.itemsize
+    block_n = 64 if shape.widest <= 128 else 32
+    tile_bytes = block_n * (shape.head_dim + shape.v_head_dim) * kv_dtype.itemsize
     schedule = replace(
         schedule,
         num_parts=parts_of_blocks,
@@ -139,22 +143,27 @@ def parts_are_warps(schedule: SchedulePlan, native: NativePlan) -> bool:
 
 
 def native_tile(kv_dtype: torch.dtype) -> int:
-    """Tokens that a warp of the CUDA kernel multiplies at a time; head_dim must be a multiple of this, too."""
+    """Tokens that a warp of the CUDA kernel multiplies at a time; sizes of heads must be multiples of this, too."""
     return 16 if kv_dtype.itemsize == 2 else 32
 
 
-def native_tile_bytes(head_dim: int, kv_dtype: torch.dtype) -> int:
+def serves_heads(shape: PlanShape, kv_dtype: torch.dtype) -> bool:
+    """Whether the CUDA kernel multiplies heads of these sizes."""
+    tile = native_tile(kv_dtype)
+    return shape.head_dim % tile == 0 and shape.v_head_dim % tile == 0 and shape.widest <= _MAX_WIDTH
+
+
+def native_tile_bytes(shape: PlanShape, kv_dtype: torch.dtype) -> int:
     """Bytes of K and V of such a tile."""
-    return 2 * native_tile(kv_dtype) * head_dim * kv_dtype.itemsize
+    return native_tile(kv_dtype) * (shape.head_dim + shape.v_head_dim) * kv_dtype.itemsize
 
 
-def native_shared_bytes(
-    head_dim: int, queries: int, kv_dtype: torch.dtype, warps: int, stages: int, cluster: int
-) -> int:
+def native_shared_bytes(shape: PlanShape, kv_dtype: torch.dtype, warps: int, stages: int, cluster: int) -> int:
     """Bytes of dynamic shared memory of a block: tiles, partial results, what a cluster exchanges."""
-    partial_bytes = 4 * queries * (head_dim + 6)
-    inbox_bytes = 16 * (-(-queries * head_dim // 2 // cluster) + queries) * cluster + 16 if cluster > 1 else 0
-    return warps * (stages * native_tile_bytes(head_dim, kv_dtype) + partial_bytes) + inbox_bytes
+    queries, v_head_dim = shape.queries_of_row, shape.v_head_dim
+    partial_bytes = 4 * queries * (v_head_dim + 6)
+    inbox_bytes = 16 * (-(-queries * v_head_dim // 2 // cluster) + queries) * cluster + 16 if cluster > 1 else 0
+    return warps * (stages * native_tile_bytes(shape, kv_dtype) + partial_bytes) + inbox_bytes
 
 
 def _blocks(

@@ -14,6 +14,9 @@ from graphrt.kernels.errors import ShapeError
 MAX_QUERY_LEN = 16
 """Most new tokens per row of a decode plan. Rows with more take a plan made by `AttentionPlan.varlen`. Not measured."""
 
+_MIN_BLOCK_D = 16
+"""Lanes. A product on tensor cores takes at least 16 elements along each side. A limit of Triton, not measured."""
+
 
 @dataclass(frozen=True, slots=True)
 class PlanShape:
@@ -24,7 +27,8 @@ class PlanShape:
     query_len     new tokens per row; 0: any number, given by query_start_loc
     group         query heads that share a KV head
     num_kv_heads  KV heads
-    head_dim      elements of a head
+    head_dim      elements of a head of Q and of K
+    v_head_dim    elements of a head of V and of the output
     """
 
     num_rows: int
@@ -33,6 +37,7 @@ class PlanShape:
     group: int
     num_kv_heads: int
     head_dim: int
+    v_head_dim: int
 
     @classmethod
     def checked(
@@ -43,10 +48,11 @@ class PlanShape:
         num_q_heads: int,
         num_kv_heads: int,
         head_dim: int,
+        v_head_dim: int | None,
     ) -> PlanShape:
-        """The shape.
+        """The shape; v_head_dim None stands for head_dim.
 
-        Raises: ShapeError for no rows, no tokens or heads that do not divide; UnsupportedError (head_dim).
+        Raises: ShapeError for no rows, no tokens or heads that do not divide; UnsupportedError (head_dim, v_head_dim).
         """
         if num_rows < 1 or num_tokens < 1:
             raise ShapeError(
@@ -57,8 +63,10 @@ class PlanShape:
                 f"num_q_heads: expected a multiple of num_kv_heads={num_kv_heads}, got {num_q_heads}; "
                 "each KV head serves equally many query heads"
             )
-        check_triton_head_dim("plan", head_dim)
-        return cls(num_rows, num_tokens, query_len, num_q_heads // num_kv_heads, num_kv_heads, head_dim)
+        v_head_dim = head_dim if v_head_dim is None else v_head_dim
+        check_triton_head_dim("head_dim", head_dim)
+        check_triton_head_dim("v_head_dim", v_head_dim)
+        return cls(num_rows, num_tokens, query_len, num_q_heads // num_kv_heads, num_kv_heads, head_dim, v_head_dim)
 
     @property
     def queries_of_row(self) -> int:
@@ -67,8 +75,18 @@ class PlanShape:
 
     @property
     def block_d(self) -> int:
-        """head_dim, rounded up to a power of two."""
-        return next_power_of_two(self.head_dim)
+        """Lanes of a head of Q and of K: head_dim, rounded up to a power of two that a product takes."""
+        return max(_MIN_BLOCK_D, next_power_of_two(self.head_dim))
+
+    @property
+    def block_v(self) -> int:
+        """Lanes of a head of V and of the output: the same of v_head_dim."""
+        return max(_MIN_BLOCK_D, next_power_of_two(self.v_head_dim))
+
+    @property
+    def widest(self) -> int:
+        """The larger of block_d and block_v, which sizes of tiles and programs follow."""
+        return max(self.block_d, self.block_v)
 
 
 def check_dtypes(dtype: torch.dtype, kv_dtype: torch.dtype | None) -> torch.dtype:

@@ -13,6 +13,10 @@ from graphrt.kernels.attention.plan_shape import PlanShape
 MIN_BLOCK_M = 16
 """Queries. Smallest unit, since a product on tensor cores takes at least 16. A limit of Triton, not measured."""
 
+_ODD_BLOCK_N = 32
+"""Tokens of a tile at most where heads are loaded element by element: each takes a register for its address. A test
+reads the compiler's report. Not measured on a device."""
+
 _FEW_SEGMENTS = 8
 """Segments per unit of up to 4 queries. Where units are cut into more, merging costs more than reading gains, so
 programs have four warps and not one. Measured: docs/LOG.md "One warp and tiles of 16 tokens"; the bound itself is not
@@ -39,15 +43,17 @@ def decode_tile(
     shape: PlanShape, dtype: torch.dtype, kv_dtype: torch.dtype, num_sms: int, batch_invariant: bool
 ) -> TilePlan:
     """Units and programs of decode rows."""
-    queries, block_d = shape.queries_of_row, shape.block_d
-    block_m = max(MIN_BLOCK_M, min(_max_block_m(shape.head_dim, dtype), next_power_of_two(queries)))
+    queries, block_d = shape.queries_of_row, shape.widest
+    block_m = max(MIN_BLOCK_M, min(_max_block_m(block_d, dtype), next_power_of_two(queries)))
     if dtype == torch.float32:
         num_warps, block_n = _float32_program(block_d)
         return TilePlan(block_m, block_n, num_warps, num_stages=3)
     if block_m > MIN_BLOCK_M or block_d > 128:
-        num_warps = 8 if block_m * block_d >= 8192 else 4
+        num_warps = 8 if block_m * block_d >= 8192 or _is_odd(shape, kv_dtype) else 4
         return TilePlan(block_m, 64 if block_d <= 128 else 32, num_warps, num_stages=3)
     # Programs of one warp read fastest. With few rows each row is cut into many segments, and merging wants more warps.
+    if _is_odd(shape, kv_dtype):
+        return TilePlan(block_m, _ODD_BLOCK_N, num_warps=4, num_stages=3)
     num_units = shape.num_rows * -(-queries // block_m)
     merge_cost = max(1, next_power_of_two(queries) // 4) * parts_of_programs(1, shape.num_kv_heads, num_sms)
     one_warp = num_units * _FEW_SEGMENTS >= merge_cost and not batch_invariant
@@ -60,22 +66,27 @@ def decode_tile(
 
 def varlen_tile(shape: PlanShape, dtype: torch.dtype, kv_dtype: torch.dtype) -> TilePlan:
     """Units and programs of mixed batches, which are bound by their products."""
-    block_d = shape.block_d
+    block_d = shape.widest
     if dtype == torch.float32:
         num_warps, block_n = _float32_program(block_d)
     else:
         num_warps, block_n = 8, 64 if block_d <= 128 else 32
-    block_m = _max_block_m(shape.head_dim, dtype)
-    if dtype.itemsize == 2 and block_d <= 128 and kv_dtype.itemsize == 2:
+    block_m = _max_block_m(block_d, dtype)
+    if dtype.itemsize == 2 and block_d <= 128 and kv_dtype.itemsize == 2 and not _is_odd(shape, kv_dtype):
         block_m = 128
     return TilePlan(block_m, block_n, num_warps, num_stages=3)
 
 
-def _max_block_m(head_dim: int, dtype: torch.dtype) -> int:
+def _is_odd(shape: PlanShape, kv_dtype: torch.dtype) -> bool:
+    """Whether heads of K or V lie at addresses of which less than 16 bytes can be loaded at a time."""
+    return any(size * kv_dtype.itemsize % 16 for size in (shape.head_dim, shape.v_head_dim))
+
+
+def _max_block_m(block_d: int, dtype: torch.dtype) -> int:
     """Most queries of a unit whose sums fit the registers."""
     if dtype == torch.float32:
         return MIN_BLOCK_M
-    return 64 if head_dim <= 128 else 32
+    return 64 if block_d <= 128 else 32 if block_d <= 256 else MIN_BLOCK_M
 
 
 def _float32_program(block_d: int) -> tuple[int, int]:

@@ -54,7 +54,7 @@ def reference_contiguous_attention(
     options: AttentionOptions,
     lse: torch.Tensor | None = None,
 ) -> None:
-    """Loop over rows whose keys and values lie packed in k, v [kv_tokens, num_kv_heads, head_dim]; else as above."""
+    """Loop over rows whose keys and values lie packed in k, v [kv_tokens, num_kv_heads, *]; else as above."""
     for row in range(len(query_starts) - 1):
         start, end = query_starts[row], query_starts[row + 1]
         kv_end = kv_starts[row + 1]
@@ -65,7 +65,10 @@ def reference_contiguous_attention(
 
 
 def _first_seen(query_len: int, seq_len: int, options: AttentionOptions) -> int:
-    """The first position that any of the row's new tokens sees."""
+    """The first position that any of the row's new tokens sees: what its first token sees."""
+    position = max(0, seq_len - query_len)
+    if options.attention_chunk_size:
+        return position // options.attention_chunk_size * options.attention_chunk_size
     return max(0, seq_len - query_len + 1 - options.sliding_window) if options.sliding_window else 0
 
 
@@ -86,7 +89,7 @@ def _attend_row(
     options: AttentionOptions,
     lse: torch.Tensor | None,
 ) -> None:
-    """Tokens start to end of q, out and lse. `keys` and `values` [positions, num_kv_heads, D] end at seq_len."""
+    """Tokens start to end of q, out and lse. `keys` and `values` [positions, num_kv_heads, *] end at seq_len."""
     # Tokens before position 0, which causal attention leaves nothing to see; without it, all or none.
     blind = end - start if seq_len == 0 else max(0, end - start - seq_len) if options.causal else 0
     out[start : start + blind].zero_()
@@ -128,7 +131,7 @@ def _attend_row(
         result = weights.flatten(1, 2) @ values.float() / total.flatten(1, 2)
         if lse is not None:
             lse[start:end] = (top + total.log()).flatten(0, 1).squeeze(-1).t()
-    by_token = result.reshape(num_kv_heads, group, query_len, head_dim).permute(2, 0, 1, 3)
+    by_token = result.reshape(num_kv_heads, group, query_len, -1).permute(2, 0, 1, 3)
     out[start:end] = by_token.flatten(1, 2).to(dtype)
 
 
@@ -152,6 +155,9 @@ def _mask(
     mask = distance >= 0
     if options.sliding_window:
         mask &= distance < options.sliding_window
+    if options.attention_chunk_size:
+        at = torch.arange(seq_len - query_len, seq_len, device=device)[:, None]
+        mask &= distance <= at % options.attention_chunk_size
     return mask
 
 
@@ -217,8 +223,10 @@ def attention_reference(
 ) -> None:
     """Attention of packed new tokens to their rows' pages, in plain torch.
 
-    q, out             [padded_tokens, num_q_heads, head_dim]                  fp16, bf16 or fp32; out is written
-    k_cache, v_cache   [num_pages, page_size, num_kv_heads, head_dim]          dtype of q, or fp8; any strides, last 1
+    q                  [padded_tokens, num_q_heads, head_dim]                  fp16, bf16 or fp32
+    k_cache            [num_pages, page_size, num_kv_heads, head_dim]          dtype of q, or fp8; any strides, last 1
+    v_cache            [num_pages, page_size, num_kv_heads, v_head_dim]        as k_cache
+    out                [padded_tokens, num_q_heads, v_head_dim]                dtype of q, written
     block_table        [padded_reqs, max_pages]                                int32
     seq_lens           [padded_reqs]  including the new tokens; 0: zeros       int32
     query_start_loc    [padded_reqs + 1]  tokens from its last value on: zeros int32

@@ -36,12 +36,13 @@ def _units(
     query_start_loc_ptr,
     num_rows,
     num_tokens,
-    sliding_window,
+    span,
     QUERY_LEN: tl.constexpr,
     GROUP: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     CAUSAL: tl.constexpr,
+    CHUNKED: tl.constexpr,
     SEQ_LENS_ARE_STARTS: tl.constexpr,
     SEARCH_LEVELS: tl.constexpr,
 ):
@@ -76,13 +77,16 @@ def _units(
     if SEQ_LENS_ARE_STARTS:
         seq_len = tl.load(seq_lens_ptr + (row + 1) * stride_seq_lens, mask=is_row, other=0) - seq_len
     num_queries = tl.minimum(tl.maximum(query_len * GROUP - first_query, 0), BLOCK_M)
-    # Tiles that the unit sees: up to its last token's position, and from the window of its first token on.
+    # Tiles that the unit sees: up to its last token's position, and from the window or the chunk of its first token on.
     kv_end = seq_len
     if CAUSAL:
         kv_end = tl.minimum(kv_end, seq_len - query_len + (first_query + num_queries - 1) // GROUP + 1)
     kv_end = tl.where(num_queries > 0, tl.maximum(kv_end, 0), 0)
-    first_tile = tl.maximum(seq_len - query_len + first_query // GROUP + 1 - sliding_window, 0) // BLOCK_N
-    first_tile = tl.where(sliding_window > 0, first_tile, 0)
+    if CHUNKED:
+        first_tile = tl.maximum(seq_len - query_len + first_query // GROUP, 0) // span * span // BLOCK_N
+    else:
+        first_tile = tl.maximum(seq_len - query_len + first_query // GROUP + 1 - span, 0) // BLOCK_N
+        first_tile = tl.where(span > 0, first_tile, 0)
     tiles = tl.maximum((kv_end + BLOCK_N - 1) // BLOCK_N - first_tile, 0)
     return row, first_query, num_queries, seq_len, first_token, query_len, first_tile, tiles
 
@@ -278,7 +282,7 @@ def schedule_kernel(
     num_parts,
     overhead,
     min_unit_tiles,
-    sliding_window,
+    span,
     segments_at,
     zeros_at,
     QUERY_LEN: tl.constexpr,
@@ -286,6 +290,7 @@ def schedule_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     CAUSAL: tl.constexpr,
+    CHUNKED: tl.constexpr,
     SEQ_LENS_ARE_STARTS: tl.constexpr,
     FIXED_SPLITS: tl.constexpr,
     FIXED_TILES: tl.constexpr,
@@ -304,15 +309,15 @@ def schedule_kernel(
     num_zeros = tl.zeros([1, 1], tl.int32)
     if ONE_BLOCK:
         row, first_query, num_queries, seq_len, first_token, query_len, first_tile, tiles = _units(
-            lanes, num_units, seq_lens_ptr, stride_seq_lens, query_start_loc_ptr, num_rows, num_tokens, sliding_window,
-            QUERY_LEN, GROUP, BLOCK_M, BLOCK_N, CAUSAL, SEQ_LENS_ARE_STARTS, SEARCH_LEVELS,
+            lanes, num_units, seq_lens_ptr, stride_seq_lens, query_start_loc_ptr, num_rows, num_tokens, span,
+            QUERY_LEN, GROUP, BLOCK_M, BLOCK_N, CAUSAL, CHUNKED, SEQ_LENS_ARE_STARTS, SEARCH_LEVELS,
         )  # fmt: skip
         costs, num_zeros = _totals(num_queries, tiles, overhead, min_unit_tiles)
     else:
         for base in range(0, num_units, UNIT_BLOCK):
             _, _, num_queries, _, _, _, _, tiles = _units(
                 base + lanes, num_units, seq_lens_ptr, stride_seq_lens, query_start_loc_ptr, num_rows, num_tokens,
-                sliding_window, QUERY_LEN, GROUP, BLOCK_M, BLOCK_N, CAUSAL, SEQ_LENS_ARE_STARTS, SEARCH_LEVELS,
+                span, QUERY_LEN, GROUP, BLOCK_M, BLOCK_N, CAUSAL, CHUNKED, SEQ_LENS_ARE_STARTS, SEARCH_LEVELS,
             )  # fmt: skip
             more_costs, more_zeros = _totals(num_queries, tiles, overhead, min_unit_tiles)
             costs += more_costs
@@ -349,7 +354,7 @@ def schedule_kernel(
         for base in range(0, num_units, UNIT_BLOCK):
             row, first_query, num_queries, seq_len, first_token, query_len, first_tile, tiles = _units(
                 base + lanes, num_units, seq_lens_ptr, stride_seq_lens, query_start_loc_ptr, num_rows, num_tokens,
-                sliding_window, QUERY_LEN, GROUP, BLOCK_M, BLOCK_N, CAUSAL, SEQ_LENS_ARE_STARTS, SEARCH_LEVELS,
+                span, QUERY_LEN, GROUP, BLOCK_M, BLOCK_N, CAUSAL, CHUNKED, SEQ_LENS_ARE_STARTS, SEARCH_LEVELS,
             )  # fmt: skip
             part_unit, part_start, part_entry, cost, entries, is_zero = _place_block(
                 work_list_ptr, segments_at, zeros_at, base + lanes, row, first_query, num_queries, seq_len, first_token,
@@ -375,7 +380,7 @@ def schedule_kernel(
     is_active = in_list & (part_unit < num_units)
     row, first_query, _, seq_len, first_token, query_len, first_tile, tiles = _units(
         tl.where(is_active, part_unit, 0), num_units, seq_lens_ptr, stride_seq_lens, query_start_loc_ptr, num_rows,
-        num_tokens, sliding_window, QUERY_LEN, GROUP, BLOCK_M, BLOCK_N, CAUSAL, SEQ_LENS_ARE_STARTS, SEARCH_LEVELS,
+        num_tokens, span, QUERY_LEN, GROUP, BLOCK_M, BLOCK_N, CAUSAL, CHUNKED, SEQ_LENS_ARE_STARTS, SEARCH_LEVELS,
     )  # fmt: skip
     part_start += _cost(tiles, overhead, min_unit_tiles) - tiles  # where the unit's tiles begin, behind its gap
     into = tl.maximum(cut - part_start, 0)
@@ -399,8 +404,8 @@ def schedule_kernel(
         tl.store(part_ptrs + 2, entry, mask=in_list)
         # Step 4: the segments of this program's own units.
         row, first_query, _, seq_len, first_token, query_len, first_tile, tiles = _units(
-            own, num_units, seq_lens_ptr, stride_seq_lens, query_start_loc_ptr, num_rows, num_tokens, sliding_window,
-            QUERY_LEN, GROUP, BLOCK_M, BLOCK_N, CAUSAL, SEQ_LENS_ARE_STARTS, SEARCH_LEVELS,
+            own, num_units, seq_lens_ptr, stride_seq_lens, query_start_loc_ptr, num_rows, num_tokens, span,
+            QUERY_LEN, GROUP, BLOCK_M, BLOCK_N, CAUSAL, CHUNKED, SEQ_LENS_ARE_STARTS, SEARCH_LEVELS,
         )  # fmt: skip
         _store_fixed_segments(
             work_list_ptr + segments_at + own_entry * _SEGMENT_WORDS, row, first_query, seq_len, first_token, query_len,

@@ -65,16 +65,18 @@ def attend_tile(
     weights,
     positions,
     query_positions,
+    chunk_starts,
     kv_end,
     factor,
     logit_cap,
-    sliding_window,
+    span,
     slopes,
     SCALED: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     HAS_ALIBI: tl.constexpr,
     ALIBI_SQRT: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
+    HAS_CHUNKS: tl.constexpr,
     CAUSAL: tl.constexpr,
     MASKED: tl.constexpr,
     DOT_DTYPE: tl.constexpr,
@@ -85,8 +87,9 @@ def attend_tile(
     2. The reference point `top` rises to the largest logit so far, and what was summed is rescaled.
     3. Weights exp2(logit - top), and their product with the values is added to `acc`.
 
-    acc       [BLOCK_M, BLOCK_D]       weighted sums of values, not divided by the sum of weights
+    acc       [BLOCK_M, BLOCK_V]       weighted sums of values, not divided by the sum of weights
     top       [BLOCK_M]                largest logit so far
+    span      positions of a window; chunk_starts [BLOCK_M] is where the chunk of each query begins
     factor    [BLOCK_M, 1] or scalar   turns q . k into logits
     weights   [BLOCK_M, BLOCK_N]       weights, added up over the lanes once, after the loop; or
               [BLOCK_M]                their sums, where the registers are needed for other things
@@ -109,7 +112,9 @@ def attend_tile(
         if CAUSAL:
             visible &= positions[None, :] <= query_positions[:, None]
         if HAS_WINDOW:
-            visible &= positions[None, :] > query_positions[:, None] - sliding_window
+            visible &= positions[None, :] > query_positions[:, None] - span
+        if HAS_CHUNKS:
+            visible &= positions[None, :] >= chunk_starts[:, None]
         logits = tl.where(visible, logits, float("-inf"))
     if SCALED:
         new_top = tl.maximum(top, tl.max(logits, 1))
@@ -153,8 +158,8 @@ def merge_partials(
     num_queries,
     kv_head,
     num_kv_heads,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
+    V_HEAD_DIM: tl.constexpr,
+    BLOCK_V: tl.constexpr,
     PARTIAL_M: tl.constexpr,
     MERGE_SPLITS: tl.constexpr,
 ):
@@ -164,13 +169,13 @@ def merge_partials(
     num_partials  how many there are; MERGE_SPLITS are read at a time
     num_queries   queries of the unit
 
-    Returns acc [PARTIAL_M, BLOCK_D], not yet divided, top and total [PARTIAL_M].
+    Returns acc [PARTIAL_M, BLOCK_V], not yet divided, top and total [PARTIAL_M].
 
     Queries are the first dimension: a warp then holds all partial results of a query and sums within its registers.
     The loads are `.cg`, which skips L1: a line of L1 may hold the partial results of an earlier layer.
     """
-    d = tl.arange(0, BLOCK_D)
-    acc = tl.zeros([PARTIAL_M, BLOCK_D], tl.float32)
+    d = tl.arange(0, BLOCK_V)
+    acc = tl.zeros([PARTIAL_M, BLOCK_V], tl.float32)
     top = tl.full([PARTIAL_M], float("-inf"), tl.float32)
     total = tl.zeros([PARTIAL_M], tl.float32)
     for start in tl.range(0, num_partials, MERGE_SPLITS, num_stages=1):
@@ -180,8 +185,8 @@ def merge_partials(
         at = ((places * num_kv_heads + kv_head) * PARTIAL_M)[None, :] + m[:, None]
         lses = tl.load(partial_lse_ptr + at, mask=mask, other=float("-inf"), cache_modifier=".cg")
         outs = tl.load(
-            partial_out_ptr + (at.to(tl.int64) * HEAD_DIM)[:, :, None] + d[None, None, :],
-            mask=mask[:, :, None] & (d < HEAD_DIM)[None, None, :],
+            partial_out_ptr + (at.to(tl.int64) * V_HEAD_DIM)[:, :, None] + d[None, None, :],
+            mask=mask[:, :, None] & (d < V_HEAD_DIM)[None, None, :],
             other=0.0,
             cache_modifier=".cg",
         )

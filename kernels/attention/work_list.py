@@ -1,4 +1,5 @@
-"""The schedule's operator: it writes a work list from `seq_lens`, on the device, for all layers of one window.
+"""The schedule's operator: it writes a work list from `seq_lens`, on the device, for all layers of one window
+or chunk size.
 
 docs/attention.md draws the line that is cut; here are its rules. Sizes are in KV tiles.
 
@@ -42,7 +43,7 @@ import triton
 
 from graphrt.kernels.attention.arguments import check_query_starts, next_power_of_two
 from graphrt.kernels.attention.call import ScheduleCall
-from graphrt.kernels.attention.options import check_window
+from graphrt.kernels.attention.options import check_span
 from graphrt.kernels.attention.plan import AttentionPlan
 from graphrt.kernels.attention.schedule import SEARCH_RADIX, schedule_kernel
 from graphrt.kernels.attention.work_list_reference import work_list_reference
@@ -116,7 +117,7 @@ def _schedule_triton(call: ScheduleCall) -> None:
         num_parts,
         schedule.unit_overhead,
         schedule.min_unit_tiles,
-        call.sliding_window,
+        call.sliding_window or call.attention_chunk_size,
         plan.segments_at,
         plan.zeros_at,
         QUERY_LEN=shape.query_len,
@@ -124,6 +125,7 @@ def _schedule_triton(call: ScheduleCall) -> None:
         BLOCK_M=plan.tile.block_m,
         BLOCK_N=plan.tile.block_n,
         CAUSAL=call.causal,
+        CHUNKED=call.attention_chunk_size > 0,
         SEQ_LENS_ARE_STARTS=call.seq_lens_are_starts,
         FIXED_SPLITS=fixed_splits,
         FIXED_TILES=schedule.fixed_tiles,
@@ -143,16 +145,17 @@ def schedule_attention(
     query_start_loc: torch.Tensor | None = None,
     causal: bool = True,
     sliding_window: int = 0,
+    attention_chunk_size: int = 0,
     seq_lens_are_starts: bool = False,
 ) -> None:
-    """Write the work list of one step from its lengths; every layer with the same plan and window may share it.
+    """Write the work list of one step from its lengths; layers with the same plan and window or chunks may share it.
 
     plan             what is fixed for the captured size
     seq_lens         [rows]      int32  KV tokens of each row; 0: the row's outputs become zeros
                      [rows + 1]  int32  with `seq_lens_are_starts`: where each row's keys begin in contiguous K and V
     work_list        [>= plan.work_list_words]  int32  written in full, as far as it is read
     query_start_loc  [rows + 1]  int32  for plans without a fixed query_len
-    sliding_window   that of the layers; 0: none
+    sliding_window, attention_chunk_size   those of the layers; 0: none
     seq_lens_are_starts  for `contiguous_attention`, with plans made by `AttentionPlan.varlen`
 
     The caller guarantees what seq_lens and query_start_loc hold, as `paged_attention` and `contiguous_attention` say;
@@ -179,21 +182,34 @@ def schedule_attention(
             "allocate it for the largest plan"
         )
     check_query_starts(query_start_loc, shape.num_rows, shape.query_len, seq_lens.device)
-    check_window(sliding_window, causal)
-    _schedule(ScheduleCall(seq_lens, query_start_loc, work_list, causal, sliding_window, seq_lens_are_starts, plan))
+    check_span(sliding_window, attention_chunk_size, causal)
+    _schedule(
+        ScheduleCall(
+            seq_lens,
+            query_start_loc,
+            work_list,
+            causal,
+            sliding_window,
+            attention_chunk_size,
+            seq_lens_are_starts,
+            plan,
+        )
+    )
 
 
 def compile_variants() -> list[CompileSpec]:
     """Kernel variants that a test compiles without a GPU."""
     specs = []
-    for name, query_len, fixed_splits, min_part_tiles, num_units in (
-        ("decode", 1, 0, 1, 256),
-        ("clusters", 1, 0, 32, 1),
-        ("speculative", 5, 0, 1, 64),
-        ("varlen", 0, 0, 1, 256),
-        ("fixed", 1, 16, 1, 256),
-        ("many", 1, 0, 1, 2048),
-        ("varlen_many", 0, 0, 1, 2048),
+    for name, query_len, fixed_splits, min_part_tiles, num_units, chunked in (
+        ("decode", 1, 0, 1, 256, False),
+        ("clusters", 1, 0, 32, 1, False),
+        ("speculative", 5, 0, 1, 64, False),
+        ("varlen", 0, 0, 1, 256, False),
+        ("fixed", 1, 16, 1, 256, False),
+        ("many", 1, 0, 1, 2048, False),
+        ("varlen_many", 0, 0, 1, 2048, False),
+        ("chunked", 1, 0, 1, 256, True),
+        ("chunked_varlen_many", 0, 0, 1, 2048, True),
     ):
         options = _launch_options(query_len, num_units, num_units, 128, fixed_splits)
         num_warps = options.pop("num_warps")
@@ -203,6 +219,7 @@ def compile_variants() -> list[CompileSpec]:
             "BLOCK_M": 16,
             "BLOCK_N": 64,
             "CAUSAL": True,
+            "CHUNKED": chunked,
             "SEQ_LENS_ARE_STARTS": False,
             "FIXED_SPLITS": fixed_splits,
             "FIXED_TILES": 4,

@@ -67,7 +67,7 @@ def work_list_reference(call: ScheduleCall) -> None:
 
 def _units(call: ScheduleCall) -> tuple[list[_Unit], list[tuple[int, int, int]]]:
     """The units that see tiles, and the entries of those that see nothing."""
-    shape, tile, window = call.plan.shape, call.plan.tile, call.sliding_window
+    shape, tile = call.plan.shape, call.plan.tile
     group, query_len = shape.group, shape.query_len
     lengths = call.seq_lens.tolist()
     if call.seq_lens_are_starts:
@@ -85,9 +85,12 @@ def _units(call: ScheduleCall) -> tuple[list[_Unit], list[tuple[int, int, int]]]
             kv_end = seq_len
             if call.causal:
                 kv_end = min(kv_end, seq_len - length + (first_query + num_queries - 1) // group + 1)
-            first_tile = 0
-            if window:
-                first_tile = max(seq_len - length + first_query // group + 1 - window, 0) // tile.block_n
+            position, first_seen = seq_len - length + first_query // group, 0
+            if call.sliding_window:
+                first_seen = max(position + 1 - call.sliding_window, 0)
+            if call.attention_chunk_size:
+                first_seen = max(position, 0) // call.attention_chunk_size * call.attention_chunk_size
+            first_tile = first_seen // tile.block_n
             tiles = -(-kv_end // tile.block_n) - first_tile if kv_end > 0 else 0
             if tiles > 0:
                 units.append((row, first_query, seq_len, first_token, length, first_tile, tiles))

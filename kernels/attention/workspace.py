@@ -37,7 +37,7 @@ class AttentionWorkspace:
         plans = list(plans)
         if not plans:
             raise ShapeError("plans: expected at least one, got none; pass the plans of all sizes")
-        out_size = max(plan.partial_queries * plan.shape.head_dim for plan in plans)
+        out_size = max(plan.partial_elements for plan in plans)
         lse_size = max(plan.partial_lses for plan in plans)
         counters = max(plan.num_counters for plan in plans)
         return cls(

@@ -26,7 +26,8 @@ def copy_pages(
 ) -> None:
     """Copy page src_pages[i] to page dst_pages[i] in the K and V cache of every layer.
 
-    k_caches, v_caches  per layer [num_pages, page_size, num_kv_heads, head_dim]  any strides, any dtype, one device
+    k_caches, v_caches  per layer [num_pages, page_size, num_kv_heads, head_dim]  any strides, any dtype, one device;
+                        V may have heads of another size
     src_pages           may repeat; all are read before any page is written
     dst_pages           all different
 

@@ -32,7 +32,7 @@ def write_kv_reference(
 
 
 def _as_stored(x: torch.Tensor, scale: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
-    """`x` [tokens, num_kv_heads, head_dim] in the cache's dtype: fp8 is divided by its scale and saturates."""
+    """`x` [tokens, num_kv_heads, *] in the cache's dtype: fp8 is divided by its scale and saturates."""
     if dtype.itemsize > 1:
         return x.to(dtype)
     x = x.float() if scale is None else x.float() / scale[:, None]

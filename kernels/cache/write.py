@@ -161,11 +161,12 @@ def _write_kv_kernel(
     stride_v_scale,
     PAGE_SIZE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
+    V_HEAD_DIM: tl.constexpr,
     HALF: tl.constexpr,
     HAS_Q_NORM: tl.constexpr,
     HAS_K_NORM: tl.constexpr,
     BLOCK_H: tl.constexpr,
-    BLOCK_D: tl.constexpr,
+    BLOCK_V: tl.constexpr,
     BLOCK_HALF: tl.constexpr,
     BLOCK_REST: tl.constexpr,
 ):
@@ -195,8 +196,8 @@ def _write_kv_kernel(
                 k_scale_ptr, kv_heads * stride_k_scale, k_norm_ptr, angles_ptr, norm_eps,
                 HEAD_DIM, HALF, BLOCK_HALF, BLOCK_REST, HAS_K_NORM,
             )  # fmt: skip
-            dims = tl.arange(0, BLOCK_D)
-            mask = head_mask[:, None] & (dims < HEAD_DIM)[None, :]
+            dims = tl.arange(0, BLOCK_V)
+            mask = head_mask[:, None] & (dims < V_HEAD_DIM)[None, :]
             v_heads = token * stride_v_token + kv_heads * stride_v_head
             v = tl.load(v_ptr + v_heads[:, None] + dims[None, :], mask=mask, other=0.0)
             v = _as_stored(v, v_scale_ptr, kv_heads * stride_v_scale, head_mask, v_cache_ptr.dtype.element_ty)
@@ -206,24 +207,25 @@ def _write_kv_kernel(
 
 @dataclass(frozen=True, slots=True)
 class _Tiling:
-    """How many heads a program takes, and the powers of two that hold a head and its pieces."""
+    """How many heads a program takes, and the powers of two that hold a head of V, and the pieces of one of Q or K."""
 
     block_h: int
-    block_d: int
+    block_v: int
     block_half: int
     block_rest: int
 
     @classmethod
-    def choose(cls, num_heads: int, head_dim: int, rotary_dim: int) -> _Tiling:
-        block_d = triton.next_power_of_2(head_dim)
-        block_h = min(triton.next_power_of_2(num_heads), max(1, _TILE_ELEMENTS // block_d))
+    def choose(cls, num_heads: int, head_dim: int, v_head_dim: int, rotary_dim: int) -> _Tiling:
+        widest = triton.next_power_of_2(max(head_dim, v_head_dim))
+        block_h = min(triton.next_power_of_2(num_heads), max(1, _TILE_ELEMENTS // widest))
         half, rest = rotary_dim // 2, head_dim - rotary_dim
-        return cls(block_h, block_d, triton.next_power_of_2(max(half, 1)), triton.next_power_of_2(max(rest, 1)))
+        block_v = triton.next_power_of_2(v_head_dim)
+        return cls(block_h, block_v, triton.next_power_of_2(max(half, 1)), triton.next_power_of_2(max(rest, 1)))
 
     def constexprs(self) -> dict[str, int]:
         return {
             "BLOCK_H": self.block_h,
-            "BLOCK_D": self.block_d,
+            "BLOCK_V": self.block_v,
             "BLOCK_HALF": self.block_half,
             "BLOCK_REST": self.block_rest,
         }
@@ -245,11 +247,11 @@ def _write_kv_triton(
     v_scale: torch.Tensor | None,
 ) -> None:
     tokens, num_q_heads, head_dim = q.shape
-    num_kv_heads, page_size = k.shape[1], k_cache.shape[1]
+    num_kv_heads, page_size, v_head_dim = k.shape[1], k_cache.shape[1], v.shape[2]
     if tokens == 0:
         return
     rotary_dim = 0 if cos_sin is None else cos_sin.shape[1]
-    tiling = _Tiling.choose(max(num_q_heads, num_kv_heads), head_dim, rotary_dim)
+    tiling = _Tiling.choose(max(num_q_heads, num_kv_heads), head_dim, v_head_dim, rotary_dim)
     changes_q = cos_sin is not None or q_norm is not None
     num_q_blocks = triton.cdiv(num_q_heads, tiling.block_h) if changes_q else 0
     grid = (tokens, num_q_blocks + triton.cdiv(num_kv_heads, tiling.block_h))
@@ -258,7 +260,7 @@ def _write_kv_triton(
         norm_eps, num_q_heads, num_kv_heads, num_q_blocks, q.stride(0), q.stride(1), k.stride(0), k.stride(1),
         v.stride(0), v.stride(1), *k_cache.stride()[:3], *v_cache.stride()[:3],
         0 if cos_sin is None else cos_sin.stride(0), _scale_stride(k_scale), _scale_stride(v_scale),
-        PAGE_SIZE=page_size, HEAD_DIM=head_dim, HALF=rotary_dim // 2,
+        PAGE_SIZE=page_size, HEAD_DIM=head_dim, V_HEAD_DIM=v_head_dim, HALF=rotary_dim // 2,
         HAS_Q_NORM=q_norm is not None, HAS_K_NORM=k_norm is not None, **tiling.constexprs(), num_warps=_NUM_WARPS,
     )  # fmt: skip
 
@@ -292,10 +294,11 @@ def write_kv(
     """Store this step's keys and values in the paged cache; with `rotary`, norm and rotate q (in place) and k first.
 
     q             [tokens, num_q_heads, head_dim]                 device; changed in place if `rotary` is given
-    k, v          [tokens, num_kv_heads, head_dim]   q's dtype    device; not changed; may be slices of one qkv tensor
+    k             [tokens, num_kv_heads, head_dim]   q's dtype    device; not changed; may be slices of one qkv tensor
+    v             [tokens, num_kv_heads, v_head_dim] as k
     k_cache       [num_pages, page_size, num_kv_heads, head_dim]  device; any float dtype or fp8, any strides,
                                                                           the last one 1
-    v_cache       as k_cache
+    v_cache       as k_cache, with heads of v_head_dim
     slot_mapping  [tokens]  int64  page * page_size + offset of each token; those < 0 are not stored
     positions     [tokens]  int64  positions in rotary.cos_sin; must lie inside it, for pad tokens too
     k_scale       [1] or [num_kv_heads]  float32  of an fp8 cache: key = stored value * k_scale; > 0; None: 1
@@ -320,9 +323,10 @@ def write_kv(
     check_tensor("q", q, shape=(None, None, None), dtype=_FLOATS)
     (tokens, _, head_dim), device = q.shape, q.device
     check_tensor("k", k, shape=(tokens, None, head_dim), dtype=q.dtype, device=device)
-    check_tensor("v", v, shape=k.shape, dtype=q.dtype, device=device)
+    check_tensor("v", v, shape=(*k.shape[:2], None), dtype=q.dtype, device=device)
     check_tensor("k_cache", k_cache, shape=(None, None, k.shape[1], head_dim), dtype=KV_DTYPES, device=device)
-    check_tensor("v_cache", v_cache, shape=k_cache.shape, dtype=k_cache.dtype, device=device)
+    v_shape = (*k_cache.shape[:3], v.shape[2])
+    check_tensor("v_cache", v_cache, shape=v_shape, dtype=k_cache.dtype, device=device)
     check_tensor("slot_mapping", slot_mapping, shape=(tokens,), dtype=torch.int64, device=device)
     check_tensor("positions", positions, shape=(tokens,), dtype=torch.int64, device=device)
     named = {"q": q, "k": k, "v": v, "k_cache": k_cache, "v_cache": v_cache, "slot_mapping": slot_mapping}
@@ -380,21 +384,26 @@ def check_kv_scale(
 def compile_variants() -> list[CompileSpec]:
     """Plain stores, full and partial rotation, per-head norms, odd head sizes, fp8 caches with and without scales."""
     specs = []
-    for name, kind, cache_kind, heads, head_dim, rotary_dim, has_norm, has_scale in (
-        ("llama_bf16", "bf16", "bf16", 32, 128, 128, False, False),
-        ("qwen3_bf16", "bf16", "bf16", 32, 128, 128, True, False),
-        ("partial_fp16_to_fp32", "fp16", "fp32", 12, 80, 32, False, False),
-        ("wide_fp32", "fp32", "fp16", 8, 256, 64, True, False),
-        ("plain_bf16", "bf16", "bf16", 8, 64, 0, False, False),
-        ("llama_bf16_to_e4m3", "bf16", "fp8e4nv", 32, 128, 128, False, True),
-        ("qwen3_fp16_to_e5m2", "fp16", "fp8e5", 32, 128, 128, True, True),
-        ("partial_fp32_to_e4m3", "fp32", "fp8e4nv", 12, 80, 32, False, True),
-        ("plain_bf16_to_e5m2", "bf16", "fp8e5", 8, 64, 0, False, False),
+    for name, kind, cache_kind, heads, head_dim, v_head_dim, rotary_dim, has_norm, has_scale in (
+        ("llama_bf16", "bf16", "bf16", 32, 128, 128, 128, False, False),
+        ("qwen3_bf16", "bf16", "bf16", 32, 128, 128, 128, True, False),
+        ("partial_fp16_to_fp32", "fp16", "fp32", 12, 80, 80, 32, False, False),
+        ("wide_fp32", "fp32", "fp16", 8, 256, 256, 64, True, False),
+        ("plain_bf16", "bf16", "bf16", 8, 64, 64, 0, False, False),
+        ("llama_bf16_to_e4m3", "bf16", "fp8e4nv", 32, 128, 128, 128, False, True),
+        ("qwen3_fp16_to_e5m2", "fp16", "fp8e5", 32, 128, 128, 128, True, True),
+        ("partial_fp32_to_e4m3", "fp32", "fp8e4nv", 12, 80, 80, 32, False, True),
+        ("plain_bf16_to_e5m2", "bf16", "fp8e5", 8, 64, 64, 0, False, False),
+        ("deepseek_bf16", "bf16", "bf16", 128, 192, 128, 192, False, False),
+        ("deepseek_bf16_to_e4m3", "bf16", "fp8e4nv", 128, 192, 128, 64, True, True),
+        ("gemma4_bf16", "bf16", "bf16", 8, 512, 512, 128, True, False),
+        ("odd_fp16", "fp16", "fp16", 5, 33, 71, 22, True, False),
     ):
-        tiling = _Tiling.choose(heads, head_dim, rotary_dim)
+        tiling = _Tiling.choose(heads, head_dim, v_head_dim, rotary_dim)
         constexprs: dict[str, object] = {
             "PAGE_SIZE": 16,
             "HEAD_DIM": head_dim,
+            "V_HEAD_DIM": v_head_dim,
             "HALF": rotary_dim // 2,
             "HAS_Q_NORM": has_norm,
             "HAS_K_NORM": has_norm,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
-from dataclasses import dataclass, field, fields, make_dataclass
+from dataclasses import astuple, dataclass, field, fields, make_dataclass
 from enum import Enum
 from typing import Any
 
@@ -23,16 +23,25 @@ from graphrt.kernels.op_declaration import Written
 class BufferKind(str, Enum):
     """Who may change a buffer, and when.
 
+    CONSTANT    written once, when the buffers are made
     UPLOADED    its used prefix is overwritten by each step's upload
     PERSISTENT  survives replays: row state keyed by row_id, and counters
     DERIVED     rewritten by every refresh, for every captured row; may be poisoned between replays
+    CARRIED     of the captured rows too, but too large for that: a refresh writes what differs from its last contents
     OUTPUT      host memory that the graph writes to, one entry per step in flight
     """
 
+    CONSTANT = "constant"
     UPLOADED = "uploaded"
     PERSISTENT = "persistent"
     DERIVED = "derived"
+    CARRIED = "carried"
     OUTPUT = "output"
+
+
+_OF_ROWS = (BufferKind.DERIVED, BufferKind.CARRIED)
+_ALL = 1 << 30
+"""Above every column of a page table."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,29 +68,72 @@ class BufferSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class PageGroup:
+    """What the refresh knows of one KV group: layers that share a page table.
+
+    page_size   tokens per page
+    num_pages   pages of its pool; groups of one pool share the page ids
+    null_page   id of the pool's page that no sequence owns
+    max_pages   columns of its table: pages of the longest sequence
+    window      tokens that a query sees, itself included; 0: all
+    chunk       a query sees its own chunk of so many tokens only; 0: all
+    claims_at   where the claims of its pool begin
+    """
+
+    page_size: int
+    num_pages: int
+    null_page: int
+    max_pages: int
+    window: int = 0
+    chunk: int = 0
+    claims_at: int = 0
+
+    @property
+    def words(self) -> tuple[int, ...]:
+        """The fields in the order of the columns of `page_groups`."""
+        return astuple(self)
+
+
+@dataclass(frozen=True, slots=True)
 class Capacity:
     """The extents that static buffers are allocated for."""
 
     rows: int  # most requests in a step
     tokens: int  # most new tokens in a step
-    pages_per_row: int  # width of the block table
     row_ids: int  # persistent row states
-    slots: int  # KV slots in the cache
     record: int  # int32 words in the largest step record
     ring: int  # steps in flight
+    page_groups: tuple[PageGroup, ...]  # the KV groups, in order
 
     @property
     def rows_plus_one(self) -> int:
         return self.rows + 1
 
     @property
+    def groups(self) -> int:
+        return len(self.page_groups)
+
+    @property
+    def groups_plus_one(self) -> int:
+        return self.groups + 1
+
+    @property
+    def pages_per_row(self) -> int:
+        """Width of the widest group's page table."""
+        return max(group.max_pages for group in self.page_groups)
+
+    @property
     def claims(self) -> int:
-        """One claim per KV slot, then one per row id."""
-        return self.slots + self.row_ids
+        """One claim per page of every pool, then one per row id."""
+        return max(group.claims_at + group.num_pages for group in self.page_groups) + self.row_ids
 
 
 def _declare(spec: BufferSpec) -> Any:
     return field(metadata={"spec": spec})
+
+
+def _constant(shape: tuple[str | int, ...], dtype: torch.dtype, *readers: str) -> Any:
+    return _declare(BufferSpec(shape, dtype, BufferKind.CONSTANT, "construction", readers, "constant"))
 
 
 def _record(*readers: str) -> Any:
@@ -104,6 +156,10 @@ def _derived(shape: tuple[str | int, ...], dtype: torch.dtype, *readers: str, pa
     return _declare(BufferSpec(shape, dtype, BufferKind.DERIVED, "refresh", readers, pad))
 
 
+def _carried(shape: tuple[str | int, ...], *readers: str, pad: str, initial: int = 0) -> Any:
+    return _declare(BufferSpec(shape, torch.int32, BufferKind.CARRIED, "refresh", readers, pad, initial))
+
+
 def _row_value(dtype: torch.dtype, *readers: str, pad: int = 0) -> Any:
     """A value per row that the scheduler sends with each step: `Batch` has a field of the same name."""
     return _declare(BufferSpec(("rows",), dtype, BufferKind.DERIVED, "refresh", readers, str(pad), copied=pad))
@@ -118,30 +174,39 @@ def _output(shape: tuple[str | int, ...], dtype: torch.dtype, *, pad: str, initi
 class StaticBuffers:
     """All static tensors. Allocated once for the largest descriptor; a graph gets views by `cut`. Never reallocated."""
 
+    page_groups: torch.Tensor = _constant(("groups", len(fields(PageGroup))), torch.int32, "refresh")
     record: torch.Tensor = _record("refresh")
 
     last_token: torch.Tensor = _persistent(("row_ids",), torch.int32, "publish", "refresh", initial=-1)
     step_counter: torch.Tensor = _persistent((1,), torch.int64, "refresh", "publish", pad="one value", initial=-1)
     claims: torch.Tensor = _persistent(("claims",), torch.int64, "refresh", "refresh")
-    duplicates: torch.Tensor = _persistent((2, "rows"), torch.int64, "refresh", "refresh")
+    duplicates: torch.Tensor = _persistent(("groups_plus_one", "rows"), torch.int64, "refresh", "refresh")
+    page_table: torch.Tensor = _persistent(("groups", "row_ids", "pages_per_row"), torch.int32, "refresh", "refresh")
+    page_spans: torch.Tensor = _persistent(("groups", "row_ids", 2), torch.int32, "refresh", "refresh")
+    block_table: torch.Tensor = _carried(
+        ("groups", "rows", "pages_per_row"), "attention",
+        pad="null page; also beyond a row's pages, and before the first one that it sees",
+    )  # fmt: skip
+    table_from: torch.Tensor = _carried(("groups", "rows"), "refresh", pad="2^30: the table holds no pages")
+    table_to: torch.Tensor = _carried(("groups", "rows"), "refresh", pad="0", initial=_ALL)
 
     input_ids: torch.Tensor = _derived(("tokens",), torch.int64, "model", pad="0")
     positions: torch.Tensor = _derived(("tokens",), torch.int64, "model", "KV write", pad="0")
     slot_mapping: torch.Tensor = _derived(
-        ("tokens",), torch.int64, "KV write", pad="-1, from the real token count on; in invalid rows too"
+        ("groups", "tokens"), torch.int64, "KV write", pad="-1, from the real token count on; in invalid rows too"
     )
     query_start_loc: torch.Tensor = _derived(("rows_plus_one",), torch.int32, "attention", pad="repeats its last value")
     seq_lens: torch.Tensor = _derived(("rows",), torch.int32, "attention", "sampling", pad="the backend's fill")
-    block_table: torch.Tensor = _derived(
-        ("rows", "pages_per_row"), torch.int32, "attention", pad="null page, also beyond a row's pages"
-    )
     logits_indices: torch.Tensor = _derived(("rows",), torch.int64, "model", pad="0")
     row_ids: torch.Tensor = _derived(("rows",), torch.int32, "publish", "model", "sampling", pad="-1")
     row_status: torch.Tensor = _derived(
         ("rows",), torch.int32, "publish", "model", "sampling", pad="PAD (-1); INVALID (-2) after a fault"
     )
-    fault_code: torch.Tensor = _derived(("rows",), torch.int32, "refresh", "publish", pad="0")
-    fault_value: torch.Tensor = _derived(("rows",), torch.int64, "refresh", "publish", pad="0")
+    new_spans: torch.Tensor = _derived(("groups", "rows", 4), torch.int32, "refresh", pad="no new pages")
+    check_code: torch.Tensor = _derived(("groups", "rows"), torch.int32, "refresh", pad="0")
+    check_value: torch.Tensor = _derived(("groups", "rows"), torch.int64, "refresh", pad="0")
+    fault_code: torch.Tensor = _derived(("rows",), torch.int32, "publish", pad="0")
+    fault_value: torch.Tensor = _derived(("rows",), torch.int64, "publish", pad="0")
     void_ids: torch.Tensor = _derived(
         ("rows",), torch.int32, "publish", pad="-1; the row id of a faulty row whose sequence begins in this step"
     )
@@ -183,6 +248,8 @@ class StaticBuffers:
                     f"{name}: expected a buffer that fits {where}, got shape {shape}; lower max_num_reqs, "
                     "max_num_tokens or max_seq_len"
                 ) from error
+        words = [group.words for group in capacity.page_groups]
+        tensors["page_groups"].copy_(torch.tensor(words, dtype=torch.int32, device="cpu"))
         return cls(**tensors)
 
     def cut(self, padded_reqs: int, padded_tokens: int) -> StaticBuffers:
@@ -190,8 +257,9 @@ class StaticBuffers:
         extents = {"rows": padded_reqs, "rows_plus_one": padded_reqs + 1, "tokens": padded_tokens}
         views = {}
         for name, spec in self.specs().items():
-            tensor, extent = getattr(self, name), extents.get(str(spec.shape[0]))
-            views[name] = tensor[:extent] if spec.kind is BufferKind.DERIVED and extent is not None else tensor
+            views[name] = tensor = getattr(self, name)
+            if spec.kind in _OF_ROWS:
+                views[name] = tensor[tuple(slice(extents.get(str(extent))) for extent in spec.shape)]
         return StaticBuffers(**views)
 
     def named(self, *kinds: BufferKind) -> Iterator[tuple[str, torch.Tensor]]:
@@ -203,11 +271,13 @@ class StaticBuffers:
     def reset(self) -> None:
         """Put every buffer back to its initial contents, as after an aborted launch. The device must be idle."""
         for name, tensor in self.named():
-            tensor.fill_(self.specs()[name].initial)
+            if self.specs()[name].kind is not BufferKind.CONSTANT:
+                tensor.fill_(self.specs()[name].initial)
 
     def snapshot(self) -> dict[str, torch.Tensor]:
-        """Copies of the persistent buffers: what a step changes, and what the next step then reads."""
-        return {name: tensor.clone() for name, tensor in self.named(BufferKind.PERSISTENT)}
+        """Copies of the persistent and carried buffers: what a step changes, and what the next step then reads."""
+        kept = self.named(BufferKind.PERSISTENT, BufferKind.CARRIED)
+        return {name: tensor.clone() for name, tensor in kept}
 
     def restore(self, snapshot: dict[str, torch.Tensor]) -> None:
         """Write a snapshot back, in place."""
@@ -250,18 +320,20 @@ def captured_size(buffers: StaticBuffers) -> tuple[int, int]:
 def pass_operands(operator: str, buffers: StaticBuffers) -> list[torch.Tensor]:
     """The buffers of an operator, cut to one size, as its arguments; checked against their declarations.
 
-    Raises: ShapeError when a tensor does not fit the rows of `row_ids` and the tokens of `input_ids`, or a ring has not
-    as many entries as `step_ring`.
+    Raises: ShapeError when a tensor does not fit the rows of `row_ids`, the tokens of `input_ids` and the groups of
+    `page_groups`, or a ring has not as many entries as `step_ring`.
     """
     rows, tokens = captured_size(buffers)
     check_tensor("step_ring", buffers.step_ring, shape=(None,))
-    extents = {"rows": rows, "rows_plus_one": rows + 1, "tokens": tokens}
-    rings = {"ring": buffers.step_ring.shape[0]}
+    check_tensor("page_groups", buffers.page_groups, shape=(None, len(fields(PageGroup))))
+    groups, ring = buffers.page_groups.shape[0], buffers.step_ring.shape[0]
+    everywhere = {"groups": groups, "groups_plus_one": groups + 1}
+    extents = {**everywhere, "rows": rows, "rows_plus_one": rows + 1, "tokens": tokens}
     device, specs = buffers.row_ids.device, StaticBuffers.specs()
     for name in operands(operator):
         spec, tensor = specs[name], getattr(buffers, name)
-        derived, output = spec.kind is BufferKind.DERIVED, spec.kind is BufferKind.OUTPUT
-        known = extents if derived else rings
+        output = spec.kind is BufferKind.OUTPUT
+        known = extents if spec.kind in _OF_ROWS else {**everywhere, "ring": ring}
         shape = [s if isinstance(s, int) else known.get(s) for s in spec.shape]
         check_tensor(name, tensor, shape=tuple(shape), dtype=spec.dtype, device=None if output else device)
         check_unit_stride(name, tensor)

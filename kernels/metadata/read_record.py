@@ -13,19 +13,18 @@ HEADER_STEP_HIGH = tl.constexpr(layout.HEADER_STEP_HIGH)
 HEADER_NUM_REQS = tl.constexpr(layout.HEADER_NUM_REQS)
 HEADER_NUM_TOKENS = tl.constexpr(layout.HEADER_NUM_TOKENS)
 HEADER_NUM_PAGES = tl.constexpr(layout.HEADER_NUM_PAGES)
-ROW_FIELDS = tl.constexpr(layout.ROW_FIELDS)
 ROW_ID = tl.constexpr(layout.ROW_ID)
 ROW_SEQ_LEN = tl.constexpr(layout.ROW_SEQ_LEN)
 ROW_QUERY_START = tl.constexpr(layout.ROW_QUERY_START)
 ROW_QUERY_LEN = tl.constexpr(layout.ROW_QUERY_LEN)
-ROW_PAGE_START = tl.constexpr(layout.ROW_PAGE_START)
-ROW_PAGE_COUNT = tl.constexpr(layout.ROW_PAGE_COUNT)
 ROW_SAMPLE = tl.constexpr(layout.ROW_SAMPLE)
 ROW_COPIED = tl.constexpr(layout.ROW_COPIED)
 
 
 @triton.jit
-def read_header(record_ptr, record_words, padded_reqs, padded_tokens, QUERY_LEN: tl.constexpr):
+def read_header(
+    record_ptr, record_words, padded_reqs, padded_tokens, QUERY_LEN: tl.constexpr, ROW_FIELDS: tl.constexpr
+):
     """Step, rows and tokens to serve, and the record's own extents, which place its sections.
 
     A record that claims to be longer than its buffer counts as empty; rows and tokens beyond the graph's are absent.
@@ -60,12 +59,3 @@ def token_start(record_ptr, row, num_reqs, num_tokens, listed_reqs, QUERY_LEN: t
         inner = (row > 0) & (row < num_reqs)
         start = tl.load(record_ptr + HEADER_SIZE + ROW_QUERY_START * listed_reqs + row, mask=inner, other=0)
         return tl.where(row >= num_reqs, num_tokens, tl.minimum(tl.maximum(start, 0), num_tokens))
-
-
-@triton.jit
-def row_pages(rows_ptr, listed_reqs, listed_pages):
-    """Start and count of a row's pages in the record's list, cut to that list."""
-    start = tl.load(rows_ptr + ROW_PAGE_START * listed_reqs)
-    count = tl.load(rows_ptr + ROW_PAGE_COUNT * listed_reqs)
-    start = tl.where((start >= 0) & (start <= listed_pages), start, listed_pages)
-    return start, tl.maximum(tl.minimum(count, listed_pages - start), 0)

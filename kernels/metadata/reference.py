@@ -13,11 +13,13 @@ import numpy.typing as npt
 import torch
 
 from graphrt.kernels.metadata import record as layout
-from graphrt.kernels.metadata.buffers import COPIED, COPIED_PADS
-from graphrt.kernels.types import PAD_SLOT_ID, TOKEN_FROM_ROW, FaultCode, RowStatus
+from graphrt.kernels.metadata.buffers import COPIED, COPIED_PADS, PageGroup
+from graphrt.kernels.types import FAULT_GROUP_SHIFT, PAD_SLOT_ID, TOKEN_FROM_ROW, FaultCode, RowStatus
 
 Int32Array = npt.NDArray[np.int32]
 Int64Array = npt.NDArray[np.int64]
+
+_NOWHERE = 1 << 30  # where the pages of a table without pages begin
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,22 +29,23 @@ class _Record:
     step: int
     num_reqs: int
     num_tokens: int
-    rows: Int32Array  # [ROW_FIELDS, listed rows]
+    rows: Int32Array  # [row_fields(groups), listed rows]
     starts: Int64Array  # [num_reqs + 1]
     tokens: Int32Array
     pages: Int32Array
 
     @classmethod
-    def parse(cls, words: Int32Array, padded_reqs: int, padded_tokens: int, query_len: int) -> _Record:
+    def parse(cls, words: Int32Array, padded_reqs: int, padded_tokens: int, query_len: int, groups: int) -> _Record:
         header = [int(word) for word in words[: layout.HEADER_SIZE]]
         step = header[layout.HEADER_STEP_HIGH] << 32 | header[layout.HEADER_STEP_LOW] & 0xFFFFFFFF
         sizes = header[layout.HEADER_NUM_REQS], header[layout.HEADER_NUM_TOKENS], header[layout.HEADER_NUM_PAGES]
-        if min(sizes) < 0 or layout.record_size(*sizes) > len(words):
+        if min(sizes) < 0 or layout.record_size(*sizes, groups) > len(words):
             sizes = (0, 0, 0)
         listed_reqs, listed_tokens, listed_pages = sizes
-        tokens_at = layout.HEADER_SIZE + layout.ROW_FIELDS * listed_reqs
+        row_fields = layout.row_fields(groups)
+        tokens_at = layout.HEADER_SIZE + row_fields * listed_reqs
         pages_at = tokens_at + listed_tokens
-        rows = words[layout.HEADER_SIZE : tokens_at].reshape(layout.ROW_FIELDS, listed_reqs)
+        rows = words[layout.HEADER_SIZE : tokens_at].reshape(row_fields, listed_reqs)
         num_reqs = min(listed_reqs, padded_reqs)
         num_tokens = min(listed_tokens, padded_tokens)
         if listed_reqs > num_reqs:
@@ -70,61 +73,79 @@ class _Record:
     def row_tokens(self, row: int) -> Int32Array:
         return self.tokens[self.starts[row] : self.starts[row + 1]]
 
-    def row_pages(self, row: int) -> Int32Array:
-        start, count = self.field(layout.ROW_PAGE_START, row), self.field(layout.ROW_PAGE_COUNT, row)
-        return self.pages[start : start + count] if start >= 0 and count > 0 else self.pages[:0]
+    def row_pages(self, group: int, row: int) -> tuple[int, Int32Array]:
+        """Place in the sequence of the first listed page, and the listed pages."""
+        at = layout.ROW_PAGES + layout.PAGE_FIELDS * group
+        first, start, count = (
+            self.field(at + i, row) for i in (layout.PAGE_FIRST, layout.PAGE_START, layout.PAGE_COUNT)
+        )
+        listed = self.pages[start : start + count] if first >= 0 and start >= 0 and count > 0 else self.pages[:0]
+        return max(first, 0), listed
 
 
 @dataclass(frozen=True, slots=True)
-class _Limits:
-    page_size: int
-    num_pages: int
-    null_page: int
-    max_seq_len: int
-    max_pages: int
-    vocab_size: int
-    query_len: int
+class _Table:
+    """What a row's table of one group will be: its columns `span[0] : span[1]`, `pages` by column, and its fault."""
+
+    span: tuple[int, int]
+    pages: Int32Array
+    fault: tuple[int, int]
 
 
 def refresh_reference(b: Any) -> None:
     """Reference of `graphrt::refresh`; see `refresh` for the arguments, which `b` has as attributes."""
-    input_ids, block_table, row_ids = b.input_ids, b.block_table, b.row_ids
-    limits = _Limits(
-        b.page_size, b.num_pages, b.null_page, b.max_seq_len, block_table.shape[1], b.vocab_size, b.query_len
-    )
-    step = _Record.parse(b.record.numpy(), len(row_ids), len(input_ids), b.query_len)
+    input_ids, row_ids = b.input_ids, b.row_ids
+    groups = [PageGroup(*words) for words in b.page_groups.tolist()]
+    step = _Record.parse(b.record.numpy(), len(row_ids), len(input_ids), b.query_len, len(groups))
     last, starts = b.last_token.numpy(), b.query_start_loc.numpy()
 
     # Pads first, everywhere; valid rows are then written over them.
     copied = [(i, getattr(b, name), pad) for i, (name, pad) in enumerate(zip(COPIED, COPIED_PADS, strict=True))]
     for tensor, pad in (
         (input_ids, 0), (b.positions, 0), (b.slot_mapping, PAD_SLOT_ID), (b.seq_lens, b.seq_len_fill),
-        (block_table, b.null_page), (b.logits_indices, 0), (row_ids, -1), (b.row_status, RowStatus.PAD),
-        (b.void_ids, -1), (b.fault_code, FaultCode.NONE), (b.fault_value, 0),
+        (b.logits_indices, 0), (row_ids, -1), (b.row_status, RowStatus.PAD), (b.void_ids, -1), (b.new_spans, 0),
+        (b.check_code, FaultCode.NONE), (b.check_value, 0), (b.fault_code, FaultCode.NONE), (b.fault_value, 0),
         *((tensor, pad) for _, tensor, pad in copied),
     ):  # fmt: skip
         tensor.fill_(int(pad))
+    for table, group in zip(b.block_table, groups, strict=True):
+        table.fill_(group.null_page)
+    b.new_spans[..., 2], b.new_spans[..., 3] = b.table_from, b.table_to
+    b.table_from.fill_(_NOWHERE)
+    b.table_to.fill_(0)
     starts[step.num_reqs :] = step.starts[-1]
     starts[: step.num_reqs + 1] = step.starts
     b.step_counter.fill_(step.step)
 
-    faults = [_check_row(step, row, last, limits) for row in range(step.num_reqs)]
-    slots = {row: _slots(step, row, b.page_size) for row, fault in enumerate(faults) if not fault[0]}
-    for row, fault in _duplicates(step, slots).items():
-        faults[row] = fault
-    if faults:
-        b.fault_code.numpy()[: step.num_reqs], b.fault_value.numpy()[: step.num_reqs] = zip(*faults, strict=True)
+    tables: dict[tuple[int, int], _Table] = {}
+    checks: dict[tuple[int, int], tuple[int, int]] = {}
+    for row in range(step.num_reqs):
+        fault = _check_row(step, row, last, b.max_seq_len)
+        for g, group in enumerate(groups):
+            table = tables[g, row] = _table(step, g, row, group, b, bool(fault[0]))
+            checks[g, row] = fault if fault[0] else table.fault
+        if not checks[0, row][0]:
+            checks[0, row] = _check_tokens(step, row, last, b.vocab_size)
+        for g in range(len(groups)):
+            b.check_code[g, row], b.check_value[g, row] = checks[g, row]
+            if not checks[g, row][0]:
+                b.new_spans[g, row, 0], b.new_spans[g, row, 1] = tables[g, row].span
 
-    for row, (code, _) in enumerate(faults):
-        row_id = step.field(layout.ROW_ID, row)
-        begins = step.field(layout.ROW_SEQ_LEN, row) == step.field(layout.ROW_QUERY_LEN, row)
-        if code and begins and 0 <= row_id < len(last):
-            b.void_ids[row] = row_id
+    shared = _duplicates(step, groups, tables, checks)
+    faults: dict[int, tuple[int, int, int]] = {}  # by row: code, value, group
+    for row in range(step.num_reqs):
+        own = [(*checks[g, row], g) for g in range(len(groups)) if checks[g, row][0]]
+        if own or row in shared:
+            faults[row] = code, value, g = own[0] if own else shared[row]
+            b.fault_code[row], b.fault_value[row] = code | g << FAULT_GROUP_SHIFT, value
+            row_id = step.field(layout.ROW_ID, row)
+            begins = step.field(layout.ROW_SEQ_LEN, row) == step.field(layout.ROW_QUERY_LEN, row)
+            if begins and 0 <= row_id < len(last):
+                b.void_ids[row] = row_id
 
-    invalid = [row for row, fault in enumerate(faults) if fault[0]]
-    valid = np.array([row for row, fault in enumerate(faults) if not fault[0]], np.int64)
+    valid = np.array([row for row in range(step.num_reqs) if row not in faults], np.int64)
     rows = step.rows[:, valid]
-    b.row_status.numpy()[invalid] = RowStatus.INVALID
+    b.row_status.numpy()[list(faults)] = RowStatus.INVALID
     b.row_status.numpy()[valid] = np.where(rows[layout.ROW_SAMPLE] != 0, RowStatus.SAMPLES, RowStatus.LIVE)
     b.seq_lens.numpy()[valid] = rows[layout.ROW_SEQ_LEN]
     row_ids.numpy()[valid] = rows[layout.ROW_ID]
@@ -133,63 +154,119 @@ def refresh_reference(b: Any) -> None:
         words = rows[layout.ROW_COPIED + i]
         as_declared = {torch.float32: words.view(np.float32), torch.int64: words.view(np.uint32)}
         tensor.numpy()[valid] = as_declared.get(tensor.dtype, words)
-    ids, places, written, table = (t.numpy() for t in (input_ids, b.positions, b.slot_mapping, block_table))
+    ids, places = input_ids.numpy(), b.positions.numpy()
     for row in valid.tolist():
         span = slice(int(step.starts[row]), int(step.starts[row + 1]))
-        tokens, pages = step.row_tokens(row), step.row_pages(row)[: limits.max_pages]
-        ids[span] = np.where(tokens == TOKEN_FROM_ROW, last[step.field(layout.ROW_ID, row)], tokens)
+        tokens, row_id = step.row_tokens(row), step.field(layout.ROW_ID, row)
+        ids[span] = np.where(tokens == TOKEN_FROM_ROW, last[row_id], tokens)
         places[span] = step.field(layout.ROW_SEQ_LEN, row) - len(tokens) + np.arange(len(tokens))
-        written[span] = slots[row]
-        table[row, : len(pages)] = pages
+        for g, group in enumerate(groups):
+            _write_table(step, g, row, group, tables[g, row], b)
+            page = tables[g, row].pages[places[span] // group.page_size].astype(np.int64)
+            b.slot_mapping.numpy()[g, span] = page * group.page_size + places[span] % group.page_size
 
 
-def _check_row(step: _Record, row: int, last: Any, limits: _Limits) -> tuple[int, int]:
-    """The first fault that the row shows by itself, and the offending number."""
+def _check_row(step: _Record, row: int, last: Any, max_seq_len: int) -> tuple[int, int]:
+    """The first fault that the row's id and lengths show, and the offending number."""
     row_id, seq_len = step.field(layout.ROW_ID, row), step.field(layout.ROW_SEQ_LEN, row)
     start, query_len = step.field(layout.ROW_QUERY_START, row), step.field(layout.ROW_QUERY_LEN, row)
     if not 0 <= row_id < len(last):
         return int(FaultCode.ROW_ID_OUT_OF_RANGE), row_id
     in_place = start == step.starts[row] and start + query_len == step.starts[row + 1] <= step.num_tokens
-    if not (in_place and 1 <= query_len <= seq_len <= limits.max_seq_len):
+    if not (in_place and 1 <= query_len <= seq_len <= max_seq_len):
         return int(FaultCode.BAD_LENGTH), seq_len
-    pages = step.row_pages(row)
-    if seq_len > min(len(pages), limits.max_pages) * limits.page_size:
-        return int(FaultCode.LENGTH_EXCEEDS_PAGES), seq_len
-    bad = (pages < 0) | (pages >= limits.num_pages) | (pages == limits.null_page)
-    if bad.any():
-        return int(FaultCode.PAGE_OUT_OF_RANGE), int(pages[bad.argmax()])
+    return int(FaultCode.NONE), 0
+
+
+def _first_seen(step: _Record, row: int, group: PageGroup) -> int:
+    """Page of the first token that the row sees in this step."""
+    position = step.field(layout.ROW_SEQ_LEN, row) - step.field(layout.ROW_QUERY_LEN, row)
+    seen = max(0, position + 1 - group.window) if group.window else 0
+    return (position - position % group.chunk if group.chunk else seen) // group.page_size
+
+
+def _table(step: _Record, g: int, row: int, group: PageGroup, b: Any, faulty: bool) -> _Table:
+    """The table of a row whose id and lengths are right: what it kept, with what the record lists laid over it."""
+    first, listed = step.row_pages(g, row)
+    if faulty:
+        return _Table((0, 0), listed[:0], (0, 0))
+    seq_len, row_id = step.field(layout.ROW_SEQ_LEN, row), step.field(layout.ROW_ID, row)
+    begins = seq_len == step.field(layout.ROW_QUERY_LEN, row)
+    known = (0, 0) if begins else tuple(b.page_spans[g, row_id].tolist())
+    seen, needed, end = _first_seen(step, row, group), -(-seq_len // group.page_size), first + len(listed)
+    span, fits = known, True
+    if len(listed):
+        whole = first == 0 or (first <= seen and end >= needed)
+        fits = whole or known[0] <= first <= known[1]
+        span = (first, end) if whole else (known[0], max(known[1], end))
+    pages = b.page_table[g, row_id].numpy().copy()
+    pages[first:end] = listed[: max(len(pages) - first, 0)]
+    fault = (int(FaultCode.NONE), 0)
+    seen_list = listed[max(seen - first, 0) :]
+    bad = (seen_list < 0) | (seen_list >= group.num_pages) | (seen_list == group.null_page)
+    if not (fits and span[0] <= seen and needed <= min(span[1], group.max_pages)):
+        fault = (int(FaultCode.LENGTH_EXCEEDS_PAGES), seq_len)
+    elif bad.any():
+        fault = (int(FaultCode.PAGE_OUT_OF_RANGE), int(seen_list[bad.argmax()]))
+    return _Table((seen, span[1]), pages, fault)
+
+
+def _check_tokens(step: _Record, row: int, last: Any, vocab_size: int) -> tuple[int, int]:
+    """The first fault that the row's tokens show, and the offending number."""
+    row_id = step.field(layout.ROW_ID, row)
+    begins = step.field(layout.ROW_SEQ_LEN, row) == step.field(layout.ROW_QUERY_LEN, row)
     tokens = step.row_tokens(row).copy()
     if tokens[0] == TOKEN_FROM_ROW:
         # A sequence that begins with this step has sampled nothing: what stands there is another's.
-        if seq_len == query_len or last[row_id] < 0:
+        if begins or last[row_id] < 0:
             return int(FaultCode.NO_LAST_TOKEN), row_id
         tokens[0] = last[row_id]
-    bad = (tokens < 0) | (tokens >= limits.vocab_size)
+    bad = (tokens < 0) | (tokens >= vocab_size)
     if bad.any():
         return int(FaultCode.TOKEN_OUT_OF_RANGE), int(tokens[bad.argmax()])
     return int(FaultCode.NONE), 0
 
 
-def _slots(step: _Record, row: int, page_size: int) -> Int64Array:
-    """The flat slots that the row writes, in token order."""
-    seq_len = step.field(layout.ROW_SEQ_LEN, row)
-    positions = np.arange(seq_len - step.field(layout.ROW_QUERY_LEN, row), seq_len)
-    pages = step.row_pages(row).astype(np.int64)
-    return pages[positions // page_size] * page_size + positions % page_size
+def _write_table(step: _Record, g: int, row: int, group: PageGroup, table: _Table, b: Any) -> None:
+    """The row's table in this step, and what is kept of it under the row id."""
+    row_id, end = step.field(layout.ROW_ID, row), min(table.span[1], group.max_pages)
+    columns = slice(table.span[0], end)
+    b.block_table[g, row, columns] = torch.from_numpy(table.pages[columns])
+    first, listed = step.row_pages(g, row)
+    new = slice(max(first, table.span[0]), min(first + len(listed), end))
+    if new.start < new.stop:
+        b.page_table[g, row_id, new] = torch.from_numpy(table.pages[new])
+    b.page_spans[g, row_id, 0], b.page_spans[g, row_id, 1] = table.span
+    b.table_from[g, row], b.table_to[g, row] = table.span[0], end
 
 
-def _duplicates(step: _Record, slots: dict[int, Int64Array]) -> dict[int, tuple[int, int]]:
-    """Faults of the rows in `slots` that share a row id, or write a slot that is written elsewhere too."""
-    faults: dict[int, tuple[int, int]] = {}
-    if not slots:
-        return faults
-    shared_slots = _repeated(np.concatenate(list(slots.values())))
-    shared_ids = set(_repeated(step.rows[layout.ROW_ID, list(slots)]).tolist())
-    for row, own in slots.items():
-        if len(shared_slots) and (hit := np.isin(own, shared_slots)).any():
-            faults[row] = (int(FaultCode.DUPLICATE_SLOT), int(own[hit.argmax()]))
-        if step.field(layout.ROW_ID, row) in shared_ids:
-            faults[row] = (int(FaultCode.DUPLICATE_ROW), step.field(layout.ROW_ID, row))
+def _duplicates(
+    step: _Record,
+    groups: list[PageGroup],
+    tables: dict[tuple[int, int], _Table],
+    checks: dict[tuple[int, int], tuple[int, int]],
+) -> dict[int, tuple[int, int, int]]:
+    """Code, value and group of the rows that share a row id, or write a page that is written elsewhere too.
+
+    A row claims its pages in every group whose check it passed, and its row id if it passed that of the first.
+    """
+    written: dict[tuple[int, int], Int64Array] = {}  # places in the claims, by group and row
+    for (g, row), (code, _) in checks.items():
+        if not code:
+            seq_len, size = step.field(layout.ROW_SEQ_LEN, row), groups[g].page_size
+            columns = np.arange((seq_len - step.field(layout.ROW_QUERY_LEN, row)) // size, -(-seq_len // size))
+            written[g, row] = tables[g, row].pages[columns].astype(np.int64) + groups[g].claims_at
+    shared_pages = _repeated(np.concatenate(list(written.values()))) if written else np.empty(0, np.int64)
+    ids = [step.field(layout.ROW_ID, row) for g, row in written if g == 0]
+    shared_ids = set(_repeated(np.array(ids, np.int64)).tolist())
+    faults: dict[int, tuple[int, int, int]] = {}
+    for (g, row), own in sorted(written.items(), reverse=True):
+        if (hit := np.isin(own, shared_pages)).any():
+            page = int(own[hit.argmax()]) - groups[g].claims_at
+            faults[row] = (int(FaultCode.DUPLICATE_PAGE), page, g)
+    for g, row in written:
+        if g == 0 and (row_id := step.field(layout.ROW_ID, row)) in shared_ids:
+            faults[row] = (int(FaultCode.DUPLICATE_ROW), row_id, 0)
     return faults
 
 

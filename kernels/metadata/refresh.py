@@ -1,24 +1,28 @@
 """The head of every graph: turn the step record and the persistent row state into every derived buffer, on the device.
 
-Two kernels, a program per captured row:
+Two kernels, a program per captured row and KV group:
 
-    check   each row by itself. A valid row claims its row id and the slots that it writes. A claim that finds another
-            one of the same step marks both rows as duplicates.
-    write   every derived buffer in full, pads included, and the final fault of each row.
+    check   each row by itself, and its pages in each group. A row claims its row id and the pages that it writes. A
+            claim that finds another one of the same step marks both rows as duplicates.
+    write   every derived buffer in full, pads included, the page tables of the rows, and the final fault of each row.
 
 Claims and marks carry the step number, so nothing has to be reset between steps. Running one record again finds only
 its own claims, and no duplicates.
+
+The record may list all pages of a row, only those that are new, or none: `page_table` keeps each row's pages by row id,
+and `page_spans` says which columns of it belong to the row's sequence.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
-from graphrt.kernels.checks import check_tensor
+from graphrt.kernels.checks import check_tensor, check_unit_stride
 from graphrt.kernels.compile_spec import CompileSpec
 from graphrt.kernels.errors import ShapeError
 from graphrt.kernels.metadata import record as layout
@@ -30,31 +34,31 @@ from graphrt.kernels.metadata.buffers import (
     captured_size,
     pass_operands,
 )
+from graphrt.kernels.metadata.faults import fault_value, final_fault
+from graphrt.kernels.metadata.read_pages import first_seen_page, pages_at, read_group, row_pages
 from graphrt.kernels.metadata.read_record import (
     HEADER_SIZE,
     ROW_COPIED,
-    ROW_FIELDS,
     ROW_ID,
     ROW_QUERY_LEN,
     ROW_QUERY_START,
     ROW_SAMPLE,
     ROW_SEQ_LEN,
     read_header,
-    row_pages,
     token_start,
 )
 from graphrt.kernels.metadata.reference import refresh_reference
 from graphrt.kernels.op_declaration import DeclaredOp
-from graphrt.kernels.types import NO_TOKEN, PAD_SLOT_ID, TOKEN_FROM_ROW, FaultCode, RowStatus
+from graphrt.kernels.types import FAULT_GROUP_SHIFT, NO_TOKEN, PAD_SLOT_ID, TOKEN_FROM_ROW, FaultCode, RowStatus
 
 MAX_ROWS = 1 << 16
 MAX_TOKENS = 1 << 16
-"""A claim names its row and the token within it in 16 bits each, and the step in 32."""
+"""A claim names its row and the page within it in 16 bits each, and the step in 32."""
 
-_MAX_TOKEN_BLOCK = 1024
-_MAX_PAGE_BLOCK = 2048
-_TABLE_BLOCK = 1024
-_NUM_WARPS = 4
+_FEW = 128  # programs, up to which each has a multiprocessor to itself, and 4 warps
+_LANES_OF_FEW = 1024  # columns or tokens that such a program takes at a time
+_LANES = 64  # and a program of one warp: 2,048 of these run at once on an H200
+_PROGRAMS = 1024  # of a launch, beyond which a row's columns and tokens are not shared out among several
 
 _TOKEN_FROM_ROW = tl.constexpr(TOKEN_FROM_ROW)
 _NO_TOKEN = tl.constexpr(NO_TOKEN)
@@ -64,21 +68,21 @@ _BAD_LENGTH = tl.constexpr(int(FaultCode.BAD_LENGTH))
 _LENGTH_EXCEEDS_PAGES = tl.constexpr(int(FaultCode.LENGTH_EXCEEDS_PAGES))
 _PAGE_OUT_OF_RANGE = tl.constexpr(int(FaultCode.PAGE_OUT_OF_RANGE))
 _TOKEN_OUT_OF_RANGE = tl.constexpr(int(FaultCode.TOKEN_OUT_OF_RANGE))
-_DUPLICATE_ROW = tl.constexpr(int(FaultCode.DUPLICATE_ROW))
-_DUPLICATE_SLOT = tl.constexpr(int(FaultCode.DUPLICATE_SLOT))
 _NO_LAST_TOKEN = tl.constexpr(int(FaultCode.NO_LAST_TOKEN))
 _INVALID = tl.constexpr(int(RowStatus.INVALID))
 _PAD = tl.constexpr(int(RowStatus.PAD))
 _LIVE = tl.constexpr(int(RowStatus.LIVE))
 _SAMPLES = tl.constexpr(int(RowStatus.SAMPLES))
 _NOWHERE = tl.constexpr(1 << 30)  # index that is larger than every real one
+_GROUP_SHIFT = tl.constexpr(FAULT_GROUP_SHIFT)
 
 
 @triton.jit
-def _first_bad_page(pages_ptr, page_count, num_pages, null_page, PAGE_BLOCK: tl.constexpr):
-    """Index of the row's first page that is the null page or outside the cache, else _NOWHERE."""
+def _first_bad_page(pages_ptr, skipped, page_count, num_pages, null_page, PAGE_BLOCK: tl.constexpr):
+    """Index of the first listed page that is the null page or outside the pool, else _NOWHERE. The first `skipped` are
+    pages that the row cannot see any more: null pages stand there, or anything."""
     first = tl.full([PAGE_BLOCK], _NOWHERE, tl.int32)
-    for base in range(0, page_count, PAGE_BLOCK):
+    for base in tl.range(skipped, page_count, PAGE_BLOCK, loop_unroll_factor=4):  # loads of four at once
         index = base + tl.arange(0, PAGE_BLOCK)
         listed = index < page_count
         page = tl.load(pages_ptr + index, mask=listed, other=0)
@@ -102,85 +106,97 @@ def _first_bad_token(tokens_ptr, query_len, last_token, vocab_size, TOKEN_BLOCK:
 
 
 @triton.jit
-def _claim(
-    claims_ptr,
-    duplicates_ptr,
+def _claim_row_id(row_claim_ptr, duplicates_ptr, claim, mark):
+    """Claim a row id; where another row of this step holds it, mark both rows."""
+    other = tl.atomic_xchg(row_claim_ptr, claim, sem="relaxed")
+    if (other != claim) & ((other >> 32) == (claim >> 32)):
+        tl.atomic_max(duplicates_ptr + ((claim >> 16) & 0xFFFF), mark, sem="relaxed")
+        tl.atomic_max(duplicates_ptr + ((other >> 16) & 0xFFFF), mark, sem="relaxed")
+
+
+@triton.jit
+def _claim_pages(
+    pool_claims_ptr,
+    marks_ptr,
     pages_ptr,
-    step,
-    row,
-    row_id,
-    seq_len,
-    query_len,
-    num_slots,
-    stride_duplicates,
-    PAGE_SIZE: tl.constexpr,
-    TOKEN_BLOCK: tl.constexpr,
+    first,
+    count,
+    table_ptr,
+    row_claim,
+    mark,
+    first_column,
+    end_column,
+    BLOCK: tl.constexpr,
 ):
-    """Claim the row id and every slot that the row writes. Where a claim of this step by another row, or by another
-    token of this one, is found, mark both rows; of several marks of a row, the one of its lowest token stays."""
-    tag = step % 0xFFFFFFFF + 1  # never 0, which is what a slot holds that nobody has claimed yet
-    id_claim = (tag << 32) | (row.to(tl.int64) << 16)
-    id_mark = ((step + 1) << 16) | 0xFFFF
-    other_row = tl.atomic_xchg(claims_ptr + num_slots + row_id, id_claim, sem="relaxed")
-    if (other_row != id_claim) & ((other_row >> 32) == (id_claim >> 32)):
-        tl.atomic_max(duplicates_ptr + row, id_mark, sem="relaxed")
-        tl.atomic_max(duplicates_ptr + ((other_row >> 16) & 0xFFFF), id_mark, sem="relaxed")
-    slot_marks_ptr = duplicates_ptr + stride_duplicates
-    for base in range(0, query_len, TOKEN_BLOCK):
-        token = base + tl.arange(0, TOKEN_BLOCK)
-        mask = token < query_len
-        position = tl.where(mask, seq_len - query_len + token, 0)
-        page = tl.load(pages_ptr + position // PAGE_SIZE, mask=mask, other=0).to(tl.int64)
-        slot = page * PAGE_SIZE + position % PAGE_SIZE
-        claim = id_claim | token.to(tl.int64)
-        other = tl.atomic_xchg(claims_ptr + slot, claim, mask=mask, sem="relaxed")
+    """Claim every page that the row writes, for the row and its place in it. Where a claim of this step by another row,
+    or by another place of this one, is found, mark both; of several marks of a row, that of its first page stays."""
+    for base in range(first_column, end_column, BLOCK):
+        column = base + tl.arange(0, BLOCK)
+        mask = column < end_column
+        page = pages_at(column, mask, pages_ptr, first, count, table_ptr)
+        claim = row_claim | (column - first_column).to(tl.int64)
+        other = tl.atomic_xchg(pool_claims_ptr + page, claim, mask=mask, sem="relaxed")
         hit = mask & (other != claim) & ((other >> 32) == (claim >> 32))
         if tl.max(hit.to(tl.int32), 0) > 0:
-            own_mark = id_mark - (claim & 0xFFFF)
-            other_mark = id_mark - (other & 0xFFFF)
-            own_rows = row + tl.zeros([TOKEN_BLOCK], tl.int32)
-            tl.atomic_max(slot_marks_ptr + own_rows, own_mark, mask=hit, sem="relaxed")
-            tl.atomic_max(slot_marks_ptr + ((other >> 16) & 0xFFFF), other_mark, mask=hit, sem="relaxed")
+            own_mark = mark - (claim & 0xFFFF)
+            other_mark = mark - (other & 0xFFFF)
+            own_rows = ((row_claim >> 16) & 0xFFFF).to(tl.int32) + tl.zeros([BLOCK], tl.int32)
+            tl.atomic_max(marks_ptr + own_rows, own_mark, mask=hit, sem="relaxed")
+            tl.atomic_max(marks_ptr + ((other >> 16) & 0xFFFF), other_mark, mask=hit, sem="relaxed")
 
 
-@triton.jit(do_not_specialize=["padded_reqs", "padded_tokens"])
+@triton.jit(do_not_specialize=["padded_reqs", "padded_tokens", "num_row_ids"])
 def _check_rows_kernel(
+    page_groups_ptr,
     record_ptr,
     last_token_ptr,
     claims_ptr,
     duplicates_ptr,
-    fault_code_ptr,
-    fault_value_ptr,
+    page_table_ptr,
+    page_spans_ptr,
+    table_from_ptr,
+    table_to_ptr,
+    new_spans_ptr,
+    check_code_ptr,
+    check_value_ptr,
     record_words,
     padded_reqs,
     padded_tokens,
     num_row_ids,
-    num_pages,
-    num_slots,
-    null_page,
+    first_row_claim,
     max_seq_len,
-    max_pages,
     vocab_size,
+    table_width,
     stride_duplicates,
-    PAGE_SIZE: tl.constexpr,
+    stride_check,
     QUERY_LEN: tl.constexpr,
+    ROW_FIELDS: tl.constexpr,
     TOKEN_BLOCK: tl.constexpr,
     PAGE_BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0)
+    group = tl.program_id(1)
+    page_size, num_pages, null_page, max_pages, window, chunk, claims_at = read_group(page_groups_ptr, group)
     step, num_reqs, num_tokens, listed_reqs, listed_tokens, listed_pages = read_header(
-        record_ptr, record_words, padded_reqs, padded_tokens, QUERY_LEN
+        record_ptr, record_words, padded_reqs, padded_tokens, QUERY_LEN, ROW_FIELDS
     )
+    check_at = group * stride_check + row
+    # What stands in the row's table is noted here, since the second kernel's programs change it side by side.
+    spans_ptr = new_spans_ptr + 4 * check_at
+    tl.store(spans_ptr + 2, tl.load(table_from_ptr + check_at))
+    tl.store(spans_ptr + 3, tl.load(table_to_ptr + check_at))
     if row >= num_reqs:
-        tl.store(fault_code_ptr + row, 0)
-        tl.store(fault_value_ptr + row, tl.zeros([], tl.int64))
+        tl.store(check_code_ptr + check_at, 0)
+        tl.store(check_value_ptr + check_at, tl.zeros([], tl.int64))
+        tl.store(spans_ptr, 0)
+        tl.store(spans_ptr + 1, 0)
         return
     rows_ptr = record_ptr + HEADER_SIZE + row
     row_id = tl.load(rows_ptr + ROW_ID * listed_reqs)
     seq_len = tl.load(rows_ptr + ROW_SEQ_LEN * listed_reqs)
     query_start = tl.load(rows_ptr + ROW_QUERY_START * listed_reqs)
     query_len = tl.load(rows_ptr + ROW_QUERY_LEN * listed_reqs)
-    page_start, page_count = row_pages(rows_ptr, listed_reqs, listed_pages)
+    first, page_start, page_count = row_pages(rows_ptr, group, listed_reqs, listed_pages)
     tokens_ptr = record_ptr + HEADER_SIZE + ROW_FIELDS * listed_reqs + query_start
     pages_ptr = record_ptr + HEADER_SIZE + ROW_FIELDS * listed_reqs + listed_tokens + page_start
 
@@ -190,17 +206,35 @@ def _check_rows_kernel(
     end = token_start(record_ptr, row + 1, num_reqs, num_tokens, listed_reqs, QUERY_LEN)
     in_place = (query_start == start) & (query_len == end - start) & (end <= num_tokens)
     length_ok = in_place & (query_len >= 1) & (query_len <= seq_len) & (seq_len <= max_seq_len)
-    pages_ok = (seq_len + PAGE_SIZE - 1) // PAGE_SIZE <= tl.minimum(page_count, max_pages)
+
+    # Which columns of the row's table will be known: those of a whole list, or those that were known and the new ones.
+    # A sequence that begins with this step has none: what stands there is another's.
+    state = group * num_row_ids + tl.where(id_ok, row_id, 0)
+    goes_on = id_ok & length_ok & (seq_len > query_len)
+    known_from = tl.load(page_spans_ptr + 2 * state, mask=goes_on, other=0)
+    known_to = tl.load(page_spans_ptr + 2 * state + 1, mask=goes_on, other=0)
+    first_seen = first_seen_page(tl.where(length_ok, seq_len - query_len, 0), page_size, window, chunk)
+    # The list lies within the record whatever it says, so its pages are read while the loads above are under way.
+    skipped = tl.maximum(first_seen - first, 0)
+    bad_page = _first_bad_page(pages_ptr, skipped, page_count, num_pages, null_page, PAGE_BLOCK)
+    needed = tl.where(length_ok, (seq_len + page_size - 1) // page_size, 0)
+    listed_to = first + page_count
+    whole = (first == 0) | ((first <= first_seen) & (listed_to >= needed))
+    joins = (first >= known_from) & (first <= known_to)
+    span_from = tl.where((page_count > 0) & whole, first, known_from)
+    span_to = tl.where(page_count > 0, tl.where(whole, listed_to, tl.maximum(known_to, listed_to)), known_to)
+    pages_ok = (page_count == 0) | whole | joins
+    pages_ok = pages_ok & (span_from <= first_seen) & (needed <= tl.minimum(span_to, max_pages))
     code = tl.where(pages_ok, 0, _LENGTH_EXCEEDS_PAGES)
     code = tl.where(length_ok, code, _BAD_LENGTH)
     code = tl.where(id_ok, code, _ROW_ID_OUT_OF_RANGE)
     value = tl.where(id_ok, seq_len, row_id)
 
     if code == 0:
-        # A sequence that begins with this step has sampled nothing: what stands there is another's.
+        # Tokens belong to the row, not to a group: the programs of the first group look at them.
         last_token = tl.load(last_token_ptr + row_id, mask=seq_len > query_len, other=_NO_TOKEN)
-        bad_page = _first_bad_page(pages_ptr, page_count, num_pages, null_page, PAGE_BLOCK)
-        bad_token = _first_bad_token(tokens_ptr, query_len, last_token, vocab_size, TOKEN_BLOCK)
+        checked_tokens = tl.where(group == 0, query_len, 0)
+        bad_token = _first_bad_token(tokens_ptr, checked_tokens, last_token, vocab_size, TOKEN_BLOCK)
         if bad_page < _NOWHERE:
             code = _PAGE_OUT_OF_RANGE
             value = tl.load(pages_ptr + bad_page)
@@ -211,33 +245,21 @@ def _check_rows_kernel(
                 code = tl.where(last_token < 0, _NO_LAST_TOKEN, code)
                 value = tl.where(last_token < 0, row_id, last_token)
         else:
-            _claim(
-                claims_ptr, duplicates_ptr, pages_ptr, step, row, row_id, seq_len, query_len, num_slots,
-                stride_duplicates, PAGE_SIZE, TOKEN_BLOCK,
+            tag = step % 0xFFFFFFFF + 1  # never 0, which is what stands where nobody has claimed anything yet
+            row_claim = (tag << 32) | (row.to(tl.int64) << 16)
+            mark = ((step + 1) << 16) | 0xFFFF
+            if group == 0:
+                _claim_row_id(claims_ptr + first_row_claim + row_id, duplicates_ptr, row_claim, mark)
+            _claim_pages(
+                claims_ptr + claims_at, duplicates_ptr + (1 + group) * stride_duplicates, pages_ptr, first, page_count,
+                page_table_ptr + state.to(tl.int64) * table_width, row_claim, mark,
+                (seq_len - query_len) // page_size, needed, TOKEN_BLOCK,
             )  # fmt: skip
-    tl.store(fault_code_ptr + row, code)
-    tl.store(fault_value_ptr + row, tl.where(code == 0, 0, value).to(tl.int64))
-
-
-@triton.jit
-def _final_fault(
-    local_code, local_value, row_mark, slot_mark, step, rows_ptr, pages_ptr, listed_reqs, PAGE_SIZE: tl.constexpr
-):
-    """A row's own fault and its value, else those of its duplicate marks, if they are of this step."""
-    code = local_code
-    value = local_value
-    if local_code == 0:
-        if (row_mark >> 16) == step + 1:
-            code = _DUPLICATE_ROW
-            value = tl.load(rows_ptr + ROW_ID * listed_reqs).to(tl.int64)
-        elif (slot_mark >> 16) == step + 1:
-            code = _DUPLICATE_SLOT
-            token = (0xFFFF - (slot_mark & 0xFFFF)).to(tl.int32)
-            seq_len = tl.load(rows_ptr + ROW_SEQ_LEN * listed_reqs)
-            position = seq_len - tl.load(rows_ptr + ROW_QUERY_LEN * listed_reqs) + token
-            page = tl.load(pages_ptr + position // PAGE_SIZE).to(tl.int64)
-            value = page * PAGE_SIZE + position % PAGE_SIZE
-    return code, value
+    tl.store(check_code_ptr + check_at, code)
+    tl.store(check_value_ptr + check_at, tl.where(code == 0, 0, value).to(tl.int64))
+    # Pages before the first that the row sees may be another's from now on.
+    tl.store(spans_ptr, tl.where(code == 0, first_seen, 0))
+    tl.store(spans_ptr + 1, tl.where(code == 0, span_to, 0))
 
 
 @triton.jit
@@ -251,11 +273,19 @@ def _as_declared(word, ptr):
         return word
 
 
-@triton.jit(do_not_specialize=["padded_reqs", "padded_tokens"])
+@triton.jit(do_not_specialize=["padded_reqs", "padded_tokens", "num_row_ids"])
 def _write_buffers_kernel(
+    page_groups_ptr,
     record_ptr,
     last_token_ptr,
     duplicates_ptr,
+    page_table_ptr,
+    page_spans_ptr,
+    table_from_ptr,
+    table_to_ptr,
+    new_spans_ptr,
+    check_code_ptr,
+    check_value_ptr,
     fault_code_ptr,
     fault_value_ptr,
     step_counter_ptr,
@@ -273,50 +303,73 @@ def _write_buffers_kernel(
     record_words,
     padded_reqs,
     padded_tokens,
-    null_page,
-    max_pages,
-    seq_len_fill,
     num_row_ids,
+    table_width,
+    seq_len_fill,
     stride_duplicates,
-    stride_table,
+    stride_check,
+    stride_slots,
+    stride_tables,
     COPIED_PADS: tl.constexpr,
-    PAGE_SIZE: tl.constexpr,
     QUERY_LEN: tl.constexpr,
+    ROW_FIELDS: tl.constexpr,
+    GROUPS: tl.constexpr,
+    GROUP_BLOCK: tl.constexpr,
     TOKEN_BLOCK: tl.constexpr,
     TABLE_BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0)
     part = tl.program_id(1)
+    group = tl.program_id(2)
     num_parts = tl.num_programs(1)
+    page_size, _, null_page, max_pages, _, _, _ = read_group(page_groups_ptr, group)
     step, num_reqs, num_tokens, listed_reqs, listed_tokens, listed_pages = read_header(
-        record_ptr, record_words, padded_reqs, padded_tokens, QUERY_LEN
+        record_ptr, record_words, padded_reqs, padded_tokens, QUERY_LEN, ROW_FIELDS
     )
     real = row < num_reqs
     rows_ptr = record_ptr + HEADER_SIZE + tl.where(real, row, 0)
     tokens_ptr = record_ptr + HEADER_SIZE + ROW_FIELDS * listed_reqs
-    page_start, page_count = row_pages(rows_ptr, listed_reqs, listed_pages)
+    first, page_start, page_count = row_pages(rows_ptr, group, listed_reqs, listed_pages)
     pages_ptr = tokens_ptr + listed_tokens + page_start
 
-    # Whether the row runs. Several programs of a row may ask while one of them stores the final fault: what they read,
-    # the row's own code or the final one, gives the same answer.
-    row_mark = tl.load(duplicates_ptr + row)
-    slot_mark = tl.load(duplicates_ptr + stride_duplicates + row)
-    code, value = _final_fault(
-        tl.load(fault_code_ptr + row), tl.load(fault_value_ptr + row), row_mark, slot_mark, step, rows_ptr, pages_ptr,
-        listed_reqs, PAGE_SIZE,
-    )  # fmt: skip
+    # Whether the row runs: a fault in any group makes it a pad row in all of them.
+    code, value, fault_group, page_mark = final_fault(
+        check_code_ptr, check_value_ptr, duplicates_ptr, row, step, stride_check, stride_duplicates, GROUPS, GROUP_BLOCK
+    )
     valid = real & (code == 0)
     start = token_start(record_ptr, row, num_reqs, num_tokens, listed_reqs, QUERY_LEN)
     end = token_start(record_ptr, row + 1, num_reqs, num_tokens, listed_reqs, QUERY_LEN)
     row_id = tl.load(rows_ptr + ROW_ID * listed_reqs, mask=valid, other=-1)
     seq_len = tl.load(rows_ptr + ROW_SEQ_LEN * listed_reqs, mask=valid, other=0)
     page_count = tl.where(valid, page_count, 0)
+    check_at = group * stride_check + row
+    span_from = tl.load(new_spans_ptr + 4 * check_at, mask=valid, other=0)
+    span_to = tl.load(new_spans_ptr + 4 * check_at + 1, mask=valid, other=0)
+    state = group * num_row_ids + tl.where(valid, row_id, 0)
+    table_ptr = page_table_ptr + state.to(tl.int64) * table_width
 
-    columns = part * TABLE_BLOCK + tl.arange(0, TABLE_BLOCK)
-    pages = tl.load(pages_ptr + columns, mask=columns < tl.minimum(page_count, max_pages), other=null_page)
-    tl.store(block_table_ptr + row.to(tl.int64) * stride_table + columns, pages, mask=columns < max_pages)
+    # The row's table of this group: what the record lists is kept for later steps, and pages that the row cannot see
+    # any more are null pages in the step's own table, whoever owns them by now.
+    # Columns that hold null pages already, beyond what the row uses and what the table held before, are left alone.
+    used_to = tl.where(valid, tl.minimum(span_to, max_pages), 0)
+    used_from = tl.where(used_to > 0, span_from, _NOWHERE)
+    changed_from = tl.minimum(tl.load(new_spans_ptr + 4 * check_at + 2), used_from)
+    changed_to = tl.maximum(tl.minimum(tl.load(new_spans_ptr + 4 * check_at + 3), table_width), used_to)
+    to_table = block_table_ptr + group.to(tl.int64) * stride_tables + row.to(tl.int64) * table_width
+    first_change = changed_from + part * TABLE_BLOCK
+    for base in tl.range(first_change, changed_to, num_parts * TABLE_BLOCK, loop_unroll_factor=4):
+        columns = base + tl.arange(0, TABLE_BLOCK)
+        used = (columns >= used_from) & (columns < used_to)
+        pages = pages_at(columns, used, pages_ptr, first, page_count, table_ptr)
+        tl.store(to_table + columns, tl.where(used, pages, null_page), mask=columns < changed_to)
+        tl.store(table_ptr + columns, pages, mask=used & (columns >= first) & (columns < first + page_count))
 
     if part == 0:
+        tl.store(page_spans_ptr + 2 * state, span_from, mask=valid)
+        tl.store(page_spans_ptr + 2 * state + 1, span_to, mask=valid)
+        tl.store(table_from_ptr + check_at, used_from)
+        tl.store(table_to_ptr + check_at, used_to)
+    if (part == 0) & (group == 0):
         sample = tl.load(rows_ptr + ROW_SAMPLE * listed_reqs, mask=valid, other=0)
         status = tl.where(valid, tl.where(sample != 0, _SAMPLES, _LIVE), tl.where(real, _INVALID, _PAD))
         tl.store(seq_lens_ptr + row, tl.where(valid, seq_len, seq_len_fill))
@@ -331,7 +384,11 @@ def _write_buffers_kernel(
         begins = length == tl.load(rows_ptr + ROW_QUERY_LEN * listed_reqs, mask=real, other=-1)
         void = real & (code != 0) & begins & (named_id >= 0) & (named_id < num_row_ids)
         tl.store(void_ids_ptr + row, tl.where(void, named_id, -1))
-        tl.store(fault_code_ptr + row, tl.where(real, code, 0))
+        value = fault_value(
+            tl.where(real, code, 0), value, fault_group, page_mark, page_groups_ptr, rows_ptr,
+            tokens_ptr + listed_tokens, listed_reqs, listed_pages, page_table_ptr, num_row_ids, table_width,
+        )  # fmt: skip
+        tl.store(fault_code_ptr + row, tl.where(real, code | (fault_group << _GROUP_SHIFT), 0))
         tl.store(fault_value_ptr + row, tl.where(real, value, 0))
         tl.store(logits_indices_ptr + row, tl.where(valid, end - 1, 0).to(tl.int64))
         tl.store(query_start_loc_ptr + row, start)
@@ -340,7 +397,8 @@ def _write_buffers_kernel(
         if row == 0:
             tl.store(step_counter_ptr, step)
 
-    # The row's tokens, shared out among its programs.
+    # The row's tokens, shared out among its programs of this group. Slots are the group's; the rest is the first's.
+    slots_ptr = slot_mapping_ptr + group * stride_slots
     last_token = tl.load(last_token_ptr + row_id, mask=valid, other=0)
     valid_end = tl.where(valid, end, start)  # a scalar condition joined to a block of them misleads the interpreter
     lanes = tl.arange(0, TOKEN_BLOCK)
@@ -348,77 +406,79 @@ def _write_buffers_kernel(
         at = base + lanes
         mask = at < valid_end
         position = tl.where(mask, seq_len - end + at, 0)
-        token = tl.load(tokens_ptr + at, mask=mask, other=0)
-        token = tl.where(mask & (token == _TOKEN_FROM_ROW), last_token, token)
-        page = tl.load(pages_ptr + position // PAGE_SIZE, mask=mask, other=0).to(tl.int64)
-        slot = tl.where(mask, page * PAGE_SIZE + position % PAGE_SIZE, _PAD_SLOT)
-        tl.store(input_ids_ptr + at, token.to(tl.int64), mask=at < end)
-        tl.store(positions_ptr + at, position.to(tl.int64), mask=at < end)
-        tl.store(slot_mapping_ptr + at, slot, mask=at < end)
+        page = pages_at(position // page_size, mask, pages_ptr, first, page_count, table_ptr).to(tl.int64)
+        slot = tl.where(mask, page * page_size + position % page_size, _PAD_SLOT)
+        tl.store(slots_ptr + at, slot, mask=at < end)
+        if group == 0:
+            token = tl.load(tokens_ptr + at, mask=mask, other=0)
+            token = tl.where(mask & (token == _TOKEN_FROM_ROW), last_token, token)
+            tl.store(input_ids_ptr + at, token.to(tl.int64), mask=at < end)
+            tl.store(positions_ptr + at, position.to(tl.int64), mask=at < end)
 
-    # Pad tokens, shared out among all programs.
+    # Pad tokens, shared out among all programs of this group.
     pads_from = token_start(record_ptr, num_reqs, num_reqs, num_tokens, listed_reqs, QUERY_LEN)
     program = row * num_parts + part
     for base in range(pads_from + program * TOKEN_BLOCK, padded_tokens, tl.num_programs(0) * num_parts * TOKEN_BLOCK):
         at = base + lanes
         mask = at < padded_tokens
         zeros = tl.zeros([TOKEN_BLOCK], tl.int64)
-        tl.store(input_ids_ptr + at, zeros, mask=mask)
-        tl.store(positions_ptr + at, zeros, mask=mask)
-        tl.store(slot_mapping_ptr + at, zeros + _PAD_SLOT, mask=mask)
+        tl.store(slots_ptr + at, zeros + _PAD_SLOT, mask=mask)
+        if group == 0:
+            tl.store(input_ids_ptr + at, zeros, mask=mask)
+            tl.store(positions_ptr + at, zeros, mask=mask)
 
 
 def _refresh_triton(b: Any) -> None:
-    padded_reqs, max_pages = b.block_table.shape
-    padded_tokens = b.input_ids.shape[0]
-    token_block = _token_block(b.query_len, padded_tokens)
-    _check_rows_kernel[(padded_reqs,)](
-        b.record, b.last_token, b.claims, b.duplicates, b.fault_code, b.fault_value,
-        b.record.shape[0], padded_reqs, padded_tokens, b.last_token.shape[0], b.num_pages,
-        b.num_pages * b.page_size, b.null_page, b.max_seq_len, max_pages, b.vocab_size, b.duplicates.stride(0),
-        PAGE_SIZE=b.page_size, QUERY_LEN=b.query_len, TOKEN_BLOCK=token_block, PAGE_BLOCK=_page_block(max_pages),
-        num_warps=_NUM_WARPS,
+    groups, padded_reqs, width = b.block_table.shape
+    padded_tokens, row_ids = b.input_ids.shape[0], b.last_token.shape[0]
+    tiling = _Tiling.choose(padded_reqs * groups, b.query_len, padded_tokens, width)
+    row_fields = layout.row_fields(groups)
+    _check_rows_kernel[(padded_reqs, groups)](
+        b.page_groups, b.record, b.last_token, b.claims, b.duplicates, b.page_table, b.page_spans, b.table_from,
+        b.table_to, b.new_spans, b.check_code, b.check_value,
+        b.record.shape[0], padded_reqs, padded_tokens, row_ids, b.claims.shape[0] - row_ids, b.max_seq_len,
+        b.vocab_size, width, b.duplicates.stride(0), b.check_code.stride(0),
+        QUERY_LEN=b.query_len, ROW_FIELDS=row_fields, TOKEN_BLOCK=tiling.token_block, PAGE_BLOCK=tiling.page_block,
+        num_warps=tiling.num_warps,
     )  # fmt: skip
-    table_block = min(triton.next_power_of_2(max_pages), _TABLE_BLOCK)
-    _write_buffers_kernel[(padded_reqs, triton.cdiv(max_pages, table_block))](
-        b.record, b.last_token, b.duplicates, b.fault_code, b.fault_value, b.step_counter, b.input_ids, b.positions,
-        b.slot_mapping, b.query_start_loc, b.seq_lens, b.block_table, b.logits_indices, b.row_ids, b.row_status,
-        b.void_ids, tuple(getattr(b, name) for name in COPIED),
-        b.record.shape[0], padded_reqs, padded_tokens, b.null_page, max_pages, b.seq_len_fill, b.last_token.shape[0],
-        b.duplicates.stride(0), b.block_table.stride(0), COPIED_PADS=COPIED_PADS,
-        PAGE_SIZE=b.page_size, QUERY_LEN=b.query_len, TOKEN_BLOCK=token_block, TABLE_BLOCK=table_block,
-        num_warps=_NUM_WARPS,
+    parts = min(triton.cdiv(width, tiling.table_block), max(_PROGRAMS // (padded_reqs * groups), 1))
+    _write_buffers_kernel[(padded_reqs, parts, groups)](
+        b.page_groups, b.record, b.last_token, b.duplicates, b.page_table, b.page_spans, b.table_from, b.table_to,
+        b.new_spans, b.check_code, b.check_value, b.fault_code, b.fault_value, b.step_counter, b.input_ids,
+        b.positions, b.slot_mapping,
+        b.query_start_loc, b.seq_lens, b.block_table, b.logits_indices, b.row_ids, b.row_status, b.void_ids,
+        tuple(getattr(b, name) for name in COPIED),
+        b.record.shape[0], padded_reqs, padded_tokens, row_ids, width, b.seq_len_fill, b.duplicates.stride(0),
+        b.check_code.stride(0), b.slot_mapping.stride(0), b.block_table.stride(0), COPIED_PADS=COPIED_PADS,
+        QUERY_LEN=b.query_len, ROW_FIELDS=row_fields, GROUPS=groups, GROUP_BLOCK=triton.next_power_of_2(groups),
+        TOKEN_BLOCK=tiling.token_block, TABLE_BLOCK=tiling.table_block, num_warps=tiling.num_warps,
     )  # fmt: skip
 
 
-def _token_block(query_len: int, padded_tokens: int) -> int:
-    return min(int(triton.next_power_of_2(query_len or padded_tokens)), _MAX_TOKEN_BLOCK)
+@dataclass(frozen=True, slots=True)
+class _Tiling:
+    """Warps of a program, and the tokens, listed pages and columns of a table that it takes at a time."""
 
+    num_warps: int
+    token_block: int
+    page_block: int
+    table_block: int
 
-def _page_block(max_pages: int) -> int:
-    return min(int(triton.next_power_of_2(max_pages)), _MAX_PAGE_BLOCK)
+    @classmethod
+    def choose(cls, programs: int, query_len: int, padded_tokens: int, width: int) -> _Tiling:
+        num_warps, lanes = (4, _LANES_OF_FEW) if programs <= _FEW else (1, _LANES)
+        columns, tokens = triton.next_power_of_2(width), triton.next_power_of_2(query_len or padded_tokens)
+        return cls(num_warps, min(tokens, lanes), min(columns, 2 * lanes), min(columns, lanes))
 
 
 _Call = call_class(
     "refresh",
-    **dict.fromkeys(
-        ("page_size", "num_pages", "null_page", "max_seq_len", "vocab_size", "query_len", "seq_len_fill"), int
-    ),
+    **dict.fromkeys(("max_seq_len", "vocab_size", "query_len", "seq_len_fill"), int),
 )
 _op = DeclaredOp("refresh", _Call, triton_impl=_refresh_triton, reference=refresh_reference)
 
 
-def refresh(
-    buffers: StaticBuffers,
-    *,
-    page_size: int,
-    num_pages: int,
-    null_page: int,
-    max_seq_len: int,
-    vocab_size: int,
-    query_len: int,
-    seq_len_fill: int,
-) -> None:
+def refresh(buffers: StaticBuffers, *, max_seq_len: int, vocab_size: int, query_len: int, seq_len_fill: int) -> None:
     """Rewrite every derived buffer from the step record, for every captured row and token, pads included.
 
     buffers       static buffers, cut to the captured size; what each holds is in docs/decode_step.md
@@ -426,36 +486,47 @@ def refresh(
     seq_len_fill  length that pad and invalid rows get: what the attention backend can bear
 
     A row with a fault is treated as a pad row, with status INVALID; so is every row that shares its row id or a
-    written slot with another. Rows and tokens of the record beyond the captured size count as absent. Step numbers
-    must grow from one record to the next; running the same record again changes nothing.
+    written page with another. The pages of such a row's table stay what they were. Rows and tokens of the record beyond
+    the captured size count as absent. Step numbers must grow from one record to the next; running the same record again
+    changes nothing.
 
     Capture-safe: the grid follows from the captured size, and whatever varies is read from the record on the device.
     Raises: ShapeError when a tensor does not fit the others.
     """
-    _check(buffers, page_size=page_size, num_pages=num_pages, max_seq_len=max_seq_len, query_len=query_len)
-    operands = pass_operands("refresh", buffers)
-    _op(_Call(*operands, page_size, num_pages, null_page, max_seq_len, vocab_size, query_len, seq_len_fill))
+    _check(buffers, query_len=query_len)
+    _op(_Call(*pass_operands("refresh", buffers), max_seq_len, vocab_size, query_len, seq_len_fill))
 
 
-def _check(b: StaticBuffers, *, page_size: int, num_pages: int, max_seq_len: int, query_len: int) -> None:
+def _check(b: StaticBuffers, *, query_len: int) -> None:
     """Raise ShapeError for what the declarations of the buffers cannot say."""
     rows, tokens = captured_size(b)
-    check_tensor("block_table", b.block_table, shape=(None, None))
+    check_tensor("page_groups", b.page_groups, shape=(None, None))
+    check_tensor("block_table", b.block_table, shape=(None, None, None))
     check_tensor("last_token", b.last_token, shape=(None,))
-    row_ids = b.last_token.shape[0]
+    row_ids, groups, width = b.last_token.shape[0], b.page_groups.shape[0], b.block_table.shape[2]
     if query_len and tokens != rows * query_len:
         raise ShapeError(f"input_ids: expected rows x query_len = {rows * query_len} tokens, got {tokens}; slice it")
     if not (1 <= rows <= MAX_ROWS and 1 <= tokens <= MAX_TOKENS):
         raise ShapeError(
             f"row_ids, input_ids: expected 1 to {MAX_ROWS} rows and tokens, got {rows} and {tokens}; split the step"
         )
-    for name, least in (("record", layout.record_size(1, 0, 0)), ("claims", num_pages * page_size + row_ids)):
+    for name, least in (("record", layout.record_size(1, 0, 0, groups)), ("claims", row_ids + 1)):
         if getattr(b, name).numel() < least:
             raise ShapeError(f"{name}: expected at least {least} values, got {getattr(b, name).numel()}; enlarge it")
-    if b.block_table.shape[1] * page_size < max_seq_len:
+    check_tensor("page_table", b.page_table, shape=(groups, row_ids, width))
+    check_tensor("page_spans", b.page_spans, shape=(groups, row_ids, 2))
+    for name in ("page_table", "page_spans"):
+        if not getattr(b, name).is_contiguous():
+            raise ShapeError(f"{name}: expected a contiguous tensor, got strides {getattr(b, name).stride()}; copy it")
+    for name in (alike := ("check_code", "check_value", "table_from", "table_to", "new_spans")):
+        fields = (4,) if name == "new_spans" else ()
+        check_tensor(name, getattr(b, name), shape=(groups, rows, *fields))
+        check_unit_stride(name, getattr(b, name))
+    if len({getattr(b, name).stride(0) // (4 if name == "new_spans" else 1) for name in alike}) > 1:
+        raise ShapeError(f"{', '.join(alike)}: expected equal strides of groups, got others; cut them alike")
+    if b.block_table.stride(1) != width:
         raise ShapeError(
-            f"block_table: expected columns for max_seq_len={max_seq_len} tokens in pages of {page_size}, "
-            f"got {b.block_table.shape[1]}; widen it"
+            f"block_table: expected rows of {width} columns, got stride {b.block_table.stride(1)}; copy it"
         )
 
 
@@ -465,17 +536,18 @@ def compile_variants() -> list[CompileSpec]:
     types: dict[str, Any] = {f"{name}_ptr": names[spec.dtype] for name, spec in StaticBuffers.specs().items()}
     types["copied_ptrs"] = tuple(types[f"{name}_ptr"] for name in COPIED)
     specs = []
-    for name, page_size, query_len, padded_tokens, max_pages in (
-        ("decode_1", 16, 1, 256, 8192),
-        ("decode_4", 64, 4, 1024, 512),
-        ("mixed", 1, 0, 16384, 4096),
+    for name, groups, rows, query_len, padded_tokens, max_pages in (
+        ("decode_1", 1, 256, 1, 256, 8192),
+        ("decode_4", 6, 256, 4, 1024, 512),
+        ("mixed", 1, 256, 0, 16384, 4096),
     ):
-        table_block = min(triton.next_power_of_2(max_pages), _TABLE_BLOCK)
-        token_block = _token_block(query_len, padded_tokens)
-        common = {"PAGE_SIZE": page_size, "QUERY_LEN": query_len, "TOKEN_BLOCK": token_block}
+        tiling = _Tiling.choose(rows * groups, query_len, padded_tokens, max_pages)
+        common = {"QUERY_LEN": query_len, "ROW_FIELDS": layout.row_fields(groups), "TOKEN_BLOCK": tiling.token_block}
+        of_groups = {"GROUPS": groups, "GROUP_BLOCK": triton.next_power_of_2(groups)}
+        written = {"TABLE_BLOCK": tiling.table_block, "COPIED_PADS": COPIED_PADS, **of_groups}
         for short, kernel, extra in (
-            ("check_rows", _check_rows_kernel, {"PAGE_BLOCK": _page_block(max_pages)}),
-            ("write_buffers", _write_buffers_kernel, {"TABLE_BLOCK": table_block, "COPIED_PADS": COPIED_PADS}),
+            ("check_rows", _check_rows_kernel, {"PAGE_BLOCK": tiling.page_block}),
+            ("write_buffers", _write_buffers_kernel, written),
         ):
             constexprs: dict[str, object] = {**common, **extra}
             signature = {
@@ -484,6 +556,6 @@ def compile_variants() -> list[CompileSpec]:
             }
             pointers = tuple(argument for argument in signature if argument.endswith("_ptr"))
             specs.append(
-                CompileSpec(f"{short}_{name}", kernel, signature, constexprs, _NUM_WARPS, 3, divisible=pointers)
+                CompileSpec(f"{short}_{name}", kernel, signature, constexprs, tiling.num_warps, 3, divisible=pointers)
             )
     return specs

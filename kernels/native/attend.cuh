@@ -12,19 +12,21 @@
 
 #define NUM_QUERIES (QUERY_LEN * GROUP)    // of a unit; a query is a new token in a query head
 #define OCTETS ((NUM_QUERIES + 7) / 8)     // sets of 8 queries
-#define HEAD_STEPS (HEAD_DIM / 16)         // steps of 16 elements along the head
+#define HEAD_STEPS (HEAD_DIM / 16)         // steps of 16 elements along a head of Q or K
+#define V_STEPS (V_HEAD_DIM / 16)          // along a head of V, which is one of the output too
 #define ELEMENT (KV_FP8 ? 1 : 2)           // bytes of an element of K or V
-#define TOKEN_BYTES (HEAD_DIM * ELEMENT)   // of a token's K, or V
-#define CHUNKS (TOKEN_BYTES / 16)          // copies of 16 bytes
+#define K_BYTES (HEAD_DIM * ELEMENT)       // of a token's K
+#define V_BYTES (V_HEAD_DIM * ELEMENT)     // of a token's V
+#define K_PIECES (K_BYTES / 16)            // of 16 bytes, which one copy moves
+#define V_PIECES (V_BYTES / 16)
 #define SUBTILES (KV_FP8 ? 2 : 1)          // of 16 tokens
 #define TILE (16 * SUBTILES)               // tokens that a warp multiplies at a time
-#define TILE_BYTES (TILE * TOKEN_BYTES)    // of K, or V
-#define OUT_PITCH (HEAD_DIM + 4)           // floats from query to query; 4 more avoid bank conflicts of the stores
+#define OUT_PITCH (V_HEAD_DIM + 4)         // floats from query to query; 4 more avoid bank conflicts of the stores
 #define PARTIAL_FLOATS (NUM_QUERIES * (OUT_PITCH + 2))  // a partial result: sums, reference points, sums of weights
-#define STAGE_BYTES (2 * TILE_BYTES)       // K, then V
-// The 16-byte chunks of a token are permuted, so that ldmatrix meets no bank conflict. Tokens are not padded instead: a
+#define STAGE_BYTES (TILE * (K_BYTES + V_BYTES))  // K, then V
+// The 16-byte pieces of a token are permuted, so that ldmatrix meets no bank conflict. Tokens are not padded instead: a
 // sector of 32 bytes that falls into two lines of shared memory is fetched twice.
-#define SWIZZLE(token) (((token) % 8) >> (CHUNKS % 8 == 0 ? 0 : CHUNKS % 4 == 0 ? 1 : 2))
+#define SWIZZLE(token, pieces) (((token) % 8) >> ((pieces) % 8 == 0 ? 0 : (pieces) % 4 == 0 ? 1 : 2))
 
 // The same struct as _Params of native.py. Strides are in elements; `k_slot` is the step from a KV slot to the next
 // one.
@@ -36,11 +38,11 @@ struct Params {
   int *counters;
   const float *k_scale, *v_scale, *slopes, *sinks;
   i64 q_token, q_head, k_page, k_slot, k_head, v_page, v_slot, v_head, table_row, out_token, out_head, lse_token;
-  int k_scale_head, v_scale_head, segments_at, zeros_at, num_places, window;
+  int k_scale_head, v_scale_head, segments_at, zeros_at, num_places, window;  // window: or chunk
   float logit_factor, logit_cap;
 };
 
-static_assert(HEAD_DIM % TILE == 0 && BLOCK_N % TILE == 0 && STAGES >= 2 && NUM_QUERIES <= 16,
+static_assert(HEAD_DIM % TILE == 0 && V_HEAD_DIM % TILE == 0 && BLOCK_N % TILE == 0 && STAGES >= 2 && NUM_QUERIES <= 16,
               "the plan chooses other sizes");
 static_assert(4 * PARTIAL_FLOATS <= STAGES * STAGE_BYTES, "the last partial result of a warp overwrites its tiles");
 static_assert(sizeof(Params) == PARAMS_BYTES, "the struct of native.py and this one differ");
@@ -62,9 +64,14 @@ __device__ __forceinline__ float soft_cap(float x, float cap) {
   return cap * (square < 0.0625f / (h * h) ? series : quotient);
 }
 
+// Where the chunk of a position begins.
+__device__ __forceinline__ int chunk_start(int position, const Params &p) { return position - position % p.window; }
+
 // The first position that any query of the segment sees.
 __device__ __forceinline__ int first_visible(const Segment &s, const Params &p) {
-#if WINDOW
+#if WINDOW == 2
+  return chunk_start(max(s.seq_len - s.query_len, 0), p);
+#elif WINDOW
   return max(s.seq_len - s.query_len + 1 - p.window, 0);
 #else
   return 0;
@@ -135,7 +142,7 @@ __device__ __forceinline__ void load_queries(Queries &queries, const Segment &s,
 // The online softmax of a segment. o[step of the head][octet]: sums of weight x value, not divided by the sum of
 // weights; top: reference points, weight = 2^(logit - top); sum: this lane's part of the sums of weights.
 struct State {
-  float o[HEAD_STEPS][OCTETS][4], top[OCTETS][2], sum[OCTETS][2];
+  float o[V_STEPS][OCTETS][4], top[OCTETS][2], sum[OCTETS][2];
 };
 
 // Attend to one tile: `k_tile` is its K in shared memory, V follows; `start` is its first position.
@@ -146,7 +153,7 @@ __device__ __forceinline__ void attend_tile(State &state, const Queries &queries
 #pragma unroll
   for (int sub = 0; sub < SUBTILES; ++sub) {
     float product[2][OCTETS][4] = {};  // two sums in turn: an mma need not wait for the one before
-    u32 token_at = k_tile + (16 * sub + lane % 16) * TOKEN_BYTES, column = ((lane / 16) ^ SWIZZLE(lane)) * 16;
+    u32 token_at = k_tile + (16 * sub + lane % 16) * K_BYTES, column = ((lane / 16) ^ SWIZZLE(lane, K_PIECES)) * 16;
 #if KV_FP8
 #pragma unroll
     for (int k = 0; k < HEAD_STEPS / 2; ++k) {
@@ -183,7 +190,9 @@ __device__ __forceinline__ void attend_tile(State &state, const Queries &queries
   // Masks, only where a query does not see all of the tile.
   int first_end = CAUSAL ? s.seq_len - s.query_len + 1 : s.seq_len;  // the first token sees positions before this
   bool masked = start + TILE > first_end;
-#if WINDOW
+#if WINDOW == 2
+  masked |= start < chunk_start(s.seq_len - 1, p);
+#elif WINDOW
   masked |= start <= s.seq_len - 1 - p.window;
 #endif
   if (masked || ALIBI) {
@@ -200,7 +209,9 @@ __device__ __forceinline__ void attend_tile(State &state, const Queries &queries
           logits[sub][n][i] -= queries.slope[n][i % 2] * (ALIBI == 2 ? sqrtf(distance) : distance);
 #endif
           bool visible = position < s.seq_len && (!CAUSAL || position <= query_position);
-#if WINDOW
+#if WINDOW == 2
+          visible &= position >= chunk_start(query_position, p);
+#elif WINDOW
           visible &= position > query_position - p.window;
 #endif
           if (!visible) logits[sub][n][i] = NEG_INF;
@@ -234,7 +245,7 @@ __device__ __forceinline__ void attend_tile(State &state, const Queries &queries
         state.top[n][j] = x;
         state.sum[n][j] *= rescale;
 #pragma unroll
-        for (int m = 0; m < HEAD_STEPS; ++m) {
+        for (int m = 0; m < V_STEPS; ++m) {
           state.o[m][n][j] *= rescale;
           state.o[m][n][j + 2] *= rescale;
         }
@@ -258,13 +269,13 @@ __device__ __forceinline__ void attend_tile(State &state, const Queries &queries
   }
 #pragma unroll
   for (int sub = 0; sub < SUBTILES; ++sub) {  // V^T x weights
-    u32 v_tile = k_tile + TILE_BYTES + 16 * sub * TOKEN_BYTES;
+    u32 v_tile = k_tile + TILE * K_BYTES + 16 * sub * V_BYTES;
 #if KV_FP8
     // ldmatrix transposes 16 bits at a time, so two neighbouring fp8 values of a head stay together. The M side is
     // numbered accordingly: its rows g and g + 8 are elements 2g and 2g + 1 of the head.
-    u32 token_at = v_tile + lane % 16 * TOKEN_BYTES, column = ((lane / 16) ^ SWIZZLE(lane)) * 16;
+    u32 token_at = v_tile + lane % 16 * V_BYTES, column = ((lane / 16) ^ SWIZZLE(lane, V_PIECES)) * 16;
 #pragma unroll
-    for (int m = 0; m < HEAD_STEPS; m += 2) {
+    for (int m = 0; m < V_STEPS; m += 2) {
       u32 x[4];
       load_matrices_transposed(x, token_at + (column ^ (16 * m)));
 #pragma unroll
@@ -276,9 +287,10 @@ __device__ __forceinline__ void attend_tile(State &state, const Queries &queries
       }
     }
 #else
-    u32 token_at = v_tile + (lane % 8 + lane / 16 * 8) * TOKEN_BYTES, column = ((lane / 8 % 2) ^ SWIZZLE(lane)) * 16;
+    u32 token_at = v_tile + (lane % 8 + lane / 16 * 8) * V_BYTES;
+    u32 column = ((lane / 8 % 2) ^ SWIZZLE(lane, V_PIECES)) * 16;
 #pragma unroll
-    for (int m = 0; m < HEAD_STEPS; ++m) {
+    for (int m = 0; m < V_STEPS; ++m) {
       u32 a[4];
       load_matrices_transposed(a, token_at + (column ^ (32 * m)));
 #pragma unroll
@@ -299,7 +311,7 @@ __device__ __forceinline__ void add_up(State &state) {
         state.sum[n][j] += __shfl_xor_sync(0xffffffffu, state.sum[n][j], other);
 }
 
-// Store a warp's partial result to shared memory: per query HEAD_DIM sums that are not divided yet; then per query the
+// Store a warp's partial result to shared memory: per query V_HEAD_DIM sums that are not divided yet; then per query the
 // reference point and the sum of weights.
 __device__ __forceinline__ void leave_partial(const State &state, float *to, int lane) {
   float *stats = to + NUM_QUERIES * OUT_PITCH;
@@ -314,7 +326,7 @@ __device__ __forceinline__ void leave_partial(const State &state, float *to, int
           stats[2 * query + 1] = state.sum[n][j];
         }
 #pragma unroll
-        for (int m = 0; m < HEAD_STEPS; ++m)
+        for (int m = 0; m < V_STEPS; ++m)
 #pragma unroll
           for (int i = 0; i < 2; ++i) {
             int d = 16 * m + (KV_FP8 ? lane / 4 * 2 + i : lane / 4 + 8 * i);

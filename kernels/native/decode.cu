@@ -22,13 +22,14 @@
 // shared memory, the blocks of a cluster through distributed shared memory, each for its slice of the output. What
 // several clusters share goes through global memory, with self-resetting counters as in attend.py.
 //
-// Compile-time macros: HEAD_DIM GROUP QUERY_LEN PAGE_SIZE BLOCK_N WARPS STAGES CLUSTER BLOCKS_PER_SM CAUSAL WINDOW
-// SOFTCAP ALIBI (1: distance, 2: its root) Q_BF16 KV_FP8 (0, 1: e4m3, 2: e5m2) FIXED_SPLITS MERGE_BUNDLE
-// PARTIAL_M PARAMS_BYTES
+// Compile-time macros: HEAD_DIM V_HEAD_DIM GROUP QUERY_LEN PAGE_SIZE BLOCK_N WARPS STAGES CLUSTER BLOCKS_PER_SM CAUSAL
+// WINDOW (1: a sliding window, 2: chunks) SOFTCAP ALIBI (1: distance, 2: its root) Q_BF16 KV_FP8 (0, 1: e4m3, 2: e5m2)
+// FIXED_SPLITS MERGE_BUNDLE PARTIAL_M PARAMS_BYTES
 
 #include "merge.cuh"
 
-#define COPIES (16 * CHUNKS / 32)           // copies of 16 bytes per lane, for 16 tokens of K or V; CHUNKS is even
+#define K_COPIES (16 * K_PIECES / 32)            // copies of 16 bytes per lane, for 16 tokens of K; K_PIECES is even
+#define V_COPIES (16 * V_PIECES / 32)            // of V
 #define QUERY_CACHE_LINES ((HEAD_DIM + 63) / 64)  // of 128 bytes, per query
 #define WORKERS (COOPERATIVE ? CLUSTER * WARPS : 1)  // warps that share a part
 #define PAGES_PER_LOAD (32 / SUBTILES)     // tiles whose page ids the lanes of a warp hold
@@ -119,13 +120,20 @@ __device__ __forceinline__ void copy_tile(Stream &t, const Params &p, const char
       const char *k_page = k + (page * p.k_page + slot * p.k_slot) * ELEMENT;
       const char *v_page = v + (page * p.v_page + slot * p.v_slot) * ELEMENT;
 #pragma unroll
-      for (int i = 0; i < COPIES; ++i) {
-        int chunk = i * 32 + lane, token = chunk / CHUNKS, column = chunk % CHUNKS * 16;
+      for (int i = 0; i < (K_COPIES > V_COPIES ? K_COPIES : V_COPIES); ++i) {
         // Positions that no query sees become zeros: the tail of a page may hold NaN, and a weight of 0 x NaN is NaN.
-        int bytes = start + token < t.s.seq_len && start + token >= from ? 16 : 0;
-        u32 at = to + (16 * sub + token) * TOKEN_BYTES + (column ^ (SWIZZLE(token) * 16));
-        copy_async(at, k_page + token * p.k_slot * ELEMENT + column, bytes);
-        copy_async(at + TILE_BYTES, v_page + token * p.v_slot * ELEMENT + column, bytes);
+        if (i < K_COPIES) {
+          int piece = i * 32 + lane, token = piece / K_PIECES, column = piece % K_PIECES * 16;
+          int bytes = start + token < t.s.seq_len && start + token >= from ? 16 : 0;
+          u32 at = to + (16 * sub + token) * K_BYTES + (column ^ (SWIZZLE(token, K_PIECES) * 16));
+          copy_async(at, k_page + token * p.k_slot * ELEMENT + column, bytes);
+        }
+        if (i < V_COPIES) {
+          int piece = i * 32 + lane, token = piece / V_PIECES, column = piece % V_PIECES * 16;
+          int bytes = start + token < t.s.seq_len && start + token >= from ? 16 : 0;
+          u32 at = to + (16 * sub + token) * V_BYTES + (column ^ (SWIZZLE(token, V_PIECES) * 16));
+          copy_async(at + TILE * K_BYTES, v_page + token * p.v_slot * ELEMENT + column, bytes);
+        }
       }
     }
     if (!t.next_pages_known && t.segment + 1 < t.end && t.index > 0) {
@@ -192,7 +200,7 @@ decode_attention(const __grid_constant__ Params p) {
       state.top[n][0] = state.top[n][1] = NEG_INF;
       state.sum[n][0] = state.sum[n][1] = 0.0f;
 #pragma unroll
-      for (int m = 0; m < HEAD_STEPS; ++m)
+      for (int m = 0; m < V_STEPS; ++m)
 #pragma unroll
         for (int i = 0; i < 4; ++i) state.o[m][n][i] = 0.0f;
     }
@@ -272,7 +280,7 @@ decode_attention(const __grid_constant__ Params p) {
       const int *words = p.work_list + p.zeros_at + entry * 3;
       int first_token = words[0], first_query = words[1], num_queries = abs(words[2]);
 #pragma unroll 1
-      for (int pair = thread; pair < num_queries * (HEAD_DIM / 2); pair += num_threads) {
+      for (int pair = thread; pair < num_queries * (V_HEAD_DIM / 2); pair += num_threads) {
         int query = first_query + query_of(pair), d = element_of(pair), head = kv_head * GROUP + query % GROUP;
         i64 token = first_token + query / GROUP;
         *output_at(token, head, d, p) = 0;

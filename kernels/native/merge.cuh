@@ -1,6 +1,6 @@
 // From the partial results of warps to the output: within a block, within a cluster, and through global memory.
 //
-// A unit's output is NUM_QUERIES x HEAD_DIM elements, which threads take as pairs of neighbours. A merge adds sums of
+// A unit's output is NUM_QUERIES x V_HEAD_DIM elements, which threads take as pairs of neighbours. A merge adds sums of
 // weight x value, each times 2^(its reference point - the common one), and the sums of weights likewise; always in the
 // order of the segments, so that the result does not depend on who is first.
 //
@@ -13,7 +13,7 @@
 
 #define COOPERATIVE (CLUSTER > 1 || FIXED_SPLITS > 0)
 #define THREADS (32 * WARPS)
-#define UNIT_PAIRS (NUM_QUERIES * HEAD_DIM / 2)   // pairs of neighbouring output elements
+#define UNIT_PAIRS (NUM_QUERIES * V_HEAD_DIM / 2)   // pairs of neighbouring output elements
 #define SLICE ((UNIT_PAIRS + CLUSTER - 1) / CLUSTER)  // of these, for each block of a cluster
 #define KV_HEADS gridDim.x
 
@@ -24,8 +24,8 @@ struct Pair {
   float x, y, top, sum;
 };
 
-__device__ __forceinline__ int query_of(int pair) { return pair / (HEAD_DIM / 2); }
-__device__ __forceinline__ int element_of(int pair) { return pair % (HEAD_DIM / 2) * 2; }
+__device__ __forceinline__ int query_of(int pair) { return pair / (V_HEAD_DIM / 2); }
+__device__ __forceinline__ int element_of(int pair) { return pair % (V_HEAD_DIM / 2) * 2; }
 
 // What a query's sum of weight x value is multiplied by to become the output. Writes the log-sum-exp on the way. A sink
 // is one more logit without a value.
@@ -67,7 +67,7 @@ __device__ __forceinline__ void write_unit(const State &state, int first_token, 
                                 lane < 4 && query < NUM_QUERIES, p, kv_head);
     }
 #pragma unroll
-    for (int m = 0; m < HEAD_STEPS; ++m)
+    for (int m = 0; m < V_STEPS; ++m)
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
 #if KV_FP8
@@ -126,7 +126,7 @@ __device__ __forceinline__ void store_pair(Pair r, int pair, int first_pair, int
   // Blocks of a cluster whose slices meet within a query write the same value.
   if (d == 0 || pair == first_pair) lse_of(level, p)[at] = r.top + log2f(divisor);
   float factor = reciprocal(divisor);
-  *reinterpret_cast<float2 *>(p.partial_out + at * HEAD_DIM + d) = make_float2(r.x * factor, r.y * factor);
+  *reinterpret_cast<float2 *>(p.partial_out + at * V_HEAD_DIM + d) = make_float2(r.x * factor, r.y * factor);
 }
 
 // Sum `count` partial results in global memory, in the order of the splits. The loads skip L1, which is not coherent.
@@ -143,7 +143,7 @@ __device__ __forceinline__ Pair merge_places(int pair, Places places, int count,
       bool exists = from + i < count;
       i64 at = ((i64)places.of(from + i) * KV_HEADS + kv_head) * PARTIAL_M + query;
       lses[i] = exists ? __ldcg(lse_of(level, p) + at) : NEG_INF;
-      outs[i] = exists ? __ldcg(reinterpret_cast<const float2 *>(p.partial_out + at * HEAD_DIM + d))
+      outs[i] = exists ? __ldcg(reinterpret_cast<const float2 *>(p.partial_out + at * V_HEAD_DIM + d))
                        : make_float2(0.0f, 0.0f);
     }
 #pragma unroll
@@ -212,9 +212,9 @@ __device__ __forceinline__ SharedUnit shared_unit_of(const Segment &s, int segme
   return {s.first_token, s.num_splits > 1 ? s.num_splits : 0, s.split, segments};
 }
 
-#define LANE_PAIRS ((HEAD_DIM + 63) / 64)  // pairs of a query that each lane of a warp holds
+#define LANE_PAIRS ((V_HEAD_DIM + 63) / 64)  // pairs of a query that each lane of a warp holds
 
-// A letter is what a block sends of a unit that goes on in the next block. For each query it has HEAD_DIM sums, the
+// A letter is what a block sends of a unit that goes on in the next block. For each query it has V_HEAD_DIM sums, the
 // reference point and the sum of weights. The last block of a bundle of MERGE_BUNDLE blocks sends the sum of all of
 // them.
 //
@@ -223,11 +223,11 @@ __device__ __forceinline__ SharedUnit shared_unit_of(const Segment &s, int segme
 __device__ __forceinline__ float *letter_of(int block, int query, const Params &p, int kv_head) {
   const i64 letters = 2 * (i64)p.num_places * KV_HEADS;
   const i64 number = ((i64)block * KV_HEADS + kv_head) * NUM_QUERIES + query;
-  return reinterpret_cast<float *>(p.counters) + letters + number * (HEAD_DIM + 2);
+  return reinterpret_cast<float *>(p.counters) + letters + number * (V_HEAD_DIM + 2);
 }
 
 // The first element of a lane's j-th pair of a query.
-__device__ __forceinline__ int element_of_lane(int lane, int j) { return min(2 * (lane + 32 * j), HEAD_DIM - 2); }
+__device__ __forceinline__ int element_of_lane(int lane, int j) { return min(2 * (lane + 32 * j), V_HEAD_DIM - 2); }
 
 __device__ __forceinline__ float nonzero(float x) { return x == 0.0f ? -0.0f : x; }
 __device__ __forceinline__ bool has_come(float2 x) { return __float_as_uint(x.x) != 0 && __float_as_uint(x.y) != 0; }
@@ -235,9 +235,9 @@ __device__ __forceinline__ bool has_come(float2 x) { return __float_as_uint(x.x)
 __device__ __forceinline__ void send_letter(const Pair (&result)[LANE_PAIRS], float *letter, int lane) {
 #pragma unroll
   for (int j = 0; j < LANE_PAIRS; ++j)
-    if (lane + 32 * j < HEAD_DIM / 2)
+    if (lane + 32 * j < V_HEAD_DIM / 2)
       send(letter + element_of_lane(lane, j), nonzero(result[j].x), nonzero(result[j].y));
-  if (lane == 0) send(letter + HEAD_DIM, nonzero(result[0].top), nonzero(result[0].sum));
+  if (lane == 0) send(letter + V_HEAD_DIM, nonzero(result[0].top), nonzero(result[0].sum));
 }
 
 // Add letters to a query's result, in order, and wait for each. The unit begins in block `first`. The letters come from
@@ -267,7 +267,7 @@ __device__ __forceinline__ void receive_letters(Pair (&result)[LANE_PAIRS], int 
       missing = false;
 #pragma unroll
       for (int i = 0; i < AT_A_TIME; ++i) {
-        stats[i] = receive(letters[i] + HEAD_DIM);
+        stats[i] = receive(letters[i] + V_HEAD_DIM);
 #pragma unroll
         for (int j = 0; j < LANE_PAIRS; ++j) values[i][j] = receive(letters[i] + element_of_lane(lane, j));
       }
@@ -294,9 +294,9 @@ __device__ __forceinline__ void receive_letters(Pair (&result)[LANE_PAIRS], int 
         result[j].x += weight * values[i][j].x;
         result[j].y += weight * values[i][j].y;
         result[j].sum += weight * stats[i].y;
-        if (lane + 32 * j < HEAD_DIM / 2) send(letters[i] + element_of_lane(lane, j), 0.0f, 0.0f);
+        if (lane + 32 * j < V_HEAD_DIM / 2) send(letters[i] + element_of_lane(lane, j), 0.0f, 0.0f);
       }
-      if (lane == 0) send(letters[i] + HEAD_DIM, 0.0f, 0.0f);
+      if (lane == 0) send(letters[i] + V_HEAD_DIM, 0.0f, 0.0f);
     }
   }
 }
@@ -371,8 +371,8 @@ __device__ __forceinline__ void merge_streams(const SharedUnit *shared, Firsts f
     } else {
 #pragma unroll
       for (int j = 0; j < LANE_PAIRS; ++j)
-        if (lane + 32 * j < HEAD_DIM / 2)
-          write_pair(result[j], query * (HEAD_DIM / 2) + lane + 32 * j, first_token, p, kv_head);
+        if (lane + 32 * j < V_HEAD_DIM / 2)
+          write_pair(result[j], query * (V_HEAD_DIM / 2) + lane + 32 * j, first_token, p, kv_head);
     }
   }
 }

@@ -38,6 +38,7 @@ class NativeVariant:
     num_threads   per block
     shared_bytes  dynamic shared memory per block
     cluster       blocks of a cluster, along the second dimension of the grid
+    arch_specific its instructions belong to one compute capability alone, as those of sm_90a do
     """
 
     source: str
@@ -46,6 +47,7 @@ class NativeVariant:
     num_threads: int
     shared_bytes: int
     cluster: int = 1
+    arch_specific: bool = False
 
 
 def runs_native(device: torch.device) -> bool:
@@ -69,9 +71,12 @@ def nvrtc_fault() -> str | None:
 def compile_variant(variant: NativeVariant, arch: str = "sm_90") -> tuple[bytes, str]:
     """The cubin of a variant, and what the assembler says about registers and spills. Needs no GPU.
 
+    arch   compute capability; of a variant that is `arch_specific` it gets the letter that says so
+
     Raises: ConfigError without the NVRTC library; GraphRTError, with the compiler's log, for a source that is wrong.
     """
     _compiler_version()
+    arch += "a" if variant.arch_specific else ""
     headers = {path.name: path.read_bytes() for path in sorted(_FOLDER.glob("*.cuh"))}
     text = (_FOLDER / variant.source).read_bytes()
     options = [f"--gpu-architecture={arch}", *_OPTIONS, *(f"-D{name}={value}" for name, value in variant.macros)]
@@ -97,7 +102,12 @@ def compile_variant(variant: NativeVariant, arch: str = "sm_90") -> tuple[bytes,
 
 
 def launch(
-    variant: NativeVariant, grid: tuple[int, int], params: ctypes.Structure, device: torch.device, *, pdl: bool = False
+    variant: NativeVariant,
+    grid: tuple[int, int],
+    params: ctypes.Structure | ctypes.Array[Any],
+    device: torch.device,
+    *,
+    pdl: bool = False,
 ) -> None:
     """Launch on the current stream of `device`, the parameters being one struct.
 

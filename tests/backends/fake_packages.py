@@ -87,7 +87,9 @@ class FlashAttention3:
 class FlashAttention2:
     @staticmethod
     def _options(softmax_scale, causal, window_size, softcap, alibi_slopes):
-        return AttentionOptions(softmax_scale, causal, window_size[0] + 1, softcap, alibi_slopes)
+        return AttentionOptions(
+            softmax_scale, causal, window_size[0] + 1, logits_softcap=softcap, alibi_slopes=alibi_slopes
+        )
 
     @classmethod
     def flash_attn_with_kvcache(
@@ -118,7 +120,7 @@ class _Wrapper:
         listed = torch.arange(self.width) < counts[:, None]
         table = torch.where(listed, self.indices[at.clamp(max=len(self.indices) - 1)], 0).to(torch.int32)
         lengths = ((counts - 1) * self.page_size + self.last_page_len).to(torch.int32)
-        options = AttentionOptions(self.scale, True, self.window_left + 1, self.softcap)
+        options = AttentionOptions(self.scale, True, self.window_left + 1, logits_softcap=self.softcap)
         out, lse = attend(q.to(self.out_dtype), k, v, table, lengths, starts, options)
         return out, lse / math.log(2.0)
 

@@ -44,8 +44,8 @@ class MockBackend(AttentionBackend):
         tokens = torch.arange(q.shape[0])
         row = torch.searchsorted(metadata.query_start_loc[1:], tokens, right=True).clamp(max=rows - 1)
         at = metadata.seq_lens[row] - (metadata.query_start_loc[row + 1] - tokens)
-        where = torch.arange(metadata.block_table.shape[1] * layer.k_cache.shape[1])
-        seen = (where <= at[:, None]) & (metadata.slot_mapping >= 0)[:, None]
+        where = torch.arange(metadata.block_tables[0].shape[1] * layer.k_cache.shape[1])
+        seen = (where <= at[:, None]) & (metadata.slot_mappings[0] >= 0)[:, None]
         if spec.sliding_window is not None:
             seen = seen & (where > at[:, None] - spec.sliding_window)
         split = self._split_of(metadata, where)[row]
@@ -72,7 +72,7 @@ class MockBackend(AttentionBackend):
         raise NotImplementedError
 
     def _pages(self, metadata):
-        return metadata.block_table.long()
+        return metadata.block_tables[0].long()
 
 
 class BakedSplits(MockBackend):
@@ -81,7 +81,7 @@ class BakedSplits(MockBackend):
     name = "mock_baked_splits"
 
     def plan_capture(self, descriptor):
-        self._keys_per_split = -(-self.context.max_pages * self.context.kv.page_size // SPLITS)
+        self._keys_per_split = -(-self.context.max_pages(0) * self.context.kv_groups[0].page_size // SPLITS)
 
     def _split_of(self, metadata, where):
         return (where // self._keys_per_split).expand(metadata.seq_lens.shape[0], -1)
@@ -119,7 +119,7 @@ class HostPlan(MockBackend):
         rows = self.context.max_num_reqs
         self._lens = torch.zeros(rows, dtype=torch.int32)
         self._indptr = torch.zeros(rows + 1, dtype=torch.int32)
-        self._indices = torch.zeros(rows * self.context.max_pages, dtype=torch.int32)
+        self._indices = torch.zeros(rows * self.context.max_pages(0), dtype=torch.int32)
 
     def tensors(self):
         return {"indices": self._indices}
@@ -133,20 +133,20 @@ class HostPlan(MockBackend):
         self._plan(lens)
 
     def _plan(self, lens):
-        rows, page_size = len(lens), self.context.kv.page_size
+        rows, page_size = len(lens), self.context.kv_groups[0].page_size
         self._lens[:rows] = lens
         self._indptr[1 : rows + 1] = ((lens + page_size - 1) // page_size).cumsum(0)
 
     def schedule(self, metadata):
         rows = metadata.seq_lens.shape[0]
-        list_pages(metadata.block_table, self._indptr[: rows + 1], self._indices)
+        list_pages(metadata.block_tables[0], self._indptr[: rows + 1], self._indices)
 
     def _split_of(self, metadata, where):
         lens = self._lens[: metadata.seq_lens.shape[0], None]
         return torch.where(where < lens, where * SPLITS // lens.clamp(min=1), -1)
 
     def _pages(self, metadata):
-        rows, width = metadata.block_table.shape
+        rows, width = metadata.block_tables[0].shape
         at = self._indptr[:rows, None] + torch.arange(width)
         listed = at < self._indptr[1 : rows + 1, None]
         return torch.where(listed, self._indices[at.clamp(max=len(self._indices) - 1)], 0).long()

@@ -22,7 +22,7 @@ def context(*specs: AttentionSpec, device: torch.device = CPU, page_size: int = 
     kv_dtype, layout = options.pop("kv_dtype", layers[0].dtype), options.pop("layout", KVLayout.NHD)
     kv = KVCacheSpec(len(layers), layers[0].num_kv_heads, layers[0].head_dim, page_size, layout, kv_dtype)
     sizes = {"max_num_reqs": 4, "max_num_tokens": 32, "max_seq_len": 4 * page_size} | options
-    return BackendContext(layers, kv, device, **sizes)
+    return BackendContext(layers, (kv,), device, **sizes)
 
 
 def metadata_of(asked: BackendContext, descriptor: BatchDescriptor, live: int) -> StepMetadata:
@@ -35,15 +35,15 @@ def metadata_of(asked: BackendContext, descriptor: BatchDescriptor, live: int) -
         descriptor,
         seq_lens=torch.full((rows,), 5, dtype=torch.int32),
         query_start_loc=torch.tensor(starts, dtype=torch.int32),
-        block_table=torch.arange(rows * asked.max_pages, dtype=torch.int32).view(rows, -1),
-        slot_mapping=slots,
+        block_tables=(torch.arange(rows * asked.max_pages(0), dtype=torch.int32).view(rows, -1),),
+        slot_mappings=(slots,),
         positions=torch.zeros(tokens, dtype=torch.int64),
         max_seq_len=asked.max_seq_len,
     )
 
 
 def layer_of(asked: BackendContext, index: int = 0, **scales: torch.Tensor) -> Any:
-    kv = asked.kv
+    kv = asked.kv_groups[0]
     k, v = (torch.zeros(3, kv.page_size, kv.num_kv_heads, kv.head_dim).to(kv.dtype) for _ in range(2))
     return AttentionLayer(index, asked.attention[index], k, v, **scales)
 

@@ -143,7 +143,7 @@ def test_left_padding_of_flash_attn3(
     install_package(monkeypatch, "flash_attn3", "flash_attn_interface")
     backend = FlashAttention3Backend(context(page_size=page_size, max_query_len=17, max_num_tokens=68))
     backend.allocate()
-    padding = backend._left_padding(BatchDescriptor.decode(3, query_len), FULL)
+    padding = backend._left_padding(BatchDescriptor.decode(3, query_len), FULL, page_size)
     assert (padding is not None) == padded
     assert padding is None or padding.tolist() == [0, 0, 0]
 
@@ -179,5 +179,8 @@ def test_listings_show_multiples_from_five_values_on() -> None:
 
 
 def test_the_width_of_the_block_table_is_rounded_up() -> None:
-    widths = [BackendContext((FULL,), context(page_size=16).kv, CUDA, 1, 1, n).max_pages for n in (1, 16, 17, 32, 33)]
+    widths = [
+        BackendContext((FULL,), context(page_size=16).kv_groups, CUDA, 1, 1, n).max_pages(0)
+        for n in (1, 16, 17, 32, 33)
+    ]
     assert widths == [1, 1, 2, 2, 3]

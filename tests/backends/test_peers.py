@@ -313,14 +313,14 @@ def test_flash_attn3_tells_both_calls_the_same(fa3: Calls, descriptor: BatchDesc
     assert [int(r["scheduler_metadata"][0]) for r in runs] == [1, 2, 1], "each window has its own"
     mixed = descriptor.query_len == 0
     for schedule in schedules:
-        assert schedule["max_seqlen_k"] == metadata.block_table.shape[1] * 256 == 1024
+        assert schedule["max_seqlen_k"] == metadata.block_tables[0].shape[1] * 256 == 1024
         assert schedule["max_seqlen_q"] == (16 if mixed else descriptor.query_len)
         assert schedule["cache_seqlens"] is metadata.seq_lens
         assert (schedule["cu_seqlens_q"] is not None) == mixed
     for run in runs:
         assert run["num_splits"] == schedules[0]["num_splits"] > 0
         assert run["causal"]
-        assert run["page_table"] is metadata.block_table
+        assert run["page_table"] is metadata.block_tables[0]
         assert (run["cache_leftpad"] is None) == (schedules[0]["cache_leftpad"] is None)
     for out, lse in zip(results[::2], results[1::2], strict=True):
         assert (out[:3] == 2).all()

@@ -69,7 +69,7 @@ def test_fills_of_pad_rows(cls: type[AttentionBackend], device: torch.device, mo
     """With the stated fill, a kernel reads the null page if that is 1, and nothing if it is 0. No fill, and nothing in
     the null page, reaches a real row."""
     rig = make_rig(cls, FEATURES["plain"], device)
-    rig.write([rig.sequence(rig.context.kv.page_size + 1, 1), rig.sequence(2, 1)])
+    rig.write([rig.sequence(rig.context.kv_groups[0].page_size + 1, 1), rig.sequence(2, 1)])
     raw = {
         (fill, null): raw_results(rig, monkeypatch, fill, null) for fill in (0, 1) for null in (NAN, 1.0)
     }  # fmt: skip
@@ -106,7 +106,10 @@ def test_nan_in_page_tails(cls: type[AttentionBackend], device: torch.device, fe
     """NaN behind the last token of an owned page reaches no output; zeros in pad tokens."""
     asked: Feature = FEATURES[feature]
     rig = make_rig(cls, asked, device)
-    rows = [(rig.context.kv.page_size + 1, 1) if rig.metadata.block_table.shape[1] > 1 else (3, 1), (2, 1)]
+    rows = [
+        (rig.context.kv_groups[0].page_size + 1, 1) if rig.metadata.block_tables[0].shape[1] > 1 else (3, 1),
+        (2, 1),
+    ]
     rig.write([rig.sequence(*row) for row in rows])
     out = rig.eager()[0]
     assert not out[LIVE:].any(), f"{cls.name}: pad tokens must be zeros"

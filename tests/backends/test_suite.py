@@ -79,7 +79,7 @@ class Liar(TorchReferenceBackend):
 
     def run(self, layer, q, metadata, out, *, sinks=None, lse=None):
         starts, options = metadata.query_start_loc, layer.options(sinks)
-        table = metadata.block_table
+        table = metadata.block_tables[0]
         call = Call(q, layer.k_cache, layer.v_cache, table, metadata.seq_lens, starts, out, options, lse)
         self.lie(call)
         attention_reference(
@@ -297,7 +297,8 @@ def test_every_capability_has_a_case() -> None:
         "layouts": (KVLayout.NHD,),
         "max_query_len": 1,
     }
-    assert {"devices", *asked_by} == {field.name for field in fields(Capabilities)}
+    whole_runtimes = {"kv_groups", "v_head_dim", "attention_chunk_size"}  # tests/runtime/test_groups*.py ask for them
+    assert {"devices", *whole_runtimes, *asked_by} == {field.name for field in fields(Capabilities)}
     have = TorchReferenceBackend.capabilities
     for name, feature in asked_by.items():
         less = type("Less", (Liar,), {"capabilities": replace(have, **{name: lacking.get(name, False)})})

@@ -12,10 +12,11 @@ from graphrt.capture.graph import GraphReport
 from graphrt.capture.staging import StagingRing, StagingSlot
 from graphrt.capture.tape import OpTapeRecorder
 from graphrt.kernels.errors import CapacityError, CaptureError, ConfigError, ReplayError
-from graphrt.kernels.metadata.buffers import BufferKind, Capacity, StaticBuffers
+from graphrt.kernels.metadata.buffers import BufferKind, Capacity, PageGroup, StaticBuffers
 
 CPU = torch.device("cpu")
-CAPACITY = Capacity(rows=3, tokens=7, pages_per_row=5, row_ids=6, slots=44, record=100, ring=2)
+GROUPS = (PageGroup(4, 11, 0, 5), PageGroup(2, 6, 5, 9, window=3, claims_at=11))
+CAPACITY = Capacity(rows=3, tokens=7, row_ids=6, record=100, ring=2, page_groups=GROUPS)
 
 
 def make(**changes) -> Dispatcher:
@@ -178,14 +179,17 @@ def test_a_backend_may_refuse_some_sizes() -> None:
 def test_bytes_and_shapes_of_the_buffers() -> None:
     buffers = StaticBuffers.allocate(CAPACITY, CPU)
     by_hand = {
-        "record": (100,), "last_token": (6,), "step_counter": (1,), "claims": (50,), "input_ids": (7,),
-        "positions": (7,), "slot_mapping": (7,), "query_start_loc": (4,), "seq_lens": (3,), "block_table": (3, 5),
-        "logits_indices": (3,), "row_ids": (3,), "row_status": (3,), "temperatures": (3,), "seeds": (3,),
-        "duplicates": (2, 3), "fault_code": (3,), "fault_value": (3,), "void_ids": (3,),
+        "page_groups": (2, 7), "record": (100,), "last_token": (6,), "step_counter": (1,), "claims": (23,),
+        "duplicates": (3, 3), "page_table": (2, 6, 9), "page_spans": (2, 6, 2), "block_table": (2, 3, 9),
+        "table_from": (2, 3), "table_to": (2, 3), "input_ids": (7,), "positions": (7,), "slot_mapping": (2, 7),
+        "query_start_loc": (4,), "seq_lens": (3,), "logits_indices": (3,), "row_ids": (3,), "row_status": (3,),
+        "temperatures": (3,), "seeds": (3,), "new_spans": (2, 3, 4), "check_code": (2, 3), "check_value": (2, 3),
+        "fault_code": (3,), "fault_value": (3,), "void_ids": (3,),
         "step_ring": (2,), "token_ring": (2, 3),
         "fault_code_ring": (2, 3), "fault_value_ring": (2, 3),
     }  # fmt: skip
     assert {name: tuple(tensor.shape) for name, tensor in buffers.named()} == by_hand
+    assert buffers.page_groups.tolist() == [[4, 11, 0, 5, 0, 0, 0], [2, 6, 5, 9, 3, 0, 11]]
     assert buffers.last_token.tolist() == [-1] * 6
     assert buffers.step_counter.tolist() == [-1]
     assert buffers.token_ring.tolist() == [[-1] * 3] * 2
@@ -194,12 +198,13 @@ def test_bytes_and_shapes_of_the_buffers() -> None:
     assert buffers.fault_value_ring.tolist() == [[-1] * 3] * 2
     assert not any(t.any() for kind in (BufferKind.UPLOADED, BufferKind.DERIVED) for _, t in buffers.named(kind))
     assert buffers.nbytes == sum(t.untyped_storage().nbytes() for _, t in buffers.named())
-    assert (CAPACITY.rows_plus_one, CAPACITY.claims) == (4, 50)
+    assert (CAPACITY.rows_plus_one, CAPACITY.claims) == (4, 11 + 6 + 6)
+    assert (CAPACITY.groups, CAPACITY.groups_plus_one, CAPACITY.pages_per_row) == (2, 3, 9)
 
 
 def test_declarations_say_who_writes_who_reads_and_what_pads_are() -> None:
     for name, spec in StaticBuffers.specs().items():
-        assert spec.writer in ("upload", "refresh", "publish"), name
+        assert spec.writer in ("construction", "upload", "refresh", "publish"), name
         assert spec.readers, name
         assert all(type(reader) is str and len(reader) > 1 for reader in spec.readers), name
         assert type(spec.readers) is tuple, name
@@ -208,18 +213,20 @@ def test_declarations_say_who_writes_who_reads_and_what_pads_are() -> None:
     assert (pads["temperatures"], pads["positions"], pads["step_counter"]) == ("0", "0", "one value")
     assert pads["last_token"] == pads["claims"] == "untouched"
     initial = {name: spec.initial for name, spec in StaticBuffers.specs().items() if spec.initial}
-    assert initial == dict.fromkeys(("last_token", "step_counter", "step_ring", "token_ring", "fault_value_ring"), -1)
+    unknown = dict.fromkeys(("last_token", "step_counter", "step_ring", "token_ring", "fault_value_ring"), -1)
+    assert initial == unknown | {"table_to": 1 << 30}, "whatever stands in a table is cleared first"
 
 
 def test_buffers_are_listed_by_kind() -> None:
     buffers = StaticBuffers.allocate(CAPACITY, CPU)
     every = [name for name, _ in buffers.named()]
     assert every == list(StaticBuffers.specs())
-    parts = [[name for name, _ in buffers.named(kind)] for kind in BufferKind]
-    assert sorted(name for part in parts for name in part) == sorted(every)
-    assert [name for name, _ in buffers.named(BufferKind.UPLOADED)] == ["record"]
+    parts = {kind: [name for name, _ in buffers.named(kind)] for kind in BufferKind}
+    assert sorted(name for part in parts.values() for name in part) == sorted(every)
+    assert parts[BufferKind.UPLOADED] == ["record"]
+    assert parts[BufferKind.CONSTANT] == ["page_groups"]
     both = [name for name, _ in buffers.named(BufferKind.UPLOADED, BufferKind.OUTPUT)]
-    assert both == [name for name in every if name in parts[0] or name in parts[3]]
+    assert both == [name for name in every if name in parts[BufferKind.UPLOADED] or name in parts[BufferKind.OUTPUT]]
     assert all(tensor is getattr(buffers, name) for name, tensor in buffers.named())
 
 

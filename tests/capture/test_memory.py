@@ -10,25 +10,33 @@ import torch
 from graphrt.capture.guard import PointerGuard
 from graphrt.capture.staging import StagingRing
 from graphrt.kernels.errors import ReplayError
-from graphrt.kernels.metadata.buffers import BufferKind, Capacity, StaticBuffers
+from graphrt.kernels.metadata.buffers import BufferKind, Capacity, PageGroup, StaticBuffers
 from graphrt.testing.poison import poison_derived, poisoned
 
-CAPACITY = Capacity(rows=4, tokens=8, pages_per_row=3, row_ids=5, slots=32, record=100, ring=2)
+CAPACITY = Capacity(rows=4, tokens=8, row_ids=5, record=100, ring=2, page_groups=(PageGroup(4, 8, 0, 3),))
+
+
+def initial(name: str) -> torch.Tensor:
+    """What a buffer holds from the start: its declared value, or what CAPACITY says of the KV groups."""
+    return torch.tensor([[4, 8, 0, 3, 0, 0, 0]] if name == "page_groups" else StaticBuffers.specs()[name].initial)
 
 
 def test_every_buffer_has_its_declared_shape_dtype_and_contents() -> None:
     buffers = StaticBuffers.allocate(CAPACITY, torch.device("cpu"))
     expected = {
-        "block_table": (4, 3),
+        "page_groups": (1, 7),
+        "page_table": (1, 5, 3),
+        "block_table": (1, 4, 3),
+        "slot_mapping": (1, 8),
         "query_start_loc": (5,),
-        "claims": (37,),
+        "claims": (13,),
         "token_ring": (2, 4),
         "input_ids": (8,),
     }
     for name, spec in StaticBuffers.specs().items():
         tensor = getattr(buffers, name)
         assert tensor.dtype == spec.dtype
-        assert (tensor == spec.initial).all(), name
+        assert (tensor == initial(name)).all(), name
         if name in expected:
             assert tuple(tensor.shape) == expected[name]
     assert buffers.nbytes == sum(t.numel() * t.element_size() for _, t in buffers.named())
@@ -42,9 +50,9 @@ def test_poison_reaches_derived_buffers_only_and_reset_undoes_it() -> None:
         if spec.kind is BufferKind.DERIVED:
             assert poisoned(tensor).all(), name
         else:
-            assert (tensor == spec.initial).all(), name
+            assert (tensor == initial(name)).all(), name
     buffers.reset()
-    assert all((getattr(buffers, n) == s.initial).all() for n, s in StaticBuffers.specs().items())
+    assert all((getattr(buffers, name) == initial(name)).all() for name in StaticBuffers.specs())
 
 
 def test_the_ring_hands_results_over_before_a_slot_is_reused() -> None:

@@ -24,7 +24,8 @@ UNWRITTEN = 777.0
 class Case:
     """One attention problem; a row is (seq_len, query_len), and pad_tokens of padding follow.
 
-    num_sms stands for the size of the device: it sets how many parts the work is cut into.
+    v_head_dim 0 stands for head_dim. num_sms stands for the size of the device: it sets how many parts the work is cut
+    into.
     """
 
     id: str
@@ -36,8 +37,10 @@ class Case:
     num_kv_heads: int = 1
     group: int = 4
     head_dim: int = 64
+    v_head_dim: int = 0
     causal: bool = True
     window: int = 0
+    chunk: int = 0
     softcap: float = 0.0
     alibi: str = ""  # "", "linear" or "sqrt"
     sinks: bool = False
@@ -55,7 +58,17 @@ class Case:
             "num_q_heads": self.num_kv_heads * self.group,
             "num_kv_heads": self.num_kv_heads,
             "head_dim": self.head_dim,
+            "v_head_dim": self.v_head_dim or None,
             "dtype": self.dtype,
+        }
+
+    @property
+    def spans(self) -> dict[str, Any]:
+        """What `schedule_attention` must know of the mask."""
+        return {
+            "causal": self.causal,
+            "sliding_window": self.window,
+            "attention_chunk_size": self.chunk,
         }
 
     @property
@@ -118,7 +131,7 @@ class Problem:
         plan = self.decode_plan() if op == "decode" else self.varlen_plan()
         workspace, work_list = self.scratch(plan)
         starts = None if op == "decode" else self.query_start_loc
-        schedule = {"causal": self.options.causal, "sliding_window": self.options.sliding_window}
+        schedule = self.case.spans
         if op == "contiguous":
             k, v, kv_starts = self.contiguous()
             schedule_attention(plan, kv_starts, work_list, query_start_loc=starts, seq_lens_are_starts=True, **schedule)
@@ -154,21 +167,24 @@ class Problem:
 
 
 def make_problem(case: Case, rng: torch.Generator, device: torch.device) -> Problem:
-    """Random tensors; NaN in the null page, in pages that no row owns, in page tails and in the queries of padding."""
-    size, heads, dim = case.page_size, case.num_kv_heads, case.head_dim
+    """Random tensors. NaN wherever a row does not look: in the null page, in pages of no row, in page tails, before the
+    window or the chunk of its first token; and in the queries of padding."""
+    size, heads, dims = case.page_size, case.num_kv_heads, (case.head_dim, case.v_head_dim or case.head_dim)
     pages_of = [-(-seq_len // size) for seq_len, _ in case.rows]
     num_pages = 3 + sum(pages_of)
     order = (torch.randperm(num_pages - 1, generator=rng) + 1).tolist()
-    shape = (num_pages, size, heads, dim) if case.layout == "NHD" else (num_pages, heads, size, dim)
-    k_cache, v_cache = (torch.full(shape, NAN).to(case.stored) for _ in range(2))
+    page = (size, heads) if case.layout == "NHD" else (heads, size)
+    k_cache, v_cache = (torch.full((num_pages, *page, dim), NAN).to(case.stored) for dim in dims)
     if case.layout == "HND":
         k_cache, v_cache = k_cache.permute(0, 2, 1, 3), v_cache.permute(0, 2, 1, 3)
     k_scale, v_scale = _scales(case, rng)
     block_table = torch.zeros(len(case.rows), max([2, *pages_of]) + 1, dtype=torch.int32)
     dense = []
-    for row, (seq_len, _) in enumerate(case.rows):
-        k, v = (torch.randn(seq_len, heads, dim, generator=rng).to(case.stored) for _ in range(2))
-        dense.append((_dequantise(k, k_scale), _dequantise(v, v_scale)))
+    for row, (seq_len, query_len) in enumerate(case.rows):
+        k, v = (torch.randn(seq_len, heads, dim, generator=rng).to(case.stored) for dim in dims)
+        dense.append((_dequantise(k.clone(), k_scale), _dequantise(v.clone(), v_scale)))
+        hidden = _hidden(case, seq_len, query_len)
+        k[:hidden], v[:hidden] = (torch.full_like(x[:hidden].float(), NAN).to(x.dtype) for x in (k, v))
         for column in range(pages_of[row]):
             page, part = order.pop(), slice(column * size, min(seq_len, (column + 1) * size))
             block_table[row, column] = page
@@ -176,7 +192,7 @@ def make_problem(case: Case, rng: torch.Generator, device: torch.device) -> Prob
             v_cache[page, : part.stop - part.start] = v[part]
     starts = torch.tensor([0, *(query_len for _, query_len in case.rows)]).cumsum(0).to(torch.int32)
     num_tokens, num_q_heads = int(starts[-1]) + case.pad_tokens, heads * case.group
-    q = (case.qk_size * torch.randn(num_tokens, num_q_heads, dim, generator=rng)).to(case.dtype)
+    q = (case.qk_size * torch.randn(num_tokens, num_q_heads, dims[0], generator=rng)).to(case.dtype)
     for row, (seq_len, _) in enumerate(case.rows):
         if seq_len == 0:
             q[starts[row] : starts[row + 1]] = NAN
@@ -187,10 +203,19 @@ def make_problem(case: Case, rng: torch.Generator, device: torch.device) -> Prob
     on_device = [t.to(device) for t in (q, k_cache, v_cache, block_table, lengths, starts)]
     moved = [None if t is None else t.to(device) for t in (slopes, sinks, k_scale, v_scale)]
     options = AttentionOptions(
-        dim**-0.5, case.causal, case.window, case.softcap, moved[0], case.alibi == "sqrt", moved[1], moved[2], moved[3]
+        dims[0] ** -0.5, case.causal, case.window, case.chunk, case.softcap, moved[0], case.alibi == "sqrt", *moved[1:]
     )
     lse = torch.empty(num_tokens, num_q_heads, device=device) if case.lse else None
-    return Problem(case, *on_device, torch.empty_like(on_device[0]), lse, options, dense)
+    out = torch.empty(num_tokens, num_q_heads, dims[1], dtype=case.dtype, device=device)
+    return Problem(case, *on_device, out, lse, options, dense)
+
+
+def _hidden(case: Case, seq_len: int, query_len: int) -> int:
+    """Positions before the first one that any new token of a row sees."""
+    first = max(seq_len - query_len, 0)
+    if case.chunk:
+        return first - first % case.chunk
+    return max(seq_len - query_len + 1 - case.window, 0) if case.window else 0
 
 
 def _scales(case: Case, rng: torch.Generator) -> tuple[torch.Tensor | None, torch.Tensor | None]:
@@ -207,7 +232,8 @@ def _dequantise(stored: torch.Tensor, scale: torch.Tensor | None) -> torch.Tenso
 def expected(problem: Problem, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     """The definition, row by row and head by head, with every operation in `dtype`: output and log-sum-exp."""
     case, q, options = problem.case, problem.q.cpu().to(dtype), problem.options
-    out, lse = torch.zeros(q.shape, dtype=dtype), torch.full(q.shape[:2], float("-inf"), dtype=dtype)
+    out = torch.zeros(*q.shape[:2], case.v_head_dim or case.head_dim, dtype=dtype)
+    lse = torch.full(q.shape[:2], float("-inf"), dtype=dtype)
     start = 0
     for (seq_len, query_len), (k, v) in zip(case.rows, problem.dense, strict=True):
         where = torch.arange(seq_len)
@@ -215,6 +241,8 @@ def expected(problem: Problem, dtype: torch.dtype) -> tuple[torch.Tensor, torch.
         visible = (where <= at) if case.causal else (at > -seq_len - query_len) & (where >= 0)
         if case.window:
             visible &= where > at - case.window
+        if case.chunk:
+            visible &= where.div(case.chunk, rounding_mode="floor") == at.div(case.chunk, rounding_mode="floor")
         for head in range(q.shape[1]):
             keys, values = (x[:, head // case.group].to(dtype) for x in (k, v))
             logits = q[start : start + query_len, head] @ keys.T * case.head_dim**-0.5

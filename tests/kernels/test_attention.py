@@ -52,6 +52,19 @@ DECODE_CASES = [
     Case("head_dim_128_bf16", decode((140, 5)), head_dim=128, dtype=BF16, num_sms=3),
     Case("head_dim_256", decode((33, 7)), head_dim=256, num_sms=2),
     Case("head_dim_256_fp16", decode((70, 7)), head_dim=256, dtype=F16, num_sms=2),
+    Case("head_dim_1", decode((33, 7)), head_dim=1),
+    Case("head_dim_17_bf16_hnd", decode((33, 7)), head_dim=17, dtype=BF16, layout="HND", num_kv_heads=2),
+    Case("head_dim_72_fp8", decode((70, 7)), head_dim=72, dtype=F16, kv_dtype=E5M2, num_sms=3),
+    Case("head_dim_255_page_1", decode((9, 3)), head_dim=255, page_size=1),
+    Case("head_dim_512", decode((33, 7)), head_dim=512, num_sms=2),
+    Case("head_dim_512_bf16", decode((70, 7), 2), head_dim=512, dtype=BF16, num_sms=2),
+    Case("192_and_128", decode((33, 0, 70)), head_dim=192, v_head_dim=128, num_sms=7),
+    Case("192_and_128_bf16_split", decode((900, 7)), head_dim=192, v_head_dim=128, dtype=BF16, num_sms=24),
+    Case("64_and_128_fp8", decode((70, 7)), head_dim=64, v_head_dim=128, dtype=BF16, kv_dtype=E4M3, num_sms=3),
+    Case("128_and_1", decode((33, 7), 2), head_dim=128, v_head_dim=1, num_sms=3),
+    Case("1_and_128_hnd", decode((33, 7)), head_dim=1, v_head_dim=128, layout="HND", num_sms=3),
+    Case("33_and_71_invariant", decode((300, 7)), head_dim=33, v_head_dim=71, dtype=F16, batch_invariant=True),
+    Case("40_and_512", decode((33, 7)), head_dim=40, v_head_dim=512, num_sms=2),
     Case("query_len_2", decode((17, 0, 2, 40), 2), num_sms=2),
     Case("query_len_2_longer_than_row", decode((1, 33), 2), num_sms=2),
     Case("query_len_5_group_7", decode((5, 0, 66), 5), group=7, num_sms=3),
@@ -65,6 +78,18 @@ DECODE_CASES = [
     Case("window_of_1", decode((33, 1)), window=1),
     Case("window_query_len_5", decode((100, 5, 64), 5), window=33, num_sms=3),
     Case("window_bf16_page_64", decode((200, 64)), window=65, page_size=64, dtype=BF16, num_sms=2),
+    # Rows of one token: at a chunk's start, its second and its last position, in the first chunk, over several pages.
+    Case("chunks", decode((100, 0, 20, 21, 41, 40, 1)), chunk=20, num_sms=2),
+    Case("chunks_of_1", decode((33, 1)), chunk=1),
+    Case("chunks_longer_than_the_rows", decode((33, 1)), chunk=34),
+    Case("chunks_of_tiles", decode((65, 64, 129, 1)), chunk=64, native=False),  # no mask: the work list begins there
+    Case("chunks_of_tiles_query_len_3", decode((130, 129, 65, 66, 64), 3), chunk=64),  # a mask where rows straddle them
+    Case("chunks_split", decode((400, 700)), chunk=300, num_sms=7),
+    Case("chunks_query_len_5", decode((100, 5, 64, 2, 34, 37), 5), chunk=33, num_sms=3),  # rows over two chunks
+    Case("chunks_of_2_query_len_5", decode((100, 5, 64, 3), 5), chunk=2, num_sms=3),  # and over three
+    Case("chunks_bf16_page_64", decode((200, 64)), chunk=65, page_size=64, dtype=BF16, num_sms=2),
+    Case("chunks_fp8_hnd", decode((200, 64)), chunk=96, layout="HND", dtype=BF16, kv_dtype=E4M3, num_sms=2),
+    Case("chunks_invariant", decode((300, 64, 0)), chunk=96, dtype=F16, batch_invariant=True),
     Case("softcap", decode((70, 3)), softcap=2.0, qk_size=5.0, num_sms=2),
     Case("softcap_saturated", decode((70, 3)), softcap=0.5, qk_size=1000.0),
     Case("softcap_large", decode((70, 3)), softcap=1000.0),
@@ -99,13 +124,27 @@ VARLEN_CASES = [
     Case("head_dim_256", ((33, 7),), head_dim=256),
     Case("window", ((60, 30), (100, 1), (5, 5)), window=17, pad_tokens=2),
     Case("window_bf16", ((150, 30), (200, 1)), window=70, dtype=BF16),
+    Case("chunks", ((60, 30), (100, 1), (5, 5), (64, 64)), chunk=17, pad_tokens=2),
+    Case("chunks_of_1", ((20, 7), (5, 1)), chunk=1),
+    Case("chunks_bf16", ((150, 30), (200, 1), (140, 1), (141, 1), (139, 1)), chunk=70, dtype=BF16),
+    # Units within one chunk skip the masks of whole tiles; others, and chunks off the tiles, do not.
+    Case("chunks_of_tiles_bf16", ((300, 100), (128, 128)), chunk=128, dtype=BF16),
+    Case("chunks_off_tiles_bf16", ((300, 100), (200, 20)), chunk=100, dtype=BF16),
+    Case("chunks_longer_than_row", ((3, 7), (2, 1), (90, 40)), chunk=60),
+    Case("chunks_invalid_row_between", ((17, 1), (0, 21), (40, 3)), chunk=16),
+    Case("head_dim_5", ((33, 7), (20, 1)), head_dim=5),
+    Case("192_and_128_bf16", ((100, 30), (40, 1)), head_dim=192, v_head_dim=128, dtype=BF16, pad_tokens=3),
+    Case("33_and_71_hnd_fp8", ((50, 20), (9, 1)), head_dim=33, v_head_dim=71, dtype=F16, kv_dtype=E4M3, layout="HND"),
+    Case("head_dim_512", ((33, 7),), head_dim=512, dtype=F16),
     Case("softcap", ((60, 20), (3, 1)), softcap=2.0, qk_size=5.0),
     Case("window_softcap_bf16", ((90, 20), (3, 1)), window=33, softcap=30.0, dtype=BF16),
 ]
 
 
 REFERENCE_CASES = VARLEN_CASES + [
-    replace(case, id=f"decode_{case.id}") for case in DECODE_CASES if case.window or case.rows[0][1] > 1
+    replace(case, id=f"decode_{case.id}")
+    for case in DECODE_CASES
+    if case.window or case.chunk or case.v_head_dim or case.rows[0][1] > 1
 ]
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from graphrt.kernels.attention.operators import contiguous_attention, paged_attention
+from graphrt.kernels.attention.operators import _stride_unit, contiguous_attention, paged_attention
 from graphrt.kernels.attention.options import MAX_WINDOW, AttentionOptions, check_options
 from graphrt.kernels.attention.plan import AttentionPlan
 from graphrt.kernels.attention.work_list import schedule_attention
@@ -117,6 +117,19 @@ PAGED: list[Refused] = [
     ("plan_head_dim", {"plan": decode_plan(64)}, ShapeError, "q: .* heads of 64 as in the plan, .* heads of 32"),
     ("plan_rows", {"plan": decode_plan(num_rows=3)}, ShapeError, "seq_lens: expected 3 rows, got 2; use the plan of"),
     ("k_head_dim", {"k_cache": zeros(3, 8, 2, 16)}, ShapeError, "k_cache: expected shape"),
+    (
+        "v_head_dim",
+        {"v_cache": zeros(3, 8, 2, 16)},
+        ShapeError,
+        r"out: expected shape \[2, 4, 16\], got \[2, 4, 32\]",
+    ),
+    (
+        "v_plan",
+        {"v_cache": zeros(3, 8, 2, 16), "out": zeros(2, 4, 16)},
+        ShapeError,
+        "v: expected heads of 32 as in the plan, got 16; make a plan with v_head_dim",
+    ),
+    ("v_no_dims", {"v_cache": zeros(3, 8, 2, 0), "out": zeros(2, 4, 0)}, ShapeError, "v_cache: .* no extent of 0"),
     ("k_dtype", {"k_cache": zeros(3, 8, 2, 32, dtype=F16)}, ShapeError, "k_cache: expected dtype float32 or float8"),
     ("k_device", {"k_cache": zeros(3, 8, 2, 32, device=META)}, ShapeError, "k_cache: expected device cpu, got meta"),
     ("k_stride", {"k_cache": zeros(3, 8, 32, 2).mT}, ShapeError, "k_cache: expected stride 1"),
@@ -152,6 +165,8 @@ STARTS: list[Refused] = [
 CONTIGUOUS: list[Refused] = [
     *SHARED,
     ("k_head_dim", {"k": zeros(6, 2, 16)}, ShapeError, r"k: expected shape \[\*, \*, 32\]"),
+    ("v_head_dim", {"v": zeros(6, 2, 16)}, ShapeError, r"out: expected shape \[2, 4, 16\], got \[2, 4, 32\]"),
+    ("v_plan", {"v": zeros(6, 2, 16), "out": zeros(2, 4, 16)}, ShapeError, "v: expected heads of 32 as in .*, got 16;"),
     ("k_dtype", {"k": zeros(6, 2, 32, dtype=F16)}, ShapeError, "k: expected dtype float32 or float8"),
     ("k_stride", {"k": zeros(6, 32, 2).mT}, ShapeError, "k: expected stride 1"),
     ("v_shape", {"v": zeros(5, 2, 32)}, ShapeError, "v: expected shape"),
@@ -188,6 +203,20 @@ SCHEDULE: list[Refused] = [
     ("window_wraps", {"sliding_window": 2**32 + 3}, ShapeError, "sliding_window: .* to 1073741824, got 4294967299"),
     ("window_type", {"sliding_window": None}, ShapeError, "sliding_window: .* to 1073741824, got None"),
     ("window_causal", {"sliding_window": 4, "causal": False}, ShapeError, "sliding_window: .* 0 without causal, got 4"),
+    ("chunk", {"attention_chunk_size": -1}, ShapeError, "attention_chunk_size: expected an int from 0 to 1073741824"),
+    ("chunk_type", {"attention_chunk_size": True}, ShapeError, "attention_chunk_size: .* to 1073741824, got True"),
+    (
+        "chunk_causal",
+        {"attention_chunk_size": 4, "causal": False},
+        ShapeError,
+        "attention_chunk_size: expected 0 without causal, got 4; set causal=True",
+    ),
+    (
+        "chunk_window",
+        {"attention_chunk_size": 4, "sliding_window": 8},
+        ShapeError,
+        "attention_chunk_size: expected 0 with sliding_window=8, got 4; a layer has one of the two",
+    ),
 ]
 
 
@@ -220,11 +249,18 @@ def test_schedule_attention_refuses(change: dict[str, Any], error: type[Exceptio
         schedule_attention(**{**valid, **change})
 
 
-@pytest.mark.parametrize("head_dim", [-1, 0, 8, 20, 264, 1024])
+@pytest.mark.parametrize("head_dim", [-1, 0, 513, 1024])
 def test_head_dims_that_are_not_served(head_dim: int) -> None:
     for make in (decode_plan, varlen_plan):
-        with pytest.raises(UnsupportedError, match=f"of 8 from 16 to 256, got {head_dim}; choose the backend"):
+        with pytest.raises(UnsupportedError, match=f"^head_dim: .* from 1 to 512, got {head_dim}; choose the backend"):
             make(head_dim)
+        with pytest.raises(UnsupportedError, match=f"^v_head_dim: .* from 1 to 512, got {head_dim}; choose the back"):
+            make(64, v_head_dim=head_dim)
+
+
+def test_values_are_as_wide_as_keys_unless_said() -> None:
+    for make in (decode_plan, varlen_plan):
+        assert make(48) == make(48, v_head_dim=48) != make(48, v_head_dim=32)
 
 
 PLANS = [
@@ -244,14 +280,35 @@ def test_plans_refuse(change: dict[str, Any], text: str) -> None:
 
 
 def test_the_largest_window_sees_everything(kernel_device: torch.device) -> None:
+    """And the largest chunk."""
     for plan in (decode_plan(query_len=4), varlen_plan(num_tokens=8)):
         starts = None if plan.shape.query_len else torch.tensor([0, 1, 8], dtype=I32, device=kernel_device)
         seq_lens = torch.tensor([1, 70], dtype=I32, device=kernel_device)
         lists = []
-        for window in (0, MAX_WINDOW):
+        for spans in ({}, {"sliding_window": MAX_WINDOW}, {"attention_chunk_size": MAX_WINDOW}):
             lists.append(zeros(plan.work_list_words, dtype=I32, device=kernel_device))
-            schedule_attention(plan, seq_lens, lists[-1], query_start_loc=starts, sliding_window=window)
-        assert torch.equal(*lists)
+            schedule_attention(plan, seq_lens, lists[-1], query_start_loc=starts, **spans)
+        assert torch.equal(lists[0], lists[1])
+        assert torch.equal(lists[0], lists[2])
+
+
+@pytest.mark.parametrize(
+    ("kv_strides", "others", "unit"),
+    [
+        ((128, 1024), (128, 512), 1),  # Triton sees multiples of 16 by itself
+        ((128, 1024), (100, 33), 1),
+        ((0, 144), (144, 288), 1),
+        ((72, 576), (72, 288), 8),
+        ((72, 576), (72, 290), 2),
+        ((36, 288), (36, 72), 4),
+        ((50, 16), (32, 64), 2),
+        ((33, 66), (32, 64), 1),
+        ((72, 1 << 31), (72, 288), 1),  # an eighth of it would be taken for an int32
+    ],
+    ids=str,
+)
+def test_strides_are_given_in_units(kv_strides: tuple[int, ...], others: tuple[int, ...], unit: int) -> None:
+    assert _stride_unit(kv_strides, others) == unit
 
 
 def test_a_workspace_is_for_a_list_of_plans() -> None:
@@ -282,6 +339,11 @@ OPTIONS = [
     ("window_none", {"sliding_window": None}, "sliding_window: expected an int from 0 to 1073741824, got None"),
     ("window_large", {"sliding_window": MAX_WINDOW + 1}, "sliding_window: .* to 1073741824, got 1073741825"),
     ("window_causal", {"sliding_window": 4, "causal": False}, "sliding_window: expected 0 without causal, got 4"),
+    ("chunk", {"attention_chunk_size": -1}, "attention_chunk_size: expected an int from 0 to 1073741824, got -1"),
+    ("chunk_float", {"attention_chunk_size": 4.0}, "attention_chunk_size: .* from 0 to 1073741824, got 4.0"),
+    ("chunk_large", {"attention_chunk_size": MAX_WINDOW + 1}, "attention_chunk_size: .* 1073741824, got 1073741825"),
+    ("chunk_causal", {"attention_chunk_size": 4, "causal": False}, "attention_chunk_size: expected 0 without causal"),
+    ("chunk_window", {"attention_chunk_size": 4, "sliding_window": 1}, "expected 0 with sliding_window=1, got 4"),
     ("softcap", {"logits_softcap": -1.0}, "logits_softcap: expected a finite number >= 0, got -1.0"),
     ("softcap_none", {"logits_softcap": None}, "logits_softcap: expected a finite number >= 0, got None"),
     ("alibi_sqrt", {"alibi_sqrt": True}, "alibi_sqrt: expected alibi_slopes with it, got None"),
@@ -320,8 +382,9 @@ def test_a_scale_of_all_heads_has_no_stride() -> None:
 def test_a_workspace_has_room_for_each_plan() -> None:
     """The plan that needs most of one tensor need not be the one that needs most of another."""
     plans = [decode_plan(), decode_plan(query_len=8), decode_plan(batch_invariant=True, num_rows=9), varlen_plan(64)]
+    plans.append(decode_plan(v_head_dim=500))
     made = AttentionWorkspace.allocate(plans, CPU)
-    assert made.partial_out.numel() == max(plan.partial_queries * plan.shape.head_dim for plan in plans)
+    assert made.partial_out.numel() == max(plan.partial_queries * plan.shape.v_head_dim for plan in plans)
     assert made.partial_lse.numel() == max(plan.partial_lses for plan in plans)
     assert made.counters.numel() == max(plan.num_counters for plan in plans)
     for tensor in (made.partial_out, made.partial_lse, made.counters):

@@ -86,6 +86,28 @@ CASES = [
     replace(BASE, id="window", window=20, rows=decode((*EDGES, 37))),  # one key before the window in a tile of it
     replace(BASE, id="window_of_1", window=1, rows=decode((*EDGES, 18))),
     replace(BASE, id="window_speculative", rows=decode((3, 64, 1260), 3), window=333),
+    replace(BASE, id="chunks", chunk=20, rows=decode((*EDGES, 20, 21, 37))),
+    replace(BASE, id="chunks_of_1", chunk=1, rows=decode((*EDGES, 18))),
+    replace(BASE, id="chunks_of_tiles", chunk=64, rows=decode((*EDGES, 64, 65, 128))),  # by the work list alone
+    replace(BASE, id="chunks_split", chunk=1000, rows=decode((1990, 40, 1001, 1000))),
+    replace(BASE, id="chunks_one_row", chunk=500, rows=decode((1490,)), num_sms=132),
+    replace(BASE, id="chunks_fp8_hnd", chunk=40, kv_dtype=E4M3, layout="HND", rows=decode((79, 80, 81, 1500))),
+    replace(BASE, id="chunks_invariant", chunk=333, batch_invariant=True),
+    replace(BASE, id="chunks_speculative", chunk=33, rows=decode((1, 2, 33, 35, 36, 66, 1260), 3)),  # over two chunks
+    replace(BASE, id="chunks_of_2_speculative", chunk=2, rows=decode((3, 64, 1261), 4)),
+    replace(BASE, id="chunks_of_tiles_speculative", chunk=64, rows=decode((130, 129, 65, 66, 64), 3)),
+    replace(BASE, id="192_and_128", head_dim=192, v_head_dim=128),
+    replace(BASE, id="192_and_128_group_1_hnd", head_dim=192, v_head_dim=128, group=1, layout="HND"),
+    replace(BASE, id="192_and_128_one_row", head_dim=192, v_head_dim=128, rows=decode((1000,)), num_sms=132),
+    replace(BASE, id="192_and_128_fp8", head_dim=192, v_head_dim=128, kv_dtype=E4M3, scale_per_head=True),
+    replace(BASE, id="192_and_128_group_16", head_dim=192, v_head_dim=128, group=16, sinks=True),
+    replace(BASE, id="192_and_128_invariant", head_dim=192, v_head_dim=128, batch_invariant=True),
+    replace(BASE, id="192_and_128_chunks", head_dim=192, v_head_dim=128, chunk=100, rows=decode((250, 100, 99, 7), 2)),
+    replace(BASE, id="64_and_128", head_dim=64, v_head_dim=128, alibi="linear"),
+    replace(BASE, id="128_and_48", head_dim=128, v_head_dim=48, rows=decode((3000, 40)), num_kv_heads=1, num_sms=48),
+    replace(BASE, id="32_and_96_fp8", head_dim=32, v_head_dim=96, kv_dtype=E5M2, group=3),
+    replace(BASE, id="16_and_256", head_dim=16, v_head_dim=256),
+    replace(BASE, id="256_and_16", head_dim=256, v_head_dim=16, window=100),
     replace(BASE, id="softcap", softcap=2.0, qk_size=5.0),
     replace(BASE, id="alibi", alibi="linear"),
     replace(BASE, id="alibi_sqrt_fp8", alibi="sqrt", kv_dtype=E4M3),
@@ -111,8 +133,7 @@ def run_both(problem: Problem) -> tuple[torch.Tensor, torch.Tensor]:
     workspace, exact = problem.scratch(plan)
     assert native_fault(plan, problem.q, problem.k_cache, problem.v_cache, exact, problem.out) is None
     shifted = torch.empty(exact.numel() + 1, dtype=torch.int32, device=exact.device)[1:]
-    schedule = {"causal": problem.options.causal, "sliding_window": problem.options.sliding_window}
-    schedule_attention(plan, problem.seq_lens, shifted, **schedule)
+    schedule_attention(plan, problem.seq_lens, shifted, **problem.case.spans)
     problem.out.fill_(NAN)
     with pytest.warns(RuntimeWarning, match="Triton kernel runs, since work_list lies at no multiple of 16"):
         paged_attention(*problem.tensors, problem.out, plan, shifted, workspace, problem.options, lse=problem.lse)
@@ -203,8 +224,8 @@ def test_variants_compile_within_their_bounds(name: str) -> None:
     spilled = [int(n) for n in re.findall(r"(\d+) bytes spill", log)]
     static = int(re.search(r"(\d+) bytes smem", log).group(1))
     assert spilled
-    # Sixteen rows of 160, and every option.
-    assert max(spilled) <= {"wide_group": 40, "wide_group_invariant": 96}.get(name, 0), log
+    # Sixteen queries of wide heads, and every option.
+    assert max(spilled) <= {"wide_group": 40, "wide_group_invariant": 96, "deepseek_wide": 48}.get(name, 0), log
     assert static <= STATIC_SHARED_BYTES
     registers = int(re.search(r"Used (\d+) registers", log).group(1))
     blocks = dict(variant.macros)["BLOCKS_PER_SM"]
@@ -309,6 +330,11 @@ def test_the_first_call_of_a_thread(rng: torch.Generator) -> None:
     [
         {"dtype": F32},
         {"head_dim": 72},
+        {"v_head_dim": 72},
+        {"head_dim": 512},
+        {"head_dim": 64, "v_head_dim": 272},
+        {"head_dim": 96, "v_head_dim": 80, "kv_dtype": E4M3},
+        {"head_dim": 192, "v_head_dim": 192, "num_q_heads": 8 * 16},
         {"head_dim": 80, "kv_dtype": E4M3},
         {"num_q_heads": 8 * 17},
         {"query_len": 5},
@@ -332,6 +358,8 @@ PLANS = {  # rows and changes; warps, cluster, blocks per KV head
     "one_invariant": ({"num_rows": 1, "batch_invariant": True}, (8, 1, 16)),
     "many_invariant": ({"num_rows": 256, "batch_invariant": True}, (8, 1, 16)),
     "head_dim_256": ({"num_rows": 64, "head_dim": 256}, (4, 1, 16)),
+    "192_and_128": ({"num_rows": 64, "head_dim": 192, "v_head_dim": 128, "num_kv_heads": 16}, (8, 1, 8)),
+    "many_64_and_128": ({"num_rows": 64, "head_dim": 64, "v_head_dim": 128}, (8, 1, 16)),
     "many_head_dim_64": ({"num_rows": 64, "head_dim": 64}, (8, 1, 32)),
     "many_head_dim_64_wide": ({"num_rows": 64, "head_dim": 64, "num_q_heads": 128}, (8, 1, 16)),
     "parts_not_rounded": ({"num_rows": 16, "num_kv_heads": 3, "num_q_heads": 9, "head_dim": 64}, (8, 1, 44)),
@@ -403,6 +431,8 @@ SHARED_BYTES = {  # warps x (stages x tile + partial result) + inbox, in bytes
     "small_heads": 8 * (3 * 4096 + 4 * 3 * 70) + 16 * (12 + 3) * 8 + 16,
     "pairs": 8 * (2 * 8192 + 4 * 16 * 134) + 16 * (512 + 16) * 2 + 16,
     "gemma": 4 * (2 * 16384 + 4 * 2 * 262),
+    "deepseek": 8 * (2 * 10240 + 4 * 1 * 134),
+    "deepseek_one": 8 * (2 * 10240 + 4 * 1 * 134) + 16 * (16 + 1) * 4 + 16,
 }
 
 
@@ -414,6 +444,8 @@ def test_shared_memory_of_a_block(name: str) -> None:
 OPTIONS = {
     "none": ({}, {}),
     "window": ({"sliding_window": 1}, {"WINDOW": 1}),
+    "chunks": ({"attention_chunk_size": 33}, {"WINDOW": 2}),
+    "chunks_of_tiles": ({"attention_chunk_size": 48}, {}),  # the work list begins where they do
     "softcap": ({"logits_softcap": 1.0}, {"SOFTCAP": 1}),
     "full": ({"causal": False}, {"CAUSAL": 0}),
     "alibi": ({"alibi_slopes": torch.ones(32)}, {"ALIBI": 1}),
@@ -432,6 +464,29 @@ def test_options_in_macros(name: str) -> None:
     }  # fmt: skip
     variant = native_variant(plan, AttentionOptions(1.0, **options), BF16, BF16, 16)
     assert dict(variant.macros) == plain | changes
+
+
+def test_chunks_in_macros() -> None:
+    """A mask where the work list alone does not do: several new tokens, or chunks that begin within tiles."""
+    for change, size, window in (
+        ({}, 8192, 0),
+        ({}, 8200, 2),
+        ({"query_len": 2}, 8192, 2),
+        ({"kv_dtype": E4M3}, 8192, 0),
+        ({"kv_dtype": E4M3}, 48, 2),  # tiles of 32
+        ({"batch_invariant": True}, 8192, 0),
+        ({"batch_invariant": True}, 48, 2),  # of 64
+    ):
+        plan = AttentionPlan.decode(64, **{**LLAMA, **change})
+        options = AttentionOptions(1.0, attention_chunk_size=size)
+        assert plan.masks_chunks(size) == (window == 2)
+        assert dict(native_variant(plan, options, BF16, change.get("kv_dtype", BF16), 16).macros)["WINDOW"] == window
+
+
+def test_sizes_in_macros() -> None:
+    plan = AttentionPlan.decode(64, **{**LLAMA, "head_dim": 192, "v_head_dim": 128})
+    macros = dict(native_variant(plan, AttentionOptions(1.0), BF16, BF16, 16).macros)
+    assert (macros["HEAD_DIM"], macros["V_HEAD_DIM"]) == (192, 128)
 
 
 def test_dtypes_in_macros() -> None:

@@ -52,8 +52,7 @@ def run(problem: Problem, change: Change = lambda plan: plan) -> torch.Tensor:
     """Schedule, poison what may be poisoned, and attend with the CUDA kernel, by a changed plan."""
     plan = change(problem.decode_plan())
     workspace, work_list = problem.scratch(plan)
-    options = problem.options
-    schedule_attention(plan, problem.seq_lens, work_list, causal=options.causal, sliding_window=options.sliding_window)
+    schedule_attention(plan, problem.seq_lens, work_list, **problem.case.spans)
     for tensor in (workspace.partial_out, workspace.partial_lse):
         tensor.fill_(NAN)
     problem.out.fill_(UNWRITTEN)
@@ -174,7 +173,16 @@ BUGS = {
     "later_tokens_are_seen": ("position <= query_position)", "true)", "speculative"),
     "the_edge_of_the_window": ("masked |= start <= s.", "masked |= start < s.", "window"),
     "the_window_is_ignored": ("visible &= position > query_position - p.window;", "", "window"),
-    "tokens_are_not_swizzled_alike": ("(column ^ (SWIZZLE(token) * 16))", "column", "bf16"),
+    "what_lies_before_the_window": ("return max(s.seq_len - s.query_len + 1 - p.window, 0);", "return 0;", "window"),
+    "the_edge_of_the_chunk": ("masked |= start < chunk_start(s.seq_len - 1, p);", "", "chunks"),
+    "the_chunk_is_ignored": ("visible &= position >= chunk_start(query_position, p);", "", "chunks"),
+    "the_last_tokens_chunk": ("chunk_start(query_position, p)", "chunk_start(s.seq_len - 1, p)", "chunks_speculative"),
+    "the_first_tokens_chunk": ("chunk_start(query_position, p)", "first_visible(s, p)", "chunks_speculative"),
+    "what_lies_before_the_chunk": ("return chunk_start(max(s.seq_len - s.query_len, 0), p);", "return 0;", "chunks"),
+    "values_of_192": ("copy_async(at + TILE * K_BYTES", "copy_async(at + TILE * V_BYTES", "192_and_128"),
+    "values_are_not_swizzled_alike": ("SWIZZLE(lane, V_PIECES)", "SWIZZLE(lane, K_PIECES)", "128_and_48"),
+    "keys_are_not_swizzled_alike": ("SWIZZLE(lane, K_PIECES)", "SWIZZLE(lane, V_PIECES)", "128_and_48"),
+    "tokens_are_not_swizzled_alike": ("(column ^ (SWIZZLE(token, V_PIECES) * 16))", "column", "bf16"),
     "fp8_halves_swapped": ("0x3120", "0x2031", "one_row_fp8"),
 }  # fmt: skip
 

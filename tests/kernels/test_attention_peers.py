@@ -112,17 +112,21 @@ def fa3_decode(problem: Problem) -> Answer:
     case, options = problem.case, problem.options
     fp8 = case.stored == E4M3  # q, k and v are then fp8 alike
     rows, query_len = len(case.rows), case.rows[0][1]
-    descale: dict[str, torch.Tensor] = {}
+    more: dict[str, Any] = {}
     if fp8:
         ones = torch.ones(rows, case.num_kv_heads, device="cuda")
         assert options.k_scale is not None
         assert options.v_scale is not None
-        descale = {"q_descale": ones, "k_descale": ones * options.k_scale, "v_descale": ones * options.v_scale}
+        more = {"q_descale": ones, "k_descale": ones * options.k_scale, "v_descale": ones * options.v_scale}
     if options.sinks is not None:
         if "sinks" not in inspect.signature(package_.flash_attn_with_kvcache).parameters:
             pytest.skip("flash_attn3: this build takes no sinks; run pip install -U tokenspeed-fa3")
         # One split: how a sink is shared by splits is the build's own affair.
-        descale |= {"sinks": options.sinks.bfloat16()}
+        more |= {"sinks": options.sinks.bfloat16()}
+    if case.chunk:
+        if "attention_chunk" not in inspect.signature(package_.flash_attn_with_kvcache).parameters:
+            pytest.skip("flash_attn3: this build has no chunks; run pip install -U tokenspeed-fa3")
+        more |= {"attention_chunk": case.chunk}
     out, lse, *_ = package_.flash_attn_with_kvcache(
         problem.q.to(case.stored).unflatten(0, (rows, query_len)),
         clean(problem.k_cache),
@@ -134,7 +138,7 @@ def fa3_decode(problem: Problem) -> Answer:
         window_size=window_of(case),
         num_splits=1 if options.sinks is not None else 0,
         return_softmax_lse=True,
-        **descale,
+        **more,
     )
     return Answer(out.flatten(0, 1), None if options.sinks is not None else per_token(lse))
 
@@ -192,6 +196,11 @@ FA3 = {
     "sinks_window": case(decode(RAGGED), head_dim=64, sinks=True, window=128),
     "speculative": case(SPECULATIVE, head_dim=128),
     "speculative_window": case(SPECULATIVE, F16, head_dim=64, window=50),
+    "192_and_128": case(decode(RAGGED), head_dim=192, v_head_dim=128),
+    "192_and_128_no_group": case(decode(RAGGED), F16, head_dim=192, v_head_dim=128, group=1, page_size=64),
+    "192_and_128_speculative": case(SPECULATIVE, head_dim=192, v_head_dim=128),
+    "chunks": case(decode((*RAGGED, 512, 513)), head_dim=128, chunk=256),
+    "chunks_speculative": case(SPECULATIVE, head_dim=128, chunk=256),  # of its rows 258 has tokens in two chunks
 }
 
 

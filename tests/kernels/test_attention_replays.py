@@ -20,6 +20,7 @@ BASE = Case("", decode((1500,) * ROWS), dtype=BF16, num_kv_heads=8, head_dim=128
 MERGES = {
     "letters": BASE,
     "letters_fp8": replace(BASE, kv_dtype=E4M3),
+    "letters_of_two_sizes": replace(BASE, head_dim=192, v_head_dim=128),
     "letters_in_groups": replace(BASE, rows=decode((20000,) * 4), num_kv_heads=1),
     "cluster_of_8": replace(BASE, rows=decode((9000,))),
     "clusters_of_2": replace(BASE, rows=decode((9000,) * 3), num_kv_heads=1, group=16),
@@ -32,7 +33,7 @@ TURNS = 10_000
 def schedule_and_attend(plan: AttentionPlan, layers: tuple[Problem, Problem]) -> None:
     """One schedule, and two layers by it that share a workspace."""
     workspace, work_list = layers[0].scratch(plan)
-    schedule_attention(plan, layers[0].seq_lens, work_list)
+    schedule_attention(plan, layers[0].seq_lens, work_list, **layers[0].case.spans)
     for layer in layers:
         tensors = (layer.q, layer.k_cache, layer.v_cache, layer.block_table, layers[0].seq_lens)
         paged_attention(*tensors, layer.out, plan, work_list, workspace, layer.options)
@@ -141,12 +142,24 @@ def test_ten_thousand_replays_beside_another_kernel(merge: str, rng: torch.Gener
     assert not workspace.counters.any()
 
 
+def spanned(layer: Problem, window: int, chunk: int) -> Problem:
+    """The layer with a window or chunks. It is made without: what they hide at one length they show at others."""
+    options = replace(layer.options, sliding_window=window, attention_chunk_size=chunk)
+    return replace(layer, case=replace(layer.case, window=window, chunk=chunk), options=options)
+
+
 @pytest.mark.parametrize("captured", [1, 2000])
-def test_capture_at_one_length_and_replay_at_others(captured: int, rng: torch.Generator) -> None:
-    layers = make_layers(replace(BASE, rows=decode((2000,) * ROWS)), rng)
+@pytest.mark.parametrize(("window", "chunk"), [(0, 0), (300, 0), (0, 256), (0, 300)])
+def test_capture_at_one_length_and_replay_at_others(
+    window: int, chunk: int, captured: int, rng: torch.Generator
+) -> None:
+    one, two = make_layers(replace(BASE, rows=decode((2000,) * ROWS)), rng)
+    layers = spanned(one, window, chunk), spanned(two, window, chunk)
     layers[0].seq_lens.fill_(captured)
     graph = capture(layers)
-    for lengths in ([2000] * ROWS, [1] * ROWS, list(range(0, 2000, 41))[:ROWS], [0] * (ROWS - 1) + [2000]):
+    crossing = [256, 257, 300, 301, 600, 512] * (ROWS // 6)
+    ragged = list(range(0, 2000, 41))[:ROWS]
+    for lengths in ([2000] * ROWS, [1] * ROWS, ragged, crossing, [0] * (ROWS - 1) + [2000]):
         layers[0].seq_lens.copy_(torch.tensor(lengths, dtype=torch.int32))
         for layer in layers:
             layer.out.fill_(777.0)

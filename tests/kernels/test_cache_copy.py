@@ -64,6 +64,20 @@ def test_pages_of_a_cache_of_one_page(device: str) -> None:
 
 
 @devices
+def test_heads_of_two_sizes(device: str) -> None:
+    """Values may be narrower than keys."""
+    k, v = (torch.randn(PAGES, PAGE, HEADS, size, device=device) for size in (24, 16))
+    before = k.clone(), v.clone()
+    copy_pages([k], [v], [1, 3], [2, 6])
+    host = [torch.zeros_like(cache, device="cpu") for cache in (k, v)]
+    swap_pages([k, v], host, [2, 6], [0, 1])
+    for cache, old, swapped in zip((k, v), before, host, strict=True):
+        assert torch.equal(cache[[2, 6]], old[[1, 3]])
+        assert torch.equal(cache[[0, 1, 3, 4, 5]], old[[0, 1, 3, 4, 5]])
+        assert torch.equal(swapped[:2], old[[1, 3]].cpu())
+
+
+@devices
 def test_keys_stay_keys(device: str) -> None:
     """K and V of a layer are copied within themselves, and layers do not mix."""
     k, v = ([torch.full((3, PAGE, HEADS, DIM), float(f"{side}{layer}"), device=device) for layer in range(LAYERS)]

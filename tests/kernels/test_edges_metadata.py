@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import tracemalloc
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
@@ -14,7 +15,7 @@ import triton.language as tl
 from graphrt.kernels.errors import ShapeError
 from graphrt.kernels.library import INTERPRETER_AVAILABLE, interpreted
 from graphrt.kernels.metadata import record as layout
-from graphrt.kernels.metadata.buffers import StaticBuffers, operands
+from graphrt.kernels.metadata.buffers import BufferKind, StaticBuffers, operands
 from graphrt.kernels.metadata.page_list import list_pages
 from graphrt.kernels.metadata.refresh import _as_declared, refresh
 from graphrt.kernels.types import FaultCode
@@ -25,6 +26,7 @@ from tests.kernels.test_refresh import (
     GOOD,
     MIXED,
     OUTPUTS,
+    SCRATCH,
     SPEC,
     THIRD,
     Rig,
@@ -73,28 +75,45 @@ def check_served(rig: Rig, words: list[int], rows: Sequence[Row], faults: dict, 
 @pytest.mark.parametrize("value", [5, 6, 99, LARGEST, -1, SMALLEST], ids=str)
 @pytest.mark.parametrize("row", [0, 1, 2])
 def test_a_page_start_outside_the_list_gives_no_pages(where: torch.device, row: int, value: int) -> None:
-    words = lie(pack(DECODE_ROWS, 7), layout.ROW_PAGE_START, row, value)
+    words = lie(pack(DECODE_ROWS, 7), layout.ROW_PAGES + layout.PAGE_START, row, value)
     faults = {row: (F.LENGTH_EXCEEDS_PAGES, DECODE_ROWS[row].seq_len)}
     check_served(Rig(Sizes(), where), words, DECODE_ROWS, faults)
 
 
 def test_a_page_start_within_the_list_counts_from_there(where: torch.device) -> None:
-    """Rows may share pages. Two rows that write one slot may not, and what lies beyond the list is not there."""
+    """Rows may share pages. Two rows that write one page may not, and what lies beyond the list is not there."""
     words = pack(DECODE_ROWS, 7)
     shared = (GOOD, ALSO, replace(THIRD, pages=[5, 6]))
-    check_served(Rig(Sizes(), where), lie(words, layout.ROW_PAGE_START, 2, 0), shared, {})
-    same_length = lie(lie(words, layout.ROW_PAGE_START, 2, 0), layout.ROW_SEQ_LEN, 2, GOOD.seq_len)
-    slot = (F.DUPLICATE_SLOT, 6 * 4 + 2)
-    check_served(Rig(Sizes(), where), same_length, shared, {0: slot, 2: slot})
-    one_left = lie(words, layout.ROW_PAGE_START, 2, 4)
+    page = (F.DUPLICATE_PAGE, 6)
+    both_write = lie(words, layout.ROW_PAGES + layout.PAGE_START, 2, 0)
+    check_served(Rig(Sizes(), where), both_write, shared, {0: page, 2: page})
+    same_slot = lie(both_write, layout.ROW_SEQ_LEN, 2, GOOD.seq_len)
+    check_served(Rig(Sizes(), where), same_slot, shared, {0: page, 2: page})
+    one_reads = (GOOD, ALSO, replace(THIRD, seq_len=9, pages=[5, 6, 9]))
+    check_served(
+        Rig(Sizes(), where), pack(one_reads, 7), one_reads, {1: (F.DUPLICATE_PAGE, 9), 2: (F.DUPLICATE_PAGE, 9)}
+    )
+    one_left = lie(words, layout.ROW_PAGES + layout.PAGE_START, 2, 4)
     check_served(Rig(Sizes(), where), one_left, DECODE_ROWS, {2: (F.LENGTH_EXCEEDS_PAGES, 8)})
     enough_left = lie(one_left, layout.ROW_SEQ_LEN, 2, 4)
     check_served(Rig(Sizes(), where), enough_left, (GOOD, ALSO, replace(THIRD, seq_len=4, pages=[12])), {})
 
 
+@pytest.mark.parametrize("first", [LARGEST, 1 << 30, 10, 9], ids=str)
+def test_a_list_far_behind_the_sequence_is_no_list_of_it(where: torch.device, first: int) -> None:
+    """And takes no memory for the places before it."""
+    rig, words = Rig(Sizes(), where), lie(pack(DECODE_ROWS, 7), layout.ROW_PAGES + layout.PAGE_FIRST, 2, first)
+    tracemalloc.start()
+    try:
+        check_served(rig, words, DECODE_ROWS, {2: (F.LENGTH_EXCEEDS_PAGES, THIRD.seq_len)})
+        assert tracemalloc.get_traced_memory()[1] < 1 << 24
+    finally:
+        tracemalloc.stop()
+
+
 @pytest.mark.parametrize("count", [3, 6, LARGEST], ids=str)
 def test_pages_counted_beyond_the_list_are_cut(where: torch.device, count: int) -> None:
-    words = lie(pack(DECODE_ROWS, 7), layout.ROW_PAGE_COUNT, 2, count)
+    words = lie(pack(DECODE_ROWS, 7), layout.ROW_PAGES + layout.PAGE_COUNT, 2, count)
     check_served(Rig(Sizes(), where), words, DECODE_ROWS, {})
     longer = lie(words, layout.ROW_SEQ_LEN, 2, 9)
     check_served(Rig(Sizes(), where), longer, DECODE_ROWS, {2: (F.LENGTH_EXCEEDS_PAGES, 9)})
@@ -102,18 +121,18 @@ def test_pages_counted_beyond_the_list_are_cut(where: torch.device, count: int) 
 
 @pytest.mark.parametrize("count", [0, -1, SMALLEST], ids=str)
 def test_no_pages_counted(where: torch.device, count: int) -> None:
-    words = lie(pack(DECODE_ROWS, 7), layout.ROW_PAGE_COUNT, 1, count)
+    words = lie(pack(DECODE_ROWS, 7), layout.ROW_PAGES + layout.PAGE_COUNT, 1, count)
     check_served(Rig(Sizes(), where), words, DECODE_ROWS, {1: (F.LENGTH_EXCEEDS_PAGES, 1)})
 
 
 def test_pages_of_the_rows_before_are_cut_and_read_as_they_are(where: torch.device) -> None:
     """More pages than its own: those of the next rows are to spare, as long as none of them is bad."""
-    words = lie(pack(DECODE_ROWS, 7), layout.ROW_PAGE_COUNT, 0, 5)
+    words = lie(pack(DECODE_ROWS, 7), layout.ROW_PAGES + layout.PAGE_COUNT, 0, 5)
     rows = (replace(GOOD, pages=[5, 6, 9, 11, 12]), ALSO, THIRD)
     check_served(Rig(Sizes(), where), words, rows, {})
     null = pack((GOOD, ALSO, replace(THIRD, pages=[11, 0])), 7)
     faults = {0: (F.PAGE_OUT_OF_RANGE, 0), 2: (F.PAGE_OUT_OF_RANGE, 0)}
-    check_served(Rig(Sizes(), where), lie(null, layout.ROW_PAGE_COUNT, 0, 5), rows, faults)
+    check_served(Rig(Sizes(), where), lie(null, layout.ROW_PAGES + layout.PAGE_COUNT, 0, 5), rows, faults)
 
 
 BAD = {row: (F.BAD_LENGTH, MIXED_ROWS[row].seq_len) for row in range(3)}
@@ -152,7 +171,8 @@ def test_a_row_of_a_decode_graph_without_all_its_tokens(where: torch.device, tok
     rows = (Row(2, [1, 1, 2], 9, [1, 2, 3]), Row(0, [7, 8, 9], 3, [4]))
     words = pack(rows, 7)
     words[layout.HEADER_NUM_TOKENS] = tokens
-    del words[layout.HEADER_SIZE + 2 * layout.ROW_FIELDS + tokens : layout.HEADER_SIZE + 2 * layout.ROW_FIELDS + 6]
+    tokens_at = layout.HEADER_SIZE + 2 * layout.row_fields(1)
+    del words[tokens_at + tokens : tokens_at + 6]
     rig = Rig(SPEC, where)
     rig.run(words)
     assert rig.tensors.row_status.tolist() == [1, -2, -1, -1]
@@ -160,15 +180,15 @@ def test_a_row_of_a_decode_graph_without_all_its_tokens(where: torch.device, tok
     assert rig.tensors.fault_value.tolist() == [0, 3, 0, 0]
     assert rig.tensors.step_counter.tolist() == [7]
     assert rig.tensors.input_ids.tolist()[:3] == [1, 1, 2]
-    assert rig.tensors.slot_mapping.tolist()[:3] == [2 * 4 + 2, 2 * 4 + 3, 3 * 4]
-    assert set(rig.tensors.slot_mapping.tolist()[3:]) == {-1}
+    assert rig.tensors.slot_mapping[0].tolist()[:3] == [2 * 4 + 2, 2 * 4 + 3, 3 * 4]
+    assert set(rig.tensors.slot_mapping[0].tolist()[3:]) == {-1}
 
 
 INTERESTING = (SMALLEST, -1, 0, 2, 5, 7, LARGEST)
 
 
 @pytest.mark.parametrize("rows", [DECODE_ROWS, MIXED_ROWS], ids=["decode", "mixed"])
-@pytest.mark.parametrize("field", range(layout.ROW_FIELDS))
+@pytest.mark.parametrize("field", range(layout.row_fields(1)))
 def test_kernel_and_reference_agree_on_every_single_lie(
     kernel_device: torch.device, field: int, rows: Sequence[Row]
 ) -> None:
@@ -189,8 +209,9 @@ def test_kernel_and_reference_agree_on_every_single_lie(
             assert torch.equal(have, want), (name, row, value)
         fallen = [r for r, status in enumerate(reference.tensors.row_status.tolist()) if status == -2]
         for other in set(range(3)) - {row, *fallen}:
-            for name in ("row_ids", "seq_lens", "row_status", "temperatures", "seeds", "block_table"):
+            for name in ("row_ids", "seq_lens", "row_status", "temperatures", "seeds"):
                 assert getattr(reference.tensors, name)[other].tolist() == plain[name][other]
+            assert reference.tensors.block_table[0, other].tolist() == plain["block_table"][0][other]
 
 
 def _run_reference(rig: Rig, words: list[int]) -> None:
@@ -236,8 +257,8 @@ def tensors(sizes: Sizes = Sizes(), **changes: Callable[[torch.Tensor], torch.Te
 def run(made: StaticBuffers, sizes: Sizes = Sizes(), **changes: int) -> None:  # noqa: B008
     s = sizes
     constants = {
-        "page_size": s.page_size, "num_pages": s.num_pages, "null_page": s.null_page, "max_seq_len": s.max_seq_len,
-        "vocab_size": s.vocab_size, "query_len": s.query_len, "seq_len_fill": s.seq_len_fill,
+        "max_seq_len": s.max_seq_len, "vocab_size": s.vocab_size, "query_len": s.query_len,
+        "seq_len_fill": s.seq_len_fill,
     }  # fmt: skip
     refresh(made, **constants | changes)
 
@@ -278,8 +299,8 @@ def test_extents_that_are_just_enough() -> None:
     """The smallest record, claims, marks and table do; one less of each is refused."""
     sizes = Sizes()
     least = {
-        "record": lambda t: t[: layout.record_size(1, 0, 0)].zero_(),
-        "claims": lambda t: t[: 32 * 4 + 8],
+        "record": lambda t: t[: layout.record_size(1, 0, 0, 1)].zero_(),
+        "claims": lambda t: t[: 8 + 1],
         "duplicates": lambda t: t[:, :4],
     }
     made = tensors(**least)
@@ -287,20 +308,44 @@ def test_extents_that_are_just_enough() -> None:
     assert made.fault_code.tolist() == [0] * 4
     assert made.step_counter.tolist() == [0]
     assert made.row_status.tolist() == [-1] * 4
-    less = {"record": lambda t: t[:-1], "claims": lambda t: t[:-1], "duplicates": lambda t: t[:, :-1]}
+    less = {
+        "record": lambda t: t[:-1], "claims": lambda t: t[:-1], "duplicates": lambda t: t[:, :-1],
+        "page_table": lambda t: t[:, :, :-1], "page_spans": lambda t: t[:, :-1],
+    }  # fmt: skip
     for name, change in less.items():
         with pytest.raises(ShapeError, match=rf"^{name}: expected"):
             run(replace(made, **{name: change(getattr(made, name))}))
-    run(tensors(), max_seq_len=40)
-    with pytest.raises(
-        ShapeError, match="block_table: expected columns for max_seq_len=41 tokens in pages of 4, got 10"
-    ):
-        run(tensors(), max_seq_len=41)
-    run(tensors(block_table=lambda t: t[:, :3].contiguous()), max_seq_len=12)
-    with pytest.raises(ShapeError, match="block_table: expected columns for max_seq_len=13"):
-        run(tensors(block_table=lambda t: t[:, :3].contiguous()), max_seq_len=13)
     with pytest.raises(ShapeError, match=r"input_ids: expected rows x query_len = 8 tokens, got 4"):
         run(tensors(), sizes, query_len=2)
+
+
+def test_a_claim_for_every_page_and_row_id_is_enough(where: torch.device) -> None:
+    """The last page and the last row id are claimed in place: two rows that want them fall, the guard behind stays."""
+    rig = Rig(Sizes(), where)
+    guarded = torch.zeros(32 + 8 + 5, dtype=torch.int64, device=where)
+    rig.tensors = replace(rig.tensors, claims=guarded[:-5])
+    rows = (Row(7, [1], 3, [31]), Row(6, [1], 6, [30, 31]), Row(4, [1], 1, [1]), Row(5, [2], 1, [2]))
+    page = (F.DUPLICATE_PAGE, 31)
+    check_served(rig, pack(rows, 7), rows, {0: page, 1: page})
+    twice = (rows[0], replace(rows[1], row_id=7, pages=[30, 29]), *rows[2:])
+    rig.run(pack(twice, 8))
+    rig.check(expect(twice, rig.sizes, {0: (F.DUPLICATE_ROW, 7), 1: (F.DUPLICATE_ROW, 7)}, 8))
+    assert guarded[-5:].tolist() == [0] * 5
+
+
+@pytest.mark.parametrize("max_pages", [3, 10])
+def test_a_sequence_ends_where_its_table_does(where: torch.device, max_pages: int) -> None:
+    """Lengths beyond the table's columns are no pages at all, whatever max_seq_len and the record say."""
+    sizes = Sizes(max_pages=max_pages, max_seq_len=60)
+    last = Row(4, [1], 4 * max_pages, range(20, 20 + max_pages))
+    longer = Row(5, [1], 4 * max_pages + 1, range(9, 10 + max_pages))
+    check_served(Rig(sizes, where), pack((last,), 7), (last,), {})
+    check_served(
+        Rig(sizes, where),
+        pack((last, longer), 7),
+        (last, longer),
+        {1: (F.LENGTH_EXCEEDS_PAGES, 4 * max_pages + 1)},
+    )
 
 
 @pytest.mark.parametrize(("rows", "tokens"), [(1, 1), (1, 65536), (65536, 1), (65536, 65536)])
@@ -309,7 +354,7 @@ def test_the_smallest_and_the_largest_graph(rows: int, tokens: int) -> None:
     made.record.zero_()
     run(made, query_len=0, max_seq_len=4)
     assert made.query_start_loc.tolist() == [0] * (rows + 1)
-    assert set(made.slot_mapping.tolist()) == {-1}
+    assert set(made.slot_mapping[0].tolist()) == {-1}
 
 
 @pytest.mark.parametrize(("rows", "tokens"), [(0, 1), (1, 0), (65537, 1), (1, 65537)])
@@ -317,6 +362,15 @@ def test_graphs_that_no_claim_can_name(rows: int, tokens: int) -> None:
     made = tensors(Sizes(reqs=rows, tokens=tokens, query_len=0, max_pages=1, max_seq_len=4))
     with pytest.raises(ShapeError, match=rf"got {rows} and {tokens}"):
         run(made, query_len=0, max_seq_len=4)
+
+
+def test_operands_are_what_the_declarations_say() -> None:
+    inputs = {"page_groups", "record", "last_token"}
+    kept = {"claims", "duplicates", "page_table", "page_spans"}
+    assert set(operands("refresh")) - set(OUTPUTS) == inputs | kept | SCRATCH
+    rows = (BufferKind.DERIVED, BufferKind.CARRIED)
+    derived = {name for name, spec in StaticBuffers.specs().items() if spec.kind in rows}
+    assert set(OUTPUTS) | SCRATCH == derived | {"step_counter"}
 
 
 # -- page lists

@@ -49,6 +49,7 @@ SIZED = {  # which extents are those of others
 }  # fmt: skip
 FIRST = {  # where this one is wrong, that one does not fit it
     ("q", "device"): "k", ("k", "heads"): "v", ("k_cache", "pages"): "v_cache",
+    ("v", "longer 2"): "v_cache",  # values have a head size of their own
 }  # fmt: skip
 
 

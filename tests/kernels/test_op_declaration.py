@@ -86,15 +86,16 @@ def test_the_attention_operators() -> None:
     assert _attention.schema == (
         "attention(Tensor q, Tensor k, Tensor v, Tensor table, Tensor? starts, Tensor? seq_lens, Tensor work_list, "
         "Tensor(a!) out, Tensor(b!)? lse, Tensor(c!) partial_out, Tensor(d!) partial_lse, Tensor(e!) counters, "
-        "float softmax_scale, bool causal, int sliding_window, float logits_softcap, Tensor? alibi_slopes, "
-        "bool alibi_sqrt, Tensor? sinks, Tensor? k_scale, Tensor? v_scale, int[] plan, bool pdl) -> ()"
+        "float softmax_scale, bool causal, int sliding_window, int attention_chunk_size, float logits_softcap, "
+        "Tensor? alibi_slopes, bool alibi_sqrt, Tensor? sinks, Tensor? k_scale, Tensor? v_scale, int[] plan, "
+        "bool pdl) -> ()"
     )
     assert _schedule.schema == (
         "schedule_attention(Tensor seq_lens, Tensor? query_start_loc, Tensor(a!) work_list, bool causal, "
-        "int sliding_window, bool seq_lens_are_starts, int[] plan) -> ()"
+        "int sliding_window, int attention_chunk_size, bool seq_lens_are_starts, int[] plan) -> ()"
     )
     assert len(AttentionCall.__slots__) == 13
-    assert len(ScheduleCall.__slots__) == 7
+    assert len(ScheduleCall.__slots__) == 8
 
 
 @dataclass(frozen=True, slots=True)

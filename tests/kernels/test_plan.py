@@ -13,11 +13,22 @@ from graphrt.kernels.attention.plan import AttentionPlan
 BF16, F32, E4M3 = torch.bfloat16, torch.float32, torch.float8_e4m3fn
 
 
-def common(num_q_heads: int, num_kv_heads: int, head_dim: int, dtype: Any, fp8: bool, sms: int, invariant: bool) -> Any:
+def common(
+    num_q_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    v_head_dim: int | None = None,
+    *,
+    dtype: Any,
+    fp8: bool,
+    sms: int,
+    invariant: bool,
+) -> Any:
     return {
         "num_q_heads": num_q_heads,
         "num_kv_heads": num_kv_heads,
         "head_dim": head_dim,
+        "v_head_dim": v_head_dim,
         "dtype": dtype,
         "kv_dtype": E4M3 if fp8 else None,
         "num_sms": sms,
@@ -35,14 +46,14 @@ def decode(
     invariant: bool = False,
     native: bool = False,
 ) -> AttentionPlan:
-    sizes = common(*heads, dtype, fp8, sms, invariant)
+    sizes = common(*heads, dtype=dtype, fp8=fp8, sms=sms, invariant=invariant)
     return AttentionPlan.decode(rows, query_len=query_len, native=native, **sizes)
 
 
 def varlen(
     rows: int, tokens: int, *heads: int, dtype: Any = BF16, fp8: bool = False, sms: int = 132, invariant: bool = False
 ) -> AttentionPlan:
-    return AttentionPlan.varlen(rows, tokens, **common(*heads, dtype, fp8, sms, invariant))
+    return AttentionPlan.varlen(rows, tokens, **common(*heads, dtype=dtype, fp8=fp8, sms=sms, invariant=invariant))
 
 
 PLANS: dict[str, tuple[AttentionPlan, tuple[int, ...], tuple[int, ...], tuple[int, ...]]] = {
@@ -120,6 +131,46 @@ PLANS: dict[str, tuple[AttentionPlan, tuple[int, ...], tuple[int, ...], tuple[in
         (64, 0, 4, 0, 6, 1),
         (4, 16, 16, 128, 4096, 134144),
     ),
+    "two_sizes": (
+        decode(64, 16, 16, 192, 128),
+        (16, 32, 4, 3),
+        (16, 0, 4, 1, 1, 1),
+        (1, 32, 32, 32, 512, 1024),
+    ),
+    "cuda_two_sizes": (
+        decode(64, 16, 16, 192, 128, native=True),
+        (16, 16, 4, 2),
+        (64, 0, 4, 0, 6, 1),
+        (1, 32, 16, 128, 2048, 20736),
+    ),
+    "cuda_two_sizes_one_row": (
+        decode(1, 16, 16, 192, 128, native=True),
+        (16, 32, 4, 2),
+        (1, 0, 4, 11, 1, 64),
+        (1, 32, 16, 2, 64, 256),
+    ),
+    "heads_of_512": (decode(64, 32, 8, 512), (16, 32, 8, 3), (16, 0, 4, 1, 1, 1), (4, 4, 8, 32, 1024, 512)),
+    "heads_of_72": (decode(64, 32, 8, 72), (16, 16, 1, 3), (128, 0, 4, 1, 1, 1), (4, 8, 8, 256, 8192, 4096)),
+    "odd_sizes": (decode(64, 32, 8, 33, 71), (16, 32, 4, 3), (32, 0, 4, 1, 1, 1), (4, 32, 32, 64, 2048, 1024)),
+    "heads_of_1": (decode(64, 32, 8, 1), (16, 32, 4, 3), (32, 0, 4, 1, 1, 1), (4, 32, 32, 64, 2048, 1024)),
+    "mixed_two_sizes": (
+        varlen(64, 2048, 16, 16, 192, 128),
+        (32, 32, 8, 3),
+        (16, 0, 4, 1, 1, 1),
+        (32, 2, 8, 32, 16384, 1024),
+    ),
+    "mixed_odd_sizes": (
+        varlen(64, 2048, 32, 8, 33, 71),
+        (64, 64, 8, 3),
+        (33, 0, 4, 1, 1, 1),
+        (64, 1, 8, 66, 33792, 1056),
+    ),
+    "mixed_heads_of_512": (
+        varlen(64, 2048, 32, 8, 512),
+        (16, 32, 8, 3),
+        (33, 0, 4, 1, 1, 1),
+        (16, 1, 8, 66, 8448, 1056),
+    ),
     "mixed": (varlen(64, 2048, 32, 8, 128), (128, 64, 8, 3), (33, 0, 4, 1, 1, 1), (128, 1, 8, 66, 67584, 1056)),
     "mixed_fp8": (
         varlen(64, 2048, 32, 8, 128, fp8=True),
@@ -149,6 +200,7 @@ def test_numbers(name: str) -> None:
     plan, tile, schedule, memory = PLANS[name]
     assert astuple(plan.tile) == tile
     assert astuple(plan.schedule) == schedule
+    assert plan.partial_elements == plan.partial_queries * plan.shape.v_head_dim
     assert (
         plan.partial_m,
         plan.merge_splits,

@@ -50,6 +50,14 @@ def test_the_drawn_example(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
     ]
 
 
+def test_chunks_and_heads_of_two_sizes(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ("--rows", "100+40", "--head-dim", "192", "--v-head-dim", "128", "--chunk", "64", "--num-sms", "2")
+    lines = printed(monkeypatch, capsys, *arguments).splitlines()
+    assert "heads        32 query, 8 KV, of 192, V of 128" in lines
+    assert "2     0     row 0 tiles 5 to 7 (split 1 of 2)" in lines  # position 99 sees 64 to 99: tiles 4 to 7
+    assert "5     0     row 1 tiles 1 to 3 (split 1 of 2)" in lines
+
+
 @pytest.mark.parametrize("arguments", [LONG_AMONG_SHORT, DRAWN], ids=["long_row", "drawn"])
 def test_the_page_shows_what_is_printed(
     arguments: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from graphrt.kernels.errors import ShapeError
-from graphrt.kernels.metadata.buffers import Capacity, StaticBuffers
+from graphrt.kernels.metadata.buffers import Capacity, PageGroup, StaticBuffers
 from graphrt.kernels.metadata.publish import publish
 from graphrt.kernels.types import NO_TOKEN, FaultCode, RowStatus
 
@@ -46,7 +46,7 @@ STEPS: list[tuple[int, list[Entry]]] = [
 
 
 def make_buffers(device: torch.device, rows: int, row_ids: int, ring: int = 3) -> StaticBuffers:
-    buffers = StaticBuffers.allocate(Capacity(rows, rows, 1, row_ids, 1, 100, ring), device)
+    buffers = StaticBuffers.allocate(Capacity(rows, rows, row_ids, 100, ring, (PageGroup(1, 2, 0, 1),)), device)
     for name in ("step_ring", "token_ring", "fault_code_ring", "fault_value_ring"):
         getattr(buffers, name).fill_(UNTOUCHED)
     buffers.last_token.copy_(torch.arange(100, 100 + row_ids))

@@ -11,7 +11,7 @@ import torch
 
 from graphrt.kernels.errors import ShapeError
 from graphrt.kernels.metadata import record as layout
-from graphrt.kernels.metadata.buffers import BufferKind, Capacity, StaticBuffers, operands
+from graphrt.kernels.metadata.buffers import Capacity, PageGroup, StaticBuffers
 from graphrt.kernels.metadata.refresh import refresh
 from graphrt.kernels.types import TOKEN_FROM_ROW, FaultCode, RowStatus
 
@@ -23,6 +23,8 @@ OUTPUTS = (
     "fault_code", "fault_value", "step_counter", "input_ids", "positions", "slot_mapping", "query_start_loc",
     "seq_lens", "block_table", "logits_indices", "row_ids", "row_status", "void_ids", "temperatures", "seeds",
 )  # fmt: skip
+OF_GROUPS = ("slot_mapping", "block_table")  # a row of them per KV group
+SCRATCH = {"new_spans", "check_code", "check_value", "table_from", "table_to"}  # notes of the kernels for each other
 
 
 @dataclass(frozen=True)
@@ -37,6 +39,7 @@ class Row:
     start: int | None = None  # lie about the first token
     query_len: int | None = None  # lie about the number of tokens
     page_count: int | None = None  # lie about the number of pages
+    first_page: int = 0
 
 
 @dataclass(frozen=True)
@@ -80,15 +83,17 @@ def pack(rows: Sequence[Row], step: int) -> list[int]:
     words[layout.HEADER_NUM_REQS] = len(rows)
     words[layout.HEADER_NUM_TOKENS] = len(tokens)
     words[layout.HEADER_NUM_PAGES] = len(pages)
-    columns: list[list[int]] = [[] for _ in range(layout.ROW_FIELDS)]
+    columns: list[list[int]] = [[] for _ in range(layout.row_fields(1))]
     token_at = page_at = 0
     for row in rows:
         columns[layout.ROW_ID].append(row.row_id)
         columns[layout.ROW_SEQ_LEN].append(row.seq_len)
         columns[layout.ROW_QUERY_START].append(token_at if row.start is None else row.start)
         columns[layout.ROW_QUERY_LEN].append(len(row.tokens) if row.query_len is None else row.query_len)
-        columns[layout.ROW_PAGE_START].append(page_at)
-        columns[layout.ROW_PAGE_COUNT].append(len(row.pages) if row.page_count is None else row.page_count)
+        columns[layout.ROW_PAGES + layout.PAGE_FIRST].append(row.first_page)
+        columns[layout.ROW_PAGES + layout.PAGE_START].append(page_at)
+        count = len(row.pages) if row.page_count is None else row.page_count
+        columns[layout.ROW_PAGES + layout.PAGE_COUNT].append(count)
         columns[layout.ROW_SAMPLE].append(row.sample)
         columns[layout.ROW_COPIED].append(struct.unpack("<i", struct.pack("<f", row.temperature))[0])
         columns[layout.ROW_COPIED + 1].append(struct.unpack("<i", struct.pack("<I", row.seed & 0xFFFFFFFF))[0])
@@ -110,10 +115,10 @@ def expect(
         "step_counter": [step],
         "input_ids": [0] * s.tokens,
         "positions": [0] * s.tokens,
-        "slot_mapping": [-1] * s.tokens,
+        "slot_mapping": [[-1] * s.tokens],
         "query_start_loc": [starts[min(r, n)] for r in range(s.reqs + 1)],
         "seq_lens": [s.seq_len_fill] * s.reqs,
-        "block_table": [[s.null_page] * s.max_pages for _ in range(s.reqs)],
+        "block_table": [[[s.null_page] * s.max_pages for _ in range(s.reqs)]],
         "logits_indices": [0] * s.reqs,
         "row_ids": [-1] * s.reqs,
         "row_status": [int(RowStatus.PAD)] * s.reqs,
@@ -134,9 +139,9 @@ def expect(
             out["input_ids"][starts[r] + j] = LAST_TOKENS[row.row_id] if token == LAST else token
             out["positions"][starts[r] + j] = position
             slot = row.pages[position // s.page_size] * s.page_size + position % s.page_size
-            out["slot_mapping"][starts[r] + j] = slot
+            out["slot_mapping"][0][starts[r] + j] = slot
         for column, page in enumerate(row.pages):
-            out["block_table"][r][column] = page
+            out["block_table"][0][r][column] = page
         out["seq_lens"][r] = row.seq_len
         out["row_ids"][r] = row.row_id
         out["row_status"][r] = int(RowStatus.SAMPLES if row.sample else RowStatus.LIVE)
@@ -153,30 +158,30 @@ class Rig:
         self.sizes, self.device = sizes, device
         s, rows = sizes, sizes.reqs + 2  # room for more rows than this size uses
         capacity = Capacity(
-            rows=rows, tokens=s.tokens, pages_per_row=s.max_pages, row_ids=len(LAST_TOKENS),
-            slots=s.num_pages * s.page_size, record=layout.record_size(rows, 3 * s.tokens, rows * s.max_pages),
-            ring=s.ring,
+            rows=rows, tokens=s.tokens, row_ids=len(LAST_TOKENS),
+            record=layout.record_size(rows, 3 * s.tokens, rows * s.max_pages, 1), ring=s.ring,
+            page_groups=(PageGroup(s.page_size, s.num_pages, s.null_page, s.max_pages),),
         )  # fmt: skip
         tensors = dict(StaticBuffers.allocate(capacity, device).cut(s.reqs, s.tokens).named())
         tensors["last_token"] = torch.tensor(LAST_TOKENS, dtype=torch.int32, device=device)
         self.whole: dict[str, torch.Tensor] = {}
         for name in OUTPUTS:
-            shape, dtype = tensors[name].shape, tensors[name].dtype
-            self.whole[name] = torch.full((shape[0] + GUARD, *shape[1:]), POISON, dtype=dtype, device=device)
-            tensors[name] = self.whole[name][:-GUARD]
+            shape, dtype, at = tensors[name].shape, tensors[name].dtype, int(name in OF_GROUPS)
+            shape = (*shape[:at], shape[at] + GUARD, *shape[at + 1 :])
+            self.whole[name] = torch.full(shape, POISON, dtype=dtype, device=device)
+            tensors[name] = self.whole[name].narrow(at, 0, shape[at] - GUARD)
         self.tensors = StaticBuffers(**tensors)
 
     def run(self, words: Sequence[int]) -> None:
         """Poison the outputs, upload a record with garbage behind it, refresh."""
         t, s = self.tensors, self.sizes
-        for name in OUTPUTS:
+        for name in set(OUTPUTS) - {"block_table"}:  # of a table only what differs is written
             whole = self.whole[name]
             whole.fill_(float("nan") if whole.is_floating_point() else POISON)
         t.record.fill_(99)
         t.record[: len(words)] = torch.tensor(words, dtype=torch.int32)
         refresh(
-            t, page_size=s.page_size, num_pages=s.num_pages, null_page=s.null_page, max_seq_len=s.max_seq_len,
-            vocab_size=s.vocab_size, query_len=s.query_len, seq_len_fill=s.seq_len_fill,
+            t, max_seq_len=s.max_seq_len, vocab_size=s.vocab_size, query_len=s.query_len, seq_len_fill=s.seq_len_fill,
         )  # fmt: skip
         if self.device.type == "cuda":
             torch.cuda.synchronize()
@@ -189,7 +194,8 @@ class Rig:
     def check(self, expected: dict[str, list[object]]) -> None:
         for name in OUTPUTS:
             assert getattr(self.tensors, name).tolist() == expected[name], name
-            guard = self.whole[name][-GUARD:]
+            at = int(name in OF_GROUPS)
+            guard = self.whole[name].narrow(at, self.whole[name].shape[at] - GUARD, GUARD)
             untouched = guard.isnan() if guard.is_floating_point() else guard == POISON
             assert bool(untouched.all()), f"{name} was written out of bounds"
 
@@ -284,30 +290,30 @@ def duplicates() -> list[Case]:
     a, b, c = Row(0, [1], 6, [4, 5]), Row(1, [2], 6, [7, 5]), Row(2, [3], 2, [5])
     same_id = replace(b, row_id=0, pages=[7, 8])
     free = Row(4, [9], 6, [20, 21])
-    slot = (F.DUPLICATE_SLOT, 21)
+    page = (F.DUPLICATE_PAGE, 5)
     cases = [
         Case("row_twice", (a, free, same_id), faults={0: (F.DUPLICATE_ROW, 0), 2: (F.DUPLICATE_ROW, 0)}),
-        Case("slot_twice", (free, a, b), faults={1: slot, 2: slot}),
-        Case("slot_three_times", (a, b, free, c), faults={0: slot, 1: slot, 3: slot}),
+        Case("page_twice", (free, a, b), faults={1: page, 2: page}),
+        Case("page_three_times", (a, b, free, c), faults={0: page, 1: page, 3: page}),
         Case(
-            "row_before_slot",
+            "row_before_page",
             (a, replace(b, row_id=0), free, c),
-            faults={0: (F.DUPLICATE_ROW, 0), 1: (F.DUPLICATE_ROW, 0), 3: slot},
+            faults={0: (F.DUPLICATE_ROW, 0), 1: (F.DUPLICATE_ROW, 0), 3: page},
         ),
         Case("invalid_rows_claim_nothing", (a, replace(b, tokens=[100])), faults={1: (F.TOKEN_OUT_OF_RANGE, 100)}),
         Case("null_row_id_is_no_claim", (a, replace(a, row_id=-1)), faults={1: (F.ROW_ID_OUT_OF_RANGE, -1)}),
-        Case("same_page_in_one_row", (Row(4, range(8), 8, [5, 5]), CHUNK), MIXED, {0: (F.DUPLICATE_SLOT, 20)}),
+        Case("same_page_in_one_row", (Row(4, range(8), 8, [5, 5]), CHUNK), MIXED, {0: (F.DUPLICATE_PAGE, 5)}),
         Case(
-            "first_of_several_slots",
+            "first_of_several_pages",
             (Row(0, range(6), 6, [4, 5]), Row(4, range(6), 6, [9, 5])),
             replace(MIXED, reqs=3),
-            {0: (F.DUPLICATE_SLOT, 20), 1: (F.DUPLICATE_SLOT, 20)},
+            {0: (F.DUPLICATE_PAGE, 5), 1: (F.DUPLICATE_PAGE, 5)},
         ),
         Case(
-            "different_slots",
+            "one_row_against_two",
             (Row(0, range(4), 8, [4, 5]), Row(1, [1, 2], 2, [6]), Row(2, range(8), 8, [5, 6])),
             replace(MIXED, reqs=3),
-            {0: (F.DUPLICATE_SLOT, 20), 1: (F.DUPLICATE_SLOT, 24), 2: (F.DUPLICATE_SLOT, 20)},
+            {0: (F.DUPLICATE_PAGE, 5), 1: (F.DUPLICATE_PAGE, 6), 2: (F.DUPLICATE_PAGE, 5)},
         ),
     ]
     for case in tuple(cases):
@@ -338,7 +344,7 @@ LONG_CASES = [
         "long_duplicate",
         (Row(0, range(1500), 1500, range(3000, 4500)), Row(1, [5], 1, [4400])),
         LONG,
-        {0: (F.DUPLICATE_SLOT, 4400), 1: (F.DUPLICATE_SLOT, 4400)},
+        {0: (F.DUPLICATE_PAGE, 4400), 1: (F.DUPLICATE_PAGE, 4400)},
     ),
 ]
 
@@ -368,7 +374,7 @@ def shrinking_batches(device: torch.device) -> None:
 def duplicates_are_forgotten(device: torch.device) -> None:
     rig = Rig(Sizes(), device)
     a, b = Row(0, [1], 6, [4, 5]), Row(1, [2], 6, [7, 5])
-    fault = (F.DUPLICATE_SLOT, 21)
+    fault = (F.DUPLICATE_PAGE, 5)
     rig.step((a, b), {0: fault, 1: fault}, step=3)
     rig.step((a, replace(b, pages=[7, 8])), step=4)
     rig.step((b,), step=5)
@@ -380,7 +386,7 @@ def one_record_twice(device: torch.device) -> None:
     rig = Rig(MIXED, device)
     for _ in range(2):
         rig.step((GOOD, CHUNK, ALSO), step=5)
-    fault = (F.DUPLICATE_SLOT, 26)
+    fault = (F.DUPLICATE_PAGE, 6)
     for _ in range(2):
         rig.step((GOOD, replace(GOOD, row_id=6)), {0: fault, 1: fault}, step=6)
 
@@ -397,7 +403,7 @@ def sizes_share_the_claims(device: torch.device) -> None:
     large, small = Rig(Sizes(), device), Rig(Sizes(reqs=2, tokens=2), device)
     small.tensors = replace(small.tensors, claims=large.tensors.claims, duplicates=large.tensors.duplicates)
     a, b = Row(6, [1], 6, [4, 5]), Row(1, [2], 6, [7, 5])
-    fault = (F.DUPLICATE_SLOT, 21)
+    fault = (F.DUPLICATE_PAGE, 5)
     large.step((GOOD, ALSO, a, b), {2: fault, 3: fault}, step=0)
     small.step((a, GOOD), step=1)
     small.step((a, b), {0: fault, 1: fault}, step=2)
@@ -467,10 +473,13 @@ BAD_TENSORS = {
     "rows": ("seeds", lambda t: t[:-1], "seeds: expected shape"),
     "tokens": ("positions", lambda t: t[:-1], "positions: expected shape"),
     "decode_tokens": ("input_ids", lambda t: t[:-1], "input_ids: expected rows x query_len"),
-    "claims": ("claims", lambda t: t[:-1], "claims: expected at least 136 values, got 135"),
+    "groups": ("duplicates", lambda t: t[:1], r"duplicates: expected shape \[2, \*\]"),
+    "claims": ("claims", lambda t: t[:8], "claims: expected at least 9 values, got 8"),
     "duplicates": ("duplicates", lambda t: t[:, :3], r"duplicates: expected at least 4 columns, got shape \[2, 3\]"),
-    "record": ("record", lambda t: t[:7], "record: expected at least 17 values"),
-    "table_width": ("block_table", lambda t: t[:, :9], "block_table: expected columns for max_seq_len=40"),
+    "record": ("record", lambda t: t[:7], "record: expected at least 18 values"),
+    "table_width": ("block_table", lambda t: t[:, :, :9], "page_table: expected shape"),
+    "table_rows": ("block_table", lambda t: t.repeat(1, 1, 2)[:, :, :10], "block_table: expected rows of 10 columns"),
+    "scratch": ("check_value", lambda t: t.repeat(1, 2)[:, :4], "check_code, .*: expected equal strides"),
     "strides": ("record", lambda t: t[::2], "record: expected stride 1"),
 }
 
@@ -482,15 +491,6 @@ def test_tensors_that_do_not_fit_are_named(case: str) -> None:
     rig.tensors = replace(rig.tensors, **{name: change(getattr(rig.tensors, name))})
     before = {name: tensor.clone() for name, tensor in rig.tensors.named()}
     with pytest.raises(ShapeError, match=message):
-        refresh(
-            rig.tensors, page_size=4, num_pages=32, null_page=0, max_seq_len=40, vocab_size=100, query_len=1,
-            seq_len_fill=0,
-        )  # fmt: skip
+        refresh(rig.tensors, max_seq_len=40, vocab_size=100, query_len=1, seq_len_fill=0)
     for name, old in before.items():
         assert torch.equal(getattr(rig.tensors, name).nan_to_num(), old.nan_to_num()), f"{name} was written"
-
-
-def test_operands_are_what_the_declarations_say() -> None:
-    assert set(operands("refresh")) - set(OUTPUTS) == {"record", "last_token", "claims", "duplicates"}
-    derived = {name for name, spec in StaticBuffers.specs().items() if spec.kind is BufferKind.DERIVED}
-    assert set(OUTPUTS) == derived | {"step_counter"}

@@ -44,11 +44,21 @@ def run_schedule(plan, lengths, query_starts=None, *, device="cpu", **options):
     return work_list.cpu()
 
 
-def run_reference(plan, lengths, query_starts=None, *, causal=True, sliding_window=0, seq_lens_are_starts=False):
+def run_reference(
+    plan,
+    lengths,
+    query_starts=None,
+    *,
+    causal=True,
+    sliding_window=0,
+    attention_chunk_size=0,
+    seq_lens_are_starts=False,
+):
     starts = None if query_starts is None else torch.tensor(query_starts)
     work_list = torch.full((plan.work_list_words,), -77, dtype=torch.int32)
     lengths = torch.tensor(lengths)
-    work_list_reference(ScheduleCall(lengths, starts, work_list, causal, sliding_window, seq_lens_are_starts, plan))
+    spans = causal, sliding_window, attention_chunk_size
+    work_list_reference(ScheduleCall(lengths, starts, work_list, *spans, seq_lens_are_starts, plan))
     return work_list
 
 
@@ -74,7 +84,7 @@ def segments_of_parts(plan, work_list):
     return found
 
 
-def expected_tiles(plan, lengths, starts, causal, window):
+def expected_tiles(plan, lengths, starts, causal, window, chunk):
     """Every (token row of a unit, KV tile) that must be walked, and the units that see nothing, from the definition."""
     walked, blind = set(), set()
     for row, length in enumerate(lengths):
@@ -85,6 +95,8 @@ def expected_tiles(plan, lengths, starts, causal, window):
             for token in range(first // plan.shape.group, last // plan.shape.group + 1):
                 end = length - query_len + token + 1 if causal else length
                 begin = max(end - window, 0) if window else 0
+                if chunk and end > 0:
+                    begin = (end - 1) // chunk * chunk
                 seen |= {position // plan.tile.block_n for position in range(begin, min(end, length))}
             if seen:
                 walked |= {(row, first, tile) for tile in range(min(seen), max(seen) + 1)}
@@ -93,9 +105,9 @@ def expected_tiles(plan, lengths, starts, causal, window):
     return walked, blind
 
 
-def check_list(plan, work_list, lengths, starts, *, causal=True, window=0):
+def check_list(plan, work_list, lengths, starts, *, causal=True, window=0, chunk=0):
     parts, segments, zeros = areas(plan, work_list)
-    walked, blind = expected_tiles(plan, lengths, starts, causal, window)
+    walked, blind = expected_tiles(plan, lengths, starts, causal, window, chunk)
     of_parts = segments_of_parts(plan, work_list)
     seen, by_unit = [], {}
     for part, of_part in enumerate(of_parts):
@@ -157,20 +169,23 @@ DECODE_CASES = {
 
 
 @pytest.mark.parametrize("case", DECODE_CASES)
-@pytest.mark.parametrize("variant", ["plain", "speculative", "window", "fixed", "warps"])
+@pytest.mark.parametrize(
+    "variant", ["plain", "speculative", "window", "chunks", "speculative_chunks", "fixed", "warps"]
+)
 def test_decode_lists(case, variant, kernel_device):
     lengths = DECODE_CASES[case]
-    query_len = 5 if variant == "speculative" else 1
-    window = 70 if variant == "window" else 0
+    query_len = 5 if variant.startswith("speculative") else 1
+    window, chunk = 70 if variant == "window" else 0, 67 if variant.endswith("chunks") else 0
     plan = make_plan(len(lengths), query_len, batch_invariant=variant == "fixed")
     if variant == "warps":  # as of a plan of the CUDA kernel
         schedule = replace(plan.schedule, num_parts=384, unit_overhead=0, min_unit_tiles=6)
         plan = replace(plan, schedule=schedule, tile=replace(plan.tile, block_n=16))
     starts = list(range(0, len(lengths) * query_len + 1, query_len))
-    kernel = run_schedule(plan, lengths, device=kernel_device, sliding_window=window)
-    check_list(plan, kernel, lengths, starts, window=window)
-    reference = run_reference(plan, lengths, sliding_window=window)
-    check_list(plan, reference, lengths, starts, window=window)
+    spans = {"sliding_window": window, "attention_chunk_size": chunk}
+    kernel = run_schedule(plan, lengths, device=kernel_device, **spans)
+    check_list(plan, kernel, lengths, starts, window=window, chunk=chunk)
+    reference = run_reference(plan, lengths, **spans)
+    check_list(plan, reference, lengths, starts, window=window, chunk=chunk)
     assert_same_list(plan, kernel, reference)
 
 
@@ -185,11 +200,12 @@ VARLEN_CASES = {
 
 
 @pytest.mark.parametrize("case", VARLEN_CASES)
-@pytest.mark.parametrize("variant", ["causal", "full", "window", "fixed", "starts"])
+@pytest.mark.parametrize("variant", ["causal", "full", "window", "chunks", "fixed", "starts"])
 def test_varlen_lists(case, variant, kernel_device):
     lengths, query_lens, pads = VARLEN_CASES[case]
     starts = [0, *itertools.accumulate(query_lens)]
-    options = {"causal": variant != "full", "sliding_window": 50 if variant == "window" else 0}
+    window, chunk = 50 if variant == "window" else 0, 48 if variant == "chunks" else 0
+    options = {"causal": variant != "full", "sliding_window": window, "attention_chunk_size": chunk}
     given_lengths = lengths
     if variant == "starts":
         options["seq_lens_are_starts"] = True
@@ -198,7 +214,7 @@ def test_varlen_lists(case, variant, kernel_device):
     kernel = run_schedule(plan, given_lengths, starts, device=kernel_device, **options)
     reference = run_reference(plan, given_lengths, starts, **options)
     for work_list in (kernel, reference):
-        check_list(plan, work_list, lengths, starts, causal=options["causal"], window=options["sliding_window"])
+        check_list(plan, work_list, lengths, starts, causal=options["causal"], window=window, chunk=chunk)
     assert_same_list(plan, kernel, reference)
 
 
@@ -208,15 +224,15 @@ def check_many_rows(rows, variant, device):
     mixed = variant == "mixed"
     query_lens = [min(length, i % 3) if mixed else 1 for i, length in enumerate(lengths)]
     starts = [0, *itertools.accumulate(query_lens)]
-    window = 70 if variant == "window" else 0
+    spans = {"window": {"sliding_window": 70}, "chunks": {"attention_chunk_size": 70}}.get(variant, {})
     plan = make_plan(rows, 0 if mixed else 1, tokens=starts[-1] if mixed else None, batch_invariant=variant == "fixed")
     given = starts if mixed else None
-    kernel = run_schedule(plan, lengths, given, device=device, sliding_window=window)
-    assert_same_list(plan, kernel, run_reference(plan, lengths, given, sliding_window=window))
+    kernel = run_schedule(plan, lengths, given, device=device, **spans)
+    assert_same_list(plan, kernel, run_reference(plan, lengths, given, **spans))
 
 
 @pytest.mark.parametrize("rows", [1100, 2500])
-@pytest.mark.parametrize("variant", ["plain", "window", "mixed"])
+@pytest.mark.parametrize("variant", ["plain", "window", "chunks", "mixed"])
 def test_many_rows(rows, variant, kernel_device):
     check_many_rows(rows, variant, kernel_device)
 
@@ -234,19 +250,22 @@ def test_many_rows_of_fixed_splits(rows):
     st.integers(1, 40),
     st.integers(0, 200),
     st.booleans(),
+    st.booleans(),
     st.integers(0, 9),
     st.integers(0, 9),
     st.integers(1, 40),
     st.sampled_from([32, 512]),  # units that a program looks at together: one block of them, and several
 )
-def test_any_lengths(lengths, num_sms, window, fixed, unit_overhead, min_unit_tiles, min_part_tiles, unit_block):
+def test_any_lengths(lengths, num_sms, span, chunked, fixed, unit_overhead, min_unit_tiles, min_part_tiles, unit_block):
     made = make_plan(len(lengths), num_sms=num_sms, batch_invariant=fixed)
     costs = {"unit_overhead": unit_overhead, "min_unit_tiles": min_unit_tiles, "min_part_tiles": min_part_tiles}
     plan = replace(made, schedule=replace(made.schedule, **costs))
+    spans = {"attention_chunk_size" if chunked else "sliding_window": span}
     with interpreted(), mock.patch.object(work_list_module, "_MAX_UNIT_BLOCK", unit_block):
-        kernel = run_schedule(plan, lengths, sliding_window=window)
-    check_list(plan, kernel, lengths, list(range(len(lengths) + 1)), window=window)
-    reference = run_reference(plan, lengths, sliding_window=window)
+        kernel = run_schedule(plan, lengths, **spans)
+    starts = list(range(len(lengths) + 1))
+    check_list(plan, kernel, lengths, starts, **({"chunk": span} if chunked else {"window": span}))
+    reference = run_reference(plan, lengths, **spans)
     assert_same_list(plan, kernel, reference)
 
 
@@ -275,6 +294,9 @@ WRONG = {
     "rows": (lambda p: run_schedule(p, [1, 2]), ShapeError),
     "starts": (lambda p: run_schedule(p, [1, 2, 3], [0, 1, 2, 3]), ShapeError),
     "window": (lambda p: run_schedule(p, [1, 2, 3], sliding_window=-1), ShapeError),
+    "chunks": (lambda p: run_schedule(p, [1, 2, 3], attention_chunk_size=-1), ShapeError),
+    "chunks_full": (lambda p: run_schedule(p, [1, 2, 3], attention_chunk_size=4, causal=False), ShapeError),
+    "chunks_window": (lambda p: run_schedule(p, [1, 2, 3], attention_chunk_size=4, sliding_window=4), ShapeError),
     "window_full": (lambda p: run_schedule(p, [1, 2, 3], sliding_window=4, causal=False), ShapeError),
 }
 

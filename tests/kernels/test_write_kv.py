@@ -22,7 +22,8 @@ UNWRITTEN = 777.0
 
 @dataclass(frozen=True)
 class Case:
-    """Tokens on their way into a cache. `rotary_dim` 0 leaves out the rotation, and with it the norms."""
+    """Tokens on their way into a cache. `rotary_dim` 0 leaves out the rotation, and with it the norms; `v_head_dim` 0
+    stands for head_dim."""
 
     id: str
     dtype: torch.dtype = F32
@@ -31,6 +32,7 @@ class Case:
     num_q_heads: int = 4
     num_kv_heads: int = 2
     head_dim: int = 16
+    v_head_dim: int = 0
     rotary_dim: int = 16
     q_norm: bool = False
     k_norm: bool = False
@@ -69,6 +71,14 @@ CASES = [
     Case("bf16_into_fp32_cache", BF16, F32),
     Case("fp32_into_bf16_cache", F32, BF16, k_norm=True),
     Case("separate_tensors", packed=False),
+    Case("wider_keys", head_dim=24, v_head_dim=16, rotary_dim=24, q_norm=True, k_norm=True),
+    Case("wider_keys_bf16", BF16, head_dim=192, v_head_dim=128, rotary_dim=64, num_q_heads=5, num_kv_heads=5),
+    Case("wider_values", head_dim=16, v_head_dim=40, layout="HND", pads=(1,)),
+    Case("wider_values_fp16", F16, head_dim=64, v_head_dim=128, rotary_dim=64, k_norm=True, num_kv_heads=4),
+    Case("heads_of_1", head_dim=1, v_head_dim=1, rotary_dim=0),
+    Case("odd_keys_and_values", head_dim=17, v_head_dim=33, rotary_dim=6, page_size=3, packed=False),
+    Case("heads_of_512", BF16, head_dim=512, rotary_dim=128, num_q_heads=9, num_kv_heads=3, q_norm=True, k_norm=True),
+    Case("narrow_keys_many_heads", head_dim=8, v_head_dim=256, rotary_dim=8, num_kv_heads=20, num_q_heads=20),
 ]
 by_id = pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
 
@@ -90,13 +100,21 @@ class Problem:
 
     @classmethod
     def make(cls, case: Case, rng: torch.Generator, device: torch.device) -> Problem:
-        heads, dim = (case.num_q_heads, case.num_kv_heads, case.num_kv_heads), case.head_dim
-        qkv = torch.randn(case.tokens, sum(heads), dim, generator=rng).to(device, case.dtype)
-        q, k, v = qkv.split(heads, dim=1) if case.packed else (t.contiguous() for t in qkv.split(heads, dim=1))
+        dim, v_dim = case.head_dim, case.v_head_dim or case.head_dim
+        heads = ((case.num_q_heads, dim), (case.num_kv_heads, dim), (case.num_kv_heads, v_dim))
+        widths = [count * size for count, size in heads]
+        qkv = torch.randn(case.tokens, sum(widths), generator=rng).to(device, case.dtype)
+        q, k, v = (part.unflatten(1, sizes) for part, sizes in zip(qkv.split(widths, dim=1), heads, strict=True))
+        if not case.packed:
+            q, k, v = (t.contiguous() for t in (q, k, v))
         num_pages = 3 + case.tokens // case.page_size
         page = (case.page_size, case.num_kv_heads) if case.layout == "NHD" else (case.num_kv_heads, case.page_size)
-        storage = torch.full((2, num_pages, *page, dim), UNWRITTEN).to(device, case.cache_dtype or case.dtype)
-        k_cache, v_cache = storage if case.layout == "NHD" else storage.transpose(2, 3)
+        k_cache, v_cache = (
+            torch.full((num_pages, *page, size), UNWRITTEN).to(device, case.cache_dtype or case.dtype)
+            for size in (dim, v_dim)
+        )
+        if case.layout == "HND":
+            k_cache, v_cache = k_cache.transpose(1, 2), v_cache.transpose(1, 2)
         slots = torch.randperm(num_pages * case.page_size, generator=rng)[: case.tokens]
         slots[list(case.pads)] = -1
         positions = torch.randint(0, 50, (case.tokens,), generator=rng)
@@ -229,6 +247,8 @@ FP8_CASES = {
     "e4m3_hnd_pads": (Case("", BF16, E4M3, layout="HND", tokens=5, pads=(1, 4)), [0.004, 5.0], None),
     "e4m3_many_heads": (Case("", F16, E4M3, num_kv_heads=35, num_q_heads=35, head_dim=64, tokens=1), [0.3] * 35, None),
     "e4m3_one_head": (Case("", F32, E4M3, num_kv_heads=1), [0.011], [0.011]),
+    "e4m3_wider_keys": (Case("", BF16, E4M3, head_dim=48, v_head_dim=32, rotary_dim=16), [0.3, 2.0], [0.1, 1.7]),
+    "e5m2_odd_values": (Case("", F16, E5M2, head_dim=16, v_head_dim=21, layout="HND"), [0.3], [0.1, 1.7]),
     "e5m2": (Case("", F32, E5M2), None, None),
     "e5m2_fp16": (Case("", F16, E5M2, rotary_dim=0), [0.3], [1e-6]),
     "e5m2_bf16": (Case("", BF16, E5M2, q_norm=True, k_norm=True), [1e-5, 0.9], [7.0, 0.3]),

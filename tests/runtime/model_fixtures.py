@@ -35,9 +35,9 @@ PROMPT = [5, 17, 3, 88, 41, 9, 60, 17, 3, 2, 70, 33, 96, 0, 12, 54]
 
 def make_oracle(architecture: str, **options) -> transformers.PreTrainedModel:
     """A model of `transformers` with random weights large enough that every one of them shows in the logits."""
-    config_class = getattr(transformers, f"{architecture}Config")
-    config = config_class(**(SIZES | options), attn_implementation="eager")
-    model = getattr(transformers, f"{architecture}ForCausalLM")(config).eval()
+    model_class = getattr(transformers, f"{architecture}ForCausalLM")
+    config = model_class.config_class(**(SIZES | options), attn_implementation="eager")
+    model = model_class(config).eval()
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():
         for name, weight in model.named_parameters():

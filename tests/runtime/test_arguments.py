@@ -73,7 +73,22 @@ ROWS = {
     "tokens-text": ([Row(0, "1", 1, [5])], r"rows\[0\].tokens: expected a list or array of ints, got str"),
     "pages-none": ([Row(0, [1], 1, [5]), Row(1, [1], 1, None)], r"rows\[1\].pages: expected a list or array of ints"),
     "pages-float": ([Row(0, [1], 1, [5.0])], "batch.page_ids: expected int32 values"),
-    "pages-nested": ([Row(0, [1], 1, [[5]])], "batch.page_ids: expected one dimension"),
+    "pages-nested": ([Row(0, [1], 1, [[[5]]])], "batch.page_ids: expected one dimension"),
+    "pages-half-nested": ([Row(0, [1], 1, [[5], 6])], r"rows\[0\].pages: expected a list or array of ints, got int"),
+    "pages-of-one-row": (
+        [Row(0, [1], 1, [5]), Row(1, [1], 1, [[6], [7]])],
+        r"rows: expected 2 lists of pages in each row, .* got \[5\] and 0; pass a list per KV group",
+    ),
+    "pages-of-a-group": (
+        [Row(0, [1], 1, [[5], [8]]), Row(1, [1], 1, [[6]])],
+        r"rows: expected 2 lists of pages in each row, .* got \[\[6\]\] and 0",
+    ),
+    "first-page-of-a-group": (
+        [Row(0, [1], 1, [[5], [8]], first_page=[0])],
+        r"rows: expected 2 lists of pages in each row, and as many first pages or one, .* got .* and \[0\]",
+    ),
+    "first-page-none": ([Row(0, [1], 1, [5], first_page=None)], "batch.first_pages: expected int32 values"),
+    "first-page-negative": ([Row(0, [1], 1, [5], first_page=-1)], "batch.first_pages: expected places >= 0, got -1"),
     "seq-len-none": ([Row(0, [1], None, [5])], "batch.seq_lens: expected int32 values"),
     "row-id-none": ([Row(None, [1], 1, [5])], "batch.row_ids: expected int32 values"),
     "temperature-none": ([Row(0, [1], 1, [5], temperature=None)], "batch.temperatures: expected float32 values"),
@@ -95,7 +110,10 @@ def test_rows_may_hold_lists_tuples_and_arrays() -> None:
     assert batch.tokens.tolist() == [3, 4, 0, 1]
     assert batch.page_ids.tolist() == [40, 41, 42, 43]
     assert batch.page_indptr.tolist() == [0, 2, 3, 4]
+    assert batch.first_pages.tolist() == [0, 0, 0]
     assert Batch.from_rows([]) == Batch.empty()
+    nested = [dataclasses.replace(row, pages=[row.pages]) for row in rows]
+    assert Batch.from_rows(nested) == batch, "lists per group, of one group"
     arrays = [Row(r, np.array([r + 3]), 1, np.array([r + 5, r + 6], np.uint8)) for r in (0, 1)]
     assert Batch.from_rows(arrays).tokens.tolist() == [3, 4]
     assert Batch.from_rows(arrays).page_ids.tolist() == [5, 6, 6, 7]
@@ -118,7 +136,9 @@ DTYPES = {"temperatures": np.float32, "seeds": np.uint32}
 @pytest.mark.parametrize(
     "values", [[1, 0], np.array([1, 0]), np.array([1, 9, 0, 9], np.int32)[::2]], ids=["list", "int64", "strided"]
 )
-@pytest.mark.parametrize("field", ["row_ids", "seq_lens", "tokens", "page_ids", "sample", "temperatures", "seeds"])
+@pytest.mark.parametrize(
+    "field", ["row_ids", "seq_lens", "tokens", "page_ids", "sample", "temperatures", "seeds", "first_pages"]
+)
 def test_every_field_becomes_a_contiguous_array_of_its_dtype(field: str, values: object) -> None:
     got = getattr(Batch(**good(**{field: values})), field)
     assert (got.dtype, got.tolist(), got.flags.c_contiguous) == (DTYPES.get(field, np.int32), [1, 0], True)
@@ -128,7 +148,7 @@ ONE_WRONG = {
     "indptr-start": ({"page_indptr": [1, 1, 2]}, "2, got 3 values from 1 to 2"),
     "indptr-end": ({"page_indptr": [0, 1, 1]}, "2, got 3 values from 0 to 1"),
     "indptr-falls": ({"page_indptr": [0, 3, 2]}, "2, got 3 values from 0 to 2"),
-    "indptr-short": ({"page_indptr": [0, 2]}, r"expected shape \[3\], got shape \[2\]"),
+    "indptr-short": ({"page_indptr": [0, 2]}, r"expected 3 values, or G x 2 \+ 1 with G KV groups, got 2"),
     "int32-short": ({"seq_lens": np.ones(1, np.int32)}, r"batch.seq_lens: expected shape \[2\], got shape \[1\]"),
     "int32-rank": ({"tokens": np.ones((1, 2), np.int32)}, r"batch.tokens: expected one dimension, got shape \[1, 2\]"),
     "bool-heat": ({"temperatures": np.array([True, False])}, "batch.temperatures: expected float32 values, got bool"),

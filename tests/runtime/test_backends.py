@@ -48,7 +48,7 @@ def context(
     layers = attention or (SPEC,)
     first = layers[0]
     kv = KVCacheSpec(len(layers), first.num_kv_heads, first.head_dim, page_size=4, dtype=kv_dtype or first.dtype)
-    return BackendContext(layers, kv, device, 8, 64, 32, max_query_len)
+    return BackendContext(layers, (kv,), device, 8, 64, 32, max_query_len)
 
 
 class ThirdParty(TorchReferenceBackend):
@@ -83,10 +83,10 @@ def test_cpu_gets_the_reference() -> None:
 def test_cuda_gets_triton_and_else_the_reference() -> None:
     """Selecting touches no device."""
     assert select_backend(context(device=CUDA))[0] is TritonBackend
-    odd = AttentionSpec(4, 2, 12, torch.float32)
+    odd = AttentionSpec(4, 2, 520, torch.float32)
     cls, explanation = select_backend(context(odd, device=CUDA))
     assert cls is TorchReferenceBackend
-    assert "not triton (head_dim 12: supports multiples of 8 from 16 to 256)" in explanation
+    assert "not triton (head_dim 520: supports 1 to 512)" in explanation
 
 
 @pytest.mark.skipif(not INTERPRETER_AVAILABLE, reason="needs TRITON_INTERPRET=1")
@@ -127,9 +127,9 @@ def test_a_refused_name_gives_every_reason(third_party: type[AttentionBackend]) 
 
 
 def test_triton_reasons() -> None:
-    odd = AttentionSpec(4, 2, 12, torch.float16)
+    odd = AttentionSpec(4, 2, 520, torch.float16)
     assert TritonBackend.why_not(context(odd, device=CUDA, kv_dtype=torch.bfloat16, max_query_len=17)) == [
-        "head_dim 12: supports multiples of 8 from 16 to 256",
+        "head_dim 520: supports 1 to 512",
         "dtype torch.float16 with KV dtype torch.bfloat16: must be equal, or the cache fp8",
         "query_len 17: decodes at most 16 tokens per row",
     ]
@@ -141,7 +141,8 @@ def test_capabilities_say_the_head_dims_that_triton_serves() -> None:
         refusal = contextlib.nullcontext() if head_dim in served else pytest.raises(UnsupportedError)
         with refusal:
             AttentionPlan.decode(1, num_q_heads=1, num_kv_heads=1, head_dim=head_dim, dtype=torch.float16, num_sms=1)
-    assert listing(served) == "multiples of 8 from 16 to 256"
+    assert listing(served) == "1 to 512"
+    assert listing(tuple(range(16, 257, 8))) == "multiples of 8 from 16 to 256"
     for few in ((64, 128, 256), (8, 16, 24, 32), (64, 80, 96, 128, 256), (4, 12, 20, 28, 36), (), ("NHD", "HND") * 3):
         assert listing(few) == ", ".join(map(str, few))
 
@@ -190,7 +191,7 @@ def test_entry_points(monkeypatch: pytest.MonkeyPatch) -> None:
     assert backend_names() == [*OURS, "third_party", "missing", "misnamed", "torch_reference"]
     half = AttentionSpec(4, 2, 64, torch.float16)
     kv = KVCacheSpec(1, 2, 64, page_size=16, dtype=torch.float16, layout=KVLayout.HND)
-    assert select_backend(BackendContext((half,), kv, CPU, 8, 64, 32, mixed_batches=False))[0] is ThirdParty
+    assert select_backend(BackendContext((half,), (kv,), CPU, 8, 64, 32, mixed_batches=False))[0] is ThirdParty
     with pytest.raises(ConfigError, match="backend missing: expected no_such_module:Backend to be importable"):
         select_backend(context(), "missing")
     with pytest.raises(ConfigError, match="backend misnamed: expected third_party_module:Backend to be an Attention"):
@@ -224,8 +225,8 @@ def make_step(descriptor: BatchDescriptor, device: torch.device) -> tuple[torch.
         descriptor=descriptor,
         seq_lens=torch.tensor(seq_lens, dtype=torch.int32, device=device),
         query_start_loc=torch.tensor([0, *query_lens]).cumsum(0).to(device, torch.int32),
-        block_table=block_table.to(device, torch.int32),
-        slot_mapping=torch.empty(0, device=device),
+        block_tables=(block_table.to(device, torch.int32),),
+        slot_mappings=(torch.empty(0, device=device),),
         positions=torch.empty(0, device=device),
         max_seq_len=12,
     )
@@ -239,7 +240,7 @@ def expected(q: torch.Tensor, layer: AttentionLayer, metadata: StepMetadata) -> 
     out = torch.zeros(q.shape, dtype=torch.float64)
     starts = metadata.query_start_loc.tolist()
     for row, seq_len in enumerate(metadata.seq_lens.tolist()):
-        pages = metadata.block_table[row].long()
+        pages = metadata.block_tables[0][row].long()
         keys, values = (c[pages].flatten(0, 1).double().cpu() for c in (layer.k_cache, layer.v_cache))
         for token in range(starts[row], starts[row + 1]):
             end = seq_len - (starts[row + 1] - token) + 1
@@ -345,7 +346,7 @@ def test_triton_plans_for_its_context(rows: int, invariant: bool) -> None:
         made = context(SPEC, WINDOWED, max_query_len=3)
         made = replace(
             made,
-            kv=replace(made.kv, page_size=page_size),
+            kv_groups=(replace(made.kv_groups[0], page_size=page_size),),
             batch_invariant=invariant,
             max_num_reqs=rows,
             max_num_tokens=3 * rows,
@@ -361,8 +362,8 @@ def test_triton_plans_for_its_context(rows: int, invariant: bool) -> None:
         for n, query_len in itertools.product(range(1, rows + 1), (1, 2, 3)):
             key = BatchDescriptor.decode(n, query_len)
             plans[key] = AttentionPlan.decode(n, query_len=query_len, native=native, **sizes)
-        for window, lists in zip((0, 3), ("work_list_0", "work_list_1"), strict=True):
-            key = (4, 2, 16, torch.float32, window)
+        for window, key, lists in zip((0, 3), backend._keys, ("work_list_0", "work_list_1"), strict=True):
+            assert (key.sliding_window, key.whole_tiles) == (window, native)
             assert {size: backend._plan(key, size) for size in plans} == plans
             assert backend._plan(key, BatchDescriptor.decode(1)) is backend._plan(key, BatchDescriptor.decode(1))
             assert backend.tensors()[lists].numel() == max(plan.work_list_words for plan in plans.values())
@@ -382,4 +383,6 @@ def test_layers_share_a_schedule_where_heads_and_window_are_equal(monkeypatch: p
         launched.clear()
         backend.schedule(metadata)
         starts = metadata.query_start_loc if descriptor is MIXED else None
-        assert launched == [{"query_start_loc": starts, "sliding_window": window} for window in (0, 3)]
+        assert launched == [
+            {"query_start_loc": starts, "sliding_window": window, "attention_chunk_size": 0} for window in (0, 3)
+        ]

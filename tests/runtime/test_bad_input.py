@@ -149,7 +149,7 @@ DEVICE = {
     "token-negative": (rows({"tokens": [-9]}, {}), 0, FaultCode.TOKEN_OUT_OF_RANGE, -9),
     "no-last-token": (rows({}, {"row_id": 6, "tokens": [TOKEN_FROM_ROW]}), 1, FaultCode.NO_LAST_TOKEN, 6),
     "same-row-id": (rows({}, {"row_id": 0}), 0, FaultCode.DUPLICATE_ROW, 0),
-    "same-slot": (rows({}, {"pages": [41], "seq_len": 1}), 0, FaultCode.DUPLICATE_SLOT, 41 * 4),
+    "same-slot": (rows({}, {"pages": [41], "seq_len": 1}), 0, FaultCode.DUPLICATE_PAGE, 41),
 }
 
 
@@ -299,12 +299,12 @@ def manager(model=None, spec=None, cache=None, **config) -> ReplayManager:
         (
             lambda: manager(spec=AttentionSpec(4, 4, 16, torch.float32)),
             ConfigError,
-            "2 KV heads of size 16 .* got 4 of 16",
+            "2 KV heads of sizes 16 and 16 .* got 4 of 16",
         ),
         (
             lambda: manager(spec=[AttentionSpec(4, 2, 16, torch.float32)]),
             ConfigError,
-            "attention: expected 2 AttentionSpec .* got 1",
+            "attention: expected 2 layers that write keys and values, .* got 1 of 1",
         ),
         (lambda: KVCache.allocate(KVCacheSpec(1, 1, 16), 1, CPU), ConfigError, "num_pages: .* 2 to 2147483647, got 1"),
     ],
@@ -329,7 +329,10 @@ TYPES = {  # what no number or flag is, where one belongs; and numbers beyond in
         "AttentionSpec.head_dim: expected an int from 1 to 65536, got True",
     ),
     "window": (lambda: AttentionSpec(4, 2, 16, sliding_window=4.5), "sliding_window: expected an int .*, got 4.5"),
-    "window-bool": (lambda: AttentionSpec(4, 2, 16, sliding_window=True), "sliding_window: .* got True; None sees"),
+    "window-bool": (
+        lambda: AttentionSpec(4, 2, 16, sliding_window=True),
+        "sliding_window: .* got True; None means everything",
+    ),
     "window-wraps": (lambda: AttentionSpec(4, 2, 16, sliding_window=2**30 + 1), "from 1 to 1073741824, got 1073741825"),
     "softcap": (lambda: AttentionSpec(4, 2, 16, logits_softcap=float("inf")), "logits_softcap: .*, got inf; None"),
     "softcap-text": (lambda: AttentionSpec(4, 2, 16, logits_softcap="30"), "logits_softcap: .*, got '30'; None means"),
@@ -431,7 +434,7 @@ def test_sizes_are_sorted_once_and_lists_are_kept_as_tuples() -> None:
 
 
 def test_a_backend_that_cannot_serve_says_all_reasons() -> None:
-    spec = KVCacheSpec(LAYERS, KV_HEADS, 12, 4, dtype=torch.float32)
-    attention = AttentionSpec(HEADS, KV_HEADS, 12, torch.bfloat16)
+    spec = KVCacheSpec(LAYERS, KV_HEADS, 520, 4, dtype=torch.float32)
+    attention = AttentionSpec(HEADS, KV_HEADS, 520, torch.bfloat16)
     with pytest.raises(UnsupportedError, match=r"triton.*got 2 reasons against it: .*head_dim.*; .*bfloat16.*float32"):
         manager(backend="triton", spec=attention, cache=KVCache.allocate(spec, 10, CPU))

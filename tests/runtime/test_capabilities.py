@@ -38,6 +38,7 @@ class Needs:
 
     lacking   the field's value in a declaration that says no
     spec      options of the last of three layers; the others are plain
+    groups    the layers of each KV group; empty: one
     """
 
     lacking: Any
@@ -45,6 +46,7 @@ class Needs:
     spec: dict[str, Any] = field(default_factory=dict)
     kv: dict[str, Any] = field(default_factory=dict)
     config: dict[str, Any] = field(default_factory=dict)
+    groups: tuple[tuple[int, ...], ...] = ()
 
 
 WITH_SLOPES = {"alibi_slopes": SLOPES}
@@ -64,6 +66,9 @@ NEEDS: dict[str, Needs] = {
     "sinks": Needs(False, "sinks: not supported", spec={"sinks": True}),
     "lse": Needs(False, "lse: expected None, got a tensor; backend lacking gives none, choose another"),
     "batch_invariant": Needs(False, "batch_invariant: not supported", config={"batch_invariant": True}),
+    "kv_groups": Needs(False, "2 KV groups: supports one", groups=((0, 2), (1,))),
+    "v_head_dim": Needs(False, "v_head_dim 8: supports that of the keys, 16", spec={"v_head_dim": 8}),
+    "attention_chunk_size": Needs(False, "attention_chunk_size 3: not supported", spec={"attention_chunk_size": 3}),
 }
 
 
@@ -79,7 +84,8 @@ def attending(*, lse: bool = False) -> Callable[[Step], torch.Tensor]:
         tokens = step.descriptor.padded_tokens
         total = torch.zeros(tokens, VOCABULARY)
         for layer, target in enumerate(step.layers):
-            q, k, v = (torch.ones(tokens, heads, 16) for heads in (4, 2, 2))
+            dims = ((4, 16), (2, 16), (2, target.spec.value_dim))
+            q, k, v = (torch.ones(tokens, heads, dim) for heads, dim in dims)
             asked = {"lse": torch.zeros(tokens, 4)} if lse else {}
             sinks = {"sinks": torch.zeros(4)} if target.spec.sinks else {}
             total += step.attend(layer, q, k, v, **asked, **sinks).mean()
@@ -90,8 +96,11 @@ def attending(*, lse: bool = False) -> Callable[[Step], torch.Tensor]:
 
 def build(needs: Needs, *, lse: bool = False, **config: Any) -> ReplayManager:
     """A runtime of three layers that needs the capability, with the backend `lacking`."""
-    specs = (PLAIN, PLAIN, replace(PLAIN, **needs.spec))
-    kv = KVCacheSpec(3, 2, 16, **({"page_size": 4, "dtype": F32} | needs.kv))
+    everywhere = {name: value for name, value in needs.spec.items() if name == "v_head_dim"}
+    specs = (replace(PLAIN, **everywhere), replace(PLAIN, **everywhere), replace(PLAIN, **needs.spec))
+    kv = KVCacheSpec(3, 2, 16, **({"page_size": 4, "dtype": F32} | needs.kv | everywhere))
+    if needs.groups:
+        kv = [replace(kv, num_layers=len(layers), layers=layers) for layers in needs.groups]
     sizes = {"max_num_reqs": 4, "max_num_tokens": 12, "max_seq_len": 8, "decode_sizes": (4,), "backend": "lacking"}
     options = RuntimeConfig(**(sizes | needs.config | config))
     cache = KVCache.allocate(kv, 8, CPU)
@@ -146,7 +155,7 @@ def test_every_layer_is_asked(at: int, monkeypatch: pytest.MonkeyPatch) -> None:
     layers = [PLAIN] * 3
     layers[at] = replace(PLAIN, sliding_window=3)
     kv = KVCacheSpec(3, 2, 16, 4, dtype=F32)
-    assert cls.why_not(BackendContext(tuple(layers), kv, CPU, 4, 12, 8)) == ["sliding_window 3: not supported"]
+    assert cls.why_not(BackendContext(tuple(layers), (kv,), CPU, 4, 12, 8)) == ["sliding_window 3: not supported"]
 
 
 def test_a_cache_of_another_width_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -160,7 +169,7 @@ def test_a_cache_of_another_width_is_refused(monkeypatch: pytest.MonkeyPatch) ->
         (F32, torch.float8_e5m2, []),
     ):
         kv = KVCacheSpec(1, 2, 16, 4, dtype=stored)
-        assert cls.why_not(BackendContext((replace(PLAIN, dtype=layers),), kv, CPU, 4, 12, 8)) == reasons
+        assert cls.why_not(BackendContext((replace(PLAIN, dtype=layers),), (kv,), CPU, 4, 12, 8)) == reasons
 
 
 GRAPHS = [
@@ -247,7 +256,15 @@ CONTEXTS: dict[str, tuple[str, Any]] = {
     "no-layers": ("attention", ()),
     "list": ("attention", [PLAIN]),
     "layer": ("attention", (PLAIN, None)),
-    "kv": ("kv", None),
+    "groups": ("kv_groups", None),
+    "no-groups": ("kv_groups", ()),
+    "groups-list": ("kv_groups", [KVCacheSpec(1, 2, 16, 4, dtype=F32)]),
+    "group": ("kv_groups", (None,)),
+    "group-of-too-many": ("group_of", (0, 0)),
+    "group-of-none": ("group_of", ()),
+    "group-of-another": ("group_of", (1,)),
+    "group-of-negative": ("group_of", (-1,)),
+    "group-of-int": ("group_of", 0),
     "device": ("device", "cpu"),
     "reqs": ("max_num_reqs", 0),
     "tokens": ("max_num_tokens", 1.5),
@@ -261,7 +278,7 @@ CONTEXTS: dict[str, tuple[str, Any]] = {
 @pytest.mark.parametrize("case", CONTEXTS)
 def test_contexts_of_wrong_types(case: str) -> None:
     name, value = CONTEXTS[case]
-    good = BackendContext((PLAIN,), KVCacheSpec(1, 2, 16, 4, dtype=F32), CPU, 4, 12, 8)
+    good = BackendContext((PLAIN,), (KVCacheSpec(1, 2, 16, 4, dtype=F32),), CPU, 4, 12, 8)
     assert select_backend(good)[0].name == "torch_reference"
     with pytest.raises(ConfigError, match=rf"BackendContext\.{name}: expected .*, got "):
         replace(good, **{name: value})

@@ -32,11 +32,11 @@ from tests.runtime.toy import make_rig
 CPU = torch.device("cpu")
 F16, F32 = torch.float16, torch.float32
 ATTENTION = AttentionSpec(4, 2, 16, F16)
-CONTEXT = BackendContext((ATTENTION,) * 2, KVCacheSpec(2, 2, 16, 8, dtype=F16), CPU, 4, 16, 20, max_query_len=3)
+CONTEXT = BackendContext((ATTENTION,) * 2, (KVCacheSpec(2, 2, 16, 8, dtype=F16),), CPU, 4, 16, 20, max_query_len=3)
 ABLE = Capabilities(
-    devices=("cpu",), dtypes=(F16,), kv_dtypes=(F16,), head_dims=(16,), page_sizes=(8,), layouts=(KVLayout.NHD,),
+    devices=("cpu",), dtypes=(F16,), kv_dtypes=(F16,), head_dims=(8, 16), page_sizes=(8,), layouts=(KVLayout.NHD,),
     max_query_len=3, sliding_window=True, logits_softcap=True, mixed=True, alibi=True, sinks=True, lse=True,
-    batch_invariant=True,
+    batch_invariant=True, kv_groups=True, v_head_dim=True, attention_chunk_size=True,
 )  # fmt: skip
 
 
@@ -60,10 +60,24 @@ def layer(**options) -> BackendContext:
 LACKING = {  # what the backend declares, what is asked of it, and the one reason against it
     "device": ({"devices": ("cuda", "xpu")}, CONTEXT, "device cpu: runs on cuda, xpu only"),
     "page_size": ({"page_sizes": (4, 16)}, CONTEXT, "page_size 8: supports 4, 16"),
-    "layout": ({}, replace(CONTEXT, kv=replace(CONTEXT.kv, layout=KVLayout.HND)), "layout HND: supports NHD"),
+    "layout": (
+        {}, replace(CONTEXT, kv_groups=(replace(CONTEXT.kv_groups[0], layout=KVLayout.HND),)),
+        "layout HND: supports NHD",
+    ),
     "kv_dtype": ({"kv_dtypes": (F32,)}, CONTEXT, "KV dtype torch.float16: supports torch.float32"),
     "dtype": ({"dtypes": (F32,)}, CONTEXT, "dtype torch.float16: supports torch.float32"),
     "head_dim": ({"head_dims": (8, 32)}, CONTEXT, "head_dim 16: supports 8, 32"),
+    "v_head_dim": (
+        {"v_head_dim": False}, layer(v_head_dim=8), "v_head_dim 8: supports that of the keys, 16",
+    ),
+    "v_head_dims": ({}, layer(v_head_dim=24), "v_head_dim 24: supports 8, 16"),
+    "groups": (
+        {"kv_groups": False}, replace(CONTEXT, kv_groups=CONTEXT.kv_groups * 2, group_of=(0, 1)),
+        "2 KV groups: supports one",
+    ),
+    "chunks": (
+        {"attention_chunk_size": False}, layer(attention_chunk_size=3), "attention_chunk_size 3: not supported",
+    ),
     "window": ({"sliding_window": False}, layer(sliding_window=1), "sliding_window 1: not supported"),
     "softcap": ({"logits_softcap": False}, layer(logits_softcap=0.5), "logits_softcap 0.5: not supported"),
     "alibi": ({"alibi": False}, layer(alibi_slopes=(0.0,) * 4), "alibi_slopes: not supported"),
@@ -167,7 +181,9 @@ def test_what_a_backend_and_a_context_leave_out() -> None:
     }
     poor = Capabilities(max_query_len=1, sliding_window=False, logits_softcap=False, mixed=False, **able)
     assert not any((poor.alibi, poor.alibi_sqrt, poor.sinks, poor.lse, poor.batch_invariant))
-    smallest = BackendContext((ATTENTION,), CONTEXT.kv, CPU, 1, 1, 1)
+    assert not any((poor.kv_groups, poor.v_head_dim, poor.attention_chunk_size))
+    smallest = BackendContext((ATTENTION,), CONTEXT.kv_groups, CPU, 1, 1, 1)
+    assert smallest.group_of == (0,)
     assert (smallest.max_query_len, smallest.batch_invariant, smallest.mixed_batches) == (1, False, True)
     assert (AttentionBackend.seq_len_fill, AttentionBackend.quantises_queries) == (0, False)
     assert [int(support) for support in GraphSupport] == [0, 1, 2, 3]
@@ -177,7 +193,7 @@ def test_what_a_backend_and_a_context_leave_out() -> None:
 
 
 def test_a_context_counts_its_pages_and_knows_its_device() -> None:
-    assert [replace(CONTEXT, max_seq_len=n).max_pages for n in (1, 8, 9, 16, 17)] == [1, 1, 2, 2, 3]
+    assert [replace(CONTEXT, max_seq_len=n).max_pages(0) for n in (1, 8, 9, 16, 17)] == [1, 1, 2, 2, 3]
     with pytest.raises(ConfigError, match=r"BackendContext.device: expected device, got 'cpu'; make it a torch.device"):
         replace(CONTEXT, device="cpu")
 
@@ -189,7 +205,7 @@ def test_a_context_counts_its_pages_and_knows_its_device() -> None:
         ((8, 24, 40, 56, 72), "8, 24, 40, 56, 72"), ((32, 48, 64, 80, 96), "multiples of 16 from 32 to 96"),
         ((16, 32, 64, 128, 256), "16, 32, 64, 128, 256"), (("a", "b", "c", "d", "e"), "a, b, c, d, e"), ((), ""),
         ((5, 5, 5, 5, 5), "5, 5, 5, 5, 5"), ((5, 4, 3, 2, 1), "5, 4, 3, 2, 1"),
-        ((1, 2, 3, 4, 5, 7), "1, 2, 3, 4, 5, 7"), ((1, 2, 3, 4, 5), "multiples of 1 from 1 to 5"),
+        ((1, 2, 3, 4, 5, 7), "1, 2, 3, 4, 5, 7"), ((1, 2, 3, 4, 5), "1 to 5"),
     ],
     ids=str,
 )  # fmt: skip
@@ -263,13 +279,13 @@ def test_a_registered_backend_is_chosen_by_its_name(monkeypatch: pytest.MonkeyPa
     assert chosen is cls
     assert why.startswith("edges_backend: first in order of preference that serves device cpu; not triton (")
     for count, text in ((1, "1 reason against it: page_size 4"), (3, "3 reasons against it: page_size 4.*; KV dtype")):
-        kv = replace(CONTEXT.kv, page_size=4, dtype=F16 if count == 1 else F32)
+        kv = replace(CONTEXT.kv_groups[0], page_size=4, dtype=F16 if count == 1 else F32)
         with pytest.raises(UnsupportedError, match=f"backend edges_backend: .* got {text}"):
-            select_backend(replace(CONTEXT, kv=kv), "edges_backend")
+            select_backend(replace(CONTEXT, kv_groups=(kv,)), "edges_backend")
 
 
 def test_where_nothing_fits_every_reason_is_said() -> None:
-    context = replace(CONTEXT, kv=replace(CONTEXT.kv, dtype=F32))
+    context = replace(CONTEXT, kv_groups=(replace(CONTEXT.kv_groups[0], dtype=F32),))
     with pytest.raises(UnsupportedError, match=r"backend: .* on cpu, got none: .*triton \(.*torch_reference \(dtype"):
         select_backend(context)
 

@@ -29,7 +29,7 @@ def test_k_and_v_are_counted_each(k: int, v: int) -> None:
 def test_the_null_page_is_one_of_the_pages(null_page: int, fits: bool) -> None:
     spec = KVCacheSpec(1, 1, 8, 4, dtype=torch.float32, null_page=null_page)
     if fits:
-        assert KVCache.allocate(spec, 5, CPU).spec.null_page == null_page
+        assert KVCache.allocate(spec, 5, CPU).groups[0].null_page == null_page
         assert null_page not in PageAllocator(5, null_page).allocate(4)
     else:
         with pytest.raises(ConfigError, match=f"null_page: expected a page below num_pages=5, got {null_page}"):

@@ -222,9 +222,9 @@ def test_arrays_are_as_long_as_the_prompts_need() -> None:
     """A slot for each prompt, but no more than rows; pages for the longest."""
     runtime = build(rows=3)
     made = [_Sequence(i, np.ones(length, np.int32), SamplingParams(4)) for i, length in enumerate((2, 9, 6, 3))]
-    assert _Running(made[:2], runtime)._pages.shape == (2, 3)
-    assert _Running(made, runtime)._pages.shape == (3, 3)
-    assert _Running([], runtime)._pages.shape == (0, 0)
+    for sequences, shape in ((made[:2], (2, 3)), (made, (3, 3)), ([], (0, 0))):
+        (tables,) = _Running(sequences, runtime)._tables
+        assert tables._pages.shape == shape
     assert _Running(made, runtime)._free_slots == [2, 1, 0]
 
 
@@ -254,7 +254,7 @@ def test_a_plan_takes_what_fits_and_what_can_be_used(monkeypatch: pytest.MonkeyP
     assert (plan.num_pages, plan.free_before, plan.reserved) == (pages, pages * PAGE_BYTES + 5, 0)
     assert plan.kv_bytes == pages * PAGE_BYTES
     assert plan.actual_free is None
-    assert plan.predicted_free == 5 - 8 * pages * PAGE
+    assert plan.predicted_free == 5 - 8 * pages, "a claim for each page"
     physical(monkeypatch, (pages + 1) * PAGE_BYTES - 1)
     assert build("auto", capture=False, memory_utilization=1.0).memory_plan.num_pages == pages
     physical(monkeypatch, 100 * PAGE_BYTES)
@@ -278,15 +278,17 @@ def test_a_plan_keeps_the_share_that_it_was_told_to(monkeypatch: pytest.MonkeyPa
 def test_a_plan_of_a_device_leaves_room_for_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     """What trial captures took, and what is kept free of the whole device, are not given to the cache."""
     runtime = build(2, capture=False)
-    cuda, config, spec = torch.device("cuda", 0), runtime.config, runtime.kv_cache.spec
+    cuda, config, groups = torch.device("cuda", 0), runtime.config, runtime.kv_cache.groups
     free, total, graphs = 20 * PAGE_BYTES, 40 * PAGE_BYTES, 3 * PAGE_BYTES + 7
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, total) if device == cuda else None)
-    monkeypatch.setattr("graphrt.runtime._measure_graphs", lambda *given: graphs if given == ("b", config, cuda) else 0)
-    plan = _plan_memory("b", config, spec, cuda, 0.75)
+    monkeypatch.setattr(
+        "graphrt.runtime._measure_graphs", lambda *given: graphs if given == ("b", config, cuda, 1) else 0
+    )
+    plan = _plan_memory("b", config, groups, cuda, 0.75)
     assert (plan.free_before, plan.reserved, plan.predicted_graphs) == (free, 10 * PAGE_BYTES, graphs)
     assert (plan.num_pages, plan.kv_bytes) == (6, 6 * PAGE_BYTES)
-    assert plan.predicted_free == free - graphs - 6 * PAGE_BYTES - 8 * 6 * PAGE
+    assert plan.predicted_free == free - graphs - 6 * PAGE_BYTES - 8 * 6
 
 
 def test_rows_are_handed_out_from_the_lowest() -> None:

@@ -35,6 +35,7 @@ from graphrt import (
     SamplingParams,
     StepHandle,
     TextGenerator,
+    kv_groups,
     register_backend,
     resolve_device,
 )
@@ -185,12 +186,13 @@ def allocator_calls(world: World, count: Any, pages: Any, page: Any) -> None:
     assert allocator.num_free == 8
 
 
-def page_copies(world: World, src_pages: Any, dst_pages: Any, other: Any) -> None:
+def page_copies(world: World, src_pages: Any, dst_pages: Any, other: Any, group: Any) -> None:
     """Over pages that no sequence uses."""
     cache = world.runtime.kv_cache
-    attempt(lambda: KVCache.copy_pages(SMALL, src_pages, dst_pages))
-    attempt(lambda: SMALL.swap_pages(other, src_pages, dst_pages))
-    attempt(lambda: cache.swap_pages(SMALL, src_pages, dst_pages))
+    attempt(lambda: KVCache.copy_pages(SMALL, src_pages, dst_pages, group=group))
+    attempt(lambda: SMALL.swap_pages(other, src_pages, dst_pages, group=group))
+    attempt(lambda: cache.swap_pages(SMALL, src_pages, dst_pages, group=group))
+    attempt(lambda: SMALL.of_group(group))
 
 
 def generate(world: World, prompts: Any, params: Any) -> None:
@@ -222,10 +224,11 @@ def capture_with(world: World, progress: Any) -> None:
 
 BATCH = {
     "row_ids": [0, 1], "seq_lens": [1, 1], "query_lens": [1, 1], "tokens": [3, 4], "page_indptr": [0, 1, 2],
-    "page_ids": [1, 2], "sample": [1, 1], "temperatures": [0.0, 0.0], "seeds": [0, 0],
+    "page_ids": [1, 2], "first_pages": [0, 0], "sample": [1, 1], "temperatures": [0.0, 0.0], "seeds": [0, 0],
 }  # fmt: skip
 TINY = {"max_num_reqs": 2, "max_num_tokens": 8, "max_seq_len": 16, "decode_sizes": (1,), "mixed_sizes": ()}
 SPEC = KVCacheSpec(LAYERS, KV_HEADS, HEAD_DIM, 4, dtype=torch.float32)
+OTHER_POOL = KVCacheSpec(2, 1, 8, 2, layers=(0, 2), pool=1)
 SMALL = KVCache.allocate(SPEC, 9, CPU)
 ATTENTION = AttentionSpec(HEADS, KV_HEADS, HEAD_DIM, torch.float32)
 FIELDS = lambda cls: {f.name: f.default for f in dataclasses.fields(cls) if f.init}  # noqa: E731
@@ -243,7 +246,22 @@ TARGETS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "dataclasses.replace": (replaced, BATCH),
     "Row": (
         run_rows,
-        {"row_id": 0, "tokens": [3], "seq_len": 1, "pages": [1], "sample": True, "temperature": 0.0, "seed": 0},
+        {
+            "row_id": 0,
+            "tokens": [3],
+            "seq_len": 1,
+            "pages": [1],
+            "sample": True,
+            "temperature": 0.0,
+            "seed": 0,
+            "first_page": 0,
+        },
+    ),
+    "Row-of-groups": (
+        lambda w, pages, first_page: Batch.from_rows(
+            [Row(0, [3], 1, pages, first_page=first_page), Row(1, [4], 1, [[2], [3]])]
+        ),
+        {"pages": [[1], [4]], "first_page": [0, 0]},
     ),
     "Batch.from_rows": (lambda w, rows: run_batch(w, Batch.from_rows(rows)), {"rows": [Row(0, [3], 1, [1])]}),
     "replay": (
@@ -270,10 +288,33 @@ TARGETS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "pages_for": (lambda w, num_tokens: SPEC.pages_for(num_tokens), {"num_tokens": 3}),
     "KVCache": (
         lambda w, **a: KVCache(**a).nbytes,
-        {"spec": SPEC, "k": SMALL.k, "v": SMALL.v, "k_scales": None, "v_scales": None},
+        {"groups": SPEC, "k": SMALL.k, "v": SMALL.v, "k_scales": None, "v_scales": None},
     ),
-    "KVCache.allocate": (lambda w, **a: KVCache.allocate(**a), {"spec": SPEC, "num_pages": 3, "device": "cpu"}),
-    "pages": (page_copies, {"src_pages": [1, 2], "dst_pages": [3, 4], "other": SMALL}),
+    "KVCache.allocate": (lambda w, **a: KVCache.allocate(**a), {"groups": SPEC, "num_pages": 3, "device": "cpu"}),
+    "KVCache.allocate-groups": (
+        lambda w, first, second, pages: KVCache.allocate([first, second], [pages, 4], "cpu"),
+        {"first": dataclasses.replace(SPEC, layers=(1, 3)), "second": OTHER_POOL, "pages": 3},
+    ),
+    "KVCacheSpec-of-layers": (
+        lambda w, **a: KVCache.allocate([dataclasses.replace(SPEC, layers=(1, 3)), KVCacheSpec(**a)], 3, "cpu"),
+        {"layers": (0, 2), "pool": 1, "v_head_dim": None, "sliding_window": 5, "attention_chunk_size": None}
+        | {"num_layers": 2, "num_kv_heads": 1, "head_dim": 8, "page_size": 2, "null_page": 0},
+    ),
+    "kv_groups": (
+        lambda w, **a: KVCache.allocate(kv_groups(**a), 3, "cpu"),
+        {
+            "attention": [ATTENTION, dataclasses.replace(ATTENTION, sliding_window=6)],
+            "page_size": 4,
+            "layout": SPEC.layout,
+            "dtype": torch.float16,
+            "null_page": 0,
+        },
+    ),
+    "kv_groups-layer": (
+        lambda w, layer: KVCache.allocate(kv_groups([ATTENTION, layer]), 3, "cpu"),
+        {"layer": dataclasses.replace(ATTENTION, kv_shared_with=0)},
+    ),
+    "pages": (page_copies, {"src_pages": [1, 2], "dst_pages": [3, 4], "other": SMALL, "group": 0}),
     "PageAllocator": (lambda w, **a: PageAllocator(**a), {"num_pages": 9, "null_page": 0}),
     "allocator": (allocator_calls, {"count": 3, "pages": [1, 2], "page": 1}),
     "generate": (generate, {"prompts": [[5, 6], [7]], "params": SamplingParams(3)}),
@@ -290,6 +331,12 @@ TARGETS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
             "memory_utilization": 0.9,
             "allocate_kv": KVCache.allocate,
         },
+    ),
+    "Runtime-groups": (
+        lambda w, group, pages: build_runtime(
+            w, **(BUILD | {"kv_spec": [group], "num_pages": [pages], "device": "cpu"})
+        ),
+        {"group": SPEC, "pages": 3},
     ),
     "ReplayManager": (build_manager, BUILD | {"kv_cache": SMALL}),
     "capture": (capture_with, {"progress": None}),

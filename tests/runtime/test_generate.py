@@ -67,7 +67,7 @@ def build(smollm, page_size: int, rows: int, **config) -> Runtime:
     runtime = Runtime(
         loaded.model,
         loaded.config.attention_specs(torch.float32),
-        loaded.config.kv_spec(page_size, KVLayout.NHD, torch.float32),
+        loaded.config.kv_groups(page_size, KVLayout.NHD, torch.float32),
         vocab_size=loaded.config.vocab_size,
         device="cpu",
         config=RuntimeConfig(**settings),

@@ -38,7 +38,12 @@ def test_layouts_are_one_logical_view(layout: KVLayout, page_size: int) -> None:
         (
             lambda k, v: ([k[0], k[1][:, :3]], v),
             ShapeError,
-            r"k\[1\]: expected shape \[6, 4, 2, 8\], got \[6, 3, 2, 8\]",
+            r"k\[1\]: expected shape \[\*, 4, 2, 8\], got \[6, 3, 2, 8\]",
+        ),
+        (
+            lambda k, v: (k, [v[0][:5], v[1]]),
+            ShapeError,
+            r"v\[0\]: expected 6 pages as in the other layers of its pool, got 5",
         ),
         (lambda k, v: (k, [v[0].half(), v[1]]), ShapeError, r"v\[0\]: expected dtype float32, got float16"),
         (lambda k, v: (k, [v[0], v[1].to("meta")]), ShapeError, r"v\[1\]: expected device cpu, got meta"),
@@ -51,7 +56,7 @@ def test_layouts_are_one_logical_view(layout: KVLayout, page_size: int) -> None:
         (lambda k, v: (k, [v[0], v[1][:1].expand_as(v[1])]), ShapeError, r"v\[1\]: expected elements that share no"),
         (lambda k, v: (k, [v[0], k[1]]), ConfigError, r"v\[1\]: expected other memory than that of k\[1\]"),
     ],
-    ids=["count", "shape", "dtype", "device", "stride", "none", "expanded", "one-tensor"],
+    ids=["count", "shape", "pages", "dtype", "device", "stride", "none", "expanded", "one-tensor"],
 )
 def test_tensors_of_the_caller_are_checked(change, error, text: str) -> None:
     make = lambda: [torch.zeros(6, 4, 2, 8) for _ in range(2)]  # noqa: E731
@@ -195,9 +200,10 @@ def test_modes_of_the_process_do_not_reach_a_cache(dtype: torch.dtype) -> None:
 
 def test_the_null_page_may_be_the_last() -> None:
     spec = KVCacheSpec(1, 1, 8, null_page="last")
-    assert [KVCache.allocate(spec, pages, CPU).null_page for pages in (2, 9)] == [1, 8]
-    assert KVCache.allocate(spec, 9, CPU).spec == KVCacheSpec(1, 1, 8, null_page=8)
-    assert KVCache.allocate(KVCacheSpec(1, 1, 8, null_page=3), 9, CPU).null_page == 3
+    assert [KVCache.allocate(spec, pages, CPU).groups[0].null_page for pages in (2, 9)] == [1, 8]
+    assert KVCache.allocate(spec, 9, CPU).groups == (KVCacheSpec(1, 1, 8, null_page=8),)
+    assert KVCache.allocate(spec, 9, CPU).pools == ((9, 8),)
+    assert KVCache.allocate(KVCacheSpec(1, 1, 8, null_page=3), 9, CPU).groups[0].null_page == 3
     with pytest.raises(ConfigError, match='null_page: expected a page below num_pages=9, got 9; pass "last"'):
         KVCache.allocate(KVCacheSpec(1, 1, 8, null_page=9), 9, CPU)
     for wrong in ("first", None, -1, 1.0, True, np.array([1, 2]), 2**31):
@@ -212,8 +218,13 @@ K = [torch.zeros(6, 4, 2, 8) for _ in range(2)]
 V = [torch.zeros(6, 4, 2, 8) for _ in range(2)]
 
 WRONG_TYPES = {
-    "spec": (lambda: KVCache("spec", K, V), "spec: expected KVCacheSpec, got 'spec'"),
-    "allocate-spec": (lambda: KVCache.allocate(None, 6, "cpu"), "spec: expected KVCacheSpec, got None"),
+    "spec": (lambda: KVCache("spec", K, V), "groups: expected a list or tuple of KVCacheSpec .* got 'spec'"),
+    "spec-item": (lambda: KVCache([SPEC, 3], K, V), r"groups\[1\]: expected KVCacheSpec, got 3"),
+    "no-spec": (lambda: KVCache((), K, V), "groups: expected at least one KVCacheSpec, got none"),
+    "allocate-spec": (
+        lambda: KVCache.allocate(None, 6, "cpu"),
+        "groups: expected a list .* of KVCacheSpec .* got None",
+    ),
     "k": (lambda: KVCache(SPEC, None, V), "k: expected a list or tuple of tensors, one per layer, got None"),
     "v": (lambda: KVCache(SPEC, K, K[0]), "v: expected a list or tuple of tensors"),
     "v-text": (lambda: KVCache(SPEC, K, "ab"), "v: expected a list or tuple of tensors, one per layer, got 'ab'"),

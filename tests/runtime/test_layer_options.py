@@ -11,10 +11,11 @@ from graphrt.backends import registry
 from graphrt.backends.base import AttentionBackend, AttentionLayer, BackendContext, Capabilities, GraphSupport
 from graphrt.capture.descriptor import BatchDescriptor
 from graphrt.config import RuntimeConfig
+from graphrt.groups import layer_places
 from graphrt.kernels.attention.options import AttentionOptions
 from graphrt.kernels.cache.write import Rotary
 from graphrt.kernels.errors import ConfigError, ShapeError, UnsupportedError
-from graphrt.kernels.metadata.buffers import Capacity, StaticBuffers
+from graphrt.kernels.metadata.buffers import Capacity, PageGroup, StaticBuffers
 from graphrt.kernels.types import KVLayout
 from graphrt.kv_cache import KVCache
 from graphrt.metadata import StepMetadata
@@ -76,7 +77,7 @@ class Bare(Recording):
 
 def make_context(*specs: AttentionSpec, kv_dtype: torch.dtype = F32, batch_invariant: bool = False) -> BackendContext:
     kv = KVCacheSpec(len(specs), 2, 16, page_size=4, dtype=kv_dtype)
-    return BackendContext(specs, kv, CPU, 8, 64, 32, batch_invariant=batch_invariant)
+    return BackendContext(specs, (kv,), CPU, 8, 64, 32, batch_invariant=batch_invariant)
 
 
 def test_every_reason_is_given() -> None:
@@ -113,7 +114,7 @@ def test_a_runtime_asks_for_batch_invariance(monkeypatch: pytest.MonkeyPatch) ->
 
 def make_layers(*specs: AttentionSpec, kv_dtype: torch.dtype = F32) -> tuple[KVCache, tuple[AttentionLayer, ...]]:
     cache = KVCache.allocate(KVCacheSpec(len(specs), 2, 16, 4, dtype=kv_dtype), 3, CPU)
-    return cache, attention_layers(specs, cache)
+    return cache, attention_layers(specs, layer_places(specs, cache.groups), cache)
 
 
 def test_layers_hold_scales_and_slopes() -> None:
@@ -137,7 +138,7 @@ def test_slopes_are_float32_whatever_the_default_is() -> None:
     torch.set_default_dtype(torch.float64)
     try:
         with torch.device("meta"):
-            (layer,) = attention_layers([ALIBI], cache)
+            (layer,) = attention_layers([ALIBI], layer_places([ALIBI], cache.groups), cache)
     finally:
         torch.set_default_dtype(before)
     assert layer.alibi_slopes.dtype == torch.float32
@@ -158,15 +159,15 @@ TOKENS = 3
 def make_step(spec: AttentionSpec, kv_dtype: torch.dtype = F32, backend: type[Recording] = Recording) -> Step:
     """A decode step of three tokens; the third is a pad."""
     _, layers = make_layers(spec, kv_dtype=kv_dtype)
-    capacity = Capacity(rows=TOKENS, tokens=TOKENS, pages_per_row=2, row_ids=TOKENS, slots=12, record=1, ring=2)
+    capacity = Capacity(TOKENS, TOKENS, TOKENS, record=1, ring=2, page_groups=(PageGroup(6, 2, 0, 2),))
     buffers = StaticBuffers.allocate(capacity, CPU)
     buffers.positions.copy_(torch.tensor([0, 5, 0]))
     metadata = StepMetadata(
         descriptor=BatchDescriptor.decode(TOKENS),
         seq_lens=torch.tensor([1, 6, 0], dtype=torch.int32),
         query_start_loc=torch.arange(TOKENS + 1, dtype=torch.int32),
-        block_table=torch.tensor([[1, 0], [1, 2], [0, 0]], dtype=torch.int32),
-        slot_mapping=torch.tensor([4, 9, -1]),
+        block_tables=(torch.tensor([[1, 0], [1, 2], [0, 0]], dtype=torch.int32),),
+        slot_mappings=(torch.tensor([4, 9, -1]),),
         positions=buffers.positions,
         max_seq_len=8,
     )

@@ -18,6 +18,7 @@ from graphrt.config import RuntimeConfig
 from graphrt.handle import StepFaultError
 from graphrt.kernels.checks import check_device
 from graphrt.kernels.errors import CaptureError, ConfigError
+from graphrt.kernels.metadata.buffers import BufferKind
 from graphrt.kernels.ops.sampling import MAX_VOCAB_SIZE
 from graphrt.kernels.types import RowStatus
 from graphrt.kv_cache import KVCache
@@ -106,11 +107,11 @@ def test_buffers_have_the_extents_of_the_configuration() -> None:
     rig = make_rig(CPU, num_pages=11, decode_sizes=(), mixed_sizes=(), **sizes)
     shapes = {name: list(tensor.shape) for name, tensor in rig.manager.buffers.named()}
     assert shapes["input_ids"] == [7]
-    assert shapes["block_table"] == [3, 13], "50 tokens in pages of 4"
+    assert shapes["block_table"] == shapes["page_table"] == [1, 3, 13], "50 tokens in pages of 4"
     assert shapes["query_start_loc"] == [4]
-    assert (shapes["last_token"], shapes["claims"]) == ([3], [11 * 4 + 3])
+    assert (shapes["last_token"], shapes["claims"]) == ([3], [11 + 3])
     assert (shapes["token_ring"], shapes["step_ring"]) == ([6, 3], [6])
-    assert shapes["record"] == [8 + 3 * 9 + 7 + 3 * 13]
+    assert shapes["record"] == [8 + 3 * 10 + 7 + 3 * 13]
 
 
 def test_buffers_hold_pads_before_the_first_step() -> None:
@@ -152,7 +153,7 @@ def test_a_runtime_hands_its_arguments_on(monkeypatch: pytest.MonkeyPatch) -> No
 
     class Spy(ReplayManager):
         def __init__(self, model, kv_cache, attention, **options) -> None:
-            given.update(options, model=model, attention=attention, spec=kv_cache.spec)
+            given.update(options, model=model, attention=attention, groups=kv_cache.groups)
             super().__init__(model, kv_cache, attention, **(options | {"stream": None}))
 
     monkeypatch.setattr(runtime, "ReplayManager", Spy)
@@ -166,7 +167,7 @@ def test_a_runtime_hands_its_arguments_on(monkeypatch: pytest.MonkeyPatch) -> No
     assert given["weights"] == tuple(named)
     assert given["vocab_size"] == made.vocab_size == VOCAB
     assert given["config"] is made.config
-    assert given["spec"].resolve(7) == made.kv_cache.spec
+    assert given["groups"] == made.kv_cache.groups
 
 
 def test_a_runtime_hands_on_how_a_step_is_to_run() -> None:
@@ -263,6 +264,11 @@ def test_reset_keeps_the_results_of_steps_in_flight() -> None:
     rig.manager.reset()
     assert handle.tokens().tolist() == before
     for name, spec in rig.manager.buffers.specs().items():
+        if spec.kind is BufferKind.CONSTANT:
+            assert getattr(rig.manager.buffers, name).tolist() == [[4, 80, 0, 16, 0, 0, 0]], (
+                "not reset, as constants are"
+            )
+            continue
         assert getattr(rig.manager.buffers, name).unique().tolist() == [spec.initial], name
 
 

@@ -260,7 +260,7 @@ def test_shapes_have_the_published_number_of_parameters(name):
     assert config.num_parameters == PUBLISHED[name]
     model = LlamaModel(config, dtype=torch.bfloat16, device=torch.device("meta"), max_positions=8)
     assert sum(p.numel() for p in model.parameters()) == PUBLISHED[name]
-    spec = config.kv_spec(16, KVLayout.HND, torch.bfloat16)
+    (spec,) = config.kv_groups(16, KVLayout.HND, torch.bfloat16)
     assert (spec.num_layers, spec.num_kv_heads, spec.head_dim) == (
         config.num_layers,
         config.num_kv_heads,

@@ -127,7 +127,7 @@ def backends(monkeypatch: pytest.MonkeyPatch) -> dict[str, type[TorchReferenceBa
 def context(device: str = "cuda", page_size: int = 16, reqs: int = 256, **options: Any) -> BackendContext:
     spec = AttentionSpec(32, 8, 128, torch.bfloat16, **options)
     kv = KVCacheSpec(1, 8, 128, page_size, KVLayout.NHD, torch.bfloat16)
-    return BackendContext((spec,), kv, torch.device(device), reqs, 2048, 8192)
+    return BackendContext((spec,), (kv,), torch.device(device), reqs, 2048, 8192)
 
 
 TIMES = {"triton": (10.0, 100.0), "swift": (5.0, 400.0), "steady": (13.4, 134.0), "large_pages": (1.0, 1.0)}

@@ -150,7 +150,7 @@ def test_page_0_is_handed_out_where_the_null_page_is_the_last(device: torch.devi
             for tensor in (*runtime.kv_cache.k, *runtime.kv_cache.v):
                 tensor.fill_(float("nan"))
             runtime.capture()
-            assert runtime.kv_cache.null_page == last
+            assert runtime.kv_cache.groups[0].null_page == last
             assert runtime.kv_cache.num_pages == last + 1
             assert_right(runtime, model, 0)
             (fault,) = runtime.replay(one_row(last)).faults
@@ -164,9 +164,10 @@ def test_the_kv_tensors_may_be_the_callers(device: torch.device, num_pages: int 
     """The caller's function makes the cache, graphrt works out how many pages; after close the tensors are intact."""
     made: list[KVCache] = []
 
-    def allocate(spec: KVCacheSpec, pages: int, where: torch.device) -> KVCache:
-        pool = torch.zeros(LAYERS, pages, 2, spec.page_size, KV_HEADS, HEAD_DIM, device=where)
-        made.append(KVCache(spec, list(pool[:, :, 0]), list(pool[:, :, 1])))
+    def allocate(groups: tuple[KVCacheSpec, ...], pages: tuple[int, ...], where: torch.device) -> KVCache:
+        (spec,), (count,) = groups, pages
+        pool = torch.zeros(LAYERS, count, 2, spec.page_size, KV_HEADS, HEAD_DIM, device=where)
+        made.append(KVCache(groups, list(pool[:, :, 0]), list(pool[:, :, 1])))
         return made[-1]
 
     model = ToyModel(device, torch.float32)
@@ -197,13 +198,15 @@ WRONG: dict[str, tuple[dict, str]] = {
     "weights-item": ({"weights": [("a", 1)]}, r"weights\[0\]: expected a name and a tensor, got \('a', 1\)"),
     "stream": ({"stream": "abc"}, "stream: expected .* got 'abc'"),
     "config": ({"config": "abc"}, "config: expected RuntimeConfig, got 'abc'"),
-    "kv_spec": ({"kv_spec": "abc"}, "kv_spec: expected KVCacheSpec, got 'abc'"),
+    "kv_spec": ({"kv_spec": "abc"}, "groups: expected a list or tuple of KVCacheSpec per KV group, got 'abc'"),
+    "kv_spec-item": ({"kv_spec": [SPEC, None]}, r"groups\[1\]: expected KVCacheSpec, got None"),
+    "kv_spec-none": ({"kv_spec": ()}, "groups: expected at least one KVCacheSpec, got none"),
     "attention": ({"attention": "abc"}, "attention: expected a list or tuple of AttentionSpec"),
     "attention-none": ({"attention": None}, "attention: expected a list or tuple of AttentionSpec per layer, got None"),
     "attention-item": ({"attention": [SPEC] * 2}, r"attention\[0\]: expected AttentionSpec, got KVCacheSpec"),
     "attention-count": (
         {"attention": [AttentionSpec(4, 2, 16, torch.float32)]},
-        "attention: expected 2 AttentionSpec per layer, got 1",
+        "attention: expected 2 layers that write keys and values, as in the cache, got 1 of 1",
     ),
     "vocab": ({"vocab_size": 61.0}, "vocab_size: expected an int from 1 to 1048576, got 61.0"),
     "vocab-zero": ({"vocab_size": 0}, "vocab_size: .* got 0"),
@@ -212,6 +215,9 @@ WRONG: dict[str, tuple[dict, str]] = {
     "pages-text": ({"num_pages": "some"}, "num_pages: .* got 'some'"),
     "pages-none": ({"num_pages": None}, "num_pages: .* got None"),
     "pages-one": ({"num_pages": 1}, "num_pages: .* got 1"),
+    "pages-of-pools": ({"num_pages": [5, 6]}, r"num_pages: expected one number, or one for each of 1 pools, got \[5,"),
+    "pages-of-no-pool": ({"num_pages": ()}, r"num_pages: expected one number, .* got \(\)"),
+    "pages-of-pools-item": ({"num_pages": ["5"]}, "num_pages: expected an int from 2 .* got '5'"),
     "share": ({"memory_utilization": "x"}, r"memory_utilization: expected a share in \(0, 1\], got 'x'"),
     "share-nan": ({"memory_utilization": float("nan")}, "memory_utilization: .* got nan"),
     "share-bool": ({"memory_utilization": True}, "memory_utilization: .* got True"),
@@ -220,12 +226,12 @@ WRONG: dict[str, tuple[dict, str]] = {
     "allocate": ({"allocate_kv": 3}, "allocate_kv: expected a callable, got 3"),
     "allocate-none": ({"allocate_kv": lambda *_: None}, "allocate_kv: expected KVCache, got None; return a KVCache"),
     "allocate-pages": (
-        {"allocate_kv": lambda s, n, d: KVCache.allocate(s, n + 1, d), "num_pages": 5},
-        "allocate_kv: expected a cache of num_pages 5, got 6",
+        {"allocate_kv": lambda s, n, d: KVCache.allocate(s, n[0] + 1, d), "num_pages": 5},
+        r"allocate_kv: expected a cache of pool_pages \(5,\), got \(6,\)",
     ),
     "allocate-spec": (
         {"allocate_kv": lambda s, n, d: KVCache.allocate(KVCacheSpec(2, 2, 16, 8), n, d)},
-        "allocate_kv: expected a cache of spec .*page_size=4.*, got .*page_size=8",
+        "allocate_kv: expected a cache of groups .*page_size=4.*, got .*page_size=8",
     ),
     "allocate-device": (
         {"allocate_kv": lambda s, n, d: KVCache.allocate(s, n, "meta")},

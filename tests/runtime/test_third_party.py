@@ -41,7 +41,7 @@ from graphrt.spec import AttentionSpec, KVCacheSpec
 assert "graphrt_acme" not in sys.modules, "a package is imported when it is asked for, not before"
 names = backend_names()
 spec = AttentionSpec(4, 2, 16, torch.float32)
-context = BackendContext((spec,), KVCacheSpec(1, 2, 16, 4, dtype=torch.float32), torch.device("cpu"), 8, 64, 32)
+context = BackendContext((spec,), (KVCacheSpec(1, 2, 16, 4, dtype=torch.float32),), torch.device("cpu"), 8, 64, 32)
 cls, reason = select_backend(context, "acme")
 report = {"names": names, "class": f"{cls.__module__}:{cls.__name__}", "reason": reason}
 report["chosen"] = select_backend(context)[1]

@@ -1,0 +1,231 @@
+"""Attention of prompts: the operator `prompt_attention`, and its launch of the Triton kernel."""
+
+from __future__ import annotations
+
+import warnings
+
+import torch
+
+from graphrt.kernels.attention.arguments import (
+    TRITON_DTYPES,
+    check_attention_tensors,
+    check_contiguous_tensors,
+    logit_constants,
+)
+from graphrt.kernels.attention.options import FP8_DTYPES, MAX_WINDOW, AttentionOptions
+from graphrt.kernels.attention.prompt_call import PromptCall
+from graphrt.kernels.attention.prompt_kernel import prompt_kernel
+from graphrt.kernels.attention.prompt_native import native_prompt, prompt_fault
+from graphrt.kernels.attention.prompt_plan import PROMPT_HEAD_DIMS, PromptPlan
+from graphrt.kernels.attention.prompt_reference import prompt_reference
+from graphrt.kernels.attention.prompt_schedule import check_schedule
+from graphrt.kernels.checks import check_int, check_tensor, check_unit_stride
+from graphrt.kernels.compile_spec import CompileSpec
+from graphrt.kernels.errors import ShapeError, UnsupportedError
+from graphrt.kernels.op_declaration import DeclaredOp
+
+
+def _constexprs(plan: PromptPlan, options: AttentionOptions, kv_dtype: torch.dtype, left: int) -> dict[str, object]:
+    """The constexpr arguments of the kernel, without those that tell paged from packed calls."""
+    return {
+        "GROUP": plan.group,
+        "HEAD_DIM": plan.head_dim,
+        "HAS_LEFT": left < MAX_WINDOW,
+        "HAS_SOFTCAP": options.logits_softcap > 0.0,
+        "ALIBI_SQRT": options.alibi_sqrt,
+        "IS_FP8": kv_dtype in FP8_DTYPES,
+        "BLOCK_M": plan.block_m,
+        "BLOCK_N": plan.block_n,
+        "BLOCK_D": plan.block_d,
+        "NUM_STAGES": plan.num_stages,
+    }
+
+
+def _launch(call: PromptCall) -> None:
+    """One launch of the Triton kernel: a program per KV head and unit that there may be."""
+    plan, options, table = call.plan, call.options, call.block_table
+    logit_factor, logit_cap = logit_constants(options.softmax_scale, options.logits_softcap)
+    k_strides, v_strides = ((0, *t.stride()[:2]) if table is None else t.stride()[:3] for t in (call.k, call.v))
+    prompt_kernel[(plan.num_kv_heads, plan.max_units)](
+        call.q,
+        call.k,
+        call.v,
+        call.schedule if table is None else table,
+        call.schedule,
+        call.out,
+        call.lse,
+        options.k_scale,
+        options.v_scale,
+        options.alibi_slopes,
+        options.sinks,
+        logit_factor,
+        logit_cap,
+        call.left,
+        call.right,
+        *call.q.stride()[:2],
+        *k_strides,
+        *v_strides,
+        0 if table is None else table.stride(0),
+        *call.out.stride()[:2],
+        0 if call.lse is None else call.lse.stride(0),
+        *options.scale_strides,
+        PAGE_SIZE=1 if table is None else call.k.shape[1],
+        PAGED=table is not None,
+        **_constexprs(plan, options, call.k.dtype, call.left),
+        num_warps=plan.num_warps,
+        num_stages=plan.num_stages,
+    )
+
+
+def _on_device(call: PromptCall) -> None:
+    if call.q.is_cuda and call.plan.num_blocks:
+        fault = prompt_fault(call)
+        if fault is None:
+            native_prompt(call)
+            return
+        warnings.warn(f"prompt_attention: the slower Triton kernel runs, since {fault}", RuntimeWarning, stacklevel=2)
+    _launch(call)
+
+
+_prompt = DeclaredOp("prompt_attention", PromptCall, triton_impl=_on_device, reference=prompt_reference)
+
+
+def prompt_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    plan: PromptPlan,
+    schedule: torch.Tensor,
+    options: AttentionOptions,
+    *,
+    block_table: torch.Tensor | None = None,
+    window: tuple[int, int] | None = None,
+    lse: torch.Tensor | None = None,
+) -> None:
+    """Attention of rows of many new tokens, to their pages or to keys that lie packed.
+
+    q, out        [num_tokens, num_q_heads, head_dim]   fp16, bf16 or fp32; out is written
+    k, v          [num_pages, page_size, num_kv_heads, head_dim]  with block_table: the rows' pages, which hold the new
+                  tokens' K and V already
+                  [kv_tokens, num_kv_heads, head_dim]  without: K and V of the rows one after another
+                  dtype of q, or fp8; any strides, last one 1
+    schedule      written by `schedule_prompt` in this step, from the same plan; of `seq_lens` with block_table, of
+                  `kv_start_loc` (`seq_lens_are_starts`) without. Calls that share it run one after another
+    options       causal, sliding_window and all others, as `paged_attention` takes them
+    block_table   [rows, max_pages]   int32
+    window        (left, right), without options.causal: a token sees so many positions before and behind its own; None:
+                  all. The row's last token stands at its last key
+    lse           [num_tokens, num_q_heads]  natural log of the softmax's denominator, sinks included   float32, written
+                  Where nothing is seen it is the sink, or -inf without one. In pad tokens it is -inf
+
+    Written are the tokens of rows from the schedule's `first_row` on, and pad tokens, from the last value of
+    query_start_loc on, which are zeros. Tokens of earlier rows are left as they are. So a kernel of decode rows may
+    serve those, if it runs before this one.
+
+    Keys and values that no token of the row sees may hold NaN. The caller guarantees of pages and lengths what
+    `paged_attention` wants; of packed keys that kv_start_loc does not decrease and ends at kv_tokens or before.
+
+    Capture-safe: one launch, no sync, no allocation; the grid depends on the plan only.
+
+    Raises: ShapeError, CapacityError, UnsupportedError.
+    """
+    if options.attention_chunk_size:
+        raise UnsupportedError(
+            f"attention_chunk_size: expected 0, got {options.attention_chunk_size}; use paged_attention instead"
+        )
+    left, right = _reach(options, window)
+    check_schedule(plan, schedule, q.device)
+    one = schedule[:1]  # lengths are the schedule's: it stands for tensors of them
+    if block_table is None:
+        check_contiguous_tensors(q, k, v, one, one, out, options, lse)
+    else:
+        check_tensor("block_table", block_table, shape=(plan.num_rows, None), dtype=torch.int32, device=q.device)
+        check_unit_stride("block_table", block_table)
+        check_attention_tensors(q, k, v, block_table[:1], one, out, options, lse)
+    heads = (plan.num_tokens, plan.num_q_heads, plan.head_dim)
+    if q.shape != heads or k.shape[-2] != plan.num_kv_heads:
+        raise ShapeError(
+            f"q: expected {heads[0]} tokens, {heads[1]} query and {plan.num_kv_heads} KV heads of {heads[2]} as in the "
+            f"plan, got {q.shape[0]} tokens, {q.shape[1]} and {k.shape[-2]} heads of {q.shape[2]}; make a plan for "
+            "this shape"
+        )
+    if v.shape[-1] != plan.head_dim:
+        raise UnsupportedError(
+            f"v: expected heads of {plan.head_dim} as q and k have, got {v.shape[-1]}; use paged_attention"
+        )
+    if plan.head_dim not in PROMPT_HEAD_DIMS:
+        raise UnsupportedError(
+            f"q: expected a head_dim among the multiples of 8 from 16 to 256, got {plan.head_dim}; use paged_attention"
+        )
+    _prompt(PromptCall(q, k, v, block_table, schedule, out, lse, left, right, options, plan))
+
+
+def _reach(options: AttentionOptions, window: tuple[int, int] | None) -> tuple[int, int]:
+    """How many positions before and behind its own a token sees; MAX_WINDOW: all."""
+    if options.causal:
+        if window is not None:
+            raise ShapeError(f"window: expected None with causal, got {window!r}; use options.sliding_window")
+        return options.sliding_window - 1 if options.sliding_window else MAX_WINDOW, 0
+    if window is None:
+        return MAX_WINDOW, MAX_WINDOW
+    if not (isinstance(window, tuple) and len(window) == 2):
+        raise ShapeError(f"window: expected (left, right) or None, got {window!r}; pass two ints")
+    for side in window:
+        check_int("window", side, 0, MAX_WINDOW, advice="None switches it off", error=ShapeError)
+    return window
+
+
+def compile_variants() -> list[CompileSpec]:
+    """Variants of the Triton kernel that a test compiles without a GPU: shapes of common models, and the corners."""
+    bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32
+    e4m3, e5m2 = torch.float8_e4m3fn, torch.float8_e5m2
+    cases: list[tuple[str, torch.dtype, torch.dtype, int, int, int, bool]] = [
+        # name, dtype, KV dtype, head_dim, group, page_size (0: packed), every option
+        ("llama", bf16, bf16, 128, 4, 16, False),
+        ("llama_page64", fp16, fp16, 128, 4, 64, False),
+        ("llama_fp8", bf16, e4m3, 128, 4, 16, False),
+        ("packed", bf16, bf16, 128, 4, 0, False),
+        ("encoder", fp16, fp16, 64, 1, 0, False),
+        ("options", fp16, fp16, 96, 3, 16, True),
+        ("gemma", bf16, bf16, 256, 2, 16, True),
+        ("gemma_fp8", bf16, e5m2, 256, 8, 16, True),
+        ("fp32", fp32, fp32, 80, 4, 16, True),
+        ("fp32_large", fp32, fp32, 256, 8, 0, False),
+    ]
+    specs = []
+    for name, dtype, kv_dtype, head_dim, group, page_size, every in cases:
+        plan = PromptPlan.make(
+            64, 2048, num_q_heads=8 * group, num_kv_heads=8, head_dim=head_dim, dtype=dtype, kv_dtype=kv_dtype,
+            num_sms=132,
+        )  # fmt: skip
+        options = AttentionOptions(1.0, True, int(every), logits_softcap=float(every), alibi_sqrt=every)
+        constexprs: dict[str, object] = {
+            **_constexprs(plan, options, kv_dtype, _reach(options, None)[0]),
+            "PAGE_SIZE": page_size or 1,
+            "PAGED": page_size > 0,
+        }
+        pointers = {"q_ptr": dtype, "out_ptr": dtype, "k_ptr": kv_dtype, "v_ptr": kv_dtype}
+        optional = ("lse_ptr", "k_scale_ptr", "v_scale_ptr", "slopes_ptr", "sinks_ptr")
+        signature = {}
+        for argument in prompt_kernel.arg_names:
+            if argument in optional and not every:
+                constexprs[argument] = None
+            if argument in constexprs:
+                signature[argument] = "constexpr"
+            elif argument in pointers:
+                signature[argument] = f"*{TRITON_DTYPES[pointers[argument]]}"
+            elif argument in ("block_table_ptr", "schedule_ptr"):
+                signature[argument] = "*i32"
+            elif argument.endswith("_ptr"):
+                signature[argument] = "*fp32"
+            else:
+                signature[argument] = "fp32" if argument.startswith("logit_") else "i32"
+        divisible = tuple(a for a in signature if a.endswith("_ptr") or a.startswith("stride_"))
+        specs.append(
+            CompileSpec(
+                f"prompt_{name}", prompt_kernel, signature, constexprs, plan.num_warps, plan.num_stages,
+                divisible=divisible,
+            )
+        )  # fmt: skip
+    return specs

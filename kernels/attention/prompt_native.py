@@ -1,0 +1,192 @@
+"""The CUDA kernel of prompt parts (native/prompt.cu): when it serves, its variants and its launch."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+
+import torch
+from cuda.bindings import driver
+
+from graphrt.kernels.attention.arguments import logit_constants
+from graphrt.kernels.attention.options import AttentionOptions
+from graphrt.kernels.attention.prompt_call import PromptCall
+from graphrt.kernels.attention.prompt_plan import NATIVE_BLOCK_M, PromptPlan
+from graphrt.kernels.errors import GraphRTError
+from graphrt.kernels.native.nvrtc import MIN_SHARED_BYTES, NativeVariant, launch
+
+_CAPABILITY = (9, 0)  # its products belong to this one alone, as sm_90a says
+_PANEL = 64  # elements of 16 bits in the 128 bytes that shared memory is swizzled by
+_NUM_THREADS = 384
+_MOST_STAGES = 8
+_VARIABLE_BYTES = 384  # of barriers and what else the warps share
+_QUERY_STAGES_UP_TO = 192
+"""Largest head_dim whose queries lie in shared memory twice, so that the next unit's come during this one."""
+
+_ALIGNMENT = 16  # bytes that addresses are a multiple of
+
+
+class _Params(ctypes.Structure):
+    """`Params` of native/prompt.cu, which is aligned to 64 bytes."""
+
+    _fields_ = (
+        *((name, ctypes.c_byte * 128) for name in ("k_map", "v_map")),
+        *((name, ctypes.c_void_p) for name in ("q", "out", "lse", "block_table", "schedule", "slopes", "sinks")),
+        *((name, ctypes.c_longlong) for name in ("q_token", "q_head", "out_token", "out_head", "lse_token")),
+        ("table_row", ctypes.c_longlong),
+        *((name, ctypes.c_int) for name in ("left", "right", "num_kv_heads", "unused")),
+        *((name, ctypes.c_float) for name in ("logit_factor", "logit_cap")),
+    )
+
+
+_PARAMS_BYTES = -(-ctypes.sizeof(_Params) // 64) * 64
+
+
+def runs_prompt_kernel(device: torch.device) -> bool:
+    """Whether the CUDA kernel of prompts runs on `device`: compute capability 9.0, which Hopper GPUs have."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) == _CAPABILITY
+
+
+def prompt_fault(call: PromptCall) -> str | None:
+    """Why the CUDA kernel cannot run with the tensors of a call, by a plan that was made for it; None: it can."""
+    if call.q.element_size() != 2 or call.k.dtype != call.q.dtype:
+        return f"q is {call.q.dtype} and k is {call.k.dtype}"
+    if call.block_table is not None and call.k.shape[1] % 16:
+        return f"pages of {call.k.shape[1]} tokens are no multiple of 16"
+    for name, tensor in (("q", call.q), ("k", call.k), ("v", call.v), ("out", call.out)):
+        steps = [
+            stride * tensor.element_size()
+            for stride, extent in zip(tensor.stride(), tensor.shape[:-1], strict=False)
+            if extent > 1
+        ]
+        if any(n % _ALIGNMENT for n in (tensor.data_ptr(), *steps)):
+            return f"{name} has heads at addresses that are no multiple of {_ALIGNMENT}"
+    return None
+
+
+def _block_n(head_dim: int) -> int:
+    """Tokens of a tile: as many as fit shared memory twice, and whose weights fit the registers beside the output."""
+    return 128 if head_dim <= 2 * _PANEL else 64
+
+
+def prompt_variant(plan: PromptPlan, options: AttentionOptions, dtype: torch.dtype, page_size: int) -> NativeVariant:
+    """The variant of a call; page_size 0: keys and values are packed."""
+    block_n = _block_n(plan.head_dim)
+    panels = -(-plan.head_dim // _PANEL)
+    query_stages = 2 if plan.head_dim <= _QUERY_STAGES_UP_TO else 1
+    tile_bytes, query_bytes = (panels * 2 * _PANEL * rows for rows in (block_n, NATIVE_BLOCK_M))
+    # Tiles of keys and values that fit beside the queries, in turn, and few enough for the variables.
+    stages = min((MIN_SHARED_BYTES - _VARIABLE_BYTES - query_stages * query_bytes) // tile_bytes, _MOST_STAGES)
+    macros = {
+        "ALIBI": 0 if options.alibi_slopes is None else 1 + options.alibi_sqrt,
+        "BLOCK_N": block_n,
+        "BOX_ROWS": math.gcd(page_size, block_n),
+        "GROUP": plan.group,
+        "HEAD_DIM": plan.head_dim,
+        "K_STAGES": (stages + 1) // 2,
+        "PAGED": int(page_size > 0),
+        "PAGE_SIZE": page_size,
+        "PARAMS_BYTES": _PARAMS_BYTES,
+        "QUERY_STAGES": query_stages,
+        "Q_BF16": int(dtype == torch.bfloat16),
+        "SHARED_VARIABLES": _VARIABLE_BYTES,
+        "SOFTCAP": int(options.logits_softcap > 0.0),
+        "V_STAGES": stages // 2,
+    }
+    return NativeVariant(
+        "prompt.cu",
+        "prompt_attention",
+        tuple(macros.items()),
+        _NUM_THREADS,
+        query_stages * query_bytes + stages * tile_bytes + _VARIABLE_BYTES,
+        arch_specific=True,
+    )
+
+
+def encode_map(tensor: torch.Tensor, box_rows: int) -> bytes:
+    """How copies find K or V [pages, slots, heads, head_dim] and [tokens, heads, head_dim], in boxes of 64 elements of
+    `box_rows` slots or tokens."""
+    pages = tensor if tensor.dim() == 4 else tensor[None]
+    num_pages, num_slots, num_heads, head_dim = pages.shape
+    steps = [
+        stride * pages.element_size() if extent > 1 else _ALIGNMENT
+        for stride, extent in ((pages.stride(i), pages.shape[i]) for i in (1, 2, 0))
+    ]
+    kinds = driver.CUtensorMapDataType
+    result, encoded = driver.cuTensorMapEncodeTiled(
+        kinds.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
+        if tensor.dtype == torch.bfloat16
+        else kinds.CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
+        4,
+        tensor.data_ptr(),
+        [driver.cuuint64_t(n) for n in (head_dim, num_slots, num_heads, num_pages)],
+        [driver.cuuint64_t(n) for n in steps],
+        [driver.cuuint32_t(n) for n in (_PANEL, box_rows, 1, 1)],
+        [driver.cuuint32_t(1)] * 4,
+        driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
+        driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
+        driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+        driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
+    )
+    if int(result) != 0:
+        raise GraphRTError(
+            f"k or v: expected a tensor that copies of boxes can read, got {result!r} for shape {list(tensor.shape)} "
+            f"and strides {list(tensor.stride())}; report this"
+        )
+    return ctypes.string_at(encoded.getPtr(), 128)
+
+
+def native_prompt(call: PromptCall) -> None:
+    """One launch for a call without a `prompt_fault`.
+
+    Raises: GraphRTError where the driver refuses.
+    """
+    plan, options, table = call.plan, call.options, call.block_table
+    logit_factor, logit_cap = logit_constants(options.softmax_scale, options.logits_softcap)
+    variant = prompt_variant(plan, options, call.q.dtype, 0 if table is None else call.k.shape[1])
+    box_rows = dict(variant.macros)["BOX_ROWS"]
+    pointers = (call.q, call.out, call.lse, table, call.schedule, options.alibi_slopes, options.sinks)
+    params = _Params(
+        *((ctypes.c_byte * 128).from_buffer_copy(encode_map(tensor, box_rows)) for tensor in (call.k, call.v)),
+        *(0 if tensor is None else tensor.data_ptr() for tensor in pointers),
+        *call.q.stride()[:2],
+        *call.out.stride()[:2],
+        0 if call.lse is None else call.lse.stride(0),
+        0 if table is None else table.stride(0),
+        call.left,
+        call.right,
+        plan.num_kv_heads,
+        0,
+        logit_factor,
+        logit_cap,
+    )
+    aligned = (ctypes.c_byte * _PARAMS_BYTES)()
+    ctypes.memmove(aligned, ctypes.byref(params), ctypes.sizeof(params))
+    num_blocks = min(plan.num_blocks, plan.max_units * plan.num_kv_heads)
+    launch(variant, (num_blocks, 1), aligned, call.q.device)
+
+
+def prompt_variants() -> dict[str, NativeVariant]:
+    """Variants that a test compiles without a GPU: shapes of common models, and the corners."""
+    bf16, fp16 = torch.bfloat16, torch.float16
+    cases: dict[str, tuple[torch.dtype, int, int, int, bool]] = {
+        # name: dtype, head_dim, group, page_size (0: packed), every option
+        "llama": (bf16, 128, 4, 16, False),
+        "llama_page64": (fp16, 128, 4, 64, True),
+        "packed": (bf16, 128, 4, 0, False),
+        "encoder": (fp16, 64, 1, 0, False),
+        "odd_head_dim": (fp16, 80, 7, 48, True),
+        "phi": (bf16, 96, 1, 16, False),
+        "small": (bf16, 16, 3, 16, True),
+        "keys_of_192": (bf16, 192, 1, 16, True),
+        "keys_of_232": (fp16, 232, 1, 0, True),
+        "gemma": (bf16, 256, 2, 16, True),
+    }
+    variants = {}
+    for name, (dtype, head_dim, group, page_size, every) in cases.items():
+        heads = {"num_q_heads": 8 * group, "num_kv_heads": 8, "head_dim": head_dim}
+        plan = PromptPlan.make(64, 2048, dtype=dtype, num_sms=132, native=True, **heads)  # type: ignore[arg-type]
+        slopes = torch.zeros(8 * group, device="cpu") if every else None
+        options = AttentionOptions(1.0, logits_softcap=float(every), alibi_slopes=slopes, alibi_sqrt=every)
+        variants[name] = prompt_variant(plan, options, dtype, page_size)
+    return variants

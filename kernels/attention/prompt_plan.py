@@ -1,0 +1,131 @@
+"""What is fixed of a prompt part at capture: its padded sizes, its heads, and the tiles that follow from them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+
+import torch
+
+from graphrt.kernels.attention.arguments import next_power_of_two
+from graphrt.kernels.checks import check_int
+from graphrt.kernels.errors import ShapeError
+
+UNIT_WORDS = 8
+"""int32 words of a unit in the schedule, and of the header before the first unit."""
+
+PROMPT_HEAD_DIMS = range(16, 257, 8)
+"""Head sizes, of keys and values alike."""
+
+NATIVE_BLOCK_M = 128
+"""Queries of a unit of the CUDA kernel: two groups of four warps, of 64 queries each."""
+
+_FLOAT32_BLOCK_M = 16  # float32 products run without tensor cores and hold their operands in registers
+
+
+@dataclass(frozen=True, slots=True)
+class PromptPlan:
+    """Sizes of one prompt part; make it with `PromptPlan.make`.
+
+    num_rows, num_tokens   as padded: rows of the batch, new tokens of all rows and of padding
+    causal                 units that see more keys come first in the schedule; only speed depends on it
+    block_m                queries of a unit, at most; a query is one new token in one query head
+    block_n                tokens of a KV tile of the Triton kernel
+    num_warps, num_stages  of a program of the Triton kernel
+    num_blocks             of the CUDA kernel, each of which takes units in turn; 0: the Triton kernel runs
+    """
+
+    num_rows: int
+    num_tokens: int
+    num_q_heads: int
+    num_kv_heads: int
+    head_dim: int
+    causal: bool
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+    num_blocks: int
+
+    @property
+    def ints(self) -> list[int]:
+        return [int(getattr(self, field.name)) for field in fields(self)]
+
+    @classmethod
+    def from_ints(cls, values: Sequence[int]) -> PromptPlan:
+        made = dict(zip((field.name for field in fields(cls)), values, strict=True))
+        return cls(**{**made, "causal": bool(made["causal"])})  # type: ignore[arg-type]  # all others are ints
+
+    @property
+    def group(self) -> int:
+        """Query heads that share a KV head."""
+        return self.num_q_heads // self.num_kv_heads
+
+    @property
+    def block_d(self) -> int:
+        return next_power_of_two(self.head_dim)
+
+    @property
+    def max_units(self) -> int:
+        """Units of one KV head, at most: each row, and the padding, may end with a unit that is not full."""
+        return self.num_tokens * self.group // self.block_m + min(self.num_rows + 1, self.num_tokens)
+
+    @property
+    def schedule_words(self) -> int:
+        """int32 words of the schedule."""
+        return UNIT_WORDS * (1 + self.max_units)
+
+    @classmethod
+    def make(
+        cls,
+        num_rows: int,
+        num_tokens: int,
+        *,
+        num_q_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        kv_dtype: torch.dtype | None = None,
+        num_sms: int,
+        causal: bool = True,
+        native: bool = False,
+    ) -> PromptPlan:
+        """The plan of a prompt part.
+
+        num_sms   multiprocessors of the device
+        native    the device runs CUDA kernels of compute capability 9.0, see `runs_prompt_kernel`; where their dtypes
+                  and head_dim allow, they serve
+
+        Raises: ShapeError.
+        """
+        sizes = {"num_rows": num_rows, "num_tokens": num_tokens, "num_q_heads": num_q_heads}
+        for name, value in (
+            *sizes.items(),
+            ("num_kv_heads", num_kv_heads),
+            ("head_dim", head_dim),
+            ("num_sms", num_sms),
+        ):
+            check_int(name, value, 1, advice="pass the padded sizes of the batch", error=ShapeError)
+        if num_q_heads % num_kv_heads:
+            raise ShapeError(
+                f"num_q_heads: expected a multiple of {num_kv_heads} KV heads, got {num_q_heads}; pass those of a layer"
+            )
+        stored = kv_dtype or dtype
+        serves = native and dtype.itemsize == 2 and stored == dtype
+        block_m, block_n, num_warps, num_stages = _triton_tile(head_dim, dtype, stored)
+        if serves:
+            block_m = NATIVE_BLOCK_M
+        return cls(
+            num_rows, num_tokens, num_q_heads, num_kv_heads, head_dim, causal, block_m, block_n, num_warps, num_stages,
+            num_sms if serves else 0,
+        )  # fmt: skip
+
+
+def _triton_tile(head_dim: int, dtype: torch.dtype, kv_dtype: torch.dtype) -> tuple[int, int, int, int]:
+    """Queries of a unit, tokens of a tile, warps and stages: what docs/LOG.md "Tiles of varlen" found fastest."""
+    block_d = next_power_of_two(head_dim)
+    if dtype == torch.float32:
+        return _FLOAT32_BLOCK_M, *((32, 4) if block_d <= 64 else (16, 8)), 3
+    if block_d > 128:
+        return (64 if kv_dtype == dtype else 32), 32, 8, 3
+    return (128 if kv_dtype == dtype else 64), 64, 8, 3

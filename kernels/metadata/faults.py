@@ -1,0 +1,75 @@
+"""Device helpers that settle what is wrong with a row, from what the check found in each KV group."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from graphrt.kernels.metadata.read_pages import GROUP_FIELDS, pages_at, row_pages
+from graphrt.kernels.metadata.read_record import ROW_ID, ROW_QUERY_LEN, ROW_SEQ_LEN
+from graphrt.kernels.types import FaultCode
+
+_DUPLICATE_ROW = tl.constexpr(int(FaultCode.DUPLICATE_ROW))
+_DUPLICATE_PAGE = tl.constexpr(int(FaultCode.DUPLICATE_PAGE))
+
+
+@triton.jit
+def final_fault(
+    check_code_ptr,
+    check_value_ptr,
+    duplicates_ptr,
+    row,
+    step,
+    stride_check,
+    stride_duplicates,
+    GROUPS: tl.constexpr,
+    GROUP_BLOCK: tl.constexpr,
+):
+    """What is wrong with a row: its own first fault, else a row id used twice, else a page written twice.
+
+    Returns the code, its value, the group where it was found, and the mark of a page that is written twice.
+    """
+    groups = tl.arange(0, GROUP_BLOCK)
+    in_use = groups < GROUPS
+    codes = tl.load(check_code_ptr + groups * stride_check + row, mask=in_use, other=0)
+    values = tl.load(check_value_ptr + groups * stride_check + row, mask=in_use, other=0)
+    page_marks = tl.load(duplicates_ptr + (1 + groups) * stride_duplicates + row, mask=in_use, other=0)
+    row_mark = tl.load(duplicates_ptr + row)
+    own_group = tl.min(tl.where(codes != 0, groups, GROUP_BLOCK), 0)
+    page_group = tl.min(tl.where((page_marks >> 16) == step + 1, groups, GROUP_BLOCK), 0)
+    page_mark = tl.sum(tl.where(groups == page_group, page_marks, 0), 0)
+    code = tl.where(page_group < GROUP_BLOCK, _DUPLICATE_PAGE, 0)
+    code = tl.where((row_mark >> 16) == step + 1, _DUPLICATE_ROW, code)
+    code = tl.where(own_group < GROUP_BLOCK, tl.sum(tl.where(groups == own_group, codes, 0), 0), code)
+    value = tl.sum(tl.where(groups == own_group, values, 0), 0)
+    group = tl.where(own_group < GROUP_BLOCK, own_group, tl.where(code == _DUPLICATE_PAGE, page_group, 0))
+    return code, value, group, page_mark
+
+
+@triton.jit
+def fault_value(
+    code,
+    value,
+    group,
+    page_mark,
+    page_groups_ptr,
+    rows_ptr,
+    listed_pages_ptr,
+    listed_reqs,
+    listed_pages,
+    page_table_ptr,
+    num_row_ids,
+    table_width,
+):
+    """The number that a fault names: the row id, or the page, of what two rows share."""
+    if code == _DUPLICATE_ROW:
+        value = tl.load(rows_ptr + ROW_ID * listed_reqs).to(tl.int64)
+    elif code == _DUPLICATE_PAGE:
+        page_size = tl.load(page_groups_ptr + group * GROUP_FIELDS)
+        row_id = tl.load(rows_ptr + ROW_ID * listed_reqs)
+        start = tl.load(rows_ptr + ROW_SEQ_LEN * listed_reqs) - tl.load(rows_ptr + ROW_QUERY_LEN * listed_reqs)
+        first, page_start, page_count = row_pages(rows_ptr, group, listed_reqs, listed_pages)
+        column = start // page_size + (0xFFFF - (page_mark & 0xFFFF)).to(tl.int32)
+        table_ptr = page_table_ptr + (group * num_row_ids + row_id).to(tl.int64) * table_width
+        value = pages_at(column, column >= 0, listed_pages_ptr + page_start, first, page_count, table_ptr).to(tl.int64)
+    return value

@@ -1,0 +1,65 @@
+"""Device helpers that read a row's pages: what the step record lists of them, and what the row's table keeps."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+
+import triton
+import triton.language as tl
+
+from graphrt.kernels.metadata import record as layout
+from graphrt.kernels.metadata.buffers import PageGroup
+
+GROUP_FIELDS = tl.constexpr(len(fields(PageGroup)))
+_ROW_PAGES = tl.constexpr(layout.ROW_PAGES)
+_PAGE_FIRST = tl.constexpr(layout.PAGE_FIRST)
+_PAGE_START = tl.constexpr(layout.PAGE_START)
+_PAGE_COUNT = tl.constexpr(layout.PAGE_COUNT)
+_PAGE_FIELDS = tl.constexpr(layout.PAGE_FIELDS)
+_MOST = tl.constexpr(1 << 30)  # columns; sums of two stay within int32
+
+
+@triton.jit
+def read_group(page_groups_ptr, group):
+    """The fields of one KV group, in the order of PageGroup."""
+    group_ptr = page_groups_ptr + group * GROUP_FIELDS
+    page_size = tl.load(group_ptr)
+    num_pages = tl.load(group_ptr + 1)
+    null_page = tl.load(group_ptr + 2)
+    max_pages = tl.load(group_ptr + 3)
+    window = tl.load(group_ptr + 4)
+    chunk = tl.load(group_ptr + 5)
+    claims_at = tl.load(group_ptr + 6)
+    return page_size, num_pages, null_page, max_pages, window, chunk, claims_at
+
+
+@triton.jit
+def first_seen_page(first_position, page_size, window, chunk):
+    """Page of the first token that a row sees whose first new token is at `first_position`."""
+    seen = tl.where(window > 0, first_position + 1 - window, 0)
+    seen = tl.where(chunk > 0, first_position - first_position % tl.maximum(chunk, 1), seen)
+    return tl.maximum(seen, 0) // page_size
+
+
+@triton.jit
+def pages_at(columns, mask, pages_ptr, first, count, table_ptr):
+    """Page ids at some columns of a row's table: from the record where it lists them, else what the row kept."""
+    listed = mask & (columns >= first) & (columns < first + count)
+    new = tl.load(pages_ptr + (columns - first), mask=listed, other=0)
+    kept = tl.load(table_ptr + columns, mask=mask & (listed == 0), other=0)
+    return tl.where(listed, new, kept)
+
+
+@triton.jit
+def row_pages(rows_ptr, group, listed_reqs, listed_pages):
+    """A row's list of pages in one group: its first page's place in the sequence, its start and its count.
+
+    The list is cut to what the record holds; a list that begins before the sequence counts as empty.
+    """
+    fields_ptr = rows_ptr + (_ROW_PAGES + _PAGE_FIELDS * group) * listed_reqs
+    first = tl.load(fields_ptr + _PAGE_FIRST * listed_reqs)
+    start = tl.load(fields_ptr + _PAGE_START * listed_reqs)
+    count = tl.load(fields_ptr + _PAGE_COUNT * listed_reqs)
+    start = tl.where((start >= 0) & (start <= listed_pages), start, listed_pages)
+    count = tl.where(first >= 0, tl.maximum(tl.minimum(count, listed_pages - start), 0), 0)
+    return tl.minimum(tl.maximum(first, 0), _MOST), start, count

@@ -1,0 +1,185 @@
+"""What KV groups cost and save: the refresh of several groups, and a model with windows beside one table for all.
+
+    python scripts/bench_groups.py                      # both parts
+    python scripts/bench_groups.py --only refresh
+    python scripts/bench_groups.py --batch 16 --context 32768 --steps 32
+
+refresh   microseconds of the refresh alone, in replays of a graph: 256 decode rows at 1,024 tokens, with one KV group
+          and with two, four and eight, all full or all but one with a window of 1,024. Then with the schedules of one,
+          two and three kinds of layers behind it
+model     a model like Gemma 3 (five layers with a window of 1,024 to each full one, dummy weights), with groups made by
+          `kv_groups` and with one table for all layers, in turns: bytes of the KV cache, and time per step
+
+The last line of standard output is one JSON object.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+from dataclasses import asdict
+from typing import Any
+
+import numpy as np
+import torch
+
+from graphrt.batch import Batch
+from graphrt.bench.decode import bench_decode, kv_memory
+from graphrt.bench.environment import provenance
+from graphrt.bench.timer import Timing, time_calls
+from graphrt.capture.descriptor import BatchDescriptor
+from graphrt.config import RuntimeConfig
+from graphrt.groups import kv_groups
+from graphrt.kv_cache import KVCache
+from graphrt.models.config import ModelConfig
+from graphrt.models.dummy import fill_dummy_weights
+from graphrt.models.llama import LlamaModel
+from graphrt.models.rope import RopeConfig
+from graphrt.replay import ReplayManager
+from graphrt.spec import AttentionSpec, KVCacheSpec
+
+WINDOW, ROWS, LENGTH, LONGEST = 1024, 256, 1024, 32_768
+GEMMA_LIKE = ModelConfig(
+    architecture="qwen3",
+    vocab_size=262_144,
+    hidden_size=2560,
+    intermediate_size=10_240,
+    num_layers=30,
+    num_q_heads=8,
+    num_kv_heads=4,
+    head_dim=256,
+    max_position_embeddings=131_072,
+    rope=RopeConfig(theta=1_000_000.0),
+    qk_norm=True,
+    tie_word_embeddings=True,
+    sliding_windows=((WINDOW,) * 5 + (None,)) * 5,
+    eos_ids=(1,),
+)
+
+
+class _Refresh:
+    """A manager whose model does nothing, with `groups` KV groups, and a step of 256 rows in its record."""
+
+    def __init__(self, windows: tuple[int | None, ...], device: torch.device) -> None:
+        specs = tuple(
+            KVCacheSpec(1, 8, 128, layers=(layer,), sliding_window=window) for layer, window in enumerate(windows)
+        )
+        attention = [AttentionSpec(32, 8, 128, sliding_window=window) for window in windows]
+        cache = KVCache.allocate(specs, 1 + ROWS * len(windows) * (LENGTH // 16 + 1), device)
+        config = RuntimeConfig(
+            max_num_reqs=ROWS, max_num_tokens=ROWS, max_seq_len=LONGEST, decode_sizes=(ROWS,), mixed_sizes=()
+        )
+
+        def model(step: Any) -> torch.Tensor:
+            return torch.zeros(ROWS, 8, device=device)
+
+        self.manager = ReplayManager(model, cache, attention, vocab_size=8, config=config)
+        self.manager.capture()
+        pages = np.random.default_rng(0).permutation(cache.num_pages - 1).astype(np.int32) + 1
+        per_row = LENGTH // 16
+        batch = Batch(
+            row_ids=np.arange(ROWS, dtype=np.int32),
+            seq_lens=np.full(ROWS, LENGTH, np.int32),
+            tokens=np.ones(ROWS, np.int32),
+            page_indptr=np.arange(len(windows) * ROWS + 1, dtype=np.int32) * per_row,
+            page_ids=pages[: len(windows) * ROWS * per_row],
+        )
+        self.manager.replay(batch).tokens()
+
+    def time(self, *, schedule: bool = False) -> Timing:
+        """The refresh of the record that lies in the buffers; with the schedule of attention behind it."""
+        program = self.manager._program
+        descriptor = BatchDescriptor.decode(ROWS)
+
+        def step() -> None:
+            view = program.refresh(descriptor)
+            if schedule:
+                program.backend.schedule(view.metadata)
+
+        with torch.inference_mode():
+            return time_calls([step], device=self.manager.kv_cache.device)
+
+    def close(self) -> None:
+        self.manager.close()
+
+
+def bench_refresh(device: torch.device) -> dict[str, Any]:
+    results = []
+    for name, windows in (
+        ("1 full", (None,)),
+        *((f"{n} full", (None,) * n) for n in (2, 4, 8)),
+        *((f"{n - 1} windowed, 1 full", (WINDOW,) * (n - 1) + (None,)) for n in (2, 4, 8)),
+    ):
+        rig = _Refresh(windows, device)
+        nbytes = sum(t.nbytes for _, t in rig.manager.buffers.named() if t.device.type == device.type)
+        results.append({"groups": name, **asdict(rig.time()), "buffer_bytes": nbytes})
+        rig.close()
+        print(f"refresh of {name}: {results[-1]['median_us']:.2f} us", flush=True)
+    kinds = []
+    for count in (1, 2, 3):
+        windows = (None, WINDOW, 512)[:count]
+        rig = _Refresh(windows, device)
+        kinds.append({"kinds": count, **asdict(rig.time(schedule=True)), "refresh_us": rig.time().median_us})
+        rig.close()
+        print(f"refresh and schedules of {count} kinds: {kinds[-1]['median_us']:.2f} us", flush=True)
+    return {"rows": ROWS, "length": LENGTH, "max_seq_len": LONGEST, "refresh": results, "schedules": kinds}
+
+
+def bench_model(device: torch.device, batch: int, context: int, steps: int) -> dict[str, Any]:
+    config = GEMMA_LIKE
+    model = LlamaModel(config, dtype=torch.bfloat16, device=device, max_positions=context + steps)
+    fill_dummy_weights(model)
+    attention = config.attention_specs(torch.bfloat16)
+    sides = {
+        "groups": kv_groups(attention, page_size=16, dtype=torch.bfloat16),
+        "one_table": (KVCacheSpec(config.num_layers, config.num_kv_heads, config.head_dim, 16),),
+    }
+    runs: dict[str, list[dict[str, Any]]] = {name: [] for name in sides}
+    for name in ("groups", "one_table", "groups", "one_table"):
+        report = bench_decode(
+            name, model, attention, sides[name], vocab_size=config.vocab_size, weight_bytes=model.streamed_bytes,
+            batches=[batch], context=context, steps=steps, device=device,
+        )  # fmt: skip
+        (result,) = report.results
+        runs[name].append({"replay_ms": result.replay_ms, "floor_ms": result.floor_ms, "host_us": result.host_us})
+        print(f"{name}: {result.replay_ms:.3f} ms per step, floor {result.floor_ms:.3f} ms", flush=True)
+        gc.collect()
+        torch.cuda.empty_cache()
+    memory = {name: kv_memory(groups, batch, context, context + steps)[1] for name, groups in sides.items()}
+    best = {name: min(run["replay_ms"] for run in of_side) for name, of_side in runs.items()}
+    return {
+        "batch": batch,
+        "context": context,
+        "layers": [spec.sliding_window for spec in attention],
+        "groups": [list(group.layers or ()) for group in sides["groups"]],
+        "kv_bytes": memory,
+        "kv_ratio": memory["groups"] / memory["one_table"],
+        "runs": runs,
+        "step_ratio": best["groups"] / best["one_table"],
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", choices=("refresh", "model"))
+    parser.add_argument("--batch", type=int, default=16)
+    parser.add_argument("--context", type=int, default=32_768)
+    parser.add_argument("--steps", type=int, default=32)
+    options = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.error("expected a CUDA device, got none")
+    device = torch.device("cuda", 0)
+    record: dict[str, Any] = {"name": "groups", **provenance()}
+    if options.only != "model":
+        record["refresh"] = bench_refresh(device)
+    if options.only != "refresh":
+        record["model"] = bench_model(device, options.batch, options.context, options.steps)
+        print(
+            f"KV memory {record['model']['kv_ratio']:.3f}, step time {record['model']['step_ratio']:.4f} of one table"
+        )
+    print(json.dumps(record), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,170 @@
+"""The CUDA kernel of prompts: its variants, what it cannot serve, and, on a device, its results."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+import pytest
+import torch
+
+from graphrt.kernels.attention.options import AttentionOptions
+from graphrt.kernels.attention.prompt_call import PromptCall
+from graphrt.kernels.attention.prompt_native import (
+    prompt_fault,
+    prompt_variant,
+    prompt_variants,
+    runs_prompt_kernel,
+)
+from graphrt.kernels.attention.prompt_plan import PromptPlan
+from graphrt.kernels.native.nvrtc import MIN_SHARED_BYTES, compile_variant
+from tests.kernels.attention_cases import BF16, E4M3, F16, F32
+from tests.kernels.prompt_cases import PromptCase, assert_right, make_prompt, run_prompt
+from tests.kernels.test_prompt import (
+    CASES,
+    by_id,
+    check_mixed_step,
+    check_pages_before_the_window,
+    check_replays,
+    packed,
+    paged,
+)
+
+# Bytes; the output of such heads alone takes more than half of the registers.
+SPILLED = {"keys_of_232": 128, "gemma": 104}
+
+
+def served(cases: list[PromptCase]) -> list[PromptCase]:
+    """Those that the CUDA kernel serves."""
+    return [
+        case
+        for case in cases
+        if case.case.dtype in (F16, BF16) and case.case.stored == case.case.dtype and case.case.page_size % 16 == 0
+    ]
+
+
+@pytest.mark.parametrize("name", prompt_variants())
+def test_variants_compile_within_their_bounds(name: str) -> None:
+    variant = prompt_variants()[name]
+    cubin, log = compile_variant(variant)
+    assert cubin.startswith(b"\x7fELF")
+    assert max(int(n) for n in re.findall(r"(\d+) bytes spill", log)) <= SPILLED.get(name, 0), log
+    assert "C7510" not in log, "products that wait for each other"
+    registers = int(re.search(r"Used (\d+) registers", log).group(1))
+    assert registers * variant.num_threads <= 65536
+    assert variant.shared_bytes <= MIN_SHARED_BYTES
+
+
+def make_plan(**changes: object) -> PromptPlan:
+    sizes = {"num_q_heads": 8, "num_kv_heads": 2, "head_dim": 128, "dtype": BF16, "num_sms": 132, "native": True}
+    return PromptPlan.make(4, 100, **{**sizes, **changes})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "tile", "stages"),
+    [(64, 128, (4, 4)), (128, 128, (3, 2)), (192, 64, (3, 2)), (256, 64, (3, 2))],
+)
+def test_tiles_and_stages_fit_shared_memory(head_dim: int, tile: int, stages: tuple[int, int]) -> None:
+    variant = prompt_variant(make_plan(head_dim=head_dim), AttentionOptions(1.0), BF16, 16)
+    macros = dict(variant.macros)
+    assert (macros["BLOCK_N"], (macros["K_STAGES"], macros["V_STAGES"])) == (tile, stages)
+
+
+@pytest.mark.parametrize(("page_size", "rows"), [(0, 128), (16, 16), (48, 16), (64, 64), (256, 128), (96, 32)])
+def test_boxes_lie_in_one_page(page_size: int, rows: int) -> None:
+    assert dict(prompt_variant(make_plan(), AttentionOptions(1.0), BF16, page_size).macros)["BOX_ROWS"] == rows
+
+
+def test_plans_that_the_triton_kernel_serves() -> None:
+    assert make_plan().num_blocks == 132
+    assert make_plan(native=False).num_blocks == 0
+    assert make_plan(kv_dtype=E4M3).num_blocks == 0
+    assert make_plan(dtype=F32).num_blocks == 0
+    assert not runs_prompt_kernel(torch.device("cpu"))
+
+
+def call_of(q: torch.Tensor, k: torch.Tensor, *, paged: bool = True) -> PromptCall:
+    table = torch.zeros(4, 2, dtype=torch.int32) if paged else None
+    schedule = torch.zeros(64, dtype=torch.int32)
+    return PromptCall(q, k, k, table, schedule, q, None, 1, 1, AttentionOptions(1.0), make_plan())
+
+
+def tensors(*shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
+    return torch.zeros(shape, dtype=dtype)
+
+
+FAULTS = {
+    "none": (tensors(100, 8, 128), tensors(3, 16, 2, 128), None),
+    "float32": (tensors(100, 8, 128, dtype=F32), tensors(3, 16, 2, 128, dtype=F32), "q is torch.float32 and k is"),
+    "fp8": (tensors(100, 8, 128), tensors(3, 16, 2, 128, dtype=E4M3), "k is torch.float8_e4m3fn"),
+    "pages_of_24": (tensors(100, 8, 128), tensors(3, 24, 2, 128), "pages of 24 tokens are no multiple of 16"),
+    "queries_aside": (tensors(100, 8, 132)[:, :, 4:], tensors(3, 16, 2, 128), "q has heads at addresses"),
+    "keys_aside": (tensors(100, 8, 128), tensors(3, 16, 2, 129)[..., :128], "k has heads at addresses"),
+    "one_page_of_any_stride": (
+        tensors(100, 8, 128), tensors(1, 16, 2, 128).as_strided((1, 16, 2, 128), (1, 256, 128, 1)), None,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", FAULTS)
+def test_calls_that_the_triton_kernel_serves(case: str) -> None:
+    q, k, text = FAULTS[case]
+    fault = prompt_fault(call_of(q, k))
+    assert (fault is None) if text is None else (text in str(fault))
+
+
+CUDA = torch.device("cuda")
+LARGE = [
+    paged("many_units", ((900, 700), (64, 64), (1, 1), (1200, 500)), head_dim=128, dtype=BF16, num_kv_heads=2,
+          num_sms=132, pad_tokens=70),
+    paged("long_context", ((4000, 130),), head_dim=128, dtype=F16, num_sms=132, lse=False),
+    paged("window_over_many_tiles", ((3000, 300),), head_dim=64, dtype=BF16, window=1000, num_sms=132, page_size=64),
+    packed("many_rows", tuple((n, n) for n in range(1, 130, 3)), causal=False, dtype=F16, group=1, num_kv_heads=4,
+           num_sms=132),
+]  # fmt: skip
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", by_id([*served(CASES), *LARGE]))
+def test_every_case(case: PromptCase, rng: torch.Generator, recwarn: pytest.WarningsRecorder) -> None:
+    if not runs_prompt_kernel(CUDA):
+        pytest.skip("needs a GPU of compute capability 9.0")
+    problem = make_prompt(case, rng, CUDA)
+    first = run_prompt(case, problem, native=True)
+    assert_right(case, problem, first)
+    assert torch.equal(run_prompt(case, problem, native=True), first), "a second run must give the same bits"
+    ((schedule, _, _),) = problem.workspaces.values()
+    assert not schedule[1:3].any(), "the kernel must leave its counters at 0"
+    assert not recwarn.list, "the Triton kernel ran"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("first_row", [False, True])
+def test_capture_and_replays_of_other_lengths(first_row: bool, rng: torch.Generator) -> None:
+    check_replays(True, first_row, CUDA, rng)
+
+
+@pytest.mark.gpu
+def test_a_mixed_step(rng: torch.Generator) -> None:
+    check_mixed_step(CUDA, rng, native=True)
+
+
+@pytest.mark.gpu
+def test_pages_before_the_window_may_be_gone(rng: torch.Generator) -> None:
+    check_pages_before_the_window(CUDA, rng, native=True)
+
+
+@pytest.mark.gpu
+def test_a_call_beyond_the_kernel_is_served_with_a_warning(rng: torch.Generator) -> None:
+    if not runs_prompt_kernel(CUDA):
+        pytest.skip("needs a GPU of compute capability 9.0")
+    case = paged("", ((40, 20),), dtype=BF16, page_size=8)
+    problem = make_prompt(case, rng, CUDA)
+    with pytest.warns(RuntimeWarning, match="the slower Triton kernel runs, since pages of 8 tokens"):
+        assert_right(case, problem, run_prompt(case, problem, native=True))
+
+
+def test_replacing_a_plan_keeps_it_whole() -> None:
+    plan = make_plan()
+    assert PromptPlan.from_ints(plan.ints) == plan
+    assert PromptPlan.from_ints(replace(plan, causal=False).ints) == replace(plan, causal=False)

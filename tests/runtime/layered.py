@@ -1,0 +1,183 @@
+"""A toy model whose layers differ, with a dense float64 oracle, and a runtime around it that watches every page."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from graphrt.batch import Batch
+from graphrt.config import RuntimeConfig
+from graphrt.generate import SamplingParams, TextGenerator
+from graphrt.groups import layer_places
+from graphrt.kv_cache import KVCache
+from graphrt.runtime import Runtime
+from graphrt.spec import AttentionSpec, KVCacheSpec
+from graphrt.step import Step
+
+VOCAB, WIDTH, MAX_LEN = 53, 48, 96
+
+
+class LayeredModel(torch.nn.Module):
+    """Embeddings, a layer of attention with residual per spec, tied head. Greedy tokens change from step to step."""
+
+    def __init__(self, specs: Sequence[AttentionSpec], device: torch.device, *, seed: int = 3) -> None:
+        super().__init__()
+        self.specs, dtype = tuple(specs), specs[0].dtype
+        generator = torch.Generator().manual_seed(seed)
+
+        def weight(*shape: int) -> torch.nn.Parameter:
+            values = 3 * torch.randn(shape, generator=generator) / shape[-1] ** 0.5
+            return torch.nn.Parameter(values.to(device, dtype), requires_grad=False)
+
+        self.embed, self.where = weight(VOCAB, WIDTH), weight(MAX_LEN, WIDTH)
+        self.q = torch.nn.ParameterList([weight(s.num_q_heads * s.head_dim, WIDTH) for s in specs])
+        self.k = torch.nn.ParameterList([weight(s.num_kv_heads * s.head_dim, WIDTH) for s in specs])
+        self.v = torch.nn.ParameterList([weight(s.num_kv_heads * s.value_dim, WIDTH) for s in specs])
+        self.out = torch.nn.ParameterList([weight(WIDTH, s.num_q_heads * s.value_dim) for s in specs])
+
+    def forward(self, step: Step) -> torch.Tensor:
+        x = self.embed[step.input_ids] + self.where[step.positions]
+        for layer, spec in enumerate(self.specs):
+            q = (x @ self.q[layer].t()).view(-1, spec.num_q_heads, spec.head_dim)
+            k = v = None
+            if spec.kv_shared_with is None:
+                k = (x @ self.k[layer].t()).view(-1, spec.num_kv_heads, spec.head_dim)
+                v = (x @ self.v[layer].t()).view(-1, spec.num_kv_heads, spec.value_dim)
+            x = x + 0.5 * step.attend(layer, q, k, v).flatten(1) @ self.out[layer].t()
+        return x[step.logits_indices] @ self.embed.t()
+
+    def oracle(self, tokens: Sequence[int]) -> torch.Tensor:
+        """Logits after the last of `tokens`, dense and in float64 on the CPU."""
+        up = lambda w: w.detach().double().cpu()  # noqa: E731
+        n = len(tokens)
+        x = up(self.embed)[torch.tensor(tokens)] + up(self.where)[:n]
+        at = torch.arange(n)
+        written: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        for layer, spec in enumerate(self.specs):
+            q = (x @ up(self.q[layer]).t()).view(n, spec.num_q_heads, spec.head_dim)
+            source = layer if spec.kv_shared_with is None else spec.kv_shared_with
+            if source == layer:
+                k = (x @ up(self.k[layer]).t()).view(n, spec.num_kv_heads, spec.head_dim)
+                v = (x @ up(self.v[layer]).t()).view(n, spec.num_kv_heads, spec.value_dim)
+                written[layer] = tuple(t.repeat_interleave(spec.group, 1) for t in (k, v))
+            k, v = written[source]
+            sees = at[:, None] >= at[None, :]
+            if spec.sliding_window is not None:
+                sees &= at[:, None] - at[None, :] < spec.sliding_window
+            if spec.attention_chunk_size is not None:
+                sees &= at[:, None] // spec.attention_chunk_size == at[None, :] // spec.attention_chunk_size
+            scores = torch.einsum("qhd,khd->hqk", q, k) * spec.scale
+            p = scores.masked_fill(~sees, float("-inf")).softmax(-1)
+            x = x + 0.5 * torch.einsum("hqk,khd->qhd", p, v).flatten(1) @ up(self.out[layer]).t()
+        return x[-1] @ up(self.embed).t()
+
+    def greedy(self, prompt: Sequence[int], count: int) -> list[int]:
+        """What greedy decoding appends to `prompt`, by the oracle."""
+        tokens = list(prompt)
+        for _ in range(count):
+            tokens.append(int(self.oracle(tokens).argmax()))
+        return tokens[len(prompt) :]
+
+
+@dataclass
+class _Known:
+    """What a row's steps have listed in one group, by the place in the sequence."""
+
+    pages: dict[int, int]
+    length: int = 0
+
+
+class Watch:
+    """Follows the page lists of every step, as the documentation of Batch tells them, and says who owns what.
+
+    In each step the pages that rows can see must belong to one row and group each, and be allocated. Then NaN is
+    written into every page that the allocators call free: whatever reads a freed page shows.
+    """
+
+    def __init__(self, runtime: Runtime) -> None:
+        self._runtime, self._known = runtime, dict[tuple[int, int], _Known]()
+        self.most_owned, self.steps = [0] * len(runtime.allocators), 0
+        self._replay = runtime.replay
+        runtime.replay = self.replay  # type: ignore[method-assign]
+
+    def replay(self, batch: Batch, **options: Any) -> Any:
+        """Check the batch against all before it, spoil what is free, submit it."""
+        n, self.steps = batch.num_reqs, self.steps + 1
+        seen: dict[tuple[int, int], tuple[int, int]] = {}  # by pool and page: row id and group
+        for g, group in enumerate(self._runtime.kv_cache.groups):
+            for row in range(n):
+                row_id, length = int(batch.row_ids[row]), int(batch.seq_lens[row])
+                start = length - int(batch.query_lens[row])
+                known = self._known.setdefault((g, row_id), _Known({}))
+                if start == 0:
+                    known.pages.clear()
+                at = g * n + row
+                listed = batch.page_ids[batch.page_indptr[at] : batch.page_indptr[at + 1]].tolist()
+                known.pages.update(enumerate(listed, int(batch.first_pages[at])))
+                for column in range(group.first_page_seen(start), -(-length // group.page_size)):
+                    page = known.pages[column]
+                    owner = seen.setdefault((group.pool, page), (row_id, g))
+                    assert owner == (row_id, g), f"page {page} is seen by {owner} and by {(row_id, g)}"
+                    assert self._runtime.allocators[group.pool].owners(page) == 1, f"page {page} is free"
+        self._spoil_free_pages()
+        return self._replay(batch, **options)
+
+    def _spoil_free_pages(self) -> None:
+        cache = self._runtime.kv_cache
+        for pool, allocator in enumerate(self._runtime.allocators):
+            owned = allocator.num_pages - 1 - allocator.num_free
+            self.most_owned[pool] = max(self.most_owned[pool], owned)
+            free = [p for p in range(allocator.num_pages) if p != allocator.null_page and not allocator.owners(p)]
+            for g, group in enumerate(cache.groups):
+                for tensor in (t for tensors in cache.of_group(g) for t in tensors if group.pool == pool):
+                    tensor[free] = float("nan")
+
+
+def build(
+    specs: Sequence[AttentionSpec],
+    groups: Sequence[KVCacheSpec] | KVCacheSpec,
+    num_pages: int | Sequence[int],
+    device: torch.device,
+    **config: Any,
+) -> tuple[LayeredModel, Runtime]:
+    """A captured runtime over a cache of NaN, null pages aside, which are zeros."""
+    model = LayeredModel(specs, device)
+
+    def allocate(groups: Any, pages: Any, device: torch.device) -> KVCache:
+        cache = KVCache.allocate(groups, pages, device)
+        for tensor in (*cache.k, *cache.v):
+            tensor[1:] = float("nan")
+        return cache
+
+    defaults = {"max_num_reqs": 4, "max_num_tokens": 16, "max_seq_len": MAX_LEN, "decode_sizes": (2, 4)}
+    runtime = Runtime(
+        model, specs, groups, vocab_size=VOCAB, device=device, num_pages=num_pages, allocate_kv=allocate,
+        config=RuntimeConfig(**(defaults | {"mixed_sizes": (16,)} | config)),
+    )  # fmt: skip
+    runtime.capture()
+    return model, runtime
+
+
+def generate(runtime: Runtime, prompts: Sequence[Sequence[int]], counts: Sequence[int]) -> list[list[int]]:
+    """Greedy tokens of every prompt, all of them at once."""
+    answers: list[list[int]] = [[] for _ in prompts]
+    params = [SamplingParams(max_new_tokens=count) for count in counts]
+    for event in TextGenerator(runtime).generate(prompts, params):
+        if event.token is not None:
+            answers[event.prompt].append(event.token)
+    return answers
+
+
+def prompts_of(lengths: Sequence[int], seed: int = 0) -> list[list[int]]:
+    """Random prompts of these lengths."""
+    rng = np.random.default_rng(seed)
+    return [rng.integers(0, VOCAB, n).tolist() for n in lengths]
+
+
+def places(specs: Sequence[AttentionSpec], groups: Sequence[KVCacheSpec]) -> list[tuple[int, int, bool]]:
+    """Group, cache layer and whether it writes, of every layer."""
+    return [(place.group, place.cache_layer, place.writes) for place in layer_places(specs, groups)]
