@@ -9,6 +9,7 @@ was read on the host show on CPU as they would in a graph; re-running the Python
 from __future__ import annotations
 
 import contextlib
+import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -22,7 +23,7 @@ from torch.utils._pytree import tree_leaves
 from graphrt.capture.descriptor import BatchDescriptor
 from graphrt.capture.graph import NOTHING, GraphReport, StepFunction, ordinary
 from graphrt.kernels.errors import CaptureError
-from graphrt.kernels.library import cpu_runs_triton, interpreted
+from graphrt.kernels.library import composite_impl, cpu_runs_triton, interpreted
 
 _HOST_READS = frozenset({"item", "tolist", "numpy", "__bool__", "__int__", "__float__", "__index__", "__array__"})
 _UNWRITTEN_FACTORIES = frozenset(
@@ -87,7 +88,7 @@ class OpTapeRecorder:
         prepare()
         writer = _TapeWriter()
         try:
-            with torch.inference_mode(), _HostReadGuard(writer), writer:
+            with torch.inference_mode(), _uncompiled(), _HostReadGuard(writer), writer:
                 output = step()
         except CaptureError as error:
             raise CaptureError(f"{descriptor}: {error}") from error
@@ -109,6 +110,9 @@ class _TapeWriter(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if (opened := composite_impl(func)) is not None:
+            with self:
+                return opened(*args, **kwargs)
         if _reads_host(func, args, kwargs):
             raise CaptureError(
                 f"{func}: expected ops whose results stay on the device, got one that reads values on the host or has "
@@ -130,6 +134,16 @@ class _TapeWriter(TorchDispatchMode):
         if func._schema.is_mutable or any(t is not None for t in kept):
             self.entries.append(TapeEntry(func, args, kwargs, kept, cpu_runs_triton()))
         return result
+
+
+@contextlib.contextmanager
+def _uncompiled() -> Iterator[None]:
+    """Compiled functions run as they were written: a kernel of a compiler is no op, and would not reach the tape."""
+    if "torch._dynamo" not in sys.modules:  # nothing is compiled, and the import takes seconds
+        yield
+        return
+    with torch.compiler.set_stance("force_eager"):
+        yield
 
 
 class _HostReadGuard(TorchFunctionMode):

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from graphrt.backends.base import AttentionBackend as AttentionBackend
     from graphrt.backends.base import Capabilities as Capabilities
+    from graphrt.backends.choice import BackendChoice as BackendChoice
+    from graphrt.backends.choice import get_attn_backend as get_attn_backend
     from graphrt.backends.registry import register_backend as register_backend
     from graphrt.batch import Batch as Batch
     from graphrt.batch import Row as Row
@@ -40,6 +42,8 @@ if TYPE_CHECKING:
     from graphrt.kernels.types import RowStatus as RowStatus
     from graphrt.kv_cache import KVCache as KVCache
     from graphrt.kv_cache import PageAllocator as PageAllocator
+    from graphrt.layer import Attention as Attention
+    from graphrt.layer import attention_specs as attention_specs
     from graphrt.models.loading import load_model as load_model
     from graphrt.models.tokenizer import load_tokenizer as load_tokenizer
     from graphrt.replay import ReplayManager as ReplayManager
@@ -51,12 +55,15 @@ if TYPE_CHECKING:
     from graphrt.spec import KVCacheSpec as KVCacheSpec
     from graphrt.stats import Stats as Stats
     from graphrt.step import Step as Step
+    from graphrt.step_model import as_step_model as as_step_model
 
 __version__ = "0.1.0"
 
 _HOME = {
+    "Attention": "graphrt.layer",
     "AttentionBackend": "graphrt.backends.base",
     "AttentionSpec": "graphrt.spec",
+    "BackendChoice": "graphrt.backends.choice",
     "Batch": "graphrt.batch",
     "BatchDescriptor": "graphrt.capture.descriptor",
     "Capabilities": "graphrt.backends.base",
@@ -92,6 +99,9 @@ _HOME = {
     "TOKEN_FROM_ROW": "graphrt.kernels.types",
     "TextGenerator": "graphrt.generate",
     "UnsupportedError": "graphrt.kernels.errors",
+    "as_step_model": "graphrt.step_model",
+    "attention_specs": "graphrt.layer",
+    "get_attn_backend": "graphrt.backends.choice",
     "kv_groups": "graphrt.groups",
     "load_model": "graphrt.models.loading",
     "load_tokenizer": "graphrt.models.tokenizer",

@@ -16,6 +16,7 @@ from graphrt.kernels.metadata.buffers import PageGroup, StaticBuffers
 from graphrt.kernels.metadata.publish import publish
 from graphrt.kernels.metadata.refresh import refresh
 from graphrt.kv_cache import KVCache
+from graphrt.layer import ModelLayers
 from graphrt.metadata import StepMetadata
 from graphrt.spec import AttentionSpec
 from graphrt.step import Model, Sampler, Step
@@ -35,6 +36,7 @@ class StepProgram:
     buffers: StaticBuffers
     vocab_size: int
     max_seq_len: int
+    model_layers: ModelLayers
 
     @property
     def max_pages(self) -> tuple[int, ...]:
@@ -49,7 +51,8 @@ class StepProgram:
         """
         step = self.refresh(descriptor)
         self.backend.schedule(step.metadata)
-        logits = self.model(step)
+        with self.model_layers.bound_to(step):
+            logits = self.model(step)
         rows, device = descriptor.padded_reqs, self.kv_cache.device
         check_tensor("logits", logits, shape=(rows, self.vocab_size), dtype=_FLOATS, device=device)
         tokens = None

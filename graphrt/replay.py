@@ -9,8 +9,7 @@ from functools import partial
 
 import torch
 
-from graphrt.backends.base import BackendContext
-from graphrt.backends.registry import select_backend
+from graphrt.backends.choice import get_attn_backend
 from graphrt.batch import Batch
 from graphrt.capture.descriptor import BatchDescriptor, GraphKind
 from graphrt.capture.dispatcher import Dispatch, Dispatcher
@@ -29,7 +28,6 @@ from graphrt.kernels.checks import (
     check_instance,
     check_int,
     check_named_tensors,
-    check_sequence,
     shown,
 )
 from graphrt.kernels.errors import CaptureError, ConfigError, ReplayError, ShapeError, UnsupportedError
@@ -37,11 +35,13 @@ from graphrt.kernels.metadata.buffers import Capacity, StaticBuffers
 from graphrt.kernels.metadata.record import record_size
 from graphrt.kernels.ops.sampling import MAX_VOCAB_SIZE
 from graphrt.kv_cache import KVCache
+from graphrt.layer import ModelLayers
 from graphrt.program import StepProgram, attention_layers, page_groups
 from graphrt.sampling import sample_tokens
 from graphrt.spec import AttentionSpec
 from graphrt.stats import Stats
 from graphrt.step import Model, Sampler
+from graphrt.step_model import is_compiled
 
 
 class State(str, Enum):
@@ -60,7 +60,7 @@ class ReplayManager:
 
     model       maps a Step to logits [padded_reqs, vocab_size]
     kv_cache    its pages; may wrap tensors that the caller owns
-    attention   the spec of every layer, or one spec for all
+    attention   the spec of every layer, or one spec for all; None takes those of the model's `Attention` layers
     vocab_size  width of the logits; the built-in sampler takes up to 2 ** 20
     sampler     maps logits and Step to tokens, in the graph; None leaves sampling to the caller (`handle.logits()`)
     stream      stream that steps run on; None is the stream current at construction. Graphs share memory, so all
@@ -79,7 +79,7 @@ class ReplayManager:
         self,
         model: Model,
         kv_cache: KVCache,
-        attention: AttentionSpec | Sequence[AttentionSpec],
+        attention: AttentionSpec | Sequence[AttentionSpec] | None = None,
         *,
         vocab_size: int,
         config: RuntimeConfig | None = None,
@@ -95,27 +95,16 @@ class ReplayManager:
             "config", RuntimeConfig() if config is None else config, RuntimeConfig, advice="pass a RuntimeConfig"
         ).resolve()
         device = kv_cache.device
-        specs = _check_layers(attention, kv_cache)
+        model_layers = ModelLayers(model)
+        specs = model_layers.resolve(attention, len(kv_cache.group_of))
         places = layer_places(specs, kv_cache.groups)
         most = MAX_VOCAB_SIZE if sampler is sample_tokens else (1 << 31) - 1
         vocab_size = check_int("vocab_size", vocab_size, 1, most, advice="pass the width of the model's logits")
-        context = BackendContext(
-            attention=specs,
-            kv_groups=kv_cache.groups,
-            group_of=tuple(place.group for place in places),
-            device=device,
-            max_num_reqs=config.max_num_reqs,
-            max_num_tokens=config.max_num_tokens,
-            max_seq_len=config.max_seq_len,
-            max_query_len=config.query_len,
-            batch_invariant=config.batch_invariant,
-            mixed_batches=config.mixed_batches,
-        )
-        backend_class, reason = select_backend(context, config.backend)
+        chosen = get_attn_backend(specs, kv_cache.groups, device, config=config)
         self._weights = check_named_tensors("weights", _named_weights(model) if weights is None else weights)
         self._stream = _stream_on(device, stream)
         self._kv_cache: KVCache | None = kv_cache
-        self._backend = backend_class(context)
+        self._backend = chosen.backend(chosen.context)
         self._device = device
         self._on_stream = OnStream(self._stream, "graphrt.replay")
         self._exclusive = Exclusive()
@@ -143,6 +132,7 @@ class ReplayManager:
             buffers=self._buffers,
             vocab_size=vocab_size,
             max_seq_len=config.max_seq_len,
+            model_layers=model_layers,
         )
         with self._on_stream, torch.inference_mode():
             # Buffers are valid from the start: with an empty record every row is a pad row. And the first kernel of a
@@ -161,7 +151,7 @@ class ReplayManager:
             use_graphs=config.use_graphs,
         )
         self._graphs: dict[BatchDescriptor, CapturedGraph] = {}
-        self._stats = Stats(self._recorder.name, self._backend.name, reason)
+        self._stats = Stats(self._recorder.name, self._backend.name, chosen.reason)
         self._logits = NOTHING
         self._step = 0
         self._state = State.NEW
@@ -395,10 +385,11 @@ class ReplayManager:
             self._state = State.CLOSED
 
     def _record_all(self, progress: Callable[[GraphReport], None] | None) -> None:
-        warm: set[GraphKind] = set()
+        # A compiler may compile, load and tune at any size, which a capture forbids: so each runs once before.
+        every_size, warm = is_compiled(self._program.model), set[GraphKind]()
         for descriptor in self._dispatcher.captured():
             step, prepare = partial(self._program.run, descriptor), partial(self._backend.plan_capture, descriptor)
-            if descriptor.kind not in warm:
+            if every_size or descriptor.kind not in warm:
                 warm.add(descriptor.kind)
                 self._recorder.warm_up(step, prepare)
             graph = self._graphs[descriptor] = self._recorder.record(step, descriptor, prepare)
@@ -442,16 +433,6 @@ def _named_weights(model: object) -> Iterator[tuple[str, torch.Tensor]]:
     if isinstance(model, torch.nn.Module):
         yield from model.named_parameters()
         yield from model.named_buffers()
-
-
-def _check_layers(attention: object, kv_cache: KVCache) -> tuple[AttentionSpec, ...]:
-    """One spec per attention layer. Raises: ConfigError."""
-    if isinstance(attention, AttentionSpec):
-        return (attention,) * len(kv_cache.group_of)
-    specs = check_sequence("attention", attention, of="AttentionSpec per layer", error=ConfigError)
-    for index, layer in enumerate(specs):
-        check_instance(f"attention[{index}]", layer, AttentionSpec, advice="pass one spec per layer, or one for all")
-    return tuple(specs)
 
 
 def _stream_on(device: torch.device, stream: object) -> torch.cuda.Stream | None:

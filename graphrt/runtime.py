@@ -14,6 +14,7 @@ from graphrt.capture.descriptor import BatchDescriptor, GraphKind
 from graphrt.capture.graph import GraphReport
 from graphrt.compare import StepComparison
 from graphrt.config import RuntimeConfig
+from graphrt.groups import kv_groups
 from graphrt.handle import StepHandle
 from graphrt.kernels.checks import (
     check_callable,
@@ -26,6 +27,7 @@ from graphrt.kernels.checks import (
 )
 from graphrt.kernels.errors import CapacityError, CaptureError, ConfigError
 from graphrt.kv_cache import KVCache, PageAllocator, bytes_per_page, check_groups
+from graphrt.layer import ModelLayers
 from graphrt.replay import ReplayManager, State
 from graphrt.sampling import sample_tokens
 from graphrt.spec import MAX_PAGES, AttentionSpec, KVCacheSpec
@@ -80,8 +82,9 @@ class Runtime:
     free_rows    row ids that no sequence uses; whoever starts a sequence pops one and appends it again at its end
 
     model, attention, vocab_size, sampler, stream, weights   as for ReplayManager
-    kv_spec             geometry and dtype of the cache, or those of its KV groups, as `kv_groups()` makes them; the
-                        scales of an fp8 cache are in `kv_cache`, and are 1 until the caller fills them in place
+    kv_spec             geometry and dtype of the cache, or those of its KV groups, as `kv_groups()` makes them, and as
+                        None makes them of all layers' specs, with pages of 16 tokens. The scales of an fp8 cache are in
+                        `kv_cache`, and are 1 until the caller fills them in place
     num_pages           pages of each pool, one number or one per pool; or "auto": what fits in `memory_utilization` of
                         the device after the graphs, at most what `max_num_reqs` sequences of `max_seq_len` can use
     allocate_kv         called with kv_spec, the pages of each pool and the device, and returns the KVCache: give your
@@ -94,8 +97,8 @@ class Runtime:
     def __init__(
         self,
         model: Model,
-        attention: AttentionSpec | Sequence[AttentionSpec],
-        kv_spec: KVGroups,
+        attention: AttentionSpec | Sequence[AttentionSpec] | None = None,
+        kv_spec: KVGroups | None = None,
         *,
         vocab_size: int,
         device: torch.device | str | None,
@@ -107,6 +110,8 @@ class Runtime:
         weights: Iterable[tuple[str, torch.Tensor]] | None = None,
         allocate_kv: AllocateKV = KVCache.allocate,
     ) -> None:
+        if kv_spec is None:
+            kv_spec = kv_groups(ModelLayers(model).resolve(attention, None))
         groups = check_groups(kv_spec)
         check_callable("allocate_kv", allocate_kv, advice="pass a function like KVCache.allocate")
         if not (is_finite(memory_utilization) and 0 < memory_utilization <= 1):

@@ -76,6 +76,7 @@ class Step:
         rotary: Rotary | None = None,
         sinks: torch.Tensor | None = None,
         lse: torch.Tensor | None = None,
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Write this step's K and V to the cache and attend to everything cached so far, causally.
 
@@ -86,6 +87,7 @@ class Step:
         sinks  [num_q_heads]                 float32    the layer's learned sinks, if its spec has them; finite or -inf
         lse    [padded_tokens, num_q_heads]  float32    written in place: natural log of the softmax's denominator, sink
                                                         included; in pad tokens -inf, or the sink
+        out    [padded_tokens, num_q_heads, head_dim]   contiguous; written in place, and returned
         returns [padded_tokens, num_q_heads, head_dim]; zeros in pad tokens
 
         Capture-safe: shapes depend on the descriptor only; lengths, sinks and KV scales are read on the device.
@@ -106,6 +108,10 @@ class Step:
             if tensor is not None:
                 check_tensor(name, tensor, shape=(tokens, spec.num_kv_heads, dim), dtype=spec.dtype, device=device)
         self._check_options(layer, sinks, lse)
+        if out is not None:
+            check_tensor("out", out, shape=(tokens, spec.num_q_heads, spec.value_dim), dtype=spec.dtype, device=device)
+            if not out.is_contiguous():
+                raise ShapeError(f"out: expected a contiguous tensor, got strides {list(out.stride())}; make a new one")
         if rotary is not None:
             check_instance("rotary", rotary, Rotary, advice="pass Rotary(...)", error=ShapeError)
         if rotary is not None and rotary.cos_sin.shape[0] < self.metadata.max_seq_len:
@@ -123,7 +129,8 @@ class Step:
                 q, k, v, k_cache, v_cache, slots, self.positions,
                 rotary=rotary, k_scale=target.k_scale, v_scale=target.v_scale,
             )  # fmt: skip
-        out = torch.empty(tokens, spec.num_q_heads, spec.value_dim, dtype=q.dtype, device=device)
+        if out is None:
+            out = torch.empty(tokens, spec.num_q_heads, spec.value_dim, dtype=q.dtype, device=device)
         self.backend.run(target, q, self.metadata, out, sinks=sinks, lse=lse)
         return out
 

@@ -21,6 +21,7 @@ from graphrt.kernels.errors import UnsupportedError
 
 _library = torch.library.Library("graphrt", "DEF")
 _cpu_runs_triton = False
+_composites: dict[Any, Callable[..., None]] = {}
 
 INTERPRETER_AVAILABLE: bool = bool(triton.knobs.runtime.interpret)
 """True when TRITON_INTERPRET=1 was set before triton was first imported."""
@@ -55,6 +56,27 @@ def define_op(
     _library.impl(name, cpu_impl, "CPU")
     _library.impl(name, fake if fake is not None else lambda *args, **kwargs: None, "Meta")
     return getattr(torch.ops.graphrt, name).default
+
+
+def define_composite(schema: str, impl: Callable[..., None]) -> Any:
+    """Register `graphrt::<schema>`, an operator that calls other operators, and return the callable overload.
+
+    To torch.compile it is one opaque operator, which writes what its schema says and returns nothing. A capture records
+    the operators that `impl` calls.
+    """
+    name = schema.split("(", 1)[0]
+    _library.define(schema, tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides))
+    for key in ("CUDA", "CPU"):
+        _library.impl(name, impl, key)
+    _library.impl(name, lambda *args, **kwargs: None, "Meta")
+    op = getattr(torch.ops.graphrt, name).default
+    _composites[op] = impl
+    return op
+
+
+def composite_impl(op: object) -> Callable[..., None] | None:
+    """What an operator of `define_composite` calls; None for every other."""
+    return _composites.get(op)
 
 
 @contextlib.contextmanager

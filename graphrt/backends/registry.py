@@ -42,6 +42,11 @@ def register_backend(cls: type[AttentionBackend]) -> type[AttentionBackend]:
     return cls
 
 
+def registered() -> dict[str, type[AttentionBackend]]:
+    """The backends that this process registered, by name."""
+    return dict(_registered)
+
+
 def check_declaration(cls: object) -> None:
     """Raise ConfigError for what is wrong with what a backend class declares about itself."""
     if not (isinstance(cls, type) and issubclass(cls, AttentionBackend)):

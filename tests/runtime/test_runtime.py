@@ -202,7 +202,7 @@ WRONG: dict[str, tuple[dict, str]] = {
     "kv_spec-item": ({"kv_spec": [SPEC, None]}, r"groups\[1\]: expected KVCacheSpec, got None"),
     "kv_spec-none": ({"kv_spec": ()}, "groups: expected at least one KVCacheSpec, got none"),
     "attention": ({"attention": "abc"}, "attention: expected a list or tuple of AttentionSpec"),
-    "attention-none": ({"attention": None}, "attention: expected a list or tuple of AttentionSpec per layer, got None"),
+    "attention-none": ({"attention": None}, "attention: expected specs, or a model with graphrt"),
     "attention-item": ({"attention": [SPEC] * 2}, r"attention\[0\]: expected AttentionSpec, got KVCacheSpec"),
     "attention-count": (
         {"attention": [AttentionSpec(4, 2, 16, torch.float32)]},
