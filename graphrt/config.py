@@ -26,6 +26,8 @@ class RuntimeConfig:
     mixed_sizes     token counts of mixed graphs to capture; None is the default ladder, () captures none
     ring_depth      steps in flight before `replay` waits
     backend         attention backend by name; None takes GRAPHRT_BACKEND, else the best that can run
+    prefill_backend serves the prompts of mixed steps, by name, while `backend` serves the rows that decode. "none": one
+                    kernel of `backend` serves both. None takes what was measured to be fastest
     use_graphs      False runs every step eagerly (counted, with the reason)
     check_weights   compare all captured weight addresses before every step (microseconds)
     mixed_batches   False: `replay` takes only batches whose rows all have `query_len` new tokens, and refuses others.
@@ -44,6 +46,7 @@ class RuntimeConfig:
     mixed_sizes: tuple[int, ...] | None = None
     ring_depth: int = 4
     backend: str | None = None
+    prefill_backend: str | None = None
     use_graphs: bool = True
     check_weights: bool = True
     mixed_batches: bool = True
@@ -65,10 +68,16 @@ class RuntimeConfig:
                 advice = "pass a tuple of sizes"
                 found = check_ints(f"RuntimeConfig.{name}", sizes, 1, most, advice=advice, error=ConfigError)
                 object.__setattr__(self, name, tuple(sorted(set(found.tolist()))))
-        if self.backend is not None:
-            check_instance("RuntimeConfig.backend", self.backend, str, advice="name one, or None to have one chosen")
+        for name in ("backend", "prefill_backend"):
+            if (chosen := getattr(self, name)) is not None:
+                check_instance(f"RuntimeConfig.{name}", chosen, str, advice="name one, or None to have one chosen")
         for name in ("use_graphs", "check_weights", "batch_invariant", "mixed_batches"):
             check_bool_field(self, name, advice="pass a bool")
+        if self.prefill_backend is not None and not self.mixed_batches:
+            raise ConfigError(
+                f"RuntimeConfig.prefill_backend: expected None with mixed_batches=False, got {self.prefill_backend!r}; "
+                "there are no prompts, leave it out"
+            )
         if self.mixed_sizes and not self.mixed_batches:
             raise ConfigError(
                 f"RuntimeConfig.mixed_sizes: expected none with mixed_batches=False, got {self.mixed_sizes}; drop the "

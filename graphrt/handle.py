@@ -73,12 +73,6 @@ def _fault(row: int, code: int, value: int) -> RowFault:
     return RowFault(row, FaultCode(code), value, group)
 
 
-class LogitsOwner(Protocol):
-    """Who knows where the logits of the latest step are."""
-
-    def latest_logits(self, step: int, copy: bool) -> torch.Tensor: ...
-
-
 @dataclass(frozen=True, slots=True)
 class Submission:
     """What is known of a step when it is submitted; see StepHandle."""
@@ -88,6 +82,12 @@ class Submission:
     descriptor: BatchDescriptor
     why_eager: str
     sampled: bool
+
+
+class LogitsOwner(Protocol):
+    """Who knows where the logits of the latest step are."""
+
+    def latest_logits(self, submission: Submission, copy: bool) -> torch.Tensor: ...
 
 
 class StepHandle:
@@ -206,4 +206,4 @@ class StepHandle:
         `close()`, ConfigError for an argument that is no bool.
         """
         copy = check_bool("copy", copy, advice="pass a bool")
-        return self._owner.latest_logits(self.step, copy)[: self.num_reqs]
+        return self._owner.latest_logits(self._submission, copy)

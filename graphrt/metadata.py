@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -22,8 +22,20 @@ class StepMetadata:
                                                 pad rows, and before the first page that the row sees
     slot_mappings     per KV group [padded_tokens]           int64  flat KV slot of each new token; -1 in pad tokens
     max_seq_len       host bound, the model's maximum: the same at capture and at every replay
+    parts             of a mixed step in two parts, the metadata of each: decode part, and prompt part. A graph that has
+                      no room for a row that decodes has no decode part
 
     A layer reads `block_tables[layer.group]`. Where all layers are alike there is one group.
+
+    In a mixed step of two parts decode rows stand first:
+
+        tokens                0 1 2 | 3 4 5 6 7 | 8 9      three decodes, prompts of 5 tokens and of 2
+        query_start_loc       0 1 2   3           8  10
+        .. of the decode part 0 1 2   3           3   3    the others are pad rows, with the lengths of pad rows
+        .. of the prompt part 3 3 3   3           8  10    the others are rows without tokens; tokens before 3 are not
+                                                           this part's
+
+    The decode part is a decode batch: `padded_reqs` rows, and as many tokens as they have.
     """
 
     descriptor: BatchDescriptor
@@ -33,13 +45,23 @@ class StepMetadata:
     positions: torch.Tensor
     block_tables: tuple[torch.Tensor, ...]
     slot_mappings: tuple[torch.Tensor, ...]
+    parts: tuple[StepMetadata | None, StepMetadata] | None = None
 
     @classmethod
     def of(
-        cls, buffers: StaticBuffers, descriptor: BatchDescriptor, max_seq_len: int, max_pages: Sequence[int]
+        cls,
+        buffers: StaticBuffers,
+        descriptor: BatchDescriptor,
+        max_seq_len: int,
+        max_pages: Sequence[int],
+        decode_len: int = 0,
     ) -> StepMetadata:
-        """The metadata in static buffers that were cut to the size of `descriptor`; `max_pages` by KV group."""
-        return cls(
+        """The metadata in static buffers that were cut to the size of `descriptor`.
+
+        max_pages   by KV group
+        decode_len  new tokens of a row of the decode part; 0 for a step in one part
+        """
+        whole = cls(
             descriptor,
             max_seq_len,
             buffers.seq_lens,
@@ -48,3 +70,20 @@ class StepMetadata:
             tuple(table[:, :width] for table, width in zip(buffers.block_table.unbind(), max_pages, strict=True)),
             buffers.slot_mapping.unbind(),
         )
+        if not decode_len:
+            return whole
+        prompts = replace(whole, seq_lens=buffers.prompt_seq_lens, query_start_loc=buffers.prompt_start_loc)
+        rows = min(descriptor.padded_reqs, descriptor.padded_tokens // decode_len)
+        if not rows:
+            return replace(whole, parts=(None, prompts))
+        tokens = rows * decode_len
+        decodes = replace(
+            whole,
+            descriptor=BatchDescriptor.decode(rows, decode_len),
+            seq_lens=buffers.decode_seq_lens[:rows],
+            query_start_loc=buffers.decode_start_loc[: rows + 1],
+            positions=buffers.positions[:tokens],
+            block_tables=tuple(table[:rows] for table in whole.block_tables),
+            slot_mappings=tuple(slots[:tokens] for slots in whole.slot_mappings),
+        )
+        return replace(whole, parts=(decodes, prompts))

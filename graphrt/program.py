@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from graphrt.backends.base import AttentionBackend, AttentionLayer
-from graphrt.capture.descriptor import BatchDescriptor
+from graphrt.capture.descriptor import BatchDescriptor, GraphKind
 from graphrt.groups import LayerPlace
 from graphrt.kernels.attention.options import FP8_DTYPES
 from graphrt.kernels.checks import check_tensor
@@ -71,15 +71,22 @@ class StepProgram:
             vocab_size=self.vocab_size,
             query_len=descriptor.query_len,
             seq_len_fill=self.backend.seq_len_fill,
+            decode_len=self.decode_len(descriptor),
         )
         return step
+
+    def decode_len(self, descriptor: BatchDescriptor) -> int:
+        """New tokens of the rows that stand first at this size; 0 where rows stand as the batch has them."""
+        return self.backend.decode_len if descriptor.kind is GraphKind.MIXED else 0
 
     def view(self, descriptor: BatchDescriptor) -> Step:
         """The static buffers as a step of this size sees them."""
         buffers = self.buffers.cut(descriptor.padded_reqs, descriptor.padded_tokens)
         return Step(
             descriptor=descriptor,
-            metadata=StepMetadata.of(buffers, descriptor, self.max_seq_len, self.max_pages),
+            metadata=StepMetadata.of(
+                buffers, descriptor, self.max_seq_len, self.max_pages, self.decode_len(descriptor)
+            ),
             buffers=buffers,
             backend=self.backend,
             layers=self.layers,

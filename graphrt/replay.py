@@ -104,7 +104,7 @@ class ReplayManager:
         self._weights = check_named_tensors("weights", _named_weights(model) if weights is None else weights)
         self._stream = _stream_on(device, stream)
         self._kv_cache: KVCache | None = kv_cache
-        self._backend = chosen.backend(chosen.context)
+        self._backend = chosen.make()
         self._device = device
         self._on_stream = OnStream(self._stream, "graphrt.replay")
         self._exclusive = Exclusive()
@@ -295,7 +295,7 @@ class ReplayManager:
             for why_eager in ("", "compared with its graph"):
                 with self._on_stream, torch.inference_mode(), state_kept(self._buffers, self.kv_cache, slots):
                     handle = self._submit(batch, target.descriptor, why_eager)
-                    logits = self._logits[: batch.num_reqs].clone()
+                    logits = self._batch_logits(target.descriptor, batch.num_reqs).clone()
                     results.append(StepResult(handle.results, handle.faults, logits))
             self._logits = NOTHING
             return compare_results(target.descriptor, *results)
@@ -340,8 +340,9 @@ class ReplayManager:
                 self._buffers.reset()
                 self._backend.reset()
 
-    def latest_logits(self, step: int, copy: bool) -> torch.Tensor:
-        """Logits of `step`, which must be the latest; see `StepHandle.logits`."""
+    def latest_logits(self, submission: Submission, copy: bool) -> torch.Tensor:
+        """Logits of a step, which must be the latest; see `StepHandle.logits`."""
+        step, descriptor, num_reqs = submission.step, submission.descriptor, submission.num_reqs
         with self._exclusive:
             self._require(State.CAPTURED, "logits")
             if step != self._step - 1:
@@ -349,16 +350,23 @@ class ReplayManager:
                     f"logits: expected the latest step {self._step - 1}, got step {step}; its logits were overwritten, "
                     "use logits(copy=True) before the next replay"
                 )
-            logits = ordinary(self._logits)
-            if copy:
-                with self._on_stream:  # between this step and the next, which overwrites them
+            moved = bool(self._program.decode_len(descriptor))
+            with self._on_stream:  # between this step and the next, which overwrites them
+                logits = ordinary(self._batch_logits(descriptor, num_reqs))
+                if copy and not moved:
                     logits = logits.clone()
             if self._stream is not None:
                 reader = torch.cuda.current_stream(self._device)
                 reader.wait_stream(self._stream)
-                if copy:
+                if copy or moved:
                     logits.record_stream(reader)
             return logits
+
+    def _batch_logits(self, descriptor: BatchDescriptor, num_reqs: int) -> torch.Tensor:
+        """Logits of the last step's rows in the batch's order: a copy where the step had them in another."""
+        if not self._program.decode_len(descriptor):
+            return self._logits[:num_reqs]
+        return self._logits.index_select(0, self._buffers.places[:num_reqs])
 
     def close(self) -> None:
         """Wait for steps in flight, then drop graphs and buffers. The KV cache and the weights are the caller's.

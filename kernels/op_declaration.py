@@ -17,6 +17,7 @@ A dataclass with a property `ints` and a class method `from_ints` travels as one
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import operator
 import types
 import typing
@@ -110,6 +111,6 @@ def _kind(name: str, hint: Any) -> str:
 
 
 def _arguments(names: list[str], kinds: list[str]) -> Iterator[str]:
-    alias_sets = iter("abcdefghijklmnopqrstuvwxyz")
+    alias_sets = itertools.chain("abcdefghijklmnopqrstuvwxyz", (f"a{number}" for number in itertools.count()))
     for name, kind in zip(names, kinds, strict=True):
         yield f"{kind.replace('!', f'({next(alias_sets)}!)') if '!' in kind else kind} {name}"

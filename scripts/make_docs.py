@@ -164,7 +164,7 @@ def ranking_table() -> str:
     result = _result("backends")
     if result is None:
         return "Not measured yet: the static order of the table above applies."
-    ranking = parse_ranking(ranking_record(result))
+    ranking = parse_ranking(ranking_record(result, _result("mixed")))
     names = [name for name in backend_names() if name in ranking.names]
     lines = ["| batch | context | " + " | ".join(f"`{name}`" for name in names) + " |"]
     lines.append("|" + "---|" * (2 + len(names)))
@@ -178,6 +178,29 @@ def ranking_table() -> str:
         "",
         f"us per layer, one {result['gpu']}, {q_heads}/{kv_heads} heads of {head_dim}, {data['dtype']}; page sizes: "
         f"{pages}. `docs/results/nvidia-h200/backends.json`, {tree_of(result)}.",
+    ]
+    return "\n".join(lines)
+
+
+def mixed_table() -> str:
+    """What mixed steps cost in one part and in two."""
+    result = _result("mixed")
+    if result is None:
+        return "Not measured yet: mixed steps are served by one kernel."
+    data = result["data"]
+    names = list(dict.fromkeys(name for cell in data["cells"] for name in cell["backends"]))
+    lines = ["| decodes | of tokens | prompt tokens | " + " | ".join(f"`{name}`" for name in names) + " | alone |"]
+    lines.append("|" + "---|" * (4 + len(names)))
+    for cell in data["cells"]:
+        times = [cell["backends"].get(name, {}).get("us") for name in names]
+        shown = [f"{us:.1f}" if us is not None else "-" for us in (*times, cell["alone_us"])]
+        lines.append(f"| {cell['batch']} | {cell['context']} | {cell['chunk']} | " + " | ".join(shown) + " |")
+    q_heads, kv_heads, head_dim = data["heads"]
+    lines += [
+        "",
+        f"us per layer, one {result['gpu']}, {q_heads}/{kv_heads} heads of {head_dim}, {data['dtype']}, pages of "
+        f"{data['page_size']} tokens. `alone`: our decode kernel on the decodes, and {data['alone']} on the prompt, "
+        f"each in a graph of its own. `docs/results/nvidia-h200/mixed.json`, {tree_of(result)}.",
     ]
     return "\n".join(lines)
 
@@ -201,10 +224,13 @@ def planning_time() -> str:
 
 def ranking_file() -> str:
     """graphrt/backends/ranking.json, a cell a line."""
-    record = ranking_record(_result("backends"))
-    cells = ",\n".join("  " + json.dumps(cell) for cell in record.pop("cells"))
-    head = json.dumps(record, indent=1).removesuffix("\n}")
-    return head + ',\n "cells": [' + (f"\n{cells}\n ]" if cells else "]") + "\n}\n"
+    record = ranking_record(_result("backends"), _result("mixed"))
+    lists = {name: record.pop(name) for name in ("cells", "mixed_cells")}
+    text = json.dumps(record, indent=1).removesuffix("\n}")
+    for name, cells in lists.items():
+        lines = ",\n".join("  " + json.dumps(cell) for cell in cells)
+        text += f',\n "{name}": [' + (f"\n{lines}\n ]" if lines else "]")
+    return text + "\n}\n"
 
 
 def _result(name: str) -> dict[str, Any] | None:
@@ -217,6 +243,7 @@ PARTS = {
     ("docs/backends.md", "capabilities"): backends_table,
     ("docs/backends.md", "planning"): planning_time,
     ("docs/backends.md", "ranking"): ranking_table,
+    ("docs/backends.md", "mixed"): mixed_table,
     ("docs/attention.md", "attention"): attention_table,
     ("README.md", "results"): results_table,
 }

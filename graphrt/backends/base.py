@@ -70,6 +70,7 @@ class Capabilities:
     kv_groups        layers of several KV groups, each with a page table: `metadata.block_tables[layer.group]`
     v_head_dim       value heads of another size than the key heads: `AttentionSpec.v_head_dim`
     attention_chunk_size   layers with `AttentionSpec.attention_chunk_size`
+    prefill          the prompt part of mixed steps, beside another backend's decode part; see `AttentionBackend.run`
 
     `batch_invariant` is a promise per kind of graph. With `RuntimeConfig(batch_invariant=True)`, a row's result is
     bitwise the same in all decode graphs of one query_len: at any size, at any place, beside any neighbours. The same
@@ -96,6 +97,7 @@ class Capabilities:
     kv_groups: bool = False
     v_head_dim: bool = False
     attention_chunk_size: bool = False
+    prefill: bool = False
 
     def __post_init__(self) -> None:
         check_int_field(self, "max_query_len", 1, advice="1 is plain decode")
@@ -133,6 +135,7 @@ class BackendContext:
     max_query_len    most new tokens per row in a decode batch: `RuntimeConfig.query_len`
     batch_invariant  see Capabilities and RuntimeConfig
     mixed_batches    whether there are steps whose rows differ in their number of new tokens; see RuntimeConfig
+    prefill          the backend serves the prompt part of these steps, and nothing else
 
     Raises: ConfigError for a field of the wrong type.
     """
@@ -147,6 +150,7 @@ class BackendContext:
     batch_invariant: bool = False
     mixed_batches: bool = True
     group_of: tuple[int, ...] | None = None
+    prefill: bool = False
 
     def __post_init__(self) -> None:
         _check_items("BackendContext.attention", self.attention, AttentionSpec)
@@ -166,7 +170,7 @@ class BackendContext:
         check_instance("BackendContext.device", self.device, torch.device, advice="make it a torch.device")
         for name in ("max_num_reqs", "max_num_tokens", "max_seq_len", "max_query_len"):
             check_int_field(self, name, 1, advice="pass the runtime's")
-        for name in ("batch_invariant", "mixed_batches"):
+        for name in ("batch_invariant", "mixed_batches", "prefill"):
             check_bool_field(self, name, advice="pass the runtime's")
 
     def max_pages(self, group: int) -> int:
@@ -276,7 +280,15 @@ class AttentionBackend(ABC):
         """Why the backend is taken for `context` only when it is named, though it could serve; or None."""
         return None
 
+    @classmethod
+    def prefill_class(cls) -> type[AttentionBackend] | None:
+        """The class that serves the prompt part of mixed steps under this name: this one, another one, or none."""
+        return cls if cls.capabilities.prefill else None
+
     # 3 An instance, before the first step. Overridden methods call super().
+
+    decode_len: int = 0
+    """New tokens of the rows that stand first in mixed steps, as a part of their own serves them; 0: there is none."""
 
     def __init__(self, context: BackendContext) -> None:
         self.context = context
@@ -356,6 +368,9 @@ class AttentionBackend(ABC):
         Keys and values beyond a row's `seq_len`, in the null page and in pages of others may be NaN. None of them may
         reach an output, so mask values as well as scores: zero times NaN is NaN. Pages that lie wholly before what the
         row sees (its window, its chunk) are null pages in the table.
+
+        As the prompt part of a mixed step (`context.prefill`): `metadata.query_start_loc` begins behind the tokens of
+        the decode part, whose rows have no tokens here. These tokens of `out` and `lse` are left as they are.
         """
 
     # 5 The end of a step that failed, and of the runtime.
@@ -383,11 +398,13 @@ def _refusals(have: Capabilities, context: BackendContext) -> list[str]:
         reasons.append(f"{len(context.kv_groups)} KV groups: supports one")
     for spec, kv in dict.fromkeys((spec, kv) for spec, kv, _ in context.layers):
         reasons += _refusals_of_layer(have, spec, kv)
-    if context.max_query_len > have.max_query_len:
+    if context.prefill and not have.prefill:
+        reasons.append("prompt part of mixed steps: not supported")
+    if not context.prefill and context.max_query_len > have.max_query_len:
         reasons.append(f"query_len {context.max_query_len}: decodes at most {have.max_query_len} tokens per row")
     if context.batch_invariant and not have.batch_invariant:
         reasons.append("batch_invariant: not supported")
-    if context.mixed_batches and not have.mixed:
+    if context.mixed_batches and not context.prefill and not have.mixed:
         reasons.append(
             "mixed batches: not supported, so prompts cannot run; choose another backend, or "
             "RuntimeConfig(mixed_batches=False) where prompts are computed elsewhere"

@@ -10,6 +10,7 @@ import torch
 
 from graphrt.backends import registry
 from graphrt.backends.base import AttentionBackend, BackendContext
+from graphrt.backends.two_parts import TwoPartBackend, decode_context
 from graphrt.config import RuntimeConfig
 from graphrt.groups import layer_places
 from graphrt.kernels.checks import check_device, check_instance, check_sequence
@@ -24,17 +25,25 @@ class BackendChoice:
 
     backend   the class
     reason    a line: why it, and why not those that would have come before it
-    context   what it is chosen for, which an instance is made of: `backend(context)`
+    context   what it is chosen for
+    prefill   the class that serves the prompts of mixed steps; None: `backend` serves whole steps
     """
 
     backend: type[AttentionBackend]
     reason: str
     context: BackendContext
+    prefill: type[AttentionBackend] | None = None
 
     @property
     def name(self) -> str:
-        """What the backend is chosen by in RuntimeConfig."""
-        return self.backend.name
+        """What the backend is chosen by in RuntimeConfig; with a "+" between those of two parts."""
+        return self.backend.name + ("" if self.prefill is None else f"+{self.prefill.name}")
+
+    def make(self) -> AttentionBackend:
+        """An instance, for one runtime."""
+        if self.prefill is None:
+            return self.backend(self.context)
+        return TwoPartBackend(self.context, self.backend, self.prefill)
 
 
 def get_attn_backend(
@@ -73,13 +82,18 @@ def get_attn_backend(
         batch_invariant=config.batch_invariant,
         mixed_batches=config.mixed_batches,
     )
-    backend, reason = _chosen(context, config.backend, tuple(registry.registered().items()))
-    return BackendChoice(backend, reason, context)
+    return _chosen(context, config.backend, config.prefill_backend, tuple(registry.registered().items()))
 
 
 @lru_cache(maxsize=64)
 def _chosen(
-    context: BackendContext, name: str | None, registered: tuple[tuple[str, type[AttentionBackend]], ...]
-) -> tuple[type[AttentionBackend], str]:
-    """As `select_backend`; `registered` is here for the answer to be another one when it changes."""
-    return registry.select_backend(context, name)
+    context: BackendContext,
+    name: str | None,
+    prefill: str | None,
+    registered: tuple[tuple[str, type[AttentionBackend]], ...],
+) -> BackendChoice:
+    """As the registry selects; `registered` is here for the answer to be another one when it changes."""
+    named = prefill not in (None, registry.ONE_PART)
+    backend, reason = registry.select_backend(decode_context(context) if named else context, name)
+    of_prompts, why = registry.select_prefill(context, backend, prefill)
+    return BackendChoice(backend, f"{reason}; prompts: {why}" if why else reason, context, of_prompts)

@@ -21,6 +21,7 @@ MAX_SPLITS = 32
 WORKSPACE_BYTES = 512 << 20
 """Most memory for the partial results of one call. 2,048 tokens of 32 heads of 128 at 32 splits would take 1.1 GB."""
 _TOKENS_PER_SPLIT = 64  # no tile of the kernel covers fewer keys: more splits than that would be empty
+_QUERIES_OF_TILE, _MULTIPROCESSORS = 128, 132  # of an H100 or H200, which are all that the kernels run on
 _E4M3_MAX = 448.0
 _SMALLEST_AMAX = 2.0**-40  # attention cannot tell smaller queries from zero
 
@@ -71,6 +72,7 @@ class FlashAttention3Backend(PeerBackend):
         lse=True,
         batch_invariant=True,
         kv_groups=True,
+        prefill=True,
     )
     graph_support: ClassVar[GraphSupport] = GraphSupport.ALWAYS
     seq_len_fill: ClassVar[int] = 0
@@ -141,9 +143,11 @@ class FlashAttention3Backend(PeerBackend):
         """Upper bound of the splits at one size, fixed when that size is captured.
 
         It is the least of MAX_SPLITS, what the longest sequence can use, and what fits into WORKSPACE_BYTES of partial
-        results. It is 1 in batch-invariant mode, so that a row's sums never depend on how busy the device is.
+        results. It is 1 in batch-invariant mode, so that a row's sums never depend on how busy the device is. It is 1
+        too for prompts whose queries alone keep every multiprocessor busy.
         """
-        if self.context.batch_invariant:
+        tiles = descriptor.padded_tokens * spec.num_q_heads // _QUERIES_OF_TILE
+        if self.context.batch_invariant or (self.context.prefill and tiles >= _MULTIPROCESSORS):
             return 1
         bytes_per_split = 4 * descriptor.padded_tokens * spec.num_q_heads * (spec.head_dim + 1)
         useful = -(-self.context.max_seq_len // _TOKENS_PER_SPLIT)
@@ -251,10 +255,8 @@ class FlashAttention3Backend(PeerBackend):
         A row's scale depends on its own queries alone. Queries of pad tokens may be NaN, and count as zeros.
         """
         descriptor, heads = metadata.descriptor, spec.num_kv_heads
-        masks, rows = self._allocated(), self._token_rows
-        live = masks.live[: q.shape[0]].view(-1, 1, 1, 1)
-        grouped = q.unflatten(1, (heads, spec.group))
-        clean = torch.where(live, grouped, masks.zero)
+        rows, live = self._token_rows, self.live(q.shape[0]).view(-1, 1, 1, 1)
+        clean = q.unflatten(1, (heads, spec.group)).masked_fill(~live, 0.0)
         largest = clean.abs().amax((2, 3)).float()  # per token and KV head
         if descriptor.kind is GraphKind.MIXED:
             assert rows is not None, "schedule() makes them for mixed steps"

@@ -347,7 +347,7 @@ class FlashInferBackend(PeerBackend):
         return max(_SMALLEST_WORKSPACE, 4 * spec.num_q_heads * tiles * (spec.head_dim + 1) + (1 << 20))
 
     def _have_buffers(self) -> _Buffers:
-        self._allocated()
+        self.check_allocated()
         assert self._buffers is not None, "allocate() makes both"
         return self._buffers
 

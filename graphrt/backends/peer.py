@@ -13,6 +13,7 @@ import torch
 
 from graphrt.backends.base import AttentionBackend, BackendContext
 from graphrt.kernels.errors import CaptureError, UnsupportedError
+from graphrt.kernels.ops.live import copy_live
 from graphrt.metadata import StepMetadata
 
 
@@ -71,25 +72,12 @@ class Package:
         return module
 
 
-@dataclass(frozen=True, slots=True)
-class _Masks:
-    """What results are selected by. Constants are in device memory, because a capture allows no copy from the host.
-
-    live            [tokens]  bool     which tokens of the step are real
-    zero            []        layers' dtype
-    minus_infinity  []        float32
-    """
-
-    live: torch.Tensor
-    zero: torch.Tensor
-    minus_infinity: torch.Tensor
-
-
 class PeerBackend(AttentionBackend):
     """A backend whose kernels come from another package.
 
     Such kernels leave pad tokens unwritten, or write what the null page holds. So `schedule` notes once per step which
-    tokens are real, and `write_out` selects these on the way into `out`.
+    tokens are real, and `write_out` copies these into `out`. As the prompt part of a mixed step it leaves the tokens of
+    the decode part alone.
     """
 
     package: ClassVar[Package]
@@ -98,7 +86,8 @@ class PeerBackend(AttentionBackend):
 
     def __init__(self, context: BackendContext) -> None:
         super().__init__(context)
-        self._masks: _Masks | None = None
+        self._live: torch.Tensor | None = None
+        self._first_token: torch.Tensor | None = None
 
     @classmethod
     def unavailable(cls) -> str | None:
@@ -120,24 +109,20 @@ class PeerBackend(AttentionBackend):
         context, device = self.context, self.context.device
         self._module = self.package.load()
         tokens = max(context.max_num_tokens, context.max_num_reqs * context.max_query_len)
-        self._masks = _Masks(
-            live=torch.zeros(tokens, dtype=torch.bool, device=device),
-            zero=torch.zeros((), dtype=context.attention[0].dtype, device=device),
-            minus_infinity=torch.full((), float("-inf"), dtype=torch.float32, device=device),
-        )
+        self._live = torch.zeros(tokens, dtype=torch.bool, device=device)
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """What `schedule` rewrites at every step. Constants must keep their values, so they are not in it."""
-        return {} if self._masks is None else {"live": self._masks.live}
+        """What `schedule` rewrites at every step."""
+        return {} if self._live is None else {"live": self._live}
 
     def close(self) -> None:
         """Drop every tensor."""
-        self._masks = None
+        self._live = self._first_token = None
 
     def schedule(self, metadata: StepMetadata) -> None:
         """Note which tokens are real: those that have a slot in the cache. Capture-safe: a comparison on the device."""
-        tokens = metadata.descriptor.padded_tokens
-        torch.ge(metadata.slot_mappings[0], 0, out=self._allocated().live[:tokens])
+        torch.ge(metadata.slot_mappings[0], 0, out=self.live(metadata.descriptor.padded_tokens))
+        self._first_token = metadata.query_start_loc[:1] if self.context.prefill else None
 
     def write_out(self, result: torch.Tensor, out: torch.Tensor) -> None:
         """Copy what the kernel gave into `out`, with zeros in pad tokens, whatever it left there.
@@ -145,16 +130,20 @@ class PeerBackend(AttentionBackend):
         result  [padded_tokens, num_q_heads, head_dim]  any strides
         out     same shape                              written in place
         """
-        masks = self._allocated()
-        live = masks.live[: out.shape[0]].view(-1, 1, 1)
-        torch.where(live, result, masks.zero.to(out.dtype), out=out)
+        copy_live(result, self.live(out.shape[0]), out, first=self._first_token)
 
     def write_lse(self, result: torch.Tensor, lse: torch.Tensor) -> None:
         """Copy a natural log-sum-exp into `lse`, with -inf in pad tokens. Both [padded_tokens, num_q_heads]."""
-        masks = self._allocated()
-        torch.where(masks.live[: lse.shape[0]].view(-1, 1), result, masks.minus_infinity, out=lse)
+        live = self.live(lse.shape[0])
+        copy_live(result[:, None], live, lse[:, None], fill=float("-inf"), first=self._first_token)
 
-    def _allocated(self) -> _Masks:
-        if self._masks is None:
+    def live(self, tokens: int) -> torch.Tensor:
+        """[tokens] bool: which of a step's tokens are real. Raises: CaptureError before `allocate()`."""
+        self.check_allocated()
+        assert self._live is not None, "checked"
+        return self._live[:tokens]
+
+    def check_allocated(self) -> None:
+        """Raise CaptureError before `allocate()`."""
+        if self._live is None:
             raise CaptureError(f"backend {self.name}: expected buffers, got none; call allocate() first")
-        return self._masks

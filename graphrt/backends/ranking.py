@@ -28,10 +28,20 @@ class RankingCell:
 
 @dataclass(frozen=True, slots=True)
 class Ranking:
-    """A measured table; `gpu` says on what device. Without cells it ranks nothing."""
+    """A measured table; `gpu` says on what device. Without cells it ranks nothing.
+
+    cells        of decode steps
+    mixed_cells  of mixed steps, by backend where it serves them whole, and by "decode+prefill" in two parts
+    """
 
     gpu: str | None = None
     cells: tuple[RankingCell, ...] = ()
+    mixed_cells: tuple[RankingCell, ...] = ()
+
+    @property
+    def mixed(self) -> Ranking:
+        """The table of mixed steps."""
+        return Ranking(self.gpu, self.mixed_cells)
 
     @property
     def names(self) -> frozenset[str]:
@@ -67,11 +77,14 @@ class Ranking:
 def parse_ranking(record: Mapping[str, Any]) -> Ranking:
     """The table of a record as `ranking_record` makes it. Raises: ConfigError where it is none."""
     try:
-        cells = tuple(
-            RankingCell(
-                int(cell["batch"]), int(cell["context"]), {n: float(us) for n, us in cell["us_per_layer"].items()}
+        cells, mixed_cells = (
+            tuple(
+                RankingCell(
+                    int(cell["batch"]), int(cell["context"]), {n: float(us) for n, us in cell["us_per_layer"].items()}
+                )
+                for cell in record[name]
             )
-            for cell in record["cells"]
+            for name in ("cells", "mixed_cells")
         )
         gpu = record["gpu"]
     except (KeyError, TypeError, ValueError, AttributeError) as error:
@@ -79,26 +92,42 @@ def parse_ranking(record: Mapping[str, Any]) -> Ranking:
             f"ranking.json: expected a table of measured times, got a {type(error).__name__} on {error}; "
             "make it again with scripts/make_docs.py, or install graphrt again"
         ) from error
-    for cell in cells:
+    for cell in (*cells, *mixed_cells):
         for name, us in cell.us_per_layer.items():
             if not (math.isfinite(us) and us > 0):
                 raise ConfigError(
                     f"ranking.json: expected times > 0, got {us} of {name} at {cell.batch} x {cell.context}; "
-                    "measure again with scripts/bench_backends.py"
+                    "measure again with scripts/bench_backends.py or scripts/bench_mixed.py"
                 )
-    return Ranking(gpu, cells)
+    return Ranking(gpu, cells, mixed_cells)
 
 
-def ranking_record(result: Mapping[str, Any] | None) -> dict[str, Any]:
-    """What ranking.json holds for a result file of the benchmark; None, no result yet, makes an empty table."""
+def ranking_record(result: Mapping[str, Any] | None, mixed: Mapping[str, Any] | None) -> dict[str, Any]:
+    """What ranking.json holds for the result files of both benchmarks; None, no result yet, makes an empty table.
+
+    Raises: ConfigError for results of different devices.
+    """
     if result is None:
-        return {"gpu": None, "cells": []}
-    data = result["data"]
+        return {"gpu": None, "cells": [], "mixed_cells": []}
+    if mixed is not None and mixed["gpu"] != result["gpu"]:
+        raise ConfigError(f"mixed.json: expected figures of {result['gpu']}, got {mixed['gpu']}; measure both on one")
+    of_mixed = {} if mixed is None else {"mixed_tree": mixed["tree"]}
+    return {
+        "gpu": result["gpu"],
+        "tree": result["tree"],
+        **of_mixed,
+        "layers": result["data"]["layers"],
+        "cells": _cells(result),
+        "mixed_cells": [] if mixed is None else _cells(mixed),
+    }
+
+
+def _cells(result: Mapping[str, Any]) -> list[dict[str, Any]]:
     cells = []
-    for cell in data["cells"]:
+    for cell in result["data"]["cells"]:
         times = {name: round(time["us"], 3) for name, time in cell["backends"].items() if time.get("us") is not None}
         cells.append({"batch": cell["batch"], "context": cell["context"], "us_per_layer": times})
-    return {"gpu": result["gpu"], "tree": result["tree"], "layers": data["layers"], "cells": cells}
+    return cells
 
 
 @cache

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import inspect
 from dataclasses import dataclass
@@ -9,6 +10,7 @@ from importlib.metadata import EntryPoint, entry_points
 
 from graphrt.backends.base import AttentionBackend, BackendContext, Capabilities, GraphSupport
 from graphrt.backends.ranking import Ranking, load_ranking
+from graphrt.backends.two_parts import why_not_two_parts
 from graphrt.kernels.checks import check_bool, check_instance, check_int, shown
 from graphrt.kernels.errors import ConfigError, UnsupportedError
 
@@ -24,6 +26,9 @@ _BUILTIN = {
     "torch_reference": "graphrt.backends.torch_reference:TorchReferenceBackend",
 }
 _LAST_RESORT = "torch_reference"
+
+ONE_PART = "none"
+"""RuntimeConfig.prefill_backend of runtimes whose mixed steps are served by one kernel."""
 
 _registered: dict[str, type[AttentionBackend]] = {}
 
@@ -136,6 +141,47 @@ def select_backend(context: BackendContext, name: str | None = None) -> tuple[ty
     if chosen.relative is not None:
         why = _fastest(sorted((s for s in found if s.relative is not None), key=lambda s: s.relative or 0.0))
     return backend_class(chosen.name), "; ".join([why, *(f"not {text}" for text in refused)])
+
+
+def select_prefill(
+    context: BackendContext, decode: type[AttentionBackend], name: str | None
+) -> tuple[type[AttentionBackend] | None, str]:
+    """The class that serves the prompts of mixed steps beside `decode`, and why; None: `decode` serves whole steps.
+
+    It is the named one. Without a name it is what the measured table says is fastest for a mixed step of a runtime of
+    this size. Without figures, as on other devices, steps stay whole.
+
+    Raises: ConfigError for an unknown name; UnsupportedError, with every reason, where the named one does not fit.
+    """
+    if not context.mixed_batches:
+        return None, ""
+    if name == ONE_PART:
+        return None, f"{decode.name}, as asked for"
+    if name is not None:
+        cls = backend_class(name).prefill_class()
+        reasons = why_not_two_parts(context, decode, cls)
+        if cls is None or reasons:
+            raise UnsupportedError(
+                f"prefill_backend {name}: expected one for the prompts of mixed steps beside {decode.name}, got "
+                f"{len(reasons)} reason{'s' if len(reasons) > 1 else ''} against it: {'; '.join(reasons)}; choose "
+                f"another, or {ONE_PART!r}"
+            )
+        return cls, f"{name}, chosen by name"
+    ranking = load_ranking().mixed if context.device.type == "cuda" else Ranking()
+    found: dict[str, type[AttentionBackend] | None] = {decode.name: None}
+    for pair in ranking.names - {decode.name}:
+        ours, _, other = pair.partition("+")
+        if ours == decode.name:
+            with contextlib.suppress(ConfigError, UnsupportedError):  # not installed here, or not to be loaded
+                cls = backend_class(other).prefill_class()
+                if not why_not_two_parts(context, decode, cls):
+                    found[pair] = cls
+    relative = ranking.relative_times(found, max_num_reqs=context.max_num_reqs, max_seq_len=context.max_seq_len)
+    if not relative:
+        return None, ""
+    first, *others = relative
+    slower = "".join(f"; {pair} {relative[pair]:.2f}" for pair in others)
+    return found[first], f"{first}, fastest of {len(relative)} (1.00{slower} on {ranking.gpu})"
 
 
 def why_not(name: str, context: BackendContext) -> list[str]:

@@ -37,6 +37,7 @@ class TorchReferenceBackend(AttentionBackend):
         kv_groups=True,
         v_head_dim=True,
         attention_chunk_size=True,
+        prefill=True,
     )
     graph_support: ClassVar[GraphSupport] = GraphSupport.ALWAYS
 

@@ -24,7 +24,7 @@ from graphrt.kernels.types import KVLayout
 from graphrt.metadata import StepMetadata
 from graphrt.spec import AttentionSpec, KVCacheSpec
 
-_INTERPRETER_SMS = 4  # rows are split on CPU too, into few parts: an interpreted program costs milliseconds
+INTERPRETER_SMS = 4  # rows are split on CPU too, into few parts: an interpreted program costs milliseconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +83,7 @@ class TritonBackend(AttentionBackend):
         kv_groups=True,
         v_head_dim=True,
         attention_chunk_size=True,
+        prefill=True,
     )
     graph_support: ClassVar[GraphSupport] = GraphSupport.ALWAYS
 
@@ -93,7 +94,7 @@ class TritonBackend(AttentionBackend):
         self._work_lists: dict[_ScheduleKey, torch.Tensor] = {}
         self._plans: dict[tuple[_ScheduleKey, BatchDescriptor], AttentionPlan] = {}
         self._workspace: AttentionWorkspace | None = None
-        self._num_sms, self._native = _INTERPRETER_SMS, True  # on CPU: the plans of a device
+        self._num_sms, self._native = INTERPRETER_SMS, True  # on CPU: the plans of a device
         if context.device.type == "cuda":
             self._num_sms = torch.cuda.get_device_properties(context.device).multi_processor_count
             self._native = runs_native(context.device)
@@ -109,6 +110,13 @@ class TritonBackend(AttentionBackend):
         return []
 
     @classmethod
+    def prefill_class(cls) -> type[AttentionBackend]:
+        """Prompts have a kernel of their own."""
+        from graphrt.backends.triton_prefill import TritonPrefill  # which imports this file
+
+        return TritonPrefill
+
+    @classmethod
     def why_only_by_name(cls, context: BackendContext) -> str | None:
         """On CPU the kernels are interpreted, which is for tests."""
         return "interpreted on CPU, thousands of times slower" if context.device.type == "cpu" else None
@@ -117,7 +125,9 @@ class TritonBackend(AttentionBackend):
         """Allocate a work list per kind of layer, and the workspace of split rows, for the largest sizes."""
         context = self.context
         powers = [1 << bit for bit in range(context.max_num_reqs.bit_length())]
-        sizes = [BatchDescriptor.mixed(context.max_num_tokens, context.max_num_reqs)]
+        sizes = []
+        if context.mixed_batches:
+            sizes.append(BatchDescriptor.mixed(context.max_num_tokens, context.max_num_reqs))
         for rows in (*powers, context.max_num_reqs):
             sizes += [BatchDescriptor.decode(rows, query_len) for query_len in range(1, context.max_query_len + 1)]
         plans = {key: [self._plan(key, size) for size in sizes] for key in self._keys}
@@ -153,7 +163,7 @@ class TritonBackend(AttentionBackend):
         """One launch per kind of layer writes its work list. Capture-safe: lengths stay on the device."""
         mixed = metadata.descriptor.kind is GraphKind.MIXED
         self._check_allocated()
-        with _kernels_on(metadata.seq_lens.device):
+        with kernels_on(metadata.seq_lens.device):
             for key, work_list in self._work_lists.items():
                 schedule_attention(
                     self._plan(key, metadata.descriptor),
@@ -180,7 +190,7 @@ class TritonBackend(AttentionBackend):
         """
         key = self._layer_keys[layer.index]
         workspace = self._check_allocated()
-        with _kernels_on(q.device):
+        with kernels_on(q.device):
             paged_attention(
                 q,
                 layer.k_cache,
@@ -236,6 +246,6 @@ class TritonBackend(AttentionBackend):
         return self._workspace
 
 
-def _kernels_on(device: torch.device) -> contextlib.AbstractContextManager[None]:
+def kernels_on(device: torch.device) -> contextlib.AbstractContextManager[None]:
     """On CPU the ops would run their reference; this backend means the kernels."""
     return interpreted() if device.type == "cpu" else contextlib.nullcontext()

@@ -197,6 +197,22 @@ class StaticBuffers:
     )
     query_start_loc: torch.Tensor = _derived(("rows_plus_one",), torch.int32, "attention", pad="repeats its last value")
     seq_lens: torch.Tensor = _derived(("rows",), torch.int32, "attention", "sampling", pad="the backend's fill")
+    places: torch.Tensor = _derived(("rows",), torch.int32, "publish", "host, for logits", pad="its own index")
+    decode_seq_lens: torch.Tensor = _derived(
+        ("rows",), torch.int32, "attention", pad="the backend's fill; of rows of the prompt part too"
+    )
+    prompt_seq_lens: torch.Tensor = _derived(
+        ("rows",), torch.int32, "attention", pad="the backend's fill; of rows of the decode part too"
+    )
+    decode_start_loc: torch.Tensor = _derived(
+        ("rows_plus_one",), torch.int32, "attention", pad="the end of the decode part's tokens, from its last row on"
+    )
+    prompt_start_loc: torch.Tensor = _derived(
+        ("rows_plus_one",),
+        torch.int32,
+        "attention",
+        pad="as query_start_loc; before its first row its first token",
+    )
     logits_indices: torch.Tensor = _derived(("rows",), torch.int64, "model", pad="0")
     row_ids: torch.Tensor = _derived(("rows",), torch.int32, "publish", "model", "sampling", pad="-1")
     row_status: torch.Tensor = _derived(

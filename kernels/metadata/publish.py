@@ -32,6 +32,7 @@ _SAMPLE_OUT_OF_RANGE = tl.constexpr(int(FaultCode.SAMPLE_OUT_OF_RANGE))
 @triton.jit(do_not_specialize=["num_rows", "vocab_size"])
 def _publish_kernel(
     tokens_ptr,
+    places_ptr,
     row_ids_ptr,
     row_status_ptr,
     fault_code_ptr,
@@ -53,15 +54,17 @@ def _publish_kernel(
 ):
     rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = rows < num_rows
-    status = tl.load(row_status_ptr + rows, mask=mask, other=_PAD)
-    code = tl.load(fault_code_ptr + rows, mask=mask, other=0)
-    value = tl.load(fault_value_ptr + rows, mask=mask, other=0)
+    # The host asks for the rows in its batch's order; the step has each at its place.
+    place = tl.load(places_ptr + rows, mask=mask, other=0)
+    status = tl.load(row_status_ptr + place, mask=mask, other=_PAD)
+    code = tl.load(fault_code_ptr + place, mask=mask, other=0)
+    value = tl.load(fault_value_ptr + place, mask=mask, other=0)
     step = tl.load(step_counter_ptr)
     entry = step % ring_depth
     token = tl.zeros([BLOCK], tl.int64) + _NO_TOKEN
     if tokens_ptr is not None:
         # A sample is judged in its own width: cut to 32 bits first, 2**32 + 5 would pass for token 5.
-        token = tl.load(tokens_ptr + rows, mask=mask, other=_NO_TOKEN).to(tl.int64)
+        token = tl.load(tokens_ptr + place, mask=mask, other=_NO_TOKEN).to(tl.int64)
         samples = status == _SAMPLES
         bad = samples & ((token < 0) | (token >= vocab_size))
         code = tl.where(bad, tl.where(token == _NO_TOKEN, _NO_TOKEN_OFFERED, _SAMPLE_OUT_OF_RANGE), code)
@@ -69,9 +72,9 @@ def _publish_kernel(
         token = tl.where(samples & (bad == 0), token, _NO_TOKEN)
         # Every live row's last token changes: a prompt that goes on voids what an ended sequence left there.
         live = mask & (status >= _LIVE)
-        row_id = tl.load(row_ids_ptr + rows, mask=live, other=0)
+        row_id = tl.load(row_ids_ptr + place, mask=live, other=0)
         tl.store(last_token_ptr + row_id, token.to(tl.int32), mask=live)
-        void_id = tl.load(void_ids_ptr + rows, mask=mask, other=-1)
+        void_id = tl.load(void_ids_ptr + place, mask=mask, other=-1)
         tl.store(last_token_ptr + void_id, tl.zeros([BLOCK], tl.int32) + _NO_TOKEN, mask=void_id >= 0)
     tl.store(token_ring_ptr + entry * stride_tokens + rows, token.to(tl.int32), mask=mask)
     tl.store(fault_code_ring_ptr + entry * stride_codes + rows, code, mask=mask)
@@ -83,8 +86,9 @@ def _publish_kernel(
 def _publish_triton(b: Any) -> None:
     rows = b.row_ids.shape[0]
     _publish_kernel[(triton.cdiv(rows, _ROW_BLOCK),)](
-        b.tokens, b.row_ids, b.row_status, b.fault_code, b.fault_value, b.void_ids, b.step_counter, b.last_token,
-        b.step_ring, b.token_ring, b.fault_code_ring, b.fault_value_ring, rows, b.vocab_size, b.step_ring.shape[0],
+        b.tokens, b.places, b.row_ids, b.row_status, b.fault_code, b.fault_value, b.void_ids, b.step_counter,
+        b.last_token, b.step_ring, b.token_ring, b.fault_code_ring, b.fault_value_ring,
+        rows, b.vocab_size, b.step_ring.shape[0],
         b.token_ring.stride(0), b.fault_code_ring.stride(0), b.fault_value_ring.stride(0),
         BLOCK=_ROW_BLOCK, num_warps=_NUM_WARPS,
     )  # fmt: skip
@@ -94,7 +98,7 @@ def publish_reference(b: Any) -> None:
     """Reference of `graphrt::publish`."""
     tokens, vocab_size = b.tokens, b.vocab_size
     rows, step = b.row_ids.shape[0], int(b.step_counter.item())
-    entry = step % b.step_ring.shape[0]
+    entry, place = step % b.step_ring.shape[0], b.places.long()
     code, value = b.fault_code.clone(), b.fault_value.clone()
     published = torch.full((rows,), NO_TOKEN, dtype=torch.int64, device=b.row_ids.device)
     if tokens is not None:
@@ -109,7 +113,8 @@ def publish_reference(b: Any) -> None:
         b.last_token[b.row_ids[live].long()] = published[live].int()
         b.last_token[b.void_ids[b.void_ids >= 0].long()] = NO_TOKEN
     b.step_ring[entry] = step
-    b.token_ring[entry, :rows] = published.int()
+    code, value = code[place], value[place]
+    b.token_ring[entry, :rows] = published[place].int()
     b.fault_code_ring[entry, :rows] = code
     b.fault_value_ring[entry, :rows] = torch.where(code != 0, value, b.fault_value_ring[entry, :rows])
 

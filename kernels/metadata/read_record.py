@@ -59,3 +59,36 @@ def token_start(record_ptr, row, num_reqs, num_tokens, listed_reqs, QUERY_LEN: t
         inner = (row > 0) & (row < num_reqs)
         start = tl.load(record_ptr + HEADER_SIZE + ROW_QUERY_START * listed_reqs + row, mask=inner, other=0)
         return tl.where(row >= num_reqs, num_tokens, tl.minimum(tl.maximum(start, 0), num_tokens))
+
+
+@triton.jit
+def row_place(
+    record_ptr, row, num_reqs, num_tokens, listed_reqs, QUERY_LEN: tl.constexpr, DECODE_LEN: tl.constexpr,
+    ROW_BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Where a row of the record stands in the step's buffers, its first token there, and the decode part's rows.
+
+    Without a decode part (DECODE_LEN 0) rows stand in their order. With one, rows of DECODE_LEN new tokens come first,
+    then all others, both in their order. Each program counts the rows for itself, as they are few.
+    """
+    place = row
+    first_token = token_start(record_ptr, row, num_reqs, num_tokens, listed_reqs, QUERY_LEN)
+    decodes = 0
+    if DECODE_LEN > 0:
+        before = 0
+        tokens_before = 0
+        for base in range(0, num_reqs, ROW_BLOCK):
+            others = base + tl.arange(0, ROW_BLOCK)
+            begin = token_start(record_ptr, others, num_reqs, num_tokens, listed_reqs, QUERY_LEN)
+            end = token_start(record_ptr, others + 1, num_reqs, num_tokens, listed_reqs, QUERY_LEN)
+            is_decode = (others < num_reqs) & (end - begin == DECODE_LEN)
+            earlier = others < row
+            decodes += tl.sum(is_decode.to(tl.int32), 0)
+            before += tl.sum((is_decode & earlier).to(tl.int32), 0)
+            tokens_before += tl.sum(tl.where(earlier & (is_decode == 0), end - begin, 0), 0)
+        if row < num_reqs:
+            length = token_start(record_ptr, row + 1, num_reqs, num_tokens, listed_reqs, QUERY_LEN) - first_token
+            place = tl.where(length == DECODE_LEN, before, decodes + row - before)
+            first_token = DECODE_LEN * tl.where(length == DECODE_LEN, before, decodes)
+            first_token += tl.where(length == DECODE_LEN, 0, tokens_before)
+    return place, first_token, decodes

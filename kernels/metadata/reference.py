@@ -67,6 +67,17 @@ class _Record:
             words[pages_at : pages_at + listed_pages],
         )
 
+    def stand(self, padded_reqs: int, decode_len: int) -> tuple[Int64Array, Int64Array, int]:
+        """Place of every captured row, first token of every place, and rows of the decode part."""
+        lengths = np.diff(self.starts)
+        decodes = (lengths == decode_len) if decode_len else np.zeros(self.num_reqs, np.bool_)
+        order = np.concatenate((np.flatnonzero(decodes), np.flatnonzero(~decodes)))
+        places = np.arange(padded_reqs)
+        places[order] = np.arange(self.num_reqs)
+        starts = np.full(padded_reqs + 1, self.starts[-1])
+        starts[: self.num_reqs + 1] = np.concatenate(([0], np.cumsum(lengths[order])))
+        return places, starts, int(decodes.sum())
+
     def field(self, field: int, row: int) -> int:
         return int(self.rows[field, row])
 
@@ -97,7 +108,8 @@ def refresh_reference(b: Any) -> None:
     input_ids, row_ids = b.input_ids, b.row_ids
     groups = [PageGroup(*words) for words in b.page_groups.tolist()]
     step = _Record.parse(b.record.numpy(), len(row_ids), len(input_ids), b.query_len, len(groups))
-    last, starts = b.last_token.numpy(), b.query_start_loc.numpy()
+    last = b.last_token.numpy()
+    places, starts, decodes = step.stand(len(row_ids), b.decode_len)
 
     # Pads first, everywhere; valid rows are then written over them.
     copied = [(i, getattr(b, name), pad) for i, (name, pad) in enumerate(zip(COPIED, COPIED_PADS, strict=True))]
@@ -105,6 +117,7 @@ def refresh_reference(b: Any) -> None:
         (input_ids, 0), (b.positions, 0), (b.slot_mapping, PAD_SLOT_ID), (b.seq_lens, b.seq_len_fill),
         (b.logits_indices, 0), (row_ids, -1), (b.row_status, RowStatus.PAD), (b.void_ids, -1), (b.new_spans, 0),
         (b.check_code, FaultCode.NONE), (b.check_value, 0), (b.fault_code, FaultCode.NONE), (b.fault_value, 0),
+        (b.decode_seq_lens, b.seq_len_fill), (b.prompt_seq_lens, b.seq_len_fill),
         *((tensor, pad) for _, tensor, pad in copied),
     ):  # fmt: skip
         tensor.fill_(int(pad))
@@ -113,8 +126,12 @@ def refresh_reference(b: Any) -> None:
     b.new_spans[..., 2], b.new_spans[..., 3] = b.table_from, b.table_to
     b.table_from.fill_(_NOWHERE)
     b.table_to.fill_(0)
-    starts[step.num_reqs :] = step.starts[-1]
-    starts[: step.num_reqs + 1] = step.starts
+    prompts_from = starts[decodes] if decodes else 0
+    for loc, values in (
+        (b.query_start_loc, starts), (b.decode_start_loc, np.minimum(starts, prompts_from)),
+        (b.prompt_start_loc, np.maximum(starts, prompts_from)), (b.places, places),
+    ):  # fmt: skip
+        loc.numpy()[:] = values
     b.step_counter.fill_(step.step)
 
     tables: dict[tuple[int, int], _Table] = {}
@@ -137,33 +154,36 @@ def refresh_reference(b: Any) -> None:
         own = [(*checks[g, row], g) for g in range(len(groups)) if checks[g, row][0]]
         if own or row in shared:
             faults[row] = code, value, g = own[0] if own else shared[row]
-            b.fault_code[row], b.fault_value[row] = code | g << FAULT_GROUP_SHIFT, value
+            place = int(places[row])
+            b.fault_code[place], b.fault_value[place] = code | g << FAULT_GROUP_SHIFT, value
             row_id = step.field(layout.ROW_ID, row)
             begins = step.field(layout.ROW_SEQ_LEN, row) == step.field(layout.ROW_QUERY_LEN, row)
             if begins and 0 <= row_id < len(last):
-                b.void_ids[row] = row_id
+                b.void_ids[place] = row_id
 
     valid = np.array([row for row in range(step.num_reqs) if row not in faults], np.int64)
-    rows = step.rows[:, valid]
-    b.row_status.numpy()[list(faults)] = RowStatus.INVALID
-    b.row_status.numpy()[valid] = np.where(rows[layout.ROW_SAMPLE] != 0, RowStatus.SAMPLES, RowStatus.LIVE)
-    b.seq_lens.numpy()[valid] = rows[layout.ROW_SEQ_LEN]
-    row_ids.numpy()[valid] = rows[layout.ROW_ID]
-    b.logits_indices.numpy()[valid] = step.starts[valid + 1] - 1
+    rows, at = step.rows[:, valid], places[valid]
+    b.row_status.numpy()[places[list(faults)]] = RowStatus.INVALID
+    b.row_status.numpy()[at] = np.where(rows[layout.ROW_SAMPLE] != 0, RowStatus.SAMPLES, RowStatus.LIVE)
+    b.seq_lens.numpy()[at] = rows[layout.ROW_SEQ_LEN]
+    for lens, of_part in ((b.decode_seq_lens, at < decodes), (b.prompt_seq_lens, at >= decodes)):
+        lens.numpy()[at[of_part]] = rows[layout.ROW_SEQ_LEN, of_part]
+    row_ids.numpy()[at] = rows[layout.ROW_ID]
+    b.logits_indices.numpy()[at] = starts[at + 1] - 1
     for i, tensor, _ in copied:
         words = rows[layout.ROW_COPIED + i]
         as_declared = {torch.float32: words.view(np.float32), torch.int64: words.view(np.uint32)}
-        tensor.numpy()[valid] = as_declared.get(tensor.dtype, words)
-    ids, places = input_ids.numpy(), b.positions.numpy()
-    for row in valid.tolist():
-        span = slice(int(step.starts[row]), int(step.starts[row + 1]))
+        tensor.numpy()[at] = as_declared.get(tensor.dtype, words)
+    ids, positions = input_ids.numpy(), b.positions.numpy()
+    for row, place in zip(valid.tolist(), at.tolist(), strict=True):
+        span = slice(int(starts[place]), int(starts[place + 1]))
         tokens, row_id = step.row_tokens(row), step.field(layout.ROW_ID, row)
         ids[span] = np.where(tokens == TOKEN_FROM_ROW, last[row_id], tokens)
-        places[span] = step.field(layout.ROW_SEQ_LEN, row) - len(tokens) + np.arange(len(tokens))
+        positions[span] = step.field(layout.ROW_SEQ_LEN, row) - len(tokens) + np.arange(len(tokens))
         for g, group in enumerate(groups):
-            _write_table(step, g, row, group, tables[g, row], b)
-            page = tables[g, row].pages[places[span] // group.page_size].astype(np.int64)
-            b.slot_mapping.numpy()[g, span] = page * group.page_size + places[span] % group.page_size
+            _write_table(step, g, row, place, group, tables[g, row], b)
+            page = tables[g, row].pages[positions[span] // group.page_size].astype(np.int64)
+            b.slot_mapping.numpy()[g, span] = page * group.page_size + positions[span] % group.page_size
 
 
 def _check_row(step: _Record, row: int, last: Any, max_seq_len: int) -> tuple[int, int]:
@@ -227,17 +247,17 @@ def _check_tokens(step: _Record, row: int, last: Any, vocab_size: int) -> tuple[
     return int(FaultCode.NONE), 0
 
 
-def _write_table(step: _Record, g: int, row: int, group: PageGroup, table: _Table, b: Any) -> None:
+def _write_table(step: _Record, g: int, row: int, place: int, group: PageGroup, table: _Table, b: Any) -> None:
     """The row's table in this step, and what is kept of it under the row id."""
     row_id, end = step.field(layout.ROW_ID, row), min(table.span[1], group.max_pages)
     columns = slice(table.span[0], end)
-    b.block_table[g, row, columns] = torch.from_numpy(table.pages[columns])
+    b.block_table[g, place, columns] = torch.from_numpy(table.pages[columns])
     first, listed = step.row_pages(g, row)
     new = slice(max(first, table.span[0]), min(first + len(listed), end))
     if new.start < new.stop:
         b.page_table[g, row_id, new] = torch.from_numpy(table.pages[new])
     b.page_spans[g, row_id, 0], b.page_spans[g, row_id, 1] = table.span
-    b.table_from[g, row], b.table_to[g, row] = table.span[0], end
+    b.table_from[g, place], b.table_to[g, place] = table.span[0], end
 
 
 def _duplicates(

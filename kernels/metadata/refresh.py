@@ -5,6 +5,7 @@ Two kernels, a program per captured row and KV group:
     check   each row by itself, and its pages in each group. A row claims its row id and the pages that it writes. A
             claim that finds another one of the same step marks both rows as duplicates.
     write   every derived buffer in full, pads included, the page tables of the rows, and the final fault of each row.
+            Each row goes to its place: in a mixed step of two parts decode rows stand first.
 
 Claims and marks carry the step number, so nothing has to be reset between steps. Running one record again finds only
 its own claims, and no duplicates.
@@ -22,7 +23,7 @@ import torch
 import triton
 import triton.language as tl
 
-from graphrt.kernels.checks import check_tensor, check_unit_stride
+from graphrt.kernels.checks import check_int, check_tensor, check_unit_stride
 from graphrt.kernels.compile_spec import CompileSpec
 from graphrt.kernels.errors import ShapeError
 from graphrt.kernels.metadata import record as layout
@@ -45,6 +46,7 @@ from graphrt.kernels.metadata.read_record import (
     ROW_SAMPLE,
     ROW_SEQ_LEN,
     read_header,
+    row_place,
     token_start,
 )
 from graphrt.kernels.metadata.reference import refresh_reference
@@ -58,6 +60,7 @@ MAX_TOKENS = 1 << 16
 _FEW = 128  # programs, up to which each has a multiprocessor to itself, and 4 warps
 _LANES_OF_FEW = 1024  # columns or tokens that such a program takes at a time
 _LANES = 64  # and a program of one warp: 2,048 of these run at once on an H200
+_ROW_BLOCK = 128  # rows that a program counts at a time, to find its own row's place
 _PROGRAMS = 1024  # of a launch, beyond which a row's columns and tokens are not shared out among several
 
 _TOKEN_FROM_ROW = tl.constexpr(TOKEN_FROM_ROW)
@@ -295,6 +298,11 @@ def _write_buffers_kernel(
     query_start_loc_ptr,
     seq_lens_ptr,
     block_table_ptr,
+    places_ptr,
+    decode_seq_lens_ptr,
+    prompt_seq_lens_ptr,
+    decode_start_loc_ptr,
+    prompt_start_loc_ptr,
     logits_indices_ptr,
     row_ids_ptr,
     row_status_ptr,
@@ -313,8 +321,10 @@ def _write_buffers_kernel(
     COPIED_PADS: tl.constexpr,
     QUERY_LEN: tl.constexpr,
     ROW_FIELDS: tl.constexpr,
+    DECODE_LEN: tl.constexpr,
     GROUPS: tl.constexpr,
     GROUP_BLOCK: tl.constexpr,
+    ROW_BLOCK: tl.constexpr,
     TOKEN_BLOCK: tl.constexpr,
     TABLE_BLOCK: tl.constexpr,
 ):
@@ -339,10 +349,15 @@ def _write_buffers_kernel(
     valid = real & (code == 0)
     start = token_start(record_ptr, row, num_reqs, num_tokens, listed_reqs, QUERY_LEN)
     end = token_start(record_ptr, row + 1, num_reqs, num_tokens, listed_reqs, QUERY_LEN)
+    # The row is read at its place in the record, and written at its place in the step.
+    place, first_token, decodes = row_place(
+        record_ptr, row, num_reqs, num_tokens, listed_reqs, QUERY_LEN, DECODE_LEN, ROW_BLOCK
+    )
     row_id = tl.load(rows_ptr + ROW_ID * listed_reqs, mask=valid, other=-1)
     seq_len = tl.load(rows_ptr + ROW_SEQ_LEN * listed_reqs, mask=valid, other=0)
     page_count = tl.where(valid, page_count, 0)
     check_at = group * stride_check + row
+    place_at = group * stride_check + place
     span_from = tl.load(new_spans_ptr + 4 * check_at, mask=valid, other=0)
     span_to = tl.load(new_spans_ptr + 4 * check_at + 1, mask=valid, other=0)
     state = group * num_row_ids + tl.where(valid, row_id, 0)
@@ -353,9 +368,9 @@ def _write_buffers_kernel(
     # Columns that hold null pages already, beyond what the row uses and what the table held before, are left alone.
     used_to = tl.where(valid, tl.minimum(span_to, max_pages), 0)
     used_from = tl.where(used_to > 0, span_from, _NOWHERE)
-    changed_from = tl.minimum(tl.load(new_spans_ptr + 4 * check_at + 2), used_from)
-    changed_to = tl.maximum(tl.minimum(tl.load(new_spans_ptr + 4 * check_at + 3), table_width), used_to)
-    to_table = block_table_ptr + group.to(tl.int64) * stride_tables + row.to(tl.int64) * table_width
+    changed_from = tl.minimum(tl.load(new_spans_ptr + 4 * place_at + 2), used_from)
+    changed_to = tl.maximum(tl.minimum(tl.load(new_spans_ptr + 4 * place_at + 3), table_width), used_to)
+    to_table = block_table_ptr + group.to(tl.int64) * stride_tables + place.to(tl.int64) * table_width
     first_change = changed_from + part * TABLE_BLOCK
     for base in tl.range(first_change, changed_to, num_parts * TABLE_BLOCK, loop_unroll_factor=4):
         columns = base + tl.arange(0, TABLE_BLOCK)
@@ -367,33 +382,43 @@ def _write_buffers_kernel(
     if part == 0:
         tl.store(page_spans_ptr + 2 * state, span_from, mask=valid)
         tl.store(page_spans_ptr + 2 * state + 1, span_to, mask=valid)
-        tl.store(table_from_ptr + check_at, used_from)
-        tl.store(table_to_ptr + check_at, used_to)
+        tl.store(table_from_ptr + place_at, used_from)
+        tl.store(table_to_ptr + place_at, used_to)
     if (part == 0) & (group == 0):
         sample = tl.load(rows_ptr + ROW_SAMPLE * listed_reqs, mask=valid, other=0)
         status = tl.where(valid, tl.where(sample != 0, _SAMPLES, _LIVE), tl.where(real, _INVALID, _PAD))
-        tl.store(seq_lens_ptr + row, tl.where(valid, seq_len, seq_len_fill))
-        tl.store(row_ids_ptr + row, row_id)
-        tl.store(row_status_ptr + row, status)
+        tl.store(seq_lens_ptr + place, tl.where(valid, seq_len, seq_len_fill))
+        tl.store(row_ids_ptr + place, row_id)
+        tl.store(row_status_ptr + place, status)
         for i in tl.static_range(len(COPIED_PADS)):
             word = tl.load(rows_ptr + (ROW_COPIED + i) * listed_reqs, mask=valid, other=COPIED_PADS[i])
-            tl.store(copied_ptrs[i] + row, _as_declared(word, copied_ptrs[i]))
+            tl.store(copied_ptrs[i] + place, _as_declared(word, copied_ptrs[i]))
         # A sequence that begins with a fault leaves no token, so what its row id holds, another's, is void.
         named_id = tl.load(rows_ptr + ROW_ID * listed_reqs, mask=real, other=-1)
         length = tl.load(rows_ptr + ROW_SEQ_LEN * listed_reqs, mask=real, other=0)
         begins = length == tl.load(rows_ptr + ROW_QUERY_LEN * listed_reqs, mask=real, other=-1)
         void = real & (code != 0) & begins & (named_id >= 0) & (named_id < num_row_ids)
-        tl.store(void_ids_ptr + row, tl.where(void, named_id, -1))
+        tl.store(void_ids_ptr + place, tl.where(void, named_id, -1))
         value = fault_value(
             tl.where(real, code, 0), value, fault_group, page_mark, page_groups_ptr, rows_ptr,
             tokens_ptr + listed_tokens, listed_reqs, listed_pages, page_table_ptr, num_row_ids, table_width,
         )  # fmt: skip
-        tl.store(fault_code_ptr + row, tl.where(real, code | (fault_group << _GROUP_SHIFT), 0))
-        tl.store(fault_value_ptr + row, tl.where(real, value, 0))
-        tl.store(logits_indices_ptr + row, tl.where(valid, end - 1, 0).to(tl.int64))
-        tl.store(query_start_loc_ptr + row, start)
+        tl.store(fault_code_ptr + place, tl.where(real, code | (fault_group << _GROUP_SHIFT), 0))
+        tl.store(fault_value_ptr + place, tl.where(real, value, 0))
+        tl.store(logits_indices_ptr + place, tl.where(valid, first_token + end - start - 1, 0).to(tl.int64))
+        # Each part of a mixed step sees the other's rows as rows without tokens. Without parts all are prompts.
+        prompts_from = decodes * DECODE_LEN
+        decodes_here = place < decodes
+        tl.store(places_ptr + row, place)
+        tl.store(decode_seq_lens_ptr + place, tl.where(valid & decodes_here, seq_len, seq_len_fill))
+        tl.store(prompt_seq_lens_ptr + place, tl.where(valid & (decodes_here == 0), seq_len, seq_len_fill))
+        tl.store(query_start_loc_ptr + place, first_token)
+        tl.store(decode_start_loc_ptr + place, tl.minimum(first_token, prompts_from))
+        tl.store(prompt_start_loc_ptr + place, tl.maximum(first_token, prompts_from))
         if row == padded_reqs - 1:
             tl.store(query_start_loc_ptr + padded_reqs, end)
+            tl.store(decode_start_loc_ptr + padded_reqs, prompts_from)
+            tl.store(prompt_start_loc_ptr + padded_reqs, end)
         if row == 0:
             tl.store(step_counter_ptr, step)
 
@@ -408,12 +433,14 @@ def _write_buffers_kernel(
         position = tl.where(mask, seq_len - end + at, 0)
         page = pages_at(position // page_size, mask, pages_ptr, first, page_count, table_ptr).to(tl.int64)
         slot = tl.where(mask, page * page_size + position % page_size, _PAD_SLOT)
-        tl.store(slots_ptr + at, slot, mask=at < end)
+        to = first_token - start + at
+        written = (at < end) & (to >= 0) & (to < padded_tokens)  # of a corrupt record the sum of lengths may be larger
+        tl.store(slots_ptr + to, slot, mask=written)
         if group == 0:
             token = tl.load(tokens_ptr + at, mask=mask, other=0)
             token = tl.where(mask & (token == _TOKEN_FROM_ROW), last_token, token)
-            tl.store(input_ids_ptr + at, token.to(tl.int64), mask=at < end)
-            tl.store(positions_ptr + at, position.to(tl.int64), mask=at < end)
+            tl.store(input_ids_ptr + to, token.to(tl.int64), mask=written)
+            tl.store(positions_ptr + to, position.to(tl.int64), mask=written)
 
     # Pad tokens, shared out among all programs of this group.
     pads_from = token_start(record_ptr, num_reqs, num_reqs, num_tokens, listed_reqs, QUERY_LEN)
@@ -446,11 +473,13 @@ def _refresh_triton(b: Any) -> None:
         b.page_groups, b.record, b.last_token, b.duplicates, b.page_table, b.page_spans, b.table_from, b.table_to,
         b.new_spans, b.check_code, b.check_value, b.fault_code, b.fault_value, b.step_counter, b.input_ids,
         b.positions, b.slot_mapping,
-        b.query_start_loc, b.seq_lens, b.block_table, b.logits_indices, b.row_ids, b.row_status, b.void_ids,
+        b.query_start_loc, b.seq_lens, b.block_table, b.places, b.decode_seq_lens, b.prompt_seq_lens,
+        b.decode_start_loc, b.prompt_start_loc, b.logits_indices, b.row_ids, b.row_status, b.void_ids,
         tuple(getattr(b, name) for name in COPIED),
         b.record.shape[0], padded_reqs, padded_tokens, row_ids, width, b.seq_len_fill, b.duplicates.stride(0),
         b.check_code.stride(0), b.slot_mapping.stride(0), b.block_table.stride(0), COPIED_PADS=COPIED_PADS,
-        QUERY_LEN=b.query_len, ROW_FIELDS=row_fields, GROUPS=groups, GROUP_BLOCK=triton.next_power_of_2(groups),
+        QUERY_LEN=b.query_len, ROW_FIELDS=row_fields, DECODE_LEN=b.decode_len, GROUPS=groups,
+        GROUP_BLOCK=triton.next_power_of_2(groups), ROW_BLOCK=_ROW_BLOCK,
         TOKEN_BLOCK=tiling.token_block, TABLE_BLOCK=tiling.table_block, num_warps=tiling.num_warps,
     )  # fmt: skip
 
@@ -473,17 +502,21 @@ class _Tiling:
 
 _Call = call_class(
     "refresh",
-    **dict.fromkeys(("max_seq_len", "vocab_size", "query_len", "seq_len_fill"), int),
+    **dict.fromkeys(("max_seq_len", "vocab_size", "query_len", "decode_len", "seq_len_fill"), int),
 )
 _op = DeclaredOp("refresh", _Call, triton_impl=_refresh_triton, reference=refresh_reference)
 
 
-def refresh(buffers: StaticBuffers, *, max_seq_len: int, vocab_size: int, query_len: int, seq_len_fill: int) -> None:
+def refresh(
+    buffers: StaticBuffers, *, max_seq_len: int, vocab_size: int, query_len: int, seq_len_fill: int, decode_len: int = 0
+) -> None:
     """Rewrite every derived buffer from the step record, for every captured row and token, pads included.
 
     buffers       static buffers, cut to the captured size; what each holds is in docs/decode_step.md
     query_len     new tokens per row of a decode graph; 0 in a mixed graph
     seq_len_fill  length that pad and invalid rows get: what the attention backend can bear
+    decode_len    of a mixed graph with a decode part: rows of so many new tokens stand first in the buffers, all others
+                  behind them, both in the order of the record. 0: rows stand as the record has them
 
     A row with a fault is treated as a pad row, with status INVALID; so is every row that shares its row id or a
     written page with another. The pages of such a row's table stay what they were. Rows and tokens of the record beyond
@@ -494,7 +527,10 @@ def refresh(buffers: StaticBuffers, *, max_seq_len: int, vocab_size: int, query_
     Raises: ShapeError when a tensor does not fit the others.
     """
     _check(buffers, query_len=query_len)
-    _op(_Call(*pass_operands("refresh", buffers), max_seq_len, vocab_size, query_len, seq_len_fill))
+    check_int("decode_len", decode_len, 0, MAX_TOKENS, advice="0 without a decode part", error=ShapeError)
+    if query_len and decode_len:
+        raise ShapeError(f"decode_len: expected 0 in a decode graph, got {decode_len}; rows stand in their order there")
+    _op(_Call(*pass_operands("refresh", buffers), max_seq_len, vocab_size, query_len, decode_len, seq_len_fill))
 
 
 def _check(b: StaticBuffers, *, query_len: int) -> None:
@@ -536,15 +572,17 @@ def compile_variants() -> list[CompileSpec]:
     types: dict[str, Any] = {f"{name}_ptr": names[spec.dtype] for name, spec in StaticBuffers.specs().items()}
     types["copied_ptrs"] = tuple(types[f"{name}_ptr"] for name in COPIED)
     specs = []
-    for name, groups, rows, query_len, padded_tokens, max_pages in (
-        ("decode_1", 1, 256, 1, 256, 8192),
-        ("decode_4", 6, 256, 4, 1024, 512),
-        ("mixed", 1, 256, 0, 16384, 4096),
+    for name, groups, rows, query_len, padded_tokens, max_pages, decode_len in (
+        ("decode_1", 1, 256, 1, 256, 8192, 0),
+        ("decode_4", 6, 256, 4, 1024, 512, 0),
+        ("mixed", 1, 256, 0, 16384, 4096, 0),
+        ("mixed_parts", 6, 256, 0, 16384, 4096, 1),
     ):
         tiling = _Tiling.choose(rows * groups, query_len, padded_tokens, max_pages)
         common = {"QUERY_LEN": query_len, "ROW_FIELDS": layout.row_fields(groups), "TOKEN_BLOCK": tiling.token_block}
         of_groups = {"GROUPS": groups, "GROUP_BLOCK": triton.next_power_of_2(groups)}
         written = {"TABLE_BLOCK": tiling.table_block, "COPIED_PADS": COPIED_PADS, **of_groups}
+        written |= {"DECODE_LEN": decode_len, "ROW_BLOCK": _ROW_BLOCK}
         for short, kernel, extra in (
             ("check_rows", _check_rows_kernel, {"PAGE_BLOCK": tiling.page_block}),
             ("write_buffers", _write_buffers_kernel, written),

@@ -22,6 +22,7 @@ LAST_TOKENS = (50, 51, 52, -1, 54, 55, 56, 777)  # row id 3 has none, that of 7 
 OUTPUTS = (
     "fault_code", "fault_value", "step_counter", "input_ids", "positions", "slot_mapping", "query_start_loc",
     "seq_lens", "block_table", "logits_indices", "row_ids", "row_status", "void_ids", "temperatures", "seeds",
+    "places", "decode_seq_lens", "prompt_seq_lens", "decode_start_loc", "prompt_start_loc",
 )  # fmt: skip
 OF_GROUPS = ("slot_mapping", "block_table")  # a row of them per KV group
 SCRATCH = {"new_spans", "check_code", "check_value", "table_from", "table_to"}  # notes of the kernels for each other
@@ -57,6 +58,7 @@ class Sizes:
     vocab_size: int = 100
     seq_len_fill: int = 0
     ring: int = 3
+    decode_len: int = 0
 
 
 MIXED = Sizes(reqs=4, tokens=14, query_len=0)
@@ -108,7 +110,11 @@ def expect(
     """Every derived buffer after a step of `rows`."""
     s, n = sizes, len(rows)
     query_lens = [s.query_len or len(row.tokens) for row in rows]
-    starts = [sum(query_lens[:r]) for r in range(n + 1)]
+    decodes = [r for r in range(n) if s.decode_len and query_lens[r] == s.decode_len]
+    order = decodes + [r for r in range(n) if r not in decodes]
+    starts = [sum(query_lens[r] for r in order[:at]) for at in range(n + 1)]
+    bounds = [starts[min(at, n)] for at in range(s.reqs + 1)]
+    prompts_from = len(decodes) * s.decode_len
     out: dict[str, list[object]] = {
         "fault_code": [0] * s.reqs,
         "fault_value": [0] * s.reqs,
@@ -116,8 +122,13 @@ def expect(
         "input_ids": [0] * s.tokens,
         "positions": [0] * s.tokens,
         "slot_mapping": [[-1] * s.tokens],
-        "query_start_loc": [starts[min(r, n)] for r in range(s.reqs + 1)],
+        "query_start_loc": bounds,
         "seq_lens": [s.seq_len_fill] * s.reqs,
+        "places": [order.index(r) if r < n else r for r in range(s.reqs)],
+        "decode_seq_lens": [s.seq_len_fill] * s.reqs,
+        "prompt_seq_lens": [s.seq_len_fill] * s.reqs,
+        "decode_start_loc": [min(start, prompts_from) for start in bounds],
+        "prompt_start_loc": [max(start, prompts_from) for start in bounds],
         "block_table": [[[s.null_page] * s.max_pages for _ in range(s.reqs)]],
         "logits_indices": [0] * s.reqs,
         "row_ids": [-1] * s.reqs,
@@ -126,28 +137,30 @@ def expect(
         "temperatures": [0.0] * s.reqs,
         "seeds": [0] * s.reqs,
     }
-    for r, row in enumerate(rows):
+    for at, r in enumerate(order):
+        row = rows[r]
         if r in faults:
-            out["row_status"][r] = int(RowStatus.INVALID)
-            out["fault_code"][r], out["fault_value"][r] = int(faults[r][0]), faults[r][1]
+            out["row_status"][at] = int(RowStatus.INVALID)
+            out["fault_code"][at], out["fault_value"][at] = int(faults[r][0]), faults[r][1]
             begins = row.seq_len == (len(row.tokens) if row.query_len is None else row.query_len)
             if begins and 0 <= row.row_id < len(LAST_TOKENS):
-                out["void_ids"][r] = row.row_id
+                out["void_ids"][at] = row.row_id
             continue
         for j, token in enumerate(row.tokens):
             position = row.seq_len - len(row.tokens) + j
-            out["input_ids"][starts[r] + j] = LAST_TOKENS[row.row_id] if token == LAST else token
-            out["positions"][starts[r] + j] = position
+            out["input_ids"][starts[at] + j] = LAST_TOKENS[row.row_id] if token == LAST else token
+            out["positions"][starts[at] + j] = position
             slot = row.pages[position // s.page_size] * s.page_size + position % s.page_size
-            out["slot_mapping"][0][starts[r] + j] = slot
+            out["slot_mapping"][0][starts[at] + j] = slot
         for column, page in enumerate(row.pages):
-            out["block_table"][0][r][column] = page
-        out["seq_lens"][r] = row.seq_len
-        out["row_ids"][r] = row.row_id
-        out["row_status"][r] = int(RowStatus.SAMPLES if row.sample else RowStatus.LIVE)
-        out["logits_indices"][r] = starts[r] + len(row.tokens) - 1
-        out["temperatures"][r] = row.temperature
-        out["seeds"][r] = row.seed & 0xFFFFFFFF
+            out["block_table"][0][at][column] = page
+        out["seq_lens"][at] = row.seq_len
+        out["decode_seq_lens" if r in decodes else "prompt_seq_lens"][at] = row.seq_len
+        out["row_ids"][at] = row.row_id
+        out["row_status"][at] = int(RowStatus.SAMPLES if row.sample else RowStatus.LIVE)
+        out["logits_indices"][at] = starts[at] + len(row.tokens) - 1
+        out["temperatures"][at] = row.temperature
+        out["seeds"][at] = row.seed & 0xFFFFFFFF
     return out
 
 
@@ -182,6 +195,7 @@ class Rig:
         t.record[: len(words)] = torch.tensor(words, dtype=torch.int32)
         refresh(
             t, max_seq_len=s.max_seq_len, vocab_size=s.vocab_size, query_len=s.query_len, seq_len_fill=s.seq_len_fill,
+            decode_len=s.decode_len,
         )  # fmt: skip
         if self.device.type == "cuda":
             torch.cuda.synchronize()
@@ -348,7 +362,53 @@ LONG_CASES = [
     ),
 ]
 
-CASES = [*VALID, *FAULTY, *duplicates(), *LONG_CASES]
+PARTS = replace(MIXED, decode_len=1)
+PARTS_OF_TWO = replace(MIXED, decode_len=2)
+
+
+def two_parts() -> list[Case]:
+    """Rows of the decode part stand first: every mixed case again, and rows of both parts in turn, with faults."""
+    mixed = (*VALID, *FAULTY, *duplicates(), *LONG_CASES)
+    cases = [
+        replace(case, id=f"parts_{case.id}", sizes=replace(case.sizes, decode_len=1))
+        for case in mixed
+        if case.sizes.query_len == 0 and case.id not in ("tokens_out_of_record", "misplaced_tokens")
+    ]
+    pair = Row(6, [8, 9], 4, [21])
+    in_turn = (CHUNK, GOOD, pair, ALSO)
+    return [
+        *cases,
+        Case("parts_in_turn", in_turn, PARTS),
+        Case("parts_in_turn_back", in_turn[::-1], PARTS),
+        Case("parts_of_two_tokens", in_turn, PARTS_OF_TWO),
+        Case("parts_prompts_only", (CHUNK, pair), PARTS),
+        Case("parts_pad_rows", (pair, GOOD), PARTS),
+        Case(
+            "parts_with_faults",
+            (CHUNK, replace(GOOD, tokens=[100]), replace(pair, pages=[0]), ALSO),
+            PARTS,
+            {1: (F.TOKEN_OUT_OF_RANGE, 100), 2: (F.PAGE_OUT_OF_RANGE, 0)},
+        ),
+        Case(
+            "parts_many_rows",
+            tuple(Row(r % 8, [1] * (1 + (r % 3 == 0)), 2, [1 + r]) for r in range(8)),
+            replace(PARTS, reqs=12, tokens=16),
+        ),
+        Case(
+            "parts_more_rows_than_a_program_counts_at_a_time",
+            tuple(Row(100 + r, [1] * (1 + (r % 3 == 0)), 2, [1]) for r in range(150)),
+            replace(PARTS, reqs=152, tokens=202),
+            {r: (F.ROW_ID_OUT_OF_RANGE, 100 + r) for r in range(150)},
+        ),
+        Case(
+            "parts_absent_rows_count_not",
+            tuple(Row(r, [1] * (1 + r % 2), 2, [1 + r]) for r in range(3)),
+            replace(PARTS, reqs=3, tokens=5),
+        ),
+    ]
+
+
+CASES = [*VALID, *FAULTY, *duplicates(), *LONG_CASES, *two_parts()]
 by_id = pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
 
 
@@ -369,6 +429,9 @@ def shrinking_batches(device: torch.device) -> None:
     for step, count in enumerate((4, 3, 1, 0, 4, 4)):
         rig.step(rows[:count], step=step)
     rig.step(rows[::-1], step=6)
+    rig = Rig(PARTS, device)  # rows change their places from step to step
+    for step, in_turn in enumerate(((CHUNK, GOOD), (GOOD, CHUNK, ALSO), (ALSO,), (CHUNK, ALSO, GOOD), ())):
+        rig.step(in_turn, step=step)
 
 
 def duplicates_are_forgotten(device: torch.device) -> None:

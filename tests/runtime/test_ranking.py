@@ -72,12 +72,12 @@ def test_the_record_of_a_result() -> None:
             ],
         },
     }
-    record = ranking_record(result)
+    record = ranking_record(result, None)
     assert record["tree"] == "abc"
     ranking = parse_ranking(json.loads(json.dumps(record)))
     assert ranking == Ranking(GPU, (RankingCell(1, 512, {"a": 1.235}), RankingCell(2, 512, {"b": 7.0})))
     assert ranking.names == {"a", "b"}
-    assert parse_ranking(ranking_record(None)) == Ranking()
+    assert parse_ranking(ranking_record(None, None)) == Ranking()
 
 
 BAD: dict[str, Any] = {

@@ -1,0 +1,121 @@
+"""Results of another package's kernel, cleaned: real tokens copied, pad tokens filled, other parts' tokens left."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from graphrt.kernels.attention.arguments import TRITON_DTYPES
+from graphrt.kernels.checks import check_tensor, check_unit_stride
+from graphrt.kernels.compile_spec import CompileSpec
+from graphrt.kernels.op_declaration import DeclaredOp, Written
+
+_FLOATS = (torch.float16, torch.bfloat16, torch.float32)
+_MAX_BLOCK = 1024
+_NUM_WARPS = 4
+
+
+@triton.jit
+def _copy_live_kernel(
+    result_ptr,
+    live_ptr,
+    first_ptr,
+    out_ptr,
+    fill,
+    width,
+    inner,
+    stride_token,
+    stride_outer,
+    stride_inner,
+    stride_out_token,
+    stride_out_outer,
+    BLOCK: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    if first_ptr is not None:
+        # Tokens before the first are another part's.
+        if token < tl.load(first_ptr):
+            return
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = at < width
+    # Dead tokens are not read: a kernel may have left them unwritten.
+    live = tl.load(live_ptr + token).to(tl.int32)
+    read = at < live * width
+    source = result_ptr + token * stride_token + (at // inner) * stride_outer + (at % inner) * stride_inner
+    value = tl.load(source, mask=read, other=0.0)
+    filled = (tl.zeros([BLOCK], tl.float32) + fill).to(value.dtype)
+    target = out_ptr + token * stride_out_token + (at // inner) * stride_out_outer + at % inner
+    tl.store(target, tl.where(read, value, filled), mask=mask)
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    result: torch.Tensor
+    live: torch.Tensor
+    first: torch.Tensor | None
+    out: Written
+    fill: float
+
+
+def _launch(call: _Call) -> None:
+    tokens, outer, inner = call.out.shape
+    block = min(triton.next_power_of_2(outer * inner), _MAX_BLOCK)
+    _copy_live_kernel[(tokens, triton.cdiv(outer * inner, block))](
+        call.result, call.live, call.first, call.out, call.fill, outer * inner, inner, *call.result.stride(),
+        *call.out.stride()[:2], BLOCK=block, num_warps=_NUM_WARPS,
+    )  # fmt: skip
+
+
+def _reference(call: _Call) -> None:
+    first = 0 if call.first is None else int(call.first)
+    live = call.live[first:].view(-1, 1, 1)
+    call.out[first:] = torch.where(live, call.result[first:].to(call.out.dtype), call.fill)
+
+
+_op = DeclaredOp("copy_live", _Call, triton_impl=_launch, reference=_reference)
+
+
+def copy_live(
+    result: torch.Tensor,
+    live: torch.Tensor,
+    out: torch.Tensor,
+    *,
+    fill: float = 0.0,
+    first: torch.Tensor | None = None,
+) -> None:
+    """Copy the real tokens of `result` into `out`, and write `fill` in the others.
+
+    result  [tokens, outer, inner]  float16, bfloat16 or float32   device; any strides
+    live    [tokens]                bool     which tokens are real; the others of `result` are not read
+    out     [tokens, outer, inner]  result's dtype                 device; written, last stride 1
+    first   [1]                     int32    tokens before it are left as they are; None: 0
+
+    Capture-safe: the grid depends on shapes only. Raises: ShapeError.
+    """
+    check_tensor("out", out, shape=(None, None, None), dtype=_FLOATS)
+    check_unit_stride("out", out)
+    check_tensor("result", result, shape=tuple(out.shape), dtype=out.dtype, device=out.device)
+    check_tensor("live", live, shape=(out.shape[0],), dtype=torch.bool, device=out.device)
+    check_unit_stride("live", live)
+    if first is not None:
+        check_tensor("first", first, shape=(1,), dtype=torch.int32, device=out.device)
+    _op(_Call(result, live, first, out, fill))
+
+
+def compile_variants() -> list[CompileSpec]:
+    """Outputs of both 16-bit dtypes and log-sum-exps, whole and as the prompt part."""
+    specs = []
+    cases = (("bf16", torch.bfloat16, True), ("fp16", torch.float16, False), ("lse", torch.float32, True))
+    for name, dtype, part in cases:
+        kind = f"*{TRITON_DTYPES[dtype]}"
+        constexprs: dict[str, object] = {"BLOCK": _MAX_BLOCK} | ({} if part else {"first_ptr": None})
+        types = {"result_ptr": kind, "out_ptr": kind, "live_ptr": "*i1", "first_ptr": "*i32", "fill": "fp32"}
+        signature = {
+            argument: "constexpr" if argument in constexprs else types.get(argument, "i32")
+            for argument in _copy_live_kernel.arg_names
+        }
+        specs.append(CompileSpec(f"copy_live_{name}", _copy_live_kernel, signature, constexprs, _NUM_WARPS, 3))
+    return specs

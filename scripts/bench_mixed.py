@@ -1,0 +1,293 @@
+"""What the attention of a mixed step costs: in one part, in two parts, and as its parts alone.
+
+    python scripts/bench_mixed.py                       # all cells, the table that prompt parts are chosen by
+    python scripts/bench_mixed.py --only triton,triton+flash_attn3
+    python scripts/bench_mixed.py --device cpu          # a dry run of a tiny cell, times mean nothing
+
+A cell is a batch of rows that decode and one row with a prompt chunk. `triton` and `flash_attn3` serve all rows by one
+kernel; `triton+flash_attn3` serves the decodes by the first and the chunk by the second. Alone are our decode kernel on
+the decodes, and FlashAttention 3 on the chunk as it comes from its package, each in graphs of its own: what two parts
+would cost if a step could be cut for nothing.
+
+Device times are taken inside graph replays with a cold L2. A layer's cost is its `run`, and a 32nd of the schedules,
+which 32 layers share. Each result is checked before it is timed. The last line of standard output is one JSON object;
+scripts/make_docs.py makes the registry's table from a committed result.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from graphrt.backends.base import AttentionBackend, AttentionLayer, BackendContext
+from graphrt.backends.flash_attn3 import FlashAttention3Backend
+from graphrt.backends.registry import backend_class
+from graphrt.backends.triton import TritonBackend
+from graphrt.backends.two_parts import TwoPartBackend, decode_context, why_not_two_parts
+from graphrt.bench.cells import LAYERS
+from graphrt.bench.environment import provenance
+from graphrt.bench.timer import Call, rotations, spaced_calls, spacer_calls, time_calls
+from graphrt.capture.descriptor import BatchDescriptor
+from graphrt.metadata import StepMetadata
+from graphrt.spec import AttentionSpec, KVCacheSpec
+
+NAMES = ("triton", "triton+triton", "triton+flash_attn3", "flash_attn3", "flash_attn3+flash_attn3")
+PAGE_SIZE, SAMPLES, TOLERANCE = 16, 20, 0.02
+GOALS = {"triton+flash_attn3": 1.05, "triton+triton": 1.25}
+"""Times of the parts alone, at most, in the first cell."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """`batch` rows that decode at `context` tokens, and a row with `chunk` new tokens behind `past` tokens."""
+
+    batch: int
+    context: int
+    chunk: int
+    past: int = 0
+
+
+CELLS = (
+    Cell(256, 1024, 2048),
+    Cell(64, 2048, 2048),
+    Cell(16, 8192, 2048),
+    Cell(64, 2048, 512),
+    Cell(64, 2048, 256, 7936),
+)
+TINY = Cell(3, 20, 9, 7)
+
+
+class Rig:
+    """The tensors of a cell: caches of as many layers as keep a layer's out of L2 until its next turn."""
+
+    def __init__(self, cell: Cell, spec: AttentionSpec, device: torch.device) -> None:
+        self.cell, self.spec, self.device = cell, spec, device
+        lengths = [*[cell.context] * cell.batch, cell.past + cell.chunk]
+        counts = [-(-length // PAGE_SIZE) for length in lengths]
+        pages = 1 + sum(counts)
+        kv_bytes = 2 * pages * PAGE_SIZE * spec.num_kv_heads * spec.head_dim * spec.dtype.itemsize
+        layers, rows, tokens = rotations(kv_bytes, device), cell.batch + 1, cell.batch + cell.chunk
+        self.context = BackendContext(
+            attention=(spec,) * layers,
+            kv_groups=(KVCacheSpec(layers, spec.num_kv_heads, spec.head_dim, PAGE_SIZE, dtype=spec.dtype),),
+            device=device,
+            max_num_reqs=rows,
+            max_num_tokens=tokens,
+            max_seq_len=max(lengths),
+        )
+        random = torch.Generator(device).manual_seed(1)
+
+        def normal(*shape: int) -> torch.Tensor:
+            return torch.empty(shape, dtype=spec.dtype, device=device).normal_(generator=random)
+
+        shape = (pages, PAGE_SIZE, spec.num_kv_heads, spec.head_dim)
+        self.layers = [AttentionLayer(index, spec, normal(*shape), normal(*shape)) for index in range(layers)]
+        self.q = normal(layers, tokens, spec.num_q_heads, spec.head_dim)
+        self.out = torch.full_like(self.q, float("nan"))
+        order = iter((1 + torch.randperm(pages - 1, generator=torch.Generator().manual_seed(2))).split(counts))
+        self.table = torch.zeros(rows, self.context.max_pages(0), dtype=torch.int32)
+        for row, owned in enumerate(order):
+            self.table[row, : len(owned)] = owned
+        self.lengths = lengths
+        self.metadata = self._metadata()
+
+    def _metadata(self) -> StepMetadata:
+        """Of the whole step, with the two parts in it, as the refresh makes them."""
+        cell, device = self.cell, self.device
+        rows, tokens = cell.batch + 1, cell.batch + cell.chunk
+        slots = torch.arange(tokens, device=device)
+
+        def part(descriptor: BatchDescriptor, lens: list[int], starts: list[int], end: int) -> StepMetadata:
+            return StepMetadata(
+                descriptor=descriptor,
+                max_seq_len=self.context.max_seq_len,
+                seq_lens=torch.tensor(lens, dtype=torch.int32, device=device),
+                query_start_loc=torch.tensor(starts, dtype=torch.int32, device=device),
+                positions=torch.zeros(end, dtype=torch.int64, device=device),
+                block_tables=(table,),
+                slot_mappings=(slots[:end],),
+            )
+
+        table = self.table.to(device)
+        mixed, at = BatchDescriptor.mixed(tokens, rows), list(range(rows))
+        decodes = part(BatchDescriptor.decode(rows), [*self.lengths[:-1], 0], [*at, cell.batch], rows)
+        prompts = part(mixed, [*[0] * cell.batch, self.lengths[-1]], [*[cell.batch] * rows, tokens], tokens)
+        whole = part(mixed, self.lengths, [*at, tokens], tokens)
+        return StepMetadata(**{f: getattr(whole, f) for f in whole.__slots__ if f != "parts"}, parts=(decodes, prompts))
+
+    def calls(self, backend: AttentionBackend, metadata: StepMetadata, tokens: slice) -> list[Call]:
+        def call(layer: AttentionLayer) -> Call:
+            def run() -> torch.Tensor:
+                out = self.out[layer.index, tokens]
+                backend.run(layer, self.q[layer.index, tokens], metadata, out)
+                return out
+
+            return run
+
+        return [call(layer) for layer in self.layers]
+
+    def check(self, rows: Sequence[int], result: torch.Tensor) -> None:
+        """The last token of rows in the first layer, against float32 attention."""
+        layer, spec = self.layers[0], self.spec
+        for row in rows:
+            pages = self.table[row, : -(-self.lengths[row] // PAGE_SIZE)].long().to(self.device)
+            k, v = (x[pages].flatten(0, 1)[: self.lengths[row]].float() for x in (layer.k_cache, layer.v_cache))
+            at = row if row < self.cell.batch else -1
+            q = self.q[0, at].float().unflatten(0, (spec.num_kv_heads, spec.group))
+            shares = (torch.einsum("hgd,shd->hgs", q, k) * spec.scale).softmax(-1)
+            want = torch.einsum("hgs,shd->hgd", shares, v).flatten(0, 1)
+            error = float((result[at].float() - want).norm() / want.norm())
+            assert error <= TOLERANCE, f"row {row}: expected a relative error of at most {TOLERANCE}, got {error:.3g}"
+
+    def time(self, calls: Sequence[Call], schedule: Callable[[], object] | None) -> dict[str, float]:
+        """Microseconds of a layer: its call, and its share of the schedule."""
+
+        def timed(calls: Sequence[Call]) -> Any:
+            return time_calls(calls, device=self.device, num_samples=SAMPLES)
+
+        spacer = timed(spacer_calls(list(self.out))).median_us
+        run = timed(spaced_calls(calls, self.device))
+
+        def scheduled() -> torch.Tensor:
+            assert schedule is not None, "called where there is one"
+            schedule()
+            return self.out
+
+        schedule_us = 0.0
+        if schedule is not None:
+            schedule_us = max(0.0, timed(spaced_calls([scheduled], self.device)).median_us - spacer)
+        run_us = run.median_us - spacer
+        return {
+            "us": run_us + schedule_us / LAYERS,
+            "run_us": run_us,
+            "schedule_us": schedule_us,
+            "p20_us": run.p20_us - spacer,
+            "p80_us": run.p80_us - spacer,
+        }
+
+
+def make(name: str, context: BackendContext) -> AttentionBackend:
+    """The backend or pair of a name. Raises: UnsupportedError or ValueError with the reason where it cannot serve."""
+    decode, _, prefill = name.partition("+")
+    cls = backend_class(decode)
+    reasons = cls.why_not(decode_context(context) if prefill else context)
+    of_prompts = backend_class(prefill).prefill_class() if prefill else None
+    if prefill:
+        reasons += why_not_two_parts(context, cls, of_prompts)
+    if reasons:
+        raise ValueError("; ".join(reasons))
+    return cls(context) if of_prompts is None else TwoPartBackend(context, cls, of_prompts)
+
+
+def measure(name: str, rig: Rig) -> dict[str, Any]:
+    try:
+        backend = make(name, rig.context)
+        backend.allocate()
+        backend.schedule(rig.metadata)
+        calls = rig.calls(backend, rig.metadata, slice(None))
+        rig.out.fill_(float("nan"))
+        calls[0]()
+        rig.check([0, rig.cell.batch - 1, rig.cell.batch], rig.out[0])
+        times = rig.time(calls, lambda: backend.schedule(rig.metadata))
+        backend.close()
+    except torch.AcceleratorError:
+        raise
+    except Exception as error:
+        return {"reason": " ".join(f"{type(error).__name__}: {error}".split())[:300]}
+    return times
+
+
+def alone(rig: Rig, decode: type[AttentionBackend]) -> dict[str, Any]:
+    """Our decode kernel on the decodes, and FlashAttention 3 on the chunk: over pages, and packed."""
+    assert rig.metadata.parts is not None, "made above"
+    decodes = rig.metadata.parts[0]
+    assert decodes is not None, "made above"
+    backend = decode(decode_context(rig.context))
+    backend.allocate()
+    backend.schedule(decodes)
+    calls = rig.calls(backend, decodes, slice(rig.cell.batch + 1))
+    calls[0]()
+    rig.check([0, rig.cell.batch - 1], rig.out[0, : rig.cell.batch + 1])
+    found: dict[str, Any] = {"decode": rig.time(calls, lambda: backend.schedule(decodes))}
+    backend.close()
+    if FlashAttention3Backend.why_not(rig.context):
+        return found
+    module, spec, cell = FlashAttention3Backend.package.load(), rig.spec, rig.cell
+    seen = cell.past + cell.chunk
+    table = rig.table[-1:].to(rig.device)[:, : -(-seen // PAGE_SIZE)].contiguous()
+    lens = torch.tensor([seen], dtype=torch.int32, device=rig.device)
+    starts = torch.tensor([0, cell.chunk], dtype=torch.int32, device=rig.device)
+    kv_starts = torch.tensor([0, seen], dtype=torch.int32, device=rig.device)
+    packed = [
+        torch.randn(2, seen, *layer.k_cache.shape[2:], device=rig.device, dtype=spec.dtype) for layer in rig.layers
+    ]
+
+    def paged_call(layer: AttentionLayer) -> Call:
+        return lambda: module.flash_attn_with_kvcache(
+            rig.q[layer.index, cell.batch :], layer.k_cache, layer.v_cache, cache_seqlens=lens, page_table=table,
+            cu_seqlens_q=starts, max_seqlen_q=cell.chunk, softmax_scale=spec.scale, causal=True,
+        )  # fmt: skip
+
+    def packed_call(layer: AttentionLayer) -> Call:
+        k, v = packed[layer.index]
+        return lambda: module.flash_attn_varlen_func(
+            rig.q[layer.index, cell.batch :], k, v, starts, kv_starts, cell.chunk, seen, softmax_scale=spec.scale,
+            causal=True,
+        )  # fmt: skip
+
+    rig.check([cell.batch], paged_call(rig.layers[0])())
+    found["chunk_paged"] = rig.time([paged_call(layer) for layer in rig.layers], None)
+    found["chunk_packed"] = rig.time([packed_call(layer) for layer in rig.layers], None)
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default=",".join(NAMES), help="comma-separated names")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    options = parser.parse_args()
+    if options.device == "cuda" and not torch.cuda.is_available():
+        parser.error("expected a CUDA device, got none; --device cpu is a dry run")
+    device, on_cpu = torch.device(options.device), options.device == "cpu"
+    spec = AttentionSpec(4, 2, 16, torch.float32) if on_cpu else AttentionSpec(32, 8, 128, torch.bfloat16)
+    names = ["torch_reference", "torch_reference+torch_reference"] if on_cpu else options.only.split(",")
+    results = []
+    for cell in (TINY,) if on_cpu else CELLS:
+        rig = Rig(cell, spec, device)
+        apart = alone(rig, backend_class("torch_reference") if on_cpu else TritonBackend)
+        parts = [apart[name]["us"] for name in ("decode", "chunk_paged") if name in apart]
+        alone_us = sum(parts) if len(parts) == 2 else None
+        backends = {name: measure(name, rig) for name in names}
+        results.append({**asdict(cell), "backends": backends, "alone": apart, "alone_us": alone_us})
+        shown = {name: round(times["us"], 1) if "us" in times else times["reason"] for name, times in backends.items()}
+        print(f"{cell}: alone {alone_us and round(alone_us, 1)}, {shown}", flush=True)
+        del rig
+        if not on_cpu:
+            torch.cuda.empty_cache()
+    goals = []
+    for name, bound in GOALS.items():
+        us, base = results[0]["backends"].get(name, {}).get("us"), results[0]["alone_us"]
+        ratio = us / base if us and base else None
+        goals.append({"name": name, "bound": bound, "value": ratio, "met": ratio is not None and ratio <= bound})
+        print(f"{name}: {ratio and round(ratio, 3)} of the parts alone, goal {bound}", flush=True)
+    record = {
+        "name": "mixed",
+        **provenance(),
+        "layers": LAYERS,
+        "heads": [spec.num_q_heads, spec.num_kv_heads, spec.head_dim],
+        "dtype": str(spec.dtype).removeprefix("torch."),
+        "page_size": PAGE_SIZE,
+        "alone": "FlashAttention 3 over pages",
+        "goals": goals,
+        "cells": results,
+    }
+    print(json.dumps(record), flush=True)
+
+
+if __name__ == "__main__":
+    main()
