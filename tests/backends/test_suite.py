@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import math
+import re
 import subprocess
 import sys
 import unittest
@@ -23,7 +24,7 @@ from graphrt.kernels.errors import ConfigError
 from graphrt.kernels.types import KVLayout
 from graphrt.testing import backend_contract
 from graphrt.testing.backend_contract import check_backend, contract_cases
-from graphrt.testing.backend_features import FEATURES, declared_features
+from graphrt.testing.backend_features import FEATURES, FLAGS, declared_features
 from tests.backends import mocks
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -36,6 +37,26 @@ def test_stale_metadata_is_noticed(broken: type[AttentionBackend]) -> None:
     assert not report.ok
     assert report.failed
     assert f"FAILED   {broken.name}-cpu-plain: " in str(report)
+
+
+BY_FEATURE = [(broken, feature) for broken, found in mocks.BROKEN_BY_FEATURE.items() for feature in found]
+
+
+@pytest.mark.parametrize(
+    ("broken", "feature"), BY_FEATURE, ids=[f"{cls.name}-{feature}" for cls, feature in BY_FEATURE]
+)
+def test_what_one_feature_alone_asks_is_noticed(broken: type[AttentionBackend], feature: str) -> None:
+    report = check_backend(broken, features=[feature], brief=True)
+    assert not report.passed, f"{report}"
+    ((_, reason),) = report.failed
+    assert re.search("expected an error of at most|expected NaN and infinities in the same places", reason), reason
+
+
+@pytest.mark.parametrize("broken", mocks.BROKEN_BY_FEATURE, ids=lambda cls: cls.name)
+def test_other_features_do_not_notice(broken: type[AttentionBackend]) -> None:
+    """Else a mock would prove nothing of its feature."""
+    report = check_backend(broken, features=["window", "query_len", "mixed"], brief=True)
+    assert report.ok, f"{report}"
 
 
 def test_buffers_of_the_first_attempt_are_noticed() -> None:
@@ -79,7 +100,7 @@ class Liar(TorchReferenceBackend):
 
     def run(self, layer, q, metadata, out, *, sinks=None, lse=None):
         starts, options = metadata.query_start_loc, layer.options(sinks)
-        table = metadata.block_tables[0]
+        table = metadata.block_tables[layer.group]
         call = Call(q, layer.k_cache, layer.v_cache, table, metadata.seq_lens, starts, out, options, lse)
         self.lie(call)
         attention_reference(
@@ -272,23 +293,20 @@ def test_what_is_declared_and_not_done_is_noticed(case: str) -> None:
 
 
 def test_every_capability_has_a_case() -> None:
-    """What a class may declare is asked for by a feature; without the capability the feature is not."""
+    """What a class may declare is asked for by a feature; without the capability the feature is not.
+
+    Flags say by themselves which features ask for them: a new one needs no line here, but a feature.
+    """
     asked_by = {
-        "dtypes": "dtype-float16",
-        "kv_dtypes": "fp8",
-        "head_dims": "head_dim-80",
-        "page_sizes": "page_size-6",
-        "layouts": "hnd",
-        "max_query_len": "query_len",
-        "sliding_window": "window",
-        "logits_softcap": "softcap",
-        "mixed": "mixed",
-        "alibi": "alibi",
-        "alibi_sqrt": "alibi-sqrt",
-        "sinks": "sinks",
-        "lse": "lse",
-        "batch_invariant": "batch_invariant",
+        "dtypes": {"dtype-float16"},
+        "kv_dtypes": {"fp8"},
+        "head_dims": {"head_dim-80"},
+        "page_sizes": {"page_size-6"},
+        "layouts": {"hnd"},
+        "max_query_len": {"query_len"},
     }
+    asked_by |= {flag: {f.id for f in FEATURES.values() if flag in f.needs and not f.longest} for flag in FLAGS}
+    asked_by["lse"] = {"lse"}  # other features are asked for without it
     lacking = {
         "dtypes": (torch.float32,),
         "kv_dtypes": (torch.float32,),
@@ -297,13 +315,13 @@ def test_every_capability_has_a_case() -> None:
         "layouts": (KVLayout.NHD,),
         "max_query_len": 1,
     }
-    whole_runtimes = {"kv_groups", "v_head_dim", "attention_chunk_size"}  # tests/runtime/test_groups*.py ask for them
-    assert {"devices", *whole_runtimes, *asked_by} == {field.name for field in fields(Capabilities)}
+    assert {"devices", *asked_by} == {field.name for field in fields(Capabilities)}
     have = TorchReferenceBackend.capabilities
-    for name, feature in asked_by.items():
+    for name, features in asked_by.items():
+        assert features, f"{name}: expected a feature of backend_features.FEATURES that asks for it, got none"
         less = type("Less", (Liar,), {"capabilities": replace(have, **{name: lacking.get(name, False)})})
-        assert feature in {f.id for f in declared_features(Liar, CPU)}
-        assert feature not in {f.id for f in declared_features(less, CPU)}, name
+        assert features <= {f.id for f in declared_features(Liar, CPU)}
+        assert features.isdisjoint({f.id for f in declared_features(less, CPU)}), name
 
 
 def test_what_is_asked_follows_what_is_declared() -> None:
