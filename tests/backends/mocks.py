@@ -279,6 +279,18 @@ class TableOfGroup0(BakedSplits):
         return metadata.block_tables[0][:, columns].long()
 
 
+class GroupByNumber(BakedSplits):
+    """Broken: every layer has the next KV group. It forgets layers that read another's cache."""
+
+    name = "broken_group_by_number"
+
+    def _pages(self, metadata, layer):
+        own, tables = metadata.block_tables[layer.group], metadata.block_tables
+        columns = torch.arange(own.shape[1])
+        table = tables[min(layer.index, len(tables) - 1)]
+        return table[:, columns.clamp(max=table.shape[1] - 1)].long()
+
+
 class PageSizeOfGroup0(BakedSplits):
     """Broken: every table is read as if its pages had as many tokens as those of KV group 0."""
 
@@ -392,6 +404,7 @@ FAMILIES = (BakedSplits, DeviceSchedule, HostPlan)
 BROKEN = (SplitsOfTheLastPlan, ScheduledAtCapture, PlannedAtCapture, PlannedElsewhere, PagesOfTheCapture)
 BROKEN_BY_FEATURE = {
     TableOfGroup0: ("kv_groups", "mixed-kv_groups"),
+    GroupByNumber: ("kv_groups",),
     PageSizeOfGroup0: ("kv_groups",),
     ScheduleOfGroup0: ("mixed-kv_groups",),
     PlanOfGroup0: ("mixed-kv_groups",),

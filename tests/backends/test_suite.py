@@ -13,6 +13,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -25,6 +26,7 @@ from graphrt.kernels.types import KVLayout
 from graphrt.testing import backend_contract
 from graphrt.testing.backend_contract import check_backend, contract_cases
 from graphrt.testing.backend_features import FEATURES, FLAGS, declared_features
+from graphrt.testing.backend_rig import make_rig
 from tests.backends import mocks
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -57,6 +59,42 @@ def test_other_features_do_not_notice(broken: type[AttentionBackend]) -> None:
     """Else a mock would prove nothing of its feature."""
     report = check_backend(broken, features=["window", "query_len", "mixed"], brief=True)
     assert report.ok, f"{report}"
+
+
+def test_pages_of_the_rig() -> None:
+    """A group with a window of 5 has null pages before it. Nothing but what rows own is finite."""
+    rig = make_rig(Liar, FEATURES["mixed-kv_groups-window"], CPU)
+    rig.write([rig.sequence(16, 1), rig.sequence(13, 4)])
+    (full, windowed), groups = rig.metadata.block_tables, rig.context.kv_groups
+    assert [kv.page_size for kv in groups] == [4, 2]
+    # Of rows of 16 and 13 tokens: the first new token sees positions 11 to 15, and 5 to 9.
+    assert (full[:2] > 0).int().tolist() == [[1, 1, 1, 1], [1, 1, 1, 1]]
+    assert (windowed[:2] > 0).int().tolist() == [[0, 0, 0, 0, 0, 1, 1, 1], [0, 0, 1, 1, 1, 1, 1, 0]]
+    assert rig.batch.first_pages.tolist() == [0, 0, 5, 2]
+    assert np.diff(rig.batch.page_indptr).tolist() == [4, 4, 3, 5]
+    for layer, table in zip(rig.layers, (full, windowed), strict=True):
+        finite = layer.v_cache.isfinite().flatten(1).any(1)
+        assert sorted(finite.nonzero().flatten().tolist()) == sorted(table[table > 0].tolist())
+        assert len(layer.k_cache) > int(max(full.max(), windowed.max())), "another group's pages are within bounds"
+    slots = [
+        [table[0, 15 // kv.page_size] * kv.page_size + 15 % kv.page_size]
+        for table, kv in zip((full, windowed), groups, strict=True)
+    ]
+    assert [mapping[:1].tolist() for mapping in rig.metadata.slot_mappings] == slots
+    rig.close()
+
+
+def test_a_layer_of_the_rig_reads_the_cache_of_another() -> None:
+    rig = make_rig(Liar, FEATURES["kv_groups"], CPU)
+    row = rig.sequence(3, 1)
+    first, other, reader = rig.layers
+    assert [layer.group for layer in rig.layers] == [0, 1, 0]
+    assert reader.k_cache is first.k_cache
+    assert reader.k_cache is not other.k_cache
+    assert not reader.writes
+    assert row.k[2] is row.k[0]
+    assert not torch.equal(row.q[2], row.q[0])
+    rig.close()
 
 
 def test_buffers_of_the_first_attempt_are_noticed() -> None:
