@@ -19,7 +19,14 @@ from graphrt.kernels import interpreter
 from graphrt.kernels.errors import ConfigError, UnsupportedError
 from graphrt.testing import numerics
 from graphrt.testing.interpreter import shuffled_programs
-from graphrt.testing.numerics import assert_accurate, assert_bitwise_equal, assert_close, attention_oracle, error_bound
+from graphrt.testing.numerics import (
+    assert_accurate,
+    assert_bitwise_equal,
+    assert_close,
+    attention_oracle,
+    error_bound,
+    keys_seen,
+)
 from graphrt.testing.poison import poison, poison_bits, poisoned
 
 NAN, INF = math.nan, math.inf
@@ -103,6 +110,8 @@ ORACLE = {
     "plain": ({}, [0.5, -1.0, 2.0]),
     "scale": ({"softmax_scale": 3.0}, [1.5, -3.0, 6.0]),
     "window": ({"sliding_window": 2}, [-INF, -1.0, 2.0]),
+    "chunk-begins-here": ({"attention_chunk_size": 2}, [-INF, -INF, 2.0]),
+    "chunk-ends-here": ({"attention_chunk_size": 3}, [0.5, -1.0, 2.0]),
     "softcap": ({"logits_softcap": 4.0}, [4 * math.tanh(0.125), 4 * math.tanh(-0.25), 4 * math.tanh(0.5)]),
     "alibi": ({"alibi_slopes": torch.tensor([0.25])}, [0.5 - 0.5, -1.0 - 0.25, 2.0]),
     "alibi-sqrt": ({"alibi_slopes": torch.tensor([1.0]), "alibi_sqrt": True}, [0.5 - math.sqrt(2), -2.0, 2.0]),
@@ -121,6 +130,18 @@ def test_attention_oracle(case):
     expected = sum(w * x for w, x in zip(weights, v.tolist(), strict=False)) / sum(weights)
     assert out.item() == pytest.approx(expected, rel=1e-6)
     assert lse.item() == pytest.approx(math.log(sum(weights)), rel=1e-6)
+
+
+def test_keys_seen_of_chunks():
+    """Two chunks of three: the first token of the second sees itself alone."""
+    rows = ["".join(".x"[seen] for seen in row) for row in keys_seen(4, 6, attention_chunk_size=3).tolist()]
+    assert rows == ["xxx...", "...x..", "...xx.", "...xxx"]
+
+
+def test_attention_oracle_of_values_of_another_size():
+    q, k, v = torch.ones(1, 2, 4), torch.zeros(2, 1, 4), torch.tensor([[1.0, 2.0, 3.0], [3.0, 4.0, 5.0]]).view(2, 1, 3)
+    out, _ = attention_oracle(q, k, v, softmax_scale=1.0)
+    assert out.tolist() == [[[2.0, 3.0, 4.0]] * 2]
 
 
 @pytest.mark.parametrize("causal", [True, False])

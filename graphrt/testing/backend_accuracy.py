@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from graphrt.kernels.attention.options import AttentionOptions
-from graphrt.testing.numerics import assert_accurate, attention_oracle
+from graphrt.testing.numerics import assert_accurate, attention_oracle, keys_seen
 
 E4M3 = torch.float8_e4m3fn
 _E4M3_MAX = 448.0
@@ -18,7 +18,12 @@ _FP8_LSE_FLOOR = 2**-10  # sums of products of fp8 have 14 bits or so, beside th
 
 @dataclass(frozen=True, slots=True)
 class DenseRow:
-    """One row of a step for one layer, on the host: queries of the new tokens, all keys and values, dequantised."""
+    """One row of a step for one layer, on the host: queries of the new tokens, all keys and values, dequantised.
+
+    q   [query_len, num_q_heads, head_dim]
+    k   [seq_len, num_kv_heads, head_dim]
+    v   [seq_len, num_kv_heads, v_head_dim]
+    """
 
     q: torch.Tensor
     k: torch.Tensor
@@ -36,7 +41,7 @@ def check_rows(
 ) -> None:
     """Raise AssertionError unless the results of packed rows are accurate, and those of pad tokens are as agreed.
 
-    out   [padded_tokens, num_q_heads, head_dim]
+    out   [padded_tokens, num_q_heads, v_head_dim]
     lse   [padded_tokens, num_q_heads]  float32   None where it was not asked for
     """
     tokens = sum(row.q.shape[0] for row in rows)
@@ -84,6 +89,7 @@ def _oracle(row: DenseRow, options: AttentionOptions, dtype: torch.dtype) -> tup
         row.v,
         softmax_scale=options.softmax_scale,
         sliding_window=options.sliding_window,
+        attention_chunk_size=options.attention_chunk_size,
         logits_softcap=options.logits_softcap,
         alibi_slopes=options.alibi_slopes,
         alibi_sqrt=options.alibi_sqrt,
@@ -94,18 +100,15 @@ def _oracle(row: DenseRow, options: AttentionOptions, dtype: torch.dtype) -> tup
 
 def _oracle_in_e4m3(row: DenseRow, options: AttentionOptions) -> tuple[torch.Tensor, torch.Tensor]:
     """As kernels with fp8 products compute it: queries are rounded to e4m3, with a scale per row and KV head, and
-    probabilities too. Everything else is in float64. Window and sinks are its only options."""
+    probabilities too. Everything else is in float64. Window, chunks and sinks are its only
+    options."""
     heads, (query_len, seq_len) = row.k.shape[1], (row.q.shape[0], row.k.shape[0])
     q = row.q.cpu().float().unflatten(1, (heads, -1))
     scale = torch.exp2(torch.ceil(torch.log2(q.abs().amax((0, 2, 3)) / _E4M3_MAX)))[:, None, None]
     rounded = ((q / scale).to(E4M3).float() * scale).double()
     logits = torch.einsum("tkgd,nkd->tkgn", rounded, row.k.double()) * options.softmax_scale
-    at = torch.arange(seq_len - query_len, seq_len, device="cpu")[:, None, None, None]
-    where = torch.arange(seq_len, device="cpu")
-    seen = where <= at
-    if options.sliding_window:
-        seen = seen & (where > at - options.sliding_window)
-    logits, v = logits.masked_fill(~seen, -math.inf), row.v.double()
+    seen = keys_seen(query_len, seq_len, True, options.sliding_window, options.attention_chunk_size)
+    logits, v = logits.masked_fill(~seen[:, None, None], -math.inf), row.v.double()
     if options.sinks is not None:  # one more key, of no value
         sinks = options.sinks.cpu().double().view(1, heads, -1, 1)
         logits = torch.cat([logits, sinks.expand(query_len, -1, -1, -1)], -1)

@@ -38,6 +38,7 @@ from graphrt.testing.backend_rig import DenseSequence, Rig, Rows, open_rigs, spo
 from graphrt.testing.numerics import assert_bitwise_equal
 
 _STEPS, _INVARIANCE, _RETRY = "steps", "batch invariance", "capture twice"
+_BRIEF_STEPS = ("longest", "shrunk", "chunks", "borders")
 
 
 @dataclass(frozen=True)
@@ -185,6 +186,9 @@ def steps_of(rig: Rig) -> dict[str, Rows]:
         "shrunk": (min(2 * page + 1, longest), max(query_len, 2)),
         "none": (),
     }
+    size = next((spec.attention_chunk_size for spec in rig.context.attention if spec.attention_chunk_size), None)
+    if size is not None:  # the last token of a chunk, and the first of the next, which sees itself alone
+        lengths["borders"] = tuple(min(n, longest) for n in (size, size + 1, 2 * size, 2 * size + 1))
     return {name: tuple((max(n, query_len), query_len) for n in rows) for name, rows in lengths.items()}
 
 
@@ -193,7 +197,7 @@ def check_steps(
 ) -> None:
     """Capture without rows, as a runtime does, and again with the longest rows; replay all steps each time.
 
-    `brief` is the first capture and two steps.
+    `brief` is the first capture and few steps.
     """
     for captured_with in ("none",) if brief else ("none", "longest"):
         with open_rigs(backend, feature, device) as (rig,):
@@ -206,7 +210,7 @@ def _check_steps(rig: Rig, captured_with: str, *, brief: bool) -> None:
     rig.write([rig.sequence(*row) for row in first])
     rig.capture()
     for name, rows in steps.items():
-        if brief and name not in ("longest", "shrunk", "chunks"):
+        if brief and name not in _BRIEF_STEPS:
             continue
         sequences = [rig.sequence(*row) for row in rows]
         _check_step(rig, name, sequences)

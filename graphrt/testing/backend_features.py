@@ -1,28 +1,37 @@
-"""What the contract suite asks of a backend: one feature at a time, and the layers and cache that have it."""
+"""What the contract suite asks of a backend: one feature at a time, and the layers and cache that have it.
+
+A further capability gets its cases here, a line of FEATURES each. A feature asks for a capability where its layers have
+an option of that name, or where the feature has a field or property of that name: see `Feature.needs`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
 
 from graphrt.backends.base import AttentionBackend, BackendContext, Capabilities
+from graphrt.groups import layer_places
 from graphrt.kernels.attention.options import FP8_DTYPES
 from graphrt.kernels.types import KVLayout
 from graphrt.spec import AttentionSpec, KVCacheSpec
 
 ROWS = 4
 SEED = 0
-_OPTIONS = ("sliding_window", "logits_softcap", "alibi", "alibi_sqrt", "sinks")
+FLAGS = tuple(field.name for field in fields(Capabilities) if field.type == "bool")
+"""Capabilities that a class has or lacks. The others are sets of sizes and types, and the longest query."""
 
 
 @dataclass(frozen=True)
 class Feature:
     """What a case asks of a backend. Where a field says nothing, the case takes what the backend declares.
 
-    layers           options of each layer's spec; `{"alibi": True}` stands for slopes
+    layers           options of each layer's spec, by the names of AttentionSpec; and these:
+                     "alibi": True         slopes
+                     "v_head_dim": 0.5     the backend's head size nearest to this part of the key heads' size
+                     "group": 1            the layer's KV group; 0 unless it is named
     same             options for a backend that wants all layers alike
     dtype            of the layers; None: bfloat16 on CUDA, float32 on CPU
     kv_dtype         of the cache; None: that of the layers
@@ -30,6 +39,8 @@ class Feature:
     query_len        new tokens per row
     mixed            a mixed batch instead of a decode batch
     page_size        0: 16 on CUDA, 4 on CPU
+    page_sizes       of each KV group as a part of that; the backend's nearest sizes are taken
+    drops_pages      KV groups keep what their layers see: before it a row has null pages, as with the runtime's tables
     head_dim         0: 128 on CUDA, 16 on CPU
     group            query heads per KV head
     lse              the log-sum-exp is asked for and checked
@@ -48,6 +59,8 @@ class Feature:
     query_len: int = 1
     mixed: bool = False
     page_size: int = 0
+    page_sizes: tuple[float, ...] = (1,)
+    drops_pages: bool = False
     head_dim: int = 0
     group: int = 0
     lse: bool = False
@@ -60,10 +73,24 @@ class Feature:
     def __str__(self) -> str:
         return self.id
 
+    @property
+    def kv_groups(self) -> bool:
+        """Whether there are several KV groups."""
+        return any(layer.get("group") for layer in self.layers)
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """Flags of Capabilities that a backend must declare: those that are options of a layer, and those that are
+        true of the feature."""
+        options = {name for layer in self.layers for name in layer}
+        return frozenset(name for name in FLAGS if name in options or getattr(self, name, False))
+
 
 WINDOW = {"sliding_window": 5}
+CHUNKS = {"attention_chunk_size": 6}  # begins within a page of 4 or 16
 ALIBI = {"alibi": True}
 _SCALE = {"softmax_scale": 0.3}
+_GROUP = {"group": 1, "num_kv_heads": 1}  # heads of another number, too
 
 FEATURES = {
     feature.id: feature
@@ -88,6 +115,18 @@ FEATURES = {
         Feature("mixed-window", layers=(WINDOW, {}), same=(WINDOW, WINDOW), mixed=True),
         Feature("mixed-fp8", kv_dtype=torch.float8_e4m3fn, mixed=True),
         Feature("mixed-large-pages", mixed=True, page_size=128),
+        Feature("v_head_dim", layers=({"v_head_dim": 0.5},), lse=True),
+        Feature("mixed-v_head_dim", layers=({"v_head_dim": 1.5},), mixed=True),
+        Feature("attention_chunk_size", layers=(CHUNKS, {}), same=(CHUNKS, CHUNKS), lse=True),
+        Feature("mixed-attention_chunk_size", layers=(CHUNKS,), drops_pages=True, mixed=True),
+        Feature("chunks-of-many-tiles", layers=({"attention_chunk_size": 330},), lse=True, longest=640),
+        Feature("window-pages", layers=(WINDOW,), drops_pages=True),
+        # The last layer reads the cache of the first, after a layer of another group.
+        Feature("kv_groups", layers=({}, _GROUP, {"kv_shared_with": 0}), page_sizes=(1, 2), lse=True),
+        Feature("mixed-kv_groups", layers=({}, {"group": 1}), page_sizes=(1, 0.5), mixed=True),
+        Feature(
+            "mixed-kv_groups-window", ({}, {"group": 1} | WINDOW), page_sizes=(1, 0.5), drops_pages=True, mixed=True
+        ),
         Feature("batch_invariant", batch_invariant=True),
         Feature("batch_invariant-query_len", query_len=3, batch_invariant=True),
         Feature("batch_invariant-mixed", mixed=True, batch_invariant=True),
@@ -124,22 +163,20 @@ def _few(sizes: tuple[int, ...]) -> list[int]:
 
 def declares(cls: type[AttentionBackend], feature: Feature, device: torch.device) -> bool:
     """Whether the class says that it has the feature. It is then run, or skipped with the class's own reasons."""
-    have, options = cls.capabilities, {name for layer in feature.layers for name in layer}
+    have = cls.capabilities
     dtype, stored = dtypes_of(have, feature, device)
     return (
         device.type in have.devices
-        and all(getattr(have, name) for name in _OPTIONS if name in options)
+        and all(getattr(have, name) for name in feature.needs)
         and dtype in have.dtypes
         and stored in have.kv_dtypes
         and stored in (dtype, *FP8_DTYPES)
         and (have.head_dims is None or not feature.head_dim or feature.head_dim in have.head_dims)
+        and (have.head_dims is None or "v_head_dim" not in feature.needs or len(have.head_dims) > 1)
         and (have.page_sizes is None or not feature.page_size or feature.page_size in have.page_sizes)
         and not (feature.longest and device.type == "cpu")
         and (feature.layout is None or feature.layout in have.layouts)
         and feature.query_len <= have.max_query_len
-        and (have.lse or not feature.lse)
-        and (have.mixed or not feature.mixed)
-        and (have.batch_invariant or not feature.batch_invariant)
     )
 
 
@@ -158,20 +195,35 @@ def contexts_of(cls: type[AttentionBackend], feature: Feature, device: torch.dev
     dtype, stored = dtypes_of(have, feature, device)
     head_dim = feature.head_dim or _usual(128 if cuda else 16, have.head_dims)
     page_size = feature.page_size or _usual(16 if cuda else 4, have.page_sizes)
-    layout = feature.layout or (KVLayout.NHD if KVLayout.NHD in have.layouts else have.layouts[0])
     max_pages = max(4, (feature.longest or 640) // page_size) if cuda else (4 if page_size < 64 else 2)
-    null_page = rows * max_pages if feature.null_page_last else 0
+    max_seq_len = max_pages * page_size
+    page_sizes = [_nearest(part * page_size, have.page_sizes) for part in feature.page_sizes]
+    last_page = rows * max(-(-max_seq_len // size) for size in page_sizes)
+    cache = KVCacheSpec(
+        num_layers=1,
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+        layout=feature.layout or (KVLayout.NHD if KVLayout.NHD in have.layouts else have.layouts[0]),
+        dtype=stored,
+        null_page=last_page if feature.null_page_last else 0,
+    )
     contexts = []
-    for options in (feature.layers, feature.same or feature.layers):
-        kv = KVCacheSpec(len(options), kv_heads, head_dim, page_size, layout, stored, null_page)
+    for layers in (feature.layers, feature.same or feature.layers):
+        plain = AttentionSpec(kv_heads * group, kv_heads, head_dim, dtype)
+        specs = tuple(_spec(options, plain, have.head_dims) for options in layers)
+        groups = tuple(
+            _group(number, replace(cache, page_size=size), layers, specs, drops_pages=feature.drops_pages)
+            for number, size in enumerate(page_sizes)
+        )
         contexts.append(
             BackendContext(
-                attention=tuple(_spec(o, kv_heads * group, kv_heads, head_dim, dtype) for o in options),
-                kv_groups=(kv,),
+                attention=specs,
+                kv_groups=groups,
+                group_of=tuple(place.group for place in layer_places(specs, groups)),
                 device=device,
                 max_num_reqs=max(ROWS, rows),
                 max_num_tokens=64 if cuda else 12,
-                max_seq_len=max_pages * page_size,
+                max_seq_len=max_seq_len,
                 max_query_len=feature.query_len,
                 batch_invariant=feature.batch_invariant,
                 mixed_batches=have.mixed,
@@ -184,13 +236,42 @@ def _usual(wanted: int, declared: tuple[int, ...] | None) -> int:
     return wanted if declared is None or wanted in declared else min(declared)
 
 
-def _spec(
-    options: Mapping[str, Any], num_q_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype
-) -> AttentionSpec:
-    others = {name: value for name, value in options.items() if name != "alibi"}
+def _nearest(wanted: float, declared: Sequence[int] | None) -> int:
+    return int(wanted) if declared is None else min(declared, key=lambda size: abs(size - wanted))
+
+
+def _spec(options: Mapping[str, Any], plain: AttentionSpec, head_dims: tuple[int, ...] | None) -> AttentionSpec:
+    """A layer's spec: a plain layer with these options."""
+    changes = {name: value for name, value in options.items() if name not in ("alibi", "group")}
     if options.get("alibi"):
-        others["alibi_slopes"] = tuple(0.03 * (1 + head) for head in range(num_q_heads))
-    return AttentionSpec(num_q_heads, num_kv_heads, head_dim, dtype, **others)
+        changes["alibi_slopes"] = tuple(0.03 * (1 + head) for head in range(plain.num_q_heads))
+    if "v_head_dim" in options:
+        others = None if head_dims is None else [size for size in head_dims if size != plain.head_dim]
+        changes["v_head_dim"] = _nearest(options["v_head_dim"] * plain.head_dim, others)
+    return replace(plain, **changes)
+
+
+def _group(
+    number: int,
+    cache: KVCacheSpec,
+    layers: Sequence[Mapping[str, Any]],
+    specs: Sequence[AttentionSpec],
+    *,
+    drops_pages: bool,
+) -> KVCacheSpec:
+    """The spec of a KV group: `cache` with the heads of the group's layers, and with their reach if pages go."""
+    writers = [at for at, spec in enumerate(specs) if spec.kv_shared_with is None]
+    own = [cache_layer for cache_layer, at in enumerate(writers) if layers[at].get("group", 0) == number]
+    spec = specs[writers[own[0]]]
+    return replace(
+        cache,
+        num_layers=len(own),
+        layers=tuple(own),
+        num_kv_heads=spec.num_kv_heads,
+        v_head_dim=spec.v_head_dim,
+        sliding_window=spec.sliding_window if drops_pages else None,
+        attention_chunk_size=spec.attention_chunk_size if drops_pages else None,
+    )
 
 
 def _name(dtype: torch.dtype) -> str:

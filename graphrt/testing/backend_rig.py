@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import unittest
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -21,6 +21,7 @@ from graphrt.metadata import StepMetadata
 from graphrt.spec import AttentionSpec, KVCacheSpec
 from graphrt.testing.backend_accuracy import E4M3, DenseRow, check_rows
 from graphrt.testing.backend_features import ROWS, SEED, Feature, contexts_of
+from graphrt.testing.numerics import keys_seen
 
 NAN = float("nan")
 UNWRITTEN = 777.0
@@ -30,7 +31,8 @@ Rows = tuple[tuple[int, int], ...]
 
 @dataclass
 class DenseSequence:
-    """One row of a step, dense and on the host: queries, stored keys and stored values of every layer."""
+    """One row of a step, dense and on the host: queries, stored keys and stored values of every layer. A layer that
+    reads another's cache has the keys and values of that one."""
 
     seq_len: int
     query_len: int
@@ -69,72 +71,90 @@ class Rig:
 
     def sequence(self, seq_len: int, query_len: int) -> DenseSequence:
         """A row of random contents."""
-        spec, stored = self.layers[0].spec, self.context.kv_groups[0].dtype
-        keys, layers = (seq_len, spec.num_kv_heads, spec.head_dim), range(len(self.layers))
-        q = [
-            torch.randn(query_len, *self.q[0].shape[1:], generator=self.rng, device="cpu").to(spec.dtype)
-            for _ in layers
-        ]
-        k, v = ([torch.randn(keys, generator=self.rng, device="cpu").to(stored) for _ in layers] for _ in range(2))
-        return DenseSequence(seq_len, query_len, q, k, v)
+
+        def random(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+            return torch.randn(*shape, generator=self.rng, device="cpu").to(dtype)
+
+        row = DenseSequence(seq_len, query_len, [], [], [])
+        for spec, kv, _ in self.context.layers:
+            row.q.append(random(query_len, spec.num_q_heads, spec.head_dim, dtype=spec.dtype))
+            for values, size in ((row.k, spec.head_dim), (row.v, spec.value_dim)):
+                if spec.kv_shared_with is None:
+                    values.append(random(seq_len, spec.num_kv_heads, size, dtype=kv.dtype))
+                else:
+                    values.append(values[spec.kv_shared_with])
+        return row
 
     def write(self, sequences: Sequence[DenseSequence]) -> None:
         """Make `sequences` the rows of the step: pages in random places, NaN wherever nothing is to be read."""
-        meta, kv = self.metadata, self.context.kv_groups[0]
-        null_page = kv.null_page
-        assert isinstance(null_page, int), "features name the null page by its number"
-        counts = [kv.pages_for(s.seq_len) for s in sequences]
-        free = [page for page in range(self.layers[0].k_cache.shape[0]) if page != null_page]
-        order = [free[at] for at in torch.randperm(len(free), generator=self.rng, device="cpu").tolist()]
-        owned = [[order.pop() for _ in range(count)] for count in counts]
-        for index in range(len(self.layers)):
-            self._write_layer(index, sequences, owned)
-        table = torch.full(meta.block_tables[0].shape, null_page, dtype=torch.int32, device="cpu")
+        meta, rows = self.metadata, range(len(sequences))
         seq_lens = torch.full(meta.seq_lens.shape, self.backend.seq_len_fill, dtype=torch.int32, device="cpu")
-        starts = [0]
-        slots = torch.full(meta.slot_mappings[0].shape, PAD_SLOT_ID, device="cpu")
         positions = torch.zeros(meta.positions.shape, dtype=torch.int64, device="cpu")
-        for row, (sequence, pages) in enumerate(zip(sequences, owned, strict=True)):
-            table[row, : len(pages)] = torch.tensor(pages, device="cpu")
+        starts = [0]
+        for row, sequence in enumerate(sequences):
             seq_lens[row] = sequence.seq_len
             at = torch.arange(sequence.seq_len - sequence.query_len, sequence.seq_len, device="cpu")
-            here = slice(starts[-1], starts[-1] + sequence.query_len)
-            positions[here] = at
-            slots[here] = table[row][at // kv.page_size].long() * kv.page_size + at % kv.page_size
-            starts.append(here.stop)
-        starts += [starts[-1]] * (len(meta.query_start_loc) - len(starts))
-        for target, value in (
-            (meta.block_tables[0], table),
-            (meta.seq_lens, seq_lens),
-            (meta.slot_mappings[0], slots),
-            (meta.positions, positions),
-            (meta.query_start_loc, torch.tensor(starts, device="cpu")),
-        ):
-            target.copy_(value)
+            starts.append(starts[-1] + sequence.query_len)
+            positions[starts[row] : starts[-1]] = at
+        ends = starts[-1:] * (len(meta.query_start_loc) - len(starts))
+        meta.seq_lens.copy_(seq_lens)
+        meta.positions.copy_(positions)
+        meta.query_start_loc.copy_(torch.tensor([*starts, *ends], device="cpu"))
+        lists: list[list[int]] = []
+        first_pages: list[int] = []
+        for group in range(len(self.context.kv_groups)):
+            first, owned = self._write_pages(group, sequences, starts, positions)
+            first_pages += first
+            lists += owned
+        for index, q in enumerate(self.q):
+            q.fill_(NAN)
+            for row in rows:
+                q[starts[row] : starts[row + 1]] = sequences[row].q[index].to(q.device)
         self.written = list(sequences)
         self.batch = Batch(
             row_ids=np.arange(len(sequences), dtype=np.int32),
             seq_lens=np.array([s.seq_len for s in sequences], np.int32),
             query_lens=np.array([s.query_len for s in sequences], np.int32),
-            page_indptr=np.cumsum([0, *counts]).astype(np.int32),
-            page_ids=np.array([page for pages in owned for page in pages], np.int32),
+            page_indptr=np.cumsum([0, *map(len, lists)]).astype(np.int32),
+            page_ids=np.array([page for pages in lists for page in pages], np.int32),
+            first_pages=np.array(first_pages, np.int32),
         )
         self.before = [(name, tensor.clone()) for name, tensor in self._inputs()]
 
-    def _write_layer(self, index: int, sequences: Sequence[DenseSequence], owned: list[list[int]]) -> None:
-        layer, page_size = self.layers[index], self.context.kv_groups[0].page_size
-        for cache, dense in ((layer.k_cache, "k"), (layer.v_cache, "v")):
-            cache.copy_(torch.full(cache.shape, NAN, device="cpu").to(cache.dtype))
-            for sequence, pages in zip(sequences, owned, strict=True):
-                values = getattr(sequence, dense)[index]
-                for number, page in enumerate(pages):
-                    part = values[number * page_size : (number + 1) * page_size]
-                    cache[page, : len(part)] = part.to(cache.device)
-        self.q[index].fill_(NAN)
-        at = 0
-        for sequence in sequences:
-            self.q[index][at : at + sequence.query_len] = sequence.q[index].to(self.q[index].device)
-            at += sequence.query_len
+    def _write_pages(
+        self, group: int, sequences: Sequence[DenseSequence], starts: Sequence[int], positions: torch.Tensor
+    ) -> tuple[list[int], list[list[int]]]:
+        """Write one KV group: its table, its slots, and the caches of its layers. Returns each row's first page and
+        the pages from there on."""
+        meta, kv = self.metadata, self.context.kv_groups[group]
+        null_page = kv.null_page
+        assert isinstance(null_page, int), "features name the null page by its number"
+        layers = [layer for layer in self.layers if layer.group == group and layer.writes]
+        free = [page for page in range(layers[0].k_cache.shape[0]) if page != null_page]
+        order = [free[at] for at in torch.randperm(len(free), generator=self.rng, device="cpu").tolist()]
+        first_pages = [_oldest_kept(kv, s) // kv.page_size for s in sequences]
+        owned = [
+            [order.pop() for _ in range(kv.pages_for(s.seq_len) - first)]
+            for s, first in zip(sequences, first_pages, strict=True)
+        ]
+        table = torch.full(meta.block_tables[group].shape, null_page, dtype=torch.int32, device="cpu")
+        slots = torch.full(meta.slot_mappings[group].shape, PAD_SLOT_ID, device="cpu")
+        for row, (first, pages) in enumerate(zip(first_pages, owned, strict=True)):
+            table[row, first : first + len(pages)] = torch.tensor(pages, dtype=torch.int32, device="cpu")
+            here = slice(starts[row], starts[row + 1])
+            page = table[row][positions[here] // kv.page_size].long()
+            slots[here] = page * kv.page_size + positions[here] % kv.page_size
+        meta.block_tables[group].copy_(table)
+        meta.slot_mappings[group].copy_(slots)
+        for layer in layers:
+            for cache, dense in ((layer.k_cache, "k"), (layer.v_cache, "v")):
+                cache.copy_(torch.full(cache.shape, NAN, device="cpu").to(cache.dtype))
+                for sequence, first, pages in zip(sequences, first_pages, owned, strict=True):
+                    values = getattr(sequence, dense)[layer.index]
+                    for number, page in enumerate(pages, first):
+                        part = values[number * kv.page_size : (number + 1) * kv.page_size]
+                        cache[page, : len(part)] = part.to(cache.device)
+        return first_pages, owned
 
     def step(self) -> torch.Tensor:
         """What is recorded."""
@@ -181,7 +201,7 @@ class Rig:
         """Every layer against float64, made of the host's copy of keys and values; and inputs that were left alone."""
         count = len(self.layers)
         for index, layer in enumerate(self.layers):
-            quantised = self.backend.quantises_queries and self.context.kv_groups[0].dtype == E4M3
+            quantised = self.backend.quantises_queries and layer.k_cache.dtype == E4M3
             check_rows(
                 f"{self.backend.name}, {name}, layer {index}",
                 results[index],
@@ -213,7 +233,8 @@ class Rig:
         meta = self.metadata
         names = ("seq_lens", "query_start_loc", "positions")
         tensors = [(f"metadata.{name}", getattr(meta, name)) for name in names]
-        tensors += [("metadata.block_tables", meta.block_tables[0]), ("metadata.slot_mappings", meta.slot_mappings[0])]
+        for group, (table, slots) in enumerate(zip(meta.block_tables, meta.slot_mappings, strict=True)):
+            tensors += [(f"metadata.block_tables[{group}]", table), (f"metadata.slot_mappings[{group}]", slots)]
         for layer, q in zip(self.layers, self.q, strict=True):
             tensors += [("q", q), ("k_cache", layer.k_cache), ("v_cache", layer.v_cache)]
         return tensors
@@ -268,13 +289,11 @@ def make_rig(backend_class: type[AttentionBackend], feature: Feature, device: to
     context = next((c for c, reasons in zip(contexts, refusals, strict=True) if not reasons), None)
     if context is None:
         raise unittest.SkipTest(f"backend {backend_class.name}: {'; '.join(refusals[0])}")
-    rng, kv = torch.Generator().manual_seed(SEED), context.kv_groups[0]
-    num_pages = 1 + rows * context.max_pages(0)
-    layers = [_layer(index, spec, kv, num_pages, device, rng, feature) for index, spec in enumerate(context.attention)]
-    heads, dtype = context.attention[0].num_q_heads, context.attention[0].dtype
+    rng = torch.Generator().manual_seed(SEED)
+    layers = _layers(context, rows, rng, feature)
     # Values of bfloat16, which some kernels round sinks to.
     sinks = [
-        torch.randn(heads, generator=rng, device="cpu").bfloat16().float().to(device) if spec.sinks else None
+        torch.randn(spec.num_q_heads, generator=rng, device="cpu").bfloat16().float().to(device) if spec.sinks else None
         for spec in context.attention
     ]
     descriptor = BatchDescriptor.decode(rows, feature.query_len)
@@ -285,28 +304,53 @@ def make_rig(backend_class: type[AttentionBackend], feature: Feature, device: to
     def make(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         return torch.zeros(*shape, dtype=dtype, device=device)
 
+    groups = range(len(context.kv_groups))
     metadata = StepMetadata(
         descriptor=descriptor,
         seq_lens=make(rows, dtype=torch.int32),
         query_start_loc=make(rows + 1, dtype=torch.int32),
-        block_tables=(make(rows, context.max_pages(0), dtype=torch.int32),),
-        slot_mappings=(make(padded, dtype=torch.int64),),
+        block_tables=tuple(make(rows, context.max_pages(group), dtype=torch.int32) for group in groups),
+        slot_mappings=tuple(make(padded, dtype=torch.int64) for _ in groups),
         positions=make(padded, dtype=torch.int64),
         max_seq_len=context.max_seq_len,
     )
-    # Queries as a model has them: slices of one tensor of queries, keys and values.
-    q = [make(padded, heads + 2 * kv.num_kv_heads, kv.head_dim, dtype=dtype)[:, :heads] for _ in layers]
-    out = [make(padded, heads, kv.head_dim, dtype=dtype) for _ in layers]
-    lse = [make(padded, heads) for _ in layers] if feature.lse else []
+    q, out, lse = [], [], []
+    for spec in context.attention:
+        heads, dtype = spec.num_q_heads, spec.dtype
+        # Queries as a model has them: slices of one tensor of queries, keys and values.
+        q.append(make(padded, heads + 2 * spec.num_kv_heads, spec.head_dim, dtype=dtype)[:, :heads])
+        out.append(make(padded, heads, spec.value_dim, dtype=dtype))
+        lse += [make(padded, heads)] if feature.lse else []
     backend = backend_class(context)
     backend.allocate()
     return Rig(backend, feature, descriptor, layers, sinks, q, out, lse, metadata, rng)
+
+
+def _oldest_kept(kv: KVCacheSpec, sequence: DenseSequence) -> int:
+    """The oldest position that a token of the row sees in this step. Before its page nothing is kept."""
+    window, chunk = kv.sliding_window or 0, kv.attention_chunk_size or 0
+    seen = keys_seen(sequence.query_len, sequence.seq_len, True, window, chunk)
+    return int(seen.any(0).nonzero()[0])
+
+
+def _layers(context: BackendContext, rows: int, rng: torch.Generator, feature: Feature) -> list[AttentionLayer]:
+    """The layers over caches of their own, or over that of the layer they share. Page ids fit into every cache, so
+    that the pages of another group are wrong, not out of bounds."""
+    num_pages = 1 + rows * max(context.max_pages(group) for group in range(len(context.kv_groups)))
+    layers: list[AttentionLayer] = []
+    for index, (spec, kv, group) in enumerate(context.layers):
+        if spec.kv_shared_with is None:
+            layers.append(_layer(index, spec, kv, group, num_pages, context.device, rng, feature))
+        else:
+            layers.append(replace(layers[spec.kv_shared_with], index=index, spec=spec, writes=False))
+    return layers
 
 
 def _layer(
     index: int,
     spec: AttentionSpec,
     kv: KVCacheSpec,
+    group: int,
     num_pages: int,
     device: torch.device,
     rng: torch.Generator,
@@ -317,7 +361,8 @@ def _layer(
     if feature.one_pool:
         k, v = torch.zeros(num_pages, 2, *page, kv.head_dim, device=device).to(kv.dtype).unbind(1)
     else:
-        k, v = (torch.zeros(num_pages, *page, kv.head_dim, device=device).to(kv.dtype) for _ in range(2))
+        sizes = (kv.head_dim, kv.value_dim)
+        k, v = (torch.zeros(num_pages, *page, size, device=device).to(kv.dtype) for size in sizes)
     if hnd:
         k, v = k.transpose(1, 2), v.transpose(1, 2)
     k_scale = v_scale = None
@@ -325,7 +370,7 @@ def _layer(
         count = kv.num_kv_heads if feature.scale_per_head else 1
         k_scale, v_scale = ((0.5 + torch.rand(count, generator=rng, device="cpu")).to(device) for _ in range(2))
     slopes = None if spec.alibi_slopes is None else torch.tensor(spec.alibi_slopes, device=device)
-    return AttentionLayer(index, spec, k, v, k_scale, v_scale, alibi_slopes=slopes)
+    return AttentionLayer(index, spec, k, v, k_scale, v_scale, alibi_slopes=slopes, group=group)
 
 
 def _dense(sequence: DenseSequence, layer: AttentionLayer) -> DenseRow:

@@ -77,6 +77,24 @@ def assert_accurate(actual: torch.Tensor, *, plain: torch.Tensor, exact: torch.T
     assert_close(actual, exact, atol=error_bound(plain, exact), name=name)
 
 
+def keys_seen(
+    query_len: int, seq_len: int, causal: bool = True, sliding_window: int = 0, attention_chunk_size: int = 0
+) -> torch.Tensor:
+    """Which keys each of a row's last tokens sees, by the definition: [query_len, seq_len] bool, on the CPU.
+
+    0 is no window and no chunks. The token at position p sees the keys of its chunk, from
+    p // attention_chunk_size * attention_chunk_size on.
+    """
+    at = torch.arange(seq_len - query_len, seq_len, device="cpu")[:, None]
+    where = torch.arange(seq_len, device="cpu")
+    seen = where <= at if causal else torch.ones(query_len, seq_len, dtype=torch.bool, device="cpu")
+    if sliding_window:
+        seen = seen & (where > at - sliding_window)
+    if attention_chunk_size:
+        seen = seen & (where >= at // attention_chunk_size * attention_chunk_size)
+    return seen
+
+
 def attention_oracle(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -85,6 +103,7 @@ def attention_oracle(
     softmax_scale: float,
     causal: bool = True,
     sliding_window: int = 0,
+    attention_chunk_size: int = 0,
     logits_softcap: float = 0.0,
     alibi_slopes: torch.Tensor | None = None,
     alibi_sqrt: bool = False,
@@ -94,18 +113,17 @@ def attention_oracle(
     """Attention of one row by its definition, on the CPU, with every operation in `dtype`. Returns out and lse.
 
     q              [query_len, num_q_heads, head_dim]     any dtype   token i is at position seq_len - query_len + i
-    k, v           [seq_len, num_kv_heads, head_dim]      any dtype   dequantised, finite; query heads share KV heads
+    k              [seq_len, num_kv_heads, head_dim]      any dtype   dequantised, finite; query heads share KV heads
                                                                       in order
+    v              [seq_len, num_kv_heads, v_head_dim]    any dtype   as k
     alibi_slopes   [num_q_heads]                          any dtype   like sinks; options as in AttentionOptions
-    out            [query_len, num_q_heads, head_dim]     dtype       zeros for tokens that see nothing
+    out            [query_len, num_q_heads, v_head_dim]   dtype       zeros for tokens that see nothing
     lse            [query_len, num_q_heads]               dtype       natural log of the denominator; -inf if it is 0
     """
     q, k, v = (x.detach().cpu().to(dtype) for x in (q, k, v))
     query_len, seq_len, num_kv_heads = q.shape[0], k.shape[0], k.shape[1]
     at, where = torch.arange(seq_len - query_len, seq_len, device="cpu")[:, None], torch.arange(seq_len, device="cpu")
-    seen = where <= at if causal else torch.ones(query_len, seq_len, dtype=torch.bool, device="cpu")
-    if sliding_window:
-        seen = seen & (where > at - sliding_window)
+    seen = keys_seen(query_len, seq_len, causal, sliding_window, attention_chunk_size)
     by_kv_head = q.unflatten(1, (num_kv_heads, -1))  # [tokens, KV heads, group, head_dim]
     logits = softmax_scale * torch.einsum("tkgd,skd->tkgs", by_kv_head, k).flatten(1, 2)
     if logits_softcap:

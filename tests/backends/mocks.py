@@ -32,6 +32,9 @@ class MockBackend(AttentionBackend):
         logits_softcap=True,
         mixed=True,
         lse=True,
+        kv_groups=True,
+        v_head_dim=True,
+        attention_chunk_size=True,
     )
     graph_support = GraphSupport.ALWAYS
 
@@ -44,13 +47,14 @@ class MockBackend(AttentionBackend):
         tokens = torch.arange(q.shape[0])
         row = torch.searchsorted(metadata.query_start_loc[1:], tokens, right=True).clamp(max=rows - 1)
         at = metadata.seq_lens[row] - (metadata.query_start_loc[row + 1] - tokens)
-        where = torch.arange(metadata.block_tables[0].shape[1] * layer.k_cache.shape[1])
+        page_size, pages = self._page_size(layer), self._pages(metadata, layer)
+        where = torch.arange(pages.shape[1] * page_size)
         seen = (where <= at[:, None]) & (metadata.slot_mappings[0] >= 0)[:, None]
-        if spec.sliding_window is not None:
-            seen = seen & (where > at[:, None] - spec.sliding_window)
-        split = self._split_of(metadata, where)[row]
-        pages = self._pages(metadata)[row]
-        k, v = (c[pages].flatten(1, 2).repeat_interleave(spec.group, 2) for c in (layer.k_cache, layer.v_cache))
+        seen = seen & self._reach(spec, at[:, None], where)
+        split = self._split_of(metadata, where, layer)[row]
+        pages = pages[row][:, where // page_size]
+        k, v = (c[pages, where % page_size] for c in (layer.k_cache, self._values(layer)))
+        k, v = (x.repeat_interleave(spec.group, 2) for x in (k, v))
         logits = torch.einsum("thd,tnhd->thn", q, k) * spec.scale
         if spec.logits_softcap is not None:
             logits = spec.logits_softcap * torch.tanh(logits / spec.logits_softcap)
@@ -67,12 +71,24 @@ class MockBackend(AttentionBackend):
         if lse is not None:
             lse.copy_(total)
 
-    def _split_of(self, metadata, where):
+    def _split_of(self, metadata, where, layer):
         """[rows, keys]: the split that attends to each key; none for a number outside the range."""
         raise NotImplementedError
 
-    def _pages(self, metadata):
-        return metadata.block_tables[0].long()
+    def _pages(self, metadata, layer):
+        return metadata.block_tables[layer.group].long()
+
+    def _page_size(self, layer):
+        return self.context.kv_groups[layer.group].page_size
+
+    def _reach(self, spec, at, where):
+        """[tokens, keys]: the keys that are within a token's window and chunk."""
+        if spec.attention_chunk_size is not None:
+            return where >= at - at % spec.attention_chunk_size
+        return where > at - spec.sliding_window if spec.sliding_window is not None else where >= 0
+
+    def _values(self, layer):
+        return layer.v_cache
 
 
 class BakedSplits(MockBackend):
@@ -81,19 +97,20 @@ class BakedSplits(MockBackend):
     name = "mock_baked_splits"
 
     def plan_capture(self, descriptor):
-        self._keys_per_split = -(-self.context.max_pages(0) * self.context.kv_groups[0].page_size // SPLITS)
+        self._keys_per_split = -(-self.context.max_seq_len // SPLITS)
 
-    def _split_of(self, metadata, where):
+    def _split_of(self, metadata, where, layer):
         return (where // self._keys_per_split).expand(metadata.seq_lens.shape[0], -1)
 
 
 class DeviceSchedule(MockBackend):
-    """Bounds of the splits are computed by `schedule`, on the device, from this step's lengths."""
+    """Bounds of the splits, in pages of each KV group, are computed by `schedule`, on the device, from the lengths."""
 
     name = "mock_device_schedule"
 
     def allocate(self):
-        self._bounds = torch.zeros(self.context.max_num_reqs, SPLITS + 1, dtype=torch.int32)
+        groups = len(self.context.kv_groups)
+        self._bounds = torch.zeros(groups, self.context.max_num_reqs, SPLITS + 1, dtype=torch.int32)
 
     def tensors(self):
         return {"bounds": self._bounds}
@@ -101,11 +118,13 @@ class DeviceSchedule(MockBackend):
     def schedule(self, metadata):
         rows = metadata.seq_lens.shape[0]
         shares = torch.arange(SPLITS + 1, dtype=torch.int32)
-        self._bounds[:rows] = (metadata.seq_lens[:, None] * shares + SPLITS - 1) // SPLITS
+        for group, kv in enumerate(self.context.kv_groups):
+            pages = (metadata.seq_lens[:, None] + kv.page_size - 1) // kv.page_size
+            self._bounds[group, :rows] = (pages * shares + SPLITS - 1) // SPLITS
 
-    def _split_of(self, metadata, where):
-        bounds = self._bounds[: metadata.seq_lens.shape[0]]
-        passed = (where >= bounds[:, :, None]).sum(1)
+    def _split_of(self, metadata, where, layer):
+        bounds = self._bounds[layer.group, : metadata.seq_lens.shape[0]]
+        passed = (where // self._page_size(layer) >= bounds[:, :, None]).sum(1)
         return passed - 1
 
 
@@ -117,9 +136,10 @@ class HostPlan(MockBackend):
 
     def allocate(self):
         rows = self.context.max_num_reqs
+        widths = [self.context.max_pages(group) for group in range(len(self.context.kv_groups))]
         self._lens = torch.zeros(rows, dtype=torch.int32)
-        self._indptr = torch.zeros(rows + 1, dtype=torch.int32)
-        self._indices = torch.zeros(rows * self.context.max_pages(0), dtype=torch.int32)
+        self._indptr = torch.zeros(len(widths), rows + 1, dtype=torch.int32)
+        self._indices = torch.zeros(len(widths), rows * max(widths), dtype=torch.int32)
 
     def tensors(self):
         return {"indices": self._indices}
@@ -133,23 +153,26 @@ class HostPlan(MockBackend):
         self._plan(lens)
 
     def _plan(self, lens):
-        rows, page_size = len(lens), self.context.kv_groups[0].page_size
+        rows = len(lens)
         self._lens[:rows] = lens
-        self._indptr[1 : rows + 1] = ((lens + page_size - 1) // page_size).cumsum(0)
+        for group, kv in enumerate(self.context.kv_groups):
+            self._indptr[group, 1 : rows + 1] = ((lens + kv.page_size - 1) // kv.page_size).cumsum(0)
 
     def schedule(self, metadata):
         rows = metadata.seq_lens.shape[0]
-        list_pages(metadata.block_tables[0], self._indptr[: rows + 1], self._indices)
+        for group, table in enumerate(metadata.block_tables):
+            list_pages(table, self._indptr[group, : rows + 1], self._indices[group])
 
-    def _split_of(self, metadata, where):
+    def _split_of(self, metadata, where, layer):
         lens = self._lens[: metadata.seq_lens.shape[0], None]
         return torch.where(where < lens, where * SPLITS // lens.clamp(min=1), -1)
 
-    def _pages(self, metadata):
-        rows, width = metadata.block_tables[0].shape
-        at = self._indptr[:rows, None] + torch.arange(width)
-        listed = at < self._indptr[1 : rows + 1, None]
-        return torch.where(listed, self._indices[at.clamp(max=len(self._indices) - 1)], 0).long()
+    def _pages(self, metadata, layer):
+        rows, width = metadata.block_tables[layer.group].shape
+        indptr, indices = self._indptr[layer.group], self._indices[layer.group]
+        at = indptr[:rows, None] + torch.arange(width)
+        listed = at < indptr[1 : rows + 1, None]
+        return torch.where(listed, indices[at.clamp(max=len(indices) - 1)], 0).long()
 
 
 class SplitsOfTheLastPlan(BakedSplits):
@@ -173,7 +196,7 @@ class ScheduledAtCapture(DeviceSchedule):
         return {}
 
     def plan_capture(self, descriptor):
-        self._bounds[:] = (torch.arange(SPLITS + 1) + SPLITS - 1) // SPLITS  # one token in each row
+        self._bounds[:] = (torch.arange(SPLITS + 1) + SPLITS - 1) // SPLITS  # one page in each row
 
     def schedule(self, metadata):
         pass
@@ -221,10 +244,10 @@ class BuffersOfTheFirstAttempt(HostPlan):
             self._wrapper = self._indices
         super().plan_capture(descriptor)
 
-    def _pages(self, metadata):
+    def _pages(self, metadata, layer):
         own, self._indices = self._indices, self._wrapper
         try:
-            return super()._pages(metadata)
+            return super()._pages(metadata, layer)
         finally:
             self._indices = own
 
@@ -239,11 +262,158 @@ class PagesOfTheCapture(HostPlan):
 
     def plan_capture(self, descriptor):
         super().plan_capture(descriptor)
-        self._indices[:] = torch.arange(len(self._indices))
+        self._indices[:] = torch.arange(self._indices.shape[1])
 
     def schedule(self, metadata):
         pass
 
 
+class TableOfGroup0(BakedSplits):
+    """Broken: the pages of every layer are those of KV group 0."""
+
+    name = "broken_table_of_group_0"
+
+    def _pages(self, metadata, layer):
+        width = metadata.block_tables[layer.group].shape[1]
+        columns = torch.arange(width).clamp(max=metadata.block_tables[0].shape[1] - 1)
+        return metadata.block_tables[0][:, columns].long()
+
+
+class GroupByNumber(BakedSplits):
+    """Broken: every layer has the next KV group. It forgets layers that read another's cache."""
+
+    name = "broken_group_by_number"
+
+    def _pages(self, metadata, layer):
+        own, tables = metadata.block_tables[layer.group], metadata.block_tables
+        columns = torch.arange(own.shape[1])
+        table = tables[min(layer.index, len(tables) - 1)]
+        return table[:, columns.clamp(max=table.shape[1] - 1)].long()
+
+
+class PageSizeOfGroup0(BakedSplits):
+    """Broken: every table is read as if its pages had as many tokens as those of KV group 0."""
+
+    name = "broken_page_size_of_group_0"
+
+    def _page_size(self, layer):
+        return min(self.context.kv_groups[0].page_size, layer.k_cache.shape[1])
+
+
+class ScheduleOfGroup0(DeviceSchedule):
+    """Broken: the splits of every layer are those of KV group 0, in its pages."""
+
+    name = "broken_schedule_of_group_0"
+
+    def _split_of(self, metadata, where, layer):
+        bounds = self._bounds[0, : metadata.seq_lens.shape[0]]
+        return (where // self._page_size(layer) >= bounds[:, :, None]).sum(1) - 1
+
+
+class PlanOfGroup0(HostPlan):
+    """Broken: the plan has as many pages for every KV group as for group 0."""
+
+    name = "broken_plan_of_group_0"
+
+    def _plan(self, lens):
+        super()._plan(lens)
+        self._indptr[:] = self._indptr[:1].clone()
+
+
+class WindowPagesFromColumn0(BakedSplits):
+    """Broken: the table of a windowed KV group is read from its first column, as a ring of pages would be."""
+
+    name = "broken_window_pages_from_column_0"
+
+    def _pages(self, metadata, layer):
+        table, kv = metadata.block_tables[layer.group].long(), self.context.kv_groups[layer.group]
+        if kv.sliding_window is None:
+            return table
+        width = table.shape[1]
+        return table[:, torch.arange(width) % min(width, -(-kv.sliding_window // kv.page_size) + 1)]
+
+
+class WholePages(BakedSplits):
+    """Broken: values of the pages that a row no longer sees are multiplied by zero, and NaN stays."""
+
+    name = "broken_whole_pages"
+
+    def run(self, layer, q, metadata, out, *, sinks=None, lse=None):
+        super().run(layer, q, metadata, out, sinks=sinks, lse=lse)
+        first = self._values(layer)[self._pages(metadata, layer)[:, 0], 0].sum((1, 2)) * 0.0
+        rows = torch.searchsorted(metadata.query_start_loc[1:], torch.arange(len(out)), right=True)
+        live = metadata.slot_mappings[0] >= 0
+        out.add_(torch.where(live, first[rows.clamp(max=len(first) - 1)], 0.0)[:, None, None])
+
+
+class ChunksAsWindows(BakedSplits):
+    """Broken: a token sees as many tokens as a chunk has, wherever the chunk begins."""
+
+    name = "broken_chunks_as_windows"
+
+    def _reach(self, spec, at, where):
+        if spec.attention_chunk_size is None:
+            return super()._reach(spec, at, where)
+        return where > at - spec.attention_chunk_size
+
+
+class ChunksAndOneMore(BakedSplits):
+    """Broken: a token sees the last token of the chunk before."""
+
+    name = "broken_chunks_and_one_more"
+    first_only = False
+
+    def _reach(self, spec, at, where):
+        seen = super()._reach(spec, at, where)
+        if spec.attention_chunk_size is None:
+            return seen
+        inside = at % spec.attention_chunk_size
+        return seen | ((where == at - inside - 1) & ((inside == 0) | (not self.first_only)))
+
+
+class ChunksThatBeginLate(ChunksAndOneMore):
+    """Broken: the first token of a chunk sees the last token of the chunk before; the others do not."""
+
+    name = "broken_chunks_that_begin_late"
+    first_only = True
+
+
+class CutValues(BakedSplits):
+    """Broken: value heads are cut to the size of the key heads; what is left of the output is zeros."""
+
+    name = "broken_cut_values"
+
+    def _values(self, layer):
+        values, size = layer.v_cache, layer.spec.head_dim
+        dims = torch.arange(values.shape[3])
+        return torch.where(dims < size, values, 0.0)
+
+
+class PaddedValues(BakedSplits):
+    """Broken: value heads are read as far apart as if they had the size of the key heads."""
+
+    name = "broken_padded_values"
+
+    def _values(self, layer):
+        values, size = layer.v_cache, layer.spec.head_dim
+        heads = torch.arange(values.shape[2])[:, None] * size + torch.arange(values.shape[3])
+        return values.flatten(2)[:, :, heads.clamp(max=values.shape[2] * values.shape[3] - 1)]
+
+
 FAMILIES = (BakedSplits, DeviceSchedule, HostPlan)
 BROKEN = (SplitsOfTheLastPlan, ScheduledAtCapture, PlannedAtCapture, PlannedElsewhere, PagesOfTheCapture)
+BROKEN_BY_FEATURE = {
+    TableOfGroup0: ("kv_groups", "mixed-kv_groups"),
+    GroupByNumber: ("kv_groups",),
+    PageSizeOfGroup0: ("kv_groups",),
+    ScheduleOfGroup0: ("mixed-kv_groups",),
+    PlanOfGroup0: ("mixed-kv_groups",),
+    WindowPagesFromColumn0: ("window-pages",),
+    WholePages: ("window-pages", "mixed-kv_groups-window"),
+    ChunksAsWindows: ("attention_chunk_size", "mixed-attention_chunk_size"),
+    ChunksAndOneMore: ("attention_chunk_size", "mixed-attention_chunk_size"),
+    ChunksThatBeginLate: ("attention_chunk_size", "mixed-attention_chunk_size"),
+    CutValues: ("mixed-v_head_dim",),
+    PaddedValues: ("v_head_dim",),
+}
+"""What is wrong in these features alone, and right in the plain ones."""

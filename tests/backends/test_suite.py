@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import math
+import re
 import subprocess
 import sys
 import unittest
@@ -12,6 +13,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -23,7 +25,8 @@ from graphrt.kernels.errors import ConfigError
 from graphrt.kernels.types import KVLayout
 from graphrt.testing import backend_contract
 from graphrt.testing.backend_contract import check_backend, contract_cases
-from graphrt.testing.backend_features import FEATURES, declared_features
+from graphrt.testing.backend_features import FEATURES, FLAGS, declared_features
+from graphrt.testing.backend_rig import make_rig
 from tests.backends import mocks
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -36,6 +39,62 @@ def test_stale_metadata_is_noticed(broken: type[AttentionBackend]) -> None:
     assert not report.ok
     assert report.failed
     assert f"FAILED   {broken.name}-cpu-plain: " in str(report)
+
+
+BY_FEATURE = [(broken, feature) for broken, found in mocks.BROKEN_BY_FEATURE.items() for feature in found]
+
+
+@pytest.mark.parametrize(
+    ("broken", "feature"), BY_FEATURE, ids=[f"{cls.name}-{feature}" for cls, feature in BY_FEATURE]
+)
+def test_what_one_feature_alone_asks_is_noticed(broken: type[AttentionBackend], feature: str) -> None:
+    report = check_backend(broken, features=[feature], brief=True)
+    assert not report.passed, f"{report}"
+    ((_, reason),) = report.failed
+    assert re.search("expected an error of at most|expected NaN and infinities in the same places", reason), reason
+
+
+@pytest.mark.parametrize("broken", mocks.BROKEN_BY_FEATURE, ids=lambda cls: cls.name)
+def test_other_features_do_not_notice(broken: type[AttentionBackend]) -> None:
+    """Else a mock would prove nothing of its feature."""
+    report = check_backend(broken, features=["window", "query_len", "mixed"], brief=True)
+    assert report.ok, f"{report}"
+
+
+def test_pages_of_the_rig() -> None:
+    """A group with a window of 5 has null pages before it. Nothing but what rows own is finite."""
+    rig = make_rig(Liar, FEATURES["mixed-kv_groups-window"], CPU)
+    rig.write([rig.sequence(16, 1), rig.sequence(13, 4)])
+    (full, windowed), groups = rig.metadata.block_tables, rig.context.kv_groups
+    assert [kv.page_size for kv in groups] == [4, 2]
+    # Of rows of 16 and 13 tokens: the first new token sees positions 11 to 15, and 5 to 9.
+    assert (full[:2] > 0).int().tolist() == [[1, 1, 1, 1], [1, 1, 1, 1]]
+    assert (windowed[:2] > 0).int().tolist() == [[0, 0, 0, 0, 0, 1, 1, 1], [0, 0, 1, 1, 1, 1, 1, 0]]
+    assert rig.batch.first_pages.tolist() == [0, 0, 5, 2]
+    assert np.diff(rig.batch.page_indptr).tolist() == [4, 4, 3, 5]
+    for layer, table in zip(rig.layers, (full, windowed), strict=True):
+        finite = layer.v_cache.isfinite().flatten(1).any(1)
+        assert sorted(finite.nonzero().flatten().tolist()) == sorted(table[table > 0].tolist())
+        assert len(layer.k_cache) > int(max(full.max(), windowed.max())), "another group's pages are within bounds"
+    slots = [
+        [table[0, 15 // kv.page_size] * kv.page_size + 15 % kv.page_size]
+        for table, kv in zip((full, windowed), groups, strict=True)
+    ]
+    assert [mapping[:1].tolist() for mapping in rig.metadata.slot_mappings] == slots
+    rig.close()
+
+
+def test_a_layer_of_the_rig_reads_the_cache_of_another() -> None:
+    rig = make_rig(Liar, FEATURES["kv_groups"], CPU)
+    row = rig.sequence(3, 1)
+    first, other, reader = rig.layers
+    assert [layer.group for layer in rig.layers] == [0, 1, 0]
+    assert reader.k_cache is first.k_cache
+    assert reader.k_cache is not other.k_cache
+    assert not reader.writes
+    assert row.k[2] is row.k[0]
+    assert not torch.equal(row.q[2], row.q[0])
+    rig.close()
 
 
 def test_buffers_of_the_first_attempt_are_noticed() -> None:
@@ -79,7 +138,7 @@ class Liar(TorchReferenceBackend):
 
     def run(self, layer, q, metadata, out, *, sinks=None, lse=None):
         starts, options = metadata.query_start_loc, layer.options(sinks)
-        table = metadata.block_tables[0]
+        table = metadata.block_tables[layer.group]
         call = Call(q, layer.k_cache, layer.v_cache, table, metadata.seq_lens, starts, out, options, lse)
         self.lie(call)
         attention_reference(
@@ -272,23 +331,20 @@ def test_what_is_declared_and_not_done_is_noticed(case: str) -> None:
 
 
 def test_every_capability_has_a_case() -> None:
-    """What a class may declare is asked for by a feature; without the capability the feature is not."""
+    """What a class may declare is asked for by a feature; without the capability the feature is not.
+
+    Flags say by themselves which features ask for them: a new one needs no line here, but a feature.
+    """
     asked_by = {
-        "dtypes": "dtype-float16",
-        "kv_dtypes": "fp8",
-        "head_dims": "head_dim-80",
-        "page_sizes": "page_size-6",
-        "layouts": "hnd",
-        "max_query_len": "query_len",
-        "sliding_window": "window",
-        "logits_softcap": "softcap",
-        "mixed": "mixed",
-        "alibi": "alibi",
-        "alibi_sqrt": "alibi-sqrt",
-        "sinks": "sinks",
-        "lse": "lse",
-        "batch_invariant": "batch_invariant",
+        "dtypes": {"dtype-float16"},
+        "kv_dtypes": {"fp8"},
+        "head_dims": {"head_dim-80"},
+        "page_sizes": {"page_size-6"},
+        "layouts": {"hnd"},
+        "max_query_len": {"query_len"},
     }
+    asked_by |= {flag: {f.id for f in FEATURES.values() if flag in f.needs and not f.longest} for flag in FLAGS}
+    asked_by["lse"] = {"lse"}  # other features are asked for without it
     lacking = {
         "dtypes": (torch.float32,),
         "kv_dtypes": (torch.float32,),
@@ -297,13 +353,13 @@ def test_every_capability_has_a_case() -> None:
         "layouts": (KVLayout.NHD,),
         "max_query_len": 1,
     }
-    whole_runtimes = {"kv_groups", "v_head_dim", "attention_chunk_size"}  # tests/runtime/test_groups*.py ask for them
-    assert {"devices", *whole_runtimes, *asked_by} == {field.name for field in fields(Capabilities)}
+    assert {"devices", *asked_by} == {field.name for field in fields(Capabilities)}
     have = TorchReferenceBackend.capabilities
-    for name, feature in asked_by.items():
+    for name, features in asked_by.items():
+        assert features, f"{name}: expected a feature of backend_features.FEATURES that asks for it, got none"
         less = type("Less", (Liar,), {"capabilities": replace(have, **{name: lacking.get(name, False)})})
-        assert feature in {f.id for f in declared_features(Liar, CPU)}
-        assert feature not in {f.id for f in declared_features(less, CPU)}, name
+        assert features <= {f.id for f in declared_features(Liar, CPU)}
+        assert features.isdisjoint({f.id for f in declared_features(less, CPU)}), name
 
 
 def test_what_is_asked_follows_what_is_declared() -> None:
