@@ -171,6 +171,22 @@ class KVCache:
         layers = [layer for layer, owner in enumerate(self.group_of) if owner == group]
         return tuple(self.k[layer] for layer in layers), tuple(self.v[layer] for layer in layers)
 
+    def check_null_pages(self) -> None:
+        """Raise ConfigError unless the null pages of groups with a window or chunks hold finite numbers.
+
+        In these groups the null page stands before what a row sees, and kernels may read it: zero times NaN is NaN.
+        """
+        for number, group in enumerate(self.groups):
+            if group.sliding_window is None and group.attention_chunk_size is None:
+                continue
+            for tensor in (t for tensors in self.of_group(number) for t in tensors):
+                page = tensor[int(group.null_page)].float()
+                if not bool(page.isfinite().all()):
+                    raise ConfigError(
+                        f"kv_cache: expected finite numbers in page {group.null_page}, the null page of KV group "
+                        f"{number}, got {page[~page.isfinite()][0].item()}; fill it with zeros"
+                    )
+
     def copy_pages(self, src_pages: Pages, dst_pages: Pages, *, group: int = 0) -> None:
         """Copy whole pages of a group, all its layers: page src_pages[i] to dst_pages[i] (copy on write).
 

@@ -192,12 +192,14 @@ class ReplayManager:
         Nothing is captured with `use_graphs=False` or a backend without graph support; `replay` then says why.
 
         Raises: CaptureError when the step cannot be captured (a host read, a moved buffer, a wrong shape) or the
-        manager is not new. After a failed capture the manager is still new.
+        manager is not new; ConfigError where a null page that attention may read holds NaN or infinity. After a failed
+        capture the manager is still new.
         """
         if progress is not None:
             check_callable("progress", progress, advice="pass a function of a GraphReport, or None")
         with self._exclusive:
             self._require(State.NEW, "capture")
+            self.kv_cache.check_null_pages()
             start = time.perf_counter()
             self._guard = PointerGuard((*self._weights, *self.kv_cache.named_tensors()))
             with OnStream(self._stream, "graphrt.capture"), torch.inference_mode():

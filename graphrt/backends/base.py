@@ -367,7 +367,8 @@ class AttentionBackend(ABC):
 
         Keys and values beyond a row's `seq_len`, in the null page and in pages of others may be NaN. None of them may
         reach an output, so mask values as well as scores: zero times NaN is NaN. Pages that lie wholly before what the
-        row sees (its window, its chunk) are null pages in the table.
+        row sees (its window, its chunk) are null pages in the table. Where a KV group drops such pages, its null page
+        holds finite numbers: a tile that begins before the window may read it, and need not mask values there.
 
         As the prompt part of a mixed step (`context.prefill`): `metadata.query_start_loc` begins behind the tokens of
         the decode part, whose rows have no tokens here. These tokens of `out` and `lse` are left as they are.

@@ -175,7 +175,7 @@ def steps_of(rig: Rig) -> dict[str, Rows]:
         chunk = rig.descriptor.padded_tokens - 5
         steps = {
             "prompt": ((min(chunk, longest), min(chunk, longest)), (longest, 1), (page, 1), (3, 2)),
-            "chunks": ((longest, 4), (min(page + 1, longest), 3)),
+            "chunks": ((longest, 4), (page, 1), (min(page + 1, longest), 3)),
             "one": ((page, min(page, 5)),),
         }
         return {name: tuple((n, min(q, n)) for n, q in rows) for name, rows in steps.items()}

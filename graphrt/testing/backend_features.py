@@ -38,6 +38,7 @@ class Feature:
     layout           None: NHD
     query_len        new tokens per row
     mixed            a mixed batch instead of a decode batch
+    prefill          the backend is the prompt part of a mixed step: rows with one new token are another's
     page_size        0: 16 on CUDA, 4 on CPU
     page_sizes       of each KV group as a part of that; the backend's nearest sizes are taken
     drops_pages      KV groups keep what their layers see: before it a row has null pages, as with the runtime's tables
@@ -58,6 +59,7 @@ class Feature:
     layout: KVLayout | None = None
     query_len: int = 1
     mixed: bool = False
+    prefill: bool = False
     page_size: int = 0
     page_sizes: tuple[float, ...] = (1,)
     drops_pages: bool = False
@@ -83,7 +85,8 @@ class Feature:
         """Flags of Capabilities that a backend must declare: those that are options of a layer, and those that are
         true of the feature."""
         options = {name for layer in self.layers for name in layer}
-        return frozenset(name for name in FLAGS if name in options or getattr(self, name, False))
+        needed = {name for name in FLAGS if name in options or getattr(self, name, False)}
+        return frozenset(needed - {"mixed"} if self.prefill else needed)  # whole mixed steps are another thing
 
 
 WINDOW = {"sliding_window": 5}
@@ -127,6 +130,8 @@ FEATURES = {
         Feature(
             "mixed-kv_groups-window", ({}, {"group": 1} | WINDOW), page_sizes=(1, 0.5), drops_pages=True, mixed=True
         ),
+        Feature("prefill", mixed=True, prefill=True, lse=True),
+        Feature("prefill-window", layers=(WINDOW, {}), same=(WINDOW, WINDOW), mixed=True, prefill=True),
         Feature("batch_invariant", batch_invariant=True),
         Feature("batch_invariant-query_len", query_len=3, batch_invariant=True),
         Feature("batch_invariant-mixed", mixed=True, batch_invariant=True),
@@ -226,7 +231,8 @@ def contexts_of(cls: type[AttentionBackend], feature: Feature, device: torch.dev
                 max_seq_len=max_seq_len,
                 max_query_len=feature.query_len,
                 batch_invariant=feature.batch_invariant,
-                mixed_batches=have.mixed,
+                mixed_batches=have.mixed or feature.prefill,
+                prefill=feature.prefill,
             )
         )
     return contexts

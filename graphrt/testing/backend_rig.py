@@ -24,6 +24,9 @@ from graphrt.testing.backend_features import ROWS, SEED, Feature, contexts_of
 from graphrt.testing.numerics import keys_seen
 
 NAN = float("nan")
+FINITE = 100.0
+"""In the null page of runtimes that drop pages: it may be read, and must not show."""
+
 UNWRITTEN = 777.0
 Rows = tuple[tuple[int, int], ...]
 """(seq_len, query_len) of each row of a step."""
@@ -62,6 +65,7 @@ class Rig:
     graph: CapturedGraph | None = None
     recorder: Recorder | None = None
     written: list[DenseSequence] = field(default_factory=list)
+    decodes: int = 0  # rows of another part, a token each, which stand first
     batch: Batch | None = None
     before: list[tuple[str, torch.Tensor]] = field(default_factory=list)
 
@@ -86,20 +90,27 @@ class Rig:
         return row
 
     def write(self, sequences: Sequence[DenseSequence]) -> None:
-        """Make `sequences` the rows of the step: pages in random places, NaN wherever nothing is to be read."""
+        """Make `sequences` the rows of the step: pages in random places, NaN wherever nothing is to be read.
+
+        For a prompt part, rows with one new token stand first, and are another part's.
+        """
+        if self.context.prefill:
+            sequences = sorted(sequences, key=lambda sequence: sequence.query_len > 1)
+            self.decodes = sum(sequence.query_len == 1 for sequence in sequences)
         meta, rows = self.metadata, range(len(sequences))
         seq_lens = torch.full(meta.seq_lens.shape, self.backend.seq_len_fill, dtype=torch.int32, device="cpu")
         positions = torch.zeros(meta.positions.shape, dtype=torch.int64, device="cpu")
         starts = [0]
         for row, sequence in enumerate(sequences):
-            seq_lens[row] = sequence.seq_len
+            if row >= self.decodes:
+                seq_lens[row] = sequence.seq_len
             at = torch.arange(sequence.seq_len - sequence.query_len, sequence.seq_len, device="cpu")
             starts.append(starts[-1] + sequence.query_len)
             positions[starts[row] : starts[-1]] = at
         ends = starts[-1:] * (len(meta.query_start_loc) - len(starts))
         meta.seq_lens.copy_(seq_lens)
         meta.positions.copy_(positions)
-        meta.query_start_loc.copy_(torch.tensor([*starts, *ends], device="cpu"))
+        meta.query_start_loc.copy_(torch.tensor([*starts, *ends], device="cpu").clamp(min=self.decodes))
         lists: list[list[int]] = []
         first_pages: list[int] = []
         for group in range(len(self.context.kv_groups)):
@@ -149,6 +160,8 @@ class Rig:
         for layer in layers:
             for cache, dense in ((layer.k_cache, "k"), (layer.v_cache, "v")):
                 cache.copy_(torch.full(cache.shape, NAN, device="cpu").to(cache.dtype))
+                if self.feature.drops_pages:  # the null page stands where a row's first tile may begin
+                    cache[null_page] = torch.full(cache.shape[1:], FINITE, device="cpu").to(cache.dtype)
                 for sequence, first, pages in zip(sequences, first_pages, owned, strict=True):
                     values = getattr(sequence, dense)[layer.index]
                     for number, page in enumerate(pages, first):
@@ -199,14 +212,18 @@ class Rig:
 
     def check(self, name: str, results: list[torch.Tensor]) -> None:
         """Every layer against float64, made of the host's copy of keys and values; and inputs that were left alone."""
-        count = len(self.layers)
+        count, first = len(self.layers), self.decodes
+        if any(bool((result[:first] != UNWRITTEN).any()) for result in results):
+            raise AssertionError(
+                f"{self.backend.name}, {name}: expected the decode part's {first} tokens as they were, got others"
+            )
         for index, layer in enumerate(self.layers):
             quantised = self.backend.quantises_queries and layer.k_cache.dtype == E4M3
             check_rows(
                 f"{self.backend.name}, {name}, layer {index}",
-                results[index],
-                results[count + index] if self.lse else None,
-                [_dense(sequence, layer) for sequence in self.written],
+                results[index][first:],
+                results[count + index][first:] if self.lse else None,
+                [_dense(sequence, layer) for sequence in self.written[first:]],
                 layer.options(self.sinks[index]),
                 quantised_queries=quantised,
             )
@@ -285,6 +302,10 @@ def make_rig(backend_class: type[AttentionBackend], feature: Feature, device: to
     Raises: unittest.SkipTest, with every reason, where the class's own `why_not` refuses the feature.
     """
     contexts = contexts_of(backend_class, feature, device, rows)
+    if feature.prefill:
+        of_prompts = backend_class.prefill_class()
+        assert of_prompts is not None, "it declares the prompt part"
+        backend_class = of_prompts
     refusals = [backend_class.why_not(context) for context in contexts]
     context = next((c for c, reasons in zip(contexts, refusals, strict=True) if not reasons), None)
     if context is None:

@@ -14,8 +14,8 @@ from graphrt.kernels.compile_spec import CompileSpec
 from graphrt.kernels.op_declaration import DeclaredOp, Written
 
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32)
-_MAX_BLOCK = 1024
-_NUM_WARPS = 4
+_MAX_BLOCK = 4096
+_NUM_WARPS = 8
 
 
 @triton.jit
@@ -32,6 +32,7 @@ def _copy_live_kernel(
     stride_inner,
     stride_out_token,
     stride_out_outer,
+    FLAT: tl.constexpr,  # a token's values lie one after another on both sides
     BLOCK: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
@@ -44,11 +45,14 @@ def _copy_live_kernel(
     # Dead tokens are not read: a kernel may have left them unwritten.
     live = tl.load(live_ptr + token).to(tl.int32)
     read = at < live * width
-    source = result_ptr + token * stride_token + (at // inner) * stride_outer + (at % inner) * stride_inner
-    value = tl.load(source, mask=read, other=0.0)
+    from_at = at
+    to_at = at
+    if not FLAT:
+        from_at = (at // inner) * stride_outer + (at % inner) * stride_inner
+        to_at = (at // inner) * stride_out_outer + at % inner
+    value = tl.load(result_ptr + token * stride_token + from_at, mask=read, other=0.0)
     filled = (tl.zeros([BLOCK], tl.float32) + fill).to(value.dtype)
-    target = out_ptr + token * stride_out_token + (at // inner) * stride_out_outer + at % inner
-    tl.store(target, tl.where(read, value, filled), mask=mask)
+    tl.store(out_ptr + token * stride_out_token + to_at, tl.where(read, value, filled), mask=mask)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,9 +67,10 @@ class _Call:
 def _launch(call: _Call) -> None:
     tokens, outer, inner = call.out.shape
     block = min(triton.next_power_of_2(outer * inner), _MAX_BLOCK)
+    flat = call.result.stride()[1:] == (inner, 1) and call.out.stride(1) == inner
     _copy_live_kernel[(tokens, triton.cdiv(outer * inner, block))](
         call.result, call.live, call.first, call.out, call.fill, outer * inner, inner, *call.result.stride(),
-        *call.out.stride()[:2], BLOCK=block, num_warps=_NUM_WARPS,
+        *call.out.stride()[:2], FLAT=flat, BLOCK=block, num_warps=_NUM_WARPS,
     )  # fmt: skip
 
 
@@ -111,11 +116,17 @@ def compile_variants() -> list[CompileSpec]:
     cases = (("bf16", torch.bfloat16, True), ("fp16", torch.float16, False), ("lse", torch.float32, True))
     for name, dtype, part in cases:
         kind = f"*{TRITON_DTYPES[dtype]}"
-        constexprs: dict[str, object] = {"BLOCK": _MAX_BLOCK} | ({} if part else {"first_ptr": None})
+        constexprs: dict[str, object] = {"BLOCK": _MAX_BLOCK, "FLAT": name != "lse"}
+        constexprs |= {} if part else {"first_ptr": None}
         types = {"result_ptr": kind, "out_ptr": kind, "live_ptr": "*i1", "first_ptr": "*i32", "fill": "fp32"}
         signature = {
             argument: "constexpr" if argument in constexprs else types.get(argument, "i32")
             for argument in _copy_live_kernel.arg_names
         }
-        specs.append(CompileSpec(f"copy_live_{name}", _copy_live_kernel, signature, constexprs, _NUM_WARPS, 3))
+        divisible = ("result_ptr", "out_ptr", "width", "stride_token", "stride_out_token")
+        specs.append(
+            CompileSpec(
+                f"copy_live_{name}", _copy_live_kernel, signature, constexprs, _NUM_WARPS, 3, divisible=divisible
+            )
+        )
     return specs

@@ -35,6 +35,7 @@ class MockBackend(AttentionBackend):
         kv_groups=True,
         v_head_dim=True,
         attention_chunk_size=True,
+        prefill=True,
     )
     graph_support = GraphSupport.ALWAYS
 
@@ -67,9 +68,14 @@ class MockBackend(AttentionBackend):
             parts.append(torch.einsum("thn,tnhd->thd", weights, torch.where(mask.transpose(1, 2)[..., None], v, 0.0)))
         total = torch.logsumexp(torch.stack(sums), 0)
         merged = sum(p * (s - total.clamp(min=-1e30)).exp()[..., None] for p, s in zip(parts, sums, strict=True))
-        out.copy_(torch.where((total > -math.inf)[..., None], merged, 0.0))
+        mine = (tokens >= self._first(metadata))[:, None]  # others are the decode part's
+        merged = torch.where((total > -math.inf)[..., None], merged, 0.0)
+        out.copy_(torch.where(mine[..., None], merged, out))
         if lse is not None:
-            lse.copy_(total)
+            lse.copy_(torch.where(mine, total, lse))
+
+    def _first(self, metadata):
+        return metadata.query_start_loc[0]
 
     def _split_of(self, metadata, where, layer):
         """[rows, keys]: the split that attends to each key; none for a number outside the range."""
@@ -333,17 +339,13 @@ class WindowPagesFromColumn0(BakedSplits):
         return table[:, torch.arange(width) % min(width, -(-kv.sliding_window // kv.page_size) + 1)]
 
 
-class WholePages(BakedSplits):
-    """Broken: values of the pages that a row no longer sees are multiplied by zero, and NaN stays."""
+class DecodeTokensToo(BakedSplits):
+    """Broken: as the prompt part of a mixed step it writes over the decode part's tokens."""
 
-    name = "broken_whole_pages"
+    name = "broken_decode_tokens_too"
 
-    def run(self, layer, q, metadata, out, *, sinks=None, lse=None):
-        super().run(layer, q, metadata, out, sinks=sinks, lse=lse)
-        first = self._values(layer)[self._pages(metadata, layer)[:, 0], 0].sum((1, 2)) * 0.0
-        rows = torch.searchsorted(metadata.query_start_loc[1:], torch.arange(len(out)), right=True)
-        live = metadata.slot_mappings[0] >= 0
-        out.add_(torch.where(live, first[rows.clamp(max=len(first) - 1)], 0.0)[:, None, None])
+    def _first(self, metadata):
+        return torch.zeros_like(super()._first(metadata))
 
 
 class ChunksAsWindows(BakedSplits):
@@ -409,7 +411,7 @@ BROKEN_BY_FEATURE = {
     ScheduleOfGroup0: ("mixed-kv_groups",),
     PlanOfGroup0: ("mixed-kv_groups",),
     WindowPagesFromColumn0: ("window-pages",),
-    WholePages: ("window-pages", "mixed-kv_groups-window"),
+    DecodeTokensToo: ("prefill", "prefill-window"),
     ChunksAsWindows: ("attention_chunk_size", "mixed-attention_chunk_size"),
     ChunksAndOneMore: ("attention_chunk_size", "mixed-attention_chunk_size"),
     ChunksThatBeginLate: ("attention_chunk_size", "mixed-attention_chunk_size"),

@@ -20,21 +20,8 @@ from graphrt.kernels.metadata.page_list import list_pages
 from graphrt.kernels.metadata.refresh import _as_declared, refresh
 from graphrt.kernels.types import FaultCode
 from graphrt.testing.interpreter import shuffled_programs
-from tests.kernels.test_refresh import (
-    ALSO,
-    CHUNK,
-    GOOD,
-    MIXED,
-    OUTPUTS,
-    SCRATCH,
-    SPEC,
-    THIRD,
-    Rig,
-    Row,
-    Sizes,
-    expect,
-    pack,
-)
+from tests.kernels.refresh_rig import MIXED, OUTPUTS, SCRATCH, Rig, Row, Sizes, expect, pack
+from tests.kernels.test_refresh import ALSO, CHUNK, GOOD, SPEC, THIRD
 
 CPU = torch.device("cpu")
 F = FaultCode
@@ -68,7 +55,7 @@ def check_served(rig: Rig, words: list[int], rows: Sequence[Row], faults: dict, 
     expected = expect(rows, rig.sizes, faults, 7)
     if starts:
         padded = [*starts, *[starts[-1]] * (rig.sizes.reqs + 1 - len(starts))]
-        expected["query_start_loc"] = padded[: rig.sizes.reqs + 1]
+        expected["query_start_loc"] = expected["prompt_start_loc"] = padded[: rig.sizes.reqs + 1]
     rig.check(expected)
 
 

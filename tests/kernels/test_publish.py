@@ -50,6 +50,7 @@ def make_buffers(device: torch.device, rows: int, row_ids: int, ring: int = 3) -
     for name in ("step_ring", "token_ring", "fault_code_ring", "fault_value_ring"):
         getattr(buffers, name).fill_(UNTOUCHED)
     buffers.last_token.copy_(torch.arange(100, 100 + row_ids))
+    buffers.places.copy_(torch.arange(rows))
     return buffers
 
 
@@ -100,6 +101,33 @@ def test_kernel(kernel_device: torch.device, dtype: torch.dtype) -> None:
 @dtypes
 def test_reference(dtype: torch.dtype) -> None:
     check_steps(CPU, dtype)
+
+
+def check_places(device: torch.device) -> None:
+    """What stands at another place than in the batch goes to the host in the batch's order, and to its own row id."""
+    buffers = make_buffers(device, 3, 8)
+    buffers.places.copy_(torch.tensor([2, 0, 1]))
+    buffers.row_ids.copy_(torch.tensor([5, 6, -1]))
+    buffers.void_ids.copy_(torch.tensor([-1, -1, 7]))
+    buffers.row_status.copy_(torch.tensor([int(S.SAMPLES), int(S.LIVE), int(S.INVALID)]))
+    buffers.fault_code.copy_(torch.tensor([0, 0, int(F.BAD_LENGTH)]))
+    buffers.fault_value.copy_(torch.tensor([1, 2, 33]))
+    buffers.step_counter.zero_()
+    publish(buffers, torch.tensor([70, 71, 72], device=device), vocab_size=100)
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    assert buffers.token_ring[0].tolist() == [NO_TOKEN, 70, NO_TOKEN]
+    assert buffers.fault_code_ring[0].tolist() == [int(F.BAD_LENGTH), 0, 0]
+    assert buffers.fault_value_ring[0].tolist() == [33, UNTOUCHED, UNTOUCHED]
+    assert buffers.last_token.tolist() == [100, 101, 102, 103, 104, 70, NO_TOKEN, NO_TOKEN]
+
+
+def test_places_kernel(kernel_device: torch.device) -> None:
+    check_places(kernel_device)
+
+
+def test_places_reference() -> None:
+    check_places(CPU)
 
 
 def check_wide_samples(device: torch.device) -> None:
