@@ -168,11 +168,9 @@ class TextGenerator:
         pages = np.array([allocator.num_pages - 1 for allocator in runtime.allocators])
         if (np.sort(needs, 0)[-rows:].sum(0) <= pages).all():
             return None
-        most = sum(
-            max(request.length_limit for request in requests) // group.page_size * group.bytes_per_page
-            for group in groups
-        )
-        nbytes = min(self._swap_bytes, max(1, most) * min(rows, len(requests)))
+        longest = max(request.length_limit for request in requests)
+        most = sum(group.pages_for(longest) * group.bytes_per_page for group in groups)
+        nbytes = min(self._swap_bytes, most * min(rows, len(requests)))
         return SwapSpace(runtime.kv_cache, runtime.allocators, nbytes, stream=runtime.stream)
 
     def _run(self, requests: list[Request]) -> Generator[Event, None, None]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from graphrt.groups import cache_layer_groups
@@ -307,6 +309,10 @@ class PageAllocator:
     def owners(self, page: int) -> int:
         """How many owners a page has; 0 when it is free."""
         return self._owners.get(check_int("page", page, 0, self.num_pages - 1, advice="pass a page of the cache"), 0)
+
+    def owners_of(self, pages: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """How many owners each of some pages has, which are in range: `owners` without checks."""
+        return np.fromiter((self._owners.get(page, 0) for page in pages.tolist()), np.int64, len(pages))
 
     def allocate(self, count: int) -> list[int]:
         """`count` pages with one owner each. Raises CapacityError, with nothing changed, when fewer are free."""

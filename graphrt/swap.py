@@ -106,6 +106,8 @@ class SwapSpace:
         self._groups, self._allocators = kv_cache.groups, tuple(allocators)
         self._packers = [kv_cache.packer(group) for group in range(len(kv_cache.groups))]
         self._link = _Link(kv_cache.device, stream, max(_STAGED_BYTES, *(p.page_bytes for p in self._packers)))
+        for packer in self._packers:
+            packer.warm_up()
         self._memory = _HostMemory(nbytes)
         try:
             pinned = kv_cache.device.type == "cuda"
@@ -140,7 +142,7 @@ class SwapSpace:
         Raises: ConfigError for pages that nobody owns, or that are no list per group, CapacityError where the host
         memory is full, CaptureError after `close()`; nothing has changed then.
         """
-        ids = self._checked(pages, least_owners=1)
+        ids = self._checked(pages)
         counts = tuple(map(len, ids))
         extents = self._memory.take(needed := self.bytes_of(counts))
         if extents is None:
@@ -172,7 +174,7 @@ class SwapSpace:
         Raises: ConfigError for pages of another number or of no or several owners, for pages that were swapped in or
         dropped already, or went to another space; CaptureError after `close()`. Nothing has changed then.
         """
-        ids = self._checked(pages, least_owners=1, most_owners=1)
+        ids = self._checked(pages, owners=1)
         self._own(swapped, "swap_in")
         if tuple(map(len, ids)) != swapped.counts:
             raise ConfigError(
@@ -250,8 +252,8 @@ class SwapSpace:
             got = "that came back or were dropped" if swapped._space is None else "of another space"
             raise ConfigError(f"{call}: expected pages in this space, got pages {got}; each comes back once")
 
-    def _checked(self, pages: Sequence[Pages], *, least_owners: int, most_owners: int | None = None) -> list[PageIds]:
-        """The pages of each group, all different in their pool and owned as asked."""
+    def _checked(self, pages: Sequence[Pages], owners: int | None = None) -> list[PageIds]:
+        """The pages of each group, all different in their pool, with so many owners; None: any, but for none."""
         self._open("pages")
         check_sequence("pages", pages, len(self._groups), of="lists of pages, one per KV group", error=ConfigError)
         ids, of_pool = [], dict[int, list[PageIds]]()
@@ -259,11 +261,12 @@ class SwapSpace:
             allocator, name = self._allocators[spec.pool], f"pages[{group}]"
             advice = "pass pages that allocate() gave"
             found = check_ints(name, listed, 0, allocator.num_pages - 1, advice=advice, error=ConfigError)
-            for page in found.tolist():
-                owners = allocator.owners(page)
-                if owners < least_owners or (most_owners is not None and owners > most_owners):
-                    want = f"{least_owners} owner" if most_owners else "an owner"
-                    raise ConfigError(f"{name}: expected pages with {want}, got page {page} with {owners}; {advice}")
+            have = allocator.owners_of(found)
+            wrong = have < 1 if owners is None else have != owners
+            if wrong.any():
+                want, at = "an owner" if owners is None else f"{owners} owner", int(wrong.argmax())
+                got = f"page {found[at]} with {have[at]}"
+                raise ConfigError(f"{name}: expected pages with {want}, got {got}; {advice}")
             of_pool.setdefault(spec.pool, []).append(found)
             ids.append(found)
         for lists in of_pool.values():

@@ -33,7 +33,7 @@ _WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 _TRITON_WORDS = {8: tl.int64, 4: tl.int32, 2: tl.int16, 1: tl.uint8}
 
 
-@triton.jit(do_not_specialize=["num_pages", "num_tensors", "num_blocks", "packed_words"])
+@triton.jit(do_not_specialize=["pages_ptr", "num_pages", "num_tensors", "num_blocks", "packed_words"])
 def _move_pages_kernel(
     table_ptr,
     pages_ptr,
@@ -152,6 +152,13 @@ class PagePacker:
             self.pack(both[: len(src)], block)
             self.unpack(both[len(src) :], block)
 
+    def warm_up(self) -> None:
+        """Compile and load the kernels, so that no later call does. Moves nothing."""
+        if self._dense and self.device.type == "cuda":
+            nothing = torch.empty(2, dtype=torch.int64, device=self.device)
+            for pack in (True, False):
+                self._launch(nothing, nothing.view(torch.uint8), 0, pack=pack)
+
     def upload(self, pages: npt.NDArray[np.int64]) -> torch.Tensor:
         """Page ids on the device, uploaded on the current stream from pinned memory: the host does not wait."""
         ids = torch.from_numpy(pages)
@@ -160,17 +167,18 @@ class PagePacker:
     def _move(self, pages: torch.Tensor, packed: torch.Tensor, *, pack: bool) -> None:
         count = len(pages)
         with torch.inference_mode():  # caches may be inference tensors, which are written in this mode alone
-            if not count:
-                return
             if self._dense and (self.device.type == "cuda" or cpu_runs_triton()):
-                pieces = count * len(self._rows) * self._blocks
-                _move_pages_kernel[(min(pieces, _PROGRAMS),)](
-                    self._table, pages, packed.view(_WORDS[self._word]), count, len(self._rows), self._blocks,
-                    self.page_bytes // self._word, WORD=_TRITON_WORDS[self._word], BLOCK=_BLOCK,
-                    ALIGNED=self._aligned, PACK=pack, num_warps=_NUM_WARPS,
-                )  # fmt: skip
-            else:
+                self._launch(pages, packed, count, pack=pack)
+            elif count:
                 self._move_reference(pages, packed.view(count, self.page_bytes), pack=pack)
+
+    def _launch(self, pages: torch.Tensor, packed: torch.Tensor, count: int, *, pack: bool) -> None:
+        programs = min(max(1, count * len(self._rows) * self._blocks), _PROGRAMS)
+        _move_pages_kernel[(programs,)](
+            self._table, pages, packed.view(_WORDS[self._word]), count, len(self._rows), self._blocks,
+            self.page_bytes // self._word, WORD=_TRITON_WORDS[self._word], BLOCK=_BLOCK, ALIGNED=self._aligned,
+            PACK=pack, num_warps=_NUM_WARPS,
+        )  # fmt: skip
 
     def _move_reference(self, pages: torch.Tensor, packed: torch.Tensor, *, pack: bool) -> None:
         for view, (_, _, offset, nbytes) in zip(self._views, self._rows, strict=True):

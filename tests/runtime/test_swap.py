@@ -285,20 +285,27 @@ def test_the_host_never_waits() -> None:
     """Calls return while the steps' stream is busy, and nothing is read before that stream comes to it."""
     device = torch.device("cuda", 0)
     world = World(device)
+    first = world.allocate(5, 3, 4)
     pages = world.allocate(5, 3, 4)
-    world.space.swap_in(world.space.swap_out(world.allocate(1, 1, 1)), world.allocate(1, 1, 1))  # compiles the kernels
+    world.space.swap_in(world.space.swap_out(pages), first)  # pins memory for page ids
+    pages = world.allocate(2, 1, 4)
+    there = [torch.tensor(ids, device=device) for ids in pages]
+    world.space.collect()
     torch.cuda.synchronize()
+    world.space.collect()
     torch.cuda._sleep(2_000_000_000)  # about a second
-    world.spoil(pages)  # behind the sleep: what goes out is NaN
+    for group, ids in enumerate(there):  # behind the sleep: what goes out is NaN
+        for tensor in (t for tensors in world.cache.of_group(group) for t in tensors):
+            tensor.index_fill_(0, ids, float("nan"))
     busy = torch.cuda.current_stream(device).record_event()
     swapped = world.space.swap_out(pages)
     held = world.space.num_going_out
-    assert world.space.reclaim(0, 10)
-    back = world.allocate(5, 3, 4)
+    assert world.space.reclaim(0, 11)
+    back = world.allocate(2, 1, 4)
     arrival = world.space.swap_in(swapped, back)
     assert not busy.query(), "a call waited for the device"
     assert not arrival.done()
-    assert held == 12
+    assert held == 7
     arrival.wait()
     for group, ids in enumerate(back):
         assert all(t[ids].isnan().all() for tensors in world.cache.of_group(group) for t in tensors)
