@@ -9,7 +9,7 @@ link    GB/s of `SwapSpace.swap_out` and `swap_in` at several sizes, beside one 
 steps   milliseconds per decode step of a captured model (the shape of Llama 3.2 1B, dummy weights), two steps in flight
         as in TextGenerator, alone and beside swaps that go on all the time, in turns: medians and 99th percentiles
 
-The last line of standard output is one JSON object, which `--out` writes to a file too.
+The last line of standard output is one JSON object; with `--out` it goes to that file, and a short table comes last.
 """
 
 from __future__ import annotations
@@ -285,10 +285,11 @@ def main() -> None:
         steps=options.steps, only=options.only,
     )  # fmt: skip
     record = {"name": "swap", **provenance(), **found}
-    if options.out is not None:
+    print(table(found), flush=True)
+    if options.out is None:
+        print(json.dumps(record), flush=True)
+    else:
         options.out.write_text(json.dumps(record, indent=1) + "\n")
-    print(table(found))
-    print(json.dumps(record), flush=True)
 
 
 if __name__ == "__main__":
