@@ -51,11 +51,15 @@ if TYPE_CHECKING:
     from graphrt.runtime import MemoryPlan as MemoryPlan
     from graphrt.runtime import Runtime as Runtime
     from graphrt.runtime import resolve_device as resolve_device
+    from graphrt.scheduler import GenerationStats as GenerationStats
     from graphrt.spec import AttentionSpec as AttentionSpec
     from graphrt.spec import KVCacheSpec as KVCacheSpec
     from graphrt.stats import Stats as Stats
     from graphrt.step import Step as Step
     from graphrt.step_model import as_step_model as as_step_model
+    from graphrt.swap import SwapArrival as SwapArrival
+    from graphrt.swap import SwappedPages as SwappedPages
+    from graphrt.swap import SwapSpace as SwapSpace
 
 __version__ = "0.1.0"
 
@@ -72,6 +76,7 @@ _HOME = {
     "ConfigError": "graphrt.kernels.errors",
     "Event": "graphrt.generate",
     "FaultCode": "graphrt.kernels.types",
+    "GenerationStats": "graphrt.scheduler",
     "GraphKind": "graphrt.capture.descriptor",
     "GraphRTError": "graphrt.kernels.errors",
     "KVCache": "graphrt.kv_cache",
@@ -96,6 +101,9 @@ _HOME = {
     "StepComparison": "graphrt.compare",
     "StepFaultError": "graphrt.handle",
     "StepHandle": "graphrt.handle",
+    "SwapArrival": "graphrt.swap",
+    "SwapSpace": "graphrt.swap",
+    "SwappedPages": "graphrt.swap",
     "TOKEN_FROM_ROW": "graphrt.kernels.types",
     "TextGenerator": "graphrt.generate",
     "UnsupportedError": "graphrt.kernels.errors",

@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from graphrt.groups import cache_layer_groups
 from graphrt.kernels.attention.options import FP8_DTYPES
-from graphrt.kernels.cache.copy import Pages, copy_pages, swap_pages
+from graphrt.kernels.cache.copy import PagePacker, Pages
 from graphrt.kernels.cache.write import check_kv_scale
 from graphrt.kernels.checks import (
     check_device,
@@ -106,6 +108,7 @@ class KVCache:
         self.k = tuple(k)
         self.v = tuple(v)
         self.device = device
+        self._packers: dict[int, PagePacker] = {}
         self.k_scales = _scales("k_scales", k_scales, self._layer_specs, device)
         self.v_scales = _scales("v_scales", v_scales, self._layer_specs, device)
 
@@ -196,19 +199,17 @@ class KVCache:
         Raises: ShapeError for lists of different lengths, pages out of range, a page that is written twice, or what is
         no list of ints; ConfigError for a group that is not there. Nothing is written then.
         """
-        copy_pages(*self.of_group(group), src_pages, dst_pages)
+        self.packer(group).copy(src_pages, dst_pages)
 
-    def swap_pages(self, other: KVCache, src_pages: Pages, dst_pages: Pages, *, group: int = 0) -> None:
-        """Copy whole pages of a group into `other`, which may be on another device (swap out, or in).
+    def packer(self, group: int) -> PagePacker:
+        """What gathers pages of a group, all its layers, into one block of bytes, and scatters them again.
 
-        fp8 pages are copied as they are, scales are not: pages of a cache are for a runtime with equal scales.
-        Runs on the current stream. A swap to the host waits, since the host may read the pages next; the others do
-        not.
-        Raises: ShapeError as `copy_pages`, ConfigError where `other` is no KVCache.
+        Raises: ConfigError for a group that is not there.
         """
-        check_instance("other", other, KVCache, advice="pass the cache that takes the pages")
-        (k, v), (other_k, other_v) = self.of_group(group), other.of_group(group)
-        swap_pages((*k, *v), (*other_k, *other_v), src_pages, dst_pages)
+        k, v = self.of_group(group)
+        if (packer := self._packers.get(int(group))) is None:
+            packer = self._packers[int(group)] = PagePacker((*k, *v))
+        return packer
 
 
 def check_groups(groups: KVCacheSpec | Sequence[KVCacheSpec]) -> tuple[KVCacheSpec, ...]:
@@ -324,6 +325,10 @@ class PageAllocator:
     def owners(self, page: int) -> int:
         """How many owners a page has; 0 when it is free."""
         return self._owners.get(check_int("page", page, 0, self.num_pages - 1, advice="pass a page of the cache"), 0)
+
+    def owners_of(self, pages: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """How many owners each of some pages has, which are in range: `owners` without checks."""
+        return np.fromiter((self._owners.get(page, 0) for page in pages.tolist()), np.int64, len(pages))
 
     def allocate(self, count: int) -> list[int]:
         """`count` pages with one owner each. Raises CapacityError, with nothing changed, when fewer are free."""

@@ -80,6 +80,7 @@ class Runtime:
     manager      the step alone: descriptors, weights check, reset
     allocators   hand out pages, one of each pool; `allocator` where there is one pool
     free_rows    row ids that no sequence uses; whoever starts a sequence pops one and appends it again at its end
+    stream       the stream that steps run on; None on a CPU
 
     model, attention, vocab_size, sampler, stream, weights   as for ReplayManager
     kv_spec             geometry and dtype of the cache, or those of its KV groups, as `kv_groups()` makes them, and as
@@ -142,6 +143,8 @@ class Runtime:
             self.memory_plan = _plan_memory(build, self.config, groups, self.device, memory_utilization)
             given = self.memory_plan.pool_pages
         self._manager: ReplayManager | None = build(self.config, given)
+        on_cuda = self.device.type == "cuda"
+        self.stream = torch.cuda.current_stream(self.device) if on_cuda and stream is None else stream
         self._last_stats = self._manager.stats()
         self.vocab_size = int(vocab_size)
         self.allocators = tuple(PageAllocator(count, null) for count, null in self._manager.kv_cache.pools)

@@ -1,120 +1,218 @@
-"""Copies of whole KV pages: within a cache (copy on write), and between caches (swapping out to the host, and in).
+"""Whole KV pages on the move: into one block of bytes, out of it, and from page to page of a cache (copy on write).
 
-Not part of a graph: page lists are host values. torch's indexed copies run at memory speed here.
+Not part of a graph: page lists are host values.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
 import torch
+import triton
+import triton.language as tl
 
-from graphrt.kernels.checks import check_ints, check_sequence, check_tensor
+from graphrt.kernels.checks import check_ints, check_no_overlap, check_not_empty, check_sequence, check_tensor
+from graphrt.kernels.compile_spec import CompileSpec
 from graphrt.kernels.errors import ShapeError
+from graphrt.kernels.library import cpu_runs_triton
 
 Pages = Sequence[int] | npt.NDArray[np.integer] | torch.Tensor
 """Page ids: a list, an array or a host tensor of any int dtype."""
 
+_BLOCK = 1024
+"""Words of up to 8 bytes that a program moves at a time. Not measured."""
 
-def copy_pages(
-    k_caches: Sequence[torch.Tensor],
-    v_caches: Sequence[torch.Tensor],
-    src_pages: Pages,
-    dst_pages: Pages,
-) -> None:
-    """Copy page src_pages[i] to page dst_pages[i] in the K and V cache of every layer.
+_PROGRAMS = 64
+"""Programs of a launch at most. Few, since decode steps run beside it, and the link is slower still. Not measured."""
 
-    k_caches, v_caches  per layer [num_pages, page_size, num_kv_heads, head_dim]  any strides, any dtype, one device;
-                        V may have heads of another size
-    src_pages           may repeat; all are read before any page is written
-    dst_pages           all different
+_NUM_WARPS = 4
+_WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
+_TRITON_WORDS = {8: tl.int64, 4: tl.int32, 2: tl.int16, 1: tl.uint8}
 
-    Capture-safe: no, page ids are host values. Runs on the current stream.
-    Raises: ShapeError for lists of different lengths, pages out of range, or a page that is written twice.
+
+@triton.jit(do_not_specialize=["pages_ptr", "num_pages", "num_tensors", "num_blocks", "packed_words"])
+def _move_pages_kernel(
+    table_ptr,
+    pages_ptr,
+    packed_ptr,
+    num_pages,
+    num_tensors,
+    num_blocks,
+    packed_words,
+    WORD: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    PACK: tl.constexpr,
+):
+    """Move pages between their places in all tensors and one block of bytes.
+
+    1. A piece of work is a block of words of one page of one tensor. Programs take pieces in turns.
+    2. The table says where the tensor is, how far apart its pages are, and where its part of a packed page begins.
+    3. Words are copied, to the packed page or from it.
     """
-    check_sequence("k_caches", k_caches, of="tensors, one per layer")
-    check_sequence("v_caches", v_caches, of="tensors, one per layer")
-    caches = (*k_caches, *v_caches)
-    src, dst = _check("caches", caches, caches, src_pages, dst_pages)
-    if len(dst) == 0:
-        return
-    with torch.inference_mode():  # caches may be inference tensors, which are written in this mode alone
-        src_index, dst_index = src.to(caches[0].device), dst.to(caches[0].device)
-        for cache in map(_bits, caches):
-            cache.index_copy_(0, dst_index, cache.index_select(0, src_index))
+    words = tl.arange(0, BLOCK)
+    pieces = num_pages.to(tl.int64) * num_tensors * num_blocks
+    for piece in range(tl.program_id(0).to(tl.int64), pieces, tl.num_programs(0).to(tl.int64)):
+        block = piece % num_blocks
+        tensor = piece // num_blocks % num_tensors
+        page = piece // num_blocks // num_tensors
+        row = table_ptr + tensor * 4
+        address, stride, offset, count = tl.load(row), tl.load(row + 1), tl.load(row + 2), tl.load(row + 3)
+        at = block * BLOCK
+        cache = address.to(tl.pointer_type(WORD)) + tl.load(pages_ptr + page) * stride + at
+        packed = packed_ptr + page * packed_words + offset + at
+        if ALIGNED:
+            cache = tl.multiple_of(cache, 16)
+            packed = tl.multiple_of(packed, 16)
+        inside = at + words < count
+        if PACK:
+            tl.store(packed + words, tl.load(cache + words, mask=inside), mask=inside)
+        else:
+            tl.store(cache + words, tl.load(packed + words, mask=inside), mask=inside)
 
 
-def swap_pages(
-    src: Sequence[torch.Tensor],
-    dst: Sequence[torch.Tensor],
-    src_pages: Pages,
-    dst_pages: Pages,
-) -> None:
-    """Copy page src_pages[i] of each tensor of `src` to page dst_pages[i] of its partner in `dst`.
+class PagePacker:
+    """Gathers pages of some tensors into one block of bytes, and scatters them again.
 
-    src, dst   tensors [num_pages, page_size, num_kv_heads, head_dim] of equal dtype, pairwise of one page shape; each
-               side on one device, often one on the GPU and the other in pinned host memory
-    src_pages  may repeat
-    dst_pages  all different
+    tensors     [num_pages, page_size, num_kv_heads, head_dim] each, any strides without overlap, any dtypes, one
+                device; often K and V of all layers of a KV group
+    num_pages   pages that all tensors have
+    page_bytes  of one page, all tensors together
 
-    The pages of one tensor travel as one block, on the current stream. From the GPU to the host the call waits for
-    the data, since the host may read it next; into the GPU it does not.
+    A packed page holds the page of each tensor, one after the other, in the order of memory. Where pages are dense in
+    every tensor, a packed block takes one launch, else one or two per tensor.
 
-    Capture-safe: no, page ids are host values.
-
-    Raises: ShapeError for tensors that do not match, lists of different lengths, pages out of range, or a page that is
-    written twice; nothing is written then.
+    Raises: ShapeError for what are no such tensors.
     """
-    check_sequence("src", src, of="tensors")
-    check_sequence("dst", dst, len(src), of="tensors, as in src")
-    from_pages, to_pages = _check("src", src, dst, src_pages, dst_pages)
-    if len(to_pages) == 0:
-        return
-    with torch.inference_mode():  # as in copy_pages
-        src_index, dst_index = from_pages.to(src[0].device), to_pages.to(dst[0].device)
-        for a, b in zip(map(_bits, src), map(_bits, dst), strict=True):
-            b.index_copy_(0, dst_index, _gather(a, src_index, b.device))
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        check_sequence("tensors", tensors, of="tensors")
+        if not tensors:
+            raise ShapeError("tensors: expected at least 1 tensor, got none; pass the caches of every layer")
+        views, rows, offset, dense = [], [], 0, True
+        for index, tensor in enumerate(tensors):
+            name = f"tensors[{index}]"
+            check_tensor(name, tensor, shape=(None,) * 4, device=tensors[0].device if index else None)
+            check_not_empty(name, tensor)
+            check_no_overlap(name, tensor)
+            # fp8 as bytes: torch has no indexed copies of fp8.
+            bits = tensor.detach().view(torch.uint8) if tensor.dtype.itemsize == 1 else tensor.detach()
+            extents = zip(tensor.stride()[1:], tensor.shape[1:], (1, 2, 3), strict=True)
+            views.append(view := bits.permute(0, *(dim for _, _, dim in sorted(extents, reverse=True))))
+            nbytes = math.prod(tensor.shape[1:]) * tensor.dtype.itemsize
+            dense &= view[0].is_contiguous()
+            address = 0 if tensor.device.type == "meta" else tensor.data_ptr()
+            rows.append((address, tensor.stride(0) * tensor.dtype.itemsize, offset, nbytes))
+            offset += nbytes
+        self.device, self.page_bytes = tensors[0].device, offset
+        self.num_pages = min(len(tensor) for tensor in tensors)
+        self._views, self._rows = tuple(views), rows
+        common = math.gcd(16, *(value for row in rows for value in row))
+        self._word, self._aligned, self._dense = min(common, 8), common == 16, dense
+        words = np.array(rows, np.int64)
+        words[:, 1:] //= self._word
+        self._blocks = -(-int(words[:, 3].max()) // _BLOCK)
+        self._table = torch.from_numpy(words).to(self.device)
+
+    def pack(self, pages: torch.Tensor, out: torch.Tensor) -> None:
+        """Copy pages into `out`.
+
+        pages  [n]               int64  device, in range; may repeat
+        out    [n * page_bytes]  uint8  device, its address a multiple of 16
+
+        Capture-safe: no, page ids change. Runs on the current stream, and the host does not wait.
+        """
+        self._move(pages, out, pack=True)
+
+    def unpack(self, pages: torch.Tensor, source: torch.Tensor) -> None:
+        """Copy what `pack` wrote to pages, all different. As `pack` otherwise."""
+        self._move(pages, source, pack=False)
+
+    def copy(self, src_pages: Pages, dst_pages: Pages) -> None:
+        """Copy page src_pages[i] to page dst_pages[i].
+
+        src_pages   may repeat; all are read before any page is written
+        dst_pages   all different
+
+        Capture-safe: no, page ids are host values. Runs on the current stream, and the host does not wait.
+        Raises: ShapeError for lists of different lengths, pages out of range, or a page that is written twice.
+        """
+        advice = "pass allocated pages"
+        src = check_ints("src_pages", src_pages, 0, self.num_pages - 1, advice=advice)
+        dst = check_ints("dst_pages", dst_pages, 0, self.num_pages - 1, advice=advice)
+        if len(src) != len(dst):
+            raise ShapeError(f"dst_pages: expected {len(src)} pages, one per source page, got {len(dst)}; pair them up")
+        check_distinct("dst_pages", dst)
+        if len(dst):
+            both = self.upload(np.concatenate((src, dst)))
+            block = torch.empty(len(src) * self.page_bytes, dtype=torch.uint8, device=self.device)
+            self.pack(both[: len(src)], block)
+            self.unpack(both[len(src) :], block)
+
+    def warm_up(self) -> None:
+        """Compile and load the kernels, so that no later call does. Moves nothing."""
+        if self._dense and self.device.type == "cuda":
+            nothing = torch.empty(2, dtype=torch.int64, device=self.device)
+            for pack in (True, False):
+                self._launch(nothing, nothing.view(torch.uint8), 0, pack=pack)
+
+    def upload(self, pages: npt.NDArray[np.int64]) -> torch.Tensor:
+        """Page ids on the device, uploaded on the current stream from pinned memory: the host does not wait."""
+        ids = torch.from_numpy(pages)
+        return ids if self.device.type == "cpu" else ids.pin_memory().to(self.device, non_blocking=True)
+
+    def _move(self, pages: torch.Tensor, packed: torch.Tensor, *, pack: bool) -> None:
+        count = len(pages)
+        with torch.inference_mode():  # caches may be inference tensors, which are written in this mode alone
+            if self._dense and (self.device.type == "cuda" or cpu_runs_triton()):
+                self._launch(pages, packed, count, pack=pack)
+            elif count:
+                self._move_reference(pages, packed.view(count, self.page_bytes), pack=pack)
+
+    def _launch(self, pages: torch.Tensor, packed: torch.Tensor, count: int, *, pack: bool) -> None:
+        programs = min(max(1, count * len(self._rows) * self._blocks), _PROGRAMS)
+        _move_pages_kernel[(programs,)](
+            self._table, pages, packed.view(_WORDS[self._word]), count, len(self._rows), self._blocks,
+            self.page_bytes // self._word, WORD=_TRITON_WORDS[self._word], BLOCK=_BLOCK, ALIGNED=self._aligned,
+            PACK=pack, num_warps=_NUM_WARPS,
+        )  # fmt: skip
+
+    def _move_reference(self, pages: torch.Tensor, packed: torch.Tensor, *, pack: bool) -> None:
+        for view, (_, _, offset, nbytes) in zip(self._views, self._rows, strict=True):
+            part = packed[:, offset : offset + nbytes]
+            if pack:
+                part.copy_(view.index_select(0, pages).flatten(1).view(torch.uint8))
+            else:
+                block = torch.empty((len(pages), *view.shape[1:]), dtype=view.dtype, device=self.device)
+                block.flatten(1).view(torch.uint8).copy_(part)
+                view.index_copy_(0, pages, block)
 
 
-def _bits(cache: torch.Tensor) -> torch.Tensor:
-    """fp8 pages as bytes: torch has no indexed copies of fp8."""
-    return cache.view(torch.uint8) if cache.dtype.itemsize == 1 else cache
+def check_distinct(name: str, pages: npt.NDArray[np.int64]) -> None:
+    """Raise ShapeError where a page is listed twice, to be written."""
+    found, counts = np.unique(pages, return_counts=True)
+    if len(found) != len(pages):
+        twice = found[counts > 1][0]
+        raise ShapeError(f"{name}: expected different pages, got page {twice} twice; the result would be undefined")
 
 
-def _gather(cache: torch.Tensor, index: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """The pages of `index`, on `device`. On the way to the GPU pinned memory saves the host from waiting."""
-    if cache.device.type == "cpu" and device.type == "cuda":
-        staged = torch.empty((len(index), *cache.shape[1:]), dtype=cache.dtype, device="cpu", pin_memory=True)
-        torch.index_select(cache, 0, index, out=staged)
-        return staged.to(device, non_blocking=True)
-    return cache.index_select(0, index).to(device)
-
-
-def _check(
-    name: str, src: Sequence[torch.Tensor], dst: Sequence[torch.Tensor], src_pages: Pages, dst_pages: Pages
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The page ids of both sides as int64 tensors on the host."""
-    if not src:
-        raise ShapeError(f"{name}: expected at least 1 tensor, got none; pass the caches of every layer")
-    for index, (a, b) in enumerate(zip(src, dst, strict=True)):
-        for side, tensor, first in ((name, a, src[0]), ("dst", b, dst[0])):
-            check_tensor(f"{side}[{index}]", tensor, shape=(None,) * 4, device=first.device)
-        if a.shape[1:] != b.shape[1:] or a.dtype != b.dtype:
-            raise ShapeError(
-                f"dst[{index}]: expected pages of {list(a.shape[1:])} {a.dtype}, got {list(b.shape[1:])} {b.dtype}; "
-                "pass caches of one model"
+def compile_variants() -> list[CompileSpec]:
+    """Both ways, in the widest words and in the narrowest."""
+    specs = []
+    for name, word, kind, aligned in (("wide", tl.int64, "i64", True), ("bytes", tl.uint8, "u8", False)):
+        for way in ("pack", "unpack"):
+            constexprs: dict[str, object] = {"WORD": word, "BLOCK": _BLOCK, "ALIGNED": aligned, "PACK": way == "pack"}
+            pointers = {"table_ptr": "*i64", "pages_ptr": "*i64", "packed_ptr": f"*{kind}"}
+            signature = {
+                argument: "constexpr" if argument in constexprs else pointers.get(argument, "i32")
+                for argument in _move_pages_kernel.arg_names
+            }
+            divisible = ("table_ptr", "packed_ptr")
+            variant = f"{way}_pages_{name}"
+            specs.append(
+                CompileSpec(variant, _move_pages_kernel, signature, constexprs, _NUM_WARPS, 3, divisible=divisible)
             )
-    advice = "pass allocated pages"
-    from_pages = check_ints("src_pages", src_pages, 0, min(len(cache) for cache in src) - 1, advice=advice)
-    to_pages = check_ints("dst_pages", dst_pages, 0, min(len(cache) for cache in dst) - 1, advice=advice)
-    if len(from_pages) != len(to_pages):
-        raise ShapeError(
-            f"dst_pages: expected {len(from_pages)} pages, one per source page, got {len(to_pages)}; pair them up"
-        )
-    pages, counts = np.unique(to_pages, return_counts=True)
-    if len(pages) != len(to_pages):
-        twice = pages[counts > 1][0]
-        raise ShapeError(f"dst_pages: expected different pages, got page {twice} twice; the result would be undefined")
-    return torch.from_numpy(from_pages), torch.from_numpy(to_pages)
+    return specs

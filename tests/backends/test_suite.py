@@ -302,7 +302,7 @@ SAID = {
     "queries-changed": "expected q as it was, got other contents",
     "lse-of-pads": "log-sum-exp: expected -inf in pad tokens, got 0.0",
     "pads": "expected zeros in the pad tokens 2 to 3, got 1e-30",
-    "pads-mixed": "expected zeros in the pad tokens 7 to 11, got 1e-30",
+    "pads-mixed": "expected zeros in the pad tokens 8 to 11, got 1e-30",
     "kept": "expected no tensors after close(), got Liar.kept['last'][0]",
     "error": "ZeroDivisionError: a bug",
 }

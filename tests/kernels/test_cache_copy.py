@@ -1,4 +1,4 @@
-"""Copies of whole pages, inside a cache and between caches, against slices taken one by one."""
+"""Pages copied inside a cache, and gathered into one block of bytes and back, against slices taken one by one."""
 
 from __future__ import annotations
 
@@ -6,19 +6,33 @@ import numpy as np
 import pytest
 import torch
 
-from graphrt.kernels.cache.copy import copy_pages, swap_pages
+from graphrt.kernels.cache.copy import PagePacker
 from graphrt.kernels.errors import ShapeError
 
 PAGES, PAGE, HEADS, DIM, LAYERS = 7, 4, 2, 8, 2
+CPU = torch.device("cpu")
 
 
-def caches(device: torch.device, seed: int, layout: str = "NHD", pages: int = PAGES) -> list[torch.Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    page = (PAGE, HEADS) if layout == "NHD" else (HEADS, PAGE)
-    made = [torch.randn(pages, *page, DIM, generator=generator).to(device) for _ in range(LAYERS)]
-    return made if layout == "NHD" else [cache.transpose(1, 2) for cache in made]
+def caches(device: torch.device, layout: str = "NHD", dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
+    """K and V of two layers, values with heads of another size, in a layout of pages."""
+    generator = torch.Generator().manual_seed(1)
+
+    def make(dim: int) -> torch.Tensor:
+        page = (HEADS, PAGE) if layout == "HND" else (PAGE, HEADS)
+        tensor = torch.randn(PAGES, *page, dim, generator=generator).to(device, dtype)
+        return tensor.transpose(1, 2) if layout == "HND" else tensor
+
+    made = [make(dim) for _ in range(LAYERS) for dim in (DIM, DIM - 3)]
+    if layout == "side_by_side":  # K and V of a page beside each other
+        both = torch.stack([make(DIM), make(DIM)], 1)
+        return [both[:, 0], both[:, 1], *made]
+    if layout == "by_token":  # K and V of a token beside each other: a page is no block of memory
+        both = torch.stack([make(DIM), make(DIM)], 2)
+        return [both[:, :, 0], both[:, :, 1], *made]
+    return made
 
 
+LAYOUTS = ("NHD", "HND", "side_by_side", "by_token")
 COPIES = {
     "one": ([1], [2]),
     "none": ([], []),
@@ -28,99 +42,73 @@ COPIES = {
     "onto_itself": ([4], [4]),
     "first_and_last": ([0, PAGES - 1], [PAGES - 1, 0]),
 }
-devices = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+places = pytest.mark.parametrize("layout", LAYOUTS)
 
 
-@devices
-@pytest.mark.parametrize("layout", ["NHD", "HND"])
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().view(torch.uint8)
+
+
+@places
 @pytest.mark.parametrize("case", COPIES)
-def test_copy_pages(device: str, layout: str, case: str) -> None:
-    """Every page is read before any is written."""
+def test_copies(kernel_device: torch.device, layout: str, case: str) -> None:
+    """Every page is read before any is written, K stays K, and layers do not mix."""
     src, dst = COPIES[case]
-    k, v = (caches(torch.device(device), seed, layout) for seed in (1, 2))
-    before = [cache.clone() for cache in (*k, *v)]
-    addresses = [cache.data_ptr() for cache in (*k, *v)]
-    copy_pages(k, v, src, dst)
-    assert [cache.data_ptr() for cache in (*k, *v)] == addresses
-    for cache, old in zip((*k, *v), before, strict=True):
+    tensors = caches(kernel_device, layout)
+    before, addresses = [t.clone() for t in tensors], [t.data_ptr() for t in tensors]
+    PagePacker(tensors).copy(src, dst)
+    assert [t.data_ptr() for t in tensors] == addresses
+    for tensor, old in zip(tensors, before, strict=True):
         expected = old.clone()
         for a, b in zip(src, dst, strict=True):
             expected[b] = old[a]
-        assert torch.equal(cache, expected)
+        assert torch.equal(tensor, expected)
 
 
-@devices
-def test_pages_of_a_cache_of_one_page(device: str) -> None:
-    """Page 0 is the first and the last; page 1 is none."""
-    k, v, host = (caches(torch.device(device), seed, pages=1) for seed in (1, 2, 3))
-    before = [cache.clone() for cache in (*k, *v)]
-    copy_pages(k, v, [0], [0])
-    assert all(torch.equal(cache, old) for cache, old in zip((*k, *v), before, strict=True))
-    swap_pages(k, host, [0], [0])
-    assert all(torch.equal(a, b) for a, b in zip(host, k, strict=True))
-    for src, dst, name in (([1], [0], "src_pages"), ([0], [1], "dst_pages")):
-        with pytest.raises(ShapeError, match=rf"{name}\[0\]: expected an int from 0 to 0, got 1"):
-            copy_pages(k, v, src, dst)
+@places
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
+def test_packed_pages(kernel_device: torch.device, layout: str, dtype: torch.dtype) -> None:
+    """A packed page is the bytes of its tensors, one after the other, and comes back to any page bit by bit."""
+    tensors = caches(kernel_device, layout, dtype)
+    packer, pages = PagePacker(tensors), [5, 1, 5]
+    out = torch.full((3 * packer.page_bytes + 16,), 171, dtype=torch.uint8, device=kernel_device)
+    packer.pack(packer.upload(np.array(pages)), out[:-16])
+    assert (out[-16:] == 171).all()
+    for index, page in enumerate(pages):
+        stored = out[index * packer.page_bytes : (index + 1) * packer.page_bytes]
+        for tensor in tensors:
+            in_memory = tensor[page].transpose(0, 1) if layout == "HND" else tensor[page]
+            want = bits(in_memory).flatten()
+            assert torch.equal(stored[: len(want)], want)
+            stored = stored[len(want) :]
+    before = [bits(t).clone() for t in tensors]
+    packer.unpack(packer.upload(np.array([2, 6, 0])), out[:-16])
+    for tensor, old in zip(tensors, before, strict=True):
+        old[[2, 6, 0]] = old[[5, 1, 5]]
+        assert torch.equal(bits(tensor), old)
 
 
-@devices
-def test_heads_of_two_sizes(device: str) -> None:
-    """Values may be narrower than keys."""
-    k, v = (torch.randn(PAGES, PAGE, HEADS, size, device=device) for size in (24, 16))
-    before = k.clone(), v.clone()
-    copy_pages([k], [v], [1, 3], [2, 6])
-    host = [torch.zeros_like(cache, device="cpu") for cache in (k, v)]
-    swap_pages([k, v], host, [2, 6], [0, 1])
-    for cache, old, swapped in zip((k, v), before, host, strict=True):
-        assert torch.equal(cache[[2, 6]], old[[1, 3]])
-        assert torch.equal(cache[[0, 1, 3, 4, 5]], old[[0, 1, 3, 4, 5]])
-        assert torch.equal(swapped[:2], old[[1, 3]].cpu())
+def test_kernel_and_reference_pack_alike(kernel_device: torch.device) -> None:
+    """More pages than a launch has programs, and pages of more bytes than a block."""
+    tensors = [torch.randn(90, 40, 2, 33, device=kernel_device), torch.randn(90, 40, 2, 16, device=kernel_device)]
+    packer, pages = PagePacker(tensors), np.random.default_rng(0).permutation(90)
+    out, want = (torch.zeros(90 * packer.page_bytes, dtype=torch.uint8, device=kernel_device) for _ in range(2))
+    packer.pack(packer.upload(pages), out)
+    packer._move_reference(packer.upload(pages), want.view(90, -1), pack=True)
+    assert torch.equal(out, want)
 
 
-@devices
-def test_keys_stay_keys(device: str) -> None:
-    """K and V of a layer are copied within themselves, and layers do not mix."""
-    k, v = ([torch.full((3, PAGE, HEADS, DIM), float(f"{side}{layer}"), device=device) for layer in range(LAYERS)]
-            for side in (1, 2))  # fmt: skip
-    for cache in (*k, *v):
-        cache[1] += 0.5
-    copy_pages(k, v, [1], [2])
-    for side, layers in ((10.5, k), (20.5, v)):
-        for layer, cache in enumerate(layers):
-            assert (cache[2] == side + layer).all()
-            assert (cache[0] == side + layer - 0.5).all()
-
-
-ROUTES = {
-    "cpu_to_cpu": pytest.param("cpu", "cpu", False),
-    "cuda_to_cuda": pytest.param("cuda", "cuda", False, marks=pytest.mark.gpu),
-    "cuda_to_cpu": pytest.param("cuda", "cpu", False, marks=pytest.mark.gpu),
-    "cpu_to_cuda": pytest.param("cpu", "cuda", False, marks=pytest.mark.gpu),
-    "cuda_to_pinned": pytest.param("cuda", "cpu", True, marks=pytest.mark.gpu),
-    "pinned_to_cuda": pytest.param("cpu", "cuda", True, marks=pytest.mark.gpu),
-}
-
-
-@pytest.mark.parametrize(("source", "target", "pin"), ROUTES.values(), ids=ROUTES)
-def test_swap_pages(source: str, target: str, pin: bool) -> None:
-    src, dst = caches(torch.device(source), 3), caches(torch.device(target), 4, "HND", pages=3)
-    if pin:
-        src, dst = ([t.pin_memory() if t.device.type == "cpu" else t for t in side] for side in (src, dst))
-    before = [cache.cpu().clone() for cache in dst]
-    swap_pages(src, dst, [5, 1], [0, 2])
-    for a, b, old in zip(src, dst, before, strict=True):
-        old[0], old[2] = a[5].cpu(), a[1].cpu()
-        assert torch.equal(b.cpu(), old)
-
-
-def test_swapping_out_and_in_restores_the_pages() -> None:
-    src, host = caches(torch.device("cpu"), 5), caches(torch.device("cpu"), 6)
-    before = [cache.clone() for cache in src]
-    swap_pages(src, host, [2, 4], [1, 0])
-    for cache in src:
-        cache[[2, 4]] = float("nan")
-    swap_pages(host, src, [0, 1], [4, 2])
-    assert all(torch.equal(a, b) for a, b in zip(src, before, strict=True))
+def test_words_are_as_wide_as_everything_allows() -> None:
+    storage = torch.zeros(1 + 6 * 2 * 4 * 6, dtype=torch.bfloat16)
+    for tensor, word, aligned in (
+        (torch.zeros(6, 2, 4, 8), 8, True),
+        (torch.zeros(6, 2, 1, 5), 8, False),
+        (torch.zeros(6, 1, 1, 5), 4, False),
+        (storage[1:].view(6, 2, 4, 6), 2, False),
+        (torch.zeros(6, 1, 1, 5, dtype=torch.float8_e5m2), 1, False),
+    ):
+        packer = PagePacker([tensor])
+        assert (packer._word, packer._aligned) == (word, aligned)
 
 
 BAD_PAGES = {
@@ -140,57 +128,54 @@ BAD_PAGES = {
 @pytest.mark.parametrize("case", BAD_PAGES)
 def test_bad_pages_are_named_and_nothing_is_written(case: str) -> None:
     src, dst, message = BAD_PAGES[case]
-    k, v = caches(torch.device("cpu"), 1), caches(torch.device("cpu"), 2)
-    before = [cache.clone() for cache in (*k, *v)]
+    tensors = caches(CPU)
+    before = [t.clone() for t in tensors]
     with pytest.raises(ShapeError, match=message):
-        copy_pages(k, v, src, dst)
-    with pytest.raises(ShapeError, match=message):
-        swap_pages(k, v, src, dst)
-    assert all(torch.equal(a, b) for a, b in zip((*k, *v), before, strict=True))
+        PagePacker(tensors).copy(src, dst)
+    assert all(torch.equal(a, b) for a, b in zip(tensors, before, strict=True))
 
 
-def test_the_smaller_side_limits_the_pages_of_a_swap() -> None:
-    src, dst = caches(torch.device("cpu"), 1), caches(torch.device("cpu"), 2, pages=3)
+def test_the_tensor_of_fewest_pages_limits_them() -> None:
+    tensors = caches(CPU)
+    packer = PagePacker([tensors[0], tensors[1][:3]])
     with pytest.raises(ShapeError, match=r"dst_pages\[0\]: expected an int from 0 to 2, got 3"):
-        swap_pages(src, dst, [6], [3])
+        packer.copy([2], [3])
 
 
 BAD_TENSORS = {
-    "count": (lambda c: c[:1], "dst: expected 2 tensors, as in src, got 1"),
-    "none": (lambda c: None, "dst: expected a list or tuple of tensors, as in src, got None"),
-    "item": (lambda c: [c[0], "b"], r"dst\[1\]: expected a torch.Tensor, got str"),
-    "device": (lambda c: [c[0], c[1].to("meta")], r"dst\[1\]: expected device cpu, got meta"),
-    "sparse": (lambda c: [c[0].to_sparse(), c[1]], r"dst\[0\]: expected a dense tensor"),
-    "page_shape": (lambda c: [t[..., :4] for t in c], r"dst\[0\]: expected pages of"),
-    "dtype": (lambda c: [c[0], c[1].half()], r"dst\[1\]: expected pages of"),
+    "nothing": (lambda c: [], "tensors: expected at least 1 tensor, got none"),
+    "none": (lambda c: None, "tensors: expected a list or tuple of tensors, got None"),
+    "item": (lambda c: [c[0], "b"], r"tensors\[1\]: expected a torch.Tensor, got str"),
+    "device": (lambda c: [c[0], c[1].to("meta")], r"tensors\[1\]: expected device cpu, got meta"),
+    "sparse": (lambda c: [c[0].to_sparse(), c[1]], r"tensors\[0\]: expected a dense tensor"),
+    "rank": (lambda c: [c[0][0]], r"tensors\[0\]: expected shape"),
+    "empty": (lambda c: [c[0][:0]], r"tensors\[0\]: expected no extent of 0"),
+    "expanded": (lambda c: [c[0][:1].expand_as(c[0])], r"tensors\[0\]: expected elements that share no memory"),
 }
 
 
 @pytest.mark.parametrize("case", BAD_TENSORS)
-def test_caches_that_do_not_match_are_named(case: str) -> None:
+def test_what_no_pages_are_in(case: str) -> None:
     change, message = BAD_TENSORS[case]
-    src = caches(torch.device("cpu"), 1)
     with pytest.raises(ShapeError, match=message):
-        swap_pages(src, change(caches(torch.device("cpu"), 2)), [1], [1])
+        PagePacker(change(caches(CPU)))
 
 
 def test_arrays_and_tensors_of_pages() -> None:
-    k, v = caches(torch.device("cpu"), 1), caches(torch.device("cpu"), 2)
-    want = [cache[[1, 2]].clone() for cache in (*k, *v)]
-    copy_pages(k, v, np.array([1, 2], np.uint8), torch.tensor([4, 5], dtype=torch.int16))
-    assert all(torch.equal(cache[[4, 5]], w) for cache, w in zip((*k, *v), want, strict=True))
+    tensors = caches(CPU)
+    want = [t[[1, 2]].clone() for t in tensors]
+    PagePacker(tensors).copy(np.array([1, 2], np.uint8), torch.tensor([4, 5], dtype=torch.int16))
+    assert all(torch.equal(t[[4, 5]], w) for t, w in zip(tensors, want, strict=True))
 
 
 def test_neither_a_default_device_nor_inference_mode_matters() -> None:
     """A process may have torch's default device set, and tensors of inference mode are written outside of it too."""
     with torch.inference_mode():
-        k, v = caches(torch.device("cpu"), 1), caches(torch.device("cpu"), 2)
-    want = [cache[1].clone() for cache in (*k, *v)]
+        tensors = caches(CPU)
+    want = [t[1].clone() for t in tensors]
     torch.set_default_device("meta")
     try:
-        copy_pages(k, v, [1], [4])
-        swap_pages(k, v, [1], [6])
+        PagePacker(tensors).copy([1], [4])
     finally:
         torch.set_default_device(None)
-    assert all(torch.equal(cache[4], w) for cache, w in zip((*k, *v), want, strict=True))
-    assert all(torch.equal(b[6], w) for b, w in zip(v, want[:LAYERS], strict=True))
+    assert all(torch.equal(t[4], w) for t, w in zip(tensors, want, strict=True))

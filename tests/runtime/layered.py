@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +17,7 @@ from graphrt.generate import SamplingParams, TextGenerator
 from graphrt.groups import layer_places
 from graphrt.kv_cache import KVCache
 from graphrt.runtime import Runtime
+from graphrt.scheduler import Scheduler
 from graphrt.spec import AttentionSpec, KVCacheSpec
 from graphrt.step import Step
 
@@ -94,8 +97,9 @@ class _Known:
 class Watch:
     """Follows the page lists of every step, as the documentation of Batch tells them, and says who owns what.
 
-    In each step the pages that rows can see must belong to one row and group each, and be allocated. Then NaN is
-    written into every page that the allocators call free: whatever reads a freed page shows.
+    In each step the pages that rows can see must be allocated, and belong to one group each. A page that several rows
+    see has as many owners, and one that a row writes has no other. Then NaN is written into every page that the
+    allocators call free: whatever reads a freed page shows.
     """
 
     def __init__(self, runtime: Runtime) -> None:
@@ -107,7 +111,8 @@ class Watch:
     def replay(self, batch: Batch, **options: Any) -> Any:
         """Check the batch against all before it, spoil what is free, submit it."""
         n, self.steps = batch.num_reqs, self.steps + 1
-        seen: dict[tuple[int, int], tuple[int, int]] = {}  # by pool and page: row id and group
+        group_of: dict[tuple[int, int], int] = {}  # by pool and page
+        seen, written = Counter[tuple[int, int]](), set[tuple[int, int]]()
         for g, group in enumerate(self._runtime.kv_cache.groups):
             for row in range(n):
                 row_id, length = int(batch.row_ids[row]), int(batch.seq_lens[row])
@@ -120,9 +125,14 @@ class Watch:
                 known.pages.update(enumerate(listed, int(batch.first_pages[at])))
                 for column in range(group.first_page_seen(start), -(-length // group.page_size)):
                     page = known.pages[column]
-                    owner = seen.setdefault((group.pool, page), (row_id, g))
-                    assert owner == (row_id, g), f"page {page} is seen by {owner} and by {(row_id, g)}"
-                    assert self._runtime.allocators[group.pool].owners(page) == 1, f"page {page} is free"
+                    assert group_of.setdefault((group.pool, page), g) == g, f"page {page} is of two groups"
+                    seen[group.pool, page] += 1
+                    if (column + 1) * group.page_size > start:
+                        written.add((group.pool, page))
+        for (pool, page), rows in seen.items():
+            owners = self._runtime.allocators[pool].owners(page)
+            assert owners >= rows, f"page {page} is seen by {rows} rows and has {owners} owners"
+            assert owners == 1 or (pool, page) not in written, f"page {page} is written and has {owners} owners"
         self._spoil_free_pages()
         return self._replay(batch, **options)
 
@@ -135,6 +145,30 @@ class Watch:
             for g, group in enumerate(cache.groups):
                 for tensor in (t for tensors in cache.of_group(g) for t in tensors if group.pool == pool):
                     tensor[free] = float("nan")
+
+
+@contextmanager
+def exact_ownership() -> Iterator[None]:
+    """After every step of a TextGenerator on a CPU, a page has as many owners as running sequences have it."""
+    real = Scheduler.submit
+
+    def submit(scheduler: Scheduler) -> Any:
+        step = real(scheduler)
+        for pool, allocator in enumerate(scheduler._runtime.allocators):
+            held = Counter[int]()
+            for table in scheduler.tables:
+                if table.group.pool == pool:
+                    for slot in scheduler.members:
+                        held.update(table.pages(slot).tolist())
+            owned = {page: count for page in range(allocator.num_pages) if (count := allocator.owners(page))}
+            assert owned == held
+        return step
+
+    Scheduler.submit = submit  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        Scheduler.submit = real  # type: ignore[method-assign]
 
 
 def build(
@@ -162,11 +196,18 @@ def build(
     return model, runtime
 
 
-def generate(runtime: Runtime, prompts: Sequence[Sequence[int]], counts: Sequence[int]) -> list[list[int]]:
+def generate(
+    runtime: Runtime,
+    prompts: Sequence[Sequence[int]],
+    counts: Sequence[int],
+    generator: TextGenerator | None = None,
+    stop_ids: Sequence[frozenset[int]] | None = None,
+) -> list[list[int]]:
     """Greedy tokens of every prompt, all of them at once."""
     answers: list[list[int]] = [[] for _ in prompts]
-    params = [SamplingParams(max_new_tokens=count) for count in counts]
-    for event in TextGenerator(runtime).generate(prompts, params):
+    stops = stop_ids or [frozenset()] * len(prompts)
+    params = [SamplingParams(max_new_tokens=n, stop_ids=stop) for n, stop in zip(counts, stops, strict=True)]
+    for event in (generator or TextGenerator(runtime)).generate(prompts, params):
         if event.token is not None:
             answers[event.prompt].append(event.token)
     return answers

@@ -9,11 +9,12 @@ import pytest
 import torch
 
 from graphrt.config import RuntimeConfig
-from graphrt.generate import Event, SamplingParams, TextGenerator, _collect, _Running, _Sequence, _Submitted
+from graphrt.generate import Event, SamplingParams, TextGenerator, _collect
 from graphrt.handle import RowFault, StepFaultError
 from graphrt.kernels.errors import CapacityError, ConfigError, ReplayError, ShapeError
 from graphrt.kernels.types import FaultCode, KVLayout
 from graphrt.runtime import Runtime, _plan_memory, resolve_device
+from graphrt.scheduler import GenerationStats, Request, Scheduler, Submitted
 from graphrt.spec import AttentionSpec, KVCacheSpec
 from tests.runtime.toy import HEAD_DIM, HEADS, KV_HEADS, LAYERS, VOCAB, ToyModel
 
@@ -200,9 +201,9 @@ def collected(faulty: tuple[int, ...], *, ended: tuple[int, ...] = (), tokens: t
             raise StepFaultError(3, [RowFault(row, FaultCode.NO_TOKEN_OFFERED, -1) for row in faulty])
         return np.array(tokens, np.int32)
 
-    members = [_Sequence(i, np.ones(1, np.int32), SamplingParams(2), finished=i in ended) for i in range(2)]
+    members = [Request(i, np.ones(1, np.int32), SamplingParams(2), finished=i in ended) for i in range(2)]
     handle = SimpleNamespace(step=3, tokens=answer, faults=[SimpleNamespace(row=row) for row in faulty])
-    return list(_collect(_Submitted(handle, members, [True, True])))
+    return list(_collect(Submitted(handle, members, [True, True])))
 
 
 def test_a_fault_of_a_prompt_that_ended_is_passed_over() -> None:
@@ -221,11 +222,11 @@ def test_a_fault_of_a_prompt_that_ended_is_passed_over() -> None:
 def test_arrays_are_as_long_as_the_prompts_need() -> None:
     """A slot for each prompt, but no more than rows; pages for the longest."""
     runtime = build(rows=3)
-    made = [_Sequence(i, np.ones(length, np.int32), SamplingParams(4)) for i, length in enumerate((2, 9, 6, 3))]
+    made = [Request(i, np.ones(length, np.int32), SamplingParams(4)) for i, length in enumerate((2, 9, 6, 3))]
     for sequences, shape in ((made[:2], (2, 3)), (made, (3, 3)), ([], (0, 0))):
-        (tables,) = _Running(sequences, runtime)._tables
+        (tables,) = Scheduler(sequences, runtime, None, GenerationStats()).tables
         assert tables._pages.shape == shape
-    assert _Running(made, runtime)._free_slots == [2, 1, 0]
+    assert Scheduler(made, runtime, None, GenerationStats())._free_slots == [2, 1, 0]
 
 
 def test_prompts_that_fit_run_side_by_side() -> None:

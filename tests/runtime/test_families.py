@@ -31,8 +31,8 @@ class Family:
     """A tiny model, and what its runtime must look like.
 
     groups   the cache layers of each KV group
-    owned    most pages owned at a time. A group that keeps all has 16 or 17, a window of 8 has 3 per row, a chunk of 6
-             has 2
+    owned    most pages owned at a time. A group that keeps all has 16, of which two rows share the page that both begin
+             with; a window of 8 has 3 per row, a chunk of 6 has 2
     spoils   changes of the specs that have such options; they must show in the tokens
     """
 
@@ -89,7 +89,7 @@ FAMILIES = {
         "Llama4",
         [C, C, C, F],
         [(0,), (1,), (2,), (3,)],
-        16 + 2 * 9,
+        16 + 2 * 9 - 1,  # rows end one after the other
         [{"attention_chunk_size": None}, {"attention_chunk_size": 5}],
         {
             "attention_chunk_size": 6,
@@ -105,7 +105,7 @@ FAMILIES = {
         "DeepseekV3",
         [F, F, F],
         [(0, 1, 2)],
-        17,
+        16,
         [{"softmax_scale": 0.3}],
         {
             "num_key_value_heads": 6,

@@ -34,6 +34,7 @@ from graphrt import (
     RuntimeConfig,
     SamplingParams,
     StepHandle,
+    SwapSpace,
     TextGenerator,
     kv_groups,
     register_backend,
@@ -186,12 +187,21 @@ def allocator_calls(world: World, count: Any, pages: Any, page: Any) -> None:
     assert allocator.num_free == 8
 
 
-def page_copies(world: World, src_pages: Any, dst_pages: Any, other: Any, group: Any) -> None:
+def swaps(world: World, out: Any, back: Any, swapped: Any) -> None:
+    """Pages 1 to 4 of a cache of their own have owners."""
+    cache, allocator = KVCache.allocate(SPEC, 7, "cpu"), PageAllocator(7)
+    allocator.allocate(4)
+    with SwapSpace(cache, [allocator], 10**6) as space:
+        attempt(lambda: space.swap_in(space.swap_out(out), back))
+        attempt(lambda: space.swap_in(swapped, back))
+        attempt(lambda: space.drop(swapped))
+        attempt(lambda: space.reclaim(swapped, 3))
+
+
+def page_copies(world: World, src_pages: Any, dst_pages: Any, group: Any) -> None:
     """Over pages that no sequence uses."""
-    cache = world.runtime.kv_cache
     attempt(lambda: KVCache.copy_pages(SMALL, src_pages, dst_pages, group=group))
-    attempt(lambda: SMALL.swap_pages(other, src_pages, dst_pages, group=group))
-    attempt(lambda: cache.swap_pages(SMALL, src_pages, dst_pages, group=group))
+    attempt(lambda: SMALL.packer(group))
     attempt(lambda: SMALL.of_group(group))
 
 
@@ -230,6 +240,7 @@ TINY = {"max_num_reqs": 2, "max_num_tokens": 8, "max_seq_len": 16, "decode_sizes
 SPEC = KVCacheSpec(LAYERS, KV_HEADS, HEAD_DIM, 4, dtype=torch.float32)
 OTHER_POOL = KVCacheSpec(2, 1, 8, 2, layers=(0, 2), pool=1)
 SMALL = KVCache.allocate(SPEC, 9, CPU)
+SPACE = {"kv_cache": SMALL, "allocators": [PageAllocator(9)]}
 ATTENTION = AttentionSpec(HEADS, KV_HEADS, HEAD_DIM, torch.float32)
 FIELDS = lambda cls: {f.name: f.default for f in dataclasses.fields(cls) if f.init}  # noqa: E731
 BUILD = {
@@ -314,13 +325,16 @@ TARGETS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
         lambda w, layer: KVCache.allocate(kv_groups([ATTENTION, layer]), 3, "cpu"),
         {"layer": dataclasses.replace(ATTENTION, kv_shared_with=0)},
     ),
-    "pages": (page_copies, {"src_pages": [1, 2], "dst_pages": [3, 4], "other": SMALL, "group": 0}),
+    "pages": (page_copies, {"src_pages": [1, 2], "dst_pages": [3, 4], "group": 0}),
     "PageAllocator": (lambda w, **a: PageAllocator(**a), {"num_pages": 9, "null_page": 0}),
     "allocator": (allocator_calls, {"count": 3, "pages": [1, 2], "page": 1}),
     "generate": (generate, {"prompts": [[5, 6], [7]], "params": SamplingParams(3)}),
     "generate-one": (generate_one, {"prompt": [5, 6]}),
     "generate-params": (lambda w, params: generate(w, [[5]], [params]), {"params": SamplingParams(3)}),
     "TextGenerator": (lambda w, runtime: TextGenerator(runtime), {"runtime": None}),
+    "TextGenerator-swap": (lambda w, swap_bytes: TextGenerator(w.runtime, swap_bytes=swap_bytes), {"swap_bytes": 9}),
+    "SwapSpace": (lambda w, **a: SwapSpace(**a).close(), SPACE | {"nbytes": 9, "stream": None}),
+    "swap": (swaps, {"out": [[1, 2]], "back": [[3, 4]], "swapped": None}),
     "Runtime": (
         build_runtime,
         BUILD

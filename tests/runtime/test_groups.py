@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import takewhile
 from typing import Any
 
 import pytest
@@ -11,13 +12,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from graphrt.batch import Batch, Row
+from graphrt.generate import TextGenerator
 from graphrt.groups import kv_groups
 from graphrt.handle import StepFaultError
 from graphrt.kernels.errors import ConfigError, ShapeError
 from graphrt.kernels.types import FaultCode, KVLayout
 from graphrt.kv_cache import KVCache
 from graphrt.spec import AttentionSpec, KVCacheSpec
-from tests.runtime.layered import Watch, build, generate, places, prompts_of
+from tests.runtime.layered import Watch, build, exact_ownership, generate, places, prompts_of
 
 F32, F16, CPU = torch.float32, torch.float16, torch.device("cpu")
 FULL = AttentionSpec(4, 2, 16, F32)
@@ -114,29 +116,52 @@ def models(draw: Any) -> tuple[AttentionSpec, ...]:
     return tuple(specs)
 
 
+@st.composite
+def requests(draw: Any) -> list[tuple[list[int], int, int | None]]:
+    """Prompts, new tokens, and which of these ends the output; many prompts begin with tokens of one story."""
+    story, found = prompts_of([40], seed=draw(st.integers(0, 9)))[0], []
+    for seed in range(draw(st.integers(1, 7))):
+        shared, own = draw(st.integers(0, 30)), draw(st.integers(0, 12))
+        prompt = story[:shared] + prompts_of([own or int(not shared)], seed=10 + seed)[0]
+        count = draw(st.integers(1, 25))
+        found.append((prompt, count, draw(st.none() | st.integers(0, count - 1))))
+    return found
+
+
 @settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
 @given(
     specs=models(),
     page_size=st.sampled_from([1, 2, 4, 5]),
-    requests=st.lists(st.tuples(st.integers(1, 40), st.integers(1, 30)), min_size=1, max_size=7),
-    spare=st.integers(0, 20),
+    requests=requests(),
+    spare=st.integers(0, 30),
+    swap_bytes=st.sampled_from([0, 8_000, 1 << 20]),
     query=st.sampled_from([5, 16]),
+    mixed=st.sampled_from([True, True, False]),
 )
-def test_any_layout_gives_the_tokens_of_each_sequence_alone(specs, page_size, requests, spare, query) -> None:
-    """Admissions, ends and sliding windows in any order, with little more memory than one sequence needs."""
+def test_any_layout_gives_the_tokens_of_each_sequence_alone(
+    specs, page_size, requests, spare, swap_bytes, query, mixed
+) -> None:
+    """Admissions, ends, preemptions, sliding windows and shared prefixes, with little more memory than one sequence
+    needs; page ownership is exact after every step."""
     groups = kv_groups(specs, page_size=page_size)
     needs = [0] * (1 + max(group.pool for group in groups))
-    longest = max(prompt + new - 1 for prompt, new in requests)
+    longest = max(len(prompt) + new - 1 for prompt, new, _ in requests)
     for group in groups:
-        needs[group.pool] += group.most_pages(longest, query)
+        needs[group.pool] += group.most_pages(longest, 1)
+    pages = [1 + need + spare for need in needs]
     model, runtime = build(
-        specs, groups, [1 + need + spare for need in needs], CPU, max_num_tokens=query, mixed_sizes=()
-    )
+        specs, groups, pages, CPU, max_num_tokens=query, mixed_sizes=(), mixed_batches=mixed
+    )  # fmt: skip
     Watch(runtime)
-    prompts = prompts_of([prompt for prompt, _ in requests], seed=longest)
-    counts = [new for _, new in requests]
-    assert generate(runtime, prompts, counts) == [model.greedy(p, n) for p, n in zip(prompts, counts, strict=True)]
+    prompts, counts = [prompt for prompt, _, _ in requests], [count for _, count, _ in requests]
+    alone = [model.greedy(p, n) for p, n in zip(prompts, counts, strict=True)]
+    stops = [frozenset() if at is None else frozenset({a[at]}) for a, (_, _, at) in zip(alone, requests, strict=True)]
+    want = [list(takewhile(lambda t, s=stop: t not in s, a)) for a, stop in zip(alone, stops, strict=True)]
+    with exact_ownership():
+        generator = TextGenerator(runtime, swap_bytes=swap_bytes)
+        assert generate(runtime, prompts, counts, generator, stops) == want
     assert all(a.num_free == a.num_pages - 1 for a in runtime.allocators)
+    assert sorted(runtime.free_rows) == list(range(4))
     runtime.close()
 
 

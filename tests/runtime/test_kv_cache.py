@@ -123,10 +123,10 @@ def test_scales_of_the_caller_are_checked(dtype: torch.dtype, scales: list[torch
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("layout", list(KVLayout), ids=lambda x: x.value)
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2], ids=["e4m3", "e5m2"])
-def test_copy_and_swap_of_fp8_pages(dtype: torch.dtype, layout: KVLayout, device: str) -> None:
+def test_copies_of_fp8_pages(dtype: torch.dtype, layout: KVLayout, device: str) -> None:
     """Bit by bit, NaN with its payload included."""
     spec = KVCacheSpec(2, 2, 8, 4, layout, dtype)
-    cache, host = KVCache.allocate(spec, 6, device), KVCache.allocate(spec, 4, CPU)
+    cache = KVCache.allocate(spec, 6, device)
     caches = [t.view(torch.uint8) for t in (*cache.k, *cache.v)]
     for tensor in caches:
         tensor.copy_(torch.randint(0, 256, tensor.shape, dtype=torch.uint8))
@@ -135,42 +135,23 @@ def test_copy_and_swap_of_fp8_pages(dtype: torch.dtype, layout: KVLayout, device
     for old, new in zip(before, caches, strict=True):
         old[[4, 5, 1]] = old[[1, 2, 2]]
         assert torch.equal(new, old)
-    cache.swap_pages(host, [3, 4], [1, 3])
-    cache.swap_pages(host, [5], [2])
-    host.swap_pages(cache, [1, 3], [2, 0])
-    for old, new in zip(before, caches, strict=True):
-        old[[2, 0]] = old[[3, 4]]
-        assert torch.equal(new, old)
-    for old, new in zip(before, (*host.k, *host.v), strict=True):
-        assert torch.equal(new.view(torch.uint8)[1:], old[[3, 5, 4]].cpu())
 
 
-def test_copy_and_swap_pages() -> None:
+def test_copies_of_pages() -> None:
     spec = KVCacheSpec(2, 2, 8, 4, KVLayout.HND, torch.float32)
-    cache, other = KVCache.allocate(spec, 6, CPU), KVCache.allocate(spec, 4, CPU)
-    for _, tensor in (*cache.named_tensors(), *other.named_tensors()):
+    cache = KVCache.allocate(spec, 6, CPU)
+    for _, tensor in cache.named_tensors():
         tensor.normal_()
     before = [t.clone() for _, t in cache.named_tensors()]
     cache.copy_pages([1, 2], [4, 5])
     for old, (_, new) in zip(before, cache.named_tensors(), strict=True):
         assert torch.equal(new[4:6], old[1:3])
         assert torch.equal(new[:4], old[:4])
-    cache.swap_pages(other, [3, 1], [1, 3])
-    for (_, a), (_, b) in zip(cache.named_tensors(), other.named_tensors(), strict=True):
-        assert torch.equal(b[1], a[3])
-        assert torch.equal(b[3], a[1])
-    for call in (
-        lambda: cache.copy_pages([1], [2, 3]),
-        lambda: cache.copy_pages([1], [6]),
-        lambda: cache.copy_pages([1, 2], [3, 3]),
-        lambda: cache.swap_pages(other, [5], [4]),
-        lambda: cache.swap_pages(other, [-1], [1]),
-    ):
-        state = [t.clone() for _, t in (*cache.named_tensors(), *other.named_tensors())]
+    for pages in (([1], [2, 3]), ([1], [6]), ([1, 2], [3, 3]), ([-1], [1])):
+        state = [t.clone() for _, t in cache.named_tensors()]
         with pytest.raises(ShapeError):
-            call()
-        now = [t for _, t in (*cache.named_tensors(), *other.named_tensors())]
-        assert all(torch.equal(a, b) for a, b in zip(state, now, strict=True))
+            cache.copy_pages(*pages)
+        assert all(torch.equal(a, b) for a, (_, b) in zip(state, cache.named_tensors(), strict=True))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float8_e4m3fn], ids=["wide", "fp8"])
@@ -195,7 +176,6 @@ def test_modes_of_the_process_do_not_reach_a_cache(dtype: torch.dtype) -> None:
     for tensor in (*made, *own.k_scales):
         tensor.zero_()
     own.copy_pages([1], [2])
-    own.swap_pages(cache, [1], [2])
 
 
 def test_the_null_page_may_be_the_last() -> None:
@@ -261,7 +241,7 @@ WRONG_TYPES = {
         lambda: KVCache.allocate(KVCacheSpec(4, 256, 512, 1024), 2**31 - 1, "cpu"),
         "num_pages: expected a cache that fits cpu, got 2147483647 pages of 2147483648 bytes",
     ),
-    "other": (lambda: KVCache(SPEC, K, V).swap_pages(K, [1], [2]), "other: expected KVCache, got"),
+    "copy-group": (lambda: KVCache(SPEC, K, V).copy_pages([1], [2], group=1), "group: expected an int from 0 to 0"),
     "copy-none": (
         lambda: KVCache(SPEC, K, V).copy_pages(None, [2]),
         "src_pages: expected ints from 0 to 5 .* got None",

@@ -1,0 +1,112 @@
+"""The pages of running sequences: a table per KV group, and the pages that sequences of equal beginning share."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from graphrt.batch import Int32Array
+from graphrt.kv_cache import PageAllocator
+from graphrt.spec import KVCacheSpec
+
+Slots = npt.NDArray[np.int64]
+
+
+class Tables:
+    """The pages of every slot in one KV group: page `from_[slot]` of its sequence to page `to[slot]`, not included.
+
+    A sequence's pages are allocated as its length grows, and given back as the window leaves them behind. The steps
+    that read and write them run in the order of submission, so a page may be given to the next step at once. Of pages
+    that several sequences share, each has an ownership of its own.
+
+    listed   by slot, up to which page the steps have listed the slot's pages for its row id
+    """
+
+    def __init__(self, group: KVCacheSpec, allocator: PageAllocator, slots: int, longest: int) -> None:
+        self.group, self._allocator = group, allocator
+        self._pages = np.zeros((slots, group.pages_for(longest)), np.int32)
+        self.from_ = np.zeros(slots, np.int64)
+        self.to = np.zeros(slots, np.int64)
+        self._listed = np.zeros(slots, np.int64)
+
+    def give_back(self, slots: Slots, positions: npt.NDArray[np.int64]) -> None:
+        """Free what tokens from `positions` on cannot see."""
+        if self.group.sliding_window is None and self.group.attention_chunk_size is None:
+            return
+        # The next page is left behind once its last token is: most steps leave none.
+        near = positions - self.from_[slots] * self.group.page_size >= self.group.page_size
+        for slot, position in zip(slots[near].tolist(), positions[near].tolist(), strict=True):
+            seen = min(self.group.first_page_seen(position), int(self.to[slot]))
+            if seen > self.from_[slot]:
+                self._allocator.free(self._pages[slot, self.from_[slot] : seen])
+                self.from_[slot] = seen
+
+    def missing(self, slots: Slots, seq_lens: npt.NDArray[np.int64]) -> int:
+        """Pages that `grow` would allocate."""
+        return int((-(-seq_lens // self.group.page_size) - self.to[slots]).clip(0).sum())
+
+    def grow(self, slots: Slots, seq_lens: npt.NDArray[np.int64]) -> None:
+        """Allocate pages up to `seq_lens`."""
+        first, needed = self.to[slots], -(-seq_lens // self.group.page_size)
+        more = needed > first
+        for slot, start, end in zip(*(x[more].tolist() for x in (slots, first, needed)), strict=True):
+            self._pages[slot, start:end] = self._allocator.allocate(end - start)
+        self.to[slots] = np.maximum(first, needed)
+
+    def list_new(self, slots: Slots) -> tuple[Int32Array, npt.NDArray[np.int64], list[Int32Array]]:
+        """The pages that no step has listed: the place of the first one of each slot, how many, and their ids."""
+        first, to = np.maximum(self._listed[slots], self.from_[slots]), self.to[slots]
+        new = to > first
+        pages = [
+            self._pages[slot, start:end]
+            for slot, start, end in zip(*(x[new].tolist() for x in (slots, first, to)), strict=True)
+        ]
+        self._listed[slots] = to
+        return first.astype(np.int32), to - first, pages
+
+    def pages(self, slot: int) -> Int32Array:
+        """A copy of a slot's page ids."""
+        return np.array(self._pages[slot, self.from_[slot] : self.to[slot]])
+
+    def place(self, slot: int, first: int, pages: Sequence[int] | Int32Array) -> None:
+        """Give an empty slot pages that it owns from now on, the first of them at place `first` of its sequence."""
+        self.from_[slot] = self._listed[slot] = first
+        self.to[slot] = first + len(pages)
+        self._pages[slot, first : first + len(pages)] = pages
+
+    def can_share(self, donor: int, length: int) -> bool:
+        """Whether a slot still has all pages that a sequence sees that goes on behind its first `length` tokens."""
+        return bool(self.from_[donor] <= self.group.first_page_seen(length))
+
+    def share(self, donor: int, slot: int, length: int) -> tuple[int, int] | None:
+        """Give an empty slot what another has of its first `length` tokens, of which the last page may be partly
+        filled: the slot gets a page of its own there, and the pair says which page is to be copied to which."""
+        first, full = self.group.first_page_seen(length), length // self.group.page_size
+        pages = self._pages[donor, first:full].tolist()
+        self._allocator.share(pages)
+        copied = None
+        if length % self.group.page_size:
+            (own,) = self._allocator.allocate(1)
+            copied = int(self._pages[donor, full]), own
+            pages.append(own)
+        self.place(slot, first, pages)
+        return copied
+
+    def forget(self, slot: int) -> None:
+        """Empty a slot whose pages somebody else frees."""
+        self.from_[slot] = self.to[slot] = self._listed[slot] = 0
+
+    def release(self, slot: int) -> None:
+        """Free every page of a slot."""
+        self._allocator.free(self._pages[slot, self.from_[slot] : self.to[slot]])
+        self.forget(slot)
+
+
+def common_prefix(a: Int32Array, b: Int32Array, most: int) -> int:
+    """How many tokens two sequences begin with alike, `most` at most."""
+    most = min(most, len(a), len(b))
+    differ = a[:most] != b[:most]
+    at = int(differ.argmax()) if most else 0
+    return at if most and differ[at] else most

@@ -1,0 +1,296 @@
+"""What swaps reach over the link, and what they cost the steps beside them.
+
+    python scripts/bench_swap.py
+    python scripts/bench_swap.py --only link
+    python scripts/bench_swap.py --batch 64 --context 2048 --out swap.json
+
+link    GB/s of `SwapSpace.swap_out` and `swap_in` at several sizes, beside one plain copy of as many bytes between
+        pinned memory and the device: the link's own limit. And the host's microseconds per call
+steps   milliseconds per decode step of a captured model (the shape of Llama 3.2 1B, dummy weights), two steps in flight
+        as in TextGenerator, alone and beside swaps that go on all the time, in turns: medians and 99th percentiles
+
+The last line of standard output is one JSON object; with `--out` it goes to that file, and a short table comes last.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import time
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+import torch
+
+from graphrt.batch import Batch
+from graphrt.bench.environment import provenance
+from graphrt.config import RuntimeConfig
+from graphrt.kernels.types import KVLayout
+from graphrt.kv_cache import PageAllocator
+from graphrt.models.config import ModelConfig
+from graphrt.models.dummy import fill_dummy_weights
+from graphrt.models.llama import LlamaModel
+from graphrt.models.shapes import shape_config
+from graphrt.runtime import Runtime
+from graphrt.swap import SwapArrival, SwapSpace
+
+PAGE = 16
+SEQUENCES, SEQUENCE_TOKENS = 3, 2048  # that are swapped beside the steps
+SIZES_MB = (1, 8, 64, 256, 1024)
+ROUNDS = 4
+
+
+def build(config: ModelConfig, device: torch.device, batch: int, context: int, steps: int, spare: int) -> Runtime:
+    """A captured runtime of one decode size, with `spare` pages beside those of the rows."""
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    longest = context + steps
+    model = LlamaModel(config, dtype=dtype, device=device, max_positions=longest)
+    fill_dummy_weights(model)
+    runtime = Runtime(
+        model,
+        config.attention_specs(dtype),
+        config.kv_groups(PAGE, KVLayout.NHD, dtype),
+        vocab_size=config.vocab_size,
+        device=device,
+        config=RuntimeConfig(
+            max_num_reqs=batch, max_num_tokens=batch, max_seq_len=longest, decode_sizes=(batch,), mixed_sizes=()
+        ),
+        num_pages=1 + batch * -(-longest // PAGE) + spare,
+    )
+    runtime.capture()
+    return runtime
+
+
+def shuffled(allocator: PageAllocator, count: int) -> np.ndarray:
+    """Pages as a long-running allocator hands them out."""
+    return np.random.default_rng(0).permutation(allocator.allocate(count))
+
+
+def plain_copies(nbytes: int, device: torch.device) -> tuple[float, float]:
+    """GB/s of one copy to pinned memory, and of one from there: the best of several."""
+    pinned = device.type == "cuda"
+    host = torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=pinned)
+    there = torch.empty(nbytes, dtype=torch.uint8, device=device)
+    ways = ((host, there), (there, host))
+    return tuple(nbytes / min(seconds(lambda a=a, b=b: a.copy_(b, non_blocking=True), device)) / 1e9 for a, b in ways)
+
+
+def seconds(call: Any, device: torch.device, repeats: int = 5) -> list[float]:
+    """Seconds from the call to the end of all that it started; the first two calls warm up."""
+    found = []
+    for _ in range(2 + repeats):
+        synchronize(device)
+        start = time.perf_counter()
+        call()
+        synchronize(device)
+        found.append(time.perf_counter() - start)
+    return found[2:]
+
+
+def synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def bench_link(runtime: Runtime, sizes_mb: tuple[int, ...]) -> list[dict[str, Any]]:
+    """Both ways at every size that the free pages have."""
+    allocator, results = runtime.allocator, []
+    page_bytes = runtime.kv_cache.groups[0].bytes_per_page
+    for size in sizes_mb:
+        count = max(1, size * 10**6 // page_bytes)
+        if count > allocator.num_free:
+            continue
+        nbytes = count * page_bytes
+        times: dict[str, list[float]] = {"out": [], "in": [], "host_out": [], "host_in": []}
+        with SwapSpace(runtime.kv_cache, runtime.allocators, nbytes, stream=runtime.stream) as space:
+            for _ in range(7):
+                pages = shuffled(allocator, count)
+                synchronize(runtime.device)
+                start = time.perf_counter()
+                swapped = space.swap_out([pages])
+                times["host_out"].append(time.perf_counter() - start)
+                synchronize(runtime.device)
+                times["out"].append(time.perf_counter() - start)
+                space.collect()
+                pages = shuffled(allocator, count)
+                start = time.perf_counter()
+                space.swap_in(swapped, [pages])
+                times["host_in"].append(time.perf_counter() - start)
+                synchronize(runtime.device)
+                times["in"].append(time.perf_counter() - start)
+                allocator.free(pages)
+        best = {name: min(values[2:]) for name, values in times.items()}
+        plain_out, plain_in = plain_copies(nbytes, runtime.device)
+        results.append(
+            {
+                "nbytes": nbytes,
+                "pages": count,
+                "out_gb_s": nbytes / best["out"] / 1e9,
+                "in_gb_s": nbytes / best["in"] / 1e9,
+                "plain_out_gb_s": plain_out,
+                "plain_in_gb_s": plain_in,
+                "host_out_us": 1e6 * median(times["host_out"][2:]),
+                "host_in_us": 1e6 * median(times["host_in"][2:]),
+            }
+        )
+    return results
+
+
+class _Swaps:
+    """Some sequences that go out and come back to other pages, all the time."""
+
+    def __init__(self, runtime: Runtime, space: SwapSpace, pages: int) -> None:
+        self._space, self._allocator, self._count = space, runtime.allocator, pages
+        self._pages = [self._allocator.allocate(pages) for _ in range(SEQUENCES)]
+        self._arrivals: list[SwapArrival | None] = [None] * SEQUENCES
+        self.bytes_moved = 0
+
+    def go_on(self) -> None:
+        """Send those out and back that have come back; the host does not wait."""
+        self._space.collect()
+        for index, arrival in enumerate(self._arrivals):
+            if self._allocator.num_free >= self._count and (arrival is None or arrival.done()):
+                swapped = self._space.swap_out([self._pages[index]])
+                self._pages[index] = self._allocator.allocate(self._count)
+                self._arrivals[index] = self._space.swap_in(swapped, [self._pages[index]])
+                self.bytes_moved += 2 * self._space.bytes_of([self._count])
+
+    def end(self) -> None:
+        """Give all pages back."""
+        for pages, arrival in zip(self._pages, self._arrivals, strict=True):
+            if arrival is not None:
+                arrival.wait()
+            self._allocator.free(pages)
+
+
+class _Steps:
+    """Decodes all rows from the context on; every row feeds its token back on the device."""
+
+    def __init__(self, runtime: Runtime, batch: int, context: int) -> None:
+        self._runtime, self._context = runtime, context
+        self._rows = np.arange(batch, dtype=np.int32)
+        per_row = -(-runtime.config.max_seq_len // PAGE)
+        self._pages = shuffled(runtime.allocator, batch * per_row).astype(np.int32)
+        self._indptr = np.arange(batch + 1, dtype=np.int32) * per_row
+
+    def run(self, steps: int, swaps: _Swaps | None) -> list[float]:
+        """Milliseconds between the ends of steps, as the device counts them, or the host on a CPU."""
+        events, clock, before = [], [], None
+        synchronize(self._runtime.device)
+        for step in range(steps):
+            if swaps is not None:
+                swaps.go_on()
+            handle = self._runtime.replay(
+                Batch(
+                    row_ids=self._rows,
+                    seq_lens=np.full(len(self._rows), self._context + 1 + step, np.int32),
+                    tokens=np.ones(len(self._rows), np.int32) if step == 0 else None,
+                    page_indptr=self._indptr if step == 0 else np.zeros(len(self._rows) + 1, np.int32),
+                    page_ids=self._pages if step == 0 else np.empty(0, np.int32),
+                )
+            )
+            if self._runtime.stream is not None:
+                events.append(torch.cuda.Event(enable_timing=True))
+                events[-1].record(self._runtime.stream)
+            else:
+                clock.append(1e3 * time.perf_counter())
+            if before is not None:
+                before.wait()
+            before = handle
+        synchronize(self._runtime.device)
+        if events:
+            return [a.elapsed_time(b) for a, b in itertools.pairwise(events)]
+        return np.diff(clock).tolist()
+
+
+def bench_steps(runtime: Runtime, batch: int, context: int, steps: int, pages: int) -> dict[str, Any]:
+    """Rounds alone and beside swaps in turns, the first of each for warming up."""
+    loop, found = _Steps(runtime, batch, context), {"alone": [], "beside": []}
+    moved = elapsed = 0.0
+    nbytes = SEQUENCES * pages * runtime.kv_cache.groups[0].bytes_per_page
+    with SwapSpace(runtime.kv_cache, runtime.allocators, nbytes, stream=runtime.stream) as space:
+        for round_ in range(1 + ROUNDS):
+            alone = loop.run(steps, None)
+            swaps = _Swaps(runtime, space, pages)
+            start = time.perf_counter()
+            beside = loop.run(steps, swaps)
+            if round_:
+                elapsed += time.perf_counter() - start
+                moved += swaps.bytes_moved
+                found["alone"] += alone
+                found["beside"] += beside
+            swaps.end()
+            space.reclaim(0, 2 * SEQUENCES * pages)
+    result: dict[str, Any] = {"batch": batch, "context": context, "steps": len(found["alone"]), "swapped_pages": pages}
+    for name, values in found.items():
+        result[f"{name}_ms"], result[f"{name}_p99_ms"] = (float(x) for x in np.percentile(values, [50, 99]))
+    result["median_ratio"] = result["beside_ms"] / result["alone_ms"]
+    result["p99_ratio"] = result["beside_p99_ms"] / result["alone_p99_ms"]
+    result["mean_ratio"] = float(np.mean(found["beside"]) / np.mean(found["alone"]))
+    result["swap_gb_s"] = moved / elapsed / 1e9
+    return result
+
+
+def measure(
+    config: ModelConfig, device: torch.device, *, batch: int, context: int, steps: int, only: str | None,
+    sizes_mb: tuple[int, ...] = SIZES_MB, sequence_tokens: int = SEQUENCE_TOKENS,
+) -> dict[str, Any]:  # fmt: skip
+    """Both parts over one runtime."""
+    (group,) = config.kv_groups(PAGE, KVLayout.NHD, torch.bfloat16)
+    pages = sequence_tokens // PAGE
+    spare = max(2 * SEQUENCES * pages, 1 + max(sizes_mb) * 10**6 // group.bytes_per_page)
+    found: dict[str, Any] = {}
+    with build(config, device, batch, context, steps, spare) as runtime:
+        if only != "steps":
+            found["link"] = bench_link(runtime, sizes_mb)
+        if only != "link":
+            found["steps"] = bench_steps(runtime, batch, context, steps, pages)
+    return found
+
+
+def table(found: dict[str, Any]) -> str:
+    """What to look at first."""
+    lines = ["     MB   out GB/s  (plain)    in GB/s  (plain)   host us out/in"] if "link" in found else []
+    for row in found.get("link", []):
+        lines.append(
+            f"{row['nbytes'] / 1e6:7.1f} {row['out_gb_s']:10.1f} {row['plain_out_gb_s']:8.1f} {row['in_gb_s']:10.1f} "
+            f"{row['plain_in_gb_s']:8.1f} {row['host_out_us']:8.0f} / {row['host_in_us']:.0f}"
+        )
+    if (steps := found.get("steps")) is not None:
+        lines += [
+            f"steps of {steps['batch']} rows at {steps['context']} tokens, {steps['steps']} of each:",
+            f"  alone   {steps['alone_ms']:.3f} ms, p99 {steps['alone_p99_ms']:.3f}",
+            f"  beside  {steps['beside_ms']:.3f} ms, p99 {steps['beside_p99_ms']:.3f}: "
+            f"{steps['median_ratio']:.3f} x, p99 {steps['p99_ratio']:.3f} x, mean {steps['mean_ratio']:.3f} x, "
+            f"at {steps['swap_gb_s']:.1f} GB/s",
+        ]
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", choices=("link", "steps"))
+    parser.add_argument("--batch", type=int, default=64)
+    parser.add_argument("--context", type=int, default=2048)
+    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.error("expected a CUDA device, got none")
+    found = measure(
+        shape_config("llama-3.2-1b"), torch.device("cuda", 0), batch=options.batch, context=options.context,
+        steps=options.steps, only=options.only,
+    )  # fmt: skip
+    record = {"name": "swap", **provenance(), **found}
+    print(table(found), flush=True)
+    if options.out is None:
+        print(json.dumps(record), flush=True)
+    else:
+        options.out.write_text(json.dumps(record, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

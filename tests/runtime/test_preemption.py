@@ -1,0 +1,237 @@
+"""TextGenerator where pages are short: equal tokens under every budget, shared prefixes, and what is given back."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from graphrt.generate import SamplingParams, TextGenerator
+from graphrt.groups import kv_groups
+from graphrt.handle import StepFaultError
+from graphrt.kernels.errors import CapacityError, ConfigError
+from graphrt.runtime import Runtime
+from graphrt.spec import AttentionSpec
+from tests.runtime.layered import VOCAB, LayeredModel, Watch, build, exact_ownership, generate, prompts_of
+
+F32, CPU = torch.float32, torch.device("cpu")
+FULL = AttentionSpec(4, 2, 16, F32)
+MODELS = {
+    "full": (FULL,),
+    "window_beside_full": (replace(FULL, sliding_window=6), FULL),
+    "two_pools": (FULL, AttentionSpec(3, 3, 16, F32)),
+}
+PROMPTS, COUNTS = prompts_of([11, 3, 18, 1, 7]), [9, 14, 6, 17, 8]
+
+
+def assert_idle(runtime: Runtime) -> None:
+    assert all(a.num_free == a.num_pages - 1 for a in runtime.allocators)
+    assert sorted(runtime.free_rows) == list(range(runtime.config.max_num_reqs))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_every_budget_gives_the_same_tokens(name: str) -> None:
+    """From the pages of the longest sequence alone to those of all, with and without host memory."""
+    specs = MODELS[name]
+    groups = kv_groups(specs, page_size=4)
+    model = LayeredModel(specs, CPU)
+    want = [model.greedy(prompt, count) for prompt, count in zip(PROMPTS, COUNTS, strict=True)]
+    longest = max(len(prompt) + count - 1 for prompt, count in zip(PROMPTS, COUNTS, strict=True))
+    least = sum(group.most_pages(longest, 1) for group in groups if group.pool == 0)
+    preempted = []
+    for budget in range(least, 4 * least, 2):
+        _, runtime = build(specs, groups, 1 + budget, CPU, mixed_sizes=())
+        Watch(runtime)
+        for swap_bytes in (0, 20_000):
+            generator = TextGenerator(runtime, swap_bytes=swap_bytes)
+            with exact_ownership():
+                assert generate(runtime, PROMPTS, COUNTS, generator) == want, (budget, swap_bytes)
+            stats = generator.stats
+            assert (stats.swapped_out_pages == 0) or swap_bytes
+            assert stats.swapped_in_pages == stats.swapped_out_pages
+            assert (stats.recomputed_tokens > 0) <= (stats.preemptions > 0)
+            preempted.append(stats.preemptions)
+            assert_idle(runtime)
+        runtime.close()
+    assert max(preempted) > 1
+    assert preempted[-2:] == [0, 0], "with pages for all nobody gives way"
+
+
+def test_fewer_pages_than_one_sequence_needs_are_refused() -> None:
+    groups = kv_groups(MODELS["full"], page_size=4)
+    _, runtime = build(MODELS["full"], groups, 1 + 5, CPU)
+    with pytest.raises(CapacityError, match=r"prompts\[2\]: expected at most 5 pages, got a need of 6 for 23 tokens"):
+        TextGenerator(runtime).generate(PROMPTS, [SamplingParams(n) for n in COUNTS])
+
+
+def tight(**options: Any) -> tuple[LayeredModel, Runtime]:
+    """Nine pages of four tokens: two of the sequences below do not fit beside each other for long."""
+    return build(MODELS["full"], kv_groups(MODELS["full"], page_size=4), 1 + 9, CPU, mixed_sizes=(), **options)
+
+
+@pytest.mark.parametrize("swap_bytes", [0, 1 << 20])
+def test_the_last_sequence_gives_way_and_no_token_is_lost(swap_bytes: int) -> None:
+    model, runtime = tight()
+    prompts = prompts_of([10, 9])
+    generator = TextGenerator(runtime, swap_bytes=swap_bytes)
+    order = []
+    for event in generator.generate(prompts, SamplingParams(20)):
+        order.append((event.prompt, event.token))
+    for index, prompt in enumerate(prompts):
+        assert [token for p, token in order if p == index] == model.greedy(prompt, 20)
+    ends = [max(i for i, (p, _) in enumerate(order) if p == index) for index in (0, 1)]
+    assert ends[0] < ends[1], "the first never gives way"
+    stats = generator.stats
+    assert stats.preemptions == 1
+    assert (stats.swapped_out_pages > 0, stats.recomputed_tokens > 0) == (swap_bytes > 0, swap_bytes == 0)
+    assert_idle(runtime)
+
+
+def test_hot_sequences_are_the_same_however_often_they_are_preempted() -> None:
+    """Random numbers depend on seed and position alone."""
+    params = [SamplingParams(15, temperature=1.2, seed=seed) for seed in (5, 6, 5, 7)]
+    prompts = [PROMPTS[0], PROMPTS[0], PROMPTS[0], PROMPTS[4]]
+    answers = []
+    for pages, swap_bytes in ((60, 0), (8, 0), (8, 1 << 20), (11, 1 << 20)):
+        _, runtime = build(MODELS["full"], kv_groups(MODELS["full"], page_size=4), 1 + pages, CPU, mixed_sizes=())
+        generator = TextGenerator(runtime, swap_bytes=swap_bytes)
+        found: list[list[int | None]] = [[] for _ in prompts]
+        for event in generator.generate(prompts, params):
+            found[event.prompt].append(event.token)
+        answers.append(found)
+        assert (generator.stats.preemptions > 0) == (pages < 60)
+    assert all(found == answers[0] for found in answers)
+    assert answers[0][0] == answers[0][2] != answers[0][1]
+
+
+@pytest.mark.parametrize("at", range(0, 40, 3))
+def test_a_generator_that_is_closed_gives_everything_back(at: int) -> None:
+    """Wherever it stands, also while sequences wait with their pages on the host."""
+    _, runtime = tight()
+    generator = TextGenerator(runtime)
+    events = generator.generate(prompts_of([10, 9, 12, 5]), SamplingParams(20))
+    for _ in range(at):
+        next(events)
+    events.close()
+    assert_idle(runtime)
+
+
+def test_an_error_in_the_middle_gives_everything_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, runtime = tight()
+    prompts = prompts_of([10, 9, 12])
+    real, calls = runtime.replay, []
+
+    def replay(batch: Any) -> Any:
+        calls.append(batch)
+        if len(calls) == 14:
+            raise RuntimeError("out of order")
+        return real(batch)
+
+    monkeypatch.setattr(runtime, "replay", replay)
+    generator = TextGenerator(runtime)
+    with pytest.raises(RuntimeError, match="out of order"):
+        generate(runtime, prompts, [20] * 3, generator)
+    assert generator.stats.swapped_out_pages
+    assert_idle(runtime)
+    monkeypatch.undo()
+    assert generate(runtime, prompts, [5] * 3) == [model.greedy(prompt, 5) for prompt in prompts]
+
+
+def test_pages_that_others_take_meanwhile_are_missed_with_an_error() -> None:
+    _, runtime = tight()
+    events = TextGenerator(runtime).generate(prompts_of([10]), SamplingParams(20))
+    next(events)
+    held = runtime.allocator.allocate(runtime.allocator.num_free)
+    with pytest.raises(CapacityError, match=r"prompts\[0\]: expected a free row and pages, got . rows and 0 pages"):
+        list(events)
+    runtime.allocator.free(held)
+    assert_idle(runtime)
+
+
+@pytest.mark.parametrize("swap_bytes", [-1, 1.5, None, True, "1"])
+def test_what_no_host_memory_is(swap_bytes: Any) -> None:
+    _, runtime = tight()
+    with pytest.raises(ConfigError, match="swap_bytes: expected an int from 0"):
+        TextGenerator(runtime, swap_bytes=swap_bytes)
+
+
+# -- prefixes
+
+
+STORY = prompts_of([30], seed=7)[0]
+SHARED = {
+    # lengths in common with the first prompt, tokens that follow, page size: tokens not computed, pages shared, copied
+    "full_pages": (16, 5, 4, (16, 4, 0)),
+    "less_than_half_a_page_more": (18, 5, 4, (16, 4, 0)),
+    "more_than_half": (19, 5, 4, (19, 5, 1)),
+    "equal_prompts": (30, 0, 4, (28, 7, 0)),
+    "equal_prompts_and_a_copy": (30, 0, 16, (29, 2, 1)),
+    "less_than_a_page": (3, 9, 16, (0, 0, 0)),
+    "nothing": (0, 9, 4, (0, 0, 0)),
+}
+
+
+@pytest.mark.parametrize("case", SHARED)
+def test_prompts_that_begin_alike_share_pages(case: str) -> None:
+    common, more, page_size, want = SHARED[case]
+    other = [(token + 1) % VOCAB for token in STORY]
+    second = STORY[:common] + other[common : common + more]
+    model, runtime = build(
+        MODELS["full"], kv_groups(MODELS["full"], page_size=page_size), 60, CPU, max_num_tokens=64, mixed_sizes=()
+    )
+    watch, generator = Watch(runtime), TextGenerator(runtime)
+    with exact_ownership():
+        assert generate(runtime, [STORY, second], [12, 12], generator) == [
+            model.greedy(prompt, 12) for prompt in (STORY, second)
+        ]
+    stats = generator.stats
+    assert (stats.shared_tokens, stats.shared_pages, stats.copied_pages) == want
+    computed = len(STORY) + len(second) + 2 * 11 - want[0]
+    assert runtime.stats().real_tokens == computed
+    assert watch.steps == 12 + (want[0] > 0), "who waits for another's prompt waits a step"
+    assert_idle(runtime)
+
+
+def test_equal_prompts_take_the_pages_of_one() -> None:
+    """Four sequences of 30 tokens that continue differently: 7 full pages are one sequence's, whoever ends first."""
+    _, runtime = build(MODELS["full"], kv_groups(MODELS["full"], page_size=4), 1 + 7 + 4 * 3, CPU, mixed_sizes=())
+    watch, generator = Watch(runtime), TextGenerator(runtime)
+    params = [SamplingParams(n, temperature=1.5, seed=n) for n in (3, 9, 6, 8)]
+    with exact_ownership():
+        found: list[list[int | None]] = [[] for _ in params]
+        for event in generator.generate([STORY] * 4, params):
+            found[event.prompt].append(event.token)
+    assert [len(tokens) for tokens in found] == [3, 9, 6, 8]
+    assert len({tuple(tokens[:3]) for tokens in found}) == 3
+    assert generator.stats.preemptions == 0
+    assert generator.stats.shared_pages == 3 * 7
+    assert watch.most_owned[0] <= 7 + 4 * 3
+    assert_idle(runtime)
+
+
+def test_a_windowed_group_shares_what_it_still_has() -> None:
+    """While the first prompt is at most a step ahead; a page behind its window is gone for those that come later."""
+    specs = MODELS["window_beside_full"]
+    model, runtime = build(specs, kv_groups(specs, page_size=4), 80, CPU, max_num_tokens=64, mixed_sizes=())
+    Watch(runtime)
+    generator = TextGenerator(runtime)
+    prompts = [STORY, [*STORY[:24], 1, 2, 3], [*STORY[:8], 4, 5]]
+    with exact_ownership():
+        assert generate(runtime, prompts, [9] * 3, generator) == [model.greedy(prompt, 9) for prompt in prompts]
+    assert generator.stats.shared_tokens == 24 + 8
+    assert_idle(runtime)
+
+
+def test_a_fault_beside_sequences_that_wait_gives_everything_back() -> None:
+    """A NaN in one prompt's logits, while another's pages are on the host."""
+    model, runtime = tight()
+    prompts = prompts_of([10, 9])
+    events = TextGenerator(runtime).generate(prompts, SamplingParams(20))
+    for _ in range(25):
+        next(events)
+    model.embed.fill_(float("nan"))
+    with pytest.raises(StepFaultError, match="NO_TOKEN_OFFERED"):
+        list(events)
+    assert_idle(runtime)
