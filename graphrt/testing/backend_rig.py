@@ -291,6 +291,7 @@ def make_rig(backend_class: type[AttentionBackend], feature: Feature, device: to
         query_start_loc=make(rows + 1, dtype=torch.int32),
         block_tables=(make(rows, context.max_pages(0), dtype=torch.int32),),
         slot_mappings=(make(padded, dtype=torch.int64),),
+        encoder_lens=make(rows, dtype=torch.int32),
         positions=make(padded, dtype=torch.int64),
         max_seq_len=context.max_seq_len,
     )

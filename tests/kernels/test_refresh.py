@@ -22,6 +22,7 @@ LAST_TOKENS = (50, 51, 52, -1, 54, 55, 56, 777)  # row id 3 has none, that of 7 
 OUTPUTS = (
     "fault_code", "fault_value", "step_counter", "input_ids", "positions", "slot_mapping", "query_start_loc",
     "seq_lens", "block_table", "logits_indices", "row_ids", "row_status", "void_ids", "temperatures", "seeds",
+    "encoder_lens",
 )  # fmt: skip
 OF_GROUPS = ("slot_mapping", "block_table")  # a row of them per KV group
 SCRATCH = {"new_spans", "check_code", "check_value", "table_from", "table_to"}  # notes of the kernels for each other
@@ -40,6 +41,7 @@ class Row:
     query_len: int | None = None  # lie about the number of tokens
     page_count: int | None = None  # lie about the number of pages
     first_page: int = 0
+    encoder_len: int = 0
 
 
 @dataclass(frozen=True)
@@ -97,6 +99,7 @@ def pack(rows: Sequence[Row], step: int) -> list[int]:
         columns[layout.ROW_SAMPLE].append(row.sample)
         columns[layout.ROW_COPIED].append(struct.unpack("<i", struct.pack("<f", row.temperature))[0])
         columns[layout.ROW_COPIED + 1].append(struct.unpack("<i", struct.pack("<I", row.seed & 0xFFFFFFFF))[0])
+        columns[layout.ROW_ENCODER_LEN].append(row.encoder_len)
         token_at += len(row.tokens)
         page_at += len(row.pages)
     return words + [word for column in columns for word in column] + tokens + pages
@@ -125,6 +128,7 @@ def expect(
         "void_ids": [-1] * s.reqs,
         "temperatures": [0.0] * s.reqs,
         "seeds": [0] * s.reqs,
+        "encoder_lens": [0] * s.reqs,
     }
     for r, row in enumerate(rows):
         if r in faults:
@@ -148,6 +152,7 @@ def expect(
         out["logits_indices"][r] = starts[r] + len(row.tokens) - 1
         out["temperatures"][r] = row.temperature
         out["seeds"][r] = row.seed & 0xFFFFFFFF
+        out["encoder_lens"][r] = row.encoder_len
     return out
 
 

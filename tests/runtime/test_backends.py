@@ -227,6 +227,7 @@ def make_step(descriptor: BatchDescriptor, device: torch.device) -> tuple[torch.
         query_start_loc=torch.tensor([0, *query_lens]).cumsum(0).to(device, torch.int32),
         block_tables=(block_table.to(device, torch.int32),),
         slot_mappings=(torch.empty(0, device=device),),
+        encoder_lens=torch.zeros(len(seq_lens), dtype=torch.int32, device=device),
         positions=torch.empty(0, device=device),
         max_seq_len=12,
     )
