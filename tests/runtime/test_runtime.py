@@ -200,7 +200,7 @@ WRONG: dict[str, tuple[dict, str]] = {
     "config": ({"config": "abc"}, "config: expected RuntimeConfig, got 'abc'"),
     "kv_spec": ({"kv_spec": "abc"}, "groups: expected a list or tuple of KVCacheSpec per KV group, got 'abc'"),
     "kv_spec-item": ({"kv_spec": [SPEC, None]}, r"groups\[1\]: expected KVCacheSpec, got None"),
-    "kv_spec-none": ({"kv_spec": ()}, "groups: expected at least one KVCacheSpec, got none"),
+    "kv_spec-none": ({"kv_spec": ()}, "attention: expected 0 layers with keys and values"),
     "attention": ({"attention": "abc"}, "attention: expected a list or tuple of AttentionSpec"),
     "attention-none": ({"attention": None}, "attention: expected specs, or a model with graphrt"),
     "attention-item": ({"attention": [SPEC] * 2}, r"attention\[0\]: expected AttentionSpec, got KVCacheSpec"),
