@@ -45,8 +45,8 @@ def buffers_table() -> str:
 def backends_table() -> str:
     lines = [
         "| backend | devices | dtypes | KV dtypes | head dims | page sizes | layouts | query_len | window | softcap "
-        "| ALiBi | ALiBi sqrt | sinks | chunks | V head dim | KV groups | cross | encoder | lse | batch-invariant | mixed | graphs "
-        "| pad seq_len |",
+        "| ALiBi | ALiBi sqrt | sinks | chunks | V head dim | KV groups | cross | encoder | lse | batch-invariant "
+        "| mixed | graphs | pad seq_len |",
         "|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]  # fmt: skip
     for backend in map(backend_class, backend_names()):
