@@ -375,10 +375,10 @@ class ModelLayers:
         if isinstance(attention, AttentionSpec):
             if cache_layers is None:
                 raise ConfigError("kv_spec: expected that of the cache with one spec for all layers, got None; pass it")
-            if not attention.is_cached:
+            if not (attention.is_cached and cache_layers):
                 raise ConfigError(
-                    "attention: expected one spec per layer, got one for all of an encoder, of which the cache counts "
-                    "none; pass a list"
+                    "attention: expected one spec per layer, got one for all, and a cache that counts no such layer; "
+                    "pass a list"
                 )
             specs = (attention,) * cache_layers
         else:

@@ -11,8 +11,8 @@ refresh   microseconds of the refresh alone, in replays of a graph: 256 decode r
 model     a model like Gemma 3 (five layers with a window of 1,024 to each full one, dummy weights), with groups made by
           `kv_groups` and with one table for all layers, in turns: bytes of the KV cache, and time per step
 cross     TB/s of one cross layer in a decode step, one query per row, over KV of 128 MB and more that an encoder wrote;
-          beside it a causal layer over as many tokens of its own, and the bandwidth of a read-only sweep. A small kernel
-          stands between two calls, and its time is subtracted; the KV of a call is out of L2
+          beside it a causal layer over as many tokens of its own, and the bandwidth of a read-only sweep. A small
+          kernel stands between two calls, and its time is subtracted; the KV of a call is out of L2
 
 The last line of standard output is one JSON object.
 """

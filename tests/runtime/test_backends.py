@@ -385,5 +385,6 @@ def test_layers_share_a_schedule_where_heads_and_window_are_equal(monkeypatch: p
         backend.schedule(metadata)
         starts = metadata.query_start_loc if descriptor is MIXED else None
         assert launched == [
-            {"query_start_loc": starts, "sliding_window": window, "attention_chunk_size": 0} for window in (0, 3)
+            {"query_start_loc": starts, "causal": True, "sliding_window": window, "attention_chunk_size": 0}
+            for window in (0, 3)
         ]
