@@ -20,8 +20,8 @@ POISON = -77
 GUARD = 5  # values behind every buffer that nobody may touch
 LAST_TOKENS = (50, 51, 52, -1, 54, 55, 56, 777)  # row id 3 has none, that of 7 is outside the vocabulary
 OUTPUTS = (
-    "fault_code", "fault_value", "step_counter", "input_ids", "positions", "slot_mapping", "query_start_loc", "seq_lens",
-    "block_table", "logits_indices", "row_ids", "row_status", "void_ids", "temperatures", "seeds", "encoder_lens",
+    "fault_code", "fault_value", "step_counter", "input_ids", "positions", "slot_mapping", "query_start_loc", "seeds",
+    "seq_lens", "block_table", "logits_indices", "row_ids", "row_status", "void_ids", "temperatures", "encoder_lens",
 )  # fmt: skip
 OF_GROUPS = ("slot_mapping", "block_table")  # a row of them per KV group
 SCRATCH = {"new_spans", "check_code", "check_value", "table_from", "table_to"}  # notes of the kernels for each other
