@@ -52,6 +52,7 @@ if TYPE_CHECKING:
     from graphrt.runtime import Runtime as Runtime
     from graphrt.runtime import resolve_device as resolve_device
     from graphrt.scheduler import GenerationStats as GenerationStats
+    from graphrt.spec import AttentionKind as AttentionKind
     from graphrt.spec import AttentionSpec as AttentionSpec
     from graphrt.spec import KVCacheSpec as KVCacheSpec
     from graphrt.stats import Stats as Stats
@@ -66,6 +67,7 @@ __version__ = "0.1.0"
 _HOME = {
     "Attention": "graphrt.layer",
     "AttentionBackend": "graphrt.backends.base",
+    "AttentionKind": "graphrt.spec",
     "AttentionSpec": "graphrt.spec",
     "BackendChoice": "graphrt.backends.choice",
     "Batch": "graphrt.batch",

@@ -34,16 +34,18 @@ class Row:
     sample       whether a token is to be sampled after the last of `tokens` (False: a prompt chunk that goes on)
     temperature  0 is greedy
     seed         seed of this row's random numbers
+    encoder_len  tokens that the row's encoder wrote for cross layers; 0: none
     """
 
     row_id: int
     tokens: Sequence[int] | Int32Array
     seq_len: int
-    pages: Sequence[int] | Int32Array | Sequence[Sequence[int] | Int32Array]
+    pages: Sequence[int] | Int32Array | Sequence[Sequence[int] | Int32Array] = ()
     sample: bool = True
     temperature: float = 0.0
     seed: int = 0
     first_page: int | Sequence[int] = 0
+    encoder_len: int = 0
 
 
 @dataclass(frozen=True, slots=True, init=False, eq=False)
@@ -54,12 +56,13 @@ class Batch:
     seq_lens      [n]       int32    KV tokens including this step's
     query_lens    [n]       int32    new tokens of each row, >= 1; by default 1
     tokens        [sum]     int32    literal token ids, or TOKEN_FROM_ROW, the row's last sampled token; by default that
-    page_indptr   [n + 1]   int32    row i lists page_ids[page_indptr[i] : page_indptr[i + 1]]
-    page_ids      [listed]  int32    page ids, row after row
+    page_indptr   [n + 1]   int32    row i lists page_ids[page_indptr[i] : page_indptr[i + 1]]; by default no lists
+    page_ids      [listed]  int32    page ids, row after row; by default none
     first_pages   [n]       int32    place in the sequence of each row's first listed page; by default 0
     sample        [n]       int32    1: sample after the row's last token (the default); 0: the prompt goes on
     temperatures  [n]       float32  0 is greedy, the default
     seeds         [n]       uint32   seeds of the rows' random numbers; by default 0
+    encoder_lens  [n]       int32    tokens that each row's encoder wrote for cross layers; by default 0
 
     A list from page 0 says all pages of its row. A list from a later page, or an empty one, keeps what the row's last
     steps listed before it: a row that goes on needs to list new pages only. A row id that begins a sequence
@@ -67,7 +70,10 @@ class Batch:
 
     With G KV groups (see KVCacheSpec) there are G lists per row, those of the first group first: page_indptr is
     [G * n + 1], first_pages [G * n]. A list of a windowed group may begin at the first page that the row sees; what
-    stands before that page is not read.
+    stands before that page is not read. A list of a cross group has the pages that the row's encoder wrote. Rows may
+    list the same ones, and a row that goes on lists none. With encoder_lens 0 cross layers give zeros.
+
+    A model of encoder layers alone has no KV groups: its batches list no pages, and each row is a whole sequence.
 
     Anything array-like on the host is taken. Arrays of these dtypes are kept as they are, which costs microseconds;
     lists are converted, which costs 13 ns per value. Page ids, page counts and duplicate slots are checked by the
@@ -86,20 +92,22 @@ class Batch:
     sample: Int32Array
     temperatures: npt.NDArray[np.float32]
     seeds: npt.NDArray[np.uint32]
+    encoder_lens: Int32Array
 
     def __init__(
         self,
         *,
         row_ids: npt.ArrayLike,
         seq_lens: npt.ArrayLike,
-        page_indptr: npt.ArrayLike,
-        page_ids: npt.ArrayLike,
+        page_indptr: npt.ArrayLike = (0,),
+        page_ids: npt.ArrayLike = (),
         first_pages: npt.ArrayLike | None = None,
         query_lens: npt.ArrayLike | None = None,
         tokens: npt.ArrayLike | None = None,
         sample: npt.ArrayLike | None = None,
         temperatures: npt.ArrayLike | None = None,
         seeds: npt.ArrayLike | None = None,
+        encoder_lens: npt.ArrayLike | None = None,
     ) -> None:
         given = locals()
         row_ids = _int32("row_ids", row_ids)
@@ -122,7 +130,7 @@ class Batch:
             raise ShapeError(f"batch.tokens: expected {num_tokens} tokens, the sum of query_lens, got {len(tokens)}")
         page_ids, page_indptr = _int32("page_ids", page_ids), _int32("page_indptr", page_indptr)
         listed, lists = len(page_ids), len(page_indptr) - 1
-        if lists < n or (lists % n if n else lists):
+        if lists < 0 or (lists % n if n else lists):
             raise ShapeError(
                 f"batch.page_indptr: expected {n + 1} values, or G x {n} + 1 with G KV groups, got {lists + 1}"
             )
@@ -135,6 +143,10 @@ class Batch:
         heat = values["temperatures"]
         if n and temperatures is not None and not (heat.min() >= 0 and heat.max() < math.inf):
             raise ShapeError("batch.temperatures: expected finite numbers >= 0, got others; 0 is greedy")
+        if n and encoder_lens is not None and values["encoder_lens"].min() < 0:
+            raise ShapeError(
+                f"batch.encoder_lens: expected lengths >= 0, got {values['encoder_lens'].min()}; 0 is none"
+            )
         self._set(
             row_ids=row_ids,
             seq_lens=_int32("seq_lens", seq_lens, n),
@@ -187,7 +199,7 @@ class Batch:
     @classmethod
     def empty(cls) -> Batch:
         """A batch without rows: the step of an idle rank, which touches no row and no page."""
-        return cls(row_ids=(), seq_lens=(), page_indptr=(0,), page_ids=())
+        return cls(row_ids=(), seq_lens=())
 
     @property
     def num_reqs(self) -> int:
@@ -199,17 +211,20 @@ class Batch:
 
     @property
     def num_groups(self) -> int:
-        """KV groups that the rows list pages of; 0 for a batch without rows, which fits any."""
+        """KV groups that the rows list pages of; 0 for a batch without rows, which fits any, or without lists."""
         return len(self.first_pages) // max(self.num_reqs, 1)
 
     def is_uniform(self, query_len: int) -> bool:
         """Whether every row has exactly `query_len` new tokens."""
         return self.num_tokens == query_len * self.num_reqs and bool((self.query_lens == query_len).all())
 
-    def check_capacity(self, max_seq_len: int, record_words: int, groups: int) -> None:
+    def check_capacity(
+        self, max_seq_len: int, record_words: int, groups: int, max_encoder_len: int = 0, whole: bool = False
+    ) -> None:
         """Raise CapacityError for sequences or page lists that a runtime has no room for, ShapeError for page lists of
-        another number of KV groups; costs a microsecond."""
-        if self.num_reqs and self.num_groups != groups:
+        another number of KV groups, and with `whole` for a row that is not a whole sequence; costs microseconds."""
+        none_listed = self.num_groups <= 1 and not len(self.page_ids)
+        if self.num_reqs and self.num_groups != groups and not (groups == 0 and none_listed):
             raise ShapeError(
                 f"batch.page_indptr: expected lists of {groups} KV groups, {groups * self.num_reqs + 1} values, got "
                 f"{len(self.page_indptr)}; list every row's pages in every group"
@@ -221,8 +236,20 @@ class Batch:
                 f"batch.seq_lens: expected at most max_seq_len={max_seq_len}, got {longest} in row {row}; end that "
                 "sequence, or build the runtime with a larger max_seq_len"
             )
+        if int(self.encoder_lens.max(initial=0)) > max_encoder_len:
+            row = int(self.encoder_lens.argmax())
+            raise CapacityError(
+                f"batch.encoder_lens: expected at most max_encoder_len={max_encoder_len}, got {self.encoder_lens[row]} "
+                f"in row {row}; {'raise it' if max_encoder_len else 'no layer reads what an encoder wrote, pass none'}"
+            )
+        if whole and not np.array_equal(self.query_lens, self.seq_lens):
+            row = int((self.query_lens != self.seq_lens).argmax())
+            raise ShapeError(
+                f"batch.query_lens: expected {self.seq_lens[row]} new tokens in row {row}, its seq_len, got "
+                f"{self.query_lens[row]}; encoder layers see the tokens of one step, so rows are whole sequences"
+            )
         listed = len(self.page_ids)
-        words = layout.record_size(self.num_reqs, self.num_tokens, listed, groups)
+        words = layout.record_size(self.num_reqs, self.num_tokens, listed, max(groups, 1))
         if words > record_words:
             raise CapacityError(
                 f"batch.page_ids: expected at most {listed - (words - record_words)} pages listed in one step, "
@@ -237,7 +264,8 @@ class Batch:
         out[layout.HEADER_NUM_REQS] = n
         out[layout.HEADER_NUM_TOKENS] = tokens
         out[layout.HEADER_NUM_PAGES] = listed
-        at, row_fields = layout.HEADER_SIZE, layout.row_fields(self.num_groups)
+        groups = max(self.num_groups, 1)  # a runtime without KV groups has the record of one, without pages
+        at, row_fields = layout.HEADER_SIZE, layout.row_fields(groups)
         rows = out[at : at + row_fields * n].reshape(row_fields, n)
         rows[layout.ROW_ID] = self.row_ids
         rows[layout.ROW_SEQ_LEN] = self.seq_lens
@@ -247,7 +275,9 @@ class Batch:
         rows[layout.ROW_SAMPLE] = self.sample
         for index, name in enumerate(COPIED):
             rows[layout.ROW_COPIED + index] = getattr(self, name).view(np.int32)
-        if n:
+        if not self.num_groups:
+            rows[layout.ROW_PAGES :] = 0
+        else:
             lists = rows[layout.ROW_PAGES :].reshape(-1, layout.PAGE_FIELDS, n)
             lists[:, layout.PAGE_FIRST] = self.first_pages.reshape(-1, n)
             lists[:, layout.PAGE_START] = self.page_indptr[:-1].reshape(-1, n)

@@ -33,6 +33,8 @@ class RuntimeConfig:
     mixed_batches   False: `replay` takes only batches whose rows all have `query_len` new tokens, and refuses others.
                     Prompts are then computed elsewhere. Backends without mixed batches can serve, and no mixed graphs
                     are captured
+    max_encoder_len  most tokens that an encoder writes for a row; width of the cross groups' tables. Needed where the
+                    model has cross layers, and refused where it has none
     batch_invariant a row's result does not depend on its neighbours, bitwise: only backends that promise it for
                     attention are chosen. What a model computes besides is its own matter: a matrix product may differ
                     in its last bits between captured sizes
@@ -51,11 +53,14 @@ class RuntimeConfig:
     check_weights: bool = True
     mixed_batches: bool = True
     batch_invariant: bool = False
+    max_encoder_len: int | None = None
 
     def __post_init__(self) -> None:
         check_int_field(self, "max_num_reqs", 1, MAX_ROWS, advice="pass what one step may hold")
         check_int_field(self, "max_num_tokens", 1, MAX_TOKENS, advice="longer prompts run in chunks")
         check_int_field(self, "max_seq_len", 1, _MAX_LENGTH, advice="pass the longest prompt and output together")
+        if self.max_encoder_len is not None:
+            check_int_field(self, "max_encoder_len", 1, _MAX_LENGTH, advice="None without cross layers")
         check_int_field(self, "query_len", 1, MAX_TOKENS, advice="1 without speculation")
         check_int_field(self, "ring_depth", 2, _MAX_RING, advice="with one slot every step waits, and 4 are usual")
         if self.max_num_reqs * self.query_len > self.max_num_tokens:

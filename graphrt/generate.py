@@ -89,8 +89,8 @@ class TextGenerator:
                  What does not fit there is computed again; 0: all of it
     stats        what happened beside the steps; see GenerationStats
 
-    Raises: ConfigError for a runtime without sampler, or without mixed batches where query_len is not 1, and for
-    swap_bytes that are no int >= 0; CaptureError for a runtime that was closed.
+    Raises: ConfigError for a runtime without sampler, without mixed batches where query_len is not 1, or of a model
+    with cross or encoder layers, and for swap_bytes that are no int >= 0; CaptureError for a runtime that was closed.
     """
 
     def __init__(self, runtime: Runtime, *, swap_bytes: int = 4 << 30) -> None:
@@ -99,7 +99,12 @@ class TextGenerator:
             raise CaptureError("runtime: expected an open one, got one that was closed; build a new Runtime")
         if not runtime.samples:
             raise ConfigError("runtime: expected one with a sampler, got sampler=None; build it with a sampler")
-        config = runtime.config
+        config, groups = runtime.config, runtime.kv_cache.groups
+        if not groups or any(group.cross for group in groups):
+            raise ConfigError(
+                "runtime: expected a decoder alone, got a model with cross layers or without a cache; submit batches "
+                "to replay() yourself"
+            )
         if not config.mixed_batches and config.query_len != 1:
             raise ConfigError(
                 f"runtime: expected query_len=1 with mixed_batches=False, got {config.query_len}; "

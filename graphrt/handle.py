@@ -20,12 +20,13 @@ from graphrt.kernels.types import FAULT_GROUP_SHIFT, FaultCode
 _FAULT_TEXT = {
     FaultCode.ROW_ID_OUT_OF_RANGE: "row_id {value} is not one of the row states 0 to max_num_reqs - 1",
     FaultCode.BAD_LENGTH: "seq_len {value} is shorter than its query_len, or longer than max_seq_len",
-    FaultCode.LENGTH_EXCEEDS_PAGES: "seq_len {value} does not fit in the pages that were listed for its row",
+    FaultCode.LENGTH_EXCEEDS_PAGES: "a length of {value} does not fit in the pages that were listed for its row",
     FaultCode.PAGE_OUT_OF_RANGE: "page {value} is the null page or outside the cache",
     FaultCode.TOKEN_OUT_OF_RANGE: "token {value} is outside the vocabulary",
     FaultCode.DUPLICATE_ROW: "row_id {value} is used by another row of the batch too",
     FaultCode.DUPLICATE_PAGE: "page {value} is written twice: by another row too, or it is listed twice",
     FaultCode.NO_LAST_TOKEN: "row_id {value} has no last token to go on from: its sequence has sampled none",
+    FaultCode.BAD_ENCODER_LEN: "encoder_len {value} is negative, or longer than max_encoder_len",
     FaultCode.NO_TOKEN_OFFERED: "its logits offer no token: all are NaN or -inf, or the sampler returned -1",
     FaultCode.SAMPLE_OUT_OF_RANGE: "the sampler returned {value}, which is outside the vocabulary",
 }

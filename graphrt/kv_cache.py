@@ -12,7 +12,7 @@ import torch
 from graphrt.groups import cache_layer_groups
 from graphrt.kernels.attention.options import FP8_DTYPES
 from graphrt.kernels.cache.copy import PagePacker, Pages
-from graphrt.kernels.cache.write import check_kv_scale
+from graphrt.kernels.cache.write import check_kv_scale, write_kv
 from graphrt.kernels.checks import (
     check_device,
     check_instance,
@@ -49,7 +49,8 @@ class KVCache:
     of several groups that share page ids. Graphs hold these addresses: the tensors must stay where they are as long as
     a runtime uses them.
 
-    A layer here is one that writes keys and values; what `AttentionSpec.kv_shared_with` names is not counted again.
+    A layer here is one with keys and values of its own; what `AttentionSpec.kv_shared_with` names is not counted again,
+    and encoder layers have none. A model of these alone has a cache without groups, `KVCache.allocate((), (), device)`.
     """
 
     def __init__(
@@ -60,6 +61,7 @@ class KVCache:
         *,
         k_scales: Sequence[torch.Tensor] | None = None,
         v_scales: Sequence[torch.Tensor] | None = None,
+        device: torch.device | None = None,
     ) -> None:
         specs = check_groups(groups)
         for name, tensors in (("k", k), ("v", v)):
@@ -71,8 +73,12 @@ class KVCache:
                 f"KVCache: expected {layers} K and V tensors, one per layer, got {len(k)} and {len(v)}; "
                 "pass those of every layer"
             )
-        check_tensor("k[0]", k[0])
-        device, pages = k[0].device, dict[int, int]()
+        pages = dict[int, int]()
+        if layers:
+            check_tensor("k[0]", k[0])
+            device = k[0].device
+        elif device is None:
+            raise ConfigError("groups: expected at least one KVCacheSpec, or a device without any, got neither")
         for layer, (group, *pair) in enumerate(zip(self.group_of, k, v, strict=True)):
             spec = specs[group]
             size, heads, *dims = spec.page_shape
@@ -137,7 +143,7 @@ class KVCache:
                 count = check_int("num_pages", given, 2, MAX_PAGES, advice="the null page and one to use")
                 _allocate_pool([spec for spec in specs if spec.pool == pool], count, device, k, v)
             layers = range(len(cache_layer_groups(specs)))
-            return cls(specs, [k[layer] for layer in layers], [v[layer] for layer in layers])
+            return cls(specs, [k[layer] for layer in layers], [v[layer] for layer in layers], device=device)
 
     @property
     def _layer_specs(self) -> list[KVCacheSpec]:
@@ -201,6 +207,58 @@ class KVCache:
         """
         self.packer(group).copy(src_pages, dst_pages)
 
+    def slots(self, pages: Pages, num_tokens: int, *, layer: int = 0) -> torch.Tensor:
+        """Flat KV slots [num_tokens] int64, on the device, of tokens that fill `pages` in order: for `write`.
+
+        pages   list, array or host tensor of ints; page ids as the batches of the sequence list them
+        layer   any layer of the group that the pages belong to
+
+        Slots of several sequences are joined by torch.cat. Copied on the current stream.
+        Raises: ShapeError for pages out of range, the null page, a page listed twice, too few pages, or what is no list
+        of ints; ConfigError for a layer that is not there and for num_tokens < 0.
+        """
+        group = self.groups[self.group_of[self._checked_layer(layer)]]
+        num_tokens = check_int("num_tokens", num_tokens, 0, advice="pass the tokens to write")
+        last, size = self.pool_pages[group.pool] - 1, group.page_size
+        found = check_ints("pages", pages, 0, last, advice="pass pages that an allocator gave", error=ShapeError)
+        if group.null_page in found.tolist() or len(set(found.tolist())) < len(found):
+            raise ShapeError(
+                f"pages: expected different ones and not the null page {group.null_page}, got {shown(found.tolist())}; "
+                "pass pages that an allocator gave"
+            )
+        if len(found) * size < num_tokens:
+            raise ShapeError(
+                f"pages: expected {group.pages_for(num_tokens)} for {num_tokens} tokens, got {len(found)}; allocate as "
+                "many"
+            )
+        places = torch.arange(num_tokens, device="cpu")
+        slots = torch.as_tensor(found, dtype=torch.int64, device="cpu")[places // size] * size + places % size
+        return slots.to(self.device)
+
+    def write(self, layer: int, k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor) -> None:
+        """Write keys and values of packed tokens to one layer, as an encoder does for a cross layer.
+
+        layer   a layer of the cache, not of the model: cross layers are counted among those with keys and values
+        k       [tokens, num_kv_heads, head_dim]     float16, bfloat16 or float32  device; divided by the k_scales of an
+                fp8 cache
+        v       [tokens, num_kv_heads, v_head_dim]   dtype of k
+        slots   [tokens]  int64  device; as `slots` makes them, and -1 for a token that is not written
+
+        One launch on the current stream, no sync: steps that read it must come behind. They do on the stream of the
+        manager, else by an event. Capture-safe: slots are read on the device, so one captured encoder writes to other
+        pages at every replay; the caller vouches for those.
+
+        Raises: ShapeError for tensors that do not fit the layer, ConfigError for a layer that is not there; nothing is
+        written then.
+        """
+        layer = self._checked_layer(layer)
+        check_tensor("k", k, shape=(None, None, None))
+        scales = (self.k_scales[layer], self.v_scales[layer]) if self.k[layer].dtype in FP8_DTYPES else (None, None)
+        write_kv(k[:, :0], k, v, self.k[layer], self.v[layer], slots, slots, k_scale=scales[0], v_scale=scales[1])
+
+    def _checked_layer(self, layer: int) -> int:
+        return check_int("layer", layer, 0, len(self.k) - 1, advice="pass a layer of the cache")
+
     def packer(self, group: int) -> PagePacker:
         """What gathers pages of a group, all its layers, into one block of bytes, and scatters them again.
 
@@ -219,8 +277,6 @@ def check_groups(groups: KVCacheSpec | Sequence[KVCacheSpec]) -> tuple[KVCacheSp
     check_sequence("groups", groups, of="KVCacheSpec per KV group", error=ConfigError)
     for index, spec in enumerate(groups):
         check_instance(f"groups[{index}]", spec, KVCacheSpec, advice="pass the specs that kv_groups() makes")
-    if not groups:
-        raise ConfigError("groups: expected at least one KVCacheSpec, got none; pass the model's")
     return tuple(groups)
 
 

@@ -20,7 +20,7 @@ from graphrt.kernels.cache.write import Rotary
 from graphrt.kernels.checks import check_instance, check_sequence, check_tensor, shown
 from graphrt.kernels.errors import CaptureError, ConfigError, ReplayError, ShapeError, UnsupportedError
 from graphrt.kernels.library import define_composite
-from graphrt.spec import AttentionSpec
+from graphrt.spec import AttentionKind, AttentionSpec
 from graphrt.step import Step
 
 
@@ -109,13 +109,16 @@ _rotary_attention_layer = define_composite(
 
 
 class Attention(torch.nn.Module):
-    """Causal attention over the paged KV cache of the Runtime or ReplayManager that runs the model.
+    """Attention in the steps of the Runtime or ReplayManager that runs the model: causal, over its paged KV cache; or
+    what `kind` says.
 
     num_q_heads, head_dim   of the queries; `num_kv_heads` None means as many
     name            unique in the model, by which errors and `kv_shared_with` name the layer
     scale           of the softmax; None means head_dim ** -0.5
     sinks           [num_q_heads], a logit per query head. A Parameter becomes the layer's own, `<layer>.sinks` in a
                     state_dict; a plain tensor moves with the module, and is in no state_dict
+    kind            AttentionKind.CROSS reads what an encoder wrote to the cache, and takes no key and value.
+                    AttentionKind.ENCODER has no cache: tokens of a row see each other, before and behind
     kv_shared_with  name of an earlier layer whose keys and values this one reads; it takes no key and value then
     dtype           of queries, keys, values and output; None is torch's default dtype. `module.to(dtype)` changes it,
                     as it does that of a weight
@@ -145,6 +148,7 @@ class Attention(torch.nn.Module):
         alibi_sqrt: bool = False,
         sinks: torch.Tensor | None = None,
         kv_shared_with: str | None = None,
+        kind: AttentionKind = AttentionKind.DECODER,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
@@ -168,7 +172,13 @@ class Attention(torch.nn.Module):
             sinks=sinks is not None,
             attention_chunk_size=attention_chunk_size,
             v_head_dim=v_head_dim,
+            kind=kind,
         )
+        if kv_shared_with is not None and not self._spec.is_cached:
+            raise ConfigError(
+                f"Attention.kv_shared_with: expected None in {kind.value} attention, got {kv_shared_with!r}; leave it "
+                "out"
+            )
         self.kv_shared_with = kv_shared_with
         self._dtype = self._spec.dtype
         self.num_q_heads, self.num_kv_heads = self._spec.num_q_heads, self._spec.num_kv_heads
@@ -198,11 +208,13 @@ class Attention(torch.nn.Module):
         rotary: Rotary | None = None,
     ) -> torch.Tensor:
         """Write keys and values of this step's tokens to the cache and attend to all that is cached so far, causally.
+        Layers of another kind do as `kind` says.
 
         query   [tokens, num_q_heads, head_dim]     or [tokens, num_q_heads * head_dim]; rotated in place if `rotary` is
                                                     given
-        key     [tokens, num_kv_heads, head_dim]    or flat, as the query may be; None with kv_shared_with
-        value   [tokens, num_kv_heads, v_head_dim]  or flat; None with kv_shared_with
+        key     [tokens, num_kv_heads, head_dim]    or flat, as the query may be; None with kv_shared_with, and in a
+                                                    cross layer
+        value   [tokens, num_kv_heads, v_head_dim]  or flat; None where key is
         returns [tokens, num_q_heads, v_head_dim]   flat where the query is; zeros in pad tokens
 
         All in the layer's dtype on the device of the cache; their last dimension has stride 1. Capture-safe.
@@ -211,11 +223,14 @@ class Attention(torch.nn.Module):
         UnsupportedError for a second call in one step.
         """
         q = self._heads("query", query, self.num_q_heads, self.head_dim)
-        if (key is None) != (value is None) or (key is None) != (self.kv_shared_with is not None):
-            want = "both key and value" if self.kv_shared_with is None else f"those of {self.kv_shared_with!r} alone"
+        takes_kv = self.kv_shared_with is None and not self._spec.is_cross
+        if (key is not None) != takes_kv or (value is not None) != takes_kv:
+            owner = "the encoder" if self.kv_shared_with is None else repr(self.kv_shared_with)
+            want = "both key and value" if takes_kv else f"those of {owner} alone"
             got = " and ".join("None" if x is None else "a tensor" for x in (key, value))
             raise ShapeError(
-                f"Attention {self.name!r}: expected {want}, got {got}; layers with kv_shared_with take None for both"
+                f"Attention {self.name!r}: expected {want}, got {got}; cross layers and those with kv_shared_with take "
+                "None for both"
             )
         k = None if key is None else self._heads("key", key, self.num_kv_heads, self.head_dim)
         v = None if value is None else self._heads("value", value, self.num_kv_heads, self.value_dim)
@@ -233,7 +248,8 @@ class Attention(torch.nn.Module):
     def extra_repr(self) -> str:
         """The layer's line where torch prints the model."""
         shared = "" if self.kv_shared_with is None else f", kv_shared_with={self.kv_shared_with!r}"
-        return f"{self.num_q_heads}, {self.head_dim}, {self.num_kv_heads}, name={self.name!r}{shared}"
+        kind = "" if self._spec.kind is AttentionKind.DECODER else f", kind={self._spec.kind.value}"
+        return f"{self.num_q_heads}, {self.head_dim}, {self.num_kv_heads}, name={self.name!r}{shared}{kind}"
 
     def _heads(self, name: str, tensor: torch.Tensor, heads: int, dim: int) -> torch.Tensor:
         """The tensor as [tokens, heads, dim]."""
@@ -359,6 +375,11 @@ class ModelLayers:
         if isinstance(attention, AttentionSpec):
             if cache_layers is None:
                 raise ConfigError("kv_spec: expected that of the cache with one spec for all layers, got None; pass it")
+            if not (attention.is_cached and cache_layers):
+                raise ConfigError(
+                    "attention: expected one spec per layer, got one for all, and a cache that counts no such layer; "
+                    "pass a list"
+                )
             specs = (attention,) * cache_layers
         else:
             specs = tuple(check_sequence("attention", attention, of="AttentionSpec per layer", error=ConfigError))

@@ -9,6 +9,7 @@ import torch
 
 from graphrt.capture.descriptor import BatchDescriptor
 from graphrt.kernels.metadata.buffers import StaticBuffers
+from graphrt.spec import AttentionKind
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,12 +21,15 @@ class StepMetadata:
     positions         [padded_tokens]           int64  position of each new token in its sequence; 0 in pad tokens
     block_tables      per KV group [padded_reqs, max_pages]  int32  page ids; the null page beyond a row's pages, in
                                                 pad rows, and before the first page that the row sees
-    slot_mappings     per KV group [padded_tokens]           int64  flat KV slot of each new token; -1 in pad tokens
+    slot_mappings     per KV group [padded_tokens]           int64  flat KV slot of each new token; -1 in pad tokens,
+                                                and everywhere in cross groups
+    encoder_lens      [padded_reqs]             int32  tokens that the row's encoder wrote; 0 in pad rows
     max_seq_len       host bound, the model's maximum: the same at capture and at every replay
     parts             of a mixed step in two parts, the metadata of each: decode part, and prompt part. A graph that has
                       no room for a row that decodes has no decode part
 
-    A layer reads `block_tables[layer.group]`. Where all layers are alike there is one group.
+    A layer reads `block_tables[layer.group]`. Where all layers are alike there is one group. Cross layers take
+    `encoder_lens` where others take `seq_lens`.
 
     In a mixed step of two parts decode rows stand first:
 
@@ -45,6 +49,7 @@ class StepMetadata:
     positions: torch.Tensor
     block_tables: tuple[torch.Tensor, ...]
     slot_mappings: tuple[torch.Tensor, ...]
+    encoder_lens: torch.Tensor
     parts: tuple[StepMetadata | None, StepMetadata] | None = None
 
     @classmethod
@@ -58,17 +63,19 @@ class StepMetadata:
     ) -> StepMetadata:
         """The metadata in static buffers that were cut to the size of `descriptor`.
 
-        max_pages   by KV group
+        max_pages   by KV group. Without groups, buffers are those of one that keeps nothing: no layer may read them
         decode_len  new tokens of a row of the decode part; 0 for a step in one part
         """
+        groups = len(max_pages)
         whole = cls(
             descriptor,
             max_seq_len,
             buffers.seq_lens,
             buffers.query_start_loc,
             buffers.positions,
-            tuple(table[:, :width] for table, width in zip(buffers.block_table.unbind(), max_pages, strict=True)),
-            buffers.slot_mapping.unbind(),
+            tuple(buffers.block_table[group, :, :width] for group, width in enumerate(max_pages)),
+            buffers.slot_mapping.unbind()[:groups],
+            buffers.encoder_lens,
         )
         if not decode_len:
             return whole
@@ -85,5 +92,10 @@ class StepMetadata:
             positions=buffers.positions[:tokens],
             block_tables=tuple(table[:rows] for table in whole.block_tables),
             slot_mappings=tuple(slots[:tokens] for slots in whole.slot_mappings),
+            encoder_lens=whole.encoder_lens[:rows],
         )
         return replace(whole, parts=(decodes, prompts))
+
+    def kv_lens(self, kind: AttentionKind) -> torch.Tensor:
+        """Keys and values of each row, [padded_reqs] int32, that layers of a kind find in the cache."""
+        return self.encoder_lens if kind is AttentionKind.CROSS else self.seq_lens

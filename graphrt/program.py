@@ -9,7 +9,7 @@ import torch
 
 from graphrt.backends.base import AttentionBackend, AttentionLayer
 from graphrt.capture.descriptor import BatchDescriptor, GraphKind
-from graphrt.groups import LayerPlace
+from graphrt.groups import LayerPlace, longest_of
 from graphrt.kernels.attention.options import FP8_DTYPES
 from graphrt.kernels.checks import check_tensor
 from graphrt.kernels.metadata.buffers import PageGroup, StaticBuffers
@@ -36,15 +36,17 @@ class StepProgram:
     buffers: StaticBuffers
     vocab_size: int
     max_seq_len: int
+    max_encoder_len: int
     model_layers: ModelLayers
 
     @property
     def max_pages(self) -> tuple[int, ...]:
         """Width of each KV group's table."""
-        return tuple(group.pages_for(self.max_seq_len) for group in self.kv_cache.groups)
+        lengths = (self.max_seq_len, self.max_encoder_len)
+        return tuple(group.pages_for(longest_of(group, *lengths)) for group in self.kv_cache.groups)
 
     def run(self, descriptor: BatchDescriptor) -> torch.Tensor:
-        """Run the step at one size and return its logits [padded_reqs, vocab].
+        """Run the step at one size and return its logits [padded_reqs, vocab_size], of any width without a sampler.
 
         Capture-safe: whatever varies between steps is read from the static buffers on the device.
         Raises: ShapeError when the model or the sampler returns the wrong shape.
@@ -54,7 +56,8 @@ class StepProgram:
         with self.model_layers.bound_to(step):
             logits = self.model(step)
         rows, device = descriptor.padded_reqs, self.kv_cache.device
-        check_tensor("logits", logits, shape=(rows, self.vocab_size), dtype=_FLOATS, device=device)
+        width = None if self.sampler is None else self.vocab_size
+        check_tensor("logits", logits, shape=(rows, width), dtype=_FLOATS, device=device)
         tokens = None
         if self.sampler is not None:
             tokens = self.sampler(logits, step)
@@ -93,8 +96,12 @@ class StepProgram:
         )
 
 
-def page_groups(kv_cache: KVCache, max_seq_len: int) -> tuple[PageGroup, ...]:
-    """The KV groups as the refresh sees them. Claims of a pool's pages follow those of the pool before."""
+_NO_PAGES = PageGroup(page_size=1, num_pages=1, null_page=0, max_pages=1, max_encoder_len=1)
+"""The group of a runtime without KV groups: no row needs a page of it, and none is written."""
+
+
+def page_groups(kv_cache: KVCache, max_seq_len: int, max_encoder_len: int) -> tuple[PageGroup, ...]:
+    """The KV groups as the refresh sees them, one or more. Claims of a pool's pages follow those of the pool before."""
     claims_at = [sum(kv_cache.pool_pages[:pool]) for pool in range(len(kv_cache.pool_pages))]
     groups = []
     for spec in kv_cache.groups:
@@ -104,25 +111,32 @@ def page_groups(kv_cache: KVCache, max_seq_len: int) -> tuple[PageGroup, ...]:
                 page_size=spec.page_size,
                 num_pages=kv_cache.pool_pages[spec.pool],
                 null_page=spec.null_page,
-                max_pages=spec.pages_for(max_seq_len),
+                max_pages=spec.pages_for(longest_of(spec, max_seq_len, max_encoder_len)),
                 window=spec.sliding_window or 0,
                 chunk=spec.attention_chunk_size or 0,
                 claims_at=claims_at[spec.pool],
+                max_encoder_len=max_encoder_len if spec.cross else 0,
             )
         )
-    return tuple(groups)
+    return tuple(groups) or (_NO_PAGES,)
 
 
 def attention_layers(
-    specs: Sequence[AttentionSpec], places: Sequence[LayerPlace], kv_cache: KVCache
+    specs: Sequence[AttentionSpec], places: Sequence[LayerPlace | None], kv_cache: KVCache
 ) -> tuple[AttentionLayer, ...]:
-    """Every layer over its part of the cache. Layers of equal ALiBi slopes share one tensor of them."""
+    """Every layer over its part of the cache, which encoder layers have none of. Layers of equal ALiBi slopes share one
+    tensor of them."""
     slopes = {
         values: torch.tensor(values, dtype=torch.float32, device=kv_cache.device)
         for values in {spec.alibi_slopes for spec in specs} - {None}
     }
     layers = []
     for index, (spec, place) in enumerate(zip(specs, places, strict=True)):
+        of_alibi = None if spec.alibi_slopes is None else slopes[spec.alibi_slopes]
+        if place is None:
+            nothing = torch.empty(0, 1, spec.num_kv_heads, 0, dtype=spec.dtype, device=kv_cache.device)
+            layers.append(AttentionLayer(index, spec, nothing, nothing, alibi_slopes=of_alibi, writes=False))
+            continue
         at, scaled = place.cache_layer, kv_cache.groups[place.group].dtype in FP8_DTYPES
         layers.append(
             AttentionLayer(
@@ -132,7 +146,7 @@ def attention_layers(
                 kv_cache.v[at],
                 k_scale=kv_cache.k_scales[at] if scaled else None,
                 v_scale=kv_cache.v_scales[at] if scaled else None,
-                alibi_slopes=None if spec.alibi_slopes is None else slopes[spec.alibi_slopes],
+                alibi_slopes=of_alibi,
                 group=place.group,
                 writes=place.writes,
             )

@@ -105,10 +105,12 @@ class ReplayManager:
         self._stream = _stream_on(device, stream)
         self._kv_cache: KVCache | None = kv_cache
         self._backend = chosen.make()
+        self._whole_rows = not all(spec.is_cached for spec in specs)
         self._device = device
         self._on_stream = OnStream(self._stream, "graphrt.replay")
         self._exclusive = Exclusive()
-        groups = page_groups(kv_cache, config.max_seq_len)
+        max_encoder_len = config.max_encoder_len or 0
+        groups = page_groups(kv_cache, config.max_seq_len, max_encoder_len)
         listed = config.max_num_reqs * sum(group.max_pages for group in groups)
         self._record_words = record_size(config.max_num_reqs, config.max_num_tokens, listed, len(groups))
         self._buffers = StaticBuffers.allocate(
@@ -132,6 +134,7 @@ class ReplayManager:
             buffers=self._buffers,
             vocab_size=vocab_size,
             max_seq_len=config.max_seq_len,
+            max_encoder_len=max_encoder_len,
             model_layers=model_layers,
         )
         with self._on_stream, torch.inference_mode():
@@ -226,7 +229,8 @@ class ReplayManager:
         descriptor  run at this size of the ladders, not at the smallest with room: ranks of a group agree on one, and
                     an idle rank submits `Batch.empty()` at it
 
-        Raises: ShapeError for what is no batch, CapacityError for one that is too large, ConfigError for a descriptor
+        Raises: ShapeError for what is no batch, and for a row that is no whole sequence where there are encoder layers,
+        CapacityError for one that is too large, ConfigError for a descriptor
         that is not of the ladders or an `eager` that is no bool, ReplayError for a moved weight or a call inside
         another one, UnsupportedError for a mixed batch with mixed_batches=False, CaptureError in the wrong state;
         nothing has been written then. Faults that only the device sees are raised by the handle.
@@ -243,7 +247,10 @@ class ReplayManager:
         """Step 1, after everything that the host can check."""
         self._require(State.CAPTURED, call)
         check_instance("batch", batch, Batch, advice="make one with Batch(...) or Batch.from_rows", error=ShapeError)
-        batch.check_capacity(self.config.max_seq_len, self._record_words, len(self.kv_cache.groups))
+        batch.check_capacity(
+            self.config.max_seq_len, self._record_words, len(self.kv_cache.groups), self.config.max_encoder_len or 0,
+            self._whole_rows,
+        )  # fmt: skip
         if self.config.check_weights:
             self._guard.check()
         uniform = batch.is_uniform(self.config.query_len)

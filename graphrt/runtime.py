@@ -14,7 +14,7 @@ from graphrt.capture.descriptor import BatchDescriptor, GraphKind
 from graphrt.capture.graph import GraphReport
 from graphrt.compare import StepComparison
 from graphrt.config import RuntimeConfig
-from graphrt.groups import kv_groups
+from graphrt.groups import check_encoder_len, kv_groups, longest_of
 from graphrt.handle import StepHandle
 from graphrt.kernels.checks import (
     check_callable,
@@ -122,6 +122,7 @@ class Runtime:
         given = None if isinstance(num_pages, str) and num_pages == "auto" else _pool_pages(num_pages, groups)
         config = RuntimeConfig() if config is None else config
         self.config = check_instance("config", config, RuntimeConfig, advice="pass a RuntimeConfig")
+        check_encoder_len(groups, self.config.max_encoder_len)
         self.device = resolve_device(device)
         self.samples = sampler is not None
         named = None if weights is None else check_named_tensors("weights", weights)
@@ -251,8 +252,8 @@ def _plan_memory(
     pools = sorted({spec.pool for spec in groups})
     of_pool = [[spec for spec in groups if spec.pool == pool] for pool in pools]
     # Beside the null page, what all sequences together can own: of windowed groups the window's pages alone.
-    length, chunk = config.max_seq_len, config.max_num_tokens
-    per_row = [sum(spec.most_pages(length, chunk) for spec in specs) for specs in of_pool]
+    lengths, chunk = (config.max_seq_len, config.max_encoder_len or 0), config.max_num_tokens
+    per_row = [sum(spec.most_pages(longest_of(spec, *lengths), chunk) for spec in specs) for specs in of_pool]
     useful = [min(config.max_num_reqs * count, MAX_PAGES - 1) for count in per_row]
     page_bytes = [bytes_per_page(specs) for specs in of_pool]
     if device.type != "cuda":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from enum import Enum
 from typing import Literal
 
 import torch
@@ -13,6 +14,7 @@ from graphrt.kernels.checks import (
     FLOAT32_MAX,
     FLOAT32_TINY,
     check_bool_field,
+    check_instance,
     check_int,
     check_int_field,
     check_ints,
@@ -28,12 +30,33 @@ MAX_PAGES = (1 << 31) - 1  # page ids are int32
 COMPUTE_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
+class AttentionKind(str, Enum):
+    """Whose keys and values a layer attends to.
+
+    DECODER  those of its own sequence, causally, from the paged cache; each step writes those of its new tokens
+    CROSS    those that an encoder left in the paged cache, all of them; steps write none. See `KVCache.write`
+    ENCODER  those of the row's tokens in the same step, before and behind a token; there is no cache
+    """
+
+    DECODER = "decoder"
+    CROSS = "cross"
+    ENCODER = "encoder"
+
+
+_MEANINGLESS = {
+    AttentionKind.CROSS: ("sliding_window", "attention_chunk_size", "alibi_slopes"),
+    AttentionKind.ENCODER: ("attention_chunk_size", "kv_shared_with"),
+}
+"""Fields of AttentionSpec that must be None."""
+
+
 @dataclass(frozen=True, slots=True)
 class AttentionSpec:
     """One attention layer: heads, head size, dtype and options. Layers of one model may differ in their options.
 
     softmax_scale    None means head_dim ** -0.5
-    sliding_window   tokens a query sees, itself included, 1 to 2 ** 30; None means all
+    sliding_window   a query sees the tokens at a distance below it, 1 to 2 ** 30; None means all. With 3, a decoder's
+                     query sees itself and two tokens before it, an encoder's two behind it as well
     attention_chunk_size   a query sees its own chunk of so many tokens only, up to itself; None means all
     v_head_dim       size of the value heads, and of the output's; None means head_dim
     kv_shared_with   number of an earlier layer whose keys and values this one reads; it writes none of its own
@@ -41,6 +64,9 @@ class AttentionSpec:
     alibi_slopes     a slope per query head: the logits get -slope * distance after the softcap; None means off
     alibi_sqrt       -slope * sqrt(distance) instead
     sinks            the layer has learned sinks: `Step.attend` takes a tensor of them, a logit per query head
+    kind             whose keys and values the layer attends to; see AttentionKind. A cross layer has no window, chunks
+                     or slopes, since places in two sequences have no distance. An encoder layer has no chunks, and
+                     shares no keys and values
     """
 
     num_q_heads: int
@@ -56,6 +82,7 @@ class AttentionSpec:
     attention_chunk_size: int | None = None
     v_head_dim: int | None = None
     kv_shared_with: int | None = None
+    kind: AttentionKind = AttentionKind.DECODER
 
     def __post_init__(self) -> None:
         for name in ("num_q_heads", "num_kv_heads", "head_dim"):
@@ -85,6 +112,16 @@ class AttentionSpec:
         for name in ("alibi_sqrt", "sinks"):
             check_bool_field(self, name, advice="tensors are passed to Step.attend")
         self._check_alibi()
+        self._check_kind()
+
+    def _check_kind(self) -> None:
+        check_instance("AttentionSpec.kind", self.kind, AttentionKind, advice="pass AttentionKind.DECODER or another")
+        for name in _MEANINGLESS.get(self.kind, ()):
+            if getattr(self, name) is not None:
+                raise ConfigError(
+                    f"AttentionSpec.{name}: expected None in {self.kind.value} attention, got "
+                    f"{shown(getattr(self, name))}; leave it out"
+                )
 
     def _check_alibi(self) -> None:
         slopes = self.alibi_slopes
@@ -107,6 +144,16 @@ class AttentionSpec:
                 "and take those of a tensor by tolist()"
             )
         object.__setattr__(self, "alibi_slopes", tuple(map(float, slopes)))
+
+    @property
+    def is_cached(self) -> bool:
+        """Whether the layer's keys and values lie in the paged cache."""
+        return self.kind is not AttentionKind.ENCODER
+
+    @property
+    def is_cross(self) -> bool:
+        """Whether an encoder wrote the layer's keys and values."""
+        return self.kind is AttentionKind.CROSS
 
     @property
     def value_dim(self) -> int:
@@ -145,6 +192,8 @@ class KVCacheSpec:
     layers      which of the layers that write keys and values belong to the group, `num_layers` of them by number;
                 None means all, in order
     pool        groups of equal number share their page ids and their memory: a page belongs to one group at a time
+    cross       the pages hold what an encoder wrote, a row's `encoder_len` tokens. Steps write none, so rows may list
+                the same pages
     """
 
     num_layers: int
@@ -159,6 +208,7 @@ class KVCacheSpec:
     attention_chunk_size: int | None = None
     layers: tuple[int, ...] | None = None
     pool: int = 0
+    cross: bool = False
 
     def __post_init__(self) -> None:
         for name in ("num_layers", "num_kv_heads", "head_dim"):
@@ -167,6 +217,11 @@ class KVCacheSpec:
         _check_value_size(self)
         _check_reach(self)
         check_int_field(self, "pool", 0, _MOST, advice="0 is the first")
+        check_bool_field(self, "cross", advice="say whether an encoder writes the pages")
+        if self.cross and (self.sliding_window or self.attention_chunk_size):
+            raise ConfigError(
+                "KVCacheSpec.cross: expected False with a window or chunks, got True; a decoder sees all of an encoder"
+            )
         if not isinstance(self.dtype, torch.dtype) or self.dtype not in KV_DTYPES:
             raise ConfigError(
                 f"KVCacheSpec.dtype: expected one of {KV_DTYPES}, got {shown(self.dtype)}; "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -80,10 +80,13 @@ class Step:
     ) -> torch.Tensor:
         """Write this step's K and V to the cache and attend to everything cached so far, causally.
 
+        A cross layer writes nothing, and attends to all that the row's encoder wrote (`KVCache.write`). An encoder
+        layer has no cache: each token attends to those of its row in this step, before and behind it.
+
         q      [padded_tokens, num_q_heads, head_dim]   rotated in place if `rotary` is given
-        k, v   [padded_tokens, num_kv_heads, head_dim]  may be slices of one qkv tensor; None for a layer that shares
-                                                        another's (AttentionSpec.kv_shared_with); values may have
-                                                        another head size, and `returns` has that one then
+        k, v   [padded_tokens, num_kv_heads, head_dim]  may be slices of one qkv tensor; None for a cross layer and one
+                                                        that shares another's (AttentionSpec.kv_shared_with); values may
+                                                        have another head size, and `returns` has that one then
         sinks  [num_q_heads]                 float32    the layer's learned sinks, if its spec has them; finite or -inf
         lse    [padded_tokens, num_q_heads]  float32    written in place: natural log of the softmax's denominator, sink
                                                         included; in pad tokens -inf, or the sink
@@ -98,12 +101,13 @@ class Step:
         layer = check_int("layer", layer, 0, last, advice="the KV cache has one per layer", error=ShapeError)
         target, tokens = self.layers[layer], self.descriptor.padded_tokens
         spec, device = target.spec, self.positions.device
+        takes_kv = target.writes or not spec.is_cached
         check_tensor("q", q, shape=(tokens, spec.num_q_heads, spec.head_dim), dtype=spec.dtype, device=device)
         for name, tensor, dim in (("k", k, spec.head_dim), ("v", v, spec.value_dim)):
-            if (tensor is None) == target.writes:
+            if (tensor is None) == takes_kv:
                 raise ShapeError(
-                    f"{name}: expected {'a tensor' if target.writes else 'None'} for layer {layer}, got "
-                    f"{'None' if target.writes else 'a tensor'}; only layers without kv_shared_with write"
+                    f"{name}: expected {'a tensor' if takes_kv else 'None'} for layer {layer}, got "
+                    f"{'None' if takes_kv else 'a tensor'}; cross layers and those with kv_shared_with take None"
                 )
             if tensor is not None:
                 check_tensor(name, tensor, shape=(tokens, spec.num_kv_heads, dim), dtype=spec.dtype, device=device)
@@ -119,20 +123,30 @@ class Step:
                 f"rotary.cos_sin: expected rows for max_seq_len={self.metadata.max_seq_len} positions, got "
                 f"{rotary.cos_sin.shape[0]}; make the table longer, or lower RuntimeConfig.max_seq_len"
             )
-        slots = self.metadata.slot_mappings[target.group]
-        k_cache, v_cache = target.k_cache, target.v_cache
-        if k is None or v is None:  # a layer that writes no KV may rotate its queries
-            k = v = q[:, :0]
-            k_cache = v_cache = target.k_cache[:, :, :0]
-        if target.writes or rotary is not None:
-            write_kv(
-                q, k, v, k_cache, v_cache, slots, self.positions,
-                rotary=rotary, k_scale=target.k_scale, v_scale=target.v_scale,
-            )  # fmt: skip
         if out is None:
             out = torch.empty(tokens, spec.num_q_heads, spec.value_dim, dtype=q.dtype, device=device)
-        self.backend.run(target, q, self.metadata, out, sinks=sinks, lse=lse)
+        if target.writes:
+            assert k is not None, "checked above"
+            assert v is not None, "checked above"
+            write_kv(
+                q, k, v, target.k_cache, target.v_cache, self.metadata.slot_mappings[target.group], self.positions,
+                rotary=rotary, k_scale=target.k_scale, v_scale=target.v_scale,
+            )  # fmt: skip
+        elif rotary is not None:
+            self._rotate(q, rotary)
+            if k is not None:  # of an encoder layer: the caller's stays as it is
+                k = k.clone()
+                self._rotate(k, replace(rotary, q_norm=rotary.k_norm))
+        if k is None or v is None or target.writes:
+            self.backend.run(target, q, self.metadata, out, sinks=sinks, lse=lse)
+        else:
+            self.backend.run_encoder(target, q, k, v, self.metadata, out, sinks=sinks, lse=lse)
         return out
+
+    def _rotate(self, x: torch.Tensor, rotary: Rotary) -> None:
+        """Norm and rotate heads [padded_tokens, heads, head_dim] in place, as queries, and store nothing."""
+        none, positions = x[:, :0], self.positions
+        write_kv(x, none, none, none[:, None], none[:, None], positions, positions, rotary=replace(rotary, k_norm=None))
 
     def _check_options(self, layer: int, sinks: torch.Tensor | None, lse: torch.Tensor | None) -> None:
         spec, device = self.layers[layer].spec, self.positions.device
@@ -160,7 +174,8 @@ class Step:
 
 
 Model = Callable[[Step], torch.Tensor]
-"""Maps a step to logits [padded_reqs, vocab]; run in inference mode, captured once per size."""
+"""Maps a step to logits [padded_reqs, vocab]; run in inference mode, captured once per size. Without a sampler these
+may be of any width, as the pooled embeddings of an encoder are."""
 
 Sampler = Callable[[torch.Tensor, Step], torch.Tensor]
 """Maps logits [padded_reqs, vocab] to token ids [padded_reqs], int32 or int64; captured with the model."""

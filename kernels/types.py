@@ -35,22 +35,23 @@ FAULT_GROUP_SHIFT = 8
 class FaultCode(IntEnum):
     """What the device found wrong with a row; the token of such a row is NO_TOKEN.
 
-    The refresh finds faults of the input, codes 1 to 8: the row then becomes a pad row and writes nothing; where its
+    The refresh finds faults of the input, codes 1 to 9: the row then becomes a pad row and writes nothing; where its
     sequence begins in that step, the row id has no last token from then on. `publish`
-    finds faults of the sample, from code 9 on: the row's KV is written, its token is void.
+    finds faults of the sample, from code 10 on: the row's KV is written, its token is void.
     """
 
     NONE = 0
     ROW_ID_OUT_OF_RANGE = 1  # value: the row id
     BAD_LENGTH = 2  # value: seq_len; it is < query_len, or > max_seq_len
-    LENGTH_EXCEEDS_PAGES = 3  # value: seq_len; the row has not all pages for it
+    LENGTH_EXCEEDS_PAGES = 3  # value: seq_len, or encoder_len in a cross group; the row has not all pages for it
     PAGE_OUT_OF_RANGE = 4  # value: the page id; null page, negative or >= num_pages
     TOKEN_OUT_OF_RANGE = 5  # value: the token id; negative or >= vocab_size
     DUPLICATE_ROW = 6  # value: the row id; two rows of the batch name it
     DUPLICATE_PAGE = 7  # value: the page id; two rows write it, or one row lists it twice
     NO_LAST_TOKEN = 8  # value: the row id; the row asks for its last token, and its sequence has sampled none
-    NO_TOKEN_OFFERED = 9  # value: NO_TOKEN; the logits offer no token: all are NaN or -inf
-    SAMPLE_OUT_OF_RANGE = 10  # value: the token that the sampler returned; negative or >= vocab_size
+    BAD_ENCODER_LEN = 9  # value: encoder_len; it is negative, or > max_encoder_len
+    NO_TOKEN_OFFERED = 10  # value: NO_TOKEN; the logits offer no token: all are NaN or -inf
+    SAMPLE_OUT_OF_RANGE = 11  # value: the token that the sampler returned; negative or >= vocab_size
 
 
 class RowStatus(IntEnum):

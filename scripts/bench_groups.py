@@ -1,6 +1,7 @@
-"""What KV groups cost and save: the refresh of several groups, and a model with windows beside one table for all.
+"""What KV groups cost and save: the refresh of several groups, a model with windows beside one table for all, and the
+attention of cross layers.
 
-    python scripts/bench_groups.py                      # both parts
+    python scripts/bench_groups.py                      # all parts
     python scripts/bench_groups.py --only refresh
     python scripts/bench_groups.py --batch 16 --context 32768 --steps 32
 
@@ -9,6 +10,9 @@ refresh   microseconds of the refresh alone, in replays of a graph: 256 decode r
           two and three kinds of layers behind it
 model     a model like Gemma 3 (five layers with a window of 1,024 to each full one, dummy weights), with groups made by
           `kv_groups` and with one table for all layers, in turns: bytes of the KV cache, and time per step
+cross     TB/s of one cross layer in a decode step, one query per row, over KV of 128 MB and more that an encoder wrote;
+          beside it a causal layer over as many tokens of its own, and the bandwidth of a read-only sweep. A small
+          kernel stands between two calls, and its time is subtracted; the KV of a call is out of L2
 
 The last line of standard output is one JSON object.
 """
@@ -18,7 +22,8 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -27,7 +32,14 @@ import torch
 from graphrt.batch import Batch
 from graphrt.bench.decode import bench_decode, kv_memory
 from graphrt.bench.environment import provenance
-from graphrt.bench.timer import Timing, time_calls
+from graphrt.bench.timer import (
+    Timing,
+    measure_read_bandwidth,
+    rotations,
+    spaced_calls,
+    spacer_calls,
+    time_calls,
+)
 from graphrt.capture.descriptor import BatchDescriptor
 from graphrt.config import RuntimeConfig
 from graphrt.groups import kv_groups
@@ -37,7 +49,7 @@ from graphrt.models.dummy import fill_dummy_weights
 from graphrt.models.llama import LlamaModel
 from graphrt.models.rope import RopeConfig
 from graphrt.replay import ReplayManager
-from graphrt.spec import AttentionSpec, KVCacheSpec
+from graphrt.spec import AttentionKind, AttentionSpec, KVCacheSpec
 
 WINDOW, ROWS, LENGTH, LONGEST = 1024, 256, 1024, 32_768
 GEMMA_LIKE = ModelConfig(
@@ -160,9 +172,115 @@ def bench_model(device: torch.device, batch: int, context: int, steps: int) -> d
     }
 
 
+@dataclass(frozen=True)
+class _CrossCell:
+    """Rows of one decode step, and the tokens that each one's encoder wrote."""
+
+    name: str
+    rows: int
+    tokens: int
+    q_heads: int
+    kv_heads: int
+    head_dim: int
+    dtype: torch.dtype = torch.bfloat16
+    page_size: int = 16
+
+    @property
+    def nbytes(self) -> int:
+        """Keys and values of one layer."""
+        return 2 * self.rows * self.tokens * self.kv_heads * self.head_dim * self.dtype.itemsize
+
+
+CROSS_CELLS = (
+    _CrossCell("whisper", 32, 1500, 16, 16, 64, torch.float16),
+    _CrossCell("grouped", 64, 1024, 32, 8, 128),
+)
+
+
+def _attention_calls(cell: _CrossCell, kind: AttentionKind, device: torch.device) -> tuple[ReplayManager, list[Any]]:
+    """Attention of one layer after another at the schedule of one step, and the manager that holds its tensors."""
+    layers, cross = max(2, rotations(cell.nbytes, device)), kind is AttentionKind.CROSS
+    spec = AttentionSpec(cell.q_heads, cell.kv_heads, cell.head_dim, cell.dtype, kind=kind)
+    group = KVCacheSpec(layers, cell.kv_heads, cell.head_dim, cell.page_size, dtype=cell.dtype, cross=cross)
+    per_row = group.pages_for(cell.tokens)
+    cache = KVCache.allocate(group, 1 + cell.rows * per_row, device)
+    for tensor in (*cache.k, *cache.v):
+        tensor.normal_()
+    config = RuntimeConfig(
+        max_num_reqs=cell.rows, max_num_tokens=cell.rows, max_seq_len=cell.tokens, backend="triton",
+        max_encoder_len=cell.tokens if cross else None, decode_sizes=(cell.rows,), mixed_sizes=(),
+    )  # fmt: skip
+
+    def model(step: Any) -> torch.Tensor:
+        return torch.zeros(cell.rows, 8, device=device)
+
+    manager = ReplayManager(model, cache, [spec] * layers, vocab_size=8, config=config)
+    manager.capture()
+    batch = Batch(
+        row_ids=np.arange(cell.rows, dtype=np.int32),
+        seq_lens=np.full(cell.rows, 1 if cross else cell.tokens, np.int32),
+        encoder_lens=np.full(cell.rows, cell.tokens if cross else 0, np.int32),
+        tokens=np.ones(cell.rows, np.int32),
+        page_indptr=np.arange(cell.rows + 1, dtype=np.int32) * per_row,
+        page_ids=np.random.default_rng(0).permutation(cell.rows * per_row).astype(np.int32) + 1,
+    )
+    manager.replay(batch).tokens()
+    step = manager._program.refresh(BatchDescriptor.decode(cell.rows))
+    step.backend.schedule(step.metadata)
+    q = torch.randn(layers, cell.rows, cell.q_heads, cell.head_dim, dtype=cell.dtype, device=device)
+    outs = torch.empty_like(q)
+
+    def attend(layer: int) -> torch.Tensor:
+        step.backend.run(step.layers[layer], q[layer], step.metadata, outs[layer])
+        return outs[layer]
+
+    _check_rows(cell, attend(0), q[0], cache, batch.page_ids.reshape(cell.rows, per_row))
+    return manager, [partial(attend, layer) for layer in range(layers)]
+
+
+def _check_rows(cell: _CrossCell, out: torch.Tensor, q: torch.Tensor, cache: KVCache, pages: Any) -> None:
+    """Raise unless the first and the last row are near float32."""
+    for row in (0, cell.rows - 1):
+        of_row = torch.from_numpy(pages[row].astype(np.int64)).to(out.device)
+        k, v = (
+            t[0][of_row].flatten(0, 1)[: cell.tokens].float().repeat_interleave(cell.q_heads // cell.kv_heads, 1)
+            for t in (cache.k, cache.v)
+        )
+        weights = (torch.einsum("hd,nhd->hn", q[row].float(), k) * cell.head_dim**-0.5).softmax(-1)
+        want = torch.einsum("hn,nhd->hd", weights, v)
+        error = float((out[row].float() - want).abs().max() / want.abs().max())
+        if not error < 0.02:
+            raise SystemExit(f"{cell.name}: expected attention near float32, got an error of {error:.3g} in row {row}")
+
+
+def bench_cross(device: torch.device) -> dict[str, Any]:
+    bandwidth = measure_read_bandwidth(device)
+    cells = []
+    for cell in CROSS_CELLS:
+        result: dict[str, Any] = {**asdict(cell), "dtype": str(cell.dtype), "nbytes": cell.nbytes}
+        for kind in (AttentionKind.CROSS, AttentionKind.DECODER):
+            with torch.inference_mode():
+                manager, calls = _attention_calls(cell, kind, device)
+                spacer = time_calls(spacer_calls([call() for call in calls]), device=device).median_us
+                timing = time_calls(spaced_calls(calls, device), device=device)
+            us = timing.median_us - spacer
+            result[kind.value] = {**asdict(timing), "spacer_us": spacer, "us": us, "tb_per_s": cell.nbytes / us * 1e-6}
+            manager.close()
+            del manager, calls
+            gc.collect()
+            torch.cuda.empty_cache()
+        cells.append(result)
+        print(
+            f"{cell.name}: {cell.nbytes / 1e6:.0f} MB, cross {result['cross']['tb_per_s']:.2f} TB/s, causal "
+            f"{result['decoder']['tb_per_s']:.2f}, sweep {bandwidth * 1e-12:.2f}",
+            flush=True,
+        )
+    return {"read_tb_per_s": bandwidth * 1e-12, "cells": cells}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", choices=("refresh", "model"))
+    parser.add_argument("--only", choices=("refresh", "model", "cross"))
     parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--context", type=int, default=32_768)
     parser.add_argument("--steps", type=int, default=32)
@@ -171,9 +289,11 @@ def main() -> None:
         parser.error("expected a CUDA device, got none")
     device = torch.device("cuda", 0)
     record: dict[str, Any] = {"name": "groups", **provenance()}
-    if options.only != "model":
+    if options.only in (None, "refresh"):
         record["refresh"] = bench_refresh(device)
-    if options.only != "refresh":
+    if options.only in (None, "cross"):
+        record["cross"] = bench_cross(device)
+    if options.only in (None, "model"):
         record["model"] = bench_model(device, options.batch, options.context, options.steps)
         print(
             f"KV memory {record['model']['kv_ratio']:.3f}, step time {record['model']['step_ratio']:.4f} of one table"

@@ -9,6 +9,7 @@ A runtime calls a backend in this order. `docs/write_a_backend.md` has a complet
       plan_capture(descriptor)       host state of one size                                for each size
       schedule(metadata)             recorded at the head of the step                      for each size
       run(layer, q, metadata, ...)   recorded once per layer                               for each size
+      run_encoder(layer, q, k, v, ...)   the same of an encoder layer, which has no cache  for each size
     plan_replay(descriptor, batch)   host state of one step                                before each step
       (the graph repeats what `schedule` and `run` recorded)
     close()                          drop the buffers                                      once
@@ -27,12 +28,13 @@ from typing import TYPE_CHECKING, ClassVar, final
 import torch
 
 from graphrt.capture.descriptor import BatchDescriptor
+from graphrt.groups import longest_of
 from graphrt.kernels.attention.options import FP8_DTYPES, AttentionOptions
 from graphrt.kernels.checks import check_bool_field, check_instance, check_int_field, shown
-from graphrt.kernels.errors import ConfigError
+from graphrt.kernels.errors import ConfigError, UnsupportedError
 from graphrt.kernels.types import KVLayout
 from graphrt.metadata import StepMetadata
-from graphrt.spec import AttentionSpec, KVCacheSpec
+from graphrt.spec import AttentionKind, AttentionSpec, KVCacheSpec
 
 if TYPE_CHECKING:
     from graphrt.batch import Batch
@@ -71,6 +73,8 @@ class Capabilities:
     v_head_dim       value heads of another size than the key heads: `AttentionSpec.v_head_dim`
     attention_chunk_size   layers with `AttentionSpec.attention_chunk_size`
     prefill          the prompt part of mixed steps, beside another backend's decode part; see `AttentionBackend.run`
+    cross_attention      layers over what an encoder wrote: not causal, and `metadata.encoder_lens` are their lengths
+    encoder_attention    layers over the tokens of the step, both ways and without a cache: `run_encoder`
 
     `batch_invariant` is a promise per kind of graph. With `RuntimeConfig(batch_invariant=True)`, a row's result is
     bitwise the same in all decode graphs of one query_len: at any size, at any place, beside any neighbours. The same
@@ -98,6 +102,8 @@ class Capabilities:
     v_head_dim: bool = False
     attention_chunk_size: bool = False
     prefill: bool = False
+    cross_attention: bool = False
+    encoder_attention: bool = False
 
     def __post_init__(self) -> None:
         check_int_field(self, "max_query_len", 1, advice="1 is plain decode")
@@ -126,8 +132,8 @@ class BackendContext:
     """What a backend is built for: the model's layers, the cache, the capacities and the device.
 
     attention        the spec of every layer, in order
-    kv_groups        the spec of every KV group; one where all layers are alike
-    group_of         the KV group of every layer; None where there is one
+    kv_groups        the spec of every KV group; one where all layers are alike, none where all are encoder layers
+    group_of         the KV group of every layer, None for an encoder layer; None where there is one group
     device           where the tensors are
     max_num_reqs     most rows in one step
     max_num_tokens   most new tokens in one step
@@ -136,6 +142,7 @@ class BackendContext:
     batch_invariant  see Capabilities and RuntimeConfig
     mixed_batches    whether there are steps whose rows differ in their number of new tokens; see RuntimeConfig
     prefill          the backend serves the prompt part of these steps, and nothing else
+    max_encoder_len  most tokens that an encoder writes for a row; 0 without cross layers
 
     Raises: ConfigError for a field of the wrong type.
     """
@@ -149,19 +156,25 @@ class BackendContext:
     max_query_len: int = 1
     batch_invariant: bool = False
     mixed_batches: bool = True
-    group_of: tuple[int, ...] | None = None
+    group_of: tuple[int | None, ...] | None = None
     prefill: bool = False
+    max_encoder_len: int = 0
 
     def __post_init__(self) -> None:
         _check_items("BackendContext.attention", self.attention, AttentionSpec)
-        _check_items("BackendContext.kv_groups", self.kv_groups, KVCacheSpec)
-        if self.group_of is None and len(self.kv_groups) == 1:
-            object.__setattr__(self, "group_of", (0,) * len(self.attention))
+        if self.kv_groups != () or any(spec.is_cached for spec in self.attention):
+            _check_items("BackendContext.kv_groups", self.kv_groups, KVCacheSpec)
+        if self.group_of is None and len(self.kv_groups) <= 1:
+            found = tuple(0 if spec.is_cached else None for spec in self.attention)
+            object.__setattr__(self, "group_of", found)
         groups = range(len(self.kv_groups))
         if (
             not isinstance(self.group_of, tuple)
             or len(self.group_of) != len(self.attention)
-            or any(group not in groups for group in self.group_of)
+            or any(
+                group not in groups if spec.is_cached else group is not None
+                for group, spec in zip(self.group_of, self.attention, strict=True)
+            )
         ):
             raise ConfigError(
                 f"BackendContext.group_of: expected one of {len(groups)} KV groups for each of {len(self.attention)} "
@@ -170,19 +183,22 @@ class BackendContext:
         check_instance("BackendContext.device", self.device, torch.device, advice="make it a torch.device")
         for name in ("max_num_reqs", "max_num_tokens", "max_seq_len", "max_query_len"):
             check_int_field(self, name, 1, advice="pass the runtime's")
+        check_int_field(self, "max_encoder_len", 0, advice="pass the runtime's, 0 without cross layers")
         for name in ("batch_invariant", "mixed_batches", "prefill"):
             check_bool_field(self, name, advice="pass the runtime's")
 
     def max_pages(self, group: int) -> int:
         """Width of the block table of a KV group."""
-        return self.kv_groups[group].pages_for(self.max_seq_len)
+        spec = self.kv_groups[group]
+        return spec.pages_for(longest_of(spec, self.max_seq_len, self.max_encoder_len))
 
     @property
     def layers(self) -> Iterator[tuple[AttentionSpec, KVCacheSpec, int]]:
-        """The spec of every layer, with its KV group: the group's spec and number."""
+        """The spec of every layer over the cache, with its KV group: the group's spec and number."""
         assert self.group_of is not None, "set at construction"
         for spec, group in zip(self.attention, self.group_of, strict=True):
-            yield spec, self.kv_groups[group], group
+            if group is not None:
+                yield spec, self.kv_groups[group], group
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,9 +208,11 @@ class AttentionLayer:
     index              number of the layer
     spec               heads, head size, dtype and options
     k_cache, v_cache   [num_pages, page_size, num_kv_heads, head_dim]  any strides, the last one 1; an HND cache comes
-                       in this view too, with the strides of its layout; values may have another head size
+                       in this view too, with the strides of its layout; values may have another head size. Empty in
+                       an encoder layer
     group              its KV group: `metadata.block_tables[group]` names its pages
-    writes             whether it writes keys and values; False: an earlier layer has written what it reads
+    writes             whether a step writes its keys and values; False: an earlier layer or an encoder has written what
+                       it reads, or it has no cache
     k_scale, v_scale   [1] or [num_kv_heads]  float32  of an fp8 cache: key = stored value * k_scale; None: 1
     alibi_slopes       [num_q_heads]          float32  those of the spec, on the device; None if it has none
     """
@@ -218,10 +236,15 @@ class AttentionLayer:
             )
 
     def options(self, sinks: torch.Tensor | None = None) -> AttentionOptions:
-        """The layer's options as kernels take them. `sinks` are those of this call: they belong to the model."""
+        """The layer's options as kernels take them. `sinks` are those of this call: they belong to the model.
+
+        The window of an encoder layer is no option, as it reaches to both sides: see `prompt_attention`.
+        """
+        causal = self.spec.kind is AttentionKind.DECODER
         return AttentionOptions(
             softmax_scale=self.spec.scale,
-            sliding_window=self.spec.sliding_window or 0,
+            causal=causal,
+            sliding_window=self.spec.sliding_window or 0 if causal else 0,
             attention_chunk_size=self.spec.attention_chunk_size or 0,
             logits_softcap=self.spec.logits_softcap or 0.0,
             alibi_slopes=self.alibi_slopes,
@@ -363,7 +386,8 @@ class AttentionBackend(ABC):
                                                        -inf, or the sink, all that a row without keys has
 
         Causal: token i of a row sees positions 0 to seq_len - query_len + i, which is `metadata.positions` of the
-        token. `layer.options(sinks)` are the other options.
+        token. A cross layer is not: every token sees positions 0 to encoder_len - 1, and is zero where there are none.
+        `layer.options(sinks)` are the other options.
 
         Keys and values beyond a row's `seq_len`, in the null page and in pages of others may be NaN. None of them may
         reach an output, so mask values as well as scores: zero times NaN is NaN. Pages that lie wholly before what the
@@ -373,6 +397,30 @@ class AttentionBackend(ABC):
         As the prompt part of a mixed step (`context.prefill`): `metadata.query_start_loc` begins behind the tokens of
         the decode part, whose rows have no tokens here. These tokens of `out` and `lse` are left as they are.
         """
+
+    def run_encoder(
+        self,
+        layer: AttentionLayer,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        metadata: StepMetadata,
+        out: torch.Tensor,
+        *,
+        sinks: torch.Tensor | None = None,
+        lse: torch.Tensor | None = None,
+    ) -> None:
+        """Record the attention of an encoder layer: each token sees those of its row in this step, on both sides, at a
+        distance below spec.sliding_window. Needed with capabilities.encoder_attention. Must be capture-safe.
+
+        k, v   [padded_tokens, num_kv_heads, head_dim]  any strides, the last one 1; anything in pad tokens; values have
+               heads of v_head_dim
+
+        Rows begin at `metadata.query_start_loc`. The other arguments are those of `run`.
+        """
+        raise UnsupportedError(
+            f"backend {self.name}: expected no encoder layer, got layer {layer.index}; choose another"
+        )
 
     # 5 The end of a step that failed, and of the runtime.
 
@@ -397,8 +445,11 @@ def _refusals(have: Capabilities, context: BackendContext) -> list[str]:
             reasons.append(f"KV dtype {kv.dtype}: supports {listing(have.kv_dtypes)}")
     if len(context.kv_groups) > 1 and not have.kv_groups:
         reasons.append(f"{len(context.kv_groups)} KV groups: supports one")
+    for spec in dict.fromkeys(context.attention):
+        reasons += _refusals_of_layer(have, spec)
     for spec, kv in dict.fromkeys((spec, kv) for spec, kv, _ in context.layers):
-        reasons += _refusals_of_layer(have, spec, kv)
+        if kv.dtype not in (spec.dtype, *FP8_DTYPES):
+            reasons.append(f"dtype {spec.dtype} with KV dtype {kv.dtype}: must be equal, or the cache fp8")
     if context.prefill and not have.prefill:
         reasons.append("prompt part of mixed steps: not supported")
     if not context.prefill and context.max_query_len > have.max_query_len:
@@ -413,7 +464,7 @@ def _refusals(have: Capabilities, context: BackendContext) -> list[str]:
     return reasons
 
 
-def _refusals_of_layer(have: Capabilities, spec: AttentionSpec, kv: KVCacheSpec) -> list[str]:
+def _refusals_of_layer(have: Capabilities, spec: AttentionSpec) -> list[str]:
     reasons = []
     if spec.dtype not in have.dtypes:
         reasons.append(f"dtype {spec.dtype}: supports {listing(have.dtypes)}")
@@ -435,8 +486,9 @@ def _refusals_of_layer(have: Capabilities, spec: AttentionSpec, kv: KVCacheSpec)
         reasons.append("alibi_sqrt: not supported")
     if spec.sinks and not have.sinks:
         reasons.append("sinks: not supported")
-    if kv.dtype not in (spec.dtype, *FP8_DTYPES):
-        reasons.append(f"dtype {spec.dtype} with KV dtype {kv.dtype}: must be equal, or the cache fp8")
+    kinds = {AttentionKind.CROSS: have.cross_attention, AttentionKind.ENCODER: have.encoder_attention}
+    if not kinds.get(spec.kind, True):
+        reasons.append(f"{spec.kind.value} attention: not supported")
     return reasons
 
 

@@ -12,7 +12,7 @@ from graphrt.backends import registry
 from graphrt.backends.base import AttentionBackend, BackendContext
 from graphrt.backends.two_parts import TwoPartBackend, decode_context
 from graphrt.config import RuntimeConfig
-from graphrt.groups import layer_places
+from graphrt.groups import check_encoder_len, layer_places
 from graphrt.kernels.checks import check_device, check_instance, check_sequence
 from graphrt.kernels.errors import ConfigError
 from graphrt.kv_cache import check_groups
@@ -70,14 +70,16 @@ def get_attn_backend(
     for index, spec in enumerate(specs):
         check_instance(f"attention[{index}]", spec, AttentionSpec, advice="pass one spec per layer")
     groups = check_groups(kv_groups)
+    places = layer_places(specs, groups)
     context = BackendContext(
         attention=specs,
         kv_groups=groups,
-        group_of=tuple(place.group for place in layer_places(specs, groups)),
+        group_of=tuple(None if place is None else place.group for place in places),
         device=check_device("device", device),
         max_num_reqs=config.max_num_reqs,
         max_num_tokens=config.max_num_tokens,
         max_seq_len=config.max_seq_len,
+        max_encoder_len=check_encoder_len(groups, config.max_encoder_len),
         max_query_len=config.query_len,
         batch_invariant=config.batch_invariant,
         mixed_batches=config.mixed_batches,

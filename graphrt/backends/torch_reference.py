@@ -9,7 +9,7 @@ import torch
 from graphrt.backends.base import AttentionBackend, AttentionLayer, Capabilities, GraphSupport
 from graphrt.capture.descriptor import BatchDescriptor
 from graphrt.kernels.attention.arguments import ATTENTION_DTYPES, KV_DTYPES
-from graphrt.kernels.attention.reference import attention_reference
+from graphrt.kernels.attention.reference import attention_reference, encoder_reference
 from graphrt.kernels.types import KVLayout
 from graphrt.metadata import StepMetadata
 
@@ -38,6 +38,8 @@ class TorchReferenceBackend(AttentionBackend):
         v_head_dim=True,
         attention_chunk_size=True,
         prefill=True,
+        cross_attention=True,
+        encoder_attention=True,
     )
     graph_support: ClassVar[GraphSupport] = GraphSupport.ALWAYS
 
@@ -63,9 +65,25 @@ class TorchReferenceBackend(AttentionBackend):
             layer.k_cache,
             layer.v_cache,
             metadata.block_tables[layer.group],
-            metadata.seq_lens,
+            metadata.kv_lens(layer.spec.kind),
             metadata.query_start_loc,
             out,
             layer.options(sinks),
             lse,
         )
+
+    def run_encoder(
+        self,
+        layer: AttentionLayer,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        metadata: StepMetadata,
+        out: torch.Tensor,
+        *,
+        sinks: torch.Tensor | None = None,
+        lse: torch.Tensor | None = None,
+    ) -> None:
+        """Attend row by row. Capture-safe: as `run`."""
+        options, window = layer.options(sinks), layer.spec.sliding_window or 0
+        encoder_reference(q, k, v, metadata.query_start_loc, out, options, window=window, lse=lse)

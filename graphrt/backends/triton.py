@@ -9,6 +9,7 @@ from typing import ClassVar
 import torch
 
 from graphrt.backends.base import AttentionBackend, AttentionLayer, BackendContext, Capabilities, GraphSupport
+from graphrt.backends.encoder import EncoderKernels, why_no_encoder
 from graphrt.capture.descriptor import BatchDescriptor, GraphKind
 from graphrt.kernels.attention.arguments import ATTENTION_DTYPES, HEAD_DIMS, KV_DTYPES
 from graphrt.kernels.attention.native import NATIVE_PAGE_MULTIPLE
@@ -22,7 +23,7 @@ from graphrt.kernels.library import INTERPRETER_AVAILABLE, interpreted
 from graphrt.kernels.native.nvrtc import nvrtc_fault, runs_native
 from graphrt.kernels.types import KVLayout
 from graphrt.metadata import StepMetadata
-from graphrt.spec import AttentionSpec, KVCacheSpec
+from graphrt.spec import AttentionKind, AttentionSpec, KVCacheSpec
 
 INTERPRETER_SMS = 4  # rows are split on CPU too, into few parts: an interpreted program costs milliseconds
 
@@ -40,6 +41,7 @@ class _ScheduleKey:
     sliding_window: int
     attention_chunk_size: int
     whole_tiles: bool  # pages hold whole tiles of the CUDA kernel, which never runs on others
+    kind: AttentionKind  # whose lengths count, and whether causally
 
     @classmethod
     def of(cls, spec: AttentionSpec, kv: KVCacheSpec) -> _ScheduleKey:
@@ -53,6 +55,7 @@ class _ScheduleKey:
             sliding_window=spec.sliding_window or 0,
             attention_chunk_size=spec.attention_chunk_size or 0,
             whole_tiles=kv.page_size % NATIVE_PAGE_MULTIPLE == 0,
+            kind=spec.kind,
         )
 
 
@@ -84,13 +87,17 @@ class TritonBackend(AttentionBackend):
         v_head_dim=True,
         attention_chunk_size=True,
         prefill=True,
+        cross_attention=True,
+        encoder_attention=True,
     )
     graph_support: ClassVar[GraphSupport] = GraphSupport.ALWAYS
 
     def __init__(self, context: BackendContext) -> None:
         super().__init__(context)
-        self._layer_keys = [_ScheduleKey.of(spec, kv) for spec, kv, _ in context.layers]
-        self._keys = list(dict.fromkeys(self._layer_keys))
+        cached = [index for index, spec in enumerate(context.attention) if spec.is_cached]
+        keys = (_ScheduleKey.of(spec, kv) for spec, kv, _ in context.layers)
+        self._layer_keys = dict(zip(cached, keys, strict=True))
+        self._keys = list(dict.fromkeys(self._layer_keys.values()))
         self._work_lists: dict[_ScheduleKey, torch.Tensor] = {}
         self._plans: dict[tuple[_ScheduleKey, BatchDescriptor], AttentionPlan] = {}
         self._workspace: AttentionWorkspace | None = None
@@ -98,16 +105,19 @@ class TritonBackend(AttentionBackend):
         if context.device.type == "cuda":
             self._num_sms = torch.cuda.get_device_properties(context.device).multi_processor_count
             self._native = runs_native(context.device)
+        self._encoder = EncoderKernels(context, self._num_sms)
 
     @classmethod
     def also_why_not(cls, context: BackendContext) -> list[str]:
-        """On CPU, that the interpreter is missing; on a device of the CUDA kernel, that NVRTC is."""
+        """On CPU, that the interpreter is missing; on a device of the CUDA kernel, that NVRTC is. Heads of encoder
+        layers that their kernel lacks."""
         if context.device.type == "cpu" and not INTERPRETER_AVAILABLE:
             return ["device cpu: needs the Triton interpreter; set TRITON_INTERPRET=1 before triton is imported"]
+        reasons = why_no_encoder(context)
         if context.device.type == "cuda" and torch.cuda.is_available() and runs_native(context.device):
             fault = nvrtc_fault()
-            return [] if fault is None else [fault]
-        return []
+            reasons += [] if fault is None else [fault]
+        return reasons
 
     @classmethod
     def prefill_class(cls) -> type[AttentionBackend]:
@@ -136,18 +146,25 @@ class TritonBackend(AttentionBackend):
             for key, of_key in plans.items()
         }
         every_plan = [plan for of_key in plans.values() for plan in of_key]
-        self._workspace = AttentionWorkspace.allocate(every_plan, context.device)
+        if every_plan:  # else all layers are an encoder's
+            self._workspace = AttentionWorkspace.allocate(every_plan, context.device)
+        self._encoder.allocate()
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Work lists and workspace. All but the counters may be poisoned between replays; the counters are 0 there."""
+        tensors = self._encoder.tensors()
         if self._workspace is None:
-            return {}
+            return tensors
         lists = {f"work_list_{index}": tensor for index, tensor in enumerate(self._work_lists.values())}
-        return lists | {
-            "partial_out": self._workspace.partial_out,
-            "partial_lse": self._workspace.partial_lse,
-            "counters": self._workspace.counters,
-        }
+        return (
+            tensors
+            | lists
+            | {
+                "partial_out": self._workspace.partial_out,
+                "partial_lse": self._workspace.partial_lse,
+                "counters": self._workspace.counters,
+            }
+        )
 
     def reset(self) -> None:
         """Zero the counters of split rows, and the letters behind them."""
@@ -158,21 +175,25 @@ class TritonBackend(AttentionBackend):
         """Drop work lists and workspace."""
         self._work_lists = {}
         self._workspace = None
+        self._encoder.close()
 
     def schedule(self, metadata: StepMetadata) -> None:
         """One launch per kind of layer writes its work list. Capture-safe: lengths stay on the device."""
         mixed = metadata.descriptor.kind is GraphKind.MIXED
-        self._check_allocated()
+        if self._keys:
+            self._check_allocated()
         with kernels_on(metadata.seq_lens.device):
             for key, work_list in self._work_lists.items():
                 schedule_attention(
                     self._plan(key, metadata.descriptor),
-                    metadata.seq_lens,
+                    metadata.kv_lens(key.kind),
                     work_list,
                     query_start_loc=metadata.query_start_loc if mixed else None,
+                    causal=key.kind is AttentionKind.DECODER,
                     sliding_window=key.sliding_window,
                     attention_chunk_size=key.attention_chunk_size,
                 )
+            self._encoder.schedule(metadata)
 
     def run(
         self,
@@ -196,7 +217,7 @@ class TritonBackend(AttentionBackend):
                 layer.k_cache,
                 layer.v_cache,
                 metadata.block_tables[layer.group],
-                metadata.seq_lens,
+                metadata.kv_lens(key.kind),
                 out,
                 self._plan(key, metadata.descriptor),
                 self._work_lists[key],
@@ -205,6 +226,22 @@ class TritonBackend(AttentionBackend):
                 query_start_loc=metadata.query_start_loc if metadata.descriptor.kind is GraphKind.MIXED else None,
                 lse=lse,
             )
+
+    def run_encoder(
+        self,
+        layer: AttentionLayer,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        metadata: StepMetadata,
+        out: torch.Tensor,
+        *,
+        sinks: torch.Tensor | None = None,
+        lse: torch.Tensor | None = None,
+    ) -> None:
+        """Attend with one launch of the prompt kernel, by the schedule of this step. Capture-safe: as `run`."""
+        with kernels_on(q.device):
+            self._encoder.run(layer, q, k, v, metadata, out, sinks, lse)
 
     def _plan(self, key: _ScheduleKey, descriptor: BatchDescriptor) -> AttentionPlan:
         found = self._plans.get((key, descriptor))  # every layer of every graph asks

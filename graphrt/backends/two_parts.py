@@ -128,6 +128,8 @@ def why_not_two_parts(
     if prefill is None:
         return ["prompt part of mixed steps: not supported"]
     reasons = list(prefill.why_not(prefill_context(context)))
+    if not all(spec.is_cached for spec in context.attention):
+        reasons.append("encoder layers: a step of theirs has whole sequences alone")
     if decode.plan_replay is not AttentionBackend.plan_replay:
         reasons.append(f"decode part {decode.name}: plans each step on the host, which has the rows in another order")
     if decode.seq_len_fill != prefill.seq_len_fill:

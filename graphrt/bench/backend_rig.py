@@ -228,6 +228,7 @@ class Rig:
             query_start_loc=torch.arange(cell.batch + 1, dtype=torch.int32, device=device),
             block_tables=(table.to(device),),
             slot_mappings=(slots.to(device),),
+            encoder_lens=torch.zeros(cell.batch, dtype=torch.int32, device=device),
             positions=torch.full((cell.batch,), cell.longest - 1, dtype=torch.int64, device=device),
             max_seq_len=context.max_seq_len,
         )

@@ -200,6 +200,8 @@ def _kv_bytes_read(attention: Sequence[AttentionSpec], kv_groups: Sequence[KVCac
     """Bytes of keys and values that a step reads for one sequence."""
     total = 0
     for spec, place in zip(attention, layer_places(attention, kv_groups), strict=True):
+        if place is None or spec.is_cross:  # not of the sequence
+            continue
         group = kv_groups[place.group]
         seen = min(length, spec.sliding_window or length, spec.attention_chunk_size or length)
         total += seen * group.layer_bytes_per_page // group.page_size

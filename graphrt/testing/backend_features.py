@@ -224,7 +224,7 @@ def contexts_of(cls: type[AttentionBackend], feature: Feature, device: torch.dev
             BackendContext(
                 attention=specs,
                 kv_groups=groups,
-                group_of=tuple(place.group for place in layer_places(specs, groups)),
+                group_of=tuple(None if place is None else place.group for place in layer_places(specs, groups)),
                 device=device,
                 max_num_reqs=max(ROWS, rows),
                 max_num_tokens=64 if cuda else 12,

@@ -332,6 +332,7 @@ def make_rig(backend_class: type[AttentionBackend], feature: Feature, device: to
         query_start_loc=make(rows + 1, dtype=torch.int32),
         block_tables=tuple(make(rows, context.max_pages(group), dtype=torch.int32) for group in groups),
         slot_mappings=tuple(make(padded, dtype=torch.int64) for _ in groups),
+        encoder_lens=make(rows, dtype=torch.int32),
         positions=make(padded, dtype=torch.int64),
         max_seq_len=context.max_seq_len,
     )

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 
-from graphrt.kernels.attention.arguments import check_attention_tensors
+from graphrt.kernels.attention.arguments import check_attention_tensors, check_contiguous_tensors
 from graphrt.kernels.attention.options import FP8_DTYPES, AttentionOptions
 from graphrt.kernels.checks import check_tensor, check_unit_stride
 from graphrt.kernels.op_declaration import DeclaredOp, Written
@@ -64,6 +65,24 @@ def reference_contiguous_attention(
     _write_padding(query_starts[-1], out, lse)
 
 
+def _attend_packed(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    starts: Sequence[int],
+    out: torch.Tensor,
+    options: AttentionOptions,
+    window: int,
+    lse: torch.Tensor | None,
+) -> None:
+    """Loop over rows that see themselves, up to a distance below `window`; 0: all."""
+    for start, end in itertools.pairwise(starts):
+        at = torch.arange(end - start, device=q.device)
+        near = (at[:, None] - at).abs() < window if window else None
+        _attend_row(q, k[start:end], v[start:end], start, end, end - start, out, options, lse, near)
+    _write_padding(starts[-1], out, lse)
+
+
 def _first_seen(query_len: int, seq_len: int, options: AttentionOptions) -> int:
     """The first position that any of the row's new tokens sees: what its first token sees."""
     position = max(0, seq_len - query_len)
@@ -88,8 +107,12 @@ def _attend_row(
     out: torch.Tensor,
     options: AttentionOptions,
     lse: torch.Tensor | None,
+    near: torch.Tensor | None = None,
 ) -> None:
-    """Tokens start to end of q, out and lse. `keys` and `values` [positions, num_kv_heads, *] end at seq_len."""
+    """Tokens start to end of q, out and lse. `keys` and `values` [positions, num_kv_heads, *] end at seq_len.
+
+    near   [tokens, positions]  which positions a token sees, without options.causal; None: all
+    """
     # Tokens before position 0, which causal attention leaves nothing to see; without it, all or none.
     blind = end - start if seq_len == 0 else max(0, end - start - seq_len) if options.causal else 0
     out[start : start + blind].zero_()
@@ -111,7 +134,7 @@ def _attend_row(
     by_head = q.reshape(query_len, num_kv_heads, -1, head_dim).permute(1, 2, 0, 3)
     queries = by_head.reshape(num_kv_heads, -1, head_dim)
     group = num_q_heads // num_kv_heads
-    mask = _mask(query_len, seq_len, keys.shape[1], q.device, options)
+    mask = _mask(query_len, seq_len, keys.shape[1], q.device, options) if near is None else near
     if lse is None and not _needs_logits(options):
         mask = None if mask is None else mask.repeat(group, 1)
         scale = options.softmax_scale
@@ -241,3 +264,53 @@ def attention_reference(
     check_tensor("query_start_loc", query_start_loc, shape=(seq_lens.shape[0] + 1,), dtype=torch.int32, device=q.device)
     check_unit_stride("query_start_loc", query_start_loc)
     _reference(_ReferenceCall(q, k_cache, v_cache, block_table, seq_lens, query_start_loc, out, lse, options))
+
+
+@dataclass(frozen=True, slots=True)
+class _EncoderCall:
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    query_start_loc: torch.Tensor
+    out: Written
+    lse: Written | None
+    window: int
+    options: AttentionOptions
+
+
+def _run_encoder(call: _EncoderCall) -> None:
+    starts = call.query_start_loc.tolist()
+    _attend_packed(call.q, call.k, call.v, starts, call.out, call.options, call.window, call.lse)
+
+
+_encoder = DeclaredOp(
+    "encoder_reference",
+    _EncoderCall,
+    triton_impl=_run_encoder,  # plain torch on every device
+    reference=_run_encoder,
+)
+
+
+def encoder_reference(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    out: torch.Tensor,
+    options: AttentionOptions,
+    *,
+    window: int = 0,
+    lse: torch.Tensor | None = None,
+) -> None:
+    """Attention of packed rows to themselves, on both sides of a token, in plain torch.
+
+    k, v      [padded_tokens, num_kv_heads, *]   dtype of q, of the same tokens
+    options   without causal
+    window    a token sees those at a distance below it; 0: all
+
+    The others are those of `attention_reference`; capture-safe where it is.
+
+    Raises: ShapeError.
+    """
+    check_contiguous_tensors(q, k, v, query_start_loc, query_start_loc, out, options, lse)
+    _encoder(_EncoderCall(q, k, v, query_start_loc, out, lse, window, options))

@@ -78,6 +78,8 @@ class PageGroup:
     window      tokens that a query sees, itself included; 0: all
     chunk       a query sees its own chunk of so many tokens only; 0: all
     claims_at   where the claims of its pool begin
+    max_encoder_len   most tokens of an encoder, in a group whose pages an encoder wrote: how many a row has is its
+                      `encoder_len`, and steps write none. 0: a group of the rows' own tokens
     """
 
     page_size: int
@@ -87,6 +89,7 @@ class PageGroup:
     window: int = 0
     chunk: int = 0
     claims_at: int = 0
+    max_encoder_len: int = 0
 
     @property
     def words(self) -> tuple[int, ...]:
@@ -228,6 +231,7 @@ class StaticBuffers:
     )
     temperatures: torch.Tensor = _row_value(torch.float32, "sampling")
     seeds: torch.Tensor = _row_value(torch.int64, "sampling")
+    encoder_lens: torch.Tensor = _row_value(torch.int32, "attention")
 
     step_ring: torch.Tensor = _output(("ring",), torch.int64, pad="the step that wrote the entry")
     token_ring: torch.Tensor = _output(("ring", "rows"), torch.int32, pad="-1")

@@ -30,7 +30,8 @@ def read_group(page_groups_ptr, group):
     window = tl.load(group_ptr + 4)
     chunk = tl.load(group_ptr + 5)
     claims_at = tl.load(group_ptr + 6)
-    return page_size, num_pages, null_page, max_pages, window, chunk, claims_at
+    max_encoder_len = tl.load(group_ptr + 7)
+    return page_size, num_pages, null_page, max_pages, window, chunk, claims_at, max_encoder_len
 
 
 @triton.jit

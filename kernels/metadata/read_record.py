@@ -19,6 +19,7 @@ ROW_QUERY_START = tl.constexpr(layout.ROW_QUERY_START)
 ROW_QUERY_LEN = tl.constexpr(layout.ROW_QUERY_LEN)
 ROW_SAMPLE = tl.constexpr(layout.ROW_SAMPLE)
 ROW_COPIED = tl.constexpr(layout.ROW_COPIED)
+ROW_ENCODER_LEN = tl.constexpr(layout.ROW_ENCODER_LEN)
 
 
 @triton.jit

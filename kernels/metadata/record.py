@@ -26,6 +26,7 @@ ROW_QUERY_START = 2  # first token of the row in `tokens`
 ROW_QUERY_LEN = 3  # new tokens of the row
 ROW_SAMPLE = 4  # 1: the row's last token is sampled from; 0: prompt chunk that goes on
 ROW_COPIED = 5  # first of the 32-bit values that go to the buffers of COPIED as they are, in that order
+ROW_ENCODER_LEN = ROW_COPIED + COPIED.index("encoder_lens")  # tokens that the row's encoder wrote
 ROW_PAGES = ROW_COPIED + len(COPIED)  # first of the page lists: PAGE_FIELDS fields per KV group, group after group
 
 PAGE_FIRST = 0  # place in the sequence of the first listed page

@@ -182,6 +182,8 @@ def refresh_reference(b: Any) -> None:
         positions[span] = step.field(layout.ROW_SEQ_LEN, row) - len(tokens) + np.arange(len(tokens))
         for g, group in enumerate(groups):
             _write_table(step, g, row, place, group, tables[g, row], b)
+            if group.max_encoder_len:
+                continue  # what an encoder wrote stays
             page = tables[g, row].pages[positions[span] // group.page_size].astype(np.int64)
             b.slot_mapping.numpy()[g, span] = page * group.page_size + positions[span] % group.page_size
 
@@ -212,8 +214,11 @@ def _table(step: _Record, g: int, row: int, group: PageGroup, b: Any, faulty: bo
         return _Table((0, 0), listed[:0], (0, 0))
     seq_len, row_id = step.field(layout.ROW_SEQ_LEN, row), step.field(layout.ROW_ID, row)
     begins = seq_len == step.field(layout.ROW_QUERY_LEN, row)
+    held = step.field(layout.ROW_ENCODER_LEN, row) if group.max_encoder_len else seq_len
+    if group.max_encoder_len and not 0 <= held <= group.max_encoder_len:
+        return _Table((0, 0), listed[:0], (int(FaultCode.BAD_ENCODER_LEN), held))
     known = (0, 0) if begins else tuple(b.page_spans[g, row_id].tolist())
-    seen, needed, end = _first_seen(step, row, group), -(-seq_len // group.page_size), first + len(listed)
+    seen, needed, end = _first_seen(step, row, group), -(-held // group.page_size), first + len(listed)
     span, fits = known, True
     if len(listed):
         whole = first == 0 or (first <= seen and end >= needed)
@@ -225,7 +230,7 @@ def _table(step: _Record, g: int, row: int, group: PageGroup, b: Any, faulty: bo
     seen_list = listed[max(seen - first, 0) :]
     bad = (seen_list < 0) | (seen_list >= group.num_pages) | (seen_list == group.null_page)
     if not (fits and span[0] <= seen and needed <= min(span[1], group.max_pages)):
-        fault = (int(FaultCode.LENGTH_EXCEEDS_PAGES), seq_len)
+        fault = (int(FaultCode.LENGTH_EXCEEDS_PAGES), held)
     elif bad.any():
         fault = (int(FaultCode.PAGE_OUT_OF_RANGE), int(seen_list[bad.argmax()]))
     return _Table((seen, span[1]), pages, fault)
@@ -275,6 +280,7 @@ def _duplicates(
         if not code:
             seq_len, size = step.field(layout.ROW_SEQ_LEN, row), groups[g].page_size
             columns = np.arange((seq_len - step.field(layout.ROW_QUERY_LEN, row)) // size, -(-seq_len // size))
+            columns = columns[:0] if groups[g].max_encoder_len else columns  # an encoder has written these
             written[g, row] = tables[g, row].pages[columns].astype(np.int64) + groups[g].claims_at
     shared_pages = _repeated(np.concatenate(list(written.values()))) if written else np.empty(0, np.int64)
     ids = [step.field(layout.ROW_ID, row) for g, row in written if g == 0]

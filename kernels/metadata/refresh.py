@@ -40,6 +40,7 @@ from graphrt.kernels.metadata.read_pages import first_seen_page, pages_at, read_
 from graphrt.kernels.metadata.read_record import (
     HEADER_SIZE,
     ROW_COPIED,
+    ROW_ENCODER_LEN,
     ROW_ID,
     ROW_QUERY_LEN,
     ROW_QUERY_START,
@@ -72,6 +73,7 @@ _LENGTH_EXCEEDS_PAGES = tl.constexpr(int(FaultCode.LENGTH_EXCEEDS_PAGES))
 _PAGE_OUT_OF_RANGE = tl.constexpr(int(FaultCode.PAGE_OUT_OF_RANGE))
 _TOKEN_OUT_OF_RANGE = tl.constexpr(int(FaultCode.TOKEN_OUT_OF_RANGE))
 _NO_LAST_TOKEN = tl.constexpr(int(FaultCode.NO_LAST_TOKEN))
+_BAD_ENCODER_LEN = tl.constexpr(int(FaultCode.BAD_ENCODER_LEN))
 _INVALID = tl.constexpr(int(RowStatus.INVALID))
 _PAD = tl.constexpr(int(RowStatus.PAD))
 _LIVE = tl.constexpr(int(RowStatus.LIVE))
@@ -179,7 +181,9 @@ def _check_rows_kernel(
 ):
     row = tl.program_id(0)
     group = tl.program_id(1)
-    page_size, num_pages, null_page, max_pages, window, chunk, claims_at = read_group(page_groups_ptr, group)
+    page_size, num_pages, null_page, max_pages, window, chunk, claims_at, max_encoder_len = read_group(
+        page_groups_ptr, group
+    )
     step, num_reqs, num_tokens, listed_reqs, listed_tokens, listed_pages = read_header(
         record_ptr, record_words, padded_reqs, padded_tokens, QUERY_LEN, ROW_FIELDS
     )
@@ -209,6 +213,11 @@ def _check_rows_kernel(
     end = token_start(record_ptr, row + 1, num_reqs, num_tokens, listed_reqs, QUERY_LEN)
     in_place = (query_start == start) & (query_len == end - start) & (end <= num_tokens)
     length_ok = in_place & (query_len >= 1) & (query_len <= seq_len) & (seq_len <= max_seq_len)
+    # The tokens whose pages the row needs: its own, or those that its encoder wrote.
+    is_cross = max_encoder_len > 0
+    encoder_len = tl.load(rows_ptr + ROW_ENCODER_LEN * listed_reqs)
+    encoder_ok = (is_cross == 0) | ((encoder_len >= 0) & (encoder_len <= max_encoder_len))
+    held = tl.where(is_cross, encoder_len, seq_len)
 
     # Which columns of the row's table will be known: those of a whole list, or those that were known and the new ones.
     # A sequence that begins with this step has none: what stands there is another's.
@@ -220,7 +229,7 @@ def _check_rows_kernel(
     # The list lies within the record whatever it says, so its pages are read while the loads above are under way.
     skipped = tl.maximum(first_seen - first, 0)
     bad_page = _first_bad_page(pages_ptr, skipped, page_count, num_pages, null_page, PAGE_BLOCK)
-    needed = tl.where(length_ok, (seq_len + page_size - 1) // page_size, 0)
+    needed = tl.where(length_ok & encoder_ok, (held + page_size - 1) // page_size, 0)
     listed_to = first + page_count
     whole = (first == 0) | ((first <= first_seen) & (listed_to >= needed))
     joins = (first >= known_from) & (first <= known_to)
@@ -229,9 +238,10 @@ def _check_rows_kernel(
     pages_ok = (page_count == 0) | whole | joins
     pages_ok = pages_ok & (span_from <= first_seen) & (needed <= tl.minimum(span_to, max_pages))
     code = tl.where(pages_ok, 0, _LENGTH_EXCEEDS_PAGES)
+    code = tl.where(encoder_ok, code, _BAD_ENCODER_LEN)
     code = tl.where(length_ok, code, _BAD_LENGTH)
     code = tl.where(id_ok, code, _ROW_ID_OUT_OF_RANGE)
-    value = tl.where(id_ok, seq_len, row_id)
+    value = tl.where(id_ok, tl.where(length_ok, held, seq_len), row_id)
 
     if code == 0:
         # Tokens belong to the row, not to a group: the programs of the first group look at them.
@@ -256,7 +266,7 @@ def _check_rows_kernel(
             _claim_pages(
                 claims_ptr + claims_at, duplicates_ptr + (1 + group) * stride_duplicates, pages_ptr, first, page_count,
                 page_table_ptr + state.to(tl.int64) * table_width, row_claim, mark,
-                (seq_len - query_len) // page_size, needed, TOKEN_BLOCK,
+                tl.where(is_cross, needed, (seq_len - query_len) // page_size), needed, TOKEN_BLOCK,
             )  # fmt: skip
     tl.store(check_code_ptr + check_at, code)
     tl.store(check_value_ptr + check_at, tl.where(code == 0, 0, value).to(tl.int64))
@@ -332,7 +342,7 @@ def _write_buffers_kernel(
     part = tl.program_id(1)
     group = tl.program_id(2)
     num_parts = tl.num_programs(1)
-    page_size, _, null_page, max_pages, _, _, _ = read_group(page_groups_ptr, group)
+    page_size, _, null_page, max_pages, _, _, _, max_encoder_len = read_group(page_groups_ptr, group)
     step, num_reqs, num_tokens, listed_reqs, listed_tokens, listed_pages = read_header(
         record_ptr, record_words, padded_reqs, padded_tokens, QUERY_LEN, ROW_FIELDS
     )
@@ -426,13 +436,15 @@ def _write_buffers_kernel(
     slots_ptr = slot_mapping_ptr + group * stride_slots
     last_token = tl.load(last_token_ptr + row_id, mask=valid, other=0)
     valid_end = tl.where(valid, end, start)  # a scalar condition joined to a block of them misleads the interpreter
+    written_end = tl.where(max_encoder_len > 0, start, valid_end)  # what an encoder wrote stays
     lanes = tl.arange(0, TOKEN_BLOCK)
     for base in range(start + part * TOKEN_BLOCK, end, num_parts * TOKEN_BLOCK):
         at = base + lanes
         mask = at < valid_end
         position = tl.where(mask, seq_len - end + at, 0)
-        page = pages_at(position // page_size, mask, pages_ptr, first, page_count, table_ptr).to(tl.int64)
-        slot = tl.where(mask, page * page_size + position % page_size, _PAD_SLOT)
+        writes = at < written_end
+        page = pages_at(position // page_size, writes, pages_ptr, first, page_count, table_ptr).to(tl.int64)
+        slot = tl.where(writes, page * page_size + position % page_size, _PAD_SLOT)
         to = first_token - start + at
         written = (at < end) & (to >= 0) & (to < padded_tokens)  # of a corrupt record the sum of lengths may be larger
         tl.store(slots_ptr + to, slot, mask=written)

@@ -37,6 +37,7 @@ def metadata_of(asked: BackendContext, descriptor: BatchDescriptor, live: int) -
         query_start_loc=torch.tensor(starts, dtype=torch.int32),
         block_tables=(torch.arange(rows * asked.max_pages(0), dtype=torch.int32).view(rows, -1),),
         slot_mappings=(slots,),
+        encoder_lens=torch.zeros(rows, dtype=torch.int32),
         positions=torch.zeros(tokens, dtype=torch.int64),
         max_seq_len=asked.max_seq_len,
     )

@@ -21,7 +21,7 @@ LAST_TOKENS = (50, 51, 52, -1, 54, 55, 56, 777)  # row id 3 has none, that of 7 
 OUTPUTS = (
     "fault_code", "fault_value", "step_counter", "input_ids", "positions", "slot_mapping", "query_start_loc",
     "seq_lens", "block_table", "logits_indices", "row_ids", "row_status", "void_ids", "temperatures", "seeds",
-    "places", "decode_seq_lens", "prompt_seq_lens", "decode_start_loc", "prompt_start_loc",
+    "encoder_lens", "places", "decode_seq_lens", "prompt_seq_lens", "decode_start_loc", "prompt_start_loc",
 )  # fmt: skip
 OF_GROUPS = ("slot_mapping", "block_table")  # a row of them per KV group
 SCRATCH = {"new_spans", "check_code", "check_value", "table_from", "table_to"}  # notes of the kernels for each other
@@ -40,6 +40,7 @@ class Row:
     query_len: int | None = None  # lie about the number of tokens
     page_count: int | None = None  # lie about the number of pages
     first_page: int = 0
+    encoder_len: int = 0
 
 
 @dataclass(frozen=True)
@@ -98,6 +99,7 @@ def pack(rows: Sequence[Row], step: int) -> list[int]:
         columns[layout.ROW_SAMPLE].append(row.sample)
         columns[layout.ROW_COPIED].append(struct.unpack("<i", struct.pack("<f", row.temperature))[0])
         columns[layout.ROW_COPIED + 1].append(struct.unpack("<i", struct.pack("<I", row.seed & 0xFFFFFFFF))[0])
+        columns[layout.ROW_ENCODER_LEN].append(row.encoder_len)
         token_at += len(row.tokens)
         page_at += len(row.pages)
     return words + [word for column in columns for word in column] + tokens + pages
@@ -135,6 +137,7 @@ def expect(
         "void_ids": [-1] * s.reqs,
         "temperatures": [0.0] * s.reqs,
         "seeds": [0] * s.reqs,
+        "encoder_lens": [0] * s.reqs,
     }
     for at, r in enumerate(order):
         row = rows[r]
@@ -160,6 +163,7 @@ def expect(
         out["logits_indices"][at] = starts[at] + len(row.tokens) - 1
         out["temperatures"][at] = row.temperature
         out["seeds"][at] = row.seed & 0xFFFFFFFF
+        out["encoder_lens"][at] = row.encoder_len
     return out
 
 

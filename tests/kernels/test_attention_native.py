@@ -83,6 +83,7 @@ CASES = [
     replace(BASE, id="fp8_large_queries", kv_dtype=E5M2, qk_size=100.0),
     replace(BASE, id="speculative", rows=decode((0, 1, 2, 4, 17, 65, 1260), 4)),
     replace(BASE, id="speculative_full", rows=decode((4, 17, 65, 260), 4), causal=False),
+    replace(BASE, id="cross_speculative", rows=decode((0, 1, 2, 3, 4, 30), 4), causal=False),
     replace(BASE, id="window", window=20, rows=decode((*EDGES, 37))),  # one key before the window in a tile of it
     replace(BASE, id="window_of_1", window=1, rows=decode((*EDGES, 18))),
     replace(BASE, id="window_speculative", rows=decode((3, 64, 1260), 3), window=333),

@@ -227,6 +227,7 @@ def make_step(descriptor: BatchDescriptor, device: torch.device) -> tuple[torch.
         query_start_loc=torch.tensor([0, *query_lens]).cumsum(0).to(device, torch.int32),
         block_tables=(block_table.to(device, torch.int32),),
         slot_mappings=(torch.empty(0, device=device),),
+        encoder_lens=torch.zeros(len(seq_lens), dtype=torch.int32, device=device),
         positions=torch.empty(0, device=device),
         max_seq_len=12,
     )
@@ -384,5 +385,6 @@ def test_layers_share_a_schedule_where_heads_and_window_are_equal(monkeypatch: p
         backend.schedule(metadata)
         starts = metadata.query_start_loc if descriptor is MIXED else None
         assert launched == [
-            {"query_start_loc": starts, "sliding_window": window, "attention_chunk_size": 0} for window in (0, 3)
+            {"query_start_loc": starts, "causal": True, "sliding_window": window, "attention_chunk_size": 0}
+            for window in (0, 3)
         ]

@@ -304,7 +304,7 @@ def manager(model=None, spec=None, cache=None, **config) -> ReplayManager:
         (
             lambda: manager(spec=[AttentionSpec(4, 2, 16, torch.float32)]),
             ConfigError,
-            "attention: expected 2 layers that write keys and values, .* got 1 of 1",
+            "attention: expected 2 layers with keys and values of their own, .* got 1 of 1",
         ),
         (lambda: KVCache.allocate(KVCacheSpec(1, 1, 16), 1, CPU), ConfigError, "num_pages: .* 2 to 2147483647, got 1"),
     ],

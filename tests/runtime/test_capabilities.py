@@ -23,7 +23,7 @@ from graphrt.kernels.errors import ConfigError, UnsupportedError
 from graphrt.kernels.types import KVLayout
 from graphrt.kv_cache import KVCache
 from graphrt.replay import ReplayManager
-from graphrt.spec import AttentionSpec, KVCacheSpec
+from graphrt.spec import AttentionKind, AttentionSpec, KVCacheSpec
 from graphrt.step import Step
 
 CPU, F32, F16, E4M3 = torch.device("cpu"), torch.float32, torch.float16, torch.float8_e4m3fn
@@ -69,6 +69,16 @@ NEEDS: dict[str, Needs] = {
     "kv_groups": Needs(False, "2 KV groups: supports one", groups=((0, 2), (1,))),
     "v_head_dim": Needs(False, "v_head_dim 8: supports that of the keys, 16", spec={"v_head_dim": 8}),
     "attention_chunk_size": Needs(False, "attention_chunk_size 3: not supported", spec={"attention_chunk_size": 3}),
+    "cross_attention": Needs(
+        False,
+        "cross attention: not supported",
+        spec={"kind": AttentionKind.CROSS},
+        groups=((0, 1), (2,)),
+        config={"max_encoder_len": 8},
+    ),
+    "encoder_attention": Needs(
+        False, "encoder attention: not supported", spec={"kind": AttentionKind.ENCODER}, groups=((0,), (1,))
+    ),
 }
 
 
@@ -88,6 +98,8 @@ def attending(*, lse: bool = False) -> Callable[[Step], torch.Tensor]:
             q, k, v = (torch.ones(tokens, heads, dim) for heads, dim in dims)
             asked = {"lse": torch.zeros(tokens, 4)} if lse else {}
             sinks = {"sinks": torch.zeros(4)} if target.spec.sinks else {}
+            if target.spec.is_cross:
+                k = v = None
             total += step.attend(layer, q, k, v, **asked, **sinks).mean()
         return total[step.logits_indices]
 
@@ -100,7 +112,10 @@ def build(needs: Needs, *, lse: bool = False, **config: Any) -> ReplayManager:
     specs = (replace(PLAIN, **everywhere), replace(PLAIN, **everywhere), replace(PLAIN, **needs.spec))
     kv = KVCacheSpec(3, 2, 16, **({"page_size": 4, "dtype": F32} | needs.kv | everywhere))
     if needs.groups:
-        kv = [replace(kv, num_layers=len(layers), layers=layers) for layers in needs.groups]
+        crosses = needs.spec.get("kind") is AttentionKind.CROSS
+        kv = [
+            replace(kv, num_layers=len(layers), layers=layers, cross=crosses and 2 in layers) for layers in needs.groups
+        ]
     sizes = {"max_num_reqs": 4, "max_num_tokens": 12, "max_seq_len": 8, "decode_sizes": (4,), "backend": "lacking"}
     options = RuntimeConfig(**(sizes | needs.config | config))
     cache = KVCache.allocate(kv, 8, CPU)

@@ -322,12 +322,12 @@ WRONG_GROUPS: dict[str, tuple[Any, Any, str]] = {
         KVCacheSpec(1, 2, 16, dtype=F32, sliding_window=6), (replace(FULL, sliding_window=7),), "at most 6, which its"
     ),
     "no_window": (KVCacheSpec(1, 2, 16, dtype=F32, sliding_window=6), (FULL,), "at most 6, which its"),
-    "too_few_layers": (KVCacheSpec(1, 2, 16, dtype=F32), (FULL, FULL), "expected 1 layers that write"),
+    "too_few_layers": (KVCacheSpec(1, 2, 16, dtype=F32), (FULL, FULL), "expected 1 layers with keys"),
     "shares_with_itself": (
-        KVCacheSpec(1, 2, 16, dtype=F32), (FULL, replace(FULL, kv_shared_with=1)), "an earlier layer that writes, got 1"
+        KVCacheSpec(1, 2, 16, dtype=F32), (FULL, replace(FULL, kv_shared_with=1)), "of its own, got 1"
     ),
     "shares_with_one_that_shares": (
-        KVCacheSpec(1, 2, 16, dtype=F32), (FULL, SHARES_0, replace(FULL, kv_shared_with=1)), "an earlier layer that"
+        KVCacheSpec(1, 2, 16, dtype=F32), (FULL, SHARES_0, replace(FULL, kv_shared_with=1)), "an earlier layer with"
     ),
 }  # fmt: skip
 
@@ -356,7 +356,7 @@ def test_a_layer_that_shares_takes_no_keys_and_a_layer_that_writes_needs_them() 
     model, runtime = build((FULL, SHARES_0), KVCacheSpec(1, 2, 16, 4, dtype=F32), 8, CPU)
     step = runtime.manager._program.view(runtime.manager.descriptors[0])
     q = torch.zeros(step.descriptor.padded_tokens, 4, 16)
-    with pytest.raises(ShapeError, match=r"k: expected None for layer 1, got a tensor; only layers without"):
+    with pytest.raises(ShapeError, match=r"k: expected None for layer 1, got a tensor; cross layers and those"):
         step.attend(1, q, q[:, :2], q[:, :2])
     with pytest.raises(ShapeError, match=r"k: expected a tensor for layer 0, got None"):
         step.attend(0, q, None, None)

@@ -200,7 +200,7 @@ V = [torch.zeros(6, 4, 2, 8) for _ in range(2)]
 WRONG_TYPES = {
     "spec": (lambda: KVCache("spec", K, V), "groups: expected a list or tuple of KVCacheSpec .* got 'spec'"),
     "spec-item": (lambda: KVCache([SPEC, 3], K, V), r"groups\[1\]: expected KVCacheSpec, got 3"),
-    "no-spec": (lambda: KVCache((), K, V), "groups: expected at least one KVCacheSpec, got none"),
+    "no-spec": (lambda: KVCache((), K, V), "expected 0 K and V tensors"),
     "allocate-spec": (
         lambda: KVCache.allocate(None, 6, "cpu"),
         "groups: expected a list .* of KVCacheSpec .* got None",

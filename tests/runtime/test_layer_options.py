@@ -168,6 +168,7 @@ def make_step(spec: AttentionSpec, kv_dtype: torch.dtype = F32, backend: type[Re
         query_start_loc=torch.arange(TOKENS + 1, dtype=torch.int32),
         block_tables=(torch.tensor([[1, 0], [1, 2], [0, 0]], dtype=torch.int32),),
         slot_mappings=(torch.tensor([4, 9, -1]),),
+        encoder_lens=torch.zeros(TOKENS, dtype=torch.int32),
         positions=buffers.positions,
         max_seq_len=8,
     )
