@@ -111,6 +111,7 @@ class Rig:
                 positions=torch.zeros(end, dtype=torch.int64, device=device),
                 block_tables=(table,),
                 slot_mappings=(slots[:end],),
+                encoder_lens=torch.zeros(len(lens), dtype=torch.int32, device=device),
             )
 
         table = self.table.to(device)
