@@ -19,9 +19,6 @@ from graphrt.kv_cache import KVCache, PageAllocator
 _STAGED_BYTES = 32 << 20
 """Bytes of each of the two staging buffers: half a millisecond of a fast link. Not measured."""
 
-_COPIED_BYTES = 1 << 20
-"""Bytes of one copy over the link. A step's upload waits for a copy that is under way, so copies are short."""
-
 Extent = tuple[int, int]
 """First byte and number of bytes."""
 
@@ -408,11 +405,11 @@ class _HostMemory:
 
 
 def _parts(extents: Sequence[Extent], at: int, nbytes: int) -> Iterator[tuple[int, int, int]]:
-    """Where bytes `at` to `at + nbytes` of something that lies in extents are, in parts of one copy: place among these
-    bytes, place in the memory, and size."""
+    """Where bytes `at` to `at + nbytes` of something that lies in extents are: place among these bytes, place in the
+    memory, and size of each part."""
     before = 0
     for start, size in extents:
         first, last = max(at, before), min(at + nbytes, before + size)
-        for part in range(first, last, _COPIED_BYTES):
-            yield part - at, start + part - before, min(_COPIED_BYTES, last - part)
+        if first < last:
+            yield first - at, start + first - before, last - first
         before += size

@@ -70,8 +70,10 @@ class Rig:
         lengths = [*[cell.context] * cell.batch, cell.past + cell.chunk]
         counts = [-(-length // PAGE_SIZE) for length in lengths]
         pages = 1 + sum(counts)
-        kv_bytes = 2 * pages * PAGE_SIZE * spec.num_kv_heads * spec.head_dim * spec.dtype.itemsize
-        layers, rows, tokens = rotations(kv_bytes, device), cell.batch + 1, cell.batch + cell.chunk
+        rows, tokens = cell.batch + 1, cell.batch + cell.chunk
+        # Of the chunk alone: queries and outputs, and its keys and values. Alone too it must find a cold L2.
+        width = 2 * (cell.chunk * spec.num_q_heads + (cell.past + cell.chunk) * spec.num_kv_heads) * spec.head_dim
+        layers = rotations(width * spec.dtype.itemsize, device)
         self.context = BackendContext(
             attention=(spec,) * layers,
             kv_groups=(KVCacheSpec(layers, spec.num_kv_heads, spec.head_dim, PAGE_SIZE, dtype=spec.dtype),),

@@ -25,7 +25,7 @@ Pages = Sequence[int] | npt.NDArray[np.integer] | torch.Tensor
 _BLOCK = 1024
 """Words of up to 8 bytes that a program moves at a time. Not measured."""
 
-_PROGRAMS = 64
+_PROGRAMS = 2048
 """Programs of a launch at most. Few, since decode steps run beside it, and the link is slower still. Not measured."""
 
 _NUM_WARPS = 4
