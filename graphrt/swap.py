@@ -17,7 +17,7 @@ from graphrt.kernels.errors import CapacityError, CaptureError, ConfigError
 from graphrt.kv_cache import KVCache, PageAllocator
 
 _STAGED_BYTES = 32 << 20
-"""Bytes of each of the two staging buffers: half a millisecond of a fast link. Not measured."""
+"""Bytes of each of the two staging buffers: half a millisecond of a fast link."""
 
 Extent = tuple[int, int]
 """First byte and number of bytes."""

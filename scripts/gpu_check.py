@@ -47,6 +47,9 @@ JOBS: dict[str, list[list[str]]] = {
     ],
     "attention": [[PYTHON, "scripts/bench_attention.py"]],
     "backends": [[PYTHON, "scripts/bench_backends.py"]],
+    "mixed": [[PYTHON, "scripts/bench_mixed.py"]],
+    "groups": [[PYTHON, "scripts/bench_groups.py"]],
+    "swap": [[PYTHON, "scripts/bench_swap.py"]],
     "capture": [[PYTHON, "scripts/bench_capture.py"]],
     "decode": [
         [*DECODE, "--shape", "llama-3.1-8b", "--batch", "1,8,32,64,128,256", "--context", "1024"],

@@ -119,9 +119,8 @@ def prompt_attention(
     lse           [num_tokens, num_q_heads]  natural log of the softmax's denominator, sinks included   float32, written
                   Where nothing is seen it is the sink, or -inf without one. In pad tokens it is -inf
 
-    Written are the tokens of rows from the schedule's `first_row` on, and pad tokens, from the last value of
-    query_start_loc on, which are zeros. Tokens of earlier rows are left as they are. So a kernel of decode rows may
-    serve those, if it runs before this one.
+    Written are the tokens from query_start_loc[0] on, and pad tokens, from its last value on, which are zeros. Earlier
+    tokens are left as they are. So a kernel of decode rows may serve those, if it runs before this one.
 
     Keys and values that no token of the row sees may hold NaN. The caller guarantees of pages and lengths what
     `paged_attention` wants; of packed keys that kv_start_loc does not decrease and ends at kv_tokens or before.

@@ -36,7 +36,7 @@ _UNITS_OF_PROGRAM, _ROWS_AT_A_TIME, _NUM_WARPS = 32, 64, 4
 
 @triton.jit
 def _load_rows(
-    rows, lens_ptr, starts_ptr, first_row, num_rows, num_tokens, GROUP: tl.constexpr, BLOCK_M: tl.constexpr,
+    rows, lens_ptr, starts_ptr, num_rows, num_tokens, GROUP: tl.constexpr, BLOCK_M: tl.constexpr,
     PACKED: tl.constexpr,
 ):  # fmt: skip
     """first_token, query_len, seq_len, kv_start and number of units of `rows`; row num_rows is the padding."""
@@ -44,7 +44,7 @@ def _load_rows(
     exists = rows <= num_rows
     begin = tl.load(starts_ptr + rows, mask=exists, other=0)
     end = tl.load(starts_ptr + rows + 1, mask=is_row, other=num_tokens)
-    query_len = tl.where(exists & (rows >= first_row), end - begin, 0)
+    query_len = tl.where(exists, end - begin, 0)
     seq_len = tl.load(lens_ptr + rows, mask=is_row, other=0)
     kv_start = tl.zeros_like(seq_len)
     if PACKED:
@@ -69,7 +69,6 @@ def _units_beyond(end, query_len, seq_len, num_units, GROUP: tl.constexpr, BLOCK
 def prompt_schedule_kernel(
     lens_ptr,  # seq_lens [rows], or kv_start_loc [rows + 1]
     starts_ptr,  # query_start_loc [rows + 1]
-    first_row_ptr,  # [1] or None
     schedule_ptr,
     num_rows,
     num_tokens,
@@ -80,9 +79,6 @@ def prompt_schedule_kernel(
     UNITS: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    first_row = 0
-    if first_row_ptr is not None:
-        first_row = tl.load(first_row_ptr)
     units = tl.program_id(0) * UNITS + tl.arange(0, UNITS)
 
     # 1. The row of each unit, units being numbered row by row: as many rows as end at the unit or before.
@@ -91,9 +87,7 @@ def prompt_schedule_kernel(
     total = 0
     for first in tl.range(0, num_rows + 1, ROWS, num_stages=1):
         rows = first + tl.arange(0, ROWS)
-        _, _, _, _, counts = _load_rows(
-            rows, lens_ptr, starts_ptr, first_row, num_rows, num_tokens, GROUP, BLOCK_M, PACKED
-        )
+        _, _, _, _, counts = _load_rows(rows, lens_ptr, starts_ptr, num_rows, num_tokens, GROUP, BLOCK_M, PACKED)
         ends = total + tl.cumsum(counts, 0)
         over = ends[None, :] <= units[:, None]
         row += tl.sum(over.to(tl.int32), 1)
@@ -102,7 +96,7 @@ def prompt_schedule_kernel(
 
     # 2. The last position that each unit sees, which is what it costs.
     first_token, query_len, seq_len, kv_start, num_units = _load_rows(
-        row, lens_ptr, starts_ptr, first_row, num_rows, num_tokens, GROUP, BLOCK_M, PACKED
+        row, lens_ptr, starts_ptr, num_rows, num_tokens, GROUP, BLOCK_M, PACKED
     )
     index = units - begin_unit
     end = seq_len - 1
@@ -114,7 +108,7 @@ def prompt_schedule_kernel(
     for first in tl.range(0, num_rows + 1, ROWS, num_stages=1):
         rows = first + tl.arange(0, ROWS)
         _, other_query_len, other_seq_len, _, counts = _load_rows(
-            rows, lens_ptr, starts_ptr, first_row, num_rows, num_tokens, GROUP, BLOCK_M, PACKED
+            rows, lens_ptr, starts_ptr, num_rows, num_tokens, GROUP, BLOCK_M, PACKED
         )
         least = end[:, None] + tl.where(rows[None, :] < row[:, None], 0, 1)
         ahead = _units_beyond(
@@ -141,7 +135,6 @@ class _ScheduleCall:
     lens: torch.Tensor
     query_start_loc: torch.Tensor
     schedule: Written
-    first_row: torch.Tensor | None
     packed: bool
     plan: PromptPlan
 
@@ -151,7 +144,6 @@ def _launch(call: _ScheduleCall) -> None:
     prompt_schedule_kernel[(-(-plan.max_units // _UNITS_OF_PROGRAM),)](
         call.lens,
         call.query_start_loc,
-        call.first_row,
         call.schedule,
         plan.num_rows,
         plan.num_tokens,
@@ -181,8 +173,7 @@ def _reference(call: _ScheduleCall) -> None:
 def _units(call: _ScheduleCall) -> Iterator[tuple[int, ...]]:
     """The last position that a unit sees, and its words; row by row, the later units of a row first."""
     plan, starts, lens = call.plan, call.query_start_loc.tolist(), call.lens.tolist()
-    first_row = 0 if call.first_row is None else int(call.first_row)
-    for row in range(first_row, plan.num_rows + 1):
+    for row in range(plan.num_rows + 1):
         is_row = row < plan.num_rows
         query_len = (starts[row + 1] if is_row else plan.num_tokens) - starts[row]
         kv_start = lens[row] if call.packed and is_row else 0
@@ -202,7 +193,6 @@ def schedule_prompt(
     query_start_loc: torch.Tensor,
     schedule: torch.Tensor,
     *,
-    first_row: torch.Tensor | None = None,
     seq_lens_are_starts: bool = False,
 ) -> None:
     """Write the units of a prompt part, for `prompt_attention` with the same plan.
@@ -211,10 +201,9 @@ def schedule_prompt(
                       [rows + 1]  with seq_lens_are_starts: where each row's keys begin, packed     int32
     query_start_loc   [rows + 1]  where each row's new tokens begin                                 int32
     schedule          [plan.schedule_words] or longer                                               int32, written
-    first_row         [1]  rows before it have no units, so that nothing of theirs is written; None: 0   int32
 
-    The caller guarantees of query_start_loc that it begins at 0, does not decrease and ends at plan.num_tokens or
-    before.
+    Tokens before query_start_loc[0] have no units, and are left to another kernel. The caller guarantees that
+    query_start_loc does not decrease, and ends at plan.num_tokens or before.
 
     Capture-safe: one launch, no sync, no allocation; the grid depends on the plan only.
 
@@ -226,11 +215,9 @@ def schedule_prompt(
     check_tensor("query_start_loc", query_start_loc, shape=(plan.num_rows + 1,), dtype=torch.int32, device=device)
     check_schedule(plan, schedule, device)
     named = [("seq_lens", seq_lens), ("query_start_loc", query_start_loc)]
-    if first_row is not None:
-        check_tensor("first_row", first_row, shape=(1,), dtype=torch.int32, device=device)
     for name, tensor in named:
         check_unit_stride(name, tensor)
-    _schedule(_ScheduleCall(seq_lens, query_start_loc, schedule, first_row, seq_lens_are_starts, plan))
+    _schedule(_ScheduleCall(seq_lens, query_start_loc, schedule, seq_lens_are_starts, plan))
 
 
 def check_schedule(plan: PromptPlan, schedule: torch.Tensor, device: torch.device) -> None:

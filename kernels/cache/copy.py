@@ -23,10 +23,11 @@ Pages = Sequence[int] | npt.NDArray[np.integer] | torch.Tensor
 """Page ids: a list, an array or a host tensor of any int dtype."""
 
 _BLOCK = 1024
-"""Words of up to 8 bytes that a program moves at a time. Not measured."""
+"""Words of up to 8 bytes that a program moves at a time."""
 
 _PROGRAMS = 2048
-"""Programs of a launch at most. Few, since decode steps run beside it, and the link is slower still. Not measured."""
+"""Programs of a launch at most. Decode steps run beside it, and their blocks need whole multiprocessors: a launch that
+ends soon holds them up less than one that takes few multiprocessors for long. See docs/LOG.md, "Swaps beside steps"."""
 
 _NUM_WARPS = 4
 _WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}

@@ -66,16 +66,15 @@ def launch_prompt(case: PromptCase, problem: Problem, *, native: bool = False) -
     device = problem.q.device
     if plan not in problem.workspaces:
         schedule = torch.full((plan.schedule_words,), -(1 << 30), dtype=torch.int32, device=device)
-        first_row = torch.tensor([case.first_row], dtype=torch.int32, device=device) if case.first_row else None
-        packed = problem.contiguous() if case.packed else None
-        problem.workspaces[plan] = schedule, first_row, packed
-    schedule, first_row, packed = problem.workspaces[plan]
+        problem.workspaces[plan] = schedule, problem.contiguous() if case.packed else None
+    schedule, packed = problem.workspaces[plan]
     lens, k, v, table = problem.seq_lens, problem.k_cache, problem.v_cache, problem.block_table
     if packed is not None:
         (k, v, lens), table = packed, None
-    schedule_prompt(
-        plan, lens, problem.query_start_loc, schedule, first_row=first_row, seq_lens_are_starts=packed is not None
-    )
+    starts = problem.query_start_loc
+    if case.first_row:
+        starts = starts.clamp(min=int(starts[case.first_row]))
+    schedule_prompt(plan, lens, starts, schedule, seq_lens_are_starts=packed is not None)
     prompt_attention(
         problem.q, k, v, problem.out, plan, schedule, problem.options, block_table=table, window=case.window,
         lse=problem.lse,

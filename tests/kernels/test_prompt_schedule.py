@@ -31,9 +31,9 @@ def run(
         lens = torch.nn.functional.pad(lens.cumsum(0), (1, 0)) + 3
     starts = torch.tensor([0, *(query_len for _, query_len in rows)]).cumsum(0)
     schedule = torch.full((plan.schedule_words,), -7, dtype=torch.int32, device=device)
-    row = torch.tensor([first_row], dtype=torch.int32, device=device) if first_row else None
+    starts = starts.clamp(min=int(starts[first_row]))
     lens, starts = (x.to(torch.int32).to(device) for x in (lens, starts))
-    schedule_prompt(plan, lens, starts, schedule, first_row=row, seq_lens_are_starts=packed)
+    schedule_prompt(plan, lens, starts, schedule, seq_lens_are_starts=packed)
     header, *units = schedule.cpu().view(-1, UNIT_WORDS).tolist()
     assert header[1:3] == [0, 0]
     assert all(word == -7 for unit in units[header[0] :] for word in unit)
@@ -114,7 +114,6 @@ WRONG = {
     "lens": ({"lens": 5}, ShapeError, r"seq_lens: expected shape \[2\]"),
     "starts": ({"starts": 4}, ShapeError, r"query_start_loc: expected shape \[3\]"),
     "schedule": ({"words": -1}, CapacityError, "schedule: expected at least .* elements for this plan, got"),
-    "first_row": ({"first_row": 2}, ShapeError, r"first_row: expected shape \[1\]"),
 }
 
 
@@ -122,10 +121,9 @@ WRONG = {
 def test_wrong_arguments(case: str) -> None:
     changes, error, text = WRONG[case]
     plan = make_plan(((5, 5), (6, 6)), 0)
-    lens, starts, first_row = (
-        torch.zeros(changes.get(name, size), dtype=torch.int32)
-        for name, size in (("lens", 2), ("starts", 3), ("first_row", 1))
+    lens, starts = (
+        torch.zeros(changes.get(name, size), dtype=torch.int32) for name, size in (("lens", 2), ("starts", 3))
     )
     schedule = torch.zeros(plan.schedule_words + changes.get("words", 0), dtype=torch.int32)
     with pytest.raises(error, match=text):
-        schedule_prompt(plan, lens, starts, schedule, first_row=first_row)
+        schedule_prompt(plan, lens, starts, schedule)
