@@ -103,6 +103,10 @@ def test_error_bound():
         error_bound(plain, exact.float())
     with pytest.raises(AssertionError, match="expected finite results, got nan"):
         error_bound(torch.tensor([NAN, 0.0]), exact)
+    with pytest.raises(AssertionError, match="expected finite results, got inf"):
+        error_bound(torch.tensor([INF, 0.0]), exact)
+    empty = torch.tensor([-INF, 2.0], dtype=torch.float64)  # the log-sum-exp of a token that sees nothing
+    assert error_bound(empty.float(), empty) == 1e-5
 
 
 LOGITS = torch.tensor([0.5, -1.0, 2.0])  # of one query at position 2, whose keys are scalars
@@ -136,6 +140,15 @@ def test_keys_seen_of_chunks():
     """Two chunks of three: the first token of the second sees itself alone."""
     rows = ["".join(".x"[seen] for seen in row) for row in keys_seen(4, 6, attention_chunk_size=3).tolist()]
     assert rows == ["xxx...", "...x..", "...xx.", "...xxx"]
+
+
+def test_keys_seen_of_windows():
+    """A window is a distance: behind a token, and before it too where attention is not causal."""
+    rows = {
+        causal: ["".join(".x"[seen] for seen in row) for row in keys_seen(4, 4, causal, sliding_window=2).tolist()]
+        for causal in (True, False)
+    }
+    assert rows == {True: ["x...", "xx..", ".xx.", "..xx"], False: ["xx..", "xxx.", ".xxx", "..xx"]}
 
 
 def test_attention_oracle_of_values_of_another_size():

@@ -21,7 +21,7 @@ class DenseRow:
     """One row of a step for one layer, on the host: queries of the new tokens, all keys and values, dequantised.
 
     q   [query_len, num_q_heads, head_dim]
-    k   [seq_len, num_kv_heads, head_dim]
+    k   [seq_len, num_kv_heads, head_dim]     of a cross layer [encoder_len, ...], as v
     v   [seq_len, num_kv_heads, v_head_dim]
     """
 
@@ -40,6 +40,8 @@ def check_rows(
     quantised_queries: bool,
 ) -> None:
     """Raise AssertionError unless the results of packed rows are accurate, and those of pad tokens are as agreed.
+
+    options   of the layer; its window too where it is not causal: it then reaches to both sides
 
     out   [padded_tokens, num_q_heads, v_head_dim]
     lse   [padded_tokens, num_q_heads]  float32   None where it was not asked for
@@ -88,6 +90,7 @@ def _oracle(row: DenseRow, options: AttentionOptions, dtype: torch.dtype) -> tup
         row.k,
         row.v,
         softmax_scale=options.softmax_scale,
+        causal=options.causal,
         sliding_window=options.sliding_window,
         attention_chunk_size=options.attention_chunk_size,
         logits_softcap=options.logits_softcap,
@@ -103,11 +106,13 @@ def _oracle_in_e4m3(row: DenseRow, options: AttentionOptions) -> tuple[torch.Ten
     probabilities too. Everything else is in float64. Window, chunks and sinks are its only
     options."""
     heads, (query_len, seq_len) = row.k.shape[1], (row.q.shape[0], row.k.shape[0])
+    if not seq_len:  # nothing is rounded
+        return _oracle(row, options, torch.float64)
     q = row.q.cpu().float().unflatten(1, (heads, -1))
     scale = torch.exp2(torch.ceil(torch.log2(q.abs().amax((0, 2, 3)) / _E4M3_MAX)))[:, None, None]
     rounded = ((q / scale).to(E4M3).float() * scale).double()
     logits = torch.einsum("tkgd,nkd->tkgn", rounded, row.k.double()) * options.softmax_scale
-    seen = keys_seen(query_len, seq_len, True, options.sliding_window, options.attention_chunk_size)
+    seen = keys_seen(query_len, seq_len, options.causal, options.sliding_window, options.attention_chunk_size)
     logits, v = logits.masked_fill(~seen[:, None, None], -math.inf), row.v.double()
     if options.sinks is not None:  # one more key, of no value
         sinks = options.sinks.cpu().double().view(1, heads, -1, 1)

@@ -39,6 +39,8 @@ from graphrt.testing.numerics import assert_bitwise_equal
 
 _STEPS, _INVARIANCE, _RETRY = "steps", "batch invariance", "capture twice"
 _BRIEF_STEPS = ("longest", "shrunk", "chunks", "borders")
+_Lengths = tuple[tuple[int, int], ...]
+"""(seq_len, query_len) of each row of a step."""
 
 
 @dataclass(frozen=True)
@@ -169,7 +171,29 @@ def check_backend(
 
 
 def steps_of(rig: Rig) -> dict[str, Rows]:
-    """Rows of every step: longer than at capture, ragged, on page boundaries, fewer, and none."""
+    """Rows of every step: longer than at capture, ragged, on page boundaries, fewer, and none.
+
+    Encoders have other lengths in each: a page, fewer than there are queries, the longest, 0, and a page and one.
+    """
+    steps = _whole_sequences(rig) if rig.feature.encoder_attention else _cached_steps(rig)
+    page = next((kv.page_size for kv in rig.context.kv_groups if kv.cross), None)
+    encoder_lens = (0,) if page is None else (page, 2, rig.context.max_encoder_len, 0, page + 1)
+    return {
+        name: tuple((*row, encoder_lens[(number + at) % len(encoder_lens)]) for at, row in enumerate(rows))
+        for number, (name, rows) in enumerate(steps.items())
+    }
+
+
+def _whole_sequences(rig: Rig) -> dict[str, _Lengths]:
+    """Rows that have all of their tokens in the step, as encoder layers need."""
+    tokens, longest, query_len = rig.descriptor.padded_tokens, rig.metadata.max_seq_len, rig.feature.query_len
+    lengths: dict[str, tuple[int, ...]] = {"longest": (query_len,) * ROWS, "shrunk": (query_len,) * 2, "none": ()}
+    if rig.feature.mixed:
+        lengths = {"prompt": (tokens - 5, 1, 1, 2), "chunks": (2, tokens - 6, 3), "one": (5,), "none": ()}
+    return {name: tuple((min(n, longest), min(n, longest)) for n in rows) for name, rows in lengths.items()}
+
+
+def _cached_steps(rig: Rig) -> dict[str, _Lengths]:
     page, longest, query_len = rig.context.kv_groups[0].page_size, rig.metadata.max_seq_len, rig.feature.query_len
     if rig.feature.mixed:
         chunk = rig.descriptor.padded_tokens - 5

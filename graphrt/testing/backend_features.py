@@ -16,7 +16,7 @@ from graphrt.backends.base import AttentionBackend, BackendContext, Capabilities
 from graphrt.groups import layer_places
 from graphrt.kernels.attention.options import FP8_DTYPES
 from graphrt.kernels.types import KVLayout
-from graphrt.spec import AttentionSpec, KVCacheSpec
+from graphrt.spec import AttentionKind, AttentionSpec, KVCacheSpec
 
 ROWS = 4
 SEED = 0
@@ -40,7 +40,7 @@ class Feature:
     mixed            a mixed batch instead of a decode batch
     prefill          the backend is the prompt part of a mixed step: rows with one new token are another's
     page_size        0: 16 on CUDA, 4 on CPU
-    page_sizes       of each KV group as a part of that; the backend's nearest sizes are taken
+    page_sizes       of each KV group as a part of that; the backend's nearest sizes are taken. (): no layer has a cache
     drops_pages      KV groups keep what their layers see: before it a row has null pages, as with the runtime's tables
     head_dim         0: 128 on CUDA, 16 on CPU
     group            query heads per KV head
@@ -81,6 +81,16 @@ class Feature:
         return any(layer.get("group") for layer in self.layers)
 
     @property
+    def cross_attention(self) -> bool:
+        """Whether a layer reads what an encoder wrote."""
+        return any(layer.get("kind") is AttentionKind.CROSS for layer in self.layers)
+
+    @property
+    def encoder_attention(self) -> bool:
+        """Whether a layer is an encoder's. Rows are whole sequences then."""
+        return any(layer.get("kind") is AttentionKind.ENCODER for layer in self.layers)
+
+    @property
     def needs(self) -> frozenset[str]:
         """Flags of Capabilities that a backend must declare: those that are options of a layer, and those that are
         true of the feature."""
@@ -94,6 +104,9 @@ CHUNKS = {"attention_chunk_size": 6}  # begins within a page of 4 or 16
 ALIBI = {"alibi": True}
 _SCALE = {"softmax_scale": 0.3}
 _GROUP = {"group": 1, "num_kv_heads": 1}  # heads of another number, too
+_CROSS = {"kind": AttentionKind.CROSS}
+_ENCODER = {"kind": AttentionKind.ENCODER}
+_NEAR = _ENCODER | WINDOW
 
 FEATURES = {
     feature.id: feature
@@ -132,6 +145,14 @@ FEATURES = {
         ),
         Feature("prefill", mixed=True, prefill=True, lse=True),
         Feature("prefill-window", layers=(WINDOW, {}), same=(WINDOW, WINDOW), mixed=True, prefill=True),
+        Feature("cross_attention", layers=(_CROSS,), lse=True),
+        Feature("cross_attention-query_len", layers=(_CROSS,), query_len=3),
+        Feature("cross_attention-kv_groups", layers=({}, _CROSS | {"group": 1}), page_sizes=(1, 0.5)),
+        Feature("mixed-cross_attention", layers=(_CROSS,), mixed=True, lse=True),
+        Feature("mixed-cross_attention-kv_groups", ({}, _CROSS | {"group": 1}), page_sizes=(1, 0.5), mixed=True),
+        Feature("encoder_attention", layers=(_ENCODER, {}), query_len=3, lse=True),
+        Feature("mixed-encoder_attention", layers=(_ENCODER,), page_sizes=(), mixed=True, lse=True),
+        Feature("mixed-encoder_attention-window", (_NEAR, _ENCODER), same=(_NEAR, _NEAR), page_sizes=(), mixed=True),
         Feature("batch_invariant", batch_invariant=True),
         Feature("batch_invariant-query_len", query_len=3, batch_invariant=True),
         Feature("batch_invariant-mixed", mixed=True, batch_invariant=True),
@@ -203,7 +224,7 @@ def contexts_of(cls: type[AttentionBackend], feature: Feature, device: torch.dev
     max_pages = max(4, (feature.longest or 640) // page_size) if cuda else (4 if page_size < 64 else 2)
     max_seq_len = max_pages * page_size
     page_sizes = [_nearest(part * page_size, have.page_sizes) for part in feature.page_sizes]
-    last_page = rows * max(-(-max_seq_len // size) for size in page_sizes)
+    last_page = rows * max((-(-max_seq_len // size) for size in page_sizes), default=0)
     cache = KVCacheSpec(
         num_layers=1,
         num_kv_heads=kv_heads,
@@ -227,12 +248,14 @@ def contexts_of(cls: type[AttentionBackend], feature: Feature, device: torch.dev
                 group_of=tuple(None if place is None else place.group for place in layer_places(specs, groups)),
                 device=device,
                 max_num_reqs=max(ROWS, rows),
-                max_num_tokens=64 if cuda else 12,
+                max_num_tokens=(640 if feature.encoder_attention else 64) if cuda else 12,
                 max_seq_len=max_seq_len,
                 max_query_len=feature.query_len,
                 batch_invariant=feature.batch_invariant,
                 mixed_batches=have.mixed or feature.prefill,
                 prefill=feature.prefill,
+                # Longer than a sequence, and no whole number of pages.
+                max_encoder_len=max_seq_len + page_size // 2 + 1 if feature.cross_attention else 0,
             )
         )
     return contexts
@@ -266,9 +289,9 @@ def _group(
     drops_pages: bool,
 ) -> KVCacheSpec:
     """The spec of a KV group: `cache` with the heads of the group's layers, and with their reach if pages go."""
-    writers = [at for at, spec in enumerate(specs) if spec.kv_shared_with is None]
-    own = [cache_layer for cache_layer, at in enumerate(writers) if layers[at].get("group", 0) == number]
-    spec = specs[writers[own[0]]]
+    owners = [at for at, spec in enumerate(specs) if spec.is_cached and spec.kv_shared_with is None]
+    own = [cache_layer for cache_layer, at in enumerate(owners) if layers[at].get("group", 0) == number]
+    spec = specs[owners[own[0]]]
     return replace(
         cache,
         num_layers=len(own),
@@ -277,6 +300,7 @@ def _group(
         v_head_dim=spec.v_head_dim,
         sliding_window=spec.sliding_window if drops_pages else None,
         attention_chunk_size=spec.attention_chunk_size if drops_pages else None,
+        cross=spec.is_cross,
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import unittest
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, replace
@@ -28,20 +29,25 @@ FINITE = 100.0
 """In the null page of runtimes that drop pages: it may be read, and must not show."""
 
 UNWRITTEN = 777.0
-Rows = tuple[tuple[int, int], ...]
-"""(seq_len, query_len) of each row of a step."""
+Rows = tuple[tuple[int, int, int], ...]
+"""(seq_len, query_len, encoder_len) of each row of a step."""
 
 
 @dataclass
 class DenseSequence:
     """One row of a step, dense and on the host: queries, stored keys and stored values of every layer. A layer that
-    reads another's cache has the keys and values of that one."""
+    reads another's cache has the keys and values of that one, a cross layer those of the row's encoder."""
 
     seq_len: int
     query_len: int
+    encoder_len: int
     q: list[torch.Tensor]
     k: list[torch.Tensor]
     v: list[torch.Tensor]
+
+    def length_in(self, kv: KVCacheSpec) -> int:
+        """Tokens that a KV group holds of the row."""
+        return self.encoder_len if kv.cross else self.seq_len
 
 
 @dataclass
@@ -58,6 +64,7 @@ class Rig:
     layers: list[AttentionLayer]
     sinks: list[torch.Tensor | None]
     q: list[torch.Tensor]
+    new_kv: list[tuple[torch.Tensor, torch.Tensor]]  # of this step's tokens; read in encoder layers alone
     out: list[torch.Tensor]
     lse: list[torch.Tensor]
     metadata: StepMetadata
@@ -73,18 +80,19 @@ class Rig:
     def context(self) -> BackendContext:
         return self.backend.context
 
-    def sequence(self, seq_len: int, query_len: int) -> DenseSequence:
+    def sequence(self, seq_len: int, query_len: int, encoder_len: int = 0) -> DenseSequence:
         """A row of random contents."""
 
         def random(*shape: int, dtype: torch.dtype) -> torch.Tensor:
             return torch.randn(*shape, generator=self.rng, device="cpu").to(dtype)
 
-        row = DenseSequence(seq_len, query_len, [], [], [])
-        for spec, kv, _ in self.context.layers:
+        row = DenseSequence(seq_len, query_len, encoder_len, [], [], [])
+        for layer in self.layers:
+            spec, length = layer.spec, encoder_len if layer.spec.is_cross else seq_len
             row.q.append(random(query_len, spec.num_q_heads, spec.head_dim, dtype=spec.dtype))
             for values, size in ((row.k, spec.head_dim), (row.v, spec.value_dim)):
                 if spec.kv_shared_with is None:
-                    values.append(random(seq_len, spec.num_kv_heads, size, dtype=kv.dtype))
+                    values.append(random(length, spec.num_kv_heads, size, dtype=layer.k_cache.dtype))
                 else:
                     values.append(values[spec.kv_shared_with])
         return row
@@ -100,6 +108,7 @@ class Rig:
         meta, rows = self.metadata, range(len(sequences))
         seq_lens = torch.full(meta.seq_lens.shape, self.backend.seq_len_fill, dtype=torch.int32, device="cpu")
         positions = torch.zeros(meta.positions.shape, dtype=torch.int64, device="cpu")
+        encoder_lens = [sequence.encoder_len for sequence in sequences]
         starts = [0]
         for row, sequence in enumerate(sequences):
             if row >= self.decodes:
@@ -110,6 +119,8 @@ class Rig:
         ends = starts[-1:] * (len(meta.query_start_loc) - len(starts))
         meta.seq_lens.copy_(seq_lens)
         meta.positions.copy_(positions)
+        of_pads = [0] * (len(meta.encoder_lens) - len(rows))
+        meta.encoder_lens.copy_(torch.tensor([*encoder_lens, *of_pads], device="cpu"))
         meta.query_start_loc.copy_(torch.tensor([*starts, *ends], device="cpu").clamp(min=self.decodes))
         lists: list[list[int]] = []
         first_pages: list[int] = []
@@ -117,10 +128,12 @@ class Rig:
             first, owned = self._write_pages(group, sequences, starts, positions)
             first_pages += first
             lists += owned
-        for index, q in enumerate(self.q):
-            q.fill_(NAN)
-            for row in rows:
-                q[starts[row] : starts[row + 1]] = sequences[row].q[index].to(q.device)
+        for layer, q, new_kv in zip(self.layers, self.q, self.new_kv, strict=True):
+            names = ("q",) if layer.spec.is_cached else ("q", "k", "v")
+            for name, tensor in zip(names, (q, *new_kv), strict=False):
+                tensor.fill_(NAN)
+                for row in rows:
+                    tensor[starts[row] : starts[row + 1]] = getattr(sequences[row], name)[layer.index].to(q.device)
         self.written = list(sequences)
         self.batch = Batch(
             row_ids=np.arange(len(sequences), dtype=np.int32),
@@ -129,6 +142,7 @@ class Rig:
             page_indptr=np.cumsum([0, *map(len, lists)]).astype(np.int32),
             page_ids=np.array([page for pages in lists for page in pages], np.int32),
             first_pages=np.array(first_pages, np.int32),
+            encoder_lens=np.array(encoder_lens, np.int32),
         )
         self.before = [(name, tensor.clone()) for name, tensor in self._inputs()]
 
@@ -140,18 +154,21 @@ class Rig:
         meta, kv = self.metadata, self.context.kv_groups[group]
         null_page = kv.null_page
         assert isinstance(null_page, int), "features name the null page by its number"
-        layers = [layer for layer in self.layers if layer.group == group and layer.writes]
+        owners = [layer for layer in self.layers if layer.spec.is_cached and layer.spec.kv_shared_with is None]
+        layers = [layer for layer in owners if layer.group == group]
         free = [page for page in range(layers[0].k_cache.shape[0]) if page != null_page]
         order = [free[at] for at in torch.randperm(len(free), generator=self.rng, device="cpu").tolist()]
         first_pages = [_oldest_kept(kv, s) // kv.page_size for s in sequences]
         owned = [
-            [order.pop() for _ in range(kv.pages_for(s.seq_len) - first)]
+            [order.pop() for _ in range(kv.pages_for(s.length_in(kv)) - first)]
             for s, first in zip(sequences, first_pages, strict=True)
         ]
         table = torch.full(meta.block_tables[group].shape, null_page, dtype=torch.int32, device="cpu")
         slots = torch.full(meta.slot_mappings[group].shape, PAD_SLOT_ID, device="cpu")
         for row, (first, pages) in enumerate(zip(first_pages, owned, strict=True)):
             table[row, first : first + len(pages)] = torch.tensor(pages, dtype=torch.int32, device="cpu")
+            if kv.cross:  # no token of the step is written
+                continue
             here = slice(starts[row], starts[row + 1])
             page = table[row][positions[here] // kv.page_size].long()
             slots[here] = page * kv.page_size + positions[here] % kv.page_size
@@ -173,8 +190,12 @@ class Rig:
         """What is recorded."""
         self.backend.schedule(self.metadata)
         for index, (layer, q, out) in enumerate(zip(self.layers, self.q, self.out, strict=True)):
-            lse = self.lse[index] if self.lse else None
-            self.backend.run(layer, q, self.metadata, out, sinks=self.sinks[index], lse=lse)
+            sinks, lse = self.sinks[index], self.lse[index] if self.lse else None
+            if layer.spec.is_cached:
+                self.backend.run(layer, q, self.metadata, out, sinks=sinks, lse=lse)
+            else:
+                k, v = self.new_kv[index]
+                self.backend.run_encoder(layer, q, k, v, self.metadata, out, sinks=sinks, lse=lse)
         return self.out[-1]
 
     def capture(self) -> None:
@@ -219,12 +240,13 @@ class Rig:
             )
         for index, layer in enumerate(self.layers):
             quantised = self.backend.quantises_queries and layer.k_cache.dtype == E4M3
+            window = layer.spec.sliding_window or 0  # kernels take that of an encoder layer apart
             check_rows(
                 f"{self.backend.name}, {name}, layer {index}",
                 results[index][first:],
                 results[count + index][first:] if self.lse else None,
                 [_dense(sequence, layer) for sequence in self.written[first:]],
-                layer.options(self.sinks[index]),
+                replace(layer.options(self.sinks[index]), sliding_window=window),
                 quantised_queries=quantised,
             )
         for (what, now), (_, then) in zip(self._inputs(), self.before, strict=True):
@@ -248,12 +270,12 @@ class Rig:
     def _inputs(self) -> list[tuple[str, torch.Tensor]]:
         """By name, what a backend may only read."""
         meta = self.metadata
-        names = ("seq_lens", "query_start_loc", "positions")
+        names = ("seq_lens", "query_start_loc", "positions", "encoder_lens")
         tensors = [(f"metadata.{name}", getattr(meta, name)) for name in names]
         for group, (table, slots) in enumerate(zip(meta.block_tables, meta.slot_mappings, strict=True)):
             tensors += [(f"metadata.block_tables[{group}]", table), (f"metadata.slot_mappings[{group}]", slots)]
-        for layer, q in zip(self.layers, self.q, strict=True):
-            tensors += [("q", q), ("k_cache", layer.k_cache), ("v_cache", layer.v_cache)]
+        for layer, q, (k, v) in zip(self.layers, self.q, self.new_kv, strict=True):
+            tensors += [("q", q), ("k", k), ("v", v), ("k_cache", layer.k_cache), ("v_cache", layer.v_cache)]
         return tensors
 
     def _poison(self) -> None:
@@ -336,20 +358,27 @@ def make_rig(backend_class: type[AttentionBackend], feature: Feature, device: to
         positions=make(padded, dtype=torch.int64),
         max_seq_len=context.max_seq_len,
     )
-    q, out, lse = [], [], []
+    q, new_kv, out, lse = [], [], [], []
     for spec in context.attention:
-        heads, dtype = spec.num_q_heads, spec.dtype
-        # Queries as a model has them: slices of one tensor of queries, keys and values.
-        q.append(make(padded, heads + 2 * spec.num_kv_heads, spec.head_dim, dtype=dtype)[:, :heads])
+        heads, kv_heads, dtype = spec.num_q_heads, spec.num_kv_heads, spec.dtype
+        # As a model has them: slices of one tensor of queries, keys and values.
+        parts = [(heads, spec.head_dim), (kv_heads, spec.head_dim), (kv_heads, spec.value_dim)]
+        sizes = [math.prod(part) for part in parts]
+        qkv = make(padded, sum(sizes), dtype=dtype).split(sizes, 1)
+        of_q, *of_kv = (tensor.unflatten(1, part) for tensor, part in zip(qkv, parts, strict=True))
+        q.append(of_q)
+        new_kv.append((of_kv[0], of_kv[1]))
         out.append(make(padded, heads, spec.value_dim, dtype=dtype))
         lse += [make(padded, heads)] if feature.lse else []
     backend = backend_class(context)
     backend.allocate()
-    return Rig(backend, feature, descriptor, layers, sinks, q, out, lse, metadata, rng)
+    return Rig(backend, feature, descriptor, layers, sinks, q, new_kv, out, lse, metadata, rng)
 
 
 def _oldest_kept(kv: KVCacheSpec, sequence: DenseSequence) -> int:
     """The oldest position that a token of the row sees in this step. Before its page nothing is kept."""
+    if kv.cross:
+        return 0
     window, chunk = kv.sliding_window or 0, kv.attention_chunk_size or 0
     seen = keys_seen(sequence.query_len, sequence.seq_len, True, window, chunk)
     return int(seen.any(0).nonzero()[0])
@@ -358,10 +387,16 @@ def _oldest_kept(kv: KVCacheSpec, sequence: DenseSequence) -> int:
 def _layers(context: BackendContext, rows: int, rng: torch.Generator, feature: Feature) -> list[AttentionLayer]:
     """The layers over caches of their own, or over that of the layer they share. Page ids fit into every cache, so
     that the pages of another group are wrong, not out of bounds."""
-    num_pages = 1 + rows * max(context.max_pages(group) for group in range(len(context.kv_groups)))
+    num_pages = 1 + rows * max((context.max_pages(group) for group in range(len(context.kv_groups))), default=0)
     layers: list[AttentionLayer] = []
-    for index, (spec, kv, group) in enumerate(context.layers):
-        if spec.kv_shared_with is None:
+    assert context.group_of is not None, "set at construction"
+    for index, (spec, group) in enumerate(zip(context.attention, context.group_of, strict=True)):
+        if group is None:
+            nothing = torch.empty(0, 1, spec.num_kv_heads, 0, dtype=spec.dtype, device=context.device)
+            slopes = _slopes(spec, context.device)
+            layers.append(AttentionLayer(index, spec, nothing, nothing, alibi_slopes=slopes, writes=False))
+        elif spec.kv_shared_with is None:
+            kv = context.kv_groups[group]
             layers.append(_layer(index, spec, kv, group, num_pages, context.device, rng, feature))
         else:
             layers.append(replace(layers[spec.kv_shared_with], index=index, spec=spec, writes=False))
@@ -391,8 +426,12 @@ def _layer(
     if kv.dtype.itemsize == 1:
         count = kv.num_kv_heads if feature.scale_per_head else 1
         k_scale, v_scale = ((0.5 + torch.rand(count, generator=rng, device="cpu")).to(device) for _ in range(2))
-    slopes = None if spec.alibi_slopes is None else torch.tensor(spec.alibi_slopes, device=device)
-    return AttentionLayer(index, spec, k, v, k_scale, v_scale, alibi_slopes=slopes, group=group)
+    slopes, writes = _slopes(spec, device), not spec.is_cross
+    return AttentionLayer(index, spec, k, v, k_scale, v_scale, alibi_slopes=slopes, group=group, writes=writes)
+
+
+def _slopes(spec: AttentionSpec, device: torch.device) -> torch.Tensor | None:
+    return None if spec.alibi_slopes is None else torch.tensor(spec.alibi_slopes, device=device)
 
 
 def _dense(sequence: DenseSequence, layer: AttentionLayer) -> DenseRow:

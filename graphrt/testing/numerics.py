@@ -66,7 +66,8 @@ def error_bound(plain: torch.Tensor, exact: torch.Tensor) -> float:
     _check_alike(plain, exact, "plain", same_dtype=False)
     if exact.dtype != torch.float64:
         raise AssertionError(f"exact: expected a float64 tensor, got {exact.dtype}; compute the oracle in float64")
-    error = (plain.detach().cpu().double() - exact.detach().cpu()).abs()
+    plain, exact = plain.detach().cpu().double(), exact.detach().cpu()
+    error = torch.where(plain == exact, 0.0, (plain - exact).abs())  # equal infinities have no difference
     if not error.isfinite().all():
         raise AssertionError(f"plain: expected finite results, got {plain[_first(~error.isfinite())].item()}")
     return ERROR_FACTOR * (error.max().item() if error.numel() else 0.0) + ERROR_FLOOR
@@ -82,14 +83,14 @@ def keys_seen(
 ) -> torch.Tensor:
     """Which keys each of a row's last tokens sees, by the definition: [query_len, seq_len] bool, on the CPU.
 
-    0 is no window and no chunks. The token at position p sees the keys of its chunk, from
-    p // attention_chunk_size * attention_chunk_size on.
+    0 is no window and no chunks. A window is the keys at a distance below it, on both sides unless `causal`. The token
+    at position p sees the keys of its chunk, from p // attention_chunk_size * attention_chunk_size on.
     """
     at = torch.arange(seq_len - query_len, seq_len, device="cpu")[:, None]
     where = torch.arange(seq_len, device="cpu")
     seen = where <= at if causal else torch.ones(query_len, seq_len, dtype=torch.bool, device="cpu")
     if sliding_window:
-        seen = seen & (where > at - sliding_window)
+        seen = seen & ((where - at).abs() < sliding_window)
     if attention_chunk_size:
         seen = seen & (where >= at // attention_chunk_size * attention_chunk_size)
     return seen

@@ -36,6 +36,8 @@ class MockBackend(AttentionBackend):
         v_head_dim=True,
         attention_chunk_size=True,
         prefill=True,
+        cross_attention=True,
+        encoder_attention=True,
     )
     graph_support = GraphSupport.ALWAYS
 
@@ -44,17 +46,31 @@ class MockBackend(AttentionBackend):
             delattr(self, name)
 
     def run(self, layer, q, metadata, out, *, sinks=None, lse=None):
-        rows, spec = metadata.seq_lens.shape[0], layer.spec
-        tokens = torch.arange(q.shape[0])
-        row = torch.searchsorted(metadata.query_start_loc[1:], tokens, right=True).clamp(max=rows - 1)
-        at = metadata.seq_lens[row] - (metadata.query_start_loc[row + 1] - tokens)
+        spec, (tokens, row, real) = layer.spec, self._tokens(q, metadata)
+        lens = self._kv_lens(metadata, layer)[row][:, None]
+        at = lens - (metadata.query_start_loc[row + 1] - tokens)[:, None]
         page_size, pages = self._page_size(layer), self._pages(metadata, layer)
         where = torch.arange(pages.shape[1] * page_size)
-        seen = (where <= at[:, None]) & (metadata.slot_mappings[0] >= 0)[:, None]
-        seen = seen & self._reach(spec, at[:, None], where)
+        seen = (where <= at) & self._reach(spec, at, where) if self._causal(spec) else where < lens
         split = self._split_of(metadata, where, layer)[row]
         pages = pages[row][:, where // page_size]
         k, v = (c[pages, where % page_size] for c in (layer.k_cache, self._values(layer)))
+        self._attend(spec, q, k, v, seen & real, split, metadata, out, lse)
+
+    def run_encoder(self, layer, q, k, v, metadata, out, *, sinks=None, lse=None):
+        tokens, row, real = self._tokens(q, metadata)
+        seen = self._sees_row(tokens, row, metadata) & self._near(layer.spec, tokens - tokens[:, None])
+        k, v = (x.expand(len(tokens), *x.shape) for x in (k, v))
+        self._attend(layer.spec, q, k, v, seen & real & real.t(), torch.zeros_like(seen), metadata, out, lse)
+
+    def _tokens(self, q, metadata):
+        """Numbers of the tokens [tokens], the row of each [tokens], and which are real [tokens, 1]."""
+        tokens, starts = torch.arange(q.shape[0]), metadata.query_start_loc
+        row = torch.searchsorted(starts[1:], tokens, right=True).clamp(max=len(starts) - 2)
+        return tokens, row, (tokens < starts[-1])[:, None]
+
+    def _attend(self, spec, q, k, v, seen, split, metadata, out, lse):
+        """Keys and values are [tokens, keys, KV heads, head size], `seen` and `split` [tokens, keys]."""
         k, v = (x.repeat_interleave(spec.group, 2) for x in (k, v))
         logits = torch.einsum("thd,tnhd->thn", q, k) * spec.scale
         if spec.logits_softcap is not None:
@@ -68,7 +84,7 @@ class MockBackend(AttentionBackend):
             parts.append(torch.einsum("thn,tnhd->thd", weights, torch.where(mask.transpose(1, 2)[..., None], v, 0.0)))
         total = torch.logsumexp(torch.stack(sums), 0)
         merged = sum(p * (s - total.clamp(min=-1e30)).exp()[..., None] for p, s in zip(parts, sums, strict=True))
-        mine = (tokens >= self._first(metadata))[:, None]  # others are the decode part's
+        mine = (torch.arange(len(q)) >= self._first(metadata))[:, None]  # others are the decode part's
         merged = torch.where((total > -math.inf)[..., None], merged, 0.0)
         out.copy_(torch.where(mine[..., None], merged, out))
         if lse is not None:
@@ -80,6 +96,20 @@ class MockBackend(AttentionBackend):
     def _split_of(self, metadata, where, layer):
         """[rows, keys]: the split that attends to each key; none for a number outside the range."""
         raise NotImplementedError
+
+    def _kv_lens(self, metadata, layer):
+        return metadata.kv_lens(layer.spec.kind)
+
+    def _causal(self, spec):
+        return not spec.is_cross
+
+    def _sees_row(self, tokens, row, metadata):
+        """[tokens, tokens]: the keys of a token's own row, in an encoder layer."""
+        return row[:, None] == row
+
+    def _near(self, spec, ahead):
+        """[tokens, tokens]: the keys within the window of an encoder layer, by their distance ahead of the token."""
+        return ahead.abs() < (spec.sliding_window or len(ahead))
 
     def _pages(self, metadata, layer):
         return metadata.block_tables[layer.group].long()
@@ -103,7 +133,7 @@ class BakedSplits(MockBackend):
     name = "mock_baked_splits"
 
     def plan_capture(self, descriptor):
-        self._keys_per_split = -(-self.context.max_seq_len // SPLITS)
+        self._keys_per_split = -(-max(self.context.max_seq_len, self.context.max_encoder_len) // SPLITS)
 
     def _split_of(self, metadata, where, layer):
         return (where // self._keys_per_split).expand(metadata.seq_lens.shape[0], -1)
@@ -125,8 +155,12 @@ class DeviceSchedule(MockBackend):
         rows = metadata.seq_lens.shape[0]
         shares = torch.arange(SPLITS + 1, dtype=torch.int32)
         for group, kv in enumerate(self.context.kv_groups):
-            pages = (metadata.seq_lens[:, None] + kv.page_size - 1) // kv.page_size
+            pages = (self._lens_in(kv, metadata)[:, None] + kv.page_size - 1) // kv.page_size
             self._bounds[group, :rows] = (pages * shares + SPLITS - 1) // SPLITS
+
+    def _lens_in(self, kv, metadata):
+        """Lengths of the rows in a KV group."""
+        return metadata.encoder_lens if kv.cross else metadata.seq_lens
 
     def _split_of(self, metadata, where, layer):
         bounds = self._bounds[layer.group, : metadata.seq_lens.shape[0]]
@@ -143,26 +177,27 @@ class HostPlan(MockBackend):
     def allocate(self):
         rows = self.context.max_num_reqs
         widths = [self.context.max_pages(group) for group in range(len(self.context.kv_groups))]
-        self._lens = torch.zeros(rows, dtype=torch.int32)
+        self._lens = torch.zeros(len(widths), rows, dtype=torch.int32)
         self._indptr = torch.zeros(len(widths), rows + 1, dtype=torch.int32)
-        self._indices = torch.zeros(len(widths), rows * max(widths), dtype=torch.int32)
+        self._indices = torch.zeros(len(widths), rows * max(widths, default=0), dtype=torch.int32)
 
     def tensors(self):
         return {"indices": self._indices}
 
     def plan_capture(self, descriptor):
-        self._plan(torch.ones(descriptor.padded_reqs, dtype=torch.int32))
+        self._plan(torch.ones(len(self.context.kv_groups), descriptor.padded_reqs, dtype=torch.int32))
 
     def plan_replay(self, descriptor, batch):
-        lens = torch.zeros(descriptor.padded_reqs, dtype=torch.int32)
-        lens[: batch.num_reqs] = torch.from_numpy(batch.seq_lens)
+        lens = torch.zeros(len(self.context.kv_groups), descriptor.padded_reqs, dtype=torch.int32)
+        for group, kv in enumerate(self.context.kv_groups):
+            lens[group, : batch.num_reqs] = torch.from_numpy(batch.encoder_lens if kv.cross else batch.seq_lens)
         self._plan(lens)
 
     def _plan(self, lens):
-        rows = len(lens)
-        self._lens[:rows] = lens
+        rows = lens.shape[1]
+        self._lens[:, :rows] = lens
         for group, kv in enumerate(self.context.kv_groups):
-            self._indptr[group, 1 : rows + 1] = ((lens + kv.page_size - 1) // kv.page_size).cumsum(0)
+            self._indptr[group, 1 : rows + 1] = ((lens[group] + kv.page_size - 1) // kv.page_size).cumsum(0)
 
     def schedule(self, metadata):
         rows = metadata.seq_lens.shape[0]
@@ -170,7 +205,7 @@ class HostPlan(MockBackend):
             list_pages(table, self._indptr[group, : rows + 1], self._indices[group])
 
     def _split_of(self, metadata, where, layer):
-        lens = self._lens[: metadata.seq_lens.shape[0], None]
+        lens = self._lens[layer.group, : metadata.seq_lens.shape[0], None]
         return torch.where(where < lens, where * SPLITS // lens.clamp(min=1), -1)
 
     def _pages(self, metadata, layer):
@@ -274,148 +309,5 @@ class PagesOfTheCapture(HostPlan):
         pass
 
 
-class TableOfGroup0(BakedSplits):
-    """Broken: the pages of every layer are those of KV group 0."""
-
-    name = "broken_table_of_group_0"
-
-    def _pages(self, metadata, layer):
-        width = metadata.block_tables[layer.group].shape[1]
-        columns = torch.arange(width).clamp(max=metadata.block_tables[0].shape[1] - 1)
-        return metadata.block_tables[0][:, columns].long()
-
-
-class GroupByNumber(BakedSplits):
-    """Broken: every layer has the next KV group. It forgets layers that read another's cache."""
-
-    name = "broken_group_by_number"
-
-    def _pages(self, metadata, layer):
-        own, tables = metadata.block_tables[layer.group], metadata.block_tables
-        columns = torch.arange(own.shape[1])
-        table = tables[min(layer.index, len(tables) - 1)]
-        return table[:, columns.clamp(max=table.shape[1] - 1)].long()
-
-
-class PageSizeOfGroup0(BakedSplits):
-    """Broken: every table is read as if its pages had as many tokens as those of KV group 0."""
-
-    name = "broken_page_size_of_group_0"
-
-    def _page_size(self, layer):
-        return min(self.context.kv_groups[0].page_size, layer.k_cache.shape[1])
-
-
-class ScheduleOfGroup0(DeviceSchedule):
-    """Broken: the splits of every layer are those of KV group 0, in its pages."""
-
-    name = "broken_schedule_of_group_0"
-
-    def _split_of(self, metadata, where, layer):
-        bounds = self._bounds[0, : metadata.seq_lens.shape[0]]
-        return (where // self._page_size(layer) >= bounds[:, :, None]).sum(1) - 1
-
-
-class PlanOfGroup0(HostPlan):
-    """Broken: the plan has as many pages for every KV group as for group 0."""
-
-    name = "broken_plan_of_group_0"
-
-    def _plan(self, lens):
-        super()._plan(lens)
-        self._indptr[:] = self._indptr[:1].clone()
-
-
-class WindowPagesFromColumn0(BakedSplits):
-    """Broken: the table of a windowed KV group is read from its first column, as a ring of pages would be."""
-
-    name = "broken_window_pages_from_column_0"
-
-    def _pages(self, metadata, layer):
-        table, kv = metadata.block_tables[layer.group].long(), self.context.kv_groups[layer.group]
-        if kv.sliding_window is None:
-            return table
-        width = table.shape[1]
-        return table[:, torch.arange(width) % min(width, -(-kv.sliding_window // kv.page_size) + 1)]
-
-
-class DecodeTokensToo(BakedSplits):
-    """Broken: as the prompt part of a mixed step it writes over the decode part's tokens."""
-
-    name = "broken_decode_tokens_too"
-
-    def _first(self, metadata):
-        return torch.zeros_like(super()._first(metadata))
-
-
-class ChunksAsWindows(BakedSplits):
-    """Broken: a token sees as many tokens as a chunk has, wherever the chunk begins."""
-
-    name = "broken_chunks_as_windows"
-
-    def _reach(self, spec, at, where):
-        if spec.attention_chunk_size is None:
-            return super()._reach(spec, at, where)
-        return where > at - spec.attention_chunk_size
-
-
-class ChunksAndOneMore(BakedSplits):
-    """Broken: a token sees the last token of the chunk before."""
-
-    name = "broken_chunks_and_one_more"
-    first_only = False
-
-    def _reach(self, spec, at, where):
-        seen = super()._reach(spec, at, where)
-        if spec.attention_chunk_size is None:
-            return seen
-        inside = at % spec.attention_chunk_size
-        return seen | ((where == at - inside - 1) & ((inside == 0) | (not self.first_only)))
-
-
-class ChunksThatBeginLate(ChunksAndOneMore):
-    """Broken: the first token of a chunk sees the last token of the chunk before; the others do not."""
-
-    name = "broken_chunks_that_begin_late"
-    first_only = True
-
-
-class CutValues(BakedSplits):
-    """Broken: value heads are cut to the size of the key heads; what is left of the output is zeros."""
-
-    name = "broken_cut_values"
-
-    def _values(self, layer):
-        values, size = layer.v_cache, layer.spec.head_dim
-        dims = torch.arange(values.shape[3])
-        return torch.where(dims < size, values, 0.0)
-
-
-class PaddedValues(BakedSplits):
-    """Broken: value heads are read as far apart as if they had the size of the key heads."""
-
-    name = "broken_padded_values"
-
-    def _values(self, layer):
-        values, size = layer.v_cache, layer.spec.head_dim
-        heads = torch.arange(values.shape[2])[:, None] * size + torch.arange(values.shape[3])
-        return values.flatten(2)[:, :, heads.clamp(max=values.shape[2] * values.shape[3] - 1)]
-
-
 FAMILIES = (BakedSplits, DeviceSchedule, HostPlan)
 BROKEN = (SplitsOfTheLastPlan, ScheduledAtCapture, PlannedAtCapture, PlannedElsewhere, PagesOfTheCapture)
-BROKEN_BY_FEATURE = {
-    TableOfGroup0: ("kv_groups", "mixed-kv_groups"),
-    GroupByNumber: ("kv_groups",),
-    PageSizeOfGroup0: ("kv_groups",),
-    ScheduleOfGroup0: ("mixed-kv_groups",),
-    PlanOfGroup0: ("mixed-kv_groups",),
-    WindowPagesFromColumn0: ("window-pages",),
-    DecodeTokensToo: ("prefill", "prefill-window"),
-    ChunksAsWindows: ("attention_chunk_size", "mixed-attention_chunk_size"),
-    ChunksAndOneMore: ("attention_chunk_size", "mixed-attention_chunk_size"),
-    ChunksThatBeginLate: ("attention_chunk_size", "mixed-attention_chunk_size"),
-    CutValues: ("mixed-v_head_dim",),
-    PaddedValues: ("v_head_dim",),
-}
-"""What is wrong in these features alone, and right in the plain ones."""

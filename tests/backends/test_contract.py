@@ -20,17 +20,20 @@ from tests.backends import fake_packages, mocks
 ON_CUDA = ("triton", "flash_attn3", "flash_attn2", "flashinfer", "torch_reference")
 FAKES = {name: fake_packages.on_cpu(backend_class(name)) for name in fake_packages.PACKAGES}
 
+IN_OTHERS = ("mixed-kv_groups", "cross_attention", "cross_attention-query_len", "mixed-cross_attention-kv_groups")
+"""Features whose parts are in others: the interpreter would take seconds for each."""
+
 
 def cases() -> list:
     """Every backend with everything that it declares.
 
-    Sizes and dtypes one by one are left out on CUDA and in the interpreter: test_combinations.py has them in pairs. The
-    interpreter has no mixed batches of KV groups without a window, as those with one have all that is in these.
+    Sizes and dtypes one by one are left out on CUDA and in the interpreter: test_combinations.py has them in pairs. In
+    the interpreter IN_OTHERS are left out, too.
     """
     reference = backend_class("torch_reference")
     found = [case for cls in (reference, *mocks.FAMILIES) for case in contract_cases(cls, devices=["cpu"])]
     if INTERPRETER_AVAILABLE:
-        few = [name for name in FEATURES if name != "mixed-kv_groups"]
+        few = [name for name in FEATURES if name not in IN_OTHERS]
         found += contract_cases(backend_class("triton"), devices=["cpu"], features=few, brief=True)
     for name in ON_CUDA:
         found += contract_cases(backend_class(name), devices=["cuda"], features=FEATURES)

@@ -28,6 +28,7 @@ from graphrt.testing.backend_contract import check_backend, contract_cases
 from graphrt.testing.backend_features import FEATURES, FLAGS, declared_features
 from graphrt.testing.backend_rig import make_rig
 from tests.backends import mocks
+from tests.backends.mocks_by_feature import BROKEN_BY_FEATURE
 
 ROOT = Path(__file__).resolve().parents[2]
 CPU = torch.device("cpu")
@@ -41,7 +42,7 @@ def test_stale_metadata_is_noticed(broken: type[AttentionBackend]) -> None:
     assert f"FAILED   {broken.name}-cpu-plain: " in str(report)
 
 
-BY_FEATURE = [(broken, feature) for broken, found in mocks.BROKEN_BY_FEATURE.items() for feature in found]
+BY_FEATURE = [(broken, feature) for broken, found in BROKEN_BY_FEATURE.items() for feature in found]
 
 
 @pytest.mark.parametrize(
@@ -55,7 +56,7 @@ def test_what_one_feature_alone_asks_is_noticed(broken: type[AttentionBackend], 
     assert re.search(said, reason), reason
 
 
-@pytest.mark.parametrize("broken", mocks.BROKEN_BY_FEATURE, ids=lambda cls: cls.name)
+@pytest.mark.parametrize("broken", BROKEN_BY_FEATURE, ids=lambda cls: cls.name)
 def test_other_features_do_not_notice(broken: type[AttentionBackend]) -> None:
     """Else a mock would prove nothing of its feature."""
     report = check_backend(broken, features=["window", "query_len", "mixed"], brief=True)
@@ -82,6 +83,33 @@ def test_pages_of_the_rig() -> None:
         for table, kv in zip((full, windowed), groups, strict=True)
     ]
     assert [mapping[:1].tolist() for mapping in rig.metadata.slot_mappings] == slots
+    rig.close()
+
+
+def test_a_cross_group_of_the_rig() -> None:
+    """Pages for what the encoder wrote, finite up to its last token; no slots, and nothing for a row without one."""
+    rig = make_rig(Liar, FEATURES["cross_attention-kv_groups"], CPU)
+    rig.write([rig.sequence(3, 1, 19), rig.sequence(16, 1, 0), rig.sequence(9, 1, 3)])
+    (_, table), (_, slots), kv = rig.metadata.block_tables, rig.metadata.slot_mappings, rig.context.kv_groups[1]
+    assert (kv.cross, kv.page_size, table.shape[1]) == (True, 2, 10)
+    assert rig.metadata.encoder_lens.tolist() == [*rig.batch.encoder_lens.tolist(), 0] == [19, 0, 3, 0]
+    assert (table > 0).sum(1).tolist() == [10, 0, 2, 0]
+    assert slots.tolist() == [-1] * 4
+    assert rig.layers[1].k_cache.isfinite().all(3).all(2).sum() == 19 + 3
+    assert not rig.layers[1].writes
+    rig.close()
+
+
+def test_encoder_layers_of_the_rig() -> None:
+    """Keys and values of whole sequences, packed as the queries are, NaN in pad tokens, and no cache."""
+    rig = make_rig(Liar, FEATURES["mixed-encoder_attention"], CPU)
+    rows = [rig.sequence(7, 7), rig.sequence(2, 2)]
+    rig.write(rows)
+    assert rig.context.kv_groups == rig.metadata.block_tables == ()
+    k, v = rig.new_kv[0]
+    for packed, name in ((rig.q[0], "q"), (k, "k"), (v, "v")):
+        assert torch.equal(packed[:9], torch.cat([getattr(row, name)[0] for row in rows]))
+        assert packed[9:].isnan().all()
     rig.close()
 
 
@@ -140,7 +168,8 @@ class Liar(TorchReferenceBackend):
     def run(self, layer, q, metadata, out, *, sinks=None, lse=None):
         starts, options = metadata.query_start_loc, layer.options(sinks)
         table = metadata.block_tables[layer.group]
-        call = Call(q, layer.k_cache, layer.v_cache, table, metadata.seq_lens, starts, out, options, lse)
+        lens = metadata.kv_lens(layer.spec.kind)
+        call = Call(q, layer.k_cache, layer.v_cache, table, lens, starts, out, options, lse)
         self.lie(call)
         attention_reference(
             call.q, call.k, call.v, call.table, call.seq_lens, call.starts, call.out, call.options, call.lse
