@@ -35,6 +35,7 @@ from graphrt.kernels.metadata.buffers import (
     captured_size,
     pass_operands,
 )
+from graphrt.kernels.metadata.claims import claim_pages, claim_row_id
 from graphrt.kernels.metadata.faults import fault_value, final_fault
 from graphrt.kernels.metadata.read_pages import first_seen_page, pages_at, read_group, row_pages
 from graphrt.kernels.metadata.read_record import (
@@ -108,46 +109,6 @@ def _first_bad_token(tokens_ptr, query_len, last_token, vocab_size, TOKEN_BLOCK:
         bad = given & ((token < 0) | (token >= vocab_size))
         first = tl.where(bad, tl.minimum(first, index), first)
     return tl.min(first, 0)
-
-
-@triton.jit
-def _claim_row_id(row_claim_ptr, duplicates_ptr, claim, mark):
-    """Claim a row id; where another row of this step holds it, mark both rows."""
-    other = tl.atomic_xchg(row_claim_ptr, claim, sem="relaxed")
-    if (other != claim) & ((other >> 32) == (claim >> 32)):
-        tl.atomic_max(duplicates_ptr + ((claim >> 16) & 0xFFFF), mark, sem="relaxed")
-        tl.atomic_max(duplicates_ptr + ((other >> 16) & 0xFFFF), mark, sem="relaxed")
-
-
-@triton.jit
-def _claim_pages(
-    pool_claims_ptr,
-    marks_ptr,
-    pages_ptr,
-    first,
-    count,
-    table_ptr,
-    row_claim,
-    mark,
-    first_column,
-    end_column,
-    BLOCK: tl.constexpr,
-):
-    """Claim every page that the row writes, for the row and its place in it. Where a claim of this step by another row,
-    or by another place of this one, is found, mark both; of several marks of a row, that of its first page stays."""
-    for base in range(first_column, end_column, BLOCK):
-        column = base + tl.arange(0, BLOCK)
-        mask = column < end_column
-        page = pages_at(column, mask, pages_ptr, first, count, table_ptr)
-        claim = row_claim | (column - first_column).to(tl.int64)
-        other = tl.atomic_xchg(pool_claims_ptr + page, claim, mask=mask, sem="relaxed")
-        hit = mask & (other != claim) & ((other >> 32) == (claim >> 32))
-        if tl.max(hit.to(tl.int32), 0) > 0:
-            own_mark = mark - (claim & 0xFFFF)
-            other_mark = mark - (other & 0xFFFF)
-            own_rows = ((row_claim >> 16) & 0xFFFF).to(tl.int32) + tl.zeros([BLOCK], tl.int32)
-            tl.atomic_max(marks_ptr + own_rows, own_mark, mask=hit, sem="relaxed")
-            tl.atomic_max(marks_ptr + ((other >> 16) & 0xFFFF), other_mark, mask=hit, sem="relaxed")
 
 
 @triton.jit(do_not_specialize=["padded_reqs", "padded_tokens", "num_row_ids"])
@@ -262,8 +223,8 @@ def _check_rows_kernel(
             row_claim = (tag << 32) | (row.to(tl.int64) << 16)
             mark = ((step + 1) << 16) | 0xFFFF
             if group == 0:
-                _claim_row_id(claims_ptr + first_row_claim + row_id, duplicates_ptr, row_claim, mark)
-            _claim_pages(
+                claim_row_id(claims_ptr + first_row_claim + row_id, duplicates_ptr, row_claim, mark)
+            claim_pages(
                 claims_ptr + claims_at, duplicates_ptr + (1 + group) * stride_duplicates, pages_ptr, first, page_count,
                 page_table_ptr + state.to(tl.int64) * table_width, row_claim, mark,
                 tl.where(is_cross, needed, (seq_len - query_len) // page_size), needed, TOKEN_BLOCK,

@@ -20,8 +20,8 @@ from graphrt.backends.base import (
     BackendContext,
     Capabilities,
     GraphSupport,
-    listing,
 )
+from graphrt.backends.refusals import listing
 from graphrt.backends.registry import backend_names, register_backend, select_backend, standings
 from graphrt.backends.torch_reference import TorchReferenceBackend
 from graphrt.backends.triton import TritonBackend

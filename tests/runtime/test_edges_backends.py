@@ -14,8 +14,8 @@ from graphrt.backends.base import (
     BackendContext,
     Capabilities,
     GraphSupport,
-    listing,
 )
+from graphrt.backends.refusals import listing
 from graphrt.backends.registry import backend_class, register_backend, select_backend
 from graphrt.backends.torch_reference import TorchReferenceBackend
 from graphrt.batch import Batch
