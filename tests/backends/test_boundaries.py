@@ -9,10 +9,11 @@ import pytest
 import torch
 
 from graphrt.backends import peer
-from graphrt.backends.base import AttentionBackend, BackendContext, listing
+from graphrt.backends.base import AttentionBackend, BackendContext
 from graphrt.backends.flash_attn2 import FlashAttention2Backend
 from graphrt.backends.flash_attn3 import FlashAttention3Backend
 from graphrt.backends.flashinfer import FlashInferBackend
+from graphrt.backends.refusals import listing
 from graphrt.capture.descriptor import BatchDescriptor
 from graphrt.spec import AttentionSpec
 from tests.backends.fake_packages import install, install_package
