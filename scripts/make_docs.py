@@ -190,12 +190,14 @@ def mixed_table() -> str:
         return "Not measured yet: mixed steps are served by one kernel."
     data = result["data"]
     names = list(dict.fromkeys(name for cell in data["cells"] for name in cell["backends"]))
-    lines = ["| decodes | of tokens | prompt tokens | " + " | ".join(f"`{name}`" for name in names) + " | alone |"]
-    lines.append("|" + "---|" * (4 + len(names)))
+    heads = ["decodes", "of tokens", "prompt tokens", "behind", *(f"`{name}`" for name in names), "alone"]
+    lines = ["| " + " | ".join(heads) + " |"]
+    lines.append("|" + "---|" * len(heads))
     for cell in data["cells"]:
         times = [cell["backends"].get(name, {}).get("us") for name in names]
         shown = [f"{us:.1f}" if us is not None else "-" for us in (*times, cell["alone_us"])]
-        lines.append(f"| {cell['batch']} | {cell['context']} | {cell['chunk']} | " + " | ".join(shown) + " |")
+        sizes = " | ".join(str(cell[size]) for size in ("batch", "context", "chunk", "past"))
+        lines.append(f"| {sizes} | " + " | ".join(shown) + " |")
     q_heads, kv_heads, head_dim = data["heads"]
     lines += [
         "",

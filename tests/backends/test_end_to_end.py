@@ -20,7 +20,8 @@ CUDA = torch.device("cuda", 0)
 def rig_of(backend: str, page_size: int, layout: KVLayout, **config: int) -> Rig:
     sizes = {"max_num_tokens": 64, "mixed_sizes": (16, 64), **config}
     cache = {"page_size": page_size, "layout": layout}
-    return make_rig(CUDA, dtype=torch.bfloat16, head_dim=128, backend=backend, **cache, **sizes)
+    of_one = {"backend": backend, "prefill_backend": "none"}  # its own mixed steps, not those of two parts
+    return make_rig(CUDA, dtype=torch.bfloat16, head_dim=128, **of_one, **cache, **sizes)
 
 
 def run_ahead(rig: Rig, *, busy: bool) -> None:

@@ -65,7 +65,7 @@ def problem_of(case: Case, rng: torch.Generator, *, fp8_queries: bool = False) -
 
 
 def clean(cache: torch.Tensor) -> torch.Tensor:
-    """The cache with zeros for the NaN that no sequence owns: peers do not promise to keep it out, as we do."""
+    """Keys or values with zeros for NaN that no token sees: peers do not promise to keep it out, as we do."""
     return cache.float().nan_to_num(0.0).to(cache.dtype)
 
 
@@ -168,8 +168,8 @@ def varlen(problem: Problem, function: Callable[..., torch.Tensor], **options: A
     num_kv = int(kv_starts[-1])
     out = function(
         problem.q,
-        k[:num_kv],
-        v[:num_kv],
+        clean(k[:num_kv]),
+        clean(v[:num_kv]),
         cu_seqlens_q=problem.query_start_loc,
         cu_seqlens_k=kv_starts,
         max_seqlen_q=max(query_len for _, query_len in problem.case.rows),
