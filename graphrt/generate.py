@@ -204,9 +204,11 @@ class TextGenerator:
                 for step in in_flight:
                     step.handle.wait()  # nobody who gets the pages may find them written
             finally:
-                scheduler.release_all()
-                if space is not None:
-                    space.close()
+                try:
+                    scheduler.release_all()
+                finally:
+                    if space is not None:
+                        space.close()
 
 
 def _collect(step: Submitted) -> Iterator[Event]:

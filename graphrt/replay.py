@@ -339,10 +339,11 @@ class ReplayManager:
 
     def reset(self) -> None:
         """Wait for the device and put row states, derived buffers and the backend's counters back to their initial
-        contents, as after a launch that was aborted."""
+        contents, as after a launch that was aborted. Logits of the step before are gone."""
         with self._exclusive:
             self._require(State.CAPTURED, "reset")
             self._ring.drain()
+            self._step += 1  # of no step: the buffers that say where its rows stood are gone with it
             with self._on_stream:
                 if self._stream is not None:
                     self._stream.synchronize()

@@ -312,8 +312,10 @@ class Scheduler:
                 slots = np.append(decoding, first)
             positions = self._scheduled[slots]
             needs = [0] * len(self._runtime.allocators)
+            here = np.array([slot not in self._arriving for slot in slots.tolist()], np.bool_)
             for table in self.tables:
-                table.give_back(slots, positions)
+                # Pages that are still on their way may be written later than a step that gets them now.
+                table.give_back(slots[here], positions[here])
                 needs[table.group.pool] += table.missing(slots, positions + 1)
             if all(self._reclaim(pool, need) for pool, need in enumerate(needs)):
                 return decoding
@@ -388,6 +390,9 @@ class Scheduler:
         request, scheduled = self.members[slot], int(self._scheduled[slot])
         request.preempted, request.scheduled = True, 0
         self._stats.preemptions += 1
+        if slot not in self._arriving:
+            for table in self.tables:  # what the next token does not see need not travel
+                table.give_back(np.array([slot]), np.array([scheduled]))
         pages = [table.pages(slot) for table in self.tables]
         counts = [len(of_group) for of_group in pages]
         # What a page holds is sooner computed than fetched.

@@ -22,7 +22,8 @@ class Step:
 
     The tensors are views of static buffers: a graph that reads them sees every later step's values. Whatever else
     varies from step to step must be in a tensor too; a Python number is frozen at capture. A model or sampler that has
-    state per row (adapters, penalties, masks) keeps a tensor [max_num_reqs, ...] and indexes it by `row_ids`.
+    state per row (adapters, penalties, masks) keeps a tensor [max_num_reqs, ...] and indexes it by `row_ids`. The order
+    of the batch does not do: in a mixed step of two parts the rows that decode stand first.
     """
 
     descriptor: BatchDescriptor

@@ -8,6 +8,8 @@ import inspect
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points
 
+import torch
+
 from graphrt.backends.base import AttentionBackend, BackendContext, Capabilities, GraphSupport
 from graphrt.backends.ranking import Ranking, load_ranking
 from graphrt.backends.two_parts import why_not_two_parts
@@ -149,7 +151,7 @@ def select_prefill(
     """The class that serves the prompts of mixed steps beside `decode`, and why; None: `decode` serves whole steps.
 
     It is the named one. Without a name it is what the measured table says is fastest for a mixed step of a runtime of
-    this size. Without figures, as on other devices, steps stay whole.
+    this size. Without figures of its GPU and of 16 bits, steps stay whole.
 
     Raises: ConfigError for an unknown name; UnsupportedError, with every reason, where the named one does not fit.
     """
@@ -167,7 +169,7 @@ def select_prefill(
                 f"another, or {ONE_PART!r}"
             )
         return cls, f"{name}, chosen by name"
-    ranking = load_ranking().mixed if context.device.type == "cuda" else Ranking()
+    ranking = load_ranking().mixed if _is_measured(context) else Ranking()
     found: dict[str, type[AttentionBackend] | None] = {decode.name: None}
     for pair in ranking.names - {decode.name}:
         ours, _, other = pair.partition("+")
@@ -182,6 +184,14 @@ def select_prefill(
     first, *others = relative
     slower = "".join(f"; {pair} {relative[pair]:.2f}" for pair in others)
     return found[first], f"{first}, fastest of {len(relative)} (1.00{slower} on {ranking.gpu})"
+
+
+def _is_measured(context: BackendContext) -> bool:
+    """Whether the figures of mixed steps are of this device, and of layers and caches of this width."""
+    if context.device.type != "cuda" or not torch.cuda.is_available():
+        return False
+    wide = [spec.dtype.itemsize for spec in context.attention] + [group.dtype.itemsize for group in context.kv_groups]
+    return torch.cuda.get_device_name(context.device) == load_ranking().gpu and set(wide) == {2}
 
 
 def why_not(name: str, context: BackendContext) -> list[str]:

@@ -55,8 +55,9 @@ class TwoPartBackend(AttentionBackend):
         self.prefill.allocate()
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """The tensors of both. Those of the prompt part have its name before theirs."""
-        of_prompts = {f"prefill_{name}": tensor for name, tensor in self.prefill.tensors().items()}
+        """The tensors of both. Those of the prompt part have its name before theirs; its counters are left alone."""
+        rewritten = {name: tensor for name, tensor in self.prefill.tensors().items() if name != "counters"}
+        of_prompts = {f"prefill_{name}": tensor for name, tensor in rewritten.items()}
         return self.decode.tensors() | of_prompts
 
     def plan_capture(self, descriptor: BatchDescriptor) -> None:
@@ -130,8 +131,9 @@ def why_not_two_parts(
     reasons = list(prefill.why_not(prefill_context(context)))
     if not all(spec.is_cached for spec in context.attention):
         reasons.append("encoder layers: a step of theirs has whole sequences alone")
-    if decode.plan_replay is not AttentionBackend.plan_replay:
-        reasons.append(f"decode part {decode.name}: plans each step on the host, which has the rows in another order")
+    for part, cls in (("decode", decode), ("prompt", prefill)):
+        if (cls.plan_capture, cls.plan_replay) != (AttentionBackend.plan_capture, AttentionBackend.plan_replay):
+            reasons.append(f"{part} part {cls.name}: plans each step on the host, which has the rows in another order")
     if decode.seq_len_fill != prefill.seq_len_fill:
         reasons.append(
             f"decode part {decode.name}: pad rows have length {decode.seq_len_fill}, those of {prefill.name} "

@@ -179,17 +179,18 @@ def test_a_backend_may_refuse_some_sizes() -> None:
 def test_bytes_and_shapes_of_the_buffers() -> None:
     buffers = StaticBuffers.allocate(CAPACITY, CPU)
     by_hand = {
-        "page_groups": (2, 7), "record": (100,), "last_token": (6,), "step_counter": (1,), "claims": (23,),
+        "page_groups": (2, 8), "record": (100,), "last_token": (6,), "step_counter": (1,), "claims": (23,),
         "duplicates": (3, 3), "page_table": (2, 6, 9), "page_spans": (2, 6, 2), "block_table": (2, 3, 9),
         "table_from": (2, 3), "table_to": (2, 3), "input_ids": (7,), "positions": (7,), "slot_mapping": (2, 7),
         "query_start_loc": (4,), "seq_lens": (3,), "logits_indices": (3,), "row_ids": (3,), "row_status": (3,),
         "temperatures": (3,), "seeds": (3,), "new_spans": (2, 3, 4), "check_code": (2, 3), "check_value": (2, 3),
-        "fault_code": (3,), "fault_value": (3,), "void_ids": (3,),
+        "fault_code": (3,), "fault_value": (3,), "void_ids": (3,), "encoder_lens": (3,), "places": (3,),
+        "decode_seq_lens": (3,), "prompt_seq_lens": (3,), "decode_start_loc": (4,), "prompt_start_loc": (4,),
         "step_ring": (2,), "token_ring": (2, 3),
         "fault_code_ring": (2, 3), "fault_value_ring": (2, 3),
     }  # fmt: skip
     assert {name: tuple(tensor.shape) for name, tensor in buffers.named()} == by_hand
-    assert buffers.page_groups.tolist() == [[4, 11, 0, 5, 0, 0, 0], [2, 6, 5, 9, 3, 0, 11]]
+    assert buffers.page_groups.tolist() == [[4, 11, 0, 5, 0, 0, 0, 0], [2, 6, 5, 9, 3, 0, 11, 0]]
     assert buffers.last_token.tolist() == [-1] * 6
     assert buffers.step_counter.tolist() == [-1]
     assert buffers.token_ring.tolist() == [[-1] * 3] * 2

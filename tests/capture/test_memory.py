@@ -18,13 +18,13 @@ CAPACITY = Capacity(rows=4, tokens=8, row_ids=5, record=100, ring=2, page_groups
 
 def initial(name: str) -> torch.Tensor:
     """What a buffer holds from the start: its declared value, or what CAPACITY says of the KV groups."""
-    return torch.tensor([[4, 8, 0, 3, 0, 0, 0]] if name == "page_groups" else StaticBuffers.specs()[name].initial)
+    return torch.tensor([[4, 8, 0, 3, 0, 0, 0, 0]] if name == "page_groups" else StaticBuffers.specs()[name].initial)
 
 
 def test_every_buffer_has_its_declared_shape_dtype_and_contents() -> None:
     buffers = StaticBuffers.allocate(CAPACITY, torch.device("cpu"))
     expected = {
-        "page_groups": (1, 7),
+        "page_groups": (1, 8),
         "page_table": (1, 5, 3),
         "block_table": (1, 4, 3),
         "slot_mapping": (1, 8),

@@ -111,7 +111,7 @@ def test_buffers_have_the_extents_of_the_configuration() -> None:
     assert shapes["query_start_loc"] == [4]
     assert (shapes["last_token"], shapes["claims"]) == ([3], [11 + 3])
     assert (shapes["token_ring"], shapes["step_ring"]) == ([6, 3], [6])
-    assert shapes["record"] == [8 + 3 * 10 + 7 + 3 * 13]
+    assert shapes["record"] == [8 + 3 * 11 + 7 + 3 * 13]
 
 
 def test_buffers_hold_pads_before_the_first_step() -> None:
@@ -265,7 +265,7 @@ def test_reset_keeps_the_results_of_steps_in_flight() -> None:
     assert handle.tokens().tolist() == before
     for name, spec in rig.manager.buffers.specs().items():
         if spec.kind is BufferKind.CONSTANT:
-            assert getattr(rig.manager.buffers, name).tolist() == [[4, 80, 0, 16, 0, 0, 0]], (
+            assert getattr(rig.manager.buffers, name).tolist() == [[4, 80, 0, 16, 0, 0, 0, 0]], (
                 "not reset, as constants are"
             )
             continue

@@ -197,7 +197,14 @@ WRITTEN = {n: s for n, s in StaticBuffers.specs().items() if s.kind in (BufferKi
 READ_LATER = [name for name, spec in WRITTEN.items() if spec.readers != ("refresh",)]
 
 
-@pytest.mark.parametrize("field", [n for n in READ_LATER if n not in ("fault_code", "fault_value")])
+OF_PARTS = ("prompt_seq_lens", "prompt_start_loc")
+"""Read where mixed steps have two parts."""
+
+ELSEWHERE = ("fault_code", "fault_value", "encoder_lens", "decode_seq_lens", "decode_start_loc")
+"""Read after faults, by cross layers, and where decodes stand beside prompts: see test_encoders and test_two_parts."""
+
+
+@pytest.mark.parametrize("field", [n for n in READ_LATER if n not in ELSEWHERE])
 def test_a_refresh_that_forgets_one_buffer_is_noticed(field: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Mutation: after each refresh one buffer is put back to what it held before. Some check must fail for each."""
     real = program.refresh
@@ -210,11 +217,17 @@ def test_a_refresh_that_forgets_one_buffer_is_noticed(field: str, monkeypatch: p
 
     monkeypatch.setattr(program, "refresh", forgetful)
     with pytest.raises((AssertionError, GraphRTError, IndexError, RuntimeError)):
-        scenario(make_rig(torch.device("cpu")))
+        scenario(rig_of(field in OF_PARTS))
 
 
-def test_the_mutation_scenario_passes_unmutated() -> None:
-    scenario(make_rig(torch.device("cpu")))
+@pytest.mark.parametrize("two_parts", [False, True])
+def test_the_mutation_scenario_passes_unmutated(two_parts: bool) -> None:
+    scenario(rig_of(two_parts))
+
+
+def rig_of(two_parts: bool) -> Rig:
+    parts = {"backend": "torch_reference", "prefill_backend": "torch_reference"} if two_parts else {}
+    return make_rig(torch.device("cpu"), **parts)
 
 
 def scenario(rig: Rig) -> None:
