@@ -13,7 +13,10 @@ from graphrt.groups import kv_groups
 from graphrt.handle import StepFaultError
 from graphrt.kernels.errors import CapacityError, ConfigError
 from graphrt.runtime import Runtime
+from graphrt.scheduler import Scheduler
 from graphrt.spec import AttentionSpec
+from graphrt.swap import SwapArrival
+from graphrt.tables import Tables
 from tests.runtime.layered import VOCAB, LayeredModel, Watch, build, exact_ownership, generate, prompts_of
 
 F32, CPU = torch.float32, torch.device("cpu")
@@ -235,3 +238,34 @@ def test_a_fault_beside_sequences_that_wait_gives_everything_back() -> None:
     with pytest.raises(StepFaultError, match="NO_TOKEN_OFFERED"):
         list(events)
     assert_idle(runtime)
+
+
+def test_pages_that_arrive_are_given_to_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A link so slow that nothing arrives before somebody waits for it: what is written late must be its owner's."""
+    specs = MODELS["window_beside_full"]
+    groups = kv_groups(specs, page_size=4)
+    made: list[Scheduler] = []
+    construct, give_back = Scheduler.__init__, Tables.give_back
+
+    def constructed(self: Scheduler, *arguments: Any) -> None:
+        construct(self, *arguments)
+        made.append(self)
+
+    def checked(self: Tables, slots: Any, positions: Any) -> None:
+        before = [int(self.from_[slot]) for slot in slots]
+        give_back(self, slots, positions)
+        for slot, first in zip(slots.tolist(), before, strict=True):
+            assert slot not in made[-1]._arriving or self.from_[slot] == first
+
+    monkeypatch.setattr(Scheduler, "__init__", constructed)
+    monkeypatch.setattr(Tables, "give_back", checked)
+    monkeypatch.setattr(SwapArrival, "done", lambda self: False)
+    lengths, counts = [11, 7, 30, 1, 1, 2], [12, 13, 6, 30, 30, 30]
+    longest = max(length + count - 1 for length, count in zip(lengths, counts, strict=True))
+    least = sum(group.most_pages(longest, 1) for group in groups)
+    model, runtime = build(specs, groups, 1 + least + 8, CPU, mixed_sizes=(), max_num_tokens=6)
+    prompts = prompts_of(lengths)
+    want = [model.greedy(prompt, count) for prompt, count in zip(prompts, counts, strict=True)]
+    assert generate(runtime, prompts, counts) == want
+    assert made[-1].members == {}
+    runtime.close()
