@@ -10,6 +10,7 @@ import torch
 
 from graphrt.backends.base import AttentionBackend, AttentionLayer, BackendContext, Capabilities, GraphSupport
 from graphrt.backends.encoder import EncoderKernels, why_no_encoder
+from graphrt.backends.prompt_schedules import num_sms_of
 from graphrt.capture.descriptor import BatchDescriptor, GraphKind
 from graphrt.kernels.attention.arguments import ATTENTION_DTYPES, HEAD_DIMS, KV_DTYPES
 from graphrt.kernels.attention.native import NATIVE_PAGE_MULTIPLE
@@ -24,8 +25,6 @@ from graphrt.kernels.native.nvrtc import nvrtc_fault, runs_native
 from graphrt.kernels.types import KVLayout
 from graphrt.metadata import StepMetadata
 from graphrt.spec import AttentionKind, AttentionSpec, KVCacheSpec
-
-INTERPRETER_SMS = 4  # rows are split on CPU too, into few parts: an interpreted program costs milliseconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,11 +100,9 @@ class TritonBackend(AttentionBackend):
         self._work_lists: dict[_ScheduleKey, torch.Tensor] = {}
         self._plans: dict[tuple[_ScheduleKey, BatchDescriptor], AttentionPlan] = {}
         self._workspace: AttentionWorkspace | None = None
-        self._num_sms, self._native = INTERPRETER_SMS, True  # on CPU: the plans of a device
-        if context.device.type == "cuda":
-            self._num_sms = torch.cuda.get_device_properties(context.device).multi_processor_count
-            self._native = runs_native(context.device)
-        self._encoder = EncoderKernels(context, self._num_sms)
+        self._num_sms = num_sms_of(context.device)
+        self._native = context.device.type == "cpu" or runs_native(context.device)  # on CPU: the plans of a device
+        self._encoder = EncoderKernels(context)
 
     @classmethod
     def also_why_not(cls, context: BackendContext) -> list[str]:

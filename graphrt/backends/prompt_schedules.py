@@ -1,0 +1,101 @@
+"""Plans and schedules of graphrt's own prompt kernel, by kind of layer: for prompt parts and for encoder layers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+
+from graphrt.backends.base import BackendContext
+from graphrt.capture.descriptor import BatchDescriptor
+from graphrt.kernels.attention.prompt_native import runs_prompt_kernel
+from graphrt.kernels.attention.prompt_plan import PromptPlan
+from graphrt.kernels.attention.prompt_schedule import schedule_prompt
+from graphrt.kernels.errors import CaptureError
+
+INTERPRETER_SMS = 4  # rows are split on CPU too, into few parts: an interpreted program costs milliseconds
+
+
+@dataclass(frozen=True, slots=True)
+class PromptKind:
+    """What layers must have in common to share a plan and its schedule. Windows are not in it: a unit finds its own.
+
+    native   the CUDA kernel may serve these layers, where the device runs it
+    """
+
+    num_q_heads: int
+    num_kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+    kv_dtype: torch.dtype
+    causal: bool
+    native: bool = True
+
+
+class PromptSchedules:
+    """A schedule per kind of layer, which each step writes anew, and a plan per kind and size.
+
+    Without kinds it holds nothing, and its calls do nothing.
+    """
+
+    def __init__(self, context: BackendContext, kinds: Iterable[PromptKind]) -> None:
+        self._context, self._kinds = context, tuple(dict.fromkeys(kinds))
+        self._num_sms, self._native = num_sms_of(context.device), runs_prompt_kernel(context.device)
+        self._schedules: dict[PromptKind, torch.Tensor] = {}
+        self._plans: dict[tuple[PromptKind, BatchDescriptor], PromptPlan] = {}
+
+    def allocate(self) -> None:
+        """Allocate a schedule per kind, for the largest size: no plan has more units than that one."""
+        context = self._context
+        largest = BatchDescriptor.mixed(context.max_num_tokens, context.max_num_reqs)
+        for kind in self._kinds:
+            words = self._plan(kind, largest).schedule_words
+            self._schedules[kind] = torch.zeros(words, dtype=torch.int32, device=context.device)
+
+    def tensors(self, name: str) -> dict[str, torch.Tensor]:
+        """The schedules, by `name` and a number."""
+        return {f"{name}_{index}": tensor for index, tensor in enumerate(self._schedules.values())}
+
+    def close(self) -> None:
+        """Drop the schedules."""
+        self._schedules = {}
+
+    def write(self, descriptor: BatchDescriptor, lens: torch.Tensor, starts: torch.Tensor, *, packed: bool) -> None:
+        """One launch per kind; `schedule_prompt` says what the tensors hold, `packed` that the lengths are starts.
+
+        Capture-safe: lengths stay on the device. Raises: CaptureError before `allocate()`.
+        """
+        for kind in self._kinds:
+            plan, schedule = self.of(kind, descriptor)
+            schedule_prompt(plan, lens, starts, schedule, seq_lens_are_starts=packed)
+
+    def of(self, kind: PromptKind, descriptor: BatchDescriptor) -> tuple[PromptPlan, torch.Tensor]:
+        """Plan and schedule of a kind at one size. Raises: CaptureError before `allocate()`."""
+        if kind not in self._schedules:
+            raise CaptureError("prompt kernel: expected a schedule, got none; call allocate() first")
+        return self._plan(kind, descriptor), self._schedules[kind]
+
+    def _plan(self, kind: PromptKind, descriptor: BatchDescriptor) -> PromptPlan:
+        found = self._plans.get((kind, descriptor))  # every layer of every graph asks
+        if found is None:
+            found = self._plans[kind, descriptor] = PromptPlan.make(
+                descriptor.padded_reqs,
+                descriptor.padded_tokens,
+                num_q_heads=kind.num_q_heads,
+                num_kv_heads=kind.num_kv_heads,
+                head_dim=kind.head_dim,
+                dtype=kind.dtype,
+                kv_dtype=kind.kv_dtype,
+                num_sms=self._num_sms,
+                causal=kind.causal,
+                native=self._native and kind.native,
+            )
+        return found
+
+
+def num_sms_of(device: torch.device) -> int:
+    """Multiprocessors of a device; on CPU as many as the interpreter is to pretend."""
+    if device.type != "cuda":
+        return INTERPRETER_SMS
+    return torch.cuda.get_device_properties(device).multi_processor_count
