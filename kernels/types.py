@@ -61,3 +61,12 @@ class RowStatus(IntEnum):
     PAD = -1  # beyond num_reqs
     LIVE = 0  # prompt chunk that goes on: attends and writes KV, samples nothing
     SAMPLES = 1  # its last token is sampled from
+
+
+class RowEnd(IntEnum):
+    """Why a row's sequence does not go on by itself, as `publish` found it (int32 on the device)."""
+
+    GOES_ON = 0
+    STOP_TOKEN = 1  # it sampled one of its stop tokens
+    LENGTH = 2  # it has as many tokens as it may have
+    FAULT = 3  # the step found a fault of the row

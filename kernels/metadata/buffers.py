@@ -24,7 +24,7 @@ class BufferKind(str, Enum):
     """Who may change a buffer, and when.
 
     CONSTANT    written once, when the buffers are made
-    UPLOADED    its used prefix is overwritten by each step's upload
+    INPUT       host memory that the graph reads: what is new, a slot per launch in flight
     PERSISTENT  survives replays: row state keyed by row_id, and counters
     DERIVED     rewritten by every refresh, for every captured row; may be poisoned between replays
     CARRIED     of the captured rows too, but too large for that: a refresh writes what differs from its last contents
@@ -32,7 +32,7 @@ class BufferKind(str, Enum):
     """
 
     CONSTANT = "constant"
-    UPLOADED = "uploaded"
+    INPUT = "input"
     PERSISTENT = "persistent"
     DERIVED = "derived"
     CARRIED = "carried"
@@ -40,8 +40,19 @@ class BufferKind(str, Enum):
 
 
 _OF_ROWS = (BufferKind.DERIVED, BufferKind.CARRIED)
+_ON_HOST = (BufferKind.INPUT, BufferKind.OUTPUT)
+
+CURSOR_SLOT = 0  # slots of the inbox that were used up
+CURSOR_STEP = 1  # steps of the present slot that have run
+CURSOR_NUM_REQS = 2  # of the present slot, once its first step has run: its rows, its steps, and its kind
+CURSOR_STEPS = 3
+CURSOR_KIND = 4
+CURSOR_SIZE = 5
 _ALL = 1 << 30
 """Above every column of a page table."""
+
+STOP_TOKENS = 8
+"""Tokens that end a row's sequence on the device, at most; the host looks for others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,8 +116,23 @@ class Capacity:
     tokens: int  # most new tokens in a step
     row_ids: int  # persistent row states
     record: int  # int32 words in the largest step record
-    ring: int  # steps in flight
+    ring: int  # launches in flight
     page_groups: tuple[PageGroup, ...]  # the KV groups, in order
+    launch_steps: int = 1  # most steps of a launch
+
+    @property
+    def inbox(self) -> int:
+        """Words of a slot: a record in full, and when its rows end."""
+        return self.record + (1 + STOP_TOKENS) * self.rows
+
+    @property
+    def entries(self) -> int:
+        """Steps in flight."""
+        return self.ring * self.launch_steps
+
+    @property
+    def copied(self) -> int:
+        return len(COPIED)
 
     @property
     def rows_plus_one(self) -> int:
@@ -139,9 +165,8 @@ def _constant(shape: tuple[str | int, ...], dtype: torch.dtype, *readers: str) -
     return _declare(BufferSpec(shape, dtype, BufferKind.CONSTANT, "construction", readers, "constant"))
 
 
-def _record(*readers: str) -> Any:
-    pad = "not padded: the header has the counts"
-    return _declare(BufferSpec(("record",), torch.int32, BufferKind.UPLOADED, "upload", readers, pad))
+def _words(shape: tuple[str, ...], kind: BufferKind, writer: str, *readers: str) -> Any:
+    return _declare(BufferSpec(shape, torch.int32, kind, writer, readers, "not padded: the header has the counts"))
 
 
 def _persistent(
@@ -178,10 +203,21 @@ class StaticBuffers:
     """All static tensors. Allocated once for the largest descriptor; a graph gets views by `cut`. Never reallocated."""
 
     page_groups: torch.Tensor = _constant(("groups", len(fields(PageGroup))), torch.int32, "refresh")
-    record: torch.Tensor = _record("refresh")
+    inbox: torch.Tensor = _words(("ring", "inbox"), BufferKind.INPUT, "host", "apply")
+    record: torch.Tensor = _words(("record",), BufferKind.DERIVED, "apply", "refresh", "publish")
 
+    cursor: torch.Tensor = _persistent((CURSOR_SIZE,), torch.int64, "publish", "apply", pad="see CURSOR_SLOT")
+    order: torch.Tensor = _persistent(("rows",), torch.int32, "apply", "apply", initial=-1)
+    row_lens: torch.Tensor = _persistent(("row_ids",), torch.int32, "publish", "apply")
+    row_ends: torch.Tensor = _persistent(("row_ids",), torch.int32, "publish", "apply", "publish")
+    row_values: torch.Tensor = _persistent(("copied", "row_ids"), torch.int32, "apply", "apply")
+    end_lengths: torch.Tensor = _persistent(("row_ids",), torch.int32, "apply", "publish")
+    end_tokens: torch.Tensor = _persistent((STOP_TOKENS, "row_ids"), torch.int32, "apply", "publish", initial=-1)
+    go_on: torch.Tensor = _persistent((1,), torch.int32, "publish", "loop", pad="one value")
     last_token: torch.Tensor = _persistent(("row_ids",), torch.int32, "publish", "refresh", initial=-1)
-    step_counter: torch.Tensor = _persistent((1,), torch.int64, "refresh", "publish", pad="one value", initial=-1)
+    step_counter: torch.Tensor = _persistent(
+        (1,), torch.int64, "refresh", "apply", "publish", pad="one value", initial=-1
+    )
     claims: torch.Tensor = _persistent(("claims",), torch.int64, "refresh", "refresh")
     duplicates: torch.Tensor = _persistent(("groups_plus_one", "rows"), torch.int64, "refresh", "refresh")
     page_table: torch.Tensor = _persistent(("groups", "row_ids", "pages_per_row"), torch.int32, "refresh", "refresh")
@@ -199,7 +235,9 @@ class StaticBuffers:
         ("groups", "tokens"), torch.int64, "KV write", pad="-1, from the real token count on; in invalid rows too"
     )
     query_start_loc: torch.Tensor = _derived(("rows_plus_one",), torch.int32, "attention", pad="repeats its last value")
-    seq_lens: torch.Tensor = _derived(("rows",), torch.int32, "attention", "sampling", pad="the backend's fill")
+    seq_lens: torch.Tensor = _derived(
+        ("rows",), torch.int32, "publish", "attention", "sampling", pad="the backend's fill"
+    )
     places: torch.Tensor = _derived(("rows",), torch.int32, "publish", "host, for logits", pad="its own index")
     decode_seq_lens: torch.Tensor = _derived(
         ("rows",), torch.int32, "attention", pad="the backend's fill; of rows of the prompt part too"
@@ -233,10 +271,10 @@ class StaticBuffers:
     seeds: torch.Tensor = _row_value(torch.int64, "sampling")
     encoder_lens: torch.Tensor = _row_value(torch.int32, "attention")
 
-    step_ring: torch.Tensor = _output(("ring",), torch.int64, pad="the step that wrote the entry")
-    token_ring: torch.Tensor = _output(("ring", "rows"), torch.int32, pad="-1")
-    fault_code_ring: torch.Tensor = _output(("ring", "rows"), torch.int32, pad="0", initial=0)
-    fault_value_ring: torch.Tensor = _output(("ring", "rows"), torch.int64, pad="kept: read where a code is not 0")
+    step_ring: torch.Tensor = _output(("entries",), torch.int64, pad="the step that wrote the entry")
+    token_ring: torch.Tensor = _output(("entries", "rows"), torch.int32, pad="-1")
+    fault_code_ring: torch.Tensor = _output(("entries", "rows"), torch.int32, pad="0", initial=0)
+    fault_value_ring: torch.Tensor = _output(("entries", "rows"), torch.int64, pad="kept: read where a code is not 0")
 
     @classmethod
     def specs(cls) -> dict[str, BufferSpec]:
@@ -246,14 +284,14 @@ class StaticBuffers:
     @classmethod
     @torch.inference_mode(False)
     def allocate(cls, capacity: Capacity, device: torch.device) -> StaticBuffers:
-        """All buffers for `capacity` on `device`; OUTPUT ones in (pinned) host memory.
+        """All buffers for `capacity` on `device`; INPUT and OUTPUT ones in (pinned) host memory.
 
         Raises: CapacityError when one does not fit.
         """
         tensors = {}
         for name, spec in cls.specs().items():
             shape = [getattr(capacity, s) if isinstance(s, str) else s for s in spec.shape]
-            on_host = spec.kind is BufferKind.OUTPUT
+            on_host = spec.kind in _ON_HOST
             try:
                 tensors[name] = torch.full(
                     shape,
@@ -346,16 +384,16 @@ def pass_operands(operator: str, buffers: StaticBuffers) -> list[torch.Tensor]:
     rows, tokens = captured_size(buffers)
     check_tensor("step_ring", buffers.step_ring, shape=(None,))
     check_tensor("page_groups", buffers.page_groups, shape=(None, len(fields(PageGroup))))
-    groups, ring = buffers.page_groups.shape[0], buffers.step_ring.shape[0]
-    everywhere = {"groups": groups, "groups_plus_one": groups + 1}
+    groups, entries = buffers.page_groups.shape[0], buffers.step_ring.shape[0]
+    everywhere = {"groups": groups, "groups_plus_one": groups + 1, "copied": len(COPIED)}
     extents = {**everywhere, "rows": rows, "rows_plus_one": rows + 1, "tokens": tokens}
     device, specs = buffers.row_ids.device, StaticBuffers.specs()
     for name in operands(operator):
         spec, tensor = specs[name], getattr(buffers, name)
-        output = spec.kind is BufferKind.OUTPUT
-        known = extents if spec.kind in _OF_ROWS else {**everywhere, "ring": ring}
+        on_host = spec.kind in _ON_HOST
+        known = extents if spec.kind in _OF_ROWS else {**everywhere, "entries": entries}
         shape = [s if isinstance(s, int) else known.get(s) for s in spec.shape]
-        check_tensor(name, tensor, shape=tuple(shape), dtype=spec.dtype, device=None if output else device)
+        check_tensor(name, tensor, shape=tuple(shape), dtype=spec.dtype, device=None if on_host else device)
         check_unit_stride(name, tensor)
         least = rows if spec.shape[-1] == "rows" else 1
         if tensor.shape[-1] < least or tensor.shape[0] < 1:

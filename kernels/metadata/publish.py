@@ -1,7 +1,8 @@
 """The tail of every graph: hand tokens and faults to the row state and to the host.
 
-The next step finds a row's token in `last_token`. The host finds the step's results in one entry of each output ring:
-the step's number, a token per row, a fault code per row, and a value where there is a fault.
+The next step finds a row's token in `last_token`, its length in `row_lens`, and whether it goes on in `row_ends`. The
+host finds the step's results in one entry of each output ring: the step's number, a token per row, a fault code per
+row, and a value where there is a fault. Then the cursor moves on: to the slot's next step, or to the next slot.
 """
 
 from __future__ import annotations
@@ -14,11 +15,24 @@ import triton.language as tl
 
 from graphrt.kernels.checks import check_tensor, check_unit_stride
 from graphrt.kernels.compile_spec import CompileSpec
-from graphrt.kernels.metadata.buffers import StaticBuffers, call_class, pass_operands
+from graphrt.kernels.errors import ShapeError
+from graphrt.kernels.metadata import record as layout
+from graphrt.kernels.metadata.buffers import (
+    CURSOR_KIND,
+    CURSOR_NUM_REQS,
+    CURSOR_SIZE,
+    CURSOR_SLOT,
+    CURSOR_STEP,
+    CURSOR_STEPS,
+    STOP_TOKENS,
+    StaticBuffers,
+    call_class,
+    pass_operands,
+)
 from graphrt.kernels.op_declaration import DeclaredOp
-from graphrt.kernels.types import NO_TOKEN, FaultCode, RowStatus
+from graphrt.kernels.types import NO_TOKEN, FaultCode, RowEnd, RowStatus
 
-_ROW_BLOCK = 256  # rows of a program
+_ROW_BLOCK = 256  # rows at a time
 _NUM_WARPS = 4
 
 _NO_TOKEN = tl.constexpr(NO_TOKEN)
@@ -27,70 +41,129 @@ _LIVE = tl.constexpr(int(RowStatus.LIVE))
 _PAD = tl.constexpr(int(RowStatus.PAD))
 _NO_TOKEN_OFFERED = tl.constexpr(int(FaultCode.NO_TOKEN_OFFERED))
 _SAMPLE_OUT_OF_RANGE = tl.constexpr(int(FaultCode.SAMPLE_OUT_OF_RANGE))
+_GOES_ON = tl.constexpr(int(RowEnd.GOES_ON))
+_END_STOP_TOKEN = tl.constexpr(int(RowEnd.STOP_TOKEN))
+_END_LENGTH = tl.constexpr(int(RowEnd.LENGTH))
+_END_FAULT = tl.constexpr(int(RowEnd.FAULT))
+_HEADER_NUM_REQS = tl.constexpr(layout.HEADER_NUM_REQS)
+_HEADER_KIND = tl.constexpr(layout.HEADER_KIND)
+_HEADER_STEPS = tl.constexpr(layout.HEADER_STEPS)
+_KEPT = tl.constexpr(layout.NEWS | layout.KEEP)
+_LOOPS = tl.constexpr(layout.LOOPS)
+_RECORD_IDS = tl.constexpr(layout.HEADER_SIZE)  # row ids are the first field of the rows
+_CURSOR_SLOT = tl.constexpr(CURSOR_SLOT)
+_CURSOR_STEP = tl.constexpr(CURSOR_STEP)
+_CURSOR_NUM_REQS = tl.constexpr(CURSOR_NUM_REQS)
+_CURSOR_STEPS = tl.constexpr(CURSOR_STEPS)
+_CURSOR_KIND = tl.constexpr(CURSOR_KIND)
 
 
-@triton.jit(do_not_specialize=["num_rows", "vocab_size"])
+@triton.jit(do_not_specialize=["num_rows", "vocab_size", "num_row_ids"])
 def _publish_kernel(
     tokens_ptr,
+    record_ptr,
+    cursor_ptr,
     places_ptr,
     row_ids_ptr,
     row_status_ptr,
+    seq_lens_ptr,
     fault_code_ptr,
     fault_value_ptr,
     void_ids_ptr,
+    end_lengths_ptr,
+    end_tokens_ptr,
     step_counter_ptr,
     last_token_ptr,
+    row_lens_ptr,
+    row_ends_ptr,
+    go_on_ptr,
     step_ring_ptr,
     token_ring_ptr,
     fault_code_ring_ptr,
     fault_value_ring_ptr,
     num_rows,
+    num_row_ids,
     vocab_size,
     ring_depth,
     stride_tokens,
     stride_codes,
     stride_values,
     BLOCK: tl.constexpr,
+    END_TOKENS: tl.constexpr,
 ):
-    rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    mask = rows < num_rows
-    # The host asks for the rows in its batch's order; the step has each at its place.
-    place = tl.load(places_ptr + rows, mask=mask, other=0)
-    status = tl.load(row_status_ptr + place, mask=mask, other=_PAD)
-    code = tl.load(fault_code_ptr + place, mask=mask, other=0)
-    value = tl.load(fault_value_ptr + place, mask=mask, other=0)
     step = tl.load(step_counter_ptr)
     entry = step % ring_depth
-    token = tl.zeros([BLOCK], tl.int64) + _NO_TOKEN
-    if tokens_ptr is not None:
-        # A sample is judged in its own width: cut to 32 bits first, 2**32 + 5 would pass for token 5.
-        token = tl.load(tokens_ptr + place, mask=mask, other=_NO_TOKEN).to(tl.int64)
-        samples = status == _SAMPLES
-        bad = samples & ((token < 0) | (token >= vocab_size))
-        code = tl.where(bad, tl.where(token == _NO_TOKEN, _NO_TOKEN_OFFERED, _SAMPLE_OUT_OF_RANGE), code)
-        value = tl.where(bad, token, value)
-        token = tl.where(samples & (bad == 0), token, _NO_TOKEN)
-        # Every live row's last token changes: a prompt that goes on voids what an ended sequence left there.
+    num_reqs = tl.load(record_ptr + _HEADER_NUM_REQS)
+    kind = tl.load(record_ptr + _HEADER_KIND)
+    going_on = tl.zeros([BLOCK], tl.int32)
+    for base in range(0, num_rows, BLOCK):
+        rows = base + tl.arange(0, BLOCK)
+        mask = rows < num_rows
+        # The host asks for the rows in its batch's order; the step has each at its place.
+        place = tl.load(places_ptr + rows, mask=mask, other=0)
+        status = tl.load(row_status_ptr + place, mask=mask, other=_PAD)
+        code = tl.load(fault_code_ptr + place, mask=mask, other=0)
+        value = tl.load(fault_value_ptr + place, mask=mask, other=0)
         live = mask & (status >= _LIVE)
         row_id = tl.load(row_ids_ptr + place, mask=live, other=0)
-        tl.store(last_token_ptr + row_id, token.to(tl.int32), mask=live)
-        void_id = tl.load(void_ids_ptr + place, mask=mask, other=-1)
-        tl.store(last_token_ptr + void_id, tl.zeros([BLOCK], tl.int32) + _NO_TOKEN, mask=void_id >= 0)
-    tl.store(token_ring_ptr + entry * stride_tokens + rows, token.to(tl.int32), mask=mask)
-    tl.store(fault_code_ring_ptr + entry * stride_codes + rows, code, mask=mask)
-    tl.store(fault_value_ring_ptr + entry * stride_values + rows, value, mask=mask & (code != 0))
-    if tl.program_id(0) == 0:
-        tl.store(step_ring_ptr + entry, step)
+        seq_len = tl.load(seq_lens_ptr + place, mask=live, other=0)
+        token = tl.zeros([BLOCK], tl.int64) + _NO_TOKEN
+        if tokens_ptr is not None:
+            # A sample is judged in its own width: cut to 32 bits first, 2**32 + 5 would pass for token 5.
+            token = tl.load(tokens_ptr + place, mask=mask, other=_NO_TOKEN).to(tl.int64)
+            samples = status == _SAMPLES
+            bad = samples & ((token < 0) | (token >= vocab_size))
+            code = tl.where(bad, tl.where(token == _NO_TOKEN, _NO_TOKEN_OFFERED, _SAMPLE_OUT_OF_RANGE), code)
+            value = tl.where(bad, token, value)
+            token = tl.where(samples & (bad == 0), token, _NO_TOKEN)
+            # Every live row's last token changes: a prompt that goes on voids what an ended sequence left there.
+            tl.store(last_token_ptr + row_id, token.to(tl.int32), mask=live)
+            void_id = tl.load(void_ids_ptr + place, mask=mask, other=-1)
+            tl.store(last_token_ptr + void_id, tl.zeros([BLOCK], tl.int32) + _NO_TOKEN, mask=void_id >= 0)
+        tl.store(token_ring_ptr + entry * stride_tokens + rows, token.to(tl.int32), mask=mask)
+        tl.store(fault_code_ring_ptr + entry * stride_codes + rows, code, mask=mask)
+        tl.store(fault_value_ring_ptr + entry * stride_values + rows, value, mask=mask & (code != 0))
+
+        # How a row goes on when the host has no news of it: a stop token, its length or a fault end it.
+        limit = tl.load(end_lengths_ptr + row_id, mask=live, other=0)
+        end = tl.where((limit > 0) & (seq_len >= limit), _END_LENGTH, _GOES_ON)
+        for i in tl.static_range(END_TOKENS):
+            stop = tl.load(end_tokens_ptr + i * num_row_ids + row_id, mask=live, other=_NO_TOKEN)
+            end = tl.where((token >= 0) & (token == stop), _END_STOP_TOKEN, end)
+        end = tl.where(code != 0, _END_FAULT, end)
+        tl.store(row_lens_ptr + row_id, seq_len, mask=live)
+        tl.store(row_ends_ptr + row_id, end, mask=live)
+        going_on = tl.maximum(going_on, (live & (token >= 0) & (end == _GOES_ON)).to(tl.int32))
+        # A row that the refresh found faulty is nobody's in the step; the record has its id.
+        kept = tl.where((kind & _KEPT) != 0, num_reqs, 0)
+        faulty = mask & (rows < kept) & (live == 0) & (code != 0)
+        named_id = tl.load(record_ptr + _RECORD_IDS + rows, mask=faulty, other=-1)
+        faulty = faulty & (named_id >= 0) & (named_id < num_row_ids)
+        tl.store(row_ends_ptr + named_id, tl.zeros([BLOCK], tl.int32) + _END_FAULT, mask=faulty)
+
+    # The slot is used up after its last step, and a launch that loops over its steps ends where no row goes on.
+    tl.store(step_ring_ptr + entry, step)
+    done = tl.load(cursor_ptr + _CURSOR_STEP) + 1
+    steps = tl.load(record_ptr + _HEADER_STEPS)
+    any_goes_on = tl.max(going_on, 0) > 0
+    used_up = (done >= steps) | (((kind & _LOOPS) != 0) & (any_goes_on == 0))
+    tl.store(cursor_ptr + _CURSOR_SLOT, tl.load(cursor_ptr + _CURSOR_SLOT) + tl.where(used_up, 1, 0))
+    tl.store(cursor_ptr + _CURSOR_STEP, tl.where(used_up, 0, done))
+    tl.store(cursor_ptr + _CURSOR_NUM_REQS, num_reqs.to(tl.int64))
+    tl.store(cursor_ptr + _CURSOR_STEPS, steps.to(tl.int64))
+    tl.store(cursor_ptr + _CURSOR_KIND, kind.to(tl.int64))
+    tl.store(go_on_ptr, tl.where(used_up, 0, 1))
 
 
 def _publish_triton(b: Any) -> None:
     rows = b.row_ids.shape[0]
-    _publish_kernel[(triton.cdiv(rows, _ROW_BLOCK),)](
-        b.tokens, b.places, b.row_ids, b.row_status, b.fault_code, b.fault_value, b.void_ids, b.step_counter,
-        b.last_token, b.step_ring, b.token_ring, b.fault_code_ring, b.fault_value_ring,
-        rows, b.vocab_size, b.step_ring.shape[0],
+    _publish_kernel[(1,)](
+        b.tokens, b.record, b.cursor, b.places, b.row_ids, b.row_status, b.seq_lens, b.fault_code, b.fault_value,
+        b.void_ids, b.end_lengths, b.end_tokens, b.step_counter, b.last_token, b.row_lens, b.row_ends, b.go_on,
+        b.step_ring, b.token_ring, b.fault_code_ring, b.fault_value_ring,
+        rows, b.last_token.shape[0], b.vocab_size, b.step_ring.shape[0],
         b.token_ring.stride(0), b.fault_code_ring.stride(0), b.fault_value_ring.stride(0),
-        BLOCK=_ROW_BLOCK, num_warps=_NUM_WARPS,
+        BLOCK=_ROW_BLOCK, END_TOKENS=STOP_TOKENS, num_warps=_NUM_WARPS,
     )  # fmt: skip
 
 
@@ -101,6 +174,8 @@ def publish_reference(b: Any) -> None:
     entry, place = step % b.step_ring.shape[0], b.places.long()
     code, value = b.fault_code.clone(), b.fault_value.clone()
     published = torch.full((rows,), NO_TOKEN, dtype=torch.int64, device=b.row_ids.device)
+    live = b.row_status >= int(RowStatus.LIVE)
+    ids = b.row_ids[live].long()
     if tokens is not None:
         samples = b.row_status == int(RowStatus.SAMPLES)
         bad = samples & ((tokens < 0) | (tokens >= vocab_size))
@@ -109,14 +184,36 @@ def publish_reference(b: Any) -> None:
         value[bad] = tokens[bad].long()
         good = samples & ~bad
         published[good] = tokens[good].long()
-        live = b.row_status >= int(RowStatus.LIVE)
-        b.last_token[b.row_ids[live].long()] = published[live].int()
+        b.last_token[ids] = published[live].int()
         b.last_token[b.void_ids[b.void_ids >= 0].long()] = NO_TOKEN
+
+    ends = torch.zeros_like(ids, dtype=torch.int32)
+    limits = b.end_lengths[ids]
+    ends[(limits > 0) & (b.seq_lens[live] >= limits)] = int(RowEnd.LENGTH)
+    stopped = (published[live] == b.end_tokens[:, ids]).any(0) & (published[live] >= 0)
+    ends[stopped] = int(RowEnd.STOP_TOKEN)
+    ends[code[live] != 0] = int(RowEnd.FAULT)
+    b.row_lens[ids], b.row_ends[ids] = b.seq_lens[live], ends
+    header = b.record[: layout.HEADER_SIZE].tolist()
+    num_reqs, kind, steps = header[layout.HEADER_NUM_REQS], header[layout.HEADER_KIND], header[layout.HEADER_STEPS]
+    if kind & (layout.NEWS | layout.KEEP):
+        named = b.record[layout.HEADER_SIZE :][: min(num_reqs, rows)].long()
+        faulty = (code[place] != 0)[: len(named)] & ~live[place][: len(named)]
+        named = named[faulty & (named >= 0) & (named < len(b.row_ends))]
+        b.row_ends[named] = int(RowEnd.FAULT)
+
     b.step_ring[entry] = step
     code, value = code[place], value[place]
     b.token_ring[entry, :rows] = published[place].int()
     b.fault_code_ring[entry, :rows] = code
     b.fault_value_ring[entry, :rows] = torch.where(code != 0, value, b.fault_value_ring[entry, :rows])
+    goes_on = bool(((ends == 0) & (published[live] >= 0)).any())
+    done = int(b.cursor[CURSOR_STEP]) + 1
+    used_up = done >= steps or (bool(kind & layout.LOOPS) and not goes_on)
+    b.cursor[CURSOR_SLOT] += int(used_up)
+    b.cursor[CURSOR_STEP] = 0 if used_up else done
+    b.cursor[CURSOR_NUM_REQS], b.cursor[CURSOR_STEPS], b.cursor[CURSOR_KIND] = num_reqs, steps, kind
+    b.go_on.fill_(0 if used_up else 1)
 
 
 _Call = call_class("publish", tokens=torch.Tensor | None, vocab_size=int)
@@ -139,15 +236,28 @@ def publish(buffers: StaticBuffers, tokens: torch.Tensor | None, *, vocab_size: 
         shape, device = buffers.row_ids.shape, buffers.row_ids.device
         check_tensor("tokens", tokens, shape=shape, dtype=(torch.int32, torch.int64), device=device)
         check_unit_stride("tokens", tokens)
+    row_ids = buffers.last_token.shape[0]
+    for name, least in (
+        ("record", (layout.HEADER_SIZE,)),
+        ("cursor", (CURSOR_SIZE,)),
+        ("row_lens", (row_ids,)),
+        ("row_ends", (row_ids,)),
+        ("end_lengths", (row_ids,)),
+        ("end_tokens", (STOP_TOKENS, row_ids)),
+    ):
+        tensor = getattr(buffers, name)
+        if tensor.shape[-1] < least[-1] or not tensor.is_contiguous():
+            raise ShapeError(f"{name}: expected at least {list(least)} values, contiguous, got {list(tensor.shape)}")
     _op(_Call(*operands, tokens, vocab_size))
 
 
 def compile_variants() -> list[CompileSpec]:
     """Publishing tokens of both dtypes, and none."""
-    wide = ("fault_value_ptr", "step_counter_ptr", "step_ring_ptr", "fault_value_ring_ptr")
+    wide = ("fault_value_ptr", "step_counter_ptr", "step_ring_ptr", "fault_value_ring_ptr", "cursor_ptr")
     specs = []
     for kind in ("i32", "i64", None):
-        constexprs: dict[str, object] = {"BLOCK": _ROW_BLOCK} | ({} if kind else {"tokens_ptr": None})
+        constexprs: dict[str, object] = {"BLOCK": _ROW_BLOCK, "END_TOKENS": STOP_TOKENS}
+        constexprs |= {} if kind else {"tokens_ptr": None}
         types = {"tokens_ptr": f"*{kind}", **dict.fromkeys(wide, "*i64")}
         signature = {
             argument: "constexpr"

@@ -13,6 +13,9 @@ HEADER_STEP_HIGH = tl.constexpr(layout.HEADER_STEP_HIGH)
 HEADER_NUM_REQS = tl.constexpr(layout.HEADER_NUM_REQS)
 HEADER_NUM_TOKENS = tl.constexpr(layout.HEADER_NUM_TOKENS)
 HEADER_NUM_PAGES = tl.constexpr(layout.HEADER_NUM_PAGES)
+_KIND = tl.constexpr(layout.HEADER_KIND)
+_NEWS = tl.constexpr(layout.NEWS)
+_NOBODY = tl.constexpr(layout.NOBODY)
 ROW_ID = tl.constexpr(layout.ROW_ID)
 ROW_SEQ_LEN = tl.constexpr(layout.ROW_SEQ_LEN)
 ROW_QUERY_START = tl.constexpr(layout.ROW_QUERY_START)
@@ -49,6 +52,14 @@ def read_header(
         num_tokens = tl.minimum(num_tokens, num_reqs * QUERY_LEN)
     num_tokens = tl.where(num_reqs > 0, num_tokens, 0)
     return step, num_reqs, num_tokens, listed_reqs, listed_tokens, listed_pages
+
+
+@triton.jit
+def has_sequence(record_ptr, row, num_reqs, listed_reqs):
+    """Whether a sequence stands at a row. Of a record that `apply` made from news, some rows are NOBODY's."""
+    row_id = tl.load(record_ptr + HEADER_SIZE + ROW_ID * listed_reqs + row, mask=row < num_reqs, other=0)
+    of_news = (tl.load(record_ptr + _KIND) & _NEWS) != 0
+    return (row < num_reqs) & ((of_news == 0) | (row_id != _NOBODY))
 
 
 @triton.jit

@@ -1,27 +1,44 @@
-"""Layout of the step record: the one int32 array that the host uploads per step.
+"""Layout of what the host tells the device about its next steps: one int32 array, in a slot of the inbox.
 
-    header  [HEADER_SIZE]                   see HEADER_*
-    rows    [row_fields(groups), num_reqs]  one contiguous run per field, see ROW_*
-    tokens  [num_tokens]                    literal token ids, or TOKEN_FROM_ROW
-    pages   [num_pages_listed]              page ids, list after list (CSR, by ROW_PAGE_START)
+A slot says a step in full, or only what is new:
 
-The record is packed to what the step uses, so that only its used prefix travels: every offset follows from
-num_reqs and num_tokens in the header, which the kernels read on the device. The number of KV groups is a runtime's.
+    full   header  [HEADER_SIZE]                   see HEADER_*
+           rows    [row_fields(groups), num_reqs]  one contiguous run per field, see ROW_*
+           tokens  [num_tokens]                    literal token ids, or TOKEN_FROM_ROW
+           pages   [num_pages_listed]              page ids, list after list (CSR, by PAGE_START)
+           ends    [END_FIELDS, num_reqs]          with KEEP: when each row ends, see END_*
+
+    news   header  [HEADER_SIZE]
+           lists   [num_lists, list_words(groups)] the rows that get pages: their place, and PAGE_* of each group
+           order   [num_reqs]                      with NEW_ORDER: the row id of each place, else they stay
+           pages   [num_pages_listed]
+
+`apply` turns either into the step record on the device, which has the layout of a full slot without its ends. Slots are
+packed to what they use: every offset follows from the counts in the header. The number of KV groups is a runtime's.
 """
 
 from __future__ import annotations
 
-from graphrt.kernels.metadata.buffers import COPIED
+from graphrt.kernels.metadata.buffers import COPIED, STOP_TOKENS
 
 HEADER_SIZE = 8
-HEADER_STEP_LOW = 0  # step number, low and high 32 bits; it also chooses the slot of the output ring
+HEADER_STEP_LOW = 0  # number of the first step, low and high 32 bits; it also chooses the entry of the output ring
 HEADER_STEP_HIGH = 1
 HEADER_NUM_REQS = 2
 HEADER_NUM_TOKENS = 3
-HEADER_NUM_PAGES = 4  # page ids listed in the record
+HEADER_NUM_PAGES = 4  # page ids listed
+HEADER_KIND = 5  # FULL or NEWS, with what else is there
+HEADER_STEPS = 6  # steps that this slot is for; a full one is for one
+HEADER_NUM_LISTS = 7  # rows that get pages, in news
 
-ROW_ID = 0  # which persistent row state belongs to this row
-ROW_SEQ_LEN = 1  # KV tokens including this step's
+FULL = 0
+NEWS = 1
+NEW_ORDER = 2
+KEEP = 4  # what a full slot says of its rows is kept for news to come
+LOOPS = 8  # the steps run in one launch, which ends early where no row goes on
+
+ROW_ID = 0  # which persistent row state belongs to this row; NOBODY: a row without a sequence
+ROW_SEQ_LEN = 1  # KV tokens including this step's; LENGTH_FROM_ROW: the row's own, and the new ones
 ROW_QUERY_START = 2  # first token of the row in `tokens`
 ROW_QUERY_LEN = 3  # new tokens of the row
 ROW_SAMPLE = 4  # 1: the row's last token is sampled from; 0: prompt chunk that goes on
@@ -34,10 +51,22 @@ PAGE_START = 1  # where the list begins in `pages`
 PAGE_COUNT = 2  # 0: the group's table of this row stays as it is
 PAGE_FIELDS = 3
 
+END_LENGTH = 0  # KV tokens with which the sequence ends; 0: it does not
+END_TOKENS = 1  # first of the tokens that end it; NO_TOKEN where there are fewer
+END_FIELDS = END_TOKENS + STOP_TOKENS
+
+NOBODY = -(1 << 31)
+LENGTH_FROM_ROW = -(1 << 31)
+
 
 def row_fields(groups: int) -> int:
     """Fields of a row, in a runtime of so many KV groups."""
     return ROW_PAGES + PAGE_FIELDS * groups
+
+
+def list_words(groups: int) -> int:
+    """Words of a row that gets pages, in news."""
+    return 1 + PAGE_FIELDS * groups
 
 
 def record_size(num_reqs: int, num_tokens: int, num_pages_listed: int, groups: int) -> int:

@@ -29,6 +29,7 @@ class _Record:
     step: int
     num_reqs: int
     num_tokens: int
+    of_news: bool
     rows: Int32Array  # [row_fields(groups), listed rows]
     starts: Int64Array  # [num_reqs + 1]
     tokens: Int32Array
@@ -61,6 +62,7 @@ class _Record:
             step,
             num_reqs,
             num_tokens if num_reqs else 0,
+            bool(header[layout.HEADER_KIND] & layout.NEWS),
             rows,
             starts,
             words[tokens_at:pages_at],
@@ -77,6 +79,11 @@ class _Record:
         starts = np.full(padded_reqs + 1, self.starts[-1])
         starts[: self.num_reqs + 1] = np.concatenate(([0], np.cumsum(lengths[order])))
         return places, starts, int(decodes.sum())
+
+    def sequences(self) -> list[int]:
+        """The rows at which a sequence stands."""
+        nobody = self.rows[layout.ROW_ID, : self.num_reqs] == layout.NOBODY
+        return np.flatnonzero(~nobody if self.of_news else nobody | True).tolist()
 
     def field(self, field: int, row: int) -> int:
         return int(self.rows[field, row])
@@ -136,7 +143,8 @@ def refresh_reference(b: Any) -> None:
 
     tables: dict[tuple[int, int], _Table] = {}
     checks: dict[tuple[int, int], tuple[int, int]] = {}
-    for row in range(step.num_reqs):
+    sequences = step.sequences()
+    for row in sequences:
         fault = _check_row(step, row, last, b.max_seq_len)
         for g, group in enumerate(groups):
             table = tables[g, row] = _table(step, g, row, group, b, bool(fault[0]))
@@ -150,7 +158,7 @@ def refresh_reference(b: Any) -> None:
 
     shared = _duplicates(step, groups, tables, checks)
     faults: dict[int, tuple[int, int, int]] = {}  # by row: code, value, group
-    for row in range(step.num_reqs):
+    for row in sequences:
         own = [(*checks[g, row], g) for g in range(len(groups)) if checks[g, row][0]]
         if own or row in shared:
             faults[row] = code, value, g = own[0] if own else shared[row]
@@ -161,7 +169,7 @@ def refresh_reference(b: Any) -> None:
             if begins and 0 <= row_id < len(last):
                 b.void_ids[place] = row_id
 
-    valid = np.array([row for row in range(step.num_reqs) if row not in faults], np.int64)
+    valid = np.array([row for row in sequences if row not in faults], np.int64)
     rows, at = step.rows[:, valid], places[valid]
     b.row_status.numpy()[places[list(faults)]] = RowStatus.INVALID
     b.row_status.numpy()[at] = np.where(rows[layout.ROW_SAMPLE] != 0, RowStatus.SAMPLES, RowStatus.LIVE)

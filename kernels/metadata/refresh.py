@@ -47,6 +47,7 @@ from graphrt.kernels.metadata.read_record import (
     ROW_QUERY_START,
     ROW_SAMPLE,
     ROW_SEQ_LEN,
+    has_sequence,
     read_header,
     row_place,
     token_start,
@@ -153,7 +154,7 @@ def _check_rows_kernel(
     spans_ptr = new_spans_ptr + 4 * check_at
     tl.store(spans_ptr + 2, tl.load(table_from_ptr + check_at))
     tl.store(spans_ptr + 3, tl.load(table_to_ptr + check_at))
-    if row >= num_reqs:
+    if has_sequence(record_ptr, row, num_reqs, listed_reqs) == 0:
         tl.store(check_code_ptr + check_at, 0)
         tl.store(check_value_ptr + check_at, tl.zeros([], tl.int64))
         tl.store(spans_ptr, 0)
@@ -307,7 +308,7 @@ def _write_buffers_kernel(
     step, num_reqs, num_tokens, listed_reqs, listed_tokens, listed_pages = read_header(
         record_ptr, record_words, padded_reqs, padded_tokens, QUERY_LEN, ROW_FIELDS
     )
-    real = row < num_reqs
+    real = has_sequence(record_ptr, row, num_reqs, listed_reqs)
     rows_ptr = record_ptr + HEADER_SIZE + tl.where(real, row, 0)
     tokens_ptr = record_ptr + HEADER_SIZE + ROW_FIELDS * listed_reqs
     first, page_start, page_count = row_pages(rows_ptr, group, listed_reqs, listed_pages)

@@ -1,0 +1,423 @@
+"""The first kernel of every graph: turn what the host says into the step record, on the device.
+
+The host writes a slot of the inbox, in pinned memory, and launches a graph. The cursor says which slot is next:
+
+    slot says it in full   its words are the record: a copy
+    slot has news          rows go on where they are. A row that ended, or has no page for its next token, is NOBODY's
+
+A slot may be for several steps. Its news are read in the first one; in the others all rows go on. Lengths, last tokens
+and whatever else a row goes on with are on the device, so the host need not know them, and may be launches ahead.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+
+from graphrt.kernels.checks import check_tensor
+from graphrt.kernels.compile_spec import CompileSpec
+from graphrt.kernels.errors import ShapeError
+from graphrt.kernels.metadata import record as layout
+from graphrt.kernels.metadata.buffers import (
+    COPIED,
+    CURSOR_KIND,
+    CURSOR_NUM_REQS,
+    CURSOR_SIZE,
+    CURSOR_SLOT,
+    CURSOR_STEP,
+    CURSOR_STEPS,
+    STOP_TOKENS,
+    PageGroup,
+    StaticBuffers,
+    call_class,
+    pass_operands,
+)
+from graphrt.kernels.metadata.read_pages import read_group
+from graphrt.kernels.op_declaration import DeclaredOp
+from graphrt.kernels.types import TOKEN_FROM_ROW
+
+_PROGRAMS = 32
+_ROW_BLOCK = 8  # rows that a program takes
+_BLOCK = 1024  # words that a program copies at a time
+_LIST_BLOCK = 64  # lists that a program looks at at a time
+_NUM_WARPS = 4
+
+_HEADER_SIZE = tl.constexpr(layout.HEADER_SIZE)
+_STEP_LOW = tl.constexpr(layout.HEADER_STEP_LOW)
+_STEP_HIGH = tl.constexpr(layout.HEADER_STEP_HIGH)
+_NUM_REQS = tl.constexpr(layout.HEADER_NUM_REQS)
+_NUM_TOKENS = tl.constexpr(layout.HEADER_NUM_TOKENS)
+_NUM_PAGES = tl.constexpr(layout.HEADER_NUM_PAGES)
+_KIND = tl.constexpr(layout.HEADER_KIND)
+_STEPS = tl.constexpr(layout.HEADER_STEPS)
+_NUM_LISTS = tl.constexpr(layout.HEADER_NUM_LISTS)
+_NEWS = tl.constexpr(layout.NEWS)
+_NEW_ORDER = tl.constexpr(layout.NEW_ORDER)
+_KEEP = tl.constexpr(layout.KEEP)
+_ROW_ID = tl.constexpr(layout.ROW_ID)
+_ROW_SEQ_LEN = tl.constexpr(layout.ROW_SEQ_LEN)
+_ROW_QUERY_START = tl.constexpr(layout.ROW_QUERY_START)
+_ROW_QUERY_LEN = tl.constexpr(layout.ROW_QUERY_LEN)
+_ROW_SAMPLE = tl.constexpr(layout.ROW_SAMPLE)
+_ROW_COPIED = tl.constexpr(layout.ROW_COPIED)
+_ROW_PAGES = tl.constexpr(layout.ROW_PAGES)
+_PAGE_FIELDS = tl.constexpr(layout.PAGE_FIELDS)
+_END_LENGTH = tl.constexpr(layout.END_LENGTH)
+_END_TOKENS = tl.constexpr(layout.END_TOKENS)
+_END_FIELDS = tl.constexpr(layout.END_FIELDS)
+_NOBODY = tl.constexpr(layout.NOBODY)
+_LENGTH_FROM_ROW = tl.constexpr(layout.LENGTH_FROM_ROW)
+_TOKEN_FROM_ROW = tl.constexpr(TOKEN_FROM_ROW)
+_STOP_TOKENS = tl.constexpr(STOP_TOKENS)
+_CURSOR_STEP = tl.constexpr(CURSOR_STEP)
+_CURSOR_NUM_REQS = tl.constexpr(CURSOR_NUM_REQS)
+_CURSOR_STEPS = tl.constexpr(CURSOR_STEPS)
+_CURSOR_KIND = tl.constexpr(CURSOR_KIND)
+
+
+@triton.jit
+def _from_host(ptr, mask, other):
+    """Words that the host wrote. Volatile: nothing of an earlier step may be found in a cache."""
+    return tl.load(ptr, mask=mask, other=other, volatile=True)
+
+
+@triton.jit
+def _copy_words(slot_ptr, record_ptr, row_lens_ptr, words, num_reqs, num_row_ids, BLOCK: tl.constexpr):
+    """Copy what stands behind a slot's header to the record. LENGTH_FROM_ROW becomes the row's length."""
+    lens_at = _HEADER_SIZE + _ROW_SEQ_LEN * num_reqs
+    for base in range(_HEADER_SIZE + tl.program_id(0) * BLOCK, words, tl.num_programs(0) * BLOCK):
+        at = base + tl.arange(0, BLOCK)
+        mask = at < words
+        word = _from_host(slot_ptr + at, mask, 0)
+        unknown = mask & (at >= lens_at) & (at < lens_at + num_reqs) & (word == _LENGTH_FROM_ROW)
+        if tl.max(unknown.to(tl.int32), 0) > 0:
+            row_id = _from_host(slot_ptr + at + (_ROW_ID - _ROW_SEQ_LEN) * num_reqs, unknown, -1)
+            query_len = _from_host(slot_ptr + at + (_ROW_QUERY_LEN - _ROW_SEQ_LEN) * num_reqs, unknown, 0)
+            known = unknown & (row_id >= 0) & (row_id < num_row_ids)
+            length = tl.load(row_lens_ptr + row_id, mask=known, other=0) + query_len
+            word = tl.where(unknown, length, word)
+        tl.store(record_ptr + at, word, mask=mask)
+
+
+@triton.jit
+def _keep_rows(
+    slot_ptr, ends_at, num_reqs, num_row_ids, order_ptr, row_values_ptr, end_lengths_ptr, end_tokens_ptr, rows,
+    COPIED_VALUES: tl.constexpr,
+):  # fmt: skip
+    """Keep what a full slot says of some rows, for the steps that only have news."""
+    mask = rows < num_reqs
+    rows_ptr = slot_ptr + _HEADER_SIZE + rows
+    row_id = _from_host(rows_ptr + _ROW_ID * num_reqs, mask, -1)
+    tl.store(order_ptr + rows, row_id, mask=mask)
+    mask = mask & (row_id >= 0) & (row_id < num_row_ids)
+    for i in tl.static_range(COPIED_VALUES):
+        value = _from_host(rows_ptr + (_ROW_COPIED + i) * num_reqs, mask, 0)
+        tl.store(row_values_ptr + i * num_row_ids + row_id, value, mask=mask)
+    ends_ptr = slot_ptr + ends_at + rows
+    tl.store(end_lengths_ptr + row_id, _from_host(ends_ptr + _END_LENGTH * num_reqs, mask, 0), mask=mask)
+    for i in tl.static_range(_STOP_TOKENS):
+        token = _from_host(ends_ptr + (_END_TOKENS + i) * num_reqs, mask, -1)
+        tl.store(end_tokens_ptr + i * num_row_ids + row_id, token, mask=mask)
+
+
+@triton.jit
+def _list_of(slot_ptr, num_lists, rows, LIST_WORDS: tl.constexpr, LIST_BLOCK: tl.constexpr):
+    """Which list of the news is each row's; -1: it gets no pages."""
+    found = rows * 0 - 1
+    for base in range(0, num_lists, LIST_BLOCK):
+        lists = base + tl.arange(0, LIST_BLOCK)
+        place = _from_host(slot_ptr + _HEADER_SIZE + lists * LIST_WORDS, lists < num_lists, -1)
+        match = tl.where(place[None, :] == rows[:, None], lists[None, :], -1)
+        found = tl.maximum(found, tl.max(match, 1))
+    return found
+
+
+@triton.jit
+def _advance_rows(
+    slot_ptr, record_ptr, page_groups_ptr, page_spans_ptr, order_ptr, row_lens_ptr, row_ends_ptr, row_values_ptr,
+    num_reqs, num_lists, new_order, num_row_ids, rows,
+    ROW_FIELDS: tl.constexpr, GROUPS: tl.constexpr, COPIED_VALUES: tl.constexpr, LIST_BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Write some rows of the record: each goes on by one token, its last, with the pages that the news list for it."""
+    LIST_WORDS: tl.constexpr = 1 + _PAGE_FIELDS * GROUPS
+    mask = rows < num_reqs
+    listed = rows < tl.where(new_order, num_reqs, 0)
+    row_id = tl.load(order_ptr + rows, mask=mask & (listed == 0), other=-1)
+    order_at = _HEADER_SIZE + LIST_WORDS * num_lists
+    row_id = tl.where(listed, _from_host(slot_ptr + order_at + rows, listed, -1), row_id)
+    tl.store(order_ptr + rows, row_id, mask=listed)
+    runs = mask & (row_id >= 0) & (row_id < num_row_ids)
+    seq_len = tl.load(row_lens_ptr + row_id, mask=runs, other=0) + 1
+    runs = runs & (tl.load(row_ends_ptr + row_id, mask=runs, other=1) == 0)
+    found = _list_of(slot_ptr, num_lists, rows, LIST_WORDS, LIST_BLOCK)
+    rows_ptr = record_ptr + _HEADER_SIZE + rows
+    for group in tl.static_range(GROUPS):
+        list_ptr = slot_ptr + _HEADER_SIZE + found * LIST_WORDS + 1 + _PAGE_FIELDS * group
+        first = _from_host(list_ptr, mask & (found >= 0), 0)
+        start = _from_host(list_ptr + 1, mask & (found >= 0), 0)
+        count = _from_host(list_ptr + 2, mask & (found >= 0), 0)
+        page_size, _, _, _, _, _, _, max_encoder_len = read_group(page_groups_ptr, group)
+        known_to = tl.load(page_spans_ptr + 2 * (group * num_row_ids + row_id) + 1, mask=runs, other=0)
+        pages_to = tl.maximum(known_to, tl.where(count > 0, first + count, 0))
+        # A row without a page for its token waits until it gets one. Pages of an encoder are all there.
+        runs = runs & (pages_to * page_size >= tl.where(max_encoder_len > 0, 0, seq_len))
+        fields_ptr = rows_ptr + (_ROW_PAGES + _PAGE_FIELDS * group) * num_reqs
+        tl.store(fields_ptr, first, mask=mask)
+        tl.store(fields_ptr + num_reqs, start, mask=mask)
+        tl.store(fields_ptr + 2 * num_reqs, count, mask=mask)
+    tl.store(rows_ptr + _ROW_ID * num_reqs, tl.where(runs, row_id, _NOBODY), mask=mask)
+    tl.store(rows_ptr + _ROW_SEQ_LEN * num_reqs, seq_len, mask=mask)
+    tl.store(rows_ptr + _ROW_QUERY_START * num_reqs, rows, mask=mask)
+    tl.store(rows_ptr + _ROW_QUERY_LEN * num_reqs, rows * 0 + 1, mask=mask)
+    tl.store(rows_ptr + _ROW_SAMPLE * num_reqs, rows * 0 + 1, mask=mask)
+    for i in tl.static_range(COPIED_VALUES):
+        value = tl.load(row_values_ptr + i * num_row_ids + row_id, mask=runs, other=0)
+        tl.store(rows_ptr + (_ROW_COPIED + i) * num_reqs, value, mask=mask)
+    tl.store(rows_ptr + ROW_FIELDS * num_reqs, rows * 0 + _TOKEN_FROM_ROW, mask=mask)
+
+
+@triton.jit(do_not_specialize=["num_row_ids", "max_reqs", "record_words", "inbox_words"])
+def _apply_kernel(
+    page_groups_ptr,
+    inbox_ptr,
+    record_ptr,
+    cursor_ptr,
+    order_ptr,
+    row_lens_ptr,
+    row_ends_ptr,
+    row_values_ptr,
+    end_lengths_ptr,
+    end_tokens_ptr,
+    step_counter_ptr,
+    page_spans_ptr,
+    slots,
+    stride_inbox,
+    max_reqs,
+    record_words,
+    inbox_words,
+    num_row_ids,
+    ROW_FIELDS: tl.constexpr,
+    GROUPS: tl.constexpr,
+    COPIED_VALUES: tl.constexpr,
+    ROW_BLOCK: tl.constexpr,
+    BLOCK: tl.constexpr,
+    LIST_BLOCK: tl.constexpr,
+):
+    LIST_WORDS: tl.constexpr = 1 + _PAGE_FIELDS * GROUPS
+    # The header: in a slot's first step the slot's, in the others what the cursor keeps of it.
+    slot = tl.load(cursor_ptr)
+    first_step = tl.load(cursor_ptr + _CURSOR_STEP) == 0
+    slot_ptr = inbox_ptr + (slot % slots) * stride_inbox
+    fields = tl.arange(0, _HEADER_SIZE)
+    header = _from_host(slot_ptr + fields, fields < tl.where(first_step, _HEADER_SIZE, 0), 0)
+    step = tl.sum(tl.where(fields == _STEP_HIGH, header, 0), 0).to(tl.int64) << 32
+    step = step | (tl.sum(tl.where(fields == _STEP_LOW, header, 0), 0).to(tl.int64) & 0xFFFFFFFF)
+    num_reqs = tl.sum(tl.where(fields == _NUM_REQS, header, 0), 0)
+    num_tokens = tl.sum(tl.where(fields == _NUM_TOKENS, header, 0), 0)
+    num_pages = tl.sum(tl.where(fields == _NUM_PAGES, header, 0), 0)
+    kind = tl.sum(tl.where(fields == _KIND, header, 0), 0)
+    steps = tl.sum(tl.where(fields == _STEPS, header, 0), 0)
+    num_lists = tl.sum(tl.where(fields == _NUM_LISTS, header, 0), 0)
+    if first_step == 0:
+        step = tl.load(step_counter_ptr) + 1
+        num_reqs = tl.load(cursor_ptr + _CURSOR_NUM_REQS).to(tl.int32)
+        steps = tl.load(cursor_ptr + _CURSOR_STEPS).to(tl.int32)
+        kind = tl.load(cursor_ptr + _CURSOR_KIND).to(tl.int32)
+
+    # A slot that claims to be longer than it is, or than the record, counts as empty.
+    news = (kind & _NEWS) != 0
+    new_order = first_step & ((kind & _NEW_ORDER) != 0)
+    keep = (kind & _KEEP) != 0
+    reqs = num_reqs.to(tl.int64)
+    num_tokens = tl.where(news, num_reqs, num_tokens)
+    used = _HEADER_SIZE + ROW_FIELDS * reqs + num_tokens + num_pages
+    of_news = _HEADER_SIZE + LIST_WORDS * num_lists.to(tl.int64) + reqs + num_pages
+    of_slot = tl.where(news, of_news, used + tl.where(keep, _END_FIELDS * reqs, 0))
+    fits = (num_reqs >= 0) & (num_reqs <= max_reqs) & (num_tokens >= 0) & (num_pages >= 0) & (num_lists >= 0)
+    fits = fits & (used <= record_words) & (of_slot <= inbox_words)
+    num_reqs = tl.where(fits, num_reqs, 0)
+    num_tokens = tl.where(fits, num_tokens, 0)
+    num_pages = tl.where(fits, num_pages, 0)
+    num_lists = tl.where(fits, num_lists, 0)
+    used = tl.where(fits, used, _HEADER_SIZE).to(tl.int32)
+    if tl.program_id(0) == 0:
+        tl.store(record_ptr + _STEP_LOW, step.to(tl.int32))
+        tl.store(record_ptr + _STEP_HIGH, (step >> 32).to(tl.int32))
+        tl.store(record_ptr + _NUM_REQS, num_reqs)
+        tl.store(record_ptr + _NUM_TOKENS, num_tokens)
+        tl.store(record_ptr + _NUM_PAGES, num_pages)
+        tl.store(record_ptr + _KIND, kind)
+        tl.store(record_ptr + _STEPS, steps)
+        tl.store(record_ptr + _NUM_LISTS, num_lists)
+
+    # The rows, shared out among the programs, and whatever is copied word by word.
+    rows = tl.program_id(0) * ROW_BLOCK + tl.arange(0, ROW_BLOCK)
+    if news:
+        _advance_rows(
+            slot_ptr, record_ptr, page_groups_ptr, page_spans_ptr, order_ptr, row_lens_ptr, row_ends_ptr,
+            row_values_ptr, num_reqs, num_lists, new_order, num_row_ids, rows,
+            ROW_FIELDS, GROUPS, COPIED_VALUES, LIST_BLOCK,
+        )  # fmt: skip
+        pages_from = _HEADER_SIZE + LIST_WORDS * num_lists + tl.where(new_order, num_reqs, 0)
+        pages_to = _HEADER_SIZE + (ROW_FIELDS + 1) * num_reqs
+        for base in range(tl.program_id(0) * BLOCK, num_pages, tl.num_programs(0) * BLOCK):
+            at = base + tl.arange(0, BLOCK)
+            page = _from_host(slot_ptr + pages_from + at, at < num_pages, 0)
+            tl.store(record_ptr + pages_to + at, page, mask=at < num_pages)
+    else:
+        _copy_words(slot_ptr, record_ptr, row_lens_ptr, used, num_reqs, num_row_ids, BLOCK)
+        if keep:
+            _keep_rows(
+                slot_ptr, used, num_reqs, num_row_ids, order_ptr, row_values_ptr, end_lengths_ptr, end_tokens_ptr,
+                rows, COPIED_VALUES,
+            )  # fmt: skip
+
+
+def _apply_triton(b: Any) -> None:
+    groups, num_row_ids = b.page_groups.shape[0], b.row_lens.shape[0]
+    _apply_kernel[(max(_PROGRAMS, triton.cdiv(b.padded_reqs, _ROW_BLOCK)),)](
+        b.page_groups, b.inbox, b.record, b.cursor, b.order, b.row_lens, b.row_ends, b.row_values, b.end_lengths,
+        b.end_tokens, b.step_counter, b.page_spans,
+        b.inbox.shape[0], b.inbox.stride(0), b.order.shape[0], b.record.shape[0], b.inbox.shape[1], num_row_ids,
+        ROW_FIELDS=layout.row_fields(groups), GROUPS=groups, COPIED_VALUES=len(COPIED), ROW_BLOCK=_ROW_BLOCK,
+        BLOCK=_BLOCK, LIST_BLOCK=_LIST_BLOCK, num_warps=_NUM_WARPS,
+    )  # fmt: skip
+
+
+def apply_reference(b: Any) -> None:
+    """Reference of `graphrt::apply`."""
+    cursor, groups = b.cursor.tolist(), b.page_groups.tolist()
+    slot = b.inbox[cursor[CURSOR_SLOT] % b.inbox.shape[0]].numpy()
+    record, num_row_ids = b.record.numpy(), b.row_lens.shape[0]
+    first_step = cursor[CURSOR_STEP] == 0
+    if first_step:
+        header = slot[: layout.HEADER_SIZE].copy()
+    else:
+        header = np.zeros(layout.HEADER_SIZE, np.int32)
+        step = int(b.step_counter.item()) + 1
+        header[layout.HEADER_STEP_LOW] = np.uint32(step & 0xFFFFFFFF).view(np.int32)
+        header[layout.HEADER_STEP_HIGH] = step >> 32
+        header[layout.HEADER_NUM_REQS] = cursor[CURSOR_NUM_REQS]
+        header[layout.HEADER_STEPS] = cursor[CURSOR_STEPS]
+        header[layout.HEADER_KIND] = cursor[CURSOR_KIND]
+    kind, row_fields = int(header[layout.HEADER_KIND]), layout.row_fields(len(groups))
+    list_words = layout.list_words(len(groups))
+    new_order = first_step and bool(kind & layout.NEW_ORDER)
+    if kind & layout.NEWS:
+        header[layout.HEADER_NUM_TOKENS] = header[layout.HEADER_NUM_REQS]
+    counts = [layout.HEADER_NUM_REQS, layout.HEADER_NUM_TOKENS, layout.HEADER_NUM_PAGES, layout.HEADER_NUM_LISTS]
+    n, tokens, pages, lists = (int(header[count]) for count in counts)
+    used = layout.record_size(n, tokens, pages, len(groups))
+    of_slot = used + (layout.END_FIELDS * n if kind & layout.KEEP else 0)
+    if kind & layout.NEWS:
+        of_slot = layout.HEADER_SIZE + list_words * lists + n + pages
+    if min(n, tokens, pages, lists) < 0 or n > len(b.order) or used > len(record) or of_slot > len(slot):
+        n = tokens = pages = lists = 0
+        header[counts] = 0
+        used = layout.HEADER_SIZE
+    record[: layout.HEADER_SIZE] = header
+    rows = record[layout.HEADER_SIZE : layout.HEADER_SIZE + row_fields * n].reshape(row_fields, n)
+    lens, order = b.row_lens.numpy(), b.order.numpy()
+    if not kind & layout.NEWS:
+        record[layout.HEADER_SIZE : used] = slot[layout.HEADER_SIZE : used]
+        unknown = rows[layout.ROW_SEQ_LEN] == layout.LENGTH_FROM_ROW
+        ids = rows[layout.ROW_ID]
+        known = (ids >= 0) & (ids < num_row_ids)
+        rows[layout.ROW_SEQ_LEN, unknown] = rows[layout.ROW_QUERY_LEN, unknown]
+        rows[layout.ROW_SEQ_LEN, unknown & known] += lens[ids[unknown & known]]
+        if kind & layout.KEEP:
+            order[:n] = ids
+            values = rows[layout.ROW_COPIED : layout.ROW_COPIED + len(COPIED), known]
+            b.row_values.numpy()[:, ids[known]] = values
+            ends = slot[used : used + layout.END_FIELDS * n].reshape(layout.END_FIELDS, n)[:, known]
+            b.end_lengths.numpy()[ids[known]] = ends[layout.END_LENGTH]
+            b.end_tokens.numpy()[:, ids[known]] = ends[layout.END_TOKENS :]
+        return
+    listed = slot[layout.HEADER_SIZE : layout.HEADER_SIZE + list_words * lists].reshape(lists, list_words)
+    at = layout.HEADER_SIZE + list_words * lists
+    if new_order:
+        order[:n] = slot[at : at + n]
+        at += n
+    list_of = {int(words[0]): words[1:] for words in listed}
+    rows[:] = 0
+    rows[layout.ROW_QUERY_START], rows[layout.ROW_QUERY_LEN], rows[layout.ROW_SAMPLE] = np.arange(n), 1, 1
+    for row in range(n):
+        row_id = int(order[row])
+        if row in list_of:
+            rows[layout.ROW_PAGES :, row] = list_of[row]
+        rows[layout.ROW_ID, row], rows[layout.ROW_SEQ_LEN, row] = layout.NOBODY, 1
+        if not 0 <= row_id < num_row_ids:
+            continue
+        length = rows[layout.ROW_SEQ_LEN, row] = int(lens[row_id]) + 1
+        if b.row_ends[row_id] == 0 and _has_pages(b, row_id, length, rows[layout.ROW_PAGES :, row], groups):
+            rows[layout.ROW_ID, row] = row_id
+            rows[layout.ROW_COPIED : layout.ROW_COPIED + len(COPIED), row] = b.row_values[:, row_id]
+    record[layout.HEADER_SIZE + row_fields * n :][:n] = TOKEN_FROM_ROW
+    record[layout.HEADER_SIZE + (row_fields + 1) * n :][:pages] = slot[at : at + pages]
+
+
+def _has_pages(b: Any, row_id: int, length: int, lists: Any, groups: list[list[int]]) -> bool:
+    """Whether a row has a page for its token in every group; those of an encoder are all there."""
+    for g, words in enumerate(groups):
+        group = PageGroup(*words)
+        first, _, count = lists[layout.PAGE_FIELDS * g :][: layout.PAGE_FIELDS].tolist()
+        pages_to = max(int(b.page_spans[g, row_id, 1]), first + count if count > 0 else 0)
+        if not group.max_encoder_len and pages_to * group.page_size < length:
+            return False
+    return True
+
+
+_Call = call_class("apply", padded_reqs=int)
+_op = DeclaredOp("apply", _Call, triton_impl=_apply_triton, reference=apply_reference)
+
+
+def apply(buffers: StaticBuffers) -> None:
+    """Write the step record from the next slot of the inbox, and what the slot says of rows to the row state.
+
+    buffers   static buffers, cut to the captured size; what each holds is in docs/decode_step.md
+
+    The cursor says which slot, and which of its steps: `publish` moves it on. A slot whose counts are out of range
+    counts as a step without rows.
+
+    Capture-safe: the grid follows from the captured size; the slot is chosen on the device, and its counts read there.
+    Raises: ShapeError when a tensor does not fit the others.
+    """
+    operands = pass_operands("apply", buffers)
+    groups, row_ids = buffers.page_groups.shape[0], buffers.row_lens.shape[0]
+    for name, shape in (
+        ("inbox", (None, None)), ("record", (None,)), ("cursor", (CURSOR_SIZE,)), ("row_ends", (row_ids,)),
+        ("row_values", (len(COPIED), row_ids)), ("end_lengths", (row_ids,)), ("end_tokens", (STOP_TOKENS, row_ids)),
+        ("page_spans", (groups, row_ids, 2)),
+    ):  # fmt: skip
+        check_tensor(name, getattr(buffers, name), shape=shape)
+        if name != "inbox" and not getattr(buffers, name).is_contiguous():
+            raise ShapeError(f"{name}: expected a contiguous tensor, got others; copy it")
+    for name in ("inbox", "record"):
+        if (words := getattr(buffers, name).shape[-1]) < layout.HEADER_SIZE:
+            raise ShapeError(f"{name}: expected at least {layout.HEADER_SIZE} words, got {words}; enlarge it")
+    _op(_Call(*operands, buffers.row_ids.shape[0]))
+
+
+def compile_variants() -> list[CompileSpec]:
+    """One KV group, and several."""
+    names = {torch.int32: "*i32", torch.int64: "*i64", torch.float32: "*fp32"}
+    types: dict[str, Any] = {f"{name}_ptr": names[spec.dtype] for name, spec in StaticBuffers.specs().items()}
+    specs = []
+    for groups in (1, 6):
+        constexprs: dict[str, object] = {
+            "ROW_FIELDS": layout.row_fields(groups), "GROUPS": groups, "COPIED_VALUES": len(COPIED),
+            "ROW_BLOCK": _ROW_BLOCK, "BLOCK": _BLOCK, "LIST_BLOCK": _LIST_BLOCK,
+        }  # fmt: skip
+        signature = {
+            argument: "constexpr" if argument in constexprs else types.get(argument, "i32")
+            for argument in _apply_kernel.arg_names
+        }
+        pointers = tuple(argument for argument in signature if argument.endswith("_ptr"))
+        specs.append(
+            CompileSpec(f"apply_{groups}", _apply_kernel, signature, constexprs, _NUM_WARPS, 3, divisible=pointers)
+        )
+    return specs
