@@ -257,13 +257,9 @@ class Batch:
             )
 
     def write_record(self, out: Int32Array, step: int) -> int:
-        """Pack the batch into `out` (see kernels/metadata/record.py) and return the number of words used."""
+        """Pack the batch in full into `out` (see kernels/metadata/record.py); returns the number of words used."""
         n, tokens, listed = self.num_reqs, self.num_tokens, len(self.page_ids)
-        out[layout.HEADER_STEP_LOW] = np.uint32(step & 0xFFFFFFFF).view(np.int32)
-        out[layout.HEADER_STEP_HIGH] = step >> 32
-        out[layout.HEADER_NUM_REQS] = n
-        out[layout.HEADER_NUM_TOKENS] = tokens
-        out[layout.HEADER_NUM_PAGES] = listed
+        out[: layout.HEADER_SIZE] = layout.header(step, n, tokens, listed)
         groups = max(self.num_groups, 1)  # a runtime without KV groups has the record of one, without pages
         at, row_fields = layout.HEADER_SIZE, layout.row_fields(groups)
         rows = out[at : at + row_fields * n].reshape(row_fields, n)

@@ -24,7 +24,8 @@ class RuntimeConfig:
     query_len       new tokens per row in decode graphs: 1, or 1 + K with speculation
     decode_sizes    row counts to capture; None is the default ladder, () captures none
     mixed_sizes     token counts of mixed graphs to capture; None is the default ladder, () captures none
-    ring_depth      steps in flight before `replay` waits
+    ring_depth      launches in flight before `replay` waits
+    launch_steps    most steps of one launch of a DecodeSession
     backend         attention backend by name; None takes GRAPHRT_BACKEND, else the best that can run
     prefill_backend serves the prompts of mixed steps, by name, while `backend` serves the rows that decode. "none": one
                     kernel of `backend` serves both. None takes what was measured to be fastest
@@ -47,6 +48,7 @@ class RuntimeConfig:
     decode_sizes: tuple[int, ...] | None = None
     mixed_sizes: tuple[int, ...] | None = None
     ring_depth: int = 4
+    launch_steps: int = 64
     backend: str | None = None
     prefill_backend: str | None = None
     use_graphs: bool = True
@@ -63,6 +65,7 @@ class RuntimeConfig:
             check_int_field(self, "max_encoder_len", 1, _MAX_LENGTH, advice="None without cross layers")
         check_int_field(self, "query_len", 1, MAX_TOKENS, advice="1 without speculation")
         check_int_field(self, "ring_depth", 2, _MAX_RING, advice="with one slot every step waits, and 4 are usual")
+        check_int_field(self, "launch_steps", 1, _MAX_RING, advice="1 without DecodeSession.run(n)")
         if self.max_num_reqs * self.query_len > self.max_num_tokens:
             raise ConfigError(
                 f"RuntimeConfig.max_num_tokens: expected >= max_num_reqs x query_len = "

@@ -69,9 +69,13 @@ class StepFaultError(ReplayError):
         return type(self), (self.step, self.faults)
 
 
-def _fault(row: int, code: int, value: int) -> RowFault:
-    group, code = divmod(code, 1 << FAULT_GROUP_SHIFT)
-    return RowFault(row, FaultCode(code), value, group)
+def row_faults(codes: npt.NDArray[np.int32], values: npt.NDArray[np.int64]) -> tuple[RowFault, ...]:
+    """The faulty rows of a step, by the codes and values that `publish` gave, [rows] each."""
+    faults = []
+    for row in codes.nonzero()[0].tolist():
+        group, code = divmod(int(codes[row]), 1 << FAULT_GROUP_SHIFT)
+        faults.append(RowFault(row, FaultCode(code), int(values[row]), group))
+    return tuple(faults)
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +146,7 @@ class StepHandle:
             )
         elif codes.any():
             values = rings.fault_value_ring[entry, :rows].numpy()
-            self._faults = tuple(_fault(row, int(codes[row]), int(values[row])) for row in codes.nonzero()[0].tolist())
+            self._faults = row_faults(codes, values)
             self._error = StepFaultError(step, self._faults)
         self._slot = self._buffers = None
 

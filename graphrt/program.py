@@ -12,6 +12,7 @@ from graphrt.capture.descriptor import BatchDescriptor, GraphKind
 from graphrt.groups import LayerPlace, longest_of
 from graphrt.kernels.attention.options import FP8_DTYPES
 from graphrt.kernels.checks import check_tensor
+from graphrt.kernels.metadata.apply import apply
 from graphrt.kernels.metadata.buffers import PageGroup, StaticBuffers
 from graphrt.kernels.metadata.publish import publish
 from graphrt.kernels.metadata.refresh import refresh
@@ -66,8 +67,9 @@ class StepProgram:
         return logits
 
     def refresh(self, descriptor: BatchDescriptor) -> Step:
-        """Turn the step record into the derived buffers of one size, and return these. Capture-safe, as `run`."""
+        """Turn what the inbox says into the derived buffers of one size, and return these. Capture-safe, as `run`."""
         step = self.view(descriptor)
+        apply(step.buffers)
         refresh(
             step.buffers,
             max_seq_len=self.max_seq_len,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from enum import Enum
@@ -9,6 +10,7 @@ from functools import partial
 
 import torch
 
+from graphrt.backends.base import AttentionBackend
 from graphrt.backends.choice import get_attn_backend
 from graphrt.batch import Batch
 from graphrt.capture.descriptor import BatchDescriptor, GraphKind
@@ -16,7 +18,7 @@ from graphrt.capture.dispatcher import Dispatch, Dispatcher
 from graphrt.capture.graph import NOTHING, CapturedGraph, GraphReport, ordinary
 from graphrt.capture.guard import PointerGuard
 from graphrt.capture.recorder import make_recorder
-from graphrt.capture.staging import StagingRing
+from graphrt.capture.staging import StagingRing, StagingSlot
 from graphrt.compare import StepComparison, StepResult, compare_results, state_kept
 from graphrt.config import RuntimeConfig
 from graphrt.entry import Exclusive, OnStream
@@ -31,11 +33,13 @@ from graphrt.kernels.checks import (
     shown,
 )
 from graphrt.kernels.errors import CaptureError, ConfigError, ReplayError, ShapeError, UnsupportedError
-from graphrt.kernels.metadata.buffers import Capacity, StaticBuffers
+from graphrt.kernels.metadata.buffers import CURSOR_SLOT, CURSOR_STEP, Capacity, StaticBuffers
 from graphrt.kernels.metadata.record import record_size
 from graphrt.kernels.ops.sampling import MAX_VOCAB_SIZE
 from graphrt.kv_cache import KVCache
+from graphrt.launch import Launch
 from graphrt.layer import ModelLayers
+from graphrt.news import News, RowEnds
 from graphrt.program import StepProgram, attention_layers, page_groups
 from graphrt.sampling import sample_tokens
 from graphrt.spec import AttentionSpec
@@ -121,10 +125,11 @@ class ReplayManager:
                 record=self._record_words,
                 ring=config.ring_depth,
                 page_groups=groups,
+                launch_steps=config.launch_steps,
             ),
             device,
         )
-        self._ring = StagingRing(config.ring_depth, self._record_words, self._buffers.record)
+        self._ring = StagingRing(self._buffers.inbox, device)
         self._program = StepProgram(
             model=model,
             sampler=sampler,
@@ -156,7 +161,7 @@ class ReplayManager:
         self._graphs: dict[BatchDescriptor, CapturedGraph] = {}
         self._stats = Stats(self._recorder.name, self._backend.name, chosen.reason)
         self._logits = NOTHING
-        self._step = 0
+        self._step = self._launches = 0
         self._state = State.NEW
 
     @property
@@ -217,11 +222,18 @@ class ReplayManager:
             if self._stream is not None:
                 self._stream.synchronize()
             self._buffers.step_ring.fill_(-1)  # what a warm-up published must not pass for a step
+            self._buffers.cursor.zero_()
             self._stats.graphs = tuple(graph.report for graph in self._graphs.values())
             self._stats.capture_seconds = time.perf_counter() - start
             self._state = State.CAPTURED
 
-    def replay(self, batch: Batch, *, eager: bool = False, descriptor: BatchDescriptor | None = None) -> StepHandle:
+    def replay(
+        self,
+        batch: Batch,
+        *,
+        eager: bool = False,
+        descriptor: BatchDescriptor | None = None,
+    ) -> StepHandle:
         """Submit one decode step and return its handle; waits only when `ring_depth` steps are in flight.
 
         eager       run the same verbs on the same static buffers outside of a graph. The step changes row state and KV
@@ -266,21 +278,65 @@ class ReplayManager:
             )
         return self._dispatcher.at(descriptor, batch.num_reqs, batch.num_tokens, uniform)
 
+    def begin(self, batch: Batch, ends: RowEnds, *, eager: bool = False) -> Launch:
+        """Submit one step as `replay` does, and keep what it says of its rows: `advance` may follow.
+
+        A row whose seq_len is LENGTH_FROM_ROW goes on from the length that the device knows; if its sequence has ended
+        there, the row is nobody's. Raises: as `replay`.
+        """
+        with self._exclusive:
+            target = self._dispatch("begin", batch, None)
+            why_eager = "asked for by the caller" if eager else target.why_eager
+            with self._on_stream, torch.inference_mode():
+                slot, step = self._queue(batch, target.descriptor, why_eager, ends)
+            self._stats.count(target.descriptor, batch.num_tokens, why_eager, forced=eager)
+            return Launch(step, 1, batch.num_reqs, target.descriptor, why_eager, slot, self._buffers)
+
+    def advance(self, news: News, *, steps: int = 1, eager: bool = False) -> Launch:
+        """Let rows go on by up to `steps` tokens, each from its last token on, with what `begin` said of it.
+
+        Waits only when `ring_depth` launches are in flight.
+
+        Raises: as `replay`; nothing has been written then.
+        """
+        with self._exclusive:
+            self._require(State.CAPTURED, "advance")
+            if self.config.check_weights:
+                self._guard.check()
+            target = self._dispatcher.dispatch(news.num_reqs, news.num_reqs, True)
+            why_eager = "asked for by the caller" if eager else target.why_eager
+            with self._on_stream, torch.inference_mode():
+                slot, step = self._ring.acquire(self._launches), self._step
+                self._step += steps
+                news.write(slot.record, step, steps, loops=False)
+                with slot.in_flight(self._stream):
+                    self._run(target.descriptor, None, eager=bool(why_eager), steps=steps)
+            for _ in range(steps):
+                self._stats.count(target.descriptor, news.num_reqs, why_eager, forced=eager)
+            return Launch(step, steps, news.num_reqs, target.descriptor, why_eager, slot, self._buffers)
+
     def _submit(self, batch: Batch, descriptor: BatchDescriptor, why_eager: str) -> StepHandle:
-        """Steps 2 to 5, at a size or eagerly with a reason."""
         with self._on_stream, torch.inference_mode():
-            # 2 write the step record into a pinned slot that no step in flight uses; a step number is never used twice
-            step, self._step = self._step, self._step + 1
-            slot = self._ring.acquire(step)
-            words = batch.write_record(slot.record, step)
-            # 3 one upload, 4 one launch
-            with slot.in_flight(self._stream):
-                self._ring.upload(slot, words)
-                self._logits = self._run(descriptor, batch, eager=bool(why_eager))
-            # 5 a handle, which waits for this step alone
+            slot, step = self._queue(batch, descriptor, why_eager)
+            # 4 a handle, which waits for this step alone
             sampled = self._program.sampler is not None
             submission = Submission(step, batch.num_reqs, descriptor, why_eager, sampled)
             return StepHandle(submission, slot, self._buffers, self)
+
+    def _queue(
+        self, batch: Batch, descriptor: BatchDescriptor, why_eager: str, ends: RowEnds | None = None
+    ) -> tuple[StagingSlot, int]:
+        """Steps 2 and 3, at a size or eagerly with a reason: the slot, and the step's number."""
+        # 2 write the batch into a slot that no launch in flight uses; a step number is never used twice
+        slot, step = self._ring.acquire(self._launches), self._step
+        self._step += 1
+        words = batch.write_record(slot.record, step)
+        if ends is not None:
+            ends.write(slot.record, words)
+        # 3 one launch, which reads the slot
+        with slot.in_flight(self._stream):
+            self._run(descriptor, batch, eager=bool(why_eager))
+        return slot, step
 
     def compare(self, batch: Batch, *, descriptor: BatchDescriptor | None = None) -> StepComparison:
         """Run one step as a graph and eagerly, from the same state, and restore what the step changed.
@@ -300,12 +356,15 @@ class ReplayManager:
             self._ring.drain()
             with self._on_stream, torch.inference_mode():
                 slots = self._written_slots(batch, target.descriptor)
-            results = []
+            results, launches = [], self._launches
             for why_eager in ("", "compared with its graph"):
-                with self._on_stream, torch.inference_mode(), state_kept(self._buffers, self.kv_cache, slots):
-                    handle = self._submit(batch, target.descriptor, why_eager)
-                    logits = self._batch_logits(target.descriptor, batch.num_reqs).clone()
-                    results.append(StepResult(handle.results, handle.faults, logits))
+                try:
+                    with self._on_stream, torch.inference_mode(), state_kept(self._buffers, self.kv_cache, slots):
+                        handle = self._submit(batch, target.descriptor, why_eager)
+                        logits = self._batch_logits(target.descriptor, batch.num_reqs).clone()
+                        results.append(StepResult(handle.results, handle.faults, logits))
+                finally:
+                    self._launches = launches  # the cursor went back with the row state
             self._logits = NOTHING
             return compare_results(target.descriptor, *results)
 
@@ -313,14 +372,33 @@ class ReplayManager:
         """Flat KV slots that a step will write, by KV group: only the refresh of its batch runs."""
         state = self._buffers.snapshot()
         step, self._step = self._step, self._step + 1  # claims of an interrupted comparison must not meet a step's
-        slot = self._ring.acquire(step)
+        slot = self._ring.acquire(self._launches)
+        batch.write_record(slot.record, step)
         try:
             with slot.in_flight(self._stream):
-                self._ring.upload(slot, batch.write_record(slot.record, step))
                 mappings = self._program.refresh(descriptor).metadata.slot_mappings
                 return tuple(mapping[mapping >= 0] for mapping in mappings)
         finally:
             self._buffers.restore(state)
+
+    @property
+    def plans_on_host(self) -> str | None:
+        """The backend that plans each step on the host, from the batch's lengths, if there is one."""
+        planner = next(
+            (b for b in self._backend.parts if type(b).plan_replay is not AttentionBackend.plan_replay), None
+        )
+        return None if planner is None else planner.name
+
+    @contextlib.contextmanager
+    def between_steps(self) -> Iterator[StaticBuffers]:
+        """The static buffers, for work of the block on the steps' stream: behind all launches so far, before later ones.
+
+        Raises: CaptureError in the wrong state, ReplayError for a call inside another one.
+        """
+        with self._exclusive:
+            self._require(State.CAPTURED, "between_steps")
+            with self._on_stream, torch.inference_mode():
+                yield self._buffers
 
     def stats(self) -> Stats:
         """Counters so far; a live object. After `close()` the last ones."""
@@ -344,6 +422,7 @@ class ReplayManager:
             self._require(State.CAPTURED, "reset")
             self._ring.drain()
             self._step += 1  # of no step: the buffers that say where its rows stood are gone with it
+            self._launches = 0
             with self._on_stream:
                 if self._stream is not None:
                     self._stream.synchronize()
@@ -414,15 +493,25 @@ class ReplayManager:
             if progress is not None:
                 progress(graph.report)
 
-    def _run(self, descriptor: BatchDescriptor, batch: Batch, *, eager: bool) -> torch.Tensor:
-        if eager:
-            self._backend.plan_capture(descriptor)
-        self._backend.plan_replay(descriptor, batch)
-        if eager:
-            return self._program.run(descriptor)
-        graph = self._graphs[descriptor]
-        graph.launch()
-        return graph.output
+    def _run(self, descriptor: BatchDescriptor, batch: Batch | None, *, eager: bool, steps: int = 1) -> None:
+        """Queue the steps that the next slot is for. A slot whose steps failed is the next one again."""
+        try:
+            for _ in range(steps):
+                if eager:
+                    self._backend.plan_capture(descriptor)
+                if batch is not None:
+                    self._backend.plan_replay(descriptor, batch)
+                if eager:
+                    self._logits = self._program.run(descriptor)
+                else:
+                    graph = self._graphs[descriptor]
+                    graph.launch()
+                    self._logits = graph.output
+        except BaseException:
+            self._buffers.cursor[CURSOR_SLOT] = self._launches
+            self._buffers.cursor[CURSOR_STEP] = 0
+            raise
+        self._launches += 1
 
     def _drop_graphs(self) -> None:
         # All or none: graphs share the pool and a cuBLAS workspace, so one must not be reset while another lives.

@@ -94,6 +94,23 @@ class Tables:
         self.place(slot, first, pages)
         return copied
 
+    def own_pages(self, slot: int, length: int) -> int:
+        """Pages that a fork needs of its own: those behind the full pages of the first `length` tokens."""
+        return int(self.to[slot]) - max(length // self.group.page_size, int(self.from_[slot]))
+
+    def fork(self, slot: int, new: int, length: int, most: int) -> list[tuple[int, int]]:
+        """Give an empty slot the full pages of another's first `length` tokens, and pages of its own behind them: pairs
+        of pages to copy, of those that its first `most` tokens may lie in."""
+        first, to = int(self.from_[slot]), int(self.to[slot])
+        full = max(length // self.group.page_size, first)
+        shared = self._pages[slot, first:full].tolist()
+        self._allocator.share(shared)
+        own = self._allocator.allocate(to - full)
+        self.place(new, first, [*shared, *own])
+        self._listed[new] = min(full, int(self._listed[slot]))
+        written = self._pages[slot, full : self.group.pages_for(most)].tolist()
+        return list(zip(written, own, strict=False))
+
     def forget(self, slot: int) -> None:
         """Empty a slot whose pages somebody else frees."""
         self.from_[slot] = self.to[slot] = self._listed[slot] = 0

@@ -127,7 +127,7 @@ class FlashInferBackend(PeerBackend):
             indices=torch.zeros(rows * context.max_pages(0), dtype=torch.int32, device=device),
             last_page_len=torch.ones(rows, dtype=torch.int32, device=device),
             nothing=torch.empty(0, dtype=torch.int32, device=device),
-            slot=StagingSlot(3 * rows + 2, device),
+            slot=StagingSlot.allocate(3 * rows + 2, device),
         )
 
     def tensors(self) -> dict[str, torch.Tensor]:

@@ -86,21 +86,35 @@ def _from_host(ptr, mask, other):
 
 
 @triton.jit
-def _copy_words(slot_ptr, record_ptr, row_lens_ptr, words, num_reqs, num_row_ids, BLOCK: tl.constexpr):
-    """Copy what stands behind a slot's header to the record. LENGTH_FROM_ROW becomes the row's length."""
-    lens_at = _HEADER_SIZE + _ROW_SEQ_LEN * num_reqs
-    for base in range(_HEADER_SIZE + tl.program_id(0) * BLOCK, words, tl.num_programs(0) * BLOCK):
+def _copy_words(slot_ptr, record_ptr, words, BLOCK: tl.constexpr):
+    """Copy what stands behind the rows of a slot to the record, shared out among all programs."""
+    for base in range(tl.program_id(0) * BLOCK, words, tl.num_programs(0) * BLOCK):
         at = base + tl.arange(0, BLOCK)
-        mask = at < words
-        word = _from_host(slot_ptr + at, mask, 0)
-        unknown = mask & (at >= lens_at) & (at < lens_at + num_reqs) & (word == _LENGTH_FROM_ROW)
-        if tl.max(unknown.to(tl.int32), 0) > 0:
-            row_id = _from_host(slot_ptr + at + (_ROW_ID - _ROW_SEQ_LEN) * num_reqs, unknown, -1)
-            query_len = _from_host(slot_ptr + at + (_ROW_QUERY_LEN - _ROW_SEQ_LEN) * num_reqs, unknown, 0)
-            known = unknown & (row_id >= 0) & (row_id < num_row_ids)
-            length = tl.load(row_lens_ptr + row_id, mask=known, other=0) + query_len
-            word = tl.where(unknown, length, word)
-        tl.store(record_ptr + at, word, mask=mask)
+        tl.store(record_ptr + at, _from_host(slot_ptr + at, at < words, 0), mask=at < words)
+
+
+@triton.jit
+def _copy_rows(
+    slot_ptr, record_ptr, row_lens_ptr, row_ends_ptr, num_reqs, kept_reqs, num_row_ids, rows, ROW_FIELDS: tl.constexpr
+):
+    """Copy some rows of a slot to the record. Of rows that are kept, one whose length is LENGTH_FROM_ROW goes on from
+    the length that the device knows; it is nobody's if its sequence has ended."""
+    mask = rows < num_reqs
+    from_ptr = slot_ptr + _HEADER_SIZE + rows
+    to_ptr = record_ptr + _HEADER_SIZE + rows
+    row_id = _from_host(from_ptr + _ROW_ID * num_reqs, mask, -1)
+    seq_len = _from_host(from_ptr + _ROW_SEQ_LEN * num_reqs, mask, 0)
+    query_len = _from_host(from_ptr + _ROW_QUERY_LEN * num_reqs, mask, 0)
+    goes_on = (rows < kept_reqs) & (seq_len == _LENGTH_FROM_ROW) & (row_id >= 0) & (row_id < num_row_ids)
+    length = tl.load(row_lens_ptr + row_id, mask=goes_on, other=0) + query_len
+    ended = goes_on & (tl.load(row_ends_ptr + row_id, mask=goes_on, other=0) != 0)
+    for field in tl.static_range(ROW_FIELDS):
+        word = _from_host(from_ptr + field * num_reqs, mask, 0)
+        if field == _ROW_ID:
+            word = tl.where(ended, _NOBODY, word)
+        if field == _ROW_SEQ_LEN:
+            word = tl.where(goes_on, length, word)
+        tl.store(to_ptr + field * num_reqs, word, mask=mask)
 
 
 @triton.jit
@@ -269,7 +283,12 @@ def _apply_kernel(
             page = _from_host(slot_ptr + pages_from + at, at < num_pages, 0)
             tl.store(record_ptr + pages_to + at, page, mask=at < num_pages)
     else:
-        _copy_words(slot_ptr, record_ptr, row_lens_ptr, used, num_reqs, num_row_ids, BLOCK)
+        kept_reqs = tl.where(keep, num_reqs, 0)
+        _copy_rows(
+            slot_ptr, record_ptr, row_lens_ptr, row_ends_ptr, num_reqs, kept_reqs, num_row_ids, rows, ROW_FIELDS
+        )  # fmt: skip
+        behind = _HEADER_SIZE + ROW_FIELDS * num_reqs
+        _copy_words(slot_ptr + behind, record_ptr + behind, num_tokens + num_pages, BLOCK)
         if keep:
             _keep_rows(
                 slot_ptr, used, num_reqs, num_row_ids, order_ptr, row_values_ptr, end_lengths_ptr, end_tokens_ptr,
@@ -324,11 +343,8 @@ def apply_reference(b: Any) -> None:
     lens, order = b.row_lens.numpy(), b.order.numpy()
     if not kind & layout.NEWS:
         record[layout.HEADER_SIZE : used] = slot[layout.HEADER_SIZE : used]
-        unknown = rows[layout.ROW_SEQ_LEN] == layout.LENGTH_FROM_ROW
-        ids = rows[layout.ROW_ID]
+        ids = rows[layout.ROW_ID].copy()
         known = (ids >= 0) & (ids < num_row_ids)
-        rows[layout.ROW_SEQ_LEN, unknown] = rows[layout.ROW_QUERY_LEN, unknown]
-        rows[layout.ROW_SEQ_LEN, unknown & known] += lens[ids[unknown & known]]
         if kind & layout.KEEP:
             order[:n] = ids
             values = rows[layout.ROW_COPIED : layout.ROW_COPIED + len(COPIED), known]
@@ -336,6 +352,9 @@ def apply_reference(b: Any) -> None:
             ends = slot[used : used + layout.END_FIELDS * n].reshape(layout.END_FIELDS, n)[:, known]
             b.end_lengths.numpy()[ids[known]] = ends[layout.END_LENGTH]
             b.end_tokens.numpy()[:, ids[known]] = ends[layout.END_TOKENS :]
+            on = np.flatnonzero((rows[layout.ROW_SEQ_LEN] == layout.LENGTH_FROM_ROW) & known)
+            rows[layout.ROW_SEQ_LEN, on] = lens[ids[on]] + rows[layout.ROW_QUERY_LEN, on]
+            rows[layout.ROW_ID, on[b.row_ends.numpy()[ids[on]] != 0]] = layout.NOBODY
         return
     listed = slot[layout.HEADER_SIZE : layout.HEADER_SIZE + list_words * lists].reshape(lists, list_words)
     at = layout.HEADER_SIZE + list_words * lists

@@ -202,7 +202,7 @@ def _output(shape: tuple[str | int, ...], dtype: torch.dtype, *, pad: str, initi
 class StaticBuffers:
     """All static tensors. Allocated once for the largest descriptor; a graph gets views by `cut`. Never reallocated."""
 
-    page_groups: torch.Tensor = _constant(("groups", len(fields(PageGroup))), torch.int32, "refresh")
+    page_groups: torch.Tensor = _constant(("groups", len(fields(PageGroup))), torch.int32, "apply", "refresh")
     inbox: torch.Tensor = _words(("ring", "inbox"), BufferKind.INPUT, "host", "apply")
     record: torch.Tensor = _words(("record",), BufferKind.DERIVED, "apply", "refresh", "publish")
 
@@ -221,7 +221,7 @@ class StaticBuffers:
     claims: torch.Tensor = _persistent(("claims",), torch.int64, "refresh", "refresh")
     duplicates: torch.Tensor = _persistent(("groups_plus_one", "rows"), torch.int64, "refresh", "refresh")
     page_table: torch.Tensor = _persistent(("groups", "row_ids", "pages_per_row"), torch.int32, "refresh", "refresh")
-    page_spans: torch.Tensor = _persistent(("groups", "row_ids", 2), torch.int32, "refresh", "refresh")
+    page_spans: torch.Tensor = _persistent(("groups", "row_ids", 2), torch.int32, "refresh", "apply", "refresh")
     block_table: torch.Tensor = _carried(
         ("groups", "rows", "pages_per_row"), "attention",
         pad="null page; also beyond a row's pages, and before the first one that it sees",
@@ -273,6 +273,7 @@ class StaticBuffers:
 
     step_ring: torch.Tensor = _output(("entries",), torch.int64, pad="the step that wrote the entry")
     token_ring: torch.Tensor = _output(("entries", "rows"), torch.int32, pad="-1")
+    end_ring: torch.Tensor = _output(("entries", "rows"), torch.int32, pad="0", initial=0)
     fault_code_ring: torch.Tensor = _output(("entries", "rows"), torch.int32, pad="0", initial=0)
     fault_value_ring: torch.Tensor = _output(("entries", "rows"), torch.int64, pad="kept: read where a code is not 0")
 

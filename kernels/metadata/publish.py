@@ -79,6 +79,7 @@ def _publish_kernel(
     go_on_ptr,
     step_ring_ptr,
     token_ring_ptr,
+    end_ring_ptr,
     fault_code_ring_ptr,
     fault_value_ring_ptr,
     num_rows,
@@ -86,6 +87,7 @@ def _publish_kernel(
     vocab_size,
     ring_depth,
     stride_tokens,
+    stride_ends,
     stride_codes,
     stride_values,
     BLOCK: tl.constexpr,
@@ -131,6 +133,7 @@ def _publish_kernel(
             stop = tl.load(end_tokens_ptr + i * num_row_ids + row_id, mask=live, other=_NO_TOKEN)
             end = tl.where((token >= 0) & (token == stop), _END_STOP_TOKEN, end)
         end = tl.where(code != 0, _END_FAULT, end)
+        tl.store(end_ring_ptr + entry * stride_ends + rows, tl.where(mask, end, 0), mask=mask)
         tl.store(row_lens_ptr + row_id, seq_len, mask=live)
         tl.store(row_ends_ptr + row_id, end, mask=live)
         going_on = tl.maximum(going_on, (live & (token >= 0) & (end == _GOES_ON)).to(tl.int32))
@@ -141,8 +144,11 @@ def _publish_kernel(
         faulty = faulty & (named_id >= 0) & (named_id < num_row_ids)
         tl.store(row_ends_ptr + named_id, tl.zeros([BLOCK], tl.int32) + _END_FAULT, mask=faulty)
 
+    # The host may look at the rings while later steps run: the step's number arrives behind all the rest of it.
+    tl.debug_barrier()
+    tl.atomic_xchg(step_ring_ptr + entry, step, sem="release", scope="sys")
+
     # The slot is used up after its last step, and a launch that loops over its steps ends where no row goes on.
-    tl.store(step_ring_ptr + entry, step)
     done = tl.load(cursor_ptr + _CURSOR_STEP) + 1
     steps = tl.load(record_ptr + _HEADER_STEPS)
     any_goes_on = tl.max(going_on, 0) > 0
@@ -160,9 +166,9 @@ def _publish_triton(b: Any) -> None:
     _publish_kernel[(1,)](
         b.tokens, b.record, b.cursor, b.places, b.row_ids, b.row_status, b.seq_lens, b.fault_code, b.fault_value,
         b.void_ids, b.end_lengths, b.end_tokens, b.step_counter, b.last_token, b.row_lens, b.row_ends, b.go_on,
-        b.step_ring, b.token_ring, b.fault_code_ring, b.fault_value_ring,
+        b.step_ring, b.token_ring, b.end_ring, b.fault_code_ring, b.fault_value_ring,
         rows, b.last_token.shape[0], b.vocab_size, b.step_ring.shape[0],
-        b.token_ring.stride(0), b.fault_code_ring.stride(0), b.fault_value_ring.stride(0),
+        b.token_ring.stride(0), b.end_ring.stride(0), b.fault_code_ring.stride(0), b.fault_value_ring.stride(0),
         BLOCK=_ROW_BLOCK, END_TOKENS=STOP_TOKENS, num_warps=_NUM_WARPS,
     )  # fmt: skip
 
@@ -202,6 +208,9 @@ def publish_reference(b: Any) -> None:
         named = named[faulty & (named >= 0) & (named < len(b.row_ends))]
         b.row_ends[named] = int(RowEnd.FAULT)
 
+    published_ends = torch.where(code != 0, int(RowEnd.FAULT), 0).int()
+    published_ends[live] = ends
+    b.end_ring[entry, :rows] = published_ends[place]
     b.step_ring[entry] = step
     code, value = code[place], value[place]
     b.token_ring[entry, :rows] = published[place].int()

@@ -14,7 +14,7 @@ HEADER_NUM_REQS = tl.constexpr(layout.HEADER_NUM_REQS)
 HEADER_NUM_TOKENS = tl.constexpr(layout.HEADER_NUM_TOKENS)
 HEADER_NUM_PAGES = tl.constexpr(layout.HEADER_NUM_PAGES)
 _KIND = tl.constexpr(layout.HEADER_KIND)
-_NEWS = tl.constexpr(layout.NEWS)
+_KEPT = tl.constexpr(layout.NEWS | layout.KEEP)
 _NOBODY = tl.constexpr(layout.NOBODY)
 ROW_ID = tl.constexpr(layout.ROW_ID)
 ROW_SEQ_LEN = tl.constexpr(layout.ROW_SEQ_LEN)
@@ -56,10 +56,10 @@ def read_header(
 
 @triton.jit
 def has_sequence(record_ptr, row, num_reqs, listed_reqs):
-    """Whether a sequence stands at a row. Of a record that `apply` made from news, some rows are NOBODY's."""
+    """Whether a sequence stands at a row. Where rows go on by themselves, some are NOBODY's: they ended, or wait."""
     row_id = tl.load(record_ptr + HEADER_SIZE + ROW_ID * listed_reqs + row, mask=row < num_reqs, other=0)
-    of_news = (tl.load(record_ptr + _KIND) & _NEWS) != 0
-    return (row < num_reqs) & ((of_news == 0) | (row_id != _NOBODY))
+    kept = (tl.load(record_ptr + _KIND) & _KEPT) != 0
+    return (row < num_reqs) & ((kept == 0) | (row_id != _NOBODY))
 
 
 @triton.jit

@@ -59,6 +59,14 @@ NOBODY = -(1 << 31)
 LENGTH_FROM_ROW = -(1 << 31)
 
 
+def header(
+    step: int, num_reqs: int, num_tokens: int, num_pages: int, kind: int = FULL, steps: int = 1, num_lists: int = 0
+) -> tuple[int, ...]:
+    """The header's words, in order."""
+    low = step & 0xFFFFFFFF
+    return low - ((low >> 31) << 32), step >> 32, num_reqs, num_tokens, num_pages, kind, steps, num_lists
+
+
 def row_fields(groups: int) -> int:
     """Fields of a row, in a runtime of so many KV groups."""
     return ROW_PAGES + PAGE_FIELDS * groups

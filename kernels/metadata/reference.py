@@ -29,7 +29,7 @@ class _Record:
     step: int
     num_reqs: int
     num_tokens: int
-    of_news: bool
+    kept: bool
     rows: Int32Array  # [row_fields(groups), listed rows]
     starts: Int64Array  # [num_reqs + 1]
     tokens: Int32Array
@@ -62,7 +62,7 @@ class _Record:
             step,
             num_reqs,
             num_tokens if num_reqs else 0,
-            bool(header[layout.HEADER_KIND] & layout.NEWS),
+            bool(header[layout.HEADER_KIND] & (layout.NEWS | layout.KEEP)),
             rows,
             starts,
             words[tokens_at:pages_at],
@@ -83,7 +83,7 @@ class _Record:
     def sequences(self) -> list[int]:
         """The rows at which a sequence stands."""
         nobody = self.rows[layout.ROW_ID, : self.num_reqs] == layout.NOBODY
-        return np.flatnonzero(~nobody if self.of_news else nobody | True).tolist()
+        return [row for row in range(self.num_reqs) if not (self.kept and nobody[row])]
 
     def field(self, field: int, row: int) -> int:
         return int(self.rows[field, row])

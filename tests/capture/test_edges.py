@@ -255,7 +255,7 @@ def test_as_many_words_travel_as_are_asked_for(words: int) -> None:
 
 
 def test_results_are_handed_over_once_and_only_after_a_step() -> None:
-    slot, calls = StagingSlot(4, CPU), []
+    slot, calls = StagingSlot.allocate(4, CPU), []
     slot.on_done = lambda: calls.append("early")
     slot.wait()
     assert calls == [], "no step was submitted"
@@ -291,7 +291,7 @@ class Event:
 
 def test_a_late_reader_of_one_step_does_not_collect_the_next() -> None:
     """While a thread waits for a step, another one collects it and submits the next step in the same slot."""
-    slot, event, calls = StagingSlot(4, CPU), Event(), []
+    slot, event, calls = StagingSlot.allocate(4, CPU), Event(), []
     slot._event = event
 
     def submit(name: str) -> None:
@@ -314,7 +314,7 @@ def test_a_late_reader_of_one_step_does_not_collect_the_next() -> None:
 
 
 def test_a_step_that_fails_is_waited_for_all_the_same() -> None:
-    slot, calls = StagingSlot(4, CPU), []
+    slot, calls = StagingSlot.allocate(4, CPU), []
     slot.on_done = lambda: calls.append("done")
     with pytest.raises(ZeroDivisionError), slot.in_flight(None):
         raise ZeroDivisionError

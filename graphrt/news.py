@@ -1,0 +1,59 @@
+"""What a session tells the device: which rows go on, and which pages some of them get."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from graphrt.batch import Int32Array
+from graphrt.kernels.metadata import record as layout
+
+
+@dataclass(frozen=True, slots=True)
+class News:
+    """Rows that go on by one token a step, each from its last token on.
+
+    num_reqs   rows, as many as `order` has
+    order      [num_reqs] int32, the row id of each place; None: as the launch before had them
+    lists      [rows, 1 + 3 x groups] int32, the rows that get pages: their place, and per KV group the place of the
+               first page in the sequence, where its list begins in `pages`, and how many there are
+    pages      [listed] int32
+    """
+
+    num_reqs: int
+    order: Int32Array | None
+    lists: npt.NDArray[np.int32]
+    pages: Int32Array
+
+    def write(self, out: Int32Array, step: int, steps: int, *, loops: bool) -> None:
+        """Pack into a slot of the inbox; see kernels/metadata/record.py."""
+        kind = layout.NEWS | (layout.LOOPS if loops else 0) | (0 if self.order is None else layout.NEW_ORDER)
+        listed, lists = len(self.pages), len(self.lists)
+        at = layout.HEADER_SIZE
+        out[:at] = layout.header(step, self.num_reqs, 0, listed, kind, steps, lists)
+        if lists:
+            out[at : at + self.lists.size] = self.lists.reshape(-1)
+            at += self.lists.size
+        if self.order is not None:
+            out[at : at + self.num_reqs] = self.order
+            at += self.num_reqs
+        if listed:
+            out[at : at + listed] = self.pages
+
+
+@dataclass(frozen=True, slots=True)
+class RowEnds:
+    """When each row of a batch ends by itself: `lengths` [rows] int32, KV tokens with which it does, 0: never; `tokens`
+    [STOP_TOKENS, rows] int32, tokens that end it, -1 where there are fewer."""
+
+    lengths: Int32Array
+    tokens: npt.NDArray[np.int32]
+
+    def write(self, out: Int32Array, at: int) -> None:
+        """Add to a batch that was written in full, up to word `at`: what it says is kept for news to come."""
+        out[layout.HEADER_KIND] = layout.KEEP
+        ends = out[at : at + layout.END_FIELDS * len(self.lengths)].reshape(layout.END_FIELDS, -1)
+        ends[layout.END_LENGTH] = self.lengths
+        ends[layout.END_TOKENS :] = self.tokens

@@ -1,0 +1,500 @@
+"""Sequences that live on the device: the host says what is new, and launches as many steps as it likes.
+
+    session = DecodeSession(runtime)
+    row = session.add(prompt, SamplingParams(max_new_tokens=100))
+    while session.running:
+        session.run(8)                       # up to 8 tokens of each row, in one launch
+        for row, tokens in session.collect():
+            ...
+
+Between two launches a session sends what has changed: rows that came or went, and new pages. Lengths, last tokens and
+sampling parameters stay on the device, which also notices when a row ends. So the host may be launches ahead.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from graphrt.batch import Batch, Int32Array
+from graphrt.generate import SamplingParams
+from graphrt.handle import RowFault, StepFaultError
+from graphrt.kernels.checks import check_bool, check_instance, check_int, check_ints
+from graphrt.kernels.errors import CapacityError, CaptureError, ConfigError, ShapeError, UnsupportedError
+from graphrt.kernels.metadata.buffers import COPIED, STOP_TOKENS, BufferKind, StaticBuffers
+from graphrt.kernels.metadata.record import LENGTH_FROM_ROW
+from graphrt.kernels.types import NO_TOKEN, TOKEN_FROM_ROW, RowEnd
+from graphrt.launch import Launch
+from graphrt.news import News, RowEnds
+from graphrt.replay import State
+from graphrt.runtime import Runtime
+from graphrt.tables import Tables
+
+Prompt = Sequence[int] | Int32Array | torch.Tensor
+"""Token ids: a list, an array or a host tensor of any int dtype."""
+
+Ids = npt.NDArray[np.int64]
+
+
+@dataclass(eq=False, slots=True)
+class SessionRow:
+    """A sequence of a session.
+
+    row_id   its row state; what a model indexes by `Step.row_ids`
+    prompt   [tokens] int32, what it began with
+    tokens   what it has sampled since, as far as it was collected; a token that ends it is the last of them
+    end      why it ended, as far as that was collected: GOES_ON while it has not
+    """
+
+    row_id: int
+    prompt: Int32Array
+    params: SamplingParams
+    tokens: list[int] = field(default_factory=list)
+    end: RowEnd = RowEnd.GOES_ON
+
+
+@dataclass(frozen=True, slots=True)
+class _Flight:
+    """A launch that was not collected yet.
+
+    places   whose row each place is; after a fork two rows have one place
+    promised [places] tokens that each row was counted for
+    given    [places] how many of these are of a prompt: the row has them whether a token was sampled or not
+    """
+
+    launch: Launch
+    places: list[tuple[int, SessionRow]]
+    promised: Ids
+    given: Ids
+
+
+class DecodeSession:
+    """Rows on the device, over the pages and row ids of a runtime.
+
+    runtime   a captured one with a sampler; other users of its pages and rows may share it
+
+    `add`, `fork` and `release` may be called while launches are in flight: they concern later launches. All calls come
+    from one thread. Leave a session with `close()`, or use it in a `with` block.
+
+    Raises: ConfigError for a runtime without sampler, of a model with cross or encoder layers, or with query_len other
+    than 1; UnsupportedError for a backend that plans on the host; CaptureError for a runtime that is not captured.
+    """
+
+    def __init__(self, runtime: Runtime) -> None:
+        check_instance("runtime", runtime, Runtime, advice="build a Runtime")
+        if runtime.state is not State.CAPTURED:
+            raise CaptureError(
+                f"runtime: expected a captured one, got state '{runtime.state.value}'; call capture() before"
+            )
+        config, groups = runtime.config, runtime.kv_cache.groups
+        if not runtime.samples:
+            raise ConfigError("runtime: expected one with a sampler, got sampler=None; build it with a sampler")
+        if not groups or any(group.cross for group in groups):
+            raise ConfigError(
+                "runtime: expected a decoder alone, got a model with cross layers or without a cache; submit batches "
+                "to replay() yourself"
+            )
+        if config.query_len != 1:
+            raise ConfigError(f"runtime: expected query_len=1, got {config.query_len}; rows go on by one token a step")
+        if (planner := runtime.manager.plans_on_host) is not None:
+            raise UnsupportedError(
+                f"runtime: expected a backend that plans on the device, got {planner}, which needs lengths on the "
+                "host; submit batches to replay(), or choose another backend"
+            )
+        self._runtime = runtime
+        self._budget = config.max_num_tokens
+        self._chunk = config.max_num_tokens if config.mixed_batches else 1
+        ids = config.max_num_reqs
+        self._tables = [Tables(group, runtime.allocators[group.pool], ids, config.max_seq_len) for group in groups]
+        self._rows: dict[int, SessionRow] = {}
+        self._prompts: dict[int, int] = {}  # by row id, how many tokens of the prompt were submitted
+        self._order: Ids = np.empty(0, np.int64)  # the rows that go on by themselves
+        self._sent: Ids | None = None  # the order that the device has
+        self._reached = np.zeros(ids, np.int64)  # KV tokens that a row has for sure
+        self._most = np.zeros(ids, np.int64)  # and at most, behind all launches
+        self._limits = np.zeros(ids, np.int64)
+        self._stops = np.full((STOP_TOKENS, ids), NO_TOKEN, np.int32)
+        self._temperatures = np.zeros(ids, np.float32)
+        self._seeds = np.zeros(ids, np.uint32)
+        self._flights: deque[_Flight] = deque()
+        self._closed = False
+
+    # -- rows come and go
+
+    @property
+    def rows(self) -> tuple[SessionRow, ...]:
+        """All rows, those included that have ended and were not released."""
+        return tuple(self._rows.values())
+
+    @property
+    def running(self) -> bool:
+        """Whether any row has not ended, as far as was collected."""
+        return bool(self._prompts) or bool(len(self._order))
+
+    def add(self, prompt: Prompt, params: SamplingParams | None = None) -> SessionRow:
+        """Take in a sequence. Its prompt runs with the next launches, in chunks.
+
+        prompt   token ids, at least one: a list, an array or a host tensor
+        params   how it is sampled and when it ends; by default greedy, as long as a sequence can be
+
+        Raises: ShapeError for a prompt that is empty or no list of token ids, ConfigError for wrong params,
+        CapacityError for a sequence that is too long, and where no row is free; nothing has changed then.
+        """
+        self._open("add")
+        longest, last = self._runtime.config.max_seq_len, self._runtime.vocab_size - 1
+        tokens = check_ints("prompt", prompt, 0, last, advice="pass token ids of the vocabulary")
+        if not len(tokens):
+            raise ShapeError("prompt: expected at least 1 token, got 0; begin with the model's first token")
+        if params is None:
+            params = SamplingParams(max_new_tokens=max(1, longest + 1 - len(tokens)))
+        check_instance("params", params, SamplingParams, advice="pass SamplingParams(...)")
+        if (limit := len(tokens) + params.max_new_tokens - 1) > longest:
+            raise CapacityError(
+                f"prompt: expected prompt and output within max_seq_len={longest}, got {len(tokens)} + "
+                f"{params.max_new_tokens} tokens; shorten it or raise max_seq_len"
+            )
+        row = self._take_row(tokens.astype(np.int32), params)
+        at = row.row_id
+        self._reached[at] = self._most[at] = 0
+        self._limits[at], self._seeds[at] = limit, params.seed
+        self._temperatures[at] = params.temperature
+        stops = sorted(params.stop_ids)[:STOP_TOKENS]
+        self._stops[:, at] = NO_TOKEN
+        self._stops[: len(stops), at] = stops
+        self._prompts[at] = 0
+        return row
+
+    def fork(self, row: SessionRow, *, seed: int | None = None) -> SessionRow:
+        """A second sequence that goes on as `row` does, from where the launches so far bring it.
+
+        Full pages are shared; the others are copied, on the device. The new row gets the tokens of launches in flight as
+        `row` does.
+
+        seed   of the new sequence; by default that of `row`, which then samples the same
+
+        Raises: ConfigError for a row of another session or one whose prompt was not submitted yet, CapacityError where
+        no row or page is free; nothing has changed then.
+        """
+        self._own(row, "fork")
+        at = row.row_id
+        if at in self._prompts:
+            raise ConfigError(
+                f"fork: expected a row whose prompt was submitted, got row {at} with tokens left; run() first"
+            )
+        seed = int(self._seeds[at]) if seed is None else check_int("seed", seed, 0, (1 << 32) - 1, advice="32 bits")
+        length, most = int(self._reached[at]), int(self._most[at])
+        needs = [0] * len(self._runtime.allocators)
+        for table in self._tables:
+            needs[table.group.pool] += table.own_pages(at, length)
+        self._check_pages("fork", needs)
+        new = self._take_row(row.prompt, row.params)
+        to, new.tokens, new.end = new.row_id, list(row.tokens), row.end
+        for values in (self._reached, self._most, self._limits, self._temperatures):
+            values[to] = values[at]
+        self._stops[:, to], self._seeds[to] = self._stops[:, at], seed
+        with self._runtime.manager.between_steps() as buffers:
+            copy_row_state(buffers, at, to)
+            buffers.row_values[COPIED.index("seeds"), to] = int(np.uint32(seed).view(np.int32))
+            for group, table in enumerate(self._tables):
+                if pairs := table.fork(at, to, length, most):
+                    sources, own = map(list, zip(*pairs, strict=True))
+                    self._runtime.kv_cache.copy_pages(sources, own, group=group)
+        for flight in self._flights:
+            flight.places.extend([(place, new) for place, other in flight.places if other is row])
+        if at in self._order:
+            self._order = np.append(self._order, to)
+        return new
+
+    def release(self, row: SessionRow) -> None:
+        """Give a row and its pages back, whether it has ended or not. Launches in flight go on; nobody sees its tokens.
+
+        Raises: ConfigError for a row of another session, or one that was released.
+        """
+        self._own(row, "release")
+        at = row.row_id
+        del self._rows[at]
+        self._prompts.pop(at, None)
+        self._stop(at)
+        for table in self._tables:  # what is in flight runs before whoever gets the pages
+            table.release(at)
+        self._runtime.free_rows.append(at)
+
+    def _take_row(self, prompt: Int32Array, params: SamplingParams) -> SessionRow:
+        if not self._runtime.free_rows:
+            raise CapacityError(
+                f"rows: expected a free one of {self._runtime.config.max_num_reqs}, got none; release() a row"
+            )
+        row = SessionRow(self._runtime.free_rows.pop(), prompt, params)
+        self._rows[row.row_id] = row
+        return row
+
+    def _stop(self, row_id: int) -> None:
+        self._order = self._order[self._order != row_id]
+
+    # -- steps
+
+    def run(self, steps: int = 1, *, eager: bool = False) -> tuple[Launch, ...]:
+        """Launch the next steps; never waits for their results, only where `ring_depth` launches are in flight.
+
+        While prompts have tokens left, each step is a launch, which takes prompts in chunks beside the rows that go on.
+        After that one launch takes up to `RuntimeConfig.launch_steps` steps. A row that ends on the way stands still
+        from then on. So does one that has no page for its next token, until there is one.
+
+        Returns the launches, the first one first; none where no row goes on.
+        Raises: CapacityError where no row has a page for its next token, with nothing launched; as ReplayManager.replay.
+        """
+        steps = check_int("steps", steps, 1, 1 << 30, advice="pass how many steps to launch")
+        eager = check_bool("eager", eager, advice="pass a bool")
+        self._open("run")
+        launches = []
+        while steps and self.running:
+            if self._prompts:
+                launches.append(self._full_step(eager))
+                steps -= 1
+            else:
+                most = min(steps, self._runtime.config.launch_steps)
+                launches.append(self._go_on(most, eager))
+                steps -= most
+        return tuple(launches)
+
+    def _go_on(self, steps: int, eager: bool) -> Launch:
+        ids, order = self._order, self._order
+        self._reserve(ids, steps)
+        lists, pages = self._new_pages(ids)
+        news = News(len(ids), None if self._sent is order else order.astype(np.int32), lists, pages)
+        launch = self._runtime.manager.advance(news, steps=steps, eager=eager)
+        self._sent = order
+        before = self._most[ids]
+        self._most[ids] = np.minimum(before + steps, self._limits[ids])
+        self._flights.append(
+            _Flight(launch, list(enumerate(self._of(ids))), self._most[ids] - before, np.zeros(len(ids), np.int64))
+        )
+        return launch
+
+    def _full_step(self, eager: bool) -> Launch:
+        """One step in full: the rows that go on, and as much of the prompts as there is room and pages for."""
+        self._give_back(self._order)
+        going_on = self._with_pages(self._order)
+        chunks = self._chunks(self._budget - len(going_on))
+        ids = np.concatenate((going_on, np.fromiter(chunks, np.int64, len(chunks))))
+        if not len(ids):
+            raise self._no_pages()
+        given = np.array([0] * len(going_on) + [len(chunk) for chunk in chunks.values()], np.int64)
+        whole = [self._prompts[at] + len(chunk) == len(self._rows[at].prompt) for at, chunk in chunks.items()]
+        seq_lens = np.full(len(ids), LENGTH_FROM_ROW, np.int64)
+        seq_lens[len(going_on) :] = self._most[ids[len(going_on) :]] + given[len(going_on) :]
+        firsts, counts, listed = zip(*(table.list_new(ids) for table in self._tables), strict=True)
+        page_indptr = np.zeros(len(self._tables) * len(ids) + 1, np.int32)
+        np.cumsum(np.concatenate(counts), out=page_indptr[1:])
+        pages = [page for of_group in listed for page in of_group]
+        batch = Batch(
+            row_ids=ids.astype(np.int32),
+            seq_lens=seq_lens.astype(np.int32),
+            query_lens=np.maximum(given, 1).astype(np.int32),
+            tokens=np.concatenate((np.full(len(going_on), TOKEN_FROM_ROW, np.int32), *chunks.values())),
+            page_indptr=page_indptr,
+            page_ids=np.concatenate(pages) if pages else np.empty(0, np.int32),
+            first_pages=np.concatenate(firsts),
+            sample=np.array([1] * len(going_on) + whole, np.int32),
+            temperatures=self._temperatures[ids],
+            seeds=self._seeds[ids],
+        )
+        ends = RowEnds(self._limits[ids].astype(np.int32), self._stops[:, ids])
+        launch = self._runtime.manager.begin(batch, ends, eager=eager)
+        self._sent = None
+        promised = np.maximum(given, 1)
+        self._most[ids] += promised
+        self._flights.append(_Flight(launch, list(enumerate(self._of(ids))), promised, given))
+        for at, last in zip(chunks, whole, strict=True):
+            self._prompts[at] += len(chunks[at])
+            if last:
+                del self._prompts[at]
+                self._order = np.append(self._order, at)
+        return launch
+
+    def _chunks(self, budget: int) -> dict[int, Int32Array]:
+        """The next tokens of prompts by row id, as far as `budget` and pages go; their pages are allocated."""
+        chunks: dict[int, Int32Array] = {}
+        for at, start in self._prompts.items():
+            if budget < 1:
+                break
+            self._give_back(ids := np.array([at]))
+            prompt = self._rows[at].prompt
+            count = min(budget, self._chunk, len(prompt) - start)
+            while count and not self._have(ids, start + count):
+                count = max(
+                    0, max((start + count - 1) // t.group.page_size * t.group.page_size for t in self._tables) - start
+                )
+            if not count:
+                break  # nor does a later one get what this one waits for
+            for table in self._tables:
+                table.grow(ids, ids * 0 + start + count)
+            chunks[at] = prompt[start : start + count]
+            budget -= count
+        return chunks
+
+    # -- pages
+
+    def _give_back(self, ids: Ids) -> None:
+        """Free the pages that windows have left behind."""
+        for table in self._tables:
+            table.give_back(ids, np.where(np.isin(ids, list(self._prompts)), self._most[ids], self._reached[ids]))
+
+    def _reserve(self, ids: Ids, steps: int) -> None:
+        """Pages for the next steps, for as many of them as there are pages for."""
+        self._give_back(ids)
+        while steps > 1 and not self._have(ids, np.minimum(self._most[ids] + steps, self._limits[ids])):
+            steps //= 2
+        if not len(self._with_pages(ids, steps)):
+            raise self._no_pages()
+
+    def _with_pages(self, ids: Ids, steps: int = 1) -> Ids:
+        """Those of some rows that have pages for their next tokens, which they get here where there are any."""
+        lengths = np.minimum(self._most[ids] + steps, self._limits[ids])
+        if not self._have(ids, lengths):
+            enough = np.zeros(len(ids), np.bool_)
+            for index, at in enumerate(ids):
+                enough[index] = self._have(one := ids[index : index + 1], length := self._most[at] + 1)
+                if enough[index]:
+                    for table in self._tables:
+                        table.grow(one, one * 0 + length)
+            return ids[enough]
+        for table in self._tables:
+            table.grow(ids, lengths)
+        return ids
+
+    def _have(self, ids: Ids, lengths: Ids | int) -> bool:
+        """Whether there are pages for rows to have so many tokens."""
+        needs = [0] * len(self._runtime.allocators)
+        for table in self._tables:
+            needs[table.group.pool] += table.missing(ids, lengths + 0 * ids)
+        return all(need <= free.num_free for need, free in zip(needs, self._runtime.allocators, strict=True))
+
+    def _check_pages(self, call: str, needs: list[int]) -> None:
+        for need, allocator in zip(needs, self._runtime.allocators, strict=True):
+            if need > allocator.num_free:
+                raise CapacityError(
+                    f"{call}: expected {need} free pages, got {allocator.num_free}; release() rows that have ended"
+                )
+
+    def _no_pages(self) -> CapacityError:
+        free = " + ".join(str(allocator.num_free) for allocator in self._runtime.allocators)
+        return CapacityError(
+            f"run: expected a page for the next token of a row, got {free} free pages; collect(), and release() rows "
+            "that have ended"
+        )
+
+    def _new_pages(self, ids: Ids) -> tuple[npt.NDArray[np.int32], Int32Array]:
+        """What no launch has listed: the lists of News, and the pages."""
+        firsts, counts, listed = zip(*(table.list_new(ids) for table in self._tables), strict=True)
+        counted = np.stack(counts)
+        places = np.flatnonzero(counted.any(0))
+        if not len(places):
+            return np.empty((0, 1 + 3 * len(counts)), np.int32), np.empty(0, np.int32)
+        starts = np.cumsum(counted, axis=None).reshape(counted.shape) - counted
+        lists = np.empty((len(places), 1 + 3 * len(counts)), np.int32)
+        lists[:, 0] = places
+        for group, (first, start, count) in enumerate(zip(firsts, starts, counted, strict=True)):
+            lists[:, 1 + 3 * group] = first[places]
+            lists[:, 2 + 3 * group] = start[places]
+            lists[:, 3 + 3 * group] = count[places]
+        return lists, np.concatenate([page for of_group in listed for page in of_group]).astype(np.int32)
+
+    # -- results
+
+    def collect(self, *, wait: bool = False) -> list[tuple[SessionRow, list[int]]]:
+        """Take in the results of launches that have ended: each row that got tokens, and which.
+
+        wait   wait for every launch
+
+        Raises: StepFaultError that names the row ids of faulty rows, once everything was taken in; such a row has ended.
+        """
+        wait = check_bool("wait", wait, advice="pass a bool")
+        self._open("collect")
+        found: dict[SessionRow, list[int]] = {}
+        error: StepFaultError | None = None
+        while self._flights and (wait or self._flights[0].launch.done()):
+            error = self._take_in(self._flights.popleft(), found) or error
+        if error is not None:
+            raise error
+        return list(found.items())
+
+    def _take_in(self, flight: _Flight, found: dict[SessionRow, list[int]]) -> StepFaultError | None:
+        launch = flight.launch
+        tokens = launch.tokens(raise_on_fault=False)
+        sampled = tokens >= 0
+        had = sampled.any(0) | (flight.given > 0)
+        had &= ~(launch.ends == int(RowEnd.FAULT)).any(0) | sampled.any(0)
+        advanced = np.where(flight.given > 0, np.where(had, flight.given, 0), sampled.sum(0))
+        ends = launch.ends.max(0, initial=0)
+        columns, ended = tokens.T.tolist(), ends.tolist()
+        for place, row in flight.places:
+            if self._rows.get(row.row_id) is not row or row.end:
+                continue
+            at = row.row_id
+            self._reached[at] += advanced[place]
+            self._most[at] -= flight.promised[place] - advanced[place]
+            new = [token for token in columns[place] if token >= 0]
+            if len(row.params.stop_ids) > STOP_TOKENS:  # the device knows the first of them
+                for index, token in enumerate(new):
+                    if token in row.params.stop_ids:
+                        new, ended[place] = new[: index + 1], int(RowEnd.STOP_TOKEN)
+                        break
+            if new:
+                row.tokens += new
+                found.setdefault(row, []).extend(new)
+            if ended[place]:
+                row.end = RowEnd(ended[place])
+                self._prompts.pop(at, None)
+                self._stop(at)
+        if not launch.faults:
+            return None
+        ids = {place: row.row_id for place, row in reversed(flight.places)}
+        return StepFaultError(launch.step, [replace(fault, row=ids[fault.row]) for fault in launch.faults])
+
+    def _of(self, ids: Ids) -> list[SessionRow]:
+        return [self._rows[at] for at in ids.tolist()]
+
+    # -- the end
+
+    def close(self) -> None:
+        """Wait for launches in flight, and give rows and pages back. Closing twice is fine."""
+        if self._closed:
+            return
+        for flight in self._flights:
+            flight.launch.wait()
+        self._flights.clear()
+        for row in self.rows:
+            self.release(row)
+        self._closed = True
+
+    def __enter__(self) -> DecodeSession:
+        self._open("with")
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def _open(self, call: str) -> None:
+        if self._closed:
+            raise CaptureError(f"{call}: expected an open session, got one that was closed; make a new DecodeSession")
+
+    def _own(self, row: SessionRow, call: str) -> None:
+        self._open(call)
+        check_instance("row", row, SessionRow, advice="pass what add() or fork() returned")
+        if self._rows.get(row.row_id) is not row:
+            raise ConfigError(f"{call}: expected a row of this session, got one that was released or is another's")
+
+
+def copy_row_state(buffers: StaticBuffers, source: int, target: int) -> None:
+    """Give one row id what another has, on the current stream: every persistent buffer that is kept by row id."""
+    for name, tensor in buffers.named(BufferKind.PERSISTENT):
+        shape = StaticBuffers.specs()[name].shape
+        if "row_ids" in shape:
+            dim = shape.index("row_ids")
+            tensor.select(dim, target).copy_(tensor.select(dim, source))
