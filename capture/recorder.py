@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import time
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -19,7 +18,9 @@ import triton
 from cuda.bindings import driver
 
 from graphrt.capture.descriptor import BatchDescriptor
-from graphrt.capture.graph import NOTHING, GraphReport, Recorder, StepFunction
+from graphrt.capture.graph import NOTHING, CapturedGraph, GraphReport, Recorder, StepFunction, check_loop
+from graphrt.capture.loop import CudaGraphLoop
+from graphrt.capture.raw_graph import CostMeter, check, count_nodes
 from graphrt.capture.tape import OpTapeRecorder
 from graphrt.kernels.errors import CaptureError
 
@@ -40,10 +41,12 @@ class CudaGraph:
         assert self._graph is not None, "launch of a closed graph"
         self._graph.replay()
 
+    def loop(self, go_on: torch.Tensor) -> CudaGraphLoop:
+        assert self._graph is not None, "loop of a closed graph"
+        return CudaGraphLoop(self._graph, go_on, self.output, self.report)
+
     def close(self) -> None:
-        if self._graph is not None:
-            self._graph.reset()
-            self._graph = None
+        self._graph = None  # torch frees it, unless a loop holds it
         self.output = NOTHING
 
 
@@ -81,8 +84,7 @@ class CudaGraphRecorder:
             step()
 
     def record(self, step: StepFunction, descriptor: BatchDescriptor, prepare: Callable[[], None]) -> CudaGraph:
-        start = time.perf_counter()
-        free, reserved = torch.cuda.mem_get_info(self._device)[0], torch.cuda.memory_reserved(self._device)
+        meter = CostMeter(self._device)
         prepare()
         try:
             graph, output = self._capture(step)
@@ -96,12 +98,11 @@ class CudaGraphRecorder:
             except Exception as error:
                 raise CaptureError(f"{descriptor}: the step could not be captured: {error}") from error
         graph.instantiate()
-        _upload(graph, self._stream)
-        pool_bytes = torch.cuda.memory_reserved(self._device) - reserved
-        driver_bytes = free - torch.cuda.mem_get_info(self._device)[0] - pool_bytes
-        nodes = _count_nodes(graph)
-        report = GraphReport(descriptor, time.perf_counter() - start, pool_bytes, driver_bytes, nodes)
-        return CudaGraph(graph, output, report)
+        check(driver.cuGraphUpload(graph.raw_cuda_graph_exec(), self._stream.cuda_stream))
+        return CudaGraph(graph, output, meter.report(descriptor, count_nodes(graph.raw_cuda_graph())))
+
+    def loop(self, graph: CapturedGraph, go_on: torch.Tensor) -> CudaGraphLoop:
+        return check_loop(CudaGraph, graph, go_on, self._device).loop(go_on)
 
     def close(self) -> None:
         _idle_streams[self._device].append(self._stream)
@@ -147,10 +148,10 @@ def _kernel_loads_allowed() -> Iterator[None]:
     outer: list[Any] = []
 
     def before_load(*args: Any, **kwargs: Any) -> None:
-        outer.append(_check(driver.cuThreadExchangeStreamCaptureMode(relaxed))[1])
+        outer.append(check(driver.cuThreadExchangeStreamCaptureMode(relaxed))[1])
 
     def after_load(*args: Any, **kwargs: Any) -> None:
-        _check(driver.cuThreadExchangeStreamCaptureMode(outer.pop()))
+        check(driver.cuThreadExchangeStreamCaptureMode(outer.pop()))
 
     hooks.kernel_load_start_hook.add(before_load)
     hooks.kernel_load_end_hook.add(after_load)
@@ -183,17 +184,3 @@ def _borrow(tensor: torch.Tensor) -> torch.Tensor:
     the logits of 35 sizes of a 128k vocabulary alone would take more than a gigabyte of the pool."""
     with torch.inference_mode(False):
         return torch.as_tensor(_DeviceMemory(tensor), device=tensor.device).view(tensor.dtype)
-
-
-def _upload(graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream) -> None:
-    _check(driver.cuGraphUpload(graph.raw_cuda_graph_exec(), stream.cuda_stream))
-
-
-def _count_nodes(graph: torch.cuda.CUDAGraph) -> int:
-    return int(_check(driver.cuGraphGetNodes(graph.raw_cuda_graph(), 0))[-1])
-
-
-def _check(result: tuple[Any, ...]) -> tuple[Any, ...]:
-    if int(result[0]) != 0:
-        raise CaptureError(f"CUDA driver: expected success, got {result[0]!r}")
-    return result

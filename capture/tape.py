@@ -21,14 +21,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from graphrt.capture.descriptor import BatchDescriptor
-from graphrt.capture.graph import NOTHING, GraphReport, StepFunction, ordinary
-from graphrt.kernels.errors import CaptureError
+from graphrt.capture.graph import NOTHING, CapturedGraph, GraphReport, StepFunction, check_loop, ordinary
+from graphrt.kernels.errors import CaptureError, ReplayError
 from graphrt.kernels.library import composite_impl, cpu_runs_triton, interpreted
 
 _HOST_READS = frozenset({"item", "tolist", "numpy", "__bool__", "__int__", "__float__", "__index__", "__array__"})
 _UNWRITTEN_FACTORIES = frozenset(
     {"aten::empty", "aten::empty_strided", "aten::empty_like", "aten::new_empty", "aten::new_empty_strided"}
 )
+MAX_RUNS = 1 << 20
+"""Runs after which a loop on a CPU gives up. On CUDA nothing would end it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,8 +68,39 @@ class OpTape:
             for entry in self._entries:
                 entry.run()
 
+    def copy(self) -> OpTape:
+        """The same ops on the same memory, closed by itself."""
+        return OpTape(self._entries, self.output, self.report)
+
     def close(self) -> None:
         self._entries = []
+        self.output = NOTHING
+
+
+class OpTapeLoop:
+    """The twin of a loop of CUDA graphs: one launch runs the tape, and again while go_on[0] is not 0 after a run."""
+
+    def __init__(self, step: OpTape, go_on: torch.Tensor) -> None:
+        start = time.perf_counter()
+        self._step: OpTape | None = step.copy()
+        self._go_on = go_on.detach()  # memory of the time of capture, whatever becomes of the caller's tensor
+        self.output = step.output
+        self.report = GraphReport(step.report.descriptor, time.perf_counter() - start, 0, 0, step.report.nodes)
+
+    def launch(self) -> None:
+        if self._step is None:
+            raise CaptureError("loop: expected an open loop, got launch() of a closed one; make another with loop()")
+        for _ in range(MAX_RUNS):
+            self._step.launch()
+            if self._go_on.item() == 0:
+                return
+        raise ReplayError(
+            f"go_on: expected 0 after at most {MAX_RUNS} runs, got {self._go_on.item()}; let the step count its runs "
+            "and stop, as on CUDA the device would never end"
+        )
+
+    def close(self) -> None:
+        self._step = None
         self.output = NOTHING
 
 
@@ -95,6 +128,9 @@ class OpTapeRecorder:
         owned = sum(t.numel() * t.element_size() for e in writer.entries for t in e.outputs if t is not None)
         report = GraphReport(descriptor, time.perf_counter() - start, owned, 0, len(writer.entries))
         return OpTape(writer.entries, output, report)
+
+    def loop(self, graph: CapturedGraph, go_on: torch.Tensor) -> OpTapeLoop:
+        return OpTapeLoop(check_loop(OpTape, graph, go_on, torch.device("cpu")), go_on)
 
     def close(self) -> None:
         pass

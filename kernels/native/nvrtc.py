@@ -138,7 +138,7 @@ def launch(
     config.attrs, config.numAttrs = attributes, len(attributes)
     index = _index(device)
     with torch.cuda.device(index):
-        function = _load(variant, index)
+        function = load(variant, index)
         arguments = (ctypes.c_void_p * 1)(ctypes.addressof(params))
         _check(driver.cuLaunchKernelEx(config, function, ctypes.addressof(arguments), 0))
 
@@ -147,11 +147,19 @@ def _index(device: torch.device) -> int:
     return torch.cuda.current_device() if device.index is None else device.index
 
 
-def _load(variant: NativeVariant, device_index: int) -> Any:
-    """The variant's function on a device, and a context for the calling thread."""
+def load(variant: NativeVariant, device_index: int) -> Any:
+    """The variant's function on the current device, for launches and graph nodes; it stays loaded.
+
+    Capture-safe, and raises, as `launch`.
+    """
+    ensure_context(device_index)
+    return _function(variant, device_index)
+
+
+def ensure_context(device_index: int) -> None:
+    """Give the calling thread the context that torch uses on the current device, unless it has one."""
     if int(_check(driver.cuCtxGetCurrent())) == 0:  # a thread whose first CUDA call this is
         _check(driver.cuCtxSetCurrent(_check(driver.cuDevicePrimaryCtxRetain(device_index))))
-    return _function(variant, device_index)
 
 
 @functools.cache

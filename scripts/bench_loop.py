@@ -1,0 +1,113 @@
+"""What a run costs in a loop, against a launch per run from the host.
+
+    python scripts/bench_loop.py                             # steps of 1, 50 and 300 tiny kernels, 200 runs a launch
+    python scripts/bench_loop.py --nodes 400 --runs 32
+
+Both sides run the same captured step on the same stream, in turn, `--samples` times; a sample is the time from an idle
+device to an idle device, divided by the number of runs. The last line of standard output is one JSON object.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Callable
+from statistics import median
+
+import torch
+
+from graphrt.bench.environment import provenance
+from graphrt.capture.descriptor import BatchDescriptor
+from graphrt.capture.recorder import make_recorder
+
+
+def measure(device: torch.device, nodes: int, runs: int, samples: int) -> dict[str, float]:
+    """Medians of one step of `nodes` kernels, microseconds per run; what the loop took to make, and of the device."""
+    recorder = make_recorder(device)
+    go_on = torch.zeros(1, dtype=torch.int32, device=device)
+    x = torch.zeros(1, dtype=torch.int32, device=device)
+
+    def step() -> torch.Tensor:
+        for _ in range(nodes - 1):
+            x.add_(1)
+        return go_on.sub_(1)
+
+    with recorder.session():
+        recorder.warm_up(step, lambda: None)
+        graph = recorder.record(step, BatchDescriptor.decode(1), lambda: None)
+    loop = recorder.loop(graph, go_on)
+
+    def one_by_one() -> None:
+        for _ in range(runs):
+            graph.launch()
+
+    loop_launches: list[float] = []
+
+    def looped() -> None:
+        start = time.perf_counter()
+        loop.launch()
+        loop_launches.append(time.perf_counter() - start)
+
+    times: dict[Callable[[], None], list[float]] = {one_by_one: [], looped: []}
+    for sample in range(samples + 1):
+        for side, seconds in times.items():
+            go_on.fill_(runs)
+            _synchronize(device)
+            start = time.perf_counter()
+            side()
+            _synchronize(device)
+            if sample:  # the first one warms up
+                seconds.append((time.perf_counter() - start) / runs)
+            if go_on.item() != 0:
+                raise RuntimeError(f"go_on: expected 0 after {runs} runs, got {go_on.item()}")
+    found = {
+        "nodes": graph.report.nodes,
+        "runs": runs,
+        "launches_us": median(times[one_by_one]) * 1e6,
+        "loop_us": median(times[looped]) * 1e6,
+        "loop_launch_us": median(loop_launches) * 1e6,
+        "loop_make_ms": loop.report.seconds * 1e3,
+        "loop_bytes": loop.report.driver_bytes,
+        "graph_bytes": graph.report.driver_bytes,
+    }
+    loop.close()
+    graph.close()
+    recorder.close()
+    return found
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def line(row: dict[str, float]) -> str:
+    return (
+        f"{row['nodes']:4.0f} nodes: {row['launches_us']:7.2f} us a run by {row['runs']:.0f} launches, "
+        f"{row['loop_us']:7.2f} us by a loop, {row['loop_launch_us']:5.1f} us of the host; made in "
+        f"{row['loop_make_ms']:.1f} ms, {row['loop_bytes'] / (1 << 20):.1f} MiB"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--nodes", type=int, nargs="+", default=[1, 50, 300])
+    parser.add_argument("--runs", type=int, default=200)
+    parser.add_argument("--samples", type=int, default=20)
+    arguments = parser.parse_args()
+    for name in ("nodes", "runs", "samples"):
+        value = getattr(arguments, name)
+        if min(value if isinstance(value, list) else [value]) < 1:
+            parser.error(f"--{name}: expected >= 1, got {value}")
+    if not torch.cuda.is_available():
+        parser.error("expected a CUDA device, got none")
+    rows = []
+    for nodes in arguments.nodes:
+        rows.append(measure(torch.device("cuda", 0), nodes, arguments.runs, arguments.samples))
+        print(line(rows[-1]), flush=True)
+    print(json.dumps({"name": "loop", "steps": rows, **provenance()}), flush=True)
+
+
+if __name__ == "__main__":
+    main()

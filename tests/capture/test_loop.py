@@ -1,0 +1,370 @@
+"""Many steps in one launch: on a CPU the twin repeats its tape, on CUDA a WHILE node repeats a captured step."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from graphrt.capture import tape
+from graphrt.capture.descriptor import BatchDescriptor
+from graphrt.capture.graph import CapturedGraph
+from graphrt.capture.recorder import make_recorder
+from graphrt.capture.tape import OpTapeRecorder
+from graphrt.kernels.errors import CaptureError, ReplayError, ShapeError
+from graphrt.kernels.ops.norm import add_rms_norm
+
+KEY = BatchDescriptor.decode(1)
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest) -> torch.device:
+    return torch.device("cuda", 0) if request.param == "cuda" else CPU
+
+
+def ints(device: torch.device, *values: int) -> torch.Tensor:
+    return torch.tensor(values or (0,), dtype=torch.int32, device=device)
+
+
+class Rig:
+    """A recorder, and the flag by which its steps go on."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.recorder = make_recorder(device)
+        self.go_on = ints(device)
+
+    def record(self, step: Callable[[], torch.Tensor]) -> CapturedGraph:
+        with self.recorder.session():
+            self.recorder.warm_up(step, lambda: None)
+            return self.recorder.record(step, KEY, lambda: None)
+
+    def loop(self, step: Callable[[], torch.Tensor]) -> CapturedGraph:
+        return self.recorder.loop(self.record(step), self.go_on)
+
+
+class Countdown(Rig):
+    """A step that runs `go_on` times: it counts down in go_on itself, and up in `runs`."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        self.runs = ints(device)
+
+    def step(self) -> torch.Tensor:
+        self.go_on.sub_(1)
+        self.runs.add_(1)
+        return self.runs * 10
+
+    def start(self, count: int) -> None:
+        self.go_on.fill_(count)
+        self.runs.zero_()
+
+
+# -- how often a step runs
+
+
+def test_the_step_runs_as_often_as_it_says(device: torch.device) -> None:
+    rig = Countdown(device)
+    loop = rig.loop(rig.step)
+    for count in (1, 2, 3, 17, 1, 250, 2):
+        rig.start(count)
+        loop.launch()
+        assert rig.runs.item() == count
+        assert loop.output.tolist() == [10 * count], "the output of the last run"
+
+
+def test_what_go_on_holds_before_a_launch_means_nothing(device: torch.device) -> None:
+    rig = Rig(device)
+    runs = ints(device)
+
+    def step() -> torch.Tensor:
+        runs.add_(1)
+        rig.go_on.zero_()
+        return runs + 0
+
+    loop = rig.loop(step)
+    for before in (0, 1, -1, 5):
+        rig.go_on.fill_(before)
+        runs.zero_()
+        loop.launch()
+        assert runs.item() == 1
+
+
+def test_every_value_but_zero_goes_on(device: torch.device) -> None:
+    values = ints(device, 1, -1, 2, 1 << 16, 1 << 30, -(1 << 31), 0, 7)
+    rig, at = Rig(device), torch.zeros(1, dtype=torch.int64, device=device)
+
+    def step() -> torch.Tensor:
+        rig.go_on.copy_(values[at])
+        at.add_(1)
+        return at + 0
+
+    loop = rig.loop(step)
+    at.zero_()
+    loop.launch()
+    assert at.item() == 7, "up to the first 0"
+
+
+def test_only_the_last_value_of_a_run_counts(device: torch.device) -> None:
+    """A step may write go_on in its middle, and read it."""
+    rig, left, seen = Rig(device), ints(device), ints(device)
+
+    def step() -> torch.Tensor:
+        rig.go_on.zero_()
+        seen.add_(rig.go_on)
+        rig.go_on.fill_(1)
+        seen.add_(rig.go_on)
+        left.sub_(1)
+        rig.go_on.copy_(left > 0)
+        return seen + 0
+
+    loop = rig.loop(step)
+    for count in (1, 6):
+        left.fill_(count)
+        seen.zero_()
+        loop.launch()
+        assert (left.item(), seen.item()) == (0, count)
+
+
+def collatz(start: int) -> int:
+    """Steps to 1, at least one: the loop is one that tests at its end."""
+    steps, x = 0, start
+    while steps == 0 or x != 1:
+        steps, x = steps + 1, x // 2 if x % 2 == 0 else 3 * x + 1
+    return steps
+
+
+def test_data_decide_where_it_ends(device: torch.device) -> None:
+    rig, runs, x = Rig(device), ints(device), torch.ones(1, dtype=torch.int64, device=device)
+
+    def step() -> torch.Tensor:
+        x.copy_(torch.where(x % 2 == 0, x // 2, 3 * x + 1))
+        runs.add_(1)
+        rig.go_on.copy_(x != 1)
+        return x + 0
+
+    loop = rig.loop(step)
+    for start in (6, 27, 1, 7, 97, 2, 871):
+        x.fill_(start)
+        runs.zero_()
+        loop.launch()
+        assert (x.item(), runs.item()) == (1, collatz(start)), start
+
+
+# -- against launches one by one
+
+
+class Layered(Rig):
+    """A step with a matrix product, a kernel of graphrt's own, and state that it changes in place."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        rng = torch.Generator().manual_seed(0)
+        self.hidden, self.residual, weight, self.norm = (
+            torch.randn(shape, generator=rng).to(device) for shape in ((3, 64), (3, 64), (64, 64), (64,))
+        )
+        self.weight = weight / 8
+        self.trace = torch.zeros(64, 3, 64, device=device)
+        self.at = torch.zeros(1, dtype=torch.int64, device=device)
+        self.first = (self.hidden.clone(), self.residual.clone())
+
+    def step(self) -> torch.Tensor:
+        normed = add_rms_norm(self.residual, self.hidden @ self.weight, self.norm, 1e-5)
+        self.hidden.copy_(torch.tanh(normed))
+        self.trace.index_copy_(0, self.at, self.hidden[None])
+        self.at.add_(1)
+        self.go_on.sub_(1)
+        return self.hidden * 2
+
+    def start(self, count: int) -> None:
+        self.hidden.copy_(self.first[0])
+        self.residual.copy_(self.first[1])
+        self.trace.zero_()
+        self.at.zero_()
+        self.go_on.fill_(count)
+
+    def state(self) -> list[torch.Tensor]:
+        return [t.clone() for t in (self.hidden, self.residual, self.trace, self.at, self.go_on)]
+
+
+def test_a_loop_is_launches_one_by_one(device: torch.device) -> None:
+    rig = Layered(device)
+    graph = rig.record(rig.step)
+    loop = rig.recorder.loop(graph, rig.go_on)
+    for count in (1, 5, 40, 5):
+        rig.start(count)
+        for _ in range(count):
+            graph.launch()
+        expected = [*rig.state(), graph.output.clone()]
+        rig.start(count)
+        loop.launch()
+        for have, want in zip([*rig.state(), loop.output], expected, strict=True):
+            assert torch.equal(have, want)
+        # An oracle that knows neither graphs nor loops.
+        hidden, residual = (t.double() for t in rig.first)
+        for run in range(count):
+            residual = residual + hidden @ rig.weight.double()
+            normed = residual * torch.rsqrt(residual.square().mean(-1, keepdim=True) + 1e-5) * rig.norm.double()
+            hidden = torch.tanh(normed)
+            if run < 5:  # rounding errors grow from run to run
+                torch.testing.assert_close(rig.trace[run].double(), hidden, rtol=0, atol=5e-3)
+        assert rig.trace[count:].count_nonzero() == 0
+
+
+def test_the_step_can_be_launched_between_loops(device: torch.device) -> None:
+    rig = Countdown(device)
+    graph = rig.record(rig.step)
+    loop = rig.recorder.loop(graph, rig.go_on)
+    rig.start(4)
+    for expected in (4, 5, 6):
+        (loop if expected == 4 else graph).launch()
+        assert rig.runs.item() == expected
+    rig.go_on.fill_(3)
+    loop.launch()
+    assert rig.runs.item() == 9
+
+
+def test_loops_of_several_sizes_work_in_one_pool(device: torch.device) -> None:
+    rig, sizes = Rig(device), (512, 64, 8)
+    x, runs = torch.zeros(512, device=device), ints(device)
+
+    def step(size: int) -> torch.Tensor:
+        y = x[:size] * 2  # an intermediate, in memory that the graphs share
+        x[:size].copy_(y + 1)
+        runs.add_(1)
+        rig.go_on.sub_(1)
+        return x[:size].sum().reshape(1)
+
+    graphs = [rig.record(lambda size=size: step(size)) for size in sizes]
+    loops = [rig.recorder.loop(graph, rig.go_on) for graph in graphs]
+    for index, count in ((0, 3), (2, 5), (1, 2), (2, 1), (0, 4)):
+        x.zero_()
+        runs.zero_()
+        rig.go_on.fill_(count)
+        loops[index].launch()
+        assert runs.item() == count
+        assert loops[index].output.item() == sizes[index] * (2**count - 1)
+        assert x[sizes[index] :].count_nonzero() == 0
+
+
+def test_a_report_says_what_the_loop_takes(device: torch.device) -> None:
+    rig = Countdown(device)
+    graph = rig.record(rig.step)
+    report = rig.recorder.loop(graph, rig.go_on).report
+    assert report.descriptor == KEY
+    assert report.pool_bytes == 0, "it works in the memory of its step"
+    assert report.nodes - graph.report.nodes == (3 if device.type == "cuda" else 0)
+    assert 0 < report.seconds < 60
+
+
+# -- lifetimes and refusals
+
+
+def test_a_loop_outlives_its_step(device: torch.device) -> None:
+    rig = Countdown(device)
+    graph = rig.record(rig.step)
+    loop = rig.recorder.loop(graph, rig.go_on)
+    graph.close()
+    del graph
+    gc.collect()
+    others = [torch.full((64,), 7.0, device=device) for _ in range(8)]
+    rig.start(3)
+    loop.launch()
+    assert (rig.runs.item(), loop.output.item()) == (3, 30)
+    assert all((other == 7).all() for other in others)
+    loop.close()
+
+
+def test_a_step_outlives_its_loops(device: torch.device) -> None:
+    rig = Countdown(device)
+    graph = rig.record(rig.step)
+    loops = [rig.recorder.loop(graph, rig.go_on) for _ in range(2)]
+    loops[0].close()
+    for again, one in enumerate((loops[1], graph)):
+        rig.start(2 - again)
+        one.launch()
+        assert rig.runs.item() == 2 - again
+    loops[1].close()
+    graph.launch()
+    assert rig.runs.item() == 2
+
+
+def test_a_closed_loop_is_not_launched(device: torch.device) -> None:
+    rig = Countdown(device)
+    loop = rig.loop(rig.step)
+    loop.close()
+    loop.close()
+    rig.start(3)
+    with pytest.raises(CaptureError, match=r"loop: expected an open loop, got launch\(\) of a closed one"):
+        loop.launch()
+    assert rig.runs.item() == 0
+    assert loop.output.numel() == 0
+
+
+def test_a_closed_graph_is_not_looped(device: torch.device) -> None:
+    rig = Countdown(device)
+    graph = rig.record(rig.step)
+    graph.close()
+    with pytest.raises(CaptureError, match="graph: expected an open graph, got one that was closed; record the step"):
+        rig.recorder.loop(graph, rig.go_on)
+
+
+def test_a_loop_is_no_step(device: torch.device) -> None:
+    rig = Countdown(device)
+    loop = rig.loop(rig.step)
+    for wrong in (loop, None, rig.step):
+        with pytest.raises(CaptureError, match=r"graph: expected (OpTape|CudaGraph), got"):
+            rig.recorder.loop(wrong, rig.go_on)
+
+
+WRONG_GO_ON = {
+    "dtype": (lambda d: torch.zeros(1, dtype=torch.int64, device=d), "expected dtype int32, got int64"),
+    "bool": (lambda d: torch.zeros(1, dtype=torch.bool, device=d), "expected dtype int32, got bool"),
+    "two": (lambda d: ints(d, 0, 0), r"expected shape \[1\], got \[2\]"),
+    "scalar": (lambda d: ints(d)[0], r"expected shape \[1\], got \[\]"),
+    "meta": (lambda d: ints(torch.device("meta")), "expected device"),
+    "number": (lambda d: 1, "expected a torch.Tensor, got int"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG_GO_ON)
+def test_go_on_is_checked(device: torch.device, case: str) -> None:
+    rig = Countdown(device)
+    make, text = WRONG_GO_ON[case]
+    with pytest.raises(ShapeError, match=f"go_on: {text}"):
+        rig.recorder.loop(rig.record(rig.step), make(device))
+
+
+# -- the twin alone
+
+
+def test_the_twin_gives_up_where_a_device_would_hang(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert tape.MAX_RUNS == 1 << 20
+    monkeypatch.setattr(tape, "MAX_RUNS", 50)
+    rig = Countdown(CPU)
+    loop = rig.loop(rig.step)
+    rig.start(50)
+    loop.launch()
+    assert rig.runs.item() == 50, "the bound itself is allowed"
+    rig.start(51)
+    with pytest.raises(ReplayError, match="go_on: expected 0 after at most 50 runs, got 1; let the step count"):
+        loop.launch()
+    rig.start(2)
+    loop.launch()
+    assert rig.runs.item() == 2, "and the loop can be used on"
+
+
+def test_the_twin_reads_the_memory_that_it_was_given() -> None:
+    """As a graph does, whatever becomes of the caller's tensor."""
+    rig = Countdown(CPU)
+    alias = rig.go_on.detach()
+    loop = OpTapeRecorder().loop(rig.record(rig.step), rig.go_on)
+    rig.start(3)
+    rig.go_on.data = ints(CPU, 1)
+    alias.fill_(0)
+    loop.launch()
+    assert rig.go_on.item() == 0, "the tape holds the caller's tensor"
+    assert rig.runs.item() == 1
