@@ -26,6 +26,7 @@ class RuntimeConfig:
     mixed_sizes     token counts of mixed graphs to capture; None is the default ladder, () captures none
     ring_depth      launches in flight before `replay` waits
     launch_steps    most steps of one launch of a DecodeSession
+    loop_sizes      decode sizes whose steps can run many times in one launch; other sizes are launched step by step
     backend         attention backend by name; None takes GRAPHRT_BACKEND, else the best that can run
     prefill_backend serves the prompts of mixed steps, by name, while `backend` serves the rows that decode. "none": one
                     kernel of `backend` serves both. None takes what was measured to be fastest
@@ -49,6 +50,7 @@ class RuntimeConfig:
     mixed_sizes: tuple[int, ...] | None = None
     ring_depth: int = 4
     launch_steps: int = 64
+    loop_sizes: tuple[int, ...] = ()
     backend: str | None = None
     prefill_backend: str | None = None
     use_graphs: bool = True
@@ -76,6 +78,14 @@ class RuntimeConfig:
                 advice = "pass a tuple of sizes"
                 found = check_ints(f"RuntimeConfig.{name}", sizes, 1, most, advice=advice, error=ConfigError)
                 object.__setattr__(self, name, tuple(sorted(set(found.tolist()))))
+        decodes = self.decode_sizes if self.decode_sizes is not None else decode_ladder(self.max_num_reqs)
+        advice = "pass some of decode_sizes"
+        loops = check_ints(
+            "RuntimeConfig.loop_sizes", self.loop_sizes, 1, self.max_num_reqs, advice=advice, error=ConfigError
+        )
+        object.__setattr__(self, "loop_sizes", tuple(sorted(set(loops.tolist()))))
+        if others := set(self.loop_sizes) - set(decodes):
+            raise ConfigError(f"RuntimeConfig.loop_sizes: expected decode sizes, got {sorted(others)} too; {advice}")
         for name in ("backend", "prefill_backend"):
             if (chosen := getattr(self, name)) is not None:
                 check_instance(f"RuntimeConfig.{name}", chosen, str, advice="name one, or None to have one chosen")

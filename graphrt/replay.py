@@ -10,7 +10,6 @@ from functools import partial
 
 import torch
 
-from graphrt.backends.base import AttentionBackend
 from graphrt.backends.choice import get_attn_backend
 from graphrt.batch import Batch
 from graphrt.capture.descriptor import BatchDescriptor, GraphKind
@@ -159,6 +158,7 @@ class ReplayManager:
             use_graphs=config.use_graphs,
         )
         self._graphs: dict[BatchDescriptor, CapturedGraph] = {}
+        self._loops: dict[BatchDescriptor, CapturedGraph] = {}
         self._stats = Stats(self._recorder.name, self._backend.name, chosen.reason)
         self._logits = NOTHING
         self._step = self._launches = 0
@@ -308,9 +308,10 @@ class ReplayManager:
             with self._on_stream, torch.inference_mode():
                 slot, step = self._ring.acquire(self._launches), self._step
                 self._step += steps
-                news.write(slot.record, step, steps, loops=False)
+                loops = steps > 1 and not why_eager and target.descriptor in self._loops
+                news.write(slot.record, step, steps, loops=loops)
                 with slot.in_flight(self._stream):
-                    self._run(target.descriptor, None, eager=bool(why_eager), steps=steps)
+                    self._run(target.descriptor, None, eager=bool(why_eager), steps=steps, loops=loops)
             for _ in range(steps):
                 self._stats.count(target.descriptor, news.num_reqs, why_eager, forced=eager)
             return Launch(step, steps, news.num_reqs, target.descriptor, why_eager, slot, self._buffers)
@@ -384,14 +385,11 @@ class ReplayManager:
     @property
     def plans_on_host(self) -> str | None:
         """The backend that plans each step on the host, from the batch's lengths, if there is one."""
-        planner = next(
-            (b for b in self._backend.parts if type(b).plan_replay is not AttentionBackend.plan_replay), None
-        )
-        return None if planner is None else planner.name
+        return self._backend.name if self._backend.plans_on_host else None
 
     @contextlib.contextmanager
     def between_steps(self) -> Iterator[StaticBuffers]:
-        """The static buffers, for work of the block on the steps' stream: behind all launches so far, before later ones.
+        """The static buffers, for work on the steps' stream: behind all launches so far, before later ones.
 
         Raises: CaptureError in the wrong state, ReplayError for a call inside another one.
         """
@@ -490,13 +488,18 @@ class ReplayManager:
                 warm.add(descriptor.kind)
                 self._recorder.warm_up(step, prepare)
             graph = self._graphs[descriptor] = self._recorder.record(step, descriptor, prepare)
+            if descriptor.kind is GraphKind.DECODE and descriptor.padded_reqs in self.config.loop_sizes:
+                self._loops[descriptor] = self._recorder.loop(graph, self._buffers.go_on)
             if progress is not None:
                 progress(graph.report)
 
-    def _run(self, descriptor: BatchDescriptor, batch: Batch | None, *, eager: bool, steps: int = 1) -> None:
+    def _run(
+        self, descriptor: BatchDescriptor, batch: Batch | None, *, eager: bool, steps: int = 1, loops: bool = False
+    ) -> None:
         """Queue the steps that the next slot is for. A slot whose steps failed is the next one again."""
+        graphs = self._loops if loops else self._graphs
         try:
-            for _ in range(steps):
+            for _ in range(1 if loops else steps):
                 if eager:
                     self._backend.plan_capture(descriptor)
                 if batch is not None:
@@ -504,7 +507,7 @@ class ReplayManager:
                 if eager:
                     self._logits = self._program.run(descriptor)
                 else:
-                    graph = self._graphs[descriptor]
+                    graph = graphs[descriptor]
                     graph.launch()
                     self._logits = graph.output
         except BaseException:
@@ -515,8 +518,9 @@ class ReplayManager:
 
     def _drop_graphs(self) -> None:
         # All or none: graphs share the pool and a cuBLAS workspace, so one must not be reset while another lives.
-        for graph in self._graphs.values():
+        for graph in (*self._loops.values(), *self._graphs.values()):
             graph.close()
+        self._loops.clear()
         self._graphs.clear()
 
     def _require(self, state: State, call: str) -> None:

@@ -23,7 +23,7 @@ import torch
 
 from graphrt.batch import Batch, Int32Array
 from graphrt.generate import SamplingParams
-from graphrt.handle import RowFault, StepFaultError
+from graphrt.handle import StepFaultError
 from graphrt.kernels.checks import check_bool, check_instance, check_int, check_ints
 from graphrt.kernels.errors import CapacityError, CaptureError, ConfigError, ShapeError, UnsupportedError
 from graphrt.kernels.metadata.buffers import COPIED, STOP_TOKENS, BufferKind, StaticBuffers
@@ -172,8 +172,8 @@ class DecodeSession:
     def fork(self, row: SessionRow, *, seed: int | None = None) -> SessionRow:
         """A second sequence that goes on as `row` does, from where the launches so far bring it.
 
-        Full pages are shared; the others are copied, on the device. The new row gets the tokens of launches in flight as
-        `row` does.
+        Full pages are shared; the others are copied, on the device. The new row gets the tokens of launches in flight
+        as `row` does.
 
         seed   of the new sequence; by default that of `row`, which then samples the same
 
@@ -246,7 +246,7 @@ class DecodeSession:
         from then on. So does one that has no page for its next token, until there is one.
 
         Returns the launches, the first one first; none where no row goes on.
-        Raises: CapacityError where no row has a page for its next token, with nothing launched; as ReplayManager.replay.
+        Raises: CapacityError where no row has a page for its next token; as ReplayManager.replay.
         """
         steps = check_int("steps", steps, 1, 1 << 30, advice="pass how many steps to launch")
         eager = check_bool("eager", eager, advice="pass a bool")
@@ -412,7 +412,7 @@ class DecodeSession:
 
         wait   wait for every launch
 
-        Raises: StepFaultError that names the row ids of faulty rows, once everything was taken in; such a row has ended.
+        Raises: StepFaultError that names the row ids of faulty rows, which have ended, once all was taken in.
         """
         wait = check_bool("wait", wait, advice="pass a bool")
         self._open("collect")

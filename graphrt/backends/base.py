@@ -348,6 +348,11 @@ class AttentionBackend(ABC):
     def plan_capture(self, descriptor: BatchDescriptor) -> None:  # noqa: B027
         """Prepare the host's state for a graph of this size, where no lengths are known yet."""
 
+    @property
+    def plans_on_host(self) -> bool:
+        """Whether each step is planned on the host, which must know every row's length then."""
+        return type(self).plan_replay is not AttentionBackend.plan_replay
+
     def plan_replay(self, descriptor: BatchDescriptor, batch: Batch) -> None:  # noqa: B027
         """Prepare the host's state for one step, before its graph is launched.
 
