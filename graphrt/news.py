@@ -18,29 +18,30 @@ class News:
     num_reqs   rows, as many as `order` has
     order      [num_reqs] int32, the row id of each place; None: as the launch before had them
     lists      [rows, 1 + 3 x groups] int32, the rows that get pages: their place, and per KV group the place of the
-               first page in the sequence, where its list begins in `pages`, and how many there are
-    pages      [listed] int32
+               first page in the sequence, where its list begins in `pages`, and how many there are; None: no row does
+    pages      [listed] int32, None with no lists
     """
 
     num_reqs: int
-    order: Int32Array | None
-    lists: npt.NDArray[np.int32]
-    pages: Int32Array
+    order: Int32Array | None = None
+    lists: npt.NDArray[np.int32] | None = None
+    pages: Int32Array | None = None
 
     def write(self, out: Int32Array, step: int, steps: int, *, loops: bool) -> None:
         """Pack into a slot of the inbox; see kernels/metadata/record.py."""
         kind = layout.NEWS | (layout.LOOPS if loops else 0) | (0 if self.order is None else layout.NEW_ORDER)
-        listed, lists = len(self.pages), len(self.lists)
         at = layout.HEADER_SIZE
-        out[:at] = layout.header(step, self.num_reqs, 0, listed, kind, steps, lists)
-        if lists:
+        if self.lists is None or self.pages is None:
+            out[:at] = layout.header(step, self.num_reqs, 0, 0, kind, steps)
+        else:
+            out[:at] = layout.header(step, self.num_reqs, 0, len(self.pages), kind, steps, len(self.lists))
             out[at : at + self.lists.size] = self.lists.reshape(-1)
             at += self.lists.size
         if self.order is not None:
             out[at : at + self.num_reqs] = self.order
             at += self.num_reqs
-        if listed:
-            out[at : at + listed] = self.pages
+        if self.pages is not None:
+            out[at : at + len(self.pages)] = self.pages
 
 
 @dataclass(frozen=True, slots=True)

@@ -40,6 +40,9 @@ Prompt = Sequence[int] | Int32Array | torch.Tensor
 
 Ids = npt.NDArray[np.int64]
 
+_RESERVED = 64
+"""Tokens that rows have pages for ahead of their steps, where pages are plenty: a step in 64 has to list some."""
+
 
 @dataclass(eq=False, slots=True)
 class SessionRow:
@@ -62,15 +65,20 @@ class SessionRow:
 class _Flight:
     """A launch that was not collected yet.
 
-    places   whose row each place is; after a fork two rows have one place
-    promised [places] tokens that each row was counted for
-    given    [places] how many of these are of a prompt: the row has them whether a token was sampled or not
+    rows      whose row each place is
+    ids       [places] their row ids
+    promised  tokens that each row was counted for: one number, or [places]
+    given     how many of these are of a prompt, [places]: the row has them whether a token was sampled or not. None: of
+              no prompt
+    forks     rows that were forked from one in flight, with its place
     """
 
     launch: Launch
-    places: list[tuple[int, SessionRow]]
-    promised: Ids
-    given: Ids
+    rows: tuple[SessionRow, ...]
+    ids: Ids
+    promised: int | Ids
+    given: Ids | None = None
+    forks: list[tuple[int, SessionRow]] = field(default_factory=list)
 
 
 class DecodeSession:
@@ -114,7 +122,10 @@ class DecodeSession:
         self._rows: dict[int, SessionRow] = {}
         self._prompts: dict[int, int] = {}  # by row id, how many tokens of the prompt were submitted
         self._order: Ids = np.empty(0, np.int64)  # the rows that go on by themselves
+        self._order_rows: tuple[SessionRow, ...] = ()
         self._sent: Ids | None = None  # the order that the device has
+        self._quiet = 0  # steps for which the device needs no news
+        self._ahead = 0  # steps that were launched since `_most` was brought up to date
         self._reached = np.zeros(ids, np.int64)  # KV tokens that a row has for sure
         self._most = np.zeros(ids, np.int64)  # and at most, behind all launches
         self._limits = np.zeros(ids, np.int64)
@@ -187,6 +198,7 @@ class DecodeSession:
                 f"fork: expected a row whose prompt was submitted, got row {at} with tokens left; run() first"
             )
         seed = int(self._seeds[at]) if seed is None else check_int("seed", seed, 0, (1 << 32) - 1, advice="32 bits")
+        self._catch_up()
         length, most = int(self._reached[at]), int(self._most[at])
         needs = [0] * len(self._runtime.allocators)
         for table in self._tables:
@@ -205,9 +217,10 @@ class DecodeSession:
                     sources, own = map(list, zip(*pairs, strict=True))
                     self._runtime.kv_cache.copy_pages(sources, own, group=group)
         for flight in self._flights:
-            flight.places.extend([(place, new) for place, other in flight.places if other is row])
+            places = [*enumerate(flight.rows), *flight.forks]
+            flight.forks.extend([(place, new) for place, other in places if other is row])
         if at in self._order:
-            self._order = np.append(self._order, to)
+            self._reorder(np.append(self._order, to))
         return new
 
     def release(self, row: SessionRow) -> None:
@@ -219,7 +232,7 @@ class DecodeSession:
         at = row.row_id
         del self._rows[at]
         self._prompts.pop(at, None)
-        self._stop(at)
+        self._reorder(self._order[self._order != at])
         for table in self._tables:  # what is in flight runs before whoever gets the pages
             table.release(at)
         self._runtime.free_rows.append(at)
@@ -233,8 +246,16 @@ class DecodeSession:
         self._rows[row.row_id] = row
         return row
 
-    def _stop(self, row_id: int) -> None:
-        self._order = self._order[self._order != row_id]
+    def _reorder(self, order: Ids) -> None:
+        """From now on these rows go on by themselves."""
+        self._catch_up()
+        self._order, self._order_rows = order, tuple(map(self._rows.__getitem__, order.tolist()))
+        self._quiet = 0
+
+    def _catch_up(self) -> None:
+        """Bring `_most` up to date."""
+        self._most[self._order] += self._ahead
+        self._ahead = 0
 
     # -- steps
 
@@ -263,21 +284,38 @@ class DecodeSession:
         return tuple(launches)
 
     def _go_on(self, steps: int, eager: bool) -> Launch:
-        ids, order = self._order, self._order
+        """Steps of the rows that go on: most of the time there are no news at all."""
+        if steps <= self._quiet:
+            launch = self._runtime.manager.advance(News(len(self._order)), steps=steps, eager=eager)
+            self._quiet -= steps
+            self._ahead += steps
+            self._flights.append(_Flight(launch, self._order_rows, self._order, steps))
+            return launch
+        self._catch_up()
+        ids, before = self._order, self._most[self._order]
         self._reserve(ids, steps)
         lists, pages = self._new_pages(ids)
-        news = News(len(ids), None if self._sent is order else order.astype(np.int32), lists, pages)
+        news = News(len(ids), None if self._sent is ids else ids.astype(np.int32), lists, pages)
         launch = self._runtime.manager.advance(news, steps=steps, eager=eager)
-        self._sent = order
-        before = self._most[ids]
-        self._most[ids] = np.minimum(before + steps, self._limits[ids])
-        self._flights.append(
-            _Flight(launch, list(enumerate(self._of(ids))), self._most[ids] - before, np.zeros(len(ids), np.int64))
-        )
+        self._sent = ids
+        after = self._most[ids] = np.minimum(before + steps, self._limits[ids])
+        self._flights.append(_Flight(launch, self._order_rows, ids, after - before))
+        self._quiet = self._steps_without_news(ids)
         return launch
+
+    def _steps_without_news(self, ids: Ids) -> int:
+        """Steps for which all rows have their pages, and none can come to its longest."""
+        most = self._most[ids]
+        room = self._limits[ids] - most
+        if not room.all():
+            return 0  # until the end of those is collected
+        for table in self._tables:
+            room = np.minimum(room, table.to[ids] * table.group.page_size - most)
+        return max(0, int(room.min()))
 
     def _full_step(self, eager: bool) -> Launch:
         """One step in full: the rows that go on, and as much of the prompts as there is room and pages for."""
+        self._catch_up()
         self._give_back(self._order)
         going_on = self._with_pages(self._order)
         chunks = self._chunks(self._budget - len(going_on))
@@ -306,15 +344,18 @@ class DecodeSession:
         )
         ends = RowEnds(self._limits[ids].astype(np.int32), self._stops[:, ids])
         launch = self._runtime.manager.begin(batch, ends, eager=eager)
-        self._sent = None
+        self._sent, self._quiet = None, 0
         promised = np.maximum(given, 1)
+        promised[: len(going_on)] = np.minimum(1, self._limits[going_on] - self._most[going_on])
         self._most[ids] += promised
-        self._flights.append(_Flight(launch, list(enumerate(self._of(ids))), promised, given))
-        for at, last in zip(chunks, whole, strict=True):
-            self._prompts[at] += len(chunks[at])
-            if last:
+        rows = tuple(map(self._rows.__getitem__, ids.tolist()))
+        self._flights.append(_Flight(launch, rows, ids, promised, given))
+        for at, chunk in chunks.items():
+            self._prompts[at] += len(chunk)
+        if done := [at for at, last in zip(chunks, whole, strict=True) if last]:
+            for at in done:
                 del self._prompts[at]
-                self._order = np.append(self._order, at)
+            self._reorder(np.append(self._order, done))
         return launch
 
     def _chunks(self, budget: int) -> dict[int, Int32Array]:
@@ -346,9 +387,15 @@ class DecodeSession:
             table.give_back(ids, np.where(np.isin(ids, list(self._prompts)), self._most[ids], self._reached[ids]))
 
     def _reserve(self, ids: Ids, steps: int) -> None:
-        """Pages for the next steps, for as many of them as there are pages for."""
+        """Pages for the next steps, and for some more where pages are plenty: then the next launches have no news."""
         self._give_back(ids)
-        while steps > 1 and not self._have(ids, np.minimum(self._most[ids] + steps, self._limits[ids])):
+        most, limits = self._most[ids], self._limits[ids]
+        for count in (max(steps, _RESERVED), steps):
+            if self._have(ids, lengths := np.minimum(most + count, limits)):
+                for table in self._tables:
+                    table.grow(ids, lengths)
+                return
+        while steps > 1 and not self._have(ids, np.minimum(most + steps, limits)):
             steps //= 2
         if not len(self._with_pages(ids, steps)):
             raise self._no_pages()
@@ -389,13 +436,13 @@ class DecodeSession:
             "that have ended"
         )
 
-    def _new_pages(self, ids: Ids) -> tuple[npt.NDArray[np.int32], Int32Array]:
+    def _new_pages(self, ids: Ids) -> tuple[npt.NDArray[np.int32], Int32Array] | tuple[None, None]:
         """What no launch has listed: the lists of News, and the pages."""
         firsts, counts, listed = zip(*(table.list_new(ids) for table in self._tables), strict=True)
         counted = np.stack(counts)
         places = np.flatnonzero(counted.any(0))
         if not len(places):
-            return np.empty((0, 1 + 3 * len(counts)), np.int32), np.empty(0, np.int32)
+            return None, None
         starts = np.cumsum(counted, axis=None).reshape(counted.shape) - counted
         lists = np.empty((len(places), 1 + 3 * len(counts)), np.int32)
         lists[:, 0] = places
@@ -425,21 +472,26 @@ class DecodeSession:
         return list(found.items())
 
     def _take_in(self, flight: _Flight, found: dict[SessionRow, list[int]]) -> StepFaultError | None:
-        launch = flight.launch
+        launch, ids = flight.launch, flight.ids
         tokens = launch.tokens(raise_on_fault=False)
-        sampled = tokens >= 0
-        had = sampled.any(0) | (flight.given > 0)
-        had &= ~(launch.ends == int(RowEnd.FAULT)).any(0) | sampled.any(0)
-        advanced = np.where(flight.given > 0, np.where(had, flight.given, 0), sampled.sum(0))
-        ends = launch.ends.max(0, initial=0)
-        columns, ended = tokens.T.tolist(), ends.tolist()
-        for place, row in flight.places:
+        sampled, ends = tokens >= 0, launch.ends.max(0, initial=0)
+        advanced = sampled.sum(0)
+        if flight.given is not None:
+            wrote = advanced.astype(np.bool_) | (ends != int(RowEnd.FAULT))
+            advanced = np.where(flight.given > 0, flight.given * wrote, advanced)
+        lost = flight.promised - advanced
+        if lost.any():
+            self._catch_up()
+        columns, ended, gone = tokens.T.tolist(), ends.tolist(), []
+        whole = bool(sampled.all())
+        for place, row in (*enumerate(flight.rows), *flight.forks):
             if self._rows.get(row.row_id) is not row or row.end:
                 continue
-            at = row.row_id
+            at, new = row.row_id, columns[place]
             self._reached[at] += advanced[place]
-            self._most[at] -= flight.promised[place] - advanced[place]
-            new = [token for token in columns[place] if token >= 0]
+            self._most[at] -= lost[place]
+            if not whole:
+                new = [token for token in new if token >= 0]
             if len(row.params.stop_ids) > STOP_TOKENS:  # the device knows the first of them
                 for index, token in enumerate(new):
                     if token in row.params.stop_ids:
@@ -451,14 +503,13 @@ class DecodeSession:
             if ended[place]:
                 row.end = RowEnd(ended[place])
                 self._prompts.pop(at, None)
-                self._stop(at)
+                gone.append(at)
+        if gone:
+            self._reorder(self._order[~np.isin(self._order, gone)])
         if not launch.faults:
             return None
-        ids = {place: row.row_id for place, row in reversed(flight.places)}
-        return StepFaultError(launch.step, [replace(fault, row=ids[fault.row]) for fault in launch.faults])
-
-    def _of(self, ids: Ids) -> list[SessionRow]:
-        return [self._rows[at] for at in ids.tolist()]
+        at_place = ids.tolist()
+        return StepFaultError(launch.step, [replace(fault, row=at_place[fault.row]) for fault in launch.faults])
 
     # -- the end
 
