@@ -272,7 +272,7 @@ class ReplayManager:
             # 2 write the step record into a pinned slot that no step in flight uses; a step number is never used twice
             step, self._step = self._step, self._step + 1
             slot = self._ring.acquire(step)
-            words = batch.write_record(slot.record, step)
+            words = batch.write_record(slot.record, step, len(self.kv_cache.groups))
             # 3 one upload, 4 one launch
             with slot.in_flight(self._stream):
                 self._ring.upload(slot, words)
@@ -316,7 +316,7 @@ class ReplayManager:
         slot = self._ring.acquire(step)
         try:
             with slot.in_flight(self._stream):
-                self._ring.upload(slot, batch.write_record(slot.record, step))
+                self._ring.upload(slot, batch.write_record(slot.record, step, len(self.kv_cache.groups)))
                 mappings = self._program.refresh(descriptor).metadata.slot_mappings
                 return tuple(mapping[mapping >= 0] for mapping in mappings)
         finally:
