@@ -28,7 +28,7 @@ from graphrt.testing.backend_contract import check_backend, contract_cases
 from graphrt.testing.backend_features import FEATURES, FLAGS, declared_features
 from graphrt.testing.backend_rig import make_rig
 from tests.backends import mocks
-from tests.backends.mocks_by_feature import BROKEN_BY_FEATURE
+from tests.backends.mocks_by_feature import BROKEN_BY_FEATURE, CrossSplitsByRows
 
 ROOT = Path(__file__).resolve().parents[2]
 CPU = torch.device("cpu")
@@ -143,6 +143,14 @@ def test_a_row_that_depends_on_the_size_of_its_graph_is_noticed() -> None:
     assert "a row of 16 with others" in reason
 
 
+def test_a_cross_layer_that_depends_on_the_size_of_its_graph_is_noticed() -> None:
+    invariant = replace(CrossSplitsByRows.capabilities, batch_invariant=True)
+    claims = type("Claims", (CrossSplitsByRows,), {"capabilities": invariant})
+    assert check_backend(claims, features=["cross_attention", "batch_invariant"], brief=True).ok
+    ((_, reason),) = check_backend(claims, features=["batch_invariant-cross_attention"]).failed
+    assert "a row of 16 with others" in reason
+
+
 @dataclass
 class Call:
     """The arguments of one call of the reference; a lie changes them."""
@@ -211,6 +219,11 @@ def assume_strides(*order: int) -> Callable[[Call], None]:
         call.k, call.v = dense(call.k, *order), dense(call.v, *order)
 
     return lie
+
+
+def unscaled_cross(call: Call) -> None:
+    if not call.options.causal:
+        call.options = replace(call.options, v_scale=None)
 
 
 def first_scale_for_all(call: Call) -> None:
@@ -300,6 +313,7 @@ LIES: dict[str, tuple[str, dict[str, Any]]] = {
     "sinks": ("sinks", without(sinks=None)),
     "k_scale": ("fp8", without(k_scale=None)),
     "v_scale": ("fp8", without(v_scale=None)),
+    "cross-scale": ("cross_attention-fp8", lying(unscaled_cross)),
     "e5m2": ("fp8-e5m2", without(v_scale=None)),
     "scale-per-head": ("fp8", lying(first_scale_for_all)),
     "not-causal": ("query_len", without(causal=False)),
