@@ -67,13 +67,13 @@ def nan_cache(*args: Any) -> KVCache:
 
 
 def bart_runtime(
-    device: torch.device, specs: Any = None, dtype: torch.dtype | None = None, **options: Any
+    device: torch.device, specs: Any = None, dtype: torch.dtype = F32, **options: Any
 ) -> tuple[HostedBart, Runtime]:
-    hosted = HostedBart(make_bart(device))
+    hosted = HostedBart(make_bart(device).to(dtype))
     specs = hosted.specs if specs is None else specs
     defaults = {"decode_sizes": (2, 4), "mixed_sizes": (8, 16), "max_encoder_len": MAX_ENCODER_LEN}
     runtime = Runtime(
-        hosted, specs, kv_groups(specs, page_size=PAGE, dtype=dtype), vocab_size=VOCAB, device=device, num_pages=60,
+        hosted, specs, kv_groups(specs, page_size=PAGE), vocab_size=VOCAB, device=device, num_pages=60,
         config=RuntimeConfig(4, 16, MAX_LEN, **(defaults | options)), allocate_kv=nan_cache,
     )  # fmt: skip
     runtime.capture()
@@ -141,6 +141,23 @@ def test_tokens_of_bart_equal_transformers(page_lists: str, device: torch.device
     assert server.run({0: [0], 2: [1, 2], 3: [3], 10: [4]}) == oracle()
     assert not server.runtime.stats().eager_steps
     server.runtime.close()
+
+
+def test_replays_of_bart_equal_eager_bit_by_bit(device: torch.device) -> None:
+    """In bfloat16, as it is served: rows come and go, decode steps and mixed ones."""
+    hosted, runtime = bart_runtime(device, dtype=BF16)
+    server = Server(hosted, runtime)
+    for admitted in ([0], [1, 2], [], [3], []):
+        batch = server.step(admitted)
+        poison_derived(runtime.manager.buffers)
+        comparison = runtime.compare(batch)
+        assert comparison.equal, str(comparison)
+        handle = runtime.replay(batch)
+        assert handle.why_eager == ""
+        assert not handle.logits().isnan().any()
+        for request, token in zip(list(server.tokens), handle.tokens().tolist(), strict=True):
+            server.tokens[request].append(token)
+    runtime.close()
 
 
 def test_tokens_of_bart_through_interpreted_kernels() -> None:
