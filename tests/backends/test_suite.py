@@ -134,21 +134,15 @@ def test_buffers_of_the_first_attempt_are_noticed() -> None:
     assert "attempt 1" in reason
 
 
-def test_a_row_that_depends_on_the_size_of_its_graph_is_noticed() -> None:
+BY_ROWS = {mocks.SplitsByRows: "batch_invariant", CrossSplitsByRows: "batch_invariant-cross_attention"}
+
+
+@pytest.mark.parametrize("mock", BY_ROWS, ids=lambda cls: cls.name)
+def test_a_row_that_depends_on_the_size_of_its_graph_is_noticed(mock: type[AttentionBackend]) -> None:
     """As it would be with splits that follow from the number of rows."""
-    invariant = replace(mocks.SplitsByRows.capabilities, batch_invariant=True)
-    claims = type("Claims", (mocks.SplitsByRows,), {"capabilities": invariant})
-    assert check_backend(claims, features=["plain", "query_len", "mixed"]).ok
-    ((_, reason),) = check_backend(claims, features=["batch_invariant"]).failed
-    assert "a row of 16 with others" in reason
-
-
-def test_a_cross_layer_that_depends_on_the_size_of_its_graph_is_noticed() -> None:
-    invariant = replace(CrossSplitsByRows.capabilities, batch_invariant=True)
-    claims = type("Claims", (CrossSplitsByRows,), {"capabilities": invariant})
-    assert check_backend(claims, features=["cross_attention", "batch_invariant"], brief=True).ok
-    ((_, reason),) = check_backend(claims, features=["batch_invariant-cross_attention"]).failed
-    assert "a row of 16 with others" in reason
+    claims = type("Claims", (mock,), {"capabilities": replace(mock.capabilities, batch_invariant=True)})
+    assert check_backend(claims, features=["plain", "query_len", "mixed", "cross_attention"], brief=True).ok
+    assert "a row of 16 with others" in check_backend(claims, features=[BY_ROWS[mock]]).failed[0][1]
 
 
 @dataclass
@@ -222,8 +216,7 @@ def assume_strides(*order: int) -> Callable[[Call], None]:
 
 
 def unscaled_cross(call: Call) -> None:
-    if not call.options.causal:
-        call.options = replace(call.options, v_scale=None)
+    call.options = call.options if call.options.causal else replace(call.options, v_scale=None)
 
 
 def first_scale_for_all(call: Call) -> None:
