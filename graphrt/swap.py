@@ -16,8 +16,9 @@ from graphrt.kernels.checks import check_instance, check_int, check_ints, check_
 from graphrt.kernels.errors import CapacityError, CaptureError, ConfigError
 from graphrt.kv_cache import KVCache, PageAllocator
 
-_STAGED_BYTES = 32 << 20
-"""Bytes of each of the two staging buffers: half a millisecond of a fast link."""
+_STAGED_BYTES = 8 << 20
+"""Bytes of each of the two staging buffers. Longer copies over the link hold decode steps up more: 32 MB at a time cost
+them 5.3 %, 8 MB 2.9 %. See docs/LOG.md, "Swaps beside steps"."""
 
 Extent = tuple[int, int]
 """First byte and number of bytes."""
