@@ -29,12 +29,12 @@ class Row:
     row_id       persistent row state that it uses (0 to max_num_reqs - 1), its own as long as it lives
     tokens       the new tokens; TOKEN_FROM_ROW as the first means the token that this row sampled last
     seq_len      KV tokens including `tokens`
-    pages        page ids, in order; with several KV groups a list of them per group
+    pages        page ids, in order; with several KV groups a list of them per group. () lists none in any group
     first_page   place in the sequence of the first of `pages`; with several KV groups one per group
     sample       whether a token is to be sampled after the last of `tokens` (False: a prompt chunk that goes on)
     temperature  0 is greedy
     seed         seed of this row's random numbers
-    encoder_len  tokens that the row's encoder wrote for cross layers; 0: none
+    encoder_len  tokens that the row's encoder wrote for cross layers, the same in each of its steps; 0: none
     """
 
     row_id: int
@@ -56,22 +56,33 @@ class Batch:
     seq_lens      [n]       int32    KV tokens including this step's
     query_lens    [n]       int32    new tokens of each row, >= 1; by default 1
     tokens        [sum]     int32    literal token ids, or TOKEN_FROM_ROW, the row's last sampled token; by default that
-    page_indptr   [n + 1]   int32    row i lists page_ids[page_indptr[i] : page_indptr[i + 1]]; by default no lists
-    page_ids      [listed]  int32    page ids, row after row; by default none
+    page_indptr   [n + 1]   int32    row i lists page_ids[page_indptr[i] : page_indptr[i + 1]]
+    page_ids      [listed]  int32    page ids, row after row. By default, of both, no row lists any, in any group
     first_pages   [n]       int32    place in the sequence of each row's first listed page; by default 0
     sample        [n]       int32    1: sample after the row's last token (the default); 0: the prompt goes on
     temperatures  [n]       float32  0 is greedy, the default
     seeds         [n]       uint32   seeds of the rows' random numbers; by default 0
-    encoder_lens  [n]       int32    tokens that each row's encoder wrote for cross layers; by default 0
+    encoder_lens  [n]       int32    tokens that each row's encoder wrote for cross layers; by default 0: no encoder
 
     A list from page 0 says all pages of its row. A list from a later page, or an empty one, keeps what the row's last
-    steps listed before it: a row that goes on needs to list new pages only. A row id that begins a sequence
-    (seq_len == query_len) keeps nothing.
+    steps listed before it: a row that goes on needs to list new pages only. A step without new pages needs no lists:
+    `Batch(row_ids=[0, 1], seq_lens=[5, 9])`. A row id that begins a sequence (seq_len == query_len) keeps nothing.
 
     With G KV groups (see KVCacheSpec) there are G lists per row, those of the first group first: page_indptr is
     [G * n + 1], first_pages [G * n]. A list of a windowed group may begin at the first page that the row sees; what
-    stands before that page is not read. A list of a cross group has the pages that the row's encoder wrote. Rows may
-    list the same ones, and a row that goes on lists none. With encoder_lens 0 cross layers give zeros.
+    stands before that page is not read. A row that goes on and lists from page 0, in a group of its own tokens, keeps
+    nothing in any group: it may be another sequence, with a prefix that is in the cache. It lists its pages in every
+    group then.
+
+    A list of a cross group has the pages that the row's encoder wrote. Rows may list the same ones. A row states its
+    encoder_len in every step, and it stays the same: another one is a fault, unless the row lists from page 0 or keeps
+    nothing. With encoder_len 0, and no pages of an encoder, cross layers give zeros:
+
+        step                    own pages    encoder's pages   encoder_len
+        the sequence begins     [4]          [8, 9]            30
+        it goes on              []           []                30            0 here is ENCODER_LEN_CHANGED
+        a page is full          [5], from 1  []                30
+        all lists once more     [4, 5]       [8, 9]            30            [] here is LENGTH_EXCEEDS_PAGES
 
     A model of encoder layers alone has no KV groups: its batches list no pages, and each row is a whole sequence.
 
@@ -211,8 +222,8 @@ class Batch:
 
     @property
     def num_groups(self) -> int:
-        """KV groups that the rows list pages of; 0 for a batch without rows, which fits any, or without lists."""
-        return len(self.first_pages) // max(self.num_reqs, 1)
+        """KV groups that the rows have lists of; 0 where none lists a page, which fits any runtime."""
+        return len(self.first_pages) // self.num_reqs if len(self.page_ids) else 0
 
     def is_uniform(self, query_len: int) -> bool:
         """Whether every row has exactly `query_len` new tokens."""
@@ -223,11 +234,10 @@ class Batch:
     ) -> None:
         """Raise CapacityError for sequences or page lists that a runtime has no room for, ShapeError for page lists of
         another number of KV groups, and with `whole` for a row that is not a whole sequence; costs microseconds."""
-        none_listed = self.num_groups <= 1 and not len(self.page_ids)
-        if self.num_reqs and self.num_groups != groups and not (groups == 0 and none_listed):
+        if self.num_groups not in (0, groups):
             raise ShapeError(
                 f"batch.page_indptr: expected lists of {groups} KV groups, {groups * self.num_reqs + 1} values, got "
-                f"{len(self.page_indptr)}; list every row's pages in every group"
+                f"{len(self.page_indptr)}; pass a list per group and row, an empty one where a row lists no page"
             )
         longest = int(self.seq_lens.max(initial=0))
         if longest > max_seq_len:
@@ -256,12 +266,13 @@ class Batch:
                 f"got {listed}; list only the pages that seq_lens need"
             )
 
-    def write_record(self, out: Int32Array, step: int) -> int:
-        """Pack the batch in full into `out` (see kernels/metadata/record.py); returns the number of words used."""
+    def write_record(self, out: Int32Array, step: int, groups: int) -> int:
+        """Pack the batch in full into `out`, as a runtime of so many KV groups reads it (see
+        kernels/metadata/record.py), and return the number of words used."""
         n, tokens, listed = self.num_reqs, self.num_tokens, len(self.page_ids)
         out[: layout.HEADER_SIZE] = layout.header(step, n, tokens, listed)
-        groups = max(self.num_groups, 1)  # a runtime without KV groups has the record of one, without pages
-        at, row_fields = layout.HEADER_SIZE, layout.row_fields(groups)
+        row_fields = layout.row_fields(max(groups, 1))  # a runtime without KV groups has the record of one
+        at = layout.HEADER_SIZE
         rows = out[at : at + row_fields * n].reshape(row_fields, n)
         rows[layout.ROW_ID] = self.row_ids
         rows[layout.ROW_SEQ_LEN] = self.seq_lens
@@ -271,7 +282,7 @@ class Batch:
         rows[layout.ROW_SAMPLE] = self.sample
         for index, name in enumerate(COPIED):
             rows[layout.ROW_COPIED + index] = getattr(self, name).view(np.int32)
-        if not self.num_groups:
+        if not listed:
             rows[layout.ROW_PAGES :] = 0
         else:
             lists = rows[layout.ROW_PAGES :].reshape(-1, layout.PAGE_FIELDS, n)
@@ -352,20 +363,24 @@ def _array(name: str, values: Any, dtype: Any, length: int | None = None) -> npt
 def _page_lists(rows: Sequence[Row]) -> tuple[list[Sequence[int] | Int32Array], list[int]]:
     """The rows' lists of pages, those of the first KV group first, and the place of each list's first page."""
     given = [_list(rows, "pages", row, row.pages) for row in rows]
+    if not any(map(len, given)):
+        return [], []
     grouped = [bool(len(pages)) and isinstance(pages[0], (Sequence, np.ndarray)) for pages in given]
     if not any(grouped):
         return given, [row.first_page for row in rows]  # type: ignore[misc]  # checked with the others, as an array
     lists, first_pages = [], []
-    for group in range(groups := max(map(len, given))):
+    groups = max(map(len, given))
+    for group in range(groups):
         for row, pages, ok in zip(rows, given, grouped, strict=True):
             listed = isinstance(row.first_page, (Sequence, np.ndarray)) and getattr(row.first_page, "ndim", True)
             firsts: Any = row.first_page if listed else (row.first_page,) * groups
-            if not ok or len(pages) != groups or len(firsts) != groups:
+            nothing = not len(pages)  # in no group
+            if not (nothing or (ok and len(pages) == groups)) or len(firsts) != groups:
                 raise ShapeError(
                     f"rows: expected {groups} lists of pages in each row, and as many first pages or one, as one row "
                     f"has, got {shown(row.pages)} and {shown(row.first_page)}; pass a list per KV group"
                 )
-            lists.append(_list(rows, "pages", row, pages[group]))
+            lists.append(() if nothing else _list(rows, "pages", row, pages[group]))
             first_pages.append(firsts[group])
     return lists, first_pages
 

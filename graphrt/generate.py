@@ -7,6 +7,7 @@ step computed for it is thrown away.
 
 from __future__ import annotations
 
+import warnings
 from collections import deque
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
@@ -86,7 +87,8 @@ class TextGenerator:
 
     runtime      a captured one; several generators may share it
     swap_bytes   pinned host memory of one `generate` at most, taken where its sequences may not all have pages at once.
-                 What does not fit there is computed again; 0: all of it
+                 What does not fit there is computed again; 0: all of it. Where the host does not give the memory, a
+                 RuntimeWarning says why, once, and all is computed again
     stats        what happened beside the steps; see GenerationStats
 
     Raises: ConfigError for a runtime without sampler, without mixed batches where query_len is not 1, or of a model
@@ -112,6 +114,8 @@ class TextGenerator:
             )
         self._runtime = runtime
         self._swap_bytes = check_int("swap_bytes", swap_bytes, 0, 1 << 50, advice="0 computes again instead")
+        for group in range(len(groups)):
+            runtime.kv_cache.packer(group).warm_up()  # a first copy on write compiles nothing
         self.stats = GenerationStats()
 
     def generate(
@@ -127,9 +131,8 @@ class TextGenerator:
 
         Raises: ShapeError for a prompt that is empty or no list of token ids, CapacityError for one that cannot fit
         even alone, ConfigError for wrong params, CaptureError where the runtime is not captured, all before any step.
-        While it runs: CapacityError where somebody else holds the pages that the first sequence needs, or the host has
-        no memory of swap_bytes; StepFaultError where a row had a fault, for example logits that are all NaN;
-        ReplayError where a row yields no token.
+        While it runs: CapacityError where somebody else holds the pages that the first sequence needs; StepFaultError
+        where a row had a fault, for example logits that are all NaN; ReplayError where a row yields no token.
         """
         if self._runtime.state is not State.CAPTURED:
             raise CaptureError(
@@ -176,7 +179,12 @@ class TextGenerator:
         longest = max(request.length_limit for request in requests)
         most = sum(group.pages_for(longest) * group.bytes_per_page for group in groups)
         nbytes = min(self._swap_bytes, most * min(rows, len(requests)))
-        return SwapSpace(runtime.kv_cache, runtime.allocators, nbytes, stream=runtime.stream)
+        try:
+            return SwapSpace(runtime.kv_cache, runtime.allocators, nbytes, stream=runtime.stream)
+        except CapacityError as error:
+            self._swap_bytes = 0
+            warnings.warn(f"sequences that wait are computed again: {error}", RuntimeWarning, stacklevel=2)
+            return None
 
     def _run(self, requests: list[Request]) -> Generator[Event, None, None]:
         space = self._swap_space(requests)

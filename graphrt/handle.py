@@ -26,7 +26,9 @@ _FAULT_TEXT = {
     FaultCode.DUPLICATE_ROW: "row_id {value} is used by another row of the batch too",
     FaultCode.DUPLICATE_PAGE: "page {value} is written twice: by another row too, or it is listed twice",
     FaultCode.NO_LAST_TOKEN: "row_id {value} has no last token to go on from: its sequence has sampled none",
-    FaultCode.BAD_ENCODER_LEN: "encoder_len {value} is negative, or longer than max_encoder_len",
+    FaultCode.BAD_ENCODER_LEN: "encoder_len {value} is negative, longer than max_encoder_len, or 0 beside listed pages",
+    FaultCode.ENCODER_LEN_CHANGED: "encoder_len {value} is not the one that its sequence has; state it in every step, "
+    "or list the encoder's pages from page 0 with another one",
     FaultCode.NO_TOKEN_OFFERED: "its logits offer no token: all are NaN or -inf, or the sampler returned -1",
     FaultCode.SAMPLE_OUT_OF_RANGE: "the sampler returned {value}, which is outside the vocabulary",
 }
@@ -205,7 +207,8 @@ class StepHandle:
         """Logits [num_reqs, vocab] on the device, ordered after the step on the current stream.
 
         They lie in the graphs' shared memory and live until the next step is submitted: use them before, or take a
-        copy. Call it from the thread that submits steps.
+        copy. Those of a mixed step in two parts are a copy, since the step has its rows in another order. Call it
+        before the next step is submitted, from the thread that submits steps.
 
         Raises: ReplayError when a later step was submitted already or another thread submits one, CaptureError after
         `close()`, ConfigError for an argument that is no bool.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from typing import NoReturn
 
 import numpy as np
 import numpy.typing as npt
@@ -371,20 +372,23 @@ class PageAllocator:
         # A stack: pages freed last are handed out first, while they may still be in the L2 cache.
         self._freed: list[int] = []
         self._untouched = 0  # this page and those above it were never handed out
-        self._owners: dict[int, int] = {}
+        self._owners = np.zeros(min(self.num_pages, 1024), np.int32)  # of the pages below; it grows with them
+        self._num_owned = 0
 
     @property
     def num_free(self) -> int:
         """Pages that can be allocated now."""
-        return self.num_pages - 1 - len(self._owners)
+        return self.num_pages - 1 - self._num_owned
 
     def owners(self, page: int) -> int:
         """How many owners a page has; 0 when it is free."""
-        return self._owners.get(check_int("page", page, 0, self.num_pages - 1, advice="pass a page of the cache"), 0)
+        page = check_int("page", page, 0, self.num_pages - 1, advice="pass a page of the cache")
+        return int(self._owners[page]) if page < len(self._owners) else 0
 
-    def owners_of(self, pages: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    def owners_of(self, pages: npt.NDArray[np.int64]) -> npt.NDArray[np.int32]:
         """How many owners each of some pages has, which are in range: `owners` without checks."""
-        return np.fromiter((self._owners.get(page, 0) for page in pages.tolist()), np.int64, len(pages))
+        known = pages < len(self._owners)
+        return self._owners[pages] if known.all() else np.where(known, self._owners[np.where(known, pages, 0)], 0)
 
     def allocate(self, count: int) -> list[int]:
         """`count` pages with one owner each. Raises CapacityError, with nothing changed, when fewer are free."""
@@ -395,38 +399,44 @@ class PageAllocator:
                 f"{shown(count)}; free finished sequences or build a larger cache"
             )
         pages = [self._freed.pop() if self._freed else self._next_untouched() for _ in range(count)]
-        self._owners.update(dict.fromkeys(pages, 1))
+        while self._untouched > len(self._owners):
+            self._owners = np.concatenate((self._owners, np.zeros_like(self._owners)))
+        self._owners[pages] = 1
+        self._num_owned += count
         return pages
 
     def share(self, pages: Pages) -> None:
         """Add an owner to each of `pages`. Raises ConfigError, with nothing changed, if one of them is free."""
-        for page in self._owned(pages, "share"):
-            self._owners[page] += 1
+        found = self._owned(pages, "share")
+        np.add.at(self._owners, found, 1)
 
     def free(self, pages: Pages) -> None:
         """Take an owner from each of `pages`. Raises ConfigError, with nothing changed, if one has too few."""
-        for page in self._owned(pages, "free"):
-            self._owners[page] -= 1
-            if self._owners[page] == 0:
-                del self._owners[page]
-                self._freed.append(page)
+        found = self._owned(pages, "free")
+        np.subtract.at(self._owners, found, 1)
+        left = self._owners[found]
+        if (left < 0).any():  # pages listed more often than they have owners
+            np.add.at(self._owners, found, 1)
+            self._refuse("free", int(found[left.argmin()]))
+        freed = dict.fromkeys(found[left == 0].tolist())
+        self._freed += freed
+        self._num_owned -= len(freed)
 
     def _next_untouched(self) -> int:
         self._untouched += self._untouched == self.null_page
         self._untouched += 1
         return self._untouched - 1
 
-    def _owned(self, pages: Pages, verb: str) -> list[int]:
+    def _owned(self, pages: Pages, verb: str) -> npt.NDArray[np.int64]:
+        """The pages as an array; raises unless each has an owner."""
         advice = "pass pages that allocate() gave"
-        found: list[int] = check_ints(
-            f"{verb}: pages", pages, 0, self.num_pages - 1, advice=advice, error=ConfigError
-        ).tolist()
-        taken: dict[int, int] = {}
-        for page in found:
-            taken[page] = taken.get(page, 0) + (verb == "free")
-            if self._owners.get(page, 0) < max(1, taken[page]):
-                raise ConfigError(
-                    f"{verb}: expected an allocated page, got page {page} with {self._owners.get(page, 0)} owners; "
-                    f"{advice}"
-                )
+        found = check_ints(f"{verb}: pages", pages, 0, self.num_pages - 1, advice=advice, error=ConfigError)
+        if len(found) and not (have := self.owners_of(found)).all():
+            self._refuse(verb, int(found[have.argmin()]))
         return found
+
+    def _refuse(self, verb: str, page: int) -> NoReturn:
+        raise ConfigError(
+            f"{verb}: expected an allocated page, got page {page} with {self.owners(page)} owners; "
+            "pass pages that allocate() gave"
+        )

@@ -39,7 +39,10 @@ class StepMetadata:
         .. of the prompt part 3 3 3   3           8  10    the others are rows without tokens; tokens before 3 are not
                                                            this part's
 
-    The decode part is a decode batch: `padded_reqs` rows, and as many tokens as they have.
+    The decode part is a decode batch: min(padded_reqs, padded_tokens // decode_len) rows of `decode_len` tokens. Its
+    pad rows and pad tokens are those of prompts. So only `seq_lens` and `query_start_loc` hold pad values there;
+    `encoder_lens`, `block_tables`, `slot_mappings` and `positions` hold what they have in the whole step. In the prompt
+    part the same four are those of the whole step, in rows of the decode part too.
     """
 
     descriptor: BatchDescriptor

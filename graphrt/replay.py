@@ -331,7 +331,7 @@ class ReplayManager:
         # 2 write the batch into a slot that no launch in flight uses; a step number is never used twice
         slot, step = self._ring.acquire(self._launches), self._step
         self._step += 1
-        words = batch.write_record(slot.record, step)
+        words = batch.write_record(slot.record, step, len(self.kv_cache.groups))
         if ends is not None:
             ends.write(slot.record, words)
         # 3 one launch, which reads the slot
@@ -374,7 +374,7 @@ class ReplayManager:
         state = self._buffers.snapshot()
         step, self._step = self._step, self._step + 1  # claims of an interrupted comparison must not meet a step's
         slot = self._ring.acquire(self._launches)
-        batch.write_record(slot.record, step)
+        batch.write_record(slot.record, step, len(self.kv_cache.groups))
         try:
             with slot.in_flight(self._stream):
                 mappings = self._program.refresh(descriptor).metadata.slot_mappings

@@ -3,7 +3,8 @@
 Sequences are served in the order of their prompts. Pages are allocated as a sequence grows. Where they run out, the
 sequence of the last prompt gives its row and its pages back, and waits at the head of the queue: its pages lie in a
 SwapSpace meanwhile, or are computed again from its tokens. The sequence of the first prompt never gives way, so it
-ends; then the next one is the first.
+ends; then the next one is the first. Whoever is admitted stands behind all that run in the order of prompts: sequences
+wait for pages and for common beginnings of earlier ones alone, never in a circle.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from graphrt.handle import StepHandle
 from graphrt.kernels.types import TOKEN_FROM_ROW
 from graphrt.runtime import Runtime
 from graphrt.swap import SwapArrival, SwappedPages, SwapSpace
-from graphrt.tables import Slots, Tables, common_prefix
+from graphrt.tables import PrefixIndex, Slots, Tables, common_prefix
 
 if TYPE_CHECKING:
     from graphrt.generate import SamplingParams
@@ -33,7 +34,8 @@ if TYPE_CHECKING:
 class GenerationStats:
     """What a TextGenerator did beside its steps, since it was built.
 
-    preemptions         times that a sequence gave its row and its pages back
+    preemptions         times that a sequence gave its row and its pages back; without those that had computed
+                        nothing yet
     swapped_out_pages   pages copied to the host, of all KV groups, and swapped_in_pages copied back
     recomputed_tokens   tokens whose keys and values were dropped, and computed again
     shared_tokens       tokens of prompts that were not computed, since another sequence had computed the same
@@ -128,6 +130,7 @@ class Scheduler:
         self.tables = [Tables(group, runtime.allocators[group.pool], slots, longest) for group in self._groups]
         self._page_unit = math.lcm(*(group.page_size for group in self._groups))
         self._largest_page = max(group.page_size for group in self._groups)
+        self._prefixes = PrefixIndex(max(8, self._largest_page // 2))
         self._free_slots = list(range(slots - 1, -1, -1))
         self._given: dict[int, Int32Array] = {}
         self._prompting: list[int] = []  # slots with given tokens left, in the order of their prompts
@@ -150,10 +153,10 @@ class Scheduler:
             # A sequence whose last token is in flight comes back when it is read.
             if not request.finished and (not self._free_slots or not self._runtime.free_rows or request.in_flight):
                 return
-            if request.finished or self._have(needs := self._needs_to_start(request)):
-                self.queue.popleft()
-                if not request.finished:
-                    self._start(request, needs)
+            if request.finished:
+                self._drop(self.queue.popleft())
+            elif self._have(needs := self._needs_to_start(request), returns=request.preempted):
+                self._start(self.queue.popleft(), needs)
             else:
                 return
 
@@ -170,21 +173,29 @@ class Scheduler:
                 needs[group.pool] += group.most_pages(first, min(first, self._longest_chunk))
         return needs
 
-    def _have(self, needs: list[int]) -> bool:
-        """Whether pools have so many pages, beside those that slots were admitted for and one for each that runs."""
+    def _have(self, needs: list[int], *, returns: bool) -> bool:
+        """Whether pools have so many pages, beside those that slots were admitted for and one for each that runs.
+
+        returns   the sequence was preempted: it comes back once it has a page to go on with as well, and once the
+                  prompts that run have pages for all their tokens, so that it does not give way again at once
+        """
         if self._space is not None:
             self._space.collect()
-        for pool, (need, allocator) in enumerate(zip(needs, self._runtime.allocators, strict=True)):
-            if not self.members:  # it may have all, and must have what it brings back at once
-                self._reclaim(pool, need)
-                if self.queue[0].swapped is not None and need > allocator.num_free:
-                    return False
-                continue
-            spare = len(self.members) * sum(group.pool == pool for group in self._groups)
-            promised = sum(of_slot[pool] for of_slot in self._promised.values())
-            if need + spare + promised > allocator.num_free:
-                return False
-        return True
+        if not self.members:  # it may have all, and must have what it brings back at once
+            fits = [self._reclaim(pool, need) for pool, need in enumerate(needs)]
+            return self.queue[0].swapped is None or all(fits)
+        spare = [0] * len(needs)
+        prompting = np.array(self._prompting, np.int64)
+        ends = np.array([len(self._given[slot]) for slot in self._prompting], np.int64)
+        for table in self.tables:
+            spare[table.group.pool] += len(self.members) + returns
+            if returns:
+                spare[table.group.pool] += table.missing(prompting, ends)
+        if not returns:
+            for of_slot in self._promised.values():
+                spare = [a + b for a, b in zip(spare, of_slot, strict=True)]
+        free = [allocator.num_free for allocator in self._runtime.allocators]
+        return all(need + more <= have for need, more, have in zip(needs, spare, free, strict=True))
 
     def _start(self, request: Request, needs: list[int]) -> None:
         slot = self._free_slots.pop()
@@ -193,6 +204,7 @@ class Scheduler:
         self._scheduled[slot], self._limits[slot] = request.scheduled, request.length_limit
         self._temperatures[slot], self._seeds[slot] = request.params.temperature, request.params.seed
         self._given[slot] = request.tokens
+        self._prefixes.add(slot, self._given[slot])
         self._prompting.append(slot)
         if request.swapped is None:
             self._promised[slot] = needs
@@ -212,13 +224,15 @@ class Scheduler:
         """Submit the next step: decodes first, then given tokens as far as tokens and pages go. None: no row."""
         if self._space is not None:
             self._space.collect()
-        later = self._share_prefixes()
+        going_on = self._share_prefixes()
         decoding = self._make_room()
         if decoding is None:
             return None
         for table in self.tables:
             table.grow(decoding, self._scheduled[decoding] + 1)
-        chunks, done = self._chunks(self._runtime.config.max_num_tokens - len(decoding), later, alone=not len(decoding))
+        chunks, done = self._chunks(
+            self._runtime.config.max_num_tokens - len(decoding), going_on, alone=not len(decoding)
+        )
         slots = np.concatenate((decoding, np.fromiter(chunks, np.int64, len(chunks))))
         if not len(slots):
             return None
@@ -254,28 +268,41 @@ class Scheduler:
             self._release(slot)
         return step
 
-    def _share_prefixes(self) -> set[int]:
-        """Let sequences that begin take the pages of those that began alike; the slots that had better wait a step,
-        until an earlier sequence has computed what they need."""
-        later = set()
+    def _share_prefixes(self) -> list[int]:
+        """Let sequences that begin take the pages of earlier ones that began alike, before these give pages back that
+        their window leaves behind. The slots that may go on with their given tokens, as many as a step has tokens
+        for: without those that had better wait until an earlier one has computed what they need."""
+        going_on, budget = [], self._runtime.config.max_num_tokens - int(self._decoding.sum())
         for slot in self._prompting:
-            if not self._scheduled[slot] and not any(table.to[slot] for table in self.tables):
-                given, best, expected = self._given[slot], (0, 0), 0
-                for donor, other in self._given.items():
-                    common = common_prefix(given, other, len(given) - 1) if donor != slot else 0
-                    if not common:
-                        continue
-                    if donor not in self._arriving:
-                        ready = min(common, int(self._scheduled[donor]))
-                        best = max(best, (self._shareable(donor, ready), donor))
-                    earlier = self.members[donor].index < self.members[slot].index
-                    if earlier and self._scheduled[donor] < common:
-                        expected = max(expected, common)
-                if self._longest_chunk > 1 and expected - best[0] >= self._page_unit:
-                    later.add(slot)
-                elif best[0]:
-                    self._share(slot, *best)
-        return later
+            if budget <= 0:
+                break
+            if self._scheduled[slot] or not self._waits_for_prefix(slot):
+                going_on.append(slot)
+                if slot not in self._arriving:
+                    budget -= min(len(self._given[slot]) - int(self._scheduled[slot]), self._longest_chunk)
+        return going_on
+
+    def _waits_for_prefix(self, slot: int) -> bool:
+        """Whether a sequence that begins waits for an earlier one to compute the same. Else it takes what is there."""
+        given, waits = self._given[slot], False
+        common, donors = self._prefixes.find(slot, len(given) - 1)
+        for donor in donors:
+            if not all(table.can_share(donor, len(self._given[donor])) for table in self.tables):
+                self._prefixes.remove(donor)  # its window has moved on: it has nothing to give any more
+                continue
+            if donor in self._arriving:
+                waits = self._longest_chunk > 1  # unless somebody else has the same
+                continue
+            ready = int(self._scheduled[donor])
+            missing = common - self._shareable(donor, ready) if ready < common else 0
+            if missing >= self._page_unit and self._longest_chunk > 1:
+                return True
+            # Hashes say where to look; tokens are compared before pages are taken.
+            ready = min(ready, common_prefix(given, self._given[donor], len(given) - 1))
+            if length := self._shareable(donor, ready):
+                self._share(slot, length, donor)
+                return False
+        return waits
 
     def _shareable(self, donor: int, ready: int) -> int:
         """How many of a donor's first `ready` tokens a new sequence takes over: full pages, and part of one where this
@@ -285,9 +312,11 @@ class Scheduler:
         for length in (*partly, full):
             if not all(table.can_share(donor, length) for table in self.tables):
                 continue
-            own = [0] * len(self._runtime.allocators)
+            if length == full:
+                return full
+            own = [0] * len(self._runtime.allocators)  # for the copy, beside what those that run may need at once
             for group in self._groups:
-                own[group.pool] += length % group.page_size > 0
+                own[group.pool] += (length % group.page_size > 0) + len(self.members)
             if all(n <= allocator.num_free for n, allocator in zip(own, self._runtime.allocators, strict=True)):
                 return length
         return 0
@@ -331,17 +360,18 @@ class Scheduler:
         free = self._runtime.allocators[pool].num_free >= need
         return free or (self._space is not None and self._space.reclaim(pool, need))
 
-    def _chunks(self, budget: int, later: set[int], *, alone: bool) -> tuple[dict[int, Int32Array], set[int]]:
+    def _chunks(self, budget: int, going_on: Sequence[int], *, alone: bool) -> tuple[dict[int, Int32Array], set[int]]:
         """The next given tokens by slot, `budget` of them at most, and the slots that have none left then.
 
-        alone   there is no other row in the step
+        going_on   whose tokens these are, in order; those that were preempted meanwhile are passed over
+        alone      there is no other row in the step
         """
         chunks: dict[int, Int32Array] = {}
         done = set[int]()
-        for slot in self._prompting:
+        for slot in going_on:
             if not budget:
                 break
-            if slot in later or not self._arrived(slot, wait=alone and not chunks):
+            if slot not in self.members or not self._arrived(slot, wait=alone and not chunks):
                 continue
             given, start = self._given[slot], int(self._scheduled[slot])
             at = np.array([slot])
@@ -388,6 +418,12 @@ class Scheduler:
     def _preempt(self, slot: int) -> None:
         """Take the row and the pages of a sequence away, and put it at the head of the queue."""
         request, scheduled = self.members[slot], int(self._scheduled[slot])
+        if slot in self._promised:  # it has computed nothing: it goes back as it came
+            self._stats.shared_tokens -= scheduled
+            self._stats.shared_pages -= sum(len(table.pages(slot)) for table in self.tables)
+            self._release(slot)
+            self.queue.appendleft(request)
+            return
         request.preempted, request.scheduled = True, 0
         self._stats.preemptions += 1
         if slot not in self._arriving:
@@ -432,6 +468,7 @@ class Scheduler:
         if slot in self._arriving:
             self._arriving.pop(slot).wait()  # nobody may write there before the copy has
         del self.members[slot], self._given[slot]
+        self._prefixes.remove(slot)
         self._promised.pop(slot, None)
         if slot in self._prompting:
             self._prompting.remove(slot)

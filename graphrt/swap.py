@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,16 +16,17 @@ from graphrt.kernels.checks import check_instance, check_int, check_ints, check_
 from graphrt.kernels.errors import CapacityError, CaptureError, ConfigError
 from graphrt.kv_cache import KVCache, PageAllocator
 
-_STAGED_BYTES = 32 << 20
-"""Bytes of each of the two staging buffers: half a millisecond of a fast link."""
+_STAGED_BYTES = 8 << 20
+"""Bytes of each of the two staging buffers. Longer copies over the link hold decode steps up more: 32 MB at a time cost
+them 5.3 %, 8 MB 2.9 %. See docs/LOG.md, "Swaps beside steps"."""
 
 Extent = tuple[int, int]
 """First byte and number of bytes."""
 
 PageIds = npt.NDArray[np.int64]
 
-_Use = Callable[[torch.Tensor], None]
-"""Something to do with a staging buffer, on the current stream."""
+_Copies = list[tuple[torch.Tensor, torch.Tensor]]
+"""Bytes of a staging buffer, each with its place on the host."""
 
 
 @dataclass(eq=False, slots=True)
@@ -77,8 +78,10 @@ class SwapSpace:
     nbytes       bytes of host memory
     stream       the stream that steps run on; None means the current one, and nothing on a CPU
 
-    All calls come from one thread. Leave a space with `close()`, or use it in a `with` block.
-    Raises: ConfigError for wrong arguments, CapacityError for more memory than there is.
+    All calls come from one thread. Leave a space with `close()`, or use it in a `with` block. After an error in the
+    middle of a call, from CUDA for example, all pages and bytes belong to whom they belonged before.
+
+    Raises: ConfigError for wrong arguments and a cache without KV groups, CapacityError for more memory than there is.
     """
 
     def __init__(
@@ -90,6 +93,10 @@ class SwapSpace:
         stream: torch.cuda.Stream | None = None,
     ) -> None:
         check_instance("kv_cache", kv_cache, KVCache, advice="pass the runtime's")
+        if not kv_cache.groups:
+            raise ConfigError(
+                "kv_cache: expected at least one KV group, got none; a model without a cache has no pages to swap"
+            )
         pools = len(kv_cache.pool_pages)
         check_sequence("allocators", allocators, pools, of="PageAllocators, one per pool", error=ConfigError)
         for pool, allocator in enumerate(allocators):
@@ -105,17 +112,26 @@ class SwapSpace:
             check_instance("stream", stream, torch.cuda.Stream, advice="leave it out for the current stream")
         self._groups, self._allocators = kv_cache.groups, tuple(allocators)
         self._packers = [kv_cache.packer(group) for group in range(len(kv_cache.groups))]
-        self._link = _Link(kv_cache.device, stream, max(_STAGED_BYTES, *(p.page_bytes for p in self._packers)))
-        for packer in self._packers:
-            packer.warm_up()
+        staged = max(_STAGED_BYTES, *(packer.page_bytes for packer in self._packers))
+        most = sum(kv_cache.pool_pages[group.pool] for group in self._groups)
         self._memory = _HostMemory(nbytes)
         try:
             pinned = kv_cache.device.type == "cuda"
             self._host = torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=pinned)
         except RuntimeError as error:
             raise CapacityError(
-                f"nbytes: expected host memory that can be had, got {nbytes} bytes; ask for less"
+                f"nbytes: expected host memory that can be had, got {nbytes} bytes and '{_first_line(error)}'; ask for "
+                "less"
             ) from error
+        try:
+            self._link = _Link(kv_cache.device, stream, staged, most)
+        except RuntimeError as error:
+            raise CapacityError(
+                f"SwapSpace: expected room for two buffers of {staged} bytes on {kv_cache.device}, got "
+                f"'{_first_line(error)}'; leave more memory free"
+            ) from error
+        for packer in self._packers:
+            packer.warm_up()
         self._going: deque[tuple[torch.cuda.Event | None, int, PageIds]] = deque()
         self._closed = False
 
@@ -143,6 +159,7 @@ class SwapSpace:
         memory is full, CaptureError after `close()`; nothing has changed then.
         """
         ids = self._checked(pages)
+        self.collect()
         counts = tuple(map(len, ids))
         extents = self._memory.take(needed := self.bytes_of(counts))
         if extents is None:
@@ -150,20 +167,18 @@ class SwapSpace:
                 f"swap_out: expected at most {self.num_free_bytes} bytes, which are free on the host, got {needed}; "
                 "drop or swap in other sequences, or build a larger space"
             )
-        with self._link.session() as link:
-            for group, part, device_pages, at, nbytes in self._pieces(ids, link):
-                packer, places = self._packers[group], list(_parts(extents, at, nbytes))
-
-                def read(staged: torch.Tensor, packer: PagePacker = packer, ids: torch.Tensor = device_pages) -> None:
-                    packer.pack(ids, staged)
-
-                def send(staged: torch.Tensor, places: list[tuple[int, int, int]] = places) -> None:
-                    for first, host, size in places:
-                        self._host[host : host + size].copy_(staged[first : first + size], non_blocking=True)
-
-                event, _ = link.outward(nbytes, read, send)
-                self._going.append((event, self._groups[group].pool, part))
-        self.collect()
+        going = []
+        try:
+            with self._link.session() as link:
+                for group, part, device_pages, at, nbytes in self._pieces(ids, link):
+                    event = link.outward(self._packers[group], device_pages, self._copies(extents, at, nbytes, link))
+                    going.append((event, self._groups[group].pool, part))
+        except BaseException:
+            self._memory.give(extents)  # later copies to these bytes run behind those of the pieces before the error
+            raise
+        self._going.extend(going)
+        if self._link.main is None:
+            self.collect()
         return SwappedPages(counts, extents, self)
 
     def swap_in(self, swapped: SwappedPages, pages: Sequence[Pages]) -> SwapArrival:
@@ -181,19 +196,10 @@ class SwapSpace:
                 f"swap_in: expected {swapped.counts} pages by KV group, as went out, got {tuple(map(len, ids))}; "
                 "allocate as many"
             )
-        event = None
         with self._link.session() as link:
             for group, _, device_pages, at, nbytes in self._pieces(ids, link):
-                packer, places = self._packers[group], list(_parts(swapped._extents, at, nbytes))
-
-                def fetch(staged: torch.Tensor, places: list[tuple[int, int, int]] = places) -> None:
-                    for first, host, size in places:
-                        staged[first : first + size].copy_(self._host[host : host + size], non_blocking=True)
-
-                def write(staged: torch.Tensor, packer: PagePacker = packer, ids: torch.Tensor = device_pages) -> None:
-                    packer.unpack(ids, staged)
-
-                _, event = link.inward(nbytes, fetch, write)
+                link.inward(self._packers[group], device_pages, self._copies(swapped._extents, at, nbytes, link))
+            event = link.arrived()
         self.drop(swapped)  # the next copy to this memory runs behind this one, on the same stream
         return SwapArrival(event, self._link.main)
 
@@ -225,10 +231,12 @@ class SwapSpace:
         if self._closed:
             return
         self._closed = True
-        self._link.close()
-        while self._going:
-            self._give_back()
-        del self._host, self._link, self._packers
+        try:
+            self._link.close()
+        finally:
+            while self._going:
+                self._give_back()
+            del self._host, self._link, self._packers
 
     def __enter__(self) -> SwapSpace:
         self._open("with")
@@ -286,51 +294,111 @@ class SwapSpace:
                 yield group, part, every[first : first + len(part)], at, nbytes
                 first, at = first + len(part), at + nbytes
 
+    def _copies(self, extents: list[Extent], at: int, nbytes: int, link: _Link) -> _Copies:
+        """Bytes `at` to `at + nbytes` of a sequence: in the next staging buffer, and where they lie on the host."""
+        return [
+            (link.staged[first : first + size], self._host[host : host + size])
+            for first, host, size in _parts(extents, at, nbytes)
+        ]
+
 
 class _Link:
     """Two side streams and two staging buffers: kernels fill or drain one buffer while the other crosses the link.
 
-    main   the stream that steps run on; None on a CPU, where everything runs at once
+    main     the stream that steps run on; None on a CPU, where everything runs at once
+    staged   the buffer of the next piece
     """
 
-    def __init__(self, device: torch.device, main: torch.cuda.Stream | None, staged_bytes: int) -> None:
+    def __init__(self, device: torch.device, main: torch.cuda.Stream | None, staged_bytes: int, most_ids: int) -> None:
         self.staged_bytes = staged_bytes
         self._turn = 0
         if device.type != "cuda":
-            self.main = None
+            self.main = self._ids = None
             self._buffers = [torch.empty(staged_bytes, dtype=torch.uint8, device=device)]
             return
-        self.main = torch.cuda.current_stream(device) if main is None else main
-        self._kernels, self._copies = torch.cuda.Stream(device), torch.cuda.Stream(device)
+        self.main, self._device = torch.cuda.current_stream(device) if main is None else main, device
+        # Of the lowest priority there is: where steps run at a higher one, kernels here fill gaps.
+        self._kernels, self._copies = (torch.cuda.Stream(device, priority=0) for _ in range(2))
         with torch.cuda.stream(self.main):  # memory of this stream: `close` lets it wait for the others
             self._buffers = [torch.empty(staged_bytes, dtype=torch.uint8, device=device) for _ in range(2)]
+            self._ids = torch.empty(most_ids, dtype=torch.int64, device=device)
             ready = self.main.record_event()
-        self._drained = [ready, ready]
+        for stream in (self._kernels, self._copies):
+            stream.wait_event(ready)
+        # Recorded again and again: who waits for an event waits for its last record before that. Never queried.
+        self._submitted, *self._filled = (torch.cuda.Event() for _ in range(3))
+        self._drained = [torch.cuda.Event() for _ in range(2)]
+
+    @property
+    def staged(self) -> torch.Tensor:
+        return self._buffers[self._turn]
 
     @contextlib.contextmanager
     def session(self) -> Iterator[_Link]:
-        """What moves inside is ordered behind all that was submitted to the steps' stream."""
-        if self.main is not None:
-            self._kernels.wait_event(self.main.record_event())
-        with torch.inference_mode():
-            yield self
+        """What moves inside is ordered behind all that was submitted to the steps' stream. After an error inside, all
+        later work of all three streams is ordered behind what moved."""
+        if self.main is None:
+            with torch.inference_mode():
+                yield self
+            return
+        before = torch.cuda.current_stream(self._device), torch.cuda.current_stream()
+        try:
+            self._submitted.record(self.main)
+            self._kernels.wait_event(self._submitted)
+            with torch.inference_mode():
+                yield self
+        except BaseException:
+            self._settle()
+            raise
+        finally:
+            for stream in before:  # of the cache's device, then of the current one
+                torch.cuda.set_stream(stream)
 
     def upload(self, packer: PagePacker, pages: PageIds) -> torch.Tensor:
-        """Page ids for the kernels."""
-        with contextlib.nullcontext() if self.main is None else torch.cuda.stream(self._kernels):
-            return packer.upload(pages)
+        """Page ids for the kernels, valid until the next upload's."""
+        if self.main is not None:
+            torch.cuda.set_stream(self._kernels)
+        return packer.upload(pages, self._ids)
 
-    def outward(self, nbytes: int, read: _Use, send: _Use) -> tuple[torch.cuda.Event | None, torch.cuda.Event | None]:
-        """Fill a buffer by a kernel, then copy it to the host: the events of both."""
+    def outward(self, packer: PagePacker, pages: torch.Tensor, copies: _Copies) -> torch.cuda.Event | None:
+        """Fill the next buffer with pages, then copy it to the host. The event says that the pages were read."""
+        turn, staged = self._take_turn(len(pages) * packer.page_bytes)
         if self.main is None:
-            return self._at_once(nbytes, read, send)
-        return self._through(nbytes, self._kernels, read, self._copies, send)
+            packer.pack(pages, staged)
+            _copy((host, part) for part, host in copies)
+            return None
+        torch.cuda.set_stream(self._kernels)
+        self._kernels.wait_event(self._drained[turn])
+        packer.pack(pages, staged)
+        read: torch.cuda.Event = self._kernels.record_event()
+        torch.cuda.set_stream(self._copies)
+        self._copies.wait_event(read)
+        _copy((host, part) for part, host in copies)
+        self._drained[turn].record(self._copies)
+        return read
 
-    def inward(self, nbytes: int, fetch: _Use, write: _Use) -> tuple[torch.cuda.Event | None, torch.cuda.Event | None]:
-        """Copy from the host to a buffer, then write the pages by a kernel: the events of both."""
+    def inward(self, packer: PagePacker, pages: torch.Tensor, copies: _Copies) -> None:
+        """Copy from the host to the next buffer, then write it to pages."""
+        turn, staged = self._take_turn(len(pages) * packer.page_bytes)
         if self.main is None:
-            return self._at_once(nbytes, fetch, write)
-        return self._through(nbytes, self._copies, fetch, self._kernels, write)
+            _copy(copies)
+            packer.unpack(pages, staged)
+            return
+        torch.cuda.set_stream(self._copies)
+        self._copies.wait_event(self._drained[turn])
+        _copy(copies)
+        self._filled[turn].record(self._copies)
+        torch.cuda.set_stream(self._kernels)
+        self._kernels.wait_event(self._filled[turn])
+        packer.unpack(pages, staged)
+        self._drained[turn].record(self._kernels)
+
+    def arrived(self) -> torch.cuda.Event | None:
+        """An event behind all pages that were written."""
+        if self.main is None:
+            return None
+        event: torch.cuda.Event = self._kernels.record_event()
+        return event
 
     def main_waits(self, event: torch.cuda.Event | None) -> None:
         """Let later work of the steps' stream wait for an event."""
@@ -343,26 +411,29 @@ class _Link:
             for stream in (self._kernels, self._copies):
                 self.main.wait_event(stream.record_event())
         self._buffers.clear()
+        self._ids = None
 
-    def _at_once(self, nbytes: int, fill: _Use, drain: _Use) -> tuple[None, None]:
-        fill(self._buffers[0][:nbytes])
-        drain(self._buffers[0][:nbytes])
-        return None, None
+    def _take_turn(self, nbytes: int) -> tuple[int, torch.Tensor]:
+        turn = self._turn
+        self._turn = (turn + 1) % len(self._buffers)
+        return turn, self._buffers[turn][:nbytes]
 
-    def _through(
-        self, nbytes: int, filler: torch.cuda.Stream, fill: _Use, drainer: torch.cuda.Stream, drain: _Use
-    ) -> tuple[torch.cuda.Event, torch.cuda.Event]:
-        turn, self._turn = self._turn, 1 - self._turn
-        staged = self._buffers[turn][:nbytes]
-        with torch.cuda.stream(filler):
-            filler.wait_event(self._drained[turn])
-            fill(staged)
-            filled = filler.record_event()
-        with torch.cuda.stream(drainer):
-            drainer.wait_event(filled)
-            drain(staged)
-            drained = self._drained[turn] = drainer.record_event()
-        return filled, drained
+    def _settle(self) -> None:
+        assert self.main is not None, "a CPU settles everything at once"
+        events = [stream.record_event() for stream in (self._kernels, self._copies)]
+        for stream in (self.main, self._kernels, self._copies):
+            for event in events:
+                stream.wait_event(event)
+
+
+def _copy(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """Copy the second of each pair to the first, on the current stream."""
+    for target, source in pairs:
+        target.copy_(source, non_blocking=True)
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().partition("\n")[0]
 
 
 class _HostMemory:

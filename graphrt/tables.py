@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import bisect
+import itertools
 from collections.abc import Sequence
 
 import numpy as np
@@ -119,6 +121,44 @@ class Tables:
         """Free every page of a slot."""
         self._allocator.free(self._pages[slot, self.from_[slot] : self.to[slot]])
         self.forget(slot)
+
+
+class PrefixIndex:
+    """Which slots begin with the same tokens: by each block of tokens, the hash of it and of all before it.
+
+    Tokens are hashed once, when a slot is added. Hashes may agree by chance: compare tokens before pages are taken.
+    """
+
+    def __init__(self, block: int) -> None:
+        self._block = block
+        self._keys: dict[int, list[int]] = {}  # of each slot
+        self._slots: dict[int, dict[int, None]] = {}  # with each key, in the order in which they were added
+
+    def add(self, slot: int, tokens: Int32Array) -> None:
+        """Add a slot behind all others."""
+        key, keys = 0, self._keys.setdefault(slot, [])
+        for end in range(self._block, len(tokens) + 1, self._block):
+            key = hash((key, tokens[end - self._block : end].tobytes()))
+            keys.append(key)
+            self._slots.setdefault(key, {})[slot] = None
+
+    def remove(self, slot: int) -> None:
+        """Forget a slot; one that is not there makes no difference."""
+        for key in self._keys.pop(slot, ()):
+            if slots := self._slots.get(key):
+                slots.pop(slot, None)
+                if not slots:
+                    del self._slots[key]
+
+    def find(self, slot: int, most: int) -> tuple[int, list[int]]:
+        """How many tokens, in whole blocks and `most` at most, a slot has in common with others at least, and with
+        which of those that were added before it."""
+        keys = self._keys[slot][: most // self._block]
+        # Who has a key has all those before it.
+        count = bisect.bisect_left(keys, True, key=lambda key: len(self._slots[key]) == 1)
+        if not count:
+            return 0, []
+        return count * self._block, list(itertools.takewhile(slot.__ne__, self._slots[keys[count - 1]]))
 
 
 def common_prefix(a: Int32Array, b: Int32Array, most: int) -> int:

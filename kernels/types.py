@@ -35,9 +35,9 @@ FAULT_GROUP_SHIFT = 8
 class FaultCode(IntEnum):
     """What the device found wrong with a row; the token of such a row is NO_TOKEN.
 
-    The refresh finds faults of the input, codes 1 to 9: the row then becomes a pad row and writes nothing; where its
+    The refresh finds faults of the input, codes 1 to 10: the row then becomes a pad row and writes nothing; where its
     sequence begins in that step, the row id has no last token from then on. `publish`
-    finds faults of the sample, from code 10 on: the row's KV is written, its token is void.
+    finds faults of the sample, from code 11 on: the row's KV is written, its token is void.
     """
 
     NONE = 0
@@ -46,12 +46,13 @@ class FaultCode(IntEnum):
     LENGTH_EXCEEDS_PAGES = 3  # value: seq_len, or encoder_len in a cross group; the row has not all pages for it
     PAGE_OUT_OF_RANGE = 4  # value: the page id; null page, negative or >= num_pages
     TOKEN_OUT_OF_RANGE = 5  # value: the token id; negative or >= vocab_size
-    DUPLICATE_ROW = 6  # value: the row id; two rows of the batch name it
+    DUPLICATE_ROW = 6  # value: the row id; two rows of the batch name it, whatever else is wrong with the other
     DUPLICATE_PAGE = 7  # value: the page id; two rows write it, or one row lists it twice
     NO_LAST_TOKEN = 8  # value: the row id; the row asks for its last token, and its sequence has sampled none
-    BAD_ENCODER_LEN = 9  # value: encoder_len; it is negative, or > max_encoder_len
-    NO_TOKEN_OFFERED = 10  # value: NO_TOKEN; the logits offer no token: all are NaN or -inf
-    SAMPLE_OUT_OF_RANGE = 11  # value: the token that the sampler returned; negative or >= vocab_size
+    BAD_ENCODER_LEN = 9  # value: encoder_len; it is negative, > max_encoder_len, or 0 beside pages of an encoder
+    ENCODER_LEN_CHANGED = 10  # value: encoder_len; the row goes on with another one than its sequence has
+    NO_TOKEN_OFFERED = 11  # value: NO_TOKEN; the logits offer no token: all are NaN or -inf
+    SAMPLE_OUT_OF_RANGE = 12  # value: the token that the sampler returned; negative or >= vocab_size
 
 
 class RowStatus(IntEnum):

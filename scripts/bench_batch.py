@@ -55,7 +55,7 @@ def main() -> None:
         "`Batch.from_rows`, pages as int32 arrays": lambda: Batch.from_rows(of_arrays),
         "`Batch.from_rows`, pages as lists": lambda: Batch.from_rows(of_lists),
         "page ids out of a `[rows, pages]` table": lambda: np.concatenate([row[:pages] for row in table]),
-        "packing into the step record": lambda: batch.write_record(record, 1),
+        "packing into the step record": lambda: batch.write_record(record, 1, 1),
     }.items():
         print(f"{microseconds(call):8.0f}  {name}")
 

@@ -29,15 +29,16 @@ from graphrt.backends.flash_attn3 import FlashAttention3Backend
 from graphrt.backends.registry import backend_class
 from graphrt.backends.triton import TritonBackend
 from graphrt.backends.two_parts import TwoPartBackend, decode_context, why_not_two_parts
+from graphrt.bench.backend_rig import check_token, time_layers
 from graphrt.bench.cells import LAYERS
 from graphrt.bench.environment import provenance
-from graphrt.bench.timer import Call, rotations, spaced_calls, spacer_calls, time_calls
+from graphrt.bench.timer import Call, rotations
 from graphrt.capture.descriptor import BatchDescriptor
 from graphrt.metadata import StepMetadata
 from graphrt.spec import AttentionSpec, KVCacheSpec
 
 NAMES = ("triton", "triton+triton", "triton+flash_attn3", "flash_attn3", "flash_attn3+flash_attn3")
-PAGE_SIZE, SAMPLES, TOLERANCE = 16, 20, 0.02
+PAGE_SIZE, SAMPLES = 16, 20
 GOALS = {"triton+flash_attn3": 1.05, "triton+triton": 1.25}
 """Times of the parts alone, at most, in the first cell."""
 
@@ -136,42 +137,16 @@ class Rig:
 
     def check(self, rows: Sequence[int], result: torch.Tensor) -> None:
         """The last token of rows in the first layer, against float32 attention."""
-        layer, spec = self.layers[0], self.spec
         for row in rows:
             pages = self.table[row, : -(-self.lengths[row] // PAGE_SIZE)].long().to(self.device)
-            k, v = (x[pages].flatten(0, 1)[: self.lengths[row]].float() for x in (layer.k_cache, layer.v_cache))
             at = row if row < self.cell.batch else -1
-            q = self.q[0, at].float().unflatten(0, (spec.num_kv_heads, spec.group))
-            shares = (torch.einsum("hgd,shd->hgs", q, k) * spec.scale).softmax(-1)
-            want = torch.einsum("hgs,shd->hgd", shares, v).flatten(0, 1)
-            error = float((result[at].float() - want).norm() / want.norm())
-            assert error <= TOLERANCE, f"row {row}: expected a relative error of at most {TOLERANCE}, got {error:.3g}"
+            check_token(self.layers[0], self.q[0, at], pages, self.lengths[row], result[at], what=f"row {row}")
 
     def time(self, calls: Sequence[Call], schedule: Callable[[], object] | None) -> dict[str, float]:
         """Microseconds of a layer: its call, and its share of the schedule."""
-
-        def timed(calls: Sequence[Call]) -> Any:
-            return time_calls(calls, device=self.device, num_samples=SAMPLES)
-
-        spacer = timed(spacer_calls(list(self.out))).median_us
-        run = timed(spaced_calls(calls, self.device))
-
-        def scheduled() -> torch.Tensor:
-            assert schedule is not None, "called where there is one"
-            schedule()
-            return self.out
-
-        schedule_us = 0.0
-        if schedule is not None:
-            schedule_us = max(0.0, timed(spaced_calls([scheduled], self.device)).median_us - spacer)
-        run_us = run.median_us - spacer
-        return {
-            "us": run_us + schedule_us / LAYERS,
-            "run_us": run_us,
-            "schedule_us": schedule_us,
-            "p20_us": run.p20_us - spacer,
-            "p80_us": run.p80_us - spacer,
-        }
+        schedule_us, run_us, p20_us, p80_us = time_layers(calls, schedule, self.out, SAMPLES)
+        us = run_us + schedule_us / LAYERS
+        return {"us": us, "run_us": run_us, "schedule_us": schedule_us, "p20_us": p20_us, "p80_us": p80_us}
 
 
 def make(name: str, context: BackendContext) -> AttentionBackend:

@@ -15,6 +15,9 @@ A runtime calls a backend in this order. `docs/write_a_backend.md` has a complet
     close()                          drop the buffers                                      once
 
 A step without a graph runs eagerly: `plan_capture`, `plan_replay`, `schedule` and `run` are called in each such step.
+
+In a mixed step of two parts neither backend is asked to plan: the device puts its rows into another order than the
+host's batch has. A class that overrides `plan_capture` or `plan_replay` is refused as a part.
 """
 
 from __future__ import annotations
@@ -346,7 +349,8 @@ class AttentionBackend(ABC):
     # 4 The verbs of a step. The first two run on the host, the last two are recorded.
 
     def plan_capture(self, descriptor: BatchDescriptor) -> None:  # noqa: B027
-        """Prepare the host's state for a graph of this size, where no lengths are known yet."""
+        """Prepare the host's state for a graph of this size, where no lengths are known yet. Not called for either part
+        of a mixed step."""
 
     @property
     def plans_on_host(self) -> bool:
@@ -354,7 +358,8 @@ class AttentionBackend(ABC):
         return type(self).plan_replay is not AttentionBackend.plan_replay
 
     def plan_replay(self, descriptor: BatchDescriptor, batch: Batch) -> None:  # noqa: B027
-        """Prepare the host's state for one step, before its graph is launched.
+        """Prepare the host's state for one step, before its graph is launched. Not called for either part of a mixed
+        step.
 
         Steps before this one may still be running: write to the device in stream order only, and to pinned memory
         only once its last upload is over.

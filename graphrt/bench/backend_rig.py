@@ -20,7 +20,7 @@ from graphrt.backends.base import AttentionBackend, AttentionLayer, BackendConte
 from graphrt.batch import Batch
 from graphrt.bench.backend_report import BackendTime
 from graphrt.bench.cells import Cell
-from graphrt.bench.timer import Call, rotations, spaced_calls, spacer_calls, time_calls
+from graphrt.bench.timer import Call, Timing, rotations, spaced_calls, spacer_calls, time_calls
 from graphrt.capture.descriptor import BatchDescriptor
 from graphrt.kernels.errors import CapacityError
 from graphrt.kernels.types import KVLayout
@@ -150,8 +150,7 @@ class Rig:
 
         Raises: whatever the backend does, and AssertionError for a result that is wrong.
         """
-        backend, device = self._backend, self.context.device
-        inputs = self._inputs(cell)
+        backend, inputs = self._backend, self._inputs(cell)
         descriptor = inputs.metadata.descriptor
         if (reason := backend.why_not_graph(descriptor)) is not None:
             return BackendTime(reason=reason)
@@ -163,20 +162,10 @@ class Rig:
             calls[layer]()
             self._check(cell, inputs, layer)
 
-        def schedule() -> torch.Tensor:
-            backend.schedule(inputs.metadata)
-            return inputs.metadata.seq_lens
-
-        def timed(calls: Sequence[Call]) -> tuple[float, float, float]:
-            result = time_calls(calls, device=device, num_samples=num_samples)
-            return result.median_us, result.p20_us, result.p80_us
-
-        spacer = timed(spacer_calls(list(inputs.out)))[0]
-        run, p20, p80 = timed(spaced_calls(calls, device))
         # A schedule that launches nothing would come out a little above or below 0.
         idle = type(backend).schedule is AttentionBackend.schedule
-        schedule_us = 0.0 if idle else max(0.0, timed(spaced_calls([schedule], device))[0] - spacer)
-        return BackendTime(host_us, schedule_us, run - spacer, p20 - spacer, p80 - spacer)
+        schedule = None if idle else partial(backend.schedule, inputs.metadata)
+        return BackendTime(host_us, *time_layers(calls, schedule, inputs.out, num_samples))
 
     def _call(self, inputs: _Inputs, layer: AttentionLayer) -> Call:
         def call() -> torch.Tensor:
@@ -236,18 +225,55 @@ class Rig:
         return _Inputs(metadata, layers, q, torch.full_like(q, float("nan")), row_pages)
 
     def _check(self, cell: Cell, inputs: _Inputs, index: int) -> None:
-        """The first and the last row against float32 attention: a figure of a wrong result is worth nothing."""
-        layer, spec = inputs.layers[index], self.context.attention[0]
+        """The first and the last row against float32 attention."""
+        layer = inputs.layers[index]
         for row in sorted({0, cell.batch - 1}):
             pages = inputs.row_pages[row].long().to(self.context.device)
-            k, v = (x[pages].flatten(0, 1)[: cell.longest].float() for x in (layer.k_cache, layer.v_cache))
-            q = inputs.q[index, row].float().unflatten(0, (spec.num_kv_heads, spec.group))
-            shares = (torch.einsum("hgd,shd->hgs", q, k) * spec.scale).softmax(-1)
-            expected = torch.einsum("hgs,shd->hgd", shares, v).flatten(0, 1)
-            error = float((inputs.out[index, row].float() - expected).norm() / expected.norm())
-            assert error <= _TOLERANCE, (  # NaN is not
-                f"row {row}, layer {index}: expected a relative error of at most {_TOLERANCE}, got {error:.3g}"
-            )
+            what = f"row {row}, layer {index}"
+            check_token(layer, inputs.q[index, row], pages, cell.longest, inputs.out[index, row], what=what)
+
+
+def time_layers(
+    calls: Sequence[Call], schedule: Callable[[], object] | None, out: torch.Tensor, num_samples: int
+) -> tuple[float, float, float, float]:
+    """Microseconds of a schedule (0 for None), and of a layer: median, 20th and 80th percentile.
+
+    calls   a layer each; together they keep a layer's cache out of L2 until its next turn
+    out     [layers, ...]  what the calls write; spacers between two calls are timed on it and subtracted
+    """
+    device = out.device
+
+    def timed(calls: Sequence[Call]) -> Timing:
+        return time_calls(calls, device=device, num_samples=num_samples)
+
+    def scheduled() -> torch.Tensor:
+        assert schedule is not None, "called where there is one"
+        schedule()
+        return out
+
+    spacer = timed(spacer_calls(list(out))).median_us
+    run = timed(spaced_calls(calls, device))
+    schedule_us = 0.0
+    if schedule is not None:
+        schedule_us = max(0.0, timed(spaced_calls([scheduled], device)).median_us - spacer)
+    return schedule_us, run.median_us - spacer, run.p20_us - spacer, run.p80_us - spacer
+
+
+def check_token(
+    layer: AttentionLayer, q: torch.Tensor, pages: torch.Tensor, length: int, result: torch.Tensor, *, what: str
+) -> None:
+    """The result [num_q_heads, head_dim] of a row's last token against float32 attention over its pages.
+
+    Raises: AssertionError naming `what`, as a figure of a wrong result is worth nothing.
+    """
+    spec = layer.spec
+    k, v = (x[pages].flatten(0, 1)[:length].float() for x in (layer.k_cache, layer.v_cache))
+    shares = (torch.einsum("hgd,shd->hgs", q.float().unflatten(0, (spec.num_kv_heads, spec.group)), k)) * spec.scale
+    expected = torch.einsum("hgs,shd->hgd", shares.softmax(-1), v).flatten(0, 1)
+    error = float((result.float() - expected).norm() / expected.norm())
+    assert error <= _TOLERANCE, (  # NaN is not
+        f"{what}: expected a relative error of at most {_TOLERANCE}, got {error:.3g}"
+    )
 
 
 def _seconds(call: Callable[[], object], device: torch.device) -> float:

@@ -262,13 +262,15 @@ def _check_invariance(rigs: list[Rig], sizes: tuple[int, ...], *, brief: bool) -
         rig.write([rig.sequence(feature.query_len, feature.query_len)])
         rig.capture()
     page, longest = rigs[0].context.kv_groups[0].page_size, rigs[0].metadata.max_seq_len
+    most = rigs[0].context.max_encoder_len
     query_len = 5 if feature.mixed else feature.query_len
     for length in (longest,) if brief else (longest, page + 1, page, longest - 1):
         seq_len = max(length, query_len)
-        row = rigs[0].sequence(seq_len, query_len)
+        row = rigs[0].sequence(seq_len, query_len, min(length, most))
         alone = _check_step(rigs[0], f"{seq_len}, alone", [row])[0][:query_len]
         for rig, rows in zip(rigs, sizes, strict=True):
-            others = [rig.sequence(longest if at % 2 else query_len, query_len) for at in range(rows - 1)]
+            lengths = ((longest, most) if at % 2 else (query_len, most // 3) for at in range(rows - 1))
+            others = [rig.sequence(length, query_len, encoder_len) for length, encoder_len in lengths]
             others = others[:1] if feature.mixed else others
             here = slice(len(others) * query_len, (len(others) + 1) * query_len)
             among = _check_step(rig, f"{seq_len}, {rows} rows", [*others, row])[0][here]

@@ -150,12 +150,14 @@ FEATURES = {
         Feature("cross_attention-kv_groups", layers=({}, _CROSS | {"group": 1}), page_sizes=(1, 0.5)),
         Feature("mixed-cross_attention", layers=(_CROSS,), mixed=True, lse=True),
         Feature("mixed-cross_attention-kv_groups", ({}, _CROSS | {"group": 1}), page_sizes=(1, 0.5), mixed=True),
+        Feature("cross_attention-fp8", layers=(_CROSS,), kv_dtype=torch.float8_e4m3fn),
         Feature("encoder_attention", layers=(_ENCODER, {}), query_len=3, lse=True),
         Feature("mixed-encoder_attention", layers=(_ENCODER,), page_sizes=(), mixed=True, lse=True),
         Feature("mixed-encoder_attention-window", (_NEAR, _ENCODER), same=(_NEAR, _NEAR), page_sizes=(), mixed=True),
         Feature("batch_invariant", batch_invariant=True),
         Feature("batch_invariant-query_len", query_len=3, batch_invariant=True),
         Feature("batch_invariant-mixed", mixed=True, batch_invariant=True),
+        Feature("batch_invariant-cross_attention", layers=(_CROSS,), batch_invariant=True),
     )
 }
 """Every feature that a backend may declare, by name."""

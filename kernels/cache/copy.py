@@ -5,8 +5,10 @@ Not part of a graph: page lists are host values.
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -22,14 +24,17 @@ from graphrt.kernels.library import cpu_runs_triton
 Pages = Sequence[int] | npt.NDArray[np.integer] | torch.Tensor
 """Page ids: a list, an array or a host tensor of any int dtype."""
 
+# How a launch is cut up: a packer reads these three when it is made. Decode steps run beside it, and their blocks need
+# whole multiprocessors. A launch that ends soon holds them up less than one that takes few multiprocessors for long:
+# docs/LOG.md, "Swaps beside steps".
 _BLOCK = 1024
 """Words of up to 8 bytes that a program moves at a time."""
 
 _PROGRAMS = 2048
-"""Programs of a launch at most. Decode steps run beside it, and their blocks need whole multiprocessors: a launch that
-ends soon holds them up less than one that takes few multiprocessors for long. See docs/LOG.md, "Swaps beside steps"."""
+"""Programs of a launch at most."""
 
 _NUM_WARPS = 4
+
 _WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 _TRITON_WORDS = {8: tl.int64, 4: tl.int32, 2: tl.int16, 1: tl.uint8}
 
@@ -84,7 +89,8 @@ class PagePacker:
     page_bytes  of one page, all tensors together
 
     A packed page holds the page of each tensor, one after the other, in the order of memory. Where pages are dense in
-    every tensor, a packed block takes one launch, else one or two per tensor.
+    every tensor, a packed block takes one launch, else one or two per tensor. Work runs on the tensors' device, on the
+    stream that is current there, whichever device is current.
 
     Raises: ShapeError for what are no such tensors.
     """
@@ -115,8 +121,10 @@ class PagePacker:
         self._word, self._aligned, self._dense = min(common, 8), common == 16, dense
         words = np.array(rows, np.int64)
         words[:, 1:] //= self._word
-        self._blocks = -(-int(words[:, 3].max()) // _BLOCK)
+        self._block, self._programs, self._num_warps = _BLOCK, _PROGRAMS, _NUM_WARPS
+        self._blocks = -(-int(words[:, 3].max()) // self._block)
         self._table = torch.from_numpy(words).to(self.device)
+        self._kernels: dict[bool, Any] = {}  # compiled: launched without Triton's binder, which looks at every argument
 
     def pack(self, pages: torch.Tensor, out: torch.Tensor) -> None:
         """Copy pages into `out`.
@@ -148,38 +156,53 @@ class PagePacker:
             raise ShapeError(f"dst_pages: expected {len(src)} pages, one per source page, got {len(dst)}; pair them up")
         check_distinct("dst_pages", dst)
         if len(dst):
-            both = self.upload(np.concatenate((src, dst)))
             block = torch.empty(len(src) * self.page_bytes, dtype=torch.uint8, device=self.device)
+            both = self.upload(np.concatenate((src, dst)))
             self.pack(both[: len(src)], block)
             self.unpack(both[len(src) :], block)
 
     def warm_up(self) -> None:
-        """Compile and load the kernels, so that no later call does. Moves nothing."""
-        if self._dense and self.device.type == "cuda":
+        """Compile and load the kernels, so that no later call does. Moves nothing, and nothing a second time."""
+        if self._dense and self.device.type == "cuda" and not self._kernels:
             nothing = torch.empty(2, dtype=torch.int64, device=self.device)
             for pack in (True, False):
                 self._launch(nothing, nothing.view(torch.uint8), 0, pack=pack)
 
-    def upload(self, pages: npt.NDArray[np.int64]) -> torch.Tensor:
-        """Page ids on the device, uploaded on the current stream from pinned memory: the host does not wait."""
-        ids = torch.from_numpy(pages)
-        return ids if self.device.type == "cpu" else ids.pin_memory().to(self.device, non_blocking=True)
+    def upload(self, pages: npt.NDArray[np.int64], out: torch.Tensor | None = None) -> torch.Tensor:
+        """Page ids on the device, uploaded on the current stream from pinned memory: the host does not wait.
+
+        out   [at least as many]  int64  device; where they go. None: memory of their own
+        """
+        if self.device.type == "cpu":
+            return torch.from_numpy(pages)
+        pinned = torch.empty(len(pages), dtype=torch.int64, device="cpu", pin_memory=True)
+        pinned.numpy()[:] = pages
+        if out is None:
+            return pinned.to(self.device, non_blocking=True)
+        return out[: len(pages)].copy_(pinned, non_blocking=True)
 
     def _move(self, pages: torch.Tensor, packed: torch.Tensor, *, pack: bool) -> None:
         count = len(pages)
-        with torch.inference_mode():  # caches may be inference tensors, which are written in this mode alone
-            if self._dense and (self.device.type == "cuda" or cpu_runs_triton()):
-                self._launch(pages, packed, count, pack=pack)
-            elif count:
+        if self._dense and (self.device.type == "cuda" or cpu_runs_triton()):
+            self._launch(pages, packed, count, pack=pack)
+        elif count:
+            with torch.inference_mode():  # caches may be inference tensors, which are written in this mode alone
                 self._move_reference(pages, packed.view(count, self.page_bytes), pack=pack)
 
     def _launch(self, pages: torch.Tensor, packed: torch.Tensor, count: int, *, pack: bool) -> None:
-        programs = min(max(1, count * len(self._rows) * self._blocks), _PROGRAMS)
-        _move_pages_kernel[(programs,)](
+        programs = min(max(1, count * len(self._rows) * self._blocks), self._programs)
+        arguments = (
             self._table, pages, packed.view(_WORDS[self._word]), count, len(self._rows), self._blocks,
-            self.page_bytes // self._word, WORD=_TRITON_WORDS[self._word], BLOCK=_BLOCK, ALIGNED=self._aligned,
-            PACK=pack, num_warps=_NUM_WARPS,
+            self.page_bytes // self._word, _TRITON_WORDS[self._word], self._block, self._aligned, pack,
         )  # fmt: skip
+        # Triton launches on the current device, which need not be the one of the tensors.
+        with torch.cuda.device(self.device) if self.device.type == "cuda" else contextlib.nullcontext():
+            if (kernel := self._kernels.get(pack)) is not None:
+                kernel[programs, 1, 1](*arguments)
+                return
+            kernel = _move_pages_kernel[(programs,)](*arguments, num_warps=self._num_warps)
+        if kernel is not None:  # under the interpreter there is none
+            self._kernels[pack] = kernel
 
     def _move_reference(self, pages: torch.Tensor, packed: torch.Tensor, *, pack: bool) -> None:
         for view, (_, _, offset, nbytes) in zip(self._views, self._rows, strict=True):
@@ -194,9 +217,10 @@ class PagePacker:
 
 def check_distinct(name: str, pages: npt.NDArray[np.int64]) -> None:
     """Raise ShapeError where a page is listed twice, to be written."""
-    found, counts = np.unique(pages, return_counts=True)
-    if len(found) != len(pages):
-        twice = found[counts > 1][0]
+    ordered = np.sort(pages)
+    again = ordered[1:] == ordered[:-1]
+    if again.any():
+        twice = ordered[again.argmax()]
         raise ShapeError(f"{name}: expected different pages, got page {twice} twice; the result would be undefined")
 
 

@@ -81,8 +81,9 @@ _CURSOR_KIND = tl.constexpr(CURSOR_KIND)
 
 @triton.jit
 def _from_host(ptr, mask, other):
-    """Words that the host wrote. Volatile: nothing of an earlier step may be found in a cache."""
-    return tl.load(ptr, mask=mask, other=other, volatile=True)
+    """Words that the host wrote, around the L1 cache, which may hold an earlier step's. Not volatile: such loads do not
+    coalesce, and each would cross the link alone."""
+    return tl.load(ptr, mask=mask, other=other, cache_modifier=".cg")
 
 
 @triton.jit

@@ -26,7 +26,8 @@ class BufferKind(str, Enum):
     CONSTANT    written once, when the buffers are made
     INPUT       host memory that the graph reads: what is new, a slot per launch in flight
     PERSISTENT  survives replays: row state keyed by row_id, and counters
-    DERIVED     rewritten by every refresh, for every captured row; may be poisoned between replays
+    DERIVED     rewritten by every refresh, for every captured row; may be poisoned between replays, once the host has
+                the step's logits: in mixed steps of two parts these are put in order by `places`
     CARRIED     of the captured rows too, but too large for that: a refresh writes what differs from its last contents
     OUTPUT      host memory that the graph writes to, one entry per step in flight
     """
@@ -215,6 +216,7 @@ class StaticBuffers:
     end_tokens: torch.Tensor = _persistent((STOP_TOKENS, "row_ids"), torch.int32, "apply", "publish", initial=-1)
     go_on: torch.Tensor = _persistent((1,), torch.int32, "publish", "loop", pad="one value")
     last_token: torch.Tensor = _persistent(("row_ids",), torch.int32, "publish", "refresh", initial=-1)
+    last_encoder_len: torch.Tensor = _persistent(("row_ids",), torch.int32, "refresh", "refresh")
     step_counter: torch.Tensor = _persistent(
         (1,), torch.int64, "refresh", "apply", "publish", pad="one value", initial=-1
     )

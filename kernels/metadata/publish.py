@@ -120,6 +120,7 @@ def _publish_kernel(
             token = tl.where(samples & (bad == 0), token, _NO_TOKEN)
             # Every live row's last token changes: a prompt that goes on voids what an ended sequence left there.
             tl.store(last_token_ptr + row_id, token.to(tl.int32), mask=live)
+            # No live row has a void id, as the refresh makes all rows of one id faulty: the stores' order is free.
             void_id = tl.load(void_ids_ptr + place, mask=mask, other=-1)
             tl.store(last_token_ptr + void_id, tl.zeros([BLOCK], tl.int32) + _NO_TOKEN, mask=void_id >= 0)
         tl.store(token_ring_ptr + entry * stride_tokens + rows, token.to(tl.int32), mask=mask)

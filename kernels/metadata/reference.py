@@ -115,7 +115,7 @@ def refresh_reference(b: Any) -> None:
     input_ids, row_ids = b.input_ids, b.row_ids
     groups = [PageGroup(*words) for words in b.page_groups.tolist()]
     step = _Record.parse(b.record.numpy(), len(row_ids), len(input_ids), b.query_len, len(groups))
-    last = b.last_token.numpy()
+    last, last_encoder_len = b.last_token.numpy(), b.last_encoder_len.numpy()
     places, starts, decodes = step.stand(len(row_ids), b.decode_len)
 
     # Pads first, everywhere; valid rows are then written over them.
@@ -146,8 +146,9 @@ def refresh_reference(b: Any) -> None:
     sequences = step.sequences()
     for row in sequences:
         fault = _check_row(step, row, last, b.max_seq_len)
+        keeps = not fault[0] and _keeps(step, row, groups)
         for g, group in enumerate(groups):
-            table = tables[g, row] = _table(step, g, row, group, b, bool(fault[0]))
+            table = tables[g, row] = _table(step, g, row, group, b, bool(fault[0]), keeps)
             checks[g, row] = fault if fault[0] else table.fault
         if not checks[0, row][0]:
             checks[0, row] = _check_tokens(step, row, last, b.vocab_size)
@@ -174,6 +175,7 @@ def refresh_reference(b: Any) -> None:
     b.row_status.numpy()[places[list(faults)]] = RowStatus.INVALID
     b.row_status.numpy()[at] = np.where(rows[layout.ROW_SAMPLE] != 0, RowStatus.SAMPLES, RowStatus.LIVE)
     b.seq_lens.numpy()[at] = rows[layout.ROW_SEQ_LEN]
+    last_encoder_len[rows[layout.ROW_ID]] = rows[layout.ROW_ENCODER_LEN]
     for lens, of_part in ((b.decode_seq_lens, at < decodes), (b.prompt_seq_lens, at >= decodes)):
         lens.numpy()[at[of_part]] = rows[layout.ROW_SEQ_LEN, of_part]
     row_ids.numpy()[at] = rows[layout.ROW_ID]
@@ -215,17 +217,28 @@ def _first_seen(step: _Record, row: int, group: PageGroup) -> int:
     return (position - position % group.chunk if group.chunk else seen) // group.page_size
 
 
-def _table(step: _Record, g: int, row: int, group: PageGroup, b: Any, faulty: bool) -> _Table:
+def _keeps(step: _Record, row: int, groups: list[PageGroup]) -> bool:
+    """Whether what the row id kept is the row's. A sequence that begins with this step keeps nothing, nor does one that
+    lists its own tokens' pages from page 0 on."""
+    if step.field(layout.ROW_SEQ_LEN, row) == step.field(layout.ROW_QUERY_LEN, row):
+        return False
+    own = (step.row_pages(g, row) for g, group in enumerate(groups) if not group.max_encoder_len)
+    return not any(first == 0 and len(listed) for first, listed in own)
+
+
+def _table(step: _Record, g: int, row: int, group: PageGroup, b: Any, faulty: bool, keeps: bool) -> _Table:
     """The table of a row whose id and lengths are right: what it kept, with what the record lists laid over it."""
     first, listed = step.row_pages(g, row)
     if faulty:
         return _Table((0, 0), listed[:0], (0, 0))
     seq_len, row_id = step.field(layout.ROW_SEQ_LEN, row), step.field(layout.ROW_ID, row)
-    begins = seq_len == step.field(layout.ROW_QUERY_LEN, row)
     held = step.field(layout.ROW_ENCODER_LEN, row) if group.max_encoder_len else seq_len
-    if group.max_encoder_len and not 0 <= held <= group.max_encoder_len:
+    if group.max_encoder_len and not bool(len(listed)) <= held <= group.max_encoder_len:
         return _Table((0, 0), listed[:0], (int(FaultCode.BAD_ENCODER_LEN), held))
-    known = (0, 0) if begins else tuple(b.page_spans[g, row_id].tolist())
+    relists = first == 0 and bool(len(listed))
+    if group.max_encoder_len and keeps and not relists and held != int(b.last_encoder_len[row_id]):
+        return _Table((0, 0), listed[:0], (int(FaultCode.ENCODER_LEN_CHANGED), held))
+    known = (0, 0) if not keeps else tuple(b.page_spans[g, row_id].tolist())
     seen, needed, end = _first_seen(step, row, group), -(-held // group.page_size), first + len(listed)
     span, fits = known, True
     if len(listed):
@@ -281,7 +294,7 @@ def _duplicates(
 ) -> dict[int, tuple[int, int, int]]:
     """Code, value and group of the rows that share a row id, or write a page that is written elsewhere too.
 
-    A row claims its pages in every group whose check it passed, and its row id if it passed that of the first.
+    A row claims its pages in every group whose check it passed, and its row id whatever is wrong with it.
     """
     written: dict[tuple[int, int], Int64Array] = {}  # places in the claims, by group and row
     for (g, row), (code, _) in checks.items():
@@ -291,15 +304,15 @@ def _duplicates(
             columns = columns[:0] if groups[g].max_encoder_len else columns  # an encoder has written these
             written[g, row] = tables[g, row].pages[columns].astype(np.int64) + groups[g].claims_at
     shared_pages = _repeated(np.concatenate(list(written.values()))) if written else np.empty(0, np.int64)
-    ids = [step.field(layout.ROW_ID, row) for g, row in written if g == 0]
-    shared_ids = set(_repeated(np.array(ids, np.int64)).tolist())
+    ids = step.rows[layout.ROW_ID, : step.num_reqs]
+    shared_ids = set(_repeated(ids).tolist())
     faults: dict[int, tuple[int, int, int]] = {}
     for (g, row), own in sorted(written.items(), reverse=True):
         if (hit := np.isin(own, shared_pages)).any():
             page = int(own[hit.argmax()]) - groups[g].claims_at
             faults[row] = (int(FaultCode.DUPLICATE_PAGE), page, g)
-    for g, row in written:
-        if g == 0 and (row_id := step.field(layout.ROW_ID, row)) in shared_ids:
+    for row, row_id in enumerate(ids.tolist()):
+        if row_id in shared_ids:
             faults[row] = (int(FaultCode.DUPLICATE_ROW), row_id, 0)
     return faults
 

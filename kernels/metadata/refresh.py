@@ -37,7 +37,7 @@ from graphrt.kernels.metadata.buffers import (
 )
 from graphrt.kernels.metadata.claims import claim_pages, claim_row_id
 from graphrt.kernels.metadata.faults import fault_value, final_fault
-from graphrt.kernels.metadata.read_pages import first_seen_page, pages_at, read_group, row_pages
+from graphrt.kernels.metadata.read_pages import first_seen_page, lists_anew, pages_at, read_group, row_pages
 from graphrt.kernels.metadata.read_record import (
     HEADER_SIZE,
     ROW_COPIED,
@@ -76,6 +76,7 @@ _PAGE_OUT_OF_RANGE = tl.constexpr(int(FaultCode.PAGE_OUT_OF_RANGE))
 _TOKEN_OUT_OF_RANGE = tl.constexpr(int(FaultCode.TOKEN_OUT_OF_RANGE))
 _NO_LAST_TOKEN = tl.constexpr(int(FaultCode.NO_LAST_TOKEN))
 _BAD_ENCODER_LEN = tl.constexpr(int(FaultCode.BAD_ENCODER_LEN))
+_ENCODER_LEN_CHANGED = tl.constexpr(int(FaultCode.ENCODER_LEN_CHANGED))
 _INVALID = tl.constexpr(int(RowStatus.INVALID))
 _PAD = tl.constexpr(int(RowStatus.PAD))
 _LIVE = tl.constexpr(int(RowStatus.LIVE))
@@ -117,6 +118,7 @@ def _check_rows_kernel(
     page_groups_ptr,
     record_ptr,
     last_token_ptr,
+    last_encoder_len_ptr,
     claims_ptr,
     duplicates_ptr,
     page_table_ptr,
@@ -138,6 +140,8 @@ def _check_rows_kernel(
     stride_check,
     QUERY_LEN: tl.constexpr,
     ROW_FIELDS: tl.constexpr,
+    GROUPS: tl.constexpr,
+    GROUP_BLOCK: tl.constexpr,
     TOKEN_BLOCK: tl.constexpr,
     PAGE_BLOCK: tl.constexpr,
 ):
@@ -178,13 +182,19 @@ def _check_rows_kernel(
     # The tokens whose pages the row needs: its own, or those that its encoder wrote.
     is_cross = max_encoder_len > 0
     encoder_len = tl.load(rows_ptr + ROW_ENCODER_LEN * listed_reqs)
-    encoder_ok = (is_cross == 0) | ((encoder_len >= 0) & (encoder_len <= max_encoder_len))
+    encoder_ok = (encoder_len >= tl.where(page_count > 0, 1, 0)) & (encoder_len <= max_encoder_len)
+    encoder_ok = (is_cross == 0) | encoder_ok
     held = tl.where(is_cross, encoder_len, seq_len)
 
     # Which columns of the row's table will be known: those of a whole list, or those that were known and the new ones.
-    # A sequence that begins with this step has none: what stands there is another's.
+    # A sequence that begins with this step has none, nor has one that lists its own tokens' pages from page 0 on: what
+    # stands there is another's.
     state = group * num_row_ids + tl.where(id_ok, row_id, 0)
     goes_on = id_ok & length_ok & (seq_len > query_len)
+    goes_on = goes_on & (lists_anew(rows_ptr, page_groups_ptr, listed_reqs, listed_pages, GROUPS, GROUP_BLOCK) == 0)
+    last_encoder_len = tl.load(last_encoder_len_ptr + row_id, mask=goes_on, other=0)
+    keeps_len = (goes_on == 0) | ((first == 0) & (page_count > 0)) | (encoder_len == last_encoder_len)
+    keeps_len = (is_cross == 0) | keeps_len
     known_from = tl.load(page_spans_ptr + 2 * state, mask=goes_on, other=0)
     known_to = tl.load(page_spans_ptr + 2 * state + 1, mask=goes_on, other=0)
     first_seen = first_seen_page(tl.where(length_ok, seq_len - query_len, 0), page_size, window, chunk)
@@ -200,11 +210,18 @@ def _check_rows_kernel(
     pages_ok = (page_count == 0) | whole | joins
     pages_ok = pages_ok & (span_from <= first_seen) & (needed <= tl.minimum(span_to, max_pages))
     code = tl.where(pages_ok, 0, _LENGTH_EXCEEDS_PAGES)
+    code = tl.where(keeps_len, code, _ENCODER_LEN_CHANGED)
     code = tl.where(encoder_ok, code, _BAD_ENCODER_LEN)
     code = tl.where(length_ok, code, _BAD_LENGTH)
     code = tl.where(id_ok, code, _ROW_ID_OUT_OF_RANGE)
     value = tl.where(id_ok, tl.where(length_ok, held, seq_len), row_id)
 
+    tag = step % 0xFFFFFFFF + 1  # never 0, which is what stands where nobody has claimed anything yet
+    row_claim = (tag << 32) | (row.to(tl.int64) << 16)
+    mark = ((step + 1) << 16) | 0xFFFF
+    if id_ok & (group == 0):
+        # Whatever else is wrong with the row: the state behind a row id is one row's in a step.
+        claim_row_id(claims_ptr + first_row_claim + row_id, duplicates_ptr, row_claim, mark)
     if code == 0:
         # Tokens belong to the row, not to a group: the programs of the first group look at them.
         last_token = tl.load(last_token_ptr + row_id, mask=seq_len > query_len, other=_NO_TOKEN)
@@ -220,11 +237,6 @@ def _check_rows_kernel(
                 code = tl.where(last_token < 0, _NO_LAST_TOKEN, code)
                 value = tl.where(last_token < 0, row_id, last_token)
         else:
-            tag = step % 0xFFFFFFFF + 1  # never 0, which is what stands where nobody has claimed anything yet
-            row_claim = (tag << 32) | (row.to(tl.int64) << 16)
-            mark = ((step + 1) << 16) | 0xFFFF
-            if group == 0:
-                claim_row_id(claims_ptr + first_row_claim + row_id, duplicates_ptr, row_claim, mark)
             claim_pages(
                 claims_ptr + claims_at, duplicates_ptr + (1 + group) * stride_duplicates, pages_ptr, first, page_count,
                 page_table_ptr + state.to(tl.int64) * table_width, row_claim, mark,
@@ -253,6 +265,7 @@ def _write_buffers_kernel(
     page_groups_ptr,
     record_ptr,
     last_token_ptr,
+    last_encoder_len_ptr,
     duplicates_ptr,
     page_table_ptr,
     page_spans_ptr,
@@ -362,6 +375,8 @@ def _write_buffers_kernel(
         tl.store(seq_lens_ptr + place, tl.where(valid, seq_len, seq_len_fill))
         tl.store(row_ids_ptr + place, row_id)
         tl.store(row_status_ptr + place, status)
+        encoder_len = tl.load(rows_ptr + ROW_ENCODER_LEN * listed_reqs, mask=valid, other=0)
+        tl.store(last_encoder_len_ptr + row_id, encoder_len, mask=valid)
         for i in tl.static_range(len(COPIED_PADS)):
             word = tl.load(rows_ptr + (ROW_COPIED + i) * listed_reqs, mask=valid, other=COPIED_PADS[i])
             tl.store(copied_ptrs[i] + place, _as_declared(word, copied_ptrs[i]))
@@ -435,18 +450,18 @@ def _refresh_triton(b: Any) -> None:
     tiling = _Tiling.choose(padded_reqs * groups, b.query_len, padded_tokens, width)
     row_fields = layout.row_fields(groups)
     _check_rows_kernel[(padded_reqs, groups)](
-        b.page_groups, b.record, b.last_token, b.claims, b.duplicates, b.page_table, b.page_spans, b.table_from,
-        b.table_to, b.new_spans, b.check_code, b.check_value,
+        b.page_groups, b.record, b.last_token, b.last_encoder_len, b.claims, b.duplicates, b.page_table, b.page_spans,
+        b.table_from, b.table_to, b.new_spans, b.check_code, b.check_value,
         b.record.shape[0], padded_reqs, padded_tokens, row_ids, b.claims.shape[0] - row_ids, b.max_seq_len,
         b.vocab_size, width, b.duplicates.stride(0), b.check_code.stride(0),
-        QUERY_LEN=b.query_len, ROW_FIELDS=row_fields, TOKEN_BLOCK=tiling.token_block, PAGE_BLOCK=tiling.page_block,
-        num_warps=tiling.num_warps,
+        QUERY_LEN=b.query_len, ROW_FIELDS=row_fields, GROUPS=groups, GROUP_BLOCK=triton.next_power_of_2(groups),
+        TOKEN_BLOCK=tiling.token_block, PAGE_BLOCK=tiling.page_block, num_warps=tiling.num_warps,
     )  # fmt: skip
     parts = min(triton.cdiv(width, tiling.table_block), max(_PROGRAMS // (padded_reqs * groups), 1))
     _write_buffers_kernel[(padded_reqs, parts, groups)](
-        b.page_groups, b.record, b.last_token, b.duplicates, b.page_table, b.page_spans, b.table_from, b.table_to,
-        b.new_spans, b.check_code, b.check_value, b.fault_code, b.fault_value, b.step_counter, b.input_ids,
-        b.positions, b.slot_mapping,
+        b.page_groups, b.record, b.last_token, b.last_encoder_len, b.duplicates, b.page_table, b.page_spans,
+        b.table_from, b.table_to, b.new_spans, b.check_code, b.check_value, b.fault_code, b.fault_value,
+        b.step_counter, b.input_ids, b.positions, b.slot_mapping,
         b.query_start_loc, b.seq_lens, b.block_table, b.places, b.decode_seq_lens, b.prompt_seq_lens,
         b.decode_start_loc, b.prompt_start_loc, b.logits_indices, b.row_ids, b.row_status, b.void_ids,
         tuple(getattr(b, name) for name in COPIED),
@@ -554,8 +569,8 @@ def compile_variants() -> list[CompileSpec]:
     ):
         tiling = _Tiling.choose(rows * groups, query_len, padded_tokens, max_pages)
         common = {"QUERY_LEN": query_len, "ROW_FIELDS": layout.row_fields(groups), "TOKEN_BLOCK": tiling.token_block}
-        of_groups = {"GROUPS": groups, "GROUP_BLOCK": triton.next_power_of_2(groups)}
-        written = {"TABLE_BLOCK": tiling.table_block, "COPIED_PADS": COPIED_PADS, **of_groups}
+        common |= {"GROUPS": groups, "GROUP_BLOCK": triton.next_power_of_2(groups)}
+        written = {"TABLE_BLOCK": tiling.table_block, "COPIED_PADS": COPIED_PADS}
         written |= {"DECODE_LEN": decode_len, "ROW_BLOCK": _ROW_BLOCK}
         for short, kernel, extra in (
             ("check_rows", _check_rows_kernel, {"PAGE_BLOCK": tiling.page_block}),

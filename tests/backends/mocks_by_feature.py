@@ -180,6 +180,16 @@ class CrossOfSomething(BakedSplits):
         return super()._kv_lens(metadata, layer).clamp(min=int(layer.spec.is_cross))
 
 
+class CrossSplitsByRows(BakedSplits):
+    """Right, but not batch-invariant: in cross layers the number of splits follows from the number of rows."""
+
+    name = "broken_cross_splits_by_rows"
+
+    def _split_of(self, metadata, where, layer):
+        splits = super()._split_of(metadata, where, layer)
+        return where // (7 * len(splits)) + 0 * splits if layer.spec.is_cross else splits
+
+
 class CausalEncoder(BakedSplits):
     """Broken: a token of an encoder layer sees none behind it."""
 

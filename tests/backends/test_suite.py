@@ -28,7 +28,7 @@ from graphrt.testing.backend_contract import check_backend, contract_cases
 from graphrt.testing.backend_features import FEATURES, FLAGS, declared_features
 from graphrt.testing.backend_rig import make_rig
 from tests.backends import mocks
-from tests.backends.mocks_by_feature import BROKEN_BY_FEATURE
+from tests.backends.mocks_by_feature import BROKEN_BY_FEATURE, CrossSplitsByRows
 
 ROOT = Path(__file__).resolve().parents[2]
 CPU = torch.device("cpu")
@@ -134,13 +134,15 @@ def test_buffers_of_the_first_attempt_are_noticed() -> None:
     assert "attempt 1" in reason
 
 
-def test_a_row_that_depends_on_the_size_of_its_graph_is_noticed() -> None:
+BY_ROWS = {mocks.SplitsByRows: "batch_invariant", CrossSplitsByRows: "batch_invariant-cross_attention"}
+
+
+@pytest.mark.parametrize("mock", BY_ROWS, ids=lambda cls: cls.name)
+def test_a_row_that_depends_on_the_size_of_its_graph_is_noticed(mock: type[AttentionBackend]) -> None:
     """As it would be with splits that follow from the number of rows."""
-    invariant = replace(mocks.SplitsByRows.capabilities, batch_invariant=True)
-    claims = type("Claims", (mocks.SplitsByRows,), {"capabilities": invariant})
-    assert check_backend(claims, features=["plain", "query_len", "mixed"]).ok
-    ((_, reason),) = check_backend(claims, features=["batch_invariant"]).failed
-    assert "a row of 16 with others" in reason
+    claims = type("Claims", (mock,), {"capabilities": replace(mock.capabilities, batch_invariant=True)})
+    assert check_backend(claims, features=["plain", "query_len", "mixed", "cross_attention"], brief=True).ok
+    assert "a row of 16 with others" in check_backend(claims, features=[BY_ROWS[mock]]).failed[0][1]
 
 
 @dataclass
@@ -211,6 +213,10 @@ def assume_strides(*order: int) -> Callable[[Call], None]:
         call.k, call.v = dense(call.k, *order), dense(call.v, *order)
 
     return lie
+
+
+def unscaled_cross(call: Call) -> None:
+    call.options = call.options if call.options.causal else replace(call.options, v_scale=None)
 
 
 def first_scale_for_all(call: Call) -> None:
@@ -300,6 +306,7 @@ LIES: dict[str, tuple[str, dict[str, Any]]] = {
     "sinks": ("sinks", without(sinks=None)),
     "k_scale": ("fp8", without(k_scale=None)),
     "v_scale": ("fp8", without(v_scale=None)),
+    "cross-scale": ("cross_attention-fp8", lying(unscaled_cross)),
     "e5m2": ("fp8-e5m2", without(v_scale=None)),
     "scale-per-head": ("fp8", lying(first_scale_for_all)),
     "not-causal": ("query_len", without(causal=False)),

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+
 import numpy as np
 import pytest
 import torch
 
+from graphrt.kernels.cache import copy
 from graphrt.kernels.cache.copy import PagePacker
 from graphrt.kernels.errors import ShapeError
 
@@ -96,6 +100,73 @@ def test_kernel_and_reference_pack_alike(kernel_device: torch.device) -> None:
     packer.pack(packer.upload(pages), out)
     packer._move_reference(packer.upload(pages), want.view(90, -1), pack=True)
     assert torch.equal(out, want)
+
+
+class Kernel:
+    """A jitted kernel that notes each launch: whether it went through the binder, and on which device."""
+
+    def __init__(self) -> None:
+        self.launches: list[tuple[str, object]] = []
+        self.current: object = None
+
+    def __getitem__(self, grid: tuple[int, ...]) -> object:
+        if len(grid) == 3:
+            return lambda *arguments: self.launches.append(("compiled", self.current))
+
+        def bound(*arguments: object, num_warps: int) -> Kernel:
+            self.launches.append(("bound", self.current))
+            return self
+
+        return bound
+
+    @contextlib.contextmanager
+    def device(self, device: torch.device) -> Iterator[None]:
+        before, self.current = self.current, device
+        yield
+        self.current = before
+
+
+def test_launches_are_on_the_device_of_the_tensors_and_pass_the_binder_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without CUDA: what would be launched, and where. Once warm, nothing is compiled or bound any more."""
+    kernel, there = Kernel(), torch.device("cuda", 1)
+    monkeypatch.setattr(copy, "_move_pages_kernel", kernel)
+    monkeypatch.setattr(torch.cuda, "device", kernel.device)
+    packer, empty = PagePacker(caches(CPU)), torch.empty
+    packer.device = there
+    monkeypatch.setattr(torch, "empty", lambda *size, dtype, device: empty(*size, dtype=dtype))
+    packer.warm_up()
+    packer.warm_up()
+    assert kernel.launches == [("bound", there)] * 2
+    packer.pack(empty(3, dtype=torch.int64), empty(3 * packer.page_bytes, dtype=torch.uint8))
+    packer.unpack(empty(3, dtype=torch.int64), empty(3 * packer.page_bytes, dtype=torch.uint8))
+    assert kernel.launches[2:] == [("compiled", there)] * 2
+
+
+@pytest.mark.gpu
+def test_a_warm_packer_compiles_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And its compiled kernels move what the binder's launch moves: the first packer is cold, the second warm."""
+    device = torch.device("cuda", 0)
+    results = []
+    for warm in (False, True):
+        tensors = caches(device)
+        packer = PagePacker(tensors)
+        if warm:
+            packer.warm_up()
+            monkeypatch.setattr(copy, "_move_pages_kernel", None)
+        packer.copy([3, 3, 5], [1, 6, 2])
+        results.append([t.clone() for t in tensors])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+def test_a_cache_on_a_device_that_is_not_current() -> None:
+    tensors = caches(torch.device("cuda", 1))
+    want = [t[1].clone() for t in tensors]
+    with torch.cuda.device(0):
+        PagePacker(tensors).copy([1], [4])
+    torch.cuda.synchronize(1)
+    assert all(torch.equal(t[4], w) for t, w in zip(tensors, want, strict=True))
 
 
 def test_words_are_as_wide_as_everything_allows() -> None:

@@ -83,7 +83,7 @@ FAULTY = [
     Case(
         "last_token_in_second_place", (Row(1, [LAST, LAST, 200], 5, [4, 5]),), SPEC, {0: (F.TOKEN_OUT_OF_RANGE, LAST)}
     ),
-    Case("first_bad_token", (Row(1, [5, 101, -9], 5, [4, 5]), CHUNK), MIXED, {0: (F.TOKEN_OUT_OF_RANGE, 101)}),
+    Case("first_bad_token", (Row(4, [5, 101, -9], 5, [4, 5]), CHUNK), MIXED, {0: (F.TOKEN_OUT_OF_RANGE, 101)}),
     Case(
         "several_rows",
         (GOOD, Row(1, [100], 4, [4]), Row(9, [1], 1, [8]), Row(4, [1], 9, [9])),
@@ -122,7 +122,17 @@ def duplicates() -> list[Case]:
             (a, replace(b, row_id=0), free, c),
             faults={0: (F.DUPLICATE_ROW, 0), 1: (F.DUPLICATE_ROW, 0), 3: page},
         ),
-        Case("invalid_rows_claim_nothing", (a, replace(b, tokens=[100])), faults={1: (F.TOKEN_OUT_OF_RANGE, 100)}),
+        Case("invalid_rows_claim_no_pages", (a, replace(b, tokens=[100])), faults={1: (F.TOKEN_OUT_OF_RANGE, 100)}),
+        *(
+            Case(f"invalid_rows_claim_row_ids_{at}", (a, free, bad), faults={0: (F.DUPLICATE_ROW, 0), 2: fault})
+            for at, (bad, fault) in enumerate(
+                (
+                    (Row(0, [100], 1, [9]), (F.TOKEN_OUT_OF_RANGE, 100)),
+                    (Row(0, [1], 1, []), (F.LENGTH_EXCEEDS_PAGES, 1)),
+                    (Row(0, [1], 41, [9]), (F.BAD_LENGTH, 41)),
+                )
+            )
+        ),
         Case("null_row_id_is_no_claim", (a, replace(a, row_id=-1)), faults={1: (F.ROW_ID_OUT_OF_RANGE, -1)}),
         Case("same_page_in_one_row", (Row(4, range(8), 8, [5, 5]), CHUNK), MIXED, {0: (F.DUPLICATE_PAGE, 5)}),
         Case(

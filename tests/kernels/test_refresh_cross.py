@@ -50,7 +50,7 @@ class Rig:
         for _, tensor in self.buffers.named(BufferKind.DERIVED):
             poison(tensor)
         record = torch.full((self.buffers.record.numel(),), 77, dtype=torch.int32)
-        batch.write_record(record.numpy(), self.step)
+        batch.write_record(record.numpy(), self.step, len(self.groups))
         self.buffers.record.copy_(record)
         self.step += 1
         self.tokens = TOKENS if mixed else ROWS
@@ -136,6 +136,7 @@ def test_faults(name: str, runner: torch.device) -> None:
         ([], 1, (FaultCode.LENGTH_EXCEEDS_PAGES, 1, g)),
         ([3, 32], 3, (FaultCode.PAGE_OUT_OF_RANGE, 32, g)),
         ([0, 3], 3, (FaultCode.PAGE_OUT_OF_RANGE, 0, g)),
+        ([3], 0, (FaultCode.BAD_ENCODER_LEN, 0, g)),
         ([3, 4, 5, 6, 7, 8], 12, (FaultCode.BAD_ENCODER_LEN, 12, g)),
         ([3, 4, 5, 6, 7, 8], -(2**31), (FaultCode.BAD_ENCODER_LEN, -(2**31), g)),
         ([3, 4, 5, 6, 7, 8], 2**31 - 1, (FaultCode.BAD_ENCODER_LEN, 2**31 - 1, g)),
@@ -151,9 +152,74 @@ def test_faults(name: str, runner: torch.device) -> None:
         begins = lists(rig, [], [])
         rows = [Row(0, [1], 2, begins, encoder_len=1)]  # a faulty step leaves nothing to go on from
         rig.run(rows)
-        own = next(i for i, group in enumerate(groups) if not group.max_encoder_len)
-        first, held = (g, 1) if g < own else (own, 2)
-        rig.check(rows, known, {0: (FaultCode.LENGTH_EXCEEDS_PAGES, held, first)})
+        own_first = (FaultCode.LENGTH_EXCEEDS_PAGES, 2, 0)
+        rig.check(rows, known, {0: (FaultCode.ENCODER_LEN_CHANGED, 1, 0) if g == 0 else own_first})
+
+
+@pytest.mark.parametrize("name", GROUPS)
+def test_a_row_that_goes_on_states_the_length_of_its_encoder(name: str, runner: torch.device) -> None:
+    """Each wrong length is a fault that names it, and leaves the row as it was."""
+    rig = Rig(GROUPS[name], runner)
+    g = next(i for i, group in enumerate(rig.groups) if group.max_encoder_len)
+    begins, goes_on = lists(rig, [20], [3, 9, 4]), lists(rig, [], [])
+    known = {2: Sequence(1, 5, begins)}
+    rows = [Row(2, [1], 1, begins, encoder_len=5)]
+    rig.run(rows)
+    rig.check(rows, known, {})
+    for wrong in (0, 4, 6, 3):
+        rows = [Row(2, [1], 2, goes_on, encoder_len=wrong)]
+        rig.run(rows)
+        rig.check(rows, known, {0: (FaultCode.ENCODER_LEN_CHANGED, wrong, g)})
+    later = [Row(2, [1], 2, lists(rig, [], [7]), first_page=3, encoder_len=6)]  # more of the encoder's pages
+    rig.run(later)
+    rig.check(later, known, {0: (FaultCode.ENCODER_LEN_CHANGED, 6, g)})
+    rows = [Row(2, [1], 2, goes_on, encoder_len=5)]
+    rig.run(rows)
+    rig.check(rows, known, {})
+    # All of the encoder's pages anew: any length that they hold.
+    other = lists(rig, [], [7, 8])
+    rows = [Row(2, [1], 3, other, encoder_len=4)]
+    rig.run(rows)
+    known = {2: Sequence(3, 4, lists(rig, [20], [7, 8]))}
+    rig.check(rows, known, {})
+    for length, fault in ((5, (FaultCode.ENCODER_LEN_CHANGED, 5, g)), (4, None)):
+        rows = [Row(2, [1], 4, goes_on, encoder_len=length)]
+        rig.run(rows)
+        rig.check(rows, known, {0: fault} if fault else {})
+
+
+@pytest.mark.parametrize("name", GROUPS)
+def test_a_prefix_hit_reads_no_page_of_the_row_id_before(name: str, runner: torch.device) -> None:
+    """Another sequence takes over a row id in its middle: its own pages are listed from page 0, and nothing is kept."""
+    rig = Rig(GROUPS[name], runner)
+    g = next(i for i, group in enumerate(rig.groups) if group.max_encoder_len)
+    rows = [Row(2, [1], 1, lists(rig, [20], [3, 9, 4]), encoder_len=5)]
+    rig.run(rows)
+    rig.check(rows, {2: Sequence(1, 5, rows[0].pages)}, {})
+    rows = [Row(2, [1], 6, lists(rig, [21, 22], []), encoder_len=5)]
+    rig.run(rows)
+    rig.check(rows, {}, {0: (FaultCode.LENGTH_EXCEEDS_PAGES, 5, g)})
+    for own, crossing, encoder_len in (([21, 22], [7, 8], 3), ([23, 24], [], 0)):
+        rows = [Row(2, [1], 6, lists(rig, own, crossing), encoder_len=encoder_len)]
+        rig.run(rows)
+        rig.check(rows, {2: Sequence(6, encoder_len, rows[0].pages)}, {})
+    rows = [Row(2, [1], 7, lists(rig, [], []), encoder_len=3)]
+    rig.run(rows)
+    rig.check(rows, {}, {0: (FaultCode.ENCODER_LEN_CHANGED, 3, g)})
+
+
+def test_a_prefix_hit_lists_its_pages_in_every_group(runner: torch.device) -> None:
+    """Groups of the row's own tokens too: an empty list beside one from page 0 keeps nothing."""
+    rig = Rig((OWN, replace(OWN, page_size=2, max_pages=10)), runner)
+    rows = [Row(2, [1] * 5, 5, ([20, 21], [3, 4, 5]))]
+    rig.run(rows)
+    rig.check(rows, {2: Sequence(5, 0, [[20, 21], [3, 4, 5]])}, {})
+    rows = [Row(2, [1], 6, ([22, 23], []))]
+    rig.run(rows)
+    rig.check(rows, {}, {0: (FaultCode.LENGTH_EXCEEDS_PAGES, 6, 1)})
+    rows = [Row(2, [1], 6, ([22, 23], [6, 7, 8]))]
+    rig.run(rows)
+    rig.check(rows, {2: Sequence(6, 0, [[22, 23], [6, 7, 8]])}, {})
 
 
 def test_a_group_that_keeps_nothing_needs_no_pages(runner: torch.device) -> None:

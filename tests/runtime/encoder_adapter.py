@@ -14,6 +14,10 @@ from graphrt.step import Step
 from tests.runtime.family_adapter import NoCache
 
 HEADS, WIDTH, VOCAB = 4, 64, 97
+OWN, CROSS, ENCODER = (
+    AttentionSpec(4, 2, 16, torch.float32, kind=kind)
+    for kind in (AttentionKind.DECODER, AttentionKind.CROSS, AttentionKind.ENCODER)
+)
 
 
 def attention(
@@ -130,3 +134,16 @@ class HostedModernBert(torch.nn.Module):
         of_row = (at >= starts[:-1, None]) & (at < starts[1:, None])  # [padded_reqs, padded_tokens]
         counts = of_row.sum(1, keepdim=True).clamp(min=1)
         return of_row.to(hidden.dtype) @ hidden / counts
+
+
+def cross_layer(specs: tuple[AttentionSpec, ...], device: torch.device | str = "cpu") -> Any:
+    """A model that adds up what its layers give for queries of the tokens' ids, and its table on the host."""
+    table = torch.randn(VOCAB, 8, 16, generator=torch.Generator().manual_seed(1))
+    on_device = table.to(device)
+
+    def model(step: Step) -> torch.Tensor:
+        q, k, v = on_device[step.input_ids].to(specs[0].dtype).split([4, 2, 2], 1)
+        outs = [step.attend(i, q, *((None, None) if spec.is_cross else (k, v))) for i, spec in enumerate(specs)]
+        return torch.stack(outs, 1).flatten(1)[step.logits_indices].float()
+
+    return model, table

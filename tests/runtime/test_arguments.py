@@ -104,6 +104,16 @@ def test_rows_that_make_no_batch_are_named(case: str) -> None:
         Batch.from_rows(rows)
 
 
+def test_rows_without_pages_list_none_in_any_group() -> None:
+    listing, nothing = Row(0, [1], 1, ([5], [6, 7]), first_page=(0, 2)), Row(1, [1], 4)
+    batch = Batch.from_rows([nothing, listing, dataclasses.replace(nothing, row_id=2)])
+    assert batch.page_indptr.tolist() == [0, 0, 1, 1, 1, 3, 3]
+    assert batch.page_ids.tolist() == [5, 6, 7]
+    assert batch.first_pages.tolist() == [0, 0, 0, 0, 2, 0]
+    assert Batch.from_rows([nothing]) == Batch(row_ids=[1], seq_lens=[4], query_lens=[1], tokens=[1])
+    assert Batch.from_rows([nothing]).num_groups == 0
+
+
 def test_rows_may_hold_lists_tuples_and_arrays() -> None:
     rows = [Row(0, (3,), 5, np.array([40, 41], np.int32)), Row(1, [4], 2, [42]), Row(2, range(2), 2, (43,))]
     batch = Batch.from_rows(rows)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -15,17 +14,19 @@ from graphrt.batch import Batch, Row
 from graphrt.config import RuntimeConfig
 from graphrt.generate import TextGenerator
 from graphrt.groups import kv_groups
-from graphrt.handle import StepFaultError
-from graphrt.kernels.errors import CapacityError, ConfigError, ShapeError, UnsupportedError
-from graphrt.kernels.types import FaultCode
+from graphrt.kernels.errors import ConfigError, ShapeError, UnsupportedError
 from graphrt.kv_cache import KVCache
 from graphrt.runtime import Runtime
 from graphrt.spec import AttentionKind, AttentionSpec, KVCacheSpec
 from graphrt.testing.poison import poison_derived
 from tests.runtime.encoder_adapter import (
+    CROSS,
+    ENCODER,
+    OWN,
     VOCAB,
     HostedBart,
     HostedModernBert,
+    cross_layer,
     make_bart,
     make_modernbert,
 )
@@ -66,13 +67,13 @@ def nan_cache(*args: Any) -> KVCache:
 
 
 def bart_runtime(
-    device: torch.device, specs: Any = None, dtype: torch.dtype | None = None, **options: Any
+    device: torch.device, specs: Any = None, dtype: torch.dtype = F32, **options: Any
 ) -> tuple[HostedBart, Runtime]:
-    hosted = HostedBart(make_bart(device))
+    hosted = HostedBart(make_bart(device).to(dtype))
     specs = hosted.specs if specs is None else specs
     defaults = {"decode_sizes": (2, 4), "mixed_sizes": (8, 16), "max_encoder_len": MAX_ENCODER_LEN}
     runtime = Runtime(
-        hosted, specs, kv_groups(specs, page_size=PAGE, dtype=dtype), vocab_size=VOCAB, device=device, num_pages=60,
+        hosted, specs, kv_groups(specs, page_size=PAGE), vocab_size=VOCAB, device=device, num_pages=60,
         config=RuntimeConfig(4, 16, MAX_LEN, **(defaults | options)), allocate_kv=nan_cache,
     )  # fmt: skip
     runtime.capture()
@@ -80,7 +81,7 @@ def bart_runtime(
 
 
 class Server:
-    """Serves REQUESTS: encodes each source once, and lists its pages once per row."""
+    """Serves REQUESTS: encodes each source once. Rows list their pages once, or all of them in every step."""
 
     def __init__(self, hosted: HostedBart, runtime: Runtime, *, page_lists: str = "once") -> None:
         self.hosted, self.runtime, self.page_lists = hosted, runtime, page_lists
@@ -105,11 +106,13 @@ class Server:
             begins = request not in self.tokens
             tokens = self.tokens.setdefault(request, list(prompt))
             own, crossing = self.pages.setdefault(request, []), self.encode(source)
+            known = 0 if begins or self.page_lists == "always" else len(own)
             own += self.runtime.allocator.allocate(-(-len(tokens) // PAGE) - len(own))
-            listed = crossing if begins or self.page_lists == "always" else []
+            lists = (own[known:], [] if known else crossing)
             row_id = self.rows.setdefault(request, begins and self.runtime.free_rows.pop())
             new = tokens if begins else tokens[-1:]
-            rows.append(Row(row_id, new, len(tokens), (own, listed), encoder_len=len(SOURCES[source])))
+            length = len(SOURCES[source])
+            rows.append(Row(row_id, new, len(tokens), lists, first_page=(known, 0), encoder_len=length))
         return Batch.from_rows(rows)
 
     def run(self, admissions: dict[int, list[int]]) -> list[list[int]]:
@@ -138,6 +141,23 @@ def test_tokens_of_bart_equal_transformers(page_lists: str, device: torch.device
     assert server.run({0: [0], 2: [1, 2], 3: [3], 10: [4]}) == oracle()
     assert not server.runtime.stats().eager_steps
     server.runtime.close()
+
+
+def test_replays_of_bart_equal_eager_bit_by_bit(device: torch.device) -> None:
+    """In bfloat16, as it is served: rows come and go, decode steps and mixed ones."""
+    hosted, runtime = bart_runtime(device, dtype=BF16)
+    server = Server(hosted, runtime)
+    for admitted in ([0], [1, 2], [], [3], []):
+        batch = server.step(admitted)
+        poison_derived(runtime.manager.buffers)
+        comparison = runtime.compare(batch)
+        assert comparison.equal, str(comparison)
+        handle = runtime.replay(batch)
+        assert handle.why_eager == ""
+        assert not handle.logits().isnan().any()
+        for request, token in zip(list(server.tokens), handle.tokens().tolist(), strict=True):
+            server.tokens[request].append(token)
+    runtime.close()
 
 
 def test_tokens_of_bart_through_interpreted_kernels() -> None:
@@ -182,20 +202,6 @@ def test_a_row_without_an_encoder_gets_zeros(backend: str) -> None:
     runtime.close()
 
 
-def cross_layer(specs: tuple[AttentionSpec, ...], device: torch.device | str = "cpu") -> Any:
-    """A model that adds up what its layers give for queries of the tokens' ids, and its table on the host."""
-    table = torch.randn(VOCAB, 8, 16, generator=torch.Generator().manual_seed(1))
-    on_device = table.to(device)
-
-    def model(step: graphrt.Step) -> torch.Tensor:
-        q, k, v = on_device[step.input_ids].to(specs[0].dtype).split([4, 2, 2], 1)
-        outs = [step.attend(i, q, *((None, None) if spec.is_cross else (k, v))) for i, spec in enumerate(specs)]
-        return torch.stack(outs, 1).flatten(1)[step.logits_indices].float()
-
-    return model, table
-
-
-OWN, CROSS = AttentionSpec(4, 2, 16, F32), AttentionSpec(4, 2, 16, F32, kind=AttentionKind.CROSS)
 PAIRS: dict[str, tuple[tuple[AttentionSpec, ...], torch.dtype | None]] = {
     "window_beside_cross": ((replace(OWN, sliding_window=3), CROSS), None),
     "cross_first": ((CROSS, OWN, replace(CROSS, kv_shared_with=0)), None),
@@ -237,9 +243,10 @@ def test_replay_equals_eager_bit_by_bit_and_float64(name: str, mixed: bool, devi
         for row, source in enumerate(sources):
             new = [(7 * step + 3 * row + i) % VOCAB for i in range(1 + row if mixed or step == 0 else 1)]
             tokens[row] += new
-            lists: list[Any] = [list(source) if step == 0 else []] * len(groups)
-            for group in set(range(len(groups))) - {crossing}:
-                lists[group] = [10 + 2 * (4 * group + row), 11 + 2 * (4 * group + row)]
+            lists: list[Any] = [[]] * len(groups)
+            if step == 0:
+                lists = [[10 + 2 * (4 * g + row), 11 + 2 * (4 * g + row)] for g in range(len(groups))]
+                lists[crossing] = list(source)
             encoder_len = lengths.get(source, 0)
             rows.append(Row(row, new, len(tokens[row]), lists, encoder_len=encoder_len))
         batch = Batch.from_rows(rows)
@@ -381,97 +388,6 @@ def test_layers_of_any_module_say_their_kind() -> None:
         crossing.layers[0](*torch.zeros(3, 1, 64))
     with pytest.raises(ConfigError, match="kv_shared_with: expected None in encoder attention"):
         graphrt.Attention(4, 16, name="x", kind=AttentionKind.ENCODER, kv_shared_with="y")
-
-
-ENCODER = replace(OWN, kind=AttentionKind.ENCODER)
-WRONG_SPECS: dict[str, tuple[Callable[[], Any], str]] = {
-    "kind": (lambda: replace(OWN, kind="cross"), "AttentionSpec.kind: expected AttentionKind"),
-    "cross_window": (lambda: replace(CROSS, sliding_window=3), "sliding_window: expected None in cross .*, got 3"),
-    "cross_chunks": (lambda: replace(CROSS, attention_chunk_size=3), "attention_chunk_size: expected None in cross"),
-    "cross_slopes": (lambda: replace(CROSS, alibi_slopes=(1.0,) * 4), "alibi_slopes: expected None in cross"),
-    "encoder_chunks": (lambda: replace(ENCODER, attention_chunk_size=3), "attention_chunk_size: expected None in enc"),
-    "encoder_shares": (lambda: replace(ENCODER, kv_shared_with=0), "kv_shared_with: expected None in encoder"),
-    "group_window": (lambda: KVCacheSpec(1, 2, 16, cross=True, sliding_window=3), "KVCacheSpec.cross: expected False"),
-    "group_flag": (lambda: KVCacheSpec(1, 2, 16, cross=1), "KVCacheSpec.cross: expected True or False"),
-    "cross_layer_own_group": (
-        lambda: served([CROSS], KVCacheSpec(1, 2, 16, dtype=F32), None), "kind: expected decoder attention"
-    ),
-    "own_layer_cross_group": (
-        lambda: served([OWN], KVCacheSpec(1, 2, 16, dtype=F32, cross=True), 8), r"attention\[0\].kind: expected cross"
-    ),
-    "shares_another_kind": (
-        lambda: served([OWN, replace(CROSS, kv_shared_with=0)], None, 8), r"attention\[1\].kind: expected decoder"
-    ),
-    "no_encoder_len": (lambda: served([CROSS], None, None), "max_encoder_len: expected the most tokens .*, got None"),
-    "needless_encoder_len": (lambda: served([OWN], None, 8), "max_encoder_len: expected None without cross layers"),
-    "zero_encoder_len": (lambda: RuntimeConfig(max_encoder_len=0), "max_encoder_len: expected an int from 1"),
-    "one_spec_for_all": (lambda: served(ENCODER, (), None), "expected one spec per layer"),
-    "no_device": (lambda: KVCache((), (), ()), "groups: expected at least one KVCacheSpec, or a device"),
-}  # fmt: skip
-
-
-def served(specs: Any, groups: Any, max_encoder_len: int | None, **options: Any) -> Runtime:
-    model, _ = cross_layer(tuple(specs) if isinstance(specs, list) else (specs,))
-    config = RuntimeConfig(4, 8, 32, decode_sizes=(4,), mixed_sizes=(8,), max_encoder_len=max_encoder_len, **options)
-    return Runtime(
-        model, specs, groups, vocab_size=64, device="cpu", config=config, num_pages=20 if groups != () else "auto",
-        sampler=None,
-    )  # fmt: skip
-
-
-@pytest.mark.parametrize("name", WRONG_SPECS)
-def test_what_means_nothing_is_refused(name: str) -> None:
-    make, message = WRONG_SPECS[name]
-    with pytest.raises(ConfigError, match=message):
-        make()
-
-
-def test_faults_of_cross_groups_name_row_value_and_group() -> None:
-    runtime = served([OWN, CROSS], kv_groups([OWN, CROSS], page_size=4), 9)
-    runtime.capture()
-    good = Row(1, [1], 1, ([5], [6]), encoder_len=3)
-    for row, code, value in (
-        (Row(0, [1], 1, ([1], [2]), encoder_len=5), FaultCode.LENGTH_EXCEEDS_PAGES, 5),
-        (Row(0, [1], 1, ([1], []), encoder_len=5), FaultCode.LENGTH_EXCEEDS_PAGES, 5),
-        (Row(0, [1], 1, ([1], [2, 20]), encoder_len=5), FaultCode.PAGE_OUT_OF_RANGE, 20),
-        (Row(0, [1], 1, ([1], [2, 0]), encoder_len=5), FaultCode.PAGE_OUT_OF_RANGE, 0),
-    ):
-        handle = runtime.replay(Batch.from_rows([good, row]))
-        assert [(f.row, f.code, f.value, f.group) for f in handle.faults] == [(1, code, value, 1)]
-    with pytest.raises(StepFaultError, match=r"a length of 9 does not fit in the pages .* in KV group 1"):
-        raise runtime.replay(Batch.from_rows([Row(0, [1], 1, ([1], [2, 3]), encoder_len=9)])).error
-    batch = Batch.from_rows([good])
-    batch.encoder_lens[0] = -2  # after it was checked: the device finds it
-    (fault,) = runtime.replay(batch).faults
-    assert (fault.code, fault.value, fault.group) == (FaultCode.BAD_ENCODER_LEN, -2, 1)
-    assert "encoder_len -2 is negative" in str(fault)
-    with pytest.raises(ShapeError, match="encoder_lens: expected lengths >= 0, got -1"):
-        Batch.from_rows([replace(good, encoder_len=-1)])
-    with pytest.raises(CapacityError, match=r"encoder_lens: expected at most max_encoder_len=9, got 10 in row 0"):
-        runtime.replay(Batch.from_rows([replace(good, encoder_len=10)]))
-    assert not runtime.replay(Batch.from_rows([good])).faults
-    runtime.close()
-
-
-def test_encoders_take_whole_sequences_without_pages() -> None:
-    runtime = served([ENCODER], None, None)
-    runtime.capture()
-    with pytest.raises(ShapeError, match="query_lens: expected 5 new tokens in row 1, its seq_len, got 1"):
-        runtime.replay(Batch.from_rows([Row(0, [1, 2], 2), Row(1, [3], 5)]))
-    with pytest.raises(ShapeError, match="page_indptr: expected lists of 0 KV groups"):
-        runtime.replay(Batch.from_rows([Row(0, [1, 2], 2, [3])]))
-    with pytest.raises(CapacityError, match="max_encoder_len=0, got 4 in row 0; no layer reads"):
-        runtime.replay(Batch.from_rows([Row(0, [1, 2], 2, encoder_len=4)]))
-    assert not runtime.replay(Batch.from_rows([Row(0, [1, 2], 2)])).faults
-    runtime.close()
-
-
-def test_a_batch_without_lists_needs_a_model_without_groups() -> None:
-    runtime = served([OWN], KVCacheSpec(1, 2, 16, dtype=F32), None)
-    runtime.capture()
-    with pytest.raises(ShapeError, match="page_indptr: expected lists of 1 KV groups"):
-        runtime.replay(Batch(row_ids=[0], seq_lens=[1], tokens=[1]))
-    runtime.close()
 
 
 def test_what_backends_and_generators_cannot_do_is_refused() -> None:

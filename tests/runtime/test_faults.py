@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import pickle
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -146,6 +147,24 @@ def test_a_sequence_that_begins_with_a_fault_leaves_no_token(device: torch.devic
     second = rig.manager.replay(Batch(row_ids=[0], seq_lens=[3], page_indptr=[0, 1], page_ids=[8]))
     assert first.faults[0].row == 0
     assert second.faults == (RowFault(0, FaultCode.NO_LAST_TOKEN, 0),)
+
+
+@pytest.mark.parametrize("turned", [False, True])
+def test_a_faulty_row_with_the_id_of_another_is_named_beside_it(device: torch.device, turned: bool) -> None:
+    """Both are faulty, and what the id's next step finds depends on no order: no last token."""
+    rig = make_rig(device, fill=0.0)
+    rig.manager.replay(one(4)).tokens()
+    order = [1, 0] if turned else [0, 1]
+    tokens, lengths, pages = ([TOKEN_FROM_ROW, VOCAB], [2, 1], [5, 8])
+    both = rig.manager.replay(
+        Batch(
+            row_ids=[0, 0], seq_lens=[lengths[i] for i in order], tokens=[tokens[i] for i in order],
+            page_indptr=[0, 1, 2], page_ids=[pages[i] for i in order],
+        )
+    )  # fmt: skip
+    faults = [RowFault(0, FaultCode.DUPLICATE_ROW, 0), RowFault(1, FaultCode.TOKEN_OUT_OF_RANGE, VOCAB)]
+    assert both.faults == tuple(replace(faults[i], row=at) for at, i in enumerate(order))
+    assert rig.manager.replay(one(TOKEN_FROM_ROW, seq_len=2)).faults == (RowFault(0, FaultCode.NO_LAST_TOKEN, 0),)
 
 
 def test_minus_one_is_no_way_to_the_last_token(device: torch.device) -> None:

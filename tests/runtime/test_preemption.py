@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
+import itertools
+import warnings
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from graphrt import scheduler as scheduler_module
+from graphrt import tables
 from graphrt.generate import SamplingParams, TextGenerator
 from graphrt.groups import kv_groups
 from graphrt.handle import StepFaultError
+from graphrt.kernels.cache.copy import PagePacker
 from graphrt.kernels.errors import CapacityError, ConfigError
 from graphrt.runtime import Runtime
-from graphrt.scheduler import Scheduler
+from graphrt.scheduler import GenerationStats, Request, Scheduler
 from graphrt.spec import AttentionSpec
 from graphrt.swap import SwapArrival
-from graphrt.tables import Tables
+from graphrt.tables import PrefixIndex, Tables
 from tests.runtime.layered import VOCAB, LayeredModel, Watch, build, exact_ownership, generate, prompts_of
 
 F32, CPU = torch.float32, torch.device("cpu")
@@ -269,3 +277,156 @@ def test_pages_that_arrive_are_given_to_nobody(monkeypatch: pytest.MonkeyPatch) 
     assert generate(runtime, prompts, counts) == want
     assert made[-1].members == {}
     runtime.close()
+
+
+# -- what a preemption, a share and a returning sequence may cost
+
+
+def follow(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int, int]]:
+    """Of every sequence that is preempted again: its prompt, its tokens when it came back, and those it has now."""
+    start, preempt = Scheduler._start, Scheduler._preempt
+    came_back: dict[int, int] = {}
+    found: list[tuple[int, int, int]] = []
+
+    def started(self: Scheduler, request: Any, needs: Any) -> None:
+        if request.preempted:
+            came_back[request.index] = request.scheduled
+        start(self, request, needs)
+
+    def preempted(self: Scheduler, slot: int) -> None:
+        request, scheduled = self.members[slot], int(self._scheduled[slot])
+        if request.index in came_back:
+            found.append((request.index, came_back.pop(request.index), scheduled))
+        preempt(self, slot)
+
+    monkeypatch.setattr(Scheduler, "_start", started)
+    monkeypatch.setattr(Scheduler, "_preempt", preempted)
+    return found
+
+
+@pytest.mark.parametrize("budget", [23, 26, 29])
+def test_who_comes_back_goes_on_before_it_gives_way_again(budget: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sequence that is preempted a second time has computed a token since it came back."""
+    again, specs = follow(monkeypatch), MODELS["window_beside_full"]
+    _, runtime = build(specs, kv_groups(specs, page_size=2), 1 + budget, CPU, mixed_sizes=(), max_num_tokens=6)
+    generator = TextGenerator(runtime, swap_bytes=20_000)
+    generate(runtime, prompts_of([9, 12, 5, 14, 3]), [30, 24, 30, 18, 30], generator)
+    assert generator.stats.preemptions > 2
+    assert all(before < now for _, before, now in again), again
+
+
+def test_who_has_computed_nothing_goes_back_as_it_came() -> None:
+    """Two prompts run and a third has a row, but no token yet when pages run out: it is not a preemption."""
+    _, runtime = build(MODELS["full"], kv_groups(MODELS["full"], page_size=4), 1 + 12, CPU, mixed_sizes=())
+    params = SamplingParams(20)
+    requests = [Request(i, np.array(p, np.int32), params) for i, p in enumerate(prompts_of([4, 4, 4]))]
+    stats = GenerationStats()
+    scheduler = Scheduler(requests, runtime, None, stats)
+    scheduler.admit()
+    assert [request.index for request in scheduler.members.values()] == [0, 1, 2]
+    slot = next(slot for slot, request in scheduler.members.items() if request.index == 2)
+    scheduler._preempt(slot)
+    assert (stats.preemptions, requests[2].preempted, list(scheduler.queue)) == (0, False, [requests[2]])
+    scheduler.release_all()
+    assert_idle(runtime)
+
+
+def test_a_copy_on_write_leaves_the_pages_that_others_need_at_once() -> None:
+    """The first prompt decodes, the second shares 2 full pages and would copy a third: only where pages are plenty."""
+    second = [*STORY[:11], (STORY[11] + 1) % VOCAB, 3]
+    for pages, copied in ((1 + 3 + 2, 0), (1 + 3 + 8, 1)):
+        _, runtime = build(MODELS["full"], kv_groups(MODELS["full"], page_size=4), pages, CPU, max_num_tokens=16)
+        params = SamplingParams(3)
+        requests = [Request(i, np.array(p, np.int32), params) for i, p in enumerate((STORY[:12], second))]
+        stats = GenerationStats()
+        scheduler = Scheduler(requests, runtime, None, stats)
+        for request in requests:
+            scheduler._start(request, [1])
+        scheduler.queue.clear()
+        for _ in range(2):
+            step = scheduler.submit()
+            assert step is not None
+            step.handle.wait()
+        assert (stats.copied_pages, stats.shared_tokens) == (copied, 11 if copied else 8)
+        scheduler.release_all()
+        assert_idle(runtime)
+        runtime.close()
+
+
+def test_common_beginnings_are_looked_up_and_compared_once_per_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ten prompts with 48 tokens in common, all admitted at once, in steps of 10 tokens: they wait for the first one
+    without a look at its tokens, and each compares tokens once."""
+    compared: list[int] = []
+
+    def common_prefix(*arguments: Any) -> int:
+        compared.append(1)
+        return tables.common_prefix(*arguments)
+
+    monkeypatch.setattr(scheduler_module, "common_prefix", common_prefix)
+    model, runtime = build(
+        MODELS["full"], kv_groups(MODELS["full"], page_size=4), 140, CPU,
+        mixed_sizes=(), max_num_reqs=10, max_num_tokens=10, decode_sizes=(10,),
+    )  # fmt: skip
+    (story,) = prompts_of([48])
+    prompts = [[*story, i, i + 1] for i in range(10)]
+    generator = TextGenerator(runtime)
+    found = generate(runtime, prompts, [2] * 10, generator)
+    assert found[7] == model.greedy(prompts[7], 2)
+    assert generator.stats.shared_tokens == 9 * 48
+    assert len(compared) == 9
+    assert_idle(runtime)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=12), min_size=1, max_size=8), st.data())
+def test_prefixes_against_a_comparison_of_all_pairs(sequences: list[list[int]], data: st.DataObject) -> None:
+    index, block = PrefixIndex(2), 2
+    alive = []
+    for slot, tokens in enumerate(sequences):
+        index.add(slot, np.array(tokens, np.int32))
+        alive.append(slot)
+        if data.draw(st.booleans()):
+            gone = data.draw(st.sampled_from(alive))
+            index.remove(gone)
+            alive.remove(gone)
+    for slot in alive:
+        most = len(sequences[slot]) - 1
+        common = {}
+        for other in set(alive) - {slot}:
+            pairs = zip(sequences[slot][:most], sequences[other], strict=False)
+            alike = len(list(itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)))
+            common[other] = alike // block * block
+        best = max(common.values(), default=0)
+        want = [other for other in alive if best and common.get(other) == best and other < slot]
+        assert index.find(slot, most) == (best, want)
+    for slot in alive:
+        index.remove(slot)
+    assert not index._slots
+
+
+def test_packers_are_warm_when_a_generator_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, runtime = build(MODELS["two_pools"], kv_groups(MODELS["two_pools"], page_size=4), 20, CPU)
+    warmed: list[PagePacker] = []
+    monkeypatch.setattr(PagePacker, "warm_up", lambda packer: warmed.append(packer))
+    TextGenerator(runtime)
+    assert warmed == [runtime.kv_cache.packer(group) for group in (0, 1)]
+
+
+def test_without_pinned_memory_everything_is_computed_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One warning that says why, for all calls of a generator."""
+    model, runtime = tight()
+    prompts, generator = prompts_of([10, 9]), TextGenerator(runtime)
+
+    def no_space(*arguments: Any, **options: Any) -> Any:
+        raise CapacityError("nbytes: expected host memory that can be had, got 9 bytes; ask for less")
+
+    monkeypatch.setattr("graphrt.generate.SwapSpace", no_space)
+    want = [model.greedy(prompt, 20) for prompt in prompts]
+    with pytest.warns(RuntimeWarning, match="are computed again: nbytes: expected host memory"):
+        assert generate(runtime, prompts, [20] * 2, generator) == want
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert generate(runtime, prompts, [20] * 2, generator) == want
+    assert generator.stats.recomputed_tokens
+    assert not generator.stats.swapped_out_pages
+    assert_idle(runtime)

@@ -9,12 +9,17 @@ import pytest
 import torch
 
 from graphrt import program
-from graphrt.batch import Batch
+from graphrt.batch import Batch, Row
 from graphrt.capture.descriptor import GraphKind
+from graphrt.config import RuntimeConfig
+from graphrt.groups import kv_groups
 from graphrt.kernels.errors import GraphRTError
 from graphrt.kernels.library import interpreted
 from graphrt.kernels.metadata.buffers import BufferKind, StaticBuffers
-from graphrt.kernels.types import KVLayout
+from graphrt.kernels.types import FaultCode, KVLayout
+from graphrt.runtime import Runtime
+from graphrt.spec import AttentionKind, AttentionSpec
+from graphrt.step import Step
 from graphrt.testing.poison import poison_derived
 from tests.runtime.toy import MAX_LEN, VOCAB, Rig, Sequence, make_rig
 
@@ -197,14 +202,11 @@ WRITTEN = {n: s for n, s in StaticBuffers.specs().items() if s.kind in (BufferKi
 READ_LATER = [name for name, spec in WRITTEN.items() if spec.readers != ("refresh",)]
 
 
-OF_PARTS = ("prompt_seq_lens", "prompt_start_loc")
+OF_PARTS = ("decode_seq_lens", "decode_start_loc", "prompt_seq_lens", "prompt_start_loc")
 """Read where mixed steps have two parts."""
 
-ELSEWHERE = ("fault_code", "fault_value", "encoder_lens", "decode_seq_lens", "decode_start_loc")
-"""Read after faults, by cross layers, and where decodes stand beside prompts: see test_encoders and test_two_parts."""
 
-
-@pytest.mark.parametrize("field", [n for n in READ_LATER if n not in ELSEWHERE])
+@pytest.mark.parametrize("field", READ_LATER)
 def test_a_refresh_that_forgets_one_buffer_is_noticed(field: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Mutation: after each refresh one buffer is put back to what it held before. Some check must fail for each."""
     real = program.refresh
@@ -216,13 +218,19 @@ def test_a_refresh_that_forgets_one_buffer_is_noticed(field: str, monkeypatch: p
         target.copy_(before)
 
     monkeypatch.setattr(program, "refresh", forgetful)
+    scenarios = {"encoder_lens": encoder_scenario, "fault_code": fault_scenario, "fault_value": fault_scenario}
     with pytest.raises((AssertionError, GraphRTError, IndexError, RuntimeError)):
-        scenario(rig_of(field in OF_PARTS))
+        scenarios.get(field, lambda: scenario(rig_of(field in OF_PARTS)))()
 
 
 @pytest.mark.parametrize("two_parts", [False, True])
 def test_the_mutation_scenario_passes_unmutated(two_parts: bool) -> None:
     scenario(rig_of(two_parts))
+
+
+def test_the_other_mutation_scenarios_pass_unmutated() -> None:
+    encoder_scenario()
+    fault_scenario()
 
 
 def rig_of(two_parts: bool) -> Rig:
@@ -231,7 +239,7 @@ def rig_of(two_parts: bool) -> Rig:
 
 
 def scenario(rig: Rig) -> None:
-    """A short run that reads every derived buffer: prefill, mixed, sampled and greedy decodes, shrinking batch."""
+    """A short run: prefill, sampled and greedy decodes in a shrinking batch, then decodes beside a prompt."""
     rng = random.Random(8)
     sequences = [rig.start(i, p) for i, p in enumerate(prompts(rng, 4, 3, 7))]
     rig.prefill(*sequences)
@@ -248,6 +256,48 @@ def scenario(rig: Rig) -> None:
             sequence.tokens.append(int(tokens[i]))
             assert rig.manager.buffers.last_token[sequence.row_id] == tokens[i]
         kv = _check_kv(rig, chosen, kv)
+    for row_id, decoding in ((5, sequences[:3]), (6, sequences[1:2])):  # as many decodes as before would be too many
+        chosen = [rig.start(row_id, [3, 1, 4, 1]), *decoding]
+        handle = rig.manager.replay(Batch.from_rows([rig.row(s) for s in chosen]))
+        for sequence, token, logits in zip(chosen, handle.tokens().tolist(), handle.logits(copy=True), strict=True):
+            check_row(rig, sequence, logits)
+            sequence.tokens.append(token)
+
+
+def fault_scenario() -> None:
+    """A step with a faulty row, and one without."""
+    rig = make_rig(torch.device("cpu"))
+    for token in (VOCAB + 2, 3):
+        fine, other = rig.row(rig.start(0, [5])), rig.row(rig.start(1, [token]))
+        faults = rig.manager.replay(Batch.from_rows([fine, other])).faults
+        found = [(fault.row, fault.code, fault.value) for fault in faults]
+        assert found == ([(1, FaultCode.TOKEN_OUT_OF_RANGE, token)] if token > VOCAB else [])
+
+
+def encoder_scenario() -> None:
+    """Rows over what encoders of 5 tokens, 2 and none wrote, in two orders, against softmax in float64."""
+    specs = [AttentionSpec(2, 1, 16, torch.float32, kind=AttentionKind.CROSS)]
+
+    def model(step: Step) -> torch.Tensor:
+        q = torch.ones(step.descriptor.padded_tokens, 2, 16)
+        return step.attend(0, q, None, None).flatten(1)[step.logits_indices]
+
+    config = RuntimeConfig(4, 8, 8, max_encoder_len=8, decode_sizes=(4,), mixed_sizes=(8,))
+    groups = kv_groups(specs, page_size=4)
+    with Runtime(
+        model, specs, groups, vocab_size=32, device="cpu", num_pages=9, config=config, sampler=None
+    ) as runtime:
+        runtime.capture()
+        k, v = torch.randn(2, 5, 1, 16, generator=torch.Generator().manual_seed(1))
+        runtime.kv_cache.write(0, k, v, runtime.kv_cache.slots([3, 7], 5))
+        lengths = [5, 0, 2]
+        for order in ((0, 1, 2), (2, 0, 1)):
+            rows = [Row(i, [1], 1, [3, 7][: -(-lengths[i] // 4)], encoder_len=lengths[i]) for i in order]
+            logits = runtime.replay(Batch.from_rows(rows)).logits(copy=True)
+            for at, i in enumerate(order):
+                weights = (k[: lengths[i], 0].double().sum(-1) / 4).softmax(0)
+                want = (weights @ v[: lengths[i], 0].double()).repeat(2)
+                torch.testing.assert_close(logits[at].double(), want, atol=1e-5, rtol=1e-5)
 
 
 def _expected_token(logits: torch.Tensor, row) -> int:

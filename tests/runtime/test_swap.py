@@ -11,8 +11,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from graphrt import swap
 from graphrt.generate import SamplingParams, TextGenerator
 from graphrt.groups import kv_groups
+from graphrt.kernels.cache.copy import PagePacker
 from graphrt.kernels.errors import CapacityError, CaptureError, ConfigError, GraphRTError, ShapeError
 from graphrt.kernels.types import KVLayout
 from graphrt.kv_cache import KVCache, PageAllocator
@@ -148,6 +150,80 @@ def test_wrong_calls_change_nothing() -> None:
     assert all(torch.equal(a, b) for a, b in zip(after, state[2], strict=True))
 
 
+FAILURES = {
+    "packer": (PagePacker, "pack", 2),
+    "writer": (PagePacker, "unpack", 2),
+    "first_upload": (PagePacker, "upload", 1),
+    "second_upload": (PagePacker, "upload", 2),
+    "copy_out": (swap, "_copy", 2),
+    "copy_back": (swap, "_copy", 7),
+}
+
+
+@pytest.mark.parametrize("case", FAILURES)
+def test_an_error_in_the_middle_changes_nothing(
+    device: torch.device, case: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Five pieces go out and come back; one call of a packer or of a copy fails, each time in another place."""
+    monkeypatch.setattr("graphrt.swap._STAGED_BYTES", 3 * 1024)
+    owner, name, at = FAILURES[case]
+    world, real, calls = World(device), getattr(owner, name), []
+
+    def failing(*arguments: Any) -> Any:
+        calls.append(arguments)
+        if len(calls) == at:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return real(*arguments)
+
+    monkeypatch.setattr(owner, name, failing)
+    pages = world.allocate(4, 3, 4)
+    want = world.read(pages)
+    state = lambda: (world.num_free, world.space.num_free_bytes, world.space.num_going_out)  # noqa: E731
+    before, failed, swapped = state(), 0, None
+    try:
+        swapped = world.space.swap_out(pages)
+    except torch.OutOfMemoryError:
+        failed += 1
+        assert state() == before
+        assert [world.allocators[0].owners(page) for page in (*pages[0], *pages[1])] == [1] * 7
+        swapped = world.space.swap_out(pages)
+    assert [world.space.reclaim(pool, 19) for pool in (0, 1)] == [True, True]
+    back = world.allocate(*swapped.counts)
+    before = state()
+    try:
+        arrival = world.space.swap_in(swapped, back)
+    except torch.OutOfMemoryError:
+        failed += 1
+        assert state() == before
+        arrival = world.space.swap_in(swapped, back)
+    arrival.wait()
+    assert failed == 1
+    assert all(torch.equal(a, b) for a, b in zip(world.read(back), want, strict=True))
+    assert world.space.num_free_bytes == 1 << 20
+    world.space.close()
+    assert world.num_free == [19 - 7, 19 - 4]
+
+
+def test_pages_come_back_to_the_allocators_though_the_link_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World()
+    monkeypatch.setattr(world.space._link, "outward", lambda *arguments: Late())
+    world.space.swap_out(world.allocate(3, 2, 1))
+    monkeypatch.setattr(world.space._link, "close", lambda: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        world.space.close()
+    assert world.num_free == [19, 19]
+    world.space.close()
+
+
+def test_a_cache_without_groups_and_a_device_without_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match="kv_cache: expected at least one KV group, got none"):
+        SwapSpace(KVCache.allocate((), (), "cpu"), [], 10)
+    world = World()
+    monkeypatch.setattr("graphrt.swap._STAGED_BYTES", 1 << 60)
+    with pytest.raises(CapacityError, match="SwapSpace: expected room for two buffers of 1152921504606846976 bytes"):
+        SwapSpace(world.cache, world.allocators, 10)
+
+
 def test_host_memory_that_is_full_and_a_space_that_is_closed() -> None:
     world = World(nbytes=4 * 1024 + 100)
     pages = world.allocate(4, 1, 0)
@@ -235,7 +311,7 @@ def test_pages_are_held_until_their_copy_has_read_them(monkeypatch: pytest.Monke
     def outward(*arguments: Any) -> Any:
         real(*arguments)
         events.append(Late())
-        return events[-1], None
+        return events[-1]
 
     monkeypatch.setattr(link, "outward", outward)
     monkeypatch.setattr(link, "main_waits", waited.append)
