@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import torch
 
@@ -50,3 +50,10 @@ def _moved(name: str, captured: int, current: int) -> ReplayError:
         f"{name}: expected at address {captured:#x} as captured, got {current:#x}; load new values in place "
         "(tensor.copy_), or close this runtime and capture again"
     )
+
+
+def named_weights(model: object) -> Iterator[tuple[str, torch.Tensor]]:
+    """Parameters and buffers of a Module; none of another model."""
+    if isinstance(model, torch.nn.Module):
+        yield from model.named_parameters()
+        yield from model.named_buffers()

@@ -39,9 +39,11 @@ if TYPE_CHECKING:
     from graphrt.kernels.types import TOKEN_FROM_ROW as TOKEN_FROM_ROW
     from graphrt.kernels.types import FaultCode as FaultCode
     from graphrt.kernels.types import KVLayout as KVLayout
+    from graphrt.kernels.types import RowEnd as RowEnd
     from graphrt.kernels.types import RowStatus as RowStatus
     from graphrt.kv_cache import KVCache as KVCache
     from graphrt.kv_cache import PageAllocator as PageAllocator
+    from graphrt.launch import Launch as Launch
     from graphrt.layer import Attention as Attention
     from graphrt.layer import attention_specs as attention_specs
     from graphrt.models.loading import load_model as load_model
@@ -52,6 +54,8 @@ if TYPE_CHECKING:
     from graphrt.runtime import Runtime as Runtime
     from graphrt.runtime import resolve_device as resolve_device
     from graphrt.scheduler import GenerationStats as GenerationStats
+    from graphrt.session import DecodeSession as DecodeSession
+    from graphrt.session import SessionRow as SessionRow
     from graphrt.spec import AttentionKind as AttentionKind
     from graphrt.spec import AttentionSpec as AttentionSpec
     from graphrt.spec import KVCacheSpec as KVCacheSpec
@@ -76,6 +80,7 @@ _HOME = {
     "CapacityError": "graphrt.kernels.errors",
     "CaptureError": "graphrt.kernels.errors",
     "ConfigError": "graphrt.kernels.errors",
+    "DecodeSession": "graphrt.session",
     "Event": "graphrt.generate",
     "FaultCode": "graphrt.kernels.types",
     "GenerationStats": "graphrt.scheduler",
@@ -84,6 +89,7 @@ _HOME = {
     "KVCache": "graphrt.kv_cache",
     "KVCacheSpec": "graphrt.spec",
     "KVLayout": "graphrt.kernels.types",
+    "Launch": "graphrt.launch",
     "MemoryPlan": "graphrt.runtime",
     "NO_TOKEN": "graphrt.kernels.types",
     "PageAllocator": "graphrt.kv_cache",
@@ -91,11 +97,13 @@ _HOME = {
     "ReplayManager": "graphrt.replay",
     "Rotary": "graphrt.kernels.cache.write",
     "Row": "graphrt.batch",
+    "RowEnd": "graphrt.kernels.types",
     "RowFault": "graphrt.handle",
     "RowStatus": "graphrt.kernels.types",
     "Runtime": "graphrt.runtime",
     "RuntimeConfig": "graphrt.config",
     "SamplingParams": "graphrt.generate",
+    "SessionRow": "graphrt.session",
     "ShapeError": "graphrt.kernels.errors",
     "State": "graphrt.replay",
     "Stats": "graphrt.stats",

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from graphrt.kernels.checks import shown
-from graphrt.kernels.errors import CapacityError, ShapeError
+from graphrt.kernels.errors import CapacityError, ShapeError, UnsupportedError
 from graphrt.kernels.metadata import record as layout
 from graphrt.kernels.metadata.buffers import COPIED
 from graphrt.kernels.metadata.refresh import MAX_ROWS, MAX_TOKENS
@@ -228,6 +228,13 @@ class Batch:
     def is_uniform(self, query_len: int) -> bool:
         """Whether every row has exactly `query_len` new tokens."""
         return self.num_tokens == query_len * self.num_reqs and bool((self.query_lens == query_len).all())
+
+    def mixed_error(self, query_len: int) -> UnsupportedError:
+        """What a runtime without mixed batches raises for a batch that is not uniform."""
+        return UnsupportedError(
+            f"batch: expected {query_len} new tokens in every row, got {shown(self.query_lens.tolist())}; compute "
+            "prompts elsewhere, or build the runtime with RuntimeConfig(mixed_batches=True)"
+        )
 
     def check_capacity(
         self, max_seq_len: int, record_words: int, groups: int, max_encoder_len: int = 0, whole: bool = False

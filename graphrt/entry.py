@@ -7,7 +7,8 @@ from collections.abc import Callable
 
 import torch
 
-from graphrt.kernels.errors import ReplayError
+from graphrt.kernels.checks import check_instance, shown
+from graphrt.kernels.errors import ConfigError, ReplayError
 
 # The CPU build of torch lacks it, and needs it not.
 _raw_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0)
@@ -60,3 +61,17 @@ class OnStream:
             torch.cuda.set_stream(self._previous)
             self._previous = None
         torch.cuda.nvtx.range_pop()
+
+
+def stream_on(device: torch.device, stream: object) -> torch.cuda.Stream | None:
+    """The stream that steps run on: the given or the current one on CUDA, none on a CPU. Raises: ConfigError."""
+    if device.type != "cuda":
+        if stream is not None:
+            raise ConfigError(f"stream: expected None with a cache on {device}, got {shown(stream)}; leave it out")
+        return None
+    if stream is None:
+        return torch.cuda.current_stream(device)
+    chosen = check_instance("stream", stream, torch.cuda.Stream, advice="leave it out for the current stream")
+    if chosen.device != device:
+        raise ConfigError(f"stream: expected one of {device}, as the cache, got one of {chosen.device}; make it there")
+    return chosen

@@ -6,7 +6,6 @@ import contextlib
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from enum import Enum
-from functools import partial
 
 import torch
 
@@ -14,13 +13,13 @@ from graphrt.backends.choice import get_attn_backend
 from graphrt.batch import Batch
 from graphrt.capture.descriptor import BatchDescriptor, GraphKind
 from graphrt.capture.dispatcher import Dispatch, Dispatcher
-from graphrt.capture.graph import NOTHING, CapturedGraph, GraphReport, ordinary
-from graphrt.capture.guard import PointerGuard
+from graphrt.capture.graph import NOTHING, GraphReport, ordinary
+from graphrt.capture.guard import PointerGuard, named_weights
 from graphrt.capture.recorder import make_recorder
 from graphrt.capture.staging import StagingRing, StagingSlot
 from graphrt.compare import StepComparison, StepResult, compare_results, state_kept
 from graphrt.config import RuntimeConfig
-from graphrt.entry import Exclusive, OnStream
+from graphrt.entry import Exclusive, OnStream, stream_on
 from graphrt.groups import layer_places
 from graphrt.handle import StepHandle, Submission
 from graphrt.kernels.checks import (
@@ -29,9 +28,8 @@ from graphrt.kernels.checks import (
     check_instance,
     check_int,
     check_named_tensors,
-    shown,
 )
-from graphrt.kernels.errors import CaptureError, ConfigError, ReplayError, ShapeError, UnsupportedError
+from graphrt.kernels.errors import CaptureError, ReplayError, ShapeError, UnsupportedError
 from graphrt.kernels.metadata.buffers import CURSOR_SLOT, CURSOR_STEP, Capacity, StaticBuffers
 from graphrt.kernels.metadata.record import record_size
 from graphrt.kernels.ops.sampling import MAX_VOCAB_SIZE
@@ -44,7 +42,7 @@ from graphrt.sampling import sample_tokens
 from graphrt.spec import AttentionSpec
 from graphrt.stats import Stats
 from graphrt.step import Model, Sampler
-from graphrt.step_model import is_compiled
+from graphrt.step_graphs import StepGraphs
 
 
 class State(str, Enum):
@@ -104,8 +102,8 @@ class ReplayManager:
         most = MAX_VOCAB_SIZE if sampler is sample_tokens else (1 << 31) - 1
         vocab_size = check_int("vocab_size", vocab_size, 1, most, advice="pass the width of the model's logits")
         chosen = get_attn_backend(specs, kv_cache.groups, device, config=config)
-        self._weights = check_named_tensors("weights", _named_weights(model) if weights is None else weights)
-        self._stream = _stream_on(device, stream)
+        self._weights = check_named_tensors("weights", named_weights(model) if weights is None else weights)
+        self._stream = stream_on(device, stream)
         self._kv_cache: KVCache | None = kv_cache
         self._backend = chosen.make()
         self._whole_rows = not all(spec.is_cached for spec in specs)
@@ -145,7 +143,7 @@ class ReplayManager:
             # Buffers are valid from the start: with an empty record every row is a pad row. And the first kernel of a
             # process takes Triton a third of a second, which is better spent here than in a capture.
             self._program.refresh(BatchDescriptor.mixed(config.max_num_tokens, config.max_num_reqs))
-        self._recorder = make_recorder(device)
+        self._graphs = StepGraphs(self._program, make_recorder(device), config.loop_sizes)
         assert config.decode_sizes is not None, "resolve() fills the ladders"
         assert config.mixed_sizes is not None, "resolve() fills the ladders"
         self._dispatcher = Dispatcher(
@@ -157,9 +155,7 @@ class ReplayManager:
             why_not_graph=self._backend.why_not_graph,
             use_graphs=config.use_graphs,
         )
-        self._graphs: dict[BatchDescriptor, CapturedGraph] = {}
-        self._loops: dict[BatchDescriptor, CapturedGraph] = {}
-        self._stats = Stats(self._recorder.name, self._backend.name, chosen.reason)
+        self._stats = Stats(self._graphs.name, self._backend.name, chosen.reason)
         self._logits = NOTHING
         self._step = self._launches = 0
         self._state = State.NEW
@@ -213,17 +209,12 @@ class ReplayManager:
             with OnStream(self._stream, "graphrt.capture"), torch.inference_mode():
                 with torch.inference_mode(False):  # what `reset` changes, in whatever mode
                     self._backend.allocate()
-                try:
-                    with self._recorder.session():
-                        self._record_all(progress)
-                except BaseException:
-                    self._drop_graphs()
-                    raise
+                self._graphs.record(self._dispatcher.captured(), progress)
             if self._stream is not None:
                 self._stream.synchronize()
             self._buffers.step_ring.fill_(-1)  # what a warm-up published must not pass for a step
             self._buffers.cursor.zero_()
-            self._stats.graphs = tuple(graph.report for graph in self._graphs.values())
+            self._stats.graphs = self._graphs.reports
             self._stats.capture_seconds = time.perf_counter() - start
             self._state = State.CAPTURED
 
@@ -267,7 +258,7 @@ class ReplayManager:
             self._guard.check()
         uniform = batch.is_uniform(self.config.query_len)
         if not (uniform or self.config.mixed_batches):
-            raise _mixed_batch(batch, self.config.query_len)
+            raise batch.mixed_error(self.config.query_len)
         # 1 dispatch: the captured size that serves this batch, or the reason why none does
         if descriptor is None:
             return self._dispatcher.dispatch(batch.num_reqs, batch.num_tokens, uniform)
@@ -308,12 +299,10 @@ class ReplayManager:
             with self._on_stream, torch.inference_mode():
                 slot, step = self._ring.acquire(self._launches), self._step
                 self._step += steps
-                loops = steps > 1 and not why_eager and target.descriptor in self._loops
+                loops = steps > 1 and not why_eager and self._graphs.can_loop(target.descriptor)
                 news.write(slot.record, step, steps, loops=loops)
-                with slot.in_flight(self._stream):
-                    self._run(target.descriptor, None, eager=bool(why_eager), steps=steps, loops=loops)
-            for _ in range(steps):
-                self._stats.count(target.descriptor, news.num_reqs, why_eager, forced=eager)
+                self._launch(slot, target.descriptor, None, why_eager, steps=steps, loops=loops)
+            self._stats.count(target.descriptor, news.num_reqs, why_eager, forced=eager, steps=steps)
             return Launch(step, steps, news.num_reqs, target.descriptor, why_eager, slot, self._buffers)
 
     def _submit(self, batch: Batch, descriptor: BatchDescriptor, why_eager: str) -> StepHandle:
@@ -335,9 +324,28 @@ class ReplayManager:
         if ends is not None:
             ends.write(slot.record, words)
         # 3 one launch, which reads the slot
-        with slot.in_flight(self._stream):
-            self._run(descriptor, batch, eager=bool(why_eager))
+        self._launch(slot, descriptor, batch, why_eager)
         return slot, step
+
+    def _launch(
+        self,
+        slot: StagingSlot,
+        descriptor: BatchDescriptor,
+        batch: Batch | None,
+        why_eager: str,
+        *,
+        steps: int = 1,
+        loops: bool = False,
+    ) -> None:
+        """Queue the steps that a slot is for. If that fails, the device takes the same slot again."""
+        try:
+            with slot.in_flight(self._stream):
+                self._logits = self._graphs.run(descriptor, batch, eager=bool(why_eager), steps=steps, loops=loops)
+        except BaseException:
+            self._buffers.cursor[CURSOR_SLOT] = self._launches
+            self._buffers.cursor[CURSOR_STEP] = 0
+            raise
+        self._launches += 1
 
     def compare(self, batch: Batch, *, descriptor: BatchDescriptor | None = None) -> StepComparison:
         """Run one step as a graph and eagerly, from the same state, and restore what the step changed.
@@ -411,7 +419,7 @@ class ReplayManager:
         check_instance("model", model, torch.nn.Module, advice="other models name their tensors by weights=")
         with self._exclusive:
             self._require(State.CAPTURED, "check_weights")
-            self._guard.check_names((*_named_weights(model), *self.kv_cache.named_tensors()))
+            self._guard.check_names((*named_weights(model), *self.kv_cache.named_tensors()))
 
     def reset(self) -> None:
         """Wait for the device and put row states, derived buffers and the backend's counters back to their initial
@@ -466,8 +474,7 @@ class ReplayManager:
             self._ring.drain()
             if self._stream is not None:
                 self._stream.synchronize()
-            self._drop_graphs()
-            self._recorder.close()
+            self._graphs.close()
             self._backend.close()
             self._logits = NOTHING
             self.stats()
@@ -479,50 +486,6 @@ class ReplayManager:
                 torch.cuda.empty_cache()
             self._state = State.CLOSED
 
-    def _record_all(self, progress: Callable[[GraphReport], None] | None) -> None:
-        # A compiler may compile, load and tune at any size, which a capture forbids: so each runs once before.
-        every_size, warm = is_compiled(self._program.model), set[GraphKind]()
-        for descriptor in self._dispatcher.captured():
-            step, prepare = partial(self._program.run, descriptor), partial(self._backend.plan_capture, descriptor)
-            if every_size or descriptor.kind not in warm:
-                warm.add(descriptor.kind)
-                self._recorder.warm_up(step, prepare)
-            graph = self._graphs[descriptor] = self._recorder.record(step, descriptor, prepare)
-            if descriptor.kind is GraphKind.DECODE and descriptor.padded_reqs in self.config.loop_sizes:
-                self._loops[descriptor] = self._recorder.loop(graph, self._buffers.go_on)
-            if progress is not None:
-                progress(graph.report)
-
-    def _run(
-        self, descriptor: BatchDescriptor, batch: Batch | None, *, eager: bool, steps: int = 1, loops: bool = False
-    ) -> None:
-        """Queue the steps that the next slot is for. A slot whose steps failed is the next one again."""
-        graphs = self._loops if loops else self._graphs
-        try:
-            for _ in range(1 if loops else steps):
-                if eager:
-                    self._backend.plan_capture(descriptor)
-                if batch is not None:
-                    self._backend.plan_replay(descriptor, batch)
-                if eager:
-                    self._logits = self._program.run(descriptor)
-                else:
-                    graph = graphs[descriptor]
-                    graph.launch()
-                    self._logits = graph.output
-        except BaseException:
-            self._buffers.cursor[CURSOR_SLOT] = self._launches
-            self._buffers.cursor[CURSOR_STEP] = 0
-            raise
-        self._launches += 1
-
-    def _drop_graphs(self) -> None:
-        # All or none: graphs share the pool and a cuBLAS workspace, so one must not be reset while another lives.
-        for graph in (*self._loops.values(), *self._graphs.values()):
-            graph.close()
-        self._loops.clear()
-        self._graphs.clear()
-
     def _require(self, state: State, call: str) -> None:
         if self._state is state:
             return
@@ -531,30 +494,3 @@ class ReplayManager:
         if self._state is State.CLOSED:
             missing = "a new ReplayManager, this one was closed"
         raise CaptureError(f"{call}: expected state '{state.value}', got '{self._state.value}'; it needs {missing}")
-
-
-def _mixed_batch(batch: Batch, query_len: int) -> UnsupportedError:
-    return UnsupportedError(
-        f"batch: expected {query_len} new tokens in every row, got {shown(batch.query_lens.tolist())}; compute prompts "
-        "elsewhere, or build the runtime with RuntimeConfig(mixed_batches=True)"
-    )
-
-
-def _named_weights(model: object) -> Iterator[tuple[str, torch.Tensor]]:
-    if isinstance(model, torch.nn.Module):
-        yield from model.named_parameters()
-        yield from model.named_buffers()
-
-
-def _stream_on(device: torch.device, stream: object) -> torch.cuda.Stream | None:
-    """The stream that steps run on: the given or the current one on CUDA, none on a CPU. Raises: ConfigError."""
-    if device.type != "cuda":
-        if stream is not None:
-            raise ConfigError(f"stream: expected None with a cache on {device}, got {shown(stream)}; leave it out")
-        return None
-    if stream is None:
-        return torch.cuda.current_stream(device)
-    chosen = check_instance("stream", stream, torch.cuda.Stream, advice="leave it out for the current stream")
-    if chosen.device != device:
-        raise ConfigError(f"stream: expected one of {device}, as the cache, got one of {chosen.device}; make it there")
-    return chosen

@@ -33,15 +33,12 @@ from graphrt.launch import Launch
 from graphrt.news import News, RowEnds
 from graphrt.replay import State
 from graphrt.runtime import Runtime
-from graphrt.tables import Tables
+from graphrt.session_pages import SessionPages
 
 Prompt = Sequence[int] | Int32Array | torch.Tensor
 """Token ids: a list, an array or a host tensor of any int dtype."""
 
 Ids = npt.NDArray[np.int64]
-
-_RESERVED = 64
-"""Tokens that rows have pages for ahead of their steps, where pages are plenty: a step in 64 has to list some."""
 
 
 @dataclass(eq=False, slots=True)
@@ -118,7 +115,7 @@ class DecodeSession:
         self._budget = config.max_num_tokens
         self._chunk = config.max_num_tokens if config.mixed_batches else 1
         ids = config.max_num_reqs
-        self._tables = [Tables(group, runtime.allocators[group.pool], ids, config.max_seq_len) for group in groups]
+        self._pages = SessionPages(groups, runtime.allocators, ids, config.max_seq_len)
         self._rows: dict[int, SessionRow] = {}
         self._prompts: dict[int, int] = {}  # by row id, how many tokens of the prompt were submitted
         self._order: Ids = np.empty(0, np.int64)  # the rows that go on by themselves
@@ -200,10 +197,7 @@ class DecodeSession:
         seed = int(self._seeds[at]) if seed is None else check_int("seed", seed, 0, (1 << 32) - 1, advice="32 bits")
         self._catch_up()
         length, most = int(self._reached[at]), int(self._most[at])
-        needs = [0] * len(self._runtime.allocators)
-        for table in self._tables:
-            needs[table.group.pool] += table.own_pages(at, length)
-        self._check_pages("fork", needs)
+        self._pages.check_fork(at, length)
         new = self._take_row(row.prompt, row.params)
         to, new.tokens, new.end = new.row_id, list(row.tokens), row.end
         for values in (self._reached, self._most, self._limits, self._temperatures):
@@ -212,10 +206,8 @@ class DecodeSession:
         with self._runtime.manager.between_steps() as buffers:
             copy_row_state(buffers, at, to)
             buffers.row_values[COPIED.index("seeds"), to] = int(np.uint32(seed).view(np.int32))
-            for group, table in enumerate(self._tables):
-                if pairs := table.fork(at, to, length, most):
-                    sources, own = map(list, zip(*pairs, strict=True))
-                    self._runtime.kv_cache.copy_pages(sources, own, group=group)
+            for group, (sources, own) in self._pages.fork(at, to, length, most):
+                self._runtime.kv_cache.copy_pages(sources, own, group=group)
         for flight in self._flights:
             places = [*enumerate(flight.rows), *flight.forks]
             flight.forks.extend([(place, new) for place, other in places if other is row])
@@ -233,8 +225,7 @@ class DecodeSession:
         del self._rows[at]
         self._prompts.pop(at, None)
         self._reorder(self._order[self._order != at])
-        for table in self._tables:  # what is in flight runs before whoever gets the pages
-            table.release(at)
+        self._pages.release(at)  # what is in flight runs before whoever gets the pages
         self._runtime.free_rows.append(at)
 
     def _take_row(self, prompt: Int32Array, params: SamplingParams) -> SessionRow:
@@ -277,11 +268,17 @@ class DecodeSession:
             if self._prompts:
                 launches.append(self._full_step(eager))
                 steps -= 1
+            elif not self._quiet and self._all_at_their_longest():
+                break  # they have ended, which is still to be collected
             else:
                 most = min(steps, self._runtime.config.launch_steps)
                 launches.append(self._go_on(most, eager))
                 steps -= most
         return tuple(launches)
+
+    def _all_at_their_longest(self) -> bool:
+        self._catch_up()
+        return bool((self._most[self._order] >= self._limits[self._order]).all())
 
     def _go_on(self, steps: int, eager: bool) -> Launch:
         """Steps of the rows that go on: most of the time there are no news at all."""
@@ -293,51 +290,41 @@ class DecodeSession:
             return launch
         self._catch_up()
         ids, before = self._order, self._most[self._order]
-        self._reserve(ids, steps)
-        lists, pages = self._new_pages(ids)
-        news = News(len(ids), None if self._sent is ids else ids.astype(np.int32), lists, pages)
+        self._pages.give_back(ids, self._reached[ids])
+        self._pages.reserve(ids, before, self._limits[ids], steps)
+        news = News(len(ids), None if self._sent is ids else ids.astype(np.int32), *self._pages.news(ids))
         launch = self._runtime.manager.advance(news, steps=steps, eager=eager)
         self._sent = ids
         after = self._most[ids] = np.minimum(before + steps, self._limits[ids])
         self._flights.append(_Flight(launch, self._order_rows, ids, after - before))
-        self._quiet = self._steps_without_news(ids)
+        # No row can come to its longest, or to the end of its pages, in so many steps.
+        room = np.minimum(self._limits[ids], self._pages.room(ids)) - after
+        self._quiet = max(0, int(room.min()))
         return launch
-
-    def _steps_without_news(self, ids: Ids) -> int:
-        """Steps for which all rows have their pages, and none can come to its longest."""
-        most = self._most[ids]
-        room = self._limits[ids] - most
-        if not room.all():
-            return 0  # until the end of those is collected
-        for table in self._tables:
-            room = np.minimum(room, table.to[ids] * table.group.page_size - most)
-        return max(0, int(room.min()))
 
     def _full_step(self, eager: bool) -> Launch:
         """One step in full: the rows that go on, and as much of the prompts as there is room and pages for."""
         self._catch_up()
-        self._give_back(self._order)
-        going_on = self._with_pages(self._order)
+        going_on = self._order[self._most[self._order] < self._limits[self._order]]
+        self._pages.give_back(going_on, self._reached[going_on])
+        going_on = self._pages.with_pages(going_on, self._most[going_on] + 1)
         chunks = self._chunks(self._budget - len(going_on))
         ids = np.concatenate((going_on, np.fromiter(chunks, np.int64, len(chunks))))
         if not len(ids):
-            raise self._no_pages()
+            raise self._pages.none_left()
         given = np.array([0] * len(going_on) + [len(chunk) for chunk in chunks.values()], np.int64)
         whole = [self._prompts[at] + len(chunk) == len(self._rows[at].prompt) for at, chunk in chunks.items()]
         seq_lens = np.full(len(ids), LENGTH_FROM_ROW, np.int64)
         seq_lens[len(going_on) :] = self._most[ids[len(going_on) :]] + given[len(going_on) :]
-        firsts, counts, listed = zip(*(table.list_new(ids) for table in self._tables), strict=True)
-        page_indptr = np.zeros(len(self._tables) * len(ids) + 1, np.int32)
-        np.cumsum(np.concatenate(counts), out=page_indptr[1:])
-        pages = [page for of_group in listed for page in of_group]
+        first_pages, page_indptr, page_ids = self._pages.listed(ids)
         batch = Batch(
             row_ids=ids.astype(np.int32),
             seq_lens=seq_lens.astype(np.int32),
             query_lens=np.maximum(given, 1).astype(np.int32),
             tokens=np.concatenate((np.full(len(going_on), TOKEN_FROM_ROW, np.int32), *chunks.values())),
             page_indptr=page_indptr,
-            page_ids=np.concatenate(pages) if pages else np.empty(0, np.int32),
-            first_pages=np.concatenate(firsts),
+            page_ids=page_ids,
+            first_pages=first_pages,
             sample=np.array([1] * len(going_on) + whole, np.int32),
             temperatures=self._temperatures[ids],
             seeds=self._seeds[ids],
@@ -346,7 +333,6 @@ class DecodeSession:
         launch = self._runtime.manager.begin(batch, ends, eager=eager)
         self._sent, self._quiet = None, 0
         promised = np.maximum(given, 1)
-        promised[: len(going_on)] = np.minimum(1, self._limits[going_on] - self._most[going_on])
         self._most[ids] += promised
         rows = tuple(map(self._rows.__getitem__, ids.tolist()))
         self._flights.append(_Flight(launch, rows, ids, promised, given))
@@ -364,93 +350,14 @@ class DecodeSession:
         for at, start in self._prompts.items():
             if budget < 1:
                 break
-            self._give_back(ids := np.array([at]))
-            prompt = self._rows[at].prompt
-            count = min(budget, self._chunk, len(prompt) - start)
-            while count and not self._have(ids, start + count):
-                count = max(
-                    0, max((start + count - 1) // t.group.page_size * t.group.page_size for t in self._tables) - start
-                )
+            ids, prompt = np.array([at]), self._rows[at].prompt
+            self._pages.give_back(ids, self._most[ids])
+            count = self._pages.fitting(ids, start, min(budget, self._chunk, len(prompt) - start))
             if not count:
                 break  # nor does a later one get what this one waits for
-            for table in self._tables:
-                table.grow(ids, ids * 0 + start + count)
             chunks[at] = prompt[start : start + count]
             budget -= count
         return chunks
-
-    # -- pages
-
-    def _give_back(self, ids: Ids) -> None:
-        """Free the pages that windows have left behind."""
-        for table in self._tables:
-            table.give_back(ids, np.where(np.isin(ids, list(self._prompts)), self._most[ids], self._reached[ids]))
-
-    def _reserve(self, ids: Ids, steps: int) -> None:
-        """Pages for the next steps, and for some more where pages are plenty: then the next launches have no news."""
-        self._give_back(ids)
-        most, limits = self._most[ids], self._limits[ids]
-        for count in (max(steps, _RESERVED), steps):
-            if self._have(ids, lengths := np.minimum(most + count, limits)):
-                for table in self._tables:
-                    table.grow(ids, lengths)
-                return
-        while steps > 1 and not self._have(ids, np.minimum(most + steps, limits)):
-            steps //= 2
-        if not len(self._with_pages(ids, steps)):
-            raise self._no_pages()
-
-    def _with_pages(self, ids: Ids, steps: int = 1) -> Ids:
-        """Those of some rows that have pages for their next tokens, which they get here where there are any."""
-        lengths = np.minimum(self._most[ids] + steps, self._limits[ids])
-        if not self._have(ids, lengths):
-            enough = np.zeros(len(ids), np.bool_)
-            for index, at in enumerate(ids):
-                enough[index] = self._have(one := ids[index : index + 1], length := self._most[at] + 1)
-                if enough[index]:
-                    for table in self._tables:
-                        table.grow(one, one * 0 + length)
-            return ids[enough]
-        for table in self._tables:
-            table.grow(ids, lengths)
-        return ids
-
-    def _have(self, ids: Ids, lengths: Ids | int) -> bool:
-        """Whether there are pages for rows to have so many tokens."""
-        needs = [0] * len(self._runtime.allocators)
-        for table in self._tables:
-            needs[table.group.pool] += table.missing(ids, lengths + 0 * ids)
-        return all(need <= free.num_free for need, free in zip(needs, self._runtime.allocators, strict=True))
-
-    def _check_pages(self, call: str, needs: list[int]) -> None:
-        for need, allocator in zip(needs, self._runtime.allocators, strict=True):
-            if need > allocator.num_free:
-                raise CapacityError(
-                    f"{call}: expected {need} free pages, got {allocator.num_free}; release() rows that have ended"
-                )
-
-    def _no_pages(self) -> CapacityError:
-        free = " + ".join(str(allocator.num_free) for allocator in self._runtime.allocators)
-        return CapacityError(
-            f"run: expected a page for the next token of a row, got {free} free pages; collect(), and release() rows "
-            "that have ended"
-        )
-
-    def _new_pages(self, ids: Ids) -> tuple[npt.NDArray[np.int32], Int32Array] | tuple[None, None]:
-        """What no launch has listed: the lists of News, and the pages."""
-        firsts, counts, listed = zip(*(table.list_new(ids) for table in self._tables), strict=True)
-        counted = np.stack(counts)
-        places = np.flatnonzero(counted.any(0))
-        if not len(places):
-            return None, None
-        starts = np.cumsum(counted, axis=None).reshape(counted.shape) - counted
-        lists = np.empty((len(places), 1 + 3 * len(counts)), np.int32)
-        lists[:, 0] = places
-        for group, (first, start, count) in enumerate(zip(firsts, starts, counted, strict=True)):
-            lists[:, 1 + 3 * group] = first[places]
-            lists[:, 2 + 3 * group] = start[places]
-            lists[:, 3 + 3 * group] = count[places]
-        return lists, np.concatenate([page for of_group in listed for page in of_group]).astype(np.int32)
 
     # -- results
 

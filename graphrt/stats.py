@@ -34,14 +34,16 @@ class Stats:
     graphs: tuple[GraphReport, ...] = ()
     capture_seconds: float = 0.0
 
-    def count(self, descriptor: BatchDescriptor, num_tokens: int, why_eager: str, *, forced: bool) -> None:
-        """Count one step."""
+    def count(
+        self, descriptor: BatchDescriptor, num_tokens: int, why_eager: str, *, forced: bool, steps: int = 1
+    ) -> None:
+        """Count steps of `num_tokens` tokens each."""
         if not why_eager:
-            self.replays[descriptor] += 1
+            self.replays[descriptor] += steps
         elif not forced:
-            self.eager_steps[why_eager] += 1
-        self.real_tokens += num_tokens
-        self.padded_tokens += descriptor.padded_tokens
+            self.eager_steps[why_eager] += steps
+        self.real_tokens += steps * num_tokens
+        self.padded_tokens += steps * descriptor.padded_tokens
 
     @property
     def pad_waste(self) -> float:

@@ -186,8 +186,10 @@ def test_bytes_and_shapes_of_the_buffers() -> None:
         "temperatures": (3,), "seeds": (3,), "new_spans": (2, 3, 4), "check_code": (2, 3), "check_value": (2, 3),
         "fault_code": (3,), "fault_value": (3,), "void_ids": (3,), "encoder_lens": (3,), "places": (3,),
         "decode_seq_lens": (3,), "prompt_seq_lens": (3,), "decode_start_loc": (4,), "prompt_start_loc": (4,),
-        "step_ring": (2,), "token_ring": (2, 3),
-        "fault_code_ring": (2, 3), "fault_value_ring": (2, 3),
+        "step_ring": (2,), "token_ring": (2, 3), "end_ring": (2, 3),
+        "fault_code_ring": (2, 3), "fault_value_ring": (2, 3), "last_encoder_len": (6,),
+        "inbox": (2, 127), "cursor": (5,), "order": (3,), "row_lens": (6,), "row_ends": (6,), "row_values": (3, 6),
+        "end_lengths": (6,), "end_tokens": (8, 6), "go_on": (1,),
     }  # fmt: skip
     assert {name: tuple(tensor.shape) for name, tensor in buffers.named()} == by_hand
     assert buffers.page_groups.tolist() == [[4, 11, 0, 5, 0, 0, 0, 0], [2, 6, 5, 9, 3, 0, 11, 0]]
@@ -197,7 +199,7 @@ def test_bytes_and_shapes_of_the_buffers() -> None:
     assert buffers.step_ring.tolist() == [-1] * 2
     assert buffers.fault_code_ring.tolist() == [[0] * 3] * 2
     assert buffers.fault_value_ring.tolist() == [[-1] * 3] * 2
-    assert not any(t.any() for kind in (BufferKind.UPLOADED, BufferKind.DERIVED) for _, t in buffers.named(kind))
+    assert not any(t.any() for kind in (BufferKind.INPUT, BufferKind.DERIVED) for _, t in buffers.named(kind))
     assert buffers.nbytes == sum(t.untyped_storage().nbytes() for _, t in buffers.named())
     assert (CAPACITY.rows_plus_one, CAPACITY.claims) == (4, 11 + 6 + 6)
     assert (CAPACITY.groups, CAPACITY.groups_plus_one, CAPACITY.pages_per_row) == (2, 3, 9)
@@ -205,7 +207,7 @@ def test_bytes_and_shapes_of_the_buffers() -> None:
 
 def test_declarations_say_who_writes_who_reads_and_what_pads_are() -> None:
     for name, spec in StaticBuffers.specs().items():
-        assert spec.writer in ("construction", "upload", "refresh", "publish"), name
+        assert spec.writer in ("construction", "host", "apply", "refresh", "publish"), name
         assert spec.readers, name
         assert all(type(reader) is str and len(reader) > 1 for reader in spec.readers), name
         assert type(spec.readers) is tuple, name
@@ -214,7 +216,8 @@ def test_declarations_say_who_writes_who_reads_and_what_pads_are() -> None:
     assert (pads["temperatures"], pads["positions"], pads["step_counter"]) == ("0", "0", "one value")
     assert pads["last_token"] == pads["claims"] == "untouched"
     initial = {name: spec.initial for name, spec in StaticBuffers.specs().items() if spec.initial}
-    unknown = dict.fromkeys(("last_token", "step_counter", "step_ring", "token_ring", "fault_value_ring"), -1)
+    unknown = ("last_token", "step_counter", "step_ring", "token_ring", "fault_value_ring", "order", "end_tokens")
+    unknown = dict.fromkeys(unknown, -1)
     assert initial == unknown | {"table_to": 1 << 30}, "whatever stands in a table is cleared first"
 
 
@@ -224,34 +227,25 @@ def test_buffers_are_listed_by_kind() -> None:
     assert every == list(StaticBuffers.specs())
     parts = {kind: [name for name, _ in buffers.named(kind)] for kind in BufferKind}
     assert sorted(name for part in parts.values() for name in part) == sorted(every)
-    assert parts[BufferKind.UPLOADED] == ["record"]
+    assert parts[BufferKind.INPUT] == ["inbox"]
     assert parts[BufferKind.CONSTANT] == ["page_groups"]
-    both = [name for name, _ in buffers.named(BufferKind.UPLOADED, BufferKind.OUTPUT)]
-    assert both == [name for name in every if name in parts[BufferKind.UPLOADED] or name in parts[BufferKind.OUTPUT]]
+    both = [name for name, _ in buffers.named(BufferKind.INPUT, BufferKind.OUTPUT)]
+    assert both == [name for name in every if name in parts[BufferKind.INPUT] or name in parts[BufferKind.OUTPUT]]
     assert all(tensor is getattr(buffers, name) for name, tensor in buffers.named())
 
 
 # -- the ring
 
 
-def test_a_slot_is_that_of_its_step_and_of_the_ring() -> None:
-    ring = StagingRing(3, 8, torch.zeros(8, dtype=torch.int32))
-    slots = [ring.acquire(step) for step in range(7)]
+def test_a_slot_is_that_of_its_launch_and_of_the_inbox() -> None:
+    inbox = torch.zeros(3, 8, dtype=torch.int32)
+    ring = StagingRing(inbox, CPU)
+    slots = [ring.acquire(launch) for launch in range(7)]
     assert [slots.index(slot) for slot in slots] == [0, 1, 2, 0, 1, 2, 0]
     slots[0].record[:] = range(8)
     assert slots[0].record_tensor.tolist() == list(range(8))
     assert slots[1].record.tolist() == [0] * 8
-    assert slots[0].record_tensor.dtype == torch.int32
-
-
-@pytest.mark.parametrize("words", [0, 1, 8])
-def test_as_many_words_travel_as_are_asked_for(words: int) -> None:
-    record = torch.full((8,), -7, dtype=torch.int32)
-    ring = StagingRing(2, 8, record)
-    slot = ring.acquire(0)
-    slot.record[:] = range(1, 9)
-    ring.upload(slot, words)
-    assert record.tolist() == [*range(1, words + 1), *[-7] * (8 - words)]
+    assert inbox.tolist() == [list(range(8)), [0] * 8, [0] * 8]
 
 
 def test_results_are_handed_over_once_and_only_after_a_step() -> None:
@@ -323,7 +317,7 @@ def test_a_step_that_fails_is_waited_for_all_the_same() -> None:
 
 
 def test_waits_are_counted_where_a_step_still_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    ring = StagingRing(2, 4, torch.zeros(4, dtype=torch.int32))
+    ring = StagingRing(torch.zeros(2, 4, dtype=torch.int32), CPU)
     for step in range(5):
         ring.acquire(step)
     assert ring.waits == 0
@@ -334,7 +328,7 @@ def test_waits_are_counted_where_a_step_still_runs(monkeypatch: pytest.MonkeyPat
 
 
 def test_drain_hands_all_over() -> None:
-    ring, calls = StagingRing(3, 4, torch.zeros(4, dtype=torch.int32)), []
+    ring, calls = StagingRing(torch.zeros(3, 4, dtype=torch.int32), CPU), []
     for step in range(3):
         slot = ring.acquire(step)
         with slot.in_flight(None):

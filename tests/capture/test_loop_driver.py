@@ -284,12 +284,12 @@ def test_every_step_of_a_manager_can_be_looped() -> None:
 
     rig = make_rig(CUDA, fill=0.0)
     go_on = ints(CUDA)
-    graphs = list(rig.manager._graphs.values())
+    graphs = list(rig.manager._graphs._graphs.values())
     assert graphs
     for graph in graphs:
         graph.launch()
         once = graph.output.clone()
-        loop = rig.manager._recorder.loop(graph, go_on)
+        loop = rig.manager._graphs._recorder.loop(graph, go_on)
         loop.launch()
         assert torch.equal(loop.output.nan_to_num(), once.nan_to_num())
         torch.cuda.synchronize()

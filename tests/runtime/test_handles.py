@@ -240,11 +240,11 @@ def test_a_step_that_fails_half_way_leaves_nothing_behind(device: torch.device) 
 
 
 def test_replay_can_be_read_at_a_glance() -> None:
-    parts = (ReplayManager.replay, ReplayManager._dispatch, ReplayManager._submit)
+    parts = (ReplayManager.replay, ReplayManager._dispatch, ReplayManager._queue, ReplayManager._submit)
     lines = [line for part in parts for line in inspect.getsource(part).splitlines()]
-    assert len(lines) <= 60, "docstrings included"
+    assert len(lines) <= 72, "docstrings included"
     steps = re.findall(r"\b(\d) \w+", " ".join(line for line in lines if "# " in line))
-    assert steps == list("12345"), "five numbered comments"
+    assert steps == list("1234"), "four numbered comments"
 
 
 def test_a_row_id_forgets_the_sequence_before(device: torch.device) -> None:

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from graphrt import replay, runtime
+from graphrt import entry, runtime
 from graphrt.backends import registry
 from graphrt.backends.torch_reference import TorchReferenceBackend
 from graphrt.batch import Batch
@@ -84,7 +84,7 @@ def test_the_verbs_of_each_call(verbs: list[str]) -> None:
 
 def test_the_largest_size_of_each_kind_is_warmed_up_before_it_is_recorded() -> None:
     rig = make_rig(CPU, capture=False, decode_sizes=(1, 2), mixed_sizes=(16, 32))
-    recorder, order = rig.manager._recorder, []
+    recorder, order = rig.manager._graphs._recorder, []
     warm_up, record = recorder.warm_up, recorder.record
 
     def size_of(step) -> str:
@@ -110,7 +110,7 @@ def test_buffers_have_the_extents_of_the_configuration() -> None:
     assert shapes["block_table"] == shapes["page_table"] == [1, 3, 13], "50 tokens in pages of 4"
     assert shapes["query_start_loc"] == [4]
     assert (shapes["last_token"], shapes["claims"]) == ([3], [11 + 3])
-    assert (shapes["token_ring"], shapes["step_ring"]) == ([6, 3], [6])
+    assert (shapes["token_ring"], shapes["step_ring"], shapes["inbox"][0]) == ([6 * 64, 3], [6 * 64], 6)
     assert shapes["record"] == [8 + 3 * 11 + 7 + 3 * 13]
 
 
@@ -235,7 +235,7 @@ def test_close_lets_go_of_buffers_graphs_and_weights(read: bool) -> None:
     slot = manager._ring.acquire(3)
     watched = [weakref.ref(tensor) for _, tensor in manager.buffers.named()]
     watched += [weakref.ref(slot.record_tensor), *map(weakref.ref, rig.model.parameters())]
-    watched += [weakref.ref(graph) for graph in manager._graphs.values()]
+    watched += [weakref.ref(graph) for graph in manager._graphs._graphs.values()]
     manager._ring.waits = 3
     del slot
     rig.model = None
@@ -318,16 +318,16 @@ def test_the_stream_of_a_manager(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "Stream", Stream)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: ("current", device))
     own = Stream(CUDA_1)
-    assert replay._stream_on(CUDA_1, None) == ("current", CUDA_1)
-    assert replay._stream_on(CUDA_1, own) is own
-    assert replay._stream_on(CPU, None) is None
+    assert entry.stream_on(CUDA_1, None) == ("current", CUDA_1)
+    assert entry.stream_on(CUDA_1, own) is own
+    assert entry.stream_on(CPU, None) is None
     for device, stream, text in (
         (CUDA_1, Stream(torch.device("cuda", 0)), "expected one of cuda:1, as the cache, got one of cuda:0"),
         (CUDA_1, SimpleNamespace(device=CUDA_1), "expected Stream, got"),
         (CPU, own, "expected None with a cache on cpu"),
     ):
         with pytest.raises(ConfigError, match=f"stream: {text}"):
-            replay._stream_on(device, stream)
+            entry.stream_on(device, stream)
 
 
 def test_cuda_without_a_number_is_the_current_device(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -197,7 +197,7 @@ def test_the_triton_kernels_carry_the_whole_step_under_the_interpreter() -> None
 
 
 WRITTEN = {n: s for n, s in StaticBuffers.specs().items() if s.kind in (BufferKind.DERIVED, BufferKind.CARRIED)}
-"""What a refresh writes of the captured rows. Notes of its kernels for each other are read by nobody else."""
+"""What apply and refresh write for each step. Notes of its kernels for each other are read by nobody else."""
 
 READ_LATER = [name for name, spec in WRITTEN.items() if spec.readers != ("refresh",)]
 
@@ -209,7 +209,8 @@ OF_PARTS = ("decode_seq_lens", "decode_start_loc", "prompt_seq_lens", "prompt_st
 @pytest.mark.parametrize("field", READ_LATER)
 def test_a_refresh_that_forgets_one_buffer_is_noticed(field: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Mutation: after each refresh one buffer is put back to what it held before. Some check must fail for each."""
-    real = program.refresh
+    writer = WRITTEN[field].writer
+    real = getattr(program, writer)
 
     def forgetful(tensors, **options) -> None:
         target = getattr(tensors, field)
@@ -217,7 +218,7 @@ def test_a_refresh_that_forgets_one_buffer_is_noticed(field: str, monkeypatch: p
         real(tensors, **options)
         target.copy_(before)
 
-    monkeypatch.setattr(program, "refresh", forgetful)
+    monkeypatch.setattr(program, writer, forgetful)
     scenarios = {"encoder_lens": encoder_scenario, "fault_code": fault_scenario, "fault_value": fault_scenario}
     with pytest.raises((AssertionError, GraphRTError, IndexError, RuntimeError)):
         scenarios.get(field, lambda: scenario(rig_of(field in OF_PARTS)))()

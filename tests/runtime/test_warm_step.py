@@ -1,4 +1,4 @@
-"""A warm step makes one upload and one graph launch, allocates nothing and waits for nothing: shown by the profiler."""
+"""A warm step is one graph launch. It uploads nothing, allocates nothing, waits for nothing, as the profiler shows."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ STEPS = 8
 FORBIDDEN = ("Malloc", "Free", "HostAlloc", "HostRegister", "Synchronize", "Memset", "LaunchKernel")
 
 
-def test_a_warm_step_is_one_upload_and_one_launch() -> None:
+def test_a_warm_step_is_one_launch() -> None:
     rig = make_rig(torch.device("cuda", 0), ring_depth=2 * STEPS, fill=0.0)
     lengths = [3, 9, 17, 30]
     pages = [list(range(1 + 10 * i, 11 + 10 * i)) for i in range(4)]
@@ -46,7 +46,7 @@ def test_a_warm_step_is_one_upload_and_one_launch() -> None:
     runtime = Counter(
         e.name for e in prof.events() if e.name.startswith(("cuda", "cu")) and e.device_type.name == "CPU"
     )
-    assert runtime["cudaMemcpyAsync"] == STEPS, runtime
+    assert not runtime["cudaMemcpyAsync"], runtime
     assert runtime["cudaGraphLaunch"] == STEPS, runtime
     # The profiler itself synchronises the device once when it stops.
     waits = {n: c for n, c in runtime.items() if any(f in n for f in FORBIDDEN) and n != "cudaDeviceSynchronize"}

@@ -1,0 +1,137 @@
+"""The pages of a session's rows: allocated ahead of their steps, given back behind windows, listed once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from graphrt.batch import Int32Array
+from graphrt.kernels.errors import CapacityError
+from graphrt.kernels.metadata.record import PAGE_FIELDS, list_words
+from graphrt.kv_cache import PageAllocator
+from graphrt.spec import KVCacheSpec
+from graphrt.tables import Tables
+
+Ids = npt.NDArray[np.int64]
+
+_AHEAD = 64
+"""Tokens that rows have pages for ahead of their steps, where pages are plenty: a step in 64 has to list some."""
+
+
+class SessionPages:
+    """A table per KV group, with a slot per row id."""
+
+    def __init__(
+        self, groups: Sequence[KVCacheSpec], allocators: Sequence[PageAllocator], ids: int, longest: int
+    ) -> None:
+        self._allocators = allocators
+        self._tables = [Tables(group, allocators[group.pool], ids, longest) for group in groups]
+
+    def give_back(self, ids: Ids, lengths: Ids) -> None:
+        """Free the pages that windows have left behind, of rows that have so many tokens for sure."""
+        for table in self._tables:
+            table.give_back(ids, lengths)
+
+    def room(self, ids: Ids) -> Ids:
+        """Tokens that each row has pages for."""
+        rooms: Ids = np.min([table.to[ids] * table.group.page_size for table in self._tables], 0)
+        return rooms
+
+    def reserve(self, ids: Ids, lengths: Ids, limits: Ids, steps: int) -> None:
+        """Pages for the next steps of rows that have up to `lengths` tokens, and for some more where pages are plenty.
+        Where they are not, rows without a page wait.
+
+        Raises: CapacityError where no row has a page for its next token.
+        """
+        for count in (max(steps, _AHEAD), steps):
+            if self._grow(ids, np.minimum(lengths + count, limits)):
+                return
+        while steps > 1:
+            steps //= 2
+            if self._grow(ids, np.minimum(lengths + steps, limits)):
+                return
+        if not len(self.with_pages(ids, np.minimum(lengths + 1, limits))):
+            raise self.none_left()
+
+    def with_pages(self, ids: Ids, lengths: Ids) -> Ids:
+        """Those of some rows that have pages for so many tokens, which they get here where there are any."""
+        if self._grow(ids, lengths):
+            return ids
+        have = [self._grow(ids[i : i + 1], lengths[i : i + 1]) for i in range(len(ids))]
+        return ids[np.array(have, np.bool_)]
+
+    def fitting(self, ids: Ids, start: int, count: int) -> int:
+        """How many of the next `count` tokens of one row there are pages for, which it gets."""
+        while count and not self._grow(ids, ids * 0 + start + count):
+            # Down to the last token before a page of some group.
+            sizes = (table.group.page_size for table in self._tables)
+            count = max(0, max((start + count - 1) // size * size for size in sizes) - start)
+        return count
+
+    def _grow(self, ids: Ids, lengths: Ids) -> bool:
+        """Pages for rows to have so many tokens; False, with nothing allocated, where there are too few."""
+        needs = [0] * len(self._allocators)
+        for table in self._tables:
+            needs[table.group.pool] += table.missing(ids, lengths)
+        if any(need > allocator.num_free for need, allocator in zip(needs, self._allocators, strict=True)):
+            return False
+        if any(needs):
+            for table in self._tables:
+                table.grow(ids, lengths)
+        return True
+
+    def none_left(self) -> CapacityError:
+        """The error of a step in which no row has a page."""
+        free = " + ".join(str(allocator.num_free) for allocator in self._allocators)
+        return CapacityError(
+            f"run: expected a page for the next token of a row, got {free} free pages; collect(), and release() rows "
+            "that have ended"
+        )
+
+    def listed(self, ids: Ids) -> tuple[Int32Array, Int32Array, Int32Array]:
+        """The pages that no launch has listed, as a Batch takes them: first_pages, page_indptr, page_ids."""
+        firsts, counts, pages = zip(*(table.list_new(ids) for table in self._tables), strict=True)
+        page_indptr = np.zeros(len(self._tables) * len(ids) + 1, np.int32)
+        np.cumsum(np.concatenate(counts), out=page_indptr[1:])
+        every = [page for of_group in pages for page in of_group]
+        return np.concatenate(firsts), page_indptr, np.concatenate(every) if every else np.empty(0, np.int32)
+
+    def news(self, ids: Ids) -> tuple[npt.NDArray[np.int32], Int32Array] | tuple[None, None]:
+        """The same as News takes them: the lists of rows that get pages, and the pages."""
+        first_pages, page_indptr, page_ids = self.listed(ids)
+        if not len(page_ids):
+            return None, None
+        groups, n = len(self._tables), len(ids)
+        starts, counts = page_indptr[:-1].reshape(groups, n), np.diff(page_indptr).reshape(groups, n)
+        places = np.flatnonzero(counts.any(0))
+        lists = np.empty((len(places), list_words(groups)), np.int32)
+        lists[:, 0] = places
+        for field, values in enumerate((first_pages.reshape(groups, n), starts, counts)):
+            lists[:, 1 + field :: PAGE_FIELDS] = values[:, places].T
+        return lists, page_ids
+
+    def check_fork(self, row_id: int, length: int) -> None:
+        """Raise CapacityError where there are too few pages to fork a row that has `length` tokens for sure."""
+        needs = [0] * len(self._allocators)
+        for table in self._tables:
+            needs[table.group.pool] += table.own_pages(row_id, length)
+        for need, allocator in zip(needs, self._allocators, strict=True):
+            if need > allocator.num_free:
+                raise CapacityError(
+                    f"fork: expected {need} free pages, got {allocator.num_free}; release() rows that have ended"
+                )
+
+    def fork(self, row_id: int, new: int, length: int, most: int) -> Iterator[tuple[int, tuple[list[int], list[int]]]]:
+        """Give a new row the full pages of another's first `length` tokens, and pages of its own behind them: by KV
+        group, pages to copy and where to, of those that its first `most` tokens may lie in."""
+        for group, table in enumerate(self._tables):
+            if pairs := table.fork(row_id, new, length, most):
+                sources, own = map(list, zip(*pairs, strict=True))
+                yield group, (sources, own)
+
+    def release(self, row_id: int) -> None:
+        """Free every page of a row."""
+        for table in self._tables:
+            table.release(row_id)
