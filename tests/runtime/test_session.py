@@ -1,29 +1,426 @@
-"""Sessions: rows that live on the device, against the toy model's float64 oracle."""
+"""Sessions: rows that live on the device, against the toy model's float64 oracle and the stateless path."""
 
 from __future__ import annotations
 
+import pickle
+import random
+from collections.abc import Iterator
+
+import numpy as np
 import pytest
 import torch
 
+from graphrt import program
+from graphrt.batch import Batch
 from graphrt.generate import SamplingParams
-from graphrt.kernels.types import RowEnd
-from graphrt.session import DecodeSession
-from tests.runtime.toy import greedy, make_runtime
+from graphrt.kernels.errors import CapacityError, CaptureError, ConfigError, GraphRTError, ReplayError, ShapeError
+from graphrt.kernels.metadata.buffers import BufferKind, StaticBuffers
+from graphrt.kernels.types import FaultCode, KVLayout, RowEnd
+from graphrt.runtime import Runtime
+from graphrt.session import DecodeSession, SessionRow
+from graphrt.spec import KVCacheSpec
+from graphrt.testing.poison import poison_derived
+from tests.runtime.toy import HEAD_DIM, KV_HEADS, LAYERS, MAX_LEN, VOCAB, LivelyModel, greedy, make_runtime
 
 PROMPTS = [[3, 1, 4], [1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2, 3, 8, 4], [6]]
+LOOPS = pytest.mark.parametrize("loop_sizes", [(), (1, 2, 4)], ids=["launch_by_launch", "loop"])
 
 
-@pytest.mark.parametrize("loop_sizes", [(), (1, 2, 4)], ids=["launch_by_launch", "loop"])
+def runtime_of(device: torch.device, num_pages: int = 60, **config: object) -> Runtime:
+    runtime = make_runtime(device, num_pages=num_pages, config=config)
+    for _, tensor in runtime.kv_cache.named_tensors():
+        tensor[1:] = float("nan")
+    runtime.capture()
+    return runtime
+
+
+def oracle(runtime: Runtime, prompt: list[int], count: int) -> list[int]:
+    return greedy(runtime.manager._program.model, list(prompt), count)
+
+
+def finish(session: DecodeSession, steps: int = 3) -> None:
+    while session.running:
+        session.run(steps)
+        session.collect(wait=True)
+
+
+@LOOPS
 @pytest.mark.parametrize("steps", [1, 3, 7])
 def test_rows_go_on_by_themselves(device: torch.device, steps: int, loop_sizes: tuple[int, ...]) -> None:
-    runtime = make_runtime(device, num_pages=60, config={"loop_sizes": loop_sizes})
-    runtime.capture()
+    runtime = runtime_of(device, loop_sizes=loop_sizes)
     with DecodeSession(runtime) as session:
         rows = [session.add(prompt, SamplingParams(max_new_tokens=12)) for prompt in PROMPTS]
-        while session.running:
-            session.run(steps)
-            session.collect(wait=True)
+        finish(session, steps)
         for row, prompt in zip(rows, PROMPTS, strict=True):
-            assert row.tokens == greedy(runtime.manager._program.model, prompt, 12)
+            assert row.tokens == oracle(runtime, prompt, 12)
             assert row.end is RowEnd.LENGTH
     assert runtime.allocator.num_free == 59
+    assert sorted(runtime.free_rows) == [0, 1, 2, 3]
+
+
+@LOOPS
+def test_a_stop_token_ends_a_row_and_no_other(device: torch.device, loop_sizes: tuple[int, ...]) -> None:
+    runtime = runtime_of(device, loop_sizes=loop_sizes)
+    want = [oracle(runtime, prompt, 12) for prompt in PROMPTS]
+    with DecodeSession(runtime) as session:
+        stops = [(), (VOCAB - 1, want[1][4]), tuple(set(range(VOCAB)) - set(want[2]))]  # the last: none of its tokens
+        rows = [
+            session.add(prompt, SamplingParams(max_new_tokens=12, stop_ids=frozenset(stop)))
+            for prompt, stop in zip(PROMPTS, stops, strict=True)
+        ]
+        finish(session, 5)
+        assert [row.tokens for row in rows] == [want[0], want[1][: want[1].index(want[1][4]) + 1], want[2]]
+        assert [row.end for row in rows] == [RowEnd.LENGTH, RowEnd.STOP_TOKEN, RowEnd.LENGTH]
+
+
+def test_more_stop_tokens_than_the_device_has_room_for(device: torch.device) -> None:
+    runtime = runtime_of(device)
+    want = oracle(runtime, PROMPTS[0], 10)
+    last = max(want)
+    with DecodeSession(runtime) as session:
+        # The largest of them is the only one that comes up, and is none of the first eight.
+        stops = frozenset({*(set(range(last)) - set(want)), last})
+        assert len(stops) > 9
+        row = session.add(PROMPTS[0], SamplingParams(max_new_tokens=10, stop_ids=stops))
+        finish(session, 4)
+        assert row.tokens == want[: want.index(last) + 1]
+        assert row.end is RowEnd.STOP_TOKEN
+
+
+def test_tokens_can_be_read_while_a_launch_runs(device: torch.device) -> None:
+    runtime = runtime_of(device, loop_sizes=(4,), decode_sizes=(4,))
+    with DecodeSession(runtime) as session:
+        row = session.add(PROMPTS[0], SamplingParams(max_new_tokens=9))
+        session.run(1)
+        (launch,) = session.run(8)
+        seen = [int(tokens[0]) for tokens in launch]
+        session.collect(wait=True)
+        assert row.tokens[1:] == seen
+        assert launch.num_arrived == 8
+        assert launch.tokens()[:, 0].tolist() == seen
+        assert launch.ends[-1, 0] == RowEnd.LENGTH
+
+
+def test_a_loop_ends_where_no_row_goes_on(device: torch.device) -> None:
+    runtime = runtime_of(device, loop_sizes=(4,), decode_sizes=(4,))
+    want = oracle(runtime, PROMPTS[0], 20)
+    with DecodeSession(runtime) as session:
+        stop = want[6]
+        row = session.add(PROMPTS[0], SamplingParams(max_new_tokens=30, stop_ids=frozenset({stop})))
+        session.run(1)
+        (launch,) = session.run(25)
+        session.collect(wait=True)
+        assert row.tokens == want[: want.index(stop) + 1]
+        assert launch.tokens().shape == (want.index(stop), 1), "later steps did not run"
+        other = session.add(PROMPTS[1], SamplingParams(max_new_tokens=5))
+        finish(session)
+        assert other.tokens == oracle(runtime, PROMPTS[1], 5), "and the next launch reads its own slot"
+
+
+@LOOPS
+def test_a_row_without_a_page_waits_and_goes_on(device: torch.device, loop_sizes: tuple[int, ...]) -> None:
+    """Pages for 28 tokens; rows want 3 + 11 and 4 + 15. The launch stops at the last whole token."""
+    runtime = runtime_of(device, num_pages=8, loop_sizes=loop_sizes)
+    with DecodeSession(runtime) as session:
+        first = session.add([3, 1, 4], SamplingParams(max_new_tokens=12))
+        second = session.add([1, 5, 9, 2], SamplingParams(max_new_tokens=16))
+        for _ in range(40):
+            if not session.running:
+                break
+            session.run(6)
+            for row, _tokens in session.collect(wait=True):
+                if row.end:
+                    session.release(row)
+        assert first.tokens == oracle(runtime, [3, 1, 4], 12)
+        assert second.tokens == oracle(runtime, [1, 5, 9, 2], 16)
+
+
+def test_no_page_for_any_row_is_an_error_that_says_so(device: torch.device) -> None:
+    runtime = runtime_of(device, num_pages=3)
+    with DecodeSession(runtime) as session:
+        row = session.add([3, 1, 4], SamplingParams(max_new_tokens=20))
+        session.run(6)
+        with pytest.raises(CapacityError, match="run: expected a page for the next token of a row, got 0 free pages"):
+            session.run(1)
+        session.collect(wait=True)
+        assert row.tokens == oracle(runtime, [3, 1, 4], 6), "8 tokens of KV: 3, and 5 of those it sampled"
+        session.release(row)
+        again = session.add([3, 1, 4], SamplingParams(max_new_tokens=4))
+        finish(session)
+        assert again.tokens == row.tokens[:4]
+
+
+def test_a_fork_goes_on_as_its_row_does(device: torch.device) -> None:
+    runtime = runtime_of(device)
+    want = oracle(runtime, PROMPTS[1], 24)
+    with DecodeSession(runtime) as session:
+        row = session.add(PROMPTS[1], SamplingParams(max_new_tokens=24))
+        forks = []
+        session.run(3)
+        forks.append(session.fork(row))  # while its launches are in flight
+        session.run(4)
+        session.collect(wait=True)
+        forks.append(session.fork(forks[0]))
+        finish(session, 4)
+        assert [each.tokens for each in (row, *forks)] == [want] * 3
+        assert len({each.row_id for each in (row, *forks)}) == 3
+    assert runtime.allocator.num_free == 59
+
+
+def test_forks_of_other_seeds_part_ways_and_disturb_nobody(device: torch.device) -> None:
+    runtime = runtime_of(device)
+    params = SamplingParams(max_new_tokens=20, temperature=50.0, seed=5)
+
+    def alone(seed_after: int | None) -> list[int]:
+        with DecodeSession(runtime) as session:
+            row = session.add(PROMPTS[0], params)
+            session.run(4)
+            if seed_after is not None:
+                fork = session.fork(row, seed=seed_after)
+                session.release(row)
+                row = fork
+            finish(session)
+            return row.tokens
+
+    plain, other = alone(None), alone(9)
+    assert plain[:4] == other[:4]
+    assert plain != other
+    with DecodeSession(runtime) as session:
+        row = session.add(PROMPTS[0], params)
+        session.run(4)
+        fork = session.fork(row, seed=9)
+        finish(session, 2)
+        assert (row.tokens, fork.tokens) == (plain, other)
+
+
+def test_faulty_rows_end_and_are_named_and_the_others_go_on(device: torch.device) -> None:
+    """A model whose logits are NaN for one row from some length on."""
+
+    class Bad(LivelyModel):
+        def forward(self, step):  # type: ignore[no-untyped-def]
+            logits = super().forward(step)
+            bad = (step.row_ids == 2) & (step.metadata.seq_lens > 6)
+            return torch.where(bad[:, None], float("nan"), logits)
+
+    runtime = make_runtime(device, model=Bad(device), num_pages=60)
+    runtime.capture()
+    with DecodeSession(runtime) as session:
+        rows = [session.add(prompt, SamplingParams(max_new_tokens=10)) for prompt in PROMPTS]
+        (faulty,) = [row for row in rows if row.row_id == 2]
+        session.run(10)
+        with pytest.raises(ReplayError, match="row 2: NO_TOKEN_OFFERED") as error:
+            session.collect(wait=True)
+        assert [fault.code for fault in error.value.faults] == [FaultCode.NO_TOKEN_OFFERED]
+        assert pickle.loads(pickle.dumps(error.value)).faults == error.value.faults
+        assert faulty.end is RowEnd.FAULT
+        finish(session)
+        for row, prompt in zip(rows, PROMPTS, strict=True):
+            want = oracle(runtime, prompt, 10)
+            assert row.tokens == (want[: len(row.tokens)] if row is faulty else want)
+        assert len(faulty.tokens) < 10
+
+
+@pytest.mark.parametrize("mixed", [True, False])
+def test_prompts_in_chunks_beside_rows_that_go_on(device: torch.device, mixed: bool) -> None:
+    runtime = runtime_of(device, num_pages=80, mixed_batches=mixed, max_num_tokens=16)
+    generator = random.Random(3)
+    with DecodeSession(runtime) as session:
+        rows: list[SessionRow] = []
+        for length in (5, 40, 23, 1):
+            prompt = [generator.randrange(VOCAB) for _ in range(length)]
+            rows.append(session.add(prompt, SamplingParams(max_new_tokens=15)))
+            session.run(2)
+            session.collect()
+        finish(session)
+        for row in rows:
+            assert row.tokens == oracle(runtime, row.prompt.tolist(), 15)
+
+
+def test_equal_to_the_stateless_path_bit_by_bit(device: torch.device) -> None:
+    """The last logits of every size, eager and replayed, and of `replay` of the same rows."""
+    runtime = runtime_of(device, loop_sizes=(4,))
+    for eager in (False, True):
+        with DecodeSession(runtime) as session:
+            rows = [session.add(prompt, SamplingParams(max_new_tokens=40)) for prompt in PROMPTS]
+            session.run(6, eager=eager)
+            session.collect(wait=True)
+            session.run(1, eager=eager)
+            at = [row.row_id for row in session.rows]
+            logits = runtime.manager._logits[:3].clone()
+            session.collect(wait=True)
+            lengths = [len(row.prompt) + len(row.tokens) - 1 for row in rows]
+            pages = [session._pages._tables[0].pages(i) for i in at]
+            batch = Batch(
+                row_ids=[3] * 0 + at, seq_lens=lengths, tokens=[row.tokens[-2] for row in rows],
+                page_indptr=np.cumsum([0, *map(len, pages)]), page_ids=np.concatenate(pages),
+            )  # fmt: skip
+            again = runtime.replay(batch).logits(copy=True)
+            assert torch.equal(logits, again)
+
+
+def draw(generator: random.Random, session: DecodeSession, rows: list[SessionRow], open_rows: list[SessionRow]) -> None:
+    """One random thing that a server may do."""
+    what = generator.choice(["add", "add", "run", "run", "run", "collect", "fork", "release", "poison"])
+    if what == "add" and session._runtime.free_rows:
+        prompt = [generator.randrange(VOCAB) for _ in range(generator.randint(1, 20))]
+        params = SamplingParams(
+            max_new_tokens=generator.randint(1, 30),
+            temperature=generator.choice([0.0, 0.0, 30.0]),
+            seed=generator.randrange(100),
+            stop_ids=frozenset(generator.sample(range(VOCAB), 2)),
+        )
+        rows.append(session.add(prompt, params))
+        open_rows.append(rows[-1])
+    elif what == "run":
+        session.run(generator.randint(1, 7))
+    elif what == "collect":
+        session.collect(wait=generator.random() < 0.5)
+    elif what == "poison" and generator.random() < 0.3:
+        session.collect(wait=True)
+        poison_derived(session._runtime.manager.buffers)
+    elif open_rows:
+        row = generator.choice(open_rows)
+        if what == "fork" and session._runtime.free_rows and row.row_id not in session._prompts:
+            rows.append(session.fork(row))
+            open_rows.append(rows[-1])
+        elif what == "release":
+            session.release(row)
+            open_rows.remove(row)
+
+
+def alone(runtime: Runtime, row: SessionRow) -> list[int]:
+    """What the stateless path samples for the same prompt and parameters, one token a step."""
+    row_id, pages = runtime.free_rows[-1], runtime.allocator.allocate(16)
+    tokens, params = row.prompt.tolist(), row.params
+    out: list[int] = []
+    while len(out) < params.max_new_tokens and (not out or out[-1] not in params.stop_ids):
+        new = tokens if not out else out[-1:]
+        batch = Batch(
+            row_ids=[row_id], seq_lens=[len(tokens) + len(out)], query_lens=[len(new)], tokens=new,
+            page_indptr=[0, 16], page_ids=pages, temperatures=[params.temperature], seeds=[params.seed],
+        )  # fmt: skip
+        out.append(int(runtime.replay(batch).tokens()[0]))
+    runtime.allocator.free(pages)
+    return out
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_whatever_a_server_does_rows_sample_what_they_sample_alone(device: torch.device, seed: int) -> None:
+    """Any interleaving of add, fork, release, run and collect, any split of steps into launches, few pages."""
+    generator = random.Random(seed)
+    groups = KVCacheSpec(LAYERS, KV_HEADS, HEAD_DIM, 4, KVLayout.NHD, torch.float32)
+    loops = generator.choice([(), (1, 2, 4)])
+    config = {"max_seq_len": MAX_LEN, "loop_sizes": loops, "max_num_tokens": 32, "mixed_sizes": (8, 32)}
+    runtime = make_runtime(device, kv_spec=groups, num_pages=generator.choice([24, 70]), config=config)
+    for _, tensor in runtime.kv_cache.named_tensors():
+        tensor[1:] = float("nan")
+    runtime.capture()
+    rows: list[SessionRow] = []
+    open_rows: list[SessionRow] = []
+    with DecodeSession(runtime) as session:
+        for _ in range(60):
+            try:
+                draw(generator, session, rows, open_rows)
+            except CapacityError:
+                session.collect(wait=True)
+                ended = [row for row in open_rows if row.end] or open_rows[:1]
+                for row in ended:
+                    session.release(row)
+                    open_rows.remove(row)
+            owned = sum(int(t.to[r.row_id] - t.from_[r.row_id]) for t in session._pages._tables for r in session.rows)
+            used = runtime.allocator.num_pages - 1 - runtime.allocator.num_free
+            assert used <= owned, "no page is held by nobody"
+        session.collect(wait=True)
+    assert runtime.allocator.num_free == runtime.allocator.num_pages - 1
+    assert len(runtime.free_rows) == 4
+    for row in rows:
+        want = alone(runtime, row)
+        assert row.tokens == want[: len(row.tokens)]
+        if row.end:
+            assert row.tokens == want
+
+
+STATE = [
+    name for name, spec in StaticBuffers.specs().items()
+    if spec.kind is BufferKind.PERSISTENT and spec.writer in ("apply", "publish") and name != "last_token"
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("field", STATE)
+def test_row_state_that_is_not_kept_is_noticed(field: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Mutation: whoever writes a buffer of the row state forgets to. Some check must fail for each."""
+    writer = StaticBuffers.specs()[field].writer
+    real = getattr(program, writer)
+
+    def forgetful(buffers: StaticBuffers, *args: object, **options: object) -> None:
+        before = getattr(buffers, field).clone()
+        real(buffers, *args, **options)
+        getattr(buffers, field).copy_(before)
+
+    monkeypatch.setattr(program, writer, forgetful)
+    with pytest.raises((AssertionError, GraphRTError, IndexError)):
+        state_scenario()
+
+
+def test_the_scenario_passes_where_nothing_is_forgotten() -> None:
+    state_scenario()
+
+
+def state_scenario() -> None:
+    device = torch.device("cpu")
+    runtime = runtime_of(device, loop_sizes=(4,), decode_sizes=(4,))
+    want = [oracle(runtime, prompt, 12) for prompt in PROMPTS]
+    with DecodeSession(runtime) as session:
+        hot = SamplingParams(max_new_tokens=12, temperature=50.0, seed=3)
+        rows = [session.add(PROMPTS[0], SamplingParams(max_new_tokens=12, stop_ids=frozenset({want[0][7]})))]
+        rows += [session.add(PROMPTS[1], SamplingParams(max_new_tokens=12)), session.add(PROMPTS[2], hot)]
+        session.run(2)
+        session.collect(wait=True)
+        launches = session.run(3)
+        session.collect(wait=True)
+        assert [len(launch.tokens()) for launch in launches] == [3]
+        for _ in range(12):
+            session.run(4)
+            session.collect(wait=True)
+        assert rows[0].tokens == want[0][: want[0].index(want[0][7]) + 1]
+        assert rows[1].tokens == want[1]
+        assert [row.end for row in rows] == [RowEnd.STOP_TOKEN, RowEnd.LENGTH, RowEnd.LENGTH]
+        assert rows[2].tokens == alone(runtime, rows[2])
+
+
+def wrong_calls() -> Iterator[tuple[str, type[Exception], str]]:
+    yield "session.add([])", ShapeError, "prompt: expected at least 1 token, got 0"
+    yield "session.add([VOCAB])", GraphRTError, "prompt"
+    yield "session.add([1], 3)", ConfigError, "params: expected SamplingParams"
+    yield "session.add([1] * 70)", CapacityError, "prompt: expected prompt and output within max_seq_len=64"
+    yield "session.run(0)", ConfigError, "steps"
+    yield "session.run(1.5)", ConfigError, "steps"
+    yield "session.run(1, eager=2)", ConfigError, "eager"
+    yield "session.collect(wait=1)", ConfigError, "wait"
+    yield "session.fork(3)", ConfigError, "row: expected SessionRow"
+    yield "session.fork(row)", ConfigError, "fork: expected a row whose prompt was submitted"
+    yield "session.release(gone)", ConfigError, "release: expected a row of this session"
+    yield "session.fork(gone)", ConfigError, "fork: expected a row of this session"
+    yield "[session.add([1]) for _ in range(9)]", CapacityError, "rows: expected a free one of 4, got none"
+    yield "(session.close(), session.run())", CaptureError, "run: expected an open session"
+    yield "DecodeSession(runtime.manager)", ConfigError, "runtime: expected Runtime"
+
+
+@pytest.mark.parametrize(("call", "error", "text"), list(wrong_calls()), ids=[call for call, _, _ in wrong_calls()])
+def test_wrong_calls_are_named(call: str, error: type[Exception], text: str) -> None:
+    runtime = runtime_of(torch.device("cpu"))
+    with DecodeSession(runtime) as session:
+        gone, row = session.add([5]), session.add([7, 8])
+        session.release(gone)
+        with pytest.raises(error, match=text):
+            eval(call, {**globals(), "session": session, "row": row, "gone": gone, "runtime": runtime})
+
+
+def test_a_runtime_that_is_not_captured_or_samples_nothing() -> None:
+    runtime = make_runtime(torch.device("cpu"), num_pages=9)
+    with pytest.raises(CaptureError, match="runtime: expected a captured one, got state 'new'"):
+        DecodeSession(runtime)
+    blind = make_runtime(torch.device("cpu"), num_pages=9, sampler=None)
+    blind.capture()
+    with pytest.raises(ConfigError, match="expected one with a sampler"):
+        DecodeSession(blind)
