@@ -179,7 +179,7 @@ def _advance_rows(
         known_to = tl.load(page_spans_ptr + 2 * (group * num_row_ids + row_id) + 1, mask=runs, other=0)
         pages_to = tl.maximum(known_to, tl.where(count > 0, first + count, 0))
         # A row without a page for its token waits until it gets one. Pages of an encoder are all there.
-        runs = runs & (pages_to * page_size >= tl.where(max_encoder_len > 0, 0, seq_len))
+        runs = runs & (pages_to.to(tl.int64) * page_size >= tl.where(max_encoder_len > 0, 0, seq_len))
         fields_ptr = rows_ptr + (_ROW_PAGES + _PAGE_FIELDS * group) * num_reqs
         tl.store(fields_ptr, first, mask=mask)
         tl.store(fields_ptr + num_reqs, start, mask=mask)
