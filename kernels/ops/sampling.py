@@ -33,6 +33,7 @@ MAX_VOCAB_SIZE = 1 << 20
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 _CHUNK_WARPS = 4
 _ROW_WARPS = 8
+_ROW_SPILL = 128  # bytes of row-wide values, where 128 registers keep two rows on a multiprocessor
 _PROGRAMS = 2048  # of the first pass, about, once programs read several chunks
 _MAX_CHUNKS = 8  # of a program
 _MAX_GROUPS = 4096  # of a row; in larger vocabularies groups are larger
@@ -137,9 +138,13 @@ def _sample_triton(
         list_groups = torch.empty((rows, groups), dtype=torch.int32, device=device)
         list_tokens = torch.empty((rows, LIST), dtype=torch.int32, device=device)
         list_logits = torch.empty((rows, LIST), dtype=torch.float32, device=device)
+    processes = mask_words is not None or bias_tokens is not None or seen is not None
+    ints, floats = best_tokens, best_scores  # in the place of tables that no row uses, while some row may use others
     inputs = (
-        logits, temperatures, seeds, seq_lens, row_ids, top_k, top_p, min_p, repetition, presence, frequency, seen,
-        counts, bias_tokens, bias_values, bias_counts, mask_words, mask_index,
+        logits, temperatures, seeds, seq_lens, row_ids, top_k, top_p, min_p, repetition, presence, frequency,
+        ints if seen is None else seen, ints if counts is None else counts,
+        ints if bias_tokens is None else bias_tokens, floats if bias_values is None else bias_values, bias_counts,
+        ints if mask_words is None else mask_words, mask_index,
     )  # fmt: skip
     partials = (best_scores, best_tokens, group_best, group_mass)
     sizes = (
@@ -152,7 +157,7 @@ def _sample_triton(
         groups,
     )
     sample_chunks_kernel[(rows, parts)](
-        *inputs, *partials, *sizes, chunks_per_part, GROUP=group, num_warps=_CHUNK_WARPS
+        *inputs, *partials, *sizes, chunks_per_part, GROUP=group, PROCESSES=processes, num_warps=_CHUNK_WARPS
     )
     sample_rows_kernel[(rows,)](
         *inputs, *partials, list_groups, list_tokens, list_logits, out, *sizes, parts,
@@ -261,7 +266,15 @@ def compile_variants() -> list[CompileSpec]:
     specs = []
     floats = ("temperatures", "top_p", "min_p", "repetition", "presence", "frequency", "bias_values", "best_scores",
               "group_best", "group_mass", "list_logits")  # fmt: skip
-    optional = (*_OPTIONAL, "group_best", "group_mass", "list_groups", "list_tokens", "list_logits")
+    always = ("seen", "counts", "bias_tokens", "bias_values", "mask_words")
+    optional = (
+        *(name for name in _OPTIONAL if name not in always),
+        "group_best",
+        "group_mass",
+        "list_groups",
+        "list_tokens",
+        "list_logits",
+    )
     vocabularies = {"fp16": 1 << 17, "bf16": 1 << 17, "fp32": MAX_VOCAB_SIZE}
     cases = (("fp16", False), ("bf16", False), ("fp32", False), ("bf16", True), ("fp32", True))
     for kind, everything in cases:
@@ -270,7 +283,7 @@ def compile_variants() -> list[CompileSpec]:
             constexprs: dict[str, object] = {} if everything else {f"{name}_ptr": None for name in optional}
             constexprs |= {
                 "PARTS": vocab // SAMPLE_CHUNK, "GROUPS": vocab // _group_size(vocab), "CHUNKS": vocab // SAMPLE_CHUNK,
-                "GROUP": _group_size(vocab), "LIST": LIST,
+                "GROUP": _group_size(vocab), "LIST": LIST, "PROCESSES": everything,
             }  # fmt: skip
             constexprs = {name: value for name, value in constexprs.items() if name in kernel.arg_names}
             signature = {}
@@ -290,7 +303,7 @@ def compile_variants() -> list[CompileSpec]:
             specs.append(
                 CompileSpec(
                     f"sample_{part}_{kind}{'_all' if everything else ''}", kernel, signature, constexprs, warps, 3,
-                    divisible=divisible,
+                    divisible=divisible, max_spill=_ROW_SPILL if part == "rows" else 0,
                 )
             )  # fmt: skip
     return specs

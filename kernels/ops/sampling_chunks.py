@@ -19,11 +19,22 @@ from graphrt.kernels.ops.sampling_logits import (
     random_words,
     raw_logits,
     row_options,
-    row_source,
+    row_values,
     weight,
 )
+from graphrt.kernels.ops.sampling_reference import SAMPLE_CHUNK
 
-_STAGES = tl.constexpr(4)  # loads of so many steps are under way, where nothing but logits is read
+
+@triton.constexpr_function
+def _step(processes: bool) -> int:
+    """Tokens of a step. Processing takes registers, and what it takes is taken from all rows of the kernel."""
+    return SAMPLE_CHUNK // 2 if processes else SAMPLE_CHUNK
+
+
+@triton.constexpr_function
+def _stages(processes: bool) -> int:
+    """Loads of so many steps are under way, where nothing but logits is read."""
+    return 1 if processes else 4
 
 
 @triton.jit(do_not_specialize=["num_groups", "chunks", "state_rows", "bias_rows", "bias_capacity", "num_masks"])
@@ -59,15 +70,20 @@ def sample_chunks_kernel(
     num_groups,
     chunks,  # of one program
     GROUP: tl.constexpr,
+    PROCESSES: tl.constexpr,  # some row may
 ):
     row = tl.program_id(0)
     part = tl.program_id(1)
-    source = row_source(
-        row, logits_ptr, stride_logits, vocab_size, row_ids_ptr, repetition_ptr, presence_ptr, frequency_ptr,
-        seen_ptr, counts_ptr, state_rows, bias_tokens_ptr, bias_values_ptr, bias_counts_ptr, bias_rows, bias_capacity,
-        mask_words_ptr, mask_index_ptr, num_masks,
+    source = (
+        (logits_ptr, mask_words_ptr, bias_tokens_ptr, bias_values_ptr, seen_ptr, counts_ptr),
+        row_values(
+            row, stride_logits, vocab_size, row_ids_ptr, repetition_ptr, presence_ptr, frequency_ptr,
+            state_rows, bias_counts_ptr, bias_rows, bias_capacity, mask_index_ptr, num_masks,
+        ),
     )  # fmt: skip
-    _, _, processes, _, _, _ = source
+    processes = False
+    if PROCESSES:
+        processes = source[1][2]
     heat, _, _, _, truncates = row_options(row, vocab_size, temperatures_ptr, top_k_ptr, top_p_ptr, min_p_ptr)
     first = part * chunks
     end = first + chunks
@@ -106,9 +122,11 @@ def _measure_groups(source, group_ptrs, num_groups, heat, first, end, GROUP: tl.
     """
     group_best_ptr, group_mass_ptr = group_ptrs
     per_heat = 1.0 / tl.maximum(heat, MIN_HEAT)
-    per_chunk: tl.constexpr = CHUNK // GROUP
-    for chunk in tl.range(first, end, num_stages=_STAGES):
-        groups = tl.arange(0, per_chunk) + chunk * per_chunk
+    per_step: tl.constexpr = _step(PROCESSES) // GROUP
+    for step in tl.range(
+        first * (CHUNK // _step(PROCESSES)), end * (CHUNK // _step(PROCESSES)), num_stages=_stages(PROCESSES)
+    ):
+        groups = tl.arange(0, per_step) + step * per_step
         tokens = groups[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
         logits = raw_logits(source, tokens)
         if PROCESSES:
@@ -122,11 +140,12 @@ def _measure_groups(source, group_ptrs, num_groups, heat, first, end, GROUP: tl.
 @triton.jit
 def _best_of_part(source, first, end, PROCESSES: tl.constexpr):
     """The highest logit of a part of the vocabulary, and its token."""
-    lanes = tl.arange(0, CHUNK)
-    scores = tl.full([CHUNK], float("-inf"), tl.float32)
-    tokens = tl.full([CHUNK], NOWHERE, tl.int32)
-    for chunk in tl.range(first, end, num_stages=_STAGES):
-        token = lanes + chunk * CHUNK
+    width: tl.constexpr = _step(PROCESSES)
+    lanes = tl.arange(0, width)
+    scores = tl.full([width], float("-inf"), tl.float32)
+    tokens = tl.full([width], NOWHERE, tl.int32)
+    for start in tl.range(first * CHUNK, end * CHUNK, width, num_stages=_stages(PROCESSES)):
+        token = lanes + start
         logits = raw_logits(source, token)
         if PROCESSES:
             logits = process(source, token, logits)

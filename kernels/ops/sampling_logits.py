@@ -84,31 +84,28 @@ def penalties_of(row, repetition_ptr, presence_ptr, frequency_ptr):
 
 
 @triton.jit
-def row_source(
+def row_values(
     row,
-    logits_ptr,
     stride_logits,
     vocab_size,
     row_ids_ptr,
     repetition_ptr,
     presence_ptr,
     frequency_ptr,
-    seen_ptr,
-    counts_ptr,
     state_rows,
-    bias_tokens_ptr,
-    bias_values_ptr,
     bias_counts_ptr,
     bias_rows,
     bias_capacity,
-    mask_words_ptr,
     mask_index_ptr,
     num_masks,
 ):
-    """What the functions below need to know of a row. What the row does not use is off in it."""
+    """What the functions below need to know of a row. What the row does not use is off in it.
+
+    They take a pair: the pointers of all rows, and these values.
+    """
     mask_at = 0
     num_masked = 0  # tokens that the row has mask bits of: all or none
-    if mask_words_ptr is not None:
+    if mask_index_ptr is not None:
         index = tl.load(mask_index_ptr + row)
         masked = (index >= 0) & (index < num_masks)
         mask_at = tl.where(masked, index, 0).to(tl.int64) * ((vocab_size + 31) // 32)
@@ -118,7 +115,7 @@ def row_source(
         row_id = tl.load(row_ids_ptr + row)
     bias_at = 0
     num_biases = 0
-    if bias_tokens_ptr is not None:
+    if bias_counts_ptr is not None:
         known = (row_id >= 0) & (row_id < bias_rows)
         bias_at = tl.where(known, row_id, 0).to(tl.int64) * bias_capacity
         num_biases = tl.load(bias_counts_ptr + row_id, mask=known, other=0)
@@ -128,57 +125,56 @@ def row_source(
     repetition = 1.0
     presence = 0.0
     frequency = 0.0
-    if seen_ptr is not None:
+    if repetition_ptr is not None:
         known = (row_id >= 0) & (row_id < state_rows)
         state_row = tl.where(known, row_id, 0).to(tl.int64)
         repetition, presence, frequency, penalised = penalties_of(row, repetition_ptr, presence_ptr, frequency_ptr)
         num_penalised = tl.where(penalised & known, vocab_size, 0)
-    mask = (mask_words_ptr, mask_at, num_masked)
-    bias = (bias_tokens_ptr, bias_values_ptr, bias_at, num_biases)
-    penalties = (seen_ptr, counts_ptr, state_row, num_penalised, repetition, presence, frequency)
     processes = num_masked + num_biases + num_penalised > 0
-    return logits_ptr + row.to(tl.int64) * stride_logits, vocab_size, processes, mask, bias, penalties
+    return (
+        row.to(tl.int64) * stride_logits, vocab_size, processes, mask_at, num_masked, bias_at, num_biases, state_row,
+        num_penalised, repetition, presence, frequency,
+    )  # fmt: skip
 
 
 @triton.jit
 def raw_logits(source, tokens):
     """Logits (float32) of some tokens as the model gave them; -inf for NaN and beyond the vocabulary."""
-    logits_row_ptr, vocab_size, _, _, _, _ = source
-    logits = tl.load(logits_row_ptr + tokens, mask=tokens < vocab_size, other=float("-inf")).to(tl.float32)
+    pointers, values = source
+    logits = tl.load(pointers[0] + values[0] + tokens, mask=tokens < values[1], other=float("-inf")).to(tl.float32)
     return tl.where(logits > float("-inf"), logits, float("-inf"))
 
 
 @triton.jit
 def process(source, tokens, logits):
     """`raw_logits` after mask, bias and penalties. What the row does not use is not read."""
-    _, vocab_size, _, mask, bias, penalties = source
-    mask_words_ptr, mask_at, num_masked = mask
-    bias_tokens_ptr, bias_values_ptr, bias_at, num_biases = bias
-    seen_ptr, counts_ptr, state_row, num_penalised, repetition, presence, frequency = penalties
-    if mask_words_ptr is not None:
-        words = tl.load(mask_words_ptr + mask_at + tokens // 32, mask=tokens < num_masked, other=-1)
-        logits = tl.where(((words >> (tokens % 32)) & 1) != 0, logits, float("-inf"))
-    if bias_tokens_ptr is not None:
-        if num_biases > 0:
-            logits += _bias(tokens, bias_tokens_ptr + bias_at, bias_values_ptr + bias_at, num_biases)
-    if seen_ptr is not None:
-        seen_at = state_row * ((vocab_size + 31) // 32)
-        words = tl.load(seen_ptr + seen_at + tokens // 32, mask=tokens < num_penalised, other=0)
-        seen = ((words >> (tokens % 32)) & 1) != 0
-        # Counts are read where a token has occurred: few of a large vocabulary.
-        counts = tl.load(counts_ptr + state_row * vocab_size + tokens, mask=seen, other=0)
-        scaled = tl.where(logits > 0, tl.div_rn(logits, repetition), logits * repetition)
-        logits = tl.where(seen, scaled, logits) - frequency * counts.to(tl.float32)
-        logits = tl.where(counts > 0, logits - presence, logits)
+    pointers, values = source
+    _, mask_words_ptr, bias_tokens_ptr, bias_values_ptr, seen_ptr, counts_ptr = pointers
+    (
+        _, vocab_size, _, mask_at, num_masked, bias_at, num_biases, state_row, num_penalised, repetition, presence,
+        frequency,
+    ) = values  # fmt: skip
+    words = tl.load(mask_words_ptr + mask_at + tokens // 32, mask=tokens < num_masked, other=-1)
+    logits = tl.where(((words >> (tokens % 32)) & 1) != 0, logits, float("-inf"))
+    if num_biases > 0:
+        logits += _bias(tokens, bias_tokens_ptr + bias_at, bias_values_ptr + bias_at, num_biases)
+    seen_at = state_row * ((vocab_size + 31) // 32)
+    words = tl.load(seen_ptr + seen_at + tokens // 32, mask=tokens < num_penalised, other=0)
+    seen = ((words >> (tokens % 32)) & 1) != 0
+    # Counts are read where a token has occurred: few of a large vocabulary.
+    counts = tl.load(counts_ptr + state_row * vocab_size + tokens, mask=seen, other=0)
+    scaled = tl.where(logits > 0, tl.div_rn(logits, repetition), logits * repetition)
+    logits = tl.where(seen, scaled, logits) - frequency * counts.to(tl.float32)
+    logits = tl.where(counts > 0, logits - presence, logits)
     return tl.where(logits > float("-inf"), logits, float("-inf"))
 
 
 @triton.jit
 def processed_logits(source, tokens):
     """Processed logits, of rows that ask for it and of those that do not."""
-    _, _, processes, _, _, _ = source
+    _, values = source
     logits = raw_logits(source, tokens)
-    if processes:
+    if values[2]:
         logits = process(source, tokens, logits)
     return logits
 

@@ -23,7 +23,7 @@ from graphrt.kernels.ops.sampling_logits import (
     processed_logits,
     random_words,
     row_options,
-    row_source,
+    row_values,
     token_noise,
     value_of,
     weight,
@@ -34,9 +34,10 @@ LIST = 2048
 """Tokens that a row's list holds."""
 
 _NO_TOKEN = tl.constexpr(NO_TOKEN)
+_WIDTH = tl.constexpr(1024)  # tokens that are looked at side by side
 
 _SURE = tl.constexpr(1.0001)  # a bound on masses holds in spite of roundings where it holds by this factor
-_GUESS = tl.constexpr(0.03)  # half the width in which top-p's threshold is sought first, as a share of the mass
+_GUESS = tl.constexpr(0.04)  # half the width in which top-p's threshold is sought first, as a share of the mass
 _GUESS_KEYS = tl.constexpr(1 << 10)
 
 
@@ -91,12 +92,14 @@ def sample_rows_kernel(
     if top_k_ptr is not None:
         plain = truncates == 0
         if truncates:
-            source = row_source(
-                row, logits_ptr, stride_logits, vocab_size, row_ids_ptr, repetition_ptr, presence_ptr, frequency_ptr,
-                seen_ptr, counts_ptr, state_rows, bias_tokens_ptr, bias_values_ptr, bias_counts_ptr, bias_rows,
-                bias_capacity, mask_words_ptr, mask_index_ptr, num_masks,
+            source = (
+                (logits_ptr, mask_words_ptr, bias_tokens_ptr, bias_values_ptr, seen_ptr, counts_ptr),
+                row_values(
+                    row, stride_logits, vocab_size, row_ids_ptr, repetition_ptr, presence_ptr, frequency_ptr,
+                    state_rows, bias_counts_ptr, bias_rows, bias_capacity, mask_index_ptr, num_masks,
+                ),
             )  # fmt: skip
-            noise_at = (tl.load(seeds_ptr + row), tl.load(seq_lens_ptr + row))
+            noise_at = (seeds_ptr, seq_lens_ptr, row)
             per_heat = 1.0 / tl.maximum(heat, MIN_HEAT)
             groups = tl.arange(0, GROUPS)
             at = row.to(tl.int64) * num_groups + groups
@@ -118,8 +121,8 @@ def sample_rows_kernel(
                 )  # fmt: skip
             else:
                 token = _draw_from_row(
-                    source, noise_at, vocab_size, groups, num_groups, best, floor, total, heat, per_heat, top_k, top_p,
-                    min_p, CHUNKS, GROUP,
+                    source, noise_at, vocab_size, best, floor, total, heat, per_heat, top_k, top_p,
+                    min_p, CHUNKS,
                 )  # fmt: skip
     if plain:
         parts = tl.arange(0, PARTS)
@@ -158,7 +161,7 @@ def _make_list(
     source, groups, group_best, floor, groups_ptr, tokens_ptr, logits_ptr, GROUP: tl.constexpr, LIST: tl.constexpr
 ):
     """List the tokens that reach the floor, with their processed logits; the length, or more than LIST: too many."""
-    wide: tl.constexpr = CHUNK // GROUP
+    wide: tl.constexpr = _WIDTH // GROUP
     chosen = (group_best >= floor) & (group_best > float("-inf"))
     count = tl.sum(chosen.to(tl.int32), 0)
     place = tl.cumsum(chosen.to(tl.int32), 0) - 1
@@ -170,8 +173,8 @@ def _make_list(
         listed = start + tl.arange(0, wide)
         group = tl.load(groups_ptr + listed, mask=listed < count, other=NOWHERE // GROUP)
         tokens = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
-        logits = tl.reshape(processed_logits(source, tokens), [CHUNK])
-        tokens = tl.reshape(tokens, [CHUNK])
+        logits = tl.reshape(processed_logits(source, tokens), [_WIDTH])
+        tokens = tl.reshape(tokens, [_WIDTH])
         taken = (logits >= floor) & (logits > float("-inf"))
         list_place = length + tl.cumsum(taken.to(tl.int32), 0) - 1
         tl.store(tokens_ptr + list_place, tokens, mask=taken & (list_place < LIST))
@@ -199,7 +202,6 @@ def _draw_from_list(
     LIST: tl.constexpr,
 ):
     """The draw among listed tokens, which hold all that are kept. Top-k's threshold first: top-p's mass is above it."""
-    seed, position = noise_at
     lanes = tl.arange(0, LIST)
     tokens = tl.load(tokens_ptr + lanes, mask=lanes < length, other=NOWHERE)
     logits = tl.load(logits_ptr + lanes, mask=lanes < length, other=float("-inf"))
@@ -214,7 +216,9 @@ def _draw_from_list(
             total = tl.sum(tl.where(logits >= value_of(threshold), weights, 0.0), 0)
         threshold, _ = largest_reaching(logits, weights, top_p * total, threshold, end, 1)
     kept = (lanes < length) & (logits >= value_of(threshold))
-    scores = tl.where(kept, logits + heat * token_noise(seed, tokens, position), float("-inf"))
+    seeds_ptr, seq_lens_ptr, row = noise_at
+    noise = token_noise(tl.load(seeds_ptr + row), tokens, tl.load(seq_lens_ptr + row))
+    scores = tl.where(kept, logits + heat * noise, float("-inf"))
     _, token = best_of(scores, tl.where(kept, tokens, NOWHERE))
     return token
 
@@ -224,8 +228,6 @@ def _draw_from_row(
     source,
     noise_at,
     vocab_size,
-    groups,
-    num_groups,
     best,
     floor,
     total,
@@ -235,14 +237,12 @@ def _draw_from_row(
     top_p,
     min_p,
     CHUNKS: tl.constexpr,
-    GROUP: tl.constexpr,
 ):
     """The draw of a row that keeps more tokens than a list holds.
 
     The threshold is a key in [low, high). For top-p it need not be known exactly: the best score over all tokens
     decides once its own logit is known to be kept. That is the case after one pass in most draws.
     """
-    seed, position = noise_at
     low = key_of(floor)
     high = low + 1
     if top_k > 0:
@@ -264,15 +264,20 @@ def _draw_from_row(
             total, _, _ = _amounts_from(source, vocab_size, low, low, low, best, per_heat)
             target = top_p * total
         high = key_of(best) + 1
-        # One token of each group is a sample: it says where to look.
-        logits = processed_logits(source, groups * GROUP + groups % GROUP)
-        logits = tl.where((groups < num_groups) & (logits >= value_of(low)), logits, float("-inf"))
+        # Tokens at about equal distances are a sample: it says where to look.
+        draws = tl.arange(0, _WIDTH)
+        distance = tl.cdiv(vocab_size, _WIDTH)
+        logits = processed_logits(source, draws * distance + draws % distance)
+        logits = tl.where(logits >= value_of(low), logits, float("-inf"))
         weights = weight(logits, best, per_heat)
         mass = tl.sum(weights, 0)
         guess_low, _ = largest_reaching(logits, weights, (top_p + _GUESS) * mass, low, high, _GUESS_KEYS)
         guess_high, _ = largest_reaching(logits, weights, (top_p - _GUESS) * mass, low, high, _GUESS_KEYS)
 
     # A lane sees the four tokens of one counter in each chunk, and keeps the best of those at or above `low`.
+    seeds_ptr, seq_lens_ptr, row = noise_at
+    seed = tl.load(seeds_ptr + row)
+    position = tl.load(seq_lens_ptr + row)
     floor = value_of(low)
     lanes = tl.arange(0, QUARTER)
     scores = tl.full([QUARTER], float("-inf"), tl.float32)
@@ -370,15 +375,15 @@ def _amounts_from(source, vocab_size, key_a, key_b, key_c, best, per_heat):
     from_a = value_of(key_a)
     from_b = value_of(key_b)
     from_c = value_of(key_c)
-    amount_a = tl.zeros([CHUNK], tl.float32)
-    amount_b = tl.zeros([CHUNK], tl.float32)
-    amount_c = tl.zeros([CHUNK], tl.float32)
+    amount_a = tl.zeros([_WIDTH], tl.float32)
+    amount_b = tl.zeros([_WIDTH], tl.float32)
+    amount_c = tl.zeros([_WIDTH], tl.float32)
     start = 0
     while start < vocab_size:
-        logits = processed_logits(source, start + tl.arange(0, CHUNK))
+        logits = processed_logits(source, start + tl.arange(0, _WIDTH))
         weights = weight(logits, best, per_heat)
         amount_a += tl.where(logits >= from_a, weights, 0.0)
         amount_b += tl.where(logits >= from_b, weights, 0.0)
         amount_c += tl.where(logits >= from_c, weights, 0.0)
-        start += CHUNK
+        start += _WIDTH
     return tl.sum(amount_a, 0), tl.sum(amount_b, 0), tl.sum(amount_c, 0)
