@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 
+from graphrt.kernels.ops import sampling
 from graphrt.kernels.ops.sampling import sample
 from graphrt.kernels.ops.sampling_reference import SAMPLE_CHUNK, kept_reference, noise_reference, sample_reference
 from graphrt.kernels.types import NO_TOKEN
@@ -175,6 +176,23 @@ def test_a_truncated_row_is_the_same_in_any_batch(kernel_device: torch.device, r
     alone = [draw([r])[0] for r in range(4)]
     assert draw([3, 2, 1, 0]) == alone[::-1]
     assert draw([1, 1, 3]) == [alone[1], alone[1], alone[3]]
+
+
+def test_how_many_chunks_a_program_reads_changes_nothing(
+    kernel_device: torch.device, rng: torch.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Large batches read several chunks per program, the last program fewer; here a small one does."""
+    rows, vocab = 6, 4 * SAMPLE_CHUNK + 77
+    logits = torch.randn(rows, vocab, generator=rng)
+    logits[0, [5000, 8200]] = 9.0  # a tie of two chunks
+    logits[1, vocab - 1] = 9.0
+    args = arguments(logits.to(kernel_device), [0.0, 0.0, 1.0, 1.0, 1.0, 0.5])
+    options = truncation(rows, kernel_device, top_k=[0, 0, 0, 40, 0, 0], top_p=[1.0, 1.0, 1.0, 0.9, 0.3, 1.0])
+    expected = sample(*args, truncation=options).tolist()
+    assert expected[:2] == [5000, vocab - 1]
+    for programs in (1, 10):
+        monkeypatch.setattr(sampling, "_PROGRAMS", programs)
+        assert sample(*args, truncation=options).tolist() == expected
 
 
 @pytest.mark.gpu
