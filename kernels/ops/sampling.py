@@ -1,205 +1,309 @@
 """Sampling inside the graph: a token per row from its logits.
 
+    sample(logits, temperatures, seeds, seq_lens)                                          # greedy and temperature
+    sample(logits, temperatures, seeds, seq_lens, truncation=Truncation(top_k, top_p, min_p))
+
 A draw from softmax(logits / temperature) is the argmax of logits + temperature * Gumbel noise (Gumbel-max). The noise
 comes from Philox, a counter-based generator, at (seed, vocabulary index, position): from equal logits a row
-draws the same token wherever it stands and whatever the batch is padded to, and nothing is kept between steps.
+draws the same token wherever it stands and whatever the batch is padded to, and no generator is kept between steps.
+
+Logits are processed as vLLM does it, in float32: token mask, bias, penalties, temperature, min-p, top-k, top-p. A row
+that uses none of these costs what greedy and temperature sampling cost.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import triton
-import triton.language as tl
 
 from graphrt.kernels.checks import check_tensor, check_unit_stride
 from graphrt.kernels.compile_spec import CompileSpec
 from graphrt.kernels.errors import ShapeError
 from graphrt.kernels.library import define_op
-from graphrt.kernels.ops.reference import MAX_TEMPERATURE, SAMPLE_CHUNK, sample_reference
-from graphrt.kernels.types import NO_TOKEN
+from graphrt.kernels.ops.sampling_chunks import sample_chunks_kernel
+from graphrt.kernels.ops.sampling_reference import SAMPLE_CHUNK, sample_reference
+from graphrt.kernels.ops.sampling_rows import LIST, sample_rows_kernel
+from graphrt.kernels.ops.sampling_state import Penalties, state_words
 
 MAX_VOCAB_SIZE = 1 << 20
-"""Largest vocabulary that `sample` takes: the best of all chunks are compared by one program."""
+"""Largest vocabulary that `sample` takes: what a row's parts found is compared by one program."""
 
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32)
-_NUM_WARPS = 4
-
-_MAX_HEAT = tl.constexpr(MAX_TEMPERATURE)
-_NO_TOKEN = tl.constexpr(NO_TOKEN)
-_NOWHERE = tl.constexpr(1 << 30)  # index that is larger than every real one
-
-
-@triton.jit
-def _gumbel(bits):
-    """Gumbel noise from 32 random bits, as -log of an exponential variate; see `exponential_reference`."""
-    u = bits.to(tl.float32) * 2.3283064365386963e-10 + 1.1641532182693481e-10
-    series = u * (1.0 + u * (0.5 + u * (0.3333333333333333 + u * 0.25)))
-    tail = -tl.log(tl.maximum(1.0 - u, 2.9802322387695312e-08))
-    return -tl.log(tl.where(u < 0.015625, series, tail))
+_CHUNK_WARPS = 4
+_ROW_WARPS = 8
+_ROW_SPILL = 128  # bytes of row-wide values, where 128 registers keep two rows on a multiprocessor
+_PROGRAMS = 2048  # of the first pass, about, once programs read several chunks
+_MAX_CHUNKS = 8  # of a program
+_MAX_GROUPS = 4096  # of a row; in larger vocabularies groups are larger
 
 
-@triton.jit
-def _better_of(scores, tokens, best_scores, best_tokens):
-    """The higher score and its token, elementwise; of equal scores, the lower token."""
-    wins = (scores > best_scores) | ((scores == best_scores) & (tokens < best_tokens))
-    return tl.where(wins, scores, best_scores), tl.where(wins, tokens, best_tokens)
+@dataclass(frozen=True, slots=True)
+class Truncation:
+    """Which tokens a draw may choose, per row: min-p, top-k and top-p, in this order.
+
+    top_k  [rows]  int32    the k best; 0 or less, or the vocabulary's size or more: off; 1: greedy
+    top_p  [rows]  float32  the fewest best that hold top_p of the probability, after min-p and top-k; 1 or more, or
+                            NaN: off; 0 or less: greedy
+    min_p  [rows]  float32  those with at least min_p times the best one's probability; 0 or less, or NaN: off; values
+                            above 1 count as 1
+
+    Tokens of equal logits are kept or dropped together, so ties at a bound are kept.
+    """
+
+    top_k: torch.Tensor
+    top_p: torch.Tensor
+    min_p: torch.Tensor
 
 
-@triton.jit
-def _scored(logits_ptr, tokens, vocab_size, noise):
-    """Scores of some tokens; those that cannot be chosen (NaN, -inf, beyond the vocabulary) become _NOWHERE."""
-    logits = tl.load(logits_ptr + tokens, mask=tokens < vocab_size, other=float("-inf")).to(tl.float32)
-    possible = logits > float("-inf")
-    return tl.where(possible, logits + noise, float("-inf")), tl.where(possible, tokens, _NOWHERE)
+@dataclass(frozen=True, slots=True)
+class LogitBias:
+    """Values that are added to logits of some tokens: persistent, by row id.
+
+    tokens  [max_rows, n]  int32    the first counts[row id] are used, strictly ascending; those outside of the
+                                    vocabulary are ignored
+    values  [max_rows, n]  float32  -inf and NaN forbid the token
+    counts  [max_rows]     int32    0: the row has none
+    """
+
+    tokens: torch.Tensor
+    values: torch.Tensor
+    counts: torch.Tensor
+
+    @classmethod
+    def allocate(cls, max_rows: int, max_entries: int, device: torch.device) -> LogitBias:
+        """Tensors for up to `max_entries` tokens per row, with no row using any."""
+        return cls(
+            torch.zeros((max_rows, max_entries), dtype=torch.int32, device=device),
+            torch.zeros((max_rows, max_entries), dtype=torch.float32, device=device),
+            torch.zeros(max_rows, dtype=torch.int32, device=device),
+        )
 
 
-@triton.jit
-def _best_of(scores, tokens):
-    """The highest score and the lowest token that has it."""
-    best = tl.max(scores, 0)
-    return best, tl.min(tl.where(scores == best, tokens, _NOWHERE), 0)
+@dataclass(frozen=True, slots=True)
+class TokenMask:
+    """Which tokens are allowed, as grammars say it.
+
+    words  [masks, ceil(vocab / 32)]  int32  bit t % 32 of word t // 32 is set: token t is allowed
+    index  [rows]                     int32  the mask that a row uses; -1, or any that is not there: none
+    """
+
+    words: torch.Tensor
+    index: torch.Tensor
 
 
-@triton.jit
-def _sample_chunk_kernel(
-    logits_ptr,
-    temperatures_ptr,
-    seeds_ptr,
-    seq_lens_ptr,
-    best_scores_ptr,
-    best_tokens_ptr,
-    vocab_size,
-    stride_logits,
-    CHUNK: tl.constexpr,
-):
-    row = tl.program_id(0).to(tl.int64)
-    chunk = tl.program_id(1)
-    QUARTER: tl.constexpr = CHUNK // 4
-    lanes = tl.arange(0, QUARTER)
-    tokens = chunk * CHUNK + lanes
-    logits_row_ptr = logits_ptr + row * stride_logits
-    temperature = tl.load(temperatures_ptr + row)
-    if temperature > 0:
-        # One counter gives four words: word w belongs to quarter w of the chunk.
-        counter = chunk * QUARTER + lanes
-        w0, w1, w2, w3 = tl.philox(
-            tl.load(seeds_ptr + row), counter, tl.load(seq_lens_ptr + row) + tl.zeros_like(counter),
-            tl.zeros_like(counter), tl.zeros_like(counter),
-        )  # fmt: skip
-        heat = tl.minimum(temperature, _MAX_HEAT)
-        n0 = heat * _gumbel(w0)
-        n1 = heat * _gumbel(w1)
-        n2 = heat * _gumbel(w2)
-        n3 = heat * _gumbel(w3)
-    else:
-        n0 = tl.zeros([QUARTER], tl.float32)
-        n1 = n0
-        n2 = n0
-        n3 = n0
-    scores, where = _scored(logits_row_ptr, tokens, vocab_size, n0)
-    more, at = _scored(logits_row_ptr, tokens + QUARTER, vocab_size, n1)
-    scores, where = _better_of(more, at, scores, where)
-    more, at = _scored(logits_row_ptr, tokens + 2 * QUARTER, vocab_size, n2)
-    scores, where = _better_of(more, at, scores, where)
-    more, at = _scored(logits_row_ptr, tokens + 3 * QUARTER, vocab_size, n3)
-    scores, where = _better_of(more, at, scores, where)
-    best, token = _best_of(scores, where)
-    partial = row * tl.num_programs(1) + chunk
-    tl.store(best_scores_ptr + partial, best)
-    tl.store(best_tokens_ptr + partial, token)
-
-
-@triton.jit
-def _sample_row_kernel(best_scores_ptr, best_tokens_ptr, out_ptr, num_chunks, CHUNKS: tl.constexpr):
-    row = tl.program_id(0)
-    lanes = tl.arange(0, CHUNKS)
-    partials = row.to(tl.int64) * num_chunks + lanes
-    scores = tl.load(best_scores_ptr + partials, mask=lanes < num_chunks, other=float("-inf"))
-    tokens = tl.load(best_tokens_ptr + partials, mask=lanes < num_chunks, other=_NOWHERE)
-    _, token = _best_of(scores, tokens)
-    tl.store(out_ptr + row, tl.where(token < _NOWHERE, token, _NO_TOKEN))
+def _group_size(vocab: int) -> int:
+    """Neighbouring tokens that a truncating row knows the highest logit and the mass of."""
+    smallest: int = triton.next_power_of_2(triton.cdiv(vocab, _MAX_GROUPS))
+    return max(64, smallest)
 
 
 def _sample_triton(
-    logits: torch.Tensor, temperatures: torch.Tensor, seeds: torch.Tensor, seq_lens: torch.Tensor
+    logits: torch.Tensor,
+    temperatures: torch.Tensor,
+    seeds: torch.Tensor,
+    seq_lens: torch.Tensor,
+    row_ids: torch.Tensor | None,
+    top_k: torch.Tensor | None,
+    top_p: torch.Tensor | None,
+    min_p: torch.Tensor | None,
+    repetition: torch.Tensor | None,
+    presence: torch.Tensor | None,
+    frequency: torch.Tensor | None,
+    seen: torch.Tensor | None,
+    counts: torch.Tensor | None,
+    bias_tokens: torch.Tensor | None,
+    bias_values: torch.Tensor | None,
+    bias_counts: torch.Tensor | None,
+    mask_words: torch.Tensor | None,
+    mask_index: torch.Tensor | None,
 ) -> torch.Tensor:
-    rows, vocab = logits.shape
-    out = torch.empty(rows, dtype=torch.int32, device=logits.device)
+    (rows, vocab), device = logits.shape, logits.device
+    out = torch.empty(rows, dtype=torch.int32, device=device)
     if rows == 0:
         return out
     chunks = triton.cdiv(vocab, SAMPLE_CHUNK)
-    best_scores = torch.empty((rows, chunks), dtype=torch.float32, device=logits.device)
-    best_tokens = torch.empty((rows, chunks), dtype=torch.int32, device=logits.device)
-    _sample_chunk_kernel[(rows, chunks)](
-        logits, temperatures, seeds, seq_lens, best_scores, best_tokens, vocab, logits.stride(0),
-        CHUNK=SAMPLE_CHUNK, num_warps=_NUM_WARPS,
+    # Nothing that a row draws depends on how many chunks a program reads.
+    chunks_per_part = min(triton.cdiv(rows * chunks, _PROGRAMS), _MAX_CHUNKS)
+    parts = triton.cdiv(chunks, chunks_per_part)
+    best_scores = torch.empty((rows, parts), dtype=torch.float32, device=device)
+    best_tokens = torch.empty((rows, parts), dtype=torch.int32, device=device)
+    group = _group_size(vocab)
+    groups = triton.cdiv(vocab, group)
+    group_best = group_mass = list_groups = list_tokens = list_logits = None
+    if top_k is not None:
+        group_best = torch.empty((rows, groups), dtype=torch.float32, device=device)
+        group_mass = torch.empty((rows, groups), dtype=torch.float32, device=device)
+        list_groups = torch.empty((rows, groups), dtype=torch.int32, device=device)
+        list_tokens = torch.empty((rows, LIST), dtype=torch.int32, device=device)
+        list_logits = torch.empty((rows, LIST), dtype=torch.float32, device=device)
+    processes = mask_words is not None or bias_tokens is not None or seen is not None
+    ints, floats = best_tokens, best_scores  # in the place of tables that no row uses, while some row may use others
+    inputs = (
+        logits, temperatures, seeds, seq_lens, row_ids, top_k, top_p, min_p, repetition, presence, frequency,
+        ints if seen is None else seen, ints if counts is None else counts,
+        ints if bias_tokens is None else bias_tokens, floats if bias_values is None else bias_values, bias_counts,
+        ints if mask_words is None else mask_words, mask_index,
     )  # fmt: skip
-    _sample_row_kernel[(rows,)](
-        best_scores, best_tokens, out, chunks, CHUNKS=triton.next_power_of_2(chunks), num_warps=1
+    partials = (best_scores, best_tokens, group_best, group_mass)
+    sizes = (
+        vocab,
+        logits.stride(0),
+        0 if seen is None else seen.shape[0],
+        0 if bias_tokens is None else bias_tokens.shape[0],
+        0 if bias_tokens is None else bias_tokens.shape[1],
+        0 if mask_words is None else mask_words.shape[0],
+        groups,
     )
+    sample_chunks_kernel[(rows, parts)](
+        *inputs, *partials, *sizes, chunks_per_part, GROUP=group, PROCESSES=processes, num_warps=_CHUNK_WARPS
+    )
+    sample_rows_kernel[(rows,)](
+        *inputs, *partials, list_groups, list_tokens, list_logits, out, *sizes, parts,
+        PARTS=triton.next_power_of_2(parts), GROUPS=triton.next_power_of_2(groups),
+        CHUNKS=triton.next_power_of_2(chunks), GROUP=group, LIST=LIST, num_warps=1 if top_k is None else _ROW_WARPS,
+    )  # fmt: skip
     return out
 
 
+_OPTIONAL = (
+    "row_ids", "top_k", "top_p", "min_p", "repetition", "presence", "frequency", "seen", "counts", "bias_tokens",
+    "bias_values", "bias_counts", "mask_words", "mask_index",
+)  # fmt: skip
 _sample_op = define_op(
-    "sample(Tensor logits, Tensor temperatures, Tensor seeds, Tensor seq_lens) -> Tensor",
+    "sample(Tensor logits, Tensor temperatures, Tensor seeds, Tensor seq_lens, "
+    f"{', '.join(f'Tensor? {name}' for name in _OPTIONAL)}) -> Tensor",
     triton_impl=_sample_triton,
     reference=sample_reference,
-    fake=lambda logits, temperatures, seeds, seq_lens: logits.new_empty((logits.shape[0],), dtype=torch.int32),
+    fake=lambda logits, *others: logits.new_empty((logits.shape[0],), dtype=torch.int32),
 )
 
 
 def sample(
-    logits: torch.Tensor, temperatures: torch.Tensor, seeds: torch.Tensor, seq_lens: torch.Tensor
+    logits: torch.Tensor,
+    temperatures: torch.Tensor,
+    seeds: torch.Tensor,
+    seq_lens: torch.Tensor,
+    *,
+    row_ids: torch.Tensor | None = None,
+    truncation: Truncation | None = None,
+    penalties: Penalties | None = None,
+    bias: LogitBias | None = None,
+    token_mask: TokenMask | None = None,
 ) -> torch.Tensor:
     """One token per row: argmax at temperature 0, else a draw from softmax(logits / temperature).
 
-    logits        [rows, vocab]  float16, bfloat16 or float32  device; rows may be strided
+    logits        [rows, vocab]  float16, bfloat16 or float32  device; rows may be strided; not written
     temperatures  [rows]         float32  0 (or less, or NaN): argmax, the lowest index of equal logits
     seeds         [rows]         int64    key of the row's random numbers
     seq_lens      [rows]         int32    position of the draw; the same seed and position draw the same noise
-    returns       [rows]         int32    NO_TOKEN where no logit is above -inf
+    row_ids       [rows]         int32    where penalties and bias find a row's state; needed by them. An id that is
+                                          not there, as -1 in pads: neither of them
+    returns       [rows]         int32    NO_TOKEN where no token is possible
 
+    Truncation, penalties, bias and token mask say per row whether the row uses them; None: no row does. A draw among
+    the kept tokens has the noise of a draw among all, so a row without truncation draws the same token either way.
     NaN and -inf logits are never chosen.
-    Capture-safe: no generator state; random numbers are a function of seed, position and vocabulary index.
+    Capture-safe: no generator state; random numbers are a function of seed, position and vocabulary index. What a row
+    gets does not depend on other rows or on their number.
     Raises: ShapeError when a tensor does not fit the others, or the vocabulary is larger than MAX_VOCAB_SIZE.
     """
     check_tensor("logits", logits, shape=(None, None), dtype=_FLOATS)
     (rows, vocab), device = logits.shape, logits.device
-    check_tensor("temperatures", temperatures, shape=(rows,), dtype=torch.float32, device=device)
-    check_tensor("seeds", seeds, shape=(rows,), dtype=torch.int64, device=device)
-    check_tensor("seq_lens", seq_lens, shape=(rows,), dtype=torch.int32, device=device)
-    named = {"logits": logits, "temperatures": temperatures, "seeds": seeds, "seq_lens": seq_lens}
-    for name, tensor in named.items():
+    of_rows = {
+        "temperatures": (temperatures, torch.float32),
+        "seeds": (seeds, torch.int64),
+        "seq_lens": (seq_lens, torch.int32),
+    }
+    optional: dict[str, torch.Tensor] = {}
+    if row_ids is not None:
+        of_rows["row_ids"] = (row_ids, torch.int32)
+        optional["row_ids"] = row_ids
+    elif penalties is not None or bias is not None:
+        raise ShapeError("row_ids: expected a tensor beside penalties or bias, got None; pass the batch's row ids")
+    if truncation is not None:
+        of_rows["top_k"] = (truncation.top_k, torch.int32)
+        of_rows["top_p"] = (truncation.top_p, torch.float32)
+        of_rows["min_p"] = (truncation.min_p, torch.float32)
+        optional |= {"top_k": truncation.top_k, "top_p": truncation.top_p, "min_p": truncation.min_p}
+    if token_mask is not None:
+        of_rows["mask_index"] = (token_mask.index, torch.int32)
+        optional |= {"mask_words": token_mask.words, "mask_index": token_mask.index}
+    for name, (tensor, dtype) in of_rows.items():
+        check_tensor(name, tensor, shape=(rows,), dtype=dtype, device=device)
         check_unit_stride(name, tensor)
+    check_unit_stride("logits", logits)
     if not 1 <= vocab <= MAX_VOCAB_SIZE:
         raise ShapeError(f"logits: expected a vocabulary of 1 to {MAX_VOCAB_SIZE}, got {vocab}; sample in the caller")
-    result: torch.Tensor = _sample_op(logits, temperatures, seeds, seq_lens)
+    if token_mask is not None:
+        _check_table("mask_words", token_mask.words, (None, state_words(vocab)), torch.int32, device)
+    if penalties is not None:
+        optional |= penalties.checked(rows, vocab, device)
+    if bias is not None:
+        _check_table("bias.counts", bias.counts, (None,), torch.int32, device)
+        max_rows = bias.counts.shape[0]
+        _check_table("bias.tokens", bias.tokens, (max_rows, None), torch.int32, device)
+        _check_table("bias.values", bias.values, tuple(bias.tokens.shape), torch.float32, device)
+        if bias.tokens.shape[1]:
+            optional |= {"bias_tokens": bias.tokens, "bias_values": bias.values, "bias_counts": bias.counts}
+    result: torch.Tensor = _sample_op(
+        logits, temperatures, seeds, seq_lens, *(optional.get(name) for name in _OPTIONAL)
+    )
     return result
 
 
+def _check_table(
+    name: str, tensor: torch.Tensor, shape: tuple[int | None, ...], dtype: torch.dtype, device: torch.device
+) -> None:
+    check_tensor(name, tensor, shape=shape, dtype=dtype, device=device)
+    if not tensor.is_contiguous():
+        raise ShapeError(f"{name}: expected a contiguous tensor, got strides {list(tensor.stride())}; copy it once")
+
+
 def compile_variants() -> list[CompileSpec]:
-    """Sampling from each logits dtype, and the largest final reduction."""
+    """Both passes: from each logits dtype alone, with everything, and at the largest vocabulary."""
     specs = []
-    partials = {"best_scores_ptr": "*fp32", "best_tokens_ptr": "*i32"}
-    for kind in ("fp16", "bf16", "fp32"):
-        signature = {
-            "logits_ptr": f"*{kind}",
-            "temperatures_ptr": "*fp32",
-            "seeds_ptr": "*i64",
-            "seq_lens_ptr": "*i32",
-            **partials,
-            "vocab_size": "i32",
-            "stride_logits": "i32",
-            "CHUNK": "constexpr",
-        }
-        divisible = ("logits_ptr", "vocab_size", "stride_logits", *partials)
-        specs.append(
-            CompileSpec(
-                f"sample_chunk_{kind}", _sample_chunk_kernel, signature, {"CHUNK": SAMPLE_CHUNK}, _NUM_WARPS, 3,
-                divisible=divisible,
-            )
-        )  # fmt: skip
-    chunks = MAX_VOCAB_SIZE // SAMPLE_CHUNK
-    row_signature = {**partials, "out_ptr": "*i32", "num_chunks": "i32", "CHUNKS": "constexpr"}
-    specs.append(CompileSpec("sample_row", _sample_row_kernel, row_signature, {"CHUNKS": chunks}, 1, 3))
+    floats = ("temperatures", "top_p", "min_p", "repetition", "presence", "frequency", "bias_values", "best_scores",
+              "group_best", "group_mass", "list_logits")  # fmt: skip
+    always = ("seen", "counts", "bias_tokens", "bias_values", "mask_words")
+    optional = (
+        *(name for name in _OPTIONAL if name not in always),
+        "group_best",
+        "group_mass",
+        "list_groups",
+        "list_tokens",
+        "list_logits",
+    )
+    vocabularies = {"fp16": 1 << 17, "bf16": 1 << 17, "fp32": MAX_VOCAB_SIZE}
+    cases = (("fp16", False), ("bf16", False), ("fp32", False), ("bf16", True), ("fp32", True))
+    for kind, everything in cases:
+        vocab = vocabularies[kind]
+        for part, kernel in (("chunks", sample_chunks_kernel), ("rows", sample_rows_kernel)):
+            constexprs: dict[str, object] = {} if everything else {f"{name}_ptr": None for name in optional}
+            constexprs |= {
+                "PARTS": vocab // SAMPLE_CHUNK, "GROUPS": vocab // _group_size(vocab), "CHUNKS": vocab // SAMPLE_CHUNK,
+                "GROUP": _group_size(vocab), "LIST": LIST, "PROCESSES": everything,
+            }  # fmt: skip
+            constexprs = {name: value for name, value in constexprs.items() if name in kernel.arg_names}
+            signature = {}
+            for name in kernel.arg_names:
+                tensor = name.removesuffix("_ptr")
+                if name in constexprs:
+                    signature[name] = "constexpr"
+                elif tensor == name:
+                    signature[name] = "i32"
+                else:
+                    signature[name] = {"logits": f"*{kind}", "seeds": "*i64"}.get(
+                        tensor, "*fp32" if tensor in floats else "*i32"
+                    )
+            divisible = tuple(n for n in signature if n in ("vocab_size", "stride_logits") or n.endswith("_ptr"))
+            divisible = tuple(n for n in divisible if n not in constexprs)
+            warps = _CHUNK_WARPS if part == "chunks" else _ROW_WARPS if everything else 1
+            specs.append(
+                CompileSpec(
+                    f"sample_{part}_{kind}{'_all' if everything else ''}", kernel, signature, constexprs, warps, 3,
+                    divisible=divisible, max_spill=_ROW_SPILL if part == "rows" else 0,
+                )
+            )  # fmt: skip
     return specs

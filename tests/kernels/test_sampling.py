@@ -11,8 +11,8 @@ import triton
 import triton.language as tl
 
 from graphrt.kernels.errors import ShapeError
-from graphrt.kernels.ops.reference import SAMPLE_CHUNK, exponential_reference, philox4x32, sample_reference
 from graphrt.kernels.ops.sampling import sample
+from graphrt.kernels.ops.sampling_reference import SAMPLE_CHUNK, exponential_reference, philox4x32, sample_reference
 from graphrt.kernels.types import NO_TOKEN
 
 F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32

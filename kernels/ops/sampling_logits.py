@@ -1,0 +1,229 @@
+"""Device helpers of sampling: what a row asks for, its processed logits, its noise, thresholds in sets of logits."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from graphrt.kernels.ops.sampling_reference import MAX_TEMPERATURE, SAMPLE_CHUNK
+
+QUARTER = tl.constexpr(SAMPLE_CHUNK // 4)
+CHUNK = tl.constexpr(SAMPLE_CHUNK)
+NOWHERE = tl.constexpr(1 << 30)  # index that is larger than every real one
+MAX_HEAT = tl.constexpr(MAX_TEMPERATURE)
+MIN_HEAT = tl.constexpr(1e-30)  # below it every logit but the best has weight 0 already
+
+
+@triton.jit
+def gumbel(bits):
+    """Gumbel noise from 32 random bits, as -log of an exponential variate; see `exponential_reference`."""
+    u = bits.to(tl.float32) * 2.3283064365386963e-10 + 1.1641532182693481e-10
+    series = u * (1.0 + u * (0.5 + u * (0.3333333333333333 + u * 0.25)))
+    tail = -tl.log(tl.maximum(1.0 - u, 2.9802322387695312e-08))
+    return -tl.log(tl.where(u < 0.015625, series, tail))
+
+
+@triton.jit
+def random_words(seed, counter, position):
+    """The four words of a counter. Counter c * QUARTER + i has those of the tokens i of chunk c's four quarters."""
+    zero = tl.zeros_like(counter)
+    return tl.philox(seed, counter, position + zero, zero, zero)
+
+
+@triton.jit
+def token_noise(seed, tokens, position):
+    """Noise of tokens in any order. Four words are computed where one is used: for short lists."""
+    inner = tokens % CHUNK
+    w0, w1, w2, w3 = random_words(seed, (tokens // CHUNK) * QUARTER + inner % QUARTER, position)
+    word = inner // QUARTER
+    return gumbel(tl.where(word < 2, tl.where(word == 0, w0, w1), tl.where(word == 2, w2, w3)))
+
+
+@triton.jit
+def best_of(scores, tokens):
+    """The highest score and the lowest token that has it."""
+    best = tl.max(scores, 0)
+    return best, tl.min(tl.where(scores == best, tokens, NOWHERE), 0)
+
+
+@triton.jit
+def row_options(row, vocab_size, temperatures_ptr, top_k_ptr, top_p_ptr, min_p_ptr):
+    """Heat, top-k, top-p and min-p of a row with one value each for "off": 0, 0, 1 and 0; and whether it truncates.
+
+    The heat is the temperature in its bounds; rows that keep the best token only have heat 0, as greedy rows.
+    """
+    temperature = tl.load(temperatures_ptr + row)
+    heat = tl.where(temperature > 0, tl.minimum(temperature, MAX_HEAT), 0.0)
+    top_k = 0
+    top_p = 1.0
+    min_p = 0.0
+    truncates = False
+    if top_k_ptr is not None:
+        top_k = tl.load(top_k_ptr + row)
+        top_k = tl.where((top_k > 0) & (top_k < vocab_size), top_k, 0)
+        top_p = tl.load(top_p_ptr + row)
+        top_p = tl.where(top_p < 1, top_p, 1.0)
+        min_p = tl.load(min_p_ptr + row)
+        min_p = tl.where(min_p > 0, tl.minimum(min_p, 1.0), 0.0)
+        heat = tl.where((top_k == 1) | (top_p <= 0), 0.0, heat)
+        truncates = (heat > 0) & ((top_k > 0) | (top_p < 1) | (min_p > 0))
+    return heat, top_k, top_p, min_p, truncates
+
+
+@triton.jit
+def penalties_of(row, repetition_ptr, presence_ptr, frequency_ptr):
+    """The row's three penalties, where they mean nothing as if off, and whether one is on."""
+    infinity = float("inf")
+    repetition = tl.load(repetition_ptr + row)
+    repetition = tl.where((repetition > 0) & (repetition < infinity), repetition, 1.0)
+    presence = tl.load(presence_ptr + row)
+    presence = tl.where(tl.abs(presence) < infinity, presence, 0.0)
+    frequency = tl.load(frequency_ptr + row)
+    frequency = tl.where(tl.abs(frequency) < infinity, frequency, 0.0)
+    return repetition, presence, frequency, (repetition != 1) | (presence != 0) | (frequency != 0)
+
+
+@triton.jit
+def row_values(
+    row,
+    stride_logits,
+    vocab_size,
+    row_ids_ptr,
+    repetition_ptr,
+    presence_ptr,
+    frequency_ptr,
+    state_rows,
+    bias_counts_ptr,
+    bias_rows,
+    bias_capacity,
+    mask_index_ptr,
+    num_masks,
+):
+    """What the functions below need to know of a row. What the row does not use is off in it.
+
+    They take a pair: the pointers of all rows, and these values.
+    """
+    mask_at = 0
+    num_masked = 0  # tokens that the row has mask bits of: all or none
+    if mask_index_ptr is not None:
+        index = tl.load(mask_index_ptr + row)
+        masked = (index >= 0) & (index < num_masks)
+        mask_at = tl.where(masked, index, 0).to(tl.int64) * ((vocab_size + 31) // 32)
+        num_masked = tl.where(masked, vocab_size, 0)
+    row_id = -1
+    if row_ids_ptr is not None:
+        row_id = tl.load(row_ids_ptr + row)
+    bias_at = 0
+    num_biases = 0
+    if bias_counts_ptr is not None:
+        known = (row_id >= 0) & (row_id < bias_rows)
+        bias_at = tl.where(known, row_id, 0).to(tl.int64) * bias_capacity
+        num_biases = tl.load(bias_counts_ptr + row_id, mask=known, other=0)
+        num_biases = tl.maximum(tl.minimum(num_biases, bias_capacity), 0)
+    state_row = 0
+    num_penalised = 0  # all or none
+    repetition = 1.0
+    presence = 0.0
+    frequency = 0.0
+    if repetition_ptr is not None:
+        known = (row_id >= 0) & (row_id < state_rows)
+        state_row = tl.where(known, row_id, 0).to(tl.int64)
+        repetition, presence, frequency, penalised = penalties_of(row, repetition_ptr, presence_ptr, frequency_ptr)
+        num_penalised = tl.where(penalised & known, vocab_size, 0)
+    processes = num_masked + num_biases + num_penalised > 0
+    return (
+        row.to(tl.int64) * stride_logits, vocab_size, processes, mask_at, num_masked, bias_at, num_biases, state_row,
+        num_penalised, repetition, presence, frequency,
+    )  # fmt: skip
+
+
+@triton.jit
+def raw_logits(source, tokens):
+    """Logits (float32) of some tokens as the model gave them; -inf for NaN and beyond the vocabulary."""
+    pointers, values = source
+    logits = tl.load(pointers[0] + values[0] + tokens, mask=tokens < values[1], other=float("-inf")).to(tl.float32)
+    return tl.where(logits > float("-inf"), logits, float("-inf"))
+
+
+@triton.jit
+def process(source, tokens, logits):
+    """`raw_logits` after mask, bias and penalties. What the row does not use is not read."""
+    pointers, values = source
+    _, mask_words_ptr, bias_tokens_ptr, bias_values_ptr, seen_ptr, counts_ptr = pointers
+    (
+        _, vocab_size, _, mask_at, num_masked, bias_at, num_biases, state_row, num_penalised, repetition, presence,
+        frequency,
+    ) = values  # fmt: skip
+    words = tl.load(mask_words_ptr + mask_at + tokens // 32, mask=tokens < num_masked, other=-1)
+    logits = tl.where(((words >> (tokens % 32)) & 1) != 0, logits, float("-inf"))
+    if num_biases > 0:
+        logits += _bias(tokens, bias_tokens_ptr + bias_at, bias_values_ptr + bias_at, num_biases)
+    seen_at = state_row * ((vocab_size + 31) // 32)
+    words = tl.load(seen_ptr + seen_at + tokens // 32, mask=tokens < num_penalised, other=0)
+    seen = ((words >> (tokens % 32)) & 1) != 0
+    # Counts are read where a token has occurred: few of a large vocabulary.
+    counts = tl.load(counts_ptr + state_row * vocab_size + tokens, mask=seen, other=0)
+    scaled = tl.where(logits > 0, tl.div_rn(logits, repetition), logits * repetition)
+    logits = tl.where(seen, scaled, logits) - frequency * counts.to(tl.float32)
+    logits = tl.where(counts > 0, logits - presence, logits)
+    return tl.where(logits > float("-inf"), logits, float("-inf"))
+
+
+@triton.jit
+def processed_logits(source, tokens):
+    """Processed logits, of rows that ask for it and of those that do not."""
+    _, values = source
+    logits = raw_logits(source, tokens)
+    if values[2]:
+        logits = process(source, tokens, logits)
+    return logits
+
+
+@triton.jit
+def _bias(tokens, bias_tokens_row_ptr, bias_values_row_ptr, num_biases):
+    """The bias of each token, or 0: a binary search of all tokens at once in the row's ascending list."""
+    at = tl.zeros_like(tokens)
+    length = num_biases
+    while length > 1:
+        half = length // 2
+        probe = tl.load(bias_tokens_row_ptr + at + half)
+        at = tl.where(probe <= tokens, at + half, at)
+        length -= half
+    hit = tl.load(bias_tokens_row_ptr + at) == tokens
+    return tl.load(bias_values_row_ptr + at, mask=hit, other=0.0)
+
+
+@triton.jit
+def weight(logits, best, per_heat):
+    """exp((logit - best) / heat): probabilities up to their sum. The best has 1 also where it is infinite."""
+    below = tl.where(logits >= best, 0.0, (logits - best) * per_heat)
+    return tl.where(logits > float("-inf"), tl.exp(below), 0.0)
+
+
+@triton.jit
+def key_of(value):
+    """A float as an integer that orders like it; both zeros have one key."""
+    bits = tl.where(value == 0, 0, value.to(tl.int32, bitcast=True))
+    return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(tl.int64)
+
+
+@triton.jit
+def value_of(key):
+    """The float of a key."""
+    bits = key.to(tl.int32)
+    return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def largest_reaching(values, amounts, need, low, high, until):
+    """Keys [low, high) of which the first holds: of the values from there on, the amounts add up to `need`.
+
+    It must hold at `low`, and not at `high`. Bisection, to at most `until` keys: 1 for the largest such key.
+    Sums of not negative floats in one order are monotone in what they leave out, so the answer is exact for them.
+    """
+    while high - low > until:
+        middle = low + (high - low) // 2
+        reaches = tl.sum(tl.where(values >= value_of(middle), amounts, 0.0), 0) >= need
+        low = tl.where(reaches, middle, low)
+        high = tl.where(reaches, high, middle)
+    return low, high

@@ -1,0 +1,211 @@
+"""Log-probabilities of given tokens, their ranks, and the best tokens of a row: of sampled tokens and of prompts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from graphrt.kernels.checks import check_int, check_tensor, check_unit_stride
+from graphrt.kernels.compile_spec import CompileSpec
+from graphrt.kernels.errors import ShapeError
+from graphrt.kernels.op_declaration import DeclaredOp, Written
+from graphrt.kernels.ops.sampling_logits import NOWHERE, best_of
+from graphrt.kernels.ops.sampling_reference import token_logprobs_reference
+from graphrt.kernels.types import NO_TOKEN
+
+MAX_TOP = 1024
+"""Most of the best tokens that a row may ask for."""
+
+_FLOATS = (torch.float16, torch.bfloat16, torch.float32)
+_LANES = 2048
+_NUM_WARPS = 8
+_NO_TOKEN = tl.constexpr(NO_TOKEN)
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """What `token_logprobs` returns. Entries that were not asked for hold NaN, 0, NO_TOKEN and NaN.
+
+    logprobs      [rows]           float32  log_softmax(logits)[token]
+    ranks         [rows]           int32    1: the best token; equal logits rank by token id
+    top_tokens    [rows, max_top]  int32    the best tokens, in the order of ranks
+    top_logprobs  [rows, max_top]  float32  theirs
+    """
+
+    logprobs: torch.Tensor
+    ranks: torch.Tensor
+    top_tokens: torch.Tensor
+    top_logprobs: torch.Tensor
+
+
+@triton.jit
+def _possible_logits(logits_row_ptr, tokens, vocab_size):
+    logits = tl.load(logits_row_ptr + tokens, mask=tokens < vocab_size, other=float("-inf")).to(tl.float32)
+    return tl.where(logits > float("-inf"), logits, float("-inf"))
+
+
+@triton.jit
+def _decay(logits, best):
+    """exp(logits - best), also where both are infinite."""
+    return tl.where(logits >= best, 1.0, tl.exp(logits - best))
+
+
+@triton.jit(do_not_specialize=["max_top"])
+def _token_logprobs_kernel(
+    logits_ptr,
+    tokens_ptr,
+    wanted_ptr,
+    logprobs_ptr,
+    ranks_ptr,
+    top_tokens_ptr,
+    top_logprobs_ptr,
+    vocab_size,
+    stride_logits,
+    max_top,
+    LANES: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    TOP: tl.constexpr,
+):
+    row = tl.program_id(0)
+    wanted = tl.load(wanted_ptr + row)
+    logprob = float("nan")
+    rank = 0
+    count = 0
+    if wanted >= 0:
+        token = tl.load(tokens_ptr + row)
+        real = (token >= 0) & (token < vocab_size)
+        logits_row_ptr = logits_ptr + row.to(tl.int64) * stride_logits
+        logit = _possible_logits(logits_row_ptr, tl.where(real, token, vocab_size), vocab_size)
+        # One pass: a lane has the tokens that are equal modulo LANES. It keeps the best of them, their mass relative
+        # to the best, and how many stand before the given token.
+        lanes = tl.arange(0, LANES)
+        lane_best = tl.full([LANES], float("-inf"), tl.float32)
+        lane_tokens = tl.full([LANES], NOWHERE, tl.int32)
+        lane_mass = tl.zeros([LANES], tl.float32)
+        before = tl.zeros([LANES], tl.int32)
+        for start in tl.range(0, vocab_size, LANES, num_stages=4):
+            at = lanes + start
+            values = _possible_logits(logits_row_ptr, at, vocab_size)
+            wins = values > lane_best
+            best = tl.where(wins, values, lane_best)
+            added = tl.where(values > float("-inf"), _decay(values, best), 0.0)
+            lane_mass = lane_mass * _decay(lane_best, best) + added
+            lane_best = best
+            lane_tokens = tl.where(wins, at, lane_tokens)
+            before += ((values > logit) | ((values == logit) & (at < token))).to(tl.int32)
+        best = tl.max(lane_best, 0)
+        log_total = tl.log(tl.sum(lane_mass * _decay(lane_best, best), 0))
+        if best > float("-inf"):
+            count = tl.minimum(wanted, max_top)
+            logprob = tl.where(real, tl.where(logit >= best, 0.0, logit - best) - log_total, float("nan"))
+            rank = tl.where(real, 1 + tl.sum(before, 0), 0)
+        # The best of all lanes leaves its lane, and the next best of the lane takes its place.
+        chunks = tl.arange(0, CHUNKS)
+        for place in range(0, count):
+            value, top = best_of(lane_best, lane_tokens)
+            at_place = row * max_top + place
+            found = top < NOWHERE
+            top_logprob = tl.where(value >= best, 0.0, value - best) - log_total
+            tl.store(top_tokens_ptr + at_place, tl.where(found, top, _NO_TOKEN))
+            tl.store(top_logprobs_ptr + at_place, tl.where(found, top_logprob, float("nan")))
+            lane = top % LANES
+            others = lane + chunks * LANES
+            values = _possible_logits(logits_row_ptr, others, vocab_size)
+            later = (values < value) | ((values == value) & (others > top))
+            later = later & (values > float("-inf"))
+            next_value, next_token = best_of(tl.where(later, values, float("-inf")), tl.where(later, others, NOWHERE))
+            lane_best = tl.where(lanes == lane, next_value, lane_best)
+            lane_tokens = tl.where(lanes == lane, next_token, lane_tokens)
+    tl.store(logprobs_ptr + row, logprob)
+    tl.store(ranks_ptr + row, rank)
+    rest = tl.arange(0, TOP)
+    empty = (rest >= count) & (rest < max_top)
+    tl.store(top_tokens_ptr + row * max_top + rest, tl.full([TOP], _NO_TOKEN, tl.int32), mask=empty)
+    tl.store(top_logprobs_ptr + row * max_top + rest, tl.full([TOP], float("nan"), tl.float32), mask=empty)
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    logits: torch.Tensor
+    tokens: torch.Tensor
+    wanted: torch.Tensor
+    logprobs: Written
+    ranks: Written
+    top_tokens: Written
+    top_logprobs: Written
+
+
+def _launch(call: _Call) -> None:
+    rows, vocab = call.logits.shape
+    if rows == 0:
+        return
+    max_top = call.top_tokens.shape[1]
+    _token_logprobs_kernel[(rows,)](
+        call.logits, call.tokens, call.wanted, call.logprobs, call.ranks, call.top_tokens, call.top_logprobs, vocab,
+        call.logits.stride(0), max_top, LANES=_LANES, CHUNKS=triton.next_power_of_2(triton.cdiv(vocab, _LANES)),
+        TOP=triton.next_power_of_2(max(max_top, 1)), num_warps=_NUM_WARPS,
+    )  # fmt: skip
+
+
+def _reference(call: _Call) -> None:
+    token_logprobs_reference(
+        call.logits, call.tokens, call.wanted, call.logprobs, call.ranks, call.top_tokens, call.top_logprobs
+    )
+
+
+_op = DeclaredOp("token_logprobs", _Call, triton_impl=_launch, reference=_reference)
+
+
+def token_logprobs(logits: torch.Tensor, tokens: torch.Tensor, wanted: torch.Tensor, *, max_top: int) -> TokenLogprobs:
+    """Log-probabilities of one token per row, its rank, and those of the best tokens, from the model's logits.
+
+    logits   [rows, vocab]  float16, bfloat16 or float32  device; rows may be strided
+    tokens   [rows]         int32  sampled tokens, or the tokens of a prompt that follow; NO_TOKEN, or any that is not
+                                   there: the best tokens only
+    wanted   [rows]         int32  below 0: nothing, and no logits are read; n: the token's, and the n best (up to
+                                   max_top)
+    max_top  width of the results' rows
+
+    Computed in float32. NaN logits count as -inf. Of several infinite logits, each has its share.
+    Capture-safe: the grid depends on shapes only. Raises: ShapeError, ConfigError.
+    """
+    max_top = check_int("max_top", max_top, 0, MAX_TOP, advice="pass how many of the best tokens a row may ask for")
+    check_tensor("logits", logits, shape=(None, None), dtype=_FLOATS)
+    (rows, vocab), device = logits.shape, logits.device
+    check_unit_stride("logits", logits)
+    for name, tensor in {"tokens": tokens, "wanted": wanted}.items():
+        check_tensor(name, tensor, shape=(rows,), dtype=torch.int32, device=device)
+        check_unit_stride(name, tensor)
+    if not 1 <= vocab <= 1 << 20:
+        raise ShapeError(f"logits: expected a vocabulary of 1 to {1 << 20}, got {vocab}; use torch.log_softmax")
+    result = TokenLogprobs(
+        torch.empty(rows, dtype=torch.float32, device=device),
+        torch.empty(rows, dtype=torch.int32, device=device),
+        torch.empty((rows, max_top), dtype=torch.int32, device=device),
+        torch.empty((rows, max_top), dtype=torch.float32, device=device),
+    )
+    _op(_Call(logits, tokens, wanted, result.logprobs, result.ranks, result.top_tokens, result.top_logprobs))
+    return result
+
+
+def compile_variants() -> list[CompileSpec]:
+    """Each logits dtype at a vocabulary of 128k, and the largest one."""
+    specs = []
+    for kind, vocab in (("fp16", 1 << 17), ("bf16", 1 << 17), ("fp32", 1 << 20)):
+        constexprs: dict[str, object] = {"LANES": _LANES, "CHUNKS": vocab // _LANES, "TOP": 32}
+        pointers = {"logits_ptr": f"*{kind}", "logprobs_ptr": "*fp32", "top_logprobs_ptr": "*fp32"}
+        signature = {
+            name: "constexpr" if name in constexprs else pointers.get(name, "*i32" if name.endswith("_ptr") else "i32")
+            for name in _token_logprobs_kernel.arg_names
+        }
+        divisible = ("logits_ptr", "vocab_size", "stride_logits")
+        specs.append(
+            CompileSpec(
+                f"token_logprobs_{kind}", _token_logprobs_kernel, signature, constexprs, _NUM_WARPS, 3,
+                max_registers=128, divisible=divisible,
+            )
+        )  # fmt: skip
+    return specs

@@ -1,0 +1,275 @@
+"""Sampling in plain torch, on any device: what `sampling*.py` compute, one sort per row instead of searches."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from graphrt.kernels.types import NO_TOKEN
+
+SAMPLE_CHUNK = 2048
+"""Vocabulary entries that share one block of random counters; part of what defines the random numbers of `sample`."""
+
+MAX_TEMPERATURE = 1e30
+"""Temperatures beyond are taken as this one; at it every finite logit has the same chance already."""
+
+_MASK32 = 0xFFFFFFFF
+_PHILOX_KEYS = (0x9E3779B9, 0xBB67AE85)
+_PHILOX_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
+
+
+def philox4x32(seed: torch.Tensor, counter0: torch.Tensor, counter1: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Four 32-bit words (as int64) of Philox-4x32-10 at counter (counter0, counter1, 0, 0), key (seed low, seed high).
+
+    Arguments are int64 and broadcast; counters must lie in 0 to 2**32 - 1. Bit for bit `tl.philox`.
+    Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3".
+    """
+    key0, key1 = seed & _MASK32, (seed >> 32) & _MASK32
+    c0, c1 = torch.broadcast_tensors(counter0, counter1)
+    c2 = c3 = torch.zeros_like(c0)
+    for _ in range(10):
+        low_a, high_a = _multiply32(c0, _PHILOX_MULTIPLIERS[0])
+        low_b, high_b = _multiply32(c2, _PHILOX_MULTIPLIERS[1])
+        c0, c1, c2, c3 = high_b ^ c1 ^ key0, low_b, high_a ^ c3 ^ key1, low_a
+        key0, key1 = (key0 + _PHILOX_KEYS[0]) & _MASK32, (key1 + _PHILOX_KEYS[1]) & _MASK32
+    return c0, c1, c2, c3
+
+
+def _multiply32(x: torch.Tensor, factor: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Low and high 32 bits of x * factor, by halves of the factor, so that no product leaves int64."""
+    low = x * (factor & 0xFFFF)
+    high = x * (factor >> 16)
+    middle = (low >> 16) + high
+    return (middle << 16 | low & 0xFFFF) & _MASK32, middle >> 16
+
+
+def exponential_reference(bits: torch.Tensor) -> torch.Tensor:
+    """Exponential variates (float32) from 32 random bits, by inversion: -log(1 - u), u = (bits + 0.5) / 2**32.
+
+    Small variates decide a Gumbel-max draw, so they are computed from a series, which keeps their relative precision.
+    """
+    u = bits.float() * 2.0**-32 + 2.0**-33
+    series = u * (1.0 + u * (0.5 + u * (1.0 / 3.0 + u * 0.25)))
+    return torch.where(u < 2.0**-6, series, -torch.log((1.0 - u).clamp_min(2.0**-25)))
+
+
+def noise_reference(seeds: torch.Tensor, seq_lens: torch.Tensor, vocab: int) -> torch.Tensor:
+    """Gumbel noise (float32, [rows, vocab]) at (seed, vocabulary index, position)."""
+    index = torch.arange(-(-vocab // SAMPLE_CHUNK) * (SAMPLE_CHUNK // 4), device=seeds.device)
+    words = philox4x32(seeds[:, None], index[None, :], seq_lens[:, None].long() & _MASK32)
+    by_chunk = torch.stack([word.view(len(seeds), -1, SAMPLE_CHUNK // 4) for word in words], 2)
+    return -torch.log(exponential_reference(by_chunk.reshape(len(seeds), -1)[:, :vocab]))
+
+
+def sample_reference(
+    logits: torch.Tensor,
+    temperatures: torch.Tensor,
+    seeds: torch.Tensor,
+    seq_lens: torch.Tensor,
+    row_ids: torch.Tensor | None = None,
+    top_k: torch.Tensor | None = None,
+    top_p: torch.Tensor | None = None,
+    min_p: torch.Tensor | None = None,
+    repetition: torch.Tensor | None = None,
+    presence: torch.Tensor | None = None,
+    frequency: torch.Tensor | None = None,
+    seen: torch.Tensor | None = None,
+    counts: torch.Tensor | None = None,
+    bias_tokens: torch.Tensor | None = None,
+    bias_values: torch.Tensor | None = None,
+    bias_counts: torch.Tensor | None = None,
+    mask_words: torch.Tensor | None = None,
+    mask_index: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Reference of `graphrt::sample`: argmax, over the kept tokens, of processed logits + temperature * noise."""
+    vocab = logits.shape[1]
+    processed = processed_reference(
+        logits, row_ids, repetition, presence, frequency, seen, counts, bias_tokens, bias_values, bias_counts,
+        mask_words, mask_index,
+    )  # fmt: skip
+    scores = processed.clone()
+    hot = temperatures > 0
+    if top_k is not None:
+        hot &= top_k != 1
+    if top_p is not None:
+        hot &= ~(top_p <= 0)
+    drawn = hot.nonzero()[:, 0]
+    if len(drawn):
+        heat = temperatures[drawn, None].clamp_max(MAX_TEMPERATURE)
+        scores[drawn] += heat * noise_reference(seeds[drawn], seq_lens[drawn], vocab)
+    possible = processed > float("-inf")
+    if top_k is not None and top_p is not None and min_p is not None:
+        for row in drawn.tolist():
+            heat_of_row = min(float(temperatures[row]), MAX_TEMPERATURE)
+            possible[row] &= kept_reference(
+                processed[row], heat_of_row, int(top_k[row]), float(top_p[row]), float(min_p[row])
+            )
+    scores = torch.where(possible, scores, float("-inf"))
+    best = scores.max(-1, keepdim=True).values
+    at_best = possible & (scores == best)
+    lowest = torch.where(at_best, torch.arange(vocab, device=logits.device), vocab).min(-1).values
+    return torch.where(lowest < vocab, lowest, NO_TOKEN).int()
+
+
+def processed_reference(
+    logits: torch.Tensor,
+    row_ids: torch.Tensor | None,
+    repetition: torch.Tensor | None,
+    presence: torch.Tensor | None,
+    frequency: torch.Tensor | None,
+    seen: torch.Tensor | None,
+    counts: torch.Tensor | None,
+    bias_tokens: torch.Tensor | None,
+    bias_values: torch.Tensor | None,
+    bias_counts: torch.Tensor | None,
+    mask_words: torch.Tensor | None,
+    mask_index: torch.Tensor | None,
+) -> torch.Tensor:
+    """Logits (float32, a copy) after token masks, biases and penalties, in this order."""
+    out = logits.to(torch.float32, copy=True)
+    rows, vocab = out.shape
+    every = range(rows)
+    if mask_words is not None and mask_index is not None:
+        for row in every:
+            index = int(mask_index[row])
+            if 0 <= index < len(mask_words):
+                out[row, ~unpacked_bits(mask_words[index], vocab)] = float("-inf")
+    if row_ids is None:
+        return out
+    if bias_tokens is not None and bias_values is not None and bias_counts is not None:
+        for row in every:
+            row_id = int(row_ids[row])
+            if 0 <= row_id < len(bias_counts):
+                count = min(max(int(bias_counts[row_id]), 0), bias_tokens.shape[1])
+                tokens, values = bias_tokens[row_id, :count].long(), bias_values[row_id, :count]
+                inside = (tokens >= 0) & (tokens < vocab)
+                out[row, tokens[inside]] += values[inside]
+    if repetition is None or presence is None or frequency is None or seen is None or counts is None:
+        return out
+    factors, offsets, slopes = effective_penalties(repetition, presence, frequency)
+    for row in every:
+        row_id = int(row_ids[row])
+        if not 0 <= row_id < len(seen):
+            continue
+        if float(factors[row]) == 1 and float(offsets[row]) == 0 and float(slopes[row]) == 0:
+            continue
+        logit, occurred = out[row], counts[row_id]
+        scaled = torch.where(logit > 0, logit / factors[row], logit * factors[row])
+        logit = torch.where(unpacked_bits(seen[row_id], vocab), scaled, logit)
+        logit = logit - slopes[row] * occurred.float()
+        out[row] = torch.where(occurred > 0, logit - offsets[row], logit)
+    return out
+
+
+def effective_penalties(
+    repetition: torch.Tensor, presence: torch.Tensor, frequency: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The three penalties with 1, 0 and 0 in the place of values that mean nothing."""
+    meant = (repetition > 0) & (repetition < float("inf"))
+    return (
+        torch.where(meant, repetition, 1.0),
+        torch.where(presence.isfinite(), presence, 0.0),
+        torch.where(frequency.isfinite(), frequency, 0.0),
+    )
+
+
+def unpacked_bits(words: torch.Tensor, count: int) -> torch.Tensor:
+    """The first `count` bits of int32 words, the lowest of a word first, as bool."""
+    bits = torch.arange(32, device=words.device)
+    return ((words[:, None] >> bits) & 1).flatten()[:count].bool()
+
+
+def kept_reference(processed: torch.Tensor, heat: float, top_k: int, top_p: float, min_p: float) -> torch.Tensor:
+    """Which tokens of one row min-p, top-k and top-p keep, in this order, on processed logits (float32, [vocab]).
+
+    Tokens of equal logits are kept or dropped together. Probabilities are float64.
+    """
+    possible = processed > float("-inf")
+    kept = possible.clone()
+    if not possible.any():
+        return kept
+    best = processed[possible].max()
+    below = torch.where(processed >= best, 0.0, processed.double() - best.double())
+    weights = torch.where(possible, (below / heat).exp(), 0.0)
+    if min_p > 0:
+        kept &= below >= heat * math.log(min(min_p, 1.0))
+    if 0 < top_k < int(kept.sum()):
+        kept &= processed >= processed[kept].sort(descending=True).values[top_k - 1]
+    if 0 < top_p < 1:
+        order = torch.where(kept, processed, float("-inf")).argsort(descending=True)[: int(kept.sum())]
+        ordered, mass = processed[order], weights[order].cumsum(0)
+        # A token is kept where the tokens of higher logits hold less than top_p. Of equal logits, what stands before
+        # the first one is before all of them.
+        above = torch.cat([mass.new_zeros(1), mass[:-1]])
+        first = torch.searchsorted(-ordered.double(), -ordered.double())
+        kept[order] = above[first] < top_p * mass[-1]
+    return kept
+
+
+def record_tokens_reference(
+    tokens: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    seq_lens: torch.Tensor,
+    row_ids: torch.Tensor,
+    prompt_lens: torch.Tensor,
+    repetition: torch.Tensor,
+    presence: torch.Tensor,
+    frequency: torch.Tensor,
+    seen: torch.Tensor,
+    counts: torch.Tensor,
+) -> None:
+    """Reference of `graphrt::record_tokens`."""
+    vocab = counts.shape[1]
+    factors, offsets, slopes = effective_penalties(repetition, presence, frequency)
+    starts = query_start_loc.tolist()
+    for row, row_id in enumerate(row_ids.tolist()):
+        penalised = bool(factors[row] != 1) or bool(offsets[row] != 0) or bool(slopes[row] != 0)
+        start, end = max(starts[row], 0), min(starts[row + 1], len(tokens))
+        if not (0 <= row_id < len(seen) and penalised and start < end):
+            continue
+        first = int(seq_lens[row]) - (end - start)
+        if first == 0:
+            seen[row_id] = 0
+            counts[row_id] = 0
+        bits = unpacked_bits(seen[row_id], 32 * seen.shape[1])
+        for position, token in enumerate(tokens[start:end].tolist(), first):
+            if 0 <= token < vocab:
+                bits[token] = True
+                counts[row_id, token] += int(position >= int(prompt_lens[row]))
+        places = torch.arange(32, device=seen.device)
+        words = (bits.view(-1, 32).long() << places).sum(1)
+        seen[row_id] = torch.where(words < 2**31, words, words - 2**32).int()
+
+
+def token_logprobs_reference(
+    logits: torch.Tensor,
+    tokens: torch.Tensor,
+    wanted: torch.Tensor,
+    logprobs: torch.Tensor,
+    ranks: torch.Tensor,
+    top_tokens: torch.Tensor,
+    top_logprobs: torch.Tensor,
+) -> None:
+    """Reference of `graphrt::token_logprobs`."""
+    logprobs.fill_(float("nan"))
+    ranks.zero_()
+    top_tokens.fill_(NO_TOKEN)
+    top_logprobs.fill_(float("nan"))
+    vocab = logits.shape[1]
+    for row, asked in enumerate(wanted.tolist()):
+        logit = logits[row].float()
+        logit = torch.where(logit > float("-inf"), logit, float("-inf"))
+        best = logit.max()
+        if asked < 0 or best == float("-inf"):
+            continue
+        below = torch.where(logit >= best, 0.0, logit - best)
+        logprob = below - below.double().exp().sum().log().float()
+        order = torch.sort(logit, descending=True, stable=True).indices
+        token = int(tokens[row])
+        if 0 <= token < vocab:
+            logprobs[row] = logprob[token]
+            ranks[row] = int((order == token).nonzero()) + 1
+        count = min(asked, top_tokens.shape[1], int((logit > float("-inf")).sum()))
+        top_tokens[row, :count] = order[:count].int()
+        top_logprobs[row, :count] = logprob[order[:count]]

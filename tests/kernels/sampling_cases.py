@@ -1,0 +1,106 @@
+"""Arguments of `sample` and independent oracles of what it may draw: transformers' processors and float64."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from graphrt.kernels.ops.sampling import LogitBias, TokenMask, Truncation, sample
+from graphrt.kernels.ops.sampling_state import Penalties, PenaltyState, record_tokens, state_words
+
+F32, I32 = torch.float32, torch.int32
+INF = float("inf")
+OFF = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
+
+
+def column(values: list[float] | float, rows: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    values = values if isinstance(values, list) else [values] * rows
+    return torch.tensor(values, dtype=dtype, device=device)
+
+
+def truncation(rows: int, device: torch.device, **options: list[float] | float) -> Truncation:
+    values = OFF | options
+    return Truncation(
+        column(values["top_k"], rows, I32, device),
+        column(values["top_p"], rows, F32, device),
+        column(values["min_p"], rows, F32, device),
+    )
+
+
+def penalties_with(
+    sequences: list[tuple[list[int], list[int]]],
+    vocab: int,
+    device: torch.device,
+    repetition: list[float] | float = 1.0,
+    presence: list[float] | float = 0.0,
+    frequency: list[float] | float = 0.0,
+) -> tuple[Penalties, torch.Tensor]:
+    """Penalties and row ids of rows whose prompt and output tokens are given, entered in one step."""
+    rows = len(sequences)
+    state = PenaltyState.allocate(rows + 3, vocab, device)
+    row_ids = torch.tensor([rows + 1 - r for r in range(rows)], dtype=I32, device=device)
+    penalties = Penalties(
+        column(repetition, rows, F32, device), column(presence, rows, F32, device),
+        column(frequency, rows, F32, device), state,
+    )  # fmt: skip
+    tokens = [token for prompt, output in sequences for token in prompt + output]
+    lengths = torch.tensor([len(prompt) + len(output) for prompt, output in sequences])
+    starts = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
+    record_tokens(
+        torch.tensor(tokens, dtype=torch.int64, device=device), starts.int().to(device), lengths.int().to(device),
+        row_ids, torch.tensor([len(prompt) for prompt, _ in sequences], dtype=I32, device=device), penalties,
+    )  # fmt: skip
+    return penalties, row_ids
+
+
+def biases(entries: list[dict[int, float]], row_ids: list[int], max_rows: int, device: torch.device) -> LogitBias:
+    width = max(1, *(len(entry) for entry in entries))
+    bias = LogitBias.allocate(max_rows, width, device)
+    for row_id, entry in zip(row_ids, entries, strict=True):
+        bias.counts[row_id] = len(entry)
+        bias.tokens[row_id, : len(entry)] = torch.tensor(sorted(entry), dtype=I32)
+        bias.values[row_id, : len(entry)] = torch.tensor([entry[t] for t in sorted(entry)], dtype=F32)
+    return bias
+
+
+def packed(allowed: torch.Tensor) -> torch.Tensor:
+    """Bits of a bool mask [masks, vocab] as words of 32; bits beyond the vocabulary are set, and must not matter."""
+    masks, vocab = allowed.shape
+    words = []
+    for row in allowed.tolist():
+        row += [True] * (32 * state_words(vocab) - vocab)
+        values = (sum(1 << b for b in range(32) if row[at + b]) for at in range(0, len(row), 32))
+        words.append([value - (1 << 32) if value >= 1 << 31 else value for value in values])
+    return torch.tensor(words, dtype=I32).view(masks, -1)
+
+
+def token_mask(allowed: torch.Tensor, index: list[int], device: torch.device) -> TokenMask:
+    return TokenMask(packed(allowed).to(device), torch.tensor(index, dtype=I32, device=device))
+
+
+def drawn(logits: torch.Tensor, count: int, temperature: float, first_seed: int = 0, **options: object) -> torch.Tensor:
+    """`count` draws from one row of logits, with a seed each."""
+    device = logits.device
+    return sample(
+        logits.expand(count, -1), torch.full((count,), temperature, device=device),
+        torch.arange(first_seed, first_seed + count, device=device),
+        torch.full((count,), 5, dtype=I32, device=device), **options,
+    ).cpu()  # fmt: skip
+
+
+def warped(logits: torch.Tensor, temperature: float, top_k: int, top_p: float, min_p: float) -> torch.Tensor:
+    """Logits of one row after transformers' processors, in vLLM's order; dropped tokens are -inf."""
+    from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+
+    chain: list[Callable[..., torch.Tensor]] = [TemperatureLogitsWarper(temperature)]
+    if min_p > 0:
+        chain.append(MinPLogitsWarper(min_p))
+    if top_k > 0:
+        chain.append(TopKLogitsWarper(top_k))
+    if top_p < 1:
+        chain.append(TopPLogitsWarper(top_p))
+    scores = logits[None].double()
+    for warper in chain:
+        scores = warper(None, scores)
+    return scores[0]

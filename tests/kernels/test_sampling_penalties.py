@@ -1,0 +1,387 @@
+"""Penalties and their state, biases and token masks: transformers, closed formulas, and counting in Python."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+import torch
+
+from graphrt.kernels.errors import ShapeError
+from graphrt.kernels.ops.sampling import LogitBias, TokenMask, sample
+from graphrt.kernels.ops.sampling_reference import processed_reference, sample_reference, unpacked_bits
+from graphrt.kernels.ops.sampling_state import Penalties, PenaltyState, record_tokens, state_words
+from graphrt.kernels.types import NO_TOKEN
+from tests.kernels.sampling_cases import I32, INF, biases, drawn, packed, penalties_with, token_mask, truncation, warped
+from tests.kernels.test_sampling import arguments
+
+NAN = float("nan")
+CPU = torch.device("cpu")
+VOCAB = 75
+
+
+def formula(logits: torch.Tensor, prompt: list[int], output: list[int], rep: float, pre: float, freq: float) -> list:
+    """Penalised logits of a row, token by token; repetition by transformers' processor."""
+    from transformers import RepetitionPenaltyLogitsProcessor
+
+    out = logits.clone()
+    if prompt + output:
+        out = RepetitionPenaltyLogitsProcessor(rep)(torch.tensor([prompt + output]), out[None])[0]
+    counts = Counter(output)
+    return [float(v) - freq * counts[t] - pre * (counts[t] > 0) for t, v in enumerate(out.tolist())]
+
+
+SEQUENCES = [([1, 2, 3, 3, 74], [5, 5, 5, 2, 0]), ([], [7]), ([9, 9, 9], []), ([31, 32, 33], [33, 63, 64, 64])]
+SETTINGS = [(1.3, 0.0, 0.0), (1.0, 0.7, 0.0), (1.0, 0.0, 0.4), (0.6, -0.5, 0.3)]
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_processed_logits_are_those_of_transformers_and_of_the_formula(rng: torch.Generator, setting: tuple) -> None:
+    logits = 2 * torch.randn(4, VOCAB, generator=rng)
+    penalties, row_ids = penalties_with(SEQUENCES, VOCAB, CPU, *setting)
+    p, none = penalties, None
+    have = processed_reference(
+        logits,
+        row_ids,
+        p.repetition,
+        p.presence,
+        p.frequency,
+        p.state.seen,
+        p.state.counts,
+        none,
+        none,
+        none,
+        none,
+        none,
+    )
+    expected = torch.tensor([formula(logits[r], *SEQUENCES[r], *setting) for r in range(4)])
+    torch.testing.assert_close(have, expected, rtol=1e-6, atol=1e-6)
+
+
+def values_of(device: torch.device, logits: torch.Tensor, **options: object) -> torch.Tensor:
+    """Processed logits as the kernel has them, by order: greedy, with one found token after another forbidden."""
+    rows, vocab = logits.shape
+    left = torch.ones(rows, vocab, dtype=torch.bool)
+    order = []
+    for _ in range(6):
+        mask = token_mask(left, list(range(rows)), device)
+        order.append(sample(*arguments(logits.to(device), 0.0), token_mask=mask, **options).cpu())
+        left[torch.arange(rows), order[-1].long()] = False
+    return torch.stack(order, 1)
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_the_kernel_orders_tokens_as_the_formula(
+    kernel_device: torch.device, rng: torch.Generator, setting: tuple
+) -> None:
+    logits = 2 * torch.randn(4, VOCAB, generator=rng)
+    penalties, row_ids = penalties_with(SEQUENCES, VOCAB, kernel_device, *setting)
+    entries = [{5: 3.0, 70: -2.0, 0: 1.0}, {}, {t: 0.1 * t - 3 for t in range(0, 70, 3)}, {64: -INF}]
+    bias = biases(entries, row_ids.tolist(), 8, kernel_device)
+    biased = logits.clone()
+    for row, entry in enumerate(entries):
+        for token, value in entry.items():
+            biased[row, token] += value
+    expected = torch.tensor([formula(biased[r], *SEQUENCES[r], *setting) for r in range(4)])
+    have = values_of(kernel_device, logits, penalties=penalties, row_ids=row_ids, bias=bias)
+    assert have.tolist() == expected.topk(6).indices.tolist()
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_frequencies_with_everything_at_once(device: str) -> None:
+    """Chi-square of 3000 draws: mask, bias, penalties, temperature, min-p, top-k and top-p."""
+    logits = torch.tensor([0.5, 1.0, -0.5, 2.1, 0.3, 1.7, -1.0, 0.2, 0.6, -2.0, 1.2, 3.0])
+    prompt, output, where = [3, 3, 9], [5, 5, 1], torch.device(device)
+    allowed = torch.ones(1, 12, dtype=torch.bool)
+    allowed[0, 11] = False
+    values = torch.where(allowed[0], logits, -INF)
+    values[[2, 10]] += torch.tensor([1.5, -0.4])
+    exact = torch.tensor(formula(values, prompt, output, 1.2, 0.3, 0.2))
+    exact = warped(exact, 0.9, 8, 0.95, 0.02).softmax(0)
+    penalties, row_ids = penalties_with([(prompt, output)], 12, where, 1.2, 0.3, 0.2)
+    bias = biases([{2: 1.5, 10: -0.4}], row_ids.tolist(), 4, where)
+
+    def repeated(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.expand(3000).contiguous()
+
+    tokens = drawn(
+        logits.to(where), 3000, 0.9, row_ids=repeated(row_ids), bias=bias,
+        penalties=Penalties(
+            repeated(penalties.repetition), repeated(penalties.presence), repeated(penalties.frequency), penalties.state
+        ),
+        token_mask=TokenMask(packed(allowed).to(where), torch.zeros(3000, dtype=I32, device=where)),
+        truncation=truncation(3000, where, top_k=8, top_p=0.95, min_p=0.02),
+    )  # fmt: skip
+    observed = torch.bincount(tokens.long(), minlength=12).double()
+    kept = exact > 0
+    assert observed[~kept].sum() == 0
+    expected = 3000 * exact[kept]
+    assert ((observed[kept] - expected) ** 2 / expected).sum() < 27.9  # 9 degrees of freedom, 0.1 %
+
+
+def test_truncation_sees_penalised_logits(kernel_device: torch.device, rng: torch.Generator) -> None:
+    """Against the reference, in a vocabulary of two chunks, with a row that keeps more than a list holds."""
+    logits = torch.randn(3, 2900, generator=rng)
+    tokens = torch.randint(0, 2900, (3, 40), generator=rng).tolist()
+    sequences = [(row[:20], row[20:]) for row in tokens]
+
+    def on(device: torch.device) -> list[int]:
+        penalties, row_ids = penalties_with(sequences, 2900, device, 1.5, 0.5, 0.2)
+        options = truncation(3, device, top_k=[30, 0, 0], top_p=[1.0, 0.95, 0.6], min_p=[0.0, 0.0, 0.01])
+        args = arguments(logits.to(device), 1.0)
+        return sample(*args, truncation=options, penalties=penalties, row_ids=row_ids).tolist()
+
+    penalties, row_ids = penalties_with(sequences, 2900, CPU, 1.5, 0.5, 0.2)
+    options = truncation(3, CPU, top_k=[30, 0, 0], top_p=[1.0, 0.95, 0.6], min_p=[0.0, 0.0, 0.01])
+    p = penalties
+    expected = sample_reference(
+        *arguments(logits, 1.0), row_ids, options.top_k, options.top_p, options.min_p, p.repetition, p.presence,
+        p.frequency, p.state.seen, p.state.counts,
+    ).tolist()  # fmt: skip
+    assert on(kernel_device) == expected
+
+
+@pytest.mark.parametrize("values", [(0.0, NAN, NAN), (-1.0, INF, -INF), (INF, 0.0, 0.0), (NAN, -INF, INF), (1.0, 0, 0)])
+def test_penalties_that_mean_nothing_change_nothing(
+    kernel_device: torch.device, rng: torch.Generator, values: tuple
+) -> None:
+    logits = torch.randn(4, VOCAB, generator=rng).to(kernel_device)
+    penalties, row_ids = penalties_with(SEQUENCES, VOCAB, kernel_device, 2.0, 1.0, 1.0)
+    for tensor, value in zip((penalties.repetition, penalties.presence, penalties.frequency), values, strict=True):
+        tensor.fill_(value)
+    args = arguments(logits, 0.0)
+    assert torch.equal(sample(*args, penalties=penalties, row_ids=row_ids), sample(*args))
+
+
+def test_row_ids_and_masks_that_are_not_there_are_none(kernel_device: torch.device, rng: torch.Generator) -> None:
+    logits = torch.randn(4, VOCAB, generator=rng).to(kernel_device)
+    penalties, _ = penalties_with(SEQUENCES, VOCAB, kernel_device, 5.0, 9.0, 9.0)
+    bias = biases([{int(logits[0].argmax()): -50.0}] * 7, list(range(7)), 7, kernel_device)
+    row_ids = torch.tensor([-1, 7, 2**31 - 1, -(2**31)], dtype=I32, device=kernel_device)
+    mask = token_mask(torch.zeros(2, VOCAB, dtype=torch.bool), [-1, 2, 2**31 - 1, -5], kernel_device)
+    args = arguments(logits, 0.0)
+    have = sample(*args, penalties=penalties, row_ids=row_ids, bias=bias, token_mask=mask)
+    assert torch.equal(have, sample(*args))
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_masks(kernel_device: torch.device, rng: torch.Generator, temperature: float) -> None:
+    """A mask per row; of a mask without tokens nothing is drawn; bits beyond the vocabulary do not matter."""
+    logits = torch.randn(4, VOCAB, generator=rng)
+    allowed = torch.zeros(3, VOCAB, dtype=torch.bool)
+    allowed[0, [31, 32, 64, 74]] = True
+    allowed[1, 63] = True
+    mask = token_mask(allowed, [1, 0, 2, -1], kernel_device)
+    tokens = sample(*arguments(logits.to(kernel_device), temperature), token_mask=mask).tolist()
+    assert tokens[0] == 63
+    assert tokens[1] in (31, 32, 64, 74)
+    assert tokens[2] == NO_TOKEN
+    if temperature == 0:
+        assert tokens[1] == max((31, 32, 64, 74), key=lambda t: float(logits[1, t]))
+        assert tokens[3] == int(logits[3].argmax())
+
+
+def test_biases_at_their_bounds(kernel_device: torch.device) -> None:
+    """First and last entry, first and last token, tokens outside of the vocabulary, counts out of range."""
+    logits = torch.zeros(6, VOCAB, device=kernel_device)
+    bias = LogitBias.allocate(6, 4, kernel_device)
+    bias.tokens.copy_(torch.tensor([[0, 1, 2, 3], [5, 9, 73, 74], [-7, 4, VOCAB, 2**31 - 1], [8, 9, 10, 11]] * 2)[:6])
+    bias.values.copy_(
+        torch.tensor([[2.0, 1.0, 1.0, 1.0], [1, 1, 1, 2.0], [9.0, 1.0, 9.0, 9.0], [1, 1, 1, 5.0]] * 2)[:6]
+    )
+    bias.counts.copy_(torch.tensor([4, 4, 4, 3, 99, -3]))
+    row_ids = torch.arange(6, dtype=I32, device=kernel_device)
+    assert sample(*arguments(logits, 0.0), row_ids=row_ids, bias=bias).tolist() == [0, 74, 4, 8, 0, 0]
+    bias.values[0, 0] = NAN
+    bias.values[1, 3] = INF
+    assert sample(*arguments(logits, 0.0), row_ids=row_ids, bias=bias).tolist()[:2] == [1, 74]
+
+
+def test_state_counts_what_steps_compute(kernel_device: torch.device, rng: torch.Generator) -> None:
+    """Prompts in chunks, tokens one by one, a row that ends and another that takes its id, against Python's Counter."""
+    vocab, max_rows = 70, 5
+    state = PenaltyState.allocate(max_rows, vocab, kernel_device)
+    state.seen.fill_(-1)
+    state.counts.fill_(9)  # of sequences that ended
+    prompts = {4: torch.randint(0, vocab, (23,), generator=rng).tolist(), 1: [69, 69, 0]}
+    history: dict[int, list[int]] = {4: [], 1: []}
+
+    def step(rows: list[tuple[int, list[int]]], penalised: bool = True) -> None:
+        tokens = [t for _, new in rows for t in new]
+        starts = torch.tensor([0, *(len(new) for _, new in rows)]).cumsum(0)
+        for row_id, new in rows:
+            history[row_id] = history.get(row_id, []) + new
+        on = torch.full((len(rows),), 1.5 if penalised else 1.0, device=kernel_device)
+        zero = torch.zeros(len(rows), device=kernel_device)
+        record_tokens(
+            torch.tensor(tokens, device=kernel_device), starts.int().to(kernel_device),
+            torch.tensor([len(history[r]) for r, _ in rows], dtype=I32, device=kernel_device),
+            torch.tensor([r for r, _ in rows], dtype=I32, device=kernel_device),
+            torch.tensor([len(prompts.get(r, [])) for r, _ in rows], dtype=I32, device=kernel_device),
+            Penalties(on, zero, zero, state),
+        )  # fmt: skip
+
+    def check(row_id: int) -> None:
+        count = len(prompts[row_id])
+        output = Counter(history[row_id][count:])
+        assert state.counts[row_id].tolist() == [output[t] for t in range(vocab)]
+        seen = unpacked_bits(state.seen[row_id].cpu(), vocab)
+        assert set(seen.nonzero().flatten().tolist()) == set(history[row_id])
+
+    step([(4, prompts[4][:10]), (1, prompts[1])])
+    step([(1, [5]), (4, prompts[4][10:])])
+    step([(4, [69]), (1, [5])])
+    step([(4, [69]), (1, [0])])
+    check(4)
+    check(1)
+    history[1] = []  # another sequence takes the id; its prompt was computed once already, with two tokens after it
+    prompts[1] = [3, 4]
+    step([(1, [3, 4, 4, 64])])
+    check(1)
+    check(4)
+    before = state.counts.clone(), state.seen.clone()
+    step([(2, [1, 2])], penalised=False)
+    assert torch.equal(state.counts, before[0])
+    assert torch.equal(state.seen, before[1])
+
+
+def test_records_that_say_nothing(kernel_device: torch.device) -> None:
+    """Pads, ids and tokens that are not there, and starts beyond the tokens change nothing else."""
+    state = PenaltyState.allocate(3, 40, kernel_device)
+    ones = torch.full((5,), 2.0, device=kernel_device)
+    record_tokens(
+        torch.tensor([-1, 40, 2**40, 7], device=kernel_device),
+        torch.tensor([0, 4, 4, 4, 9, 9], dtype=I32, device=kernel_device),
+        torch.tensor([4, 1, 3, 5, 1], dtype=I32, device=kernel_device),
+        torch.tensor([2, 0, 1, 3, -1], dtype=I32, device=kernel_device),
+        torch.zeros(5, dtype=I32, device=kernel_device), Penalties(ones, ones, ones, state),
+    )  # fmt: skip
+    assert state.counts.nonzero().tolist() == [[2, 7]]
+    assert state.seen.nonzero().tolist() == [[2, 0]]
+    assert int(state.seen[2, 0]) == 1 << 7
+
+
+def state_of(rows: int, vocab: int) -> PenaltyState:
+    return PenaltyState.allocate(rows, vocab, CPU)
+
+
+ONES = torch.ones(2)
+WORDS = torch.zeros(2, 1, dtype=I32)
+INDEX = torch.zeros(2, dtype=I32)
+
+
+def penalised(**changes: object) -> dict[str, Penalties]:
+    parts = {"repetition": ONES, "presence": ONES, "frequency": ONES, "state": state_of(2, 8)}
+    return {"penalties": Penalties(**{**parts, **changes})}
+
+
+def biased(tokens: int = 2, values: int = 3, counts: torch.Tensor = INDEX) -> dict[str, LogitBias]:
+    return {"bias": LogitBias(torch.zeros(tokens, 3, dtype=I32), torch.zeros(2, values), counts)}
+
+
+BAD = {
+    "row_ids_missing": (penalised() | {"row_ids": None}, "row_ids: expected a tensor"),
+    "row_ids_missing_for_bias": (biased() | {"row_ids": None}, "row_ids: expected a tensor"),
+    "row_ids": ({"row_ids": torch.zeros(3, dtype=I32)}, "row_ids: expected shape"),
+    "repetition": (penalised(repetition=torch.ones(3)), "repetition: expected shape"),
+    "presence": (penalised(presence=ONES.double()), "presence: expected dtype"),
+    "frequency": (penalised(frequency=ONES[:1]), "frequency: expected shape"),
+    "counts": (penalised(state=state_of(2, 9)), "state.counts: expected shape"),
+    "seen": (penalised(state=PenaltyState(WORDS[:1], state_of(2, 8).counts)), "state.seen: expected shape"),
+    "contiguous": (
+        penalised(state=PenaltyState(WORDS, torch.zeros(8, 2, dtype=I32).t())),
+        "state.counts: expected a contiguous tensor",
+    ),
+    "bias_counts": (biased(counts=ONES), "bias.counts: expected dtype"),
+    "bias_tokens": (biased(tokens=3), "bias.tokens: expected shape"),
+    "bias_values": (biased(values=4), "bias.values: expected shape"),
+    "mask_words": ({"token_mask": TokenMask(torch.zeros(1, 2, dtype=I32), INDEX)}, "mask_words: expected shape"),
+    "mask_index": ({"token_mask": TokenMask(WORDS, ONES)}, "mask_index: expected dtype"),
+    "top_k": ({"truncation": truncation(3, CPU)}, "top_k: expected shape"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_tensors_that_do_not_fit_are_named(case: str) -> None:
+    changes, message = BAD[case]
+    options = {"row_ids": torch.zeros(2, dtype=I32), **changes}
+    with pytest.raises(ShapeError, match=message):
+        sample(
+            torch.zeros(2, 8), torch.zeros(2), torch.zeros(2, dtype=torch.int64), torch.zeros(2, dtype=I32), **options
+        )
+
+
+RECORD = {
+    "tokens": torch.zeros(4, dtype=torch.int64),
+    "query_start_loc": torch.zeros(3, dtype=I32),
+    "seq_lens": torch.ones(2, dtype=I32),
+    "row_ids": torch.zeros(2, dtype=I32),
+    "prompt_lens": torch.zeros(2, dtype=I32),
+}
+
+
+@pytest.mark.parametrize("name", RECORD)
+def test_every_argument_of_a_record_is_checked(name: str) -> None:
+    penalties = Penalties(ONES, ONES, ONES, state_of(2, 8))
+    for wrong in (RECORD[name].float(), RECORD[name][None], RECORD[name].repeat_interleave(2)[::2]):
+        with pytest.raises(ShapeError, match=f"^{name}: expected"):
+            record_tokens(**{**RECORD, name: wrong}, penalties=penalties)
+
+
+def test_an_empty_bias_and_no_rows(kernel_device: torch.device) -> None:
+    args = arguments(torch.zeros(0, 9, device=kernel_device), 0.0)
+    none = torch.zeros(0, dtype=I32, device=kernel_device)
+    bias = LogitBias.allocate(3, 0, kernel_device)
+    assert sample(*args, row_ids=none, bias=bias, truncation=truncation(0, kernel_device)).shape == (0,)
+
+
+def test_the_caller_s_logits_and_state_are_not_written(kernel_device: torch.device, rng: torch.Generator) -> None:
+    logits = torch.randn(4, VOCAB, generator=rng).to(kernel_device)
+    penalties, row_ids = penalties_with(SEQUENCES, VOCAB, kernel_device, 1.5, 0.5, 0.5)
+    tensors = (logits, penalties.state.seen, penalties.state.counts)
+    before = [tensor.clone() for tensor in tensors]
+    options = truncation(4, kernel_device, top_k=5, top_p=0.9)
+    sample(*arguments(logits, 1.0), penalties=penalties, row_ids=row_ids, truncation=options)
+    assert all(torch.equal(a, b) for a, b in zip(tensors, before, strict=True))
+
+
+def test_words_of_a_vocabulary() -> None:
+    assert [state_words(v) for v in (1, 31, 32, 33, 128256)] == [1, 1, 1, 2, 4008]
+
+
+@pytest.mark.gpu
+def test_large_state_in_a_graph(rng: torch.Generator) -> None:
+    """record_tokens and sample captured together: replays count on, and draw what eager calls draw."""
+    device, vocab, rows = torch.device("cuda"), 128256, 32
+    sequences = [(torch.randint(0, vocab, (900,), generator=rng).tolist(), [r, r]) for r in range(rows)]
+    penalties, row_ids = penalties_with(sequences, vocab, device, 1.2, 0.3, 0.2)
+    twin, _ = penalties_with(sequences, vocab, device, 1.2, 0.3, 0.2)
+    logits = torch.randn(rows, vocab, generator=rng).to(device, torch.bfloat16)
+    options = truncation(rows, device, top_k=50, top_p=0.9)
+    args = list(arguments(logits, 0.8, position=902))
+    tokens = torch.arange(rows, device=device)
+    starts = torch.arange(rows + 1, dtype=I32, device=device)
+    prompt_lens = torch.full((rows,), 900, dtype=I32, device=device)
+
+    def step(which: Penalties) -> torch.Tensor:
+        args[3].add_(1)
+        record_tokens(tokens, starts, args[3], row_ids, prompt_lens, which)
+        out = sample(*args, truncation=options, penalties=which, row_ids=row_ids)
+        tokens.copy_(out)
+        return out
+
+    position, first = args[3].clone(), tokens.clone()
+    eager = [step(twin).clone() for _ in range(4)]
+    args[3].copy_(position)
+    tokens.copy_(first)
+    kept = penalties.state.seen.clone(), penalties.state.counts.clone()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = step(penalties)
+    penalties.state.seen.copy_(kept[0])
+    penalties.state.counts.copy_(kept[1])
+    for expected in eager:
+        graph.replay()
+        assert torch.equal(out, expected)
+    assert torch.equal(penalties.state.counts, twin.state.counts)
+    assert torch.equal(penalties.state.seen, twin.state.seen)
