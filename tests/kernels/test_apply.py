@@ -33,6 +33,11 @@ List = tuple[int, tuple[int, ...]]  # place of the first page in the sequence, a
 NO_LIST: List = (0, ())
 
 
+def copied(*values: int) -> tuple[int, ...]:
+    """A value of each copied field: these, then zeros."""
+    return (*values, *[0] * len(COPIED))[: len(COPIED)]
+
+
 @dataclass
 class State:
     """What the device knows of a row id."""
@@ -53,7 +58,7 @@ class Row:
     seq_len: int
     tokens: tuple[int, ...] = (TOKEN_FROM_ROW,)
     sample: int = 1
-    values: tuple[int, ...] = (7, 8, 0)
+    values: tuple[int, ...] = copied(7, 8)
     pages: tuple[List, ...] = ()
     limit: int = 0
     stops: tuple[int, ...] = (NO_TOKEN,) * STOP_TOKENS
@@ -122,7 +127,14 @@ class Model:
     def __init__(self, groups: tuple[PageGroup, ...], rows: int, row_ids: int) -> None:
         self.groups = groups
         self.states = {
-            i: State(100 + i, RowEnd.GOES_ON, (i, 10 + i, 20 + i), 30 + i, (40 + i,) * STOP_TOKENS, [99] * len(groups))
+            i: State(
+                100 + i,
+                RowEnd.GOES_ON,
+                tuple(10 * field + i for field in range(len(COPIED))),
+                30 + i,
+                (40 + i,) * STOP_TOKENS,
+                [99] * len(groups),
+            )
             for i in range(row_ids)
         }
         self.order = [-1] * rows
@@ -330,10 +342,10 @@ class Cases:
         lists = ((0, (3, 4)), (1, (5,)), (0, (6, 7, 8)), NO_LIST)
         stops = tuple(range(60, 60 + STOP_TOKENS))
         rows = (
-            Row(5, 3, (11, 12, 13), 0, (-1, SENTINEL, 4), lists, 9, stops),
+            Row(5, 3, (11, 12, 13), 0, copied(-1, SENTINEL, 4), lists, 9, stops),
             Row(2, SENTINEL, limit=INT_MAX),
             Row(0, 2, (14, 15), limit=0, stops=(9, *(NO_TOKEN,) * (STOP_TOKENS - 1))),
-            Row(7, SENTINEL, (16, 17), values=(1, 2, 3)),
+            Row(7, SENTINEL, (16, 17), values=copied(1, 2, 3)),
         )
         rig.model.states[2].length = 0
         (record,) = rig.slot(Full(rows))
@@ -359,7 +371,9 @@ class Cases:
 
     def test_kept_row_ids_out_of_range_keep_nothing(self, device):
         rig = Rig(device, SEVERAL)
-        rows = tuple(Row(i, SENTINEL, values=(5, 5, 5), limit=5) for i in (-1, 8, INT_MAX, SENTINEL, SENTINEL + 1, 3))
+        rows = tuple(
+            Row(i, SENTINEL, values=copied(5, 5, 5), limit=5) for i in (-1, 8, INT_MAX, SENTINEL, SENTINEL + 1, 3)
+        )
         (record,) = rig.slot(Full(rows))
         assert ids_of(record, 6) == [-1, 8, INT_MAX, SENTINEL, SENTINEL + 1, 3]  # the refresh finds the fault
         (record,) = rig.slot(News(6))
@@ -483,14 +497,18 @@ class Cases:
             rig = Rig(device, rows=n, words=record, inbox=inbox)
             rig.run(rig.model.pack(news, 0)[:inbox], header(0, 0, 0, 0, news.kind, 1, 0))
 
-    def check_lists(self, device, fields):
+    def check_lists(self, device, fields, pages_to=99):
         """Lists that lie, for place 0, and more for places that there are not. All go to the record as they are."""
         rig = Rig(device, SEVERAL)
+        rig.model.states[6].pages_to = [pages_to] * len(SEVERAL)
         listed = [word for of_group in fields for word in of_group]
         nowhere = [[place, *[0] * len(listed)] for place in (SENTINEL, -1, 2, INT_MAX)]
         lists = [word for words in ([0, *listed], *nowhere) for word in words]
         words = [*header(0, 2, 0, 1, layout.NEWS | layout.NEW_ORDER, 1, 5), *lists, 6, 7, 55]
+        rig._load("page_spans")
+        rig.model.states[6].pages_to = [99] * len(SEVERAL)  # row 6 runs
         expected = rig.model.apply(News(2, (6, 7)))
+        rig.model.states[6].pages_to = [pages_to] * len(SEVERAL)
         expected[4], expected[7] = 1, 5
         expected[layout.HEADER_SIZE + 2 * layout.ROW_PAGES : -2 : 2] = listed
         rig.model.step = -1
@@ -515,6 +533,9 @@ class Cases:
     def test_lists_whose_sums_overflow_are_for_the_refresh_to_judge(self, device):
         self.check_lists(device, [(INT_MAX, 0, 1), (-5, -1, INT_MAX), (2**29 - 1, 0, 2), (2**30, 0, 2**30)])
 
+    def test_list_that_ends_beyond_32_bits_is_for_the_refresh_to_judge(self, device):
+        self.check_lists(device, [(INT_MAX, 0, 1)] * 4, pages_to=0)
+
     def test_no_rows(self, device):
         rig = Rig(device, SEVERAL)
         for slot in (Full((), keep=False), Full(()), News(0), News(0, ()), News(0, steps=3)):
@@ -532,7 +553,7 @@ class Cases:
         lists = {at: ((3, (1 + at % 60,)), (6, (2, 3)[: 1 + at % 2])) for at in places}
         rig.slot(News(rows, order, lists))
         rig.slot(News(rows))
-        rig.slot(Full(tuple(Row(i, SENTINEL, values=(i, 2 * i, 0), limit=i) for i in order[::-1])))
+        rig.slot(Full(tuple(Row(i, SENTINEL, values=copied(i, 2 * i), limit=i) for i in order[::-1])))
         rig.slot(News(rows))
 
     def test_more_words_than_a_program_takes(self, device):
@@ -597,9 +618,9 @@ class TestKernel(Cases):
             monkeypatch.setattr(apply_module, "_PROGRAMS", 1)  # the interpreter runs one after the other
         return kernel_device
 
-    @lying("apply.py multiplies pages and page_size in 32 bits: the row waits, and no fault is told")
-    def test_lists_whose_sums_overflow_are_for_the_refresh_to_judge(self, device):
-        super().test_lists_whose_sums_overflow_are_for_the_refresh_to_judge(device)
+    @lying("apply.py adds a list's first page and its count in 32 bits: the row waits, and no fault is told")
+    def test_list_that_ends_beyond_32_bits_is_for_the_refresh_to_judge(self, device):
+        super().test_list_that_ends_beyond_32_bits_is_for_the_refresh_to_judge(device)
 
     @lying("apply.py has programs for the captured rows, and for 256 at least: the others of a slot stay unwritten")
     def test_more_rows_than_captured(self, device, monkeypatch):
