@@ -1,4 +1,4 @@
-"""What a serving stack hands over for one step, and how it is packed into the step record."""
+"""What a serving stack hands over for one step, and how it is packed into a slot of the inbox."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from graphrt.kernels.checks import shown
 from graphrt.kernels.errors import CapacityError, ShapeError, UnsupportedError
 from graphrt.kernels.metadata import record as layout
-from graphrt.kernels.metadata.buffers import COPIED
+from graphrt.kernels.metadata.buffers import COPIED, StaticBuffers
 from graphrt.kernels.metadata.refresh import MAX_ROWS, MAX_TOKENS
 from graphrt.kernels.types import TOKEN_FROM_ROW
 
@@ -34,6 +35,7 @@ class Row:
     sample       whether a token is to be sampled after the last of `tokens` (False: a prompt chunk that goes on)
     temperature  0 is greedy
     seed         seed of this row's random numbers
+    top_k, top_p, min_p  which tokens a draw may choose; 0, 1 and 0 are all
     encoder_len  tokens that the row's encoder wrote for cross layers, the same in each of its steps; 0: none
     """
 
@@ -46,6 +48,9 @@ class Row:
     seed: int = 0
     first_page: int | Sequence[int] = 0
     encoder_len: int = 0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, init=False, eq=False)
@@ -62,6 +67,10 @@ class Batch:
     sample        [n]       int32    1: sample after the row's last token (the default); 0: the prompt goes on
     temperatures  [n]       float32  0 is greedy, the default
     seeds         [n]       uint32   seeds of the rows' random numbers; by default 0
+    top_ks        [n]       int32    draws are among so many best tokens; 0 is all, the default
+    top_ps        [n]       float32  among the fewest best that hold this probability, in (0, 1]; 1 is all, the default
+    min_ps        [n]       float32  among those with this share of the best one's probability, in [0, 1]; 0 is all, the
+                                     default
     encoder_lens  [n]       int32    tokens that each row's encoder wrote for cross layers; by default 0: no encoder
 
     A list from page 0 says all pages of its row. A list from a later page, or an empty one, keeps what the row's last
@@ -104,6 +113,9 @@ class Batch:
     temperatures: npt.NDArray[np.float32]
     seeds: npt.NDArray[np.uint32]
     encoder_lens: Int32Array
+    top_ks: Int32Array
+    top_ps: npt.NDArray[np.float32]
+    min_ps: npt.NDArray[np.float32]
 
     def __init__(
         self,
@@ -119,6 +131,9 @@ class Batch:
         temperatures: npt.ArrayLike | None = None,
         seeds: npt.ArrayLike | None = None,
         encoder_lens: npt.ArrayLike | None = None,
+        top_ks: npt.ArrayLike | None = None,
+        top_ps: npt.ArrayLike | None = None,
+        min_ps: npt.ArrayLike | None = None,
     ) -> None:
         given = locals()
         row_ids = _int32("row_ids", row_ids)
@@ -154,6 +169,12 @@ class Batch:
         heat = values["temperatures"]
         if n and temperatures is not None and not (heat.min() >= 0 and heat.max() < math.inf):
             raise ShapeError("batch.temperatures: expected finite numbers >= 0, got others; 0 is greedy")
+        if top_ks is not None and not (values["top_ks"] >= 0).all():
+            raise ShapeError("batch.top_ks: expected numbers >= 0, got others; 0 is all tokens")
+        if top_ps is not None and not ((values["top_ps"] > 0) & (values["top_ps"] <= 1)).all():
+            raise ShapeError("batch.top_ps: expected numbers in (0, 1], got others; 1 is all tokens")
+        if min_ps is not None and not ((values["min_ps"] >= 0) & (values["min_ps"] <= 1)).all():
+            raise ShapeError("batch.min_ps: expected numbers in [0, 1], got others; 0 is all tokens")
         if n and encoder_lens is not None and values["encoder_lens"].min() < 0:
             raise ShapeError(
                 f"batch.encoder_lens: expected lengths >= 0, got {values['encoder_lens'].min()}; 0 is none"
@@ -302,13 +323,23 @@ class Batch:
         return at + tokens + listed
 
 
-_COPIED_DTYPES: dict[str, Any] = {"temperatures": np.float32, "seeds": np.uint32}
-"""Dtypes of the values that the refresh copies, as the host sends them: 32 bits each; int32 where none is named."""
+_ON_HOST: dict[torch.dtype, Any] = {torch.float32: np.float32, torch.int64: np.uint32, torch.int32: np.int32}
+_SPECS = {name: StaticBuffers.specs()[name] for name in COPIED}
+"""The values that the refresh copies. The host sends 32 bits each, of the dtype that _ON_HOST has for the buffer's."""
+
+
+SAMPLING = tuple(name for name in COPIED if name != "encoder_lens")
+"""Those of them that say how a row is sampled. `SamplingParams` has each under the same name, without the last s."""
+
+
+def sampling_values(rows: int) -> dict[str, npt.NDArray[Any]]:
+    """An array per name of SAMPLING, as a batch takes them, for schedulers to keep: greedy to begin with."""
+    return {name: _copied(name, None, rows) for name in SAMPLING}
 
 
 def _copied(name: str, values: Any, length: int) -> npt.NDArray[Any]:
-    dtype = _COPIED_DTYPES.get(name, np.int32)
-    return np.zeros(length, dtype) if values is None else _array(name, values, dtype, length)
+    dtype, pad = _ON_HOST[_SPECS[name].dtype], _SPECS[name].copied
+    return np.full(length, pad, dtype) if values is None else _array(name, values, dtype, length)
 
 
 def _int32(name: str, values: Any, length: int | None = None) -> Int32Array:

@@ -18,7 +18,7 @@ class Launch:
     """One submitted launch of a session.
 
     step         number of its first step
-    steps        steps at most; a launch ends early where no row goes on
+    steps        steps at most. A launch that loops ends early where no row goes on; others run all, without rows
     num_reqs     rows
     descriptor   the size it ran at
     why_eager    empty when it replayed a graph, else the reason why not

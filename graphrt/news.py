@@ -15,21 +15,24 @@ from graphrt.kernels.metadata import record as layout
 class News:
     """Rows that go on by one token a step, each from its last token on.
 
-    num_reqs   rows, as many as `order` has
-    order      [num_reqs] int32, the row id of each place; None: as the launch before had them
+    order      [num_reqs] row id of each place. It is sent where the device has another one: who keeps it makes a new
+               array where it changes
     lists      [rows, 1 + 3 x groups] int32, the rows that get pages: their place, and per KV group the place of the
                first page in the sequence, where its list begins in `pages`, and how many there are; None: no row does
     pages      [listed] int32, None with no lists
     """
 
-    num_reqs: int
-    order: Int32Array | None = None
+    order: npt.NDArray[np.int64]
     lists: npt.NDArray[np.int32] | None = None
     pages: Int32Array | None = None
 
-    def write(self, out: Int32Array, step: int, steps: int, *, loops: bool) -> None:
+    @property
+    def num_reqs(self) -> int:
+        return len(self.order)
+
+    def write(self, out: Int32Array, step: int, steps: int, *, loops: bool, new_order: bool) -> None:
         """Pack into a slot of the inbox; see kernels/metadata/record.py."""
-        kind = layout.NEWS | (layout.LOOPS if loops else 0) | (0 if self.order is None else layout.NEW_ORDER)
+        kind = layout.NEWS | (layout.LOOPS if loops else 0) | (layout.NEW_ORDER if new_order else 0)
         at = layout.HEADER_SIZE
         if self.lists is None or self.pages is None:
             out[:at] = layout.header(step, self.num_reqs, 0, 0, kind, steps)
@@ -37,7 +40,7 @@ class News:
             out[:at] = layout.header(step, self.num_reqs, 0, len(self.pages), kind, steps, len(self.lists))
             out[at : at + self.lists.size] = self.lists.reshape(-1)
             at += self.lists.size
-        if self.order is not None:
+        if new_order:
             out[at : at + self.num_reqs] = self.order
             at += self.num_reqs
         if self.pages is not None:

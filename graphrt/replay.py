@@ -157,7 +157,8 @@ class ReplayManager:
         )
         self._stats = Stats(self._graphs.name, self._backend.name, chosen.reason)
         self._logits = NOTHING
-        self._step = self._launches = 0
+        self._step = self._launches = self.resets = 0
+        self._order: object = None  # that of `News` which the device has
         self._state = State.NEW
 
     @property
@@ -297,11 +298,12 @@ class ReplayManager:
             target = self._dispatcher.dispatch(news.num_reqs, news.num_reqs, True)
             why_eager = "asked for by the caller" if eager else target.why_eager
             with self._on_stream, torch.inference_mode():
-                slot, step = self._ring.acquire(self._launches), self._step
-                self._step += steps
+                slot, step, self._step = self._ring.acquire(self._launches), self._step, self._step + steps
                 loops = steps > 1 and not why_eager and self._graphs.can_loop(target.descriptor)
-                news.write(slot.record, step, steps, loops=loops)
+                news.write(slot.record, step, steps, loops=loops, new_order=news.order is not self._order)
+                self._order = None
                 self._launch(slot, target.descriptor, None, why_eager, steps=steps, loops=loops)
+                self._order = news.order
             self._stats.count(target.descriptor, news.num_reqs, why_eager, forced=eager, steps=steps)
             return Launch(step, steps, news.num_reqs, target.descriptor, why_eager, slot, self._buffers)
 
@@ -323,6 +325,7 @@ class ReplayManager:
         words = batch.write_record(slot.record, step, len(self.kv_cache.groups))
         if ends is not None:
             ends.write(slot.record, words)
+            self._order = None
         # 3 one launch, which reads the slot
         self._launch(slot, descriptor, batch, why_eager)
         return slot, step
@@ -392,7 +395,7 @@ class ReplayManager:
 
     @property
     def plans_on_host(self) -> str | None:
-        """The backend that plans each step on the host, from the batch's lengths, if there is one."""
+        """The backend's name where it plans each step on the host, from the batch's lengths."""
         return self._backend.name if self._backend.plans_on_host else None
 
     @contextlib.contextmanager
@@ -429,6 +432,7 @@ class ReplayManager:
             self._ring.drain()
             self._step += 1  # of no step: the buffers that say where its rows stood are gone with it
             self._launches = 0
+            self._order, self.resets = None, self.resets + 1
             with self._on_stream:
                 if self._stream is not None:
                     self._stream.synchronize()

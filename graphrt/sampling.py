@@ -1,15 +1,16 @@
-"""The built-in sampler: greedy or temperature sampling, captured with the model."""
+"""The built-in sampler: greedy, or a draw among the tokens that a row allows, captured with the model."""
 
 from __future__ import annotations
 
 import torch
 
-from graphrt.kernels.ops.sampling import sample
+from graphrt.kernels.ops.sampling import Truncation, sample
 from graphrt.step import Step
 
 
 def sample_tokens(logits: torch.Tensor, step: Step) -> torch.Tensor:
-    """One token per row: argmax where the temperature is 0, else a draw from softmax(logits / temperature).
+    """One token per row: argmax where the temperature is 0, else a draw from softmax(logits / temperature), among the
+    tokens that the row's min-p, top-k and top-p keep, in this order.
 
     logits   [padded_reqs, vocab]  float16, bfloat16 or float32  device
     returns  [padded_reqs]         int32                          device
@@ -18,4 +19,5 @@ def sample_tokens(logits: torch.Tensor, step: Step) -> torch.Tensor:
     draw. Logits themselves may differ in their last bits between captured sizes.
     Capture-safe: random numbers come from a counter, not from torch's generator.
     """
-    return sample(logits, step.temperatures, step.seeds, step.metadata.seq_lens)
+    kept = Truncation(step.top_ks, step.top_ps, step.min_ps)
+    return sample(logits, step.temperatures, step.seeds, step.metadata.seq_lens, truncation=kept)

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from graphrt.batch import Batch, Int32Array
+from graphrt.batch import Batch, Int32Array, sampling_values
 from graphrt.entry import OnStream
 from graphrt.handle import StepHandle
 from graphrt.kernels.types import TOKEN_FROM_ROW
@@ -140,8 +140,7 @@ class Scheduler:
         self._scheduled = np.zeros(slots, np.int64)
         self._limits = np.zeros(slots, np.int64)
         self._row_ids = np.zeros(slots, np.int32)
-        self._temperatures = np.zeros(slots, np.float32)
-        self._seeds = np.zeros(slots, np.uint32)
+        self._sampling = sampling_values(slots)
         self._on_stream = OnStream(runtime.stream, "graphrt.copy_pages")
 
     # -- who comes in
@@ -202,7 +201,8 @@ class Scheduler:
         self.members[slot] = request
         self._row_ids[slot] = self._runtime.free_rows.pop()
         self._scheduled[slot], self._limits[slot] = request.scheduled, request.length_limit
-        self._temperatures[slot], self._seeds[slot] = request.params.temperature, request.params.seed
+        for name, values in self._sampling.items():
+            values[slot] = getattr(request.params, name.removesuffix("s"))
         self._given[slot] = request.tokens
         self._prefixes.add(slot, self._given[slot])
         self._prompting.append(slot)
@@ -255,8 +255,7 @@ class Scheduler:
             page_ids=np.concatenate(new_pages) if new_pages else np.empty(0, np.int32),
             first_pages=np.concatenate(first_pages),
             sample=samples,
-            temperatures=self._temperatures[slots],
-            seeds=self._seeds[slots],
+            **{name: values[slots] for name, values in self._sampling.items()},
         )
         members = [self.members[slot] for slot in slots.tolist()]
         step = Submitted(self._runtime.replay(batch), members, (samples == 1).tolist())

@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from graphrt.batch import Batch, Int32Array
+from graphrt.batch import Batch, Int32Array, sampling_values
 from graphrt.generate import SamplingParams
 from graphrt.handle import StepFaultError
 from graphrt.kernels.checks import check_bool, check_instance, check_int, check_ints
@@ -120,15 +120,14 @@ class DecodeSession:
         self._prompts: dict[int, int] = {}  # by row id, how many tokens of the prompt were submitted
         self._order: Ids = np.empty(0, np.int64)  # the rows that go on by themselves
         self._order_rows: tuple[SessionRow, ...] = ()
-        self._sent: Ids | None = None  # the order that the device has
+        self._resets = runtime.manager.resets
         self._quiet = 0  # steps for which the device needs no news
         self._ahead = 0  # steps that were launched since `_most` was brought up to date
         self._reached = np.zeros(ids, np.int64)  # KV tokens that a row has for sure
         self._most = np.zeros(ids, np.int64)  # and at most, behind all launches
         self._limits = np.zeros(ids, np.int64)
         self._stops = np.full((STOP_TOKENS, ids), NO_TOKEN, np.int32)
-        self._temperatures = np.zeros(ids, np.float32)
-        self._seeds = np.zeros(ids, np.uint32)
+        self._sampling = sampling_values(ids)
         self._flights: deque[_Flight] = deque()
         self._closed = False
 
@@ -141,7 +140,7 @@ class DecodeSession:
 
     @property
     def running(self) -> bool:
-        """Whether any row has not ended, as far as was collected."""
+        """Whether any row has not ended, as far as was collected: steps may be submitted in vain."""
         return bool(self._prompts) or bool(len(self._order))
 
     def add(self, prompt: Prompt, params: SamplingParams | None = None) -> SessionRow:
@@ -169,8 +168,9 @@ class DecodeSession:
         row = self._take_row(tokens.astype(np.int32), params)
         at = row.row_id
         self._reached[at] = self._most[at] = 0
-        self._limits[at], self._seeds[at] = limit, params.seed
-        self._temperatures[at] = params.temperature
+        self._limits[at] = limit
+        for name, values in self._sampling.items():
+            values[at] = getattr(params, name.removesuffix("s"))
         stops = sorted(params.stop_ids)[:STOP_TOKENS]
         self._stops[:, at] = NO_TOKEN
         self._stops[: len(stops), at] = stops
@@ -194,15 +194,16 @@ class DecodeSession:
             raise ConfigError(
                 f"fork: expected a row whose prompt was submitted, got row {at} with tokens left; run() first"
             )
-        seed = int(self._seeds[at]) if seed is None else check_int("seed", seed, 0, (1 << 32) - 1, advice="32 bits")
+        seed = int(self._sampling["seeds"][at]) if seed is None else seed
+        seed = check_int("seed", seed, 0, (1 << 32) - 1, advice="take it modulo 2 ** 32")
         self._catch_up()
         length, most = int(self._reached[at]), int(self._most[at])
         self._pages.check_fork(at, length)
         new = self._take_row(row.prompt, row.params)
         to, new.tokens, new.end = new.row_id, list(row.tokens), row.end
-        for values in (self._reached, self._most, self._limits, self._temperatures):
+        for values in (self._reached, self._most, self._limits, *self._sampling.values()):
             values[to] = values[at]
-        self._stops[:, to], self._seeds[to] = self._stops[:, at], seed
+        self._stops[:, to], self._sampling["seeds"][to] = self._stops[:, at], seed
         with self._runtime.manager.between_steps() as buffers:
             copy_row_state(buffers, at, to)
             buffers.row_values[COPIED.index("seeds"), to] = int(np.uint32(seed).view(np.int32))
@@ -221,6 +222,9 @@ class DecodeSession:
         Raises: ConfigError for a row of another session, or one that was released.
         """
         self._own(row, "release")
+        self._release(row)
+
+    def _release(self, row: SessionRow) -> None:
         at = row.row_id
         del self._rows[at]
         self._prompts.pop(at, None)
@@ -258,7 +262,8 @@ class DecodeSession:
         from then on. So does one that has no page for its next token, until there is one.
 
         Returns the launches, the first one first; none where no row goes on.
-        Raises: CapacityError where no row has a page for its next token; as ReplayManager.replay.
+        Raises: CapacityError where no row has a page for its next token, with what was launched before in flight; as
+        ReplayManager.replay.
         """
         steps = check_int("steps", steps, 1, 1 << 30, advice="pass how many steps to launch")
         eager = check_bool("eager", eager, advice="pass a bool")
@@ -283,7 +288,7 @@ class DecodeSession:
     def _go_on(self, steps: int, eager: bool) -> Launch:
         """Steps of the rows that go on: most of the time there are no news at all."""
         if steps <= self._quiet:
-            launch = self._runtime.manager.advance(News(len(self._order)), steps=steps, eager=eager)
+            launch = self._runtime.manager.advance(News(self._order), steps=steps, eager=eager)
             self._quiet -= steps
             self._ahead += steps
             self._flights.append(_Flight(launch, self._order_rows, self._order, steps))
@@ -292,9 +297,8 @@ class DecodeSession:
         ids, before = self._order, self._most[self._order]
         self._pages.give_back(ids, self._reached[ids])
         self._pages.reserve(ids, before, self._limits[ids], steps)
-        news = News(len(ids), None if self._sent is ids else ids.astype(np.int32), *self._pages.news(ids))
+        news = News(ids, *self._pages.news(ids))
         launch = self._runtime.manager.advance(news, steps=steps, eager=eager)
-        self._sent = ids
         after = self._most[ids] = np.minimum(before + steps, self._limits[ids])
         self._flights.append(_Flight(launch, self._order_rows, ids, after - before))
         # No row can come to its longest, or to the end of its pages, in so many steps.
@@ -326,12 +330,11 @@ class DecodeSession:
             page_ids=page_ids,
             first_pages=first_pages,
             sample=np.array([1] * len(going_on) + whole, np.int32),
-            temperatures=self._temperatures[ids],
-            seeds=self._seeds[ids],
+            **{name: values[ids] for name, values in self._sampling.items()},
         )
         ends = RowEnds(self._limits[ids].astype(np.int32), self._stops[:, ids])
         launch = self._runtime.manager.begin(batch, ends, eager=eager)
-        self._sent, self._quiet = None, 0
+        self._quiet = 0
         promised = np.maximum(given, 1)
         self._most[ids] += promised
         rows = tuple(map(self._rows.__getitem__, ids.tolist()))
@@ -428,7 +431,7 @@ class DecodeSession:
             flight.launch.wait()
         self._flights.clear()
         for row in self.rows:
-            self.release(row)
+            self._release(row)
         self._closed = True
 
     def __enter__(self) -> DecodeSession:
@@ -441,6 +444,8 @@ class DecodeSession:
     def _open(self, call: str) -> None:
         if self._closed:
             raise CaptureError(f"{call}: expected an open session, got one that was closed; make a new DecodeSession")
+        if self._resets != self._runtime.manager.resets:
+            raise CaptureError(f"{call}: expected rows on the device, got none after reset(); close() the session")
 
     def _own(self, row: SessionRow, call: str) -> None:
         self._open(call)

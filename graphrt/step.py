@@ -63,6 +63,21 @@ class Step:
         return self.buffers.temperatures
 
     @property
+    def top_ks(self) -> torch.Tensor:
+        """[padded_reqs] int32, for samplers; 0 keeps all tokens."""
+        return self.buffers.top_ks
+
+    @property
+    def top_ps(self) -> torch.Tensor:
+        """[padded_reqs] float32, for samplers; 1 keeps all tokens."""
+        return self.buffers.top_ps
+
+    @property
+    def min_ps(self) -> torch.Tensor:
+        """[padded_reqs] float32, for samplers; 0 keeps all tokens."""
+        return self.buffers.min_ps
+
+    @property
     def seeds(self) -> torch.Tensor:
         """[padded_reqs] int64, for samplers."""
         return self.buffers.seeds

@@ -45,7 +45,14 @@ def run_generate(options: GenerateOptions) -> None:
     if options.dtype != "auto" and options.dtype not in _DTYPES:
         raise ConfigError(f"--dtype: expected auto, {', '.join(_DTYPES)}, got {options.dtype!r}; name one of these")
     params = [
-        SamplingParams(options.max_new_tokens, options.temperature, (options.seed + i) % (1 << 32))
+        SamplingParams(
+            options.max_new_tokens,
+            options.temperature,
+            (options.seed + i) % (1 << 32),
+            top_k=options.top_k,
+            top_p=options.top_p,
+            min_p=options.min_p,
+        )
         for i in range(len(prompts))
     ]
     path = _model_path(options.model)

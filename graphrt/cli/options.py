@@ -40,6 +40,9 @@ class GenerateOptions:
     ] = None
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens to generate at most, per prompt.")] = 128
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0
+    top_k: Annotated[int, typer.Option(help="Draw among so many best tokens; 0 is all.")] = 0
+    top_p: Annotated[float, typer.Option(help="Draw among the best that hold this probability; 1 is all.")] = 1.0
+    min_p: Annotated[float, typer.Option(help="Draw among those with this share of the best one's; 0 is all.")] = 0.0
     seed: Annotated[
         int,
         typer.Option(min=0, max=(1 << 32) - 1, help="Seed of the first prompt; each next one's is one higher."),

@@ -177,9 +177,10 @@ def _advance_rows(
         count = _from_host(list_ptr + 2, mask & (found >= 0), 0)
         page_size, _, _, _, _, _, _, max_encoder_len = read_group(page_groups_ptr, group)
         known_to = tl.load(page_spans_ptr + 2 * (group * num_row_ids + row_id) + 1, mask=runs, other=0)
-        pages_to = tl.maximum(known_to, tl.where(count > 0, first + count, 0))
+        listed_to = tl.where(count > 0, first.to(tl.int64) + count, 0)
+        pages_to = tl.maximum(known_to.to(tl.int64), listed_to)
         # A row without a page for its token waits until it gets one. Pages of an encoder are all there.
-        runs = runs & (pages_to.to(tl.int64) * page_size >= tl.where(max_encoder_len > 0, 0, seq_len))
+        runs = runs & (pages_to * page_size >= tl.where(max_encoder_len > 0, 0, seq_len))
         fields_ptr = rows_ptr + (_ROW_PAGES + _PAGE_FIELDS * group) * num_reqs
         tl.store(fields_ptr, first, mask=mask)
         tl.store(fields_ptr + num_reqs, start, mask=mask)
@@ -243,7 +244,8 @@ def _apply_kernel(
         steps = tl.load(cursor_ptr + _CURSOR_STEPS).to(tl.int32)
         kind = tl.load(cursor_ptr + _CURSOR_KIND).to(tl.int32)
 
-    # A slot that claims to be longer than it is, or than the record, counts as empty.
+    # A slot that claims to be longer than it is, or than the record, counts as empty. So does one that says a step in
+    # full, after that step.
     news = (kind & _NEWS) != 0
     new_order = first_step & ((kind & _NEW_ORDER) != 0)
     keep = (kind & _KEEP) != 0
@@ -252,7 +254,14 @@ def _apply_kernel(
     used = _HEADER_SIZE + ROW_FIELDS * reqs + num_tokens + num_pages
     of_news = _HEADER_SIZE + LIST_WORDS * num_lists.to(tl.int64) + reqs + num_pages
     of_slot = tl.where(news, of_news, used + tl.where(keep, _END_FIELDS * reqs, 0))
-    fits = (num_reqs >= 0) & (num_reqs <= max_reqs) & (num_tokens >= 0) & (num_pages >= 0) & (num_lists >= 0)
+    fits = (
+        (news | first_step)
+        & (num_reqs >= 0)
+        & (num_reqs <= max_reqs)
+        & (num_tokens >= 0)
+        & (num_pages >= 0)
+        & (num_lists >= 0)
+    )
     fits = fits & (used <= record_words) & (of_slot <= inbox_words)
     num_reqs = tl.where(fits, num_reqs, 0)
     num_tokens = tl.where(fits, num_tokens, 0)
@@ -302,7 +311,8 @@ def _apply_triton(b: Any) -> None:
     _apply_kernel[(max(_PROGRAMS, triton.cdiv(b.padded_reqs, _ROW_BLOCK)),)](
         b.page_groups, b.inbox, b.record, b.cursor, b.order, b.row_lens, b.row_ends, b.row_values, b.end_lengths,
         b.end_tokens, b.step_counter, b.page_spans,
-        b.inbox.shape[0], b.inbox.stride(0), b.order.shape[0], b.record.shape[0], b.inbox.shape[1], num_row_ids,
+        b.inbox.shape[0], b.inbox.stride(0), min(b.padded_reqs, b.order.shape[0]), b.record.shape[0],
+        b.inbox.shape[1], num_row_ids,
         ROW_FIELDS=layout.row_fields(groups), GROUPS=groups, COPIED_VALUES=len(COPIED), ROW_BLOCK=_ROW_BLOCK,
         BLOCK=_BLOCK, LIST_BLOCK=_LIST_BLOCK, num_warps=_NUM_WARPS,
     )  # fmt: skip
@@ -335,7 +345,9 @@ def apply_reference(b: Any) -> None:
     of_slot = used + (layout.END_FIELDS * n if kind & layout.KEEP else 0)
     if kind & layout.NEWS:
         of_slot = layout.HEADER_SIZE + list_words * lists + n + pages
-    if min(n, tokens, pages, lists) < 0 or n > len(b.order) or used > len(record) or of_slot > len(slot):
+    fits = min(n, tokens, pages, lists) >= 0 and n <= min(b.padded_reqs, len(b.order))
+    fits = fits and used <= len(record) and of_slot <= len(slot)
+    if not fits or not (first_step or kind & layout.NEWS):
         n = tokens = pages = lists = 0
         header[counts] = 0
         used = layout.HEADER_SIZE
@@ -400,8 +412,8 @@ def apply(buffers: StaticBuffers) -> None:
 
     buffers   static buffers, cut to the captured size; what each holds is in docs/decode_step.md
 
-    The cursor says which slot, and which of its steps: `publish` moves it on. A slot whose counts are out of range
-    counts as a step without rows.
+    The cursor says which slot, and which of its steps: `publish` moves it on. A slot whose counts are out of range, or
+    which has more rows than were captured, counts as a step without rows.
 
     Capture-safe: the grid follows from the captured size; the slot is chosen on the device, and its counts read there.
     Raises: ShapeError when a tensor does not fit the others.

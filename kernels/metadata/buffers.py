@@ -1,13 +1,14 @@
 """The static buffers: every tensor, other than weights and KV, whose address a graph may hold.
 
 Each buffer is declared once, below. Its shape gives the slices that a graph sees; its writer and readers give the
-arguments of the operators `refresh` and `publish`. docs/decode_step.md is made from the same declarations, and has the
-recipe for a new one.
+arguments of the operators `apply`, `refresh` and `publish`. docs/decode_step.md is made from the same declarations,
+and has the recipe for a new one.
 """
 
 from __future__ import annotations
 
 import functools
+import struct
 from collections.abc import Iterator
 from dataclasses import astuple, dataclass, field, fields, make_dataclass
 from enum import Enum
@@ -61,7 +62,7 @@ class BufferSpec:
     """Declaration of one static buffer.
 
     shape    names of Capacity attributes, or integers
-    writer   who writes it: the upload, or an operator
+    writer   who writes it: the host, or an operator
     readers  who reads it: operators by their names, and others
     pad      what the refresh writes for pad rows and pad tokens, in words
     initial  value that fills it at allocation
@@ -272,6 +273,9 @@ class StaticBuffers:
     temperatures: torch.Tensor = _row_value(torch.float32, "sampling")
     seeds: torch.Tensor = _row_value(torch.int64, "sampling")
     encoder_lens: torch.Tensor = _row_value(torch.int32, "attention")
+    top_ks: torch.Tensor = _row_value(torch.int32, "sampling")
+    top_ps: torch.Tensor = _row_value(torch.float32, "sampling", pad=1)
+    min_ps: torch.Tensor = _row_value(torch.float32, "sampling")
 
     step_ring: torch.Tensor = _output(("entries",), torch.int64, pad="the step that wrote the entry")
     token_ring: torch.Tensor = _output(("entries", "rows"), torch.int32, pad="-1")
@@ -356,6 +360,12 @@ COPIED = tuple(name for name, spec in StaticBuffers.specs().items() if spec.copi
 
 COPIED_PADS = tuple(spec.copied for spec in StaticBuffers.specs().values() if spec.copied is not None)
 """What pad rows hold in each of them."""
+
+COPIED_PAD_WORDS = tuple(
+    struct.unpack("<i", struct.pack("<f" if StaticBuffers.specs()[name].dtype is torch.float32 else "<i", pad))[0]
+    for name, pad in zip(COPIED, COPIED_PADS, strict=True)
+)
+"""The same as words of a record."""
 
 
 @functools.cache

@@ -212,11 +212,11 @@ def publish_reference(b: Any) -> None:
     published_ends = torch.where(code != 0, int(RowEnd.FAULT), 0).int()
     published_ends[live] = ends
     b.end_ring[entry, :rows] = published_ends[place]
-    b.step_ring[entry] = step
     code, value = code[place], value[place]
     b.token_ring[entry, :rows] = published[place].int()
     b.fault_code_ring[entry, :rows] = code
     b.fault_value_ring[entry, :rows] = torch.where(code != 0, value, b.fault_value_ring[entry, :rows])
+    b.step_ring[entry] = step  # behind all the rest of the step, for a host that watches
     goes_on = bool(((ends == 0) & (published[live] >= 0)).any())
     done = int(b.cursor[CURSOR_STEP]) + 1
     used_up = done >= steps or (bool(kind & layout.LOOPS) and not goes_on)

@@ -1,4 +1,4 @@
-"""The head of every graph: turn the step record and the persistent row state into every derived buffer, on the device.
+"""Behind `apply` in every graph: turn the step record and the persistent row state into every derived buffer.
 
 Two kernels, a program per captured row and KV group:
 
@@ -29,7 +29,7 @@ from graphrt.kernels.errors import ShapeError
 from graphrt.kernels.metadata import record as layout
 from graphrt.kernels.metadata.buffers import (
     COPIED,
-    COPIED_PADS,
+    COPIED_PAD_WORDS,
     StaticBuffers,
     call_class,
     captured_size,
@@ -466,7 +466,7 @@ def _refresh_triton(b: Any) -> None:
         b.decode_start_loc, b.prompt_start_loc, b.logits_indices, b.row_ids, b.row_status, b.void_ids,
         tuple(getattr(b, name) for name in COPIED),
         b.record.shape[0], padded_reqs, padded_tokens, row_ids, width, b.seq_len_fill, b.duplicates.stride(0),
-        b.check_code.stride(0), b.slot_mapping.stride(0), b.block_table.stride(0), COPIED_PADS=COPIED_PADS,
+        b.check_code.stride(0), b.slot_mapping.stride(0), b.block_table.stride(0), COPIED_PADS=COPIED_PAD_WORDS,
         QUERY_LEN=b.query_len, ROW_FIELDS=row_fields, DECODE_LEN=b.decode_len, GROUPS=groups,
         GROUP_BLOCK=triton.next_power_of_2(groups), ROW_BLOCK=_ROW_BLOCK,
         TOKEN_BLOCK=tiling.token_block, TABLE_BLOCK=tiling.table_block, num_warps=tiling.num_warps,
@@ -570,7 +570,7 @@ def compile_variants() -> list[CompileSpec]:
         tiling = _Tiling.choose(rows * groups, query_len, padded_tokens, max_pages)
         common = {"QUERY_LEN": query_len, "ROW_FIELDS": layout.row_fields(groups), "TOKEN_BLOCK": tiling.token_block}
         common |= {"GROUPS": groups, "GROUP_BLOCK": triton.next_power_of_2(groups)}
-        written = {"TABLE_BLOCK": tiling.table_block, "COPIED_PADS": COPIED_PADS}
+        written = {"TABLE_BLOCK": tiling.table_block, "COPIED_PADS": COPIED_PAD_WORDS}
         written |= {"DECODE_LEN": decode_len, "ROW_BLOCK": _ROW_BLOCK}
         for short, kernel, extra in (
             ("check_rows", _check_rows_kernel, {"PAGE_BLOCK": tiling.page_block}),

@@ -21,7 +21,8 @@ LAST_TOKENS = (50, 51, 52, -1, 54, 55, 56, 777)  # row id 3 has none, that of 7 
 OUTPUTS = (
     "fault_code", "fault_value", "step_counter", "input_ids", "positions", "slot_mapping", "query_start_loc",
     "seq_lens", "block_table", "logits_indices", "row_ids", "row_status", "void_ids", "temperatures", "seeds",
-    "encoder_lens", "places", "decode_seq_lens", "prompt_seq_lens", "decode_start_loc", "prompt_start_loc",
+    "encoder_lens", "top_ks", "top_ps", "min_ps",
+    "places", "decode_seq_lens", "prompt_seq_lens", "decode_start_loc", "prompt_start_loc",
 )  # fmt: skip
 OF_GROUPS = ("slot_mapping", "block_table")  # a row of them per KV group
 SCRATCH = {"new_spans", "check_code", "check_value", "table_from", "table_to"}  # notes of the kernels for each other
@@ -41,6 +42,9 @@ class Row:
     page_count: int | None = None  # lie about the number of pages
     first_page: int = 0
     encoder_len: int = 0
+    top_k: int = 7
+    top_p: float = 0.75
+    min_p: float = 0.125
 
 
 @dataclass(frozen=True)
@@ -100,6 +104,9 @@ def pack(rows: Sequence[Row], step: int) -> list[int]:
         columns[layout.ROW_COPIED].append(struct.unpack("<i", struct.pack("<f", row.temperature))[0])
         columns[layout.ROW_COPIED + 1].append(struct.unpack("<i", struct.pack("<I", row.seed & 0xFFFFFFFF))[0])
         columns[layout.ROW_ENCODER_LEN].append(row.encoder_len)
+        columns[layout.ROW_ENCODER_LEN + 1].append(row.top_k)
+        for at, share in ((2, row.top_p), (3, row.min_p)):
+            columns[layout.ROW_ENCODER_LEN + at].append(struct.unpack("<i", struct.pack("<f", share))[0])
         token_at += len(row.tokens)
         page_at += len(row.pages)
     return words + [word for column in columns for word in column] + tokens + pages
@@ -138,6 +145,9 @@ def expect(
         "temperatures": [0.0] * s.reqs,
         "seeds": [0] * s.reqs,
         "encoder_lens": [0] * s.reqs,
+        "top_ks": [0] * s.reqs,
+        "top_ps": [1.0] * s.reqs,
+        "min_ps": [0.0] * s.reqs,
     }
     for at, r in enumerate(order):
         row = rows[r]
@@ -164,6 +174,7 @@ def expect(
         out["temperatures"][at] = row.temperature
         out["seeds"][at] = row.seed & 0xFFFFFFFF
         out["encoder_lens"][at] = row.encoder_len
+        out["top_ks"][at], out["top_ps"][at], out["min_ps"][at] = row.top_k, row.top_p, row.min_p
     return out
 
 

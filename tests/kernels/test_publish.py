@@ -416,7 +416,6 @@ def test_step_number_is_stored_last_kernel(kernel_device: torch.device) -> None:
     assert buffers.step_ring.tolist() == [UNTOUCHED, 1, UNTOUCHED]
 
 
-@pytest.mark.xfail(strict=True, reason="publish_reference stores the step's number before tokens and faults")
 def test_step_number_is_stored_last_reference() -> None:
     buffers, tokens = make_faulty_step(CPU)
     seen: list[object] = []
