@@ -52,13 +52,17 @@ class Dispatcher:
             "tokens",
         )
 
-    def dispatch(self, num_reqs: int, num_tokens: int, uniform: bool) -> Dispatch:
-        """Where a batch goes; `uniform` when every row has exactly `query_len` new tokens. Raises CapacityError."""
+    def check_room(self, num_reqs: int, num_tokens: int) -> None:
+        """Raise CapacityError for a batch that is larger than the largest size."""
         if num_reqs > self.max_num_reqs or num_tokens > self.max_num_tokens:
             raise CapacityError(
                 f"batch: expected at most {self.max_num_reqs} requests and {self.max_num_tokens} tokens, got "
                 f"{num_reqs} requests and {num_tokens} tokens; split it, or raise max_num_reqs / max_num_tokens"
             )
+
+    def dispatch(self, num_reqs: int, num_tokens: int, uniform: bool) -> Dispatch:
+        """Where a batch goes; `uniform` when every row has exactly `query_len` new tokens. Raises CapacityError."""
+        self.check_room(num_reqs, num_tokens)
         # A batch without rows is uniform and goes where one row goes.
         return self._decode[max(num_reqs, 1) - 1] if uniform else self._mixed[num_tokens - 1]
 

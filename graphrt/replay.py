@@ -251,6 +251,7 @@ class ReplayManager:
         """Step 1, after everything that the host can check."""
         self._require(State.CAPTURED, call)
         check_instance("batch", batch, Batch, advice="make one with Batch(...) or Batch.from_rows", error=ShapeError)
+        self._dispatcher.check_room(batch.num_reqs, batch.num_tokens)
         batch.check_capacity(
             self.config.max_seq_len, self._record_words, len(self.kv_cache.groups), self.config.max_encoder_len or 0,
             self._whole_rows,
@@ -291,6 +292,7 @@ class ReplayManager:
 
         Raises: as `replay`; nothing has been written then.
         """
+        steps = check_int("steps", steps, 1, self.config.launch_steps, advice="raise RuntimeConfig.launch_steps")
         with self._exclusive:
             self._require(State.CAPTURED, "advance")
             if self.config.check_weights:
@@ -311,8 +313,7 @@ class ReplayManager:
         with self._on_stream, torch.inference_mode():
             slot, step = self._queue(batch, descriptor, why_eager)
             # 4 a handle, which waits for this step alone
-            sampled = self._program.sampler is not None
-            submission = Submission(step, batch.num_reqs, descriptor, why_eager, sampled)
+            submission = Submission(step, batch.num_reqs, descriptor, why_eager, self._program.sampler is not None)
             return StepHandle(submission, slot, self._buffers, self)
 
     def _queue(
@@ -320,8 +321,7 @@ class ReplayManager:
     ) -> tuple[StagingSlot, int]:
         """Steps 2 and 3, at a size or eagerly with a reason: the slot, and the step's number."""
         # 2 write the batch into a slot that no launch in flight uses; a step number is never used twice
-        slot, step = self._ring.acquire(self._launches), self._step
-        self._step += 1
+        slot, step, self._step = self._ring.acquire(self._launches), self._step, self._step + 1
         words = batch.write_record(slot.record, step, len(self.kv_cache.groups))
         if ends is not None:
             ends.write(slot.record, words)
