@@ -71,7 +71,7 @@ GEMMA_LIKE = ModelConfig(
 
 
 class _Refresh:
-    """A manager whose model does nothing, with `groups` KV groups, and a step of 256 rows in its record."""
+    """A manager whose model does nothing, with `groups` KV groups, and a step of 256 rows in its next slot."""
 
     def __init__(self, windows: tuple[int | None, ...], device: torch.device) -> None:
         specs = tuple(
@@ -98,9 +98,12 @@ class _Refresh:
             page_ids=pages[: len(windows) * ROWS * per_row],
         )
         self.manager.replay(batch).tokens()
+        # The same again in the next slot. No step is published, so it stays the next one, however often it is read.
+        slot = self.manager._ring.acquire(self.manager._launches)
+        batch.write_record(slot.record, self.manager._step, len(windows))
 
     def time(self, *, schedule: bool = False) -> Timing:
-        """The refresh of the record that lies in the buffers; with the schedule of attention behind it."""
+        """From the host's slot to the derived buffers; with the schedule of attention behind it."""
         program = self.manager._program
         descriptor = BatchDescriptor.decode(ROWS)
 
@@ -225,7 +228,7 @@ def _attention_calls(cell: _CrossCell, kind: AttentionKind, device: torch.device
         page_ids=np.random.default_rng(0).permutation(cell.rows * per_row).astype(np.int32) + 1,
     )
     manager.replay(batch).tokens()
-    step = manager._program.refresh(BatchDescriptor.decode(cell.rows))
+    step = manager._program.view(BatchDescriptor.decode(cell.rows))  # as the replay left it
     step.backend.schedule(step.metadata)
     q = torch.randn(layers, cell.rows, cell.q_heads, cell.head_dim, dtype=cell.dtype, device=device)
     outs = torch.empty_like(q)

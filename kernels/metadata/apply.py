@@ -88,25 +88,23 @@ def _from_host(ptr, mask, other):
 
 @triton.jit
 def _copy_words(slot_ptr, record_ptr, words, BLOCK: tl.constexpr):
-    """Copy what stands behind the rows of a slot to the record, shared out among all programs."""
+    """Copy words of a slot to the record, shared out among all programs."""
     for base in range(tl.program_id(0) * BLOCK, words, tl.num_programs(0) * BLOCK):
         at = base + tl.arange(0, BLOCK)
         tl.store(record_ptr + at, _from_host(slot_ptr + at, at < words, 0), mask=at < words)
 
 
 @triton.jit
-def _copy_rows(
-    slot_ptr, record_ptr, row_lens_ptr, row_ends_ptr, num_reqs, kept_reqs, num_row_ids, rows, ROW_FIELDS: tl.constexpr
-):
-    """Copy some rows of a slot to the record. Of rows that are kept, one whose length is LENGTH_FROM_ROW goes on from
-    the length that the device knows; it is nobody's if its sequence has ended."""
+def _copy_rows(slot_ptr, record_ptr, row_lens_ptr, row_ends_ptr, num_reqs, num_row_ids, rows, ROW_FIELDS: tl.constexpr):
+    """Copy some rows of a slot to the record. One whose length is LENGTH_FROM_ROW goes on from the length that the
+    device knows; it is nobody's if its sequence has ended."""
     mask = rows < num_reqs
     from_ptr = slot_ptr + _HEADER_SIZE + rows
     to_ptr = record_ptr + _HEADER_SIZE + rows
     row_id = _from_host(from_ptr + _ROW_ID * num_reqs, mask, -1)
     seq_len = _from_host(from_ptr + _ROW_SEQ_LEN * num_reqs, mask, 0)
     query_len = _from_host(from_ptr + _ROW_QUERY_LEN * num_reqs, mask, 0)
-    goes_on = (rows < kept_reqs) & (seq_len == _LENGTH_FROM_ROW) & (row_id >= 0) & (row_id < num_row_ids)
+    goes_on = mask & (seq_len == _LENGTH_FROM_ROW) & (row_id >= 0) & (row_id < num_row_ids)
     length = tl.load(row_lens_ptr + row_id, mask=goes_on, other=0) + query_len
     ended = goes_on & (tl.load(row_ends_ptr + row_id, mask=goes_on, other=0) != 0)
     for field in tl.static_range(ROW_FIELDS):
@@ -293,17 +291,16 @@ def _apply_kernel(
             page = _from_host(slot_ptr + pages_from + at, at < num_pages, 0)
             tl.store(record_ptr + pages_to + at, page, mask=at < num_pages)
     else:
-        kept_reqs = tl.where(keep, num_reqs, 0)
-        _copy_rows(
-            slot_ptr, record_ptr, row_lens_ptr, row_ends_ptr, num_reqs, kept_reqs, num_row_ids, rows, ROW_FIELDS
-        )  # fmt: skip
-        behind = _HEADER_SIZE + ROW_FIELDS * num_reqs
-        _copy_words(slot_ptr + behind, record_ptr + behind, num_tokens + num_pages, BLOCK)
+        # Rows that are kept are copied one by one, with what the device knows of them; all else, word by word.
+        copied_from = _HEADER_SIZE
         if keep:
+            copied_from = _HEADER_SIZE + ROW_FIELDS * num_reqs
+            _copy_rows(slot_ptr, record_ptr, row_lens_ptr, row_ends_ptr, num_reqs, num_row_ids, rows, ROW_FIELDS)
             _keep_rows(
                 slot_ptr, used, num_reqs, num_row_ids, order_ptr, row_values_ptr, end_lengths_ptr, end_tokens_ptr,
                 rows, COPIED_VALUES,
             )  # fmt: skip
+        _copy_words(slot_ptr + copied_from, record_ptr + copied_from, used - copied_from, BLOCK)
 
 
 def _apply_triton(b: Any) -> None:
