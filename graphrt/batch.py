@@ -328,7 +328,7 @@ _SPECS = {name: StaticBuffers.specs()[name] for name in COPIED}
 """The values that the refresh copies. The host sends 32 bits each, of the dtype that _ON_HOST has for the buffer's."""
 
 
-SAMPLING = tuple(name for name in COPIED if name != "encoder_lens")
+SAMPLING = ("temperatures", "seeds", "top_ks", "top_ps", "min_ps")
 """Those of them that say how a row is sampled. `SamplingParams` has each under the same name, without the last s."""
 
 

@@ -64,6 +64,9 @@ def test_generate_samples_by_seed(graphrt) -> None:
     first, again, other = (graphrt("generate", SKY, *options, "--seed", seed)[1] for seed in ("1", "1", "2"))
     assert first == again
     assert first != other
+    _, best, _ = graphrt("generate", SKY, *options, "--top-k", "1", "--top-p", "0.9", "--min-p", "0.1")
+    assert best == graphrt("generate", SKY, *options[:-1], "0")[1]
+    assert best != first
 
 
 def test_prompts_of_a_file_follow_those_of_the_command_line(graphrt, tmp_path) -> None:
