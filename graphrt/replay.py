@@ -396,7 +396,7 @@ class ReplayManager:
     @property
     def plans_on_host(self) -> str | None:
         """The backend's name where it plans each step on the host, from the batch's lengths."""
-        return self._backend.name if self._backend.plans_on_host else None
+        return self._backend.name if self._backend.plans_on_host() else None
 
     @contextlib.contextmanager
     def between_steps(self) -> Iterator[StaticBuffers]:

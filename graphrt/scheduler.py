@@ -130,7 +130,8 @@ class Scheduler:
         self.tables = [Tables(group, runtime.allocators[group.pool], slots, longest) for group in self._groups]
         self._page_unit = math.lcm(*(group.page_size for group in self._groups))
         self._largest_page = max(group.page_size for group in self._groups)
-        self._prefixes = PrefixIndex(max(8, self._largest_page // 2))
+        # Beginnings are compared by half pages, and small pages whole: less is not worth a copy.
+        self._prefixes = PrefixIndex(max(min(8, self._largest_page), self._largest_page // 2))
         self._free_slots = list(range(slots - 1, -1, -1))
         self._given: dict[int, Int32Array] = {}
         self._prompting: list[int] = []  # slots with given tokens left, in the order of their prompts

@@ -352,7 +352,6 @@ class AttentionBackend(ABC):
         """Prepare the host's state for a graph of this size, where no lengths are known yet. Not called for either part
         of a mixed step."""
 
-    @property
     def plans_on_host(self) -> bool:
         """Whether each step is planned on the host, which must know every row's length then."""
         return type(self).plan_replay is not AttentionBackend.plan_replay

@@ -70,10 +70,9 @@ class TwoPartBackend(AttentionBackend):
         if descriptor.kind is GraphKind.DECODE:
             self.decode.plan_replay(descriptor, batch)
 
-    @property
     def plans_on_host(self) -> bool:
         """Whether the decode part does; the other one never does."""
-        return self.decode.plans_on_host
+        return self.decode.plans_on_host()
 
     def schedule(self, metadata: StepMetadata) -> None:
         """The schedules of the parts, at the head of the step."""

@@ -18,7 +18,7 @@ from graphrt.kernels.metadata.publish import publish
 from graphrt.kernels.ops.sampling import sample
 from graphrt.kernels.ops.sampling_logits import gumbel
 from graphrt.kernels.ops.sampling_reference import SAMPLE_CHUNK, exponential_reference, sample_reference
-from graphrt.kernels.types import NO_TOKEN, FaultCode, RowStatus
+from graphrt.kernels.types import NO_TOKEN, FaultCode, RowEnd, RowStatus
 from tests.kernels.test_publish import make_buffers
 from tests.kernels.test_sampling import arguments, exact_draws, one_hot_rows
 
@@ -100,7 +100,7 @@ def test_no_rows(kernel_device: torch.device) -> None:
     assert (tuple(out.shape), out.dtype) == ((0,), torch.int32)
 
 
-RINGS = ("step_ring", "token_ring", "fault_code_ring", "fault_value_ring")
+RINGS = ("step_ring", "token_ring", "end_ring", "fault_code_ring", "fault_value_ring")
 
 
 @pytest.mark.parametrize("context", [interpreted, nullcontext], ids=["kernel", "reference"])
@@ -125,6 +125,7 @@ def test_rings_that_are_just_wide_enough(context) -> None:
         entry = 1 + step % depth
         expected["step_ring"][entry] = step
         expected["token_ring"][entry][:3] = [21, NO_TOKEN, NO_TOKEN]
+        expected["end_ring"][entry][:3] = [int(RowEnd.GOES_ON), int(RowEnd.GOES_ON), int(RowEnd.FAULT)]
         expected["fault_code_ring"][entry][:3] = [0, 0, int(F.BAD_LENGTH)]
         expected["fault_value_ring"][entry][2] = 2**40
         assert {name: ring.tolist() for name, ring in whole.items()} == expected
@@ -171,7 +172,7 @@ def test_every_argument_is_checked_by_itself(op: str, name: str) -> None:
     for what, change in WRONG.items():
         if what in ("shorter", "longer") and name not in SIZED[op]:
             continue  # its extent is what the others are measured by
-        if (name, what) == ("step_counter", "stride") or (name.endswith("_ring") and what == "device"):
+        if (name in ("step_counter", "go_on") and what == "stride") or (name.endswith("_ring") and what == "device"):
             continue  # of one value there is none; rings may lie in pinned memory
         with pytest.raises(ShapeError) as caught:
             call(**make() | {name: change(make()[name])})

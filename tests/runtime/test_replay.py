@@ -220,6 +220,7 @@ def test_a_refresh_that_forgets_one_buffer_is_noticed(field: str, monkeypatch: p
 
     monkeypatch.setattr(program, writer, forgetful)
     scenarios = {"encoder_lens": encoder_scenario, "fault_code": fault_scenario, "fault_value": fault_scenario}
+    scenarios |= dict.fromkeys(("top_ks", "top_ps", "min_ps"), truncation_scenario)
     with pytest.raises((AssertionError, GraphRTError, IndexError, RuntimeError)):
         scenarios.get(field, lambda: scenario(rig_of(field in OF_PARTS)))()
 
@@ -232,6 +233,7 @@ def test_the_mutation_scenario_passes_unmutated(two_parts: bool) -> None:
 def test_the_other_mutation_scenarios_pass_unmutated() -> None:
     encoder_scenario()
     fault_scenario()
+    truncation_scenario()
 
 
 def rig_of(two_parts: bool) -> Rig:
@@ -273,6 +275,18 @@ def fault_scenario() -> None:
         faults = rig.manager.replay(Batch.from_rows([fine, other])).faults
         found = [(fault.row, fault.code, fault.value) for fault in faults]
         assert found == ([(1, FaultCode.TOKEN_OUT_OF_RANGE, token)] if token > VOCAB else [])
+
+
+def truncation_scenario() -> None:
+    """Hot rows that keep their best token, by three ways to ask for it, and then one that keeps all."""
+    rig = make_rig(torch.device("cpu"))
+    sequences = [rig.start(i, [5, 3, 1]) for i in range(3)]
+    asked = [{"top_k": 1}, {"top_p": 1e-6}, {"min_p": 1.0}]
+    rows = [rig.row(s, temperature=50.0, seed=9, **o) for s, o in zip(sequences, asked, strict=True)]
+    best = int(rig.model.oracle([5, 3, 1]).argmax())
+    assert rig.manager.replay(Batch.from_rows(rows)).tokens().tolist() == [best] * 3
+    rows = [rig.row(rig.start(3 + i, [5, 3, 1]), temperature=50.0, seed=i) for i in range(4)]
+    assert len(set(rig.manager.replay(Batch.from_rows(rows)).tokens().tolist())) > 1
 
 
 def encoder_scenario() -> None:
