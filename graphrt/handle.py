@@ -97,7 +97,34 @@ class LogitsOwner(Protocol):
     def latest_logits(self, submission: Submission, copy: bool) -> torch.Tensor: ...
 
 
-class StepHandle:
+class InFlight:
+    """What was submitted in one slot of the inbox: whoever reads its results waits for it alone."""
+
+    __slots__ = ("_error", "_slot")
+
+    def __init__(self, slot: StagingSlot) -> None:
+        self._slot: StagingSlot | None = slot
+        self._error: ReplayError | None = None
+
+    def done(self) -> bool:
+        """Whether it has ended, without waiting."""
+        slot = self._slot
+        return slot is None or slot.is_done()
+
+    def wait(self) -> None:
+        """Wait for it alone; what was submitted later goes on. May be called from any thread."""
+        slot = self._slot
+        if slot is not None:
+            slot.wait()
+
+    @property
+    def error(self) -> ReplayError | None:
+        """What `tokens()` raises, or None: a StepFaultError if rows are faulty. Waits."""
+        self.wait()
+        return self._error
+
+
+class StepHandle(InFlight):
     """One submitted step.
 
     step         its number; every step of a manager has a larger one than the step before
@@ -106,16 +133,15 @@ class StepHandle:
     why_eager    empty when it replayed a graph, else the reason why not
     """
 
-    __slots__ = ("_buffers", "_error", "_faults", "_owner", "_slot", "_submission", "_tokens")
+    __slots__ = ("_buffers", "_faults", "_owner", "_submission", "_tokens")
 
     def __init__(self, submission: Submission, slot: StagingSlot, buffers: StaticBuffers, owner: LogitsOwner) -> None:
+        super().__init__(slot)
         self._submission = submission
-        self._slot: StagingSlot | None = slot
         self._buffers: StaticBuffers | None = buffers
         self._owner = owner
         self._tokens: npt.NDArray[np.int32] = np.empty(0, np.int32)
         self._faults: tuple[RowFault, ...] = ()
-        self._error: ReplayError | None = None
         slot.on_done = self._collect
 
     @property
@@ -151,23 +177,6 @@ class StepHandle:
             self._faults = row_faults(codes, values)
             self._error = StepFaultError(step, self._faults)
         self._slot = self._buffers = None
-
-    def done(self) -> bool:
-        """Whether the step has ended, without waiting."""
-        slot = self._slot
-        return slot is None or slot.is_done()
-
-    def wait(self) -> None:
-        """Wait for this step alone; later steps go on. May be called from any thread."""
-        slot = self._slot
-        if slot is not None:
-            slot.wait()
-
-    @property
-    def error(self) -> ReplayError | None:
-        """What `tokens()` raises, or None: a StepFaultError if rows are faulty. Waits for the step."""
-        self.wait()
-        return self._error
 
     @property
     def faults(self) -> tuple[RowFault, ...]:

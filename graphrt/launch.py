@@ -9,12 +9,12 @@ import numpy.typing as npt
 
 from graphrt.capture.descriptor import BatchDescriptor
 from graphrt.capture.staging import StagingSlot
-from graphrt.handle import RowFault, StepFaultError, row_faults
+from graphrt.handle import InFlight, RowFault, StepFaultError, row_faults
 from graphrt.kernels.errors import ReplayError
 from graphrt.kernels.metadata.buffers import StaticBuffers
 
 
-class Launch:
+class Launch(InFlight):
     """One submitted launch of a session.
 
     step         number of its first step
@@ -25,8 +25,7 @@ class Launch:
     """
 
     __slots__ = (
-        "_buffers", "_codes", "_ends", "_error", "_slot", "_tokens", "_values", "descriptor", "num_reqs", "step",
-        "steps", "why_eager",
+        "_buffers", "_codes", "_ends", "_tokens", "_values", "descriptor", "num_reqs", "step", "steps", "why_eager",
     )  # fmt: skip
 
     def __init__(
@@ -39,11 +38,10 @@ class Launch:
         slot: StagingSlot,
         buffers: StaticBuffers,
     ) -> None:
+        super().__init__(slot)
         self.step, self.steps, self.num_reqs = step, steps, num_reqs
         self.descriptor, self.why_eager = descriptor, why_eager
-        self._slot: StagingSlot | None = slot
         self._buffers: StaticBuffers | None = buffers
-        self._error: ReplayError | None = None
         self._tokens = self._ends = self._codes = np.empty((0, num_reqs), np.int32)
         self._values = np.empty((0, num_reqs), np.int64)
         slot.on_done = self._collect
@@ -85,23 +83,6 @@ class Launch:
             return len(self._tokens)
         arrived = self._buffers.step_ring.numpy()[self._entries()] == np.arange(self.step, self.step + self.steps)
         return int(arrived.cumprod().sum())
-
-    def done(self) -> bool:
-        """Whether the launch has ended, without waiting."""
-        slot = self._slot
-        return slot is None or slot.is_done()
-
-    def wait(self) -> None:
-        """Wait for this launch alone; later ones go on. May be called from any thread."""
-        slot = self._slot
-        if slot is not None:
-            slot.wait()
-
-    @property
-    def error(self) -> ReplayError | None:
-        """What `tokens()` raises, or None: a StepFaultError if rows are faulty. Waits for the launch."""
-        self.wait()
-        return self._error
 
     @property
     def faults(self) -> tuple[RowFault, ...]:

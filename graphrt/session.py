@@ -390,16 +390,16 @@ class DecodeSession:
             wrote = advanced.astype(np.bool_) | (ends != int(RowEnd.FAULT))
             advanced = np.where(flight.given > 0, flight.given * wrote, advanced)
         lost = flight.promised - advanced
-        if lost.any():
-            self._catch_up()
         columns, ended, gone = tokens.T.tolist(), ends.tolist(), []
+        places: list[int] = []
+        here: list[int] = []
         whole = bool(sampled.all())
         for place, row in (*enumerate(flight.rows), *flight.forks):
             if self._rows.get(row.row_id) is not row or row.end:
                 continue
             at, new = row.row_id, columns[place]
-            self._reached[at] += advanced[place]
-            self._most[at] -= lost[place]
+            places.append(place)
+            here.append(at)
             if not whole:
                 new = [token for token in new if token >= 0]
             if len(row.params.stop_ids) > STOP_TOKENS:  # the device knows the first of them
@@ -414,6 +414,8 @@ class DecodeSession:
                 row.end = RowEnd(ended[place])
                 self._prompts.pop(at, None)
                 gone.append(at)
+        self._reached[here] += advanced[places]
+        self._most[here] -= lost[places]
         if gone:
             self._reorder(self._order[~np.isin(self._order, gone)])
         if not launch.faults:
