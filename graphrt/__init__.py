@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from graphrt.compare import StepComparison as StepComparison
     from graphrt.config import RuntimeConfig as RuntimeConfig
     from graphrt.generate import Event as Event
-    from graphrt.generate import SamplingParams as SamplingParams
     from graphrt.generate import TextGenerator as TextGenerator
     from graphrt.groups import kv_groups as kv_groups
     from graphrt.handle import RowFault as RowFault
@@ -53,6 +52,7 @@ if TYPE_CHECKING:
     from graphrt.runtime import MemoryPlan as MemoryPlan
     from graphrt.runtime import Runtime as Runtime
     from graphrt.runtime import resolve_device as resolve_device
+    from graphrt.sampling_params import SamplingParams as SamplingParams
     from graphrt.scheduler import GenerationStats as GenerationStats
     from graphrt.session import DecodeSession as DecodeSession
     from graphrt.session import SessionRow as SessionRow
@@ -102,7 +102,7 @@ _HOME = {
     "RowStatus": "graphrt.kernels.types",
     "Runtime": "graphrt.runtime",
     "RuntimeConfig": "graphrt.config",
-    "SamplingParams": "graphrt.generate",
+    "SamplingParams": "graphrt.sampling_params",
     "SessionRow": "graphrt.session",
     "ShapeError": "graphrt.kernels.errors",
     "State": "graphrt.replay",

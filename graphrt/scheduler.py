@@ -14,7 +14,6 @@ import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -23,11 +22,9 @@ from graphrt.entry import OnStream
 from graphrt.handle import StepHandle
 from graphrt.kernels.types import TOKEN_FROM_ROW
 from graphrt.runtime import Runtime
+from graphrt.sampling_params import SamplingParams
 from graphrt.swap import SwapArrival, SwappedPages, SwapSpace
 from graphrt.tables import PrefixIndex, Slots, Tables, common_prefix
-
-if TYPE_CHECKING:
-    from graphrt.generate import SamplingParams
 
 
 @dataclass(slots=True)

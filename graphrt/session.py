@@ -22,7 +22,6 @@ import numpy.typing as npt
 import torch
 
 from graphrt.batch import Batch, Int32Array, sampling_values
-from graphrt.generate import SamplingParams
 from graphrt.handle import StepFaultError
 from graphrt.kernels.checks import check_bool, check_instance, check_int, check_ints
 from graphrt.kernels.errors import CapacityError, CaptureError, ConfigError, ShapeError, UnsupportedError
@@ -33,6 +32,7 @@ from graphrt.launch import Launch
 from graphrt.news import News, RowEnds
 from graphrt.replay import State
 from graphrt.runtime import Runtime
+from graphrt.sampling_params import SamplingParams
 from graphrt.session_pages import SessionPages
 
 Prompt = Sequence[int] | Int32Array | torch.Tensor

@@ -17,7 +17,7 @@ from graphrt.capture.graph import GraphReport
 from graphrt.cli.console import make_console
 from graphrt.cli.options import GenerateOptions
 from graphrt.config import RuntimeConfig
-from graphrt.generate import SamplingParams, TextGenerator
+from graphrt.generate import TextGenerator
 from graphrt.kernels.errors import CapacityError, ConfigError
 from graphrt.kernels.types import KVLayout
 from graphrt.models.loading import DUMMY_PREFIX, LoadedModel, load_model, resolve_source
@@ -25,6 +25,7 @@ from graphrt.models.shapes import SHAPES
 from graphrt.models.smollm import default_model_path
 from graphrt.models.tokenizer import Tokenizer, check_prompt, load_tokenizer
 from graphrt.runtime import Runtime, resolve_device
+from graphrt.sampling_params import SamplingParams
 from graphrt.stats import Stats
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}

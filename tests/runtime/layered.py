@@ -13,10 +13,11 @@ import torch
 
 from graphrt.batch import Batch
 from graphrt.config import RuntimeConfig
-from graphrt.generate import SamplingParams, TextGenerator
+from graphrt.generate import TextGenerator
 from graphrt.groups import layer_places
 from graphrt.kv_cache import KVCache
 from graphrt.runtime import Runtime
+from graphrt.sampling_params import SamplingParams
 from graphrt.scheduler import Scheduler
 from graphrt.spec import AttentionSpec, KVCacheSpec
 from graphrt.step import Step

@@ -9,11 +9,12 @@ import pytest
 import torch
 
 from graphrt.config import RuntimeConfig
-from graphrt.generate import Event, SamplingParams, TextGenerator, _collect
+from graphrt.generate import Event, TextGenerator, _collect
 from graphrt.handle import RowFault, StepFaultError
 from graphrt.kernels.errors import CapacityError, ConfigError, ReplayError, ShapeError
 from graphrt.kernels.types import FaultCode, KVLayout
 from graphrt.runtime import Runtime, _plan_memory, resolve_device
+from graphrt.sampling_params import SamplingParams
 from graphrt.scheduler import GenerationStats, Request, Scheduler, Submitted
 from graphrt.spec import AttentionSpec, KVCacheSpec
 from tests.runtime.toy import HEAD_DIM, HEADS, KV_HEADS, LAYERS, VOCAB, ToyModel

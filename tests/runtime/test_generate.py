@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from graphrt.config import RuntimeConfig
-from graphrt.generate import Event, SamplingParams, TextGenerator
+from graphrt.generate import Event, TextGenerator
 from graphrt.handle import StepFaultError
 from graphrt.kernels.errors import CapacityError, CaptureError, ConfigError, GraphRTError, ReplayError, ShapeError
 from graphrt.kernels.types import TOKEN_FROM_ROW, KVLayout
@@ -18,6 +18,7 @@ from graphrt.models.loading import load_model
 from graphrt.models.smollm import default_model_path
 from graphrt.models.tokenizer import load_tokenizer
 from graphrt.runtime import Runtime
+from graphrt.sampling_params import SamplingParams
 from tests.runtime.toy import VOCAB, LivelyModel, greedy, make_runtime
 
 NEW_TOKENS = 64

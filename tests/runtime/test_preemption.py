@@ -15,12 +15,13 @@ from hypothesis import strategies as st
 
 from graphrt import scheduler as scheduler_module
 from graphrt import tables
-from graphrt.generate import SamplingParams, TextGenerator
+from graphrt.generate import TextGenerator
 from graphrt.groups import kv_groups
 from graphrt.handle import StepFaultError
 from graphrt.kernels.cache.copy import PagePacker
 from graphrt.kernels.errors import CapacityError, ConfigError
 from graphrt.runtime import Runtime
+from graphrt.sampling_params import SamplingParams
 from graphrt.scheduler import GenerationStats, Request, Scheduler
 from graphrt.spec import AttentionSpec
 from graphrt.swap import SwapArrival

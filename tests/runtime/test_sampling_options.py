@@ -10,8 +10,9 @@ import torch
 from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from graphrt.batch import Batch
-from graphrt.generate import SamplingParams, TextGenerator
+from graphrt.generate import TextGenerator
 from graphrt.kernels.errors import ConfigError, ShapeError
+from graphrt.sampling_params import SamplingParams
 from graphrt.session import DecodeSession
 from graphrt.step import Step
 from tests.runtime.toy import VOCAB, Rig, make_rig, make_runtime

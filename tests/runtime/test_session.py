@@ -12,11 +12,11 @@ import torch
 
 from graphrt import program
 from graphrt.batch import Batch
-from graphrt.generate import SamplingParams
 from graphrt.kernels.errors import CapacityError, CaptureError, ConfigError, GraphRTError, ReplayError, ShapeError
 from graphrt.kernels.metadata.buffers import BufferKind, StaticBuffers
 from graphrt.kernels.types import FaultCode, KVLayout, RowEnd
 from graphrt.runtime import Runtime
+from graphrt.sampling_params import SamplingParams
 from graphrt.session import DecodeSession, SessionRow
 from graphrt.spec import KVCacheSpec
 from graphrt.testing.poison import poison_derived

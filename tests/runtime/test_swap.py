@@ -12,12 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from graphrt import swap
-from graphrt.generate import SamplingParams, TextGenerator
+from graphrt.generate import TextGenerator
 from graphrt.groups import kv_groups
 from graphrt.kernels.cache.copy import PagePacker
 from graphrt.kernels.errors import CapacityError, CaptureError, ConfigError, GraphRTError, ShapeError
 from graphrt.kernels.types import KVLayout
 from graphrt.kv_cache import KVCache, PageAllocator
+from graphrt.sampling_params import SamplingParams
 from graphrt.spec import AttentionSpec
 from graphrt.swap import SwappedPages, SwapSpace, _HostMemory, _parts
 from tests.runtime.layered import Watch, build, prompts_of

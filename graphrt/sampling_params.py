@@ -1,0 +1,49 @@
+"""How one sequence is continued: its sampling, and when it ends."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from graphrt.kernels.checks import FLOAT32_MAX, FLOAT32_TINY, check_int, check_number, shown
+from graphrt.kernels.errors import ConfigError
+
+_MAX_NEW_TOKENS = 1 << 30
+_MAX_SEED = (1 << 32) - 1
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How one prompt is continued.
+
+    temperature   0 is greedy
+    seed          of this prompt's random numbers, which depend on nothing else; the logits that they are added to may
+                  differ in their last bits between captured sizes
+    stop_ids      tokens that end the output; any collection of ints, kept as a frozenset
+    top_k, top_p, min_p   draws are among the tokens that all three keep, in the order min-p, top-k, top-p: so many best
+                  ones (0: all), the fewest best that hold this probability, in (0, 1], and those with this share of the
+                  best one's probability, in [0, 1]
+    """
+
+    max_new_tokens: int = 128
+    temperature: float = 0.0
+    seed: int = 0
+    stop_ids: frozenset[int] = frozenset()
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name, least, most, advice in (
+            ("max_new_tokens", 1, _MAX_NEW_TOKENS, "pass how many tokens may follow the prompt"),
+            ("seed", 0, _MAX_SEED, "take it modulo 2 ** 32"),
+            ("top_k", 0, _MAX_NEW_TOKENS, "0 is all tokens"),
+        ):
+            object.__setattr__(self, name, check_int(name, getattr(self, name), least, most, advice=advice))
+        temperature = check_number("temperature", self.temperature, 0, FLOAT32_MAX, advice="0 is greedy")
+        object.__setattr__(self, "temperature", temperature)
+        for name, lowest, advice in (("top_p", FLOAT32_TINY, "1 is all tokens"), ("min_p", 0.0, "0 is all tokens")):
+            object.__setattr__(self, name, check_number(name, getattr(self, name), lowest, 1, advice=advice))
+        if not isinstance(self.stop_ids, (frozenset, set, list, tuple)):
+            raise ConfigError(f"stop_ids: expected a set of token ids, got {shown(self.stop_ids)}; pass frozenset(...)")
+        stop_ids = [check_int("stop_ids", token, 0, advice="pass token ids") for token in self.stop_ids]
+        object.__setattr__(self, "stop_ids", frozenset(stop_ids))
