@@ -30,7 +30,14 @@ from graphrt.kernels.checks import (
     check_named_tensors,
 )
 from graphrt.kernels.errors import CaptureError, ReplayError, ShapeError, UnsupportedError
-from graphrt.kernels.metadata.buffers import CURSOR_SLOT, CURSOR_STEP, Capacity, StaticBuffers
+from graphrt.kernels.metadata.buffers import (
+    CURSOR_SLOT,
+    CURSOR_STEP,
+    HEADER_COPIES,
+    HEADER_SIZE,
+    Capacity,
+    StaticBuffers,
+)
 from graphrt.kernels.metadata.record import record_size
 from graphrt.kernels.ops.sampling import MAX_VOCAB_SIZE
 from graphrt.kv_cache import KVCache
@@ -126,7 +133,7 @@ class ReplayManager:
             ),
             device,
         )
-        self._ring = StagingRing(self._buffers.inbox, device)
+        self._ring = StagingRing(self._buffers.inbox, device, HEADER_SIZE, HEADER_COPIES)
         self._program = StepProgram(
             model=model,
             sampler=sampler,

@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from graphrt.batch import Int32Array
 from graphrt.kernels.errors import CapacityError
-from graphrt.kernels.metadata.record import PAGE_FIELDS, list_words
+from graphrt.kernels.metadata.record import PAGE_COUNT, PAGE_FIELDS, PAGE_FIRST, PAGE_START
 from graphrt.kv_cache import PageAllocator
 from graphrt.spec import KVCacheSpec
 from graphrt.tables import Tables
@@ -99,18 +99,16 @@ class SessionPages:
         return np.concatenate(firsts), page_indptr, np.concatenate(every) if every else np.empty(0, np.int32)
 
     def news(self, ids: Ids) -> tuple[npt.NDArray[np.int32], Int32Array] | tuple[None, None]:
-        """The same as News takes them: the lists of rows that get pages, and the pages."""
+        """The same as News takes them: the lists of all rows, and the pages."""
         first_pages, page_indptr, page_ids = self.listed(ids)
         if not len(page_ids):
             return None, None
         groups, n = len(self._tables), len(ids)
-        starts, counts = page_indptr[:-1].reshape(groups, n), np.diff(page_indptr).reshape(groups, n)
-        places = np.flatnonzero(counts.any(0))
-        lists = np.empty((len(places), list_words(groups)), np.int32)
-        lists[:, 0] = places
-        for field, values in enumerate((first_pages.reshape(groups, n), starts, counts)):
-            lists[:, 1 + field :: PAGE_FIELDS] = values[:, places].T
-        return lists, page_ids
+        lists = np.empty((groups, PAGE_FIELDS, n), np.int32)
+        lists[:, PAGE_FIRST] = first_pages.reshape(groups, n)
+        lists[:, PAGE_START] = page_indptr[:-1].reshape(groups, n)
+        lists[:, PAGE_COUNT] = np.diff(page_indptr).reshape(groups, n)
+        return lists.reshape(groups * PAGE_FIELDS, n), page_ids
 
     def check_fork(self, row_id: int, length: int) -> None:
         """Raise CapacityError where there are too few pages to fork a row that has `length` tokens for sure."""

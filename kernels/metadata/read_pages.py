@@ -16,7 +16,8 @@ _PAGE_FIRST = tl.constexpr(layout.PAGE_FIRST)
 _PAGE_START = tl.constexpr(layout.PAGE_START)
 _PAGE_COUNT = tl.constexpr(layout.PAGE_COUNT)
 _PAGE_FIELDS = tl.constexpr(layout.PAGE_FIELDS)
-_MAX_ENCODER_LEN = tl.constexpr([f.name for f in fields(PageGroup)].index("max_encoder_len"))
+PAGE_SIZE = tl.constexpr([f.name for f in fields(PageGroup)].index("page_size"))
+MAX_ENCODER_LEN = tl.constexpr([f.name for f in fields(PageGroup)].index("max_encoder_len"))
 _MOST = tl.constexpr(1 << 30)  # columns; sums of two stay within int32
 
 
@@ -31,7 +32,7 @@ def read_group(page_groups_ptr, group):
     window = tl.load(group_ptr + 4)
     chunk = tl.load(group_ptr + 5)
     claims_at = tl.load(group_ptr + 6)
-    max_encoder_len = tl.load(group_ptr + _MAX_ENCODER_LEN)
+    max_encoder_len = tl.load(group_ptr + MAX_ENCODER_LEN)
     return page_size, num_pages, null_page, max_pages, window, chunk, claims_at, max_encoder_len
 
 
@@ -72,7 +73,7 @@ def lists_anew(rows_ptr, page_groups_ptr, listed_reqs, listed_pages, GROUPS: tl.
     """Whether a row lists pages from page 0 on in any group of its own tokens: what it kept in all groups is void."""
     groups = tl.arange(0, GROUP_BLOCK)
     in_use = groups < GROUPS
-    crossing = tl.load(page_groups_ptr + groups * GROUP_FIELDS + _MAX_ENCODER_LEN, mask=in_use, other=1)
+    crossing = tl.load(page_groups_ptr + groups * GROUP_FIELDS + MAX_ENCODER_LEN, mask=in_use, other=1)
     fields_ptr = rows_ptr + (_ROW_PAGES + _PAGE_FIELDS * groups) * listed_reqs
     first = tl.load(fields_ptr + _PAGE_FIRST * listed_reqs, mask=in_use, other=1)
     start = tl.load(fields_ptr + _PAGE_START * listed_reqs, mask=in_use, other=0)
