@@ -54,26 +54,29 @@ def pages_at(columns, mask, pages_ptr, first, count, table_ptr):
 
 
 @triton.jit
-def row_pages(rows_ptr, group, listed_reqs, listed_pages):
+def row_pages(rows_ptr, is_row, group, listed_reqs, listed_pages):
     """A row's list of pages in one group: its first page's place in the sequence, its start and its count.
 
     The list is cut to what the record holds; a list that begins before the sequence counts as empty.
     """
     fields_ptr = rows_ptr + (_ROW_PAGES + _PAGE_FIELDS * group) * listed_reqs
-    first = tl.load(fields_ptr + _PAGE_FIRST * listed_reqs)
-    start = tl.load(fields_ptr + _PAGE_START * listed_reqs)
-    count = tl.load(fields_ptr + _PAGE_COUNT * listed_reqs)
+    first = tl.load(fields_ptr + _PAGE_FIRST * listed_reqs, mask=is_row, other=0)
+    start = tl.load(fields_ptr + _PAGE_START * listed_reqs, mask=is_row, other=0)
+    count = tl.load(fields_ptr + _PAGE_COUNT * listed_reqs, mask=is_row, other=0)
     start = tl.where((start >= 0) & (start <= listed_pages), start, listed_pages)
     count = tl.where(first >= 0, tl.maximum(tl.minimum(count, listed_pages - start), 0), 0)
     return tl.minimum(tl.maximum(first, 0), _MOST), start, count
 
 
 @triton.jit
-def lists_anew(rows_ptr, page_groups_ptr, listed_reqs, listed_pages, GROUPS: tl.constexpr, GROUP_BLOCK: tl.constexpr):
+def lists_anew(
+    rows_ptr, is_row, page_groups_ptr, listed_reqs, listed_pages, GROUPS: tl.constexpr, GROUP_BLOCK: tl.constexpr
+):
     """Whether a row lists pages from page 0 on in any group of its own tokens: what it kept in all groups is void."""
     groups = tl.arange(0, GROUP_BLOCK)
     in_use = groups < GROUPS
     crossing = tl.load(page_groups_ptr + groups * GROUP_FIELDS + MAX_ENCODER_LEN, mask=in_use, other=1)
+    in_use = groups < tl.where(is_row, GROUPS, 0)
     fields_ptr = rows_ptr + (_ROW_PAGES + _PAGE_FIELDS * groups) * listed_reqs
     first = tl.load(fields_ptr + _PAGE_FIRST * listed_reqs, mask=in_use, other=1)
     start = tl.load(fields_ptr + _PAGE_START * listed_reqs, mask=in_use, other=0)

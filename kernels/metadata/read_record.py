@@ -45,9 +45,9 @@ def read_header(
     listed_pages = tl.where(fits, listed_pages, 0).to(tl.int32)
     num_reqs = tl.minimum(listed_reqs, padded_reqs)
     num_tokens = tl.minimum(listed_tokens, padded_tokens)
-    if listed_reqs > num_reqs:
-        first_absent = tl.load(record_ptr + HEADER_SIZE + ROW_QUERY_START * listed_reqs + num_reqs)
-        num_tokens = tl.minimum(tl.maximum(first_absent, 0), num_tokens)
+    absent_ptr = record_ptr + HEADER_SIZE + ROW_QUERY_START * listed_reqs + num_reqs
+    first_absent = tl.load(absent_ptr, mask=listed_reqs > num_reqs, other=num_tokens)
+    num_tokens = tl.minimum(tl.maximum(first_absent, 0), num_tokens)
     if QUERY_LEN > 0:
         num_tokens = tl.minimum(num_tokens, num_reqs * QUERY_LEN)
     num_tokens = tl.where(num_reqs > 0, num_tokens, 0)
@@ -55,11 +55,11 @@ def read_header(
 
 
 @triton.jit
-def has_sequence(record_ptr, row, num_reqs, listed_reqs):
-    """Whether a sequence stands at a row. Where rows go on by themselves, some are NOBODY's: they ended, or wait."""
-    row_id = tl.load(record_ptr + HEADER_SIZE + ROW_ID * listed_reqs + row, mask=row < num_reqs, other=0)
+def has_sequence(record_ptr, row_id):
+    """Whether a sequence stands at a row that has this id. Where rows go on by themselves, some are NOBODY's: they
+    ended, or wait."""
     kept = (tl.load(record_ptr + _KIND) & _KEPT) != 0
-    return (row < num_reqs) & ((kept == 0) | (row_id != _NOBODY))
+    return (kept == 0) | (row_id != _NOBODY)
 
 
 @triton.jit

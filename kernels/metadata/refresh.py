@@ -35,8 +35,8 @@ from graphrt.kernels.metadata.buffers import (
     captured_size,
     pass_operands,
 )
-from graphrt.kernels.metadata.claims import claim_pages, claim_row_id
-from graphrt.kernels.metadata.faults import fault_value, final_fault
+from graphrt.kernels.metadata.claims import claim_pages, mark_row_ids
+from graphrt.kernels.metadata.faults import NOWHERE, fault_value, final_fault, first_bad_page, first_bad_token
 from graphrt.kernels.metadata.read_pages import first_seen_page, lists_anew, pages_at, read_group, row_pages
 from graphrt.kernels.metadata.read_record import (
     HEADER_SIZE,
@@ -81,36 +81,7 @@ _INVALID = tl.constexpr(int(RowStatus.INVALID))
 _PAD = tl.constexpr(int(RowStatus.PAD))
 _LIVE = tl.constexpr(int(RowStatus.LIVE))
 _SAMPLES = tl.constexpr(int(RowStatus.SAMPLES))
-_NOWHERE = tl.constexpr(1 << 30)  # index that is larger than every real one
 _GROUP_SHIFT = tl.constexpr(FAULT_GROUP_SHIFT)
-
-
-@triton.jit
-def _first_bad_page(pages_ptr, skipped, page_count, num_pages, null_page, PAGE_BLOCK: tl.constexpr):
-    """Index of the first listed page that is the null page or outside the pool, else _NOWHERE. The first `skipped` are
-    pages that the row cannot see any more: null pages stand there, or anything."""
-    first = tl.full([PAGE_BLOCK], _NOWHERE, tl.int32)
-    for base in tl.range(skipped, page_count, PAGE_BLOCK, loop_unroll_factor=4):  # loads of four at once
-        index = base + tl.arange(0, PAGE_BLOCK)
-        listed = index < page_count
-        page = tl.load(pages_ptr + index, mask=listed, other=0)
-        bad = listed & ((page < 0) | (page >= num_pages) | (page == null_page))
-        first = tl.where(bad, tl.minimum(first, index), first)
-    return tl.min(first, 0)
-
-
-@triton.jit
-def _first_bad_token(tokens_ptr, query_len, last_token, vocab_size, TOKEN_BLOCK: tl.constexpr):
-    """Index of the row's first token outside the vocabulary, else _NOWHERE; `last_token` may stand in for the first."""
-    first = tl.full([TOKEN_BLOCK], _NOWHERE, tl.int32)
-    for base in range(0, query_len, TOKEN_BLOCK):
-        index = base + tl.arange(0, TOKEN_BLOCK)
-        given = index < query_len
-        token = tl.load(tokens_ptr + index, mask=given, other=0)
-        token = tl.where((index == 0) & (token == _TOKEN_FROM_ROW), last_token, token)
-        bad = given & ((token < 0) | (token >= vocab_size))
-        first = tl.where(bad, tl.minimum(first, index), first)
-    return tl.min(first, 0)
 
 
 @triton.jit(do_not_specialize=["padded_reqs", "padded_tokens", "num_row_ids"])
@@ -158,18 +129,25 @@ def _check_rows_kernel(
     spans_ptr = new_spans_ptr + 4 * check_at
     tl.store(spans_ptr + 2, tl.load(table_from_ptr + check_at))
     tl.store(spans_ptr + 3, tl.load(table_to_ptr + check_at))
-    if has_sequence(record_ptr, row, num_reqs, listed_reqs) == 0:
+    # All fields of the row are under way before the first is waited for.
+    is_row = row < num_reqs
+    rows_ptr = record_ptr + HEADER_SIZE + row
+    row_id = tl.load(rows_ptr + ROW_ID * listed_reqs, mask=is_row, other=-1)
+    seq_len = tl.load(rows_ptr + ROW_SEQ_LEN * listed_reqs, mask=is_row, other=0)
+    query_start = tl.load(rows_ptr + ROW_QUERY_START * listed_reqs, mask=is_row, other=0)
+    query_len = tl.load(rows_ptr + ROW_QUERY_LEN * listed_reqs, mask=is_row, other=0)
+    encoder_len = tl.load(rows_ptr + ROW_ENCODER_LEN * listed_reqs, mask=is_row, other=0)
+    first, page_start, page_count = row_pages(rows_ptr, is_row, group, listed_reqs, listed_pages)
+    is_cross = max_encoder_len > 0
+    anew = (first == 0) & (page_count > 0) & (is_cross == 0)
+    if GROUPS > 1:
+        anew = lists_anew(rows_ptr, is_row, page_groups_ptr, listed_reqs, listed_pages, GROUPS, GROUP_BLOCK) != 0
+    if (is_row & has_sequence(record_ptr, row_id)) == 0:
         tl.store(check_code_ptr + check_at, 0)
         tl.store(check_value_ptr + check_at, tl.zeros([], tl.int64))
         tl.store(spans_ptr, 0)
         tl.store(spans_ptr + 1, 0)
         return
-    rows_ptr = record_ptr + HEADER_SIZE + row
-    row_id = tl.load(rows_ptr + ROW_ID * listed_reqs)
-    seq_len = tl.load(rows_ptr + ROW_SEQ_LEN * listed_reqs)
-    query_start = tl.load(rows_ptr + ROW_QUERY_START * listed_reqs)
-    query_len = tl.load(rows_ptr + ROW_QUERY_LEN * listed_reqs)
-    first, page_start, page_count = row_pages(rows_ptr, group, listed_reqs, listed_pages)
     tokens_ptr = record_ptr + HEADER_SIZE + ROW_FIELDS * listed_reqs + query_start
     pages_ptr = record_ptr + HEADER_SIZE + ROW_FIELDS * listed_reqs + listed_tokens + page_start
 
@@ -180,8 +158,6 @@ def _check_rows_kernel(
     in_place = (query_start == start) & (query_len == end - start) & (end <= num_tokens)
     length_ok = in_place & (query_len >= 1) & (query_len <= seq_len) & (seq_len <= max_seq_len)
     # The tokens whose pages the row needs: its own, or those that its encoder wrote.
-    is_cross = max_encoder_len > 0
-    encoder_len = tl.load(rows_ptr + ROW_ENCODER_LEN * listed_reqs)
     encoder_ok = (encoder_len >= tl.where(page_count > 0, 1, 0)) & (encoder_len <= max_encoder_len)
     encoder_ok = (is_cross == 0) | encoder_ok
     held = tl.where(is_cross, encoder_len, seq_len)
@@ -190,8 +166,17 @@ def _check_rows_kernel(
     # A sequence that begins with this step has none, nor has one that lists its own tokens' pages from page 0 on: what
     # stands there is another's.
     state = group * num_row_ids + tl.where(id_ok, row_id, 0)
-    goes_on = id_ok & length_ok & (seq_len > query_len)
-    goes_on = goes_on & (lists_anew(rows_ptr, page_groups_ptr, listed_reqs, listed_pages, GROUPS, GROUP_BLOCK) == 0)
+    has_past = id_ok & length_ok & (seq_len > query_len)
+    goes_on = has_past & (anew == 0)
+    tag = step % 0xFFFFFFFF + 1  # never 0, which is what stands where nobody has claimed anything yet
+    row_claim = (tag << 32) | (row.to(tl.int64) << 16)
+    mark = ((step + 1) << 16) | 0xFFFF
+    # Whatever else is wrong with the row: the state behind a row id is one row's in a step.
+    claims_id = id_ok & (group == 0)
+    other_row = tl.atomic_xchg(claims_ptr + first_row_claim + row_id, row_claim, mask=claims_id, sem="relaxed")
+    # Tokens belong to the row, not to a group: the programs of the first group look at them.
+    last_token = tl.load(last_token_ptr + row_id, mask=has_past, other=_NO_TOKEN)
+    checked_tokens = tl.where(length_ok & (group == 0), query_len, 0)
     last_encoder_len = tl.load(last_encoder_len_ptr + row_id, mask=goes_on, other=0)
     keeps_len = (goes_on == 0) | ((first == 0) & (page_count > 0)) | (encoder_len == last_encoder_len)
     keeps_len = (is_cross == 0) | keeps_len
@@ -200,7 +185,7 @@ def _check_rows_kernel(
     first_seen = first_seen_page(tl.where(length_ok, seq_len - query_len, 0), page_size, window, chunk)
     # The list lies within the record whatever it says, so its pages are read while the loads above are under way.
     skipped = tl.maximum(first_seen - first, 0)
-    bad_page = _first_bad_page(pages_ptr, skipped, page_count, num_pages, null_page, PAGE_BLOCK)
+    bad_page = first_bad_page(pages_ptr, skipped, page_count, num_pages, null_page, PAGE_BLOCK)
     needed = tl.where(length_ok & encoder_ok, (held + page_size - 1) // page_size, 0)
     listed_to = first + page_count
     whole = (first == 0) | ((first <= first_seen) & (listed_to >= needed))
@@ -216,32 +201,36 @@ def _check_rows_kernel(
     code = tl.where(id_ok, code, _ROW_ID_OUT_OF_RANGE)
     value = tl.where(id_ok, tl.where(length_ok, held, seq_len), row_id)
 
-    tag = step % 0xFFFFFFFF + 1  # never 0, which is what stands where nobody has claimed anything yet
-    row_claim = (tag << 32) | (row.to(tl.int64) << 16)
-    mark = ((step + 1) << 16) | 0xFFFF
-    if id_ok & (group == 0):
-        # Whatever else is wrong with the row: the state behind a row id is one row's in a step.
-        claim_row_id(claims_ptr + first_row_claim + row_id, duplicates_ptr, row_claim, mark)
+    # The pages that the row writes, in blocks of a token each at least; of one block nothing has to wait for the code.
+    first_written = tl.where(length_ok, (seq_len - query_len) // page_size, 0)
+    written_to = tl.where(id_ok & (is_cross == 0), needed, 0)
+    table_ptr = page_table_ptr + state.to(tl.int64) * table_width
+    lanes = tl.arange(0, TOKEN_BLOCK)
+    columns = first_written + lanes
+    writes = columns < tl.minimum(written_to, table_width)
+    pages = pages_at(columns, writes, pages_ptr, first, page_count, table_ptr)
+    bad_token = first_bad_token(tokens_ptr, checked_tokens, last_token, vocab_size, QUERY_LEN, TOKEN_BLOCK)
     if code == 0:
-        # Tokens belong to the row, not to a group: the programs of the first group look at them.
-        last_token = tl.load(last_token_ptr + row_id, mask=seq_len > query_len, other=_NO_TOKEN)
-        checked_tokens = tl.where(group == 0, query_len, 0)
-        bad_token = _first_bad_token(tokens_ptr, checked_tokens, last_token, vocab_size, TOKEN_BLOCK)
-        if bad_page < _NOWHERE:
+        if bad_page < NOWHERE:
             code = _PAGE_OUT_OF_RANGE
             value = tl.load(pages_ptr + bad_page)
-        elif bad_token < _NOWHERE:
+        elif bad_token < NOWHERE:
             code = _TOKEN_OUT_OF_RANGE
             value = tl.load(tokens_ptr + bad_token)
             if (bad_token == 0) & (value == _TOKEN_FROM_ROW):
                 code = tl.where(last_token < 0, _NO_LAST_TOKEN, code)
                 value = tl.where(last_token < 0, row_id, last_token)
         else:
-            claim_pages(
-                claims_ptr + claims_at, duplicates_ptr + (1 + group) * stride_duplicates, pages_ptr, first, page_count,
-                page_table_ptr + state.to(tl.int64) * table_width, row_claim, mark,
-                tl.where(is_cross, needed, (seq_len - query_len) // page_size), needed, TOKEN_BLOCK,
-            )  # fmt: skip
+            pool_ptr = claims_ptr + claims_at
+            marks_ptr = duplicates_ptr + (1 + group) * stride_duplicates
+            claim_pages(pool_ptr, marks_ptr, pages, lanes, writes, row_claim, mark)
+            if (QUERY_LEN == 0) | (QUERY_LEN > TOKEN_BLOCK):
+                for base in range(first_written + TOKEN_BLOCK, written_to, TOKEN_BLOCK):
+                    columns = base + lanes
+                    writes = columns < written_to
+                    pages = pages_at(columns, writes, pages_ptr, first, page_count, table_ptr)
+                    claim_pages(pool_ptr, marks_ptr, pages, columns - first_written, writes, row_claim, mark)
+    mark_row_ids(other_row, row_claim, claims_id, duplicates_ptr, mark)
     tl.store(check_code_ptr + check_at, code)
     tl.store(check_value_ptr + check_at, tl.where(code == 0, 0, value).to(tl.int64))
     # Pages before the first that the row sees may be another's from now on.
@@ -321,40 +310,47 @@ def _write_buffers_kernel(
     step, num_reqs, num_tokens, listed_reqs, listed_tokens, listed_pages = read_header(
         record_ptr, record_words, padded_reqs, padded_tokens, QUERY_LEN, ROW_FIELDS
     )
-    real = has_sequence(record_ptr, row, num_reqs, listed_reqs)
-    rows_ptr = record_ptr + HEADER_SIZE + tl.where(real, row, 0)
+    # All that is known by the row's place is under way before the first word is waited for.
+    is_row = row < num_reqs
+    rows_ptr = record_ptr + HEADER_SIZE + tl.where(is_row, row, 0)
     tokens_ptr = record_ptr + HEADER_SIZE + ROW_FIELDS * listed_reqs
-    first, page_start, page_count = row_pages(rows_ptr, group, listed_reqs, listed_pages)
+    named_id = tl.load(rows_ptr + ROW_ID * listed_reqs, mask=is_row, other=-1)
+    seq_len = tl.load(rows_ptr + ROW_SEQ_LEN * listed_reqs, mask=is_row, other=0)
+    sample = tl.load(rows_ptr + ROW_SAMPLE * listed_reqs, mask=is_row, other=0)
+    encoder_len = tl.load(rows_ptr + ROW_ENCODER_LEN * listed_reqs, mask=is_row, other=0)
+    first, page_start, page_count = row_pages(rows_ptr, is_row, group, listed_reqs, listed_pages)
     pages_ptr = tokens_ptr + listed_tokens + page_start
-
+    check_at = group * stride_check + row
+    span_from = tl.load(new_spans_ptr + 4 * check_at)
+    span_to = tl.load(new_spans_ptr + 4 * check_at + 1)
+    # The row is read at its place in the record, and written at its place in the step.
+    start = token_start(record_ptr, row, num_reqs, num_tokens, listed_reqs, QUERY_LEN)
+    end = token_start(record_ptr, row + 1, num_reqs, num_tokens, listed_reqs, QUERY_LEN)
+    place, first_token, decodes = row_place(
+        record_ptr, row, num_reqs, num_tokens, listed_reqs, QUERY_LEN, DECODE_LEN, ROW_BLOCK
+    )
+    place_at = group * stride_check + place
+    held_from = tl.load(new_spans_ptr + 4 * place_at + 2)
+    held_to = tl.load(new_spans_ptr + 4 * place_at + 3)
     # Whether the row runs: a fault in any group makes it a pad row in all of them.
     code, value, fault_group, page_mark = final_fault(
         check_code_ptr, check_value_ptr, duplicates_ptr, row, step, stride_check, stride_duplicates, GROUPS, GROUP_BLOCK
     )
+    real = is_row & has_sequence(record_ptr, named_id)
     valid = real & (code == 0)
-    start = token_start(record_ptr, row, num_reqs, num_tokens, listed_reqs, QUERY_LEN)
-    end = token_start(record_ptr, row + 1, num_reqs, num_tokens, listed_reqs, QUERY_LEN)
-    # The row is read at its place in the record, and written at its place in the step.
-    place, first_token, decodes = row_place(
-        record_ptr, row, num_reqs, num_tokens, listed_reqs, QUERY_LEN, DECODE_LEN, ROW_BLOCK
-    )
-    row_id = tl.load(rows_ptr + ROW_ID * listed_reqs, mask=valid, other=-1)
-    seq_len = tl.load(rows_ptr + ROW_SEQ_LEN * listed_reqs, mask=valid, other=0)
+    row_id = tl.where(valid, named_id, -1)
     page_count = tl.where(valid, page_count, 0)
-    check_at = group * stride_check + row
-    place_at = group * stride_check + place
-    span_from = tl.load(new_spans_ptr + 4 * check_at, mask=valid, other=0)
-    span_to = tl.load(new_spans_ptr + 4 * check_at + 1, mask=valid, other=0)
     state = group * num_row_ids + tl.where(valid, row_id, 0)
     table_ptr = page_table_ptr + state.to(tl.int64) * table_width
+    last_token = tl.load(last_token_ptr + row_id, mask=valid, other=0)
 
     # The row's table of this group: what the record lists is kept for later steps, and pages that the row cannot see
     # any more are null pages in the step's own table, whoever owns them by now.
     # Columns that hold null pages already, beyond what the row uses and what the table held before, are left alone.
     used_to = tl.where(valid, tl.minimum(span_to, max_pages), 0)
-    used_from = tl.where(used_to > 0, span_from, _NOWHERE)
-    changed_from = tl.minimum(tl.load(new_spans_ptr + 4 * place_at + 2), used_from)
-    changed_to = tl.maximum(tl.minimum(tl.load(new_spans_ptr + 4 * place_at + 3), table_width), used_to)
+    used_from = tl.where(used_to > 0, span_from, NOWHERE)
+    changed_from = tl.minimum(held_from, used_from)
+    changed_to = tl.maximum(tl.minimum(held_to, table_width), used_to)
     to_table = block_table_ptr + group.to(tl.int64) * stride_tables + place.to(tl.int64) * table_width
     first_change = changed_from + part * TABLE_BLOCK
     for base in tl.range(first_change, changed_to, num_parts * TABLE_BLOCK, loop_unroll_factor=4):
@@ -370,20 +366,16 @@ def _write_buffers_kernel(
         tl.store(table_from_ptr + place_at, used_from)
         tl.store(table_to_ptr + place_at, used_to)
     if (part == 0) & (group == 0):
-        sample = tl.load(rows_ptr + ROW_SAMPLE * listed_reqs, mask=valid, other=0)
         status = tl.where(valid, tl.where(sample != 0, _SAMPLES, _LIVE), tl.where(real, _INVALID, _PAD))
         tl.store(seq_lens_ptr + place, tl.where(valid, seq_len, seq_len_fill))
         tl.store(row_ids_ptr + place, row_id)
         tl.store(row_status_ptr + place, status)
-        encoder_len = tl.load(rows_ptr + ROW_ENCODER_LEN * listed_reqs, mask=valid, other=0)
         tl.store(last_encoder_len_ptr + row_id, encoder_len, mask=valid)
         for i in tl.static_range(len(COPIED_PADS)):
-            word = tl.load(rows_ptr + (ROW_COPIED + i) * listed_reqs, mask=valid, other=COPIED_PADS[i])
-            tl.store(copied_ptrs[i] + place, _as_declared(word, copied_ptrs[i]))
+            word = tl.load(rows_ptr + (ROW_COPIED + i) * listed_reqs, mask=is_row, other=0)
+            tl.store(copied_ptrs[i] + place, _as_declared(tl.where(valid, word, COPIED_PADS[i]), copied_ptrs[i]))
         # A sequence that begins with a fault leaves no token, so what its row id holds, another's, is void.
-        named_id = tl.load(rows_ptr + ROW_ID * listed_reqs, mask=real, other=-1)
-        length = tl.load(rows_ptr + ROW_SEQ_LEN * listed_reqs, mask=real, other=0)
-        begins = length == tl.load(rows_ptr + ROW_QUERY_LEN * listed_reqs, mask=real, other=-1)
+        begins = seq_len == tl.load(rows_ptr + ROW_QUERY_LEN * listed_reqs, mask=is_row, other=-1)
         void = real & (code != 0) & begins & (named_id >= 0) & (named_id < num_row_ids)
         tl.store(void_ids_ptr + place, tl.where(void, named_id, -1))
         value = fault_value(
@@ -411,7 +403,6 @@ def _write_buffers_kernel(
 
     # The row's tokens, shared out among its programs of this group. Slots are the group's; the rest is the first's.
     slots_ptr = slot_mapping_ptr + group * stride_slots
-    last_token = tl.load(last_token_ptr + row_id, mask=valid, other=0)
     valid_end = tl.where(valid, end, start)  # a scalar condition joined to a block of them misleads the interpreter
     written_end = tl.where(max_encoder_len > 0, start, valid_end)  # what an encoder wrote stays
     lanes = tl.arange(0, TOKEN_BLOCK)
