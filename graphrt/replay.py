@@ -30,15 +30,8 @@ from graphrt.kernels.checks import (
     check_named_tensors,
 )
 from graphrt.kernels.errors import CaptureError, ReplayError, ShapeError, UnsupportedError
-from graphrt.kernels.metadata.buffers import (
-    CURSOR_SLOT,
-    CURSOR_STEP,
-    HEADER_COPIES,
-    HEADER_SIZE,
-    Capacity,
-    StaticBuffers,
-)
-from graphrt.kernels.metadata.record import record_size
+from graphrt.kernels.metadata.buffers import CURSOR_SLOT, CURSOR_STEP, Capacity, StaticBuffers
+from graphrt.kernels.metadata.record import HEADER_COPIES, HEADER_SIZE, record_size
 from graphrt.kernels.ops.sampling import MAX_VOCAB_SIZE
 from graphrt.kv_cache import KVCache
 from graphrt.launch import Launch

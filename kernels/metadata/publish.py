@@ -109,10 +109,18 @@ def _publish_kernel(
         live = mask & (status >= _LIVE)
         row_id = tl.load(row_ids_ptr + place, mask=live, other=0)
         seq_len = tl.load(seq_lens_ptr + place, mask=live, other=0)
+        kept = tl.where((kind & _KEPT) != 0, num_reqs, 0)
+        named_id = tl.load(record_ptr + _RECORD_IDS + rows, mask=mask & (rows < kept), other=-1)
+        # A store waits for what it stores, and holds up what stands behind it: the loads come first.
+        limit = tl.load(end_lengths_ptr + row_id, mask=live, other=0)
+        stops = ()
+        for i in tl.static_range(END_TOKENS):
+            stops += (tl.load(end_tokens_ptr + i * num_row_ids + row_id, mask=live, other=_NO_TOKEN),)  # type: ignore[assignment]
         token = tl.zeros([BLOCK], tl.int64) + _NO_TOKEN
         if tokens_ptr is not None:
             # A sample is judged in its own width: cut to 32 bits first, 2**32 + 5 would pass for token 5.
             token = tl.load(tokens_ptr + place, mask=mask, other=_NO_TOKEN).to(tl.int64)
+            void_id = tl.load(void_ids_ptr + place, mask=mask, other=-1)
             samples = status == _SAMPLES
             bad = samples & ((token < 0) | (token >= vocab_size))
             code = tl.where(bad, tl.where(token == _NO_TOKEN, _NO_TOKEN_OFFERED, _SAMPLE_OUT_OF_RANGE), code)
@@ -121,27 +129,22 @@ def _publish_kernel(
             # Every live row's last token changes: a prompt that goes on voids what an ended sequence left there.
             tl.store(last_token_ptr + row_id, token.to(tl.int32), mask=live)
             # No live row has a void id, as the refresh makes all rows of one id faulty: the stores' order is free.
-            void_id = tl.load(void_ids_ptr + place, mask=mask, other=-1)
             tl.store(last_token_ptr + void_id, tl.zeros([BLOCK], tl.int32) + _NO_TOKEN, mask=void_id >= 0)
         tl.store(token_ring_ptr + entry * stride_tokens + rows, token.to(tl.int32), mask=mask)
         tl.store(fault_code_ring_ptr + entry * stride_codes + rows, code, mask=mask)
         tl.store(fault_value_ring_ptr + entry * stride_values + rows, value, mask=mask & (code != 0))
 
         # How a row goes on when the host has no news of it: a stop token, its length or a fault end it.
-        limit = tl.load(end_lengths_ptr + row_id, mask=live, other=0)
         end = tl.where((limit > 0) & (seq_len >= limit), _END_LENGTH, _GOES_ON)
         for i in tl.static_range(END_TOKENS):
-            stop = tl.load(end_tokens_ptr + i * num_row_ids + row_id, mask=live, other=_NO_TOKEN)
-            end = tl.where((token >= 0) & (token == stop), _END_STOP_TOKEN, end)
+            end = tl.where((token >= 0) & (token == stops[i]), _END_STOP_TOKEN, end)
         end = tl.where(code != 0, _END_FAULT, end)
         tl.store(end_ring_ptr + entry * stride_ends + rows, tl.where(mask, end, 0), mask=mask)
         tl.store(row_lens_ptr + row_id, seq_len, mask=live)
         tl.store(row_ends_ptr + row_id, end, mask=live)
         going_on = tl.maximum(going_on, (live & (token >= 0) & (end == _GOES_ON)).to(tl.int32))
         # A row that the refresh found faulty is nobody's in the step; the record has its id.
-        kept = tl.where((kind & _KEPT) != 0, num_reqs, 0)
         faulty = mask & (rows < kept) & (live == 0) & (code != 0)
-        named_id = tl.load(record_ptr + _RECORD_IDS + rows, mask=faulty, other=-1)
         faulty = faulty & (named_id >= 0) & (named_id < num_row_ids)
         tl.store(row_ends_ptr + named_id, tl.zeros([BLOCK], tl.int32) + _END_FAULT, mask=faulty)
 

@@ -1,4 +1,4 @@
-"""Device helpers that read a row's pages: what the step record lists of them, and what the row's table keeps."""
+"""Device helpers that read a row's pages and tokens: what the step record lists, and what the row's table keeps."""
 
 from __future__ import annotations
 
@@ -51,6 +51,16 @@ def pages_at(columns, mask, pages_ptr, first, count, table_ptr):
     new = tl.load(pages_ptr + (columns - first), mask=listed, other=0)
     kept = tl.load(table_ptr + columns, mask=mask & (listed == 0), other=0)
     return tl.where(listed, new, kept)
+
+
+@triton.jit
+def token_at(at, valid_end, written_end, end, seq_len, page_size, tokens_ptr, pages_ptr, first, page_count, table_ptr):
+    """Position, page and id of some tokens of a row, by their places in the record; 0 where the row does not run."""
+    mask = at < valid_end
+    token = tl.load(tokens_ptr + at, mask=mask, other=0)
+    position = tl.where(mask, seq_len - end + at, 0)
+    page = pages_at(position // page_size, at < written_end, pages_ptr, first, page_count, table_ptr)
+    return position, page.to(tl.int64), token
 
 
 @triton.jit

@@ -22,7 +22,9 @@ host memory wait for one another, 0.12 us each on an H200; those that read words
 
 from __future__ import annotations
 
-from graphrt.kernels.metadata.buffers import COPIED, HEADER_COPIES, HEADER_SIZE, STOP_TOKENS
+from graphrt.kernels.metadata.buffers import COPIED, STOP_TOKENS
+from graphrt.kernels.metadata.buffers import HEADER_COPIES as HEADER_COPIES
+from graphrt.kernels.metadata.buffers import HEADER_SIZE as HEADER_SIZE
 
 HEADER_STEP_LOW = 0  # number of the first step, low and high 32 bits; it also chooses the entry of the output ring
 HEADER_STEP_HIGH = 1

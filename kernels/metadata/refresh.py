@@ -37,7 +37,7 @@ from graphrt.kernels.metadata.buffers import (
 )
 from graphrt.kernels.metadata.claims import claim_pages, mark_row_ids
 from graphrt.kernels.metadata.faults import NOWHERE, fault_value, final_fault, first_bad_page, first_bad_token
-from graphrt.kernels.metadata.read_pages import first_seen_page, lists_anew, pages_at, read_group, row_pages
+from graphrt.kernels.metadata.read_pages import first_seen_page, lists_anew, pages_at, read_group, row_pages, token_at
 from graphrt.kernels.metadata.read_record import (
     HEADER_SIZE,
     ROW_COPIED,
@@ -121,15 +121,14 @@ def _check_rows_kernel(
     page_size, num_pages, null_page, max_pages, window, chunk, claims_at, max_encoder_len = read_group(
         page_groups_ptr, group
     )
-    step, num_reqs, num_tokens, listed_reqs, listed_tokens, listed_pages = read_header(
+    step, num_reqs, num_tokens, kept, listed_reqs, listed_tokens, listed_pages = read_header(
         record_ptr, record_words, padded_reqs, padded_tokens, QUERY_LEN, ROW_FIELDS
     )
     check_at = group * stride_check + row
-    # What stands in the row's table is noted here, since the second kernel's programs change it side by side.
     spans_ptr = new_spans_ptr + 4 * check_at
-    tl.store(spans_ptr + 2, tl.load(table_from_ptr + check_at))
-    tl.store(spans_ptr + 3, tl.load(table_to_ptr + check_at))
-    # All fields of the row are under way before the first is waited for.
+    # A store waits for what it stores, and holds up what stands behind it: loads come first, all fields of the row.
+    held_from = tl.load(table_from_ptr + check_at)
+    held_to = tl.load(table_to_ptr + check_at)
     is_row = row < num_reqs
     rows_ptr = record_ptr + HEADER_SIZE + row
     row_id = tl.load(rows_ptr + ROW_ID * listed_reqs, mask=is_row, other=-1)
@@ -142,7 +141,10 @@ def _check_rows_kernel(
     anew = (first == 0) & (page_count > 0) & (is_cross == 0)
     if GROUPS > 1:
         anew = lists_anew(rows_ptr, is_row, page_groups_ptr, listed_reqs, listed_pages, GROUPS, GROUP_BLOCK) != 0
-    if (is_row & has_sequence(record_ptr, row_id)) == 0:
+    # What stands in the row's table is noted here, since the second kernel's programs change it side by side.
+    tl.store(spans_ptr + 2, held_from)
+    tl.store(spans_ptr + 3, held_to)
+    if (is_row & has_sequence(row_id, kept)) == 0:
         tl.store(check_code_ptr + check_at, 0)
         tl.store(check_value_ptr + check_at, tl.zeros([], tl.int64))
         tl.store(spans_ptr, 0)
@@ -307,7 +309,7 @@ def _write_buffers_kernel(
     group = tl.program_id(2)
     num_parts = tl.num_programs(1)
     page_size, _, null_page, max_pages, _, _, _, max_encoder_len = read_group(page_groups_ptr, group)
-    step, num_reqs, num_tokens, listed_reqs, listed_tokens, listed_pages = read_header(
+    step, num_reqs, num_tokens, kept, listed_reqs, listed_tokens, listed_pages = read_header(
         record_ptr, record_words, padded_reqs, padded_tokens, QUERY_LEN, ROW_FIELDS
     )
     # All that is known by the row's place is under way before the first word is waited for.
@@ -318,6 +320,10 @@ def _write_buffers_kernel(
     seq_len = tl.load(rows_ptr + ROW_SEQ_LEN * listed_reqs, mask=is_row, other=0)
     sample = tl.load(rows_ptr + ROW_SAMPLE * listed_reqs, mask=is_row, other=0)
     encoder_len = tl.load(rows_ptr + ROW_ENCODER_LEN * listed_reqs, mask=is_row, other=0)
+    query_len = tl.load(rows_ptr + ROW_QUERY_LEN * listed_reqs, mask=is_row, other=-1)
+    copied = ()
+    for i in tl.static_range(len(COPIED_PADS)):
+        copied += (tl.load(rows_ptr + (ROW_COPIED + i) * listed_reqs, mask=is_row, other=0),)  # type: ignore[assignment]
     first, page_start, page_count = row_pages(rows_ptr, is_row, group, listed_reqs, listed_pages)
     pages_ptr = tokens_ptr + listed_tokens + page_start
     check_at = group * stride_check + row
@@ -336,13 +342,24 @@ def _write_buffers_kernel(
     code, value, fault_group, page_mark = final_fault(
         check_code_ptr, check_value_ptr, duplicates_ptr, row, step, stride_check, stride_duplicates, GROUPS, GROUP_BLOCK
     )
-    real = is_row & has_sequence(record_ptr, named_id)
+    real = is_row & has_sequence(named_id, kept)
     valid = real & (code == 0)
     row_id = tl.where(valid, named_id, -1)
     page_count = tl.where(valid, page_count, 0)
     state = group * num_row_ids + tl.where(valid, row_id, 0)
     table_ptr = page_table_ptr + state.to(tl.int64) * table_width
     last_token = tl.load(last_token_ptr + row_id, mask=valid, other=0)
+
+    # What the first of its tokens need is under way while the table is copied.
+    slots_ptr = slot_mapping_ptr + group * stride_slots
+    valid_end = tl.where(valid, end, start)  # a scalar condition joined to a block of them misleads the interpreter
+    written_end = tl.where(max_encoder_len > 0, start, valid_end)  # what an encoder wrote stays
+    lanes = tl.arange(0, TOKEN_BLOCK)
+    first_base = start + part * TOKEN_BLOCK
+    position, page, token = token_at(
+        first_base + lanes, valid_end, written_end, end, seq_len, page_size, tokens_ptr, pages_ptr, first,
+        page_count, table_ptr,
+    )  # fmt: skip
 
     # The row's table of this group: what the record lists is kept for later steps, and pages that the row cannot see
     # any more are null pages in the step's own table, whoever owns them by now.
@@ -372,11 +389,10 @@ def _write_buffers_kernel(
         tl.store(row_status_ptr + place, status)
         tl.store(last_encoder_len_ptr + row_id, encoder_len, mask=valid)
         for i in tl.static_range(len(COPIED_PADS)):
-            word = tl.load(rows_ptr + (ROW_COPIED + i) * listed_reqs, mask=is_row, other=0)
-            tl.store(copied_ptrs[i] + place, _as_declared(tl.where(valid, word, COPIED_PADS[i]), copied_ptrs[i]))
+            word = tl.where(valid, copied[i], COPIED_PADS[i])
+            tl.store(copied_ptrs[i] + place, _as_declared(word, copied_ptrs[i]))
         # A sequence that begins with a fault leaves no token, so what its row id holds, another's, is void.
-        begins = seq_len == tl.load(rows_ptr + ROW_QUERY_LEN * listed_reqs, mask=is_row, other=-1)
-        void = real & (code != 0) & begins & (named_id >= 0) & (named_id < num_row_ids)
+        void = real & (code != 0) & (seq_len == query_len) & (named_id >= 0) & (named_id < num_row_ids)
         tl.store(void_ids_ptr + place, tl.where(void, named_id, -1))
         value = fault_value(
             tl.where(real, code, 0), value, fault_group, page_mark, page_groups_ptr, rows_ptr,
@@ -402,23 +418,20 @@ def _write_buffers_kernel(
             tl.store(step_counter_ptr, step)
 
     # The row's tokens, shared out among its programs of this group. Slots are the group's; the rest is the first's.
-    slots_ptr = slot_mapping_ptr + group * stride_slots
-    valid_end = tl.where(valid, end, start)  # a scalar condition joined to a block of them misleads the interpreter
-    written_end = tl.where(max_encoder_len > 0, start, valid_end)  # what an encoder wrote stays
-    lanes = tl.arange(0, TOKEN_BLOCK)
     for base in range(start + part * TOKEN_BLOCK, end, num_parts * TOKEN_BLOCK):
         at = base + lanes
-        mask = at < valid_end
-        position = tl.where(mask, seq_len - end + at, 0)
+        if base != first_base:
+            position, page, token = token_at(
+                at, valid_end, written_end, end, seq_len, page_size, tokens_ptr, pages_ptr, first, page_count,
+                table_ptr,
+            )  # fmt: skip
         writes = at < written_end
-        page = pages_at(position // page_size, writes, pages_ptr, first, page_count, table_ptr).to(tl.int64)
         slot = tl.where(writes, page * page_size + position % page_size, _PAD_SLOT)
         to = first_token - start + at
         written = (at < end) & (to >= 0) & (to < padded_tokens)  # of a corrupt record the sum of lengths may be larger
         tl.store(slots_ptr + to, slot, mask=written)
         if group == 0:
-            token = tl.load(tokens_ptr + at, mask=mask, other=0)
-            token = tl.where(mask & (token == _TOKEN_FROM_ROW), last_token, token)
+            token = tl.where((at < valid_end) & (token == _TOKEN_FROM_ROW), last_token, token)
             tl.store(input_ids_ptr + to, token.to(tl.int64), mask=written)
             tl.store(positions_ptr + to, position.to(tl.int64), mask=written)
 
