@@ -228,7 +228,9 @@ class _CrossCell:
 
 CROSS_CELLS = (
     _CrossCell("whisper", 32, 1500, 16, 16, 64, torch.float16),
+    _CrossCell("whisper", 128, 1500, 16, 16, 64, torch.float16),
     _CrossCell("grouped", 64, 1024, 32, 8, 128),
+    _CrossCell("grouped", 256, 1024, 32, 8, 128),
 )
 
 

@@ -210,7 +210,7 @@ class StaticBuffers:
     """All static tensors. Allocated once for the largest descriptor; a graph gets views by `cut`. Never reallocated."""
 
     page_groups: torch.Tensor = _constant(("groups", len(fields(PageGroup))), torch.int32, "apply", "refresh")
-    inbox: torch.Tensor = _words(("ring", "inbox"), BufferKind.INPUT, "host", "apply")
+    inbox: torch.Tensor = _words(("ring", "inbox"), BufferKind.INPUT, "host", "apply", "publish")
     record: torch.Tensor = _words(("record",), BufferKind.DERIVED, "apply", "refresh", "publish")
 
     cursor: torch.Tensor = _persistent((CURSOR_SIZE,), torch.int64, "publish", "apply", pad="see CURSOR_SLOT")

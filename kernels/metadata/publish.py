@@ -50,6 +50,7 @@ _HEADER_KIND = tl.constexpr(layout.HEADER_KIND)
 _HEADER_STEPS = tl.constexpr(layout.HEADER_STEPS)
 _KEPT = tl.constexpr(layout.NEWS | layout.KEEP)
 _LOOPS = tl.constexpr(layout.LOOPS)
+_STOP_AT = tl.constexpr(layout.RECORD_AT + layout.HEADER_STOP)
 _RECORD_IDS = tl.constexpr(layout.HEADER_SIZE)  # row ids are the first field of the rows
 _CURSOR_SLOT = tl.constexpr(CURSOR_SLOT)
 _CURSOR_STEP = tl.constexpr(CURSOR_STEP)
@@ -61,6 +62,7 @@ _CURSOR_KIND = tl.constexpr(CURSOR_KIND)
 @triton.jit(do_not_specialize=["num_rows", "vocab_size", "num_row_ids"])
 def _publish_kernel(
     tokens_ptr,
+    inbox_ptr,
     record_ptr,
     cursor_ptr,
     places_ptr,
@@ -85,6 +87,8 @@ def _publish_kernel(
     num_rows,
     num_row_ids,
     vocab_size,
+    slots,
+    stride_inbox,
     ring_depth,
     stride_tokens,
     stride_ends,
@@ -95,6 +99,8 @@ def _publish_kernel(
 ):
     step = tl.load(step_counter_ptr)
     entry = step % ring_depth
+    slot = tl.load(cursor_ptr + _CURSOR_SLOT)
+    stopped = tl.load(inbox_ptr + (slot % slots) * stride_inbox + _STOP_AT, cache_modifier=".cv") != 0
     num_reqs = tl.load(record_ptr + _HEADER_NUM_REQS)
     kind = tl.load(record_ptr + _HEADER_KIND)
     going_on = tl.zeros([BLOCK], tl.int32)
@@ -152,14 +158,16 @@ def _publish_kernel(
     tl.debug_barrier()
     tl.atomic_xchg(step_ring_ptr + entry, step, sem="release", scope="sys")
 
-    # The slot is used up after its last step, and a launch that loops over its steps ends where no row goes on.
+    # The slot is used up after its last step. A launch that loops over its steps ends where no row goes on, or the host
+    # stops it. One that does not loop runs all steps, those after a stop without rows.
     done = tl.load(cursor_ptr + _CURSOR_STEP) + 1
     steps = tl.load(record_ptr + _HEADER_STEPS)
     any_goes_on = tl.max(going_on, 0) > 0
-    used_up = (done >= steps) | (((kind & _LOOPS) != 0) & (any_goes_on == 0))
-    tl.store(cursor_ptr + _CURSOR_SLOT, tl.load(cursor_ptr + _CURSOR_SLOT) + tl.where(used_up, 1, 0))
+    ends_early = ((kind & _LOOPS) != 0) & ((any_goes_on == 0) | stopped)
+    used_up = (done >= steps) | ends_early
+    tl.store(cursor_ptr + _CURSOR_SLOT, slot + tl.where(used_up, 1, 0))
     tl.store(cursor_ptr + _CURSOR_STEP, tl.where(used_up, 0, done))
-    tl.store(cursor_ptr + _CURSOR_NUM_REQS, num_reqs.to(tl.int64))
+    tl.store(cursor_ptr + _CURSOR_NUM_REQS, tl.where(stopped, 0, num_reqs).to(tl.int64))
     tl.store(cursor_ptr + _CURSOR_STEPS, steps.to(tl.int64))
     tl.store(cursor_ptr + _CURSOR_KIND, kind.to(tl.int64))
     tl.store(go_on_ptr, tl.where(used_up, 0, 1))
@@ -168,10 +176,10 @@ def _publish_kernel(
 def _publish_triton(b: Any) -> None:
     rows = b.row_ids.shape[0]
     _publish_kernel[(1,)](
-        b.tokens, b.record, b.cursor, b.places, b.row_ids, b.row_status, b.seq_lens, b.fault_code, b.fault_value,
-        b.void_ids, b.end_lengths, b.end_tokens, b.step_counter, b.last_token, b.row_lens, b.row_ends, b.go_on,
+        b.tokens, b.inbox, b.record, b.cursor, b.places, b.row_ids, b.row_status, b.seq_lens, b.fault_code,
+        b.fault_value, b.void_ids, b.end_lengths, b.end_tokens, b.step_counter, b.last_token, b.row_lens, b.row_ends, b.go_on,
         b.step_ring, b.token_ring, b.end_ring, b.fault_code_ring, b.fault_value_ring,
-        rows, b.last_token.shape[0], b.vocab_size, b.step_ring.shape[0],
+        rows, b.last_token.shape[0], b.vocab_size, b.inbox.shape[0], b.inbox.stride(0), b.step_ring.shape[0],
         b.token_ring.stride(0), b.end_ring.stride(0), b.fault_code_ring.stride(0), b.fault_value_ring.stride(0),
         BLOCK=_ROW_BLOCK, END_TOKENS=STOP_TOKENS, num_warps=_NUM_WARPS,
     )  # fmt: skip
@@ -221,11 +229,13 @@ def publish_reference(b: Any) -> None:
     b.fault_value_ring[entry, :rows] = torch.where(code != 0, value, b.fault_value_ring[entry, :rows])
     b.step_ring[entry] = step  # behind all the rest of the step, for a host that watches
     goes_on = bool(((ends == 0) & (published[live] >= 0)).any())
+    stopped = bool(b.inbox[int(b.cursor[CURSOR_SLOT]) % b.inbox.shape[0], layout.RECORD_AT + layout.HEADER_STOP])
     done = int(b.cursor[CURSOR_STEP]) + 1
-    used_up = done >= steps or (bool(kind & layout.LOOPS) and not goes_on)
+    used_up = done >= steps or (bool(kind & layout.LOOPS) and (stopped or not goes_on))
     b.cursor[CURSOR_SLOT] += int(used_up)
     b.cursor[CURSOR_STEP] = 0 if used_up else done
-    b.cursor[CURSOR_NUM_REQS], b.cursor[CURSOR_STEPS], b.cursor[CURSOR_KIND] = num_reqs, steps, kind
+    b.cursor[CURSOR_NUM_REQS] = 0 if stopped else num_reqs
+    b.cursor[CURSOR_STEPS], b.cursor[CURSOR_KIND] = steps, kind
     b.go_on.fill_(0 if used_up else 1)
 
 
@@ -251,6 +261,7 @@ def publish(buffers: StaticBuffers, tokens: torch.Tensor | None, *, vocab_size: 
         check_unit_stride("tokens", tokens)
     row_ids = buffers.last_token.shape[0]
     for name, least in (
+        ("inbox", (layout.RECORD_AT + layout.HEADER_SIZE,)),
         ("record", (layout.HEADER_SIZE,)),
         ("cursor", (CURSOR_SIZE,)),
         ("row_lens", (row_ids,)),

@@ -34,6 +34,8 @@ HEADER_NUM_PAGES = 4  # page ids listed
 HEADER_KIND = 5  # FULL or NEWS, with what else is there
 HEADER_STEPS = 6  # steps that this slot is for; a full one is for one
 
+HEADER_STOP = 7  # the host may set it while the slot's steps run: the one under way is the last
+
 RECORD_AT = HEADER_SIZE * (HEADER_COPIES - 1)  # of a slot: where its last header is, and all that follows
 
 FULL = 0
@@ -68,7 +70,7 @@ LENGTH_FROM_ROW = -(1 << 31)
 def header(
     step: int, num_reqs: int, num_tokens: int, num_pages: int, kind: int = FULL, steps: int = 1
 ) -> tuple[int, ...]:
-    """The header's words, in order; the last one has no use."""
+    """The header's words, in order; nobody has stopped the steps yet."""
     low = step & 0xFFFFFFFF
     return low - ((low >> 31) << 32), step >> 32, num_reqs, num_tokens, num_pages, kind, steps, 0
 
