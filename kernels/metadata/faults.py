@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from graphrt.kernels.metadata.read_pages import GROUP_FIELDS, pages_at, row_pages
+from graphrt.kernels.metadata.read_pages import GROUP_FIELDS, MAX_PAGES, pages_at, row_pages
 from graphrt.kernels.metadata.read_record import ROW_ID, ROW_QUERY_LEN, ROW_SEQ_LEN
 from graphrt.kernels.types import TOKEN_FROM_ROW, FaultCode
 
@@ -93,6 +93,7 @@ def fault_value(
     page_groups_ptr,
     rows_ptr,
     listed_pages_ptr,
+    tables_ptr,
     listed_reqs,
     listed_pages,
     page_table_ptr,
@@ -104,10 +105,15 @@ def fault_value(
         value = tl.load(rows_ptr + ROW_ID * listed_reqs).to(tl.int64)
     elif code == _DUPLICATE_PAGE:
         page_size = tl.load(page_groups_ptr + group * GROUP_FIELDS)
+        max_pages = tl.load(page_groups_ptr + group * GROUP_FIELDS + MAX_PAGES)
         row_id = tl.load(rows_ptr + ROW_ID * listed_reqs)
-        start = tl.load(rows_ptr + ROW_SEQ_LEN * listed_reqs) - tl.load(rows_ptr + ROW_QUERY_LEN * listed_reqs)
-        first, page_start, page_count = row_pages(rows_ptr, listed_reqs > 0, group, listed_reqs, listed_pages)
-        column = start // page_size + (0xFFFF - (page_mark & 0xFFFF)).to(tl.int32)
+        seq_len = tl.load(rows_ptr + ROW_SEQ_LEN * listed_reqs)
+        column = (seq_len - tl.load(rows_ptr + ROW_QUERY_LEN * listed_reqs)) // page_size
+        column += (0xFFFF - (page_mark & 0xFFFF)).to(tl.int32)
+        first, count, pages_ptr = row_pages(
+            rows_ptr, listed_pages_ptr, tables_ptr, listed_reqs > 0, row_id, seq_len, group, page_size, max_pages,
+            num_row_ids, table_width, listed_reqs, listed_pages,
+        )  # fmt: skip
         table_ptr = page_table_ptr + (group * num_row_ids + row_id).to(tl.int64) * table_width
-        value = pages_at(column, column >= 0, listed_pages_ptr + page_start, first, page_count, table_ptr).to(tl.int64)
+        value = pages_at(column, column >= 0, pages_ptr, first, count, table_ptr).to(tl.int64)
     return value

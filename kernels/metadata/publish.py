@@ -177,8 +177,8 @@ def _publish_triton(b: Any) -> None:
     rows = b.row_ids.shape[0]
     _publish_kernel[(1,)](
         b.tokens, b.inbox, b.record, b.cursor, b.places, b.row_ids, b.row_status, b.seq_lens, b.fault_code,
-        b.fault_value, b.void_ids, b.end_lengths, b.end_tokens, b.step_counter, b.last_token, b.row_lens, b.row_ends, b.go_on,
-        b.step_ring, b.token_ring, b.end_ring, b.fault_code_ring, b.fault_value_ring,
+        b.fault_value, b.void_ids, b.end_lengths, b.end_tokens, b.step_counter, b.last_token, b.row_lens, b.row_ends,
+        b.go_on, b.step_ring, b.token_ring, b.end_ring, b.fault_code_ring, b.fault_value_ring,
         rows, b.last_token.shape[0], b.vocab_size, b.inbox.shape[0], b.inbox.stride(0), b.step_ring.shape[0],
         b.token_ring.stride(0), b.end_ring.stride(0), b.fault_code_ring.stride(0), b.fault_value_ring.stride(0),
         BLOCK=_ROW_BLOCK, END_TOKENS=STOP_TOKENS, num_warps=_NUM_WARPS,

@@ -17,6 +17,7 @@ _PAGE_START = tl.constexpr(layout.PAGE_START)
 _PAGE_COUNT = tl.constexpr(layout.PAGE_COUNT)
 _PAGE_FIELDS = tl.constexpr(layout.PAGE_FIELDS)
 PAGE_SIZE = tl.constexpr([f.name for f in fields(PageGroup)].index("page_size"))
+MAX_PAGES = tl.constexpr([f.name for f in fields(PageGroup)].index("max_pages"))
 MAX_ENCODER_LEN = tl.constexpr([f.name for f in fields(PageGroup)].index("max_encoder_len"))
 _MOST = tl.constexpr(1 << 30)  # columns; sums of two stay within int32
 
@@ -64,18 +65,31 @@ def token_at(at, valid_end, written_end, end, seq_len, page_size, tokens_ptr, pa
 
 
 @triton.jit
-def row_pages(rows_ptr, is_row, group, listed_reqs, listed_pages):
-    """A row's list of pages in one group: its first page's place in the sequence, its start and its count.
+def row_pages(
+    rows_ptr, listed_pages_ptr, tables_ptr, is_row, row_id, held, group, page_size, max_pages, num_row_ids, table_width,
+    listed_reqs, listed_pages,
+):  # fmt: skip
+    """A row's list of pages in one group: its first page's place in the sequence, its count, and where the list is.
 
-    The list is cut to what the record holds; a list that begins before the sequence counts as empty.
+    Where the caller keeps tables on the device, a row lists all pages of the `held` tokens in its own. Else the record
+    has the list, which is cut to what the record holds; one that begins before the sequence counts as empty.
     """
-    fields_ptr = rows_ptr + (_ROW_PAGES + _PAGE_FIELDS * group) * listed_reqs
-    first = tl.load(fields_ptr + _PAGE_FIRST * listed_reqs, mask=is_row, other=0)
-    start = tl.load(fields_ptr + _PAGE_START * listed_reqs, mask=is_row, other=0)
-    count = tl.load(fields_ptr + _PAGE_COUNT * listed_reqs, mask=is_row, other=0)
-    start = tl.where((start >= 0) & (start <= listed_pages), start, listed_pages)
-    count = tl.where(first >= 0, tl.maximum(tl.minimum(count, listed_pages - start), 0), 0)
-    return tl.minimum(tl.maximum(first, 0), _MOST), start, count
+    if tables_ptr is not None:
+        known = is_row & (row_id >= 0) & (row_id < num_row_ids) & (held > 0)
+        first = tl.where(known, 0, 0)
+        count = tl.where(known, tl.minimum((held - 1) // page_size + 1, max_pages), 0)
+        at = group.to(tl.int64) * num_row_ids + tl.where(known, row_id, 0)
+        pages_ptr = tables_ptr + at * table_width
+    else:
+        fields_ptr = rows_ptr + (_ROW_PAGES + _PAGE_FIELDS * group) * listed_reqs
+        first = tl.load(fields_ptr + _PAGE_FIRST * listed_reqs, mask=is_row, other=0)
+        start = tl.load(fields_ptr + _PAGE_START * listed_reqs, mask=is_row, other=0)
+        count = tl.load(fields_ptr + _PAGE_COUNT * listed_reqs, mask=is_row, other=0)
+        start = tl.where((start >= 0) & (start <= listed_pages), start, listed_pages)
+        count = tl.where(first >= 0, tl.maximum(tl.minimum(count, listed_pages - start), 0), 0)
+        first = tl.minimum(tl.maximum(first, 0), _MOST)
+        pages_ptr = listed_pages_ptr + start
+    return first, count, pages_ptr
 
 
 @triton.jit

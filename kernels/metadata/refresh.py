@@ -23,16 +23,16 @@ import torch
 import triton
 import triton.language as tl
 
-from graphrt.kernels.checks import check_int, check_tensor, check_unit_stride
+from graphrt.kernels.checks import check_int
 from graphrt.kernels.compile_spec import CompileSpec
 from graphrt.kernels.errors import ShapeError
 from graphrt.kernels.metadata import record as layout
+from graphrt.kernels.metadata.arguments import MAX_TOKENS, check_arguments, check_tables
 from graphrt.kernels.metadata.buffers import (
     COPIED,
     COPIED_PAD_WORDS,
     StaticBuffers,
     call_class,
-    captured_size,
     pass_operands,
 )
 from graphrt.kernels.metadata.claims import claim_pages, mark_row_ids
@@ -55,10 +55,6 @@ from graphrt.kernels.metadata.read_record import (
 from graphrt.kernels.metadata.reference import refresh_reference
 from graphrt.kernels.op_declaration import DeclaredOp
 from graphrt.kernels.types import FAULT_GROUP_SHIFT, NO_TOKEN, PAD_SLOT_ID, TOKEN_FROM_ROW, FaultCode, RowStatus
-
-MAX_ROWS = 1 << 16
-MAX_TOKENS = 1 << 16
-"""A claim names its row and the page within it in 16 bits each, and the step in 32."""
 
 _FEW = 128  # programs, up to which each has a multiprocessor to itself, and 4 warps
 _LANES_OF_FEW = 1024  # columns or tokens that such a program takes at a time
@@ -92,6 +88,7 @@ def _check_rows_kernel(
     last_encoder_len_ptr,
     claims_ptr,
     duplicates_ptr,
+    tables_ptr,
     page_table_ptr,
     page_spans_ptr,
     table_from_ptr,
@@ -136,10 +133,16 @@ def _check_rows_kernel(
     query_start = tl.load(rows_ptr + ROW_QUERY_START * listed_reqs, mask=is_row, other=0)
     query_len = tl.load(rows_ptr + ROW_QUERY_LEN * listed_reqs, mask=is_row, other=0)
     encoder_len = tl.load(rows_ptr + ROW_ENCODER_LEN * listed_reqs, mask=is_row, other=0)
-    first, page_start, page_count = row_pages(rows_ptr, is_row, group, listed_reqs, listed_pages)
     is_cross = max_encoder_len > 0
+    listed_pages_ptr = record_ptr + HEADER_SIZE + ROW_FIELDS * listed_reqs + listed_tokens
+    first, page_count, pages_ptr = row_pages(
+        rows_ptr, listed_pages_ptr, tables_ptr, is_row, row_id, tl.where(is_cross, encoder_len, seq_len), group,
+        page_size, max_pages, num_row_ids, table_width, listed_reqs, listed_pages,
+    )  # fmt: skip
     anew = (first == 0) & (page_count > 0) & (is_cross == 0)
-    if GROUPS > 1:
+    if tables_ptr is not None:
+        anew = is_row
+    elif GROUPS > 1:
         anew = lists_anew(rows_ptr, is_row, page_groups_ptr, listed_reqs, listed_pages, GROUPS, GROUP_BLOCK) != 0
     # What stands in the row's table is noted here, since the second kernel's programs change it side by side.
     tl.store(spans_ptr + 2, held_from)
@@ -151,7 +154,6 @@ def _check_rows_kernel(
         tl.store(spans_ptr + 1, 0)
         return
     tokens_ptr = record_ptr + HEADER_SIZE + ROW_FIELDS * listed_reqs + query_start
-    pages_ptr = record_ptr + HEADER_SIZE + ROW_FIELDS * listed_reqs + listed_tokens + page_start
 
     # Later checks read through what earlier ones vouch for, so each looks only where nothing was wrong so far.
     id_ok = (row_id >= 0) & (row_id < num_row_ids)
@@ -258,6 +260,7 @@ def _write_buffers_kernel(
     last_token_ptr,
     last_encoder_len_ptr,
     duplicates_ptr,
+    tables_ptr,
     page_table_ptr,
     page_spans_ptr,
     table_from_ptr,
@@ -324,8 +327,11 @@ def _write_buffers_kernel(
     copied = ()
     for i in tl.static_range(len(COPIED_PADS)):
         copied += (tl.load(rows_ptr + (ROW_COPIED + i) * listed_reqs, mask=is_row, other=0),)  # type: ignore[assignment]
-    first, page_start, page_count = row_pages(rows_ptr, is_row, group, listed_reqs, listed_pages)
-    pages_ptr = tokens_ptr + listed_tokens + page_start
+    first, page_count, pages_ptr = row_pages(
+        rows_ptr, tokens_ptr + listed_tokens, tables_ptr, is_row, named_id,
+        tl.where(max_encoder_len > 0, encoder_len, seq_len), group, page_size, max_pages, num_row_ids, table_width,
+        listed_reqs, listed_pages,
+    )  # fmt: skip
     check_at = group * stride_check + row
     span_from = tl.load(new_spans_ptr + 4 * check_at)
     span_to = tl.load(new_spans_ptr + 4 * check_at + 1)
@@ -396,7 +402,7 @@ def _write_buffers_kernel(
         tl.store(void_ids_ptr + place, tl.where(void, named_id, -1))
         value = fault_value(
             tl.where(real, code, 0), value, fault_group, page_mark, page_groups_ptr, rows_ptr,
-            tokens_ptr + listed_tokens, listed_reqs, listed_pages, page_table_ptr, num_row_ids, table_width,
+            tokens_ptr + listed_tokens, tables_ptr, listed_reqs, listed_pages, page_table_ptr, num_row_ids, table_width,
         )  # fmt: skip
         tl.store(fault_code_ptr + place, tl.where(real, code | (fault_group << _GROUP_SHIFT), 0))
         tl.store(fault_value_ptr + place, tl.where(real, value, 0))
@@ -454,8 +460,8 @@ def _refresh_triton(b: Any) -> None:
     tiling = _Tiling.choose(padded_reqs * groups, b.query_len, padded_tokens, width)
     row_fields = layout.row_fields(groups)
     _check_rows_kernel[(padded_reqs, groups)](
-        b.page_groups, b.record, b.last_token, b.last_encoder_len, b.claims, b.duplicates, b.page_table, b.page_spans,
-        b.table_from, b.table_to, b.new_spans, b.check_code, b.check_value,
+        b.page_groups, b.record, b.last_token, b.last_encoder_len, b.claims, b.duplicates, b.tables, b.page_table,
+        b.page_spans, b.table_from, b.table_to, b.new_spans, b.check_code, b.check_value,
         b.record.shape[0], padded_reqs, padded_tokens, row_ids, b.claims.shape[0] - row_ids, b.max_seq_len,
         b.vocab_size, width, b.duplicates.stride(0), b.check_code.stride(0),
         QUERY_LEN=b.query_len, ROW_FIELDS=row_fields, GROUPS=groups, GROUP_BLOCK=triton.next_power_of_2(groups),
@@ -463,8 +469,8 @@ def _refresh_triton(b: Any) -> None:
     )  # fmt: skip
     parts = min(triton.cdiv(width, tiling.table_block), max(_PROGRAMS // (padded_reqs * groups), 1))
     _write_buffers_kernel[(padded_reqs, parts, groups)](
-        b.page_groups, b.record, b.last_token, b.last_encoder_len, b.duplicates, b.page_table, b.page_spans,
-        b.table_from, b.table_to, b.new_spans, b.check_code, b.check_value, b.fault_code, b.fault_value,
+        b.page_groups, b.record, b.last_token, b.last_encoder_len, b.duplicates, b.tables, b.page_table,
+        b.page_spans, b.table_from, b.table_to, b.new_spans, b.check_code, b.check_value, b.fault_code, b.fault_value,
         b.step_counter, b.input_ids, b.positions, b.slot_mapping,
         b.query_start_loc, b.seq_lens, b.block_table, b.places, b.decode_seq_lens, b.prompt_seq_lens,
         b.decode_start_loc, b.prompt_start_loc, b.logits_indices, b.row_ids, b.row_status, b.void_ids,
@@ -495,13 +501,21 @@ class _Tiling:
 
 _Call = call_class(
     "refresh",
+    tables=torch.Tensor | None,
     **dict.fromkeys(("max_seq_len", "vocab_size", "query_len", "decode_len", "seq_len_fill"), int),
 )
 _op = DeclaredOp("refresh", _Call, triton_impl=_refresh_triton, reference=refresh_reference)
 
 
 def refresh(
-    buffers: StaticBuffers, *, max_seq_len: int, vocab_size: int, query_len: int, seq_len_fill: int, decode_len: int = 0
+    buffers: StaticBuffers,
+    *,
+    max_seq_len: int,
+    vocab_size: int,
+    query_len: int,
+    seq_len_fill: int,
+    decode_len: int = 0,
+    tables: torch.Tensor | None = None,
 ) -> None:
     """Rewrite every derived buffer from the step record, for every captured row and token, pads included.
 
@@ -510,6 +524,9 @@ def refresh(
     seq_len_fill  length that pad and invalid rows get: what the attention backend can bear
     decode_len    of a mixed graph with a decode part: rows of so many new tokens stand first in the buffers, all others
                   behind them, both in the order of the record. 0: rows stand as the record has them
+    tables        [groups, row_ids, pages_per_row]  int32  device: each row id's pages, which the caller keeps; read
+                  as if each row listed all its pages there, and what the record lists is not read. None: the record has
+                  the lists
 
     A row with a fault is treated as a pad row, with status INVALID; so is every row that shares its row id or a
     written page with another. The pages of such a row's table stay what they were. Rows and tokens of the record beyond
@@ -519,61 +536,39 @@ def refresh(
     Capture-safe: the grid follows from the captured size, and whatever varies is read from the record on the device.
     Raises: ShapeError when a tensor does not fit the others.
     """
-    _check(buffers, query_len=query_len)
+    check_arguments(buffers, query_len=query_len)
     check_int("decode_len", decode_len, 0, MAX_TOKENS, advice="0 without a decode part", error=ShapeError)
     if query_len and decode_len:
         raise ShapeError(f"decode_len: expected 0 in a decode graph, got {decode_len}; rows stand in their order there")
-    _op(_Call(*pass_operands("refresh", buffers), max_seq_len, vocab_size, query_len, decode_len, seq_len_fill))
-
-
-def _check(b: StaticBuffers, *, query_len: int) -> None:
-    """Raise ShapeError for what the declarations of the buffers cannot say."""
-    rows, tokens = captured_size(b)
-    check_tensor("page_groups", b.page_groups, shape=(None, None))
-    check_tensor("block_table", b.block_table, shape=(None, None, None))
-    check_tensor("last_token", b.last_token, shape=(None,))
-    row_ids, groups, width = b.last_token.shape[0], b.page_groups.shape[0], b.block_table.shape[2]
-    if query_len and tokens != rows * query_len:
-        raise ShapeError(f"input_ids: expected rows x query_len = {rows * query_len} tokens, got {tokens}; slice it")
-    if not (1 <= rows <= MAX_ROWS and 1 <= tokens <= MAX_TOKENS):
-        raise ShapeError(
-            f"row_ids, input_ids: expected 1 to {MAX_ROWS} rows and tokens, got {rows} and {tokens}; split the step"
-        )
-    for name, least in (("record", layout.record_size(1, 0, 0, groups)), ("claims", row_ids + 1)):
-        if getattr(b, name).numel() < least:
-            raise ShapeError(f"{name}: expected at least {least} values, got {getattr(b, name).numel()}; enlarge it")
-    check_tensor("page_table", b.page_table, shape=(groups, row_ids, width))
-    check_tensor("page_spans", b.page_spans, shape=(groups, row_ids, 2))
-    for name in ("page_table", "page_spans"):
-        if not getattr(b, name).is_contiguous():
-            raise ShapeError(f"{name}: expected a contiguous tensor, got strides {getattr(b, name).stride()}; copy it")
-    for name in (alike := ("check_code", "check_value", "table_from", "table_to", "new_spans")):
-        fields = (4,) if name == "new_spans" else ()
-        check_tensor(name, getattr(b, name), shape=(groups, rows, *fields))
-        check_unit_stride(name, getattr(b, name))
-    if len({getattr(b, name).stride(0) // (4 if name == "new_spans" else 1) for name in alike}) > 1:
-        raise ShapeError(f"{', '.join(alike)}: expected equal strides of groups, got others; cut them alike")
-    if b.block_table.stride(1) != width:
-        raise ShapeError(
-            f"block_table: expected rows of {width} columns, got stride {b.block_table.stride(1)}; copy it"
-        )
+    if tables is not None:
+        check_tables("tables", tables, buffers)
+    _op(_Call(*pass_operands("refresh", buffers), tables, max_seq_len, vocab_size, query_len, decode_len, seq_len_fill))
 
 
 def compile_variants() -> list[CompileSpec]:
     """Both kernels as decode graphs (1 and 4 tokens per row) and mixed graphs use them."""
     names = {torch.int32: "*i32", torch.int64: "*i64", torch.float32: "*fp32"}
     types: dict[str, Any] = {f"{name}_ptr": names[spec.dtype] for name, spec in StaticBuffers.specs().items()}
+    types["tables_ptr"] = "*i32"
     types["copied_ptrs"] = tuple(types[f"{name}_ptr"] for name in COPIED)
     specs = []
-    for name, groups, rows, query_len, padded_tokens, max_pages, decode_len in (
-        ("decode_1", 1, 256, 1, 256, 8192, 0),
-        ("decode_4", 6, 256, 4, 1024, 512, 0),
-        ("mixed", 1, 256, 0, 16384, 4096, 0),
-        ("mixed_parts", 6, 256, 0, 16384, 4096, 1),
+    for name, groups, rows, query_len, padded_tokens, max_pages, decode_len, tables in (
+        ("decode_1", 1, 256, 1, 256, 8192, 0, False),
+        ("decode_1_tables", 1, 256, 1, 256, 8192, 0, True),
+        ("decode_4", 6, 256, 4, 1024, 512, 0, False),
+        ("mixed", 1, 256, 0, 16384, 4096, 0, False),
+        ("mixed_parts", 6, 256, 0, 16384, 4096, 1, False),
+        ("mixed_tables", 6, 256, 0, 16384, 4096, 0, True),
     ):
         tiling = _Tiling.choose(rows * groups, query_len, padded_tokens, max_pages)
-        common = {"QUERY_LEN": query_len, "ROW_FIELDS": layout.row_fields(groups), "TOKEN_BLOCK": tiling.token_block}
+        common: dict[str, object] = {
+            "QUERY_LEN": query_len,
+            "ROW_FIELDS": layout.row_fields(groups),
+            "TOKEN_BLOCK": tiling.token_block,
+        }
         common |= {"GROUPS": groups, "GROUP_BLOCK": triton.next_power_of_2(groups)}
+        if not tables:
+            common["tables_ptr"] = None
         written = {"TABLE_BLOCK": tiling.table_block, "COPIED_PADS": COPIED_PAD_WORDS}
         written |= {"DECODE_LEN": decode_len, "ROW_BLOCK": _ROW_BLOCK}
         for short, kernel, extra in (
