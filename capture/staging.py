@@ -13,6 +13,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from graphrt.capture.raw_graph import LaunchEvent
+
 
 class StagingSlot:
     """One slot: words in host memory, the event of the launch that used them last, and who collects its results.
@@ -28,7 +30,7 @@ class StagingSlot:
         self.record_tensor = record_tensor
         self.record: npt.NDArray[np.int32] = record_tensor.numpy()
         self.on_done: Callable[[], None] | None = None
-        self._event = torch.cuda.Event() if device.type == "cuda" else None
+        self._event = LaunchEvent() if device.type == "cuda" else None
         self._stream: torch.cuda.Stream | None = None
         self._submitted = False
         # Another thread may read a step's tokens while this one submits the next step: one of them collects.

@@ -298,7 +298,7 @@ class Batch:
         """Pack the batch in full into `out`, as a runtime of so many KV groups reads it (see
         kernels/metadata/record.py), and return the number of words used."""
         n, tokens, listed = self.num_reqs, self.num_tokens, len(self.page_ids)
-        out[: layout.HEADER_SIZE] = layout.header(step, n, tokens, listed)
+        layout.write_header(out, step, n, tokens, listed)
         row_fields = layout.row_fields(max(groups, 1))  # a runtime without KV groups has the record of one
         at = layout.HEADER_SIZE
         rows = out[at : at + row_fields * n].reshape(row_fields, n)

@@ -35,9 +35,9 @@ class News:
         kind = layout.NEWS | (layout.LOOPS if loops else 0) | (layout.NEW_ORDER if new_order else 0)
         at = layout.HEADER_SIZE
         if self.lists is None or self.pages is None:
-            out[:at] = layout.header(step, self.num_reqs, 0, 0, kind, steps)
+            layout.write_header(out, step, self.num_reqs, 0, 0, kind, steps)
         else:
-            out[:at] = layout.header(step, self.num_reqs, 0, len(self.pages), kind, steps, len(self.lists))
+            layout.write_header(out, step, self.num_reqs, 0, len(self.pages), kind, steps, len(self.lists))
             out[at : at + self.lists.size] = self.lists.reshape(-1)
             at += self.lists.size
         if new_order:

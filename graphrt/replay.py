@@ -21,7 +21,7 @@ from graphrt.compare import StepComparison, StepResult, compare_results, state_k
 from graphrt.config import RuntimeConfig
 from graphrt.entry import Exclusive, OnStream, stream_on
 from graphrt.groups import layer_places
-from graphrt.handle import StepHandle, Submission
+from graphrt.handle import Rings, StepHandle
 from graphrt.kernels.checks import (
     check_bool,
     check_callable,
@@ -126,7 +126,7 @@ class ReplayManager:
             ),
             device,
         )
-        self._ring = StagingRing(self._buffers.inbox, device)
+        self._ring, self._rings = StagingRing(self._buffers.inbox, device), Rings(self._buffers)
         self._program = StepProgram(
             model=model,
             sampler=sampler,
@@ -257,7 +257,7 @@ class ReplayManager:
             self._whole_rows,
         )  # fmt: skip
         if self.config.check_weights:
-            self._guard.check()
+            self._guard.check_next()
         uniform = batch.is_uniform(self.config.query_len)
         if not (uniform or self.config.mixed_batches):
             raise batch.mixed_error(self.config.query_len)
@@ -280,10 +280,9 @@ class ReplayManager:
         with self._exclusive:
             target = self._dispatch("begin", batch, None)
             why_eager = "asked for by the caller" if eager else target.why_eager
-            with self._on_stream, torch.inference_mode():
-                slot, step = self._queue(batch, target.descriptor, why_eager, ends)
+            slot, step = self._queue(batch, target.descriptor, why_eager, ends)
             self._stats.count(target.descriptor, batch.num_tokens, why_eager, forced=eager)
-            return Launch(step, 1, batch.num_reqs, target.descriptor, why_eager, slot, self._buffers)
+            return Launch(step, 1, batch.num_reqs, target.descriptor, why_eager, slot, self._rings)
 
     def advance(self, news: News, *, steps: int = 1, eager: bool = False) -> Launch:
         """Let rows go on by up to `steps` tokens, each from its last token on, with what `begin` said of it.
@@ -296,25 +295,24 @@ class ReplayManager:
         with self._exclusive:
             self._require(State.CAPTURED, "advance")
             if self.config.check_weights:
-                self._guard.check()
-            target = self._dispatcher.dispatch(news.num_reqs, news.num_reqs, True)
-            why_eager = "asked for by the caller" if eager else target.why_eager
-            with self._on_stream, torch.inference_mode():
-                slot, step, self._step = self._ring.acquire(self._launches), self._step, self._step + steps
-                loops = steps > 1 and not why_eager and self._graphs.can_loop(target.descriptor)
-                news.write(slot.record, step, steps, loops=loops, new_order=news.order is not self._order)
-                self._order = None
-                self._launch(slot, target.descriptor, None, why_eager, steps=steps, loops=loops)
-                self._order = news.order
-            self._stats.count(target.descriptor, news.num_reqs, why_eager, forced=eager, steps=steps)
-            return Launch(step, steps, news.num_reqs, target.descriptor, why_eager, slot, self._buffers)
+                self._guard.check_next()
+            num_reqs = news.num_reqs
+            target = self._dispatcher.dispatch(num_reqs, num_reqs, True)
+            descriptor, why_eager = target.descriptor, "asked for by the caller" if eager else target.why_eager
+            slot, step, self._step = self._ring.acquire(self._launches), self._step, self._step + steps
+            loops = steps > 1 and not why_eager and self._graphs.can_loop(descriptor)
+            news.write(slot.record, step, steps, loops=loops, new_order=news.order is not self._order)
+            self._order = None
+            self._launch(slot, descriptor, None, why_eager, steps=steps, loops=loops)
+            self._order = news.order
+            self._stats.count(descriptor, num_reqs, why_eager, forced=eager, steps=steps)
+            return Launch(step, steps, num_reqs, descriptor, why_eager, slot, self._rings)
 
     def _submit(self, batch: Batch, descriptor: BatchDescriptor, why_eager: str) -> StepHandle:
-        with self._on_stream, torch.inference_mode():
-            slot, step = self._queue(batch, descriptor, why_eager)
-            # 4 a handle, which waits for this step alone
-            submission = Submission(step, batch.num_reqs, descriptor, why_eager, self._program.sampler is not None)
-            return StepHandle(submission, slot, self._buffers, self)
+        slot, step = self._queue(batch, descriptor, why_eager)
+        # 4 a handle, which waits for this step alone
+        sampled = self._program.sampler is not None
+        return StepHandle(step, batch.num_reqs, descriptor, why_eager, slot, self._rings, self, sampled)
 
     def _queue(
         self, batch: Batch, descriptor: BatchDescriptor, why_eager: str, ends: RowEnds | None = None
@@ -342,11 +340,15 @@ class ReplayManager:
     ) -> None:
         """Queue the steps that a slot is for. If that fails, the device takes the same slot again."""
         try:
-            with slot.in_flight(self._stream):
-                self._logits = self._graphs.run(descriptor, batch, eager=bool(why_eager), steps=steps, loops=loops)
+            with self._on_stream, slot.in_flight(self._stream):
+                if why_eager:
+                    self._logits = self._graphs.run_eagerly(descriptor, batch, steps=steps)
+                else:
+                    self._logits = self._graphs.launch(descriptor, batch, steps=steps, loops=loops)
         except BaseException:
-            self._buffers.cursor[CURSOR_SLOT] = self._launches
-            self._buffers.cursor[CURSOR_STEP] = 0
+            with self._on_stream:
+                self._buffers.cursor[CURSOR_SLOT] = self._launches
+                self._buffers.cursor[CURSOR_STEP] = 0
             raise
         self._launches += 1
 
@@ -439,9 +441,9 @@ class ReplayManager:
                 self._buffers.reset()
                 self._backend.reset()
 
-    def latest_logits(self, submission: Submission, copy: bool) -> torch.Tensor:
+    def latest_logits(self, handle: StepHandle, copy: bool) -> torch.Tensor:
         """Logits of a step, which must be the latest; see `StepHandle.logits`."""
-        step, descriptor, num_reqs = submission.step, submission.descriptor, submission.num_reqs
+        step, descriptor, num_reqs = handle.step, handle.descriptor, handle.num_reqs
         with self._exclusive:
             self._require(State.CAPTURED, "logits")
             if step != self._step - 1:
@@ -482,7 +484,7 @@ class ReplayManager:
             self._backend.close()
             self._logits = NOTHING
             self.stats()
-            del self._buffers, self._program, self._weights
+            del self._buffers, self._rings, self._program, self._weights
             self._ring.close()
             if self._state is State.CAPTURED:
                 del self._guard

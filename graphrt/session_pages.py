@@ -95,8 +95,7 @@ class SessionPages:
         firsts, counts, pages = zip(*(table.list_new(ids) for table in self._tables), strict=True)
         page_indptr = np.zeros(len(self._tables) * len(ids) + 1, np.int32)
         np.cumsum(np.concatenate(counts), out=page_indptr[1:])
-        every = [page for of_group in pages for page in of_group]
-        return np.concatenate(firsts), page_indptr, np.concatenate(every) if every else np.empty(0, np.int32)
+        return np.concatenate(firsts), page_indptr, np.concatenate(pages)
 
     def news(self, ids: Ids) -> tuple[npt.NDArray[np.int32], Int32Array] | tuple[None, None]:
         """The same as News takes them: the lists of rows that get pages, and the pages."""

@@ -22,6 +22,7 @@ class StepGraphs:
 
     def __init__(self, program: StepProgram, recorder: Recorder, loop_sizes: Sequence[int]) -> None:
         self._program, self._recorder, self._loop_sizes = program, recorder, loop_sizes
+        self._plans = program.backend.plans_on_host()
         self._graphs: dict[BatchDescriptor, CapturedGraph] = {}
         self._loops: dict[BatchDescriptor, CapturedGraph] = {}
         self.name = recorder.name
@@ -58,26 +59,32 @@ class StepGraphs:
         """Whether a size can run many times in one launch."""
         return descriptor in self._loops
 
-    def run(
-        self, descriptor: BatchDescriptor, batch: Batch | None, *, eager: bool, steps: int = 1, loops: bool = False
+    def launch(
+        self, descriptor: BatchDescriptor, batch: Batch | None, *, steps: int = 1, loops: bool = False
     ) -> torch.Tensor:
-        """Queue steps of one size on the current stream; returns the logits of the last.
+        """Queue captured steps of one size on the current stream; returns the logits of the last.
 
         batch   what a backend that plans on the host plans; None: what the rows go on with is known to the device alone
-        eager   outside of a graph
         loops   in one launch, which ends early where no row goes on
         """
-        backend, graphs = self._program.backend, self._loops if loops else self._graphs
+        graph = (self._loops if loops else self._graphs)[descriptor]
         for _ in range(1 if loops else steps):
-            if eager:
+            if self._plans and batch is not None:
+                with torch.inference_mode():
+                    self._program.backend.plan_replay(descriptor, batch)
+            graph.launch()
+        return graph.output
+
+    def run_eagerly(self, descriptor: BatchDescriptor, batch: Batch | None, *, steps: int = 1) -> torch.Tensor:
+        """As `launch`, outside of a graph."""
+        backend = self._program.backend
+        with torch.inference_mode():
+            for _ in range(steps):
                 backend.plan_capture(descriptor)
-            if batch is not None:
-                backend.plan_replay(descriptor, batch)
-            if eager:
+                if batch is not None:
+                    backend.plan_replay(descriptor, batch)
                 logits = self._program.run(descriptor)
-            else:
-                graphs[descriptor].launch()
-        return logits if eager else graphs[descriptor].output
+        return logits
 
     def close(self) -> None:
         """Drop all, with the pool and the capture stream."""

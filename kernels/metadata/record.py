@@ -19,6 +19,11 @@ packed to what they use: every offset follows from the counts in the header. The
 
 from __future__ import annotations
 
+import struct
+
+import numpy as np
+import numpy.typing as npt
+
 from graphrt.kernels.metadata.buffers import COPIED, STOP_TOKENS
 
 HEADER_SIZE = 8
@@ -59,12 +64,21 @@ NOBODY = -(1 << 31)
 LENGTH_FROM_ROW = -(1 << 31)
 
 
-def header(
-    step: int, num_reqs: int, num_tokens: int, num_pages: int, kind: int = FULL, steps: int = 1, num_lists: int = 0
-) -> tuple[int, ...]:
-    """The header's words, in order."""
-    low = step & 0xFFFFFFFF
-    return low - ((low >> 31) << 32), step >> 32, num_reqs, num_tokens, num_pages, kind, steps, num_lists
+_HEADER = struct.Struct("<q6i")
+
+
+def write_header(
+    out: npt.NDArray[np.int32],
+    step: int,
+    num_reqs: int,
+    num_tokens: int,
+    num_pages: int,
+    kind: int = FULL,
+    steps: int = 1,
+    num_lists: int = 0,
+) -> None:
+    """Pack the header into the first words of a slot."""
+    _HEADER.pack_into(out, 0, step, num_reqs, num_tokens, num_pages, kind, steps, num_lists)
 
 
 def row_fields(groups: int) -> int:
