@@ -76,12 +76,18 @@ class LaunchEvent:
     """An event behind a launch. torch makes it and waits for it; one call of the driver records it, a third of the time
     that torch takes. Must be recorded where the stream's device is the current one."""
 
-    __slots__ = ("_event", "_handle", "query", "synchronize")
+    __slots__ = ("_event", "_handle")
 
     def __init__(self) -> None:
         self._event = torch.cuda.Event()
         self._handle = 0
-        self.query, self.synchronize = self._event.query, self._event.synchronize
+
+    def query(self) -> bool:
+        """Whether what was queued before it has ended; True before the first record."""
+        return self._event.query()  # type: ignore[no-any-return]  # torch does not annotate it
+
+    def synchronize(self) -> None:
+        self._event.synchronize()
 
     def record(self, stream: torch.cuda.Stream | None) -> None:
         """Behind what is queued on `stream`; None: on the current one."""

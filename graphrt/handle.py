@@ -236,7 +236,8 @@ class StepHandle(InFlight):
 
         Raises: ReplayError when the device did not report the step.
         """
-        return self._arrived(False)[0]
+        tokens: npt.NDArray[np.int32] = self._arrived(False)[0]
+        return tokens
 
     def tokens(self, *, raise_on_fault: bool = True) -> npt.NDArray[np.int32]:
         """Sampled token of each row, [num_reqs] int32 on the host; -1 where the row samples nothing or is faulty.
@@ -250,7 +251,8 @@ class StepHandle(InFlight):
         raise_on_fault = check_bool("raise_on_fault", raise_on_fault, advice="pass a bool")
         if not self._sampled:
             raise ReplayError("tokens: expected a runtime with a sampler, got sampler=None; read logits() instead")
-        return self._arrived(raise_on_fault)[0]
+        tokens: npt.NDArray[np.int32] = self._arrived(raise_on_fault)[0]
+        return tokens
 
     def logits(self, *, copy: bool = False) -> torch.Tensor:
         """Logits [num_reqs, vocab] on the device, ordered after the step on the current stream.

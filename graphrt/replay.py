@@ -341,10 +341,7 @@ class ReplayManager:
         """Queue the steps that a slot is for. If that fails, the device takes the same slot again."""
         try:
             with self._on_stream, slot.in_flight(self._stream):
-                if why_eager:
-                    self._logits = self._graphs.run_eagerly(descriptor, batch, steps=steps)
-                else:
-                    self._logits = self._graphs.launch(descriptor, batch, steps=steps, loops=loops)
+                self._logits = self._graphs.run(descriptor, batch, eager=bool(why_eager), steps=steps, loops=loops)
         except BaseException:
             with self._on_stream:
                 self._buffers.cursor[CURSOR_SLOT] = self._launches

@@ -256,6 +256,8 @@ class Scheduler:
         )
         members = [self.members[slot] for slot in slots.tolist()]
         step = Submitted(self._runtime.replay(batch), members, (samples == 1).tolist())
+        for table in self.tables:
+            table.submitted(slots)
         for request, samples_token in zip(step.members, step.samples, strict=True):
             request.in_flight += samples_token
         self._decoding[list(done)] = True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -9,15 +10,16 @@ import numpy.typing as npt
 
 from graphrt.batch import Int32Array
 from graphrt.kernels.errors import CapacityError
-from graphrt.kernels.metadata.record import PAGE_FIELDS, list_words
+from graphrt.kernels.metadata.record import PAGE_COUNT, PAGE_FIELDS, PAGE_FIRST, PAGE_START, list_words
 from graphrt.kv_cache import PageAllocator
 from graphrt.spec import KVCacheSpec
 from graphrt.tables import Tables
 
 Ids = npt.NDArray[np.int64]
 
-_AHEAD = 64
-"""Tokens that rows have pages for ahead of their steps, where pages are plenty: a step in 64 has to list some."""
+_AHEAD = 128
+"""Tokens that rows have pages for ahead of their steps, where pages are plenty. So a step in 128 has to list some, and
+takes the host ten times as long as the others."""
 
 
 class SessionPages:
@@ -36,8 +38,8 @@ class SessionPages:
 
     def room(self, ids: Ids) -> Ids:
         """Tokens that each row has pages for."""
-        rooms: Ids = np.min([table.to[ids] * table.group.page_size for table in self._tables], 0)
-        return rooms
+        rooms = (table.to[ids] * table.group.page_size for table in self._tables)
+        return functools.reduce(np.minimum, rooms)
 
     def reserve(self, ids: Ids, lengths: Ids, limits: Ids, steps: int) -> None:
         """Pages for the next steps of rows that have up to `lengths` tokens, and for some more where pages are plenty.
@@ -73,13 +75,14 @@ class SessionPages:
     def _grow(self, ids: Ids, lengths: Ids) -> bool:
         """Pages for rows to have so many tokens; False, with nothing allocated, where there are too few."""
         needs = [0] * len(self._allocators)
-        for table in self._tables:
-            needs[table.group.pool] += table.missing(ids, lengths)
+        more = [table.more(ids, lengths) for table in self._tables]
+        for table, pages in zip(self._tables, more, strict=True):
+            needs[table.group.pool] += int(pages.sum())
         if any(need > allocator.num_free for need, allocator in zip(needs, self._allocators, strict=True)):
             return False
         if any(needs):
-            for table in self._tables:
-                table.grow(ids, lengths)
+            for table, pages in zip(self._tables, more, strict=True):
+                table.grow_by(ids, pages)
         return True
 
     def none_left(self) -> CapacityError:
@@ -90,6 +93,11 @@ class SessionPages:
             "that have ended"
         )
 
+    def submitted(self, ids: Ids) -> None:
+        """What `listed` or `news` gave for these rows is in a launch."""
+        for table in self._tables:
+            table.submitted(ids)
+
     def listed(self, ids: Ids) -> tuple[Int32Array, Int32Array, Int32Array]:
         """The pages that no launch has listed, as a Batch takes them: first_pages, page_indptr, page_ids."""
         firsts, counts, pages = zip(*(table.list_new(ids) for table in self._tables), strict=True)
@@ -99,17 +107,19 @@ class SessionPages:
 
     def news(self, ids: Ids) -> tuple[npt.NDArray[np.int32], Int32Array] | tuple[None, None]:
         """The same as News takes them: the lists of rows that get pages, and the pages."""
-        first_pages, page_indptr, page_ids = self.listed(ids)
-        if not len(page_ids):
+        lists, every, start = np.empty((len(ids), list_words(len(self._tables))), np.int32), [], 0
+        lists[:, 0] = np.arange(len(ids))
+        for group, table in enumerate(self._tables):
+            firsts, counts, pages = table.list_new(ids)
+            fields = lists[:, 1 + group * PAGE_FIELDS :]
+            fields[:, PAGE_FIRST], fields[:, PAGE_COUNT] = firsts, counts
+            fields[:, PAGE_START] = counts.cumsum() - counts + start
+            start += len(pages)
+            every.append(pages)
+        if not start:
             return None, None
-        groups, n = len(self._tables), len(ids)
-        starts, counts = page_indptr[:-1].reshape(groups, n), np.diff(page_indptr).reshape(groups, n)
-        places = np.flatnonzero(counts.any(0))
-        lists = np.empty((len(places), list_words(groups)), np.int32)
-        lists[:, 0] = places
-        for field, values in enumerate((first_pages.reshape(groups, n), starts, counts)):
-            lists[:, 1 + field :: PAGE_FIELDS] = values[:, places].T
-        return lists, page_ids
+        some = lists[:, 1 + PAGE_COUNT :: PAGE_FIELDS].any(1)
+        return lists if some.all() else lists[some], np.concatenate(every)
 
     def check_fork(self, row_id: int, length: int) -> None:
         """Raise CapacityError where there are too few pages to fork a row that has `length` tokens for sure."""

@@ -59,24 +59,26 @@ class StepGraphs:
         """Whether a size can run many times in one launch."""
         return descriptor in self._loops
 
-    def launch(
-        self, descriptor: BatchDescriptor, batch: Batch | None, *, steps: int = 1, loops: bool = False
+    def run(
+        self, descriptor: BatchDescriptor, batch: Batch | None, *, eager: bool, steps: int = 1, loops: bool = False
     ) -> torch.Tensor:
-        """Queue captured steps of one size on the current stream; returns the logits of the last.
+        """Queue steps of one size on the current stream; returns the logits of the last.
 
         batch   what a backend that plans on the host plans; None: what the rows go on with is known to the device alone
+        eager   outside of a graph
         loops   in one launch, which ends early where no row goes on
         """
+        if eager:
+            return self._run_eagerly(descriptor, batch, steps)
         graph = (self._loops if loops else self._graphs)[descriptor]
         for _ in range(1 if loops else steps):
             if self._plans and batch is not None:
                 with torch.inference_mode():
                     self._program.backend.plan_replay(descriptor, batch)
-            graph.launch()
+            graph.launch()  # no op of torch: whoever launches a graph need not be in inference mode
         return graph.output
 
-    def run_eagerly(self, descriptor: BatchDescriptor, batch: Batch | None, *, steps: int = 1) -> torch.Tensor:
-        """As `launch`, outside of a graph."""
+    def _run_eagerly(self, descriptor: BatchDescriptor, batch: Batch | None, steps: int) -> torch.Tensor:
         backend = self._program.backend
         with torch.inference_mode():
             for _ in range(steps):

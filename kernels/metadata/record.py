@@ -78,7 +78,7 @@ def write_header(
     num_lists: int = 0,
 ) -> None:
     """Pack the header into the first words of a slot."""
-    _HEADER.pack_into(out, 0, step, num_reqs, num_tokens, num_pages, kind, steps, num_lists)
+    _HEADER.pack_into(out.data, 0, step, num_reqs, num_tokens, num_pages, kind, steps, num_lists)
 
 
 def row_fields(groups: int) -> int:
