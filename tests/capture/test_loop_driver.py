@@ -1,92 +1,30 @@
-"""Launches and loops as the CUDA driver sees them: what it is asked for, what it refuses, on a GPU what it does."""
+"""A loop as the CUDA driver sees it: what it is asked for, what it refuses, and on a GPU what it does."""
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import gc
 import threading
-import types
 import weakref
 
 import pytest
 import torch
 
 from graphrt.capture import loop as cuda_loop
-from graphrt.capture import raw_graph, recorder
+from graphrt.capture import raw_graph
 from graphrt.capture.graph import GraphReport
 from graphrt.capture.recorder import CudaGraph
 from graphrt.kernels.errors import CaptureError, ConfigError, GraphRTError, ReplayError
 from graphrt.kernels.native.nvrtc import compile_variant
+from tests.capture.fake_driver import FAILURE, KERNEL, MEMSET, SUCCESS, TYPES, FakeDriver, Template, install
 from tests.capture.test_loop import CPU, KEY, Countdown, Rig, ints
 
 # -- what the driver is asked, on a driver that is none
 
 
-class FakeDriver:
-    """Graphs as lists of node types; a child graph or a body is a list in its parent. Structs are the real ones."""
-
-    def __init__(self) -> None:
-        self.calls: list[str] = []
-        self.failing = ""
-
-    def __getattr__(self, name: str) -> object:
-        value = getattr(raw_graph_driver, name)
-        if not name.startswith("cu"):
-            return value
-
-        def call(*arguments: object) -> tuple[object, ...]:
-            self.calls.append(name)
-            status = SUCCESS if name != self.failing else FAILURE
-            if name == "cuGraphGetNodes":
-                nodes = arguments[0]
-                return (status, list(enumerate(nodes)) if arguments[1] else [], len(nodes))
-            if name == "cuGraphNodeGetType":
-                kind = arguments[0][1]
-                return status, TYPES.CU_GRAPH_NODE_TYPE_GRAPH if isinstance(kind, list) else kind
-            if name == "cuGraphChildGraphNodeGetGraph":
-                return status, arguments[0][1]
-            if name == "cuGraphAddNode":
-                assert arguments[4].conditional.size == 1
-                assert int(arguments[4].conditional.handle) == 9
-            if name == "cuGraphAddKernelNode":
-                pointers = ctypes.cast(arguments[3].kernelParams, ctypes.POINTER(ctypes.c_void_p))
-                words = ctypes.cast(pointers[0], ctypes.POINTER(ctypes.c_uint64))
-                self.kernel = (words[0], words[1])
-            return status, 9
-
-        return call
-
-
-raw_graph_driver = raw_graph.driver
-SUCCESS, FAILURE = raw_graph_driver.CUresult.CUDA_SUCCESS, raw_graph_driver.CUresult.CUDA_ERROR_INVALID_VALUE
-TYPES = raw_graph_driver.CUgraphNodeType
-KERNEL, MEMSET = TYPES.CU_GRAPH_NODE_TYPE_KERNEL, TYPES.CU_GRAPH_NODE_TYPE_MEMSET
-
-
 @pytest.fixture
 def fake(monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
-    found = FakeDriver()
-    for module in (raw_graph, cuda_loop, recorder):
-        monkeypatch.setattr(module, "driver", found)
-    monkeypatch.setattr(cuda_loop, "load", lambda variant, index: raw_graph_driver.CUfunction(1))
-    monkeypatch.setattr(raw_graph, "ensure_context", lambda index: None)
-    for module in (raw_graph, cuda_loop):
-        monkeypatch.setattr(module, "current_stream", lambda device: 0)
-    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (100, 200))
-    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 50)
-    return found
-
-
-class Template:
-    """Stands for a torch.cuda.CUDAGraph with these nodes."""
-
-    def __init__(self, *nodes: object) -> None:
-        self.nodes = list(nodes)
-
-    def raw_cuda_graph(self) -> list[object]:
-        return self.nodes
+    return install(monkeypatch)
 
 
 def graph_of(template: Template) -> CudaGraph:
@@ -168,82 +106,6 @@ def test_errors_of_the_driver_are_errors_of_graphrt() -> None:
         assert isinstance(error.value, GraphRTError)
 
 
-class Generator:
-    """torch's, of which a step draws so many numbers."""
-
-    def __init__(self, draws: int) -> None:
-        self.offset, self.draws = 0, draws
-
-    def get_state(self) -> torch.Tensor:
-        return torch.tensor([self.offset])
-
-
-class Captured(Template):
-    """One that torch can launch."""
-
-    def __init__(self, generator: Generator) -> None:
-        super().__init__(KERNEL)
-        self.generator, self.replays = generator, 0
-
-    def replay(self) -> None:
-        self.replays += 1
-        self.generator.offset += self.generator.draws
-
-    def raw_cuda_graph_exec(self) -> int:
-        return 5
-
-
-@pytest.mark.parametrize("draws", [0, 4])
-def test_torch_launches_what_draws_from_its_generator_and_nothing_else(
-    fake: FakeDriver, monkeypatch: pytest.MonkeyPatch, draws: int
-) -> None:
-    generator = Generator(draws)
-    monkeypatch.setattr(torch.cuda, "default_generators", (Generator(1), generator))
-    template = Captured(generator)
-    graph = CudaGraph(template, types.SimpleNamespace(device=torch.device("cuda", 1)), GraphReport(KEY, 0.0, 0, 0, 1))
-    for _ in range(3):
-        graph.launch()
-    assert template.replays == (3 if draws else 1)
-    assert fake.calls.count("cuGraphLaunch") == 3 - template.replays
-    fake.failing = "cuGraphLaunch"
-    if not draws:
-        with pytest.raises(ReplayError, match=r"CUDA driver: expected success, got .*INVALID_VALUE"):
-            graph.launch()
-    graph.close()
-    with pytest.raises(AssertionError, match="closed graph"):
-        graph.launch()
-
-
-def test_a_thread_that_is_elsewhere_is_brought_to_the_device(fake: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[int] = []
-    monkeypatch.setattr(raw_graph, "ensure_context", asked.append)
-    launcher = raw_graph.Launcher(5, torch.device("cuda", 1))
-    assert asked == [1]
-    launcher.launch()
-    assert asked == [1], "the context of the thread is the device's"
-    launcher._context = 8
-    launcher.launch()
-    assert asked == [1, 1]
-    assert [name for name in fake.calls if "Get" not in name] == ["cuGraphLaunch", "cuGraphLaunch"]
-
-
-def test_the_driver_records_an_event_once_torch_has_made_it(fake: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
-    recorded: list[object] = []
-    made = types.SimpleNamespace(record=recorded.append, cuda_event=77, query=lambda: True, synchronize=lambda: None)
-    monkeypatch.setattr(torch.cuda, "Event", lambda: made)
-    event, stream = raw_graph.LaunchEvent(), types.SimpleNamespace(cuda_stream=3)
-    for _ in range(3):
-        event.record(stream)
-    assert recorded == [stream]
-    assert fake.calls == ["cuEventRecord"] * 2
-    event.record(None)
-    assert recorded == [stream, None], "torch knows the current stream"
-    assert event.query()
-    fake.failing = "cuEventRecord"
-    with pytest.raises(ReplayError, match=r"CUDA driver: expected success, got .*INVALID_VALUE"):
-        event.record(stream)
-
-
 # -- on a GPU alone
 
 CUDA = torch.device("cuda", 0)
@@ -261,49 +123,6 @@ def test_a_thousand_launches_of_changing_counts() -> None:
         loop.launch()
         total += count
     assert rig.runs.item() == total
-
-
-@pytest.mark.gpu
-def test_a_graph_is_launched_in_order_by_torch_and_by_the_driver() -> None:
-    """The first launch is torch's. On the default stream and on another one, in this thread and in a new one."""
-    rig = Countdown(CUDA)
-    graph = rig.record(rig.step)
-    rig.start(0)
-    torch.cuda.synchronize()
-    seen: list[torch.Tensor] = []
-
-    def launch() -> None:
-        for stream in (torch.cuda.default_stream(), torch.cuda.Stream()):
-            with torch.cuda.stream(stream):
-                for _ in range(3):
-                    torch.cuda._sleep(5_000_000)
-                    graph.launch()
-                    seen.append(rig.runs.clone())
-            stream.synchronize()
-
-    launch()
-    assert graph._launcher is not None
-    thread = threading.Thread(target=launch)
-    thread.start()
-    thread.join()
-    assert [int(runs) for runs in seen] == list(range(1, 13))
-
-
-@pytest.mark.gpu
-def test_a_step_that_draws_from_torch_draws_anew_in_every_launch() -> None:
-    rig, numbers = Rig(CUDA), torch.zeros(64, device=CUDA)
-    graph = rig.record(lambda: numbers.uniform_())
-    seen = []
-    for _ in range(4):
-        graph.launch()
-        seen.append(tuple(numbers.tolist()))
-    assert len(set(seen)) == 4
-    torch.cuda.manual_seed(5)
-    graph.launch()
-    again = numbers.tolist()
-    torch.cuda.manual_seed(5)
-    graph.launch()
-    assert numbers.tolist() == again
 
 
 @pytest.mark.gpu
@@ -430,9 +249,9 @@ def test_memory_copies_and_fills_are_repeated() -> None:
 
     def step() -> torch.Tensor:
         stream = torch.cuda.current_stream().cuda_stream
-        raw_graph.check(raw_graph_driver.cuMemsetD32Async(target.data_ptr(), 1, 4096, stream))
+        raw_graph.check(raw_graph.driver.cuMemsetD32Async(target.data_ptr(), 1, 4096, stream))
         source.add_(target)
-        raw_graph.check(raw_graph_driver.cuMemcpyDtoDAsync(target.data_ptr(), source.data_ptr(), 4 * 4096, stream))
+        raw_graph.check(raw_graph.driver.cuMemcpyDtoDAsync(target.data_ptr(), source.data_ptr(), 4 * 4096, stream))
         rig.go_on.sub_(1)
         return target.sum().reshape(1)
 
