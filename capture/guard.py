@@ -11,6 +11,9 @@ from graphrt.kernels.errors import ReplayError
 # Compares a few hundred addresses in microseconds; torch builds without CUDA lack it.
 _all_equal = getattr(torch._C, "_tensors_data_ptrs_at_indices_equal", None)
 
+_TURN = 32
+"""Tensors that `check_next` looks at: one microsecond."""
+
 
 class PointerGuard:
     """Remembers the addresses of named tensors and raises when one of them has changed.
@@ -24,18 +27,32 @@ class PointerGuard:
         self._names = [name for name, _ in pairs]
         self._tensors = [tensor for _, tensor in pairs]
         self._addresses = [tensor.data_ptr() for tensor in self._tensors]
-        self._indices = list(range(len(pairs)))
+        indices = list(range(len(pairs)))
+        self._turns = [indices[at : at + _TURN] for at in range(0, len(indices), _TURN)] or [[]]
+        self._turn = -1  # before the first, which looks at all
+
+    @property
+    def num_turns(self) -> int:
+        """Calls of `check_next` that look at every tensor, once there was one."""
+        return len(self._turns)
 
     def check(self) -> None:
-        """Raise ReplayError naming the first tensor that moved. A few microseconds for hundreds of tensors."""
-        if _all_equal is not None:
-            if _all_equal(self._tensors, self._addresses, self._indices):
-                return
-        elif all(t.data_ptr() == a for t, a in zip(self._tensors, self._addresses, strict=True)):
-            return
+        """Raise ReplayError naming the first tensor that moved."""
         for name, tensor, address in zip(self._names, self._tensors, self._addresses, strict=True):
             if tensor.data_ptr() != address:
                 raise _moved(name, address, tensor.data_ptr())
+
+    def check_next(self) -> None:
+        """Check 32 tensors at a time, in turns; the first call checks all. Raises: as `check`, again at each call."""
+        turn = self._turn
+        if turn < 0 or not self._same(self._turns[turn]):
+            self.check()
+        self._turn = (turn + 1) % len(self._turns)
+
+    def _same(self, indices: list[int]) -> bool:
+        if _all_equal is not None:
+            return bool(_all_equal(self._tensors, self._addresses, indices))
+        return all(self._tensors[i].data_ptr() == self._addresses[i] for i in indices)
 
     def check_names(self, named: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Raise ReplayError when a name now leads to another address than at capture, or is gone."""

@@ -24,9 +24,9 @@ import torch
 from cuda.bindings import driver
 
 from graphrt.capture.graph import NOTHING, GraphReport
-from graphrt.capture.raw_graph import CostMeter, check, node_types
-from graphrt.kernels.errors import CaptureError, GraphRTError, ReplayError
-from graphrt.kernels.native.nvrtc import NativeVariant, ensure_context, load
+from graphrt.capture.raw_graph import CostMeter, Launcher, check, current_stream, node_types
+from graphrt.kernels.errors import CaptureError, GraphRTError
+from graphrt.kernels.native.nvrtc import NativeVariant, load
 
 GO_ON = NativeVariant("go_on.cu", "go_on", (), num_threads=1, shared_bytes=0)
 """The kernel that ends a body; see go_on.cu."""
@@ -67,26 +67,24 @@ class CudaGraphLoop:
                 _check_nodes(step.raw_cuda_graph())
                 function = load(GO_ON, self._device.index)
                 meter = CostMeter(self._device)
-                graph, self._executable = _instantiate(step.raw_cuda_graph(), function, go_on.data_ptr())
+                graph, executable = _instantiate(step.raw_cuda_graph(), function, go_on.data_ptr())
             except GraphRTError as error:
                 raise CaptureError(f"{of.descriptor}: the step cannot be looped: {error}") from error
             # Whoever drops a loop without closing it gets the memory back as well.
-            self._release = weakref.finalize(self, _destroy, self._executable, graph, step, go_on.detach())
+            self._release = weakref.finalize(self, _destroy, executable, graph, step, go_on.detach())
             self._release.atexit = False  # the driver may be gone by then
-            check(driver.cuGraphUpload(self._executable, _current_stream(self._device)))
+            check(driver.cuGraphUpload(executable, current_stream(self._device)))
+            self._launcher = Launcher(executable, self._device)
             self.report = meter.report(of.descriptor, of.nodes + _NODES_OF_A_LOOP)
         self.output = output
 
     def launch(self) -> None:
         if not self._release.alive:
             raise CaptureError("loop: expected an open loop, got launch() of a closed one; make another with loop()")
-        with torch.cuda.device(self._device):
-            ensure_context(self._device.index)
-            check(driver.cuGraphLaunch(self._executable, _current_stream(self._device)), ReplayError)
+        self._launcher.launch()
 
     def close(self) -> None:
         self._release()
-        self._executable = None
         self.output = NOTHING
 
 
@@ -144,7 +142,3 @@ def _destroy(executable: Any, graph: Any, *kept: Any) -> None:
     """Free both; `kept` is dropped by whoever calls. A failure is that of a device which is lost, memory and all."""
     driver.cuGraphExecDestroy(executable)
     driver.cuGraphDestroy(graph)
-
-
-def _current_stream(device: torch.device) -> int:
-    return torch._C._cuda_getCurrentRawStream(device.index)

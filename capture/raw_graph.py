@@ -10,7 +10,8 @@ from cuda.bindings import driver
 
 from graphrt.capture.descriptor import BatchDescriptor
 from graphrt.capture.graph import GraphReport
-from graphrt.kernels.errors import CaptureError, GraphRTError
+from graphrt.kernels.errors import CaptureError, GraphRTError, ReplayError
+from graphrt.kernels.native.nvrtc import ensure_context
 
 _CHILD = driver.CUgraphNodeType.CU_GRAPH_NODE_TYPE_GRAPH
 
@@ -20,6 +21,39 @@ def check(result: tuple[Any, ...], error: type[GraphRTError] = CaptureError) -> 
     if int(result[0]) != 0:
         raise error(f"CUDA driver: expected success, got {result[0]!r}")
     return result
+
+
+class Launcher:
+    """Launches an executable graph on the current stream of its device, from any thread: one call of the driver, a
+    third of the time that torch takes.
+
+    executable   its handle; whoever owns it destroys it
+    """
+
+    __slots__ = ("_context", "_device", "_executable")
+
+    def __init__(self, executable: Any, device: torch.device) -> None:
+        self._executable, self._device = executable, device
+        with torch.cuda.device(device):
+            ensure_context(device.index)
+            self._context = int(check(driver.cuCtxGetCurrent())[1])
+
+    def launch(self) -> None:
+        """Raises: ReplayError where the driver refuses."""
+        if int(check(driver.cuCtxGetCurrent())[1]) == self._context:
+            self._launch()
+            return
+        with torch.cuda.device(self._device):  # the thread is at another device, or has made no CUDA call yet
+            ensure_context(self._device.index)
+            self._launch()
+
+    def _launch(self) -> None:
+        check(driver.cuGraphLaunch(self._executable, current_stream(self._device)), ReplayError)
+
+
+def current_stream(device: torch.device) -> int:
+    """Handle of the stream that is current on a device, in the calling thread."""
+    return torch._C._cuda_getCurrentRawStream(device.index)
 
 
 def count_nodes(graph: Any) -> int:
@@ -36,6 +70,32 @@ def node_types(graph: Any) -> frozenset[Any]:
         if kind == _CHILD:
             found |= node_types(check(driver.cuGraphChildGraphNodeGetGraph(node))[1])
     return frozenset(found)
+
+
+class LaunchEvent:
+    """An event behind a launch. torch makes it and waits for it; one call of the driver records it, a third of the time
+    that torch takes. Must be recorded where the stream's device is the current one."""
+
+    __slots__ = ("_event", "_handle")
+
+    def __init__(self) -> None:
+        self._event = torch.cuda.Event()
+        self._handle = 0
+
+    def query(self) -> bool:
+        """Whether what was queued before it has ended; True before the first record."""
+        return self._event.query()  # type: ignore[no-any-return]  # torch does not annotate it
+
+    def synchronize(self) -> None:
+        self._event.synchronize()
+
+    def record(self, stream: torch.cuda.Stream | None) -> None:
+        """Behind what is queued on `stream`; None: on the current one."""
+        if self._handle and stream is not None:
+            check(driver.cuEventRecord(self._handle, stream.cuda_stream), ReplayError)
+        else:  # torch makes an event where it is first recorded
+            self._event.record(stream)
+            self._handle = self._event.cuda_event
 
 
 class CostMeter:

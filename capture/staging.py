@@ -13,6 +13,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from graphrt.capture.raw_graph import LaunchEvent
+
 
 class StagingSlot:
     """One slot: words in host memory, the event of the launch that used them last, and who collects its results.
@@ -24,7 +26,10 @@ class StagingSlot:
     on_done        called once, after the slot's launch has ended and before the slot is written again
     """
 
-    __slots__ = ("_copies", "_event", "_header", "_lock", "_stream", "_submitted", "on_done", "record", "record_tensor")
+    __slots__ = (
+        "_copies", "_event", "_header", "_lock", "_running", "_stream", "_submitted", "on_done", "record",
+        "record_tensor",
+    )  # fmt: skip
 
     def __init__(self, words: torch.Tensor, device: torch.device, header: int = 0, copies: int = 1) -> None:
         record_at = header * (copies - 1)
@@ -32,9 +37,10 @@ class StagingSlot:
         self.record: npt.NDArray[np.int32] = self.record_tensor.numpy()
         self._copies, self._header = words[:record_at].view(copies - 1, header).numpy(), self.record[:header]
         self.on_done: Callable[[], None] | None = None
-        self._event = torch.cuda.Event() if device.type == "cuda" else None
+        self._event = LaunchEvent() if device.type == "cuda" else None
         self._stream: torch.cuda.Stream | None = None
         self._submitted = False
+        self._running = False  # as far as anybody asked: a launch that is known to have ended costs no call any more
         # Another thread may read a step's tokens while this one submits the next step: one of them collects.
         self._lock = threading.Lock()
 
@@ -51,29 +57,39 @@ class StagingSlot:
         return self
 
     def __enter__(self) -> None:
+        """Copy the header. Until its launch is queued, the slot is as the one before left it."""
         self._copies[:] = self._header
-        self._submitted = True
 
     def __exit__(self, *error: object) -> None:
-        if self._event is not None:
-            self._event.record(self._stream)
+        with self._lock:
+            self._submitted = True
+            if self._event is not None:
+                self._event.record(self._stream)
+                self._running = True
 
     def is_done(self) -> bool:
         """Whether the slot's last launch has ended, without waiting."""
-        return not self._submitted or self._event is None or self._event.query()
+        if not self._running:
+            return True
+        with self._lock:
+            return self._has_ended()
 
     def wait(self) -> None:
         """Wait until the slot's last launch has ended, then hand its results over.
 
         A late reader may find the slot in use by a newer launch. It leaves that one to its own readers.
         """
-        if self._submitted and self._event is not None:
+        if self._running and self._event is not None:
             self._event.synchronize()
         with self._lock:
-            ended = self._submitted and (self._event is None or self._event.query())
-            if ended and self.on_done is not None:
+            if self._submitted and self._has_ended() and self.on_done is not None:
                 on_done, self.on_done = self.on_done, None
                 on_done()
+
+    def _has_ended(self) -> bool:
+        if self._running and self._event is not None and self._event.query():
+            self._running = False
+        return not self._running
 
 
 class StagingRing:

@@ -248,7 +248,7 @@ class Batch:
 
     def is_uniform(self, query_len: int) -> bool:
         """Whether every row has exactly `query_len` new tokens."""
-        return self.num_tokens == query_len * self.num_reqs and bool((self.query_lens == query_len).all())
+        return self.num_tokens == query_len * self.num_reqs and not np.count_nonzero(self.query_lens != query_len)
 
     def mixed_error(self, query_len: int) -> UnsupportedError:
         """What a runtime without mixed batches raises for a batch that is not uniform."""
@@ -262,19 +262,20 @@ class Batch:
     ) -> None:
         """Raise CapacityError for sequences or page lists that a runtime has no room for, ShapeError for page lists of
         another number of KV groups, and with `whole` for a row that is not a whole sequence; costs microseconds."""
+        n, listed = len(self.row_ids), len(self.page_ids)
         if self.num_groups not in (0, groups):
             raise ShapeError(
                 f"batch.page_indptr: expected lists of {groups} KV groups, {groups * self.num_reqs + 1} values, got "
                 f"{len(self.page_indptr)}; pass a list per group and row, an empty one where a row lists no page"
             )
-        longest = int(self.seq_lens.max(initial=0))
+        longest = int(np.maximum.reduce(self.seq_lens, initial=0))
         if longest > max_seq_len:
             row = int(self.seq_lens.argmax())
             raise CapacityError(
                 f"batch.seq_lens: expected at most max_seq_len={max_seq_len}, got {longest} in row {row}; end that "
                 "sequence, or build the runtime with a larger max_seq_len"
             )
-        if int(self.encoder_lens.max(initial=0)) > max_encoder_len:
+        if int(np.maximum.reduce(self.encoder_lens, initial=0)) > max_encoder_len:
             row = int(self.encoder_lens.argmax())
             raise CapacityError(
                 f"batch.encoder_lens: expected at most max_encoder_len={max_encoder_len}, got {self.encoder_lens[row]} "
@@ -286,8 +287,7 @@ class Batch:
                 f"batch.query_lens: expected {self.seq_lens[row]} new tokens in row {row}, its seq_len, got "
                 f"{self.query_lens[row]}; encoder layers see the tokens of one step, so rows are whole sequences"
             )
-        listed = len(self.page_ids)
-        words = layout.record_size(self.num_reqs, self.num_tokens, listed, max(groups, 1))
+        words = layout.record_size(n, len(self.tokens), listed, max(groups, 1))
         if words > record_words:
             raise CapacityError(
                 f"batch.page_ids: expected at most {listed - (words - record_words)} pages listed in one step, "
@@ -297,30 +297,22 @@ class Batch:
     def write_record(self, out: Int32Array, step: int, groups: int) -> int:
         """Pack the batch in full into `out`, as a runtime of so many KV groups reads it (see
         kernels/metadata/record.py), and return the number of words used."""
-        n, tokens, listed = self.num_reqs, self.num_tokens, len(self.page_ids)
-        out[: layout.HEADER_SIZE] = layout.header(step, n, tokens, listed)
-        row_fields = layout.row_fields(max(groups, 1))  # a runtime without KV groups has the record of one
-        at = layout.HEADER_SIZE
-        rows = out[at : at + row_fields * n].reshape(row_fields, n)
-        rows[layout.ROW_ID] = self.row_ids
-        rows[layout.ROW_SEQ_LEN] = self.seq_lens
-        rows[layout.ROW_QUERY_LEN] = self.query_lens
-        np.cumsum(self.query_lens, out=rows[layout.ROW_QUERY_START])
-        rows[layout.ROW_QUERY_START] -= self.query_lens
-        rows[layout.ROW_SAMPLE] = self.sample
-        for index, name in enumerate(COPIED):
-            rows[layout.ROW_COPIED + index] = getattr(self, name).view(np.int32)
-        if not listed:
-            rows[layout.ROW_PAGES :] = 0
-        else:
-            lists = rows[layout.ROW_PAGES :].reshape(-1, layout.PAGE_FIELDS, n)
-            lists[:, layout.PAGE_FIRST] = self.first_pages.reshape(-1, n)
-            lists[:, layout.PAGE_START] = self.page_indptr[:-1].reshape(-1, n)
-            lists[:, layout.PAGE_COUNT] = (self.page_indptr[1:] - self.page_indptr[:-1]).reshape(-1, n)
-        at += row_fields * n
-        out[at : at + tokens] = self.tokens
-        out[at + tokens : at + tokens + listed] = self.page_ids
-        return at + tokens + listed
+        n, listed = len(self.row_ids), len(self.page_ids)
+        layout.write_header(out, step, n, len(self.tokens), listed)
+        starts = self.query_lens.cumsum(dtype=np.int32) - self.query_lens
+        # The words of a record in their order: see ROW_* and PAGE_*.
+        words = [self.row_ids, self.seq_lens, starts, self.query_lens, self.sample]
+        words += [getattr(self, name).view(np.int32) for name in COPIED]
+        if listed:
+            counts = self.page_indptr[1:] - self.page_indptr[:-1]
+            for at in range(0, groups * n, n):
+                words += [values[at : at + n] for values in (self.first_pages, self.page_indptr, counts)]
+        else:  # a runtime without KV groups has the record of one
+            words.append(np.zeros(layout.PAGE_FIELDS * max(groups, 1) * n, np.int32))
+        words += [self.tokens, self.page_ids]
+        end = layout.record_size(n, len(self.tokens), listed, max(groups, 1))
+        np.concatenate(words, out=out[layout.HEADER_SIZE : end])
+        return end
 
 
 _ON_HOST: dict[torch.dtype, Any] = {torch.float32: np.float32, torch.int64: np.uint32, torch.int32: np.int32}

@@ -31,7 +31,8 @@ class RuntimeConfig:
     prefill_backend serves the prompts of mixed steps, by name, while `backend` serves the rows that decode. "none": one
                     kernel of `backend` serves both. None takes what was measured to be fastest
     use_graphs      False runs every step eagerly (counted, with the reason)
-    check_weights   compare all captured weight addresses before every step (microseconds)
+    check_weights   compare addresses of captured weights: of all before the first step, then of 32 before each step, in
+                    turns, which takes a microsecond. A weight that moved is found within (number of weights) / 32 steps
     mixed_batches   False: `replay` takes only batches whose rows all have `query_len` new tokens, and refuses others.
                     Prompts are then computed elsewhere. Backends without mixed batches can serve, and no mixed graphs
                     are captured

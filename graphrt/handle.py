@@ -80,31 +80,67 @@ def row_faults(codes: npt.NDArray[np.int32], values: npt.NDArray[np.int64]) -> t
     return tuple(faults)
 
 
-@dataclass(frozen=True, slots=True)
-class Submission:
-    """What is known of a step when it is submitted; see StepHandle."""
-
-    step: int
-    num_reqs: int
-    descriptor: BatchDescriptor
-    why_eager: str
-    sampled: bool
-
-
 class LogitsOwner(Protocol):
     """Who knows where the logits of the latest step are."""
 
-    def latest_logits(self, submission: Submission, copy: bool) -> torch.Tensor: ...
+    def latest_logits(self, handle: StepHandle, copy: bool) -> torch.Tensor: ...
+
+
+class Rings:
+    """The rings that the device writes results to, as arrays of the host: an entry per step in flight."""
+
+    __slots__ = ("codes", "depth", "ends", "steps", "tokens", "values")
+
+    def __init__(self, buffers: StaticBuffers) -> None:
+        self.steps, self.tokens, self.ends = (
+            ring.numpy() for ring in (buffers.step_ring, buffers.token_ring, buffers.end_ring)
+        )
+        self.codes, self.values = buffers.fault_code_ring.numpy(), buffers.fault_value_ring.numpy()
+        self.depth = len(self.steps)
+
+    def entries(self, step: int, count: int) -> slice | npt.NDArray[np.int64]:
+        """The entries of so many steps: a slice, where they lie in one piece."""
+        first = step % self.depth
+        if first + count <= self.depth:
+            return slice(first, first + count)
+        return np.arange(step, step + count) % self.depth
 
 
 class InFlight:
-    """What was submitted in one slot of the inbox: whoever reads its results waits for it alone."""
+    """What was submitted in one slot of the inbox: whoever reads its results waits for it alone.
 
-    __slots__ = ("_error", "_slot")
+    step         number of its first step; every step of a manager has a larger one than the step before
+    steps        steps at most. A launch that loops ends early where no row goes on; others run all, without rows
+    num_reqs     rows
+    descriptor   the size it ran at
+    why_eager    empty when it replayed a graph, else the reason why not
+    """
 
-    def __init__(self, slot: StagingSlot) -> None:
+    __slots__ = (
+        "_codes", "_ends", "_error", "_rings", "_slot", "_tokens", "descriptor", "num_reqs", "step", "steps",
+        "why_eager",
+    )  # fmt: skip
+
+    _codes: npt.NDArray[np.int32]
+    _ends: npt.NDArray[np.int32]
+    _tokens: npt.NDArray[np.int32]
+
+    def __init__(
+        self,
+        step: int,
+        steps: int,
+        num_reqs: int,
+        descriptor: BatchDescriptor,
+        why_eager: str,
+        slot: StagingSlot,
+        rings: Rings,
+    ) -> None:
+        self.step, self.steps, self.num_reqs = step, steps, num_reqs
+        self.descriptor, self.why_eager = descriptor, why_eager
         self._slot: StagingSlot | None = slot
+        self._rings: Rings | None = rings
         self._error: ReplayError | None = None
+        slot.on_done = self._collect
 
     def done(self) -> bool:
         """Whether it has ended, without waiting."""
@@ -118,82 +154,90 @@ class InFlight:
             slot.wait()
 
     @property
+    def num_arrived(self) -> int:
+        """Steps whose results have arrived, without waiting. They arrive in order, while it runs."""
+        rings, step = self._rings, self.step
+        if rings is None:
+            return len(self._tokens)
+        if self.steps == 1:
+            return int(rings.steps[step % rings.depth] == step)
+        arrived = rings.steps[rings.entries(step, self.steps)] == np.arange(step, step + self.steps)
+        return int(arrived.cumprod().sum())
+
+    def _collect(self) -> None:
+        """Copy the results out of the rings: once, when it has ended, before its entries are used again."""
+        rings, n, arrived = self._rings, self.num_reqs, self.num_arrived
+        assert rings is not None, "results are collected once"
+        at = rings.entries(self.step, arrived)
+        self._tokens, self._ends = rings.tokens[at, :n].copy(), rings.ends[at, :n].copy()
+        self._codes = rings.codes[at, :n].copy()
+        if not arrived:
+            self._error = ReplayError(
+                f"step {self.step}: expected the device to report this step, got step "
+                f"{rings.steps[self.step % rings.depth]}; the launch failed or another writer used the buffers: close "
+                "this runtime"
+            )
+        elif self._codes.any():
+            # Every row's first fault: it is parked from then on.
+            steps = zip(self._codes, rings.values[at, :n], strict=True)
+            faults = [fault for codes, values in steps for fault in row_faults(codes, values)]
+            self._error = StepFaultError(self.step + int(self._codes.any(1).argmax()), faults)
+        self._slot = self._rings = None
+
+    @property
     def error(self) -> ReplayError | None:
         """What `tokens()` raises, or None: a StepFaultError if rows are faulty. Waits."""
         self.wait()
         return self._error
 
-
-class StepHandle(InFlight):
-    """One submitted step.
-
-    step         its number; every step of a manager has a larger one than the step before
-    num_reqs     rows of its batch
-    descriptor   the size it ran at
-    why_eager    empty when it replayed a graph, else the reason why not
-    """
-
-    __slots__ = ("_buffers", "_faults", "_owner", "_submission", "_tokens")
-
-    def __init__(self, submission: Submission, slot: StagingSlot, buffers: StaticBuffers, owner: LogitsOwner) -> None:
-        super().__init__(slot)
-        self._submission = submission
-        self._buffers: StaticBuffers | None = buffers
-        self._owner = owner
-        self._tokens: npt.NDArray[np.int32] = np.empty(0, np.int32)
-        self._faults: tuple[RowFault, ...] = ()
-        slot.on_done = self._collect
-
-    @property
-    def step(self) -> int:
-        return self._submission.step
-
-    @property
-    def num_reqs(self) -> int:
-        return self._submission.num_reqs
-
-    @property
-    def descriptor(self) -> BatchDescriptor:
-        return self._submission.descriptor
-
-    @property
-    def why_eager(self) -> str:
-        return self._submission.why_eager
-
-    def _collect(self) -> None:
-        """Copy the results out of the rings. Called once, when the step has ended, before its entry is reused."""
-        assert self._buffers is not None, "results are collected once"
-        rings, step, rows = self._buffers, self.step, self.num_reqs
-        entry = step % rings.step_ring.shape[0]
-        self._tokens = rings.token_ring[entry, :rows].numpy().copy()
-        codes = rings.fault_code_ring[entry, :rows].numpy()
-        if (reported := int(rings.step_ring[entry])) != step:
-            self._error = ReplayError(
-                f"step {step}: expected the device to report this step, got step {reported}; the launch failed or "
-                "another writer used the buffers: close this runtime"
-            )
-        elif codes.any():
-            values = rings.fault_value_ring[entry, :rows].numpy()
-            self._faults = row_faults(codes, values)
-            self._error = StepFaultError(step, self._faults)
-        self._slot = self._buffers = None
-
     @property
     def faults(self) -> tuple[RowFault, ...]:
-        """All faulty rows, in the order of the batch; empty if there are none. Waits for the step.
+        """All faulty rows, by their places; empty if there are none. Waits.
 
-        Raises: ReplayError when the device did not report the step at all.
+        Raises: ReplayError when the device did not report the first step at all.
         """
-        self.wait()
-        if self._error is not None and not self._faults:
-            raise self._error
-        return self._faults
+        error = self.error
+        if error is None:
+            return ()
+        if isinstance(error, StepFaultError):
+            return error.faults
+        raise error
+
+    def _arrived(self, raise_on_fault: bool) -> npt.NDArray[np.int32]:
+        """Tokens of the steps that ran, [steps, num_reqs]; waits, and raises as `tokens` of its kinds say."""
+        error = self.error
+        if error is not None and (raise_on_fault or not isinstance(error, StepFaultError)):
+            raise error
+        return self._tokens
+
+
+class StepHandle(InFlight):
+    """One submitted step of a batch; `steps` is 1."""
+
+    __slots__ = ("_owner", "_sampled")
+
+    def __init__(
+        self,
+        step: int,
+        num_reqs: int,
+        descriptor: BatchDescriptor,
+        why_eager: str,
+        slot: StagingSlot,
+        rings: Rings,
+        owner: LogitsOwner,
+        sampled: bool,
+    ) -> None:
+        super().__init__(step, 1, num_reqs, descriptor, why_eager, slot, rings)
+        self._owner, self._sampled = owner, sampled
 
     @property
     def results(self) -> npt.NDArray[np.int32]:
-        """`tokens()` as they stand, whether there are faults or no sampler at all. Waits for the step."""
-        self.wait()
-        return self._tokens
+        """`tokens()` as they stand, whether there are faults or no sampler at all. Waits for the step.
+
+        Raises: ReplayError when the device did not report the step.
+        """
+        tokens: npt.NDArray[np.int32] = self._arrived(False)[0]
+        return tokens
 
     def tokens(self, *, raise_on_fault: bool = True) -> npt.NDArray[np.int32]:
         """Sampled token of each row, [num_reqs] int32 on the host; -1 where the row samples nothing or is faulty.
@@ -205,12 +249,10 @@ class StepHandle(InFlight):
         an argument that is no bool.
         """
         raise_on_fault = check_bool("raise_on_fault", raise_on_fault, advice="pass a bool")
-        if not self._submission.sampled:
+        if not self._sampled:
             raise ReplayError("tokens: expected a runtime with a sampler, got sampler=None; read logits() instead")
-        self.wait()
-        if self._error is not None and (raise_on_fault or not self._faults):
-            raise self._error
-        return self._tokens
+        tokens: npt.NDArray[np.int32] = self._arrived(raise_on_fault)[0]
+        return tokens
 
     def logits(self, *, copy: bool = False) -> torch.Tensor:
         """Logits [num_reqs, vocab] on the device, ordered after the step on the current stream.
@@ -223,4 +265,4 @@ class StepHandle(InFlight):
         `close()`, ConfigError for an argument that is no bool.
         """
         copy = check_bool("copy", copy, advice="pass a bool")
-        return self._owner.latest_logits(self._submission, copy)
+        return self._owner.latest_logits(self, copy)

@@ -7,88 +7,13 @@ from collections.abc import Iterator
 import numpy as np
 import numpy.typing as npt
 
-from graphrt.capture.descriptor import BatchDescriptor
-from graphrt.capture.staging import StagingSlot
-from graphrt.handle import InFlight, RowFault, StepFaultError, row_faults
-from graphrt.kernels.errors import ReplayError
-from graphrt.kernels.metadata.buffers import StaticBuffers
+from graphrt.handle import InFlight
 
 
 class Launch(InFlight):
-    """One submitted launch of a session.
+    """One submitted launch of a session, of up to `steps` steps."""
 
-    step         number of its first step
-    steps        steps at most. A launch that loops ends early where no row goes on; others run all, without rows
-    num_reqs     rows
-    descriptor   the size it ran at
-    why_eager    empty when it replayed a graph, else the reason why not
-    """
-
-    __slots__ = (
-        "_buffers", "_codes", "_ends", "_tokens", "_values", "descriptor", "num_reqs", "step", "steps", "why_eager",
-    )  # fmt: skip
-
-    def __init__(
-        self,
-        step: int,
-        steps: int,
-        num_reqs: int,
-        descriptor: BatchDescriptor,
-        why_eager: str,
-        slot: StagingSlot,
-        buffers: StaticBuffers,
-    ) -> None:
-        super().__init__(slot)
-        self.step, self.steps, self.num_reqs = step, steps, num_reqs
-        self.descriptor, self.why_eager = descriptor, why_eager
-        self._buffers: StaticBuffers | None = buffers
-        self._tokens = self._ends = self._codes = np.empty((0, num_reqs), np.int32)
-        self._values = np.empty((0, num_reqs), np.int64)
-        slot.on_done = self._collect
-
-    def _entries(self) -> npt.NDArray[np.int64]:
-        assert self._buffers is not None, "results are collected once"
-        return np.arange(self.step, self.step + self.steps) % self._buffers.step_ring.shape[0]
-
-    def _collect(self) -> None:
-        """Copy the results out of the rings: once, when the launch has ended, before its entries are used again."""
-        rings, n = self._buffers, self.num_reqs
-        assert rings is not None, "results are collected once"
-        at = self._entries()[: self.num_arrived]
-        self._tokens = rings.token_ring.numpy()[at, :n]
-        self._ends = rings.end_ring.numpy()[at, :n]
-        self._codes = rings.fault_code_ring.numpy()[at, :n]
-        if self._codes.any():
-            self._values = rings.fault_value_ring.numpy()[at, :n]
-            self._error = StepFaultError(self.step + int(self._codes.any(1).argmax()), self._faults())
-        if not len(at):
-            self._error = ReplayError(
-                f"step {self.step}: expected the device to report this step, got none; the launch failed or another "
-                "writer used the buffers: close this runtime"
-            )
-        self._slot = self._buffers = None
-
-    def _faults(self) -> tuple[RowFault, ...]:
-        """Every row's first fault: it is parked from then on."""
-        return tuple(
-            fault
-            for codes, values in zip(self._codes, self._values, strict=True)
-            for fault in row_faults(codes, values)
-        )
-
-    @property
-    def num_arrived(self) -> int:
-        """Steps whose results have arrived, without waiting. They arrive in order, while the launch runs."""
-        if self._buffers is None:
-            return len(self._tokens)
-        arrived = self._buffers.step_ring.numpy()[self._entries()] == np.arange(self.step, self.step + self.steps)
-        return int(arrived.cumprod().sum())
-
-    @property
-    def faults(self) -> tuple[RowFault, ...]:
-        """All faulty rows, by their places; empty if there are none. Waits for the launch."""
-        self.wait()
-        return self._error.faults if isinstance(self._error, StepFaultError) else ()
+    __slots__ = ()
 
     def tokens(self, *, raise_on_fault: bool = True) -> npt.NDArray[np.int32]:
         """Sampled tokens, [steps that ran, num_reqs] int32 on the host; -1 where a row did not go on.
@@ -96,10 +21,7 @@ class Launch(InFlight):
         Waits for the launch. Raises: StepFaultError when rows are faulty, unless `raise_on_fault` is False;
         ReplayError when the device did not report the launch.
         """
-        self.wait()
-        if self._error is not None and (raise_on_fault or not len(self._tokens)):
-            raise self._error
-        return self._tokens
+        return self._arrived(raise_on_fault)
 
     @property
     def ends(self) -> npt.NDArray[np.int32]:
@@ -114,8 +36,8 @@ class Launch(InFlight):
                 pass
             if self.num_arrived <= index:
                 return
-            buffers = self._buffers
-            if buffers is None:
+            rings = self._rings
+            if rings is None:
                 yield self._tokens[index]
             else:
-                yield buffers.token_ring.numpy()[self._entries()[index], : self.num_reqs].copy()
+                yield rings.tokens[(self.step + index) % rings.depth, : self.num_reqs].copy()

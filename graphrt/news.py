@@ -44,7 +44,7 @@ class News:
             out[at : at + self.lists.size] = self.lists.reshape(-1)
             at += self.lists.size
             out[at : at + listed] = self.pages
-        out[: layout.HEADER_SIZE] = layout.header(step, n, 0, listed, kind, steps)
+        layout.write_header(out, step, n, 0, listed, kind, steps)
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,14 +9,16 @@ import torch
 
 from graphrt.backends.base import AttentionBackend, AttentionLayer
 from graphrt.capture.descriptor import BatchDescriptor, GraphKind
+from graphrt.config import RuntimeConfig
 from graphrt.groups import LayerPlace, longest_of
 from graphrt.kernels.attention.options import FP8_DTYPES
 from graphrt.kernels.checks import check_instance, check_tensor
 from graphrt.kernels.errors import ShapeError
 from graphrt.kernels.metadata.apply import apply
 from graphrt.kernels.metadata.arguments import check_tables
-from graphrt.kernels.metadata.buffers import PageGroup, StaticBuffers
+from graphrt.kernels.metadata.buffers import Capacity, PageGroup, StaticBuffers
 from graphrt.kernels.metadata.publish import publish
+from graphrt.kernels.metadata.record import record_size
 from graphrt.kernels.metadata.refresh import refresh
 from graphrt.kv_cache import KVCache
 from graphrt.layer import ModelLayers
@@ -125,6 +127,20 @@ def page_groups(kv_cache: KVCache, max_seq_len: int, max_encoder_len: int) -> tu
             )
         )
     return tuple(groups) or (_NO_PAGES,)
+
+
+def capacity_of(config: RuntimeConfig, groups: Sequence[PageGroup]) -> Capacity:
+    """The extents of the static buffers of a runtime: room for the longest list of pages of every row."""
+    rows, tokens = config.max_num_reqs, config.max_num_tokens
+    return Capacity(
+        rows=rows,
+        tokens=tokens,
+        row_ids=rows,
+        record=record_size(rows, tokens, rows * sum(group.max_pages for group in groups), len(groups)),
+        ring=config.ring_depth,
+        page_groups=tuple(groups),
+        launch_steps=config.launch_steps,
+    )
 
 
 def kept_tables(tables: torch.Tensor | None, buffers: StaticBuffers) -> torch.Tensor | None:

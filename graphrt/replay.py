@@ -21,7 +21,7 @@ from graphrt.compare import StepComparison, StepResult, compare_results, state_k
 from graphrt.config import RuntimeConfig
 from graphrt.entry import Exclusive, OnStream, stream_on
 from graphrt.groups import layer_places
-from graphrt.handle import StepHandle, Submission
+from graphrt.handle import Rings, StepHandle
 from graphrt.kernels.checks import (
     check_bool,
     check_callable,
@@ -30,14 +30,14 @@ from graphrt.kernels.checks import (
     check_named_tensors,
 )
 from graphrt.kernels.errors import CaptureError, ReplayError, ShapeError, UnsupportedError
-from graphrt.kernels.metadata.buffers import CURSOR_SLOT, CURSOR_STEP, Capacity, StaticBuffers
-from graphrt.kernels.metadata.record import HEADER_COPIES, HEADER_SIZE, record_size
+from graphrt.kernels.metadata.buffers import CURSOR_SLOT, CURSOR_STEP, StaticBuffers
+from graphrt.kernels.metadata.record import HEADER_COPIES, HEADER_SIZE
 from graphrt.kernels.ops.sampling import MAX_VOCAB_SIZE
 from graphrt.kv_cache import KVCache
 from graphrt.launch import Launch
 from graphrt.layer import ModelLayers
 from graphrt.news import News, RowEnds
-from graphrt.program import StepProgram, attention_layers, kept_tables, page_groups
+from graphrt.program import StepProgram, attention_layers, capacity_of, kept_tables, page_groups
 from graphrt.sampling import sample_tokens
 from graphrt.spec import AttentionSpec
 from graphrt.stats import Stats
@@ -116,21 +116,10 @@ class ReplayManager:
         self._exclusive = Exclusive()
         max_encoder_len = config.max_encoder_len or 0
         groups = page_groups(kv_cache, config.max_seq_len, max_encoder_len)
-        listed = config.max_num_reqs * sum(group.max_pages for group in groups)
-        self._record_words = record_size(config.max_num_reqs, config.max_num_tokens, listed, len(groups))
-        self._buffers = StaticBuffers.allocate(
-            Capacity(
-                rows=config.max_num_reqs,
-                tokens=config.max_num_tokens,
-                row_ids=config.max_num_reqs,
-                record=self._record_words,
-                ring=config.ring_depth,
-                page_groups=groups,
-                launch_steps=config.launch_steps,
-            ),
-            device,
-        )
+        capacity = capacity_of(config, groups)
+        self._record_words, self._buffers = capacity.record, StaticBuffers.allocate(capacity, device)
         self._ring = StagingRing(self._buffers.inbox, device, HEADER_SIZE, HEADER_COPIES)
+        self._rings = Rings(self._buffers)
         self._program = StepProgram(
             model=model,
             sampler=sampler,
@@ -264,7 +253,7 @@ class ReplayManager:
         if self._program.page_tables is not None and len(batch.page_ids):
             raise ShapeError("batch.page_ids: expected none beside page_tables, got some; write them to your tables")
         if self.config.check_weights:
-            self._guard.check()
+            self._guard.check_next()
         uniform = batch.is_uniform(self.config.query_len)
         if not (uniform or self.config.mixed_batches):
             raise batch.mixed_error(self.config.query_len)
@@ -287,10 +276,9 @@ class ReplayManager:
         with self._exclusive:
             target = self._dispatch("begin", batch, None)
             why_eager = "asked for by the caller" if eager else target.why_eager
-            with self._on_stream, torch.inference_mode():
-                slot, step = self._queue(batch, target.descriptor, why_eager, ends)
+            slot, step = self._queue(batch, target.descriptor, why_eager, ends)
             self._stats.count(target.descriptor, batch.num_tokens, why_eager, forced=eager)
-            return Launch(step, 1, batch.num_reqs, target.descriptor, why_eager, slot, self._buffers)
+            return Launch(step, 1, batch.num_reqs, target.descriptor, why_eager, slot, self._rings)
 
     def advance(self, news: News, *, steps: int = 1, eager: bool = False) -> Launch:
         """Let rows go on by up to `steps` tokens, each from its last token on, with what `begin` said of it.
@@ -303,25 +291,24 @@ class ReplayManager:
         with self._exclusive:
             self._require(State.CAPTURED, "advance")
             if self.config.check_weights:
-                self._guard.check()
-            target = self._dispatcher.dispatch(news.num_reqs, news.num_reqs, True)
-            why_eager = "asked for by the caller" if eager else target.why_eager
-            with self._on_stream, torch.inference_mode():
-                slot, step, self._step = self._ring.acquire(self._launches), self._step, self._step + steps
-                loops = steps > 1 and not why_eager and self._graphs.can_loop(target.descriptor)
-                news.write(slot.record, step, steps, loops=loops, new_order=news.order is not self._order)
-                self._order = None
-                self._launch(slot, target.descriptor, None, why_eager, steps=steps, loops=loops)
-                self._order = news.order
-            self._stats.count(target.descriptor, news.num_reqs, why_eager, forced=eager, steps=steps)
-            return Launch(step, steps, news.num_reqs, target.descriptor, why_eager, slot, self._buffers)
+                self._guard.check_next()
+            num_reqs = news.num_reqs
+            target = self._dispatcher.dispatch(num_reqs, num_reqs, True)
+            descriptor, why_eager = target.descriptor, "asked for by the caller" if eager else target.why_eager
+            slot, step, self._step = self._ring.acquire(self._launches), self._step, self._step + steps
+            loops = steps > 1 and not why_eager and self._graphs.can_loop(descriptor)
+            news.write(slot.record, step, steps, loops=loops, new_order=news.order is not self._order)
+            self._order = None
+            self._launch(slot, descriptor, None, why_eager, steps=steps, loops=loops)
+            self._order = news.order
+            self._stats.count(descriptor, num_reqs, why_eager, forced=eager, steps=steps)
+            return Launch(step, steps, num_reqs, descriptor, why_eager, slot, self._rings)
 
     def _submit(self, batch: Batch, descriptor: BatchDescriptor, why_eager: str) -> StepHandle:
-        with self._on_stream, torch.inference_mode():
-            slot, step = self._queue(batch, descriptor, why_eager)
-            # 4 a handle, which waits for this step alone
-            submission = Submission(step, batch.num_reqs, descriptor, why_eager, self._program.sampler is not None)
-            return StepHandle(submission, slot, self._buffers, self)
+        slot, step = self._queue(batch, descriptor, why_eager)
+        # 4 a handle, which waits for this step alone
+        sampled = self._program.sampler is not None
+        return StepHandle(step, batch.num_reqs, descriptor, why_eager, slot, self._rings, self, sampled)
 
     def _queue(
         self, batch: Batch, descriptor: BatchDescriptor, why_eager: str, ends: RowEnds | None = None
@@ -349,11 +336,12 @@ class ReplayManager:
     ) -> None:
         """Queue the steps that a slot is for. If that fails, the device takes the same slot again."""
         try:
-            with slot.in_flight(self._stream):
+            with self._on_stream, slot.in_flight(self._stream):
                 self._logits = self._graphs.run(descriptor, batch, eager=bool(why_eager), steps=steps, loops=loops)
         except BaseException:
-            self._buffers.cursor[CURSOR_SLOT] = self._launches
-            self._buffers.cursor[CURSOR_STEP] = 0
+            with self._on_stream:
+                self._buffers.cursor[CURSOR_SLOT] = self._launches
+                self._buffers.cursor[CURSOR_STEP] = 0
             raise
         self._launches += 1
 
@@ -446,9 +434,9 @@ class ReplayManager:
                 self._buffers.reset()
                 self._backend.reset()
 
-    def latest_logits(self, submission: Submission, copy: bool) -> torch.Tensor:
+    def latest_logits(self, handle: StepHandle, copy: bool) -> torch.Tensor:
         """Logits of a step, which must be the latest; see `StepHandle.logits`."""
-        step, descriptor, num_reqs = submission.step, submission.descriptor, submission.num_reqs
+        step, descriptor, num_reqs = handle.step, handle.descriptor, handle.num_reqs
         with self._exclusive:
             self._require(State.CAPTURED, "logits")
             if step != self._step - 1:
@@ -489,7 +477,7 @@ class ReplayManager:
             self._backend.close()
             self._logits = NOTHING
             self.stats()
-            del self._buffers, self._program, self._weights
+            del self._buffers, self._rings, self._program, self._weights
             self._ring.close()
             if self._state is State.CAPTURED:
                 del self._guard

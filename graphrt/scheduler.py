@@ -240,23 +240,24 @@ class Scheduler:
         samples[len(decoding) :] = [slot in done for slot in chunks]
         self._scheduled[slots] += query_lens
         seq_lens = self._scheduled[slots]
-        first_pages, counts, new = zip(*(table.list_new(slots) for table in self.tables), strict=True)
+        first_pages, counts, new_pages = zip(*(table.list_new(slots) for table in self.tables), strict=True)
         page_indptr = np.zeros(len(self.tables) * len(slots) + 1, np.int32)
         np.cumsum(np.concatenate(counts), out=page_indptr[1:])
-        new_pages = [pages for of_group in new for pages in of_group]
         batch = Batch(
             row_ids=self._row_ids[slots],
             seq_lens=seq_lens.astype(np.int32),
             query_lens=query_lens,
             tokens=np.concatenate((np.full(len(decoding), TOKEN_FROM_ROW, np.int32), *chunks.values())),
             page_indptr=page_indptr,
-            page_ids=np.concatenate(new_pages) if new_pages else np.empty(0, np.int32),
+            page_ids=np.concatenate(new_pages),
             first_pages=np.concatenate(first_pages),
             sample=samples,
             **{name: values[slots] for name, values in self._sampling.items()},
         )
         members = [self.members[slot] for slot in slots.tolist()]
         step = Submitted(self._runtime.replay(batch), members, (samples == 1).tolist())
+        for table in self.tables:
+            table.submitted(slots)
         for request, samples_token in zip(step.members, step.samples, strict=True):
             request.in_flight += samples_token
         self._decoding[list(done)] = True

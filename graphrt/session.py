@@ -22,7 +22,7 @@ import numpy.typing as npt
 import torch
 
 from graphrt.batch import Batch, Int32Array, sampling_values
-from graphrt.handle import StepFaultError
+from graphrt.handle import RowFault, StepFaultError
 from graphrt.kernels.checks import check_bool, check_instance, check_int, check_ints
 from graphrt.kernels.errors import CapacityError, CaptureError, ConfigError, ShapeError, UnsupportedError
 from graphrt.kernels.metadata.buffers import COPIED, STOP_TOKENS, BufferKind, StaticBuffers
@@ -58,7 +58,7 @@ class SessionRow:
     end: RowEnd = RowEnd.GOES_ON
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Flight:
     """A launch that was not collected yet.
 
@@ -120,6 +120,8 @@ class DecodeSession:
         self._prompts: dict[int, int] = {}  # by row id, how many tokens of the prompt were submitted
         self._order: Ids = np.empty(0, np.int64)  # the rows that go on by themselves
         self._order_rows: tuple[SessionRow, ...] = ()
+        self._no_news = News(self._order)
+        self._long_stops: set[int] = set()  # rows with more stop tokens than the device knows
         self._resets = runtime.manager.resets
         self._quiet = 0  # steps for which the device needs no news
         self._ahead = 0  # steps that were launched since `_most` was brought up to date
@@ -228,6 +230,7 @@ class DecodeSession:
         at = row.row_id
         del self._rows[at]
         self._prompts.pop(at, None)
+        self._long_stops.discard(at)
         self._reorder(self._order[self._order != at])
         self._pages.release(at)  # what is in flight runs before whoever gets the pages
         self._runtime.free_rows.append(at)
@@ -239,13 +242,15 @@ class DecodeSession:
             )
         row = SessionRow(self._runtime.free_rows.pop(), prompt, params)
         self._rows[row.row_id] = row
+        if len(params.stop_ids) > STOP_TOKENS:
+            self._long_stops.add(row.row_id)
         return row
 
     def _reorder(self, order: Ids) -> None:
         """From now on these rows go on by themselves."""
         self._catch_up()
         self._order, self._order_rows = order, tuple(map(self._rows.__getitem__, order.tolist()))
-        self._quiet = 0
+        self._no_news, self._quiet = News(order), 0
 
     def _catch_up(self) -> None:
         """Bring `_most` up to date."""
@@ -270,40 +275,36 @@ class DecodeSession:
         self._open("run")
         launches = []
         while steps and self.running:
-            if self._prompts:
-                launches.append(self._full_step(eager))
-                steps -= 1
-            elif not self._quiet and self._all_at_their_longest():
-                break  # they have ended, which is still to be collected
-            else:
-                most = min(steps, self._runtime.config.launch_steps)
-                launches.append(self._go_on(most, eager))
-                steps -= most
+            most = 1 if self._prompts else min(steps, self._runtime.config.launch_steps)
+            launch = self._full_step(eager) if self._prompts else self._go_on(most, eager)
+            if launch is None:
+                break  # all rows have ended, which is still to be collected
+            launches.append(launch)
+            steps -= most
         return tuple(launches)
 
-    def _all_at_their_longest(self) -> bool:
-        self._catch_up()
-        return bool((self._most[self._order] >= self._limits[self._order]).all())
-
-    def _go_on(self, steps: int, eager: bool) -> Launch:
-        """Steps of the rows that go on: most of the time there are no news at all."""
+    def _go_on(self, steps: int, eager: bool) -> Launch | None:
+        """Steps of the rows that go on: most of the time there are no news at all. None where all are at their
+        longest."""
         if steps <= self._quiet:
-            launch = self._runtime.manager.advance(News(self._order), steps=steps, eager=eager)
+            launch = self._runtime.manager.advance(self._no_news, steps=steps, eager=eager)
             self._quiet -= steps
             self._ahead += steps
             self._flights.append(_Flight(launch, self._order_rows, self._order, steps))
             return launch
         self._catch_up()
-        ids, before = self._order, self._most[self._order]
+        ids = self._order
+        before, limits = self._most[ids], self._limits[ids]
+        if (before >= limits).all():
+            return None
         self._pages.give_back(ids, self._reached[ids])
-        self._pages.reserve(ids, before, self._limits[ids], steps)
-        news = News(ids, *self._pages.news(ids))
-        launch = self._runtime.manager.advance(news, steps=steps, eager=eager)
-        after = self._most[ids] = np.minimum(before + steps, self._limits[ids])
+        self._pages.reserve(ids, before, limits, steps)
+        launch = self._runtime.manager.advance(News(ids, *self._pages.news(ids)), steps=steps, eager=eager)
+        self._pages.submitted(ids)
+        after = self._most[ids] = np.minimum(before + steps, limits)
         self._flights.append(_Flight(launch, self._order_rows, ids, after - before))
         # No row can come to its longest, or to the end of its pages, in so many steps.
-        room = np.minimum(self._limits[ids], self._pages.room(ids)) - after
-        self._quiet = max(0, int(room.min()))
+        self._quiet = max(0, int((np.minimum(limits, self._pages.room(ids)) - after).min()))
         return launch
 
     def _full_step(self, eager: bool) -> Launch:
@@ -334,6 +335,7 @@ class DecodeSession:
         )
         ends = RowEnds(self._limits[ids].astype(np.int32), self._stops[:, ids])
         launch = self._runtime.manager.begin(batch, ends, eager=eager)
+        self._pages.submitted(ids)
         self._quiet = 0
         promised = np.maximum(given, 1)
         self._most[ids] += promised
@@ -374,54 +376,77 @@ class DecodeSession:
         wait = check_bool("wait", wait, advice="pass a bool")
         self._open("collect")
         found: dict[SessionRow, list[int]] = {}
-        error: StepFaultError | None = None
+        faulty: list[tuple[int, RowFault]] = []
         while self._flights and (wait or self._flights[0].launch.done()):
-            error = self._take_in(self._flights.popleft(), found) or error
-        if error is not None:
-            raise error
-        return list(found.items())
+            flights = self._ended(wait)
+            taken = zip(*self._take_in(flights), strict=True)
+            if found:
+                for row, new in taken:
+                    found.setdefault(row, []).extend(new)
+            else:
+                found = dict(taken)
+            for flight in flights:
+                for fault in flight.launch.faults:
+                    faulty.append((flight.launch.step, replace(fault, row=int(flight.ids[fault.row]))))
+        if faulty:
+            raise StepFaultError(faulty[0][0], [fault for _, fault in faulty])
+        return [(row, new) for row, new in found.items() if new]
 
-    def _take_in(self, flight: _Flight, found: dict[SessionRow, list[int]]) -> StepFaultError | None:
-        launch, ids = flight.launch, flight.ids
-        tokens = launch.tokens(raise_on_fault=False)
-        sampled, ends = tokens >= 0, launch.ends.max(0, initial=0)
+    def _ended(self, wait: bool) -> list[_Flight]:
+        """The first launch, which has ended, and the next ones of the same rows that have: they are taken in as one."""
+        flights = [self._flights.popleft()]
+        rows = flights[0].rows
+        while self._flights and self._flights[0].rows is rows and not (flights[0].forks or self._flights[0].forks):
+            if not (wait or self._flights[0].launch.done()):
+                break
+            flights.append(self._flights.popleft())
+        return flights
+
+    def _take_in(self, flights: list[_Flight]) -> tuple[tuple[SessionRow, ...], list[list[int]]]:
+        """Bring rows up to date; returns those that were in the launches, and the new tokens of each."""
+        first = flights[0]
+        tokens = np.concatenate([flight.launch.tokens(raise_on_fault=False) for flight in flights])
+        ends = np.concatenate([flight.launch.ends for flight in flights]).max(0, initial=0)
+        sampled = tokens >= 0
         advanced = sampled.sum(0)
-        if flight.given is not None:
+        if first.given is not None:
             wrote = advanced.astype(np.bool_) | (ends != int(RowEnd.FAULT))
-            advanced = np.where(flight.given > 0, flight.given * wrote, advanced)
-        lost = flight.promised - advanced
-        columns, ended, gone = tokens.T.tolist(), ends.tolist(), []
-        places: list[int] = []
-        here: list[int] = []
-        whole = bool(sampled.all())
-        for place, row in (*enumerate(flight.rows), *flight.forks):
-            if self._rows.get(row.row_id) is not row or row.end:
-                continue
-            at, new = row.row_id, columns[place]
-            places.append(place)
-            here.append(at)
-            if not whole:
-                new = [token for token in new if token >= 0]
-            if len(row.params.stop_ids) > STOP_TOKENS:  # the device knows the first of them
-                for index, token in enumerate(new):
-                    if token in row.params.stop_ids:
-                        new, ended[place] = new[: index + 1], int(RowEnd.STOP_TOKEN)
-                        break
-            if new:
-                row.tokens += new
-                found.setdefault(row, []).extend(new)
-            if ended[place]:
-                row.end = RowEnd(ended[place])
-                self._prompts.pop(at, None)
-                gone.append(at)
-        self._reached[here] += advanced[places]
-        self._most[here] -= lost[places]
-        if gone:
-            self._reorder(self._order[~np.isin(self._order, gone)])
-        if not launch.faults:
-            return None
-        at_place = ids.tolist()
-        return StepFaultError(launch.step, [replace(fault, row=at_place[fault.row]) for fault in launch.faults])
+            advanced = np.where(first.given > 0, first.given * wrote, advanced)
+        lost = sum(flight.promised for flight in flights) - advanced
+        rows, ids = first.rows, first.ids
+        if rows is not self._order_rows:
+            places, rows, ids = self._left(first)
+            tokens, sampled, ends, advanced, lost = (v[..., places] for v in (tokens, sampled, ends, advanced, lost))
+        columns = tokens.T.tolist()
+        for place in (~sampled.all(0)).nonzero()[0].tolist():
+            columns[place] = [token for token in columns[place] if token >= 0]
+        if self._long_stops:
+            _stop_on_host(rows, columns, ends)
+        for row, new in zip(rows, columns, strict=True):
+            row.tokens += new
+        self._reached[ids] += advanced
+        if lost.any():
+            self._most[ids] -= lost
+        if ends.any():
+            self._end(rows, ids, ends)
+        return rows, columns
+
+    def _left(self, flight: _Flight) -> tuple[Ids, tuple[SessionRow, ...], Ids]:
+        """Of a launch's rows those that neither went nor ended meanwhile, and forks: their places, they, their ids."""
+        left = [
+            (place, row)
+            for place, row in (*enumerate(flight.rows), *flight.forks)
+            if self._rows.get(row.row_id) is row and not row.end
+        ]
+        places = np.array([place for place, _ in left], np.int64)
+        return places, tuple(row for _, row in left), np.array([row.row_id for _, row in left], np.int64)
+
+    def _end(self, rows: tuple[SessionRow, ...], ids: Ids, ends: Int32Array) -> None:
+        gone = ends.nonzero()[0]
+        for place in gone.tolist():
+            rows[place].end = RowEnd(int(ends[place]))
+            self._prompts.pop(rows[place].row_id, None)
+        self._reorder(self._order[~np.isin(self._order, ids[gone])])
 
     # -- the end
 
@@ -454,6 +479,15 @@ class DecodeSession:
         check_instance("row", row, SessionRow, advice="pass what add() or fork() returned")
         if self._rows.get(row.row_id) is not row:
             raise ConfigError(f"{call}: expected a row of this session, got one that was released or is another's")
+
+
+def _stop_on_host(rows: tuple[SessionRow, ...], columns: list[list[int]], ends: Int32Array) -> None:
+    """End rows at stop tokens, of which the device knows the first ones alone."""
+    for place, (row, new) in enumerate(zip(rows, columns, strict=True)):
+        for index, token in enumerate(new if len(row.params.stop_ids) > STOP_TOKENS else ()):
+            if token in row.params.stop_ids:
+                columns[place], ends[place] = new[: index + 1], int(RowEnd.STOP_TOKEN)
+                break
 
 
 def copy_row_state(buffers: StaticBuffers, source: int, target: int) -> None:

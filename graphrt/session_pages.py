@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -16,8 +17,9 @@ from graphrt.tables import Tables
 
 Ids = npt.NDArray[np.int64]
 
-_AHEAD = 64
-"""Tokens that rows have pages for ahead of their steps, where pages are plenty: a step in 64 has to list some."""
+_AHEAD = 128
+"""Tokens that rows have pages for ahead of their steps, where pages are plenty. So a step in 128 has to list some, and
+takes the host ten times as long as the others."""
 
 
 class SessionPages:
@@ -36,8 +38,8 @@ class SessionPages:
 
     def room(self, ids: Ids) -> Ids:
         """Tokens that each row has pages for."""
-        rooms: Ids = np.min([table.to[ids] * table.group.page_size for table in self._tables], 0)
-        return rooms
+        rooms = (table.to[ids] * table.group.page_size for table in self._tables)
+        return functools.reduce(np.minimum, rooms)
 
     def reserve(self, ids: Ids, lengths: Ids, limits: Ids, steps: int) -> None:
         """Pages for the next steps of rows that have up to `lengths` tokens, and for some more where pages are plenty.
@@ -73,13 +75,14 @@ class SessionPages:
     def _grow(self, ids: Ids, lengths: Ids) -> bool:
         """Pages for rows to have so many tokens; False, with nothing allocated, where there are too few."""
         needs = [0] * len(self._allocators)
-        for table in self._tables:
-            needs[table.group.pool] += table.missing(ids, lengths)
+        more = [table.more(ids, lengths) for table in self._tables]
+        for table, pages in zip(self._tables, more, strict=True):
+            needs[table.group.pool] += int(pages.sum())
         if any(need > allocator.num_free for need, allocator in zip(needs, self._allocators, strict=True)):
             return False
         if any(needs):
-            for table in self._tables:
-                table.grow(ids, lengths)
+            for table, pages in zip(self._tables, more, strict=True):
+                table.grow_by(ids, pages)
         return True
 
     def none_left(self) -> CapacityError:
@@ -90,25 +93,30 @@ class SessionPages:
             "that have ended"
         )
 
+    def submitted(self, ids: Ids) -> None:
+        """What `listed` or `news` gave for these rows is in a launch."""
+        for table in self._tables:
+            table.submitted(ids)
+
     def listed(self, ids: Ids) -> tuple[Int32Array, Int32Array, Int32Array]:
         """The pages that no launch has listed, as a Batch takes them: first_pages, page_indptr, page_ids."""
         firsts, counts, pages = zip(*(table.list_new(ids) for table in self._tables), strict=True)
         page_indptr = np.zeros(len(self._tables) * len(ids) + 1, np.int32)
         np.cumsum(np.concatenate(counts), out=page_indptr[1:])
-        every = [page for of_group in pages for page in of_group]
-        return np.concatenate(firsts), page_indptr, np.concatenate(every) if every else np.empty(0, np.int32)
+        return np.concatenate(firsts), page_indptr, np.concatenate(pages)
 
     def news(self, ids: Ids) -> tuple[npt.NDArray[np.int32], Int32Array] | tuple[None, None]:
         """The same as News takes them: the lists of all rows, and the pages."""
-        first_pages, page_indptr, page_ids = self.listed(ids)
-        if not len(page_ids):
+        lists, every, start = np.empty((len(self._tables), PAGE_FIELDS, len(ids)), np.int32), [], 0
+        for fields, table in zip(lists, self._tables, strict=True):
+            fields[PAGE_FIRST], counts, pages = table.list_new(ids)
+            fields[PAGE_COUNT] = counts
+            fields[PAGE_START] = counts.cumsum() - counts + start
+            start += len(pages)
+            every.append(pages)
+        if not start:
             return None, None
-        groups, n = len(self._tables), len(ids)
-        lists = np.empty((groups, PAGE_FIELDS, n), np.int32)
-        lists[:, PAGE_FIRST] = first_pages.reshape(groups, n)
-        lists[:, PAGE_START] = page_indptr[:-1].reshape(groups, n)
-        lists[:, PAGE_COUNT] = np.diff(page_indptr).reshape(groups, n)
-        return lists.reshape(groups * PAGE_FIELDS, n), page_ids
+        return lists.reshape(-1, len(ids)), np.concatenate(every)
 
     def check_fork(self, row_id: int, length: int) -> None:
         """Raise CapacityError where there are too few pages to fork a row that has `length` tokens for sure."""

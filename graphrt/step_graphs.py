@@ -22,6 +22,7 @@ class StepGraphs:
 
     def __init__(self, program: StepProgram, recorder: Recorder, loop_sizes: Sequence[int]) -> None:
         self._program, self._recorder, self._loop_sizes = program, recorder, loop_sizes
+        self._plans = program.backend.plans_on_host()
         self._graphs: dict[BatchDescriptor, CapturedGraph] = {}
         self._loops: dict[BatchDescriptor, CapturedGraph] = {}
         self.name = recorder.name
@@ -67,17 +68,25 @@ class StepGraphs:
         eager   outside of a graph
         loops   in one launch, which ends early where no row goes on
         """
-        backend, graphs = self._program.backend, self._loops if loops else self._graphs
+        if eager:
+            return self._run_eagerly(descriptor, batch, steps)
+        graph = (self._loops if loops else self._graphs)[descriptor]
         for _ in range(1 if loops else steps):
-            if eager:
+            if self._plans and batch is not None:
+                with torch.inference_mode():
+                    self._program.backend.plan_replay(descriptor, batch)
+            graph.launch()  # no op of torch: whoever launches a graph need not be in inference mode
+        return graph.output
+
+    def _run_eagerly(self, descriptor: BatchDescriptor, batch: Batch | None, steps: int) -> torch.Tensor:
+        backend = self._program.backend
+        with torch.inference_mode():
+            for _ in range(steps):
                 backend.plan_capture(descriptor)
-            if batch is not None:
-                backend.plan_replay(descriptor, batch)
-            if eager:
+                if batch is not None:
+                    backend.plan_replay(descriptor, batch)
                 logits = self._program.run(descriptor)
-            else:
-                graphs[descriptor].launch()
-        return logits if eager else graphs[descriptor].output
+        return logits
 
     def close(self) -> None:
         """Drop all, with the pool and the capture stream."""

@@ -29,6 +29,7 @@ class Tables:
     def __init__(self, group: KVCacheSpec, allocator: PageAllocator, slots: int, longest: int) -> None:
         self.group, self._allocator = group, allocator
         self._pages = np.zeros((slots, group.pages_for(longest)), np.int32)
+        self._every = self._pages.reshape(-1)
         self.from_ = np.zeros(slots, np.int64)
         self.to = np.zeros(slots, np.int64)
         self._listed = np.zeros(slots, np.int64)
@@ -47,26 +48,43 @@ class Tables:
 
     def missing(self, slots: Slots, seq_lens: npt.NDArray[np.int64]) -> int:
         """Pages that `grow` would allocate."""
-        return int((-(-seq_lens // self.group.page_size) - self.to[slots]).clip(0).sum())
+        return int(self.more(slots, seq_lens).sum())
 
     def grow(self, slots: Slots, seq_lens: npt.NDArray[np.int64]) -> None:
-        """Allocate pages up to `seq_lens`."""
-        first, needed = self.to[slots], -(-seq_lens // self.group.page_size)
-        more = needed > first
-        for slot, start, end in zip(*(x[more].tolist() for x in (slots, first, needed)), strict=True):
-            self._pages[slot, start:end] = self._allocator.allocate(end - start)
-        self.to[slots] = np.maximum(first, needed)
+        """Allocate pages up to `seq_lens`. Raises: CapacityError, with nothing changed, where there are too few."""
+        self.grow_by(slots, self.more(slots, seq_lens))
 
-    def list_new(self, slots: Slots) -> tuple[Int32Array, npt.NDArray[np.int64], list[Int32Array]]:
-        """The pages that no step has listed: the place of the first one of each slot, how many, and their ids."""
-        first, to = np.maximum(self._listed[slots], self.from_[slots]), self.to[slots]
-        new = to > first
-        pages = [
-            self._pages[slot, start:end]
-            for slot, start, end in zip(*(x[new].tolist() for x in (slots, first, to)), strict=True)
-        ]
-        self._listed[slots] = to
-        return first.astype(np.int32), to - first, pages
+    def more(self, slots: Slots, seq_lens: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Pages that each slot lacks for so many tokens."""
+        needed = (seq_lens + (self.group.page_size - 1)) // self.group.page_size
+        lacks: npt.NDArray[np.int64] = np.maximum(needed - self.to[slots], 0)
+        return lacks
+
+    def grow_by(self, slots: Slots, more: npt.NDArray[np.int64]) -> None:
+        """Allocate so many pages more for each slot. Raises: as `grow`."""
+        if count := int(more.sum()):
+            first = self.to[slots]
+            self._every[self._places(slots, first, more)] = self._allocator.take(count)
+            self.to[slots] = first + more
+
+    def list_new(self, slots: Slots) -> tuple[Int32Array, npt.NDArray[np.int64], Int32Array]:
+        """The pages that no step has listed: the place of the first one of each slot, how many, and the ids of all,
+        slot after slot. Whoever submitted a step with them calls `submitted`."""
+        first = np.maximum(self._listed[slots], self.from_[slots])
+        counts = self.to[slots] - first
+        return first.astype(np.int32), counts, self._every[self._places(slots, first, counts)]
+
+    def submitted(self, slots: Slots) -> None:
+        """All pages of these slots have been listed."""
+        self._listed[slots] = self.to[slots]
+
+    def _places(self, slots: Slots, first: npt.NDArray[np.int64], counts: npt.NDArray[np.int64]) -> Slots:
+        """Where pages `first` to `first + counts` of each slot stand in `_every`, slot after slot."""
+        ends = counts.cumsum()
+        # The n-th of all stands n places behind a point of its slot's own.
+        points = slots * self._pages.shape[1] + first - (ends - counts)
+        places: Slots = np.repeat(points, counts)
+        return places + np.arange(len(places))
 
     def pages(self, slot: int) -> Int32Array:
         """A copy of a slot's page ids."""

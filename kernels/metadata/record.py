@@ -22,6 +22,11 @@ host memory wait for one another, 0.12 us each on an H200; those that read words
 
 from __future__ import annotations
 
+import struct
+
+import numpy as np
+import numpy.typing as npt
+
 from graphrt.kernels.metadata.buffers import COPIED, STOP_TOKENS
 from graphrt.kernels.metadata.buffers import HEADER_COPIES as HEADER_COPIES
 from graphrt.kernels.metadata.buffers import HEADER_SIZE as HEADER_SIZE
@@ -67,12 +72,20 @@ NOBODY = -(1 << 31)
 LENGTH_FROM_ROW = -(1 << 31)
 
 
-def header(
-    step: int, num_reqs: int, num_tokens: int, num_pages: int, kind: int = FULL, steps: int = 1
-) -> tuple[int, ...]:
-    """The header's words, in order; nobody has stopped the steps yet."""
-    low = step & 0xFFFFFFFF
-    return low - ((low >> 31) << 32), step >> 32, num_reqs, num_tokens, num_pages, kind, steps, 0
+_HEADER = struct.Struct("<q6i")
+
+
+def write_header(
+    out: npt.NDArray[np.int32],
+    step: int,
+    num_reqs: int,
+    num_tokens: int,
+    num_pages: int,
+    kind: int = FULL,
+    steps: int = 1,
+) -> None:
+    """Pack the header into the first words of a record; nobody has stopped its steps yet."""
+    _HEADER.pack_into(out.data, 0, step, num_reqs, num_tokens, num_pages, kind, steps, 0)
 
 
 def row_fields(groups: int) -> int:

@@ -81,6 +81,26 @@ def test_the_guard_names_what_moved() -> None:
         guard.check()
 
 
+def test_the_guard_checks_all_at_first_and_then_some_in_turns() -> None:
+    weights = {f"w{index}": torch.ones(1) for index in range(70)}
+    early = PointerGuard(weights.items())
+    guard = PointerGuard(weights.items())
+    guard.check_next()
+    kept, weights["w69"].data = weights["w69"].data, torch.zeros(1)
+    with pytest.raises(ReplayError, match="w69: expected at address 0x"):
+        early.check_next()
+    assert guard.num_turns == 3
+    guard.check_next()
+    guard.check_next()
+    for _ in range(2):  # it does not get past it
+        with pytest.raises(ReplayError, match="w69: expected at address 0x"):
+            guard.check_next()
+    weights["w69"].data = kept
+    for _ in range(2 * guard.num_turns):
+        guard.check_next()
+    PointerGuard([]).check_next()
+
+
 def test_the_guard_sees_replaced_parameters_by_name() -> None:
     module = torch.nn.Linear(2, 2)
     guard = PointerGuard(module.named_parameters())

@@ -240,8 +240,7 @@ def make_step(
     n = len(status)
     buffers = make_buffers(device, n, row_ids or n)
     record = torch.full((max(100, 2 * n),), UNTOUCHED, dtype=torch.int32)
-    head = layout.header(1, n, n, 0, kind, steps)
-    record[: len(head)] = torch.tensor(head, dtype=torch.int32)
+    layout.write_header(record.numpy(), 1, n, n, 0, kind, steps)
     record[layout.HEADER_SIZE :][:n] = torch.arange(n)
     tensors = dict(buffers.named()) | {"record": record.to(device)}
     buffers = StaticBuffers(**tensors)

@@ -200,6 +200,34 @@ def test_a_moved_weight_raises_and_in_place_loading_does_not(device: torch.devic
     assert all(torch.equal(a, b) for a, b in zip(before, memory(rig), strict=True))
 
 
+def test_one_of_many_weights_that_moves_is_found_within_a_turn(device: torch.device) -> None:
+    rig = make_rig(device, capture=False)
+    weights = {f"w{index}": torch.ones(1, device=device) for index in range(100)}
+    manager = ReplayManager(
+        rig.model, rig.manager.kv_cache, AttentionSpec(HEADS, KV_HEADS, HEAD_DIM, torch.float32),
+        vocab_size=VOCAB, config=rig.manager.config, weights=weights.items(),
+    )  # fmt: skip
+    manager.capture()
+    manager.replay(Batch(**good())).tokens()
+    turns = manager._guard.num_turns
+    assert turns == 4, "100 weights and 4 tensors of the cache"
+    for name in ("w0", "w50", "w99"):
+        kept, weights[name].data = weights[name].data, torch.zeros(1, device=device)
+        with pytest.raises(ReplayError, match=f"{name}: expected at address 0x"):
+            _ = [manager.replay(Batch(**good())) for _ in range(turns)]
+        weights[name].data = kept
+        manager.replay(Batch(**good())).tokens()
+    weights["w99"].data = torch.zeros(1, device=device)
+    fresh = ReplayManager(
+        rig.model, rig.manager.kv_cache, AttentionSpec(HEADS, KV_HEADS, HEAD_DIM, torch.float32),
+        vocab_size=VOCAB, config=rig.manager.config, weights=weights.items(),
+    )  # fmt: skip
+    fresh.capture()
+    weights["w99"].data = kept
+    with pytest.raises(ReplayError, match="w99: expected at address 0x"):
+        fresh.replay(Batch(**good()))
+
+
 def test_a_replaced_parameter_is_seen_by_check_weights(rig: Rig) -> None:
     rig.manager.check_weights(rig.model)
     kept, rig.model.where = rig.model.where, torch.nn.Parameter(rig.model.where.detach().clone())

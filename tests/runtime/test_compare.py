@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
+from graphrt import entry
 from graphrt.batch import Batch
 from graphrt.kernels.errors import ReplayError
 from tests.runtime.toy import VOCAB, make_rig
@@ -85,3 +88,35 @@ def test_a_batch_without_a_graph_has_nothing_to_compare(device: torch.device) ->
     rig = make_rig(device, mixed_sizes=())
     with pytest.raises(ReplayError, match="expected a batch that replays a graph, got one that does not: no mixed"):
         rig.manager.compare(prompt(1, 2, 3))
+
+
+@pytest.mark.gpu
+def test_it_runs_on_the_stream_of_the_steps_whatever_is_current() -> None:
+    rig = make_rig(torch.device("cuda", 0), fill=0.0)
+    rig.manager.replay(prompt(1, 2, 3)).tokens()
+    before, other = everything(rig), torch.cuda.Stream()
+    with torch.cuda.stream(other):
+        for _ in range(3):
+            comparison = rig.manager.compare(going_on(4))
+            assert comparison.equal, str(comparison)
+            assert torch.cuda.current_stream() == other
+    assert all(torch.equal(a, b) for a, b in zip(before, everything(rig), strict=True))
+
+
+def test_blocks_on_a_stream_may_lie_in_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The stream is the steps' until the outermost block ends."""
+    steps, callers = (SimpleNamespace(cuda_stream=n, device=torch.device("cuda", 0)) for n in (1, 2))
+    current, ranges = [callers], []
+    monkeypatch.setattr(entry, "_raw_stream", lambda index: current[-1].cuda_stream)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: current[-1])
+    monkeypatch.setattr(torch.cuda, "set_stream", current.append)
+    monkeypatch.setattr(torch.cuda.nvtx, "range_push", ranges.append)
+    monkeypatch.setattr(torch.cuda.nvtx, "range_pop", ranges.pop)
+    on_stream = entry.OnStream(steps, "step")
+    with on_stream:
+        with pytest.raises(ZeroDivisionError), on_stream:
+            raise ZeroDivisionError
+        assert current[-1] is steps
+        assert ranges == ["step"]
+    assert current[1:] == [steps, callers]
+    assert ranges == []

@@ -220,6 +220,47 @@ def test_faulty_rows_end_and_are_named_and_the_others_go_on(device: torch.device
         assert len(faulty.tokens) < 10
 
 
+def test_launches_of_the_same_rows_are_collected_as_one(device: torch.device) -> None:
+    """Many launches in flight, in which rows end: what a collect brings is what each row sampled in all of them."""
+    runtime = runtime_of(device, ring_depth=16, max_num_tokens=32)
+    want = [oracle(runtime, prompt, 12) for prompt in PROMPTS]
+    with DecodeSession(runtime) as session:
+        limits, stop = [4, 12, 9], want[1][6]
+        rows = [
+            session.add(prompt, SamplingParams(max_new_tokens=limit, stop_ids=frozenset({stop} if row == 1 else ())))
+            for row, (prompt, limit) in enumerate(zip(PROMPTS, limits, strict=True))
+        ]
+        want = [want[0][:4], want[1][: want[1].index(stop) + 1], want[2][:9]]
+        session.run(1)
+        assert dict(session.collect(wait=True)) == {row: tokens[:1] for row, tokens in zip(rows, want, strict=True)}
+        for _ in range(11):
+            session.run(1)
+        assert dict(session.collect(wait=True)) == {row: tokens[1:] for row, tokens in zip(rows, want, strict=True)}
+        assert [row.tokens for row in rows] == want
+        assert [row.end for row in rows] == [RowEnd.LENGTH, RowEnd.STOP_TOKEN, RowEnd.LENGTH]
+        assert session.collect(wait=True) == []
+        assert not session.running
+
+
+def test_a_step_that_was_refused_is_as_if_it_had_not_been_asked_for(device: torch.device) -> None:
+    """Rows come to the end of their pages in a step that is refused: the next one lists the new pages all the same."""
+    runtime = runtime_of(device, num_pages=30)
+    embed = runtime.manager._program.model.embed
+    with DecodeSession(runtime) as session:
+        rows = [session.add(prompt, SamplingParams(max_new_tokens=30)) for prompt in PROMPTS[::2]]
+        kept, moved = embed.data, embed.data.clone()
+        for at in range(24):
+            if at in (0, 1, 9, 17):
+                embed.data = moved
+                with pytest.raises(ReplayError, match="embed: expected at address"):
+                    session.run(1)
+                embed.data = kept
+            session.run(1)
+        session.collect(wait=True)
+        for row, prompt in zip(rows, PROMPTS[::2], strict=True):
+            assert row.tokens == oracle(runtime, prompt, 24)
+
+
 @pytest.mark.parametrize("mixed", [True, False])
 def test_prompts_in_chunks_beside_rows_that_go_on(device: torch.device, mixed: bool) -> None:
     runtime = runtime_of(device, num_pages=80, mixed_batches=mixed, max_num_tokens=16)

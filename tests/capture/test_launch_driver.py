@@ -1,0 +1,145 @@
+"""A launch as the CUDA driver sees it: who asks for it, from which thread, and on a GPU what it does."""
+
+from __future__ import annotations
+
+import threading
+import types
+
+import pytest
+import torch
+
+from graphrt.capture import raw_graph
+from graphrt.capture.graph import GraphReport
+from graphrt.capture.recorder import CudaGraph
+from graphrt.kernels.errors import ReplayError
+from tests.capture.fake_driver import KERNEL, FakeDriver, Template, install
+from tests.capture.test_loop import KEY, Countdown, Rig
+
+CUDA = torch.device("cuda", 0)
+
+
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
+    return install(monkeypatch)
+
+
+class Generator:
+    """torch's, of which a step draws so many numbers."""
+
+    def __init__(self, draws: int) -> None:
+        self.offset, self.draws = 0, draws
+
+    def get_state(self) -> torch.Tensor:
+        return torch.tensor([self.offset])
+
+
+class Captured(Template):
+    """One that torch can launch."""
+
+    def __init__(self, generator: Generator) -> None:
+        super().__init__(KERNEL)
+        self.generator, self.replays = generator, 0
+
+    def replay(self) -> None:
+        self.replays += 1
+        self.generator.offset += self.generator.draws
+
+    def raw_cuda_graph_exec(self) -> int:
+        return 5
+
+
+@pytest.mark.parametrize("draws", [0, 4])
+def test_torch_launches_what_draws_from_its_generator_and_nothing_else(
+    fake: FakeDriver, monkeypatch: pytest.MonkeyPatch, draws: int
+) -> None:
+    generator = Generator(draws)
+    monkeypatch.setattr(torch.cuda, "default_generators", (Generator(1), generator))
+    template = Captured(generator)
+    graph = CudaGraph(template, types.SimpleNamespace(device=torch.device("cuda", 1)), GraphReport(KEY, 0.0, 0, 0, 1))
+    for _ in range(3):
+        graph.launch()
+    assert template.replays == (3 if draws else 1)
+    assert fake.calls.count("cuGraphLaunch") == 3 - template.replays
+    fake.failing = "cuGraphLaunch"
+    if not draws:
+        with pytest.raises(ReplayError, match=r"CUDA driver: expected success, got .*INVALID_VALUE"):
+            graph.launch()
+    graph.close()
+    with pytest.raises(AssertionError, match="closed graph"):
+        graph.launch()
+
+
+def test_a_thread_that_is_elsewhere_is_brought_to_the_device(fake: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+    monkeypatch.setattr(raw_graph, "ensure_context", asked.append)
+    launcher = raw_graph.Launcher(5, torch.device("cuda", 1))
+    assert asked == [1]
+    launcher.launch()
+    assert asked == [1], "the context of the thread is the device's"
+    launcher._context = 8
+    launcher.launch()
+    assert asked == [1, 1]
+    assert [name for name in fake.calls if "Get" not in name] == ["cuGraphLaunch", "cuGraphLaunch"]
+
+
+def test_the_driver_records_an_event_once_torch_has_made_it(fake: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
+    recorded: list[object] = []
+    made = types.SimpleNamespace(record=recorded.append, cuda_event=77, query=lambda: True, synchronize=lambda: None)
+    monkeypatch.setattr(torch.cuda, "Event", lambda: made)
+    event, stream = raw_graph.LaunchEvent(), types.SimpleNamespace(cuda_stream=3)
+    for _ in range(3):
+        event.record(stream)
+    assert recorded == [stream]
+    assert fake.calls == ["cuEventRecord"] * 2
+    event.record(None)
+    assert recorded == [stream, None], "torch knows the current stream"
+    assert event.query()
+    fake.failing = "cuEventRecord"
+    with pytest.raises(ReplayError, match=r"CUDA driver: expected success, got .*INVALID_VALUE"):
+        event.record(stream)
+
+
+# -- on a GPU alone
+
+
+@pytest.mark.gpu
+def test_a_graph_is_launched_in_order_by_torch_and_by_the_driver() -> None:
+    """The first launch is torch's. On the default stream and on another one, in this thread and in a new one."""
+    rig = Countdown(CUDA)
+    graph = rig.record(rig.step)
+    rig.start(0)
+    torch.cuda.synchronize()
+    seen: list[torch.Tensor] = []
+
+    def launch() -> None:
+        for stream in (torch.cuda.default_stream(), torch.cuda.Stream()):
+            with torch.cuda.stream(stream):
+                for _ in range(3):
+                    torch.cuda._sleep(5_000_000)
+                    graph.launch()
+                    seen.append(rig.runs.clone())
+            stream.synchronize()
+
+    launch()
+    assert graph._launcher is not None
+    thread = threading.Thread(target=launch)
+    thread.start()
+    thread.join()
+    assert [int(runs) for runs in seen] == list(range(1, 13))
+
+
+@pytest.mark.gpu
+def test_a_step_that_draws_from_torch_draws_anew_in_every_launch() -> None:
+    rig, numbers = Rig(CUDA), torch.zeros(64, device=CUDA)
+    graph = rig.record(lambda: numbers.uniform_())
+    seen = []
+    for _ in range(4):
+        graph.launch()
+        seen.append(tuple(numbers.tolist()))
+    assert len(set(seen)) == 4
+    torch.cuda.manual_seed(5)
+    graph.launch()
+    again = numbers.tolist()
+    torch.cuda.manual_seed(5)
+    graph.launch()
+    assert numbers.tolist() == again
