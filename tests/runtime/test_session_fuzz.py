@@ -19,7 +19,8 @@ from tests.runtime.test_session import PROMPTS, alone, draw, finish, oracle
 from tests.runtime.toy import HEAD_DIM, KV_HEADS, LAYERS, MAX_LEN, make_runtime
 
 STEPS = 10_000
-LONG_KERNEL = 3_000_000  # cycles: a millisecond and a half, or the host's time for tens of launches
+LATE = 3_000_000  # cycles: almost two milliseconds
+VERY_LATE = 60_000_000  # and 35, while the host submits all that a test submits
 
 
 def small_runtime(generator: random.Random, device: torch.device) -> Runtime:
@@ -36,10 +37,10 @@ def small_runtime(generator: random.Random, device: torch.device) -> Runtime:
     return runtime
 
 
-def delay(runtime: Runtime) -> None:
+def delay(runtime: Runtime, cycles: int = VERY_LATE) -> None:
     """Keep the device busy, so that whatever the host submits next waits while the host goes on."""
     with torch.cuda.stream(runtime.stream):
-        torch.cuda._sleep(LONG_KERNEL)
+        torch.cuda._sleep(cycles)
 
 
 def serve(generator: random.Random, runtime: Runtime, calls: int) -> list[SessionRow]:
@@ -49,7 +50,7 @@ def serve(generator: random.Random, runtime: Runtime, calls: int) -> list[Sessio
     with DecodeSession(runtime) as session:
         for _ in range(calls):
             if generator.random() < 0.05:
-                delay(runtime)
+                delay(runtime, LATE)
             try:
                 draw(generator, session, rows, open_rows)
             except CapacityError:
