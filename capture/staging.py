@@ -19,16 +19,23 @@ from graphrt.capture.raw_graph import LaunchEvent
 class StagingSlot:
     """One slot: words in host memory, the event of the launch that used them last, and who collects its results.
 
-    record_tensor  [words] int32, host: pinned where the device reads it
+    words          [words] int32, host: pinned where the device reads it
     device         who reads it
+    header         its first words, of which the slot has `copies`, one behind the other; `record` begins with the last
+    record         what is written between `acquire` and `in_flight`, which copies the header
     on_done        called once, after the slot's launch has ended and before the slot is written again
     """
 
-    __slots__ = ("_event", "_lock", "_running", "_stream", "_submitted", "on_done", "record", "record_tensor")
+    __slots__ = (
+        "_copies", "_event", "_header", "_lock", "_running", "_stream", "_submitted", "on_done", "record",
+        "record_tensor",
+    )  # fmt: skip
 
-    def __init__(self, record_tensor: torch.Tensor, device: torch.device) -> None:
-        self.record_tensor = record_tensor
-        self.record: npt.NDArray[np.int32] = record_tensor.numpy()
+    def __init__(self, words: torch.Tensor, device: torch.device, header: int = 0, copies: int = 1) -> None:
+        record_at = header * (copies - 1)
+        self.record_tensor = words[record_at:]
+        self.record: npt.NDArray[np.int32] = self.record_tensor.numpy()
+        self._copies, self._header = words[:record_at].view(copies - 1, header).numpy(), self.record[:header]
         self.on_done: Callable[[], None] | None = None
         self._event = LaunchEvent() if device.type == "cuda" else None
         self._stream: torch.cuda.Stream | None = None
@@ -50,7 +57,8 @@ class StagingSlot:
         return self
 
     def __enter__(self) -> None:
-        """Nothing: until its launch is queued, the slot is as the one before left it."""
+        # Until the launch is queued, the slot is to its readers as the one before left it.
+        self._copies[:] = self._header
 
     def __exit__(self, *error: object) -> None:
         with self._lock:
@@ -85,10 +93,13 @@ class StagingSlot:
 
 
 class StagingRing:
-    """The slots of an inbox, used in turn. The only way to write to one is `acquire`."""
+    """The slots of an inbox, used in turn. The only way to write to one is `acquire`.
 
-    def __init__(self, inbox: torch.Tensor, device: torch.device) -> None:
-        self._slots = [StagingSlot(record, device) for record in inbox]
+    header, copies   of each slot; see StagingSlot
+    """
+
+    def __init__(self, inbox: torch.Tensor, device: torch.device, header: int = 0, copies: int = 1) -> None:
+        self._slots = [StagingSlot(words, device, header, copies) for words in inbox]
         self.waits = 0
 
     def acquire(self, launch: int) -> StagingSlot:

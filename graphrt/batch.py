@@ -16,8 +16,8 @@ import torch
 from graphrt.kernels.checks import shown
 from graphrt.kernels.errors import CapacityError, ShapeError, UnsupportedError
 from graphrt.kernels.metadata import record as layout
+from graphrt.kernels.metadata.arguments import MAX_ROWS, MAX_TOKENS
 from graphrt.kernels.metadata.buffers import COPIED, StaticBuffers
-from graphrt.kernels.metadata.refresh import MAX_ROWS, MAX_TOKENS
 from graphrt.kernels.types import TOKEN_FROM_ROW
 
 Int32Array = npt.NDArray[np.int32]

@@ -8,7 +8,7 @@ from graphrt import env
 from graphrt.capture.descriptor import decode_ladder, mixed_ladder
 from graphrt.kernels.checks import check_bool_field, check_instance, check_int_field, check_ints
 from graphrt.kernels.errors import ConfigError
-from graphrt.kernels.metadata.refresh import MAX_ROWS, MAX_TOKENS
+from graphrt.kernels.metadata.arguments import MAX_ROWS, MAX_TOKENS
 
 _MAX_LENGTH = 1 << 30  # positions, and sums of a few of them, are int32 on the device
 _MAX_RING = 1024

@@ -17,8 +17,8 @@ class News:
 
     order      [num_reqs] row id of each place. It is sent where the device has another one: who keeps it makes a new
                array where it changes
-    lists      [rows, 1 + 3 x groups] int32, the rows that get pages: their place, and per KV group the place of the
-               first page in the sequence, where its list begins in `pages`, and how many there are; None: no row does
+    lists      [3 x groups, num_reqs] int32, the pages that rows get: per KV group the place of the first one in the
+               sequence, where its list begins in `pages`, and how many there are; None: no row gets any
     pages      [listed] int32, None with no lists
     """
 
@@ -32,19 +32,19 @@ class News:
 
     def write(self, out: Int32Array, step: int, steps: int, *, loops: bool, new_order: bool) -> None:
         """Pack into a slot of the inbox; see kernels/metadata/record.py."""
-        kind = layout.NEWS | (layout.LOOPS if loops else 0) | (layout.NEW_ORDER if new_order else 0)
-        at = layout.HEADER_SIZE
-        if self.lists is None or self.pages is None:
-            layout.write_header(out, step, self.num_reqs, 0, 0, kind, steps)
-        else:
-            layout.write_header(out, step, self.num_reqs, 0, len(self.pages), kind, steps, len(self.lists))
+        kind = layout.NEWS | (layout.LOOPS if loops else 0)
+        at, n, listed = layout.HEADER_SIZE, self.num_reqs, 0
+        if new_order:
+            kind |= layout.NEW_ORDER
+            out[at : at + n] = self.order
+            at += n
+        if self.lists is not None and self.pages is not None:
+            kind |= layout.LISTS
+            listed = len(self.pages)
             out[at : at + self.lists.size] = self.lists.reshape(-1)
             at += self.lists.size
-        if new_order:
-            out[at : at + self.num_reqs] = self.order
-            at += self.num_reqs
-        if self.pages is not None:
-            out[at : at + len(self.pages)] = self.pages
+            out[at : at + listed] = self.pages
+        layout.write_header(out, step, n, 0, listed, kind, steps)
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,8 +11,10 @@ from graphrt.backends.base import AttentionBackend, AttentionLayer
 from graphrt.capture.descriptor import BatchDescriptor, GraphKind
 from graphrt.groups import LayerPlace, longest_of
 from graphrt.kernels.attention.options import FP8_DTYPES
-from graphrt.kernels.checks import check_tensor
+from graphrt.kernels.checks import check_instance, check_tensor
+from graphrt.kernels.errors import ShapeError
 from graphrt.kernels.metadata.apply import apply
+from graphrt.kernels.metadata.arguments import check_tables
 from graphrt.kernels.metadata.buffers import PageGroup, StaticBuffers
 from graphrt.kernels.metadata.publish import publish
 from graphrt.kernels.metadata.refresh import refresh
@@ -39,6 +41,7 @@ class StepProgram:
     max_seq_len: int
     max_encoder_len: int
     model_layers: ModelLayers
+    page_tables: torch.Tensor | None = None  # those that the caller keeps
 
     @property
     def max_pages(self) -> tuple[int, ...]:
@@ -77,6 +80,7 @@ class StepProgram:
             query_len=descriptor.query_len,
             seq_len_fill=self.backend.seq_len_fill,
             decode_len=self.decode_len(descriptor),
+            tables=self.page_tables,
         )
         return step
 
@@ -121,6 +125,17 @@ def page_groups(kv_cache: KVCache, max_seq_len: int, max_encoder_len: int) -> tu
             )
         )
     return tuple(groups) or (_NO_PAGES,)
+
+
+def kept_tables(tables: torch.Tensor | None, buffers: StaticBuffers) -> torch.Tensor | None:
+    """Page tables that a caller keeps, with a dimension of groups. Raises: ShapeError where they do not fit."""
+    if tables is None:
+        return None
+    check_instance("page_tables", tables, torch.Tensor, advice="pass an int32 tensor, or None", error=ShapeError)
+    if tables.dim() == 2 and buffers.page_table.shape[0] == 1:
+        tables = tables[None]
+    check_tables("page_tables", tables, buffers)
+    return tables
 
 
 def attention_layers(

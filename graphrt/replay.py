@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from enum import Enum
 
 import torch
 
@@ -19,7 +18,7 @@ from graphrt.capture.recorder import make_recorder
 from graphrt.capture.staging import StagingRing, StagingSlot
 from graphrt.compare import StepComparison, StepResult, compare_results, state_kept
 from graphrt.config import RuntimeConfig
-from graphrt.entry import Exclusive, OnStream, stream_on
+from graphrt.entry import Exclusive, OnStream, State, require, stream_on
 from graphrt.groups import layer_places
 from graphrt.handle import Rings, StepHandle
 from graphrt.kernels.checks import (
@@ -31,26 +30,18 @@ from graphrt.kernels.checks import (
 )
 from graphrt.kernels.errors import CaptureError, ReplayError, ShapeError, UnsupportedError
 from graphrt.kernels.metadata.buffers import CURSOR_SLOT, CURSOR_STEP, Capacity, StaticBuffers
-from graphrt.kernels.metadata.record import record_size
+from graphrt.kernels.metadata.record import HEADER_COPIES, HEADER_SIZE, record_size
 from graphrt.kernels.ops.sampling import MAX_VOCAB_SIZE
 from graphrt.kv_cache import KVCache
 from graphrt.launch import Launch
 from graphrt.layer import ModelLayers
 from graphrt.news import News, RowEnds
-from graphrt.program import StepProgram, attention_layers, page_groups
+from graphrt.program import StepProgram, attention_layers, kept_tables, page_groups
 from graphrt.sampling import sample_tokens
 from graphrt.spec import AttentionSpec
 from graphrt.stats import Stats
 from graphrt.step import Model, Sampler
 from graphrt.step_graphs import StepGraphs
-
-
-class State(str, Enum):
-    """Lifecycle of a replay manager."""
-
-    NEW = "new"
-    CAPTURED = "captured"
-    CLOSED = "closed"
 
 
 class ReplayManager:
@@ -67,6 +58,8 @@ class ReplayManager:
     stream      stream that steps run on; None is the stream current at construction. Graphs share memory, so all
                 steps of one manager run on this one stream
     weights     named tensors that must not move; None takes the model's parameters and buffers if it is a Module
+    page_tables [groups, max_num_reqs, pages_per_row] int32 device, contiguous: each row id's pages, where the caller
+                keeps them; one group may leave the first dimension out. Each step reads them, and batches list no pages
 
     Lifecycle: `capture()` once, then `replay(batch)` per step, then `close()`. Steps run in inference mode, whatever
     mode the caller is in. One call at a time: a second one, from another thread or from inside a model, raises
@@ -87,6 +80,7 @@ class ReplayManager:
         sampler: Sampler | None = sample_tokens,
         stream: torch.cuda.Stream | None = None,
         weights: Iterable[tuple[str, torch.Tensor]] | None = None,
+        page_tables: torch.Tensor | None = None,
     ) -> None:
         check_callable("model", model, advice="pass a function of a Step, or a torch.nn.Module")
         check_instance("kv_cache", kv_cache, KVCache, advice="wrap your tensors: KVCache(spec, k, v)")
@@ -103,6 +97,7 @@ class ReplayManager:
         vocab_size = check_int("vocab_size", vocab_size, 1, most, advice="pass the width of the model's logits")
         chosen = get_attn_backend(specs, kv_cache.groups, device, config=config)
         self._weights = check_named_tensors("weights", named_weights(model) if weights is None else weights)
+        self._weights += () if page_tables is None else (("page_tables", page_tables),)
         self._stream = stream_on(device, stream)
         self._kv_cache: KVCache | None = kv_cache
         self._backend = chosen.make()
@@ -126,7 +121,8 @@ class ReplayManager:
             ),
             device,
         )
-        self._ring, self._rings = StagingRing(self._buffers.inbox, device), Rings(self._buffers)
+        self._ring = StagingRing(self._buffers.inbox, device, HEADER_SIZE, HEADER_COPIES)
+        self._rings = Rings(self._buffers)
         self._program = StepProgram(
             model=model,
             sampler=sampler,
@@ -138,6 +134,7 @@ class ReplayManager:
             max_seq_len=config.max_seq_len,
             max_encoder_len=max_encoder_len,
             model_layers=model_layers,
+            page_tables=kept_tables(page_tables, self._buffers),
         )
         with self._on_stream, torch.inference_mode():
             # Buffers are valid from the start: with an empty record every row is a pad row. And the first kernel of a
@@ -256,6 +253,8 @@ class ReplayManager:
             self.config.max_seq_len, self._record_words, len(self.kv_cache.groups), self.config.max_encoder_len or 0,
             self._whole_rows,
         )  # fmt: skip
+        if self._program.page_tables is not None and len(batch.page_ids):
+            raise ShapeError("batch.page_ids: expected none beside page_tables, got some; write them to your tables")
         if self.config.check_weights:
             self._guard.check_next()
         uniform = batch.is_uniform(self.config.query_len)
@@ -490,10 +489,4 @@ class ReplayManager:
             self._state = State.CLOSED
 
     def _require(self, state: State, call: str) -> None:
-        if self._state is state:
-            return
-        needs = {State.NEW: "a new ReplayManager", State.CAPTURED: "capture() first", State.CLOSED: "close() first"}
-        missing = needs[state]
-        if self._state is State.CLOSED:
-            missing = "a new ReplayManager, this one was closed"
-        raise CaptureError(f"{call}: expected state '{state.value}', got '{self._state.value}'; it needs {missing}")
+        require(self._state, state, call)

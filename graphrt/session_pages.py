@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from graphrt.batch import Int32Array
 from graphrt.kernels.errors import CapacityError
-from graphrt.kernels.metadata.record import PAGE_COUNT, PAGE_FIELDS, PAGE_FIRST, PAGE_START, list_words
+from graphrt.kernels.metadata.record import PAGE_COUNT, PAGE_FIELDS, PAGE_FIRST, PAGE_START
 from graphrt.kv_cache import PageAllocator
 from graphrt.spec import KVCacheSpec
 from graphrt.tables import Tables
@@ -106,20 +106,14 @@ class SessionPages:
         return np.concatenate(firsts), page_indptr, np.concatenate(pages)
 
     def news(self, ids: Ids) -> tuple[npt.NDArray[np.int32], Int32Array] | tuple[None, None]:
-        """The same as News takes them: the lists of rows that get pages, and the pages."""
-        lists, every, start = np.empty((len(ids), list_words(len(self._tables))), np.int32), [], 0
-        lists[:, 0] = np.arange(len(ids))
-        for group, table in enumerate(self._tables):
-            firsts, counts, pages = table.list_new(ids)
-            fields = lists[:, 1 + group * PAGE_FIELDS :]
-            fields[:, PAGE_FIRST], fields[:, PAGE_COUNT] = firsts, counts
-            fields[:, PAGE_START] = counts.cumsum() - counts + start
+        """The same as News takes them: the lists of all rows, and the pages."""
+        lists, every, start = np.empty((len(self._tables), PAGE_FIELDS, len(ids)), np.int32), [], 0
+        for fields, table in zip(lists, self._tables, strict=True):
+            fields[PAGE_FIRST], counts, pages = table.list_new(ids)
+            fields[PAGE_COUNT], fields[PAGE_START] = counts, counts.cumsum() - counts + start
             start += len(pages)
             every.append(pages)
-        if not start:
-            return None, None
-        some = lists[:, 1 + PAGE_COUNT :: PAGE_FIELDS].any(1)
-        return lists if some.all() else lists[some], np.concatenate(every)
+        return (lists.reshape(-1, len(ids)), np.concatenate(every)) if start else (None, None)
 
     def check_fork(self, row_id: int, length: int) -> None:
         """Raise CapacityError where there are too few pages to fork a row that has `length` tokens for sure."""

@@ -5,9 +5,11 @@ attention of cross layers.
     python scripts/bench_groups.py --only refresh
     python scripts/bench_groups.py --batch 16 --context 32768 --steps 32
 
-refresh   microseconds of the refresh alone, in replays of a graph: 256 decode rows at 1,024 tokens, with one KV group
-          and with two, four and eight, all full or all but one with a window of 1,024. Then with the schedules of one,
-          two and three kinds of layers behind it
+refresh   microseconds from the host's slot to the derived buffers, in replays of a graph: 256 decode rows at 1,024
+          tokens, with one KV group and with two, four and eight, all full or all but one with a window of 1,024. A
+          step lists the pages of all rows in all groups ("full tables"), or says the rows in full and no pages
+          ("tables that stay"); a session's gives each 16th row a page in each group ("new pages"), or says nothing
+          ("no news"). Then the latter with the schedules of one, two and three kinds of layers behind it
 model     a model like Gemma 3 (five layers with a window of 1,024 to each full one, dummy weights), with groups made by
           `kv_groups` and with one table for all layers, in turns: bytes of the KV cache, and time per step
 cross     TB/s of one cross layer in a decode step, one query per row, over KV of 128 MB and more that an encoder wrote;
@@ -22,7 +24,7 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -43,15 +45,18 @@ from graphrt.bench.timer import (
 from graphrt.capture.descriptor import BatchDescriptor
 from graphrt.config import RuntimeConfig
 from graphrt.groups import kv_groups
+from graphrt.kernels.metadata.buffers import STOP_TOKENS
 from graphrt.kv_cache import KVCache
 from graphrt.models.config import ModelConfig
 from graphrt.models.dummy import fill_dummy_weights
 from graphrt.models.llama import LlamaModel
 from graphrt.models.rope import RopeConfig
+from graphrt.news import News, RowEnds
 from graphrt.replay import ReplayManager
 from graphrt.spec import AttentionKind, AttentionSpec, KVCacheSpec
 
 WINDOW, ROWS, LENGTH, LONGEST = 1024, 256, 1024, 32_768
+STEPS = ("full tables", "tables that stay", "new pages", "no news")
 GEMMA_LIKE = ModelConfig(
     architecture="qwen3",
     vocab_size=262_144,
@@ -71,14 +76,15 @@ GEMMA_LIKE = ModelConfig(
 
 
 class _Refresh:
-    """A manager whose model does nothing, with `groups` KV groups, and a step of 256 rows in its next slot."""
+    """A manager whose model does nothing, with `groups` KV groups and 256 rows."""
 
     def __init__(self, windows: tuple[int | None, ...], device: torch.device) -> None:
         specs = tuple(
             KVCacheSpec(1, 8, 128, layers=(layer,), sliding_window=window) for layer, window in enumerate(windows)
         )
         attention = [AttentionSpec(32, 8, 128, sliding_window=window) for window in windows]
-        cache = KVCache.allocate(specs, 1 + ROWS * len(windows) * (LENGTH // 16 + 1), device)
+        per_row = LENGTH // 16 + 1
+        cache = KVCache.allocate(specs, 1 + ROWS * len(windows) * (per_row + 1), device)
         config = RuntimeConfig(
             max_num_reqs=ROWS, max_num_tokens=ROWS, max_seq_len=LONGEST, decode_sizes=(ROWS,), mixed_sizes=()
         )
@@ -89,7 +95,6 @@ class _Refresh:
         self.manager = ReplayManager(model, cache, attention, vocab_size=8, config=config)
         self.manager.capture()
         pages = np.random.default_rng(0).permutation(cache.num_pages - 1).astype(np.int32) + 1
-        per_row = LENGTH // 16
         batch = Batch(
             row_ids=np.arange(ROWS, dtype=np.int32),
             seq_lens=np.full(ROWS, LENGTH, np.int32),
@@ -97,10 +102,29 @@ class _Refresh:
             page_indptr=np.arange(len(windows) * ROWS + 1, dtype=np.int32) * per_row,
             page_ids=pages[: len(windows) * ROWS * per_row],
         )
-        self.manager.replay(batch).tokens()
-        # The same again in the next slot. No step is published, so it stays the next one, however often it is read.
+        ends = RowEnds(np.zeros(ROWS, np.int32), np.full((STOP_TOKENS, ROWS), -1, np.int32))
+        self.manager.begin(batch, ends).tokens()
+        self._batch, self._groups, self._pages = batch, len(windows), pages[len(batch.page_ids) :]
+
+    def put(self, what: str) -> None:
+        """A step in the next slot. No step is published, so it stays the next one, however often it is read."""
         slot = self.manager._ring.acquire(self.manager._launches)
-        batch.write_record(slot.record, self.manager._step, len(windows))
+        step, n = self.manager._step, ROWS * self._groups
+        if what == "full tables":
+            self._batch.write_record(slot.record, step, self._groups)
+        elif what == "tables that stay":
+            stays = Batch(row_ids=self._batch.row_ids, seq_lens=self._batch.seq_lens + 1)
+            stays.write_record(slot.record, step, self._groups)
+        else:
+            lists = np.zeros((self._groups, 3, ROWS), np.int32)
+            lists[:, 0, ::16], lists[:, 2, ::16] = LENGTH // 16 + 1, 1
+            lists[:, 1, ::16] = np.arange(n // 16).reshape(self._groups, -1)
+            news = News(self._batch.row_ids.astype(np.int64), lists.reshape(-1, ROWS), self._pages[: n // 16])
+            if what == "no news":
+                news = replace(news, lists=None, pages=None)
+            news.write(slot.record, step, 1, loops=False, new_order=False)
+        with slot.in_flight(self.manager._stream):
+            pass  # copies of the header
 
     def time(self, *, schedule: bool = False) -> Timing:
         """From the host's slot to the derived buffers; with the schedule of attention behind it."""
@@ -128,13 +152,21 @@ def bench_refresh(device: torch.device) -> dict[str, Any]:
     ):
         rig = _Refresh(windows, device)
         nbytes = sum(t.nbytes for _, t in rig.manager.buffers.named() if t.device.type == device.type)
-        results.append({"groups": name, **asdict(rig.time()), "buffer_bytes": nbytes})
+        result: dict[str, Any] = {"groups": name, "buffer_bytes": nbytes}
+        for what in STEPS:
+            rig.put(what)
+            result[what] = asdict(rig.time())
+        results.append(result)
         rig.close()
-        print(f"refresh of {name}: {results[-1]['median_us']:.2f} us", flush=True)
+        print(
+            f"refresh of {name}: " + ", ".join(f"{what} {result[what]['median_us']:.2f} us" for what in STEPS),
+            flush=True,
+        )
     kinds = []
     for count in (1, 2, 3):
         windows = (None, WINDOW, 512)[:count]
         rig = _Refresh(windows, device)
+        rig.put("no news")
         kinds.append({"kinds": count, **asdict(rig.time(schedule=True)), "refresh_us": rig.time().median_us})
         rig.close()
         print(f"refresh and schedules of {count} kinds: {kinds[-1]['median_us']:.2f} us", flush=True)
@@ -196,7 +228,9 @@ class _CrossCell:
 
 CROSS_CELLS = (
     _CrossCell("whisper", 32, 1500, 16, 16, 64, torch.float16),
+    _CrossCell("whisper", 128, 1500, 16, 16, 64, torch.float16),
     _CrossCell("grouped", 64, 1024, 32, 8, 128),
+    _CrossCell("grouped", 256, 1024, 32, 8, 128),
 )
 
 

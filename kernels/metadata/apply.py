@@ -36,14 +36,13 @@ from graphrt.kernels.metadata.buffers import (
     call_class,
     pass_operands,
 )
-from graphrt.kernels.metadata.read_pages import read_group
+from graphrt.kernels.metadata.read_pages import GROUP_FIELDS, MAX_ENCODER_LEN, PAGE_SIZE
 from graphrt.kernels.op_declaration import DeclaredOp
 from graphrt.kernels.types import TOKEN_FROM_ROW
 
-_PROGRAMS = 32
-_ROW_BLOCK = 8  # rows that a program takes
+_PROGRAMS = layout.HEADER_COPIES
+_ROW_BLOCK = 8  # rows that a program takes at least
 _BLOCK = 1024  # words that a program copies at a time
-_LIST_BLOCK = 64  # lists that a program looks at at a time
 _NUM_WARPS = 4
 
 _HEADER_SIZE = tl.constexpr(layout.HEADER_SIZE)
@@ -54,9 +53,10 @@ _NUM_TOKENS = tl.constexpr(layout.HEADER_NUM_TOKENS)
 _NUM_PAGES = tl.constexpr(layout.HEADER_NUM_PAGES)
 _KIND = tl.constexpr(layout.HEADER_KIND)
 _STEPS = tl.constexpr(layout.HEADER_STEPS)
-_NUM_LISTS = tl.constexpr(layout.HEADER_NUM_LISTS)
+_RECORD_AT = tl.constexpr(layout.RECORD_AT)
 _NEWS = tl.constexpr(layout.NEWS)
 _NEW_ORDER = tl.constexpr(layout.NEW_ORDER)
+_LISTS = tl.constexpr(layout.LISTS)
 _KEEP = tl.constexpr(layout.KEEP)
 _ROW_ID = tl.constexpr(layout.ROW_ID)
 _ROW_SEQ_LEN = tl.constexpr(layout.ROW_SEQ_LEN)
@@ -81,9 +81,9 @@ _CURSOR_KIND = tl.constexpr(CURSOR_KIND)
 
 @triton.jit
 def _from_host(ptr, mask, other):
-    """Words that the host wrote, around the L1 cache, which may hold an earlier step's. Not volatile: such loads do not
-    coalesce, and each would cross the link alone."""
-    return tl.load(ptr, mask=mask, other=other, cache_modifier=".cg")
+    """Words that the host wrote, read anew (.cv). Neither volatile nor .cg: volatile loads do not coalesce, and those
+    past L1 take 3.6 times as long where words do not begin at 64 bytes."""
+    return tl.load(ptr, mask=mask, other=other, cache_modifier=".cv")
 
 
 @triton.jit
@@ -95,7 +95,10 @@ def _copy_words(slot_ptr, record_ptr, words, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _copy_rows(slot_ptr, record_ptr, row_lens_ptr, row_ends_ptr, num_reqs, num_row_ids, rows, ROW_FIELDS: tl.constexpr):
+def _copy_rows(
+    slot_ptr, record_ptr, row_lens_ptr, row_ends_ptr, num_reqs, num_row_ids, rows,
+    ROW_FIELDS: tl.constexpr, FIELD_BLOCK: tl.constexpr,
+):  # fmt: skip
     """Copy some rows of a slot to the record. One whose length is LENGTH_FROM_ROW goes on from the length that the
     device knows; it is nobody's if its sequence has ended."""
     mask = rows < num_reqs
@@ -104,22 +107,20 @@ def _copy_rows(slot_ptr, record_ptr, row_lens_ptr, row_ends_ptr, num_reqs, num_r
     row_id = _from_host(from_ptr + _ROW_ID * num_reqs, mask, -1)
     seq_len = _from_host(from_ptr + _ROW_SEQ_LEN * num_reqs, mask, 0)
     query_len = _from_host(from_ptr + _ROW_QUERY_LEN * num_reqs, mask, 0)
+    fields = tl.arange(0, FIELD_BLOCK)[:, None]
+    words = _from_host(from_ptr[None, :] + fields * num_reqs, (fields < ROW_FIELDS) & mask[None, :], 0)
     goes_on = mask & (seq_len == _LENGTH_FROM_ROW) & (row_id >= 0) & (row_id < num_row_ids)
     length = tl.load(row_lens_ptr + row_id, mask=goes_on, other=0) + query_len
     ended = goes_on & (tl.load(row_ends_ptr + row_id, mask=goes_on, other=0) != 0)
-    for field in tl.static_range(ROW_FIELDS):
-        word = _from_host(from_ptr + field * num_reqs, mask, 0)
-        if field == _ROW_ID:
-            word = tl.where(ended, _NOBODY, word)
-        if field == _ROW_SEQ_LEN:
-            word = tl.where(goes_on, length, word)
-        tl.store(to_ptr + field * num_reqs, word, mask=mask)
+    words = tl.where((fields == _ROW_ID) & ended[None, :], _NOBODY, words)
+    words = tl.where((fields == _ROW_SEQ_LEN) & goes_on[None, :], length[None, :], words)
+    tl.store(to_ptr[None, :] + fields * num_reqs, words, mask=(fields < ROW_FIELDS) & mask[None, :])
 
 
 @triton.jit
 def _keep_rows(
     slot_ptr, ends_at, num_reqs, num_row_ids, order_ptr, row_values_ptr, end_lengths_ptr, end_tokens_ptr, rows,
-    COPIED_VALUES: tl.constexpr,
+    COPIED_VALUES: tl.constexpr, KEPT_BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Keep what a full slot says of some rows, for the steps that only have news."""
     mask = rows < num_reqs
@@ -127,70 +128,71 @@ def _keep_rows(
     row_id = _from_host(rows_ptr + _ROW_ID * num_reqs, mask, -1)
     tl.store(order_ptr + rows, row_id, mask=mask)
     mask = mask & (row_id >= 0) & (row_id < num_row_ids)
-    for i in tl.static_range(COPIED_VALUES):
-        value = _from_host(rows_ptr + (_ROW_COPIED + i) * num_reqs, mask, 0)
-        tl.store(row_values_ptr + i * num_row_ids + row_id, value, mask=mask)
+    fields = tl.arange(0, KEPT_BLOCK)[:, None]
     ends_ptr = slot_ptr + ends_at + rows
-    tl.store(end_lengths_ptr + row_id, _from_host(ends_ptr + _END_LENGTH * num_reqs, mask, 0), mask=mask)
-    for i in tl.static_range(_STOP_TOKENS):
-        token = _from_host(ends_ptr + (_END_TOKENS + i) * num_reqs, mask, -1)
-        tl.store(end_tokens_ptr + i * num_row_ids + row_id, token, mask=mask)
-
-
-@triton.jit
-def _list_of(slot_ptr, num_lists, rows, LIST_WORDS: tl.constexpr, LIST_BLOCK: tl.constexpr):
-    """Which list of the news is each row's; -1: it gets no pages."""
-    found = rows * 0 - 1
-    for base in range(0, num_lists, LIST_BLOCK):
-        lists = base + tl.arange(0, LIST_BLOCK)
-        place = _from_host(slot_ptr + _HEADER_SIZE + lists * LIST_WORDS, lists < num_lists, -1)
-        match = tl.where(place[None, :] == rows[:, None], lists[None, :], -1)
-        found = tl.maximum(found, tl.max(match, 1))
-    return found
+    of_values = (fields < COPIED_VALUES) & mask[None, :]
+    of_ends = (fields < _STOP_TOKENS) & mask[None, :]
+    values = _from_host(rows_ptr[None, :] + (_ROW_COPIED + fields) * num_reqs, of_values, 0)
+    tokens = _from_host(ends_ptr[None, :] + (_END_TOKENS + fields) * num_reqs, of_ends, 0)
+    length = _from_host(ends_ptr + _END_LENGTH * num_reqs, mask, 0)
+    tl.store(row_values_ptr + fields * num_row_ids + row_id[None, :], values, mask=of_values)
+    tl.store(end_tokens_ptr + fields * num_row_ids + row_id[None, :], tokens, mask=of_ends)
+    tl.store(end_lengths_ptr + row_id, length, mask=mask)
 
 
 @triton.jit
 def _advance_rows(
     slot_ptr, record_ptr, page_groups_ptr, page_spans_ptr, order_ptr, row_lens_ptr, row_ends_ptr, row_values_ptr,
-    num_reqs, num_lists, new_order, num_row_ids, rows,
-    ROW_FIELDS: tl.constexpr, GROUPS: tl.constexpr, COPIED_VALUES: tl.constexpr, LIST_BLOCK: tl.constexpr,
+    num_reqs, new_order, has_lists, num_row_ids, rows,
+    ROW_FIELDS: tl.constexpr, GROUPS: tl.constexpr, GROUP_BLOCK: tl.constexpr, COPIED_VALUES: tl.constexpr,
+    COPIED_BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Write some rows of the record: each goes on by one token, its last, with the pages that the news list for it."""
-    LIST_WORDS: tl.constexpr = 1 + _PAGE_FIELDS * GROUPS
     mask = rows < num_reqs
-    listed = rows < tl.where(new_order, num_reqs, 0)
-    row_id = tl.load(order_ptr + rows, mask=mask & (listed == 0), other=-1)
-    order_at = _HEADER_SIZE + LIST_WORDS * num_lists
-    row_id = tl.where(listed, _from_host(slot_ptr + order_at + rows, listed, -1), row_id)
-    tl.store(order_ptr + rows, row_id, mask=listed)
+    rows_ptr = record_ptr + _HEADER_SIZE + rows
+    # Lists stand in the slot as they do in the record. All loads over the link are under way before one is waited for.
+    gets_pages = rows < tl.where(has_lists, num_reqs, 0)
+    list_ptr = slot_ptr + _HEADER_SIZE + tl.where(new_order, num_reqs, 0) + rows
+    groups = tl.arange(0, GROUP_BLOCK)[:, None]
+    in_use = (groups < GROUPS) & mask[None, :]
+    list_ptrs = list_ptr[None, :] + _PAGE_FIELDS * groups * num_reqs
+    listed_here = in_use & gets_pages[None, :]
+    first = _from_host(list_ptrs, listed_here, 0)
+    start = _from_host(list_ptrs + num_reqs, listed_here, 0)
+    count = _from_host(list_ptrs + 2 * num_reqs, listed_here, 0)
+    ordered = rows < tl.where(new_order, num_reqs, 0)
+    row_id = _from_host(slot_ptr + _HEADER_SIZE + rows, ordered, -1)
+    tl.store(order_ptr + rows, row_id, mask=ordered)
+    row_id = tl.where(ordered, row_id, tl.load(order_ptr + rows, mask=mask & (ordered == 0), other=-1))
+
     runs = mask & (row_id >= 0) & (row_id < num_row_ids)
     seq_len = tl.load(row_lens_ptr + row_id, mask=runs, other=0) + 1
-    runs = runs & (tl.load(row_ends_ptr + row_id, mask=runs, other=1) == 0)
-    found = _list_of(slot_ptr, num_lists, rows, LIST_WORDS, LIST_BLOCK)
-    rows_ptr = record_ptr + _HEADER_SIZE + rows
-    for group in tl.static_range(GROUPS):
-        list_ptr = slot_ptr + _HEADER_SIZE + found * LIST_WORDS + 1 + _PAGE_FIELDS * group
-        first = _from_host(list_ptr, mask & (found >= 0), 0)
-        start = _from_host(list_ptr + 1, mask & (found >= 0), 0)
-        count = _from_host(list_ptr + 2, mask & (found >= 0), 0)
-        page_size, _, _, _, _, _, _, max_encoder_len = read_group(page_groups_ptr, group)
-        known_to = tl.load(page_spans_ptr + 2 * (group * num_row_ids + row_id) + 1, mask=runs, other=0)
-        listed_to = tl.where(count > 0, first.to(tl.int64) + count, 0)
-        pages_to = tl.maximum(known_to.to(tl.int64), listed_to)
-        # A row without a page for its token waits until it gets one. Pages of an encoder are all there.
-        runs = runs & (pages_to * page_size >= tl.where(max_encoder_len > 0, 0, seq_len))
-        fields_ptr = rows_ptr + (_ROW_PAGES + _PAGE_FIELDS * group) * num_reqs
-        tl.store(fields_ptr, first, mask=mask)
-        tl.store(fields_ptr + num_reqs, start, mask=mask)
-        tl.store(fields_ptr + 2 * num_reqs, count, mask=mask)
+    ended = tl.load(row_ends_ptr + row_id, mask=runs, other=1) != 0
+    # A row without a page for its token waits until it gets one. Pages of an encoder are all there.
+    group_ptrs = page_groups_ptr + GROUP_FIELDS * groups
+    page_size = tl.load(group_ptrs + PAGE_SIZE, mask=groups < GROUPS, other=1).to(tl.int64)
+    crosses = tl.load(group_ptrs + MAX_ENCODER_LEN, mask=groups < GROUPS, other=1) > 0
+    spans_ptr = page_spans_ptr + 2 * (groups * num_row_ids + row_id[None, :])
+    known_to = tl.load(spans_ptr + 1, mask=(groups < GROUPS) & runs[None, :], other=0)
+    listed_to = tl.where(count > 0, first.to(tl.int64) + count, 0)
+    pages_to = tl.maximum(known_to.to(tl.int64), listed_to)
+    has_page = crosses | (pages_to * page_size >= seq_len[None, :])
+    runs = runs & (ended == 0) & (tl.min(has_page.to(tl.int32), 0) > 0)
+
+    values = tl.arange(0, COPIED_BLOCK)[:, None]
+    kept = (values < COPIED_VALUES) & runs[None, :]
+    value = tl.load(row_values_ptr + values * num_row_ids + row_id[None, :], mask=kept, other=0)
+    values_ptr = rows_ptr[None, :] + (_ROW_COPIED + values) * num_reqs
+    tl.store(values_ptr, value, mask=(values < COPIED_VALUES) & mask[None, :])
     tl.store(rows_ptr + _ROW_ID * num_reqs, tl.where(runs, row_id, _NOBODY), mask=mask)
     tl.store(rows_ptr + _ROW_SEQ_LEN * num_reqs, seq_len, mask=mask)
     tl.store(rows_ptr + _ROW_QUERY_START * num_reqs, rows, mask=mask)
     tl.store(rows_ptr + _ROW_QUERY_LEN * num_reqs, rows * 0 + 1, mask=mask)
     tl.store(rows_ptr + _ROW_SAMPLE * num_reqs, rows * 0 + 1, mask=mask)
-    for i in tl.static_range(COPIED_VALUES):
-        value = tl.load(row_values_ptr + i * num_row_ids + row_id, mask=runs, other=0)
-        tl.store(rows_ptr + (_ROW_COPIED + i) * num_reqs, value, mask=mask)
+    fields_ptr = rows_ptr[None, :] + (_ROW_PAGES + _PAGE_FIELDS * groups) * num_reqs
+    tl.store(fields_ptr, first, mask=in_use)
+    tl.store(fields_ptr + num_reqs, start, mask=in_use)
+    tl.store(fields_ptr + 2 * num_reqs, count, mask=in_use)
     tl.store(rows_ptr + ROW_FIELDS * num_reqs, rows * 0 + _TOKEN_FROM_ROW, mask=mask)
 
 
@@ -215,19 +217,23 @@ def _apply_kernel(
     inbox_words,
     num_row_ids,
     ROW_FIELDS: tl.constexpr,
+    FIELD_BLOCK: tl.constexpr,
     GROUPS: tl.constexpr,
+    GROUP_BLOCK: tl.constexpr,
     COPIED_VALUES: tl.constexpr,
+    COPIED_BLOCK: tl.constexpr,
+    KEPT_BLOCK: tl.constexpr,
     ROW_BLOCK: tl.constexpr,
     BLOCK: tl.constexpr,
-    LIST_BLOCK: tl.constexpr,
 ):
-    LIST_WORDS: tl.constexpr = 1 + _PAGE_FIELDS * GROUPS
-    # The header: in a slot's first step the slot's, in the others what the cursor keeps of it.
+    # The header: in a slot's first step the program's own copy, in the others what the cursor keeps of it.
     slot = tl.load(cursor_ptr)
     first_step = tl.load(cursor_ptr + _CURSOR_STEP) == 0
-    slot_ptr = inbox_ptr + (slot % slots) * stride_inbox
+    header_ptr = inbox_ptr + (slot % slots) * stride_inbox
+    slot_ptr = header_ptr + _RECORD_AT
+    header_ptr += _HEADER_SIZE * tl.program_id(0)
     fields = tl.arange(0, _HEADER_SIZE)
-    header = _from_host(slot_ptr + fields, fields < tl.where(first_step, _HEADER_SIZE, 0), 0)
+    header = _from_host(header_ptr + fields, fields < tl.where(first_step, _HEADER_SIZE, 0), 0)
     step = tl.sum(tl.where(fields == _STEP_HIGH, header, 0), 0).to(tl.int64) << 32
     step = step | (tl.sum(tl.where(fields == _STEP_LOW, header, 0), 0).to(tl.int64) & 0xFFFFFFFF)
     num_reqs = tl.sum(tl.where(fields == _NUM_REQS, header, 0), 0)
@@ -235,7 +241,6 @@ def _apply_kernel(
     num_pages = tl.sum(tl.where(fields == _NUM_PAGES, header, 0), 0)
     kind = tl.sum(tl.where(fields == _KIND, header, 0), 0)
     steps = tl.sum(tl.where(fields == _STEPS, header, 0), 0)
-    num_lists = tl.sum(tl.where(fields == _NUM_LISTS, header, 0), 0)
     if first_step == 0:
         step = tl.load(step_counter_ptr) + 1
         num_reqs = tl.load(cursor_ptr + _CURSOR_NUM_REQS).to(tl.int32)
@@ -250,21 +255,15 @@ def _apply_kernel(
     reqs = num_reqs.to(tl.int64)
     num_tokens = tl.where(news, num_reqs, num_tokens)
     used = _HEADER_SIZE + ROW_FIELDS * reqs + num_tokens + num_pages
-    of_news = _HEADER_SIZE + LIST_WORDS * num_lists.to(tl.int64) + reqs + num_pages
+    has_lists = first_step & ((kind & _LISTS) != 0)
+    of_news = _HEADER_SIZE + tl.where(new_order, reqs, 0) + num_pages
+    of_news += tl.where(has_lists, _PAGE_FIELDS * GROUPS * reqs, 0)
     of_slot = tl.where(news, of_news, used + tl.where(keep, _END_FIELDS * reqs, 0))
-    fits = (
-        (news | first_step)
-        & (num_reqs >= 0)
-        & (num_reqs <= max_reqs)
-        & (num_tokens >= 0)
-        & (num_pages >= 0)
-        & (num_lists >= 0)
-    )
+    fits = (news | first_step) & (num_reqs >= 0) & (num_reqs <= max_reqs) & (num_tokens >= 0) & (num_pages >= 0)
     fits = fits & (used <= record_words) & (of_slot <= inbox_words)
     num_reqs = tl.where(fits, num_reqs, 0)
     num_tokens = tl.where(fits, num_tokens, 0)
     num_pages = tl.where(fits, num_pages, 0)
-    num_lists = tl.where(fits, num_lists, 0)
     used = tl.where(fits, used, _HEADER_SIZE).to(tl.int32)
     if tl.program_id(0) == 0:
         tl.store(record_ptr + _STEP_LOW, step.to(tl.int32))
@@ -274,17 +273,17 @@ def _apply_kernel(
         tl.store(record_ptr + _NUM_PAGES, num_pages)
         tl.store(record_ptr + _KIND, kind)
         tl.store(record_ptr + _STEPS, steps)
-        tl.store(record_ptr + _NUM_LISTS, num_lists)
+        tl.store(record_ptr + _HEADER_SIZE - 1, 0)
 
     # The rows, shared out among the programs, and whatever is copied word by word.
     rows = tl.program_id(0) * ROW_BLOCK + tl.arange(0, ROW_BLOCK)
     if news:
         _advance_rows(
             slot_ptr, record_ptr, page_groups_ptr, page_spans_ptr, order_ptr, row_lens_ptr, row_ends_ptr,
-            row_values_ptr, num_reqs, num_lists, new_order, num_row_ids, rows,
-            ROW_FIELDS, GROUPS, COPIED_VALUES, LIST_BLOCK,
+            row_values_ptr, num_reqs, new_order, has_lists, num_row_ids, rows,
+            ROW_FIELDS, GROUPS, GROUP_BLOCK, COPIED_VALUES, COPIED_BLOCK,
         )  # fmt: skip
-        pages_from = _HEADER_SIZE + LIST_WORDS * num_lists + tl.where(new_order, num_reqs, 0)
+        pages_from = of_news.to(tl.int32) - num_pages
         pages_to = _HEADER_SIZE + (ROW_FIELDS + 1) * num_reqs
         for base in range(tl.program_id(0) * BLOCK, num_pages, tl.num_programs(0) * BLOCK):
             at = base + tl.arange(0, BLOCK)
@@ -295,30 +294,41 @@ def _apply_kernel(
         copied_from = _HEADER_SIZE
         if keep:
             copied_from = _HEADER_SIZE + ROW_FIELDS * num_reqs
-            _copy_rows(slot_ptr, record_ptr, row_lens_ptr, row_ends_ptr, num_reqs, num_row_ids, rows, ROW_FIELDS)
+            _copy_rows(
+                slot_ptr, record_ptr, row_lens_ptr, row_ends_ptr, num_reqs, num_row_ids, rows, ROW_FIELDS, FIELD_BLOCK
+            )
             _keep_rows(
                 slot_ptr, used, num_reqs, num_row_ids, order_ptr, row_values_ptr, end_lengths_ptr, end_tokens_ptr,
-                rows, COPIED_VALUES,
+                rows, COPIED_VALUES, KEPT_BLOCK,
             )  # fmt: skip
         _copy_words(slot_ptr + copied_from, record_ptr + copied_from, used - copied_from, BLOCK)
 
 
+def _tile_sizes(groups: int) -> dict[str, int]:
+    """Fields of a row, and of its parts; with blocks that hold them."""
+    fields, values, power = layout.row_fields(groups), len(COPIED), triton.next_power_of_2
+    return {
+        "ROW_FIELDS": fields, "FIELD_BLOCK": power(fields), "GROUPS": groups, "GROUP_BLOCK": power(groups),
+        "COPIED_VALUES": values, "COPIED_BLOCK": power(values), "KEPT_BLOCK": power(max(values, STOP_TOKENS)),
+    }  # fmt: skip
+
+
 def _apply_triton(b: Any) -> None:
     groups, num_row_ids = b.page_groups.shape[0], b.row_lens.shape[0]
-    _apply_kernel[(max(_PROGRAMS, triton.cdiv(b.padded_reqs, _ROW_BLOCK)),)](
+    row_block = max(_ROW_BLOCK, triton.next_power_of_2(triton.cdiv(b.padded_reqs, _PROGRAMS)))
+    _apply_kernel[(_PROGRAMS,)](
         b.page_groups, b.inbox, b.record, b.cursor, b.order, b.row_lens, b.row_ends, b.row_values, b.end_lengths,
         b.end_tokens, b.step_counter, b.page_spans,
         b.inbox.shape[0], b.inbox.stride(0), min(b.padded_reqs, b.order.shape[0]), b.record.shape[0],
-        b.inbox.shape[1], num_row_ids,
-        ROW_FIELDS=layout.row_fields(groups), GROUPS=groups, COPIED_VALUES=len(COPIED), ROW_BLOCK=_ROW_BLOCK,
-        BLOCK=_BLOCK, LIST_BLOCK=_LIST_BLOCK, num_warps=_NUM_WARPS,
+        b.inbox.shape[1] - layout.RECORD_AT, num_row_ids,
+        **_tile_sizes(groups), ROW_BLOCK=row_block, BLOCK=_BLOCK, num_warps=_NUM_WARPS,
     )  # fmt: skip
 
 
 def apply_reference(b: Any) -> None:
     """Reference of `graphrt::apply`."""
     cursor, groups = b.cursor.tolist(), b.page_groups.tolist()
-    slot = b.inbox[cursor[CURSOR_SLOT] % b.inbox.shape[0]].numpy()
+    slot = b.inbox[cursor[CURSOR_SLOT] % b.inbox.shape[0]].numpy()[layout.RECORD_AT :]
     record, num_row_ids = b.record.numpy(), b.row_lens.shape[0]
     first_step = cursor[CURSOR_STEP] == 0
     if first_step:
@@ -332,20 +342,20 @@ def apply_reference(b: Any) -> None:
         header[layout.HEADER_STEPS] = cursor[CURSOR_STEPS]
         header[layout.HEADER_KIND] = cursor[CURSOR_KIND]
     kind, row_fields = int(header[layout.HEADER_KIND]), layout.row_fields(len(groups))
-    list_words = layout.list_words(len(groups))
     new_order = first_step and bool(kind & layout.NEW_ORDER)
+    list_fields = layout.list_fields(len(groups)) if first_step and kind & layout.LISTS else 0
     if kind & layout.NEWS:
         header[layout.HEADER_NUM_TOKENS] = header[layout.HEADER_NUM_REQS]
-    counts = [layout.HEADER_NUM_REQS, layout.HEADER_NUM_TOKENS, layout.HEADER_NUM_PAGES, layout.HEADER_NUM_LISTS]
-    n, tokens, pages, lists = (int(header[count]) for count in counts)
+    counts = [layout.HEADER_NUM_REQS, layout.HEADER_NUM_TOKENS, layout.HEADER_NUM_PAGES]
+    n, tokens, pages = (int(header[count]) for count in counts)
     used = layout.record_size(n, tokens, pages, len(groups))
     of_slot = used + (layout.END_FIELDS * n if kind & layout.KEEP else 0)
     if kind & layout.NEWS:
-        of_slot = layout.HEADER_SIZE + list_words * lists + n + pages
-    fits = min(n, tokens, pages, lists) >= 0 and n <= min(b.padded_reqs, len(b.order))
+        of_slot = layout.HEADER_SIZE + (new_order + list_fields) * n + pages
+    fits = min(n, tokens, pages) >= 0 and n <= min(b.padded_reqs, len(b.order))
     fits = fits and used <= len(record) and of_slot <= len(slot)
     if not fits or not (first_step or kind & layout.NEWS):
-        n = tokens = pages = lists = 0
+        n = tokens = pages = 0
         header[counts] = 0
         used = layout.HEADER_SIZE
     record[: layout.HEADER_SIZE] = header
@@ -366,18 +376,17 @@ def apply_reference(b: Any) -> None:
             rows[layout.ROW_SEQ_LEN, on] = lens[ids[on]] + rows[layout.ROW_QUERY_LEN, on]
             rows[layout.ROW_ID, on[b.row_ends.numpy()[ids[on]] != 0]] = layout.NOBODY
         return
-    listed = slot[layout.HEADER_SIZE : layout.HEADER_SIZE + list_words * lists].reshape(lists, list_words)
-    at = layout.HEADER_SIZE + list_words * lists
+    at = layout.HEADER_SIZE
     if new_order:
         order[:n] = slot[at : at + n]
         at += n
-    list_of = {int(words[0]): words[1:] for words in listed}
     rows[:] = 0
+    if list_fields:
+        rows[layout.ROW_PAGES :] = slot[at : at + list_fields * n].reshape(list_fields, n)
+        at += list_fields * n
     rows[layout.ROW_QUERY_START], rows[layout.ROW_QUERY_LEN], rows[layout.ROW_SAMPLE] = np.arange(n), 1, 1
     for row in range(n):
         row_id = int(order[row])
-        if row in list_of:
-            rows[layout.ROW_PAGES :, row] = list_of[row]
         rows[layout.ROW_ID, row], rows[layout.ROW_SEQ_LEN, row] = layout.NOBODY, 1
         if not 0 <= row_id < num_row_ids:
             continue
@@ -425,9 +434,9 @@ def apply(buffers: StaticBuffers) -> None:
         check_tensor(name, getattr(buffers, name), shape=shape)
         if name != "inbox" and not getattr(buffers, name).is_contiguous():
             raise ShapeError(f"{name}: expected a contiguous tensor, got others; copy it")
-    for name in ("inbox", "record"):
-        if (words := getattr(buffers, name).shape[-1]) < layout.HEADER_SIZE:
-            raise ShapeError(f"{name}: expected at least {layout.HEADER_SIZE} words, got {words}; enlarge it")
+    for name, least in (("inbox", layout.RECORD_AT + layout.HEADER_SIZE), ("record", layout.HEADER_SIZE)):
+        if (words := getattr(buffers, name).shape[-1]) < least:
+            raise ShapeError(f"{name}: expected at least {least} words, got {words}; enlarge it")
     _op(_Call(*operands, buffers.row_ids.shape[0]))
 
 
@@ -437,10 +446,7 @@ def compile_variants() -> list[CompileSpec]:
     types: dict[str, Any] = {f"{name}_ptr": names[spec.dtype] for name, spec in StaticBuffers.specs().items()}
     specs = []
     for groups in (1, 6):
-        constexprs: dict[str, object] = {
-            "ROW_FIELDS": layout.row_fields(groups), "GROUPS": groups, "COPIED_VALUES": len(COPIED),
-            "ROW_BLOCK": _ROW_BLOCK, "BLOCK": _BLOCK, "LIST_BLOCK": _LIST_BLOCK,
-        }  # fmt: skip
+        constexprs: dict[str, object] = {**_tile_sizes(groups), "ROW_BLOCK": _ROW_BLOCK, "BLOCK": _BLOCK}
         signature = {
             argument: "constexpr" if argument in constexprs else types.get(argument, "i32")
             for argument in _apply_kernel.arg_names

@@ -44,6 +44,10 @@ class BufferKind(str, Enum):
 _OF_ROWS = (BufferKind.DERIVED, BufferKind.CARRIED)
 _ON_HOST = (BufferKind.INPUT, BufferKind.OUTPUT)
 
+HEADER_SIZE = 8  # words that a slot of the inbox, and the step record, begin with
+HEADER_COPIES = 32  # of it in a slot: one for each program of `apply`, see record.py
+_SLOT_ALIGNMENT = 32  # words: slots begin at cache lines of the device
+
 CURSOR_SLOT = 0  # slots of the inbox that were used up
 CURSOR_STEP = 1  # steps of the present slot that have run
 CURSOR_NUM_REQS = 2  # of the present slot, once its first step has run: its rows, its steps, and its kind
@@ -124,8 +128,9 @@ class Capacity:
 
     @property
     def inbox(self) -> int:
-        """Words of a slot: a record in full, and when its rows end."""
-        return self.record + (1 + STOP_TOKENS) * self.rows
+        """Words of a slot: copies of its header, a record in full, and when its rows end."""
+        words = (HEADER_COPIES - 1) * HEADER_SIZE + self.record + (1 + STOP_TOKENS) * self.rows
+        return -(-words // _SLOT_ALIGNMENT) * _SLOT_ALIGNMENT
 
     @property
     def entries(self) -> int:
@@ -205,7 +210,7 @@ class StaticBuffers:
     """All static tensors. Allocated once for the largest descriptor; a graph gets views by `cut`. Never reallocated."""
 
     page_groups: torch.Tensor = _constant(("groups", len(fields(PageGroup))), torch.int32, "apply", "refresh")
-    inbox: torch.Tensor = _words(("ring", "inbox"), BufferKind.INPUT, "host", "apply")
+    inbox: torch.Tensor = _words(("ring", "inbox"), BufferKind.INPUT, "host", "apply", "publish")
     record: torch.Tensor = _words(("record",), BufferKind.DERIVED, "apply", "refresh", "publish")
 
     cursor: torch.Tensor = _persistent((CURSOR_SIZE,), torch.int64, "publish", "apply", pad="see CURSOR_SLOT")

@@ -1,16 +1,54 @@
-"""Device helpers that settle what is wrong with a row, from what the check found in each KV group."""
+"""Device helpers that find what is wrong with a row, and settle it from what the check found in each KV group."""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
-from graphrt.kernels.metadata.read_pages import GROUP_FIELDS, pages_at, row_pages
+from graphrt.kernels.metadata.read_pages import GROUP_FIELDS, MAX_PAGES, pages_at, row_pages
 from graphrt.kernels.metadata.read_record import ROW_ID, ROW_QUERY_LEN, ROW_SEQ_LEN
-from graphrt.kernels.types import FaultCode
+from graphrt.kernels.types import TOKEN_FROM_ROW, FaultCode
 
+NOWHERE = tl.constexpr(1 << 30)
+"""An index that is larger than every real one."""
+
+_TOKEN_FROM_ROW = tl.constexpr(TOKEN_FROM_ROW)
 _DUPLICATE_ROW = tl.constexpr(int(FaultCode.DUPLICATE_ROW))
 _DUPLICATE_PAGE = tl.constexpr(int(FaultCode.DUPLICATE_PAGE))
+
+
+@triton.jit
+def first_bad_page(pages_ptr, skipped, page_count, num_pages, null_page, PAGE_BLOCK: tl.constexpr):
+    """Index of the first listed page that is the null page or outside the pool, else NOWHERE. The first `skipped` are
+    pages that the row cannot see any more: null pages stand there, or anything."""
+    first = tl.full([PAGE_BLOCK], NOWHERE, tl.int32)
+    for base in tl.range(skipped, page_count, PAGE_BLOCK, loop_unroll_factor=4):  # loads of four at once
+        index = base + tl.arange(0, PAGE_BLOCK)
+        listed = index < page_count
+        page = tl.load(pages_ptr + index, mask=listed, other=0)
+        bad = listed & ((page < 0) | (page >= num_pages) | (page == null_page))
+        first = tl.where(bad, tl.minimum(first, index), first)
+    return tl.min(first, 0)
+
+
+@triton.jit
+def _bad_tokens(tokens_ptr, index, query_len, last_token, vocab_size):
+    """The indices of tokens outside the vocabulary, else NOWHERE."""
+    given = index < query_len
+    token = tl.load(tokens_ptr + index, mask=given, other=0)
+    token = tl.where((index == 0) & (token == _TOKEN_FROM_ROW), last_token, token)
+    return tl.where(given & ((token < 0) | (token >= vocab_size)), index, NOWHERE)
+
+
+@triton.jit
+def first_bad_token(tokens_ptr, query_len, last_token, vocab_size, QUERY_LEN: tl.constexpr, TOKEN_BLOCK: tl.constexpr):
+    """Index of the row's first token outside the vocabulary, else NOWHERE; `last_token` may stand in for the first."""
+    lanes = tl.arange(0, TOKEN_BLOCK)
+    first = _bad_tokens(tokens_ptr, lanes, query_len, last_token, vocab_size)
+    if (QUERY_LEN == 0) | (QUERY_LEN > TOKEN_BLOCK):
+        for base in range(TOKEN_BLOCK, query_len, TOKEN_BLOCK):
+            first = tl.minimum(first, _bad_tokens(tokens_ptr, base + lanes, query_len, last_token, vocab_size))
+    return tl.min(first, 0)
 
 
 @triton.jit
@@ -55,6 +93,7 @@ def fault_value(
     page_groups_ptr,
     rows_ptr,
     listed_pages_ptr,
+    tables_ptr,
     listed_reqs,
     listed_pages,
     page_table_ptr,
@@ -66,10 +105,15 @@ def fault_value(
         value = tl.load(rows_ptr + ROW_ID * listed_reqs).to(tl.int64)
     elif code == _DUPLICATE_PAGE:
         page_size = tl.load(page_groups_ptr + group * GROUP_FIELDS)
+        max_pages = tl.load(page_groups_ptr + group * GROUP_FIELDS + MAX_PAGES)
         row_id = tl.load(rows_ptr + ROW_ID * listed_reqs)
-        start = tl.load(rows_ptr + ROW_SEQ_LEN * listed_reqs) - tl.load(rows_ptr + ROW_QUERY_LEN * listed_reqs)
-        first, page_start, page_count = row_pages(rows_ptr, group, listed_reqs, listed_pages)
-        column = start // page_size + (0xFFFF - (page_mark & 0xFFFF)).to(tl.int32)
+        seq_len = tl.load(rows_ptr + ROW_SEQ_LEN * listed_reqs)
+        column = (seq_len - tl.load(rows_ptr + ROW_QUERY_LEN * listed_reqs)) // page_size
+        column += (0xFFFF - (page_mark & 0xFFFF)).to(tl.int32)
+        first, count, pages_ptr = row_pages(
+            rows_ptr, listed_pages_ptr, tables_ptr, listed_reqs > 0, row_id, seq_len, group, page_size, max_pages,
+            num_row_ids, table_width, listed_reqs, listed_pages,
+        )  # fmt: skip
         table_ptr = page_table_ptr + (group * num_row_ids + row_id).to(tl.int64) * table_width
-        value = pages_at(column, column >= 0, listed_pages_ptr + page_start, first, page_count, table_ptr).to(tl.int64)
+        value = pages_at(column, column >= 0, pages_ptr, first, count, table_ptr).to(tl.int64)
     return value

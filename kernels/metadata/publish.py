@@ -50,6 +50,7 @@ _HEADER_KIND = tl.constexpr(layout.HEADER_KIND)
 _HEADER_STEPS = tl.constexpr(layout.HEADER_STEPS)
 _KEPT = tl.constexpr(layout.NEWS | layout.KEEP)
 _LOOPS = tl.constexpr(layout.LOOPS)
+_STOP_AT = tl.constexpr(layout.RECORD_AT + layout.HEADER_STOP)
 _RECORD_IDS = tl.constexpr(layout.HEADER_SIZE)  # row ids are the first field of the rows
 _CURSOR_SLOT = tl.constexpr(CURSOR_SLOT)
 _CURSOR_STEP = tl.constexpr(CURSOR_STEP)
@@ -61,6 +62,7 @@ _CURSOR_KIND = tl.constexpr(CURSOR_KIND)
 @triton.jit(do_not_specialize=["num_rows", "vocab_size", "num_row_ids"])
 def _publish_kernel(
     tokens_ptr,
+    inbox_ptr,
     record_ptr,
     cursor_ptr,
     places_ptr,
@@ -85,6 +87,8 @@ def _publish_kernel(
     num_rows,
     num_row_ids,
     vocab_size,
+    slots,
+    stride_inbox,
     ring_depth,
     stride_tokens,
     stride_ends,
@@ -95,6 +99,8 @@ def _publish_kernel(
 ):
     step = tl.load(step_counter_ptr)
     entry = step % ring_depth
+    slot = tl.load(cursor_ptr + _CURSOR_SLOT)
+    stopped = tl.load(inbox_ptr + (slot % slots) * stride_inbox + _STOP_AT, cache_modifier=".cv") != 0
     num_reqs = tl.load(record_ptr + _HEADER_NUM_REQS)
     kind = tl.load(record_ptr + _HEADER_KIND)
     going_on = tl.zeros([BLOCK], tl.int32)
@@ -109,10 +115,18 @@ def _publish_kernel(
         live = mask & (status >= _LIVE)
         row_id = tl.load(row_ids_ptr + place, mask=live, other=0)
         seq_len = tl.load(seq_lens_ptr + place, mask=live, other=0)
+        kept = tl.where((kind & _KEPT) != 0, num_reqs, 0)
+        named_id = tl.load(record_ptr + _RECORD_IDS + rows, mask=mask & (rows < kept), other=-1)
+        # A store waits for what it stores, and holds up what stands behind it: the loads come first.
+        limit = tl.load(end_lengths_ptr + row_id, mask=live, other=0)
+        stops = ()
+        for i in tl.static_range(END_TOKENS):
+            stops += (tl.load(end_tokens_ptr + i * num_row_ids + row_id, mask=live, other=_NO_TOKEN),)  # type: ignore[assignment]
         token = tl.zeros([BLOCK], tl.int64) + _NO_TOKEN
         if tokens_ptr is not None:
             # A sample is judged in its own width: cut to 32 bits first, 2**32 + 5 would pass for token 5.
             token = tl.load(tokens_ptr + place, mask=mask, other=_NO_TOKEN).to(tl.int64)
+            void_id = tl.load(void_ids_ptr + place, mask=mask, other=-1)
             samples = status == _SAMPLES
             bad = samples & ((token < 0) | (token >= vocab_size))
             code = tl.where(bad, tl.where(token == _NO_TOKEN, _NO_TOKEN_OFFERED, _SAMPLE_OUT_OF_RANGE), code)
@@ -121,27 +135,22 @@ def _publish_kernel(
             # Every live row's last token changes: a prompt that goes on voids what an ended sequence left there.
             tl.store(last_token_ptr + row_id, token.to(tl.int32), mask=live)
             # No live row has a void id, as the refresh makes all rows of one id faulty: the stores' order is free.
-            void_id = tl.load(void_ids_ptr + place, mask=mask, other=-1)
             tl.store(last_token_ptr + void_id, tl.zeros([BLOCK], tl.int32) + _NO_TOKEN, mask=void_id >= 0)
         tl.store(token_ring_ptr + entry * stride_tokens + rows, token.to(tl.int32), mask=mask)
         tl.store(fault_code_ring_ptr + entry * stride_codes + rows, code, mask=mask)
         tl.store(fault_value_ring_ptr + entry * stride_values + rows, value, mask=mask & (code != 0))
 
         # How a row goes on when the host has no news of it: a stop token, its length or a fault end it.
-        limit = tl.load(end_lengths_ptr + row_id, mask=live, other=0)
         end = tl.where((limit > 0) & (seq_len >= limit), _END_LENGTH, _GOES_ON)
         for i in tl.static_range(END_TOKENS):
-            stop = tl.load(end_tokens_ptr + i * num_row_ids + row_id, mask=live, other=_NO_TOKEN)
-            end = tl.where((token >= 0) & (token == stop), _END_STOP_TOKEN, end)
+            end = tl.where((token >= 0) & (token == stops[i]), _END_STOP_TOKEN, end)
         end = tl.where(code != 0, _END_FAULT, end)
         tl.store(end_ring_ptr + entry * stride_ends + rows, tl.where(mask, end, 0), mask=mask)
         tl.store(row_lens_ptr + row_id, seq_len, mask=live)
         tl.store(row_ends_ptr + row_id, end, mask=live)
         going_on = tl.maximum(going_on, (live & (token >= 0) & (end == _GOES_ON)).to(tl.int32))
         # A row that the refresh found faulty is nobody's in the step; the record has its id.
-        kept = tl.where((kind & _KEPT) != 0, num_reqs, 0)
         faulty = mask & (rows < kept) & (live == 0) & (code != 0)
-        named_id = tl.load(record_ptr + _RECORD_IDS + rows, mask=faulty, other=-1)
         faulty = faulty & (named_id >= 0) & (named_id < num_row_ids)
         tl.store(row_ends_ptr + named_id, tl.zeros([BLOCK], tl.int32) + _END_FAULT, mask=faulty)
 
@@ -149,14 +158,16 @@ def _publish_kernel(
     tl.debug_barrier()
     tl.atomic_xchg(step_ring_ptr + entry, step, sem="release", scope="sys")
 
-    # The slot is used up after its last step, and a launch that loops over its steps ends where no row goes on.
+    # The slot is used up after its last step. A launch that loops over its steps ends where no row goes on, or the host
+    # stops it. One that does not loop runs all steps, those after a stop without rows.
     done = tl.load(cursor_ptr + _CURSOR_STEP) + 1
     steps = tl.load(record_ptr + _HEADER_STEPS)
     any_goes_on = tl.max(going_on, 0) > 0
-    used_up = (done >= steps) | (((kind & _LOOPS) != 0) & (any_goes_on == 0))
-    tl.store(cursor_ptr + _CURSOR_SLOT, tl.load(cursor_ptr + _CURSOR_SLOT) + tl.where(used_up, 1, 0))
+    ends_early = ((kind & _LOOPS) != 0) & ((any_goes_on == 0) | stopped)
+    used_up = (done >= steps) | ends_early
+    tl.store(cursor_ptr + _CURSOR_SLOT, slot + tl.where(used_up, 1, 0))
     tl.store(cursor_ptr + _CURSOR_STEP, tl.where(used_up, 0, done))
-    tl.store(cursor_ptr + _CURSOR_NUM_REQS, num_reqs.to(tl.int64))
+    tl.store(cursor_ptr + _CURSOR_NUM_REQS, tl.where(stopped, 0, num_reqs).to(tl.int64))
     tl.store(cursor_ptr + _CURSOR_STEPS, steps.to(tl.int64))
     tl.store(cursor_ptr + _CURSOR_KIND, kind.to(tl.int64))
     tl.store(go_on_ptr, tl.where(used_up, 0, 1))
@@ -165,10 +176,10 @@ def _publish_kernel(
 def _publish_triton(b: Any) -> None:
     rows = b.row_ids.shape[0]
     _publish_kernel[(1,)](
-        b.tokens, b.record, b.cursor, b.places, b.row_ids, b.row_status, b.seq_lens, b.fault_code, b.fault_value,
-        b.void_ids, b.end_lengths, b.end_tokens, b.step_counter, b.last_token, b.row_lens, b.row_ends, b.go_on,
-        b.step_ring, b.token_ring, b.end_ring, b.fault_code_ring, b.fault_value_ring,
-        rows, b.last_token.shape[0], b.vocab_size, b.step_ring.shape[0],
+        b.tokens, b.inbox, b.record, b.cursor, b.places, b.row_ids, b.row_status, b.seq_lens, b.fault_code,
+        b.fault_value, b.void_ids, b.end_lengths, b.end_tokens, b.step_counter, b.last_token, b.row_lens, b.row_ends,
+        b.go_on, b.step_ring, b.token_ring, b.end_ring, b.fault_code_ring, b.fault_value_ring,
+        rows, b.last_token.shape[0], b.vocab_size, b.inbox.shape[0], b.inbox.stride(0), b.step_ring.shape[0],
         b.token_ring.stride(0), b.end_ring.stride(0), b.fault_code_ring.stride(0), b.fault_value_ring.stride(0),
         BLOCK=_ROW_BLOCK, END_TOKENS=STOP_TOKENS, num_warps=_NUM_WARPS,
     )  # fmt: skip
@@ -218,11 +229,13 @@ def publish_reference(b: Any) -> None:
     b.fault_value_ring[entry, :rows] = torch.where(code != 0, value, b.fault_value_ring[entry, :rows])
     b.step_ring[entry] = step  # behind all the rest of the step, for a host that watches
     goes_on = bool(((ends == 0) & (published[live] >= 0)).any())
+    stopped = bool(b.inbox[int(b.cursor[CURSOR_SLOT]) % b.inbox.shape[0], layout.RECORD_AT + layout.HEADER_STOP])
     done = int(b.cursor[CURSOR_STEP]) + 1
-    used_up = done >= steps or (bool(kind & layout.LOOPS) and not goes_on)
+    used_up = done >= steps or (bool(kind & layout.LOOPS) and (stopped or not goes_on))
     b.cursor[CURSOR_SLOT] += int(used_up)
     b.cursor[CURSOR_STEP] = 0 if used_up else done
-    b.cursor[CURSOR_NUM_REQS], b.cursor[CURSOR_STEPS], b.cursor[CURSOR_KIND] = num_reqs, steps, kind
+    b.cursor[CURSOR_NUM_REQS] = 0 if stopped else num_reqs
+    b.cursor[CURSOR_STEPS], b.cursor[CURSOR_KIND] = steps, kind
     b.go_on.fill_(0 if used_up else 1)
 
 
@@ -248,6 +261,7 @@ def publish(buffers: StaticBuffers, tokens: torch.Tensor | None, *, vocab_size: 
         check_unit_stride("tokens", tokens)
     row_ids = buffers.last_token.shape[0]
     for name, least in (
+        ("inbox", (layout.RECORD_AT + layout.HEADER_SIZE,)),
         ("record", (layout.HEADER_SIZE,)),
         ("cursor", (CURSOR_SIZE,)),
         ("row_lens", (row_ids,)),

@@ -1,4 +1,4 @@
-"""Device helpers that read a row's pages: what the step record lists of them, and what the row's table keeps."""
+"""Device helpers that read a row's pages and tokens: what the step record lists, and what the row's table keeps."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ _PAGE_FIRST = tl.constexpr(layout.PAGE_FIRST)
 _PAGE_START = tl.constexpr(layout.PAGE_START)
 _PAGE_COUNT = tl.constexpr(layout.PAGE_COUNT)
 _PAGE_FIELDS = tl.constexpr(layout.PAGE_FIELDS)
-_MAX_ENCODER_LEN = tl.constexpr([f.name for f in fields(PageGroup)].index("max_encoder_len"))
+PAGE_SIZE = tl.constexpr([f.name for f in fields(PageGroup)].index("page_size"))
+MAX_PAGES = tl.constexpr([f.name for f in fields(PageGroup)].index("max_pages"))
+MAX_ENCODER_LEN = tl.constexpr([f.name for f in fields(PageGroup)].index("max_encoder_len"))
 _MOST = tl.constexpr(1 << 30)  # columns; sums of two stay within int32
 
 
@@ -31,7 +33,7 @@ def read_group(page_groups_ptr, group):
     window = tl.load(group_ptr + 4)
     chunk = tl.load(group_ptr + 5)
     claims_at = tl.load(group_ptr + 6)
-    max_encoder_len = tl.load(group_ptr + _MAX_ENCODER_LEN)
+    max_encoder_len = tl.load(group_ptr + MAX_ENCODER_LEN)
     return page_size, num_pages, null_page, max_pages, window, chunk, claims_at, max_encoder_len
 
 
@@ -53,26 +55,52 @@ def pages_at(columns, mask, pages_ptr, first, count, table_ptr):
 
 
 @triton.jit
-def row_pages(rows_ptr, group, listed_reqs, listed_pages):
-    """A row's list of pages in one group: its first page's place in the sequence, its start and its count.
-
-    The list is cut to what the record holds; a list that begins before the sequence counts as empty.
-    """
-    fields_ptr = rows_ptr + (_ROW_PAGES + _PAGE_FIELDS * group) * listed_reqs
-    first = tl.load(fields_ptr + _PAGE_FIRST * listed_reqs)
-    start = tl.load(fields_ptr + _PAGE_START * listed_reqs)
-    count = tl.load(fields_ptr + _PAGE_COUNT * listed_reqs)
-    start = tl.where((start >= 0) & (start <= listed_pages), start, listed_pages)
-    count = tl.where(first >= 0, tl.maximum(tl.minimum(count, listed_pages - start), 0), 0)
-    return tl.minimum(tl.maximum(first, 0), _MOST), start, count
+def token_at(at, valid_end, written_end, end, seq_len, page_size, tokens_ptr, pages_ptr, first, page_count, table_ptr):
+    """Position, page and id of some tokens of a row, by their places in the record; 0 where the row does not run."""
+    mask = at < valid_end
+    token = tl.load(tokens_ptr + at, mask=mask, other=0)
+    position = tl.where(mask, seq_len - end + at, 0)
+    page = pages_at(position // page_size, at < written_end, pages_ptr, first, page_count, table_ptr)
+    return position, page.to(tl.int64), token
 
 
 @triton.jit
-def lists_anew(rows_ptr, page_groups_ptr, listed_reqs, listed_pages, GROUPS: tl.constexpr, GROUP_BLOCK: tl.constexpr):
+def row_pages(
+    rows_ptr, listed_pages_ptr, tables_ptr, is_row, row_id, held, group, page_size, max_pages, num_row_ids, table_width,
+    listed_reqs, listed_pages,
+):  # fmt: skip
+    """A row's list of pages in one group: its first page's place in the sequence, its count, and where the list is.
+
+    Where the caller keeps tables on the device, a row lists all pages of the `held` tokens in its own. Else the record
+    has the list, which is cut to what the record holds; one that begins before the sequence counts as empty.
+    """
+    if tables_ptr is not None:
+        known = is_row & (row_id >= 0) & (row_id < num_row_ids) & (held > 0)
+        first = tl.where(known, 0, 0)
+        count = tl.where(known, tl.minimum((held - 1) // page_size + 1, max_pages), 0)
+        at = group.to(tl.int64) * num_row_ids + tl.where(known, row_id, 0)
+        pages_ptr = tables_ptr + at * table_width
+    else:
+        fields_ptr = rows_ptr + (_ROW_PAGES + _PAGE_FIELDS * group) * listed_reqs
+        first = tl.load(fields_ptr + _PAGE_FIRST * listed_reqs, mask=is_row, other=0)
+        start = tl.load(fields_ptr + _PAGE_START * listed_reqs, mask=is_row, other=0)
+        count = tl.load(fields_ptr + _PAGE_COUNT * listed_reqs, mask=is_row, other=0)
+        start = tl.where((start >= 0) & (start <= listed_pages), start, listed_pages)
+        count = tl.where(first >= 0, tl.maximum(tl.minimum(count, listed_pages - start), 0), 0)
+        first = tl.minimum(tl.maximum(first, 0), _MOST)
+        pages_ptr = listed_pages_ptr + start
+    return first, count, pages_ptr
+
+
+@triton.jit
+def lists_anew(
+    rows_ptr, is_row, page_groups_ptr, listed_reqs, listed_pages, GROUPS: tl.constexpr, GROUP_BLOCK: tl.constexpr
+):
     """Whether a row lists pages from page 0 on in any group of its own tokens: what it kept in all groups is void."""
     groups = tl.arange(0, GROUP_BLOCK)
     in_use = groups < GROUPS
-    crossing = tl.load(page_groups_ptr + groups * GROUP_FIELDS + _MAX_ENCODER_LEN, mask=in_use, other=1)
+    crossing = tl.load(page_groups_ptr + groups * GROUP_FIELDS + MAX_ENCODER_LEN, mask=in_use, other=1)
+    in_use = groups < tl.where(is_row, GROUPS, 0)
     fields_ptr = rows_ptr + (_ROW_PAGES + _PAGE_FIELDS * groups) * listed_reqs
     first = tl.load(fields_ptr + _PAGE_FIRST * listed_reqs, mask=in_use, other=1)
     start = tl.load(fields_ptr + _PAGE_START * listed_reqs, mask=in_use, other=0)

@@ -29,7 +29,7 @@ ROW_ENCODER_LEN = tl.constexpr(layout.ROW_ENCODER_LEN)
 def read_header(
     record_ptr, record_words, padded_reqs, padded_tokens, QUERY_LEN: tl.constexpr, ROW_FIELDS: tl.constexpr
 ):
-    """Step, rows and tokens to serve, and the record's own extents, which place its sections.
+    """Step, rows and tokens to serve, whether rows are kept, and the record's own extents, which place its sections.
 
     A record that claims to be longer than its buffer counts as empty; rows and tokens beyond the graph's are absent.
     """
@@ -38,6 +38,7 @@ def read_header(
     listed_reqs = tl.load(record_ptr + HEADER_NUM_REQS).to(tl.int64)
     listed_tokens = tl.load(record_ptr + HEADER_NUM_TOKENS).to(tl.int64)
     listed_pages = tl.load(record_ptr + HEADER_NUM_PAGES).to(tl.int64)
+    kept = (tl.load(record_ptr + _KIND) & _KEPT) != 0
     words = HEADER_SIZE + ROW_FIELDS * listed_reqs + listed_tokens + listed_pages
     fits = (listed_reqs >= 0) & (listed_tokens >= 0) & (listed_pages >= 0) & (words <= record_words)
     listed_reqs = tl.where(fits, listed_reqs, 0).to(tl.int32)
@@ -45,21 +46,19 @@ def read_header(
     listed_pages = tl.where(fits, listed_pages, 0).to(tl.int32)
     num_reqs = tl.minimum(listed_reqs, padded_reqs)
     num_tokens = tl.minimum(listed_tokens, padded_tokens)
-    if listed_reqs > num_reqs:
-        first_absent = tl.load(record_ptr + HEADER_SIZE + ROW_QUERY_START * listed_reqs + num_reqs)
-        num_tokens = tl.minimum(tl.maximum(first_absent, 0), num_tokens)
+    absent_ptr = record_ptr + HEADER_SIZE + ROW_QUERY_START * listed_reqs + num_reqs
+    first_absent = tl.load(absent_ptr, mask=listed_reqs > num_reqs, other=num_tokens)
+    num_tokens = tl.minimum(tl.maximum(first_absent, 0), num_tokens)
     if QUERY_LEN > 0:
         num_tokens = tl.minimum(num_tokens, num_reqs * QUERY_LEN)
     num_tokens = tl.where(num_reqs > 0, num_tokens, 0)
-    return step, num_reqs, num_tokens, listed_reqs, listed_tokens, listed_pages
+    return step, num_reqs, num_tokens, kept, listed_reqs, listed_tokens, listed_pages
 
 
 @triton.jit
-def has_sequence(record_ptr, row, num_reqs, listed_reqs):
-    """Whether a sequence stands at a row. Where rows go on by themselves, some are NOBODY's: they ended, or wait."""
-    row_id = tl.load(record_ptr + HEADER_SIZE + ROW_ID * listed_reqs + row, mask=row < num_reqs, other=0)
-    kept = (tl.load(record_ptr + _KIND) & _KEPT) != 0
-    return (row < num_reqs) & ((kept == 0) | (row_id != _NOBODY))
+def has_sequence(row_id, kept):
+    """Whether a sequence stands at a row of the record. Where rows are kept, some are NOBODY's: they ended, or wait."""
+    return (kept == 0) | (row_id != _NOBODY)
 
 
 @triton.jit

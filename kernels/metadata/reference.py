@@ -5,7 +5,8 @@ It keeps no claims: a batch is in front of it as a whole, so duplicates are foun
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -34,6 +35,8 @@ class _Record:
     starts: Int64Array  # [num_reqs + 1]
     tokens: Int32Array
     pages: Int32Array
+    tables: Int32Array | None = None  # [groups, row_ids, pages_per_row], where the caller keeps them
+    groups: Sequence[PageGroup] = ()
 
     @classmethod
     def parse(cls, words: Int32Array, padded_reqs: int, padded_tokens: int, query_len: int, groups: int) -> _Record:
@@ -93,12 +96,22 @@ class _Record:
 
     def row_pages(self, group: int, row: int) -> tuple[int, Int32Array]:
         """Place in the sequence of the first listed page, and the listed pages."""
+        if self.tables is not None:
+            return 0, self._table_row(self.tables[group], self.groups[group], row)
         at = layout.ROW_PAGES + layout.PAGE_FIELDS * group
         first, start, count = (
             self.field(at + i, row) for i in (layout.PAGE_FIRST, layout.PAGE_START, layout.PAGE_COUNT)
         )
         listed = self.pages[start : start + count] if first >= 0 and start >= 0 and count > 0 else self.pages[:0]
         return max(first, 0), listed
+
+    def _table_row(self, table: Int32Array, group: PageGroup, row: int) -> Int32Array:
+        """The pages of the tokens that a row holds, in the table that the caller keeps."""
+        held = self.field(layout.ROW_ENCODER_LEN if group.max_encoder_len else layout.ROW_SEQ_LEN, row)
+        row_id = self.field(layout.ROW_ID, row)
+        if held <= 0 or not 0 <= row_id < len(table):
+            return self.pages[:0]
+        return table[row_id, : min(-(-held // group.page_size), group.max_pages)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +128,8 @@ def refresh_reference(b: Any) -> None:
     input_ids, row_ids = b.input_ids, b.row_ids
     groups = [PageGroup(*words) for words in b.page_groups.tolist()]
     step = _Record.parse(b.record.numpy(), len(row_ids), len(input_ids), b.query_len, len(groups))
+    if b.tables is not None:
+        step = replace(step, tables=b.tables.numpy(), groups=groups)
     last, last_encoder_len = b.last_token.numpy(), b.last_encoder_len.numpy()
     places, starts, decodes = step.stand(len(row_ids), b.decode_len)
 

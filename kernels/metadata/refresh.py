@@ -23,21 +23,21 @@ import torch
 import triton
 import triton.language as tl
 
-from graphrt.kernels.checks import check_int, check_tensor, check_unit_stride
+from graphrt.kernels.checks import check_int
 from graphrt.kernels.compile_spec import CompileSpec
 from graphrt.kernels.errors import ShapeError
 from graphrt.kernels.metadata import record as layout
+from graphrt.kernels.metadata.arguments import MAX_TOKENS, check_arguments, check_tables
 from graphrt.kernels.metadata.buffers import (
     COPIED,
     COPIED_PAD_WORDS,
     StaticBuffers,
     call_class,
-    captured_size,
     pass_operands,
 )
-from graphrt.kernels.metadata.claims import claim_pages, claim_row_id
-from graphrt.kernels.metadata.faults import fault_value, final_fault
-from graphrt.kernels.metadata.read_pages import first_seen_page, lists_anew, pages_at, read_group, row_pages
+from graphrt.kernels.metadata.claims import claim_pages, mark_row_ids
+from graphrt.kernels.metadata.faults import NOWHERE, fault_value, final_fault, first_bad_page, first_bad_token
+from graphrt.kernels.metadata.read_pages import first_seen_page, lists_anew, pages_at, read_group, row_pages, token_at
 from graphrt.kernels.metadata.read_record import (
     HEADER_SIZE,
     ROW_COPIED,
@@ -55,10 +55,6 @@ from graphrt.kernels.metadata.read_record import (
 from graphrt.kernels.metadata.reference import refresh_reference
 from graphrt.kernels.op_declaration import DeclaredOp
 from graphrt.kernels.types import FAULT_GROUP_SHIFT, NO_TOKEN, PAD_SLOT_ID, TOKEN_FROM_ROW, FaultCode, RowStatus
-
-MAX_ROWS = 1 << 16
-MAX_TOKENS = 1 << 16
-"""A claim names its row and the page within it in 16 bits each, and the step in 32."""
 
 _FEW = 128  # programs, up to which each has a multiprocessor to itself, and 4 warps
 _LANES_OF_FEW = 1024  # columns or tokens that such a program takes at a time
@@ -81,36 +77,7 @@ _INVALID = tl.constexpr(int(RowStatus.INVALID))
 _PAD = tl.constexpr(int(RowStatus.PAD))
 _LIVE = tl.constexpr(int(RowStatus.LIVE))
 _SAMPLES = tl.constexpr(int(RowStatus.SAMPLES))
-_NOWHERE = tl.constexpr(1 << 30)  # index that is larger than every real one
 _GROUP_SHIFT = tl.constexpr(FAULT_GROUP_SHIFT)
-
-
-@triton.jit
-def _first_bad_page(pages_ptr, skipped, page_count, num_pages, null_page, PAGE_BLOCK: tl.constexpr):
-    """Index of the first listed page that is the null page or outside the pool, else _NOWHERE. The first `skipped` are
-    pages that the row cannot see any more: null pages stand there, or anything."""
-    first = tl.full([PAGE_BLOCK], _NOWHERE, tl.int32)
-    for base in tl.range(skipped, page_count, PAGE_BLOCK, loop_unroll_factor=4):  # loads of four at once
-        index = base + tl.arange(0, PAGE_BLOCK)
-        listed = index < page_count
-        page = tl.load(pages_ptr + index, mask=listed, other=0)
-        bad = listed & ((page < 0) | (page >= num_pages) | (page == null_page))
-        first = tl.where(bad, tl.minimum(first, index), first)
-    return tl.min(first, 0)
-
-
-@triton.jit
-def _first_bad_token(tokens_ptr, query_len, last_token, vocab_size, TOKEN_BLOCK: tl.constexpr):
-    """Index of the row's first token outside the vocabulary, else _NOWHERE; `last_token` may stand in for the first."""
-    first = tl.full([TOKEN_BLOCK], _NOWHERE, tl.int32)
-    for base in range(0, query_len, TOKEN_BLOCK):
-        index = base + tl.arange(0, TOKEN_BLOCK)
-        given = index < query_len
-        token = tl.load(tokens_ptr + index, mask=given, other=0)
-        token = tl.where((index == 0) & (token == _TOKEN_FROM_ROW), last_token, token)
-        bad = given & ((token < 0) | (token >= vocab_size))
-        first = tl.where(bad, tl.minimum(first, index), first)
-    return tl.min(first, 0)
 
 
 @triton.jit(do_not_specialize=["padded_reqs", "padded_tokens", "num_row_ids"])
@@ -121,6 +88,7 @@ def _check_rows_kernel(
     last_encoder_len_ptr,
     claims_ptr,
     duplicates_ptr,
+    tables_ptr,
     page_table_ptr,
     page_spans_ptr,
     table_from_ptr,
@@ -150,28 +118,42 @@ def _check_rows_kernel(
     page_size, num_pages, null_page, max_pages, window, chunk, claims_at, max_encoder_len = read_group(
         page_groups_ptr, group
     )
-    step, num_reqs, num_tokens, listed_reqs, listed_tokens, listed_pages = read_header(
+    step, num_reqs, num_tokens, kept, listed_reqs, listed_tokens, listed_pages = read_header(
         record_ptr, record_words, padded_reqs, padded_tokens, QUERY_LEN, ROW_FIELDS
     )
     check_at = group * stride_check + row
-    # What stands in the row's table is noted here, since the second kernel's programs change it side by side.
     spans_ptr = new_spans_ptr + 4 * check_at
-    tl.store(spans_ptr + 2, tl.load(table_from_ptr + check_at))
-    tl.store(spans_ptr + 3, tl.load(table_to_ptr + check_at))
-    if has_sequence(record_ptr, row, num_reqs, listed_reqs) == 0:
+    # A store waits for what it stores, and holds up what stands behind it: loads come first, all fields of the row.
+    held_from = tl.load(table_from_ptr + check_at)
+    held_to = tl.load(table_to_ptr + check_at)
+    is_row = row < num_reqs
+    rows_ptr = record_ptr + HEADER_SIZE + row
+    row_id = tl.load(rows_ptr + ROW_ID * listed_reqs, mask=is_row, other=-1)
+    seq_len = tl.load(rows_ptr + ROW_SEQ_LEN * listed_reqs, mask=is_row, other=0)
+    query_start = tl.load(rows_ptr + ROW_QUERY_START * listed_reqs, mask=is_row, other=0)
+    query_len = tl.load(rows_ptr + ROW_QUERY_LEN * listed_reqs, mask=is_row, other=0)
+    encoder_len = tl.load(rows_ptr + ROW_ENCODER_LEN * listed_reqs, mask=is_row, other=0)
+    is_cross = max_encoder_len > 0
+    listed_pages_ptr = record_ptr + HEADER_SIZE + ROW_FIELDS * listed_reqs + listed_tokens
+    first, page_count, pages_ptr = row_pages(
+        rows_ptr, listed_pages_ptr, tables_ptr, is_row, row_id, tl.where(is_cross, encoder_len, seq_len), group,
+        page_size, max_pages, num_row_ids, table_width, listed_reqs, listed_pages,
+    )  # fmt: skip
+    anew = (first == 0) & (page_count > 0) & (is_cross == 0)
+    if tables_ptr is not None:
+        anew = is_row
+    elif GROUPS > 1:
+        anew = lists_anew(rows_ptr, is_row, page_groups_ptr, listed_reqs, listed_pages, GROUPS, GROUP_BLOCK) != 0
+    # What stands in the row's table is noted here, since the second kernel's programs change it side by side.
+    tl.store(spans_ptr + 2, held_from)
+    tl.store(spans_ptr + 3, held_to)
+    if (is_row & has_sequence(row_id, kept)) == 0:
         tl.store(check_code_ptr + check_at, 0)
         tl.store(check_value_ptr + check_at, tl.zeros([], tl.int64))
         tl.store(spans_ptr, 0)
         tl.store(spans_ptr + 1, 0)
         return
-    rows_ptr = record_ptr + HEADER_SIZE + row
-    row_id = tl.load(rows_ptr + ROW_ID * listed_reqs)
-    seq_len = tl.load(rows_ptr + ROW_SEQ_LEN * listed_reqs)
-    query_start = tl.load(rows_ptr + ROW_QUERY_START * listed_reqs)
-    query_len = tl.load(rows_ptr + ROW_QUERY_LEN * listed_reqs)
-    first, page_start, page_count = row_pages(rows_ptr, group, listed_reqs, listed_pages)
     tokens_ptr = record_ptr + HEADER_SIZE + ROW_FIELDS * listed_reqs + query_start
-    pages_ptr = record_ptr + HEADER_SIZE + ROW_FIELDS * listed_reqs + listed_tokens + page_start
 
     # Later checks read through what earlier ones vouch for, so each looks only where nothing was wrong so far.
     id_ok = (row_id >= 0) & (row_id < num_row_ids)
@@ -180,8 +162,6 @@ def _check_rows_kernel(
     in_place = (query_start == start) & (query_len == end - start) & (end <= num_tokens)
     length_ok = in_place & (query_len >= 1) & (query_len <= seq_len) & (seq_len <= max_seq_len)
     # The tokens whose pages the row needs: its own, or those that its encoder wrote.
-    is_cross = max_encoder_len > 0
-    encoder_len = tl.load(rows_ptr + ROW_ENCODER_LEN * listed_reqs)
     encoder_ok = (encoder_len >= tl.where(page_count > 0, 1, 0)) & (encoder_len <= max_encoder_len)
     encoder_ok = (is_cross == 0) | encoder_ok
     held = tl.where(is_cross, encoder_len, seq_len)
@@ -190,8 +170,17 @@ def _check_rows_kernel(
     # A sequence that begins with this step has none, nor has one that lists its own tokens' pages from page 0 on: what
     # stands there is another's.
     state = group * num_row_ids + tl.where(id_ok, row_id, 0)
-    goes_on = id_ok & length_ok & (seq_len > query_len)
-    goes_on = goes_on & (lists_anew(rows_ptr, page_groups_ptr, listed_reqs, listed_pages, GROUPS, GROUP_BLOCK) == 0)
+    has_past = id_ok & length_ok & (seq_len > query_len)
+    goes_on = has_past & (anew == 0)
+    tag = step % 0xFFFFFFFF + 1  # never 0, which is what stands where nobody has claimed anything yet
+    row_claim = (tag << 32) | (row.to(tl.int64) << 16)
+    mark = ((step + 1) << 16) | 0xFFFF
+    # Whatever else is wrong with the row: the state behind a row id is one row's in a step.
+    claims_id = id_ok & (group == 0)
+    other_row = tl.atomic_xchg(claims_ptr + first_row_claim + row_id, row_claim, mask=claims_id, sem="relaxed")
+    # Tokens belong to the row, not to a group: the programs of the first group look at them.
+    last_token = tl.load(last_token_ptr + row_id, mask=has_past, other=_NO_TOKEN)
+    checked_tokens = tl.where(length_ok & (group == 0), query_len, 0)
     last_encoder_len = tl.load(last_encoder_len_ptr + row_id, mask=goes_on, other=0)
     keeps_len = (goes_on == 0) | ((first == 0) & (page_count > 0)) | (encoder_len == last_encoder_len)
     keeps_len = (is_cross == 0) | keeps_len
@@ -200,7 +189,7 @@ def _check_rows_kernel(
     first_seen = first_seen_page(tl.where(length_ok, seq_len - query_len, 0), page_size, window, chunk)
     # The list lies within the record whatever it says, so its pages are read while the loads above are under way.
     skipped = tl.maximum(first_seen - first, 0)
-    bad_page = _first_bad_page(pages_ptr, skipped, page_count, num_pages, null_page, PAGE_BLOCK)
+    bad_page = first_bad_page(pages_ptr, skipped, page_count, num_pages, null_page, PAGE_BLOCK)
     needed = tl.where(length_ok & encoder_ok, (held + page_size - 1) // page_size, 0)
     listed_to = first + page_count
     whole = (first == 0) | ((first <= first_seen) & (listed_to >= needed))
@@ -216,32 +205,36 @@ def _check_rows_kernel(
     code = tl.where(id_ok, code, _ROW_ID_OUT_OF_RANGE)
     value = tl.where(id_ok, tl.where(length_ok, held, seq_len), row_id)
 
-    tag = step % 0xFFFFFFFF + 1  # never 0, which is what stands where nobody has claimed anything yet
-    row_claim = (tag << 32) | (row.to(tl.int64) << 16)
-    mark = ((step + 1) << 16) | 0xFFFF
-    if id_ok & (group == 0):
-        # Whatever else is wrong with the row: the state behind a row id is one row's in a step.
-        claim_row_id(claims_ptr + first_row_claim + row_id, duplicates_ptr, row_claim, mark)
+    # The pages that the row writes, in blocks of a token each at least; of one block nothing has to wait for the code.
+    first_written = tl.where(length_ok, (seq_len - query_len) // page_size, 0)
+    written_to = tl.where(id_ok & (is_cross == 0), needed, 0)
+    table_ptr = page_table_ptr + state.to(tl.int64) * table_width
+    lanes = tl.arange(0, TOKEN_BLOCK)
+    columns = first_written + lanes
+    writes = columns < tl.minimum(written_to, table_width)
+    pages = pages_at(columns, writes, pages_ptr, first, page_count, table_ptr)
+    bad_token = first_bad_token(tokens_ptr, checked_tokens, last_token, vocab_size, QUERY_LEN, TOKEN_BLOCK)
     if code == 0:
-        # Tokens belong to the row, not to a group: the programs of the first group look at them.
-        last_token = tl.load(last_token_ptr + row_id, mask=seq_len > query_len, other=_NO_TOKEN)
-        checked_tokens = tl.where(group == 0, query_len, 0)
-        bad_token = _first_bad_token(tokens_ptr, checked_tokens, last_token, vocab_size, TOKEN_BLOCK)
-        if bad_page < _NOWHERE:
+        if bad_page < NOWHERE:
             code = _PAGE_OUT_OF_RANGE
             value = tl.load(pages_ptr + bad_page)
-        elif bad_token < _NOWHERE:
+        elif bad_token < NOWHERE:
             code = _TOKEN_OUT_OF_RANGE
             value = tl.load(tokens_ptr + bad_token)
             if (bad_token == 0) & (value == _TOKEN_FROM_ROW):
                 code = tl.where(last_token < 0, _NO_LAST_TOKEN, code)
                 value = tl.where(last_token < 0, row_id, last_token)
         else:
-            claim_pages(
-                claims_ptr + claims_at, duplicates_ptr + (1 + group) * stride_duplicates, pages_ptr, first, page_count,
-                page_table_ptr + state.to(tl.int64) * table_width, row_claim, mark,
-                tl.where(is_cross, needed, (seq_len - query_len) // page_size), needed, TOKEN_BLOCK,
-            )  # fmt: skip
+            pool_ptr = claims_ptr + claims_at
+            marks_ptr = duplicates_ptr + (1 + group) * stride_duplicates
+            claim_pages(pool_ptr, marks_ptr, pages, lanes, writes, row_claim, mark)
+            if (QUERY_LEN == 0) | (QUERY_LEN > TOKEN_BLOCK):
+                for base in range(first_written + TOKEN_BLOCK, written_to, TOKEN_BLOCK):
+                    columns = base + lanes
+                    writes = columns < written_to
+                    pages = pages_at(columns, writes, pages_ptr, first, page_count, table_ptr)
+                    claim_pages(pool_ptr, marks_ptr, pages, columns - first_written, writes, row_claim, mark)
+    mark_row_ids(other_row, row_claim, claims_id, duplicates_ptr, mark)
     tl.store(check_code_ptr + check_at, code)
     tl.store(check_value_ptr + check_at, tl.where(code == 0, 0, value).to(tl.int64))
     # Pages before the first that the row sees may be another's from now on.
@@ -267,6 +260,7 @@ def _write_buffers_kernel(
     last_token_ptr,
     last_encoder_len_ptr,
     duplicates_ptr,
+    tables_ptr,
     page_table_ptr,
     page_spans_ptr,
     table_from_ptr,
@@ -318,43 +312,68 @@ def _write_buffers_kernel(
     group = tl.program_id(2)
     num_parts = tl.num_programs(1)
     page_size, _, null_page, max_pages, _, _, _, max_encoder_len = read_group(page_groups_ptr, group)
-    step, num_reqs, num_tokens, listed_reqs, listed_tokens, listed_pages = read_header(
+    step, num_reqs, num_tokens, kept, listed_reqs, listed_tokens, listed_pages = read_header(
         record_ptr, record_words, padded_reqs, padded_tokens, QUERY_LEN, ROW_FIELDS
     )
-    real = has_sequence(record_ptr, row, num_reqs, listed_reqs)
-    rows_ptr = record_ptr + HEADER_SIZE + tl.where(real, row, 0)
+    # All that is known by the row's place is under way before the first word is waited for.
+    is_row = row < num_reqs
+    rows_ptr = record_ptr + HEADER_SIZE + tl.where(is_row, row, 0)
     tokens_ptr = record_ptr + HEADER_SIZE + ROW_FIELDS * listed_reqs
-    first, page_start, page_count = row_pages(rows_ptr, group, listed_reqs, listed_pages)
-    pages_ptr = tokens_ptr + listed_tokens + page_start
-
+    named_id = tl.load(rows_ptr + ROW_ID * listed_reqs, mask=is_row, other=-1)
+    seq_len = tl.load(rows_ptr + ROW_SEQ_LEN * listed_reqs, mask=is_row, other=0)
+    sample = tl.load(rows_ptr + ROW_SAMPLE * listed_reqs, mask=is_row, other=0)
+    encoder_len = tl.load(rows_ptr + ROW_ENCODER_LEN * listed_reqs, mask=is_row, other=0)
+    query_len = tl.load(rows_ptr + ROW_QUERY_LEN * listed_reqs, mask=is_row, other=-1)
+    copied = ()
+    for i in tl.static_range(len(COPIED_PADS)):
+        copied += (tl.load(rows_ptr + (ROW_COPIED + i) * listed_reqs, mask=is_row, other=0),)  # type: ignore[assignment]
+    first, page_count, pages_ptr = row_pages(
+        rows_ptr, tokens_ptr + listed_tokens, tables_ptr, is_row, named_id,
+        tl.where(max_encoder_len > 0, encoder_len, seq_len), group, page_size, max_pages, num_row_ids, table_width,
+        listed_reqs, listed_pages,
+    )  # fmt: skip
+    check_at = group * stride_check + row
+    span_from = tl.load(new_spans_ptr + 4 * check_at)
+    span_to = tl.load(new_spans_ptr + 4 * check_at + 1)
+    # The row is read at its place in the record, and written at its place in the step.
+    start = token_start(record_ptr, row, num_reqs, num_tokens, listed_reqs, QUERY_LEN)
+    end = token_start(record_ptr, row + 1, num_reqs, num_tokens, listed_reqs, QUERY_LEN)
+    place, first_token, decodes = row_place(
+        record_ptr, row, num_reqs, num_tokens, listed_reqs, QUERY_LEN, DECODE_LEN, ROW_BLOCK
+    )
+    place_at = group * stride_check + place
+    held_from = tl.load(new_spans_ptr + 4 * place_at + 2)
+    held_to = tl.load(new_spans_ptr + 4 * place_at + 3)
     # Whether the row runs: a fault in any group makes it a pad row in all of them.
     code, value, fault_group, page_mark = final_fault(
         check_code_ptr, check_value_ptr, duplicates_ptr, row, step, stride_check, stride_duplicates, GROUPS, GROUP_BLOCK
     )
+    real = is_row & has_sequence(named_id, kept)
     valid = real & (code == 0)
-    start = token_start(record_ptr, row, num_reqs, num_tokens, listed_reqs, QUERY_LEN)
-    end = token_start(record_ptr, row + 1, num_reqs, num_tokens, listed_reqs, QUERY_LEN)
-    # The row is read at its place in the record, and written at its place in the step.
-    place, first_token, decodes = row_place(
-        record_ptr, row, num_reqs, num_tokens, listed_reqs, QUERY_LEN, DECODE_LEN, ROW_BLOCK
-    )
-    row_id = tl.load(rows_ptr + ROW_ID * listed_reqs, mask=valid, other=-1)
-    seq_len = tl.load(rows_ptr + ROW_SEQ_LEN * listed_reqs, mask=valid, other=0)
+    row_id = tl.where(valid, named_id, -1)
     page_count = tl.where(valid, page_count, 0)
-    check_at = group * stride_check + row
-    place_at = group * stride_check + place
-    span_from = tl.load(new_spans_ptr + 4 * check_at, mask=valid, other=0)
-    span_to = tl.load(new_spans_ptr + 4 * check_at + 1, mask=valid, other=0)
     state = group * num_row_ids + tl.where(valid, row_id, 0)
     table_ptr = page_table_ptr + state.to(tl.int64) * table_width
+    last_token = tl.load(last_token_ptr + row_id, mask=valid, other=0)
+
+    # What the first of its tokens need is under way while the table is copied.
+    slots_ptr = slot_mapping_ptr + group * stride_slots
+    valid_end = tl.where(valid, end, start)  # a scalar condition joined to a block of them misleads the interpreter
+    written_end = tl.where(max_encoder_len > 0, start, valid_end)  # what an encoder wrote stays
+    lanes = tl.arange(0, TOKEN_BLOCK)
+    first_base = start + part * TOKEN_BLOCK
+    position, page, token = token_at(
+        first_base + lanes, valid_end, written_end, end, seq_len, page_size, tokens_ptr, pages_ptr, first,
+        page_count, table_ptr,
+    )  # fmt: skip
 
     # The row's table of this group: what the record lists is kept for later steps, and pages that the row cannot see
     # any more are null pages in the step's own table, whoever owns them by now.
     # Columns that hold null pages already, beyond what the row uses and what the table held before, are left alone.
     used_to = tl.where(valid, tl.minimum(span_to, max_pages), 0)
-    used_from = tl.where(used_to > 0, span_from, _NOWHERE)
-    changed_from = tl.minimum(tl.load(new_spans_ptr + 4 * place_at + 2), used_from)
-    changed_to = tl.maximum(tl.minimum(tl.load(new_spans_ptr + 4 * place_at + 3), table_width), used_to)
+    used_from = tl.where(used_to > 0, span_from, NOWHERE)
+    changed_from = tl.minimum(held_from, used_from)
+    changed_to = tl.maximum(tl.minimum(held_to, table_width), used_to)
     to_table = block_table_ptr + group.to(tl.int64) * stride_tables + place.to(tl.int64) * table_width
     first_change = changed_from + part * TABLE_BLOCK
     for base in tl.range(first_change, changed_to, num_parts * TABLE_BLOCK, loop_unroll_factor=4):
@@ -370,25 +389,20 @@ def _write_buffers_kernel(
         tl.store(table_from_ptr + place_at, used_from)
         tl.store(table_to_ptr + place_at, used_to)
     if (part == 0) & (group == 0):
-        sample = tl.load(rows_ptr + ROW_SAMPLE * listed_reqs, mask=valid, other=0)
         status = tl.where(valid, tl.where(sample != 0, _SAMPLES, _LIVE), tl.where(real, _INVALID, _PAD))
         tl.store(seq_lens_ptr + place, tl.where(valid, seq_len, seq_len_fill))
         tl.store(row_ids_ptr + place, row_id)
         tl.store(row_status_ptr + place, status)
-        encoder_len = tl.load(rows_ptr + ROW_ENCODER_LEN * listed_reqs, mask=valid, other=0)
         tl.store(last_encoder_len_ptr + row_id, encoder_len, mask=valid)
         for i in tl.static_range(len(COPIED_PADS)):
-            word = tl.load(rows_ptr + (ROW_COPIED + i) * listed_reqs, mask=valid, other=COPIED_PADS[i])
+            word = tl.where(valid, copied[i], COPIED_PADS[i])
             tl.store(copied_ptrs[i] + place, _as_declared(word, copied_ptrs[i]))
         # A sequence that begins with a fault leaves no token, so what its row id holds, another's, is void.
-        named_id = tl.load(rows_ptr + ROW_ID * listed_reqs, mask=real, other=-1)
-        length = tl.load(rows_ptr + ROW_SEQ_LEN * listed_reqs, mask=real, other=0)
-        begins = length == tl.load(rows_ptr + ROW_QUERY_LEN * listed_reqs, mask=real, other=-1)
-        void = real & (code != 0) & begins & (named_id >= 0) & (named_id < num_row_ids)
+        void = real & (code != 0) & (seq_len == query_len) & (named_id >= 0) & (named_id < num_row_ids)
         tl.store(void_ids_ptr + place, tl.where(void, named_id, -1))
         value = fault_value(
             tl.where(real, code, 0), value, fault_group, page_mark, page_groups_ptr, rows_ptr,
-            tokens_ptr + listed_tokens, listed_reqs, listed_pages, page_table_ptr, num_row_ids, table_width,
+            tokens_ptr + listed_tokens, tables_ptr, listed_reqs, listed_pages, page_table_ptr, num_row_ids, table_width,
         )  # fmt: skip
         tl.store(fault_code_ptr + place, tl.where(real, code | (fault_group << _GROUP_SHIFT), 0))
         tl.store(fault_value_ptr + place, tl.where(real, value, 0))
@@ -410,24 +424,20 @@ def _write_buffers_kernel(
             tl.store(step_counter_ptr, step)
 
     # The row's tokens, shared out among its programs of this group. Slots are the group's; the rest is the first's.
-    slots_ptr = slot_mapping_ptr + group * stride_slots
-    last_token = tl.load(last_token_ptr + row_id, mask=valid, other=0)
-    valid_end = tl.where(valid, end, start)  # a scalar condition joined to a block of them misleads the interpreter
-    written_end = tl.where(max_encoder_len > 0, start, valid_end)  # what an encoder wrote stays
-    lanes = tl.arange(0, TOKEN_BLOCK)
     for base in range(start + part * TOKEN_BLOCK, end, num_parts * TOKEN_BLOCK):
         at = base + lanes
-        mask = at < valid_end
-        position = tl.where(mask, seq_len - end + at, 0)
+        if base != first_base:
+            position, page, token = token_at(
+                at, valid_end, written_end, end, seq_len, page_size, tokens_ptr, pages_ptr, first, page_count,
+                table_ptr,
+            )  # fmt: skip
         writes = at < written_end
-        page = pages_at(position // page_size, writes, pages_ptr, first, page_count, table_ptr).to(tl.int64)
         slot = tl.where(writes, page * page_size + position % page_size, _PAD_SLOT)
         to = first_token - start + at
         written = (at < end) & (to >= 0) & (to < padded_tokens)  # of a corrupt record the sum of lengths may be larger
         tl.store(slots_ptr + to, slot, mask=written)
         if group == 0:
-            token = tl.load(tokens_ptr + at, mask=mask, other=0)
-            token = tl.where(mask & (token == _TOKEN_FROM_ROW), last_token, token)
+            token = tl.where((at < valid_end) & (token == _TOKEN_FROM_ROW), last_token, token)
             tl.store(input_ids_ptr + to, token.to(tl.int64), mask=written)
             tl.store(positions_ptr + to, position.to(tl.int64), mask=written)
 
@@ -450,8 +460,8 @@ def _refresh_triton(b: Any) -> None:
     tiling = _Tiling.choose(padded_reqs * groups, b.query_len, padded_tokens, width)
     row_fields = layout.row_fields(groups)
     _check_rows_kernel[(padded_reqs, groups)](
-        b.page_groups, b.record, b.last_token, b.last_encoder_len, b.claims, b.duplicates, b.page_table, b.page_spans,
-        b.table_from, b.table_to, b.new_spans, b.check_code, b.check_value,
+        b.page_groups, b.record, b.last_token, b.last_encoder_len, b.claims, b.duplicates, b.tables, b.page_table,
+        b.page_spans, b.table_from, b.table_to, b.new_spans, b.check_code, b.check_value,
         b.record.shape[0], padded_reqs, padded_tokens, row_ids, b.claims.shape[0] - row_ids, b.max_seq_len,
         b.vocab_size, width, b.duplicates.stride(0), b.check_code.stride(0),
         QUERY_LEN=b.query_len, ROW_FIELDS=row_fields, GROUPS=groups, GROUP_BLOCK=triton.next_power_of_2(groups),
@@ -459,8 +469,8 @@ def _refresh_triton(b: Any) -> None:
     )  # fmt: skip
     parts = min(triton.cdiv(width, tiling.table_block), max(_PROGRAMS // (padded_reqs * groups), 1))
     _write_buffers_kernel[(padded_reqs, parts, groups)](
-        b.page_groups, b.record, b.last_token, b.last_encoder_len, b.duplicates, b.page_table, b.page_spans,
-        b.table_from, b.table_to, b.new_spans, b.check_code, b.check_value, b.fault_code, b.fault_value,
+        b.page_groups, b.record, b.last_token, b.last_encoder_len, b.duplicates, b.tables, b.page_table,
+        b.page_spans, b.table_from, b.table_to, b.new_spans, b.check_code, b.check_value, b.fault_code, b.fault_value,
         b.step_counter, b.input_ids, b.positions, b.slot_mapping,
         b.query_start_loc, b.seq_lens, b.block_table, b.places, b.decode_seq_lens, b.prompt_seq_lens,
         b.decode_start_loc, b.prompt_start_loc, b.logits_indices, b.row_ids, b.row_status, b.void_ids,
@@ -491,13 +501,21 @@ class _Tiling:
 
 _Call = call_class(
     "refresh",
+    tables=torch.Tensor | None,
     **dict.fromkeys(("max_seq_len", "vocab_size", "query_len", "decode_len", "seq_len_fill"), int),
 )
 _op = DeclaredOp("refresh", _Call, triton_impl=_refresh_triton, reference=refresh_reference)
 
 
 def refresh(
-    buffers: StaticBuffers, *, max_seq_len: int, vocab_size: int, query_len: int, seq_len_fill: int, decode_len: int = 0
+    buffers: StaticBuffers,
+    *,
+    max_seq_len: int,
+    vocab_size: int,
+    query_len: int,
+    seq_len_fill: int,
+    decode_len: int = 0,
+    tables: torch.Tensor | None = None,
 ) -> None:
     """Rewrite every derived buffer from the step record, for every captured row and token, pads included.
 
@@ -506,6 +524,9 @@ def refresh(
     seq_len_fill  length that pad and invalid rows get: what the attention backend can bear
     decode_len    of a mixed graph with a decode part: rows of so many new tokens stand first in the buffers, all others
                   behind them, both in the order of the record. 0: rows stand as the record has them
+    tables        [groups, row_ids, pages_per_row]  int32  device: each row id's pages, which the caller keeps; read
+                  as if each row listed all its pages there, and what the record lists is not read. None: the record has
+                  the lists
 
     A row with a fault is treated as a pad row, with status INVALID; so is every row that shares its row id or a
     written page with another. The pages of such a row's table stay what they were. Rows and tokens of the record beyond
@@ -515,61 +536,39 @@ def refresh(
     Capture-safe: the grid follows from the captured size, and whatever varies is read from the record on the device.
     Raises: ShapeError when a tensor does not fit the others.
     """
-    _check(buffers, query_len=query_len)
+    check_arguments(buffers, query_len=query_len)
     check_int("decode_len", decode_len, 0, MAX_TOKENS, advice="0 without a decode part", error=ShapeError)
     if query_len and decode_len:
         raise ShapeError(f"decode_len: expected 0 in a decode graph, got {decode_len}; rows stand in their order there")
-    _op(_Call(*pass_operands("refresh", buffers), max_seq_len, vocab_size, query_len, decode_len, seq_len_fill))
-
-
-def _check(b: StaticBuffers, *, query_len: int) -> None:
-    """Raise ShapeError for what the declarations of the buffers cannot say."""
-    rows, tokens = captured_size(b)
-    check_tensor("page_groups", b.page_groups, shape=(None, None))
-    check_tensor("block_table", b.block_table, shape=(None, None, None))
-    check_tensor("last_token", b.last_token, shape=(None,))
-    row_ids, groups, width = b.last_token.shape[0], b.page_groups.shape[0], b.block_table.shape[2]
-    if query_len and tokens != rows * query_len:
-        raise ShapeError(f"input_ids: expected rows x query_len = {rows * query_len} tokens, got {tokens}; slice it")
-    if not (1 <= rows <= MAX_ROWS and 1 <= tokens <= MAX_TOKENS):
-        raise ShapeError(
-            f"row_ids, input_ids: expected 1 to {MAX_ROWS} rows and tokens, got {rows} and {tokens}; split the step"
-        )
-    for name, least in (("record", layout.record_size(1, 0, 0, groups)), ("claims", row_ids + 1)):
-        if getattr(b, name).numel() < least:
-            raise ShapeError(f"{name}: expected at least {least} values, got {getattr(b, name).numel()}; enlarge it")
-    check_tensor("page_table", b.page_table, shape=(groups, row_ids, width))
-    check_tensor("page_spans", b.page_spans, shape=(groups, row_ids, 2))
-    for name in ("page_table", "page_spans"):
-        if not getattr(b, name).is_contiguous():
-            raise ShapeError(f"{name}: expected a contiguous tensor, got strides {getattr(b, name).stride()}; copy it")
-    for name in (alike := ("check_code", "check_value", "table_from", "table_to", "new_spans")):
-        fields = (4,) if name == "new_spans" else ()
-        check_tensor(name, getattr(b, name), shape=(groups, rows, *fields))
-        check_unit_stride(name, getattr(b, name))
-    if len({getattr(b, name).stride(0) // (4 if name == "new_spans" else 1) for name in alike}) > 1:
-        raise ShapeError(f"{', '.join(alike)}: expected equal strides of groups, got others; cut them alike")
-    if b.block_table.stride(1) != width:
-        raise ShapeError(
-            f"block_table: expected rows of {width} columns, got stride {b.block_table.stride(1)}; copy it"
-        )
+    if tables is not None:
+        check_tables("tables", tables, buffers)
+    _op(_Call(*pass_operands("refresh", buffers), tables, max_seq_len, vocab_size, query_len, decode_len, seq_len_fill))
 
 
 def compile_variants() -> list[CompileSpec]:
     """Both kernels as decode graphs (1 and 4 tokens per row) and mixed graphs use them."""
     names = {torch.int32: "*i32", torch.int64: "*i64", torch.float32: "*fp32"}
     types: dict[str, Any] = {f"{name}_ptr": names[spec.dtype] for name, spec in StaticBuffers.specs().items()}
+    types["tables_ptr"] = "*i32"
     types["copied_ptrs"] = tuple(types[f"{name}_ptr"] for name in COPIED)
     specs = []
-    for name, groups, rows, query_len, padded_tokens, max_pages, decode_len in (
-        ("decode_1", 1, 256, 1, 256, 8192, 0),
-        ("decode_4", 6, 256, 4, 1024, 512, 0),
-        ("mixed", 1, 256, 0, 16384, 4096, 0),
-        ("mixed_parts", 6, 256, 0, 16384, 4096, 1),
+    for name, groups, rows, query_len, padded_tokens, max_pages, decode_len, tables in (
+        ("decode_1", 1, 256, 1, 256, 8192, 0, False),
+        ("decode_1_tables", 1, 256, 1, 256, 8192, 0, True),
+        ("decode_4", 6, 256, 4, 1024, 512, 0, False),
+        ("mixed", 1, 256, 0, 16384, 4096, 0, False),
+        ("mixed_parts", 6, 256, 0, 16384, 4096, 1, False),
+        ("mixed_tables", 6, 256, 0, 16384, 4096, 0, True),
     ):
         tiling = _Tiling.choose(rows * groups, query_len, padded_tokens, max_pages)
-        common = {"QUERY_LEN": query_len, "ROW_FIELDS": layout.row_fields(groups), "TOKEN_BLOCK": tiling.token_block}
+        common: dict[str, object] = {
+            "QUERY_LEN": query_len,
+            "ROW_FIELDS": layout.row_fields(groups),
+            "TOKEN_BLOCK": tiling.token_block,
+        }
         common |= {"GROUPS": groups, "GROUP_BLOCK": triton.next_power_of_2(groups)}
+        if not tables:
+            common["tables_ptr"] = None
         written = {"TABLE_BLOCK": tiling.table_block, "COPIED_PADS": COPIED_PAD_WORDS}
         written |= {"DECODE_LEN": decode_len, "ROW_BLOCK": _ROW_BLOCK}
         for short, kernel, extra in (

@@ -188,7 +188,7 @@ def test_bytes_and_shapes_of_the_buffers() -> None:
         "decode_seq_lens": (3,), "prompt_seq_lens": (3,), "decode_start_loc": (4,), "prompt_start_loc": (4,),
         "step_ring": (2,), "token_ring": (2, 3), "end_ring": (2, 3),
         "fault_code_ring": (2, 3), "fault_value_ring": (2, 3), "last_encoder_len": (6,),
-        "inbox": (2, 127), "cursor": (5,), "order": (3,), "row_lens": (6,), "row_ends": (6,), "row_values": (6, 6),
+        "inbox": (2, 384), "cursor": (5,), "order": (3,), "row_lens": (6,), "row_ends": (6,), "row_values": (6, 6),
         "top_ks": (3,), "top_ps": (3,), "min_ps": (3,),
         "end_lengths": (6,), "end_tokens": (8, 6), "go_on": (1,),
     }  # fmt: skip
@@ -247,6 +247,16 @@ def test_a_slot_is_that_of_its_launch_and_of_the_inbox() -> None:
     assert slots[0].record_tensor.tolist() == list(range(8))
     assert slots[1].record.tolist() == [0] * 8
     assert inbox.tolist() == [list(range(8)), [0] * 8, [0] * 8]
+
+
+def test_a_slot_has_its_header_once_for_each_who_reads_it() -> None:
+    inbox = torch.zeros(2, 12, dtype=torch.int32)
+    slot = StagingRing(inbox, CPU, header=2, copies=4).acquire(1)
+    slot.record[:] = [5, 6, 7, 8, 9, 10]
+    assert inbox.tolist() == [[0] * 12, [0] * 6 + [5, 6, 7, 8, 9, 10]]
+    with slot.in_flight(None):
+        assert inbox[1].tolist() == [5, 6] * 3 + [5, 6, 7, 8, 9, 10]
+    assert not inbox[0].any()
 
 
 def test_results_are_handed_over_once_and_only_after_a_step() -> None:

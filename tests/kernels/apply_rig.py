@@ -85,15 +85,16 @@ class News:
     @property
     def kind(self) -> int:
         new_order = 0 if self.order is None else layout.NEW_ORDER
-        return layout.NEWS | new_order | (layout.LOOPS if self.loops else 0)
+        lists = layout.LISTS if self.lists else 0
+        return layout.NEWS | new_order | lists | (layout.LOOPS if self.loops else 0)
 
 
 Word = int | None  # None: nobody reads it
 
 
-def header(step: int, reqs: int, tokens: int, pages: int, kind: int, steps: int, lists: int) -> list[Word]:
+def header(step: int, reqs: int, tokens: int, pages: int, kind: int, steps: int) -> list[Word]:
     low, high = step % 2**32, step // 2**32
-    return [low if low < 2**31 else low - 2**32, high, reqs, tokens, pages, kind, steps, lists]
+    return [low if low < 2**31 else low - 2**32, high, reqs, tokens, pages, kind, steps, 0]
 
 
 def full_words(rows: Sequence[Row], groups: int, step: int, kind: int) -> list[int]:
@@ -108,7 +109,7 @@ def full_words(rows: Sequence[Row], groups: int, step: int, kind: int) -> list[i
             pages += listed
         for column, value in zip(columns, fields, strict=True):
             column.append(value)
-    head = header(step, len(rows), len(tokens), len(pages), kind, 1, 0)
+    head = header(step, len(rows), len(tokens), len(pages), kind, 1)
     return [*head, *(word for column in columns for word in column), *tokens, *pages]
 
 
@@ -143,10 +144,12 @@ class Model:
             words = full_words(slot.rows, len(self.groups), step, slot.kind)
             return words + (end_words(slot.rows) if slot.keep else [])
         lists, pages = self._lists(slot)
-        words = header(step, slot.num_reqs, 0, len(pages), slot.kind, slot.steps, len(lists))
-        for place, fields in lists.items():
-            words += [place, *fields]
-        return [*words, *(slot.order or ()), *pages]
+        words = [*header(step, slot.num_reqs, 0, len(pages), slot.kind, slot.steps), *(slot.order or ())]
+        none = [0] * (3 * len(self.groups))
+        of_places = [lists.get(place, none) for place in range(slot.num_reqs)]
+        if lists:
+            words += [fields[i] for i in range(len(none)) for fields in of_places]
+        return [*words, *pages]
 
     @staticmethod
     def _lists(slot: News) -> tuple[dict[int, list[int]], list[int]]:
@@ -190,7 +193,7 @@ class Model:
                 columns.append([row_id, state.length + 1, place, 1, 1, *state.values, *listed])
             else:
                 columns.append([SENTINEL, None, place, 1, None, *([None] * len(COPIED)), *([None] * len(listed))])
-        head = header(self.step, n, n, len(pages), slot.kind, slot.steps, len(lists))
+        head = header(self.step, n, n, len(pages), slot.kind, slot.steps)
         fields = [word for of_field in zip(*columns, strict=True) for word in of_field]
         return [*head, *fields, *([TOKEN_FROM_ROW] * n), *pages]
 
@@ -242,7 +245,8 @@ class Rig:
         capacity = Capacity(rows, rows, row_ids, words, ring, groups)
         tensors = dict(StaticBuffers.allocate(capacity, device).cut(padded or rows, padded or rows).named())
         if inbox:
-            tensors["inbox"] = torch.full((ring, inbox), POISON, dtype=torch.int32, pin_memory=device.type == "cuda")
+            size = (ring, layout.RECORD_AT + inbox)
+            tensors["inbox"] = torch.full(size, POISON, dtype=torch.int32, pin_memory=device.type == "cuda")
         self.whole: dict[str, torch.Tensor] = {}
         for name in WRITTEN:
             numel, shape = tensors[name].numel(), tensors[name].shape
@@ -273,12 +277,18 @@ class Rig:
             tensor = getattr(self.buffers, name)
             tensor.copy_(torch.tensor(contents[name], dtype=tensor.dtype))
 
+    def put(self, words: Sequence[int]) -> None:
+        """Write the slot that is next as the host does: its words from the last header on, and the header's copies."""
+        slot = self.buffers.inbox[self.model.slot % self.ring]
+        slot[layout.RECORD_AT :][: len(words)] = torch.tensor(words, dtype=torch.int32)
+        slot[: layout.RECORD_AT].view(-1, layout.HEADER_SIZE)[:] = slot[layout.RECORD_AT :][: layout.HEADER_SIZE]
+
     def run(self, words: Sequence[int] | None, expected: Sequence[Word], *, cursor: Sequence[int] = (0, 0, 0)) -> None:
         """Run with these words in the slot that the cursor says, and check every buffer. None: the slot is garbage."""
         b, m = self.buffers, self.model
         b.inbox.fill_(POISON - 1)
         if words is not None:
-            b.inbox[m.slot % self.ring, : len(words)] = torch.tensor(words, dtype=torch.int32)
+            self.put(words)
         b.record.fill_(POISON)
         b.cursor.copy_(torch.tensor([m.slot, m.step_of_slot, *cursor]))
         unwritten = ("inbox", "cursor", "row_lens", "row_ends", "page_spans", "step_counter", "page_groups")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -181,7 +181,7 @@ def expect(
 class Rig:
     """The tensors of one captured size, each with a guard behind it, poisoned before every step."""
 
-    def __init__(self, sizes: Sizes, device: torch.device) -> None:
+    def __init__(self, sizes: Sizes, device: torch.device, *, keeps_tables: bool = False) -> None:
         self.sizes, self.device = sizes, device
         s, rows = sizes, sizes.reqs + 2  # room for more rows than this size uses
         capacity = Capacity(
@@ -198,6 +198,7 @@ class Rig:
             self.whole[name] = torch.full(shape, POISON, dtype=dtype, device=device)
             tensors[name] = self.whole[name].narrow(at, 0, shape[at] - GUARD)
         self.tensors = StaticBuffers(**tensors)
+        self.tables = torch.full_like(self.tensors.page_table, POISON) if keeps_tables else None
 
     def run(self, words: Sequence[int]) -> None:
         """Poison the outputs, upload a record with garbage behind it, refresh."""
@@ -209,7 +210,7 @@ class Rig:
         t.record[: len(words)] = torch.tensor(words, dtype=torch.int32)
         refresh(
             t, max_seq_len=s.max_seq_len, vocab_size=s.vocab_size, query_len=s.query_len, seq_len_fill=s.seq_len_fill,
-            decode_len=s.decode_len,
+            decode_len=s.decode_len, tables=self.tables,
         )  # fmt: skip
         if self.device.type == "cuda":
             torch.cuda.synchronize()
@@ -218,6 +219,22 @@ class Rig:
         """Run one step and compare every buffer."""
         self.run(pack(rows, step))
         self.check(expect(rows, self.sizes, faults or {}, step))
+
+    def step_with_tables(
+        self, rows: Sequence[Row], faults: dict[int, tuple[FaultCode, int]] | None = None, step: int = 0
+    ) -> None:
+        """The same where the caller keeps tables: the record's lists are garbage, and pages to spare are not read."""
+        assert self.tables is not None
+        held = []
+        for row in rows:
+            pages = list(row.pages)[: -(-max(row.seq_len, 0) // self.sizes.page_size)]
+            held.append(replace(row, pages=pages))
+            if 0 <= row.row_id < self.tables.shape[1] and row.seq_len <= self.sizes.max_seq_len:
+                self.tables[0, row.row_id, : len(pages)] = torch.tensor(pages, dtype=torch.int32)
+        before = self.tables.clone()
+        self.run(pack([replace(row, pages=[31, 7], first_page=3) for row in rows], step))
+        self.check(expect(held, self.sizes, faults or {}, step))
+        assert torch.equal(self.tables, before), "the caller's tables were written"
 
     def check(self, expected: dict[str, list[object]]) -> None:
         for name in OUTPUTS:

@@ -37,6 +37,8 @@ from tests.kernels.apply_rig import (
     ids_of,
 )
 
+NEWS_KINDS = (0, layout.NEW_ORDER, layout.LISTS, layout.NEW_ORDER | layout.LISTS)
+
 
 class Cases:
     """What either implementation has to do."""
@@ -46,7 +48,7 @@ class Cases:
         n, tokens, pages = 19, 23, 31
         words = [chance.randint(SENTINEL, INT_MAX) for _ in range(layout.row_fields(4) * n + tokens + pages)]
         words[: 2 * n] = [SENTINEL if i % 3 == 0 else i % 30 for i in range(2 * n)]  # means nothing without KEEP
-        words = [*header(0, n, tokens, pages, layout.FULL, 1, 5), *words]
+        words = [*header(0, n, tokens, pages, layout.FULL, 1), *words]
         rig.model.step = 0
         rig.run(words, words)
 
@@ -166,32 +168,31 @@ class Cases:
         assert [w % 2**32 for w in first[:1] + second[:1]] == [(step + 1) % 2**32, (step + 2) % 2**32]
         rig.slot(Full((Row(0, 5),)))
 
-    @pytest.mark.parametrize("kind", [layout.FULL, layout.KEEP, layout.NEWS, layout.NEWS | layout.NEW_ORDER])
+    @pytest.mark.parametrize("kind", [layout.FULL, layout.KEEP, *(layout.NEWS | k for k in NEWS_KINDS)])
     def test_slots_that_lie_count_as_empty(self, device, kind):
         rig = Rig(device, ONE)
-        words, inbox = rig.buffers.record.shape[0], rig.buffers.inbox.shape[1]
+        words, inbox = rig.buffers.record.shape[0], rig.buffers.inbox.shape[1] - layout.RECORD_AT
         lies = [
             {"reqs": 7}, {"reqs": -1}, {"reqs": INT_MAX}, {"reqs": SENTINEL}, {"reqs": 2**28},
-            {"pages": -1}, {"pages": words}, {"pages": INT_MAX}, {"lists": -1}, {"reqs": 0, "pages": INT_MAX - 10},
+            {"pages": -1}, {"pages": words}, {"pages": INT_MAX}, {"reqs": 0, "pages": INT_MAX - 10},
         ]  # fmt: skip
         if kind & layout.NEWS:
-            lies += [{"lists": n} for n in (inbox, INT_MAX, 2**28, 2**29, 2**30, 2**30 + 1)]
-            lies += [{"lists": (inbox - 8) // 4 + 1, "reqs": 0}]
+            lies += [{"pages": words - 8}]
         else:
             lies += [{"tokens": n} for n in (-1, words, INT_MAX, SENTINEL)]
-            lies += [{"tokens": INT_MAX, "pages": INT_MAX}, {"tokens": INT_MAX, "pages": INT_MAX, "lists": INT_MAX}]
+            lies += [{"tokens": INT_MAX, "pages": INT_MAX}]
             lies += [{"tokens": 2 * words, "pages": -words}]
         for step, lie in enumerate(lies):
-            counts = {"reqs": 2, "tokens": 2, "pages": 3, "lists": 1} | lie
+            counts = {"reqs": 2, "tokens": 2, "pages": 3} | lie
             rig.model.step = step - 1
-            head = header(step, counts["reqs"], counts["tokens"], counts["pages"], kind, 4, counts["lists"])
-            rig.run([*head, *([1] * (inbox - 8))], header(step, 0, 0, 0, kind, 4, 0))
+            head = header(step, counts["reqs"], counts["tokens"], counts["pages"], kind, 4)
+            rig.run([*head, *([1] * (inbox - 8))], header(step, 0, 0, 0, kind, 4))
 
     def test_cursor_that_lies_counts_as_empty(self, device):
         rig = Rig(device)
         rig.model.step_of_slot = 1
         for reqs in (-1, 7, INT_MAX, SENTINEL):
-            rig.run(None, header(0, 0, 0, 0, layout.NEWS, 4, 0), cursor=(reqs, 4, layout.NEWS))
+            rig.run(None, header(0, 0, 0, 0, layout.NEWS, 4), cursor=(reqs, 4, layout.NEWS))
 
     def test_slot_may_be_as_long_as_the_record(self, device):
         n, pages = 2, 5
@@ -200,29 +201,28 @@ class Cases:
         for inbox, keep in ((words, False), (words + 9 * n, True)):
             Rig(device, rows=n, words=words, inbox=inbox).slot(Full(rows, keep))
         rig = Rig(device, rows=n, words=words, inbox=words + 9 * n - 1)  # its ends are not all there
-        rig.run(rig.model.pack(Full(rows), 0)[:-1], header(0, 0, 0, 0, layout.KEEP, 1, 0))
+        rig.run(rig.model.pack(Full(rows), 0)[:-1], header(0, 0, 0, 0, layout.KEEP, 1))
         rig = Rig(device, rows=n, words=words - 1, inbox=words)
-        rig.run(rig.model.pack(Full(rows, keep=False), 0), header(0, 0, 0, 0, layout.FULL, 1, 0))
+        rig.run(rig.model.pack(Full(rows, keep=False), 0), header(0, 0, 0, 0, layout.FULL, 1))
         news = News(n, (3, 4), {0: ((26, (1, 2, 3)),), 1: ((27, (9, 8)),)})
-        size = 8 + 4 * 2 + n + pages
+        size = 8 + n + 3 * n + pages
         Rig(device, rows=n, words=words, inbox=size).slot(news)
         for record, inbox in ((words - 1, words), (words, size - 1)):  # the last word, or a page, would be beyond
             rig = Rig(device, rows=n, words=record, inbox=inbox)
-            rig.run(rig.model.pack(news, 0)[:inbox], header(0, 0, 0, 0, news.kind, 1, 0))
+            rig.run(rig.model.pack(news, 0)[:inbox], header(0, 0, 0, 0, news.kind, 1))
 
     def check_lists(self, device, fields, pages_to=99):
-        """Lists that lie, for place 0, and more for places that there are not. All go to the record as they are."""
+        """Lists that lie, of the row at place 0. They go to the record as they are."""
         rig = Rig(device, SEVERAL)
         rig.model.states[6].pages_to = [pages_to] * len(SEVERAL)
         listed = [word for of_group in fields for word in of_group]
-        nowhere = [[place, *[0] * len(listed)] for place in (SENTINEL, -1, 2, INT_MAX)]
-        lists = [word for words in ([0, *listed], *nowhere) for word in words]
-        words = [*header(0, 2, 0, 1, layout.NEWS | layout.NEW_ORDER, 1, 5), *lists, 6, 7, 55]
+        kind = layout.NEWS | layout.NEW_ORDER | layout.LISTS
+        words = [*header(0, 2, 0, 1, kind, 1), 6, 7, *(word for field in listed for word in (field, 0)), 55]
         rig._load("page_spans")
         rig.model.states[6].pages_to = [99] * len(SEVERAL)  # row 6 runs
         expected = rig.model.apply(News(2, (6, 7)))
         rig.model.states[6].pages_to = [pages_to] * len(SEVERAL)
-        expected[4], expected[7] = 1, 5
+        expected[4], expected[5] = 1, kind
         expected[layout.HEADER_SIZE + 2 * layout.ROW_PAGES : -2 : 2] = listed
         rig.model.step = -1
         rig._load("step_counter")
@@ -241,7 +241,7 @@ class Cases:
         rig = Rig(device, rows=300, row_ids=300, padded=8)
         rig.slot(Full(tuple(Row(i, SENTINEL) for i in range(8))))
         slot = Full(tuple(Row(i, SENTINEL) for i in range(9)))
-        rig.run(rig.model.pack(slot, 3), header(3, 0, 0, 0, layout.KEEP, 1, 0))
+        rig.run(rig.model.pack(slot, 3), header(3, 0, 0, 0, layout.KEEP, 1))
 
     def test_lists_whose_sums_overflow_are_for_the_refresh_to_judge(self, device):
         self.check_lists(device, [(INT_MAX, 0, 1), (-5, -1, INT_MAX), (2**29 - 1, 0, 2), (2**30, 0, 2**30)])
@@ -255,8 +255,9 @@ class Cases:
             for record in rig.slot(slot):
                 assert len(record) == layout.HEADER_SIZE
 
-    def test_more_rows_and_lists_than_a_program_takes(self, device):
-        rows, row_ids = 75, 80
+    @pytest.mark.parametrize("rows", [75, 259])  # more than a program takes, and than all take with the fewest
+    def test_more_rows_and_lists_than_a_program_takes(self, device, rows):
+        row_ids = rows + 5
         rig, chance = Rig(device, (OWN, WINDOW), rows=rows, row_ids=row_ids), random.Random(2)
         order = tuple(chance.sample(range(row_ids), rows))
         for row_id, state in rig.model.states.items():
@@ -328,7 +329,7 @@ class TestKernel(Cases):
     @pytest.fixture
     def device(self, kernel_device, monkeypatch):
         if kernel_device.type == "cpu":
-            monkeypatch.setattr(apply_module, "_PROGRAMS", 1)  # the interpreter runs one after the other
+            monkeypatch.setattr(apply_module, "_PROGRAMS", 2)  # the interpreter runs one after the other
         return kernel_device
 
 
@@ -354,7 +355,7 @@ def test_a_graph_takes_one_slot_after_the_other():
             words = m.pack(slot, m.step + 1)
             b.inbox.fill_(POISON)
             if not index:
-                b.inbox[m.slot % 3, : len(words)] = torch.tensor(words, dtype=torch.int32)
+                rig.put(words)
             n = len(slot.rows) if isinstance(slot, Full) else slot.num_reqs
             b.cursor.copy_(torch.tensor([m.slot, m.step_of_slot, n, slot.steps, slot.kind]))
             b.record.fill_(POISON)
@@ -375,7 +376,7 @@ BAD = {
     "end_tokens": (lambda b: torch.cat((b.end_tokens, b.end_tokens), 1)[:, ::2], "end_tokens: expected"),
     "page_spans": (lambda b: b.page_spans[:, :2], "page_spans: expected shape"),
     "order": (lambda b: b.order[:1], "order: expected at least 6 columns"),
-    "inbox": (lambda b: b.inbox[:, :7], "inbox: expected at least 8 words"),
+    "inbox": (lambda b: b.inbox[:, :255], "inbox: expected at least 256 words"),
     "record": (lambda b: b.record[:7], "record: expected at least 8 words"),
 }
 

@@ -339,6 +339,23 @@ def check_cursor(device: torch.device) -> None:
             assert buffers.go_on.tolist() == [int(after > 0)]
 
 
+def check_stop(device: torch.device) -> None:
+    """The host stops the steps of a slot: a loop ends, and steps that are launched already have no rows."""
+    for kind, before, used_up, num_reqs in ((L, 0, True, 0), (L, 2, True, 0), (N, 0, False, 0), (N, 2, True, 0)):
+        for stopped_slot, counts in ((1, True), (2, False)):
+            buffers = make_step(device, [S.SAMPLES, S.SAMPLES], kind=kind, steps=3)
+            slots = buffers.inbox.shape[0]
+            buffers.cursor.copy_(torch.tensor([slots + 1, before, UNTOUCHED, UNTOUCHED, UNTOUCHED]))
+            buffers.inbox[stopped_slot % slots, layout.RECORD_AT + layout.HEADER_STOP] = 1
+            publish(buffers, torch.tensor([1, 2], device=device), vocab_size=100)
+            wait(device)
+            over = used_up if counts else before == 2
+            expected = [slots + 1 + over, 0 if over else before + 1, num_reqs if counts else 2, 3, kind]
+            assert buffers.cursor.tolist() == expected
+            assert buffers.go_on.tolist() == [int(not over)]
+            assert buffers.token_ring[1].tolist() == [1, 2], "the step itself counts"
+
+
 def check_ends_without_tokens(device: torch.device) -> None:
     """The caller samples: lengths end rows, tokens do not, and a launch that loops has nothing to go on with."""
     buffers = make_step(device, [S.SAMPLES, S.LIVE, S.INVALID], kind=L, steps=4)
@@ -352,7 +369,9 @@ def check_ends_without_tokens(device: torch.device) -> None:
 
 
 CHECKS = pytest.mark.parametrize(
-    "check", [check_ends, check_faulty_rows, check_cursor, check_ends_without_tokens], ids=lambda c: c.__name__[6:]
+    "check",
+    [check_ends, check_faulty_rows, check_cursor, check_stop, check_ends_without_tokens],
+    ids=lambda c: c.__name__[6:],
 )
 
 

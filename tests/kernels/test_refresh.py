@@ -240,6 +240,42 @@ def test_reference(case: Case) -> None:
     Rig(case.sizes, torch.device("cpu")).step(case.rows, case.faults, 11)
 
 
+ABOUT_LISTS = {  # of the record; a table has as many columns as a row can need
+    "too_few_pages", "no_pages", "pages_out_of_record", "negative_page_count", "page_to_spare_is_bad", "several_rows",
+    "precedence_length_exceeds_pages",
+}  # fmt: skip
+by_table = pytest.mark.parametrize(
+    "case",
+    [c for c in (*VALID, *FAULTY, *two_parts()) if not any(name in c.id for name in ABOUT_LISTS)],
+    ids=lambda case: case.id,
+)
+
+
+@by_table
+def test_kernel_reads_tables_that_the_caller_keeps(kernel_device: torch.device, case: Case) -> None:
+    Rig(case.sizes, kernel_device, keeps_tables=True).step_with_tables(case.rows, case.faults, 11)
+
+
+@by_table
+def test_reference_reads_tables_that_the_caller_keeps(case: Case) -> None:
+    Rig(case.sizes, torch.device("cpu"), keeps_tables=True).step_with_tables(case.rows, case.faults, 11)
+
+
+def tables_change(device: torch.device) -> None:
+    """Pages that a table gets are seen by the next step, also in the middle of a row. Two rows on a page are named."""
+    rig = Rig(Sizes(), device, keeps_tables=True)
+    rig.step_with_tables((Row(0, [1], 6, [4, 5]), Row(1, [2], 7, [8, 9])), step=3)
+    rig.step_with_tables((Row(0, [1], 9, [4, 6, 7]), Row(1, [2], 8, [8, 10])), step=4)
+    fault = (F.DUPLICATE_PAGE, 6)
+    rig.step_with_tables((Row(0, [1], 8, [4, 6]), Row(1, [2], 8, [8, 6])), {0: fault, 1: fault}, step=5)
+    rig.step_with_tables((Row(1, [LAST], 8, [8, 6]),), step=6)
+
+
+def test_tables_of_the_caller_may_change(kernel_device: torch.device) -> None:
+    tables_change(kernel_device)
+    tables_change(torch.device("cpu"))
+
+
 def shrinking_batches(device: torch.device) -> None:
     """Rows of earlier steps must leave no trace; nor may their claims, in any slot that a later step reuses."""
     rig = Rig(Sizes(), device)
