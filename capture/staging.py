@@ -57,7 +57,7 @@ class StagingSlot:
         return self
 
     def __enter__(self) -> None:
-        """Copy the header. Until its launch is queued, the slot is as the one before left it."""
+        # Until the launch is queued, the slot is to its readers as the one before left it.
         self._copies[:] = self._header
 
     def __exit__(self, *error: object) -> None:

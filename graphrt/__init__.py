@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from graphrt.capture.descriptor import GraphKind as GraphKind
     from graphrt.compare import StepComparison as StepComparison
     from graphrt.config import RuntimeConfig as RuntimeConfig
+    from graphrt.entry import State as State
     from graphrt.generate import Event as Event
     from graphrt.generate import TextGenerator as TextGenerator
     from graphrt.groups import kv_groups as kv_groups
@@ -48,7 +49,6 @@ if TYPE_CHECKING:
     from graphrt.models.loading import load_model as load_model
     from graphrt.models.tokenizer import load_tokenizer as load_tokenizer
     from graphrt.replay import ReplayManager as ReplayManager
-    from graphrt.replay import State as State
     from graphrt.runtime import MemoryPlan as MemoryPlan
     from graphrt.runtime import Runtime as Runtime
     from graphrt.runtime import resolve_device as resolve_device
@@ -105,7 +105,7 @@ _HOME = {
     "SamplingParams": "graphrt.sampling_params",
     "SessionRow": "graphrt.session",
     "ShapeError": "graphrt.kernels.errors",
-    "State": "graphrt.replay",
+    "State": "graphrt.entry",
     "Stats": "graphrt.stats",
     "Step": "graphrt.step",
     "StepComparison": "graphrt.compare",

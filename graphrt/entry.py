@@ -1,18 +1,36 @@
-"""What every call of a manager enters first: one call at a time, and the manager's stream."""
+"""What every call of a manager enters first: its state, one call at a time, and the manager's stream."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from enum import Enum
 
 import torch
 
 from graphrt.kernels.checks import check_instance, shown
-from graphrt.kernels.errors import ConfigError, ReplayError
+from graphrt.kernels.errors import CaptureError, ConfigError, ReplayError
 
 # The CPU build of torch lacks them, and needs them not.
 _raw_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0)
 _device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", lambda: 0)
+
+
+class State(str, Enum):
+    """Lifecycle of a replay manager."""
+
+    NEW = "new"
+    CAPTURED = "captured"
+    CLOSED = "closed"
+
+
+def require(state: State, needed: State, call: str) -> None:
+    """Raise CaptureError unless a manager is in the state that a call needs."""
+    if state is needed:
+        return
+    needs = {State.NEW: "a new ReplayManager", State.CAPTURED: "capture() first", State.CLOSED: "close() first"}
+    missing = "a new ReplayManager, this one was closed" if state is State.CLOSED else needs[needed]
+    raise CaptureError(f"{call}: expected state '{needed.value}', got '{state.value}'; it needs {missing}")
 
 
 class Exclusive:

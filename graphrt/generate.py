@@ -16,9 +16,9 @@ import numpy as np
 import torch
 
 from graphrt.batch import Int32Array
+from graphrt.entry import State
 from graphrt.kernels.checks import check_instance, check_int, check_ints, check_sequence
 from graphrt.kernels.errors import CapacityError, CaptureError, ConfigError, ReplayError, ShapeError
-from graphrt.replay import State
 from graphrt.runtime import Runtime
 from graphrt.sampling_params import SamplingParams
 from graphrt.scheduler import GenerationStats, Request, Scheduler, Submitted, longest_chunk, pages_needed

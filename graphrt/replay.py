@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from enum import Enum
 
 import torch
 
@@ -19,7 +18,7 @@ from graphrt.capture.recorder import make_recorder
 from graphrt.capture.staging import StagingRing, StagingSlot
 from graphrt.compare import StepComparison, StepResult, compare_results, state_kept
 from graphrt.config import RuntimeConfig
-from graphrt.entry import Exclusive, OnStream, stream_on
+from graphrt.entry import Exclusive, OnStream, State, require, stream_on
 from graphrt.groups import layer_places
 from graphrt.handle import Rings, StepHandle
 from graphrt.kernels.checks import (
@@ -43,14 +42,6 @@ from graphrt.spec import AttentionSpec
 from graphrt.stats import Stats
 from graphrt.step import Model, Sampler
 from graphrt.step_graphs import StepGraphs
-
-
-class State(str, Enum):
-    """Lifecycle of a replay manager."""
-
-    NEW = "new"
-    CAPTURED = "captured"
-    CLOSED = "closed"
 
 
 class ReplayManager:
@@ -486,10 +477,4 @@ class ReplayManager:
             self._state = State.CLOSED
 
     def _require(self, state: State, call: str) -> None:
-        if self._state is state:
-            return
-        needs = {State.NEW: "a new ReplayManager", State.CAPTURED: "capture() first", State.CLOSED: "close() first"}
-        missing = needs[state]
-        if self._state is State.CLOSED:
-            missing = "a new ReplayManager, this one was closed"
-        raise CaptureError(f"{call}: expected state '{state.value}', got '{self._state.value}'; it needs {missing}")
+        require(self._state, state, call)

@@ -14,6 +14,7 @@ from graphrt.capture.descriptor import BatchDescriptor, GraphKind
 from graphrt.capture.graph import GraphReport
 from graphrt.compare import StepComparison
 from graphrt.config import RuntimeConfig
+from graphrt.entry import State
 from graphrt.groups import check_encoder_len, kv_groups, longest_of
 from graphrt.handle import StepHandle
 from graphrt.kernels.checks import (
@@ -28,7 +29,7 @@ from graphrt.kernels.checks import (
 from graphrt.kernels.errors import CapacityError, CaptureError, ConfigError
 from graphrt.kv_cache import KVCache, PageAllocator, bytes_per_page, check_groups
 from graphrt.layer import ModelLayers
-from graphrt.replay import ReplayManager, State
+from graphrt.replay import ReplayManager
 from graphrt.sampling import sample_tokens
 from graphrt.spec import MAX_PAGES, AttentionSpec, KVCacheSpec
 from graphrt.stats import Stats

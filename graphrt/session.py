@@ -22,6 +22,7 @@ import numpy.typing as npt
 import torch
 
 from graphrt.batch import Batch, Int32Array, sampling_values
+from graphrt.entry import State
 from graphrt.handle import RowFault, StepFaultError
 from graphrt.kernels.checks import check_bool, check_instance, check_int, check_ints
 from graphrt.kernels.errors import CapacityError, CaptureError, ConfigError, ShapeError, UnsupportedError
@@ -30,7 +31,6 @@ from graphrt.kernels.metadata.record import LENGTH_FROM_ROW
 from graphrt.kernels.types import NO_TOKEN, TOKEN_FROM_ROW, RowEnd
 from graphrt.launch import Launch
 from graphrt.news import News, RowEnds
-from graphrt.replay import State
 from graphrt.runtime import Runtime
 from graphrt.sampling_params import SamplingParams
 from graphrt.session_pages import SessionPages

@@ -110,13 +110,10 @@ class SessionPages:
         lists, every, start = np.empty((len(self._tables), PAGE_FIELDS, len(ids)), np.int32), [], 0
         for fields, table in zip(lists, self._tables, strict=True):
             fields[PAGE_FIRST], counts, pages = table.list_new(ids)
-            fields[PAGE_COUNT] = counts
-            fields[PAGE_START] = counts.cumsum() - counts + start
+            fields[PAGE_COUNT], fields[PAGE_START] = counts, counts.cumsum() - counts + start
             start += len(pages)
             every.append(pages)
-        if not start:
-            return None, None
-        return lists.reshape(-1, len(ids)), np.concatenate(every)
+        return (lists.reshape(-1, len(ids)), np.concatenate(every)) if start else (None, None)
 
     def check_fork(self, row_id: int, length: int) -> None:
         """Raise CapacityError where there are too few pages to fork a row that has `length` tokens for sure."""

@@ -139,6 +139,8 @@ def check_int(
     error: type[GraphRTError] = ConfigError,
 ) -> int:
     """`value` as an int; raises `error` unless it is one, of Python or NumPy and no bool, from `low` to `high`."""
+    if type(value) is int and low <= value and (high is None or value <= high):
+        return value  # a step makes several of these checks
     number = int(value) if isinstance(value, Integral) and not isinstance(value, bool) else None
     if number is None or number < low or (high is not None and number > high):
         bounds = f">= {low}" if high is None else f"from {low} to {high}"

@@ -106,7 +106,7 @@ class SessionWay:
         if self._since >= COLLECT_EVERY:
             start = time.perf_counter()
             self._session.collect()
-            self.collects.append((time.perf_counter() - start) / self._since)
+            self.collects.append((time.perf_counter() - start) / self._since * 1e6)
             self._since = 0
 
     def close(self) -> None:
@@ -417,8 +417,8 @@ def line(cell: dict[str, Any]) -> str:
 
 def header() -> str:
     title = f"{'shape':>14} {'rows':>4} {'tokens':>6}"
-    ways = [f"{way:>9} p99{'gap us':>11}" for way in ("run(1)", "run(8)", "replay", "copies")]
-    return " |".join([title, *ways, "collect  batch"])
+    ways = [f"{way:>7} {'p99':>7} {'gap':>7}" for way in ("run(1)", "run(8)", "replay", "copies")]
+    return "microseconds per step\n" + " |".join([title, *ways, f"{'collect':>7} {'batch':>5}"])
 
 
 def goals(cells: list[dict[str, Any]]) -> list[str]:

@@ -22,9 +22,9 @@ def test_a_dry_run(capsys: pytest.CaptureFixture[str]) -> None:
             assert 0 < found["host_us"] <= found["host_p99_us"]
             assert found["interval_us"] > 0
             assert found["graph_us"] is found["gap_us"] is None, "there is no device"
-        assert cell["session"]["collect_us"] > 0
+        assert cell["session"]["collect_us"] > 1, "microseconds"
     assert len(capsys.readouterr().out.splitlines()) == 2
-    assert len(bench_host.header().split("|")) == len(bench_host.line(cells[0]).split("|"))
+    assert len(bench_host.header().splitlines()[-1].split("|")) == len(bench_host.line(cells[0]).split("|"))
     assert bench_host.goals(cells) == []
     at_goal = cells[0] | {"batch": 256, "context": 8192}
     assert [text.partition("tokens: ")[2].split()[0] for text in bench_host.goals([at_goal])] == [
