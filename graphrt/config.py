@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from graphrt import env
 from graphrt.capture.descriptor import decode_ladder, mixed_ladder
 from graphrt.kernels.checks import check_bool_field, check_instance, check_int_field, check_ints
-from graphrt.kernels.errors import ConfigError
+from graphrt.kernels.errors import ConfigError, UnsupportedError
 from graphrt.kernels.metadata.refresh import MAX_ROWS, MAX_TOKENS
 
 _MAX_LENGTH = 1 << 30  # positions, and sums of a few of them, are int32 on the device
 _MAX_RING = 1024
+
+Need = tuple[str, int]
+"""A field of RuntimeConfig, and the least value of it that some rows need; of a bool 1 is True."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +44,8 @@ class RuntimeConfig:
     batch_invariant a row's result does not depend on its neighbours, bitwise: only backends that promise it for
                     attention are chosen. What a model computes besides is its own matter: a matrix product may differ
                     in its last bits between captured sizes
+    penalties       rows may have repetition, presence and frequency penalties. Takes 4.125 bytes of device memory per
+                    row state and vocabulary entry, and a kernel per step
     """
 
     max_num_reqs: int = 256
@@ -58,6 +64,7 @@ class RuntimeConfig:
     mixed_batches: bool = True
     batch_invariant: bool = False
     max_encoder_len: int | None = None
+    penalties: bool = False
 
     def __post_init__(self) -> None:
         check_int_field(self, "max_num_reqs", 1, MAX_ROWS, advice="pass what one step may hold")
@@ -89,7 +96,7 @@ class RuntimeConfig:
         for name in ("backend", "prefill_backend"):
             if (chosen := getattr(self, name)) is not None:
                 check_instance(f"RuntimeConfig.{name}", chosen, str, advice="name one, or None to have one chosen")
-        for name in ("use_graphs", "check_weights", "batch_invariant", "mixed_batches"):
+        for name in ("use_graphs", "check_weights", "batch_invariant", "mixed_batches", "penalties"):
             check_bool_field(self, name, advice="pass a bool")
         if self.prefill_backend is not None and not self.mixed_batches:
             raise ConfigError(
@@ -101,6 +108,17 @@ class RuntimeConfig:
                 f"RuntimeConfig.mixed_sizes: expected none with mixed_batches=False, got {self.mixed_sizes}; drop the "
                 "sizes, or allow mixed batches"
             )
+
+    def check_needs(self, what: str, needs: Iterable[Need]) -> None:
+        """Raise UnsupportedError that names the field of this config which some rows need otherwise."""
+        for name, least in needs:
+            value = getattr(self, name)
+            if (-1 if value is None else int(value)) < least:
+                wanted = f"{name}=True" if isinstance(value, bool) else f"{name}={least}"
+                raise UnsupportedError(
+                    f"{what}: expected a runtime with {wanted}, got {name}={value}; build it with "
+                    f"RuntimeConfig({wanted})"
+                )
 
     def resolve(self) -> RuntimeConfig:
         """A config with every None replaced: the default ladders, and the backend from the environment."""

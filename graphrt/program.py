@@ -16,6 +16,7 @@ from graphrt.kernels.metadata.apply import apply
 from graphrt.kernels.metadata.buffers import PageGroup, StaticBuffers
 from graphrt.kernels.metadata.publish import publish
 from graphrt.kernels.metadata.refresh import refresh
+from graphrt.kernels.ops.sampling_state import record_tokens
 from graphrt.kv_cache import KVCache
 from graphrt.layer import ModelLayers
 from graphrt.metadata import StepMetadata
@@ -61,6 +62,9 @@ class StepProgram:
         check_tensor("logits", logits, shape=(rows, width), dtype=_FLOATS, device=device)
         tokens = None
         if self.sampler is not None:
+            if (penalties := step.penalties) is not None:
+                m, b = step.metadata, step.buffers
+                record_tokens(step.input_ids, m.query_start_loc, m.seq_lens, b.row_ids, b.prompt_lens, penalties)
             tokens = self.sampler(logits, step)
             check_tensor("tokens", tokens, shape=(rows,), dtype=(torch.int32, torch.int64), device=device)
         publish(step.buffers, tokens, vocab_size=self.vocab_size)

@@ -22,13 +22,7 @@ from graphrt.config import RuntimeConfig
 from graphrt.entry import Exclusive, OnStream, stream_on
 from graphrt.groups import layer_places
 from graphrt.handle import StepHandle, Submission
-from graphrt.kernels.checks import (
-    check_bool,
-    check_callable,
-    check_instance,
-    check_int,
-    check_named_tensors,
-)
+from graphrt.kernels.checks import check_bool, check_callable, check_instance, check_int, check_named_tensors
 from graphrt.kernels.errors import CaptureError, ReplayError, ShapeError, UnsupportedError
 from graphrt.kernels.metadata.buffers import CURSOR_SLOT, CURSOR_STEP, Capacity, StaticBuffers
 from graphrt.kernels.metadata.record import record_size
@@ -123,6 +117,7 @@ class ReplayManager:
                 ring=config.ring_depth,
                 page_groups=groups,
                 launch_steps=config.launch_steps,
+                counted_tokens=vocab_size if config.penalties else 0,
             ),
             device,
         )
@@ -256,6 +251,7 @@ class ReplayManager:
             self.config.max_seq_len, self._record_words, len(self.kv_cache.groups), self.config.max_encoder_len or 0,
             self._whole_rows,
         )  # fmt: skip
+        self.config.check_needs("batch", batch.needs)
         if self.config.check_weights:
             self._guard.check()
         uniform = batch.is_uniform(self.config.query_len)

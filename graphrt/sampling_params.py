@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from graphrt.config import Need
 from graphrt.kernels.checks import FLOAT32_MAX, FLOAT32_TINY, check_int, check_number, shown
 from graphrt.kernels.errors import ConfigError
 
@@ -22,6 +23,13 @@ class SamplingParams:
     top_k, top_p, min_p   draws are among the tokens that all three keep, in the order min-p, top-k, top-p: so many best
                   ones (0: all), the fewest best that hold this probability, in (0, 1], and those with this share of the
                   best one's probability, in [0, 1]
+    repetition_penalty   above 0: logits of tokens in the prompt or output are divided by it where they are above 0,
+                  else multiplied; 1: none
+    presence_penalty, frequency_penalty   subtracted from logits of tokens in the output: once, and for each time that
+                  the token is there; 0: none, below 0 a token is preferred
+
+    Logits are processed as vLLM does it: penalties, temperature, min-p, top-k, top-p. A prompt with penalties needs a
+    runtime with `RuntimeConfig(penalties=True)`.
     """
 
     max_new_tokens: int = 128
@@ -31,6 +39,9 @@ class SamplingParams:
     top_k: int = 0
     top_p: float = 1.0
     min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
 
     def __post_init__(self) -> None:
         for name, least, most, advice in (
@@ -43,7 +54,24 @@ class SamplingParams:
         object.__setattr__(self, "temperature", temperature)
         for name, lowest, advice in (("top_p", FLOAT32_TINY, "1 is all tokens"), ("min_p", 0.0, "0 is all tokens")):
             object.__setattr__(self, name, check_number(name, getattr(self, name), lowest, 1, advice=advice))
+        for name, lowest, advice in (
+            ("repetition_penalty", FLOAT32_TINY, "1 is none"),
+            ("presence_penalty", -FLOAT32_MAX, "0 is none"),
+            ("frequency_penalty", -FLOAT32_MAX, "0 is none"),
+        ):
+            value = check_number(name, getattr(self, name), lowest, FLOAT32_MAX, advice=advice)
+            object.__setattr__(self, name, value)
         if not isinstance(self.stop_ids, (frozenset, set, list, tuple)):
             raise ConfigError(f"stop_ids: expected a set of token ids, got {shown(self.stop_ids)}; pass frozenset(...)")
         stop_ids = [check_int("stop_ids", token, 0, advice="pass token ids") for token in self.stop_ids]
         object.__setattr__(self, "stop_ids", frozenset(stop_ids))
+
+    @property
+    def penalised(self) -> bool:
+        """Whether the prompt has a penalty, which needs every token that is computed to be counted."""
+        return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1, 0, 0)
+
+    @property
+    def needs(self) -> tuple[Need, ...]:
+        """What a runtime must have been built with."""
+        return (("penalties", 1),) if self.penalised else ()

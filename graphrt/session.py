@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from graphrt.batch import Batch, Int32Array, sampling_values
+from graphrt.batch import Batch, Int32Array
 from graphrt.handle import StepFaultError
 from graphrt.kernels.checks import check_bool, check_instance, check_int, check_ints
 from graphrt.kernels.errors import CapacityError, CaptureError, ConfigError, ShapeError, UnsupportedError
@@ -33,6 +33,7 @@ from graphrt.news import News, RowEnds
 from graphrt.replay import State
 from graphrt.runtime import Runtime
 from graphrt.sampling_params import SamplingParams
+from graphrt.sampling_values import SamplingValues
 from graphrt.session_pages import SessionPages
 
 Prompt = Sequence[int] | Int32Array | torch.Tensor
@@ -127,7 +128,7 @@ class DecodeSession:
         self._most = np.zeros(ids, np.int64)  # and at most, behind all launches
         self._limits = np.zeros(ids, np.int64)
         self._stops = np.full((STOP_TOKENS, ids), NO_TOKEN, np.int32)
-        self._sampling = sampling_values(ids)
+        self._sampling = SamplingValues(ids)
         self._flights: deque[_Flight] = deque()
         self._closed = False
 
@@ -150,7 +151,8 @@ class DecodeSession:
         params   how it is sampled and when it ends; by default greedy, as long as a sequence can be
 
         Raises: ShapeError for a prompt that is empty or no list of token ids, ConfigError for wrong params,
-        CapacityError for a sequence that is too long, and where no row is free; nothing has changed then.
+        UnsupportedError for params that the runtime was not built for, as with penalties, CapacityError for a sequence
+        that is too long, and where no row is free; nothing has changed then.
         """
         self._open("add")
         longest, last = self._runtime.config.max_seq_len, self._runtime.vocab_size - 1
@@ -160,6 +162,7 @@ class DecodeSession:
         if params is None:
             params = SamplingParams(max_new_tokens=max(1, longest + 1 - len(tokens)))
         check_instance("params", params, SamplingParams, advice="pass SamplingParams(...)")
+        self._runtime.config.check_needs("params", params.needs)
         if (limit := len(tokens) + params.max_new_tokens - 1) > longest:
             raise CapacityError(
                 f"prompt: expected prompt and output within max_seq_len={longest}, got {len(tokens)} + "
@@ -169,8 +172,7 @@ class DecodeSession:
         at = row.row_id
         self._reached[at] = self._most[at] = 0
         self._limits[at] = limit
-        for name, values in self._sampling.items():
-            values[at] = getattr(params, name.removesuffix("s"))
+        self._sampling.set(at, params, len(tokens))
         stops = sorted(params.stop_ids)[:STOP_TOKENS]
         self._stops[:, at] = NO_TOKEN
         self._stops[: len(stops), at] = stops
@@ -194,16 +196,18 @@ class DecodeSession:
             raise ConfigError(
                 f"fork: expected a row whose prompt was submitted, got row {at} with tokens left; run() first"
             )
-        seed = int(self._sampling["seeds"][at]) if seed is None else seed
+        seed = int(self._sampling.arrays["seeds"][at]) if seed is None else seed
         seed = check_int("seed", seed, 0, (1 << 32) - 1, advice="take it modulo 2 ** 32")
         self._catch_up()
         length, most = int(self._reached[at]), int(self._most[at])
         self._pages.check_fork(at, length)
         new = self._take_row(row.prompt, row.params)
         to, new.tokens, new.end = new.row_id, list(row.tokens), row.end
-        for values in (self._reached, self._most, self._limits, *self._sampling.values()):
+        for values in (self._reached, self._most, self._limits):
             values[to] = values[at]
-        self._stops[:, to], self._sampling["seeds"][to] = self._stops[:, at], seed
+        self._sampling.copy(at, to)
+        self._stops[:, to] = self._stops[:, at]
+        self._sampling.put("seeds", to, seed)
         with self._runtime.manager.between_steps() as buffers:
             copy_row_state(buffers, at, to)
             buffers.row_values[COPIED.index("seeds"), to] = int(np.uint32(seed).view(np.int32))
@@ -330,7 +334,7 @@ class DecodeSession:
             page_ids=page_ids,
             first_pages=first_pages,
             sample=np.array([1] * len(going_on) + whole, np.int32),
-            **{name: values[ids] for name, values in self._sampling.items()},
+            **self._sampling.of(ids),
         )
         ends = RowEnds(self._limits[ids].astype(np.int32), self._stops[:, ids])
         launch = self._runtime.manager.begin(batch, ends, eager=eager)

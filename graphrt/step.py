@@ -13,6 +13,7 @@ from graphrt.kernels.cache.write import Rotary, write_kv
 from graphrt.kernels.checks import check_instance, check_int, check_no_overlap, check_tensor, check_unit_stride
 from graphrt.kernels.errors import ShapeError, UnsupportedError
 from graphrt.kernels.metadata.buffers import StaticBuffers
+from graphrt.kernels.ops.sampling_state import Penalties, PenaltyState
 from graphrt.metadata import StepMetadata
 
 
@@ -81,6 +82,15 @@ class Step:
     def seeds(self) -> torch.Tensor:
         """[padded_reqs] int64, for samplers."""
         return self.buffers.seeds
+
+    @property
+    def penalties(self) -> Penalties | None:
+        """Of each row, and the tokens that each sequence has, for samplers; None without RuntimeConfig.penalties."""
+        b = self.buffers
+        if not b.penalty_counts.shape[1]:
+            return None
+        state = PenaltyState(b.penalty_seen, b.penalty_counts)
+        return Penalties(b.repetition_penalties, b.presence_penalties, b.frequency_penalties, state)
 
     def attend(
         self,

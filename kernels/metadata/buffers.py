@@ -121,6 +121,7 @@ class Capacity:
     ring: int  # launches in flight
     page_groups: tuple[PageGroup, ...]  # the KV groups, in order
     launch_steps: int = 1  # most steps of a launch
+    counted_tokens: int = 0  # the vocabulary, where rows may have penalties
 
     @property
     def inbox(self) -> int:
@@ -135,6 +136,11 @@ class Capacity:
     @property
     def copied(self) -> int:
         return len(COPIED)
+
+    @property
+    def seen_words(self) -> int:
+        """Words of a bit per counted token."""
+        return -(-self.counted_tokens // 32)
 
     @property
     def rows_plus_one(self) -> int:
@@ -225,6 +231,8 @@ class StaticBuffers:
     duplicates: torch.Tensor = _persistent(("groups_plus_one", "rows"), torch.int64, "refresh", "refresh")
     page_table: torch.Tensor = _persistent(("groups", "row_ids", "pages_per_row"), torch.int32, "refresh", "refresh")
     page_spans: torch.Tensor = _persistent(("groups", "row_ids", 2), torch.int32, "refresh", "apply", "refresh")
+    penalty_seen: torch.Tensor = _persistent(("row_ids", "seen_words"), torch.int32, "record_tokens", "sampling")
+    penalty_counts: torch.Tensor = _persistent(("row_ids", "counted_tokens"), torch.int32, "record_tokens", "sampling")
     block_table: torch.Tensor = _carried(
         ("groups", "rows", "pages_per_row"), "attention",
         pad="null page; also beyond a row's pages, and before the first one that it sees",
@@ -276,6 +284,10 @@ class StaticBuffers:
     top_ks: torch.Tensor = _row_value(torch.int32, "sampling")
     top_ps: torch.Tensor = _row_value(torch.float32, "sampling", pad=1)
     min_ps: torch.Tensor = _row_value(torch.float32, "sampling")
+    repetition_penalties: torch.Tensor = _row_value(torch.float32, "record_tokens", "sampling", pad=1)
+    presence_penalties: torch.Tensor = _row_value(torch.float32, "record_tokens", "sampling")
+    frequency_penalties: torch.Tensor = _row_value(torch.float32, "record_tokens", "sampling")
+    prompt_lens: torch.Tensor = _row_value(torch.int32, "record_tokens")
 
     step_ring: torch.Tensor = _output(("entries",), torch.int64, pad="the step that wrote the entry")
     token_ring: torch.Tensor = _output(("entries", "rows"), torch.int32, pad="-1")

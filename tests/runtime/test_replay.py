@@ -221,6 +221,8 @@ def test_a_refresh_that_forgets_one_buffer_is_noticed(field: str, monkeypatch: p
     monkeypatch.setattr(program, writer, forgetful)
     scenarios = {"encoder_lens": encoder_scenario, "fault_code": fault_scenario, "fault_value": fault_scenario}
     scenarios |= dict.fromkeys(("top_ks", "top_ps", "min_ps"), truncation_scenario)
+    penalties = ("repetition_penalties", "presence_penalties", "frequency_penalties", "prompt_lens")
+    scenarios |= dict.fromkeys(penalties, penalty_scenario)
     with pytest.raises((AssertionError, GraphRTError, IndexError, RuntimeError)):
         scenarios.get(field, lambda: scenario(rig_of(field in OF_PARTS)))()
 
@@ -234,6 +236,7 @@ def test_the_other_mutation_scenarios_pass_unmutated() -> None:
     encoder_scenario()
     fault_scenario()
     truncation_scenario()
+    penalty_scenario()
 
 
 def rig_of(two_parts: bool) -> Rig:
@@ -287,6 +290,33 @@ def truncation_scenario() -> None:
     assert rig.manager.replay(Batch.from_rows(rows)).tokens().tolist() == [best] * 3
     rows = [rig.row(rig.start(3 + i, [5, 3, 1]), temperature=50.0, seed=i) for i in range(4)]
     assert len(set(rig.manager.replay(Batch.from_rows(rows)).tokens().tolist())) > 1
+
+
+def penalty_scenario() -> None:
+    """Rows that forbid each token of the prompt, then the first of the output, by three ways to ask for it."""
+    rig = make_rig(torch.device("cpu"), penalties=True)
+    sequences = [rig.start(i, [5, 3, 1]) for i in range(3)]
+    asked: list[dict[str, float]] = [
+        {"repetition_penalty": 1e6}, {"presence_penalty": 1e6}, {"frequency_penalty": 1e6, "prompt_len": 3},
+    ]  # fmt: skip
+    for length in (3, 4):
+        rows = [rig.row(s, **o) for s, o in zip(sequences, asked, strict=True)]
+        tokens = rig.manager.replay(Batch.from_rows(rows)).tokens().tolist()
+        for sequence, token, options in zip(sequences, tokens, asked, strict=True):
+            logits, known = rig.model.oracle(sequence.tokens), set(sequence.tokens[options.get("prompt_len", 0) :])
+            if "repetition_penalty" in options:
+                logits = torch.where(logits > 0, 0.0, float("-inf")).where(sequence_mask(known), logits)
+            else:
+                logits[list(known)] = float("-inf")
+            assert token == int(logits.argmax()), f"{options} at length {length}"
+            sequence.tokens.append(token)
+
+
+def sequence_mask(tokens: set[int]) -> torch.Tensor:
+    """[VOCAB] bool: which tokens a sequence has."""
+    mask = torch.zeros(VOCAB, dtype=torch.bool)
+    mask[list(tokens)] = True
+    return mask
 
 
 def encoder_scenario() -> None:
