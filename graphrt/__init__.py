@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from graphrt.capture.descriptor import BatchDescriptor as BatchDescriptor
     from graphrt.capture.descriptor import GraphKind as GraphKind
     from graphrt.compare import StepComparison as StepComparison
+    from graphrt.config import RowTensor as RowTensor
     from graphrt.config import RuntimeConfig as RuntimeConfig
     from graphrt.generate import Event as Event
     from graphrt.generate import TextGenerator as TextGenerator
@@ -49,6 +50,7 @@ if TYPE_CHECKING:
     from graphrt.models.tokenizer import load_tokenizer as load_tokenizer
     from graphrt.replay import ReplayManager as ReplayManager
     from graphrt.replay import State as State
+    from graphrt.row_tables import RowTables as RowTables
     from graphrt.runtime import MemoryPlan as MemoryPlan
     from graphrt.runtime import Runtime as Runtime
     from graphrt.runtime import resolve_device as resolve_device
@@ -100,6 +102,8 @@ _HOME = {
     "RowEnd": "graphrt.kernels.types",
     "RowFault": "graphrt.handle",
     "RowStatus": "graphrt.kernels.types",
+    "RowTables": "graphrt.row_tables",
+    "RowTensor": "graphrt.config",
     "Runtime": "graphrt.runtime",
     "RuntimeConfig": "graphrt.config",
     "SamplingParams": "graphrt.sampling_params",

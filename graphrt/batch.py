@@ -37,6 +37,7 @@ class Row:
     seed         seed of this row's random numbers
     top_k, top_p, min_p  which tokens a draw may choose; 0, 1 and 0 are all
     repetition_penalty, presence_penalty, frequency_penalty, prompt_len  as Batch has them; 1, 0 and 0 are none
+    token_mask   number of the mask that says which tokens are allowed; -1 is none
     encoder_len  tokens that the row's encoder wrote for cross layers, the same in each of its steps; 0: none
     """
 
@@ -56,6 +57,7 @@ class Row:
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     prompt_len: int = 0
+    token_mask: int = -1
 
 
 @dataclass(frozen=True, slots=True, init=False, eq=False)
@@ -82,6 +84,8 @@ class Batch:
     frequency_penalties   [n]  float32  subtracted for each time that a token is in the output; 0 is none, the default
     prompt_lens   [n]       int32    tokens of each row from this position on are its output, which these two penalties
                                      count; by default 0: all tokens are output
+    token_masks   [n]       int32    which mask says what tokens are allowed, of those that
+                                     `ReplayManager.row_tables.set_token_masks` wrote; -1 is none, the default
     encoder_lens  [n]       int32    tokens that each row's encoder wrote for cross layers; by default 0: no encoder
 
     A list from page 0 says all pages of its row. A list from a later page, or an empty one, keeps what the row's last
@@ -107,6 +111,8 @@ class Batch:
     A row with a penalty states it in every step of its sequence, from the first token on: a step without it does not
     count its tokens. A sequence that begins with a prefix that is in the cache has the prefix entered before its first
     step, by `ReplayManager.row_tables.record_prefix`. Such rows need `RuntimeConfig(penalties=True)`.
+
+    Logit biases, masks and the model's own values of a row stay on the device by row id: see `RowTables`.
 
     A model of encoder layers alone has no KV groups: its batches list no pages, and each row is a whole sequence.
 
@@ -135,6 +141,7 @@ class Batch:
     presence_penalties: npt.NDArray[np.float32]
     frequency_penalties: npt.NDArray[np.float32]
     prompt_lens: Int32Array
+    token_masks: Int32Array
     needs: tuple[Need, ...] = field(init=False)
 
     def __init__(
@@ -158,6 +165,7 @@ class Batch:
         presence_penalties: npt.ArrayLike | None = None,
         frequency_penalties: npt.ArrayLike | None = None,
         prompt_lens: npt.ArrayLike | None = None,
+        token_masks: npt.ArrayLike | None = None,
     ) -> None:
         given = locals()
         row_ids = _int32("row_ids", row_ids)

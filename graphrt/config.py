@@ -5,17 +5,41 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
+import torch
+
 from graphrt import env
 from graphrt.capture.descriptor import decode_ladder, mixed_ladder
-from graphrt.kernels.checks import check_bool_field, check_instance, check_int_field, check_ints
+from graphrt.kernels.checks import check_bool_field, check_instance, check_int_field, check_ints, check_sequence
 from graphrt.kernels.errors import ConfigError, UnsupportedError
 from graphrt.kernels.metadata.refresh import MAX_ROWS, MAX_TOKENS
 
 _MAX_LENGTH = 1 << 30  # positions, and sums of a few of them, are int32 on the device
 _MAX_RING = 1024
+_MAX_BIAS = 1 << 16
 
 Need = tuple[str, int]
 """A field of RuntimeConfig, and the least value of it that some rows need; of a bool 1 is True."""
+
+
+@dataclass(frozen=True, slots=True)
+class RowTensor:
+    """A tensor of a runtime with a row per row id, which the model and the sampler read: `Step.row_state(name)`.
+
+    shape     of one row's value; () is a number
+    initial   what rows have that were told nothing, and pad rows
+    """
+
+    name: str
+    shape: tuple[int, ...] = ()
+    dtype: torch.dtype = torch.float32
+    initial: float = 0
+
+    def __post_init__(self) -> None:
+        check_instance("RowTensor.name", self.name, str, advice="name it as Step.row_state does")
+        sizes = check_ints("RowTensor.shape", self.shape, 0, _MAX_LENGTH, advice="() is a number", error=ConfigError)
+        object.__setattr__(self, "shape", tuple(sizes.tolist()))
+        check_instance("RowTensor.dtype", self.dtype, torch.dtype, advice="pass a torch.dtype")
+        check_instance("RowTensor.initial", self.initial, (int, float), advice="pass a number")
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +70,10 @@ class RuntimeConfig:
                     in its last bits between captured sizes
     penalties       rows may have repetition, presence and frequency penalties. Takes 4.125 bytes of device memory per
                     row state and vocabulary entry, and a kernel per step
+    max_logit_bias  most tokens of a row whose logits have a bias; takes 8 bytes of device memory per row state for each
+    token_masks     rows may have masks that say which tokens are allowed, as grammars need; a bit of device memory per
+                    row state and vocabulary entry
+    row_tensors     tensors of the model or sampler with a row per row id
     """
 
     max_num_reqs: int = 256
@@ -65,6 +93,9 @@ class RuntimeConfig:
     batch_invariant: bool = False
     max_encoder_len: int | None = None
     penalties: bool = False
+    max_logit_bias: int = 0
+    token_masks: bool = False
+    row_tensors: tuple[RowTensor, ...] = ()
 
     def __post_init__(self) -> None:
         check_int_field(self, "max_num_reqs", 1, MAX_ROWS, advice="pass what one step may hold")
@@ -96,8 +127,15 @@ class RuntimeConfig:
         for name in ("backend", "prefill_backend"):
             if (chosen := getattr(self, name)) is not None:
                 check_instance(f"RuntimeConfig.{name}", chosen, str, advice="name one, or None to have one chosen")
-        for name in ("use_graphs", "check_weights", "batch_invariant", "mixed_batches", "penalties"):
+        for name in ("use_graphs", "check_weights", "batch_invariant", "mixed_batches", "penalties", "token_masks"):
             check_bool_field(self, name, advice="pass a bool")
+        check_int_field(self, "max_logit_bias", 0, _MAX_BIAS, advice="0 without biases")
+        check_sequence("RuntimeConfig.row_tensors", self.row_tensors, of="RowTensor", error=ConfigError)
+        for tensor in self.row_tensors:
+            check_instance("RuntimeConfig.row_tensors", tensor, RowTensor, advice="pass RowTensor(name, ...)")
+        if len({tensor.name for tensor in self.row_tensors}) < len(self.row_tensors):
+            raise ConfigError("RuntimeConfig.row_tensors: expected names that differ, got some twice; rename them")
+        object.__setattr__(self, "row_tensors", tuple(self.row_tensors))
         if self.prefill_backend is not None and not self.mixed_batches:
             raise ConfigError(
                 f"RuntimeConfig.prefill_backend: expected None with mixed_batches=False, got {self.prefill_backend!r}; "

@@ -46,6 +46,7 @@ _RANGES = {
     "presence_penalties": _FINITE,
     "frequency_penalties": _FINITE,
     "prompt_lens": _Range(lambda v: (v >= 0).all(), "lengths >= 0", "0: all tokens are output"),
+    "token_masks": _Range(lambda v: (v >= -1).all(), "numbers of masks, or -1", "-1 is none"),
 }
 
 
@@ -53,10 +54,11 @@ def _penalised(off: float) -> Callable[[Values], tuple[Need, ...]]:
     return lambda values: (("penalties", 1),) if (values != off).any() else ()
 
 
-_NEEDS = {
+_NEEDS: dict[str, Callable[[Values], tuple[Need, ...]]] = {
     "repetition_penalties": _penalised(1),
     "presence_penalties": _penalised(0),
     "frequency_penalties": _penalised(0),
+    "token_masks": lambda values: (("token_masks", 1),) if (values >= 0).any() else (),
 }
 """What a runtime must have been built with, for rows that have such values."""
 

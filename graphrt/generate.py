@@ -110,6 +110,7 @@ class TextGenerator:
     def _request(self, index: int, prompt: Prompt, params: SamplingParams) -> Request:
         check_instance(f"params[{index}]", params, SamplingParams, advice="pass SamplingParams(...)")
         self._runtime.config.check_needs(f"params[{index}]", params.needs)
+        self._runtime.manager.row_tables.check_bias(f"params[{index}].logit_bias", params.logit_bias)
         name, last = f"prompts[{index}]", self._runtime.vocab_size - 1
         tokens = check_ints(name, prompt, 0, last, advice="pass token ids of the vocabulary")
         request = Request(index, tokens.astype(np.int32), params)

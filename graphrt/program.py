@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 
@@ -40,6 +40,7 @@ class StepProgram:
     max_seq_len: int
     max_encoder_len: int
     model_layers: ModelLayers
+    row_tensors: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
     @property
     def max_pages(self) -> tuple[int, ...]:
@@ -99,6 +100,7 @@ class StepProgram:
             buffers=buffers,
             backend=self.backend,
             layers=self.layers,
+            row_tensors=self.row_tensors,
         )
 
 

@@ -32,6 +32,7 @@ from graphrt.launch import Launch
 from graphrt.layer import ModelLayers
 from graphrt.news import News, RowEnds
 from graphrt.program import StepProgram, attention_layers, page_groups
+from graphrt.row_tables import RowTables, row_extents
 from graphrt.sampling import sample_tokens
 from graphrt.spec import AttentionSpec
 from graphrt.stats import Stats
@@ -61,6 +62,7 @@ class ReplayManager:
     stream      stream that steps run on; None is the stream current at construction. Graphs share memory, so all
                 steps of one manager run on this one stream
     weights     named tensors that must not move; None takes the model's parameters and buffers if it is a Module
+    row_tables  what rows have by row id: logit biases, token masks, row tensors
 
     Lifecycle: `capture()` once, then `replay(batch)` per step, then `close()`. Steps run in inference mode, whatever
     mode the caller is in. One call at a time: a second one, from another thread or from inside a model, raises
@@ -117,10 +119,11 @@ class ReplayManager:
                 ring=config.ring_depth,
                 page_groups=groups,
                 launch_steps=config.launch_steps,
-                counted_tokens=vocab_size if config.penalties else 0,
+                **row_extents(config, vocab_size),
             ),
             device,
         )
+        self.row_tables = RowTables(config, vocab_size, device, self.between_steps)
         self._ring = StagingRing(self._buffers.inbox, device)
         self._program = StepProgram(
             model=model,
@@ -133,6 +136,7 @@ class ReplayManager:
             max_seq_len=config.max_seq_len,
             max_encoder_len=max_encoder_len,
             model_layers=model_layers,
+            row_tensors=self.row_tables.tensors,
         )
         with self._on_stream, torch.inference_mode():
             # Buffers are valid from the start: with an empty record every row is a pad row. And the first kernel of a
@@ -214,13 +218,7 @@ class ReplayManager:
             self._stats.capture_seconds = time.perf_counter() - start
             self._state = State.CAPTURED
 
-    def replay(
-        self,
-        batch: Batch,
-        *,
-        eager: bool = False,
-        descriptor: BatchDescriptor | None = None,
-    ) -> StepHandle:
+    def replay(self, batch: Batch, *, eager: bool = False, descriptor: BatchDescriptor | None = None) -> StepHandle:
         """Submit one decode step and return its handle; waits only when `ring_depth` steps are in flight.
 
         eager       run the same verbs on the same static buffers outside of a graph. The step changes row state and KV
@@ -229,10 +227,10 @@ class ReplayManager:
                     an idle rank submits `Batch.empty()` at it
 
         Raises: ShapeError for what is no batch, and for a row that is no whole sequence where there are encoder layers,
-        CapacityError for one that is too large, ConfigError for a descriptor
-        that is not of the ladders or an `eager` that is no bool, ReplayError for a moved weight or a call inside
-        another one, UnsupportedError for a mixed batch with mixed_batches=False, CaptureError in the wrong state;
-        nothing has been written then. Faults that only the device sees are raised by the handle.
+        CapacityError for one that is too large, ConfigError for a descriptor that is not of the ladders or an `eager`
+        that is no bool, ReplayError for a moved weight or a call inside another one, UnsupportedError for rows that the
+        config does not allow (mixed_batches, penalties, token_masks), CaptureError in the wrong state; nothing has been
+        written then. Faults that only the device sees are raised by the handle.
         """
         eager = check_bool("eager", eager, advice="pass a bool")
         with self._exclusive:
@@ -433,6 +431,7 @@ class ReplayManager:
                 if self._stream is not None:
                     self._stream.synchronize()
                 self._buffers.reset()
+                self.row_tables.reset()
                 self._backend.reset()
 
     def latest_logits(self, submission: Submission, copy: bool) -> torch.Tensor:
@@ -479,6 +478,7 @@ class ReplayManager:
             self._logits = NOTHING
             self.stats()
             del self._buffers, self._program, self._weights
+            self.row_tables.close()
             self._ring.close()
             if self._state is State.CAPTURED:
                 del self._guard

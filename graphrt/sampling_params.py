@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from graphrt.config import Need
 from graphrt.kernels.checks import FLOAT32_MAX, FLOAT32_TINY, check_int, check_number, shown
@@ -28,8 +30,11 @@ class SamplingParams:
     presence_penalty, frequency_penalty   subtracted from logits of tokens in the output: once, and for each time that
                   the token is there; 0: none, below 0 a token is preferred
 
-    Logits are processed as vLLM does it: penalties, temperature, min-p, top-k, top-p. A prompt with penalties needs a
-    runtime with `RuntimeConfig(penalties=True)`.
+    logit_bias    values that are added to the logits of some tokens, by token; -inf forbids one. At most
+                  RuntimeConfig.max_logit_bias of them
+
+    Logits are processed as vLLM does it: bias, penalties, temperature, min-p, top-k, top-p. A prompt with penalties
+    needs a runtime with `RuntimeConfig(penalties=True)`.
     """
 
     max_new_tokens: int = 128
@@ -42,6 +47,7 @@ class SamplingParams:
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
         for name, least, most, advice in (
@@ -61,6 +67,18 @@ class SamplingParams:
         ):
             value = check_number(name, getattr(self, name), lowest, FLOAT32_MAX, advice=advice)
             object.__setattr__(self, name, value)
+        if not isinstance(self.logit_bias, Mapping):
+            raise ConfigError(f"logit_bias: expected values by token, got {shown(self.logit_bias)}; pass a dict")
+        bias = {}
+        for token, value in self.logit_bias.items():
+            token = check_int("logit_bias", token, 0, _MAX_NEW_TOKENS, advice="pass token ids")
+            forbids = isinstance(value, float) and value == -math.inf
+            bias[token] = (
+                value
+                if forbids
+                else check_number("logit_bias", value, -FLOAT32_MAX, FLOAT32_MAX, advice="-inf forbids a token")
+            )
+        object.__setattr__(self, "logit_bias", bias)
         if not isinstance(self.stop_ids, (frozenset, set, list, tuple)):
             raise ConfigError(f"stop_ids: expected a set of token ids, got {shown(self.stop_ids)}; pass frozenset(...)")
         stop_ids = [check_int("stop_ids", token, 0, advice="pass token ids") for token in self.stop_ids]
@@ -74,4 +92,5 @@ class SamplingParams:
     @property
     def needs(self) -> tuple[Need, ...]:
         """What a runtime must have been built with."""
-        return (("penalties", 1),) if self.penalised else ()
+        penalties = (("penalties", 1),) if self.penalised else ()
+        return (*penalties, ("max_logit_bias", len(self.logit_bias)))

@@ -19,7 +19,7 @@ class SamplingValues:
     """
 
     def __init__(self, rows: int) -> None:
-        names = (*_OF_PARAMS, "prompt_lens")
+        names = (*_OF_PARAMS, "prompt_lens", "token_masks")
         self.arrays: dict[str, Values] = {name: copied_values(name, None, rows) for name in names}
         self._plain = {name: copied_values(name, None, 1)[0] for name in names}
         self._used: dict[str, Values] = {}
@@ -29,6 +29,7 @@ class SamplingValues:
         for name in _OF_PARAMS:
             self.put(name, at, getattr(params, of_row(name)))
         self.put("prompt_lens", at, prompt_len if params.penalised else 0)
+        self.put("token_masks", at, -1)
 
     def put(self, name: str, at: int, value: float) -> None:
         """Change one value."""

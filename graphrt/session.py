@@ -25,12 +25,13 @@ from graphrt.batch import Batch, Int32Array
 from graphrt.handle import StepFaultError
 from graphrt.kernels.checks import check_bool, check_instance, check_int, check_ints
 from graphrt.kernels.errors import CapacityError, CaptureError, ConfigError, ShapeError, UnsupportedError
-from graphrt.kernels.metadata.buffers import COPIED, STOP_TOKENS, BufferKind, StaticBuffers
+from graphrt.kernels.metadata.buffers import COPIED, STOP_TOKENS
 from graphrt.kernels.metadata.record import LENGTH_FROM_ROW
 from graphrt.kernels.types import NO_TOKEN, TOKEN_FROM_ROW, RowEnd
 from graphrt.launch import Launch
 from graphrt.news import News, RowEnds
 from graphrt.replay import State
+from graphrt.row_tables import MaskWords, RowNews, RowValues, copy_row_state
 from graphrt.runtime import Runtime
 from graphrt.sampling_params import SamplingParams
 from graphrt.sampling_values import SamplingValues
@@ -129,6 +130,7 @@ class DecodeSession:
         self._limits = np.zeros(ids, np.int64)
         self._stops = np.full((STOP_TOKENS, ids), NO_TOKEN, np.int32)
         self._sampling = SamplingValues(ids)
+        self._news = RowNews.none()
         self._flights: deque[_Flight] = deque()
         self._closed = False
 
@@ -144,11 +146,14 @@ class DecodeSession:
         """Whether any row has not ended, as far as was collected: steps may be submitted in vain."""
         return bool(self._prompts) or bool(len(self._order))
 
-    def add(self, prompt: Prompt, params: SamplingParams | None = None) -> SessionRow:
+    def add(
+        self, prompt: Prompt, params: SamplingParams | None = None, *, state: RowValues | None = None
+    ) -> SessionRow:
         """Take in a sequence. Its prompt runs with the next launches, in chunks.
 
         prompt   token ids, at least one: a list, an array or a host tensor
         params   how it is sampled and when it ends; by default greedy, as long as a sequence can be
+        state    what it has of RuntimeConfig.row_tensors, by name; of the others it has the initial values
 
         Raises: ShapeError for a prompt that is empty or no list of token ids, ConfigError for wrong params,
         UnsupportedError for params that the runtime was not built for, as with penalties, CapacityError for a sequence
@@ -163,6 +168,9 @@ class DecodeSession:
             params = SamplingParams(max_new_tokens=max(1, longest + 1 - len(tokens)))
         check_instance("params", params, SamplingParams, advice="pass SamplingParams(...)")
         self._runtime.config.check_needs("params", params.needs)
+        tables = self._runtime.manager.row_tables
+        tables.check_bias("params.logit_bias", params.logit_bias)
+        values = tables.check_state(state or {})
         if (limit := len(tokens) + params.max_new_tokens - 1) > longest:
             raise CapacityError(
                 f"prompt: expected prompt and output within max_seq_len={longest}, got {len(tokens)} + "
@@ -173,6 +181,7 @@ class DecodeSession:
         self._reached[at] = self._most[at] = 0
         self._limits[at] = limit
         self._sampling.set(at, params, len(tokens))
+        self._news.begin(at, params.logit_bias, values)
         stops = sorted(params.stop_ids)[:STOP_TOKENS]
         self._stops[:, at] = NO_TOKEN
         self._stops[: len(stops), at] = stops
@@ -208,17 +217,44 @@ class DecodeSession:
         self._sampling.copy(at, to)
         self._stops[:, to] = self._stops[:, at]
         self._sampling.put("seeds", to, seed)
+        self._news.write(self._runtime.manager.row_tables)
+        if masked := self._sampling.arrays["token_masks"][at] >= 0:
+            self._sampling.put("token_masks", to, to)
         with self._runtime.manager.between_steps() as buffers:
             copy_row_state(buffers, at, to)
             buffers.row_values[COPIED.index("seeds"), to] = int(np.uint32(seed).view(np.int32))
             for group, (sources, own) in self._pages.fork(at, to, length, most):
                 self._runtime.kv_cache.copy_pages(sources, own, group=group)
+        self._runtime.manager.row_tables.copy(at, to)
+        if masked:
+            self._runtime.manager.row_tables.switch_masks({to: to})
         for flight in self._flights:
             places = [*enumerate(flight.rows), *flight.forks]
             flight.forks.extend([(place, new) for place, other in places if other is row])
         if at in self._order:
             self._reorder(np.append(self._order, to))
         return new
+
+    def set_token_mask(self, row: SessionRow, words: MaskWords | None) -> None:
+        """Say which tokens a row may sample, in launches to come, until it is told something else.
+
+        words   a bit per token, [ceil(vocab / 32)] of 32 bits on the host, as xgrammar and llguidance fill them: bit
+                t % 32 of word t // 32 is set: token t is allowed. None: all are
+
+        A mask holds for every step of a launch: a grammar, whose mask changes with each token, takes `run(1)` and
+        `collect(wait=True)` per token. Words are copied at once, and written before the next launch.
+
+        Raises: ShapeError for words of another shape, UnsupportedError without RuntimeConfig.token_masks, ConfigError
+        as `release`.
+        """
+        self._own(row, "set_token_mask")
+        at, before = row.row_id, int(self._sampling.arrays["token_masks"][row.row_id])
+        if words is not None:
+            self._news.masks[at] = self._runtime.manager.row_tables.mask_words("words", words)
+        now = -1 if words is None else at
+        if now != before:
+            self._news.switched[at] = now
+            self._sampling.put("token_masks", at, now)
 
     def release(self, row: SessionRow) -> None:
         """Give a row and its pages back, whether it has ended or not. Launches in flight go on; nobody sees its tokens.
@@ -272,6 +308,8 @@ class DecodeSession:
         steps = check_int("steps", steps, 1, 1 << 30, advice="pass how many steps to launch")
         eager = check_bool("eager", eager, advice="pass a bool")
         self._open("run")
+        if self._news:
+            self._news.write(self._runtime.manager.row_tables)
         launches = []
         while steps and self.running:
             if self._prompts:
@@ -458,12 +496,3 @@ class DecodeSession:
         check_instance("row", row, SessionRow, advice="pass what add() or fork() returned")
         if self._rows.get(row.row_id) is not row:
             raise ConfigError(f"{call}: expected a row of this session, got one that was released or is another's")
-
-
-def copy_row_state(buffers: StaticBuffers, source: int, target: int) -> None:
-    """Give one row id what another has, on the current stream: every persistent buffer that is kept by row id."""
-    for name, tensor in buffers.named(BufferKind.PERSISTENT):
-        shape = StaticBuffers.specs()[name].shape
-        if "row_ids" in shape:
-            dim = shape.index("row_ids")
-            tensor.select(dim, target).copy_(tensor.select(dim, source))

@@ -122,6 +122,8 @@ class Capacity:
     page_groups: tuple[PageGroup, ...]  # the KV groups, in order
     launch_steps: int = 1  # most steps of a launch
     counted_tokens: int = 0  # the vocabulary, where rows may have penalties
+    masked_tokens: int = 0  # and where they may have token masks
+    bias_entries: int = 0  # most tokens of a row whose logits have a bias
 
     @property
     def inbox(self) -> int:
@@ -141,6 +143,11 @@ class Capacity:
     def seen_words(self) -> int:
         """Words of a bit per counted token."""
         return -(-self.counted_tokens // 32)
+
+    @property
+    def allowed_words(self) -> int:
+        """Words of a bit per token, in a mask."""
+        return -(-self.masked_tokens // 32)
 
     @property
     def rows_plus_one(self) -> int:
@@ -233,6 +240,10 @@ class StaticBuffers:
     page_spans: torch.Tensor = _persistent(("groups", "row_ids", 2), torch.int32, "refresh", "apply", "refresh")
     penalty_seen: torch.Tensor = _persistent(("row_ids", "seen_words"), torch.int32, "record_tokens", "sampling")
     penalty_counts: torch.Tensor = _persistent(("row_ids", "counted_tokens"), torch.int32, "record_tokens", "sampling")
+    bias_tokens: torch.Tensor = _persistent(("row_ids", "bias_entries"), torch.int32, "host", "sampling")
+    bias_values: torch.Tensor = _persistent(("row_ids", "bias_entries"), torch.float32, "host", "sampling")
+    bias_counts: torch.Tensor = _persistent(("row_ids",), torch.int32, "host", "sampling")
+    mask_words: torch.Tensor = _persistent(("row_ids", "allowed_words"), torch.int32, "host", "sampling")
     block_table: torch.Tensor = _carried(
         ("groups", "rows", "pages_per_row"), "attention",
         pad="null page; also beyond a row's pages, and before the first one that it sees",
@@ -288,6 +299,7 @@ class StaticBuffers:
     presence_penalties: torch.Tensor = _row_value(torch.float32, "record_tokens", "sampling")
     frequency_penalties: torch.Tensor = _row_value(torch.float32, "record_tokens", "sampling")
     prompt_lens: torch.Tensor = _row_value(torch.int32, "record_tokens")
+    token_masks: torch.Tensor = _row_value(torch.int32, "sampling", pad=-1)
 
     step_ring: torch.Tensor = _output(("entries",), torch.int64, pad="the step that wrote the entry")
     token_ring: torch.Tensor = _output(("entries", "rows"), torch.int32, pad="-1")

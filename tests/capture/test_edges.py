@@ -188,9 +188,10 @@ def test_bytes_and_shapes_of_the_buffers() -> None:
         "decode_seq_lens": (3,), "prompt_seq_lens": (3,), "decode_start_loc": (4,), "prompt_start_loc": (4,),
         "step_ring": (2,), "token_ring": (2, 3), "end_ring": (2, 3),
         "fault_code_ring": (2, 3), "fault_value_ring": (2, 3), "last_encoder_len": (6,),
-        "inbox": (2, 127), "cursor": (5,), "order": (3,), "row_lens": (6,), "row_ends": (6,), "row_values": (10, 6),
+        "inbox": (2, 127), "cursor": (5,), "order": (3,), "row_lens": (6,), "row_ends": (6,), "row_values": (11, 6),
         "top_ks": (3,), "top_ps": (3,), "min_ps": (3,), "repetition_penalties": (3,), "presence_penalties": (3,),
         "frequency_penalties": (3,), "prompt_lens": (3,), "penalty_seen": (6, 0), "penalty_counts": (6, 0),
+        "token_masks": (3,), "bias_tokens": (6, 0), "bias_values": (6, 0), "bias_counts": (6,), "mask_words": (6, 0),
         "end_lengths": (6,), "end_tokens": (8, 6), "go_on": (1,),
     }  # fmt: skip
     assert {name: tuple(tensor.shape) for name, tensor in buffers.named()} == by_hand

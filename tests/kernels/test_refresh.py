@@ -9,6 +9,7 @@ import torch
 
 from graphrt.kernels.errors import ShapeError
 from graphrt.kernels.metadata import record as layout
+from graphrt.kernels.metadata.buffers import COPIED
 from graphrt.kernels.metadata.refresh import refresh
 from graphrt.kernels.types import FaultCode
 from tests.kernels.refresh_rig import (

@@ -222,7 +222,7 @@ def test_a_refresh_that_forgets_one_buffer_is_noticed(field: str, monkeypatch: p
     scenarios = {"encoder_lens": encoder_scenario, "fault_code": fault_scenario, "fault_value": fault_scenario}
     scenarios |= dict.fromkeys(("top_ks", "top_ps", "min_ps"), truncation_scenario)
     penalties = ("repetition_penalties", "presence_penalties", "frequency_penalties", "prompt_lens")
-    scenarios |= dict.fromkeys(penalties, penalty_scenario)
+    scenarios |= dict.fromkeys(penalties, penalty_scenario) | {"token_masks": mask_scenario}
     with pytest.raises((AssertionError, GraphRTError, IndexError, RuntimeError)):
         scenarios.get(field, lambda: scenario(rig_of(field in OF_PARTS)))()
 
@@ -237,6 +237,7 @@ def test_the_other_mutation_scenarios_pass_unmutated() -> None:
     fault_scenario()
     truncation_scenario()
     penalty_scenario()
+    mask_scenario()
 
 
 def rig_of(two_parts: bool) -> Rig:
@@ -310,6 +311,19 @@ def penalty_scenario() -> None:
                 logits[list(known)] = float("-inf")
             assert token == int(logits.argmax()), f"{options} at length {length}"
             sequence.tokens.append(token)
+
+
+def mask_scenario() -> None:
+    """Rows with a mask each, the other one's number, and none."""
+    rig = make_rig(torch.device("cpu"), token_masks=True)
+    allowed = {0: {7, 40}, 3: {8, 31, 32, 60}}
+    words = {at: [sum(1 << t % 32 for t in tokens if t // 32 == w) for w in (0, 1)] for at, tokens in allowed.items()}
+    rig.manager.row_tables.set_token_masks(words)
+    masks = [3, 0, -1]
+    rows = [rig.row(rig.start(i, [5, 3, 1]), token_mask=mask) for i, mask in enumerate(masks)]
+    logits = rig.model.oracle([5, 3, 1])
+    want = [max(allowed.get(mask, range(VOCAB)), key=lambda t: float(logits[t])) for mask in masks]
+    assert rig.manager.replay(Batch.from_rows(rows)).tokens().tolist() == want
 
 
 def sequence_mask(tokens: set[int]) -> torch.Tensor:
