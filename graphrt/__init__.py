@@ -46,6 +46,8 @@ if TYPE_CHECKING:
     from graphrt.launch import Launch as Launch
     from graphrt.layer import Attention as Attention
     from graphrt.layer import attention_specs as attention_specs
+    from graphrt.logprobs import StepLogprobs as StepLogprobs
+    from graphrt.logprobs import TokenLogprob as TokenLogprob
     from graphrt.models.loading import load_model as load_model
     from graphrt.models.tokenizer import load_tokenizer as load_tokenizer
     from graphrt.replay import ReplayManager as ReplayManager
@@ -57,7 +59,7 @@ if TYPE_CHECKING:
     from graphrt.sampling_params import SamplingParams as SamplingParams
     from graphrt.scheduler import GenerationStats as GenerationStats
     from graphrt.session import DecodeSession as DecodeSession
-    from graphrt.session import SessionRow as SessionRow
+    from graphrt.session_rows import SessionRow as SessionRow
     from graphrt.spec import AttentionKind as AttentionKind
     from graphrt.spec import AttentionSpec as AttentionSpec
     from graphrt.spec import KVCacheSpec as KVCacheSpec
@@ -107,11 +109,12 @@ _HOME = {
     "Runtime": "graphrt.runtime",
     "RuntimeConfig": "graphrt.config",
     "SamplingParams": "graphrt.sampling_params",
-    "SessionRow": "graphrt.session",
+    "SessionRow": "graphrt.session_rows",
     "ShapeError": "graphrt.kernels.errors",
     "State": "graphrt.replay",
     "Stats": "graphrt.stats",
     "Step": "graphrt.step",
+    "StepLogprobs": "graphrt.logprobs",
     "StepComparison": "graphrt.compare",
     "StepFaultError": "graphrt.handle",
     "StepHandle": "graphrt.handle",
@@ -119,6 +122,7 @@ _HOME = {
     "SwapSpace": "graphrt.swap",
     "SwappedPages": "graphrt.swap",
     "TOKEN_FROM_ROW": "graphrt.kernels.types",
+    "TokenLogprob": "graphrt.logprobs",
     "TextGenerator": "graphrt.generate",
     "UnsupportedError": "graphrt.kernels.errors",
     "as_step_model": "graphrt.step_model",

@@ -38,6 +38,7 @@ class Row:
     top_k, top_p, min_p  which tokens a draw may choose; 0, 1 and 0 are all
     repetition_penalty, presence_penalty, frequency_penalty, prompt_len  as Batch has them; 1, 0 and 0 are none
     token_mask   number of the mask that says which tokens are allowed; -1 is none
+    logprobs, logprob_token   as Batch has them; -1 and -1 are none, and the sampled token
     encoder_len  tokens that the row's encoder wrote for cross layers, the same in each of its steps; 0: none
     """
 
@@ -58,6 +59,8 @@ class Row:
     frequency_penalty: float = 0.0
     prompt_len: int = 0
     token_mask: int = -1
+    logprobs: int = -1
+    logprob_token: int = -1
 
 
 @dataclass(frozen=True, slots=True, init=False, eq=False)
@@ -86,6 +89,10 @@ class Batch:
                                      count; by default 0: all tokens are output
     token_masks   [n]       int32    which mask says what tokens are allowed, of those that
                                      `ReplayManager.row_tables.set_token_masks` wrote; -1 is none, the default
+    logprobs      [n]       int32    give log-probabilities of a token of the row, and of so many best ones, as
+                                     `StepHandle.logprobs()`; -1 is none, the default
+    logprob_tokens   [n]    int32    whose: of this token, as the next one of a prompt; -1 is the sampled one, the
+                                     default
     encoder_lens  [n]       int32    tokens that each row's encoder wrote for cross layers; by default 0: no encoder
 
     A list from page 0 says all pages of its row. A list from a later page, or an empty one, keeps what the row's last
@@ -142,6 +149,8 @@ class Batch:
     frequency_penalties: npt.NDArray[np.float32]
     prompt_lens: Int32Array
     token_masks: Int32Array
+    logprobs: Int32Array
+    logprob_tokens: Int32Array
     needs: tuple[Need, ...] = field(init=False)
 
     def __init__(
@@ -166,6 +175,8 @@ class Batch:
         frequency_penalties: npt.ArrayLike | None = None,
         prompt_lens: npt.ArrayLike | None = None,
         token_masks: npt.ArrayLike | None = None,
+        logprobs: npt.ArrayLike | None = None,
+        logprob_tokens: npt.ArrayLike | None = None,
     ) -> None:
         given = locals()
         row_ids = _int32("row_ids", row_ids)
@@ -271,6 +282,11 @@ class Batch:
     def num_groups(self) -> int:
         """KV groups that the rows have lists of; 0 where none lists a page, which fits any runtime."""
         return len(self.first_pages) // self.num_reqs if len(self.page_ids) else 0
+
+    @property
+    def asks_logprobs(self) -> bool:
+        """Whether any row asks for log-probabilities."""
+        return any(name == "max_logprobs" for name, _ in self.needs)
 
     def is_uniform(self, query_len: int) -> bool:
         """Whether every row has exactly `query_len` new tokens."""

@@ -12,6 +12,7 @@ from graphrt.capture.descriptor import decode_ladder, mixed_ladder
 from graphrt.kernels.checks import check_bool_field, check_instance, check_int_field, check_ints, check_sequence
 from graphrt.kernels.errors import ConfigError, UnsupportedError
 from graphrt.kernels.metadata.refresh import MAX_ROWS, MAX_TOKENS
+from graphrt.kernels.ops.sampling_logprobs import MAX_TOP
 
 _MAX_LENGTH = 1 << 30  # positions, and sums of a few of them, are int32 on the device
 _MAX_RING = 1024
@@ -71,6 +72,9 @@ class RuntimeConfig:
     penalties       rows may have repetition, presence and frequency penalties. Takes 4.125 bytes of device memory per
                     row state and vocabulary entry, and a kernel per step
     max_logit_bias  most tokens of a row whose logits have a bias; takes 8 bytes of device memory per row state for each
+    max_logprobs    most of the best tokens whose log-probabilities a row may ask for, up to 1,024; 0: of the sampled
+                    token alone, None: no row asks for any. Takes two kernels per step, 8 bytes of pinned host memory
+                    per row, token and step in flight
     token_masks     rows may have masks that say which tokens are allowed, as grammars need; a bit of device memory per
                     row state and vocabulary entry
     row_tensors     tensors of the model or sampler with a row per row id
@@ -94,6 +98,7 @@ class RuntimeConfig:
     max_encoder_len: int | None = None
     penalties: bool = False
     max_logit_bias: int = 0
+    max_logprobs: int | None = None
     token_masks: bool = False
     row_tensors: tuple[RowTensor, ...] = ()
 
@@ -130,6 +135,8 @@ class RuntimeConfig:
         for name in ("use_graphs", "check_weights", "batch_invariant", "mixed_batches", "penalties", "token_masks"):
             check_bool_field(self, name, advice="pass a bool")
         check_int_field(self, "max_logit_bias", 0, _MAX_BIAS, advice="0 without biases")
+        if self.max_logprobs is not None:
+            check_int_field(self, "max_logprobs", 0, MAX_TOP, advice="None without log-probabilities")
         check_sequence("RuntimeConfig.row_tensors", self.row_tensors, of="RowTensor", error=ConfigError)
         for tensor in self.row_tensors:
             check_instance("RuntimeConfig.row_tensors", tensor, RowTensor, advice="pass RowTensor(name, ...)")

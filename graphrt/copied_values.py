@@ -24,6 +24,8 @@ _SPECS = {name: StaticBuffers.specs()[name] for name in COPIED}
 
 def of_row(name: str) -> str:
     """The name that one row's value has: top_k of top_ks, presence_penalty of presence_penalties."""
+    if name == "logprobs":
+        return name
     return f"{name.removesuffix('ies')}y" if name.endswith("ies") else name.removesuffix("s")
 
 
@@ -46,6 +48,8 @@ _RANGES = {
     "presence_penalties": _FINITE,
     "frequency_penalties": _FINITE,
     "prompt_lens": _Range(lambda v: (v >= 0).all(), "lengths >= 0", "0: all tokens are output"),
+    "logprobs": _Range(lambda v: (v >= -1).all(), "numbers >= -1", "-1 is none"),
+    "logprob_tokens": _Range(lambda v: (v >= -1).all(), "token ids, or -1", "-1 is the sampled token"),
     "token_masks": _Range(lambda v: (v >= -1).all(), "numbers of masks, or -1", "-1 is none"),
 }
 
@@ -59,6 +63,7 @@ _NEEDS: dict[str, Callable[[Values], tuple[Need, ...]]] = {
     "presence_penalties": _penalised(0),
     "frequency_penalties": _penalised(0),
     "token_masks": lambda values: (("token_masks", 1),) if (values >= 0).any() else (),
+    "logprobs": lambda values: (("max_logprobs", int(values.max())),) if (values >= 0).any() else (),
 }
 """What a runtime must have been built with, for rows that have such values."""
 

@@ -17,7 +17,7 @@ import torch
 
 from graphrt.batch import Int32Array
 from graphrt.kernels.checks import check_instance, check_int, check_ints, check_sequence
-from graphrt.kernels.errors import CapacityError, CaptureError, ConfigError, ReplayError, ShapeError
+from graphrt.kernels.errors import CapacityError, CaptureError, ConfigError, ReplayError, ShapeError, UnsupportedError
 from graphrt.replay import State
 from graphrt.runtime import Runtime
 from graphrt.sampling_params import SamplingParams
@@ -109,6 +109,10 @@ class TextGenerator:
 
     def _request(self, index: int, prompt: Prompt, params: SamplingParams) -> Request:
         check_instance(f"params[{index}]", params, SamplingParams, advice="pass SamplingParams(...)")
+        if params.logprobs is not None or params.prompt_logprobs is not None:
+            raise UnsupportedError(
+                f"params[{index}]: expected no log-probabilities, as events have none, got some; use a DecodeSession"
+            )
         self._runtime.config.check_needs(f"params[{index}]", params.needs)
         self._runtime.manager.row_tables.check_bias(f"params[{index}].logit_bias", params.logit_bias)
         name, last = f"prompts[{index}]", self._runtime.vocab_size - 1

@@ -16,6 +16,7 @@ from graphrt.kernels.checks import check_bool
 from graphrt.kernels.errors import ReplayError
 from graphrt.kernels.metadata.buffers import StaticBuffers
 from graphrt.kernels.types import FAULT_GROUP_SHIFT, FaultCode
+from graphrt.logprobs import StepLogprobs, TokenLogprob
 
 _FAULT_TEXT = {
     FaultCode.ROW_ID_OUT_OF_RANGE: "row_id {value} is not one of the row states 0 to max_num_reqs - 1",
@@ -89,6 +90,7 @@ class Submission:
     descriptor: BatchDescriptor
     why_eager: str
     sampled: bool
+    logprobs: bool = False
 
 
 class LogitsOwner(Protocol):
@@ -133,7 +135,7 @@ class StepHandle(InFlight):
     why_eager    empty when it replayed a graph, else the reason why not
     """
 
-    __slots__ = ("_buffers", "_faults", "_owner", "_submission", "_tokens")
+    __slots__ = ("_buffers", "_faults", "_logprobs", "_owner", "_submission", "_tokens")
 
     def __init__(self, submission: Submission, slot: StagingSlot, buffers: StaticBuffers, owner: LogitsOwner) -> None:
         super().__init__(slot)
@@ -142,6 +144,7 @@ class StepHandle(InFlight):
         self._owner = owner
         self._tokens: npt.NDArray[np.int32] = np.empty(0, np.int32)
         self._faults: tuple[RowFault, ...] = ()
+        self._logprobs: StepLogprobs | None = None
         slot.on_done = self._collect
 
     @property
@@ -176,6 +179,8 @@ class StepHandle(InFlight):
             values = rings.fault_value_ring[entry, :rows].numpy()
             self._faults = row_faults(codes, values)
             self._error = StepFaultError(step, self._faults)
+        if self._submission.logprobs:
+            self._logprobs = StepLogprobs(rings, np.array([entry]), rows)
         self._slot = self._buffers = None
 
     @property
@@ -211,6 +216,16 @@ class StepHandle(InFlight):
         if self._error is not None and (raise_on_fault or not self._faults):
             raise self._error
         return self._tokens
+
+    def logprobs(self) -> list[TokenLogprob | None]:
+        """Log-probabilities of each row, [num_reqs]; None for rows that asked for none, or have no token.
+
+        Waits for this step alone, as `tokens`. Raises: ReplayError when the device did not report the step.
+        """
+        self.wait()
+        if self._error is not None and not self._faults:
+            raise self._error
+        return self._logprobs.rows(0) if self._logprobs is not None else [None] * self.num_reqs
 
     def logits(self, *, copy: bool = False) -> torch.Tensor:
         """Logits [num_reqs, vocab] on the device, ordered after the step on the current stream.

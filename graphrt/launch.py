@@ -12,6 +12,7 @@ from graphrt.capture.staging import StagingSlot
 from graphrt.handle import InFlight, RowFault, StepFaultError, row_faults
 from graphrt.kernels.errors import ReplayError
 from graphrt.kernels.metadata.buffers import StaticBuffers
+from graphrt.logprobs import StepLogprobs
 
 
 class Launch(InFlight):
@@ -25,7 +26,8 @@ class Launch(InFlight):
     """
 
     __slots__ = (
-        "_buffers", "_codes", "_ends", "_tokens", "_values", "descriptor", "num_reqs", "step", "steps", "why_eager",
+        "_asks_logprobs", "_buffers", "_codes", "_ends", "_logprobs", "_tokens", "_values", "descriptor", "num_reqs",
+        "step", "steps", "why_eager",
     )  # fmt: skip
 
     def __init__(
@@ -37,11 +39,14 @@ class Launch(InFlight):
         why_eager: str,
         slot: StagingSlot,
         buffers: StaticBuffers,
+        logprobs: bool = False,
     ) -> None:
         super().__init__(slot)
         self.step, self.steps, self.num_reqs = step, steps, num_reqs
         self.descriptor, self.why_eager = descriptor, why_eager
         self._buffers: StaticBuffers | None = buffers
+        self._asks_logprobs = logprobs
+        self._logprobs: StepLogprobs | None = None
         self._tokens = self._ends = self._codes = np.empty((0, num_reqs), np.int32)
         self._values = np.empty((0, num_reqs), np.int64)
         slot.on_done = self._collect
@@ -58,6 +63,8 @@ class Launch(InFlight):
         self._tokens = rings.token_ring.numpy()[at, :n]
         self._ends = rings.end_ring.numpy()[at, :n]
         self._codes = rings.fault_code_ring.numpy()[at, :n]
+        if self._asks_logprobs:
+            self._logprobs = StepLogprobs(rings, at, n)
         if self._codes.any():
             self._values = rings.fault_value_ring.numpy()[at, :n]
             self._error = StepFaultError(self.step + int(self._codes.any(1).argmax()), self._faults())
@@ -106,6 +113,13 @@ class Launch(InFlight):
         """RowEnd of each row after each step, [steps that ran, num_reqs] int32. Waits for the launch."""
         self.wait()
         return self._ends
+
+    @property
+    def logprobs(self) -> StepLogprobs | None:
+        """Log-probabilities of each row after each step: `launch.logprobs.at(step, row)`, a TokenLogprob, or None for a
+        row that asked for none or did not go on. None where no row asked for any. Waits for the launch."""
+        self.wait()
+        return self._logprobs
 
     def __iter__(self) -> Iterator[npt.NDArray[np.int32]]:
         """The tokens of one step after the other, [num_reqs] int32, each as soon as it has arrived."""

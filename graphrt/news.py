@@ -20,11 +20,13 @@ class News:
     lists      [rows, 1 + 3 x groups] int32, the rows that get pages: their place, and per KV group the place of the
                first page in the sequence, where its list begins in `pages`, and how many there are; None: no row does
     pages      [listed] int32, None with no lists
+    logprobs   whether any row asks for log-probabilities
     """
 
     order: npt.NDArray[np.int64]
     lists: npt.NDArray[np.int32] | None = None
     pages: Int32Array | None = None
+    logprobs: bool = False
 
     @property
     def num_reqs(self) -> int:

@@ -14,8 +14,10 @@ from graphrt.kernels.attention.options import FP8_DTYPES
 from graphrt.kernels.checks import check_tensor
 from graphrt.kernels.metadata.apply import apply
 from graphrt.kernels.metadata.buffers import PageGroup, StaticBuffers
+from graphrt.kernels.metadata.logprobs import publish_logprobs
 from graphrt.kernels.metadata.publish import publish
 from graphrt.kernels.metadata.refresh import refresh
+from graphrt.kernels.ops.sampling_logprobs import token_logprobs
 from graphrt.kernels.ops.sampling_state import record_tokens
 from graphrt.kv_cache import KVCache
 from graphrt.layer import ModelLayers
@@ -68,6 +70,10 @@ class StepProgram:
                 record_tokens(step.input_ids, m.query_start_loc, m.seq_lens, b.row_ids, b.prompt_lens, penalties)
             tokens = self.sampler(logits, step)
             check_tensor("tokens", tokens, shape=(rows,), dtype=(torch.int32, torch.int64), device=device)
+            if columns := self.buffers.logprob_ring.shape[2]:
+                b = step.buffers
+                asked = torch.where(b.logprob_tokens >= 0, b.logprob_tokens, tokens.int())
+                publish_logprobs(b, asked, token_logprobs(logits, asked, b.logprobs, max_top=columns - 1))
         publish(step.buffers, tokens, vocab_size=self.vocab_size)
         return logits
 

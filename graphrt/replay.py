@@ -277,7 +277,8 @@ class ReplayManager:
             with self._on_stream, torch.inference_mode():
                 slot, step = self._queue(batch, target.descriptor, why_eager, ends)
             self._stats.count(target.descriptor, batch.num_tokens, why_eager, forced=eager)
-            return Launch(step, 1, batch.num_reqs, target.descriptor, why_eager, slot, self._buffers)
+            asks = batch.asks_logprobs
+            return Launch(step, 1, batch.num_reqs, target.descriptor, why_eager, slot, self._buffers, asks)
 
     def advance(self, news: News, *, steps: int = 1, eager: bool = False) -> Launch:
         """Let rows go on by up to `steps` tokens, each from its last token on, with what `begin` said of it.
@@ -301,13 +302,15 @@ class ReplayManager:
                 self._launch(slot, target.descriptor, None, why_eager, steps=steps, loops=loops)
                 self._order = news.order
             self._stats.count(target.descriptor, news.num_reqs, why_eager, forced=eager, steps=steps)
-            return Launch(step, steps, news.num_reqs, target.descriptor, why_eager, slot, self._buffers)
+            asks = news.logprobs
+            return Launch(step, steps, news.num_reqs, target.descriptor, why_eager, slot, self._buffers, asks)
 
     def _submit(self, batch: Batch, descriptor: BatchDescriptor, why_eager: str) -> StepHandle:
         with self._on_stream, torch.inference_mode():
             slot, step = self._queue(batch, descriptor, why_eager)
             # 4 a handle, which waits for this step alone
-            submission = Submission(step, batch.num_reqs, descriptor, why_eager, self._program.sampler is not None)
+            samples, asks = self._program.sampler is not None, batch.asks_logprobs
+            submission = Submission(step, batch.num_reqs, descriptor, why_eager, samples, asks)
             return StepHandle(submission, slot, self._buffers, self)
 
     def _queue(

@@ -56,7 +56,9 @@ class RowTables:
         self._stated: dict[str, set[int]] = {name: set() for name in self._specs}
         with torch.inference_mode(False):
             self.tensors = {
-                spec.name: torch.full((config.max_num_reqs + 1, *spec.shape), spec.initial, dtype=spec.dtype).to(device)
+                spec.name: torch.full(
+                    (config.max_num_reqs + 1, *spec.shape), spec.initial, dtype=spec.dtype, device=device
+                )
                 for spec in config.row_tensors
             }
 
@@ -150,7 +152,7 @@ class RowTables:
             ids = [at for at, values in checked.items() if name in values or at in stated]
             if not ids:
                 continue
-            initial = torch.full(spec.shape, spec.initial, dtype=spec.dtype)
+            initial = torch.full(spec.shape, spec.initial, dtype=spec.dtype, device="cpu")
             rows = torch.stack([checked[at].get(name, initial) for at in ids])
             with self._between_steps():
                 self._write(self.tensors[name], ids, rows)
@@ -189,7 +191,7 @@ class RowTables:
         if masks:
             with self._between_steps() as buffers:
                 row = buffers.row_values[COPIED.index("token_masks")]
-                self._write(row, list(masks), torch.tensor(list(masks.values()), dtype=torch.int32))
+                self._write(row, list(masks), torch.tensor(list(masks.values()), dtype=torch.int32, device="cpu"))
 
     def reset(self) -> None:
         """Put row tensors back to their initial values. The device must be idle."""
@@ -204,7 +206,7 @@ class RowTables:
         check_int("row_id", at, 0, self._last, advice="pass a row state of the runtime")
 
     def _write(self, target: torch.Tensor, ids: list[int], rows: torch.Tensor) -> None:
-        target.index_copy_(0, self._moved(torch.tensor(ids)), self._moved(rows))
+        target.index_copy_(0, self._moved(torch.tensor(ids, device="cpu")), self._moved(rows))
 
     def _moved(self, values: torch.Tensor) -> torch.Tensor:
         """On the device, through pinned memory: nobody waits, as for pageable memory the host would."""
@@ -258,4 +260,5 @@ def row_extents(config: RuntimeConfig, vocab_size: int) -> dict[str, int]:
         "counted_tokens": vocab_size if config.penalties else 0,
         "masked_tokens": vocab_size if config.token_masks else 0,
         "bias_entries": config.max_logit_bias,
+        "logprob_columns": 0 if config.max_logprobs is None else 1 + config.max_logprobs,
     }

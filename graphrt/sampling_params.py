@@ -33,6 +33,11 @@ class SamplingParams:
     logit_bias    values that are added to the logits of some tokens, by token; -inf forbids one. At most
                   RuntimeConfig.max_logit_bias of them
 
+    logprobs      give log-probabilities of each sampled token, and of so many best ones; None: of none. They are those
+                  of the model's logits, before all else. At most RuntimeConfig.max_logprobs
+    prompt_logprobs   the same of each token of the prompt but the first. Such a prompt runs one token a step, as each
+                  needs logits of its own: a prompt of 1,000 tokens takes 1,000 steps, beside the other rows
+
     Logits are processed as vLLM does it: bias, penalties, temperature, min-p, top-k, top-p. A prompt with penalties
     needs a runtime with `RuntimeConfig(penalties=True)`.
     """
@@ -48,6 +53,8 @@ class SamplingParams:
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     logit_bias: Mapping[int, float] = field(default_factory=dict, hash=False)
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
 
     def __post_init__(self) -> None:
         for name, least, most, advice in (
@@ -56,6 +63,10 @@ class SamplingParams:
             ("top_k", 0, _MAX_NEW_TOKENS, "0 is all tokens"),
         ):
             object.__setattr__(self, name, check_int(name, getattr(self, name), least, most, advice=advice))
+        for name in ("logprobs", "prompt_logprobs"):
+            if (count := getattr(self, name)) is not None:
+                advice = "None without log-probabilities"
+                object.__setattr__(self, name, check_int(name, count, 0, _MAX_NEW_TOKENS, advice=advice))
         temperature = check_number("temperature", self.temperature, 0, FLOAT32_MAX, advice="0 is greedy")
         object.__setattr__(self, "temperature", temperature)
         for name, lowest, advice in (("top_p", FLOAT32_TINY, "1 is all tokens"), ("min_p", 0.0, "0 is all tokens")):
@@ -93,4 +104,5 @@ class SamplingParams:
     def needs(self) -> tuple[Need, ...]:
         """What a runtime must have been built with."""
         penalties = (("penalties", 1),) if self.penalised else ()
-        return (*penalties, ("max_logit_bias", len(self.logit_bias)))
+        asked = [count for count in (self.logprobs, self.prompt_logprobs) if count is not None]
+        return (*penalties, ("max_logit_bias", len(self.logit_bias)), *(("max_logprobs", count) for count in asked))

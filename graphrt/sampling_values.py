@@ -19,7 +19,7 @@ class SamplingValues:
     """
 
     def __init__(self, rows: int) -> None:
-        names = (*_OF_PARAMS, "prompt_lens", "token_masks")
+        names = (*_OF_PARAMS, "prompt_lens", "token_masks", "logprobs", "logprob_tokens")
         self.arrays: dict[str, Values] = {name: copied_values(name, None, rows) for name in names}
         self._plain = {name: copied_values(name, None, 1)[0] for name in names}
         self._used: dict[str, Values] = {}
@@ -30,12 +30,18 @@ class SamplingValues:
             self.put(name, at, getattr(params, of_row(name)))
         self.put("prompt_lens", at, prompt_len if params.penalised else 0)
         self.put("token_masks", at, -1)
+        self.ask_logprobs(at, params.logprobs)
 
     def put(self, name: str, at: int, value: float) -> None:
         """Change one value."""
         self.arrays[name][at] = value
         if value != self._plain[name]:
             self._used[name] = self.arrays[name]
+
+    def ask_logprobs(self, at: int, count: int | None, token: int = -1) -> None:
+        """Of the next token that is sampled, or of a given one."""
+        self.put("logprobs", at, -1 if count is None else count)
+        self.put("logprob_tokens", at, token)
 
     def copy(self, source: int, target: int) -> None:
         """One place gets what another has."""

@@ -14,12 +14,9 @@ sampling parameters stay on the device, which also notices when a row ends. So t
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 import numpy as np
-import numpy.typing as npt
-import torch
 
 from graphrt.batch import Batch, Int32Array
 from graphrt.handle import StepFaultError
@@ -36,48 +33,7 @@ from graphrt.runtime import Runtime
 from graphrt.sampling_params import SamplingParams
 from graphrt.sampling_values import SamplingValues
 from graphrt.session_pages import SessionPages
-
-Prompt = Sequence[int] | Int32Array | torch.Tensor
-"""Token ids: a list, an array or a host tensor of any int dtype."""
-
-Ids = npt.NDArray[np.int64]
-
-
-@dataclass(eq=False, slots=True)
-class SessionRow:
-    """A sequence of a session.
-
-    row_id   its row state; what a model indexes by `Step.row_ids`
-    prompt   [tokens] int32, what it began with
-    tokens   what it has sampled since, as far as it was collected; a token that ends it is the last of them
-    end      why it ended, as far as that was collected: GOES_ON while it has not
-    """
-
-    row_id: int
-    prompt: Int32Array
-    params: SamplingParams
-    tokens: list[int] = field(default_factory=list)
-    end: RowEnd = RowEnd.GOES_ON
-
-
-@dataclass(frozen=True, slots=True)
-class _Flight:
-    """A launch that was not collected yet.
-
-    rows      whose row each place is
-    ids       [places] their row ids
-    promised  tokens that each row was counted for: one number, or [places]
-    given     how many of these are of a prompt, [places]: the row has them whether a token was sampled or not. None: of
-              no prompt
-    forks     rows that were forked from one in flight, with its place
-    """
-
-    launch: Launch
-    rows: tuple[SessionRow, ...]
-    ids: Ids
-    promised: int | Ids
-    given: Ids | None = None
-    forks: list[tuple[int, SessionRow]] = field(default_factory=list)
+from graphrt.session_rows import Flight, Ids, Prompt, SessionRow
 
 
 class DecodeSession:
@@ -131,7 +87,8 @@ class DecodeSession:
         self._stops = np.full((STOP_TOKENS, ids), NO_TOKEN, np.int32)
         self._sampling = SamplingValues(ids)
         self._news = RowNews.none()
-        self._flights: deque[_Flight] = deque()
+        self._asking = set[int]()  # row ids that asked for log-probabilities
+        self._flights: deque[Flight] = deque()
         self._closed = False
 
     # -- rows come and go
@@ -182,6 +139,8 @@ class DecodeSession:
         self._limits[at] = limit
         self._sampling.set(at, params, len(tokens))
         self._news.begin(at, params.logit_bias, values)
+        if params.logprobs is not None:
+            self._asking.add(at)
         stops = sorted(params.stop_ids)[:STOP_TOKENS]
         self._stops[:, at] = NO_TOKEN
         self._stops[: len(stops), at] = stops
@@ -212,6 +171,9 @@ class DecodeSession:
         self._pages.check_fork(at, length)
         new = self._take_row(row.prompt, row.params)
         to, new.tokens, new.end = new.row_id, list(row.tokens), row.end
+        new.logprobs, new.prompt_logprobs = list(row.logprobs), list(row.prompt_logprobs)
+        if at in self._asking:
+            self._asking.add(to)
         for values in (self._reached, self._most, self._limits):
             values[to] = values[at]
         self._sampling.copy(at, to)
@@ -267,6 +229,7 @@ class DecodeSession:
     def _release(self, row: SessionRow) -> None:
         at = row.row_id
         del self._rows[at]
+        self._asking.discard(at)
         self._prompts.pop(at, None)
         self._reorder(self._order[self._order != at])
         self._pages.release(at)  # what is in flight runs before whoever gets the pages
@@ -330,19 +293,22 @@ class DecodeSession:
     def _go_on(self, steps: int, eager: bool) -> Launch:
         """Steps of the rows that go on: most of the time there are no news at all."""
         if steps <= self._quiet:
-            launch = self._runtime.manager.advance(News(self._order), steps=steps, eager=eager)
+            launch = self._runtime.manager.advance(
+                News(self._order, logprobs=bool(self._asking)), steps=steps, eager=eager
+            )
             self._quiet -= steps
             self._ahead += steps
-            self._flights.append(_Flight(launch, self._order_rows, self._order, steps))
+            self._flights.append(Flight(launch, self._order_rows, self._order, steps))
             return launch
         self._catch_up()
         ids, before = self._order, self._most[self._order]
         self._pages.give_back(ids, self._reached[ids])
         self._pages.reserve(ids, before, self._limits[ids], steps)
-        news = News(ids, *self._pages.news(ids))
+        lists, pages = self._pages.news(ids)
+        news = News(ids, lists, pages, bool(self._asking))
         launch = self._runtime.manager.advance(news, steps=steps, eager=eager)
         after = self._most[ids] = np.minimum(before + steps, self._limits[ids])
-        self._flights.append(_Flight(launch, self._order_rows, ids, after - before))
+        self._flights.append(Flight(launch, self._order_rows, ids, after - before))
         # No row can come to its longest, or to the end of its pages, in so many steps.
         room = np.minimum(self._limits[ids], self._pages.room(ids)) - after
         self._quiet = max(0, int(room.min()))
@@ -380,7 +346,7 @@ class DecodeSession:
         promised = np.maximum(given, 1)
         self._most[ids] += promised
         rows = tuple(map(self._rows.__getitem__, ids.tolist()))
-        self._flights.append(_Flight(launch, rows, ids, promised, given))
+        self._flights.append(Flight(launch, rows, ids, promised, given))
         for at, chunk in chunks.items():
             self._prompts[at] += len(chunk)
         if done := [at for at, last in zip(chunks, whole, strict=True) if last]:
@@ -397,9 +363,15 @@ class DecodeSession:
                 break
             ids, prompt = np.array([at]), self._rows[at].prompt
             self._pages.give_back(ids, self._most[ids])
-            count = self._pages.fitting(ids, start, min(budget, self._chunk, len(prompt) - start))
+            params = self._rows[at].params
+            longest = self._chunk if params.prompt_logprobs is None else 1
+            count = self._pages.fitting(ids, start, min(budget, longest, len(prompt) - start))
             if not count:
                 break  # nor does a later one get what this one waits for
+            if params.prompt_logprobs is not None:
+                more = start + 1 < len(prompt)
+                asked, token = (params.prompt_logprobs, int(prompt[start + 1])) if more else (params.logprobs, -1)
+                self._sampling.ask_logprobs(at, asked, token)
             chunks[at] = prompt[start : start + count]
             budget -= count
         return chunks
@@ -423,7 +395,7 @@ class DecodeSession:
             raise error
         return list(found.items())
 
-    def _take_in(self, flight: _Flight, found: dict[SessionRow, list[int]]) -> StepFaultError | None:
+    def _take_in(self, flight: Flight, found: dict[SessionRow, list[int]]) -> StepFaultError | None:
         launch, ids = flight.launch, flight.ids
         tokens = launch.tokens(raise_on_fault=False)
         sampled, ends = tokens >= 0, launch.ends.max(0, initial=0)
@@ -449,6 +421,8 @@ class DecodeSession:
                     if token in row.params.stop_ids:
                         new, ended[place] = new[: index + 1], int(RowEnd.STOP_TOKEN)
                         break
+            if launch.logprobs is not None:
+                row.take_logprobs(launch.logprobs, place, sampled[:, place], len(new))
             if new:
                 row.tokens += new
                 found.setdefault(row, []).extend(new)

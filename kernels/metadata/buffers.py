@@ -124,6 +124,7 @@ class Capacity:
     counted_tokens: int = 0  # the vocabulary, where rows may have penalties
     masked_tokens: int = 0  # and where they may have token masks
     bias_entries: int = 0  # most tokens of a row whose logits have a bias
+    logprob_columns: int = 0  # log-probabilities of a row and step: of a token, and of the best ones
 
     @property
     def inbox(self) -> int:
@@ -208,9 +209,11 @@ def _row_value(dtype: torch.dtype, *readers: str, pad: int = 0) -> Any:
     return _declare(BufferSpec(("rows",), dtype, BufferKind.DERIVED, "refresh", readers, str(pad), copied=pad))
 
 
-def _output(shape: tuple[str | int, ...], dtype: torch.dtype, *, pad: str, initial: int = -1) -> Any:
+def _output(
+    shape: tuple[str | int, ...], dtype: torch.dtype, *, pad: str, initial: int = -1, writer: str = "publish"
+) -> Any:
     readers = ("host, by the step's handle",)
-    return _declare(BufferSpec(shape, dtype, BufferKind.OUTPUT, "publish", readers, pad, initial))
+    return _declare(BufferSpec(shape, dtype, BufferKind.OUTPUT, writer, readers, pad, initial))
 
 
 @dataclass(frozen=True, slots=True)
@@ -300,12 +303,26 @@ class StaticBuffers:
     frequency_penalties: torch.Tensor = _row_value(torch.float32, "record_tokens", "sampling")
     prompt_lens: torch.Tensor = _row_value(torch.int32, "record_tokens")
     token_masks: torch.Tensor = _row_value(torch.int32, "sampling", pad=-1)
+    logprobs: torch.Tensor = _row_value(torch.int32, "token_logprobs", pad=-1)
+    logprob_tokens: torch.Tensor = _row_value(torch.int32, "token_logprobs", pad=-1)
 
     step_ring: torch.Tensor = _output(("entries",), torch.int64, pad="the step that wrote the entry")
     token_ring: torch.Tensor = _output(("entries", "rows"), torch.int32, pad="-1")
     end_ring: torch.Tensor = _output(("entries", "rows"), torch.int32, pad="0", initial=0)
     fault_code_ring: torch.Tensor = _output(("entries", "rows"), torch.int32, pad="0", initial=0)
     fault_value_ring: torch.Tensor = _output(("entries", "rows"), torch.int64, pad="kept: read where a code is not 0")
+
+    rank_ring: torch.Tensor = _output(
+        ("entries", "rows"), torch.int32, pad="0: no log-probabilities", initial=0, writer="publish_logprobs"
+    )
+    logprob_ring: torch.Tensor = _output(
+        ("entries", "rows", "logprob_columns"), torch.float32, pad="kept: read where a rank is not 0", initial=0,
+        writer="publish_logprobs",
+    )  # fmt: skip
+    logprob_token_ring: torch.Tensor = _output(
+        ("entries", "rows", "logprob_columns"), torch.int32, pad="kept: read where a rank is not 0", initial=0,
+        writer="publish_logprobs",
+    )  # fmt: skip
 
     @classmethod
     def specs(cls) -> dict[str, BufferSpec]:

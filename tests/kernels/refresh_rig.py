@@ -22,12 +22,13 @@ OUTPUTS = (
     "fault_code", "fault_value", "step_counter", "input_ids", "positions", "slot_mapping", "query_start_loc",
     "seq_lens", "block_table", "logits_indices", "row_ids", "row_status", "void_ids", "temperatures", "seeds",
     "encoder_lens", "top_ks", "top_ps", "min_ps",
-    "repetition_penalties", "presence_penalties", "frequency_penalties", "prompt_lens", "token_masks",
+    "repetition_penalties", "presence_penalties", "frequency_penalties", "prompt_lens", "token_masks", "logprobs",
+    "logprob_tokens",
     "places", "decode_seq_lens", "prompt_seq_lens", "decode_start_loc", "prompt_start_loc",
 )  # fmt: skip
 MORE: dict[str, tuple[float, float]] = {
     "repetition_penalties": (1.25, 1.0), "presence_penalties": (-0.5, 0.0), "frequency_penalties": (0.625, 0.0),
-    "prompt_lens": (3, 0), "token_masks": (2, -1),
+    "prompt_lens": (3, 0), "token_masks": (2, -1), "logprobs": (1, -1), "logprob_tokens": (4, -1),
 }  # fmt: skip
 """Copied values whose meaning is nobody's here: what row id 0 has, each further one 1 more, and what pads get."""
 

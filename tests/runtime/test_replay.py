@@ -223,6 +223,7 @@ def test_a_refresh_that_forgets_one_buffer_is_noticed(field: str, monkeypatch: p
     scenarios |= dict.fromkeys(("top_ks", "top_ps", "min_ps"), truncation_scenario)
     penalties = ("repetition_penalties", "presence_penalties", "frequency_penalties", "prompt_lens")
     scenarios |= dict.fromkeys(penalties, penalty_scenario) | {"token_masks": mask_scenario}
+    scenarios |= dict.fromkeys(("logprobs", "logprob_tokens"), logprob_scenario)
     with pytest.raises((AssertionError, GraphRTError, IndexError, RuntimeError)):
         scenarios.get(field, lambda: scenario(rig_of(field in OF_PARTS)))()
 
@@ -238,6 +239,7 @@ def test_the_other_mutation_scenarios_pass_unmutated() -> None:
     truncation_scenario()
     penalty_scenario()
     mask_scenario()
+    logprob_scenario()
 
 
 def rig_of(two_parts: bool) -> Rig:
@@ -324,6 +326,23 @@ def mask_scenario() -> None:
     logits = rig.model.oracle([5, 3, 1])
     want = [max(allowed.get(mask, range(VOCAB)), key=lambda t: float(logits[t])) for mask in masks]
     assert rig.manager.replay(Batch.from_rows(rows)).tokens().tolist() == want
+
+
+def logprob_scenario() -> None:
+    """Of the sampled token, of a given one, and none, in one step and then in another order."""
+    rig = make_rig(torch.device("cpu"), max_logprobs=2)
+    logits = rig.model.oracle([5, 3, 1])
+    best = int(logits.argmax())
+    for asked in ([(1, -1), (-1, -1), (0, 7)], [(0, 7), (1, -1), (-1, 3)]):
+        rows = [rig.row(rig.start(i, [5, 3, 1]), logprobs=n, logprob_token=token) for i, (n, token) in enumerate(asked)]
+        handle = rig.manager.replay(Batch.from_rows(rows))
+        for (n, token), found in zip(asked, handle.logprobs(), strict=True):
+            assert (found is None) == (n < 0)
+            if found is not None:
+                want = best if token < 0 else token
+                assert found.token == want
+                assert abs(found.logprob - float(logits.log_softmax(-1)[want])) < 1e-4
+                assert len(found.top) == n
 
 
 def sequence_mask(tokens: set[int]) -> torch.Tensor:
