@@ -171,6 +171,21 @@ def test_launches_have_them_by_step_and_place(device: torch.device) -> None:
         assert plain.tokens == row.tokens[:2]
 
 
+def test_generators_give_them_with_each_token(device: torch.device) -> None:
+    runtime = runtime_of(device)
+    params = [SamplingParams(6, logprobs=3), SamplingParams(6), SamplingParams(6, temperature=40.0, logprobs=0)]
+    outputs: list[list[int]] = [[], [], []]
+    for event in TextGenerator(runtime).generate(PROMPTS, params):
+        asked = params[event.prompt].logprobs
+        if asked is None:
+            assert event.logprob is None
+        else:
+            logits = model_of(runtime).oracle(PROMPTS[event.prompt] + outputs[event.prompt])
+            check(event.logprob, logits, event.token, asked)
+        outputs[event.prompt].append(event.token)
+    assert [len(output) for output in outputs] == [6] * 3
+
+
 def test_tokens_are_what_they_are_without(device: torch.device) -> None:
     """Log-probabilities of a prompt, one token a step, leave no trace in what is sampled after it."""
     runtime = runtime_of(device)
@@ -192,8 +207,8 @@ def test_what_is_refused(device: torch.device) -> None:
                 session.add([1], params)
     with pytest.raises(UnsupportedError, match="batch: expected a runtime with max_logprobs=9, got max_logprobs=2"):
         runtime.replay(Batch(row_ids=[0], seq_lens=[1], tokens=[1], logprobs=[9]))
-    with pytest.raises(UnsupportedError, match=r"params\[0\]: expected no log-probabilities"):
-        next(TextGenerator(runtime).generate([[1]], SamplingParams(logprobs=1)))
+    with pytest.raises(UnsupportedError, match=r"params\[0\].prompt_logprobs: expected None, as events have none"):
+        next(TextGenerator(runtime).generate([[1]], SamplingParams(prompt_logprobs=1)))
     none = runtime_of(device, max_logprobs=None)
     with pytest.raises(UnsupportedError, match="batch: expected a runtime with max_logprobs=0, got max_logprobs=None"):
         none.replay(Batch(row_ids=[0], seq_lens=[1], tokens=[1], logprobs=[0]))
