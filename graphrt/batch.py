@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from graphrt.config import Need
-from graphrt.copied_values import check_ranges, copied_values, host_array, needs_of, of_row
+from graphrt.copied_values import PAD_COLUMN, check_ranges, copied_values, host_array, needs_of, of_row
 from graphrt.kernels.checks import shown
 from graphrt.kernels.errors import CapacityError, ShapeError, UnsupportedError
 from graphrt.kernels.metadata import record as layout
@@ -152,6 +152,7 @@ class Batch:
     logprobs: Int32Array
     logprob_tokens: Int32Array
     needs: tuple[Need, ...] = field(init=False)
+    _stated: tuple[tuple[int, str], ...] = field(init=False, compare=False)
 
     def __init__(
         self,
@@ -226,6 +227,7 @@ class Batch:
             sample=np.ones(n, np.int32) if sample is None else _flags("sample", sample, n),
             **values,
             needs=needs_of(stated),
+            _stated=tuple((index, name) for index, name in enumerate(COPIED) if name in stated),
         )
 
     def _set(self, **arrays: Any) -> None:
@@ -236,7 +238,7 @@ class Batch:
         """Whether both batches describe the same step, value by value."""
         if not isinstance(other, Batch):
             return NotImplemented
-        return all(np.array_equal(getattr(self, f.name), getattr(other, f.name)) for f in fields(self))
+        return all(np.array_equal(getattr(self, f.name), getattr(other, f.name)) for f in fields(self) if f.compare)
 
     __hash__ = None  # type: ignore[assignment]  # arrays can change
 
@@ -350,7 +352,8 @@ class Batch:
         np.cumsum(self.query_lens, out=rows[layout.ROW_QUERY_START])
         rows[layout.ROW_QUERY_START] -= self.query_lens
         rows[layout.ROW_SAMPLE] = self.sample
-        for index, name in enumerate(COPIED):
+        rows[layout.ROW_COPIED : layout.ROW_PAGES] = PAD_COLUMN
+        for index, name in self._stated:
             rows[layout.ROW_COPIED + index] = getattr(self, name).view(np.int32)
         if not listed:
             rows[layout.ROW_PAGES :] = 0

@@ -73,7 +73,7 @@ class RuntimeConfig:
                     row state and vocabulary entry, and a kernel per step
     max_logit_bias  most tokens of a row whose logits have a bias; takes 8 bytes of device memory per row state for each
     max_logprobs    most of the best tokens whose log-probabilities a row may ask for, up to 1,024; 0: of the sampled
-                    token alone, None: no row asks for any. Takes two kernels per step, 8 bytes of pinned host memory
+                    token alone, None: no row asks for any. Takes four kernels per step, 8 bytes of pinned host memory
                     per row, token and step in flight
     token_masks     rows may have masks that say which tokens are allowed, as grammars need; a bit of device memory per
                     row state and vocabulary entry

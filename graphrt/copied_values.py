@@ -13,7 +13,7 @@ import torch
 
 from graphrt.config import Need
 from graphrt.kernels.errors import ShapeError
-from graphrt.kernels.metadata.buffers import COPIED, StaticBuffers
+from graphrt.kernels.metadata.buffers import COPIED, COPIED_PAD_WORDS, StaticBuffers
 
 Values = npt.NDArray[Any]
 
@@ -68,10 +68,24 @@ _NEEDS: dict[str, Callable[[Values], tuple[Need, ...]]] = {
 """What a runtime must have been built with, for rows that have such values."""
 
 
+PAD_COLUMN = np.array(COPIED_PAD_WORDS, np.int32)[:, None]
+"""Words of all copied fields for a row that states none of them."""
+
+_pads: dict[str, Values] = {name: np.empty(0, _ON_HOST[spec.dtype]) for name, spec in _SPECS.items()}
+
+
 def copied_values(name: str, values: Any, length: int) -> Values:
-    """A copied field of so many rows: `values`, by default what pad rows have. Raises: ShapeError."""
-    dtype, pad = _ON_HOST[_SPECS[name].dtype], _SPECS[name].copied
-    return np.full(length, pad, dtype) if values is None else host_array(name, values, dtype, length)
+    """A copied field of so many rows: `values`, by default what pad rows have: one array for all, that none may write.
+
+    Raises: ShapeError.
+    """
+    if values is not None:
+        return host_array(name, values, _pads[name].dtype, length)
+    if len(_pads[name]) < length:
+        pads = np.full(2 * length, _SPECS[name].copied, _pads[name].dtype)
+        pads.setflags(write=False)
+        _pads[name] = pads
+    return _pads[name][:length]
 
 
 def check_ranges(stated: Mapping[str, Values]) -> None:

@@ -108,7 +108,7 @@ class RowTables:
                 f"{name}: expected {count} words of 32 bits on the host, one bit per token, got shape "
                 f"{list(values.shape)} {values.dtype} on {values.device}; pass one row's words"
             )
-        return (values.to(torch.int64) << 32 >> 32).to(torch.int32)
+        return values.clone() if values.dtype is torch.int32 else (values.to(torch.int64) << 32 >> 32).to(torch.int32)
 
     def set_token_masks(self, masks: Mapping[int, MaskWords]) -> None:
         """Which tokens are allowed, by the number of a mask, 0 to max_num_reqs - 1.
@@ -118,10 +118,13 @@ class RowTables:
         """
         for at in masks:
             self._check_row(at)
-        rows = [self.mask_words(f"token_masks[{at}]", words) for at, words in masks.items()]
-        if rows:
+        self.write_masks({at: self.mask_words(f"token_masks[{at}]", words) for at, words in masks.items()})
+
+    def write_masks(self, masks: Mapping[int, torch.Tensor]) -> None:
+        """The same of masks that `mask_words` has made."""
+        if masks:
             with self._between_steps() as buffers:
-                self._write(buffers.mask_words, list(masks), torch.stack(rows))
+                self._write(buffers.mask_words, list(masks), torch.stack(list(masks.values())))
 
     def check_state(self, values: RowValues) -> dict[str, torch.Tensor]:
         """Values of row tensors as host tensors of their shapes and dtypes. Raises: ConfigError, ShapeError."""
@@ -239,7 +242,7 @@ class RowNews:
         """Write all, and have none."""
         tables.set_logit_bias(self.biases)
         tables.set_state(self.states)
-        tables.set_token_masks(self.masks)
+        tables.write_masks(self.masks)
         tables.switch_masks(self.switched)
         for news in (self.biases, self.states, self.masks, self.switched):
             news.clear()

@@ -20,7 +20,7 @@ class SamplingValues:
 
     def __init__(self, rows: int) -> None:
         names = (*_OF_PARAMS, "prompt_lens", "token_masks", "logprobs", "logprob_tokens")
-        self.arrays: dict[str, Values] = {name: copied_values(name, None, rows) for name in names}
+        self.arrays: dict[str, Values] = {name: copied_values(name, None, rows).copy() for name in names}
         self._plain = {name: copied_values(name, None, 1)[0] for name in names}
         self._used: dict[str, Values] = {}
 

@@ -201,7 +201,9 @@ class Scheduler:
         self._row_ids[slot] = self._runtime.free_rows.pop()
         self._scheduled[slot], self._limits[slot] = request.scheduled, request.length_limit
         self._sampling.set(slot, request.params, len(request.prompt))
-        self._runtime.manager.row_tables.set_logit_bias({int(self._row_ids[slot]): request.params.logit_bias})
+        tables, row_id = self._runtime.manager.row_tables, int(self._row_ids[slot])
+        tables.set_logit_bias({row_id: request.params.logit_bias})
+        tables.set_state({row_id: {}})
         self._given[slot] = request.tokens
         self._prefixes.add(slot, self._given[slot])
         self._prompting.append(slot)

@@ -108,6 +108,23 @@ def test_rows_of_sessions_have_their_own(device: torch.device, steps: int, loop_
     assert run_session(runtime, prompts[::-1], params[::-1], steps) == want[::-1]
 
 
+def test_mixed_steps_in_two_parts_put_rows_elsewhere(device: torch.device) -> None:
+    """Prompts come while others decode: their rows stand behind those, and each counts its own tokens."""
+    runtime = runtime_of(device, backend="torch_reference", prefill_backend="torch_reference")
+    prompts = [[7], PROMPT, PROMPT[:5]]
+    params = [CASES[3], CASES[4], CASES[0]]
+    with DecodeSession(runtime) as session:
+        rows = []
+        for prompt, each in zip(prompts, params, strict=True):
+            rows.append(session.add(prompt, each))
+            session.run(2)
+        while session.running:
+            session.run(3)
+            session.collect(wait=True)
+        want = [expected(model_of(runtime), prompt, each) for prompt, each in zip(prompts, params, strict=True)]
+        assert [row.tokens for row in rows] == want
+
+
 def test_a_preempted_sequence_counts_its_tokens_once(device: torch.device) -> None:
     """Too few pages for all: sequences are computed again from their first token, or wait with their pages kept."""
     runtime = runtime_of(device, num_pages=11)

@@ -206,6 +206,11 @@ def test_a_model_reads_what_each_row_came_with(device: torch.device) -> None:
     batch = Batch(row_ids=[2, 3], seq_lens=[1, 1], tokens=[6, 6], page_indptr=[0, 1, 2], page_ids=[1, 2])
     tokens = runtime.replay(batch).tokens().tolist()
     assert tokens == [expected(model, [6], 1, process(i))[0] for i in (0, 1)]
+    outputs: list[list[int]] = [[], [], []]
+    for event in TextGenerator(runtime).generate([PROMPTS[1]] * 3, SamplingParams(7)):
+        outputs[event.prompt].append(event.token)
+    assert outputs == [want[1]] * 3, "whoever had the row ids before"
+    runtime.manager.row_tables.set_state({3: {"adapter": 0}})
     runtime.manager.reset()
     assert runtime.manager.row_tables.tensors["adapter"].tolist() == [2] * 5
 
