@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from graphrt.capture.descriptor import BatchDescriptor as BatchDescriptor
     from graphrt.capture.descriptor import GraphKind as GraphKind
     from graphrt.compare import StepComparison as StepComparison
+    from graphrt.config import RowTensor as RowTensor
     from graphrt.config import RuntimeConfig as RuntimeConfig
     from graphrt.entry import State as State
     from graphrt.generate import Event as Event
@@ -46,16 +47,19 @@ if TYPE_CHECKING:
     from graphrt.launch import Launch as Launch
     from graphrt.layer import Attention as Attention
     from graphrt.layer import attention_specs as attention_specs
+    from graphrt.logprobs import StepLogprobs as StepLogprobs
+    from graphrt.logprobs import TokenLogprob as TokenLogprob
     from graphrt.models.loading import load_model as load_model
     from graphrt.models.tokenizer import load_tokenizer as load_tokenizer
     from graphrt.replay import ReplayManager as ReplayManager
+    from graphrt.row_tables import RowTables as RowTables
     from graphrt.runtime import MemoryPlan as MemoryPlan
     from graphrt.runtime import Runtime as Runtime
     from graphrt.runtime import resolve_device as resolve_device
     from graphrt.sampling_params import SamplingParams as SamplingParams
     from graphrt.scheduler import GenerationStats as GenerationStats
     from graphrt.session import DecodeSession as DecodeSession
-    from graphrt.session import SessionRow as SessionRow
+    from graphrt.session_rows import SessionRow as SessionRow
     from graphrt.spec import AttentionKind as AttentionKind
     from graphrt.spec import AttentionSpec as AttentionSpec
     from graphrt.spec import KVCacheSpec as KVCacheSpec
@@ -100,14 +104,17 @@ _HOME = {
     "RowEnd": "graphrt.kernels.types",
     "RowFault": "graphrt.handle",
     "RowStatus": "graphrt.kernels.types",
+    "RowTables": "graphrt.row_tables",
+    "RowTensor": "graphrt.config",
     "Runtime": "graphrt.runtime",
     "RuntimeConfig": "graphrt.config",
     "SamplingParams": "graphrt.sampling_params",
-    "SessionRow": "graphrt.session",
+    "SessionRow": "graphrt.session_rows",
     "ShapeError": "graphrt.kernels.errors",
     "State": "graphrt.entry",
     "Stats": "graphrt.stats",
     "Step": "graphrt.step",
+    "StepLogprobs": "graphrt.logprobs",
     "StepComparison": "graphrt.compare",
     "StepFaultError": "graphrt.handle",
     "StepHandle": "graphrt.handle",
@@ -115,6 +122,7 @@ _HOME = {
     "SwapSpace": "graphrt.swap",
     "SwappedPages": "graphrt.swap",
     "TOKEN_FROM_ROW": "graphrt.kernels.types",
+    "TokenLogprob": "graphrt.logprobs",
     "TextGenerator": "graphrt.generate",
     "UnsupportedError": "graphrt.kernels.errors",
     "as_step_model": "graphrt.step_model",

@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import contextlib
-import math
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
+from graphrt.config import Need
+from graphrt.copied_values import check_ranges, copied_values, host_array, needs_of, of_row
 from graphrt.kernels.checks import shown
 from graphrt.kernels.errors import CapacityError, ShapeError, UnsupportedError
 from graphrt.kernels.metadata import record as layout
 from graphrt.kernels.metadata.arguments import MAX_ROWS, MAX_TOKENS
-from graphrt.kernels.metadata.buffers import COPIED, StaticBuffers
+from graphrt.kernels.metadata.buffers import COPIED
 from graphrt.kernels.types import TOKEN_FROM_ROW
 
 Int32Array = npt.NDArray[np.int32]
@@ -36,6 +36,9 @@ class Row:
     temperature  0 is greedy
     seed         seed of this row's random numbers
     top_k, top_p, min_p  which tokens a draw may choose; 0, 1 and 0 are all
+    repetition_penalty, presence_penalty, frequency_penalty, prompt_len  as Batch has them; 1, 0 and 0 are none
+    token_mask   number of the mask that says which tokens are allowed; -1 is none
+    logprobs, logprob_token   as Batch has them; -1 and -1 are none, and the sampled token
     encoder_len  tokens that the row's encoder wrote for cross layers, the same in each of its steps; 0: none
     """
 
@@ -51,6 +54,13 @@ class Row:
     top_k: int = 0
     top_p: float = 1.0
     min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    prompt_len: int = 0
+    token_mask: int = -1
+    logprobs: int = -1
+    logprob_token: int = -1
 
 
 @dataclass(frozen=True, slots=True, init=False, eq=False)
@@ -70,6 +80,18 @@ class Batch:
     top_ks        [n]       int32    draws are among so many best tokens; 0 is all, the default
     top_ps        [n]       float32  among the fewest best that hold this probability, in (0, 1]; 1 is all, the default
     min_ps        [n]       float32  among those with this share of the best one's probability, in [0, 1]; 0 is all, the
+                                     default
+    repetition_penalties  [n]  float32  above 0: logits of tokens in prompt or output are divided by it where they are
+                                     above 0, else multiplied; 1 is none, the default
+    presence_penalties    [n]  float32  subtracted from logits of tokens in the output; 0 is none, the default
+    frequency_penalties   [n]  float32  subtracted for each time that a token is in the output; 0 is none, the default
+    prompt_lens   [n]       int32    tokens of each row from this position on are its output, which these two penalties
+                                     count; by default 0: all tokens are output
+    token_masks   [n]       int32    which mask says what tokens are allowed, of those that
+                                     `ReplayManager.row_tables.set_token_masks` wrote; -1 is none, the default
+    logprobs      [n]       int32    give log-probabilities of a token of the row, and of so many best ones, as
+                                     `StepHandle.logprobs()`; -1 is none, the default
+    logprob_tokens   [n]    int32    whose: of this token, as the next one of a prompt; -1 is the sampled one, the
                                      default
     encoder_lens  [n]       int32    tokens that each row's encoder wrote for cross layers; by default 0: no encoder
 
@@ -92,6 +114,12 @@ class Batch:
         it goes on              []           []                30            0 here is ENCODER_LEN_CHANGED
         a page is full          [5], from 1  []                30
         all lists once more     [4, 5]       [8, 9]            30            [] here is LENGTH_EXCEEDS_PAGES
+
+    A row with a penalty states it in every step of its sequence, from the first token on: a step without it does not
+    count its tokens. A sequence that begins with a prefix that is in the cache has the prefix entered before its first
+    step, by `ReplayManager.row_tables.record_prefix`. Such rows need `RuntimeConfig(penalties=True)`.
+
+    Logit biases, masks and the model's own values of a row stay on the device by row id: see `RowTables`.
 
     A model of encoder layers alone has no KV groups: its batches list no pages, and each row is a whole sequence.
 
@@ -116,6 +144,14 @@ class Batch:
     top_ks: Int32Array
     top_ps: npt.NDArray[np.float32]
     min_ps: npt.NDArray[np.float32]
+    repetition_penalties: npt.NDArray[np.float32]
+    presence_penalties: npt.NDArray[np.float32]
+    frequency_penalties: npt.NDArray[np.float32]
+    prompt_lens: Int32Array
+    token_masks: Int32Array
+    logprobs: Int32Array
+    logprob_tokens: Int32Array
+    needs: tuple[Need, ...] = field(init=False)
 
     def __init__(
         self,
@@ -134,6 +170,13 @@ class Batch:
         top_ks: npt.ArrayLike | None = None,
         top_ps: npt.ArrayLike | None = None,
         min_ps: npt.ArrayLike | None = None,
+        repetition_penalties: npt.ArrayLike | None = None,
+        presence_penalties: npt.ArrayLike | None = None,
+        frequency_penalties: npt.ArrayLike | None = None,
+        prompt_lens: npt.ArrayLike | None = None,
+        token_masks: npt.ArrayLike | None = None,
+        logprobs: npt.ArrayLike | None = None,
+        logprob_tokens: npt.ArrayLike | None = None,
     ) -> None:
         given = locals()
         row_ids = _int32("row_ids", row_ids)
@@ -165,16 +208,9 @@ class Batch:
                 f"batch.page_indptr: expected non-decreasing values from 0 to len(page_ids)={listed}, got "
                 f"{len(page_indptr)} values from {page_indptr[0]} to {page_indptr[-1]}"
             )
-        values = {name: _copied(name, given[name], n) for name in COPIED}
-        heat = values["temperatures"]
-        if n and temperatures is not None and not (heat.min() >= 0 and heat.max() < math.inf):
-            raise ShapeError("batch.temperatures: expected finite numbers >= 0, got others; 0 is greedy")
-        if top_ks is not None and not (values["top_ks"] >= 0).all():
-            raise ShapeError("batch.top_ks: expected numbers >= 0, got others; 0 is all tokens")
-        if top_ps is not None and not ((values["top_ps"] > 0) & (values["top_ps"] <= 1)).all():
-            raise ShapeError("batch.top_ps: expected numbers in (0, 1], got others; 1 is all tokens")
-        if min_ps is not None and not ((values["min_ps"] >= 0) & (values["min_ps"] <= 1)).all():
-            raise ShapeError("batch.min_ps: expected numbers in [0, 1], got others; 0 is all tokens")
+        values = {name: copied_values(name, given[name], n) for name in COPIED}
+        stated = {name: value for name, value in values.items() if given[name] is not None}
+        check_ranges(stated)
         if n and encoder_lens is not None and values["encoder_lens"].min() < 0:
             raise ShapeError(
                 f"batch.encoder_lens: expected lengths >= 0, got {values['encoder_lens'].min()}; 0 is none"
@@ -189,9 +225,10 @@ class Batch:
             first_pages=np.zeros(lists, np.int32) if first_pages is None else _not_negative(first_pages, lists),
             sample=np.ones(n, np.int32) if sample is None else _flags("sample", sample, n),
             **values,
+            needs=needs_of(stated),
         )
 
-    def _set(self, **arrays: npt.NDArray[Any]) -> None:
+    def _set(self, **arrays: Any) -> None:
         for name, value in arrays.items():
             object.__setattr__(self, name, value)
 
@@ -199,7 +236,7 @@ class Batch:
         """Whether both batches describe the same step, value by value."""
         if not isinstance(other, Batch):
             return NotImplemented
-        return all(np.array_equal(getattr(self, f.name), getattr(other, f.name)) for f in fields(self))
+        return all(np.array_equal(getattr(self, f.name), getattr(other, f.name)) for f in fields(self) if f.compare)
 
     __hash__ = None  # type: ignore[assignment]  # arrays can change
 
@@ -225,7 +262,7 @@ class Batch:
             page_ids=_concatenate(pages),
             first_pages=first_pages,
             sample=[r.sample for r in rows],
-            **{name: [getattr(r, name.removesuffix("s")) for r in rows] for name in COPIED},
+            **{name: [getattr(r, of_row(name)) for r in rows] for name in COPIED},
         )
 
     @classmethod
@@ -245,6 +282,11 @@ class Batch:
     def num_groups(self) -> int:
         """KV groups that the rows have lists of; 0 where none lists a page, which fits any runtime."""
         return len(self.first_pages) // self.num_reqs if len(self.page_ids) else 0
+
+    @property
+    def asks_logprobs(self) -> bool:
+        """Whether any row asks for log-probabilities."""
+        return any(name == "max_logprobs" for name, _ in self.needs)
 
     def is_uniform(self, query_len: int) -> bool:
         """Whether every row has exactly `query_len` new tokens."""
@@ -315,31 +357,12 @@ class Batch:
         return end
 
 
-_ON_HOST: dict[torch.dtype, Any] = {torch.float32: np.float32, torch.int64: np.uint32, torch.int32: np.int32}
-_SPECS = {name: StaticBuffers.specs()[name] for name in COPIED}
-"""The values that the refresh copies. The host sends 32 bits each, of the dtype that _ON_HOST has for the buffer's."""
-
-
-SAMPLING = ("temperatures", "seeds", "top_ks", "top_ps", "min_ps")
-"""Those of them that say how a row is sampled. `SamplingParams` has each under the same name, without the last s."""
-
-
-def sampling_values(rows: int) -> dict[str, npt.NDArray[Any]]:
-    """An array per name of SAMPLING, as a batch takes them, for schedulers to keep: greedy to begin with."""
-    return {name: _copied(name, None, rows) for name in SAMPLING}
-
-
-def _copied(name: str, values: Any, length: int) -> npt.NDArray[Any]:
-    dtype, pad = _ON_HOST[_SPECS[name].dtype], _SPECS[name].copied
-    return np.full(length, pad, dtype) if values is None else _array(name, values, dtype, length)
-
-
 def _int32(name: str, values: Any, length: int | None = None) -> Int32Array:
     if type(values) is list or type(values) is tuple:
         # Twice as fast as NumPy, which looks at every value to find a type for all; other values go there to be named.
         with contextlib.suppress(TypeError, OverflowError):
             values = np.frombuffer(array("i", values), np.int32) if values else np.empty(0, np.int32)
-    result: Int32Array = _array(name, values, np.int32, length)
+    result: Int32Array = host_array(name, values, np.int32, length)
     return result
 
 
@@ -355,39 +378,6 @@ def _flags(name: str, values: Any, length: int) -> Int32Array:
     if length and not (flags.min() >= 0 and flags.max() <= 1):
         raise ShapeError(f"batch.{name}: expected 0 or 1 for each row, got {flags.min()} to {flags.max()}")
     return flags
-
-
-def _array(name: str, values: Any, dtype: Any, length: int | None = None) -> npt.NDArray[Any]:
-    """`values` as a one-dimensional array of `dtype`, its own memory where it is one already. Raises: ShapeError."""
-    ready = type(values) is np.ndarray and values.dtype == dtype and values.ndim == 1 and values.flags.c_contiguous
-    if ready and (length is None or len(values) == length):
-        own: npt.NDArray[Any] = values
-        return own
-    device = getattr(values, "device", None)
-    if getattr(device, "type", "cpu") != "cpu":
-        raise ShapeError(f"batch.{name}: expected host values, got a tensor on {device}; batches live on the host")
-    try:
-        array = np.asarray(values)
-    except (TypeError, ValueError, RuntimeError, OverflowError) as error:
-        raise ShapeError(
-            f"batch.{name}: expected {np.dtype(dtype).name} values in one dimension, got {type(values).__name__} that "
-            f"NumPy refuses ({error}); convert it"
-        ) from error
-    if array.size == 0 and array.dtype.kind == "f":
-        array = array.astype(dtype)  # what NumPy makes of ()
-    allowed = "iuf" if np.issubdtype(dtype, np.floating) else "biu"
-    if array.dtype.kind not in allowed:
-        raise ShapeError(f"batch.{name}: expected {np.dtype(dtype).name} values, got {array.dtype}; convert them")
-    if array.ndim != 1 or (length is not None and len(array) != length):
-        want = "one dimension" if length is None else f"shape [{length}]"
-        raise ShapeError(f"batch.{name}: expected {want}, got shape {list(array.shape)}")
-    if array.dtype != dtype and array.size and np.issubdtype(dtype, np.integer):
-        info = np.iinfo(dtype)
-        for value in (array.min(), array.max()):
-            if value < info.min or value > info.max:
-                raise ShapeError(f"batch.{name}: expected values that fit {np.dtype(dtype).name}, got {value}")
-    with np.errstate(all="ignore"):  # a temperature beyond float32 becomes infinite, which is refused by its value
-        return np.ascontiguousarray(array, dtype=dtype)
 
 
 def _page_lists(rows: Sequence[Row]) -> tuple[list[Sequence[int] | Int32Array], list[int]]:

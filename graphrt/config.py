@@ -2,16 +2,45 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
+
+import torch
 
 from graphrt import env
 from graphrt.capture.descriptor import decode_ladder, mixed_ladder
-from graphrt.kernels.checks import check_bool_field, check_instance, check_int_field, check_ints
-from graphrt.kernels.errors import ConfigError
+from graphrt.kernels.checks import check_bool_field, check_instance, check_int_field, check_ints, check_sequence
+from graphrt.kernels.errors import ConfigError, UnsupportedError
 from graphrt.kernels.metadata.arguments import MAX_ROWS, MAX_TOKENS
+from graphrt.kernels.ops.sampling_logprobs import MAX_TOP
 
 _MAX_LENGTH = 1 << 30  # positions, and sums of a few of them, are int32 on the device
 _MAX_RING = 1024
+_MAX_BIAS = 1 << 16
+
+Need = tuple[str, int]
+"""A field of RuntimeConfig, and the least value of it that some rows need; of a bool 1 is True."""
+
+
+@dataclass(frozen=True, slots=True)
+class RowTensor:
+    """A tensor of a runtime with a row per row id, which the model and the sampler read: `Step.row_state(name)`.
+
+    shape     of one row's value; () is a number
+    initial   what rows have that were told nothing, and pad rows
+    """
+
+    name: str
+    shape: tuple[int, ...] = ()
+    dtype: torch.dtype = torch.float32
+    initial: float = 0
+
+    def __post_init__(self) -> None:
+        check_instance("RowTensor.name", self.name, str, advice="name it as Step.row_state does")
+        sizes = check_ints("RowTensor.shape", self.shape, 0, _MAX_LENGTH, advice="() is a number", error=ConfigError)
+        object.__setattr__(self, "shape", tuple(sizes.tolist()))
+        check_instance("RowTensor.dtype", self.dtype, torch.dtype, advice="pass a torch.dtype")
+        check_instance("RowTensor.initial", self.initial, (int, float), advice="pass a number")
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +70,15 @@ class RuntimeConfig:
     batch_invariant a row's result does not depend on its neighbours, bitwise: only backends that promise it for
                     attention are chosen. What a model computes besides is its own matter: a matrix product may differ
                     in its last bits between captured sizes
+    penalties       rows may have repetition, presence and frequency penalties. Takes 4.125 bytes of device memory per
+                    row state and vocabulary entry, and a kernel per step
+    max_logit_bias  most tokens of a row whose logits have a bias; takes 8 bytes of device memory per row state for each
+    max_logprobs    most of the best tokens whose log-probabilities a row may ask for, up to 1,024; 0: of the sampled
+                    token alone, None: no row asks for any. Takes four kernels per step, 8 bytes of pinned host memory
+                    per row, token and step in flight
+    token_masks     rows may have masks that say which tokens are allowed, as grammars need; a bit of device memory per
+                    row state and vocabulary entry
+    row_tensors     tensors of the model or sampler with a row per row id
     """
 
     max_num_reqs: int = 256
@@ -59,6 +97,11 @@ class RuntimeConfig:
     mixed_batches: bool = True
     batch_invariant: bool = False
     max_encoder_len: int | None = None
+    penalties: bool = False
+    max_logit_bias: int = 0
+    max_logprobs: int | None = None
+    token_masks: bool = False
+    row_tensors: tuple[RowTensor, ...] = ()
 
     def __post_init__(self) -> None:
         check_int_field(self, "max_num_reqs", 1, MAX_ROWS, advice="pass what one step may hold")
@@ -90,8 +133,17 @@ class RuntimeConfig:
         for name in ("backend", "prefill_backend"):
             if (chosen := getattr(self, name)) is not None:
                 check_instance(f"RuntimeConfig.{name}", chosen, str, advice="name one, or None to have one chosen")
-        for name in ("use_graphs", "check_weights", "batch_invariant", "mixed_batches"):
+        for name in ("use_graphs", "check_weights", "batch_invariant", "mixed_batches", "penalties", "token_masks"):
             check_bool_field(self, name, advice="pass a bool")
+        check_int_field(self, "max_logit_bias", 0, _MAX_BIAS, advice="0 without biases")
+        if self.max_logprobs is not None:
+            check_int_field(self, "max_logprobs", 0, MAX_TOP, advice="None without log-probabilities")
+        check_sequence("RuntimeConfig.row_tensors", self.row_tensors, of="RowTensor", error=ConfigError)
+        for tensor in self.row_tensors:
+            check_instance("RuntimeConfig.row_tensors", tensor, RowTensor, advice="pass RowTensor(name, ...)")
+        if len({tensor.name for tensor in self.row_tensors}) < len(self.row_tensors):
+            raise ConfigError("RuntimeConfig.row_tensors: expected names that differ, got some twice; rename them")
+        object.__setattr__(self, "row_tensors", tuple(self.row_tensors))
         if self.prefill_backend is not None and not self.mixed_batches:
             raise ConfigError(
                 f"RuntimeConfig.prefill_backend: expected None with mixed_batches=False, got {self.prefill_backend!r}; "
@@ -102,6 +154,17 @@ class RuntimeConfig:
                 f"RuntimeConfig.mixed_sizes: expected none with mixed_batches=False, got {self.mixed_sizes}; drop the "
                 "sizes, or allow mixed batches"
             )
+
+    def check_needs(self, what: str, needs: Iterable[Need]) -> None:
+        """Raise UnsupportedError that names the field of this config which some rows need otherwise."""
+        for name, least in needs:
+            value = getattr(self, name)
+            if (-1 if value is None else int(value)) < least:
+                wanted = f"{name}=True" if isinstance(value, bool) else f"{name}={least}"
+                raise UnsupportedError(
+                    f"{what}: expected a runtime with {wanted}, got {name}={value}; build it with "
+                    f"RuntimeConfig({wanted})"
+                )
 
     def resolve(self) -> RuntimeConfig:
         """A config with every None replaced: the default ladders, and the backend from the environment."""

@@ -18,7 +18,8 @@ import torch
 from graphrt.batch import Int32Array
 from graphrt.entry import State
 from graphrt.kernels.checks import check_instance, check_int, check_ints, check_sequence
-from graphrt.kernels.errors import CapacityError, CaptureError, ConfigError, ReplayError, ShapeError
+from graphrt.kernels.errors import CapacityError, CaptureError, ConfigError, ReplayError, ShapeError, UnsupportedError
+from graphrt.logprobs import TokenLogprob
 from graphrt.runtime import Runtime
 from graphrt.sampling_params import SamplingParams
 from graphrt.scheduler import GenerationStats, Request, Scheduler, Submitted, longest_chunk, pages_needed
@@ -30,11 +31,13 @@ Prompt = Sequence[int] | Int32Array | torch.Tensor
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """One new token of one prompt, or its end. `token` is None when the end brought no token (a stop id)."""
+    """One new token of one prompt, or its end. `token` is None when the end brought no token (a stop id). `logprob` is
+    that of the token, with `SamplingParams.logprobs`."""
 
     prompt: int
     token: int | None
     finished: bool
+    logprob: TokenLogprob | None = None
 
 
 class TextGenerator:
@@ -109,6 +112,13 @@ class TextGenerator:
 
     def _request(self, index: int, prompt: Prompt, params: SamplingParams) -> Request:
         check_instance(f"params[{index}]", params, SamplingParams, advice="pass SamplingParams(...)")
+        if params.prompt_logprobs is not None:
+            raise UnsupportedError(
+                f"params[{index}].prompt_logprobs: expected None, as events have none, got {params.prompt_logprobs}; "
+                "use a DecodeSession"
+            )
+        self._runtime.config.check_needs(f"params[{index}]", params.needs)
+        self._runtime.manager.row_tables.check_bias(f"params[{index}].logit_bias", params.logit_bias)
         name, last = f"prompts[{index}]", self._runtime.vocab_size - 1
         tokens = check_ints(name, prompt, 0, last, advice="pass token ids of the vocabulary")
         request = Request(index, tokens.astype(np.int32), params)
@@ -184,7 +194,10 @@ def _collect(step: Submitted) -> Iterator[Event]:
     tokens = step.handle.tokens(raise_on_fault=False).tolist()
     if any(not step.members[fault.row].finished for fault in step.handle.faults):
         step.handle.tokens()  # raises
-    for request, token, samples in zip(step.members, tokens, step.samples, strict=True):
+    logprobs: list[TokenLogprob | None] = [None] * len(tokens)
+    if any(request.params.logprobs is not None for request in step.members):
+        logprobs = step.handle.logprobs()
+    for request, token, samples, logprob in zip(step.members, tokens, step.samples, logprobs, strict=True):
         request.in_flight -= samples
         if request.finished or not samples:
             continue  # a row that ended one step ago, or a prompt that goes on
@@ -199,4 +212,4 @@ def _collect(step: Submitted) -> Iterator[Event]:
             continue
         request.output.append(token)
         request.finished = len(request.output) == request.params.max_new_tokens
-        yield Event(request.index, token, request.finished)
+        yield Event(request.index, token, request.finished, logprob)

@@ -16,6 +16,7 @@ from graphrt.kernels.checks import check_bool
 from graphrt.kernels.errors import ReplayError
 from graphrt.kernels.metadata.buffers import StaticBuffers
 from graphrt.kernels.types import FAULT_GROUP_SHIFT, FaultCode
+from graphrt.logprobs import StepLogprobs, TokenLogprob
 
 _FAULT_TEXT = {
     FaultCode.ROW_ID_OUT_OF_RANGE: "row_id {value} is not one of the row states 0 to max_num_reqs - 1",
@@ -89,13 +90,16 @@ class LogitsOwner(Protocol):
 class Rings:
     """The rings that the device writes results to, as arrays of the host: an entry per step in flight."""
 
-    __slots__ = ("codes", "depth", "ends", "steps", "tokens", "values")
+    __slots__ = ("codes", "depth", "ends", "logprob_tokens", "logprobs", "ranks", "steps", "tokens", "values")
 
     def __init__(self, buffers: StaticBuffers) -> None:
         self.steps, self.tokens, self.ends = (
             ring.numpy() for ring in (buffers.step_ring, buffers.token_ring, buffers.end_ring)
         )
         self.codes, self.values = buffers.fault_code_ring.numpy(), buffers.fault_value_ring.numpy()
+        self.ranks, self.logprobs, self.logprob_tokens = (
+            ring.numpy() for ring in (buffers.rank_ring, buffers.logprob_ring, buffers.logprob_token_ring)
+        )
         self.depth = len(self.steps)
 
     def entries(self, step: int, count: int) -> slice | npt.NDArray[np.int64]:
@@ -117,8 +121,8 @@ class InFlight:
     """
 
     __slots__ = (
-        "_codes", "_ends", "_error", "_rings", "_slot", "_tokens", "descriptor", "num_reqs", "step", "steps",
-        "why_eager",
+        "_asks_logprobs", "_codes", "_ends", "_error", "_logprobs", "_rings", "_slot", "_tokens", "descriptor",
+        "num_reqs", "step", "steps", "why_eager",
     )  # fmt: skip
 
     _codes: npt.NDArray[np.int32]
@@ -134,12 +138,15 @@ class InFlight:
         why_eager: str,
         slot: StagingSlot,
         rings: Rings,
+        asks_logprobs: bool = False,
     ) -> None:
         self.step, self.steps, self.num_reqs = step, steps, num_reqs
         self.descriptor, self.why_eager = descriptor, why_eager
         self._slot: StagingSlot | None = slot
         self._rings: Rings | None = rings
         self._error: ReplayError | None = None
+        self._asks_logprobs = asks_logprobs
+        self._logprobs: StepLogprobs | None = None
         slot.on_done = self._collect
 
     def done(self) -> bool:
@@ -171,6 +178,9 @@ class InFlight:
         at = rings.entries(self.step, arrived)
         self._tokens, self._ends = rings.tokens[at, :n].copy(), rings.ends[at, :n].copy()
         self._codes = rings.codes[at, :n].copy()
+        if self._asks_logprobs:
+            of_rings = (rings.ranks, rings.logprobs, rings.logprob_tokens)
+            self._logprobs = StepLogprobs(*(ring[at, :n].copy() for ring in of_rings))
         if not arrived:
             self._error = ReplayError(
                 f"step {self.step}: expected the device to report this step, got step "
@@ -226,8 +236,9 @@ class StepHandle(InFlight):
         rings: Rings,
         owner: LogitsOwner,
         sampled: bool,
+        asks_logprobs: bool,
     ) -> None:
-        super().__init__(step, 1, num_reqs, descriptor, why_eager, slot, rings)
+        super().__init__(step, 1, num_reqs, descriptor, why_eager, slot, rings, asks_logprobs)
         self._owner, self._sampled = owner, sampled
 
     @property
@@ -253,6 +264,14 @@ class StepHandle(InFlight):
             raise ReplayError("tokens: expected a runtime with a sampler, got sampler=None; read logits() instead")
         tokens: npt.NDArray[np.int32] = self._arrived(raise_on_fault)[0]
         return tokens
+
+    def logprobs(self) -> list[TokenLogprob | None]:
+        """Log-probabilities of each row, [num_reqs]; None for rows that asked for none, or have no token.
+
+        Waits for this step alone, as `tokens`. Raises: ReplayError when the device did not report the step.
+        """
+        self._arrived(raise_on_fault=False)
+        return self._logprobs.rows(0) if self._logprobs is not None else [None] * self.num_reqs
 
     def logits(self, *, copy: bool = False) -> torch.Tensor:
         """Logits [num_reqs, vocab] on the device, ordered after the step on the current stream.

@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from graphrt.handle import InFlight
+from graphrt.logprobs import StepLogprobs
 
 
 class Launch(InFlight):
@@ -28,6 +29,13 @@ class Launch(InFlight):
         """RowEnd of each row after each step, [steps that ran, num_reqs] int32. Waits for the launch."""
         self.wait()
         return self._ends
+
+    @property
+    def logprobs(self) -> StepLogprobs | None:
+        """Log-probabilities of each row after each step: `launch.logprobs.at(step, row)`, a TokenLogprob, or None for a
+        row that asked for none or did not go on. None where no row asked for any. Waits for the launch."""
+        self.wait()
+        return self._logprobs
 
     def __iter__(self) -> Iterator[npt.NDArray[np.int32]]:
         """The tokens of one step after the other, [num_reqs] int32, each as soon as it has arrived."""

@@ -20,11 +20,13 @@ class News:
     lists      [3 x groups, num_reqs] int32, the pages that rows get: per KV group the place of the first one in the
                sequence, where its list begins in `pages`, and how many there are; None: no row gets any
     pages      [listed] int32, None with no lists
+    logprobs   whether any row asks for log-probabilities
     """
 
     order: npt.NDArray[np.int64]
     lists: npt.NDArray[np.int32] | None = None
     pages: Int32Array | None = None
+    logprobs: bool = False
 
     @property
     def num_reqs(self) -> int:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 
@@ -17,12 +17,16 @@ from graphrt.kernels.errors import ShapeError
 from graphrt.kernels.metadata.apply import apply
 from graphrt.kernels.metadata.arguments import check_tables
 from graphrt.kernels.metadata.buffers import Capacity, PageGroup, StaticBuffers
+from graphrt.kernels.metadata.logprobs import publish_logprobs
 from graphrt.kernels.metadata.publish import publish
 from graphrt.kernels.metadata.record import record_size
 from graphrt.kernels.metadata.refresh import refresh
+from graphrt.kernels.ops.sampling_logprobs import token_logprobs
+from graphrt.kernels.ops.sampling_state import record_tokens
 from graphrt.kv_cache import KVCache
 from graphrt.layer import ModelLayers
 from graphrt.metadata import StepMetadata
+from graphrt.row_tables import row_extents
 from graphrt.spec import AttentionSpec
 from graphrt.step import Model, Sampler, Step
 
@@ -44,6 +48,7 @@ class StepProgram:
     max_encoder_len: int
     model_layers: ModelLayers
     page_tables: torch.Tensor | None = None  # those that the caller keeps
+    row_tensors: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
     @property
     def max_pages(self) -> tuple[int, ...]:
@@ -66,8 +71,15 @@ class StepProgram:
         check_tensor("logits", logits, shape=(rows, width), dtype=_FLOATS, device=device)
         tokens = None
         if self.sampler is not None:
+            if (penalties := step.penalties) is not None:
+                m, b = step.metadata, step.buffers
+                record_tokens(step.input_ids, m.query_start_loc, m.seq_lens, b.row_ids, b.prompt_lens, penalties)
             tokens = self.sampler(logits, step)
             check_tensor("tokens", tokens, shape=(rows,), dtype=(torch.int32, torch.int64), device=device)
+            if columns := self.buffers.logprob_ring.shape[2]:
+                b = step.buffers
+                asked = torch.where(b.logprob_tokens >= 0, b.logprob_tokens, tokens.int())
+                publish_logprobs(b, asked, token_logprobs(logits, asked, b.logprobs, max_top=columns - 1))
         publish(step.buffers, tokens, vocab_size=self.vocab_size)
         return logits
 
@@ -101,6 +113,7 @@ class StepProgram:
             buffers=buffers,
             backend=self.backend,
             layers=self.layers,
+            row_tensors=self.row_tensors,
         )
 
 
@@ -129,7 +142,7 @@ def page_groups(kv_cache: KVCache, max_seq_len: int, max_encoder_len: int) -> tu
     return tuple(groups) or (_NO_PAGES,)
 
 
-def capacity_of(config: RuntimeConfig, groups: Sequence[PageGroup]) -> Capacity:
+def capacity_of(config: RuntimeConfig, groups: Sequence[PageGroup], vocab_size: int) -> Capacity:
     """The extents of the static buffers of a runtime: room for the longest list of pages of every row."""
     rows, tokens = config.max_num_reqs, config.max_num_tokens
     return Capacity(
@@ -140,6 +153,7 @@ def capacity_of(config: RuntimeConfig, groups: Sequence[PageGroup]) -> Capacity:
         ring=config.ring_depth,
         page_groups=tuple(groups),
         launch_steps=config.launch_steps,
+        **row_extents(config, vocab_size),
     )
 
 

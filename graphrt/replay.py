@@ -21,13 +21,7 @@ from graphrt.config import RuntimeConfig
 from graphrt.entry import Exclusive, OnStream, State, require, stream_on
 from graphrt.groups import layer_places
 from graphrt.handle import Rings, StepHandle
-from graphrt.kernels.checks import (
-    check_bool,
-    check_callable,
-    check_instance,
-    check_int,
-    check_named_tensors,
-)
+from graphrt.kernels.checks import check_bool, check_callable, check_instance, check_int, check_named_tensors
 from graphrt.kernels.errors import CaptureError, ReplayError, ShapeError, UnsupportedError
 from graphrt.kernels.metadata.buffers import CURSOR_SLOT, CURSOR_STEP, StaticBuffers
 from graphrt.kernels.metadata.record import HEADER_COPIES, HEADER_SIZE
@@ -37,6 +31,7 @@ from graphrt.launch import Launch
 from graphrt.layer import ModelLayers
 from graphrt.news import News, RowEnds
 from graphrt.program import StepProgram, attention_layers, capacity_of, kept_tables, page_groups
+from graphrt.row_tables import RowTables
 from graphrt.sampling import sample_tokens
 from graphrt.spec import AttentionSpec
 from graphrt.stats import Stats
@@ -60,6 +55,7 @@ class ReplayManager:
     weights     named tensors that must not move; None takes the model's parameters and buffers if it is a Module
     page_tables [groups, max_num_reqs, pages_per_row] int32 device, contiguous: each row id's pages, where the caller
                 keeps them; one group may leave the first dimension out. Each step reads them, and batches list no pages
+    row_tables  what rows have by row id: logit biases, token masks, row tensors
 
     Lifecycle: `capture()` once, then `replay(batch)` per step, then `close()`. Steps run in inference mode, whatever
     mode the caller is in. One call at a time: a second one, from another thread or from inside a model, raises
@@ -107,8 +103,9 @@ class ReplayManager:
         self._exclusive = Exclusive()
         max_encoder_len = config.max_encoder_len or 0
         groups = page_groups(kv_cache, config.max_seq_len, max_encoder_len)
-        capacity = capacity_of(config, groups)
+        capacity = capacity_of(config, groups, vocab_size)
         self._record_words, self._buffers = capacity.record, StaticBuffers.allocate(capacity, device)
+        self.row_tables = RowTables(config, vocab_size, device, self.between_steps)
         self._ring = StagingRing(self._buffers.inbox, device, HEADER_SIZE, HEADER_COPIES)
         self._rings = Rings(self._buffers)
         self._program = StepProgram(
@@ -123,6 +120,7 @@ class ReplayManager:
             max_encoder_len=max_encoder_len,
             model_layers=model_layers,
             page_tables=kept_tables(page_tables, self._buffers),
+            row_tensors=self.row_tables.tensors,
         )
         with self._on_stream, torch.inference_mode():
             # Buffers are valid from the start: with an empty record every row is a pad row. And the first kernel of a
@@ -204,13 +202,7 @@ class ReplayManager:
             self._stats.capture_seconds = time.perf_counter() - start
             self._state = State.CAPTURED
 
-    def replay(
-        self,
-        batch: Batch,
-        *,
-        eager: bool = False,
-        descriptor: BatchDescriptor | None = None,
-    ) -> StepHandle:
+    def replay(self, batch: Batch, *, eager: bool = False, descriptor: BatchDescriptor | None = None) -> StepHandle:
         """Submit one decode step and return its handle; waits only when `ring_depth` steps are in flight.
 
         eager       run the same verbs on the same static buffers outside of a graph. The step changes row state and KV
@@ -219,10 +211,10 @@ class ReplayManager:
                     an idle rank submits `Batch.empty()` at it
 
         Raises: ShapeError for what is no batch, and for a row that is no whole sequence where there are encoder layers,
-        CapacityError for one that is too large, ConfigError for a descriptor
-        that is not of the ladders or an `eager` that is no bool, ReplayError for a moved weight or a call inside
-        another one, UnsupportedError for a mixed batch with mixed_batches=False, CaptureError in the wrong state;
-        nothing has been written then. Faults that only the device sees are raised by the handle.
+        CapacityError for one that is too large, ConfigError for a descriptor that is not of the ladders or an `eager`
+        that is no bool, ReplayError for a moved weight or a call inside another one, UnsupportedError for rows that the
+        config does not allow (mixed_batches, penalties, token_masks), CaptureError in the wrong state; nothing has been
+        written then. Faults that only the device sees are raised by the handle.
         """
         eager = check_bool("eager", eager, advice="pass a bool")
         with self._exclusive:
@@ -243,6 +235,7 @@ class ReplayManager:
         )  # fmt: skip
         if self._program.page_tables is not None and len(batch.page_ids):
             raise ShapeError("batch.page_ids: expected none beside page_tables, got some; write them to your tables")
+        self.config.check_needs("batch", batch.needs)
         if self.config.check_weights:
             self._guard.check_next()
         uniform = batch.is_uniform(self.config.query_len)
@@ -269,7 +262,8 @@ class ReplayManager:
             why_eager = "asked for by the caller" if eager else target.why_eager
             slot, step = self._queue(batch, target.descriptor, why_eager, ends)
             self._stats.count(target.descriptor, batch.num_tokens, why_eager, forced=eager)
-            return Launch(step, 1, batch.num_reqs, target.descriptor, why_eager, slot, self._rings)
+            asks = batch.asks_logprobs
+            return Launch(step, 1, batch.num_reqs, target.descriptor, why_eager, slot, self._rings, asks)
 
     def advance(self, news: News, *, steps: int = 1, eager: bool = False) -> Launch:
         """Let rows go on by up to `steps` tokens, each from its last token on, with what `begin` said of it.
@@ -293,13 +287,13 @@ class ReplayManager:
             self._launch(slot, descriptor, None, why_eager, steps=steps, loops=loops)
             self._order = news.order
             self._stats.count(descriptor, num_reqs, why_eager, forced=eager, steps=steps)
-            return Launch(step, steps, num_reqs, descriptor, why_eager, slot, self._rings)
+            return Launch(step, steps, num_reqs, descriptor, why_eager, slot, self._rings, news.logprobs)
 
     def _submit(self, batch: Batch, descriptor: BatchDescriptor, why_eager: str) -> StepHandle:
         slot, step = self._queue(batch, descriptor, why_eager)
         # 4 a handle, which waits for this step alone
-        sampled = self._program.sampler is not None
-        return StepHandle(step, batch.num_reqs, descriptor, why_eager, slot, self._rings, self, sampled)
+        sampled, asks = self._program.sampler is not None, batch.asks_logprobs
+        return StepHandle(step, batch.num_reqs, descriptor, why_eager, slot, self._rings, self, sampled, asks)
 
     def _queue(
         self, batch: Batch, descriptor: BatchDescriptor, why_eager: str, ends: RowEnds | None = None
@@ -423,6 +417,7 @@ class ReplayManager:
                 if self._stream is not None:
                     self._stream.synchronize()
                 self._buffers.reset()
+                self.row_tables.reset()
                 self._backend.reset()
 
     def latest_logits(self, handle: StepHandle, copy: bool) -> torch.Tensor:
@@ -469,6 +464,7 @@ class ReplayManager:
             self._logits = NOTHING
             self.stats()
             del self._buffers, self._rings, self._program, self._weights
+            self.row_tables.close()
             self._ring.close()
             if self._state is State.CAPTURED:
                 del self._guard

@@ -10,7 +10,8 @@ from graphrt.step import Step
 
 def sample_tokens(logits: torch.Tensor, step: Step) -> torch.Tensor:
     """One token per row: argmax where the temperature is 0, else a draw from softmax(logits / temperature), among the
-    tokens that the row's min-p, top-k and top-p keep, in this order.
+    tokens that the row's min-p, top-k and top-p keep, in this order. Token mask, logit bias and penalties come
+    before all that, in this order.
 
     logits   [padded_reqs, vocab]  float16, bfloat16 or float32  device
     returns  [padded_reqs]         int32                          device
@@ -20,4 +21,14 @@ def sample_tokens(logits: torch.Tensor, step: Step) -> torch.Tensor:
     Capture-safe: random numbers come from a counter, not from torch's generator.
     """
     kept = Truncation(step.top_ks, step.top_ps, step.min_ps)
-    return sample(logits, step.temperatures, step.seeds, step.metadata.seq_lens, truncation=kept)
+    return sample(
+        logits,
+        step.temperatures,
+        step.seeds,
+        step.metadata.seq_lens,
+        row_ids=step.row_ids,
+        truncation=kept,
+        penalties=step.penalties,
+        bias=step.logit_bias,
+        token_mask=step.token_mask,
+    )

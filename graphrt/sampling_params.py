@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
+from graphrt.config import Need
 from graphrt.kernels.checks import FLOAT32_MAX, FLOAT32_TINY, check_int, check_number, shown
 from graphrt.kernels.errors import ConfigError
 
@@ -22,6 +25,21 @@ class SamplingParams:
     top_k, top_p, min_p   draws are among the tokens that all three keep, in the order min-p, top-k, top-p: so many best
                   ones (0: all), the fewest best that hold this probability, in (0, 1], and those with this share of the
                   best one's probability, in [0, 1]
+    repetition_penalty   above 0: logits of tokens in the prompt or output are divided by it where they are above 0,
+                  else multiplied; 1: none
+    presence_penalty, frequency_penalty   subtracted from logits of tokens in the output: once, and for each time that
+                  the token is there; 0: none, below 0 a token is preferred
+
+    logit_bias    values that are added to the logits of some tokens, by token; -inf forbids one. At most
+                  RuntimeConfig.max_logit_bias of them
+
+    logprobs      give log-probabilities of each sampled token, and of so many best ones; None: of none. They are those
+                  of the model's logits, before all else. At most RuntimeConfig.max_logprobs
+    prompt_logprobs   the same of each token of the prompt but the first. Such a prompt runs one token a step, as each
+                  needs logits of its own: a prompt of 1,000 tokens takes 1,000 steps, beside the other rows
+
+    Logits are processed as vLLM does it: bias, penalties, temperature, min-p, top-k, top-p. A prompt with penalties
+    needs a runtime with `RuntimeConfig(penalties=True)`.
     """
 
     max_new_tokens: int = 128
@@ -31,6 +49,12 @@ class SamplingParams:
     top_k: int = 0
     top_p: float = 1.0
     min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict, hash=False)
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
 
     def __post_init__(self) -> None:
         for name, least, most, advice in (
@@ -39,11 +63,46 @@ class SamplingParams:
             ("top_k", 0, _MAX_NEW_TOKENS, "0 is all tokens"),
         ):
             object.__setattr__(self, name, check_int(name, getattr(self, name), least, most, advice=advice))
+        for name in ("logprobs", "prompt_logprobs"):
+            if (count := getattr(self, name)) is not None:
+                advice = "None without log-probabilities"
+                object.__setattr__(self, name, check_int(name, count, 0, _MAX_NEW_TOKENS, advice=advice))
         temperature = check_number("temperature", self.temperature, 0, FLOAT32_MAX, advice="0 is greedy")
         object.__setattr__(self, "temperature", temperature)
         for name, lowest, advice in (("top_p", FLOAT32_TINY, "1 is all tokens"), ("min_p", 0.0, "0 is all tokens")):
             object.__setattr__(self, name, check_number(name, getattr(self, name), lowest, 1, advice=advice))
+        for name, lowest, advice in (
+            ("repetition_penalty", FLOAT32_TINY, "1 is none"),
+            ("presence_penalty", -FLOAT32_MAX, "0 is none"),
+            ("frequency_penalty", -FLOAT32_MAX, "0 is none"),
+        ):
+            value = check_number(name, getattr(self, name), lowest, FLOAT32_MAX, advice=advice)
+            object.__setattr__(self, name, value)
+        if not isinstance(self.logit_bias, Mapping):
+            raise ConfigError(f"logit_bias: expected values by token, got {shown(self.logit_bias)}; pass a dict")
+        bias = {}
+        for token, value in self.logit_bias.items():
+            token = check_int("logit_bias", token, 0, _MAX_NEW_TOKENS, advice="pass token ids")
+            forbids = isinstance(value, float) and value == -math.inf
+            bias[token] = (
+                value
+                if forbids
+                else check_number("logit_bias", value, -FLOAT32_MAX, FLOAT32_MAX, advice="-inf forbids a token")
+            )
+        object.__setattr__(self, "logit_bias", bias)
         if not isinstance(self.stop_ids, (frozenset, set, list, tuple)):
             raise ConfigError(f"stop_ids: expected a set of token ids, got {shown(self.stop_ids)}; pass frozenset(...)")
         stop_ids = [check_int("stop_ids", token, 0, advice="pass token ids") for token in self.stop_ids]
         object.__setattr__(self, "stop_ids", frozenset(stop_ids))
+
+    @property
+    def penalised(self) -> bool:
+        """Whether the prompt has a penalty, which needs every token that is computed to be counted."""
+        return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1, 0, 0)
+
+    @property
+    def needs(self) -> tuple[Need, ...]:
+        """What a runtime must have been built with."""
+        penalties = (("penalties", 1),) if self.penalised else ()
+        asked = [count for count in (self.logprobs, self.prompt_logprobs) if count is not None]
+        return (*penalties, ("max_logit_bias", len(self.logit_bias)), *(("max_logprobs", count) for count in asked))

@@ -17,12 +17,13 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from graphrt.batch import Batch, Int32Array, sampling_values
+from graphrt.batch import Batch, Int32Array
 from graphrt.entry import OnStream
 from graphrt.handle import StepHandle
 from graphrt.kernels.types import TOKEN_FROM_ROW
 from graphrt.runtime import Runtime
 from graphrt.sampling_params import SamplingParams
+from graphrt.sampling_values import SamplingValues
 from graphrt.swap import SwapArrival, SwappedPages, SwapSpace
 from graphrt.tables import PrefixIndex, Slots, Tables, common_prefix
 
@@ -138,7 +139,7 @@ class Scheduler:
         self._scheduled = np.zeros(slots, np.int64)
         self._limits = np.zeros(slots, np.int64)
         self._row_ids = np.zeros(slots, np.int32)
-        self._sampling = sampling_values(slots)
+        self._sampling = SamplingValues(slots)
         self._on_stream = OnStream(runtime.stream, "graphrt.copy_pages")
 
     # -- who comes in
@@ -199,8 +200,10 @@ class Scheduler:
         self.members[slot] = request
         self._row_ids[slot] = self._runtime.free_rows.pop()
         self._scheduled[slot], self._limits[slot] = request.scheduled, request.length_limit
-        for name, values in self._sampling.items():
-            values[slot] = getattr(request.params, name.removesuffix("s"))
+        self._sampling.set(slot, request.params, len(request.prompt))
+        tables, row_id = self._runtime.manager.row_tables, int(self._row_ids[slot])
+        tables.set_logit_bias({row_id: request.params.logit_bias})
+        tables.set_state({row_id: {}})
         self._given[slot] = request.tokens
         self._prefixes.add(slot, self._given[slot])
         self._prompting.append(slot)
@@ -252,7 +255,7 @@ class Scheduler:
             page_ids=np.concatenate(new_pages),
             first_pages=np.concatenate(first_pages),
             sample=samples,
-            **{name: values[slots] for name, values in self._sampling.items()},
+            **self._sampling.of(slots),
         )
         members = [self.members[slot] for slot in slots.tolist()]
         step = Submitted(self._runtime.replay(batch), members, (samples == 1).tolist())
@@ -283,6 +286,8 @@ class Scheduler:
     def _waits_for_prefix(self, slot: int) -> bool:
         """Whether a sequence that begins waits for an earlier one to compute the same. Else it takes what is there."""
         given, waits = self._given[slot], False
+        if self.members[slot].params.penalised:
+            return False  # its own tokens are counted where they are computed
         common, donors = self._prefixes.find(slot, len(given) - 1)
         for donor in donors:
             if not all(table.can_share(donor, len(self._given[donor])) for table in self.tables):
@@ -430,7 +435,7 @@ class Scheduler:
         pages = [table.pages(slot) for table in self.tables]
         counts = [len(of_group) for of_group in pages]
         # What a page holds is sooner computed than fetched.
-        space = self._space if scheduled > self._largest_page else None
+        space = self._space if scheduled > self._largest_page and not request.params.penalised else None
         if space is not None and space.bytes_of(counts) <= space.num_free_bytes:
             request.scheduled, request.places = scheduled, [int(table.from_[slot]) for table in self.tables]
             request.swapped = space.swap_out(pages)

@@ -14,68 +14,27 @@ sampling parameters stay on the device, which also notices when a row ends. So t
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 import numpy as np
-import numpy.typing as npt
-import torch
 
-from graphrt.batch import Batch, Int32Array, sampling_values
+from graphrt.batch import Batch, Int32Array
 from graphrt.entry import State
 from graphrt.handle import RowFault, StepFaultError
 from graphrt.kernels.checks import check_bool, check_instance, check_int, check_ints
 from graphrt.kernels.errors import CapacityError, CaptureError, ConfigError, ShapeError, UnsupportedError
-from graphrt.kernels.metadata.buffers import COPIED, STOP_TOKENS, BufferKind, StaticBuffers
+from graphrt.kernels.metadata.buffers import COPIED, STOP_TOKENS
 from graphrt.kernels.metadata.record import LENGTH_FROM_ROW
 from graphrt.kernels.types import NO_TOKEN, TOKEN_FROM_ROW, RowEnd
 from graphrt.launch import Launch
+from graphrt.logprobs import StepLogprobs
 from graphrt.news import News, RowEnds
+from graphrt.row_tables import MaskWords, RowNews, RowValues, copy_row_state
 from graphrt.runtime import Runtime
 from graphrt.sampling_params import SamplingParams
+from graphrt.sampling_values import SamplingValues
 from graphrt.session_pages import SessionPages
-
-Prompt = Sequence[int] | Int32Array | torch.Tensor
-"""Token ids: a list, an array or a host tensor of any int dtype."""
-
-Ids = npt.NDArray[np.int64]
-
-
-@dataclass(eq=False, slots=True)
-class SessionRow:
-    """A sequence of a session.
-
-    row_id   its row state; what a model indexes by `Step.row_ids`
-    prompt   [tokens] int32, what it began with
-    tokens   what it has sampled since, as far as it was collected; a token that ends it is the last of them
-    end      why it ended, as far as that was collected: GOES_ON while it has not
-    """
-
-    row_id: int
-    prompt: Int32Array
-    params: SamplingParams
-    tokens: list[int] = field(default_factory=list)
-    end: RowEnd = RowEnd.GOES_ON
-
-
-@dataclass(slots=True)
-class _Flight:
-    """A launch that was not collected yet.
-
-    rows      whose row each place is
-    ids       [places] their row ids
-    promised  tokens that each row was counted for: one number, or [places]
-    given     how many of these are of a prompt, [places]: the row has them whether a token was sampled or not. None: of
-              no prompt
-    forks     rows that were forked from one in flight, with its place
-    """
-
-    launch: Launch
-    rows: tuple[SessionRow, ...]
-    ids: Ids
-    promised: int | Ids
-    given: Ids | None = None
-    forks: list[tuple[int, SessionRow]] = field(default_factory=list)
+from graphrt.session_rows import Flight, Ids, Prompt, SessionRow, stop_on_host
 
 
 class DecodeSession:
@@ -129,8 +88,10 @@ class DecodeSession:
         self._most = np.zeros(ids, np.int64)  # and at most, behind all launches
         self._limits = np.zeros(ids, np.int64)
         self._stops = np.full((STOP_TOKENS, ids), NO_TOKEN, np.int32)
-        self._sampling = sampling_values(ids)
-        self._flights: deque[_Flight] = deque()
+        self._sampling = SamplingValues(ids)
+        self._news = RowNews.none()
+        self._asking = set[int]()  # row ids that asked for log-probabilities
+        self._flights: deque[Flight] = deque()
         self._closed = False
 
     # -- rows come and go
@@ -145,14 +106,18 @@ class DecodeSession:
         """Whether any row has not ended, as far as was collected: steps may be submitted in vain."""
         return bool(self._prompts) or bool(len(self._order))
 
-    def add(self, prompt: Prompt, params: SamplingParams | None = None) -> SessionRow:
+    def add(
+        self, prompt: Prompt, params: SamplingParams | None = None, *, state: RowValues | None = None
+    ) -> SessionRow:
         """Take in a sequence. Its prompt runs with the next launches, in chunks.
 
         prompt   token ids, at least one: a list, an array or a host tensor
         params   how it is sampled and when it ends; by default greedy, as long as a sequence can be
+        state    what it has of RuntimeConfig.row_tensors, by name; of the others it has the initial values
 
         Raises: ShapeError for a prompt that is empty or no list of token ids, ConfigError for wrong params,
-        CapacityError for a sequence that is too long, and where no row is free; nothing has changed then.
+        UnsupportedError for params that the runtime was not built for, as with penalties, CapacityError for a sequence
+        that is too long, and where no row is free; nothing has changed then.
         """
         self._open("add")
         longest, last = self._runtime.config.max_seq_len, self._runtime.vocab_size - 1
@@ -162,6 +127,10 @@ class DecodeSession:
         if params is None:
             params = SamplingParams(max_new_tokens=max(1, longest + 1 - len(tokens)))
         check_instance("params", params, SamplingParams, advice="pass SamplingParams(...)")
+        self._runtime.config.check_needs("params", params.needs)
+        tables = self._runtime.manager.row_tables
+        tables.check_bias("params.logit_bias", params.logit_bias)
+        values = tables.check_state(state or {})
         if (limit := len(tokens) + params.max_new_tokens - 1) > longest:
             raise CapacityError(
                 f"prompt: expected prompt and output within max_seq_len={longest}, got {len(tokens)} + "
@@ -171,8 +140,10 @@ class DecodeSession:
         at = row.row_id
         self._reached[at] = self._most[at] = 0
         self._limits[at] = limit
-        for name, values in self._sampling.items():
-            values[at] = getattr(params, name.removesuffix("s"))
+        self._sampling.set(at, params, len(tokens))
+        self._news.begin(at, params.logit_bias, values)
+        if params.logprobs is not None:
+            self._asking.add(at)
         stops = sorted(params.stop_ids)[:STOP_TOKENS]
         self._stops[:, at] = NO_TOKEN
         self._stops[: len(stops), at] = stops
@@ -196,27 +167,59 @@ class DecodeSession:
             raise ConfigError(
                 f"fork: expected a row whose prompt was submitted, got row {at} with tokens left; run() first"
             )
-        seed = int(self._sampling["seeds"][at]) if seed is None else seed
+        seed = int(self._sampling.arrays["seeds"][at]) if seed is None else seed
         seed = check_int("seed", seed, 0, (1 << 32) - 1, advice="take it modulo 2 ** 32")
         self._catch_up()
         length, most = int(self._reached[at]), int(self._most[at])
         self._pages.check_fork(at, length)
         new = self._take_row(row.prompt, row.params)
         to, new.tokens, new.end = new.row_id, list(row.tokens), row.end
-        for values in (self._reached, self._most, self._limits, *self._sampling.values()):
+        new.logprobs, new.prompt_logprobs = list(row.logprobs), list(row.prompt_logprobs)
+        if at in self._asking:
+            self._asking.add(to)
+        for values in (self._reached, self._most, self._limits):
             values[to] = values[at]
-        self._stops[:, to], self._sampling["seeds"][to] = self._stops[:, at], seed
+        self._sampling.copy(at, to)
+        self._stops[:, to] = self._stops[:, at]
+        self._sampling.put("seeds", to, seed)
+        self._news.write(self._runtime.manager.row_tables)
+        if masked := self._sampling.arrays["token_masks"][at] >= 0:
+            self._sampling.put("token_masks", to, to)
         with self._runtime.manager.between_steps() as buffers:
             copy_row_state(buffers, at, to)
             buffers.row_values[COPIED.index("seeds"), to] = int(np.uint32(seed).view(np.int32))
             for group, (sources, own) in self._pages.fork(at, to, length, most):
                 self._runtime.kv_cache.copy_pages(sources, own, group=group)
+        self._runtime.manager.row_tables.copy(at, to)
+        if masked:
+            self._runtime.manager.row_tables.switch_masks({to: to})
         for flight in self._flights:
             places = [*enumerate(flight.rows), *flight.forks]
             flight.forks.extend([(place, new) for place, other in places if other is row])
         if at in self._order:
             self._reorder(np.append(self._order, to))
         return new
+
+    def set_token_mask(self, row: SessionRow, words: MaskWords | None) -> None:
+        """Say which tokens a row may sample, in launches to come, until it is told something else.
+
+        words   a bit per token, [ceil(vocab / 32)] of 32 bits on the host, as xgrammar and llguidance fill them: bit
+                t % 32 of word t // 32 is set: token t is allowed. None: all are
+
+        A mask holds for every step of a launch: a grammar, whose mask changes with each token, takes `run(1)` and
+        `collect(wait=True)` per token. Words are copied at once, and written before the next launch.
+
+        Raises: ShapeError for words of another shape, UnsupportedError without RuntimeConfig.token_masks, ConfigError
+        as `release`.
+        """
+        self._own(row, "set_token_mask")
+        at, before = row.row_id, int(self._sampling.arrays["token_masks"][row.row_id])
+        if words is not None:
+            self._news.masks[at] = self._runtime.manager.row_tables.mask_words("words", words)
+        now = -1 if words is None else at
+        if now != before:
+            self._news.switched[at] = now
+            self._sampling.put("token_masks", at, now)
 
     def release(self, row: SessionRow) -> None:
         """Give a row and its pages back, whether it has ended or not. Launches in flight go on; nobody sees its tokens.
@@ -229,6 +232,7 @@ class DecodeSession:
     def _release(self, row: SessionRow) -> None:
         at = row.row_id
         del self._rows[at]
+        self._asking.discard(at)
         self._prompts.pop(at, None)
         self._long_stops.discard(at)
         self._reorder(self._order[self._order != at])
@@ -250,7 +254,7 @@ class DecodeSession:
         """From now on these rows go on by themselves."""
         self._catch_up()
         self._order, self._order_rows = order, tuple(map(self._rows.__getitem__, order.tolist()))
-        self._no_news, self._quiet = News(order), 0
+        self._no_news, self._quiet = News(order, logprobs=bool(self._asking)), 0
 
     def _catch_up(self) -> None:
         """Bring `_most` up to date."""
@@ -273,6 +277,8 @@ class DecodeSession:
         steps = check_int("steps", steps, 1, 1 << 30, advice="pass how many steps to launch")
         eager = check_bool("eager", eager, advice="pass a bool")
         self._open("run")
+        if self._news:
+            self._news.write(self._runtime.manager.row_tables)
         launches = []
         while steps and self.running:
             most = 1 if self._prompts else min(steps, self._runtime.config.launch_steps)
@@ -290,7 +296,7 @@ class DecodeSession:
             launch = self._runtime.manager.advance(self._no_news, steps=steps, eager=eager)
             self._quiet -= steps
             self._ahead += steps
-            self._flights.append(_Flight(launch, self._order_rows, self._order, steps))
+            self._flights.append(Flight(launch, self._order_rows, self._order, steps))
             return launch
         self._catch_up()
         ids = self._order
@@ -299,10 +305,12 @@ class DecodeSession:
             return None
         self._pages.give_back(ids, self._reached[ids])
         self._pages.reserve(ids, before, limits, steps)
-        launch = self._runtime.manager.advance(News(ids, *self._pages.news(ids)), steps=steps, eager=eager)
+        lists, pages = self._pages.news(ids)
+        news = News(ids, lists, pages, self._no_news.logprobs)
+        launch = self._runtime.manager.advance(news, steps=steps, eager=eager)
         self._pages.submitted(ids)
         after = self._most[ids] = np.minimum(before + steps, limits)
-        self._flights.append(_Flight(launch, self._order_rows, ids, after - before))
+        self._flights.append(Flight(launch, self._order_rows, ids, after - before))
         # No row can come to its longest, or to the end of its pages, in so many steps.
         self._quiet = max(0, int((np.minimum(limits, self._pages.room(ids)) - after).min()))
         return launch
@@ -331,7 +339,7 @@ class DecodeSession:
             page_ids=page_ids,
             first_pages=first_pages,
             sample=np.array([1] * len(going_on) + whole, np.int32),
-            **{name: values[ids] for name, values in self._sampling.items()},
+            **self._sampling.of(ids),
         )
         ends = RowEnds(self._limits[ids].astype(np.int32), self._stops[:, ids])
         launch = self._runtime.manager.begin(batch, ends, eager=eager)
@@ -340,7 +348,7 @@ class DecodeSession:
         promised = np.maximum(given, 1)
         self._most[ids] += promised
         rows = tuple(map(self._rows.__getitem__, ids.tolist()))
-        self._flights.append(_Flight(launch, rows, ids, promised, given))
+        self._flights.append(Flight(launch, rows, ids, promised, given))
         for at, chunk in chunks.items():
             self._prompts[at] += len(chunk)
         if done := [at for at, last in zip(chunks, whole, strict=True) if last]:
@@ -357,9 +365,15 @@ class DecodeSession:
                 break
             ids, prompt = np.array([at]), self._rows[at].prompt
             self._pages.give_back(ids, self._most[ids])
-            count = self._pages.fitting(ids, start, min(budget, self._chunk, len(prompt) - start))
+            params = self._rows[at].params
+            longest = self._chunk if params.prompt_logprobs is None else 1
+            count = self._pages.fitting(ids, start, min(budget, longest, len(prompt) - start))
             if not count:
                 break  # nor does a later one get what this one waits for
+            if params.prompt_logprobs is not None:
+                more = start + 1 < len(prompt)
+                asked, token = (params.prompt_logprobs, int(prompt[start + 1])) if more else (params.logprobs, -1)
+                self._sampling.ask_logprobs(at, asked, token)
             chunks[at] = prompt[start : start + count]
             budget -= count
         return chunks
@@ -392,7 +406,7 @@ class DecodeSession:
             raise StepFaultError(faulty[0][0], [fault for _, fault in faulty])
         return [(row, new) for row, new in found.items() if new]
 
-    def _ended(self, wait: bool) -> list[_Flight]:
+    def _ended(self, wait: bool) -> list[Flight]:
         """The first launch, which has ended, and the next ones of the same rows that have: they are taken in as one."""
         flights = [self._flights.popleft()]
         rows = flights[0].rows
@@ -402,7 +416,7 @@ class DecodeSession:
             flights.append(self._flights.popleft())
         return flights
 
-    def _take_in(self, flights: list[_Flight]) -> tuple[tuple[SessionRow, ...], list[list[int]]]:
+    def _take_in(self, flights: list[Flight]) -> tuple[tuple[SessionRow, ...], list[list[int]]]:
         """Bring rows up to date; returns those that were in the launches, and the new tokens of each."""
         first = flights[0]
         tokens = np.concatenate([flight.launch.tokens(raise_on_fault=False) for flight in flights])
@@ -413,7 +427,7 @@ class DecodeSession:
             wrote = advanced.astype(np.bool_) | (ends != int(RowEnd.FAULT))
             advanced = np.where(first.given > 0, first.given * wrote, advanced)
         lost = sum(flight.promised for flight in flights) - advanced
-        rows, ids = first.rows, first.ids
+        rows, ids, places = first.rows, first.ids, None
         if rows is not self._order_rows:
             places, rows, ids = self._left(first)
             tokens, sampled, ends, advanced, lost = (v[..., places] for v in (tokens, sampled, ends, advanced, lost))
@@ -421,9 +435,13 @@ class DecodeSession:
         for place in (~sampled.all(0)).nonzero()[0].tolist():
             columns[place] = [token for token in columns[place] if token >= 0]
         if self._long_stops:
-            _stop_on_host(rows, columns, ends)
+            stop_on_host(rows, columns, ends)
         for row, new in zip(rows, columns, strict=True):
             row.tokens += new
+        if first.launch.logprobs is not None:
+            logprobs = StepLogprobs.joined([flight.launch.logprobs for flight in flights], places)
+            for place, row in enumerate(rows):
+                row.take_logprobs(logprobs, place, sampled[:, place], len(columns[place]))
         self._reached[ids] += advanced
         if lost.any():
             self._most[ids] -= lost
@@ -431,7 +449,7 @@ class DecodeSession:
             self._end(rows, ids, ends)
         return rows, columns
 
-    def _left(self, flight: _Flight) -> tuple[Ids, tuple[SessionRow, ...], Ids]:
+    def _left(self, flight: Flight) -> tuple[Ids, tuple[SessionRow, ...], Ids]:
         """Of a launch's rows those that neither went nor ended meanwhile, and forks: their places, they, their ids."""
         left = [
             (place, row)
@@ -479,21 +497,3 @@ class DecodeSession:
         check_instance("row", row, SessionRow, advice="pass what add() or fork() returned")
         if self._rows.get(row.row_id) is not row:
             raise ConfigError(f"{call}: expected a row of this session, got one that was released or is another's")
-
-
-def _stop_on_host(rows: tuple[SessionRow, ...], columns: list[list[int]], ends: Int32Array) -> None:
-    """End rows at stop tokens, of which the device knows the first ones alone."""
-    for place, (row, new) in enumerate(zip(rows, columns, strict=True)):
-        for index, token in enumerate(new if len(row.params.stop_ids) > STOP_TOKENS else ()):
-            if token in row.params.stop_ids:
-                columns[place], ends[place] = new[: index + 1], int(RowEnd.STOP_TOKEN)
-                break
-
-
-def copy_row_state(buffers: StaticBuffers, source: int, target: int) -> None:
-    """Give one row id what another has, on the current stream: every persistent buffer that is kept by row id."""
-    for name, tensor in buffers.named(BufferKind.PERSISTENT):
-        shape = StaticBuffers.specs()[name].shape
-        if "row_ids" in shape:
-            dim = shape.index("row_ids")
-            tensor.select(dim, target).copy_(tensor.select(dim, source))

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -11,8 +11,10 @@ from graphrt.backends.base import AttentionBackend, AttentionLayer
 from graphrt.capture.descriptor import BatchDescriptor
 from graphrt.kernels.cache.write import Rotary, write_kv
 from graphrt.kernels.checks import check_instance, check_int, check_no_overlap, check_tensor, check_unit_stride
-from graphrt.kernels.errors import ShapeError, UnsupportedError
+from graphrt.kernels.errors import ConfigError, ShapeError, UnsupportedError
 from graphrt.kernels.metadata.buffers import StaticBuffers
+from graphrt.kernels.ops.sampling import LogitBias, TokenMask
+from graphrt.kernels.ops.sampling_state import Penalties, PenaltyState
 from graphrt.metadata import StepMetadata
 
 
@@ -21,9 +23,10 @@ class Step:
     """One captured size of the decode step. A model is any callable `model(step) -> logits [padded_reqs, vocab]`.
 
     The tensors are views of static buffers: a graph that reads them sees every later step's values. Whatever else
-    varies from step to step must be in a tensor too; a Python number is frozen at capture. A model or sampler that has
-    state per row (adapters, penalties, masks) keeps a tensor [max_num_reqs, ...] and indexes it by `row_ids`. The order
-    of the batch does not do: in a mixed step of two parts the rows that decode stand first.
+    varies from step to step must be in a tensor too; a Python number is frozen at capture. A model or sampler with
+    state per row, as adapters, declares it in `RuntimeConfig.row_tensors` and reads `row_state(name)`, or keeps a
+    tensor [max_num_reqs, ...] and indexes it by `row_ids`. The order of the batch does not do: in a mixed step of two
+    parts the rows that decode stand first.
     """
 
     descriptor: BatchDescriptor
@@ -31,6 +34,15 @@ class Step:
     buffers: StaticBuffers
     backend: AttentionBackend
     layers: tuple[AttentionLayer, ...]
+    row_tensors: Mapping[str, torch.Tensor] = field(default_factory=dict)
+
+    def row_state(self, name: str) -> torch.Tensor:
+        """[padded_reqs, ...] what each row has of a tensor of `RuntimeConfig.row_tensors`; its initial value in pad and
+        invalid rows. A gather per call; `row_tensors` has the whole, by row id. Raises: ConfigError."""
+        if name not in self.row_tensors:
+            known = ", ".join(self.row_tensors) or "none"
+            raise ConfigError(f"row_state: expected a name of RuntimeConfig.row_tensors ({known}), got {name!r}")
+        return self.row_tensors[name][self.row_ids.long()]  # -1 is the last row, which is that of pads
 
     @property
     def input_ids(self) -> torch.Tensor:
@@ -81,6 +93,27 @@ class Step:
     def seeds(self) -> torch.Tensor:
         """[padded_reqs] int64, for samplers."""
         return self.buffers.seeds
+
+    @property
+    def penalties(self) -> Penalties | None:
+        """Of each row, and the tokens that each sequence has, for samplers; None without RuntimeConfig.penalties."""
+        b = self.buffers
+        if not b.penalty_counts.shape[1]:
+            return None
+        state = PenaltyState(b.penalty_seen, b.penalty_counts)
+        return Penalties(b.repetition_penalties, b.presence_penalties, b.frequency_penalties, state)
+
+    @property
+    def logit_bias(self) -> LogitBias | None:
+        """By row id, for samplers; None without RuntimeConfig.max_logit_bias."""
+        b = self.buffers
+        return LogitBias(b.bias_tokens, b.bias_values, b.bias_counts) if b.bias_tokens.shape[1] else None
+
+    @property
+    def token_mask(self) -> TokenMask | None:
+        """Which mask each row uses, and all masks, for samplers; None without RuntimeConfig.token_masks."""
+        b = self.buffers
+        return TokenMask(b.mask_words, b.token_masks) if b.mask_words.shape[1] else None
 
     def attend(
         self,

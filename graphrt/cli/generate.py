@@ -20,6 +20,7 @@ from graphrt.config import RuntimeConfig
 from graphrt.generate import TextGenerator
 from graphrt.kernels.errors import CapacityError, ConfigError
 from graphrt.kernels.types import KVLayout
+from graphrt.logprobs import TokenLogprob
 from graphrt.models.loading import DUMMY_PREFIX, LoadedModel, load_model, resolve_source
 from graphrt.models.shapes import SHAPES
 from graphrt.models.smollm import default_model_path
@@ -53,6 +54,11 @@ def run_generate(options: GenerateOptions) -> None:
             top_k=options.top_k,
             top_p=options.top_p,
             min_p=options.min_p,
+            repetition_penalty=options.repetition_penalty,
+            presence_penalty=options.presence_penalty,
+            frequency_penalty=options.frequency_penalty,
+            logit_bias=_logit_bias(options.logit_bias or ()),
+            logprobs=options.logprobs,
         )
         for i in range(len(prompts))
     ]
@@ -72,12 +78,12 @@ def run_generate(options: GenerateOptions) -> None:
             f"prompt: expected prompt and output within the model's {loaded.config.max_position_embeddings} positions, "
             f"got {longest - options.max_new_tokens} + {options.max_new_tokens} tokens; lower --max-new-tokens"
         )
-    runtime = _build_runtime(options, loaded, device, ids, longest)
+    runtime = _build_runtime(options, loaded, device, ids, longest, params[0])
     try:
         _capture(runtime, log)
         start = time.perf_counter()
         stop = frozenset((*tokenizer.eos_ids, *loaded.config.eos_ids))
-        count = _stream(prompts, runtime, tokenizer, ids, [replace(p, stop_ids=stop) for p in params])
+        count = _stream(prompts, runtime, tokenizer, ids, [replace(p, stop_ids=stop) for p in params], log)
         seconds = time.perf_counter() - start
         if options.stats:
             _print_stats(log, runtime.stats(), count, seconds)
@@ -106,6 +112,20 @@ def _read_prompts(name: str | None) -> list[str]:
     return [line for line in text.replace("\r\n", "\n").split("\n") if line.strip()]
 
 
+def _logit_bias(texts: Sequence[str]) -> dict[int, float]:
+    """The values of tokens that were given as ID=X."""
+    bias = {}
+    for text in texts:
+        token, _, value = text.partition("=")
+        try:
+            bias[int(token)] = float(value)
+        except ValueError as error:
+            raise ConfigError(
+                f"--logit-bias: expected ID=X with a token id and a number, got {text!r}; pass 42=-5 or 42=-inf"
+            ) from error
+    return bias
+
+
 def _model_path(model: str | None) -> Path:
     if model is None:
         return default_model_path()
@@ -118,7 +138,12 @@ def _model_path(model: str | None) -> Path:
 
 
 def _build_runtime(
-    options: GenerateOptions, loaded: LoadedModel, device: torch.device, ids: list[list[int]], longest: int
+    options: GenerateOptions,
+    loaded: LoadedModel,
+    device: torch.device,
+    ids: list[list[int]],
+    longest: int,
+    params: SamplingParams,
 ) -> Runtime:
     rows = min(len(ids), 256)
     cuda = device.type == "cuda"
@@ -129,6 +154,9 @@ def _build_runtime(
         mixed_sizes=None if cuda else (_CPU_CHUNK,),
         backend=options.backend,
         use_graphs=options.graphs,
+        penalties=params.penalised,
+        max_logit_bias=len(params.logit_bias),
+        max_logprobs=params.logprobs,
     )
     dtype = loaded.model.dtype
     return Runtime(
@@ -163,25 +191,42 @@ def _capture(runtime: Runtime, log: Console) -> None:
 
 
 def _stream(
-    prompts: Sequence[str], runtime: Runtime, tokenizer: Tokenizer, ids: list[list[int]], params: list[SamplingParams]
+    prompts: Sequence[str],
+    runtime: Runtime,
+    tokenizer: Tokenizer,
+    ids: list[list[int]],
+    params: list[SamplingParams],
+    log: Console,
 ) -> int:
-    """Print the answers, and return how many tokens they have. One prompt streams; several are printed as each ends."""
+    """Print the answers, and return how many tokens they have. One prompt streams; several are printed as each ends.
+    Log-probabilities go to the log, a line per token, at the end."""
     streams = [tokenizer.stream() for _ in ids]
     texts = [""] * len(ids)
     single, count = len(ids) == 1, 0
+    lines: list[list[str]] = [[] for _ in ids]
     for event in TextGenerator(runtime).generate(ids, params):
         delta = streams[event.prompt].push(event.token) if event.token is not None else ""
         if event.finished:
             delta += streams[event.prompt].finish()
         count += event.token is not None
         texts[event.prompt] += delta
+        if event.logprob is not None:
+            lines[event.prompt].append(_logprob_line(event.logprob))
         if single:
             print(delta, end="", flush=True)
         elif event.finished:
             print(f"[{event.prompt + 1}] {prompts[event.prompt]}\n{texts[event.prompt].strip()}\n", flush=True)
     if single:
         print(flush=True)
+    for index, of_prompt in enumerate(lines):
+        for line in of_prompt:
+            log.print(f"[{index + 1}] {line}", highlight=False, markup=False, soft_wrap=True)
     return count
+
+
+def _logprob_line(found: TokenLogprob) -> str:
+    best = "".join(f"  {token}: {logprob:.3f}" for token, logprob in found.top)
+    return f"token {found.token}: {found.logprob:.3f}, rank {found.rank}{';' if best else ''}{best}"
 
 
 def _print_stats(log: Console, stats: Stats, tokens: int, seconds: float) -> None:

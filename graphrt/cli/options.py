@@ -43,6 +43,18 @@ class GenerateOptions:
     top_k: Annotated[int, typer.Option(help="Draw among so many best tokens; 0 is all.")] = 0
     top_p: Annotated[float, typer.Option(help="Draw among the best that hold this probability; 1 is all.")] = 1.0
     min_p: Annotated[float, typer.Option(help="Draw among those with this share of the best one's; 0 is all.")] = 0.0
+    repetition_penalty: Annotated[
+        float, typer.Option(help="Above 1: tokens of prompt and output are less likely; 1 is none.")
+    ] = 1.0
+    presence_penalty: Annotated[float, typer.Option(help="Taken from the logits of tokens in the output.")] = 0.0
+    frequency_penalty: Annotated[float, typer.Option(help="The same for each time that a token is there.")] = 0.0
+    logit_bias: Annotated[
+        list[str] | None,
+        typer.Option(metavar="ID=X", help="Added to the logit of token ID; -inf forbids it. May be given many times."),
+    ] = None
+    logprobs: Annotated[
+        int | None, typer.Option(help="Print log-probabilities of each token, and of so many best ones.")
+    ] = None
     seed: Annotated[
         int,
         typer.Option(min=0, max=(1 << 32) - 1, help="Seed of the first prompt; each next one's is one higher."),

@@ -125,6 +125,10 @@ class Capacity:
     ring: int  # launches in flight
     page_groups: tuple[PageGroup, ...]  # the KV groups, in order
     launch_steps: int = 1  # most steps of a launch
+    counted_tokens: int = 0  # the vocabulary, where rows may have penalties
+    masked_tokens: int = 0  # and where they may have token masks
+    bias_entries: int = 0  # most tokens of a row whose logits have a bias
+    logprob_columns: int = 0  # log-probabilities of a row and step: of a token, and of the best ones
 
     @property
     def inbox(self) -> int:
@@ -140,6 +144,16 @@ class Capacity:
     @property
     def copied(self) -> int:
         return len(COPIED)
+
+    @property
+    def seen_words(self) -> int:
+        """Words of a bit per counted token."""
+        return -(-self.counted_tokens // 32)
+
+    @property
+    def allowed_words(self) -> int:
+        """Words of a bit per token, in a mask."""
+        return -(-self.masked_tokens // 32)
 
     @property
     def rows_plus_one(self) -> int:
@@ -200,9 +214,11 @@ def _row_value(dtype: torch.dtype, *readers: str, pad: int = 0) -> Any:
     return _declare(BufferSpec(("rows",), dtype, BufferKind.DERIVED, "refresh", readers, str(pad), copied=pad))
 
 
-def _output(shape: tuple[str | int, ...], dtype: torch.dtype, *, pad: str, initial: int = -1) -> Any:
+def _output(
+    shape: tuple[str | int, ...], dtype: torch.dtype, *, pad: str, initial: int = -1, writer: str = "publish"
+) -> Any:
     readers = ("host, by the step's handle",)
-    return _declare(BufferSpec(shape, dtype, BufferKind.OUTPUT, "publish", readers, pad, initial))
+    return _declare(BufferSpec(shape, dtype, BufferKind.OUTPUT, writer, readers, pad, initial))
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,6 +246,12 @@ class StaticBuffers:
     duplicates: torch.Tensor = _persistent(("groups_plus_one", "rows"), torch.int64, "refresh", "refresh")
     page_table: torch.Tensor = _persistent(("groups", "row_ids", "pages_per_row"), torch.int32, "refresh", "refresh")
     page_spans: torch.Tensor = _persistent(("groups", "row_ids", 2), torch.int32, "refresh", "apply", "refresh")
+    penalty_seen: torch.Tensor = _persistent(("row_ids", "seen_words"), torch.int32, "record_tokens", "sampling")
+    penalty_counts: torch.Tensor = _persistent(("row_ids", "counted_tokens"), torch.int32, "record_tokens", "sampling")
+    bias_tokens: torch.Tensor = _persistent(("row_ids", "bias_entries"), torch.int32, "host", "sampling")
+    bias_values: torch.Tensor = _persistent(("row_ids", "bias_entries"), torch.float32, "host", "sampling")
+    bias_counts: torch.Tensor = _persistent(("row_ids",), torch.int32, "host", "sampling")
+    mask_words: torch.Tensor = _persistent(("row_ids", "allowed_words"), torch.int32, "host", "sampling")
     block_table: torch.Tensor = _carried(
         ("groups", "rows", "pages_per_row"), "attention",
         pad="null page; also beyond a row's pages, and before the first one that it sees",
@@ -281,12 +303,31 @@ class StaticBuffers:
     top_ks: torch.Tensor = _row_value(torch.int32, "sampling")
     top_ps: torch.Tensor = _row_value(torch.float32, "sampling", pad=1)
     min_ps: torch.Tensor = _row_value(torch.float32, "sampling")
+    repetition_penalties: torch.Tensor = _row_value(torch.float32, "record_tokens", "sampling", pad=1)
+    presence_penalties: torch.Tensor = _row_value(torch.float32, "record_tokens", "sampling")
+    frequency_penalties: torch.Tensor = _row_value(torch.float32, "record_tokens", "sampling")
+    prompt_lens: torch.Tensor = _row_value(torch.int32, "record_tokens")
+    token_masks: torch.Tensor = _row_value(torch.int32, "sampling", pad=-1)
+    logprobs: torch.Tensor = _row_value(torch.int32, "token_logprobs", pad=-1)
+    logprob_tokens: torch.Tensor = _row_value(torch.int32, "token_logprobs", pad=-1)
 
     step_ring: torch.Tensor = _output(("entries",), torch.int64, pad="the step that wrote the entry")
     token_ring: torch.Tensor = _output(("entries", "rows"), torch.int32, pad="-1")
     end_ring: torch.Tensor = _output(("entries", "rows"), torch.int32, pad="0", initial=0)
     fault_code_ring: torch.Tensor = _output(("entries", "rows"), torch.int32, pad="0", initial=0)
     fault_value_ring: torch.Tensor = _output(("entries", "rows"), torch.int64, pad="kept: read where a code is not 0")
+
+    rank_ring: torch.Tensor = _output(
+        ("entries", "rows"), torch.int32, pad="0: no log-probabilities", initial=0, writer="publish_logprobs"
+    )
+    logprob_ring: torch.Tensor = _output(
+        ("entries", "rows", "logprob_columns"), torch.float32, pad="kept: read where a rank is not 0", initial=0,
+        writer="publish_logprobs",
+    )  # fmt: skip
+    logprob_token_ring: torch.Tensor = _output(
+        ("entries", "rows", "logprob_columns"), torch.int32, pad="kept: read where a rank is not 0", initial=0,
+        writer="publish_logprobs",
+    )  # fmt: skip
 
     @classmethod
     def specs(cls) -> dict[str, BufferSpec]:

@@ -188,8 +188,12 @@ def test_bytes_and_shapes_of_the_buffers() -> None:
         "decode_seq_lens": (3,), "prompt_seq_lens": (3,), "decode_start_loc": (4,), "prompt_start_loc": (4,),
         "step_ring": (2,), "token_ring": (2, 3), "end_ring": (2, 3),
         "fault_code_ring": (2, 3), "fault_value_ring": (2, 3), "last_encoder_len": (6,),
-        "inbox": (2, 384), "cursor": (5,), "order": (3,), "row_lens": (6,), "row_ends": (6,), "row_values": (6, 6),
-        "top_ks": (3,), "top_ps": (3,), "min_ps": (3,),
+        "inbox": (2, 384), "cursor": (5,), "order": (3,), "row_lens": (6,), "row_ends": (6,), "row_values": (13, 6),
+        "top_ks": (3,), "top_ps": (3,), "min_ps": (3,), "repetition_penalties": (3,), "presence_penalties": (3,),
+        "frequency_penalties": (3,), "prompt_lens": (3,), "penalty_seen": (6, 0), "penalty_counts": (6, 0),
+        "logprobs": (3,), "logprob_tokens": (3,), "rank_ring": (2, 3), "logprob_ring": (2, 3, 0),
+        "logprob_token_ring": (2, 3, 0), "token_masks": (3,),
+        "bias_tokens": (6, 0), "bias_values": (6, 0), "bias_counts": (6,), "mask_words": (6, 0),
         "end_lengths": (6,), "end_tokens": (8, 6), "go_on": (1,),
     }  # fmt: skip
     assert {name: tuple(tensor.shape) for name, tensor in buffers.named()} == by_hand
@@ -208,7 +212,8 @@ def test_bytes_and_shapes_of_the_buffers() -> None:
 
 def test_declarations_say_who_writes_who_reads_and_what_pads_are() -> None:
     for name, spec in StaticBuffers.specs().items():
-        assert spec.writer in ("construction", "host", "apply", "refresh", "publish"), name
+        writers = ("construction", "host", "apply", "refresh", "record_tokens", "publish_logprobs", "publish")
+        assert spec.writer in writers, name
         assert spec.readers, name
         assert all(type(reader) is str and len(reader) > 1 for reader in spec.readers), name
         assert type(spec.readers) is tuple, name

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from graphrt.kernels.metadata import record as layout
-from graphrt.kernels.metadata.buffers import Capacity, PageGroup, StaticBuffers
+from graphrt.kernels.metadata.buffers import COPIED, Capacity, PageGroup, StaticBuffers
 from graphrt.kernels.metadata.refresh import refresh
 from graphrt.kernels.types import TOKEN_FROM_ROW, FaultCode, RowStatus
 
@@ -22,8 +22,16 @@ OUTPUTS = (
     "fault_code", "fault_value", "step_counter", "input_ids", "positions", "slot_mapping", "query_start_loc",
     "seq_lens", "block_table", "logits_indices", "row_ids", "row_status", "void_ids", "temperatures", "seeds",
     "encoder_lens", "top_ks", "top_ps", "min_ps",
+    "repetition_penalties", "presence_penalties", "frequency_penalties", "prompt_lens", "token_masks", "logprobs",
+    "logprob_tokens",
     "places", "decode_seq_lens", "prompt_seq_lens", "decode_start_loc", "prompt_start_loc",
 )  # fmt: skip
+MORE: dict[str, tuple[float, float]] = {
+    "repetition_penalties": (1.25, 1.0), "presence_penalties": (-0.5, 0.0), "frequency_penalties": (0.625, 0.0),
+    "prompt_lens": (3, 0), "token_masks": (2, -1), "logprobs": (1, -1), "logprob_tokens": (4, -1),
+}  # fmt: skip
+"""Copied values whose meaning is nobody's here: what row id 0 has, each further one 1 more, and what pads get."""
+
 OF_GROUPS = ("slot_mapping", "block_table")  # a row of them per KV group
 SCRATCH = {"new_spans", "check_code", "check_value", "table_from", "table_to"}  # notes of the kernels for each other
 
@@ -107,6 +115,9 @@ def pack(rows: Sequence[Row], step: int) -> list[int]:
         columns[layout.ROW_ENCODER_LEN + 1].append(row.top_k)
         for at, share in ((2, row.top_p), (3, row.min_p)):
             columns[layout.ROW_ENCODER_LEN + at].append(struct.unpack("<i", struct.pack("<f", share))[0])
+        for name, (value, _) in MORE.items():
+            word = struct.pack("<f" if isinstance(value, float) else "<i", value + row.row_id % 100)
+            columns[layout.ROW_COPIED + COPIED.index(name)].append(struct.unpack("<i", word)[0])
         token_at += len(row.tokens)
         page_at += len(row.pages)
     return words + [word for column in columns for word in column] + tokens + pages
@@ -148,6 +159,7 @@ def expect(
         "top_ks": [0] * s.reqs,
         "top_ps": [1.0] * s.reqs,
         "min_ps": [0.0] * s.reqs,
+        **{name: [pad] * s.reqs for name, (_, pad) in MORE.items()},
     }
     for at, r in enumerate(order):
         row = rows[r]
@@ -175,6 +187,8 @@ def expect(
         out["seeds"][at] = row.seed & 0xFFFFFFFF
         out["encoder_lens"][at] = row.encoder_len
         out["top_ks"][at], out["top_ps"][at], out["min_ps"][at] = row.top_k, row.top_p, row.min_p
+        for name, (value, _) in MORE.items():
+            out[name][at] = value + row.row_id % 100
     return out
 
 

@@ -411,7 +411,11 @@ def make_faulty_step(device: torch.device) -> tuple[StaticBuffers, torch.Tensor]
 
 def published(buffers: StaticBuffers) -> list[object]:
     """What the host reads of step 1 once it sees the step's number."""
-    rings = (t for name, t in buffers.named(BufferKind.OUTPUT) if name != "step_ring")
+    specs = StaticBuffers.specs()
+    rings = (
+        t for name, t in buffers.named() if specs[name].writer == "publish" and specs[name].kind is BufferKind.OUTPUT
+    )
+    rings = (t for t in rings if t is not buffers.step_ring)
     return [ring[1].tolist() for ring in rings]
 
 

@@ -9,6 +9,7 @@ import torch
 
 from graphrt.kernels.errors import ShapeError
 from graphrt.kernels.metadata import record as layout
+from graphrt.kernels.metadata.buffers import COPIED
 from graphrt.kernels.metadata.refresh import refresh
 from graphrt.kernels.types import FaultCode
 from tests.kernels.refresh_rig import (
@@ -393,7 +394,7 @@ BAD_TENSORS = {
     "groups": ("duplicates", lambda t: t[:1], r"duplicates: expected shape \[2, \*\]"),
     "claims": ("claims", lambda t: t[:8], "claims: expected at least 9 values, got 8"),
     "duplicates": ("duplicates", lambda t: t[:, :3], r"duplicates: expected at least 4 columns, got shape \[2, 3\]"),
-    "record": ("record", lambda t: t[:7], "record: expected at least 22 values"),
+    "record": ("record", lambda t: t[:7], f"record: expected at least {16 + len(COPIED)} values"),
     "table_width": ("block_table", lambda t: t[:, :, :9], "page_table: expected shape"),
     "table_rows": ("block_table", lambda t: t.repeat(1, 1, 2)[:, :, :10], "block_table: expected rows of 10 columns"),
     "scratch": ("check_value", lambda t: t.repeat(1, 2)[:, :4], "check_code, .*: expected equal strides"),

@@ -69,6 +69,26 @@ def test_generate_samples_by_seed(graphrt) -> None:
     assert best != first
 
 
+def test_generate_takes_penalties_biases_and_log_probabilities(graphrt) -> None:
+    options = ("--device", "cpu", "--max-new-tokens", "12")
+    _, plain, log = graphrt("generate", SKY, *options, "--logprobs", "2")
+    lines = [line for line in log.split("\n") if line.startswith("[1] token ")]
+    assert len(lines) == 12
+    ids = [int(line.split()[2].rstrip(":")) for line in lines]
+    assert all(", rank 1; " in line and f"  {token}: " in line for line, token in zip(lines, ids, strict=True))
+    assert graphrt("generate", SKY, *options)[1] == plain
+    for extra in (
+        ("--repetition-penalty", "5"), ("--presence-penalty", "-50"), ("--frequency-penalty", "-50"),
+        ("--logit-bias", f"{ids[0]}=-inf", "--logit-bias", f"{ids[1]}=-30"),
+    ):  # fmt: skip
+        code, other, _ = graphrt("generate", SKY, *options, *extra)
+        assert code == 0
+        assert other != plain, extra
+    code, out, log = graphrt("generate", SKY, *TINY, "--logit-bias", "x")
+    assert (code, out) == (1, "")
+    assert "ConfigError: --logit-bias: expected ID=X" in log
+
+
 def test_prompts_of_a_file_follow_those_of_the_command_line(graphrt, tmp_path) -> None:
     path = tmp_path / "prompts.txt"
     path.write_bytes(b"\xef\xbb\xbfHi\r\n\n   \n" + "Größe\x0bA\n".encode())
@@ -292,8 +312,9 @@ def test_help_needs_no_torch() -> None:
 
 
 @pytest.mark.parametrize("cls", [options.GenerateOptions, options.DecodeOptions, options.EnvOptions])
-def test_options_are_declared_once(cls, graphrt) -> None:
+def test_options_are_declared_once(cls, graphrt, monkeypatch) -> None:
     """Every field of the options is an option of the command."""
+    monkeypatch.setenv("COLUMNS", "100")  # long names are cut in narrow terminals
     names = {"GenerateOptions": ["generate"], "DecodeOptions": ["bench", "decode"], "EnvOptions": ["env"]}
     code, text, _ = graphrt(*names[cls.__name__], "--help")
     assert code == 0

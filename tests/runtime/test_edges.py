@@ -95,7 +95,7 @@ def test_a_full_step_is_served_and_one_more_is_not(device: torch.device) -> None
 
 
 def test_as_many_pages_as_a_record_holds(device: torch.device) -> None:
-    rig = make_rig(device, num_pages=300)
+    rig = make_rig(device, num_pages=500)
     most = record_size(8, 32, 8 * MAX_LEN // 4, 1) - record_size(1, 1, 0, 1)
     batch = one(page_indptr=[0, most], page_ids=range(1, most + 1))
     assert rig.manager.replay(batch).tokens().tolist() == [greedy(rig, [3])]

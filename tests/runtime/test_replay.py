@@ -221,6 +221,9 @@ def test_a_refresh_that_forgets_one_buffer_is_noticed(field: str, monkeypatch: p
     monkeypatch.setattr(program, writer, forgetful)
     scenarios = {"encoder_lens": encoder_scenario, "fault_code": fault_scenario, "fault_value": fault_scenario}
     scenarios |= dict.fromkeys(("top_ks", "top_ps", "min_ps"), truncation_scenario)
+    penalties = ("repetition_penalties", "presence_penalties", "frequency_penalties", "prompt_lens")
+    scenarios |= dict.fromkeys(penalties, penalty_scenario) | {"token_masks": mask_scenario}
+    scenarios |= dict.fromkeys(("logprobs", "logprob_tokens"), logprob_scenario)
     with pytest.raises((AssertionError, GraphRTError, IndexError, RuntimeError)):
         scenarios.get(field, lambda: scenario(rig_of(field in OF_PARTS)))()
 
@@ -234,6 +237,9 @@ def test_the_other_mutation_scenarios_pass_unmutated() -> None:
     encoder_scenario()
     fault_scenario()
     truncation_scenario()
+    penalty_scenario()
+    mask_scenario()
+    logprob_scenario()
 
 
 def rig_of(two_parts: bool) -> Rig:
@@ -287,6 +293,63 @@ def truncation_scenario() -> None:
     assert rig.manager.replay(Batch.from_rows(rows)).tokens().tolist() == [best] * 3
     rows = [rig.row(rig.start(3 + i, [5, 3, 1]), temperature=50.0, seed=i) for i in range(4)]
     assert len(set(rig.manager.replay(Batch.from_rows(rows)).tokens().tolist())) > 1
+
+
+def penalty_scenario() -> None:
+    """Rows that forbid each token of the prompt, then the first of the output, by three ways to ask for it."""
+    rig = make_rig(torch.device("cpu"), penalties=True)
+    sequences = [rig.start(i, [5, 3, 1]) for i in range(3)]
+    asked: list[dict[str, float]] = [
+        {"repetition_penalty": 1e6}, {"presence_penalty": 1e6}, {"frequency_penalty": 1e6, "prompt_len": 3},
+    ]  # fmt: skip
+    for length in (3, 4):
+        rows = [rig.row(s, **o) for s, o in zip(sequences, asked, strict=True)]
+        tokens = rig.manager.replay(Batch.from_rows(rows)).tokens().tolist()
+        for sequence, token, options in zip(sequences, tokens, asked, strict=True):
+            logits, known = rig.model.oracle(sequence.tokens), set(sequence.tokens[options.get("prompt_len", 0) :])
+            if "repetition_penalty" in options:
+                logits = torch.where(logits > 0, 0.0, float("-inf")).where(sequence_mask(known), logits)
+            else:
+                logits[list(known)] = float("-inf")
+            assert token == int(logits.argmax()), f"{options} at length {length}"
+            sequence.tokens.append(token)
+
+
+def mask_scenario() -> None:
+    """Rows with a mask each, the other one's number, and none."""
+    rig = make_rig(torch.device("cpu"), token_masks=True)
+    allowed = {0: {7, 40}, 3: {8, 31, 32, 60}}
+    words = {at: [sum(1 << t % 32 for t in tokens if t // 32 == w) for w in (0, 1)] for at, tokens in allowed.items()}
+    rig.manager.row_tables.set_token_masks(words)
+    masks = [3, 0, -1]
+    rows = [rig.row(rig.start(i, [5, 3, 1]), token_mask=mask) for i, mask in enumerate(masks)]
+    logits = rig.model.oracle([5, 3, 1])
+    want = [max(allowed.get(mask, range(VOCAB)), key=lambda t: float(logits[t])) for mask in masks]
+    assert rig.manager.replay(Batch.from_rows(rows)).tokens().tolist() == want
+
+
+def logprob_scenario() -> None:
+    """Of the sampled token, of a given one, and none, in one step and then in another order."""
+    rig = make_rig(torch.device("cpu"), max_logprobs=2)
+    logits = rig.model.oracle([5, 3, 1])
+    best = int(logits.argmax())
+    for asked in ([(1, -1), (-1, -1), (0, 7)], [(0, 7), (1, -1), (-1, 3)]):
+        rows = [rig.row(rig.start(i, [5, 3, 1]), logprobs=n, logprob_token=token) for i, (n, token) in enumerate(asked)]
+        handle = rig.manager.replay(Batch.from_rows(rows))
+        for (n, token), found in zip(asked, handle.logprobs(), strict=True):
+            assert (found is None) == (n < 0)
+            if found is not None:
+                want = best if token < 0 else token
+                assert found.token == want
+                assert abs(found.logprob - float(logits.log_softmax(-1)[want])) < 1e-4
+                assert len(found.top) == n
+
+
+def sequence_mask(tokens: set[int]) -> torch.Tensor:
+    """[VOCAB] bool: which tokens a sequence has."""
+    mask = torch.zeros(VOCAB, dtype=torch.bool)
+    mask[list(tokens)] = True
+    return mask
 
 
 def encoder_scenario() -> None:

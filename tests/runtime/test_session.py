@@ -15,6 +15,7 @@ from graphrt.batch import Batch
 from graphrt.kernels.errors import CapacityError, CaptureError, ConfigError, GraphRTError, ReplayError, ShapeError
 from graphrt.kernels.metadata.buffers import BufferKind, StaticBuffers
 from graphrt.kernels.types import FaultCode, KVLayout, RowEnd
+from graphrt.logprobs import TokenLogprob
 from graphrt.runtime import Runtime
 from graphrt.sampling_params import SamplingParams
 from graphrt.session import DecodeSession, SessionRow
@@ -299,6 +300,18 @@ def test_equal_to_the_stateless_path_bit_by_bit(device: torch.device) -> None:
             assert torch.equal(logits, again)
 
 
+def some(generator: random.Random) -> dict[str, object]:
+    """Some options of sampling, or none."""
+    options: dict[str, object] = {
+        "top_k": generator.randint(2, 9), "top_p": 0.8, "min_p": 0.01, "repetition_penalty": 1.4,
+        "presence_penalty": 6.0, "frequency_penalty": -3.0, "logprobs": generator.randint(0, 3),
+        "logit_bias": {generator.randrange(VOCAB): 9.0, generator.randrange(VOCAB): float("-inf")},
+    }  # fmt: skip
+    if generator.random() < 0.3:
+        options["prompt_logprobs"] = 1
+    return {name: value for name, value in options.items() if generator.random() < 0.3}
+
+
 def draw(generator: random.Random, session: DecodeSession, rows: list[SessionRow], open_rows: list[SessionRow]) -> None:
     """One random thing that a server may do."""
     what = generator.choice(["add", "add", "run", "run", "run", "collect", "fork", "release", "poison"])
@@ -309,6 +322,7 @@ def draw(generator: random.Random, session: DecodeSession, rows: list[SessionRow
             temperature=generator.choice([0.0, 0.0, 30.0]),
             seed=generator.randrange(100),
             stop_ids=frozenset(generator.sample(range(VOCAB), 2)),
+            **some(generator),
         )
         rows.append(session.add(prompt, params))
         open_rows.append(rows[-1])
@@ -329,20 +343,31 @@ def draw(generator: random.Random, session: DecodeSession, rows: list[SessionRow
             open_rows.remove(row)
 
 
-def alone(runtime: Runtime, row: SessionRow) -> list[int]:
-    """What the stateless path samples for the same prompt and parameters, one token a step."""
+def alone(runtime: Runtime, row: SessionRow) -> tuple[list[int], list[TokenLogprob | None]]:
+    """What the stateless path samples for the same prompt and parameters, one token a step, and how likely it is."""
     row_id, pages = runtime.free_rows[-1], runtime.allocator.allocate(16)
     tokens, params = row.prompt.tolist(), row.params
+    runtime.manager.row_tables.set_logit_bias({row_id: params.logit_bias})
+    values = {
+        "temperatures": [params.temperature], "seeds": [params.seed], "top_ks": [params.top_k],
+        "top_ps": [params.top_p], "min_ps": [params.min_p], "prompt_lens": [len(tokens)],
+        "repetition_penalties": [params.repetition_penalty], "presence_penalties": [params.presence_penalty],
+        "frequency_penalties": [params.frequency_penalty],
+        "logprobs": [-1 if params.logprobs is None else params.logprobs],
+    }  # fmt: skip
     out: list[int] = []
+    logprobs: list[TokenLogprob | None] = []
     while len(out) < params.max_new_tokens and (not out or out[-1] not in params.stop_ids):
         new = tokens if not out else out[-1:]
         batch = Batch(
             row_ids=[row_id], seq_lens=[len(tokens) + len(out)], query_lens=[len(new)], tokens=new,
-            page_indptr=[0, 16], page_ids=pages, temperatures=[params.temperature], seeds=[params.seed],
+            page_indptr=[0, 16], page_ids=pages, **values,
         )  # fmt: skip
-        out.append(int(runtime.replay(batch).tokens()[0]))
+        handle = runtime.replay(batch)
+        out.append(int(handle.tokens()[0]))
+        logprobs += handle.logprobs()
     runtime.allocator.free(pages)
-    return out
+    return out, logprobs
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -352,6 +377,7 @@ def test_whatever_a_server_does_rows_sample_what_they_sample_alone(device: torch
     groups = KVCacheSpec(LAYERS, KV_HEADS, HEAD_DIM, 4, KVLayout.NHD, torch.float32)
     loops = generator.choice([(), (1, 2, 4)])
     config = {"max_seq_len": MAX_LEN, "loop_sizes": loops, "max_num_tokens": 32, "mixed_sizes": (8, 32)}
+    config |= {"penalties": True, "max_logit_bias": 2, "max_logprobs": 3}
     runtime = make_runtime(device, kv_spec=groups, num_pages=generator.choice([24, 70]), config=config)
     for _, tensor in runtime.kv_cache.named_tensors():
         tensor[1:] = float("nan")
@@ -375,10 +401,15 @@ def test_whatever_a_server_does_rows_sample_what_they_sample_alone(device: torch
     assert runtime.allocator.num_free == runtime.allocator.num_pages - 1
     assert len(runtime.free_rows) == 4
     for row in rows:
-        want = alone(runtime, row)
+        want, logprobs = alone(runtime, row)
         assert row.tokens == want[: len(row.tokens)]
         if row.end:
             assert row.tokens == want
+        assert len(row.logprobs) == (len(row.tokens) if row.params.logprobs is not None else 0)
+        for ours, theirs in zip(row.logprobs, logprobs, strict=False):
+            assert theirs is not None
+            assert (ours.token, ours.rank, len(ours.top)) == (theirs.token, theirs.rank, len(theirs.top))
+            assert ours.logprob == pytest.approx(theirs.logprob, abs=1e-3)  # of logits of about 60
 
 
 STATE = [
@@ -426,7 +457,7 @@ def state_scenario() -> None:
         assert rows[0].tokens == want[0][: want[0].index(want[0][7]) + 1]
         assert rows[1].tokens == want[1]
         assert [row.end for row in rows] == [RowEnd.STOP_TOKEN, RowEnd.LENGTH, RowEnd.LENGTH]
-        assert rows[2].tokens == alone(runtime, rows[2])
+        assert rows[2].tokens == alone(runtime, rows[2])[0]
 
 
 def wrong_calls() -> Iterator[tuple[str, type[Exception], str]]:

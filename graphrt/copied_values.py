@@ -1,0 +1,131 @@
+"""The values that the refresh copies for each row of a `Batch`: their dtypes on the host, ranges and defaults."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from graphrt.config import Need
+from graphrt.kernels.errors import ShapeError
+from graphrt.kernels.metadata.buffers import COPIED, StaticBuffers
+
+Values = npt.NDArray[Any]
+
+_ON_HOST: dict[torch.dtype, Any] = {torch.float32: np.float32, torch.int64: np.uint32, torch.int32: np.int32}
+_SPECS = {name: StaticBuffers.specs()[name] for name in COPIED}
+"""The values that the refresh copies. The host sends 32 bits each, of the dtype that _ON_HOST has for the buffer's."""
+
+
+def of_row(name: str) -> str:
+    """The name that one row's value has: top_k of top_ks, presence_penalty of presence_penalties."""
+    if name == "logprobs":
+        return name
+    return f"{name.removesuffix('ies')}y" if name.endswith("ies") else name.removesuffix("s")
+
+
+@dataclass(frozen=True, slots=True)
+class _Range:
+    """What the values of a batch may be: whether some are, in words, and which mean nothing special."""
+
+    holds: Callable[[Values], Any]
+    what: str
+    advice: str
+
+
+_FINITE = _Range(lambda v: np.isfinite(v).all(), "finite numbers", "0 is none")
+_RANGES = {
+    "temperatures": _Range(lambda v: v.min() >= 0 and v.max() < math.inf, "finite numbers >= 0", "0 is greedy"),
+    "top_ks": _Range(lambda v: (v >= 0).all(), "numbers >= 0", "0 is all tokens"),
+    "top_ps": _Range(lambda v: ((v > 0) & (v <= 1)).all(), "numbers in (0, 1]", "1 is all tokens"),
+    "min_ps": _Range(lambda v: ((v >= 0) & (v <= 1)).all(), "numbers in [0, 1]", "0 is all tokens"),
+    "repetition_penalties": _Range(lambda v: ((v > 0) & (v < math.inf)).all(), "finite numbers > 0", "1 is none"),
+    "presence_penalties": _FINITE,
+    "frequency_penalties": _FINITE,
+    "prompt_lens": _Range(lambda v: (v >= 0).all(), "lengths >= 0", "0: all tokens are output"),
+    "logprobs": _Range(lambda v: (v >= -1).all(), "numbers >= -1", "-1 is none"),
+    "logprob_tokens": _Range(lambda v: (v >= -1).all(), "token ids, or -1", "-1 is the sampled token"),
+    "token_masks": _Range(lambda v: (v >= -1).all(), "numbers of masks, or -1", "-1 is none"),
+}
+
+
+def _penalised(off: float) -> Callable[[Values], tuple[Need, ...]]:
+    return lambda values: (("penalties", 1),) if (values != off).any() else ()
+
+
+_NEEDS: dict[str, Callable[[Values], tuple[Need, ...]]] = {
+    "repetition_penalties": _penalised(1),
+    "presence_penalties": _penalised(0),
+    "frequency_penalties": _penalised(0),
+    "token_masks": lambda values: (("token_masks", 1),) if (values >= 0).any() else (),
+    "logprobs": lambda values: (("max_logprobs", int(values.max())),) if (values >= 0).any() else (),
+}
+"""What a runtime must have been built with, for rows that have such values."""
+
+
+_pads: dict[str, Values] = {name: np.empty(0, _ON_HOST[spec.dtype]) for name, spec in _SPECS.items()}
+
+
+def copied_values(name: str, values: Any, length: int) -> Values:
+    """A copied field of so many rows: `values`, by default what pad rows have: one array for all, that none may write.
+
+    Raises: ShapeError.
+    """
+    if values is not None:
+        return host_array(name, values, _pads[name].dtype, length)
+    if len(_pads[name]) < length:
+        pads = np.full(2 * length, _SPECS[name].copied, _pads[name].dtype)
+        pads.setflags(write=False)
+        _pads[name] = pads
+    return _pads[name][:length]
+
+
+def check_ranges(stated: Mapping[str, Values]) -> None:
+    """Raise ShapeError that names the first of these copied fields with a value that may not be."""
+    for name, values in stated.items():
+        check = _RANGES.get(name)
+        if check is not None and len(values) and not check.holds(values):
+            raise ShapeError(f"batch.{name}: expected {check.what}, got others; {check.advice}")
+
+
+def needs_of(stated: Mapping[str, Values]) -> tuple[Need, ...]:
+    """What a runtime must have been built with for rows with such values."""
+    return tuple(need for name, values in stated.items() if name in _NEEDS for need in _NEEDS[name](values))
+
+
+def host_array(name: str, values: Any, dtype: Any, length: int | None = None) -> Values:
+    """`values` as a one-dimensional array of `dtype`, its own memory where it is one already. Raises: ShapeError."""
+    ready = type(values) is np.ndarray and values.dtype == dtype and values.ndim == 1 and values.flags.c_contiguous
+    if ready and (length is None or len(values) == length):
+        own: Values = values
+        return own
+    device = getattr(values, "device", None)
+    if getattr(device, "type", "cpu") != "cpu":
+        raise ShapeError(f"batch.{name}: expected host values, got a tensor on {device}; batches live on the host")
+    try:
+        array = np.asarray(values)
+    except (TypeError, ValueError, RuntimeError, OverflowError) as error:
+        raise ShapeError(
+            f"batch.{name}: expected {np.dtype(dtype).name} values in one dimension, got {type(values).__name__} that "
+            f"NumPy refuses ({error}); convert it"
+        ) from error
+    if array.size == 0 and array.dtype.kind == "f":
+        array = array.astype(dtype)  # what NumPy makes of ()
+    allowed = "iuf" if np.issubdtype(dtype, np.floating) else "biu"
+    if array.dtype.kind not in allowed:
+        raise ShapeError(f"batch.{name}: expected {np.dtype(dtype).name} values, got {array.dtype}; convert them")
+    if array.ndim != 1 or (length is not None and len(array) != length):
+        want = "one dimension" if length is None else f"shape [{length}]"
+        raise ShapeError(f"batch.{name}: expected {want}, got shape {list(array.shape)}")
+    if array.dtype != dtype and array.size and np.issubdtype(dtype, np.integer):
+        info = np.iinfo(dtype)
+        for value in (array.min(), array.max()):
+            if value < info.min or value > info.max:
+                raise ShapeError(f"batch.{name}: expected values that fit {np.dtype(dtype).name}, got {value}")
+    with np.errstate(all="ignore"):  # a temperature beyond float32 becomes infinite, which is refused by its value
+        return np.ascontiguousarray(array, dtype=dtype)

@@ -1,0 +1,267 @@
+"""What rows have on the device beside their sequences, by row id: logit biases, token masks, tensors of the model."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from graphrt.config import RuntimeConfig
+from graphrt.kernels.checks import check_int, check_ints, check_number, shown
+from graphrt.kernels.errors import ConfigError, ShapeError
+from graphrt.kernels.metadata.buffers import COPIED, BufferKind, StaticBuffers
+from graphrt.kernels.ops.sampling_state import Penalties, PenaltyState, record_tokens, state_words
+
+MaskWords = Sequence[int] | npt.NDArray[Any] | torch.Tensor
+"""A bit per token, [ceil(vocab / 32)] of 32 bits on the host: bit t % 32 of word t // 32 is set: token t is allowed."""
+
+RowValues = Mapping[str, Any]
+"""By the name of a RowTensor, the value that a row has of it: a number, an array or a tensor of its shape."""
+
+
+class RowTables:
+    """Writes what rows have by row id, on the steps' stream: behind all launches so far, before later ones.
+
+        manager.row_tables.set_logit_bias({3: {42: -5.0, 7: 2.0}})     row id 3, until it is told something else
+        manager.row_tables.set_token_masks({0: words})                 rows with Batch.token_masks 0 draw among these
+        manager.row_tables.set_state({3: {"adapter": 2}})              what Step.row_state("adapter") gives for row id 3
+
+    A call writes many rows at once. What a row id has stays when its sequence ends: whoever begins the next sequence
+    says what that one has, as a DecodeSession does. No call waits for the device.
+
+    tensors   [max_num_reqs + 1, ...] by name, those of RuntimeConfig.row_tensors; the last row is that of pads
+
+    Raises, in every call: ConfigError and ShapeError for wrong values, UnsupportedError for what the runtime was not
+    built for, CaptureError and ReplayError as ReplayManager.between_steps. Nothing is written then.
+    """
+
+    def __init__(
+        self,
+        config: RuntimeConfig,
+        vocab_size: int,
+        device: torch.device,
+        between_steps: Callable[[], AbstractContextManager[StaticBuffers]],
+    ) -> None:
+        self._config, self._vocab_size, self._device = config, vocab_size, device
+        self._between_steps = between_steps
+        self._last = config.max_num_reqs - 1
+        self._specs = {spec.name: spec for spec in config.row_tensors}
+        self._biased = set[int]()
+        self._stated: dict[str, set[int]] = {name: set() for name in self._specs}
+        with torch.inference_mode(False):
+            self.tensors = {
+                spec.name: torch.full(
+                    (config.max_num_reqs + 1, *spec.shape), spec.initial, dtype=spec.dtype, device=device
+                )
+                for spec in config.row_tensors
+            }
+
+    def check_bias(self, name: str, bias: Mapping[int, float]) -> None:
+        """Raise ConfigError or UnsupportedError for a bias that a row cannot have here."""
+        self._config.check_needs(name, (("max_logit_bias", len(bias)),))
+        for token, value in bias.items():
+            check_int(name, token, 0, self._vocab_size - 1, advice="pass token ids of the vocabulary")
+            if value != -math.inf:
+                check_number(name, value, advice="-inf forbids a token", low=-math.inf)
+
+    def set_logit_bias(self, biases: Mapping[int, Mapping[int, float] | None]) -> None:
+        """Values that are added to logits of some tokens, by row id; -inf forbids a token, None and {}: no bias.
+
+        Each row has up to RuntimeConfig.max_logit_bias of them.
+        """
+        for at, bias in biases.items():
+            self._check_row(at)
+            self.check_bias(f"logit_bias[{at}]", bias or {})
+        chosen = {at: bias or {} for at, bias in biases.items() if bias or at in self._biased}
+        if not chosen:
+            return
+        ids = list(chosen)
+        tokens = np.zeros((len(ids), self._config.max_logit_bias), np.int32)
+        values = np.zeros(tokens.shape, np.float32)
+        for at, bias in enumerate(chosen.values()):
+            tokens[at, : len(bias)] = sorted(bias)
+            values[at, : len(bias)] = [bias[token] for token in sorted(bias)]
+        counts = np.array([len(bias) for bias in chosen.values()], np.int32)
+        with self._between_steps() as buffers:
+            self._write(buffers.bias_tokens, ids, torch.from_numpy(tokens))
+            self._write(buffers.bias_values, ids, torch.from_numpy(values))
+            self._write(buffers.bias_counts, ids, torch.from_numpy(counts))
+        for at, bias in chosen.items():
+            (self._biased.add if bias else self._biased.discard)(at)
+
+    def mask_words(self, name: str, words: MaskWords) -> torch.Tensor:
+        """A mask as the device has it, [ceil(vocab / 32)] int32 on the host. Raises: ShapeError, UnsupportedError."""
+        self._config.check_needs(name, (("token_masks", 1),))
+        count = state_words(self._vocab_size)
+        try:
+            values = words if isinstance(words, torch.Tensor) else torch.from_numpy(np.array(words))
+        except (TypeError, ValueError) as error:
+            raise ShapeError(f"{name}: expected {count} words of 32 bits, got {shown(words)}; pass an array") from error
+        if tuple(values.shape) != (count,) or values.is_floating_point() or values.device.type != "cpu":
+            raise ShapeError(
+                f"{name}: expected {count} words of 32 bits on the host, one bit per token, got shape "
+                f"{list(values.shape)} {values.dtype} on {values.device}; pass one row's words"
+            )
+        return values.clone() if values.dtype is torch.int32 else (values.to(torch.int64) << 32 >> 32).to(torch.int32)
+
+    def set_token_masks(self, masks: Mapping[int, MaskWords]) -> None:
+        """Which tokens are allowed, by the number of a mask, 0 to max_num_reqs - 1.
+
+        A row draws among the tokens of mask m where Batch.token_masks has m for it. A DecodeSession keeps mask m for
+        the row of row id m.
+        """
+        for at in masks:
+            self._check_row(at)
+        self.write_masks({at: self.mask_words(f"token_masks[{at}]", words) for at, words in masks.items()})
+
+    def write_masks(self, masks: Mapping[int, torch.Tensor]) -> None:
+        """The same of masks that `mask_words` has made."""
+        if masks:
+            with self._between_steps() as buffers:
+                self._write(buffers.mask_words, list(masks), torch.stack(list(masks.values())))
+
+    def check_state(self, values: RowValues) -> dict[str, torch.Tensor]:
+        """Values of row tensors as host tensors of their shapes and dtypes. Raises: ConfigError, ShapeError."""
+        checked = {}
+        for name, value in values.items():
+            if name not in self._specs:
+                known = ", ".join(self._specs) or "none"
+                raise ConfigError(
+                    f"state: expected names of RuntimeConfig.row_tensors ({known}), got {name!r}; declare it there"
+                )
+            spec = self._specs[name]
+            try:
+                tensor = torch.as_tensor(value, dtype=spec.dtype, device="cpu")
+            except (TypeError, ValueError, RuntimeError) as error:
+                raise ShapeError(f"{name}: expected {spec}, got {shown(value)}; pass numbers") from error
+            if tuple(tensor.shape) != spec.shape:
+                raise ShapeError(f"{name}: expected shape {list(spec.shape)}, got {list(tensor.shape)}; pass one row's")
+            checked[name] = tensor
+        return checked
+
+    def set_state(self, states: Mapping[int, RowValues]) -> None:
+        """What rows have of each row tensor, by row id. What is not named gets its initial value."""
+        for at in states:
+            self._check_row(at)
+        checked = {at: self.check_state(values) for at, values in states.items()}
+        for name, spec in self._specs.items():
+            stated = self._stated[name]
+            ids = [at for at, values in checked.items() if name in values or at in stated]
+            if not ids:
+                continue
+            initial = torch.full(spec.shape, spec.initial, dtype=spec.dtype, device="cpu")
+            rows = torch.stack([checked[at].get(name, initial) for at in ids])
+            with self._between_steps():
+                self._write(self.tensors[name], ids, rows)
+            stated.difference_update(ids)
+            stated.update(at for at in ids if name in checked[at])
+
+    def record_prefix(self, row_id: int, tokens: Sequence[int] | npt.NDArray[Any], prompt_len: int = 0) -> None:
+        """Count tokens that no step computes, as a row's prefix that is in the cache, for the row's penalties.
+
+        tokens       from the first one of the sequence on; the row's next step begins behind them
+        prompt_len   as Batch.prompt_lens: those from this position on are output
+        """
+        self._check_row(row_id)
+        self._config.check_needs("record_prefix", (("penalties", 1),))
+        ids = check_ints("tokens", tokens, 0, self._vocab_size - 1, advice="pass token ids of the vocabulary")
+        prompt_len = check_int("prompt_len", prompt_len, 0, advice="pass the prompt's tokens")
+        with self._between_steps() as buffers:
+            bounds, one = np.array([0, len(ids)], np.int32), np.ones(1, np.float32)
+            self._enter(buffers, ids, bounds, np.array([row_id, prompt_len], np.int32), one)
+
+    def _enter(self, buffers: StaticBuffers, ids: Any, bounds: Any, row: Any, one: Any) -> None:
+        tokens, starts, words, on = (self._moved(torch.from_numpy(x)) for x in (ids, bounds, row, one))
+        state = PenaltyState(buffers.penalty_seen, buffers.penalty_counts)
+        record_tokens(tokens, starts, starts[1:], words[:1], words[1:], Penalties(on, on, on, state))
+
+    def copy(self, source: int, target: int) -> None:
+        """Give one row id the row tensors that another has. Its static buffers are the caller's."""
+        (self._biased.add if source in self._biased else self._biased.discard)(target)
+        for name, tensor in self.tensors.items():
+            with self._between_steps():
+                tensor[target].copy_(tensor[source])
+            (self._stated[name].add if source in self._stated[name] else self._stated[name].discard)(target)
+
+    def switch_masks(self, masks: Mapping[int, int]) -> None:
+        """Which mask the next launches of a session use, by row id; -1: none."""
+        if masks:
+            with self._between_steps() as buffers:
+                row = buffers.row_values[COPIED.index("token_masks")]
+                self._write(row, list(masks), torch.tensor(list(masks.values()), dtype=torch.int32, device="cpu"))
+
+    def reset(self) -> None:
+        """Put row tensors back to their initial values. The device must be idle."""
+        for name, tensor in self.tensors.items():
+            tensor.fill_(self._specs[name].initial)
+
+    def close(self) -> None:
+        """Give the memory back."""
+        self.tensors.clear()
+
+    def _check_row(self, at: object) -> None:
+        check_int("row_id", at, 0, self._last, advice="pass a row state of the runtime")
+
+    def _write(self, target: torch.Tensor, ids: list[int], rows: torch.Tensor) -> None:
+        target.index_copy_(0, self._moved(torch.tensor(ids, device="cpu")), self._moved(rows))
+
+    def _moved(self, values: torch.Tensor) -> torch.Tensor:
+        """On the device, through pinned memory: nobody waits, as for pageable memory the host would."""
+        return values.pin_memory().to(self._device, non_blocking=True) if self._device.type == "cuda" else values
+
+
+@dataclass(slots=True)
+class RowNews:
+    """What a session has still to write for its rows, by row id: in one go, before the next launch."""
+
+    biases: dict[int, Mapping[int, float]]
+    states: dict[int, RowValues]
+    masks: dict[int, torch.Tensor]
+    switched: dict[int, int]
+
+    @classmethod
+    def none(cls) -> RowNews:
+        return cls({}, {}, {}, {})
+
+    def __bool__(self) -> bool:
+        return bool(self.biases or self.states or self.masks or self.switched)
+
+    def begin(self, at: int, bias: Mapping[int, float], values: RowValues) -> None:
+        """A sequence begins: nothing is left of the one that had its row id before."""
+        self.biases[at], self.states[at] = bias, values
+        self.masks.pop(at, None)
+        self.switched.pop(at, None)
+
+    def write(self, tables: RowTables) -> None:
+        """Write all, and have none."""
+        tables.set_logit_bias(self.biases)
+        tables.set_state(self.states)
+        tables.write_masks(self.masks)
+        tables.switch_masks(self.switched)
+        for news in (self.biases, self.states, self.masks, self.switched):
+            news.clear()
+
+
+def copy_row_state(buffers: StaticBuffers, source: int, target: int) -> None:
+    """Give one row id what another has, on the current stream: every persistent buffer that is kept by row id."""
+    for name, tensor in buffers.named(BufferKind.PERSISTENT):
+        shape = StaticBuffers.specs()[name].shape
+        if "row_ids" in shape:
+            dim = shape.index("row_ids")
+            tensor.select(dim, target).copy_(tensor.select(dim, source))
+
+
+def row_extents(config: RuntimeConfig, vocab_size: int) -> dict[str, int]:
+    """Extents of the static buffers that say how rows are sampled, 0 for what a runtime is built without."""
+    return {
+        "counted_tokens": vocab_size if config.penalties else 0,
+        "masked_tokens": vocab_size if config.token_masks else 0,
+        "bias_entries": config.max_logit_bias,
+        "logprob_columns": 0 if config.max_logprobs is None else 1 + config.max_logprobs,
+    }
