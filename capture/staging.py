@@ -86,6 +86,12 @@ class StagingSlot:
                 on_done, self.on_done = self.on_done, None
                 on_done()
 
+    def amend(self, index: int, value: int, owns: Callable[[], bool]) -> None:
+        """Write a word of the record while its launch is in flight; nothing where `owns` says that it is another's."""
+        with self._lock:
+            if owns():
+                self.record[index] = value
+
     def _has_ended(self) -> bool:
         if self._running and self._event is not None and self._event.query():
             self._running = False

@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from graphrt.handle import InFlight
+from graphrt.kernels.metadata.record import HEADER_STOP
 from graphrt.logprobs import StepLogprobs
 
 
@@ -23,6 +24,15 @@ class Launch(InFlight):
         ReplayError when the device did not report the launch.
         """
         return self._arrived(raise_on_fault)
+
+    def stop(self) -> None:
+        """End it early, after the step that is under way, or after its first one. Rows go on with the next launch.
+
+        Steps that are launched already run without rows. Any thread may call it; a launch that has ended stays as it is.
+        """
+        slot = self._slot
+        if slot is not None:
+            slot.amend(HEADER_STOP, 1, lambda: self._slot is slot)
 
     @property
     def ends(self) -> npt.NDArray[np.int32]:

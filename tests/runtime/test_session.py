@@ -14,12 +14,14 @@ from graphrt import program
 from graphrt.batch import Batch
 from graphrt.kernels.errors import CapacityError, CaptureError, ConfigError, GraphRTError, ReplayError, ShapeError
 from graphrt.kernels.metadata.buffers import BufferKind, StaticBuffers
+from graphrt.kernels.metadata.record import HEADER_STOP
 from graphrt.kernels.types import FaultCode, KVLayout, RowEnd
 from graphrt.logprobs import TokenLogprob
 from graphrt.runtime import Runtime
 from graphrt.sampling_params import SamplingParams
 from graphrt.session import DecodeSession, SessionRow
 from graphrt.spec import KVCacheSpec
+from graphrt.step import Step
 from graphrt.testing.poison import poison_derived
 from tests.runtime.toy import HEAD_DIM, KV_HEADS, LAYERS, MAX_LEN, VOCAB, LivelyModel, greedy, make_runtime
 
@@ -116,6 +118,32 @@ def test_a_loop_ends_where_no_row_goes_on(device: torch.device) -> None:
         other = session.add(PROMPTS[1], SamplingParams(max_new_tokens=5))
         finish(session)
         assert other.tokens == oracle(runtime, PROMPTS[1], 5), "and the next launch reads its own slot"
+
+
+def test_a_launch_can_be_stopped() -> None:
+    """The word that stops it is set while its third step runs: by the model, since a CPU runs steps at once."""
+    runtime = runtime_of(torch.device("cpu"))
+    manager, stop_at, steps = runtime.manager, [0], [0]
+    forward = manager._program.model.forward
+
+    def stopping(step: Step) -> torch.Tensor:
+        steps[0] += 1
+        if steps[0] == stop_at[0]:
+            manager._ring._slots[manager._launches % len(manager._ring._slots)].record[HEADER_STOP] = 1
+        return forward(step)
+
+    manager._program.model.forward = stopping
+    with DecodeSession(runtime) as session:
+        rows = [session.add(prompt, SamplingParams(max_new_tokens=12)) for prompt in PROMPTS]
+        session.run(2, eager=True)
+        session.collect(wait=True)
+        before, stop_at[0] = [len(row.tokens) for row in rows], steps[0] + 3
+        (launch,) = session.run(8, eager=True)
+        session.collect(wait=True)
+        assert [len(row.tokens) - count for row, count in zip(rows, before, strict=True)] == [3] * 3
+        launch.stop()  # has ended: its slot is another's by now
+        finish(session)
+        assert [row.tokens for row in rows] == [oracle(runtime, prompt, 12) for prompt in PROMPTS]
 
 
 @LOOPS

@@ -110,6 +110,27 @@ def test_a_late_device_reads_what_was_meant_for_it(loop_sizes: tuple[int, ...]) 
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("loop_sizes", [(), (1, 2, 4)], ids=["launch_by_launch", "loop"])
+def test_a_launch_that_is_stopped_ends_after_its_step(loop_sizes: tuple[int, ...]) -> None:
+    runtime = make_runtime(torch.device("cuda"), num_pages=60, config={"loop_sizes": loop_sizes})
+    runtime.capture()
+    with DecodeSession(runtime) as session:
+        rows = [session.add(prompt, SamplingParams(max_new_tokens=40)) for prompt in PROMPTS]
+        session.run(2)
+        session.collect(wait=True)
+        before = [len(row.tokens) for row in rows]
+        delay(runtime)
+        launches = [*session.run(20), *session.run(10)]
+        for launch in launches:
+            launch.stop()
+        session.collect(wait=True)
+        assert [len(row.tokens) - count for row, count in zip(rows, before, strict=True)] == [len(launches)] * 3
+        launches[0].stop()  # has ended: its slot is another's by now
+        finish(session, 7)
+        assert [row.tokens for row in rows] == [oracle(runtime, prompt, 40) for prompt in PROMPTS]
+
+
+@pytest.mark.gpu
 def test_a_late_device_reads_the_batch_that_was_submitted() -> None:
     """The stateless path: slots are written again at once, and only where the device is done with them."""
     device = torch.device("cuda")
