@@ -15,6 +15,7 @@ class CompileSpec:
     max_registers   bound of registers per thread
     divisible       arguments whose value or address is a multiple of 16
     max_spill       bound of spilled bytes per thread
+    maxnreg         registers that the launch limits a thread to; None: it does not
     """
 
     name: str
@@ -26,3 +27,4 @@ class CompileSpec:
     max_registers: int = 255
     divisible: tuple[str, ...] = ()
     max_spill: int = 0
+    maxnreg: int | None = None

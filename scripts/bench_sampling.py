@@ -1,6 +1,7 @@
 """Time of sampling in graph replays, beside torch's sort-based sampling and FlashInfer's kernels in the same run.
 
     python scripts/bench_sampling.py [--rows 1,16,256] [--vocab 128256,151936] [--out FILE]
+    python scripts/bench_sampling.py --tune     # settings of the first pass, 256 rows, in about a minute
 
 Logits are bfloat16, from a normal distribution: flat ones, of which top-p keeps most tokens. Peaked ones have four
 times the spread. Microseconds of one call. `torch` sorts, as vLLM's native path does. Few rows lie in the
@@ -18,6 +19,7 @@ import torch
 import triton
 
 from graphrt.bench.timer import rotations, time_calls
+from graphrt.kernels.ops import sampling
 from graphrt.kernels.ops.sampling import Truncation, sample
 from graphrt.kernels.ops.sampling_logprobs import token_logprobs
 from graphrt.kernels.ops.sampling_state import Penalties, PenaltyState, record_tokens
@@ -41,6 +43,9 @@ CASES: dict[str, dict[str, float]] = {
     "record a token, penalties off": {"record": 1.0},
     "record a token, penalties on": {"record": 1.2},
 }
+TUNED = ("greedy", "temperature", "top-k 50, top-p 0.9, penalties", "top-k 1024", "top-p 0.9, flat")
+SETTINGS = ((2048, 8, 4), (1024, 16, 4), (2048, 8, 2), (1024, 8, 8), (4096, 4, 4))
+"""Of the first pass: programs, about; chunks that one reads, at most; warps. The first is the default."""
 
 
 class Inputs:
@@ -158,6 +163,27 @@ def timed(make: Callable[[Inputs], Callable[[], object] | None], inputs: list[In
         return None
 
 
+def tune(device: torch.device, rows: int, vocab: int, samples: int) -> list[dict[str, object]]:
+    """A line per setting of the first pass, with the microseconds of each case."""
+    results: list[dict[str, object]] = []
+    print(f"{'programs, chunks, warps':24}" + "".join(f"{name[:22]:>24}" for name in TUNED) + "  us")
+    defaults = (sampling._PROGRAMS, sampling.MAX_CHUNKS, sampling._CHUNK_WARPS)
+    count = min(rotations(2 * rows * vocab, device), 4)
+    for setting in SETTINGS:
+        sampling._PROGRAMS, sampling.MAX_CHUNKS, sampling._CHUNK_WARPS = setting
+        times = {}
+        for name in TUNED:
+            case = CASES[name]
+            inputs = [Inputs(case, rows, vocab, device, seed) for seed in range(count)]
+            times[name] = timed(lambda x, case=case: our_call(case, x), inputs, samples)
+            del inputs
+        results.append({"setting": setting, "rows": rows, "vocab": vocab, "us": times})
+        cells = "".join(f"{'-' if value is None else format(value, '.1f'):>24}" for value in times.values())
+        print(f"{setting!s:24}{cells}", flush=True)
+    sampling._PROGRAMS, sampling.MAX_CHUNKS, sampling._CHUNK_WARPS = defaults
+    return results
+
+
 def main() -> None:
     """Print a line per case and size, and one JSON object."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -167,12 +193,15 @@ def main() -> None:
     parser.add_argument("--only", default="", metavar="TEXT", help="cases whose name contains TEXT")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--ours", action="store_true", help="without the baselines")
+    parser.add_argument("--tune", action="store_true", help="settings of the first pass instead of the cases")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     device = torch.device(options.device)
-    results = []
-    print(f"{'case':42} {'rows':>5} {'vocab':>7} {'graphrt':>9} {'torch':>9} {'flashinfer':>10}  us")
-    for name, case in CASES.items():
+    results: list[dict[str, object]] = tune(device, 256, 128256, 10) if options.tune else []
+    cases = {} if options.tune else CASES
+    if cases:
+        print(f"{'case':42} {'rows':>5} {'vocab':>7} {'graphrt':>9} {'torch':>9} {'flashinfer':>10}  us")
+    for name, case in cases.items():
         if options.only not in name:
             continue
         for vocab in map(int, options.vocab.split(",")):

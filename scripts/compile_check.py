@@ -57,7 +57,7 @@ def compile_variant(spec: CompileSpec, arch: int) -> Usage:
     names = list(spec.signature)
     attributes = {(names.index(name),): [["tt.divisibility", 16]] for name in spec.divisible}
     source = ASTSource(spec.kernel, spec.signature, constexprs=spec.constexprs, attrs=attributes)
-    options = {"num_warps": spec.num_warps, "num_stages": spec.num_stages}
+    options = {"num_warps": spec.num_warps, "num_stages": spec.num_stages, "maxnreg": spec.maxnreg}
     start = time.perf_counter()
     try:
         compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)

@@ -6,6 +6,7 @@
 A draw from softmax(logits / temperature) is the argmax of logits + temperature * Gumbel noise (Gumbel-max). The noise
 comes from Philox, a counter-based generator, at (seed, vocabulary index, position): from equal logits a row
 draws the same token wherever it stands and whatever the batch is padded to, and no generator is kept between steps.
+The highest noise of 32 neighbours is drawn before theirs, so that one word dismisses them: see `noise_reference`.
 
 Logits are processed as vLLM does it, in float32: token mask, bias, penalties, temperature, min-p, top-k, top-p. A row
 that uses none of these costs what greedy and temperature sampling cost.
@@ -22,8 +23,9 @@ from graphrt.kernels.checks import check_tensor, check_unit_stride
 from graphrt.kernels.compile_spec import CompileSpec
 from graphrt.kernels.errors import ShapeError
 from graphrt.kernels.library import define_op
-from graphrt.kernels.ops.sampling_chunks import sample_chunks_kernel
-from graphrt.kernels.ops.sampling_reference import SAMPLE_CHUNK, sample_reference
+from graphrt.kernels.ops.sampling_chunks import MAX_CHUNKS, sample_chunks_kernel
+from graphrt.kernels.ops.sampling_logits import SAMPLE_CHUNK
+from graphrt.kernels.ops.sampling_reference import NOISE_GROUP, sample_reference
 from graphrt.kernels.ops.sampling_rows import LIST, sample_rows_kernel
 from graphrt.kernels.ops.sampling_state import Penalties, state_words
 
@@ -33,9 +35,9 @@ MAX_VOCAB_SIZE = 1 << 20
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 _CHUNK_WARPS = 4
 _ROW_WARPS = 8
-_ROW_SPILL = 128  # bytes of row-wide values, where 128 registers keep two rows on a multiprocessor
+_ROW_REGISTERS = 128  # keep two rows on a multiprocessor
+_ROW_SPILL = 1024  # bytes that wait in memory meanwhile: what loops need that do not run for most rows
 _PROGRAMS = 2048  # of the first pass, about, once programs read several chunks
-_MAX_CHUNKS = 8  # of a program
 _MAX_GROUPS = 4096  # of a row; in larger vocabularies groups are larger
 
 
@@ -94,9 +96,9 @@ class TokenMask:
 
 
 def _group_size(vocab: int) -> int:
-    """Neighbouring tokens that a truncating row knows the highest logit and the mass of."""
+    """Neighbouring tokens that a row knows the highest logit of, and bounds the noise of."""
     smallest: int = triton.next_power_of_2(triton.cdiv(vocab, _MAX_GROUPS))
-    return max(64, smallest)
+    return max(NOISE_GROUP, smallest)
 
 
 def _sample_triton(
@@ -125,20 +127,24 @@ def _sample_triton(
         return out
     chunks = triton.cdiv(vocab, SAMPLE_CHUNK)
     # Nothing that a row draws depends on how many chunks a program reads.
-    chunks_per_part = min(triton.cdiv(rows * chunks, _PROGRAMS), _MAX_CHUNKS)
+    chunks_per_part = min(triton.cdiv(rows * chunks, _PROGRAMS), MAX_CHUNKS)
     parts = triton.cdiv(chunks, chunks_per_part)
     best_scores = torch.empty((rows, parts), dtype=torch.float32, device=device)
     best_tokens = torch.empty((rows, parts), dtype=torch.int32, device=device)
     group = _group_size(vocab)
     groups = triton.cdiv(vocab, group)
-    group_best = group_mass = list_groups = list_tokens = list_logits = None
+    group_best = torch.empty((rows, groups), dtype=torch.float32, device=device)
+    list_groups = torch.empty((rows, groups), dtype=torch.int32, device=device)
+    group_mass = list_tokens = list_logits = plain_words = changed_best = changed_mass = None
     if top_k is not None:
-        group_best = torch.empty((rows, groups), dtype=torch.float32, device=device)
         group_mass = torch.empty((rows, groups), dtype=torch.float32, device=device)
-        list_groups = torch.empty((rows, groups), dtype=torch.int32, device=device)
         list_tokens = torch.empty((rows, LIST), dtype=torch.int32, device=device)
         list_logits = torch.empty((rows, LIST), dtype=torch.float32, device=device)
     processes = mask_words is not None or bias_tokens is not None or seen is not None
+    if processes:
+        plain_words = torch.empty((rows, groups * group // 32), dtype=torch.int32, device=device)
+        changed_best = torch.empty((rows, groups), dtype=torch.float32, device=device)
+        changed_mass = torch.empty((rows, groups), dtype=torch.float32, device=device)
     ints, floats = best_tokens, best_scores  # in the place of tables that no row uses, while some row may use others
     inputs = (
         logits, temperatures, seeds, seq_lens, row_ids, top_k, top_p, min_p, repetition, presence, frequency,
@@ -146,7 +152,7 @@ def _sample_triton(
         ints if bias_tokens is None else bias_tokens, floats if bias_values is None else bias_values, bias_counts,
         ints if mask_words is None else mask_words, mask_index,
     )  # fmt: skip
-    partials = (best_scores, best_tokens, group_best, group_mass)
+    partials = (best_scores, best_tokens, group_best, group_mass, plain_words)
     sizes = (
         vocab,
         logits.stride(0),
@@ -157,12 +163,13 @@ def _sample_triton(
         groups,
     )
     sample_chunks_kernel[(rows, parts)](
-        *inputs, *partials, *sizes, chunks_per_part, GROUP=group, PROCESSES=processes, num_warps=_CHUNK_WARPS
-    )
+        *inputs, *partials, changed_best, changed_mass, *sizes, chunks_per_part, GROUP=group, MAX_CHUNKS=MAX_CHUNKS,
+        PROCESSES=processes, num_warps=_CHUNK_WARPS,
+    )  # fmt: skip
     sample_rows_kernel[(rows,)](
         *inputs, *partials, list_groups, list_tokens, list_logits, out, *sizes, parts,
-        PARTS=triton.next_power_of_2(parts), GROUPS=triton.next_power_of_2(groups),
-        CHUNKS=triton.next_power_of_2(chunks), GROUP=group, LIST=LIST, num_warps=1 if top_k is None else _ROW_WARPS,
+        PARTS=triton.next_power_of_2(parts), GROUPS=max(triton.next_power_of_2(groups), 32), GROUP=group, LIST=LIST,
+        num_warps=_ROW_WARPS, maxnreg=_ROW_REGISTERS,
     )  # fmt: skip
     return out
 
@@ -265,16 +272,12 @@ def compile_variants() -> list[CompileSpec]:
     """Both passes: from each logits dtype alone, with everything, and at the largest vocabulary."""
     specs = []
     floats = ("temperatures", "top_p", "min_p", "repetition", "presence", "frequency", "bias_values", "best_scores",
-              "group_best", "group_mass", "list_logits")  # fmt: skip
+              "group_best", "group_mass", "changed_best", "changed_mass", "list_logits")  # fmt: skip
     always = ("seen", "counts", "bias_tokens", "bias_values", "mask_words")
     optional = (
-        *(name for name in _OPTIONAL if name not in always),
-        "group_best",
-        "group_mass",
-        "list_groups",
-        "list_tokens",
-        "list_logits",
-    )
+        *(name for name in _OPTIONAL if name not in always), "group_mass", "plain_words", "changed_best",
+        "changed_mass", "list_tokens", "list_logits",
+    )  # fmt: skip
     vocabularies = {"fp16": 1 << 17, "bf16": 1 << 17, "fp32": MAX_VOCAB_SIZE}
     cases = (("fp16", False), ("bf16", False), ("fp32", False), ("bf16", True), ("fp32", True))
     for kind, everything in cases:
@@ -282,8 +285,8 @@ def compile_variants() -> list[CompileSpec]:
         for part, kernel in (("chunks", sample_chunks_kernel), ("rows", sample_rows_kernel)):
             constexprs: dict[str, object] = {} if everything else {f"{name}_ptr": None for name in optional}
             constexprs |= {
-                "PARTS": vocab // SAMPLE_CHUNK, "GROUPS": vocab // _group_size(vocab), "CHUNKS": vocab // SAMPLE_CHUNK,
-                "GROUP": _group_size(vocab), "LIST": LIST, "PROCESSES": everything,
+                "PARTS": vocab // SAMPLE_CHUNK, "GROUPS": vocab // _group_size(vocab), "GROUP": _group_size(vocab),
+                "LIST": LIST, "MAX_CHUNKS": MAX_CHUNKS, "PROCESSES": everything,
             }  # fmt: skip
             constexprs = {name: value for name, value in constexprs.items() if name in kernel.arg_names}
             signature = {}
@@ -299,11 +302,11 @@ def compile_variants() -> list[CompileSpec]:
                     )
             divisible = tuple(n for n in signature if n in ("vocab_size", "stride_logits") or n.endswith("_ptr"))
             divisible = tuple(n for n in divisible if n not in constexprs)
-            warps = _CHUNK_WARPS if part == "chunks" else _ROW_WARPS if everything else 1
             specs.append(
                 CompileSpec(
-                    f"sample_{part}_{kind}{'_all' if everything else ''}", kernel, signature, constexprs, warps, 3,
-                    divisible=divisible, max_spill=_ROW_SPILL if part == "rows" else 0,
+                    f"sample_{part}_{kind}{'_all' if everything else ''}", kernel, signature, constexprs,
+                    _CHUNK_WARPS if part == "chunks" else _ROW_WARPS, 3, divisible=divisible,
+                    max_spill=_ROW_SPILL if part == "rows" else 0, maxnreg=_ROW_REGISTERS if part == "rows" else None,
                 )
             )  # fmt: skip
     return specs

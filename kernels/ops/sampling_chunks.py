@@ -1,6 +1,7 @@
-"""First pass of sampling, over all logits: a row's best scores by part, or what a truncating row is decided from.
+"""First pass of sampling, over all logits: a row's best token by part, or the best logits of its groups of tokens.
 
-A program reads some chunks of one row. Rows take one of three ways: greedy, a draw among all tokens, or groups.
+A program reads some chunks of one row. Greedy rows take the first way. All others take the second: `sample_rows_kernel`
+draws from what groups there may be, and looks at few of them.
 """
 
 from __future__ import annotations
@@ -12,29 +13,21 @@ from graphrt.kernels.ops.sampling_logits import (
     CHUNK,
     MIN_HEAT,
     NOWHERE,
-    QUARTER,
+    WORD,
     best_of,
-    gumbel,
-    process,
-    random_words,
+    has_bit,
+    next_changed,
     raw_logits,
     row_options,
     row_values,
+    split_words,
     weight,
 )
-from graphrt.kernels.ops.sampling_reference import SAMPLE_CHUNK
 
+MAX_CHUNKS = 8
+"""Chunks that a program reads, at most."""
 
-@triton.constexpr_function
-def _step(processes: bool) -> int:
-    """Tokens of a step. Processing takes registers, and what it takes is taken from all rows of the kernel."""
-    return SAMPLE_CHUNK // 2 if processes else SAMPLE_CHUNK
-
-
-@triton.constexpr_function
-def _stages(processes: bool) -> int:
-    """Loads of so many steps are under way, where nothing but logits is read."""
-    return 1 if processes else 4
+_STAGES = tl.constexpr(4)  # loads of so many chunks are under way
 
 
 @triton.jit(do_not_specialize=["num_groups", "chunks", "state_rows", "bias_rows", "bias_capacity", "num_masks"])
@@ -61,6 +54,9 @@ def sample_chunks_kernel(
     best_tokens_ptr,
     group_best_ptr,
     group_mass_ptr,
+    plain_words_ptr,
+    changed_best_ptr,
+    changed_mass_ptr,
     vocab_size,
     stride_logits,
     state_rows,
@@ -70,6 +66,7 @@ def sample_chunks_kernel(
     num_groups,
     chunks,  # of one program
     GROUP: tl.constexpr,
+    MAX_CHUNKS: tl.constexpr,
     PROCESSES: tl.constexpr,  # some row may
 ):
     row = tl.program_id(0)
@@ -84,106 +81,119 @@ def sample_chunks_kernel(
     processes = False
     if PROCESSES:
         processes = source[1][2]
-    heat, _, _, _, truncates = row_options(row, vocab_size, temperatures_ptr, top_k_ptr, top_p_ptr, min_p_ptr)
+    heat, top_k, top_p, min_p, _ = row_options(row, vocab_size, temperatures_ptr, top_k_ptr, top_p_ptr, min_p_ptr)
     first = part * chunks
     end = first + chunks
-    plain = True
-    if top_k_ptr is not None:
-        plain = truncates == 0
-        if truncates:
-            at = row.to(tl.int64) * num_groups
-            group_ptrs = (group_best_ptr + at, group_mass_ptr + at)
+    at = row.to(tl.int64) * num_groups
+    mass_row_ptr = group_mass_ptr
+    if group_mass_ptr is not None:
+        mass_row_ptr = group_mass_ptr + at
+    best_row_ptr = group_best_ptr + at
+    if (heat > 0) | processes:
+        weighs = False
+        if top_k_ptr is not None:
+            weighs = (top_p < 1) & (top_k == 0) & (min_p == 0)  # top-p comes first: the mass of all tokens is needed
+        rate = 1.0 / tl.maximum(heat, MIN_HEAT)
+        raw = True
+        if PROCESSES:
+            raw = processes == 0
             if processes:
-                _measure_groups(source, group_ptrs, num_groups, heat, first, end, GROUP, True)
-            else:
-                _measure_groups(source, group_ptrs, num_groups, heat, first, end, GROUP, False)
-    if plain:
-        noise_at = (tl.load(seeds_ptr + row), tl.load(seq_lens_ptr + row))
-        if processes:
-            if heat > 0:
-                best, token = _draw_from_part(source, noise_at, heat, first, end, True)
-            else:
-                best, token = _best_of_part(source, first, end, True)
-        else:
-            if heat > 0:
-                best, token = _draw_from_part(source, noise_at, heat, first, end, False)
-            else:
-                best, token = _best_of_part(source, first, end, False)
+                changed = (plain_words_ptr + at * (GROUP // WORD), changed_best_ptr + at, changed_mass_ptr + at)
+                _measure_changed(source, changed, num_groups, rate, first, end, GROUP, MAX_CHUNKS)
+                tl.debug_barrier()  # what some threads have stored, others load
+                _measure_groups(
+                    source, best_row_ptr, mass_row_ptr, changed, num_groups, rate, weighs, first, end, GROUP
+                )
+        if raw:
+            _measure_groups(source, best_row_ptr, mass_row_ptr, None, num_groups, rate, weighs, first, end, GROUP)
+    else:
+        best, token = _best_of_part(source, first, end)
         partial = row * tl.num_programs(1) + part
         tl.store(best_scores_ptr + partial, best)
         tl.store(best_tokens_ptr + partial, token)
 
 
 @triton.jit
-def _measure_groups(source, group_ptrs, num_groups, heat, first, end, GROUP: tl.constexpr, PROCESSES: tl.constexpr):
-    """The highest logit of each group, and the group's mass relative to it: where kept tokens may be.
+def _measure_changed(source, outputs, num_groups, rate, first, end, GROUP: tl.constexpr, MAX_CHUNKS: tl.constexpr):
+    """The highest logit of each group among tokens that mask, bias and penalties change, and their mass relative to it.
 
-    No draw yet: most tokens will be dropped. Neither value depends on the part that a group lies in.
+    A lane has the 32 tokens of a word, of which mostly none or few change. It leaves the bits of those that do not.
     """
-    group_best_ptr, group_mass_ptr = group_ptrs
-    per_heat = 1.0 / tl.maximum(heat, MIN_HEAT)
-    per_step: tl.constexpr = _step(PROCESSES) // GROUP
-    for step in tl.range(
-        first * (CHUNK // _step(PROCESSES)), end * (CHUNK // _step(PROCESSES)), num_stages=_stages(PROCESSES)
-    ):
-        groups = tl.arange(0, per_step) + step * per_step
-        tokens = groups[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
-        logits = raw_logits(source, tokens)
-        if PROCESSES:
-            logits = process(source, tokens, logits)
-        best = tl.max(logits, 1)
-        mass = tl.sum(weight(logits, best[:, None], per_heat), 1)
-        tl.store(group_best_ptr + groups, best, mask=groups < num_groups)
-        tl.store(group_mass_ptr + groups, mass, mask=groups < num_groups)
+    plain_words_ptr, changed_best_ptr, changed_mass_ptr = outputs
+    per_group: tl.constexpr = GROUP // WORD
+    words = first * (CHUNK // WORD) + tl.arange(0, MAX_CHUNKS * CHUNK // WORD)
+    inside = (words < end * (CHUNK // WORD)) & (words < num_groups * per_group)
+    words = tl.where(inside, words, NOWHERE // WORD)
+    plain, changed, seen = split_words(source, words)
+    tl.store(plain_words_ptr + words, plain, mask=inside)
+    best = tl.full(words.shape, float("-inf"), tl.float32)
+    mass = tl.zeros(words.shape, tl.float32)
+    while tl.max((changed != 0).to(tl.int32), 0) > 0:
+        logits, changed = next_changed(source, words, changed, seen)
+        new_best = tl.maximum(best, logits)
+        mass = mass * weight(best, new_best, rate) + weight(logits, new_best, rate)
+        best = new_best
+    if per_group > 1:
+        by_word = tl.reshape(best, [best.shape[0] // per_group, per_group])
+        mass = tl.reshape(mass, [best.shape[0] // per_group, per_group])
+        best = tl.max(by_word, 1)
+        mass = tl.sum(mass * weight(by_word, best[:, None], rate), 1)
+    groups = first * (CHUNK // GROUP) + tl.arange(0, MAX_CHUNKS * CHUNK // GROUP)
+    inside = (groups < end * (CHUNK // GROUP)) & (groups < num_groups)
+    tl.store(changed_best_ptr + groups, best, mask=inside)
+    tl.store(changed_mass_ptr + groups, mass, mask=inside)
 
 
 @triton.jit
-def _best_of_part(source, first, end, PROCESSES: tl.constexpr):
+def _measure_groups(
+    source, best_row_ptr, mass_row_ptr, changed, num_groups, rate, weighs, first, end, GROUP: tl.constexpr
+):
+    """The highest logit of each group, and where `weighs` the group's mass relative to it.
+
+    Neither value depends on the part that a group lies in.
+    """
+    per_chunk: tl.constexpr = CHUNK // GROUP
+    per_group: tl.constexpr = GROUP // WORD
+    for chunk in tl.range(first, end, num_stages=_STAGES):
+        groups = chunk * per_chunk + tl.arange(0, per_chunk)
+        words = chunk * (CHUNK // WORD) + tl.arange(0, CHUNK // WORD)
+        logits = raw_logits(source, words[:, None] * WORD + tl.arange(0, 32)[None, :])
+        if changed is not None:
+            plain = tl.load(changed[0] + words, mask=words < num_groups * per_group, other=0)
+            logits = tl.where(has_bit(plain), logits, float("-inf"))
+        best_of_word = tl.max(logits, 1)
+        best = best_of_word
+        if per_group > 1:
+            best = tl.max(tl.reshape(best_of_word, [per_chunk, per_group]), 1)
+        if changed is not None:
+            changed_best = tl.load(changed[1] + groups, mask=groups < num_groups, other=float("-inf"))
+            best = tl.maximum(best, changed_best)
+        tl.store(best_row_ptr + groups, best, mask=groups < num_groups)
+        if mass_row_ptr is not None:
+            if weighs:
+                mass = tl.sum(weight(logits, best_of_word[:, None], rate), 1)
+                if per_group > 1:
+                    by_word = tl.reshape(best_of_word, [per_chunk, per_group])
+                    mass = tl.reshape(mass, [per_chunk, per_group])
+                    mass = tl.sum(mass * weight(by_word, best[:, None], rate), 1)
+                if changed is not None:
+                    if per_group == 1:
+                        mass *= weight(best_of_word, best, rate)
+                    changed_mass = tl.load(changed[2] + groups, mask=groups < num_groups, other=0.0)
+                    mass += changed_mass * weight(changed_best, best, rate)
+                tl.store(mass_row_ptr + groups, mass, mask=groups < num_groups)
+
+
+@triton.jit
+def _best_of_part(source, first, end):
     """The highest logit of a part of the vocabulary, and its token."""
-    width: tl.constexpr = _step(PROCESSES)
-    lanes = tl.arange(0, width)
-    scores = tl.full([width], float("-inf"), tl.float32)
-    tokens = tl.full([width], NOWHERE, tl.int32)
-    for start in tl.range(first * CHUNK, end * CHUNK, width, num_stages=_stages(PROCESSES)):
+    lanes = tl.arange(0, CHUNK)
+    scores = tl.full([CHUNK], float("-inf"), tl.float32)
+    tokens = tl.full([CHUNK], NOWHERE, tl.int32)
+    for start in tl.range(first * CHUNK, end * CHUNK, CHUNK, num_stages=_STAGES):
         token = lanes + start
         logits = raw_logits(source, token)
-        if PROCESSES:
-            logits = process(source, token, logits)
         wins = logits > scores  # equal logits of a lane: the earlier token stays, which is the lower one
         scores = tl.where(wins, logits, scores)
         tokens = tl.where(wins, token, tokens)
     return best_of(scores, tokens)
-
-
-@triton.jit
-def _draw_from_part(source, noise_at, heat, first, end, PROCESSES: tl.constexpr):
-    """The best score of a part of the vocabulary, logit + heat * noise, and its token."""
-    seed, position = noise_at
-    lanes = tl.arange(0, QUARTER)
-    scores = tl.full([QUARTER], float("-inf"), tl.float32)
-    tokens = tl.full([QUARTER], NOWHERE, tl.int32)
-    for chunk in range(first, end):
-        # All loads of the chunk are under way before the first is used: the noise is computed meanwhile.
-        token = lanes + chunk * CHUNK
-        l0 = raw_logits(source, token)
-        l1 = raw_logits(source, token + QUARTER)
-        l2 = raw_logits(source, token + 2 * QUARTER)
-        l3 = raw_logits(source, token + 3 * QUARTER)
-        w0, w1, w2, w3 = random_words(seed, lanes + chunk * QUARTER, position)
-        if PROCESSES:
-            l0 = process(source, token, l0)
-            l1 = process(source, token + QUARTER, l1)
-            l2 = process(source, token + 2 * QUARTER, l2)
-            l3 = process(source, token + 3 * QUARTER, l3)
-        scores, tokens = _better_of(l0 + heat * gumbel(w0), token, l0, scores, tokens)
-        scores, tokens = _better_of(l1 + heat * gumbel(w1), token + QUARTER, l1, scores, tokens)
-        scores, tokens = _better_of(l2 + heat * gumbel(w2), token + 2 * QUARTER, l2, scores, tokens)
-        scores, tokens = _better_of(l3 + heat * gumbel(w3), token + 3 * QUARTER, l3, scores, tokens)
-    return best_of(scores, tokens)
-
-
-@triton.jit
-def _better_of(score, token, logit, best_scores, best_tokens):
-    """The higher score and its token, elementwise. Of equal scores the earlier one stays: a lane's tokens ascend."""
-    wins = (score > best_scores) & (logit > float("-inf"))
-    return tl.where(wins, score, best_scores), tl.where(wins, token, best_tokens)

@@ -5,38 +5,63 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from graphrt.kernels.ops.sampling_reference import MAX_TEMPERATURE, SAMPLE_CHUNK
+from graphrt.kernels.ops.sampling_reference import MAX_TEMPERATURE, NOISE_GROUP
 
-QUARTER = tl.constexpr(SAMPLE_CHUNK // 4)
+SAMPLE_CHUNK = 2048
+"""Tokens that a program looks at side by side."""
+
 CHUNK = tl.constexpr(SAMPLE_CHUNK)
+WORD = tl.constexpr(32)  # tokens of a word of bits, and of a group of the noise
 NOWHERE = tl.constexpr(1 << 30)  # index that is larger than every real one
+_NO_ENTRY = tl.constexpr((1 << 31) - 1)  # token in the place of entries that a list lacks: beyond all words
 MAX_HEAT = tl.constexpr(MAX_TEMPERATURE)
+assert NOISE_GROUP == 32, "kernels read bits by groups of the noise"
 MIN_HEAT = tl.constexpr(1e-30)  # below it every logit but the best has weight 0 already
 
 
 @triton.jit
-def gumbel(bits):
-    """Gumbel noise from 32 random bits, as -log of an exponential variate; see `exponential_reference`."""
-    u = bits.to(tl.float32) * 2.3283064365386963e-10 + 1.1641532182693481e-10
+def exponential(u):
+    """Exponential variates -log(1 - u); see `exponential_reference`."""
     series = u * (1.0 + u * (0.5 + u * (0.3333333333333333 + u * 0.25)))
     tail = -tl.log(tl.maximum(1.0 - u, 2.9802322387695312e-08))
-    return -tl.log(tl.where(u < 0.015625, series, tail))
+    return tl.where(u < 0.015625, series, tail)
 
 
 @triton.jit
-def random_words(seed, counter, position):
-    """The four words of a counter. Counter c * QUARTER + i has those of the tokens i of chunk c's four quarters."""
-    zero = tl.zeros_like(counter)
-    return tl.philox(seed, counter, position + zero, zero, zero)
+def _least_of(words):
+    """The least exponential variate of a group of the noise, from its word; see `noise_reference`."""
+    return exponential((words >> 5).to(tl.float32) * 7.450580596923828e-09 + 3.725290298461914e-09) * 0.03125
 
 
 @triton.jit
-def token_noise(seed, tokens, position):
-    """Noise of tokens in any order. Four words are computed where one is used: for short lists."""
-    inner = tokens % CHUNK
-    w0, w1, w2, w3 = random_words(seed, (tokens // CHUNK) * QUARTER + inner % QUARTER, position)
-    word = inner // QUARTER
-    return gumbel(tl.where(word < 2, tl.where(word == 0, w0, w1), tl.where(word == 2, w2, w3)))
+def most_noise(seed, position, GROUPS: tl.constexpr, GROUP: tl.constexpr):
+    """The highest noise in each of the vocabulary's groups, of 32 tokens or more."""
+    counters = tl.arange(0, GROUPS * GROUP // 128)
+    zero = tl.zeros_like(counters)
+    w0, w1, w2, w3 = tl.philox(seed, counters, position + zero, zero + 1, zero)
+    if GROUP == 32:
+        words = tl.reshape(tl.join(tl.join(w0, w2), tl.join(w1, w3)), [GROUPS])
+    elif GROUP == 64:
+        words = tl.reshape(tl.join(tl.minimum(w0, w1), tl.minimum(w2, w3)), [GROUPS])
+    else:
+        words = tl.minimum(tl.minimum(w0, w1), tl.minimum(w2, w3))
+        if GROUP > 128:
+            words = tl.min(tl.reshape(words, [GROUPS, GROUP // 128]), 1)
+    return -tl.log(_least_of(words))
+
+
+@triton.jit
+def token_noise(seed, position, tokens):
+    """Noise of tokens in any order, for few of them; see `noise_reference`."""
+    zero = tl.zeros_like(tokens)
+    group = tokens // WORD
+    w0, w1, w2, w3 = tl.philox(seed, group // 4, position + zero, zero + 1, zero)
+    at = group % 4
+    word = tl.where(at < 2, tl.where(at == 0, w0, w1), tl.where(at == 2, w2, w3))
+    least = _least_of(word)
+    own, _, _, _ = tl.philox(seed, tokens, position + zero, zero, zero)
+    above = exponential(own.to(tl.float32) * 2.3283064365386963e-10 + 1.1641532182693481e-10)
+    return -tl.log(tl.where((word & 31).to(tl.int32) == tokens % WORD, least, least + above))
 
 
 @triton.jit
@@ -146,21 +171,13 @@ def raw_logits(source, tokens):
 
 
 @triton.jit
-def process(source, tokens, logits):
-    """`raw_logits` after mask, bias and penalties. What the row does not use is not read."""
+def _process(source, tokens, logits, seen):
+    """`raw_logits` after bias and penalties; `seen`: whether the token has occurred. Other rows are not read for it."""
     pointers, values = source
-    _, mask_words_ptr, bias_tokens_ptr, bias_values_ptr, seen_ptr, counts_ptr = pointers
-    (
-        _, vocab_size, _, mask_at, num_masked, bias_at, num_biases, state_row, num_penalised, repetition, presence,
-        frequency,
-    ) = values  # fmt: skip
-    words = tl.load(mask_words_ptr + mask_at + tokens // 32, mask=tokens < num_masked, other=-1)
-    logits = tl.where(((words >> (tokens % 32)) & 1) != 0, logits, float("-inf"))
+    _, _, bias_tokens_ptr, bias_values_ptr, _, counts_ptr = pointers
+    _, vocab_size, _, _, _, bias_at, num_biases, state_row, _, repetition, presence, frequency = values
     if num_biases > 0:
         logits += _bias(tokens, bias_tokens_ptr + bias_at, bias_values_ptr + bias_at, num_biases)
-    seen_at = state_row * ((vocab_size + 31) // 32)
-    words = tl.load(seen_ptr + seen_at + tokens // 32, mask=tokens < num_penalised, other=0)
-    seen = ((words >> (tokens % 32)) & 1) != 0
     # Counts are read where a token has occurred: few of a large vocabulary.
     counts = tl.load(counts_ptr + state_row * vocab_size + tokens, mask=seen, other=0)
     scaled = tl.where(logits > 0, tl.div_rn(logits, repetition), logits * repetition)
@@ -170,13 +187,83 @@ def process(source, tokens, logits):
 
 
 @triton.jit
-def processed_logits(source, tokens):
-    """Processed logits, of rows that ask for it and of those that do not."""
+def _bits_of(source, words):
+    """Bits of the tokens in some words: those that the mask allows, and those that have occurred."""
+    pointers, values = source
+    _, mask_words_ptr, _, _, seen_ptr, _ = pointers
+    _, vocab_size, _, mask_at, num_masked, _, _, state_row, num_penalised, _, _, _ = values
+    seen_at = state_row * ((vocab_size + 31) // 32)
+    allowed = tl.load(mask_words_ptr + mask_at + words, mask=words * WORD < num_masked, other=-1)
+    seen = tl.load(seen_ptr + seen_at + words, mask=words * WORD < num_penalised, other=0)
+    return allowed, seen
+
+
+@triton.jit
+def has_bit(words):
+    """[words, 32]: whether each word has each of its bits."""
+    return ((words[:, None] >> tl.arange(0, 32)[None, :]) & 1) != 0
+
+
+@triton.jit
+def logits_of_words(source, words):
+    """The tokens of some words, [words, 32], and their processed logits: of few words, in any order."""
     _, values = source
+    tokens = words[:, None] * WORD + tl.arange(0, 32)[None, :]
     logits = raw_logits(source, tokens)
     if values[2]:
-        logits = process(source, tokens, logits)
-    return logits
+        allowed, seen = _bits_of(source, words)
+        logits = tl.where(has_bit(allowed), logits, float("-inf"))
+        logits = _process(source, tokens, logits, has_bit(seen))
+    return tokens, logits
+
+
+@triton.jit
+def split_words(source, words):
+    """Bits of tokens whose logits are as the model gave them, of those that change, and of those that have occurred.
+
+    Tokens that the mask forbids are in neither of the first two.
+    """
+    pointers, values = source
+    bias_at, num_biases = values[5], values[6]
+    allowed, seen = _bits_of(source, words)
+    changed = seen
+    if num_biases > 0:
+        changed |= _biased_bits(words, pointers[2] + bias_at, num_biases)
+    return allowed & ~changed, allowed & changed, seen
+
+
+@triton.jit
+def next_changed(source, words, changed, seen):
+    """The processed logit of the first of each word's changed tokens, -inf where there is none; and the bits left."""
+    _, values = source
+    lowest = changed & -changed
+    # The place of a single bit is the exponent of the power of two.
+    place = (lowest.to(tl.uint32, bitcast=True).to(tl.float32).to(tl.int32, bitcast=True) >> 23) - 127
+    tokens = tl.where(changed != 0, words * WORD + place, values[1])
+    logits = _process(source, tokens, raw_logits(source, tokens), (seen & lowest) != 0)
+    return logits, changed ^ lowest
+
+
+@triton.jit
+def _biased_bits(words, bias_tokens_row_ptr, num_biases):
+    """Bits of the tokens that the row's ascending list names."""
+    first = words * WORD
+    at = tl.zeros_like(words)  # of the entries, so many are below the word's first token
+    step = tl.zeros_like(num_biases) + 1
+    while step <= num_biases:
+        step *= 2
+    while step > 0:
+        probe = tl.load(bias_tokens_row_ptr + at + step - 1, mask=at + step <= num_biases, other=NOWHERE)
+        at = tl.where((at + step <= num_biases) & (probe < first), at + step, at)
+        step //= 2
+    bits = tl.zeros_like(words)
+    token = tl.load(bias_tokens_row_ptr + at, mask=at < num_biases, other=_NO_ENTRY)
+    while tl.max(((token - first) < WORD).to(tl.int32), 0) > 0:
+        inside = (token - first) < WORD
+        bits = tl.where(inside, bits | (tl.full(words.shape, 1, tl.int32) << (token & 31)), bits)
+        at = tl.where(inside, at + 1, at)
+        token = tl.load(bias_tokens_row_ptr + at, mask=inside & (at < num_biases), other=_NO_ENTRY)
+    return bits
 
 
 @triton.jit

@@ -8,8 +8,8 @@ import torch
 
 from graphrt.kernels.types import NO_TOKEN
 
-SAMPLE_CHUNK = 2048
-"""Vocabulary entries that share one block of random counters; part of what defines the random numbers of `sample`."""
+NOISE_GROUP = 32
+"""Neighbouring vocabulary entries whose least exponential variate is drawn first; part of what defines the noise."""
 
 MAX_TEMPERATURE = 1e30
 """Temperatures beyond are taken as this one; at it every finite logit has the same chance already."""
@@ -19,15 +19,17 @@ _PHILOX_KEYS = (0x9E3779B9, 0xBB67AE85)
 _PHILOX_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 
 
-def philox4x32(seed: torch.Tensor, counter0: torch.Tensor, counter1: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Four 32-bit words (as int64) of Philox-4x32-10 at counter (counter0, counter1, 0, 0), key (seed low, seed high).
+def philox4x32(
+    seed: torch.Tensor, counter0: torch.Tensor, counter1: torch.Tensor, counter2: int = 0
+) -> tuple[torch.Tensor, ...]:
+    """Four 32-bit words (as int64) of Philox-4x32-10 at counter (c0, c1, c2, 0), key (seed low, seed high).
 
     Arguments are int64 and broadcast; counters must lie in 0 to 2**32 - 1. Bit for bit `tl.philox`.
     Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3".
     """
     key0, key1 = seed & _MASK32, (seed >> 32) & _MASK32
     c0, c1 = torch.broadcast_tensors(counter0, counter1)
-    c2 = c3 = torch.zeros_like(c0)
+    c2, c3 = torch.full_like(c0, counter2), torch.zeros_like(c0)
     for _ in range(10):
         low_a, high_a = _multiply32(c0, _PHILOX_MULTIPLIERS[0])
         low_b, high_b = _multiply32(c2, _PHILOX_MULTIPLIERS[1])
@@ -44,22 +46,32 @@ def _multiply32(x: torch.Tensor, factor: int) -> tuple[torch.Tensor, torch.Tenso
     return (middle << 16 | low & 0xFFFF) & _MASK32, middle >> 16
 
 
-def exponential_reference(bits: torch.Tensor) -> torch.Tensor:
-    """Exponential variates (float32) from 32 random bits, by inversion: -log(1 - u), u = (bits + 0.5) / 2**32.
+def exponential_reference(words: torch.Tensor, bits: int = 32) -> torch.Tensor:
+    """Exponential variates (float32) from random words of so many bits: -log(1 - u), u = (word + 0.5) / 2**bits.
 
     Small variates decide a Gumbel-max draw, so they are computed from a series, which keeps their relative precision.
     """
-    u = bits.float() * 2.0**-32 + 2.0**-33
+    u = words.float() * 2.0**-bits + 2.0 ** -(bits + 1)
     series = u * (1.0 + u * (0.5 + u * (1.0 / 3.0 + u * 0.25)))
     return torch.where(u < 2.0**-6, series, -torch.log((1.0 - u).clamp_min(2.0**-25)))
 
 
 def noise_reference(seeds: torch.Tensor, seq_lens: torch.Tensor, vocab: int) -> torch.Tensor:
-    """Gumbel noise (float32, [rows, vocab]) at (seed, vocabulary index, position)."""
-    index = torch.arange(-(-vocab // SAMPLE_CHUNK) * (SAMPLE_CHUNK // 4), device=seeds.device)
-    words = philox4x32(seeds[:, None], index[None, :], seq_lens[:, None].long() & _MASK32)
-    by_chunk = torch.stack([word.view(len(seeds), -1, SAMPLE_CHUNK // 4) for word in words], 2)
-    return -torch.log(exponential_reference(by_chunk.reshape(len(seeds), -1)[:, :vocab]))
+    """Gumbel noise (float32, [rows, vocab]) at (seed, vocabulary index, position): -log of exponential variates.
+
+    The variates of a group of 32 neighbours come from the least one, which has a word to itself: the minimum of 32
+    independent variates is an exponential variate over 32. The word's lowest five bits say whose it is. All others
+    exceed it by independent exponential variates, since exponential variates have no memory. So a whole group is
+    dismissed by one word, and a token's noise is still independent of all others'.
+    """
+    device, positions = seeds.device, seq_lens[:, None].long() & _MASK32
+    groups = -(-vocab // NOISE_GROUP)
+    quads = philox4x32(seeds[:, None], torch.arange(-(-groups // 4), device=device)[None], positions, 1)
+    of_group = torch.stack(quads, 2).flatten(1)[:, :groups].repeat_interleave(NOISE_GROUP, 1)[:, :vocab]
+    least = exponential_reference(of_group >> 5, 27) / NOISE_GROUP
+    tokens = torch.arange(vocab, device=device)[None]
+    above = exponential_reference(philox4x32(seeds[:, None], tokens, positions)[0])
+    return -torch.log(torch.where((of_group & 31) == tokens % NOISE_GROUP, least, least + above))
 
 
 def sample_reference(

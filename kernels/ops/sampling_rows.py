@@ -1,9 +1,11 @@
-"""Second pass of sampling, a program per row: the best of the row's parts, or the draw of a row that truncates.
+"""Second pass of sampling, a program per row: the best of the row's parts, or the draw among the row's groups.
+
+A group's highest logit and highest noise bound the scores of its tokens. So a draw looks at few groups: at some with
+the highest bounds, then at all whose bounds reach the best score among those.
 
 min-p, top-k and top-p each keep the tokens from some logit upwards, so a row keeps what is at or above one threshold.
-It is found in two steps. The groups' highest logits give a lower bound of it, and what reaches the bound is mostly a
-short list. The list is then searched by bisection in registers. Rows that keep too much for a list read all of their
-logits again, a few times.
+The groups' highest logits give a lower bound of it, and what reaches that bound is mostly a short list. The list is
+then searched by bisection in registers. Of rows that keep too much for a list, `sampling_passes.py` draws.
 """
 
 from __future__ import annotations
@@ -12,33 +14,29 @@ import triton
 import triton.language as tl
 
 from graphrt.kernels.ops.sampling_logits import (
-    CHUNK,
     MIN_HEAT,
     NOWHERE,
-    QUARTER,
+    WORD,
     best_of,
-    gumbel,
     key_of,
     largest_reaching,
-    processed_logits,
-    random_words,
+    logits_of_words,
     row_options,
     row_values,
     token_noise,
     value_of,
     weight,
 )
+from graphrt.kernels.ops.sampling_passes import best_score, draw_by_passes, words_of_groups
 from graphrt.kernels.types import NO_TOKEN
 
 LIST = 2048
 """Tokens that a row's list holds."""
 
 _NO_TOKEN = tl.constexpr(NO_TOKEN)
-_WIDTH = tl.constexpr(1024)  # tokens that are looked at side by side
-
+_WORDS = tl.constexpr(64)  # whose tokens are looked at side by side
+_FLOOR_KEYS = tl.constexpr(1 << 12)  # a bound need not be exact
 _SURE = tl.constexpr(1.0001)  # a bound on masses holds in spite of roundings where it holds by this factor
-_GUESS = tl.constexpr(0.04)  # half the width in which top-p's threshold is sought first, as a share of the mass
-_GUESS_KEYS = tl.constexpr(1 << 10)
 
 
 @triton.jit(do_not_specialize=["num_parts", "num_groups", "state_rows", "bias_rows", "bias_capacity", "num_masks"])
@@ -65,6 +63,7 @@ def sample_rows_kernel(
     best_tokens_ptr,
     group_best_ptr,
     group_mass_ptr,
+    plain_words_ptr,
     list_groups_ptr,
     list_tokens_ptr,
     list_logits_ptr,
@@ -79,7 +78,6 @@ def sample_rows_kernel(
     num_parts,
     PARTS: tl.constexpr,
     GROUPS: tl.constexpr,
-    CHUNKS: tl.constexpr,
     GROUP: tl.constexpr,
     LIST: tl.constexpr,
 ):
@@ -87,44 +85,55 @@ def sample_rows_kernel(
     heat, top_k, top_p, min_p, truncates = row_options(
         row, vocab_size, temperatures_ptr, top_k_ptr, top_p_ptr, min_p_ptr
     )
-    token = NOWHERE
-    plain = True
-    if top_k_ptr is not None:
-        plain = truncates == 0
-        if truncates:
-            source = (
-                (logits_ptr, mask_words_ptr, bias_tokens_ptr, bias_values_ptr, seen_ptr, counts_ptr),
-                row_values(
-                    row, stride_logits, vocab_size, row_ids_ptr, repetition_ptr, presence_ptr, frequency_ptr,
-                    state_rows, bias_counts_ptr, bias_rows, bias_capacity, mask_index_ptr, num_masks,
-                ),
-            )  # fmt: skip
-            noise_at = (seeds_ptr, seq_lens_ptr, row)
-            per_heat = 1.0 / tl.maximum(heat, MIN_HEAT)
-            groups = tl.arange(0, GROUPS)
-            at = row.to(tl.int64) * num_groups + groups
-            group_best = tl.load(group_best_ptr + at, mask=groups < num_groups, other=float("-inf"))
-            group_mass = tl.load(group_mass_ptr + at, mask=groups < num_groups, other=0.0)
-            best = tl.max(group_best, 0)
-            total = tl.sum(group_mass * weight(group_best, best, per_heat), 0)
-            floor = _floor(group_best, best, total, heat, per_heat, top_k, top_p, min_p)
-            row_list_tokens_ptr = list_tokens_ptr + row.to(tl.int64) * LIST
-            row_list_logits_ptr = list_logits_ptr + row.to(tl.int64) * LIST
-            length = _make_list(
-                source, groups, group_best, floor, list_groups_ptr + row.to(tl.int64) * num_groups, row_list_tokens_ptr,
-                row_list_logits_ptr, GROUP, LIST,
-            )  # fmt: skip
-            if length <= LIST:
-                token = _draw_from_list(
-                    row_list_tokens_ptr, row_list_logits_ptr, length, noise_at, best, floor, total, heat, per_heat,
-                    top_k, top_p, min_p, LIST,
-                )  # fmt: skip
+    if top_k_ptr is not None:  # greedy rows keep the best token whatever else they say
+        top_k = tl.where(truncates, top_k, 0)
+        top_p = tl.where(truncates, top_p, 1.0)
+        min_p = tl.where(truncates, min_p, 0.0)
+    source = (
+        (logits_ptr, mask_words_ptr, bias_tokens_ptr, bias_values_ptr, seen_ptr, counts_ptr),
+        row_values(
+            row, stride_logits, vocab_size, row_ids_ptr, repetition_ptr, presence_ptr, frequency_ptr,
+            state_rows, bias_counts_ptr, bias_rows, bias_capacity, mask_index_ptr, num_masks,
+        ),
+    )  # fmt: skip
+    at = row.to(tl.int64) * num_groups
+    plain_words_row_ptr = plain_words_ptr
+    if plain_words_ptr is not None:
+        plain_words_row_ptr = plain_words_ptr + at * (GROUP // WORD)
+    if (heat > 0) | source[1][2]:
+        noise_at = (tl.load(seeds_ptr + row), tl.load(seq_lens_ptr + row))
+        rate = 1.0 / tl.maximum(heat, MIN_HEAT)
+        best = float("-inf")
+        total = 0.0
+        floor = float("-inf")
+        token = NOWHERE
+        length = LIST + 1
+        if top_k_ptr is not None:
+            if truncates:
+                groups = tl.arange(0, GROUPS)
+                group_best = tl.load(group_best_ptr + at + groups, mask=groups < num_groups, other=float("-inf"))
+                best = tl.max(group_best, 0)
+                num_weighed = tl.where((top_p < 1) & (top_k == 0) & (min_p == 0), num_groups, 0)
+                group_mass = tl.load(group_mass_ptr + at + groups, mask=groups < num_weighed, other=0.0)
+                total = tl.sum(group_mass * weight(group_best, best, rate), 0)
+                floor = _floor(group_best, best, total, heat, rate, top_k, top_p, min_p)
+                if (top_k > 0) | (top_p < 1):
+                    row_list = (list_tokens_ptr + row.to(tl.int64) * LIST, list_logits_ptr + row.to(tl.int64) * LIST)
+                    length = _make_list(source, groups, group_best, floor, list_groups_ptr + at, row_list, GROUP, LIST)
+                    if length <= LIST:
+                        token = _draw_from_list(
+                            row_list, length, noise_at, best, floor, total, heat, rate, top_k, top_p, min_p, LIST
+                        )
+        if length > LIST:
+            group_ptrs = (group_best_ptr + at, list_groups_ptr + at, num_groups)
+            if top_k_ptr is None:
+                token, _ = best_score(source, noise_at, group_ptrs, floor, heat, GROUPS, GROUP)
             else:
-                token = _draw_from_row(
-                    source, noise_at, vocab_size, best, floor, total, heat, per_heat, top_k, top_p,
-                    min_p, CHUNKS,
+                token = draw_by_passes(
+                    source, plain_words_row_ptr, noise_at, group_ptrs, best, floor, total, heat, rate, top_k, top_p,
+                    min_p, GROUPS, GROUP,
                 )  # fmt: skip
-    if plain:
+    else:
         parts = tl.arange(0, PARTS)
         partials = row * num_parts + parts
         scores = tl.load(best_scores_ptr + partials, mask=parts < num_parts, other=float("-inf"))
@@ -152,29 +161,32 @@ def _floor(group_best, best, total, heat, per_heat, top_k, top_p, min_p):
     useful = useful & (tl.sum(tl.where(group_best >= lowest, amounts, 0.0), 0) >= need)
     low = key_of(lowest)
     high = tl.where(useful, key_of(best) + 1, low)
-    low, high = largest_reaching(group_best, amounts, need, low, high, 1)
+    low, high = largest_reaching(group_best, amounts, need, low, high, _FLOOR_KEYS)
     return tl.where(useful, value_of(low), floor)
 
 
 @triton.jit
 def _make_list(
-    source, groups, group_best, floor, groups_ptr, tokens_ptr, logits_ptr, GROUP: tl.constexpr, LIST: tl.constexpr
+    source, groups, group_best, floor, list_groups_row_ptr, row_list, GROUP: tl.constexpr, LIST: tl.constexpr
 ):
     """List the tokens that reach the floor, with their processed logits; the length, or more than LIST: too many."""
-    wide: tl.constexpr = _WIDTH // GROUP
+    per_group: tl.constexpr = GROUP // WORD
+    wide: tl.constexpr = _WORDS // per_group
+    tokens_ptr, logits_ptr = row_list
     chosen = (group_best >= floor) & (group_best > float("-inf"))
     count = tl.sum(chosen.to(tl.int32), 0)
-    place = tl.cumsum(chosen.to(tl.int32), 0) - 1
-    tl.store(groups_ptr + place, groups, mask=chosen)
-    tl.debug_barrier()  # what some threads have stored, others load
-    length = 0
+    length = tl.where(count > LIST, count, 0)  # each has a token that reaches the floor
+    if count <= LIST:
+        place = tl.cumsum(chosen.to(tl.int32), 0) - 1
+        tl.store(list_groups_row_ptr + place, groups, mask=chosen)
+        tl.debug_barrier()  # what some threads have stored, others load
     start = 0
     while (start < count) & (length <= LIST):
         listed = start + tl.arange(0, wide)
-        group = tl.load(groups_ptr + listed, mask=listed < count, other=NOWHERE // GROUP)
-        tokens = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
-        logits = tl.reshape(processed_logits(source, tokens), [_WIDTH])
-        tokens = tl.reshape(tokens, [_WIDTH])
+        group = tl.load(list_groups_row_ptr + listed, mask=listed < count, other=NOWHERE // GROUP)
+        tokens, logits = logits_of_words(source, words_of_groups(group, per_group))
+        logits = tl.reshape(logits, [_WORDS * WORD])
+        tokens = tl.reshape(tokens, [_WORDS * WORD])
         taken = (logits >= floor) & (logits > float("-inf"))
         list_place = length + tl.cumsum(taken.to(tl.int32), 0) - 1
         tl.store(tokens_ptr + list_place, tokens, mask=taken & (list_place < LIST))
@@ -187,25 +199,14 @@ def _make_list(
 
 @triton.jit
 def _draw_from_list(
-    tokens_ptr,
-    logits_ptr,
-    length,
-    noise_at,
-    best,
-    floor,
-    total,
-    heat,
-    per_heat,
-    top_k,
-    top_p,
-    min_p,
-    LIST: tl.constexpr,
+    row_list, length, noise_at, best, floor, total, heat, rate, top_k, top_p, min_p, LIST: tl.constexpr
 ):
     """The draw among listed tokens, which hold all that are kept. Top-k's threshold first: top-p's mass is above it."""
+    tokens_ptr, logits_ptr = row_list
     lanes = tl.arange(0, LIST)
     tokens = tl.load(tokens_ptr + lanes, mask=lanes < length, other=NOWHERE)
     logits = tl.load(logits_ptr + lanes, mask=lanes < length, other=float("-inf"))
-    weights = weight(logits, best, per_heat)
+    weights = weight(logits, best, rate)
     threshold = key_of(floor)
     end = key_of(best) + 1
     if (top_k > 0) & (top_k < length):
@@ -216,174 +217,7 @@ def _draw_from_list(
             total = tl.sum(tl.where(logits >= value_of(threshold), weights, 0.0), 0)
         threshold, _ = largest_reaching(logits, weights, top_p * total, threshold, end, 1)
     kept = (lanes < length) & (logits >= value_of(threshold))
-    seeds_ptr, seq_lens_ptr, row = noise_at
-    noise = token_noise(tl.load(seeds_ptr + row), tokens, tl.load(seq_lens_ptr + row))
-    scores = tl.where(kept, logits + heat * noise, float("-inf"))
+    seed, position = noise_at
+    scores = tl.where(kept, tl.fma(heat, token_noise(seed, position, tokens), logits), float("-inf"))
     _, token = best_of(scores, tl.where(kept, tokens, NOWHERE))
     return token
-
-
-@triton.jit
-def _draw_from_row(
-    source,
-    noise_at,
-    vocab_size,
-    best,
-    floor,
-    total,
-    heat,
-    per_heat,
-    top_k,
-    top_p,
-    min_p,
-    CHUNKS: tl.constexpr,
-):
-    """The draw of a row that keeps more tokens than a list holds.
-
-    The threshold is a key in [low, high). For top-p it need not be known exactly: the best score over all tokens
-    decides once its own logit is known to be kept. That is the case after one pass in most draws.
-    """
-    low = key_of(floor)
-    high = low + 1
-    if top_k > 0:
-        # Exact: a quarter of the keys are left after each pass.
-        high = key_of(best) + 1
-        need = top_k.to(tl.float32)
-        enough, _, _ = _amounts_from(source, vocab_size, low, low, low, best, 0.0)
-        if enough < need:
-            high = low + 1
-        while high - low > 1:
-            step = (high - low + 3) // 4
-            a, b, c = low + step, low + 2 * step, low + 3 * step
-            low, high = _narrowed(source, vocab_size, low, high, a, b, c, best, 0.0, need)
-    target = top_p * total
-    guess_low = low
-    guess_high = low
-    if top_p < 1:
-        if (top_k > 0) | (min_p > 0):
-            total, _, _ = _amounts_from(source, vocab_size, low, low, low, best, per_heat)
-            target = top_p * total
-        high = key_of(best) + 1
-        # Tokens at about equal distances are a sample: it says where to look.
-        draws = tl.arange(0, _WIDTH)
-        distance = tl.cdiv(vocab_size, _WIDTH)
-        logits = processed_logits(source, draws * distance + draws % distance)
-        logits = tl.where(logits >= value_of(low), logits, float("-inf"))
-        weights = weight(logits, best, per_heat)
-        mass = tl.sum(weights, 0)
-        guess_low, _ = largest_reaching(logits, weights, (top_p + _GUESS) * mass, low, high, _GUESS_KEYS)
-        guess_high, _ = largest_reaching(logits, weights, (top_p - _GUESS) * mass, low, high, _GUESS_KEYS)
-
-    # A lane sees the four tokens of one counter in each chunk, and keeps the best of those at or above `low`.
-    seeds_ptr, seq_lens_ptr, row = noise_at
-    seed = tl.load(seeds_ptr + row)
-    position = tl.load(seq_lens_ptr + row)
-    floor = value_of(low)
-    lanes = tl.arange(0, QUARTER)
-    scores = tl.full([QUARTER], float("-inf"), tl.float32)
-    tokens = tl.full([QUARTER], NOWHERE, tl.int32)
-    winners = tl.full([QUARTER], float("-inf"), tl.float32)  # the logits of the best
-    mass_low = tl.zeros([QUARTER], tl.float32)
-    mass_high = tl.zeros([QUARTER], tl.float32)
-    from_low = value_of(guess_low)
-    from_high = value_of(guess_high)
-    for chunk in range(0, tl.cdiv(vocab_size, CHUNK)):
-        words = random_words(seed, lanes + chunk * QUARTER, position)
-        for word in tl.static_range(4):
-            token = lanes + chunk * CHUNK + word * QUARTER
-            logits = processed_logits(source, token)
-            weights = weight(logits, best, per_heat)
-            mass_low += tl.where(logits >= from_low, weights, 0.0)
-            mass_high += tl.where(logits >= from_high, weights, 0.0)
-            noise = heat * gumbel(words[word])
-            scores, tokens, winners = _better_from(logits, noise, token, floor, scores, tokens, winners)
-    low, high = _narrow(low, high, guess_low, tl.sum(mass_low, 0), target)
-    low, high = _narrow(low, high, guess_high, tl.sum(mass_high, 0), target)
-
-    token, key = _leader(scores, tokens, winners)
-    while (token < NOWHERE) & (key < high - 1):
-        if key >= low:
-            # Not known yet: whether the tokens above it hold less than top-p. Halving ends what chance may draw out.
-            middle = low + (high - low) // 2
-            low, high = _narrowed(source, vocab_size, low, high, key + 1, middle, middle, best, per_heat, target)
-        else:
-            # Dropped: the next best of its lane takes its place. All other lanes still have their best.
-            lane = token % QUARTER
-            chunks = tl.arange(0, CHUNKS)
-            words = random_words(seed, chunks * QUARTER + lane, position)
-            lane_scores = tl.full([CHUNKS], float("-inf"), tl.float32)
-            lane_tokens = tl.full([CHUNKS], NOWHERE, tl.int32)
-            lane_winners = tl.full([CHUNKS], float("-inf"), tl.float32)
-            for word in tl.static_range(4):
-                other = chunks * CHUNK + word * QUARTER + lane
-                lane_scores, lane_tokens, lane_winners = _better_from(
-                    processed_logits(source, other), heat * gumbel(words[word]), other, value_of(low), lane_scores,
-                    lane_tokens, lane_winners,
-                )  # fmt: skip
-            score, next_token = best_of(lane_scores, lane_tokens)
-            winner = tl.max(tl.where(lane_tokens == next_token, lane_winners, float("-inf")), 0)
-            scores = tl.where(lanes == lane, score, scores)
-            tokens = tl.where(lanes == lane, next_token, tokens)
-            winners = tl.where(lanes == lane, winner, winners)
-        token, key = _leader(scores, tokens, winners)
-    return token
-
-
-@triton.jit
-def _leader(scores, tokens, winners):
-    """The token of the best score, and the key of its logit."""
-    _, token = best_of(scores, tokens)
-    return token, key_of(tl.max(tl.where(tokens == token, winners, float("-inf")), 0))
-
-
-@triton.jit
-def _better_from(logits, noise, tokens, floor, best_scores, best_tokens, best_logits):
-    """As `better_of`, among tokens at or above the floor, with the logits of the best."""
-    able = (logits >= floor) & (logits > float("-inf"))
-    scores = tl.where(able, logits + noise, float("-inf"))
-    tokens = tl.where(able, tokens, NOWHERE)
-    wins = (scores > best_scores) | ((scores == best_scores) & (tokens < best_tokens))
-    return (
-        tl.where(wins, scores, best_scores),
-        tl.where(wins, tokens, best_tokens),
-        tl.where(wins, logits, best_logits),
-    )
-
-
-@triton.jit
-def _narrow(low, high, key, amount, need):
-    """The bounds of a threshold after a look at one key: it is there or above where the amount reaches the need."""
-    reaches = amount >= need
-    return (
-        tl.where(reaches, tl.maximum(low, key), low),
-        tl.where(reaches, high, tl.minimum(high, key)),
-    )
-
-
-@triton.jit
-def _narrowed(source, vocab_size, low, high, key_a, key_b, key_c, best, per_heat, need):
-    """The bounds after a pass over the row that looks at three keys."""
-    amount_a, amount_b, amount_c = _amounts_from(source, vocab_size, key_a, key_b, key_c, best, per_heat)
-    low, high = _narrow(low, high, key_a, amount_a, need)
-    low, high = _narrow(low, high, key_b, amount_b, need)
-    return _narrow(low, high, key_c, amount_c, need)
-
-
-@triton.jit
-def _amounts_from(source, vocab_size, key_a, key_b, key_c, best, per_heat):
-    """The masses of the row's tokens at or above three keys; their numbers where `per_heat` is 0."""
-    from_a = value_of(key_a)
-    from_b = value_of(key_b)
-    from_c = value_of(key_c)
-    amount_a = tl.zeros([_WIDTH], tl.float32)
-    amount_b = tl.zeros([_WIDTH], tl.float32)
-    amount_c = tl.zeros([_WIDTH], tl.float32)
-    start = 0
-    while start < vocab_size:
-        logits = processed_logits(source, start + tl.arange(0, _WIDTH))
-        weights = weight(logits, best, per_heat)
-        amount_a += tl.where(logits >= from_a, weights, 0.0)
-        amount_b += tl.where(logits >= from_b, weights, 0.0)
-        amount_c += tl.where(logits >= from_c, weights, 0.0)
-        start += _WIDTH
-    return tl.sum(amount_a, 0), tl.sum(amount_b, 0), tl.sum(amount_c, 0)

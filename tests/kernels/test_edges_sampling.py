@@ -16,8 +16,8 @@ from graphrt.kernels.library import INTERPRETER_AVAILABLE, interpreted
 from graphrt.kernels.metadata.buffers import operands
 from graphrt.kernels.metadata.publish import publish
 from graphrt.kernels.ops.sampling import sample
-from graphrt.kernels.ops.sampling_logits import gumbel
-from graphrt.kernels.ops.sampling_reference import SAMPLE_CHUNK, exponential_reference, sample_reference
+from graphrt.kernels.ops.sampling_logits import SAMPLE_CHUNK, exponential
+from graphrt.kernels.ops.sampling_reference import exponential_reference, sample_reference
 from graphrt.kernels.types import NO_TOKEN, FaultCode, RowEnd, RowStatus
 from tests.kernels.test_publish import make_buffers
 from tests.kernels.test_sampling import arguments, exact_draws, one_hot_rows
@@ -54,7 +54,8 @@ def test_draws_at_extreme_positions(draw, rng: torch.Generator, position: int) -
 @triton.jit
 def _gumbel_kernel(words_ptr, out_ptr, N: tl.constexpr):
     lanes = tl.arange(0, N)
-    tl.store(out_ptr + lanes, gumbel(tl.load(words_ptr + lanes).to(tl.uint32, bitcast=True)))
+    words = tl.load(words_ptr + lanes).to(tl.uint32, bitcast=True)
+    tl.store(out_ptr + lanes, -tl.log(exponential(words.to(tl.float32) * 2.0**-32 + 2.0**-33)))
 
 
 def test_noise_is_that_of_the_reference(kernel_device: torch.device) -> None:

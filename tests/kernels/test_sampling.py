@@ -12,7 +12,8 @@ import triton.language as tl
 
 from graphrt.kernels.errors import ShapeError
 from graphrt.kernels.ops.sampling import sample
-from graphrt.kernels.ops.sampling_reference import SAMPLE_CHUNK, exponential_reference, philox4x32, sample_reference
+from graphrt.kernels.ops.sampling_logits import SAMPLE_CHUNK
+from graphrt.kernels.ops.sampling_reference import exponential_reference, philox4x32, sample_reference
 from graphrt.kernels.types import NO_TOKEN
 
 F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
@@ -20,9 +21,9 @@ NAN, INF = float("nan"), float("inf")
 CPU = torch.device("cpu")
 
 
-def python_philox(seed: int, c0: int, c1: int) -> tuple[int, int, int, int]:
-    """Philox-4x32-10 at counter (c0, c1, 0, 0), on Python's integers, from the paper's definition."""
-    key, counter = [seed & 0xFFFFFFFF, seed >> 32 & 0xFFFFFFFF], [c0, c1, 0, 0]
+def python_philox(seed: int, c0: int, c1: int, c2: int = 0) -> tuple[int, int, int, int]:
+    """Philox-4x32-10 at counter (c0, c1, c2, 0), on Python's integers, from the paper's definition."""
+    key, counter = [seed & 0xFFFFFFFF, seed >> 32 & 0xFFFFFFFF], [c0, c1, c2, 0]
     for _ in range(10):
         a, b = 0xD2511F53 * counter[0], 0xCD9E8D57 * counter[2]
         counter = [b >> 32 ^ counter[1] ^ key[0], b & 0xFFFFFFFF, a >> 32 ^ counter[3] ^ key[1], a & 0xFFFFFFFF]
@@ -55,6 +56,8 @@ def test_philox_known_answer() -> None:
 def test_philox_is_that_of_triton_and_of_the_paper(kernel_device: torch.device, seed: int) -> None:
     c0 = torch.tensor([0, 1, 2, 3, 511, 65535, 65536, 131071], dtype=torch.int64)
     c1 = torch.tensor([0, 5, 0, 77, 4096, 131072, 2**31 - 1, 1], dtype=torch.int64)
+    words = torch.stack(philox4x32(torch.tensor(seed), c0, c1, 1))
+    assert words.T.tolist() == [list(python_philox(seed, int(a), int(b), 1)) for a, b in zip(c0, c1, strict=True)]
     words = torch.stack(philox4x32(torch.tensor(seed), c0, c1))
     assert words.T.tolist() == [list(python_philox(seed, int(a), int(b))) for a, b in zip(c0, c1, strict=True)]
     out = torch.empty(4, 8, dtype=torch.int64, device=kernel_device)
@@ -157,16 +160,20 @@ def test_temperatures_that_mean_argmax(
     assert sample_reference(*arguments(logits, temperature)).tolist() == expected
 
 
+def exact_noise(seed: int, position: int, token: int) -> float:
+    """The noise of a token in float64, from Python's Philox: its group's least variate, or above that."""
+    word = python_philox(seed, token // 128, position, 1)[token // 32 % 4]
+    variate = -math.log1p(-((word >> 5) + 0.5) / 2**27) / 32
+    if word % 32 != token % 32:
+        variate -= math.log1p(-(python_philox(seed, token, position)[0] + 0.5) / 2**32)
+    return -math.log(variate)
+
+
 def exact_draws(logits: torch.Tensor, temperature: list[float], seed: int, position: int) -> tuple[list[int], float]:
-    """The draws in float64 from Python's Philox, and by how much the closest of them was decided."""
+    """The draws in float64, and by how much the closest of them was decided."""
     tokens, margin = [], INF
     for r, row in enumerate(logits.double().tolist()):
-        scores = []
-        for token, logit in enumerate(row):
-            chunk, inner = divmod(token, SAMPLE_CHUNK)
-            words = python_philox(seed + r, chunk * QUARTER + inner % QUARTER, position)
-            u = (words[inner // QUARTER] + 0.5) / 2**32
-            scores.append(logit - temperature[r] * math.log(-math.log1p(-u)))
+        scores = [logit + temperature[r] * exact_noise(seed + r, position, token) for token, logit in enumerate(row)]
         best, second = sorted(scores, reverse=True)[:2]
         tokens.append(scores.index(best))
         margin = min(margin, (best - second) / max(temperature[r], 1.0))

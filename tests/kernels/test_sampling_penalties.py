@@ -385,3 +385,15 @@ def test_large_state_in_a_graph(rng: torch.Generator) -> None:
         assert torch.equal(out, expected)
     assert torch.equal(penalties.state.counts, twin.state.counts)
     assert torch.equal(penalties.state.seen, twin.state.seen)
+
+
+def test_greedy_rows_take_the_best_penalised_token_whatever_they_truncate(
+    kernel_device: torch.device, rng: torch.Generator
+) -> None:
+    logits = 2 * torch.randn(4, VOCAB, generator=rng)
+    setting = (1.5, 0.5, 0.5)
+    expected = torch.tensor([formula(logits[r], *SEQUENCES[r], *setting) for r in range(4)]).argmax(-1)
+    penalties, row_ids = penalties_with(SEQUENCES, VOCAB, kernel_device, *setting)
+    options = truncation(4, kernel_device, top_k=[1, 0, 5, 1], top_p=[0.9, 0.0, 0.9, 1.0], min_p=[0.1, 0.1, 0.0, 0.0])
+    args = arguments(logits.to(kernel_device), [1.0, 1.0, 0.0, 1.0])
+    assert sample(*args, truncation=options, penalties=penalties, row_ids=row_ids).tolist() == expected.tolist()

@@ -9,9 +9,10 @@ import torch
 
 from graphrt.kernels.ops import sampling
 from graphrt.kernels.ops.sampling import sample
-from graphrt.kernels.ops.sampling_reference import SAMPLE_CHUNK, kept_reference, noise_reference, sample_reference
+from graphrt.kernels.ops.sampling_logits import SAMPLE_CHUNK
+from graphrt.kernels.ops.sampling_reference import kept_reference, noise_reference, sample_reference
 from graphrt.kernels.types import NO_TOKEN
-from tests.kernels.sampling_cases import F32, I32, INF, column, drawn, truncation, warped
+from tests.kernels.sampling_cases import F32, I32, INF, column, drawn, penalties_with, truncation, warped
 from tests.kernels.test_sampling import arguments
 
 NAN = float("nan")
@@ -193,6 +194,23 @@ def test_how_many_chunks_a_program_reads_changes_nothing(
     for programs in (1, 10):
         monkeypatch.setattr(sampling, "_PROGRAMS", programs)
         assert sample(*args, truncation=options).tolist() == expected
+
+
+@pytest.mark.parametrize("most", [48, 24, 12], ids=["64", "128", "256"])
+def test_larger_groups_change_nothing(
+    kernel_device: torch.device, rng: torch.Generator, monkeypatch: pytest.MonkeyPatch, most: int
+) -> None:
+    """Vocabularies beyond 131072 have groups of several words; here a small one does. Some tokens are penalised."""
+    rows, vocab = 6, SAMPLE_CHUNK + 877
+    logits = torch.randn(rows, vocab, generator=rng).to(kernel_device)
+    sequences = [(torch.randint(0, vocab, (60,), generator=rng).tolist(), [5, 6]) for _ in range(rows)]
+    on = [1.0, 1.0, 1.0, 1.5, 1.5, 1.5]
+    penalties, row_ids = penalties_with(sequences, vocab, kernel_device, on, 0.5, 0.2)
+    args = arguments(logits, [1.0, 0.7, 1.0, 0.0, 1.0, 1.0])
+    options = truncation(rows, kernel_device, top_k=[0, 0, 40, 0, 0, 2500], top_p=[1.0, 0.8, 0.9, 1.0, 0.7, 0.9])
+    expected = sample(*args, truncation=options, penalties=penalties, row_ids=row_ids).tolist()
+    monkeypatch.setattr(sampling, "_MAX_GROUPS", most)
+    assert sample(*args, truncation=options, penalties=penalties, row_ids=row_ids).tolist() == expected
 
 
 @pytest.mark.gpu

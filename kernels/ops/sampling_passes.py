@@ -1,0 +1,235 @@
+"""Draws among many tokens of a row: by bounds of groups, and by passes over the row where a threshold is not known."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from graphrt.kernels.ops.sampling_logits import (
+    CHUNK,
+    NOWHERE,
+    WORD,
+    has_bit,
+    key_of,
+    largest_reaching,
+    logits_of_words,
+    most_noise,
+    next_changed,
+    raw_logits,
+    split_words,
+    token_noise,
+    value_of,
+    weight,
+)
+
+_WORDS = tl.constexpr(32)  # whose tokens are looked at side by side
+_CHANGED_WORDS = tl.constexpr(1024)  # whose changed tokens are
+_STAGES = tl.constexpr(6)  # loads of so many chunks are under way
+_GUESS = tl.constexpr(0.04)  # half the width in which top-p's threshold is sought first, as a share of the mass
+_GUESS_KEYS = tl.constexpr(1 << 13)
+
+
+_TOP_K = tl.constexpr(0)  # phases: top-k's threshold is sought, of rows with top-p beside it
+_MASS = tl.constexpr(1)  # top-p is of the mass of what top-k and min-p leave
+_DRAW = tl.constexpr(2)
+
+
+@triton.jit
+def draw_by_passes(
+    source,
+    plain_words_row_ptr,
+    noise_at,
+    group_ptrs,
+    best,
+    floor,
+    total,
+    heat,
+    rate,
+    top_k,
+    top_p,
+    min_p,
+    GROUPS: tl.constexpr,
+    GROUP: tl.constexpr,
+):
+    """The draw among all tokens that are kept.
+
+    The threshold is a key in [low, high). It need not be known exactly: the best score among all tokens from `low`
+    upwards decides, once its own logit is known to be kept. It mostly is after one pass over the row.
+    """
+    low = key_of(floor)
+    by_count = top_k > 0
+    phase = tl.where(by_count & (top_p < 1), _TOP_K, tl.where((top_p < 1) & (min_p > 0), _MASS, _DRAW))
+    high = tl.where(by_count | (top_p < 1), key_of(best) + 1, low + 1)
+    # Amounts are numbers of tokens where the best and the rate are 0.
+    amounts_best = tl.where(by_count, 0.0, best)
+    amounts_rate = tl.where(by_count, 0.0, rate)
+    need = tl.where(by_count, top_k.to(tl.float32), top_p * total)
+    guesses = 0
+    key_b = low
+    key_c = low
+    token = NOWHERE
+    key = low - 1
+    while (phase != _DRAW) | (key < high - 1):
+        if (phase == _DRAW) & (key < low):
+            token, logit = best_score(source, noise_at, group_ptrs, value_of(low), heat, GROUPS, GROUP)
+            key = tl.where(token < NOWHERE, key_of(logit), high)
+        if (phase != _DRAW) | (key < high - 1):
+            if (phase != _MASS) & (guesses == 0):
+                share = tl.where(amounts_rate == 0, need / source[1][1].to(tl.float32), top_p)
+                key_b, key_c = _guesses(source, low, high, amounts_best, amounts_rate, share)
+                guesses = 1
+            # Whether a token is kept: whether those above it reach the need.
+            key_a = tl.where(phase == _DRAW, key + 1, tl.where(phase == _MASS, low, low + (high - low) // 2))
+            amount_a, amount_b, amount_c = _amounts_from(
+                source, plain_words_row_ptr, key_a, key_b, key_c, amounts_best, amounts_rate
+            )
+            if phase == _MASS:
+                need = top_p * amount_a
+                high = key_of(best) + 1
+                phase = phase * 0 + _DRAW
+            else:
+                low, high = _narrow(low, high, key_a, amount_a, need)
+                low, high = _narrow(low, high, key_b, amount_b, need)
+                low, high = _narrow(low, high, key_c, amount_c, need)
+                # Quarters end what chance may draw out.
+                key_b = low + (high - low) // 4
+                key_c = low + (high - low) * 3 // 4
+                if (phase == _TOP_K) & (high - low <= 1):
+                    phase = phase * 0 + _MASS
+                    amounts_best = best
+                    amounts_rate = rate
+                    guesses = 0
+    return token
+
+
+@triton.jit
+def best_score(source, noise_at, group_ptrs, floor, heat, GROUPS: tl.constexpr, GROUP: tl.constexpr):
+    """The token of the best score among those that reach the floor, and its logit. Of equal scores the lowest token."""
+    group_best_row_ptr, list_groups_row_ptr, num_groups = group_ptrs
+    seed, position = noise_at
+    per_group: tl.constexpr = GROUP // WORD
+    lanes: tl.constexpr = _WORDS // per_group
+    rows: tl.constexpr = GROUPS // lanes
+    groups = tl.arange(0, GROUPS)
+    group_best = tl.load(group_best_row_ptr + groups, mask=groups < num_groups, other=float("-inf"))
+    able = (group_best >= floor) & (group_best > float("-inf"))
+    noise = most_noise(seed, position, GROUPS, GROUP)
+    bounds = tl.reshape(tl.where(able, tl.fma(heat, noise, group_best), float("-inf")), [rows, lanes])
+    groups = tl.reshape(groups, [rows, lanes])
+    # The best group of each lane: their best score is near that of all.
+    firsts = tl.min(tl.where(bounds == tl.max(bounds, 0)[None, :], groups, NOWHERE), 0)
+    score, token, logit = _best_of_groups(source, noise_at, firsts, floor, heat, per_group)
+    # Without noise, a lane's first group of equal ones has the lowest token already.
+    enough = tl.where(heat > 0, score, float("inf"))
+    chosen = (bounds >= enough) & (bounds > float("-inf")) & (groups != firsts[None, :])
+    chosen = tl.reshape(chosen.to(tl.int32), [GROUPS])
+    count = tl.sum(chosen, 0)
+    if count > 0:
+        place = tl.cumsum(chosen, 0) - 1
+        tl.store(list_groups_row_ptr + place, tl.reshape(groups, [GROUPS]), mask=chosen != 0)
+        tl.debug_barrier()  # what some threads have stored, others load
+        start = 0
+        while start < count:
+            listed = start + tl.arange(0, lanes)
+            group = tl.load(list_groups_row_ptr + listed, mask=listed < count, other=NOWHERE // GROUP)
+            next_score, next_token, next_logit = _best_of_groups(source, noise_at, group, floor, heat, per_group)
+            wins = (next_score > score) | ((next_score == score) & (next_token < token))
+            score = tl.where(wins, next_score, score)
+            token = tl.where(wins, next_token, token)
+            logit = tl.where(wins, next_logit, logit)
+            start += lanes
+        tl.debug_barrier()  # a later search writes its list over this one
+    return token, logit
+
+
+@triton.jit
+def words_of_groups(groups, per_group: tl.constexpr):
+    """The words of 32 tokens that some groups consist of."""
+    words = groups
+    if per_group > 1:
+        words = groups[:, None] * per_group + tl.arange(0, per_group)[None, :]
+        words = tl.reshape(words, [groups.shape[0] * per_group])
+    return words
+
+
+@triton.jit
+def _best_of_groups(source, noise_at, groups, floor, heat, per_group: tl.constexpr):
+    """The best score in some groups, its token and its logit."""
+    seed, position = noise_at
+    tokens, logits = logits_of_words(source, words_of_groups(groups, per_group))
+    able = (logits >= floor) & (logits > float("-inf"))
+    # One rounding here and in the groups' bounds: no score exceeds its group's bound.
+    scores = tl.where(able, tl.fma(heat, token_noise(seed, position, tokens), logits), float("-inf"))
+    score = tl.max(tl.max(scores, 1), 0)
+    tokens = tl.where(able, tokens, NOWHERE)
+    token = tl.min(tl.min(tl.where(scores == score, tokens, NOWHERE), 1), 0)
+    return score, token, tl.max(tl.max(tl.where(tokens == token, logits, float("-inf")), 1), 0)
+
+
+@triton.jit
+def _guesses(source, low, high, best, rate, share):
+    """Two keys that a threshold is likely between, from a sample: words of tokens at about equal distances."""
+    num_words = tl.cdiv(source[1][1], WORD)
+    draws = tl.arange(0, _WORDS)
+    distance = tl.cdiv(num_words, _WORDS)
+    _, logits = logits_of_words(source, draws * distance + (draws * 7) % distance)
+    logits = tl.reshape(logits, [_WORDS * WORD])
+    logits = tl.where(logits >= value_of(low), logits, float("-inf"))
+    weights = weight(logits, best, rate)
+    mass = tl.where(rate == 0, 1.0 * _WORDS * WORD, tl.sum(weights, 0))
+    need = share * mass
+    spread = tl.where(rate == 0, 3.0 * tl.sqrt(need) + 1.0, _GUESS * mass)
+    guess_low, _ = largest_reaching(logits, weights, need + spread, low, high, _GUESS_KEYS)
+    guess_high, _ = largest_reaching(logits, weights, need - spread, low, high, _GUESS_KEYS)
+    return guess_low, guess_high
+
+
+@triton.jit
+def _narrow(low, high, key, amount, need):
+    """The bounds of a threshold after a look at one key: it is there or above where the amount reaches the need."""
+    reaches = amount >= need
+    return (
+        tl.where(reaches, tl.maximum(low, key), low),
+        tl.where(reaches, high, tl.maximum(tl.minimum(high, key), low + 1)),
+    )
+
+
+@triton.jit
+def _amounts_from(source, plain_words_row_ptr, key_a, key_b, key_c, best, rate):
+    """The masses of the row's tokens at or above three keys; their numbers where best and rate are 0."""
+    vocab_size = source[1][1]
+    num_processed = tl.where(source[1][2], vocab_size, 0)  # all or none
+    bounds = (value_of(key_a), value_of(key_b), value_of(key_c))
+    per_chunk: tl.constexpr = CHUNK // WORD
+    lanes = tl.arange(0, per_chunk)
+    amount_a = tl.zeros([per_chunk, WORD], tl.float32)
+    amount_b = tl.zeros([per_chunk, WORD], tl.float32)
+    amount_c = tl.zeros([per_chunk, WORD], tl.float32)
+    for chunk in tl.range(0, tl.cdiv(vocab_size, CHUNK), num_stages=_STAGES):
+        words = chunk * per_chunk + lanes
+        logits = raw_logits(source, words[:, None] * WORD + tl.arange(0, 32)[None, :])
+        if plain_words_row_ptr is not None:
+            plain = tl.load(plain_words_row_ptr + words, mask=words * WORD < num_processed, other=-1)
+            logits = tl.where(has_bit(plain), logits, float("-inf"))
+        weights = weight(logits, best, rate)
+        amount_a += tl.where(logits >= bounds[0], weights, 0.0)
+        amount_b += tl.where(logits >= bounds[1], weights, 0.0)
+        amount_c += tl.where(logits >= bounds[2], weights, 0.0)
+    sum_a = tl.sum(tl.sum(amount_a, 1), 0)
+    sum_b = tl.sum(tl.sum(amount_b, 1), 0)
+    sum_c = tl.sum(tl.sum(amount_c, 1), 0)
+    if plain_words_row_ptr is not None:
+        if source[1][2]:
+            start = 0
+            while start * WORD < vocab_size:
+                words = start + tl.arange(0, _CHANGED_WORDS)
+                words = tl.where(words * WORD < vocab_size, words, NOWHERE // WORD)
+                _, changed, seen = split_words(source, words)
+                while tl.max((changed != 0).to(tl.int32), 0) > 0:
+                    logits, changed = next_changed(source, words, changed, seen)
+                    weights = weight(logits, best, rate)
+                    sum_a += tl.sum(tl.where(logits >= bounds[0], weights, 0.0), 0)
+                    sum_b += tl.sum(tl.where(logits >= bounds[1], weights, 0.0), 0)
+                    sum_c += tl.sum(tl.where(logits >= bounds[2], weights, 0.0), 0)
+                start += _CHANGED_WORDS
+    return sum_a, sum_b, sum_c
