@@ -28,7 +28,7 @@ class Launch(InFlight):
     def stop(self) -> None:
         """End it early, after the step that is under way, or after its first one. Rows go on with the next launch.
 
-        Steps that are launched already run without rows. Any thread may call it; a launch that has ended stays as it is.
+        Steps that are launched already run without rows. Any thread may call it; a launch that has ended stays as is.
         """
         slot = self._slot
         if slot is not None:
