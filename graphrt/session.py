@@ -24,14 +24,14 @@ import torch
 from graphrt.batch import Batch, Int32Array, sampling_values
 from graphrt.handle import StepFaultError
 from graphrt.kernels.checks import check_bool, check_instance, check_int, check_ints
-from graphrt.kernels.errors import CapacityError, CaptureError, ConfigError, ShapeError, UnsupportedError
+from graphrt.kernels.errors import CapacityError, CaptureError, ConfigError, ShapeError
 from graphrt.kernels.metadata.buffers import COPIED, STOP_TOKENS, BufferKind, StaticBuffers
 from graphrt.kernels.metadata.record import LENGTH_FROM_ROW
 from graphrt.kernels.types import NO_TOKEN, TOKEN_FROM_ROW, RowEnd
 from graphrt.launch import Launch
 from graphrt.news import News, RowEnds
 from graphrt.replay import State
-from graphrt.runtime import Runtime
+from graphrt.runtime import Runtime, check_decoder
 from graphrt.sampling_params import SamplingParams
 from graphrt.session_pages import SessionPages
 
@@ -40,12 +40,15 @@ Prompt = Sequence[int] | Int32Array | torch.Tensor
 
 Ids = npt.NDArray[np.int64]
 
+NO_ROW = -1
+"""Row id of a row that has none."""
+
 
 @dataclass(eq=False, slots=True)
 class SessionRow:
     """A sequence of a session.
 
-    row_id   its row state; what a model indexes by `Step.row_ids`
+    row_id   its row state, which a model indexes by `Step.row_ids`
     prompt   [tokens] int32, what it began with
     tokens   what it has sampled since, as far as it was collected; a token that ends it is the last of them
     end      why it ended, as far as that was collected: GOES_ON while it has not
@@ -59,7 +62,7 @@ class SessionRow:
 
 
 @dataclass(frozen=True, slots=True)
-class _Flight:
+class Flight:
     """A launch that was not collected yet.
 
     rows      whose row each place is
@@ -86,8 +89,11 @@ class DecodeSession:
     `add`, `fork` and `release` may be called while launches are in flight: they concern later launches. All calls come
     from one thread. Leave a session with `close()`, or use it in a `with` block.
 
+    A backend that plans on the host needs the lengths of each step there, and a decode size of `query_len` other than 1
+    has no row of one token: every step goes in full then, in a launch of its own.
+
     Raises: ConfigError for a runtime without sampler, of a model with cross or encoder layers, or with query_len other
-    than 1; UnsupportedError for a backend that plans on the host; CaptureError for a runtime that is not captured.
+    than 1 and no mixed batches; CaptureError for a runtime that is not captured.
     """
 
     def __init__(self, runtime: Runtime) -> None:
@@ -96,28 +102,19 @@ class DecodeSession:
             raise CaptureError(
                 f"runtime: expected a captured one, got state '{runtime.state.value}'; call capture() before"
             )
+        check_decoder(runtime)
         config, groups = runtime.config, runtime.kv_cache.groups
-        if not runtime.samples:
-            raise ConfigError("runtime: expected one with a sampler, got sampler=None; build it with a sampler")
-        if not groups or any(group.cross for group in groups):
-            raise ConfigError(
-                "runtime: expected a decoder alone, got a model with cross layers or without a cache; submit batches "
-                "to replay() yourself"
-            )
-        if config.query_len != 1:
-            raise ConfigError(f"runtime: expected query_len=1, got {config.query_len}; rows go on by one token a step")
-        if (planner := runtime.manager.plans_on_host) is not None:
-            raise UnsupportedError(
-                f"runtime: expected a backend that plans on the device, got {planner}, which needs lengths on the "
-                "host; submit batches to replay(), or choose another backend"
-            )
         self._runtime = runtime
         self._budget = config.max_num_tokens
         self._chunk = config.max_num_tokens if config.mixed_batches else 1
+        self._in_full = config.query_len != 1 or runtime.manager.plans_on_host is not None
         ids = config.max_num_reqs
         self._pages = SessionPages(groups, runtime.allocators, ids, config.max_seq_len)
         self._rows: dict[int, SessionRow] = {}
-        self._prompts: dict[int, int] = {}  # by row id, how many tokens of the prompt were submitted
+        self._away = set[SessionRow]()  # rows without a row id, which get the tokens of launches in flight
+        self._given: dict[int, Int32Array] = {}  # by row id, the tokens that were known when it got the id
+        self._prompts: dict[int, int] = {}  # by row id, how many of these were submitted, where some were not
+        self._held = set[int]()  # row ids of prompts that do not go on yet
         self._order: Ids = np.empty(0, np.int64)  # the rows that go on by themselves
         self._order_rows: tuple[SessionRow, ...] = ()
         self._resets = runtime.manager.resets
@@ -128,7 +125,7 @@ class DecodeSession:
         self._limits = np.zeros(ids, np.int64)
         self._stops = np.full((STOP_TOKENS, ids), NO_TOKEN, np.int32)
         self._sampling = sampling_values(ids)
-        self._flights: deque[_Flight] = deque()
+        self._flights: deque[Flight] = deque()
         self._closed = False
 
     # -- rows come and go
@@ -160,22 +157,26 @@ class DecodeSession:
         if params is None:
             params = SamplingParams(max_new_tokens=max(1, longest + 1 - len(tokens)))
         check_instance("params", params, SamplingParams, advice="pass SamplingParams(...)")
-        if (limit := len(tokens) + params.max_new_tokens - 1) > longest:
+        if len(tokens) + params.max_new_tokens - 1 > longest:
             raise CapacityError(
                 f"prompt: expected prompt and output within max_seq_len={longest}, got {len(tokens)} + "
                 f"{params.max_new_tokens} tokens; shorten it or raise max_seq_len"
             )
-        row = self._take_row(tokens.astype(np.int32), params)
-        at = row.row_id
-        self._reached[at] = self._most[at] = 0
-        self._limits[at] = limit
+        row = self._take_row(SessionRow(NO_ROW, tokens.astype(np.int32), params))
+        self._begin(row, row.prompt, 0)
+        return row
+
+    def _begin(self, row: SessionRow, given: Int32Array, start: int) -> None:
+        """Let a row begin with given tokens, of which the cache has `start` already."""
+        at, params = row.row_id, row.params
+        self._reached[at] = self._most[at] = self._prompts[at] = start
+        self._given[at] = given
+        self._limits[at] = len(row.prompt) + params.max_new_tokens - 1
         for name, values in self._sampling.items():
             values[at] = getattr(params, name.removesuffix("s"))
         stops = sorted(params.stop_ids)[:STOP_TOKENS]
         self._stops[:, at] = NO_TOKEN
         self._stops[: len(stops), at] = stops
-        self._prompts[at] = 0
-        return row
 
     def fork(self, row: SessionRow, *, seed: int | None = None) -> SessionRow:
         """A second sequence that goes on as `row` does, from where the launches so far bring it.
@@ -199,8 +200,8 @@ class DecodeSession:
         self._catch_up()
         length, most = int(self._reached[at]), int(self._most[at])
         self._pages.check_fork(at, length)
-        new = self._take_row(row.prompt, row.params)
-        to, new.tokens, new.end = new.row_id, list(row.tokens), row.end
+        new = self._take_row(SessionRow(NO_ROW, row.prompt, row.params, list(row.tokens), row.end))
+        to = new.row_id
         for values in (self._reached, self._most, self._limits, *self._sampling.values()):
             values[to] = values[at]
         self._stops[:, to], self._sampling["seeds"][to] = self._stops[:, at], seed
@@ -225,19 +226,24 @@ class DecodeSession:
         self._release(row)
 
     def _release(self, row: SessionRow) -> None:
+        """Take a row's id and its pages."""
         at = row.row_id
         del self._rows[at]
+        self._given.pop(at, None)
         self._prompts.pop(at, None)
-        self._reorder(self._order[self._order != at])
+        self._held.discard(at)
+        if at in self._order:
+            self._reorder(self._order[self._order != at])
         self._pages.release(at)  # what is in flight runs before whoever gets the pages
         self._runtime.free_rows.append(at)
 
-    def _take_row(self, prompt: Int32Array, params: SamplingParams) -> SessionRow:
+    def _take_row(self, row: SessionRow) -> SessionRow:
+        """Give a row a row id."""
         if not self._runtime.free_rows:
             raise CapacityError(
                 f"rows: expected a free one of {self._runtime.config.max_num_reqs}, got none; release() a row"
             )
-        row = SessionRow(self._runtime.free_rows.pop(), prompt, params)
+        row.row_id = self._runtime.free_rows.pop()
         self._rows[row.row_id] = row
         return row
 
@@ -270,11 +276,14 @@ class DecodeSession:
         self._open("run")
         launches = []
         while steps and self.running:
-            if self._prompts:
+            if len(self._prompts) > len(self._held):
                 launches.append(self._full_step(eager))
                 steps -= 1
             elif not self._quiet and self._all_at_their_longest():
                 break  # they have ended, which is still to be collected
+            elif self._in_full:
+                launches.append(self._full_step(eager))
+                steps -= 1
             else:
                 most = min(steps, self._runtime.config.launch_steps)
                 launches.append(self._go_on(most, eager))
@@ -291,7 +300,7 @@ class DecodeSession:
             launch = self._runtime.manager.advance(News(self._order), steps=steps, eager=eager)
             self._quiet -= steps
             self._ahead += steps
-            self._flights.append(_Flight(launch, self._order_rows, self._order, steps))
+            self._flights.append(Flight(launch, self._order_rows, self._order, steps))
             return launch
         self._catch_up()
         ids, before = self._order, self._most[self._order]
@@ -300,7 +309,7 @@ class DecodeSession:
         news = News(ids, *self._pages.news(ids))
         launch = self._runtime.manager.advance(news, steps=steps, eager=eager)
         after = self._most[ids] = np.minimum(before + steps, self._limits[ids])
-        self._flights.append(_Flight(launch, self._order_rows, ids, after - before))
+        self._flights.append(Flight(launch, self._order_rows, ids, after - before))
         # No row can come to its longest, or to the end of its pages, in so many steps.
         room = np.minimum(self._limits[ids], self._pages.room(ids)) - after
         self._quiet = max(0, int(room.min()))
@@ -317,14 +326,16 @@ class DecodeSession:
         if not len(ids):
             raise self._pages.none_left()
         given = np.array([0] * len(going_on) + [len(chunk) for chunk in chunks.values()], np.int64)
-        whole = [self._prompts[at] + len(chunk) == len(self._rows[at].prompt) for at, chunk in chunks.items()]
-        seq_lens = np.full(len(ids), LENGTH_FROM_ROW, np.int64)
-        seq_lens[len(going_on) :] = self._most[ids[len(going_on) :]] + given[len(going_on) :]
+        whole = [self._prompts[at] + len(chunk) == len(self._given[at]) for at, chunk in chunks.items()]
+        promised = np.maximum(given, 1)
+        seq_lens = self._most[ids] + promised
+        if not self._in_full:  # the device also knows who has ended
+            seq_lens[: len(going_on)] = LENGTH_FROM_ROW
         first_pages, page_indptr, page_ids = self._pages.listed(ids)
         batch = Batch(
             row_ids=ids.astype(np.int32),
             seq_lens=seq_lens.astype(np.int32),
-            query_lens=np.maximum(given, 1).astype(np.int32),
+            query_lens=promised.astype(np.int32),
             tokens=np.concatenate((np.full(len(going_on), TOKEN_FROM_ROW, np.int32), *chunks.values())),
             page_indptr=page_indptr,
             page_ids=page_ids,
@@ -335,10 +346,9 @@ class DecodeSession:
         ends = RowEnds(self._limits[ids].astype(np.int32), self._stops[:, ids])
         launch = self._runtime.manager.begin(batch, ends, eager=eager)
         self._quiet = 0
-        promised = np.maximum(given, 1)
         self._most[ids] += promised
         rows = tuple(map(self._rows.__getitem__, ids.tolist()))
-        self._flights.append(_Flight(launch, rows, ids, promised, given))
+        self._flights.append(Flight(launch, rows, ids, promised, given))
         for at, chunk in chunks.items():
             self._prompts[at] += len(chunk)
         if done := [at for at, last in zip(chunks, whole, strict=True) if last]:
@@ -353,12 +363,14 @@ class DecodeSession:
         for at, start in self._prompts.items():
             if budget < 1:
                 break
-            ids, prompt = np.array([at]), self._rows[at].prompt
+            if at in self._held:
+                continue
+            ids, tokens = np.array([at]), self._given[at]
             self._pages.give_back(ids, self._most[ids])
-            count = self._pages.fitting(ids, start, min(budget, self._chunk, len(prompt) - start))
+            count = self._pages.fitting(ids, start, min(budget, self._chunk, len(tokens) - start))
             if not count:
                 break  # nor does a later one get what this one waits for
-            chunks[at] = prompt[start : start + count]
+            chunks[at] = tokens[start : start + count]
             budget -= count
         return chunks
 
@@ -381,7 +393,7 @@ class DecodeSession:
             raise error
         return list(found.items())
 
-    def _take_in(self, flight: _Flight, found: dict[SessionRow, list[int]]) -> StepFaultError | None:
+    def _take_in(self, flight: Flight, found: dict[SessionRow, list[int]]) -> StepFaultError | None:
         launch, ids = flight.launch, flight.ids
         tokens = launch.tokens(raise_on_fault=False)
         sampled, ends = tokens >= 0, launch.ends.max(0, initial=0)
@@ -393,13 +405,16 @@ class DecodeSession:
         columns, ended, gone = tokens.T.tolist(), ends.tolist(), []
         places: list[int] = []
         here: list[int] = []
+        faulty = set[int]()
         whole = bool(sampled.all())
         for place, row in (*enumerate(flight.rows), *flight.forks):
-            if self._rows.get(row.row_id) is not row or row.end:
-                continue
             at, new = row.row_id, columns[place]
-            places.append(place)
-            here.append(at)
+            seated = self._rows.get(at) is row
+            if row.end or not (seated or row in self._away):
+                continue
+            if seated:
+                places.append(place)
+                here.append(at)
             if not whole:
                 new = [token for token in new if token >= 0]
             if len(row.params.stop_ids) > STOP_TOKENS:  # the device knows the first of them
@@ -412,16 +427,22 @@ class DecodeSession:
                 found.setdefault(row, []).extend(new)
             if ended[place]:
                 row.end = RowEnd(ended[place])
+                if row.end is RowEnd.FAULT:
+                    faulty.add(place)
+                if not seated:
+                    self._away.discard(row)
+                    continue
                 self._prompts.pop(at, None)
                 gone.append(at)
         self._reached[here] += advanced[places]
         self._most[here] -= lost[places]
         if gone:
             self._reorder(self._order[~np.isin(self._order, gone)])
-        if not launch.faults:
+        if not faulty:
             return None
         at_place = ids.tolist()
-        return StepFaultError(launch.step, [replace(fault, row=at_place[fault.row]) for fault in launch.faults])
+        faults = [replace(fault, row=at_place[fault.row]) for fault in launch.faults if fault.row in faulty]
+        return StepFaultError(launch.step, faults)
 
     # -- the end
 
@@ -429,12 +450,15 @@ class DecodeSession:
         """Wait for launches in flight, and give rows and pages back. Closing twice is fine."""
         if self._closed:
             return
-        for flight in self._flights:
-            flight.launch.wait()
-        self._flights.clear()
-        for row in self.rows:
-            self._release(row)
         self._closed = True
+        try:
+            for flight in self._flights:
+                flight.launch.wait()  # nobody who gets the pages may find them written
+        finally:
+            self._flights.clear()
+            self._away.clear()
+            for row in self.rows:
+                self._release(row)
 
     def __enter__(self) -> DecodeSession:
         self._open("with")
