@@ -1,8 +1,8 @@
 """Text generation with continuous batching over a Runtime; scheduler.py says who is in a step.
 
-Prompts run in chunks beside the rows that decode. Each step is submitted before the one before is read: a decoding row
-takes its token from the device, so the host is never waited for. A row that ended is noticed one step late; what that
-step computed for it is thrown away.
+Rows live on the device (session.py). Prompts run in chunks beside the rows that decode, a step per launch; where nobody
+waits, a launch has several steps. Each launch is submitted before the one before is read, so the device never waits for
+the host. A row that ends by a stop token gives its place to another one launch late.
 """
 
 from __future__ import annotations
@@ -13,20 +13,19 @@ from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 
-from graphrt.batch import Int32Array
 from graphrt.entry import State
 from graphrt.kernels.checks import check_instance, check_int, check_ints, check_sequence
-from graphrt.kernels.errors import CapacityError, CaptureError, ConfigError, ReplayError, ShapeError, UnsupportedError
+from graphrt.kernels.errors import CapacityError, CaptureError, ShapeError, UnsupportedError
+from graphrt.kernels.types import RowEnd
+from graphrt.launch import Launch
 from graphrt.logprobs import TokenLogprob
-from graphrt.runtime import Runtime
+from graphrt.runtime import Runtime, check_decoder
 from graphrt.sampling_params import SamplingParams
-from graphrt.scheduler import GenerationStats, Request, Scheduler, Submitted, longest_chunk, pages_needed
+from graphrt.scheduler import GenerationStats, Request, Scheduler, longest_chunk, pages_needed
+from graphrt.session_moves import MovableSession
+from graphrt.session_rows import Prompt
 from graphrt.swap import SwapSpace
-
-Prompt = Sequence[int] | Int32Array | torch.Tensor
-"""Token ids: a list, an array or a host tensor of any int dtype."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,22 +62,10 @@ class TextGenerator:
         check_instance("runtime", runtime, Runtime, advice="build a Runtime")
         if runtime.state is State.CLOSED:
             raise CaptureError("runtime: expected an open one, got one that was closed; build a new Runtime")
-        if not runtime.samples:
-            raise ConfigError("runtime: expected one with a sampler, got sampler=None; build it with a sampler")
-        config, groups = runtime.config, runtime.kv_cache.groups
-        if not groups or any(group.cross for group in groups):
-            raise ConfigError(
-                "runtime: expected a decoder alone, got a model with cross layers or without a cache; submit batches "
-                "to replay() yourself"
-            )
-        if not config.mixed_batches and config.query_len != 1:
-            raise ConfigError(
-                f"runtime: expected query_len=1 with mixed_batches=False, got {config.query_len}; "
-                "rows that decode have one new token, allow mixed batches"
-            )
+        check_decoder(runtime)
         self._runtime = runtime
         self._swap_bytes = check_int("swap_bytes", swap_bytes, 0, 1 << 50, advice="0 computes again instead")
-        for group in range(len(groups)):
+        for group in range(len(runtime.kv_cache.groups)):
             runtime.kv_cache.packer(group).warm_up()  # a first copy on write compiles nothing
         self.stats = GenerationStats()
 
@@ -96,7 +83,8 @@ class TextGenerator:
         Raises: ShapeError for a prompt that is empty or no list of token ids, CapacityError for one that cannot fit
         even alone, ConfigError for wrong params, CaptureError where the runtime is not captured, all before any step.
         While it runs: CapacityError where somebody else holds the pages that the first sequence needs; StepFaultError
-        where a row had a fault, for example logits that are all NaN; ReplayError where a row yields no token.
+        where a row had a fault, for example logits that are all NaN; ReplayError where a row yields no token, and
+        CaptureError after a `reset()`.
         """
         if self._runtime.state is not State.CAPTURED:
             raise CaptureError(
@@ -159,15 +147,15 @@ class TextGenerator:
 
     def _run(self, requests: list[Request]) -> Generator[Event, None, None]:
         space = self._swap_space(requests)
-        scheduler = Scheduler(requests, self._runtime, space, self.stats)
-        in_flight: deque[Submitted] = deque()
+        session = MovableSession(self._runtime)
+        scheduler = Scheduler(requests, self._runtime, session, space, self.stats)
+        in_flight: deque[Launch] = deque()
         try:
             while scheduler.queue or scheduler.members or in_flight:
                 scheduler.admit()
-                step = scheduler.submit()
-                if step is not None:
-                    in_flight.append(step)
-                elif not in_flight and (scheduler.members or scheduler.queue):
+                launches = scheduler.launch()
+                in_flight.extend(launches)
+                if not in_flight and (scheduler.members or scheduler.queue):
                     waiting = [*scheduler.members.values(), *scheduler.queue][0]
                     pages = " + ".join(str(allocator.num_free) for allocator in self._runtime.allocators)
                     free = f"{len(self._runtime.free_rows)} rows and {pages} pages"
@@ -175,41 +163,27 @@ class TextGenerator:
                         f"prompts[{waiting.index}]: expected a free row and pages, got {free}, the others held by "
                         "somebody else; wait for them"
                     )
-                if in_flight and (len(in_flight) > 1 or step is None):
-                    yield from _collect(in_flight.popleft())
+                if in_flight and (len(in_flight) > 1 or not launches):
+                    in_flight.popleft().wait()
+                    for row, tokens in session.collect():
+                        yield from _events(scheduler.requests[row], tokens)
                     scheduler.release_finished()
         finally:
             try:
-                for step in in_flight:
-                    step.handle.wait()  # nobody who gets the pages may find them written
+                session.close()
             finally:
-                try:
-                    scheduler.release_all()
-                finally:
-                    if space is not None:
-                        space.close()
+                if space is not None:
+                    space.close()
 
 
-def _collect(step: Submitted) -> Iterator[Event]:
-    tokens = step.handle.tokens(raise_on_fault=False).tolist()
-    if any(not step.members[fault.row].finished for fault in step.handle.faults):
-        step.handle.tokens()  # raises
-    logprobs: list[TokenLogprob | None] = [None] * len(tokens)
-    if any(request.params.logprobs is not None for request in step.members):
-        logprobs = step.handle.logprobs()
-    for request, token, samples, logprob in zip(step.members, tokens, step.samples, logprobs, strict=True):
-        request.in_flight -= samples
-        if request.finished or not samples:
-            continue  # a row that ended one step ago, or a prompt that goes on
-        if token < 0:
-            raise ReplayError(
-                f"prompts[{request.index}]: expected a token from step {step.handle.step}, got none; "
-                "check the model's logits for NaN, and the sampler"
-            )
-        if token in request.params.stop_ids:
-            request.finished = True
+def _events(request: Request, tokens: list[int]) -> Iterator[Event]:
+    """What a prompt's new tokens are to the caller: a stop token ends it, and is no part of it."""
+    row = request.row
+    assert row is not None, "tokens come to rows"
+    last = len(tokens) - 1 if request.finished else len(tokens)
+    logprobs: Sequence[TokenLogprob | None] = row.logprobs[-len(tokens) :] or [None] * len(tokens)
+    for index, (token, logprob) in enumerate(zip(tokens, logprobs, strict=True)):
+        if index == last and row.end is RowEnd.STOP_TOKEN:
             yield Event(request.index, None, True)
-            continue
-        request.output.append(token)
-        request.finished = len(request.output) == request.params.max_new_tokens
-        yield Event(request.index, token, request.finished, logprob)
+        else:
+            yield Event(request.index, token, index == last, logprob)

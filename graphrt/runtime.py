@@ -219,6 +219,24 @@ class Runtime:
         return self._manager
 
 
+def check_decoder(runtime: Runtime) -> None:
+    """Raise ConfigError for a runtime whose rows cannot go on by a token a step: without sampler, of a model with cross
+    or encoder layers, or with query_len other than 1 where there are no mixed batches."""
+    config, groups = runtime.config, runtime.kv_cache.groups
+    if not runtime.samples:
+        raise ConfigError("runtime: expected one with a sampler, got sampler=None; build it with a sampler")
+    if not groups or any(group.cross for group in groups):
+        raise ConfigError(
+            "runtime: expected a decoder alone, got a model with cross layers or without a cache; submit batches "
+            "to replay() yourself"
+        )
+    if not config.mixed_batches and config.query_len != 1:
+        raise ConfigError(
+            f"runtime: expected query_len=1 with mixed_batches=False, got {config.query_len}; "
+            "rows that decode have one new token, allow mixed batches"
+        )
+
+
 def _pool_pages(num_pages: int | Sequence[int], groups: Sequence[KVCacheSpec]) -> tuple[int, ...]:
     """Pages of each pool. Raises: ConfigError."""
     pools = len({spec.pool for spec in groups})

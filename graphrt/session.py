@@ -13,31 +13,28 @@ sampling parameters stay on the device, which also notices when a row ends. So t
 
 from __future__ import annotations
 
-from collections import deque
-from dataclasses import replace
-
 import numpy as np
 
 from graphrt.batch import Batch, Int32Array
 from graphrt.entry import State
 from graphrt.handle import RowFault, StepFaultError
 from graphrt.kernels.checks import check_bool, check_instance, check_int, check_ints
-from graphrt.kernels.errors import CapacityError, CaptureError, ConfigError, ShapeError, UnsupportedError
+from graphrt.kernels.errors import CapacityError, CaptureError, ConfigError, ShapeError
 from graphrt.kernels.metadata.buffers import COPIED, STOP_TOKENS
 from graphrt.kernels.metadata.record import LENGTH_FROM_ROW
-from graphrt.kernels.types import NO_TOKEN, TOKEN_FROM_ROW, RowEnd
+from graphrt.kernels.types import NO_TOKEN, TOKEN_FROM_ROW
 from graphrt.launch import Launch
-from graphrt.logprobs import StepLogprobs
 from graphrt.news import News, RowEnds
 from graphrt.row_tables import MaskWords, RowNews, RowValues, copy_row_state
-from graphrt.runtime import Runtime
+from graphrt.runtime import Runtime, check_decoder
 from graphrt.sampling_params import SamplingParams
 from graphrt.sampling_values import SamplingValues
 from graphrt.session_pages import SessionPages
-from graphrt.session_rows import Flight, Ids, Prompt, SessionRow, stop_on_host
+from graphrt.session_results import RowsInFlight
+from graphrt.session_rows import NO_ROW, Flight, Prompt, SessionRow
 
 
-class DecodeSession:
+class DecodeSession(RowsInFlight):
     """Rows on the device, over the pages and row ids of a runtime.
 
     runtime   a captured one with a sampler; other users of its pages and rows may share it
@@ -45,8 +42,11 @@ class DecodeSession:
     `add`, `fork` and `release` may be called while launches are in flight: they concern later launches. All calls come
     from one thread. Leave a session with `close()`, or use it in a `with` block.
 
+    A backend that plans on the host needs the lengths of each step there, and a decode size of `query_len` other than 1
+    has no row of one token: every step goes in full then, in a launch of its own.
+
     Raises: ConfigError for a runtime without sampler, of a model with cross or encoder layers, or with query_len other
-    than 1; UnsupportedError for a backend that plans on the host; CaptureError for a runtime that is not captured.
+    than 1 and no mixed batches; CaptureError for a runtime that is not captured.
     """
 
     def __init__(self, runtime: Runtime) -> None:
@@ -55,43 +55,21 @@ class DecodeSession:
             raise CaptureError(
                 f"runtime: expected a captured one, got state '{runtime.state.value}'; call capture() before"
             )
+        check_decoder(runtime)
         config, groups = runtime.config, runtime.kv_cache.groups
-        if not runtime.samples:
-            raise ConfigError("runtime: expected one with a sampler, got sampler=None; build it with a sampler")
-        if not groups or any(group.cross for group in groups):
-            raise ConfigError(
-                "runtime: expected a decoder alone, got a model with cross layers or without a cache; submit batches "
-                "to replay() yourself"
-            )
-        if config.query_len != 1:
-            raise ConfigError(f"runtime: expected query_len=1, got {config.query_len}; rows go on by one token a step")
-        if (planner := runtime.manager.plans_on_host) is not None:
-            raise UnsupportedError(
-                f"runtime: expected a backend that plans on the device, got {planner}, which needs lengths on the "
-                "host; submit batches to replay(), or choose another backend"
-            )
+        super().__init__(config.max_num_reqs)
         self._runtime = runtime
         self._budget = config.max_num_tokens
         self._chunk = config.max_num_tokens if config.mixed_batches else 1
+        self._in_full = config.query_len != 1 or runtime.manager.plans_on_host is not None
         ids = config.max_num_reqs
         self._pages = SessionPages(groups, runtime.allocators, ids, config.max_seq_len)
-        self._rows: dict[int, SessionRow] = {}
-        self._prompts: dict[int, int] = {}  # by row id, how many tokens of the prompt were submitted
-        self._order: Ids = np.empty(0, np.int64)  # the rows that go on by themselves
-        self._order_rows: tuple[SessionRow, ...] = ()
-        self._no_news = News(self._order)
-        self._long_stops: set[int] = set()  # rows with more stop tokens than the device knows
+        self._given: dict[int, Int32Array] = {}  # by row id, the tokens that were known when it got the id
+        self._held = set[int]()  # row ids of prompts that do not go on yet
         self._resets = runtime.manager.resets
-        self._quiet = 0  # steps for which the device needs no news
-        self._ahead = 0  # steps that were launched since `_most` was brought up to date
-        self._reached = np.zeros(ids, np.int64)  # KV tokens that a row has for sure
-        self._most = np.zeros(ids, np.int64)  # and at most, behind all launches
-        self._limits = np.zeros(ids, np.int64)
         self._stops = np.full((STOP_TOKENS, ids), NO_TOKEN, np.int32)
         self._sampling = SamplingValues(ids)
         self._news = RowNews.none()
-        self._asking = set[int]()  # row ids that asked for log-probabilities
-        self._flights: deque[Flight] = deque()
         self._closed = False
 
     # -- rows come and go
@@ -131,24 +109,28 @@ class DecodeSession:
         tables = self._runtime.manager.row_tables
         tables.check_bias("params.logit_bias", params.logit_bias)
         values = tables.check_state(state or {})
-        if (limit := len(tokens) + params.max_new_tokens - 1) > longest:
+        if len(tokens) + params.max_new_tokens - 1 > longest:
             raise CapacityError(
                 f"prompt: expected prompt and output within max_seq_len={longest}, got {len(tokens)} + "
                 f"{params.max_new_tokens} tokens; shorten it or raise max_seq_len"
             )
-        row = self._take_row(tokens.astype(np.int32), params)
-        at = row.row_id
-        self._reached[at] = self._most[at] = 0
-        self._limits[at] = limit
-        self._sampling.set(at, params, len(tokens))
+        row = self._take_row(SessionRow(NO_ROW, tokens.astype(np.int32), params))
+        self._begin(row, row.prompt, 0, values)
+        return row
+
+    def _begin(self, row: SessionRow, given: Int32Array, start: int, values: RowValues) -> None:
+        """Let a row begin with given tokens, of which the cache has `start` already, and with values of row tensors."""
+        at, params = row.row_id, row.params
+        self._reached[at] = self._most[at] = self._prompts[at] = start
+        self._given[at] = given
+        self._limits[at] = len(row.prompt) + params.max_new_tokens - 1
+        self._sampling.set(at, params, len(row.prompt))
         self._news.begin(at, params.logit_bias, values)
         if params.logprobs is not None:
             self._asking.add(at)
         stops = sorted(params.stop_ids)[:STOP_TOKENS]
         self._stops[:, at] = NO_TOKEN
         self._stops[: len(stops), at] = stops
-        self._prompts[at] = 0
-        return row
 
     def fork(self, row: SessionRow, *, seed: int | None = None) -> SessionRow:
         """A second sequence that goes on as `row` does, from where the launches so far bring it.
@@ -172,8 +154,8 @@ class DecodeSession:
         self._catch_up()
         length, most = int(self._reached[at]), int(self._most[at])
         self._pages.check_fork(at, length)
-        new = self._take_row(row.prompt, row.params)
-        to, new.tokens, new.end = new.row_id, list(row.tokens), row.end
+        new = self._take_row(SessionRow(NO_ROW, row.prompt, row.params, list(row.tokens), row.end))
+        to = new.row_id
         new.logprobs, new.prompt_logprobs = list(row.logprobs), list(row.prompt_logprobs)
         if at in self._asking:
             self._asking.add(to)
@@ -230,36 +212,30 @@ class DecodeSession:
         self._release(row)
 
     def _release(self, row: SessionRow) -> None:
+        """Take a row's id and its pages."""
         at = row.row_id
         del self._rows[at]
         self._asking.discard(at)
-        self._prompts.pop(at, None)
         self._long_stops.discard(at)
-        self._reorder(self._order[self._order != at])
+        self._given.pop(at, None)
+        self._prompts.pop(at, None)
+        self._held.discard(at)
+        if at in self._order:
+            self._reorder(self._order[self._order != at])
         self._pages.release(at)  # what is in flight runs before whoever gets the pages
         self._runtime.free_rows.append(at)
 
-    def _take_row(self, prompt: Int32Array, params: SamplingParams) -> SessionRow:
+    def _take_row(self, row: SessionRow) -> SessionRow:
+        """Give a row a row id."""
         if not self._runtime.free_rows:
             raise CapacityError(
                 f"rows: expected a free one of {self._runtime.config.max_num_reqs}, got none; release() a row"
             )
-        row = SessionRow(self._runtime.free_rows.pop(), prompt, params)
+        row.row_id = self._runtime.free_rows.pop()
         self._rows[row.row_id] = row
-        if len(params.stop_ids) > STOP_TOKENS:
+        if len(row.params.stop_ids) > STOP_TOKENS:
             self._long_stops.add(row.row_id)
         return row
-
-    def _reorder(self, order: Ids) -> None:
-        """From now on these rows go on by themselves."""
-        self._catch_up()
-        self._order, self._order_rows = order, tuple(map(self._rows.__getitem__, order.tolist()))
-        self._no_news, self._quiet = News(order, logprobs=bool(self._asking)), 0
-
-    def _catch_up(self) -> None:
-        """Bring `_most` up to date."""
-        self._most[self._order] += self._ahead
-        self._ahead = 0
 
     # -- steps
 
@@ -281,8 +257,9 @@ class DecodeSession:
             self._news.write(self._runtime.manager.row_tables)
         launches = []
         while steps and self.running:
-            most = 1 if self._prompts else min(steps, self._runtime.config.launch_steps)
-            launch = self._full_step(eager) if self._prompts else self._go_on(most, eager)
+            full = self._in_full or len(self._prompts) > len(self._held)
+            most = 1 if full else min(steps, self._runtime.config.launch_steps)
+            launch = self._full_step(eager) if full else self._go_on(most, eager)
             if launch is None:
                 break  # all rows have ended, which is still to be collected
             launches.append(launch)
@@ -326,14 +303,16 @@ class DecodeSession:
         if not len(ids):
             raise self._pages.none_left()
         given = np.array([0] * len(going_on) + [len(chunk) for chunk in chunks.values()], np.int64)
-        whole = [self._prompts[at] + len(chunk) == len(self._rows[at].prompt) for at, chunk in chunks.items()]
-        seq_lens = np.full(len(ids), LENGTH_FROM_ROW, np.int64)
-        seq_lens[len(going_on) :] = self._most[ids[len(going_on) :]] + given[len(going_on) :]
+        whole = [self._prompts[at] + len(chunk) == len(self._given[at]) for at, chunk in chunks.items()]
+        promised = np.maximum(given, 1)
+        seq_lens = self._most[ids] + promised
+        if not self._in_full:  # the device also knows who has ended
+            seq_lens[: len(going_on)] = LENGTH_FROM_ROW
         first_pages, page_indptr, page_ids = self._pages.listed(ids)
         batch = Batch(
             row_ids=ids.astype(np.int32),
             seq_lens=seq_lens.astype(np.int32),
-            query_lens=np.maximum(given, 1).astype(np.int32),
+            query_lens=promised.astype(np.int32),
             tokens=np.concatenate((np.full(len(going_on), TOKEN_FROM_ROW, np.int32), *chunks.values())),
             page_indptr=page_indptr,
             page_ids=page_ids,
@@ -345,7 +324,6 @@ class DecodeSession:
         launch = self._runtime.manager.begin(batch, ends, eager=eager)
         self._pages.submitted(ids)
         self._quiet = 0
-        promised = np.maximum(given, 1)
         self._most[ids] += promised
         rows = tuple(map(self._rows.__getitem__, ids.tolist()))
         self._flights.append(Flight(launch, rows, ids, promised, given))
@@ -357,24 +335,30 @@ class DecodeSession:
             self._reorder(np.append(self._order, done))
         return launch
 
+    def _ask_of_prompt(self, at: int, start: int) -> None:
+        """Of a row that wants its prompt's log-probabilities, that of the next token is asked for with each one."""
+        params, tokens = self._rows[at].params, self._given[at]
+        if params.prompt_logprobs is not None:
+            more = start + 1 < len(tokens)
+            asked, token = (params.prompt_logprobs, int(tokens[start + 1])) if more else (params.logprobs, -1)
+            self._sampling.ask_logprobs(at, asked, token)
+
     def _chunks(self, budget: int) -> dict[int, Int32Array]:
         """The next tokens of prompts by row id, as far as `budget` and pages go; their pages are allocated."""
         chunks: dict[int, Int32Array] = {}
         for at, start in self._prompts.items():
             if budget < 1:
                 break
-            ids, prompt = np.array([at]), self._rows[at].prompt
+            if at in self._held:
+                continue
+            ids, tokens = np.array([at]), self._given[at]
             self._pages.give_back(ids, self._most[ids])
-            params = self._rows[at].params
-            longest = self._chunk if params.prompt_logprobs is None else 1
-            count = self._pages.fitting(ids, start, min(budget, longest, len(prompt) - start))
+            longest = self._chunk if self._rows[at].params.prompt_logprobs is None else 1
+            count = self._pages.fitting(ids, start, min(budget, longest, len(tokens) - start))
             if not count:
                 break  # nor does a later one get what this one waits for
-            if params.prompt_logprobs is not None:
-                more = start + 1 < len(prompt)
-                asked, token = (params.prompt_logprobs, int(prompt[start + 1])) if more else (params.logprobs, -1)
-                self._sampling.ask_logprobs(at, asked, token)
-            chunks[at] = prompt[start : start + count]
+            self._ask_of_prompt(at, start)
+            chunks[at] = tokens[start : start + count]
             budget -= count
         return chunks
 
@@ -393,78 +377,17 @@ class DecodeSession:
         faulty: list[tuple[int, RowFault]] = []
         while self._flights and (wait or self._flights[0].launch.done()):
             flights = self._ended(wait)
-            taken = zip(*self._take_in(flights), strict=True)
+            taken = self._take_in(flights)
+            faulty += taken.faults
+            of_rows = zip(taken.rows, taken.columns, strict=True)
             if found:
-                for row, new in taken:
+                for row, new in of_rows:
                     found.setdefault(row, []).extend(new)
             else:
-                found = dict(taken)
-            for flight in flights:
-                for fault in flight.launch.faults:
-                    faulty.append((flight.launch.step, replace(fault, row=int(flight.ids[fault.row]))))
+                found = dict(of_rows)
         if faulty:
             raise StepFaultError(faulty[0][0], [fault for _, fault in faulty])
         return [(row, new) for row, new in found.items() if new]
-
-    def _ended(self, wait: bool) -> list[Flight]:
-        """The first launch, which has ended, and the next ones of the same rows that have: they are taken in as one."""
-        flights = [self._flights.popleft()]
-        rows = flights[0].rows
-        while self._flights and self._flights[0].rows is rows and not (flights[0].forks or self._flights[0].forks):
-            if not (wait or self._flights[0].launch.done()):
-                break
-            flights.append(self._flights.popleft())
-        return flights
-
-    def _take_in(self, flights: list[Flight]) -> tuple[tuple[SessionRow, ...], list[list[int]]]:
-        """Bring rows up to date; returns those that were in the launches, and the new tokens of each."""
-        first = flights[0]
-        tokens = np.concatenate([flight.launch.tokens(raise_on_fault=False) for flight in flights])
-        ends = np.concatenate([flight.launch.ends for flight in flights]).max(0, initial=0)
-        sampled = tokens >= 0
-        advanced = sampled.sum(0)
-        if first.given is not None:
-            wrote = advanced.astype(np.bool_) | (ends != int(RowEnd.FAULT))
-            advanced = np.where(first.given > 0, first.given * wrote, advanced)
-        lost = sum(flight.promised for flight in flights) - advanced
-        rows, ids, places = first.rows, first.ids, None
-        if rows is not self._order_rows:
-            places, rows, ids = self._left(first)
-            tokens, sampled, ends, advanced, lost = (v[..., places] for v in (tokens, sampled, ends, advanced, lost))
-        columns = tokens.T.tolist()
-        for place in (~sampled.all(0)).nonzero()[0].tolist():
-            columns[place] = [token for token in columns[place] if token >= 0]
-        if self._long_stops:
-            stop_on_host(rows, columns, ends)
-        for row, new in zip(rows, columns, strict=True):
-            row.tokens += new
-        if first.launch.logprobs is not None:
-            logprobs = StepLogprobs.joined([flight.launch.logprobs for flight in flights], places)
-            for place, row in enumerate(rows):
-                row.take_logprobs(logprobs, place, sampled[:, place], len(columns[place]))
-        self._reached[ids] += advanced
-        if lost.any():
-            self._most[ids] -= lost
-        if ends.any():
-            self._end(rows, ids, ends)
-        return rows, columns
-
-    def _left(self, flight: Flight) -> tuple[Ids, tuple[SessionRow, ...], Ids]:
-        """Of a launch's rows those that neither went nor ended meanwhile, and forks: their places, they, their ids."""
-        left = [
-            (place, row)
-            for place, row in (*enumerate(flight.rows), *flight.forks)
-            if self._rows.get(row.row_id) is row and not row.end
-        ]
-        places = np.array([place for place, _ in left], np.int64)
-        return places, tuple(row for _, row in left), np.array([row.row_id for _, row in left], np.int64)
-
-    def _end(self, rows: tuple[SessionRow, ...], ids: Ids, ends: Int32Array) -> None:
-        gone = ends.nonzero()[0]
-        for place in gone.tolist():
-            rows[place].end = RowEnd(int(ends[place]))
-            self._prompts.pop(rows[place].row_id, None)
-        self._reorder(self._order[~np.isin(self._order, ids[gone])])
 
     # -- the end
 
@@ -472,12 +395,15 @@ class DecodeSession:
         """Wait for launches in flight, and give rows and pages back. Closing twice is fine."""
         if self._closed:
             return
-        for flight in self._flights:
-            flight.launch.wait()
-        self._flights.clear()
-        for row in self.rows:
-            self._release(row)
         self._closed = True
+        try:
+            for flight in self._flights:
+                flight.launch.wait()  # nobody who gets the pages may find them written
+        finally:
+            self._flights.clear()
+            self._away.clear()
+            for row in self.rows:
+                self._release(row)
 
     def __enter__(self) -> DecodeSession:
         self._open("with")

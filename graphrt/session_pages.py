@@ -18,8 +18,8 @@ from graphrt.tables import Tables
 Ids = npt.NDArray[np.int64]
 
 _AHEAD = 128
-"""Tokens that rows have pages for ahead of their steps, where pages are plenty. So a step in 128 has to list some, and
-takes the host ten times as long as the others."""
+"""Tokens that rows have pages for ahead of their steps, where these take at most half of the free pages. So a step in
+128 has to list some, and takes the host ten times as long as the others."""
 
 
 class SessionPages:
@@ -47,13 +47,14 @@ class SessionPages:
 
         Raises: CapacityError where no row has a page for its next token.
         """
-        for count in (max(steps, _AHEAD), steps):
-            if self._grow(ids, np.minimum(lengths + count, limits)):
-                return
-        while steps > 1:
-            steps //= 2
+        if steps < _AHEAD and self._grow(ids, np.minimum(lengths + _AHEAD, limits), spare=2):
+            return
+        while True:
             if self._grow(ids, np.minimum(lengths + steps, limits)):
                 return
+            if steps == 1:
+                break
+            steps //= 2
         if not len(self.with_pages(ids, np.minimum(lengths + 1, limits))):
             raise self.none_left()
 
@@ -72,13 +73,21 @@ class SessionPages:
             count = max(0, max((start + count - 1) // size * size for size in sizes) - start)
         return count
 
-    def _grow(self, ids: Ids, lengths: Ids) -> bool:
-        """Pages for rows to have so many tokens; False, with nothing allocated, where there are too few."""
+    def missing(self, ids: Ids, lengths: Ids) -> list[int]:
+        """Pages of each pool that rows need to have so many tokens, beside those that they have."""
+        needs = [0] * len(self._allocators)
+        for table in self._tables:
+            needs[table.group.pool] += table.missing(ids, lengths)
+        return needs
+
+    def _grow(self, ids: Ids, lengths: Ids, spare: int = 1) -> bool:
+        """Pages for rows to have so many tokens; False, with nothing allocated, where fewer are free than `spare` times
+        as many."""
         needs = [0] * len(self._allocators)
         more = [table.more(ids, lengths) for table in self._tables]
         for table, pages in zip(self._tables, more, strict=True):
             needs[table.group.pool] += int(pages.sum())
-        if any(need > allocator.num_free for need, allocator in zip(needs, self._allocators, strict=True)):
+        if any(need * spare > allocator.num_free for need, allocator in zip(needs, self._allocators, strict=True)):
             return False
         if any(needs):
             for table, pages in zip(self._tables, more, strict=True):
@@ -133,6 +142,43 @@ class SessionPages:
             if pairs := table.fork(row_id, new, length, most):
                 sources, own = map(list, zip(*pairs, strict=True))
                 yield group, (sources, own)
+
+    def can_share(self, donor: int, length: int) -> bool:
+        """Whether a row still has all pages that a sequence sees that goes on behind its first `length` tokens."""
+        return all(table.can_share(donor, length) for table in self._tables)
+
+    def share(self, donor: int, row_id: int, length: int) -> Iterator[tuple[int, tuple[list[int], list[int]]]]:
+        """Give a row without pages what another has of its first `length` tokens: by KV group, pages to copy and where
+        to, as the last page may be partly filled."""
+        for group, table in enumerate(self._tables):
+            if (pair := table.share(donor, row_id, length)) is not None:
+                yield group, ([pair[0]], [pair[1]])
+
+    def pages(self, row_id: int) -> list[Int32Array]:
+        """A copy of a row's page ids, by KV group."""
+        return [table.pages(row_id) for table in self._tables]
+
+    def first_places(self, row_id: int) -> list[int]:
+        """Where a row's pages begin in its sequence, by KV group."""
+        return [int(table.from_[row_id]) for table in self._tables]
+
+    def place(self, row_id: int, first_places: Sequence[int], counts: Sequence[int]) -> list[list[int]]:
+        """Give a row without pages so many of each KV group, from these places of its sequence on: the pages."""
+        pages = []
+        for table, first, count in zip(self._tables, first_places, counts, strict=True):
+            pages.append(self._allocators[table.group.pool].allocate(count))
+            table.place(row_id, first, pages[-1])
+        return pages
+
+    def cut(self, row_id: int, length: int) -> None:
+        """Free the pages behind a row's first `length` tokens. The device must not know of them any more."""
+        for table in self._tables:
+            table.cut(row_id, length)
+
+    def forget(self, row_id: int) -> None:
+        """Empty a row whose pages somebody else frees."""
+        for table in self._tables:
+            table.forget(row_id)
 
     def release(self, row_id: int) -> None:
         """Free every page of a row."""

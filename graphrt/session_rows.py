@@ -10,6 +10,7 @@ import numpy.typing as npt
 import torch
 
 from graphrt.batch import Int32Array
+from graphrt.handle import RowFault
 from graphrt.kernels.metadata.buffers import STOP_TOKENS
 from graphrt.kernels.types import RowEnd
 from graphrt.launch import Launch
@@ -21,12 +22,15 @@ Prompt = Sequence[int] | Int32Array | torch.Tensor
 
 Ids = npt.NDArray[np.int64]
 
+NO_ROW = -1
+"""Row id of a row that has none."""
+
 
 @dataclass(eq=False, slots=True)
 class SessionRow:
     """A sequence of a session.
 
-    row_id   its row state; what a model indexes by `Step.row_ids`
+    row_id   its row state, which a model indexes by `Step.row_ids`
     prompt   [tokens] int32, what it began with
     tokens   what it has sampled since, as far as it was collected; a token that ends it is the last of them
     end      why it ended, as far as that was collected: GOES_ON while it has not
@@ -71,6 +75,16 @@ class Flight:
     promised: int | Ids
     given: Ids | None = None
     forks: list[tuple[int, SessionRow]] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """What launches brought: their rows that neither went nor ended before, the new tokens of each, and the faults of
+    these rows, with the number of their step; faults name row ids."""
+
+    rows: tuple[SessionRow, ...]
+    columns: list[list[int]]
+    faults: list[tuple[int, RowFault]]
 
 
 def stop_on_host(rows: tuple[SessionRow, ...], columns: list[list[int]], ends: Int32Array) -> None:

@@ -131,6 +131,12 @@ class Tables:
         written = self._pages[slot, full : self.group.pages_for(most)].tolist()
         return list(zip(written, own, strict=False))
 
+    def cut(self, slot: int, length: int) -> None:
+        """Free the pages behind a slot's first `length` tokens."""
+        end = min(max(self.group.pages_for(length), int(self.from_[slot])), int(self.to[slot]))
+        self._allocator.free(self._pages[slot, end : self.to[slot]])
+        self.to[slot] = end
+
     def forget(self, slot: int) -> None:
         """Empty a slot whose pages somebody else frees."""
         self.from_[slot] = self.to[slot] = self._listed[slot] = 0

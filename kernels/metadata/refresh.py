@@ -60,6 +60,7 @@ _FEW = 128  # programs, up to which each has a multiprocessor to itself, and 4 w
 _LANES_OF_FEW = 1024  # columns or tokens that such a program takes at a time
 _LANES = 64  # and a program of one warp: 2,048 of these run at once on an H200
 _ROW_BLOCK = 128  # rows that a program counts at a time, to find its own row's place
+_SPILL = 8  # bytes: a pointer, in graphs of prompts with several KV groups
 _PROGRAMS = 1024  # of a launch, beyond which a row's columns and tokens are not shared out among several
 
 _TOKEN_FROM_ROW = tl.constexpr(TOKEN_FROM_ROW)
@@ -582,6 +583,9 @@ def compile_variants() -> list[CompileSpec]:
             }
             pointers = tuple(argument for argument in signature if argument.endswith("_ptr"))
             specs.append(
-                CompileSpec(f"{short}_{name}", kernel, signature, constexprs, tiling.num_warps, 3, divisible=pointers)
-            )
+                CompileSpec(
+                    f"{short}_{name}", kernel, signature, constexprs, tiling.num_warps, 3, divisible=pointers,
+                    max_spill=_SPILL,
+                )
+            )  # fmt: skip
     return specs

@@ -15,7 +15,9 @@ from graphrt.batch import Batch
 from graphrt.config import RuntimeConfig
 from graphrt.generate import TextGenerator
 from graphrt.groups import layer_places
+from graphrt.kernels.metadata.record import LENGTH_FROM_ROW
 from graphrt.kv_cache import KVCache
+from graphrt.news import News, RowEnds
 from graphrt.runtime import Runtime
 from graphrt.sampling_params import SamplingParams
 from graphrt.scheduler import Scheduler
@@ -89,43 +91,69 @@ class LayeredModel(torch.nn.Module):
 
 @dataclass
 class _Known:
-    """What a row's steps have listed in one group, by the place in the sequence."""
+    """What is known of a row: the pages of each group by their place in the sequence, its tokens, and its longest."""
 
-    pages: dict[int, int]
+    pages: list[dict[int, int]]
     length: int = 0
+    limit: int = 0
 
 
 class Watch:
-    """Follows the page lists of every step, as the documentation of Batch tells them, and says who owns what.
+    """Follows the page lists of every launch, as the documentation of Batch and News tells them: who owns what.
 
-    In each step the pages that rows can see must be allocated, and belong to one group each. A page that several rows
+    In each launch the pages that rows can see must be allocated, and belong to one group each. A page that several rows
     see has as many owners, and one that a row writes has no other. Then NaN is written into every page that the
     allocators call free: whatever reads a freed page shows.
     """
 
     def __init__(self, runtime: Runtime) -> None:
-        self._runtime, self._known = runtime, dict[tuple[int, int], _Known]()
+        self._runtime, self._known = runtime, dict[int, _Known]()
         self.most_owned, self.steps = [0] * len(runtime.allocators), 0
-        self._replay = runtime.replay
-        runtime.replay = self.replay  # type: ignore[method-assign]
+        manager = runtime.manager
+        self._begin, self._advance = manager.begin, manager.advance
+        manager.begin, manager.advance = self.begin, self.advance  # type: ignore[method-assign]
 
-    def replay(self, batch: Batch, **options: Any) -> Any:
+    def begin(self, batch: Batch, ends: RowEnds, **options: Any) -> Any:
         """Check the batch against all before it, spoil what is free, submit it."""
-        n, self.steps = batch.num_reqs, self.steps + 1
-        group_of: dict[tuple[int, int], int] = {}  # by pool and page
-        seen, written = Counter[tuple[int, int]](), set[tuple[int, int]]()
-        for g, group in enumerate(self._runtime.kv_cache.groups):
-            for row in range(n):
-                row_id, length = int(batch.row_ids[row]), int(batch.seq_lens[row])
-                start = length - int(batch.query_lens[row])
-                known = self._known.setdefault((g, row_id), _Known({}))
+        n, spans = batch.num_reqs, []
+        for row in range(n):
+            row_id, new, length = int(batch.row_ids[row]), int(batch.query_lens[row]), int(batch.seq_lens[row])
+            known = self._known.setdefault(row_id, _Known([{} for _ in self._runtime.kv_cache.groups]))
+            start = known.length if length == LENGTH_FROM_ROW else length - new
+            known.length, known.limit = start + new, int(ends.lengths[row])
+            for g, pages in enumerate(known.pages):
                 if start == 0:
-                    known.pages.clear()
+                    pages.clear()
                 at = g * n + row
                 listed = batch.page_ids[batch.page_indptr[at] : batch.page_indptr[at + 1]].tolist()
-                known.pages.update(enumerate(listed, int(batch.first_pages[at])))
-                for column in range(group.first_page_seen(start), -(-length // group.page_size)):
-                    page = known.pages[column]
+                pages.update(enumerate(listed, int(batch.first_pages[at])))
+            spans.append((known, start, start + new))
+        self._check(spans, 1)
+        return self._begin(batch, ends, **options)
+
+    def advance(self, news: News, *, steps: int = 1, **options: Any) -> Any:
+        """The same for rows that go on by so many steps at most."""
+        known = [self._known[row_id] for row_id in news.order.tolist()]
+        if news.lists is not None and news.pages is not None:
+            for place, lists in enumerate(news.lists.T.tolist()):
+                for pages, first, start, count in zip(
+                    known[place].pages, lists[0::3], lists[1::3], lists[2::3], strict=True
+                ):
+                    pages.update(enumerate(news.pages[start : start + count].tolist(), first))
+        spans = [(row, row.length, min(row.length + steps, row.limit)) for row in known if row.length < row.limit]
+        for row, _, end in spans:
+            row.length = end
+        self._check(spans, steps)
+        return self._advance(news, steps=steps, **options)
+
+    def _check(self, spans: Sequence[tuple[_Known, int, int]], steps: int) -> None:
+        self.steps += steps
+        group_of: dict[tuple[int, int], int] = {}  # by pool and page
+        seen, written = Counter[tuple[int, int]](), set[tuple[int, int]]()
+        for known, start, end in spans:
+            for g, group in enumerate(self._runtime.kv_cache.groups):
+                for column in range(group.first_page_seen(start), -(-end // group.page_size)):
+                    page = known.pages[g][column]
                     assert group_of.setdefault((group.pool, page), g) == g, f"page {page} is of two groups"
                     seen[group.pool, page] += 1
                     if (column + 1) * group.page_size > start:
@@ -135,7 +163,6 @@ class Watch:
             assert owners >= rows, f"page {page} is seen by {rows} rows and has {owners} owners"
             assert owners == 1 or (pool, page) not in written, f"page {page} is written and has {owners} owners"
         self._spoil_free_pages()
-        return self._replay(batch, **options)
 
     def _spoil_free_pages(self) -> None:
         cache = self._runtime.kv_cache
@@ -150,26 +177,26 @@ class Watch:
 
 @contextmanager
 def exact_ownership() -> Iterator[None]:
-    """After every step of a TextGenerator on a CPU, a page has as many owners as running sequences have it."""
-    real = Scheduler.submit
+    """After every launch of a TextGenerator on a CPU, a page has as many owners as running sequences have it."""
+    real = Scheduler.launch
 
-    def submit(scheduler: Scheduler) -> Any:
-        step = real(scheduler)
+    def launch(scheduler: Scheduler) -> Any:
+        launches = real(scheduler)
         for pool, allocator in enumerate(scheduler._runtime.allocators):
             held = Counter[int]()
-            for table in scheduler.tables:
+            for table in scheduler._session._pages._tables:
                 if table.group.pool == pool:
-                    for slot in scheduler.members:
-                        held.update(table.pages(slot).tolist())
+                    for row_id in scheduler.members:
+                        held.update(table.pages(row_id).tolist())
             owned = {page: count for page in range(allocator.num_pages) if (count := allocator.owners(page))}
             assert owned == held
-        return step
+        return launches
 
-    Scheduler.submit = submit  # type: ignore[method-assign]
+    Scheduler.launch = launch  # type: ignore[method-assign]
     try:
         yield
     finally:
-        Scheduler.submit = real  # type: ignore[method-assign]
+        Scheduler.launch = real  # type: ignore[method-assign]
 
 
 def build(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,12 +13,13 @@ from graphrt.generate import Event, TextGenerator
 from graphrt.handle import StepFaultError
 from graphrt.kernels.errors import CapacityError, CaptureError, ConfigError, GraphRTError, ReplayError, ShapeError
 from graphrt.kernels.types import TOKEN_FROM_ROW, KVLayout
+from graphrt.launch import Launch
 from graphrt.models.loading import load_model
 from graphrt.models.smollm import default_model_path
 from graphrt.models.tokenizer import load_tokenizer
 from graphrt.runtime import Runtime
 from graphrt.sampling_params import SamplingParams
-from tests.runtime.toy import VOCAB, LivelyModel, greedy, make_runtime
+from tests.runtime.toy import VOCAB, LivelyModel, greedy, make_runtime, slow_device
 
 NEW_TOKENS = 64
 PROMPTS = (
@@ -329,36 +329,25 @@ def test_a_fault_of_a_row_that_has_ended_does_not_end_the_others() -> None:
 
 def test_a_row_without_token_and_without_fault_is_an_error(toy: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever the device reports, a loop over rows that must yield a token does not go on without one."""
-    real = toy.replay
-
-    def replay(batch):
-        handle, tokens = real(batch), np.full(batch.num_reqs, -1, np.int32)
-        return SimpleNamespace(step=handle.step, wait=handle.wait, faults=(), tokens=lambda **_: tokens)
-
-    monkeypatch.setattr(toy, "replay", replay)
-    with pytest.raises(ReplayError, match=r"prompts\[0\]: expected a token from step \d+, got none"):
+    real = Launch.tokens
+    monkeypatch.setattr(Launch, "tokens", lambda *_, **options: np.full_like(real(*_, **options), -1))
+    with pytest.raises(ReplayError, match=r"row \d: expected a token from each step of launch \d+, got 0"):
         list(TextGenerator(toy).generate([[5, 6]], SamplingParams(30)))
     monkeypatch.undo()
     assert_idle_and_right(toy)
 
 
 def test_rows_come_back_after_the_steps_in_flight_have_ended(toy: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
-    real, waited = toy.replay, []
-
-    def replay(batch):
-        handle = real(batch)
-        waits = lambda: waited.append(handle.step) or handle.wait()  # noqa: E731
-        return SimpleNamespace(step=handle.step, tokens=handle.tokens, faults=(), wait=waits)
-
-    monkeypatch.setattr(toy, "replay", replay)
+    waited: list[object] = slow_device(monkeypatch)
     events = TextGenerator(toy).generate([[5, 6], [7]], SamplingParams(30))
     next(events)
     pages = toy.allocator.num_free
+    del waited[:]
     monkeypatch.setattr(toy.allocator, "free", lambda ids, free=toy.allocator.free: waited.append("free") or free(ids))
     events.close()
     monkeypatch.undo()
     assert waited[1:] == ["free", "free"]
-    assert isinstance(waited[0], int), "a step in flight is waited for before pages are free"
+    assert isinstance(waited[0], int), "a launch in flight is waited for before pages are free"
     assert toy.allocator.num_free > pages
     assert_idle_and_right(toy)
 

@@ -70,15 +70,14 @@ def test_tokens_are_those_of_the_oracle_and_pages_have_one_owner(name: str, back
 
 
 def test_windowed_groups_own_the_pages_of_their_window() -> None:
-    """One sequence of 90 tokens: 23 pages where all is kept, at most 3 in a group with a window of 6."""
-    model, runtime = build(
-        MODELS["windows_beside_full"], kv_groups(MODELS["windows_beside_full"], page_size=4), 60, CPU
-    )
+    """One sequence of 90 tokens, in as few pages as can be: 23 where all is kept, 3 in a group with a window of 6."""
+    specs = MODELS["windows_beside_full"]
+    model, runtime = build(specs, kv_groups(specs, page_size=4), 1 + 23 + 2 * 3, CPU)
     watch = Watch(runtime)
     (prompt,) = prompts_of([1])
     assert generate(runtime, [prompt], [90]) == [model.greedy(prompt, 90)]
     assert watch.most_owned == [23 + 2 * 3]
-    one_table, plain = build(MODELS["windows_beside_full"], KVCacheSpec(6, 2, 16, 4, dtype=F32), 60, CPU)
+    one_table, plain = build(specs, KVCacheSpec(6, 2, 16, 4, dtype=F32), 1 + 23 + 2 * 3, CPU)
     watch = Watch(plain)
     assert generate(plain, [prompt], [90]) == [one_table.greedy(prompt, 90)]
     assert watch.most_owned == [23]  # of three times the bytes

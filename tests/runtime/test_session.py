@@ -15,15 +15,13 @@ from graphrt.batch import Batch
 from graphrt.kernels.errors import CapacityError, CaptureError, ConfigError, GraphRTError, ReplayError, ShapeError
 from graphrt.kernels.metadata.buffers import BufferKind, StaticBuffers
 from graphrt.kernels.metadata.record import HEADER_STOP
-from graphrt.kernels.types import FaultCode, KVLayout, RowEnd
+from graphrt.kernels.types import FaultCode, RowEnd
 from graphrt.logprobs import TokenLogprob
 from graphrt.runtime import Runtime
 from graphrt.sampling_params import SamplingParams
 from graphrt.session import DecodeSession, SessionRow
-from graphrt.spec import KVCacheSpec
 from graphrt.step import Step
-from graphrt.testing.poison import poison_derived
-from tests.runtime.toy import HEAD_DIM, KV_HEADS, LAYERS, MAX_LEN, VOCAB, LivelyModel, greedy, make_runtime
+from tests.runtime.toy import VOCAB, LivelyModel, greedy, make_runtime
 
 PROMPTS = [[3, 1, 4], [1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2, 3, 8, 4], [6]]
 LOOPS = pytest.mark.parametrize("loop_sizes", [(), (1, 2, 4)], ids=["launch_by_launch", "loop"])
@@ -328,49 +326,6 @@ def test_equal_to_the_stateless_path_bit_by_bit(device: torch.device) -> None:
             assert torch.equal(logits, again)
 
 
-def some(generator: random.Random) -> dict[str, object]:
-    """Some options of sampling, or none."""
-    options: dict[str, object] = {
-        "top_k": generator.randint(2, 9), "top_p": 0.8, "min_p": 0.01, "repetition_penalty": 1.4,
-        "presence_penalty": 6.0, "frequency_penalty": -3.0, "logprobs": generator.randint(0, 3),
-        "logit_bias": {generator.randrange(VOCAB): 9.0, generator.randrange(VOCAB): float("-inf")},
-    }  # fmt: skip
-    if generator.random() < 0.3:
-        options["prompt_logprobs"] = 1
-    return {name: value for name, value in options.items() if generator.random() < 0.3}
-
-
-def draw(generator: random.Random, session: DecodeSession, rows: list[SessionRow], open_rows: list[SessionRow]) -> None:
-    """One random thing that a server may do."""
-    what = generator.choice(["add", "add", "run", "run", "run", "collect", "fork", "release", "poison"])
-    if what == "add" and session._runtime.free_rows:
-        prompt = [generator.randrange(VOCAB) for _ in range(generator.randint(1, 20))]
-        params = SamplingParams(
-            max_new_tokens=generator.randint(1, 30),
-            temperature=generator.choice([0.0, 0.0, 30.0]),
-            seed=generator.randrange(100),
-            stop_ids=frozenset(generator.sample(range(VOCAB), 2)),
-            **some(generator),
-        )
-        rows.append(session.add(prompt, params))
-        open_rows.append(rows[-1])
-    elif what == "run":
-        session.run(generator.randint(1, 7))
-    elif what == "collect":
-        session.collect(wait=generator.random() < 0.5)
-    elif what == "poison" and generator.random() < 0.3:
-        session.collect(wait=True)
-        poison_derived(session._runtime.manager.buffers)
-    elif open_rows:
-        row = generator.choice(open_rows)
-        if what == "fork" and session._runtime.free_rows and row.row_id not in session._prompts:
-            rows.append(session.fork(row))
-            open_rows.append(rows[-1])
-        elif what == "release":
-            session.release(row)
-            open_rows.remove(row)
-
-
 def alone(runtime: Runtime, row: SessionRow) -> tuple[list[int], list[TokenLogprob | None]]:
     """What the stateless path samples for the same prompt and parameters, one token a step, and how likely it is."""
     row_id, pages = runtime.free_rows[-1], runtime.allocator.allocate(16)
@@ -396,48 +351,6 @@ def alone(runtime: Runtime, row: SessionRow) -> tuple[list[int], list[TokenLogpr
         logprobs += handle.logprobs()
     runtime.allocator.free(pages)
     return out, logprobs
-
-
-@pytest.mark.parametrize("seed", range(6))
-def test_whatever_a_server_does_rows_sample_what_they_sample_alone(device: torch.device, seed: int) -> None:
-    """Any interleaving of add, fork, release, run and collect, any split of steps into launches, few pages."""
-    generator = random.Random(seed)
-    groups = KVCacheSpec(LAYERS, KV_HEADS, HEAD_DIM, 4, KVLayout.NHD, torch.float32)
-    loops = generator.choice([(), (1, 2, 4)])
-    config = {"max_seq_len": MAX_LEN, "loop_sizes": loops, "max_num_tokens": 32, "mixed_sizes": (8, 32)}
-    config |= {"penalties": True, "max_logit_bias": 2, "max_logprobs": 3}
-    runtime = make_runtime(device, kv_spec=groups, num_pages=generator.choice([24, 70]), config=config)
-    for _, tensor in runtime.kv_cache.named_tensors():
-        tensor[1:] = float("nan")
-    runtime.capture()
-    rows: list[SessionRow] = []
-    open_rows: list[SessionRow] = []
-    with DecodeSession(runtime) as session:
-        for _ in range(60):
-            try:
-                draw(generator, session, rows, open_rows)
-            except CapacityError:
-                session.collect(wait=True)
-                ended = [row for row in open_rows if row.end] or open_rows[:1]
-                for row in ended:
-                    session.release(row)
-                    open_rows.remove(row)
-            owned = sum(int(t.to[r.row_id] - t.from_[r.row_id]) for t in session._pages._tables for r in session.rows)
-            used = runtime.allocator.num_pages - 1 - runtime.allocator.num_free
-            assert used <= owned, "no page is held by nobody"
-        session.collect(wait=True)
-    assert runtime.allocator.num_free == runtime.allocator.num_pages - 1
-    assert len(runtime.free_rows) == 4
-    for row in rows:
-        want, logprobs = alone(runtime, row)
-        assert row.tokens == want[: len(row.tokens)]
-        if row.end:
-            assert row.tokens == want
-        assert len(row.logprobs) == (len(row.tokens) if row.params.logprobs is not None else 0)
-        for ours, theirs in zip(row.logprobs, logprobs, strict=False):
-            assert theirs is not None
-            assert (ours.token, ours.rank, len(ours.top)) == (theirs.token, theirs.rank, len(theirs.top))
-            assert ours.logprob == pytest.approx(theirs.logprob, abs=1e-3)  # of logits of about 60
 
 
 STATE = [

@@ -1,4 +1,4 @@
-"""Ten thousand steps of whatever a server may do, with the host as far ahead of the device as it can get."""
+"""Whatever a server may do, in any order: on a GPU ten thousand steps of it, with the host far ahead of the device."""
 
 from __future__ import annotations
 
@@ -15,19 +15,64 @@ from graphrt.runtime import Runtime
 from graphrt.sampling_params import SamplingParams
 from graphrt.session import DecodeSession, SessionRow
 from graphrt.spec import KVCacheSpec
-from tests.runtime.test_session import PROMPTS, alone, draw, finish, oracle
-from tests.runtime.toy import HEAD_DIM, KV_HEADS, LAYERS, MAX_LEN, make_runtime
+from graphrt.testing.poison import poison_derived
+from tests.runtime.test_session import PROMPTS, alone, finish, oracle
+from tests.runtime.toy import HEAD_DIM, KV_HEADS, LAYERS, MAX_LEN, VOCAB, make_runtime
 
 STEPS = 10_000
 LATE = 3_000_000  # cycles: almost two milliseconds
 VERY_LATE = 60_000_000  # and 35, while the host submits all that a test submits
 
 
+def some(generator: random.Random) -> dict[str, object]:
+    """Some options of sampling, or none."""
+    options: dict[str, object] = {
+        "top_k": generator.randint(2, 9), "top_p": 0.8, "min_p": 0.01, "repetition_penalty": 1.4,
+        "presence_penalty": 6.0, "frequency_penalty": -3.0, "logprobs": generator.randint(0, 3),
+        "logit_bias": {generator.randrange(VOCAB): 9.0, generator.randrange(VOCAB): float("-inf")},
+    }  # fmt: skip
+    if generator.random() < 0.3:
+        options["prompt_logprobs"] = 1
+    return {name: value for name, value in options.items() if generator.random() < 0.3}
+
+
+def draw(generator: random.Random, session: DecodeSession, rows: list[SessionRow], open_rows: list[SessionRow]) -> None:
+    """One random thing that a server may do."""
+    what = generator.choice(["add", "add", "run", "run", "run", "collect", "fork", "release", "poison"])
+    if what == "add" and session._runtime.free_rows:
+        prompt = [generator.randrange(VOCAB) for _ in range(generator.randint(1, 20))]
+        params = SamplingParams(
+            max_new_tokens=generator.randint(1, 30),
+            temperature=generator.choice([0.0, 0.0, 30.0]),
+            seed=generator.randrange(100),
+            stop_ids=frozenset(generator.sample(range(VOCAB), 2)),
+            **some(generator),
+        )
+        rows.append(session.add(prompt, params))
+        open_rows.append(rows[-1])
+    elif what == "run":
+        session.run(generator.randint(1, 7))
+    elif what == "collect":
+        session.collect(wait=generator.random() < 0.5)
+    elif what == "poison" and generator.random() < 0.3:
+        session.collect(wait=True)
+        poison_derived(session._runtime.manager.buffers)
+    elif open_rows:
+        row = generator.choice(open_rows)
+        if what == "fork" and session._runtime.free_rows and row.row_id not in session._prompts:
+            rows.append(session.fork(row))
+            open_rows.append(rows[-1])
+        elif what == "release":
+            session.release(row)
+            open_rows.remove(row)
+
+
 def small_runtime(generator: random.Random, device: torch.device) -> Runtime:
-    loops = generator.choice([(), (1, 2, 4)])
+    """One with all options of sampling, few rows and few pages, whose free pages hold NaN."""
     config = {
-        "max_seq_len": MAX_LEN, "loop_sizes": loops, "max_num_tokens": 32, "mixed_sizes": (8, 32),
-        "ring_depth": generator.choice([2, 3, 8]),
+        "max_seq_len": MAX_LEN, "loop_sizes": generator.choice([(), (1, 2, 4)]), "max_num_tokens": 32,
+        "mixed_sizes": (8, 32), "ring_depth": generator.choice([2, 3, 8]), "penalties": True, "max_logit_bias": 2,
+        "max_logprobs": 3,
     }  # fmt: skip
     spec = KVCacheSpec(LAYERS, KV_HEADS, HEAD_DIM, 4, KVLayout.NHD, torch.float32)
     runtime = make_runtime(device, kv_spec=spec, num_pages=generator.choice([24, 70]), config=config)
@@ -43,13 +88,13 @@ def delay(runtime: Runtime, cycles: int = VERY_LATE) -> None:
         torch.cuda._sleep(cycles)
 
 
-def serve(generator: random.Random, runtime: Runtime, calls: int) -> list[SessionRow]:
-    """Random calls of a session, on a device that is late now and then; all rows that there were."""
+def serve(generator: random.Random, runtime: Runtime, calls: int, late: float) -> list[SessionRow]:
+    """Random calls of a session, on a device that is late with this probability; all rows that there were."""
     rows: list[SessionRow] = []
     open_rows: list[SessionRow] = []
     with DecodeSession(runtime) as session:
         for _ in range(calls):
-            if generator.random() < 0.05:
+            if generator.random() < late:
                 delay(runtime, LATE)
             try:
                 draw(generator, session, rows, open_rows)
@@ -58,8 +103,34 @@ def serve(generator: random.Random, runtime: Runtime, calls: int) -> list[Sessio
                 for row in [row for row in open_rows if row.end] or open_rows[:1]:
                     session.release(row)
                     open_rows.remove(row)
+            owned = sum(int(t.to[r.row_id] - t.from_[r.row_id]) for t in session._pages._tables for r in session.rows)
+            used = runtime.allocator.num_pages - 1 - runtime.allocator.num_free
+            assert used <= owned, "no page is held by nobody"
         session.collect(wait=True)
+    assert runtime.allocator.num_free == runtime.allocator.num_pages - 1
+    assert len(runtime.free_rows) == 4
     return rows
+
+
+def check_rows(runtime: Runtime, rows: list[SessionRow]) -> None:
+    """Each row sampled what it samples alone, one token a step, and its log-probabilities are those."""
+    for row in rows:
+        want, logprobs = alone(runtime, row)
+        assert row.tokens == want[: len(row.tokens)]
+        assert row.tokens == want or not row.end
+        assert len(row.logprobs) == (len(row.tokens) if row.params.logprobs is not None else 0)
+        for ours, theirs in zip(row.logprobs, logprobs, strict=False):
+            assert theirs is not None
+            assert (ours.token, ours.rank, len(ours.top)) == (theirs.token, theirs.rank, len(theirs.top))
+            assert ours.logprob == pytest.approx(theirs.logprob, abs=1e-3)  # of logits of about 60
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_whatever_a_server_does_rows_sample_what_they_sample_alone(device: torch.device, seed: int) -> None:
+    """Any interleaving of add, fork, release, run and collect, any split of steps into launches, few pages."""
+    generator = random.Random(seed)
+    runtime = small_runtime(generator, device)
+    check_rows(runtime, serve(generator, runtime, 60, 0))
 
 
 @pytest.mark.gpu
@@ -67,15 +138,10 @@ def test_ten_thousand_steps_of_whatever_a_server_does() -> None:
     generator, device, steps, tokens = random.Random(15), torch.device("cuda"), 0, 0
     while steps < STEPS:
         runtime = small_runtime(generator, device)
-        rows = serve(generator, runtime, 1500)
+        rows = serve(generator, runtime, 1500, 0.05)
         steps += runtime.manager._step
-        assert runtime.allocator.num_free == runtime.allocator.num_pages - 1
-        assert len(runtime.free_rows) == 4
-        for row in rows:
-            want = alone(runtime, row)
-            assert row.tokens == want[: len(row.tokens)]
-            assert row.tokens == want or not row.end
-            tokens += len(row.tokens)
+        check_rows(runtime, rows)
+        tokens += sum(len(row.tokens) for row in rows)
         runtime.close()
     assert tokens > STEPS, "most steps sampled tokens"
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import numpy as np
+import pytest
 import torch
 
 from graphrt.batch import Batch, Row
 from graphrt.config import RuntimeConfig
 from graphrt.kernels.types import TOKEN_FROM_ROW, KVLayout
 from graphrt.kv_cache import KVCache, PageAllocator
+from graphrt.launch import Launch
 from graphrt.replay import ReplayManager
 from graphrt.runtime import Runtime
 from graphrt.sampling import sample_tokens
@@ -158,6 +160,22 @@ def make_runtime(device: torch.device, *, model: object = None, config: dict | N
         config=RuntimeConfig(**settings),
         **options,
     )
+
+
+def slow_device(monkeypatch: pytest.MonkeyPatch) -> list[object]:
+    """From now on a session's launch has ended once it was waited for, as on a device that is never ahead of its host.
+    The list gets the first step of each that was."""
+    waited: list[object] = []
+    real = Launch.wait
+
+    def wait(launch: Launch) -> None:
+        if launch.step not in waited:
+            waited.append(launch.step)
+        real(launch)
+
+    monkeypatch.setattr(Launch, "wait", wait)
+    monkeypatch.setattr(Launch, "done", lambda launch: launch.step in waited)
+    return waited
 
 
 def greedy(model: ToyModel, prompt: list[int], count: int) -> list[int]:

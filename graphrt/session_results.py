@@ -1,0 +1,116 @@
+"""What a session knows of its rows while launches are in flight, and how their results bring it up to date."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import replace
+
+import numpy as np
+
+from graphrt.batch import Int32Array
+from graphrt.kernels.types import RowEnd
+from graphrt.logprobs import StepLogprobs
+from graphrt.news import News
+from graphrt.session_rows import NO_ROW, Flight, Ids, SessionRow, Taken, stop_on_host
+
+
+class RowsInFlight:
+    """Rows by row id, how long they are for sure and at most, and the launches that were not collected.
+
+    row_ids   how many there are
+    """
+
+    def __init__(self, row_ids: int) -> None:
+        self._rows: dict[int, SessionRow] = {}
+        self._away = set[SessionRow]()  # rows without a row id, which get the tokens of launches in flight
+        self._prompts: dict[int, int] = {}  # by row id, how many of these were submitted, where some were not
+        self._order: Ids = np.empty(0, np.int64)  # the rows that go on by themselves
+        self._order_rows: tuple[SessionRow, ...] = ()
+        self._no_news = News(self._order)
+        self._long_stops: set[int] = set()  # rows with more stop tokens than the device knows
+        self._quiet = 0  # steps for which the device needs no news
+        self._ahead = 0  # steps that were launched since `_most` was brought up to date
+        self._reached = np.zeros(row_ids, np.int64)  # KV tokens that a row has for sure
+        self._most = np.zeros(row_ids, np.int64)  # and at most, behind all launches
+        self._limits = np.zeros(row_ids, np.int64)
+        self._asking = set[int]()  # row ids that asked for log-probabilities
+        self._flights: deque[Flight] = deque()
+
+    def _reorder(self, order: Ids) -> None:
+        """From now on these rows go on by themselves."""
+        self._catch_up()
+        self._order, self._order_rows = order, tuple(map(self._rows.__getitem__, order.tolist()))
+        self._no_news, self._quiet = News(order, logprobs=bool(self._asking)), 0
+
+    def _catch_up(self) -> None:
+        """Bring `_most` up to date."""
+        self._most[self._order] += self._ahead
+        self._ahead = 0
+
+    def _ended(self, wait: bool) -> list[Flight]:
+        """The first launch, which has ended, and the next ones of the same rows that have: they are taken in as one."""
+        flights = [self._flights.popleft()]
+        rows = flights[0].rows
+        while self._flights and self._flights[0].rows is rows and not (flights[0].forks or self._flights[0].forks):
+            if not (wait or self._flights[0].launch.done()):
+                break
+            flights.append(self._flights.popleft())
+        return flights
+
+    def _take_in(self, flights: list[Flight]) -> Taken:
+        """Bring rows up to date with launches of the same rows."""
+        first = flights[0]
+        tokens = np.concatenate([flight.launch.tokens(raise_on_fault=False) for flight in flights])
+        ends = np.concatenate([flight.launch.ends for flight in flights]).max(0, initial=0)
+        sampled = tokens >= 0
+        advanced = sampled.sum(0)
+        if first.given is not None:
+            wrote = advanced.astype(np.bool_) | (ends != int(RowEnd.FAULT))
+            advanced = np.where(first.given > 0, first.given * wrote, advanced)
+        lost = sum(flight.promised for flight in flights) - advanced
+        rows, ids, places = first.rows, first.ids, None
+        if rows is not self._order_rows:
+            places, rows, ids = self._left(first)
+            tokens, sampled, ends, advanced, lost = (v[..., places] for v in (tokens, sampled, ends, advanced, lost))
+        columns = tokens.T.tolist()
+        for place in (~sampled.all(0)).nonzero()[0].tolist():
+            columns[place] = [token for token in columns[place] if token >= 0]
+        if self._long_stops or self._away:
+            stop_on_host(rows, columns, ends)
+        for row, new in zip(rows, columns, strict=True):
+            row.tokens += new
+        if first.launch.logprobs is not None:
+            logprobs = StepLogprobs.joined([flight.launch.logprobs for flight in flights], places)
+            for place, row in enumerate(rows):
+                row.take_logprobs(logprobs, place, sampled[:, place], len(columns[place]))
+        faults = [
+            (flight.launch.step, replace(fault, row=int(flight.ids[fault.row])))
+            for flight in flights
+            for fault in flight.launch.faults
+            if places is None or fault.row in places
+        ]
+        if places is not None and (away := ids == NO_ROW).any():
+            ids, advanced, lost = ids[~away], advanced[~away], lost[~away]
+        self._reached[ids] += advanced
+        if lost.any():
+            self._most[ids] -= lost
+        if ends.any():
+            self._end([rows[place] for place in ends.nonzero()[0].tolist()], ends[ends > 0])
+        return Taken(rows, columns, faults)
+
+    def _left(self, flight: Flight) -> tuple[Ids, tuple[SessionRow, ...], Ids]:
+        """Of a launch's rows those that neither went nor ended meanwhile, and forks: their places, they, their ids."""
+        left = [
+            (place, row)
+            for place, row in (*enumerate(flight.rows), *flight.forks)
+            if not row.end and (self._rows.get(row.row_id) is row or row in self._away)
+        ]
+        places = np.array([place for place, _ in left], np.int64)
+        return places, tuple(row for _, row in left), np.array([row.row_id for _, row in left], np.int64)
+
+    def _end(self, rows: list[SessionRow], ends: Int32Array) -> None:
+        for row, end in zip(rows, ends.tolist(), strict=True):
+            row.end = RowEnd(end)
+            self._away.discard(row)
+            self._prompts.pop(row.row_id, None)
+        self._reorder(self._order[~np.isin(self._order, [row.row_id for row in rows])])

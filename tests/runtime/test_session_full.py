@@ -1,0 +1,186 @@
+"""Sessions whose steps all go in full: lengths that the host counts, for backends that plan there. And moved rows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from graphrt.backends.torch_reference import TorchReferenceBackend
+from graphrt.batch import Batch
+from graphrt.generate import Event, TextGenerator
+from graphrt.kernels.types import RowEnd
+from graphrt.replay import ReplayManager
+from graphrt.runtime import Runtime
+from graphrt.sampling_params import SamplingParams
+from graphrt.session import DecodeSession
+from graphrt.session_moves import MovableSession
+from graphrt.swap import SwapSpace
+from tests.runtime.toy import LivelyModel, greedy, make_runtime, slow_device
+
+CPU = torch.device("cpu")
+PROMPTS, COUNTS = [[3, 1, 4], list(range(1, 22)), [6], [9, 9]], [12, 7, 20, 1]
+
+
+@pytest.fixture
+def planned(monkeypatch: pytest.MonkeyPatch) -> list[Batch]:
+    """The batches that the reference backend was asked to plan, which makes it one that plans on the host."""
+    batches: list[Batch] = []
+    monkeypatch.setattr(TorchReferenceBackend, "plan_replay", lambda self, descriptor, batch: batches.append(batch))
+
+    def advance(*arguments: Any, **options: Any) -> None:
+        raise AssertionError("a step without a batch")
+
+    monkeypatch.setattr(ReplayManager, "advance", advance)
+    return batches
+
+
+def captured(**config: Any) -> Runtime:
+    runtime = make_runtime(CPU, num_pages=60, config=config)
+    for _, tensor in runtime.kv_cache.named_tensors():
+        tensor[1:] = float("nan")
+    runtime.capture()
+    return runtime
+
+
+def check_lengths(planned: list[Batch]) -> None:
+    """Each row of each step begins a sequence, or goes on where its step before ended."""
+    lengths: dict[int, int] = {}
+    for batch in planned:
+        for row_id, end, new in zip(batch.row_ids, batch.seq_lens, batch.query_lens, strict=True):
+            assert end - new in (0, lengths.get(int(row_id)))
+            lengths[int(row_id)] = int(end)
+
+
+@pytest.mark.parametrize("slow", [False, True], ids=["fast", "slow"])
+def test_a_backend_that_plans_on_the_host_gets_every_length(
+    slow: bool, planned: list[Batch], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if slow:
+        slow_device(monkeypatch)
+    runtime, model = captured(), LivelyModel(CPU)
+    assert runtime.manager.plans_on_host == "torch_reference"
+    want = [greedy(model, prompt, count) for prompt, count in zip(PROMPTS, COUNTS, strict=True)]
+    with DecodeSession(runtime) as session:
+        rows = [
+            session.add(prompt, SamplingParams(max_new_tokens=count))
+            for prompt, count in zip(PROMPTS, COUNTS, strict=True)
+        ]
+        while session.running:
+            session.run(3)
+            session.collect(wait=True)
+        assert [row.tokens for row in rows] == want
+        assert {row.end for row in rows} == {RowEnd.LENGTH}
+    check_lengths(planned)
+    del planned[:]
+    stops = [want[0][5], *[60] * 3]
+    params = [
+        SamplingParams(max_new_tokens=count, stop_ids=frozenset({stop}))
+        for count, stop in zip(COUNTS, stops, strict=True)
+    ]
+    found: list[list[int | None]] = [[] for _ in PROMPTS]
+    for event in TextGenerator(runtime).generate(PROMPTS, params):
+        found[event.prompt].append(event.token)
+    assert found == [[*want[0][: want[0].index(stops[0])], None], *want[1:]]
+    check_lengths(planned)
+    assert runtime.allocator.num_free == 59
+
+
+def test_rows_of_one_token_where_decode_sizes_have_more() -> None:
+    runtime, model = captured(query_len=3, max_num_tokens=16), LivelyModel(CPU)
+    with DecodeSession(runtime) as session:
+        row = session.add(PROMPTS[0], SamplingParams(max_new_tokens=9))
+        while session.running:
+            session.run(2)
+            session.collect(wait=True)
+        assert row.tokens == greedy(model, PROMPTS[0], 9)
+
+
+class Wild(LivelyModel):
+    """No token is offered behind a `bad` one."""
+
+    bad = -1
+
+    def forward(self, step: Any) -> torch.Tensor:
+        logits = super().forward(step)
+        bad = (step.input_ids == self.bad)[step.logits_indices]
+        return torch.where(bad[:, None], float("nan"), logits)
+
+
+@pytest.mark.parametrize("launch_steps", [1, 64])
+def test_a_fault_behind_a_stop_token_that_the_host_alone_knows(
+    launch_steps: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The device looks for 8 stop tokens, of which none comes up. The row goes on behind the ninth, and has a fault."""
+    slow_device(monkeypatch)
+    model = Wild(CPU)
+    full = greedy(model, [5, 6], 12)
+    model.bad = max(full)
+    assert model.bad > 20
+    runtime = make_runtime(CPU, model=model, config={"launch_steps": launch_steps})
+    runtime.capture()
+    others = sorted(set(range(model.bad)) - set(full))[:8]
+    calm = next([token] for token in range(60) if model.bad not in [token, *greedy(model, [token], 8)])
+    params = [SamplingParams(12, stop_ids=frozenset({*others, model.bad})), SamplingParams(8)]
+    events = list(TextGenerator(runtime).generate([[5, 6], calm], params))
+    cut = full.index(model.bad)
+    assert [event.token for event in events if event.prompt == 0] == [*full[:cut], None]
+    assert [event for event in events if event.prompt == 0][-1] == Event(0, None, True)
+    assert [event.token for event in events if event.prompt == 1] == greedy(model, calm, 8)
+
+
+@pytest.mark.parametrize("launches", [0, 1, 2, 5])
+@pytest.mark.parametrize("swaps", [False, True], ids=["computed_again", "swapped"])
+def test_rows_that_wait_go_on_where_they_stood(swaps: bool, launches: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Suspended while its launches are in flight, whose tokens come; its row id and pages serve another meanwhile."""
+    slow_device(monkeypatch)
+    runtime, model = captured(max_num_reqs=1, max_num_tokens=8), LivelyModel(CPU)
+    space = SwapSpace(runtime.kv_cache, runtime.allocators, 1 << 20) if swaps else None
+    with MovableSession(runtime) as session:
+        row = session.add(PROMPTS[1], SamplingParams(max_new_tokens=15))
+        for _ in range(launches):
+            session.run(2)
+        length = session.length(row.row_id)
+        suspended = session.suspend(row, space)
+        assert suspended.length == (length if swaps else 0)
+        assert session.in_flight(row) == (launches > 0)
+        other = session.add(PROMPTS[0], SamplingParams(max_new_tokens=4))
+        while session.running:
+            session.run(3)
+            session.collect(wait=True)
+        assert other.tokens == greedy(model, PROMPTS[0], 4)
+        session.release(other)
+        assert len(row.tokens) == max(0, length - len(PROMPTS[1]) + 1)
+        assert not session.in_flight(row)
+        session.resume(row, suspended, space)
+        while session.running:
+            session.hold(() if session.arrived(row.row_id, wait=True) else session.prompting)
+            session.run(3)
+            session.collect(wait=True)
+        assert row.tokens == greedy(model, PROMPTS[1], 15)
+        assert row.end is RowEnd.LENGTH
+    assert runtime.allocator.num_free == 59
+    assert runtime.free_rows == [0]
+    if space is not None:
+        assert space.num_free_bytes == 1 << 20
+        space.close()
+
+
+def test_held_rows_stand_still() -> None:
+    runtime, model = captured(), LivelyModel(CPU)
+    with MovableSession(runtime) as session:
+        first, second = (session.add(prompt, SamplingParams(max_new_tokens=5)) for prompt in PROMPTS[:2])
+        session.hold([second.row_id])
+        session.run(3)
+        session.collect(wait=True)
+        assert (len(first.tokens), len(second.tokens)) == (3, 0)
+        session.run(9)
+        assert session.run(9) == (), "all others have ended"
+        session.hold(())
+        while session.running:
+            session.run(3)
+            session.collect(wait=True)
+        assert second.tokens == greedy(model, PROMPTS[1], 5)
+        assert np.array_equal(session.given[second.row_id], PROMPTS[1])
