@@ -51,6 +51,7 @@ JOBS: dict[str, list[list[str]]] = {
     "groups": [[PYTHON, "scripts/bench_groups.py"]],
     "swap": [[PYTHON, "scripts/bench_swap.py"]],
     "capture": [[PYTHON, "scripts/bench_capture.py"]],
+    "serve": [[PYTHON, "-m", "graphrt", "bench", "serve", "--json-only"]],
     "decode": [
         [*DECODE, "--shape", "llama-3.1-8b", "--batch", "1,8,32,64,128,256", "--context", "1024"],
         [*DECODE, "--shape", "llama-3.2-1b", "--batch", "1,8,32,64,128,256", "--context", "1024"],
