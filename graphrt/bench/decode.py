@@ -143,7 +143,7 @@ def bench_decode(
             loop = _Loop(runtime, batch, context)
             replay, host = loop.step_seconds(steps), loop.host_seconds(steps)
             p20, host_us, p80 = np.percentile(host, [20, 50, 80]) * 1e6
-            kv_bytes = batch * _kv_bytes_read(attention, kv_groups, context + steps // 2)
+            kv_bytes = batch * kv_bytes_read(attention, kv_groups, context + steps // 2)
             results.append(
                 DecodeResult(
                     batch=batch,
@@ -196,7 +196,7 @@ def kv_memory(
     return tuple(pages), nbytes
 
 
-def _kv_bytes_read(attention: Sequence[AttentionSpec], kv_groups: Sequence[KVCacheSpec], length: int) -> int:
+def kv_bytes_read(attention: Sequence[AttentionSpec], kv_groups: Sequence[KVCacheSpec], length: int) -> int:
     """Bytes of keys and values that a step reads for one sequence."""
     total = 0
     for spec, place in zip(attention, layer_places(attention, kv_groups), strict=True):

@@ -1,4 +1,4 @@
-"""The command line: `graphrt generate`, `graphrt bench decode`, `graphrt env`."""
+"""The command line: `graphrt generate`, `graphrt bench decode`, `graphrt bench serve`, `graphrt env`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from graphrt import __version__
-from graphrt.cli.options import DecodeOptions, EnvOptions, GenerateOptions, add_command
+from graphrt.cli.options import DecodeOptions, EnvOptions, GenerateOptions, ServeOptions, add_command
 from graphrt.kernels.errors import GraphRTError
 
 _OUTPUT_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EPIPE, errno.EBADF)
@@ -22,7 +22,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-bench_app = typer.Typer(help="Benchmarks, each with its baseline in the same run.", no_args_is_help=True)
+bench_app = typer.Typer(help="Benchmarks, against the memory floor of the same run.", no_args_is_help=True)
 app.add_typer(bench_app, name="bench")
 
 
@@ -89,6 +89,12 @@ def _bench_decode(options: DecodeOptions) -> None:
     run_bench(options)
 
 
+def _bench_serve(options: ServeOptions) -> None:
+    from graphrt.cli.serve import run_serve
+
+    run_serve(options)
+
+
 def _env(options: EnvOptions) -> None:
     from graphrt.cli.env import run_env
 
@@ -97,4 +103,5 @@ def _env(options: EnvOptions) -> None:
 
 add_command(app, "generate", GenerateOptions, _generate)
 add_command(bench_app, "decode", DecodeOptions, _bench_decode)
+add_command(bench_app, "serve", ServeOptions, _bench_serve)
 add_command(app, "env", EnvOptions, _env)

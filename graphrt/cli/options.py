@@ -89,6 +89,24 @@ class DecodeOptions:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ServeOptions:
+    """Tokens per second of many prompts of random lengths, all at once. The last line is JSON."""
+
+    shape: Annotated[str, typer.Option(help="Shape with dummy weights.")] = "qwen3-0.6b"
+    requests: Annotated[int, typer.Option(min=1, help="Prompts.")] = 256
+    least: Annotated[int, typer.Option(min=1, help="Tokens of a prompt, and of an answer, at least.")] = 100
+    most: Annotated[int, typer.Option(min=1, help="Tokens of a prompt, and of an answer, at most.")] = 1024
+    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.6
+    seed: Annotated[int, typer.Option(min=0, help="Of lengths and prompts.")] = 0
+    rows: Annotated[int, typer.Option(min=1, help="Prompts that run at once, at most.")] = 256
+    step_tokens: Annotated[int, typer.Option(min=1, help="New tokens of a step, at most.")] = 8192
+    page_size: _PageSize = 16
+    backend: _Backend = None
+    device: _Device = None
+    json_only: Annotated[bool, typer.Option("--json-only", help="No table, only the JSON line.")] = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EnvOptions:
     """Print the environment, and which attention backends can run here and why not the others."""
 

@@ -174,6 +174,7 @@ OUT_OF_RANGE = [
     *(("generate", SKY, "--page-size", value) for value in ("0", "1025")),
     *(("bench", "decode", "--context", value) for value in ("0", "-1", "x")),
     *(("bench", "decode", "--steps", value) for value in ("0", "-1")),
+    *(("bench", "serve", option, "0") for option in ("--requests", "--least", "--most", "--rows", "--step-tokens")),
     ("bench", "decode", "--page-size", "0"),
     ("bench", "prefill"),
     ("generate", SKY, "--no-such-option"),
@@ -203,6 +204,35 @@ def test_bench_decode_ends_in_one_json_line(graphrt) -> None:
     assert record["results"][0]["kv_bytes"] * 2 == record["results"][1]["kv_bytes"]
     assert record["decode_graphs"] == 2
     assert record["baselines"] == []
+
+
+def test_bench_serve_ends_in_one_json_line(graphrt) -> None:
+    sizes = ("--requests", "3", "--least", "2", "--most", "5", "--rows", "2", "--step-tokens", "8")
+    code, out, _ = graphrt("bench", "serve", "--shape", "smollm2-135m", *sizes, "--device", "cpu")
+    assert code == 0
+    assert "output tokens/s" in out
+    record = json.loads(out.splitlines()[-1])
+    assert record["workload"] == {"requests": 3, "least": 2, "most": 5, "temperature": 0.6, "seed": 0}
+    assert record["tokens_per_s"] == record["output_tokens"] / record["seconds"] > 0
+    assert 0 < record["busy_share"] < 1
+    assert 0 < record["share_of_floor"] < 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (("--shape", "llama-9000"), "shape: expected one of llama-3.1-8b"),
+        (("--least", "9", "--most", "3"), "least: expected an int from 1 to 3, got 9"),
+        (("--shape", "smollm2-135m", "--device", "cpu", "--step-tokens", "3"), "step_tokens: expected at least 256"),
+        (("--temperature", "-1"), "temperature: expected a finite number >= 0, got -1.0"),
+    ],
+    ids=lambda x: " ".join(x)[-30:] if isinstance(x, tuple) else "",
+)
+def test_bench_serve_errors(graphrt, arguments: tuple[str, ...], text: str) -> None:
+    code, out, err = graphrt("bench", "serve", *arguments)
+    assert (code, out) == (1, "")
+    assert text in err.replace("\n", " ")
+    assert "Traceback" not in err
 
 
 @pytest.mark.parametrize(
@@ -311,11 +341,14 @@ def test_help_needs_no_torch() -> None:
     assert "--prompts" in done.stdout
 
 
-@pytest.mark.parametrize("cls", [options.GenerateOptions, options.DecodeOptions, options.EnvOptions])
+@pytest.mark.parametrize(
+    "cls", [options.GenerateOptions, options.DecodeOptions, options.ServeOptions, options.EnvOptions]
+)
 def test_options_are_declared_once(cls, graphrt, monkeypatch) -> None:
     """Every field of the options is an option of the command."""
     monkeypatch.setenv("COLUMNS", "100")  # long names are cut in narrow terminals
     names = {"GenerateOptions": ["generate"], "DecodeOptions": ["bench", "decode"], "EnvOptions": ["env"]}
+    names["ServeOptions"] = ["bench", "serve"]
     code, text, _ = graphrt(*names[cls.__name__], "--help")
     assert code == 0
     for field in fields(cls):

@@ -1,0 +1,271 @@
+"""The serving benchmark: many prompts of random lengths at once through TextGenerator, against the memory floor."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from graphrt.bench.decode import kv_bytes_read
+from graphrt.bench.timer import measure_read_bandwidth
+from graphrt.config import RuntimeConfig
+from graphrt.generate import TextGenerator
+from graphrt.kernels.checks import check_int
+from graphrt.kernels.errors import ConfigError
+from graphrt.launch import Launch
+from graphrt.replay import ReplayManager
+from graphrt.runtime import Runtime
+from graphrt.sampling_params import SamplingParams
+from graphrt.spec import AttentionSpec, KVCacheSpec
+
+_MOST_REQUESTS = 1 << 16
+_MAX_LENGTH = 1 << 20
+_TOKENS = 10_000
+"""Prompts are of token ids below this, where the vocabulary has as many."""
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """Prompts and how many tokens are to follow each. Lengths of both are uniform from `least` to `most`.
+
+    The numbers come from Python's random module in the order of nano-vllm's benchmark: with seed 0 and the sizes below
+    they are that benchmark's, 133,966 tokens out.
+    """
+
+    requests: int = 256
+    least: int = 100
+    most: int = 1024
+    temperature: float = 0.6
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        check_int("requests", self.requests, 1, _MOST_REQUESTS, advice="pass how many prompts are sent")
+        check_int("most", self.most, 1, _MAX_LENGTH, advice="pass the longest prompt and output")
+        check_int("least", self.least, 1, self.most, advice="pass the shortest prompt and output")
+        SamplingParams(1, temperature=self.temperature)  # raises for what is none
+
+    def make(self, vocab_size: int) -> tuple[list[list[int]], list[SamplingParams]]:
+        """The prompts, and the parameters of each: no stop token, seeds 0, 1, 2 and so on."""
+        draw, last = random.Random(self.seed), min(_TOKENS, vocab_size - 1)
+        prompts = [
+            [draw.randint(0, last) for _ in range(draw.randint(self.least, self.most))] for _ in range(self.requests)
+        ]
+        counts = [draw.randint(self.least, self.most) for _ in range(self.requests)]
+        return prompts, [SamplingParams(n, temperature=self.temperature, seed=i) for i, n in enumerate(counts)]
+
+
+@dataclass(frozen=True, slots=True)
+class ServeReport:
+    """A whole run; `to_json` is the one line that the command prints last.
+
+    seconds         from the first prompt in to the last token out, read by the host
+    busy_seconds    of these, what the device spent on steps; see LaunchTimer
+    ttft_ms_*       from the start to a prompt's first token, percentiles over the prompts
+    tpot_ms_*       time per output token: from a prompt's first token to its last, over the tokens between
+    steps           steps that ran, in `launches` launches
+    weight_bytes    read by one step
+    kv_bytes        read by all steps that decode: each reads what its row sees
+    """
+
+    model: str
+    device: str
+    backend: str
+    workload: Workload
+    rows: int
+    prompt_tokens: int
+    output_tokens: int
+    seconds: float
+    busy_seconds: float
+    ttft_ms_p50: float
+    ttft_ms_p99: float
+    tpot_ms_p50: float
+    tpot_ms_p99: float
+    steps: int
+    launches: int
+    weight_bytes: int
+    kv_bytes: int
+    read_tb_s: float
+    preemptions: int
+    capture_seconds: float
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Output tokens a second."""
+        return self.output_tokens / self.seconds
+
+    @property
+    def requests_per_s(self) -> float:
+        """Prompts that were answered, a second."""
+        return self.workload.requests / self.seconds
+
+    @property
+    def busy_share(self) -> float:
+        """Share of the time in which the device ran steps."""
+        return self.busy_seconds / self.seconds
+
+    @property
+    def floor_seconds(self) -> float:
+        """Weights of every step and KV of every token that decodes, over the measured read bandwidth. What prompts
+        compute is not in it, nor what their chunks read of the cache."""
+        return (self.steps * self.weight_bytes + self.kv_bytes) / (self.read_tb_s * 1e12)
+
+    @property
+    def share_of_floor(self) -> float:
+        """Floor over measured time: 1 would be every byte at full bandwidth and nothing else."""
+        return self.floor_seconds / self.seconds
+
+    def to_json(self) -> dict[str, Any]:
+        figures = ("tokens_per_s", "requests_per_s", "busy_share", "floor_seconds", "share_of_floor")
+        return asdict(self) | {name: getattr(self, name) for name in figures}
+
+
+class LaunchTimer:
+    """Counts the launches of a manager while it is entered, and what of the time the device was idle between them.
+
+    On CUDA an event stands before each launch, and one behind it. Idle is the time from one launch's end to the
+    beginning of the next. Where a launch had ended before the host began to make the next one, that making is idle time too. So the
+    share is exact but for launches that end while the host makes the next one. Elsewhere steps run in the call that
+    launches them, and all other time is idle.
+    """
+
+    def __init__(self, manager: ReplayManager, stream: torch.cuda.Stream | None) -> None:
+        self._manager, self._stream = manager, stream
+        self.launches = 0
+        self._busy = self._host_idle = 0.0
+        self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+
+    def __enter__(self) -> LaunchTimer:
+        for name in ("begin", "advance"):
+            setattr(self._manager, name, self._timed(getattr(self._manager, name)))
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        del self._manager.begin, self._manager.advance  # the class's own show again
+
+    def _timed(self, call: Callable[..., Launch]) -> Callable[..., Launch]:
+        def timed(*arguments: Any, **options: Any) -> Launch:
+            self.launches += 1
+            idle = bool(self._events) and self._events[-1][1].query()
+            begin = self._event()
+            start = time.perf_counter()
+            launch = call(*arguments, **options)
+            seconds = time.perf_counter() - start
+            self._busy += seconds
+            self._host_idle += seconds if idle else 0.0
+            if begin is not None and (end := self._event()) is not None:
+                self._events.append((begin, end))
+            return launch
+
+        return timed
+
+    def _event(self) -> torch.cuda.Event | None:
+        if self._stream is None:
+            return None
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(self._stream)
+        return event
+
+    @property
+    def busy_seconds(self) -> float:
+        """Seconds in which the device ran steps. Waits for them."""
+        if not self._events:
+            return self._busy
+        self._events[-1][1].synchronize()
+        total = float(self._events[0][0].elapsed_time(self._events[-1][1]))
+        pairs = zip(self._events, self._events[1:], strict=False)
+        idle = sum(max(0.0, float(before[1].elapsed_time(after[0]))) for before, after in pairs)
+        return (total - idle) / 1e3 - self._host_idle
+
+
+def bench_serve(
+    name: str,
+    model: torch.nn.Module,
+    attention: tuple[AttentionSpec, ...],
+    kv_groups: Sequence[KVCacheSpec],
+    *,
+    vocab_size: int,
+    weight_bytes: int,
+    workload: Workload,
+    device: torch.device,
+    rows: int = 256,
+    step_tokens: int = 8192,
+    backend: str | None = None,
+) -> ServeReport:
+    """Capture the ladders, and time the workload, all prompts submitted at once.
+
+    weight_bytes   bytes of weights that one step reads (an embedding table that is only looked up does not count)
+    rows           sequences that run at once, at most
+    step_tokens    new tokens of a step, at most: prompts run in chunks of them
+
+    Raises: ConfigError for sizes that are none, CapacityError where weights and pages do not fit.
+    """
+    rows = min(check_int("rows", rows, 1, _MOST_REQUESTS, advice="pass how many run at once"), workload.requests)
+    if step_tokens < rows:
+        raise ConfigError(f"step_tokens: expected at least {rows}, a token of every row, got {step_tokens}; raise it")
+    longest = 2 * workload.most
+    config = RuntimeConfig(
+        max_num_reqs=rows,
+        max_num_tokens=step_tokens,
+        max_seq_len=longest,
+        mixed_sizes=None if device.type == "cuda" else (),
+        backend=backend,
+    )
+    bandwidth = measure_read_bandwidth(device)
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    pools = sorted({group.pool for group in kv_groups})
+    needed = [1 + rows * sum(g.pages_for(longest) for g in kv_groups if g.pool == pool) for pool in pools]
+    runtime = Runtime(
+        model, attention, kv_groups, vocab_size=vocab_size, device=device, config=config,
+        num_pages="auto" if device.type == "cuda" else needed,
+    )  # fmt: skip
+    with runtime:
+        runtime.capture()
+        prompts, params = workload.make(vocab_size)
+        generator = TextGenerator(runtime)
+        for _ in generator.generate([prompt[:2] for prompt in prompts[:2]], SamplingParams(2)):
+            pass  # what the first step of a process takes is not the workload's
+        steps = _steps(runtime)
+        times: list[list[float]] = [[] for _ in prompts]
+        with LaunchTimer(runtime.manager, runtime.stream) as timer:
+            start = time.perf_counter()
+            for event in generator.generate(prompts, params):
+                times[event.prompt].append(time.perf_counter() - start)
+            seconds = time.perf_counter() - start
+        per_token = [1e3 * (of[-1] - of[0]) / (len(of) - 1) for of in times if len(of) > 1]
+        first, tpot = ([1e3 * of[0] for of in times], per_token or [0.0])
+        stats = runtime.stats()
+        seen = np.cumsum([kv_bytes_read(attention, kv_groups, length) for length in range(longest + 1)])
+        lengths = [(len(prompt), len(of)) for prompt, of in zip(prompts, times, strict=True)]
+        return ServeReport(
+            model=name,
+            device=torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+            backend=stats.backend,
+            workload=workload,
+            rows=rows,
+            prompt_tokens=sum(map(len, prompts)),
+            output_tokens=sum(map(len, times)),
+            seconds=seconds,
+            busy_seconds=timer.busy_seconds,
+            ttft_ms_p50=float(np.percentile(first, 50)),
+            ttft_ms_p99=float(np.percentile(first, 99)),
+            tpot_ms_p50=float(np.percentile(tpot, 50)),
+            tpot_ms_p99=float(np.percentile(tpot, 99)),
+            steps=_steps(runtime) - steps,
+            launches=timer.launches,
+            weight_bytes=weight_bytes,
+            kv_bytes=sum(int(seen[prompt + new - 1] - seen[prompt]) for prompt, new in lengths),
+            read_tb_s=bandwidth / 1e12,
+            preemptions=generator.stats.preemptions,
+            capture_seconds=stats.capture_seconds,
+        )
+
+
+def _steps(runtime: Runtime) -> int:
+    stats = runtime.stats()
+    return sum(stats.replays.values()) + sum(stats.eager_steps.values())
