@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 
 import numpy as np
@@ -12,6 +13,9 @@ from graphrt.capture.staging import StagingSlot
 from graphrt.handle import InFlight, RowFault, StepFaultError, row_faults
 from graphrt.kernels.errors import ReplayError
 from graphrt.kernels.metadata.buffers import StaticBuffers
+
+_POLL_SECONDS = 50e-6
+"""A step takes a millisecond or more. Who waits for one leaves the interpreter to other threads meanwhile."""
 
 
 class Launch(InFlight):
@@ -84,6 +88,14 @@ class Launch(InFlight):
         arrived = self._buffers.step_ring.numpy()[self._entries()] == np.arange(self.step, self.step + self.steps)
         return int(arrived.cumprod().sum())
 
+    def arrived(self) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
+        """Tokens and RowEnds of the steps that have arrived, [steps, num_reqs] int32 each, without waiting."""
+        rings = self._buffers
+        if rings is None:
+            return self._tokens, self._ends
+        at, n = self._entries()[: self.num_arrived], self.num_reqs
+        return rings.token_ring.numpy()[at, :n], rings.end_ring.numpy()[at, :n]
+
     @property
     def faults(self) -> tuple[RowFault, ...]:
         """All faulty rows, by their places; empty if there are none. Waits for the launch."""
@@ -111,7 +123,7 @@ class Launch(InFlight):
         """The tokens of one step after the other, [num_reqs] int32, each as soon as it has arrived."""
         for index in range(self.steps):
             while self.num_arrived <= index and not self.done():
-                pass
+                time.sleep(_POLL_SECONDS)
             if self.num_arrived <= index:
                 return
             buffers = self._buffers

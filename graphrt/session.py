@@ -25,7 +25,7 @@ from graphrt.batch import Batch, Int32Array, sampling_values
 from graphrt.handle import StepFaultError
 from graphrt.kernels.checks import check_bool, check_instance, check_int, check_ints
 from graphrt.kernels.errors import CapacityError, CaptureError, ConfigError, ShapeError
-from graphrt.kernels.metadata.buffers import COPIED, STOP_TOKENS, BufferKind, StaticBuffers
+from graphrt.kernels.metadata.buffers import COPIED, STOP_TOKENS
 from graphrt.kernels.metadata.record import LENGTH_FROM_ROW
 from graphrt.kernels.types import NO_TOKEN, TOKEN_FROM_ROW, RowEnd
 from graphrt.launch import Launch
@@ -40,8 +40,7 @@ Prompt = Sequence[int] | Int32Array | torch.Tensor
 
 Ids = npt.NDArray[np.int64]
 
-NO_ROW = -1
-"""Row id of a row that has none."""
+NO_ROW = -1  # row id of a row that has none
 
 
 @dataclass(eq=False, slots=True)
@@ -71,6 +70,7 @@ class Flight:
     given     how many of these are of a prompt, [places]: the row has them whether a token was sampled or not. None: of
               no prompt
     forks     rows that were forked from one in flight, with its place
+    early     how many of its tokens each row has already, [places]; empty: none
     """
 
     launch: Launch
@@ -79,6 +79,7 @@ class Flight:
     promised: int | Ids
     given: Ids | None = None
     forks: list[tuple[int, SessionRow]] = field(default_factory=list)
+    early: list[int] = field(default_factory=list)
 
 
 class DecodeSession:
@@ -206,7 +207,7 @@ class DecodeSession:
             values[to] = values[at]
         self._stops[:, to], self._sampling["seeds"][to] = self._stops[:, at], seed
         with self._runtime.manager.between_steps() as buffers:
-            copy_row_state(buffers, at, to)
+            buffers.copy_row(at, to)
             buffers.row_values[COPIED.index("seeds"), to] = int(np.uint32(seed).view(np.int32))
             for group, (sources, own) in self._pages.fork(at, to, length, most):
                 self._runtime.kv_cache.copy_pages(sources, own, group=group)
@@ -276,7 +277,7 @@ class DecodeSession:
         self._open("run")
         launches = []
         while steps and self.running:
-            if len(self._prompts) > len(self._held):
+            if not self._held.issuperset(self._prompts):
                 launches.append(self._full_step(eager))
                 steps -= 1
             elif not self._quiet and self._all_at_their_longest():
@@ -377,7 +378,8 @@ class DecodeSession:
     # -- results
 
     def collect(self, *, wait: bool = False) -> list[tuple[SessionRow, list[int]]]:
-        """Take in the results of launches that have ended: each row that got tokens, and which.
+        """Take in results: each row that got tokens, and which. Tokens are taken in while their launch runs, but for
+        those that end a row, which are once the launch has ended.
 
         wait   wait for every launch
 
@@ -391,7 +393,25 @@ class DecodeSession:
             error = self._take_in(self._flights.popleft(), found) or error
         if error is not None:
             raise error
+        if self._flights and self._flights[0].launch.steps > 1:
+            self._take_early(self._flights[0], found)
         return list(found.items())
+
+    def _take_early(self, flight: Flight, found: dict[SessionRow, list[int]]) -> None:
+        """Take in what has arrived of a launch that runs, but for tokens that end a row."""
+        tokens, ends = flight.launch.arrived()
+        goes_on = (tokens >= 0) & (ends == int(RowEnd.GOES_ON))
+        counts, columns = goes_on.cumprod(0).sum(0).tolist(), tokens.T.tolist()
+        before = flight.early or [0] * len(counts)
+        for place, row in (*enumerate(flight.rows), *flight.forks):
+            if row.end or not (row in self._away or self._rows.get(row.row_id) is row):
+                continue
+            if len(row.params.stop_ids) > STOP_TOKENS:
+                counts[place] = 0  # the device knows the first of them
+            elif new := columns[place][before[place] : counts[place]]:
+                row.tokens += new
+                found.setdefault(row, []).extend(new)
+        flight.early[:] = counts
 
     def _take_in(self, flight: Flight, found: dict[SessionRow, list[int]]) -> StepFaultError | None:
         launch, ids = flight.launch, flight.ids
@@ -403,9 +423,7 @@ class DecodeSession:
             advanced = np.where(flight.given > 0, flight.given * wrote, advanced)
         lost = flight.promised - advanced
         columns, ended, gone = tokens.T.tolist(), ends.tolist(), []
-        places: list[int] = []
-        here: list[int] = []
-        faulty = set[int]()
+        places, here, faulty = list[int](), list[int](), set[int]()
         whole = bool(sampled.all())
         for place, row in (*enumerate(flight.rows), *flight.forks):
             at, new = row.row_id, columns[place]
@@ -417,6 +435,8 @@ class DecodeSession:
                 here.append(at)
             if not whole:
                 new = [token for token in new if token >= 0]
+            if flight.early:
+                new = new[flight.early[place] :]
             if len(row.params.stop_ids) > STOP_TOKENS:  # the device knows the first of them
                 for index, token in enumerate(new):
                     if token in row.params.stop_ids:
@@ -429,19 +449,17 @@ class DecodeSession:
                 row.end = RowEnd(ended[place])
                 if row.end is RowEnd.FAULT:
                     faulty.add(place)
-                if not seated:
-                    self._away.discard(row)
-                    continue
-                self._prompts.pop(at, None)
-                gone.append(at)
+                self._away.discard(row)
+                if seated:
+                    self._prompts.pop(at, None)
+                    gone.append(at)
         self._reached[here] += advanced[places]
         self._most[here] -= lost[places]
         if gone:
             self._reorder(self._order[~np.isin(self._order, gone)])
         if not faulty:
             return None
-        at_place = ids.tolist()
-        faults = [replace(fault, row=at_place[fault.row]) for fault in launch.faults if fault.row in faulty]
+        faults = [replace(fault, row=int(ids[fault.row])) for fault in launch.faults if fault.row in faulty]
         return StepFaultError(launch.step, faults)
 
     # -- the end
@@ -478,12 +496,3 @@ class DecodeSession:
         check_instance("row", row, SessionRow, advice="pass what add() or fork() returned")
         if self._rows.get(row.row_id) is not row:
             raise ConfigError(f"{call}: expected a row of this session, got one that was released or is another's")
-
-
-def copy_row_state(buffers: StaticBuffers, source: int, target: int) -> None:
-    """Give one row id what another has, on the current stream: every persistent buffer that is kept by row id."""
-    for name, tensor in buffers.named(BufferKind.PERSISTENT):
-        shape = StaticBuffers.specs()[name].shape
-        if "row_ids" in shape:
-            dim = shape.index("row_ids")
-            tensor.select(dim, target).copy_(tensor.select(dim, source))

@@ -127,8 +127,8 @@ class ServeReport:
 class LaunchTimer:
     """Counts the launches of a manager while it is entered, and what of the time the device was idle between them.
 
-    On CUDA an event stands before and one behind each launch. Idle is the time from one launch's end to the beginning of
-    the next. Where a launch had ended before the host began to make the next one, that making is idle time too. So the
+    On CUDA an event stands before and one behind each launch. Idle is the time from one launch's end to the next one's
+    beginning. Where a launch had ended before the host began to make the next one, that making is idle time too. So the
     share is exact but for launches that end while the host makes the next one. Elsewhere steps run in the call that
     launches them, and all other time is idle.
     """
