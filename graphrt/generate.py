@@ -1,8 +1,8 @@
-"""Text generation with continuous batching over a Runtime; scheduler.py says who is in a step.
+"""Text generation with continuous batching over a Runtime; scheduler.py says who is in a launch.
 
 Rows live on the device (session.py). Prompts run in chunks beside the rows that decode, a step per launch; where nobody
-waits, a launch has several steps. Each launch is submitted before the one before is read, so the device never waits for
-the host. A row that ends by a stop token gives its place to another one launch late.
+waits, a launch has several steps, whose tokens come while it runs. Each launch is submitted before the one before is
+read, so the device never waits for the host. Who ends by a stop token gives its row to another one launch late.
 """
 
 from __future__ import annotations
@@ -164,9 +164,12 @@ class TextGenerator:
                         "somebody else; wait for them"
                     )
                 if in_flight and (len(in_flight) > 1 or not launches):
-                    in_flight.popleft().wait()
-                    for row, tokens in session.collect():
-                        yield from _events(scheduler.requests[row], tokens)
+                    launch = in_flight.popleft()
+                    if launch.steps > 1 and not launch.done():
+                        for _ in launch:  # each step as it arrives
+                            yield from _collect(session, scheduler)
+                    launch.wait()
+                    yield from _collect(session, scheduler)
                     scheduler.release_finished()
         finally:
             try:
@@ -174,6 +177,11 @@ class TextGenerator:
             finally:
                 if space is not None:
                     space.close()
+
+
+def _collect(session: MovableSession, scheduler: Scheduler) -> Iterator[Event]:
+    for row, tokens in session.collect():
+        yield from _events(scheduler.requests[row], tokens)
 
 
 def _events(request: Request, tokens: list[int]) -> Iterator[Event]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 
 import numpy as np
@@ -10,6 +11,9 @@ import numpy.typing as npt
 from graphrt.handle import InFlight
 from graphrt.kernels.metadata.record import HEADER_STOP
 from graphrt.logprobs import StepLogprobs
+
+_POLL_SECONDS = 50e-6
+"""A step takes a millisecond or more. Who waits for one leaves the interpreter to other threads meanwhile."""
 
 
 class Launch(InFlight):
@@ -34,6 +38,14 @@ class Launch(InFlight):
         if slot is not None:
             slot.amend(HEADER_STOP, 1, lambda: self._slot is slot)
 
+    def arrived(self) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
+        """Tokens and RowEnds of the steps that have arrived, [steps, num_reqs] int32 each, without waiting."""
+        rings = self._rings
+        if rings is None:
+            return self._tokens, self._ends
+        at, n = rings.entries(self.step, self.num_arrived), self.num_reqs
+        return rings.tokens[at, :n].copy(), rings.ends[at, :n].copy()
+
     @property
     def ends(self) -> npt.NDArray[np.int32]:
         """RowEnd of each row after each step, [steps that ran, num_reqs] int32. Waits for the launch."""
@@ -51,7 +63,7 @@ class Launch(InFlight):
         """The tokens of one step after the other, [num_reqs] int32, each as soon as it has arrived."""
         for index in range(self.steps):
             while self.num_arrived <= index and not self.done():
-                pass
+                time.sleep(_POLL_SECONDS)
             if self.num_arrived <= index:
                 return
             rings = self._rings

@@ -15,7 +15,7 @@ import torch
 from graphrt.config import RuntimeConfig
 from graphrt.kernels.checks import check_int, check_ints, check_number, shown
 from graphrt.kernels.errors import ConfigError, ShapeError
-from graphrt.kernels.metadata.buffers import COPIED, BufferKind, StaticBuffers
+from graphrt.kernels.metadata.buffers import COPIED, StaticBuffers
 from graphrt.kernels.ops.sampling_state import Penalties, PenaltyState, record_tokens, state_words
 
 MaskWords = Sequence[int] | npt.NDArray[Any] | torch.Tensor
@@ -246,15 +246,6 @@ class RowNews:
         tables.switch_masks(self.switched)
         for news in (self.biases, self.states, self.masks, self.switched):
             news.clear()
-
-
-def copy_row_state(buffers: StaticBuffers, source: int, target: int) -> None:
-    """Give one row id what another has, on the current stream: every persistent buffer that is kept by row id."""
-    for name, tensor in buffers.named(BufferKind.PERSISTENT):
-        shape = StaticBuffers.specs()[name].shape
-        if "row_ids" in shape:
-            dim = shape.index("row_ids")
-            tensor.select(dim, target).copy_(tensor.select(dim, source))
 
 
 def row_extents(config: RuntimeConfig, vocab_size: int) -> dict[str, int]:

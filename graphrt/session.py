@@ -25,7 +25,7 @@ from graphrt.kernels.metadata.record import LENGTH_FROM_ROW
 from graphrt.kernels.types import NO_TOKEN, TOKEN_FROM_ROW
 from graphrt.launch import Launch
 from graphrt.news import News, RowEnds
-from graphrt.row_tables import MaskWords, RowNews, RowValues, copy_row_state
+from graphrt.row_tables import MaskWords, RowNews, RowValues
 from graphrt.runtime import Runtime, check_decoder
 from graphrt.sampling_params import SamplingParams
 from graphrt.sampling_values import SamplingValues
@@ -168,7 +168,7 @@ class DecodeSession(RowsInFlight):
         if masked := self._sampling.arrays["token_masks"][at] >= 0:
             self._sampling.put("token_masks", to, to)
         with self._runtime.manager.between_steps() as buffers:
-            copy_row_state(buffers, at, to)
+            buffers.copy_row(at, to)
             buffers.row_values[COPIED.index("seeds"), to] = int(np.uint32(seed).view(np.int32))
             for group, (sources, own) in self._pages.fork(at, to, length, most):
                 self._runtime.kv_cache.copy_pages(sources, own, group=group)
@@ -257,7 +257,7 @@ class DecodeSession(RowsInFlight):
             self._news.write(self._runtime.manager.row_tables)
         launches = []
         while steps and self.running:
-            full = self._in_full or len(self._prompts) > len(self._held)
+            full = self._in_full or not self._held.issuperset(self._prompts)
             most = 1 if full else min(steps, self._runtime.config.launch_steps)
             launch = self._full_step(eager) if full else self._go_on(most, eager)
             if launch is None:
@@ -292,10 +292,13 @@ class DecodeSession(RowsInFlight):
         self._quiet = max(0, int((np.minimum(limits, self._pages.room(ids)) - after).min()))
         return launch
 
-    def _full_step(self, eager: bool) -> Launch:
-        """One step in full: the rows that go on, and as much of the prompts as there is room and pages for."""
+    def _full_step(self, eager: bool) -> Launch | None:
+        """One step in full: the rows that go on, and as much of the prompts as there is room and pages for. None where
+        all rows are at their longest."""
         self._catch_up()
         going_on = self._order[self._most[self._order] < self._limits[self._order]]
+        if not len(going_on) and self._held.issuperset(self._prompts):
+            return None
         self._pages.give_back(going_on, self._reached[going_on])
         going_on = self._pages.with_pages(going_on, self._most[going_on] + 1)
         chunks = self._chunks(self._budget - len(going_on))
@@ -365,7 +368,8 @@ class DecodeSession(RowsInFlight):
     # -- results
 
     def collect(self, *, wait: bool = False) -> list[tuple[SessionRow, list[int]]]:
-        """Take in the results of launches that have ended: each row that got tokens, and which.
+        """Take in results: each row that got tokens, and which. Tokens are taken in while their launch runs, but for
+        those that end a row, and of rows that asked for log-probabilities, which are once the launch has ended.
 
         wait   wait for every launch
 
@@ -387,6 +391,8 @@ class DecodeSession(RowsInFlight):
                 found = dict(of_rows)
         if faulty:
             raise StepFaultError(faulty[0][0], [fault for _, fault in faulty])
+        if self._flights and self._flights[0].launch.steps > 1:
+            self._take_early(self._flights[0], found)
         return [(row, new) for row, new in found.items() if new]
 
     # -- the end

@@ -8,6 +8,7 @@ from dataclasses import replace
 import numpy as np
 
 from graphrt.batch import Int32Array
+from graphrt.kernels.metadata.buffers import STOP_TOKENS
 from graphrt.kernels.types import RowEnd
 from graphrt.logprobs import StepLogprobs
 from graphrt.news import News
@@ -75,6 +76,9 @@ class RowsInFlight:
         columns = tokens.T.tolist()
         for place in (~sampled.all(0)).nonzero()[0].tolist():
             columns[place] = [token for token in columns[place] if token >= 0]
+        if first.early:
+            early = first.early if places is None else [first.early[place] for place in places.tolist()]
+            columns = [new[count:] for new, count in zip(columns, early, strict=True)]
         if self._long_stops or self._away:
             stop_on_host(rows, columns, ends)
         for row, new in zip(rows, columns, strict=True):
@@ -83,11 +87,13 @@ class RowsInFlight:
             logprobs = StepLogprobs.joined([flight.launch.logprobs for flight in flights], places)
             for place, row in enumerate(rows):
                 row.take_logprobs(logprobs, place, sampled[:, place], len(columns[place]))
+        # A row that the host ended at a stop token was over when it became faulty.
+        faulty = np.flatnonzero(ends == int(RowEnd.FAULT)) if places is None else places[ends == int(RowEnd.FAULT)]
         faults = [
             (flight.launch.step, replace(fault, row=int(flight.ids[fault.row])))
             for flight in flights
             for fault in flight.launch.faults
-            if places is None or fault.row in places
+            if fault.row in faulty
         ]
         if places is not None and (away := ids == NO_ROW).any():
             ids, advanced, lost = ids[~away], advanced[~away], lost[~away]
@@ -97,6 +103,21 @@ class RowsInFlight:
         if ends.any():
             self._end([rows[place] for place in ends.nonzero()[0].tolist()], ends[ends > 0])
         return Taken(rows, columns, faults)
+
+    def _take_early(self, flight: Flight, found: dict[SessionRow, list[int]]) -> None:
+        """Take in what has arrived of a launch that runs, but for tokens that end a row."""
+        tokens, ends = flight.launch.arrived()
+        goes_on = (tokens >= 0) & (ends == int(RowEnd.GOES_ON))
+        counts, columns = goes_on.cumprod(0).sum(0).tolist(), tokens.T.tolist()
+        before = flight.early or [0] * len(counts)
+        places, rows, _ = self._left(flight)
+        for place, row in zip(places.tolist(), rows, strict=True):
+            if len(row.params.stop_ids) > STOP_TOKENS or row.params.logprobs is not None:
+                counts[place] = 0  # the device knows the first stop tokens only
+            elif new := columns[place][before[place] : counts[place]]:
+                row.tokens += new
+                found.setdefault(row, []).extend(new)
+        flight.early[:] = counts
 
     def _left(self, flight: Flight) -> tuple[Ids, tuple[SessionRow, ...], Ids]:
         """Of a launch's rows those that neither went nor ended meanwhile, and forks: their places, they, their ids."""

@@ -67,6 +67,7 @@ class Flight:
     given     how many of these are of a prompt, [places]: the row has them whether a token was sampled or not. None: of
               no prompt
     forks     rows that were forked from one in flight, with its place
+    early     how many of its tokens each row has already, [places]; empty: none
     """
 
     launch: Launch
@@ -75,6 +76,7 @@ class Flight:
     promised: int | Ids
     given: Ids | None = None
     forks: list[tuple[int, SessionRow]] = field(default_factory=list)
+    early: list[int] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)

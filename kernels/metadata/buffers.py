@@ -385,6 +385,14 @@ class StaticBuffers:
             if self.specs()[name].kind is not BufferKind.CONSTANT:
                 tensor.fill_(self.specs()[name].initial)
 
+    def copy_row(self, source: int, target: int) -> None:
+        """Give one row id what another has, on the current stream: every persistent buffer that is kept by row id."""
+        for name, tensor in self.named(BufferKind.PERSISTENT):
+            shape = self.specs()[name].shape
+            if "row_ids" in shape:
+                dim = shape.index("row_ids")
+                tensor.select(dim, target).copy_(tensor.select(dim, source))
+
     def snapshot(self) -> dict[str, torch.Tensor]:
         """Copies of the persistent and carried buffers: what a step changes, and what the next step then reads."""
         kept = self.named(BufferKind.PERSISTENT, BufferKind.CARRIED)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections import Counter
 from typing import Any
 
 import numpy as np
@@ -12,6 +14,7 @@ from graphrt.backends.torch_reference import TorchReferenceBackend
 from graphrt.batch import Batch
 from graphrt.generate import Event, TextGenerator
 from graphrt.kernels.types import RowEnd
+from graphrt.launch import Launch
 from graphrt.replay import ReplayManager
 from graphrt.runtime import Runtime
 from graphrt.sampling_params import SamplingParams
@@ -184,3 +187,60 @@ def test_held_rows_stand_still() -> None:
             session.collect(wait=True)
         assert second.tokens == greedy(model, PROMPTS[1], 5)
         assert np.array_equal(session.given[second.row_id], PROMPTS[1])
+
+
+@pytest.mark.parametrize("loop_sizes", [(), (1, 2)], ids=["launch_by_launch", "loop"])
+def test_tokens_come_while_a_launch_runs(loop_sizes: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a launch of 8 steps, of which the device has reported some: all tokens but those that end a row."""
+    slow_device(monkeypatch)
+    runtime, model = captured(loop_sizes=loop_sizes, decode_sizes=(1, 2)), LivelyModel(CPU)
+    want = [greedy(model, prompt, 20) for prompt in PROMPTS[:2]]
+    reported, real = [1], Launch.num_arrived.fget
+    assert real is not None
+    monkeypatch.setattr(Launch, "num_arrived", property(lambda launch: min(real(launch), reported[0])))
+    with DecodeSession(runtime) as session:
+        rows = [
+            session.add(PROMPTS[0], SamplingParams(max_new_tokens=20, stop_ids=frozenset({want[0][4]}))),
+            session.add(PROMPTS[1], SamplingParams(max_new_tokens=7)),
+        ]
+        session.run(2)
+        session.collect(wait=True)
+        (launch,) = session.run(8)
+        stop, seen = want[0].index(want[0][4]), []
+        for reported[0] in (0, 1, 3, 8):
+            before = [len(row.tokens) for row in rows]
+            new = dict(session.collect())
+            assert [row.tokens[count:] for row, count in zip(rows, before, strict=True)] == [
+                new.get(row, []) for row in rows
+            ]
+            seen.append([len(row.tokens) for row in rows])
+        assert seen[-1] == [stop, 6]
+        assert seen == sorted(seen)
+        assert seen[0] < seen[1] < seen[-1]
+        assert not rows[0].end
+        fork = session.fork(rows[1])
+        assert fork.tokens == rows[1].tokens
+        launch.wait()
+        assert [len(tokens) for _, tokens in session.collect()] == [1, 1, 1]
+        assert [row.end for row in (*rows, fork)] == [RowEnd.STOP_TOKEN, RowEnd.LENGTH, RowEnd.LENGTH]
+        assert rows[0].tokens == want[0][: stop + 1]
+        assert rows[1].tokens == fork.tokens == want[1][:7]
+
+
+def test_events_come_step_by_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Launches have 8 steps, of which one more has arrived each time that the host looks."""
+    slow_device(monkeypatch)
+    runtime, model = captured(), LivelyModel(CPU)
+    want = [greedy(model, prompt, 20) for prompt in PROMPTS[:2]]
+    looks, real = Counter[int](), Launch.num_arrived.fget
+    assert real is not None
+
+    def num_arrived(launch: Launch) -> int:
+        looks[launch.step] += 1
+        return min(real(launch), looks[launch.step])
+
+    monkeypatch.setattr(Launch, "num_arrived", property(num_arrived))
+    events = list(TextGenerator(runtime).generate(PROMPTS[:2], SamplingParams(20)))
+    assert [[event.token for event in events if event.prompt == i] for i in (0, 1)] == want
+    runs = [len(list(run)) for _, run in itertools.groupby(event.prompt for event in events)]
+    assert max(runs) < 4, "the prompts take turns"
