@@ -148,6 +148,8 @@ def test_a_row_without_a_token_has_none(device: torch.device) -> None:
     check(second, rig.model.oracle([3]), int(handle.tokens(raise_on_fault=False)[1]), 1)
     rig.manager.buffers.step_ring.fill_(-1)
     lost = rig.manager.replay(Batch.from_rows([fine]))
+    if device.type == "cuda":
+        torch.cuda.synchronize()
     rig.manager.buffers.step_ring.fill_(-1)
     with pytest.raises(ReplayError, match="expected the device to report this step"):
         lost.logprobs()

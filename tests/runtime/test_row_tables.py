@@ -57,7 +57,7 @@ def finish(session: DecodeSession, steps: int = 3) -> None:
         session.collect(wait=True)
 
 
-BIASES = [{5: 30.0, 60: -math.inf, 0: 25.0}, {}, {token: 40.0 + token for token in range(8)}]
+BIASES = [{5: 30.0, 60: -math.inf, 1: 25.0}, {}, {token: 40.0 + token for token in range(1, 9)}]
 
 
 # -- logit bias
