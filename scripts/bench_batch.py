@@ -1,4 +1,4 @@
-"""Host time of making a batch, of packing it into the step record, and of what TextGenerator does per step.
+"""Host time of making a batch, and of packing it into the step record.
 
     python scripts/bench_batch.py [--rows 256] [--pages 512]
 

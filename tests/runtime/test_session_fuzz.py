@@ -17,7 +17,7 @@ from graphrt.session import DecodeSession, SessionRow
 from graphrt.spec import KVCacheSpec
 from graphrt.testing.poison import poison_derived
 from tests.runtime.test_session import PROMPTS, alone, finish, oracle
-from tests.runtime.toy import HEAD_DIM, KV_HEADS, LAYERS, MAX_LEN, VOCAB, make_runtime
+from tests.runtime.toy import HEAD_DIM, KV_HEADS, LAYERS, MAX_LEN, VOCAB, make_runtime, slow_device
 
 STEPS = 10_000
 LATE = 3_000_000  # cycles: almost two milliseconds
@@ -125,10 +125,16 @@ def check_rows(runtime: Runtime, rows: list[SessionRow]) -> None:
             assert ours.logprob == pytest.approx(theirs.logprob, abs=1e-3)  # of logits of about 60
 
 
+@pytest.mark.parametrize("slow", [False, True], ids=["fast", "slow"])
 @pytest.mark.parametrize("seed", range(6))
-def test_whatever_a_server_does_rows_sample_what_they_sample_alone(device: torch.device, seed: int) -> None:
-    """Any interleaving of add, fork, release, run and collect, any split of steps into launches, few pages."""
+def test_whatever_a_server_does_rows_sample_what_they_sample_alone(
+    device: torch.device, seed: int, slow: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Any interleaving of add, fork, release, run and collect, any split of steps into launches, few pages. Launches
+    have ended at once, or are in flight until the host waits for them, with tokens that are there already."""
     generator = random.Random(seed)
+    if slow:
+        slow_device(monkeypatch)
     runtime = small_runtime(generator, device)
     check_rows(runtime, serve(generator, runtime, 60, 0))
 
