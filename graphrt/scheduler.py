@@ -208,11 +208,11 @@ class Scheduler:
         if self._space is not None:
             self._space.collect()
         steps = self._steps()
-        if steps > self._session.quiet:
+        if self._session.prompting or steps > self._session.quiet:
             held = self._share_prefixes()
             if not self._make_room(steps):
                 return ()
-            self._session.hold(held.intersection(self._session.prompting))
+            self._session.hold(held)
         launches = self._session.run(steps)
         for row_id in [row_id for row_id, began in self._shared.items() if self._session.length(row_id) > began]:
             del self._promised[row_id], self._shared[row_id]

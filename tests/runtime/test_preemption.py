@@ -218,6 +218,25 @@ def test_prompts_that_begin_alike_share_pages(case: str) -> None:
     assert_idle(runtime)
 
 
+def test_who_comes_when_others_have_been_going_on_for_long_shares_as_well() -> None:
+    """A row becomes free while the first prompt goes on by itself: nothing else has happened."""
+    model, runtime = build(
+        MODELS["full"], kv_groups(MODELS["full"], page_size=4), 60, CPU, max_num_tokens=64, mixed_sizes=()
+    )
+    prompts = [STORY, [*STORY[:24], 5]]
+    taken = [runtime.free_rows.pop() for _ in range(3)]
+    generator = TextGenerator(runtime)
+    events = generator.generate(prompts, SamplingParams(40))
+    found = [next(events) for _ in range(20)]
+    assert {event.prompt for event in found} == {0}
+    runtime.free_rows.extend(taken)
+    found += events
+    for i, prompt in enumerate(prompts):
+        assert [event.token for event in found if event.prompt == i] == model.greedy(prompt, 40)
+    assert generator.stats.shared_tokens == 24
+    assert_idle(runtime)
+
+
 def test_equal_prompts_take_the_pages_of_one() -> None:
     """Four sequences of 30 tokens that continue differently: 7 full pages are one sequence's, whoever ends first."""
     _, runtime = build(MODELS["full"], kv_groups(MODELS["full"], page_size=4), 1 + 7 + 4 * 3, CPU, mixed_sizes=())

@@ -20,7 +20,7 @@ from graphrt.runtime import Runtime
 from graphrt.sampling_params import SamplingParams
 from graphrt.session import DecodeSession
 from graphrt.session_moves import MovableSession
-from graphrt.swap import SwapSpace
+from graphrt.swap import SwapArrival, SwapSpace
 from tests.runtime.toy import LivelyModel, greedy, make_runtime, slow_device
 
 CPU = torch.device("cpu")
@@ -148,6 +148,7 @@ def test_rows_that_wait_go_on_where_they_stood(swaps: bool, launches: int, monke
         length = session.length(row.row_id)
         suspended = session.suspend(row, space)
         assert suspended.length == (length if swaps else 0)
+        assert suspended.swapped is None or suspended.swapped.counts == (-(-length // 4),), "none of the pages ahead"
         assert session.in_flight(row) == (launches > 0)
         other = session.add(PROMPTS[0], SamplingParams(max_new_tokens=4))
         while session.running:
@@ -169,6 +170,27 @@ def test_rows_that_wait_go_on_where_they_stood(swaps: bool, launches: int, monke
     if space is not None:
         assert space.num_free_bytes == 1 << 20
         space.close()
+
+
+@pytest.mark.parametrize("way", ["retire", "release"])
+def test_pages_that_have_not_arrived_are_waited_for_before_they_are_free(
+    way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runtime, waited = captured(), []
+    monkeypatch.setattr(SwapArrival, "done", lambda arrival: False)
+    monkeypatch.setattr(SwapArrival, "wait", lambda arrival: waited.append(runtime.allocator.num_free))
+    with SwapSpace(runtime.kv_cache, runtime.allocators, 1 << 20) as space, MovableSession(runtime) as session:
+        row = session.add(PROMPTS[1], SamplingParams(max_new_tokens=5))
+        session.run(3)
+        session.collect(wait=True)
+        session.resume(row, session.suspend(row, space), space)
+        assert not session.arrived(row.row_id)
+        assert session.arriving == (row.row_id,)
+        free = runtime.allocator.num_free
+        getattr(session, way)(row)
+        assert waited == [free]
+        assert runtime.allocator.num_free == 59
+        assert session.arriving == ()
 
 
 def test_held_rows_stand_still() -> None:
