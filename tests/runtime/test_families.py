@@ -7,13 +7,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy.typing as npt
 import pytest
 import torch
 
 from graphrt.batch import Batch
 from graphrt.config import RuntimeConfig
+from graphrt.generate import TextGenerator
 from graphrt.groups import kv_groups
 from graphrt.kv_cache import KVCache
+from graphrt.launch import Launch
+from graphrt.news import News, RowEnds
 from graphrt.runtime import Runtime
 from graphrt.spec import AttentionSpec
 from tests.runtime.family_adapter import Hosted, NoCache
@@ -31,8 +35,8 @@ class Family:
     """A tiny model, and what its runtime must look like.
 
     groups   the cache layers of each KV group
-    owned    most pages owned at a time. A group that keeps all has 16, of which two rows share the page that both begin
-             with; a window of 8 has 3 per row, a chunk of 6 has 2
+    owned    most pages owned at a time, where there are no more. A group that keeps all has 16, of which two rows share
+             the page that both begin with; a window of 8 has 3 per row, a chunk of 6 has 2
     spoils   changes of the specs that have such options; they must show in the tokens
     """
 
@@ -151,17 +155,23 @@ def oracle(name: str) -> list[tuple[list[int], torch.Tensor]]:
 
 
 class Recorder(Watch):
-    """Watches the pages, and keeps the logits after every step of every row."""
+    """Watches the pages, and keeps the logits after every step of every row. Launches must be of one step."""
 
     def __init__(self, runtime: Runtime) -> None:
         super().__init__(runtime)
         self._logits: dict[tuple[int, int], torch.Tensor] = {}
 
-    def replay(self, batch: Batch, **options: Any) -> Any:
-        handle = super().replay(batch, **options)
-        lengths = zip(batch.row_ids.tolist(), batch.seq_lens.tolist(), strict=True)
-        self._logits.update(zip(lengths, handle.logits(copy=True), strict=True))
-        return handle
+    def begin(self, batch: Batch, ends: RowEnds, **options: Any) -> Any:
+        return self._record(super().begin(batch, ends, **options), batch.row_ids)
+
+    def advance(self, news: News, **options: Any) -> Any:
+        return self._record(super().advance(news, **options), news.order)
+
+    def _record(self, launch: Launch, row_ids: npt.NDArray[Any]) -> Launch:
+        logits = self._runtime.manager.latest_logits(launch, copy=True)
+        for row_id, row in zip(row_ids.tolist(), logits, strict=True):
+            self._logits[row_id, self._known[row_id].length] = row
+        return launch
 
     def logits(self, row: int, length: int, count: int) -> torch.Tensor:
         """Logits [count, vocab] after `length` tokens of a row, and after each of the next ones."""
@@ -169,9 +179,9 @@ class Recorder(Watch):
 
 
 def serve(
-    hosted: Hosted, specs: Sequence[AttentionSpec], prompts: list[list[int]], count: int, backend: str
+    hosted: Hosted, specs: Sequence[AttentionSpec], prompts: list[list[int]], count: int, backend: str, pages: int
 ) -> tuple[list[list[int]], Runtime, Recorder]:
-    """All prompts at once, captured, over a cache of NaN, null pages aside. Row i is prompt i's."""
+    """All prompts at once, captured, over so many pages of NaN and a null page. Row i is prompt i's."""
 
     def allocate(*args: Any) -> KVCache:
         cache = KVCache.allocate(*args)
@@ -180,20 +190,24 @@ def serve(
         return cache
 
     rows = len(prompts)
-    config = RuntimeConfig(rows, 16, MAX_LEN, decode_sizes=(2, rows), mixed_sizes=(16,), backend=backend)
+    config = RuntimeConfig(
+        rows, 16, MAX_LEN, launch_steps=1, decode_sizes=(2, rows), mixed_sizes=(16,), backend=backend
+    )
     runtime = Runtime(
-        hosted, specs, kv_groups(specs, page_size=PAGE), vocab_size=SIZES["vocab_size"], device="cpu", num_pages=80,
-        config=config, allocate_kv=allocate,
+        hosted, specs, kv_groups(specs, page_size=PAGE), vocab_size=SIZES["vocab_size"], device="cpu",
+        num_pages=pages + 1, config=config, allocate_kv=allocate,
     )  # fmt: skip
     runtime.capture()
-    watch = Recorder(runtime)
-    return generate(runtime, prompts, [count] * rows), runtime, watch
+    watch, generator = Recorder(runtime), TextGenerator(runtime)
+    answers = generate(runtime, prompts, [count] * rows, generator)
+    assert not generator.stats.preemptions
+    return answers, runtime, watch
 
 
 def check(name: str, prompts: list[list[int]], count: int, backend: str) -> tuple[Runtime, Recorder]:
     """Compare the first `count` tokens of these prompts, and their logits."""
     hosted = Hosted(make_model(name))
-    answers, runtime, watch = serve(hosted, hosted.specs, prompts, count, backend)
+    answers, runtime, watch = serve(hosted, hosted.specs, prompts, count, backend, FAMILIES[name].owned)
     for row, (prompt, (tokens, logits)) in enumerate(zip(prompts, oracle(name), strict=False)):
         torch.testing.assert_close(watch.logits(row, len(prompt), count), logits[:count], atol=1e-4, rtol=1e-4)
         assert answers[row] == tokens[:count]
@@ -232,7 +246,7 @@ def test_every_option_of_the_specs_shows(name: str, change: dict[str, Any]) -> N
         for spec in hosted.specs
     ]
     assert specs != hosted.specs
-    answers, runtime, _ = serve(hosted, specs, PROMPTS, NEW_TOKENS, "torch_reference")
+    answers, runtime, _ = serve(hosted, specs, PROMPTS, NEW_TOKENS, "torch_reference", 79)
     assert answers != [tokens for tokens, _ in oracle(name)]
     runtime.close()
 
@@ -241,7 +255,7 @@ def test_sinks_show() -> None:
     hosted = Hosted(make_model("gpt_oss"))
     for layer in hosted.model.model.layers:
         layer.self_attn.sinks.data.fill_(float("-inf"))
-    answers, runtime, _ = serve(hosted, hosted.specs, PROMPTS, NEW_TOKENS, "torch_reference")
+    answers, runtime, _ = serve(hosted, hosted.specs, PROMPTS, NEW_TOKENS, "torch_reference", 79)
     assert answers != [tokens for tokens, _ in oracle("gpt_oss")]
     runtime.close()
 
@@ -250,6 +264,6 @@ def test_places_of_packed_rows_show(monkeypatch: pytest.MonkeyPatch) -> None:
     """Layers of Llama 4 without rotation scale queries by their place, and ask a cache for it."""
     monkeypatch.setattr(NoCache, "get_seq_length", lambda self, layer=0: 0)
     hosted = Hosted(make_model("llama4"))
-    answers, runtime, _ = serve(hosted, hosted.specs, PROMPTS, NEW_TOKENS, "torch_reference")
+    answers, runtime, _ = serve(hosted, hosted.specs, PROMPTS, NEW_TOKENS, "torch_reference", 79)
     assert answers != [tokens for tokens, _ in oracle("llama4")]
     runtime.close()
