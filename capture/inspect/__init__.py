@@ -1,0 +1,1 @@
+"""What captured graphs hold: walked, audited, compared, drawn. For graphs of anybody; it knows no runtime."""
