@@ -62,6 +62,9 @@ class RuntimeConfig:
     use_graphs      False runs every step eagerly (counted, with the reason)
     check_weights   compare addresses of captured weights: of all before the first step, then of 32 before each step, in
                     turns, which takes a microsecond. A weight that moved is found within (number of weights) / 32 steps
+    shadow_every    every so many launches one step runs eagerly too, from the same state as its graph, and what both
+                    leave is compared bit by bit: `stats().shadow_differences`, and a RuntimeWarning. A launch of many
+                    steps is replayed step by step then. 0: never
     mixed_batches   False: `replay` takes only batches whose rows all have `query_len` new tokens, and refuses others.
                     Prompts are then computed elsewhere. Backends without mixed batches can serve, and no mixed graphs
                     are captured
@@ -94,6 +97,7 @@ class RuntimeConfig:
     prefill_backend: str | None = None
     use_graphs: bool = True
     check_weights: bool = True
+    shadow_every: int = 0
     mixed_batches: bool = True
     batch_invariant: bool = False
     max_encoder_len: int | None = None
@@ -112,6 +116,7 @@ class RuntimeConfig:
         check_int_field(self, "query_len", 1, MAX_TOKENS, advice="1 without speculation")
         check_int_field(self, "ring_depth", 2, _MAX_RING, advice="with one slot every step waits, and 4 are usual")
         check_int_field(self, "launch_steps", 1, _MAX_RING, advice="1 without DecodeSession.run(n)")
+        check_int_field(self, "shadow_every", 0, _MAX_LENGTH, advice="256 is often enough; 0 without shadow steps")
         if self.max_num_reqs * self.query_len > self.max_num_tokens:
             raise ConfigError(
                 f"RuntimeConfig.max_num_tokens: expected >= max_num_reqs x query_len = "

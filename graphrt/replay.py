@@ -33,6 +33,7 @@ from graphrt.news import News, RowEnds
 from graphrt.program import StepProgram, attention_layers, capacity_of, kept_tables, page_groups
 from graphrt.row_tables import RowTables
 from graphrt.sampling import sample_tokens
+from graphrt.shadow import Shadow
 from graphrt.spec import AttentionSpec
 from graphrt.stats import Stats
 from graphrt.step import Model, Sampler
@@ -139,6 +140,7 @@ class ReplayManager:
             use_graphs=config.use_graphs,
         )
         self._stats = Stats(self._graphs.name, self._backend.name, chosen.reason)
+        self._shadow = Shadow(self._program, self._graphs, self._stats) if config.shadow_every else None
         self._logits = NOTHING
         self._step = self._launches = self.resets = 0
         self._order: object = None  # that of `News` which the device has
@@ -281,10 +283,10 @@ class ReplayManager:
             target = self._dispatcher.dispatch(num_reqs, num_reqs, True)
             descriptor, why_eager = target.descriptor, "asked for by the caller" if eager else target.why_eager
             slot, step, self._step = self._ring.acquire(self._launches), self._step, self._step + steps
-            loops = steps > 1 and not why_eager and self._graphs.can_loop(descriptor)
+            loops = steps > 1 and not why_eager and self._graphs.can_loop(descriptor) and not self._shadowed(why_eager)
             news.write(slot.record, step, steps, loops=loops, new_order=news.order is not self._order)
             self._order = None
-            self._launch(slot, descriptor, None, why_eager, steps=steps, loops=loops)
+            self._launch(slot, descriptor, num_reqs, None, why_eager, steps=steps, loops=loops)
             self._order = news.order
             self._stats.count(descriptor, num_reqs, why_eager, forced=eager, steps=steps)
             return Launch(step, steps, num_reqs, descriptor, why_eager, slot, self._rings, news.logprobs)
@@ -306,13 +308,14 @@ class ReplayManager:
             ends.write(slot.record, words)
             self._order = None
         # 3 one launch, which reads the slot
-        self._launch(slot, descriptor, batch, why_eager)
+        self._launch(slot, descriptor, batch.num_reqs, batch, why_eager)
         return slot, step
 
     def _launch(
         self,
         slot: StagingSlot,
         descriptor: BatchDescriptor,
+        num_reqs: int,
         batch: Batch | None,
         why_eager: str,
         *,
@@ -322,13 +325,22 @@ class ReplayManager:
         """Queue the steps that a slot is for. If that fails, the device takes the same slot again."""
         try:
             with self._on_stream, slot.in_flight(self._stream):
-                self._logits = self._graphs.run(descriptor, batch, eager=bool(why_eager), steps=steps, loops=loops)
+                if self._shadow is not None and self._shadowed(why_eager):
+                    self._logits = self._shadow.run(self._step - steps, descriptor, batch, num_reqs)
+                    steps -= 1
+                if steps:
+                    self._logits = self._graphs.run(descriptor, batch, eager=bool(why_eager), steps=steps, loops=loops)
         except BaseException:
             with self._on_stream:
                 self._buffers.cursor[CURSOR_SLOT] = self._launches
                 self._buffers.cursor[CURSOR_STEP] = 0
             raise
         self._launches += 1
+
+    def _shadowed(self, why_eager: str) -> bool:
+        """Whether the next launch is one of those whose first step runs both ways."""
+        every = self.config.shadow_every
+        return every > 0 and not why_eager and (self._launches + 1) % every == 0
 
     def compare(self, batch: Batch, *, descriptor: BatchDescriptor | None = None) -> StepComparison:
         """Run one step as a graph and eagerly, from the same state, and restore what the step changed.
@@ -392,6 +404,8 @@ class ReplayManager:
     def stats(self) -> Stats:
         """Counters so far; a live object. After `close()` the last ones."""
         self._stats.ring_waits = self._ring.waits
+        if self._shadow is not None:
+            self._shadow.poll()
         return self._stats
 
     def check_weights(self, model: torch.nn.Module) -> None:
@@ -459,6 +473,8 @@ class ReplayManager:
             self._ring.drain()
             if self._stream is not None:
                 self._stream.synchronize()
+            if self._shadow is not None:
+                self._shadow.close()
             self._graphs.close()
             self._backend.close()
             self._logits = NOTHING

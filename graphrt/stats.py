@@ -9,6 +9,45 @@ from graphrt.capture.descriptor import BatchDescriptor
 from graphrt.capture.graph import GraphReport
 
 
+@dataclass(frozen=True, slots=True)
+class TensorDifference:
+    """A tensor that a graph and the eager step left with different bits.
+
+    index           of the first element that differs, and both values there
+    count           elements that differ, of `numel`
+    """
+
+    name: str
+    index: tuple[int, ...]
+    graph: float
+    eager: float
+    count: int
+    numel: int
+
+    def __str__(self) -> str:
+        at = ", ".join(map(str, self.index))
+        return (
+            f"{self.name}[{at}] is {self.graph:g} by the graph, {self.eager:g} eagerly ({self.count} of {self.numel})"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class ShadowDifference:
+    """A shadowed step whose graph left something else than the eager step did, from the same state.
+
+    tensors   in the order in which a step writes them: the first one is nearest to the cause
+    """
+
+    step: int
+    descriptor: BatchDescriptor
+    tensors: tuple[TensorDifference, ...]
+
+    def __str__(self) -> str:
+        first, *others = self.tensors
+        more = f"; then {', '.join(tensor.name for tensor in others)}" if others else ""
+        return f"step {self.step}, {self.descriptor}: the graph differs from the eager step: {first}{more}"
+
+
 @dataclass(slots=True)
 class Stats:
     """What a runtime did since it was built.
@@ -21,6 +60,8 @@ class Stats:
     real_tokens      tokens asked for, against padded_tokens that were computed
     graphs           one report per captured graph
     capture_seconds  the whole `capture()` call
+    shadow_steps     steps that ran both ways, see RuntimeConfig.shadow_every
+    shadow_differences  the first 16 of them that differed
     """
 
     recorder: str
@@ -33,6 +74,8 @@ class Stats:
     padded_tokens: int = 0
     graphs: tuple[GraphReport, ...] = ()
     capture_seconds: float = 0.0
+    shadow_steps: int = 0
+    shadow_differences: tuple[ShadowDifference, ...] = ()
 
     def count(
         self, descriptor: BatchDescriptor, num_tokens: int, why_eager: str, *, forced: bool, steps: int = 1
