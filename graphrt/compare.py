@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,8 +10,6 @@ import torch
 
 from graphrt.capture.descriptor import BatchDescriptor
 from graphrt.handle import RowFault
-from graphrt.kernels.metadata.buffers import StaticBuffers
-from graphrt.kv_cache import KVCache
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,26 +68,3 @@ def compare_results(descriptor: BatchDescriptor, graph: StepResult, eager: StepR
         if not equal[row] or graph.tokens[row] != eager.tokens[row] or at[0].get(row) != at[1].get(row)
     )
     return StepComparison(descriptor, graph, eager, differing, distance.amax(-1).cpu().numpy())
-
-
-@contextmanager
-def state_kept(buffers: StaticBuffers, kv_cache: KVCache, slots: Sequence[torch.Tensor]) -> Iterator[None]:
-    """Persistent buffers and the given KV slots, by group, are as before when the block ends, also by an error."""
-    state = buffers.snapshot()
-    kept: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]] = []
-    for group, (spec, flat) in enumerate(zip(kv_cache.groups, slots, strict=True)):
-        pages, places = flat // spec.page_size, flat % spec.page_size
-        for tensors in kv_cache.of_group(group):
-            for cache in map(_as_bytes, tensors):
-                kept.append((cache, pages, places, cache[pages, places]))
-    try:
-        yield
-    finally:
-        buffers.restore(state)
-        for cache, pages, places, values in kept:
-            cache[pages, places] = values
-
-
-def _as_bytes(cache: torch.Tensor) -> torch.Tensor:
-    """fp8 as bytes: torch indexes these on every device."""
-    return cache.view(torch.uint8) if cache.dtype.itemsize == 1 else cache

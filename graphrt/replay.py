@@ -16,7 +16,7 @@ from graphrt.capture.graph import NOTHING, GraphReport, ordinary
 from graphrt.capture.guard import PointerGuard, named_weights
 from graphrt.capture.recorder import make_recorder
 from graphrt.capture.staging import StagingRing, StagingSlot
-from graphrt.compare import StepComparison, StepResult, compare_results, state_kept
+from graphrt.compare import StepComparison, StepResult, compare_results
 from graphrt.config import RuntimeConfig
 from graphrt.entry import Exclusive, OnStream, State, require, stream_on
 from graphrt.groups import layer_places
@@ -38,6 +38,7 @@ from graphrt.spec import AttentionSpec
 from graphrt.stats import Stats
 from graphrt.step import Model, Sampler
 from graphrt.step_graphs import StepGraphs
+from graphrt.undo import StepUndo
 
 
 class ReplayManager:
@@ -293,20 +294,29 @@ class ReplayManager:
 
     def _submit(self, batch: Batch, descriptor: BatchDescriptor, why_eager: str) -> StepHandle:
         slot, step = self._queue(batch, descriptor, why_eager)
+        return self._handle(step, batch, descriptor, why_eager, slot)
+
+    def _handle(
+        self, step: int, batch: Batch, descriptor: BatchDescriptor, why_eager: str, slot: StagingSlot
+    ) -> StepHandle:
         # 4 a handle, which waits for this step alone
         sampled, asks = self._program.sampler is not None, batch.asks_logprobs
         return StepHandle(step, batch.num_reqs, descriptor, why_eager, slot, self._rings, self, sampled, asks)
 
-    def _queue(
-        self, batch: Batch, descriptor: BatchDescriptor, why_eager: str, ends: RowEnds | None = None
-    ) -> tuple[StagingSlot, int]:
-        """Steps 2 and 3, at a size or eagerly with a reason: the slot, and the step's number."""
+    def _write(self, batch: Batch, ends: RowEnds | None = None) -> tuple[StagingSlot, int]:
         # 2 write the batch into a slot that no launch in flight uses; a step number is never used twice
         slot, step, self._step = self._ring.acquire(self._launches), self._step, self._step + 1
         words = batch.write_record(slot.record, step, len(self.kv_cache.groups))
         if ends is not None:
             ends.write(slot.record, words)
             self._order = None
+        return slot, step
+
+    def _queue(
+        self, batch: Batch, descriptor: BatchDescriptor, why_eager: str, ends: RowEnds | None = None
+    ) -> tuple[StagingSlot, int]:
+        """Steps 2 and 3, at a size or eagerly with a reason: the slot, and the step's number."""
+        slot, step = self._write(batch, ends)
         # 3 one launch, which reads the slot
         self._launch(slot, descriptor, batch.num_reqs, batch, why_eager)
         return slot, step
@@ -358,32 +368,17 @@ class ReplayManager:
                     f"compare: expected a batch that replays a graph, got one that does not: {target.why_eager}"
                 )
             self._ring.drain()
-            with self._on_stream, torch.inference_mode():
-                slots = self._written_slots(batch, target.descriptor)
-            results, launches = [], self._launches
+            undo, size, results = StepUndo(self._program), target.descriptor, []
             for why_eager in ("", "compared with its graph"):
-                try:
-                    with self._on_stream, torch.inference_mode(), state_kept(self._buffers, self.kv_cache, slots):
-                        handle = self._submit(batch, target.descriptor, why_eager)
-                        logits = self._batch_logits(target.descriptor, batch.num_reqs).clone()
-                        results.append(StepResult(handle.results, handle.faults, logits))
-                finally:
-                    self._launches = launches  # the cursor went back with the row state
+                slot, step = self._write(batch)
+                # The cursor goes back too: the next launch takes the same slot again.
+                with self._on_stream, torch.inference_mode(), slot.in_flight(self._stream), undo.undone(size):
+                    self._logits = self._graphs.run(size, batch, eager=bool(why_eager))
+                    logits = self._batch_logits(size, batch.num_reqs).clone()
+                handle = self._handle(step, batch, size, why_eager, slot)
+                results.append(StepResult(handle.results, handle.faults, logits))
             self._logits = NOTHING
-            return compare_results(target.descriptor, *results)
-
-    def _written_slots(self, batch: Batch, descriptor: BatchDescriptor) -> tuple[torch.Tensor, ...]:
-        """Flat KV slots that a step will write, by KV group: only the refresh of its batch runs."""
-        state = self._buffers.snapshot()
-        step, self._step = self._step, self._step + 1  # claims of an interrupted comparison must not meet a step's
-        slot = self._ring.acquire(self._launches)
-        batch.write_record(slot.record, step, len(self.kv_cache.groups))
-        try:
-            with slot.in_flight(self._stream):
-                mappings = self._program.refresh(descriptor).metadata.slot_mappings
-                return tuple(mapping[mapping >= 0] for mapping in mappings)
-        finally:
-            self._buffers.restore(state)
+            return compare_results(size, *results)
 
     @property
     def plans_on_host(self) -> str | None:
@@ -474,11 +469,12 @@ class ReplayManager:
             if self._stream is not None:
                 self._stream.synchronize()
             if self._shadow is not None:
-                self._shadow.close()
+                self._shadow.poll()
             self._graphs.close()
             self._backend.close()
             self._logits = NOTHING
             self.stats()
+            self._shadow = None
             del self._buffers, self._rings, self._program, self._weights
             self.row_tables.close()
             self._ring.close()

@@ -183,7 +183,7 @@ def test_a_runtime_hands_on_how_a_step_is_to_run() -> None:
         assert made.compare(one(), descriptor=descriptor).descriptor == descriptor
     before = made.replay(one()).step
     assert made.compare(one()).descriptor == BatchDescriptor.decode(1)
-    assert made.replay(one()).step == before + 4, "a comparison takes three numbers, and none of them twice"
+    assert made.replay(one()).step == before + 3, "a comparison takes two numbers, and none of them twice"
     made.manager._ring.waits = 2
     assert made.stats().ring_waits == 2
 
