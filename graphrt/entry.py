@@ -55,30 +55,32 @@ class Exclusive:
 class OnStream:
     """Runs a block on the manager's stream, inside an NVTX range; blocks may lie in each other.
 
+    stream   None on a CPU
+
     Made once and entered at every step: where the stream is current already, which is the usual case, it costs a
     microsecond instead of ten.
     """
 
-    __slots__ = ("_handle", "_index", "_name", "_previous", "_stream")
+    __slots__ = ("_handle", "_index", "_name", "_previous", "stream")
 
     def __init__(self, stream: torch.cuda.Stream | None, name: str) -> None:
-        self._stream, self._name = stream, name
+        self.stream, self._name = stream, name
         # The raw handle: building a Stream object to compare with takes ten microseconds.
         self._index, self._handle = (0, 0) if stream is None else (stream.device.index, stream.cuda_stream)
         self._previous: list[torch.cuda.Stream | None] = []
 
     def __enter__(self) -> None:
-        if self._stream is None:
+        if self.stream is None:
             return
         torch.cuda.nvtx.range_push(self._name)
         if _raw_stream(self._index) == self._handle and _device() == self._index:
             self._previous.append(None)
         else:
             self._previous.append(torch.cuda.current_stream())
-            torch.cuda.set_stream(self._stream)
+            torch.cuda.set_stream(self.stream)
 
     def __exit__(self, *error: object) -> None:
-        if self._stream is None:
+        if self.stream is None:
             return
         if (previous := self._previous.pop()) is not None:
             torch.cuda.set_stream(previous)

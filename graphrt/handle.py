@@ -84,7 +84,7 @@ def row_faults(codes: npt.NDArray[np.int32], values: npt.NDArray[np.int64]) -> t
 class LogitsOwner(Protocol):
     """Who knows where the logits of the latest step are."""
 
-    def latest_logits(self, handle: StepHandle, copy: bool) -> torch.Tensor: ...
+    def latest_logits(self, handle: InFlight, copy: bool) -> torch.Tensor: ...
 
 
 class Rings:

@@ -12,28 +12,29 @@ from graphrt.backends.choice import get_attn_backend
 from graphrt.batch import Batch
 from graphrt.capture.descriptor import BatchDescriptor, GraphKind
 from graphrt.capture.dispatcher import Dispatch, Dispatcher
-from graphrt.capture.graph import NOTHING, GraphReport, ordinary
+from graphrt.capture.graph import GraphReport, ordinary
 from graphrt.capture.guard import PointerGuard, named_weights
 from graphrt.capture.recorder import make_recorder
-from graphrt.capture.staging import StagingRing, StagingSlot
+from graphrt.capture.staging import StagingSlot
 from graphrt.compare import StepComparison, StepResult, compare_results
 from graphrt.config import RuntimeConfig
 from graphrt.entry import Exclusive, OnStream, State, require, stream_on
 from graphrt.groups import layer_places
-from graphrt.handle import Rings, StepHandle
+from graphrt.handle import InFlight, StepHandle
 from graphrt.kernels.checks import check_bool, check_callable, check_instance, check_int, check_named_tensors
 from graphrt.kernels.errors import CaptureError, ReplayError, ShapeError, UnsupportedError
-from graphrt.kernels.metadata.buffers import CURSOR_SLOT, CURSOR_STEP, StaticBuffers
-from graphrt.kernels.metadata.record import HEADER_COPIES, HEADER_SIZE
+from graphrt.kernels.metadata.buffers import StaticBuffers
 from graphrt.kernels.ops.sampling import MAX_VOCAB_SIZE
 from graphrt.kv_cache import KVCache
 from graphrt.launch import Launch
+from graphrt.launch_queue import LaunchQueue
 from graphrt.layer import ModelLayers
 from graphrt.news import News, RowEnds
 from graphrt.program import StepProgram, attention_layers, capacity_of, kept_tables, page_groups
+from graphrt.recording import Recording
 from graphrt.row_tables import RowTables
 from graphrt.sampling import sample_tokens
-from graphrt.shadow import Shadow
+from graphrt.slot_words import SlotWords
 from graphrt.spec import AttentionSpec
 from graphrt.stats import Stats
 from graphrt.step import Model, Sampler
@@ -108,8 +109,6 @@ class ReplayManager:
         capacity = capacity_of(config, groups, vocab_size)
         self._record_words, self._buffers = capacity.record, StaticBuffers.allocate(capacity, device)
         self.row_tables = RowTables(config, vocab_size, device, self.between_steps)
-        self._ring = StagingRing(self._buffers.inbox, device, HEADER_SIZE, HEADER_COPIES)
-        self._rings = Rings(self._buffers)
         self._program = StepProgram(
             model=model,
             sampler=sampler,
@@ -141,9 +140,8 @@ class ReplayManager:
             use_graphs=config.use_graphs,
         )
         self._stats = Stats(self._graphs.name, self._backend.name, chosen.reason)
-        self._shadow = Shadow(self._program, self._graphs, self._stats) if config.shadow_every else None
-        self._logits = NOTHING
-        self._step = self._launches = self.resets = 0
+        self._queue = LaunchQueue(self._program, self._graphs, self._stats, config, self._on_stream)
+        self.resets = 0
         self._order: object = None  # that of `News` which the device has
         self._state = State.NEW
 
@@ -223,7 +221,8 @@ class ReplayManager:
         with self._exclusive:
             target = self._dispatch("replay", batch, descriptor)
             why_eager = "asked for by the caller" if eager else target.why_eager
-            handle = self._submit(batch, target.descriptor, why_eager)
+            slot, step = self._launch(batch, target.descriptor, why_eager)
+            handle = self._handle(step, batch, target.descriptor, why_eager, slot)
             self._stats.count(target.descriptor, batch.num_tokens, why_eager, forced=eager)
             return handle
 
@@ -263,10 +262,10 @@ class ReplayManager:
         with self._exclusive:
             target = self._dispatch("begin", batch, None)
             why_eager = "asked for by the caller" if eager else target.why_eager
-            slot, step = self._queue(batch, target.descriptor, why_eager, ends)
+            slot, step = self._launch(batch, target.descriptor, why_eager, ends)
             self._stats.count(target.descriptor, batch.num_tokens, why_eager, forced=eager)
             asks = batch.asks_logprobs
-            return Launch(step, 1, batch.num_reqs, target.descriptor, why_eager, slot, self._rings, asks)
+            return Launch(step, 1, batch.num_reqs, target.descriptor, why_eager, slot, self._queue.rings, asks)
 
     def advance(self, news: News, *, steps: int = 1, eager: bool = False) -> Launch:
         """Let rows go on by up to `steps` tokens, each from its last token on, with what `begin` said of it.
@@ -283,74 +282,61 @@ class ReplayManager:
             num_reqs = news.num_reqs
             target = self._dispatcher.dispatch(num_reqs, num_reqs, True)
             descriptor, why_eager = target.descriptor, "asked for by the caller" if eager else target.why_eager
-            slot, step, self._step = self._ring.acquire(self._launches), self._step, self._step + steps
-            loops = steps > 1 and not why_eager and self._graphs.can_loop(descriptor) and not self._shadowed(why_eager)
+            loops = self._queue.can_loop(descriptor, steps, why_eager)
+            slot, step = self._queue.slot(steps)
             news.write(slot.record, step, steps, loops=loops, new_order=news.order is not self._order)
             self._order = None
-            self._launch(slot, descriptor, num_reqs, None, why_eager, steps=steps, loops=loops)
+            self._queue.launch(slot, descriptor, num_reqs, None, why_eager, steps=steps, loops=loops)
             self._order = news.order
             self._stats.count(descriptor, num_reqs, why_eager, forced=eager, steps=steps)
-            return Launch(step, steps, num_reqs, descriptor, why_eager, slot, self._rings, news.logprobs)
+            return Launch(step, steps, num_reqs, descriptor, why_eager, slot, self._queue.rings, news.logprobs)
 
-    def _submit(self, batch: Batch, descriptor: BatchDescriptor, why_eager: str) -> StepHandle:
-        slot, step = self._queue(batch, descriptor, why_eager)
-        return self._handle(step, batch, descriptor, why_eager, slot)
+    def replay_words(self, words: SlotWords, descriptor: BatchDescriptor) -> Launch:
+        """Submit a launch as it was recorded, at its size; see graphrt.bundle. Raises: as `begin`."""
+        with self._exclusive:
+            self._require(State.CAPTURED, "replay_words")
+            slot, step = self._queue.slot(words.steps)
+            words.write(slot.record, step)
+            self._order = None
+            batch = words.batch() if self.plans_on_host is not None else None
+            self._queue.launch(slot, descriptor, words.num_reqs, batch, "", steps=words.steps)
+            return Launch(step, words.steps, words.num_reqs, descriptor, "", slot, self._queue.rings)
 
-    def _handle(
-        self, step: int, batch: Batch, descriptor: BatchDescriptor, why_eager: str, slot: StagingSlot
-    ) -> StepHandle:
-        # 4 a handle, which waits for this step alone
-        sampled, asks = self._program.sampler is not None, batch.asks_logprobs
-        return StepHandle(step, batch.num_reqs, descriptor, why_eager, slot, self._rings, self, sampled, asks)
+    def _launch(
+        self, batch: Batch, descriptor: BatchDescriptor, why_eager: str, ends: RowEnds | None = None
+    ) -> tuple[StagingSlot, int]:
+        """Steps 2 and 3, at a size or eagerly with a reason: the slot, and the step's number."""
+        slot, step = self._write(batch, ends)
+        # 3 one launch, which reads the slot
+        self._queue.launch(slot, descriptor, batch.num_reqs, batch, why_eager)
+        return slot, step
 
     def _write(self, batch: Batch, ends: RowEnds | None = None) -> tuple[StagingSlot, int]:
-        # 2 write the batch into a slot that no launch in flight uses; a step number is never used twice
-        slot, step, self._step = self._ring.acquire(self._launches), self._step, self._step + 1
+        # 2 write the batch into a slot that no launch in flight uses
+        slot, step = self._queue.slot()
         words = batch.write_record(slot.record, step, len(self.kv_cache.groups))
         if ends is not None:
             ends.write(slot.record, words)
             self._order = None
         return slot, step
 
-    def _queue(
-        self, batch: Batch, descriptor: BatchDescriptor, why_eager: str, ends: RowEnds | None = None
-    ) -> tuple[StagingSlot, int]:
-        """Steps 2 and 3, at a size or eagerly with a reason: the slot, and the step's number."""
-        slot, step = self._write(batch, ends)
-        # 3 one launch, which reads the slot
-        self._launch(slot, descriptor, batch.num_reqs, batch, why_eager)
-        return slot, step
+    def _handle(
+        self, step: int, batch: Batch, descriptor: BatchDescriptor, why_eager: str, slot: StagingSlot
+    ) -> StepHandle:
+        # 4 a handle, which waits for this step alone
+        sampled, asks = self._program.sampler is not None, batch.asks_logprobs
+        return StepHandle(step, batch.num_reqs, descriptor, why_eager, slot, self._queue.rings, self, sampled, asks)
 
-    def _launch(
-        self,
-        slot: StagingSlot,
-        descriptor: BatchDescriptor,
-        num_reqs: int,
-        batch: Batch | None,
-        why_eager: str,
-        *,
-        steps: int = 1,
-        loops: bool = False,
-    ) -> None:
-        """Queue the steps that a slot is for. If that fails, the device takes the same slot again."""
-        try:
-            with self._on_stream, slot.in_flight(self._stream):
-                if self._shadow is not None and self._shadowed(why_eager):
-                    self._logits = self._shadow.run(self._step - steps, descriptor, batch, num_reqs)
-                    steps -= 1
-                if steps:
-                    self._logits = self._graphs.run(descriptor, batch, eager=bool(why_eager), steps=steps, loops=loops)
-        except BaseException:
-            with self._on_stream:
-                self._buffers.cursor[CURSOR_SLOT] = self._launches
-                self._buffers.cursor[CURSOR_STEP] = 0
-            raise
-        self._launches += 1
+    def record(self, launches: int = 1, *, max_bytes: int = 1 << 30) -> Recording:
+        """Record the next launches, for a replay bundle: see graphrt.bundle. Each of them waits for the device.
 
-    def _shadowed(self, why_eager: str) -> bool:
-        """Whether the next launch is one of those whose first step runs both ways."""
-        every = self.config.shadow_every
-        return every > 0 and not why_eager and (self._launches + 1) % every == 0
+        max_bytes   that they may take on the host; a launch that would take more raises CapacityError, and is not run
+        """
+        with self._exclusive:
+            self._require(State.CAPTURED, "record")
+            launches = check_int("launches", launches, 1, advice="pass how many to record")
+            max_bytes = check_int("max_bytes", max_bytes, 1, advice="pass what the host can spare")
+            return self._queue.record(launches, max_bytes)
 
     def compare(self, batch: Batch, *, descriptor: BatchDescriptor | None = None) -> StepComparison:
         """Run one step as a graph and eagerly, from the same state, and restore what the step changed.
@@ -367,17 +353,13 @@ class ReplayManager:
                 raise ReplayError(
                     f"compare: expected a batch that replays a graph, got one that does not: {target.why_eager}"
                 )
-            self._ring.drain()
+            self._queue.drain()
             undo, size, results = StepUndo(self._program), target.descriptor, []
             for why_eager in ("", "compared with its graph"):
                 slot, step = self._write(batch)
-                # The cursor goes back too: the next launch takes the same slot again.
-                with self._on_stream, torch.inference_mode(), slot.in_flight(self._stream), undo.undone(size):
-                    self._logits = self._graphs.run(size, batch, eager=bool(why_eager))
-                    logits = self._batch_logits(size, batch.num_reqs).clone()
+                logits = self._queue.try_out(slot, size, batch, undo, eager=bool(why_eager))
                 handle = self._handle(step, batch, size, why_eager, slot)
                 results.append(StepResult(handle.results, handle.faults, logits))
-            self._logits = NOTHING
             return compare_results(size, *results)
 
     @property
@@ -398,9 +380,8 @@ class ReplayManager:
 
     def stats(self) -> Stats:
         """Counters so far; a live object. After `close()` the last ones."""
-        self._stats.ring_waits = self._ring.waits
-        if self._shadow is not None:
-            self._shadow.poll()
+        self._stats.ring_waits = self._queue.waits
+        self._queue.poll_shadow()
         return self._stats
 
     def check_weights(self, model: torch.nn.Module) -> None:
@@ -418,9 +399,8 @@ class ReplayManager:
         contents, as after a launch that was aborted. Logits of the step before are gone."""
         with self._exclusive:
             self._require(State.CAPTURED, "reset")
-            self._ring.drain()
-            self._step += 1  # of no step: the buffers that say where its rows stood are gone with it
-            self._launches = 0
+            self._queue.drain()
+            self._queue.restart()
             self._order, self.resets = None, self.resets + 1
             with self._on_stream:
                 if self._stream is not None:
@@ -429,19 +409,20 @@ class ReplayManager:
                 self.row_tables.reset()
                 self._backend.reset()
 
-    def latest_logits(self, handle: StepHandle, copy: bool) -> torch.Tensor:
-        """Logits of a step, which must be the latest; see `StepHandle.logits`."""
-        step, descriptor, num_reqs = handle.step, handle.descriptor, handle.num_reqs
+    def latest_logits(self, handle: InFlight, copy: bool) -> torch.Tensor:
+        """Logits of a launch's last step, which must be the latest; see `StepHandle.logits`."""
+        step, descriptor, num_reqs = handle.step + handle.steps - 1, handle.descriptor, handle.num_reqs
         with self._exclusive:
             self._require(State.CAPTURED, "logits")
-            if step != self._step - 1:
+            latest = self._queue.next_step - 1
+            if step != latest:
                 raise ReplayError(
-                    f"logits: expected the latest step {self._step - 1}, got step {step}; its logits were overwritten, "
+                    f"logits: expected the latest step {latest}, got step {step}; its logits were overwritten, "
                     "use logits(copy=True) before the next replay"
                 )
             moved = bool(self._program.decode_len(descriptor))
             with self._on_stream:  # between this step and the next, which overwrites them
-                logits = ordinary(self._batch_logits(descriptor, num_reqs))
+                logits = ordinary(self._queue.logits(descriptor, num_reqs))
                 if copy and not moved:
                     logits = logits.clone()
             if self._stream is not None:
@@ -451,12 +432,6 @@ class ReplayManager:
                     logits.record_stream(reader)
             return logits
 
-    def _batch_logits(self, descriptor: BatchDescriptor, num_reqs: int) -> torch.Tensor:
-        """Logits of the last step's rows in the batch's order: a copy where the step had them in another."""
-        if not self._program.decode_len(descriptor):
-            return self._logits[:num_reqs]
-        return self._logits.index_select(0, self._buffers.places[:num_reqs])
-
     def close(self) -> None:
         """Wait for steps in flight, then drop graphs and buffers. The KV cache and the weights are the caller's.
 
@@ -465,19 +440,15 @@ class ReplayManager:
         with self._exclusive:
             if self._state is State.CLOSED:
                 return
-            self._ring.drain()
+            self._queue.drain()
             if self._stream is not None:
                 self._stream.synchronize()
-            if self._shadow is not None:
-                self._shadow.poll()
+            self.stats()
             self._graphs.close()
             self._backend.close()
-            self._logits = NOTHING
-            self.stats()
-            self._shadow = None
-            del self._buffers, self._rings, self._program, self._weights
             self.row_tables.close()
-            self._ring.close()
+            self._queue.close()
+            del self._buffers, self._program, self._weights
             if self._state is State.CAPTURED:
                 del self._guard
             if self._device.type == "cuda":

@@ -335,15 +335,23 @@ class StaticBuffers:
         return {f.name: f.metadata["spec"] for f in fields(cls)}
 
     @classmethod
+    def shapes(cls, capacity: Capacity) -> dict[str, tuple[int, ...]]:
+        """Shape of every buffer for `capacity`, by name."""
+        return {
+            name: tuple(getattr(capacity, extent) if isinstance(extent, str) else extent for extent in spec.shape)
+            for name, spec in cls.specs().items()
+        }
+
+    @classmethod
     @torch.inference_mode(False)
     def allocate(cls, capacity: Capacity, device: torch.device) -> StaticBuffers:
         """All buffers for `capacity` on `device`; INPUT and OUTPUT ones in (pinned) host memory.
 
         Raises: CapacityError when one does not fit.
         """
-        tensors = {}
+        tensors, shapes = {}, cls.shapes(capacity)
         for name, spec in cls.specs().items():
-            shape = [getattr(capacity, s) if isinstance(s, str) else s for s in spec.shape]
+            shape = shapes[name]
             on_host = spec.kind in _ON_HOST
             try:
                 tensors[name] = torch.full(
@@ -356,7 +364,7 @@ class StaticBuffers:
             except RuntimeError as error:
                 where = "the host" if on_host else device
                 raise CapacityError(
-                    f"{name}: expected a buffer that fits {where}, got shape {shape}; lower max_num_reqs, "
+                    f"{name}: expected a buffer that fits {where}, got shape {list(shape)}; lower max_num_reqs, "
                     "max_num_tokens or max_seq_len"
                 ) from error
         words = [group.words for group in capacity.page_groups]

@@ -1,0 +1,438 @@
+"""Replay bundles: launches of a run in one file, to be run again elsewhere.
+
+    recording = manager.record(launches=2)          # the next two; then serve on
+    ...
+    Bundle.of(recording, model={"shape": "llama-3.2-1b", "seed": 0}).save("wrong.bundle")
+
+    bundle = Bundle.load("wrong.bundle")            # on another machine
+    with bundle.open(model, device="cuda") as replays:
+        print(replays.run(0))                       # as a graph and eagerly, and against what was recorded
+
+A bundle holds what a step reads beside the model: what the host wrote, row state, and the KV pages that its rows see.
+It holds no code and no weights. Loading runs nothing of it, and checks all of it.
+"""
+
+from __future__ import annotations
+
+import math
+import platform
+import statistics
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import triton
+
+from graphrt import __version__
+from graphrt.bundle_format import from_plain, read_file, reading, to_plain, write_file
+from graphrt.capture.descriptor import BatchDescriptor, GraphKind
+from graphrt.config import RuntimeConfig
+from graphrt.kernels.checks import check_instance, check_int
+from graphrt.kernels.errors import CapacityError, ConfigError, ShapeError
+from graphrt.kernels.metadata.buffers import BufferKind, StaticBuffers
+from graphrt.kv_cache import KVCache
+from graphrt.models.loading import free_memory
+from graphrt.program import capacity_of, page_groups
+from graphrt.recording import NOT_STATE, RecordedLaunch, Recording
+from graphrt.replay import ReplayManager
+from graphrt.runtime import resolve_device
+from graphrt.sampling import sample_tokens
+from graphrt.slot_words import SlotWords
+from graphrt.spec import AttentionSpec, KVCacheSpec
+from graphrt.stats import ShadowDifference
+from graphrt.step import Model, Sampler
+
+_HOST_CYCLES = 1_000_000  # of the device, half a millisecond: a launch takes the host less
+
+
+@dataclass(frozen=True, slots=True)
+class Bundle:
+    """Recorded launches, and what a manager must be like to run them.
+
+    config      of the manager that was recorded
+    attention   the spec of every layer
+    groups      the KV groups, with null page 0
+    scales      of an fp8 cache, by name as in KVCache.named_tensors
+    samples     whether it had a sampler
+    tables      whether its caller kept the page tables
+    model       what the recorder said of the model, as {"shape": ...}: values of JSON
+    versions    of graphrt, torch, triton and Python, and the device and the backend
+    """
+
+    launches: tuple[RecordedLaunch, ...]
+    config: RuntimeConfig
+    attention: tuple[AttentionSpec, ...]
+    groups: tuple[KVCacheSpec, ...]
+    vocab_size: int
+    scales: Mapping[str, torch.Tensor]
+    samples: bool
+    tables: bool
+    model: Mapping[str, Any]
+    versions: Mapping[str, str]
+
+    @classmethod
+    def of(cls, recording: Recording, model: Mapping[str, Any] | None = None) -> Bundle:
+        """The launches that were recorded so far. Raises: ConfigError where there are none."""
+        check_instance("recording", recording, Recording, advice="pass what manager.record() returned")
+        if not recording.launches:
+            raise ConfigError("recording: expected a launch or more, got none; submit the steps to be recorded")
+        program, cache = recording.program, recording.program.kv_cache
+        device = cache.device
+        versions = {
+            "graphrt": __version__, "torch": str(torch.__version__), "triton": triton.__version__,
+            "python": platform.python_version(), "backend": program.backend.name,
+            "device": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine(),
+        }  # fmt: skip
+        return cls(
+            tuple(recording.launches),
+            recording.config,
+            tuple(layer.spec for layer in program.layers),
+            tuple(replace(group, null_page=0) for group in cache.groups),
+            program.vocab_size,
+            {name: t.cpu().clone() for name, t in cache.named_tensors() if "scale" in name},
+            program.sampler is not None,
+            program.page_tables is not None,
+            dict(model or {}),
+            versions,
+        )
+
+    def save(self, path: str | Path) -> None:
+        """Write the bundle to one file. Raises: ConfigError where it cannot be written."""
+        tensors = {f"scales/{name}": tensor for name, tensor in self.scales.items()}
+        launches = []
+        for index, launch in enumerate(self.launches):
+            at = f"{index}/"
+            tensors |= {f"{at}state/{name}": tensor for name, tensor in launch.state.items()}
+            tensors |= {f"{at}pages/{group}": tensor for group, tensor in enumerate(launch.pages)}
+            tensors |= {f"{at}ids/{group}": torch.from_numpy(ids) for group, ids in enumerate(launch.page_ids)}
+            tensors |= {
+                f"{at}words": torch.from_numpy(launch.words.words),
+                f"{at}tokens": torch.from_numpy(launch.tokens),
+                f"{at}logits": launch.logits,
+            }
+            launches.append({"descriptor": to_plain(launch.descriptor), "pool_pages": list(launch.pool_pages)})
+        meta = {
+            "config": to_plain(self.config), "attention": to_plain(self.attention), "groups": to_plain(self.groups),
+            "vocab_size": self.vocab_size, "samples": self.samples, "tables": self.tables, "model": dict(self.model),
+            "versions": dict(self.versions), "launches": launches,
+        }  # fmt: skip
+        write_file(path, meta, tensors)
+
+    @classmethod
+    def load(cls, path: str | Path) -> Bundle:
+        """Read a bundle and check it. Raises: ConfigError or ShapeError for a file that is damaged or no bundle."""
+        meta, tensors = read_file(path)
+        with reading("its parts"):
+            groups = _all_of("groups", from_plain(meta["groups"]), KVCacheSpec)
+            launches = [
+                _read_launch(tensors, f"{index}/", of_launch, len(groups))
+                for index, of_launch in enumerate(meta["launches"])
+            ]
+            scales = {name.split("/", 1)[1]: t for name, t in tensors.items() if name.startswith("scales/")}
+            bundle = cls(
+                tuple(launches),
+                check_instance("config", from_plain(meta["config"]), RuntimeConfig, advice="record it again"),
+                _all_of("attention", from_plain(meta["attention"]), AttentionSpec),
+                groups,
+                check_int("vocab_size", meta["vocab_size"], 1, (1 << 31) - 1, advice="record it again"),
+                scales,
+                meta["samples"] is True,
+                meta["tables"] is True,
+                dict(meta["model"]),
+                {str(name): str(value) for name, value in meta["versions"].items()},
+            )
+        bundle._check()
+        return bundle
+
+    def open(
+        self,
+        model: Model,
+        *,
+        device: torch.device | str | None = None,
+        sampler: Sampler = sample_tokens,
+        backend: str | None = None,
+        compare: bool = True,
+    ) -> BundleReplays:
+        """A manager that can run the launches, with its own cache of the pages that they see. Close it behind you.
+
+        model     the one that was recorded, on `device`; None is CUDA if there is one
+        sampler   left out where the recorded manager had none
+        backend   another attention backend than the recorded one; "" for any
+        compare   `run` runs each launch eagerly too; False for `time`
+        Raises: as ReplayManager does, for a model that does not fit.
+        """
+        return BundleReplays(self, model, resolve_device(device), sampler if self.samples else None, backend, compare)
+
+    @property
+    def opened_config(self) -> RuntimeConfig:
+        """That of the manager which runs the launches: it captures their sizes alone."""
+        sizes = {launch.descriptor for launch in self.launches}
+        return replace(
+            self.config,
+            decode_sizes=tuple(size.padded_reqs for size in sizes if size.kind is GraphKind.DECODE),
+            mixed_sizes=tuple(size.padded_tokens for size in sizes if size.kind is GraphKind.MIXED),
+            loop_sizes=(),
+            use_graphs=True,
+            ring_depth=2,
+            launch_steps=max(launch.words.steps for launch in self.launches),
+        )
+
+    def _check(self) -> None:
+        """Raise where launches do not fit what the bundle says of the manager: before any memory is taken."""
+        if not self.launches:
+            raise ConfigError("bundle: expected a launch or more, got none; record it again")
+        for launch in self.launches:
+            if len(launch.pool_pages) != len({group.pool for group in self.groups}):
+                raise ShapeError("bundle: expected the pages of every pool, got others; record it again")
+            meta = KVCache.allocate(self.groups, launch.pool_pages, "meta") if self.groups else _no_cache()
+            config = self.opened_config
+            groups = page_groups(meta, config.max_seq_len, config.max_encoder_len or 0)
+            capacity = capacity_of(config, groups, self.vocab_size)
+            shapes = StaticBuffers.shapes(capacity)
+            wanted = {
+                name: (shapes[name], spec.dtype)
+                for name, spec in StaticBuffers.specs().items()
+                if spec.kind is BufferKind.PERSISTENT and (name not in NOT_STATE or name == "page_table")
+            }
+            for row in config.row_tensors:
+                wanted[f"row tensor {row.name}"] = (config.max_num_reqs + 1, *row.shape), row.dtype
+            _check_state(launch, wanted)
+            self._check_ranges(launch, shapes)
+            on_host = sum(
+                math.prod(shapes[name]) * spec.dtype.itemsize
+                for name, spec in StaticBuffers.specs().items()
+                if spec.kind in (BufferKind.INPUT, BufferKind.OUTPUT)
+            )
+            if (free := free_memory(torch.device("cpu"))) is not None and on_host > free:
+                raise CapacityError(f"bundle: expected host buffers of at most {free} bytes, got {on_host}")
+            words = launch.words
+            rows, tokens = launch.descriptor.padded_reqs, launch.descriptor.padded_tokens
+            if (
+                words.num_reqs > min(rows, self.config.max_num_reqs)
+                or words.num_tokens > min(tokens, self.config.max_num_tokens)
+                or words.steps > self.config.launch_steps
+                or len(words.words) > capacity.record
+            ):
+                raise ShapeError(f"bundle: expected a launch that fits {launch.descriptor}, got a larger one")
+            words.listed()  # within the pages
+            for group, (ids, pages) in enumerate(zip(launch.page_ids, launch.pages, strict=True)):
+                most = launch.pool_pages[self.groups[group].pool]
+                inside = not len(ids) or (ids.min() >= 1 and ids.max() < most)
+                if not inside or len(np.unique(ids)) != len(ids):
+                    raise ShapeError(f"bundle: expected pages of KV group {group}, each once, got others")
+                size = meta.packer(group).page_bytes
+                if tuple(pages.shape) != (len(ids), size) or pages.dtype != torch.uint8:
+                    raise ShapeError(f"bundle: expected {len(ids)} pages of {size} bytes, got {tuple(pages.shape)}")
+
+    def _check_ranges(self, launch: RecordedLaunch, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        """Raise for numbers that kernels take as indices, where they are out of range."""
+        state, rows = dict(launch.state), self.config.max_num_reqs
+        if (order := launch.words.order) is not None and launch.words.is_news:
+            state["order"] = torch.cat((state["order"], torch.from_numpy(order)))
+        most = {
+            "order": rows - 1, "row_lens": self.config.max_seq_len, "last_token": self.vocab_size - 1,
+            "page_spans": shapes["page_table"][-1], "last_encoder_len": self.config.max_encoder_len or 0,
+            "bias_tokens": self.vocab_size - 1, "bias_counts": shapes["bias_tokens"][-1],
+        }  # fmt: skip
+        found = [(name, state[name], last) for name, last in most.items()]
+        for group, spec in enumerate(self.groups):
+            found.append(("page_table", state["page_table"][group], launch.pool_pages[spec.pool] - 1))
+        for name, tensor, last in found:
+            least = -1 if name in ("order", "last_token") else 0
+            if tensor.numel() and not (int(tensor.min()) >= least and int(tensor.max()) <= last):
+                raise ShapeError(
+                    f"bundle: expected {name} from {least} to {last}, got {int(tensor.min())} to {int(tensor.max())}; "
+                    "record it again"
+                )
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchReplay:
+    """What a recorded launch gave when it ran again.
+
+    difference      of the graph from the eager step, None where both left the same bits
+    tokens, logits  of the graph; [steps, num_reqs] int32 on the host, and [num_reqs, vocab] of the last step
+    tokens_equal    whether its tokens are the recorded ones
+    logits_distance largest distance of its logits from the recorded ones
+    """
+
+    index: int
+    descriptor: BatchDescriptor
+    difference: ShadowDifference | None
+    tokens: np.ndarray[Any, np.dtype[np.int32]]
+    logits: torch.Tensor
+    tokens_equal: bool
+    logits_distance: float
+
+    def __str__(self) -> str:
+        rows = self.logits.shape[0]
+        by_graph = "graph and eager step are equal bit by bit" if self.difference is None else str(self.difference)
+        now = "tokens as recorded" if self.tokens_equal else "other tokens than recorded"
+        return (
+            f"launch {self.index}, {self.descriptor}, {rows} rows: {by_graph}; {now}, logits differ from the recorded "
+            f"ones by up to {self.logits_distance:.3g}"
+        )
+
+
+class BundleReplays:
+    """Runs the launches of a bundle, each from the state that it began with, in any order and as often as you like."""
+
+    def __init__(
+        self,
+        bundle: Bundle,
+        model: Model,
+        device: torch.device,
+        sampler: Sampler | None,
+        backend: str | None,
+        compare: bool,
+    ) -> None:
+        self._bundle, self._compares = bundle, compare
+        pools = [max(counts) for counts in zip(*(launch.pool_pages for launch in bundle.launches), strict=True)]
+        cache = KVCache.allocate(bundle.groups, pools, device) if bundle.groups else _no_cache(device)
+        for name, tensor in cache.named_tensors():
+            if name in bundle.scales:
+                tensor.copy_(bundle.scales[name])
+        backend = bundle.versions.get("backend") if backend is None else backend
+        config = replace(bundle.opened_config, shadow_every=int(compare), backend=backend or None)
+        self._tables = torch.zeros_like(bundle.launches[0].state["page_table"], device=device)
+        self._manager = ReplayManager(
+            model, cache, bundle.attention, vocab_size=bundle.vocab_size, config=config, sampler=sampler,
+            page_tables=self._tables if bundle.tables else None,
+        )  # fmt: skip
+        try:
+            self._manager.capture()
+            for size in {launch.descriptor for launch in bundle.launches} - {*self._manager.descriptors}:
+                raise ConfigError(f"bundle: expected sizes that can be captured here, got {size}; record it again")
+        except BaseException:
+            self._manager.close()
+            raise
+
+    @property
+    def manager(self) -> ReplayManager:
+        """The manager, for audits and tests."""
+        return self._manager
+
+    def run(self, index: int = 0) -> LaunchReplay:
+        """Run a launch as a graph and eagerly. Waits for the device."""
+        launch = self._launch(index)
+        self._restore(launch)
+        told = len(self._manager.stats().shadow_differences)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", RuntimeWarning)  # it is returned
+            found = self._manager.replay_words(launch.words, launch.descriptor)
+            tokens = found.tokens(raise_on_fault=False)
+            logits = self._manager.latest_logits(found, copy=True)
+            differences = self._manager.stats().shadow_differences[told:]
+        same = tokens.shape == launch.tokens.shape and bool((tokens == launch.tokens).all())
+        here, then = logits.double().cpu(), launch.logits.double()
+        distance = (here - then).abs().nan_to_num(0.0) if here.shape == then.shape else torch.tensor([float("inf")])
+        largest = float(distance.max()) if distance.numel() else 0.0
+        return LaunchReplay(index, launch.descriptor, next(iter(differences), None), tokens, logits, same, largest)
+
+    def time(self, index: int = 0, repeats: int = 20) -> float:
+        """Median milliseconds of a launch on the device, each from the state that it began with.
+
+        Raises: ConfigError for one that was opened to compare, and on a CPU.
+        """
+        launch, manager, times = self._launch(index), self._manager, []
+        if self._compares or manager.kv_cache.device.type != "cuda":
+            raise ConfigError("time: expected compare=False on a CUDA device, got another; open the bundle like that")
+        for _ in range(check_int("repeats", repeats, 1, advice="20 is usual") + 1):
+            self._restore(launch)
+            with manager.between_steps():
+                begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+                torch.cuda._sleep(_HOST_CYCLES)  # the host is ahead by the time that the device begins
+                begin.record()
+            found = manager.replay_words(launch.words, launch.descriptor)
+            with manager.between_steps():
+                end.record()
+            found.wait()
+            end.synchronize()
+            times.append(begin.elapsed_time(end))
+        return float(statistics.median(times[1:]))  # the first one warms up
+
+    def close(self) -> None:
+        """Give graphs, buffers and the cache back."""
+        self._manager.close()
+        self._manager.forget_cache()
+
+    def __enter__(self) -> BundleReplays:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def _launch(self, index: int) -> RecordedLaunch:
+        last = len(self._bundle.launches) - 1
+        return self._bundle.launches[check_int("index", index, 0, last, advice="name a launch of the bundle")]
+
+    def _restore(self, launch: RecordedLaunch) -> None:
+        """Bring rows and pages to where they were before a launch."""
+        manager = self._manager
+        manager.reset()
+        rows = {f"row tensor {name}": tensor for name, tensor in manager.row_tables.tensors.items()}
+        kept = rows | ({"page_table": self._tables} if self._bundle.tables else {})
+        with manager.between_steps() as buffers:
+            for name, tensor in launch.state.items():
+                (kept[name] if name in kept else getattr(buffers, name)).copy_(tensor)
+            for group, (ids, pages) in enumerate(zip(launch.page_ids, launch.pages, strict=True)):
+                if len(ids):
+                    device = manager.kv_cache.device
+                    manager.kv_cache.packer(group).unpack(torch.from_numpy(ids).to(device), pages.view(-1).to(device))
+
+
+def _read_launch(
+    tensors: Mapping[str, torch.Tensor], at: str, of_launch: Mapping[str, Any], groups: int
+) -> RecordedLaunch:
+    def numbers(name: str, dtype: torch.dtype, dims: int) -> Any:
+        tensor = tensors[at + name]
+        if tensor.dtype != dtype or tensor.dim() != dims:
+            raise ShapeError(f"bundle: expected {name} of {dims} dimensions and {dtype}, got {tensor.dtype}")
+        return tensor.numpy().copy()
+
+    descriptor = check_instance(
+        "descriptor", from_plain(of_launch["descriptor"]), BatchDescriptor, advice="record it again"
+    )
+    prefix = f"{at}state/"
+    counts = tuple(check_int("pool_pages", n, 2, (1 << 31) - 1, advice="record it") for n in of_launch["pool_pages"])
+    return RecordedLaunch(
+        descriptor,
+        SlotWords(numbers("words", torch.int32, 1), groups),
+        {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)},
+        tuple(numbers(f"ids/{group}", torch.int64, 1) for group in range(groups)),
+        tuple(tensors[f"{at}pages/{group}"] for group in range(groups)),
+        counts,
+        numbers("tokens", torch.int32, 2),
+        tensors[f"{at}logits"],
+    )
+
+
+def _all_of(name: str, values: Any, kind: type[Any]) -> tuple[Any, ...]:
+    return tuple(check_instance(name, value, kind, advice="record it again") for value in _items(name, values))
+
+
+def _items(name: str, values: Any) -> Sequence[Any]:
+    found: tuple[Any, ...] = check_instance(name, values, tuple, advice="record it again")
+    return found
+
+
+def _no_cache(device: torch.device | str = "meta") -> KVCache:
+    return KVCache((), (), (), device=torch.device(device))
+
+
+def _check_state(launch: RecordedLaunch, wanted: Mapping[str, tuple[Sequence[int], torch.dtype]]) -> None:
+    """Raise where a launch has other tensors than those wanted, by shape and dtype."""
+    if launch.state.keys() != wanted.keys():
+        others = sorted(launch.state.keys() ^ wanted.keys())
+        raise ShapeError(f"bundle: expected state {sorted(wanted)}, got {others[:4]} too, or without; record it again")
+    for name, (shape, dtype) in wanted.items():
+        tensor = launch.state[name]
+        if tuple(tensor.shape) != tuple(shape) or tensor.dtype != dtype:
+            raise ShapeError(
+                f"bundle: expected state {name} of {dtype} and shape {tuple(shape)}, got {tensor.dtype} and "
+                f"{tuple(tensor.shape)}; record it again"
+            )

@@ -1,0 +1,139 @@
+"""Launches in their order: each gets a slot of the inbox and numbers for its steps, and is queued on the steps' stream.
+
+Here a launch is also watched: by its shadow, which runs a step eagerly too, and by a recording, for a replay bundle.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from graphrt.batch import Batch
+from graphrt.capture.descriptor import BatchDescriptor
+from graphrt.capture.graph import NOTHING
+from graphrt.capture.staging import StagingRing, StagingSlot
+from graphrt.config import RuntimeConfig
+from graphrt.entry import OnStream
+from graphrt.handle import Rings
+from graphrt.kernels.metadata.buffers import CURSOR_SLOT, CURSOR_STEP
+from graphrt.kernels.metadata.record import HEADER_COPIES, HEADER_SIZE
+from graphrt.program import StepProgram
+from graphrt.recording import Recording
+from graphrt.shadow import Shadow
+from graphrt.stats import Stats
+from graphrt.step_graphs import StepGraphs
+from graphrt.undo import StepUndo
+
+
+class LaunchQueue:
+    """Queues launches of a program, one at a time.
+
+    rings      where the device writes their results
+    next_step  number of the next step; none is used twice
+    """
+
+    def __init__(
+        self, program: StepProgram, graphs: StepGraphs, stats: Stats, config: RuntimeConfig, on_stream: OnStream
+    ) -> None:
+        self._program, self._graphs, self._config, self._on_stream = program, graphs, config, on_stream
+        buffers = program.buffers
+        self._ring = StagingRing(buffers.inbox, program.kv_cache.device, HEADER_SIZE, HEADER_COPIES)
+        self.rings = Rings(buffers)
+        self._shadow = Shadow(program, graphs, stats) if config.shadow_every else None
+        self._recording: Recording | None = None
+        self._logits = NOTHING
+        self.next_step = self._launches = 0
+
+    @property
+    def waits(self) -> int:
+        """How often a launch had to wait for a slot."""
+        return self._ring.waits
+
+    def slot(self, steps: int = 1) -> tuple[StagingSlot, int]:
+        """A slot that no launch in flight uses, for the next launch, and the number of its first step."""
+        slot, first = self._ring.acquire(self._launches), self.next_step
+        self.next_step += steps
+        return slot, first
+
+    def can_loop(self, descriptor: BatchDescriptor, steps: int, why_eager: str) -> bool:
+        """Whether so many steps of the next launch run in one launch of a graph."""
+        return steps > 1 and not why_eager and self._graphs.can_loop(descriptor) and not self._is_shadowed(why_eager)
+
+    def launch(
+        self,
+        slot: StagingSlot,
+        descriptor: BatchDescriptor,
+        num_reqs: int,
+        batch: Batch | None,
+        why_eager: str,
+        *,
+        steps: int = 1,
+        loops: bool = False,
+    ) -> None:
+        """Queue the steps that a slot is for. If that fails, the device takes the same slot again."""
+        first, eager, left = self.next_step - steps, bool(why_eager), steps
+        try:
+            with self._on_stream, slot.in_flight(self._on_stream.stream):
+                if (recording := self._recording) is not None:
+                    recording.before(slot.record, descriptor)
+                if self._shadow is not None and self._is_shadowed(why_eager):
+                    self._logits = self._shadow.run(first, descriptor, batch, num_reqs)
+                    left -= 1
+                if left:
+                    self._logits = self._graphs.run(descriptor, batch, eager=eager, steps=left, loops=loops)
+                if recording is not None:
+                    recording.after(first, self.logits(descriptor, num_reqs))
+                    self._recording = None if recording.done else recording
+        except BaseException:
+            with self._on_stream:
+                self._program.buffers.cursor[CURSOR_SLOT] = self._launches
+                self._program.buffers.cursor[CURSOR_STEP] = 0
+            raise
+        self._launches += 1
+
+    def try_out(
+        self, slot: StagingSlot, descriptor: BatchDescriptor, batch: Batch, undo: StepUndo, *, eager: bool
+    ) -> torch.Tensor:
+        """Queue a step and take back what it does, the use of its slot too: a copy of its logits."""
+        with self._on_stream, torch.inference_mode(), slot.in_flight(self._on_stream.stream), undo.undone(descriptor):
+            self._logits = self._graphs.run(descriptor, batch, eager=eager)
+            logits = self.logits(descriptor, batch.num_reqs).clone()
+        self._logits = NOTHING
+        return logits
+
+    def logits(self, descriptor: BatchDescriptor, num_reqs: int) -> torch.Tensor:
+        """Logits of the last step's rows in the batch's order: a copy where the step had them in another."""
+        if not self._program.decode_len(descriptor):
+            return self._logits[:num_reqs]
+        return self._logits.index_select(0, self._program.buffers.places[:num_reqs])
+
+    def record(self, launches: int, max_bytes: int) -> Recording:
+        """Record the next launches."""
+        self._recording = Recording(self._config, self._program, self.rings, launches, max_bytes)
+        return self._recording
+
+    def poll_shadow(self) -> None:
+        """Take in what the last shadowed step found."""
+        if self._shadow is not None:
+            self._shadow.poll()
+
+    def drain(self) -> None:
+        """Wait for every launch in flight, and hand all results over."""
+        self._ring.drain()
+
+    def restart(self) -> None:
+        """Begin with the first slot again, as the device does after a reset. Every launch must have ended."""
+        self.next_step += 1  # of no step: the buffers that say where its rows stood are gone with it
+        self._launches = 0
+
+    def close(self) -> None:
+        """Drop slots, copies and logits; every launch must have ended."""
+        self.poll_shadow()
+        self._ring.close()
+        self._shadow = self._recording = None
+        self._logits = NOTHING
+        del self.rings, self._program
+
+    def _is_shadowed(self, why_eager: str) -> bool:
+        """Whether the next launch is one of those whose first step runs both ways."""
+        every = self._config.shadow_every
+        return every > 0 and not why_eager and (self._launches + 1) % every == 0

@@ -1,0 +1,189 @@
+"""Records launches of a manager: what each was told, what it began with, and what it gave."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from graphrt.batch import Int32Array
+from graphrt.capture.descriptor import BatchDescriptor
+from graphrt.config import RuntimeConfig
+from graphrt.handle import Rings
+from graphrt.kernels.errors import CapacityError
+from graphrt.kernels.metadata import record as layout
+from graphrt.kernels.metadata.buffers import BufferKind
+from graphrt.program import StepProgram
+from graphrt.slot_words import SlotWords
+from graphrt.spec import KVCacheSpec
+
+NOT_STATE = ("cursor", "claims", "duplicates", "step_counter", "go_on", "page_table")
+"""Persistent buffers that are about the manager, not about its rows; tables are kept with other page ids."""
+
+_FAR = 1 << 30  # added to page ids that no pool has: they stay out of range
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedLaunch:
+    """One launch by itself: it can run again without those before it.
+
+    descriptor   the size it ran at
+    words        what the host wrote for it
+    state        by name, row state as it was before, on the host; row tensors too. Of `page_table` the pages are named
+                 as below
+    page_ids     by KV group, pages that its rows can see, [pages] int64; those of a pool are numbered from 1, and 0 is
+                 the null page
+    pages        by KV group, what these held before, [pages, bytes] uint8
+    pool_pages   pages of each pool, the null page included
+    tokens       [steps, num_reqs] int32, what it gave; -1 where a row did not go on
+    logits       [num_reqs, vocab] of its last step
+    """
+
+    descriptor: BatchDescriptor
+    words: SlotWords
+    state: Mapping[str, torch.Tensor]
+    page_ids: tuple[npt.NDArray[np.int64], ...]
+    pages: tuple[torch.Tensor, ...]
+    pool_pages: tuple[int, ...]
+    tokens: npt.NDArray[np.int32]
+    logits: torch.Tensor
+
+
+@dataclass(slots=True)
+class Recording:
+    """The next launches of a manager, `count` of them. Each waits for the device, before it and behind it.
+
+    max_bytes   that all of them may take on the host
+    """
+
+    config: RuntimeConfig
+    program: StepProgram
+    rings: Rings
+    count: int
+    max_bytes: int
+    launches: list[RecordedLaunch] = field(default_factory=list)
+    _begun: RecordedLaunch | None = None
+
+    @property
+    def done(self) -> bool:
+        """Whether all of them have run."""
+        return len(self.launches) == self.count
+
+    def before(self, record: Int32Array, descriptor: BatchDescriptor) -> None:
+        """Keep what a launch is told, and begins with. Raises: CapacityError where that is more than `max_bytes`."""
+        program = self.program
+        groups = program.kv_cache.groups
+        words = SlotWords.used(record, len(groups))
+        persistent = dict(program.buffers.named(BufferKind.PERSISTENT))
+        tables = persistent["page_table"] if program.page_tables is None else program.page_tables
+        state = {name: _copied(t) for name, t in persistent.items() if name not in NOT_STATE}
+        state |= {f"row tensor {name}": _copied(t) for name, t in program.row_tensors.items()}
+        table = _copied(tables).numpy()
+        seen = _pages_seen(words, state, table, groups, program)
+        pools = [_ids_of_pool(pool, seen, groups) for pool in range(len(program.kv_cache.pool_pages))]
+        packers = [program.kv_cache.packer(group) for group in range(len(groups))]
+        sizes = [len(ids) * packer.page_bytes for ids, packer in zip(seen, packers, strict=True)]
+        held = sum(t.nbytes for launch in self.launches for t in (*launch.pages, *launch.state.values()))
+        needed = held + sum(sizes) + sum(t.nbytes for t in state.values())
+        if needed > self.max_bytes:
+            raise CapacityError(
+                f"record: expected at most max_bytes={self.max_bytes} for {len(self.launches) + 1} launches, got "
+                f"{needed}; record fewer launches or a smaller batch, or raise max_bytes"
+            )
+        pages = []
+        for ids, packer, size in zip(seen, packers, sizes, strict=True):
+            block = torch.empty(size, dtype=torch.uint8, device=packer.device)
+            if len(ids):
+                packer.pack(torch.from_numpy(ids).to(packer.device), block)
+            pages.append(block.view(len(ids), packer.page_bytes).cpu())
+        counts, nulls = program.kv_cache.pool_pages, [int(spec.null_page) for spec in groups]
+        for at, _, _, listed in words.listed():
+            pool = groups[at].pool
+            listed[:] = _renamed(listed, pools[pool], counts[pool], nulls[at])
+        for index, spec in enumerate(groups):
+            table[index] = _renamed(table[index], pools[spec.pool], counts[spec.pool], nulls[index], stale=0)
+        state["page_table"] = torch.from_numpy(table)
+        names = tuple(1 + np.searchsorted(pools[spec.pool], ids) for ids, spec in zip(seen, groups, strict=True))
+        nothing = np.empty((0, 0), np.int32)
+        pool_pages = tuple(max(2, 1 + len(ids)) for ids in pools)
+        self._begun = RecordedLaunch(
+            descriptor, words, state, names, tuple(pages), pool_pages, nothing, torch.empty(0, device="cpu")
+        )
+
+    def after(self, step: int, logits: torch.Tensor) -> None:
+        """Keep what it gave: `step` is the number of its first step, `logits` those of its rows, in their order."""
+        begun, self._begun = self._begun, None
+        assert begun is not None, "every launch begins before it ends"
+        on_host = _copied(logits)  # behind this the rings are written
+        at = self.rings.entries(step, begun.words.steps)
+        ran = self.rings.steps[at] == np.arange(step, step + begun.words.steps)
+        tokens = self.rings.tokens[at, : begun.words.num_reqs][ran].copy()
+        self.launches.append(replace(begun, tokens=tokens, logits=on_host))
+
+
+def _copied(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy on the host, for which it waits."""
+    with torch.inference_mode(False):
+        return torch.empty_like(tensor, device="cpu").copy_(tensor)
+
+
+def _pages_seen(
+    words: SlotWords,
+    state: Mapping[str, torch.Tensor],
+    table: npt.NDArray[np.int32],
+    groups: Sequence[KVCacheSpec],
+    program: StepProgram,
+) -> list[npt.NDArray[np.int64]]:
+    """Of each KV group the pages that the rows of a launch can see, in order. Enters what it lists into `table`."""
+    n, row_ids = words.num_reqs, words.order
+    if row_ids is None:
+        row_ids = state["order"].numpy()[:n]
+    known = (row_ids >= 0) & (row_ids < len(state["row_lens"]))
+    listed: list[list[Int32Array]] = [[] for _ in groups]
+    for index, row, place, pages in words.listed():
+        listed[index].append(pages.copy())
+        if known[row] and place >= 0:
+            room = table[index, row_ids[row], place : place + len(pages)]
+            room[:] = pages[: len(room)]
+    of_rows = state["row_lens"].numpy()[np.where(known, row_ids, 0)].astype(np.int64)
+    if words.is_news:
+        starts, ends = of_rows, of_rows + words.steps
+    else:
+        new, ends = words.rows(layout.ROW_QUERY_LEN).astype(np.int64), words.rows(layout.ROW_SEQ_LEN).astype(np.int64)
+        ends = np.where(ends == layout.LENGTH_FROM_ROW, of_rows + new, ends)
+        starts = ends - new
+    seen = []
+    for index, spec in enumerate(groups):
+        last = ends if not spec.cross else words.rows(layout.ROW_ENCODER_LEN).astype(np.int64)
+        found = [np.concatenate(listed[index])] if listed[index] else []
+        for row in np.flatnonzero(known).tolist():
+            first = 0 if spec.cross else spec.first_page_seen(max(0, int(starts[row])))
+            found.append(table[index, row_ids[row], first : -(-max(0, int(last[row])) // spec.page_size)])
+        ids = np.unique(np.concatenate(found)).astype(np.int64) if found else np.empty(0, np.int64)
+        count = program.kv_cache.pool_pages[spec.pool]
+        seen.append(ids[(ids >= 0) & (ids < count) & (ids != spec.null_page)])
+    return seen
+
+
+def _ids_of_pool(
+    pool: int, seen: Sequence[npt.NDArray[np.int64]], groups: Sequence[KVCacheSpec]
+) -> npt.NDArray[np.int64]:
+    of_pool = [ids for ids, spec in zip(seen, groups, strict=True) if spec.pool == pool]
+    return np.unique(np.concatenate(of_pool))
+
+
+def _renamed(
+    pages: npt.NDArray[np.int32], ids: npt.NDArray[np.int64], count: int, null_page: int, stale: int | None = None
+) -> npt.NDArray[np.int32]:
+    """Page ids by their place among `ids`, from 1 on; the null page is 0. Ids that no pool of `count` pages has stay
+    out of range. With `stale`, these and other pages are that; without, there are no others."""
+    at = np.searchsorted(ids, pages).clip(max=max(0, len(ids) - 1))
+    found = (ids[at] == pages) if len(ids) else np.zeros(pages.shape, np.bool_)
+    if stale is not None:
+        return np.where(found, at + 1, stale).astype(np.int32)
+    outside = (pages < 0) | (pages >= count)
+    assert bool((found | outside | (pages == null_page)).all()), "all listed pages are kept"
+    return np.where(found, at + 1, np.where(outside, pages | _FAR, 0)).astype(np.int32)

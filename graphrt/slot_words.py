@@ -1,0 +1,143 @@
+"""A slot of the inbox, read back: what it says of a launch, by name. See kernels/metadata/record.py for the layout."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from graphrt.batch import Batch, Int32Array
+from graphrt.kernels.errors import ShapeError
+from graphrt.kernels.metadata import record as layout
+
+
+@dataclass(frozen=True, slots=True)
+class SlotWords:
+    """The words of a slot that a launch uses, from its last header on, for a runtime of so many KV groups.
+
+    Raises: ShapeError for words that are no slot.
+    """
+
+    words: Int32Array
+    groups: int
+
+    def __post_init__(self) -> None:
+        counts = self.words[: layout.HEADER_SIZE]
+        if len(counts) < layout.HEADER_SIZE or counts[layout.HEADER_NUM_REQS : layout.HEADER_KIND].min() < 0:
+            raise ShapeError(f"words: expected a header with counts >= 0, got {counts.tolist()}; record the step again")
+        if self.steps < 1 or len(self.words) != self.end:
+            raise ShapeError(f"words: expected {self.end} words of a launch, got {len(self.words)}; record it again")
+
+    @classmethod
+    def used(cls, record: Int32Array, groups: int) -> SlotWords:
+        """A copy of what a slot holds, which may be longer."""
+        found = object.__new__(cls)
+        object.__setattr__(found, "words", record)
+        object.__setattr__(found, "groups", groups)
+        return cls(record[: found.end].copy(), groups)
+
+    @property
+    def num_reqs(self) -> int:
+        return int(self.words[layout.HEADER_NUM_REQS])
+
+    @property
+    def num_tokens(self) -> int:
+        return int(self.words[layout.HEADER_NUM_TOKENS])
+
+    @property
+    def steps(self) -> int:
+        return int(self.words[layout.HEADER_STEPS])
+
+    @property
+    def kind(self) -> int:
+        return int(self.words[layout.HEADER_KIND])
+
+    @property
+    def is_news(self) -> bool:
+        return bool(self.kind & layout.NEWS)
+
+    @property
+    def _order_at(self) -> int:
+        return layout.HEADER_SIZE
+
+    @property
+    def _lists_at(self) -> int:
+        """Where the page lists of the rows begin."""
+        if self.is_news:
+            return self._order_at + (self.num_reqs if self.kind & layout.NEW_ORDER else 0)
+        return layout.HEADER_SIZE + layout.ROW_PAGES * self.num_reqs
+
+    @property
+    def _pages_at(self) -> int:
+        at = self._lists_at
+        if not self.is_news:
+            return at + layout.list_fields(max(self.groups, 1)) * self.num_reqs + self.num_tokens
+        return at + (layout.list_fields(self.groups) * self.num_reqs if self.kind & layout.LISTS else 0)
+
+    @property
+    def end(self) -> int:
+        """Words in use."""
+        end = self._pages_at + int(self.words[layout.HEADER_NUM_PAGES])
+        return end + (layout.END_FIELDS * self.num_reqs if self.kind & layout.KEEP else 0)
+
+    @property
+    def lists(self) -> npt.NDArray[np.int32]:
+        """[groups, PAGE_FIELDS, num_reqs]: the lists of each KV group and row; none where no row lists a page."""
+        if self.is_news and not self.kind & layout.LISTS:
+            return np.zeros((self.groups, layout.PAGE_FIELDS, self.num_reqs), np.int32)
+        count = layout.list_fields(self.groups) * self.num_reqs
+        return self.words[self._lists_at : self._lists_at + count].reshape(self.groups, layout.PAGE_FIELDS, -1)
+
+    @property
+    def pages(self) -> Int32Array:
+        """The page ids that are listed; a view."""
+        return self.words[self._pages_at : self._pages_at + int(self.words[layout.HEADER_NUM_PAGES])]
+
+    @property
+    def order(self) -> Int32Array | None:
+        """The row id of each place; None where news leave them as they are."""
+        if self.is_news and not self.kind & layout.NEW_ORDER:
+            return None
+        return self.words[self._order_at : self._order_at + self.num_reqs]  # row ids are the first field of the rows
+
+    def rows(self, field: int) -> Int32Array:
+        """A field of the rows of a slot in full, [num_reqs]; see ROW_*."""
+        assert not self.is_news, "news have no rows"
+        at = layout.HEADER_SIZE + field * self.num_reqs
+        return self.words[at : at + self.num_reqs]
+
+    def listed(self) -> list[tuple[int, int, int, Int32Array]]:
+        """KV group, place of the row, place of the first page, and page ids of every list that has some; views."""
+        found = []
+        pages = self.pages
+        for group, (firsts, starts, counts) in enumerate(self.lists):
+            for row in counts.nonzero()[0].tolist():
+                start, count = int(starts[row]), int(counts[row])
+                if start < 0 or count < 0 or start + count > len(pages):
+                    raise ShapeError(
+                        f"words: expected lists within {len(pages)} pages, got {count} from {start} on; record it again"
+                    )
+                found.append((group, row, int(firsts[row]), pages[start : start + count]))
+        return found
+
+    def write(self, out: Int32Array, step: int) -> None:
+        """Put the words into a slot, for steps from this number on, each launched by itself."""
+        out[: len(self.words)] = self.words
+        kind = self.kind & ~layout.LOOPS
+        listed = int(self.words[layout.HEADER_NUM_PAGES])
+        layout.write_header(out, step, self.num_reqs, self.num_tokens, listed, kind, self.steps)
+
+    def batch(self) -> Batch:
+        """What a backend that plans on the host reads of a step in full: row ids, lengths, and pages."""
+        lists, pages = self.lists, {}
+        if len(self.pages):
+            indptr = np.concatenate((lists[:, layout.PAGE_START].reshape(-1), [len(self.pages)]))
+            firsts = lists[:, layout.PAGE_FIRST].reshape(-1)
+            pages = {"page_indptr": indptr, "page_ids": self.pages, "first_pages": firsts}
+        return Batch(
+            row_ids=self.rows(layout.ROW_ID),
+            seq_lens=self.rows(layout.ROW_SEQ_LEN),
+            query_lens=self.rows(layout.ROW_QUERY_LEN),
+            **pages,
+        )
