@@ -329,8 +329,10 @@ class BundleReplays:
             differences = self._manager.stats().shadow_differences[told:]
         same = tokens.shape == launch.tokens.shape and bool((tokens == launch.tokens).all())
         here, then = logits.double().cpu(), launch.logits.double()
-        distance = (here - then).abs().nan_to_num(0.0) if here.shape == then.shape else torch.tensor([float("inf")])
-        largest = float(distance.max()) if distance.numel() else 0.0
+        if here.shape != then.shape:
+            largest = math.inf
+        else:
+            largest = float((here - then).abs().nan_to_num(0.0).max()) if here.numel() else 0.0
         return LaunchReplay(index, launch.descriptor, next(iter(differences), None), tokens, logits, same, largest)
 
     def time(self, index: int = 0, repeats: int = 20) -> float:

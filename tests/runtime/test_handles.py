@@ -240,8 +240,8 @@ def test_a_step_that_fails_half_way_leaves_nothing_behind(device: torch.device) 
 
 
 def test_replay_can_be_read_at_a_glance() -> None:
-    parts = (ReplayManager.replay, ReplayManager._dispatch, ReplayManager._queue, ReplayManager._submit)
-    lines = [line for part in parts for line in inspect.getsource(part).splitlines()]
+    names = ("replay", "_dispatch", "_write", "_launch", "_handle")
+    lines = [line for name in names for line in inspect.getsource(getattr(ReplayManager, name)).splitlines()]
     assert len(lines) <= 72, "docstrings included"
     steps = re.findall(r"\b(\d) \w+", " ".join(line for line in lines if "# " in line))
     assert steps == list("1234"), "four numbered comments"
