@@ -10,11 +10,9 @@ from pathlib import Path
 
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from graphrt.capture.graph import GraphReport
-from graphrt.cli.console import make_console
+from graphrt.cli.console import capture_with_bar, make_console
 from graphrt.cli.options import GenerateOptions
 from graphrt.config import RuntimeConfig
 from graphrt.generate import TextGenerator
@@ -80,7 +78,7 @@ def run_generate(options: GenerateOptions) -> None:
         )
     runtime = _build_runtime(options, loaded, device, ids, longest, params[0])
     try:
-        _capture(runtime, log)
+        capture_with_bar(runtime, log)
         start = time.perf_counter()
         stop = frozenset((*tokenizer.eos_ids, *loaded.config.eos_ids))
         count = _stream(prompts, runtime, tokenizer, ids, [replace(p, stop_ids=stop) for p in params], log)
@@ -167,27 +165,6 @@ def _build_runtime(
         device=device,
         config=config,
     )
-
-
-def _capture(runtime: Runtime, log: Console) -> None:
-    total = len(runtime.manager.descriptors)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=log, transient=True, disable=not total) as bar:
-        task = bar.add_task("capturing graphs", total=total)
-
-        def advance(report: GraphReport) -> None:
-            bar.update(task, advance=1, description=f"captured {report.descriptor}")
-
-        runtime.capture(advance)
-    stats = runtime.stats()
-    if stats.graphs:
-        log.print(
-            f"captured {total} graphs ({stats.recorder}, backend {stats.backend}) in {stats.capture_seconds:.2f} s: "
-            f"{stats.capture_seconds / total:.3f} s, {stats.graph_bytes / total / (1 << 20):.1f} MiB and "
-            f"{max(g.nodes for g in stats.graphs)} nodes per graph",
-            highlight=False,
-            soft_wrap=True,
-        )
 
 
 def _stream(

@@ -1,4 +1,4 @@
-"""The command line: `graphrt generate`, `graphrt bench decode`, `graphrt bench serve`, `graphrt env`."""
+"""The command line: `graphrt generate`, `capture`, `replay`, `bench decode`, `bench serve` and `env`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,15 @@ from typing import Annotated
 import typer
 
 from graphrt import __version__
-from graphrt.cli.options import DecodeOptions, EnvOptions, GenerateOptions, ServeOptions, add_command
+from graphrt.cli.options import (
+    CaptureOptions,
+    DecodeOptions,
+    EnvOptions,
+    GenerateOptions,
+    ReplayOptions,
+    ServeOptions,
+    add_command,
+)
 from graphrt.kernels.errors import GraphRTError
 
 _OUTPUT_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EPIPE, errno.EBADF)
@@ -83,6 +91,18 @@ def _generate(options: GenerateOptions) -> None:
     run_generate(options)
 
 
+def _capture(options: CaptureOptions) -> None:
+    from graphrt.cli.capture import run_capture
+
+    run_capture(options)
+
+
+def _replay(options: ReplayOptions) -> None:
+    from graphrt.cli.replay import run_replay
+
+    run_replay(options)
+
+
 def _bench_decode(options: DecodeOptions) -> None:
     from graphrt.cli.bench import run_bench
 
@@ -102,6 +122,8 @@ def _env(options: EnvOptions) -> None:
 
 
 add_command(app, "generate", GenerateOptions, _generate)
+add_command(app, "capture", CaptureOptions, _capture)
+add_command(app, "replay", ReplayOptions, _replay)
 add_command(bench_app, "decode", DecodeOptions, _bench_decode)
 add_command(bench_app, "serve", ServeOptions, _bench_serve)
 add_command(app, "env", EnvOptions, _env)

@@ -107,6 +107,47 @@ class ServeOptions:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CaptureOptions:
+    """Capture the graphs of a model: what each costs, and what is in them. The last line is JSON."""
+
+    shape: Annotated[str | None, typer.Option(help="Shape with dummy weights, e.g. llama-3.2-1b.")] = None
+    model: Annotated[str | None, typer.Option(help="A real model instead: folder, hub id or .gguf file.")] = None
+    rows: Annotated[int, typer.Option(min=1, help="Sequences in a step, at most.")] = 64
+    step_tokens: Annotated[int, typer.Option(min=1, help="New tokens of a step, at most.")] = 2048
+    context: Annotated[int, typer.Option(min=2, help="Tokens of a sequence, at most.")] = 4096
+    page_size: _PageSize = 16
+    backend: _Backend = None
+    device: _Device = None
+    html: Annotated[
+        str | None, typer.Option(metavar="FILE", help="Write a graph as a page that any browser opens.")
+    ] = None
+    size: Annotated[int | None, typer.Option(min=1, help="Rows of the decode graph that the page shows.")] = None
+    audit: Annotated[
+        bool, typer.Option("--audit", help="Say whose memory the graphs hold; ends with 1 on a finding.")
+    ] = False
+    record: Annotated[
+        str | None, typer.Option(metavar="FILE", help="Run random prompts, and record launches as a replay bundle.")
+    ] = None
+    prompt: Annotated[int, typer.Option(min=1, help="Tokens of each of these prompts.")] = 64
+    after: Annotated[int, typer.Option(min=0, help="Steps before those that are recorded.")] = 8
+    launches: Annotated[int, typer.Option(min=1, help="Launches to record.")] = 1
+    json_only: Annotated[bool, typer.Option("--json-only", help="No table, only the JSON line.")] = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplayOptions:
+    """Run a replay bundle: as a graph, eagerly, and against what was recorded. Ends with 1 where a graph differs."""
+
+    bundle: Annotated[str, typer.Argument(help="File that `graphrt capture --record` or Bundle.save wrote.")]
+    shape: Annotated[str | None, typer.Option(help="Shape with dummy weights; default: the recorded model.")] = None
+    model: Annotated[str | None, typer.Option(help="A real model: folder, hub id or .gguf file.")] = None
+    backend: Annotated[str | None, typer.Option(help="Another attention backend than the recorded one.")] = None
+    device: _Device = None
+    time: Annotated[bool, typer.Option("--time", help="Time each launch on the device as well.")] = False
+    json_only: Annotated[bool, typer.Option("--json-only", help="No text, only the JSON line.")] = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EnvOptions:
     """Print the environment, and which attention backends can run here and why not the others."""
 

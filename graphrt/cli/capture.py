@@ -1,0 +1,115 @@
+"""`graphrt capture`: captures the ladders of a model, says what each graph costs, and shows or records them."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+from rich.table import Table
+
+from graphrt.bench.environment import provenance
+from graphrt.bundle import Bundle
+from graphrt.cli.console import capture_with_bar, make_console
+from graphrt.cli.options import CaptureOptions
+from graphrt.config import RuntimeConfig
+from graphrt.kernels.errors import ConfigError
+from graphrt.kernels.types import KVLayout
+from graphrt.models.loading import load_model
+from graphrt.models.shapes import shape_config
+from graphrt.runtime import Runtime, resolve_device
+from graphrt.sampling_params import SamplingParams
+from graphrt.session import DecodeSession
+from graphrt.stats import Stats
+
+
+def run_capture(options: CaptureOptions) -> None:
+    """Capture; the last line of standard output is one JSON object."""
+    if (options.shape is None) == (options.model is None):
+        raise ConfigError("capture: expected one of --shape and --model, got both or none; name one")
+    longest = options.prompt + options.after + options.launches
+    if options.record is not None and longest > options.context:
+        raise ConfigError(
+            f"--context: expected at least {longest} for --prompt, --after and --launches, got {options.context}"
+        )
+    device, log = resolve_device(options.device), make_console(stderr=True)
+    source = options.model if options.shape is None else shape_config(options.shape)
+    assert source is not None, "one of shape and model is given"
+    loaded = load_model(source, device=device, max_positions=options.context)
+    dtype = loaded.model.dtype
+    runtime = Runtime(
+        loaded.model,
+        loaded.config.attention_specs(dtype),
+        loaded.config.kv_groups(options.page_size, KVLayout.NHD, dtype),
+        vocab_size=loaded.config.vocab_size,
+        device=device,
+        config=RuntimeConfig(
+            max_num_reqs=options.rows,
+            max_num_tokens=max(options.step_tokens, options.rows),
+            max_seq_len=options.context,
+            backend=options.backend,
+        ),
+    )
+    with runtime:
+        capture_with_bar(runtime, log)
+        stats = runtime.stats()
+        if not options.json_only:
+            make_console().print(_table(stats, options.shape or str(options.model), str(device)))
+        result = {
+            "name": "capture", **provenance(), "model": options.shape or options.model, "backend": stats.backend,
+            "recorder": stats.recorder, "capture_seconds": stats.capture_seconds,
+            "graphs": [
+                {
+                    "size": str(report.descriptor), "seconds": report.seconds, "pool_bytes": report.pool_bytes,
+                    "driver_bytes": report.driver_bytes, "nodes": report.nodes,
+                }
+                for report in stats.graphs
+            ],
+        }  # fmt: skip
+        if options.record is not None:
+            _record(options, runtime).save(options.record)
+            log.print(f"recorded {options.launches} launches in {options.record}", highlight=False, markup=False)
+            result["bundle"] = options.record
+    print(json.dumps(result), flush=True)
+
+
+def _table(stats: Stats, model: str, device: str) -> Table:
+    table = Table(title=f"{model} on {device}, backend {stats.backend}, {stats.recorder}", title_justify="left")
+    for heading in ("size", "nodes", "ms to capture", "pool MiB", "driver MiB"):
+        table.add_column(heading, justify="left" if heading == "size" else "right")
+    for report in stats.graphs:
+        table.add_row(
+            str(report.descriptor),
+            str(report.nodes),
+            f"{report.seconds * 1e3:.1f}",
+            f"{report.pool_bytes / (1 << 20):.1f}",
+            f"{report.driver_bytes / (1 << 20):.1f}",
+        )
+    table.add_section()
+    table.add_row(
+        f"{len(stats.graphs)} graphs",
+        str(sum(report.nodes for report in stats.graphs)),
+        f"{stats.capture_seconds * 1e3:.1f}",
+        f"{sum(report.pool_bytes for report in stats.graphs) / (1 << 20):.1f}",
+        f"{sum(report.driver_bytes for report in stats.graphs) / (1 << 20):.1f}",
+    )
+    return table
+
+
+def _record(options: CaptureOptions, runtime: Runtime) -> Bundle:
+    """Launches in the middle of random prompts, as many as the runtime has rows."""
+    rng = np.random.default_rng(0)
+    params = SamplingParams(max_new_tokens=options.after + options.launches + 1)
+    with DecodeSession(runtime) as session:
+        for _ in range(options.rows):
+            session.add(rng.integers(0, runtime.vocab_size, options.prompt).tolist(), params)
+        while any(not row.tokens for row in session.rows):
+            session.run(1)
+            session.collect(wait=True)
+        for _ in range(options.after):
+            session.run(1)
+        recording = runtime.manager.record(options.launches)
+        while not recording.done:
+            session.run(1)
+        session.collect(wait=True)
+    named = {"shape": options.shape, "seed": 0} if options.shape is not None else {"model": options.model}
+    return Bundle.of(recording, model=named)

@@ -1,0 +1,75 @@
+"""`graphrt replay`: runs the launches of a replay bundle, says whether graph and eager step agree, and times them."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+from graphrt.bench.environment import provenance
+from graphrt.bundle import Bundle
+from graphrt.cli.console import make_console
+from graphrt.cli.options import ReplayOptions
+from graphrt.kernels.errors import CapacityError, ConfigError
+from graphrt.models.loading import LoadedModel, load_model
+from graphrt.models.shapes import shape_config
+from graphrt.runtime import resolve_device
+
+
+def run_replay(options: ReplayOptions) -> None:
+    """Run a bundle; the last line of standard output is one JSON object. Exits with 1 where a graph differs."""
+    bundle, device = Bundle.load(options.bundle), resolve_device(options.device)
+    log = make_console(stderr=True)
+    if not options.json_only:
+        made = ", ".join(f"{name} {value}" for name, value in bundle.versions.items())
+        log.print(f"{len(bundle.launches)} launches, recorded with {made}", highlight=False, markup=False)
+    model = _load(options, bundle, str(device)).model
+    launches: list[dict[str, Any]] = []
+    with bundle.open(model, device=device, backend=options.backend) as replays:
+        for index in range(len(bundle.launches)):
+            found = replays.run(index)
+            launches.append(
+                {
+                    "launch": index,
+                    "size": str(found.descriptor),
+                    "steps": bundle.launches[index].words.steps,
+                    "rows": bundle.launches[index].words.num_reqs,
+                    "graph_is_eager": found.difference is None,
+                    "difference": None if found.difference is None else str(found.difference),
+                    "tokens_as_recorded": found.tokens_equal,
+                    "logits_distance": found.logits_distance,
+                }
+            )
+            if not options.json_only:
+                print(found, flush=True)
+    if options.time:
+        with bundle.open(model, device=device, backend=options.backend, compare=False) as replays:
+            for launch in launches:
+                launch["ms"] = replays.time(launch["launch"])
+                if not options.json_only:
+                    print(f"launch {launch['launch']}: {launch['ms']:.3f} ms on the device", flush=True)
+    print(json.dumps({"name": "replay", **provenance(), "recorded": bundle.versions, "launches": launches}), flush=True)
+    if not all(launch["graph_is_eager"] for launch in launches):
+        sys.exit(1)
+
+
+def _load(options: ReplayOptions, bundle: Bundle, device: str) -> LoadedModel:
+    """The model that the command names, or the one that the bundle does."""
+    if options.shape is not None and options.model is not None:
+        raise ConfigError("replay: expected one of --shape and --model, got both; name one")
+    named = {"shape": options.shape, "model": options.model}
+    if options.shape is None and options.model is None:
+        named = dict(bundle.model)
+    shape, model, seed = named.get("shape"), named.get("model"), named.get("seed", 0)
+    if not isinstance(shape if model is None else model, str):
+        raise ConfigError(
+            f"replay: expected a bundle that says which model it is of, got {dict(bundle.model)}; name one with "
+            "--shape or --model, or open the bundle from Python with your own model: Bundle.load(path).open(model)"
+        )
+    source = shape_config(str(shape)) if model is None else str(model)
+    longest = bundle.config.max_seq_len
+    loaded = load_model(source, device=device, max_positions=min(longest, 1 << 20), seed=seed)  # type: ignore[arg-type]  # checked there
+    if longest > loaded.config.max_position_embeddings:
+        most = loaded.config.max_position_embeddings
+        raise CapacityError(f"replay: expected sequences of at most {most} tokens, the model's, got {longest}")
+    return loaded

@@ -1,0 +1,114 @@
+"""`graphrt capture` and `graphrt replay`, as commands and as scripts: tables, bundles, exit codes."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from graphrt.backends.torch_reference import TorchReferenceBackend
+from graphrt.bundle import Bundle
+from graphrt.models import shapes
+from graphrt.models.config import ModelConfig
+from graphrt.models.rope import RopeConfig
+from tests.runtime.test_cli import ROOT, call
+
+TINY = ModelConfig(
+    architecture="llama", vocab_size=97, hidden_size=32, intermediate_size=48, num_layers=2, num_q_heads=4,
+    num_kv_heads=2, head_dim=16, max_position_embeddings=128, rope=RopeConfig(theta=10_000.0), eos_ids=(2,),
+)  # fmt: skip
+CAPTURE = ("capture", "--shape", "tiny", "--device", "cpu", "--rows", "3", "--step-tokens", "16", "--context", "64")
+
+
+@pytest.fixture
+def graphrt(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture):
+    monkeypatch.setitem(shapes.SHAPES, "tiny", TINY)
+    return lambda *arguments: call(monkeypatch, capfd, *map(str, arguments))
+
+
+@pytest.fixture
+def bundle(graphrt, tmp_path: Path) -> Path:
+    path = tmp_path / "steps.bundle"
+    code, out, log = graphrt(*CAPTURE, "--record", path, "--prompt", 20, "--after", 3, "--launches", 2)
+    assert code == 0, log
+    assert json.loads(out.splitlines()[-1])["bundle"] == str(path)
+    return path
+
+
+def test_capture_says_what_each_graph_costs(graphrt) -> None:
+    code, out, log = graphrt(*CAPTURE)
+    assert code == 0
+    assert "captured" in log
+    result = json.loads(out.splitlines()[-1])
+    assert [graph["size"] for graph in result["graphs"]] == [
+        "mixed[16 tokens, 3]", "decode[3]", "decode[2]", "decode[1]",
+    ]  # fmt: skip
+    assert all(graph["nodes"] > 10 for graph in result["graphs"])
+    for graph in result["graphs"]:
+        assert any(graph["size"] in line and str(graph["nodes"]) in line for line in out.splitlines()[:-1])
+    code, out, _ = graphrt(*CAPTURE, "--json-only")
+    assert len(out.splitlines()) == 1
+
+
+def test_a_bundle_runs_again(graphrt, bundle: Path) -> None:
+    assert [launch.words.num_reqs for launch in Bundle.load(bundle).launches] == [3, 3]
+    code, out, log = graphrt("replay", bundle, "--device", "cpu")
+    assert code == 0
+    lines = out.splitlines()
+    assert lines[0].startswith("launch 0, decode[3], 3 rows: graph and eager step are equal bit by bit; tokens as rec")
+    result = json.loads(lines[-1])
+    assert [launch["tokens_as_recorded"] for launch in result["launches"]] == [True, True]
+    assert "2 launches, recorded with graphrt" in log
+    code, out, log = graphrt("replay", bundle, "--device", "cpu", "--backend", "torch_reference", "--json-only")
+    assert (code, len(out.splitlines()), log) == (0, 1, "")
+
+
+def test_a_graph_that_differs_ends_with_1(graphrt, bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The backend scales by how often it was called: a number of Python's, frozen in each graph."""
+    calls, run = [0], TorchReferenceBackend.run
+
+    def wrong(self, layer, q, metadata, out, **options):
+        calls[0] += 1
+        run(self, layer, q, metadata, out, **options)
+        out.mul_(1 + calls[0])
+
+    monkeypatch.setattr(TorchReferenceBackend, "run", wrong)
+    code, out, _ = graphrt("replay", bundle, "--device", "cpu")
+    assert code == 1
+    result = json.loads(out.splitlines()[-1])
+    assert not any(launch["graph_is_eager"] for launch in result["launches"])
+    assert "by the graph" in result["launches"][0]["difference"]
+
+
+def test_errors_are_one_line(graphrt, bundle: Path, tmp_path: Path) -> None:
+    nothing = tmp_path / "nothing.bundle"
+    nothing.write_bytes(b"no bundle")
+    for arguments, text in (
+        (("replay", nothing), "bundle: expected an intact file"),
+        (("replay", bundle, "--shape", "tiny", "--model", "x"), "replay: expected one of --shape and --model"),
+        (("replay", bundle, "--time", "--device", "cpu"), "time: expected compare=False on a CUDA device"),
+        (("capture", "--device", "cpu"), "capture: expected one of --shape and --model, got both or none"),
+        ((*CAPTURE, "--record", nothing, "--prompt", "60", "--after", "9"), "--context: expected at least 70"),
+    ):
+        code, _, log = graphrt(*arguments)
+        assert code == 1, arguments
+        assert text in log.splitlines()[-1], arguments
+
+
+def test_a_bundle_of_another_model_says_so(graphrt, bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(shapes.SHAPES, "other", replace(TINY, vocab_size=101))
+    code, _, log = graphrt("replay", bundle, "--shape", "other", "--device", "cpu")
+    assert code == 1
+    assert "logits: expected" in log
+
+
+@pytest.mark.parametrize("script", ["capture", "replay"])
+def test_scripts_are_the_commands(script: str) -> None:
+    command = [sys.executable, f"scripts/{script}.py", "--help"]
+    shown = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, env={"PYTHONPATH": str(ROOT)})
+    assert shown.returncode == 0
+    assert f"graphrt {script}" in shown.stdout
