@@ -56,7 +56,7 @@ class Shadow:
         The step's slot of the inbox must be the next one. An error of the eager step leaves all as it was.
         """
         self.poll(wait=True)  # the copies are in use until then
-        with torch.inference_mode():  # which caches may have been made in
+        with torch.inference_mode(), self._graphs.off_graph():  # which caches may have been made in
             logits, differs = self._both_ways(descriptor, batch, num_reqs)
         self._pending = _Pending(step, descriptor, differs)
         self._stats.shadow_steps += 1
