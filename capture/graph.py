@@ -95,6 +95,9 @@ class Recorder(Protocol):
         cannot hold: events, host functions, allocations, conditions. ShapeError for `go_on`.
         """
 
+    def pool_bytes(self) -> int:
+        """Memory that the allocator holds for the pool; it must not grow once the last graph was captured."""
+
     def close(self) -> None:
         """Give the pool and the capture stream back; every graph must have been closed."""
 

@@ -1,8 +1,8 @@
-"""Notices weights and caches that moved after capture: a graph would go on reading the old address."""
+"""Notices tensors that moved or changed after capture: a graph goes on reading the old address, as the old shape."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 
@@ -14,38 +14,62 @@ _all_equal = getattr(torch._C, "_tensors_data_ptrs_at_indices_equal", None)
 _TURN = 32
 """Tensors that `check_next` looks at: one microsecond."""
 
+NamedTensors = Iterable[tuple[str, torch.Tensor]]
+
+_Place = tuple[int, torch.Size, tuple[int, ...], torch.dtype]
+"""What a graph knows of a tensor: address, shape, strides and dtype."""
+
 
 class PointerGuard:
-    """Remembers the addresses of named tensors and raises when one of them has changed.
+    """Remembers where named tensors lie and how, and raises when one of them has changed.
 
-    It sees tensors whose storage was replaced (`p.data = ...`, `module.to(...)`). A parameter object that was itself
-    replaced in its module is seen by `check_names`, which looks the names up again.
+    guard = PointerGuard(named)            before the capture
+    guard.remember(tensors_by_name)        after it: whatever else graphs read, and how to look it up again
+    guard.check_next()                     before each launch
+
+    `check` sees a tensor whose storage was replaced (`p.data = ...`, `module.to(...)`, `set_`), one that was resized or
+    whose strides or dtype changed in place, and, by `remember`, a name that now leads to another tensor. The turns of
+    `check_next` see addresses alone.
+
+    named     the tensors that `check_next` looks at in turns
+    in_turns  False: `check_next` looks at none after its first call
+    always    `check_next` checks everything at every call, not at the first alone
     """
 
-    def __init__(self, named: Iterable[tuple[str, torch.Tensor]]) -> None:
+    def __init__(self, named: NamedTensors, *, in_turns: bool = True, always: bool = False) -> None:
         pairs = list(named)
         self._names = [name for name, _ in pairs]
         self._tensors = [tensor for _, tensor in pairs]
-        self._addresses = [tensor.data_ptr() for tensor in self._tensors]
-        indices = list(range(len(pairs)))
+        self._places = [_place(tensor) for tensor in self._tensors]
+        self._addresses = [place[0] for place in self._places]
+        indices = list(range(len(pairs))) if in_turns else []
         self._turns = [indices[at : at + _TURN] for at in range(0, len(indices), _TURN)] or [[]]
         self._turn = -1  # before the first, which looks at all
+        self._always = always
+        self._look_up: Callable[[], NamedTensors] = lambda: ()
+        self._remembered: dict[str, _Place] = {}
 
     @property
     def num_turns(self) -> int:
         """Calls of `check_next` that look at every tensor, once there was one."""
         return len(self._turns)
 
+    def remember(self, look_up: Callable[[], NamedTensors]) -> None:
+        """Let `check` look these names up again from now on: each must lead to where it leads now."""
+        self._look_up = look_up
+        self._remembered = {name: _place(tensor) for name, tensor in look_up()}
+
     def check(self) -> None:
-        """Raise ReplayError naming the first tensor that moved."""
-        for name, tensor, address in zip(self._names, self._tensors, self._addresses, strict=True):
-            if tensor.data_ptr() != address:
-                raise _moved(name, address, tensor.data_ptr())
+        """Raise ReplayError naming the first tensor that moved or changed."""
+        for name, tensor, place in zip(self._names, self._tensors, self._places, strict=True):
+            if _place(tensor) != place:
+                raise _changed(name, place, _place(tensor))
+        _check_names(self._remembered.items(), self._look_up())
 
     def check_next(self) -> None:
         """Check 32 tensors at a time, in turns; the first call checks all. Raises: as `check`, again at each call."""
         turn = self._turn
-        if turn < 0 or not self._same(self._turns[turn]):
+        if turn < 0 or self._always or not self._same(self._turns[turn]):
             self.check()
         self._turn = (turn + 1) % len(self._turns)
 
@@ -54,19 +78,45 @@ class PointerGuard:
             return bool(_all_equal(self._tensors, self._addresses, indices))
         return all(self._tensors[i].data_ptr() == self._addresses[i] for i in indices)
 
-    def check_names(self, named: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Raise ReplayError when a name now leads to another address than at capture, or is gone."""
-        current = {name: tensor.data_ptr() for name, tensor in named}
-        for name, address in zip(self._names, self._addresses, strict=True):
-            if current.get(name) != address:
-                raise _moved(name, address, current.get(name, 0))
+    def check_names(self, named: NamedTensors) -> None:
+        """Raise ReplayError when a name of `named` at capture now leads elsewhere, or is gone."""
+        _check_names(zip(self._names, self._places, strict=True), named)
 
 
-def _moved(name: str, captured: int, current: int) -> ReplayError:
+def _check_names(captured: Iterable[tuple[str, _Place]], named: NamedTensors) -> None:
+    current = {name: _place(tensor) for name, tensor in named}
+    for name, place in captured:
+        if (now := current.get(name)) != place:
+            raise _changed(name, place, now)
+
+
+def _place(tensor: torch.Tensor) -> _Place:
+    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
+
+
+def _changed(name: str, captured: _Place, current: _Place | None) -> ReplayError:
+    """The error of a tensor that is not what it was: what it was, what it is, and the way out."""
+    if current is None:
+        return ReplayError(
+            f"{name}: expected at address {captured[0]:#x} as captured, got no tensor of this name; put it back, or "
+            "close this runtime and capture again"
+        )
+    moved, changed = captured[0] != current[0], captured[1:] != current[1:]
+    parts = [f"at address {captured[0]:#x}"] if moved else []
+    found = [f"{current[0]:#x}"] if moved else []
+    if changed:
+        parts.append(_layout(captured))
+        found.append(_layout(current))
+    advice = "load new values in place (tensor.copy_)" if moved else "give it back its shape, strides and dtype"
     return ReplayError(
-        f"{name}: expected at address {captured:#x} as captured, got {current:#x}; load new values in place "
-        "(tensor.copy_), or close this runtime and capture again"
+        f"{name}: expected {', '.join(parts)} as captured, got {', '.join(found)}; {advice}, or close this runtime and "
+        "capture again"
     )
+
+
+def _layout(place: _Place) -> str:
+    _, shape, strides, dtype = place
+    return f"{str(dtype).removeprefix('torch.')} {list(shape)} with strides {list(strides)}"
 
 
 def named_weights(model: object) -> Iterator[tuple[str, torch.Tensor]]:

@@ -123,6 +123,9 @@ class CudaGraphRecorder:
     def loop(self, graph: CapturedGraph, go_on: torch.Tensor) -> CudaGraphLoop:
         return check_loop(CudaGraph, graph, go_on, self._device).loop(go_on)
 
+    def pool_bytes(self) -> int:
+        return sum(segment["total_size"] for segment in torch.cuda.memory_snapshot(self._pool))
+
     def close(self) -> None:
         _idle_streams[self._device].append(self._stream)
 

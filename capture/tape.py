@@ -167,6 +167,10 @@ class OpTapeRecorder:
     def loop(self, graph: CapturedGraph, go_on: torch.Tensor) -> OpTapeLoop:
         return OpTapeLoop(check_loop(OpTape, graph, go_on, torch.device("cpu")), go_on)
 
+    def pool_bytes(self) -> int:
+        """Nothing: there is no pool. A tape owns the results of its ops, and their sizes are frozen with it."""
+        return 0
+
     def close(self) -> None:
         pass
 

@@ -60,8 +60,9 @@ class RuntimeConfig:
     prefill_backend serves the prompts of mixed steps, by name, while `backend` serves the rows that decode. "none": one
                     kernel of `backend` serves both. None takes what was measured to be fastest
     use_graphs      False runs every step eagerly (counted, with the reason)
-    check_weights   compare addresses of captured weights: of all before the first step, then of 32 before each step, in
-                    turns, which takes a microsecond. A weight that moved is found within (number of weights) / 32 steps
+    check_weights   compare addresses of captured weights before each step, 32 of them in turns, which takes a
+                    microsecond. A weight that moved is found within (number of weights) / 32 steps. The first step
+                    has everything checked that a graph holds whatever this says, and every step with GRAPHRT_DEBUG=1
     shadow_every    every so many launches one step runs eagerly too, from the same state as its graph, and what both
                     leave is compared bit by bit: `stats().shadow_differences`, and a RuntimeWarning. A launch of many
                     steps is replayed step by step then. 0: never

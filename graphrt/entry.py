@@ -34,12 +34,16 @@ def require(state: State, needed: State, call: str) -> None:
 
 
 class Exclusive:
-    """Lets one call at a time in. A flag that can be tested and set at once, not a lock: nobody waits for it."""
+    """Lets one call at a time in. A flag that can be tested and set at once, not a lock: nobody waits for it.
 
-    __slots__ = ("_flag",)
+    thread   that the last call came from
+    """
+
+    __slots__ = ("_flag", "thread")
 
     def __init__(self) -> None:
         self._flag = threading.Lock()
+        self.thread = threading.get_ident()
 
     def __enter__(self) -> None:
         if not self._flag.acquire(blocking=False):
@@ -47,6 +51,11 @@ class Exclusive:
                 "ReplayManager: expected one call at a time, got one during another; submit steps from one thread, and "
                 "never from inside a model or sampler"
             )
+        self.thread = threading.get_ident()
+
+    def is_entered(self) -> bool:
+        """Whether a call is under way."""
+        return self._flag.locked()
 
     def __exit__(self, *error: object) -> None:
         self._flag.release()

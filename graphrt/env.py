@@ -37,3 +37,11 @@ def cache_dir() -> Path:
     if not good:
         raise ConfigError(f"GRAPHRT_CACHE: expected a folder, got {folder!r}; name a folder, or unset it")
     return path
+
+
+def debug() -> bool:
+    """GRAPHRT_DEBUG: 1 has every step checked in full, and late kernels and memory raise; 0 and unset do not."""
+    value = os.environ.get("GRAPHRT_DEBUG", "0")
+    if value not in ("0", "1"):
+        raise ConfigError(f"GRAPHRT_DEBUG: expected 0 or 1, got {value!r}; set it to 1, or unset it")
+    return value == "1"

@@ -74,7 +74,8 @@ class LaunchQueue:
         try:
             with self._on_stream, slot.in_flight(self._on_stream.stream):
                 if (recording := self._recording) is not None:
-                    recording.before(slot.record, descriptor)
+                    with self._graphs.off_graph():
+                        recording.before(slot.record, descriptor)
                 if self._shadow is not None and self._is_shadowed(why_eager):
                     self._logits = self._shadow.run(first, descriptor, batch, num_reqs)
                     left -= 1
@@ -94,7 +95,8 @@ class LaunchQueue:
         self, slot: StagingSlot, descriptor: BatchDescriptor, batch: Batch, undo: StepUndo, *, eager: bool
     ) -> torch.Tensor:
         """Queue a step and take back what it does, the use of its slot too: a copy of its logits."""
-        with self._on_stream, torch.inference_mode(), slot.in_flight(self._on_stream.stream), undo.undone(descriptor):
+        in_flight, off_graph = slot.in_flight(self._on_stream.stream), self._graphs.off_graph()
+        with self._on_stream, torch.inference_mode(), in_flight, off_graph, undo.undone(descriptor):
             self._logits = self._graphs.run(descriptor, batch, eager=eager)
             logits = self.logits(descriptor, batch.num_reqs).clone()
         self._logits = NOTHING

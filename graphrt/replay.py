@@ -13,13 +13,14 @@ from graphrt.batch import Batch
 from graphrt.capture.descriptor import BatchDescriptor, GraphKind
 from graphrt.capture.dispatcher import Dispatch, Dispatcher
 from graphrt.capture.graph import GraphReport, ordinary
-from graphrt.capture.guard import PointerGuard, named_weights
+from graphrt.capture.guard import named_weights
 from graphrt.capture.recorder import make_recorder
 from graphrt.capture.staging import StagingSlot
 from graphrt.compare import StepComparison, StepResult, compare_results
 from graphrt.config import RuntimeConfig
 from graphrt.entry import Exclusive, OnStream, State, require, stream_on
 from graphrt.groups import layer_places
+from graphrt.guards import Guards
 from graphrt.handle import InFlight, StepHandle
 from graphrt.kernels.checks import check_bool, check_callable, check_instance, check_int, check_named_tensors
 from graphrt.kernels.errors import CaptureError, ReplayError, ShapeError, UnsupportedError
@@ -95,8 +96,7 @@ class ReplayManager:
         most = MAX_VOCAB_SIZE if sampler is sample_tokens else (1 << 31) - 1
         vocab_size = check_int("vocab_size", vocab_size, 1, most, advice="pass the width of the model's logits")
         chosen = get_attn_backend(specs, kv_cache.groups, device, config=config)
-        self._weights = check_named_tensors("weights", named_weights(model) if weights is None else weights)
-        self._weights += () if page_tables is None else (("page_tables", page_tables),)
+        named = check_named_tensors("weights", named_weights(model) if weights is None else weights)
         self._stream = stream_on(device, stream)
         self._kv_cache: KVCache | None = kv_cache
         self._backend = chosen.make()
@@ -140,6 +140,10 @@ class ReplayManager:
             use_graphs=config.use_graphs,
         )
         self._stats = Stats(self._graphs.name, self._backend.name, chosen.reason)
+        self._guards = Guards(
+            self._program, self._graphs, self._exclusive, self._stats,
+            weights=None if weights is None else named, page_tables=page_tables, check_weights=config.check_weights,
+        )  # fmt: skip
         self._queue = LaunchQueue(self._program, self._graphs, self._stats, config, self._on_stream)
         self.resets = 0
         self._order: object = None  # that of `News` which the device has
@@ -190,7 +194,7 @@ class ReplayManager:
             self._require(State.NEW, "capture")
             self.kv_cache.check_null_pages()
             start = time.perf_counter()
-            self._guard = PointerGuard((*self._weights, *self.kv_cache.named_tensors()))
+            self._guards.before_capture()
             with OnStream(self._stream, "graphrt.capture"), torch.inference_mode():
                 with torch.inference_mode(False):  # what `reset` changes, in whatever mode
                     self._backend.allocate()
@@ -201,6 +205,7 @@ class ReplayManager:
             self._buffers.cursor.zero_()
             self._stats.graphs = self._graphs.reports
             self._stats.capture_seconds = time.perf_counter() - start
+            self._guards.after_capture()
             self._state = State.CAPTURED
 
     def replay(self, batch: Batch, *, eager: bool = False, descriptor: BatchDescriptor | None = None) -> StepHandle:
@@ -238,8 +243,7 @@ class ReplayManager:
         if self._program.page_tables is not None and len(batch.page_ids):
             raise ShapeError("batch.page_ids: expected none beside page_tables, got some; write them to your tables")
         self.config.check_needs("batch", batch.needs)
-        if self.config.check_weights:
-            self._guard.check_next()
+        self._guards.before_step()
         uniform = batch.is_uniform(self.config.query_len)
         if not (uniform or self.config.mixed_batches):
             raise batch.mixed_error(self.config.query_len)
@@ -277,8 +281,7 @@ class ReplayManager:
         steps = check_int("steps", steps, 1, self.config.launch_steps, advice="raise RuntimeConfig.launch_steps")
         with self._exclusive:
             self._require(State.CAPTURED, "advance")
-            if self.config.check_weights:
-                self._guard.check_next()
+            self._guards.before_step()
             num_reqs = news.num_reqs
             target = self._dispatcher.dispatch(num_reqs, num_reqs, True)
             descriptor, why_eager = target.descriptor, "asked for by the caller" if eager else target.why_eager
@@ -295,6 +298,7 @@ class ReplayManager:
         """Submit a launch as it was recorded, at its size; see graphrt.bundle. Raises: as `begin`."""
         with self._exclusive:
             self._require(State.CAPTURED, "replay_words")
+            self._guards.before_step()
             slot, step = self._queue.slot(words.steps)
             words.write(slot.record, step)
             self._order = None
@@ -375,12 +379,13 @@ class ReplayManager:
         """
         with self._exclusive:
             self._require(State.CAPTURED, "between_steps")
-            with self._on_stream, torch.inference_mode():
+            with self._on_stream, torch.inference_mode(), self._graphs.off_graph():
                 yield self._buffers
 
     def stats(self) -> Stats:
         """Counters so far; a live object. After `close()` the last ones."""
         self._stats.ring_waits = self._queue.waits
+        self._guards.poll()
         self._queue.poll_shadow()
         return self._stats
 
@@ -392,7 +397,7 @@ class ReplayManager:
         check_instance("model", model, torch.nn.Module, advice="other models name their tensors by weights=")
         with self._exclusive:
             self._require(State.CAPTURED, "check_weights")
-            self._guard.check_names((*named_weights(model), *self.kv_cache.named_tensors()))
+            self._guards.check_names(model)
 
     def reset(self) -> None:
         """Wait for the device and put row states, derived buffers and the backend's counters back to their initial
@@ -402,7 +407,7 @@ class ReplayManager:
             self._queue.drain()
             self._queue.restart()
             self._order, self.resets = None, self.resets + 1
-            with self._on_stream:
+            with self._on_stream, self._graphs.off_graph():
                 if self._stream is not None:
                     self._stream.synchronize()
                 self._buffers.reset()
@@ -448,9 +453,8 @@ class ReplayManager:
             self._backend.close()
             self.row_tables.close()
             self._queue.close()
-            del self._buffers, self._program, self._weights
-            if self._state is State.CAPTURED:
-                del self._guard
+            self._guards.close()
+            del self._buffers, self._program
             if self._device.type == "cuda":
                 torch.cuda.empty_cache()
             self._state = State.CLOSED

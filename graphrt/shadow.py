@@ -46,7 +46,7 @@ class Shadow:
         """
         self.poll()  # the copies are in use until then
         with torch.inference_mode():  # which caches may have been made in
-            with self._undo.undone(descriptor) as slots:
+            with self._graphs.off_graph(), self._undo.undone(descriptor) as slots:
                 logits = self._graphs.run(descriptor, batch, eager=True)
                 self._take(self._eager, descriptor, num_reqs, logits, slots)
             logits = self._graphs.run(descriptor, batch, eager=False)

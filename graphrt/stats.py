@@ -62,6 +62,10 @@ class Stats:
     capture_seconds  the whole `capture()` call
     shadow_steps     steps that ran both ways, see RuntimeConfig.shadow_every
     shadow_differences  the first 16 of them that differed
+    late_kernels     kernels that were compiled or loaded after `capture()`, on the thread that submits steps, by name
+                     and by what it was doing: "in a graph step" is always wrong, "beside the graphs" (eager steps,
+                     shadow steps, writes of row tables) and "between calls" cost time, which a warm-up would spare
+    late_bytes       bytes by which the graphs' memory pool has grown since
     """
 
     recorder: str
@@ -76,6 +80,8 @@ class Stats:
     capture_seconds: float = 0.0
     shadow_steps: int = 0
     shadow_differences: tuple[ShadowDifference, ...] = ()
+    late_kernels: Counter[str] = field(default_factory=Counter)
+    late_bytes: Counter[str] = field(default_factory=Counter)
 
     def count(
         self, descriptor: BatchDescriptor, num_tokens: int, why_eager: str, *, forced: bool, steps: int = 1

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 import torch
@@ -17,7 +18,8 @@ from graphrt.step_model import is_compiled
 class StepGraphs:
     """The graphs of one step program. They share a memory pool, so all run on one stream.
 
-    name   how they are captured, for `stats()`
+    name          how they are captured, for `stats()`
+    is_off_graph  whether what runs now launches kernels by itself
     """
 
     def __init__(self, program: StepProgram, recorder: Recorder, loop_sizes: Sequence[int]) -> None:
@@ -26,6 +28,7 @@ class StepGraphs:
         self._graphs: dict[BatchDescriptor, CapturedGraph] = {}
         self._loops: dict[BatchDescriptor, CapturedGraph] = {}
         self.name = recorder.name
+        self.is_off_graph = False
 
     @property
     def reports(self) -> tuple[GraphReport, ...]:
@@ -78,9 +81,22 @@ class StepGraphs:
             graph.launch()  # no op of torch: whoever launches a graph need not be in inference mode
         return graph.output
 
+    @contextlib.contextmanager
+    def off_graph(self) -> Iterator[None]:
+        """What runs inside launches kernels by itself, and may load some: eager steps, and work between steps."""
+        before, self.is_off_graph = self.is_off_graph, True
+        try:
+            yield
+        finally:
+            self.is_off_graph = before
+
+    def pool_bytes(self) -> int:
+        """Memory that the allocator holds for the graphs' pool."""
+        return self._recorder.pool_bytes()
+
     def _run_eagerly(self, descriptor: BatchDescriptor, batch: Batch | None, steps: int) -> torch.Tensor:
         backend = self._program.backend
-        with torch.inference_mode():
+        with torch.inference_mode(), self.off_graph():
             for _ in range(steps):
                 backend.plan_capture(descriptor)
                 if batch is not None:

@@ -23,13 +23,14 @@ ROOT = Path(__file__).resolve().parent.parent
 
 @pytest.fixture(autouse=True)
 def unset(monkeypatch):
-    for name in ("GRAPHRT_BACKEND", "GRAPHRT_CACHE", "XDG_CACHE_HOME"):
+    for name in ("GRAPHRT_BACKEND", "GRAPHRT_CACHE", "GRAPHRT_DEBUG", "XDG_CACHE_HOME"):
         monkeypatch.delenv(name, raising=False)
 
 
 def test_defaults(monkeypatch, tmp_path):
     monkeypatch.setenv("HOME", str(tmp_path))
     assert env.backend() is None
+    assert env.debug() is False
     assert env.cache_dir() == tmp_path / ".cache/graphrt"
     monkeypatch.setenv("XDG_CACHE_HOME", "relative")
     assert env.cache_dir() == tmp_path / ".cache/graphrt"
@@ -41,6 +42,9 @@ def test_defaults(monkeypatch, tmp_path):
 def test_values(monkeypatch, tmp_path):
     monkeypatch.setenv("GRAPHRT_BACKEND", "torch_reference")
     assert env.backend() == "torch_reference"
+    for value, on in (("1", True), ("0", False)):
+        monkeypatch.setenv("GRAPHRT_DEBUG", value)
+        assert env.debug() is on
     monkeypatch.setenv("GRAPHRT_CACHE", str(tmp_path / "new"))
     assert env.cache_dir() == tmp_path / "new"
     monkeypatch.chdir(tmp_path)
@@ -57,6 +61,8 @@ MALFORMED = {
     "cache-empty": ("GRAPHRT_CACHE", "", env.cache_dir),
     "cache-of-nobody": ("GRAPHRT_CACHE", "~nobody-of-this-name/cache", env.cache_dir),
     "cache-too-long": ("GRAPHRT_CACHE", "x" * 5000, env.cache_dir),
+    "debug-word": ("GRAPHRT_DEBUG", "true", env.debug),
+    "debug-empty": ("GRAPHRT_DEBUG", "", env.debug),
     "cache-file": ("GRAPHRT_CACHE", __file__, env.cache_dir),
 }
 
@@ -85,7 +91,7 @@ def test_report():
     assert report["graphrt"] == graphrt.__version__
     assert report["packages"]["torch"].split("+")[0] == torch.__version__.split("+")[0]
     assert len(report["gpus"]) == torch.cuda.device_count()
-    assert report["variables"].keys() == {"GRAPHRT_BACKEND", "GRAPHRT_CACHE"}
+    assert report["variables"].keys() == {"GRAPHRT_BACKEND", "GRAPHRT_CACHE", "GRAPHRT_DEBUG"}
 
 
 def test_report_shows_a_malformed_variable(monkeypatch):

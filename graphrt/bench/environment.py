@@ -50,6 +50,7 @@ def environment_report() -> dict[str, Any]:
         "variables": {
             "GRAPHRT_BACKEND": _variable(env.backend),
             "GRAPHRT_CACHE": _variable(env.cache_dir),
+            "GRAPHRT_DEBUG": _variable(env.debug),
         },
     }
 

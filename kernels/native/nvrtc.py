@@ -9,7 +9,7 @@ import contextlib
 import ctypes
 import functools
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -162,9 +162,15 @@ def ensure_context(device_index: int) -> None:
         _check(driver.cuCtxSetCurrent(_check(driver.cuDevicePrimaryCtxRetain(device_index))))
 
 
+load_hooks: list[Callable[[str], None]] = []
+"""Each is called with the name of a kernel that is about to be loaded. What it raises refuses the kernel."""
+
+
 @functools.cache
 def _function(variant: NativeVariant, device_index: int) -> Any:
     """Modules stay loaded: graphs hold their kernels."""
+    for hook in tuple(load_hooks):
+        hook(variant.entry)
     arch = "sm_{}{}".format(*torch.cuda.get_device_capability(device_index))
     cubin = _cached_cubin(variant, arch)
     with _relaxed_capture():

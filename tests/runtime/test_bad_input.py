@@ -209,7 +209,7 @@ def test_one_of_many_weights_that_moves_is_found_within_a_turn(device: torch.dev
     )  # fmt: skip
     manager.capture()
     manager.replay(Batch(**good())).tokens()
-    turns = manager._guard.num_turns
+    turns = manager._guards.num_turns
     assert turns == 4, "100 weights and 4 tensors of the cache"
     for name in ("w0", "w50", "w99"):
         kept, weights[name].data = weights[name].data, torch.zeros(1, device=device)

@@ -1,0 +1,110 @@
+"""What a manager watches after capture: tensors that graphs hold, kernels that are loaded late, memory that grows."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from graphrt import env
+from graphrt.capture.guard import PointerGuard, named_weights
+from graphrt.capture.lock import CaptureLock, Doing
+from graphrt.entry import Exclusive
+from graphrt.program import StepProgram
+from graphrt.stats import Stats
+from graphrt.step_graphs import StepGraphs
+
+NamedTensor = tuple[str, torch.Tensor]
+
+
+class Guards:
+    """The pointer guard and the lock of one manager.
+
+    The first step has everything checked that a graph holds: weights, page tables, KV cache, static buffers, row
+    tensors, and the backend's own tensors, each by address, shape, strides and dtype, looked up again by name. Later
+    steps compare addresses of weights and cache in turns, where `check_weights` says so. With GRAPHRT_DEBUG=1 every
+    step has everything checked, and late kernels and late memory raise.
+
+    weights      named tensors that the caller gave; None: those of the model, looked up again at each full check
+    page_tables  those that the caller keeps, or None
+
+    Raises: ConfigError where GRAPHRT_DEBUG is malformed.
+    """
+
+    def __init__(
+        self,
+        program: StepProgram,
+        graphs: StepGraphs,
+        exclusive: Exclusive,
+        stats: Stats,
+        *,
+        weights: Sequence[NamedTensor] | None,
+        page_tables: torch.Tensor | None,
+        check_weights: bool,
+    ) -> None:
+        self._program, self._graphs, self._exclusive = program, graphs, exclusive
+        self._weights, self._check_weights, self._debug = weights, check_weights, env.debug()
+        self._tables = page_tables
+        self._lock = CaptureLock(self._doing, {"graph pool": graphs.pool_bytes}, strict=self._debug)
+        stats.late_kernels, stats.late_bytes = self._lock.kernels, self._lock.grown
+        self._pointers = PointerGuard(())
+
+    @property
+    def num_turns(self) -> int:
+        """Steps that look at every weight and cache tensor, once there was one."""
+        return self._pointers.num_turns
+
+    def before_capture(self) -> None:
+        """Remember where weights and caches are: what moves during the capture has moved too."""
+        self._pointers = PointerGuard(self._in_turns(), in_turns=self._check_weights, always=self._debug)
+
+    def after_capture(self) -> None:
+        """Remember everything else, and let the lock fall. A backend may have made its tensors in the capture."""
+        self._pointers.remember(self._everything)
+        self._lock.fall()
+
+    def before_step(self) -> None:
+        """Check what is due. Raises: ReplayError naming what moved, changed, was loaded or grew."""
+        self._pointers.check_next()
+        if self._debug:
+            self._lock.check()
+
+    def check_names(self, model: torch.nn.Module) -> None:
+        """Check the weights of `model` and the cache. Raises: ReplayError."""
+        self._pointers.check_names((*named_weights(model), *self._beside_weights()))
+
+    def poll(self) -> None:
+        """Bring `stats` up to date."""
+        self._lock.poll()
+
+    def close(self) -> None:
+        """Forget the tensors, and lift the lock. What it counted stays."""
+        self._lock.lift()
+        del self._pointers, self._program, self._graphs, self._weights, self._tables
+
+    def _doing(self) -> Doing:
+        if self._exclusive.thread != threading.get_ident():
+            return Doing.SOMETHING_ELSE
+        if not self._exclusive.is_entered():
+            return Doing.BETWEEN
+        return Doing.OTHER_CALL if self._graphs.is_off_graph else Doing.GRAPH_STEP
+
+    def _in_turns(self) -> Iterator[NamedTensor]:
+        yield from named_weights(self._program.model) if self._weights is None else self._weights
+        yield from self._beside_weights()
+
+    def _beside_weights(self) -> Iterator[NamedTensor]:
+        if self._tables is not None:
+            yield "page_tables", self._tables
+        yield from self._program.kv_cache.named_tensors()
+
+    def _everything(self) -> Iterator[NamedTensor]:
+        yield from self._in_turns()
+        program = self._program
+        for name, tensor in program.buffers.named():
+            yield f"static buffer {name}", tensor
+        for name, tensor in program.row_tensors.items():
+            yield f"row tensor {name}", tensor
+        for name, tensor in program.backend.tensors().items():
+            yield f"backend {program.backend.name}: {name}", tensor

@@ -1,0 +1,61 @@
+"""Triton with a driver that is none: kernels are compiled for sm_90 in earnest, then loaded and launched nowhere."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import triton.language as tl
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+
+class FakeTriton:
+    """`launch(block)` runs a kernel's own path: look-up, compilation, load, launch. Each block is another variant.
+
+    launched   blocks, in order
+    """
+
+    def __init__(self) -> None:
+        self.launched: list[int] = []
+        self._compiled: list[Any] = []
+        self._kernel = JITFunction(add_one)  # in a process that interprets, triton.jit makes something else
+
+    def launch(self, block: int) -> None:
+        self._compiled.append(self._kernel[(1,)](torch.zeros(8), 8, BLOCK=block))
+        self.launched.append(block)
+
+    def forget(self) -> None:
+        """Before the real driver comes back: kernels that die later must not ask it to unload them."""
+        for kernel in self._compiled:
+            kernel.module = None
+
+
+@contextlib.contextmanager
+def installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeTriton]:
+    """The driver that is none is the active one."""
+    active = SimpleNamespace(
+        get_current_target=lambda: GPUTarget("cuda", 90, 32),
+        get_current_device=lambda: 0,
+        get_current_stream=lambda device: 0,
+        launcher_cls=lambda source, metadata: lambda *arguments: None,
+        utils=SimpleNamespace(
+            get_device_properties=lambda device: {"max_shared_mem": 232448},
+            load_binary=lambda name, kernel, shared, device: (1, 2, 16, 0, 1024),
+            unload_module=lambda module: None,
+        ),
+    )
+    monkeypatch.setattr(driver, "_active", active)
+    triton = FakeTriton()
+    yield triton
+    triton.forget()
+
+
+def add_one(x, n, BLOCK: tl.constexpr):
+    offsets = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(x + offsets, tl.load(x + offsets, mask=offsets < n) + 1, mask=offsets < n)
