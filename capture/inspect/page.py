@@ -8,10 +8,10 @@ The file opens from disk in a browser and loads nothing else. Its state is in th
     decode.html#node=3.0.7                   node 7 of the first body of node 3
     decode.html#q=softmax%20kv_cache         names, symbols, regions, places and addresses; all words must be found
     decode.html#kind=kernel&kernel=gemm      one kind, one name
-    decode.html#region=4&findings=1          nodes that touch a region, by its position in MemoryMap.regions; findings only
+    decode.html#region=4&findings=1          nodes with findings that touch MemoryMap.regions[4]
+    decode.html#scale=time                   the order, as wide as the timings are
 
-`page.html`, `page.css` and three scripts beside this file are its parts. The data stands in it as JSON, where equal
-texts stand once: `_page_json` says how.
+Its parts lie in `page_parts/`. The data stands in it as JSON, where equal texts stand once: `_page_json` says how.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from graphrt.capture.inspect.memory import MemoryMap, Owner
 from graphrt.capture.inspect.view import GraphView, Node, Place, place_name
 from graphrt.kernels.errors import ConfigError
 
-_FOLDER = Path(__file__).resolve().parent
-_SCRIPTS = ("page_data.js", "page_picture.js", "page.js")
+_PARTS = Path(__file__).resolve().parent / "page_parts"
+_SCRIPTS = ("elements.js", "data.js", "order.js", "memory.js", "details.js", "main.js")
 
 
 class PageFinding(Protocol):
@@ -87,7 +87,7 @@ def write_page(
                 f"timings: expected microseconds of at least 0, got {microseconds} at {place_name(place)}; "
                 "leave out what was not measured"
             )
-    data = _page_json(view, title, memory, findings, timings)
+    data = _page_json(view, memory, findings, timings)
     Path(path).write_text(_html(title, data), encoding="utf-8", newline="\n")
 
 
@@ -108,7 +108,7 @@ def _html(title: str, data: Mapping[str, Any]) -> str:
 
 
 def _part(name: str) -> str:
-    return (_FOLDER / name).read_text(encoding="utf-8")
+    return (_PARTS / name).read_text(encoding="utf-8")
 
 
 def _digest(text: str) -> str:
@@ -118,7 +118,6 @@ def _digest(text: str) -> str:
 
 def _page_json(
     view: GraphView,
-    title: str,
     memory: MemoryMap | None,
     findings: Sequence[PageFinding],
     timings: Mapping[Place, float],
@@ -143,7 +142,6 @@ def _page_json(
     kernels, launches = _Table(), _Table()
     graph = _graph_json(view, kernels, launches)
     return {
-        "title": title,
         "origin": view.origin,
         "kernels": kernels.rows,
         "launches": launches.rows,

@@ -14,10 +14,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import torch
 
 from graphrt.capture.inspect.memory import MemoryMap, Owner, Region
 from graphrt.capture.inspect.page import write_page
 from graphrt.capture.inspect.view import Argument, Edge, GraphView, Node, NodeKind, Operand, Place
+from graphrt.capture.tape import OpTape
 
 MIB = 1 << 20
 
@@ -44,9 +46,7 @@ class Example:
     title: str = ""
 
     def write(self, path: Path) -> None:
-        write_page(
-            self.view, path, title=self.title, memory=self.memory, findings=self.findings, timings=self.timings
-        )
+        write_page(self.view, path, title=self.title, memory=self.memory, findings=self.findings, timings=self.timings)
 
 
 def pointer(address: int, name: str = "") -> tuple[str, bytes, tuple[int, ...] | None]:
@@ -140,7 +140,9 @@ class DecodeStep:
         zeroed = Operand("dst", self.at("split counters", Owner.STATIC, 65_536), 65_536, written=True)
         self.add(Node(NodeKind.MEMSET, "memset", operands=(zeroed,), scalars=(("value", "0"),)), 1.3, checked)
         cleared = self.tail[0]
-        name = "void at::native::(anonymous namespace)::vectorized_gather_kernel<16, long>(char*, char*, long*, int, long)"
+        name = (
+            "void at::native::(anonymous namespace)::vectorized_gather_kernel<16, long>(char*, char*, long*, int, long)"
+        )
         self.x = self.at("pool block 0", Owner.POOL, self.rows * 4096 * 2)
         embed = self.at("model.embed_tokens.weight", Owner.WEIGHT, 128_256 * 4096 * 2)
         gather = kernel(name, (self.rows, 4), 128, pointer(self.x), pointer(embed), self.buffer("input_ids", 33),
@@ -151,7 +153,10 @@ class DecodeStep:
 
     def _layer(self, layer: int) -> None:
         prefix, rows = f"model.layers.{layer}", self.rows
-        blocks = [self.at(f"pool block {1 + i}", Owner.POOL, size * rows * 2) for i, size in enumerate((4096, 6144, 4096, 28672, 14336))]
+        blocks = [
+            self.at(f"pool block {1 + i}", Owner.POOL, size * rows * 2)
+            for i, size in enumerate((4096, 6144, 4096, 28672, 14336))
+        ]
         normed, qkv, mixed, gate_up, hidden = blocks
         for which in (0, 1):
             self.at(f"pool block {6 + which}", Owner.POOL, 3 * MIB, live=False)
@@ -165,18 +170,41 @@ class DecodeStep:
                         self.buffer("slot_mapping", 33), self.buffer("positions", 33), word(500_000.0, "theta"), word(16, "page_size")), 2.7)  # fmt: skip
         parameters = struct.pack("<6Q2f6i", qkv, k, v, self.at("block_table", Owner.STATIC, 0), self.at("work_list", Owner.STATIC, 0),
                                  mixed, 0.08838834764, 0.0, rows, 8192, 16, 32, 8, 128)  # fmt: skip
-        self.add(kernel("decode_attention", (264,), 128, ("p", parameters, (0, 8, 16, 24, 32, 40)), shared=104_448), 19.0)
-        self.gemm("nvjet_tst_64x32_64x12_1x2_h_bz_splitK_TNT", f"{prefix}.o_proj.weight", 4096 * 4096 * 2, mixed, self.x, 10.6)
+        self.add(
+            kernel("decode_attention", (264,), 128, ("p", parameters, (0, 8, 16, 24, 32, 40)), shared=104_448), 19.0
+        )
+        self.gemm(
+            "nvjet_tst_64x32_64x12_1x2_h_bz_splitK_TNT", f"{prefix}.o_proj.weight", 4096 * 4096 * 2, mixed, self.x, 10.6
+        )
         norm = self.at(f"{prefix}.post_attention_layernorm.weight", Owner.WEIGHT, 8192)
         self.add(kernel("_rms_norm_kernel", (rows,), 256, pointer(self.x, "x_ptr"), pointer(norm, "weight_ptr"),
                         pointer(normed, "out_ptr"), word(4096, "width"), word(1e-5, "eps")), 2.1)  # fmt: skip
-        self.gemm("nvjet_tst_128x32_64x8_2x1_v_bz_TNT", f"{prefix}.gate_up_proj.weight", 28672 * 4096 * 2, normed, gate_up, 57.5)
+        self.gemm(
+            "nvjet_tst_128x32_64x8_2x1_v_bz_TNT",
+            f"{prefix}.gate_up_proj.weight",
+            28672 * 4096 * 2,
+            normed,
+            gate_up,
+            57.5,
+        )
         self.add(kernel("_silu_and_mul_kernel", (rows, 14), 256, pointer(gate_up, "x_ptr"), pointer(hidden, "out_ptr"), word(14336, "width")), 3.0)  # fmt: skip
-        self.gemm("nvjet_tst_64x32_64x12_1x2_h_bz_splitK_TNT", f"{prefix}.down_proj.weight", 14336 * 4096 * 2, hidden, self.x, 30.8)
+        self.gemm(
+            "nvjet_tst_64x32_64x12_1x2_h_bz_splitK_TNT",
+            f"{prefix}.down_proj.weight",
+            14336 * 4096 * 2,
+            hidden,
+            self.x,
+            30.8,
+        )
         add = ("void at::native::vectorized_elementwise_kernel<8, at::native::CUDAFunctor_add<c10::BFloat16>, std::array<char*, 3ul> >"
                "(int, at::native::CUDAFunctor_add<c10::BFloat16>, std::array<char*, 3ul>)")  # fmt: skip
         packed = ("", struct.pack("<3Q", self.x, self.x, mixed), None)
-        self.add(kernel(add, (rows,), 128, word(rows * 4096), packed, symbol="_ZN2at6native29vectorized_elementwise_kernelILi8E"), 1.9)
+        self.add(
+            kernel(
+                add, (rows,), 128, word(rows * 4096), packed, symbol="_ZN2at6native29vectorized_elementwise_kernelILi8E"
+            ),
+            1.9,
+        )
 
     def _tail(self) -> None:
         logits = self.at("logits", Owner.STATIC, self.rows * 128_256 * 4)
@@ -200,7 +228,12 @@ class DecodeStep:
         self.add(kernel("_token_logprobs_kernel", (self.rows,), 512, pointer(logits, "logits_ptr")), 9.8, sampled)
         probs = self.tail[0]
         ring = pointer(self.at("host rings", Owner.HOST, 262_144), "host_ring_ptr")
-        self.add(kernel("_publish_kernel", (1,), 128, self.buffer("tokens"), self.buffer("row_lens", 256), ring), 3.0, rows, probs)
+        self.add(
+            kernel("_publish_kernel", (1,), 128, self.buffer("tokens"), self.buffer("row_lens", 256), ring),
+            3.0,
+            rows,
+            probs,
+        )
         self.findings = [
             Finding((sampled,), "sample_chunks_kernel", "argument 5 'scratch_ptr', byte 28", freed, Owner.POOL, "pool block 7",
                     "It points into a block of the pool that was freed: the next capture may give it away. Keep the tensor "
@@ -232,13 +265,55 @@ def large(nodes: int) -> Example:
     return Example(view, MemoryMap(regions), [], timings, f"{nodes} nodes")
 
 
+def hostile() -> Example:
+    """Names that would be markup, script, marks of the template or no Unicode, if anything took them for that."""
+    names = [
+        "</script><script>document.title = 'broken out'</script>", "<!--<script>", "<img src=x onerror=alert(1)>", "{{script}}{{data}}",
+        '" onclick="alert(1)', "'; alert(1); '", "\\u003c/script\\u003e", "\u2028\u2029\u0000\x7f\t\n", "\ud800 alone", "\u05e9\u05dc\u05d5\u05dd \u202e 中文 🙂",
+        "&lt;b&gt;&amp;", "__proto__", "constructor", "a b  c", "#q=1&node=2", "%00%zz", "", "x" * 5000,
+    ]  # fmt: skip
+    nodes = tuple(
+        Node(NodeKind.KERNEL, name, name, (1, 1, 1), (1, 1, 1), 0, {name or "none": name}, (Argument(0, b"\x01\0\0\0", name),),
+             (Operand(name, 0x1000, 16),), ((name, name),), (), name)
+        for name in names
+    )  # fmt: skip
+    findings = [Finding((i,), name, name, 0x1000, Owner.POOL, name, name) for i, name in enumerate(names)]
+    memory = MemoryMap([Region(name, Owner.POOL, 0x1000 + 4 * i, 4) for i, name in enumerate(names)])
+    edges = tuple(Edge(i, i + 1) for i in range(len(nodes) - 1))
+    return Example(GraphView(nodes, edges, names[0]), memory, findings, {}, " ".join(names[:12]))
+
+
+def tape_view(tape: OpTape) -> GraphView:
+    """The ops of a tape in their order, with all tensors that they take and give."""
+    nodes = []
+    for entry in tape._entries:
+        named = [*zip((a.name for a in entry.func._schema.arguments), entry.args, strict=False), *entry.kwargs.items()]
+        tensors = [(name, value, False) for name, value in named if isinstance(value, torch.Tensor)]
+        tensors += [("out", out, True) for out in entry.outputs if out is not None]
+        operands = tuple(Operand(name, t.data_ptr(), t.nbytes, written=written) for name, t, written in tensors)
+        scalars = tuple((name, str(value)) for name, value in named if not isinstance(value, torch.Tensor))
+        nodes.append(Node(NodeKind.OP, entry.func._schema.name, operands=operands, scalars=scalars))
+    return GraphView(tuple(nodes), origin="op-tape")
+
+
 def screenshot(example: Example, path: Path, place: str, *, dark: bool = False, size: str = "1400,900") -> None:
     """Draw a page by chromium, with the node of a place open."""
     with tempfile.TemporaryDirectory() as folder:
         page = Path(folder) / "graph.html"
         example.write(page)
-        command = [shutil.which("chromium") or "chromium", "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars"]
-        command += [f"--window-size={size}", "--virtual-time-budget=3000", f"--screenshot={path}", f"--user-data-dir={folder}/profile"]
+        command = [
+            shutil.which("chromium") or "chromium",
+            "--headless",
+            "--no-sandbox",
+            "--disable-gpu",
+            "--hide-scrollbars",
+        ]
+        command += [
+            f"--window-size={size}",
+            "--virtual-time-budget=3000",
+            f"--screenshot={path}",
+            f"--user-data-dir={folder}/profile",
+        ]
         command += ["--blink-settings=preferredColorScheme=0"] if dark else []
         subprocess.run([*command, f"{page.as_uri()}#node={place}"], check=True, capture_output=True, timeout=120)
 
