@@ -5,9 +5,8 @@ python -m tests.capture.page_examples docs/images/graph_page.png      draw the p
 
 from __future__ import annotations
 
-import shutil
+import base64
 import struct
-import subprocess
 import sys
 import tempfile
 from dataclasses import dataclass
@@ -20,8 +19,41 @@ from graphrt.capture.inspect.memory import MemoryMap, Owner, Region
 from graphrt.capture.inspect.page import write_page
 from graphrt.capture.inspect.view import Argument, Edge, GraphView, Node, NodeKind, Operand, Place
 from graphrt.capture.tape import OpTape
+from tests.capture.browser import Browser
 
 MIB = 1 << 20
+GATHER = "void at::native::(anonymous namespace)::vectorized_gather_kernel<16, long>(char*, char*, long*, int, long)"
+GATHER_SYMBOL = "_ZN2at6native12_GLOBAL__N_124vectorized_gather_kernelILi16ElEEvPcS3_PlilE"
+FUNCTOR = "at::native::CUDAFunctor_add<c10::BFloat16>, std::array<char*, 3ul>"
+ADD = f"void at::native::vectorized_elementwise_kernel<8, {FUNCTOR} >(int, {FUNCTOR})"
+FREED = (
+    "It points into a block of the pool that was freed: the next capture may give it away. Keep the tensor alive "
+    "as long as the graph."
+)
+STRAY = (
+    "It points into memory that torch's allocator may give to others: the graph does not hold the tensor. Make it a "
+    "static buffer, or allocate it inside of the capture."
+)
+HOSTILE = [
+    "</script><script>document.title = 'broken out'</script>",
+    "<!--<script>",
+    "<img src=x onerror=alert(1)>",
+    "{{script}}{{data}}",
+    '" onclick="alert(1)',
+    "'; alert(1); '",
+    "\\u003c/script\\u003e",
+    "\u2028\u2029\u0000\x7f\t\n",
+    "\ud800 alone",
+    "\u05e9\u05dc\u05d5\u05dd \u202e 中文 🙂",
+    "&lt;b&gt;&amp;",
+    "__proto__",
+    "constructor",
+    "a b  c",
+    "#q=1&node=2",
+    "%00%zz",
+    "",
+    "x" * 5000,
+]
 
 
 @dataclass(frozen=True)
@@ -95,13 +127,16 @@ class DecodeStep:
     def buffer(self, name: str, words: int = 32) -> tuple:
         return pointer(self.at(name, Owner.STATIC, 4 * words), f"{name}_ptr")
 
-    def add(self, node: Node, microseconds: float, *after: int, programmatic: bool = False) -> int:
+    def add(self, node: Node, microseconds: float, *after: int) -> None:
+        """A node behind some others, or behind those at the end; then it is the one at the end."""
         index = len(self.nodes)
         self.nodes.append(node)
         self.times.append(float(microseconds * self.noise.uniform(0.97, 1.06)))
-        self.edges += [Edge(source, index, programmatic) for source in (after or self.tail)]
+        self.edges += [Edge(source, index) for source in (after or self.tail)]
         self.tail = (index,)
-        return index
+
+    def launch(self, name: str, grid: tuple, block: int, microseconds: float, *values: tuple, shared: int = 0) -> None:
+        self.add(kernel(name, grid, block, *values, shared=shared), microseconds)
 
     def gemm(self, name: str, weight: str, nbytes: int, source: int, target: int, microseconds: float) -> None:
         """cuBLAS: no names, and pointers within one block of parameters."""
@@ -114,134 +149,130 @@ class DecodeStep:
         self.add(kernel(name, grid, 384, block, symbol=symbol, shared=213_000, **attributes), microseconds)
 
     def _head(self) -> None:
-        inbox = self.at("inbox", Owner.HOST, 4 * 41_216)
-        record = self.buffer("record", 10_304)
-        apply = kernel(
-            "_apply_kernel", (8,), 128, self.buffer("page_groups", 8), pointer(inbox, "inbox_ptr"), record,
-            self.buffer("cursor", 16), self.buffer("row_lens", 256), self.buffer("step_counter", 2),
-            word(4, "slots"), word(10_304, "stride_inbox"), word(self.rows, "max_reqs"),
+        """The metadata, and beside it, on two streams, the schedule of attention and a copy for the sampler."""
+        inbox, rows = self.at("inbox", Owner.HOST, 4 * 41_216), self.rows
+        record, groups = self.buffer("record", 10_304), self.buffer("page_groups", 8)
+        self.launch(
+            "_apply_kernel", (8,), 128, 3.1, groups, pointer(inbox, "inbox_ptr"), record, self.buffer("cursor", 16),
+            self.buffer("row_lens", 256), self.buffer("step_counter", 2), word(4, "slots"), word(10_304, "stride"),
         )  # fmt: skip
-        first = self.add(apply, 3.1)
-        checked = self.add(
-            kernel("_check_rows_kernel", (self.rows,), 32, record, self.buffer("last_token", 256),
-                   self.buffer("check_code"), word(131_072, "max_seq_len"), word(128_256, "vocab_size")), 2.2,
-        )  # fmt: skip
-        names = ("input_ids", "positions", "slot_mapping", "seq_lens", "query_start_loc")
-        buffers = [self.buffer(name, self.rows + 1) for name in names] + [self.buffer("block_table", 32 * 8192)]
-        self.add(kernel("_write_buffers_kernel", (self.rows, 4), 128, record, *buffers), 2.9)
-        written = self.tail[0]
-        # Beside the embedding, on two streams: the schedule of attention, and a copy for penalties.
-        self.add(kernel("_schedule_kernel", (1,), 1024, self.buffer("seq_lens"), self.buffer("work_list", 4096)), 3.4)
-        scheduled = self.tail[0]
-        copies = (Operand("src", self.at("token_mask", Owner.HOST, 512_000), 512_000, host=True),
-                  Operand("dst", self.at("mask on device", Owner.STATIC, 512_000), 512_000, written=True))  # fmt: skip
-        self.add(Node(NodeKind.MEMCPY, "memcpy host to device", operands=copies), 11.0, first)
-        copied = self.tail[0]
-        zeroed = Operand("dst", self.at("split counters", Owner.STATIC, 65_536), 65_536, written=True)
-        self.add(Node(NodeKind.MEMSET, "memset", operands=(zeroed,), scalars=(("value", "0"),)), 1.3, checked)
-        cleared = self.tail[0]
-        name = (
-            "void at::native::(anonymous namespace)::vectorized_gather_kernel<16, long>(char*, char*, long*, int, long)"
+        (applied,) = self.tail
+        lengths = (word(131_072, "max_seq_len"), word(128_256, "vocab_size"))
+        self.launch(
+            "_check_rows_kernel",
+            (rows,),
+            32,
+            2.2,
+            record,
+            self.buffer("last_token", 256),
+            self.buffer("check_code"),
+            *lengths,
         )
-        self.x = self.at("pool block 0", Owner.POOL, self.rows * 4096 * 2)
-        embed = self.at("model.embed_tokens.weight", Owner.WEIGHT, 128_256 * 4096 * 2)
-        gather = kernel(name, (self.rows, 4), 128, pointer(self.x), pointer(embed), self.buffer("input_ids", 33),
-                        word(128_256), word(8192), symbol="_ZN2at6native12_GLOBAL__N_124vectorized_gather_kernelILi16ElEE")  # fmt: skip
-        self.add(gather, 2.6, written)
-        self.tail = (self.tail[0], scheduled, cleared)
-        self.copied = copied
+        (checked,) = self.tail
+        names = ("input_ids", "positions", "slot_mapping", "seq_lens", "query_start_loc")
+        buffers = [self.buffer(name, rows + 1) for name in names] + [self.buffer("block_table", 32 * 8192)]
+        self.launch("_write_buffers_kernel", (rows, 4), 128, 2.9, record, *buffers)
+        (written,) = self.tail
+        self.launch("_schedule_kernel", (1,), 1024, 3.4, self.buffer("seq_lens"), self.buffer("work_list", 4096))
+        (scheduled,) = self.tail
+        source = Operand("src", self.at("token_mask", Owner.HOST, 512_000), 512_000, host=True)
+        target = Operand("dst", self.at("mask on device", Owner.STATIC, 512_000), 512_000, written=True)
+        self.add(Node(NodeKind.MEMCPY, "memcpy host to device", operands=(source, target)), 11.0, applied)
+        (self.copied,) = self.tail
+        counters = Operand("dst", self.at("split counters", Owner.STATIC, 65_536), 65_536, written=True)
+        self.add(Node(NodeKind.MEMSET, "memset", operands=(counters,), scalars=(("value", "0"),)), 1.3, checked)
+        (cleared,) = self.tail
+        self.x = self.at("pool block 0", Owner.POOL, rows * 4096 * 2)
+        embedding = pointer(self.at("model.embed_tokens.weight", Owner.WEIGHT, 128_256 * 4096 * 2))
+        values = (pointer(self.x), embedding, self.buffer("input_ids", 33), word(128_256), word(8192))
+        self.add(kernel(GATHER, (rows, 4), 128, *values, symbol=GATHER_SYMBOL), 2.6, written)
+        self.tail += (scheduled, cleared)
 
     def _layer(self, layer: int) -> None:
         prefix, rows = f"model.layers.{layer}", self.rows
-        blocks = [
-            self.at(f"pool block {1 + i}", Owner.POOL, size * rows * 2)
-            for i, size in enumerate((4096, 6144, 4096, 28672, 14336))
-        ]
+        widths = (4096, 6144, 4096, 28672, 14336)
+        blocks = [self.at(f"pool block {1 + i}", Owner.POOL, width * rows * 2) for i, width in enumerate(widths)]
         normed, qkv, mixed, gate_up, hidden = blocks
-        for which in (0, 1):
-            self.at(f"pool block {6 + which}", Owner.POOL, 3 * MIB, live=False)
-        norm = self.at(f"{prefix}.input_layernorm.weight", Owner.WEIGHT, 8192)
-        self.add(kernel("_rms_norm_kernel", (rows,), 256, pointer(self.x, "x_ptr"), pointer(norm, "weight_ptr"),
-                        pointer(normed, "out_ptr"), word(4096, "width"), word(1e-5, "eps")), 2.1, programmatic=layer > 0)  # fmt: skip
-        self.gemm("nvjet_tst_64x32_64x12_2x1_v_bz_TNT", f"{prefix}.qkv_proj.weight", 6144 * 4096 * 2, normed, qkv, 14.5)
-        k = self.at(f"k cache {layer}", Owner.CACHE, 256 * MIB)
-        v = self.at(f"v cache {layer}", Owner.CACHE, 256 * MIB)
-        self.add(kernel("_write_kernel", (rows, 10), 64, pointer(qkv, "qkv_ptr"), pointer(k, "k_cache_ptr"), pointer(v, "v_cache_ptr"),
-                        self.buffer("slot_mapping", 33), self.buffer("positions", 33), word(500_000.0, "theta"), word(16, "page_size")), 2.7)  # fmt: skip
-        parameters = struct.pack("<6Q2f6i", qkv, k, v, self.at("block_table", Owner.STATIC, 0), self.at("work_list", Owner.STATIC, 0),
-                                 mixed, 0.08838834764, 0.0, rows, 8192, 16, 32, 8, 128)  # fmt: skip
-        self.add(
-            kernel("decode_attention", (264,), 128, ("p", parameters, (0, 8, 16, 24, 32, 40)), shared=104_448), 19.0
-        )
+        for which in (6, 7):
+            self.at(f"pool block {which}", Owner.POOL, 3 * MIB, live=False)
+
+        def norm(name: str) -> None:
+            weight = self.at(f"{prefix}.{name}.weight", Owner.WEIGHT, 8192)
+            pointers = (pointer(self.x, "x_ptr"), pointer(weight, "weight_ptr"), pointer(normed, "out_ptr"))
+            self.launch("_rms_norm_kernel", (rows,), 256, 2.1, *pointers, word(4096, "width"), word(1e-5, "eps"))
+
+        norm("input_layernorm")
+        self.gemm("nvjet_tst_64x32_64x12_2x1_v_bz_TNT", f"{prefix}.qkv_proj.weight", 6144 * 8192, normed, qkv, 14.5)
+        k, v = (self.at(f"{which} cache {layer}", Owner.CACHE, 256 * MIB) for which in "kv")
+        self.launch(
+            "_write_kernel", (rows, 10), 64, 2.7, pointer(qkv, "qkv_ptr"), pointer(k, "k_ptr"), pointer(v, "v_ptr"),
+            self.buffer("slot_mapping"), self.buffer("positions"), word(500_000.0, "theta"), word(16, "page_size"),
+        )  # fmt: skip
+        tables = (self.at("block_table", Owner.STATIC, 0), self.at("work_list", Owner.STATIC, 0))
+        data = struct.pack("<6Q2f6i", qkv, k, v, *tables, mixed, 128**-0.5, 0.0, rows, 8192, 16, 32, 8, 128)
+        self.launch("decode_attention", (264,), 128, 19.0, ("p", data, (0, 8, 16, 24, 32, 40)), shared=104_448)
+        split = "nvjet_tst_64x32_64x12_1x2_h_bz_splitK_TNT"
+        self.gemm(split, f"{prefix}.o_proj.weight", 4096 * 8192, mixed, self.x, 10.6)
+        norm("post_attention_layernorm")
         self.gemm(
-            "nvjet_tst_64x32_64x12_1x2_h_bz_splitK_TNT", f"{prefix}.o_proj.weight", 4096 * 4096 * 2, mixed, self.x, 10.6
+            "nvjet_tst_128x32_64x8_2x1_v_bz_TNT", f"{prefix}.gate_up_proj.weight", 28672 * 8192, normed, gate_up, 57.5
         )
-        norm = self.at(f"{prefix}.post_attention_layernorm.weight", Owner.WEIGHT, 8192)
-        self.add(kernel("_rms_norm_kernel", (rows,), 256, pointer(self.x, "x_ptr"), pointer(norm, "weight_ptr"),
-                        pointer(normed, "out_ptr"), word(4096, "width"), word(1e-5, "eps")), 2.1)  # fmt: skip
-        self.gemm(
-            "nvjet_tst_128x32_64x8_2x1_v_bz_TNT",
-            f"{prefix}.gate_up_proj.weight",
-            28672 * 4096 * 2,
-            normed,
-            gate_up,
-            57.5,
-        )
-        self.add(kernel("_silu_and_mul_kernel", (rows, 14), 256, pointer(gate_up, "x_ptr"), pointer(hidden, "out_ptr"), word(14336, "width")), 3.0)  # fmt: skip
-        self.gemm(
-            "nvjet_tst_64x32_64x12_1x2_h_bz_splitK_TNT",
-            f"{prefix}.down_proj.weight",
-            14336 * 4096 * 2,
-            hidden,
-            self.x,
-            30.8,
-        )
-        add = ("void at::native::vectorized_elementwise_kernel<8, at::native::CUDAFunctor_add<c10::BFloat16>, std::array<char*, 3ul> >"
-               "(int, at::native::CUDAFunctor_add<c10::BFloat16>, std::array<char*, 3ul>)")  # fmt: skip
-        packed = ("", struct.pack("<3Q", self.x, self.x, mixed), None)
-        self.add(
-            kernel(
-                add, (rows,), 128, word(rows * 4096), packed, symbol="_ZN2at6native29vectorized_elementwise_kernelILi8E"
-            ),
-            1.9,
-        )
+        activation = (pointer(gate_up, "x_ptr"), pointer(hidden, "out_ptr"), word(14336, "width"))
+        self.launch("_silu_and_mul_kernel", (rows, 14), 256, 3.0, *activation)
+        self.gemm(split, f"{prefix}.down_proj.weight", 14336 * 8192, hidden, self.x, 30.8)
+        self.launch(ADD, (rows,), 128, 1.9, word(rows * 4096), ("", struct.pack("<3Q", self.x, self.x, mixed), None))
 
     def _tail(self) -> None:
-        logits = self.at("logits", Owner.STATIC, self.rows * 128_256 * 4)
-        self.gemm("nvjet_tst_128x32_64x8_2x1_v_bz_TNT", "lm_head.weight", 128_256 * 4096 * 2, self.x, logits, 246.0)
-        ended = self.tail[0]
+        """The sampler on two streams, behind a mask that a condition guards. Two pointers lead astray."""
+        rows, logits = self.rows, pointer(self.at("logits", Owner.STATIC, self.rows * 128_256 * 4), "logits_ptr")
+        address = self.regions["logits"].address
+        self.gemm("nvjet_tst_128x32_64x8_2x1_v_bz_TNT", "lm_head.weight", 128_256 * 8192, self.x, address, 246.0)
         freed = self.regions["pool block 7"].address + 0x4000
-        old = self.at("block of 2 MiB", Owner.ALLOCATOR, 2 * MIB)
-        body = GraphView(
-            (kernel("_bias_kernel", (self.rows,), 128, pointer(logits, "logits_ptr"), pointer(old, "bias_ptr")),
-             kernel("_mask_kernel", (self.rows, 32), 128, pointer(logits, "logits_ptr"), self.buffer("mask on device"))),
-            (Edge(0, 1, True),),
-        )  # fmt: skip
-        self.add(Node(NodeKind.CONDITIONAL, "if", attributes={"type": "if"}, bodies=(body,)), 2.0, ended, self.copied)
-        conditional = self.tail[0]
-        sample = kernel("sample_chunks_kernel", (self.rows, 16), 256, pointer(logits, "logits_ptr"), self.buffer("temperatures"),
-                        self.buffer("top_ks"), self.buffer("seeds", 64), word(128_256, "vocab_size"), pointer(freed, "scratch_ptr"))  # fmt: skip
-        self.add(sample, 12.4)
-        sampled = self.tail[0]
-        self.add(kernel("sample_rows_kernel", (self.rows,), 256, self.buffer("tokens")), 4.1)
-        rows = self.tail[0]
-        self.add(kernel("_token_logprobs_kernel", (self.rows,), 512, pointer(logits, "logits_ptr")), 9.8, sampled)
-        probs = self.tail[0]
-        ring = pointer(self.at("host rings", Owner.HOST, 262_144), "host_ring_ptr")
-        self.add(
-            kernel("_publish_kernel", (1,), 128, self.buffer("tokens"), self.buffer("row_lens", 256), ring),
-            3.0,
-            rows,
-            probs,
+        stray = self.at("block of 2 MiB", Owner.ALLOCATOR, 2 * MIB)
+        bias = kernel("_bias_kernel", (rows,), 128, logits, pointer(stray, "bias_ptr"))
+        mask = kernel("_mask_kernel", (rows, 32), 128, logits, self.buffer("mask on device"))
+        body = GraphView((bias, mask), (Edge(0, 1, True),))
+        condition = Node(NodeKind.CONDITIONAL, "if", attributes={"type": "if"}, bodies=(body,))
+        self.add(condition, 2.0, *self.tail, self.copied)
+        (guarded,) = self.tail
+        options = [self.buffer(name) for name in ("temperatures", "top_ks", "seeds")]
+        self.launch(
+            "sample_chunks_kernel",
+            (rows, 16),
+            256,
+            12.4,
+            logits,
+            *options,
+            word(128_256, "vocab_size"),
+            pointer(freed, "scratch_ptr"),
         )
+        (sampled,) = self.tail
+        self.launch("sample_rows_kernel", (rows,), 256, 4.1, self.buffer("tokens"))
+        (chosen,) = self.tail
+        self.add(kernel("_token_logprobs_kernel", (rows,), 512, logits), 9.8, sampled)
+        self.tail += (chosen,)
+        ring = pointer(self.at("host rings", Owner.HOST, 262_144), "host_ring_ptr")
+        self.launch("_publish_kernel", (1,), 128, 3.0, self.buffer("tokens"), self.buffer("row_lens", 256), ring)
         self.findings = [
-            Finding((sampled,), "sample_chunks_kernel", "argument 5 'scratch_ptr', byte 28", freed, Owner.POOL, "pool block 7",
-                    "It points into a block of the pool that was freed: the next capture may give it away. Keep the tensor "
-                    "alive as long as the graph."),
-            Finding((conditional, 0, 0), "_bias_kernel", "argument 1 'bias_ptr', byte 8", old, Owner.ALLOCATOR, "block of 2 MiB",
-                    "It points into memory that torch's allocator may give to others: the graph does not hold the tensor. Make "
-                    "it a static buffer, or allocate it inside of the capture."),
-        ]  # fmt: skip
+            Finding(
+                (sampled,),
+                "sample_chunks_kernel",
+                "argument 5 'scratch_ptr', byte 40",
+                freed,
+                Owner.POOL,
+                "pool block 7",
+                FREED,
+            ),
+            Finding(
+                (guarded, 0, 0),
+                "_bias_kernel",
+                "argument 1 'bias_ptr', byte 8",
+                stray,
+                Owner.ALLOCATOR,
+                "block of 2 MiB",
+                STRAY,
+            ),
+        ]
 
     def example(self) -> Example:
         view = GraphView(tuple(self.nodes), tuple(sorted(self.edges, key=lambda e: (e.source, e.target))))
@@ -267,14 +298,12 @@ def large(nodes: int) -> Example:
 
 def hostile() -> Example:
     """Names that would be markup, script, marks of the template or no Unicode, if anything took them for that."""
-    names = [
-        "</script><script>document.title = 'broken out'</script>", "<!--<script>", "<img src=x onerror=alert(1)>", "{{script}}{{data}}",
-        '" onclick="alert(1)', "'; alert(1); '", "\\u003c/script\\u003e", "\u2028\u2029\u0000\x7f\t\n", "\ud800 alone", "\u05e9\u05dc\u05d5\u05dd \u202e 中文 🙂",
-        "&lt;b&gt;&amp;", "__proto__", "constructor", "a b  c", "#q=1&node=2", "%00%zz", "", "x" * 5000,
-    ]  # fmt: skip
+    names = HOSTILE
     nodes = tuple(
-        Node(NodeKind.KERNEL, name, name, (1, 1, 1), (1, 1, 1), 0, {name or "none": name}, (Argument(0, b"\x01\0\0\0", name),),
-             (Operand(name, 0x1000, 16),), ((name, name),), (), name)
+        Node(
+            NodeKind.KERNEL, name, name, (1, 1, 1), (1, 1, 1), 0, {name or "none": name},
+            (Argument(0, b"\x01\0\0\0", name),), (Operand(name, 0x1000, 16),), ((name, name),), (), name,
+        )
         for name in names
     )  # fmt: skip
     findings = [Finding((i,), name, name, 0x1000, Owner.POOL, name, name) for i, name in enumerate(names)]
@@ -296,27 +325,16 @@ def tape_view(tape: OpTape) -> GraphView:
     return GraphView(tuple(nodes), origin="op-tape")
 
 
-def screenshot(example: Example, path: Path, place: str, *, dark: bool = False, size: str = "1400,900") -> None:
-    """Draw a page by chromium, with the node of a place open."""
+def screenshot(example: Example, path: Path, fragment: str, *, scheme: str = "light") -> None:
+    """Draw a page as chromium shows it with something behind "#"."""
     with tempfile.TemporaryDirectory() as folder:
-        page = Path(folder) / "graph.html"
-        example.write(page)
-        command = [
-            shutil.which("chromium") or "chromium",
-            "--headless",
-            "--no-sandbox",
-            "--disable-gpu",
-            "--hide-scrollbars",
-        ]
-        command += [
-            f"--window-size={size}",
-            "--virtual-time-budget=3000",
-            f"--screenshot={path}",
-            f"--user-data-dir={folder}/profile",
-        ]
-        command += ["--blink-settings=preferredColorScheme=0"] if dark else []
-        subprocess.run([*command, f"{page.as_uri()}#node={place}"], check=True, capture_output=True, timeout=120)
+        example.write(Path(folder) / "graph.html")
+        browser = Browser(Path(folder) / "profile")
+        with browser.page((Path(folder) / "graph.html").as_uri() + fragment, scheme=scheme) as page:
+            page.frame()
+            path.write_bytes(base64.b64decode(page.call("Page.captureScreenshot")["data"]))
+        browser.close()
 
 
 if __name__ == "__main__":
-    screenshot(DecodeStep().example(), Path(sys.argv[1]).resolve(), sys.argv[2] if len(sys.argv) > 2 else "")
+    screenshot(DecodeStep().example(), Path(sys.argv[1]), sys.argv[2] if len(sys.argv) > 2 else "#node=320")

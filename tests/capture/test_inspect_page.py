@@ -1,4 +1,4 @@
-"""The page of a graph without a browser: it holds the view in full, loads nothing, and no name gets out of its place."""
+"""The page of a graph without a browser: it holds all of the view, loads nothing, and no name gets out of its place."""
 
 from __future__ import annotations
 
@@ -42,7 +42,8 @@ def many_kinds() -> Example:
     argument = Argument(4, bytes(range(24)), "both", (0, 16))
     full = Node(
         NodeKind.KERNEL, "full", "_Z4fullv", (65535, 1, 9), (1024, 1, 1), 99, {"priority": "-5"},
-        (argument, Argument(28, b"", "nothing"), Argument(32, b"\xff")), (Operand("dst", 2**64 - 1, 2**40, True, True), Operand("src", 0, 1)),
+        (argument, Argument(28, b"", "nothing"), Argument(32, b"\xff")),
+        (Operand("dst", 2**64 - 1, 2**40, True, True), Operand("src", 0, 1)),
         (("dim", "-1"), ("dtype", "torch.float32")),
     )  # fmt: skip
     rest = [Node(kind, kind.value) for kind in NodeKind]
@@ -121,10 +122,14 @@ def read_graph(values: dict, data: dict) -> GraphView:
             )
             at += size
         assert at == len(content)
+        memory = [
+            Operand(role, int(operands[2 * i], 16), operands[2 * i + 1], bool(host), bool(written))
+            for i, (role, host, written) in enumerate(roles)
+        ]
         nodes.append(
             Node(
-                NodeKind(kind), name, symbol, grid and tuple(grid), block and tuple(block), shared, attributes, tuple(arguments),
-                tuple(Operand(r, int(operands[2 * i], 16), operands[2 * i + 1], bool(h), bool(w)) for i, (r, h, w) in enumerate(roles)),
+                NodeKind(kind), name, symbol, grid and tuple(grid), block and tuple(block), shared, attributes,
+                tuple(arguments), tuple(memory),
                 tuple(zip(labels, scalars, strict=True)), tuple(read_graph(body, data) for body in bodies), remark,
             )
         )  # fmt: skip

@@ -7,12 +7,11 @@ import struct
 import subprocess
 
 import pytest
-import torch
 
 from graphrt.capture.inspect.memory import MemoryMap, Owner, Region
-from graphrt.capture.inspect.view import Argument, Edge, GraphView, Node, NodeKind, Operand, place_name
+from graphrt.capture.inspect.view import Edge, GraphView, Node, NodeKind, Operand, place_name
 from tests.capture.browser import CHROMIUM, FLAGS, Browser
-from tests.capture.page_examples import DecodeStep, Example, Finding, hostile, kernel, large, pointer, word
+from tests.capture.page_examples import DecodeStep, Example, Finding, hostile, kernel, large, pointer
 
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="needs chromium on the PATH")
 
@@ -87,7 +86,8 @@ def test_the_page_shows_every_node_and_loads_nothing(opened, step):
 def test_the_table_of_names_sums_and_filters(opened, step):
     page = opened(step, rows=40)
     rows = page.evaluate(
-        "[...document.querySelectorAll('#kernel-list .row')].map((r) => [r.title, ...[...r.querySelectorAll('.number')].map((n) => n.innerText)])"
+        "[...document.querySelectorAll('#kernel-list .row')]"
+        ".map((row) => [row.title, ...[...row.querySelectorAll('.number')].map((cell) => cell.innerText)])"
     )
     counts, times = step.view.counts(), {}
     for place, time in step.timings.items():
@@ -112,12 +112,15 @@ FILTERS = {
     "#q=_ZN2at6native12": lambda place, node, names: "_ZN2at6native12" in node.symbol,
     "#q=layers.1.": lambda place, node, names: any("layers.1." in name for name in names),
     "#q=0x7f20000000ff": lambda place, node, names: "k cache 0" in names,
-    "#q=28": lambda place, node, names: place[0] == 28 or "28" in node.name,
+    "#q=28": lambda place, node, names: place[0] == 28
+    or any("28" in text for text in (node.name, node.symbol, *names)),
     "#q=28.0": lambda place, node, names: place[:2] == (28, 0),
     "#kind=memcpy": lambda place, node, names: node.kind is NodeKind.MEMCPY,
     "#kind=kernel&q=logits": lambda place, node, names: node.kind is NodeKind.KERNEL
     and ("logits" in node.name or "logits" in names),
-    "#kernel=decode_attention&q=v%20cache%201": lambda place, node, names: node.name == "decode_attention" and "v cache 1" in names,
+    "#kernel=decode_attention&q=v%20cache%201": lambda place, node, names: (
+        node.name == "decode_attention" and "v cache 1" in names
+    ),
     "#findings=1": lambda place, node, names: place in ((28, 0, 0), (29,)),
     "#region=0": lambda place, node, names: "inbox" in names,
     "#q=nothing+has+this": lambda place, node, names: False,
@@ -176,8 +179,13 @@ def test_details_show_everything_that_a_node_has(opened):
     memory = MemoryMap(
         [Region("input", Owner.STATIC, BASE, 4096), Region("old block", Owner.POOL, BASE + 4096, 1536, False)]
     )
-    copy = Node(NodeKind.MEMCPY, "memcpy", remark="half of it could not be read", scalars=(("dim", "-1"),), operands=(
-        Operand("src", 0x5000, 3_000_000, host=True), Operand("dst", BASE + 4000, 100, written=True), Operand("other", 0, 1)))  # fmt: skip
+    operands = (
+        Operand("src", 0x5000, 3_000_000, host=True),
+        Operand("dst", BASE + 4000, 100, written=True),
+        Operand("other", 0, 1),
+    )
+    remark, scalars = "half of it could not be read", (("dim", "-1"),)
+    copy = Node(NodeKind.MEMCPY, "memcpy", operands=operands, scalars=scalars, remark=remark)
     body = GraphView((Node(NodeKind.EMPTY, "inner"), copy), (Edge(0, 1, True),))
     outer = Node(NodeKind.CONDITIONAL, "while", bodies=(body,))
     found = Finding((0,), "full", "argument 3, byte 12", 0x1234, Owner.POOL, "old block", "It is wrong. Mend it.")
@@ -193,11 +201,12 @@ def test_details_show_everything_that_a_node_has(opened):
     ]
     labels, values = page.texts("#details dt"), page.texts("#details dd")
     assert dict(zip(labels, values, strict=True)) == {
-        "kind": "kernel", "time": "30.0 us, 75 % of all nodes", "grid": "2 × 3 × 4  =  24 blocks", "cluster": "2 x 1 x 1",
-        "block": "96 × 1 × 1  =  96 threads", "shared memory": "2 KiB",
+        "kind": "kernel", "time": "30.0 us, 75 % of all nodes", "grid": "2 × 3 × 4  =  24 blocks",
+        "cluster": "2 x 1 x 1", "block": "96 × 1 × 1  =  96 threads", "shared memory": "2 KiB",
     }  # fmt: skip
     rows = page.evaluate(
-        "[...document.querySelectorAll('#details tbody tr')].map((r) => [...r.cells].map((c) => c.innerText.replace(/\\s+/g, ' ').trim()))"
+        "[...document.querySelectorAll('#details tbody tr')]"
+        ".map((row) => [...row.cells].map((cell) => cell.innerText.replace(/\\s+/g, ' ').trim()))"
     )
     for (name, (data, _, text)), (offset, label, shown) in zip(VALUES.items(), rows, strict=False):
         argument = next(a for a in full.arguments if a.name == name)
@@ -220,8 +229,12 @@ def test_details_show_everything_that_a_node_has(opened):
     rows = page.evaluate(
         "[...document.querySelectorAll('#details tbody tr')].map((r) => r.innerText.replace(/\\s+/g, ' ').trim())"
     )
-    assert rows == ["src host 2.9 MiB no region known 0x5000", "dst written 100 B input +0xfa0 of 4 KiB 4 B beyond its end 0x7f0000000fa0",
-                    "other 1 B address unknown 0x0", "dim -1"]  # fmt: skip
+    assert rows == [
+        "src host 2.9 MiB no region known 0x5000",
+        "dst written 100 B input +0xfa0 of 4 KiB 4 B beyond its end 0x7f0000000fa0",
+        "other 1 B address unknown 0x0",
+        "dim -1",
+    ]
     assert page.text("#trail").split() == ["graph", "›", "1", "while", "body", "0"]
     assert page.texts("#details .node-link") == ["1\nwhile\nbody 0", "1.0.0\ninner\nprogrammatic"]
     assert page.errors == []

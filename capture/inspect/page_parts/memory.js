@@ -76,18 +76,14 @@ function makeMemoryMap(place, memory, on) {
           context.lineWidth = 2;
           context.strokeRect(from + 1, 2, Math.max(wide - 2, 2), height - 4);
         }
-        if (wide > 54 && region.name) {
-          context.save();
-          context.beginPath();
-          context.rect(from, 0, wide - 3, height);
-          context.clip();
+        if (wide > 30) {
           context.font = `10.5px ${theme.mono}`;
           context.textBaseline = "middle";
+          const text = fitText(context, region.name, wide - 9);
           context.fillStyle = theme.panel;
-          if (!region.live) context.fillRect(from + 2, 3, context.measureText(region.name).width + 6, height - 6);
+          if (!region.live) context.fillRect(from + 2, 3, context.measureText(text).width + 6, height - 6);
           context.fillStyle = strong && region.live ? theme.ink : theme.text;
-          context.fillText(region.name, from + 5, height / 2 + 0.5);
-          context.restore();
+          context.fillText(text, from + 5, height / 2 + 0.5);
         }
       }
     }

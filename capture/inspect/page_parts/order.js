@@ -132,7 +132,7 @@ function makeStrip(strip, overview, on) {
   function draw() {
     if (!state.graph) return;
     const { lanes } = state.layout,
-      laneHeight = Math.min(48, Math.max(168 / Math.max(lanes, 1), 2.6));
+      laneHeight = Math.min(48, Math.max(110 / Math.max(lanes, 1), 2.6));
     boxes = { height: Math.ceil(lanes * laneHeight) + 14, laneHeight };
     drawOverview();
     const { context, width } = startDrawing(strip, boxes.height);
@@ -211,14 +211,9 @@ function makeStrip(strip, overview, on) {
   }
 
   function label(context, node, left, y, wide, filled) {
-    context.save();
-    context.beginPath();
-    context.rect(left + 2, y - 20, wide - 4, 40);
-    context.clip();
     context.font = `11px ${theme.mono}`;
     context.fillStyle = filled ? theme.ink : theme.text;
-    context.fillText(node.kernel.short, left + 5, y + 0.5);
-    context.restore();
+    context.fillText(fitText(context, node.kernel.short.replace(/^\w+::/, ""), wide - 10), left + 5, y + 0.5);
   }
 
   /** The selected and the hovered node, and what the selected one waits for and what waits for it. */
@@ -377,6 +372,13 @@ function box(context, left, top, wide, high) {
   context.beginPath();
   context.roundRect(left, top, wide, high, 2.5);
   context.fill();
+}
+
+/** As much of a text as there is room for. */
+function fitText(context, text, room) {
+  if (context.measureText(text).width <= room) return text;
+  const letters = Math.floor(room / context.measureText("m").width) - 1; // the font has letters of one width
+  return letters > 1 ? `${text.slice(0, letters)}…` : "";
 }
 
 /** A triangle that points down at a place; up with a negative size. */
