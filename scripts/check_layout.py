@@ -31,6 +31,9 @@ REQUIRED_FILES = (
     "graphrt/kernels/native/attend.cuh",
     "graphrt/kernels/native/merge.cuh",
     "graphrt/capture/descriptor.py",
+    "graphrt/capture/inspect/page_parts/page.html",
+    "graphrt/capture/inspect/page_parts/page.css",
+    "graphrt/capture/inspect/page_parts/main.js",
     "graphrt/bench/timer.py",
 )
 # Imports one module of each layer, and tells where they came from and under which names.

@@ -1,0 +1,307 @@
+"""The page of a graph without a browser: it holds all of the view, loads nothing, and no name gets out of its place."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import re
+from dataclasses import replace
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+import torch
+
+from graphrt.capture.inspect.memory import MemoryMap, Owner, Region
+from graphrt.capture.inspect.page import write_page
+from graphrt.capture.inspect.view import Argument, Edge, GraphView, Node, NodeKind, Operand, place_name
+from graphrt.kernels.errors import ConfigError
+from tests.capture.page_examples import DecodeStep, Example, Finding, hostile, large, tape_view
+from tests.runtime.toy import make_rig
+
+PARTS = Path(__file__).resolve().parent.parent.parent / "capture" / "inspect" / "page_parts"
+
+
+def toy_step() -> Example:
+    """A real step of the runtime, as its CPU twin holds it: graphrt's own operators, and real addresses."""
+    rig = make_rig(torch.device("cpu"), decode_sizes=(2,), mixed_sizes=(16,))
+    (tape, *_) = rig.manager._graphs._graphs.values()
+    weights = [Region(n, Owner.WEIGHT, p.data_ptr(), p.nbytes) for n, p in rig.model.named_parameters()]
+    static = [Region(n, Owner.STATIC, t.data_ptr(), t.nbytes) for n, t in rig.manager.buffers.named()]
+    return Example(tape_view(tape), MemoryMap([*weights, *static]), [], {}, "a toy step")
+
+
+def many_kinds() -> Example:
+    """Nodes of every kind, bodies in bodies, and all fields that a node can have."""
+    inner = GraphView(
+        (Node(NodeKind.KERNEL, "deep", grid=(1, 2, 3), block=(4, 5, 6)), Node(NodeKind.EMPTY, "empty")), (Edge(0, 1),)
+    )
+    loop = Node(NodeKind.CONDITIONAL, "while", attributes={"type": "while"}, bodies=(inner, GraphView(())))
+    child = Node(NodeKind.CHILD, "child", bodies=(GraphView((loop,)),), remark="one field could not be read")
+    argument = Argument(4, bytes(range(24)), "both", (0, 16))
+    full = Node(
+        NodeKind.KERNEL, "full", "_Z4fullv", (65535, 1, 9), (1024, 1, 1), 99, {"priority": "-5"},
+        (argument, Argument(28, b"", "nothing"), Argument(32, b"\xff")),
+        (Operand("dst", 2**64 - 1, 2**40, True, True), Operand("src", 0, 1)),
+        (("dim", "-1"), ("dtype", "torch.float32")),
+    )  # fmt: skip
+    rest = [Node(kind, kind.value) for kind in NodeKind]
+    nodes = (full, child, *rest)
+    edges = (Edge(0, 1), Edge(0, 9, True), Edge(1, 2), Edge(3, 4), Edge(3, 14, True))
+    timings = {(0,): 12.5, (1, 0, 0): 0.0, (1, 0, 0, 0, 1): 3.25}
+    found = Finding((1, 0, 0, 0, 0), "deep", "argument 0, byte 0", 2**63, None, "", "wrong")
+    overlapping = [
+        Region("first", Owner.CACHE, 1000, 100),
+        Region("", Owner.POOL, 900, 5000, False),
+        Region("last", Owner.HOST, 2**63, 1),
+    ]
+    return Example(GraphView(nodes, edges), MemoryMap(overlapping), [found], timings, "all kinds")
+
+
+EXAMPLES = {
+    "decode step": lambda: DecodeStep(layers=3).example(),
+    "op tape": toy_step,
+    "all kinds": many_kinds,
+    "hostile": hostile,
+    "large": lambda: large(300),
+    "empty": lambda: Example(GraphView(()), MemoryMap([]), [], {}, ""),
+}
+
+
+class Document(HTMLParser):
+    """Elements with their attributes, and the texts of some."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(convert_charrefs=True)
+        self.elements: list[tuple[str, dict[str, str | None]]] = []
+        self.texts: list[str] = []
+        self.inside = False
+        self.feed(text)
+        self.close()
+
+    def handle_starttag(self, tag, attrs):
+        self.elements.append((tag, dict(attrs)))
+        self.texts.append("")
+        self.inside = True
+
+    def handle_endtag(self, tag):
+        self.inside = False
+
+    def handle_data(self, data):
+        if self.inside:
+            self.texts[-1] += data
+
+    def named(self, tag: str) -> list[tuple[dict[str, str | None], str]]:
+        return [(a, text) for (name, a), text in zip(self.elements, self.texts, strict=True) if name == tag]
+
+
+@pytest.fixture
+def page(tmp_path):
+    """Writes an example, and gives the document and its data."""
+
+    def write(example: Example) -> tuple[Document, dict]:
+        example.write(tmp_path / "graph.html")
+        document = Document((tmp_path / "graph.html").read_text(encoding="utf-8"))
+        return document, json.loads(document.named("script")[0][1])
+
+    return write
+
+
+def read_graph(values: dict, data: dict) -> GraphView:
+    """A view from the data of a page, by the description in page.py alone."""
+    nodes = []
+    for kernel, launch, *rest in values["nodes"]:
+        data64, operands, scalars, bodies, remark = rest + ["", [], [], [], ""][len(rest) :]
+        kind, name, symbol, layout, roles, labels = data["kernels"][kernel]
+        grid, block, shared, attributes = data["launches"][launch]
+        content, arguments, at = base64.b64decode(data64), [], 0
+        for offset, size, label, pointers in layout:
+            arguments.append(
+                Argument(offset, content[at : at + size], label, None if pointers is None else tuple(pointers))
+            )
+            at += size
+        assert at == len(content)
+        memory = [
+            Operand(role, int(operands[2 * i], 16), operands[2 * i + 1], bool(host), bool(written))
+            for i, (role, host, written) in enumerate(roles)
+        ]
+        nodes.append(
+            Node(
+                NodeKind(kind), name, symbol, grid and tuple(grid), block and tuple(block), shared, attributes,
+                tuple(arguments), tuple(memory),
+                tuple(zip(labels, scalars, strict=True)), tuple(read_graph(body, data) for body in bodies), remark,
+            )
+        )  # fmt: skip
+    edges, source = [], 0
+    for i in range(0, len(values["edges"]), 3):
+        source += values["edges"][i]
+        edges.append(Edge(source, source + values["edges"][i + 1], bool(values["edges"][i + 2])))
+    return GraphView(tuple(nodes), tuple(edges), data["origin"])
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_the_page_holds_all_of_the_view(page, name):
+    example = EXAMPLES[name]()
+    _, data = page(example)
+    assert read_graph(data["graph"], data) == example.view
+    assert data["timings"] == {place_name(p): pytest.approx(t, abs=1e-4) for p, t in example.timings.items()}
+    assert data["findings"] == [
+        [place_name(f.place), f.where, f"{f.address:x}", f.owner.value if f.owner else "", f.region, f.text]
+        for f in example.findings
+    ]
+
+
+def test_the_op_tape_of_a_step_is_worth_a_page():
+    """The examples above are no empty shells: the step's own operators are there, and most of them touch a region."""
+    example = toy_step()
+    names = example.view.counts()
+    assert names["graphrt::write_kv"] == 2
+    assert names["aten::matmul"] == 5  # two layers of two, and the logits
+    found = [o for _, node in example.view.walk() for o in node.operands if example.memory.find(o.address)]
+    assert len(found) > 50
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_the_page_finds_the_same_regions_as_the_map(page, name):
+    memory = EXAMPLES[name]().memory
+    _, data = page(EXAMPLES[name]() if name != "op tape" else Example(GraphView(()), memory, [], {}))
+    regions = [Region(n, Owner(o), int(a, 16), size, bool(live)) for n, o, a, size, live in data["memory"]["regions"]]
+    assert regions == list(memory.regions)
+    cuts = [(int(address, 16), regions[region] if region >= 0 else None) for address, region in data["memory"]["cuts"]]
+    edges = {end + by for region in regions for end in (region.address, region.end) for by in (-1, 0, 1)}
+    for address in edges:
+        holder = next((r for start, r in reversed(cuts) if start <= address), None)
+        assert holder == memory.find(address), hex(address)
+
+
+def test_hostile_texts_stay_texts(page):
+    example = hostile()
+    document, data = page(example)
+    tags = [tag for tag, _ in document.elements]
+    plain, _ = page(replace(example, view=GraphView(()), findings=[], timings={}, title="plain"))
+    assert tags == [tag for tag, _ in plain.elements]  # no text has become an element
+    assert [attributes.get("type") for attributes, _ in document.named("script")] == ["application/json", None]
+    assert document.named("title")[0][1] == document.named("h1")[0][1] == example.title.replace("\ud800", "\ufffd")
+    names = {name for _, name, *_ in data["kernels"]}
+    assert names == {node.name for _, node in example.view.walk()}
+    assert any("</script>" in name for name in names)
+
+
+def test_the_policy_allows_what_the_page_holds_and_nothing_else(page):
+    document, _ = page(hostile())
+    (policy,) = [a["content"] for a, _ in document.named("meta") if a.get("http-equiv") == "Content-Security-Policy"]
+    rules = dict(rule.strip().split(" ", 1) for rule in policy.split(";"))
+    for name, tag in (("script-src", "script"), ("style-src", "style")):
+        text = document.named(tag)[-1][1]
+        assert rules[name] == f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
+    assert rules["default-src"] == "'none'"
+    assert set(rules) == {"default-src", "script-src", "style-src", "base-uri", "form-action"}
+    assert tags_with_links(document) == []
+
+
+def tags_with_links(document: Document) -> list[str]:
+    return [
+        tag for tag, attributes in document.elements if {"src", "href", "srcset", "action", "style"} & attributes.keys()
+    ]
+
+
+@pytest.mark.parametrize("path", sorted(PARTS.iterdir()), ids=lambda path: path.name)
+def test_parts_load_nothing_and_read_no_text_as_markup(path):
+    text = path.read_text(encoding="utf-8")
+    forbidden = (
+        r"https?:|//\w+\.\w+/|@import|url\(|innerHTML|outerHTML|insertAdjacentHTML|document\.write|eval\(|fetch\("
+    )
+    assert re.findall(forbidden, text) == []
+    assert re.findall(r"<!--|</script", text.replace("</script>\n", "").replace("{{data}}</script", "")) in (
+        [],
+        ["</script"],
+    )
+    assert max(len(line) for line in text.splitlines()) <= 120
+    assert len(text.splitlines()) <= 500
+
+
+def test_a_large_graph_makes_a_file_of_few_megabytes(tmp_path):
+    example = large(20_000)
+    example.write(tmp_path / "graph.html")
+    size = (tmp_path / "graph.html").stat().st_size
+    assert size < 4e6
+    assert size < len(json.dumps(example.view.to_json(), separators=(",", ":"))) / 3
+
+
+ERRORS = {
+    "finding": (
+        {"findings": [Finding((7, 1), "", "", 0, None, "", "")]},
+        "findings: expected places of this graph, got 7.1",
+    ),
+    "timing": ({"timings": {(99,): 1.0}}, "timings: expected places of this graph, got 99"),
+    "negative": ({"timings": {(0,): -1.0}}, "timings: expected microseconds of at least 0, got -1.0 at 0"),
+    "nan": ({"timings": {(0,): float("nan")}}, "timings: expected microseconds of at least 0, got nan at 0"),
+    "infinite": ({"timings": {(1,): float("inf")}}, "timings: expected microseconds of at least 0, got inf at 1"),
+}
+
+
+@pytest.mark.parametrize("name", ERRORS)
+def test_what_is_not_of_the_graph_is_refused_and_nothing_is_written(tmp_path, name):
+    options, text = ERRORS[name]
+    view = GraphView((Node(NodeKind.EMPTY, "a"), Node(NodeKind.EMPTY, "b")))
+    with pytest.raises(ConfigError, match=re.escape(text)):
+        write_page(view, tmp_path / "graph.html", title="", **options)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_old_page_is_replaced_and_a_missing_folder_is_an_error(tmp_path):
+    path = tmp_path / "graph.html"
+    path.write_text("x" * 10_000_000)
+    write_page(GraphView(()), str(path), title="new")
+    assert path.read_text().startswith("<!doctype html>")
+    assert path.stat().st_size < 200_000
+    with pytest.raises(FileNotFoundError):
+        write_page(GraphView(()), tmp_path / "no" / "graph.html", title="")
+
+
+def schemes() -> dict[str, dict[str, tuple[int, int, int]]]:
+    """Colours by name, as page.css declares them for each scheme."""
+    light, dark = re.search(
+        r":root \{(.*?)\n\}\n@media .*?:root \{(.*?)\}", (PARTS / "page.css").read_text(), re.DOTALL
+    ).groups()
+    found = {}
+    for name, text in (("light", light), ("dark", dark)):
+        colours = re.findall(r"--([\w-]+):\s*#(\w\w)(\w\w)(\w\w)\b", text)
+        found[name] = {key: tuple(int(part, 16) for part in parts) for key, *parts in colours}
+    return found
+
+
+def contrast(a: tuple[int, int, int], b: tuple[int, int, int]) -> float:
+    """As WCAG 2 defines it: 1 to 21."""
+
+    def luminance(colour: tuple[int, int, int]) -> float:
+        parts = [part / 255 for part in colour]
+        linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
+        return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+    low, high = sorted((luminance(a), luminance(b)))
+    return (high + 0.05) / (low + 0.05)
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_texts_can_be_read_in_both_schemes(scheme):
+    colours = schemes()[scheme]
+    pairs = [
+        (text, ground) for text in ("text", "dim", "accent", "danger", "good") for ground in ("panel", "well", "ground")
+    ]
+    pairs += [
+        ("accent", "accent-soft"),
+        ("text", "accent-soft"),
+        ("danger", "danger-soft"),
+        ("dim", "danger-soft"),
+        ("ink", "danger"),
+    ]
+    pairs += [("ink", f"c{i}") for i in range(12)]  # labels in boxes
+    assert {
+        pair: contrast(*(colours[name] for name in pair))
+        for pair in pairs
+        if contrast(*(colours[name] for name in pair)) < 4.5
+    } == {}
+    boxes = {f"c{i}": contrast(colours[f"c{i}"], colours["panel"]) for i in range(13)}
+    assert min(boxes.values()) >= 3, boxes  # what WCAG asks of graphics

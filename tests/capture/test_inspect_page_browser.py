@@ -1,0 +1,452 @@
+"""The page of a graph in a real browser: it shows and filters the nodes, opens details, draws, and loads nothing."""
+
+from __future__ import annotations
+
+import json
+import struct
+import subprocess
+
+import pytest
+
+from graphrt.capture.inspect.memory import MemoryMap, Owner, Region
+from graphrt.capture.inspect.view import Edge, GraphView, Node, NodeKind, Operand, place_name
+from tests.capture.browser import CHROMIUM, FLAGS, Browser
+from tests.capture.page_examples import DecodeStep, Example, Finding, hostile, kernel, large, pointer
+
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="needs chromium on the PATH")
+
+PLACES = "[...document.querySelectorAll('#node-list .row')].map((row) => row.dataset.place)"
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory):
+    found = Browser(tmp_path_factory.mktemp("profile"))
+    yield found
+    found.close()
+
+
+@pytest.fixture
+def opened(browser, tmp_path):
+    """Writes an example and opens it; `rows` makes the window so high that the whole list is in sight."""
+    stack = []
+
+    def show(example, fragment="", *, rows=0, scheme="light"):
+        example.write(tmp_path / "graph.html")
+        url = (tmp_path / "graph.html").as_uri() + fragment
+        stack.append(browser.page(url, size=(1400, 900 + 28 * rows), scheme=scheme))
+        return stack[-1].__enter__()
+
+    yield show
+    for page in stack:
+        page.__exit__(None, None, None)
+
+
+@pytest.fixture(scope="module")
+def step():
+    return DecodeStep(layers=2).example()
+
+
+def touched(node: Node, memory: MemoryMap) -> set[Region]:
+    """Regions that a node touches, by brute force over bytes of arguments."""
+    found = set()
+    for argument in node.arguments:
+        words = range(0, len(argument.data) - 7, 8) if argument.pointers is None else argument.pointers
+        found |= {memory.find(int.from_bytes(argument.data[at : at + 8], "little")) for at in words}
+    found |= {memory.find(operand.address) for operand in node.operands}
+    return found - {None}
+
+
+def test_the_page_shows_every_node_and_loads_nothing(opened, step):
+    page = opened(step, rows=40)
+    assert page.errors == []
+    assert page.evaluate("document.documentElement.dataset.ready") == "true"
+    walked = [(place_name(place), node) for place, node in step.view.walk()]
+    assert page.evaluate(PLACES) == [place for place, _ in walked]
+    shown = page.evaluate("[...document.querySelectorAll('#node-list .row')].map((row) => row.title)")
+    assert shown == [node.name for _, node in walked]
+    facts = page.texts("#facts li")
+    edges = len(step.view.edges) + sum(len(b.edges) for _, n in walked for b in n.bodies)
+    total = sum(step.timings.values())
+    expected = [
+        "CUDA graph",
+        f"{len(walked)} nodes",
+        f"{edges} edges",
+        "1 inner graph",
+        f"{len(step.view.counts())} names",
+    ]
+    assert facts == [*expected, f"{total:.0f} us in all nodes", "2 findings"]
+    kinds = {}
+    for _, node in walked:
+        kinds[node.kind.value] = kinds.get(node.kind.value, 0) + 1
+    chips = [label.split() for label in page.texts("#kinds button")]
+    assert {" ".join(kind): int(count) for *kind, count in chips} == kinds
+    assert page.requests == [page.evaluate("location.href")]
+
+
+def test_the_table_of_names_sums_and_filters(opened, step):
+    page = opened(step, rows=40)
+    rows = page.evaluate(
+        "[...document.querySelectorAll('#kernel-list .row')]"
+        ".map((row) => [row.title, ...[...row.querySelectorAll('.number')].map((cell) => cell.innerText)])"
+    )
+    counts, times = step.view.counts(), {}
+    for place, time in step.timings.items():
+        name = step.view.node(place).name
+        times[name] = times.get(name, 0) + time
+    assert {name: int(count) for name, count, _ in rows} == counts
+    assert [name for name, *_ in rows] == sorted(counts, key=lambda name: (-times.get(name, 0), -counts[name], name))
+    assert rows[0][2] == f"{times[rows[0][0]]:.0f} us"
+    page.click("#kernel-list .row:nth-child(2)")
+    chosen = rows[1][0]
+    assert page.evaluate(PLACES) == [place_name(p) for p, node in step.view.walk() if node.name == chosen]
+    assert page.text("#count") == f"{counts[chosen]} of {step.view.num_nodes} nodes, {times[chosen]:.1f} us".replace(
+        ".0 us", ".0 us"
+    )
+    page.click("#kernel-list .row:nth-child(2)")
+    assert page.text("#count") == f"{step.view.num_nodes} nodes"
+
+
+FILTERS = {
+    "#q=decode_attention": lambda place, node, names: "decode_attention" in node.name,
+    "#q=NVJET%20o_proj": lambda place, node, names: "nvjet" in node.name and any("o_proj" in name for name in names),
+    "#q=_ZN2at6native12": lambda place, node, names: "_ZN2at6native12" in node.symbol,
+    "#q=layers.1.": lambda place, node, names: any("layers.1." in name for name in names),
+    "#q=0x7f20000000ff": lambda place, node, names: "k cache 0" in names,
+    "#q=28": lambda place, node, names: place[0] == 28
+    or any("28" in text for text in (node.name, node.symbol, *names)),
+    "#q=28.0": lambda place, node, names: place[:2] == (28, 0),
+    "#kind=memcpy": lambda place, node, names: node.kind is NodeKind.MEMCPY,
+    "#kind=kernel&q=logits": lambda place, node, names: node.kind is NodeKind.KERNEL
+    and ("logits" in node.name or "logits" in names),
+    "#kernel=decode_attention&q=v%20cache%201": lambda place, node, names: (
+        node.name == "decode_attention" and "v cache 1" in names
+    ),
+    "#findings=1": lambda place, node, names: place in ((28, 0, 0), (29,)),
+    "#region=0": lambda place, node, names: "inbox" in names,
+    "#q=nothing+has+this": lambda place, node, names: False,
+    "#region=x&q=": lambda place, node, names: False,
+    "#node=99.5&kind=": lambda place, node, names: True,
+}  # fmt: skip
+
+
+def test_the_hash_filters(opened, step):
+    page = opened(step, rows=40)
+    hits = []
+    for fragment, keeps in FILTERS.items():
+        page.go(fragment)
+        names = {place: {region.name for region in touched(node, step.memory)} for place, node in step.view.walk()}
+        expected = [place_name(p) for p, node in step.view.walk() if keeps(p, node, names[p])]
+        assert page.evaluate(PLACES) == expected, fragment
+        assert page.text("#count").split(" ")[0] == str(len(expected)), fragment
+        hits.append(len(expected))
+    assert sum(0 < count < step.view.num_nodes for count in hits) >= 11  # most filters filter
+    assert page.errors == []
+
+
+BASE = 0x7F00_0000_0000
+VALUES = {
+    "int32": (struct.pack("<i", -7), (), "-7"),
+    "float": (struct.pack("<f", 0.08838834764), (), "0.08838835 int 1035273459"),
+    "one": (struct.pack("<f", 1.0), (), "1.0 int 1065353216"),
+    "int64": (struct.pack("<q", -5), (), "-5"),
+    "large": (struct.pack("<q", 3 << 40), (), "0, 768 int 3298534883328"),
+    "double": (struct.pack("<d", 0.1), (), "0.1 as two words"),
+    "short": (struct.pack("<h", -2), (), "65534 signed -2"),
+    "flag": (b"\x01", (), "1"),
+    "pointer": (struct.pack("<Q", BASE + 0x20), (0,), "input +0x20 of 4 KiB"),
+    "unknown": (struct.pack("<Q", 0xDEAD0000), (0,), "no region known pointer"),
+    "null": (bytes(8), (0,), "null pointer"),
+    "freed": (struct.pack("<Q", BASE + 0x1000), (0,), "old block +0 of 1.5 KiB freed"),
+    "guess": (struct.pack("<Q", BASE), None, "input +0 of 4 KiB"),
+    "no pointer": (struct.pack("<Q", BASE), (), "0, 32512 int 139637976727552"),
+    "wide": (struct.pack("<Q", 2**64 - 2), None, "-2"),
+}
+STRUCT = struct.pack("<QiifIQ", BASE + 8, 32, 128, 2.5, 9, BASE + 0x1004)
+
+
+def test_details_show_everything_that_a_node_has(opened):
+    values = [(name, data, pointers) for name, (data, pointers, _) in VALUES.items()]
+    full = kernel(
+        "void ns::full<int>(int*)",
+        (2, 3, 4),
+        96,
+        *values,
+        ("", STRUCT, (0, 24)),
+        symbol="_Zfull",
+        shared=2048,
+        cluster="2 x 1 x 1",
+    )
+    memory = MemoryMap(
+        [Region("input", Owner.STATIC, BASE, 4096), Region("old block", Owner.POOL, BASE + 4096, 1536, False)]
+    )
+    operands = (
+        Operand("src", 0x5000, 3_000_000, host=True),
+        Operand("dst", BASE + 4000, 100, written=True),
+        Operand("other", 0, 1),
+    )
+    remark, scalars = "half of it could not be read", (("dim", "-1"),)
+    copy = Node(NodeKind.MEMCPY, "memcpy", operands=operands, scalars=scalars, remark=remark)
+    body = GraphView((Node(NodeKind.EMPTY, "inner"), copy), (Edge(0, 1, True),))
+    outer = Node(NodeKind.CONDITIONAL, "while", bodies=(body,))
+    found = Finding((0,), "full", "argument 3, byte 12", 0x1234, Owner.POOL, "old block", "It is wrong. Mend it.")
+    page = opened(
+        Example(GraphView((full, outer), (Edge(0, 1),)), memory, [found], {(0,): 30.0, (1,): 10.0}), "#node=0", rows=60
+    )
+
+    assert page.text("#name") == "void ns::full<int>(int*)"
+    assert page.text("#details .symbol") == "_Zfull"
+    assert page.texts("#details .finding p") == [
+        "It is wrong. Mend it.",
+        "argument 3, byte 12 · 0x1234 · pool · old block",
+    ]
+    labels, values = page.texts("#details dt"), page.texts("#details dd")
+    assert dict(zip(labels, values, strict=True)) == {
+        "kind": "kernel", "time": "30.0 us, 75 % of all nodes", "grid": "2 × 3 × 4  =  24 blocks",
+        "cluster": "2 x 1 x 1", "block": "96 × 1 × 1  =  96 threads", "shared memory": "2 KiB",
+    }  # fmt: skip
+    rows = page.evaluate(
+        "[...document.querySelectorAll('#details tbody tr')]"
+        ".map((row) => [...row.cells].map((cell) => cell.innerText.replace(/\\s+/g, ' ').trim()))"
+    )
+    for (name, (data, _, text)), (offset, label, shown) in zip(VALUES.items(), rows, strict=False):
+        argument = next(a for a in full.arguments if a.name == name)
+        assert (offset, label) == (str(argument.offset), f"{name} {len(data)} B")
+        assert shown.startswith(text), name
+        assert int(shown.rsplit("0x", 1)[1], 16) == int.from_bytes(data, "little"), name
+    last = [row[2].rsplit(" ", 1)[0] for row in rows[len(VALUES) :]]
+    assert last == [
+        "input +0x8 of 4 KiB",
+        "32, 128 int 549755813920",
+        "2.5, 9 int 39730544640",
+        "old block +0x4 of 1.5 KiB freed",
+    ]
+    assert page.texts("#details .node-link .name") == ["while"]
+
+    page.go("#node=1")
+    assert page.texts("#details h3") == ["Body 0 2 nodes, 1 edge", "Waits for 1", "Waited for by 0"]
+    page.go("#node=1.0.1")
+    assert page.text("#details .remark") == "half of it could not be read"
+    rows = page.evaluate(
+        "[...document.querySelectorAll('#details tbody tr')].map((r) => r.innerText.replace(/\\s+/g, ' ').trim())"
+    )
+    assert rows == [
+        "src host 2.9 MiB no region known 0x5000",
+        "dst written 100 B input +0xfa0 of 4 KiB 4 B beyond its end 0x7f0000000fa0",
+        "other 1 B address unknown 0x0",
+        "dim -1",
+    ]
+    assert page.text("#trail").split() == ["graph", "›", "1", "while", "body", "0"]
+    assert page.texts("#details .node-link") == ["1\nwhile\nbody 0", "1.0.0\ninner\nprogrammatic"]
+    assert page.errors == []
+
+
+def test_keys_and_the_browser_s_history(opened, step):
+    page = opened(step)
+    page.press("/", *"rms")
+    assert page.evaluate("location.hash") == "#q=rms"
+    page.press("Enter")
+    assert page.text("#details h2") == "Node 7"
+    page.press("ArrowDown", "ArrowDown", "ArrowUp")
+    assert page.evaluate("location.hash") == "#q=rms&node=12"
+    assert page.evaluate("document.querySelector('#node-list .chosen').dataset.place") == "12"
+    page.press("Escape")
+    assert page.text("#details h2") == "No node selected"
+    page.press("Escape")
+    assert page.text("#count") == f"{step.view.num_nodes} nodes"
+    page.go("#node=28")
+    page.press("Enter")
+    assert page.text("#details h2") == "Node 28.0.0"
+    page.evaluate(
+        "new Promise((done) => { addEventListener('hashchange', () => done(0), {once: true}); history.back(); })"
+    )
+    assert page.text("#details h2") == "Node 28"
+    page.press("/", *"zz", "Escape")
+    assert page.evaluate("document.querySelector('#q').value") == ""
+    assert page.errors == []
+
+
+def test_clicks_filter_and_select(opened, step):
+    page = opened(step)
+    page.click("#findings")
+    assert page.text("#count").startswith("2 of")
+    page.click("#node-list .row:nth-child(2)")
+    assert page.text("#details h2") == "Node 29"
+    page.click("#chips button")
+    page.click("#details .region .link")
+    region = step.memory.regions.index(next(r for r in step.memory.regions if r.name == "logits"))
+    assert page.evaluate("location.hash") == f"#region={region}&node=29"
+    expected = sum("logits" in {r.name for r in touched(node, step.memory)} for _, node in step.view.walk())
+    assert page.text("#count").startswith(f"{expected} of")
+    page.click("#chips button")
+    page.click("[data-kind=memset]")
+    assert page.evaluate(PLACES) == ["5"]
+    page.click("#details .node-link")
+    assert page.text("#details h2") == "Node 28"
+    page.click("#memory-fold")
+    assert page.evaluate("document.querySelector('#owners').hidden") is True
+    assert page.errors == []
+
+
+def pixel(page, canvas: str, across: float, down: float) -> tuple[int, ...]:
+    return tuple(
+        page.evaluate(
+            f"(() => {{ const c = {canvas}; return [...c.getContext('2d').getImageData(Math.floor(c.width * {across}), "
+            f"Math.floor(c.height * {down}), 1, 1).data.slice(0, 3)]; }})()"
+        )
+    )
+
+
+def test_the_order_is_drawn_by_steps_and_lanes(opened):
+    """A diamond, and a node of its own: three columns, three lanes."""
+    nodes = tuple(kernel(name, (1,), 32) for name in ("first", "left", "right", "last", "alone"))
+    view = GraphView(nodes, (Edge(0, 1), Edge(0, 2), Edge(1, 3), Edge(2, 3)))
+    page = opened(Example(view, MemoryMap([]), [], {}))
+    assert page.text("#picture-facts") == "5 nodes, 3 steps deep, 2 lanes"
+    colours = page.evaluate(
+        "[...document.querySelectorAll('#node-list .swatch')].map((s) => getComputedStyle(s).backgroundColor)"
+    )
+    assert len(set(colours)) == 5
+    drawn = {(1 / 6, 0): 0, (1 / 6, 1): 4, (3 / 6, 0): 1, (3 / 6, 1): 2, (5 / 6, 0): 3}
+    height = page.evaluate("document.querySelector('#strip').clientHeight")
+    for (across, lane), node in drawn.items():
+        down = (7 + 48 * (lane + 0.5)) / height
+        found = pixel(page, "document.querySelector('#strip')", across + 0.1, down)
+        assert f"rgb({', '.join(map(str, found))})" == colours[node], node
+        page.click("#strip", across=across, down=down)
+        assert page.text("#details h2") == f"Node {node}"
+    before = page.evaluate("location.hash")
+    page.click("#strip", across=5 / 6, down=(7 + 48 * 1.5) / height)  # nothing is there
+    assert page.evaluate("location.hash") == before
+
+
+def test_the_order_follows_the_timings_and_zooms(opened):
+    nodes = tuple(kernel(name, (1,), 32) for name in ("short", "long"))
+    page = opened(Example(GraphView(nodes, (Edge(0, 1),)), MemoryMap([]), [], {(0,): 10.0, (1,): 90.0}), "#scale=time")
+    page.click("#strip", across=0.2, down=0.45)  # behind the first tenth
+    assert page.text("#details h2") == "Node 1"
+    page.click("[data-scale=order]")
+    page.click("#strip", across=0.2, down=0.45)
+    assert page.text("#details h2") == "Node 0"
+    assert page.evaluate("location.hash") == "#node=0"
+
+
+def test_an_op_tape_without_edges_is_drawn_in_its_order(opened):
+    ops = tuple(
+        Node(NodeKind.OP, f"aten::op{i}", operands=(Operand("out", 4096 + i, 1, written=True),)) for i in range(600)
+    )
+    page = opened(Example(GraphView(ops, (), "op-tape"), MemoryMap([]), [], {}), "#node=599")
+    assert page.text("#picture-facts") == "600 nodes, 600 steps deep, 1 lane"
+    assert page.text("#facts").startswith("op tape")
+    page.click("#overview", across=0.5)
+    page.click("#strip", across=0.5, down=0.45)
+    assert abs(int(page.text("#details h2").removeprefix("Node ")) - 300) <= 2
+    wide = opened(Example(GraphView(ops), MemoryMap([]), [], {}))  # a graph that says so runs them all at once
+    assert wide.text("#picture-facts") == "600 nodes, 1 step deep, 64 lanes drawn"
+    assert wide.errors == page.errors == []
+
+
+def test_the_memory_map_marks_what_the_node_touches(opened):
+    regions = [
+        Region("a", Owner.POOL, BASE, 512),
+        Region("b", Owner.POOL, BASE + 512, 512),
+        Region("c", Owner.CACHE, BASE + 8192, 64),
+    ]
+    nodes = (kernel("first", (1,), 32, pointer(BASE + 4)), kernel("second", (1,), 32, pointer(BASE + 600)))
+    page = opened(Example(GraphView(nodes, (Edge(0, 1),)), MemoryMap(regions), [], {}), "#node=0")
+    assert page.text("#memory-facts") == "3 regions, 2 touched by nodes"
+    assert page.texts("#owners .owner") == ["cache", "pool"]
+    bar = "document.querySelectorAll('#owners canvas')[1]"
+    page.frame()
+    first = [pixel(page, bar, across, 0.6) for across in (0.4, 0.9)]
+    page.go("#node=1")
+    assert [pixel(page, bar, across, 0.6) for across in (0.9, 0.4)] == first
+    assert first[0] != first[1]
+    page.evaluate(f"{bar}.setAttribute('id', 'bar')")
+    page.click("#bar", across=0.25)
+    assert page.evaluate("location.hash") == "#region=0&node=1"
+    assert page.evaluate(PLACES) == ["0"]
+    assert page.text("#tip").replace("\n", " ") == "a pool · 512 B · 0x7f0000000000 · touched by 1 node"
+
+
+def test_hostile_names_are_only_names(opened):
+    example = hostile()
+    page = opened(example, rows=40)
+    names = [node.name for node in example.view.nodes]
+    literal = json.dumps(names)
+    rows = "[...document.querySelectorAll('#node-list .row')].map((row) => row.title)"
+    assert page.evaluate(f"JSON.stringify({rows}) === JSON.stringify({literal})") is True
+    for index in range(len(names)):
+        page.go(f"#node={index}")
+        same = f"document.querySelector('#name').textContent === {json.dumps(names[index])}"
+        assert page.evaluate(same) is True, names[index]
+        page.go(f"#kernel={index}")
+    assert page.evaluate("document.querySelectorAll('img, script').length") == 2
+    assert page.evaluate("document.title").startswith("</script><script>")
+    assert page.errors == []
+    assert page.requests == [page.requests[0]]
+
+
+def test_the_policy_stops_what_a_page_would_load(opened):
+    page = opened(Example(GraphView(()), MemoryMap([]), [], {}, "empty"))
+    assert page.text("#count") == "0 nodes"
+    assert page.errors == []
+    stopped = """new Promise((done) => {
+        const found = [];
+        addEventListener('securitypolicyviolation', (event) => {
+            found.push(event.effectiveDirective);
+            if (found.length === 3) done(found.sort());
+        });
+        new Image().src = 'http://127.0.0.1:9/picture.png';
+        fetch('http://127.0.0.1:9/data').catch(() => 0);
+        const script = document.createElement('script');
+        script.textContent = 'document.title = "ran"';
+        document.body.append(script);
+    })"""
+    assert page.evaluate(stopped) == ["connect-src", "img-src", "script-src-elem"]
+    assert page.evaluate("document.title") == "empty"
+    assert {event["blockedReason"] for event in page.events("Network.loadingFailed")} == {"csp"}
+
+
+def test_both_schemes_have_their_colours(opened, step):
+    grounds = {}
+    for scheme in ("light", "dark"):
+        page = opened(step, scheme=scheme)
+        colour = page.evaluate("getComputedStyle(document.body).backgroundColor")
+        grounds[scheme] = sum(map(int, colour[4:-1].split(",")))
+    assert grounds["light"] > 600
+    assert grounds["dark"] < 100
+    picture = "document.querySelector('#strip').toDataURL()"
+    before = page.evaluate(picture)
+    page.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": "light"}])
+    page.frame()
+    assert page.evaluate(picture) != before
+
+
+def test_twenty_thousand_nodes(opened):
+    page = opened(large(20_000), "#node=15000")
+    assert page.text("#count") == "20,000 nodes"
+    assert "15000" in page.evaluate(PLACES)
+    assert page.evaluate("document.querySelectorAll('*').length") < 1500
+    page.evaluate("document.querySelector('#node-list').scrollTop = 1e9")
+    page.frame()
+    assert page.evaluate(PLACES)[-1] == "19999"
+    page.go("#q=block%2017%20layer_kernel_9%3C")
+    page.frame()
+    count = int(page.text("#count").split(" ")[0].replace(",", ""))
+    assert 100 < count < 20_000
+    assert page.evaluate("document.querySelectorAll('*').length") < 1500
+    took = page.evaluate("performance.timing.loadEventEnd - performance.timing.navigationStart")
+    assert took < 10_000, f"{took} ms; on a free core it is less than one second"
+    assert page.errors == []
+
+
+def test_one_command_prints_what_a_link_shows(tmp_path, step):
+    """Without any driver, as a shell script would: the state is in the address."""
+    step.write(tmp_path / "graph.html")
+    url = (tmp_path / "graph.html").as_uri() + "#q=softmax"
+    command = [str(CHROMIUM), *FLAGS, f"--user-data-dir={tmp_path}/profile", "--virtual-time-budget=2000", "--dump-dom"]
+    shown = subprocess.run(
+        [*command, url.replace("softmax", "_silu")], capture_output=True, text=True, timeout=120, check=True
+    )
+    assert f"2 of {step.view.num_nodes} nodes" in shown.stdout
+    assert shown.stdout.count('role="option"') == 2
