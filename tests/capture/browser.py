@@ -16,7 +16,7 @@ from typing import Any
 
 CHROMIUM = shutil.which("chromium")
 FLAGS = ("--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run")
-TIMEOUT = 60.0
+TIMEOUT = 60.0  # seconds for one answer; most take milliseconds
 
 _CODES = {"Enter": 13, "Escape": 27, "ArrowUp": 38, "ArrowDown": 40, "PageDown": 34}
 
@@ -123,10 +123,13 @@ class Page:
             if event.get("sessionId") == self._session and event["method"] in methods
         ]
 
-    def open(self, url: str) -> None:
-        """Waits until the page is loaded."""
+    def open(self, url: str = "") -> None:
+        """Go to another page, or load this one anew, and wait until it is there."""
         before = len(self.events("Page.loadEventFired"))
-        self.call("Page.navigate", url=url)
+        if url:
+            self.call("Page.navigate", url=url)
+        else:
+            self.call("Page.reload")
         while len(self.events("Page.loadEventFired")) == before:
             self._browser.receive()
 

@@ -55,6 +55,7 @@ def many_kinds() -> Example:
         Region("first", Owner.CACHE, 1000, 100),
         Region("", Owner.POOL, 900, 5000, False),
         Region("last", Owner.HOST, 2**63, 1),
+        Region("first", Owner.CACHE, 1000, 100),
     ]
     return Example(GraphView(nodes, edges), MemoryMap(overlapping), [found], timings, "all kinds")
 
@@ -169,6 +170,7 @@ def test_the_page_finds_the_same_regions_as_the_map(page, name):
     regions = [Region(n, Owner(o), int(a, 16), size, bool(live)) for n, o, a, size, live in data["memory"]["regions"]]
     assert regions == list(memory.regions)
     cuts = [(int(address, 16), regions[region] if region >= 0 else None) for address, region in data["memory"]["cuts"]]
+    assert all(regions.index(regions[region]) == region for _, region in data["memory"]["cuts"] if region >= 0)
     edges = {end + by for region in regions for end in (region.address, region.end) for by in (-1, 0, 1)}
     for address in edges:
         holder = next((r for start, r in reversed(cuts) if start <= address), None)

@@ -24,6 +24,7 @@ function decodePage(page) {
     operands,
     scalars,
     short: shortName(name),
+    key: wellFormed(name),
   }));
   addGraph(model, page.graph, null, 0);
   for (const [place, microseconds] of Object.entries(page.timings)) {
@@ -87,9 +88,9 @@ function addGraph(model, values, parent, body) {
 function groupByName(model) {
   const groups = new Map();
   for (const node of model.nodes) {
-    const { name, short, kind } = node.kernel;
+    const { name, short, kind, key } = node.kernel;
     let group = groups.get(name);
-    if (!group) groups.set(name, (group = { name, short, kind, count: 0, time: 0, colour: COLOURS }));
+    if (!group) groups.set(name, (group = { name, short, kind, key, count: 0, time: 0, colour: COLOURS }));
     group.count += 1;
     group.time += node.time || 0;
     node.group = group;
@@ -100,6 +101,11 @@ function groupByName(model) {
   model.groups.slice(0, COLOURS).forEach((group, rank) => {
     group.colour = rank;
   });
+}
+
+/** A text that an address can hold: without halves of characters. */
+function wellFormed(text) {
+  return text.replace(/\p{Surrogate}/gu, "\ufffd");
 }
 
 /** A name that fits in a line: without result type, parameters and namespaces. */
@@ -311,7 +317,7 @@ function filterNodes(model, state) {
     .filter(Boolean)
     .map((term) => termTest(model, term));
   if (state.kind) tests.push((node) => node.kernel.kind === state.kind);
-  if (state.kernel) tests.push((node) => node.kernel.name === state.kernel);
+  if (state.kernel) tests.push((node) => node.kernel.key === state.kernel);
   if (state.findings) tests.push((node) => node.findings.length > 0);
   if (state.region !== "" && model.memory) {
     const region = model.memory.regions[Number(state.region)];

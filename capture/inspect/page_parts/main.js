@@ -15,7 +15,7 @@ function hashOf(state) {
     "#" +
     Object.keys(EMPTY)
       .filter((key) => state[key] !== "")
-      .map((key) => `${key}=${encodeURIComponent(state[key])}`)
+      .map((key) => `${key}=${encodeURIComponent(wellFormed(state[key]))}`)
       .join("&")
   );
 }
@@ -167,10 +167,10 @@ const kernelList = makeList(byId("kernel-list"), 28, (group) =>
     "button",
     {
       type: "button",
-      class: `row${group.name === state.kernel ? " chosen" : ""}`,
+      class: `row${group.key === state.kernel ? " chosen" : ""}`,
       title: group.name,
-      "aria-pressed": String(group.name === state.kernel),
-      click: () => toggle("kernel", group.name),
+      "aria-pressed": String(group.key === state.kernel),
+      click: () => toggle("kernel", group.key),
     },
     bar((model.timed ? group.time : group.count) / widest),
     swatch(group),
