@@ -97,6 +97,7 @@ class Browser:
         try:
             for domain in ("Page", "Runtime", "Network", "Log"):
                 page.call(f"{domain}.enable")
+            page.call("Page.setLifecycleEventsEnabled", enabled=True)
             page.call(
                 "Emulation.setDeviceMetricsOverride", width=size[0], height=size[1], deviceScaleFactor=1, mobile=False
             )
@@ -124,14 +125,21 @@ class Page:
         ]
 
     def open(self, url: str = "") -> None:
-        """Go to another page, or load this one anew, and wait until it is there."""
-        before = len(self.events("Page.loadEventFired"))
+        """Go to another page, or load this one anew, and wait until it is there and drawn."""
+        before = self._loads()
         if url:
-            self.call("Page.navigate", url=url)
+            loader = self.call("Page.navigate", url=url)["loaderId"]  # the empty page before it may still report its own
+            while loader not in self._loads():
+                self._browser.receive()
         else:
             self.call("Page.reload")
-        while len(self.events("Page.loadEventFired")) == before:
-            self._browser.receive()
+            while len(self._loads()) == len(before):
+                self._browser.receive()
+        self.frame()  # lists draw what is in sight once the page has its size
+
+    def _loads(self) -> list[str]:
+        """The page loads that have ended."""
+        return [event["loaderId"] for event in self.events("Page.lifecycleEvent") if event["name"] == "load"]
 
     def evaluate(self, expression: str) -> Any:
         result = self.call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
