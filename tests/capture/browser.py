@@ -128,7 +128,8 @@ class Page:
         """Go to another page, or load this one anew, and wait until it is there and drawn."""
         before = self._loads()
         if url:
-            loader = self.call("Page.navigate", url=url)["loaderId"]  # the empty page before it may still report its own
+            # The empty page before it may still report its own load.
+            loader = self.call("Page.navigate", url=url)["loaderId"]
             while loader not in self._loads():
                 self._browser.receive()
         else:
