@@ -54,13 +54,34 @@ class TapeEntry:
                 kept.copy_(new)
 
 
+@dataclass(frozen=True, slots=True)
+class MadeMemory:
+    """What `torch.empty` and its kind gave: `tensor`, made before the op of index `before` ran."""
+
+    before: int
+    tensor: torch.Tensor
+    func: Callable[..., Any]
+
+
 class OpTape:
     """A captured step on CPU: `launch()` replays the ops into the tensors of the first run."""
 
-    def __init__(self, entries: list[TapeEntry], output: torch.Tensor, report: GraphReport) -> None:
-        self._entries = entries
+    def __init__(
+        self, entries: list[TapeEntry], output: torch.Tensor, report: GraphReport, made: tuple[MadeMemory, ...] = ()
+    ) -> None:
+        self._entries, self._made = entries, made
         self.output = ordinary(output)
         self.report = report
+
+    @property
+    def entries(self) -> tuple[TapeEntry, ...]:
+        """The ops in the order of a launch; none once the tape was closed."""
+        return tuple(self._entries)
+
+    @property
+    def made(self) -> tuple[MadeMemory, ...]:
+        """Memory that the step allocated and that no launch fills; none once the tape was closed."""
+        return self._made
 
     def launch(self) -> None:
         # A graph knows no autocast: what the caller has in force must not change what was recorded.
@@ -70,10 +91,10 @@ class OpTape:
 
     def copy(self) -> OpTape:
         """The same ops on the same memory, closed by itself."""
-        return OpTape(self._entries, self.output, self.report)
+        return OpTape(self._entries, self.output, self.report, self._made)
 
     def close(self) -> None:
-        self._entries = []
+        self._entries, self._made = [], ()
         self.output = NOTHING
 
 
@@ -87,11 +108,20 @@ class OpTapeLoop:
         self.output = step.output
         self.report = GraphReport(step.report.descriptor, time.perf_counter() - start, 0, 0, step.report.nodes)
 
+    @property
+    def step(self) -> OpTape:
+        """What it repeats. Raises: CaptureError once it was closed."""
+        return self._open("step")
+
+    @property
+    def go_on(self) -> torch.Tensor:
+        """What it reads after every run: int32 [1]."""
+        return self._go_on
+
     def launch(self) -> None:
-        if self._step is None:
-            raise CaptureError("loop: expected an open loop, got launch() of a closed one; make another with loop()")
+        step = self._open("launch()")
         for _ in range(MAX_RUNS):
-            self._step.launch()
+            step.launch()
             if self._go_on.item() == 0:
                 return
         raise ReplayError(
@@ -102,6 +132,11 @@ class OpTapeLoop:
     def close(self) -> None:
         self._step = None
         self.output = NOTHING
+
+    def _open(self, what: str) -> OpTape:
+        if self._step is None:
+            raise CaptureError(f"loop: expected an open loop, got {what} of a closed one; make another with loop()")
+        return self._step
 
 
 class OpTapeRecorder:
@@ -127,7 +162,7 @@ class OpTapeRecorder:
             raise CaptureError(f"{descriptor}: {error}") from error
         owned = sum(t.numel() * t.element_size() for e in writer.entries for t in e.outputs if t is not None)
         report = GraphReport(descriptor, time.perf_counter() - start, owned, 0, len(writer.entries))
-        return OpTape(writer.entries, output, report)
+        return OpTape(writer.entries, output, report, tuple(writer.made))
 
     def loop(self, graph: CapturedGraph, go_on: torch.Tensor) -> OpTapeLoop:
         return OpTapeLoop(check_loop(OpTape, graph, go_on, torch.device("cpu")), go_on)
@@ -140,6 +175,7 @@ class _TapeWriter(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch does not annotate it
         self.entries: list[TapeEntry] = []
+        self.made: list[MadeMemory] = []
         self.inside_op = False
 
     def __torch_dispatch__(
@@ -159,7 +195,10 @@ class _TapeWriter(TorchDispatchMode):
             result = func(*args, **kwargs)
         finally:
             self.inside_op = False
-        if torch.Tag.inplace_view in func.tags or func._schema.name in _UNWRITTEN_FACTORIES:
+        if func._schema.name in _UNWRITTEN_FACTORIES:
+            self.made.append(MadeMemory(len(self.entries), result.detach(), func))
+            return result
+        if torch.Tag.inplace_view in func.tags:
             return result  # changes no data: a launch finds shape and memory as they were left
         inputs = {t.untyped_storage().data_ptr() for t in _tensors((args, kwargs))}
         # Results that are memory of their own; None stands for a view of an input, which needs no filling. The caller
