@@ -67,7 +67,7 @@ class CudaGraphLoop:
                 _check_nodes(step.raw_cuda_graph())
                 function = load(GO_ON, self._device.index)
                 meter = CostMeter(self._device)
-                graph, executable = _instantiate(step.raw_cuda_graph(), function, go_on.data_ptr())
+                graph, executable, node, body = _instantiate(step.raw_cuda_graph(), function, go_on.data_ptr())
             except GraphRTError as error:
                 raise CaptureError(f"{of.descriptor}: the step cannot be looped: {error}") from error
             # Whoever drops a loop without closing it gets the memory back as well.
@@ -75,17 +75,31 @@ class CudaGraphLoop:
             self._release.atexit = False  # the driver may be gone by then
             check(driver.cuGraphUpload(executable, current_stream(self._device)))
             self._launcher = Launcher(executable, self._device)
+            self._graph, self._conditionals = graph, {int(node): ("while", (body,))}
             self.report = meter.report(of.descriptor, of.nodes + _NODES_OF_A_LOOP)
         self.output = output
 
     def launch(self) -> None:
-        if not self._release.alive:
-            raise CaptureError("loop: expected an open loop, got launch() of a closed one; make another with loop()")
+        self._check_open("launch()")
         self._launcher.launch()
+
+    def raw_cuda_graph(self) -> int:
+        """Handle of the parent graph, not of its executable. Raises: CaptureError once it was closed."""
+        self._check_open("raw_cuda_graph()")
+        return int(self._graph)
+
+    def raw_conditionals(self) -> dict[int, tuple[str, tuple[Any, ...]]]:
+        """What the WHILE node is and the graph in it, by the node's handle: drivers before 13.2 do not tell."""
+        self._check_open("raw_conditionals()")
+        return self._conditionals
 
     def close(self) -> None:
         self._release()
         self.output = NOTHING
+
+    def _check_open(self, what: str) -> None:
+        if not self._release.alive:
+            raise CaptureError(f"loop: expected an open loop, got {what} of a closed one; make another with loop()")
 
 
 def _check_nodes(step: Any) -> None:
@@ -101,18 +115,18 @@ def _names(types: frozenset[Any]) -> str:
     return ", ".join(sorted(kind.name.removeprefix("CU_GRAPH_NODE_TYPE_") for kind in types))
 
 
-def _instantiate(step: Any, function: Any, flag: int) -> tuple[Any, Any]:
-    """The parent graph, which may have one executable at a time, and that executable."""
+def _instantiate(step: Any, function: Any, flag: int) -> tuple[Any, Any, Any, Any]:
+    """The parent graph, which may have one executable at a time, that executable, the WHILE node and its body."""
     graph = check(driver.cuGraphCreate(0))[1]
     try:
-        _fill(graph, step, function, flag)
-        return graph, check(driver.cuGraphInstantiate(graph, 0))[1]
+        node, body = _fill(graph, step, function, flag)
+        return graph, check(driver.cuGraphInstantiate(graph, 0))[1], node, body
     except GraphRTError:
         driver.cuGraphDestroy(graph)
         raise
 
 
-def _fill(graph: Any, step: Any, function: Any, flag: int) -> None:
+def _fill(graph: Any, step: Any, function: Any, flag: int) -> tuple[Any, Any]:
     context = check(driver.cuCtxGetCurrent())[1]
     # Without the flag, a launch would begin with the condition that the last one ended with, which is 0.
     flags = driver.CU_GRAPH_COND_ASSIGN_DEFAULT
@@ -123,7 +137,7 @@ def _fill(graph: Any, step: Any, function: Any, flag: int) -> None:
     loop.conditional.type = driver.CUgraphConditionalNodeType.CU_GRAPH_COND_TYPE_WHILE
     loop.conditional.size = 1
     loop.conditional.ctx = context
-    check(driver.cuGraphAddNode(graph, None, None, 0, loop))
+    node = check(driver.cuGraphAddNode(graph, None, None, 0, loop))[1]
     body = driver.CUgraph(int(loop.conditional.phGraph_out[0]))  # its own handle: the list is a view of `loop`
     child = check(driver.cuGraphAddChildGraphNode(body, None, 0, step))[1]
 
@@ -136,6 +150,7 @@ def _fill(graph: Any, step: Any, function: Any, flag: int) -> None:
     kernel.sharedMemBytes = 0
     kernel.kernelParams = ctypes.addressof(pointers)
     check(driver.cuGraphAddKernelNode(body, [child], 1, kernel))
+    return node, body
 
 
 def _destroy(executable: Any, graph: Any, *kept: Any) -> None:

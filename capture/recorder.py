@@ -58,6 +58,12 @@ class CudaGraph:
         assert self._graph is not None, "loop of a closed graph"
         return CudaGraphLoop(self._graph, go_on, self.output, self.report)
 
+    def raw_cuda_graph(self) -> int:
+        """Handle of the graph itself, not of its executable. Raises: CaptureError once it was closed."""
+        if self._graph is None:
+            raise CaptureError("graph: expected an open graph, got one that was closed; record the step again")
+        return self._graph.raw_cuda_graph()
+
     def close(self) -> None:
         self._graph = self._launcher = None  # torch frees it, unless a loop holds it
         self.output = NOTHING

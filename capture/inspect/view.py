@@ -62,7 +62,8 @@ class Argument:
 class Operand:
     """Memory that a memcpy, a memset or an op works on.
 
-    role      "src" or "dst"; of an op the name of the argument, or "out" for what it returns
+    role      "src" or "dst"; "memory" of an allocation and a free; of an op the name of the argument, or "out" for what
+              it returns
     address   of its first byte; 0 where the driver does not tell
     nbytes    from the first byte to the last
     host      whether it lies in the host's memory. Of an op on a CPU: False, as its memory stands for a device's
@@ -85,8 +86,9 @@ class Node:
     grid        blocks in x, y, z, and block: threads. None where nothing is launched
     attributes  of the launch, by name: cluster, cooperative, priority, ... Those that are as by default are left out
     arguments   of a kernel
-    operands    of a memcpy, a memset, an op
-    scalars     of an op: name and value of each argument that is no tensor
+    operands    of a memcpy, a memset, an allocation, a free, an op
+    scalars     of an op: name and value of each argument that is no tensor. Of a memset the value and the extents, of a
+                copy the extents if it has rows; of an event its number in this graph
     bodies      the graphs inside of a child graph node or of a conditional node
     remark      what could not be read, and why; "" where all was
     """
@@ -171,7 +173,7 @@ class GraphView:
             if values["format"] != FORMAT:
                 raise ConfigError(f"format: expected {FORMAT}, got {values['format']!r}; write it by this version")
             return _graph_from_json(values)
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
+        except (KeyError, TypeError, ValueError, AttributeError, OverflowError, RecursionError) as error:
             if isinstance(error, ConfigError):
                 raise
             raise ConfigError(f"graph: expected what to_json() wrote, got {error!r} while reading it") from error
@@ -223,10 +225,7 @@ def _node_from_json(values: Mapping[str, Any]) -> Node:
         block=_extents(values.get("block")),
         shared_bytes=int(values.get("shared_bytes", 0)),
         attributes={_text(name): _text(value) for name, value in values.get("attributes", {}).items()},
-        arguments=tuple(
-            Argument(int(offset), bytes.fromhex(data), _text(name), None if at is None else tuple(map(int, at)))
-            for offset, data, name, at in values.get("arguments", ())
-        ),
+        arguments=tuple(_argument_from_json(*argument) for argument in values.get("arguments", ())),
         operands=tuple(
             Operand(_text(role), int(address), int(nbytes), bool(host), bool(written))
             for role, address, nbytes, host, written in values.get("operands", ())
@@ -235,6 +234,14 @@ def _node_from_json(values: Mapping[str, Any]) -> Node:
         bodies=tuple(map(_graph_from_json, values.get("bodies", ()))),
         remark=_text(values.get("remark", "")),
     )
+
+
+def _argument_from_json(offset: Any, data: Any, name: Any, pointers: Any) -> Argument:
+    content = bytes.fromhex(data)
+    at = None if pointers is None else tuple(map(int, pointers))
+    if any(not 0 <= one <= len(content) - 8 for one in at or ()):
+        raise ConfigError("pointers: expected offsets of words in their argument, got others; the file is damaged")
+    return Argument(int(offset), content, _text(name), at)
 
 
 def _extents(values: Any) -> tuple[int, int, int] | None:

@@ -1,0 +1,424 @@
+"""Walks a captured CUDA graph by the driver's own calls, and keeps what it finds as a GraphView.
+
+    graph = torch.cuda.CUDAGraph(keep_graph=True)
+    with torch.cuda.graph(graph):
+        step()
+    view = inspect_graph(graph)
+
+Arguments are copied out of memory that is the driver's: nothing here writes there, and no view refers to it. Kernel
+arguments have no names, unless Triton made the kernel (`triton_kernels.py`).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from pathlib import PurePath
+from typing import Any
+
+import torch
+from cuda.bindings import driver
+
+from graphrt.capture.inspect.order import topological_order
+from graphrt.capture.inspect.tape import view_of_loop, view_of_tape
+from graphrt.capture.inspect.triton_kernels import KernelArguments, arguments_of
+from graphrt.capture.inspect.view import Argument, Edge, GraphView, Node, NodeKind, Operand
+from graphrt.capture.raw_graph import check, count_nodes
+from graphrt.capture.tape import OpTape, OpTapeLoop
+from graphrt.kernels.checks import shown
+from graphrt.kernels.errors import CaptureError, ConfigError
+
+_OneOf = driver.CUgraphNodeType
+_Memory = driver.CUmemorytype
+_CONDITIONS = {0: "if", 1: "while", 2: "switch"}
+_UNREADABLE = (RuntimeError, ValueError, AttributeError, TypeError)
+"""What a driver or its bindings raise for what they do not know. The errors of graphrt are RuntimeErrors too."""
+
+
+def inspect_graph(graph: Any) -> GraphView:
+    """What a captured graph holds: nodes in topological order, bodies of child graphs and conditional nodes included.
+
+    graph   a torch.cuda.CUDAGraph(keep_graph=True) whose capture has ended, the handle of a graph (an int or a CUgraph
+            of cuda.bindings), a graph or a loop of graphrt, or their twins on a CPU
+
+    What cannot be read is said in `Node.remark`: types of nodes that are newer than this code, bodies of conditional
+    nodes for drivers before 13.2. Reads only; must not run while the graph is changed. About 30 us per node.
+
+    Raises: ConfigError for anything else; CaptureError for a graph that torch did not keep, one that was closed, and
+    where the driver refuses to list the nodes.
+    """
+    if isinstance(graph, OpTape):
+        return view_of_tape(graph)
+    if isinstance(graph, OpTapeLoop):
+        return view_of_loop(graph)
+    raw = _handle(graph)
+    conditionals = graph.raw_conditionals() if hasattr(graph, "raw_conditionals") else {}
+    return _with_numbered_events(_Walk(conditionals).view(raw), {})
+
+
+def _handle(graph: Any) -> Any:
+    if hasattr(graph, "raw_cuda_graph"):
+        try:
+            return graph.raw_cuda_graph()
+        except CaptureError:
+            raise
+        except RuntimeError as error:
+            raise CaptureError(
+                "graph: expected one that torch has kept and whose capture has ended, got "
+                f"{str(error).splitlines()[0]!r}; make it with torch.cuda.CUDAGraph(keep_graph=True) and capture first"
+            ) from error
+    if isinstance(graph, (driver.CUgraph, int)) and not isinstance(graph, bool) and int(graph):
+        return graph
+    raise ConfigError(
+        f"graph: expected a torch.cuda.CUDAGraph, a handle of one, or what a recorder made, got {shown(graph)}; pass a "
+        "captured graph"
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Function:
+    """What all nodes that launch one kernel share.
+
+    layout   offset and size of each argument
+    triton   the arguments by name, where Triton made the kernel
+    """
+
+    symbol: str
+    name: str
+    layout: tuple[tuple[int, int], ...]
+    triton: KernelArguments | None
+
+
+class _Walk:
+    """Reads one graph and the graphs in it.
+
+    conditionals   what conditional nodes are and the graphs in them, by handle, where the caller knows
+    """
+
+    def __init__(self, conditionals: Mapping[int, tuple[str, tuple[Any, ...]]]) -> None:
+        self._conditionals = conditionals
+        self._functions: dict[tuple[int, int], _Function] = {}
+        self._attributes = _AttributeReader()
+
+    def view(self, graph: Any) -> GraphView:
+        count = count_nodes(graph)
+        handles = check(driver.cuGraphGetNodes(graph, count))[1][:count] if count else []
+        nodes = [self._node(handle) for handle in handles]
+        index = {int(handle): at for at, handle in enumerate(handles)}
+        links = _links(graph, index)
+        order = topological_order([f"{node.kind.value} {node.name}" for node in nodes], list(links))
+        place = {old: new for new, old in enumerate(order)}
+        edges = sorted((place[source], place[target], early) for (source, target), early in links.items())
+        return GraphView(tuple(nodes[at] for at in order), tuple(Edge(*edge) for edge in edges))
+
+    def _node(self, handle: Any) -> Node:
+        """Whatever the driver or its bindings do not know ends in a remark, so that the other nodes are shown."""
+        kind, name = NodeKind.OTHER, "unknown node"
+        try:
+            type_ = check(driver.cuGraphNodeGetType(handle))[1]
+            if type_ not in _READERS:
+                name = type_.name.removeprefix("CU_GRAPH_NODE_TYPE_").replace("_", " ").lower()
+                return Node(kind, name, remark="nodes of this type are not read")
+            kind, read = _READERS[type_]
+            name = kind.value
+            return read(self, handle)
+        except _UNREADABLE as error:
+            return Node(kind, name, remark=f"could not be read: {error}")
+
+    def _kernel(self, handle: Any) -> Node:
+        params = check(driver.cuGraphKernelNodeGetParams(handle))[1]  # `func` and `kern` borrow its memory
+        key = int(params.func), int(params.kern)
+        function = self._functions.get(key)
+        if function is None:
+            function = self._functions[key] = _function(params)
+        arguments, remark = _read_arguments(params, function)
+        return Node(
+            NodeKind.KERNEL,
+            function.name,
+            symbol=function.symbol,
+            grid=(params.gridDimX, params.gridDimY, params.gridDimZ),
+            block=(params.blockDimX, params.blockDimY, params.blockDimZ),
+            shared_bytes=params.sharedMemBytes,
+            attributes=self._attributes.read(handle),
+            arguments=arguments,
+            remark=remark,
+        )
+
+    def _memcpy(self, handle: Any) -> Node:
+        params = check(driver.cuGraphMemcpyNodeGetParams(handle))[1]
+        extents = (params.WidthInBytes, max(params.Height, 1), max(params.Depth, 1))
+        (source, place), (target, where) = (_copy_side(params, side, extents) for side in ("src", "dst"))
+        names = ("width", "height", "depth")
+        scalars = [(name, str(extent)) for name, extent in zip(names, extents, strict=True)]
+        scalars += [("src pitch", str(params.srcPitch)), ("dst pitch", str(params.dstPitch))]
+        arrays = "array" in (place, where)
+        return Node(
+            NodeKind.MEMCPY,
+            f"memcpy {place} to {where}",
+            operands=(source, target),
+            scalars=tuple(scalars) if extents[1] * extents[2] > 1 else (),
+            remark="where an array lies is not told" if arrays else "",
+        )
+
+    def _memset(self, handle: Any) -> Node:
+        params = check(driver.cuGraphMemsetNodeGetParams(handle))[1]
+        height, size = max(params.height, 1), params.elementSize
+        nbytes = params.width * size + (height - 1) * params.pitch if params.width else 0
+        scalars = [("value", hex(params.value)), ("element size", str(size)), ("width", str(params.width))]
+        if height > 1:
+            scalars += [("height", str(height)), ("pitch", str(params.pitch))]
+        target = Operand("dst", int(params.dst), nbytes, written=True)
+        return Node(NodeKind.MEMSET, "memset", operands=(target,), scalars=tuple(scalars))
+
+    def _child(self, handle: Any) -> Node:
+        body = check(driver.cuGraphChildGraphNodeGetGraph(handle))[1]
+        return Node(NodeKind.CHILD, "child graph", bodies=(self.view(body),))
+
+    def _conditional(self, handle: Any) -> Node:
+        if known := self._conditionals.get(int(handle)):
+            name, bodies = known
+        else:
+            try:
+                params = check(driver.cuGraphNodeGetParams(handle))[1]  # its parts borrow its memory
+            except _UNREADABLE:
+                return Node(NodeKind.CONDITIONAL, "conditional", remark="drivers before 13.2 do not show its bodies")
+            name = _CONDITIONS.get(int(params.conditional.type), "conditional")
+            bodies = tuple(driver.CUgraph(int(body)) for body in params.conditional.phGraph_out)
+        return Node(NodeKind.CONDITIONAL, name, bodies=tuple(map(self.view, bodies)))
+
+    def _host(self, handle: Any) -> Node:
+        params = check(driver.cuGraphHostNodeGetParams(handle))[1]
+        symbol, library = _symbol_at(int(params.fn))
+        return Node(
+            NodeKind.HOST,
+            _demangled(symbol) if symbol else "host function",
+            symbol=symbol,
+            scalars=(("library", library),) if library else (),
+            remark="what the host does there cannot be read",
+        )
+
+    def _record(self, handle: Any) -> Node:
+        return _event_node(NodeKind.EVENT_RECORD, driver.cuGraphEventRecordNodeGetEvent(handle))
+
+    def _wait(self, handle: Any) -> Node:
+        return _event_node(NodeKind.EVENT_WAIT, driver.cuGraphEventWaitNodeGetEvent(handle))
+
+    def _alloc(self, handle: Any) -> Node:
+        params = check(driver.cuGraphMemAllocNodeGetParams(handle))[1]
+        memory = Operand("memory", int(params.dptr), int(params.bytesize), written=True)
+        return Node(NodeKind.ALLOC, "allocation", operands=(memory,))
+
+    def _free(self, handle: Any) -> Node:
+        address = int(check(driver.cuGraphMemFreeNodeGetParams(handle))[1])
+        return Node(NodeKind.FREE, "free", operands=(Operand("memory", address, 0),))
+
+    def _empty(self, handle: Any) -> Node:
+        return Node(NodeKind.EMPTY, "empty")
+
+
+_READERS: dict[Any, tuple[NodeKind, Callable[[_Walk, Any], Node]]] = {
+    _OneOf.CU_GRAPH_NODE_TYPE_KERNEL: (NodeKind.KERNEL, _Walk._kernel),
+    _OneOf.CU_GRAPH_NODE_TYPE_MEMCPY: (NodeKind.MEMCPY, _Walk._memcpy),
+    _OneOf.CU_GRAPH_NODE_TYPE_MEMSET: (NodeKind.MEMSET, _Walk._memset),
+    _OneOf.CU_GRAPH_NODE_TYPE_GRAPH: (NodeKind.CHILD, _Walk._child),
+    _OneOf.CU_GRAPH_NODE_TYPE_CONDITIONAL: (NodeKind.CONDITIONAL, _Walk._conditional),
+    _OneOf.CU_GRAPH_NODE_TYPE_EMPTY: (NodeKind.EMPTY, _Walk._empty),
+    _OneOf.CU_GRAPH_NODE_TYPE_HOST: (NodeKind.HOST, _Walk._host),
+    _OneOf.CU_GRAPH_NODE_TYPE_EVENT_RECORD: (NodeKind.EVENT_RECORD, _Walk._record),
+    _OneOf.CU_GRAPH_NODE_TYPE_WAIT_EVENT: (NodeKind.EVENT_WAIT, _Walk._wait),
+    _OneOf.CU_GRAPH_NODE_TYPE_MEM_ALLOC: (NodeKind.ALLOC, _Walk._alloc),
+    _OneOf.CU_GRAPH_NODE_TYPE_MEM_FREE: (NodeKind.FREE, _Walk._free),
+}
+
+
+def _links(graph: Any, index: Mapping[int, int]) -> dict[tuple[int, int], bool]:
+    """Both ends of each edge, by index, and whether it is programmatic; of several between two nodes the strictest."""
+    count = int(check(driver.cuGraphGetEdges(graph, 0))[-1])
+    if not count:
+        return {}
+    _, sources, targets, data, count = check(driver.cuGraphGetEdges(graph, count))
+    found: dict[tuple[int, int], bool] = {}
+    for source, target, kind in list(zip(sources, targets, data, strict=True))[: int(count)]:
+        ends = index[int(source)], index[int(target)]
+        found[ends] = bool(kind.type or kind.from_port) and found.get(ends, True)
+    return found
+
+
+# -- kernels
+
+
+def _function(params: Any) -> _Function:
+    """Raises CaptureError where neither of the two kinds of handle is known to the driver."""
+    handle, name_of, info_of = params.kern, driver.cuKernelGetName, driver.cuKernelGetParamInfo
+    if not int(handle) or int(name_of(handle)[0]) != 0:
+        handle, name_of, info_of = params.func, driver.cuFuncGetName, driver.cuFuncGetParamInfo
+    symbol = check(name_of(handle))[1].decode(errors="replace")
+    layout: list[tuple[int, int]] = []
+    while int((answer := info_of(handle, len(layout)))[0]) == 0:
+        layout.append((int(answer[1]), int(answer[2])))
+    triton = arguments_of(symbol, int(params.func), [size for _, size in layout])
+    return _Function(symbol, _demangled(symbol), tuple(layout), triton)
+
+
+@lru_cache(maxsize=4096)
+def _demangled(symbol: str) -> str:
+    # Without the prefix a name may be taken for a type's: that of a Triton kernel "f" would become "float".
+    return str(torch._C._demangle(symbol)) if symbol.startswith("_Z") else symbol
+
+
+def _read_arguments(params: Any, function: _Function) -> tuple[tuple[Argument, ...], str]:
+    """The arguments as the launch has them, and what could not be read."""
+    layout = function.layout
+    if params.kernelParams and layout:
+        pointers = (ctypes.c_uint64 * len(layout)).from_address(params.kernelParams)
+        data = [ctypes.string_at(at, size) if at else b"" for at, (_, size) in zip(pointers, layout, strict=True)]
+    elif params.extra:
+        blob = _blob(params.extra)
+        if not layout or any(offset + size > len(blob) for offset, size in layout):
+            return (Argument(0, blob),), ""
+        data = [blob[offset : offset + size] for offset, size in layout]
+    else:
+        return (), "the driver tells no arguments" if layout else ""
+    names = function.triton or (("", None),) * len(layout)
+    found = zip(layout, data, names, strict=True)
+    return tuple(Argument(offset, value, name, at) for (offset, _), value, (name, at) in found), ""
+
+
+def _blob(extra: int) -> bytes:
+    """All arguments as they lie in one buffer: pairs of tag and pointer lead to it, and end with 0."""
+    words = (ctypes.c_uint64 * 9).from_address(extra)
+    buffer = size = at = 0
+    while at < 8 and (tag := words[at]):
+        if tag == 1:
+            buffer = words[at + 1]
+        elif tag == 2:
+            size = ctypes.c_size_t.from_address(words[at + 1]).value
+        at += 2
+    return ctypes.string_at(buffer, size) if buffer else b""
+
+
+class _AttributeReader:
+    """Attributes of launches. The bindings build 70 objects for each value, so the driver is called without them."""
+
+    def __init__(self) -> None:
+        status, address, *_ = driver.cuGetProcAddress(b"cuGraphKernelNodeGetAttribute", 11000, 0)
+        prototype = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p)
+        self._get = prototype(int(address)) if int(status) == 0 and address else None
+        self._value = ctypes.create_string_buffer(_VALUE_BYTES)
+        self._kinds = [(int(kind), name, text) for kind, name, text in _ATTRIBUTES]
+
+    def read(self, handle: Any) -> dict[str, str]:
+        """Those that are not as by default, by name. One that a driver does not know was not set either."""
+        if self._get is None:
+            return {}
+        found, node = {}, int(handle)
+        for kind, name, text in self._kinds:
+            if self._get(node, kind, self._value) == 0 and (value := text(self._value.raw)):
+                found[name] = value
+        return found
+
+
+_VALUE_BYTES = 64
+_Id = driver.CUlaunchAttributeID
+
+
+def _number(*default: int) -> Callable[[bytes], str]:
+    def text(value: bytes) -> str:
+        (number,) = struct.unpack_from("<i", value)
+        return "" if number in default else str(number)
+
+    return text
+
+
+def _extents(value: bytes) -> str:
+    extents = struct.unpack_from("<3I", value)
+    return "" if extents in ((0, 0, 0), (1, 1, 1)) else "x".join(map(str, extents))
+
+
+def _window(value: bytes) -> str:
+    address, nbytes, ratio, hit, miss = struct.unpack_from("<QQfii", value)
+    return f"{nbytes} bytes at {address:#x}, hit ratio {ratio:g}, {hit} else {miss}" if nbytes else ""
+
+
+def _domain_map(value: bytes) -> str:
+    domains = tuple(value[:2])
+    return "" if domains in ((0, 0), (0, 1)) else f"{domains[0]} {domains[1]}"
+
+
+_ATTRIBUTES: tuple[tuple[Any, str, Callable[[bytes], str]], ...] = (
+    (_Id.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION, "cluster", _extents),
+    (_Id.CU_LAUNCH_ATTRIBUTE_PREFERRED_CLUSTER_DIMENSION, "preferred cluster", _extents),
+    (_Id.CU_LAUNCH_ATTRIBUTE_CLUSTER_SCHEDULING_POLICY_PREFERENCE, "cluster scheduling", _number(0)),
+    (_Id.CU_LAUNCH_ATTRIBUTE_COOPERATIVE, "cooperative", _number(0)),
+    (_Id.CU_LAUNCH_ATTRIBUTE_PRIORITY, "priority", _number(0)),
+    (_Id.CU_LAUNCH_ATTRIBUTE_ACCESS_POLICY_WINDOW, "access policy", _window),
+    (_Id.CU_LAUNCH_ATTRIBUTE_MEM_SYNC_DOMAIN, "memory domain", _number(0)),
+    (_Id.CU_LAUNCH_ATTRIBUTE_MEM_SYNC_DOMAIN_MAP, "memory domain map", _domain_map),
+    (_Id.CU_LAUNCH_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT, "shared memory carveout", _number(0, -1)),
+    (_Id.CU_LAUNCH_ATTRIBUTE_DEVICE_UPDATABLE_KERNEL_NODE, "device-updatable", _number(0)),
+)
+
+
+# -- other nodes
+
+
+def _copy_side(params: Any, side: str, extents: tuple[int, int, int]) -> tuple[Operand, str]:
+    """One end of a copy, and where it lies: "host", "device" or "array"."""
+    width, height, depth = extents
+    kind, written = getattr(params, f"{side}MemoryType"), side == "dst"
+    if kind == _Memory.CU_MEMORYTYPE_ARRAY:
+        return Operand(side, 0, width * height * depth, written=written), "array"
+    base = int(getattr(params, f"{side}Host" if kind == _Memory.CU_MEMORYTYPE_HOST else f"{side}Device"))
+    host = kind == _Memory.CU_MEMORYTYPE_HOST or (kind == _Memory.CU_MEMORYTYPE_UNIFIED and _on_host(base))
+    pitch = getattr(params, f"{side}Pitch") or width
+    plane = pitch * (getattr(params, f"{side}Height") or height)
+    first = getattr(params, f"{side}XInBytes") + getattr(params, f"{side}Y") * pitch
+    first += getattr(params, f"{side}Z") * plane
+    nbytes = (depth - 1) * plane + (height - 1) * pitch + width if width else 0
+    return Operand(side, base + first, nbytes, host, written), "host" if host else "device"
+
+
+def _on_host(address: int) -> bool:
+    attribute = driver.CUpointer_attribute.CU_POINTER_ATTRIBUTE_MEMORY_TYPE
+    status, kind = driver.cuPointerGetAttribute(attribute, address)
+    return int(status) != 0 or int(kind) == int(_Memory.CU_MEMORYTYPE_HOST)
+
+
+class _DlInfo(ctypes.Structure):
+    """Dl_info of dlfcn.h."""
+
+    _fields_ = (
+        ("library", ctypes.c_char_p),
+        ("base", ctypes.c_void_p),
+        ("symbol", ctypes.c_char_p),
+        ("address", ctypes.c_void_p),
+    )
+
+
+def _symbol_at(address: int) -> tuple[str, str]:
+    """Name of the function at an address of this process, and of its library; "" where the linker knows none."""
+    info = _DlInfo()
+    find = getattr(ctypes.CDLL(None), "dladdr", None)
+    if find is None or not find(ctypes.c_void_p(address), ctypes.byref(info)):
+        return "", ""
+    return (info.symbol or b"").decode(errors="replace"), PurePath((info.library or b"").decode(errors="replace")).name
+
+
+def _event_node(kind: NodeKind, answer: tuple[Any, ...]) -> Node:
+    return Node(kind, kind.value, scalars=(("event", str(int(check(answer)[1]))),))
+
+
+def _with_numbered_events(view: GraphView, numbers: dict[str, str]) -> GraphView:
+    """Events by the order in which they first stand: their handles differ from capture to capture."""
+    nodes = []
+    for node in view.nodes:
+        if node.bodies:
+            node = replace(node, bodies=tuple(_with_numbered_events(body, numbers) for body in node.bodies))
+        elif node.kind in (NodeKind.EVENT_RECORD, NodeKind.EVENT_WAIT) and node.scalars:
+            handle = node.scalars[0][1]
+            node = replace(node, scalars=(("event", numbers.setdefault(handle, str(len(numbers)))),))
+        nodes.append(node)
+    return replace(view, nodes=tuple(nodes))

@@ -1,0 +1,364 @@
+"""Compares two captured graphs: what is launched and in which order, with which shapes, and with which arguments.
+
+    print(diff(inspect_graph(of_two), inspect_graph(of_four), memory, memory))     # what depends on the batch size
+    fingerprint(view, memory) == fingerprint(again, memory)                        # two captures of one step
+
+Three levels, each of which holds the one before:
+
+    topology    kinds, names and edges
+    launches    and grids, blocks, shared memory, attributes
+    arguments   and arguments, operands, scalars; addresses as (region, offset)
+
+Structs in arguments may have padding, and padding holds whatever was there: it may differ between two captures of one
+step. `Change.opaque` marks what differs in a struct whose fields are not known.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from difflib import SequenceMatcher
+from enum import Enum
+from hashlib import blake2b
+from typing import Any
+
+from graphrt.capture.inspect.memory import MemoryMap
+from graphrt.capture.inspect.symbols import Pairing, Spot, Symbols
+from graphrt.capture.inspect.view import Argument, GraphView, Node, Operand, Place, place_name
+
+_LONGEST_NAME, _MOST_LINES, _MOST_PLACES = 96, 60, 8
+_NONE = "-"
+
+
+class Level(str, Enum):
+    """How deep a difference lies."""
+
+    TOPOLOGY = "topology"
+    LAUNCHES = "launches"
+    ARGUMENTS = "arguments"
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """What differs at a node: "grid", "argument 2 'n'", "argument 0, byte 16", "operand src", "waits for", ...
+
+    opaque   it lies in a struct whose fields are not known, and may be padding
+    """
+
+    level: Level
+    what: str
+    before: str
+    after: str
+    opaque: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.what}: {self.before} -> {self.after}{' (in a struct)' if self.opaque else ''}"
+
+
+@dataclass(frozen=True, slots=True)
+class NodeDiff:
+    """A node that differs, by its places in both graphs; None where one of them has no such node."""
+
+    before: Place | None
+    after: Place | None
+    name: str
+    changes: tuple[Change, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class GraphDiff:
+    """How two graphs differ. Prints as a text in which nodes that differ alike stand once.
+
+    nodes   those that differ, in order
+    sizes   nodes of both graphs, those in bodies included
+    """
+
+    nodes: tuple[NodeDiff, ...]
+    sizes: tuple[int, int]
+
+    @property
+    def equal_topology(self) -> bool:
+        """Whether kinds, names and edges are the same: whether one may be an update of the other."""
+        return Level.TOPOLOGY not in self._levels()
+
+    @property
+    def equal_launches(self) -> bool:
+        """Whether grids, blocks, shared memory and attributes are the same too."""
+        return self.equal_topology and Level.LAUNCHES not in self._levels()
+
+    @property
+    def equal(self) -> bool:
+        """Whether all is the same, every byte of the arguments included."""
+        return not self.nodes
+
+    def _levels(self) -> set[Level]:
+        missing = {Level.TOPOLOGY for node in self.nodes if node.before is None or node.after is None}
+        return missing | {change.level for node in self.nodes for change in node.changes}
+
+    def __str__(self) -> str:
+        before, after = self.sizes
+        if self.equal:
+            return f"equal: {before} nodes, the same topology, launches and arguments"
+        levels = ", ".join(f"{level.value} {'differ' if level in self._levels() else 'equal'}" for level in Level)
+        lines = [line for group in _groups(self.nodes) for line in group]
+        if len(lines) > _MOST_LINES:
+            lines[_MOST_LINES:] = [f"... and {len(lines) - _MOST_LINES} lines more"]
+        return "\n".join([f"{before} nodes against {after}: {levels}", *lines])
+
+
+@dataclass(frozen=True, slots=True)
+class Fingerprint:
+    """Digests of a graph at the three levels. Two of one step are equal, whatever the pools that they work in."""
+
+    topology: str
+    launches: str
+    arguments: str
+
+
+def diff(a: GraphView, b: GraphView, memory_a: MemoryMap | None = None, memory_b: MemoryMap | None = None) -> GraphDiff:
+    """What differs between two graphs.
+
+    memory_a, memory_b   the memory of each. An address in a region is compared as the region's name and the offset in
+                         it; in a region of the pool, and in what the graph itself allocates, by first use. Any other
+                         word is compared by value
+
+    Nodes are matched by kind and name. One that has another name in the other graph, as a matrix product may for
+    another batch size, is matched by where it stands.
+    """
+    found = _Comparison(Symbols(a, memory_a), Symbols(b, memory_b))
+    return GraphDiff(tuple(found.graphs(a, b, (), ())), (a.num_nodes, b.num_nodes))
+
+
+def fingerprint(view: GraphView, memory: MemoryMap | None = None) -> Fingerprint:
+    """Digests that are equal for two graphs if and only if `diff` finds nothing at that level."""
+    symbols, numbers = Symbols(view, memory), dict[Any, int]()
+
+    def symbol(spot: Spot) -> tuple[object, ...]:
+        if spot.nameless:
+            return numbers.setdefault(spot.region, len(numbers)), spot.offset
+        return spot.region.name, spot.region.owner.value, spot.offset
+
+    def arguments(node: Node) -> object:
+        words = [
+            ([(at, symbol(spot)) for at, spot in spots], rest) for spots, rest in map(symbols.parts, node.arguments)
+        ]
+        operands = [
+            (o.role, symbol(spot) if (spot := symbols.find(o.address)) else o.address, o.nbytes, o.host, o.written)
+            for o in node.operands
+        ]
+        return words, operands, sorted(node.scalars)
+
+    levels: tuple[Callable[[Node], object], ...] = (_identity, _launch, arguments)
+    digests, seed = [], "edges" + repr(_all_edges(view))
+    for content in levels:
+        digest = blake2b(seed.encode(), digest_size=16)
+        for place, node in view.walk():
+            digest.update(repr((place, content(node))).encode())
+        digests.append(seed := digest.hexdigest())
+    return Fingerprint(*digests)
+
+
+def _identity(node: Node) -> object:
+    return node.kind.value, node.name, len(node.bodies)
+
+
+def _launch(node: Node) -> object:
+    return node.grid, node.block, node.shared_bytes, sorted(node.attributes.items())
+
+
+def _all_edges(view: GraphView) -> object:
+    edges = [(edge.source, edge.target, edge.programmatic) for edge in view.edges]
+    return edges, [[_all_edges(body) for body in node.bodies] for node in view.nodes if node.bodies]
+
+
+class _Comparison:
+    def __init__(self, before: Symbols, after: Symbols) -> None:
+        self._before, self._after = before, after
+        self._pairing = Pairing()
+
+    def graphs(self, a: GraphView, b: GraphView, at_a: Place, at_b: Place) -> Iterator[NodeDiff]:
+        pairs = list(_aligned(a.nodes, b.nodes))
+        waits = _waits(a, b, dict(pairs))
+        for i, j in pairs:
+            if i is None or j is None:
+                node = a.nodes[i] if i is not None else b.nodes[j or 0]
+                yield NodeDiff(
+                    None if i is None else (*at_a, i), None if j is None else (*at_b, j), _title(node)
+                )  # fmt: skip
+                continue
+            before, after = a.nodes[i], b.nodes[j]
+            changes = (*waits(i, j), *self._nodes(before, after))
+            if changes:
+                yield NodeDiff((*at_a, i), (*at_b, j), _title(before), changes)
+            for which, bodies in enumerate(zip(before.bodies, after.bodies, strict=False)):
+                yield from self.graphs(*bodies, (*at_a, i, which), (*at_b, j, which))
+
+    def _nodes(self, a: Node, b: Node) -> Iterator[Change]:
+        for what, before, after in (
+            ("kind", a.kind.value, b.kind.value),
+            ("name", a.name, b.name),
+            ("bodies", str(len(a.bodies)), str(len(b.bodies))),
+        ):
+            if before != after:
+                yield Change(Level.TOPOLOGY, what, before, after)
+        for what, here, there in (("grid", a.grid, b.grid), ("block", a.block, b.block)):
+            if here != there:
+                yield Change(Level.LAUNCHES, what, _extents(here), _extents(there))
+        if a.shared_bytes != b.shared_bytes:
+            yield Change(Level.LAUNCHES, "shared bytes", str(a.shared_bytes), str(b.shared_bytes))
+        yield from _by_name(Level.LAUNCHES, "attribute", a.attributes, b.attributes)
+        yield from self._arguments(a.arguments, b.arguments)
+        yield from self._operands(a.operands, b.operands)
+        yield from _by_name(Level.ARGUMENTS, "scalar", dict(a.scalars), dict(b.scalars))
+
+    def _arguments(self, a: Sequence[Argument], b: Sequence[Argument]) -> Iterator[Change]:
+        if len(a) != len(b):
+            yield Change(Level.ARGUMENTS, "number of arguments", str(len(a)), str(len(b)))
+        for index, (here, there) in enumerate(zip(a, b, strict=False)):
+            name = here.name or there.name
+            what = f"argument {index} {name!r}" if name else f"argument {index}"
+            if len(here.data) != len(there.data):
+                yield Change(Level.ARGUMENTS, what, f"{len(here.data)} bytes", f"{len(there.data)} bytes")
+                continue
+            single = len(here.data) <= 8
+            opaque = not single and None in (here.pointers, there.pointers)
+            for at, before, after in self._words(here, there):
+                yield Change(Level.ARGUMENTS, what if single else f"{what}, byte {at}", before, after, opaque)
+
+    def _words(self, a: Argument, b: Argument) -> Iterator[tuple[int, str, str]]:
+        """What differs in two arguments of one size: offset, and both values."""
+        at_a, at_b = (dict(symbols.parts(one)[0]) for symbols, one in ((self._before, a), (self._after, b)))
+        if a.data == b.data and not at_a and not at_b:
+            return
+        length = len(a.data)
+        stops = sorted({*at_a, *at_b, length})
+        at = 0
+        while at < length:
+            here, there = at_a.get(at), at_b.get(at)
+            end = at + 8 if here or there else min(at + _word(length), stops[bisect_right(stops, at)])
+            before, after = a.data[at:end], b.data[at:end]
+            if not (self._pairing.same(here, there) if here and there else before == after and here is there):
+                yield at, str(here or _value(before)), str(there or _value(after))
+            at = end
+
+    def _operands(self, a: Sequence[Operand], b: Sequence[Operand]) -> Iterator[Change]:
+        roles_a, roles_b = ([one.role for one in side] for side in (a, b))
+        pairs = list(zip(a, b, strict=False))
+        if roles_a != roles_b:
+            yield Change(Level.ARGUMENTS, "operands", ", ".join(roles_a) or _NONE, ", ".join(roles_b) or _NONE)
+            others = dict(zip(roles_b, b, strict=True))
+            pairs = [(one, others[one.role]) for one in a if one.role in others]
+        for here, there in pairs:
+            before, after = self._before.find(here.address), self._after.find(there.address)
+            same = here.address == there.address and before is after
+            if before and after:
+                same = self._pairing.same(before, after)
+            if not same or _extent(here) != _extent(there):
+                what = f"operand {here.role}"
+                yield Change(Level.ARGUMENTS, what, _operand(here, before), _operand(there, after))
+
+
+def _waits(a: GraphView, b: GraphView, partner: dict[int | None, int | None]) -> Callable[[int, int], Iterator[Change]]:
+    """Tells what two matched nodes wait for, if that differs."""
+    sources_a, sources_b = _sources(a), _sources(b)
+
+    def told(i: int, j: int) -> Iterator[Change]:
+        here, there = sources_a[i], sources_b[j]
+        if {(partner.get(source), early) for source, early in here} != set(there):
+            yield Change(Level.TOPOLOGY, "waits for", _sources_text(a, here), _sources_text(b, there))
+
+    return told
+
+
+def _sources(view: GraphView) -> list[list[tuple[int, bool]]]:
+    found: list[list[tuple[int, bool]]] = [[] for _ in view.nodes]
+    for edge in view.edges:
+        found[edge.target].append((edge.source, edge.programmatic))
+    return found
+
+
+def _sources_text(view: GraphView, sources: list[tuple[int, bool]]) -> str:
+    texts = (f"{at} {_short(view.nodes[at].name)}{' (programmatic)' if early else ''}" for at, early in sources)
+    return ", ".join(texts) or _NONE
+
+
+def _aligned(a: Sequence[Node], b: Sequence[Node]) -> Iterator[tuple[int | None, int | None]]:
+    """Pairs of nodes, in order; None where one side has none."""
+    labels_a, labels_b = ([(node.kind, node.name) for node in nodes] for nodes in (a, b))
+    shorter = min(len(a), len(b))
+    first = next((at for at in range(shorter) if labels_a[at] != labels_b[at]), shorter)
+    rest = shorter - first
+    last = next((at for at in range(rest) if labels_a[-1 - at] != labels_b[-1 - at]), rest)
+    yield from ((at, at) for at in range(first))
+    middle_a, middle_b = labels_a[first : len(a) - last], labels_b[first : len(b) - last]
+    for _, i, i_end, j, j_end in SequenceMatcher(None, middle_a, middle_b, autojunk=False).get_opcodes():
+        while i < i_end or j < j_end:
+            if i < i_end and j < j_end and middle_a[i][0] == middle_b[j][0]:
+                yield first + i, first + j
+                i, j = i + 1, j + 1
+            elif i < i_end:
+                yield first + i, None
+                i += 1
+            else:
+                yield None, first + j
+                j += 1
+    yield from ((len(a) - at, len(b) - at) for at in range(last, 0, -1))
+
+
+# -- texts
+
+
+def _groups(nodes: Sequence[NodeDiff]) -> Iterator[list[str]]:
+    """Lines per group of nodes that differ alike."""
+    groups: dict[tuple[object, ...], list[NodeDiff]] = {}
+    for node in nodes:
+        key = (node.name, node.before is None, node.after is None, node.changes)
+        groups.setdefault(key, []).append(node)
+    for group in groups.values():
+        first = group[0]
+        sign = "+ " if first.before is None else "- " if first.after is None else ""
+        places = [place_name(node.before or node.after or ()) for node in group]
+        more = f" and {len(places) - _MOST_PLACES} more" if len(places) > _MOST_PLACES else ""
+        times = f"{len(group)} x " if len(group) > 1 else ""
+        yield [
+            f"{sign}{times}{first.name} at {', '.join(places[:_MOST_PLACES])}{more}",
+            *(f"    {change}" for change in first.changes),
+        ]
+
+
+def _by_name(level: Level, what: str, a: Any, b: Any) -> Iterator[Change]:
+    for name in sorted(a.keys() | b.keys()):
+        if a.get(name) != b.get(name):
+            yield Change(level, f"{what} {name}", a.get(name, _NONE), b.get(name, _NONE))
+
+
+def _title(node: Node) -> str:
+    return f"{node.kind.value} {_short(node.name)}" if node.name != node.kind.value else node.name
+
+
+def _short(name: str) -> str:
+    return name if len(name) <= _LONGEST_NAME else f"{name[: _LONGEST_NAME - 3]}..."
+
+
+def _extents(extents: tuple[int, int, int] | None) -> str:
+    return "x".join(map(str, extents)) if extents else _NONE
+
+
+def _extent(operand: Operand) -> tuple[int, bool, bool]:
+    return operand.nbytes, operand.host, operand.written
+
+
+def _operand(operand: Operand, spot: Spot | None) -> str:
+    where = "host " if operand.host else ""
+    return f"{operand.nbytes} bytes at {where}{spot or hex(operand.address)}{', written' if operand.written else ''}"
+
+
+def _word(length: int) -> int:
+    """Bytes of a number in an argument of so many bytes: one of up to 8 is a number itself."""
+    return length if length <= 8 else 4
+
+
+def _value(data: bytes) -> str:
+    number = int.from_bytes(data, "little", signed=True)
+    return str(number) if abs(number) < 1 << 31 else hex(int.from_bytes(data, "little"))

@@ -1,0 +1,147 @@
+"""An op tape as a GraphView: every op a node, with an edge from each op that touched the memory it works on."""
+
+from __future__ import annotations
+
+import bisect
+import re
+from collections.abc import Callable, Iterator
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from graphrt.capture.graph import NOTHING
+from graphrt.capture.inspect.view import Edge, GraphView, Node, NodeKind, Operand
+from graphrt.capture.tape import MadeMemory, OpTape, OpTapeLoop, TapeEntry
+from graphrt.kernels.errors import CaptureError
+
+_IDENTITY = re.compile(r" at 0x[0-9a-fA-F]+")
+"""Where Python says where an object lies, which says nothing about the step."""
+
+
+def view_of_tape(tape: OpTape) -> GraphView:
+    """The view of an op tape: an OP node per op, an ALLOC node for memory that the step made and nobody filled.
+
+    Edges say who touched the bytes before: the last op that wrote them leads to all that read or write them, and each
+    that read them since leads to the next that writes them. A tensor counts from its first byte to its last.
+
+    The tape may be closed afterwards; the view keeps nothing alive. Raises: CaptureError for a closed one.
+    """
+    if tape.output is NOTHING:
+        raise CaptureError("graph: expected an open graph, got one that was closed; record the step again")
+    flow, nodes = _Flow(), list[Node]()
+    made: dict[int, list[MadeMemory]] = {}
+    for one in tape.made:
+        made.setdefault(one.before, []).append(one)
+    for index, entry in enumerate(tape.entries):
+        nodes += [flow.add(_made_node(one)) for one in made.pop(index, ())]
+        nodes.append(flow.add(_node(entry)))
+    nodes += [flow.add(_made_node(one)) for rest in made.values() for one in rest]
+    return GraphView(tuple(nodes), tuple(flow.edges), "op-tape")
+
+
+def view_of_loop(loop: OpTapeLoop) -> GraphView:
+    """The view of a loop: one node whose body is the view of its step. Raises: CaptureError once it was closed."""
+    go_on = Operand("go_on", loop.go_on.data_ptr(), loop.go_on.nbytes)
+    body = view_of_tape(loop.step)
+    return GraphView((Node(NodeKind.CONDITIONAL, "while", operands=(go_on,), bodies=(body,)),), (), "op-tape")
+
+
+class _Flow:
+    """Who touched each byte last: disjoint stretches of memory, and the edges that follow."""
+
+    def __init__(self) -> None:
+        self.edges: list[Edge] = []
+        self._count = 0
+        # Stretch i goes from _cuts[i] to the next cut; it has its last writer (-1: none) and who has read it since.
+        self._cuts = [0]
+        self._writers = [-1]
+        self._readers: list[list[int]] = [[]]
+
+    def add(self, node: Node) -> Node:
+        """Take in the next node, and return it."""
+        index, sources = self._count, set[int]()
+        self._count += 1
+        for operand in node.operands:
+            if operand.nbytes and not operand.written:
+                self._read(operand, index, sources)
+        for operand in node.operands:
+            if operand.nbytes and operand.written:
+                self._write(operand, index, sources)
+        self.edges += [Edge(source, index) for source in sorted(sources - {-1, index})]
+        return node
+
+    def _read(self, operand: Operand, index: int, sources: set[int]) -> None:
+        for at in self._stretches(operand):
+            sources.add(self._writers[at])
+            self._readers[at].append(index)
+
+    def _write(self, operand: Operand, index: int, sources: set[int]) -> None:
+        stretches = self._stretches(operand)
+        for at in stretches:
+            sources.add(self._writers[at])
+            sources.update(self._readers[at])
+        within = slice(stretches.start, stretches.stop)
+        self._cuts[within], self._writers[within], self._readers[within] = [operand.address], [index], [[]]
+
+    def _stretches(self, operand: Operand) -> range:
+        return range(self._cut(operand.address), self._cut(operand.address + operand.nbytes))
+
+    def _cut(self, address: int) -> int:
+        at = bisect.bisect_left(self._cuts, address)
+        if at == len(self._cuts) or self._cuts[at] != address:
+            self._cuts.insert(at, address)
+            self._writers.insert(at, self._writers[at - 1])
+            self._readers.insert(at, list(self._readers[at - 1]))
+        return at
+
+
+def _made_node(made: MadeMemory) -> Node:
+    memory = _operand("memory", made.tensor, written=True)
+    return Node(NodeKind.ALLOC, str(made.func), operands=(memory,))
+
+
+def _node(entry: TapeEntry) -> Node:
+    operands, scalars = [], []
+    for name, written, value in _arguments(entry):
+        if isinstance(value, torch.Tensor):
+            operands.append(_operand(name, value, written))
+        elif isinstance(value, (list, tuple)) and any(isinstance(one, torch.Tensor) for one in value):
+            tensors = ((at, one) for at, one in enumerate(value) if one is not None)
+            operands += [_operand(f"{name}[{at}]", one, written) for at, one in tensors]
+        else:
+            scalars.append((name, _IDENTITY.sub("", repr(value))))
+    operands += [_operand("out", kept, written=True) for kept in entry.outputs if kept is not None]
+    interpreted = {"interpreted": "yes"} if entry.interpret else {}
+    return Node(
+        NodeKind.OP, str(entry.func), attributes=interpreted, operands=tuple(operands), scalars=tuple(scalars)
+    )  # fmt: skip
+
+
+def _arguments(entry: TapeEntry) -> Iterator[tuple[str, bool, Any]]:
+    """Name, whether the op writes it, and value of each argument that was given."""
+    declared = _declared(entry.func)
+    for (name, written), value in zip(declared, entry.args, strict=False):
+        yield name, written, value
+    by_name = dict(declared)
+    for name, value in entry.kwargs.items():
+        yield name, by_name[name], value
+
+
+@lru_cache(maxsize=4096)
+def _declared(func: Callable[..., Any]) -> tuple[tuple[str, bool], ...]:
+    """Name of each argument, and whether the op writes it."""
+    arguments = func._schema.arguments  # type: ignore[attr-defined]  # all ops have one
+    return tuple((a.name, a.alias_info is not None and a.alias_info.is_write) for a in arguments)
+
+
+def _operand(role: str, tensor: torch.Tensor, written: bool) -> Operand:
+    return Operand(role, tensor.data_ptr(), _span(tensor), written=written)
+
+
+def _span(tensor: torch.Tensor) -> int:
+    """Bytes from the first element to the last."""
+    if not tensor.numel():
+        return 0
+    last = sum((extent - 1) * stride for extent, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return int(last + 1) * tensor.element_size()
