@@ -20,8 +20,10 @@ class Lookup:
     view     the graph
     memory   the map
     words    of its kernels' arguments
-    regions  that hold any of them: those of the map, then those that the driver told
+    regions  those of the map, those that the graph allocates, those that the driver told
     holder   [n] int64: for each word the index in `regions`, -1 where nobody knows the address
+
+    The driver is asked about no word that is misaligned: numbers side by side make up many of those.
     """
 
     def __init__(self, view: GraphView, memory: MemoryMap, driver: Driver) -> None:
@@ -33,9 +35,12 @@ class Lookup:
             for operand in node.operands
             if node.kind is NodeKind.ALLOC
         )
-        self._told: dict[int, Region | None] = {}
+        self._asked: dict[int, Region | None] = {}
+        self.holder = memory.find_many(self.words.value)
         self.regions: list[Region] = list(memory.regions)
-        self.holder = self._hold(self.words.value)
+        self._look_further(self._made)
+        unknown = (self.holder < 0) & (self.words.aligned | self.words.exact)
+        self._look_further(MemoryMap(self._ask_all(np.unique(self.words.value[unknown]))))
 
     def find(self, address: int) -> Region | None:
         """The region that holds an address, for all that is known."""
@@ -61,22 +66,24 @@ class Lookup:
         for index in np.flatnonzero(counts).tolist():
             owners[self.regions[index].owner] += int(counts[index])
 
-    def _hold(self, values: npt.NDArray[np.uint64]) -> npt.NDArray[np.int64]:
-        """Equal words recur, as weights do: each value is looked up once, and in the order of the addresses."""
-        unique, inverse = np.unique(values, return_inverse=True)
-        holder = self.memory.find_many(unique)
+    def _look_further(self, memory: MemoryMap) -> None:
+        """Look up the words that nobody knew so far."""
+        unknown = np.flatnonzero(self.holder < 0)
+        found = memory.find_many(self.words.value[unknown])
+        self.holder[unknown] = np.where(found >= 0, found + len(self.regions), -1)
+        self.regions += memory.regions
+
+    def _ask_all(self, addresses: npt.NDArray[np.uint64]) -> Iterator[Region]:
+        """What the driver knows of ascending addresses: each range once."""
         last: Region | None = None
-        for at in np.flatnonzero(holder < 0).tolist():
-            address = int(unique[at])
-            if last is None or not last.address <= address < last.end:
-                last = self._made.find(address) or self._ask(address)
-                if last is not None:
-                    self.regions.append(last)
-            if last is not None:
-                holder[at] = len(self.regions) - 1
-        return holder[inverse.reshape(-1)]
+        for address in addresses.tolist():
+            if last is None or address >= last.end:
+                known = self._ask(address)
+                if known is not None:
+                    last = known
+                    yield known
 
     def _ask(self, address: int) -> Region | None:
-        if address not in self._told:
-            self._told[address] = self._driver.memory_at(address) if address else None
-        return self._told[address]
+        if address not in self._asked:
+            self._asked[address] = self._driver.memory_at(address) if address else None
+        return self._asked[address]

@@ -7,6 +7,7 @@ eight overlapping rows of little-endian words. Of arguments that say where their
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -44,6 +45,7 @@ class Words:
     at         [n]  where in `data` a word stands
     value      [n]  the word
     exact      [n]  whether it is an address for certain
+    aligned    [n]  whether it stands where compilers put addresses: at a multiple of WORD among a kernel's arguments
     looked_at  words that were looked at, those that cannot be addresses included
     """
 
@@ -53,6 +55,7 @@ class Words:
     at: npt.NDArray[np.int64]
     value: npt.NDArray[np.uint64]
     exact: npt.NDArray[np.bool_]
+    aligned: npt.NDArray[np.bool_]
     looked_at: int
 
     def slot_at(self, at: int) -> tuple[Slot, int]:
@@ -62,8 +65,7 @@ class Words:
 
     def values_at(self, at: npt.NDArray[np.int64]) -> npt.NDArray[np.uint64]:
         """[n]: the words that stand at [n] places of `data`."""
-        rows: npt.NDArray[np.uint8] = self.data[at[:, None] + np.arange(WORD)]
-        return rows.view("<u8").reshape(-1).astype(np.uint64, copy=False)
+        return _values_at(self.data, at)
 
 
 def scan(view: GraphView) -> Words:
@@ -72,36 +74,46 @@ def scan(view: GraphView) -> Words:
     arguments = [slot.argument for slot in slots]
     starts = np.array([0, *itertools.accumulate(len(argument.data) for argument in arguments)], np.int64)
     data = np.frombuffer(b"".join(argument.data for argument in arguments) + bytes(WORD), np.uint8)
-    open_ = np.array([argument.pointers is None for argument in arguments], np.bool_)
+    # Without a last entry an empty graph has nothing to index.
+    offsets = np.array([*(argument.offset for argument in arguments), 0], np.int64)
+    scanned = np.array([*(argument.pointers is None for argument in arguments), False], np.bool_)
 
-    lengths = np.diff(starts)
-    looked_at = int(np.maximum(lengths[open_] - (WORD - 1), 0).sum())
-    scanned = _candidates(data)
-    of = np.searchsorted(starts, scanned, side="right") - 1
-    scanned = scanned[open_[of] & (scanned + WORD <= starts[of + 1])] if slots else scanned[:0]
+    at, value = _candidates(data)
+    of = np.searchsorted(starts, at, side="right") - 1
+    within = scanned[of] & (at + WORD <= np.append(starts[1:], 0)[of])
+    at, value = at[within], value[within]
+    told = np.array(list(_told(arguments, starts.tolist())), np.int64)
+    exact = np.arange(len(at) + len(told)) >= len(at)
+    at, value = np.concatenate((at, told)), np.concatenate((value, _values_at(data, told)))
 
-    told = np.array(
-        [
-            start + offset
-            for start, argument in zip(starts.tolist(), arguments, strict=False)
-            for offset in argument.pointers or ()
-            if 0 <= offset <= len(argument.data) - WORD
-        ],
-        np.int64,
-    )
-    at = np.concatenate((scanned, told))
-    exact = np.arange(len(at)) >= len(scanned)
     order = np.argsort(at, kind="stable")
-    words = Words(slots, starts, data, at[order], np.empty(0, np.uint64), exact[order], looked_at + len(told))
-    values = words.values_at(words.at)
-    return Words(slots, starts, data, words.at, values, words.exact, words.looked_at)
+    at, value, exact = at[order], value[order], exact[order]
+    of = np.searchsorted(starts, at, side="right") - 1
+    aligned = (at - starts[of] + offsets[of]) % WORD == 0
+    looked_at = int(np.maximum(np.diff(starts)[scanned[:-1]] - (WORD - 1), 0).sum()) + len(told)
+    return Words(slots, starts, data, at, value, exact, aligned, looked_at)
 
 
-def _candidates(data: npt.NDArray[np.uint8]) -> npt.NDArray[np.int64]:
-    """Where in `data` words within LOWEST and HIGHEST begin, at any byte, in ascending order."""
-    found = []
+def _told(arguments: list[Argument], starts: list[int]) -> Iterator[int]:
+    """Where the words are that arguments call their pointers."""
+    for argument, start in zip(arguments, starts, strict=False):
+        for offset in argument.pointers or ():
+            if 0 <= offset <= len(argument.data) - WORD:
+                yield start + offset
+
+
+def _candidates(data: npt.NDArray[np.uint8]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.uint64]]:
+    """Where in `data` words from LOWEST to HIGHEST begin, at any byte, and the words; by byte within a word first."""
+    places, values = [], []
     for first in range(WORD):
         words = np.frombuffer(data, "<u8", (len(data) - first) // WORD, first)
         # One comparison: what is less than LOWEST wraps around and is large.
-        found.append(np.flatnonzero(words - np.uint64(LOWEST) <= np.uint64(HIGHEST - LOWEST)) * WORD + first)
-    return np.sort(np.concatenate(found)).astype(np.int64, copy=False)
+        found = np.flatnonzero(words - np.uint64(LOWEST) <= np.uint64(HIGHEST - LOWEST))
+        places.append(found * WORD + first)
+        values.append(words[found])
+    return np.concatenate(places).astype(np.int64, copy=False), np.concatenate(values).astype(np.uint64, copy=False)
+
+
+def _values_at(data: npt.NDArray[np.uint8], at: npt.NDArray[np.int64]) -> npt.NDArray[np.uint64]:
+    rows: npt.NDArray[np.uint8] = data[at[:, None] + np.arange(WORD)]
+    return rows.view("<u8").reshape(-1).astype(np.uint64, copy=False)
