@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from graphrt.capture.descriptor import BatchDescriptor
 from graphrt.capture.graph import NOTHING, CapturedGraph, GraphReport, StepFunction, check_loop, ordinary
@@ -27,8 +27,11 @@ from graphrt.kernels.library import composite_impl, cpu_runs_triton, interpreted
 
 _HOST_READS = frozenset({"item", "tolist", "numpy", "__bool__", "__int__", "__float__", "__index__", "__array__"})
 _UNWRITTEN_FACTORIES = frozenset(
-    {"aten::empty", "aten::empty_strided", "aten::empty_like", "aten::new_empty", "aten::new_empty_strided"}
-)
+    {
+        "aten::empty", "aten::empty_strided", "aten::empty_like", "aten::new_empty", "aten::new_empty_strided",
+        "aten::lift_fresh",  # torch.tensor: its values were written before any op could be seen
+    }
+)  # fmt: skip
 MAX_RUNS = 1 << 20
 """Runs after which a loop on a CPU gives up. On CUDA nothing would end it."""
 
@@ -211,6 +214,7 @@ class _TapeWriter(TorchDispatchMode):
             None if t.untyped_storage().data_ptr() in inputs else t.detach() for t in _tensors(result)
         )  # fmt: skip
         if func._schema.is_mutable or any(t is not None for t in kept):
+            args, kwargs = _aliases((args, kwargs))
             self.entries.append(TapeEntry(func, args, kwargs, kept, cpu_runs_triton()))
         return result
 
@@ -252,6 +256,13 @@ def _reads_host(func: Any, args: Any, kwargs: Any) -> bool:
     # Indexing is tagged because of masks; with integer indices its shape is known and CUDA can capture it.
     masks = any(t.dtype in (torch.bool, torch.uint8) for t in _tensors((args[1:], kwargs)))
     return bool(func._schema.name != "aten::index" or masks)
+
+
+def _aliases(tree: Any) -> Any:
+    """The same arguments with tensors of the tape's own on the same memory: as a graph does, a launch goes on using
+    the memory and the shapes of the capture, whatever the caller gives its tensors later."""
+    made: dict[int, torch.Tensor] = {}
+    return tree_map_only(torch.Tensor, lambda tensor: made.setdefault(id(tensor), tensor.detach()), tree)
 
 
 def _tensors(tree: Any) -> list[torch.Tensor]:

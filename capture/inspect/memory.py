@@ -1,16 +1,21 @@
 """The memory that a graph may work on, by address: who owns each piece.
 
-memory = MemoryMap([Region("x", Owner.STATIC, x.data_ptr(), x.nbytes), ...])
-memory.find(0x7f0000001000)          # the region that holds this byte, or None
+    memory = MemoryMap([Region("x", Owner.STATIC, x.data_ptr(), x.nbytes), ...])
+    memory.find(0x7f0000001000)          # the region that holds this byte, or None
+
+`memory_of` of pool.py makes the map of a process: named tensors, the pool of a graph, torch's allocator.
 """
 
 from __future__ import annotations
 
 import bisect
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
+
+import numpy as np
+import numpy.typing as npt
 
 
 class Owner(str, Enum):
@@ -63,13 +68,32 @@ class MemoryMap:
         # Cut where any region begins or ends: between two cuts one region holds every byte, the first that was given.
         self.regions = tuple(region for region in regions if region.nbytes)
         self._cuts: list[int] = []
-        self._owners: list[Region | None] = []
+        self._holders: list[
+            int
+        ] = []  # index in `regions` of who holds the bytes from a cut on; -1 where no region does
         self._sweep()
+        self._cut_array = np.array(self._cuts, np.uint64)
+        self._holder_array = np.array([-1, *self._holders], np.int64)  # from before the first cut
 
     def find(self, address: int) -> Region | None:
         """The region that holds the byte at an address; None where no region does."""
-        at = bisect.bisect_right(self._cuts, address) - 1
-        return self._owners[at] if at >= 0 else None
+        return self._held(bisect.bisect_right(self._cuts, address) - 1)
+
+    def find_many(self, addresses: npt.NDArray[np.uint64]) -> npt.NDArray[np.int64]:
+        """For each address the index in `regions` of what `find` gives; -1 where no region holds it."""
+        return self._holder_array[np.searchsorted(self._cut_array, addresses, side="right")]
+
+    def stretches(self, address: int, nbytes: int) -> Iterator[tuple[int, Region | None]]:
+        """The bytes from an address on, cut where another region begins to hold them: first address, and region."""
+        at, end = bisect.bisect_right(self._cuts, address) - 1, address + nbytes
+        while address < end:
+            yield address, self._held(at)
+            at += 1
+            address = self._cuts[at] if at < len(self._cuts) else end
+
+    def before(self, address: int) -> Region | None:
+        """The region that holds the last byte before the stretch around an address; None where no region does."""
+        return self._held(bisect.bisect_right(self._cuts, address) - 2)
 
     def to_json(self) -> list[dict[str, Any]]:
         """The regions as values that `json.dumps` takes, by address."""
@@ -86,6 +110,10 @@ class MemoryMap:
             for v in values
         )
 
+    def _held(self, at: int) -> Region | None:
+        holder = self._holders[at] if at >= 0 else -1
+        return self.regions[holder] if holder >= 0 else None
+
     def _sweep(self) -> None:
         events: dict[int, tuple[list[int], list[int]]] = {}
         for index, region in enumerate(self.regions):
@@ -99,4 +127,4 @@ class MemoryMap:
             for index in ends:
                 del open_[bisect.bisect_left(open_, index)]
             self._cuts.append(address)
-            self._owners.append(self.regions[open_[0]] if open_ else None)
+            self._holders.append(open_[0] if open_ else -1)

@@ -1,0 +1,191 @@
+"""Builds the memory map of a process: what the caller names, the pool of a graph, all other memory of torch.
+
+    memory = memory_of(static={"x": x}, weights=model, cache={"k": cache.k, "v": cache.v}, pool=graph)
+
+What is named comes first, so the rest of torch's allocator shows only where nobody named the bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+from graphrt.capture.inspect.memory import MemoryMap, Owner, Region
+from graphrt.capture.tape import OpTape, OpTapeLoop
+from graphrt.kernels.checks import shown
+from graphrt.kernels.errors import ConfigError
+
+Named = torch.nn.Module | Mapping[str, Any] | Iterable[tuple[str, Any]]
+"""Tensors by name: a mapping or pairs, of tensors or of lists of tensors; or a module, for its parameters, buffers."""
+
+PoolId = tuple[int, int]
+
+
+def memory_of(
+    *,
+    static: Named = (),
+    weights: Named = (),
+    cache: Named = (),
+    library: Named = (),
+    pool: Any = None,
+    snapshot: Sequence[Mapping[str, Any]] | None = None,
+) -> MemoryMap:
+    """Who owns which memory, as it is now.
+
+    static    buffers that the graph is to read and write. Those in pinned memory get the owner HOST
+    weights   parameters and buffers of models
+    cache     keys and values
+    library   memory that libraries keep for themselves, such as workspaces
+    pool      of the graph: a torch.cuda.CUDAGraph, a torch.cuda.MemPool, the id of a pool, the op tape that stands for
+              a graph on a CPU or a loop of one; or a list of those
+    snapshot  rows of `torch.cuda.memory_snapshot()`; None: those of this moment, where CUDA is in use
+
+    A static buffer is the bytes from its first element to its last: a graph that was given a view has no business
+    beyond it, though the storage may go on. Weights and caches are their whole storages, each once: models fuse them,
+    tie them and cut views from them, and what the caller promises is that the storage stays.
+
+    **Call it right after the capture.** Later, freed memory may have gone back to the driver, and an address in it
+    looks like any other number.
+
+    Synchronises nothing and changes nothing; not for use during a capture. Raises: ConfigError for what holds no named
+    tensors, and for a pool that is none.
+    """
+    regions = [
+        _span(name, tensor, Owner.HOST if tensor.is_pinned() else Owner.STATIC)
+        for name, tensor in _named("static", static)
+    ]
+    for argument, owner, values in (
+        ("weights", Owner.WEIGHT, weights), ("cache", Owner.CACHE, cache), ("library", Owner.LIBRARY, library)
+    ):  # fmt: skip
+        storages: dict[int, Region] = {}
+        for name, tensor in _named(argument, values):
+            storages.setdefault(tensor.untyped_storage().data_ptr(), _storage(name, tensor, owner))
+        regions += storages.values()
+    tapes, ids = _pools(pool)
+    for tape in tapes:
+        regions += _tape_regions(tape)
+    if snapshot is None:
+        in_use = torch.cuda.is_available() and torch.cuda.is_initialized()
+        snapshot = torch.cuda.memory_snapshot(include_traces=False) if in_use else ()
+    return MemoryMap((*regions, *snapshot_regions(snapshot, ids)))
+
+
+def snapshot_regions(rows: Iterable[Mapping[str, Any]], pools: Iterable[PoolId]) -> Iterator[Region]:
+    """A region for each block of torch's allocator: POOL where its segment is of one of `pools`, else ALLOCATOR.
+
+    rows   of `torch.cuda.memory_snapshot()`. A block whose state is "active_pending_free" is in use by another stream
+           and owned by nobody: it is not live
+
+    The name says who allocated it where torch was told to remember: torch.cuda.memory._record_memory_history().
+    """
+    own = {tuple(pool) for pool in pools}
+    for segment in rows:
+        inside = tuple(segment["segment_pool_id"]) in own
+        address = int(segment["address"])
+        for block in segment["blocks"]:
+            nbytes, live = int(block["size"]), block["state"] == "active_allocated"
+            name = "pool of the graph" if inside else f"{'block' if live else 'freed block'} of torch's allocator"
+            owner = Owner.POOL if inside else Owner.ALLOCATOR
+            yield Region(name + _made_at(block), owner, address, nbytes, live)
+            address += nbytes
+
+
+def _made_at(block: Mapping[str, Any]) -> str:
+    """Where a block was allocated: the innermost line that is not of torch."""
+    frames = [f for f in block.get("frames", ()) if str(f["filename"]).endswith(".py")]
+    frame = next((f for f in frames if "/torch/" not in str(f["filename"])), None)
+    return f", made at {frame['filename']}:{frame['line']} in {frame['name']}" if frame else ""
+
+
+def _tape_regions(tape: OpTape) -> Iterator[Region]:
+    """Memory that a tape works on: POOL is what it made, ALLOCATOR what was there before.
+
+    The tape keeps all of it alive, which a CUDA graph does not. So memory that was there before is live only if
+    somebody else holds its storage too: the tape works through tensors of its own, which can be counted.
+    """
+    made = {
+        tensor.untyped_storage().data_ptr()
+        for tensor in (*(t for e in tape.entries for t in e.outputs if t is not None), *(m.tensor for m in tape.made))
+    }
+    held: dict[int, dict[int, torch.Tensor]] = {}
+    for entry in tape.entries:
+        for leaf in tree_leaves((entry.args, entry.kwargs, list(entry.outputs))):
+            if isinstance(leaf, torch.Tensor):
+                held.setdefault(leaf.untyped_storage().data_ptr(), {})[id(leaf)] = leaf
+    for made_one in tape.made:
+        held.setdefault(made_one.tensor.untyped_storage().data_ptr(), {})[id(made_one.tensor)] = made_one.tensor
+    for address, tensors in held.items():
+        tensor = next(iter(tensors.values()))
+        if address in made:
+            yield _storage("pool of the graph", tensor, Owner.POOL)
+            continue
+        live = _holders(tensor) > len(tensors)
+        name = "memory from outside of the capture" if live else "memory that only the graph still holds"
+        yield _storage(name, tensor, Owner.ALLOCATOR, live)
+
+
+def _holders(tensor: torch.Tensor) -> int:
+    """How many tensors hold a tensor's storage."""
+    storage = tensor.untyped_storage()  # holds it too while it is looked at
+    return int(torch._C._storage_Use_Count(storage._cdata)) - 1
+
+
+def _named(argument: str, values: Named) -> Iterator[tuple[str, torch.Tensor]]:
+    pairs: Iterable[Any]
+    if isinstance(values, torch.nn.Module):
+        pairs = (*values.named_parameters(), *values.named_buffers())
+    else:
+        pairs = values.items() if isinstance(values, Mapping) else values
+    for pair in pairs:
+        if not (isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[0], str)):
+            raise ConfigError(f"{argument}: expected tensors by name, got {shown(pair)}; pass a dict or a module")
+        name, value = pair
+        single = isinstance(value, torch.Tensor)
+        for at, tensor in enumerate((value,) if single else value if isinstance(value, (list, tuple)) else (value,)):
+            label = name if single else f"{name}.{at}"
+            if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.strided or tensor.is_meta:
+                raise ConfigError(
+                    f"{argument}: expected dense tensors, got {shown(type(tensor))} as {label!r}; pass the tensors "
+                    "whose memory the graph works on"
+                )
+            yield label, tensor
+
+
+def _span(name: str, tensor: torch.Tensor, owner: Owner) -> Region:
+    last = sum((extent - 1) * stride for extent, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return Region(name, owner, tensor.data_ptr(), (last + 1) * tensor.element_size() if tensor.numel() else 0)
+
+
+def _storage(name: str, tensor: torch.Tensor, owner: Owner, live: bool = True) -> Region:
+    storage = tensor.untyped_storage()
+    return Region(name, owner, storage.data_ptr(), storage.nbytes(), live)
+
+
+def _pools(pool: Any) -> tuple[list[OpTape], list[PoolId]]:
+    """The tapes and the ids of pools that are meant."""
+    if pool is None:
+        return [], []
+    if isinstance(pool, OpTapeLoop):
+        return [pool.step], []
+    if isinstance(pool, OpTape):
+        return [pool], []
+    if isinstance(pool, torch.cuda.MemPool):
+        return [], [_pool_id(pool.id)]
+    if callable(method := getattr(pool, "pool", None)):
+        return [], [_pool_id(method())]
+    if isinstance(pool, tuple) and len(pool) == 2 and all(isinstance(number, int) for number in pool):
+        return [], [_pool_id(pool)]
+    if isinstance(pool, (list, tuple)):
+        found = [_pools(one) for one in pool]
+        return [tape for tapes, _ in found for tape in tapes], [one for _, ids in found for one in ids]
+    raise ConfigError(f"pool: expected a graph, a pool or its id, got {shown(pool)}; pass what was captured")
+
+
+def _pool_id(value: Any) -> PoolId:
+    first, second = map(int, value)
+    if (first, second) == (0, 0):
+        raise ConfigError("pool: expected the pool of a graph, got torch's common one; capture into a pool of its own")
+    return first, second

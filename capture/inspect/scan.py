@@ -1,0 +1,119 @@
+"""The words of a graph's kernel arguments that may be addresses, found at every byte offset of all arguments at once.
+
+Structs that are passed by value hold pointers anywhere, and misaligned in packed ones. So each argument is read as
+eight overlapping rows of little-endian words. Of arguments that say where their pointers are, just those are taken.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from graphrt.capture.inspect.view import Argument, GraphView, Node, Place
+
+WORD = 8
+"""Bytes of an address."""
+
+LOWEST, HIGHEST = 1 << 32, (1 << 48) - 1
+"""A word outside is no address of a device: most words are small integers, floats and strides."""
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """An argument of a kernel: the node's place, the node, and the argument's index."""
+
+    place: Place
+    node: Node
+    index: int
+
+    @property
+    def argument(self) -> Argument:
+        return self.node.arguments[self.index]
+
+
+@dataclass(frozen=True, slots=True)
+class Words:
+    """The words that may be addresses, as parallel arrays in the order of the arguments.
+
+    slots      every argument of every kernel
+    starts     where each argument's bytes begin in `data`, and where the last one's end
+    data       the bytes of all arguments, and WORD zeros
+    at         [n]  where in `data` a word stands
+    value      [n]  the word
+    exact      [n]  whether it is an address for certain
+    aligned    [n]  whether it stands where compilers put addresses: at a multiple of WORD among a kernel's arguments
+    looked_at  words that were looked at, those that cannot be addresses included
+    """
+
+    slots: tuple[Slot, ...]
+    starts: npt.NDArray[np.int64]
+    data: npt.NDArray[np.uint8]
+    at: npt.NDArray[np.int64]
+    value: npt.NDArray[np.uint64]
+    exact: npt.NDArray[np.bool_]
+    aligned: npt.NDArray[np.bool_]
+    looked_at: int
+
+    def slot_at(self, at: int) -> tuple[Slot, int]:
+        """The argument that holds a byte of `data`, and the byte's offset in it."""
+        index = int(np.searchsorted(self.starts, at, side="right")) - 1
+        return self.slots[index], int(at - self.starts[index])
+
+    def values_at(self, at: npt.NDArray[np.int64]) -> npt.NDArray[np.uint64]:
+        """[n]: the words that stand at [n] places of `data`."""
+        return _values_at(self.data, at)
+
+
+def scan(view: GraphView) -> Words:
+    """The words of all kernel arguments of a graph, bodies included. Arguments shorter than a word hold none."""
+    slots = tuple(Slot(place, node, i) for place, node in view.walk() for i in range(len(node.arguments)))
+    arguments = [slot.argument for slot in slots]
+    starts = np.array([0, *itertools.accumulate(len(argument.data) for argument in arguments)], np.int64)
+    data = np.frombuffer(b"".join(argument.data for argument in arguments) + bytes(WORD), np.uint8)
+    # Without a last entry an empty graph has nothing to index.
+    offsets = np.array([*(argument.offset for argument in arguments), 0], np.int64)
+    scanned = np.array([*(argument.pointers is None for argument in arguments), False], np.bool_)
+
+    at, value = _candidates(data)
+    of = np.searchsorted(starts, at, side="right") - 1
+    within = scanned[of] & (at + WORD <= np.append(starts[1:], 0)[of])
+    at, value = at[within], value[within]
+    told = np.array(list(_told(arguments, starts.tolist())), np.int64)
+    exact = np.arange(len(at) + len(told)) >= len(at)
+    at, value = np.concatenate((at, told)), np.concatenate((value, _values_at(data, told)))
+
+    order = np.argsort(at, kind="stable")
+    at, value, exact = at[order], value[order], exact[order]
+    of = np.searchsorted(starts, at, side="right") - 1
+    aligned = (at - starts[of] + offsets[of]) % WORD == 0
+    looked_at = int(np.maximum(np.diff(starts)[scanned[:-1]] - (WORD - 1), 0).sum()) + len(told)
+    return Words(slots, starts, data, at, value, exact, aligned, looked_at)
+
+
+def _told(arguments: list[Argument], starts: list[int]) -> Iterator[int]:
+    """Where the words are that arguments call their pointers."""
+    for argument, start in zip(arguments, starts, strict=False):
+        for offset in argument.pointers or ():
+            if 0 <= offset <= len(argument.data) - WORD:
+                yield start + offset
+
+
+def _candidates(data: npt.NDArray[np.uint8]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.uint64]]:
+    """Where in `data` words from LOWEST to HIGHEST begin, at any byte, and the words; by byte within a word first."""
+    places, values = [], []
+    for first in range(WORD):
+        words = np.frombuffer(data, "<u8", (len(data) - first) // WORD, first)
+        # One comparison: what is less than LOWEST wraps around and is large.
+        found = np.flatnonzero(words - np.uint64(LOWEST) <= np.uint64(HIGHEST - LOWEST))
+        places.append(found * WORD + first)
+        values.append(words[found])
+    return np.concatenate(places).astype(np.int64, copy=False), np.concatenate(values).astype(np.uint64, copy=False)
+
+
+def _values_at(data: npt.NDArray[np.uint8], at: npt.NDArray[np.int64]) -> npt.NDArray[np.uint64]:
+    rows: npt.NDArray[np.uint8] = data[at[:, None] + np.arange(WORD)]
+    return rows.view("<u8").reshape(-1).astype(np.uint64, copy=False)

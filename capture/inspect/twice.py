@@ -1,0 +1,165 @@
+"""Two captures of one step, compared: which words are addresses for certain, and what the step keeps or bakes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import numpy as np
+import numpy.typing as npt
+
+from graphrt.capture.inspect.findings import Finding, FindingKind
+from graphrt.capture.inspect.lookup import Lookup
+from graphrt.capture.inspect.memory import Owner, Region
+from graphrt.capture.inspect.scan import WORD
+from graphrt.capture.inspect.trouble import Trouble, registered, where_in
+from graphrt.capture.inspect.view import Node, Place
+from graphrt.kernels.errors import ConfigError
+
+
+def compare(first: Lookup, second: Lookup, troubles: list[Trouble]) -> list[Finding]:
+    """The findings about the second capture. `troubles`: those of its addresses, looked at by themselves.
+
+    Raises: ConfigError where both captures share a pool.
+    """
+    _check_pools(first, second)
+    if (difference := _first_difference(first, second)) is not None:
+        return [difference, *(_hidden_or_same(first, trouble.finding) for trouble in troubles)]
+    judged = (_judged(first, second, trouble) for trouble in troubles)
+    return [finding for finding in judged if finding is not None] + [
+        *_moved_words(first, second), *_moved_operands(first, second), *_changed_scalars(first, second)
+    ]  # fmt: skip
+
+
+def _check_pools(first: Lookup, second: Lookup) -> None:
+    starts = np.array([r.address for r in second.memory.regions if r.owner is Owner.POOL], np.uint64)
+    shared = [at for at in first.memory.find_many(starts).tolist() if at >= 0 and _in_pool(first.memory.regions[at])]
+    if shared:
+        raise ConfigError(
+            "capture: expected a pool of its own at each call, got one pool for both; make a graph per call and leave "
+            "pool= out"
+        )
+
+
+def _in_pool(region: Region | None) -> bool:
+    return region is not None and region.owner is Owner.POOL
+
+
+def _shape(node: Node) -> tuple[object, ...]:
+    lengths = tuple(len(argument.data) for argument in node.arguments)
+    return node.kind, node.name, node.grid, node.block, node.shared_bytes, lengths, len(node.operands)
+
+
+def _first_difference(first: Lookup, second: Lookup) -> Finding | None:
+    """Where the captures stop being one step."""
+    ours, theirs = list(second.view.walk()), list(first.view.walk())
+    for (place, node), (_, other) in zip(ours, theirs, strict=False):
+        if _shape(node) != _shape(other):
+            launch = "" if node.grid == other.grid else f" with grid {other.grid} and then {node.grid}"
+            return _changed(
+                place, node, "", 0,
+                f"expected one step, got {other.name!r} in the first capture and {node.name!r} in the second{launch}; "
+                "something is computed once and kept, or a number of the host is in the launch",
+            )  # fmt: skip
+    if len(ours) == len(theirs):
+        return None
+    longer = ours if len(ours) > len(theirs) else theirs
+    place, node = longer[min(len(ours), len(theirs))]
+    return _changed(
+        place if longer is ours else (), node, "", 0,
+        f"expected one step, got {len(theirs)} nodes in the first capture and {len(ours)} in the second; "
+        f"{node.name!r} is in one only: what is computed once and kept is missing in later captures",
+    )  # fmt: skip
+
+
+def _hidden_or_same(first: Lookup, finding: Finding) -> Finding:
+    """The finding, as hidden state where the address is in the first capture's pool."""
+    if not _in_pool(first.memory.find(finding.address)):
+        return finding
+    text = (
+        "expected memory of this capture's pool, got memory that an earlier capture of the step made; the step keeps "
+        "a tensor between captures: make it before the first and register it, or make it anew"
+    )
+    return replace(finding, text=text, kind=FindingKind.HIDDEN_STATE)
+
+
+def _judged(first: Lookup, second: Lookup, trouble: Trouble) -> Finding | None:
+    """The finding by both captures; None for a stale word that was taken for an address."""
+    finding = _hidden_or_same(first, trouble.finding)
+    if finding.certain:
+        return finding
+    earlier = int(first.words.values_at(np.array([trouble.at]))[0])
+    region = first.find(earlier)
+    if region is None:
+        return None  # an address stands where the other capture has one
+    agree = earlier == finding.address or region.owner in (Owner.ALLOCATOR, Owner.HOST)
+    return replace(finding, certain=agree)
+
+
+def _moved_words(first: Lookup, second: Lookup) -> Iterator[Finding]:
+    """Words that point to registered memory in both captures, but not to the same byte."""
+    words = second.words
+    if not len(words.at):
+        return
+    named = np.array([registered(region) for region in second.regions] + [False], np.bool_)
+    earlier: npt.NDArray[np.uint64] = first.words.values_at(words.at)
+    for index in np.flatnonzero(named[second.holder] & (earlier != words.value)).tolist():
+        before, now = first.find(int(earlier[index])), second.regions[int(second.holder[index])]
+        if before is not None and registered(before):
+            slot, offset = words.slot_at(int(words.at[index]))
+            address = int(words.value[index])
+            yield _moved(slot.place, slot.node, where_in(slot, offset), address, int(earlier[index]), before, now)
+
+
+def _moved_operands(first: Lookup, second: Lookup) -> Iterator[Finding]:
+    for (place, node), (_, other) in zip(second.view.walk(), first.view.walk(), strict=True):
+        for operand, old in zip(node.operands, other.operands, strict=True):
+            if operand.address == old.address or not operand.nbytes:
+                continue
+            before, now = first.find(old.address), second.find(operand.address)
+            if before is not None and now is not None and registered(before) and registered(now):
+                yield _moved(place, node, f"operand {operand.role}", operand.address, old.address, before, now)
+
+
+def _moved(
+    place: Place, node: Node, where: str, address: int, earlier: int, before: Region, now: Region
+) -> Finding:  # fmt: skip
+    text = (
+        f"expected one address in every capture, got byte {earlier - before.address} of {before.name!r}, then byte "
+        f"{address - now.address} of {now.name!r}; a graph goes on with that of its capture: choose on the device"
+    )
+    return Finding(place, node.name, where, address, now.owner, now.name, text, FindingKind.CHANGED)
+
+
+def _changed_scalars(first: Lookup, second: Lookup) -> Iterator[Finding]:
+    """Numbers that differ, of arguments that say which words are addresses, and of ops."""
+    advice = "a graph goes on with the number of its capture: keep it in a tensor"
+    for (place, node), (_, other) in zip(second.view.walk(), first.view.walk(), strict=True):
+        for index, (argument, old) in enumerate(zip(node.arguments, other.arguments, strict=True)):
+            if argument.pointers is None or argument.data == old.data:
+                continue
+            now, before = _numbers(argument.data, argument.pointers), _numbers(old.data, argument.pointers)
+            if now != before:
+                name = f"argument {index} {argument.name!r}" if argument.name else f"argument {index}"
+                yield _changed(
+                    place, node, name, 0,
+                    f"expected one number in every capture, got bytes {before.hex()} and then {now.hex()}; {advice}",
+                )  # fmt: skip
+        for (name, value), (_, old_value) in zip(node.scalars, other.scalars, strict=False):
+            if value != old_value:
+                yield _changed(
+                    place, node, f"argument {name!r}", 0,
+                    f"expected one number in every capture, got {old_value} and then {value}; {advice}",
+                )  # fmt: skip
+
+
+def _numbers(data: bytes, pointers: tuple[int, ...]) -> bytes:
+    """The bytes that are no addresses."""
+    left = bytearray(data)
+    for offset in pointers:
+        left[offset : offset + WORD] = bytes(WORD)
+    return bytes(left)
+
+
+def _changed(place: Place, node: Node, where: str, address: int, text: str) -> Finding:
+    return Finding(place, node.name, where, address, None, "", text, FindingKind.CHANGED)

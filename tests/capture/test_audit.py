@@ -1,0 +1,368 @@
+"""The audit of made-up graphs, where every expectation is a closed form."""
+
+from __future__ import annotations
+
+import struct
+import time
+
+import numpy as np
+import pytest
+
+from graphrt.capture.inspect.audit import Allowed, FindingKind, audit
+from graphrt.capture.inspect.memory import MemoryMap, Owner, Region
+from graphrt.capture.inspect.scan import HIGHEST, LOWEST, scan
+from graphrt.capture.inspect.view import Argument, Edge, GraphView, Node, NodeKind, Operand
+from graphrt.kernels.errors import CaptureError, ConfigError
+from tests.capture.audit_examples import (
+    BASE,
+    GONE,
+    IDLE,
+    LEAK,
+    POOL,
+    REGIONS,
+    STAGING,
+    WEIGHT,
+    FakeDriver,
+    X,
+    copy,
+    dst,
+    graph,
+    kernel,
+    op,
+    realistic,
+    src,
+    words,
+)
+
+MEMORY = MemoryMap(REGIONS)
+LIBRARY = Region("workspace", Owner.LIBRARY, BASE + 0x10_0000_0000, 1 << 20)
+PINNED = Region("pinned memory", Owner.HOST, BASE + 0x20_0000_0000, 4096)
+NOWHERE = BASE + 0x30_0000_0000
+DRIVER = FakeDriver(LIBRARY, PINNED)
+
+
+def run(*nodes: Node, memory: MemoryMap = MEMORY, edges: tuple[Edge, ...] = (), **options):
+    return audit(graph(*nodes, edges=edges), memory, **({"driver": DRIVER} | options))
+
+
+def kinds(report) -> list[FindingKind]:
+    return [finding.kind for finding in report.findings]
+
+
+# -- the scan
+
+
+@pytest.mark.parametrize("length", [8, 9, 64, 333])
+def test_a_pointer_is_seen_at_every_byte(length: int) -> None:
+    for offset in range(length - 7):
+        blob = bytearray(length)
+        blob[offset : offset + 8] = words(LEAK.address + 5)
+        (finding,) = run(kernel(bytes(3), bytes(blob))).findings
+        assert (finding.where, finding.address) == (f"argument 1, byte {offset}", LEAK.address + 5)
+        assert (finding.kind, finding.owner, finding.certain) == (FindingKind.FOREIGN, Owner.ALLOCATOR, False)
+
+
+def test_a_word_does_not_reach_from_one_argument_into_the_next() -> None:
+    blob = words(LEAK.address)
+    for cut in range(1, 8):
+        assert run(kernel(blob[:cut], blob[cut:])).ok
+        assert run(kernel(blob[:cut], blob[cut:]), kernel(blob[:cut]), kernel(blob[cut:])).ok
+
+
+def test_the_scan_agrees_with_a_reading_of_every_offset() -> None:
+    rng = np.random.default_rng(3)
+    blobs = [rng.integers(0, 256, rng.integers(0, 40), dtype=np.uint8) for _ in range(60)]
+    for blob in blobs:
+        blob[rng.random(len(blob)) < 0.5] = 0
+    view = graph(*(kernel(*(blob.tobytes() for blob in blobs[i : i + 3])) for i in range(0, 60, 3)))
+    expected = [
+        (place, index, offset, word)
+        for place, node in view.walk()
+        for index, argument in enumerate(node.arguments)
+        for offset in range(len(argument.data) - 7)
+        if LOWEST <= (word := struct.unpack_from("<Q", argument.data, offset)[0]) <= HIGHEST
+    ]
+    found = scan(view)
+    slots = [found.slot_at(int(at)) for at in found.at]
+    values = found.value.tolist()
+    assert [(s.place, s.index, o, v) for (s, o), v in zip(slots, values, strict=True)] == expected
+    assert len(expected) > 20
+    assert found.looked_at == sum(max(len(blob) - 7, 0) for blob in blobs)
+
+
+def test_numbers_are_no_findings() -> None:
+    numbers = struct.pack("<6d", 1.0, -1.0, 0.1, float("nan"), float("inf"), 1e-300)
+    sizes = struct.pack("<8i", 4096, 128, 0, 1, -1, 2**31 - 1, 32530, 7)
+    shapes = words(0x20_0000_0020, 0xFFFF_FFC0_0000_0000, 0xFFFFFFC0000000, 1 << 47, 2**64 - 1)  # of cuBLASLt
+    report = run(kernel(numbers, sizes, shapes, words(NOWHERE)))
+    assert report.ok
+    assert sum(report.counts.values()) == 0
+
+
+def test_owners_that_stay() -> None:
+    stays = (X, WEIGHT, POOL, IDLE, LIBRARY)
+    report = run(kernel(*(words(r.address, r.end - 1) for r in stays)))
+    assert report.ok
+    counted = {owner: count for owner, count in report.counts.items() if count}
+    assert counted == {Owner.STATIC: 2, Owner.WEIGHT: 2, Owner.POOL: 4, Owner.LIBRARY: 2}
+
+
+@pytest.mark.parametrize(
+    ("address", "kind", "owner", "region"),
+    [
+        (LEAK.address, FindingKind.FOREIGN, Owner.ALLOCATOR, LEAK.name),
+        (LEAK.end - 1, FindingKind.FOREIGN, Owner.ALLOCATOR, LEAK.name),
+        (GONE.address, FindingKind.FREED, Owner.ALLOCATOR, GONE.name),
+        (STAGING.address + 8, FindingKind.HOST_MEMORY, Owner.HOST, "staging"),
+        (PINNED.address, FindingKind.HOST_MEMORY, Owner.HOST, "pinned memory"),
+    ],
+)
+def test_owners_that_do_not_stay(address: int, kind: FindingKind, owner: Owner, region: str) -> None:
+    (finding,) = run(kernel(words(X.address, address))).findings
+    assert (finding.kind, finding.owner, finding.region, finding.address) == (kind, owner, region, address)
+    assert (finding.place, finding.node, finding.where) == ((0,), "kernel", "argument 0, byte 8")
+    assert not finding.certain
+    (exact,) = run(kernel(words(X.address, address), pointers=[(0, 8)])).findings
+    assert exact.certain
+    assert exact.text == finding.text
+
+
+# -- arguments that say where their pointers are
+
+
+def test_only_told_words_are_taken() -> None:
+    blob = words(LEAK.address, X.address, 0)
+    assert run(kernel(blob, pointers=[(8, 16)])).ok, "the first word is a number, and null points nowhere"
+    assert run(kernel(blob, pointers=[()])).ok
+    (finding,) = run(kernel(blob, pointers=[(0,)])).findings
+    assert finding.certain
+
+
+@pytest.mark.parametrize("address", [NOWHERE, 5, LOWEST - 1, HIGHEST + 1, 2**64 - 1])
+def test_a_told_word_of_no_memory_is_a_finding(address: int) -> None:
+    (finding,) = run(kernel(words(address), pointers=[(0,)])).findings
+    assert (finding.kind, finding.owner, finding.region) == (FindingKind.UNMAPPED, None, "")
+    assert finding.address == address
+    assert finding.certain
+
+
+def test_a_named_argument_is_named() -> None:
+    node = Node(NodeKind.KERNEL, "k", arguments=(Argument(0, words(LEAK.address), "x_ptr", (0,)),))
+    (finding,) = run(node).findings
+    assert finding.where == "argument 0 'x_ptr', byte 0"
+
+
+# -- operands
+
+
+@pytest.mark.parametrize("nbytes", [1, 4096])
+def test_an_operand_within_a_buffer(nbytes: int) -> None:
+    report = run(copy(src(X.address, nbytes), dst(POOL.address, nbytes)))
+    assert report.ok
+    assert (report.counts[Owner.STATIC], report.counts[Owner.POOL]) == (1, 1)
+
+
+def test_one_byte_beyond_a_buffer_is_a_finding() -> None:
+    assert run(copy(src(X.address, X.nbytes), dst(POOL.address))).ok
+    (finding,) = run(copy(src(X.address, X.nbytes + 1), dst(POOL.address))).findings
+    assert (finding.kind, finding.address, finding.where) == (FindingKind.OVERRUN, X.end, "operand src")
+    assert "got byte 4096 of its 4096" in finding.text
+    assert finding.certain
+
+
+def test_one_byte_beyond_a_view_in_a_larger_block() -> None:
+    memory = MemoryMap([X, Region("block", Owner.ALLOCATOR, X.address, 8192)])
+    (by_pointer,) = run(kernel(words(X.end)), memory=memory).findings
+    (by_operand,) = run(copy(src(X.address, X.nbytes + 1), dst(X.address)), memory=memory).findings
+    for finding in (by_pointer, by_operand):
+        assert (finding.kind, finding.address) == (FindingKind.OVERRUN, X.end)
+        assert "'x'" in finding.text
+    (other,) = run(kernel(words(X.end)), memory=MemoryMap([X, Region("next", Owner.ALLOCATOR, X.end, 8192)])).findings
+    assert other.kind is FindingKind.FOREIGN, "an allocation of its own, which begins where x ends"
+
+
+def test_an_operand_over_several_blocks() -> None:
+    assert run(op(dst(POOL.end - 100, 200))).ok, "the pool was cut into blocks after the operand's had been freed"
+    adjacent = MemoryMap([X, Region("y", Owner.STATIC, X.end, 64)])
+    assert run(op(src(X.address, X.nbytes + 64)), memory=adjacent).ok
+    (finding,) = run(op(src(LEAK.address, 4096))).findings
+    assert finding.kind is FindingKind.FOREIGN
+    (finding,) = run(op(dst(X.address, X.nbytes + 65)), memory=adjacent).findings
+    assert "'y'" in finding.text
+
+
+def test_an_operand_that_leads_from_library_memory_to_nowhere() -> None:
+    assert run(op(src(LIBRARY.address, LIBRARY.nbytes))).ok
+    (finding,) = run(op(src(LIBRARY.address, LIBRARY.nbytes + 1))).findings
+    assert (finding.kind, finding.address) == (FindingKind.UNMAPPED, LIBRARY.end)
+
+
+def test_operands_that_hold_nothing() -> None:
+    assert run(op(src(0, 64), dst(NOWHERE, 0))).ok
+
+
+def test_host_memory() -> None:
+    (read,) = run(copy(src(STAGING.address, host=True), dst(X.address))).findings
+    (unknown,) = run(copy(src(NOWHERE, host=True), dst(X.address))).findings
+    (written,) = run(copy(src(X.address), dst(PINNED.address, host=True))).findings
+    assert {f.kind for f in (read, unknown, written)} == {FindingKind.HOST_MEMORY}
+    assert (read.region, unknown.region, written.region) == ("staging", "", "pinned memory")
+    assert run(copy(src(X.address), dst(STAGING.address, host=True))).ok, "a registered buffer for results"
+
+
+# -- nodes as a whole
+
+
+def test_a_host_function() -> None:
+    (finding,) = run(Node(NodeKind.HOST, "host function")).findings
+    assert (finding.kind, finding.place, finding.where) == (FindingKind.HOST_FUNCTION, (0,), "")
+
+
+def test_a_kernel_that_begins_early_must_wait() -> None:
+    nodes = (kernel(name="norm"), kernel(name="rope_1"), kernel(name="gemm"))
+    edges = (Edge(0, 1, programmatic=True), Edge(1, 2))
+    (finding,) = run(*nodes, edges=edges, waits=["norm"]).findings
+    assert (finding.kind, finding.node) == (FindingKind.EARLY_START, "rope_1")
+    assert "'norm' has ended" in finding.text
+    assert run(*nodes, edges=edges, waits=["gemm", "rope_*"]).ok
+
+
+def test_bodies_are_audited() -> None:
+    body = GraphView((kernel(words(X.address)), kernel(words(GONE.address), name="late")), (Edge(0, 1, True),))
+    report = run(kernel(words(X.address)), Node(NodeKind.CONDITIONAL, "while", bodies=(graph(), body)))
+    assert [(f.place, f.kind) for f in report.findings] == [
+        ((1, 1, 1), FindingKind.FREED), ((1, 1, 1), FindingKind.EARLY_START)
+    ]  # fmt: skip
+    assert report.nodes == 4
+
+
+def test_what_the_graph_allocates_is_its_pool() -> None:
+    allocation = Node(NodeKind.ALLOC, "alloc", operands=(Operand("memory", NOWHERE, 256),))
+    free = Node(NodeKind.FREE, "free", operands=(Operand("memory", NOWHERE, 256),))
+    used = kernel(words(NOWHERE + 8), pointers=[(0,)])
+    assert run(allocation, used, op(dst(NOWHERE, 256)), free).ok
+    assert kinds(run(allocation, op(dst(NOWHERE, 257)))) == [FindingKind.UNMAPPED]
+
+
+def test_registered_memory_in_a_freed_block() -> None:
+    output = Region("logits", Owner.STATIC, IDLE.address + 512, 1024)
+    report = run(kernel(words(X.address)), op(dst(output.address)), memory=MemoryMap([output, *REGIONS]))
+    (finding,) = report.findings
+    assert (finding.kind, finding.region, finding.place) == (FindingKind.FREED, "logits", (1,))
+    (unused,) = run(memory=MemoryMap([output, *REGIONS])).findings
+    assert (unused.place, unused.node) == ((), "")
+    held = Region("logits", Owner.STATIC, POOL.address, 1024)
+    assert run(op(dst(held.address)), memory=MemoryMap([held, *REGIONS])).ok
+
+
+# -- the driver
+
+
+def test_the_driver_is_asked_once_per_address_that_is_unknown() -> None:
+    driver = FakeDriver(LIBRARY)
+    nodes = [kernel(words(X.address, LIBRARY.address + 8 * i, NOWHERE)) for i in range(50)]
+    report = run(*nodes, driver=driver)
+    assert report.counts[Owner.LIBRARY] == 50
+    assert len(driver.asked) == len(set(driver.asked))
+    assert X.address not in driver.asked
+    inside = [address for address in driver.asked if LIBRARY.address <= address < LIBRARY.end]
+    assert inside == [LIBRARY.address], "one answer tells the whole range"
+
+
+# -- allowances and the report
+
+
+def test_allowances() -> None:
+    nodes = (
+        copy(src(STAGING.address, host=True), dst(X.address)), kernel(words(GONE.address)), kernel(words(LEAK.address))
+    )  # fmt: skip
+    allowed = (
+        Allowed("an event guards it", region="stag*"),
+        Allowed("of the bench", node="kernel", kind=FindingKind.FREED),
+        Allowed("was there once", region="old"),
+    )
+    report = run(*nodes, allowed=allowed)
+    assert [f.region for f in report.findings] == [LEAK.name]
+    assert report.allowances == ((allowed[0], 1), (allowed[1], 1), (allowed[2], 0))
+    text = str(report)
+    assert "allowed 1 times: region 'stag*' (an event guards it)" in text
+    assert "allowed 1 times: node 'kernel', kind 'freed block' (of the bench)" in text
+    assert "allowed, but never found: region 'old' (was there once)" in text
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"reason": "", "region": "x"}, "reason: expected why the exception is right, got none"),
+        ({"reason": "because"}, "allowed: expected a region, a node or a kind, got none"),
+        ({"reason": "because", "region": 3}, "region: expected str, got 3"),
+    ],
+)
+def test_an_allowance_says_what_and_why(options: dict, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        Allowed(**options)
+
+
+def test_wrong_arguments() -> None:
+    with pytest.raises(ConfigError, match=r"memory: expected MemoryMap, got \[\]"):
+        audit(graph(), [])
+    with pytest.raises(ConfigError, match="allowed: expected Allowed, got 'x'"):
+        run(allowed=["x"])
+
+
+def test_the_report_groups_nodes_that_share_a_buffer() -> None:
+    nodes = [kernel(words(LEAK.address + i), name=f"k{i}") for i in range(12)]
+    lines = str(run(*nodes, Node(NodeKind.OTHER, "odd", remark="driver too old"))).splitlines()
+    assert lines[0] == (
+        "audit of 13 nodes: 12 findings; 12 words, addresses by owner: 12 allocator"
+    )  # fmt: skip
+    assert lines[1].startswith("  foreign allocation (may be a number): node 0 k0: argument 0, byte 0: expected memory")
+    assert lines[2] == "    and at 11 more: node 1, 2, 3, 4, 5, 6, 7, 8, ..."
+    assert lines[3] == "  not read: node 12 odd: driver too old"
+
+
+def test_raise_if_any_names_a_certain_finding_first() -> None:
+    run(kernel(words(X.address))).raise_if_any()
+    report = run(kernel(words(LEAK.address)), copy(src(GONE.address), dst(X.address)))
+    with pytest.raises(
+        CaptureError, match=r"audit: expected no findings, got 2; the first: node 1 memcpy: operand src"
+    ):
+        report.raise_if_any()
+
+
+def test_a_graph_and_its_map_from_json_are_audited_alike() -> None:
+    view = graph(kernel(words(LEAK.address, X.address)), copy(src(GONE.address), dst(X.address)))
+    again, memory = GraphView.from_json(view.to_json()), MemoryMap.from_json(MEMORY.to_json())
+    assert audit(again, memory, driver=DRIVER).findings == audit(view, MEMORY, driver=DRIVER).findings != ()
+
+
+# -- size
+
+
+def test_a_graph_of_600_nodes(capsys: pytest.CaptureFixture[str]) -> None:
+    view, regions = realistic()
+    foreign = 1234
+    regions[foreign] = Region("foreign", Owner.ALLOCATOR, regions[foreign].address, regions[foreign].nbytes)
+    memory = MemoryMap(regions)
+    size = sum(len(a.data) for _, node in view.walk() for a in node.arguments)
+    assert (view.num_nodes, len(regions)) == (600, 2000)
+    assert 330_000 < size < 400_000
+    seconds = []
+    for _ in range(5):
+        driver = FakeDriver()
+        start = time.perf_counter()
+        report = audit(view, memory, driver=driver)
+        seconds.append(time.perf_counter() - start)
+    planted = [
+        (place, argument.data)
+        for place, node in view.walk()
+        for argument in node.arguments
+        if any(
+            regions[foreign].address <= word < regions[foreign].end
+            for offset in range(0, len(argument.data) - 7, 8)
+            for word in struct.unpack_from("<Q", argument.data, offset)
+        )
+    ]
+    assert {f.place for f in report.findings} == {place for place, _ in planted} != set()
+    with capsys.disabled():
+        print(f"\naudit of 600 nodes, {size:,} bytes, {len(driver.asked):,} questions: {min(seconds) * 1e3:.1f} ms")

@@ -1,0 +1,234 @@
+"""Who holds an address: the map against a search over all regions, and the maps of tensors, snapshots and tapes."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from graphrt.capture.descriptor import BatchDescriptor
+from graphrt.capture.inspect.memory import MemoryMap, Owner, Region
+from graphrt.capture.inspect.pool import memory_of
+from graphrt.capture.tape import OpTape, OpTapeRecorder
+from graphrt.kernels.errors import ConfigError
+from tests.capture.audit_examples import segment
+
+KEY = BatchDescriptor.decode(1)
+SMALL = st.integers(0, 40)
+ROWS = st.lists(st.tuples(SMALL, SMALL, st.sampled_from(list(Owner)), st.booleans()), max_size=12)
+
+
+def record(step) -> OpTape:
+    return OpTapeRecorder().record(step, KEY, lambda: None)
+
+
+def first_that_holds(regions: list[Region], address: int) -> Region | None:
+    return next((r for r in regions if r.address <= address < r.address + r.nbytes), None)
+
+
+# -- the map
+
+
+@given(ROWS)
+def test_every_way_of_asking_agrees_with_a_search(rows) -> None:
+    regions = [Region(f"r{i}", owner, start, size, live) for i, (start, size, owner, live) in enumerate(rows)]
+    memory, addresses = MemoryMap(regions), range(85)
+    truth = [first_that_holds(regions, address) for address in addresses]
+    assert [memory.find(address) for address in addresses] == truth
+    many = memory.find_many(np.array(addresses, np.uint64)).tolist()
+    assert [memory.regions[index] if index >= 0 else None for index in many] == truth
+
+
+@given(ROWS, SMALL, SMALL)
+def test_stretches_cover_all_bytes_in_order(rows, start: int, nbytes: int) -> None:
+    regions = [Region(f"r{i}", owner, at, size, live) for i, (at, size, owner, live) in enumerate(rows)]
+    parts = list(MemoryMap(regions).stretches(start, nbytes))
+    ends = [at for at, _ in parts[1:]] + [start + nbytes]
+    by_byte = [region for (at, region), end in zip(parts, ends, strict=False) for _ in range(at, end)]
+    assert by_byte == [first_that_holds(regions, address) for address in range(start, start + nbytes)]
+
+
+@given(ROWS)
+def test_json_keeps_the_regions(rows) -> None:
+    regions = [Region(f"r{i}", owner, at, size, live) for i, (at, size, owner, live) in enumerate(rows)]
+    again = MemoryMap.from_json(json.loads(json.dumps(MemoryMap(regions).to_json())))
+    assert sorted(again.regions, key=repr) == sorted((r for r in regions if r.nbytes), key=repr)
+
+
+def test_addresses_are_whole_words() -> None:
+    top = (1 << 64) - 16
+    memory = MemoryMap([Region("top", Owner.STATIC, top, 8), Region("low", Owner.STATIC, 0, 8)])
+    found = memory.find_many(np.array([0, 7, 8, top - 1, top, top + 7, top + 8], np.uint64)).tolist()
+    assert found == [1, 1, -1, -1, 0, 0, -1]
+    assert MemoryMap([]).find_many(np.array([5], np.uint64)).tolist() == [-1]
+
+
+def test_the_stretch_before() -> None:
+    a, b = Region("a", Owner.STATIC, 100, 10), Region("b", Owner.ALLOCATOR, 100, 50)
+    memory = MemoryMap([a, b])
+    assert memory.before(120) is a
+    assert memory.before(100) is memory.before(5) is None
+
+
+# -- named tensors
+
+
+def test_a_static_view_is_its_span_and_a_weight_its_storage() -> None:
+    base = torch.zeros(10, 8)
+    view = base[2:4, :3]
+    (static,) = memory_of(static={"v": view}).regions
+    assert (static.owner, static.address, static.nbytes) == (Owner.STATIC, base.data_ptr() + 64, 4 * (8 + 3))
+    (weight,) = memory_of(weights={"w": view}).regions
+    assert (weight.owner, weight.address, weight.nbytes) == (Owner.WEIGHT, base.data_ptr(), 320)
+
+
+def test_a_module_gives_parameters_and_buffers_and_tied_ones_once() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4, bias=False), torch.nn.BatchNorm1d(4))
+    model.tied = torch.nn.Linear(4, 4, bias=False)
+    model.tied.weight = torch.nn.Parameter(model[0].weight.data.t())
+    names = [region.name for region in memory_of(weights=model).regions]
+    assert names == ["0.weight", "1.weight", "1.bias", "1.running_mean", "1.running_var", "1.num_batches_tracked"]
+
+
+def test_lists_of_tensors_are_numbered() -> None:
+    layers = [torch.zeros(3), torch.zeros(3)]
+    regions = memory_of(cache={"k": layers}, static=[("x", torch.zeros(2))]).regions
+    assert [(r.name, r.owner) for r in regions] == [
+        ("x", Owner.STATIC), ("k.0", Owner.CACHE), ("k.1", Owner.CACHE)
+    ]  # fmt: skip
+
+
+def test_empty_tensors_hold_nothing() -> None:
+    assert memory_of(static={"none": torch.zeros(0, 4)}).regions == ()
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ([torch.zeros(1)], "static: expected tensors by name, got tensor"),
+        ({"x": 3}, "static: expected dense tensors, got <class 'int'> as 'x.0'"),
+        ({"x": torch.zeros(2, device="meta")}, "static: expected dense tensors"),
+        ({"x": torch.zeros(2).to_sparse()}, "static: expected dense tensors"),
+        ({7: torch.zeros(2)}, "static: expected tensors by name"),
+    ],
+    ids=["bare", "number", "meta", "sparse", "key"],
+)
+def test_what_is_no_named_tensor_is_refused(values, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        memory_of(static=values)
+
+
+# -- torch's snapshot
+
+
+FRAMES = (
+    {"filename": "/lib/site-packages/torch/nn/functional.py", "line": 9, "name": "linear"},
+    {"filename": "c10/core.cpp", "line": 3, "name": "alloc"},
+    {"filename": "model.py", "line": 31, "name": "forward"},
+)
+
+
+def test_blocks_of_a_snapshot() -> None:
+    rows = [
+        segment(
+            0x7F00_0000_0000, (512, "active_allocated"), (1024, "inactive"), (512, "active_pending_free"), pool=(0, 7)
+        ),
+        segment(0x7F10_0000_0000, (2048, "active_allocated"), (512, "active_pending_free"), (4096, "inactive")),
+        segment(0x7F20_0000_0000, (512, "active_allocated"), pool=(0, 8), frames=FRAMES),
+    ]
+    memory = memory_of(pool=(0, 7), snapshot=rows)
+    found = [(r.owner, r.live, r.address, r.nbytes, r.name) for r in memory.regions]
+    pool, block, freed = "pool of the graph", "block of torch's allocator", "freed block of torch's allocator"
+    assert found == [
+        (Owner.POOL, True, 0x7F00_0000_0000, 512, pool),
+        (Owner.POOL, False, 0x7F00_0000_0200, 1024, pool),
+        (Owner.POOL, False, 0x7F00_0000_0600, 512, pool),
+        (Owner.ALLOCATOR, True, 0x7F10_0000_0000, 2048, block),
+        (Owner.ALLOCATOR, False, 0x7F10_0000_0800, 512, freed),
+        (Owner.ALLOCATOR, False, 0x7F10_0000_0A00, 4096, freed),
+        (Owner.ALLOCATOR, True, 0x7F20_0000_0000, 512, f"{block}, made at model.py:31 in forward"),
+    ]
+
+
+def test_named_tensors_come_before_the_block_that_they_lie_in() -> None:
+    x = torch.zeros(4)
+    block = x.data_ptr() - 64
+    memory = memory_of(static={"x": x}, snapshot=[segment(block, (512, "active_allocated"))])
+    names = [memory.find(at).name for at in (block, x.data_ptr(), x.data_ptr() + 15, x.data_ptr() + 16)]
+    assert names == ["block of torch's allocator", "x", "x", "block of torch's allocator"]
+
+
+class Graph:
+    def pool(self) -> tuple[int, int]:
+        return 0, 9
+
+
+@pytest.mark.parametrize("pool", [(0, 9), Graph(), [Graph()], [(0, 1), (0, 9)]], ids=["id", "graph", "list", "ids"])
+def test_ways_to_name_a_pool(pool) -> None:
+    rows = [segment(4096, (512, "inactive"), pool=(0, 9)), segment(8192, (512, "inactive"), pool=(0, 3))]
+    assert [r.owner for r in memory_of(pool=pool, snapshot=rows).regions] == [Owner.POOL, Owner.ALLOCATOR]
+
+
+@pytest.mark.parametrize(
+    ("pool", "message"),
+    [("pool", "pool: expected a graph, a pool or its id, got 'pool'"), ((0, 0), "got torch's common one")],
+)
+def test_what_is_no_pool_is_refused(pool, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        memory_of(pool=pool, snapshot=[])
+
+
+# -- op tapes
+
+
+def owners(tape: OpTape, **named) -> dict[str, Owner]:
+    return {r.name: r.owner for r in memory_of(pool=tape, **named).regions}
+
+
+def test_memory_that_the_step_makes_is_of_the_pool() -> None:
+    x = torch.ones(4)
+
+    def step() -> torch.Tensor:
+        scratch = torch.empty(4)
+        torch.mul(x, torch.tensor([1.0, 2.0, 3.0, 4.0]), out=scratch)
+        return torch.zeros(4).add_(scratch).view(2, 2)
+
+    assert owners(record(step), static={"x": x}) == {
+        "x": Owner.STATIC, "pool of the graph": Owner.POOL, "memory from outside of the capture": Owner.ALLOCATOR
+    }, "x's own storage lies beneath its name"  # fmt: skip
+    unnamed = [r for r in memory_of(pool=record(step)).regions if r.owner is Owner.ALLOCATOR]
+    assert [(r.address, r.nbytes) for r in unnamed] == [(x.data_ptr(), 16)]
+
+
+@pytest.mark.parametrize("keep", ["tensor", "view", "parameter", "nobody"])
+def test_memory_from_before_is_live_while_somebody_else_holds_it(keep: str) -> None:
+    held = {"x": torch.ones(4)}
+    tape = record(lambda: (held["x"].view(2, 2) @ held["x"].view(2, 2)).reshape(-1) + held["x"])
+    x = held.pop("x")
+    kept = {"tensor": x, "view": x[1:], "parameter": torch.nn.Parameter(x), "nobody": None}[keep]
+    del x
+    (region,) = (r for r in memory_of(pool=tape).regions if r.owner is Owner.ALLOCATOR)
+    assert region.live == (kept is not None)
+
+
+def test_a_second_tape_on_the_memory_holds_it() -> None:
+    held = {"x": torch.ones(4)}
+    tapes = [record(lambda: held["x"] + 1), record(lambda: held["x"] + 2)]
+    held.clear()
+    assert [r.live for r in memory_of(pool=tapes[0]).regions if r.owner is Owner.ALLOCATOR] == [True]
+    tapes[1].close()
+    assert [r.live for r in memory_of(pool=tapes[0]).regions if r.owner is Owner.ALLOCATOR] == [False]
+
+
+def test_the_pool_of_a_loop_is_that_of_its_step() -> None:
+    left = torch.zeros(1, dtype=torch.int32)
+    recorder = OpTapeRecorder()
+    tape = recorder.record(lambda: left.sub_(1) * 2, KEY, lambda: None)
+    loop = recorder.loop(tape, left)
+    assert (
+        memory_of(static={"left": left}, pool=loop).to_json() == memory_of(static={"left": left}, pool=tape).to_json()
+    )
