@@ -8,9 +8,14 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from graphrt import env
+from graphrt.capture.descriptor import BatchDescriptor
 from graphrt.capture.guard import PointerGuard, named_weights
+from graphrt.capture.inspect.audit import Allowed, Audit, audit
+from graphrt.capture.inspect.memory import MemoryMap
+from graphrt.capture.inspect.pool import memory_of
 from graphrt.capture.lock import CaptureLock, Doing
 from graphrt.entry import Exclusive
+from graphrt.kernels.metadata.buffers import BufferKind
 from graphrt.program import StepProgram
 from graphrt.stats import Stats
 from graphrt.step_graphs import StepGraphs
@@ -77,6 +82,31 @@ class Guards:
     def poll(self) -> None:
         """Bring `stats` up to date."""
         self._lock.poll()
+
+    def audit(self, descriptor: BatchDescriptor) -> Audit:
+        """Audit the graph of a size. Of pinned memory it may read the inbox, and write the rings."""
+        allowed = []
+        for name, tensor in self._program.buffers.named(BufferKind.INPUT, BufferKind.OUTPUT):
+            if tensor.is_pinned():
+                reason = "a slot is written when the launch before has ended" if name == "inbox" else "results, by step"
+                allowed.append(Allowed(reason, region=name))
+        return audit(self._graphs.graph(descriptor), self.memory(descriptor), allowed=allowed)
+
+    def memory(self, descriptor: BatchDescriptor) -> MemoryMap:
+        """Who owns what the graph of a size may work on: see `capture/inspect/pool.py`."""
+        program = self._program
+        slopes = {f"alibi slopes of layer {layer.index}": layer.alibi_slopes for layer in program.layers}
+        static = [
+            *(() if self._tables is None else [("page_tables", self._tables)]),
+            *program.buffers.named(),
+            *((f"row tensor {name}", tensor) for name, tensor in program.row_tensors.items()),
+            *((f"backend's {name}", tensor) for name, tensor in program.backend.tensors().items()),
+            *((name, tensor) for name, tensor in slopes.items() if tensor is not None),
+        ]
+        weights = named_weights(program.model) if self._weights is None else self._weights
+        return memory_of(
+            static=static, weights=weights, cache=program.kv_cache.named_tensors(), pool=self._graphs.graph(descriptor)
+        )
 
     def close(self) -> None:
         """Forget the tensors, and lift the lock. What it counted stays."""

@@ -12,8 +12,10 @@ from graphrt.backends.choice import get_attn_backend
 from graphrt.batch import Batch
 from graphrt.capture.descriptor import BatchDescriptor, GraphKind
 from graphrt.capture.dispatcher import Dispatch, Dispatcher
-from graphrt.capture.graph import GraphReport, ordinary
+from graphrt.capture.graph import CapturedGraph, GraphReport, ordinary
 from graphrt.capture.guard import named_weights
+from graphrt.capture.inspect.findings import Audit
+from graphrt.capture.inspect.memory import MemoryMap
 from graphrt.capture.recorder import make_recorder
 from graphrt.capture.staging import StagingSlot
 from graphrt.compare import StepComparison, StepResult, compare_results
@@ -178,6 +180,23 @@ class ReplayManager:
     def descriptors(self) -> tuple[BatchDescriptor, ...]:
         """The sizes that are captured, largest first."""
         return self._dispatcher.captured()
+
+    def graph(self, descriptor: BatchDescriptor) -> CapturedGraph:
+        """The graph of a size, as `graphrt.capture.inspect` takes it. Raises: ConfigError for one that is not captured,
+        CaptureError in the wrong state."""
+        self._require(State.CAPTURED, "graph")
+        return self._graphs.graph(descriptor)
+
+    def memory_map(self, descriptor: BatchDescriptor) -> MemoryMap:
+        """Whose memory the graph of a size may work on, for an audit. Raises: as `graph`."""
+        self._require(State.CAPTURED, "memory_map")
+        return self._guards.memory(descriptor)
+
+    def audit(self, descriptor: BatchDescriptor) -> Audit:
+        """Whether every address that the graph of a size holds lies in memory that stays: `print` it, or
+        `raise_if_any()`. Raises: as `graph`."""
+        self._require(State.CAPTURED, "audit")
+        return self._guards.audit(descriptor)
 
     def capture(self, progress: Callable[[GraphReport], None] | None = None) -> None:
         """Capture a graph per size of the ladders; `progress` is called with the report of each.

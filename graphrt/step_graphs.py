@@ -11,6 +11,7 @@ import torch
 from graphrt.batch import Batch
 from graphrt.capture.descriptor import BatchDescriptor, GraphKind
 from graphrt.capture.graph import CapturedGraph, GraphReport, Recorder
+from graphrt.kernels.errors import ConfigError
 from graphrt.program import StepProgram
 from graphrt.step_model import is_compiled
 
@@ -57,6 +58,12 @@ class StepGraphs:
         except BaseException:
             self._drop()
             raise
+
+    def graph(self, descriptor: BatchDescriptor) -> CapturedGraph:
+        """The graph of a size. Raises: ConfigError for one that was not captured."""
+        if descriptor not in self._graphs:
+            raise ConfigError(f"descriptor: expected one of the captured sizes, got {descriptor}; see descriptors")
+        return self._graphs[descriptor]
 
     def can_loop(self, descriptor: BatchDescriptor) -> bool:
         """Whether a size can run many times in one launch."""

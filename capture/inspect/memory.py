@@ -96,10 +96,10 @@ class MemoryMap:
         return self._held(bisect.bisect_right(self._cuts, address) - 2)
 
     def to_json(self) -> list[dict[str, Any]]:
-        """The regions as values that `json.dumps` takes, by address."""
+        """The regions as values that `json.dumps` takes, in the order in which they were given."""
         return [
             {"name": r.name, "owner": r.owner.value, "address": r.address, "nbytes": r.nbytes, "live": r.live}
-            for r in sorted(self.regions, key=lambda region: region.address)
+            for r in self.regions
         ]
 
     @staticmethod

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import json
+import sys
+from typing import Any
 
 import numpy as np
 from rich.table import Table
 
 from graphrt.bench.environment import provenance
 from graphrt.bundle import Bundle
+from graphrt.capture.descriptor import GraphKind
+from graphrt.capture.inspect.cuda import inspect_graph
+from graphrt.capture.inspect.page import write_page
 from graphrt.cli.console import capture_with_bar, make_console
 from graphrt.cli.options import CaptureOptions
 from graphrt.config import RuntimeConfig
@@ -54,7 +59,7 @@ def run_capture(options: CaptureOptions) -> None:
         stats = runtime.stats()
         if not options.json_only:
             make_console().print(_table(stats, options.shape or str(options.model), str(device)))
-        result = {
+        result: dict[str, Any] = {
             "name": "capture", **provenance(), "model": options.shape or options.model, "backend": stats.backend,
             "recorder": stats.recorder, "capture_seconds": stats.capture_seconds,
             "graphs": [
@@ -65,11 +70,20 @@ def run_capture(options: CaptureOptions) -> None:
                 for report in stats.graphs
             ],
         }  # fmt: skip
+        audits = [runtime.manager.audit(size) for size in runtime.manager.descriptors] if options.audit else []
+        for size, audit in zip(runtime.manager.descriptors, audits, strict=False):
+            log.print(f"{size}: {audit}", highlight=False, markup=False, soft_wrap=True)
+        result["findings"] = [str(finding) for audit in audits for finding in audit.findings] if audits else None
+        if options.html is not None:
+            _write_page(options, runtime)
+            log.print(f"wrote {options.html}", highlight=False, markup=False)
         if options.record is not None:
             _record(options, runtime).save(options.record)
             log.print(f"recorded {options.launches} launches in {options.record}", highlight=False, markup=False)
             result["bundle"] = options.record
     print(json.dumps(result), flush=True)
+    if result["findings"]:
+        sys.exit(1)
 
 
 def _table(stats: Stats, model: str, device: str) -> Table:
@@ -93,6 +107,27 @@ def _table(stats: Stats, model: str, device: str) -> Table:
         f"{sum(report.driver_bytes for report in stats.graphs) / (1 << 20):.1f}",
     )
     return table
+
+
+def _write_page(options: CaptureOptions, runtime: Runtime) -> None:
+    """One graph as a page: the decode graph of `--size` rows, or the largest."""
+    manager = runtime.manager
+    decodes = [size for size in manager.descriptors if size.kind is GraphKind.DECODE]
+    chosen = [size for size in decodes if options.size in (None, size.padded_reqs)]
+    if not chosen:
+        rows = ", ".join(str(size.padded_reqs) for size in decodes)
+        raise ConfigError(f"--size: expected one of the captured sizes {rows}, got {options.size}")
+    assert options.html is not None, "asked for"
+    view, memory, audit = (
+        inspect_graph(manager.graph(chosen[0])),
+        manager.memory_map(chosen[0]),
+        manager.audit(chosen[0]),
+    )
+    title = f"{options.shape or options.model}, {chosen[0]}"
+    try:
+        write_page(view, options.html, title=title, memory=memory, findings=audit.findings)
+    except OSError as error:
+        raise ConfigError(f"--html: expected a file that can be written, got {error}") from error
 
 
 def _record(options: CaptureOptions, runtime: Runtime) -> Bundle:

@@ -112,3 +112,20 @@ def test_scripts_are_the_commands(script: str) -> None:
     shown = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, env={"PYTHONPATH": str(ROOT)})
     assert shown.returncode == 0
     assert f"graphrt {script}" in shown.stdout
+
+
+def test_a_graph_as_a_page_and_its_audit(graphrt, tmp_path: Path) -> None:
+    page = tmp_path / "graph.html"
+    code, out, log = graphrt(*CAPTURE, "--html", page, "--audit", "--size", "2")
+    assert code == 0
+    assert json.loads(out.splitlines()[-1])["findings"] == []
+    assert "decode[2]: audit of" in log
+    text = page.read_text()
+    assert "tiny, decode[2]" in text
+    assert "graphrt::apply" in text or "apply" in text
+    code, _, log = graphrt(*CAPTURE, "--html", page, "--size", "7")
+    assert code == 1
+    assert "--size: expected one of the captured sizes 3, 2, 1, got 7" in log
+    code, _, log = graphrt(*CAPTURE, "--html", tmp_path / "none" / "x.html")
+    assert code == 1
+    assert "--html: expected a file that can be written" in log
