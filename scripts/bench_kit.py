@@ -1,0 +1,166 @@
+"""What the graph-correctness kit costs: the walk and the audit of a graph, and shadow steps beside a busy device.
+
+    python scripts/bench_kit.py                            # Llama 3.2 1B, 32 and 256 rows, a shadow every 256 launches
+    python scripts/bench_kit.py --shape llama-3.1-8b --rows 256 --every 64
+
+Both runtimes have the same weights. One has shadow steps, the other has none; rounds of `--steps` steps take turns. The
+share of a shadow is how much longer its rounds take. The last line of standard output is one JSON object.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Callable
+from statistics import median
+from typing import Any
+
+import numpy as np
+import torch
+
+from graphrt.bench.environment import provenance
+from graphrt.capture.inspect.audit import audit
+from graphrt.capture.inspect.cuda import inspect_graph
+from graphrt.config import RuntimeConfig
+from graphrt.kernels.types import KVLayout
+from graphrt.models.loading import LoadedModel, load_model
+from graphrt.models.shapes import shape_config
+from graphrt.runtime import Runtime, resolve_device
+from graphrt.sampling_params import SamplingParams
+from graphrt.session import DecodeSession
+
+CONTEXT = 512  # tokens that rows have before the first timed step
+
+
+def make_runtime(loaded: LoadedModel, device: torch.device, rows: int, longest: int, every: int) -> Runtime:
+    """A captured runtime of one decode size, with shadow steps or without."""
+    config = RuntimeConfig(
+        max_num_reqs=rows, max_num_tokens=max(rows, 2048), max_seq_len=longest, decode_sizes=(rows,), shadow_every=every
+    )
+    dtype = loaded.model.dtype
+    runtime = Runtime(
+        loaded.model,
+        loaded.config.attention_specs(dtype),
+        loaded.config.kv_groups(16, KVLayout.NHD, dtype),
+        vocab_size=loaded.config.vocab_size,
+        device=device,
+        config=config,
+        num_pages=1 + rows * -(-longest // 16),
+    )
+    runtime.capture()
+    return runtime
+
+
+def make_session(runtime: Runtime, rows: int, context: int) -> DecodeSession:
+    """Rows that have `context` tokens and go on to the longest."""
+    session, rng = DecodeSession(runtime), np.random.default_rng(0)
+    most = runtime.config.max_seq_len - context
+    for _ in range(rows):
+        prompt = rng.integers(0, runtime.vocab_size, context).tolist()
+        session.add(prompt, SamplingParams(max_new_tokens=most, temperature=0.6))
+    while any(not row.tokens for row in session.rows):
+        session.run(1)
+        session.collect(wait=True)
+    return session
+
+
+def timed(call: Callable[[], object], repeats: int) -> float:
+    """Median milliseconds of a call on the host."""
+    seconds = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        call()
+        seconds.append(time.perf_counter() - start)
+    return median(seconds) * 1e3
+
+
+def bench_audit(runtime: Runtime) -> dict[str, Any]:
+    """Milliseconds to walk the graph of the only decode size, to map memory, and to audit."""
+    manager = runtime.manager
+    size = manager.descriptors[-1]
+    graph, memory = manager.graph(size), manager.memory_map(size)
+    view = inspect_graph(graph)
+    return {
+        "size": str(size),
+        "nodes": view.num_nodes,
+        "regions": len(memory.regions),
+        "walk_ms": timed(lambda: inspect_graph(graph), 10),
+        "map_ms": timed(lambda: manager.memory_map(size), 10),
+        "audit_ms": timed(lambda: audit(view, memory), 10),
+        "whole_ms": timed(lambda: manager.audit(size), 10),
+        "findings": [str(finding) for finding in manager.audit(size).findings],
+    }
+
+
+def bench_shadow(loaded: LoadedModel, device: torch.device, rows: int, every: int, steps: int, rounds: int) -> Any:
+    """Milliseconds per step with a shadow every so many launches, and without one."""
+    context = min(CONTEXT, loaded.config.max_position_embeddings // 4)
+    longest = context + steps * (rounds + 1) + 2
+    runtimes = [make_runtime(loaded, device, rows, longest, n) for n in (0, every)]
+    sessions = [make_session(runtime, rows, context) for runtime in runtimes]
+    times: list[list[float]] = [[], []]
+    for index in range(rounds + 1):
+        for session, seconds in zip(sessions, times, strict=True):
+            start = time.perf_counter()
+            for _ in range(steps):
+                session.run(1)
+            session.collect(wait=True)
+            if index:  # the first one warms up
+                seconds.append(time.perf_counter() - start)
+    shadows = runtimes[1].stats().shadow_steps
+    differences = [str(difference) for difference in runtimes[1].stats().shadow_differences]
+    plain, shadowed = (median(seconds) / steps * 1e3 for seconds in times)
+    for session, runtime in zip(sessions, runtimes, strict=True):
+        session.close()
+        runtime.close()
+    return {
+        "rows": rows,
+        "every": every,
+        "steps": steps,
+        "shadow_steps": shadows,
+        "differences": differences,
+        "step_ms": plain,
+        "shadowed_step_ms": shadowed,
+        "share": shadowed / plain - 1,
+        "ms_per_shadow": (shadowed - plain) * every,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", default="llama-3.2-1b")
+    parser.add_argument("--rows", default="32,256", help="comma-separated")
+    parser.add_argument("--every", type=int, default=256, help="launches from one shadow to the next")
+    parser.add_argument("--steps", type=int, default=512, help="steps of a round; a multiple of --every")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--device")
+    arguments = parser.parse_args()
+    if arguments.every < 1 or arguments.steps < 1 or arguments.steps % arguments.every or arguments.rounds < 1:
+        parser.error("--steps: expected a multiple of --every, and all of them at least 1")
+    device = resolve_device(arguments.device)
+    shape = shape_config(arguments.shape)
+    loaded = load_model(shape, device=device, max_positions=min(shape.max_position_embeddings, 1 << 14))
+    results: dict[str, Any] = {"shape": arguments.shape, "audits": [], "shadows": []}
+    for rows in map(int, arguments.rows.split(",")):
+        with make_runtime(loaded, device, rows, 1024, 0) as runtime:
+            found = bench_audit(runtime)
+        results["audits"].append(found)
+        print(
+            f"{found['size']}: {found['nodes']} nodes walked in {found['walk_ms']:.1f} ms, {found['regions']} regions "
+            f"mapped in {found['map_ms']:.1f} ms, audited in {found['audit_ms']:.1f} ms; {len(found['findings'])} "
+            "findings",
+            flush=True,
+        )
+        shadow = bench_shadow(loaded, device, rows, arguments.every, arguments.steps, arguments.rounds)
+        results["shadows"].append(shadow)
+        print(
+            f"{rows} rows: {shadow['step_ms']:.3f} ms a step, {shadow['shadowed_step_ms']:.3f} ms with a shadow every "
+            f"{arguments.every} launches ({shadow['share']:+.2%}, {shadow['ms_per_shadow']:.2f} ms each)",
+            flush=True,
+        )
+    print(json.dumps({"name": "kit", **results, **provenance()}), flush=True)
+
+
+if __name__ == "__main__":
+    main()
