@@ -18,11 +18,11 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from difflib import SequenceMatcher
 from enum import Enum
 from hashlib import blake2b
 from typing import Any
 
+from graphrt.capture.inspect.align import aligned
 from graphrt.capture.inspect.memory import MemoryMap
 from graphrt.capture.inspect.symbols import Pairing, Spot, Symbols
 from graphrt.capture.inspect.view import Argument, GraphView, Node, Operand, Place, place_name
@@ -178,7 +178,7 @@ class _Comparison:
         self._pairing = Pairing()
 
     def graphs(self, a: GraphView, b: GraphView, at_a: Place, at_b: Place) -> Iterator[NodeDiff]:
-        pairs = list(_aligned(a.nodes, b.nodes))
+        pairs = list(aligned(*([(node.kind.value, node.name) for node in view.nodes] for view in (a, b))))
         waits = _waits(a, b, dict(pairs))
         for i, j in pairs:
             if i is None or j is None:
@@ -281,29 +281,6 @@ def _sources(view: GraphView) -> list[list[tuple[int, bool]]]:
 def _sources_text(view: GraphView, sources: list[tuple[int, bool]]) -> str:
     texts = (f"{at} {_short(view.nodes[at].name)}{' (programmatic)' if early else ''}" for at, early in sources)
     return ", ".join(texts) or _NONE
-
-
-def _aligned(a: Sequence[Node], b: Sequence[Node]) -> Iterator[tuple[int | None, int | None]]:
-    """Pairs of nodes, in order; None where one side has none."""
-    labels_a, labels_b = ([(node.kind, node.name) for node in nodes] for nodes in (a, b))
-    shorter = min(len(a), len(b))
-    first = next((at for at in range(shorter) if labels_a[at] != labels_b[at]), shorter)
-    rest = shorter - first
-    last = next((at for at in range(rest) if labels_a[-1 - at] != labels_b[-1 - at]), rest)
-    yield from ((at, at) for at in range(first))
-    middle_a, middle_b = labels_a[first : len(a) - last], labels_b[first : len(b) - last]
-    for _, i, i_end, j, j_end in SequenceMatcher(None, middle_a, middle_b, autojunk=False).get_opcodes():
-        while i < i_end or j < j_end:
-            if i < i_end and j < j_end and middle_a[i][0] == middle_b[j][0]:
-                yield first + i, first + j
-                i, j = i + 1, j + 1
-            elif i < i_end:
-                yield first + i, None
-                i += 1
-            else:
-                yield None, first + j
-                j += 1
-    yield from ((len(a) - at, len(b) - at) for at in range(last, 0, -1))
 
 
 # -- texts

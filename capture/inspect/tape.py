@@ -37,7 +37,8 @@ def view_of_tape(tape: OpTape) -> GraphView:
         nodes += [flow.add(_made_node(one)) for one in made.pop(index, ())]
         nodes.append(flow.add(_node(entry)))
     nodes += [flow.add(_made_node(one)) for rest in made.values() for one in rest]
-    return GraphView(tuple(nodes), tuple(flow.edges), "op-tape")
+    edges = sorted(flow.edges)
+    return GraphView(tuple(nodes), tuple(Edge(*edge) for edge in edges), "op-tape")
 
 
 def view_of_loop(loop: OpTapeLoop) -> GraphView:
@@ -51,7 +52,7 @@ class _Flow:
     """Who touched each byte last: disjoint stretches of memory, and the edges that follow."""
 
     def __init__(self) -> None:
-        self.edges: list[Edge] = []
+        self.edges: list[tuple[int, int]] = []
         self._count = 0
         # Stretch i goes from _cuts[i] to the next cut; it has its last writer (-1: none) and who has read it since.
         self._cuts = [0]
@@ -68,7 +69,7 @@ class _Flow:
         for operand in node.operands:
             if operand.nbytes and operand.written:
                 self._write(operand, index, sources)
-        self.edges += [Edge(source, index) for source in sorted(sources - {-1, index})]
+        self.edges += [(source, index) for source in sources - {-1, index}]
         return node
 
     def _read(self, operand: Operand, index: int, sources: set[int]) -> None:

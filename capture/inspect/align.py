@@ -1,0 +1,76 @@
+"""Which node of one graph is which of another: by the shortest way from one list of names to the other.
+
+Graphs of models repeat their layers, where matching longest runs first, as `difflib` does, takes cubic time. Here the
+time grows with the square of what differs (Myers, "An O(ND) difference algorithm and its variations", 1986).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+Label = tuple[str, str]
+"""Kind and name of a node."""
+
+_MOST_EDITS = 2000
+"""Names to take out or put in, beyond which two lists count as having nothing in common."""
+
+
+def aligned(a: Sequence[Label], b: Sequence[Label]) -> Iterator[tuple[int | None, int | None]]:
+    """Pairs of indices, in the order of both lists; None where the other has nothing there.
+
+    Between two nodes that are matched by name, others are matched one by one if they are of one kind.
+    """
+    first = next((at for at, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+    rest = min(len(a), len(b)) - first
+    last = next((at for at in range(rest) if a[-1 - at] != b[-1 - at]), rest)
+    middle = _common(a[first : len(a) - last], b[first : len(b) - last])
+    ends = [(len(a) - at, len(b) - at) for at in range(last, -1, -1)]
+    i = j = 0
+    for i_end, j_end in (*((at, at) for at in range(first)), *((first + x, first + y) for x, y in middle), *ends):
+        while i < i_end or j < j_end:
+            both = i < i_end and j < j_end
+            if both and a[i][0] != b[j][0]:
+                yield i, None
+                i += 1
+                continue
+            yield (i if i < i_end else None), (j if j < j_end else None)
+            i, j = i + (i < i_end), j + (j < j_end)
+        if i < len(a) and j < len(b):
+            yield i, j
+        i, j = i + 1, j + 1
+
+
+def _common(a: Sequence[Label], b: Sequence[Label]) -> list[tuple[int, int]]:
+    """Indices of a longest common subsequence; none where the lists have too little in common."""
+    middle = _MOST_EDITS + 1
+    reach = [0] * (2 * middle + 1)  # by diagonal, how far into `a` one gets
+    steps: list[list[int]] = []
+    for edits in range(min(len(a) + len(b), _MOST_EDITS) + 1):
+        steps.append(reach[middle - edits - 1 : middle + edits + 2])
+        for diagonal in range(-edits, edits + 1, 2):
+            down = diagonal == -edits or (
+                diagonal != edits and reach[middle + diagonal - 1] < reach[middle + diagonal + 1]
+            )
+            x = reach[middle + diagonal + 1] if down else reach[middle + diagonal - 1] + 1
+            while x < len(a) and x - diagonal < len(b) and a[x] == b[x - diagonal]:
+                x += 1
+            reach[middle + diagonal] = x
+            if x >= len(a) and x - diagonal >= len(b):
+                return _way_back(steps, len(a), len(b))
+    return []
+
+
+def _way_back(steps: list[list[int]], x: int, y: int) -> list[tuple[int, int]]:
+    found: list[tuple[int, int]] = []
+    for edits in range(len(steps) - 1, -1, -1):
+        reach, diagonal, middle = steps[edits], x - y, edits + 1
+        down = diagonal == -edits or (
+            diagonal != edits and reach[middle + diagonal - 1] < reach[middle + diagonal + 1]
+        )  # fmt: skip
+        start = reach[middle + diagonal + 1] if down else reach[middle + diagonal - 1] + 1
+        start = start if edits else 0
+        while x > start:
+            x, y = x - 1, y - 1
+            found.append((x, y))
+        x, y = (x, y - 1) if down else (x - 1, y)
+    return found[::-1]

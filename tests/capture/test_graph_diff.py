@@ -1,0 +1,405 @@
+"""Two graphs compared: two captures of a step are one graph, and two sizes differ in what depends on the size."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+
+from graphrt.capture.inspect import align
+from graphrt.capture.inspect.align import aligned
+from graphrt.capture.inspect.cuda import inspect_graph
+from graphrt.capture.inspect.diff import Change, GraphDiff, Level, NodeDiff, diff, fingerprint
+from graphrt.capture.inspect.memory import MemoryMap, Owner, Region
+from graphrt.capture.inspect.view import Argument, Edge, GraphView, Node, NodeKind, Operand
+from graphrt.capture.tape import OpTapeRecorder
+from tests.capture.fake_graphs import number, word
+from tests.capture.test_loop import CPU, KEY
+
+X, POOL, WEIGHT = 0x7F0000000000, 0x7F1000000000, 0x7F2000000000
+
+
+def kernel(name: str, *data: bytes, **fields) -> Node:
+    arguments = tuple(Argument(8 * index, one) for index, one in enumerate(data))
+    return Node(NodeKind.KERNEL, name, **({"grid": (1, 1, 1), "block": (32, 1, 1), "arguments": arguments} | fields))
+
+
+def chain(*nodes: Node) -> GraphView:
+    return GraphView(nodes, tuple(Edge(at - 1, at) for at in range(1, len(nodes))))
+
+
+def memory(pool: int = POOL, blocks: tuple[int, ...] = (4096, 4096)) -> MemoryMap:
+    regions, at = [Region("x", Owner.STATIC, X, 4096), Region("w", Owner.WEIGHT, WEIGHT, 4096)], pool
+    for nbytes in blocks:
+        regions.append(Region(f"block at {at:#x}", Owner.POOL, at, nbytes))
+        at += nbytes
+    return MemoryMap(regions)
+
+
+def same_levels(found: GraphDiff, a: GraphView, b: GraphView, *maps: MemoryMap | None) -> GraphDiff:
+    """Fingerprints say the same as the comparison, level by level, and so does the comparison the other way round."""
+    map_a, map_b = maps or (None, None)
+    one, other = fingerprint(a, map_a), fingerprint(b, map_b)
+    levels = (found.equal_topology, found.equal_launches, found.equal)
+    assert levels == (
+        one.topology == other.topology, one.launches == other.launches, one.arguments == other.arguments
+    )  # fmt: skip
+    back = diff(b, a, map_b, map_a)
+    assert levels == (back.equal_topology, back.equal_launches, back.equal)
+    return found
+
+
+def compared(a: GraphView, b: GraphView, *maps: MemoryMap | None) -> GraphDiff:
+    return same_levels(diff(a, b, *maps), a, b, *maps)
+
+
+# -- kernels
+
+
+def test_what_is_equal() -> None:
+    view = chain(kernel("f", number(3)), kernel("g", word(X)))
+    found = compared(view, view)
+    assert (found.equal, found.equal_launches, found.equal_topology, found.nodes) == (True, True, True, ())
+    assert str(found) == "equal: 2 nodes, the same topology, launches and arguments"
+
+
+CHANGED = {
+    "name": ({"name": "h"}, Level.TOPOLOGY, Change(Level.TOPOLOGY, "name", "f", "h")),
+    "kind": ({"kind": NodeKind.OTHER}, Level.TOPOLOGY, None),
+    "grid": ({"grid": (4, 1, 1)}, Level.LAUNCHES, Change(Level.LAUNCHES, "grid", "1x1x1", "4x1x1")),
+    "block": ({"block": (64, 2, 1)}, Level.LAUNCHES, Change(Level.LAUNCHES, "block", "32x1x1", "64x2x1")),
+    "shared": ({"shared_bytes": 9}, Level.LAUNCHES, Change(Level.LAUNCHES, "shared bytes", "0", "9")),
+    "cluster": (
+        {"attributes": {"cluster": "2x1x1"}}, Level.LAUNCHES, Change(Level.LAUNCHES, "attribute cluster", "-", "2x1x1")
+    ),
+    "value": (
+        {"arguments": (Argument(0, number(-7)),)}, Level.ARGUMENTS, Change(Level.ARGUMENTS, "argument 0", "3", "-7")
+    ),
+    "named": (
+        {"arguments": (Argument(0, number(4), "n", ()),)},
+        Level.ARGUMENTS,
+        Change(Level.ARGUMENTS, "argument 0 'n'", "3", "4"),
+    ),
+    "size": (
+        {"arguments": (Argument(0, bytes(8)),)},
+        Level.ARGUMENTS,
+        Change(Level.ARGUMENTS, "argument 0", "4 bytes", "8 bytes"),
+    ),
+    "fewer": ({"arguments": ()}, Level.ARGUMENTS, Change(Level.ARGUMENTS, "number of arguments", "1", "0")),
+    "scalar": (
+        {"scalars": (("value", "0x1"),)}, Level.ARGUMENTS, Change(Level.ARGUMENTS, "scalar value", "-", "0x1")
+    ),
+    "operand": (
+        {"operands": (Operand("dst", 5, 4, written=True),)}, Level.ARGUMENTS,
+        Change(Level.ARGUMENTS, "operands", "-", "dst"),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CHANGED)
+def test_each_thing_that_may_differ(case: str) -> None:
+    fields, level, change = CHANGED[case]
+    before = chain(kernel("e"), kernel("f", number(3)), kernel("g"))
+    nodes = (before.nodes[0], replace(before.nodes[1], **fields), before.nodes[2])
+    found = compared(before, GraphView(nodes, before.edges))
+    assert found.equal_topology == (level is not Level.TOPOLOGY)
+    assert found.equal_launches == (level is Level.ARGUMENTS)
+    assert not found.equal
+    if change is not None:
+        assert found.nodes == (NodeDiff((1,), (1,), "kernel f", (change,)),)
+        assert str(change) in str(found)
+
+
+def test_edges() -> None:
+    nodes = tuple(kernel(name) for name in "efg")
+    serial, fork = GraphView(nodes, (Edge(0, 1), Edge(1, 2))), GraphView(nodes, (Edge(0, 1), Edge(0, 2)))
+    found = compared(serial, fork)
+    assert found.nodes == (NodeDiff((2,), (2,), "kernel g", (Change(Level.TOPOLOGY, "waits for", "1 f", "0 e"),)),)
+    early = GraphView(nodes, (Edge(0, 1), Edge(1, 2, True)))
+    (node,) = compared(serial, early).nodes
+    assert node.changes == (Change(Level.TOPOLOGY, "waits for", "1 f", "1 f (programmatic)"),)
+
+
+def test_bodies() -> None:
+    def around(*bodies: GraphView) -> GraphView:
+        return chain(kernel("e"), Node(NodeKind.CONDITIONAL, "while", bodies=bodies))
+
+    body = chain(kernel("f", number(3)), kernel("g"))
+    wider = chain(replace(body.nodes[0], grid=(2, 1, 1)), body.nodes[1])
+    assert compared(around(body), around(body)).equal
+    (node,) = compared(around(body), around(wider)).nodes
+    assert (node.before, node.after, node.name) == ((1, 0, 0), (1, 0, 0), "kernel f")
+    longer = compared(around(body), around(chain(*body.nodes, kernel("h"))))
+    assert longer.nodes == (NodeDiff(None, (1, 0, 2), "kernel h"),)
+    twice = compared(around(body), around(body, body))
+    assert twice.nodes[0].changes == (Change(Level.TOPOLOGY, "bodies", "1", "2"),)
+    assert not compared(around(), around(GraphView(()))).equal_topology
+    cut = GraphView(body.nodes)
+    (waits,) = compared(around(body), around(cut)).nodes
+    assert waits.changes == (Change(Level.TOPOLOGY, "waits for", "0 f", "-"),)
+
+
+# -- nodes that one graph alone has
+
+
+def test_a_node_more() -> None:
+    layer = [kernel("norm"), kernel("gemm"), kernel("attend"), kernel("gemm")]
+    before = chain(*layer * 6)
+    nodes = [*layer * 3, kernel("split"), *layer * 3]
+    found = compared(before, chain(*nodes))
+    assert [node for node in found.nodes if node.before is None] == [NodeDiff(None, (12,), "kernel split")]
+    assert [node.changes for node in found.nodes if node.before is not None] == [
+        (Change(Level.TOPOLOGY, "waits for", "11 gemm", "12 split"),)
+    ]
+    assert not found.equal_topology
+    back = diff(chain(*nodes), before)
+    assert [node.before for node in back.nodes if node.after is None] == [(12,)]
+    assert "- kernel split at 12" in str(back)
+    assert "+ kernel split at 12" in str(found)
+
+
+def test_what_has_another_name_is_matched_by_where_it_stands() -> None:
+    """As matrix products have for another batch size, and one of them with a reduction behind it."""
+    before = chain(kernel("norm"), kernel("gemm_16"), kernel("attend"), kernel("gemm_16"), kernel("end"))
+    after = chain(
+        kernel("norm"), kernel("gemm_64"), kernel("attend"), kernel("gemm_64"), kernel("reduce"), kernel("end")
+    )
+    found = compared(before, after)
+    renamed = [node for node in found.nodes if any(change.what == "name" for change in node.changes)]
+    assert [(node.before, node.after) for node in renamed] == [((1,), (1,)), ((3,), (3,))]
+    assert [node.after for node in found.nodes if node.before is None] == [(4,)]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_nodes_are_matched_in_order_and_once(seed: int) -> None:
+    rng = random.Random(seed)
+    names = [rng.choice("abcd") for _ in range(40)]
+    other = [name for name in names if rng.random() < 0.8]
+    for _ in range(5):
+        other.insert(rng.randrange(len(other)), rng.choice("abcde"))
+    a, b = (GraphView(tuple(kernel(name) for name in side)) for side in (names, other))
+    found = compared(a, b)
+    removed = [node.before[0] for node in found.nodes if node.after is None]
+    added = [node.after[0] for node in found.nodes if node.before is None]
+    renamed = {node.before[0]: node.after[0] for node in found.nodes if node.before and node.after}
+    assert removed == sorted(set(removed))
+    assert added == sorted(set(added))
+    # What is left of both sides after that is one sequence.
+    left = [f"{i}!" if i in renamed else name for i, name in enumerate(names) if i not in removed]
+    back = {after: before for before, after in renamed.items()}
+    right = [f"{back[j]}!" if j in back else name for j, name in enumerate(other) if j not in added]
+    assert left == right
+    assert all(names[i] != other[j] for i, j in renamed.items())
+
+
+def longest_common(a: list[str], b: list[str]) -> int:
+    """By the book's table."""
+    table = [[0] * (len(b) + 1) for _ in range(len(a) + 1)]
+    for i, x in enumerate(a):
+        for j, y in enumerate(b):
+            table[i + 1][j + 1] = table[i][j] + 1 if x == y else max(table[i][j + 1], table[i + 1][j])
+    return table[-1][-1]
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_as_many_nodes_as_can_be_are_matched_by_name(seed: int) -> None:
+    rng = random.Random(seed)
+    a, b = ([rng.choice("abc") for _ in range(rng.randrange(15))] for _ in range(2))
+    pairs = list(aligned(*([("kernel", name) for name in side] for side in (a, b))))
+    assert [i for i, _ in pairs if i is not None] == list(range(len(a)))
+    assert [j for _, j in pairs if j is not None] == list(range(len(b)))
+    assert sum(a[i] == b[j] for i, j in pairs if i is not None and j is not None) == longest_common(a, b)
+
+
+def test_kinds_are_not_mixed() -> None:
+    a, b = [("kernel", "f"), ("memcpy", "c")], [("memcpy", "d"), ("kernel", "g")]
+    assert list(aligned(a, b)) == [(0, None), (1, 0), (None, 1)]
+
+
+def test_graphs_that_have_nothing_in_common(monkeypatch: pytest.MonkeyPatch) -> None:
+    a, b = ([("kernel", f"{side}{at}") for at in range(100)] for side in "ab")
+    matched = list(aligned(a, [*b, ("kernel", "c")]))
+    assert matched == [*((at, at) for at in range(100)), (None, 100)]
+    monkeypatch.setattr(align, "_MOST_EDITS", 10)
+    assert list(aligned(a, [*b, ("kernel", "c")])) == matched, "as where the search was given up"
+
+
+def test_long_graphs_take_no_time() -> None:
+    """Of 20,000 nodes, in layers: one more in the middle; and another product in every layer of a graph of 2,000."""
+    layer = [kernel(name) for name in ("norm", "qkv", "rope", "write", "attend", "out", "norm", "up", "act", "down")]
+    start = time.perf_counter()
+    long = chain(*layer * 2000)
+    found = diff(long, chain(*layer * 1000, kernel("more"), *layer * 1000))
+    assert [node.after for node in found.nodes if node.before is None] == [(10_000,)]
+    small = chain(*layer * 200)
+    swapped = [kernel("up_64") if node.name == "up" else node for node in layer]
+    found = diff(small, chain(*swapped * 200))
+    assert len(found.nodes) == 200
+    assert len({node.before for node in found.nodes}) == 200
+    assert str(found).count("\n") < 5, "nodes that differ alike stand once"
+    assert "200 x kernel up at 7, 17, 27" in str(found)
+    assert time.perf_counter() - start < 15
+
+
+# -- addresses
+
+
+def test_addresses_are_compared_by_region_and_offset() -> None:
+    here = chain(kernel("f", word(X + 16), word(POOL + 32)))
+    elsewhere = chain(kernel("f", word(X + 16), word(POOL + 0x100000 + 32)))
+    maps = memory(), memory(POOL + 0x100000)
+    assert compared(here, elsewhere, *maps).equal
+    assert compared(here, elsewhere).nodes[0].changes == (
+        Change(Level.ARGUMENTS, "argument 1", hex(POOL + 32), hex(POOL + 0x100020)),
+    ), "without maps by value"
+    moved = chain(kernel("f", word(X + 24), word(POOL + 32)))
+    (node,) = compared(here, moved, memory(), memory()).nodes
+    assert node.changes == (Change(Level.ARGUMENTS, "argument 0", "x+0x10", "x+0x18"),)
+    leaked = chain(kernel("f", word(0x7F3000000010), word(POOL + 32)))
+    (node,) = compared(here, leaked, memory(), memory()).nodes
+    assert node.changes == (Change(Level.ARGUMENTS, "argument 0", "x+0x10", "0x7f3000000010"),)
+
+
+def test_one_region_in_place_of_another() -> None:
+    here, there = chain(kernel("f", word(X))), chain(kernel("f", word(WEIGHT)))
+    (node,) = compared(here, there, memory(), memory()).nodes
+    assert node.changes == (Change(Level.ARGUMENTS, "argument 0", "x+0x0", "w+0x0"),)
+
+
+def test_blocks_of_pools_are_matched_by_first_use() -> None:
+    """Their names are those of one capture. What counts is where the same block is used again."""
+    a, b = POOL, POOL + 4096
+    straight = chain(kernel("f", word(a), word(b)), kernel("g", word(b), word(a)))
+    swapped = chain(kernel("f", word(b), word(a)), kernel("g", word(a), word(b)))
+    crossed = chain(kernel("f", word(a), word(b)), kernel("g", word(a), word(b)))
+    merged = chain(kernel("f", word(a), word(a)), kernel("g", word(a), word(a)))
+    maps = memory(), memory()
+    assert compared(straight, swapped, *maps).equal
+    for other in (crossed, merged):
+        found = compared(straight, other, *maps)
+        assert found.equal_launches
+        assert not found.equal
+
+
+def test_addresses_within_structs() -> None:
+    """At offsets of 8 bytes from where the arguments begin, not from where the struct does."""
+    here = Argument(4, number(1) + word(X) + number(2) + number(3))
+    there = Argument(4, number(1) + word(X + 4096 * 5) + number(2) + number(4))
+    moved = MemoryMap([Region("x", Owner.STATIC, X + 4096 * 5, 4096)])
+    views = [chain(replace(kernel("f"), arguments=(one,))) for one in (here, there)]
+    (node,) = compared(*views, memory(), moved).nodes
+    assert node.changes == (Change(Level.ARGUMENTS, "argument 0, byte 16", "3", "4", opaque=True),)
+    assert "(in a struct)" in str(node.changes[0])
+
+
+def test_words_that_are_known_to_be_no_addresses() -> None:
+    here, there = (Argument(0, word(X + at), "n", ()) for at in (0, 0x100000))
+    moved = MemoryMap([Region("x", Owner.STATIC, X + 0x100000, 4096)])
+    views = [chain(replace(kernel("f"), arguments=(one,))) for one in (here, there)]
+    assert not compared(*views, memory(), moved).equal
+    pointers = [chain(replace(kernel("f"), arguments=(replace(one, pointers=(0,)),))) for one in (here, there)]
+    assert compared(*pointers, memory(), moved).equal
+
+
+def test_memory_that_the_graph_allocates_is_matched_by_first_use() -> None:
+    def capture(at: int) -> GraphView:
+        made = Node(NodeKind.ALLOC, "allocation", operands=(Operand("memory", at, 64, written=True),))
+        return chain(made, kernel("f", word(at + 8)), Node(NodeKind.FREE, "free", operands=(Operand("memory", at, 0),)))
+
+    assert compared(capture(0x5000), capture(0x9000)).equal
+
+
+# -- steps on a CPU
+
+
+class Toy:
+    """A step of a few ops on static buffers, for any number of rows."""
+
+    def __init__(self) -> None:
+        rng = torch.Generator().manual_seed(0)
+        self.x, self.table = torch.randn(8, 16, generator=rng), torch.arange(8)
+        self.weight, self.out = torch.randn(16, 16, generator=rng), torch.zeros(8, 16)
+
+    def step(self, rows: int) -> torch.Tensor:
+        hidden = torch.empty(rows, 16)
+        torch.mm(self.x[:rows], self.weight, out=hidden)
+        scale = self.weight.amax()  # of the weight alone
+        self.out[:rows].copy_(torch.tanh(hidden / scale))
+        self.table.add_(1)  # of all rows
+        return self.out[:rows] * 2
+
+    def view(self, rows: int) -> GraphView:
+        return inspect_graph(OpTapeRecorder().record(lambda: self.step(rows), KEY, lambda: None))
+
+    def memory(self) -> MemoryMap:
+        names = {"x": Owner.STATIC, "table": Owner.STATIC, "weight": Owner.WEIGHT, "out": Owner.STATIC}
+        return MemoryMap(Region(n, o, getattr(self, n).data_ptr(), getattr(self, n).nbytes) for n, o in names.items())
+
+
+def test_two_captures_of_a_step_are_one_graph() -> None:
+    toy = Toy()
+    first, second = toy.view(4), toy.view(4)
+    assert [node.operands for node in first.nodes] != [node.operands for node in second.nodes], "memory of their own"
+    assert compared(first, second).equal
+    other = Toy()
+    assert not compared(first, other.view(4)).equal
+    assert compared(first, other.view(4), toy.memory(), other.memory()).equal
+
+
+def test_a_buffer_that_was_replaced_shows() -> None:
+    toy = Toy()
+    first = toy.view(4)
+    kept, toy.x = toy.x, toy.x.clone()
+    found = compared(first, toy.view(4), toy.memory(), toy.memory())
+    (node,) = found.nodes
+    assert node.name == "op aten.mm.out"
+    assert [change.what for change in node.changes] == ["operand self"]
+    assert hex(kept.data_ptr()) in node.changes[0].before
+    assert "x+0x0" in node.changes[0].after
+
+
+def test_sizes_differ_in_what_depends_on_the_size() -> None:
+    toy = Toy()
+    found = compared(toy.view(2), toy.view(4), toy.memory(), toy.memory())
+    assert (found.equal_topology, found.equal_launches, found.equal) == (True, True, False)
+    assert {node.name: tuple(change.what for change in node.changes) for node in found.nodes} == {
+        "allocation aten.empty.memory_format": ("operand memory",),
+        "op aten.mm.out": ("operand self", "operand out"),
+        "op aten.div.Tensor": ("operand self", "operand out"),
+        "op aten.tanh.default": ("operand self", "operand out"),
+        "op aten.copy_.default": ("operand self", "operand src"),
+        "op aten.mul.Tensor": ("operand self", "operand out"),
+    }, "neither the op on the weight nor that on the table"
+    assert "operand self: 128 bytes at x+0x0 -> 256 bytes at x+0x0" in str(found)
+
+
+def test_a_scalar_of_the_host_shows() -> None:
+    toy, scale = Toy(), [2.0]
+    step = lambda: toy.x * scale[0]  # noqa: E731
+    record: Callable[[], GraphView] = lambda: inspect_graph(OpTapeRecorder().record(step, KEY, lambda: None))  # noqa: E731
+    first = record()
+    scale[0] = 3.0
+    (node,) = compared(first, record()).nodes
+    assert node.changes == (Change(Level.ARGUMENTS, "scalar other", "2.0", "3.0"),)
+
+
+def test_sizes_of_a_step_of_graphrt() -> None:
+    """The same ops; the pages of the cache and the weights are the same memory, and what rows have grows."""
+    from tests.runtime.toy import make_rig
+
+    rig = make_rig(CPU, decode_sizes=(2, 4), mixed_sizes=(16,))
+    graphs = {key.padded_reqs: graph for key, graph in rig.manager._graphs._graphs.items() if str(key)[:6] == "decode"}
+    two, four = inspect_graph(graphs[2]), inspect_graph(graphs[4])
+    found = compared(two, four)
+    assert (found.equal_topology, found.equal_launches, found.equal) == (True, True, False)
+    changed = {change.what for node in found.nodes for change in node.changes}
+    assert not changed & {"operand k_cache", "operand v_cache", "operand inbox", "scalar softmax_scale"}
+    assert {"scalar padded_reqs", "operand logits", "operand block_table"} <= changed
+    again = make_rig(CPU, decode_sizes=(2, 4), mixed_sizes=(16,), model=rig.model)
+    other = {key.padded_reqs: graph for key, graph in again.manager._graphs._graphs.items() if str(key)[:6] == "decode"}
+    assert fingerprint(inspect_graph(other[2])).launches == fingerprint(two).launches == fingerprint(four).launches
+    assert fingerprint(inspect_graph(other[2])).arguments != fingerprint(two).arguments, "buffers of its own"

@@ -1,0 +1,425 @@
+"""A CUDA graph becomes a view: every kind of node as the driver tells it, on a driver that is none."""
+
+from __future__ import annotations
+
+import ctypes
+import random
+import types
+
+import pytest
+import torch
+
+from graphrt.capture.graph import GraphReport
+from graphrt.capture.inspect.cuda import inspect_graph
+from graphrt.capture.inspect.view import Argument, Edge, NodeKind, Operand
+from graphrt.capture.recorder import CudaGraph
+from graphrt.kernels.errors import CaptureError, ConfigError
+from tests.capture import fake_driver
+from tests.capture.fake_graphs import ATTRIBUTES, FakeGraphs, driver, install, number, shuffler, word
+from tests.capture.test_loop import CPU, KEY, ints
+
+ADD = "_ZN2at6native29vectorized_elementwise_kernelILi4ENS0_15CUDAFunctor_addIfEESt5arrayIPcLm3EEEEviT0_T1_"
+ADD_NAME = (
+    "void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add<float>, "
+    "std::array<char*, 3ul> >(int, at::native::CUDAFunctor_add<float>, std::array<char*, 3ul>)"
+)
+POINTERS = word(0x7F0000001000) + word(0x7F0000002000) + word(0x7F0000003000)
+
+
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch) -> FakeGraphs:
+    return install(monkeypatch)
+
+
+# -- nodes
+
+
+@pytest.mark.parametrize("by_kernel", [False, True])
+@pytest.mark.parametrize("blob", [False, True])
+def test_a_kernel(fake: FakeGraphs, blob: bool, by_kernel: bool) -> None:
+    graph = fake.graph()
+    function = fake.function(ADD, [4, 8, 24])
+    arguments = [number(1000), bytes(8), POINTERS]
+    launch = {"grid": (2, 3, 4), "block": (128, 2, 1), "shared": 512}
+    fake.kernel(graph, function, arguments, blob=blob, by_kernel=by_kernel, **launch)
+    (node,) = inspect_graph(graph).nodes
+    assert (node.kind, node.symbol, node.name) == (NodeKind.KERNEL, ADD, ADD_NAME)
+    assert (node.grid, node.block, node.shared_bytes) == ((2, 3, 4), (128, 2, 1), 512)
+    offsets = (0, 8, 16)
+    assert node.arguments == tuple(Argument(at, data) for at, data in zip(offsets, arguments, strict=True))
+    assert (node.attributes, node.remark) == ({}, "")
+    assert fake.unwritten()
+
+
+def test_a_view_outlives_what_the_driver_lent(fake: FakeGraphs) -> None:
+    graph = fake.graph()
+    node = fake.kernel(graph, fake.function("f", [8]), [word(77)])
+    view = inspect_graph(graph)
+    ctypes.memset(ctypes.addressof(fake.nodes[node].memory[0]), 0xFF, 8)
+    assert view.nodes[0].arguments[0].data == word(77)
+
+
+def test_names_of_triton_kernels_are_not_taken_for_types(fake: FakeGraphs) -> None:
+    """What demangles types makes "float" of "f"."""
+    graph = fake.graph()
+    for name in ("f", "i", "_attend", "_Zcorrupt"):
+        fake.kernel(graph, fake.function(name, []))
+    assert [node.name for node in inspect_graph(graph).nodes] == ["f", "i", "_attend", "_Zcorrupt"]
+
+
+def test_attributes_other_than_the_default(fake: FakeGraphs) -> None:
+    graph, function = fake.graph(), fake.function("f", [])
+    window = word(0x7F0000000000) + word(4096) + bytes.fromhex("0000803f") + number(2) + number(1)
+    cases = {
+        "CLUSTER_DIMENSION": (number(2) + number(1) + number(1), {"cluster": "2x1x1"}),
+        "COOPERATIVE": (number(1), {"cooperative": "1"}),
+        "PRIORITY": (number(-5), {"priority": "-5"}),
+        "MEM_SYNC_DOMAIN": (number(1), {"memory domain": "1"}),
+        "MEM_SYNC_DOMAIN_MAP": (bytes((2, 3)), {"memory domain map": "2 3"}),
+        "PREFERRED_SHARED_MEMORY_CARVEOUT": (number(100), {"shared memory carveout": "100"}),
+        "CLUSTER_SCHEDULING_POLICY_PREFERENCE": (number(2), {"cluster scheduling": "2"}),
+        "DEVICE_UPDATABLE_KERNEL_NODE": (number(1), {"device-updatable": "1"}),
+        "ACCESS_POLICY_WINDOW": (
+            window, {"access policy": "4096 bytes at 0x7f0000000000, hit ratio 1, 2 else 1"}
+        ),
+    }  # fmt: skip
+    for name, (value, _) in cases.items():
+        fake.kernel(graph, function, attributes={int(getattr(ATTRIBUTES, f"CU_LAUNCH_ATTRIBUTE_{name}")): value})
+    for node, (name, (_, expected)) in zip(inspect_graph(graph).nodes, cases.items(), strict=True):
+        assert node.attributes == expected, name
+
+
+def test_one_blob_of_a_library_is_one_argument(fake: FakeGraphs) -> None:
+    """As cuBLASLt has it, and where the driver tells no layout, or a longer one than the blob."""
+    graph, data = fake.graph(), bytes(range(256)) * 10
+    function = fake.function("nvjet", [2560])
+    fake.kernel(graph, function, [data], blob=True)
+    assert inspect_graph(graph).nodes[0].arguments == (Argument(0, data),)
+    for layout in ([], [(0, 4000)]):
+        fake.functions[function] = b"nvjet", layout
+        assert inspect_graph(graph).nodes[0].arguments == (Argument(0, data),)
+
+
+def test_a_copy(fake: FakeGraphs) -> None:
+    graph = fake.graph()
+    fake.copy(graph, 0x1000, 0x2000, 64)
+    fake.copy(graph, 0x1000, 0x2000, 64, kinds=("HOST", "DEVICE"))
+    fake.copy(graph, 0x1000, 0x2000, 64, kinds=("UNIFIED", "UNIFIED"))
+    fake.host_memory.add(0x1000)
+    nodes = inspect_graph(graph).nodes
+    assert [node.name for node in nodes] == [
+        "memcpy device to device", "memcpy host to device", "memcpy host to device",
+    ]  # fmt: skip
+    assert {node.operands[1] for node in nodes} == {Operand("dst", 0x2000, 64, written=True)}
+    assert [node.operands[0] for node in nodes] == [Operand("src", 0x1000, 64, host) for host in (False, True, True)]
+    assert all(node.kind is NodeKind.MEMCPY and not node.scalars and not node.remark for node in nodes)
+
+
+def test_a_copy_of_rows_spans_from_its_first_byte_to_its_last(fake: FakeGraphs) -> None:
+    graph = fake.graph()
+    rows = {"Height": 3, "Depth": 2, "srcPitch": 100, "srcHeight": 5, "dstPitch": 16, "srcY": 1, "srcXInBytes": 4}
+    fake.copy(graph, 0x1000, 0x2000, 16, srcZ=2, **rows)
+    (node,) = inspect_graph(graph).nodes
+    # By numpy's rules: the bytes of an array of [planes, 5 rows, 100 bytes], from its first to its last.
+    planes = torch.arange(6 * 5 * 100).view(6, 5, 100)[2:4, 1:4, 4:20]
+    first, last = int(planes.min()), int(planes.max())
+    assert node.operands == (
+        Operand("src", 0x1000 + first, last - first + 1),
+        Operand("dst", 0x2000, 3 * 2 * 16, written=True),
+    )
+    assert dict(node.scalars) == {"width": "16", "height": "3", "depth": "2", "src pitch": "100", "dst pitch": "16"}
+
+
+def test_a_copy_from_an_array_says_so(fake: FakeGraphs) -> None:
+    graph = fake.graph()
+    fake.copy(graph, 0, 0x2000, 64, kinds=("ARRAY", "DEVICE"))
+    (node,) = inspect_graph(graph).nodes
+    assert node.name == "memcpy array to device"
+    assert (node.operands[0].address, node.remark) == (0, "where an array lies is not told")
+
+
+def test_a_fill(fake: FakeGraphs) -> None:
+    graph = fake.graph()
+    fake.fill(graph, 0x3000, 0xFF, 1, 100)
+    fake.fill(graph, 0x3000, 7, 4, 10, height=3, pitch=64)
+    flat, rows = inspect_graph(graph).nodes
+    assert flat.operands == (Operand("dst", 0x3000, 100, written=True),)
+    assert dict(flat.scalars) == {"value": "0xff", "element size": "1", "width": "100"}
+    assert rows.operands == (Operand("dst", 0x3000, 2 * 64 + 40, written=True),)
+    assert dict(rows.scalars)["pitch"] == "64"
+
+
+def test_a_child_graph(fake: FakeGraphs) -> None:
+    graph, child, inner = fake.graph(), fake.graph(), fake.graph()
+    fake.fill(inner, 0x3000, 0, 1, 1)
+    fake.kernel(child, fake.function("f", []))
+    fake.other(child, "GRAPH", driver.CUgraph(inner))
+    first = fake.other(graph, "EMPTY")
+    fake.other(graph, "GRAPH", driver.CUgraph(child), after=[first])
+    view = inspect_graph(graph)
+    assert [(place, node.name) for place, node in view.walk()] == [
+        ((0,), "empty"),
+        ((1,), "child graph"),
+        ((1, 0, 0), "f"),
+        ((1, 0, 1), "child graph"),
+        ((1, 0, 1, 0, 0), "memset"),
+    ]
+    assert view.edges == (Edge(0, 1),)
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "count"), [(0, "if", 2), (1, "while", 1), (2, "switch", 3), (7, "conditional", 1)]
+)
+def test_a_conditional_node_as_newer_drivers_show_it(fake: FakeGraphs, kind: int, name: str, count: int) -> None:
+    fake.version = 13020
+    graph, bodies = fake.graph(), [fake.graph() for _ in range(count)]
+    for index, body in enumerate(bodies):
+        fake.kernel(body, fake.function(f"k{index}", []))
+    fake.conditional(graph, kind, bodies)
+    (node,) = inspect_graph(graph).nodes
+    assert (node.kind, node.name, node.remark) == (NodeKind.CONDITIONAL, name, "")
+    assert [body.nodes[0].name for body in node.bodies] == [f"k{index}" for index in range(count)]
+
+
+def test_a_conditional_node_that_the_driver_does_not_show(fake: FakeGraphs) -> None:
+    graph = fake.graph()
+    fake.conditional(graph, 1, [fake.graph()])
+    (node,) = inspect_graph(graph).nodes
+    assert (node.kind, node.name, node.bodies) == (NodeKind.CONDITIONAL, "conditional", ())
+    assert node.remark == "drivers before 13.2 do not show its bodies"
+
+
+def test_a_host_function_has_the_name_that_the_linker_knows(fake: FakeGraphs) -> None:
+    graph = fake.graph()
+    library = ctypes.CDLL(None)
+    for address in (ctypes.cast(library.malloc, ctypes.c_void_p).value, 0x10):
+        params = driver.CUDA_HOST_NODE_PARAMS()
+        params.fn = driver.CUhostFn(address)
+        fake.other(graph, "HOST", params)
+    known, unknown = inspect_graph(graph).nodes
+    assert "malloc" in known.symbol
+    assert known.name == known.symbol
+    assert "libc" in dict(known.scalars)["library"]
+    assert (unknown.name, unknown.symbol, unknown.scalars) == ("host function", "", ())
+    assert {known.remark, unknown.remark} == {"what the host does there cannot be read"}
+
+
+def test_events_are_numbered_as_they_stand(fake: FakeGraphs) -> None:
+    graph, child = fake.graph(), fake.graph()
+    fake.other(graph, "EVENT_RECORD", 0x99)
+    fake.other(child, "WAIT_EVENT", 0x55)
+    fake.other(graph, "GRAPH", driver.CUgraph(child))
+    fake.other(graph, "WAIT_EVENT", 0x99)
+    fake.other(graph, "EVENT_RECORD", 0x55)
+    found = [(node.kind, dict(node.scalars)) for _, node in inspect_graph(graph).walk() if not node.bodies]
+    assert found == [
+        (NodeKind.EVENT_RECORD, {"event": "0"}),
+        (NodeKind.EVENT_WAIT, {"event": "1"}),
+        (NodeKind.EVENT_WAIT, {"event": "0"}),
+        (NodeKind.EVENT_RECORD, {"event": "1"}),
+    ]
+
+
+def test_memory_that_a_graph_allocates(fake: FakeGraphs) -> None:
+    graph, params = fake.graph(), driver.CUDA_MEM_ALLOC_NODE_PARAMS()
+    params.dptr, params.bytesize = driver.CUdeviceptr(0x4000), 256
+    fake.other(graph, "MEM_ALLOC", params)
+    fake.other(graph, "MEM_FREE", driver.CUdeviceptr(0x4000))
+    made, freed = inspect_graph(graph).nodes
+    assert (made.kind, made.operands) == (NodeKind.ALLOC, (Operand("memory", 0x4000, 256, written=True),))
+    assert (freed.kind, freed.operands) == (NodeKind.FREE, (Operand("memory", 0x4000, 0),))
+
+
+def test_what_is_not_known_is_said_and_the_rest_is_shown(fake: FakeGraphs) -> None:
+    graph = fake.graph()
+    fake.other(graph, 77)
+    fake.other(graph, "BATCH_MEM_OP")
+    fake.other(graph, "EXT_SEMAS_SIGNAL")
+    fake.copy(graph, 0x1000, 0x2000, 64)
+    fake.fill(graph, 0x3000, 0, 1, 1)
+    fake.other(graph, "MEMCPY", driver.CUDA_MEMCPY3D())  # its types of memory are 0, which is none
+    fake.failing = {"cuGraphMemsetNodeGetParams"}
+    nodes = inspect_graph(graph).nodes
+    assert [(node.kind, node.name) for node in nodes] == [
+        (NodeKind.OTHER, "unknown node"),
+        (NodeKind.OTHER, "batch mem op"),
+        (NodeKind.OTHER, "ext semas signal"),
+        (NodeKind.MEMCPY, "memcpy device to device"),
+        (NodeKind.MEMSET, "memset"),
+        (NodeKind.MEMCPY, "memcpy"),
+    ]
+    assert nodes[0].remark == "could not be read: 77 is not a valid CUgraphNodeType"
+    assert nodes[1].remark == nodes[2].remark == "nodes of this type are not read"
+    assert nodes[3].remark == ""
+    assert "INVALID_VALUE" in nodes[4].remark
+    assert nodes[5].remark == "could not be read: 0 is not a valid CUmemorytype"
+
+
+@pytest.mark.parametrize(
+    "call", ["cuGraphKernelNodeGetParams", "cuFuncGetName", "cuFuncGetParamInfo", "cuGetProcAddress"]
+)
+def test_a_kernel_of_which_the_driver_tells_less(fake: FakeGraphs, call: str) -> None:
+    graph = fake.graph()
+    fake.kernel(graph, fake.function("f", [8]), [word(5)], attributes={2: number(1)})
+    fake.failing = {call}
+    (node,) = inspect_graph(graph).nodes
+    assert node.kind is NodeKind.KERNEL
+    unread = "INVALID_VALUE" in node.remark
+    assert unread == (call in ("cuGraphKernelNodeGetParams", "cuFuncGetName"))
+    assert len(node.arguments) == (call == "cuGetProcAddress")
+    assert node.attributes == ({"cooperative": "1"} if call == "cuFuncGetParamInfo" else {})
+
+
+# -- edges and order
+
+
+def test_edges_say_whether_they_are_programmatic(fake: FakeGraphs) -> None:
+    graph, f = fake.graph(), fake.function("f", [])
+    a = fake.kernel(graph, f)
+    b = fake.kernel(graph, f, after=[a], early=[a])
+    c = fake.kernel(graph, f, after=[a, b, b], early=[b])
+    fake.depend(graph, b, c)  # one waits for the end, so all of them do
+    assert inspect_graph(graph).edges == (Edge(0, 1, True), Edge(0, 2), Edge(1, 2))
+
+
+def test_an_empty_graph(fake: FakeGraphs) -> None:
+    view = inspect_graph(fake.graph())
+    assert (view.nodes, view.edges, view.origin) == ((), (), "cuda")
+
+
+def test_the_order_is_that_of_the_capture(fake: FakeGraphs) -> None:
+    """Two streams in turns: as the host launched, though names and depth would order them otherwise."""
+    graph = fake.graph()
+    last = {"b": None, "a": None}
+    for index in range(6):
+        stream = "ba"[index % 2]
+        after = [last[stream]] if last[stream] else []
+        last[stream] = fake.kernel(graph, fake.function(f"{stream}{index}", []), after=after)
+    assert [node.name for node in inspect_graph(graph).nodes] == ["b0", "a1", "b2", "a3", "b4", "a5"]
+
+
+def forked(fake: FakeGraphs, seed: int) -> int:
+    """A graph of streams that fork and join, in which most nodes have names that others have too."""
+    rng, graph = random.Random(seed), fake.graph()
+    functions = [fake.function(f"k{index}", [4]) for index in range(3)]
+    root = fake.kernel(graph, functions[0], [number(0)])
+    ends = [root]
+    for count in range(30):
+        after = rng.sample(ends, rng.randint(1, len(ends)))
+        node = fake.kernel(graph, rng.choice(functions), [number(count)], after=after)
+        ends = [end for end in ends if end not in after] + [node]
+        if len(ends) < 4:
+            ends.append(fake.kernel(graph, rng.choice(functions), [number(100 + count)], after=[rng.choice(after)]))
+    return graph
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_a_driver_that_lists_nodes_anyhow_changes_nothing(fake: FakeGraphs, seed: int) -> None:
+    """Names, and edges by index, are the same for every order of the driver's list: so are two captures of a step."""
+    graph = forked(fake, seed)
+    fake.shuffle = shuffler(seed)
+    views = [inspect_graph(graph) for _ in range(5)]
+    assert len({tuple(node.name for node in view.nodes) for view in views}) == 1
+    assert len({view.edges for view in views}) == 1
+    assert all(edge.source < edge.target for edge in views[0].edges)
+    # An oracle that knows no order: every edge of the graph, by what its ends were launched with, is in the view.
+    labels = [[int.from_bytes(node.arguments[0].data, "little") for node in view.nodes] for view in views]
+    value = {h: int.from_bytes(bytes(n.memory[0]), "little") for h, n in fake.nodes.items()}
+    expected = {(value[source], value[target]) for source, target, _ in fake.graphs[graph].edges}
+    for view, names in zip(views, labels, strict=True):
+        assert {(names[edge.source], names[edge.target]) for edge in view.edges} == expected
+
+
+def test_a_circle_is_refused(fake: FakeGraphs) -> None:
+    graph, f = fake.graph(), fake.function("f", [])
+    a = fake.kernel(graph, f)
+    b = fake.kernel(graph, f, after=[a])
+    fake.depend(graph, b, a)
+    with pytest.raises(CaptureError, match="edges: expected no circle, got one among 2 nodes"):
+        inspect_graph(graph)
+
+
+# -- what is inspected
+
+
+class Kept:
+    """Stands for a torch.cuda.CUDAGraph."""
+
+    def __init__(self, raw: int) -> None:
+        self.raw = raw
+
+    def raw_cuda_graph(self) -> int:
+        return self.raw
+
+
+class Unkept:
+    def raw_cuda_graph(self) -> int:
+        raise RuntimeError("You cannot access the raw cudaGraph_t instance unless CUDAGraph was initialized with\nmore")
+
+
+def test_graphs_of_torch_of_graphrt_and_handles(fake: FakeGraphs) -> None:
+    raw = fake.graph()
+    fake.kernel(raw, fake.function("f", []))
+    ours = CudaGraph(Kept(raw), torch.ones(1), GraphReport(KEY, 0.0, 0, 0, 1))
+    for graph in (raw, driver.CUgraph(raw), Kept(raw), ours):
+        assert [node.name for node in inspect_graph(graph).nodes] == ["f"]
+    ours.close()
+    with pytest.raises(CaptureError, match="graph: expected an open graph, got one that was closed"):
+        inspect_graph(ours)
+
+
+def test_a_graph_that_torch_did_not_keep(fake: FakeGraphs) -> None:
+    with pytest.raises(
+        CaptureError, match=r"got 'You cannot .*'; make it with torch.cuda.CUDAGraph\(keep_graph=True\)"
+    ):
+        inspect_graph(Unkept())
+
+
+@pytest.mark.parametrize("wrong", [None, 0, True, "graph", 1.5, driver.CUgraph(0), types.SimpleNamespace()])
+def test_anything_else_is_refused(fake: FakeGraphs, wrong: object) -> None:
+    with pytest.raises(ConfigError, match=r"graph: expected a torch.cuda.CUDAGraph, .* got .*; pass a captured graph"):
+        inspect_graph(wrong)
+    assert fake.calls == []
+
+
+def test_a_graph_that_the_driver_does_not_list(fake: FakeGraphs) -> None:
+    graph = fake.graph()
+    fake.kernel(graph, fake.function("f", []))
+    for call in ("cuGraphGetNodes", "cuGraphGetEdges"):
+        fake.failing = {call}
+        with pytest.raises(CaptureError, match=r"CUDA driver: expected success, got .*INVALID_VALUE"):
+            inspect_graph(graph)
+
+
+def test_a_loop_shows_its_body_though_the_driver_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The loop remembers the graph in its WHILE node; made on a driver that makes graphs, read on one that has them."""
+    maker = fake_driver.install(monkeypatch)
+    template = fake_driver.Template(fake_driver.KERNEL)
+    loop = CudaGraph(template, torch.ones(1), GraphReport(KEY, 0.0, 0, 0, 1)).loop(ints(CPU))
+    assert maker.calls.count("cuGraphAddNode") == 1
+    reader = install(monkeypatch)
+    parent, body = reader.graph(), reader.graph()
+    node = reader.conditional(parent, 1, [body])
+    reader.kernel(body, reader.function("go_on", []))
+    ((made, (name, bodies)),) = loop.raw_conditionals().items()
+    assert (made, name, len(bodies), loop.raw_cuda_graph()) == (9, "while", 1, 9), "what the first driver calls them"
+    monkeypatch.setattr(loop, "_graph", parent)
+    monkeypatch.setattr(loop, "_conditionals", {node: ("while", (driver.CUgraph(body),))})
+    view = inspect_graph(loop)
+    assert [(node.name, node.remark) for _, node in view.walk()] == [("while", ""), ("go_on", "")]
+    loop.close()
+    with pytest.raises(CaptureError, match=r"loop: expected an open loop, got raw_cuda_graph\(\) of a closed one"):
+        inspect_graph(loop)
+
+
+def test_few_calls_per_node(fake: FakeGraphs) -> None:
+    """One for the type, one for the parameters, one per attribute; those of a function once per function."""
+    graph = fake.graph()
+    function = fake.function("f", [8, 8, 4])
+    node = None
+    for _ in range(300):
+        node = fake.kernel(graph, function, [word(1), word(2), number(3)], after=[node] if node else [])
+    inspect_graph(graph)
+    bound = [call for call in fake.calls if call != "cuGraphKernelNodeGetAttribute"]
+    assert len(bound) < 300 * 2 + 20
+    assert len(fake.calls) - len(bound) == 300 * 10

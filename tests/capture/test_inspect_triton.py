@@ -1,0 +1,139 @@
+"""Arguments of Triton kernels by name: what Triton compiled for sm_90 here, as a driver would tell of it."""
+
+from __future__ import annotations
+
+import re
+import sys
+import types
+from collections.abc import Iterator
+
+import pytest
+import triton
+import triton.language as tl
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource, CompiledKernel
+from triton.runtime.jit import JITFunction
+
+from graphrt.capture.inspect.cuda import inspect_graph
+from graphrt.capture.inspect.view import Argument, Node
+from tests.capture.fake_graphs import FakeGraphs, install, number, word
+
+BITS = re.compile(r"\.param \.(?:align \d+ )?\.?[a-z](\d+)(?: \.ptr[^,\n]*?)? \w+_param_\d+(?:\[(\d+)\])?")
+
+
+def scale_rows(out_ptr, in_ptr, factor, n, shift, one, BLOCK: tl.constexpr):
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(in_ptr + at, mask=at < n)
+    tl.store(out_ptr + at, x * factor + shift + one, mask=at < n)
+
+
+SIGNATURE = {
+    "out_ptr": "*fp32", "in_ptr": "*bf16", "factor": "fp32", "n": "i64", "shift": "fp16", "one": "constexpr",
+    "BLOCK": "constexpr",
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def compiled() -> CompiledKernel:
+    source = ASTSource(JITFunction(scale_rows), SIGNATURE, {"one": 1, "BLOCK": 128})
+    return triton.compile(source, target=GPUTarget("cuda", 90, 32))
+
+
+@pytest.fixture
+def module() -> Iterator[types.ModuleType]:
+    """Somebody's, with kernels in it."""
+    found = types.ModuleType("somebody_s_kernels")
+    sys.modules[found.__name__] = found
+    yield found
+    del sys.modules[found.__name__]
+
+
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch) -> FakeGraphs:
+    return install(monkeypatch)
+
+
+def sizes_of(kernel: CompiledKernel) -> list[int]:
+    """Bytes of each argument, as the PTX declares them."""
+    header = kernel.asm["ptx"].split(".entry", 1)[1].split("{", 1)[0]
+    return [int(bits) // 8 * int(count or 1) for bits, count in BITS.findall(header)]
+
+
+def known(signature: dict, function: int) -> CompiledKernel:
+    """One that Triton has compiled and loaded."""
+    kernel = object.__new__(CompiledKernel)
+    kernel.src, kernel.function = types.SimpleNamespace(signature=signature), function
+    kernel.module = kernel._module_pid = None
+    return kernel
+
+
+def jitted(*kernels: CompiledKernel) -> JITFunction:
+    function = JITFunction(scale_rows)
+    function.device_caches[0] = (dict(enumerate(kernels)), {}, None, None, None)
+    return function
+
+
+def launched(fake: FakeGraphs, function: int, arguments: list[bytes]) -> Node:
+    graph = fake.graph()
+    fake.kernel(graph, function, arguments)
+    return inspect_graph(graph).nodes[0]
+
+
+def test_arguments_have_the_names_of_the_signature(fake: FakeGraphs, module, compiled: CompiledKernel) -> None:
+    sizes = sizes_of(compiled)
+    assert sizes == [8, 8, 4, 8, 2, 8, 8], "the launcher adds two pointers"
+    function = fake.function("scale_rows", sizes)
+    module.scale_rows = jitted(known(compiled.src.signature, function))
+    data = [word(0x7F0000001000), word(0x7F0000002000), number(2), word(1000), bytes(2), word(0), word(0)]
+    node = launched(fake, function, data)
+    names = ["out_ptr", "in_ptr", "factor", "n", "shift", "global_scratch", "profile_scratch"]
+    assert [argument.name for argument in node.arguments] == names
+    assert [argument.data for argument in node.arguments] == data
+    assert [argument.pointers for argument in node.arguments] == [(0,), (0,), (), (), (), (0,), (0,)]
+
+
+def test_what_tunes_a_kernel_is_looked_through(fake: FakeGraphs, module) -> None:
+    function = fake.function("scale_rows", [8])
+    inner = jitted(known({"x": "*fp32"}, function))
+    module.scale_rows = types.SimpleNamespace(fn=types.SimpleNamespace(fn=inner))
+    assert launched(fake, function, [word(5)]).arguments == (Argument(0, word(5), "x", (0,)),)
+
+
+def test_of_several_kernels_of_one_name_the_function_tells(fake: FakeGraphs, module) -> None:
+    functions = [fake.function("scale_rows", [8]) for _ in range(3)]
+    module.scale_rows = jitted(known({"x": "*fp32"}, functions[0]), known({"n": "i64"}, functions[1]))
+    found = [launched(fake, function, [word(5)]).arguments[0] for function in functions]
+    assert [(argument.name, argument.pointers) for argument in found] == [("x", (0,)), ("n", ()), ("", None)]
+    module.scale_rows = jitted(known({"x": "*fp32"}, 1), known({"x": "*bf16"}, 2), known({"x": "i32"}, 3))
+    last = launched(fake, functions[2], [word(5)]).arguments[0]
+    assert (last.name, last.pointers) == ("x", (0,)), "all that fit say the same"
+
+
+UNCERTAIN = {
+    "descriptor": {"x": "tensordesc<fp32[16, 16]>"},
+    "tuple": {"x": ("*fp32", "i32")},
+    "unknown": {"x": "complex64"},
+    "size": {"x": "i32"},
+    "more": {"x": "*fp32", "n": "i32"},
+    "numbered": {0: "*fp32"},
+}
+
+
+@pytest.mark.parametrize("case", UNCERTAIN)
+def test_what_is_not_certain_stays_unknown(fake: FakeGraphs, module, case: str) -> None:
+    function = fake.function("scale_rows", [8])
+    module.scale_rows = jitted(known(UNCERTAIN[case], function))
+    assert launched(fake, function, [word(5)]).arguments == (Argument(0, word(5)),)
+
+
+@pytest.mark.parametrize("value", [None, 3, "text", print, types.SimpleNamespace(fn=None), JITFunction(scale_rows)])
+def test_other_things_of_that_name_are_left_alone(fake: FakeGraphs, module, value: object) -> None:
+    module.scale_rows = value
+    assert launched(fake, fake.function("scale_rows", [8]), [word(5)]).arguments == (Argument(0, word(5)),)
+
+
+def test_more_arguments_than_the_launcher_adds_stay_unknown(fake: FakeGraphs, module) -> None:
+    function = fake.function("scale_rows", [8, 8, 8, 8])
+    module.scale_rows = jitted(known({"x": "*fp32"}, function))
+    node = launched(fake, function, [word(at) for at in range(4)])
+    assert {(argument.name, argument.pointers) for argument in node.arguments} == {("", None)}
