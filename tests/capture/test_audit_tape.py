@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import fields
 from types import SimpleNamespace
 
 import pytest
@@ -188,3 +189,27 @@ def test_a_loop_is_audited_through_its_body() -> None:
     loop = recorder.loop(recorder.record(lambda: left.sub_(stray) * 2, KEY, lambda: None), left)
     (finding,) = audit(loop, memory_of(static={"left": left}, pool=loop)).findings
     assert (finding.place, finding.address) == ((0, 0, 0), stray.data_ptr())
+
+
+# -- graphrt's own step
+
+
+def test_graphrt_s_own_steps_are_clean_and_each_buffer_must_be_named() -> None:
+    from tests.runtime.toy import make_rig
+
+    rig = make_rig(torch.device("cpu"))
+    manager = rig.manager
+    graphs, cache = manager._graphs._graphs, {"k": list(manager.kv_cache.k), "v": list(manager.kv_cache.v)}
+    static = {f.name: getattr(manager._buffers, f.name) for f in fields(manager._buffers)}
+    assert len(graphs) == 6
+    for tape in graphs.values():
+        report = audit(tape, memory_of(static=static, weights=rig.model, cache=cache, pool=tape))
+        assert report.ok, str(report)
+        assert min(report.counts[owner] for owner in (Owner.STATIC, Owner.WEIGHT, Owner.CACHE, Owner.POOL)) > 0
+    for name in ("page_table", "input_ids", "seq_lens"):
+        some = {other: tensor for other, tensor in static.items() if other != name}
+        report = audit(tape, memory_of(static=some, weights=rig.model, cache=cache, pool=tape))
+        tensor = static[name]
+        within = range(tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes)
+        assert report.findings
+        assert all(finding.address in within for finding in report.findings), name
