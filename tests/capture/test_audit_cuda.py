@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from graphrt.capture.inspect.audit import Allowed, Audit, FindingKind, audit, audit_twice, memory_of
+from graphrt.capture.inspect.blas import with_blas_workspaces
 from graphrt.capture.inspect.memory import MemoryMap, Owner
 
 pytestmark = pytest.mark.gpu
@@ -67,6 +68,21 @@ def test_a_clean_chain_of_cublas(dtype: torch.dtype) -> None:
         report = run(lambda given=given: model(given), static={"x": given}, weights=model)
         assert report.ok, f"{rows} rows: {report}"
         assert report.counts[Owner.WEIGHT] >= 4
+
+
+def test_a_workspace_from_before_the_capture_is_the_library_s() -> None:
+    x = torch.randn(8, 8192, device="cuda", dtype=torch.bfloat16)
+    w = torch.randn(8192, 512, device="cuda", dtype=torch.bfloat16)
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        x @ w  # makes the workspace of the stream in torch's common pool
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph(keep_graph=True)
+    with torch.cuda.graph(graph, stream=stream):
+        y = x @ w
+    memory = memory_of(static={"x": x, "w": w, "y": y}, pool=graph)
+    report = audit(graph, with_blas_workspaces(memory, [stream]))
+    assert report.ok, f"{report}\nwithout the probe: {audit(graph, memory)}"
 
 
 def test_a_clean_triton_kernel(x: torch.Tensor) -> None:
