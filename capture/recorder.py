@@ -64,6 +64,12 @@ class CudaGraph:
             raise CaptureError("graph: expected an open graph, got one that was closed; record the step again")
         return self._graph.raw_cuda_graph()
 
+    def pool(self) -> tuple[int, int]:
+        """Id of the memory pool, which its siblings share. Raises: CaptureError once it was closed."""
+        if self._graph is None:
+            raise CaptureError("graph: expected an open graph, got one that was closed; record the step again")
+        return self._graph.pool()
+
     def close(self) -> None:
         self._graph = self._launcher = None  # torch frees it, unless a loop holds it
         self.output = NOTHING

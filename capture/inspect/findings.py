@@ -169,10 +169,12 @@ def without_allowed(
 
 
 def _grouped(findings: Sequence[Finding]) -> list[str]:
-    """A line per kind and region, with the first finding of it; many nodes use one buffer."""
+    """A line per kind and buffer, with the first finding of it: many nodes use one. Blocks of an allocator share their
+    names, and so count by the address."""
     groups: dict[object, list[Finding]] = {}
     for finding in findings:
-        groups.setdefault((finding.kind, finding.region or finding.address), []).append(finding)
+        unnamed = finding.owner in (None, Owner.ALLOCATOR, Owner.POOL)
+        groups.setdefault((finding.kind, finding.region, finding.address if unnamed else 0), []).append(finding)
     lines = []
     for group in list(groups.values())[:_MOST_SHOWN]:
         first = group[0]
@@ -182,5 +184,5 @@ def _grouped(findings: Sequence[Finding]) -> list[str]:
             more = ", ..." if len(places) > _PLACES_SHOWN else ""
             lines.append(f"    and at {len(places)} more: node {', '.join(places[:_PLACES_SHOWN])}{more}")
     if len(groups) > _MOST_SHOWN:
-        lines.append(f"  and {len(groups) - _MOST_SHOWN} more kinds or regions: see .findings")
+        lines.append(f"  and {len(groups) - _MOST_SHOWN} more kinds or buffers: see .findings")
     return lines

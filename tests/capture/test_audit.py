@@ -90,6 +90,12 @@ def test_the_scan_agrees_with_a_reading_of_every_offset() -> None:
     assert found.looked_at == sum(max(len(blob) - 7, 0) for blob in blobs)
 
 
+def test_findings_without_a_name_are_grouped_by_address_and_cut() -> None:
+    lines = str(run(*(kernel(words(NOWHERE + 8 * i), pointers=[(0,)]) for i in range(33)))).splitlines()
+    assert len(lines) == 1 + 20 + 1
+    assert lines[-1] == "  and 13 more kinds or buffers: see .findings"
+
+
 def test_numbers_are_no_findings() -> None:
     numbers = struct.pack("<6d", 1.0, -1.0, 0.1, float("nan"), float("inf"), 1e-300)
     sizes = struct.pack("<8i", 4096, 128, 0, 1, -1, 2**31 - 1, 32530, 7)
@@ -269,6 +275,21 @@ def test_the_driver_is_asked_once_per_address_that_is_unknown() -> None:
     assert inside == [LIBRARY.address], "one answer tells the whole range"
 
 
+def test_the_driver_is_asked_where_compilers_put_addresses() -> None:
+    def asked(argument: Argument, memory: MemoryMap = MEMORY) -> set[int]:
+        driver = FakeDriver(PINNED)
+        run(Node(NodeKind.KERNEL, "k", arguments=(argument,)), memory=memory, driver=driver)
+        return {address for address in driver.asked if address in (PINNED.address, NOWHERE)}
+
+    packed = bytes(4) + words(PINNED.address, NOWHERE)
+    assert asked(Argument(8, packed)) == set()
+    assert asked(Argument(12, packed)) == {PINNED.address, NOWHERE}
+    assert asked(Argument(8, packed, pointers=(4,))) == {PINNED.address}, "what is told is asked wherever it stands"
+    named = MemoryMap([Region("staging", Owner.HOST, PINNED.address, 8)])
+    report = audit(graph(Node(NodeKind.KERNEL, "k", arguments=(Argument(8, packed),))), named, driver=FakeDriver())
+    assert kinds(report) == [FindingKind.HOST_MEMORY], "what the map knows is seen at every byte"
+
+
 # -- allowances and the report
 
 
@@ -311,14 +332,14 @@ def test_wrong_arguments() -> None:
 
 
 def test_the_report_groups_nodes_that_share_a_buffer() -> None:
-    nodes = [kernel(words(LEAK.address + i), name=f"k{i}") for i in range(12)]
-    lines = str(run(*nodes, Node(NodeKind.OTHER, "odd", remark="driver too old"))).splitlines()
-    assert lines[0] == (
-        "audit of 13 nodes: 12 findings; 12 words, addresses by owner: 12 allocator"
-    )  # fmt: skip
+    nodes = [kernel(words(LEAK.address), name=f"k{i}") for i in range(12)]
+    other = kernel(words(LEAK.address + 512))
+    lines = str(run(*nodes, other, Node(NodeKind.OTHER, "odd", remark="driver too old"))).splitlines()
+    assert lines[0] == "audit of 14 nodes: 13 findings; 13 words, addresses by owner: 13 allocator"
     assert lines[1].startswith("  foreign allocation (may be a number): node 0 k0: argument 0, byte 0: expected memory")
     assert lines[2] == "    and at 11 more: node 1, 2, 3, 4, 5, 6, 7, 8, ..."
-    assert lines[3] == "  not read: node 12 odd: driver too old"
+    assert lines[3].startswith("  foreign allocation (may be a number): node 12 kernel: argument 0, byte 0: expected")
+    assert lines[4:] == ["  not read: node 13 odd: driver too old"]
 
 
 def test_raise_if_any_names_a_certain_finding_first() -> None:

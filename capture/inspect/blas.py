@@ -1,0 +1,70 @@
+"""Finds the workspaces of cuBLAS, which lie in torch's allocator and which torch does not name.
+
+torch makes one per stream when a library first needs it, and keeps it until the process ends. If a step ran on the
+capture stream before its capture, its products work in memory that is not of the graph's pool. That memory stays, but
+to an audit it looks like any other allocation. A probe tells: of a product whose operands are all known, whatever else
+it points to is the library's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+
+from graphrt.capture.inspect.audit import audit, memory_of
+from graphrt.capture.inspect.findings import FindingKind
+from graphrt.capture.inspect.memory import MemoryMap, Owner, Region
+
+_NAME = "workspace of cuBLAS"
+_SHAPES = ((64, 16384, 64), (8, 8192, 512), (1, 16384, 64), (128, 8192, 128))
+"""Rows, depth, columns: few results of long sums, which are split over blocks that meet in a workspace."""
+
+
+def with_blas_workspaces(memory: MemoryMap, streams: Iterable[torch.cuda.Stream] = ()) -> MemoryMap:
+    """The map with the workspaces that cuBLAS has for some streams, as LIBRARY memory.
+
+        memory = with_blas_workspaces(memory_of(static=static, weights=model, pool=graph))
+
+    memory   of the process, with the blocks of torch's allocator, as `memory_of` makes it
+    streams  on which graphs were captured; none: the one that torch.cuda.graph captures on
+
+    Captures a few small products per stream, as torch.cuda.graph does: it synchronises and empties the cache. Call it
+    after `memory_of`, as what was freed is forgotten then. A workspace that no probe uses is not found, and a capture
+    that made its workspace in its own pool needs none of this.
+    """
+    default = torch.cuda.graph.default_capture_stream
+    chosen = tuple(streams) or ((default,) if default is not None else ())
+    found = dict.fromkeys(region for stream in chosen for region in _probe(stream, memory))
+    return MemoryMap((*memory.regions[: _first_block(memory)], *found, *memory.regions[_first_block(memory) :]))
+
+
+def _first_block(memory: MemoryMap) -> int:
+    """Where the named regions end: a tensor that somebody named is no workspace."""
+    blocks = (at for at, r in enumerate(memory.regions) if r.owner in (Owner.POOL, Owner.ALLOCATOR))
+    return next(blocks, len(memory.regions))
+
+
+def _probe(stream: torch.cuda.Stream, memory: MemoryMap) -> list[Region]:
+    with torch.cuda.device(stream.device), torch.cuda.stream(stream), torch.inference_mode():
+        torch.cuda.current_blas_handle()  # makes the workspace, if there is none, outside of the probe's pool
+        static: dict[str, torch.Tensor] = {}
+        for dtype in (torch.bfloat16, torch.float32):
+            for rows, depth, columns in _SHAPES:
+                for name, shape in (("x", (rows, depth)), ("w", (depth, columns)), ("y", (rows, columns))):
+                    key = f"{name} {rows} {depth} {columns} {dtype}"
+                    static[key] = torch.zeros(shape, dtype=dtype, device=stream.device)
+        x, w, y = (tuple(t for key, t in static.items() if key[0] == name) for name in "xwy")
+        for operands in zip(x, w, y, strict=True):
+            torch.mm(operands[0], operands[1], out=operands[2])  # loads the kernels
+    graph = torch.cuda.CUDAGraph(keep_graph=True)
+    with torch.inference_mode(), torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+        for operands in zip(x, w, y, strict=True):
+            torch.mm(operands[0], operands[1], out=operands[2])
+    report = audit(graph, memory_of(static=static, pool=graph))
+    blocks = {memory.find(f.address) for f in report.findings if f.kind is FindingKind.FOREIGN}
+    return [
+        Region(_NAME, Owner.LIBRARY, block.address, block.nbytes)
+        for block in blocks
+        if block is not None and block.owner in (Owner.ALLOCATOR, Owner.POOL) and block.live
+    ]

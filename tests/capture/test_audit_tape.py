@@ -1,0 +1,215 @@
+"""The audit of real steps: op tapes on a CPU, and of graphrt's own captured step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import fields
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from graphrt.capture.descriptor import BatchDescriptor
+from graphrt.capture.inspect.audit import Audit, FindingKind, audit, audit_twice, memory_of
+from graphrt.capture.inspect.memory import Owner
+from graphrt.capture.tape import OpTape, OpTapeRecorder
+
+KEY = BatchDescriptor.decode(1)
+
+
+def record(step: Callable[[], torch.Tensor]) -> OpTape:
+    return OpTapeRecorder().record(step, KEY, lambda: None)
+
+
+def run(step: Callable[[], torch.Tensor], **named) -> Audit:
+    tape = record(step)
+    return audit(tape, memory_of(pool=tape, **named))
+
+
+class Model(torch.nn.Module):
+    """A step with what steps have: a lookup, tied weights, a fused projection with views, an in-place cache write."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = torch.nn.Embedding(11, 8)
+        self.qkv = torch.nn.Linear(8, 24)
+        self.norm = torch.nn.LayerNorm(8)
+        self.register_buffer("scale", torch.tensor(0.5))
+        self.requires_grad_(False)
+
+    def forward(self, ids: torch.Tensor, slots: torch.Tensor, cache: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.qkv(self.norm(self.embed(ids))).chunk(3, dim=-1)
+        cache[0].index_copy_(0, slots, k)
+        cache[1].index_copy_(0, slots, v)
+        scores = (q @ cache[0].t() * self.scale).masked_fill(torch.arange(6) > slots[:, None], float("-inf"))
+        return (scores.softmax(-1) @ cache[1]) @ self.embed.weight.t()
+
+
+class Rig(SimpleNamespace):
+    """A model with its static buffers and its cache."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        super().__init__(
+            model=Model(), cache=torch.zeros(2, 6, 8), ids=torch.tensor([3, 4]), slots=torch.tensor([0, 1])
+        )  # fmt: skip
+
+    def step(self) -> torch.Tensor:
+        return self.model(self.ids, self.slots, self.cache)
+
+    def named(self) -> dict[str, object]:
+        return {
+            "static": {"ids": self.ids, "slots": self.slots}, "weights": self.model, "cache": {"kv": list(self.cache)}
+        }  # fmt: skip
+
+
+def test_a_clean_step() -> None:
+    rig = Rig()
+    report = run(rig.step, **rig.named())
+    assert report.ok, str(report)
+    for owner in (Owner.STATIC, Owner.WEIGHT, Owner.CACHE, Owner.POOL):
+        assert report.counts[owner] > 0, owner
+    assert report.counts[Owner.ALLOCATOR] == 0
+
+
+def test_a_clean_step_captured_twice() -> None:
+    rig = Rig()
+    report = audit_twice(lambda: record(rig.step), lambda tape: memory_of(pool=tape, **rig.named()))
+    assert report.ok, str(report)
+
+
+@pytest.mark.parametrize("missing", ["static", "weights", "cache"])
+def test_what_is_not_registered_is_foreign(missing: str) -> None:
+    rig = Rig()
+    named = rig.named()
+    expected = {
+        "static": {rig.ids.data_ptr(), rig.slots.data_ptr()},
+        "weights": {t.data_ptr() for t in (*rig.model.parameters(), *rig.model.buffers())},
+        "cache": {rig.cache[0].data_ptr(), rig.cache[1].data_ptr()},
+    }[missing]
+    del named[missing]
+    report = run(rig.step, **named)
+    assert {finding.address for finding in report.findings} == expected
+    assert {finding.kind for finding in report.findings} == {FindingKind.FOREIGN}
+    assert all(finding.certain for finding in report.findings)
+
+
+def test_a_leaked_temporary() -> None:
+    x = torch.ones(4)
+
+    def step_after_a_host_computation() -> Callable[[], torch.Tensor]:
+        mask = torch.tensor([1.0, 0.0, 1.0, 0.0])  # of before the capture; nobody keeps it but the closure
+        return lambda: x * mask
+
+    tape = OpTapeRecorder().record(step_after_a_host_computation(), KEY, lambda: None)
+    (finding,) = audit(tape, memory_of(static={"x": x}, pool=tape)).findings
+    assert (finding.kind, finding.where, finding.node) == (FindingKind.FREED, "operand other", "aten.mul.Tensor")
+
+
+def test_a_cached_tensor_that_is_freed_after_the_capture() -> None:
+    holder = SimpleNamespace(cos=torch.randn(4), x=torch.ones(4))
+    tape = record(lambda: holder.x * holder.cos)
+
+    def report() -> Audit:
+        return audit(tape, memory_of(static={"x": holder.x}, pool=tape))
+
+    assert [f.kind for f in report().findings] == [FindingKind.FOREIGN], "the holder still has it"
+    address = holder.cos.data_ptr()
+    holder.cos = None
+    (finding,) = report().findings
+    assert (finding.kind, finding.address) == (FindingKind.FREED, address)
+
+
+@pytest.mark.parametrize("how", ["new tensor", "data", "set_"])
+def test_a_static_buffer_that_was_replaced(how: str) -> None:
+    holder = SimpleNamespace(x=torch.ones(4))
+    tape = record(lambda: holder.x + 1)
+    address = holder.x.data_ptr()
+    assert audit(tape, memory_of(static={"x": holder.x}, pool=tape)).ok
+    if how == "new tensor":
+        holder.x = torch.ones(4)
+    elif how == "data":
+        holder.x.data = torch.ones(4)
+    else:
+        holder.x.set_(torch.ones(4))
+    (finding,) = audit(tape, memory_of(static={"x": holder.x}, pool=tape)).findings
+    assert (finding.kind, finding.address) == (FindingKind.FREED, address)
+
+
+def test_a_step_that_reaches_past_the_view_it_was_given() -> None:
+    buffer = torch.zeros(8)
+    rows = buffer[:4]
+    report = run(lambda: buffer[:5] * 2, static={"rows": rows})
+    (finding,) = report.findings
+    assert (finding.kind, finding.address) == (FindingKind.OVERRUN, buffer.data_ptr() + 16)
+    assert "'rows'" in finding.text
+    assert run(lambda: buffer[:4] * 2, static={"rows": rows}).ok
+
+
+def test_constants_that_the_step_makes_are_its_own() -> None:
+    x = torch.ones(2)
+    assert run(lambda: x * torch.tensor([2.0, 3.0]) + torch.tensor(1.0) + torch.full((2,), 3.0), static={"x": x}).ok
+
+
+def test_state_that_a_step_keeps_is_seen_by_two_captures_only() -> None:
+    x, kept = torch.ones(4), []
+
+    def step() -> torch.Tensor:
+        if not kept:
+            kept.append(x * 2)
+        return x + kept[0]
+
+    def memory(tape: OpTape):
+        return memory_of(static={"x": x}, pool=tape)
+
+    first = record(step)
+    assert audit(first, memory(first)).ok, "in the capture that made it, it is memory of the pool"
+    kept.clear()
+    report = audit_twice(lambda: record(step), memory)
+    assert [f.kind for f in report.findings] == [FindingKind.CHANGED, FindingKind.HIDDEN_STATE]
+    assert report.findings[1].address == kept[0].data_ptr()
+
+
+def test_a_row_that_the_host_chose_is_baked() -> None:
+    x, state = torch.ones(4, 2), [0]
+
+    def step() -> torch.Tensor:
+        state[0] += 1
+        return x[state[0]] * 2 + state[0]
+
+    report = audit_twice(lambda: record(step), lambda tape: memory_of(static={"x": x}, pool=tape))
+    texts = [finding.text for finding in report.findings]
+    assert len(texts) == 2
+    assert "got byte 8 of 'x', then byte 16 of 'x'" in texts[0]
+    assert "got 1 and then 2" in texts[1]
+
+
+def test_a_loop_is_audited_through_its_body() -> None:
+    left, stray, recorder = torch.zeros(1, dtype=torch.int32), torch.ones(1, dtype=torch.int32), OpTapeRecorder()
+    loop = recorder.loop(recorder.record(lambda: left.sub_(stray) * 2, KEY, lambda: None), left)
+    (finding,) = audit(loop, memory_of(static={"left": left}, pool=loop)).findings
+    assert (finding.place, finding.address) == ((0, 0, 0), stray.data_ptr())
+
+
+# -- graphrt's own step
+
+
+def test_graphrt_s_own_steps_are_clean_and_each_buffer_must_be_named() -> None:
+    from tests.runtime.toy import make_rig
+
+    rig = make_rig(torch.device("cpu"))
+    manager = rig.manager
+    graphs, cache = manager._graphs._graphs, {"k": list(manager.kv_cache.k), "v": list(manager.kv_cache.v)}
+    static = {f.name: getattr(manager._buffers, f.name) for f in fields(manager._buffers)}
+    assert len(graphs) == 6
+    for tape in graphs.values():
+        report = audit(tape, memory_of(static=static, weights=rig.model, cache=cache, pool=tape))
+        assert report.ok, str(report)
+        assert min(report.counts[owner] for owner in (Owner.STATIC, Owner.WEIGHT, Owner.CACHE, Owner.POOL)) > 0
+    for name in ("page_table", "input_ids", "seq_lens"):
+        some = {other: tensor for other, tensor in static.items() if other != name}
+        report = audit(tape, memory_of(static=some, weights=rig.model, cache=cache, pool=tape))
+        tensor = static[name]
+        within = range(tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes)
+        assert report.findings
+        assert all(finding.address in within for finding in report.findings), name

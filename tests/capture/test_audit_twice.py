@@ -1,0 +1,185 @@
+"""Two captures of one step: what is decided, what is dropped, what is found only by comparison."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterable
+
+import pytest
+
+from graphrt.capture.inspect.audit import Allowed, Audit, FindingKind, audit, audit_twice
+from graphrt.capture.inspect.memory import MemoryMap, Owner, Region
+from graphrt.capture.inspect.view import GraphView, Node
+from graphrt.kernels.errors import ConfigError
+from tests.capture.audit_examples import BASE, GONE, LEAK, STAGING, WEIGHT, FakeDriver, X, graph, kernel, op, src, words
+
+FIRST = Region("pool of the graph", Owner.POOL, BASE + 0x100000, 1 << 16)
+SECOND = Region("pool of the graph", Owner.POOL, BASE + 0x200000, 1 << 16)
+COMMON = (X, WEIGHT, LEAK, GONE, STAGING)
+NUMBER = 0x20_0000_0020
+
+
+def foreign(region: Region) -> Region:
+    return Region("block of torch's allocator", Owner.ALLOCATOR, region.address, region.nbytes)
+
+
+def run(first: GraphView, second: GraphView, **options) -> Audit:
+    """Two captures as a process sees them: the pool of the other is somebody else's memory."""
+    captures = iter([first, second])
+    maps = {
+        id(first): MemoryMap([FIRST, *COMMON]),
+        id(second): MemoryMap([SECOND, foreign(FIRST), *COMMON]),
+    }
+    return audit_twice(lambda: next(captures), lambda view: maps[id(view)], driver=FakeDriver(), **options)
+
+
+def both(first: bytes, second: bytes, pointers: Iterable[tuple[int, ...] | None] = ()) -> Audit:
+    pointers = list(pointers)
+    return run(graph(kernel(first, pointers=pointers)), graph(kernel(second, pointers=pointers)))
+
+
+def test_a_step_that_makes_its_memory_anew_is_clean() -> None:
+    first = words(FIRST.address + 64, X.address, WEIGHT.address + 8, NUMBER)
+    second = words(SECOND.address + 64, X.address, WEIGHT.address + 8, NUMBER)
+    report = both(first, second)
+    assert report.ok
+    assert (report.counts[Owner.POOL], report.counts[Owner.STATIC], report.counts[Owner.WEIGHT]) == (1, 1, 1)
+
+
+@pytest.mark.parametrize("region", [LEAK, GONE, STAGING])
+def test_the_same_bad_address_in_both_is_certain(region: Region) -> None:
+    alone = audit(graph(kernel(words(region.address))), MemoryMap(COMMON), driver=FakeDriver())
+    (decided,) = both(words(region.address), words(region.address)).findings
+    assert [finding.certain for finding in alone.findings] == [False]
+    assert decided.certain
+    assert decided.kind is alone.findings[0].kind
+
+
+def test_memory_that_each_capture_allocates_elsewhere_is_certain() -> None:
+    (finding,) = both(words(GONE.address), words(LEAK.address)).findings
+    assert (finding.kind, finding.certain) == (FindingKind.FOREIGN, True)
+
+
+@pytest.mark.parametrize("earlier", [0, NUMBER, BASE - 4096, 2**64 - 1])
+def test_a_stale_word_in_padding_is_dropped(earlier: int) -> None:
+    assert both(words(X.address, earlier), words(X.address, LEAK.address)).ok
+
+
+def test_a_told_address_is_never_dropped() -> None:
+    (finding,) = both(words(0), words(LEAK.address), pointers=[(0,)]).findings
+    assert finding.certain
+
+
+def test_a_bad_address_where_the_other_has_a_good_one_stays_uncertain() -> None:
+    (finding,) = both(words(FIRST.address), words(LEAK.address)).findings
+    assert not finding.certain
+
+
+def test_memory_of_the_first_capture_is_hidden_state() -> None:
+    (kept,) = both(words(FIRST.address + 8), words(FIRST.address + 8)).findings
+    assert (kept.kind, kept.certain, kept.address) == (FindingKind.HIDDEN_STATE, True, FIRST.address + 8)
+    (other,) = both(words(FIRST.address + 8), words(FIRST.address + 16)).findings
+    assert other.kind is FindingKind.HIDDEN_STATE
+    assert both(words(NUMBER), words(FIRST.address)).ok, "a stale word"
+    (operand,) = run(graph(op(src(FIRST.address))), graph(op(src(FIRST.address)))).findings
+    assert (operand.kind, operand.certain, operand.where) == (FindingKind.HIDDEN_STATE, True, "operand src")
+
+
+def test_a_registered_address_that_moves_is_baked() -> None:
+    (word,) = both(words(X.address), words(X.address + 64)).findings
+    assert (word.kind, word.region, word.certain) == (FindingKind.CHANGED, "x", True)
+    assert "got byte 0 of 'x', then byte 64 of 'x'" in word.text
+    (operand,) = run(graph(op(src(X.address))), graph(op(src(WEIGHT.address)))).findings
+    assert "got byte 0 of 'x', then byte 0 of 'layer.weight'" in operand.text
+    assert both(words(NUMBER), words(X.address)).ok, "a stale word"
+
+
+def test_a_number_that_changes_is_baked_where_it_is_one_for_certain() -> None:
+    first, second = words(X.address) + struct.pack("<i", 3), words(X.address) + struct.pack("<i", 4)
+    (finding,) = both(first, second, pointers=[(0,)]).findings
+    assert (finding.kind, finding.where) == (FindingKind.CHANGED, "argument 0")
+    assert "got bytes 000000000000000003000000 and then 000000000000000004000000" in finding.text
+    assert both(first, second).ok, "any byte of a struct may be padding, which nobody writes"
+    (scalar,) = run(
+        graph(op(src(X.address), scalars=(("other", "3"),))), graph(op(src(X.address), scalars=(("other", "4"),)))
+    ).findings
+    assert "got 3 and then 4" in scalar.text
+
+
+def test_other_nodes() -> None:
+    a, b = kernel(words(X.address), name="a"), kernel(words(X.address), name="b")
+    (renamed,) = run(graph(a, a), graph(a, b)).findings
+    assert (renamed.kind, renamed.place) == (FindingKind.CHANGED, (1,))
+    assert "got 'a' in the first capture and 'b' in the second" in renamed.text
+    (missing,) = run(graph(a, b), graph(a)).findings
+    assert (missing.node, missing.place) == ("b", ())
+    (further,) = run(graph(a), graph(a, b)).findings
+    assert (further.node, further.place) == ("b", (1,))
+    wider = Node(a.kind, a.name, grid=(2, 1, 1), block=a.block, arguments=a.arguments)
+    (grid,) = run(graph(a), graph(wider)).findings
+    assert "with grid (1, 1, 1) and then (2, 1, 1)" in grid.text
+
+
+def test_captures_that_differ_are_still_audited() -> None:
+    first = graph(kernel(words(X.address), name="prepare"), kernel(words(FIRST.address)))
+    report = run(first, graph(kernel(words(FIRST.address, LEAK.address))))
+    kinds = [(finding.kind, finding.address) for finding in report.findings]
+    assert kinds == [
+        (FindingKind.CHANGED, 0), (FindingKind.HIDDEN_STATE, FIRST.address), (FindingKind.FOREIGN, LEAK.address)
+    ]  # fmt: skip
+
+
+def test_allowances_and_early_starts_are_as_of_one_audit() -> None:
+    report = run(
+        graph(kernel(words(LEAK.address))),
+        graph(kernel(words(LEAK.address))),
+        allowed=[Allowed("on purpose", node="k*")],
+    )
+    assert report.ok
+    assert report.allowances[0][1] == 1
+
+
+def test_two_captures_need_two_pools() -> None:
+    view, memory = graph(kernel(words(FIRST.address))), MemoryMap([FIRST])
+    with pytest.raises(ConfigError, match="capture: expected a pool of its own at each call, got one pool for both"):
+        audit_twice(lambda: view, lambda view: memory, driver=FakeDriver())
+
+
+@pytest.mark.parametrize(
+    ("capture", "memory", "message"),
+    [
+        (graph(), lambda view: None, "capture: expected a callable"),
+        (graph, MemoryMap([]), "memory: expected a callable"),
+    ],
+)
+def test_wrong_arguments(capture, memory, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        audit_twice(capture, memory)
+
+
+def test_the_first_graph_lives_until_the_end() -> None:
+    alive: list[str] = []
+
+    class Graph:
+        def __init__(self) -> None:
+            alive.append("made")
+
+        def __del__(self) -> None:
+            alive.append("dropped")
+
+    class Driver(FakeDriver):
+        def memory_at(self, address: int) -> Region | None:
+            assert "dropped" not in alive
+            return super().memory_at(address)
+
+    def memory(held: Graph) -> MemoryMap:
+        assert "dropped" not in alive
+        return MemoryMap([X])
+
+    from graphrt.capture.inspect import cuda
+
+    views = iter([graph(kernel(words(NUMBER))), graph(kernel(words(NUMBER)))])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cuda, "inspect_graph", lambda held: next(views))
+        assert audit_twice(Graph, memory, driver=Driver()).ok
+    assert alive == ["made", "made", "dropped", "dropped"]
