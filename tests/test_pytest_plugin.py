@@ -1,0 +1,327 @@
+"""The pytest plugin: its marker fails a test for each rule that a capture breaks, whoever captures, and only then."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch._dynamo  # the first dispatch mode loads it; an inner run would forget it, and the next one load it again
+import triton
+
+from graphrt.kernels.errors import ConfigError
+from graphrt.kernels.native import nvrtc
+from graphrt.testing.capture_watch import CaptureWatch
+from tests import fake_captures
+
+pytest_plugins = ("pytester",)
+ROOT = Path(__file__).resolve().parent.parent
+PLUGIN = "graphrt.testing.pytest_plugin"
+
+CONFTEST = """
+import pytest
+from tests.fake_captures import install
+
+@pytest.fixture(autouse=True)
+def cuda(monkeypatch):
+    return install(monkeypatch)
+"""
+
+HEAD = """
+import pytest, torch, triton
+from tests.fake_captures import captured
+
+X = torch.ones(4)
+
+def compile(name):
+    triton.knobs.runtime.kernel_load_end_hook(None, None, name, {}, "digest")
+
+def launch(name):
+    triton.knobs.runtime.launch_enter_hook(type("Metadata", (), {"get": lambda self: {"name": name}})())
+
+@pytest.mark.capture_safe
+def test_it(cuda):
+    graph = torch.cuda.CUDAGraph()
+    with captured(graph):
+"""
+
+# The body of a capture, and what the failure says.
+BROKEN = {
+    "op-that-waits": (
+        "with pytest.raises(RuntimeError): torch.ops.fake_captures.wait(X)",
+        [
+            "*sync, capture 1, test_*.py:16: expected a capture that never waits for the device, got "
+            "fake_captures.wait.default (called a synchronizing CUDA operation); keep the value on the device*"
+        ],
+    ),
+    "device": ("torch.cuda.synchronize()", ["*sync, capture 1, test_*.py:16: *got torch.cuda.synchronize();*"]),
+    "event": ("torch.cuda.Event.synchronize(None)", ["*sync, capture 1*got Event.synchronize();*"]),
+    "stream-wait": ("torch.cuda.Stream.synchronize(None)", ["*sync, capture 1*got Stream.synchronize();*"]),
+    "result-outside": (
+        "y = X * 2; cuda.pool = []",
+        [
+            "*allocate, capture 1, test_*.py:16: expected all memory of a capture in its pool, got the result of "
+            "aten.mul.Tensor outside of it; *"
+        ],
+    ),
+    "block-outside": (
+        "cuda.live.append((4096, 24))",
+        ["*allocate, capture 1: *got 24 bytes at 0x1000 outside of it;*"],
+    ),
+    "kernel": (
+        "compile('_attend')",
+        ["*compile, capture 1, test_*.py:16: *got kernel _attend, compiled or loaded; run the step once before*"],
+    ),
+    "op-elsewhere": (
+        "with cuda.another_stream(): X.add_(1)",
+        ["*stream, capture 1, test_*.py:16: *got aten.add_.Tensor on another stream; it ran once, now, and no replay*"],
+    ),
+    "triton-elsewhere": (
+        "with cuda.another_stream(): launch('_attend')",
+        ["*stream, capture 1, test_*.py:16: *got Triton kernel _attend on another stream;*"],
+    ),
+    "two": (
+        "torch.cuda.synchronize(); torch.cuda.synchronize(); compile('_attend')",
+        ["capture_safe:", "*sync, capture 1*", "*compile, capture 1*"],
+    ),
+}
+
+CLEAN = {
+    "ops": "y = (X * 2).add_(1); z = y.view(2, 2).t().contiguous()",
+    "views-elsewhere": "with cuda.another_stream(): y = X.view(2, 2).t(); y.t_(); torch.empty(4)",
+    "warm-kernel": "launch('_attend')",
+    "nothing": "pass",
+    "freed-block": "cuda.live.clear()",
+}
+
+
+@pytest.fixture
+def run(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch):
+    """Run a test file, with the fakes, and give its result."""
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    pytester.makeconftest(CONFTEST)
+
+    assert fake_captures.__name__ in sys.modules, "imported out here, so that each inner run finds the same one"
+
+    def run_it(source: str, *options: str) -> pytest.RunResult:
+        pytester.makepyfile(source)
+        return pytester.runpytest_inprocess("-p", PLUGIN, "-p", "no:cacheprovider", "--strict-markers", *options)
+
+    return run_it
+
+
+@pytest.mark.parametrize("case", BROKEN)
+def test_each_rule_fails_the_test_and_says_why(run, case: str) -> None:
+    body, lines = BROKEN[case]
+    result = run(HEAD + f"        {body}\n")
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines(lines)
+
+
+@pytest.mark.parametrize("case", BROKEN)
+def test_a_rule_with_a_reason_is_left_out(run, case: str) -> None:
+    body, lines = BROKEN[case]
+    rules = {line.strip("*").split(",")[0] for line in lines if "capture_safe" not in line}
+    reasons = ", ".join(f"{rule}='on purpose'" for rule in rules)
+    body = body.replace("with pytest.raises(RuntimeError): ", "")  # no op raises where waits are allowed
+    result = run(HEAD.replace("capture_safe", f"capture_safe({reasons})") + f"        {body}\n")
+    result.assert_outcomes(passed=1)
+
+
+@pytest.mark.parametrize("case", BROKEN)
+def test_without_the_marker_and_outside_of_captures_nothing_is_said(run, case: str) -> None:
+    body, _ = BROKEN[case]
+    body = body.replace("with pytest.raises(RuntimeError): ", "")
+    unmarked = HEAD.replace("@pytest.mark.capture_safe\n", "")
+    before = (
+        HEAD.replace("    with captured(graph):", "    if True:")
+        + f"        {body}\n    cuda.pool = [dict(address=0, total_size=1 << 62)]\n"
+    )
+    run(unmarked + f"        {body}\n").assert_outcomes(passed=1)
+    run(before + "    with captured(graph): pass\n").assert_outcomes(passed=1)
+
+
+@pytest.mark.parametrize("case", CLEAN)
+def test_a_clean_capture_passes(run, case: str) -> None:
+    run(HEAD + f"        {CLEAN[case]}\n").assert_outcomes(passed=1)
+
+
+def test_a_test_that_fails_by_itself_shows_the_faults_beside_its_own_error(run) -> None:
+    result = run(HEAD + "        torch.ops.fake_captures.wait(X)\n")
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines(["*RuntimeError: called a synchronizing*", "*capture_safe*", "*sync, capture 1, *"])
+
+
+def test_captures_are_numbered_and_the_second_one_is_named(run) -> None:
+    again = "        pass\n    with captured(torch.cuda.CUDAGraph()): torch.cuda.synchronize()\n"
+    result = run(HEAD + again)
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines(["*sync, capture 2, *"])
+
+
+def test_a_failed_capture_has_no_pool_to_compare_with(run) -> None:
+    source = HEAD.replace(
+        "    with captured(graph):",
+        "    def refuse(self): raise RuntimeError('invalidated')\n    type(graph).capture_end = refuse\n"
+        "    with pytest.raises(RuntimeError, match='invalidated'), captured(graph):",
+    )
+    # The wrapper was put on before the test replaced the method, so its own goes first.
+    result = run(
+        source.replace("def test_it(cuda):", "def test_it(cuda, request):") + "        y = X * 2; cuda.pool = []\n"
+    )
+    result.assert_outcomes(passed=1)
+
+
+def test_wrong_arguments_of_the_marker(run) -> None:
+    for arguments, text in {
+        "'compile'": "*capture_safe: expected rules with reasons, got ('compile',)*",
+        "compiles='x'": "*allowed: expected sync, allocate, compile, stream, each with a reason, got compiles='x'*",
+        "compile=''": "*allowed: expected *got compile=''; say why*",
+    }.items():
+        result = run(HEAD.replace("capture_safe", f"capture_safe({arguments})") + "        pass\n")
+        assert result.ret == 1
+        result.stdout.fnmatch_lines([text])
+
+
+def test_the_marker_is_registered_and_listed(run) -> None:
+    result = run(HEAD + "        pass\n", "--markers")
+    result.stdout.fnmatch_lines(["@pytest.mark.capture_safe(sync=, allocate=, compile=, stream=): fail where a CUDA*"])
+
+
+# -- the op tape
+
+
+TAPE = """
+import numpy, pytest, torch
+from graphrt.capture.descriptor import BatchDescriptor
+from graphrt.capture.tape import OpTapeRecorder
+from graphrt.kernels.errors import CaptureError
+
+X = torch.ones(4)
+
+@pytest.mark.capture_safe
+def test_it():
+    try:
+        tape = OpTapeRecorder().record(lambda: STEP, BatchDescriptor.decode(1), lambda: None)
+        tape.launch()
+    except CaptureError:
+        pass
+"""
+
+TAPES = {
+    "clean": ("(X * 2).add_(torch.zeros(4)) + torch.tensor(0.5)", None),
+    "item": ("X * X[0].item()", "*sync, capture 1*got a read on the host (decode*"),
+    "tolist": ("X * X.tolist()[0]", "*sync, capture 1*got a read on the host (decode*"),
+    "nonzero": ("X.nonzero()", "*sync, capture 1*got a read on the host (decode*"),
+    "host-values": ("X + torch.tensor([1.0, 2, 3, 4])", "*sync, capture 1*got a tensor made of host values*"),
+}
+
+
+@pytest.mark.parametrize("case", TAPES)
+def test_on_a_cpu_the_op_tape_is_watched(pytester: pytest.Pytester, case: str) -> None:
+    """Though the test itself swallows the error."""
+    step, text = TAPES[case]
+    pytester.makepyfile(TAPE.replace("STEP", step))
+    result = pytester.runpytest_inprocess("-p", PLUGIN, "-p", "no:cacheprovider")
+    if text is None:
+        result.assert_outcomes(passed=1)
+    else:
+        result.assert_outcomes(failed=1)
+        result.stdout.fnmatch_lines([text])
+
+
+# -- the watch by itself
+
+
+def test_a_watch_leaves_everything_as_it_was() -> None:
+    hooks = triton.knobs.runtime
+    owners = (torch.cuda.CUDAGraph, torch.cuda, torch.cuda.Stream, torch.cuda.Event)
+    names = ("capture_begin", "capture_end", "synchronize")
+    look = lambda: (  # noqa: E731
+        [vars(owner).get(name) for owner in owners for name in names],
+        [*hooks.kernel_load_end_hook.calls], [*hooks.launch_enter_hook.calls], [*nvrtc.load_hooks],
+    )  # fmt: skip
+    before = look()
+    with CaptureWatch() as watch:
+        assert look() != before
+    assert look() == before
+    assert (watch.captures, watch.faults) == (0, [])
+    with pytest.raises(LookupError), CaptureWatch():
+        raise LookupError
+    assert look() == before
+
+
+def test_a_reason_is_needed() -> None:
+    with pytest.raises(
+        ConfigError, match=r"^allowed: expected sync, allocate, compile, stream, each with a reason, got"
+    ):
+        CaptureWatch({"sync": ""})
+
+
+# -- fixtures
+
+
+REPORTS = """
+import sys, types
+
+class Report:
+    def __init__(self, *arguments, **options):
+        self.findings, self.text = arguments[0], f"report of {arguments} {options}"
+    def __str__(self):
+        return self.text
+
+sys.modules["graphrt.capture.inspect.audit"] = types.SimpleNamespace(audit=Report)
+sys.modules["graphrt.testing.verify"] = types.SimpleNamespace(verify=Report)
+"""
+
+
+@pytest.mark.parametrize("fixture", ["graph_audit", "graph_verify"])
+def test_findings_fail_the_test_with_the_report(pytester: pytest.Pytester, fixture: str) -> None:
+    pytester.makeconftest(REPORTS)
+    pytester.makepyfile(f"""
+        def test_clean({fixture}):
+            assert {fixture}((), 'memory', allowed={{1: 2}}).findings == ()
+
+        def test_found({fixture}):
+            {fixture}(('bad',), 'memory')
+    """)
+    result = pytester.runpytest_inprocess("-p", PLUGIN, "-p", "no:cacheprovider")
+    result.assert_outcomes(passed=1, failed=1)
+    result.stdout.fnmatch_lines(
+        ["*{*}(('bad',), 'memory')".replace("{*}", fixture), "*report of (('bad',), 'memory')*"]
+    )
+
+
+# -- what the plugin costs those who do not use it
+
+
+def in_a_process(folder: Path, source: str, *options: str) -> subprocess.CompletedProcess[str]:
+    (folder / "test_it.py").write_text(source)
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *options, "test_it.py"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1"}
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+
+
+LAZY = """
+import sys
+
+def test_it(request):
+    assert request.config.pluginmanager.has_plugin("graphrt.testing.pytest_plugin")
+    loaded = {name for name in sys.modules if name.split(".")[0] in ("torch", "triton", "numpy", "graphrt", "cuda")}
+    assert loaded == {"graphrt", "graphrt.testing", "graphrt.testing.pytest_plugin"}
+"""
+
+
+def test_without_a_fixture_or_the_marker_nothing_is_imported(tmp_path: Path) -> None:
+    result = in_a_process(tmp_path, LAZY, "-p", PLUGIN)
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
+def test_the_entry_point_has_the_module_s_name_so_that_it_is_loaded_once() -> None:
+    """pytest refuses one plugin under two names: `-p` and `pytest_plugins` name the module."""
+    tomllib = pytest.importorskip("tomllib")
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert project["entry-points"]["pytest11"] == {PLUGIN: PLUGIN}
