@@ -24,7 +24,7 @@ class FakeCuda:
     sync_mode  that of torch.cuda.set_sync_debug_mode
     pool       segments of the graphs' pool: at first all memory that there is
     live       address and size of blocks of the other pool
-    waits      calls of synchronize()
+    broken     captures end with an error, as invalidated ones do
     """
 
     def __init__(self) -> None:
@@ -32,7 +32,7 @@ class FakeCuda:
         self.sync_mode = 0
         self.pool: list[dict[str, int]] = [EVERYWHERE]
         self.live: list[tuple[int, int]] = [(64, 8)]
-        self.waits = 0
+        self.broken = False
 
     def snapshot(self, mempool_id: object = None) -> list[dict[str, Any]]:
         own = [segment | {"segment_pool_id": POOL, "blocks": []} for segment in self.pool]
@@ -57,17 +57,8 @@ class FakeCuda:
         yield
         self.capturing = before
 
-    def synchronize(self, *args: object) -> None:
-        self.waits += 1
-
     def set_sync_debug_mode(self, mode: int | str) -> None:
         self.sync_mode = {"default": 0, "warn": 1, "error": 2}.get(mode, mode)
-
-    def wait(self, x: torch.Tensor) -> torch.Tensor:
-        """An op that waits, as aten.nonzero does."""
-        if self.sync_mode == 2:
-            raise RuntimeError("called a synchronizing CUDA operation\nException raised from ...")
-        return x.clone()
 
 
 class FakeGraph:
@@ -81,6 +72,8 @@ class FakeGraph:
 
     def capture_end(self) -> None:
         self.cuda.capturing = False
+        if self.cuda.broken:
+            raise RuntimeError("invalidated")
 
     def pool(self) -> tuple[int, int]:
         assert not self.cuda.capturing, "torch knows the pool once the capture is over"
@@ -107,20 +100,19 @@ def install(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
         "memory_snapshot": cuda.snapshot,
         "get_sync_debug_mode": lambda: cuda.sync_mode,
         "set_sync_debug_mode": cuda.set_sync_debug_mode,
-        "synchronize": cuda.synchronize,
+        "synchronize": lambda: None,
     }.items():
         monkeypatch.setattr(torch.cuda, name, value)
     for owner in (torch.cuda.Stream, torch.cuda.Event):
-        monkeypatch.setattr(owner, "synchronize", cuda.synchronize)
-    FakeWait.cuda = cuda
+        monkeypatch.setattr(owner, "synchronize", lambda self: None)
     return cuda
 
 
-class FakeWait:
-    cuda: FakeCuda
+def _wait(x: torch.Tensor) -> torch.Tensor:
+    """An op that waits, as aten.nonzero does."""
+    if torch.cuda.get_sync_debug_mode() == 2:
+        raise RuntimeError("called a synchronizing CUDA operation\nException raised from ...")
+    return x.clone()
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return self.cuda.wait(x)
 
-
-_library.impl("wait", FakeWait(), "CPU")
+_library.impl("wait", _wait, "CPU")

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch._dynamo  # the first dispatch mode loads it; an inner run would forget it, and the next one load it again
 import triton
 
 from graphrt.kernels.errors import ConfigError
@@ -73,7 +72,11 @@ BROKEN = {
     ),
     "kernel": (
         "compile('_attend')",
-        ["*compile, capture 1, test_*.py:16: *got kernel _attend, compiled or loaded; run the step once before*"],
+        ["*compile, capture 1, test_*.py:7: *got kernel _attend, compiled or loaded; run the step once before*"],
+    ),
+    "torch-compile": (
+        "torch.compile(lambda x: x + 1, backend='eager')(X)",
+        ["*compile, capture 1*: *got a function that torch.compile compiles; run the step once before*"],
     ),
     "op-elsewhere": (
         "with cuda.another_stream(): X.add_(1)",
@@ -81,7 +84,7 @@ BROKEN = {
     ),
     "triton-elsewhere": (
         "with cuda.another_stream(): launch('_attend')",
-        ["*stream, capture 1, test_*.py:16: *got Triton kernel _attend on another stream;*"],
+        ["*stream, capture 1, test_*.py:10: *got Triton kernel _attend on another stream;*"],
     ),
     "two": (
         "torch.cuda.synchronize(); torch.cuda.synchronize(); compile('_attend')",
@@ -98,10 +101,21 @@ CLEAN = {
 }
 
 
+@pytest.fixture(autouse=True, scope="module")
+def loaded() -> None:
+    """Modules that torch loads when it first needs them: an inner run would forget them, and torch loads none twice."""
+    torch.compile(lambda x: x + 1, backend="eager")(torch.ones(1))
+
+
+@pytest.fixture(autouse=True)
+def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without other plugins in inner runs, which some load anew each time."""
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
+
+
 @pytest.fixture
 def run(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch):
     """Run a test file, with the fakes, and give its result."""
-    monkeypatch.setattr(sys, "dont_write_bytecode", True)
     pytester.makeconftest(CONFTEST)
 
     assert fake_captures.__name__ in sys.modules, "imported out here, so that each inner run finds the same one"
@@ -163,16 +177,8 @@ def test_captures_are_numbered_and_the_second_one_is_named(run) -> None:
 
 
 def test_a_failed_capture_has_no_pool_to_compare_with(run) -> None:
-    source = HEAD.replace(
-        "    with captured(graph):",
-        "    def refuse(self): raise RuntimeError('invalidated')\n    type(graph).capture_end = refuse\n"
-        "    with pytest.raises(RuntimeError, match='invalidated'), captured(graph):",
-    )
-    # The wrapper was put on before the test replaced the method, so its own goes first.
-    result = run(
-        source.replace("def test_it(cuda):", "def test_it(cuda, request):") + "        y = X * 2; cuda.pool = []\n"
-    )
-    result.assert_outcomes(passed=1)
+    source = HEAD.replace("    with captured", "    with pytest.raises(RuntimeError, match='invalidated'), captured")
+    run(source + "        y = X * 2; cuda.pool = []; cuda.broken = True\n").assert_outcomes(passed=1)
 
 
 def test_wrong_arguments_of_the_marker(run) -> None:
@@ -293,6 +299,136 @@ def test_findings_fail_the_test_with_the_report(pytester: pytest.Pytester, fixtu
     result.stdout.fnmatch_lines(
         ["*{*}(('bad',), 'memory')".replace("{*}", fixture), "*report of (('bad',), 'memory')*"]
     )
+
+
+# -- a device
+
+
+DEVICE = """
+import pytest, torch, triton
+import triton.language as tl
+
+@pytest.fixture
+def cuda():
+    x = torch.ones(64, 64, device="cuda")
+    side, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    (x @ x).relu()
+    torch.cuda.synchronize()
+    return x, side, graph
+
+@triton.jit
+def late_add(x, BLOCK: tl.constexpr):
+    offsets = tl.arange(0, BLOCK)
+    tl.store(x + offsets, tl.load(x + offsets) + 1)
+
+@pytest.mark.capture_safe
+def test_it(cuda):
+    x, side, graph = cuda
+    late_add[(1,)](x, BLOCK=64)
+    with torch.cuda.graph(graph, capture_error_mode="relaxed"):
+"""
+
+ON_DEVICE = {
+    "clean": ("y = ((x @ x).relu() * 2).sum(); late_add[(1,)](x, BLOCK=64)", []),
+    "fork": (
+        "side.wait_stream(torch.cuda.current_stream())\n"
+        "        with torch.cuda.stream(side): y = x * 2; late_add[(1,)](x, BLOCK=64)\n"
+        "        torch.cuda.current_stream().wait_stream(side)",
+        [],
+    ),
+    "training": (
+        "w = x.detach().requires_grad_()\n        torch.autograd.grad((w @ w).relu().sum(), w)",
+        [],
+    ),
+    "item": (
+        "x.add_(1)\n        with pytest.raises(RuntimeError, match='synchronizing'): x.sum().item()",
+        ["*sync, capture 1*_local_scalar_dense*"],
+    ),
+    "nonzero": (
+        "x.add_(1)\n        with pytest.raises(RuntimeError, match='synchronizing'): x.nonzero()",
+        ["*sync, capture 1*nonzero*"],
+    ),
+    "kernel": ("late_add[(1,)](x, BLOCK=128)", ["*compile, capture 1*got kernel late_add, compiled or loaded*"]),
+    "op-elsewhere": (
+        "x.add_(1)\n        with torch.cuda.stream(side): x.add_(1)",
+        ["*stream, capture 1*got aten.add_.Tensor on another stream*"],
+    ),
+    "triton-elsewhere": (
+        "x.add_(1)\n        with torch.cuda.stream(side): late_add[(1,)](x, BLOCK=64)",
+        ["*stream, capture 1*got Triton kernel late_add on another stream*"],
+    ),
+    "memory-elsewhere": (
+        "x.add_(1)\n        with torch.cuda.stream(side): y = torch.empty(3 << 20, device='cuda')",
+        ["*allocate, capture 1*got the result of aten.empty.memory_format outside of it*"],
+    ),
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", ON_DEVICE)
+def test_on_a_device(pytester: pytest.Pytester, case: str) -> None:
+    body, lines = ON_DEVICE[case]
+    pytester.makepyfile(DEVICE + f"        {body}\n    torch.cuda.synchronize()\n")
+    result = pytester.runpytest_inprocess("-p", PLUGIN, "-p", "no:cacheprovider")
+    result.assert_outcomes(failed=len(lines[:1]), passed=1 - len(lines[:1]))
+    result.stdout.fnmatch_lines(lines)
+    if not lines:
+        result.stdout.no_fnmatch_line("*capture 1*")
+
+
+COUNTING = """
+import pytest
+from graphrt.testing.capture_watch import CaptureWatch
+
+@pytest.fixture(autouse=True)
+def seen(monkeypatch):
+    counts, leave = [], CaptureWatch.__exit__
+    monkeypatch.setattr(CaptureWatch, "__exit__", lambda self, *e: (counts.append(self.captures), leave(self, *e))[1])
+    yield
+    assert counts[0] > 0
+"""
+
+OTHERS = """
+import pytest, torch
+from tests.runtime.toy import make_rig
+
+@pytest.fixture
+def warm():
+    make_rig(torch.device("cuda")).manager.close()
+
+@pytest.mark.capture_safe
+def test_a_ladder_of_graphrt(warm):
+    rig = make_rig(torch.device("cuda"))
+    assert len(rig.manager.stats().graphs) == 6
+
+@pytest.mark.capture_safe
+def test_graphed_callables():
+    module = torch.nn.Linear(64, 64, device="cuda")
+    sample = torch.ones(8, 64, device="cuda")
+    torch.cuda.make_graphed_callables(module, (sample,))(sample).sum().backward()
+
+@pytest.mark.capture_safe
+def test_cudagraph_trees():
+    function = torch.compile(lambda x: (x @ x).relu() * 2, mode="reduce-overhead")
+    x = torch.ones(64, 64, device="cuda")
+    with torch.no_grad():
+        for _ in range(4):
+            torch.compiler.cudagraph_mark_step_begin()
+            result = function(x).clone()
+    assert float(result[0, 0]) == 128
+"""
+
+
+@pytest.mark.gpu
+def test_captures_of_others_on_a_device_are_seen_and_clean(
+    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a count of the captures: a watch that saw none would find nothing either."""
+    pytester.makeconftest(COUNTING)
+    pytester.makepyfile(OTHERS)
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    result = pytester.runpytest_subprocess("-p", PLUGIN, "-p", "no:cacheprovider")
+    result.assert_outcomes(passed=3)
 
 
 # -- what the plugin costs those who do not use it
