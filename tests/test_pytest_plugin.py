@@ -267,6 +267,19 @@ def test_a_reason_is_needed() -> None:
         CaptureWatch({"sync": ""})
 
 
+def test_watches_may_lie_in_each_other(run) -> None:
+    """The inner one sees what the marker sees; with a rule left out it sees less."""
+    source = HEAD.replace("import captured", "import captured\nfrom graphrt.testing.capture_watch import CaptureWatch")
+    source = source.replace(
+        "    with captured",
+        "    inner = CaptureWatch(), CaptureWatch({'sync': 'why'})\n    with inner[0], inner[1], captured",
+    )
+    body = "        torch.cuda.synchronize()\n    assert [len(watch.faults) for watch in inner] == [1, 0]\n"
+    result = run(source + body + "    assert cuda.sync_mode == 0\n")
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines(["sync, capture 1, *"])
+
+
 # -- fixtures
 
 
@@ -434,15 +447,9 @@ def test_captures_of_others_on_a_device_are_seen_and_clean(
 # -- what the plugin costs those who do not use it
 
 
-def in_a_process(folder: Path, source: str, *options: str) -> subprocess.CompletedProcess[str]:
-    (folder / "test_it.py").write_text(source)
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *options, "test_it.py"]
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1"}
-    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
-
-
 LAZY = """
 import sys
+LOADS
 
 def test_it(request):
     assert request.config.pluginmanager.has_plugin("graphrt.testing.pytest_plugin")
@@ -450,9 +457,42 @@ def test_it(request):
     assert loaded == {"graphrt", "graphrt.testing", "graphrt.testing.pytest_plugin"}
 """
 
+# How a project may load the plugin: options, a line of its test file, and whether the package is installed.
+WAYS = {
+    "installed": ((), "", True),
+    "by-option": (("-p", PLUGIN), "", False),
+    "by-option-and-installed": (("-p", PLUGIN), "", True),
+    "by-file": ((), f"pytest_plugins = [{PLUGIN!r}]", False),
+    "by-file-and-installed": ((), f"pytest_plugins = [{PLUGIN!r}]", True),
+}
 
-def test_without_a_fixture_or_the_marker_nothing_is_imported(tmp_path: Path) -> None:
-    result = in_a_process(tmp_path, LAZY, "-p", PLUGIN)
+
+def in_a_process(
+    folder: Path, source: str, options: tuple[str, ...], installed: bool
+) -> subprocess.CompletedProcess[str]:
+    """Run a test file in a process of its own, with the package's metadata on the path where it is installed."""
+    (folder / "test_it.py").write_text(source)
+    (info := folder / "site/graphrt_copy-1.dist-info").mkdir(parents=True)
+    if installed:
+        (info / "METADATA").write_text("Metadata-Version: 2.1\nName: graphrt-copy\nVersion: 1\n")
+        (info / "entry_points.txt").write_text(f"[pytest11]\n{PLUGIN} = {PLUGIN}\n")
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *options, "test_it.py"]
+    environment = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{info.parent}", "PYTHONDONTWRITEBYTECODE": "1"}
+    if installed:
+        del environment["PYTEST_DISABLE_PLUGIN_AUTOLOAD"]
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_however_it_is_loaded_nothing_is_imported_until_it_is_used(tmp_path: Path, way: str) -> None:
+    options, line, installed = WAYS[way]
+    result = in_a_process(tmp_path, LAZY.replace("LOADS", line), options, installed)
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
+def test_it_can_be_switched_off(tmp_path: Path) -> None:
+    source = LAZY.replace("LOADS", "").replace("assert request", "assert not request").split("    loaded")[0]
+    result = in_a_process(tmp_path, source, ("-p", f"no:{PLUGIN}"), installed=True)
     assert result.returncode == 0, result.stdout + result.stderr
 
 

@@ -163,8 +163,8 @@ class CaptureWatch:
 
     def _begin(self, capture: _Capture) -> None:
         if (dynamo := sys.modules.get("torch._dynamo.callback")) is not None:
-            handler = dynamo.callback_handler
-            capture.undo.callback(handler.remove_start_callback, handler.register_start_callback(self._dynamo_starts))
+            dynamo.callback_handler.register_start_callback(self._dynamo_starts)
+            capture.undo.callback(dynamo.callback_handler.remove_start_callback, self._dynamo_starts)
         capture.mode = _OpWatch(self, capture)
         capture.mode.__enter__()  # type: ignore[no-untyped-call]  # as above
         self._open.append(capture)
