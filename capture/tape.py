@@ -26,12 +26,13 @@ from graphrt.kernels.errors import CaptureError, ReplayError
 from graphrt.kernels.library import composite_impl, cpu_runs_triton, interpreted
 
 _HOST_READS = frozenset({"item", "tolist", "numpy", "__bool__", "__int__", "__float__", "__index__", "__array__"})
-_UNWRITTEN_FACTORIES = frozenset(
+UNWRITTEN_FACTORIES = frozenset(
     {
         "aten::empty", "aten::empty_strided", "aten::empty_like", "aten::new_empty", "aten::new_empty_strided",
         "aten::lift_fresh",  # torch.tensor: its values were written before any op could be seen
     }
 )  # fmt: skip
+"""Ops whose result is memory, not data: nothing is launched for them."""
 MAX_RUNS = 1 << 20
 """Runs after which a loop on a CPU gives up. On CUDA nothing would end it."""
 
@@ -202,7 +203,7 @@ class _TapeWriter(TorchDispatchMode):
             result = func(*args, **kwargs)
         finally:
             self.inside_op = False
-        if func._schema.name in _UNWRITTEN_FACTORIES:
+        if func._schema.name in UNWRITTEN_FACTORIES:
             self.made.append(MadeMemory(len(self.entries), result.detach(), func))
             return result
         if torch.Tag.inplace_view in func.tags:
