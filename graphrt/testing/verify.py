@@ -29,7 +29,7 @@ from graphrt.testing.verify_flight import flight_findings
 from graphrt.testing.verify_host import HostValues, written_tensors
 from graphrt.testing.verify_memory import UnwrittenMemory, poison_inactive
 from graphrt.testing.verify_report import Difference, VerifyFinding, VerifyReport, differing, first_difference
-from graphrt.testing.verify_runs import POISONED, Case, Contents, Outcome, Runs, World
+from graphrt.testing.verify_runs import POISONED, Case, Contents, Outcome, Runs, World, changed
 from graphrt.testing.verify_subject import (
     Inputs,
     Output,
@@ -135,12 +135,12 @@ class _Verifier:
         first, *_, last = [*self.cases, *self.cases]
         for case in list(self.cases.values()):
             try:
-                changed = written_tensors(*target.root, partial(target.subject.refresh, case.inputs))
+                found = written_tensors(*target.root, partial(target.subject.refresh, case.inputs))
             except Exception as error:
                 self._find("refresh", case, "", f"refresh() raised {type(error).__name__}: {error}", Blame("", (), ""))
                 del self.cases[case.name]
                 continue
-            for path, tensor in changed.items():
+            for path, tensor in found.items():
                 if tensor.untyped_storage().data_ptr() not in known:
                     known.add(tensor.untyped_storage().data_ptr())
                     target.found[path] = tensor
@@ -161,10 +161,10 @@ class _Verifier:
         runs.restore_state()
         runs.eager_runs += 1
         try:
-            changed = written_tensors(*target.root, target.subject.run)
+            found = written_tensors(*target.root, target.subject.run)
         except Exception:  # check_eager says so
             return
-        for path, tensor in changed.items():
+        for path, tensor in found.items():
             if tensor.untyped_storage().data_ptr() not in runs.storages:
                 target.hidden[path] = tensor
                 runs.hidden[path] = tensor.clone()
@@ -210,6 +210,9 @@ class _Verifier:
             self._check_canaries(case, "", "an eager run")
         for case in self.cases.values():
             self._check_exact(case)
+            if wrong := runs.trespasses(case, self.reference[case.name][1]):
+                text = "the step writes to a part of the state that is unowned"
+                self._find("unowned", case, "", text, self.blamer.trespasser(case), wrong)
         if not self.cases:
             return
         first = next(iter(self.cases.values()))
@@ -217,6 +220,9 @@ class _Verifier:
             if blame := self.blamer.remembered(case, self.host):
                 text = "the eager result is another one when the host remembers nothing of earlier cases"
                 self._find(blame.check, case, "", text, blame)
+        if blame := self.blamer.unreset(first):
+            text = "the same run gives other results when it is repeated"
+            self._find(blame.check, first, "", text, blame)
         contents, expected = self.reference[first.name]
         again = runs.eager(first, contents)
         if not runs.same(first, again, expected):
@@ -234,10 +240,14 @@ class _Verifier:
             exact = named_outputs(self.target.eager(case.inputs))
         except Exception as error:
             return Outcome(error=f"{type(error).__name__}: {error}")
+        # An oracle may update the state as the step should: then the state is compared as well.
+        changes = {name: changed(self.runs.state[name], t) for name, t in self.target.state.items()}
+        exact |= {f"state {n}": t for n, t in self.target.state.items() if len(changes[n][0])}
+        exact = {name: t.clone() for name, t in exact.items()}
         self.runs.restore_state()
         if not self.target.names_real:
             case.exact_shapes.update((name, tuple(t.shape)) for name, t in exact.items())
-        return Outcome({name: t.clone() for name, t in exact.items()})
+        return Outcome(exact)
 
     def _check_exact(self, case: Case) -> None:
         exact = self.exact.get(case.name)
@@ -265,16 +275,25 @@ class _Verifier:
     def _unlike_exact(self, case: Case, exact: Outcome, padded: Outcome) -> Difference | None:
         for name, want in exact.outputs.items():
             have = padded.outputs.get(name)
+            if name.startswith("state "):
+                have = self.runs.state[name.removeprefix("state ")].clone().flatten()
+                indices, values = padded.changes[name.removeprefix("state ")]
+                have[indices] = values
+                have = have.view(want.shape)
             if have is None:
                 return Difference(name, (), "nothing", list(want.shape), 1, 1, ())
-            index = case.real.get(name, tuple(slice(0, n) for n in want.shape) if have.dim() == want.dim() else None)
-            have = have if index is None else have[index]
+            counted = None
+            if have.shape != want.shape:
+                index = case.real.get(name, tuple(slice(0, n) for n in want.shape))
+                have = have[index] if have.dim() == want.dim() or name in case.real else have
+            else:
+                counted = case.counted(name, want)
             if have.shape != want.shape:
                 return Difference(name, (), list(have.shape), list(want.shape), 1, 1, ())
             tolerance = _TOLERANCES.get(want.dtype, 0.0) if self.tolerance is None else self.tolerance
             dims = self.runs.dims.get(name)
             have = have if have.dtype == want.dtype else have.to(want.dtype)
-            if wrong := first_difference(name, have, want, tolerance=tolerance, dims=dims):
+            if wrong := first_difference(name, have, want, counted=counted, tolerance=tolerance, dims=dims):
                 return wrong
         return None
 

@@ -230,6 +230,46 @@ class Blamer:
                     return Blame("padding", (f"state {name}",), self._stale(f"state {name}", case, clean))
         return None
 
+    def trespasser(self, case: Case) -> Blame:
+        """Why the step writes to a part of the state that is not its own."""
+        runs = self._runs
+        clean = self._reference[case.name][0]
+        for name, values in clean.items():
+            if not values.dtype.is_signed or values.is_floating_point() or values.is_complex():
+                continue
+            mask = values < 0
+            if bool(mask.any()) and not bool(mask.all()):
+                # A value that another element has: what is negative stands for nothing, and was used as an index.
+                harmless = torch.where(mask, values[~mask].flatten()[0], values)
+                if runs.trespasses(case, runs.eager(case, {**clean, name: harmless})) is None:
+                    because = f"{region(name, mask)} is negative, and is used as an index from the end; mask such rows"
+                    return Blame("unowned", (name, *sorted(runs.target.unowned(case.inputs))), because)
+        text = "the step writes there; look at the rows that are no real ones, and at what they take for their place"
+        return Blame("unowned", tuple(sorted(runs.target.unowned(case.inputs))), text)
+
+    def unreset(self, case: Case) -> Blame | None:
+        """Which tensors that nobody named make a second run differ from the first."""
+        runs = self._runs
+        clean, usual = self._reference[case.name]
+
+        def second(kept: Sequence[str]) -> bool:
+            runs.kept = frozenset(kept)
+            try:
+                runs.eager(case, clean)
+                return not runs.same(case, runs.eager(case, clean), usual)
+            finally:
+                runs.kept = frozenset()
+
+        names = list(runs.target.hidden)
+        if not names or not second(names):
+            return None
+        chosen = next(([n] for n in names if second([n])), names)
+        because = (
+            f"{', '.join(chosen)} still holds what the run before left there; reset it in the captured step, or, where "
+            "it is to go on from step to step, name it in state"
+        )
+        return Blame("determinism", tuple(chosen), because)
+
     def remembered(self, case: Case, start: HostValues) -> Blame | None:
         """Which host values of earlier cases a result comes from: with these as at `start`, it is another one."""
         runs, root = self._runs, self._runs.target.root

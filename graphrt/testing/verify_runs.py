@@ -87,6 +87,7 @@ class Runs:
         self.initial = {name: t.clone() for name, t in target.buffers.items()}
         self.state = {name: t.clone() for name, t in target.state.items()}
         self.hidden: dict[str, torch.Tensor] = {}
+        self.kept: frozenset[str] = frozenset()  # of these, what a run finds as the run before left it
         self.standing: set[str] = set()  # outputs that lie in memory of before the run
         self._last: dict[str, torch.Tensor] = {}
         self._raw: dict[str, torch.Tensor] = {}
@@ -95,7 +96,8 @@ class Runs:
         for name, tensor in self.target.state.items():
             tensor.copy_(self.state[name])
         for name, tensor in self.target.hidden.items():
-            tensor.copy_(self.hidden[name])
+            if name not in self.kept:
+                tensor.copy_(self.hidden[name])
 
     def contents(self) -> dict[str, torch.Tensor]:
         return {name: t.clone() for name, t in self.target.buffers.items()}
@@ -251,6 +253,19 @@ class Runs:
         label = f"state {name}"
         counted, dims = case.counted(label, tensors[0]), self.dims.get(name)
         return first_difference(label, *tensors, counted=counted, dims=dims)
+
+    def trespasses(self, case: Case, outcome: Outcome) -> Difference | None:
+        """The first unowned element of the state that a run changed."""
+        for name, index in self.target.unowned(case.inputs).items():
+            indices, values = outcome.changes[name]
+            owned = self.state[name].clone()
+            touched = owned.clone().flatten()
+            touched[indices] = values
+            counted = masked(owned, index)
+            found = first_difference(f"state {name}", touched.view(owned.shape), owned, counted=counted)
+            if found is not None:
+                return found
+        return None
 
     def same(self, case: Case, have: Outcome, want: Outcome) -> bool:
         """Whether two runs came to the same: results where they count, or the same error."""
