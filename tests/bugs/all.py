@@ -1,0 +1,8 @@
+"""The whole catalogue: importing this file enters every bug."""
+
+from __future__ import annotations
+
+from tests.bugs import frozen, padding, stale  # noqa: F401  # entering is their effect
+from tests.bugs.bug import CATALOGUE, Bug, Seen
+
+__all__ = ["CATALOGUE", "Bug", "Seen"]
