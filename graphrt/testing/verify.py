@@ -27,7 +27,7 @@ from graphrt.testing.verify_blame import Blame, Blamer, Captured
 from graphrt.testing.verify_coverage import coverage
 from graphrt.testing.verify_flight import flight_findings
 from graphrt.testing.verify_host import HostValues, written_tensors
-from graphrt.testing.verify_memory import UnwrittenMemory, poison_inactive
+from graphrt.testing.verify_memory import NAN_BYTE, UnwrittenMemory, fill_inactive
 from graphrt.testing.verify_report import Difference, VerifyFinding, VerifyReport, differing, first_difference
 from graphrt.testing.verify_runs import POISONED, Case, Contents, Outcome, Runs, World, changed
 from graphrt.testing.verify_subject import (
@@ -124,6 +124,7 @@ class _Verifier:
         self.blamer = Blamer(self.runs, self.reference)
         self.recorder: Recorder | None = None
         self.graphs: list[CapturedGraph] = []
+        self.trespassed = False
         self.capture_seconds, self.unwritten, self.pool_bytes, self.in_flight = 0.0, 0, 0, 0
 
     # -- what is known before anything is compared
@@ -132,7 +133,7 @@ class _Verifier:
         """Learn which buffers refresh() writes to, and where, for each case."""
         target, runs = self.target, self.runs
         known = runs.storages
-        first, *_, last = [*self.cases, *self.cases]
+        names = list(self.cases)
         for case in list(self.cases.values()):
             try:
                 found = written_tensors(*target.root, partial(target.subject.refresh, case.inputs))
@@ -144,15 +145,15 @@ class _Verifier:
                 if tensor.untyped_storage().data_ptr() not in known:
                     known.add(tensor.untyped_storage().data_ptr())
                     target.found[path] = tensor
-                    runs.initial[path] = tensor.clone()
+                    first = self.host.contents(path)
+                    runs.initial[path] = tensor.clone() if first is None else first
             runs.note_ranges()
-            if case.name in (first, last):
+            if case.name in (names[0], names[-1]):
                 self._find_hidden(case)
         for case in self.cases.values():
             self.written[case.name] = self._survey(case)
-        names = set(target.buffers)
         runs.rewritten = frozenset(
-            n for n in names if self.cases and all(bool(self.written[c][n].any()) for c in self.written)
+            n for n in target.buffers if self.cases and all(bool(self.written[c][n].any()) for c in self.written)
         )
 
     def _find_hidden(self, case: Case) -> None:
@@ -167,7 +168,8 @@ class _Verifier:
         for path, tensor in found.items():
             if tensor.untyped_storage().data_ptr() not in runs.storages:
                 target.hidden[path] = tensor
-                runs.hidden[path] = tensor.clone()
+                first = self.host.contents(path)
+                runs.hidden[path] = tensor.clone() if first is None else first
 
     def _survey(self, case: Case) -> dict[str, torch.Tensor]:
         """Which elements of each buffer refresh() writes for a case: those that come out alike over two fills."""
@@ -212,14 +214,17 @@ class _Verifier:
             self._check_exact(case)
             if wrong := runs.trespasses(case, self.reference[case.name][1]):
                 text = "the step writes to a part of the state that is unowned"
-                self._find("unowned", case, "", text, self.blamer.trespasser(case), wrong)
+                self._find("unowned", case, "", text, self.blamer.trespasser(case, wrong), wrong)
+                self.trespassed = True
         if not self.cases:
             return
         first = next(iter(self.cases.values()))
+        text = "the eager result is another one when the host remembers nothing of earlier cases"
         for case in self.cases.values():
             if blame := self.blamer.remembered(case, self.host):
-                text = "the eager result is another one when the host remembers nothing of earlier cases"
                 self._find(blame.check, case, "", text, blame)
+        if by_function := self.blamer.remembered_by_functions(list(self.cases.values())):
+            self._find("history", by_function[0], "", text, by_function[1])
         if blame := self.blamer.unreset(first):
             text = "the same run gives other results when it is repeated"
             self._find(blame.check, first, "", text, blame)
@@ -387,18 +392,18 @@ class _Verifier:
             for name, tensor in poisoned.items():
                 runs.fill(name, tensor, World.HIGH)
 
-        def pool() -> None:
+        def fill_memory(byte: int) -> None:
             if memory is not None:
-                memory.poison()
+                memory.fill(byte)
             elif target.device.type == "cuda":
-                self.pool_bytes = max(self.pool_bytes, poison_inactive(target.device))
+                self.pool_bytes = max(self.pool_bytes, fill_inactive(target.device, byte))
 
         def launched() -> Output:
             poison_outputs()
             return launch()
 
         host = HostValues.take(*target.root)
-        return Captured(case, launched, contents, host, memory, pool)
+        return Captured(case, launched, contents, host, fill_memory)
 
     def _record(self, case: Case, contents: Contents, step: Callable[[], torch.Tensor]) -> CapturedGraph:
         """As servers do it: refresh once, run once to warm up, then capture."""
@@ -425,10 +430,9 @@ class _Verifier:
         moved = [name for name, t in self.target.buffers.items() if addresses.get(name) != t.data_ptr()]
         poisons = world in POISONED
         runs.replays += 1
-        got = runs.run(
-            case, graph.launch, contents, entered=True, unowned=world if poisons and self.target.has_unowned else None,
-            before=graph.pool if poisons else None,
-        )  # fmt: skip
+        unowned = world if poisons and not self.trespassed else None
+        before = partial(graph.fill_memory, NAN_BYTE) if poisons else None
+        got = runs.run(case, graph.launch, contents, entered=True, unowned=unowned, before=before)
         self._check_canaries(case, graph.case.name, "a replay")
         expected = self.reference[case.name][1]
         if runs.same(case, got, expected):

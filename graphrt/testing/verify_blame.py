@@ -7,17 +7,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 
-from graphrt.testing.verify_host import Change, HostValues
-from graphrt.testing.verify_memory import UnwrittenMemory
-from graphrt.testing.verify_report import differing, region
+from graphrt.testing.verify_host import Change, HostValues, caches
+from graphrt.testing.verify_memory import NAN_BYTE
+from graphrt.testing.verify_report import Difference, differing, region
 from graphrt.testing.verify_runs import POISONED, Case, Contents, Outcome, Runs, World
 
 POOL = "memory pool"
 _MOST_TRIED = 40
+_T = TypeVar("_T")
 _NUMBERS = (int, float, bool, str)
 
 
@@ -36,15 +38,14 @@ class Captured:
 
     contents  of the buffers when it was captured
     host      values of the host then
-    memory    of `torch.empty` in the step, on a CPU
+    fill_memory   fills memory that nothing may read before it is written
     """
 
     case: Case
     launch: Callable[[], Any]
     contents: Contents
     host: HostValues
-    memory: UnwrittenMemory | None
-    pool: Callable[[], object]
+    fill_memory: Callable[[int], object]
 
 
 @dataclass(frozen=True)
@@ -74,15 +75,15 @@ class Blamer:
             n for n in clean if n in contents and _alike(contents[n], clean[n]) and _differ(contents[n], clean[n])
         ]
         unowned = sorted(runs.target.unowned(case.inputs)) if world in POISONED else []
-        pool = [POOL] if world in POISONED else []
-        every = [*suspects, *(f"state {name}" for name in unowned), *pool]
+        every = [*suspects, *(f"state {name}" for name in unowned), POOL]
 
         def again(fixed: Sequence[str]) -> Outcome:
             put = {**contents, **{name: clean[name] for name in suspects if name in fixed}}
             skip = frozenset(name for name in unowned if f"state {name}" in fixed)
-            poison = graph.pool if pool and POOL not in fixed else None
+            byte = 0 if POOL in fixed else NAN_BYTE if world in POISONED else None
+            before = None if byte is None else partial(graph.fill_memory, byte)
             runs.replays += 1
-            return runs.run(case, graph.launch, put, unowned=world if unowned else None, skip=skip, before=poison)
+            return runs.run(case, graph.launch, put, unowned=world if unowned else None, skip=skip, before=before)
 
         repeated = again(())
         if not runs.same(case, repeated, got):
@@ -230,22 +231,31 @@ class Blamer:
                     return Blame("padding", (f"state {name}",), self._stale(f"state {name}", case, clean))
         return None
 
-    def trespasser(self, case: Case) -> Blame:
-        """Why the step writes to a part of the state that is not its own."""
+    def trespasser(self, case: Case, wrong: Difference) -> Blame:
+        """Which elements of a buffer send a write to a part of the state that is not the step's own.
+
+        Elements of one value at a time get another value of the buffer: those count without which nothing goes there.
+        """
         runs = self._runs
         clean = self._reference[case.name][0]
+        tries = []
         for name, values in clean.items():
-            if not values.dtype.is_signed or values.is_floating_point() or values.is_complex():
+            if values.dtype.is_floating_point or values.dtype.is_complex or values.dtype == torch.bool:
                 continue
-            mask = values < 0
-            if bool(mask.any()) and not bool(mask.all()):
-                # A value that another element has: what is negative stands for nothing, and was used as an index.
-                harmless = torch.where(mask, values[~mask].flatten()[0], values)
-                if runs.trespasses(case, runs.eager(case, {**clean, name: harmless})) is None:
-                    because = f"{region(name, mask)} is negative, and is used as an index from the end; mask such rows"
-                    return Blame("unowned", (name, *sorted(runs.target.unowned(case.inputs))), because)
+            held = values.unique().tolist()
+            if len(held) > 1:
+                aims = wrong.at[:1]
+                tries += [(v >= 0, v not in aims, name, v, held[0] if v != held[0] else held[1]) for v in held[:16]]
+        for _, _, name, value, other in sorted(tries, key=lambda t: t[:2])[:_MOST_TRIED]:
+            mask = clean[name] == value
+            changed = torch.where(mask, other, clean[name])
+            outcome = runs.eager(case, {**clean, name: changed})
+            if not outcome.error and runs.trespasses(case, outcome) is None:
+                from_end = "negative, an index from the end" if value < 0 else f"{value}, a place that is not its own"
+                because = f"{region(name, mask)} is {from_end}, and sends a write there; mask such rows"
+                return Blame("unowned", (name, wrong.output), because)
         text = "the step writes there; look at the rows that are no real ones, and at what they take for their place"
-        return Blame("unowned", tuple(sorted(runs.target.unowned(case.inputs))), text)
+        return Blame("unowned", (wrong.output,), text)
 
     def unreset(self, case: Case) -> Blame | None:
         """Which tensors that nobody named make a second run differ from the first."""
@@ -272,12 +282,10 @@ class Blamer:
 
     def remembered(self, case: Case, start: HostValues) -> Blame | None:
         """Which host values of earlier cases a result comes from: with these as at `start`, it is another one."""
-        runs, root = self._runs, self._runs.target.root
+        runs = self._runs
+        root = runs.target.root
+        changes = [c for c in start.changed(*root, entries=True) if c.old is not None or not c.is_tensor]
         clean, usual = self._reference[case.name]
-        changes = start.changed(*root, entries=True)
-        changes = [c for c in changes if c.old is not None or not c.is_tensor]
-        if not changes:
-            return None
 
         def fresh(chosen: Sequence[Change]) -> Outcome | None:
             try:
@@ -289,14 +297,26 @@ class Blamer:
             outcome = fresh(chosen)
             return outcome is not None and not outcome.error and runs.same(case, outcome, wanted)
 
-        everything = fresh(changes)
+        everything = fresh(changes) if changes else None
         if everything is None or everything.error or runs.same(case, everything, usual):
             return None
         wanted = everything
-        chosen = next(([c] for c in changes[:_MOST_TRIED] if enough([c])), None) or _shrunk(changes, enough)
+        chosen = list(changes) if len(changes) == 1 else _least(changes[:_MOST_TRIED], enough)
         because = "; ".join(c.text for c in chosen)
         because += ": made for an earlier case, and used again; make it anew in refresh(), or in the captured step"
         return Blame("history", tuple(c.name for c in chosen), because)
+
+    def remembered_by_functions(self, cases: Sequence[Case]) -> tuple[Case, Blame] | None:
+        """Which function's cache (functools) a result comes from. What is dropped of one does not come back."""
+        runs = self._runs
+        for path, function in caches(*runs.target.root):
+            for case in cases:
+                function.cache_clear()
+                clean, usual = self._reference[case.name]
+                if not runs.same(case, runs.eager(case, clean, put=False), usual):
+                    because = f"{path} remembers a result of an earlier case; let its key hold all that it depends on"
+                    return case, Blame("history", (path,), because)
+        return None
 
     def unlike_inputs(self, case: Case) -> Blame | None:
         """A buffer that does not hold the input of its name."""
@@ -317,15 +337,15 @@ class Blamer:
         return None
 
 
-def _least(names: Sequence[str], enough: Callable[[Sequence[str]], bool]) -> list[str]:
-    """A smallest set of names that is enough, as all together are."""
-    for name in names:
-        if enough([name]):
-            return [name]
-    return _shrunk(names, enough)
+def _least(items: Sequence[_T], enough: Callable[[Sequence[_T]], bool]) -> list[_T]:
+    """One item that is enough, or a small set of them, as all together are enough."""
+    for item in items:
+        if enough([item]):
+            return [item]
+    return _shrunk(items, enough)
 
 
-def _shrunk(items: Sequence[Any], enough: Callable[[Sequence[Any]], bool]) -> list[Any]:
+def _shrunk(items: Sequence[_T], enough: Callable[[Sequence[_T]], bool]) -> list[_T]:
     kept = list(items)
     for item in list(items):
         fewer = [other for other in kept if other is not item]

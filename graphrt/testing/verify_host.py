@@ -58,7 +58,7 @@ class Change:
     name: str
     old: Any
     text: str
-    is_tensor: bool
+    is_tensor: bool = False
 
 
 class HostValues:
@@ -85,26 +85,26 @@ class HostValues:
                 values[slot.path] = _copy(value)
         return cls(values)
 
+    def contents(self, path: str) -> torch.Tensor | None:
+        """What a tensor held, where it was kept."""
+        old = self._values.get(path)
+        return old.contents if isinstance(old, _Old) else None
+
     def changed(self, root: Any, name: str, *, entries: bool = False) -> list[Change]:
         """What holds another value now, and could be put back.
 
-        entries   also dicts and objects that have entries which they had not, and functions with a cache
+        entries   also dicts and objects that have entries which they had not
         """
         found = []
         for slot in slots(root, name):
             old, new = self._values.get(slot.path, _Keys), slot.value
-            if isinstance(new, functools._lru_cache_wrapper):
-                if entries and new.cache_info().currsize:
-                    found.append(
-                        Change(slot.path, slot.path, _Keys(frozenset()), f"{slot.path} remembers results", False)
-                    )
-            elif old is _Keys or slot.set is None:
+            if old is _Keys or slot.set is None:
                 continue
             elif isinstance(old, _Keys):
                 if entries and isinstance(new, dict) and (extra := [key for key in new if key not in old.keys]):
                     names = [_entry(slot.path, key) for key in extra]
                     text = f"{', '.join(names[:3])} {'was' if len(extra) == 1 else 'were'} made"
-                    found.append(Change(slot.path, names[0] if len(extra) == 1 else slot.path, old, text, False))
+                    found.append(Change(slot.path, names[0] if len(extra) == 1 else slot.path, old, text))
             elif isinstance(old, _Old):
                 if isinstance(new, torch.Tensor) and (old.address, old.shape) == (new.data_ptr(), tuple(new.shape)):
                     continue
@@ -113,7 +113,7 @@ class HostValues:
             elif isinstance(new, torch.Tensor) or not _same(old, new):
                 shown = "a tensor" if isinstance(new, torch.Tensor) else _short(new)
                 text = f"{slot.path} was {_short(old)} and is {shown} now"
-                found.append(Change(slot.path, slot.path, old, text, False))
+                found.append(Change(slot.path, slot.path, old, text))
         return found
 
 
@@ -146,6 +146,12 @@ def written_tensors(root: Any, name: str, during: Callable[[], object]) -> dict[
     }
 
 
+def caches(root: Any, name: str) -> list[tuple[str, Any]]:
+    """The functions with a cache (functools) that are within reach, and hold results."""
+    found = [(s.path, s.value) for s in slots(root, name) if isinstance(s.value, functools._lru_cache_wrapper)]
+    return [(path, function) for path, function in found if function.cache_info().currsize]
+
+
 def slots(root: Any, name: str) -> Iterator[Slot]:
     """Every value within reach of an object or a function, each once."""
     seen: set[int] = set()
@@ -161,7 +167,7 @@ def slots(root: Any, name: str) -> Iterator[Slot]:
             continue
         seen.add(id(value))
         if isinstance(value, functools._lru_cache_wrapper):
-            yield Slot(path, value, functools.partial(_clear, value))
+            yield Slot(path, value, None)
         elif isinstance(value, dict):
             yield Slot(path, value, functools.partial(_set_entries, value))
         elif isinstance(value, types.FunctionType) or (_is_own_object(value) and hasattr(value, "__dict__")):
@@ -254,10 +260,6 @@ def _set_entries(owner: dict[Any, Any], entries: _Keys | dict[Any, Any]) -> None
     else:
         owner.clear()
         owner.update(entries)
-
-
-def _clear(function: Any, _: object) -> None:
-    function.cache_clear()
 
 
 def _entry(path: str, key: Any) -> str:

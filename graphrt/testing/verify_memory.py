@@ -7,6 +7,9 @@ On a CPU: the memory of `torch.empty` and its kin that the captured step asked f
 
 from __future__ import annotations
 
+import contextlib
+import sys
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -18,18 +21,16 @@ from graphrt.kernels.errors import ReplayError
 _UNWRITTEN = frozenset(
     {"aten::empty", "aten::empty_strided", "aten::empty_like", "aten::new_empty", "aten::new_empty_strided"}
 )
-_NAN_BYTE = 0xFF
-"""NaN in every float format but integers, in which it is -1."""
+NAN_BYTE = 0xFF
+"""NaN in every float format, -1 in integers."""
 
 
 class UnwrittenMemory(TorchDispatchMode):
-    """Around the captured step: remembers the memory that the step got without contents.
+    """Around a step on a CPU: remembers the memory that the step got without contents, or fills it with zeros."""
 
-    keep   addresses of storages that stay as they are
-    """
-
-    def __init__(self) -> None:
+    def __init__(self, *, zero: bool = False) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch does not annotate it
+        self._zero = zero
         self._storages: dict[int, torch.UntypedStorage] = {}
 
     def __torch_dispatch__(
@@ -39,16 +40,36 @@ class UnwrittenMemory(TorchDispatchMode):
         if func._schema.name in _UNWRITTEN:
             for tensor in tree_leaves(result):
                 storage = tensor.untyped_storage()
-                self._storages[storage.data_ptr()] = storage
+                if self._zero:
+                    storage_bytes(storage).zero_()
+                else:
+                    self._storages[storage.data_ptr()] = storage
         return result
 
     @property
     def count(self) -> int:
         return len(self._storages)
 
-    def poison(self) -> None:
+    def fill(self, byte: int) -> None:
         for storage in self._storages.values():
-            storage_bytes(storage).fill_(_NAN_BYTE)
+            storage_bytes(storage).fill_(byte)
+
+
+@contextlib.contextmanager
+def zeroed(device: torch.device) -> Iterator[None]:
+    """A block in which memory without contents holds zeros: an eager run that reads it gives the same each time.
+
+    On a CPU compiled functions run as they were written, as they do on an op tape.
+    """
+    if device.type == "cuda":
+        fill_inactive(device, 0)
+        yield
+        return
+    with contextlib.ExitStack() as stack:
+        if "torch._dynamo" in sys.modules:
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
+        stack.enter_context(UnwrittenMemory(zero=True))
+        yield
 
 
 def storage_bytes(storage: torch.UntypedStorage) -> torch.Tensor:
@@ -72,15 +93,15 @@ def inactive_blocks(device: torch.device) -> list[tuple[int, int]]:
     return found
 
 
-def poison_inactive(device: torch.device) -> int:
-    """Fill all inactive blocks with bytes 0xff, and return how many bytes that were. Waits for the device."""
+def fill_inactive(device: torch.device, byte: int = NAN_BYTE) -> int:
+    """Fill all inactive blocks with a byte, and return how many bytes that were. Waits for the device."""
     from cuda.bindings import driver
 
     torch.cuda.synchronize(device)
     blocks = inactive_blocks(device)
     stream = torch.cuda.current_stream(device).cuda_stream
     for address, size in blocks:
-        (code,) = driver.cuMemsetD8Async(address, _NAN_BYTE, size, stream)
+        (code,) = driver.cuMemsetD8Async(address, byte, size, stream)
         if code != driver.CUresult.CUDA_SUCCESS:
             raise ReplayError(
                 f"pool: expected a block of {size} bytes at {address:#x} to take poison, got {code.name}; the "

@@ -12,6 +12,7 @@ import torch
 
 from graphrt.testing.poison import poison_bits
 from graphrt.testing.verify_host import assigned
+from graphrt.testing.verify_memory import zeroed
 from graphrt.testing.verify_report import Difference, differing, first_difference
 from graphrt.testing.verify_subject import Inputs, Target, name_of, named_outputs
 
@@ -201,7 +202,12 @@ class Runs:
         """`run` of the subject itself."""
         self.eager_runs += 1
         self._raw = {}
-        outcome = self.run(case, self.target.subject.run, contents, **options)
+
+        def body() -> Any:
+            with zeroed(self.target.device):
+                return self.target.subject.run()
+
+        outcome = self.run(case, body, contents, **options)
         named = self.storages
         for name, tensor in self._raw.items():
             last = self._last.get(name)

@@ -43,7 +43,7 @@ def baked_argument(planted: bool, device: torch.device) -> Any:
 
 @add("RoPE factors chosen for the whole batch", "vLLM #27431, #4298", "self.is_long")
 class BakedFactors(Decode):
-    """Long rows take other factors. The host looks at the longest row, and the graph keeps the branch of its capture."""
+    """Long rows take other factors. The host looks at the longest row, and the graph keeps the branch it had."""
 
     is_long = False
 

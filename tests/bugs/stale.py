@@ -206,7 +206,7 @@ class Unreset(Decode):
         return super().attend(q) * (self.arrived == 1)[:, None]
 
 
-@add("cache of results in a function", "aiter #4587, #5194", "split_table")
+@add("cache of results in a function", "aiter #4587, #5194", "self.split_table")
 def cached_table(planted: bool, device: torch.device) -> Any:
     """An lru_cache with a key that leaves out what the table depends on."""
     lengths = {"now": 0}

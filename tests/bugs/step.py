@@ -1,4 +1,4 @@
-"""A working decode step in plain torch: static buffers, the host code that fills them, and an oracle that knows neither.
+"""A working decode step in plain torch: static buffers, the host code that fills them, and an oracle without either.
 
 Each bug of the catalogue changes a few lines of it.
 """
