@@ -52,6 +52,7 @@ JOBS: dict[str, list[list[str]]] = {
     "swap": [[PYTHON, "scripts/bench_swap.py"]],
     "capture": [[PYTHON, "scripts/bench_capture.py"]],
     "host": [[PYTHON, "scripts/bench_host.py"]],
+    "graph_bugs": [[PYTHON, "-m", "scripts.bug_catalogue"]],
     "serve": [[PYTHON, "-m", "graphrt", "bench", "serve", "--json-only"]],
     "decode": [
         [*DECODE, "--shape", "llama-3.1-8b", "--batch", "1,8,32,64,128,256", "--context", "1024"],

@@ -39,6 +39,7 @@ class Captured:
     contents  of the buffers when it was captured
     host      values of the host then
     fill_memory   fills memory that nothing may read before it is written
+    addresses     of the buffers
     """
 
     case: Case
@@ -46,6 +47,7 @@ class Captured:
     contents: Contents
     host: HostValues
     fill_memory: Callable[[int], object]
+    addresses: Mapping[str, int]
 
 
 @dataclass(frozen=True)

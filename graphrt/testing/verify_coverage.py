@@ -3,30 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Protocol
 
-import torch
-
-from graphrt.capture.graph import CapturedGraph
-from graphrt.testing.verify_runs import Case, Outcome, Runs
-from graphrt.testing.verify_subject import PlainSubject, Target
+from graphrt.testing.verify_context import Verification
+from graphrt.testing.verify_graph import GraphChecks
+from graphrt.testing.verify_runs import Case
+from graphrt.testing.verify_subject import PlainSubject
 
 
-class Verified(Protocol):
-    """What it reads of a verification."""
-
-    target: Target
-    runs: Runs
-    cases: dict[str, Case]
-    exact: dict[str, Outcome]
-    written: dict[str, dict[str, torch.Tensor]]
-    graphs: list[CapturedGraph]
-    unwritten: int
-    pool_bytes: int
-    in_flight: int
-
-
-def coverage(v: Verified, captures: Sequence[str]) -> tuple[dict[str, str], dict[str, str]]:
+def coverage(v: Verification, graphs: GraphChecks, captures: Sequence[str]) -> tuple[dict[str, str], dict[str, str]]:
     """Names of checks with what each did, and names of those that did not run with the reason."""
     target, runs, cases = v.target, v.runs, list(v.cases)
     cuda = target.device.type == "cuda"
@@ -63,13 +47,17 @@ def coverage(v: Verified, captures: Sequence[str]) -> tuple[dict[str, str], dict
     note("scalars", numbers, f"{', '.join(numbers)} changed after capture", "no number of make_inputs changes")
     if target.found:
         done["unnamed"] = f"buffers that were not named, and that refresh() writes to: {', '.join(target.found)}"
-    what = f"up to {v.pool_bytes >> 20} MiB of inactive blocks" if cuda else f"{v.unwritten} results of torch.empty"
+    what = (
+        f"up to {graphs.pool_bytes >> 20} MiB of inactive blocks"
+        if cuda
+        else f"{graphs.unwritten} results of torch.empty"
+    )
     why = "poison of inactive blocks needs CUDA, and the step calls no torch.empty" if not cuda else "no replay ran"
-    note("memory pool", v.pool_bytes if cuda else v.unwritten, f"poison in {what}", why)
+    note("memory pool", graphs.pool_bytes if cuda else graphs.unwritten, f"poison in {what}", why)
     note(
         "in flight",
-        v.in_flight,
-        f"{v.in_flight} replays queued on a late device",
+        graphs.in_flight,
+        f"{graphs.in_flight} replays queued on a late device",
         "needs CUDA: an op tape runs at once",
     )
     plain = isinstance(target.subject, PlainSubject)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.bugs import frozen, padding, stale  # noqa: F401  # entering is their effect
+from tests.bugs import device, frozen, padding, stale  # noqa: F401  # entering is their effect
 from tests.bugs.bug import CATALOGUE, Bug, Seen
 
 __all__ = ["CATALOGUE", "Bug", "Seen"]

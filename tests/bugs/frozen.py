@@ -145,7 +145,7 @@ class HostPlan(Decode):
     def run(self) -> torch.Tensor:
         plan = self.plan
         if self.planted:
-            plan = torch.tensor(self.accepted, device=self.device)
+            plan = torch.stack([torch.full((), count, device=self.device) for count in self.accepted])
         return super().run() * plan[:, None]
 
     def eager(self, inputs: Mapping[str, Any]) -> torch.Tensor:
