@@ -107,7 +107,8 @@ class Blamer:
     def _frozen(self, graph: Captured, case: Case, contents: Contents, got: Outcome) -> Blame | None:
         """What an eager run must have put back to give what the graph gave."""
         runs = self._runs
-        reverts = [*self._scalars(graph, case), *self._host(graph, case), *self._buffers(graph, contents)]
+        host = [*self._scalars(graph, case), *self._host(graph, case)]
+        buffers = self._buffers(graph, contents)
 
         def explains(chosen: Sequence[_Revert]) -> bool:
             inputs, slots, put = dict(case.inputs), dict[str, Any](), dict(contents)
@@ -120,9 +121,11 @@ class Blamer:
             except Exception:  # refresh does not take such inputs together
                 return False
 
-        chosen: Sequence[_Revert] = next(([r] for r in reverts[:_MOST_TRIED] if explains([r])), ())
-        if not chosen and len(reverts) > 1 and explains(reverts):
-            chosen = _shrunk(reverts, explains)
+        chosen: Sequence[_Revert] = ()
+        for group in (host, buffers, [*host, *buffers]):
+            chosen = chosen or next(([r] for r in group[:_MOST_TRIED] if explains([r])), ())
+            if not chosen and len(group) > 1 and explains(group):
+                chosen = _shrunk(group, explains)
         if chosen:
             seen = self._seen(graph, case, contents)
             return Blame("graph", tuple(r.name for r in chosen), "; ".join(r.because for r in chosen) + seen)
