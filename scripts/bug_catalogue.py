@@ -2,6 +2,7 @@
 
     python -m scripts.bug_catalogue                       # what this machine can show: all on a GPU, most on a CPU
     python -m scripts.bug_catalogue --only "stale"        # entries whose name contains a text
+    python -m scripts.bug_catalogue --page                # rewrites the catalogue in docs/graph_bugs.md, runs nothing
     python -m scripts.bug_catalogue --json docs/results/nvidia-h200/graph_bugs.json
 
 Each bug runs twice. With the bug removed the kit must be silent; with the bug planted its tool must find it, and blame
@@ -22,6 +23,7 @@ import torch
 
 from graphrt.bench.environment import provenance
 from tests.bugs.all import CATALOGUE, Bug
+from tests.bugs.page import PAGE, rendered
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -74,7 +76,11 @@ def main() -> None:
     parser.add_argument("--only", default="", help="entries whose name contains this text")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cuda or cpu")
     parser.add_argument("--json", type=Path, help="write the result, with its origin, to this file")
+    parser.add_argument("--page", action="store_true", help="rewrite the catalogue in docs/graph_bugs.md")
     arguments = parser.parse_args()
+    if arguments.page:
+        PAGE.write_text(rendered(PAGE.read_text()))
+        return
     device = torch.device(arguments.device, 0 if arguments.device == "cuda" else None)
     result = run(arguments.only, device)
     sys.stdout.write(table(result) + "\n")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,8 +12,14 @@ from pathlib import Path
 import pytest
 import torch
 
+from graphrt.testing.verify import verify
 from scripts.bug_catalogue import judge, table
+from tests.bugs import frozen as bug_frozen
+from tests.bugs import padding as bug_padding
+from tests.bugs import stale as bug_stale
 from tests.bugs.all import CATALOGUE, Bug, Seen
+from tests.bugs.page import PAGE, rendered
+from tests.bugs.texts import TEXTS
 
 ROOT = Path(__file__).resolve().parent.parent
 ON_CPU = [name for name, bug in CATALOGUE.items() if not bug.gpu]
@@ -41,6 +48,64 @@ def test_there_are_enough_and_each_says_what_it_is_modelled_on() -> None:
     assert len(ON_CPU) >= 15
     assert {bug.tool for bug in CATALOGUE.values()} <= {"verify", "audit", "diff", "capture"}
     assert all(bug.models for bug in CATALOGUE.values())
+
+
+# The page
+
+
+def blocks(mark: str = "") -> list[str]:
+    start = rf"<!-- {mark} -->\n" if mark else ""
+    return re.findall(rf"{start}^```(?:python)?\n(.*?)^```", PAGE.read_text(), re.DOTALL | re.MULTILINE)
+
+
+def test_the_page_shows_the_code_that_runs() -> None:
+    assert set(TEXTS) == set(CATALOGUE)
+    text = PAGE.read_text()
+    assert rendered(text) == text, "run python -m scripts.bug_catalogue --page"
+
+
+def test_the_examples_of_the_page_run() -> None:
+    """In a process of their own: nothing of the runtime is imported for them."""
+    (plain,), (runner,), (shown,) = blocks("plain"), blocks("runner"), blocks("report")
+    assert len(plain.strip().splitlines()) <= 14
+    check = (
+        "import sys\nloaded = [n for n in sys.modules if n.startswith('graphrt.')]\n"
+        "used = {n.split('.')[1] for n in loaded}\nassert used <= {'capture', 'kernels', 'testing'}, used\n"
+    )
+    source = f"{plain}\n{runner}\n{check}"
+    result = subprocess.run(
+        [sys.executable, "-c", source], cwd=ROOT, capture_output=True, text=True, timeout=300, check=False,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr
+    said = " ".join(result.stdout.split())
+    for line in shown.splitlines():
+        assert " ".join(line.split()) in said, result.stdout
+    assert "x[3:8] holds case 0's values" in said
+
+
+def test_every_block_of_the_catalogue_runs_as_it_is_shown() -> None:
+    """The code of the page itself, not that of the files: what a reader copies is caught."""
+    names: dict[str, object] = {}
+    for module in (bug_stale, bug_frozen, bug_padding):
+        names |= {name: value for name, value in vars(module).items() if not name.startswith("__")}
+    part = PAGE.read_text().split("<!-- catalogue -->")[1]
+    found = re.findall(r"^### \d+\. (.*?)$.*?^```python\n(.*?)^```", part, re.DOTALL | re.MULTILINE)
+    assert len(found) == len(CATALOGUE)
+    ran = 0
+    for title, source in found:
+        bug = next(b for b in CATALOGUE.values() if b.name.lower() == title.lower())
+        compile(source, title, "exec")
+        if bug.gpu or not source.startswith("class "):
+            continue
+        space = dict(names)
+        exec(compile(source, title, "exec"), space)
+        name = re.match(r"class (\w+)", source).group(1)
+        planted = space[name](True, CPU)
+        report = verify(planted, planted.make_inputs, captures=[0, 1])
+        assert not report.ok, title
+        ran += 1
+    assert ran >= 20
 
 
 def made_up(caught: tuple[bool, bool], blamed: tuple[str, ...] = ("x",)) -> Bug:

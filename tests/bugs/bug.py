@@ -39,6 +39,7 @@ class Bug:
     show     runs the tool on the step, with the bug or without it
     gpu      whether it needs a GPU
     lines    the lines that plant it
+    topic    the module that they stand in
     """
 
     name: str
@@ -48,6 +49,7 @@ class Bug:
     show: Callable[[bool, torch.device], Seen]
     gpu: bool = False
     lines: str = field(default="", repr=False)
+    topic: str = ""
 
 
 CATALOGUE: dict[str, Bug] = {}
@@ -67,7 +69,7 @@ def add(name: str, models: str, blamed: str, *, tool: str = "verify", gpu: bool 
             return seen(verify(step, make_inputs, **options))
 
         lines = textwrap.dedent(inspect.getsource(planting))
-        CATALOGUE[name] = Bug(name, models, tool, blamed, show, gpu, lines)
+        CATALOGUE[name] = Bug(name, models, tool, blamed, show, gpu, lines, planting.__module__)
         return planting
 
     return enter

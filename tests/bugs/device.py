@@ -68,7 +68,7 @@ class SideStream(Decode):
             main.wait_stream(self.side)
 
 
-@add("a copy on another stream that nobody waits for", "DeepEP and pageable copies: ninfer #44", "positions", gpu=True)
+@add("a copy on another stream that nobody waits for", "ninfer #44", "positions", gpu=True)
 class NoWaitAfter(SideStream):
     """The launch does not wait for the side stream."""
 
@@ -98,7 +98,7 @@ class NoWaitBefore(SideStream):
         self.wanted = {n: self.ints(ROWS) for n in range(1, ROWS + 1)}
 
 
-@add("a tensor that was captured and then freed", "vLLM #43909, aiter #4587", "self.table", gpu=True)
+@add("a tensor that was captured and then freed", "vLLM #43909, aiter #4587, #5194", "self.table", gpu=True)
 class FreedTensor(Decode):
     """A small table is made anew whenever it fell out of a cache. Its contents are the same, its address is not."""
 
@@ -122,7 +122,7 @@ class FreedTensor(Decode):
         return super().eager(inputs) * self.made()[: len(inputs["seq_lens"]), None]
 
 
-@add("an allocation that was given away after the capture", "sglang #8567, vLLM #43909", "self.prepared", gpu=True)
+@add("an allocation that was given away after the capture", "sglang #27140", "self.prepared", gpu=True)
 class GivenAway(Decode):
     """Weights are prepared when they are first needed, and dropped between steps to save memory."""
 
@@ -142,7 +142,7 @@ class GivenAway(Decode):
         return super().eager(inputs) * 2 * self.embed[0, 0]
 
 
-@add("a loop whose condition never resets", "CUDA conditional handles without ASSIGN_DEFAULT", "", gpu=True)
+@add("a loop whose condition never resets", "the CUDA documentation of conditional handles", "", gpu=True)
 class Loop:
     """The condition of a WHILE node is 0 after a launch, and nobody sets it back to 1 for the next one."""
 

@@ -105,7 +105,7 @@ class MovedInput(Decode):
             self.buffers["input_ids"] = self.input_ids.clone()
 
 
-@add("weights loaded after the capture", "vLLM #45648", "self.embed")
+@add("weights loaded after the capture", "vLLM #48941, sglang #4961", "self.embed")
 class NewWeights(Decode):
     """New weights come as new tensors, and the graph goes on with the old ones."""
 
@@ -152,7 +152,7 @@ class HostPlan(Decode):
         return super().eager(inputs) * (1 + inputs["seq_lens"] % 3)[:, None]
 
 
-@add("rows of the capture", "sglang #24361", "self.rows")
+@add("rows of the capture", "tokenspeed #369", "self.rows")
 class BakedRows(Decode):
     """The step works on as many rows as the captured batch had."""
 
@@ -167,7 +167,7 @@ class BakedRows(Decode):
         return torch.cat([out[: self.rows], torch.zeros_like(out[self.rows :])])
 
 
-@add("a value read on the host", "gpt-fast get_pos, vLLM #36587", "", tool="capture")
+@add("a value read on the host", "gpt-fast get_pos", "", tool="capture")
 class HostRead(Decode):
     """The longest length is read back in the middle of the step. A capture forbids it."""
 

@@ -117,13 +117,16 @@ class SmallBuffer(Decode):
         return super().run()
 
 
-@add("keys of pages that are not the row's", "vLLM #20301", "state kv")
-class ForeignPage(Decode):
-    """The last page is taken whole, and one more is read where the length is a multiple of the page."""
+@add("values that are only masked by a weight of 0", "flash-attention #2374, flashinfer #941, vLLM #47305", "state kv")
+class WeightOfZero(Decode):
+    """Slots behind a row's last token are masked in the scores alone. What stands there is multiplied by 0."""
 
-    def attend(self, q: torch.Tensor) -> torch.Tensor:
-        out = super().attend(q)
-        if self.planted:
-            beyond = (self.block_table[:, :1] + 1) * PAGE
-            out = out + 0 * self.kv[beyond[:, 0], 1]
-        return out
+    def values(self, values: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
+        return values if self.planted else super().values(values, seen)
+
+    def unowned(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
+        """The slots behind a row's last token too: an earlier owner of the page wrote them."""
+        free = super().unowned(inputs)["kv"]
+        for slot, length in zip(inputs["slot_mapping"].tolist(), inputs["seq_lens"].tolist(), strict=True):
+            free[slot + 1 : slot + 1 + -length % PAGE] = True
+        return {"kv": free}

@@ -128,7 +128,7 @@ class CachedPlan(Decode):
         return torch.arange(slots.shape[1], device=self.device) < self.plan[:, None]
 
 
-@add("sampling values of a row that moved", "vLLM #25279", "temperatures")
+@add("sampling values of a row that moved", "vLLM #43894", "temperatures")
 class MovedRows(Decode):
     """A row's temperature is written when a row is new, by a count, and rows that take others' places keep theirs."""
 
@@ -162,7 +162,7 @@ class Broadcast(Decode):
             self.positions[: len(inputs["positions"])] = inputs["positions"][:1]
 
 
-@add("offsets of pad rows", "sglang #1094, #1469", "query_start_loc")
+@add("offsets of pad rows", "sglang #1094, #1469, padded lengths", "query_start_loc")
 class StaleOffsets(Decode):
     """Packed rows end where the next begins; behind the last real row the offsets of an earlier step go on."""
 
@@ -192,7 +192,7 @@ class StaleOffsets(Decode):
         return super().eager(inputs) / len(inputs["seq_lens"])
 
 
-@add("a counter that nobody resets", "flash-attention semaphores, vLLM #34043", "self.arrived")
+@add("a counter that nobody resets", "aiter #4494, #4715, #4920", "self.arrived")
 class Unreset(Decode):
     """Split rows count who has arrived; the last one merges. The counter is not put back for the next launch."""
 
@@ -206,7 +206,7 @@ class Unreset(Decode):
         return super().attend(q) * (self.arrived == 1)[:, None]
 
 
-@add("cache of results in a function", "aiter #4587, #5194", "self.split_table")
+@add("cache of results in a function", "aiter #4587, its cache", "self.split_table")
 def cached_table(planted: bool, device: torch.device) -> Any:
     """An lru_cache with a key that leaves out what the table depends on."""
     lengths = {"now": 0}

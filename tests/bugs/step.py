@@ -86,7 +86,10 @@ class Decode:
         keys, values = self.kv[slots].unbind(2)
         scores = torch.einsum("rd,rkd->rk", q, keys).masked_fill(~seen, float("-inf"))
         weights = scores.softmax(-1)
-        return torch.einsum("rk,rkd->rd", weights, values.masked_fill(~seen[:, :, None], 0.0))
+        return torch.einsum("rk,rkd->rd", weights, self.values(values, seen))
+
+    def values(self, values: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
+        return values.masked_fill(~seen[:, :, None], 0.0)
 
     def seen(self, slots: torch.Tensor) -> torch.Tensor:
         return torch.arange(slots.shape[1], device=self.device) < self.seq_lens[:, None]
