@@ -40,6 +40,8 @@ class Subject(Protocol):
     capture(inputs)    captures by the caller's own code, after refresh(inputs), and returns a function that launches
                        the graph and returns its outputs
     canaries           a `Canaries` from which the buffers were allocated
+    host               (object, name): where numbers and tensors are looked for that a graph may have frozen, and what
+                       to call it. By default the subject itself, "self"
     """
 
     @property
@@ -66,7 +68,8 @@ class Target:
             self.eager = eager if not isinstance(subject, PlainSubject) else subject.oracle(eager)
         self.capture: Callable[[Inputs], Callable[[], Output]] | None = getattr(subject, "capture", None)
         self.canaries: Canaries | None = getattr(subject, "canaries", None)
-        self.root: tuple[Any, str] = (subject.step, "step") if isinstance(subject, PlainSubject) else (subject, "self")
+        own = (subject.step, "step") if isinstance(subject, PlainSubject) else (subject, "self")
+        self.root: tuple[Any, str] = getattr(subject, "host", own)
         self.derived = frozenset(getattr(subject, "derived", ()))
         self.found: dict[str, torch.Tensor] = {}  # buffers that the caller did not name
         self.hidden: dict[str, torch.Tensor] = {}  # tensors that run() changes in place, and that nobody named
