@@ -65,7 +65,7 @@ class Canaries:
         size = dtype.itemsize
         guard, count = GUARD_BYTES // size, math.prod(shape)
         if dtype.is_complex:
-            return torch.view_as_complex(self.full(name, (*shape, 2), dtype.to_real(), device, value))
+            return torch.view_as_complex(self.full(name, (*shape, 2), dtype.to_real(), device)).fill_(value)
         bits = -(0x5B) if dtype == torch.bool else poison_bits(dtype)  # 0xa5 as a signed byte
         whole = torch.full((2 * guard + count,), bits, dtype=_INTEGERS[size], device=device)
         self._guarded[name] = _Guarded(whole, guard, bits)

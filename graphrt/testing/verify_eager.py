@@ -10,7 +10,7 @@ from graphrt.testing.verify_blame import Blame
 from graphrt.testing.verify_context import Verification
 from graphrt.testing.verify_host import written_tensors
 from graphrt.testing.verify_report import Difference, differing, first_difference
-from graphrt.testing.verify_runs import POISONED, Case, Contents, Outcome, World, changed
+from graphrt.testing.verify_runs import POISONED, Case, Contents, Outcome, World, changed, one_seed
 from graphrt.testing.verify_subject import named_outputs
 
 
@@ -141,7 +141,8 @@ class EagerChecks:
         self._v.runs.restore_state()
         self._v.runs.eager_runs += 1
         try:
-            exact = named_outputs(self._v.target.eager(case.inputs))
+            with one_seed(self._v.target.device):
+                exact = named_outputs(self._v.target.eager(case.inputs))
         except Exception as error:
             return Outcome(error=f"{type(error).__name__}: {error}")
         # An oracle may update the state as the step should: then the state is compared as well.

@@ -137,7 +137,7 @@ def differing(have: torch.Tensor, want: torch.Tensor, tolerance: float = 0.0) ->
         return have != want
     if tolerance:
         a, b = have.double(), want.double()
-        near = (a - b).abs() <= tolerance * (1 + b.abs())
+        near = a.isfinite() & b.isfinite() & ((a - b).abs() <= tolerance * (1 + b.abs()))
         return ~(near | (a == b) | (a.isnan() & b.isnan()))
     bits = _BITS[have.element_size()]
     unequal = have.contiguous().view(bits) != want.contiguous().view(bits)
