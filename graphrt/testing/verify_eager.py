@@ -56,10 +56,18 @@ class EagerChecks:
         target, runs = self._v.target, self._v.runs
         runs.restore_state()
         runs.eager_runs += 1
+        before = runs.contents()
+        outputs: dict[str, torch.Tensor] = {}
         try:
-            found = written_tensors(*target.root, target.subject.run)
-        except Exception:  # check_eager says so
+            found = written_tensors(*target.root, lambda: outputs.update(named_outputs(target.subject.run())))
+        except Exception:  # `check` says so
             return
+        if not outputs:
+            after = runs.contents()
+            changed = {
+                n for n in after if after[n].shape != before[n].shape or bool(differing(after[n], before[n]).any())
+            }
+            target.results |= changed
         for path, tensor in found.items():
             if tensor.untyped_storage().data_ptr() not in runs.storages:
                 target.hidden[path] = tensor

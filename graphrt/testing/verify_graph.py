@@ -20,7 +20,7 @@ from graphrt.testing.verify_flight import flight_findings
 from graphrt.testing.verify_host import HostValues
 from graphrt.testing.verify_memory import NAN_BYTE, UnwrittenMemory, fill_inactive
 from graphrt.testing.verify_runs import POISONED, Case, Contents, World
-from graphrt.testing.verify_subject import Output, named_outputs
+from graphrt.testing.verify_subject import Output
 
 _MOST_EXPLAINED = 8  # replays of one graph that are explained; further ones are counted
 _KEY = BatchDescriptor.decode(1)  # graphs of other sizes are other verifications
@@ -68,7 +68,7 @@ class GraphChecks:
 
         def step() -> torch.Tensor:
             with watch:
-                static.update(named_outputs(target.subject.run()))
+                static.update(target.run())
             return next(iter({**static, **target.buffers}.values()))
 
         try:
@@ -120,7 +120,7 @@ class GraphChecks:
             runs.put(contents)
 
         with self._recorder.session():
-            self._v.target.subject.run()
+            self._v.target.run()
             prepare()
             graph = self._recorder.record(step, _KEY, prepare)
         self._graphs.append(graph)

@@ -14,7 +14,7 @@ from graphrt.testing.poison import poison_bits
 from graphrt.testing.verify_host import assigned
 from graphrt.testing.verify_memory import zeroed
 from graphrt.testing.verify_report import Difference, differing, first_difference
-from graphrt.testing.verify_subject import Inputs, Target, name_of, named_outputs
+from graphrt.testing.verify_subject import Inputs, Target, name_of
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _SEED = 1234
@@ -186,7 +186,7 @@ class Runs:
             stack.enter_context(assigned(*root, slots or {}))
             stack.enter_context(one_seed(self.target.device))
             try:
-                raw = named_outputs(body())
+                raw = self.target.named(body())
             except Exception as error:
                 if "CUDA error" in str(error):  # the device is lost: nothing that follows would mean anything
                     raise
@@ -205,7 +205,7 @@ class Runs:
 
         def body() -> Any:
             with zeroed(self.target.device):
-                return self.target.subject.run()
+                return self.target.run()
 
         outcome = self.run(case, body, contents, **options)
         named = self.storages

@@ -26,7 +26,8 @@ class Subject(Protocol):
 
     buffers            the static tensors by name, as they are now: the graph reads these, `refresh` fills them
     refresh(inputs)    the host code before a launch
-    run()              the body that is captured; returns a tensor, several, a dict of tensors, or None
+    run()              the body that is captured; returns a tensor, several, or a dict of tensors. If it returns None,
+                       its results are the buffers that it changes
 
     These are optional, and looked up by name:
 
@@ -73,6 +74,7 @@ class Target:
         self.derived = frozenset(getattr(subject, "derived", ()))
         self.found: dict[str, torch.Tensor] = {}  # buffers that the caller did not name
         self.hidden: dict[str, torch.Tensor] = {}  # tensors that run() changes in place, and that nobody named
+        self.results: frozenset[str] = frozenset()  # buffers that hold the results of a step that returns nothing
         self._real = getattr(subject, "real", None)
         self._unowned = getattr(subject, "unowned", None)
         self.state: dict[str, torch.Tensor] = dict(getattr(subject, "state", None) or {})
@@ -83,6 +85,15 @@ class Target:
     def buffers(self) -> dict[str, torch.Tensor]:
         """The buffers as they are now."""
         return {**self.subject.buffers, **self.found}
+
+    def run(self) -> dict[str, torch.Tensor]:
+        """Run the body: what it returns by name, or, where it returns nothing, the buffers that it changes."""
+        return self.named(self.subject.run())
+
+    def named(self, result: Output) -> dict[str, torch.Tensor]:
+        """What a run, or a launch of the caller's own graph, returned."""
+        found = named_outputs(result)
+        return found or {name: tensor for name, tensor in self.buffers.items() if name in self.results}
 
     @property
     def device(self) -> torch.device:
