@@ -314,13 +314,15 @@ class Blamer:
     def remembered_by_functions(self, cases: Sequence[Case]) -> tuple[Case, Blame] | None:
         """Which function's cache (functools) a result comes from. What is dropped of one does not come back."""
         runs = self._runs
-        for path, function in caches(*runs.target.root):
-            for case in cases:
+        functions = caches(*runs.target.root)
+        for case in cases if functions else ():
+            for _, function in functions:
                 function.cache_clear()
-                clean, usual = self._reference[case.name]
-                if not runs.same(case, runs.eager(case, clean, put=False), usual):
-                    because = f"{path} remembers a result of an earlier case; let its key hold all that it depends on"
-                    return case, Blame("history", (path,), because)
+            clean, usual = self._reference[case.name]
+            if not runs.same(case, runs.eager(case, clean, put=False), usual):
+                used = tuple(path for path, function in functions if function.cache_info().currsize)
+                because = f"{', '.join(used)} gave a result of an earlier case; let the key hold all that it depends on"
+                return case, Blame("history", used, because)
         return None
 
     def unlike_inputs(self, case: Case) -> Blame | None:

@@ -8,6 +8,7 @@ Only values and addresses are kept: nothing that the caller drops stays alive by
 from __future__ import annotations
 
 import functools
+import sys
 import types
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -147,9 +148,14 @@ def written_tensors(root: Any, name: str, during: Callable[[], object]) -> dict[
 
 
 def caches(root: Any, name: str) -> list[tuple[str, Any]]:
-    """The functions with a cache (functools) that are within reach, and hold results."""
+    """The functions with a cache (functools) that are within reach and hold results, but for those of packages."""
     found = [(s.path, s.value) for s in slots(root, name) if isinstance(s.value, functools._lru_cache_wrapper)]
-    return [(path, function) for path, function in found if function.cache_info().currsize]
+    return [(path, function) for path, function in found if function.cache_info().currsize and _is_own_code(function)]
+
+
+def _is_own_code(function: Any) -> bool:
+    path = getattr(sys.modules.get(function.__module__), "__file__", None) or ""
+    return "site-packages" not in path
 
 
 def slots(root: Any, name: str) -> Iterator[Slot]:
