@@ -53,6 +53,7 @@ JOBS: dict[str, list[list[str]]] = {
     "capture": [[PYTHON, "scripts/bench_capture.py"]],
     "host": [[PYTHON, "scripts/bench_host.py"]],
     "kit": [[PYTHON, "scripts/bench_kit.py"]],
+    "graph_bugs": [[PYTHON, "-m", "scripts.bug_catalogue"]],
     "serve": [[PYTHON, "-m", "graphrt", "bench", "serve", "--json-only"]],
     "decode": [
         [*DECODE, "--shape", "llama-3.1-8b", "--batch", "1,8,32,64,128,256", "--context", "1024"],

@@ -1,0 +1,103 @@
+"""Verify a step that is captured as a graph: eagerly, padded and replayed it must give the same, whatever ran before.
+
+    report = verify(step, make_inputs)              # step(**inputs) -> tensors; make_inputs(case) -> inputs
+    report.raise_if_any()
+
+`step` is any function of tensors, or an object with static buffers, host code that fills them, and a body that is
+captured: see `graphrt.testing.verify_subject.Subject`. On CUDA the body is captured as a graph, on a CPU as an op tape,
+which freezes numbers and addresses in the same way. Nothing of graphrt's runtime takes part.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from graphrt.kernels.errors import ConfigError
+from graphrt.testing.verify_context import Verification
+from graphrt.testing.verify_coverage import coverage
+from graphrt.testing.verify_eager import EagerChecks
+from graphrt.testing.verify_graph import GraphChecks
+from graphrt.testing.verify_report import VerifyReport
+from graphrt.testing.verify_subject import Inputs, Output, PlainSubject, Subject, Target, check_takes, is_plain, name_of
+
+
+def verify(
+    step: Callable[..., Output] | Subject,
+    make_inputs: Callable[[int], Inputs],
+    *,
+    cases: int | Sequence[int] = 4,
+    captures: Sequence[int] | None = None,
+    eager: Callable[..., Output] | None = None,
+    tolerance: float | None = None,
+    pad: Mapping[str, float] | None = None,
+    permute: Sequence[str] = (),
+    dims: Mapping[str, Sequence[str]] | None = None,
+) -> VerifyReport:
+    """Run a step eagerly, padded and as a graph over several cases, and say what differs and why.
+
+    step         a function of make_inputs' names, or a `Subject`
+    make_inputs  maps the number of a case to its inputs. Tensors may be smaller in some cases than in others: a graph
+                 is captured for the largest extents. Numbers that change from case to case are probed
+    cases        how many, or which. Let lengths shrink, grow and stand on page boundaries
+    captures     cases that a graph is captured at, each in turn; by default the first, the last and the middle one
+    eager        the oracle, of the arguments of step, or of the inputs for a Subject; by default step itself on tensors
+                 of exact size, or the subject's own `eager`
+    tolerance    of padded against exact results: |a - b| <= tolerance * (1 + |b|); 0 is bit by bit. By default by
+                 dtype. Replays are always compared with eager runs bit by bit
+    pad          by name of an input of a plain step: what your code writes behind a smaller one. Left out, anything may
+                 stand there
+    permute      names of inputs whose first dimension is the rows: rows are also given in reverse order
+    dims         by name of an output: names of its dimensions, for the report
+
+    The caller's buffers and state are as before afterwards. On CUDA, memory that torch's allocator holds unused is
+    filled with poison, and with it results of other graphs that were not copied yet. Works in inference mode; not
+    capture-safe.
+
+    Raises: ConfigError for arguments that do not fit each other. What is wrong with the step is in the report.
+    """
+    start = time.perf_counter()
+    numbers = list(range(cases)) if isinstance(cases, int) else list(cases)
+    if not numbers:
+        raise ConfigError("cases: expected at least one, got none; give 2 or more")
+    with torch.inference_mode():
+        inputs = {str(n): make_inputs(n) for n in numbers}
+        if permute:
+            inputs[f"{numbers[0]} reversed"] = _reversed(inputs[str(numbers[0])], permute)
+        if is_plain(step):
+            for values in inputs.values():
+                check_takes(step, values)  # type: ignore[arg-type]
+            step = PlainSubject(step, list(inputs.values()), pad or {})  # type: ignore[arg-type]
+        elif pad:
+            raise ConfigError("pad: expected none beside a Subject, got some; refresh() writes what its buffers hold")
+        target = Target(step, eager)
+        names = list(inputs) if captures is None else [str(n) for n in captures]
+        if unknown := set(names) - set(inputs):
+            raise ConfigError(f"captures: expected some of the cases {list(inputs)}, got {sorted(unknown)}; add them")
+        if captures is None:
+            names = list(dict.fromkeys((names[0], names[-1], names[len(names) // 2])))
+        verification = Verification(target, inputs, dims or {}, tolerance)
+        eagerly, graphs = EagerChecks(verification), GraphChecks(verification)
+        try:
+            eagerly.prepare()
+            eagerly.check(bool(permute))
+            for name in names:
+                graphs.check(name)
+        finally:
+            verification.restore()
+            graphs.close()
+    checked, not_checked = coverage(verification, graphs, names)
+    seconds, runs = time.perf_counter() - start, verification.runs
+    return VerifyReport(
+        name_of(target.subject), tuple(verification.findings), checked, not_checked, runs.eager_runs, runs.replays,
+        seconds, seconds - graphs.seconds,
+    )  # fmt: skip
+
+
+def _reversed(inputs: Inputs, names: Sequence[str]) -> dict[str, Any]:
+    if unknown := set(names) - set(inputs):
+        raise ConfigError(f"permute: expected names of inputs, got {sorted(unknown)}; name what make_inputs gives")
+    return {name: value.flip(0) if name in names else value for name, value in inputs.items()}

@@ -1,0 +1,78 @@
+"""What the parts of a verification share: the target, its cases, what is known of them, and the findings."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import torch
+
+from graphrt.testing.verify_blame import Blame, Blamer
+from graphrt.testing.verify_host import HostValues
+from graphrt.testing.verify_report import Difference, VerifyFinding
+from graphrt.testing.verify_runs import Case, Contents, Outcome, Runs
+from graphrt.testing.verify_subject import Inputs, Target
+
+_TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 4e-2}
+
+
+class Verification:
+    """One call of `verify`.
+
+    host        the host's values before anything ran
+    reference   of each case: what the buffers held after `refresh`, and what the padded step gave eagerly
+    exact       of each case: what the oracle gave
+    written     of each case and buffer: which elements `refresh` writes
+    trespassed  whether the step writes to unowned state: its poison would only repeat that
+    """
+
+    def __init__(
+        self, target: Target, inputs: Mapping[str, Inputs], dims: Mapping[str, Sequence[str]], tolerance: float | None
+    ) -> None:
+        self.target, self._tolerance = target, tolerance
+        self.cases = {name: Case(name, values, target.real(values)) for name, values in inputs.items()}
+        self.runs = Runs(target, dims)
+        self.host = HostValues.take(*target.root)
+        self.findings: list[VerifyFinding] = []
+        self.reference: dict[str, tuple[Contents, Outcome]] = {}
+        self.exact: dict[str, Outcome] = {}
+        self.written: dict[str, dict[str, torch.Tensor]] = {}
+        self.blamer = Blamer(self.runs, self.reference)
+        self.trespassed = False
+
+    def tolerance(self, dtype: torch.dtype) -> float:
+        """Of padded results against exact ones."""
+        return _TOLERANCES.get(dtype, 0.0) if self._tolerance is None else self._tolerance
+
+    def check_canaries(self, case: Case, captured: str, what: str) -> None:
+        if self.target.canaries is None:
+            return
+        for broken in self.target.canaries.broken():
+            because = "the step writes beyond its buffer: check its grid, its mask and the number of columns"
+            blame = Blame("", (broken.name,), because)
+            self.find("canary", case, captured, f"{what} wrote beyond a buffer: {broken}", blame)
+            self.target.canaries.repair()
+
+    def find(
+        self, check: str, case: Case, captured: str, text: str, blame: Blame | None, wrong: Difference | None = None
+    ) -> None:
+        blamed, because = (blame.blamed, blame.because) if blame is not None else ((), "nothing explains it")
+        self.add(VerifyFinding(check, case.name, captured, text, wrong, blamed, because))
+
+    def add(self, finding: VerifyFinding) -> None:
+        """A finding of the same check that is blamed on the same is counted, not shown again."""
+        for index, old in enumerate(self.findings):
+            if (old.check, old.blamed) == (finding.check, finding.blamed) and (old.blamed or old.text == finding.text):
+                self.findings[index] = replace(old, repeats=old.repeats + 1)
+                return
+        self.findings.append(finding)
+
+    def repeat(self) -> None:
+        """One more wrong replay, which is not explained by itself."""
+        if self.findings:
+            self.findings[-1] = replace(self.findings[-1], repeats=self.findings[-1].repeats + 1)
+
+    def restore(self) -> None:
+        """Buffers and state as they were."""
+        self.runs.put(self.runs.initial)
+        self.runs.restore_state()

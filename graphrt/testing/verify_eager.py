@@ -1,0 +1,243 @@
+"""The eager side of a verification: what `refresh` writes, padded against exact results, and what is remembered."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+
+from graphrt.testing.verify_blame import Blame
+from graphrt.testing.verify_context import Verification
+from graphrt.testing.verify_host import written_tensors
+from graphrt.testing.verify_report import Difference, differing, first_difference
+from graphrt.testing.verify_runs import POISONED, Case, Contents, Outcome, World, changed, one_seed
+from graphrt.testing.verify_subject import named_outputs
+
+
+class EagerChecks:
+    """Fills in the reference of each case."""
+
+    def __init__(self, verification: Verification) -> None:
+        self._v = verification
+
+    def prepare(self) -> None:
+        """Learn which buffers refresh() writes to, and where, for each case."""
+        target, runs = self._v.target, self._v.runs
+        known = runs.storages
+        names = list(self._v.cases)
+        for case in list(self._v.cases.values()):
+            try:
+                found = written_tensors(*target.root, partial(target.subject.refresh, case.inputs))
+            except Exception as error:
+                self._v.find(
+                    "refresh", case, "", f"refresh() raised {type(error).__name__}: {error}", Blame("", (), "")
+                )
+                del self._v.cases[case.name]
+                continue
+            for path, tensor in found.items():
+                if tensor.untyped_storage().data_ptr() not in known:
+                    known.add(tensor.untyped_storage().data_ptr())
+                    target.found[path] = tensor
+                    first = self._v.host.contents(path)
+                    runs.initial[path] = tensor.clone() if first is None else first
+            runs.note_ranges()
+            if case.name in (names[0], names[-1]):
+                self._find_hidden(case)
+        for case in self._v.cases.values():
+            self._v.written[case.name] = self._survey(case)
+        runs.rewritten = frozenset(
+            n
+            for n in target.buffers
+            if self._v.cases and all(bool(self._v.written[c][n].any()) for c in self._v.written)
+        )
+
+    def _find_hidden(self, case: Case) -> None:
+        """Tensors that run() changes in place, and that are not named: they are restored before each run as well."""
+        target, runs = self._v.target, self._v.runs
+        runs.restore_state()
+        runs.eager_runs += 1
+        before = runs.contents()
+        outputs: dict[str, torch.Tensor] = {}
+        try:
+            found = written_tensors(*target.root, lambda: outputs.update(named_outputs(target.subject.run())))
+        except Exception:  # `check` says so
+            return
+        if not outputs:
+            after = runs.contents()
+            changed = {
+                n for n in after if after[n].shape != before[n].shape or bool(differing(after[n], before[n]).any())
+            }
+            target.results |= changed
+        for path, tensor in found.items():
+            if tensor.untyped_storage().data_ptr() not in runs.storages:
+                target.hidden[path] = tensor
+                first = self._v.host.contents(path)
+                runs.hidden[path] = tensor.clone() if first is None else first
+
+    def _survey(self, case: Case) -> dict[str, torch.Tensor]:
+        """Which elements of each buffer refresh() writes for a case: those that come out alike over two fills."""
+        runs, before = self._v.runs, self._v.runs.contents()
+        results = []
+        for world in POISONED:
+            for name, tensor in self._v.target.buffers.items():
+                runs.fill(name, tensor, world)
+            try:
+                self._v.target.subject.refresh(case.inputs)
+            except Exception as error:
+                text = f"refresh() raised {type(error).__name__}: {error} ({world.value} in the buffers)"
+                self._v.find("refresh", case, "", text, Blame("", (), "refresh() reads what it should write"))
+            results.append(runs.contents())
+        written = {}
+        for name, tensor in self._v.target.buffers.items():
+            high, low = results[0].get(name), results[1].get(name)
+            old = before.get(name)
+            if high is None or low is None or old is None or not high.shape == low.shape == old.shape == tensor.shape:
+                written[name] = torch.ones_like(tensor, dtype=torch.bool)  # replaced: `moved` finds it
+                continue
+            written[name] = ~differing(high, low)
+            tensor.copy_(torch.where(written[name], low, old))
+        return written
+
+    def check(self, permuted: bool) -> None:
+        """The oracle's results, and the padded step's, each from the reference world; the first case once more."""
+        runs = self._v.runs
+        for case in list(self._v.cases.values()):
+            if self._v.target.eager is not None:
+                self._v.exact[case.name] = self._oracle(case)
+        for case in list(self._v.cases.values()):
+            contents: Contents = runs.enter(case, World.REFERENCE)
+            outcome = runs.eager(case, contents, entered=True)
+            if outcome.error:
+                text = f"the step raised {outcome.error}"
+                self._v.reference[case.name] = (contents, outcome)
+                self._v.find("eager", case, "", text, self._v.blamer.unlike_inputs(case))
+                del self._v.cases[case.name], self._v.reference[case.name]
+                continue
+            self._v.reference[case.name] = (contents, outcome)
+            self._v.check_canaries(case, "", "an eager run")
+        for case in self._v.cases.values():
+            self._check_exact(case)
+            if wrong := runs.trespasses(case, self._v.reference[case.name][1]):
+                text = "the step writes to a part of the state that is unowned"
+                self._v.find("unowned", case, "", text, self._v.blamer.trespasser(case, wrong), wrong)
+                self._v.trespassed = True
+        if not self._v.cases:
+            return
+        first = next(iter(self._v.cases.values()))
+        text = "the eager result is another one when the host remembers nothing of earlier cases"
+        for case in self._v.cases.values():
+            if blame := self._v.blamer.remembered(case, self._v.host):
+                self._v.find(blame.check, case, "", text, blame)
+        if by_function := self._v.blamer.remembered_by_functions(list(self._v.cases.values())):
+            self._v.find("history", by_function[0], "", text, by_function[1])
+        if blame := self._v.blamer.unreset(first):
+            text = "the same run gives other results when it is repeated"
+            self._v.find(blame.check, first, "", text, blame)
+        contents, expected = self._v.reference[first.name]
+        again = runs.eager(first, contents)
+        if not runs.same(first, again, expected):
+            wrong = None if again.error else runs.difference(first, again, expected)
+            text = "the same eager run gave other results after other cases; the step keeps something that state omits"
+            self._v.find(
+                "determinism", first, "", text, Blame("", (), "name it in state, so that it is restored"), wrong
+            )
+        if permuted:
+            self._check_reversed()
+
+    def _oracle(self, case: Case) -> Outcome:
+        assert self._v.target.eager is not None, "called with an oracle only"
+        self._v.runs.restore_state()
+        self._v.runs.eager_runs += 1
+        try:
+            with one_seed(self._v.target.device):
+                exact = named_outputs(self._v.target.eager(case.inputs))
+        except Exception as error:
+            return Outcome(error=f"{type(error).__name__}: {error}")
+        # An oracle may update the state as the step should: then the state is compared as well.
+        changes = {name: changed(self._v.runs.state[name], t) for name, t in self._v.target.state.items()}
+        exact |= {f"state {n}": t for n, t in self._v.target.state.items() if len(changes[n][0])}
+        exact = {name: t.clone() for name, t in exact.items()}
+        self._v.runs.restore_state()
+        if not self._v.target.names_real:
+            case.exact_shapes.update((name, tuple(t.shape)) for name, t in exact.items())
+        return Outcome(exact)
+
+    def _check_exact(self, case: Case) -> None:
+        exact = self._v.exact.get(case.name)
+        if exact is None:
+            return
+        padded = self._v.reference[case.name][1]
+        if exact.error:
+            self._v.find("eager", case, "", f"the oracle raised {exact.error}", None)
+            return
+        wrong = self._unlike_exact(case, exact, padded)
+        if wrong is not None:
+            blame = (
+                self._v.blamer.leak(case, self._masks(case), padded)
+                or self._v.blamer.remembered(case, self._v.host)
+                or self._v.blamer.unlike_inputs(case)
+                or self._never_written(case)
+            )
+            self._v.find("padding", case, "", "the padded step differs from the exact one", blame, wrong)
+
+    def _masks(self, case: Case) -> dict[str, torch.Tensor]:
+        """The written elements of the buffers that take part in padding."""
+        names = self._v.runs.rewritten - self._v.target.derived
+        return {name: mask for name, mask in self._v.written[case.name].items() if name in names}
+
+    def _unlike_exact(self, case: Case, exact: Outcome, padded: Outcome) -> Difference | None:
+        for name, want in exact.outputs.items():
+            have = padded.outputs.get(name)
+            if name.startswith("state "):
+                have = self._v.runs.state[name.removeprefix("state ")].clone().flatten()
+                indices, values = padded.changes[name.removeprefix("state ")]
+                have[indices] = values
+                have = have.view(want.shape)
+            if have is None:
+                return Difference(name, (), "nothing", list(want.shape), 1, 1, ())
+            counted = None
+            if have.shape != want.shape:
+                index = case.real.get(name, tuple(slice(0, n) for n in want.shape))
+                have = have[index] if have.dim() == want.dim() or name in case.real else have
+            else:
+                counted = case.counted(name, want)
+            if have.shape != want.shape:
+                return Difference(name, (), list(have.shape), list(want.shape), 1, 1, ())
+            tolerance = self._v.tolerance(want.dtype)
+            dims = self._v.runs.dims.get(name)
+            have = have if have.dtype == want.dtype else have.to(want.dtype)
+            if wrong := first_difference(name, have, want, counted=counted, tolerance=tolerance, dims=dims):
+                return wrong
+        return None
+
+    def _never_written(self, case: Case) -> Blame | None:
+        """Buffers that the step reads, and that refresh() did not write to for this case at all."""
+        contents, padded = self._v.reference[case.name]
+        for name, mask in self._v.written[case.name].items():
+            if name not in self._v.target.derived and name in contents and not bool(mask.any()):
+                poisoned = contents[name].clone()
+                self._v.runs.fill(name, poisoned, World.HIGH)
+                if not self._v.runs.same(case, self._v.runs.eager(case, {**contents, name: poisoned}), padded):
+                    because = f"refresh() does not write {name} for this case, and the step reads it; fill it each time"
+                    return Blame("padding", (name,), because)
+        return None
+
+    def _check_reversed(self) -> None:
+        """Rows in reverse order must give the results in reverse order."""
+        names = [*self._v.exact]
+        first, other = self._v.exact.get(names[0]), self._v.exact.get(names[-1])
+        if first is None or other is None or first.error or other.error:
+            return
+        for name, want in first.outputs.items():
+            have = other.outputs.get(name)
+            if have is None or have.shape != want.shape or not want.dim():
+                continue
+            tolerance = self._v.tolerance(want.dtype)
+            if wrong := first_difference(
+                name, have.flip(0), want, tolerance=tolerance, dims=self._v.runs.dims.get(name)
+            ):
+                text = "rows in reverse order do not give the results in reverse order"
+                case = next(iter(self._v.cases.values()))
+                self._v.find(
+                    "permute", case, "", text, Blame("", (), "a row's result depends on where it stands"), wrong
+                )

@@ -1,0 +1,169 @@
+"""The graph side of a verification: capture at a case, then replay every case over every world."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+
+from graphrt.capture.descriptor import BatchDescriptor
+from graphrt.capture.graph import CapturedGraph, Recorder
+from graphrt.capture.recorder import make_recorder
+from graphrt.kernels.errors import CaptureError
+from graphrt.testing.verify_blame import Blame, Captured
+from graphrt.testing.verify_context import Verification
+from graphrt.testing.verify_flight import flight_findings
+from graphrt.testing.verify_host import HostValues
+from graphrt.testing.verify_memory import NAN_BYTE, UnwrittenMemory, fill_inactive
+from graphrt.testing.verify_runs import POISONED, Case, Contents, World
+from graphrt.testing.verify_subject import Output
+
+_MOST_EXPLAINED = 8  # replays of one graph that are explained; further ones are counted
+_KEY = BatchDescriptor.decode(1)  # graphs of other sizes are other verifications
+
+
+class GraphChecks:
+    """Captures and replays. `seconds`: what the captures took; the others say what was poisoned, for the report."""
+
+    def __init__(self, verification: Verification) -> None:
+        self._v = verification
+        self._recorder: Recorder | None = None
+        self._graphs: list[CapturedGraph] = []
+        self.seconds, self.unwritten, self.pool_bytes, self.in_flight = 0.0, 0, 0, 0
+
+    def check(self, name: str) -> None:
+        """Capture at a case, then replay every case in every world, ending with the captured one."""
+        case = self._v.cases.get(name)
+        if case is None or not self._v.reference:
+            return
+        start = time.perf_counter()
+        graph = self._capture(case)
+        self.seconds += time.perf_counter() - start
+        if graph is None:
+            return
+        order = list(self._v.cases.values())
+        at = order.index(case)
+        order = [*order[at + 1 :], *order[: at + 1]]
+        if at == len(order) - 1:  # captured at the last: the other way round, so that neighbours differ
+            order = [*reversed(order[:-1]), case]
+        explained = 0
+        for world in (World.NATURAL, World.HIGH, World.LOW):
+            for each in order:
+                explained += self._replay(graph, each, world, explain=explained < _MOST_EXPLAINED)
+        if self._v.target.device.type == "cuda":
+            for finding in flight_findings(self._v.runs, graph, order, self._v.reference, self._v.written):
+                self._v.add(finding)
+            self.in_flight += 2 * len(order)
+
+    def _capture(self, case: Case) -> Captured | None:
+        target, runs = self._v.target, self._v.runs
+        contents = runs.enter(case, World.REFERENCE)
+        static: dict[str, torch.Tensor] = {}
+        memory = UnwrittenMemory() if target.device.type == "cpu" and target.capture is None else None
+        watch: AbstractContextManager[Any] = memory if memory is not None else nullcontext()
+
+        def step() -> torch.Tensor:
+            with watch:
+                static.update(target.run())
+            return next(iter({**static, **target.buffers}.values()))
+
+        try:
+            if target.capture is not None:
+                launch = target.capture(case.inputs)
+            else:
+                graph = self._record(case, contents, step)
+
+                def launch() -> Output:
+                    graph.launch()
+                    return static
+
+        except Exception as error:
+            if "CUDA error" in str(error) and not isinstance(error, CaptureError):
+                raise
+            text = str(error).removeprefix(f"{_KEY}: ")
+            because = "a graph holds launches, numbers and addresses: compute on the device, in tensors"
+            self._v.find("capture", case, case.name, f"the step cannot be captured: {text}", Blame("", (), because))
+            return None
+        self.unwritten += memory.count if memory is not None else 0
+        poisoned = {n: t for n, t in static.items() if n not in runs.standing}
+
+        def poison_outputs() -> None:
+            for name, tensor in poisoned.items():
+                runs.fill(name, tensor, World.HIGH)
+
+        def fill_memory(byte: int) -> None:
+            if memory is not None:
+                memory.fill(byte)
+            elif target.device.type == "cuda":
+                self.pool_bytes = max(self.pool_bytes, fill_inactive(target.device, byte))
+
+        def launched() -> Output:
+            poison_outputs()
+            return launch()
+
+        host = HostValues.take(*target.root)
+        addresses = {name: t.data_ptr() for name, t in target.buffers.items()}
+        return Captured(case, launched, contents, host, fill_memory, addresses)
+
+    def _record(self, case: Case, contents: Contents, step: Callable[[], torch.Tensor]) -> CapturedGraph:
+        """As servers do it: refresh once, run once to warm up, then capture."""
+        runs = self._v.runs
+        if self._recorder is None:
+            self._recorder = make_recorder(self._v.target.device)
+
+        def prepare() -> None:
+            runs.restore_state()
+            runs.put(contents)
+
+        with self._recorder.session():
+            self._v.target.run()
+            prepare()
+            graph = self._recorder.record(step, _KEY, prepare)
+        self._graphs.append(graph)
+        return graph
+
+    def _replay(self, graph: Captured, case: Case, world: World, *, explain: bool) -> bool:
+        """One replay, judged by the reference; whether it was explained."""
+        runs = self._v.runs
+        try:
+            contents = runs.enter(case, world)
+        except Exception as error:
+            text = f"refresh() raised {type(error).__name__}: {error} ({world.value} in the buffers)"
+            self._v.find("refresh", case, graph.case.name, text, Blame("", (), "refresh() reads what it should write"))
+            return True
+        moved = [n for n, t in self._v.target.buffers.items() if graph.addresses.get(n) != t.data_ptr()]
+        poisons = world in POISONED
+        runs.replays += 1
+        unowned = world if poisons and not self._v.trespassed else None
+        before = partial(graph.fill_memory, NAN_BYTE) if poisons else None
+        got = runs.run(case, graph.launch, contents, entered=True, unowned=unowned, before=before)
+        self._v.check_canaries(case, graph.case.name, "a replay")
+        expected = self._v.reference[case.name][1]
+        if runs.same(case, got, expected):
+            return False
+        wrong = None if got.error else runs.difference(case, got, expected)
+        text = (
+            f"the replay raised {got.error}" if got.error else f"the replay differs from the eager run ({world.value})"
+        )
+        if moved:
+            because = (
+                f"refresh() puts another tensor in place of {moved[0]}, and the graph reads the old one; use copy_()"
+            )
+            self._v.find("replaced", case, graph.case.name, text, Blame("", tuple(moved), because), wrong)
+        elif explain:
+            blame = self._v.blamer.explain(graph, case, world, contents, got)
+            self._v.find(blame.check, case, graph.case.name, text, blame, wrong)
+        else:
+            self._v.repeat()
+        return True
+
+    def close(self) -> None:
+        """Drop the graphs."""
+        for graph in self._graphs:
+            graph.close()
+        if self._recorder is not None:
+            self._recorder.close()

@@ -1,0 +1,199 @@
+"""A captured `ReplayManager` as what `verify` takes: batches as graphs, eagerly, and by another backend.
+
+    report = verify_runtime(manager)
+    report = verify_runtime(manager, oracle=other)     # e.g. backend="torch_reference", over the same KVCache
+
+The graphs are those that the manager captured itself. Keys and values, and what rows have on the device, are as before
+afterwards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from graphrt.batch import Batch, Row
+from graphrt.handle import StepHandle
+from graphrt.kernels.errors import ConfigError
+from graphrt.kernels.metadata.buffers import BufferKind
+from graphrt.kv_cache import KVCache
+from graphrt.replay import ReplayManager
+from graphrt.testing.verify import verify
+from graphrt.testing.verify_report import VerifyReport
+
+_COUNTERS = frozenset({"cursor", "step_counter", "claims", "duplicates", "go_on", "order"})
+"""Persistent buffers that count launches and steps: the host counts along, so these go on from run to run."""
+
+
+class RuntimeSubject:
+    """The `Subject` of a captured manager. An input is {"batch": Batch}; its tokens must be literal."""
+
+    def __init__(self, manager: ReplayManager, model: object = None, oracle: ReplayManager | None = None) -> None:
+        self.manager, self.oracle = manager, oracle
+        self.host = (model, "model")  # what the manager itself keeps counts its launches
+        self.batch = Batch.empty()
+        self.derived = tuple(name for name, _ in manager.buffers.named(BufferKind.DERIVED))
+        cache = manager.kv_cache
+        self.state = {
+            **{name: t for name, t in self._row_state(manager).items() if t.numel()},
+            **{name: t for name, t in cache.named_tensors() if not name.endswith("scales")},
+        }
+        if oracle is not None:
+            self.eager = self._by_oracle
+
+    @property
+    def buffers(self) -> dict[str, torch.Tensor]:
+        """The derived buffers: each step rewrites them from the slot of the inbox, so they may hold poison."""
+        return {name: t for name, t in self.manager.buffers.named(BufferKind.DERIVED) if t.numel()}
+
+    @staticmethod
+    def _row_state(manager: ReplayManager) -> dict[str, torch.Tensor]:
+        kept = manager.buffers.named(BufferKind.PERSISTENT, BufferKind.CARRIED)
+        return {name: tensor for name, tensor in kept if name not in _COUNTERS}
+
+    def refresh(self, inputs: Mapping[str, Any]) -> None:
+        self.batch = inputs["batch"]
+
+    def run(self) -> dict[str, torch.Tensor]:
+        return _results(self.manager.replay(self.batch, eager=True))
+
+    def capture(self, inputs: Mapping[str, Any]) -> Any:
+        """The graphs are there already."""
+        return lambda: _results(self.manager.replay(self.batch))
+
+    def _by_oracle(self, inputs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+        assert self.oracle is not None, "given where this is called"
+        theirs = self._row_state(self.oracle)
+        for name, tensor in self._row_state(self.manager).items():
+            if theirs[name].shape == tensor.shape:
+                theirs[name].copy_(tensor)
+        return {"logits": _results(self.oracle.replay(inputs["batch"], eager=True))["logits"]}
+
+    def real(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
+        """Pages that no sequence owns, the null page, take what pad rows write."""
+        real = {}
+        for name, (pool, tensor) in self._pages().items():
+            num_pages, null_page = self.manager.kv_cache.pools[pool]
+            mine = torch.ones(num_pages, dtype=torch.bool, device=tensor.device)
+            mine[null_page] = False
+            real[name] = mine
+        return real
+
+    def unowned(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
+        """Every page that the batch does not list, but for the null page. With several pools: none."""
+        if len(self.manager.kv_cache.pools) != 1:
+            return {}
+        free = {name: index.clone() for name, index in self.real(inputs).items()}
+        for index in free.values():
+            index[torch.from_numpy(np.array(inputs["batch"].page_ids, dtype=np.int64)).to(index.device)] = False
+        return free
+
+    def _pages(self) -> dict[str, tuple[int, torch.Tensor]]:
+        """Pool and tensor of each part of the cache."""
+        cache = self.manager.kv_cache
+        of = {t.data_ptr(): spec.pool for group, spec in enumerate(cache.groups) for t in _tensors(cache, group)}
+        named = {name: tensor for name, tensor in self.state.items() if tensor.data_ptr() in of}
+        return {name: (of[tensor.data_ptr()], tensor) for name, tensor in named.items()}
+
+
+def verify_runtime(
+    manager: ReplayManager,
+    batches: Sequence[Batch] | None = None,
+    *,
+    model: object = None,
+    vocab_size: int | None = None,
+    oracle: ReplayManager | None = None,
+    count: int = 8,
+    seed: int = 0,
+    tolerance: float | None = None,
+) -> VerifyReport:
+    """Verify a captured manager over batches; see `graphrt.testing.verify.verify`.
+
+    batches     steps that can run at any time: tokens are literal, and pages are listed in full. None: generated ones,
+                for which the cache is filled with random values meanwhile
+    model       the manager's model: searched for numbers and tensors that a graph may have frozen
+    vocab_size  of generated tokens
+    oracle      a manager of the same model and config, with another backend and `use_graphs=False`, over the same
+                KVCache: its eager steps are what logits are compared with
+    count, seed of generated batches
+    tolerance   of logits against the oracle's
+
+    Call it on the manager's stream, with no step in flight. Raises: ConfigError for arguments that do not fit.
+    """
+    cache = manager.kv_cache
+    tensors = [tensor for group in range(len(cache.groups)) for tensor in _tensors(cache, group)]
+    before = [t.clone() for t in tensors]
+    if batches is None:
+        if vocab_size is None:
+            raise ConfigError("vocab_size: expected the model's, got None; generated batches need it")
+        batches = generated_batches(manager, vocab_size=vocab_size, count=count, seed=seed)
+        rng = torch.Generator().manual_seed(seed)
+        for tensor in tensors:
+            values = torch.randn(tensor.shape, generator=rng)
+            tensor.copy_(values.to(tensor.device, tensor.dtype))
+    elif not batches:
+        raise ConfigError("batches: expected at least one, got none; leave them out for generated ones")
+    steps = list(batches)
+    try:
+        subject = RuntimeSubject(manager, model, oracle)
+        return verify(subject, lambda case: {"batch": steps[case]}, cases=len(steps), captures=[0], tolerance=tolerance)
+    finally:
+        for tensor, old in zip(tensors, before, strict=True):
+            tensor.copy_(old)
+
+
+def generated_batches(manager: ReplayManager, *, vocab_size: int, count: int, seed: int) -> list[Batch]:
+    """Steps of rows in any order that are ragged, shrink, grow, and have lengths on, before and behind page borders.
+
+    Each has a graph: decodes of 1 to max_num_reqs rows, and, where the config allows them, prompt chunks beside them.
+    Raises: ConfigError for a cache of several groups, or one with fewer pages than rows.
+    """
+    cache, config = manager.kv_cache, manager.config
+    if len(cache.groups) != 1:
+        raise ConfigError(
+            f"batches: expected them for a cache of {len(cache.groups)} KV groups, got none; pass your own"
+        )
+    rng = np.random.default_rng(seed)
+    ((num_pages, null_page),) = cache.pools
+    page_size = cache.groups[0].page_size
+    pages = [page for page in range(num_pages) if page != null_page]
+    each = min(len(pages) // config.max_num_reqs, config.max_seq_len // page_size)
+    if not each:
+        raise ConfigError(f"cache: expected a page per row, got {len(pages)} for {config.max_num_reqs}; add pages")
+    longest = each * page_size
+    borders = [n + d for n in range(page_size, longest + 1, page_size) for d in (-1, 0, 1)]
+    batches = []
+    for number in range(count):
+        rows = config.max_num_reqs if number % 3 == 0 else int(rng.integers(1, config.max_num_reqs + 1))
+        mixed = config.mixed_batches and bool(config.mixed_sizes) and number % 4 == 2
+        room, chosen = config.max_num_tokens, []
+        owned = rng.permutation(pages)
+        for row in rng.permutation(config.max_num_reqs)[:rows].tolist():
+            length = int(rng.choice(borders) if rng.random() < 0.5 else rng.integers(1, longest + 1))
+            length = min(max(length, config.query_len), longest)
+            new = min(int(rng.integers(1, 6)), length) if mixed else config.query_len
+            if new > room:
+                break
+            room -= new
+            mine = owned[row * each : row * each + -(-length // page_size)].tolist()
+            tokens = rng.integers(0, vocab_size, new).tolist()
+            chosen.append(Row(row, tokens, length, tuple(mine)))
+        batches.append(Batch.from_rows(chosen))
+    return batches
+
+
+def _results(handle: StepHandle) -> dict[str, torch.Tensor]:
+    """What a step gave, in the batch's order; faults too, which `verify` compares as it does tokens."""
+    handle.wait()
+    logits = handle.logits(copy=True)
+    faults = [(fault.row, int(fault.code)) for fault in handle.faults]
+    tokens = torch.from_numpy(np.array(handle.results, dtype=np.int64))
+    return {"logits": logits, "tokens": tokens, "faults": torch.tensor(faults, dtype=torch.int64, device="cpu")}
+
+
+def _tensors(cache: KVCache, group: int) -> list[torch.Tensor]:
+    keys, values = cache.of_group(group)
+    return [*keys, *values]

@@ -1,0 +1,11 @@
+"""The whole catalogue: importing this file enters every bug."""
+
+from __future__ import annotations
+
+from tests.bugs import bug, device, frozen, padding, stale
+from tests.bugs.bug import Bug, Seen
+
+__all__ = ["CATALOGUE", "Bug", "Seen"]
+
+_TOPICS = [module.__name__ for module in (stale, frozen, padding, device)]
+CATALOGUE = dict(sorted(bug.CATALOGUE.items(), key=lambda item: _TOPICS.index(item[1].topic)))

@@ -1,0 +1,130 @@
+"""verify over a captured ReplayManager: clean ones pass, with another backend for an oracle; faults of models show."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import pytest
+import torch
+
+from graphrt.batch import Batch
+from graphrt.kernels.errors import ConfigError
+from graphrt.replay import ReplayManager
+from graphrt.step import Step
+from graphrt.testing.verify_runtime import generated_batches, verify_runtime
+from tests.runtime.toy import HEADS, KV_HEADS, VOCAB, Rig, ToyModel, make_rig
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest) -> torch.device:
+    return torch.device("cuda", 0) if request.param == "cuda" else torch.device("cpu")
+
+
+def rig_of(device: torch.device, model: ToyModel | None = None, **config) -> Rig:
+    return make_rig(device, model=model, fill=0.0, **config)
+
+
+def test_a_captured_manager_is_clean(device: torch.device) -> None:
+    rig = rig_of(device)
+    before = [t.clone() for _, t in rig.manager.kv_cache.named_tensors()]
+    report = verify_runtime(rig.manager, vocab_size=VOCAB, count=6)
+    assert report.ok, str(report)
+    assert "the subject's own capture" in report.checked["graph"]
+    assert {"state", "unowned", "history"} <= set(report.checked)
+    assert "positions" in report.checked["history"]
+    after = [t for _, t in rig.manager.kv_cache.named_tensors()]
+    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True)), "the caller's cache is as before"
+
+
+def test_its_logits_are_those_of_another_backend(device: torch.device) -> None:
+    rig = rig_of(device)
+    cache, config = rig.manager.kv_cache, replace(rig.manager.config, backend="torch_reference", use_graphs=False)
+    attention = rig.manager._program.layers[0].spec
+    assert (attention.num_q_heads, attention.num_kv_heads) == (HEADS, KV_HEADS)
+    oracle = ReplayManager(rig.model, cache, attention, vocab_size=VOCAB, config=config)
+    oracle.capture()
+    report = verify_runtime(rig.manager, vocab_size=VOCAB, oracle=oracle, count=6)
+    assert report.ok, str(report)
+    assert report.checked["padding"] == "padded against exact results of 6 cases"
+
+
+def test_a_wrong_oracle_is_noticed() -> None:
+    rig, cpu = rig_of(torch.device("cpu")), torch.device("cpu")
+    other = ToyModel(cpu, torch.float32)
+    other.embed.data.mul_(1.01)
+    attention = rig.manager._program.layers[0].spec
+    config = replace(rig.manager.config, use_graphs=False)
+    oracle = ReplayManager(other, rig.manager.kv_cache, attention, vocab_size=VOCAB, config=config)
+    oracle.capture()
+    report = verify_runtime(rig.manager, vocab_size=VOCAB, oracle=oracle, count=3)
+    assert {finding.check for finding in report.findings} == {"padding"}
+    assert "logits" in str(report.findings[0].difference)
+
+
+class Frozen(ToyModel):
+    """Multiplies by a number of Python's."""
+
+    factor = 1.0
+
+    def forward(self, step: Step) -> torch.Tensor:
+        return super().forward(step) * self.factor
+
+
+def test_a_number_that_changed_since_the_capture_shows(device: torch.device) -> None:
+    model = Frozen(device, torch.float32)
+    rig = rig_of(device, model)
+    model.factor = 0.5
+    report = verify_runtime(rig.manager, model=model, vocab_size=VOCAB, count=3)
+    assert not report.ok
+    assert {finding.check for finding in report.findings} == {"graph"}
+    assert report.findings[0].difference.output == "logits"
+
+
+class Remembers(ToyModel):
+    """Adds a mean over all rows of the step, pad rows among them, of what stands in a buffer that nobody refreshes."""
+
+    def forward(self, step: Step) -> torch.Tensor:
+        logits = super().forward(step)
+        self.seen.copy_(logits.mean() * 0.5 + self.seen * 0.5)
+        return logits + self.seen
+
+
+def test_state_that_a_model_keeps_for_itself_shows(device: torch.device) -> None:
+    model = Remembers(device, torch.float32)
+    model.seen = torch.zeros((), device=device)
+    report = verify_runtime(rig_of(device, model).manager, model=model, vocab_size=VOCAB, count=4)
+    assert not report.ok
+    assert "model.seen" in report.blamed, str(report)
+
+
+def test_generated_batches_shrink_grow_and_stand_on_page_borders() -> None:
+    manager = rig_of(torch.device("cpu")).manager
+    batches = generated_batches(manager, vocab_size=VOCAB, count=24, seed=1)
+    sizes = [batch.num_reqs for batch in batches]
+    assert any(a > b for a, b in itertools.pairwise(sizes))
+    assert any(a < b for a, b in itertools.pairwise(sizes))
+    lengths = [int(n) for batch in batches for n in batch.seq_lens]
+    assert {0, 1, 3} <= {n % 4 for n in lengths}
+    assert any(list(batch.row_ids) != sorted(batch.row_ids) for batch in batches), "rows are permuted"
+    assert any(max(batch.query_lens) > 1 for batch in batches), "mixed steps are among them"
+    for batch in batches:
+        assert len(set(batch.page_ids.tolist())) == len(batch.page_ids), "no page has two owners"
+
+
+def test_arguments_that_do_not_fit() -> None:
+    manager = rig_of(torch.device("cpu")).manager
+    with pytest.raises(ConfigError, match="vocab_size: expected the model's, got None"):
+        verify_runtime(manager)
+    with pytest.raises(ConfigError, match="batches: expected at least one"):
+        verify_runtime(manager, [])
+    small = rig_of(torch.device("cpu"), num_pages=4).manager
+    with pytest.raises(ConfigError, match="cache: expected a page per row, got 3 for 8"):
+        generated_batches(small, vocab_size=VOCAB, count=1, seed=0)
+
+
+def test_batches_of_the_caller(device: torch.device) -> None:
+    rig = rig_of(device)
+    pages = {"page_indptr": [0, 2], "page_ids": [5, 6]}
+    batches = [Batch(row_ids=[0], seq_lens=[n], tokens=[n], **pages) for n in (5, 8, 6)]
+    assert verify_runtime(rig.manager, batches).ok
