@@ -53,8 +53,9 @@ def verify(
     permute      names of inputs whose first dimension is the rows: rows are also given in reverse order
     dims         by name of an output: names of its dimensions, for the report
 
-    The caller's buffers and state are as before afterwards. On CUDA memory that torch's allocator holds unused is filled
-    with poison, and with it results of other graphs that were not copied yet. Works in inference mode; not capture-safe.
+    The caller's buffers and state are as before afterwards. On CUDA memory that torch's allocator holds unused is
+    filled with poison, and with it results of other graphs that were not copied yet. Works in inference mode; not
+    capture-safe.
 
     Raises: ConfigError for arguments that do not fit each other. What is wrong with the step is in the report.
     """

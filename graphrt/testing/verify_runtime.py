@@ -130,9 +130,9 @@ def verify_runtime(
         if vocab_size is None:
             raise ConfigError("vocab_size: expected the model's, got None; generated batches need it")
         batches = generated_batches(manager, vocab_size=vocab_size, count=count, seed=seed)
-        rng = torch.Generator().manual_seed(seed)
+        rng = torch.Generator("cpu").manual_seed(seed)
         for tensor in tensors:
-            values = torch.randn(tensor.shape, generator=rng)
+            values = torch.randn(tensor.shape, generator=rng, device="cpu")
             tensor.copy_(values.to(tensor.device, tensor.dtype))
     elif not batches:
         raise ConfigError("batches: expected at least one, got none; leave them out for generated ones")
