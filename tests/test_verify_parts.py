@@ -296,3 +296,32 @@ def test_launches_in_flight(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "other streams are late" in found[1].text
     assert slept
     assert all(re.search(r"x.* does not hold this case's values", finding.because) for finding in found)
+
+
+def test_a_replay_that_is_not_repeatable_is_blamed_on_tensors_that_moved() -> None:
+    """A graph of the caller's that reads memory which somebody else got: each launch finds something else there."""
+
+    class Freed(Copies):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = torch.ones(5, 1)
+            self.launches = 0
+
+        def refresh(self, inputs: dict[str, Any]) -> None:
+            super().refresh(inputs)
+            self.before, self.table = self.table, torch.ones(5, 1)  # alive until the next, as by an allocator
+
+        def run(self) -> torch.Tensor:
+            return silu(self.buffers["x"]) * self.table
+
+        def capture(self, inputs: dict[str, Any]) -> Any:
+            def launch() -> torch.Tensor:
+                self.launches += 1
+                return silu(self.buffers["x"]) * self.launches
+
+            return launch
+
+    report = verify(Freed(), rows)
+    assert {finding.check for finding in report.findings} == {"determinism"}
+    assert "self.table" in report.blamed
+    assert "the graph has the old addresses of" in str(report)

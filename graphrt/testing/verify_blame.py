@@ -89,10 +89,14 @@ class Blamer:
 
         repeated = again(())
         if not runs.same(case, repeated, got):
-            text = (
-                "the same replay from the same state and buffers gave two results; something that the graph reads is "
+            moved = self._moved(graph, case)
+            because = (
+                "the same replay from the same state and buffers gave two results: something that the graph reads is not "
+                "named in buffers or state, was freed, or is written concurrently"
             )
-            return Blame("determinism", (), text + "not named in buffers or state, or is written concurrently")
+            if moved:
+                because += f"; the graph has the old addresses of {', '.join(moved)}"
+            return Blame("determinism", moved, because)
         mended = again(every)
         if runs.same(case, mended, expected):
             fixed = _least(every, lambda names: runs.same(case, again(names), expected))
@@ -183,8 +187,7 @@ class Blamer:
         return f"; after the replay {', '.join(names)} differ{'s' if len(names) == 1 else ''} too" if names else ""
 
     def _unexplained(self, graph: Captured, case: Case) -> Blame:
-        self._runs.target.subject.refresh(case.inputs)
-        moved = [c.path for c in graph.host.changed(*self._runs.target.root) if c.is_tensor]
+        moved = self._moved(graph, case)
         text = (
             "no single buffer, scalar or host value explains it; inspect_graph(graph) of graphrt.capture.inspect lists "
             "the nodes with their addresses, and audit() those that nobody owns"
@@ -192,7 +195,12 @@ class Blamer:
         if moved:
             names = ", ".join(moved)
             text = f"the tensors in {names} are no longer those of the capture, whose memory may be gone; {text}"
-        return Blame("graph", tuple(moved), text)
+        return Blame("graph", moved, text)
+
+    def _moved(self, graph: Captured, case: Case) -> tuple[str, ...]:
+        """The places in which another tensor stands than at capture."""
+        self._runs.target.subject.refresh(case.inputs)
+        return tuple(c.path for c in graph.host.changed(*self._runs.target.root) if c.is_tensor)
 
     def _stale(self, name: str, case: Case, contents: Contents) -> str:
         """What stands in a buffer that refresh did not write, and where."""

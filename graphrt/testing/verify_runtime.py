@@ -121,7 +121,8 @@ def verify_runtime(
     count, seed of generated batches
     tolerance   of logits against the oracle's
 
-    Call it on the manager's stream, with no step in flight. Raises: ConfigError for arguments that do not fit.
+    Call it on the manager's stream, with no step in flight. Cache and row state are copied before each run: verify a
+    manager over a small cache, as a test builds one. Raises: ConfigError for arguments that do not fit.
     """
     cache = manager.kv_cache
     tensors = [tensor for group in range(len(cache.groups)) for tensor in _tensors(cache, group)]
@@ -130,9 +131,9 @@ def verify_runtime(
         if vocab_size is None:
             raise ConfigError("vocab_size: expected the model's, got None; generated batches need it")
         batches = generated_batches(manager, vocab_size=vocab_size, count=count, seed=seed)
-        rng = torch.Generator().manual_seed(seed)
+        rng = torch.Generator("cpu").manual_seed(seed)
         for tensor in tensors:
-            values = torch.randn(tensor.shape, generator=rng)
+            values = torch.randn(tensor.shape, generator=rng, device="cpu")
             tensor.copy_(values.to(tensor.device, tensor.dtype))
     elif not batches:
         raise ConfigError("batches: expected at least one, got none; leave them out for generated ones")

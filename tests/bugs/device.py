@@ -176,8 +176,8 @@ class Loop:
         return inputs["x"] * 2.0 ** inputs["left"].item()
 
     def capture(self, inputs: Mapping[str, Any]) -> Callable[[], torch.Tensor]:
-        flags = {"CU_GRAPH_COND_ASSIGN_DEFAULT": 0} if self.planted else {}
-        with self.recorder.session(), mock.patch.multiple(driver, **flags):
+        flags = 0 if self.planted else driver.CU_GRAPH_COND_ASSIGN_DEFAULT
+        with self.recorder.session(), mock.patch.object(driver, "CU_GRAPH_COND_ASSIGN_DEFAULT", flags):
             graph = self.recorder.record(self.body, BatchDescriptor.decode(1), lambda: None)
             loop = self.recorder.loop(graph, self.buffers["go_on"])
 
