@@ -91,8 +91,8 @@ class Blamer:
         if not runs.same(case, repeated, got):
             moved = self._moved(graph, case)
             because = (
-                "the same replay from the same state and buffers gave two results: something that the graph reads is not "
-                "named in buffers or state, was freed, or is written concurrently"
+                "the same replay from the same state and buffers gave two results: something that the graph reads is "
+                "not named in buffers or state, was freed, or is written concurrently"
             )
             if moved:
                 because += f"; the graph has the old addresses of {', '.join(moved)}"
