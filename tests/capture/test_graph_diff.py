@@ -315,6 +315,58 @@ def test_memory_that_the_graph_allocates_is_matched_by_first_use() -> None:
     assert compared(capture(0x5000), capture(0x9000)).equal
 
 
+def random_node(rng: random.Random, depth: int) -> Node:
+    places = [X + 8, WEIGHT, POOL + 16, POOL + 4096, 0x7F3000000000, 3]
+    if depth and rng.random() < 0.2:
+        bodies = tuple(random_view(rng, depth - 1, rng.randrange(3)) for _ in range(rng.randrange(1, 3)))
+        return Node(NodeKind.CONDITIONAL, "while", bodies=bodies)
+    if rng.random() < 0.3:
+        operands = tuple(
+            Operand(role, rng.choice(places), rng.choice((4, 8)), rng.random() < 0.2) for role in ("src", "dst")
+        )
+        return Node(NodeKind.MEMCPY, "copy", operands=operands, scalars=(("width", rng.choice("12")),))
+    data = [b"".join(word(rng.choice(places)) for _ in range(rng.randrange(1, 3))) for _ in range(2)]
+    pointers = rng.choice([None, (0,), ()])
+    arguments = tuple(Argument(8 * at, one, pointers=pointers) for at, one in enumerate(data))
+    return Node(
+        NodeKind.KERNEL, rng.choice("fg"), grid=(rng.randrange(1, 3), 1, 1), block=(1, 1, 1), arguments=arguments
+    )
+
+
+def random_view(rng: random.Random, depth: int, count: int) -> GraphView:
+    nodes = tuple(random_node(rng, depth) for _ in range(count))
+    pairs = [(i, j) for j in range(count) for i in range(j) if rng.random() < 0.5]
+    return GraphView(nodes, tuple(Edge(i, j, rng.random() < 0.2) for i, j in sorted(pairs)))
+
+
+def varied(rng: random.Random, view: GraphView) -> GraphView:
+    """The view with one of its nodes or edges replaced, at times by an equal one, and maybe fewer of them."""
+    nodes, edges, at = list(view.nodes), list(view.edges), rng.randrange(len(view.nodes))
+    kind = rng.randrange(4)
+    if kind == 0:
+        nodes[at] = random_node(rng, 1)
+    elif kind == 1 and nodes[at].arguments:
+        first, *rest = nodes[at].arguments
+        nodes[at] = replace(nodes[at], arguments=(replace(first, data=word(POOL + 16) + first.data[8:]), *rest))
+    elif kind == 2 and edges:
+        edges[0] = replace(edges[0], programmatic=rng.random() < 0.5)
+    elif kind == 3 and nodes[at].bodies and nodes[at].bodies[0].nodes:
+        nodes[at] = replace(nodes[at], bodies=(varied(rng, nodes[at].bodies[0]), *nodes[at].bodies[1:]))
+    return GraphView(tuple(nodes), tuple(edges))
+
+
+def test_fingerprints_and_comparisons_agree() -> None:
+    """On random graphs, in pools that lie elsewhere and are cut into other blocks."""
+    rng, seen = random.Random(0), [0, 0, 0, 0]
+    for _ in range(800):
+        view = random_view(rng, 2, rng.randrange(1, 6))
+        other = varied(rng, view) if rng.random() < 0.8 else view
+        maps = (memory(), memory(blocks=(8192,)) if rng.random() < 0.1 else memory())
+        found = compared(view, other, *maps)
+        seen[found.equal_topology + found.equal_launches + found.equal] += 1
+    assert min(seen) >= 10, seen
+
+
 # -- steps on a CPU
 
 
