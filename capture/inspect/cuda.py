@@ -24,7 +24,7 @@ from cuda.bindings import driver
 
 from graphrt.capture.inspect.order import topological_order
 from graphrt.capture.inspect.tape import view_of_loop, view_of_tape
-from graphrt.capture.inspect.triton_kernels import KernelArguments, arguments_of
+from graphrt.capture.inspect.triton_kernels import KernelArguments, TritonKernels
 from graphrt.capture.inspect.view import Argument, Edge, GraphView, Node, NodeKind, Operand
 from graphrt.capture.raw_graph import check, count_nodes
 from graphrt.capture.tape import OpTape, OpTapeLoop
@@ -45,7 +45,7 @@ def inspect_graph(graph: Any) -> GraphView:
             of cuda.bindings), a graph or a loop of graphrt, or their twins on a CPU
 
     What cannot be read is said in `Node.remark`: types of nodes that are newer than this code, bodies of conditional
-    nodes for drivers before 13.2. Reads only; must not run while the graph is changed. About 30 us per node.
+    nodes for drivers before 13.2. Reads only; must not run while the graph is changed. Takes 50 to 100 us per node.
 
     Raises: ConfigError for anything else; CaptureError for a graph that torch did not keep, one that was closed, and
     where the driver refuses to list the nodes.
@@ -101,7 +101,7 @@ class _Walk:
     def __init__(self, conditionals: Mapping[int, tuple[str, tuple[Any, ...]]]) -> None:
         self._conditionals = conditionals
         self._functions: dict[tuple[int, int], _Function] = {}
-        self._attributes = _AttributeReader()
+        self._attributes, self._triton = _AttributeReader(), TritonKernels()
 
     def view(self, graph: Any) -> GraphView:
         count = count_nodes(graph)
@@ -133,7 +133,7 @@ class _Walk:
         key = int(params.func), int(params.kern)
         function = self._functions.get(key)
         if function is None:
-            function = self._functions[key] = _function(params)
+            function = self._functions[key] = _function(params, self._triton)
         arguments, remark = _read_arguments(params, function)
         return Node(
             NodeKind.KERNEL,
@@ -250,7 +250,7 @@ def _links(graph: Any, index: Mapping[int, int]) -> dict[tuple[int, int], bool]:
 # -- kernels
 
 
-def _function(params: Any) -> _Function:
+def _function(params: Any, triton: TritonKernels) -> _Function:
     """Raises CaptureError where neither of the two kinds of handle is known to the driver."""
     handle, name_of, info_of = params.kern, driver.cuKernelGetName, driver.cuKernelGetParamInfo
     if not int(handle) or int(name_of(handle)[0]) != 0:
@@ -259,8 +259,8 @@ def _function(params: Any) -> _Function:
     layout: list[tuple[int, int]] = []
     while int((answer := info_of(handle, len(layout)))[0]) == 0:
         layout.append((int(answer[1]), int(answer[2])))
-    triton = arguments_of(symbol, int(params.func), [size for _, size in layout])
-    return _Function(symbol, _demangled(symbol), tuple(layout), triton)
+    arguments = triton.arguments(symbol, int(params.func), [size for _, size in layout])
+    return _Function(symbol, _demangled(symbol), tuple(layout), arguments)
 
 
 @lru_cache(maxsize=4096)

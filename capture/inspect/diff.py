@@ -100,7 +100,7 @@ class GraphDiff:
         before, after = self.sizes
         if self.equal:
             return f"equal: {before} nodes, the same topology, launches and arguments"
-        levels = ", ".join(f"{level.value} {'differ' if level in self._levels() else 'equal'}" for level in Level)
+        levels = ", ".join(f"{level.value} {'not equal' if level in self._levels() else 'equal'}" for level in Level)
         lines = [line for group in _groups(self.nodes) for line in group]
         if len(lines) > _MOST_LINES:
             lines[_MOST_LINES:] = [f"... and {len(lines) - _MOST_LINES} lines more"]
@@ -254,9 +254,17 @@ class _Comparison:
             same = here.address == there.address and before is after
             if before and after:
                 same = self._pairing.same(before, after)
-            if not same or _extent(here) != _extent(there):
-                what = f"operand {here.role}"
-                yield Change(Level.ARGUMENTS, what, _operand(here, before), _operand(there, after))
+            texts = [
+                (f"{here.nbytes} bytes", f"{there.nbytes} bytes"),
+                ("on the host" if here.host else "on the device", "on the host" if there.host else "on the device"),
+                ("written" if here.written else "read", "written" if there.written else "read"),
+            ]
+            differ = [text for text in texts if text[0] != text[1]]
+            if not same:
+                differ.append((f"at {before or hex(here.address)}", f"at {after or hex(there.address)}"))
+            if differ:
+                here_text, there_text = (", ".join(side) for side in zip(*differ, strict=True))
+                yield Change(Level.ARGUMENTS, f"operand {here.role}", here_text, there_text)
 
 
 def _waits(a: GraphView, b: GraphView, partner: dict[int | None, int | None]) -> Callable[[int, int], Iterator[Change]]:
@@ -266,7 +274,7 @@ def _waits(a: GraphView, b: GraphView, partner: dict[int | None, int | None]) ->
     def told(i: int, j: int) -> Iterator[Change]:
         here, there = sources_a[i], sources_b[j]
         if {(partner.get(source), early) for source, early in here} != set(there):
-            yield Change(Level.TOPOLOGY, "waits for", _sources_text(a, here), _sources_text(b, there))
+            yield Change(Level.TOPOLOGY, "waits for", _sources_text(a, here, i), _sources_text(b, there, j))
 
     return told
 
@@ -278,8 +286,11 @@ def _sources(view: GraphView) -> list[list[tuple[int, bool]]]:
     return found
 
 
-def _sources_text(view: GraphView, sources: list[tuple[int, bool]]) -> str:
-    texts = (f"{at} {_short(view.nodes[at].name)}{' (programmatic)' if early else ''}" for at, early in sources)
+def _sources_text(view: GraphView, sources: list[tuple[int, bool]], node: int) -> str:
+    """What a node waits for, with the places counted from the node: so layers that differ alike have one text."""
+    texts = (
+        f"{_short(view.nodes[at].name)} at {at - node}{' (programmatic)' if early else ''}" for at, early in sources
+    )
     return ", ".join(texts) or _NONE
 
 
@@ -320,15 +331,6 @@ def _short(name: str) -> str:
 
 def _extents(extents: tuple[int, int, int] | None) -> str:
     return "x".join(map(str, extents)) if extents else _NONE
-
-
-def _extent(operand: Operand) -> tuple[int, bool, bool]:
-    return operand.nbytes, operand.host, operand.written
-
-
-def _operand(operand: Operand, spot: Spot | None) -> str:
-    where = "host " if operand.host else ""
-    return f"{operand.nbytes} bytes at {where}{spot or hex(operand.address)}{', written' if operand.written else ''}"
 
 
 def _word(length: int) -> int:

@@ -25,41 +25,49 @@ _WRAPPERS = 8
 """Around a kernel there may be so many objects that tune it, each with the next in `fn`."""
 
 
-def arguments_of(symbol: str, handle: int, sizes: Sequence[int]) -> KernelArguments | None:
-    """The arguments of a kernel, or None where Triton did not make it or it is not certain how.
+class TritonKernels:
+    """What Triton has compiled. Modules are looked through once, at the first name that may be one of Triton's."""
 
-    symbol   name of the kernel
-    handle   of its function
-    sizes    bytes of each argument, which the signature must fit
-    """
-    if "triton" not in sys.modules or symbol.startswith("_Z"):
-        return None
-    fits: dict[KernelArguments, bool] = {}
-    for kernel in _compiled(symbol):
-        arguments = _from_signature(getattr(kernel.src, "signature", {}), sizes)
-        if arguments is not None:
-            fits[arguments] = fits.get(arguments, False) or kernel.function == handle
-    exact = [arguments for arguments, same in fits.items() if same] or list(fits)
-    return exact[0] if len(exact) == 1 else None
+    def __init__(self) -> None:
+        self._modules: list[dict[str, Any]] | None = None
+
+    def arguments(self, symbol: str, handle: int, sizes: Sequence[int]) -> KernelArguments | None:
+        """The arguments of a kernel, or None where Triton did not make it or it is not certain how.
+
+        symbol   name of the kernel
+        handle   of its function
+        sizes    bytes of each argument, which the signature must fit
+        """
+        if "triton" not in sys.modules or symbol.startswith("_Z"):
+            return None
+        fits: dict[KernelArguments, bool] = {}
+        for kernel in self._compiled(symbol):
+            arguments = _from_signature(getattr(kernel.src, "signature", {}), sizes)
+            if arguments is not None:
+                fits[arguments] = fits.get(arguments, False) or kernel.function == handle
+        exact = [arguments for arguments, same in fits.items() if same] or list(fits)
+        return exact[0] if len(exact) == 1 else None
+
+    def _compiled(self, symbol: str) -> Iterator[Any]:
+        """Every compiled kernel of the functions that modules have under a name."""
+        from triton.compiler import CompiledKernel
+        from triton.runtime.jit import JITFunction
+
+        if self._modules is None:
+            self._modules = [getattr(module, "__dict__", {}) for module in list(sys.modules.values())]
+        named = [_untuned(names[symbol], JITFunction) for names in self._modules if symbol in names]
+        for function in {id(one): one for one in named if isinstance(one, JITFunction)}.values():
+            for kernels, *_ in list(getattr(function, "device_caches", {}).values()):
+                yield from (kernel for kernel in list(kernels.values()) if isinstance(kernel, CompiledKernel))
 
 
-def _compiled(symbol: str) -> Iterator[Any]:
-    """Every compiled kernel of the functions that modules have under a name."""
-    from triton.compiler import CompiledKernel
-    from triton.runtime.jit import JITFunction
-
-    seen = set[int]()
-    for module in list(sys.modules.values()):
-        function = getattr(module, "__dict__", {}).get(symbol)
-        for _ in range(_WRAPPERS):
-            if function is None or isinstance(function, JITFunction):
-                break
-            function = getattr(function, "fn", None)
-        if not isinstance(function, JITFunction) or id(function) in seen:
-            continue
-        seen.add(id(function))
-        for kernels, *_ in list(getattr(function, "device_caches", {}).values()):
-            yield from (kernel for kernel in list(kernels.values()) if isinstance(kernel, CompiledKernel))
+def _untuned(function: Any, kind: type) -> Any:
+    """The first of a kind: `function`, what stands in its `fn`, in the `fn` of that, and so on."""
+    for _ in range(_WRAPPERS):
+        if function is None or isinstance(function, kind):
+            break
+        function = getattr(function, "fn", None)
+    return function
 
 
 def _from_signature(signature: Any, sizes: Sequence[int]) -> KernelArguments | None:

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
+from graphrt.kernels.checks import shown
 from graphrt.kernels.errors import ConfigError
 
 Place = tuple[int, ...]
@@ -22,6 +23,9 @@ Place = tuple[int, ...]
 
 FORMAT = 1
 """Version of the JSON."""
+
+MAX_DEPTH = 64
+"""Bodies in one another that JSON may have."""
 
 
 class NodeKind(str, Enum):
@@ -171,12 +175,10 @@ class GraphView:
         """The view that `to_json` wrote. Raises: ConfigError for anything else."""
         try:
             if values["format"] != FORMAT:
-                raise ConfigError(f"format: expected {FORMAT}, got {values['format']!r}; write it by this version")
-            return _graph_from_json(values)
-        except (KeyError, TypeError, ValueError, AttributeError, OverflowError, RecursionError) as error:
-            if isinstance(error, ConfigError):
-                raise
-            raise ConfigError(f"graph: expected what to_json() wrote, got {error!r} while reading it") from error
+                raise ConfigError(f"format: expected {FORMAT}, got {shown(values['format'])}; write it by this version")
+            return _graph_from_json(values, 0)
+        except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
+            raise ConfigError(f"graph: expected what to_json() wrote, got {shown(error)} while reading it") from error
 
 
 def place_name(place: Place) -> str:
@@ -208,17 +210,19 @@ def _node_to_json(node: Node) -> dict[str, Any]:
     return values | {name: value for name, value in (plain | lists).items() if value}
 
 
-def _graph_from_json(values: Mapping[str, Any]) -> GraphView:
-    nodes = tuple(map(_node_from_json, values["nodes"]))
+def _graph_from_json(values: Mapping[str, Any], depth: int) -> GraphView:
+    if depth > MAX_DEPTH:
+        raise ConfigError(f"bodies: expected at most {MAX_DEPTH} in one another, got more; the file is damaged")
+    nodes = tuple(_node_from_json(node, depth) for node in values["nodes"])
     edges = tuple(Edge(int(source), int(target), bool(early)) for source, target, early in values["edges"])
     if any(not (0 <= edge.source < edge.target < len(nodes)) for edge in edges):
         raise ConfigError("edges: expected each from a node to a later one, got others; the file is damaged")
     return GraphView(nodes, edges, _text(values["origin"]))
 
 
-def _node_from_json(values: Mapping[str, Any]) -> Node:
+def _node_from_json(values: Mapping[str, Any], depth: int) -> Node:
     return Node(
-        kind=NodeKind(values["kind"]),
+        kind=NodeKind(_text(values["kind"])),
         name=_text(values["name"]),
         symbol=_text(values.get("symbol", "")),
         grid=_extents(values.get("grid")),
@@ -231,7 +235,7 @@ def _node_from_json(values: Mapping[str, Any]) -> Node:
             for role, address, nbytes, host, written in values.get("operands", ())
         ),
         scalars=tuple((_text(name), _text(value)) for name, value in values.get("scalars", ())),
-        bodies=tuple(map(_graph_from_json, values.get("bodies", ()))),
+        bodies=tuple(_graph_from_json(body, depth + 1) for body in values.get("bodies", ())),
         remark=_text(values.get("remark", "")),
     )
 
@@ -253,5 +257,5 @@ def _extents(values: Any) -> tuple[int, int, int] | None:
 
 def _text(value: Any) -> str:
     if not isinstance(value, str):
-        raise TypeError(f"expected text, got {value!r}")
+        raise TypeError(f"expected text, got {shown(value)}")
     return value

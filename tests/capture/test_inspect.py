@@ -270,6 +270,25 @@ def test_a_kernel_of_which_the_driver_tells_less(fake: FakeGraphs, call: str) ->
     assert node.attributes == ({"cooperative": "1"} if call == "cuFuncGetParamInfo" else {})
 
 
+def test_a_kernel_whose_arguments_lie_nowhere(fake: FakeGraphs) -> None:
+    graph = fake.graph()
+    node = fake.kernel(graph, fake.function("f", [8, 4]), [word(5), number(6)])
+    pointers = fake.nodes[node].memory[-1]
+    pointers[0] = 0
+    assert [argument.data for argument in inspect_graph(graph).nodes[0].arguments] == [b"", number(6)]
+    fake.nodes[node].params.kernelParams = 0
+    (found,) = inspect_graph(graph).nodes
+    assert (found.arguments, found.remark) == ((), "the driver tells no arguments")
+
+
+def test_a_kernel_of_which_one_handle_is_known(fake: FakeGraphs) -> None:
+    graph = fake.graph()
+    node = fake.kernel(graph, fake.function("f", [8]), [word(5)])
+    fake.nodes[node].params.kern = driver.CUkernel(0x66)
+    (found,) = inspect_graph(graph).nodes
+    assert (found.name, len(found.arguments), found.remark) == ("f", 1, "")
+
+
 # -- edges and order
 
 

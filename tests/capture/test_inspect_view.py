@@ -138,12 +138,37 @@ def test_damage_is_named(case: str) -> None:
         GraphView.from_json(values | {"edges": []} | fields)
 
 
-def test_bodies_in_bodies_without_end() -> None:
-    values: dict[str, Any] = {"origin": "cuda", "nodes": [], "edges": []}
-    for _ in range(20_000):
+def nested(count: int, fields: dict[str, Any]) -> dict[str, Any]:
+    values: dict[str, Any] = {"origin": "cuda", "edges": [], "nodes": [{"kind": "empty", "name": "e"} | fields]}
+    for _ in range(count):
         values = {"origin": "cuda", "edges": [], "nodes": [{"kind": "child graph", "name": "c", "bodies": [values]}]}
-    with pytest.raises(ConfigError, match="graph: expected what"):
-        GraphView.from_json({"format": 1} | values)
+    return {"format": 1} | values
+
+
+def test_bodies_in_bodies_without_end() -> None:
+    for count in (65, 300, 20_000):
+        with pytest.raises(ConfigError, match="bodies: expected at most 64 in one another"):
+            GraphView.from_json(nested(count, {}))
+    view = GraphView.from_json(nested(64, {}))
+    assert GraphView.from_json(json.loads(json.dumps(view.to_json()))) == view
+    assert len(Dot(to_dot(view)).clusters) == 64
+    assert view.num_nodes == 65
+
+
+@pytest.mark.parametrize(
+    "name", ["kind", "name", "symbol", "grid", "attributes", "arguments", "operands", "scalars", "bodies"]
+)
+def test_lists_in_lists_without_end(name: str) -> None:
+    endless: list[Any] = []
+    for _ in range(20_000):
+        endless = [endless]
+    for values in (
+        nested(0, {name: endless}),
+        nested(0, {name: {"a": endless}}),
+        nested(0, {}) | {name: 1, "format": endless},
+    ):
+        with pytest.raises(ConfigError, match=r"(graph|format): expected"):
+            GraphView.from_json(values)
 
 
 # -- DOT
