@@ -206,5 +206,5 @@ def captured_copy(planted: bool, device: torch.device) -> Seen:
             buffer.copy_(staged, non_blocking=True)
         torch.mul(buffer, 2, out=out)
     graph.instantiate()
-    found = audit(graph, memory_of(graph, static={"buffer": buffer, "out": out}))
+    found = audit(graph, memory_of(static={"buffer": buffer, "out": out}, pool=graph))
     return Seen(bool(found.findings), tuple(f.region or f.node for f in found.findings), str(found))
