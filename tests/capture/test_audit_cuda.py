@@ -49,12 +49,17 @@ def run(step: Callable[[], object], **named) -> Audit:
     return audit(graph, memory_of(pool=graph, **named))
 
 
+def run_twice(step: Callable[[], object], **named) -> Audit:
+    """Kernels of torch take structs whose padding nobody writes: one capture alone may show stale addresses."""
+    return audit_twice(lambda: capture(step), lambda graph: memory_of(pool=graph, **named))
+
+
 def kinds(report: Audit) -> set[FindingKind]:
     return {finding.kind for finding in report.findings}
 
 
 def test_a_clean_chain_of_torch(x: torch.Tensor) -> None:
-    report = run(lambda: (x * 2 + 1).softmax(0).sum(), static={"x": x})
+    report = run_twice(lambda: (x * 2 + 1).softmax(0).sum(), static={"x": x})
     assert report.ok, str(report)
     assert report.counts[Owner.STATIC] >= 1
     assert report.counts[Owner.POOL] >= 3
@@ -65,7 +70,7 @@ def test_a_clean_chain_of_cublas(dtype: torch.dtype) -> None:
     model = torch.nn.Sequential(*(torch.nn.Linear(512, 512) for _ in range(4))).to("cuda", dtype).requires_grad_(False)
     inputs = {rows: torch.randn(rows, 512, device="cuda", dtype=dtype) for rows in (1, 8, 64)}
     for rows, given in inputs.items():
-        report = run(lambda given=given: model(given), static={"x": given}, weights=model)
+        report = run_twice(lambda given=given: model(given), static={"x": given}, weights=model)
         assert report.ok, f"{rows} rows: {report}"
         assert report.counts[Owner.WEIGHT] >= 4
 
@@ -154,12 +159,7 @@ def test_two_graphs_that_share_a_pool(x: torch.Tensor) -> None:
 def test_two_captures_decide(x: torch.Tensor) -> None:
     mask, kept = torch.ones_like(x), []
 
-    def audited(step: Callable[[], object]) -> Audit:
-        return audit_twice(lambda: capture(step), lambda graph: memory_of(static={"x": x}, pool=graph))
-
-    clean = audited(lambda: (x * 2).softmax(0) + x)
-    assert clean.ok, str(clean)
-    foreign = audited(lambda: x * mask)
+    foreign = run_twice(lambda: x * mask, static={"x": x})
     assert {(f.kind, f.address, f.certain) for f in foreign.findings} == {
         (FindingKind.FOREIGN, mask.data_ptr(), True)
     }  # fmt: skip
@@ -169,7 +169,7 @@ def test_two_captures_decide(x: torch.Tensor) -> None:
             kept.append(x * 2)
         return x + kept[0] if kept else x + x
 
-    hidden = audited(keeps)
+    hidden = run_twice(keeps, static={"x": x})
     assert kinds(hidden) == {FindingKind.HIDDEN_STATE}
     assert {f.address for f in hidden.findings} == {kept[0].data_ptr()}
 
