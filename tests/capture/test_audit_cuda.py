@@ -9,9 +9,12 @@ import torch
 import triton
 import triton.language as tl
 
+from graphrt.capture.descriptor import BatchDescriptor
 from graphrt.capture.inspect.audit import Allowed, Audit, FindingKind, audit, audit_twice, memory_of
 from graphrt.capture.inspect.blas import with_blas_workspaces
 from graphrt.capture.inspect.memory import MemoryMap, Owner
+from graphrt.capture.recorder import CudaGraphRecorder
+from graphrt.kernels.errors import CaptureError
 
 pytestmark = pytest.mark.gpu
 
@@ -188,3 +191,19 @@ def test_library_memory_is_no_finding(x: torch.Tensor) -> None:
         assert (report.counts[Owner.LIBRARY], report.counts[Owner.STATIC]) == (1, 1)
     finally:
         driver.cuMemFree(address)
+
+
+def test_a_graph_of_the_recorder_borrows_its_output(x: torch.Tensor) -> None:
+    recorder = CudaGraphRecorder(x.device)
+    with recorder.session():
+        recorder.warm_up(lambda: x * 2, lambda: None)
+        graph = recorder.record(lambda: (x * 2).softmax(0), BatchDescriptor.decode(1), lambda: None)
+    try:
+        assert audit(graph, memory_of(static={"x": x}, pool=graph)).ok
+        report = audit(graph, memory_of(static={"x": x, "output": graph.output}, pool=graph))
+        assert [(f.kind, f.region) for f in report.findings] == [(FindingKind.FREED, "output")]
+    finally:
+        graph.close()
+        recorder.close()
+    with pytest.raises(CaptureError, match="graph: expected an open graph, got one that was closed"):
+        graph.pool()
