@@ -57,7 +57,7 @@ def troubles_of_operands(lookup: Lookup, owners: Counter[Owner]) -> Iterator[Tro
         if node.kind in (NodeKind.ALLOC, NodeKind.FREE):
             continue  # they say what memory there is
         for index, operand in enumerate(node.operands):
-            if not operand.address or not operand.nbytes:
+            if not operand.address:  # the driver does not tell
                 continue
             finding = _of_operand(lookup, owners, place, node, operand)
             if finding is not None:

@@ -133,6 +133,12 @@ def test_owners_that_do_not_stay(address: int, kind: FindingKind, owner: Owner, 
     assert exact.text == finding.text
 
 
+def test_registered_memory_that_is_no_longer_live_is_freed() -> None:
+    memory = MemoryMap([Region("x", Owner.STATIC, X.address, X.nbytes, live=False)])
+    (finding,) = run(op(src(X.address)), memory=memory).findings
+    assert (finding.kind, finding.region) == (FindingKind.FREED, "x")
+
+
 # -- arguments that say where their pointers are
 
 
@@ -246,7 +252,10 @@ def test_what_the_graph_allocates_is_its_pool() -> None:
     allocation = Node(NodeKind.ALLOC, "alloc", operands=(Operand("memory", NOWHERE, 256),))
     free = Node(NodeKind.FREE, "free", operands=(Operand("memory", NOWHERE, 256),))
     used = kernel(words(NOWHERE + 8), pointers=[(0,)])
-    assert run(allocation, used, op(dst(NOWHERE, 256)), free).ok
+    other = Node(
+        NodeKind.FREE, "free", operands=(Operand("memory", NOWHERE + 4096, 256),)
+    )  # allocated by another graph
+    assert run(allocation, used, op(dst(NOWHERE, 256)), free, other).ok
     assert kinds(run(allocation, op(dst(NOWHERE, 257)))) == [FindingKind.UNMAPPED]
 
 
@@ -275,6 +284,15 @@ def test_the_driver_is_asked_once_per_address_that_is_unknown() -> None:
     assert inside == [LIBRARY.address], "one answer tells the whole range"
 
 
+def test_ranges_of_the_driver_that_touch() -> None:
+    further = Region("pinned memory", Owner.HOST, LIBRARY.end, 64)
+    report = run(kernel(words(LIBRARY.address, LIBRARY.end - 1, LIBRARY.end)), driver=FakeDriver(LIBRARY, further))
+    assert report.counts[Owner.LIBRARY] == 2
+    assert [(finding.kind, finding.address) for finding in report.findings] == [
+        (FindingKind.HOST_MEMORY, LIBRARY.end)
+    ]  # fmt: skip
+
+
 def test_the_driver_is_asked_where_compilers_put_addresses() -> None:
     def asked(argument: Argument, memory: MemoryMap = MEMORY) -> set[int]:
         driver = FakeDriver(PINNED)
@@ -301,10 +319,11 @@ def test_allowances() -> None:
         Allowed("an event guards it", region="stag*"),
         Allowed("of the bench", node="kernel", kind=FindingKind.FREED),
         Allowed("was there once", region="old"),
+        Allowed("of another kernel", node="gemm*"),
     )
     report = run(*nodes, allowed=allowed)
     assert [f.region for f in report.findings] == [LEAK.name]
-    assert report.allowances == ((allowed[0], 1), (allowed[1], 1), (allowed[2], 0))
+    assert report.allowances == ((allowed[0], 1), (allowed[1], 1), (allowed[2], 0), (allowed[3], 0))
     text = str(report)
     assert "allowed 1 times: region 'stag*' (an event guards it)" in text
     assert "allowed 1 times: node 'kernel', kind 'freed block' (of the bench)" in text

@@ -77,6 +77,17 @@ def test_data_replaced_under_a_tensor_is_not_followed() -> None:
     assert tape.output.item() == 2.0
 
 
+def test_data_and_shape_given_to_a_tensor_later_are_not_followed() -> None:
+    x = torch.ones(1, 4)
+    captured = x.view(4)
+    tape = record(lambda: x.sum(1))
+    x.squeeze_(0)
+    x.data = torch.full((2, 3), 10.0)
+    captured.fill_(3.0)
+    tape.launch()
+    assert tape.output.tolist() == [12.0], "the memory and the shape of the capture"
+
+
 def test_in_place_and_out_variants_write_the_same_memory_again() -> None:
     x, counter, out = torch.ones(3), torch.zeros(1), torch.zeros(3)
 

@@ -1,0 +1,84 @@
+"""What the audit asks of the CUDA driver, and where what it learns stands in the map."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from cuda.bindings import driver as bindings
+
+from graphrt.capture.inspect import ask, blas
+from graphrt.capture.inspect.audit import audit
+from graphrt.capture.inspect.memory import MemoryMap, Owner, Region
+from tests.capture.audit_examples import BASE, LEAK, POOL, X, graph, kernel, words
+
+ATTRIBUTE = bindings.CUpointer_attribute
+NAMES = {
+    ATTRIBUTE.CU_POINTER_ATTRIBUTE_MEMORY_TYPE: "type",
+    ATTRIBUTE.CU_POINTER_ATTRIBUTE_RANGE_START_ADDR: "start",
+    ATTRIBUTE.CU_POINTER_ATTRIBUTE_RANGE_SIZE: "size",
+}
+DEVICE, HOST = bindings.CUmemorytype.CU_MEMORYTYPE_DEVICE, bindings.CUmemorytype.CU_MEMORYTYPE_HOST
+
+
+class Bindings:
+    """Stands for cuda.bindings.driver where 4 KiB at BASE are allocated."""
+
+    CUmemorytype, CUpointer_attribute = bindings.CUmemorytype, ATTRIBUTE
+
+    def __init__(self, **values: object) -> None:
+        self.values = values
+
+    def cuPointerGetAttribute(self, attribute: object, address: int) -> tuple[object, object]:
+        value = self.values.get(NAMES[attribute]) if BASE <= address < BASE + 4096 else None
+        if value is None:
+            return bindings.CUresult.CUDA_ERROR_INVALID_VALUE, None
+        return bindings.CUresult.CUDA_SUCCESS, value
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """A machine with a device, as far as the audit looks."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "init", lambda: None)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(ask, "ensure_context", lambda index: None)
+    return monkeypatch
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ({"type": DEVICE, "start": BASE, "size": 4096}, (Owner.LIBRARY, BASE, 4096)),
+        ({"type": HOST, "start": bindings.CUdeviceptr(BASE), "size": 4096}, (Owner.HOST, BASE, 4096)),
+        ({"type": DEVICE}, (Owner.LIBRARY, BASE + 16, 1)),
+        ({"type": DEVICE, "start": 0, "size": 0}, (Owner.LIBRARY, BASE + 16, 1)),
+        ({"type": 0}, None),
+        ({}, None),
+    ],
+    ids=["device", "host", "no-range", "wrong-range", "no-type", "unknown"],
+)
+def test_an_answer_of_the_driver(cuda: pytest.MonkeyPatch, values: dict, expected: tuple | None) -> None:
+    cuda.setattr(ask, "driver", Bindings(**values))
+    found = ask.CudaDriver().memory_at(BASE + 16)
+    assert (found and (found.owner, found.address, found.nbytes)) == expected
+    assert ask.CudaDriver().memory_at(BASE + 4096) is None
+
+
+def test_the_driver_is_asked_for_graphs_of_cuda(cuda: pytest.MonkeyPatch) -> None:
+    cuda.setattr(ask, "driver", Bindings(type=HOST, start=BASE, size=4096))
+    (finding,) = audit(graph(kernel(words(BASE))), MemoryMap([])).findings
+    assert (finding.owner, finding.region) == (Owner.HOST, "pinned memory")
+    cuda.setattr(torch.cuda, "is_available", lambda: False)
+    assert audit(graph(kernel(words(BASE))), MemoryMap([])).ok
+
+
+def test_workspaces_come_after_what_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    workspace = Region("workspace of cuBLAS", Owner.LIBRARY, LEAK.address, LEAK.nbytes)
+    named = Region("mask", Owner.STATIC, LEAK.address, 64)
+    monkeypatch.setattr(blas, "_probe", lambda stream, memory: [workspace])
+    memory = blas.with_blas_workspaces(MemoryMap([X, named, POOL, LEAK]), ["stream", "other stream"])
+    assert memory.regions == (X, named, workspace, POOL, LEAK)
+    assert memory.find(LEAK.address) is named
+    assert memory.find(LEAK.address + 64) is workspace
+    monkeypatch.setattr(torch.cuda.graph, "default_capture_stream", None)
+    assert blas.with_blas_workspaces(MemoryMap([X, LEAK])).regions == (X, LEAK), "nothing was captured so far"
