@@ -26,9 +26,10 @@ from graphrt.kernels.errors import CaptureError, ReplayError
 from graphrt.kernels.library import composite_impl, cpu_runs_triton, interpreted
 
 _HOST_READS = frozenset({"item", "tolist", "numpy", "__bool__", "__int__", "__float__", "__index__", "__array__"})
-_UNWRITTEN_FACTORIES = frozenset(
+UNWRITTEN_FACTORIES = frozenset(
     {"aten::empty", "aten::empty_strided", "aten::empty_like", "aten::new_empty", "aten::new_empty_strided"}
 )
+"""Ops whose result is memory, not data: nothing is launched for them."""
 MAX_RUNS = 1 << 20
 """Runs after which a loop on a CPU gives up. On CUDA nothing would end it."""
 
@@ -163,7 +164,7 @@ class _TapeWriter(TorchDispatchMode):
             result = func(*args, **kwargs)
         finally:
             self.inside_op = False
-        if torch.Tag.inplace_view in func.tags or func._schema.name in _UNWRITTEN_FACTORIES:
+        if torch.Tag.inplace_view in func.tags or func._schema.name in UNWRITTEN_FACTORIES:
             return result  # changes no data: a launch finds shape and memory as they were left
         inputs = {t.untyped_storage().data_ptr() for t in _tensors((args, kwargs))}
         # Results that are memory of their own; None stands for a view of an input, which needs no filling. The caller

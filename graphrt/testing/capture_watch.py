@@ -1,0 +1,361 @@
+"""Watches the captures of a process, whoever makes them: waits, memory outside the pool, compilations, other streams.
+
+    with CaptureWatch() as watch:
+        with torch.cuda.graph(graph):
+            step()
+    print(watch.captures, *watch.faults, sep="\\n")
+
+It sees what goes through `torch.cuda.CUDAGraph` (`torch.cuda.graph`, `make_graphed_callables`, cudagraph trees, graphrt)
+and, on a CPU, graphrt's op tape. The marker `capture_safe` of graphrt.testing.pytest_plugin is made of it.
+
+| rule | on CUDA | on a CPU, by the op tape |
+|---|---|---|
+| sync | an op of torch that waits, `synchronize()` of device, stream or event | a value that is read on the host; a tensor made of host values, which a device would wait for |
+| allocate | memory that lies outside the graph's pool | nothing: a tape owns the result of each op |
+| compile | a kernel that Triton or graphrt loads, a frame that torch.compile compiles | the same hooks; an interpreted kernel is not compiled |
+| stream | an op of torch or a Triton kernel on a stream that does not capture | nothing: there are no streams |
+
+Not seen: launches, allocations and waits that reach the driver past torch and Triton, as those of a C++ extension that
+calls neither; kernels that Inductor's static launcher loads. An op inside a custom op is not seen for itself: that it
+waits is.
+"""  # noqa: E501  rows of a table
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import threading
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+import triton
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
+from torch.utils._pytree import tree_leaves
+
+from graphrt.capture.tape import UNWRITTEN_FACTORIES, OpTapeRecorder
+from graphrt.kernels.errors import CaptureError, ConfigError
+from graphrt.kernels.native import nvrtc
+
+ADVICE = {
+    "sync": "expected a capture that never waits for the device, got {}; keep the value on the device, or read it "
+    "after the replay",
+    "allocate": "expected all memory of a capture in its pool, got {}; replays go on using it when it is somebody "
+    "else's: allocate it before the capture, or on a stream that captures",
+    "compile": "expected kernels that are there before the capture, got {}; run the step once before",
+    "stream": "expected every launch on a stream that captures, got {}; it ran once, now, and no replay repeats it: "
+    "let that stream wait for the captured one first",
+}
+"""By rule: what is expected, and what to do."""
+
+_DEVICE_TYPE = "cuda"
+_MOST_FAULTS = 16  # of one capture
+_REFUSED = (
+    "synchronizing CUDA operation",
+    "operation not permitted when stream is capturing",
+    "cudaErrorStreamCapture",
+)
+_OWN_FOLDERS = tuple(f"{Path(module.__file__ or '').parent}{os.sep}" for module in (torch, triton))
+_OWN_FILES = frozenset({__file__, contextlib.__file__})
+
+
+@dataclass(frozen=True, slots=True)
+class CaptureFault:
+    """One thing that a capture should not have done.
+
+    capture  number of the capture, from 1 on
+    rule     "sync", "allocate", "compile" or "stream"
+    what     the op, kernel, call or memory
+    where    file and line of the caller, torch and Triton left out; "" where nobody is known
+    """
+
+    capture: int
+    rule: str
+    what: str
+    where: str
+
+    def __str__(self) -> str:
+        at = f", {self.where}" if self.where else ""
+        return f"{self.rule}, capture {self.capture}{at}: {ADVICE[self.rule].format(self.what)}"
+
+
+class CaptureWatch:
+    """While it is open, every capture of the process is watched; `faults` holds what was found.
+
+    allowed  rule -> the reason why captures may break it
+
+    An op that waits raises in the capture, as CUDA would. Other faults are noted, and change nothing.
+
+    Raises: ConfigError for a rule that is none, and for a reason that is no text.
+    """
+
+    def __init__(self, allowed: Mapping[str, str] | None = None) -> None:
+        self.allowed = dict(allowed or {})
+        for rule, reason in self.allowed.items():
+            if rule not in ADVICE or not isinstance(reason, str) or not reason:
+                raise ConfigError(
+                    f"allowed: expected {', '.join(ADVICE)}, each with a reason, got {rule}={reason!r}; say why"
+                )
+        self.captures = 0
+        self.faults: list[CaptureFault] = []
+        self._open: list[_Capture] = []
+        self._undo = contextlib.ExitStack()
+
+    def __enter__(self) -> CaptureWatch:
+        graphs = torch.cuda.CUDAGraph
+        self._wrap(graphs, "capture_begin", self._capture_begin)
+        self._wrap(graphs, "capture_end", self._capture_end)
+        self._wrap(OpTapeRecorder, "record", self._record_tape)
+        self._wrap(torch.cuda, "synchronize", self._wait_of("torch.cuda.synchronize()"))
+        self._wrap(torch.cuda.Stream, "synchronize", self._wait_of("Stream.synchronize()"))
+        self._wrap(torch.cuda.Event, "synchronize", self._wait_of("Event.synchronize()"))
+        hooks = triton.knobs.runtime
+        self._add(hooks.kernel_load_end_hook.add, hooks.kernel_load_end_hook.remove, self._triton_loaded)
+        self._add(hooks.launch_enter_hook.add, hooks.launch_enter_hook.remove, self._triton_launches)
+        self._add(nvrtc.load_hooks.append, nvrtc.load_hooks.remove, self._kernel_loaded)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        while self._open:  # a capture that nobody ended
+            self._close(self._open[-1])
+        self._undo.close()
+
+    # -- who captures
+
+    def _capture_begin(self, begin: Callable[..., None], graph: Any, *args: Any, **kwargs: Any) -> None:
+        begin(graph, *args, **kwargs)
+        # Only now: a first capture_begin allocates the generator's state, and waits for the device.
+        capture = self._new_capture(graph)
+        capture.before = _live_blocks()
+        capture.sync_mode = torch.cuda.get_sync_debug_mode()
+        if "sync" not in self.allowed:
+            torch.cuda.set_sync_debug_mode("error")
+        self._begin(capture)
+
+    def _capture_end(self, end: Callable[..., None], graph: Any) -> None:
+        capture = next((c for c in self._open if c.graph is graph), None)
+        if capture is None:
+            return end(graph)
+        self._close(capture)
+        end(graph)  # where it raises, there is no graph, and no pool to compare with
+        self._check_memory(capture, tuple(graph.pool()))
+
+    def _record_tape(self, record: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        capture = self._new_capture(None)
+        self._begin(capture)
+        try:
+            return record(*args, **kwargs)
+        except CaptureError as error:
+            if "on the host" in str(error) or "host read" in str(error):
+                self._note(capture, "sync", f"a read on the host ({error})")
+            raise
+        finally:
+            self._close(capture)
+
+    def _new_capture(self, graph: Any) -> _Capture:
+        self.captures += 1
+        return _Capture(self.captures, graph, threading.get_ident())
+
+    def _begin(self, capture: _Capture) -> None:
+        if (dynamo := sys.modules.get("torch._dynamo.callback")) is not None:
+            dynamo.callback_handler.register_start_callback(self._dynamo_starts)
+            capture.undo.callback(dynamo.callback_handler.remove_start_callback, self._dynamo_starts)
+        capture.mode = _OpWatch(self, capture)
+        capture.mode.__enter__()  # type: ignore[no-untyped-call]  # as above
+        self._open.append(capture)
+
+    def _close(self, capture: _Capture) -> None:
+        self._open.remove(capture)
+        if capture.mode is not None and _get_current_dispatch_mode() is capture.mode:  # else the caller left one open
+            capture.mode.__exit__(None, None, None)
+        capture.undo.close()
+        if capture.sync_mode is not None:
+            torch.cuda.set_sync_debug_mode(capture.sync_mode)
+
+    def _current(self) -> _Capture | None:
+        """The capture that this thread is in. Threads of autograd are in that whose stream they are given."""
+        mine = [c for c in self._open if c.thread == threading.get_ident()]
+        if not mine and self._open and self._open[-1].graph is not None and torch.cuda.is_current_stream_capturing():
+            mine = self._open
+        return mine[-1] if mine else None
+
+    # -- what happens in a capture
+
+    def _note(self, capture: _Capture, rule: str, what: str, where: str | None = None) -> None:
+        if rule in self.allowed:
+            return
+        fault = CaptureFault(capture.number, rule, what, _caller() if where is None else where)
+        same = [other for other in self.faults if other.capture == capture.number]
+        if fault not in same and len(same) < _MOST_FAULTS:
+            self.faults.append(fault)
+
+    def _wait_of(self, what: str) -> Callable[..., Any]:
+        def wait(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            if (capture := self._current()) is not None:
+                self._note(capture, "sync", what)
+            return original(*args, **kwargs)
+
+        return wait
+
+    def _triton_loaded(self, module: object, function: object, name: str, group: object, digest: str) -> None:
+        self._kernel_loaded(name)
+
+    def _kernel_loaded(self, name: str) -> None:
+        if (capture := self._current()) is not None:
+            self._note(capture, "compile", f"kernel {name}, compiled or loaded")
+
+    def _dynamo_starts(self, *args: object) -> None:
+        if (capture := self._current()) is not None:
+            self._note(capture, "compile", "a function that torch.compile compiles")
+
+    def _triton_launches(self, metadata: Any) -> None:
+        capture = self._current()
+        if capture is not None and capture.graph is not None and not torch.cuda.is_current_stream_capturing():
+            self._note(capture, "stream", f"Triton kernel {metadata.get().get('name', '')} on another stream")
+
+    def op(self, capture: _Capture, func: Any, tensors: list[torch.Tensor], results: list[torch.Tensor]) -> None:
+        """Look at an op of torch after it ran."""
+        name = str(func)
+        if capture.graph is None:
+            if name.startswith("aten.lift_fresh") and any(t.dim() for t in results):
+                self._note(capture, "sync", "a tensor made of host values (torch.tensor)")
+            return
+        known = {_storage(t) for t in tensors}
+        made = [t for t in results if _storage(t) not in known]
+        where = _caller()
+        capture.made += [(at, name, where) for t in made if t.device.type == _DEVICE_TYPE and (at := _storage(t))]
+        of_device = any(t.device.type == _DEVICE_TYPE for t in (*tensors, *results))
+        moves_no_data = torch.Tag.inplace_view in func.tags or func._schema.name in UNWRITTEN_FACTORIES
+        launches = not moves_no_data and (bool(made) or func._schema.is_mutable)
+        if of_device and launches and not torch.cuda.is_current_stream_capturing():
+            self._note(capture, "stream", f"{name} on another stream", where)
+
+    def op_failed(self, capture: _Capture, func: Any, error: Exception) -> None:
+        """Note an op that CUDA or torch refuses in a capture."""
+        if any(words in str(error) for words in _REFUSED):
+            self._note(capture, "sync", f"{func} ({str(error).splitlines()[0]})")
+
+    def _check_memory(self, capture: _Capture, pool: tuple[int, ...]) -> None:
+        """Compare what ops made, and what is live now, with the segments of the pool."""
+        segments = torch.cuda.memory_snapshot()
+        own = sorted((s["address"], s["address"] + s["total_size"]) for s in segments if _pool_of(s) == pool)
+        starts = [start for start, _ in own]
+        told = set()
+        for address, name, where in capture.made:
+            index = bisect_right(starts, address) - 1
+            if index < 0 or address >= own[index][1]:
+                told.add(address)
+                self._note(capture, "allocate", f"the result of {name} outside of it", where)
+        for address, size in sorted(_live_blocks(pool) - capture.before):
+            if address not in told:
+                self._note(capture, "allocate", f"{size} bytes at {address:#x} outside of it", "")
+
+    # -- hooks
+
+    def _wrap(self, owner: Any, name: str, wrapper: Callable[..., Any]) -> None:
+        original = getattr(owner, name)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return wrapper(original, *args, **kwargs)
+
+        own = name in vars(owner)
+        setattr(owner, name, call)
+        self._undo.callback(setattr, owner, name, original) if own else self._undo.callback(delattr, owner, name)
+
+    def _add(self, add: Callable[..., object], remove: Callable[..., object], hook: Callable[..., None]) -> None:
+        add(hook)
+        self._undo.callback(remove, hook)
+
+
+@dataclass(eq=False)
+class _Capture:
+    """One capture that is under way; `graph` is None for an op tape.
+
+    before  address and size of each block that was live when it began
+    made    memory that ops made: address, op, caller
+    """
+
+    number: int
+    graph: Any
+    thread: int
+    before: set[tuple[int, int]] = field(default_factory=set)
+    made: list[tuple[int, str, str]] = field(default_factory=list)
+    sync_mode: int | None = None
+    mode: TorchDispatchMode | None = None
+    undo: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
+
+
+class _OpWatch(TorchDispatchMode):
+    """Shows every op of a capture to the watch. torch.compile goes on compiling under it, and compiled code runs."""
+
+    def __init__(self, watch: CaptureWatch, capture: _Capture) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch does not annotate it
+        self._watch, self._capture = watch, capture
+
+    @classmethod
+    def is_infra_mode(cls) -> bool:
+        return True
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        try:
+            result = func(*args, **kwargs)
+        except Exception as error:
+            self._watch.op_failed(self._capture, func, error)
+            raise
+        self._watch.op(self._capture, func, _plain_tensors((args, kwargs)), _plain_tensors(result))
+        return result
+
+
+def _plain_tensors(tree: Any) -> list[torch.Tensor]:
+    """Without those of subclasses, which may have no memory."""
+    return [leaf for leaf in tree_leaves(tree) if type(leaf) in (torch.Tensor, torch.nn.Parameter)]
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def _pool_of(segment: Mapping[str, Any]) -> tuple[int, ...]:
+    return tuple(segment["segment_pool_id"])
+
+
+def _live_blocks(pool: tuple[int, ...] | None = None) -> set[tuple[int, int]]:
+    """Address and size of every block of torch's allocator that is in use, outside of a pool."""
+    found = set()
+    for segment in torch.cuda.memory_snapshot():
+        if pool is not None and _pool_of(segment) == pool:
+            continue
+        at = segment["address"]
+        for block in segment["blocks"]:
+            if block["state"] != "inactive":
+                found.add((at, block["size"]))
+            at += block["size"]
+    return found
+
+
+def _caller() -> str:
+    """File and line of the code that called into torch."""
+    for frame in _frames():
+        name = frame.f_code.co_filename
+        if name not in _OWN_FILES and not name.startswith(_OWN_FOLDERS) and not name.startswith("<"):
+            return f"{Path(name).name}:{frame.f_lineno}"
+    return ""
+
+
+def _frames() -> Iterator[FrameType]:
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        yield frame
+        frame = frame.f_back

@@ -1,0 +1,118 @@
+"""CUDA graphs without CUDA, as far as a watch of captures looks at them: CPU tensors stand for those of a device."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from graphrt.testing import capture_watch
+
+_library = torch.library.Library("fake_captures", "DEF")
+_library.define("wait(Tensor x) -> Tensor")
+POOL, OTHER_POOL = (3, 0), (0, 0)
+EVERYWHERE = {"address": 0, "total_size": 1 << 62}
+
+
+class FakeCuda:
+    """What torch.cuda says.
+
+    capturing  whether the current stream does
+    sync_mode  that of torch.cuda.set_sync_debug_mode
+    pool       segments of the graphs' pool: at first all memory that there is
+    live       address and size of blocks of the other pool
+    broken     captures end with an error, as invalidated ones do
+    """
+
+    def __init__(self) -> None:
+        self.capturing = False
+        self.sync_mode = 0
+        self.pool: list[dict[str, int]] = [EVERYWHERE]
+        self.live: list[tuple[int, int]] = [(64, 8)]
+        self.broken = False
+
+    def snapshot(self, mempool_id: object = None) -> list[dict[str, Any]]:
+        own = [segment | {"segment_pool_id": POOL, "blocks": []} for segment in self.pool]
+        others = [
+            {
+                "address": address - 512,
+                "total_size": 1024,
+                "segment_pool_id": OTHER_POOL,
+                "blocks": [
+                    {"size": 512, "state": "inactive"},
+                    {"size": size, "state": "active_allocated"},
+                    {"size": 512 - size, "state": "inactive"},
+                ],
+            }
+            for address, size in self.live
+        ]
+        return [*own, *others]
+
+    @contextlib.contextmanager
+    def another_stream(self) -> Iterator[None]:
+        before, self.capturing = self.capturing, False
+        yield
+        self.capturing = before
+
+    def set_sync_debug_mode(self, mode: int | str) -> None:
+        self.sync_mode = {"default": 0, "warn": 1, "error": 2}.get(mode, mode)
+
+
+class FakeGraph:
+    """Stands for torch.cuda.CUDAGraph."""
+
+    cuda: FakeCuda
+
+    def capture_begin(self, pool: object = None, capture_error_mode: str = "global") -> None:
+        assert self.cuda.sync_mode != 2, "capture_begin itself waits"
+        self.cuda.capturing = True
+
+    def capture_end(self) -> None:
+        self.cuda.capturing = False
+        if self.cuda.broken:
+            raise RuntimeError("invalidated")
+
+    def pool(self) -> tuple[int, int]:
+        assert not self.cuda.capturing, "torch knows the pool once the capture is over"
+        return POOL
+
+
+@contextlib.contextmanager
+def captured(graph: Any) -> Iterator[None]:
+    """As torch.cuda.graph."""
+    graph.capture_begin(capture_error_mode="thread_local")
+    try:
+        yield
+    finally:
+        graph.capture_end()
+
+
+def install(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
+    cuda = FakeCuda()
+    graph = type("CUDAGraph", (FakeGraph,), {"cuda": cuda})
+    monkeypatch.setattr(capture_watch, "_DEVICE_TYPE", "cpu")
+    for name, value in {
+        "CUDAGraph": graph,
+        "is_current_stream_capturing": lambda: cuda.capturing,
+        "memory_snapshot": cuda.snapshot,
+        "get_sync_debug_mode": lambda: cuda.sync_mode,
+        "set_sync_debug_mode": cuda.set_sync_debug_mode,
+        "synchronize": lambda: None,
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, value)
+    for owner in (torch.cuda.Stream, torch.cuda.Event):
+        monkeypatch.setattr(owner, "synchronize", lambda self: None)
+    return cuda
+
+
+def _wait(x: torch.Tensor) -> torch.Tensor:
+    """An op that waits, as aten.nonzero does."""
+    if torch.cuda.get_sync_debug_mode() == 2:
+        raise RuntimeError("called a synchronizing CUDA operation\nException raised from ...")
+    return x.clone()
+
+
+_library.impl("wait", _wait, "CPU")
