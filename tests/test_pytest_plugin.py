@@ -9,11 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-import triton
 
-from graphrt.kernels.errors import ConfigError
-from graphrt.kernels.native import nvrtc
-from graphrt.testing.capture_watch import CaptureWatch
 from tests import fake_captures
 
 pytest_plugins = ("pytester",)
@@ -237,34 +233,6 @@ def test_on_a_cpu_the_op_tape_is_watched(pytester: pytest.Pytester, case: str) -
     else:
         result.assert_outcomes(failed=1)
         result.stdout.fnmatch_lines([text])
-
-
-# -- the watch by itself
-
-
-def test_a_watch_leaves_everything_as_it_was() -> None:
-    hooks = triton.knobs.runtime
-    owners = (torch.cuda.CUDAGraph, torch.cuda, torch.cuda.Stream, torch.cuda.Event)
-    names = ("capture_begin", "capture_end", "synchronize")
-    look = lambda: (  # noqa: E731
-        [vars(owner).get(name) for owner in owners for name in names],
-        [*hooks.kernel_load_end_hook.calls], [*hooks.launch_enter_hook.calls], [*nvrtc.load_hooks],
-    )  # fmt: skip
-    before = look()
-    with CaptureWatch() as watch:
-        assert look() != before
-    assert look() == before
-    assert (watch.captures, watch.faults) == (0, [])
-    with pytest.raises(LookupError), CaptureWatch():
-        raise LookupError
-    assert look() == before
-
-
-def test_a_reason_is_needed() -> None:
-    with pytest.raises(
-        ConfigError, match=r"^allowed: expected sync, allocate, compile, stream, each with a reason, got"
-    ):
-        CaptureWatch({"sync": ""})
 
 
 def test_watches_may_lie_in_each_other(run) -> None:
