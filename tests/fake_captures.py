@@ -23,7 +23,8 @@ class FakeCuda:
     capturing  whether the current stream does
     sync_mode  that of torch.cuda.set_sync_debug_mode
     pool       segments of the graphs' pool: at first all memory that there is
-    live       address and size of blocks of the other pool
+    live       address and size of blocks of the other pool; the graphs' pool has a block that is new each time
+    idle       the same, of blocks that nobody uses
     broken     captures end with an error, as invalidated ones do
     """
 
@@ -32,22 +33,24 @@ class FakeCuda:
         self.sync_mode = 0
         self.pool: list[dict[str, int]] = [EVERYWHERE]
         self.live: list[tuple[int, int]] = [(64, 8)]
+        self.idle: list[tuple[int, int]] = []
+        self._snapshots = 0
         self.broken = False
 
     def snapshot(self, mempool_id: object = None) -> list[dict[str, Any]]:
-        own = [segment | {"segment_pool_id": POOL, "blocks": []} for segment in self.pool]
+        self._snapshots += 1
+        new = [{"size": self._snapshots, "state": "active_allocated"}]
+        own = [segment | {"segment_pool_id": POOL, "blocks": new} for segment in self.pool]
+        states = {"active_allocated": self.live, "inactive": self.idle}
         others = [
             {
                 "address": address - 512,
                 "total_size": 1024,
                 "segment_pool_id": OTHER_POOL,
-                "blocks": [
-                    {"size": 512, "state": "inactive"},
-                    {"size": size, "state": "active_allocated"},
-                    {"size": 512 - size, "state": "inactive"},
-                ],
+                "blocks": [{"size": 512, "state": "inactive"}, {"size": size, "state": state}],
             }
-            for address, size in self.live
+            for state, blocks in states.items()
+            for address, size in blocks
         ]
         return [*own, *others]
 

@@ -82,6 +82,10 @@ BROKEN = {
         "with cuda.another_stream(): launch('_attend')",
         ["*stream, capture 1, test_*.py:10: *got Triton kernel _attend on another stream;*"],
     ),
+    "result-that-is-live": (  # told once: as the result of an op
+        "y = X * 2; cuda.pool = []; cuda.live.append((y.untyped_storage().data_ptr(), 16))",
+        ["*allocate, capture 1*got the result of aten.mul.Tensor outside of it*"],
+    ),
     "two": (
         "torch.cuda.synchronize(); torch.cuda.synchronize(); compile('_attend')",
         ["capture_safe:", "*sync, capture 1*", "*compile, capture 1*"],
@@ -94,6 +98,7 @@ CLEAN = {
     "warm-kernel": "launch('_attend')",
     "nothing": "pass",
     "freed-block": "cuda.live.clear()",
+    "idle-block": "cuda.idle.append((4096, 24))",
 }
 
 
@@ -129,6 +134,8 @@ def test_each_rule_fails_the_test_and_says_why(run, case: str) -> None:
     result = run(HEAD + f"        {body}\n")
     result.assert_outcomes(failed=1)
     result.stdout.fnmatch_lines(lines)
+    told = [line for line in result.outlines if ", capture 1" in line]
+    assert len(told) == sum("capture 1" in line for line in lines), "nothing else, and nothing twice"
 
 
 @pytest.mark.parametrize("case", BROKEN)
@@ -197,12 +204,16 @@ def test_the_marker_is_registered_and_listed(run) -> None:
 
 
 TAPE = """
-import numpy, pytest, torch
+import numpy, pytest, torch, triton
 from graphrt.capture.descriptor import BatchDescriptor
 from graphrt.capture.tape import OpTapeRecorder
 from graphrt.kernels.errors import CaptureError
 
 X = torch.ones(4)
+
+def launched(x):
+    triton.knobs.runtime.launch_enter_hook(None)
+    return x
 
 @pytest.mark.capture_safe
 def test_it():
@@ -215,6 +226,7 @@ def test_it():
 
 TAPES = {
     "clean": ("(X * 2).add_(torch.zeros(4)) + torch.tensor(0.5)", None),
+    "no-streams": ("launched(X * 2)", None),
     "item": ("X * X[0].item()", "*sync, capture 1*got a read on the host (decode*"),
     "tolist": ("X * X.tolist()[0]", "*sync, capture 1*got a read on the host (decode*"),
     "nonzero": ("X.nonzero()", "*sync, capture 1*got a read on the host (decode*"),

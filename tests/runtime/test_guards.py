@@ -12,6 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
+from graphrt import shadow
 from graphrt.backends.torch_reference import TorchReferenceBackend
 from graphrt.batch import Batch
 from graphrt.capture.tape import OpTape, OpTapeRecorder
@@ -200,8 +201,20 @@ def test_another_thread_s_steps_are_its_own(monkeypatch: pytest.MonkeyPatch) -> 
     assert rig.manager.stats().late_kernels == {"mine (between calls)": 1}
 
 
+def test_kernels_of_a_shadow_step_do_not_raise(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It copies what the step changes, with kernels that no graph has."""
+    gather = shadow._SlotPacker.gather
+    monkeypatch.setattr(shadow._SlotPacker, "gather", lambda self, slots: (load("pack"), gather(self, slots))[1])
+    monkeypatch.setenv("GRAPHRT_DEBUG", "1")
+    rig = make_rig(CPU, shadow_every=1)
+    step(rig)
+    assert set(rig.manager.stats().late_kernels) == {"pack (beside the graphs)"}
+
+
 def test_a_kernel_in_a_graph_step_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After an eager step too."""
     rig = make_rig(CPU)
+    step(rig, eager=True)
     loading_graphs(monkeypatch, "plan")
     step(rig)
     step(rig)
