@@ -22,7 +22,6 @@ plugin off.
 from __future__ import annotations
 
 from collections.abc import Callable, Generator
-from importlib import import_module
 from typing import Any
 
 import pytest
@@ -65,7 +64,9 @@ def graph_audit() -> Callable[..., Any]:
 
     def audited(*args: Any, **kwargs: Any) -> Any:
         __tracebackhide__ = True
-        return _without_findings(import_module("graphrt.capture.inspect.audit").audit(*args, **kwargs))
+        from graphrt.capture.inspect.audit import audit
+
+        return _without_findings(audit(*args, **kwargs))
 
     return audited
 
@@ -76,7 +77,9 @@ def graph_verify() -> Callable[..., Any]:
 
     def verified(*args: Any, **kwargs: Any) -> Any:
         __tracebackhide__ = True
-        return _without_findings(import_module("graphrt.testing.verify").verify(*args, **kwargs))
+        from graphrt.testing.verify import verify
+
+        return _without_findings(verify(*args, **kwargs))
 
     return verified
 
