@@ -127,8 +127,8 @@ class FakeGraphs:
         params = types.SimpleNamespace(type=kind, size=len(bodies), phGraph_out=[driver.CUgraph(b) for b in bodies])
         return self.other(graph, "CONDITIONAL", types.SimpleNamespace(conditional=params), after=after)
 
-    def depend(self, graph, source, target) -> None:
-        self.graphs[graph].edges.append((source, target, 0))
+    def depend(self, graph, source, target, kind=0) -> None:
+        self.graphs[graph].edges.append((source, target, kind))
 
     def unwritten(self) -> bool:
         """Whether all memory that is the driver's is as it was."""
@@ -172,7 +172,7 @@ class FakeGraphs:
         data = []
         for _, _, early in listed:
             data.append(driver.CUgraphEdgeData())
-            data[-1].type = data[-1].from_port = early
+            data[-1].type, data[-1].from_port = EDGES[early]
         ends = ([driver.CUgraphNode(edge[side]) for edge in listed][:count] for side in (0, 1))
         return SUCCESS, *ends, data[:count], len(listed)
 
@@ -250,6 +250,10 @@ DEFAULTS = {
     int(ATTRIBUTES.CU_LAUNCH_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT): number(-1),
 }
 """Of launches that set none. This driver does not know the other attributes."""
+
+
+EDGES = ((0, 0), (1, 1), (0, 2), (1, 0))
+"""Type and port of the kinds of edges: a plain one, a programmatic one, one that waits for the start, and one more."""
 
 
 def shuffler(seed: int) -> Callable[[list], None]:

@@ -247,6 +247,19 @@ def test_long_graphs_take_no_time() -> None:
     assert time.perf_counter() - start < 15
 
 
+def test_texts_end_somewhere() -> None:
+    """A line per node and one per change; 60 of them, then how many more."""
+    for count, lines, last in ((30, 61, "    argument 0: 29 -> 1029"), (31, 62, "... and 2 lines more")):
+        a, b = (chain(*(kernel("f" * (1 + at), number(at + more)) for at in range(count))) for more in (0, 1000))
+        text = str(compared(a, b)).splitlines()
+        assert len(text) == lines
+        assert text[-1] == last
+    pair = chain(kernel("f"), kernel("f"))
+    assert str(diff(pair, GraphView(()))).splitlines() == [
+        "2 nodes against 0: topology not equal, launches equal, arguments equal", "- 2 x kernel f at 0, 1",
+    ]  # fmt: skip
+
+
 # -- addresses
 
 

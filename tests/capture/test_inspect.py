@@ -301,6 +301,13 @@ def test_edges_say_whether_they_are_programmatic(fake: FakeGraphs) -> None:
     assert inspect_graph(graph).edges == (Edge(0, 1, True), Edge(0, 2), Edge(1, 2))
 
 
+@pytest.mark.parametrize("kind", range(4))
+def test_kinds_of_edges(fake: FakeGraphs, kind: int) -> None:
+    graph, f = fake.graph(), fake.function("f", [])
+    fake.depend(graph, fake.kernel(graph, f), fake.kernel(graph, f), kind)
+    assert inspect_graph(graph).edges == (Edge(0, 1, kind > 0),)
+
+
 def test_an_empty_graph(fake: FakeGraphs) -> None:
     view = inspect_graph(fake.graph())
     assert (view.nodes, view.edges, view.origin) == ((), (), "cuda")

@@ -39,6 +39,25 @@ def compiled() -> CompiledKernel:
     return triton.compile(source, target=GPUTarget("cuda", 90, 32))
 
 
+def all_kinds(out_ptr, a, b, c, d, e, f, g, h, i, j, k, m):
+    total = a.to(tl.float64) + b + c + d + e + f + g + h + i + j + k + m
+    tl.store(out_ptr, total)
+
+
+KINDS = ("i1", "i8", "i16", "i32", "i64", "u8", "u16", "u32", "u64", "fp16", "bf16", "fp64")
+
+
+def test_numbers_have_the_sizes_that_triton_gives_them(fake: FakeGraphs, module) -> None:
+    signature = {"out_ptr": "*fp64"} | dict(zip("abcdefghijkm", KINDS, strict=True))
+    compiled = triton.compile(ASTSource(JITFunction(all_kinds), signature), target=GPUTarget("cuda", 90, 32))
+    sizes = sizes_of(compiled)
+    assert len(sizes) == 15
+    function = fake.function("all_kinds", sizes)
+    module.all_kinds = jitted(known(signature, function))
+    node = launched(fake, function, [bytes(size) for size in sizes])
+    assert [argument.name for argument in node.arguments] == [*signature, "global_scratch", "profile_scratch"]
+
+
 @pytest.fixture
 def module() -> Iterator[types.ModuleType]:
     """Somebody's, with kernels in it."""
