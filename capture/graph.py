@@ -56,9 +56,13 @@ class CapturedGraph(Protocol):
 
 
 class Recorder(Protocol):
-    """Turns step functions into captured graphs, all on one device and in one memory pool."""
+    """Turns step functions into captured graphs, all on one device and in one memory pool.
+
+    streams   that graphs are captured on; none on a CPU
+    """
 
     name: str
+    streams: tuple[torch.cuda.Stream, ...]
 
     def session(self) -> AbstractContextManager[None]:
         """Context around a whole ladder of captures (garbage collection frozen, capture stream current)."""

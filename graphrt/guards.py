@@ -11,6 +11,7 @@ from graphrt import env
 from graphrt.capture.descriptor import BatchDescriptor
 from graphrt.capture.guard import PointerGuard, named_weights
 from graphrt.capture.inspect.audit import Allowed, Audit, audit
+from graphrt.capture.inspect.blas import with_blas_workspaces
 from graphrt.capture.inspect.memory import MemoryMap
 from graphrt.capture.inspect.pool import memory_of
 from graphrt.capture.lock import CaptureLock, Doing
@@ -104,9 +105,11 @@ class Guards:
             *((name, tensor) for name, tensor in slopes.items() if tensor is not None),
         ]
         weights = named_weights(program.model) if self._weights is None else self._weights
-        return memory_of(
+        memory = memory_of(
             static=static, weights=weights, cache=program.kv_cache.named_tensors(), pool=self._graphs.graph(descriptor)
         )
+        # Warm-ups ran on the capture stream: what cuBLAS works in there was allocated then.
+        return with_blas_workspaces(memory, self._graphs.streams) if self._graphs.streams else memory
 
     def close(self) -> None:
         """Forget the tensors, and lift the lock. What it counted stays."""

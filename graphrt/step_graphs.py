@@ -19,7 +19,7 @@ from graphrt.step_model import is_compiled
 class StepGraphs:
     """The graphs of one step program. They share a memory pool, so all run on one stream.
 
-    name          how they are captured, for `stats()`
+    name          how they are captured, for `stats()`, and streams where
     is_off_graph  whether what runs now launches kernels by itself
     """
 
@@ -28,7 +28,7 @@ class StepGraphs:
         self._plans = program.backend.plans_on_host()
         self._graphs: dict[BatchDescriptor, CapturedGraph] = {}
         self._loops: dict[BatchDescriptor, CapturedGraph] = {}
-        self.name = recorder.name
+        self.name, self.streams = recorder.name, recorder.streams
         self.is_off_graph = False
 
     @property
