@@ -84,7 +84,7 @@ class CudaGraphRecorder:
         self._device = device
         idle = _idle_streams.setdefault(device, [])
         self._stream = idle.pop() if idle else torch.cuda.Stream(device)
-        self.streams = (self._stream,)
+        self.streams: tuple[torch.cuda.Stream, ...] = (self._stream,)
         self._pool = torch.cuda.graph_pool_handle()
 
     @contextlib.contextmanager

@@ -147,7 +147,7 @@ class OpTapeRecorder:
     """Records op tapes. Capture runs the step once for real, which a CUDA graph capture does not."""
 
     name = "op-tape (CPU twin of a CUDA graph)"
-    streams = ()
+    streams: tuple[torch.cuda.Stream, ...] = ()
 
     @contextlib.contextmanager
     def session(self) -> Iterator[None]:

@@ -45,8 +45,8 @@ class Shadow:
         The step's slot of the inbox must be the next one. An error of the eager step leaves all as it was.
         """
         self.poll()  # the copies are in use until then
-        with torch.inference_mode():  # which caches may have been made in
-            with self._graphs.off_graph(), self._undo.undone(descriptor) as slots:
+        with torch.inference_mode(), self._graphs.off_graph():  # which caches may have been made in
+            with self._undo.undone(descriptor) as slots:
                 logits = self._graphs.run(descriptor, batch, eager=True)
                 self._take(self._eager, descriptor, num_reqs, logits, slots)
             logits = self._graphs.run(descriptor, batch, eager=False)

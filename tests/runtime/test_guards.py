@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from graphrt import shadow
+from graphrt import undo
 from graphrt.backends.torch_reference import TorchReferenceBackend
 from graphrt.batch import Batch
 from graphrt.capture.tape import OpTape, OpTapeRecorder
@@ -203,8 +203,8 @@ def test_another_thread_s_steps_are_its_own(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_kernels_of_a_shadow_step_do_not_raise(monkeypatch: pytest.MonkeyPatch) -> None:
     """It copies what the step changes, with kernels that no graph has."""
-    gather = shadow._SlotPacker.gather
-    monkeypatch.setattr(shadow._SlotPacker, "gather", lambda self, slots: (load("pack"), gather(self, slots))[1])
+    gather = undo._SlotPacker.gather
+    monkeypatch.setattr(undo._SlotPacker, "gather", lambda self, slots: (load("pack"), gather(self, slots))[1])
     monkeypatch.setenv("GRAPHRT_DEBUG", "1")
     rig = make_rig(CPU, shadow_every=1)
     step(rig)
