@@ -254,6 +254,7 @@ def test_texts_end_somewhere() -> None:
         text = str(compared(a, b)).splitlines()
         assert len(text) == lines
         assert text[-1] == last
+    assert diff(chain(kernel("f" * 97)), GraphView(())).nodes[0].name == f"kernel {'f' * 93}..."
     pair = chain(kernel("f"), kernel("f"))
     assert str(diff(pair, GraphView(()))).splitlines() == [
         "2 nodes against 0: topology not equal, launches equal, arguments equal", "- 2 x kernel f at 0, 1",
