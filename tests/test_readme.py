@@ -7,7 +7,9 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
+import pytest
 import torch
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -35,6 +37,15 @@ def test_the_embedding_example_runs() -> None:
     p = (torch.einsum("hd,khd->hk", q[2], k) * 64**-0.5).softmax(-1)
     logits = torch.einsum("hk,khd->hd", p, v).flatten() @ embed.t()
     assert names["first"].tokens()[0] == logits.argmax()
+
+
+@pytest.mark.gpu
+def test_the_example_of_the_kit_finds_nothing() -> None:
+    names: dict[str, Any] = {}
+    exec(compile(block("kit", "python"), "README.md", "exec"), names)
+    assert names["held"].ok, str(names["held"])
+    assert names["same"].ok, str(names["same"])
+    assert names["held"].nodes >= 1
 
 
 def decoder_oracle(names: dict, tokens: list[int]) -> torch.Tensor:
