@@ -13,12 +13,14 @@ sampling parameters stay on the device, which also notices when a row ends. So t
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from graphrt.batch import Batch, Int32Array
 from graphrt.entry import State
 from graphrt.handle import RowFault, StepFaultError
-from graphrt.kernels.checks import check_bool, check_instance, check_int, check_ints
+from graphrt.kernels.checks import check_bool, check_instance, check_int, check_ints, shown
 from graphrt.kernels.errors import CapacityError, CaptureError, ConfigError, ShapeError
 from graphrt.kernels.metadata.buffers import COPIED, STOP_TOKENS
 from graphrt.kernels.metadata.record import LENGTH_FROM_ROW
@@ -29,7 +31,7 @@ from graphrt.row_tables import MaskWords, RowNews, RowValues
 from graphrt.runtime import Runtime, check_decoder
 from graphrt.sampling_params import SamplingParams
 from graphrt.sampling_values import SamplingValues
-from graphrt.session_pages import SessionPages
+from graphrt.session_pages import CallersPages, SessionPages
 from graphrt.session_results import RowsInFlight
 from graphrt.session_rows import NO_ROW, Flight, Prompt, SessionRow
 
@@ -37,7 +39,9 @@ from graphrt.session_rows import NO_ROW, Flight, Prompt, SessionRow
 class DecodeSession(RowsInFlight):
     """Rows on the device, over the pages and row ids of a runtime.
 
-    runtime   a captured one with a sampler; other users of its pages and rows may share it
+    runtime     a captured one with a sampler; other users of its pages and rows may share it
+    own_pages   False: your block manager hands out the pages, not the runtime's allocators. Rows get them by
+                `append_pages`, and `take_pages` says which ones they need no more
 
     `add`, `fork` and `release` may be called while launches are in flight: they concern later launches. All calls come
     from one thread. Leave a session with `close()`, or use it in a `with` block.
@@ -49,7 +53,7 @@ class DecodeSession(RowsInFlight):
     than 1 and no mixed batches; CaptureError for a runtime that is not captured.
     """
 
-    def __init__(self, runtime: Runtime) -> None:
+    def __init__(self, runtime: Runtime, *, own_pages: bool = True) -> None:
         check_instance("runtime", runtime, Runtime, advice="build a Runtime")
         if runtime.state is not State.CAPTURED:
             raise CaptureError(
@@ -63,7 +67,9 @@ class DecodeSession(RowsInFlight):
         self._chunk = config.max_num_tokens if config.mixed_batches else 1
         self._in_full = config.query_len != 1 or runtime.manager.plans_on_host is not None
         ids = config.max_num_reqs
-        self._pages = SessionPages(groups, runtime.allocators, ids, config.max_seq_len)
+        own_pages = check_bool("own_pages", own_pages, advice="pass a bool")
+        self._foreign = () if own_pages else tuple(CallersPages(*pool) for pool in runtime.kv_cache.pools)
+        self._pages = SessionPages(groups, self._foreign or runtime.allocators, ids, config.max_seq_len)
         self._given: dict[int, Int32Array] = {}  # by row id, the tokens that were known when it got the id
         self._held = set[int]()  # row ids of prompts that do not go on yet
         self._resets = runtime.manager.resets
@@ -132,13 +138,23 @@ class DecodeSession(RowsInFlight):
         self._stops[:, at] = NO_TOKEN
         self._stops[: len(stops), at] = stops
 
-    def fork(self, row: SessionRow, *, seed: int | None = None) -> SessionRow:
+    def fork_needs(self, row: SessionRow) -> list[int]:
+        """Pages of each pool that `fork` of a row takes now. Raises: ConfigError as `release`."""
+        self._own(row, "fork_needs")
+        self._catch_up()
+        return self._pages.fork_needs(row.row_id, int(self._reached[row.row_id]))
+
+    def fork(
+        self, row: SessionRow, *, seed: int | None = None, pages: Sequence[Sequence[int]] | None = None
+    ) -> SessionRow:
         """A second sequence that goes on as `row` does, from where the launches so far bring it.
 
         Full pages are shared; the others are copied, on the device. The new row gets the tokens of launches in flight
         as `row` does.
 
-        seed   of the new sequence; by default that of `row`, which then samples the same
+        seed    of the new sequence; by default that of `row`, which then samples the same
+        pages   with own_pages=False: for each pool, as many as `fork_needs` says. The pages that both rows share come
+                back once for each of them
 
         Raises: ConfigError for a row of another session or one whose prompt was not submitted yet, CapacityError where
         no row or page is free; nothing has changed then.
@@ -153,6 +169,8 @@ class DecodeSession(RowsInFlight):
         seed = check_int("seed", seed, 0, (1 << 32) - 1, advice="take it modulo 2 ** 32")
         self._catch_up()
         length, most = int(self._reached[at]), int(self._most[at])
+        for pool, stock in zip(self._foreign, pages or (), strict=False):
+            pool.stock(stock)
         self._pages.check_fork(at, length)
         new = self._take_row(SessionRow(NO_ROW, row.prompt, row.params, list(row.tokens), row.end))
         to = new.row_id
@@ -181,6 +199,45 @@ class DecodeSession(RowsInFlight):
         if at in self._order:
             self._reorder(np.append(self._order, to))
         return new
+
+    def append_pages(self, row: SessionRow, pages: Int32Array | Sequence[int] | Sequence[Sequence[int]]) -> None:
+        """Give a row more pages, behind those that it has; launches to come may write them.
+
+        pages   page ids of the cache, a list of ints; with several KV groups a list of lists, one per group. Nobody
+                else may write them. A row needs `group.pages_for(tokens)` of them in all
+
+        Raises: ConfigError for a session that owns its pages and for a row as `release`, ShapeError for what are no
+        pages of the cache, CapacityError for more than the longest sequence has; nothing has changed then.
+        """
+        self._own(row, "append_pages")
+        if not self._foreign:
+            raise ConfigError("append_pages: expected a session with own_pages=False, got one that owns its pages")
+        groups = self._runtime.kv_cache.groups
+        given = [pages] if len(groups) == 1 else list(pages)
+        if len(given) != len(groups):
+            raise ShapeError(f"pages: expected a list of each of {len(groups)} KV groups, got {len(given)}")
+        found = []
+        for spec, of_group in zip(groups, given, strict=True):
+            last = self._runtime.kv_cache.pool_pages[spec.pool] - 1
+            ids = check_ints("pages", of_group, 0, last, advice="pass pages of the cache", error=ShapeError)
+            if spec.null_page in ids.tolist() or len(set(ids.tolist())) < len(ids):
+                raise ShapeError(
+                    f"pages: expected different ones and not the null page {spec.null_page}, got {shown(ids.tolist())}"
+                )
+            found.append(ids.astype(np.int32))
+        self._pages.append(row.row_id, found)
+
+    def take_pages(self) -> list[list[int]]:
+        """The pages of each pool that rows need no more, since the last call: those of rows that were released, and
+        those behind windows. They may be given to other rows at once, as launches run in their order.
+
+        Raises: ConfigError for a session that owns its pages.
+        """
+        self._open("take_pages")
+        if not self._foreign:
+            raise ConfigError("take_pages: expected a session with own_pages=False, got one that owns its pages")
+        self._pages.give_back(self._order, self._reached[self._order])
+        return [pool.take_back() for pool in self._foreign]
 
     def set_token_mask(self, row: SessionRow, words: MaskWords | None) -> None:
         """Say which tokens a row may sample, in launches to come, until it is told something else.

@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from graphrt.batch import Int32Array
+from graphrt.kernels.cache.copy import Pages
 from graphrt.kernels.errors import CapacityError
 from graphrt.kernels.metadata.record import PAGE_COUNT, PAGE_FIELDS, PAGE_FIRST, PAGE_START
 from graphrt.kv_cache import PageAllocator
@@ -20,6 +21,40 @@ Ids = npt.NDArray[np.int64]
 _AHEAD = 128
 """Tokens that rows have pages for ahead of their steps, where these take at most half of the free pages. So a step in
 128 has to list some, and takes the host ten times as long as the others."""
+
+
+class CallersPages(PageAllocator):
+    """Stands where a caller hands out the pages itself: it has none to give, but for those that it was just stocked
+    with, and keeps what rows give back."""
+
+    def __init__(self, num_pages: int, null_page: int) -> None:
+        super().__init__(num_pages, null_page)
+        self._stock: list[int] = []
+        self._back: list[int] = []
+
+    @property
+    def num_free(self) -> int:
+        return len(self._stock)
+
+    def stock(self, pages: Sequence[int]) -> None:
+        """Pages for the next call alone."""
+        self._stock = list(pages)
+
+    def take(self, count: int) -> npt.NDArray[np.int32]:
+        assert count <= len(self._stock), "as many as num_free says"
+        pages, self._stock = self._stock[:count], self._stock[count:]
+        return np.array(pages, np.int32)
+
+    def share(self, pages: Pages) -> None:
+        """The caller counts who owns what."""
+
+    def free(self, pages: Pages) -> None:
+        self._back += np.asarray(pages).tolist()
+
+    def take_back(self) -> list[int]:
+        """What rows gave back, once."""
+        back, self._back = self._back, []
+        return back
 
 
 class SessionPages:
@@ -126,10 +161,7 @@ class SessionPages:
 
     def check_fork(self, row_id: int, length: int) -> None:
         """Raise CapacityError where there are too few pages to fork a row that has `length` tokens for sure."""
-        needs = [0] * len(self._allocators)
-        for table in self._tables:
-            needs[table.group.pool] += table.own_pages(row_id, length)
-        for need, allocator in zip(needs, self._allocators, strict=True):
+        for need, allocator in zip(self.fork_needs(row_id, length), self._allocators, strict=True):
             if need > allocator.num_free:
                 raise CapacityError(
                     f"fork: expected {need} free pages, got {allocator.num_free}; release() rows that have ended"
@@ -153,6 +185,26 @@ class SessionPages:
         for group, table in enumerate(self._tables):
             if (pair := table.share(donor, row_id, length)) is not None:
                 yield group, ([pair[0]], [pair[1]])
+
+    def append(self, row_id: int, pages: Sequence[Int32Array]) -> None:
+        """Give a row more pages of each KV group. Raises: CapacityError where a table has no room, with nothing
+        changed."""
+        for group, (table, more) in enumerate(zip(self._tables, pages, strict=True)):
+            room = table.width - int(table.to[row_id])
+            if len(more) > room:
+                raise CapacityError(
+                    f"pages: expected at most {room} more of KV group {group}, where the longest sequence has "
+                    f"{table.width}, got {len(more)}; a row needs no pages beyond its longest"
+                )
+        for table, more in zip(self._tables, pages, strict=True):
+            table.append(row_id, more)
+
+    def fork_needs(self, row_id: int, length: int) -> list[int]:
+        """Pages of each pool that a fork of a row needs which has `length` tokens for sure."""
+        needs = [0] * len(self._allocators)
+        for table in self._tables:
+            needs[table.group.pool] += table.own_pages(row_id, length)
+        return needs
 
     def pages(self, row_id: int) -> list[Int32Array]:
         """A copy of a row's page ids, by KV group."""

@@ -90,6 +90,17 @@ class Tables:
         """A copy of a slot's page ids."""
         return np.array(self._pages[slot, self.from_[slot] : self.to[slot]])
 
+    def append(self, slot: int, pages: Int32Array) -> None:
+        """Give a slot more pages, behind those that it has."""
+        end = int(self.to[slot]) + len(pages)
+        self._pages[slot, self.to[slot] : end] = pages
+        self.to[slot] = end
+
+    @property
+    def width(self) -> int:
+        """Pages of the longest sequence."""
+        return self._pages.shape[1]
+
     def place(self, slot: int, first: int, pages: Sequence[int] | Int32Array) -> None:
         """Give an empty slot pages that it owns from now on, the first of them at place `first` of its sequence."""
         self.from_[slot] = self._listed[slot] = first

@@ -1,0 +1,179 @@
+"""Sessions whose pages the caller hands out: the same tokens, rows that wait for pages, pages that come back once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from graphrt.kernels.errors import CapacityError, ConfigError, ShapeError
+from graphrt.kernels.types import RowEnd
+from graphrt.runtime import Runtime
+from graphrt.sampling_params import SamplingParams
+from graphrt.session import DecodeSession
+from graphrt.spec import AttentionSpec, KVCacheSpec
+from tests.runtime.layered import build
+from tests.runtime.toy import LivelyModel, greedy, make_runtime
+
+CPU = torch.device("cpu")
+PAGE = 4
+
+
+def captured(device: torch.device, model: LivelyModel | None = None, **config: Any) -> Runtime:
+    runtime = make_runtime(
+        device, model=model, num_pages=40, config={"decode_sizes": (2, 4), "loop_sizes": (4,)} | config
+    )
+    for _, tensor in runtime.kv_cache.named_tensors():
+        tensor[1:] = float("nan")
+    runtime.capture()
+    return runtime
+
+
+class Blocks:
+    """A block manager of the caller's: hands out pages of any order, and knows what each row has."""
+
+    def __init__(self, session: DecodeSession, pages: list[int]) -> None:
+        self.session, self.free, self.given = session, list(pages), dict[Any, list[int]]()
+
+    def give(self, row: Any, count: int) -> None:
+        pages = [self.free.pop() for _ in range(count)]
+        self.given.setdefault(row, []).extend(pages)
+        self.session.append_pages(row, pages)
+
+    def take(self) -> list[int]:
+        (back,) = self.session.take_pages()
+        assert not set(back) & set(self.free), "pages come back once"
+        self.free += back
+        return back
+
+
+@pytest.mark.parametrize("steps", [1, 3])
+def test_tokens_are_those_of_the_oracle_whoever_owns_the_pages(device: torch.device, steps: int) -> None:
+    """Pages are given a few at a time; rows that have none wait, and all of them come back."""
+    model = LivelyModel(device)
+    runtime = captured(device, model)
+    prompts = [[3, 1, 4, 1, 5, 9, 2, 6, 5], [7], [2, 7, 1, 8]]
+    expected = [greedy(model, prompt, 10) for prompt in prompts]
+    with DecodeSession(runtime, own_pages=False) as session:
+        blocks = Blocks(session, [31, 7, 22, 3, 18, 39, 5, 26, 11, 14, 2, 37, 9])
+        rows = [session.add(prompt, SamplingParams(max_new_tokens=10)) for prompt in prompts]
+        with pytest.raises(CapacityError, match="run: expected a page for the next token of a row, got 0 free pages"):
+            session.run()
+        turn = 0
+        while session.running:
+            row = rows[turn % 3]
+            turn += 1
+            if len(blocks.given.get(row, ())) * PAGE < len(row.prompt) + 9 and not row.end:
+                blocks.give(row, 1)
+            try:
+                session.run(steps)
+            except CapacityError:
+                continue
+            session.collect(wait=True)
+        assert [row.tokens for row in rows] == expected
+        assert not any(session.take_pages())
+        for row in rows:
+            session.release(row)
+            assert sorted(blocks.take()) == sorted(blocks.given[row])
+        assert runtime.allocator.num_free == 39, "nobody asked the runtime for a page"
+        again = session.add(prompts[0], SamplingParams(max_new_tokens=10))
+        blocks.give(again, 5)
+        while session.running:
+            session.run(steps)
+            session.collect(wait=True)
+        assert again.tokens == expected[0]
+
+
+def test_a_row_goes_on_while_another_waits_for_a_page() -> None:
+    model = LivelyModel(CPU)
+    runtime = captured(CPU, model)
+    with DecodeSession(runtime, own_pages=False) as session:
+        long, short = (session.add([n, 2, 3], SamplingParams(max_new_tokens=12)) for n in (5, 6))
+        session.append_pages(long, [4, 5, 6, 7])
+        session.append_pages(short, [8])
+        while len(long.tokens) < 12:
+            session.run(4)
+            session.collect(wait=True)
+        assert len(short.tokens) == 2, "of its page the last token's place is left"
+        assert short.end is RowEnd.GOES_ON
+        session.append_pages(short, torch.tensor([9, 10, 11]).numpy())
+        while session.running:
+            session.run(4)
+            session.collect(wait=True)
+        assert [long.tokens, short.tokens] == [greedy(model, [n, 2, 3], 12) for n in (5, 6)]
+
+
+def test_forks_take_the_callers_pages() -> None:
+    model = LivelyModel(CPU)
+    runtime = captured(CPU, model)
+    with DecodeSession(runtime, own_pages=False) as session:
+        row = session.add([5, 6, 7, 8, 9, 1], SamplingParams(max_new_tokens=8))
+        session.append_pages(row, [4, 5, 6, 7])
+        session.run(1)
+        session.collect(wait=True)
+        needs = session.fork_needs(row)
+        assert needs == [3], "all but the first page, which is full"
+        with pytest.raises(CapacityError, match="fork: expected 3 free pages, got 2"):
+            session.fork(row, pages=[[20, 21]])
+        fork = session.fork(row, pages=[[20, 21, 22]])
+        while session.running:
+            session.run(2)
+            session.collect(wait=True)
+        assert fork.tokens == row.tokens == greedy(model, [5, 6, 7, 8, 9, 1], 8)
+        session.release(row)
+        assert sorted(session.take_pages()[0]) == [4, 5, 6, 7]
+        session.release(fork)
+        assert sorted(session.take_pages()[0]) == [4, 20, 21, 22], "the shared page, for its second owner"
+
+
+def test_groups_with_windows_give_pages_back() -> None:
+    specs = [AttentionSpec(4, 2, 16, torch.float32, sliding_window=window) for window in (8, None)]
+    groups = [
+        KVCacheSpec(1, 2, 16, PAGE, dtype=torch.float32, layers=(0,), sliding_window=8),
+        KVCacheSpec(1, 2, 16, PAGE, dtype=torch.float32, layers=(1,)),
+    ]
+    model, runtime = build(specs, groups, 60, CPU)
+    prompt = [1, 2, 3, 4, 5]
+    with DecodeSession(runtime, own_pages=False) as session:
+        row = session.add(prompt, SamplingParams(max_new_tokens=20))
+        windowed, full = list(range(10, 16)), list(range(30, 36))
+        session.append_pages(row, [windowed, full])
+        back = []
+        while session.running:
+            session.run(1)
+            session.collect(wait=True)
+            (given_back,) = session.take_pages()
+            for page in given_back:
+                for tensor in (*runtime.kv_cache.k, *runtime.kv_cache.v):
+                    tensor[page] = float("nan")
+            back += given_back
+        assert row.tokens == model.greedy(prompt, 20)
+        assert back == windowed[: len(back)]
+        assert len(back) >= 3
+        with pytest.raises(ShapeError, match="pages: expected a list of each of 2 KV groups, got 1"):
+            session.append_pages(row, [[3]])
+    runtime.close()
+
+
+def test_wrong_pages_are_refused() -> None:
+    runtime = captured(CPU)
+    with DecodeSession(runtime, own_pages=False) as session:
+        row = session.add([1, 2, 3])
+        for pages in ([0], [40], [-1], [3, 3], ["x"], [1.5], 7):
+            with pytest.raises(ShapeError, match="pages"):
+                session.append_pages(row, pages)
+        with pytest.raises(CapacityError, match="pages: expected at most 16 more of KV group 0"):
+            session.append_pages(row, list(range(1, 18)))
+        session.append_pages(row, [])
+        session.release(row)
+        with pytest.raises(ConfigError, match="append_pages: expected a row of this session"):
+            session.append_pages(row, [3])
+    with DecodeSession(runtime) as session:
+        row = session.add([1, 2, 3])
+        with pytest.raises(ConfigError, match="append_pages: expected a session with own_pages=False"):
+            session.append_pages(row, [3])
+        with pytest.raises(ConfigError, match="take_pages: expected a session with own_pages=False"):
+            session.take_pages()
+    with pytest.raises(ConfigError, match="own_pages: expected"):
+        DecodeSession(runtime, own_pages="no")  # type: ignore[arg-type]
