@@ -29,8 +29,8 @@ from graphrt.swap import SwapSpace
 from graphrt.tables import PrefixIndex, common_prefix
 
 _QUIET_STEPS = 8
-"""Steps of a launch while nobody waits: the host has an eighth of the work, and a sequence that ends by a stop token
-leaves at most two launches later."""
+"""Steps of a launch at most: the host has an eighth of the work, and a sequence that ends by a stop token leaves two
+launches later at most."""
 
 
 @dataclass(slots=True)
@@ -225,11 +225,18 @@ class Scheduler:
         return launches
 
     def _steps(self) -> int:
-        """Steps of the next launch: several where nobody waits for a row, for pages or for tokens of a prompt."""
+        """Steps of the next launch: several where no prompt has tokens left. Who waits for a row or for pages waits
+        until a sequence ends, so at most as many as until the first comes to its longest; where one ends earlier, by a
+        stop token, its row stays empty for a few steps."""
         ids = self._session.decoding
-        if self.queue or self._session.prompting or not len(ids):
+        if self._session.prompting or not len(ids):
             return 1
         most = min(_QUIET_STEPS, self._runtime.config.launch_steps)
+        if self.queue:
+            head = self.queue[0].row
+            if head is not None and self._session.in_flight(head):
+                return 1  # it comes back with the next result
+            most = max(1, min(most, int(self._session.steps_left(ids).min())))
         if most <= self._session.quiet:
             return most
         steps = min(most, int(self._session.steps_left(ids).max()))

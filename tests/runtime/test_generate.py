@@ -366,6 +366,29 @@ def test_prompts_longer_than_a_step_run_in_chunks_beside_others(toy: Runtime) ->
     assert_idle_and_right(toy)
 
 
+def test_launches_take_several_steps_while_others_wait_for_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ten prompts, four rows: who waits is admitted as soon as the first sequence comes to its longest."""
+    runtime = make_runtime(torch.device("cpu"), num_pages=80)
+    runtime.capture()
+    launched, advance = [], runtime.manager.advance
+    monkeypatch.setattr(
+        runtime.manager,
+        "advance",
+        lambda news, *, steps=1, **o: (launched.append(steps), advance(news, steps=steps, **o))[1],
+    )
+    model, counts = LivelyModel(torch.device("cpu")), [20, 9, 14, 17, 11, 20, 3, 16, 12, 8]
+    answers = [[] for _ in counts]
+    params = [SamplingParams(max_new_tokens=count) for count in counts]
+    for event in TextGenerator(runtime).generate([[n, 2, 3] for n in range(10)], params):
+        if event.token is not None:
+            answers[event.prompt].append(event.token)
+    assert answers == [greedy(model, [n, 2, 3], count) for n, count in enumerate(counts)]
+    assert max(launched) == 8
+    assert len(launched) < sum(launched) / 2
+    # Four rows are never idle while somebody waits: all steps together are few more than the tokens ask for.
+    assert runtime.stats().replays.total() <= sum(counts) / 4 + 20
+
+
 def test_prompts_without_mixed_batches() -> None:
     """Every step is a decode step: prompts are fed one token at a time, beside rows that decode."""
     runtime = make_runtime(CPU, config={"mixed_batches": False})
