@@ -305,7 +305,8 @@ import triton.language as tl
 def cuda():
     x = torch.ones(64, 64, device="cuda")
     side, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
-    (x @ x).relu()
+    w = x.detach().requires_grad_()
+    torch.autograd.grad((w @ w).relu().sum(), w)
     torch.cuda.synchronize()
     return x, side, graph
 
