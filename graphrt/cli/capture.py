@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import json
 import sys
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from rich.table import Table
+from rich.text import Text
 
 from graphrt.bench.environment import provenance
 from graphrt.bundle import Bundle
 from graphrt.capture.descriptor import GraphKind
 from graphrt.capture.inspect.cuda import inspect_graph
+from graphrt.capture.inspect.dot import to_dot
 from graphrt.capture.inspect.page import write_page
+from graphrt.capture.inspect.view import GraphView
 from graphrt.cli.console import capture_with_bar, make_console
 from graphrt.cli.options import CaptureOptions
 from graphrt.config import RuntimeConfig
@@ -74,9 +78,8 @@ def run_capture(options: CaptureOptions) -> None:
         for size, audit in zip(runtime.manager.descriptors, audits, strict=False):
             log.print(f"{size}: {audit}", highlight=False, markup=False, soft_wrap=True)
         result["findings"] = [str(finding) for audit in audits for finding in audit.findings] if audits else None
-        if options.html is not None:
-            _write_page(options, runtime)
-            log.print(f"wrote {options.html}", highlight=False, markup=False)
+        if options.html or options.dot or options.json or options.nodes:
+            _show_graph(options, runtime)
         if options.record is not None:
             _record(options, runtime).save(options.record)
             log.print(f"recorded {options.launches} launches in {options.record}", highlight=False, markup=False)
@@ -109,25 +112,39 @@ def _table(stats: Stats, model: str, device: str) -> Table:
     return table
 
 
-def _write_page(options: CaptureOptions, runtime: Runtime) -> None:
-    """One graph as a page: the decode graph of `--size` rows, or the largest."""
+def _show_graph(options: CaptureOptions, runtime: Runtime) -> None:
+    """One graph as a page, DOT, JSON and a table: the decode graph of `--size` rows, or the largest."""
     manager = runtime.manager
     decodes = [size for size in manager.descriptors if size.kind is GraphKind.DECODE]
-    chosen = [size for size in decodes if options.size in (None, size.padded_reqs)]
-    if not chosen:
+    chosen = next((size for size in decodes if options.size in (None, size.padded_reqs)), None)
+    if chosen is None:
         rows = ", ".join(str(size.padded_reqs) for size in decodes)
         raise ConfigError(f"--size: expected one of the captured sizes {rows}, got {options.size}")
-    assert options.html is not None, "asked for"
-    view, memory, audit = (
-        inspect_graph(manager.graph(chosen[0])),
-        manager.memory_map(chosen[0]),
-        manager.audit(chosen[0]),
-    )
-    title = f"{options.shape or options.model}, {chosen[0]}"
+    view, title = inspect_graph(manager.graph(chosen)), f"{options.shape or options.model}, {chosen}"
     try:
-        write_page(view, options.html, title=title, memory=memory, findings=audit.findings)
+        if options.html is not None:
+            findings = manager.audit(chosen).findings
+            write_page(view, options.html, title=title, memory=manager.memory_map(chosen), findings=findings)
+        for path, text in ((options.dot, to_dot(view)), (options.json, json.dumps(view.to_json()))):
+            if path is not None:
+                Path(path).write_text(text, encoding="utf-8")
     except OSError as error:
-        raise ConfigError(f"--html: expected a file that can be written, got {error}") from error
+        raise ConfigError(f"graph: expected a file that can be written, got {error}") from error
+    if options.nodes:
+        make_console().print(_node_table(view, title))
+
+
+def _node_table(view: GraphView, title: str) -> Table:
+    """How often each kernel or op stands in a graph, and how it is launched."""
+    table = Table(title=f"{title}: {view.num_nodes} nodes, {len(view.edges)} edges", title_justify="left")
+    for heading in ("name", "kind", "nodes", "blocks", "threads"):
+        table.add_column(heading, justify="left" if heading in ("name", "kind") else "right", overflow="fold")
+    nodes = {node.name: node for _, node in view.walk()}
+    for name, count in view.counts().most_common():
+        node = nodes[name]
+        shape = ("x".join(map(str, extents)) if extents else "" for extents in (node.grid, node.block))
+        table.add_row(Text(name), node.kind.value, str(count), *shape)
+    return table
 
 
 def _record(options: CaptureOptions, runtime: Runtime) -> Bundle:

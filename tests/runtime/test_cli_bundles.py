@@ -12,6 +12,7 @@ import pytest
 
 from graphrt.backends.torch_reference import TorchReferenceBackend
 from graphrt.bundle import Bundle
+from graphrt.capture.inspect.view import GraphView
 from graphrt.models import shapes
 from graphrt.models.config import ModelConfig
 from graphrt.models.rope import RopeConfig
@@ -116,8 +117,16 @@ def test_scripts_are_the_commands(script: str) -> None:
 
 def test_a_graph_as_a_page_and_its_audit(graphrt, tmp_path: Path) -> None:
     page = tmp_path / "graph.html"
-    code, out, log = graphrt(*CAPTURE, "--html", page, "--audit", "--size", "2")
+    dot, nodes = tmp_path / "graph.dot", tmp_path / "graph.json"
+    code, out, log = graphrt(
+        *CAPTURE, "--html", page, "--dot", dot, "--json", nodes, "--nodes", "--audit", "--size", "2"
+    )  # fmt: skip
     assert code == 0
+    view = GraphView.from_json(json.loads(nodes.read_text()))
+    assert view.num_nodes > 10
+    assert dot.read_text().startswith("digraph")
+    assert all(name in out for name in view.counts())
+    assert f"tiny, decode[2]: {view.num_nodes} nodes, {len(view.edges)} edges" in out
     assert json.loads(out.splitlines()[-1])["findings"] == []
     assert "decode[2]: audit of" in log
     text = page.read_text()
@@ -128,4 +137,4 @@ def test_a_graph_as_a_page_and_its_audit(graphrt, tmp_path: Path) -> None:
     assert "--size: expected one of the captured sizes 3, 2, 1, got 7" in log
     code, _, log = graphrt(*CAPTURE, "--html", tmp_path / "none" / "x.html")
     assert code == 1
-    assert "--html: expected a file that can be written" in log
+    assert "graph: expected a file that can be written" in log
