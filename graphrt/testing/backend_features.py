@@ -126,6 +126,7 @@ FEATURES = {
         Feature("group-3", group=3),
         Feature("one-pool", one_pool=True),
         Feature("null-page-last", null_page_last=True),
+        Feature("splits", layers=({},), page_size=32),  # on CPU too: rows of several tiles, cut and merged
         Feature("query_len", query_len=3, lse=True),
         Feature("mixed", mixed=True, lse=True),
         Feature("mixed-window", layers=(WINDOW, {}), same=(WINDOW, WINDOW), mixed=True),
