@@ -1,6 +1,6 @@
 """Time of sampling in graph replays, beside torch's sort-based sampling and FlashInfer's kernels in the same run.
 
-    python scripts/bench_sampling.py [--rows 1,16,256] [--vocab 128256,151936] [--out FILE]
+    python scripts/bench_sampling.py [--rows 1,16,256] [--vocab 128256,151936]
     python scripts/bench_sampling.py --tune     # settings of the first pass, 256 rows, in about a minute
 
 Logits are bfloat16, from a normal distribution: flat ones, of which top-p keeps most tokens. Peaked ones have four
@@ -13,11 +13,10 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
-import triton
 
+from graphrt.bench.environment import provenance
 from graphrt.bench.timer import rotations, time_calls
 from graphrt.kernels.ops import sampling
 from graphrt.kernels.ops.sampling import Truncation, sample
@@ -194,7 +193,6 @@ def main() -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--ours", action="store_true", help="without the baselines")
     parser.add_argument("--tune", action="store_true", help="settings of the first pass instead of the cases")
-    parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     device = torch.device(options.device)
     results: list[dict[str, object]] = tune(device, 256, 128256, 10) if options.tune else []
@@ -219,16 +217,7 @@ def main() -> None:
                 cells = [f"{value:9.1f}" if isinstance(value, float) else f"{'-':>9}" for value in shown]
                 print(f"{name:42} {rows:5} {vocab:7} {cells[0]} {cells[1]}  {cells[2]}", flush=True)
                 del inputs, few
-    report = {
-        "benchmark": "sampling",
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
-        "versions": {"torch": torch.__version__, "triton": triton.__version__},
-        "results": results,
-    }
-    text = json.dumps(report)
-    if options.out:
-        options.out.write_text(text + "\n")
-    print(text)
+    print(json.dumps({"name": "sampling", "results": results, **provenance()}), flush=True)
 
 
 if __name__ == "__main__":
