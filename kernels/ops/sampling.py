@@ -26,8 +26,9 @@ from graphrt.kernels.library import define_op
 from graphrt.kernels.ops.sampling_chunks import MAX_CHUNKS, sample_chunks_kernel
 from graphrt.kernels.ops.sampling_logits import SAMPLE_CHUNK
 from graphrt.kernels.ops.sampling_reference import NOISE_GROUP, sample_reference
-from graphrt.kernels.ops.sampling_rows import LIST, sample_rows_kernel
+from graphrt.kernels.ops.sampling_rows import sample_rows_kernel
 from graphrt.kernels.ops.sampling_state import Penalties, state_words
+from graphrt.kernels.ops.sampling_truncated import LIST, sample_truncated_kernel
 
 MAX_VOCAB_SIZE = 1 << 20
 """Largest vocabulary that `sample` takes: what a row's parts found is compared by one program."""
@@ -152,7 +153,6 @@ def _sample_triton(
         ints if bias_tokens is None else bias_tokens, floats if bias_values is None else bias_values, bias_counts,
         ints if mask_words is None else mask_words, mask_index,
     )  # fmt: skip
-    partials = (best_scores, best_tokens, group_best, group_mass, plain_words)
     sizes = (
         vocab,
         logits.stride(0),
@@ -163,14 +163,19 @@ def _sample_triton(
         groups,
     )
     sample_chunks_kernel[(rows, parts)](
-        *inputs, *partials, changed_best, changed_mass, *sizes, chunks_per_part, GROUP=group, MAX_CHUNKS=MAX_CHUNKS,
-        PROCESSES=processes, num_warps=_CHUNK_WARPS,
+        *inputs, best_scores, best_tokens, group_best, group_mass, plain_words, changed_best, changed_mass, *sizes,
+        chunks_per_part, GROUP=group, MAX_CHUNKS=MAX_CHUNKS, PROCESSES=processes, num_warps=_CHUNK_WARPS,
     )  # fmt: skip
+    wide = max(triton.next_power_of_2(groups), 32)
     sample_rows_kernel[(rows,)](
-        *inputs, *partials, list_groups, list_tokens, list_logits, out, *sizes, parts,
-        PARTS=triton.next_power_of_2(parts), GROUPS=max(triton.next_power_of_2(groups), 32), GROUP=group, LIST=LIST,
-        num_warps=_ROW_WARPS, maxnreg=_ROW_REGISTERS,
+        *inputs, best_scores, best_tokens, group_best, list_groups, out, *sizes, parts,
+        PARTS=triton.next_power_of_2(parts), GROUPS=wide, GROUP=group, num_warps=_ROW_WARPS, maxnreg=_ROW_REGISTERS,
     )  # fmt: skip
+    if top_k is not None:
+        sample_truncated_kernel[(rows,)](
+            *inputs, group_best, group_mass, plain_words, list_groups, list_tokens, list_logits, out, *sizes,
+            GROUPS=wide, GROUP=group, LIST=LIST, num_warps=_ROW_WARPS, maxnreg=_ROW_REGISTERS,
+        )  # fmt: skip
     return out
 
 
@@ -269,7 +274,7 @@ def _check_table(
 
 
 def compile_variants() -> list[CompileSpec]:
-    """Both passes: from each logits dtype alone, with everything, and at the largest vocabulary."""
+    """All passes: from each logits dtype alone, with everything, and at the largest vocabulary."""
     specs = []
     floats = ("temperatures", "top_p", "min_p", "repetition", "presence", "frequency", "bias_values", "best_scores",
               "group_best", "group_mass", "changed_best", "changed_mass", "list_logits")  # fmt: skip
@@ -282,7 +287,9 @@ def compile_variants() -> list[CompileSpec]:
     cases = (("fp16", False), ("bf16", False), ("fp32", False), ("bf16", True), ("fp32", True))
     for kind, everything in cases:
         vocab = vocabularies[kind]
-        for part, kernel in (("chunks", sample_chunks_kernel), ("rows", sample_rows_kernel)):
+        kernels = {"chunks": sample_chunks_kernel, "rows": sample_rows_kernel}
+        kernels |= {"truncated": sample_truncated_kernel} if everything else {}
+        for part, kernel in kernels.items():
             constexprs: dict[str, object] = {} if everything else {f"{name}_ptr": None for name in optional}
             constexprs |= {
                 "PARTS": vocab // SAMPLE_CHUNK, "GROUPS": vocab // _group_size(vocab), "GROUP": _group_size(vocab),
@@ -306,7 +313,8 @@ def compile_variants() -> list[CompileSpec]:
                 CompileSpec(
                     f"sample_{part}_{kind}{'_all' if everything else ''}", kernel, signature, constexprs,
                     _CHUNK_WARPS if part == "chunks" else _ROW_WARPS, 3, divisible=divisible,
-                    max_spill=_ROW_SPILL if part == "rows" else 0, maxnreg=_ROW_REGISTERS if part == "rows" else None,
+                    max_spill=_ROW_SPILL if part == "truncated" else 0,
+                    maxnreg=None if part == "chunks" else _ROW_REGISTERS,
                 )
             )  # fmt: skip
     return specs
