@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 from typing import Any
 
@@ -19,9 +20,11 @@ from graphrt.runtime import resolve_device
 def run_replay(options: ReplayOptions) -> None:
     """Run a bundle; the last line of standard output is one JSON object. Exits with 1 where a graph differs."""
     bundle, device = Bundle.load(options.bundle), resolve_device(options.device)
+    if options.time and device.type != "cuda":
+        raise ConfigError(f"--time: expected a CUDA device, got {device}; leave --time out")
     log = make_console(stderr=True)
     if not options.json_only:
-        made = ", ".join(f"{name} {value}" for name, value in bundle.versions.items())
+        made = ", ".join(f"{name} {value}" for name, value in {**bundle.versions, **bundle.model}.items())
         log.print(f"{len(bundle.launches)} launches, recorded with {made}", highlight=False, markup=False)
     model = _load(options, bundle, str(device)).model
     launches: list[dict[str, Any]] = []
@@ -37,7 +40,7 @@ def run_replay(options: ReplayOptions) -> None:
                     "graph_is_eager": found.difference is None,
                     "difference": None if found.difference is None else str(found.difference),
                     "tokens_as_recorded": found.tokens_equal,
-                    "logits_distance": found.logits_distance,
+                    "logits_distance": found.logits_distance if math.isfinite(found.logits_distance) else None,
                 }
             )
             if not options.json_only:
