@@ -7,6 +7,8 @@ import math
 import sys
 from typing import Any
 
+import torch
+
 from graphrt.bench.environment import provenance
 from graphrt.bundle import Bundle
 from graphrt.cli.console import make_console
@@ -71,7 +73,13 @@ def _load(options: ReplayOptions, bundle: Bundle, device: str) -> LoadedModel:
         )
     source = shape_config(str(shape)) if model is None else str(model)
     longest = bundle.config.max_seq_len
-    loaded = load_model(source, device=device, max_positions=min(longest, 1 << 20), seed=seed)  # type: ignore[arg-type]  # checked there
+    dtype = bundle.attention[0].dtype if bundle.attention else torch.float32  # not that of the device: it was recorded
+    loaded = load_model(source, device=device, dtype=dtype, max_positions=min(longest, 1 << 20), seed=seed)  # type: ignore[arg-type]  # checked there
+    if loaded.config.attention_specs(dtype) != bundle.attention or loaded.config.vocab_size != bundle.vocab_size:
+        raise ConfigError(
+            "replay: expected the recorded model, got one with other attention layers or another vocabulary; name the "
+            "right one with --shape or --model"
+        )
     if longest > loaded.config.max_position_embeddings:
         most = loaded.config.max_position_embeddings
         raise CapacityError(f"replay: expected sequences of at most {most} tokens, the model's, got {longest}")

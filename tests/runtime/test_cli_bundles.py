@@ -9,13 +9,19 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from graphrt.backends.torch_reference import TorchReferenceBackend
+from graphrt.batch import Batch
 from graphrt.bundle import Bundle
 from graphrt.capture.inspect.view import GraphView
+from graphrt.config import RuntimeConfig
+from graphrt.kernels.types import KVLayout
 from graphrt.models import shapes
 from graphrt.models.config import ModelConfig
+from graphrt.models.loading import load_model
 from graphrt.models.rope import RopeConfig
+from graphrt.runtime import Runtime
 from tests.runtime.test_cli import ROOT, call
 
 TINY = ModelConfig(
@@ -109,7 +115,26 @@ def test_a_bundle_of_another_model_says_so(graphrt, bundle: Path, monkeypatch: p
     monkeypatch.setitem(shapes.SHAPES, "other", replace(TINY, vocab_size=101))
     code, _, log = graphrt("replay", bundle, "--shape", "other", "--device", "cpu")
     assert code == 1
-    assert "logits: expected" in log
+    assert "replay: expected the recorded model, got one with other attention layers or another vocabulary" in log
+
+
+def test_a_bundle_of_another_dtype_than_the_devices_runs(graphrt, tmp_path: Path) -> None:
+    """As one of a GPU does on a CPU, where models are in float32 unless somebody says otherwise."""
+    loaded = load_model(TINY, device="cpu", dtype=torch.bfloat16, max_positions=64)
+    specs, groups = (
+        loaded.config.attention_specs(torch.bfloat16), loaded.config.kv_groups(16, KVLayout.NHD, torch.bfloat16)
+    )  # fmt: skip
+    with Runtime(
+        loaded.model, specs, groups, vocab_size=97, device="cpu", config=RuntimeConfig(2, 8, 64), num_pages=9
+    ) as runtime:
+        runtime.capture()
+        recording = runtime.manager.record()
+        prompt = Batch(row_ids=[0], seq_lens=[3], query_lens=[3], tokens=[5, 6, 7], page_indptr=[0, 1], page_ids=[3])
+        runtime.replay(prompt).tokens()
+        Bundle.of(recording, model={"shape": "tiny", "seed": 0}).save(tmp_path / "bf16.bundle")
+    code, out, log = graphrt("replay", tmp_path / "bf16.bundle", "--device", "cpu")
+    assert code == 0, log
+    assert "tokens as recorded, logits as recorded" in out
 
 
 @pytest.mark.parametrize("script", ["capture", "replay"])
