@@ -191,9 +191,11 @@ class Bundle:
             if len(launch.pool_pages) != len({group.pool for group in self.groups}):
                 raise ShapeError("bundle: expected the pages of every pool, got others; record it again")
             for pool, count in enumerate(launch.pool_pages):
-                ids = sum(len(of) for of, spec in zip(launch.page_ids, self.groups, strict=True) if spec.pool == pool)
-                if count > max(2, 1 + ids):
-                    raise ShapeError(f"bundle: expected at most {max(2, 1 + ids)} pages in pool {pool}, got {count}")
+                held = sum(len(of) for of, spec in zip(launch.page_ids, self.groups, strict=True) if spec.pool == pool)
+                if count > max(2, 1 + held):
+                    raise ShapeError(
+                        f"bundle: expected at most {max(2, 1 + held)} pages in pool {pool}, got {count}; record it again"
+                    )
             meta = KVCache.allocate(self.groups, launch.pool_pages, "meta") if self.groups else _no_cache()
             scales = {name: tuple(t.shape) for name, t in meta.named_tensors() if "scale" in name}
             if scales != {name: tuple(t.shape) for name, t in self.scales.items()}:
