@@ -192,10 +192,8 @@ class Bundle:
                 raise ShapeError("bundle: expected the pages of every pool, got others; record it again")
             for pool, count in enumerate(launch.pool_pages):
                 held = sum(len(of) for of, spec in zip(launch.page_ids, self.groups, strict=True) if spec.pool == pool)
-                if count > max(2, 1 + held):
-                    raise ShapeError(
-                        f"bundle: expected at most {max(2, 1 + held)} pages in pool {pool}, got {count}; record it again"
-                    )
+                if count > (most := max(2, 1 + held)):
+                    raise ShapeError(f"bundle: expected at most {most} pages in pool {pool}, got {count}; record again")
             meta = KVCache.allocate(self.groups, launch.pool_pages, "meta") if self.groups else _no_cache()
             scales = {name: tuple(t.shape) for name, t in meta.named_tensors() if "scale" in name}
             if scales != {name: tuple(t.shape) for name, t in self.scales.items()}:
