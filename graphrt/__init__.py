@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from graphrt.backends.registry import register_backend as register_backend
     from graphrt.batch import Batch as Batch
     from graphrt.batch import Row as Row
+    from graphrt.bundle import Bundle as Bundle
     from graphrt.capture.descriptor import BatchDescriptor as BatchDescriptor
     from graphrt.capture.descriptor import GraphKind as GraphKind
     from graphrt.compare import StepComparison as StepComparison
@@ -51,6 +52,7 @@ if TYPE_CHECKING:
     from graphrt.logprobs import TokenLogprob as TokenLogprob
     from graphrt.models.loading import load_model as load_model
     from graphrt.models.tokenizer import load_tokenizer as load_tokenizer
+    from graphrt.recording import Recording as Recording
     from graphrt.replay import ReplayManager as ReplayManager
     from graphrt.row_tables import RowTables as RowTables
     from graphrt.runtime import MemoryPlan as MemoryPlan
@@ -80,6 +82,7 @@ _HOME = {
     "BackendChoice": "graphrt.backends.choice",
     "Batch": "graphrt.batch",
     "BatchDescriptor": "graphrt.capture.descriptor",
+    "Bundle": "graphrt.bundle",
     "Capabilities": "graphrt.backends.base",
     "CapacityError": "graphrt.kernels.errors",
     "CaptureError": "graphrt.kernels.errors",
@@ -97,6 +100,7 @@ _HOME = {
     "MemoryPlan": "graphrt.runtime",
     "NO_TOKEN": "graphrt.kernels.types",
     "PageAllocator": "graphrt.kv_cache",
+    "Recording": "graphrt.recording",
     "ReplayError": "graphrt.kernels.errors",
     "ReplayManager": "graphrt.replay",
     "Rotary": "graphrt.kernels.cache.write",
@@ -134,6 +138,7 @@ _HOME = {
     "register_backend": "graphrt.backends.registry",
     "resolve_device": "graphrt.runtime",
 }
+__all__ = ["__version__", *_HOME]
 
 
 def __getattr__(name: str) -> Any:

@@ -31,7 +31,7 @@ from graphrt import __version__
 from graphrt.bundle_format import from_plain, read_file, reading, to_plain, write_file
 from graphrt.capture.descriptor import BatchDescriptor, GraphKind
 from graphrt.config import RuntimeConfig
-from graphrt.kernels.checks import check_instance, check_int
+from graphrt.kernels.checks import check_bool, check_instance, check_int
 from graphrt.kernels.errors import CapacityError, ConfigError, ShapeError
 from graphrt.kernels.metadata.buffers import BufferKind, StaticBuffers
 from graphrt.kv_cache import KVCache
@@ -78,6 +78,8 @@ class Bundle:
     def of(cls, recording: Recording, model: Mapping[str, Any] | None = None) -> Bundle:
         """The launches that were recorded so far. Raises: ConfigError where there are none."""
         check_instance("recording", recording, Recording, advice="pass what manager.record() returned")
+        if model is not None:
+            check_instance("model", model, Mapping, advice="pass a dict, as {'shape': 'llama-3.2-1b'}")
         if not recording.launches:
             raise ConfigError("recording: expected a launch or more, got none; submit the steps to be recorded")
         program, cache = recording.program, recording.program.kv_cache
@@ -126,7 +128,7 @@ class Bundle:
     def load(cls, path: str | Path) -> Bundle:
         """Read a bundle and check it. Raises: ConfigError or ShapeError for a file that is damaged or no bundle."""
         meta, tensors = read_file(path)
-        with reading("its parts"):
+        with reading("its JSON"):
             groups = _all_of("groups", from_plain(meta["groups"]), KVCacheSpec)
             launches = [
                 _read_launch(tensors, f"{index}/", of_launch, len(groups))
@@ -140,8 +142,8 @@ class Bundle:
                 groups,
                 check_int("vocab_size", meta["vocab_size"], 1, (1 << 31) - 1, advice="record it again"),
                 scales,
-                meta["samples"] is True,
-                meta["tables"] is True,
+                check_bool("samples", meta["samples"], advice="record it again"),
+                check_bool("tables", meta["tables"], advice="record it again"),
                 dict(meta["model"]),
                 {str(name): str(value) for name, value in meta["versions"].items()},
             )
@@ -188,7 +190,14 @@ class Bundle:
         for launch in self.launches:
             if len(launch.pool_pages) != len({group.pool for group in self.groups}):
                 raise ShapeError("bundle: expected the pages of every pool, got others; record it again")
+            for pool, count in enumerate(launch.pool_pages):
+                held = sum(len(of) for of, spec in zip(launch.page_ids, self.groups, strict=True) if spec.pool == pool)
+                if count > (most := max(2, 1 + held)):
+                    raise ShapeError(f"bundle: expected at most {most} pages in pool {pool}, got {count}; record again")
             meta = KVCache.allocate(self.groups, launch.pool_pages, "meta") if self.groups else _no_cache()
+            scales = {name: tuple(t.shape) for name, t in meta.named_tensors() if "scale" in name}
+            if scales != {name: tuple(t.shape) for name, t in self.scales.items()}:
+                raise ShapeError(f"bundle: expected scales {scales}, got {[*self.scales]}; record it again")
             config = self.opened_config
             groups = page_groups(meta, config.max_seq_len, config.max_encoder_len or 0)
             capacity = capacity_of(config, groups, self.vocab_size)
@@ -257,7 +266,7 @@ class LaunchReplay:
     difference      of the graph from the eager step, None where both left the same bits
     tokens, logits  of the graph; [steps, num_reqs] int32 on the host, and [num_reqs, vocab] of the last step
     tokens_equal    whether its tokens are the recorded ones
-    logits_distance largest distance of its logits from the recorded ones
+    logits_distance largest distance of its logits from the recorded ones; infinite where NaN is on one side alone
     """
 
     index: int
@@ -271,11 +280,9 @@ class LaunchReplay:
     def __str__(self) -> str:
         rows = self.logits.shape[0]
         by_graph = "graph and eager step are equal bit by bit" if self.difference is None else str(self.difference)
-        now = "tokens as recorded" if self.tokens_equal else "other tokens than recorded"
-        return (
-            f"launch {self.index}, {self.descriptor}, {rows} rows: {by_graph}; {now}, logits differ from the recorded "
-            f"ones by up to {self.logits_distance:.3g}"
-        )
+        tokens = "tokens as recorded" if self.tokens_equal else "other tokens than recorded"
+        logits = f"logits off by up to {self.logits_distance:.3g}" if self.logits_distance else "logits as recorded"
+        return f"launch {self.index}, {self.descriptor}, {rows} rows: {by_graph}; {tokens}, {logits}"
 
 
 class BundleReplays:
@@ -332,7 +339,9 @@ class BundleReplays:
         if here.shape != then.shape:
             largest = math.inf
         else:
-            largest = float((here - then).abs().nan_to_num(0.0).max()) if here.numel() else 0.0
+            alike = (here == then) | (here.isnan() & then.isnan())
+            distances = (here - then).abs().masked_fill(alike, 0.0).nan_to_num(nan=math.inf, posinf=math.inf)
+            largest = float(distances.max()) if here.numel() else 0.0
         return LaunchReplay(index, launch.descriptor, next(iter(differences), None), tokens, logits, same, largest)
 
     def time(self, index: int = 0, repeats: int = 20) -> float:

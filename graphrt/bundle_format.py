@@ -1,10 +1,12 @@
 """The file of a replay bundle: tensors and JSON in one safetensors file. No code, no pickle.
 
-Reading trusts nothing: names, types and shapes are checked, and the classes that JSON may ask for are listed here.
+Reading trusts nothing: names, types and shapes are checked, and the classes that JSON may ask for are listed here. A
+digest of all that the file holds finds what was damaged on the way.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -17,12 +19,13 @@ import torch
 
 from graphrt.capture.descriptor import BatchDescriptor, GraphKind
 from graphrt.config import RowTensor, RuntimeConfig
+from graphrt.kernels.checks import check_instance, shown
 from graphrt.kernels.errors import ConfigError
 from graphrt.kernels.types import KVLayout
 from graphrt.models.packages import require
 from graphrt.spec import AttentionKind, AttentionSpec, KVCacheSpec
 
-FORMAT = "graphrt replay bundle, version 1"
+FORMAT = "graphrt replay bundle, version 2"
 _CLASSES = {kind.__name__: kind for kind in (AttentionSpec, KVCacheSpec, RuntimeConfig, RowTensor, BatchDescriptor)}
 _ENUMS: dict[str, type[Enum]] = {kind.__name__: kind for kind in (AttentionKind, KVLayout, GraphKind)}
 _DTYPES = {
@@ -37,10 +40,16 @@ _MOST_JSON = 16 << 20
 
 def write_file(path: str | Path, meta: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
     """Write a file. Raises: ConfigError where it cannot be written, or safetensors is missing."""
+    check_instance("path", path, (str, Path), advice="pass the name of a file")
     safetensors = require("safetensors", "to write bundles")
     save = require("safetensors.torch", "to write bundles").save_file
     try:
-        save({name: t.contiguous() for name, t in tensors.items()}, path, {"format": FORMAT, "meta": json.dumps(meta)})
+        text = json.dumps(meta)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ConfigError(f"model: expected values of JSON, got others ({error}); pass texts and numbers") from error
+    kept = {name: t.contiguous() for name, t in tensors.items()}
+    try:
+        save(kept, path, {"format": FORMAT, "meta": text, "digest": _digest(text, kept)})
     except (OSError, safetensors.SafetensorError) as error:
         raise ConfigError(f"bundle: expected to write {path}, got {error}; check the folder") from error
 
@@ -50,16 +59,33 @@ def read_file(path: str | Path) -> tuple[Any, dict[str, torch.Tensor]]:
 
     Raises: ConfigError for a file that is missing, damaged, or no bundle of this version.
     """
+    check_instance("path", path, (str, Path), advice="pass the name of a file")
     safetensors = require("safetensors", "to read bundles")
+    if not Path(path).is_file():
+        raise ConfigError(f"bundle: expected a file, got none at {str(path)!r}; check the path")
     try:
         with safetensors.safe_open(path, framework="pt", device="cpu") as file:
             header = file.metadata() or {}
-            if header.get("format") != FORMAT or len(header.get("meta", "")) > _MOST_JSON:
-                raise ConfigError(f"bundle: expected a {FORMAT}, got another file at {path}; record it again")
+            if header.get("format") != FORMAT:
+                got = shown(header["format"]) if "format" in header else "a file of something else"
+                raise ConfigError(f"bundle: expected a {FORMAT}, got {got} at {path}; record it again")
+            text = header.get("meta", "")
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  it is no dict
-            return json.loads(header["meta"]), tensors
+        if len(text) > _MOST_JSON or header.get("digest") != _digest(text, tensors):
+            raise ConfigError(f"bundle: expected {path} as it was written, got other bytes; copy it again")
+        return json.loads(text), tensors
     except (OSError, safetensors.SafetensorError, ValueError, RecursionError) as error:
-        raise ConfigError(f"bundle: expected an intact file, got {error} in {path}; record it again") from error
+        raise ConfigError(f"bundle: expected an intact file, got {error} in {path}; copy it again") from error
+
+
+def _digest(text: str, tensors: Mapping[str, torch.Tensor]) -> str:
+    """Of the JSON, and of each tensor's name, dtype, shape and bytes."""
+    found = hashlib.sha256(text.encode("utf-8", "surrogatepass"))
+    for name, tensor in sorted(tensors.items()):
+        found.update(repr((name, str(tensor.dtype), tuple(tensor.shape))).encode())
+        if tensor.numel():
+            found.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
+    return found.hexdigest()
 
 
 def to_plain(value: Any) -> Any:
@@ -97,5 +123,5 @@ def reading(what: str) -> Iterator[None]:
         yield
     except (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError, RecursionError) as error:
         raise ConfigError(
-            f"bundle: expected {what} as it was recorded, got {error!r} while reading it; record it again"
+            f"bundle: expected {what} as recorded, got {error!r} while reading it; record it again"
         ) from error

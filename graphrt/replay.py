@@ -97,6 +97,7 @@ class ReplayManager:
         places = layer_places(specs, kv_cache.groups)
         most = MAX_VOCAB_SIZE if sampler is sample_tokens else (1 << 31) - 1
         vocab_size = check_int("vocab_size", vocab_size, 1, most, advice="pass the width of the model's logits")
+        self.vocab_size = vocab_size
         chosen = get_attn_backend(specs, kv_cache.groups, device, config=config)
         named = check_named_tensors("weights", named_weights(model) if weights is None else weights)
         self._stream = stream_on(device, stream)

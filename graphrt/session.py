@@ -20,7 +20,7 @@ import numpy as np
 from graphrt.batch import Batch, Int32Array
 from graphrt.entry import State
 from graphrt.handle import RowFault, StepFaultError
-from graphrt.kernels.checks import check_bool, check_instance, check_int, check_ints, shown
+from graphrt.kernels.checks import check_bool, check_instance, check_int, check_ints
 from graphrt.kernels.errors import CapacityError, CaptureError, ConfigError, ShapeError
 from graphrt.kernels.metadata.buffers import COPIED, STOP_TOKENS
 from graphrt.kernels.metadata.record import LENGTH_FROM_ROW
@@ -153,11 +153,11 @@ class DecodeSession(RowsInFlight):
         as `row` does.
 
         seed    of the new sequence; by default that of `row`, which then samples the same
-        pages   with own_pages=False: for each pool, as many as `fork_needs` says. The pages that both rows share come
-                back once for each of them
+        pages   with own_pages=False: a list for each pool, of as many as `fork_needs` says. The pages that both rows
+                share come back once for each of them
 
-        Raises: ConfigError for a row of another session or one whose prompt was not submitted yet, CapacityError where
-        no row or page is free; nothing has changed then.
+        Raises: ConfigError for a row of another session or one whose prompt was not submitted yet, ShapeError for what
+        are no pages of the cache, CapacityError where no row or page is free; nothing has changed then.
         """
         self._own(row, "fork")
         at = row.row_id
@@ -169,9 +169,7 @@ class DecodeSession(RowsInFlight):
         seed = check_int("seed", seed, 0, (1 << 32) - 1, advice="take it modulo 2 ** 32")
         self._catch_up()
         length, most = int(self._reached[at]), int(self._most[at])
-        for pool, stock in zip(self._foreign, pages or (), strict=False):
-            pool.stock(stock)
-        self._pages.check_fork(at, length)
+        lent = self._pages.check_fork(at, length, pages)
         new = self._take_row(SessionRow(NO_ROW, row.prompt, row.params, list(row.tokens), row.end))
         to = new.row_id
         new.logprobs, new.prompt_logprobs = list(row.logprobs), list(row.prompt_logprobs)
@@ -188,6 +186,8 @@ class DecodeSession(RowsInFlight):
         with self._runtime.manager.between_steps() as buffers:
             buffers.copy_row(at, to)
             buffers.row_values[COPIED.index("seeds"), to] = int(np.uint32(seed).view(np.int32))
+            for pool, ids in zip(self._foreign, lent, strict=True):
+                pool.stock(ids.tolist())
             for group, (sources, own) in self._pages.fork(at, to, length, most):
                 self._runtime.kv_cache.copy_pages(sources, own, group=group)
         self._runtime.manager.row_tables.copy(at, to)
@@ -207,25 +207,13 @@ class DecodeSession(RowsInFlight):
                 else may write them. A row needs `group.pages_for(tokens)` of them in all
 
         Raises: ConfigError for a session that owns its pages and for a row as `release`, ShapeError for what are no
-        pages of the cache, CapacityError for more than the longest sequence has; nothing has changed then.
+        pages of the cache and for those that the row has, CapacityError for more than the longest sequence has; nothing
+        has changed then.
         """
         self._own(row, "append_pages")
         if not self._foreign:
             raise ConfigError("append_pages: expected a session with own_pages=False, got one that owns its pages")
-        groups = self._runtime.kv_cache.groups
-        given = [pages] if len(groups) == 1 else list(pages)
-        if len(given) != len(groups):
-            raise ShapeError(f"pages: expected a list of each of {len(groups)} KV groups, got {len(given)}")
-        found = []
-        for spec, of_group in zip(groups, given, strict=True):
-            last = self._runtime.kv_cache.pool_pages[spec.pool] - 1
-            ids = check_ints("pages", of_group, 0, last, advice="pass pages of the cache", error=ShapeError)
-            if spec.null_page in ids.tolist() or len(set(ids.tolist())) < len(ids):
-                raise ShapeError(
-                    f"pages: expected different ones and not the null page {spec.null_page}, got {shown(ids.tolist())}"
-                )
-            found.append(ids.astype(np.int32))
-        self._pages.append(row.row_id, found)
+        self._pages.append(row.row_id, pages)
 
     def take_pages(self) -> list[list[int]]:
         """The pages of each pool that rows need no more, since the last call: those of rows that were released, and

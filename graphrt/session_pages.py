@@ -10,7 +10,8 @@ import numpy.typing as npt
 
 from graphrt.batch import Int32Array
 from graphrt.kernels.cache.copy import Pages
-from graphrt.kernels.errors import CapacityError
+from graphrt.kernels.checks import check_ints, check_sequence, shown
+from graphrt.kernels.errors import CapacityError, ConfigError, ShapeError
 from graphrt.kernels.metadata.record import PAGE_COUNT, PAGE_FIELDS, PAGE_FIRST, PAGE_START
 from graphrt.kv_cache import PageAllocator
 from graphrt.spec import KVCacheSpec
@@ -57,6 +58,25 @@ class CallersPages(PageAllocator):
         return back
 
 
+def _page_ids(given: object, allocators: Sequence[PageAllocator], of: str) -> list[Int32Array]:
+    """Page ids that a caller hands out, a list of each KV group or pool, whose allocators are given.
+
+    Raises: ShapeError for what are no pages of the cache.
+    """
+    lists = check_sequence("pages", given, len(allocators), of=f"lists of page ids, one per {of}")
+    found = []
+    for allocator, values in zip(allocators, lists, strict=True):
+        last, null = allocator.num_pages - 1, allocator.null_page
+        ids = check_ints("pages", values, 0, last, advice="pass pages of the cache", error=ShapeError)
+        if null in ids or len(np.unique(ids)) < len(ids):
+            raise ShapeError(
+                f"pages: expected different ones and not the null page {null}, got {shown(ids.tolist())}; pass pages "
+                "that nobody else writes"
+            )
+        found.append(ids.astype(np.int32))
+    return found
+
+
 class SessionPages:
     """A table per KV group, with a slot per row id."""
 
@@ -64,6 +84,7 @@ class SessionPages:
         self, groups: Sequence[KVCacheSpec], allocators: Sequence[PageAllocator], ids: int, longest: int
     ) -> None:
         self._allocators = allocators
+        self._foreign = any(isinstance(allocator, CallersPages) for allocator in allocators)
         self._tables = [Tables(group, allocators[group.pool], ids, longest) for group in groups]
 
     def give_back(self, ids: Ids, lengths: Ids) -> None:
@@ -131,6 +152,10 @@ class SessionPages:
 
     def none_left(self) -> CapacityError:
         """The error of a step in which no row has a page."""
+        if self._foreign:
+            return CapacityError(
+                "run: expected a page for the next token of a row, got none; append_pages() to a row that goes on"
+            )
         free = " + ".join(str(allocator.num_free) for allocator in self._allocators)
         return CapacityError(
             f"run: expected a page for the next token of a row, got {free} free pages; collect(), and release() rows "
@@ -159,13 +184,36 @@ class SessionPages:
             every.append(pages)
         return (lists.reshape(-1, len(ids)), np.concatenate(every)) if start else (None, None)
 
-    def check_fork(self, row_id: int, length: int) -> None:
-        """Raise CapacityError where there are too few pages to fork a row that has `length` tokens for sure."""
-        for need, allocator in zip(self.fork_needs(row_id, length), self._allocators, strict=True):
+    def check_fork(self, row_id: int, length: int, given: object) -> list[Int32Array]:
+        """The pages that a caller gives, by pool, to fork a row that has `length` tokens for sure; none where the
+        session owns its pages. Raises: CapacityError for too few, ConfigError or ShapeError for wrong ones."""
+        needs = self.fork_needs(row_id, length)
+        if self._foreign:
+            pages = _page_ids([[]] * len(needs) if given is None else given, self._allocators, "pool")
+            for need, ids in zip(needs, pages, strict=True):
+                if len(ids) != need:
+                    raise CapacityError(
+                        f"fork: expected {need} pages in pages=, got {len(ids)}; give as many as fork_needs() says"
+                    )
+            for table in self._tables:
+                self._check_new(table, row_id, pages[table.group.pool])
+            return pages
+        if given is not None:
+            raise ConfigError("pages: expected none in a session that owns its pages, got some; leave them out")
+        for need, allocator in zip(needs, self._allocators, strict=True):
             if need > allocator.num_free:
                 raise CapacityError(
                     f"fork: expected {need} free pages, got {allocator.num_free}; release() rows that have ended"
                 )
+        return []
+
+    @staticmethod
+    def _check_new(table: Tables, row_id: int, ids: Int32Array) -> None:
+        """Raise ShapeError for pages that a row has already: it would overwrite its own tokens."""
+        if len(twice := np.intersect1d(ids, table.pages(row_id))):
+            raise ShapeError(
+                f"pages: expected pages that the row lacks, got {shown(twice.tolist())} again; pass others"
+            )
 
     def fork(self, row_id: int, new: int, length: int, most: int) -> Iterator[tuple[int, tuple[list[int], list[int]]]]:
         """Give a new row the full pages of another's first `length` tokens, and pages of its own behind them: by KV
@@ -186,10 +234,16 @@ class SessionPages:
             if (pair := table.share(donor, row_id, length)) is not None:
                 yield group, ([pair[0]], [pair[1]])
 
-    def append(self, row_id: int, pages: Sequence[Int32Array]) -> None:
-        """Give a row more pages of each KV group. Raises: CapacityError where a table has no room, with nothing
-        changed."""
+    def append(self, row_id: int, given: object) -> None:
+        """Give a row more pages of each KV group: a list of each, or of the only one its pages.
+
+        Raises: ShapeError for what are no pages of the cache or the row's already, CapacityError where a table has no
+        room; nothing has changed then.
+        """
+        allocators = [self._allocators[table.group.pool] for table in self._tables]
+        pages = _page_ids([given] if len(allocators) == 1 else given, allocators, "KV group")
         for group, (table, more) in enumerate(zip(self._tables, pages, strict=True)):
+            self._check_new(table, row_id, more)
             room = table.width - int(table.to[row_id])
             if len(more) > room:
                 raise CapacityError(

@@ -47,7 +47,7 @@ class FaultCode(IntEnum):
     PAGE_OUT_OF_RANGE = 4  # value: the page id; null page, negative or >= num_pages
     TOKEN_OUT_OF_RANGE = 5  # value: the token id; negative or >= vocab_size
     DUPLICATE_ROW = 6  # value: the row id; two rows of the batch name it, whatever else is wrong with the other
-    DUPLICATE_PAGE = 7  # value: the page id; two rows write it, or one row lists it twice
+    DUPLICATE_PAGE = 7  # value: the page id; this step writes it twice: two rows do, two groups, or one row
     NO_LAST_TOKEN = 8  # value: the row id; the row asks for its last token, and its sequence has sampled none
     BAD_ENCODER_LEN = 9  # value: encoder_len; it is negative, > max_encoder_len, or 0 beside pages of an encoder
     ENCODER_LEN_CHANGED = 10  # value: encoder_len; the row goes on with another one than its sequence has

@@ -47,6 +47,19 @@ def test_the_blocks_of_troubleshooting_run_one_after_another() -> None:
     assert "qkv: expected at address" in result.stdout
 
 
+def test_the_pages_about_graphs_run_with_its_manager(tmp_path: Path) -> None:
+    page, bugs = ((ROOT / "docs" / f"{name}.md").read_text() for name in ("graph_page", "graph_bugs"))
+    (of_manager,) = (block for block in blocks(bugs, "python") if "verify_runtime(manager" in block)
+    of_page = [block for block in blocks(page, "python") if "reduce-overhead" not in block]  # which needs a GPU
+    head = f"import os; os.chdir({str(tmp_path)!r})"
+    result = run_python("\n".join([head, blocks(TROUBLESHOOTING, "python")[0], *of_page, of_manager]))
+    assert result.returncode == 0, result.stderr
+    (shown,) = re.findall(r"these are the first lines:\n\n```\n(.*?)```", page, re.DOTALL)
+    assert shown in result.stdout
+    assert "verify RuntimeSubject: ok" in result.stdout
+    assert "<title>decode[2]" in (tmp_path / "decode.html").read_text()
+
+
 def test_troubleshooting_names_every_fault_code() -> None:
     named = re.findall(r"^\| ([A-Z_]+) \|", TROUBLESHOOTING, re.MULTILINE)
     assert named == [code.name for code in FaultCode if code]

@@ -190,12 +190,20 @@ def test_a_failed_capture_has_no_pool_to_compare_with(run) -> None:
 def test_wrong_arguments_of_the_marker(run) -> None:
     for arguments, text in {
         "'compile'": "*capture_safe: expected rules with reasons, got ('compile',)*",
-        "compiles='x'": "*allowed: expected sync, allocate, compile, stream, each with a reason, got compiles='x'*",
+        "compiles='x'": "capture_safe: allowed: expected sync, *, stream, each with a reason, got compiles='x'*",
         "compile=''": "*allowed: expected *got compile=''; say why*",
     }.items():
         result = run(HEAD.replace("capture_safe", f"capture_safe({arguments})") + "        pass\n")
         assert result.ret == 1
         result.stdout.fnmatch_lines([text])
+        result.stdout.no_fnmatch_line("*capture_watch.py*")
+
+
+def test_a_marked_test_without_a_capture_warns(run) -> None:
+    result = run(HEAD.replace("    with captured(graph):", "    if True:") + "        pass\n")
+    result.assert_outcomes(passed=1, warnings=1)
+    result.stdout.fnmatch_lines(["*capture_safe: expected a capture in the body of the test, got none*"])
+    run(HEAD + "        pass\n").assert_outcomes(passed=1, warnings=0)
 
 
 def test_the_marker_is_registered_and_listed(run) -> None:

@@ -153,9 +153,17 @@ def test_what_a_function_keeps_is_found() -> None:
 
 
 ARGUMENTS = {
-    "cases": ({"cases": 0}, "cases: expected at least one"),
+    "cases": ({"cases": 0}, "cases: expected an int >= 1, got 0"),
+    "no number": ({"cases": 1.5}, "cases: expected a list or tuple of numbers of cases, got 1.5"),
+    "one capture": ({"captures": 1}, "captures: expected a list or tuple of numbers of cases, got 1"),
+    "no capture": ({"captures": []}, "captures: expected at least one, got none"),
+    "make_inputs": ({"make_inputs": 4}, "make_inputs: expected a callable, got 4"),
+    "eager": ({"eager": 4}, "eager: expected a callable, got 4"),
+    "tolerance": ({"tolerance": float("nan")}, "tolerance: expected a finite number >= 0, got nan"),
+    "no result": ({"step": lambda x: None}, "step: expected results, or buffers or state that it changes, got none"),
     "captures": ({"captures": [9]}, r"captures: expected some of the cases \['0', '1', '2', '3'\]"),
     "pad": ({"pad": {"y": 0}}, "pad: expected names of inputs"),
+    "pad's value": ({"pad": {"x": "0"}}, r"pad\['x'\]: expected int or float, got '0'"),
     "permute": ({"permute": ["y"]}, "permute: expected names of inputs"),
     "names": ({"make_inputs": lambda case: {"y": torch.ones(2)}}, "make_inputs: expected the arguments of silu"),
     "dtype": (

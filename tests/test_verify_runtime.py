@@ -28,7 +28,7 @@ def rig_of(device: torch.device, model: ToyModel | None = None, **config) -> Rig
 def test_a_captured_manager_is_clean(device: torch.device) -> None:
     rig = rig_of(device)
     before = [t.clone() for _, t in rig.manager.kv_cache.named_tensors()]
-    report = verify_runtime(rig.manager, vocab_size=VOCAB, count=6)
+    report = verify_runtime(rig.manager, count=6)
     assert report.ok, str(report)
     assert "the subject's own capture" in report.checked["graph"]
     assert {"state", "unowned", "history"} <= set(report.checked)
@@ -114,8 +114,12 @@ def test_generated_batches_shrink_grow_and_stand_on_page_borders() -> None:
 
 def test_arguments_that_do_not_fit() -> None:
     manager = rig_of(torch.device("cpu")).manager
-    with pytest.raises(ConfigError, match="vocab_size: expected the model's, got None"):
-        verify_runtime(manager)
+    with pytest.raises(
+        ConfigError, match=r"manager: expected ReplayManager, got 3; of a Runtime, pass runtime\.manager"
+    ):
+        verify_runtime(3)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="oracle: expected ReplayManager, got 'eager'"):
+        verify_runtime(manager, oracle="eager")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="batches: expected at least one"):
         verify_runtime(manager, [])
     small = rig_of(torch.device("cpu"), num_pages=4).manager

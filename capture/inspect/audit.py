@@ -34,7 +34,8 @@ from graphrt.capture.inspect.pool import memory_of
 from graphrt.capture.inspect.trouble import Trouble, registered, troubles_of_operands, troubles_of_words
 from graphrt.capture.inspect.twice import compare
 from graphrt.capture.inspect.view import GraphView, Node, NodeKind, Place
-from graphrt.kernels.checks import check_callable, check_instance
+from graphrt.kernels.checks import check_callable, check_instance, shown
+from graphrt.kernels.errors import ConfigError
 
 __all__ = ["Allowed", "Audit", "Finding", "FindingKind", "audit", "audit_twice", "memory_of"]
 
@@ -109,6 +110,8 @@ def _lookup(graph: Any, memory: MemoryMap, driver: Driver | None) -> Lookup:
 
 
 def _report(lookup: Lookup, first: Lookup | None, allowed: Sequence[Allowed], waits: Iterable[str]) -> Audit:
+    if isinstance(waits, str) or not isinstance(waits, Iterable):
+        raise ConfigError(f"waits: expected patterns of names, got {shown(waits)}; pass a list")
     for exception in allowed:
         check_instance("allowed", exception, Allowed, advice="pass Allowed(reason, region=...)")
     owners = Counter[Owner](dict.fromkeys(Owner, 0))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from graphrt.capture.inspect.view import GraphView, Node, NodeKind, Place, place_name
+from graphrt.kernels.checks import check_instance
 
 _LONGEST_NAME = 60
 _COLOURS = {
@@ -21,6 +22,7 @@ def to_dot(view: GraphView) -> str:
     long names are cut in the drawing. Programmatic edges are dashed. A dotted edge leads from a node to each of its
     bodies that has nodes.
     """
+    check_instance("view", view, GraphView, advice="pass inspect_graph(graph)")
     lines = [
         "digraph graphrt {",
         "  compound=true;",

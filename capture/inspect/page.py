@@ -28,6 +28,7 @@ from typing import Any, Protocol
 
 from graphrt.capture.inspect.memory import MemoryMap, Owner
 from graphrt.capture.inspect.view import GraphView, Node, Place, place_name
+from graphrt.kernels.checks import check_instance
 from graphrt.kernels.errors import ConfigError
 
 _PARTS = Path(__file__).resolve().parent / "page_parts"
@@ -74,6 +75,11 @@ def write_page(
     Touches no device. Raises: ConfigError for a finding or a timing of a place that the graph lacks, and for a timing
     that is negative or not finite; OSError where the file cannot be written.
     """
+    check_instance("view", view, GraphView, advice="pass inspect_graph(graph)")
+    check_instance("path", path, (str, Path), advice="pass the name of a file")
+    check_instance("title", title, str, advice="pass a text")
+    if memory is not None:
+        check_instance("memory", memory, MemoryMap, advice="pass what memory_of() returns")
     timings = timings or {}
     places = {place for place, _ in view.walk()}
     for name, given in (("findings", [finding.place for finding in findings]), ("timings", list(timings))):

@@ -135,6 +135,8 @@ def _holders(tensor: torch.Tensor) -> int:
 
 def _named(argument: str, values: Named) -> Iterator[tuple[str, torch.Tensor]]:
     pairs: Iterable[Any]
+    if not isinstance(values, Iterable | torch.nn.Module):
+        raise ConfigError(f"{argument}: expected tensors by name, got {shown(values)}; pass a dict or a module")
     if isinstance(values, torch.nn.Module):
         pairs = (*values.named_parameters(), *values.named_buffers())
     else:

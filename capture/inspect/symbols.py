@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from graphrt.capture.inspect.memory import MemoryMap, Owner, Region
 from graphrt.capture.inspect.view import Argument, GraphView, NodeKind, place_name
+from graphrt.kernels.checks import check_instance
 
 _WORD = 8
 
@@ -34,6 +35,9 @@ class Symbols:
     """
 
     def __init__(self, view: GraphView, memory: MemoryMap | None) -> None:
+        check_instance("view", view, GraphView, advice="pass inspect_graph(graph)")
+        if memory is not None:
+            check_instance("memory", memory, MemoryMap, advice="pass what memory_of() returns")
         self._made = MemoryMap(_made(view))
         self._memory = memory or MemoryMap(())
 

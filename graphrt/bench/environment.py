@@ -50,7 +50,7 @@ def environment_report() -> dict[str, Any]:
         "variables": {
             "GRAPHRT_BACKEND": _variable(env.backend),
             "GRAPHRT_CACHE": _variable(env.cache_dir),
-            "GRAPHRT_DEBUG": _variable(env.debug),
+            "GRAPHRT_DEBUG": _variable(lambda: int(env.debug())),
         },
     }
 
@@ -104,13 +104,13 @@ def _gpus() -> list[dict[str, Any]]:
     return gpus
 
 
-def _variable(read: Callable[[], object]) -> str | bool | None:
+def _variable(read: Callable[[], object]) -> str | None:
     """The value in force; a malformed one is reported, since a report is asked for when something is wrong."""
     try:
         value = read()
     except ConfigError as error:
         return f"invalid: {error}"
-    return value if value is None or isinstance(value, bool) else str(value)
+    return value if value is None else str(value)
 
 
 def provenance() -> dict[str, Any]:

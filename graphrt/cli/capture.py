@@ -8,12 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from rich.table import Table
 from rich.text import Text
 
 from graphrt.bench.environment import provenance
 from graphrt.bundle import Bundle
-from graphrt.capture.descriptor import GraphKind
+from graphrt.capture.descriptor import BatchDescriptor, GraphKind
 from graphrt.capture.inspect.cuda import inspect_graph
 from graphrt.capture.inspect.dot import to_dot
 from graphrt.capture.inspect.page import write_page
@@ -23,7 +24,7 @@ from graphrt.cli.options import CaptureOptions
 from graphrt.config import RuntimeConfig
 from graphrt.kernels.errors import ConfigError
 from graphrt.kernels.types import KVLayout
-from graphrt.models.loading import load_model
+from graphrt.models.loading import free_memory, load_model
 from graphrt.models.shapes import shape_config
 from graphrt.runtime import Runtime, resolve_device
 from graphrt.sampling_params import SamplingParams
@@ -35,10 +36,12 @@ def run_capture(options: CaptureOptions) -> None:
     """Capture; the last line of standard output is one JSON object."""
     if (options.shape is None) == (options.model is None):
         raise ConfigError("capture: expected one of --shape and --model, got both or none; name one")
+    _check_files(options)
     longest = options.prompt + options.after + options.launches
     if options.record is not None and longest > options.context:
         raise ConfigError(
-            f"--context: expected at least {longest} for --prompt, --after and --launches, got {options.context}"
+            f"--context: expected at least {longest} for --prompt, --after and --launches, got {options.context}; "
+            "raise it"
         )
     device, log = resolve_device(options.device), make_console(stderr=True)
     source = options.model if options.shape is None else shape_config(options.shape)
@@ -59,6 +62,7 @@ def run_capture(options: CaptureOptions) -> None:
         ),
     )
     with runtime:
+        shown = _shown_size(options, runtime)
         capture_with_bar(runtime, log)
         stats = runtime.stats()
         if not options.json_only:
@@ -78,8 +82,8 @@ def run_capture(options: CaptureOptions) -> None:
         for size, audit in zip(runtime.manager.descriptors, audits, strict=False):
             log.print(f"{size}: {audit}", highlight=False, markup=False, soft_wrap=True)
         result["findings"] = [str(finding) for audit in audits for finding in audit.findings] if audits else None
-        if options.html or options.dot or options.json or options.nodes:
-            _show_graph(options, runtime)
+        if shown is not None:
+            _show_graph(options, runtime, shown)
         if options.record is not None:
             _record(options, runtime).save(options.record)
             log.print(f"recorded {options.launches} launches in {options.record}", highlight=False, markup=False)
@@ -112,14 +116,31 @@ def _table(stats: Stats, model: str, device: str) -> Table:
     return table
 
 
-def _show_graph(options: CaptureOptions, runtime: Runtime) -> None:
-    """One graph as a page, DOT, JSON and a table: the decode graph of `--size` rows, or the largest."""
+def _check_files(options: CaptureOptions) -> None:
+    """Raise where a file could not be written: the model takes longer."""
+    files = ("html", options.html), ("dot", options.dot), ("json", options.json), ("record", options.record)
+    for name, path in files:
+        if path is not None and not (Path(path).parent.is_dir() and not Path(path).is_dir()):
+            raise ConfigError(f"--{name}: expected a file in a folder that is there, got {path!r}; make the folder")
+
+
+def _shown_size(options: CaptureOptions, runtime: Runtime) -> BatchDescriptor | None:
+    """The decode graph of `--size` rows, or the largest; None where no option shows one."""
+    if not (options.html or options.dot or options.json or options.nodes):
+        if options.size is not None:
+            raise ConfigError("--size: expected --html, --dot, --json or --nodes with it, got none; add one")
+        return None
+    decodes = [size for size in runtime.manager.descriptors if size.kind is GraphKind.DECODE]
+    for size in decodes:
+        if options.size in (None, size.padded_reqs):
+            return size
+    rows = ", ".join(str(size.padded_reqs) for size in decodes)
+    raise ConfigError(f"--size: expected one of the sizes {rows}, got {options.size}; name one of these")
+
+
+def _show_graph(options: CaptureOptions, runtime: Runtime, chosen: BatchDescriptor) -> None:
+    """One graph as a page, DOT, JSON and a table."""
     manager = runtime.manager
-    decodes = [size for size in manager.descriptors if size.kind is GraphKind.DECODE]
-    chosen = next((size for size in decodes if options.size in (None, size.padded_reqs)), None)
-    if chosen is None:
-        rows = ", ".join(str(size.padded_reqs) for size in decodes)
-        raise ConfigError(f"--size: expected one of the captured sizes {rows}, got {options.size}")
     view, title = inspect_graph(manager.graph(chosen)), f"{options.shape or options.model}, {chosen}"
     try:
         if options.html is not None:
@@ -129,8 +150,8 @@ def _show_graph(options: CaptureOptions, runtime: Runtime) -> None:
             if path is not None:
                 Path(path).write_text(text, encoding="utf-8")
     except OSError as error:
-        raise ConfigError(f"graph: expected a file that can be written, got {error}") from error
-    if options.nodes:
+        raise ConfigError(f"graph: expected a file that can be written, got {error}; name another") from error
+    if options.nodes and not options.json_only:
         make_console().print(_node_table(view, title))
 
 
@@ -159,7 +180,7 @@ def _record(options: CaptureOptions, runtime: Runtime) -> Bundle:
             session.collect(wait=True)
         for _ in range(options.after):
             session.run(1)
-        recording = runtime.manager.record(options.launches)
+        recording = runtime.manager.record(options.launches, max_bytes=free_memory(torch.device("cpu")) or 1 << 40)
         while not recording.done:
             session.run(1)
         session.collect(wait=True)

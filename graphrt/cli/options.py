@@ -124,7 +124,9 @@ class CaptureOptions:
     dot: Annotated[str | None, typer.Option(metavar="FILE", help="Write the same graph as DOT.")] = None
     json: Annotated[str | None, typer.Option(metavar="FILE", help="Write the same graph as JSON.")] = None
     nodes: Annotated[bool, typer.Option("--nodes", help="Print the nodes of the same graph, by name.")] = False
-    size: Annotated[int | None, typer.Option(min=1, help="Rows of the decode graph that these show.")] = None
+    size: Annotated[
+        int | None, typer.Option(min=1, help="Rows of the decode graph that these show; default: the most.")
+    ] = None
     audit: Annotated[
         bool, typer.Option("--audit", help="Say whose memory the graphs hold; ends with 1 on a finding.")
     ] = False

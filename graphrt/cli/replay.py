@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 from typing import Any
+
+import torch
 
 from graphrt.bench.environment import provenance
 from graphrt.bundle import Bundle
@@ -19,9 +22,11 @@ from graphrt.runtime import resolve_device
 def run_replay(options: ReplayOptions) -> None:
     """Run a bundle; the last line of standard output is one JSON object. Exits with 1 where a graph differs."""
     bundle, device = Bundle.load(options.bundle), resolve_device(options.device)
+    if options.time and device.type != "cuda":
+        raise ConfigError(f"--time: expected a CUDA device, got {device}; leave --time out")
     log = make_console(stderr=True)
     if not options.json_only:
-        made = ", ".join(f"{name} {value}" for name, value in bundle.versions.items())
+        made = ", ".join(f"{name} {value}" for name, value in {**bundle.versions, **bundle.model}.items())
         log.print(f"{len(bundle.launches)} launches, recorded with {made}", highlight=False, markup=False)
     model = _load(options, bundle, str(device)).model
     launches: list[dict[str, Any]] = []
@@ -37,7 +42,7 @@ def run_replay(options: ReplayOptions) -> None:
                     "graph_is_eager": found.difference is None,
                     "difference": None if found.difference is None else str(found.difference),
                     "tokens_as_recorded": found.tokens_equal,
-                    "logits_distance": found.logits_distance,
+                    "logits_distance": found.logits_distance if math.isfinite(found.logits_distance) else None,
                 }
             )
             if not options.json_only:
@@ -68,7 +73,13 @@ def _load(options: ReplayOptions, bundle: Bundle, device: str) -> LoadedModel:
         )
     source = shape_config(str(shape)) if model is None else str(model)
     longest = bundle.config.max_seq_len
-    loaded = load_model(source, device=device, max_positions=min(longest, 1 << 20), seed=seed)  # type: ignore[arg-type]  # checked there
+    dtype = bundle.attention[0].dtype if bundle.attention else torch.float32  # not that of the device: it was recorded
+    loaded = load_model(source, device=device, dtype=dtype, max_positions=min(longest, 1 << 20), seed=seed)  # type: ignore[arg-type]  # checked there
+    if loaded.config.attention_specs(dtype) != bundle.attention or loaded.config.vocab_size != bundle.vocab_size:
+        raise ConfigError(
+            "replay: expected the recorded model, got one with other attention layers or another vocabulary; name the "
+            "right one with --shape or --model"
+        )
     if longest > loaded.config.max_position_embeddings:
         most = loaded.config.max_position_embeddings
         raise CapacityError(f"replay: expected sequences of at most {most} tokens, the model's, got {longest}")

@@ -13,7 +13,7 @@
     @pytest.mark.capture_safe(compile="the autotuner runs here on purpose")
 
 The marker watches the captures of the test's body, whoever makes them; see graphrt.testing.capture_watch for what each
-rule sees, and what it cannot see. Captures in fixtures are not watched.
+rule sees, and what it cannot see. Captures in fixtures are not watched: a test whose body captures nothing warns.
 
 Nothing is imported but pytest until a fixture or the marker is used. `-p no:graphrt.testing.pytest_plugin` switches the
 plugin off.
@@ -42,11 +42,16 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, Any, Any]:
     marker = item.get_closest_marker(_MARKER)
     if marker is None:
         return (yield)
+    from graphrt.kernels.errors import ConfigError
     from graphrt.testing.capture_watch import CaptureWatch
 
     if marker.args:
         pytest.fail(f"{_MARKER}: expected rules with reasons, got {marker.args}; write compile='why'", pytrace=False)
-    with CaptureWatch(marker.kwargs) as watch:
+    try:
+        watch = CaptureWatch(marker.kwargs)
+    except ConfigError as error:
+        pytest.fail(f"{_MARKER}: {error}", pytrace=False)
+    with watch:
         try:
             result = yield
         except BaseException:
@@ -55,6 +60,9 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, Any, Any]:
             raise
     if watch.faults:
         pytest.fail("\n".join([f"{_MARKER}:", *map(str, watch.faults)]), pytrace=False)
+    if not watch.captures:
+        text = f"{_MARKER}: expected a capture in the body of the test, got none; captures in fixtures are not watched"
+        item.warn(pytest.PytestWarning(text))
     return result
 
 

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from graphrt.kernels.checks import check_callable, check_int, check_number, check_sequence
 from graphrt.kernels.errors import ConfigError
 from graphrt.testing.verify_context import Verification
 from graphrt.testing.verify_coverage import coverage
@@ -60,9 +61,18 @@ def verify(
     Raises: ConfigError for arguments that do not fit each other. What is wrong with the step is in the report.
     """
     start = time.perf_counter()
-    numbers = list(range(cases)) if isinstance(cases, int) else list(cases)
-    if not numbers:
-        raise ConfigError("cases: expected at least one, got none; give 2 or more")
+    check_callable("make_inputs", make_inputs, advice="pass a function of the number of a case")
+    if isinstance(cases, int):
+        cases = range(check_int("cases", cases, 1, advice="4 is usual"))
+    numbers = list(check_sequence("cases", cases, of="numbers of cases", error=ConfigError))
+    if captures is not None:
+        check_sequence("captures", captures, of="numbers of cases", error=ConfigError)
+    if not numbers or (captures is not None and not len(captures)):
+        raise ConfigError(f"{'captures' if numbers else 'cases'}: expected at least one, got none; name some")
+    if eager is not None:
+        check_callable("eager", eager, advice="pass the oracle, or leave it out")
+    if tolerance is not None:
+        check_number("tolerance", tolerance, 0.0, advice="pass 0 for bit by bit, or leave it out")
     with torch.inference_mode():
         inputs = {str(n): make_inputs(n) for n in numbers}
         if permute:
@@ -84,6 +94,10 @@ def verify(
         try:
             eagerly.prepare()
             eagerly.check(bool(permute))
+            if not verification.has_results:
+                raise ConfigError(
+                    "step: expected results, or buffers or state that it changes, got none; return what it computes"
+                )
             for name in names:
                 graphs.check(name)
         finally:

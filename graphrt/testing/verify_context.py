@@ -40,6 +40,12 @@ class Verification:
         self.blamer = Blamer(self.runs, self.reference)
         self.trespassed = False
 
+    @property
+    def has_results(self) -> bool:
+        """Whether there is anything to compare; True where no case ran."""
+        outcomes = [outcome for _, outcome in self.reference.values()]
+        return bool(self.target.state) or not outcomes or any(outcome.outputs for outcome in outcomes)
+
     def tolerance(self, dtype: torch.dtype) -> float:
         """Of padded results against exact ones."""
         return _TOLERANCES.get(dtype, 0.0) if self._tolerance is None else self._tolerance

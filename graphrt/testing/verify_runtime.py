@@ -17,6 +17,7 @@ import torch
 
 from graphrt.batch import Batch, Row
 from graphrt.handle import StepHandle
+from graphrt.kernels.checks import check_instance
 from graphrt.kernels.errors import ConfigError
 from graphrt.kernels.metadata.buffers import BufferKind
 from graphrt.kv_cache import KVCache
@@ -115,21 +116,24 @@ def verify_runtime(
     batches     steps that can run at any time: tokens are literal, and pages are listed in full. None: generated ones,
                 for which the cache is filled with random values meanwhile
     model       the manager's model: searched for numbers and tensors that a graph may have frozen
-    vocab_size  of generated tokens
+    vocab_size  of generated tokens; None is the manager's
     oracle      a manager of the same model and config, with another backend and `use_graphs=False`, over the same
                 KVCache: its eager steps are what logits are compared with
     count, seed of generated batches
     tolerance   of logits against the oracle's
 
     Call it on the manager's stream, with no step in flight. Cache and row state are copied before each run: verify a
-    manager over a small cache, as a test builds one. Raises: ConfigError for arguments that do not fit.
+    manager over a small cache, as a test builds one. Raises: ConfigError for arguments that do not fit, CaptureError
+    for a manager that is not captured.
     """
+    check_instance("manager", manager, ReplayManager, advice="of a Runtime, pass runtime.manager")
+    if oracle is not None:
+        check_instance("oracle", oracle, ReplayManager, advice="pass a manager over the same KVCache, or leave it out")
     cache = manager.kv_cache
     tensors = [tensor for group in range(len(cache.groups)) for tensor in _tensors(cache, group)]
     before = [t.clone() for t in tensors]
     if batches is None:
-        if vocab_size is None:
-            raise ConfigError("vocab_size: expected the model's, got None; generated batches need it")
+        vocab_size = manager.vocab_size if vocab_size is None else vocab_size
         batches = generated_batches(manager, vocab_size=vocab_size, count=count, seed=seed)
         rng = torch.Generator("cpu").manual_seed(seed)
         for tensor in tensors:

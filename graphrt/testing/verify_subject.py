@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 import torch
 
+from graphrt.kernels.checks import check_instance
 from graphrt.kernels.errors import ConfigError
 from graphrt.testing.canary import BrokenCanary, Canaries
 
@@ -137,6 +138,9 @@ class PlainSubject:
     """
 
     def __init__(self, step: Callable[..., Output], cases: Sequence[Inputs], pad: Mapping[str, float]) -> None:
+        check_instance("pad", pad, Mapping, advice="pass a dict of input names")
+        for name, value in pad.items():
+            check_instance(f"pad[{name!r}]", value, (int, float), advice="pass a number")
         self.step = step
         self.canaries = Canaries()
         self.pad = dict(pad)

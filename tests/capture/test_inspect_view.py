@@ -8,14 +8,18 @@ import random
 import re
 import time
 from collections.abc import Iterator
-from typing import Any
+from pathlib import Path
+from typing import Any, cast
 
 import pytest
 import torch
 
+from graphrt.capture.inspect.audit import audit, memory_of
 from graphrt.capture.inspect.cuda import inspect_graph
+from graphrt.capture.inspect.diff import diff, fingerprint
 from graphrt.capture.inspect.dot import to_dot
 from graphrt.capture.inspect.order import topological_order
+from graphrt.capture.inspect.page import write_page
 from graphrt.capture.inspect.view import Argument, Edge, GraphView, Node, NodeKind, Operand, place_name
 from graphrt.capture.tape import OpTapeRecorder
 from graphrt.kernels.errors import CaptureError, ConfigError
@@ -329,3 +333,28 @@ def test_a_graph_of_20_000_nodes() -> None:
     assert len(Dot(to_dot(GraphView(view.nodes[:500], view.edges[:499]))).edges) == 499
     assert len(to_dot(view).splitlines()) == 3 + 20_000 + 19_999 + 1
     assert walked < 1
+
+
+def test_what_is_no_view_and_no_map_is_refused(tmp_path: Path) -> None:
+    view, wrong, page = every_kind(), cast("Any", 3), tmp_path / "page.html"
+    for call in (
+        lambda: diff(wrong, view), lambda: fingerprint(wrong), lambda: to_dot(wrong),
+        lambda: write_page(wrong, page, title="x"),
+    ):  # fmt: skip
+        with pytest.raises(ConfigError, match=r"view: expected GraphView, got 3; pass inspect_graph\(graph\)"):
+            call()
+    for call in (
+        lambda: diff(view, view, wrong), lambda: fingerprint(view, wrong),
+        lambda: write_page(view, page, title="x", memory=wrong),
+    ):  # fmt: skip
+        with pytest.raises(ConfigError, match="memory: expected MemoryMap, got 3"):
+            call()
+    for path, title, text in ((None, "x", "path: expected str or Path"), (page, 3, "title: expected str, got 3")):
+        with pytest.raises(ConfigError, match=text):
+            write_page(view, cast("Any", path), title=cast("Any", title))
+    for call in (lambda: memory_of(static=wrong), lambda: memory_of(weights=wrong)):
+        with pytest.raises(ConfigError, match="expected tensors by name, got 3"):
+            call()
+    for waits in ("wait*", 3):
+        with pytest.raises(ConfigError, match="waits: expected patterns of names"):
+            audit(view, memory_of(), waits=cast("Any", waits))

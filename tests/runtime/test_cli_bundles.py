@@ -9,13 +9,19 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from graphrt.backends.torch_reference import TorchReferenceBackend
+from graphrt.batch import Batch
 from graphrt.bundle import Bundle
 from graphrt.capture.inspect.view import GraphView
+from graphrt.config import RuntimeConfig
+from graphrt.kernels.types import KVLayout
 from graphrt.models import shapes
 from graphrt.models.config import ModelConfig
+from graphrt.models.loading import load_model
 from graphrt.models.rope import RopeConfig
+from graphrt.runtime import Runtime
 from tests.runtime.test_cli import ROOT, call
 
 TINY = ModelConfig(
@@ -51,7 +57,7 @@ def test_capture_says_what_each_graph_costs(graphrt) -> None:
     assert all(graph["nodes"] > 10 for graph in result["graphs"])
     for graph in result["graphs"]:
         assert any(graph["size"] in line and str(graph["nodes"]) in line for line in out.splitlines()[:-1])
-    code, out, _ = graphrt(*CAPTURE, "--json-only")
+    code, out, _ = graphrt(*CAPTURE, "--json-only", "--nodes")
     assert len(out.splitlines()) == 1
 
 
@@ -64,6 +70,7 @@ def test_a_bundle_runs_again(graphrt, bundle: Path) -> None:
     result = json.loads(lines[-1])
     assert [launch["tokens_as_recorded"] for launch in result["launches"]] == [True, True]
     assert "2 launches, recorded with graphrt" in log
+    assert "shape tiny, seed 0" in " ".join(log.split())
     code, out, log = graphrt("replay", bundle, "--device", "cpu", "--backend", "torch_reference", "--json-only")
     assert (code, len(out.splitlines()), log) == (0, 1, "")
 
@@ -91,9 +98,13 @@ def test_errors_are_one_line(graphrt, bundle: Path, tmp_path: Path) -> None:
     for arguments, text in (
         (("replay", nothing), "bundle: expected an intact file"),
         (("replay", bundle, "--shape", "tiny", "--model", "x"), "replay: expected one of --shape and --model"),
-        (("replay", bundle, "--time", "--device", "cpu"), "time: expected compare=False on a CUDA device"),
+        (("replay", bundle, "--time", "--device", "cpu"), "--time: expected a CUDA device, got cpu; leave --time out"),
         (("capture", "--device", "cpu"), "capture: expected one of --shape and --model, got both or none"),
         ((*CAPTURE, "--record", nothing, "--prompt", "60", "--after", "9"), "--context: expected at least 70"),
+        ((*CAPTURE, "--size", "2"), "--size: expected --html, --dot, --json or --nodes with it, got none"),
+        ((*CAPTURE, "--nodes", "--size", "7"), "--size: expected one of the sizes 3, 2, 1, got 7"),
+        ((*CAPTURE, "--html", tmp_path / "none" / "x"), "--html: expected a file in a folder that is there"),
+        ((*CAPTURE, "--record", tmp_path), "--record: expected a file in a folder that is there"),
     ):
         code, _, log = graphrt(*arguments)
         assert code == 1, arguments
@@ -104,7 +115,26 @@ def test_a_bundle_of_another_model_says_so(graphrt, bundle: Path, monkeypatch: p
     monkeypatch.setitem(shapes.SHAPES, "other", replace(TINY, vocab_size=101))
     code, _, log = graphrt("replay", bundle, "--shape", "other", "--device", "cpu")
     assert code == 1
-    assert "logits: expected" in log
+    assert "replay: expected the recorded model, got one with other attention layers or another vocabulary" in log
+
+
+def test_a_bundle_of_another_dtype_than_the_devices_runs(graphrt, tmp_path: Path) -> None:
+    """As one of a GPU does on a CPU, where models are in float32 unless somebody says otherwise."""
+    loaded = load_model(TINY, device="cpu", dtype=torch.bfloat16, max_positions=64)
+    specs, groups = (
+        loaded.config.attention_specs(torch.bfloat16), loaded.config.kv_groups(16, KVLayout.NHD, torch.bfloat16)
+    )  # fmt: skip
+    with Runtime(
+        loaded.model, specs, groups, vocab_size=97, device="cpu", config=RuntimeConfig(2, 8, 64), num_pages=9
+    ) as runtime:
+        runtime.capture()
+        recording = runtime.manager.record()
+        prompt = Batch(row_ids=[0], seq_lens=[3], query_lens=[3], tokens=[5, 6, 7], page_indptr=[0, 1], page_ids=[3])
+        runtime.replay(prompt).tokens()
+        Bundle.of(recording, model={"shape": "tiny", "seed": 0}).save(tmp_path / "bf16.bundle")
+    code, out, log = graphrt("replay", tmp_path / "bf16.bundle", "--device", "cpu")
+    assert code == 0, log
+    assert "tokens as recorded, logits as recorded" in out
 
 
 @pytest.mark.parametrize("script", ["capture", "replay"])
@@ -132,9 +162,3 @@ def test_a_graph_as_a_page_and_its_audit(graphrt, tmp_path: Path) -> None:
     text = page.read_text()
     assert "tiny, decode[2]" in text
     assert "graphrt::apply" in text or "apply" in text
-    code, _, log = graphrt(*CAPTURE, "--html", page, "--size", "7")
-    assert code == 1
-    assert "--size: expected one of the captured sizes 3, 2, 1, got 7" in log
-    code, _, log = graphrt(*CAPTURE, "--html", tmp_path / "none" / "x.html")
-    assert code == 1
-    assert "graph: expected a file that can be written" in log

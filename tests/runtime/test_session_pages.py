@@ -58,7 +58,7 @@ def test_tokens_are_those_of_the_oracle_whoever_owns_the_pages(device: torch.dev
     with DecodeSession(runtime, own_pages=False) as session:
         blocks = Blocks(session, [31, 7, 22, 3, 18, 39, 5, 26, 11, 14, 2, 37, 9])
         rows = [session.add(prompt, SamplingParams(max_new_tokens=10)) for prompt in prompts]
-        with pytest.raises(CapacityError, match="run: expected a page for the next token of a row, got 0 free pages"):
+        with pytest.raises(CapacityError, match="run: expected a page for the next token of a row, got none; append"):
             session.run()
         turn = 0
         while session.running:
@@ -114,8 +114,15 @@ def test_forks_take_the_callers_pages() -> None:
         session.collect(wait=True)
         needs = session.fork_needs(row)
         assert needs == [3], "all but the first page, which is full"
-        with pytest.raises(CapacityError, match="fork: expected 3 free pages, got 2"):
+        with pytest.raises(CapacityError, match="fork: expected 3 pages in pages=, got 2; give as many"):
             session.fork(row, pages=[[20, 21]])
+        with pytest.raises(CapacityError, match="fork: expected 3 pages in pages=, got 4"):
+            session.fork(row, pages=[[20, 21, 22, 23]])
+        with pytest.raises(CapacityError, match="fork: expected 3 pages in pages=, got 0"):
+            session.fork(row)
+        for pages in ([20, 21, 22], [[20, 21, 0]], [[20, 21, 21]], [[20, 21, 99]], [[20, 21, 5]], [], 7):
+            with pytest.raises(ShapeError, match="pages"):
+                session.fork(row, pages=pages)  # type: ignore[arg-type]
         fork = session.fork(row, pages=[[20, 21, 22]])
         while session.running:
             session.run(2)
@@ -125,6 +132,27 @@ def test_forks_take_the_callers_pages() -> None:
         assert sorted(session.take_pages()[0]) == [4, 5, 6, 7]
         session.release(fork)
         assert sorted(session.take_pages()[0]) == [4, 20, 21, 22], "the shared page, for its second owner"
+
+
+def test_pages_of_a_fork_that_failed_are_the_callers() -> None:
+    """Another row could have been given them since."""
+    runtime = captured(CPU)
+    with DecodeSession(runtime, own_pages=False) as session:
+        rows = [session.add([5, 6, 7]) for _ in range(runtime.config.max_num_reqs)]
+        session.append_pages(rows[0], [4])
+        session.run(1)
+        session.collect(wait=True)
+        with pytest.raises(CapacityError, match="rows: expected a free one"):
+            session.fork(rows[0], pages=[[20] * n for n in session.fork_needs(rows[0])])
+        while True:
+            try:
+                session.run(1)
+            except CapacityError:
+                break
+        session.collect(wait=True)
+        for row in rows:
+            session.release(row)
+        assert session.take_pages() == [[4]]
 
 
 def test_groups_with_windows_give_pages_back() -> None:
@@ -151,7 +179,7 @@ def test_groups_with_windows_give_pages_back() -> None:
         assert row.tokens == model.greedy(prompt, 20)
         assert back == windowed[: len(back)]
         assert len(back) >= 3
-        with pytest.raises(ShapeError, match="pages: expected a list of each of 2 KV groups, got 1"):
+        with pytest.raises(ShapeError, match="pages: expected 2 lists of page ids, one per KV group, got 1"):
             session.append_pages(row, [[3]])
     runtime.close()
 
@@ -166,6 +194,11 @@ def test_wrong_pages_are_refused() -> None:
         with pytest.raises(CapacityError, match="pages: expected at most 16 more of KV group 0"):
             session.append_pages(row, list(range(1, 18)))
         session.append_pages(row, [])
+        with pytest.raises(CapacityError, match=r"run: expected a page for the next token of a row, got none; append"):
+            session.run()
+        session.append_pages(row, [3, 4])
+        with pytest.raises(ShapeError, match=r"pages: expected pages that the row lacks, got \[4\] again"):
+            session.append_pages(row, [5, 4])
         session.release(row)
         with pytest.raises(ConfigError, match="append_pages: expected a row of this session"):
             session.append_pages(row, [3])
@@ -173,6 +206,9 @@ def test_wrong_pages_are_refused() -> None:
         row = session.add([1, 2, 3])
         with pytest.raises(ConfigError, match="append_pages: expected a session with own_pages=False"):
             session.append_pages(row, [3])
+        session.run()
+        with pytest.raises(ConfigError, match="pages: expected none in a session that owns its pages"):
+            session.fork(row, pages=[[3]])
         with pytest.raises(ConfigError, match="take_pages: expected a session with own_pages=False"):
             session.take_pages()
     with pytest.raises(ConfigError, match="own_pages: expected"):
