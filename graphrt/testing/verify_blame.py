@@ -16,6 +16,7 @@ from graphrt.testing.verify_host import Change, HostValues, caches
 from graphrt.testing.verify_memory import NAN_BYTE
 from graphrt.testing.verify_report import Difference, differing, region
 from graphrt.testing.verify_runs import POISONED, Case, Contents, Outcome, Runs, World
+from graphrt.testing.verify_slots import same
 
 POOL = "memory pool"
 _MOST_TRIED = 40
@@ -38,7 +39,8 @@ class Captured:
 
     contents  of the buffers when it was captured
     host      values of the host then
-    fill_memory   fills memory that nothing may read before it is written
+    entered   the same, before the step ran
+    fill_memory   fills memory that nothing may read before it is written; of 0 the next launch's results take part
     addresses     of the buffers
     """
 
@@ -46,6 +48,7 @@ class Captured:
     launch: Callable[[], Any]
     contents: Contents
     host: HostValues
+    entered: HostValues
     fill_memory: Callable[[int], object]
     addresses: Mapping[str, int]
 
@@ -111,7 +114,7 @@ class Blamer:
     def _frozen(self, graph: Captured, case: Case, contents: Contents, got: Outcome) -> Blame | None:
         """What an eager run must have put back to give what the graph gave."""
         runs = self._runs
-        host = [*self._scalars(graph, case), *self._host(graph, case)]
+        host = [*self._host(graph, case), *self._scalars(graph, case)]
         buffers = self._buffers(graph, contents)
 
         def explains(chosen: Sequence[_Revert]) -> bool:
@@ -156,8 +159,16 @@ class Blamer:
 
     def _host(self, graph: Captured, case: Case) -> list[_Revert]:
         self._runs.target.subject.refresh(case.inputs)
+        root = self._runs.target.root
+        changes = graph.host.changed(*root)
+        tried = {change.path: change.old for change in changes if not change.is_tensor}
+        changes += [
+            change
+            for change in graph.entered.changed(*root)
+            if not change.is_tensor and not (change.path in tried and same(tried[change.path], change.old))
+        ]
         found = []
-        for change in graph.host.changed(*self._runs.target.root):
+        for change in changes:
             if change.is_tensor and change.old is None:
                 continue
             advice = (
@@ -205,7 +216,7 @@ class Blamer:
     def _stale(self, name: str, case: Case, contents: Contents) -> str:
         """What stands in a buffer that refresh did not write, and where."""
         if name == POOL:
-            return "the graph reads memory of the pool, or memory that was freed, before it writes it"
+            return "the graph reads memory of the pool, or memory that was freed, before it writes it, or returns it as a result"
         if name.startswith("state "):
             return f"unowned parts of {name} reach the results; mask them, or give the row a page of its own"
         clean, have = self._reference[case.name][0][name], contents[name]
@@ -269,6 +280,38 @@ class Blamer:
                 return Blame("unowned", (name, wrong.output), because)
         text = "the step writes there; look at the rows that are no real ones, and at what they take for their place"
         return Blame("unowned", (wrong.output,), text)
+
+    def carried(self, case: Case, found: Mapping[str, Any]) -> Blame | None:
+        """Which of these host values, which run() changes, a second run goes on from. They are then put back each time.
+
+        found   by path, with their values before a run
+        """
+        runs = self._runs
+        runs.carried = dict(found)
+
+        def again(kept: Sequence[str] = ()) -> Outcome:
+            runs.kept = frozenset(kept)
+            try:
+                return runs.eager(case, runs.enter(case, World.REFERENCE), entered=True)
+            finally:
+                runs.kept = frozenset()
+
+        usual, names = again(), list(found)
+        if usual.error or not runs.same(case, again(), usual) or runs.same(case, again(names), usual):
+            runs.carried = {}
+            return None
+        chosen = names
+        for name in names[:_MOST_TRIED]:
+            again()
+            if not runs.same(case, again([name]), usual):
+                chosen = [name]
+                break
+        shown = ", ".join(chosen)
+        because = (
+            f"run() leaves another value in {shown}, and the next run goes on from it: a replay runs no Python, so it "
+            f"stays as it was at capture; keep it in a tensor that run() changes in place, or change it in refresh()"
+        )
+        return Blame("determinism", tuple(chosen), because)
 
     def unreset(self, case: Case) -> Blame | None:
         """Which tensors that nobody named make a second run differ from the first."""

@@ -8,7 +8,8 @@ import torch
 
 from graphrt.testing.verify_blame import Blame
 from graphrt.testing.verify_context import Verification
-from graphrt.testing.verify_host import written_tensors
+from graphrt.testing.verify_host import rewritten_values, written_tensors
+from graphrt.testing.verify_memory import zeroed
 from graphrt.testing.verify_report import Difference, differing, first_difference
 from graphrt.testing.verify_runs import POISONED, Case, Contents, Outcome, World, changed, one_seed
 from graphrt.testing.verify_subject import named_outputs
@@ -50,6 +51,24 @@ class EagerChecks:
             for n in target.buffers
             if self._v.cases and all(bool(self._v.written[c][n].any()) for c in self._v.written)
         )
+        self._find_carried()
+
+    def _find_carried(self) -> None:
+        """Host values that run() changes and goes on from. A launch by the caller's own code may change them as well."""
+        runs, case = self._v.runs, next(iter(self._v.cases.values()), None)
+        if case is None or self._v.target.capture is not None:
+            return
+        try:
+            runs.eager(case, runs.enter(case, World.REFERENCE), entered=True)  # what is made once is made then
+            contents = runs.enter(case, World.REFERENCE)
+            again = partial(runs.eager, case, contents, entered=True)
+            found = rewritten_values(*self._v.target.root, again)
+            blame = self._v.blamer.carried(case, found) if found else None
+        except Exception:  # `check` says so
+            runs.carried = {}
+            return
+        if blame is not None:
+            self._v.find(blame.check, case, "", "the same run gives other results when it is repeated", blame)
 
     def _find_hidden(self, case: Case) -> None:
         """Tensors that run() changes in place, and that are not named: they are restored before each run as well."""
@@ -149,7 +168,7 @@ class EagerChecks:
         self._v.runs.restore_state()
         self._v.runs.eager_runs += 1
         try:
-            with one_seed(self._v.target.device):
+            with one_seed(self._v.target.device), zeroed(self._v.target.device):
                 exact = named_outputs(self._v.target.eager(case.inputs))
         except Exception as error:
             return Outcome(error=f"{type(error).__name__}: {error}")
@@ -158,8 +177,7 @@ class EagerChecks:
         exact |= {f"state {n}": t for n, t in self._v.target.state.items() if len(changes[n][0])}
         exact = {name: t.clone() for name, t in exact.items()}
         self._v.runs.restore_state()
-        if not self._v.target.names_real:
-            case.exact_shapes.update((name, tuple(t.shape)) for name, t in exact.items())
+        case.exact_shapes.update((name, tuple(t.shape)) for name, t in exact.items())
         return Outcome(exact)
 
     def _check_exact(self, case: Case) -> None:

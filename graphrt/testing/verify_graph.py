@@ -62,6 +62,7 @@ class GraphChecks:
     def _capture(self, case: Case) -> Captured | None:
         target, runs = self._v.target, self._v.runs
         contents = runs.enter(case, World.REFERENCE)
+        entered = [HostValues.take(*target.root)]
         static: dict[str, torch.Tensor] = {}
         memory = UnwrittenMemory() if target.device.type == "cpu" and target.capture is None else None
         watch: AbstractContextManager[Any] = memory if memory is not None else nullcontext()
@@ -75,7 +76,7 @@ class GraphChecks:
             if target.capture is not None:
                 launch = target.capture(case.inputs)
             else:
-                graph = self._record(case, contents, step)
+                graph = self._record(case, contents, step, entered)
 
                 def launch() -> Output:
                     graph.launch()
@@ -91,26 +92,32 @@ class GraphChecks:
         self.unwritten += memory.count if memory is not None else 0
         poisoned = {n: t for n, t in static.items() if n not in runs.standing}
 
-        def poison_outputs() -> None:
-            for name, tensor in poisoned.items():
-                runs.fill(name, tensor, World.HIGH)
+        results = [True]  # whether the next launch finds poison in its results
 
         def fill_memory(byte: int) -> None:
+            results[0] = byte != 0
             if memory is not None:
                 memory.fill(byte)
             elif target.device.type == "cuda":
                 self.pool_bytes = max(self.pool_bytes, fill_inactive(target.device, byte))
 
         def launched() -> Output:
-            poison_outputs()
+            for name, tensor in poisoned.items():
+                if results[0]:
+                    runs.fill(name, tensor, World.HIGH)
+                else:
+                    tensor.zero_()
+            results[0] = True
             return launch()
 
         host = HostValues.take(*target.root)
         addresses = {name: t.data_ptr() for name, t in target.buffers.items()}
-        return Captured(case, launched, contents, host, fill_memory, addresses)
+        return Captured(case, launched, contents, host, entered[-1], fill_memory, addresses)
 
-    def _record(self, case: Case, contents: Contents, step: Callable[[], torch.Tensor]) -> CapturedGraph:
-        """As servers do it: refresh once, run once to warm up, then capture."""
+    def _record(
+        self, case: Case, contents: Contents, step: Callable[[], torch.Tensor], entered: list[HostValues]
+    ) -> CapturedGraph:
+        """As servers do it: refresh once, run once to warm up, then capture. `entered` takes the host's values then."""
         runs = self._v.runs
         if self._recorder is None:
             self._recorder = make_recorder(self._v.target.device)
@@ -118,6 +125,7 @@ class GraphChecks:
         def prepare() -> None:
             runs.restore_state()
             runs.put(contents)
+            entered.append(HostValues.take(*self._v.target.root))
 
         with self._recorder.session():
             self._v.target.run()

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from graphrt.testing.poison import poison_bits
-from graphrt.testing.verify_host import assigned
+from graphrt.testing.verify_host import assign, assigned, generators
 from graphrt.testing.verify_memory import zeroed
 from graphrt.testing.verify_report import Difference, differing, first_difference
 from graphrt.testing.verify_subject import Inputs, Target, name_of
@@ -88,7 +88,9 @@ class Runs:
         self.initial = {name: t.clone() for name, t in target.buffers.items()}
         self.state = {name: t.clone() for name, t in target.state.items()}
         self.hidden: dict[str, torch.Tensor] = {}
-        self.kept: frozenset[str] = frozenset()  # of these, what a run finds as the run before left it
+        self.carried: dict[str, Any] = {}  # host values that run() changes, by path: what they are before each run
+        self.kept: frozenset[str] = frozenset()  # of both, what a run finds as the run before left it
+        self.generators = generators(*target.root)
         self.standing: set[str] = set()  # outputs that lie in memory of before the run
         self._last: dict[str, torch.Tensor] = {}
         self._raw: dict[str, torch.Tensor] = {}
@@ -99,6 +101,9 @@ class Runs:
         for name, tensor in self.target.hidden.items():
             if name not in self.kept:
                 tensor.copy_(self.hidden[name])
+        for generator, state in self.generators:
+            generator.set_state(state)
+        assign(*self.target.root, {path: old for path, old in self.carried.items() if path not in self.kept})
 
     def contents(self) -> dict[str, torch.Tensor]:
         return {name: t.clone() for name, t in self.target.buffers.items()}

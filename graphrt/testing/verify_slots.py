@@ -1,0 +1,276 @@
+"""Every value of the host within reach of a step, by path: in attributes, closures, defaults, globals and containers.
+
+It follows objects, functions and modules of own code, and stops at those of packages. Out of reach are a generator, an
+iterator, and what C code keeps.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextvars
+import copy
+import enum
+import functools
+import pickle
+import random
+import sys
+import sysconfig
+import types
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+_MOST_SLOTS, _DEEPEST = 20_000, 8
+_SCALARS = (int, float, bool, str, bytes, complex, type(None), range, slice, enum.Enum, torch.dtype, torch.device)
+_SEQUENCES = (list, tuple, set, frozenset, collections.deque)
+_FOREIGN = frozenset(
+    {"builtins", "torch", "numpy", "triton", "cuda", "threading", "logging", "typing", "abc", "random", "enum"}
+)
+_MODULE_PARTS = ("_parameters", "_buffers", "_modules")
+_PACKAGES = tuple(sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib"))
+
+Setter = Callable[[Any], None]
+Children = Iterator[tuple[Any, str, Setter | None]]
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """A place that holds a value: `set` is None where it cannot be assigned."""
+
+    path: str
+    value: Any
+    set: Setter | None
+
+
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """Where a random generator of Python or numpy stands."""
+
+    state: bytes
+
+    def __repr__(self) -> str:
+        return "at one place of its numbers"
+
+
+def slots(root: Any, name: str) -> Iterator[Slot]:
+    """Every value within reach of an object or a function, each once."""
+    seen: set[int] = set()
+    count = 0
+    todo: list[tuple[Any, str, Setter | None, int]] = [(root, name, None, 0)]
+    while todo and count < _MOST_SLOTS:
+        value, path, setter, depth = todo.pop()
+        if _is_leaf(value):
+            count += 1
+            yield Slot(path, value, setter)
+            continue
+        if id(value) in seen or depth > _DEEPEST:
+            continue
+        seen.add(id(value))
+        if (source := _random(value)) is not None:
+            yield Slot(path, *source)
+            continue
+        if isinstance(value, (functools._lru_cache_wrapper, torch.Generator)):
+            yield Slot(path, value, None)
+        elif isinstance(value, dict):
+            yield Slot(path, value, functools.partial(set_entries, value))
+        elif isinstance(value, types.FunctionType) or (_is_own_object(value) and hasattr(value, "__dict__")):
+            yield Slot(f"{path}.", vars(value), functools.partial(set_entries, vars(value)))
+        todo += [(child, where, put, depth + 1) for child, where, put in reversed(list(_children(value, path, setter)))]
+
+
+@dataclass(frozen=True, slots=True)
+class Keys:
+    """What a dict, or an object's attributes, had entries for."""
+
+    keys: frozenset[Any]
+
+
+def set_entries(owner: dict[Any, Any], entries: Keys | dict[Any, Any]) -> None:
+    """Put entries back, or drop those that were not there."""
+    if isinstance(entries, Keys):
+        for key in [key for key in owner if key not in entries.keys]:
+            del owner[key]
+    else:
+        owner.clear()
+        owner.update(entries)
+
+
+def copied(value: Any) -> Any:
+    """A leaf that does not change when the step changes its own in place; tensors are not copied."""
+    return copy.copy(value) if isinstance(value, (np.ndarray, list, set, collections.deque)) else value
+
+
+def same(old: Any, new: Any) -> bool:
+    """Whether two leaves are of one type and value; tensors are compared elsewhere."""
+    if isinstance(old, np.ndarray) or isinstance(new, np.ndarray):
+        return isinstance(old, np.ndarray) and isinstance(new, np.ndarray) and np.array_equal(old, new)
+    return type(old) is type(new) and bool(old == new or (old != old and new != new))
+
+
+def _is_leaf(value: Any) -> bool:
+    if isinstance(value, (*_SCALARS, torch.Tensor, np.ndarray, np.generic)):
+        return True
+    return isinstance(value, _SEQUENCES) and all(isinstance(item, _SCALARS) for item in value)
+
+
+def _random(value: Any) -> tuple[Drawn, Setter] | None:
+    """Where a generator stands, and what puts it there."""
+    if value is random or (isinstance(value, random.Random) and not isinstance(value, random.SystemRandom)):
+        return Drawn(pickle.dumps(value.getstate())), lambda old: value.setstate(pickle.loads(old.state))
+    if value is np.random or isinstance(value, np.random.RandomState):
+        state = pickle.dumps(value.get_state(legacy=False))
+        return Drawn(state), lambda old: value.set_state(pickle.loads(old.state))
+    if isinstance(value, np.random.Generator):
+        source = value.bit_generator
+        return Drawn(pickle.dumps(source.state)), lambda old: setattr(source, "state", pickle.loads(old.state))
+    return None
+
+
+def _children(value: Any, path: str, put: Setter | None) -> Children:
+    if isinstance(value, dict):
+        for key, item in list(value.items()):
+            yield item, f"{path}[{key!r}]", functools.partial(value.__setitem__, key)
+    elif isinstance(value, (list, collections.deque)):
+        for index, item in enumerate(value):
+            yield item, f"{path}[{index}]", functools.partial(value.__setitem__, index)
+    elif isinstance(value, tuple):
+        yield from _of_tuple(value, path, put)
+    elif isinstance(value, contextvars.ContextVar):
+        if (item := value.get(None)) is not None:
+            yield item, path, value.set
+    elif isinstance(value, types.MethodType):
+        yield value.__self__, path.removesuffix(f".{value.__name__}"), None
+        yield value.__func__, path, None
+    elif isinstance(value, types.FunctionType):
+        yield from _of_function(value, path)
+    elif isinstance(value, functools.partial):
+        yield value.func, path, None
+        for index, item in enumerate(value.args):
+            yield item, f"{path}({index})", None
+        yield value.keywords, path, None
+    elif isinstance(value, torch.nn.Module):
+        for part in _MODULE_PARTS:
+            for key, item in list(vars(value)[part].items()):
+                yield item, f"{path}.{key}", functools.partial(vars(value)[part].__setitem__, key)
+        for key, item in list(vars(value).items()):
+            if key not in _MODULE_PARTS and not key.endswith("_hooks") and key != "training":
+                yield item, f"{path}.{key}", functools.partial(_put, value, key)
+        yield from _of_classes(value, path)
+    elif _is_own_object(value):
+        names = list(getattr(value, "__dict__", ()))
+        names += [n for kind in type(value).__mro__ for n in _slot_names(kind)]
+        for key in names:
+            if hasattr(value, key):
+                yield getattr(value, key), f"{path}.{key}", functools.partial(_put, value, key)
+        yield from _of_classes(value, path)
+
+
+def _of_tuple(value: tuple[Any, ...], path: str, put: Setter | None) -> Children:
+    """An item is replaced by another tuple in place of the whole one."""
+    items = list(value)
+
+    def replace(index: int, item: Any) -> None:
+        items[index] = item
+        assert put is not None, "no setter is given where the tuple cannot be replaced"
+        put(type(value)(*items) if hasattr(value, "_fields") else tuple(items))
+
+    for index, item in enumerate(value):
+        where = f"{path}.{value._fields[index]}" if hasattr(value, "_fields") else f"{path}[{index}]"
+        yield item, where, None if put is None else functools.partial(replace, index)
+
+
+def _of_classes(value: Any, path: str) -> Children:
+    """What the classes of an object keep, and what their methods reach."""
+    for kind in type(value).__mro__:
+        if kind.__module__.split(".")[0] in _FOREIGN:
+            continue
+        for key, item in list(vars(kind).items()):
+            if isinstance(item, types.FunctionType):
+                yield item, f"{path}.{key}", None
+            elif not key.startswith("__") and key not in getattr(value, "__dict__", ()) and _is_data(item):
+                yield item, f"{path}.{key}", functools.partial(setattr, kind, key)
+
+
+def _of_function(function: types.FunctionType, path: str) -> Children:
+    """What a function closes over, and the globals that its code names, as these are called in it."""
+    for key, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        try:
+            yield cell.cell_contents, key, functools.partial(setattr, cell, "cell_contents")
+        except ValueError:  # empty
+            continue
+    space, names = function.__globals__, _names_in(function.__code__)
+    for key in names:
+        if key in space:
+            yield from _of_global(function, key, space[key], names)
+    for key, item in list(vars(function).items()):
+        yield item, f"{path}.{key}", functools.partial(vars(function).__setitem__, key)
+    arguments = function.__code__.co_varnames[: function.__code__.co_argcount]
+    defaults = function.__defaults__ or ()
+    put = functools.partial(setattr, function, "__defaults__")
+    for (item, _, setter), key in zip(_of_tuple(defaults, path, put), arguments[-len(defaults) :], strict=False):
+        yield item, f"{path}({key})", setter
+    for key, item in (function.__kwdefaults__ or {}).items():
+        yield item, f"{path}({key})", functools.partial(function.__kwdefaults__.__setitem__, key)
+
+
+def _of_global(function: types.FunctionType, key: str, item: Any, names: list[str]) -> Children:
+    """A global that a function names: itself, or, of a module or a class of own code, what the function names of it."""
+    if item is np and "random" in names:
+        yield np.random, f"{key}.random", None
+    elif item is random or item is np.random:
+        yield item, key, None
+    elif isinstance(item, (types.ModuleType, type)):
+        if _is_own_code(item.__name__ if isinstance(item, types.ModuleType) else item.__module__, function):
+            for name in names:
+                part = vars(item).get(name, np)  # a module of a module is not followed
+                if _is_data(part) or (isinstance(part, types.FunctionType) and _is_own_code(part.__module__, function)):
+                    yield part, f"{key}.{name}", functools.partial(setattr, item, name)
+    elif isinstance(item, types.FunctionType):
+        if _is_own_code(item.__module__, function):
+            yield item, key, functools.partial(function.__globals__.__setitem__, key)
+    elif not isinstance(item, types.BuiltinFunctionType):
+        yield item, key, functools.partial(function.__globals__.__setitem__, key)
+
+
+def _is_own_code(module: str | None, function: types.FunctionType) -> bool:
+    """Whether a module is not installed, or belongs to the package of the function that names it."""
+    if module == function.__module__:
+        return True
+    top = (module or "").split(".")[0]
+    file = getattr(sys.modules.get(module or ""), "__file__", None)
+    if not file or top in _FOREIGN or top == "graphrt":
+        return False
+    return top == function.__module__.split(".")[0] or not file.startswith(_PACKAGES)
+
+
+def _is_data(item: Any) -> bool:
+    """Whether an attribute of a class or a module is something that it keeps, not what it is made of."""
+    return _is_leaf(item) or isinstance(item, (*_SEQUENCES, dict)) or _is_own_object(item)
+
+
+def _names_in(code: types.CodeType) -> list[str]:
+    names = list(code.co_names)
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            names += _names_in(constant)
+    return list(dict.fromkeys(names))
+
+
+def _is_own_object(value: Any) -> bool:
+    """Whether it is an object of somebody's Python code, whose attributes mean something."""
+    kind = type(value)
+    if isinstance(value, (type, types.ModuleType, types.BuiltinFunctionType)):
+        return False
+    return kind.__module__.split(".")[0] not in _FOREIGN
+
+
+def _slot_names(kind: type) -> list[str]:
+    names = vars(kind).get("__slots__", ())
+    return [names] if isinstance(names, str) else [n for n in names if not n.startswith("__")]
+
+
+def _put(owner: Any, key: str, value: Any) -> None:
+    object.__setattr__(owner, key, value)  # frozen dataclasses too
