@@ -19,6 +19,7 @@ from graphrt.testing.verify_context import Verification
 from graphrt.testing.verify_flight import flight_findings
 from graphrt.testing.verify_host import HostValues
 from graphrt.testing.verify_memory import NAN_BYTE, UnwrittenMemory, fill_inactive
+from graphrt.testing.verify_report import own_line
 from graphrt.testing.verify_runs import POISONED, Case, Contents, World
 from graphrt.testing.verify_subject import Output
 
@@ -85,7 +86,7 @@ class GraphChecks:
         except Exception as error:
             if "CUDA error" in str(error) and not isinstance(error, CaptureError):
                 raise
-            text = str(error).removeprefix(f"{_KEY}: ")
+            text = str(error).removeprefix(f"{_KEY}: ") + own_line(error)
             because = "a graph holds launches, numbers and addresses: compute on the device, in tensors"
             self._v.find("capture", case, case.name, f"the step cannot be captured: {text}", Blame("", (), because))
             return None
@@ -122,8 +123,11 @@ class GraphChecks:
         if self._recorder is None:
             self._recorder = make_recorder(self._v.target.device)
 
+        host = runs.host_state()
+
         def prepare() -> None:
-            runs.restore_state()
+            runs.restore_tensors()
+            runs.restore_host(*host)
             runs.put(contents)
             entered.append(HostValues.take(*self._v.target.root))
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -115,8 +115,10 @@ def assign(root: Any, name: str, values: Mapping[str, Any]) -> list[tuple[Callab
     undo = []
     for slot in list(slots(root, name)) if values else ():
         if slot.path in values and slot.set is not None:
-            undo.append((slot.set, dict(slot.value) if isinstance(slot.value, dict) else slot.value))
-            slot.set(copied(values[slot.path]))
+            old = dict(slot.value) if isinstance(slot.value, dict) else slot.value
+            with suppress(AttributeError, TypeError):  # an object that lets nobody assign
+                slot.set(copied(values[slot.path]))
+                undo.append((slot.set, old))
     return undo
 
 
@@ -142,13 +144,18 @@ def written_tensors(root: Any, name: str, during: Callable[[], object]) -> dict[
     return {path: tensor for path, (tensor, old) in before.items() if written(tensor, old)}
 
 
-def rewritten_values(root: Any, name: str, during: Callable[[], object]) -> dict[str, Any]:
-    """The host values, by path, that are others after `during` ran, as they were: a tensor itself, and its contents not."""
-    before = {
+def values_at(root: Any, name: str, paths: Collection[str] | None = None) -> dict[str, Any]:
+    """The values at these paths, or at all, for `assign`: copies, and tensors themselves."""
+    return {
         slot.path: Keys(frozenset(slot.value)) if isinstance(slot.value, dict) else copied(slot.value)
-        for slot in slots(root, name)
-        if not isinstance(slot.value, _NO_VALUES)
+        for slot in (slots(root, name) if paths is None or paths else ())
+        if (paths is None or slot.path in paths) and not isinstance(slot.value, _NO_VALUES)
     }
+
+
+def rewritten_values(root: Any, name: str, during: Callable[[], object]) -> dict[str, Any]:
+    """The host values, by path, that are others after `during` ran, as they were: for `assign`."""
+    before = values_at(root, name)
     during()
     found = {}
     for slot in slots(root, name):

@@ -15,6 +15,7 @@ import pickle
 import random
 import sys
 import sysconfig
+import threading
 import types
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -273,4 +274,7 @@ def _slot_names(kind: type) -> list[str]:
 
 
 def _put(owner: Any, key: str, value: Any) -> None:
-    object.__setattr__(owner, key, value)  # frozen dataclasses too
+    if isinstance(owner, threading.local):
+        setattr(owner, key, value)
+    else:
+        object.__setattr__(owner, key, value)  # frozen dataclasses too
