@@ -10,12 +10,13 @@ import torch
 
 from graphrt.testing.verify_blame import Blame, aliased
 from graphrt.testing.verify_context import Verification
-from graphrt.testing.verify_host import rewritten_values, written_tensors
+from graphrt.testing.verify_host import rewritten_values, values_at, written_tensors
 from graphrt.testing.verify_memory import zeroed
 from graphrt.testing.verify_report import Difference, differing, first_difference, own_line, region
 from graphrt.testing.verify_runs import POISONED, Case, Contents, Outcome, World, changed, one_seed
 from graphrt.testing.verify_subject import named_outputs
 
+_MOST_VALUES = 8  # of a buffer that are tried as values of its pad rows
 _Pair = tuple[str, torch.Tensor | None, torch.Tensor, torch.Tensor | None]
 
 
@@ -31,6 +32,7 @@ class EagerChecks:
         target, runs = self._v.target, self._v.runs
         known = set(runs.storages)
         names = list(self._v.cases)
+        at_first = values_at(*target.root)
         for case in list(self._v.cases.values()):
             try:
                 found = written_tensors(*target.root, partial(target.subject.refresh, case.inputs))
@@ -56,6 +58,7 @@ class EagerChecks:
             for n in target.buffers
             if self._v.cases and all(bool(self._v.written[c][n].any()) for c in self._v.written)
         )
+        self._rewritten = {path: at_first.get(path, old) for path, old in self._rewritten.items()}
         self._find_carried()
 
     def _find_carried(self) -> None:
@@ -214,7 +217,7 @@ class EagerChecks:
     def _pad_values(self, case: Case, exact: Outcome, wrong: Difference) -> Blame | None:
         """Which values behind a smaller input spoil the result, though the caller's code writes them.
 
-        That of whose other values the first wrong element comes right; else that of whose the results change.
+        With other values of it the first wrong element comes right; of a single one it is enough that results change.
         Integers go first where state is wrong: they say where a write goes.
         """
         runs = self._v.runs
@@ -228,19 +231,24 @@ class EagerChecks:
         tails = {name: tail for name, tail in tails.items() if bool(tail.any())}
         if wrong.output.startswith("state "):
             tails = dict(sorted(tails.items(), key=lambda item: contents[item[0]].is_floating_point()))
-        changing = ""
+        changing = False
         for name, tail in tails.items():
-            for world in POISONED:
-                other = contents[name].clone()
-                runs.fill(name, other, world)
-                other = torch.where(tail, other, contents[name])
-                outcome = runs.eager(case, {**contents, name: other})
-                if outcome.error or runs.same(case, outcome, padded):
-                    continue
-                if self._is_right(case, exact, outcome, wrong):
+            for other in self._others(name, contents[name]):
+                outcome = runs.eager(case, {**contents, name: torch.where(tail, other, contents[name])})
+                if not outcome.error and self._is_right(case, exact, outcome, wrong):
                     return self._spoils(name, tail)
-                changing = changing or name
-        return self._spoils(changing, tails[changing]) if changing else None
+                changing |= not outcome.error and not runs.same(case, outcome, padded)
+        return self._spoils(*next(iter(tails.items()))) if changing and len(tails) == 1 else None
+
+    def _others(self, name: str, values: torch.Tensor) -> Iterator[torch.Tensor]:
+        """Other contents of a buffer: poison, and of integers each value that it holds, as it may be an index."""
+        for world in POISONED:
+            other = values.clone()
+            self._v.runs.fill(name, other, world)
+            yield other
+        if not (values.is_floating_point() or values.is_complex()):
+            for value in values.unique()[:_MOST_VALUES]:
+                yield value.expand_as(values)
 
     def _unpadded(self, case: Case) -> Blame | None:
         """Where no input is smaller than its buffer, padding is not to blame."""

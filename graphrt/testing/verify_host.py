@@ -17,9 +17,8 @@ from typing import Any
 import torch
 
 from graphrt.testing.verify_report import differing
-from graphrt.testing.verify_slots import Keys, copied, same, slots
+from graphrt.testing.verify_slots import NO_VALUES, OTHER, Keys, copied, same, slots
 
-_NO_VALUES = (functools._lru_cache_wrapper, torch.Generator)
 _LARGEST_KEPT = 1 << 20  # bytes of a tensor whose contents are kept, as an old address alone cannot be tried again
 _MOST_KEPT = {False: 64 << 20, True: 16 << 20}  # of all; True: of parameters
 
@@ -63,10 +62,8 @@ class HostValues:
                     contents = value.detach().clone()
                     room[kind] -= size
                 values[slot.path] = _Old(value.data_ptr(), tuple(value.shape), contents)
-            elif isinstance(value, dict):
-                values[slot.path] = Keys(frozenset(value))
-            elif not isinstance(value, _NO_VALUES):
-                values[slot.path] = copied(value)
+            elif not isinstance(value, NO_VALUES):
+                values[slot.path] = slot.copy()
         return cls(values)
 
     def contents(self, path: str) -> torch.Tensor | None:
@@ -82,7 +79,7 @@ class HostValues:
         found = []
         for slot in slots(root, name):
             old, new = self._values.get(slot.path, Keys), slot.value
-            if old is Keys or slot.set is None:
+            if old is Keys or old is OTHER or slot.set is None:
                 continue
             elif isinstance(old, Keys):
                 if entries and isinstance(new, dict) and (extra := [key for key in new if key not in old.keys]):
@@ -147,9 +144,9 @@ def written_tensors(root: Any, name: str, during: Callable[[], object]) -> dict[
 def values_at(root: Any, name: str, paths: Collection[str] | None = None) -> dict[str, Any]:
     """The values at these paths, or at all, for `assign`: copies, and tensors themselves."""
     return {
-        slot.path: Keys(frozenset(slot.value)) if isinstance(slot.value, dict) else copied(slot.value)
+        slot.path: slot.copy()
         for slot in (slots(root, name) if paths is None or paths else ())
-        if (paths is None or slot.path in paths) and not isinstance(slot.value, _NO_VALUES)
+        if (paths is None or slot.path in paths) and not isinstance(slot.value, NO_VALUES)
     }
 
 
@@ -160,7 +157,7 @@ def rewritten_values(root: Any, name: str, during: Callable[[], object]) -> dict
     found = {}
     for slot in slots(root, name):
         old, new = before.get(slot.path, Keys), slot.value
-        if old is Keys or slot.set is None:
+        if old is Keys or old is OTHER or slot.set is None:
             continue
         if isinstance(old, Keys):
             other = isinstance(new, dict) and not old.keys.issuperset(new)

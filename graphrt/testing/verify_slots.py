@@ -30,6 +30,10 @@ _SEQUENCES = (list, tuple, set, frozenset, collections.deque)
 _FOREIGN = frozenset(
     {"builtins", "torch", "numpy", "triton", "cuda", "threading", "logging", "typing", "abc", "random", "enum"}
 )
+NO_VALUES = (functools._lru_cache_wrapper, torch.Generator)
+OTHER = object()
+"""What is known of an object: that it is one."""
+_SAME_PATH = (dict, contextvars.ContextVar, types.MethodType, functools.partial, *NO_VALUES)  # as what is in them
 _MODULE_PARTS = ("_parameters", "_buffers", "_modules")
 _PACKAGES = tuple(sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib"))
 
@@ -39,11 +43,21 @@ Children = Iterator[tuple[Any, str, Setter | None]]
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """A place that holds a value: `set` is None where it cannot be assigned."""
+    """A place that holds a value: `set` is None where it cannot be assigned.
+
+    is_leaf   whether the value has no places of its own, or is the dict of them
+    """
 
     path: str
     value: Any
     set: Setter | None
+    is_leaf: bool = True
+
+    def copy(self) -> Any:
+        """The value as it is now, for a comparison and to be put back: `OTHER` where only the places in it count."""
+        if isinstance(self.value, dict):
+            return Keys(frozenset(self.value))
+        return copied(self.value) if self.is_leaf else OTHER
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,18 +81,22 @@ def slots(root: Any, name: str) -> Iterator[Slot]:
             count += 1
             yield Slot(path, value, setter)
             continue
+        source = _random(value)
+        if source is None and setter is not None and not isinstance(value, _SAME_PATH):
+            count += 1
+            yield Slot(path, value, setter, is_leaf=False)
         if id(value) in seen or depth > _DEEPEST:
             continue
         seen.add(id(value))
-        if (source := _random(value)) is not None:
+        if source is not None:
             yield Slot(path, *source)
             continue
-        if isinstance(value, (functools._lru_cache_wrapper, torch.Generator)):
+        if isinstance(value, NO_VALUES):
             yield Slot(path, value, None)
         elif isinstance(value, dict):
-            yield Slot(path, value, functools.partial(set_entries, value))
+            yield Slot(path, value, functools.partial(_set_entries, value, setter))
         elif isinstance(value, types.FunctionType) or (_is_own_object(value) and hasattr(value, "__dict__")):
-            yield Slot(f"{path}.", vars(value), functools.partial(set_entries, vars(value)))
+            yield Slot(f"{path}.", vars(value), functools.partial(_set_entries, vars(value), None))
         todo += [(child, where, put, depth + 1) for child, where, put in reversed(list(_children(value, path, setter)))]
 
 
@@ -89,14 +107,16 @@ class Keys:
     keys: frozenset[Any]
 
 
-def set_entries(owner: dict[Any, Any], entries: Keys | dict[Any, Any]) -> None:
-    """Put entries back, or drop those that were not there."""
-    if isinstance(entries, Keys):
-        for key in [key for key in owner if key not in entries.keys]:
+def _set_entries(owner: dict[Any, Any], put: Setter | None, value: Any) -> None:
+    """Put entries back, or drop those that were not there, or put something else in place of the dict."""
+    if isinstance(value, Keys):
+        for key in [key for key in owner if key not in value.keys]:
             del owner[key]
-    else:
+    elif isinstance(value, dict):
         owner.clear()
-        owner.update(entries)
+        owner.update(value)
+    elif put is not None:
+        put(value)
 
 
 def copied(value: Any) -> Any:
