@@ -442,3 +442,42 @@ def test_what_lets_nobody_assign_is_left() -> None:
     fixed = Fixed()
     assert assign(fixed, "f", {"f.n": 2, "f.twice": 3})
     assert fixed.n == 2
+
+
+# -- what grows
+
+
+class Growing:
+    """Scratch of the host that is allocated for the largest batch so far, or at once for the largest of all."""
+
+    def __init__(self, rows: int) -> None:
+        self.buffers = {"x": torch.zeros(8, 3)}
+        self.scratch = torch.zeros(rows, 3)
+        self.net = torch.nn.Linear(3, 3)
+
+    def refresh(self, inputs: dict[str, Any]) -> None:
+        n = len(inputs["x"])
+        if n > len(self.scratch):
+            self.scratch = torch.zeros(n, 3)
+        self.scratch.fill_(inputs["bias"])
+        self.buffers["x"].zero_()
+        self.buffers["x"][:n] = inputs["x"]
+        self.net.weight.data = self.net.weight.data + 0  # moves, and nobody reads it
+
+    def run(self) -> torch.Tensor:
+        return self.buffers["x"] + self.scratch[:1]
+
+    def eager(self, inputs: dict[str, Any]) -> torch.Tensor:
+        return inputs["x"] + inputs["bias"]
+
+
+@pytest.mark.parametrize("rows", [1, 8])
+def test_what_grows_after_a_capture(rows: int) -> None:
+    def inputs(case: int) -> dict[str, Any]:
+        return {"x": torch.randn((2, 4, 8, 3)[case], 3), "bias": float(case)}
+
+    runner = Growing(rows)
+    report = verify(runner, inputs)
+    assert report.blamed == (("self.scratch",) if rows == 1 else ()), report
+    assert len(runner.scratch) == 8
+    assert isinstance(runner.net.weight, torch.nn.Parameter), "what was put back for a capture is not left there"

@@ -38,7 +38,11 @@ class EagerChecks:
                 found = written_tensors(*target.root, partial(target.subject.refresh, case.inputs))
             except Exception as error:
                 self._v.find(
-                    "refresh", case, "", f"refresh() raised {type(error).__name__}: {error}", Blame("", (), "")
+                    "refresh",
+                    case,
+                    "",
+                    f"refresh() raised {type(error).__name__}: {error}{own_line(error)}",
+                    Blame("", (), ""),
                 )
                 del self._v.cases[case.name]
                 continue
@@ -111,7 +115,9 @@ class EagerChecks:
             try:
                 self._v.target.subject.refresh(case.inputs)
             except Exception as error:
-                text = f"refresh() raised {type(error).__name__}: {error} ({world.value} in the buffers)"
+                text = (
+                    f"refresh() raised {type(error).__name__}: {error}{own_line(error)} ({world.value} in the buffers)"
+                )
                 self._v.find("refresh", case, "", text, Blame("", (), "refresh() reads what it should write"))
             results.append(runs.contents())
         written = {}
@@ -217,7 +223,8 @@ class EagerChecks:
     def _pad_values(self, case: Case, exact: Outcome, wrong: Difference) -> Blame | None:
         """Which values behind a smaller input spoil the result, though the caller's code writes them.
 
-        With other values of it the first wrong element comes right; of a single one it is enough that results change.
+        With other values of it the first wrong element comes right; of a single one it is enough that
+        results change, and so it is where the oracle is the step itself: padding alone is between them.
         Integers go first where state is wrong: they say where a write goes.
         """
         runs = self._v.runs
@@ -231,14 +238,16 @@ class EagerChecks:
         tails = {name: tail for name, tail in tails.items() if bool(tail.any())}
         if wrong.output.startswith("state "):
             tails = dict(sorted(tails.items(), key=lambda item: contents[item[0]].is_floating_point()))
-        changing = False
+        changing = []
         for name, tail in tails.items():
             for other in self._others(name, contents[name]):
                 outcome = runs.eager(case, {**contents, name: torch.where(tail, other, contents[name])})
                 if not outcome.error and self._is_right(case, exact, outcome, wrong):
                     return self._spoils(name, tail)
-                changing |= not outcome.error and not runs.same(case, outcome, padded)
-        return self._spoils(*next(iter(tails.items()))) if changing and len(tails) == 1 else None
+                if not outcome.error and name not in changing and not runs.same(case, outcome, padded):
+                    changing.append(name)
+        sure = len(changing) == 1 and (len(tails) == 1 or self._v.target.is_own_oracle)
+        return self._spoils(changing[0], tails[changing[0]]) if sure else None
 
     def _others(self, name: str, values: torch.Tensor) -> Iterator[torch.Tensor]:
         """Other contents of a buffer: poison, and of integers each value that it holds, as it may be an index."""

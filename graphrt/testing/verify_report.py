@@ -211,4 +211,7 @@ def own_line(error: BaseException) -> str:
     frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(_PACKAGES)]
     if not frames and error.__cause__ is not None:
         return own_line(error.__cause__)
-    return f"; at {Path(frames[-1].filename).name}:{frames[-1].lineno}, `{frames[-1].line}`" if frames else ""
+    if not frames:
+        return ""
+    last = frames[-1]
+    return f"; at {Path(last.filename).name}:{last.lineno}" + (f", `{last.line}`" if last.line else "")

@@ -161,7 +161,7 @@ def _children(value: Any, path: str, put: Setter | None) -> Children:
         yield from _of_tuple(value, path, put)
     elif isinstance(value, contextvars.ContextVar):
         if (item := value.get(None)) is not None:
-            yield item, path, value.set
+            yield item, path, functools.partial(_set_variable, value)
     elif isinstance(value, types.MethodType):
         yield value.__self__, path.removesuffix(f".{value.__name__}"), None
         yield value.__func__, path, None
@@ -233,8 +233,9 @@ def _of_function(function: types.FunctionType, path: str) -> Children:
     put = functools.partial(setattr, function, "__defaults__")
     for (item, _, setter), key in zip(_of_tuple(defaults, path, put), arguments[-len(defaults) :], strict=False):
         yield item, f"{path}({key})", setter
-    for key, item in (function.__kwdefaults__ or {}).items():
-        yield item, f"{path}({key})", functools.partial(function.__kwdefaults__.__setitem__, key)
+    if (keywords := function.__kwdefaults__) is not None:
+        for key, item in list(keywords.items()):
+            yield item, f"{path}({key})", functools.partial(keywords.__setitem__, key)
 
 
 def _of_global(function: types.FunctionType, key: str, item: Any, names: list[str]) -> Children:
@@ -291,6 +292,10 @@ def _is_own_object(value: Any) -> bool:
 def _slot_names(kind: type) -> list[str]:
     names = vars(kind).get("__slots__", ())
     return [names] if isinstance(names, str) else [n for n in names if not n.startswith("__")]
+
+
+def _set_variable(variable: contextvars.ContextVar[Any], value: Any) -> None:
+    variable.set(value)
 
 
 def _put(owner: Any, key: str, value: Any) -> None:

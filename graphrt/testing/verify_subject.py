@@ -65,6 +65,7 @@ class Target:
                 )
         self.subject = subject
         self.eager: Callable[[Inputs], Output] | None = getattr(subject, "eager", None)
+        self.is_own_oracle = eager is None and isinstance(subject, PlainSubject)  # on tensors of exact size
         if eager is not None:
             self.eager = eager if not isinstance(subject, PlainSubject) else subject.oracle(eager)
         self.capture: Callable[[Inputs], Callable[[], Output]] | None = getattr(subject, "capture", None)
