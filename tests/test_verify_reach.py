@@ -93,7 +93,7 @@ PLACES: dict[str, tuple[Callable[[Any, int], None], Callable[[Any], Any]]] = {
         lambda self, count: setattr(forward_context, "limit", count),
         lambda self: forward_context.limit,
     ),
-    "_current['count']": (
+    "tests.forward_context._current['count']": (
         lambda self, count: forward_context.set_current({"count": torch.tensor(count)}),
         lambda self: current()["count"],
     ),
@@ -426,6 +426,33 @@ def test_code_of_packages_is_not_searched() -> None:
         return np.array(functools.reduce(max, [1])), torch.nn.functional.relu, dataclasses.replace
 
     assert not [slot.path for slot in slots(step, "step") if not slot.path.startswith("step")]
+
+
+def test_each_path_is_one_place() -> None:
+    """An attribute that a class takes from its base and replaces, and names that two functions share."""
+
+    class Base:
+        table: Any = {"base": 1}  # noqa: RUF012
+
+    class Derived(Base):
+        table = {"own": 2}  # noqa: RUF012
+
+    def closing(over: int) -> Callable[[], int]:
+        return lambda: over
+
+    kept = SimpleNamespace(derived=Derived(), first=closing(1), second=closing(2))
+    found = [slot.path for slot in slots(kept, "k")]
+    assert len(found) == len(set(found))
+    assert "k.derived.table['own']" in found
+    assert "k.derived.table['base']" not in found
+    assert found.count("over") == 1
+
+
+def test_a_trial_that_finds_nothing_leaves_what_it_found() -> None:
+    """Entries that the body makes are dropped for a trial only."""
+    step = Counting(lambda self: self.entries.setdefault(len(self.entries), 0))
+    assert verify(step, lambda case: {"x": batches(case)["x"]}).ok
+    assert len(step.entries) > 4
 
 
 def test_what_lets_nobody_assign_is_left() -> None:

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from graphrt.testing.verify_host import Change, HostValues, caches
+from graphrt.testing.verify_host import Change, HostValues, assign, caches
 from graphrt.testing.verify_memory import NAN_BYTE
 from graphrt.testing.verify_report import Difference, differing, region
 from graphrt.testing.verify_runs import OTHER_SEED, POISONED, Case, Contents, Outcome, Runs, World
@@ -295,6 +295,7 @@ class Blamer:
         """
         runs = self._runs
         runs.carried = dict(found)
+        undo = assign(*runs.target.root, found)
 
         def again(kept: Sequence[str] = ()) -> Outcome:
             runs.kept = frozenset(kept)
@@ -312,6 +313,8 @@ class Blamer:
         usual, names = again(), list(found)
         if usual.error or not runs.same(case, again(), usual) or not goes_on(names):
             runs.carried = {}
+            for put, old in reversed(undo):
+                put(old)
             return None
         chosen = next(([name] for name in names[:_MOST_TRIED] if goes_on([name])), names)
         shown = ", ".join(chosen)

@@ -12,7 +12,7 @@ from graphrt.testing.verify_blame import Blame, aliased
 from graphrt.testing.verify_context import Verification
 from graphrt.testing.verify_host import rewritten_values, values_at, written_tensors
 from graphrt.testing.verify_memory import zeroed
-from graphrt.testing.verify_report import Difference, differing, first_difference, own_line, region
+from graphrt.testing.verify_report import Difference, differing, first_difference, raised, region
 from graphrt.testing.verify_runs import POISONED, Case, Contents, Outcome, World, changed, one_seed
 from graphrt.testing.verify_subject import named_outputs
 
@@ -41,7 +41,7 @@ class EagerChecks:
                     "refresh",
                     case,
                     "",
-                    f"refresh() raised {type(error).__name__}: {error}{own_line(error)}",
+                    f"refresh() raised {raised(error)}",
                     Blame("", (), ""),
                 )
                 del self._v.cases[case.name]
@@ -115,9 +115,7 @@ class EagerChecks:
             try:
                 self._v.target.subject.refresh(case.inputs)
             except Exception as error:
-                text = (
-                    f"refresh() raised {type(error).__name__}: {error}{own_line(error)} ({world.value} in the buffers)"
-                )
+                text = f"refresh() raised {raised(error)} ({world.value} in the buffers)"
                 self._v.find("refresh", case, "", text, Blame("", (), "refresh() reads what it should write"))
             results.append(runs.contents())
         written = {}
@@ -185,7 +183,7 @@ class EagerChecks:
             with one_seed(self._v.target.device), zeroed(self._v.target.device):
                 exact = named_outputs(self._v.target.eager(case.inputs))
         except Exception as error:
-            return Outcome(error=f"{type(error).__name__}: {error}{own_line(error)}")
+            return Outcome(error=raised(error))
         # An oracle may update the state as the step should: then the state is compared as well.
         changes = {name: changed(self._v.runs.state[name], t) for name, t in self._v.target.state.items()}
         exact |= {f"state {n}": t for n, t in self._v.target.state.items() if len(changes[n][0])}

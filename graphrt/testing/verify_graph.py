@@ -19,7 +19,7 @@ from graphrt.testing.verify_context import Verification
 from graphrt.testing.verify_flight import flight_findings
 from graphrt.testing.verify_host import HostValues, assigned
 from graphrt.testing.verify_memory import NAN_BYTE, UnwrittenMemory, fill_inactive
-from graphrt.testing.verify_report import own_line
+from graphrt.testing.verify_report import own_line, raised
 from graphrt.testing.verify_runs import POISONED, Case, Contents, World
 from graphrt.testing.verify_subject import Output
 
@@ -167,7 +167,7 @@ class GraphChecks:
         try:
             contents = runs.enter(case, world)
         except Exception as error:
-            text = f"refresh() raised {type(error).__name__}: {error}{own_line(error)} ({world.value} in the buffers)"
+            text = f"refresh() raised {raised(error)} ({world.value} in the buffers)"
             self._v.find("refresh", case, graph.case.name, text, Blame("", (), "refresh() reads what it should write"))
             return True
         moved = [n for n, t in self._v.target.buffers.items() if graph.addresses.get(n) != t.data_ptr()]

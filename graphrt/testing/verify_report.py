@@ -206,6 +206,11 @@ def _shown(value: Any) -> str:
     return f"{value:.6g}" if isinstance(value, float) else str(value)
 
 
+def raised(error: BaseException) -> str:
+    """What was raised, and where."""
+    return f"{type(error).__name__}: {error}{own_line(error)}"
+
+
 def own_line(error: BaseException) -> str:
     """Where the caller's code stood when something was raised: "; at step.py:12, `n = int(lengths.max())`"."""
     frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(_PACKAGES)]

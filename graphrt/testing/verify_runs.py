@@ -13,7 +13,7 @@ import torch
 from graphrt.testing.poison import poison_bits
 from graphrt.testing.verify_host import assign, assigned, generators, values_at
 from graphrt.testing.verify_memory import zeroed
-from graphrt.testing.verify_report import Difference, differing, first_difference, own_line
+from graphrt.testing.verify_report import Difference, differing, first_difference, raised
 from graphrt.testing.verify_subject import Inputs, Target, name_of
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -211,7 +211,7 @@ class Runs:
             except Exception as error:
                 if "CUDA error" in str(error):  # the device is lost: nothing that follows would mean anything
                     raise
-                return Outcome(error=f"{type(error).__name__}: {error}{own_line(error)}")
+                return Outcome(error=raised(error))
         outputs = {name: t.clone() for name, t in raw.items()}
         changes = {name: changed(start.get(name, self.state[name]), t) for name, t in self.target.state.items()}
         if start:

@@ -70,8 +70,39 @@ class Drawn:
         return "at one place of its numbers"
 
 
+@dataclass(frozen=True, slots=True)
+class _Home:
+    """Where the code of a step stands: its module, and the package of that."""
+
+    module: str
+    package: str
+
+    @classmethod
+    def of(cls, root: Any) -> _Home:
+        root = getattr(root, "__func__", root)
+        module = (root if isinstance(root, types.FunctionType) else type(root)).__module__ or ""
+        return cls(module, module.split(".")[0])
+
+    def has(self, module: str | None) -> bool:
+        """Whether a module is of the step's package, or not installed."""
+        top = (module or "").split(".")[0]
+        if module == self.module or top == self.package:
+            return True
+        file = getattr(sys.modules.get(module or ""), "__file__", None)
+        return bool(file) and top not in _FOREIGN and top != "graphrt" and not file.startswith(_PACKAGES)
+
+
 def slots(root: Any, name: str) -> Iterator[Slot]:
-    """Every value within reach of an object or a function, each once."""
+    """Every value within reach of an object or a function, each once, and one for each path."""
+    home = _Home.of(root)
+    paths: set[str] = set()
+    for slot in _slots(root, name, home):
+        if slot.path not in paths:  # two functions may call what they close over alike
+            paths.add(slot.path)
+            yield slot
+
+
+def _slots(root: Any, name: str, home: _Home) -> Iterator[Slot]:
     seen: set[int] = set()
     count = 0
     todo: list[tuple[Any, str, Setter | None, int]] = [(root, name, None, 0)]
@@ -97,7 +128,9 @@ def slots(root: Any, name: str) -> Iterator[Slot]:
             yield Slot(path, value, functools.partial(_set_entries, value, setter))
         elif isinstance(value, types.FunctionType) or (_is_own_object(value) and hasattr(value, "__dict__")):
             yield Slot(f"{path}.", vars(value), functools.partial(_set_entries, vars(value), None))
-        todo += [(child, where, put, depth + 1) for child, where, put in reversed(list(_children(value, path, setter)))]
+        todo += [
+            (child, where, put, depth + 1) for child, where, put in reversed(list(_children(value, path, setter, home)))
+        ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +183,7 @@ def _random(value: Any) -> tuple[Drawn, Setter] | None:
     return None
 
 
-def _children(value: Any, path: str, put: Setter | None) -> Children:
+def _children(value: Any, path: str, put: Setter | None, home: _Home) -> Children:
     if isinstance(value, dict):
         for key, item in list(value.items()):
             yield item, f"{path}[{key!r}]", functools.partial(value.__setitem__, key)
@@ -166,7 +199,7 @@ def _children(value: Any, path: str, put: Setter | None) -> Children:
         yield value.__self__, path.removesuffix(f".{value.__name__}"), None
         yield value.__func__, path, None
     elif isinstance(value, types.FunctionType):
-        yield from _of_function(value, path)
+        yield from _of_function(value, path, home) if home.has(value.__module__) else ()
     elif isinstance(value, functools.partial):
         yield value.func, path, None
         for index, item in enumerate(value.args):
@@ -179,14 +212,14 @@ def _children(value: Any, path: str, put: Setter | None) -> Children:
         for key, item in list(vars(value).items()):
             if key not in _MODULE_PARTS and not key.endswith("_hooks") and key != "training":
                 yield item, f"{path}.{key}", functools.partial(_put, value, key)
-        yield from _of_classes(value, path)
+        yield from _of_classes(value, path, home)
     elif _is_own_object(value):
         names = list(getattr(value, "__dict__", ()))
         names += [n for kind in type(value).__mro__ for n in _slot_names(kind)]
         for key in names:
             if hasattr(value, key):
                 yield getattr(value, key), f"{path}.{key}", functools.partial(_put, value, key)
-        yield from _of_classes(value, path)
+        yield from _of_classes(value, path, home)
 
 
 def _of_tuple(value: tuple[Any, ...], path: str, put: Setter | None) -> Children:
@@ -203,19 +236,23 @@ def _of_tuple(value: tuple[Any, ...], path: str, put: Setter | None) -> Children
         yield item, where, None if put is None else functools.partial(replace, index)
 
 
-def _of_classes(value: Any, path: str) -> Children:
+def _of_classes(value: Any, path: str, home: _Home) -> Children:
     """What the classes of an object keep, and what their methods reach."""
+    found = set(getattr(value, "__dict__", ()))
     for kind in type(value).__mro__:
         if kind.__module__.split(".")[0] in _FOREIGN:
             continue
         for key, item in list(vars(kind).items()):
-            if isinstance(item, types.FunctionType):
+            if key in found:  # another class, or the object itself, has one of that name before it
+                continue
+            if isinstance(item, types.FunctionType) and home.has(item.__module__):
                 yield item, f"{path}.{key}", None
-            elif not key.startswith("__") and key not in getattr(value, "__dict__", ()) and _is_data(item):
+            elif not key.startswith("__") and _is_data(item):
                 yield item, f"{path}.{key}", functools.partial(setattr, kind, key)
+            found.add(key)
 
 
-def _of_function(function: types.FunctionType, path: str) -> Children:
+def _of_function(function: types.FunctionType, path: str, home: _Home) -> Children:
     """What a function closes over, and the globals that its code names, as these are called in it."""
     for key, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         try:
@@ -225,7 +262,7 @@ def _of_function(function: types.FunctionType, path: str) -> Children:
     space, names = function.__globals__, _names_in(function.__code__)
     for key in names:
         if key in space:
-            yield from _of_global(function, key, space[key], names)
+            yield from _of_global(function, key, space[key], names, home)
     for key, item in list(vars(function).items()):
         yield item, f"{path}.{key}", functools.partial(vars(function).__setitem__, key)
     arguments = function.__code__.co_varnames[: function.__code__.co_argcount]
@@ -238,34 +275,22 @@ def _of_function(function: types.FunctionType, path: str) -> Children:
             yield item, f"{path}({key})", functools.partial(keywords.__setitem__, key)
 
 
-def _of_global(function: types.FunctionType, key: str, item: Any, names: list[str]) -> Children:
+def _of_global(function: types.FunctionType, name: str, item: Any, names: list[str], home: _Home) -> Children:
     """A global that a function names: itself, or, of a module or a class of own code, what the function names of it."""
+    key = name if (function.__module__ or "") == home.module else f"{function.__module__}.{name}"
+    put = functools.partial(function.__globals__.__setitem__, name)
     if item is np and "random" in names:
-        yield np.random, f"{key}.random", None
+        yield np.random, f"{name}.random", None
     elif item is random or item is np.random:
-        yield item, key, None
+        yield item, name, None
     elif isinstance(item, (types.ModuleType, type)):
-        if _is_own_code(item.__name__ if isinstance(item, types.ModuleType) else item.__module__, function):
-            for name in names:
-                part = vars(item).get(name, np)  # a module of a module is not followed
-                if _is_data(part) or (isinstance(part, types.FunctionType) and _is_own_code(part.__module__, function)):
-                    yield part, f"{key}.{name}", functools.partial(setattr, item, name)
-    elif isinstance(item, types.FunctionType):
-        if _is_own_code(item.__module__, function):
-            yield item, key, functools.partial(function.__globals__.__setitem__, key)
+        if home.has(item.__name__ if isinstance(item, types.ModuleType) else item.__module__):
+            for attribute in names:
+                part = vars(item).get(attribute, np)  # a module of a module is not followed
+                if _is_data(part) or (isinstance(part, types.FunctionType) and home.has(part.__module__)):
+                    yield part, f"{key}.{attribute}", functools.partial(setattr, item, attribute)
     elif not isinstance(item, types.BuiltinFunctionType):
-        yield item, key, functools.partial(function.__globals__.__setitem__, key)
-
-
-def _is_own_code(module: str | None, function: types.FunctionType) -> bool:
-    """Whether a module is not installed, or belongs to the package of the function that names it."""
-    if module == function.__module__:
-        return True
-    top = (module or "").split(".")[0]
-    file = getattr(sys.modules.get(module or ""), "__file__", None)
-    if not file or top in _FOREIGN or top == "graphrt":
-        return False
-    return top == function.__module__.split(".")[0] or not file.startswith(_PACKAGES)
+        yield item, key, put
 
 
 def _is_data(item: Any) -> bool:
