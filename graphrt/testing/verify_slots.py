@@ -89,7 +89,7 @@ class _Home:
         if module == self.module or top == self.package:
             return True
         file = getattr(sys.modules.get(module or ""), "__file__", None)
-        return bool(file) and top not in _FOREIGN and top != "graphrt" and not file.startswith(_PACKAGES)
+        return file is not None and top not in (*_FOREIGN, "graphrt") and not file.startswith(_PACKAGES)
 
 
 def slots(root: Any, name: str) -> Iterator[Slot]:
