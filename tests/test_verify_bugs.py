@@ -46,7 +46,7 @@ def test_the_same_on_a_gpu(name: str) -> None:
 def test_there_are_enough_and_each_says_what_it_is_modelled_on() -> None:
     assert len(CATALOGUE) >= 24
     assert len(ON_CPU) >= 15
-    assert {bug.tool for bug in CATALOGUE.values()} <= {"verify", "audit", "diff", "capture"}
+    assert {bug.tool for bug in CATALOGUE.values()} <= {"verify", "audit", "diff", "marker", "capture"}
     assert all(bug.models for bug in CATALOGUE.values())
 
 

@@ -16,9 +16,10 @@ from graphrt.testing import verify_flight
 from graphrt.testing.canary import GUARD_BYTES, Canaries
 from graphrt.testing.poison import poisoned
 from graphrt.testing.verify import verify
-from graphrt.testing.verify_host import HostValues, assigned, caches, slots, written_tensors
+from graphrt.testing.verify_host import HostValues, assigned, caches, written_tensors
 from graphrt.testing.verify_memory import UnwrittenMemory, fill_inactive, inactive_blocks
 from graphrt.testing.verify_report import differing, first_difference, region
+from graphrt.testing.verify_slots import slots
 
 NAN = math.nan
 WEIGHT = torch.randn(6, 6, generator=torch.Generator().manual_seed(3))

@@ -37,6 +37,7 @@ def verify(
     pad: Mapping[str, float] | None = None,
     permute: Sequence[str] = (),
     dims: Mapping[str, Sequence[str]] | None = None,
+    state: Mapping[str, torch.Tensor] | None = None,
 ) -> VerifyReport:
     """Run a step eagerly, padded and as a graph over several cases, and say what differs and why.
 
@@ -53,6 +54,8 @@ def verify(
                  stand there
     permute      names of inputs whose first dimension is the rows: rows are also given in reverse order
     dims         by name of an output: names of its dimensions, for the report
+    state        of a plain step: tensors by name that go on from step to step, such as a KV cache. Where pad rows may
+                 write to a part of one, give a view of the rest
 
     The caller's buffers and state are as before afterwards. On CUDA, memory that torch's allocator holds unused is
     filled with poison, and with it results of other graphs that were not copied yet. Works in inference mode; not
@@ -80,9 +83,11 @@ def verify(
         if is_plain(step):
             for values in inputs.values():
                 check_takes(step, values)  # type: ignore[arg-type]
-            step = PlainSubject(step, list(inputs.values()), pad or {})  # type: ignore[arg-type]
+            step = PlainSubject(step, list(inputs.values()), pad or {}, state or {})  # type: ignore[arg-type]
         elif pad:
             raise ConfigError("pad: expected none beside a Subject, got some; refresh() writes what its buffers hold")
+        elif state:
+            raise ConfigError("state: expected none beside a Subject, got some; let it have an attribute state")
         target = Target(step, eager)
         names = list(inputs) if captures is None else [str(n) for n in captures]
         if unknown := set(names) - set(inputs):

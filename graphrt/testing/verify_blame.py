@@ -12,13 +12,15 @@ from typing import Any, TypeVar
 
 import torch
 
-from graphrt.testing.verify_host import Change, HostValues, caches
+from graphrt.testing.verify_host import Change, HostValues, assign, caches
 from graphrt.testing.verify_memory import NAN_BYTE
 from graphrt.testing.verify_report import Difference, differing, region
-from graphrt.testing.verify_runs import POISONED, Case, Contents, Outcome, Runs, World
+from graphrt.testing.verify_runs import OTHER_SEED, POISONED, Case, Contents, Outcome, Runs, World
+from graphrt.testing.verify_slots import same
 
 POOL = "memory pool"
 _MOST_TRIED = 40
+_RUNS_ON = 4  # of a step whose Python values go on, as not each of them shows in the results
 _T = TypeVar("_T")
 _NUMBERS = (int, float, bool, str)
 
@@ -38,7 +40,8 @@ class Captured:
 
     contents  of the buffers when it was captured
     host      values of the host then
-    fill_memory   fills memory that nothing may read before it is written
+    entered   the same, before the step ran
+    fill_memory   fills memory that nothing may read before it is written; of 0 the next launch's results take part
     addresses     of the buffers
     """
 
@@ -46,6 +49,7 @@ class Captured:
     launch: Callable[[], Any]
     contents: Contents
     host: HostValues
+    entered: HostValues
     fill_memory: Callable[[int], object]
     addresses: Mapping[str, int]
 
@@ -111,7 +115,7 @@ class Blamer:
     def _frozen(self, graph: Captured, case: Case, contents: Contents, got: Outcome) -> Blame | None:
         """What an eager run must have put back to give what the graph gave."""
         runs = self._runs
-        host = [*self._scalars(graph, case), *self._host(graph, case)]
+        host = [*self._host(graph, case), *self._scalars(graph, case)]
         buffers = self._buffers(graph, contents)
 
         def explains(chosen: Sequence[_Revert]) -> bool:
@@ -139,25 +143,39 @@ class Blamer:
                 f"host values that refresh() makes of its inputs: run() took them at capture, and the graph goes on "
                 f"with those of case {graph.case.name}; keep them in tensors that refresh() fills"
             )
-            return Blame("graph", ("host values",), because + self._seen(graph, case, contents))
+            untried = self._moved(graph, case)
+            if untried:
+                because += f"; another tensor stands in {', '.join(untried)}, too large to be put back"
+            return Blame("graph", untried or ("host values",), because + self._seen(graph, case, contents))
         return None
 
     def _scalars(self, graph: Captured, case: Case) -> list[_Revert]:
         found = []
         for name, old in graph.case.inputs.items():
             new = case.inputs.get(name)
-            if isinstance(old, _NUMBERS) and isinstance(new, _NUMBERS) and (type(old), old) != (type(new), new):
-                because = (
-                    f"{name} was {old!r} when case {graph.case.name} was captured, and is {new!r} now: the graph has "
-                    f"the old value; keep {name} in a tensor, or capture a graph for each value"
-                )
-                found.append(_Revert(name, because, inputs={name: old}))
+            tensors = isinstance(old, torch.Tensor), isinstance(new, torch.Tensor)
+            if all(tensors) or (not any(tensors) and same(old, new)):
+                continue
+            was, now = ("a tensor" if tensor else repr(v) for tensor, v in zip(tensors, (old, new), strict=True))
+            because = (
+                f"{name} was {was} when case {graph.case.name} was captured, and is {now} now: the graph has "
+                f"the old value; keep {name} in a tensor, or capture a graph for each value"
+            )
+            found.append(_Revert(name, because, inputs={name: old}))
         return found
 
     def _host(self, graph: Captured, case: Case) -> list[_Revert]:
         self._runs.target.subject.refresh(case.inputs)
+        root = self._runs.target.root
+        changes = graph.host.changed(*root)
+        tried = {change.path: change.old for change in changes if not change.is_tensor}
+        changes += [
+            change
+            for change in graph.entered.changed(*root)
+            if not change.is_tensor and not (change.path in tried and same(tried[change.path], change.old))
+        ]
         found = []
-        for change in graph.host.changed(*self._runs.target.root):
+        for change in changes:
             if change.is_tensor and change.old is None:
                 continue
             advice = (
@@ -205,7 +223,7 @@ class Blamer:
     def _stale(self, name: str, case: Case, contents: Contents) -> str:
         """What stands in a buffer that refresh did not write, and where."""
         if name == POOL:
-            return "the graph reads memory of the pool, or memory that was freed, before it writes it"
+            return "the graph reads or returns memory of the pool, or memory that was freed, before it writes it"
         if name.startswith("state "):
             return f"unowned parts of {name} reach the results; mask them, or give the row a page of its own"
         clean, have = self._reference[case.name][0][name], contents[name]
@@ -270,6 +288,42 @@ class Blamer:
         text = "the step writes there; look at the rows that are no real ones, and at what they take for their place"
         return Blame("unowned", (wrong.output,), text)
 
+    def carried(self, case: Case, found: Mapping[str, Any]) -> Blame | None:
+        """Which of these host values, which run() changes, a second run goes on from. They are then put back each time.
+
+        found   by path, with their values before a run
+        """
+        runs = self._runs
+        runs.carried = dict(found)
+        undo = assign(*runs.target.root, found)
+
+        def again(kept: Sequence[str] = ()) -> Outcome:
+            runs.kept = frozenset(kept)
+            try:
+                return runs.eager(case, runs.enter(case, World.REFERENCE), entered=True)
+            except Exception as error:  # of refresh(): `check` says so
+                return Outcome(error=str(error))
+            finally:
+                runs.kept = frozenset()
+
+        def goes_on(kept: Sequence[str]) -> bool:
+            again()
+            return any(not runs.same(case, again(kept), usual) for _ in range(_RUNS_ON))
+
+        usual, names = again(), list(found)
+        if usual.error or not runs.same(case, again(), usual) or not goes_on(names):
+            runs.carried = {}
+            for put, old in reversed(undo):
+                put(old)
+            return None
+        chosen = next(([name] for name in names[:_MOST_TRIED] if goes_on([name])), names)
+        shown = ", ".join(chosen)
+        because = (
+            f"run() leaves another value in {shown}, and the next run goes on from it: a replay runs no Python, so it "
+            f"stays as it was at capture; keep it in a tensor that run() changes in place, or change it in refresh()"
+        )
+        return Blame("determinism", tuple(chosen), because)
+
     def unreset(self, case: Case) -> Blame | None:
         """Which tensors that nobody named make a second run differ from the first."""
         runs = self._runs
@@ -294,15 +348,18 @@ class Blamer:
         return Blame("determinism", tuple(chosen), because)
 
     def remembered(self, case: Case, start: HostValues) -> Blame | None:
-        """Which host values of earlier cases a result comes from: with these as at `start`, it is another one."""
+        """Which host values of earlier cases a result comes from: with these as at `start`, it is another one.
+
+        With other random numbers than before: what was drawn once, and kept, is from an earlier case too.
+        """
         runs = self._runs
         root = runs.target.root
         changes = [c for c in start.changed(*root, entries=True) if c.old is not None or not c.is_tensor]
-        clean, usual = self._reference[case.name]
+        clean, _ = self._reference[case.name]
 
         def fresh(chosen: Sequence[Change]) -> Outcome | None:
             try:
-                return runs.eager(case, clean, earlier={c.path: c.old for c in chosen}, put=False)
+                return runs.eager(case, clean, earlier={c.path: c.old for c in chosen}, put=False, seed=OTHER_SEED)
             except Exception:  # refresh does not work with such values
                 return None
 
@@ -310,8 +367,8 @@ class Blamer:
             outcome = fresh(chosen)
             return outcome is not None and not outcome.error and runs.same(case, outcome, wanted)
 
-        everything = fresh(changes) if changes else None
-        if everything is None or everything.error or runs.same(case, everything, usual):
+        usual, everything = (fresh(()), fresh(changes)) if changes else (None, None)
+        if usual is None or everything is None or everything.error or runs.same(case, everything, usual):
             return None
         wanted = everything
         chosen = list(changes) if len(changes) == 1 else _least(changes[:_MOST_TRIED], enough)
@@ -350,6 +407,15 @@ class Blamer:
                 because = f"{region(name, mask)} does not hold what inputs['{name}'] has; copy it in refresh()"
                 return Blame("padding", (name,), because)
         return None
+
+
+def aliased(runs: Runs, wrong: Difference) -> Blame | None:
+    """A wrong output that is memory of a tensor which the step writes as well."""
+    tensor = runs.standing.get(wrong.output, "")
+    if tensor not in runs.target.hidden:
+        return None
+    because = f"{wrong.output} is memory of {tensor}, which the step writes to again; return a copy"
+    return Blame("padding", (tensor,), because)
 
 
 def _least(items: Sequence[_T], enough: Callable[[Sequence[_T]], bool]) -> list[_T]:

@@ -42,6 +42,11 @@ def coverage(v: Verification, graphs: GraphChecks, captures: Sequence[str]) -> t
         "refresh() writes all of each buffer",
     )
     note("state", target.state, f"{', '.join(target.state)} after each run", "no state is named")
+    zeros = [name for name, t in runs.state.items() if t.is_floating_point() and t.numel() and not bool(t.any())]
+    if zeros:
+        left["zeros"] = (
+            f"a write of zeros does not show, as these hold nothing else: {', '.join(zeros)}; fill them first"
+        )
     note("unowned", target.has_unowned, "poison in unowned parts of the state", "unowned() is not given")
     numbers = _changing(v.cases)
     note("scalars", numbers, f"{', '.join(numbers)} changed after capture", "no number of make_inputs changes")

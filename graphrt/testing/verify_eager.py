@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import partial
+from typing import Any
 
 import torch
 
-from graphrt.testing.verify_blame import Blame
+from graphrt.testing.verify_blame import Blame, aliased
 from graphrt.testing.verify_context import Verification
-from graphrt.testing.verify_host import written_tensors
-from graphrt.testing.verify_report import Difference, differing, first_difference
+from graphrt.testing.verify_host import rewritten_values, values_at, written_tensors
+from graphrt.testing.verify_memory import zeroed
+from graphrt.testing.verify_report import Difference, differing, first_difference, raised, region
 from graphrt.testing.verify_runs import POISONED, Case, Contents, Outcome, World, changed, one_seed
 from graphrt.testing.verify_subject import named_outputs
+
+_MOST_VALUES = 8  # of a buffer that are tried as values of its pad rows
+_Pair = tuple[str, torch.Tensor | None, torch.Tensor, torch.Tensor | None]
 
 
 class EagerChecks:
@@ -19,18 +25,24 @@ class EagerChecks:
 
     def __init__(self, verification: Verification) -> None:
         self._v = verification
+        self._rewritten: dict[str, Any] = {}  # host values that run() changes, by path, as they were
 
     def prepare(self) -> None:
         """Learn which buffers refresh() writes to, and where, for each case."""
         target, runs = self._v.target, self._v.runs
-        known = runs.storages
+        known = set(runs.storages)
         names = list(self._v.cases)
+        at_first = values_at(*target.root)
         for case in list(self._v.cases.values()):
             try:
                 found = written_tensors(*target.root, partial(target.subject.refresh, case.inputs))
             except Exception as error:
                 self._v.find(
-                    "refresh", case, "", f"refresh() raised {type(error).__name__}: {error}", Blame("", (), "")
+                    "refresh",
+                    case,
+                    "",
+                    f"refresh() raised {raised(error)}",
+                    Blame("", (), ""),
                 )
                 del self._v.cases[case.name]
                 continue
@@ -50,16 +62,35 @@ class EagerChecks:
             for n in target.buffers
             if self._v.cases and all(bool(self._v.written[c][n].any()) for c in self._v.written)
         )
+        self._rewritten = {path: at_first.get(path, old) for path, old in self._rewritten.items()}
+        self._find_carried()
+
+    def _find_carried(self) -> None:
+        """Host values that run() changes and goes on from. A launch by the caller's own code may change them too."""
+        for case in self._v.cases.values() if self._rewritten and self._v.target.capture is None else ():
+            if blame := self._v.blamer.carried(case, self._rewritten):
+                self._v.find(blame.check, case, "", "the same run gives other results when it is repeated", blame)
+                return
 
     def _find_hidden(self, case: Case) -> None:
-        """Tensors that run() changes in place, and that are not named: they are restored before each run as well."""
+        """Tensors that run() changes in place, and that are not named: they are restored before each run as well.
+
+        And host values that it changes: the last case shows those that it does not change at the first run only.
+        """
         target, runs = self._v.target, self._v.runs
         runs.restore_state()
         runs.eager_runs += 1
         before = runs.contents()
         outputs: dict[str, torch.Tensor] = {}
+
+        def run() -> None:
+            outputs.update(named_outputs(target.subject.run()))
+
+        def watched() -> None:
+            self._rewritten = rewritten_values(*target.root, run)
+
         try:
-            found = written_tensors(*target.root, lambda: outputs.update(named_outputs(target.subject.run())))
+            found = written_tensors(*target.root, watched)
         except Exception:  # `check` says so
             return
         if not outputs:
@@ -84,7 +115,7 @@ class EagerChecks:
             try:
                 self._v.target.subject.refresh(case.inputs)
             except Exception as error:
-                text = f"refresh() raised {type(error).__name__}: {error} ({world.value} in the buffers)"
+                text = f"refresh() raised {raised(error)} ({world.value} in the buffers)"
                 self._v.find("refresh", case, "", text, Blame("", (), "refresh() reads what it should write"))
             results.append(runs.contents())
         written = {}
@@ -149,17 +180,16 @@ class EagerChecks:
         self._v.runs.restore_state()
         self._v.runs.eager_runs += 1
         try:
-            with one_seed(self._v.target.device):
+            with one_seed(self._v.target.device), zeroed(self._v.target.device):
                 exact = named_outputs(self._v.target.eager(case.inputs))
         except Exception as error:
-            return Outcome(error=f"{type(error).__name__}: {error}")
+            return Outcome(error=raised(error))
         # An oracle may update the state as the step should: then the state is compared as well.
         changes = {name: changed(self._v.runs.state[name], t) for name, t in self._v.target.state.items()}
         exact |= {f"state {n}": t for n, t in self._v.target.state.items() if len(changes[n][0])}
         exact = {name: t.clone() for name, t in exact.items()}
         self._v.runs.restore_state()
-        if not self._v.target.names_real:
-            case.exact_shapes.update((name, tuple(t.shape)) for name, t in exact.items())
+        case.exact_shapes.update((name, tuple(t.shape)) for name, t in exact.items())
         return Outcome(exact)
 
     def _check_exact(self, case: Case) -> None:
@@ -177,6 +207,9 @@ class EagerChecks:
                 or self._v.blamer.remembered(case, self._v.host)
                 or self._v.blamer.unlike_inputs(case)
                 or self._never_written(case)
+                or self._pad_values(case, exact, wrong)
+                or aliased(self._v.runs, wrong)
+                or self._unpadded(case)
             )
             self._v.find("padding", case, "", "the padded step differs from the exact one", blame, wrong)
 
@@ -185,7 +218,80 @@ class EagerChecks:
         names = self._v.runs.rewritten - self._v.target.derived
         return {name: mask for name, mask in self._v.written[case.name].items() if name in names}
 
+    def _pad_values(self, case: Case, exact: Outcome, wrong: Difference) -> Blame | None:
+        """Which values behind a smaller input spoil the result, though the caller's code writes them.
+
+        With other values of it the first wrong element comes right; of a single one it is enough that
+        results change, and so it is where the oracle is the step itself: padding alone is between them.
+        Integers go first where state is wrong: they say where a write goes.
+        """
+        runs = self._v.runs
+        contents, padded = self._v.reference[case.name]
+        tails: dict[str, torch.Tensor] = {}
+        for name, value in case.inputs.items():
+            buffer = contents.get(name)
+            if isinstance(value, torch.Tensor) and buffer is not None and value.dim() == buffer.dim():
+                tails[name] = torch.ones_like(buffer, dtype=torch.bool)
+                tails[name][tuple(slice(0, n) for n in value.shape)] = False
+        tails = {name: tail for name, tail in tails.items() if bool(tail.any())}
+        if wrong.output.startswith("state "):
+            tails = dict(sorted(tails.items(), key=lambda item: contents[item[0]].is_floating_point()))
+        changing = []
+        for name, tail in tails.items():
+            for other in self._others(name, contents[name]):
+                outcome = runs.eager(case, {**contents, name: torch.where(tail, other, contents[name])})
+                if not outcome.error and self._is_right(case, exact, outcome, wrong):
+                    return self._spoils(name, tail)
+                if not outcome.error and name not in changing and not runs.same(case, outcome, padded):
+                    changing.append(name)
+        sure = len(changing) == 1 and (len(tails) == 1 or self._v.target.is_own_oracle)
+        return self._spoils(changing[0], tails[changing[0]]) if sure else None
+
+    def _others(self, name: str, values: torch.Tensor) -> Iterator[torch.Tensor]:
+        """Other contents of a buffer: poison, and of integers each value that it holds, as it may be an index."""
+        for world in POISONED:
+            other = values.clone()
+            self._v.runs.fill(name, other, world)
+            yield other
+        if not (values.is_floating_point() or values.is_complex()):
+            for value in values.unique()[:_MOST_VALUES]:
+                yield value.expand_as(values)
+
+    def _unpadded(self, case: Case) -> Blame | None:
+        """Where no input is smaller than its buffer, padding is not to blame."""
+        contents = self._v.reference[case.name][0]
+        inputs = {name: v for name, v in case.inputs.items() if isinstance(v, torch.Tensor)}
+        if inputs and all(name in contents and contents[name].shape == value.shape for name, value in inputs.items()):
+            return Blame(
+                "padding", (), "nothing is padded in this case: the step and its oracle compute different things"
+            )
+        return None
+
+    def _spoils(self, name: str, tail: torch.Tensor) -> Blame:
+        because = f"what stands in {region(name, tail)}, behind the input, reaches the results; mask it"
+        return Blame("padding", (name,), f"{because}, or let it point to what nobody owns")
+
+    def _is_right(self, case: Case, exact: Outcome, outcome: Outcome, wrong: Difference) -> bool:
+        """Whether the element that was wrong agrees with the oracle in another outcome."""
+        for name, have, want, _ in self._pairs(case, exact, outcome):
+            if name == wrong.output and have is not None and have.shape == want.shape:
+                return not bool(differing(have, want, self._v.tolerance(want.dtype))[wrong.at].any())
+        return False
+
     def _unlike_exact(self, case: Case, exact: Outcome, padded: Outcome) -> Difference | None:
+        for name, have, want, counted in self._pairs(case, exact, padded):
+            if have is None:
+                return Difference(name, (), "nothing", list(want.shape), 1, 1, ())
+            if have.shape != want.shape:
+                return Difference(name, (), list(have.shape), list(want.shape), 1, 1, ())
+            tolerance = self._v.tolerance(want.dtype)
+            dims = self._v.runs.dims.get(name)
+            if wrong := first_difference(name, have, want, counted=counted, tolerance=tolerance, dims=dims):
+                return wrong
+        return None
+
+    def _pairs(self, case: Case, exact: Outcome, padded: Outcome) -> Iterator[_Pair]:
+        """Each output and state tensor of a padded run, cut to what is real, the exact one, and what of them counts."""
         for name, want in exact.outputs.items():
             have = padded.outputs.get(name)
             if name.startswith("state "):
@@ -194,21 +300,15 @@ class EagerChecks:
                 have[indices] = values
                 have = have.view(want.shape)
             if have is None:
-                return Difference(name, (), "nothing", list(want.shape), 1, 1, ())
+                yield name, None, want, None
+                continue
             counted = None
             if have.shape != want.shape:
                 index = case.real.get(name, tuple(slice(0, n) for n in want.shape))
                 have = have[index] if have.dim() == want.dim() or name in case.real else have
             else:
                 counted = case.counted(name, want)
-            if have.shape != want.shape:
-                return Difference(name, (), list(have.shape), list(want.shape), 1, 1, ())
-            tolerance = self._v.tolerance(want.dtype)
-            dims = self._v.runs.dims.get(name)
-            have = have if have.dtype == want.dtype else have.to(want.dtype)
-            if wrong := first_difference(name, have, want, counted=counted, tolerance=tolerance, dims=dims):
-                return wrong
-        return None
+            yield name, have if have.dtype == want.dtype else have.to(want.dtype), want, counted
 
     def _never_written(self, case: Case) -> Blame | None:
         """Buffers that the step reads, and that refresh() did not write to for this case at all."""

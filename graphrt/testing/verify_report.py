@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import os
+import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 
+import graphrt
+
+_PACKAGES = tuple(f"{Path(module.__file__).parent}{os.sep}" for module in (torch, graphrt) if module.__file__)
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _NAMES: dict[int, tuple[str, ...]] = {1: ("row",), 2: ("row", "index"), 3: ("row", "head", "index")}
 
@@ -198,3 +204,19 @@ def _dims(count: int) -> tuple[str, ...]:
 
 def _shown(value: Any) -> str:
     return f"{value:.6g}" if isinstance(value, float) else str(value)
+
+
+def raised(error: BaseException) -> str:
+    """What was raised, and where."""
+    return f"{type(error).__name__}: {error}{own_line(error)}"
+
+
+def own_line(error: BaseException) -> str:
+    """Where the caller's code stood when something was raised: "; at step.py:12, `n = int(lengths.max())`"."""
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(_PACKAGES)]
+    if not frames and error.__cause__ is not None:
+        return own_line(error.__cause__)
+    if not frames:
+        return ""
+    last = frames[-1]
+    return f"; at {Path(last.filename).name}:{last.lineno}" + (f", `{last.line}`" if last.line else "")

@@ -11,13 +11,13 @@ from typing import Any
 import torch
 
 from graphrt.testing.poison import poison_bits
-from graphrt.testing.verify_host import assigned
+from graphrt.testing.verify_host import assign, assigned, generators, values_at
 from graphrt.testing.verify_memory import zeroed
-from graphrt.testing.verify_report import Difference, differing, first_difference
+from graphrt.testing.verify_report import Difference, differing, first_difference, raised
 from graphrt.testing.verify_subject import Inputs, Target, name_of
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_SEED = 1234
+_SEED, OTHER_SEED = 1234, 4321
 
 Contents = Mapping[str, torch.Tensor]
 """What every static buffer holds when the step begins."""
@@ -88,12 +88,29 @@ class Runs:
         self.initial = {name: t.clone() for name, t in target.buffers.items()}
         self.state = {name: t.clone() for name, t in target.state.items()}
         self.hidden: dict[str, torch.Tensor] = {}
-        self.kept: frozenset[str] = frozenset()  # of these, what a run finds as the run before left it
-        self.standing: set[str] = set()  # outputs that lie in memory of before the run
+        self.carried: dict[str, Any] = {}  # host values that run() changes, by path: what they are before each run
+        self.kept: frozenset[str] = frozenset()  # of both, what a run finds as the run before left it
+        self.generators = generators(*target.root)
+        self.standing: dict[str, str] = {}  # outputs in memory of before the run -> the tensor that it is, where known
         self._last: dict[str, torch.Tensor] = {}
         self._raw: dict[str, torch.Tensor] = {}
 
     def restore_state(self) -> None:
+        """State and hidden tensors, generators, and host values that run() changes, as at first."""
+        self.restore_tensors()
+        self.restore_host(self.generators, self.carried)
+
+    def host_state(self) -> tuple[Sequence[tuple[torch.Generator, torch.Tensor]], Mapping[str, Any]]:
+        """Generators, and host values that run() changes, as they are now: for `restore_host`."""
+        root = self.target.root
+        return [(g, g.get_state()) for g, _ in self.generators], values_at(*root, self.carried)
+
+    def restore_host(self, standing: Sequence[tuple[torch.Generator, torch.Tensor]], values: Mapping[str, Any]) -> None:
+        for generator, state in standing:
+            generator.set_state(state)
+        assign(*self.target.root, {path: old for path, old in values.items() if path not in self.kept})
+
+    def restore_tensors(self) -> None:
         for name, tensor in self.target.state.items():
             tensor.copy_(self.state[name])
         for name, tensor in self.target.hidden.items():
@@ -129,11 +146,11 @@ class Runs:
         return self.contents()
 
     @property
-    def storages(self) -> set[int]:
-        """Addresses of the storages of everything that is named, or that was found."""
+    def storages(self) -> dict[int, str]:
+        """Addresses of the storages of everything that is named, or that was found, with the names."""
         target = self.target
-        tensors = (*target.buffers.values(), *target.state.values(), *target.hidden.values())
-        return {tensor.untyped_storage().data_ptr() for tensor in tensors}
+        tensors = {**target.buffers, **target.state, **target.hidden}
+        return {tensor.untyped_storage().data_ptr(): name for name, tensor in tensors.items()}
 
     def _set_world(self, names: frozenset[str], world: World) -> None:
         if world is World.NATURAL:
@@ -160,6 +177,7 @@ class Runs:
         skip: frozenset[str] = frozenset(),
         before: Callable[[], object] | None = None,
         after: bool = False,
+        seed: int = _SEED,
     ) -> Outcome:
         """One run from the first state with these contents.
 
@@ -171,12 +189,15 @@ class Runs:
         unowned  poison for unowned parts of the state, but for those tensors in `skip`
         before   called last
         after    keep the buffers after the run too
+        seed     of torch's random numbers
         """
         root = self.target.root
         with ExitStack() as stack:
             stack.enter_context(assigned(*root, earlier or {}))
             if not entered:
                 self.restore_state()
+                for generator, _ in self.generators if seed != _SEED else ():
+                    generator.manual_seed(seed)
                 self.target.subject.refresh(case.inputs if inputs is None else inputs)
                 if put:
                     self.put(contents)
@@ -184,13 +205,13 @@ class Runs:
             if before is not None:
                 before()
             stack.enter_context(assigned(*root, slots or {}))
-            stack.enter_context(one_seed(self.target.device))
+            stack.enter_context(one_seed(self.target.device, seed))
             try:
                 raw = self.target.named(body())
             except Exception as error:
                 if "CUDA error" in str(error):  # the device is lost: nothing that follows would mean anything
                     raise
-                return Outcome(error=f"{type(error).__name__}: {error}")
+                return Outcome(error=raised(error))
         outputs = {name: t.clone() for name, t in raw.items()}
         changes = {name: changed(start.get(name, self.state[name]), t) for name, t in self.target.state.items()}
         if start:
@@ -213,7 +234,7 @@ class Runs:
             last = self._last.get(name)
             address = tensor.untyped_storage().data_ptr()
             if address in named or (last is not None and last.untyped_storage().data_ptr() == address):
-                self.standing.add(name)
+                self.standing[name] = named.get(address, "")
         self._last = self._raw  # alive until the next run, which cannot get the same memory then
         return outcome
 
@@ -312,8 +333,8 @@ def fill(tensor: torch.Tensor, world: World, span: tuple[float, float]) -> None:
 
 
 @contextmanager
-def one_seed(device: torch.device) -> Iterator[None]:
+def one_seed(device: torch.device, seed: int = _SEED) -> Iterator[None]:
     """The same random numbers in every run; the caller's generators are as before afterwards."""
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-        torch.manual_seed(_SEED)
+        torch.manual_seed(seed)
         yield

@@ -66,6 +66,7 @@ class Target:
                 )
         self.subject = subject
         self.eager: Callable[[Inputs], Output] | None = getattr(subject, "eager", None)
+        self.is_own_oracle = eager is None and isinstance(subject, PlainSubject)  # on tensors of exact size
         if eager is not None:
             self.eager = eager if not isinstance(subject, PlainSubject) else subject.oracle(eager)
         self.capture: Callable[[Inputs], Callable[[], Output]] | None = getattr(subject, "capture", None)
@@ -106,10 +107,6 @@ class Target:
     def has_unowned(self) -> bool:
         return self._unowned is not None
 
-    @property
-    def names_real(self) -> bool:
-        return self._real is not None
-
     def real(self, inputs: Inputs) -> dict[str, Any]:
         return dict(self._real(inputs)) if self._real is not None else {}
 
@@ -131,17 +128,23 @@ class Target:
 
 
 class PlainSubject:
-    """A plain function with static buffers around it, one for each tensor among its inputs.
+    """A plain function with static buffers around it, one for each input that is a tensor in some case.
 
     A buffer has the largest extents that its input has in any case. A smaller input fills the beginning; what stands
     behind it is `pad[name]` where that is given, and else whatever was there.
     """
 
-    def __init__(self, step: Callable[..., Output], cases: Sequence[Inputs], pad: Mapping[str, float]) -> None:
+    def __init__(
+        self,
+        step: Callable[..., Output],
+        cases: Sequence[Inputs],
+        pad: Mapping[str, float],
+        state: Mapping[str, torch.Tensor],
+    ) -> None:
         check_instance("pad", pad, Mapping, advice="pass a dict of input names")
         for name, value in pad.items():
             check_instance(f"pad[{name!r}]", value, (int, float), advice="pass a number")
-        self.step = step
+        self.step, self.state = step, state
         self.canaries = Canaries()
         self.pad = dict(pad)
         self._in_place: dict[str, None] = {}
@@ -156,12 +159,12 @@ class PlainSubject:
                     f"make_inputs: expected the names {sorted(first)} in every case, got "
                     f"{sorted(inputs) if isinstance(inputs, Mapping) else type(inputs).__name__}; give all in each"
                 )
-        for name, value in first.items():
-            if isinstance(value, torch.Tensor):
-                self.buffers[name] = self._allocate(name, [inputs[name] for inputs in cases])
+        for name in first:
+            if tensors := [inputs[name] for inputs in cases if isinstance(inputs[name], torch.Tensor)]:
+                self.buffers[name] = self._allocate(name, tensors)
 
     def _allocate(self, name: str, values: Sequence[torch.Tensor]) -> torch.Tensor:
-        kinds = {(v.dtype, v.device, v.dim()) if isinstance(v, torch.Tensor) else type(v) for v in values}
+        kinds = {(v.dtype, v.device, v.dim()) for v in values}
         if len(kinds) > 1:
             raise ConfigError(f"{name}: expected one dtype, device and number of dimensions, got {kinds}; convert it")
         shape = [max(v.shape[dim] for v in values) for dim in range(values[0].dim())]
@@ -170,12 +173,14 @@ class PlainSubject:
     def refresh(self, inputs: Inputs) -> None:
         self.scalars = {name: value for name, value in inputs.items() if not isinstance(value, torch.Tensor)}
         for name, buffer in self.buffers.items():
+            if name in self.scalars:
+                continue
             if name in self.pad:
                 buffer.fill_(self.pad[name])
             buffer[tuple(slice(0, extent) for extent in inputs[name].shape)].copy_(inputs[name])
 
     def run(self) -> Output:
-        result = named_outputs(self.step(**self.buffers, **self.scalars))
+        result = named_outputs(self.step(**{**self.buffers, **self.scalars}))
         return result | {_in_place(name): self.buffers[name] for name in self._in_place}
 
     def eager(self, inputs: Inputs) -> Output:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from tests.bugs import bug, device, frozen, padding, stale
+from tests.bugs import bug, captures, device, frozen, padding, stale
 from tests.bugs.bug import Bug, Seen
 
 __all__ = ["CATALOGUE", "Bug", "Seen"]
 
-_TOPICS = [module.__name__ for module in (stale, frozen, padding, device)]
+_TOPICS = [module.__name__ for module in (stale, frozen, padding, captures, device)]
 CATALOGUE = dict(sorted(bug.CATALOGUE.items(), key=lambda item: _TOPICS.index(item[1].topic)))

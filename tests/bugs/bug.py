@@ -34,7 +34,7 @@ class Bug:
 
     name     of the bug, as the documentation has it
     models   the real bugs that it is modelled on
-    tool     which tool of the kit must catch it: verify, audit, diff, capture
+    tool     which tool of the kit must catch it: verify, audit, diff, marker (`capture_safe`), capture
     blamed   what must be among the names that the tool blames
     show     runs the tool on the step, with the bug or without it
     gpu      whether it needs a GPU
@@ -56,7 +56,10 @@ CATALOGUE: dict[str, Bug] = {}
 
 
 def add(name: str, models: str, blamed: str, *, tool: str = "verify", gpu: bool = False, **options: Any) -> Callable:
-    """Enters a class of subjects, or a function from (planted, device) to what `verify` takes first, or to `Seen`."""
+    """Enters a class of subjects, or a function from (planted, device) to `Seen`, or to what `verify` takes.
+
+    That is a step and make_inputs, and a dict of options where they belong to this very step.
+    """
 
     def enter(planting: Any) -> Any:
         assert name not in CATALOGUE, name
@@ -65,8 +68,8 @@ def add(name: str, models: str, blamed: str, *, tool: str = "verify", gpu: bool 
             made = planting(planted, device)
             if isinstance(made, Seen):
                 return made
-            step, make_inputs = made if isinstance(made, tuple) else (made, made.make_inputs)
-            return seen(verify(step, make_inputs, **options))
+            step, make_inputs, *more = made if isinstance(made, tuple) else (made, made.make_inputs)
+            return seen(verify(step, make_inputs, **options, **(more[0] if more else {})))
 
         lines = textwrap.dedent(inspect.getsource(planting))
         CATALOGUE[name] = Bug(name, models, tool, blamed, show, gpu, lines, planting.__module__)

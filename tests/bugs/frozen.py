@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 from tests.bugs.bug import add
-from tests.bugs.step import PAGE, ROWS, Decode
+from tests.bugs.step import PAGE, ROWS, WIDTH, Decode
 
 
 @add("baked max_seq_len", "transformers #45274", "self.max_seq_len")
@@ -165,6 +166,83 @@ class BakedRows(Decode):
     def run(self) -> torch.Tensor:
         out = super().run()
         return torch.cat([out[: self.rows], torch.zeros_like(out[self.rows :])])
+
+
+@add("an attribute that the body sets", "pytorch #114844", "self.previous")
+class SetAttribute(Decode):
+    """The step keeps its hidden state for the next one in an attribute. A replay runs no Python, and sets nothing."""
+
+    def add_buffers(self) -> None:
+        self.previous = torch.zeros(ROWS, WIDTH, device=self.device)
+        self.state["previous"] = self.previous
+
+    def hidden(self) -> torch.Tensor:
+        hidden, before = super().hidden(), self.previous
+        mixed = hidden + before
+        if self.planted:
+            self.previous = hidden
+        else:
+            self.previous.copy_(hidden)
+        return mixed
+
+
+@add("a step counter in Python", "burn #5779", "self.steps")
+class PythonCounter(Decode):
+    """The body counts its steps in Python and computes with the count. All replays have that of the capture."""
+
+    steps = 0
+
+    def add_buffers(self) -> None:
+        self.count = self.ints(())
+        self.state["count"] = self.count
+
+    def run(self) -> torch.Tensor:
+        count: Any = self.count.add_(1)
+        if self.planted:
+            self.steps += 1
+            count = self.steps
+        return super().run() / (1 - 0.9**count)
+
+    def eager(self, inputs: Mapping[str, Any]) -> torch.Tensor:
+        return super().eager(inputs) / (1 - 0.9)
+
+
+@add("random numbers drawn in Python", "pytorch #84967", "random")
+class PythonNoise(Decode):
+    """The body draws a number from Python's generator: every replay has the one that was drawn at capture."""
+
+    def add_buffers(self) -> None:
+        self.buffers["noise"] = torch.zeros((), device=self.device)
+
+    def refresh(self, inputs: Mapping[str, Any]) -> None:
+        super().refresh(inputs)
+        self.noise.fill_(inputs["seed"] / 10)
+
+    def run(self) -> torch.Tensor:
+        return super().run() + (random.random() if self.planted else self.noise)
+
+    def eager(self, inputs: Mapping[str, Any]) -> torch.Tensor:
+        return super().eager(inputs) + inputs["seed"] / 10
+
+    def make_inputs(self, case: int) -> dict[str, Any]:
+        return {**super().make_inputs(case), "seed": case}
+
+
+@add("an input that is None for some batches", "sglang #29018", "image")
+def sometimes_none(planted: bool, device: torch.device) -> Any:
+    """Batches without images bring None. The graph keeps the branch that the captured batch took."""
+
+    def step(x: torch.Tensor, image: torch.Tensor | None) -> torch.Tensor:
+        return x if image is None else x + image
+
+    def make_inputs(case: int) -> dict[str, Any]:
+        rng = torch.Generator().manual_seed(case)
+        x, image = (torch.randn(6, 8, generator=rng).to(device) for _ in range(2))
+        if case % 2:
+            return {"x": x, "image": None if planted else torch.zeros_like(x)}
+        return {"x": x, "image": image}
+
+    return step, make_inputs
 
 
 @add("a value read on the host", "gpt-fast get_pos", "", tool="capture")

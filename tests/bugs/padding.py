@@ -130,3 +130,39 @@ class WeightOfZero(Decode):
         for slot, length in zip(inputs["slot_mapping"].tolist(), inputs["seq_lens"].tolist(), strict=True):
             free[slot + 1 : slot + 1 + -length % PAGE] = True
         return {"kv": free}
+
+
+@add("attention output that nobody writes", "vLLM #37442, #56922", "memory pool")
+class UnwrittenRows(Decode):
+    """The kernel skips pad rows, so memory stands there as it was, and a scale over all rows takes it in."""
+
+    def run(self) -> torch.Tensor:
+        out = super().run()
+        make = torch.empty if self.planted else torch.zeros
+        kept = make(ROWS + 1, out.shape[1], device=self.device)
+        places = torch.arange(ROWS, device=self.device)
+        kept.index_copy_(0, torch.where(self.slot_mapping == NULL_SLOT, ROWS, places), out)
+        return kept[:ROWS] / kept[:ROWS].abs().amax()
+
+    def eager(self, inputs: Mapping[str, Any]) -> torch.Tensor:
+        out = super().eager(inputs)
+        return out / out.abs().amax()
+
+
+@add("pad rows that are counted", "tokenspeed #969, sglang #30895", "rows", pad={"rows": -1, "tokens": 0, "logits": 0})
+def counted_pads(planted: bool, device: torch.device) -> Any:
+    """Tokens are counted for a penalty. A pad row has no row of counts, and -1 is the last one, which is somebody's."""
+    counts = torch.zeros(8 if planted else 9, 16, device=device)
+
+    def step(logits: torch.Tensor, rows: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        places = rows if planted else torch.where(rows < 0, 8, rows)
+        counts.index_put_((places, tokens), torch.ones(len(rows), device=device), accumulate=True)
+        return logits - counts[places]
+
+    def make_inputs(case: int) -> dict[str, Any]:
+        rng, n = torch.Generator().manual_seed(case), (8, 3, 5, 8)[case]
+        rows, tokens = torch.randperm(8, generator=rng)[:n], torch.randint(16, (n,), generator=rng)
+        inputs = {"logits": torch.randn(n, 16, generator=rng), "rows": rows, "tokens": tokens}
+        return {name: tensor.to(device) for name, tensor in inputs.items()}
+
+    return step, make_inputs, {"state": {"counts": counts[:8]}}

@@ -115,6 +115,38 @@ TEXTS: dict[str, tuple[str, str]] = {
         "A row turns NaN because an earlier owner of its page wrote NaN there, and else nothing is to be seen.",
         "Mask the values too: 0 times NaN is NaN.",
     ),
+    "an attribute that the body sets": (
+        "Every step mixes in the state of the first one.",
+        "Write it in place, with copy_(), into a tensor that stays; name that in the state.",
+    ),
+    "a step counter in Python": (
+        "Corrections that should fade with the steps stay as they were.",
+        "Count in a tensor of the device, or let refresh() fill the count in.",
+    ),
+    "random numbers drawn in Python": (
+        "Samples repeat: each step adds the same noise.",
+        "Draw with torch inside of the step, or let refresh() fill a buffer with noise.",
+    ),
+    "an input that is None for some batches": (
+        "Images have no effect, or text is answered as if the images of another batch were there.",
+        "Give a tensor in every batch with a mask beside it, or capture a graph for each of both.",
+    ),
+    "attention output that nobody writes": (
+        "NaN in all rows, once in a while, and only where the batch is padded.",
+        "Zero what the kernel skips, or keep pad rows out of whatever looks at all rows.",
+    ),
+    "pad rows that are counted": (
+        "A sequence is penalised for tokens that it never had.",
+        "Keep a row of counts that nobody owns, and send pad rows there.",
+    ),
+    "launches that only one rank captures": (
+        "A hang in the first step that all ranks replay, or a capture that fails on another rank.",
+        "Decide from what all ranks share; compare diff() or fingerprint() of the ranks' graphs after capture.",
+    ),
+    "a constant made in the step": (
+        "Capture fails far from the cause; on a CPU all looks well.",
+        "Make constants before the capture; the marker names the line, also where there is no GPU.",
+    ),
     "pinned staging overwritten in flight": (
         "Rare wrong tokens under load, gone as soon as anybody synchronises to look.",
         "A slot per launch in flight, each with an event that is waited for before the host writes.",

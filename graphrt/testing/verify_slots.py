@@ -1,0 +1,330 @@
+"""Every value of the host within reach of a step, by path: in attributes, closures, defaults, globals and containers.
+
+It follows objects, functions and modules of own code, and stops at those of packages. Out of reach are a generator, an
+iterator, and what C code keeps.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextvars
+import copy
+import enum
+import functools
+import pickle
+import random
+import sys
+import sysconfig
+import threading
+import types
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+_MOST_SLOTS, _DEEPEST = 20_000, 8
+_SCALARS = (int, float, bool, str, bytes, complex, type(None), range, slice, enum.Enum, torch.dtype, torch.device)
+_SEQUENCES = (list, tuple, set, frozenset, collections.deque)
+_FOREIGN = frozenset(
+    {"builtins", "torch", "numpy", "triton", "cuda", "threading", "logging", "typing", "abc", "random", "enum"}
+)
+NO_VALUES = (functools._lru_cache_wrapper, torch.Generator)
+OTHER = object()
+"""What is known of an object: that it is one."""
+_SAME_PATH = (dict, contextvars.ContextVar, types.MethodType, functools.partial, *NO_VALUES)  # as what is in them
+_MODULE_PARTS = ("_parameters", "_buffers", "_modules")
+_PACKAGES = tuple(sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib"))
+
+Setter = Callable[[Any], None]
+Children = Iterator[tuple[Any, str, Setter | None]]
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """A place that holds a value: `set` is None where it cannot be assigned.
+
+    is_leaf   whether the value has no places of its own, or is the dict of them
+    """
+
+    path: str
+    value: Any
+    set: Setter | None
+    is_leaf: bool = True
+
+    def copy(self) -> Any:
+        """The value as it is now, for a comparison and to be put back: `OTHER` where only the places in it count."""
+        if isinstance(self.value, dict):
+            return Keys(frozenset(self.value))
+        return copied(self.value) if self.is_leaf else OTHER
+
+
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """Where a random generator of Python or numpy stands."""
+
+    state: bytes
+
+    def __repr__(self) -> str:
+        return "at one place of its numbers"
+
+
+@dataclass(frozen=True, slots=True)
+class _Home:
+    """Where the code of a step stands: its module, and the package of that."""
+
+    module: str
+    package: str
+
+    @classmethod
+    def of(cls, root: Any) -> _Home:
+        root = getattr(root, "__func__", root)
+        module = (root if isinstance(root, types.FunctionType) else type(root)).__module__ or ""
+        return cls(module, module.split(".")[0])
+
+    def has(self, module: str | None) -> bool:
+        """Whether a module is of the step's package, or not installed."""
+        top = (module or "").split(".")[0]
+        if module == self.module or top == self.package:
+            return True
+        file = getattr(sys.modules.get(module or ""), "__file__", None)
+        return file is not None and top not in (*_FOREIGN, "graphrt") and not file.startswith(_PACKAGES)
+
+
+def slots(root: Any, name: str) -> Iterator[Slot]:
+    """Every value within reach of an object or a function, each once, and one for each path."""
+    home = _Home.of(root)
+    paths: set[str] = set()
+    for slot in _slots(root, name, home):
+        if slot.path not in paths:  # two functions may call what they close over alike
+            paths.add(slot.path)
+            yield slot
+
+
+def _slots(root: Any, name: str, home: _Home) -> Iterator[Slot]:
+    seen: set[int] = set()
+    count = 0
+    todo: list[tuple[Any, str, Setter | None, int]] = [(root, name, None, 0)]
+    while todo and count < _MOST_SLOTS:
+        value, path, setter, depth = todo.pop()
+        if _is_leaf(value):
+            count += 1
+            yield Slot(path, value, setter)
+            continue
+        source = _random(value)
+        if source is None and setter is not None and not isinstance(value, _SAME_PATH):
+            count += 1
+            yield Slot(path, value, setter, is_leaf=False)
+        if id(value) in seen or depth > _DEEPEST:
+            continue
+        seen.add(id(value))
+        if source is not None:
+            yield Slot(path, *source)
+            continue
+        if isinstance(value, NO_VALUES):
+            yield Slot(path, value, None)
+        elif isinstance(value, dict):
+            yield Slot(path, value, functools.partial(_set_entries, value, setter))
+        elif isinstance(value, types.FunctionType) or (_is_own_object(value) and hasattr(value, "__dict__")):
+            yield Slot(f"{path}.", vars(value), functools.partial(_set_entries, vars(value), None))
+        todo += [
+            (child, where, put, depth + 1) for child, where, put in reversed(list(_children(value, path, setter, home)))
+        ]
+
+
+@dataclass(frozen=True, slots=True)
+class Keys:
+    """What a dict, or an object's attributes, had entries for."""
+
+    keys: frozenset[Any]
+
+
+def _set_entries(owner: dict[Any, Any], put: Setter | None, value: Any) -> None:
+    """Put entries back, or drop those that were not there, or put something else in place of the dict."""
+    if isinstance(value, Keys):
+        for key in [key for key in owner if key not in value.keys]:
+            del owner[key]
+    elif isinstance(value, dict):
+        owner.clear()
+        owner.update(value)
+    elif put is not None:
+        put(value)
+
+
+def copied(value: Any) -> Any:
+    """A leaf that does not change when the step changes its own in place; tensors are not copied."""
+    return copy.copy(value) if isinstance(value, (np.ndarray, list, set, collections.deque)) else value
+
+
+def same(old: Any, new: Any) -> bool:
+    """Whether two leaves are of one type and value; tensors are compared elsewhere."""
+    if isinstance(old, np.ndarray) or isinstance(new, np.ndarray):
+        return isinstance(old, np.ndarray) and isinstance(new, np.ndarray) and np.array_equal(old, new)
+    return type(old) is type(new) and bool(old == new or (old != old and new != new))
+
+
+def _is_leaf(value: Any) -> bool:
+    if isinstance(value, (*_SCALARS, torch.Tensor, np.ndarray, np.generic)):
+        return True
+    return isinstance(value, _SEQUENCES) and all(isinstance(item, _SCALARS) for item in value)
+
+
+def _random(value: Any) -> tuple[Drawn, Setter] | None:
+    """Where a generator stands, and what puts it there."""
+    if value is random or (isinstance(value, random.Random) and not isinstance(value, random.SystemRandom)):
+        return Drawn(pickle.dumps(value.getstate())), lambda old: value.setstate(pickle.loads(old.state))
+    if value is np.random or isinstance(value, np.random.RandomState):
+        state = pickle.dumps(value.get_state(legacy=False))
+        return Drawn(state), lambda old: value.set_state(pickle.loads(old.state))
+    if isinstance(value, np.random.Generator):
+        source = value.bit_generator
+        return Drawn(pickle.dumps(source.state)), lambda old: setattr(source, "state", pickle.loads(old.state))
+    return None
+
+
+def _children(value: Any, path: str, put: Setter | None, home: _Home) -> Children:
+    if isinstance(value, dict):
+        for key, item in list(value.items()):
+            yield item, f"{path}[{key!r}]", functools.partial(value.__setitem__, key)
+    elif isinstance(value, (list, collections.deque)):
+        for index, item in enumerate(value):
+            yield item, f"{path}[{index}]", functools.partial(value.__setitem__, index)
+    elif isinstance(value, tuple):
+        yield from _of_tuple(value, path, put)
+    elif isinstance(value, contextvars.ContextVar):
+        if (item := value.get(None)) is not None:
+            yield item, path, functools.partial(_set_variable, value)
+    elif isinstance(value, types.MethodType):
+        yield value.__self__, path.removesuffix(f".{value.__name__}"), None
+        yield value.__func__, path, None
+    elif isinstance(value, types.FunctionType):
+        yield from _of_function(value, path, home) if home.has(value.__module__) else ()
+    elif isinstance(value, functools.partial):
+        yield value.func, path, None
+        for index, item in enumerate(value.args):
+            yield item, f"{path}({index})", None
+        yield value.keywords, path, None
+    elif isinstance(value, torch.nn.Module):
+        for part in _MODULE_PARTS:
+            for key, item in list(vars(value)[part].items()):
+                yield item, f"{path}.{key}", functools.partial(vars(value)[part].__setitem__, key)
+        for key, item in list(vars(value).items()):
+            if key not in _MODULE_PARTS and not key.endswith("_hooks") and key != "training":
+                yield item, f"{path}.{key}", functools.partial(_put, value, key)
+        yield from _of_classes(value, path, home)
+    elif _is_own_object(value):
+        names = list(getattr(value, "__dict__", ()))
+        names += [n for kind in type(value).__mro__ for n in _slot_names(kind)]
+        for key in names:
+            if hasattr(value, key):
+                yield getattr(value, key), f"{path}.{key}", functools.partial(_put, value, key)
+        yield from _of_classes(value, path, home)
+
+
+def _of_tuple(value: tuple[Any, ...], path: str, put: Setter | None) -> Children:
+    """An item is replaced by another tuple in place of the whole one."""
+    items = list(value)
+
+    def replace(index: int, item: Any) -> None:
+        items[index] = item
+        assert put is not None, "no setter is given where the tuple cannot be replaced"
+        put(type(value)(*items) if hasattr(value, "_fields") else tuple(items))
+
+    for index, item in enumerate(value):
+        where = f"{path}.{value._fields[index]}" if hasattr(value, "_fields") else f"{path}[{index}]"
+        yield item, where, None if put is None else functools.partial(replace, index)
+
+
+def _of_classes(value: Any, path: str, home: _Home) -> Children:
+    """What the classes of an object keep, and what their methods reach."""
+    found = set(getattr(value, "__dict__", ()))
+    for kind in type(value).__mro__:
+        if kind.__module__.split(".")[0] in _FOREIGN:
+            continue
+        for key, item in list(vars(kind).items()):
+            if key in found:  # another class, or the object itself, has one of that name before it
+                continue
+            if isinstance(item, types.FunctionType) and home.has(item.__module__):
+                yield item, f"{path}.{key}", None
+            elif not key.startswith("__") and _is_data(item):
+                yield item, f"{path}.{key}", functools.partial(setattr, kind, key)
+            found.add(key)
+
+
+def _of_function(function: types.FunctionType, path: str, home: _Home) -> Children:
+    """What a function closes over, and the globals that its code names, as these are called in it."""
+    for key, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        try:
+            yield cell.cell_contents, key, functools.partial(setattr, cell, "cell_contents")
+        except ValueError:  # empty
+            continue
+    space, names = function.__globals__, _names_in(function.__code__)
+    for key in names:
+        if key in space:
+            yield from _of_global(function, key, space[key], names, home)
+    for key, item in list(vars(function).items()):
+        yield item, f"{path}.{key}", functools.partial(vars(function).__setitem__, key)
+    arguments = function.__code__.co_varnames[: function.__code__.co_argcount]
+    defaults = function.__defaults__ or ()
+    put = functools.partial(setattr, function, "__defaults__")
+    for (item, _, setter), key in zip(_of_tuple(defaults, path, put), arguments[-len(defaults) :], strict=False):
+        yield item, f"{path}({key})", setter
+    if (keywords := function.__kwdefaults__) is not None:
+        for key, item in list(keywords.items()):
+            yield item, f"{path}({key})", functools.partial(keywords.__setitem__, key)
+
+
+def _of_global(function: types.FunctionType, name: str, item: Any, names: list[str], home: _Home) -> Children:
+    """A global that a function names: itself, or, of a module or a class of own code, what the function names of it."""
+    key = name if (function.__module__ or "") == home.module else f"{function.__module__}.{name}"
+    put = functools.partial(function.__globals__.__setitem__, name)
+    if item is np and "random" in names:
+        yield np.random, f"{name}.random", None
+    elif item is random or item is np.random:
+        yield item, name, None
+    elif isinstance(item, (types.ModuleType, type)):
+        if home.has(item.__name__ if isinstance(item, types.ModuleType) else item.__module__):
+            for attribute in names:
+                part = vars(item).get(attribute, np)  # a module of a module is not followed
+                if _is_data(part) or (isinstance(part, types.FunctionType) and home.has(part.__module__)):
+                    yield part, f"{key}.{attribute}", functools.partial(setattr, item, attribute)
+    elif not isinstance(item, types.BuiltinFunctionType):
+        yield item, key, put
+
+
+def _is_data(item: Any) -> bool:
+    """Whether an attribute of a class or a module is something that it keeps, not what it is made of."""
+    return _is_leaf(item) or isinstance(item, (*_SEQUENCES, dict)) or _is_own_object(item)
+
+
+def _names_in(code: types.CodeType) -> list[str]:
+    names = list(code.co_names)
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            names += _names_in(constant)
+    return list(dict.fromkeys(names))
+
+
+def _is_own_object(value: Any) -> bool:
+    """Whether it is an object of somebody's Python code, whose attributes mean something."""
+    kind = type(value)
+    if isinstance(value, (type, types.ModuleType, types.BuiltinFunctionType)):
+        return False
+    return kind.__module__.split(".")[0] not in _FOREIGN
+
+
+def _slot_names(kind: type) -> list[str]:
+    names = vars(kind).get("__slots__", ())
+    return [names] if isinstance(names, str) else [n for n in names if not n.startswith("__")]
+
+
+def _set_variable(variable: contextvars.ContextVar[Any], value: Any) -> None:
+    variable.set(value)
+
+
+def _put(owner: Any, key: str, value: Any) -> None:
+    if isinstance(owner, threading.local):
+        setattr(owner, key, value)
+    else:
+        object.__setattr__(owner, key, value)  # frozen dataclasses too

@@ -1,0 +1,17 @@
+"""What a serving stack keeps in a module of its own: a context that the step asks for, and a number."""
+
+from __future__ import annotations
+
+from typing import Any
+
+_current: Any = None
+limit: int = 1
+
+
+def set_current(value: Any) -> None:
+    global _current
+    _current = value
+
+
+def current() -> Any:
+    return _current
