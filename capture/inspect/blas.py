@@ -1,14 +1,14 @@
 """Finds the workspaces of cuBLAS, which lie in torch's allocator and which torch does not name.
 
-torch makes one per stream when a library first needs it, and keeps it until the process ends. If a step ran on the
-capture stream before its capture, its products work in memory that is not of the graph's pool. That memory stays, but
-to an audit it looks like any other allocation. A probe tells: of a product whose operands are all known, whatever else
-it points to is the library's.
+torch makes them per thread and stream when a library first needs them, one for cuBLAS and one for cuBLASLt, and keeps
+them until the process ends. If a step ran on the capture stream before its capture, its products work in memory that is
+not of the graph's pool. That memory stays, but to an audit it looks like any other allocation. A probe tells: of a
+product whose operands are all known, whatever else it points to is the library's.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import torch
 
@@ -47,20 +47,16 @@ def _first_block(memory: MemoryMap) -> int:
 
 def _probe(stream: torch.cuda.Stream, memory: MemoryMap) -> list[Region]:
     with torch.cuda.device(stream.device), torch.cuda.stream(stream), torch.inference_mode():
-        torch.cuda.current_blas_handle()  # makes the workspace, if there is none, outside of the probe's pool
-        static: dict[str, torch.Tensor] = {}
-        for dtype in (torch.bfloat16, torch.float32):
-            for rows, depth, columns in _SHAPES:
-                for name, shape in (("x", (rows, depth)), ("w", (depth, columns)), ("y", (rows, columns))):
-                    key = f"{name} {rows} {depth} {columns} {dtype}"
-                    static[key] = torch.zeros(shape, dtype=dtype, device=stream.device)
-        x, w, y = (tuple(t for key, t in static.items() if key[0] == name) for name in "xwy")
-        for operands in zip(x, w, y, strict=True):
-            torch.mm(operands[0], operands[1], out=operands[2])  # loads the kernels
+        static = {
+            f"{name} {rows} {depth} {columns} {dtype}": torch.zeros(shape, dtype=dtype, device=stream.device)
+            for dtype in (torch.bfloat16, torch.float32)
+            for rows, depth, columns in _SHAPES
+            for name, shape in _operands(rows, depth, columns).items()
+        }
+        _products(static)  # loads the kernels, and makes the workspaces that are not there outside of the probe's pool
     graph = torch.cuda.CUDAGraph(keep_graph=True)
     with torch.inference_mode(), torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
-        for operands in zip(x, w, y, strict=True):
-            torch.mm(operands[0], operands[1], out=operands[2])
+        _products(static)
     report = audit(graph, memory_of(static=static, pool=graph))
     blocks = {memory.find(f.address) for f in report.findings if f.kind is FindingKind.FOREIGN}
     return [
@@ -68,3 +64,15 @@ def _probe(stream: torch.cuda.Stream, memory: MemoryMap) -> list[Region]:
         for block in blocks
         if block is not None and block.owner in (Owner.ALLOCATOR, Owner.POOL) and block.live
     ]
+
+
+def _operands(rows: int, depth: int, columns: int) -> dict[str, tuple[int, ...]]:
+    return {"x": (rows, depth), "w": (depth, columns), "bias": (columns,), "y": (rows, columns)}
+
+
+def _products(static: Mapping[str, torch.Tensor]) -> None:
+    """Each product without a bias, which torch gives to cuBLAS, and with one, which it gives to cuBLASLt."""
+    tensors = iter(static.values())
+    for x, w, bias, y in zip(tensors, tensors, tensors, tensors, strict=True):
+        torch.mm(x, w, out=y)
+        torch.addmm(bias, x, w, out=y)

@@ -178,7 +178,8 @@ class FakeGraphs:
         listed = list(self.graphs[graph].edges)
         self.shuffle(listed)
         if not sources:
-            assert not targets and not data
+            assert not targets
+            assert not data
             count[0] = len(listed)
             return 0
         for at, (source, target, early) in enumerate(listed[: count[0]]):

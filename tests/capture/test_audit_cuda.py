@@ -78,17 +78,19 @@ def test_a_clean_chain_of_cublas(dtype: torch.dtype) -> None:
         assert report.counts[Owner.WEIGHT] >= 4
 
 
-def test_a_workspace_from_before_the_capture_is_the_library_s() -> None:
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_workspace_from_before_the_capture_is_the_library_s(bias: bool) -> None:
+    """Those of cuBLAS and of cuBLASLt, which torch takes for products with a bias."""
     x = torch.randn(8, 8192, device="cuda", dtype=torch.bfloat16)
-    w = torch.randn(8192, 512, device="cuda", dtype=torch.bfloat16)
+    layer = torch.nn.Linear(8192, 512, bias=bias, device="cuda", dtype=torch.bfloat16).requires_grad_(False)
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
-        x @ w  # makes the workspace of the stream in torch's common pool
+        layer(x)  # makes the workspaces of the stream in torch's common pool
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph(keep_graph=True)
     with torch.cuda.graph(graph, stream=stream):
-        y = x @ w
-    memory = memory_of(static={"x": x, "w": w, "y": y}, pool=graph)
+        y = layer(x)
+    memory = memory_of(static={"x": x, "y": y}, weights=layer, pool=graph)
     report = audit(graph, with_blas_workspaces(memory, [stream]))
     assert report.ok, f"{report}\nwithout the probe: {audit(graph, memory)}"
 
