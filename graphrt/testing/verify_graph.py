@@ -18,7 +18,7 @@ from graphrt.testing.verify_blame import Blame, Captured
 from graphrt.testing.verify_context import Verification
 from graphrt.testing.verify_flight import flight_findings
 from graphrt.testing.verify_host import HostValues
-from graphrt.testing.verify_memory import NAN_BYTE, UnwrittenMemory, fill_inactive
+from graphrt.testing.verify_memory import NAN_BYTE, UnwrittenInGraph, UnwrittenMemory, fill_inactive
 from graphrt.testing.verify_runs import POISONED, Case, Contents, World
 from graphrt.testing.verify_subject import Output
 
@@ -63,7 +63,9 @@ class GraphChecks:
         target, runs = self._v.target, self._v.runs
         contents = runs.enter(case, World.REFERENCE)
         static: dict[str, torch.Tensor] = {}
-        memory = UnwrittenMemory() if target.device.type == "cpu" and target.capture is None else None
+        memory: UnwrittenMemory | UnwrittenInGraph | None = None
+        if target.capture is None:
+            memory = UnwrittenInGraph(target.device) if target.device.type == "cuda" else UnwrittenMemory()
         watch: AbstractContextManager[Any] = memory if memory is not None else nullcontext()
 
         def step() -> torch.Tensor:
@@ -98,7 +100,7 @@ class GraphChecks:
         def fill_memory(byte: int) -> None:
             if memory is not None:
                 memory.fill(byte)
-            elif target.device.type == "cuda":
+            if target.device.type == "cuda":
                 self.pool_bytes = max(self.pool_bytes, fill_inactive(target.device, byte))
 
         def launched() -> Output:
