@@ -310,9 +310,11 @@ def test_launches_in_flight(monkeypatch: pytest.MonkeyPatch) -> None:
         eagerly.check(permuted=False)
         graph = graphs._capture(verification.cases["0"])
         order = list(verification.cases.values())
-        found = verify_flight.flight_findings(
-            verification.runs, graph, order, verification.reference, verification.written
-        )
+        arguments = verification.runs, graph, order, verification.reference, verification.written
+        found = verify_flight.flight_findings(*arguments)
+        again = verify_flight.flight_findings(*arguments, known={"0", "1", "2"})
+        assert verify_flight.flight_findings(*arguments, known=verification.cases) == []
+    assert again == [], "case 3 is right in flight too"
     assert not verification.findings
     assert [finding.blamed for finding in found] == [("x",), ("x",)]
     assert "the device is late" in found[0].text
