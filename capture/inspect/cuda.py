@@ -270,8 +270,6 @@ class _EdgeReader:
 
     def read(self, graph: Any) -> list[_Edge]:
         """Raises: CaptureError where the driver refuses, or is older than CUDA 12.3."""
-        if self._get is None:
-            raise CaptureError("CUDA driver: expected one of CUDA 12.3 or newer, got an older one; update it")
         count = ctypes.c_size_t()
         self._ask(graph, None, None, None, count)
         length = count.value
@@ -282,6 +280,8 @@ class _EdgeReader:
         return [(source, target, bool(kind.type or kind.from_port)) for source, target, kind in found][: count.value]
 
     def _ask(self, graph: Any, *arguments: Any) -> None:
+        if self._get is None:
+            raise CaptureError("CUDA driver: expected one of CUDA 12.3 or newer, got an older one; update it")
         check((driver.CUresult(self._get(int(graph), *arguments)),))
 
 

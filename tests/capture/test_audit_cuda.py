@@ -95,6 +95,25 @@ def test_a_workspace_from_before_the_capture_is_the_library_s(bias: bool) -> Non
     assert report.ok, f"{report}\nwithout the probe: {audit(graph, memory)}"
 
 
+def test_a_workspace_that_the_first_capture_made_is_no_state_of_the_step() -> None:
+    x = torch.randn(8, 8192, device="cuda", dtype=torch.bfloat16)
+    layer = torch.nn.Linear(8192, 512, device="cuda", dtype=torch.bfloat16).requires_grad_(False)
+    layer(x)  # makes the library's handle, and the workspaces of this stream
+    stream = torch.cuda.Stream()
+
+    def captured() -> torch.cuda.CUDAGraph:
+        graph = torch.cuda.CUDAGraph(keep_graph=True)
+        with torch.cuda.graph(graph, stream=stream):
+            layer(x)
+        return graph
+
+    def memory(graph: torch.cuda.CUDAGraph) -> MemoryMap:
+        return with_blas_workspaces(memory_of(static={"x": x}, weights=layer, pool=graph), [stream])
+
+    report = audit_twice(captured, memory)
+    assert report.ok, str(report)
+
+
 def test_a_clean_triton_kernel(x: torch.Tensor) -> None:
     out = torch.empty_like(x)
     report = run(lambda: add_one_by_triton(x, out), static={"x": x, "out": out})
