@@ -159,7 +159,8 @@ class CudaGraphRecorder:
             # An invalidated capture leaves the allocator in the belief that it goes on, and its pool unusable.
             torch._C._cuda_endAllocateToPool(self._device.index, self._pool)
             self._pool = torch.cuda.graph_pool_handle()
-            _end_generator_s_capture()
+            with contextlib.suppress(RuntimeError):
+                _end_generator_s_capture()
 
 
 def _end_generator_s_capture() -> None:
