@@ -4,11 +4,13 @@ torch makes them per thread and stream when a library first needs them, one for 
 them until the process ends. If a step ran on the capture stream before its capture, its products work in memory that is
 not of the graph's pool. That memory stays, but to an audit it looks like any other allocation. A probe tells: of a
 product whose operands are all known, whatever else it points to is the library's.
+
+So is what torch's generator keeps for graphs that draw from it: a seed and an offset, as long as there is a graph.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
 
@@ -16,13 +18,14 @@ from graphrt.capture.inspect.audit import audit, memory_of
 from graphrt.capture.inspect.findings import FindingKind
 from graphrt.capture.inspect.memory import MemoryMap, Owner, Region
 
-_NAME = "workspace of cuBLAS"
+_WORKSPACE, _GENERATOR = "workspace of cuBLAS", "state of torch's generator"
 _SHAPES = ((64, 16384, 64), (8, 8192, 512), (1, 16384, 64), (128, 8192, 128))
 """Rows, depth, columns: few results of long sums, which are split over blocks that meet in a workspace."""
 
 
 def with_blas_workspaces(memory: MemoryMap, streams: Iterable[torch.cuda.Stream] = ()) -> MemoryMap:
-    """The map with the workspaces that cuBLAS has for some streams, as LIBRARY memory.
+    """The map with the workspaces that cuBLAS has for some streams, and the state of torch's generator, as LIBRARY
+    memory.
 
         memory = with_blas_workspaces(memory_of(static=static, weights=model, pool=graph))
 
@@ -53,14 +56,27 @@ def _probe(stream: torch.cuda.Stream, memory: MemoryMap) -> list[Region]:
             for rows, depth, columns in _SHAPES
             for name, shape in _operands(rows, depth, columns).items()
         }
-        _products(static)  # loads the kernels, and makes the workspaces that are not there outside of the probe's pool
+        drawn = torch.zeros(1, device=stream.device)
+        # Load the kernels, and make the workspaces that are not there outside of the probes' pools.
+        _products(static)
+        with torch.random.fork_rng(devices=[stream.device]):
+            drawn.uniform_()
+    found = _beside(stream, memory, static, lambda: _products(static), _WORKSPACE)
+    return found + _beside(stream, memory, {"drawn": drawn}, drawn.uniform_, _GENERATOR)
+
+
+def _beside(
+    stream: torch.cuda.Stream, memory: MemoryMap, static: Mapping[str, torch.Tensor], work: Callable[[], object],
+    name: str,
+) -> list[Region]:  # fmt: skip
+    """The live blocks that some work uses beside its operands, under a name."""
     graph = torch.cuda.CUDAGraph(keep_graph=True)
     with torch.inference_mode(), torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
-        _products(static)
+        work()
     report = audit(graph, memory_of(static=static, pool=graph))
     blocks = {memory.find(f.address) for f in report.findings if f.kind is FindingKind.FOREIGN}
     return [
-        Region(_NAME, Owner.LIBRARY, block.address, block.nbytes)
+        Region(name, Owner.LIBRARY, block.address, block.nbytes)
         for block in blocks
         if block is not None and block.owner in (Owner.ALLOCATOR, Owner.POOL) and block.live
     ]

@@ -95,6 +95,14 @@ def test_a_workspace_from_before_the_capture_is_the_library_s(bias: bool) -> Non
     assert report.ok, f"{report}\nwithout the probe: {audit(graph, memory)}"
 
 
+def test_what_torch_s_generator_keeps_for_graphs_is_the_library_s(x: torch.Tensor) -> None:
+    graph = capture(lambda: x.uniform_())
+    memory, before = memory_of(static={"x": x}, pool=graph), torch.cuda.get_rng_state()
+    report = audit(graph, with_blas_workspaces(memory))
+    assert report.ok, f"{report}\nwithout the probe: {audit(graph, memory)}"
+    assert torch.equal(torch.cuda.get_rng_state(), before)
+
+
 def test_a_workspace_that_the_first_capture_made_is_no_state_of_the_step() -> None:
     x = torch.randn(8, 8192, device="cuda", dtype=torch.bfloat16)
     layer = torch.nn.Linear(8192, 512, device="cuda", dtype=torch.bfloat16).requires_grad_(False)
