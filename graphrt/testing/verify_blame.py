@@ -39,7 +39,8 @@ class Captured:
     contents  of the buffers when it was captured
     host      values of the host then
     fill_memory   fills memory that nothing may read before it is written
-    addresses     of the buffers
+    buffers       as they were then. They stay alive: in the memory of one that was replaced, and that the graph goes on
+                  reading, somebody else's numbers would be indices of nothing, which end the process on a device
     """
 
     case: Case
@@ -47,7 +48,7 @@ class Captured:
     contents: Contents
     host: HostValues
     fill_memory: Callable[[int], object]
-    addresses: Mapping[str, int]
+    buffers: Mapping[str, torch.Tensor]
 
 
 @dataclass(frozen=True)

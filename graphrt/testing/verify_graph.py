@@ -110,8 +110,7 @@ class GraphChecks:
             return launch()
 
         host = HostValues.take(*target.root)
-        addresses = {name: t.data_ptr() for name, t in target.buffers.items()}
-        return Captured(case, launched, contents, host, fill_memory, addresses)
+        return Captured(case, launched, contents, host, fill_memory, target.buffers)
 
     def _record(self, case: Case, contents: Contents, step: Callable[[], torch.Tensor]) -> CapturedGraph:
         """As servers do it: refresh once, run once to warm up, then capture."""
@@ -139,7 +138,7 @@ class GraphChecks:
             text = f"refresh() raised {type(error).__name__}: {error} ({world.value} in the buffers)"
             self._v.find("refresh", case, graph.case.name, text, Blame("", (), "refresh() reads what it should write"))
             return True
-        moved = [n for n, t in self._v.target.buffers.items() if graph.addresses.get(n) != t.data_ptr()]
+        moved = [name for name, tensor in self._v.target.buffers.items() if not _stands_in(name, tensor, graph)]
         poisons = world in POISONED
         runs.replays += 1
         unowned = world if poisons and not self._v.trespassed else None
@@ -171,3 +170,9 @@ class GraphChecks:
             graph.close()
         if self._recorder is not None:
             self._recorder.close()
+
+
+def _stands_in(name: str, tensor: torch.Tensor, graph: Captured) -> bool:
+    """Whether a tensor lies where the buffer of that name lay at capture."""
+    captured = graph.buffers.get(name)
+    return captured is not None and captured.data_ptr() == tensor.data_ptr()
