@@ -159,6 +159,20 @@ class CudaGraphRecorder:
             # An invalidated capture leaves the allocator in the belief that it goes on, and its pool unusable.
             torch._C._cuda_endAllocateToPool(self._device.index, self._pool)
             self._pool = torch.cuda.graph_pool_handle()
+            with contextlib.suppress(RuntimeError):
+                _end_generator_s_capture()
+
+
+def _end_generator_s_capture() -> None:
+    """Let torch's generator draw outside of captures again.
+
+    It believes that an invalidated capture goes on, and refuses until another one has ended: here is one without nodes.
+    """
+    graph = torch.cuda.CUDAGraph(keep_graph=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that the graph is empty
+        graph.capture_begin(capture_error_mode="thread_local")
+        graph.capture_end()
 
 
 def make_recorder(device: torch.device) -> Recorder:

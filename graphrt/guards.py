@@ -101,7 +101,7 @@ class Guards:
             *(() if self._tables is None else [("page_tables", self._tables)]),
             *program.buffers.named(),
             *((f"row tensor {name}", tensor) for name, tensor in program.row_tensors.items()),
-            *((f"backend's {name}", tensor) for name, tensor in program.backend.tensors().items()),
+            *((f"backend's {name}", tensor) for name, tensor in self._of_backend()),
             *((name, tensor) for name, tensor in slopes.items() if tensor is not None),
         ]
         weights = named_weights(program.model) if self._weights is None else self._weights
@@ -139,5 +139,9 @@ class Guards:
             yield f"static buffer {name}", tensor
         for name, tensor in program.row_tensors.items():
             yield f"row tensor {name}", tensor
-        for name, tensor in program.backend.tensors().items():
+        for name, tensor in self._of_backend():
             yield f"backend {program.backend.name}: {name}", tensor
+
+    def _of_backend(self) -> Iterator[NamedTensor]:
+        backend = self._program.backend
+        yield from (backend.held() | backend.tensors()).items()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -37,7 +38,7 @@ class FakeCuda:
         self._snapshots = 0
         self.broken = False
 
-    def snapshot(self, mempool_id: object = None) -> list[dict[str, Any]]:
+    def snapshot(self, mempool_id: object = None, include_traces: bool = True) -> list[dict[str, Any]]:
         self._snapshots += 1
         new = [{"size": self._snapshots, "state": "active_allocated"}]
         own = [segment | {"segment_pool_id": POOL, "blocks": new} for segment in self.pool]
@@ -61,6 +62,7 @@ class FakeCuda:
         self.capturing = before
 
     def set_sync_debug_mode(self, mode: int | str) -> None:
+        warnings.warn("Synchronization debug mode is a prototype feature", UserWarning, stacklevel=2)
         self.sync_mode = {"default": 0, "warn": 1, "error": 2}.get(mode, mode)
 
 

@@ -58,6 +58,14 @@ def test_a_kernel_that_triton_compiles_in_a_capture_is_named(monkeypatch: pytest
     assert [fault.where.split(":")[0] for fault in watch.faults] == ["fake_triton.py", "test_capture_watch.py"]
 
 
+@pytest.mark.filterwarnings("error")
+def test_what_torch_says_of_its_mode_is_no_error_where_warnings_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda = fake_captures.install(monkeypatch)
+    with CaptureWatch() as watch, fake_captures.captured(torch.cuda.CUDAGraph()):
+        assert cuda.sync_mode == 2
+    assert (cuda.sync_mode, watch.faults) == (0, [])
+
+
 def test_a_capture_that_nobody_ended_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
     """The watch closes: ops are no longer looked at, and the device's mode is as it was."""
     cuda = fake_captures.install(monkeypatch)

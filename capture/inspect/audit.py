@@ -40,6 +40,10 @@ from graphrt.kernels.errors import ConfigError
 __all__ = ["Allowed", "Audit", "Finding", "FindingKind", "audit", "audit_twice", "memory_of"]
 
 
+_WAIT = ("nvjet_*",)
+"""Kernels of cuBLAS, which it launches early by itself."""
+
+
 def audit(
     graph: Any,
     memory: MemoryMap,
@@ -54,8 +58,8 @@ def audit(
              graph of a recorder of graphrt, an op tape
     memory   what `memory_of` made right after the capture
     allowed  deliberate exceptions. The report lists each with its reason, and those that nothing matched
-    waits    patterns of the names of kernels that execute griddepcontrol.wait before they touch memory. Any other
-             kernel that a programmatic edge lets begin early is a finding
+    waits    patterns of the names of kernels that execute griddepcontrol.wait before they touch memory; those of cuBLAS
+             are known. Any other kernel that a programmatic edge lets begin early is a finding
     driver   asked about addresses that the map does not know; None: the CUDA driver, where there is one
 
     Launches nothing and synchronises nothing; not for use during a capture. Raises: ConfigError for wrong arguments.
@@ -85,6 +89,9 @@ def audit_twice(
     - An address in the first capture's pool is hidden state: memory that the step keeps from one capture to the next.
     - A registered address or a scalar that differs is baked: the graph will go on with the one of its capture.
     - Captures of different nodes have no fixed step: something was done once and is skipped from then on.
+
+    What libraries keep is no state of the step, but looks like it: cuBLAS makes a workspace in the pool of the first
+    capture, unless its stream had one. `with_blas_workspaces` of blas.py, called in `memory`, names it.
 
     Raises: ConfigError for wrong arguments, and where both captures share a pool.
     """
@@ -118,7 +125,7 @@ def _report(lookup: Lookup, first: Lookup | None, allowed: Sequence[Allowed], wa
     lookup.count(owners)
     troubles = [*troubles_of_words(lookup), *troubles_of_operands(lookup, owners)]
     findings = [trouble.finding for trouble in troubles] if first is None else compare(first, lookup, troubles)
-    findings += _nodes(lookup.view, tuple(waits))
+    findings += _nodes(lookup.view, (*_WAIT, *waits))
     findings.sort(key=lambda finding: finding.place)  # stable: within a node as they were found
     findings += _freed_beneath(lookup, troubles)
     left, allowances = without_allowed(findings, allowed)

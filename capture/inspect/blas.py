@@ -1,14 +1,16 @@
 """Finds the workspaces of cuBLAS, which lie in torch's allocator and which torch does not name.
 
-torch makes one per stream when a library first needs it, and keeps it until the process ends. If a step ran on the
-capture stream before its capture, its products work in memory that is not of the graph's pool. That memory stays, but
-to an audit it looks like any other allocation. A probe tells: of a product whose operands are all known, whatever else
-it points to is the library's.
+torch makes them per thread and stream when a library first needs them, one for cuBLAS and one for cuBLASLt, and keeps
+them until the process ends. If a step ran on the capture stream before its capture, its products work in memory that is
+not of the graph's pool. That memory stays, but to an audit it looks like any other allocation. A probe tells: of a
+product whose operands are all known, whatever else it points to is the library's.
+
+So is what torch's generator keeps for graphs that draw from it: a seed and an offset, as long as there is a graph.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
 
@@ -16,13 +18,14 @@ from graphrt.capture.inspect.audit import audit, memory_of
 from graphrt.capture.inspect.findings import FindingKind
 from graphrt.capture.inspect.memory import MemoryMap, Owner, Region
 
-_NAME = "workspace of cuBLAS"
+_WORKSPACE, _GENERATOR = "workspace of cuBLAS", "state of torch's generator"
 _SHAPES = ((64, 16384, 64), (8, 8192, 512), (1, 16384, 64), (128, 8192, 128))
 """Rows, depth, columns: few results of long sums, which are split over blocks that meet in a workspace."""
 
 
 def with_blas_workspaces(memory: MemoryMap, streams: Iterable[torch.cuda.Stream] = ()) -> MemoryMap:
-    """The map with the workspaces that cuBLAS has for some streams, as LIBRARY memory.
+    """The map with the workspaces that cuBLAS has for some streams, and the state of torch's generator, as LIBRARY
+    memory.
 
         memory = with_blas_workspaces(memory_of(static=static, weights=model, pool=graph))
 
@@ -47,24 +50,45 @@ def _first_block(memory: MemoryMap) -> int:
 
 def _probe(stream: torch.cuda.Stream, memory: MemoryMap) -> list[Region]:
     with torch.cuda.device(stream.device), torch.cuda.stream(stream), torch.inference_mode():
-        torch.cuda.current_blas_handle()  # makes the workspace, if there is none, outside of the probe's pool
-        static: dict[str, torch.Tensor] = {}
-        for dtype in (torch.bfloat16, torch.float32):
-            for rows, depth, columns in _SHAPES:
-                for name, shape in (("x", (rows, depth)), ("w", (depth, columns)), ("y", (rows, columns))):
-                    key = f"{name} {rows} {depth} {columns} {dtype}"
-                    static[key] = torch.zeros(shape, dtype=dtype, device=stream.device)
-        x, w, y = (tuple(t for key, t in static.items() if key[0] == name) for name in "xwy")
-        for operands in zip(x, w, y, strict=True):
-            torch.mm(operands[0], operands[1], out=operands[2])  # loads the kernels
+        static = {
+            f"{name} {rows} {depth} {columns} {dtype}": torch.zeros(shape, dtype=dtype, device=stream.device)
+            for dtype in (torch.bfloat16, torch.float32)
+            for rows, depth, columns in _SHAPES
+            for name, shape in _operands(rows, depth, columns).items()
+        }
+        drawn = torch.zeros(1, device=stream.device)
+        # Load the kernels, and make the workspaces that are not there outside of the probes' pools.
+        _products(static)
+        with torch.random.fork_rng(devices=[stream.device]):
+            drawn.uniform_()
+    found = _beside(stream, memory, static, lambda: _products(static), _WORKSPACE)
+    return found + _beside(stream, memory, {"drawn": drawn}, drawn.uniform_, _GENERATOR)
+
+
+def _beside(
+    stream: torch.cuda.Stream, memory: MemoryMap, static: Mapping[str, torch.Tensor], work: Callable[[], object],
+    name: str,
+) -> list[Region]:  # fmt: skip
+    """The live blocks that some work uses beside its operands, under a name."""
     graph = torch.cuda.CUDAGraph(keep_graph=True)
     with torch.inference_mode(), torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
-        for operands in zip(x, w, y, strict=True):
-            torch.mm(operands[0], operands[1], out=operands[2])
+        work()
     report = audit(graph, memory_of(static=static, pool=graph))
     blocks = {memory.find(f.address) for f in report.findings if f.kind is FindingKind.FOREIGN}
     return [
-        Region(_NAME, Owner.LIBRARY, block.address, block.nbytes)
+        Region(name, Owner.LIBRARY, block.address, block.nbytes)
         for block in blocks
         if block is not None and block.owner in (Owner.ALLOCATOR, Owner.POOL) and block.live
     ]
+
+
+def _operands(rows: int, depth: int, columns: int) -> dict[str, tuple[int, ...]]:
+    return {"x": (rows, depth), "w": (depth, columns), "bias": (columns,), "y": (rows, columns)}
+
+
+def _products(static: Mapping[str, torch.Tensor]) -> None:
+    """Each product without a bias, which torch gives to cuBLAS, and with one, which it gives to cuBLASLt."""
+    tensors = iter(static.values())
+    for x, w, bias, y in zip(tensors, tensors, tensors, tensors, strict=True):
+        torch.mm(x, w, out=y)
+        torch.addmm(bias, x, w, out=y)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import ctypes
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import PurePath
@@ -33,6 +33,9 @@ from graphrt.kernels.errors import CaptureError, ConfigError
 
 _OneOf = driver.CUgraphNodeType
 _Memory = driver.CUmemorytype
+_Edge = tuple[int, int, bool]
+"""Handles of both nodes, and whether the second may begin early."""
+
 _CONDITIONS = {0: "if", 1: "while", 2: "switch"}
 _UNREADABLE = (RuntimeError, ValueError, AttributeError, TypeError)
 """What a driver or its bindings raise for what they do not know. The errors of graphrt are RuntimeErrors too."""
@@ -84,12 +87,14 @@ class _Function:
 
     layout   offset and size of each argument
     triton   the arguments by name, where Triton made the kernel
+    unread   why the driver told no more of the layout, where that was not its end
     """
 
     symbol: str
     name: str
     layout: tuple[tuple[int, int], ...]
     triton: KernelArguments | None
+    unread: str = ""
 
 
 class _Walk:
@@ -101,14 +106,14 @@ class _Walk:
     def __init__(self, conditionals: Mapping[int, tuple[str, tuple[Any, ...]]]) -> None:
         self._conditionals = conditionals
         self._functions: dict[tuple[int, int], _Function] = {}
-        self._attributes, self._triton = _AttributeReader(), TritonKernels()
+        self._attributes, self._edges, self._triton = _AttributeReader(), _EdgeReader(), TritonKernels()
 
     def view(self, graph: Any) -> GraphView:
         count = count_nodes(graph)
         handles = check(driver.cuGraphGetNodes(graph, count))[1][:count] if count else []
         nodes = [self._node(handle) for handle in handles]
         index = {int(handle): at for at, handle in enumerate(handles)}
-        links = _links(graph, index)
+        links = _links(self._edges.read(graph), index)
         order = topological_order([f"{node.kind.value} {node.name}" for node in nodes], list(links))
         place = {old: new for new, old in enumerate(order)}
         edges = sorted((place[source], place[target], early) for (source, target), early in links.items())
@@ -144,7 +149,7 @@ class _Walk:
             shared_bytes=params.sharedMemBytes,
             attributes=self._attributes.read(handle),
             arguments=arguments,
-            remark=remark,
+            remark=remark or function.unread,
         )
 
     def _memcpy(self, handle: Any) -> Node:
@@ -234,17 +239,50 @@ _READERS: dict[Any, tuple[NodeKind, Callable[[_Walk, Any], Node]]] = {
 }
 
 
-def _links(graph: Any, index: Mapping[int, int]) -> dict[tuple[int, int], bool]:
+def _links(edges: Sequence[_Edge], index: Mapping[int, int]) -> dict[tuple[int, int], bool]:
     """Both ends of each edge, by index, and whether it is programmatic; of several between two nodes the strictest."""
-    count = int(check(driver.cuGraphGetEdges(graph, 0))[-1])
-    if not count:
-        return {}
-    _, sources, targets, data, count = check(driver.cuGraphGetEdges(graph, count))
     found: dict[tuple[int, int], bool] = {}
-    for source, target, kind in list(zip(sources, targets, data, strict=True))[: int(count)]:
-        ends = index[int(source)], index[int(target)]
-        found[ends] = bool(kind.type or kind.from_port) and found.get(ends, True)
+    for source, target, early in edges:
+        ends = index[source], index[target]
+        found[ends] = early and found.get(ends, True)
     return found
+
+
+class _EdgeData(ctypes.Structure):
+    """CUgraphEdgeData."""
+
+    _fields_ = (
+        ("from_port", ctypes.c_uint8),
+        ("to_port", ctypes.c_uint8),
+        ("type", ctypes.c_uint8),
+        ("_", ctypes.c_uint8 * 5),
+    )
+
+
+class _EdgeReader:
+    """Edges of graphs. The bindings before 13.3 return data of edges that they have freed: the driver is called without
+    them."""
+
+    def __init__(self) -> None:
+        self._get = _function_of_driver(
+            b"cuGraphGetEdges", 12030, *(ctypes.c_void_p,) * 4, ctypes.POINTER(ctypes.c_size_t)
+        )
+
+    def read(self, graph: Any) -> list[_Edge]:
+        """Raises: CaptureError where the driver refuses, or is older than CUDA 12.3."""
+        count = ctypes.c_size_t()
+        self._ask(graph, None, None, None, count)
+        length = count.value
+        ends, data = [(ctypes.c_uint64 * length)() for _ in range(2)], (_EdgeData * length)()
+        if length:
+            self._ask(graph, *ends, data, count)
+        found = zip(*ends, data, strict=True)
+        return [(source, target, bool(kind.type or kind.from_port)) for source, target, kind in found][: count.value]
+
+    def _ask(self, graph: Any, *arguments: Any) -> None:
+        if self._get is None:
+            raise CaptureError("CUDA driver: expected one of CUDA 12.3 or newer, got an older one; update it")
+        check((driver.CUresult(self._get(int(graph), *arguments)),))
 
 
 # -- kernels
@@ -259,8 +297,10 @@ def _function(params: Any, triton: TritonKernels) -> _Function:
     layout: list[tuple[int, int]] = []
     while int((answer := info_of(handle, len(layout)))[0]) == 0:
         layout.append((int(answer[1]), int(answer[2])))
+    at_the_end = int(answer[0]) == int(driver.CUresult.CUDA_ERROR_INVALID_VALUE)
+    unread = "" if at_the_end else f"where its arguments are could not be read: {answer[0]!r}"
     arguments = triton.arguments(symbol, int(params.func), [size for _, size in layout])
-    return _Function(symbol, _demangled(symbol), tuple(layout), arguments)
+    return _Function(symbol, _demangled(symbol), tuple(layout), arguments, unread)
 
 
 @lru_cache(maxsize=4096)
@@ -300,13 +340,18 @@ def _blob(extra: int) -> bytes:
     return ctypes.string_at(buffer, size) if buffer else b""
 
 
+def _function_of_driver(name: bytes, version: int, *arguments: Any) -> Callable[..., int] | None:
+    """A function as of a version of CUDA, which returns a status; None where the driver has none."""
+    status, address, *_ = driver.cuGetProcAddress(name, version, 0)
+    return ctypes.CFUNCTYPE(ctypes.c_int, *arguments)(int(address)) if int(status) == 0 and address else None
+
+
 class _AttributeReader:
     """Attributes of launches. The bindings build 70 objects for each value, so the driver is called without them."""
 
     def __init__(self) -> None:
-        status, address, *_ = driver.cuGetProcAddress(b"cuGraphKernelNodeGetAttribute", 11000, 0)
-        prototype = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p)
-        self._get = prototype(int(address)) if int(status) == 0 and address else None
+        arguments = ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p
+        self._get = _function_of_driver(b"cuGraphKernelNodeGetAttribute", 11000, *arguments)
         self._value = ctypes.create_string_buffer(_VALUE_BYTES)
         self._kinds = [(int(kind), name, text) for kind, name, text in _ATTRIBUTES]
 

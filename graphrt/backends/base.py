@@ -346,6 +346,10 @@ class AttentionBackend(ABC):
         """
         return {}
 
+    def held(self) -> dict[str, torch.Tensor]:
+        """By name, every other tensor of its own that graphs work on: what is written before a step, or once."""
+        return {}
+
     # 4 The verbs of a step. The first two run on the host, the last two are recorded.
 
     def plan_capture(self, descriptor: BatchDescriptor) -> None:  # noqa: B027

@@ -129,6 +129,10 @@ class FlashAttention3Backend(PeerBackend):
         self._forget_step()  # of a capture that failed
         self._no_left_padding = torch.zeros(self.context.max_num_reqs, dtype=torch.int32, device=self.context.device)
 
+    def held(self) -> dict[str, torch.Tensor]:
+        """The zeros that stand for no left padding."""
+        return super().held() | ({} if self._no_left_padding is None else {"left padding": self._no_left_padding})
+
     def close(self) -> None:
         """Drop every tensor."""
         super().close()

@@ -134,6 +134,14 @@ class FlashInferBackend(PeerBackend):
         """What `schedule` rewrites. Buffers of the plan are written by `plan_replay`, before the step: not in it."""
         return super().tensors() | ({} if self._buffers is None else {"indices": self._buffers.indices})
 
+    def held(self) -> dict[str, torch.Tensor]:
+        """What plans are written to, and partial results."""
+        if self._buffers is None:
+            return {}
+        names = ("workspace", "indptr", "last_page_len")
+        shared: dict[str, torch.Tensor] = {} if self._shared is None else {"plan": self._shared[0]}
+        return super().held() | {name: getattr(self._buffers, name) for name in names} | shared
+
     def close(self) -> None:
         """Drop every tensor and wrapper."""
         self._drop()

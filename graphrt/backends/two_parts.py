@@ -60,6 +60,10 @@ class TwoPartBackend(AttentionBackend):
         of_prompts = {f"prefill_{name}": tensor for name, tensor in rewritten.items()}
         return self.decode.tensors() | of_prompts
 
+    def held(self) -> dict[str, torch.Tensor]:
+        """The tensors of both, named as in `tensors`."""
+        return self.decode.held() | {f"prefill_{name}": tensor for name, tensor in self.prefill.held().items()}
+
     def plan_capture(self, descriptor: BatchDescriptor) -> None:
         """Decode steps may be planned on the host; the parts of mixed steps are not."""
         if descriptor.kind is GraphKind.DECODE:

@@ -26,6 +26,7 @@ import contextlib
 import os
 import sys
 import threading
+import warnings
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -134,7 +135,7 @@ class CaptureWatch:
         capture.before = _live_blocks()
         capture.sync_mode = torch.cuda.get_sync_debug_mode()
         if "sync" not in self.allowed:
-            torch.cuda.set_sync_debug_mode("error")
+            _set_sync_mode("error")
         self._begin(capture)
 
     def _capture_end(self, end: Callable[..., None], graph: Any) -> None:
@@ -175,7 +176,7 @@ class CaptureWatch:
             capture.mode.__exit__(None, None, None)
         capture.undo.close()
         if capture.sync_mode is not None:
-            torch.cuda.set_sync_debug_mode(capture.sync_mode)
+            _set_sync_mode(capture.sync_mode)
 
     def _current(self) -> _Capture | None:
         """The capture that this thread is in. Threads of autograd are in that whose stream they are given."""
@@ -242,7 +243,7 @@ class CaptureWatch:
 
     def _check_memory(self, capture: _Capture, pool: tuple[int, ...]) -> None:
         """Compare what ops made, and what is live now, with the segments of the pool."""
-        segments = torch.cuda.memory_snapshot()
+        segments = torch.cuda.memory_snapshot(include_traces=False)
         own = sorted((s["address"], s["address"] + s["total_size"]) for s in segments if _pool_of(s) == pool)
         starts = [start for start, _ in own]
         told = set()
@@ -327,6 +328,12 @@ def _storage(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
+def _set_sync_mode(mode: int | str) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that the mode is a prototype: an error where warnings are errors
+        torch.cuda.set_sync_debug_mode(mode)
+
+
 def _pool_of(segment: Mapping[str, Any]) -> tuple[int, ...]:
     return tuple(segment["segment_pool_id"])
 
@@ -334,7 +341,7 @@ def _pool_of(segment: Mapping[str, Any]) -> tuple[int, ...]:
 def _live_blocks(pool: tuple[int, ...] | None = None) -> set[tuple[int, int]]:
     """Address and size of every block of torch's allocator that is in use, outside of a pool."""
     found = set()
-    for segment in torch.cuda.memory_snapshot():
+    for segment in torch.cuda.memory_snapshot(include_traces=False):
         if pool is not None and _pool_of(segment) == pool:
             continue
         at = segment["address"]

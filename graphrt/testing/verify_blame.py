@@ -42,7 +42,8 @@ class Captured:
     host      values of the host then
     entered   the same, before the step ran
     fill_memory   fills memory that nothing may read before it is written; of 0 the next launch's results take part
-    addresses     of the buffers
+    buffers       as they were then. They stay alive: in the memory of one that was replaced, and that the graph goes on
+                  reading, somebody else's numbers would be indices of nothing, which end the process on a device
     """
 
     case: Case
@@ -51,7 +52,7 @@ class Captured:
     host: HostValues
     entered: HostValues
     fill_memory: Callable[[int], object]
-    addresses: Mapping[str, int]
+    buffers: Mapping[str, torch.Tensor]
 
 
 @dataclass(frozen=True)

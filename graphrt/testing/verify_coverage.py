@@ -52,11 +52,9 @@ def coverage(v: Verification, graphs: GraphChecks, captures: Sequence[str]) -> t
     note("scalars", numbers, f"{', '.join(numbers)} changed after capture", "no number of make_inputs changes")
     if target.found:
         done["unnamed"] = f"buffers that were not named, and that refresh() writes to: {', '.join(target.found)}"
-    what = (
-        f"up to {graphs.pool_bytes >> 20} MiB of inactive blocks"
-        if cuda
-        else f"{graphs.unwritten} results of torch.empty"
-    )
+    what = f"{graphs.unwritten} results of torch.empty"
+    if cuda:
+        what = f"up to {graphs.pool_bytes >> 20} MiB of inactive blocks, and in {what}"
     why = "poison of inactive blocks needs CUDA, and the step calls no torch.empty" if not cuda else "no replay ran"
     note("memory pool", graphs.pool_bytes if cuda else graphs.unwritten, f"poison in {what}", why)
     note(

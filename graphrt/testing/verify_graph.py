@@ -18,7 +18,7 @@ from graphrt.testing.verify_blame import Blame, Captured
 from graphrt.testing.verify_context import Verification
 from graphrt.testing.verify_flight import flight_findings
 from graphrt.testing.verify_host import HostValues, assigned
-from graphrt.testing.verify_memory import NAN_BYTE, UnwrittenMemory, fill_inactive
+from graphrt.testing.verify_memory import NAN_BYTE, UnwrittenInGraph, UnwrittenMemory, fill_inactive
 from graphrt.testing.verify_report import own_line, raised
 from graphrt.testing.verify_runs import POISONED, Case, Contents, World
 from graphrt.testing.verify_subject import Output
@@ -56,12 +56,14 @@ class GraphChecks:
         order = [*order[at + 1 :], *order[: at + 1]]
         if at == len(order) - 1:  # captured at the last: the other way round, so that neighbours differ
             order = [*reversed(order[:-1]), case]
-        explained = 0
+        explained, wrong = 0, set[str]()
         for world in (World.NATURAL, World.HIGH, World.LOW):
             for each in order:
-                explained += self._replay(graph, each, world, explain=explained < _MOST_EXPLAINED)
+                if self._replay(graph, each, world, explain=explained < _MOST_EXPLAINED):
+                    explained += 1
+                    wrong.add(each.name)
         if self._v.target.device.type == "cuda":
-            for finding in flight_findings(self._v.runs, graph, order, self._v.reference, self._v.written):
+            for finding in flight_findings(self._v.runs, graph, order, self._v.reference, self._v.written, wrong):
                 self._v.add(finding)
             self.in_flight += 2 * len(order)
 
@@ -88,7 +90,9 @@ class GraphChecks:
         contents = runs.enter(case, World.REFERENCE)
         entered = [HostValues.take(*target.root)]
         static: dict[str, torch.Tensor] = {}
-        memory = UnwrittenMemory() if target.device.type == "cpu" and target.capture is None else None
+        memory: UnwrittenMemory | UnwrittenInGraph | None = None
+        if target.capture is None:
+            memory = UnwrittenInGraph(target.device) if target.device.type == "cuda" else UnwrittenMemory()
         watch: AbstractContextManager[Any] = memory if memory is not None else nullcontext()
 
         def step() -> torch.Tensor:
@@ -122,7 +126,7 @@ class GraphChecks:
             results[0] = byte != 0
             if memory is not None:
                 memory.fill(byte)
-            elif target.device.type == "cuda":
+            if target.device.type == "cuda":
                 self.pool_bytes = max(self.pool_bytes, fill_inactive(target.device, byte))
 
         def launched() -> Output:
@@ -135,8 +139,7 @@ class GraphChecks:
             return launch()
 
         host = HostValues.take(*target.root)
-        addresses = {name: t.data_ptr() for name, t in target.buffers.items()}
-        return Captured(case, launched, contents, host, entered[-1], fill_memory, addresses)
+        return Captured(case, launched, contents, host, entered[-1], fill_memory, target.buffers)
 
     def _record(
         self, case: Case, contents: Contents, step: Callable[[], torch.Tensor], entered: list[HostValues]
@@ -170,7 +173,7 @@ class GraphChecks:
             text = f"refresh() raised {raised(error)} ({world.value} in the buffers)"
             self._v.find("refresh", case, graph.case.name, text, Blame("", (), "refresh() reads what it should write"))
             return True
-        moved = [n for n, t in self._v.target.buffers.items() if graph.addresses.get(n) != t.data_ptr()]
+        moved = [name for name, tensor in self._v.target.buffers.items() if not _stands_in(name, tensor, graph)]
         poisons = world in POISONED
         runs.replays += 1
         unowned = world if poisons and not self._v.trespassed else None
@@ -202,3 +205,9 @@ class GraphChecks:
             graph.close()
         if self._recorder is not None:
             self._recorder.close()
+
+
+def _stands_in(name: str, tensor: torch.Tensor, graph: Captured) -> bool:
+    """Whether a tensor lies where the buffer of that name lay at capture."""
+    captured = graph.buffers.get(name)
+    return captured is not None and captured.data_ptr() == tensor.data_ptr()

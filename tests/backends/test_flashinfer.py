@@ -241,3 +241,19 @@ def test_flashinfer_folds_scales_into_queries_and_output(flashinfer: list[tuple[
     assert q.unique().tolist() == [1.0], "the model's queries are left alone"
     assert out[:, :4].unique().tolist() == [3.0]
     assert out[:, 4:].unique().tolist() == [24.0]
+
+
+def test_flashinfer_names_all_memory_that_its_graphs_work_on(flashinfer: list[tuple[str, Any]]) -> None:
+    """What a wrapper was given, and the plan that all wrappers share: an audit would call it foreign."""
+    backend = FlashInferBackend(context(page_size=4))
+    assert backend.held() == {}
+    backend.allocate()
+    backend.plan_capture(BatchDescriptor.decode(2))
+    wrapper = next(made for what, made in flashinfer if what == "make")
+    given = [wrapper.workspace, wrapper._int_workspace_buffer]
+    given += [value for name, value in wrapper.options.items() if name.endswith("_buffer")]
+    named = {t.data_ptr() for t in (backend.held() | backend.tensors()).values()}
+    assert {t.data_ptr() for t in given} <= named
+    assert len(given) == 5
+    backend.close()
+    assert backend.held() == {}

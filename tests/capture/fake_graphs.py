@@ -41,6 +41,7 @@ class FakeGraphs:
     shuffle   reorders the nodes and edges that the driver lists
     version   of the driver: 13.2 tells what conditional nodes have
     failing   calls that are refused
+    missing   functions that the driver is too old for
     """
 
     def __init__(self) -> None:
@@ -49,11 +50,14 @@ class FakeGraphs:
         self.functions: dict[int, tuple[bytes, list[tuple[int, int]]]] = {}
         self.shuffle: Callable[[list], None] = lambda listed: None
         self.version, self.failing, self.calls = 13000, set[str](), list[str]()
-        self.host_memory = set[int]()
+        self.host_memory, self.missing = set[int](), set[str]()
         self._handles = itertools.count(0x1000, 16)
         self._written: list[tuple[ctypes.Array, bytes]] = []
         prototype = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p)
         self._attribute = prototype(self._get_attribute)
+        pointers = (ctypes.c_void_p,) * 4
+        prototype = ctypes.CFUNCTYPE(ctypes.c_int, *pointers, ctypes.POINTER(ctypes.c_size_t))
+        self._edges = prototype(self._get_edges)
 
     # -- making
 
@@ -166,15 +170,25 @@ class FakeGraphs:
         self.shuffle(listed)
         return SUCCESS, [driver.CUgraphNode(node) for node in listed][:count], len(listed)
 
-    def _call_cuGraphGetEdges(self, graph, count):
-        listed = list(self.graphs[int(graph)].edges)
+    def _get_edges(self, graph: int, sources, targets, data, count) -> int:
+        """As the driver: without arrays it tells how many there are, and else fills as many as there is room for."""
+        self.calls.append("cuGraphGetEdges")
+        if "cuGraphGetEdges" in self.failing:
+            return int(FAILURE)
+        listed = list(self.graphs[graph].edges)
         self.shuffle(listed)
-        data = []
-        for _, _, early in listed:
-            data.append(driver.CUgraphEdgeData())
-            data[-1].type, data[-1].from_port = EDGES[early]
-        ends = ([driver.CUgraphNode(edge[side]) for edge in listed][:count] for side in (0, 1))
-        return SUCCESS, *ends, data[:count], len(listed)
+        if not sources:
+            assert not targets
+            assert not data
+            count[0] = len(listed)
+            return 0
+        for at, (source, target, early) in enumerate(listed[: count[0]]):
+            ctypes.c_uint64.from_address(sources + 8 * at).value = source
+            ctypes.c_uint64.from_address(targets + 8 * at).value = target
+            kind, port = EDGES[early]
+            ctypes.memmove(data + 8 * at, bytes((port, 0, kind, 0, 0, 0, 0, 0)), 8)
+        count[0] = min(count[0], len(listed))
+        return 0
 
     def _call_cuGraphNodeGetType(self, node):
         type_ = self.nodes[int(node)].type
@@ -210,8 +224,11 @@ class FakeGraphs:
         return SUCCESS, MEMORY.CU_MEMORYTYPE_HOST if address in self.host_memory else MEMORY.CU_MEMORYTYPE_DEVICE
 
     def _call_cuGetProcAddress(self, symbol, version, flags):
-        assert (symbol, flags) == (b"cuGraphKernelNodeGetAttribute", 0)
-        return SUCCESS, ctypes.cast(self._attribute, ctypes.c_void_p).value, None
+        assert flags == 0
+        found = {(b"cuGraphKernelNodeGetAttribute", 11000): self._attribute, (b"cuGraphGetEdges", 12030): self._edges}
+        if symbol.decode() in self.missing:
+            return FAILURE, None, None
+        return SUCCESS, ctypes.cast(found[symbol, version], ctypes.c_void_p).value, None
 
     def _get_attribute(self, node: int, kind: int, value: int) -> int:
         self.calls.append("cuGraphKernelNodeGetAttribute")

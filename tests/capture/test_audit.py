@@ -237,6 +237,8 @@ def test_a_kernel_that_begins_early_must_wait() -> None:
     assert (finding.kind, finding.node) == (FindingKind.EARLY_START, "rope_1")
     assert "'norm' has ended" in finding.text
     assert run(*nodes, edges=edges, waits=["gemm", "rope_*"]).ok
+    of_cublas = [kernel(name="norm"), kernel(name="nvjet_tst_64x8_64x16_4x1_v_bz_TNT")]
+    assert run(*of_cublas, edges=[Edge(0, 1, True)]).ok
 
 
 def test_bodies_are_audited() -> None:

@@ -78,19 +78,48 @@ def test_a_clean_chain_of_cublas(dtype: torch.dtype) -> None:
         assert report.counts[Owner.WEIGHT] >= 4
 
 
-def test_a_workspace_from_before_the_capture_is_the_library_s() -> None:
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_workspace_from_before_the_capture_is_the_library_s(bias: bool) -> None:
+    """Those of cuBLAS and of cuBLASLt, which torch takes for products with a bias."""
     x = torch.randn(8, 8192, device="cuda", dtype=torch.bfloat16)
-    w = torch.randn(8192, 512, device="cuda", dtype=torch.bfloat16)
+    layer = torch.nn.Linear(8192, 512, bias=bias, device="cuda", dtype=torch.bfloat16).requires_grad_(False)
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
-        x @ w  # makes the workspace of the stream in torch's common pool
+        layer(x)  # makes the workspaces of the stream in torch's common pool
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph(keep_graph=True)
     with torch.cuda.graph(graph, stream=stream):
-        y = x @ w
-    memory = memory_of(static={"x": x, "w": w, "y": y}, pool=graph)
+        y = layer(x)
+    memory = memory_of(static={"x": x, "y": y}, weights=layer, pool=graph)
     report = audit(graph, with_blas_workspaces(memory, [stream]))
     assert report.ok, f"{report}\nwithout the probe: {audit(graph, memory)}"
+
+
+def test_what_torch_s_generator_keeps_for_graphs_is_the_library_s(x: torch.Tensor) -> None:
+    graph = capture(lambda: x.uniform_())
+    memory, before = memory_of(static={"x": x}, pool=graph), torch.cuda.get_rng_state()
+    report = audit(graph, with_blas_workspaces(memory))
+    assert report.ok, f"{report}\nwithout the probe: {audit(graph, memory)}"
+    assert torch.equal(torch.cuda.get_rng_state(), before)
+
+
+def test_a_workspace_that_the_first_capture_made_is_no_state_of_the_step() -> None:
+    x = torch.randn(8, 8192, device="cuda", dtype=torch.bfloat16)
+    layer = torch.nn.Linear(8192, 512, device="cuda", dtype=torch.bfloat16).requires_grad_(False)
+    layer(x)  # makes the library's handle, and the workspaces of this stream
+    stream = torch.cuda.Stream()
+
+    def captured() -> torch.cuda.CUDAGraph:
+        graph = torch.cuda.CUDAGraph(keep_graph=True)
+        with torch.cuda.graph(graph, stream=stream):
+            layer(x)
+        return graph
+
+    def memory(graph: torch.cuda.CUDAGraph) -> MemoryMap:
+        return with_blas_workspaces(memory_of(static={"x": x}, weights=layer, pool=graph), [stream])
+
+    report = audit_twice(captured, memory)
+    assert report.ok, str(report)
 
 
 def test_a_clean_triton_kernel(x: torch.Tensor) -> None:

@@ -82,3 +82,19 @@ def test_workspaces_come_after_what_is_named(monkeypatch: pytest.MonkeyPatch) ->
     assert memory.find(LEAK.address + 64) is workspace
     monkeypatch.setattr(torch.cuda.graph, "default_capture_stream", None)
     assert blas.with_blas_workspaces(MemoryMap([X, LEAK])).regions == (X, LEAK), "nothing was captured so far"
+
+
+def test_the_probe_multiplies_with_and_without_a_bias(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch keeps a workspace for each of the two ways; and no operand is taken for another's."""
+    static = {name: torch.ones(shape) for name, shape in blas._operands(2, 3, 5).items()}
+    static |= {f"{name} 2": torch.ones(shape) for name, shape in blas._operands(4, 6, 7).items()}
+    called = []
+    for name in ("mm", "addmm"):
+        call = getattr(torch, name)
+        monkeypatch.setattr(torch, name, lambda *o, name=name, call=call, out: called.append((name, call(*o, out=out))))
+    blas._products(static)
+    assert [(name, tuple(y.shape)) for name, y in called] == [
+        ("mm", (2, 5)), ("addmm", (2, 5)), ("mm", (4, 7)), ("addmm", (4, 7)),
+    ]  # fmt: skip
+    assert called[-1][1] is static["y 2"]
+    assert torch.equal(static["y 2"], torch.full((4, 7), 7.0))

@@ -256,18 +256,28 @@ def test_what_is_not_known_is_said_and_the_rest_is_shown(fake: FakeGraphs) -> No
 
 
 @pytest.mark.parametrize(
-    "call", ["cuGraphKernelNodeGetParams", "cuFuncGetName", "cuFuncGetParamInfo", "cuGetProcAddress"]
+    "call", ["cuGraphKernelNodeGetParams", "cuFuncGetName", "cuFuncGetParamInfo", "cuGraphKernelNodeGetAttribute"]
 )
 def test_a_kernel_of_which_the_driver_tells_less(fake: FakeGraphs, call: str) -> None:
     graph = fake.graph()
     fake.kernel(graph, fake.function("f", [8]), [word(5)], attributes={2: number(1)})
-    fake.failing = {call}
+    fake.failing, fake.missing = {call}, {call}
     (node,) = inspect_graph(graph).nodes
     assert node.kind is NodeKind.KERNEL
     unread = "INVALID_VALUE" in node.remark
     assert unread == (call in ("cuGraphKernelNodeGetParams", "cuFuncGetName"))
-    assert len(node.arguments) == (call == "cuGetProcAddress")
+    assert len(node.arguments) == (call == "cuGraphKernelNodeGetAttribute")
     assert node.attributes == ({"cooperative": "1"} if call == "cuFuncGetParamInfo" else {})
+
+
+def test_a_kernel_whose_layout_the_driver_refuses(fake: FakeGraphs, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An index behind the last argument is an invalid value. Any other error says that arguments were not seen."""
+    graph, refused = fake.graph(), driver.CUresult.CUDA_ERROR_INVALID_HANDLE
+    fake.kernel(graph, fake.function("f", [8]), [word(5)])
+    monkeypatch.setattr(FakeGraphs, "_call_cuFuncGetParamInfo", lambda *arguments: (refused, None, None))
+    (node,) = inspect_graph(graph).nodes
+    assert node.arguments == ()
+    assert "where its arguments are could not be read: <CUresult.CUDA_ERROR_INVALID_HANDLE" in node.remark
 
 
 def test_a_kernel_whose_arguments_lie_nowhere(fake: FakeGraphs) -> None:
@@ -415,6 +425,12 @@ def test_a_graph_that_the_driver_does_not_list(fake: FakeGraphs) -> None:
         fake.failing = {call}
         with pytest.raises(CaptureError, match=r"CUDA driver: expected success, got .*INVALID_VALUE"):
             inspect_graph(graph)
+
+
+def test_a_driver_without_data_of_edges(fake: FakeGraphs) -> None:
+    graph, fake.missing = fake.graph(), {"cuGraphGetEdges"}
+    with pytest.raises(CaptureError, match=r"^CUDA driver: expected one of CUDA 12.3 or newer, got an older one"):
+        inspect_graph(graph)
 
 
 def test_a_loop_shows_its_body_though_the_driver_does_not(monkeypatch: pytest.MonkeyPatch) -> None:

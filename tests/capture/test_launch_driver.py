@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import threading
 import types
+import warnings
 
 import pytest
 import torch
 
-from graphrt.capture import raw_graph
+from graphrt.capture import raw_graph, recorder
 from graphrt.capture.graph import GraphReport
 from graphrt.capture.recorder import CudaGraph
 from graphrt.kernels.errors import ReplayError
@@ -99,7 +100,61 @@ def test_the_driver_records_an_event_once_torch_has_made_it(fake: FakeDriver, mo
         event.record(stream)
 
 
+class Invalidated:
+    """torch.cuda.CUDAGraph, whose first capture ends with an error: then the generator stays in the capture."""
+
+    capturing, begun = False, 0
+
+    def __init__(self, keep_graph: bool = False) -> None:
+        assert keep_graph
+
+    def capture_begin(self, pool: object = None, capture_error_mode: str = "global") -> None:
+        assert capture_error_mode == "thread_local"
+        Invalidated.capturing = True
+        Invalidated.begun += 1
+
+    def capture_end(self) -> None:
+        if Invalidated.begun == 1:
+            raise RuntimeError("CUDA error: operation failed due to a previous error during capture")
+        warnings.warn("The CUDA Graph is empty", UserWarning, stacklevel=2)
+        Invalidated.capturing = False
+
+
+@pytest.mark.filterwarnings("error")
+def test_after_an_invalidated_capture_the_generator_draws_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Invalidated)
+    pools, ended = iter(((0, 1), (0, 2))), []
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: next(pools))
+    monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", lambda *of: ended.append(of), raising=False)
+    monkeypatch.setitem(recorder._idle_streams, CUDA, [object()])
+    made = recorder.CudaGraphRecorder(CUDA)
+
+    def step() -> torch.Tensor:
+        raise LookupError("in the step")
+
+    with pytest.raises(LookupError, match="in the step"):
+        made._capture(step)
+    assert ended == [(0, (0, 1))]
+    assert (made._pool, Invalidated.begun, Invalidated.capturing) == ((0, 2), 2, False)
+
+
 # -- on a GPU alone
+
+
+@pytest.mark.gpu
+def test_a_step_that_draws_and_waits_at_first_is_recorded() -> None:
+    """The capture that the wait invalidates is tried again, behind a run that draws."""
+    rig, numbers, waits = Rig(CUDA), torch.zeros(64, device=CUDA), [True]
+
+    def step() -> torch.Tensor:
+        if waits and torch.cuda.is_current_stream_capturing():
+            waits.clear()
+            numbers.sum().item()
+        return numbers.uniform_()
+
+    rig.record(step).launch()
+    assert len(set(numbers.tolist())) > 1
+    assert torch.rand(4, device=CUDA).max() < 1
 
 
 @pytest.mark.gpu
