@@ -23,34 +23,9 @@ from graphrt.testing.verify_host import HostValues, assigned, caches, written_te
 from graphrt.testing.verify_memory import UnwrittenInGraph, UnwrittenMemory, fill_inactive, inactive_blocks, zeroed
 from graphrt.testing.verify_report import differing, first_difference, region
 from graphrt.testing.verify_slots import slots
+from tests.verify_examples import Copies, rows, silu
 
 NAN = math.nan
-WEIGHT = torch.randn(6, 6, generator=torch.Generator().manual_seed(3))
-COUNTS = (5, 2, 4, 5)
-
-
-def rows(case: int, **more: Any) -> dict[str, Any]:
-    rng = torch.Generator().manual_seed(case)
-    return {"x": torch.randn(COUNTS[case], 6, generator=rng), **more}
-
-
-def silu(x: torch.Tensor) -> torch.Tensor:
-    return torch.nn.functional.silu(x @ WEIGHT)
-
-
-class Copies:
-    """A subject that copies its inputs into buffers and clears the tails."""
-
-    def __init__(self) -> None:
-        self.buffers = {"x": torch.zeros(5, 6)}
-
-    def refresh(self, inputs: dict[str, Any]) -> None:
-        count = len(inputs["x"])
-        self.buffers["x"][:count] = inputs["x"]
-        self.buffers["x"][count:] = 0
-
-    def run(self) -> Any:
-        return silu(self.buffers["x"])
 
 
 # -- canaries

@@ -48,9 +48,7 @@ def _common(a: Sequence[Label], b: Sequence[Label]) -> list[tuple[int, int]]:
     for edits in range(min(len(a) + len(b), _MOST_EDITS) + 1):
         steps.append(reach[middle - edits - 1 : middle + edits + 2])
         for diagonal in range(-edits, edits + 1, 2):
-            down = diagonal == -edits or (
-                diagonal != edits and reach[middle + diagonal - 1] < reach[middle + diagonal + 1]
-            )
+            down = _goes_down(reach, middle, diagonal, edits)
             x = reach[middle + diagonal + 1] if down else reach[middle + diagonal - 1] + 1
             while x < len(a) and x - diagonal < len(b) and a[x] == b[x - diagonal]:
                 x += 1
@@ -60,13 +58,18 @@ def _common(a: Sequence[Label], b: Sequence[Label]) -> list[tuple[int, int]]:
     return []
 
 
+def _goes_down(reach: Sequence[int], middle: int, diagonal: int, edits: int) -> bool:
+    """Whether the way to a diagonal puts a name of `b` in last: else it takes one of `a` out."""
+    return diagonal == -edits or (
+        diagonal != edits and reach[middle + diagonal - 1] < reach[middle + diagonal + 1]
+    )  # fmt: skip
+
+
 def _way_back(steps: list[list[int]], x: int, y: int) -> list[tuple[int, int]]:
     found: list[tuple[int, int]] = []
     for edits in range(len(steps) - 1, -1, -1):
         reach, diagonal, middle = steps[edits], x - y, edits + 1
-        down = diagonal == -edits or (
-            diagonal != edits and reach[middle + diagonal - 1] < reach[middle + diagonal + 1]
-        )  # fmt: skip
+        down = _goes_down(reach, middle, diagonal, edits)
         start = reach[middle + diagonal + 1] if down else reach[middle + diagonal - 1] + 1
         start = start if edits else 0
         while x > start:

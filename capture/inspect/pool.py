@@ -82,15 +82,21 @@ def snapshot_regions(rows: Iterable[Mapping[str, Any]], pools: Iterable[PoolId])
     The name says who allocated it where torch was told to remember: torch.cuda.memory._record_memory_history().
     """
     own = {tuple(pool) for pool in pools}
-    for segment in rows:
+    for segment, block, address in blocks_of(rows):
         inside = tuple(segment["segment_pool_id"]) in own
+        live = block["state"] == "active_allocated"
+        name = "pool of the graph" if inside else f"{'block' if live else 'freed block'} of torch's allocator"
+        owner = Owner.POOL if inside else Owner.ALLOCATOR
+        yield Region(name + _made_at(block), owner, address, int(block["size"]), live)
+
+
+def blocks_of(rows: Iterable[Mapping[str, Any]]) -> Iterator[tuple[Mapping[str, Any], Mapping[str, Any], int]]:
+    """Each block of torch's allocator, behind its segment (a row of the snapshot) and before its address."""
+    for segment in rows:
         address = int(segment["address"])
         for block in segment["blocks"]:
-            nbytes, live = int(block["size"]), block["state"] == "active_allocated"
-            name = "pool of the graph" if inside else f"{'block' if live else 'freed block'} of torch's allocator"
-            owner = Owner.POOL if inside else Owner.ALLOCATOR
-            yield Region(name + _made_at(block), owner, address, nbytes, live)
-            address += nbytes
+            yield segment, block, address
+            address += int(block["size"])
 
 
 def _made_at(block: Mapping[str, Any]) -> str:

@@ -28,7 +28,7 @@ import sys
 import threading
 import warnings
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
@@ -39,6 +39,7 @@ import triton
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 from torch.utils._pytree import tree_leaves
 
+from graphrt.capture.inspect.pool import blocks_of
 from graphrt.capture.tape import UNWRITTEN_FACTORIES, OpTapeRecorder
 from graphrt.kernels.errors import CaptureError, ConfigError
 from graphrt.kernels.native import nvrtc
@@ -132,7 +133,7 @@ class CaptureWatch:
         begin(graph, *args, **kwargs)
         # Only now: a first capture_begin allocates the generator's state, and waits for the device.
         capture = self._new_capture(graph)
-        capture.before = _live_blocks()
+        capture.before = _live_blocks(torch.cuda.memory_snapshot(include_traces=False))
         capture.sync_mode = torch.cuda.get_sync_debug_mode()
         if "sync" not in self.allowed:
             _set_sync_mode("error")
@@ -252,7 +253,7 @@ class CaptureWatch:
             if index < 0 or address >= own[index][1]:
                 told.add(address)
                 self._note(capture, "allocate", f"the result of {name} outside of it", where)
-        for address, size in sorted(_live_blocks(pool) - capture.before):
+        for address, size in sorted(_live_blocks(segments, pool) - capture.before):
             if address not in told:
                 self._note(capture, "allocate", f"{size} bytes at {address:#x} outside of it", "")
 
@@ -338,18 +339,13 @@ def _pool_of(segment: Mapping[str, Any]) -> tuple[int, ...]:
     return tuple(segment["segment_pool_id"])
 
 
-def _live_blocks(pool: tuple[int, ...] | None = None) -> set[tuple[int, int]]:
-    """Address and size of every block of torch's allocator that is in use, outside of a pool."""
-    found = set()
-    for segment in torch.cuda.memory_snapshot(include_traces=False):
-        if pool is not None and _pool_of(segment) == pool:
-            continue
-        at = segment["address"]
-        for block in segment["blocks"]:
-            if block["state"] != "inactive":
-                found.add((at, block["size"]))
-            at += block["size"]
-    return found
+def _live_blocks(segments: Sequence[Any], pool: tuple[int, ...] | None = None) -> set[tuple[int, int]]:
+    """Address and size of every block in use of these segments of torch's allocator, those of a pool left out."""
+    return {
+        (address, block["size"])
+        for segment, block, address in blocks_of(segments)
+        if (pool is None or _pool_of(segment) != pool) and block["state"] != "inactive"
+    }
 
 
 def _caller() -> str:

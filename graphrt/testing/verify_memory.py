@@ -17,11 +17,11 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from graphrt.capture.inspect.pool import blocks_of
+from graphrt.capture.tape import UNWRITTEN_FACTORIES
 from graphrt.kernels.errors import ReplayError
 
-_UNWRITTEN = frozenset(
-    {"aten::empty", "aten::empty_strided", "aten::empty_like", "aten::new_empty", "aten::new_empty_strided"}
-)
+_UNWRITTEN = UNWRITTEN_FACTORIES - {"aten::lift_fresh"}  # whose values were written before
 NAN_BYTE = 0xFF
 """NaN in every float format, -1 in integers."""
 
@@ -64,7 +64,19 @@ class UnwrittenMemory(_Unwritten):
             storage_bytes(storage).fill_(byte)
 
 
-class UnwrittenInGraph(_Unwritten):
+class _BesideCompiled(_Unwritten):
+    """Compiled functions run compiled beside it: what these allocate is not seen."""
+
+    @classmethod
+    def is_infra_mode(cls) -> bool:
+        return True
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
+
+
+class UnwrittenInGraph(_BesideCompiled):
     """Around a step that is captured on CUDA: behind each allocation without contents the graph fills it with a byte.
 
     count   allocations that are filled
@@ -74,14 +86,6 @@ class UnwrittenInGraph(_Unwritten):
         super().__init__()
         self._byte = torch.zeros(1, dtype=torch.uint8, device=device)
         self._device, self._filled = device, set[int]()
-
-    @classmethod
-    def is_infra_mode(cls) -> bool:
-        return True  # compiled functions run compiled
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        return True
 
     def _got(self, storage: torch.UntypedStorage) -> None:
         if storage.nbytes() and storage.device == self._device:
@@ -104,16 +108,8 @@ class _Zeroed(_Unwritten):
         storage_bytes(storage).zero_()
 
 
-class _ZeroedBesideCompiled(_Zeroed):
-    """The same where compiled functions run compiled: what these allocate is not seen."""
-
-    @classmethod
-    def is_infra_mode(cls) -> bool:
-        return True
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        return True
+class _ZeroedBesideCompiled(_Zeroed, _BesideCompiled):
+    """The same where compiled functions run compiled."""
 
 
 @contextlib.contextmanager
@@ -143,16 +139,11 @@ def storage_bytes(storage: torch.UntypedStorage) -> torch.Tensor:
 
 def inactive_blocks(device: torch.device) -> list[tuple[int, int]]:
     """Address and bytes of every block of torch's allocator on a CUDA device that nothing uses."""
-    found = []
-    for segment in torch.cuda.memory_snapshot(include_traces=False):
-        if segment["device"] != device.index:
-            continue
-        address = segment["address"]
-        for block in segment["blocks"]:
-            if block["state"] == "inactive":
-                found.append((address, block["size"]))
-            address += block["size"]
-    return found
+    return [
+        (address, block["size"])
+        for segment, block, address in blocks_of(torch.cuda.memory_snapshot(include_traces=False))
+        if segment["device"] == device.index and block["state"] == "inactive"
+    ]
 
 
 def fill_inactive(device: torch.device, byte: int = NAN_BYTE) -> int:
