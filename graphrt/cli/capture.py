@@ -16,6 +16,7 @@ from graphrt.bench.environment import provenance
 from graphrt.bundle import Bundle
 from graphrt.capture.descriptor import BatchDescriptor, GraphKind
 from graphrt.capture.inspect.cuda import inspect_graph
+from graphrt.capture.inspect.diff import diff
 from graphrt.capture.inspect.dot import to_dot
 from graphrt.capture.inspect.page import write_page
 from graphrt.capture.inspect.view import GraphView
@@ -63,6 +64,7 @@ def run_capture(options: CaptureOptions) -> None:
     )
     with runtime:
         shown = _shown_size(options, runtime)
+        against = None if options.against is None else _decode_size("--against", options.against, runtime)
         capture_with_bar(runtime, log)
         stats = runtime.stats()
         if not options.json_only:
@@ -84,6 +86,13 @@ def run_capture(options: CaptureOptions) -> None:
         result["findings"] = [str(finding) for audit in audits for finding in audit.findings] if audits else None
         if shown is not None:
             _show_graph(options, runtime, shown)
+        if shown is not None and against is not None and not options.json_only:
+            (a, memory_a), (b, memory_b) = (
+                (inspect_graph(runtime.manager.graph(size)), runtime.manager.memory_map(size))
+                for size in (shown, against)
+            )
+            text = f"{shown} against {against}: {diff(a, b, memory_a, memory_b)}"
+            make_console().print(text, highlight=False, markup=False, soft_wrap=True)
         if options.record is not None:
             _record(options, runtime).save(options.record)
             log.print(f"recorded {options.launches} launches in {options.record}", highlight=False, markup=False)
@@ -126,16 +135,21 @@ def _check_files(options: CaptureOptions) -> None:
 
 def _shown_size(options: CaptureOptions, runtime: Runtime) -> BatchDescriptor | None:
     """The decode graph of `--size` rows, or the largest; None where no option shows one."""
-    if not (options.html or options.dot or options.json or options.nodes):
+    if not (options.html or options.dot or options.json or options.nodes or options.against):
         if options.size is not None:
-            raise ConfigError("--size: expected --html, --dot, --json or --nodes with it, got none; add one")
+            raise ConfigError("--size: expected --html, --dot, --json, --nodes or --against with it, got none; add one")
         return None
+    return _decode_size("--size", options.size, runtime)
+
+
+def _decode_size(option: str, rows: int | None, runtime: Runtime) -> BatchDescriptor:
+    """The decode graph of so many rows; None: the largest."""
     decodes = [size for size in runtime.manager.descriptors if size.kind is GraphKind.DECODE]
     for size in decodes:
-        if options.size in (None, size.padded_reqs):
+        if rows in (None, size.padded_reqs):
             return size
-    rows = ", ".join(str(size.padded_reqs) for size in decodes)
-    raise ConfigError(f"--size: expected one of the sizes {rows}, got {options.size}; name one of these")
+    sizes = ", ".join(str(size.padded_reqs) for size in decodes)
+    raise ConfigError(f"{option}: expected one of the sizes {sizes}, got {rows}; name one of these")
 
 
 def _show_graph(options: CaptureOptions, runtime: Runtime, chosen: BatchDescriptor) -> None:

@@ -127,6 +127,9 @@ class CaptureOptions:
     size: Annotated[
         int | None, typer.Option(min=1, help="Rows of the decode graph that these show; default: the most.")
     ] = None
+    against: Annotated[
+        int | None, typer.Option(min=1, help="Print what differs from the same graph to that of so many rows.")
+    ] = None
     audit: Annotated[
         bool, typer.Option("--audit", help="Say whose memory the graphs hold; ends with 1 on a finding.")
     ] = False

@@ -57,8 +57,18 @@ def test_capture_says_what_each_graph_costs(graphrt) -> None:
     assert all(graph["nodes"] > 10 for graph in result["graphs"])
     for graph in result["graphs"]:
         assert any(graph["size"] in line and str(graph["nodes"]) in line for line in out.splitlines()[:-1])
-    code, out, _ = graphrt(*CAPTURE, "--json-only", "--nodes")
+    code, out, _ = graphrt(*CAPTURE, "--json-only", "--nodes", "--against", "2")
     assert len(out.splitlines()) == 1
+
+
+def test_capture_says_what_depends_on_the_batch_size(graphrt) -> None:
+    code, out, _ = graphrt(*CAPTURE, "--against", "2")
+    assert code == 0
+    assert "decode[3] against decode[2]: " in out
+    assert "scalar padded_reqs: 3 -> 2" in out
+    code, out, _ = graphrt(*CAPTURE, "--against", "3")
+    assert code == 0
+    assert "decode[3] against decode[3]: equal: " in out
 
 
 def test_a_bundle_runs_again(graphrt, bundle: Path) -> None:
@@ -101,7 +111,8 @@ def test_errors_are_one_line(graphrt, bundle: Path, tmp_path: Path) -> None:
         (("replay", bundle, "--time", "--device", "cpu"), "--time: expected a CUDA device, got cpu; leave --time out"),
         (("capture", "--device", "cpu"), "capture: expected one of --shape and --model, got both or none"),
         ((*CAPTURE, "--record", nothing, "--prompt", "60", "--after", "9"), "--context: expected at least 70"),
-        ((*CAPTURE, "--size", "2"), "--size: expected --html, --dot, --json or --nodes with it, got none"),
+        ((*CAPTURE, "--size", "2"), "--size: expected --html, --dot, --json, --nodes or --against with it, got"),
+        ((*CAPTURE, "--against", "5"), "--against: expected one of the sizes 3, 2, 1, got 5"),
         ((*CAPTURE, "--nodes", "--size", "7"), "--size: expected one of the sizes 3, 2, 1, got 7"),
         ((*CAPTURE, "--html", tmp_path / "none" / "x"), "--html: expected a file in a folder that is there"),
         ((*CAPTURE, "--record", tmp_path), "--record: expected a file in a folder that is there"),
