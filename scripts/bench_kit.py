@@ -1,10 +1,15 @@
-"""What the graph-correctness kit costs: the walk and the audit of a graph, and shadow steps beside a busy device.
+"""What the graph-correctness kit costs: the audit of a graph, `verify`, and shadow steps beside a busy device.
 
     python scripts/bench_kit.py                            # Llama 3.2 1B, 32 and 256 rows, a shadow every 256 launches
     python scripts/bench_kit.py --shape llama-3.1-8b --rows 256 --every 64
 
-Both runtimes have the same weights. One has shadow steps, the other has none; rounds of `--steps` steps take turns. The
-share of a shadow is how much longer its rounds take. The last line of standard output is one JSON object.
+Audits are timed in parts: the walk of the graph, the map of memory, and the look at each address. `verify_runtime` is
+timed whole, copies of the KV cache included, over eight generated batches of any sizes.
+
+For shadows there are two runtimes of the same weights: one has shadow steps, the other has none. Rounds of `--steps`
+steps take turns. The share of a shadow is how much longer its rounds take.
+
+The last line of standard output is one JSON object.
 """
 
 from __future__ import annotations
@@ -29,8 +34,10 @@ from graphrt.models.shapes import shape_config
 from graphrt.runtime import Runtime, resolve_device
 from graphrt.sampling_params import SamplingParams
 from graphrt.session import DecodeSession
+from graphrt.testing.verify_runtime import verify_runtime
 
-CONTEXT = 512  # tokens that rows have before the first timed step
+CONTEXT = 512  # tokens that rows have before the first timed step; the longest ones that are verified
+MIXES = 8
 
 
 def make_runtime(loaded: LoadedModel, device: torch.device, rows: int, longest: int, every: int) -> Runtime:
@@ -93,6 +100,26 @@ def bench_audit(runtime: Runtime) -> dict[str, Any]:
     }
 
 
+def bench_verify(runtime: Runtime, model: torch.nn.Module, mixes: int) -> dict[str, Any]:
+    """Seconds to verify the captured graphs over so many batches: of the first call, and of a later one."""
+    seconds, findings = [], []
+    for _ in range(2):
+        start = time.perf_counter()
+        report = verify_runtime(runtime.manager, model=model, count=mixes)
+        seconds.append(time.perf_counter() - start)
+        findings += [str(finding) for finding in report.findings]
+    return {
+        "rows": runtime.config.max_num_reqs,
+        "mixes": mixes,
+        "cache_bytes": runtime.kv_cache.nbytes,
+        "replays": report.replays,
+        "eager_runs": report.eager_runs,
+        "first_seconds": seconds[0],
+        "seconds": seconds[1],
+        "findings": findings,
+    }
+
+
 def bench_shadow(loaded: LoadedModel, device: torch.device, rows: int, every: int, steps: int, rounds: int) -> Any:
     """Milliseconds per step with a shadow every so many launches, and without one."""
     context = min(CONTEXT, loaded.config.max_position_embeddings // 4)
@@ -141,15 +168,22 @@ def main() -> None:
     device = resolve_device(arguments.device)
     shape = shape_config(arguments.shape)
     loaded = load_model(shape, device=device, max_positions=min(shape.max_position_embeddings, 1 << 14))
-    results: dict[str, Any] = {"shape": arguments.shape, "audits": [], "shadows": []}
+    results: dict[str, Any] = {"shape": arguments.shape, "audits": [], "verifies": [], "shadows": []}
     for rows in map(int, arguments.rows.split(",")):
-        with make_runtime(loaded, device, rows, 1024, 0) as runtime:
-            found = bench_audit(runtime)
+        with make_runtime(loaded, device, rows, CONTEXT, 0) as runtime:
+            found, verified = bench_audit(runtime), bench_verify(runtime, loaded.model, MIXES)
         results["audits"].append(found)
+        results["verifies"].append(verified)
         print(
             f"{found['size']}: {found['nodes']} nodes walked in {found['walk_ms']:.1f} ms, {found['regions']} regions "
             f"mapped in {found['map_ms']:.1f} ms, audited in {found['audit_ms']:.1f} ms; {len(found['findings'])} "
             "findings",
+            flush=True,
+        )
+        print(
+            f"{rows} rows: {MIXES} batches verified in {verified['seconds']:.2f} s (first call "
+            f"{verified['first_seconds']:.2f}) by {verified['replays']} replays and {verified['eager_runs']} eager "
+            f"runs over {verified['cache_bytes'] >> 20} MiB of cache; {len(verified['findings'])} findings",
             flush=True,
         )
         shadow = bench_shadow(loaded, device, rows, arguments.every, arguments.steps, arguments.rounds)

@@ -135,10 +135,9 @@ def verify_runtime(
     if batches is None:
         vocab_size = manager.vocab_size if vocab_size is None else vocab_size
         batches = generated_batches(manager, vocab_size=vocab_size, count=count, seed=seed)
-        rng = torch.Generator("cpu").manual_seed(seed)
+        rng = torch.Generator(cache.device).manual_seed(seed)  # a host would take seconds for a gigabyte
         for tensor in tensors:
-            values = torch.randn(tensor.shape, generator=rng, device="cpu")
-            tensor.copy_(values.to(tensor.device, tensor.dtype))
+            tensor.copy_(torch.randn(tensor.shape, generator=rng, device=tensor.device))
     elif not batches:
         raise ConfigError("batches: expected at least one, got none; leave them out for generated ones")
     steps = list(batches)
