@@ -6,6 +6,8 @@ What is wrong in it:
   without an error.
 - Its float conversions truncate where the hardware rounds to nearest even.
 - It decodes the NaN of e4m3 as 480.
+- In triton 3.6, `range` over a kernel's values asks NumPy for the integer of a one-element array, which newer
+  NumPy refuses.
 
 After `install()` conversions between float formats are those of torch. bfloat16 arithmetic computes in float32 and
 rounds once, as the compiled kernels do. `interpreted()` of library.py calls `install()`.
@@ -66,6 +68,7 @@ def install() -> None:
         setattr(builder, name, _computed_in_float32(getattr(builder, name)))
     builder.create_dot = _dot_in_float32(builder.create_dot)
     triton_interpreter.ReduceOps.sum = _sum_in_float32(triton_interpreter.ReduceOps.sum)
+    triton_interpreter._patch_lang_tensor = _indexed_by_item(triton_interpreter._patch_lang_tensor)
     builder.get_bf16 = lambda self, value: self.cast_impl(self.get_fp32(value), tl.bfloat16)
     # Programs run one after another here, so there is nothing to wait for. Triton loads its package `cuda` twice: as an
     # attribute of the parent package, and as another object in sys.modules.
@@ -135,6 +138,14 @@ def _sum_in_float32(reduce_sum: Callable[..., Any]) -> Callable[..., Any]:
         return self.to_tensor(cast(reduce_sum(self, wide).handle, tl.bfloat16).data, tensor.dtype)
 
     return sum_
+
+
+def _indexed_by_item(patch_tensor: Callable[..., None]) -> Callable[..., None]:
+    def patch(tensor: Any, scope: Any) -> None:
+        patch_tensor(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    return patch
 
 
 def _is_bfloat16(value: Any) -> bool:
