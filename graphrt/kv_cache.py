@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from graphrt.aliasing import Placed, check_disjoint
 from graphrt.groups import cache_layer_groups
 from graphrt.kernels.attention.options import FP8_DTYPES
 from graphrt.kernels.cache.copy import PagePacker, Pages
@@ -46,9 +47,9 @@ class KVCache:
     pool_pages  pages of each pool, null pages included
 
     Built with `allocate`, or around tensors that the caller owns (`KVCache(spec, k, v)`): any strides, the last one 1;
-    no two elements of a layer may lie in one place. Tensors may be views of shared memory: K and V of one pool, layers
-    of several groups that share page ids. Graphs hold these addresses: the tensors must stay where they are as long as
-    a runtime uses them.
+    no two elements of the cache may lie in one place. Tensors may be views of shared memory, as K and V of one pool. A
+    page may be the same bytes in several groups that share page ids. Graphs hold these addresses: the tensors must stay
+    where they are as long as a runtime uses them.
 
     A layer here is one with keys and values of its own; what `AttentionSpec.kv_shared_with` names is not counted again,
     and encoder layers have none. A model of these alone has a cache without groups, `KVCache.allocate((), (), device)`.
@@ -100,14 +101,16 @@ class KVCache:
                     raise ShapeError(
                         f"{name}[{layer}]: expected a tensor without gradient, got one that requires it; detach() it"
                     )
-            if device.type != "meta" and pair[0].is_set_to(pair[1]):
-                raise ConfigError(
-                    f"v[{layer}]: expected other memory than that of k[{layer}], got the same; values would overwrite "
-                    "keys, pass two tensors"
-                )
         if sorted(pages) != list(range(len(pages))):
             raise ConfigError(
                 f"KVCacheSpec.pool: expected pools 0 to {len(pages) - 1}, got {sorted(pages)}; number them from 0"
+            )
+        if device.type != "meta":
+            pairs = enumerate(zip(k, v, strict=True))
+            check_disjoint(
+                Placed(2 * layer + at, f"{name}[{layer}]", tensor, group, specs[group].pool)
+                for (layer, pair), group in zip(pairs, self.group_of, strict=True)
+                for at, (name, tensor) in enumerate(zip("kv", pair, strict=True))
             )
         self.pool_pages = tuple(pages[pool] for pool in range(len(pages)))
         self.groups = tuple(spec.resolve(pages[spec.pool]) for spec in specs)
