@@ -10,7 +10,6 @@ import torch
 
 from graphrt.kernels.errors import ConfigError
 
-
 _Steps = tuple[tuple[int, int], ...]
 
 

@@ -42,7 +42,7 @@ class KVCache:
     k_scales, v_scales  per layer [num_kv_heads] (or [1], if given)               float32     device
                         of an fp8 cache: key = stored value * k_scale. 1.0 unless given; fill them in place with what
                         the model was calibrated for before the first step, since stored values are not converted.
-                        Empty where no group is fp8
+                        Finite and not 0, from `capture` on. Empty where no group is fp8
     num_pages   pages of all pools together
     pool_pages  pages of each pool, null pages included
 
@@ -184,11 +184,21 @@ class KVCache:
         layers = [layer for layer, owner in enumerate(self.group_of) if owner == group]
         return tuple(self.k[layer] for layer in layers), tuple(self.v[layer] for layer in layers)
 
-    def check_null_pages(self) -> None:
-        """Raise ConfigError unless the null pages of groups with a window or chunks hold finite numbers.
+    def check_contents(self) -> None:
+        """Raise ConfigError unless scales are finite and not 0, and the null pages of groups with a window or chunks
+        hold finite numbers.
 
-        In these groups the null page stands before what a row sees, and kernels may read it: zero times NaN is NaN.
+        Keys are divided by their scale when they are stored: 0 would make all of them alike. In groups with a window
+        the null page stands before what a row sees, and kernels may read it: zero times NaN is NaN.
         """
+        for name, scales in (("k_scales", self.k_scales), ("v_scales", self.v_scales)):
+            for layer, scale in enumerate(scales):
+                wrong = scale[~scale.isfinite() | (scale == 0)]
+                if self._layer_specs[layer].dtype in FP8_DTYPES and len(wrong):
+                    raise ConfigError(
+                        f"kv_cache.{name}[{layer}]: expected finite numbers other than 0, got {wrong[0].item()}; fill "
+                        "it with what the model was calibrated for, or with ones"
+                    )
         for number, group in enumerate(self.groups):
             if group.sliding_window is None and group.attention_chunk_size is None:
                 continue
@@ -256,7 +266,9 @@ class KVCache:
         written then.
         """
         layer = self._checked_layer(layer)
-        check_tensor("k", k, shape=(None, None, None))
+        for name, tensor in (("k", k), ("v", v)):
+            check_tensor(name, tensor, shape=(None, None, None))
+            check_unit_stride(name, tensor)
         scales = (self.k_scales[layer], self.v_scales[layer]) if self.k[layer].dtype in FP8_DTYPES else (None, None)
         write_kv(k[:, :0], k, v, self.k[layer], self.v[layer], slots, slots, k_scale=scales[0], v_scale=scales[1])
 

@@ -128,7 +128,10 @@ def test_the_answer_is_that_of_every_byte() -> None:
             if groups[0] != groups[1] and pages_alike:
                 common = {byte for byte in common if a[byte] != b[byte]}
             counts[bool(common)] += 1
-            pair = [Placed(i, "kv"[i] + "[0]", t, group, 0) for i, (t, group) in enumerate(zip((one, other), groups))]
+            pair = [
+                Placed(i, "kv"[i] + "[0]", t, group, 0)
+                for i, (t, group) in enumerate(zip((one, other), groups, strict=True))
+            ]
             if common:
                 with pytest.raises(ConfigError):
                     check_disjoint(pair)
