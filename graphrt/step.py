@@ -136,14 +136,15 @@ class Step:
         A layer that writes is attended to once per step, and before those that share its keys and values. Others may
         be attended to again, as an encoder does whose layers are one.
 
-        q      [padded_tokens, num_q_heads, head_dim]   rotated in place if `rotary` is given
+        q      [padded_tokens, num_q_heads, head_dim]   rotated in place if `rotary` is given: no memory of k's then
         k, v   [padded_tokens, num_kv_heads, head_dim]  may be slices of one qkv tensor; None for a cross layer and one
                                                         that shares another's (AttentionSpec.kv_shared_with); values may
                                                         have another head size, and `returns` has that one then
         sinks  [num_q_heads]                 float32    the layer's learned sinks, if its spec has them; finite or -inf
         lse    [padded_tokens, num_q_heads]  float32    written in place: natural log of the softmax's denominator, sink
                                                         included; in pad tokens -inf, or the sink
-        out    [padded_tokens, num_q_heads, head_dim]   contiguous; written in place, and returned
+        out    [padded_tokens, num_q_heads, head_dim]   contiguous; written in place, and returned; other memory than
+                                                        that of q, k and v
         returns [padded_tokens, num_q_heads, head_dim]; zeros in pad tokens
 
         Capture-safe: shapes depend on the descriptor only; lengths, sinks and KV scales are read on the device.
@@ -172,6 +173,7 @@ class Step:
                 raise ShapeError(f"out: expected a contiguous tensor, got strides {list(out.stride())}; make a new one")
         if rotary is not None:
             check_instance("rotary", rotary, Rotary, advice="pass Rotary(...)", error=ShapeError)
+            check_tensor("rotary.cos_sin", rotary.cos_sin, shape=(None, None))
         if rotary is not None and rotary.cos_sin.shape[0] < self.metadata.max_seq_len:
             raise ShapeError(
                 f"rotary.cos_sin: expected rows for max_seq_len={self.metadata.max_seq_len} positions, got "

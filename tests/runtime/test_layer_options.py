@@ -226,6 +226,15 @@ def test_a_table_of_angles_has_a_row_for_every_position() -> None:
         step.attend(0, q, k, k.clone(), rotary=Rotary(torch.zeros(7, 16)))
 
 
+@pytest.mark.parametrize(
+    "table", [None, [1.0], torch.zeros(8), torch.zeros(8, 16, 1)], ids=["none", "list", "one", "three"]
+)
+def test_what_is_no_table_of_angles(table: object) -> None:
+    step, q, k = make_step(PLAIN), torch.zeros(TOKENS, 4, 16), torch.zeros(TOKENS, 2, 16)
+    with pytest.raises(ShapeError, match=r"rotary\.cos_sin: expected "):
+        step.attend(0, q, k, k.clone(), rotary=Rotary(table))
+
+
 REFUSED = {
     "sinks-missing": (SINKS, {}, ShapeError, r"sinks: expected the learned sinks of layer 0, a tensor \[4\], got None"),
     "sinks-uncalled-for": (PLAIN, {"sinks": torch.zeros(4)}, ShapeError, "sinks: expected None for layer 0, got a"),
