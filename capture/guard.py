@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 import torch
 
@@ -21,7 +22,7 @@ _Place = tuple[int, torch.Size, tuple[int, ...], torch.dtype]
 
 
 class PointerGuard:
-    """Remembers where named tensors lie and how, and raises when one of them has changed.
+    """Remembers where named tensors lie and how, and raises when one of them has changed. See NameWatch for names.
 
     guard = PointerGuard(named)            before the capture
     guard.remember(tensors_by_name)        after it: whatever else graphs read, and how to look it up again
@@ -81,6 +82,31 @@ class PointerGuard:
     def check_names(self, named: NamedTensors) -> None:
         """Raise ReplayError when a name of `named` at capture now leads elsewhere, or is gone."""
         _check_names(zip(self._names, self._places, strict=True), named)
+
+
+class NameWatch:
+    """Remembers what the names of a module and its submodules lead to, and tells when one leads elsewhere.
+
+    A parameter that another took the place of has not moved: the graph reads the old one, which lives on, as a caller
+    or a guard holds it. `module.weight = Parameter(...)` and `load_state_dict(..., assign=True)` do that.
+
+    model   other models than modules have no names, and nothing to tell
+    """
+
+    def __init__(self, model: object) -> None:
+        self._names: list[tuple[dict[str, Any], str, object]] = []
+        for module in model.modules() if isinstance(model, torch.nn.Module) else ():
+            for names in (module._parameters, module._buffers, module._modules):
+                self._names += [(names, name, value) for name, value in names.items()]
+        self._at = 0
+
+    def changed(self) -> bool:
+        """Whether one of the next 32 names leads elsewhere, in turns: a microsecond. If so, these come again."""
+        for of, name, value in self._names[self._at : self._at + _TURN]:
+            if of.get(name) is not value:
+                return True
+        self._at = self._at + _TURN if self._at + _TURN < len(self._names) else 0
+        return False
 
 
 def _check_names(captured: Iterable[tuple[str, _Place]], named: NamedTensors) -> None:

@@ -28,7 +28,7 @@ class Row:
     """One sequence of a step, for callers that prefer objects to arrays; see `Batch.from_rows`.
 
     row_id       persistent row state that it uses (0 to max_num_reqs - 1), its own as long as it lives
-    tokens       the new tokens; TOKEN_FROM_ROW as the first means the token that this row sampled last
+    tokens       the new tokens; [TOKEN_FROM_ROW] is the token that this row sampled last, and others may follow it
     seq_len      KV tokens including `tokens`
     pages        page ids, in order; with several KV groups a list of them per group. () lists none in any group
     first_page   place in the sequence of the first of `pages`; with several KV groups one per group
@@ -385,7 +385,7 @@ def _page_lists(rows: Sequence[Row]) -> tuple[list[Sequence[int] | Int32Array], 
     given = [_list(rows, "pages", row, row.pages) for row in rows]
     if not any(map(len, given)):
         return [], []
-    grouped = [bool(len(pages)) and isinstance(pages[0], (Sequence, np.ndarray)) for pages in given]
+    grouped = [bool(len(pages)) and hasattr(pages[0], "__len__") for pages in given]
     if not any(grouped):
         return given, [row.first_page for row in rows]  # type: ignore[misc]  # checked with the others, as an array
     lists, first_pages = [], []
@@ -411,7 +411,8 @@ def _list(rows: Sequence[Row], name: str, row: Row, values: Any) -> Any:
     if scalar or isinstance(values, (str, bytes)) or not isinstance(values, (Sequence, np.ndarray)):
         at = next(i for i, r in enumerate(rows) if r is row)
         got = "an array of one number" if scalar else type(values).__name__
-        raise ShapeError(f"rows[{at}].{name}: expected a list or array of ints, got {got}")
+        none = "for the row's last token [TOKEN_FROM_ROW]" if name == "tokens" else "() lists no page"
+        raise ShapeError(f"rows[{at}].{name}: expected a list or array of ints, got {got}; pass ints, {none}")
     return values
 
 

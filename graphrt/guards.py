@@ -9,7 +9,7 @@ import torch
 
 from graphrt import env
 from graphrt.capture.descriptor import BatchDescriptor
-from graphrt.capture.guard import PointerGuard, named_weights
+from graphrt.capture.guard import NameWatch, PointerGuard, named_weights
 from graphrt.capture.inspect.audit import Allowed, Audit, audit
 from graphrt.capture.inspect.blas import with_blas_workspaces
 from graphrt.capture.inspect.memory import MemoryMap
@@ -29,8 +29,9 @@ class Guards:
 
     The first step has everything checked that a graph holds: weights, page tables, KV cache, static buffers, row
     tensors, and the backend's own tensors, each by address, shape, strides and dtype, looked up again by name. Later
-    steps compare addresses of weights and cache in turns, where `check_weights` says so. With GRAPHRT_DEBUG=1 every
-    step has everything checked, and late kernels and late memory raise.
+    steps compare addresses of weights and cache in turns, and names of the model, where `check_weights` says so: a name
+    that leads elsewhere has everything checked. With GRAPHRT_DEBUG=1 every step has everything checked, and late
+    kernels and late memory raise.
 
     weights      named tensors that the caller gave; None: those of the model, looked up again at each full check
     page_tables  those that the caller keeps, or None
@@ -54,7 +55,7 @@ class Guards:
         self._tables = page_tables
         self._lock = CaptureLock(self._doing, {"graph pool": graphs.pool_bytes}, strict=self._debug)
         stats.late_kernels, stats.late_bytes = self._lock.kernels, self._lock.grown
-        self._pointers = PointerGuard(())
+        self._pointers, self._names = PointerGuard(()), NameWatch(None)
 
     @property
     def num_turns(self) -> int:
@@ -68,11 +69,15 @@ class Guards:
     def after_capture(self) -> None:
         """Remember everything else, and let the lock fall. A backend may have made its tensors in the capture."""
         self._pointers.remember(self._everything)
+        self._remember_names()
         self._lock.fall()
 
     def before_step(self) -> None:
         """Check what is due. Raises: ReplayError naming what moved, changed, was loaded or grew."""
         self._pointers.check_next()
+        if self._names.changed():
+            self._pointers.check()  # another object of the same memory is none the worse
+            self._remember_names()
         if self._debug:
             self._lock.check()
 
@@ -114,7 +119,11 @@ class Guards:
     def close(self) -> None:
         """Forget the tensors, and lift the lock. What it counted stays."""
         self._lock.lift()
-        del self._pointers, self._program, self._graphs, self._weights, self._tables
+        del self._pointers, self._names, self._program, self._graphs, self._weights, self._tables
+
+    def _remember_names(self) -> None:
+        watched = self._check_weights and self._weights is None
+        self._names = NameWatch(self._program.model if watched else None)
 
     def _doing(self) -> Doing:
         if self._exclusive.thread != threading.get_ident():

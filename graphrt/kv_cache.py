@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from graphrt.aliasing import Placed, check_disjoint
 from graphrt.groups import cache_layer_groups
 from graphrt.kernels.attention.options import FP8_DTYPES
 from graphrt.kernels.cache.copy import PagePacker, Pages
@@ -41,14 +42,14 @@ class KVCache:
     k_scales, v_scales  per layer [num_kv_heads] (or [1], if given)               float32     device
                         of an fp8 cache: key = stored value * k_scale. 1.0 unless given; fill them in place with what
                         the model was calibrated for before the first step, since stored values are not converted.
-                        Empty where no group is fp8
+                        Finite and not 0, from `capture` on. Empty where no group is fp8
     num_pages   pages of all pools together
     pool_pages  pages of each pool, null pages included
 
     Built with `allocate`, or around tensors that the caller owns (`KVCache(spec, k, v)`): any strides, the last one 1;
-    no two elements of a layer may lie in one place. Tensors may be views of shared memory: K and V of one pool, layers
-    of several groups that share page ids. Graphs hold these addresses: the tensors must stay where they are as long as
-    a runtime uses them.
+    no two elements of the cache may lie in one place. Tensors may be views of shared memory, as K and V of one pool. A
+    page may be the same bytes in several groups that share page ids. Graphs hold these addresses: the tensors must stay
+    where they are as long as a runtime uses them.
 
     A layer here is one with keys and values of its own; what `AttentionSpec.kv_shared_with` names is not counted again,
     and encoder layers have none. A model of these alone has a cache without groups, `KVCache.allocate((), (), device)`.
@@ -100,14 +101,16 @@ class KVCache:
                     raise ShapeError(
                         f"{name}[{layer}]: expected a tensor without gradient, got one that requires it; detach() it"
                     )
-            if device.type != "meta" and pair[0].is_set_to(pair[1]):
-                raise ConfigError(
-                    f"v[{layer}]: expected other memory than that of k[{layer}], got the same; values would overwrite "
-                    "keys, pass two tensors"
-                )
         if sorted(pages) != list(range(len(pages))):
             raise ConfigError(
                 f"KVCacheSpec.pool: expected pools 0 to {len(pages) - 1}, got {sorted(pages)}; number them from 0"
+            )
+        if device.type != "meta":
+            pairs = enumerate(zip(k, v, strict=True))
+            check_disjoint(
+                Placed(2 * layer + at, f"{name}[{layer}]", tensor, group, specs[group].pool)
+                for (layer, pair), group in zip(pairs, self.group_of, strict=True)
+                for at, (name, tensor) in enumerate(zip("kv", pair, strict=True))
             )
         self.pool_pages = tuple(pages[pool] for pool in range(len(pages)))
         self.groups = tuple(spec.resolve(pages[spec.pool]) for spec in specs)
@@ -181,11 +184,21 @@ class KVCache:
         layers = [layer for layer, owner in enumerate(self.group_of) if owner == group]
         return tuple(self.k[layer] for layer in layers), tuple(self.v[layer] for layer in layers)
 
-    def check_null_pages(self) -> None:
-        """Raise ConfigError unless the null pages of groups with a window or chunks hold finite numbers.
+    def check_contents(self) -> None:
+        """Raise ConfigError unless scales are finite and not 0, and the null pages of groups with a window or chunks
+        hold finite numbers.
 
-        In these groups the null page stands before what a row sees, and kernels may read it: zero times NaN is NaN.
+        Keys are divided by their scale when they are stored: 0 would make all of them alike. In groups with a window
+        the null page stands before what a row sees, and kernels may read it: zero times NaN is NaN.
         """
+        for name, scales in (("k_scales", self.k_scales), ("v_scales", self.v_scales)):
+            for layer, scale in enumerate(scales):
+                wrong = scale[~scale.isfinite() | (scale == 0)]
+                if self._layer_specs[layer].dtype in FP8_DTYPES and len(wrong):
+                    raise ConfigError(
+                        f"kv_cache.{name}[{layer}]: expected finite numbers other than 0, got {wrong[0].item()}; fill "
+                        "it with what the model was calibrated for, or with ones"
+                    )
         for number, group in enumerate(self.groups):
             if group.sliding_window is None and group.attention_chunk_size is None:
                 continue
@@ -253,7 +266,9 @@ class KVCache:
         written then.
         """
         layer = self._checked_layer(layer)
-        check_tensor("k", k, shape=(None, None, None))
+        for name, tensor in (("k", k), ("v", v)):
+            check_tensor(name, tensor, shape=(None, None, None))
+            check_unit_stride(name, tensor)
         scales = (self.k_scales[layer], self.v_scales[layer]) if self.k[layer].dtype in FP8_DTYPES else (None, None)
         write_kv(k[:, :0], k, v, self.k[layer], self.v[layer], slots, slots, k_scale=scales[0], v_scale=scales[1])
 

@@ -67,7 +67,14 @@ def _run(
             f"Attention {slot.name!r}: expected a call inside a step, got one outside; it needs the KV cache of a "
             "Runtime or ReplayManager: hand it the model, then capture() and replay(batch)"
         )
-    if binding.called:
+    _check_called(slot, binding)
+    binding.step.attend(binding.index, query, key, value, rotary=rotary, sinks=sinks, out=output)
+    binding.called = True
+
+
+def _check_called(slot: _Slot, binding: _Binding) -> None:
+    """What `Step.attend` would refuse too, with the layer's name."""
+    if binding.called and binding.step.layers[binding.index].writes:
         raise UnsupportedError(
             f"Attention {slot.name!r}: expected one call per step, got a second; its cache holds the keys and values "
             "of one, make a layer for each"
@@ -77,8 +84,6 @@ def _run(
             f"Attention {slot.name!r}: expected a call after the layer whose keys and values it reads, got one before; "
             "call that one first"
         )
-    binding.step.attend(binding.index, query, key, value, rotary=rotary, sinks=sinks, out=output)
-    binding.called = True
 
 
 def _run_rotary(
@@ -124,7 +129,8 @@ class Attention(torch.nn.Module):
                     as it does that of a weight
     Others as in AttentionSpec; `alibi_slopes` may be a list or a tensor, too.
 
-    A layer has no weights but sinks, and no cache: one model may serve several managers. It is called once per step.
+    A layer has no weights but sinks, and no cache: one model may serve several managers. It is called once per step;
+    one that writes no keys and values, as an encoder layer, as often as the model likes.
     Capture-safe, and one operator to torch.compile, `graphrt::attention_layer`.
 
     Raises: ConfigError for values that no layer has, ShapeError for sinks of another shape.
@@ -220,7 +226,7 @@ class Attention(torch.nn.Module):
         All in the layer's dtype on the device of the cache; their last dimension has stride 1. Capture-safe.
 
         Raises: ShapeError for tensors that do not fit the layer or the step, CaptureError outside of a step,
-        UnsupportedError for a second call in one step.
+        UnsupportedError for a second call in one step of a layer that writes keys and values.
         """
         q = self._heads("query", query, self.num_q_heads, self.head_dim)
         takes_kv = self.kv_shared_with is None and not self._spec.is_cross

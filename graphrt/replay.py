@@ -205,14 +205,14 @@ class ReplayManager:
         Nothing is captured with `use_graphs=False` or a backend without graph support; `replay` then says why.
 
         Raises: CaptureError when the step cannot be captured (a host read, a moved buffer, a wrong shape) or the
-        manager is not new; ConfigError where a null page that attention may read holds NaN or infinity. After a failed
-        capture the manager is still new.
+        manager is not new; ConfigError where a null page that attention may read holds NaN or infinity, or a scale of
+        an fp8 cache is one of these or 0. After a failed capture the manager is still new.
         """
         if progress is not None:
             check_callable("progress", progress, advice="pass a function of a GraphReport, or None")
         with self._exclusive:
             self._require(State.NEW, "capture")
-            self.kv_cache.check_null_pages()
+            self.kv_cache.check_contents()
             start = time.perf_counter()
             self._guards.before_capture()
             with OnStream(self._stream, "graphrt.capture"), torch.inference_mode():

@@ -35,6 +35,7 @@ class Step:
     backend: AttentionBackend
     layers: tuple[AttentionLayer, ...]
     row_tensors: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    _written: set[int] = field(default_factory=set, init=False, repr=False, compare=False)  # layers, in this step
 
     def row_state(self, name: str) -> torch.Tensor:
         """[padded_reqs, ...] what each row has of a tensor of `RuntimeConfig.row_tensors`; its initial value in pad and
@@ -132,19 +133,24 @@ class Step:
         A cross layer writes nothing, and attends to all that the row's encoder wrote (`KVCache.write`). An encoder
         layer has no cache: each token attends to those of its row in this step, before and behind it.
 
-        q      [padded_tokens, num_q_heads, head_dim]   rotated in place if `rotary` is given
+        A layer that writes is attended to once per step, and before those that share its keys and values. Others may
+        be attended to again, as an encoder does whose layers are one.
+
+        q      [padded_tokens, num_q_heads, head_dim]   rotated in place if `rotary` is given: no memory of k's then
         k, v   [padded_tokens, num_kv_heads, head_dim]  may be slices of one qkv tensor; None for a cross layer and one
                                                         that shares another's (AttentionSpec.kv_shared_with); values may
                                                         have another head size, and `returns` has that one then
         sinks  [num_q_heads]                 float32    the layer's learned sinks, if its spec has them; finite or -inf
         lse    [padded_tokens, num_q_heads]  float32    written in place: natural log of the softmax's denominator, sink
                                                         included; in pad tokens -inf, or the sink
-        out    [padded_tokens, num_q_heads, head_dim]   contiguous; written in place, and returned
+        out    [padded_tokens, num_q_heads, head_dim]   contiguous; written in place, and returned; other memory than
+                                                        that of q, k and v
         returns [padded_tokens, num_q_heads, head_dim]; zeros in pad tokens
 
         Capture-safe: shapes depend on the descriptor only; lengths, sinks and KV scales are read on the device.
         Raises: ShapeError when a shape, dtype or device does not match the layer, or sinks do not match its spec;
-        UnsupportedError when the backend gives no lse. Nothing is written then.
+        UnsupportedError when the backend gives no lse, for a second call of a layer that writes, and for a layer whose
+        keys and values are not written yet. Nothing is written then.
         """
         last = len(self.layers) - 1
         layer = check_int("layer", layer, 0, last, advice="the KV cache has one per layer", error=ShapeError)
@@ -167,11 +173,13 @@ class Step:
                 raise ShapeError(f"out: expected a contiguous tensor, got strides {list(out.stride())}; make a new one")
         if rotary is not None:
             check_instance("rotary", rotary, Rotary, advice="pass Rotary(...)", error=ShapeError)
+            check_tensor("rotary.cos_sin", rotary.cos_sin, shape=(None, None))
         if rotary is not None and rotary.cos_sin.shape[0] < self.metadata.max_seq_len:
             raise ShapeError(
                 f"rotary.cos_sin: expected rows for max_seq_len={self.metadata.max_seq_len} positions, got "
                 f"{rotary.cos_sin.shape[0]}; make the table longer, or lower RuntimeConfig.max_seq_len"
             )
+        self._check_order(layer)
         if out is None:
             out = torch.empty(tokens, spec.num_q_heads, spec.value_dim, dtype=q.dtype, device=device)
         if target.writes:
@@ -181,6 +189,7 @@ class Step:
                 q, k, v, target.k_cache, target.v_cache, self.metadata.slot_mappings[target.group], self.positions,
                 rotary=rotary, k_scale=target.k_scale, v_scale=target.v_scale,
             )  # fmt: skip
+            self._written.add(layer)
         elif rotary is not None:
             self._rotate(q, rotary)
             if k is not None:  # of an encoder layer: the caller's stays as it is
@@ -196,6 +205,19 @@ class Step:
         """Norm and rotate heads [padded_tokens, heads, head_dim] in place, as queries, and store nothing."""
         none, positions = x[:, :0], self.positions
         write_kv(x, none, none, none[:, None], none[:, None], positions, positions, rotary=replace(rotary, k_norm=None))
+
+    def _check_order(self, layer: int) -> None:
+        source = self.layers[layer].spec.kv_shared_with
+        if layer in self._written:
+            raise UnsupportedError(
+                f"layer: expected one attend() per step for layer {layer}, got a second; it would overwrite the keys "
+                "and values of the first, number the layers of the model from 0 on"
+            )
+        if source is not None and self.layers[source].writes and source not in self._written:
+            raise UnsupportedError(
+                f"layer: expected layer {source} before layer {layer}, which reads its keys and values, got it before "
+                "they were written in this step; call attend() for that one first"
+            )
 
     def _check_options(self, layer: int, sinks: torch.Tensor | None, lse: torch.Tensor | None) -> None:
         spec, device = self.layers[layer].spec, self.positions.device

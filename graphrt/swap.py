@@ -218,6 +218,7 @@ class SwapSpace:
         """Give pages of a pool back until `count` are free there: later work of the steps' stream waits for the copies
         that read them. False, with all given back, where that is too few."""
         allocator = self._allocators[check_int("pool", pool, 0, len(self._allocators) - 1, advice="pass a pool")]
+        count = check_int("count", count, 0, advice="pass how many pages are to be free")
         while allocator.num_free < count and self._going:
             self._link.main_waits(self._going[0][0])
             self._give_back()

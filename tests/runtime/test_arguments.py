@@ -69,7 +69,14 @@ def test_what_is_no_batch_is_refused(rig: Rig, thing: object) -> None:
 ROWS = {
     "no-list": (Row(0, [1], 1, [5]), "rows: expected a sequence of Row, got Row"),
     "none": ([None], r"rows\[0\]: expected a Row, got NoneType"),
-    "tokens-none": ([Row(0, None, 1, [5])], r"rows\[0\].tokens: expected a list or array of ints, got NoneType"),
+    "tokens-none": (
+        [Row(0, None, 1, [5])],
+        r"rows\[0\].tokens: expected a list or array of ints, got NoneType; pass ints, .* \[TOKEN_FROM_ROW\]",
+    ),
+    "pages-tensors": (
+        [Row(0, [1], 1, (torch.tensor([5]), torch.tensor([6])))],
+        r"rows\[0\].pages: expected a list or array of ints, got Tensor; pass ints, \(\) lists no page",
+    ),
     "tokens-text": ([Row(0, "1", 1, [5])], r"rows\[0\].tokens: expected a list or array of ints, got str"),
     "pages-none": ([Row(0, [1], 1, [5]), Row(1, [1], 1, None)], r"rows\[1\].pages: expected a list or array of ints"),
     "pages-float": ([Row(0, [1], 1, [5.0])], "batch.page_ids: expected int32 values"),

@@ -166,6 +166,24 @@ def test_a_layer_is_called_once_per_step_after_the_one_it_reads() -> None:
         runtime_of(early, early.compute_logits)
 
 
+def test_a_layer_that_writes_nothing_is_called_again() -> None:
+    """ALBERT's encoder is one layer, many times."""
+    again = lambda a, q, k, v, at: a(a(q, k, v), k, v)  # noqa: E731
+    module = OneLayer(CPU, again)
+    module.attention = graphrt.Attention(4, 16, 2, name="layer 0", kind=graphrt.AttentionKind.ENCODER)
+    ids = [3, 1, 4, 1, 5]
+    config = RuntimeConfig(4, 16, MAX_LEN, decode_sizes=(), mixed_sizes=(16,))
+    model = graphrt.as_step_model(module)
+    with Runtime(model, vocab_size=VOCAB, device=CPU, config=config, sampler=None) as runtime:
+        runtime.capture()
+        have = runtime.replay(graphrt.Batch.from_rows([graphrt.Row(0, ids, len(ids))])).logits()[0].double()
+    q, k, v = module.qkv(torch.tensor(ids)).double().view(-1, 8, 16).split([4, 2, 2], dim=1)
+    k, v = (x.repeat_interleave(2, 1) for x in (k, v))
+    for _ in range(2):
+        q = torch.einsum("hqk,khd->qhd", (torch.einsum("qhd,khd->hqk", q, k) / 4).softmax(-1), v)
+    assert (have - q.flatten(1)[-1, : len(have)]).abs().max() < 1e-5
+
+
 def test_a_tape_holds_what_the_layer_does() -> None:
     with runtime_of(OneLayer(CPU), None) as runtime:
         for tape in runtime.manager._graphs._graphs.values():

@@ -25,6 +25,11 @@ WRITES: dict[str, tuple[Callable[[KVCache], Any], type[Exception], str]] = {
     "heads": (lambda c: c.write(0, *torch.zeros(2, 3, 4, 16), c.slots([1], 3)), ShapeError, "k_cache"),
     "slots": (lambda c: c.write(0, *torch.zeros(2, 3, 2, 16), c.slots([1], 2)), ShapeError, "slot_mapping"),
     "slots_dtype": (lambda c: c.write(0, *torch.zeros(2, 2, 2, 16), c.slots([1], 2).int()), ShapeError, "slot_mapping"),
+    "strides": (
+        lambda c: c.write(0, torch.zeros(2, 16, 2).mT, torch.zeros(2, 2, 16), c.slots([1], 2)),
+        ShapeError,
+        "k: expected stride 1 in the last dimension",
+    ),
     "write_layer": (lambda c: c.write(1, *torch.zeros(2, 2, 2, 16), c.slots([1], 2)), ConfigError, "layer"),
 }
 

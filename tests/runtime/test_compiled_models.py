@@ -173,7 +173,7 @@ def test_rotary_in_the_layer_is_the_rotation_before_it(compiled: bool, device: t
             assert all(runtime.compare(batch).equal for batch in steps())
 
 
-def test_the_operators_are_declared_as_they_write() -> None:
+def test_the_operators_are_declared_as_they_write(monkeypatch: pytest.MonkeyPatch) -> None:
     """By torch's own checks, in a step: which arguments are written, and what torch.compile sees of shapes."""
     cos_sin = torch.ones(MAX_LEN, 16)
     ops = torch.ops.graphrt.attention_layer.default, torch.ops.graphrt.rotary_attention_layer.default
@@ -183,12 +183,14 @@ def test_the_operators_are_declared_as_they_write() -> None:
         for op, rotary in zip(ops, ((), (cos_sin, None, None, 1e-6)), strict=True):
             arguments = (q.clone(), k.clone(), v.clone(), *rotary, None, torch.zeros_like(q), layer._number)
             for rule in ("test_schema", "test_faketensor"):
-                layer._slot.binding.called = False
                 with torch.inference_mode(False):
                     plain = [x.clone() if isinstance(x, torch.Tensor) else x for x in arguments]
                 checked.append(torch.library.opcheck(op, tuple(plain), test_utils=rule))
         layer._slot.binding.called = False
         return layer(q, k, v)
 
-    runtime_of(OneLayer(CPU, check), None, use_graphs=False).replay(rows([3], [3])).tokens()
+    with monkeypatch.context() as patched:  # the checks call an operator several times
+        patched.setattr(graphrt.step.Step, "_check_order", lambda step, layer: None)
+        patched.setattr(graphrt.layer, "_check_called", lambda slot, binding: None)
+        runtime_of(OneLayer(CPU, check), None, use_graphs=False).replay(rows([3], [3])).tokens()
     assert [list(result.values()) for result in checked] == [["SUCCESS"]] * 4

@@ -6,9 +6,11 @@ import pytest
 import torch
 
 from graphrt.batch import Batch
-from graphrt.kernels.errors import ReplayError
+from graphrt.kernels.errors import ConfigError, ReplayError
 from graphrt.kernels.types import KVLayout
-from tests.runtime.toy import KV_HEADS, LAYERS, Rig, ToyModel, make_rig
+from graphrt.kv_cache import KVCache
+from graphrt.spec import KVCacheSpec
+from tests.runtime.toy import HEAD_DIM, KV_HEADS, LAYERS, Rig, ToyModel, make_rig
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 K_SCALES = [[0.25, 3.0], [1.0, 0.37]]
@@ -89,6 +91,27 @@ def test_values_beyond_the_range_saturate(device: torch.device) -> None:
         scale.fill_(1e-7)
     assert bool(logits(rig, steps=2).isfinite().all())
     assert float(rig.manager.kv_cache.k[0].float().max()) == torch.finfo(E5M2).max
+
+
+@pytest.mark.parametrize("wrong", [0.0, float("nan"), float("inf")], ids=str)
+@pytest.mark.parametrize("name", ["k_scales", "v_scales"])
+def test_scales_that_were_forgotten_are_no_cache_to_capture(name: str, wrong: float) -> None:
+    """A buffer of zeros that nobody filled would make all keys alike, and no step would say so."""
+    scales = {n: [torch.ones(KV_HEADS) for _ in range(LAYERS)] for n in ("k_scales", "v_scales")}
+    scales[name][1][1] = wrong
+    spec = KVCacheSpec(LAYERS, KV_HEADS, HEAD_DIM, 4, dtype=E4M3)
+    k, v = ([torch.zeros(9, 4, KV_HEADS, HEAD_DIM, dtype=E4M3) for _ in range(LAYERS)] for _ in "kv")
+    cache = KVCache(spec, k, v, **scales)
+    with pytest.raises(ConfigError, match=rf"kv_cache.{name}\[1\]: expected finite numbers other than 0, got {wrong}"):
+        cache.check_contents()
+    scales[name][1].fill_(-0.5)
+    cache.check_contents()
+    rig = make_rig(torch.device("cpu"), kv_dtype=E4M3, capture=False)
+    rig.manager.kv_cache.k_scales[0].zero_()
+    with pytest.raises(ConfigError, match=r"k_scales\[0\]: expected finite numbers other than 0, got 0.0"):
+        rig.manager.capture()
+    rig.manager.kv_cache.k_scales[0].fill_(1.0)
+    rig.manager.capture()
 
 
 def test_a_moved_scale_raises(device: torch.device) -> None:

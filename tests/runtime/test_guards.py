@@ -18,8 +18,9 @@ from graphrt.batch import Batch
 from graphrt.capture.tape import OpTape, OpTapeRecorder
 from graphrt.config import RowTensor
 from graphrt.kernels.errors import ConfigError, ReplayError
+from graphrt.replay import ReplayManager
 from graphrt.step import Step
-from tests.runtime.toy import Rig, ToyModel, make_rig
+from tests.runtime.toy import VOCAB, Rig, ToyModel, make_rig
 
 CPU = torch.device("cpu")
 BATCH = {"row_ids": [0, 1], "seq_lens": [1, 1], "tokens": [3, 4], "page_indptr": [0, 1, 2], "page_ids": [5, 6]}
@@ -54,7 +55,7 @@ CHANGES: dict[str, tuple[Callable[[Rig], object], str]] = {
     "buffer-resized": (lambda rig: rig.manager.buffers.positions.resize_(8), "static buffer positions"),
     "inbox-replaced": (lambda rig: replace_buffer(rig, "inbox"), "static buffer inbox"),
 }
-SEEN_IN_TURNS = ("weight-moved", "weight-set", "cache-moved")
+SEEN_IN_TURNS = ("weight-moved", "weight-set", "weight-replaced", "weight-gone", "cache-moved")
 
 
 def find(change: Callable[[Rig], object], text: str, rig: Rig) -> None:
@@ -81,7 +82,7 @@ def test_in_debug_mode_every_step_has(monkeypatch: pytest.MonkeyPatch, case: str
 
 
 @pytest.mark.parametrize("case", CHANGES)
-def test_later_steps_see_addresses_of_weights_and_cache(case: str) -> None:
+def test_later_steps_see_addresses_of_weights_and_cache_and_names_of_weights(case: str) -> None:
     rig = make_rig(CPU)
     step(rig)
     change, text = CHANGES[case]
@@ -90,6 +91,79 @@ def test_later_steps_see_addresses_of_weights_and_cache(case: str) -> None:
     else:
         change(rig)
         step(rig)  # what the graph holds is as it was: the tape goes on with it
+
+
+class Headed(torch.nn.Module):
+    """A model of many modules, whose logits a module of its own shifts."""
+
+    def __init__(self, rig: Rig) -> None:
+        super().__init__()
+        self.of, self.many = rig.model, torch.nn.ModuleList(torch.nn.Linear(1, 1) for _ in range(40))
+        self.head = torch.nn.ModuleDict({"norm": torch.nn.LayerNorm(VOCAB)})
+        self.register_buffer("shift", torch.zeros(VOCAB))
+
+    def forward(self, step: Step) -> torch.Tensor:
+        return self.head["norm"](self.of(step)) + self.shift
+
+
+def replace_weight(model: Headed) -> None:
+    model.head["norm"].weight = torch.nn.Parameter(-model.head["norm"].weight.detach())
+
+
+def replace_module(model: Headed) -> None:
+    model.head["norm"] = torch.nn.LayerNorm(VOCAB)
+
+
+def replace_the_shift(model: Headed) -> None:
+    model.shift = model.shift + 1
+
+
+def assign_state(model: Headed) -> None:
+    model.load_state_dict({name: value.clone() for name, value in model.state_dict().items()}, assign=True)
+
+
+def delete_weight(model: Headed) -> None:
+    del model.head["norm"].weight
+
+
+@pytest.mark.parametrize(
+    ("change", "name"),
+    [
+        (replace_weight, "head.norm.weight: expected at address"),
+        (replace_module, "head.norm.weight: expected at address"),
+        (replace_the_shift, "shift: expected at address"),
+        (assign_state, ": expected at address"),
+        (delete_weight, "head.norm.weight: .* got no tensor of this name"),
+    ],
+    ids=lambda x: getattr(x, "__name__", None),
+)
+def test_what_another_took_the_place_of_is_found_while_steps_run(change: Callable[[Headed], None], name: str) -> None:
+    """The old tensor has not moved, and the graph would read it for ever."""
+    rig = make_rig(CPU, capture=False)
+    model = Headed(rig)
+    manager = ReplayManager(
+        model, rig.manager.kv_cache, rig.manager._program.layers[0].spec,
+        vocab_size=VOCAB, config=rig.manager.config,
+    )  # fmt: skip
+    manager.capture()
+    first = manager.replay(Batch(**BATCH)).tokens().tolist()
+    norm = model.head["norm"]
+    norm.weight = torch.nn.Parameter(norm.weight.detach())  # another object of the same memory
+    for _ in range(10):
+        assert manager.replay(Batch(**BATCH)).tokens().tolist() == first
+    change(model)
+    with pytest.raises(ReplayError, match=name):
+        _ = [manager.replay(Batch(**BATCH)).tokens() for _ in range(10)]
+    with pytest.raises(ReplayError, match=name):
+        manager.replay(Batch(**BATCH))
+
+
+def test_names_are_not_watched_where_nobody_asks() -> None:
+    rig = make_rig(CPU, check_weights=False)
+    step(rig)
+    rig.model.embed = torch.nn.Parameter(rig.model.embed.detach().clone())
+    for _ in range(4):
+        rig.manager.replay(Batch(**BATCH)).tokens()
 
 
 def test_weights_of_the_caller_are_not_looked_up_in_the_model() -> None:

@@ -65,12 +65,6 @@ def test_tensors_of_the_caller_are_checked(change, error, text: str) -> None:
         KVCache(KVCacheSpec(2, 2, 8, 4, dtype=torch.float32), k, v)
 
 
-def test_layers_may_share_tensors() -> None:
-    k, v = torch.zeros(2, 6, 4, 2, 8)
-    cache = KVCache(KVCacheSpec(2, 2, 8, 4, dtype=torch.float32), [k, k], [v, v])
-    assert cache.k[0] is cache.k[1]
-
-
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2], ids=["e4m3", "e5m2"])
 def test_an_fp8_cache_has_scales_of_one(dtype: torch.dtype) -> None:
     """One per layer and KV head, each a tensor of its own: kernels are specialised on the alignment of an address."""

@@ -189,10 +189,10 @@ def attend(step: Step, **options: torch.Tensor | None) -> tuple[torch.Tensor, to
 
 
 def test_attend_passes_everything_on() -> None:
-    step, sinks, lse = make_step(SINKS), torch.zeros(4), torch.empty(TOKENS, 4)
-    attend(step, sinks=sinks, lse=lse)
-    attend(step, sinks=sinks)
-    (options, given), (_, none) = step.backend.runs
+    steps, sinks, lse = (make_step(SINKS), make_step(SINKS)), torch.zeros(4), torch.empty(TOKENS, 4)
+    attend(steps[0], sinks=sinks, lse=lse)
+    attend(steps[1], sinks=sinks)
+    (options, given), (_, none) = (*steps[0].backend.runs, *steps[1].backend.runs)
     assert options.sinks is sinks
     assert given is lse
     assert none is None
@@ -226,6 +226,15 @@ def test_a_table_of_angles_has_a_row_for_every_position() -> None:
         step.attend(0, q, k, k.clone(), rotary=Rotary(torch.zeros(7, 16)))
 
 
+@pytest.mark.parametrize(
+    "table", [None, [1.0], torch.zeros(8), torch.zeros(8, 16, 1)], ids=["none", "list", "one", "three"]
+)
+def test_what_is_no_table_of_angles(table: object) -> None:
+    step, q, k = make_step(PLAIN), torch.zeros(TOKENS, 4, 16), torch.zeros(TOKENS, 2, 16)
+    with pytest.raises(ShapeError, match=r"rotary\.cos_sin: expected "):
+        step.attend(0, q, k, k.clone(), rotary=Rotary(table))
+
+
 REFUSED = {
     "sinks-missing": (SINKS, {}, ShapeError, r"sinks: expected the learned sinks of layer 0, a tensor \[4\], got None"),
     "sinks-uncalled-for": (PLAIN, {"sinks": torch.zeros(4)}, ShapeError, "sinks: expected None for layer 0, got a"),
@@ -253,6 +262,28 @@ def test_what_does_not_fit_the_layer_is_refused_before_anything_is_written(case:
         attend(step, **options)
     assert step.backend.runs == []
     assert not step.layers[0].k_cache.any()
+
+
+def test_a_layer_is_attended_to_once_and_after_the_one_it_reads() -> None:
+    """A model that forgets its layers' numbers would overwrite the keys of its first, without a word."""
+    step = make_step(PLAIN)
+    attend(step)
+    kept = step.layers[0].k_cache.clone()
+    q, k = torch.zeros(TOKENS, 4, 16), torch.zeros(TOKENS, 2, 16)
+    with pytest.raises(UnsupportedError, match=r"one attend\(\) per step for layer 0, got a second; .* number the"):
+        step.attend(0, q, k, k.clone())
+    assert torch.equal(step.layers[0].k_cache, kept)
+    assert len(step.backend.runs) == 1
+
+    (first,) = step.layers
+    reader = replace(first, index=1, spec=replace(first.spec, kv_shared_with=0), writes=False)
+    step = replace(step, layers=(first, reader))
+    with pytest.raises(UnsupportedError, match="expected layer 0 before layer 1, which reads its keys and values"):
+        step.attend(1, q, None, None)
+    attend(step)
+    step.attend(1, q, None, None)
+    step.attend(1, q, None, None)
+    assert len(step.backend.runs) == 4, "a layer that writes nothing may attend again"
 
 
 def test_lse_of_a_backend_without_it() -> None:

@@ -135,6 +135,8 @@ def wrong_calls(world: World, other: World) -> dict[str, tuple[Any, type[GraphRT
         "other": (lambda: back(elsewhere, one), ConfigError, "got pages of another space"),
         "handle": (lambda: back((1, 0, 0), one), ConfigError, "swapped: expected SwappedPages"),
         "pool": (lambda: world.space.reclaim(2, 1), ConfigError, "pool: expected an int from 0 to 1, got 2"),
+        "less": (lambda: world.space.reclaim(0, -1), ConfigError, "count: expected an int >= 0, got -1; pass how many"),
+        "half": (lambda: world.space.reclaim(0, 1.5), ConfigError, "count: expected an int >= 0, got 1.5"),
     }
 
 
