@@ -163,8 +163,7 @@ class CopiesWay:
         program, key = runtime.manager._program, BatchDescriptor.decode(batch)
         runtime.manager.reset()
         with torch.inference_mode():
-            step = program.refresh(key)  # of no rows; what is the same in each step is written here
-            buffers = step.buffers
+            buffers = program.refresh(key).buffers  # of no rows; what is the same in each step is written here
             buffers.query_start_loc.copy_(torch.arange(batch + 1))
             for buffer in (buffers.row_ids, buffers.logits_indices):
                 buffer.copy_(torch.arange(batch))
@@ -180,6 +179,7 @@ class CopiesWay:
             self._out = torch.zeros(batch, dtype=torch.int64, device=runtime.device)
 
             def run() -> torch.Tensor:
+                step = program.view(key)  # a new one for each call of the model
                 program.backend.schedule(step.metadata)
                 with program.model_layers.bound_to(step):
                     logits = program.model(step)
