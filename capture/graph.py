@@ -68,7 +68,10 @@ class Recorder(Protocol):
         """Context around a whole ladder of captures (garbage collection frozen, capture stream current)."""
 
     def warm_up(self, step: StepFunction, prepare: Callable[[], None]) -> None:
-        """Run a step once outside of any capture, so that libraries make their handles and workspaces."""
+        """Run a step once outside of any capture, so that libraries make their handles and workspaces.
+
+        On a CPU too, where nothing needs it: a step that only the first run gets right fails there as it does on CUDA.
+        """
 
     def record(self, step: StepFunction, descriptor: BatchDescriptor, prepare: Callable[[], None]) -> CapturedGraph:
         """Capture one step; `prepare` runs before every run of it.

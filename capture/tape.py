@@ -154,7 +154,9 @@ class OpTapeRecorder:
         yield
 
     def warm_up(self, step: StepFunction, prepare: Callable[[], None]) -> None:
-        """Nothing: recording a tape runs the step for real."""
+        prepare()
+        with torch.inference_mode():
+            step()
 
     def record(self, step: StepFunction, descriptor: BatchDescriptor, prepare: Callable[[], None]) -> OpTape:
         start = time.perf_counter()
