@@ -153,4 +153,4 @@ def test_the_script_writes_what_it_found(tmp_path: Path) -> None:
     assert "baked max_seq_len" in result.stdout
     record = json.loads(path.read_text())
     assert record["data"] == said
-    assert record["torch"] == torch.__version__
+    assert record["torch"].split("+")[0] == torch.__version__.split("+")[0]

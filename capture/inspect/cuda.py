@@ -414,6 +414,8 @@ def _copy_side(params: Any, side: str, extents: tuple[int, int, int]) -> tuple[O
     """One end of a copy, and where it lies: "host", "device" or "array"."""
     width, height, depth = extents
     kind, written = getattr(params, f"{side}MemoryType"), side == "dst"
+    if kind is None:  # newer bindings raise this themselves
+        raise ValueError("a number that they do not know is not a valid CUmemorytype")
     if kind == _Memory.CU_MEMORYTYPE_ARRAY:
         return Operand(side, 0, width * height * depth, written=written), "array"
     base = int(getattr(params, f"{side}Host" if kind == _Memory.CU_MEMORYTYPE_HOST else f"{side}Device"))

@@ -108,6 +108,7 @@ def test_blocks_on_a_stream_may_lie_in_each_other(monkeypatch: pytest.MonkeyPatc
     steps, callers = (SimpleNamespace(cuda_stream=n, device=torch.device("cuda", 0)) for n in (1, 2))
     current, ranges = [callers], []
     monkeypatch.setattr(entry, "_raw_stream", lambda index: current[-1].cuda_stream)
+    monkeypatch.setattr(entry, "_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: current[-1])
     monkeypatch.setattr(torch.cuda, "set_stream", current.append)
     monkeypatch.setattr(torch.cuda.nvtx, "range_push", ranges.append)
