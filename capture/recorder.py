@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import warnings
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -86,6 +87,7 @@ class CudaGraphRecorder:
         self._stream = idle.pop() if idle else torch.cuda.Stream(device)
         self.streams: tuple[torch.cuda.Stream, ...] = (self._stream,)
         self._pool = torch.cuda.graph_pool_handle()
+        self._living = weakref.WeakSet[torch.cuda.CUDAGraph]()
 
     @contextlib.contextmanager
     def session(self) -> Iterator[None]:
@@ -137,6 +139,8 @@ class CudaGraphRecorder:
         _idle_streams[self._device].append(self._stream)
 
     def _capture(self, step: StepFunction) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
+        if not self._living:  # torch ends a pool with its last graph, and puts no other into it then
+            self._pool = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph(keep_graph=True)
         with _kernel_loads_allowed(), torch.inference_mode():
             # thread_local: CUDA calls of other threads neither break this capture nor are captured.
@@ -147,6 +151,7 @@ class CudaGraphRecorder:
                 self._abort(graph)
                 raise
             graph.capture_end()
+        self._living.add(graph)
         return graph, _borrow(output)
 
     def _abort(self, graph: torch.cuda.CUDAGraph) -> None:

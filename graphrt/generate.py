@@ -65,8 +65,6 @@ class TextGenerator:
         check_decoder(runtime)
         self._runtime = runtime
         self._swap_bytes = check_int("swap_bytes", swap_bytes, 0, 1 << 50, advice="0 computes again instead")
-        for group in range(len(runtime.kv_cache.groups)):
-            runtime.kv_cache.packer(group).warm_up()  # a first copy on write compiles nothing
         self.stats = GenerationStats()
 
     def generate(

@@ -77,6 +77,11 @@ class DecodeSession(RowsInFlight):
         self._sampling = SamplingValues(ids)
         self._news = RowNews.none()
         self._closed = False
+        # What `fork` launches beside the graphs. The first use of a kernel loads it, which waits for steps in flight.
+        for group in range(len(groups)):
+            runtime.kv_cache.packer(group).warm_up()
+        with runtime.manager.between_steps() as buffers:
+            buffers.copy_row(0, 0)
 
     # -- rows come and go
 

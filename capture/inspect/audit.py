@@ -40,7 +40,7 @@ from graphrt.kernels.errors import ConfigError
 __all__ = ["Allowed", "Audit", "Finding", "FindingKind", "audit", "audit_twice", "memory_of"]
 
 
-_WAIT = ("nvjet_*",)
+_WAIT = ("nvjet_*", "*cublasLt::*")
 """Kernels of cuBLAS, which it launches early by itself."""
 
 

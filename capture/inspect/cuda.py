@@ -396,7 +396,7 @@ def _domain_map(value: bytes) -> str:
 _ATTRIBUTES: tuple[tuple[Any, str, Callable[[bytes], str]], ...] = (
     (_Id.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION, "cluster", _extents),
     (_Id.CU_LAUNCH_ATTRIBUTE_PREFERRED_CLUSTER_DIMENSION, "preferred cluster", _extents),
-    (_Id.CU_LAUNCH_ATTRIBUTE_CLUSTER_SCHEDULING_POLICY_PREFERENCE, "cluster scheduling", _number(0)),
+    (_Id.CU_LAUNCH_ATTRIBUTE_CLUSTER_SCHEDULING_POLICY_PREFERENCE, "cluster scheduling", _number(0, 1)),
     (_Id.CU_LAUNCH_ATTRIBUTE_COOPERATIVE, "cooperative", _number(0)),
     (_Id.CU_LAUNCH_ATTRIBUTE_PRIORITY, "priority", _number(0)),
     (_Id.CU_LAUNCH_ATTRIBUTE_ACCESS_POLICY_WINDOW, "access policy", _window),

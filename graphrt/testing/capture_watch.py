@@ -60,6 +60,7 @@ _MOST_FAULTS = 16  # of one capture
 _REFUSED = (
     "synchronizing CUDA operation",
     "operation not permitted when stream is capturing",
+    "during CUDA graph capture",
     "cudaErrorStreamCapture",
 )
 _OWN_FOLDERS = tuple(f"{Path(module.__file__ or '').parent}{os.sep}" for module in (torch, triton))

@@ -11,6 +11,7 @@ import transformers
 
 from graphrt.backends.registry import backend_class
 from graphrt.capture.descriptor import BatchDescriptor
+from graphrt.capture.graph import CapturedGraph, Recorder
 from graphrt.capture.inspect.audit import Audit, audit_twice, memory_of
 from graphrt.capture.inspect.blas import with_blas_workspaces
 from graphrt.capture.inspect.memory import MemoryMap
@@ -42,27 +43,29 @@ def random(case: int, *shape: int, high: int = 97) -> torch.Tensor:
 
 def audited(step: Callable[[], Any], device: torch.device, **owned: Any) -> Audit:
     """The audit of a graph of the step, captured twice."""
-    recorder = make_recorder(device)
-    graphs = []
+    recorders: list[Recorder] = []
+    graphs: list[CapturedGraph] = []
 
-    def capture() -> Any:
-        with torch.inference_mode():
+    def capture() -> CapturedGraph:
+        recorder = make_recorder(device)  # each has a pool of its own
+        recorders.append(recorder)
+        with recorder.session(), torch.inference_mode():
             recorder.warm_up(step, lambda: None)
             graphs.append(recorder.record(step, BatchDescriptor.decode(ROWS), lambda: None))
         return graphs[-1]
 
-    def memory(graph: Any) -> MemoryMap:
-        # Warm-ups ran on the capture stream: cuBLAS has a workspace there.
-        held = memory_of(pool=graph, **owned)
-        return with_blas_workspaces(held, recorder.streams) if recorder.streams else held
+    def memory(graph: CapturedGraph) -> MemoryMap:
+        # Warm-ups ran on the capture streams: cuBLAS has workspaces there.
+        held, streams = memory_of(pool=graph, **owned), [stream for one in recorders for stream in one.streams]
+        return with_blas_workspaces(held, streams) if streams else held
 
     try:
-        with recorder.session():
-            return audit_twice(capture, memory)
+        return audit_twice(capture, memory)
     finally:
         for graph in graphs:
             graph.close()
-        recorder.close()
+        for recorder in recorders:
+            recorder.close()
 
 
 def test_a_model_of_transformers(model: Any, device: torch.device) -> None:

@@ -123,7 +123,7 @@ class Invalidated:
 @pytest.mark.filterwarnings("error")
 def test_after_an_invalidated_capture_the_generator_draws_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "CUDAGraph", Invalidated)
-    pools, ended = iter(((0, 1), (0, 2))), []
+    pools, ended = iter((0, number) for number in range(1, 9)), []
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: next(pools))
     monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", lambda *of: ended.append(of), raising=False)
     monkeypatch.setitem(recorder._idle_streams, CUDA, [object()])
@@ -134,8 +134,8 @@ def test_after_an_invalidated_capture_the_generator_draws_again(monkeypatch: pyt
 
     with pytest.raises(LookupError, match="in the step"):
         made._capture(step)
-    assert ended == [(0, (0, 1))]
-    assert (made._pool, Invalidated.begun, Invalidated.capturing) == ((0, 2), 2, False)
+    assert ended == [(0, (0, 2))], "the pool of its first graph"
+    assert (made._pool, Invalidated.begun, Invalidated.capturing) == ((0, 3), 2, False)
 
 
 # -- on a GPU alone
@@ -155,6 +155,19 @@ def test_a_step_that_draws_and_waits_at_first_is_recorded() -> None:
     rig.record(step).launch()
     assert len(set(numbers.tolist())) > 1
     assert torch.rand(4, device=CUDA).max() < 1
+
+
+@pytest.mark.gpu
+def test_a_recorder_goes_on_after_all_its_graphs_are_closed() -> None:
+    """torch ends a memory pool with its last graph, and refuses to capture into it again."""
+    rig, numbers = Rig(CUDA), torch.ones(64, device=CUDA)
+    for _ in range(3):
+        graphs = [rig.record(lambda: numbers * 2) for _ in range(2)]
+        for graph in graphs:
+            graph.launch()
+            assert graph.output.sum().item() == 128
+            graph.close()
+        assert rig.recorder.pool_bytes() > 0
 
 
 @pytest.mark.gpu

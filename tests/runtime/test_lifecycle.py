@@ -24,7 +24,8 @@ from graphrt.kernels.types import RowStatus
 from graphrt.kv_cache import KVCache
 from graphrt.replay import ReplayManager
 from graphrt.spec import AttentionSpec, KVCacheSpec
-from tests.runtime.toy import HEAD_DIM, HEADS, KV_HEADS, LAYERS, VOCAB, Rig, ToyModel, make_rig, make_runtime
+from graphrt.step import Step
+from tests.runtime.toy import HEAD_DIM, HEADS, KV_HEADS, LAYERS, VOCAB, Rig, ToyModel, greedy, make_rig, make_runtime
 
 CPU = torch.device("cpu")
 CUDA_1 = torch.device("cuda", 1)
@@ -97,6 +98,27 @@ def test_the_largest_size_of_each_kind_is_warmed_up_before_it_is_recorded() -> N
     rig.manager.close()
     mixed, decode = ["mixed[32 tokens, 8]", "mixed[16 tokens, 8]"], ["decode[2]", "decode[1]"]
     assert order == [f"warm {mixed[0]}", *mixed, f"warm {decode[0]}", *decode, "close"]
+
+
+def test_a_capture_that_failed_at_a_later_size_is_made_again(device: torch.device) -> None:
+    """The graphs before it are dropped, and with the last of them the memory pool that torch had for them."""
+
+    class Failing(ToyModel):
+        broken = True
+
+        def forward(self, step: Step) -> torch.Tensor:
+            if self.broken and step.descriptor.padded_reqs == 1:
+                raise ZeroDivisionError
+            return super().forward(step)
+
+    model = Failing(device, torch.float32)
+    rig = make_rig(device, model=model, capture=False, decode_sizes=(1, 2), mixed_sizes=())
+    for _ in range(2):
+        with pytest.raises((CaptureError, ZeroDivisionError)):
+            rig.manager.capture()
+    model.broken = False
+    rig.manager.capture()
+    assert rig.manager.replay(one()).tokens().tolist() == greedy(model, [3], 1)
 
 
 # -- what a manager is built from

@@ -23,6 +23,7 @@ from graphrt.kernels.errors import CapacityError, ConfigError
 from graphrt.runtime import Runtime
 from graphrt.sampling_params import SamplingParams
 from graphrt.scheduler import GenerationStats, Request, Scheduler
+from graphrt.session import DecodeSession
 from graphrt.session_moves import MovableSession
 from graphrt.spec import AttentionSpec
 from graphrt.swap import SwapArrival
@@ -437,11 +438,11 @@ def test_prefixes_against_a_comparison_of_all_pairs(sequences: list[list[int]], 
     assert not index._slots
 
 
-def test_packers_are_warm_when_a_generator_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_packers_are_warm_when_a_session_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
     _, runtime = build(MODELS["two_pools"], kv_groups(MODELS["two_pools"], page_size=4), 20, CPU)
     warmed: list[PagePacker] = []
     monkeypatch.setattr(PagePacker, "warm_up", lambda packer: warmed.append(packer))
-    TextGenerator(runtime)
+    DecodeSession(runtime).close()
     assert warmed == [runtime.kv_cache.packer(group) for group in (0, 1)]
 
 
