@@ -190,7 +190,8 @@ class DecodeSession(RowsInFlight):
             self._sampling.put("token_masks", to, to)
         with self._runtime.manager.between_steps() as buffers:
             buffers.copy_row(at, to)
-            buffers.row_values[COPIED.index("seeds"), to] = int(np.uint32(seed).view(np.int32))
+            # By fill_: torch copies a number that is assigned to an element from the host, and waits for the device.
+            buffers.row_values[COPIED.index("seeds"), to].fill_(int(np.uint32(seed).view(np.int32)))
             for pool, ids in zip(self._foreign, lent, strict=True):
                 pool.stock(ids.tolist())
             for group, (sources, own) in self._pages.fork(at, to, length, most):
