@@ -100,8 +100,8 @@ def _publish_kernel(
     step = tl.load(step_counter_ptr)
     entry = step % ring_depth
     slot = tl.load(cursor_ptr + _CURSOR_SLOT)
-    # The host may set this word while the slot's steps run. Only a volatile load reads it anew in each of them: Triton 3.6
-    # takes .cv and leaves it out. One lane loads it, as volatile loads of one word cross the link one by one.
+    # The host may set this word while the slot's steps run. A volatile load reads it anew in each of them; .cv is left
+    # out by Triton 3.6. One lane loads it, as volatile loads of one word cross the link one by one.
     lanes = tl.arange(0, BLOCK)
     stop_ptr = inbox_ptr + (slot % slots) * stride_inbox + _STOP_AT
     stop = tl.load(stop_ptr + lanes * 0, mask=lanes == 0, other=0, volatile=True)
