@@ -302,10 +302,22 @@ def value_of(key):
 
 
 @triton.jit
+def key_gap(dtype: tl.constexpr):
+    """Keys of values of a 16-bit type are at least so far apart: of so many neighbours, one is a value at most."""
+    if dtype == tl.bfloat16:
+        return 1 << 16
+    elif dtype == tl.float16:
+        return 1 << 13
+    else:
+        return 1
+
+
+@triton.jit
 def largest_reaching(values, amounts, need, low, high, until):
     """Keys [low, high) of which the first holds: of the values from there on, the amounts add up to `need`.
 
-    It must hold at `low`, and not at `high`. Bisection, to at most `until` keys: 1 for the largest such key.
+    It must hold at `low`, and not at `high`. Bisection, to at most `until` keys: 1 for the largest such key. Where no
+    more than one value lies in these, the first of them is as good.
     Sums of not negative floats in one order are monotone in what they leave out, so the answer is exact for them.
     """
     while high - low > until:
