@@ -170,9 +170,10 @@ def _make_list(
         logits = tl.reshape(logits, [_WORDS * WORD])
         tokens = tl.reshape(tokens, [_WORDS * WORD])
         taken = (logits >= floor) & (logits > float("-inf"))
-        list_place = length + tl.cumsum(taken.to(tl.int32), 0) - 1
-        tl.store(tokens_ptr + list_place, tokens, mask=taken & (list_place < LIST))
-        tl.store(logits_ptr + list_place, logits, mask=taken & (list_place < LIST))
+        # A list that is too long is not read. Places in the mask would have the compiler find all of them twice.
+        list_place = tl.minimum(length + tl.cumsum(taken.to(tl.int32), 0), LIST) - 1
+        tl.store(tokens_ptr + list_place, tokens, mask=taken)
+        tl.store(logits_ptr + list_place, logits, mask=taken)
         length += tl.sum(taken.to(tl.int32), 0)
         start += wide
     tl.debug_barrier()
