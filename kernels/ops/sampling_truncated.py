@@ -5,7 +5,7 @@ the highest bounds, then at all whose bounds reach the best score among those.
 
 min-p, top-k and top-p each keep the tokens from some logit upwards, so a row keeps what is at or above one threshold.
 The groups' highest logits give a lower bound of it, and what reaches that bound is mostly a short list. The list is
-then searched by bisection in registers. Of rows that keep too much for a list, `sampling_passes.py` draws.
+then searched in registers. Of rows that keep too much for a list, `sampling_passes.py` draws.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ LIST = 2048
 
 _NO_TOKEN = tl.constexpr(NO_TOKEN)
 _WORDS = tl.constexpr(64)  # whose tokens are looked at side by side
-_DRAWN = tl.constexpr(256)  # tokens whose noise is drawn side by side: one for each thread
+_SHORT = tl.constexpr(256)  # tokens of a list that most top-ks leave: one for each thread
+_DRAWN = tl.constexpr(256)  # tokens whose noise is drawn side by side
 _FLOOR_KEYS = tl.constexpr(1 << 12)  # a bound need not be exact
 _SURE = tl.constexpr(1.0001)  # a bound on masses holds in spite of roundings where it holds by this factor
 
@@ -111,7 +112,11 @@ def sample_truncated_kernel(
     if (top_k > 0) | (top_p < 1):
         row_list = (list_tokens_ptr + row.to(tl.int64) * LIST, list_logits_ptr + row.to(tl.int64) * LIST)
         length = _make_list(source, groups, group_best, floor, list_groups_ptr + at, row_list, GROUP, LIST)
-        if length <= LIST:
+        if length <= _SHORT:
+            token = _draw_from_list(
+                row_list, length, noise_at, best, floor, total, heat, rate, top_k, top_p, min_p, gap, _SHORT
+            )
+        elif length <= LIST:
             token = _draw_from_list(
                 row_list, length, noise_at, best, floor, total, heat, rate, top_k, top_p, min_p, gap, LIST
             )
