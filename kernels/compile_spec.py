@@ -16,6 +16,7 @@ class CompileSpec:
     divisible       arguments whose value or address is a multiple of 16
     max_spill       bound of spilled bytes per thread
     maxnreg         registers that the launch limits a thread to; None: it does not
+    ptx             what the PTX must contain: Triton leaves out some of what a kernel asks for
     """
 
     name: str
@@ -28,3 +29,4 @@ class CompileSpec:
     divisible: tuple[str, ...] = ()
     max_spill: int = 0
     maxnreg: int | None = None
+    ptx: tuple[str, ...] = ()

@@ -43,6 +43,7 @@ class Usage:
     shared: int = 0
     seconds: float = 0.0
     error: str = ""
+    missing: tuple[str, ...] = ()  # of the PTX
 
 
 def variant_modules() -> Iterator[str]:
@@ -65,7 +66,8 @@ def compile_variant(spec: CompileSpec, arch: int) -> Usage:
         return Usage(error=f"{type(error).__name__}: {str(error).strip()}")
     seconds = time.perf_counter() - start
     usage = resource_usage(compiled.asm["cubin"])
-    return Usage(usage["REG"], usage["STACK"], usage["LOCAL"], compiled.metadata.shared, seconds)
+    missing = tuple(text for text in spec.ptx if text not in compiled.asm["ptx"])
+    return Usage(usage["REG"], usage["STACK"], usage["LOCAL"], compiled.metadata.shared, seconds, missing=missing)
 
 
 def resource_usage(cubin: bytes) -> dict[str, int]:
@@ -89,6 +91,7 @@ def problems(spec: CompileSpec, usage: Usage) -> list[str]:
         found.append(f"spills: {usage.stack} bytes of stack, {usage.local} of local memory, bound {spec.max_spill}")
     if usage.shared > MAX_SHARED_BYTES:
         found.append(f"{usage.shared} bytes of shared memory, the device has {MAX_SHARED_BYTES}")
+    found += [f"the PTX has no {text}" for text in usage.missing]
     return found
 
 

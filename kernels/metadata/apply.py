@@ -81,9 +81,10 @@ _CURSOR_KIND = tl.constexpr(CURSOR_KIND)
 
 @triton.jit
 def _from_host(ptr, mask, other):
-    """Words that the host wrote, read anew (.cv). Neither volatile nor .cg: volatile loads do not coalesce, and those
-    past L1 take 3.6 times as long where words do not begin at 64 bytes."""
-    return tl.load(ptr, mask=mask, other=other, cache_modifier=".cv")
+    """Words that the host wrote before the launch, by ordinary loads: no kernel begins with older ones in its L1.
+    Volatile loads do not coalesce. Those past L1 (.cg) take 3.6 times as long where words do not begin at 64 bytes.
+    Triton 3.6 leaves .cv out; later ones compile it, and nobody has timed it."""
+    return tl.load(ptr, mask=mask, other=other)
 
 
 @triton.jit

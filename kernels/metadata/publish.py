@@ -100,12 +100,16 @@ def _publish_kernel(
     step = tl.load(step_counter_ptr)
     entry = step % ring_depth
     slot = tl.load(cursor_ptr + _CURSOR_SLOT)
-    stopped = tl.load(inbox_ptr + (slot % slots) * stride_inbox + _STOP_AT, cache_modifier=".cv") != 0
+    # The host may set this word while the slot's steps run. A volatile load reads it anew in each of them; .cv is left
+    # out by Triton 3.6. One lane loads it, as volatile loads of one word cross the link one by one.
+    lanes = tl.arange(0, BLOCK)
+    stop_ptr = inbox_ptr + (slot % slots) * stride_inbox + _STOP_AT
+    stop = tl.load(stop_ptr + lanes * 0, mask=lanes == 0, other=0, volatile=True)
     num_reqs = tl.load(record_ptr + _HEADER_NUM_REQS)
     kind = tl.load(record_ptr + _HEADER_KIND)
     going_on = tl.zeros([BLOCK], tl.int32)
     for base in range(0, num_rows, BLOCK):
-        rows = base + tl.arange(0, BLOCK)
+        rows = base + lanes
         mask = rows < num_rows
         # The host asks for the rows in its batch's order; the step has each at its place.
         place = tl.load(places_ptr + rows, mask=mask, other=0)
@@ -163,6 +167,7 @@ def _publish_kernel(
     done = tl.load(cursor_ptr + _CURSOR_STEP) + 1
     steps = tl.load(record_ptr + _HEADER_STEPS)
     any_goes_on = tl.max(going_on, 0) > 0
+    stopped = tl.max((stop != 0).to(tl.int32), 0) > 0
     ends_early = ((kind & _LOOPS) != 0) & ((any_goes_on == 0) | stopped)
     used_up = (done >= steps) | ends_early
     tl.store(cursor_ptr + _CURSOR_SLOT, slot + tl.where(used_up, 1, 0))
@@ -289,5 +294,10 @@ def compile_variants() -> list[CompileSpec]:
             else types.get(argument, "*i32" if argument.endswith("_ptr") else "i32")
             for argument in _publish_kernel.arg_names
         }
-        specs.append(CompileSpec(f"publish_{kind or 'none'}", _publish_kernel, signature, constexprs, _NUM_WARPS, 3))
+        specs.append(
+            CompileSpec(
+                f"publish_{kind or 'none'}", _publish_kernel, signature, constexprs, _NUM_WARPS, 3,
+                ptx=("ld.volatile.global.b32", ".sys.release.exch.b64"),
+            )
+        )  # fmt: skip
     return specs

@@ -302,15 +302,36 @@ def value_of(key):
 
 
 @triton.jit
+def key_gap(dtype: tl.constexpr):
+    """Keys of values of a 16-bit type are at least so far apart: of so many neighbours, one is a value at most."""
+    if dtype == tl.bfloat16:
+        return 1 << 16
+    elif dtype == tl.float16:
+        return 1 << 13
+    else:
+        return 1
+
+
+@triton.jit
 def largest_reaching(values, amounts, need, low, high, until):
     """Keys [low, high) of which the first holds: of the values from there on, the amounts add up to `need`.
 
-    It must hold at `low`, and not at `high`. Bisection, to at most `until` keys: 1 for the largest such key.
+    It must hold at `low`, and not at `high`. A search in quarters, to at most `until` keys: 1 for the largest such key.
+    Where no more than one value lies in these, the first of them is as good. Three sums at once take the barriers and
+    shuffles of one, and those are what a step waits for.
     Sums of not negative floats in one order are monotone in what they leave out, so the answer is exact for them.
     """
     while high - low > until:
-        middle = low + (high - low) // 2
-        reaches = tl.sum(tl.where(values >= value_of(middle), amounts, 0.0), 0) >= need
-        low = tl.where(reaches, middle, low)
-        high = tl.where(reaches, high, middle)
+        quarter = (high - low + 3) // 4
+        key_a = low + quarter
+        key_b = tl.minimum(key_a + quarter, high - 1)
+        key_c = tl.minimum(key_b + quarter, high - 1)
+        of_a = tl.where(values >= value_of(key_a), amounts, 0.0)
+        of_b = tl.where(values >= value_of(key_b), amounts, 0.0)
+        of_c = tl.where(values >= value_of(key_c), amounts, 0.0)
+        pair, single = tl.split(tl.sum(tl.join(tl.join(of_a, of_b), tl.join(of_c, of_c)), 0))
+        sum_a, sum_b = tl.split(pair)
+        sum_c, _ = tl.split(single)
+        high = tl.where(sum_a < need, key_a, tl.where(sum_b < need, key_b, tl.where(sum_c < need, key_c, high)))
+        low = tl.where(sum_a < need, low, tl.where(sum_b < need, key_a, tl.where(sum_c < need, key_b, key_c)))
     return low, high

@@ -5,7 +5,7 @@ the highest bounds, then at all whose bounds reach the best score among those.
 
 min-p, top-k and top-p each keep the tokens from some logit upwards, so a row keeps what is at or above one threshold.
 The groups' highest logits give a lower bound of it, and what reaches that bound is mostly a short list. The list is
-then searched by bisection in registers. Of rows that keep too much for a list, `sampling_passes.py` draws.
+then searched in registers. Of rows that keep too much for a list, `sampling_passes.py` draws.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from graphrt.kernels.ops.sampling_logits import (
     NOWHERE,
     WORD,
     best_of,
+    key_gap,
     key_of,
     largest_reaching,
     logits_of_words,
@@ -35,6 +36,8 @@ LIST = 2048
 
 _NO_TOKEN = tl.constexpr(NO_TOKEN)
 _WORDS = tl.constexpr(64)  # whose tokens are looked at side by side
+_SHORT = tl.constexpr(256)  # tokens of a list that most top-ks leave: one for each thread
+_DRAWN = tl.constexpr(256)  # tokens whose noise is drawn side by side
 _FLOOR_KEYS = tl.constexpr(1 << 12)  # a bound need not be exact
 _SURE = tl.constexpr(1.0001)  # a bound on masses holds in spite of roundings where it holds by this factor
 
@@ -102,15 +105,20 @@ def sample_truncated_kernel(
     num_weighed = tl.where((top_p < 1) & (top_k == 0) & (min_p == 0), num_groups, 0)
     group_mass = tl.load(group_mass_ptr + at + groups, mask=groups < num_weighed, other=0.0)
     total = tl.sum(group_mass * weight(group_best, best, rate), 0)
-    floor = _floor(group_best, best, total, heat, rate, top_k, top_p, min_p)
+    gap = tl.where(source[1][2], 1, key_gap(logits_ptr.dtype.element_ty))
+    floor = _floor(group_best, best, total, heat, rate, top_k, top_p, min_p, gap)
     token = NOWHERE
     length = LIST + 1
     if (top_k > 0) | (top_p < 1):
         row_list = (list_tokens_ptr + row.to(tl.int64) * LIST, list_logits_ptr + row.to(tl.int64) * LIST)
         length = _make_list(source, groups, group_best, floor, list_groups_ptr + at, row_list, GROUP, LIST)
-        if length <= LIST:
+        if length <= _SHORT:
             token = _draw_from_list(
-                row_list, length, noise_at, best, floor, total, heat, rate, top_k, top_p, min_p, LIST
+                row_list, length, noise_at, best, floor, total, heat, rate, top_k, top_p, min_p, gap, _SHORT
+            )
+        elif length <= LIST:
+            token = _draw_from_list(
+                row_list, length, noise_at, best, floor, total, heat, rate, top_k, top_p, min_p, gap, LIST
             )
     if length > LIST:
         group_ptrs = (group_best_ptr + at, list_groups_ptr + at, num_groups)
@@ -122,7 +130,7 @@ def sample_truncated_kernel(
 
 
 @triton.jit
-def _floor(group_best, best, total, heat, per_heat, top_k, top_p, min_p):
+def _floor(group_best, best, total, heat, per_heat, top_k, top_p, min_p, gap):
     """A logit below which nothing is kept, from the groups' highest logits.
 
     Where k groups reach a logit, so do k tokens. Where the best tokens of some groups hold top-p of the mass, no token
@@ -140,7 +148,7 @@ def _floor(group_best, best, total, heat, per_heat, top_k, top_p, min_p):
     useful = useful & (tl.sum(tl.where(group_best >= lowest, amounts, 0.0), 0) >= need)
     low = key_of(lowest)
     high = tl.where(useful, key_of(best) + 1, low)
-    low, high = largest_reaching(group_best, amounts, need, low, high, _FLOOR_KEYS)
+    low, high = largest_reaching(group_best, amounts, need, low, high, tl.maximum(gap, _FLOOR_KEYS))
     return tl.where(useful, value_of(low), floor)
 
 
@@ -167,9 +175,10 @@ def _make_list(
         logits = tl.reshape(logits, [_WORDS * WORD])
         tokens = tl.reshape(tokens, [_WORDS * WORD])
         taken = (logits >= floor) & (logits > float("-inf"))
-        list_place = length + tl.cumsum(taken.to(tl.int32), 0) - 1
-        tl.store(tokens_ptr + list_place, tokens, mask=taken & (list_place < LIST))
-        tl.store(logits_ptr + list_place, logits, mask=taken & (list_place < LIST))
+        # A list that is too long is not read. Places in the mask would have the compiler find all of them twice.
+        list_place = tl.minimum(length + tl.cumsum(taken.to(tl.int32), 0), LIST) - 1
+        tl.store(tokens_ptr + list_place, tokens, mask=taken)
+        tl.store(logits_ptr + list_place, logits, mask=taken)
         length += tl.sum(taken.to(tl.int32), 0)
         start += wide
     tl.debug_barrier()
@@ -178,25 +187,34 @@ def _make_list(
 
 @triton.jit
 def _draw_from_list(
-    row_list, length, noise_at, best, floor, total, heat, rate, top_k, top_p, min_p, LIST: tl.constexpr
+    row_list, length, noise_at, best, floor, total, heat, rate, top_k, top_p, min_p, gap, LIST: tl.constexpr
 ):
     """The draw among listed tokens, which hold all that are kept. Top-k's threshold first: top-p's mass is above it."""
     tokens_ptr, logits_ptr = row_list
     lanes = tl.arange(0, LIST)
-    tokens = tl.load(tokens_ptr + lanes, mask=lanes < length, other=NOWHERE)
     logits = tl.load(logits_ptr + lanes, mask=lanes < length, other=float("-inf"))
     weights = weight(logits, best, rate)
     threshold = key_of(floor)
     end = key_of(best) + 1
     if (top_k > 0) & (top_k < length):
         ones = tl.full([LIST], 1.0, tl.float32)
-        threshold, _ = largest_reaching(logits, ones, top_k.to(tl.float32), threshold, end, 1)
+        threshold, _ = largest_reaching(logits, ones, top_k.to(tl.float32), threshold, end, gap)
     if top_p < 1:
         if (top_k > 0) | (min_p > 0):
             total = tl.sum(tl.where(logits >= value_of(threshold), weights, 0.0), 0)
-        threshold, _ = largest_reaching(logits, weights, top_p * total, threshold, end, 1)
-    kept = (lanes < length) & (logits >= value_of(threshold))
+        threshold, _ = largest_reaching(logits, weights, top_p * total, threshold, end, gap)
+    # Most lists are short, and noise is what takes instructions: a lane has a token of each block.
     seed, position = noise_at
-    scores = tl.where(kept, tl.fma(heat, token_noise(seed, position, tokens), logits), float("-inf"))
-    _, token = best_of(scores, tl.where(kept, tokens, NOWHERE))
-    return token
+    scores = tl.full([_DRAWN], float("-inf"), tl.float32)
+    tokens = tl.full([_DRAWN], NOWHERE, tl.int32)
+    for start in range(0, length, _DRAWN):
+        at = start + tl.arange(0, _DRAWN)
+        token = tl.load(tokens_ptr + at, mask=at < length, other=NOWHERE)
+        logit = tl.load(logits_ptr + at, mask=at < length, other=float("-inf"))
+        kept = (at < length) & (logit >= value_of(threshold))
+        score = tl.where(kept, tl.fma(heat, token_noise(seed, position, token), logit), float("-inf"))
+        wins = score > scores  # equal scores of a lane: the earlier token stays, which is the lower one
+        scores = tl.where(wins, score, scores)
+        tokens = tl.where(wins, token, tokens)
+    _, drawn = best_of(scores, tokens)
+    return drawn

@@ -34,6 +34,14 @@ def test_every_module_with_an_operator_declares_variants():
             assert name in declared, f"{name} launches kernels that no test compiles; add compile_variants()"
 
 
+def test_loads_have_no_modifier_that_triton_leaves_out():
+    for path in sorted(compile_check.KERNELS.rglob("*.py")):
+        for call in (n for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.Call)):
+            if ast.unparse(call.func) == "tl.load":
+                modifiers = {k.value.value for k in call.keywords if k.arg == "cache_modifier"}
+                assert modifiers <= {".ca", ".cg"}, f"{path}:{call.lineno}: Triton 3.6 compiles {modifiers} as nothing"
+
+
 PROBLEMS = {
     "within": (Usage(registers=128, shared=1024), []),
     "registers": (Usage(registers=129), ["129 registers, bound 128"]),
@@ -41,6 +49,7 @@ PROBLEMS = {
     "local": (Usage(local=16), ["spills: 0 bytes of stack, 16 of local memory, bound 0"]),
     "shared": (Usage(shared=232449), ["232449 bytes of shared memory, the device has 232448"]),
     "error": (Usage(error="CompilationError: no"), ["CompilationError: no"]),
+    "missing": (Usage(missing=("ld.volatile.global.b32",)), ["the PTX has no ld.volatile.global.b32"]),
 }
 
 

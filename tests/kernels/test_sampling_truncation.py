@@ -83,6 +83,23 @@ def test_the_kernel_draws_what_the_reference_draws_among_ties(
     assert sample(*arguments(logits.to(kernel_device), 1.1), truncation=options).tolist() == expected.tolist()
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("around", [0.0, 1.0, -1.0, 6e4])
+def test_the_kernel_tells_neighbours_of_16_bits_apart(
+    kernel_device: torch.device, dtype: torch.dtype, around: float
+) -> None:
+    """Logits of 16 bits are searched in steps of 16 bits: one value each, on both sides of 0, subnormals too."""
+    bits = torch.tensor(around, dtype=dtype).view(torch.int16) + torch.arange(9, dtype=torch.int16)
+    values = torch.cat([bits, bits + (-(1 << 15) if around == 0 else -9)]).view(dtype)
+    rows = 8
+    logits = values[torch.arange(rows * 96).view(rows, 96) * 7 % len(values)]
+    bounds = {"top_k": [3, 9, 31, 62, 88, 0, 0, 0], "top_p": [1.0] * 5 + [0.07, 0.4, 0.8]}
+    reference = truncation(rows, CPU, **bounds)
+    expected = sample_reference(*arguments(logits, 3.0), None, reference.top_k, reference.top_p, reference.min_p)
+    result = sample(*arguments(logits.to(kernel_device), 3.0), truncation=truncation(rows, kernel_device, **bounds))
+    assert result.tolist() == expected.tolist()
+
+
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("case", ["top_k_2", "top_p", "min_p", "all"])
 def test_frequencies_follow_the_exact_distribution(device: str, case: str) -> None:

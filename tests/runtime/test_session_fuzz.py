@@ -203,6 +203,23 @@ def test_a_launch_that_is_stopped_ends_after_its_step(loop_sizes: tuple[int, ...
 
 
 @pytest.mark.gpu
+def test_a_loop_is_stopped_while_it_runs() -> None:
+    """Its first steps have read the word that stops it, and found nothing: each step must read it anew."""
+    runtime = make_runtime(torch.device("cuda"), num_pages=60, config={"loop_sizes": (1, 2, 4)})
+    runtime.capture()
+    with DecodeSession(runtime) as session:
+        row = session.add(PROMPTS[0], SamplingParams(max_new_tokens=60))
+        session.run(2)
+        session.collect(wait=True)
+        launch, *_ = session.run(50)
+        next(iter(launch))
+        launch.stop()
+        assert len(launch.tokens()) < launch.steps
+        finish(session, 7)
+        assert row.tokens == oracle(runtime, PROMPTS[0], 60)
+
+
+@pytest.mark.gpu
 def test_a_late_device_reads_the_batch_that_was_submitted() -> None:
     """The stateless path: slots are written again at once, and only where the device is done with them."""
     device = torch.device("cuda")
