@@ -114,7 +114,8 @@ class TextGenerator:
         if limit > longest:
             raise CapacityError(
                 f"{name}: expected prompt and output within max_seq_len={longest}, got "
-                f"{len(tokens)} + {params.max_new_tokens} tokens; shorten it or raise max_seq_len"
+                f"{len(tokens)} + {params.max_new_tokens} tokens; shorten it, lower max_new_tokens or raise "
+                "max_seq_len"
             )
         for need, allocator in zip(pages_needed(self._runtime, request, 1), self._runtime.allocators, strict=True):
             if need > (pages := allocator.num_pages - 1):

@@ -6,20 +6,24 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from graphrt.config import RuntimeConfig
-from graphrt.kernels.checks import check_int, check_ints, check_number, shown
+from graphrt.config import RowTensor, RuntimeConfig
+from graphrt.kernels.checks import FLOAT32_MAX, check_instance, check_int, check_ints, check_number, shown
 from graphrt.kernels.errors import ConfigError, ShapeError
 from graphrt.kernels.metadata.buffers import COPIED, StaticBuffers
 from graphrt.kernels.ops.sampling_state import Penalties, PenaltyState, record_tokens, state_words
 
 MaskWords = Sequence[int] | npt.NDArray[Any] | torch.Tensor
 """A bit per token, [ceil(vocab / 32)] of 32 bits on the host: bit t % 32 of word t // 32 is set: token t is allowed."""
+
+_WORDS = (torch.int32, torch.uint32, torch.int64)
+
+_T = TypeVar("_T")
 
 RowValues = Mapping[str, Any]
 """By the name of a RowTensor, the value that a row has of it: a number, an array or a tensor of its shape."""
@@ -64,21 +68,22 @@ class RowTables:
 
     def check_bias(self, name: str, bias: Mapping[int, float]) -> None:
         """Raise ConfigError or UnsupportedError for a bias that a row cannot have here."""
+        check_instance(name, bias, Mapping, advice="pass a dict of values by token")
         self._config.check_needs(name, (("max_logit_bias", len(bias)),))
         for token, value in bias.items():
             check_int(name, token, 0, self._vocab_size - 1, advice="pass token ids of the vocabulary")
             if value != -math.inf:
-                check_number(name, value, advice="-inf forbids a token", low=-math.inf)
+                check_number(name, value, -FLOAT32_MAX, FLOAT32_MAX, advice="-inf forbids a token")
 
     def set_logit_bias(self, biases: Mapping[int, Mapping[int, float] | None]) -> None:
         """Values that are added to logits of some tokens, by row id; -inf forbids a token, None and {}: no bias.
 
         Each row has up to RuntimeConfig.max_logit_bias of them.
         """
-        for at, bias in biases.items():
-            self._check_row(at)
-            self.check_bias(f"logit_bias[{at}]", bias or {})
-        chosen = {at: bias or {} for at, bias in biases.items() if bias or at in self._biased}
+        by_row = {at: {} if bias is None else bias for at, bias in self._by_row("biases", biases)}
+        for at, bias in by_row.items():
+            self.check_bias(f"logit_bias[{at}]", bias)
+        chosen = {at: bias for at, bias in by_row.items() if bias or at in self._biased}
         if not chosen:
             return
         ids = list(chosen)
@@ -103,12 +108,17 @@ class RowTables:
             values = words if isinstance(words, torch.Tensor) else torch.from_numpy(np.array(words))
         except (TypeError, ValueError) as error:
             raise ShapeError(f"{name}: expected {count} words of 32 bits, got {shown(words)}; pass an array") from error
-        if tuple(values.shape) != (count,) or values.is_floating_point() or values.device.type != "cpu":
+        if tuple(values.shape) != (count,) or values.dtype not in _WORDS or values.device.type != "cpu":
             raise ShapeError(
                 f"{name}: expected {count} words of 32 bits on the host, one bit per token, got shape "
                 f"{list(values.shape)} {values.dtype} on {values.device}; pass one row's words"
             )
-        return values.clone() if values.dtype is torch.int32 else (values.to(torch.int64) << 32 >> 32).to(torch.int32)
+        if values.dtype is torch.int32:
+            return values.clone()
+        wide = values.to(torch.int64)
+        if ((wide < -(1 << 31)) | (wide >= 1 << 32)).any():
+            raise ShapeError(f"{name}: expected words of 32 bits, got {shown(wide.tolist())}; pass 32 tokens per word")
+        return (wide << 32 >> 32).to(torch.int32)
 
     def set_token_masks(self, masks: Mapping[int, MaskWords]) -> None:
         """Which tokens are allowed, by the number of a mask, 0 to max_num_reqs - 1.
@@ -116,9 +126,8 @@ class RowTables:
         A row draws among the tokens of mask m where Batch.token_masks has m for it. A DecodeSession keeps mask m for
         the row of row id m.
         """
-        for at in masks:
-            self._check_row(at)
-        self.write_masks({at: self.mask_words(f"token_masks[{at}]", words) for at, words in masks.items()})
+        by_row = self._by_row("masks", masks)
+        self.write_masks({at: self.mask_words(f"token_masks[{at}]", words) for at, words in by_row})
 
     def write_masks(self, masks: Mapping[int, torch.Tensor]) -> None:
         """The same of masks that `mask_words` has made."""
@@ -127,7 +136,8 @@ class RowTables:
                 self._write(buffers.mask_words, list(masks), torch.stack(list(masks.values())))
 
     def check_state(self, values: RowValues) -> dict[str, torch.Tensor]:
-        """Values of row tensors as host tensors of their shapes and dtypes. Raises: ConfigError, ShapeError."""
+        """Values of row tensors as host tensors of their shapes and dtypes, copied. Raises: ConfigError, ShapeError."""
+        check_instance("state", values, Mapping, advice="pass a dict of values by name")
         checked = {}
         for name, value in values.items():
             if name not in self._specs:
@@ -136,10 +146,7 @@ class RowTables:
                     f"state: expected names of RuntimeConfig.row_tensors ({known}), got {name!r}; declare it there"
                 )
             spec = self._specs[name]
-            try:
-                tensor = torch.as_tensor(value, dtype=spec.dtype, device="cpu")
-            except (TypeError, ValueError, RuntimeError) as error:
-                raise ShapeError(f"{name}: expected {spec}, got {shown(value)}; pass numbers") from error
+            tensor = _converted(spec, value)
             if tuple(tensor.shape) != spec.shape:
                 raise ShapeError(f"{name}: expected shape {list(spec.shape)}, got {list(tensor.shape)}; pass one row's")
             checked[name] = tensor
@@ -147,9 +154,7 @@ class RowTables:
 
     def set_state(self, states: Mapping[int, RowValues]) -> None:
         """What rows have of each row tensor, by row id. What is not named gets its initial value."""
-        for at in states:
-            self._check_row(at)
-        checked = {at: self.check_state(values) for at, values in states.items()}
+        checked = {at: self.check_state(values) for at, values in self._by_row("states", states)}
         for name, spec in self._specs.items():
             stated = self._stated[name]
             ids = [at for at, values in checked.items() if name in values or at in stated]
@@ -205,6 +210,13 @@ class RowTables:
         """Give the memory back."""
         self.tensors.clear()
 
+    def _by_row(self, name: str, values: Mapping[int, _T]) -> list[tuple[int, _T]]:
+        """What was given by row id. Raises: ConfigError for what is no row id."""
+        check_instance(name, values, Mapping, advice="pass a dict by row id")
+        for at in values:
+            self._check_row(at)
+        return list(values.items())
+
     def _check_row(self, at: object) -> None:
         check_int("row_id", at, 0, self._last, advice="pass a row state of the runtime")
 
@@ -214,6 +226,22 @@ class RowTables:
     def _moved(self, values: torch.Tensor) -> torch.Tensor:
         """On the device, through pinned memory: nobody waits, as for pageable memory the host would."""
         return values.pin_memory().to(self._device, non_blocking=True) if self._device.type == "cuda" else values
+
+
+def _converted(spec: RowTensor, value: object) -> torch.Tensor:
+    """A copy on the host of what a row has of a RowTensor. Raises: ShapeError for what is no number of its dtype."""
+    try:
+        given = value.detach() if isinstance(value, torch.Tensor) else torch.from_numpy(np.array(value))
+        tensor = given.to("cpu", spec.dtype, copy=True)
+        if spec.dtype.is_floating_point:
+            kept = torch.equal(tensor.float().isfinite(), given.cpu().isfinite())
+        else:
+            kept = torch.can_cast(given.dtype, spec.dtype) and torch.equal(tensor.to(given.dtype), given.cpu())
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ShapeError(f"{spec.name}: expected numbers of {spec.dtype}, got {shown(value)}; pass numbers") from error
+    if not kept:
+        raise ShapeError(f"{spec.name}: expected numbers of {spec.dtype}, got {shown(value)}; pass some that fit")
+    return tensor
 
 
 @dataclass(slots=True)
@@ -234,9 +262,13 @@ class RowNews:
 
     def begin(self, at: int, bias: Mapping[int, float], values: RowValues) -> None:
         """A sequence begins: nothing is left of the one that had its row id before."""
+        self.drop(at)
         self.biases[at], self.states[at] = bias, values
-        self.masks.pop(at, None)
-        self.switched.pop(at, None)
+
+    def drop(self, at: int) -> None:
+        """A row is gone: nothing is written for whoever gets its row id."""
+        for news in (self.biases, self.states, self.masks, self.switched):
+            news.pop(at, None)
 
     def write(self, tables: RowTables) -> None:
         """Write all, and have none."""

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
+from numbers import Real
 
 from graphrt.config import Need
 from graphrt.kernels.checks import FLOAT32_MAX, FLOAT32_TINY, check_int, check_number, shown
@@ -12,6 +13,7 @@ from graphrt.kernels.errors import ConfigError
 
 _MAX_NEW_TOKENS = 1 << 30
 _MAX_SEED = (1 << 32) - 1
+_MAX_TOKEN = (1 << 31) - 1  # the device has token ids as int32
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,17 +84,17 @@ class SamplingParams:
             raise ConfigError(f"logit_bias: expected values by token, got {shown(self.logit_bias)}; pass a dict")
         bias = {}
         for token, value in self.logit_bias.items():
-            token = check_int("logit_bias", token, 0, _MAX_NEW_TOKENS, advice="pass token ids")
-            forbids = isinstance(value, float) and value == -math.inf
+            token = check_int("logit_bias", token, 0, _MAX_TOKEN, advice="pass token ids")
+            forbids = isinstance(value, Real) and value == -math.inf
             bias[token] = (
-                value
+                -math.inf
                 if forbids
                 else check_number("logit_bias", value, -FLOAT32_MAX, FLOAT32_MAX, advice="-inf forbids a token")
             )
         object.__setattr__(self, "logit_bias", bias)
-        if not isinstance(self.stop_ids, (frozenset, set, list, tuple)):
+        if not isinstance(self.stop_ids, Collection) or isinstance(self.stop_ids, (str, bytes, Mapping)):
             raise ConfigError(f"stop_ids: expected a set of token ids, got {shown(self.stop_ids)}; pass frozenset(...)")
-        stop_ids = [check_int("stop_ids", token, 0, advice="pass token ids") for token in self.stop_ids]
+        stop_ids = [check_int("stop_ids", token, 0, _MAX_TOKEN, advice="pass token ids") for token in self.stop_ids]
         object.__setattr__(self, "stop_ids", frozenset(stop_ids))
 
     @property

@@ -14,6 +14,7 @@ sampling parameters stay on the device, which also notices when a row ends. So t
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -76,6 +77,7 @@ class DecodeSession(RowsInFlight):
         self._stops = np.full((STOP_TOKENS, ids), NO_TOKEN, np.int32)
         self._sampling = SamplingValues(ids)
         self._news = RowNews.none()
+        self._kept: dict[SessionRow, list[int]] = {}  # what was taken in by a `collect` that raised
         self._closed = False
         # What `fork` launches beside the graphs. The first use of a kernel loads it, which waits for steps in flight.
         for group in range(len(groups)):
@@ -119,11 +121,11 @@ class DecodeSession(RowsInFlight):
         self._runtime.config.check_needs("params", params.needs)
         tables = self._runtime.manager.row_tables
         tables.check_bias("params.logit_bias", params.logit_bias)
-        values = tables.check_state(state or {})
+        values = tables.check_state({} if state is None else state)
         if len(tokens) + params.max_new_tokens - 1 > longest:
             raise CapacityError(
                 f"prompt: expected prompt and output within max_seq_len={longest}, got {len(tokens)} + "
-                f"{params.max_new_tokens} tokens; shorten it or raise max_seq_len"
+                f"{params.max_new_tokens} tokens; shorten it, lower max_new_tokens or raise max_seq_len"
             )
         row = self._take_row(SessionRow(NO_ROW, tokens.astype(np.int32), params))
         self._begin(row, row.prompt, 0, values)
@@ -170,12 +172,13 @@ class DecodeSession(RowsInFlight):
             raise ConfigError(
                 f"fork: expected a row whose prompt was submitted, got row {at} with tokens left; run() first"
             )
-        seed = int(self._sampling.arrays["seeds"][at]) if seed is None else seed
+        seed = row.params.seed if seed is None else seed
         seed = check_int("seed", seed, 0, (1 << 32) - 1, advice="take it modulo 2 ** 32")
         self._catch_up()
         length, most = int(self._reached[at]), int(self._most[at])
         lent = self._pages.check_fork(at, length, pages)
-        new = self._take_row(SessionRow(NO_ROW, row.prompt, row.params, list(row.tokens), row.end))
+        params = row.params if seed == row.params.seed else replace(row.params, seed=seed)
+        new = self._take_row(SessionRow(NO_ROW, row.prompt, params, list(row.tokens), row.end))
         to = new.row_id
         new.logprobs, new.prompt_logprobs = list(row.logprobs), list(row.prompt_logprobs)
         if at in self._asking:
@@ -213,8 +216,8 @@ class DecodeSession(RowsInFlight):
                 else may write them. A row needs `group.pages_for(tokens)` of them in all
 
         Raises: ConfigError for a session that owns its pages and for a row as `release`, ShapeError for what are no
-        pages of the cache and for those that the row has, CapacityError for more than the longest sequence has; nothing
-        has changed then.
+        pages of the cache and for what a row of the session has until `take_pages` names it, CapacityError for more
+        than the longest sequence has; nothing has changed then.
         """
         self._own(row, "append_pages")
         if not self._foreign:
@@ -271,6 +274,7 @@ class DecodeSession(RowsInFlight):
         self._given.pop(at, None)
         self._prompts.pop(at, None)
         self._held.discard(at)
+        self._news.drop(at)  # whoever gets the row id next may be no row of this session
         if at in self._order:
             self._reorder(self._order[self._order != at])
         self._pages.release(at)  # what is in flight runs before whoever gets the pages
@@ -337,10 +341,11 @@ class DecodeSession(RowsInFlight):
         news = News(ids, lists, pages, self._no_news.logprobs)
         launch = self._runtime.manager.advance(news, steps=steps, eager=eager)
         self._pages.submitted(ids)
-        after = self._most[ids] = np.minimum(before + steps, limits)
+        ends = np.minimum(limits, self._pages.room(ids))  # a row stands still at the end of its pages
+        after = self._most[ids] = np.minimum(before + steps, ends)
         self._flights.append(Flight(launch, self._order_rows, ids, after - before))
         # No row can come to its longest, or to the end of its pages, in so many steps.
-        self._quiet = max(0, int((np.minimum(limits, self._pages.room(ids)) - after).min()))
+        self._quiet = int((ends - after).min())
         return launch
 
     def _full_step(self, eager: bool) -> Launch | None:
@@ -410,6 +415,8 @@ class DecodeSession(RowsInFlight):
             longest = self._chunk if self._rows[at].params.prompt_logprobs is None else 1
             count = self._pages.fitting(ids, start, min(budget, longest, len(tokens) - start))
             if not count:
+                if self._foreign:
+                    continue  # a later one may have been given pages
                 break  # nor does a later one get what this one waits for
             self._ask_of_prompt(at, start)
             chunks[at] = tokens[start : start + count]
@@ -424,11 +431,12 @@ class DecodeSession(RowsInFlight):
 
         wait   wait for every launch
 
-        Raises: StepFaultError that names the row ids of faulty rows, which have ended, once all was taken in.
+        Raises: StepFaultError that names the row ids of faulty rows, which have ended, once all was taken in: the next
+        call returns it.
         """
         wait = check_bool("wait", wait, advice="pass a bool")
         self._open("collect")
-        found: dict[SessionRow, list[int]] = {}
+        found, self._kept = self._kept, {}
         faulty: list[tuple[int, RowFault]] = []
         while self._flights and (wait or self._flights[0].launch.done()):
             flights = self._ended(wait)
@@ -441,6 +449,7 @@ class DecodeSession(RowsInFlight):
             else:
                 found = dict(of_rows)
         if faulty:
+            self._kept = found
             raise StepFaultError(faulty[0][0], [fault for _, fault in faulty])
         if self._flights and self._flights[0].launch.steps > 1:
             self._take_early(self._flights[0], found)

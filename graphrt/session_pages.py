@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -26,12 +27,13 @@ _AHEAD = 128
 
 class CallersPages(PageAllocator):
     """Stands where a caller hands out the pages itself: it has none to give, but for those that it was just stocked
-    with, and keeps what rows give back."""
+    with, and keeps what rows give back. A page is a row's until the caller takes it back."""
 
     def __init__(self, num_pages: int, null_page: int) -> None:
         super().__init__(num_pages, null_page)
         self._stock: list[int] = []
         self._back: list[int] = []
+        self._rows = Counter[int]()  # how many rows have each page
 
     @property
     def num_free(self) -> int:
@@ -44,10 +46,20 @@ class CallersPages(PageAllocator):
     def take(self, count: int) -> npt.NDArray[np.int32]:
         assert count <= len(self._stock), "as many as num_free says"
         pages, self._stock = self._stock[:count], self._stock[count:]
+        self.share(pages)
         return np.array(pages, np.int32)
 
     def share(self, pages: Pages) -> None:
-        """The caller counts who owns what."""
+        """One more row has these."""
+        self._rows.update(np.asarray(pages).tolist())
+
+    def check_new(self, pages: Int32Array) -> None:
+        """Raise ShapeError for pages that are given twice: a row would overwrite another's tokens, or its own."""
+        count = Counter(pages.tolist())
+        if twice := [page for page in count if count[page] > 1 or self._rows[page]]:
+            raise ShapeError(
+                f"pages: expected pages that no row has, got {shown(twice)} again; pass others, or take_pages() first"
+            )
 
     def free(self, pages: Pages) -> None:
         self._back += np.asarray(pages).tolist()
@@ -55,6 +67,7 @@ class CallersPages(PageAllocator):
     def take_back(self) -> list[int]:
         """What rows gave back, once."""
         back, self._back = self._back, []
+        self._rows -= Counter(back)
         return back
 
 
@@ -68,10 +81,9 @@ def _page_ids(given: object, allocators: Sequence[PageAllocator], of: str) -> li
     for allocator, values in zip(allocators, lists, strict=True):
         last, null = allocator.num_pages - 1, allocator.null_page
         ids = check_ints("pages", values, 0, last, advice="pass pages of the cache", error=ShapeError)
-        if null in ids or len(np.unique(ids)) < len(ids):
+        if null in ids:
             raise ShapeError(
-                f"pages: expected different ones and not the null page {null}, got {shown(ids.tolist())}; pass pages "
-                "that nobody else writes"
+                f"pages: expected other ones than the null page {null}, got {shown(ids.tolist())}; it is no sequence's"
             )
         found.append(ids.astype(np.int32))
     return found
@@ -84,7 +96,7 @@ class SessionPages:
         self, groups: Sequence[KVCacheSpec], allocators: Sequence[PageAllocator], ids: int, longest: int
     ) -> None:
         self._allocators = allocators
-        self._foreign = any(isinstance(allocator, CallersPages) for allocator in allocators)
+        self._foreign = [allocator for allocator in allocators if isinstance(allocator, CallersPages)]
         self._tables = [Tables(group, allocators[group.pool], ids, longest) for group in groups]
 
     def give_back(self, ids: Ids, lengths: Ids) -> None:
@@ -195,8 +207,8 @@ class SessionPages:
                     raise CapacityError(
                         f"fork: expected {need} pages in pages=, got {len(ids)}; give as many as fork_needs() says"
                     )
-            for table in self._tables:
-                self._check_new(table, row_id, pages[table.group.pool])
+            for pool, ids in zip(self._foreign, pages, strict=True):
+                pool.check_new(ids)
             return pages
         if given is not None:
             raise ConfigError("pages: expected none in a session that owns its pages, got some; leave them out")
@@ -206,14 +218,6 @@ class SessionPages:
                     f"fork: expected {need} free pages, got {allocator.num_free}; release() rows that have ended"
                 )
         return []
-
-    @staticmethod
-    def _check_new(table: Tables, row_id: int, ids: Int32Array) -> None:
-        """Raise ShapeError for pages that a row has already: it would overwrite its own tokens."""
-        if len(twice := np.intersect1d(ids, table.pages(row_id))):
-            raise ShapeError(
-                f"pages: expected pages that the row lacks, got {shown(twice.tolist())} again; pass others"
-            )
 
     def fork(self, row_id: int, new: int, length: int, most: int) -> Iterator[tuple[int, tuple[list[int], list[int]]]]:
         """Give a new row the full pages of another's first `length` tokens, and pages of its own behind them: by KV
@@ -237,20 +241,25 @@ class SessionPages:
     def append(self, row_id: int, given: object) -> None:
         """Give a row more pages of each KV group: a list of each, or of the only one its pages.
 
-        Raises: ShapeError for what are no pages of the cache or the row's already, CapacityError where a table has no
+        Raises: ShapeError for what are no pages of the cache or some row's already, CapacityError where a table has no
         room; nothing has changed then.
         """
         allocators = [self._allocators[table.group.pool] for table in self._tables]
         pages = _page_ids([given] if len(allocators) == 1 else given, allocators, "KV group")
         for group, (table, more) in enumerate(zip(self._tables, pages, strict=True)):
-            self._check_new(table, row_id, more)
             room = table.width - int(table.to[row_id])
             if len(more) > room:
                 raise CapacityError(
                     f"pages: expected at most {room} more of KV group {group}, where the longest sequence has "
                     f"{table.width}, got {len(more)}; a row needs no pages beyond its longest"
                 )
+        of_pools: list[list[Int32Array]] = [[] for _ in self._foreign]
         for table, more in zip(self._tables, pages, strict=True):
+            of_pools[table.group.pool].append(more)
+        for pool, lists in zip(self._foreign, of_pools, strict=True):
+            pool.check_new(np.concatenate(lists))
+        for table, more in zip(self._tables, pages, strict=True):
+            self._foreign[table.group.pool].share(more)
             table.append(row_id, more)
 
     def fork_needs(self, row_id: int, length: int) -> list[int]:

@@ -254,7 +254,29 @@ WRONG = [
     ("session.set_token_mask(gone, None)", ConfigError, "set_token_mask: expected a row of this session"),
     ("session.add([1], SamplingParams(logit_bias={61: 1.0}))", ConfigError, "params.logit_bias: expected"),
     ("session.add([1], state={'own': [1.0]})", ShapeError, r"own: expected shape \[2\], got \[1\]"),
-    ("session.add([1], state={'own': 'ab'})", ShapeError, "own: expected RowTensor"),
+    ("session.add([1], state={'own': 'ab'})", ShapeError, "own: expected numbers of torch.float32, got 'ab'"),
+    (
+        "session.add([1], state={'own': [1e300, 0]})",
+        ShapeError,
+        r"own: expected numbers of torch.float32, got \[1e\+300",
+    ),
+    ("session.add([1], state={'id': 1.5})", ShapeError, "id: expected numbers of torch.int32, got 1.5; pass some that"),
+    ("session.add([1], state={'id': 2**31})", ShapeError, "id: expected numbers of torch.int32, got 2147483648; pass"),
+    ("session.add([1], state={'id': 2**70})", ShapeError, "id: expected numbers of torch.int32"),
+    ("session.add([1], state=[1])", ConfigError, r"state: expected Mapping, got \[1\]; pass a dict"),
+    ("session.add([1], state=0)", ConfigError, "state: expected Mapping, got 0"),
+    ("tables.set_state({0: 3})", ConfigError, "state: expected Mapping, got 3"),
+    ("tables.set_state([{'own': [1, 2]}])", ConfigError, "states: expected Mapping"),
+    ("tables.set_logit_bias({0: [(1, 2.0)]})", ConfigError, r"logit_bias\[0\]: expected Mapping"),
+    ("tables.set_logit_bias({0: {1: 1e39}})", ConfigError, r"logit_bias\[0\]: expected a finite number"),
+    ("tables.set_logit_bias(None)", ConfigError, "biases: expected Mapping, got None; pass a dict by row id"),
+    ("tables.set_token_masks([[1, 2]])", ConfigError, "masks: expected Mapping"),
+    (
+        "session.set_token_mask(row, [1 << 32, 1])",
+        ShapeError,
+        r"words: expected words of 32 bits, got \[4294967296, 1\]",
+    ),
+    ("session.set_token_mask(row, np.ones(2, np.uint8))", ShapeError, "words: expected 2 words of 32 bits on the host"),
     ("SamplingParams(logit_bias=[1])", ConfigError, "logit_bias: expected values by token"),
     ("SamplingParams(logit_bias={1: math.inf})", ConfigError, "logit_bias: expected a finite number"),
     ("SamplingParams(logit_bias={-1: 1})", ConfigError, "logit_bias: expected"),
@@ -267,7 +289,7 @@ WRONG = [
 
 @pytest.mark.parametrize(("call", "error", "text"), WRONG, ids=[call for call, _, _ in WRONG])
 def test_wrong_calls_are_named_and_change_nothing(call: str, error: type[Exception], text: str) -> None:
-    runtime = runtime_of(torch.device("cpu"), row_tensors=(RowTensor("own", (2,)),))
+    runtime = runtime_of(torch.device("cpu"), row_tensors=(RowTensor("own", (2,)), RowTensor("id", dtype=torch.int32)))
     tables = runtime.manager.row_tables
     with DecodeSession(runtime) as session:
         row, gone = session.add([5]), session.add([7])
@@ -278,6 +300,43 @@ def test_wrong_calls_are_named_and_change_nothing(call: str, error: type[Excepti
             eval(call, {**globals(), **names, "RuntimeConfig": RuntimeConfig})
         assert session.rows == (row,)
         assert all(torch.equal(before[name], tensor) for name, tensor in runtime.manager.buffers.named())
+
+
+def test_what_was_said_of_a_row_that_went_is_not_said_of_the_next_one() -> None:
+    """Two sessions share the row ids: the first one still has news for a row id that is the second one's by now."""
+    runtime = runtime_of(torch.device("cpu"))
+    model = runtime.manager._program.model
+    with DecodeSession(runtime) as first, DecodeSession(runtime) as second:
+        gone = first.add([5], SamplingParams(4, logit_bias={7: 1000.0}))
+        first.set_token_mask(gone, words_of({7}))
+        row_id = gone.row_id
+        first.release(gone)
+        row = second.add([5], SamplingParams(6))
+        assert row.row_id == row_id
+        second.run(2)
+        first.add([6], SamplingParams(1))
+        first.run(1)
+        finish(second)
+        assert row.tokens == expected(model, [5], 6, lambda logits, _: logits)
+
+
+def test_what_a_row_came_with_may_be_written_to_afterwards() -> None:
+    class Told:
+        """The token that a row was told."""
+
+        def __call__(self, step: Step) -> torch.Tensor:
+            return (step.row_state("told")[:, None] == torch.arange(VOCAB)).float()
+
+    runtime = runtime_of(torch.device("cpu"), Told(), row_tensors=(RowTensor("told", dtype=torch.int64),))
+    with DecodeSession(runtime) as session:
+        told, array, words = torch.tensor(9), np.array(9), torch.tensor(words_of({9}), dtype=torch.int32)
+        rows = [session.add([5], SamplingParams(2), state={"told": value}) for value in (told, array)]
+        session.set_token_mask(rows[0], words)
+        told.zero_()
+        array[...] = 0
+        words.zero_()
+        finish(session)
+        assert [row.tokens for row in rows] == [[9, 9], [9, 9]]
 
 
 def test_a_prefix_that_no_step_computes_is_counted(device: torch.device) -> None:

@@ -151,3 +151,20 @@ def test_wrong_values_of_a_batch_are_named(name: str, values: list[float], text:
 def test_wrong_params_are_named(values: dict[str, float], text: str) -> None:
     with pytest.raises(ConfigError, match=text):
         SamplingParams(**values)
+
+
+def test_params_take_numbers_of_numpy_and_name_those_that_no_device_has() -> None:
+    params = SamplingParams(
+        np.int64(3),  # type: ignore[arg-type]
+        temperature=np.float32(0.5),  # type: ignore[arg-type]
+        stop_ids=np.array([4, 9]),  # type: ignore[arg-type]
+        logit_bias={np.int32(7): np.float32(-np.inf), 8: -np.inf, 9: np.float16(2)},  # type: ignore[dict-item]
+    )
+    assert params == SamplingParams(3, 0.5, stop_ids=frozenset({9, 4}), logit_bias={7: -math.inf, 8: -math.inf, 9: 2.0})
+    assert all(type(value) is float for value in params.logit_bias.values())
+    for stop_ids in ([1 << 31], [(1 << 32) + 5], [-1], [True], [1.0], torch.tensor([3])):
+        with pytest.raises(ConfigError, match="stop_ids: expected an int from 0 to 2147483647, got"):
+            SamplingParams(stop_ids=stop_ids)  # type: ignore[arg-type]
+    for stop_ids in (3, "abc", {3: 4}, None, (token for token in [3])):
+        with pytest.raises(ConfigError, match="stop_ids: expected a set of token ids, got"):
+            SamplingParams(stop_ids=stop_ids)  # type: ignore[arg-type]

@@ -12,6 +12,7 @@ import torch
 
 from graphrt import program
 from graphrt.batch import Batch
+from graphrt.handle import StepFaultError
 from graphrt.kernels.errors import CapacityError, CaptureError, ConfigError, GraphRTError, ReplayError, ShapeError
 from graphrt.kernels.metadata.buffers import BufferKind, StaticBuffers
 from graphrt.kernels.metadata.record import HEADER_STOP
@@ -400,6 +401,34 @@ def state_scenario() -> None:
         assert rows[1].tokens == want[1]
         assert [row.end for row in rows] == [RowEnd.STOP_TOKEN, RowEnd.LENGTH, RowEnd.LENGTH]
         assert rows[2].tokens == alone(runtime, rows[2])[0]
+
+
+def test_a_collect_that_raised_keeps_what_it_took_in_for_the_next_one(device: torch.device) -> None:
+    """A server that streams what `collect` gives loses no token of the other rows."""
+    runtime = runtime_of(device, token_masks=True)
+    with DecodeSession(runtime) as session:
+        faulty, row = (session.add(prompt, SamplingParams(max_new_tokens=6)) for prompt in PROMPTS[::2])
+        session.set_token_mask(faulty, [0, 0])
+        session.run(4)
+        with pytest.raises(StepFaultError, match=f"row {faulty.row_id}: NO_TOKEN_OFFERED"):
+            session.collect(wait=True)
+        ((streamed, tokens),) = session.collect(wait=True)
+        assert streamed is row
+        assert tokens == row.tokens == oracle(runtime, PROMPTS[2], 4)
+        session.run(2)
+        assert [(found, len(new)) for found, new in session.collect(wait=True)] == [(row, 2)]
+
+
+def test_a_fork_says_by_which_seed_it_samples(device: torch.device) -> None:
+    runtime = runtime_of(device)
+    with DecodeSession(runtime) as session:
+        row = session.add(PROMPTS[0], SamplingParams(max_new_tokens=12, temperature=50.0, seed=9))
+        session.run(2)
+        fork = session.fork(row, seed=4)
+        same, back = session.fork(fork), session.fork(fork, seed=9)
+        assert [found.params.seed for found in (row, fork, same, back)] == [9, 4, 4, 9]
+        finish(session)
+        assert fork.tokens == same.tokens != row.tokens == back.tokens
 
 
 def wrong_calls() -> Iterator[tuple[str, type[Exception], str]]:

@@ -104,6 +104,40 @@ def test_a_row_goes_on_while_another_waits_for_a_page() -> None:
         assert [long.tokens, short.tokens] == [greedy(model, [n, 2, 3], 12) for n in (5, 6)]
 
 
+@pytest.mark.parametrize("first", [0, 1], ids=["given_first", "given_last"])
+def test_a_prompt_without_pages_keeps_nobody_waiting(first: int) -> None:
+    """The caller decides whose prompt runs by whom it gives pages to."""
+    model = LivelyModel(CPU)
+    runtime = captured(CPU, model)
+    with DecodeSession(runtime, own_pages=False) as session:
+        rows = [session.add([n, 2, 3], SamplingParams(max_new_tokens=5)) for n in (5, 6)]
+        session.append_pages(rows[first], [4, 5])
+        while not rows[first].end:
+            session.run(1)
+            session.collect(wait=True)
+        session.append_pages(rows[1 - first], [6, 7])
+        while session.running:
+            session.run(4)
+            session.collect(wait=True)
+        assert [row.tokens for row in rows] == [greedy(model, [n, 2, 3], 5) for n in (5, 6)]
+
+
+@pytest.mark.parametrize("loop_sizes", [(), (4,)], ids=["launch_by_launch", "loop"])
+def test_a_row_that_stood_still_goes_on_with_its_page_before_anything_is_collected(loop_sizes: tuple[int, ...]) -> None:
+    """The session knows how far the pages went that it listed."""
+    model = LivelyModel(CPU)
+    runtime = captured(CPU, model, loop_sizes=loop_sizes)
+    with DecodeSession(runtime, own_pages=False) as session:
+        row = session.add([1, 2, 3], SamplingParams(max_new_tokens=10))
+        for page in (7, 5, 6):
+            session.append_pages(row, [page])
+            session.run(1)
+            if row.row_id not in session._prompts and session._most[row.row_id] % PAGE:
+                session.run(8)
+        session.collect(wait=True)
+        assert row.tokens == greedy(model, [1, 2, 3], 10)
+
+
 def test_forks_take_the_callers_pages() -> None:
     model = LivelyModel(CPU)
     runtime = captured(CPU, model)
@@ -166,6 +200,8 @@ def test_groups_with_windows_give_pages_back() -> None:
     with DecodeSession(runtime, own_pages=False) as session:
         row = session.add(prompt, SamplingParams(max_new_tokens=20))
         windowed, full = list(range(10, 16)), list(range(30, 36))
+        with pytest.raises(ShapeError, match=r"pages: expected pages that no row has, got \[10\] again"):
+            session.append_pages(row, [[10], [10]])  # two groups, one pool
         session.append_pages(row, [windowed, full])
         back = []
         while session.running:
@@ -188,16 +224,22 @@ def test_wrong_pages_are_refused() -> None:
     runtime = captured(CPU)
     with DecodeSession(runtime, own_pages=False) as session:
         row = session.add([1, 2, 3])
-        for pages in ([0], [40], [-1], [3, 3], ["x"], [1.5], 7):
+        other = session.add([4])
+        session.append_pages(other, [9])
+        for pages in ([0], [40], [-1], [3, 3], ["x"], [1.5], 7, [9]):
             with pytest.raises(ShapeError, match="pages"):
                 session.append_pages(row, pages)
         with pytest.raises(CapacityError, match="pages: expected at most 16 more of KV group 0"):
             session.append_pages(row, list(range(1, 18)))
+        session.release(other)
+        with pytest.raises(ShapeError, match=r"got \[9\] again; pass others, or take_pages\(\) first"):
+            session.append_pages(row, [9])
+        assert session.take_pages() == [[9]]
         session.append_pages(row, [])
         with pytest.raises(CapacityError, match=r"run: expected a page for the next token of a row, got none; append"):
             session.run()
         session.append_pages(row, [3, 4])
-        with pytest.raises(ShapeError, match=r"pages: expected pages that the row lacks, got \[4\] again"):
+        with pytest.raises(ShapeError, match=r"pages: expected pages that no row has, got \[4\] again"):
             session.append_pages(row, [5, 4])
         session.release(row)
         with pytest.raises(ConfigError, match="append_pages: expected a row of this session"):
