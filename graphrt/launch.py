@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from graphrt.handle import InFlight
+from graphrt.capture.descriptor import BatchDescriptor
+from graphrt.capture.staging import StagingSlot
+from graphrt.handle import InFlight, Rings
 from graphrt.kernels.metadata.record import HEADER_STOP
 from graphrt.logprobs import StepLogprobs
 
@@ -17,12 +20,31 @@ _POLL_SECONDS = 50e-6
 
 
 class Launch(InFlight):
-    """One submitted launch of a session, of up to `steps` steps."""
+    """One submitted launch of a session, of up to `steps` steps.
 
-    __slots__ = ()
+    row_ids   [num_reqs] the row id of each column; None for a launch of a bundle
+    """
+
+    __slots__ = ("row_ids",)
+
+    def __init__(
+        self,
+        step: int,
+        steps: int,
+        num_reqs: int,
+        descriptor: BatchDescriptor,
+        why_eager: str,
+        slot: StagingSlot,
+        rings: Rings,
+        asks_logprobs: bool = False,
+        *,
+        row_ids: npt.NDArray[np.integer[Any]] | None = None,
+    ) -> None:
+        super().__init__(step, steps, num_reqs, descriptor, why_eager, slot, rings, asks_logprobs)
+        self.row_ids = row_ids
 
     def tokens(self, *, raise_on_fault: bool = True) -> npt.NDArray[np.int32]:
-        """Sampled tokens, [steps that ran, num_reqs] int32 on the host; -1 where a row did not go on.
+        """Sampled tokens, [steps that ran, num_reqs] int32 on the host; -1 where a row got none.
 
         Waits for the launch. Raises: StepFaultError when rows are faulty, unless `raise_on_fault` is False;
         ReplayError when the device did not report the launch.
@@ -46,16 +68,14 @@ class Launch(InFlight):
         at, n = rings.entries(self.step, self.num_arrived), self.num_reqs
         return rings.tokens[at, :n].copy(), rings.ends[at, :n].copy()
 
-    @property
     def ends(self) -> npt.NDArray[np.int32]:
         """RowEnd of each row after each step, [steps that ran, num_reqs] int32. Waits for the launch."""
         self.wait()
         return self._ends
 
-    @property
     def logprobs(self) -> StepLogprobs | None:
-        """Log-probabilities of each row after each step: `launch.logprobs.at(step, row)`, a TokenLogprob, or None for a
-        row that asked for none or did not go on. None where no row asked for any. Waits for the launch."""
+        """Log-probabilities of each row after each step: `launch.logprobs().at(step, column)`, a TokenLogprob, or None
+        for a row that asked for none or did not go on. None where no row asked for any. Waits for the launch."""
         self.wait()
         return self._logprobs
 

@@ -289,7 +289,8 @@ class ReplayManager:
             slot, step = self._launch(batch, target.descriptor, why_eager, ends)
             self._stats.count(target.descriptor, batch.num_tokens, why_eager, forced=eager)
             asks = batch.asks_logprobs
-            return Launch(step, 1, batch.num_reqs, target.descriptor, why_eager, slot, self._queue.rings, asks)
+            rings, ids = self._queue.rings, batch.row_ids
+            return Launch(step, 1, batch.num_reqs, target.descriptor, why_eager, slot, rings, asks, row_ids=ids)
 
     def advance(self, news: News, *, steps: int = 1, eager: bool = False) -> Launch:
         """Let rows go on by up to `steps` tokens, each from its last token on, with what `begin` said of it.
@@ -312,7 +313,8 @@ class ReplayManager:
             self._queue.launch(slot, descriptor, num_reqs, None, why_eager, steps=steps, loops=loops)
             self._order = news.order
             self._stats.count(descriptor, num_reqs, why_eager, forced=eager, steps=steps)
-            return Launch(step, steps, num_reqs, descriptor, why_eager, slot, self._queue.rings, news.logprobs)
+            rings, asks = self._queue.rings, news.logprobs
+            return Launch(step, steps, num_reqs, descriptor, why_eager, slot, rings, asks, row_ids=news.order)
 
     def replay_words(self, words: SlotWords, descriptor: BatchDescriptor) -> Launch:
         """Submit a launch as it was recorded, at its size; see graphrt.bundle. Raises: as `begin`."""

@@ -62,7 +62,7 @@ class RowsInFlight:
         """Bring rows up to date with launches of the same rows."""
         first = flights[0]
         tokens = np.concatenate([flight.launch.tokens(raise_on_fault=False) for flight in flights])
-        ends = np.concatenate([flight.launch.ends for flight in flights]).max(0, initial=0)
+        ends = np.concatenate([flight.launch.ends() for flight in flights]).max(0, initial=0)
         sampled = tokens >= 0
         advanced = sampled.sum(0)
         if first.given is not None:
@@ -83,8 +83,8 @@ class RowsInFlight:
             stop_on_host(rows, columns, ends)
         for row, new in zip(rows, columns, strict=True):
             row.tokens += new
-        if first.launch.logprobs is not None:
-            logprobs = StepLogprobs.joined([flight.launch.logprobs for flight in flights], places)
+        if first.launch.logprobs() is not None:
+            logprobs = StepLogprobs.joined([flight.launch.logprobs() for flight in flights], places)
             for place, row in enumerate(rows):
                 row.take_logprobs(logprobs, place, sampled[:, place], len(columns[place]))
         # A row that the host ended at a stop token was over when it became faulty.

@@ -161,14 +161,15 @@ def test_launches_have_them_by_step_and_place(device: torch.device) -> None:
         row = session.add(PROMPTS[0], SamplingParams(6, logprobs=1))
         (first,) = session.run(1)
         (launch,) = session.run(5)
-        assert launch.logprobs is not None
-        assert first.logprobs is not None
-        found = [first.logprobs.at(0, 0), *(launch.logprobs.rows(step)[0] for step in range(5))]
+        one, five = first.logprobs(), launch.logprobs()
+        assert one is not None
+        assert five is not None
+        found = [one.at(0, 0), *(five.rows(step)[0] for step in range(5))]
         session.collect(wait=True)
         assert found == row.logprobs
         session.release(row)
         plain = session.add(PROMPTS[0], SamplingParams(2))
-        assert [each.logprobs for each in session.run(2)] == [None, None]
+        assert [each.logprobs() for each in session.run(2)] == [None, None]
         session.collect(wait=True)
         assert plain.tokens == row.tokens[:2]
 

@@ -100,7 +100,28 @@ def test_tokens_can_be_read_while_a_launch_runs(device: torch.device) -> None:
         assert row.tokens[1:] == seen
         assert launch.num_arrived == 8
         assert launch.tokens()[:, 0].tolist() == seen
-        assert launch.ends[-1, 0] == RowEnd.LENGTH
+        assert launch.ends()[-1, 0] == RowEnd.LENGTH
+
+
+def test_a_launch_says_whose_its_columns_are(device: torch.device) -> None:
+    """Rows come and go, so a column is another row's from launch to launch."""
+    runtime = runtime_of(device, loop_sizes=(4,))
+    with DecodeSession(runtime) as session:
+        rows = [session.add(prompt, SamplingParams(max_new_tokens=12)) for prompt in PROMPTS[:2]]
+        launches = [*session.run(3)]
+        session.release(rows.pop(0))
+        rows.append(session.add(PROMPTS[2], SamplingParams(max_new_tokens=12)))
+        launches += session.run(6)
+        session.collect(wait=True)
+        of_row: dict[int, list[int]] = {}
+        for launch in launches[3:]:
+            for column, row_id in enumerate(launch.row_ids.tolist()):
+                of_row.setdefault(row_id, []).extend(launch.tokens()[:, column].tolist())
+        assert of_row.keys() == {row.row_id for row in rows}
+        for row in rows:
+            assert row.tokens[-len(of_row[row.row_id]) :] == of_row[row.row_id]
+        assert [len(launch.row_ids) for launch in launches] == [launch.num_reqs for launch in launches]
+        assert (launches[0].tokens() == -1).any(), "of a prompt that goes on"
 
 
 def test_a_loop_ends_where_no_row_goes_on(device: torch.device) -> None:
