@@ -66,7 +66,7 @@ class RuntimeConfig:
                     checked that a graph holds whatever this says, and every step with GRAPHRT_DEBUG=1
     shadow_every    every so many launches one step runs eagerly too, from the same state as its graph, and what both
                     leave is compared bit by bit: `stats().shadow_differences`, and a RuntimeWarning. A launch of many
-                    steps is replayed step by step then. 0: never
+                    steps is replayed step by step then. A shadow takes about as long as an eager step. 0: never
     mixed_batches   False: `replay` takes only batches whose rows all have `query_len` new tokens, and refuses others.
                     Prompts are then computed elsewhere. Backends without mixed batches can serve, and no mixed graphs
                     are captured
