@@ -149,15 +149,16 @@ class DecodeSession(RowsInFlight):
         """Pages of each pool that `fork` of a row takes now. Raises: ConfigError as `release`."""
         self._own(row, "fork_needs")
         self._catch_up()
-        return self._pages.fork_needs(row.row_id, int(self._reached[row.row_id]))
+        at = row.row_id
+        return self._pages.fork_needs(at, int(self._reached[at]), int(self._most[at]))
 
     def fork(
         self, row: SessionRow, *, seed: int | None = None, pages: Sequence[Sequence[int]] | None = None
     ) -> SessionRow:
         """A second sequence that goes on as `row` does, from where the launches so far bring it.
 
-        Full pages are shared; the others are copied, on the device. The new row gets the tokens of launches in flight
-        as `row` does.
+        Full pages are shared; others with tokens are copied, on the device. Pages that `row` has for tokens to come are
+        not the fork's. The new row gets the tokens of launches in flight as `row` does.
 
         seed    of the new sequence; by default that of `row`, which then samples the same
         pages   with own_pages=False: a list for each pool, of as many as `fork_needs` says. The pages that both rows
@@ -176,7 +177,7 @@ class DecodeSession(RowsInFlight):
         seed = check_int("seed", seed, 0, (1 << 32) - 1, advice="take it modulo 2 ** 32")
         self._catch_up()
         length, most = int(self._reached[at]), int(self._most[at])
-        lent = self._pages.check_fork(at, length, pages)
+        lent = self._pages.check_fork(at, length, most, pages)
         params = row.params if seed == row.params.seed else replace(row.params, seed=seed)
         new = self._take_row(SessionRow(NO_ROW, row.prompt, params, list(row.tokens), row.end))
         to = new.row_id
@@ -199,6 +200,8 @@ class DecodeSession(RowsInFlight):
                 pool.stock(ids.tolist())
             for group, (sources, own) in self._pages.fork(at, to, length, most):
                 self._runtime.kv_cache.copy_pages(sources, own, group=group)
+            for group, end in enumerate(self._pages.listed_to(to)):
+                buffers.page_spans[group, to, 1] = end  # behind it the device knows pages of `row`
         self._runtime.manager.row_tables.copy(at, to)
         if masked:
             self._runtime.manager.row_tables.switch_masks({to: to})

@@ -196,10 +196,10 @@ class SessionPages:
             every.append(pages)
         return (lists.reshape(-1, len(ids)), np.concatenate(every)) if start else (None, None)
 
-    def check_fork(self, row_id: int, length: int, given: object) -> list[Int32Array]:
-        """The pages that a caller gives, by pool, to fork a row that has `length` tokens for sure; none where the
-        session owns its pages. Raises: CapacityError for too few, ConfigError or ShapeError for wrong ones."""
-        needs = self.fork_needs(row_id, length)
+    def check_fork(self, row_id: int, length: int, most: int, given: object) -> list[Int32Array]:
+        """The pages that a caller gives, by pool, to fork a row as `fork_needs`; none where the session owns its pages.
+        Raises: CapacityError for too few, ConfigError or ShapeError for wrong ones."""
+        needs = self.fork_needs(row_id, length, most)
         if self._foreign:
             pages = _page_ids([[]] * len(needs) if given is None else given, self._allocators, "pool")
             for need, ids in zip(needs, pages, strict=True):
@@ -262,11 +262,11 @@ class SessionPages:
             self._foreign[table.group.pool].share(more)
             table.append(row_id, more)
 
-    def fork_needs(self, row_id: int, length: int) -> list[int]:
-        """Pages of each pool that a fork of a row needs which has `length` tokens for sure."""
+    def fork_needs(self, row_id: int, length: int, most: int) -> list[int]:
+        """Pages of each pool that a fork of a row needs which has `length` tokens for sure, and `most` at most."""
         needs = [0] * len(self._allocators)
         for table in self._tables:
-            needs[table.group.pool] += table.own_pages(row_id, length)
+            needs[table.group.pool] += table.own_pages(row_id, length, most)
         return needs
 
     def pages(self, row_id: int) -> list[Int32Array]:
@@ -276,6 +276,10 @@ class SessionPages:
     def first_places(self, row_id: int) -> list[int]:
         """Where a row's pages begin in its sequence, by KV group."""
         return [int(table.from_[row_id]) for table in self._tables]
+
+    def listed_to(self, row_id: int) -> list[int]:
+        """Where the pages of a row end that the device knows, by KV group."""
+        return [table.listed_to(row_id) for table in self._tables]
 
     def place(self, row_id: int, first_places: Sequence[int], counts: Sequence[int]) -> list[list[int]]:
         """Give a row without pages so many of each KV group, from these places of its sequence on: the pages."""

@@ -78,6 +78,10 @@ class Tables:
         """All pages of these slots have been listed."""
         self._listed[slots] = self.to[slots]
 
+    def listed_to(self, slot: int) -> int:
+        """Up to which page of its sequence a slot's pages have been listed."""
+        return int(self._listed[slot])
+
     def _places(self, slots: Slots, first: npt.NDArray[np.int64], counts: npt.NDArray[np.int64]) -> Slots:
         """Where pages `first` to `first + counts` of each slot stand in `_every`, slot after slot."""
         ends = counts.cumsum()
@@ -125,22 +129,23 @@ class Tables:
         self.place(slot, first, pages)
         return copied
 
-    def own_pages(self, slot: int, length: int) -> int:
-        """Pages that a fork needs of its own: those behind the full pages of the first `length` tokens."""
-        return int(self.to[slot]) - max(length // self.group.page_size, int(self.from_[slot]))
+    def own_pages(self, slot: int, length: int, most: int) -> int:
+        """Pages that a fork needs of its own: those behind the full pages of the first `length` tokens that its first
+        `most` tokens may lie in. What the slot has ahead of these is not the fork's."""
+        end = min(self.group.pages_for(most), int(self.to[slot]))
+        return max(0, end - max(length // self.group.page_size, int(self.from_[slot])))
 
     def fork(self, slot: int, new: int, length: int, most: int) -> list[tuple[int, int]]:
         """Give an empty slot the full pages of another's first `length` tokens, and pages of its own behind them: pairs
         of pages to copy, of those that its first `most` tokens may lie in."""
-        first, to = int(self.from_[slot]), int(self.to[slot])
+        first = int(self.from_[slot])
         full = max(length // self.group.page_size, first)
         shared = self._pages[slot, first:full].tolist()
         self._allocator.share(shared)
-        own = self._allocator.allocate(to - full)
+        own = self._allocator.allocate(self.own_pages(slot, length, most))
         self.place(new, first, [*shared, *own])
         self._listed[new] = min(full, int(self._listed[slot]))
-        written = self._pages[slot, full : self.group.pages_for(most)].tolist()
-        return list(zip(written, own, strict=False))
+        return list(zip(self._pages[slot, full : full + len(own)].tolist(), own, strict=True))
 
     def cut(self, slot: int, length: int) -> None:
         """Free the pages behind a slot's first `length` tokens."""

@@ -146,18 +146,24 @@ def test_forks_take_the_callers_pages() -> None:
         session.append_pages(row, [4, 5, 6, 7])
         session.run(1)
         session.collect(wait=True)
-        needs = session.fork_needs(row)
-        assert needs == [3], "all but the first page, which is full"
-        with pytest.raises(CapacityError, match="fork: expected 3 pages in pages=, got 2; give as many"):
-            session.fork(row, pages=[[20, 21]])
-        with pytest.raises(CapacityError, match="fork: expected 3 pages in pages=, got 4"):
-            session.fork(row, pages=[[20, 21, 22, 23]])
-        with pytest.raises(CapacityError, match="fork: expected 3 pages in pages=, got 0"):
+        assert session.fork_needs(row) == [1], "not the first page, which is full, nor those without a token"
+        session.run(3)
+        assert session.fork_needs(row) == [2], "launches in flight may have come so far"
+        with pytest.raises(CapacityError, match="fork: expected 2 pages in pages=, got 1; give as many"):
+            session.fork(row, pages=[[20]])
+        with pytest.raises(CapacityError, match="fork: expected 2 pages in pages=, got 3"):
+            session.fork(row, pages=[[20, 21, 22]])
+        with pytest.raises(CapacityError, match="fork: expected 2 pages in pages=, got 0"):
             session.fork(row)
-        for pages in ([20, 21, 22], [[20, 21, 0]], [[20, 21, 21]], [[20, 21, 99]], [[20, 21, 5]], [], 7):
+        for pages in ([20, 21], [[20, 0]], [[21, 21]], [[20, 99]], [[20, 5]], [], 7):
             with pytest.raises(ShapeError, match="pages"):
                 session.fork(row, pages=pages)  # type: ignore[arg-type]
-        fork = session.fork(row, pages=[[20, 21, 22]])
+        fork = session.fork(row, pages=[[20, 21]])
+        session.run(8)
+        session.collect(wait=True)
+        assert row.end is RowEnd.LENGTH
+        assert len(fork.tokens) == 7, "it stands still at the end of its own pages"
+        session.append_pages(fork, [22])
         while session.running:
             session.run(2)
             session.collect(wait=True)
@@ -255,3 +261,23 @@ def test_wrong_pages_are_refused() -> None:
             session.take_pages()
     with pytest.raises(ConfigError, match="own_pages: expected"):
         DecodeSession(runtime, own_pages="no")  # type: ignore[arg-type]
+
+
+def test_a_fork_takes_no_pages_for_what_its_row_has_ahead() -> None:
+    """Rows have pages for tokens to come where these are plenty: forks are refused where none is left for a copy."""
+    runtime = captured(CPU, model := LivelyModel(CPU))
+    prompt = [5, 6, 7]
+    with DecodeSession(runtime) as session:
+        row = session.add(prompt, SamplingParams(max_new_tokens=30))
+        session.run(3)
+        session.collect(wait=True)
+        ahead = session._pages.pages(row.row_id)[0]
+        assert len(ahead) > 2
+        rest = runtime.allocator.allocate(runtime.allocator.num_free - 1)
+        fork = session.fork(row)
+        assert runtime.allocator.num_free == 0
+        runtime.allocator.free(rest)
+        while session.running:
+            session.run(4)
+            session.collect(wait=True)
+        assert fork.tokens == row.tokens == greedy(model, prompt, 30)
