@@ -127,6 +127,7 @@ class Scheduler:
         # Beginnings are compared by half pages, and small pages whole: less is not worth a copy.
         self._prefixes = PrefixIndex(max(min(8, self._largest_page), self._largest_page // 2))
         self._promised: dict[int, list[int]] = {}  # pages of each pool that rows without pages were admitted for
+        self._all_promised = [0] * len(runtime.allocators)  # their sum
         self._shared: dict[int, int] = {}  # tokens that rows began with, of those that have computed nothing
 
     # -- who comes in
@@ -177,8 +178,7 @@ class Scheduler:
             ends = np.array([len(self._session.given[row_id]) for row_id in prompting], np.int64)
             spare = self._session.missing(np.array(prompting, np.int64), ends)
         else:
-            for of_row in self._promised.values():
-                spare = [a + b for a, b in zip(spare, of_row, strict=True)]
+            spare = list(self._all_promised)
         for group in self._groups:
             spare[group.pool] += len(self.members) + returns
         free = [allocator.num_free for allocator in self._runtime.allocators]
@@ -199,6 +199,7 @@ class Scheduler:
         self._prefixes.add(row_id, self._session.given[row_id])
         if not self._session.length(row_id):
             self._promised[row_id], self._shared[row_id] = needs, 0
+            self._all_promised = [a + b for a, b in zip(self._all_promised, needs, strict=True)]
 
     # -- the next launch
 
@@ -215,7 +216,7 @@ class Scheduler:
             self._session.hold(held)
         launches = self._session.run(steps)
         for row_id in [row_id for row_id, began in self._shared.items() if self._session.length(row_id) > began]:
-            del self._promised[row_id], self._shared[row_id]
+            self._begun(row_id)
         # All steps of these are launched. Whoever gets their rows and pages comes later on the same stream.
         ids = self._session.decoding
         for row_id in ids[self._session.steps_left(ids) <= 0].tolist():
@@ -360,9 +361,15 @@ class Scheduler:
     def _leave(self, row_id: int) -> Request:
         """A row id is no member's any more."""
         self._prefixes.remove(row_id)
-        self._promised.pop(row_id, None)
-        self._shared.pop(row_id, None)
+        self._begun(row_id)
         return self.members.pop(row_id)
+
+    def _begun(self, row_id: int) -> None:
+        """A row has computed something, or will not: what it was admitted for is its own, or nobody's."""
+        needs = self._promised.pop(row_id, None)
+        self._shared.pop(row_id, None)
+        if needs is not None:
+            self._all_promised = [a - b for a, b in zip(self._all_promised, needs, strict=True)]
 
     def _drop(self, request: Request) -> None:
         """Forget the pages of a sequence that ended while it waited."""

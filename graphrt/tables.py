@@ -176,11 +176,15 @@ class PrefixIndex:
 
     def add(self, slot: int, tokens: Int32Array) -> None:
         """Add a slot behind all others."""
-        key, keys = 0, self._keys.setdefault(slot, [])
-        for end in range(self._block, len(tokens) + 1, self._block):
-            key = hash((key, tokens[end - self._block : end].tobytes()))
+        key, keys, words = 0, self._keys.setdefault(slot, []), tokens.tobytes()
+        wide = self._block * tokens.itemsize
+        for end in range(wide, len(words) + 1, wide):
+            key = hash((key, words[end - wide : end]))
             keys.append(key)
-            self._slots.setdefault(key, {})[slot] = None
+            if (slots := self._slots.get(key)) is None:
+                self._slots[key] = {slot: None}
+            else:
+                slots[slot] = None
 
     def remove(self, slot: int) -> None:
         """Forget a slot; one that is not there makes no difference."""
