@@ -52,6 +52,7 @@ JOBS: dict[str, list[list[str]]] = {
     "swap": [[PYTHON, "scripts/bench_swap.py"]],
     "capture": [[PYTHON, "scripts/bench_capture.py"]],
     "host": [[PYTHON, "scripts/bench_host.py"]],
+    "loop": [[PYTHON, "scripts/bench_loop.py"]],
     "kit": [[PYTHON, "scripts/bench_kit.py"]],
     "sampling": [[PYTHON, "scripts/bench_sampling.py", "--rows", "256", "--vocab", "128256"]],
     "graph_bugs": [[PYTHON, "-m", "scripts.bug_catalogue"]],
