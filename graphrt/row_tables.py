@@ -61,10 +61,11 @@ class RowTables:
         with torch.inference_mode(False):
             self.tensors = {
                 spec.name: torch.full(
-                    (config.max_num_reqs + 1, *spec.shape), spec.initial, dtype=spec.dtype, device=device
+                    (config.max_num_reqs + 1, *spec.shape), _converted(spec, spec.initial).item(), dtype=spec.dtype,
+                    device=device,
                 )
                 for spec in config.row_tensors
-            }
+            }  # fmt: skip
 
     def check_bias(self, name: str, bias: Mapping[int, float]) -> None:
         """Raise ConfigError or UnsupportedError for a bias that a row cannot have here."""

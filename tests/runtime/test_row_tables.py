@@ -302,6 +302,12 @@ def test_wrong_calls_are_named_and_change_nothing(call: str, error: type[Excepti
         assert all(torch.equal(before[name], tensor) for name, tensor in runtime.manager.buffers.named())
 
 
+@pytest.mark.parametrize("initial", [1.5, 2**31, math.nan])
+def test_an_initial_value_that_does_not_fit_is_named(initial: float) -> None:
+    with pytest.raises(ShapeError, match=r"id: expected numbers of torch.int32, got (1.5|2147483648|nan); pass some"):
+        runtime_of(torch.device("cpu"), row_tensors=(RowTensor("id", dtype=torch.int32, initial=initial),))
+
+
 def test_what_was_said_of_a_row_that_went_is_not_said_of_the_next_one() -> None:
     """Two sessions share the row ids: the first one still has news for a row id that is the second one's by now."""
     runtime = runtime_of(torch.device("cpu"))
