@@ -12,7 +12,8 @@ from graphrt.kernels.errors import ReplayError
 # Compares a few hundred addresses in microseconds; torch builds without CUDA lack it.
 _all_equal = getattr(torch._C, "_tensors_data_ptrs_at_indices_equal", None)
 
-_TURN = 32
+_TURN = 8
+"""Few at a time: each that is looked at is fetched from memory, as a step leaves no room for it in the caches."""
 """Tensors that `check_next` looks at: one microsecond."""
 
 NamedTensors = Iterable[tuple[str, torch.Tensor]]
@@ -68,7 +69,7 @@ class PointerGuard:
         _check_names(self._remembered.items(), self._look_up())
 
     def check_next(self) -> None:
-        """Check 32 tensors at a time, in turns; the first call checks all. Raises: as `check`, again at each call."""
+        """Check 8 tensors at a time, in turns; the first call checks all. Raises: as `check`, again at each call."""
         turn = self._turn
         if turn < 0 or self._always or not self._same(self._turns[turn]):
             self.check()
@@ -101,7 +102,7 @@ class NameWatch:
         self._at = 0
 
     def changed(self) -> bool:
-        """Whether one of the next 32 names leads elsewhere, in turns: a microsecond. If so, these come again."""
+        """Whether one of the next 8 names leads elsewhere, in turns. If so, these come again."""
         for of, name, value in self._names[self._at : self._at + _TURN]:
             if of.get(name) is not value:
                 return True

@@ -20,9 +20,11 @@ def test_a_dry_run(capsys: pytest.CaptureFixture[str]) -> None:
         for way in ("session", "session_8", "stateless", "copies"):
             found = cell[way]
             assert 0 < found["host_us"] <= found["host_p99_us"]
+            assert found["host_us"] <= found["median_us"], "the quietest round"
             assert found["interval_us"] > 0
             assert found["graph_us"] is found["gap_us"] is None, "there is no device"
         assert cell["session"]["collect_us"] > 1, "microseconds"
+        assert cell["launch_us"] is None
     assert len(capsys.readouterr().out.splitlines()) == 2
     assert len(bench_host.header().splitlines()[-1].split("|")) == len(bench_host.line(cells[0]).split("|"))
     assert bench_host.goals(cells) == []
