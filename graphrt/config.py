@@ -53,7 +53,7 @@ class RuntimeConfig:
     query_len       new tokens per row in decode graphs: 1, or 1 + K with speculation
     decode_sizes    row counts to capture; None is the default ladder, () captures none
     mixed_sizes     token counts of mixed graphs to capture; None is the default ladder, () captures none
-    ring_depth      launches in flight before `replay` waits
+    ring_depth      launches in flight before `replay` waits: who runs ahead hides what the host does now and then
     launch_steps    most steps of one launch of a DecodeSession
     loop_sizes      decode sizes whose steps can run many times in one launch; other sizes are launched step by step
     backend         attention backend by name; None takes GRAPHRT_BACKEND, else the best that can run
@@ -92,7 +92,7 @@ class RuntimeConfig:
     query_len: int = 1
     decode_sizes: tuple[int, ...] | None = None
     mixed_sizes: tuple[int, ...] | None = None
-    ring_depth: int = 4
+    ring_depth: int = 8
     launch_steps: int = 64
     loop_sizes: tuple[int, ...] = ()
     backend: str | None = None
@@ -116,7 +116,7 @@ class RuntimeConfig:
         if self.max_encoder_len is not None:
             check_int_field(self, "max_encoder_len", 1, _MAX_LENGTH, advice="None without cross layers")
         check_int_field(self, "query_len", 1, MAX_TOKENS, advice="1 without speculation")
-        check_int_field(self, "ring_depth", 2, _MAX_RING, advice="with one slot every step waits, and 4 are usual")
+        check_int_field(self, "ring_depth", 2, _MAX_RING, advice="with one slot every step waits, and 8 are usual")
         check_int_field(self, "launch_steps", 1, _MAX_RING, advice="1 without DecodeSession.run(n)")
         check_int_field(self, "shadow_every", 0, _MAX_LENGTH, advice="256 is often enough; 0 without shadow steps")
         if self.max_num_reqs * self.query_len > self.max_num_tokens:

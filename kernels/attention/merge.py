@@ -11,11 +11,12 @@ import torch
 import triton
 import triton.language as tl
 
-from graphrt.kernels.attention.arguments import ATTENTION_DTYPES, TRITON_DTYPES, next_power_of_two
+from graphrt.kernels.attention.arguments import ATTENTION_DTYPES, TRITON_DTYPES
 from graphrt.kernels.checks import check_no_overlap, check_tensor, check_unit_stride
 from graphrt.kernels.compile_spec import CompileSpec
 from graphrt.kernels.errors import UnsupportedError
 from graphrt.kernels.library import define_op
+from graphrt.kernels.sizes import ceil_div, next_power_of_two
 
 _MAX_HEAD_DIM = 1024
 _TILE_ELEMENTS = 1024
@@ -94,7 +95,7 @@ def _merge_attention_triton(
     if out.numel() == 0:
         return
     block_h, block_d = _blocks(heads, head_dim)
-    _merge_attention_kernel[(tokens, triton.cdiv(heads, block_h))](
+    _merge_attention_kernel[(tokens, ceil_div(heads, block_h))](
         out_a,
         lse_a,
         out_b,

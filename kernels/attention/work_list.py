@@ -39,9 +39,8 @@ and is read from the copy there.
 from __future__ import annotations
 
 import torch
-import triton
 
-from graphrt.kernels.attention.arguments import check_query_starts, next_power_of_two
+from graphrt.kernels.attention.arguments import check_query_starts
 from graphrt.kernels.attention.call import ScheduleCall
 from graphrt.kernels.attention.options import check_span
 from graphrt.kernels.attention.plan import AttentionPlan
@@ -51,6 +50,7 @@ from graphrt.kernels.checks import check_tensor, check_unit_stride
 from graphrt.kernels.compile_spec import CompileSpec
 from graphrt.kernels.errors import CapacityError, ShapeError
 from graphrt.kernels.op_declaration import DeclaredOp
+from graphrt.kernels.sizes import ceil_div, next_power_of_two
 
 _MAX_PROGRAMS = 64
 """Programs of one part each; with more parts, programs take several. Not measured."""
@@ -103,9 +103,9 @@ def _schedule_triton(call: ScheduleCall) -> None:
     plan, shape, schedule = call.plan, call.plan.shape, call.plan.schedule
     num_parts, fixed_splits = schedule.num_parts, schedule.fixed_splits
     options = _launch_options(shape.query_len, shape.num_rows, plan.num_units, num_parts, fixed_splits)
-    programs = triton.cdiv(num_parts + 1, options["PART_BLOCK"])
+    programs = ceil_div(num_parts + 1, options["PART_BLOCK"])
     if fixed_splits:
-        programs = max(programs, triton.cdiv(plan.num_units, _OWN_UNITS))
+        programs = max(programs, ceil_div(plan.num_units, _OWN_UNITS))
     schedule_kernel[(programs,)](
         call.seq_lens,
         call.seq_lens.stride(0),

@@ -38,6 +38,7 @@ from graphrt.kernels.metadata.buffers import (
 )
 from graphrt.kernels.metadata.read_pages import GROUP_FIELDS, MAX_ENCODER_LEN, PAGE_SIZE
 from graphrt.kernels.op_declaration import DeclaredOp
+from graphrt.kernels.sizes import ceil_div, next_power_of_two
 from graphrt.kernels.types import TOKEN_FROM_ROW
 
 _PROGRAMS = layout.HEADER_COPIES
@@ -307,7 +308,7 @@ def _apply_kernel(
 
 def _tile_sizes(groups: int) -> dict[str, int]:
     """Fields of a row, and of its parts; with blocks that hold them."""
-    fields, values, power = layout.row_fields(groups), len(COPIED), triton.next_power_of_2
+    fields, values, power = layout.row_fields(groups), len(COPIED), next_power_of_two
     return {
         "ROW_FIELDS": fields, "FIELD_BLOCK": power(fields), "GROUPS": groups, "GROUP_BLOCK": power(groups),
         "COPIED_VALUES": values, "COPIED_BLOCK": power(values), "KEPT_BLOCK": power(max(values, STOP_TOKENS)),
@@ -316,7 +317,7 @@ def _tile_sizes(groups: int) -> dict[str, int]:
 
 def _apply_triton(b: Any) -> None:
     groups, num_row_ids = b.page_groups.shape[0], b.row_lens.shape[0]
-    row_block = max(_ROW_BLOCK, triton.next_power_of_2(triton.cdiv(b.padded_reqs, _PROGRAMS)))
+    row_block = max(_ROW_BLOCK, next_power_of_two(ceil_div(b.padded_reqs, _PROGRAMS)))
     _apply_kernel[(_PROGRAMS,)](
         b.page_groups, b.inbox, b.record, b.cursor, b.order, b.row_lens, b.row_ends, b.row_values, b.end_lengths,
         b.end_tokens, b.step_counter, b.page_spans,

@@ -13,6 +13,7 @@ from graphrt.kernels.compile_spec import CompileSpec
 from graphrt.kernels.metadata.buffers import StaticBuffers
 from graphrt.kernels.op_declaration import DeclaredOp, Written
 from graphrt.kernels.ops.sampling_logprobs import TokenLogprobs
+from graphrt.kernels.sizes import next_power_of_two
 from graphrt.kernels.types import NO_TOKEN, RowStatus
 
 _NUM_WARPS = 1
@@ -80,7 +81,7 @@ def _launch(c: _Call) -> None:
     _publish_logprobs_kernel[(c.tokens.shape[0],)](
         c.places, c.row_status, c.step_counter, c.given, c.tokens, c.logprobs, c.ranks, c.top_tokens, c.top_logprobs,
         c.logprob_ring, c.logprob_token_ring, c.rank_ring, top, c.rank_ring.shape[0], c.logprob_ring.stride(0),
-        c.rank_ring.stride(0), TOP=triton.next_power_of_2(max(top, 1)), num_warps=_NUM_WARPS,
+        c.rank_ring.stride(0), TOP=next_power_of_two(max(top, 1)), num_warps=_NUM_WARPS,
     )  # fmt: skip
 
 

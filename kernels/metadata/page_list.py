@@ -9,6 +9,7 @@ import triton.language as tl
 from graphrt.kernels.checks import check_tensor, check_unit_stride
 from graphrt.kernels.compile_spec import CompileSpec
 from graphrt.kernels.library import define_op
+from graphrt.kernels.sizes import ceil_div
 
 _BLOCK = 1024
 _NUM_WARPS = 4
@@ -31,7 +32,7 @@ def _list_pages_kernel(table_ptr, indptr_ptr, indices_ptr, stride_table, table_w
 
 def _list_pages_triton(block_table: torch.Tensor, indptr: torch.Tensor, indices: torch.Tensor) -> None:
     rows, width = block_table.shape
-    _list_pages_kernel[(rows, triton.cdiv(width, _BLOCK))](
+    _list_pages_kernel[(rows, ceil_div(width, _BLOCK))](
         block_table, indptr, indices, block_table.stride(0), width, indices.shape[0], BLOCK=_BLOCK, num_warps=_NUM_WARPS
     )
 

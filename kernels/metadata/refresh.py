@@ -54,6 +54,7 @@ from graphrt.kernels.metadata.read_record import (
 )
 from graphrt.kernels.metadata.reference import refresh_reference
 from graphrt.kernels.op_declaration import DeclaredOp
+from graphrt.kernels.sizes import ceil_div, next_power_of_two
 from graphrt.kernels.types import FAULT_GROUP_SHIFT, NO_TOKEN, PAD_SLOT_ID, TOKEN_FROM_ROW, FaultCode, RowStatus
 
 _FEW = 128  # programs, up to which each has a multiprocessor to itself, and 4 warps
@@ -465,10 +466,10 @@ def _refresh_triton(b: Any) -> None:
         b.page_spans, b.table_from, b.table_to, b.new_spans, b.check_code, b.check_value,
         b.record.shape[0], padded_reqs, padded_tokens, row_ids, b.claims.shape[0] - row_ids, b.max_seq_len,
         b.vocab_size, width, b.duplicates.stride(0), b.check_code.stride(0),
-        QUERY_LEN=b.query_len, ROW_FIELDS=row_fields, GROUPS=groups, GROUP_BLOCK=triton.next_power_of_2(groups),
+        QUERY_LEN=b.query_len, ROW_FIELDS=row_fields, GROUPS=groups, GROUP_BLOCK=next_power_of_two(groups),
         TOKEN_BLOCK=tiling.token_block, PAGE_BLOCK=tiling.page_block, num_warps=tiling.num_warps,
     )  # fmt: skip
-    parts = min(triton.cdiv(width, tiling.table_block), max(_PROGRAMS // (padded_reqs * groups), 1))
+    parts = min(ceil_div(width, tiling.table_block), max(_PROGRAMS // (padded_reqs * groups), 1))
     _write_buffers_kernel[(padded_reqs, parts, groups)](
         b.page_groups, b.record, b.last_token, b.last_encoder_len, b.duplicates, b.tables, b.page_table,
         b.page_spans, b.table_from, b.table_to, b.new_spans, b.check_code, b.check_value, b.fault_code, b.fault_value,
@@ -479,7 +480,7 @@ def _refresh_triton(b: Any) -> None:
         b.record.shape[0], padded_reqs, padded_tokens, row_ids, width, b.seq_len_fill, b.duplicates.stride(0),
         b.check_code.stride(0), b.slot_mapping.stride(0), b.block_table.stride(0), COPIED_PADS=COPIED_PAD_WORDS,
         QUERY_LEN=b.query_len, ROW_FIELDS=row_fields, DECODE_LEN=b.decode_len, GROUPS=groups,
-        GROUP_BLOCK=triton.next_power_of_2(groups), ROW_BLOCK=_ROW_BLOCK,
+        GROUP_BLOCK=next_power_of_two(groups), ROW_BLOCK=_ROW_BLOCK,
         TOKEN_BLOCK=tiling.token_block, TABLE_BLOCK=tiling.table_block, num_warps=tiling.num_warps,
     )  # fmt: skip
 
@@ -496,7 +497,7 @@ class _Tiling:
     @classmethod
     def choose(cls, programs: int, query_len: int, padded_tokens: int, width: int) -> _Tiling:
         num_warps, lanes = (4, _LANES_OF_FEW) if programs <= _FEW else (1, _LANES)
-        columns, tokens = triton.next_power_of_2(width), triton.next_power_of_2(query_len or padded_tokens)
+        columns, tokens = next_power_of_two(width), next_power_of_two(query_len or padded_tokens)
         return cls(num_warps, min(tokens, lanes), min(columns, 2 * lanes), min(columns, lanes))
 
 
@@ -567,7 +568,7 @@ def compile_variants() -> list[CompileSpec]:
             "ROW_FIELDS": layout.row_fields(groups),
             "TOKEN_BLOCK": tiling.token_block,
         }
-        common |= {"GROUPS": groups, "GROUP_BLOCK": triton.next_power_of_2(groups)}
+        common |= {"GROUPS": groups, "GROUP_BLOCK": next_power_of_two(groups)}
         if not tables:
             common["tables_ptr"] = None
         written = {"TABLE_BLOCK": tiling.table_block, "COPIED_PADS": COPIED_PAD_WORDS}

@@ -11,6 +11,7 @@ from graphrt.kernels.compile_spec import CompileSpec
 from graphrt.kernels.errors import ShapeError
 from graphrt.kernels.library import define_op
 from graphrt.kernels.ops.reference import silu_mul_reference
+from graphrt.kernels.sizes import ceil_div, next_power_of_two
 
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 _MAX_BLOCK = 1024
@@ -35,8 +36,8 @@ def _silu_mul_triton(gate_up: torch.Tensor) -> torch.Tensor:
     out = torch.empty((tokens, width), dtype=gate_up.dtype, device=gate_up.device)
     if tokens == 0:
         return out
-    block = min(triton.next_power_of_2(width), _MAX_BLOCK)
-    _silu_mul_kernel[(tokens, triton.cdiv(width, block))](
+    block = min(next_power_of_two(width), _MAX_BLOCK)
+    _silu_mul_kernel[(tokens, ceil_div(width, block))](
         gate_up, out, width, gate_up.stride(0), out.stride(0), BLOCK=block, num_warps=_NUM_WARPS
     )
     return out

@@ -12,6 +12,7 @@ from graphrt.kernels.attention.arguments import TRITON_DTYPES
 from graphrt.kernels.checks import check_tensor, check_unit_stride
 from graphrt.kernels.compile_spec import CompileSpec
 from graphrt.kernels.op_declaration import DeclaredOp, Written
+from graphrt.kernels.sizes import ceil_div, next_power_of_two
 
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 _MAX_BLOCK = 4096
@@ -66,9 +67,9 @@ class _Call:
 
 def _launch(call: _Call) -> None:
     tokens, outer, inner = call.out.shape
-    block = min(triton.next_power_of_2(outer * inner), _MAX_BLOCK)
+    block = min(next_power_of_two(outer * inner), _MAX_BLOCK)
     flat = call.result.stride()[1:] == (inner, 1) and call.out.stride(1) == inner
-    _copy_live_kernel[(tokens, triton.cdiv(outer * inner, block))](
+    _copy_live_kernel[(tokens, ceil_div(outer * inner, block))](
         call.result, call.live, call.first, call.out, call.fill, outer * inner, inner, *call.result.stride(),
         *call.out.stride()[:2], FLAT=flat, BLOCK=block, num_warps=_NUM_WARPS,
     )  # fmt: skip

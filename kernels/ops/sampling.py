@@ -17,7 +17,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-import triton
 
 from graphrt.kernels.checks import check_tensor, check_unit_stride
 from graphrt.kernels.compile_spec import CompileSpec
@@ -29,6 +28,7 @@ from graphrt.kernels.ops.sampling_reference import NOISE_GROUP, sample_reference
 from graphrt.kernels.ops.sampling_rows import sample_rows_kernel
 from graphrt.kernels.ops.sampling_state import Penalties, state_words
 from graphrt.kernels.ops.sampling_truncated import LIST, sample_truncated_kernel
+from graphrt.kernels.sizes import ceil_div, next_power_of_two
 
 MAX_VOCAB_SIZE = 1 << 20
 """Largest vocabulary that `sample` takes: what a row's parts found is compared by one program."""
@@ -98,7 +98,7 @@ class TokenMask:
 
 def _group_size(vocab: int) -> int:
     """Neighbouring tokens that a row knows the highest logit of, and bounds the noise of."""
-    smallest: int = triton.next_power_of_2(triton.cdiv(vocab, _MAX_GROUPS))
+    smallest: int = next_power_of_two(ceil_div(vocab, _MAX_GROUPS))
     return max(NOISE_GROUP, smallest)
 
 
@@ -126,14 +126,14 @@ def _sample_triton(
     out = torch.empty(rows, dtype=torch.int32, device=device)
     if rows == 0:
         return out
-    chunks = triton.cdiv(vocab, SAMPLE_CHUNK)
+    chunks = ceil_div(vocab, SAMPLE_CHUNK)
     # Nothing that a row draws depends on how many chunks a program reads.
-    chunks_per_part = min(triton.cdiv(rows * chunks, _PROGRAMS), MAX_CHUNKS)
-    parts = triton.cdiv(chunks, chunks_per_part)
+    chunks_per_part = min(ceil_div(rows * chunks, _PROGRAMS), MAX_CHUNKS)
+    parts = ceil_div(chunks, chunks_per_part)
     best_scores = torch.empty((rows, parts), dtype=torch.float32, device=device)
     best_tokens = torch.empty((rows, parts), dtype=torch.int32, device=device)
     group = _group_size(vocab)
-    groups = triton.cdiv(vocab, group)
+    groups = ceil_div(vocab, group)
     group_best = torch.empty((rows, groups), dtype=torch.float32, device=device)
     list_groups = torch.empty((rows, groups), dtype=torch.int32, device=device)
     group_mass = list_tokens = list_logits = plain_words = changed_best = changed_mass = None
@@ -166,10 +166,10 @@ def _sample_triton(
         *inputs, best_scores, best_tokens, group_best, group_mass, plain_words, changed_best, changed_mass, *sizes,
         chunks_per_part, GROUP=group, MAX_CHUNKS=MAX_CHUNKS, PROCESSES=processes, num_warps=_CHUNK_WARPS,
     )  # fmt: skip
-    wide = max(triton.next_power_of_2(groups), 32)
+    wide = max(next_power_of_two(groups), 32)
     sample_rows_kernel[(rows,)](
         *inputs, best_scores, best_tokens, group_best, list_groups, out, *sizes, parts,
-        PARTS=triton.next_power_of_2(parts), GROUPS=wide, GROUP=group, num_warps=_ROW_WARPS, maxnreg=_ROW_REGISTERS,
+        PARTS=next_power_of_two(parts), GROUPS=wide, GROUP=group, num_warps=_ROW_WARPS, maxnreg=_ROW_REGISTERS,
     )  # fmt: skip
     if top_k is not None:
         sample_truncated_kernel[(rows,)](

@@ -14,6 +14,7 @@ from graphrt.kernels.errors import ShapeError
 from graphrt.kernels.op_declaration import DeclaredOp, Written
 from graphrt.kernels.ops.sampling_logits import NOWHERE, best_of
 from graphrt.kernels.ops.sampling_reference import token_logprobs_reference
+from graphrt.kernels.sizes import ceil_div, next_power_of_two
 from graphrt.kernels.types import NO_TOKEN
 
 MAX_TOP = 1024
@@ -145,8 +146,8 @@ def _launch(call: _Call) -> None:
     max_top = call.top_tokens.shape[1]
     _token_logprobs_kernel[(rows,)](
         call.logits, call.tokens, call.wanted, call.logprobs, call.ranks, call.top_tokens, call.top_logprobs, vocab,
-        call.logits.stride(0), max_top, LANES=_LANES, CHUNKS=triton.next_power_of_2(triton.cdiv(vocab, _LANES)),
-        TOP=triton.next_power_of_2(max(max_top, 1)), num_warps=_NUM_WARPS,
+        call.logits.stride(0), max_top, LANES=_LANES, CHUNKS=next_power_of_two(ceil_div(vocab, _LANES)),
+        TOP=next_power_of_two(max(max_top, 1)), num_warps=_NUM_WARPS,
     )  # fmt: skip
 
 

@@ -159,7 +159,7 @@ def test_the_largest_vocabulary(sampler: str, most: int) -> None:
 def test_defaults_of_a_configuration() -> None:
     config = RuntimeConfig()
     assert (config.max_num_reqs, config.max_num_tokens, config.max_seq_len) == (256, 2048, 4096)
-    assert (config.query_len, config.ring_depth, config.backend) == (1, 4, None)
+    assert (config.query_len, config.ring_depth, config.backend) == (1, 8, None)
     assert (config.decode_sizes, config.mixed_sizes) == (None, None)
     assert config.use_graphs
     assert config.check_weights
