@@ -162,19 +162,24 @@ def _sample_triton(
         0 if mask_words is None else mask_words.shape[0],
         groups,
     )
+    # Each pass is on its way to the device before the one ahead has ended, and waits there.
+    pdl = logits.is_cuda and torch.cuda.get_device_capability(device) >= (9, 0)
     sample_chunks_kernel[(rows, parts)](
         *inputs, best_scores, best_tokens, group_best, group_mass, plain_words, changed_best, changed_mass, *sizes,
-        chunks_per_part, GROUP=group, MAX_CHUNKS=MAX_CHUNKS, PROCESSES=processes, num_warps=_CHUNK_WARPS,
+        chunks_per_part, GROUP=group, MAX_CHUNKS=MAX_CHUNKS, PROCESSES=processes, LAUNCH_PDL=pdl,
+        num_warps=_CHUNK_WARPS,
     )  # fmt: skip
     wide = max(next_power_of_two(groups), 32)
     sample_rows_kernel[(rows,)](
         *inputs, best_scores, best_tokens, group_best, list_groups, out, *sizes, parts,
-        PARTS=next_power_of_two(parts), GROUPS=wide, GROUP=group, num_warps=_ROW_WARPS, maxnreg=_ROW_REGISTERS,
+        PARTS=next_power_of_two(parts), GROUPS=wide, GROUP=group, LAUNCH_PDL=pdl, num_warps=_ROW_WARPS,
+        maxnreg=_ROW_REGISTERS, launch_pdl=pdl,
     )  # fmt: skip
     if top_k is not None:
         sample_truncated_kernel[(rows,)](
             *inputs, group_best, group_mass, plain_words, list_groups, list_tokens, list_logits, out, *sizes,
-            GROUPS=wide, GROUP=group, LIST=LIST, num_warps=_ROW_WARPS, maxnreg=_ROW_REGISTERS,
+            GROUPS=wide, GROUP=group, LIST=LIST, LAUNCH_PDL=pdl, num_warps=_ROW_WARPS, maxnreg=_ROW_REGISTERS,
+            launch_pdl=pdl,
         )  # fmt: skip
     return out
 
@@ -293,7 +298,7 @@ def compile_variants() -> list[CompileSpec]:
             constexprs: dict[str, object] = {} if everything else {f"{name}_ptr": None for name in optional}
             constexprs |= {
                 "PARTS": vocab // SAMPLE_CHUNK, "GROUPS": vocab // _group_size(vocab), "GROUP": _group_size(vocab),
-                "LIST": LIST, "MAX_CHUNKS": MAX_CHUNKS, "PROCESSES": everything,
+                "LIST": LIST, "MAX_CHUNKS": MAX_CHUNKS, "PROCESSES": everything, "LAUNCH_PDL": True,
             }  # fmt: skip
             constexprs = {name: value for name, value in constexprs.items() if name in kernel.arg_names}
             signature = {}

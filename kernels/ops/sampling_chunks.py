@@ -68,7 +68,10 @@ def sample_chunks_kernel(
     GROUP: tl.constexpr,
     MAX_CHUNKS: tl.constexpr,
     PROCESSES: tl.constexpr,  # some row may
+    LAUNCH_PDL: tl.constexpr,
 ):
+    if LAUNCH_PDL:
+        tl.extra.cuda.gdc_launch_dependents()  # which wait for the end of this pass, but not to be launched
     row = tl.program_id(0)
     part = tl.program_id(1)
     source = (

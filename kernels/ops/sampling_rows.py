@@ -52,12 +52,10 @@ def sample_rows_kernel(
     PARTS: tl.constexpr,
     GROUPS: tl.constexpr,
     GROUP: tl.constexpr,
+    LAUNCH_PDL: tl.constexpr,
 ):
     row = tl.program_id(0)
     heat, _, _, _, truncates = row_options(row, vocab_size, temperatures_ptr, top_k_ptr, top_p_ptr, min_p_ptr)
-    if top_k_ptr is not None:
-        if truncates:
-            return
     source = (
         (logits_ptr, mask_words_ptr, bias_tokens_ptr, bias_values_ptr, seen_ptr, counts_ptr),
         row_values(
@@ -65,6 +63,12 @@ def sample_rows_kernel(
             state_rows, bias_counts_ptr, bias_rows, bias_capacity, mask_index_ptr, num_masks,
         ),
     )  # fmt: skip
+    if LAUNCH_PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()  # also by those that leave: the next pass waits for this one alone
+    if top_k_ptr is not None:
+        if truncates:
+            return
     at = row.to(tl.int64) * num_groups
     if (heat > 0) | source[1][2]:
         noise_at = (tl.load(seeds_ptr + row), tl.load(seq_lens_ptr + row))

@@ -35,7 +35,7 @@ LIST = 2048
 """Tokens that a row's list holds."""
 
 _NO_TOKEN = tl.constexpr(NO_TOKEN)
-_WORDS = tl.constexpr(64)  # whose tokens are looked at side by side
+_WORDS = tl.constexpr(128)  # whose tokens are looked at side by side
 _SHORT = tl.constexpr(256)  # tokens of a list that most top-ks leave: one for each thread
 _DRAWN = tl.constexpr(256)  # tokens whose noise is drawn side by side
 _FLOOR_KEYS = tl.constexpr(1 << 12)  # a bound need not be exact
@@ -79,6 +79,7 @@ def sample_truncated_kernel(
     GROUPS: tl.constexpr,
     GROUP: tl.constexpr,
     LIST: tl.constexpr,
+    LAUNCH_PDL: tl.constexpr,
 ):
     row = tl.program_id(0)
     heat, top_k, top_p, min_p, truncates = row_options(
@@ -99,6 +100,8 @@ def sample_truncated_kernel(
         plain_words_row_ptr = plain_words_ptr + at * (GROUP // WORD)
     noise_at = (tl.load(seeds_ptr + row), tl.load(seq_lens_ptr + row))
     rate = 1.0 / tl.maximum(heat, MIN_HEAT)
+    if LAUNCH_PDL:
+        tl.extra.cuda.gdc_wait()
     groups = tl.arange(0, GROUPS)
     group_best = tl.load(group_best_ptr + at + groups, mask=groups < num_groups, other=float("-inf"))
     best = tl.max(group_best, 0)
@@ -172,14 +175,16 @@ def _make_list(
         listed = start + tl.arange(0, wide)
         group = tl.load(list_groups_row_ptr + listed, mask=listed < count, other=NOWHERE // GROUP)
         tokens, logits = logits_of_words(source, words_of_groups(group, per_group))
-        logits = tl.reshape(logits, [_WORDS * WORD])
-        tokens = tl.reshape(tokens, [_WORDS * WORD])
         taken = (logits >= floor) & (logits > float("-inf"))
+        # Places within a word, and of words within the turn: a scan of all tokens at once crosses warps for each.
+        within = tl.cumsum(taken.to(tl.int32), 1)
+        of_words = tl.sum(taken.to(tl.int32), 1)
+        before = length + tl.cumsum(of_words, 0) - of_words
         # A list that is too long is not read. Places in the mask would have the compiler find all of them twice.
-        list_place = tl.minimum(length + tl.cumsum(taken.to(tl.int32), 0), LIST) - 1
+        list_place = tl.minimum(before[:, None] + within, LIST) - 1
         tl.store(tokens_ptr + list_place, tokens, mask=taken)
         tl.store(logits_ptr + list_place, logits, mask=taken)
-        length += tl.sum(taken.to(tl.int32), 0)
+        length += tl.sum(of_words, 0)
         start += wide
     tl.debug_barrier()
     return length
