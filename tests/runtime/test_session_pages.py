@@ -290,7 +290,7 @@ def test_a_fork_takes_no_pages_for_what_its_row_has_ahead() -> None:
     ("free", "ahead"), [(128, 256), (127, 64), (32, 64), (31, 16), (8, 16), (7, 8), (2, 8), (1, 4)]
 )
 def test_rows_have_pages_ahead_as_far_as_half_of_the_free_ones_go(free: int, ahead: int) -> None:
-    """One row of pages of four tokens, launched in steps of up to eight; the last two are what the steps themselves take."""
+    """One row of pages of four tokens, eight steps a launch; the last two are what these take themselves."""
     pages = SessionPages([KVCacheSpec(1, 1, 8, PAGE)], [PageAllocator(free + 1)], 1, 1000)
     row, limit = np.array([0]), np.array([1000])
     pages.reserve(row, row * 0, limit, 8)
