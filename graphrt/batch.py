@@ -323,8 +323,8 @@ class Batch:
         row = int(self.seq_lens.argmax()) if n else 0  # a fifth of the time that `max` takes
         if n and self.seq_lens.item(row) > max_seq_len:
             raise CapacityError(
-                f"batch.seq_lens: expected at most max_seq_len={max_seq_len}, got {self.seq_lens[row]} in row {row}; end "
-                "that sequence, or build the runtime with a larger max_seq_len"
+                f"batch.seq_lens: expected at most max_seq_len={max_seq_len}, got {self.seq_lens[row]} in row {row}; "
+                "end that sequence, or build the runtime with a larger max_seq_len"
             )
         row = int(self.encoder_lens.argmax()) if n and "encoder_lens" in self._stated else 0
         if n and self.encoder_lens.item(row) > max_encoder_len:
