@@ -9,12 +9,11 @@ import torch
 
 from graphrt.kernels.errors import ReplayError
 
-# Compares a few hundred addresses in microseconds; torch builds without CUDA lack it.
-_all_equal = getattr(torch._C, "_tensors_data_ptrs_at_indices_equal", None)
+_TURN = 4
+"""Tensors, and names, that are looked at before a step. Few: each lies in cache lines of its own, which are cold where
+the host does other work between steps."""
 
-_TURN = 8
-"""Few at a time: each that is looked at is fetched from memory, as a step leaves no room for it in the caches."""
-"""Tensors that `check_next` looks at: one microsecond."""
+_address = torch.Tensor.data_ptr
 
 NamedTensors = Iterable[tuple[str, torch.Tensor]]
 
@@ -43,9 +42,9 @@ class PointerGuard:
         self._names = [name for name, _ in pairs]
         self._tensors = [tensor for _, tensor in pairs]
         self._places = [_place(tensor) for tensor in self._tensors]
-        self._addresses = [place[0] for place in self._places]
-        indices = list(range(len(pairs))) if in_turns else []
-        self._turns = [indices[at : at + _TURN] for at in range(0, len(indices), _TURN)] or [[]]
+        addresses = [place[0] for place in self._places]
+        starts = range(0, len(pairs), _TURN) if in_turns else ()
+        self._turns = [(self._tensors[at : at + _TURN], addresses[at : at + _TURN]) for at in starts] or [([], [])]
         self._turn = -1  # before the first, which looks at all
         self._always = always
         self._look_up: Callable[[], NamedTensors] = lambda: ()
@@ -69,16 +68,12 @@ class PointerGuard:
         _check_names(self._remembered.items(), self._look_up())
 
     def check_next(self) -> None:
-        """Check 8 tensors at a time, in turns; the first call checks all. Raises: as `check`, again at each call."""
+        """Check 4 tensors at a time, in turns; the first call checks all. Raises: as `check`, again at each call."""
         turn = self._turn
-        if turn < 0 or self._always or not self._same(self._turns[turn]):
+        tensors, addresses = self._turns[turn]
+        if turn < 0 or self._always or list(map(_address, tensors)) != addresses:
             self.check()
         self._turn = (turn + 1) % len(self._turns)
-
-    def _same(self, indices: list[int]) -> bool:
-        if _all_equal is not None:
-            return bool(_all_equal(self._tensors, self._addresses, indices))
-        return all(self._tensors[i].data_ptr() == self._addresses[i] for i in indices)
 
     def check_names(self, named: NamedTensors) -> None:
         """Raise ReplayError when a name of `named` at capture now leads elsewhere, or is gone."""
@@ -95,18 +90,19 @@ class NameWatch:
     """
 
     def __init__(self, model: object) -> None:
-        self._names: list[tuple[dict[str, Any], str, object]] = []
+        names: list[tuple[dict[str, Any], str, object]] = []
         for module in model.modules() if isinstance(model, torch.nn.Module) else ():
-            for names in (module._parameters, module._buffers, module._modules):
-                self._names += [(names, name, value) for name, value in names.items()]
-        self._at = 0
+            for of in (module._parameters, module._buffers, module._modules):
+                names += [(of, name, value) for name, value in of.items()]
+        self._turns = [names[at : at + _TURN] for at in range(0, len(names), _TURN)] or [[]]
+        self._turn = 0
 
     def changed(self) -> bool:
-        """Whether one of the next 8 names leads elsewhere, in turns. If so, these come again."""
-        for of, name, value in self._names[self._at : self._at + _TURN]:
+        """Whether one of the next 4 names leads elsewhere, in turns. If so, these come again."""
+        for of, name, value in self._turns[self._turn]:
             if of.get(name) is not value:
                 return True
-        self._at = self._at + _TURN if self._at + _TURN < len(self._names) else 0
+        self._turn = (self._turn + 1) % len(self._turns)
         return False
 
 

@@ -18,7 +18,7 @@ _CHILD = driver.CUgraphNodeType.CU_GRAPH_NODE_TYPE_GRAPH
 
 def check(result: tuple[Any, ...], error: type[GraphRTError] = CaptureError) -> tuple[Any, ...]:
     """What a call of the driver returned, its status first; raises `error` for any status but success."""
-    if int(result[0]) != 0:
+    if result[0] != 0:
         raise error(f"CUDA driver: expected success, got {result[0]!r}")
     return result
 

@@ -27,15 +27,16 @@ class StagingSlot:
     """
 
     __slots__ = (
-        "_copies", "_event", "_header", "_lock", "_running", "_stream", "_submitted", "on_done", "record",
-        "record_tensor",
+        "_copies", "_event", "_header", "_lock", "_num_copies", "_running", "_stream", "_submitted", "on_done",
+        "record", "record_tensor",
     )  # fmt: skip
 
     def __init__(self, words: torch.Tensor, device: torch.device, header: int = 0, copies: int = 1) -> None:
         record_at = header * (copies - 1)
         self.record_tensor = words[record_at:]
         self.record: npt.NDArray[np.int32] = self.record_tensor.numpy()
-        self._copies, self._header = words[:record_at].view(copies - 1, header).numpy(), self.record[:header]
+        self._num_copies = copies - 1
+        self._copies, self._header = (x.view(np.uint8).data for x in (words[:record_at].numpy(), self.record[:header]))
         self.on_done: Callable[[], None] | None = None
         self._event = LaunchEvent() if device.type == "cuda" else None
         self._stream: torch.cuda.Stream | None = None
@@ -58,7 +59,7 @@ class StagingSlot:
 
     def __enter__(self) -> None:
         # Until the launch is queued, the slot is to its readers as the one before left it.
-        self._copies[:] = self._header
+        self._copies[:] = self._header.tobytes() * self._num_copies
 
     def __exit__(self, *error: object) -> None:
         with self._lock:
@@ -82,7 +83,7 @@ class StagingSlot:
         if self._running and self._event is not None:
             self._event.synchronize()
         with self._lock:
-            if self._submitted and self._has_ended() and self.on_done is not None:
+            if self.on_done is not None and self._submitted and self._has_ended():
                 on_done, self.on_done = self.on_done, None
                 on_done()
 

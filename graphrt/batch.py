@@ -17,10 +17,12 @@ from graphrt.kernels.checks import shown
 from graphrt.kernels.errors import CapacityError, ShapeError, UnsupportedError
 from graphrt.kernels.metadata import record as layout
 from graphrt.kernels.metadata.arguments import MAX_ROWS, MAX_TOKENS
-from graphrt.kernels.metadata.buffers import COPIED
+from graphrt.kernels.metadata.buffers import COPIED, COPIED_PAD_WORDS
 from graphrt.kernels.types import TOKEN_FROM_ROW
 
 Int32Array = npt.NDArray[np.int32]
+
+_PAD_WORDS = np.array(COPIED_PAD_WORDS, np.int32)[:, None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,6 +154,9 @@ class Batch:
     logprobs: Int32Array
     logprob_tokens: Int32Array
     needs: tuple[Need, ...] = field(init=False)
+    _stated: tuple[str, ...] = field(
+        init=False, compare=False
+    )  # of the copied values: the others are those of pad rows
 
     def __init__(
         self,
@@ -226,6 +231,7 @@ class Batch:
             sample=np.ones(n, np.int32) if sample is None else _flags("sample", sample, n),
             **values,
             needs=needs_of(stated),
+            _stated=tuple(stated),
         )
 
     def _set(self, **arrays: Any) -> None:
@@ -290,7 +296,11 @@ class Batch:
 
     def is_uniform(self, query_len: int) -> bool:
         """Whether every row has exactly `query_len` new tokens."""
-        return self.num_tokens == query_len * self.num_reqs and not np.count_nonzero(self.query_lens != query_len)
+        n = self.num_reqs
+        if self.num_tokens != query_len * n:
+            return False
+        # None is longer, and so none is shorter.
+        return n == 0 or bool(self.query_lens.item(self.query_lens.argmax()) == query_len)
 
     def mixed_error(self, query_len: int) -> UnsupportedError:
         """What a runtime without mixed batches raises for a batch that is not uniform."""
@@ -310,15 +320,14 @@ class Batch:
                 f"batch.page_indptr: expected lists of {groups} KV groups, {groups * self.num_reqs + 1} values, got "
                 f"{len(self.page_indptr)}; pass a list per group and row, an empty one where a row lists no page"
             )
-        longest = int(np.maximum.reduce(self.seq_lens, initial=0))
-        if longest > max_seq_len:
-            row = int(self.seq_lens.argmax())
+        row = int(self.seq_lens.argmax()) if n else 0  # a fifth of the time that `max` takes
+        if n and self.seq_lens.item(row) > max_seq_len:
             raise CapacityError(
-                f"batch.seq_lens: expected at most max_seq_len={max_seq_len}, got {longest} in row {row}; end that "
-                "sequence, or build the runtime with a larger max_seq_len"
+                f"batch.seq_lens: expected at most max_seq_len={max_seq_len}, got {self.seq_lens[row]} in row {row}; "
+                "end that sequence, or build the runtime with a larger max_seq_len"
             )
-        if int(np.maximum.reduce(self.encoder_lens, initial=0)) > max_encoder_len:
-            row = int(self.encoder_lens.argmax())
+        row = int(self.encoder_lens.argmax()) if n and "encoder_lens" in self._stated else 0
+        if n and self.encoder_lens.item(row) > max_encoder_len:
             raise CapacityError(
                 f"batch.encoder_lens: expected at most max_encoder_len={max_encoder_len}, got {self.encoder_lens[row]} "
                 f"in row {row}; {'raise it' if max_encoder_len else 'no layer reads what an encoder wrote, pass none'}"
@@ -339,21 +348,26 @@ class Batch:
     def write_record(self, out: Int32Array, step: int, groups: int) -> int:
         """Pack the batch in full into `out`, as a runtime of so many KV groups reads it (see
         kernels/metadata/record.py), and return the number of words used."""
-        n, listed = len(self.row_ids), len(self.page_ids)
-        layout.write_header(out, step, n, len(self.tokens), listed)
-        starts = self.query_lens.cumsum(dtype=np.int32) - self.query_lens
-        # The words of a record in their order: see ROW_* and PAGE_*.
-        words = [self.row_ids, self.seq_lens, starts, self.query_lens, self.sample]
-        words += [getattr(self, name).view(np.int32) for name in COPIED]
+        n, num_tokens, listed, groups = len(self.row_ids), len(self.tokens), len(self.page_ids), max(groups, 1)
+        layout.write_header(out, step, n, num_tokens, listed)
+        fields = layout.row_fields(groups)
+        tokens_at = layout.HEADER_SIZE + fields * n
+        pages_at, end = tokens_at + num_tokens, tokens_at + num_tokens + listed
+        rows = out[layout.HEADER_SIZE : tokens_at].reshape(fields, n)
+        rows[layout.ROW_ID], rows[layout.ROW_SEQ_LEN] = self.row_ids, self.seq_lens
+        np.subtract(np.add.accumulate(self.query_lens), self.query_lens, out=rows[layout.ROW_QUERY_START])
+        rows[layout.ROW_QUERY_LEN], rows[layout.ROW_SAMPLE] = self.query_lens, self.sample
+        rows[layout.ROW_COPIED : layout.ROW_PAGES] = _PAD_WORDS
+        for name in self._stated:
+            rows[layout.ROW_COPIED + COPIED.index(name)] = getattr(self, name).view(np.int32)
+        lists = rows[layout.ROW_PAGES :].reshape(groups, layout.PAGE_FIELDS, n)
         if listed:
-            counts = self.page_indptr[1:] - self.page_indptr[:-1]
-            for at in range(0, groups * n, n):
-                words += [values[at : at + n] for values in (self.first_pages, self.page_indptr, counts)]
-        else:  # a runtime without KV groups has the record of one
-            words.append(np.zeros(layout.PAGE_FIELDS * max(groups, 1) * n, np.int32))
-        words += [self.tokens, self.page_ids]
-        end = layout.record_size(n, len(self.tokens), listed, max(groups, 1))
-        np.concatenate(words, out=out[layout.HEADER_SIZE : end])
+            starts, ends = self.page_indptr[:-1].reshape(groups, n), self.page_indptr[1:].reshape(groups, n)
+            lists[:, layout.PAGE_FIRST], lists[:, layout.PAGE_START] = self.first_pages.reshape(groups, n), starts
+            np.subtract(ends, starts, out=lists[:, layout.PAGE_COUNT])
+        else:
+            lists[:] = 0
+        out[tokens_at:pages_at], out[pages_at:end] = self.tokens, self.page_ids
         return end
 
 

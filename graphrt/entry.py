@@ -7,6 +7,7 @@ from collections.abc import Callable
 from enum import Enum
 
 import torch
+from torch.cuda import nvtx
 
 from graphrt.kernels.checks import check_instance, shown
 from graphrt.kernels.errors import CaptureError, ConfigError, ReplayError
@@ -24,13 +25,11 @@ class State(str, Enum):
     CLOSED = "closed"
 
 
-def require(state: State, needed: State, call: str) -> None:
-    """Raise CaptureError unless a manager is in the state that a call needs."""
-    if state is needed:
-        return
+def wrong_state(state: State, needed: State, call: str) -> CaptureError:
+    """The error of a call that needs a manager in another state."""
     needs = {State.NEW: "a new ReplayManager", State.CAPTURED: "capture() first", State.CLOSED: "close() first"}
     missing = "a new ReplayManager, this one was closed" if state is State.CLOSED else needs[needed]
-    raise CaptureError(f"{call}: expected state '{needed.value}', got '{state.value}'; it needs {missing}")
+    return CaptureError(f"{call}: expected state '{needed.value}', got '{state.value}'; it needs {missing}")
 
 
 class Exclusive:
@@ -46,7 +45,7 @@ class Exclusive:
         self.thread = threading.get_ident()
 
     def __enter__(self) -> None:
-        if not self._flag.acquire(blocking=False):
+        if not self._flag.acquire(False):
             raise ReplayError(
                 "ReplayManager: expected one call at a time, got one during another; submit steps from one thread, and "
                 "never from inside a model or sampler"
@@ -81,7 +80,7 @@ class OnStream:
     def __enter__(self) -> None:
         if self.stream is None:
             return
-        torch.cuda.nvtx.range_push(self._name)
+        nvtx.range_push(self._name)
         if _raw_stream(self._index) == self._handle and _device() == self._index:
             self._previous.append(None)
         else:
@@ -93,7 +92,7 @@ class OnStream:
             return
         if (previous := self._previous.pop()) is not None:
             torch.cuda.set_stream(previous)
-        torch.cuda.nvtx.range_pop()
+        nvtx.range_pop()
 
 
 def stream_on(device: torch.device, stream: object) -> torch.cuda.Stream | None:

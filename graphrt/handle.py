@@ -118,14 +118,14 @@ class InFlight:
     num_reqs     rows
     descriptor   the size it ran at
     why_eager    empty when it replayed a graph, else the reason why not
+    row_ids      [num_reqs] the row id of each column, of a session's launch; None of others
     """
 
     __slots__ = (
-        "_asks_logprobs", "_codes", "_ends", "_error", "_logprobs", "_rings", "_slot", "_tokens", "descriptor",
-        "num_reqs", "step", "steps", "why_eager",
+        "_asks_logprobs", "_ends", "_error", "_logprobs", "_rings", "_slot", "_tokens", "descriptor", "num_reqs",
+        "row_ids", "step", "steps", "why_eager",
     )  # fmt: skip
 
-    _codes: npt.NDArray[np.int32]
     _ends: npt.NDArray[np.int32]
     _tokens: npt.NDArray[np.int32]
 
@@ -139,9 +139,10 @@ class InFlight:
         slot: StagingSlot,
         rings: Rings,
         asks_logprobs: bool = False,
+        row_ids: npt.NDArray[np.integer[Any]] | None = None,
     ) -> None:
         self.step, self.steps, self.num_reqs = step, steps, num_reqs
-        self.descriptor, self.why_eager = descriptor, why_eager
+        self.descriptor, self.why_eager, self.row_ids = descriptor, why_eager, row_ids
         self._slot: StagingSlot | None = slot
         self._rings: Rings | None = rings
         self._error: ReplayError | None = None
@@ -167,7 +168,7 @@ class InFlight:
         if rings is None:
             return len(self._tokens)
         if self.steps == 1:
-            return int(rings.steps[step % rings.depth] == step)
+            return int(rings.steps.item(step % rings.depth) == step)
         arrived = rings.steps[rings.entries(step, self.steps)] == np.arange(step, step + self.steps)
         return int(arrived.cumprod().sum())
 
@@ -177,7 +178,7 @@ class InFlight:
         assert rings is not None, "results are collected once"
         at = rings.entries(self.step, arrived)
         self._tokens, self._ends = rings.tokens[at, :n].copy(), rings.ends[at, :n].copy()
-        self._codes = rings.codes[at, :n].copy()
+        codes = rings.codes[at, :n]
         if self._asks_logprobs:
             of_rings = (rings.ranks, rings.logprobs, rings.logprob_tokens)
             self._logprobs = StepLogprobs(*(ring[at, :n].copy() for ring in of_rings))
@@ -187,11 +188,11 @@ class InFlight:
                 f"{rings.steps[self.step % rings.depth]}; the launch failed or another writer used the buffers: close "
                 "this runtime"
             )
-        elif self._codes.any():
+        elif np.count_nonzero(codes):
             # Every row's first fault: it is parked from then on.
-            steps = zip(self._codes, rings.values[at, :n], strict=True)
-            faults = [fault for codes, values in steps for fault in row_faults(codes, values)]
-            self._error = StepFaultError(self.step + int(self._codes.any(1).argmax()), faults)
+            steps = zip(codes, rings.values[at, :n], strict=True)
+            faults = [fault for of_step, values in steps for fault in row_faults(of_step, values)]
+            self._error = StepFaultError(self.step + int(codes.any(1).argmax()), faults)
         self._slot = self._rings = None
 
     @property

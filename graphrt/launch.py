@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from graphrt.capture.descriptor import BatchDescriptor
-from graphrt.capture.staging import StagingSlot
-from graphrt.handle import InFlight, Rings
+from graphrt.handle import InFlight
 from graphrt.kernels.metadata.record import HEADER_STOP
 from graphrt.logprobs import StepLogprobs
 
@@ -20,28 +17,9 @@ _POLL_SECONDS = 50e-6
 
 
 class Launch(InFlight):
-    """One submitted launch of a session, of up to `steps` steps.
+    """One submitted launch of a session, of up to `steps` steps, or of a bundle."""
 
-    row_ids   [num_reqs] the row id of each column; None for a launch of a bundle
-    """
-
-    __slots__ = ("row_ids",)
-
-    def __init__(
-        self,
-        step: int,
-        steps: int,
-        num_reqs: int,
-        descriptor: BatchDescriptor,
-        why_eager: str,
-        slot: StagingSlot,
-        rings: Rings,
-        asks_logprobs: bool = False,
-        *,
-        row_ids: npt.NDArray[np.integer[Any]] | None = None,
-    ) -> None:
-        super().__init__(step, steps, num_reqs, descriptor, why_eager, slot, rings, asks_logprobs)
-        self.row_ids = row_ids
+    __slots__ = ()
 
     def tokens(self, *, raise_on_fault: bool = True) -> npt.NDArray[np.int32]:
         """Sampled tokens, [steps that ran, num_reqs] int32 on the host; -1 where a row got none.

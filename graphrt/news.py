@@ -35,7 +35,7 @@ class News:
     def write(self, out: Int32Array, step: int, steps: int, *, loops: bool, new_order: bool) -> None:
         """Pack into a slot of the inbox; see kernels/metadata/record.py."""
         kind = layout.NEWS | (layout.LOOPS if loops else 0)
-        at, n, listed = layout.HEADER_SIZE, self.num_reqs, 0
+        at, n, listed = layout.HEADER_SIZE, len(self.order), 0
         if new_order:
             kind |= layout.NEW_ORDER
             out[at : at + n] = self.order

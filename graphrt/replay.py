@@ -20,7 +20,7 @@ from graphrt.capture.recorder import make_recorder
 from graphrt.capture.staging import StagingSlot
 from graphrt.compare import StepComparison, StepResult, compare_results
 from graphrt.config import RuntimeConfig
-from graphrt.entry import Exclusive, OnStream, State, require, stream_on
+from graphrt.entry import Exclusive, OnStream, State, stream_on, wrong_state
 from graphrt.groups import layer_places
 from graphrt.guards import Guards
 from graphrt.handle import InFlight, StepHandle
@@ -290,7 +290,7 @@ class ReplayManager:
             self._stats.count(target.descriptor, batch.num_tokens, why_eager, forced=eager)
             asks = batch.asks_logprobs
             rings, ids = self._queue.rings, batch.row_ids
-            return Launch(step, 1, batch.num_reqs, target.descriptor, why_eager, slot, rings, asks, row_ids=ids)
+            return Launch(step, 1, batch.num_reqs, target.descriptor, why_eager, slot, rings, asks, ids)
 
     def advance(self, news: News, *, steps: int = 1, eager: bool = False) -> Launch:
         """Let rows go on by up to `steps` tokens, each from its last token on, with what `begin` said of it.
@@ -303,7 +303,7 @@ class ReplayManager:
         with self._exclusive:
             self._require(State.CAPTURED, "advance")
             self._guards.before_step()
-            num_reqs = news.num_reqs
+            num_reqs = len(news.order)
             target = self._dispatcher.dispatch(num_reqs, num_reqs, True)
             descriptor, why_eager = target.descriptor, "asked for by the caller" if eager else target.why_eager
             loops = self._queue.can_loop(descriptor, steps, why_eager)
@@ -314,7 +314,7 @@ class ReplayManager:
             self._order = news.order
             self._stats.count(descriptor, num_reqs, why_eager, forced=eager, steps=steps)
             rings, asks = self._queue.rings, news.logprobs
-            return Launch(step, steps, num_reqs, descriptor, why_eager, slot, rings, asks, row_ids=news.order)
+            return Launch(step, steps, num_reqs, descriptor, why_eager, slot, rings, asks, news.order)
 
     def replay_words(self, words: SlotWords, descriptor: BatchDescriptor) -> Launch:
         """Submit a launch as it was recorded, at its size; see graphrt.bundle. Raises: as `begin`."""
@@ -482,4 +482,5 @@ class ReplayManager:
             self._state = State.CLOSED
 
     def _require(self, state: State, call: str) -> None:
-        require(self._state, state, call)
+        if self._state is not state:
+            raise wrong_state(self._state, state, call)

@@ -63,17 +63,17 @@ class DecodeSession(RowsInFlight):
         check_decoder(runtime)
         config, groups = runtime.config, runtime.kv_cache.groups
         super().__init__(config.max_num_reqs)
-        self._runtime = runtime
+        self._runtime, self._manager = runtime, runtime.manager
         self._budget = config.max_num_tokens
         self._chunk = config.max_num_tokens if config.mixed_batches else 1
-        self._in_full = config.query_len != 1 or runtime.manager.plans_on_host is not None
+        self._in_full = config.query_len != 1 or self._manager.plans_on_host is not None
         ids = config.max_num_reqs
         own_pages = check_bool("own_pages", own_pages, advice="pass a bool")
         self._foreign = () if own_pages else tuple(CallersPages(*pool) for pool in runtime.kv_cache.pools)
         self._pages = SessionPages(groups, self._foreign or runtime.allocators, ids, config.max_seq_len)
         self._given: dict[int, Int32Array] = {}  # by row id, the tokens that were known when it got the id
         self._held = set[int]()  # row ids of prompts that do not go on yet
-        self._resets = runtime.manager.resets
+        self._resets = self._manager.resets
         self._stops = np.full((STOP_TOKENS, ids), NO_TOKEN, np.int32)
         self._sampling = SamplingValues(ids)
         self._news = RowNews.none()
@@ -82,7 +82,7 @@ class DecodeSession(RowsInFlight):
         # What `fork` launches beside the graphs. The first use of a kernel loads it, which waits for steps in flight.
         for group in range(len(groups)):
             runtime.kv_cache.packer(group).warm_up()
-        with runtime.manager.between_steps() as buffers:
+        with self._manager.between_steps() as buffers:
             buffers.copy_row(0, 0)
 
     # -- rows come and go
@@ -119,7 +119,7 @@ class DecodeSession(RowsInFlight):
             params = SamplingParams(max_new_tokens=max(1, longest + 1 - len(tokens)))
         check_instance("params", params, SamplingParams, advice="pass SamplingParams(...)")
         self._runtime.config.check_needs("params", params.needs)
-        tables = self._runtime.manager.row_tables
+        tables = self._manager.row_tables
         tables.check_bias("params.logit_bias", params.logit_bias)
         values = tables.check_state({} if state is None else state)
         if len(tokens) + params.max_new_tokens - 1 > longest:
@@ -189,10 +189,10 @@ class DecodeSession(RowsInFlight):
         self._sampling.copy(at, to)
         self._stops[:, to] = self._stops[:, at]
         self._sampling.put("seeds", to, seed)
-        self._news.write(self._runtime.manager.row_tables)
+        self._news.write(self._manager.row_tables)
         if masked := self._sampling.arrays["token_masks"][at] >= 0:
             self._sampling.put("token_masks", to, to)
-        with self._runtime.manager.between_steps() as buffers:
+        with self._manager.between_steps() as buffers:
             buffers.copy_row(at, to)
             # By fill_: torch copies a number that is assigned to an element from the host, and waits for the device.
             buffers.row_values[COPIED.index("seeds"), to].fill_(int(np.uint32(seed).view(np.int32)))
@@ -202,12 +202,12 @@ class DecodeSession(RowsInFlight):
                 self._runtime.kv_cache.copy_pages(sources, own, group=group)
             for group, end in enumerate(self._pages.listed_to(to)):
                 buffers.page_spans[group, to, 1].fill_(end)  # behind it the device knows pages of `row`
-        self._runtime.manager.row_tables.copy(at, to)
+        self._manager.row_tables.copy(at, to)
         if masked:
-            self._runtime.manager.row_tables.switch_masks({to: to})
+            self._manager.row_tables.switch_masks({to: to})
         for flight in self._flights:
             places = [*enumerate(flight.rows), *flight.forks]
-            flight.forks.extend([(place, new) for place, other in places if other is row])
+            flight.forks += tuple((place, new) for place, other in places if other is row)
         if at in self._order:
             self._reorder(np.append(self._order, to))
         return new
@@ -254,7 +254,7 @@ class DecodeSession(RowsInFlight):
         self._own(row, "set_token_mask")
         at, before = row.row_id, int(self._sampling.arrays["token_masks"][row.row_id])
         if words is not None:
-            self._news.masks[at] = self._runtime.manager.row_tables.mask_words("words", words)
+            self._news.masks[at] = self._manager.row_tables.mask_words("words", words)
         now = -1 if words is None else at
         if now != before:
             self._news.switched[at] = now
@@ -312,10 +312,10 @@ class DecodeSession(RowsInFlight):
         eager = check_bool("eager", eager, advice="pass a bool")
         self._open("run")
         if self._news:
-            self._news.write(self._runtime.manager.row_tables)
+            self._news.write(self._manager.row_tables)
         launches = []
         while steps and self.running:
-            full = self._in_full or not self._held.issuperset(self._prompts)
+            full = self._in_full or not self._prompts.keys() <= self._held
             most = 1 if full else min(steps, self._runtime.config.launch_steps)
             launch = self._full_step(eager) if full else self._go_on(most, eager)
             if launch is None:
@@ -328,7 +328,7 @@ class DecodeSession(RowsInFlight):
         """Steps of the rows that go on: most of the time there are no news at all. None where all are at their
         longest."""
         if steps <= self._quiet:
-            launch = self._runtime.manager.advance(self._no_news, steps=steps, eager=eager)
+            launch = self._manager.advance(self._no_news, steps=steps, eager=eager)
             self._quiet -= steps
             self._ahead += steps
             self._flights.append(Flight(launch, self._order_rows, self._order, steps))
@@ -342,7 +342,7 @@ class DecodeSession(RowsInFlight):
         self._pages.reserve(ids, before, limits, steps)
         lists, pages = self._pages.news(ids)
         news = News(ids, lists, pages, self._no_news.logprobs)
-        launch = self._runtime.manager.advance(news, steps=steps, eager=eager)
+        launch = self._manager.advance(news, steps=steps, eager=eager)
         self._pages.submitted(ids)
         ends = np.minimum(limits, self._pages.room(ids))  # a row stands still at the end of its pages
         after = self._most[ids] = np.minimum(before + steps, ends)
@@ -383,7 +383,7 @@ class DecodeSession(RowsInFlight):
             **self._sampling.of(ids),
         )
         ends = RowEnds(self._limits[ids].astype(np.int32), self._stops[:, ids])
-        launch = self._runtime.manager.begin(batch, ends, eager=eager)
+        launch = self._manager.begin(batch, ends, eager=eager)
         self._pages.submitted(ids)
         self._quiet = 0
         self._most[ids] += promised
@@ -484,7 +484,7 @@ class DecodeSession(RowsInFlight):
     def _open(self, call: str) -> None:
         if self._closed:
             raise CaptureError(f"{call}: expected an open session, got one that was closed; make a new DecodeSession")
-        if self._resets != self._runtime.manager.resets:
+        if self._resets != self._manager.resets:
             raise CaptureError(f"{call}: expected rows on the device, got none after reset(); close() the session")
 
     def _own(self, row: SessionRow, call: str) -> None:

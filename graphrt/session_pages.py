@@ -20,9 +20,9 @@ from graphrt.tables import Tables
 
 Ids = npt.NDArray[np.int64]
 
-_AHEAD = 128
-"""Tokens that rows have pages for ahead of their steps, where these take at most half of the free pages. So a step in
-128 has to list some, and takes the host ten times as long as the others."""
+_AHEAD = 256
+"""Tokens that rows have pages for ahead of their steps, where these take at most half of the free pages; else a quarter
+of it, and so on. So a step in 256 has to list some, and takes the host fifteen times as long as the others."""
 
 
 class CallersPages(PageAllocator):
@@ -115,8 +115,11 @@ class SessionPages:
 
         Raises: CapacityError where no row has a page for its next token.
         """
-        if steps < _AHEAD and self._grow(ids, np.minimum(lengths + _AHEAD, limits), spare=2):
-            return
+        ahead = 0 if self._foreign else _AHEAD
+        while ahead > steps:
+            if self._grow(ids, np.minimum(lengths + ahead, limits), spare=2):
+                return
+            ahead //= 4
         while True:
             if self._grow(ids, np.minimum(lengths + steps, limits)):
                 return

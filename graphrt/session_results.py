@@ -117,7 +117,7 @@ class RowsInFlight:
             elif new := columns[place][before[place] : counts[place]]:
                 row.tokens += new
                 found.setdefault(row, []).extend(new)
-        flight.early[:] = counts
+        flight.early = counts
 
     def _left(self, flight: Flight) -> tuple[Ids, tuple[SessionRow, ...], Ids]:
         """Of a launch's rows those that neither went nor ended meanwhile, and forks: their places, they, their ids."""

@@ -57,7 +57,7 @@ class SessionRow:
                 count -= 1
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Flight:
     """A launch that was not collected yet.
 
@@ -75,8 +75,8 @@ class Flight:
     ids: Ids
     promised: int | Ids
     given: Ids | None = None
-    forks: list[tuple[int, SessionRow]] = field(default_factory=list)
-    early: list[int] = field(default_factory=list)
+    forks: tuple[tuple[int, SessionRow], ...] = ()
+    early: Sequence[int] = ()
 
 
 @dataclass(frozen=True, slots=True)

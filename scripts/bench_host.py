@@ -9,14 +9,24 @@ copies      as small engines do it: a pinned tensor per field, filled with NumPy
             `CUDAGraph.replay` of the same model step, and a wait for the tokens. The model step is that of graphrt
             without its first two kernels and its last one
 
-The host is timed while the device is idle: a step is submitted, timed, and waited for. A host that others share is
-noisy, so the ways of a cell take turns, and each has the figures of its quietest round. Beside them stands the graph's
-launch by itself, which is the driver's. Models have few layers and dummy weights, which the host does not see: as many
-weights are guarded as the whole model has.
+The host is timed while the device is idle: a step is submitted, timed, and waited for. Models have few layers and dummy
+weights, which the host does not see: as many weights are guarded as the whole model has. Beside it stands `launch`, the
+driver's part: one launch of the copies' graph, by the same call that the others take.
 
-The device's gap is the interval of steps in a row less the time of the graph alone. Rows grow by a token a step, so the
-graph is timed before and behind these steps, and the mean counts. The gap means most for a whole model, at the end:
-Llama 3.2 1B with one row, alone and beside a thread that is busy with Python, as a server's event loop is.
+The device's gap is the interval of steps in a row less the time of the graph alone. Rows grow with each step, and so do
+graphs: the graph is timed before the interval and after it, and the mean is taken off. The gap means most for a whole
+model, at the end: Llama 3.2 1B with one row, alone and beside a thread that is busy with Python, as a server's event
+loop is.
+
+Others may use the machine's cores: the same step takes twice as long a minute later. So all ways of a cell take turns,
+in short rounds, and each round begins with new rows:
+
+    session  run(8)  replay  copies | session  run(8)  replay  copies | session  run(8)  replay  copies
+
+`host_us` and `host_p99_us` are the median and the 99th percentile of a way's quietest round, the one of the lowest
+median. `gap_us` is the lowest of the rounds. `host_all_us` and `gap_all_us` are the medians of all rounds. `first_us`,
+the column `pages`, is the fastest first launch of a round. In that of a session every row gets pages, as in one step of
+256; no later one of `run(1)` that is timed lists any.
 
 The last line of standard output is one JSON object.
 """
@@ -28,232 +38,33 @@ import contextlib
 import json
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
 
-from graphrt.batch import Batch
 from graphrt.bench.environment import provenance
-from graphrt.capture.descriptor import BatchDescriptor
-from graphrt.capture.recorder import CudaGraph, make_recorder
+from graphrt.bench.host_ways import PAGE, CopiesWay, SessionWay, StatelessWay, Way
 from graphrt.config import RuntimeConfig
-from graphrt.handle import StepHandle
-from graphrt.kernels.types import KVLayout, RowStatus
-from graphrt.launch import Launch
+from graphrt.kernels.types import KVLayout
 from graphrt.models.config import ModelConfig
 from graphrt.models.dummy import fill_dummy_weights
 from graphrt.models.llama import LlamaModel
 from graphrt.models.shapes import shape_config
 from graphrt.runtime import Runtime
-from graphrt.sampling_params import SamplingParams
-from graphrt.session import DecodeSession
 
-PAGE, LAYERS, ROUNDS = 16, 2, 3
-COLLECT_EVERY = 8
+LAYERS, ROUNDS = 2, 3
 GOALS_US = {"session": (15, 25), "stateless": (60, None)}
 """Median and 99th percentile of the host's time per step, at 256 rows; of batches with tables of 8,192 tokens."""
 
 
-class Way(Protocol):
-    """A way to submit steps of the same rows."""
-
-    steps: int
-
-    def prepare(self) -> None: ...
-
-    def submit(self) -> None: ...
-
-    def read(self) -> None:
-        """What a loop does between two submissions, to have the tokens as early as it can."""
-
-    def wait(self) -> None:
-        """Until all has ended, and was read."""
-
-
-class SessionWay:
-    """Launches of `steps` steps, two of them in flight at most."""
-
-    def __init__(self, runtime: Runtime, batch: int, context: int, steps: int = 1) -> None:
-        self.steps, self._launches, self._session = steps, deque[Launch](), DecodeSession(runtime)
-        self.collects: list[float] = []
-        self._since = 0
-        prompt = np.ones(context, np.int32)
-        for _ in range(batch):
-            row = self._session.add(prompt, SamplingParams(max_new_tokens=runtime.config.max_seq_len - context))
-            # As if all but the last token of the prompt had been computed: what is in the cache makes no difference.
-            self._session._prompts[row.row_id] = self._session._most[row.row_id] = context - 1
-        self._session.run(1)
-        self._session.collect(wait=True)
-
-    def prepare(self) -> None:
-        pass
-
-    def submit(self) -> None:
-        self._launches += self._session.run(self.steps)
-
-    def read(self) -> None:
-        if len(self._launches) > 1:
-            self._launches.popleft().wait()
-        self._collect()
-
-    def wait(self) -> None:
-        while self._launches:
-            self._launches.popleft().wait()
-        self._collect()
-
-    def _collect(self) -> None:
-        self._since += self.steps
-        if self._since >= COLLECT_EVERY:
-            start = time.perf_counter()
-            self._session.collect()
-            self.collects.append((time.perf_counter() - start) / self._since * 1e6)
-            self._since = 0
-
-    def close(self) -> None:
-        self._session.close()
-
-
-class StatelessWay:
-    """Batches with the full tables of their rows."""
-
-    steps = 1
-
-    def __init__(self, runtime: Runtime, batch: int, context: int) -> None:
-        self._runtime, self._length = runtime, context - 1
-        self._table = _table(runtime, batch)
-        self._rows = np.arange(batch, dtype=np.int32)
-        self._handles: deque[StepHandle] = deque()
-        self._tokens: np.ndarray | None = np.ones(batch, np.int32)
-
-    def prepare(self) -> None:
-        n, listed = len(self._rows), self._length // PAGE + 1
-        self._length += 1
-        self._batch = Batch(
-            row_ids=self._rows,
-            seq_lens=np.full(n, self._length, np.int32),
-            tokens=self._tokens,
-            page_indptr=np.arange(0, n * listed + 1, listed, dtype=np.int32),
-            page_ids=self._table[:, :listed].reshape(-1),
-        )
-        self._tokens = None
-
-    def submit(self) -> None:
-        self._handles.append(self._runtime.replay(self._batch))
-
-    def read(self) -> None:
-        if len(self._handles) > 1:
-            self._handles.popleft().tokens()
-
-    def wait(self) -> None:
-        while self._handles:
-            self._handles.popleft().tokens()
-
-    def close(self) -> None:
-        self._runtime.allocator.free(self._table.reshape(-1))
-
-
-class CopiesWay:
-    """A copy per field to the static buffers of a captured model step, whose tokens the host waits for."""
-
-    steps = 1
-
-    def __init__(self, runtime: Runtime, batch: int, context: int) -> None:
-        self._runtime, self._length, self._tokens = runtime, context - 1, np.ones(batch, np.int64)
-        self._table = _table(runtime, batch)
-        program, key = runtime.manager._program, BatchDescriptor.decode(batch)
-        runtime.manager.reset()
-        with torch.inference_mode():
-            buffers = program.refresh(key).buffers  # of no rows; what is the same in each step is written here
-            buffers.query_start_loc.copy_(torch.arange(batch + 1))
-            for buffer in (buffers.row_ids, buffers.logits_indices):
-                buffer.copy_(torch.arange(batch))
-            buffers.row_status.fill_(int(RowStatus.SAMPLES))
-            self._statics = {
-                "input_ids": buffers.input_ids,
-                "positions": buffers.positions,
-                "slot_mapping": buffers.slot_mapping[0],
-                "seq_lens": buffers.seq_lens,
-                "block_table": buffers.block_table[0],
-                "temperatures": buffers.temperatures,
-            }
-            self._out = torch.zeros(batch, dtype=torch.int64, device=runtime.device)
-
-            def run() -> torch.Tensor:
-                step = program.view(key)  # a new one for each call of the model
-                program.backend.schedule(step.metadata)
-                with program.model_layers.bound_to(step):
-                    logits = program.model(step)
-                assert program.sampler is not None, "a runtime with a sampler"
-                self._out.copy_(program.sampler(logits, step))
-                return logits
-
-            self._recorder = make_recorder(runtime.device)
-            with self._recorder.session():
-                self._recorder.warm_up(run, lambda: program.backend.plan_capture(key))
-                self._graph = self._recorder.record(run, key, lambda: program.backend.plan_capture(key))
-        self._pinned = {name: _pinned_like(static) for name, static in self._statics.items()}
-        self._host = {name: pinned.numpy() for name, pinned in self._pinned.items()}
-        self._host_out = _pinned_like(self._out)
-        raw = self._graph._graph if isinstance(self._graph, CudaGraph) else None
-        self.replay: Callable[[], None] = self._graph.launch if raw is None else raw.replay
-
-    def prepare(self) -> None:
-        pass
-
-    def submit(self) -> None:
-        self._length += 1
-        host, length = self._host, self._length
-        host["input_ids"][:] = self._tokens
-        host["positions"][:] = length - 1
-        host["slot_mapping"][:] = self._table[:, (length - 1) // PAGE].astype(np.int64) * PAGE + (length - 1) % PAGE
-        host["seq_lens"][:] = length
-        pages = -(-length // PAGE)
-        host["block_table"][:, :pages] = self._table[:, :pages]
-        host["temperatures"][:] = 0
-        for name, static in self._statics.items():
-            static.copy_(self._pinned[name], non_blocking=True)
-        self.replay()
-
-    def read(self) -> None:
-        self._host_out.copy_(self._out, non_blocking=True)
-        _synchronize(self._runtime.device)
-        self._tokens = self._host_out.numpy() % self._runtime.vocab_size
-
-    wait = read
-
-    def close(self) -> None:
-        self._graph.close()
-        self._recorder.close()
-        self._runtime.manager.reset()
-        self._runtime.allocator.free(self._table.reshape(-1))
-
-
-def _table(runtime: Runtime, batch: int) -> np.ndarray:
-    """Pages for the longest sequences, as a long-running allocator hands them out: [batch, pages] int32."""
-    per_row = -(-runtime.config.max_seq_len // PAGE)
-    pages = np.random.default_rng(0).permutation(runtime.allocator.allocate(batch * per_row))
-    return pages.astype(np.int32).reshape(batch, per_row)
-
-
-def _pinned_like(tensor: torch.Tensor) -> torch.Tensor:
-    pinned = tensor.device.type == "cuda"
-    return torch.zeros(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=pinned)
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.current_stream(device).synchronize()
-
-
 def host_times(way: Way, steps: int) -> dict[str, float]:
-    """Microseconds of the host per step, the device idle at each submission; the first tenth warms up."""
-    submits, prepares = [], []
-    for _ in range(steps + steps // 10):
+    """Microseconds of the host per step, the device idle at each submission. The first tenth warms up."""
+    submits, prepares, warm = [], [], max(1, steps // 10)
+    for _ in range(steps + warm):
         start = time.perf_counter()
         way.prepare()
         ready = time.perf_counter()
@@ -262,9 +73,9 @@ def host_times(way: Way, steps: int) -> dict[str, float]:
         way.wait()
         submits.append((end - ready) / way.steps * 1e6)
         prepares.append((ready - start) / way.steps * 1e6)
-    times = submits[steps // 10 :]
-    p50, p99 = np.percentile(times, [50, 99])
-    return {"host_us": float(p50), "host_p99_us": float(p99), "prepare_us": float(np.median(prepares))}
+    p50, p99 = np.percentile(submits[warm:], [50, 99])
+    prepare = float(np.median(prepares))
+    return {"host_us": float(p50), "host_p99_us": float(p99), "prepare_us": prepare, "first_us": submits[0]}
 
 
 def interval_us(way: Way, steps: int) -> float:
@@ -279,7 +90,7 @@ def interval_us(way: Way, steps: int) -> float:
     return (time.perf_counter() - start) / (steps * way.steps) * 1e6
 
 
-def graph_us(way: Way, runtime: Runtime, rounds: int = 7, launches: int = 3) -> float | None:
+def graph_us(way: Way, runtime: Runtime, rounds: int = 3, launches: int = 2) -> float | None:
     """Microseconds per step of the graph alone: launches that were queued while the device slept. None on a CPU."""
     if runtime.stream is None:
         return None
@@ -301,55 +112,56 @@ def graph_us(way: Way, runtime: Runtime, rounds: int = 7, launches: int = 3) -> 
     return float(np.median(found))
 
 
-def gap_us(way: Way, runtime: Runtime, steps: int) -> dict[str, float | None]:
-    """Microseconds per step of steps in a row, of the graph alone, and how much longer the former take."""
+def gap_times(way: Way, runtime: Runtime, steps: int) -> dict[str, float | None]:
+    """The interval, the graph alone as it is in the middle of the interval, and what is between two graphs."""
     before = graph_us(way, runtime)
-    interval, after = interval_us(way, steps), graph_us(way, runtime)
+    interval = interval_us(way, steps)
+    after = graph_us(way, runtime)
     if before is None or after is None:
         return {"interval_us": interval, "graph_us": None, "gap_us": None}
     graph = (before + after) / 2
     return {"interval_us": interval, "graph_us": graph, "gap_us": interval - graph}
 
 
-def measure_ways(makers: dict[str, Callable[[], Any]], runtime: Runtime, steps: int) -> dict[str, dict[str, Any]]:
-    """Each way of submitting the steps of one cell, in rounds that take turns: the figures of its quietest round, and
-    `median_us`, the median of the rounds."""
+def in_turns(
+    makers: dict[str, Callable[[], Any]], measure: Callable[[Any], dict[str, Any]]
+) -> dict[str, list[dict[str, Any]]]:
+    """What is measured of each way in every round: a way is made, measured and closed, then the next one."""
     rounds: dict[str, list[dict[str, Any]]] = {name: [] for name in makers}
-    for last in [False] * (ROUNDS - 1) + [True]:
+    for _ in range(ROUNDS):
         for name, make in makers.items():
             way = make()
-            few = max(1, steps // way.steps)
-            found: dict[str, Any] = dict(host_times(way, few))
-            if last:
-                found |= gap_us(way, runtime, few)
-                if isinstance(way, SessionWay):
-                    found["collect_us"] = float(np.median(way.collects))
+            rounds[name].append(measure(way))
             way.close()
-            rounds[name].append(found)
-    return {
-        name: of[-1]
-        | min(({key: one[key] for key in _OF_HOST} for one in of), key=lambda one: one["host_us"])
-        | {"median_us": float(np.median([one["host_us"] for one in of]))}
-        for name, of in rounds.items()
-    }
+    return rounds
 
 
-_OF_HOST = ("host_us", "host_p99_us", "prepare_us")
+def measure_round(way: Any, runtime: Runtime, steps: int) -> dict[str, Any]:
+    """One round of a way; launches of many steps are a quarter as many."""
+    few = steps if way.steps == 1 else max(1, steps // 4)
+    found: dict[str, Any] = dict(host_times(way, few)) | gap_times(way, runtime, max(1, few // 2))
+    if isinstance(way, SessionWay):
+        found["collect_us"] = float(np.median(way.collects))
+    if isinstance(way, CopiesWay):
+        found["launch_us"] = way.launch_us()
+    return found
 
 
-def launch_us(runtime: Runtime, batch: int, launches: int) -> float | None:
-    """Microseconds of the host for the launch of a size's graph, without anything that a step has beside it. The graph
-    takes slots of steps that ran before, whose rows are forgotten behind it. None on a CPU."""
-    if runtime.stream is None:
-        return None
-    graph, times = runtime.manager.graph(BatchDescriptor.decode(batch)), []
-    for _ in range(launches):
-        start = time.perf_counter()
-        graph.launch()
-        times.append(time.perf_counter() - start)
-        _synchronize(runtime.device)
-    runtime.manager.reset()
-    return float(np.median(times)) * 1e6
+def summary(rounds: list[dict[str, Any]]) -> dict[str, Any]:
+    """The rounds of a way as the text at the top says."""
+    found = min(rounds, key=lambda one: float(one["host_us"])) | lowest_gap(rounds)
+    found["host_all_us"] = float(np.median([one["host_us"] for one in rounds]))
+    found["first_us"] = min(one["first_us"] for one in rounds)
+    return found
+
+
+def lowest_gap(rounds: list[dict[str, Any]]) -> dict[str, Any]:
+    """Interval, graph and gap of the round with the lowest gap, and the median gap. No gaps on a CPU."""
+    if rounds[0]["gap_us"] is None:
+        return {"interval_us": min(one["interval_us"] for one in rounds), "gap_all_us": None}
+    best = min(rounds, key=lambda one: float(one["gap_us"]))
+    found = {name: best[name] for name in ("interval_us", "graph_us", "gap_us")}
+    return found | {"gap_all_us": float(np.median([one["gap_us"] for one in rounds]))}
 
 
 def build(config: ModelConfig, device: torch.device, batches: tuple[int, ...], longest: int, layers: int) -> Runtime:
@@ -391,20 +203,27 @@ def measure_cells(
     """Every batch and context of one shape."""
     cells: list[dict[str, Any]] = []
     for context in contexts:
-        longest = context + 4 * steps + 500  # launches of 8 steps take the most
+        longest = context + 6 * steps + 300  # launches of 8 steps take the most
         with build(config, device, batches, longest, min(LAYERS, config.num_layers)) as runtime:
             for batch in batches:
-                makers: dict[str, Callable[[], Any]] = {
-                    "session": partial(SessionWay, runtime, batch, context),
-                    "session_8": partial(SessionWay, runtime, batch, context, 8),
-                    "stateless": partial(StatelessWay, runtime, batch, context),
-                    "copies": partial(CopiesWay, runtime, batch, context),
-                }
+                rounds = in_turns(
+                    makers_of(runtime, batch, context, (1, 8)), lambda way: measure_round(way, runtime, steps)
+                )
                 cell: dict[str, Any] = {"shape": name, "batch": batch, "context": context}
-                cell |= measure_ways(makers, runtime, steps) | {"launch_us": launch_us(runtime, batch, steps)}
+                cell |= {way: summary(found) for way, found in rounds.items()}
                 cells.append(cell)
                 print(line(cell), flush=True)
     return cells
+
+
+def makers_of(runtime: Runtime, batch: int, context: int, launches: tuple[int, ...]) -> dict[str, Callable[[], Any]]:
+    """How each way is made; sessions with launches of so many steps."""
+    sessions = {
+        "session" if steps == 1 else f"session_{steps}": partial(SessionWay, runtime, batch, context, steps)
+        for steps in launches
+    }
+    others = {"stateless": partial(StatelessWay, runtime, batch, context)}
+    return {**sessions, **others, "copies": partial(CopiesWay, runtime, batch, context)}
 
 
 @contextlib.contextmanager
@@ -429,26 +248,23 @@ def busy_thread(busy: bool) -> Iterator[None]:
 
 def measure_whole(name: str, config: ModelConfig, device: torch.device, context: int, steps: int) -> dict[str, Any]:
     """A whole model with one row: the gap of every way, and tokens per second beside a busy thread."""
-    with build(config, device, (1,), context + 4 * steps + 900, config.num_layers) as runtime:
-        makers: dict[str, Callable[[], Any]] = {
-            f"run({n})": lambda n=n: SessionWay(runtime, 1, context, n)  # type: ignore[misc]
-            for n in (1, 8, 32)
-        }
-        makers |= {
-            "stateless": lambda: StatelessWay(runtime, 1, context),
-            "copies": lambda: CopiesWay(runtime, 1, context),
-        }
-        ways = {}
-        for label, make in makers.items():
-            way = make()
+    with build(config, device, (1,), context + 3 * steps + 900, config.num_layers) as runtime:
+
+        def measure(way: Any) -> dict[str, Any]:
             few = max(1, steps // way.steps)
-            interval_us(way, few)  # warms up
-            found: dict[str, Any] = gap_us(way, runtime, few)
-            found["tokens_per_s"] = 1e6 / found["interval_us"]
+            interval_us(way, max(1, few // 4))  # warms up
+            found = gap_times(way, runtime, few)
             with busy_thread(True):
-                found["busy_tokens_per_s"] = 1e6 / interval_us(way, few)
-            way.close()
-            ways[label] = found
+                found["busy_interval_us"] = interval_us(way, few)
+            return found
+
+        rounds = in_turns(makers_of(runtime, 1, context, (1, 8, 32)), measure)
+    ways = {}
+    for way, all_rounds in rounds.items():
+        found = {"graph_us": None, "gap_us": None} | lowest_gap(all_rounds)
+        found["tokens_per_s"] = 1e6 / min(one["interval_us"] for one in all_rounds)
+        found["busy_tokens_per_s"] = 1e6 / min(one["busy_interval_us"] for one in all_rounds)
+        ways[way] = found
     return {"shape": name, "batch": 1, "context": context, "ways": ways}
 
 
@@ -458,15 +274,18 @@ def line(cell: dict[str, Any]) -> str:
         found = cell[way]
         gap = "" if found["gap_us"] is None else f"{found['gap_us']:7.1f}"
         parts.append(f"{found['host_us']:7.1f} {found['host_p99_us']:7.1f} {gap:>7}")
-    launch = "" if cell["launch_us"] is None else f"{cell['launch_us']:6.1f}"
-    parts.append(f"{launch:>6} {cell['session']['collect_us']:7.1f} {cell['stateless']['prepare_us']:6.1f}")
+    session, launch = cell["session"], cell["copies"]["launch_us"]
+    ours = f"{session['first_us']:7.1f} {session['collect_us']:7.1f} {cell['stateless']['prepare_us']:6.1f}"
+    parts.append(f"{ours} {'' if launch is None else f'{launch:.1f}':>6}")
     return " |".join(parts)
 
 
 def header() -> str:
     title = f"{'shape':>14} {'rows':>4} {'tokens':>6}"
     ways = [f"{way:>7} {'p99':>7} {'gap':>7}" for way in ("run(1)", "run(8)", "replay", "copies")]
-    return "microseconds per step\n" + " |".join([title, *ways, f"{'launch':>7} {'collect':>7} {'batch':>6}"])
+    return "microseconds per step, of the quietest round\n" + " |".join(
+        [title, *ways, f"{'pages':>7} {'collect':>7} {'batch':>6} {'launch':>6}"]
+    )
 
 
 def goals(cells: list[dict[str, Any]]) -> list[str]:
@@ -506,9 +325,9 @@ def _numbers(text: str) -> tuple[int, ...]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", default="llama-3.1-8b,llama-3.2-1b")
-    parser.add_argument("--batches", type=_numbers, default=(1, 64, 256))
+    parser.add_argument("--batches", type=_numbers, default=(1, 16, 64, 256))
     parser.add_argument("--contexts", type=_numbers, default=(1024, 8192))
-    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--steps", type=int, default=80, help="of each way in a round")
     options = parser.parse_args()
     if not torch.cuda.is_available():
         parser.error("expected a CUDA device, got none")
@@ -516,7 +335,7 @@ def main() -> None:
     print(header(), flush=True)
     for shape in options.shapes.split(","):
         cells += measure_cells(shape, shape_config(shape), device, options.batches, options.contexts, options.steps)
-    whole = measure_whole("llama-3.2-1b", shape_config("llama-3.2-1b"), device, 1024, 4 * options.steps)
+    whole = measure_whole("llama-3.2-1b", shape_config("llama-3.2-1b"), device, 1024, 3 * options.steps)
     print("\n".join([*goals(cells), *whole_table(whole)]), flush=True)
     print(json.dumps({"name": "host", "cells": cells, "whole": whole, **provenance()}), flush=True)
 

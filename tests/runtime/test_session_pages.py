@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from graphrt.kernels.errors import CapacityError, ConfigError, ShapeError
 from graphrt.kernels.types import RowEnd
+from graphrt.kv_cache import PageAllocator
 from graphrt.runtime import Runtime
 from graphrt.sampling_params import SamplingParams
 from graphrt.session import DecodeSession
+from graphrt.session_pages import SessionPages
 from graphrt.spec import AttentionSpec, KVCacheSpec
 from tests.runtime.layered import build
 from tests.runtime.toy import LivelyModel, greedy, make_runtime
@@ -281,3 +284,14 @@ def test_a_fork_takes_no_pages_for_what_its_row_has_ahead() -> None:
             session.run(4)
             session.collect(wait=True)
         assert fork.tokens == row.tokens == greedy(model, prompt, 30)
+
+
+@pytest.mark.parametrize(
+    ("free", "ahead"), [(128, 256), (127, 64), (32, 64), (31, 16), (8, 16), (7, 8), (2, 8), (1, 4)]
+)
+def test_rows_have_pages_ahead_as_far_as_half_of_the_free_ones_go(free: int, ahead: int) -> None:
+    """One row of pages of four tokens, eight steps a launch; the last two are what these take themselves."""
+    pages = SessionPages([KVCacheSpec(1, 1, 8, PAGE)], [PageAllocator(free + 1)], 1, 1000)
+    row, limit = np.array([0]), np.array([1000])
+    pages.reserve(row, row * 0, limit, 8)
+    assert pages.room(row).tolist() == [ahead]
