@@ -80,7 +80,7 @@ class LaunchEvent:
 
     def __init__(self) -> None:
         self._event = torch.cuda.Event()
-        self._handle = 0
+        self._handle: driver.CUevent | None = None
 
     def query(self) -> bool:
         """Whether what was queued before it has ended; True before the first record."""
@@ -91,11 +91,11 @@ class LaunchEvent:
 
     def record(self, stream: torch.cuda.Stream | None) -> None:
         """Behind what is queued on `stream`; None: on the current one."""
-        if self._handle and stream is not None:
+        if self._handle is not None and stream is not None:
             check(driver.cuEventRecord(self._handle, stream.cuda_stream), ReplayError)
         else:  # torch makes an event where it is first recorded
             self._event.record(stream)
-            self._handle = self._event.cuda_event
+            self._handle = driver.CUevent(self._event.cuda_event)
 
 
 class CostMeter:

@@ -80,12 +80,14 @@ class StagingSlot:
 
         A late reader may find the slot in use by a newer launch. It leaves that one to its own readers.
         """
+        if self.on_done is None and not self._running:
+            return  # its results were handed over, all of them: `on_done` goes when it has returned
         if self._running and self._event is not None:
             self._event.synchronize()
         with self._lock:
             if self.on_done is not None and self._submitted and self._has_ended():
-                on_done, self.on_done = self.on_done, None
-                on_done()
+                self.on_done()
+                self.on_done = None
 
     def amend(self, index: int, value: int, owns: Callable[[], bool]) -> None:
         """Write a word of the record while its launch is in flight; nothing where `owns` says that it is another's."""

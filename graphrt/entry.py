@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from enum import Enum
+from threading import Lock, get_ident
 
 import torch
 from torch.cuda import nvtx
@@ -41,8 +41,8 @@ class Exclusive:
     __slots__ = ("_flag", "thread")
 
     def __init__(self) -> None:
-        self._flag = threading.Lock()
-        self.thread = threading.get_ident()
+        self._flag = Lock()
+        self.thread = get_ident()
 
     def __enter__(self) -> None:
         if not self._flag.acquire(False):
@@ -50,7 +50,7 @@ class Exclusive:
                 "ReplayManager: expected one call at a time, got one during another; submit steps from one thread, and "
                 "never from inside a model or sampler"
             )
-        self.thread = threading.get_ident()
+        self.thread = get_ident()
 
     def is_entered(self) -> bool:
         """Whether a call is under way."""

@@ -135,9 +135,9 @@ class CopiesWay:
         runtime.manager.reset()
         with torch.inference_mode():
             buffers = program.refresh(key).buffers  # of no rows; what is the same in each step is written here
-            buffers.query_start_loc.copy_(torch.arange(batch + 1))
+            buffers.query_start_loc.copy_(torch.arange(batch + 1, device=runtime.device))
             for buffer in (buffers.row_ids, buffers.logits_indices):
-                buffer.copy_(torch.arange(batch))
+                buffer.copy_(torch.arange(batch, device=runtime.device))
             buffers.row_status.fill_(int(RowStatus.SAMPLES))
             self._statics = {
                 "input_ids": buffers.input_ids,
