@@ -325,7 +325,7 @@ def _numbers(text: str) -> tuple[int, ...]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", default="llama-3.1-8b,llama-3.2-1b")
-    parser.add_argument("--batches", type=_numbers, default=(1, 16, 64, 256))
+    parser.add_argument("--batches", type=_numbers, default=(1, 64, 256))
     parser.add_argument("--contexts", type=_numbers, default=(1024, 8192))
     parser.add_argument("--steps", type=int, default=80, help="of each way in a round")
     options = parser.parse_args()
