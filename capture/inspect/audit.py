@@ -40,8 +40,8 @@ from graphrt.kernels.errors import ConfigError
 __all__ = ["Allowed", "Audit", "Finding", "FindingKind", "audit", "audit_twice", "memory_of"]
 
 
-_WAIT = ("nvjet_*", "*cublasLt::*", "*flash::FlashAttnFwd*")
-"""Kernels of cuBLAS and FlashAttention 3, which launch them early by themselves."""
+_WAIT = ("nvjet_*", "*cublasLt::*", "*flash::FlashAttnFwd*", "sample_rows_kernel", "sample_truncated_kernel")
+"""Kernels of cuBLAS and FlashAttention 3, which launch them early by themselves, and passes of graphrt's sampling."""
 
 
 def audit(
@@ -58,8 +58,8 @@ def audit(
              graph of a recorder of graphrt, an op tape
     memory   what `memory_of` made right after the capture
     allowed  deliberate exceptions. The report lists each with its reason, and those that nothing matched
-    waits    patterns of the names of kernels that execute griddepcontrol.wait before they touch memory; those of cuBLAS
-             and FlashAttention 3 are known. Any other kernel that a programmatic edge lets begin early is a finding
+    waits    patterns of the names of kernels that execute griddepcontrol.wait before they touch memory. Those of
+             cuBLAS, FlashAttention 3 and graphrt are known; another one that begins early is a finding
     driver   asked about addresses that the map does not know; None: the CUDA driver, where there is one
 
     Launches nothing and synchronises nothing; not for use during a capture. Raises: ConfigError for wrong arguments.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch
 
@@ -280,6 +282,27 @@ def test_results_are_handed_over_once_and_only_after_a_step() -> None:
         pass
     slot.wait()
     assert calls == ["step"]
+
+
+def test_a_slot_is_not_free_while_another_thread_takes_its_results() -> None:
+    slot, began, goes_on, free = StagingSlot.allocate(4, CPU), threading.Event(), threading.Event(), threading.Event()
+
+    def collect() -> None:
+        began.set()
+        goes_on.wait(10)
+
+    with slot.in_flight(None):
+        slot.on_done = collect
+    reader = threading.Thread(target=slot.wait)
+    reader.start()
+    assert began.wait(10)
+    writer = threading.Thread(target=lambda: (slot.wait(), free.set()))
+    writer.start()
+    assert not free.wait(0.05), "the results are not taken yet"
+    goes_on.set()
+    assert free.wait(10)
+    for thread in (reader, writer):
+        thread.join()
 
 
 class Event:
