@@ -40,6 +40,7 @@ _ROW_REGISTERS = 128  # keep two rows on a multiprocessor
 _ROW_SPILL = 1024  # bytes that wait in memory meanwhile: what loops need that do not run for most rows
 _CHUNKS = 4  # of a tile of the first pass, once chunks are more than _PROGRAMS
 _PROGRAMS = 2048
+_OVERLAPS = True  # a kernel starts before the one before it has ended, and then waits for it
 _MAX_GROUPS = 4096  # of a row; in larger vocabularies groups are larger
 
 
@@ -163,28 +164,21 @@ def _sample_triton(
         0 if mask_words is None else mask_words.shape[0],
         groups,
     )
+    overlaps = _OVERLAPS and device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
     sample_chunks_kernel[(rows, programs)](
         *inputs, group_best, group_mass, plain_words, changed_best, changed_mass, *sizes, GROUP=group, CHUNKS=chunks,
-        CHANGED_WORDS=CHANGED_WORDS, PROCESSES=processes, num_warps=_CHUNK_WARPS,
+        CHANGED_WORDS=CHANGED_WORDS, PROCESSES=processes, OVERLAPS=overlaps, num_warps=_CHUNK_WARPS,
     )  # fmt: skip
     wide = max(triton.next_power_of_2(groups), 32)
     sample_rows_kernel[(rows,)](
-        *inputs,
-        group_best,
-        changed_best,
-        list_groups,
-        out,
-        *sizes,
-        GROUPS=wide,
-        GROUP=group,
-        num_warps=_ROW_WARPS,
-        maxnreg=_ROW_REGISTERS,
-    )
+        *inputs, group_best, changed_best, list_groups, out, *sizes, GROUPS=wide, GROUP=group, OVERLAPS=overlaps,
+        num_warps=_ROW_WARPS, maxnreg=_ROW_REGISTERS, launch_pdl=overlaps,
+    )  # fmt: skip
     if top_k is not None:
         sample_truncated_kernel[(rows,)](
             *inputs, group_best, group_mass, plain_words, changed_best, changed_mass, list_groups, list_tokens,
-            list_logits, out, *sizes, GROUPS=wide, GROUP=group, LIST=LIST, num_warps=_ROW_WARPS,
-            maxnreg=_ROW_REGISTERS,
+            list_logits, out, *sizes, GROUPS=wide, GROUP=group, LIST=LIST, OVERLAPS=overlaps,
+            num_warps=_ROW_WARPS, maxnreg=_ROW_REGISTERS, launch_pdl=overlaps,
         )  # fmt: skip
     return out
 
@@ -304,6 +298,7 @@ def compile_variants() -> list[CompileSpec]:
             constexprs |= {
                 "GROUPS": vocab // _group_size(vocab), "GROUP": _group_size(vocab),
                 "LIST": LIST, "CHUNKS": _CHUNKS, "CHANGED_WORDS": CHANGED_WORDS, "PROCESSES": everything,
+                "OVERLAPS": True,
             }  # fmt: skip
             constexprs = {name: value for name, value in constexprs.items() if name in kernel.arg_names}
             signature = {}

@@ -64,6 +64,7 @@ def sample_chunks_kernel(
     CHUNKS: tl.constexpr,  # of a tile
     CHANGED_WORDS: tl.constexpr,
     PROCESSES: tl.constexpr,  # some row may
+    OVERLAPS: tl.constexpr,
 ):
     row = tl.program_id(0)
     part = tl.program_id(1)
@@ -71,6 +72,8 @@ def sample_chunks_kernel(
         part -= tl.cdiv(num_groups * (GROUP // WORD), CHANGED_WORDS)
     tile: tl.constexpr = CHUNKS * CHUNK
     raw = _load_tile(logits_ptr + row.to(tl.int64) * stride_logits, part * tile, vocab_size, tile)
+    if OVERLAPS:
+        tl.extra.cuda.gdc_launch_dependents()
     source = (
         (logits_ptr, mask_words_ptr, bias_tokens_ptr, bias_values_ptr, seen_ptr, counts_ptr),
         row_values(

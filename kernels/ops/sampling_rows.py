@@ -49,9 +49,14 @@ def sample_rows_kernel(
     num_groups,
     GROUPS: tl.constexpr,
     GROUP: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
     row = tl.program_id(0)
     heat, _, _, _, truncates = row_options(row, vocab_size, temperatures_ptr, top_k_ptr, top_p_ptr, min_p_ptr)
+    if OVERLAPS:
+        tl.extra.cuda.gdc_launch_dependents()
+        # Also for rows that leave: who waits for this kernel has then waited for the one before it.
+        tl.extra.cuda.gdc_wait()
     if top_k_ptr is not None:
         if truncates:
             return

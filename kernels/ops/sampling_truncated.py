@@ -85,11 +85,14 @@ def sample_truncated_kernel(
     GROUPS: tl.constexpr,
     GROUP: tl.constexpr,
     LIST: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
     row = tl.program_id(0)
     heat, top_k, top_p, min_p, truncates = row_options(
         row, vocab_size, temperatures_ptr, top_k_ptr, top_p_ptr, min_p_ptr
     )
+    if OVERLAPS:
+        tl.extra.cuda.gdc_wait()
     if not truncates:
         return
     source = (
