@@ -43,8 +43,8 @@ CASES: dict[str, dict[str, float]] = {
     "record a token, penalties on": {"record": 1.2},
 }
 TUNED = ("greedy", "temperature", "top-k 50, top-p 0.9, penalties", "top-k 1024", "top-p 0.9, flat")
-SETTINGS = ((2048, 8, 4), (1024, 16, 4), (2048, 8, 2), (1024, 8, 8), (4096, 4, 4))
-"""Of the first pass: programs, about; chunks that one reads, at most; warps. The first is the default."""
+SETTINGS = ((4, 1024, 4), (4, 512, 4), (4, 512, 8), (2, 512, 4), (8, 512, 8))
+"""Of the first pass: chunks of a tile; words whose changed tokens a program finds; warps. The first is the default."""
 
 
 class Inputs:
@@ -166,10 +166,10 @@ def tune(device: torch.device, rows: int, vocab: int, samples: int) -> list[dict
     """A line per setting of the first pass, with the microseconds of each case."""
     results: list[dict[str, object]] = []
     print(f"{'programs, chunks, warps':24}" + "".join(f"{name[:22]:>24}" for name in TUNED) + "  us")
-    defaults = (sampling._PROGRAMS, sampling.MAX_CHUNKS, sampling._CHUNK_WARPS)
+    defaults = (sampling._CHUNKS, sampling.CHANGED_WORDS, sampling._CHUNK_WARPS)
     count = min(rotations(2 * rows * vocab, device), 4)
     for setting in SETTINGS:
-        sampling._PROGRAMS, sampling.MAX_CHUNKS, sampling._CHUNK_WARPS = setting
+        sampling._CHUNKS, sampling.CHANGED_WORDS, sampling._CHUNK_WARPS = setting
         times = {}
         for name in TUNED:
             case = CASES[name]
@@ -179,7 +179,7 @@ def tune(device: torch.device, rows: int, vocab: int, samples: int) -> list[dict
         results.append({"setting": setting, "rows": rows, "vocab": vocab, "us": times})
         cells = "".join(f"{'-' if value is None else format(value, '.1f'):>24}" for value in times.values())
         print(f"{setting!s:24}{cells}", flush=True)
-    sampling._PROGRAMS, sampling.MAX_CHUNKS, sampling._CHUNK_WARPS = defaults
+    sampling._CHUNKS, sampling.CHANGED_WORDS, sampling._CHUNK_WARPS = defaults
     return results
 
 

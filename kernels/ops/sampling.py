@@ -22,7 +22,7 @@ from graphrt.kernels.checks import check_tensor, check_unit_stride
 from graphrt.kernels.compile_spec import CompileSpec
 from graphrt.kernels.errors import ShapeError
 from graphrt.kernels.library import define_op
-from graphrt.kernels.ops.sampling_chunks import MAX_CHUNKS, sample_chunks_kernel
+from graphrt.kernels.ops.sampling_chunks import CHANGED_WORDS, sample_chunks_kernel
 from graphrt.kernels.ops.sampling_logits import SAMPLE_CHUNK
 from graphrt.kernels.ops.sampling_reference import NOISE_GROUP, sample_reference
 from graphrt.kernels.ops.sampling_rows import sample_rows_kernel
@@ -38,7 +38,9 @@ _CHUNK_WARPS = 4
 _ROW_WARPS = 8
 _ROW_REGISTERS = 128  # keep two rows on a multiprocessor
 _ROW_SPILL = 1024  # bytes that wait in memory meanwhile: what loops need that do not run for most rows
-_PROGRAMS = 2048  # of the first pass, about, once programs read several chunks
+_CHUNKS = 4  # of a tile of the first pass, once chunks are more than _PROGRAMS
+_PROGRAMS = 2048
+_OVERLAPS = True  # a kernel starts before the one before it has ended, and then waits for it
 _MAX_GROUPS = 4096  # of a row; in larger vocabularies groups are larger
 
 
@@ -126,27 +128,27 @@ def _sample_triton(
     out = torch.empty(rows, dtype=torch.int32, device=device)
     if rows == 0:
         return out
-    chunks = ceil_div(vocab, SAMPLE_CHUNK)
-    # Nothing that a row draws depends on how many chunks a program reads.
-    chunks_per_part = min(ceil_div(rows * chunks, _PROGRAMS), MAX_CHUNKS)
-    parts = ceil_div(chunks, chunks_per_part)
-    best_scores = torch.empty((rows, parts), dtype=torch.float32, device=device)
-    best_tokens = torch.empty((rows, parts), dtype=torch.int32, device=device)
+    # Nothing that a row draws depends on how large the tiles are.
+    chunks = _CHUNKS if rows * ceil_div(vocab, SAMPLE_CHUNK) > _PROGRAMS else 1
+    programs = ceil_div(vocab, chunks * SAMPLE_CHUNK)
     group = _group_size(vocab)
     groups = ceil_div(vocab, group)
     group_best = torch.empty((rows, groups), dtype=torch.float32, device=device)
     list_groups = torch.empty((rows, groups), dtype=torch.int32, device=device)
-    group_mass = list_tokens = list_logits = plain_words = changed_best = changed_mass = None
+    group_mass = list_tokens = list_logits = plain_words = changed_mass = None
+    changed_best = group_best  # in its place while no row has changed tokens
     if top_k is not None:
-        group_mass = torch.empty((rows, groups), dtype=torch.float32, device=device)
+        group_mass = changed_mass = torch.empty((rows, groups), dtype=torch.float32, device=device)
         list_tokens = torch.empty((rows, LIST), dtype=torch.int32, device=device)
         list_logits = torch.empty((rows, LIST), dtype=torch.float32, device=device)
     processes = mask_words is not None or bias_tokens is not None or seen is not None
     if processes:
         plain_words = torch.empty((rows, groups * group // 32), dtype=torch.int32, device=device)
         changed_best = torch.empty((rows, groups), dtype=torch.float32, device=device)
-        changed_mass = torch.empty((rows, groups), dtype=torch.float32, device=device)
-    ints, floats = best_tokens, best_scores  # in the place of tables that no row uses, while some row may use others
+        if top_k is not None:
+            changed_mass = torch.empty((rows, groups), dtype=torch.float32, device=device)
+        programs += ceil_div(groups * group // 32, CHANGED_WORDS)
+    ints, floats = list_groups, group_best  # in the place of tables that no row uses, while some row may use others
     inputs = (
         logits, temperatures, seeds, seq_lens, row_ids, top_k, top_p, min_p, repetition, presence, frequency,
         ints if seen is None else seen, ints if counts is None else counts,
@@ -162,24 +164,21 @@ def _sample_triton(
         0 if mask_words is None else mask_words.shape[0],
         groups,
     )
-    # Each pass is on its way to the device before the one ahead has ended, and waits there.
-    pdl = logits.is_cuda and torch.cuda.get_device_capability(device) >= (9, 0)
-    sample_chunks_kernel[(rows, parts)](
-        *inputs, best_scores, best_tokens, group_best, group_mass, plain_words, changed_best, changed_mass, *sizes,
-        chunks_per_part, GROUP=group, MAX_CHUNKS=MAX_CHUNKS, PROCESSES=processes, LAUNCH_PDL=pdl,
-        num_warps=_CHUNK_WARPS,
+    overlaps = _OVERLAPS and device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+    sample_chunks_kernel[(rows, programs)](
+        *inputs, group_best, group_mass, plain_words, changed_best, changed_mass, *sizes, GROUP=group, CHUNKS=chunks,
+        CHANGED_WORDS=CHANGED_WORDS, PROCESSES=processes, OVERLAPS=overlaps, num_warps=_CHUNK_WARPS,
     )  # fmt: skip
     wide = max(next_power_of_two(groups), 32)
     sample_rows_kernel[(rows,)](
-        *inputs, best_scores, best_tokens, group_best, list_groups, out, *sizes, parts,
-        PARTS=next_power_of_two(parts), GROUPS=wide, GROUP=group, LAUNCH_PDL=pdl, num_warps=_ROW_WARPS,
-        maxnreg=_ROW_REGISTERS, launch_pdl=pdl,
+        *inputs, group_best, changed_best, list_groups, out, *sizes, GROUPS=wide, GROUP=group, OVERLAPS=overlaps,
+        num_warps=_ROW_WARPS, maxnreg=_ROW_REGISTERS, launch_pdl=overlaps,
     )  # fmt: skip
     if top_k is not None:
         sample_truncated_kernel[(rows,)](
-            *inputs, group_best, group_mass, plain_words, list_groups, list_tokens, list_logits, out, *sizes,
-            GROUPS=wide, GROUP=group, LIST=LIST, LAUNCH_PDL=pdl, num_warps=_ROW_WARPS, maxnreg=_ROW_REGISTERS,
-            launch_pdl=pdl,
+            *inputs, group_best, group_mass, plain_words, changed_best, changed_mass, list_groups, list_tokens,
+            list_logits, out, *sizes, GROUPS=wide, GROUP=group, LIST=LIST, OVERLAPS=overlaps,
+            num_warps=_ROW_WARPS, maxnreg=_ROW_REGISTERS, launch_pdl=overlaps,
         )  # fmt: skip
     return out
 
@@ -281,12 +280,12 @@ def _check_table(
 def compile_variants() -> list[CompileSpec]:
     """All passes: from each logits dtype alone, with everything, and at the largest vocabulary."""
     specs = []
-    floats = ("temperatures", "top_p", "min_p", "repetition", "presence", "frequency", "bias_values", "best_scores",
+    floats = ("temperatures", "top_p", "min_p", "repetition", "presence", "frequency", "bias_values",
               "group_best", "group_mass", "changed_best", "changed_mass", "list_logits")  # fmt: skip
     always = ("seen", "counts", "bias_tokens", "bias_values", "mask_words")
     optional = (
-        *(name for name in _OPTIONAL if name not in always), "group_mass", "plain_words", "changed_best",
-        "changed_mass", "list_tokens", "list_logits",
+        *(name for name in _OPTIONAL if name not in always), "group_mass", "plain_words", "changed_mass", "list_tokens",
+        "list_logits",
     )  # fmt: skip
     vocabularies = {"fp16": 1 << 17, "bf16": 1 << 17, "fp32": MAX_VOCAB_SIZE}
     cases = (("fp16", False), ("bf16", False), ("fp32", False), ("bf16", True), ("fp32", True))
@@ -297,8 +296,9 @@ def compile_variants() -> list[CompileSpec]:
         for part, kernel in kernels.items():
             constexprs: dict[str, object] = {} if everything else {f"{name}_ptr": None for name in optional}
             constexprs |= {
-                "PARTS": vocab // SAMPLE_CHUNK, "GROUPS": vocab // _group_size(vocab), "GROUP": _group_size(vocab),
-                "LIST": LIST, "MAX_CHUNKS": MAX_CHUNKS, "PROCESSES": everything, "LAUNCH_PDL": True,
+                "GROUPS": vocab // _group_size(vocab), "GROUP": _group_size(vocab),
+                "LIST": LIST, "CHUNKS": _CHUNKS, "CHANGED_WORDS": CHANGED_WORDS, "PROCESSES": everything,
+                "OVERLAPS": True,
             }  # fmt: skip
             constexprs = {name: value for name, value in constexprs.items() if name in kernel.arg_names}
             signature = {}

@@ -1,7 +1,8 @@
-"""First pass of sampling, over all logits: a row's best token by part, or the best logits of its groups of tokens.
+"""First pass of sampling, over all logits: the highest logit of each group of tokens, and its mass where top-p asks.
 
-A program reads some chunks of one row. Greedy rows take the first way. All others take the second: `sample_rows_kernel`
-draws from what groups there may be, and looks at few of them.
+A program reads a tile of one row. Its loads are all under way before it waits for anything else, and it takes two to
+five instructions per token: more would take longer than the read itself. So it leaves out the tokens that mask, bias
+and penalties change. Other programs of the same launch find those by their bits and process them one by one.
 """
 
 from __future__ import annotations
@@ -11,26 +12,23 @@ import triton.language as tl
 
 from graphrt.kernels.ops.sampling_logits import (
     CHUNK,
-    MIN_HEAT,
     NOWHERE,
     WORD,
-    best_of,
+    finite,
     has_bit,
     next_changed,
-    raw_logits,
+    rate_of,
     row_options,
     row_values,
     split_words,
     weight,
 )
 
-MAX_CHUNKS = 8
-"""Chunks that a program reads, at most."""
-
-_STAGES = tl.constexpr(4)  # loads of so many chunks are under way
+CHANGED_WORDS = 1024
+"""Words of 32 tokens whose changed tokens a program finds."""
 
 
-@triton.jit(do_not_specialize=["num_groups", "chunks", "state_rows", "bias_rows", "bias_capacity", "num_masks"])
+@triton.jit(do_not_specialize=["num_groups", "state_rows", "bias_rows", "bias_capacity", "num_masks"])
 def sample_chunks_kernel(
     logits_ptr,
     temperatures_ptr,
@@ -50,8 +48,6 @@ def sample_chunks_kernel(
     bias_counts_ptr,
     mask_words_ptr,
     mask_index_ptr,
-    best_scores_ptr,
-    best_tokens_ptr,
     group_best_ptr,
     group_mass_ptr,
     plain_words_ptr,
@@ -64,16 +60,20 @@ def sample_chunks_kernel(
     bias_capacity,
     num_masks,
     num_groups,
-    chunks,  # of one program
     GROUP: tl.constexpr,
-    MAX_CHUNKS: tl.constexpr,
+    CHUNKS: tl.constexpr,  # of a tile
+    CHANGED_WORDS: tl.constexpr,
     PROCESSES: tl.constexpr,  # some row may
-    LAUNCH_PDL: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
-    if LAUNCH_PDL:
-        tl.extra.cuda.gdc_launch_dependents()  # which wait for the end of this pass, but not to be launched
     row = tl.program_id(0)
     part = tl.program_id(1)
+    if PROCESSES:  # programs that wait for one load after the other start first
+        part -= tl.cdiv(num_groups * (GROUP // WORD), CHANGED_WORDS)
+    tile: tl.constexpr = CHUNKS * CHUNK
+    raw = _load_tile(logits_ptr + row.to(tl.int64) * stride_logits, part * tile, vocab_size, tile)
+    if OVERLAPS:
+        tl.extra.cuda.gdc_launch_dependents()
     source = (
         (logits_ptr, mask_words_ptr, bias_tokens_ptr, bias_values_ptr, seen_ptr, counts_ptr),
         row_values(
@@ -81,122 +81,121 @@ def sample_chunks_kernel(
             state_rows, bias_counts_ptr, bias_rows, bias_capacity, mask_index_ptr, num_masks,
         ),
     )  # fmt: skip
-    processes = False
-    if PROCESSES:
-        processes = source[1][2]
     heat, top_k, top_p, min_p, _ = row_options(row, vocab_size, temperatures_ptr, top_k_ptr, top_p_ptr, min_p_ptr)
-    first = part * chunks
-    end = first + chunks
+    rate = rate_of(heat)
+    weighs = False
+    if top_k_ptr is not None:
+        # top-p comes first: the mass of all tokens is needed
+        weighs = (heat > 0) & (top_p < 1) & (top_k == 0) & (min_p == 0)
     at = row.to(tl.int64) * num_groups
     mass_row_ptr = group_mass_ptr
     if group_mass_ptr is not None:
         mass_row_ptr = group_mass_ptr + at
-    best_row_ptr = group_best_ptr + at
-    if (heat > 0) | processes:
-        weighs = False
-        if top_k_ptr is not None:
-            weighs = (top_p < 1) & (top_k == 0) & (min_p == 0)  # top-p comes first: the mass of all tokens is needed
-        rate = 1.0 / tl.maximum(heat, MIN_HEAT)
-        raw = True
-        if PROCESSES:
-            raw = processes == 0
-            if processes:
-                changed = (plain_words_ptr + at * (GROUP // WORD), changed_best_ptr + at, changed_mass_ptr + at)
-                _measure_changed(source, changed, num_groups, rate, first, end, GROUP, MAX_CHUNKS)
-                tl.debug_barrier()  # what some threads have stored, others load
-                _measure_groups(
-                    source, best_row_ptr, mass_row_ptr, changed, num_groups, rate, weighs, first, end, GROUP
-                )
-        if raw:
-            _measure_groups(source, best_row_ptr, mass_row_ptr, None, num_groups, rate, weighs, first, end, GROUP)
-    else:
-        best, token = _best_of_part(source, first, end)
-        partial = row * tl.num_programs(1) + part
-        tl.store(best_scores_ptr + partial, best)
-        tl.store(best_tokens_ptr + partial, token)
+    if part >= 0:
+        _measure_tile(source, raw, group_best_ptr + at, mass_row_ptr, num_groups, rate, weighs, part, GROUP, PROCESSES)
+    elif PROCESSES:
+        if source[1][2]:
+            changed_mass_row_ptr = changed_mass_ptr
+            if changed_mass_ptr is not None:
+                changed_mass_row_ptr = changed_mass_ptr + at
+            outputs = (plain_words_ptr + at * (GROUP // WORD), changed_best_ptr + at)
+            _measure_changed(
+                source, outputs, changed_mass_row_ptr, num_groups, rate, weighs, tl.program_id(1), GROUP, CHANGED_WORDS
+            )
 
 
 @triton.jit
-def _measure_changed(source, outputs, num_groups, rate, first, end, GROUP: tl.constexpr, MAX_CHUNKS: tl.constexpr):
+def _load_tile(row_ptr, first, vocab_size, tile: tl.constexpr):
+    """[words, 32] logits of a tile as they are; -inf beyond the vocabulary. Only the tile at its end has a mask."""
+    tokens = first + tl.arange(0, tile // WORD)[:, None] * WORD + tl.arange(0, 32)[None, :]
+    if (first >= 0) & (first + tile <= vocab_size):
+        raw = tl.load(row_ptr + tokens)
+    else:
+        raw = tl.load(row_ptr + tokens, mask=(tokens >= 0) & (tokens < vocab_size), other=float("-inf"))
+    return raw
+
+
+@triton.jit
+def _measure_tile(
+    source,
+    raw,
+    best_row_ptr,
+    mass_row_ptr,
+    num_groups,
+    rate,
+    weighs,
+    part,
+    GROUP: tl.constexpr,
+    PROCESSES: tl.constexpr,
+):
+    """The highest logit of each group, without changed tokens, and where `weighs` the group's mass relative to it.
+
+    Neither value depends on the tile that a group lies in. Maxima pass over NaN, so only they are looked at for it.
+    """
+    num_words: tl.constexpr = raw.shape[0]
+    per_group: tl.constexpr = GROUP // WORD
+    per_tile: tl.constexpr = num_words // per_group
+    logits = raw.to(tl.float32)
+    if PROCESSES:
+        if source[1][2]:
+            words = part * num_words + tl.arange(0, num_words)
+            words = tl.where(words < num_groups * per_group, words, NOWHERE // WORD)
+            plain, _, _ = split_words(source, words)
+            logits = tl.where(has_bit(plain), logits, float("-inf"))
+    best_of_word = tl.max(logits, 1)
+    best = best_of_word
+    if per_group > 1:
+        best = tl.max(tl.reshape(best_of_word, [per_tile, per_group]), 1)
+    groups = part * per_tile + tl.arange(0, per_tile)
+    tl.store(best_row_ptr + groups, tl.where(best > float("-inf"), best, float("-inf")), mask=groups < num_groups)
+    if mass_row_ptr is not None:
+        if weighs:
+            top = finite(best_of_word)
+            mass = tl.sum(tl.exp2((finite(logits) - top[:, None]) * rate), 1)
+            if per_group > 1:
+                mass = tl.reshape(mass, [per_tile, per_group])
+                by_word = tl.reshape(top, [per_tile, per_group])
+                mass = tl.sum(mass * tl.exp2((by_word - finite(best)[:, None]) * rate), 1)
+            tl.store(mass_row_ptr + groups, mass, mask=groups < num_groups)
+
+
+@triton.jit
+def _measure_changed(
+    source,
+    outputs,
+    mass_row_ptr,
+    num_groups,
+    rate,
+    weighs,
+    part,
+    GROUP: tl.constexpr,
+    CHANGED_WORDS: tl.constexpr,
+):
     """The highest logit of each group among tokens that mask, bias and penalties change, and their mass relative to it.
 
     A lane has the 32 tokens of a word, of which mostly none or few change. It leaves the bits of those that do not.
     """
-    plain_words_ptr, changed_best_ptr, changed_mass_ptr = outputs
+    plain_words_row_ptr, best_row_ptr = outputs
     per_group: tl.constexpr = GROUP // WORD
-    words = first * (CHUNK // WORD) + tl.arange(0, MAX_CHUNKS * CHUNK // WORD)
-    inside = (words < end * (CHUNK // WORD)) & (words < num_groups * per_group)
+    words = part * CHANGED_WORDS + tl.arange(0, CHANGED_WORDS)
+    inside = words < num_groups * per_group
     words = tl.where(inside, words, NOWHERE // WORD)
     plain, changed, seen = split_words(source, words)
-    tl.store(plain_words_ptr + words, plain, mask=inside)
+    tl.store(plain_words_row_ptr + words, plain, mask=inside)
     best = tl.full(words.shape, float("-inf"), tl.float32)
     mass = tl.zeros(words.shape, tl.float32)
     while tl.max((changed != 0).to(tl.int32), 0) > 0:
-        logits, changed = next_changed(source, words, changed, seen)
+        _, logits, changed = next_changed(source, words, changed, seen)
         new_best = tl.maximum(best, logits)
-        mass = mass * weight(best, new_best, rate) + weight(logits, new_best, rate)
+        if weighs:
+            mass = mass * weight(best, new_best, rate) + weight(logits, new_best, rate)
         best = new_best
     if per_group > 1:
-        by_word = tl.reshape(best, [best.shape[0] // per_group, per_group])
-        mass = tl.reshape(mass, [best.shape[0] // per_group, per_group])
+        by_word = tl.reshape(best, [CHANGED_WORDS // per_group, per_group])
         best = tl.max(by_word, 1)
+        mass = tl.reshape(mass, [CHANGED_WORDS // per_group, per_group])
         mass = tl.sum(mass * weight(by_word, best[:, None], rate), 1)
-    groups = first * (CHUNK // GROUP) + tl.arange(0, MAX_CHUNKS * CHUNK // GROUP)
-    inside = (groups < end * (CHUNK // GROUP)) & (groups < num_groups)
-    tl.store(changed_best_ptr + groups, best, mask=inside)
-    tl.store(changed_mass_ptr + groups, mass, mask=inside)
-
-
-@triton.jit
-def _measure_groups(
-    source, best_row_ptr, mass_row_ptr, changed, num_groups, rate, weighs, first, end, GROUP: tl.constexpr
-):
-    """The highest logit of each group, and where `weighs` the group's mass relative to it.
-
-    Neither value depends on the part that a group lies in.
-    """
-    per_chunk: tl.constexpr = CHUNK // GROUP
-    per_group: tl.constexpr = GROUP // WORD
-    for chunk in tl.range(first, end, num_stages=_STAGES):
-        groups = chunk * per_chunk + tl.arange(0, per_chunk)
-        words = chunk * (CHUNK // WORD) + tl.arange(0, CHUNK // WORD)
-        logits = raw_logits(source, words[:, None] * WORD + tl.arange(0, 32)[None, :])
-        if changed is not None:
-            plain = tl.load(changed[0] + words, mask=words < num_groups * per_group, other=0)
-            logits = tl.where(has_bit(plain), logits, float("-inf"))
-        best_of_word = tl.max(logits, 1)
-        best = best_of_word
-        if per_group > 1:
-            best = tl.max(tl.reshape(best_of_word, [per_chunk, per_group]), 1)
-        if changed is not None:
-            changed_best = tl.load(changed[1] + groups, mask=groups < num_groups, other=float("-inf"))
-            best = tl.maximum(best, changed_best)
-        tl.store(best_row_ptr + groups, best, mask=groups < num_groups)
-        if mass_row_ptr is not None:
-            if weighs:
-                mass = tl.sum(weight(logits, best_of_word[:, None], rate), 1)
-                if per_group > 1:
-                    by_word = tl.reshape(best_of_word, [per_chunk, per_group])
-                    mass = tl.reshape(mass, [per_chunk, per_group])
-                    mass = tl.sum(mass * weight(by_word, best[:, None], rate), 1)
-                if changed is not None:
-                    if per_group == 1:
-                        mass *= weight(best_of_word, best, rate)
-                    changed_mass = tl.load(changed[2] + groups, mask=groups < num_groups, other=0.0)
-                    mass += changed_mass * weight(changed_best, best, rate)
-                tl.store(mass_row_ptr + groups, mass, mask=groups < num_groups)
-
-
-@triton.jit
-def _best_of_part(source, first, end):
-    """The highest logit of a part of the vocabulary, and its token."""
-    lanes = tl.arange(0, CHUNK)
-    scores = tl.full([CHUNK], float("-inf"), tl.float32)
-    tokens = tl.full([CHUNK], NOWHERE, tl.int32)
-    for start in tl.range(first * CHUNK, end * CHUNK, CHUNK, num_stages=_STAGES):
-        token = lanes + start
-        logits = raw_logits(source, token)
-        wins = logits > scores  # equal logits of a lane: the earlier token stays, which is the lower one
-        scores = tl.where(wins, logits, scores)
-        tokens = tl.where(wins, token, tokens)
-    return best_of(scores, tokens)
+    groups = part * (CHANGED_WORDS // per_group) + tl.arange(0, CHANGED_WORDS // per_group)
+    tl.store(best_row_ptr + groups, best, mask=groups < num_groups)
+    if mass_row_ptr is not None:
+        tl.store(mass_row_ptr + groups, mass, mask=groups < num_groups)

@@ -8,7 +8,7 @@ import triton.language as tl
 from graphrt.kernels.ops.sampling_reference import MAX_TEMPERATURE, NOISE_GROUP
 
 SAMPLE_CHUNK = 2048
-"""Tokens that a program looks at side by side."""
+"""Tokens that a program looks at side by side, where it does not say otherwise."""
 
 CHUNK = tl.constexpr(SAMPLE_CHUNK)
 WORD = tl.constexpr(32)  # tokens of a word of bits, and of a group of the noise
@@ -16,7 +16,9 @@ NOWHERE = tl.constexpr(1 << 30)  # index that is larger than every real one
 _NO_ENTRY = tl.constexpr((1 << 31) - 1)  # token in the place of entries that a list lacks: beyond all words
 MAX_HEAT = tl.constexpr(MAX_TEMPERATURE)
 assert NOISE_GROUP == 32, "kernels read bits by groups of the noise"
-MIN_HEAT = tl.constexpr(1e-30)  # below it every logit but the best has weight 0 already
+_MIN_HEAT = tl.constexpr(1e-30)  # below it every logit but the best has weight 0 already
+_LOG2_E = tl.constexpr(1.4426950408889634)
+LARGEST = tl.constexpr(3.4028234663852886e38)  # finite float
 
 
 @triton.jit
@@ -51,17 +53,38 @@ def most_noise(seed, position, GROUPS: tl.constexpr, GROUP: tl.constexpr):
 
 
 @triton.jit
+def _least_of_words(seed, position, words):
+    """The least exponential variates of some groups of the noise, in any order, and their places in the groups."""
+    zero = tl.zeros_like(words)
+    w0, w1, w2, w3 = tl.philox(seed, words // 4, position + zero, zero + 1, zero)
+    at = words % 4
+    word = tl.where(at < 2, tl.where(at == 0, w0, w1), tl.where(at == 2, w2, w3))
+    return _least_of(word), (word & 31).to(tl.int32)
+
+
+@triton.jit
+def _above_least(seed, position, tokens):
+    """By how much the tokens' exponential variates exceed the least of their group, where it is not theirs."""
+    zero = tl.zeros_like(tokens)
+    own, _, _, _ = tl.philox(seed, tokens, position + zero, zero, zero)
+    return exponential(own.to(tl.float32) * 2.3283064365386963e-10 + 1.1641532182693481e-10)
+
+
+@triton.jit
 def token_noise(seed, position, tokens):
     """Noise of tokens in any order, for few of them; see `noise_reference`."""
-    zero = tl.zeros_like(tokens)
-    group = tokens // WORD
-    w0, w1, w2, w3 = tl.philox(seed, group // 4, position + zero, zero + 1, zero)
-    at = group % 4
-    word = tl.where(at < 2, tl.where(at == 0, w0, w1), tl.where(at == 2, w2, w3))
-    least = _least_of(word)
-    own, _, _, _ = tl.philox(seed, tokens, position + zero, zero, zero)
-    above = exponential(own.to(tl.float32) * 2.3283064365386963e-10 + 1.1641532182693481e-10)
-    return -tl.log(tl.where((word & 31).to(tl.int32) == tokens % WORD, least, least + above))
+    least, place = _least_of_words(seed, position, tokens // WORD)
+    above = _above_least(seed, position, tokens)
+    return -tl.log(tl.where(place == tokens % WORD, least, least + above))
+
+
+@triton.jit
+def noise_of_words(seed, position, words):
+    """[words, 32]: noise of all tokens of some words in any order; see `noise_reference`."""
+    least, place = _least_of_words(seed, position, words)
+    lanes = tl.arange(0, 32)[None, :]
+    above = _above_least(seed, position, words[:, None] * WORD + lanes)
+    return -tl.log(tl.where(place[:, None] == lanes, least[:, None], least[:, None] + above))
 
 
 @triton.jit
@@ -201,7 +224,8 @@ def _bits_of(source, words):
 @triton.jit
 def has_bit(words):
     """[words, 32]: whether each word has each of its bits."""
-    return ((words[:, None] >> tl.arange(0, 32)[None, :]) & 1) != 0
+    bits = tl.full([32], 1, tl.int32) << tl.arange(0, 32)  # known to the compiler: one instruction per token
+    return (words[:, None] & bits[None, :]) != 0
 
 
 @triton.jit
@@ -234,14 +258,14 @@ def split_words(source, words):
 
 @triton.jit
 def next_changed(source, words, changed, seen):
-    """The processed logit of the first of each word's changed tokens, -inf where there is none; and the bits left."""
+    """The first of each word's changed tokens, its processed logit, -inf where there is none; and the bits left."""
     _, values = source
     lowest = changed & -changed
     # The place of a single bit is the exponent of the power of two.
     place = (lowest.to(tl.uint32, bitcast=True).to(tl.float32).to(tl.int32, bitcast=True) >> 23) - 127
     tokens = tl.where(changed != 0, words * WORD + place, values[1])
     logits = _process(source, tokens, raw_logits(source, tokens), (seen & lowest) != 0)
-    return logits, changed ^ lowest
+    return tokens, logits, changed ^ lowest
 
 
 @triton.jit
@@ -281,10 +305,22 @@ def _bias(tokens, bias_tokens_row_ptr, bias_values_row_ptr, num_biases):
 
 
 @triton.jit
-def weight(logits, best, per_heat):
+def rate_of(heat):
+    """What makes differences of logits exponents of 2: log2(e) / heat."""
+    return _LOG2_E / tl.maximum(heat, _MIN_HEAT)
+
+
+@triton.jit
+def weight(logits, best, rate):
     """exp((logit - best) / heat): probabilities up to their sum. The best has 1 also where it is infinite."""
-    below = tl.where(logits >= best, 0.0, (logits - best) * per_heat)
-    return tl.where(logits > float("-inf"), tl.exp(below), 0.0)
+    below = tl.where(logits >= best, 0.0, (logits - best) * rate)
+    return tl.where(logits > float("-inf"), tl.exp2(below), 0.0)
+
+
+@triton.jit
+def finite(logits):
+    """Logits between the finite floats, where differences are defined. NaN and -inf become the lowest."""
+    return tl.minimum(tl.maximum(logits, -LARGEST), LARGEST)
 
 
 @triton.jit
@@ -317,11 +353,12 @@ def largest_reaching(values, amounts, need, low, high, until):
     """Keys [low, high) of which the first holds: of the values from there on, the amounts add up to `need`.
 
     It must hold at `low`, and not at `high`. A search in quarters, to at most `until` keys: 1 for the largest such key.
-    Where no more than one value lies in these, the first of them is as good. Three sums at once take the barriers and
-    shuffles of one, and those are what a step waits for.
+    Where no more than one value lies in these, the first of them is as good: so the search ends there, too. Four sums
+    at once take the barriers and shuffles of one, and those are what a step waits for.
     Sums of not negative floats in one order are monotone in what they leave out, so the answer is exact for them.
     """
-    while high - low > until:
+    inside = 2.0  # values in [low, high), at least so many as there are
+    while (high - low > until) & (inside > 1):
         quarter = (high - low + 3) // 4
         key_a = low + quarter
         key_b = tl.minimum(key_a + quarter, high - 1)
@@ -329,9 +366,10 @@ def largest_reaching(values, amounts, need, low, high, until):
         of_a = tl.where(values >= value_of(key_a), amounts, 0.0)
         of_b = tl.where(values >= value_of(key_b), amounts, 0.0)
         of_c = tl.where(values >= value_of(key_c), amounts, 0.0)
-        pair, single = tl.split(tl.sum(tl.join(tl.join(of_a, of_b), tl.join(of_c, of_c)), 0))
+        within = ((values >= value_of(low)) & (values <= value_of(high - 1))).to(tl.float32)
+        pair, single = tl.split(tl.sum(tl.join(tl.join(of_a, of_b), tl.join(of_c, within)), 0))
         sum_a, sum_b = tl.split(pair)
-        sum_c, _ = tl.split(single)
+        sum_c, inside = tl.split(single)
         high = tl.where(sum_a < need, key_a, tl.where(sum_b < need, key_b, tl.where(sum_c < need, key_c, high)))
         low = tl.where(sum_a < need, low, tl.where(sum_b < need, key_a, tl.where(sum_c < need, key_b, key_c)))
     return low, high

@@ -7,17 +7,19 @@ import triton.language as tl
 
 from graphrt.kernels.ops.sampling_logits import (
     CHUNK,
+    LARGEST,
     NOWHERE,
     WORD,
+    finite,
     has_bit,
     key_of,
     largest_reaching,
     logits_of_words,
     most_noise,
     next_changed,
+    noise_of_words,
     raw_logits,
     split_words,
-    token_noise,
     value_of,
     weight,
 )
@@ -103,15 +105,25 @@ def draw_by_passes(
 
 
 @triton.jit
+def best_of_groups(group_ptrs, GROUPS: tl.constexpr):
+    """The highest logit of each group's plain tokens, and of those that mask, bias and penalties change."""
+    groups = tl.arange(0, GROUPS)
+    plain = tl.load(group_ptrs[0] + groups, mask=groups < group_ptrs[3], other=float("-inf"))
+    changed = tl.load(group_ptrs[1] + groups, mask=groups < group_ptrs[4], other=float("-inf"))
+    return plain, changed
+
+
+@triton.jit
 def best_score(source, noise_at, group_ptrs, floor, heat, GROUPS: tl.constexpr, GROUP: tl.constexpr):
     """The token of the best score among those that reach the floor, and its logit. Of equal scores the lowest token."""
-    group_best_row_ptr, list_groups_row_ptr, num_groups = group_ptrs
+    list_groups_row_ptr = group_ptrs[2]
     seed, position = noise_at
     per_group: tl.constexpr = GROUP // WORD
     lanes: tl.constexpr = _WORDS // per_group
     rows: tl.constexpr = GROUPS // lanes
     groups = tl.arange(0, GROUPS)
-    group_best = tl.load(group_best_row_ptr + groups, mask=groups < num_groups, other=float("-inf"))
+    plain_best, changed_best = best_of_groups(group_ptrs, GROUPS)
+    group_best = tl.maximum(plain_best, changed_best)
     able = (group_best >= floor) & (group_best > float("-inf"))
     noise = most_noise(seed, position, GROUPS, GROUP)
     bounds = tl.reshape(tl.where(able, tl.fma(heat, noise, group_best), float("-inf")), [rows, lanes])
@@ -156,10 +168,11 @@ def words_of_groups(groups, per_group: tl.constexpr):
 def _best_of_groups(source, noise_at, groups, floor, heat, per_group: tl.constexpr):
     """The best score in some groups, its token and its logit."""
     seed, position = noise_at
-    tokens, logits = logits_of_words(source, words_of_groups(groups, per_group))
+    words = words_of_groups(groups, per_group)
+    tokens, logits = logits_of_words(source, words)
     able = (logits >= floor) & (logits > float("-inf"))
     # One rounding here and in the groups' bounds: no score exceeds its group's bound.
-    scores = tl.where(able, tl.fma(heat, token_noise(seed, position, tokens), logits), float("-inf"))
+    scores = tl.where(able, tl.fma(heat, noise_of_words(seed, position, words), logits), float("-inf"))
     score = tl.max(tl.max(scores, 1), 0)
     tokens = tl.where(able, tokens, NOWHERE)
     token = tl.min(tl.min(tl.where(scores == score, tokens, NOWHERE), 1), 0)
@@ -197,39 +210,66 @@ def _narrow(low, high, key, amount, need):
 @triton.jit
 def _amounts_from(source, plain_words_row_ptr, key_a, key_b, key_c, best, rate):
     """The masses of the row's tokens at or above three keys; their numbers where best and rate are 0."""
-    vocab_size = source[1][1]
-    num_processed = tl.where(source[1][2], vocab_size, 0)  # all or none
-    bounds = (value_of(key_a), value_of(key_b), value_of(key_c))
-    per_chunk: tl.constexpr = CHUNK // WORD
-    lanes = tl.arange(0, per_chunk)
-    amount_a = tl.zeros([per_chunk, WORD], tl.float32)
-    amount_b = tl.zeros([per_chunk, WORD], tl.float32)
-    amount_c = tl.zeros([per_chunk, WORD], tl.float32)
-    for chunk in tl.range(0, tl.cdiv(vocab_size, CHUNK), num_stages=_STAGES):
-        words = chunk * per_chunk + lanes
-        logits = raw_logits(source, words[:, None] * WORD + tl.arange(0, 32)[None, :])
-        if plain_words_row_ptr is not None:
-            plain = tl.load(plain_words_row_ptr + words, mask=words * WORD < num_processed, other=-1)
-            logits = tl.where(has_bit(plain), logits, float("-inf"))
-        weights = weight(logits, best, rate)
-        amount_a += tl.where(logits >= bounds[0], weights, 0.0)
-        amount_b += tl.where(logits >= bounds[1], weights, 0.0)
-        amount_c += tl.where(logits >= bounds[2], weights, 0.0)
-    sum_a = tl.sum(tl.sum(amount_a, 1), 0)
-    sum_b = tl.sum(tl.sum(amount_b, 1), 0)
-    sum_c = tl.sum(tl.sum(amount_c, 1), 0)
+    pointers, values = source
+    vocab_size = values[1]
+    row_ptr = pointers[0] + values[0]
+    bounds = (_bound_of(key_a), _bound_of(key_b), _bound_of(key_c))
+    at_best = (finite(best), rate)
+    zeros = tl.zeros([CHUNK // WORD, WORD], tl.float32)
+    amounts = (zeros, zeros, zeros)
+    lanes = tl.arange(0, CHUNK // WORD)[:, None] * WORD + tl.arange(0, 32)[None, :]
+    full = vocab_size // CHUNK
+    for chunk in tl.range(0, full, num_stages=_STAGES):  # without a mask: this loop is most of the time
+        logits = tl.load(row_ptr + chunk * CHUNK + lanes).to(tl.float32)
+        logits = _plain_only(source, plain_words_row_ptr, chunk, logits)
+        amounts = _with_amounts(amounts, logits, bounds, at_best)
+    if full * CHUNK < vocab_size:
+        logits = _plain_only(source, plain_words_row_ptr, full, raw_logits(source, full * CHUNK + lanes))
+        amounts = _with_amounts(amounts, logits, bounds, at_best)
+    sum_a = tl.sum(tl.sum(amounts[0], 1), 0)
+    sum_b = tl.sum(tl.sum(amounts[1], 1), 0)
+    sum_c = tl.sum(tl.sum(amounts[2], 1), 0)
     if plain_words_row_ptr is not None:
-        if source[1][2]:
+        if values[2]:
             start = 0
             while start * WORD < vocab_size:
                 words = start + tl.arange(0, _CHANGED_WORDS)
                 words = tl.where(words * WORD < vocab_size, words, NOWHERE // WORD)
                 _, changed, seen = split_words(source, words)
                 while tl.max((changed != 0).to(tl.int32), 0) > 0:
-                    logits, changed = next_changed(source, words, changed, seen)
+                    _, logits, changed = next_changed(source, words, changed, seen)
                     weights = weight(logits, best, rate)
                     sum_a += tl.sum(tl.where(logits >= bounds[0], weights, 0.0), 0)
                     sum_b += tl.sum(tl.where(logits >= bounds[1], weights, 0.0), 0)
                     sum_c += tl.sum(tl.where(logits >= bounds[2], weights, 0.0), 0)
                 start += _CHANGED_WORDS
     return sum_a, sum_b, sum_c
+
+
+@triton.jit
+def _bound_of(key):
+    """The value of a key, from the lowest finite one upwards: neither NaN nor -inf reaches it."""
+    value = value_of(key)
+    return tl.where(value < -LARGEST, -LARGEST, value)
+
+
+@triton.jit
+def _plain_only(source, plain_words_row_ptr, chunk, logits):
+    """A chunk's logits, -inf in the place of tokens that mask, bias and penalties change."""
+    if plain_words_row_ptr is not None:
+        words = chunk * (CHUNK // WORD) + tl.arange(0, CHUNK // WORD)
+        num_processed = tl.where(source[1][2], source[1][1], 0)  # all or none
+        plain = tl.load(plain_words_row_ptr + words, mask=words * WORD < num_processed, other=-1)
+        logits = tl.where(has_bit(plain), logits, float("-inf"))
+    return logits
+
+
+@triton.jit
+def _with_amounts(amounts, logits, bounds, at_best):
+    """Amounts by lane after some more logits, of which the ones that reach a bound are weighed."""
+    best, rate = at_best
+    weights = tl.exp2((tl.minimum(logits, LARGEST) - best) * rate)
+    amount_a = amounts[0] + tl.where(logits >= bounds[0], weights, 0.0)
+    amount_b = amounts[1] + tl.where(logits >= bounds[1], weights, 0.0)
+    amount_c = amounts[2] + tl.where(logits >= bounds[2], weights, 0.0)
+    return amount_a, amount_b, amount_c

@@ -14,31 +14,35 @@ import triton
 import triton.language as tl
 
 from graphrt.kernels.ops.sampling_logits import (
-    MIN_HEAT,
     NOWHERE,
     WORD,
     best_of,
+    has_bit,
     key_gap,
     key_of,
     largest_reaching,
-    logits_of_words,
+    next_changed,
+    rate_of,
     row_options,
     row_values,
+    split_words,
     token_noise,
     value_of,
     weight,
 )
-from graphrt.kernels.ops.sampling_passes import draw_by_passes, words_of_groups
+from graphrt.kernels.ops.sampling_passes import best_of_groups, draw_by_passes, words_of_groups
 from graphrt.kernels.types import NO_TOKEN
 
-LIST = 2048
+LIST = 4096
 """Tokens that a row's list holds."""
 
 _NO_TOKEN = tl.constexpr(NO_TOKEN)
 _WORDS = tl.constexpr(128)  # whose tokens are looked at side by side
+_CHANGED_WORDS = tl.constexpr(256)  # whose changed tokens are
 _SHORT = tl.constexpr(256)  # tokens of a list that most top-ks leave: one for each thread
+_SEARCHED = tl.constexpr(2048)  # tokens of a list in which a threshold is sought, at most
 _DRAWN = tl.constexpr(256)  # tokens whose noise is drawn side by side
-_FLOOR_KEYS = tl.constexpr(1 << 12)  # a bound need not be exact
+_FLOOR_KEYS = tl.constexpr(1 << 16)  # a bound need not be exact
 _SURE = tl.constexpr(1.0001)  # a bound on masses holds in spite of roundings where it holds by this factor
 
 
@@ -65,6 +69,8 @@ def sample_truncated_kernel(
     group_best_ptr,
     group_mass_ptr,
     plain_words_ptr,
+    changed_best_ptr,
+    changed_mass_ptr,
     list_groups_ptr,
     list_tokens_ptr,
     list_logits_ptr,
@@ -79,12 +85,14 @@ def sample_truncated_kernel(
     GROUPS: tl.constexpr,
     GROUP: tl.constexpr,
     LIST: tl.constexpr,
-    LAUNCH_PDL: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
     row = tl.program_id(0)
     heat, top_k, top_p, min_p, truncates = row_options(
         row, vocab_size, temperatures_ptr, top_k_ptr, top_p_ptr, min_p_ptr
     )
+    if OVERLAPS:
+        tl.extra.cuda.gdc_wait()
     if not truncates:
         return
     source = (
@@ -98,33 +106,41 @@ def sample_truncated_kernel(
     plain_words_row_ptr = plain_words_ptr
     if plain_words_ptr is not None:
         plain_words_row_ptr = plain_words_ptr + at * (GROUP // WORD)
+    num_changed = tl.where(source[1][2], num_groups, 0)
+    group_ptrs = (group_best_ptr + at, changed_best_ptr + at, list_groups_ptr + at, num_groups, num_changed)
     noise_at = (tl.load(seeds_ptr + row), tl.load(seq_lens_ptr + row))
-    rate = 1.0 / tl.maximum(heat, MIN_HEAT)
-    if LAUNCH_PDL:
-        tl.extra.cuda.gdc_wait()
-    groups = tl.arange(0, GROUPS)
-    group_best = tl.load(group_best_ptr + at + groups, mask=groups < num_groups, other=float("-inf"))
+    rate = rate_of(heat)
+    plain_best, changed_best = best_of_groups(group_ptrs, GROUPS)
+    group_best = tl.maximum(plain_best, changed_best)
     best = tl.max(group_best, 0)
+    # top-p comes first: it is of the mass of all tokens.
     num_weighed = tl.where((top_p < 1) & (top_k == 0) & (min_p == 0), num_groups, 0)
-    group_mass = tl.load(group_mass_ptr + at + groups, mask=groups < num_weighed, other=0.0)
-    total = tl.sum(group_mass * weight(group_best, best, rate), 0)
+    num_changed_weighed = tl.minimum(num_weighed, num_changed)
+    groups = tl.arange(0, GROUPS)
+    plain_mass = tl.load(group_mass_ptr + at + groups, mask=groups < num_weighed, other=0.0)
+    changed_mass = tl.load(changed_mass_ptr + at + groups, mask=groups < num_changed_weighed, other=0.0)
+    total = tl.sum(plain_mass * weight(plain_best, best, rate) + changed_mass * weight(changed_best, best, rate), 0)
     gap = tl.where(source[1][2], 1, key_gap(logits_ptr.dtype.element_ty))
-    floor = _floor(group_best, best, total, heat, rate, top_k, top_p, min_p, gap)
-    token = NOWHERE
-    length = LIST + 1
-    if (top_k > 0) | (top_p < 1):
-        row_list = (list_tokens_ptr + row.to(tl.int64) * LIST, list_logits_ptr + row.to(tl.int64) * LIST)
-        length = _make_list(source, groups, group_best, floor, list_groups_ptr + at, row_list, GROUP, LIST)
-        if length <= _SHORT:
-            token = _draw_from_list(
-                row_list, length, noise_at, best, floor, total, heat, rate, top_k, top_p, min_p, gap, _SHORT
-            )
-        elif length <= LIST:
-            token = _draw_from_list(
-                row_list, length, noise_at, best, floor, total, heat, rate, top_k, top_p, min_p, gap, LIST
-            )
-    if length > LIST:
-        group_ptrs = (group_best_ptr + at, list_groups_ptr + at, num_groups)
+    floor = _floor(group_best, best, total, heat, rate, top_k, top_p, min_p)
+    row_list = (list_tokens_ptr + row.to(tl.int64) * LIST, list_logits_ptr + row.to(tl.int64) * LIST)
+    # Of min-p alone, the floor is the threshold: its list needs no search, so it may be longer.
+    searches = (top_k > 0) | (top_p < 1)
+    most = tl.where(searches, _SEARCHED, LIST)
+    length = _list_plain(source, plain_words_row_ptr, group_ptrs, plain_best, floor, row_list, most, GROUP)
+    if plain_words_ptr is not None:
+        if source[1][2]:
+            length = _list_changed(source, group_ptrs, changed_best, floor, row_list, length, most, GROUP)
+    if length <= most:
+        tl.debug_barrier()  # what some threads have stored, others load
+        threshold = key_of(floor)
+        if searches:
+            options = (best, total, rate, top_k, top_p, min_p, gap)
+            if length <= _SHORT:
+                threshold = _threshold_of_list(row_list, length, threshold, options, _SHORT)
+            else:
+                threshold = _threshold_of_list(row_list, length, threshold, options, _SEARCHED)
+        token = _draw_from_list(row_list, length, noise_at, value_of(threshold), heat)
+    else:
         token = draw_by_passes(
             source, plain_words_row_ptr, noise_at, group_ptrs, best, floor, total, heat, rate, top_k, top_p, min_p,
             GROUPS, GROUP,
@@ -133,7 +149,7 @@ def sample_truncated_kernel(
 
 
 @triton.jit
-def _floor(group_best, best, total, heat, per_heat, top_k, top_p, min_p, gap):
+def _floor(group_best, best, total, heat, rate, top_k, top_p, min_p):
     """A logit below which nothing is kept, from the groups' highest logits.
 
     Where k groups reach a logit, so do k tokens. Where the best tokens of some groups hold top-p of the mass, no token
@@ -141,8 +157,7 @@ def _floor(group_best, best, total, heat, per_heat, top_k, top_p, min_p, gap):
     """
     floor = tl.where(min_p > 0, best + heat * tl.log(tl.where(min_p > 0, min_p, 1.0)), float("-inf"))
     by_count = top_k > 0
-    weights = weight(group_best, best, per_heat)
-    amounts = tl.where(by_count, 1.0, weights)
+    amounts = tl.where(by_count, 1.0, weight(group_best, best, rate))
     need = tl.where(by_count, top_k.to(tl.float32), top_p * total * _SURE)
     useful = by_count | ((top_p < 1) & (min_p <= 0))
     # Most searches are short of some ten steps when they begin at the lowest of the groups, not at -inf.
@@ -151,64 +166,118 @@ def _floor(group_best, best, total, heat, per_heat, top_k, top_p, min_p, gap):
     useful = useful & (tl.sum(tl.where(group_best >= lowest, amounts, 0.0), 0) >= need)
     low = key_of(lowest)
     high = tl.where(useful, key_of(best) + 1, low)
-    low, high = largest_reaching(group_best, amounts, need, low, high, tl.maximum(gap, _FLOOR_KEYS))
+    low, high = largest_reaching(group_best, amounts, need, low, high, _FLOOR_KEYS)
     return tl.where(useful, value_of(low), floor)
 
 
 @triton.jit
-def _make_list(
-    source, groups, group_best, floor, list_groups_row_ptr, row_list, GROUP: tl.constexpr, LIST: tl.constexpr
-):
-    """List the tokens that reach the floor, with their processed logits; the length, or more than LIST: too many."""
-    per_group: tl.constexpr = GROUP // WORD
-    wide: tl.constexpr = _WORDS // per_group
+def _list_plain(source, plain_words_row_ptr, group_ptrs, group_best, floor, row_list, most, GROUP: tl.constexpr):
+    """List the plain tokens that reach the floor; the length, or more than `most`: too many.
+
+    Each turn looks at some groups. The logits of the next turn are under way meanwhile.
+    """
+    wide: tl.constexpr = _WORDS // (GROUP // WORD)
     tokens_ptr, logits_ptr = row_list
-    chosen = (group_best >= floor) & (group_best > float("-inf"))
-    count = tl.sum(chosen.to(tl.int32), 0)
-    length = tl.where(count > LIST, count, 0)  # each has a token that reaches the floor
-    if count <= LIST:
-        place = tl.cumsum(chosen.to(tl.int32), 0) - 1
-        tl.store(list_groups_row_ptr + place, groups, mask=chosen)
-        tl.debug_barrier()  # what some threads have stored, others load
+    count, length = _list_groups(group_ptrs, group_best, floor, most)
     start = 0
-    while (start < count) & (length <= LIST):
-        listed = start + tl.arange(0, wide)
-        group = tl.load(list_groups_row_ptr + listed, mask=listed < count, other=NOWHERE // GROUP)
-        tokens, logits = logits_of_words(source, words_of_groups(group, per_group))
-        taken = (logits >= floor) & (logits > float("-inf"))
-        # Places within a word, and of words within the turn: a scan of all tokens at once crosses warps for each.
-        within = tl.cumsum(taken.to(tl.int32), 1)
-        of_words = tl.sum(taken.to(tl.int32), 1)
-        before = length + tl.cumsum(of_words, 0) - of_words
-        # A list that is too long is not read. Places in the mask would have the compiler find all of them twice.
-        list_place = tl.minimum(before[:, None] + within, LIST) - 1
-        tl.store(tokens_ptr + list_place, tokens, mask=taken)
-        tl.store(logits_ptr + list_place, logits, mask=taken)
-        length += tl.sum(of_words, 0)
+    words, raw = _words_listed(source, group_ptrs, 0, count, wide, GROUP)
+    while (start < count) & (length <= most):
         start += wide
-    tl.debug_barrier()
+        next_words, next_raw = _words_listed(source, group_ptrs, start, count, wide, GROUP)
+        logits = raw.to(tl.float32)
+        if plain_words_row_ptr is not None:
+            if source[1][2]:
+                inside = words * WORD < source[1][1]
+                logits = tl.where(
+                    has_bit(tl.load(plain_words_row_ptr + words, mask=inside, other=0)), logits, float("-inf")
+                )
+        taken = ((logits >= floor) & (logits > float("-inf"))).to(tl.int32)
+        of_word = tl.sum(taken, 1)
+        place = length - 1 + (tl.cumsum(of_word, 0) - of_word)[:, None] + tl.cumsum(taken, 1)
+        # A list that is too long is not read. Places in the mask would have the compiler find all of them twice.
+        place = tl.minimum(place, most - 1)
+        tl.store(tokens_ptr + place, words[:, None] * WORD + tl.arange(0, 32)[None, :], mask=taken != 0)
+        tl.store(logits_ptr + place, logits, mask=taken != 0)
+        length += tl.sum(of_word, 0)
+        words = next_words
+        raw = next_raw
     return length
 
 
 @triton.jit
-def _draw_from_list(
-    row_list, length, noise_at, best, floor, total, heat, rate, top_k, top_p, min_p, gap, LIST: tl.constexpr
-):
-    """The draw among listed tokens, which hold all that are kept. Top-k's threshold first: top-p's mass is above it."""
+def _list_groups(group_ptrs, group_best, floor, most):
+    """List the groups that reach the floor: their number, and the length of a list of tokens before any.
+
+    Each has a token that reaches the floor. So where they are more than `most`, the list is too long already.
+    """
+    chosen = (group_best >= floor) & (group_best > float("-inf"))
+    count = tl.sum(chosen.to(tl.int32), 0)
+    if count <= most:
+        place = tl.cumsum(chosen.to(tl.int32), 0) - 1
+        tl.store(group_ptrs[2] + place, tl.arange(0, group_best.shape[0]), mask=chosen)
+        tl.debug_barrier()  # what some threads have stored, others load
+    return count, tl.where(count > most, count, 0)
+
+
+@triton.jit
+def _words_listed(source, group_ptrs, start, count, wide: tl.constexpr, GROUP: tl.constexpr):
+    """The words of some listed groups, and their tokens' logits as they are."""
+    pointers, values = source
+    listed = start + tl.arange(0, wide)
+    group = tl.load(group_ptrs[2] + listed, mask=listed < count, other=NOWHERE // GROUP)
+    words = words_of_groups(group, GROUP // WORD)
+    tokens = words[:, None] * WORD + tl.arange(0, 32)[None, :]
+    return words, tl.load(pointers[0] + values[0] + tokens, mask=tokens < values[1], other=float("-inf"))
+
+
+@triton.jit
+def _list_changed(source, group_ptrs, group_best, floor, row_list, length, most, GROUP: tl.constexpr):
+    """Go on with the list: those that mask, bias and penalties change. Mostly a few groups have one at the floor."""
+    per_group: tl.constexpr = GROUP // WORD
+    wide: tl.constexpr = _CHANGED_WORDS // per_group
     tokens_ptr, logits_ptr = row_list
+    tl.debug_barrier()  # the list of groups before this one has been read
+    count, too_long = _list_groups(group_ptrs, group_best, floor, most)
+    length += too_long
+    start = 0
+    while (start < count) & (length <= most):
+        listed = start + tl.arange(0, wide)
+        group = tl.load(group_ptrs[2] + listed, mask=listed < count, other=NOWHERE // GROUP)
+        words = words_of_groups(group, per_group)
+        _, changed, seen = split_words(source, words)
+        while tl.max((changed != 0).to(tl.int32), 0) > 0:
+            tokens, logits, changed = next_changed(source, words, changed, seen)
+            taken = ((logits >= floor) & (logits > float("-inf"))).to(tl.int32)
+            place = tl.minimum(length + tl.cumsum(taken, 0), most) - 1
+            tl.store(tokens_ptr + place, tokens, mask=taken != 0)
+            tl.store(logits_ptr + place, logits, mask=taken != 0)
+            length += tl.sum(taken, 0)
+        start += wide
+    return length
+
+
+@triton.jit
+def _threshold_of_list(row_list, length, low, options, LIST: tl.constexpr):
+    """The key from which upwards listed tokens are kept. Top-k's threshold first: top-p's mass is above it."""
+    best, total, rate, top_k, top_p, min_p, gap = options
     lanes = tl.arange(0, LIST)
-    logits = tl.load(logits_ptr + lanes, mask=lanes < length, other=float("-inf"))
+    logits = tl.load(row_list[1] + lanes, mask=lanes < length, other=float("-inf"))
     weights = weight(logits, best, rate)
-    threshold = key_of(floor)
     end = key_of(best) + 1
     if (top_k > 0) & (top_k < length):
         ones = tl.full([LIST], 1.0, tl.float32)
-        threshold, _ = largest_reaching(logits, ones, top_k.to(tl.float32), threshold, end, gap)
+        low, _ = largest_reaching(logits, ones, top_k.to(tl.float32), low, end, gap)
     if top_p < 1:
         if (top_k > 0) | (min_p > 0):
-            total = tl.sum(tl.where(logits >= value_of(threshold), weights, 0.0), 0)
-        threshold, _ = largest_reaching(logits, weights, top_p * total, threshold, end, gap)
-    # Most lists are short, and noise is what takes instructions: a lane has a token of each block.
+            total = tl.sum(tl.where(logits >= value_of(low), weights, 0.0), 0)
+        low, _ = largest_reaching(logits, weights, top_p * total, low, end, gap)
+    return low
+
+
+@triton.jit
+def _draw_from_list(row_list, length, noise_at, threshold, heat):
+    """The draw among the listed tokens that reach the threshold: noise takes instructions, so it has no idle lanes."""
+    tokens_ptr, logits_ptr = row_list
     seed, position = noise_at
     scores = tl.full([_DRAWN], float("-inf"), tl.float32)
     tokens = tl.full([_DRAWN], NOWHERE, tl.int32)
@@ -216,9 +285,10 @@ def _draw_from_list(
         at = start + tl.arange(0, _DRAWN)
         token = tl.load(tokens_ptr + at, mask=at < length, other=NOWHERE)
         logit = tl.load(logits_ptr + at, mask=at < length, other=float("-inf"))
-        kept = (at < length) & (logit >= value_of(threshold))
+        kept = (at < length) & (logit >= threshold)
         score = tl.where(kept, tl.fma(heat, token_noise(seed, position, token), logit), float("-inf"))
-        wins = score > scores  # equal scores of a lane: the earlier token stays, which is the lower one
+        # Of equal scores the lower token: changed tokens are listed behind all others.
+        wins = (score > scores) | (kept & (score == scores) & (token < tokens))
         scores = tl.where(wins, score, scores)
         tokens = tl.where(wins, token, tokens)
     _, drawn = best_of(scores, tokens)
