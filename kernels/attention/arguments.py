@@ -132,8 +132,3 @@ def check_triton_head_dim(name: str, head_dim: int) -> None:
             f"{name}: expected a size of heads from 1 to {MAX_HEAD_DIM}, got {head_dim}; "
             "choose the backend 'torch_reference'"
         )
-
-
-def next_power_of_two(value: int) -> int:
-    """The smallest power of two >= `value`, which is at least 1."""
-    return 1 << (value - 1).bit_length()

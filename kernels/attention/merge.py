@@ -11,10 +11,11 @@ import torch
 import triton
 import triton.language as tl
 
-from graphrt.kernels.attention.arguments import ATTENTION_DTYPES, TRITON_DTYPES, next_power_of_two
+from graphrt.kernels.attention.arguments import ATTENTION_DTYPES, TRITON_DTYPES
 from graphrt.kernels.checks import check_no_overlap, check_tensor, check_unit_stride
 from graphrt.kernels.compile_spec import CompileSpec
 from graphrt.kernels.errors import UnsupportedError
+from graphrt.kernels.launcher import next_power_of_two
 from graphrt.kernels.library import define_op
 
 _MAX_HEAD_DIM = 1024

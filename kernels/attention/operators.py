@@ -25,6 +25,7 @@ from graphrt.kernels.attention.workspace import AttentionWorkspace
 from graphrt.kernels.checks import check_tensor, check_unit_stride
 from graphrt.kernels.compile_spec import CompileSpec
 from graphrt.kernels.errors import CapacityError, ShapeError
+from graphrt.kernels.launcher import KernelLauncher
 from graphrt.kernels.op_declaration import DeclaredOp
 
 _MAX_INT32 = (1 << 31) - 1
@@ -68,6 +69,9 @@ def _stride_unit(kv_strides: Sequence[int], others: Sequence[int]) -> int:
     return math.gcd(*strides, 8)
 
 
+_launch_kernel = KernelLauncher(attend_kernel)
+
+
 def _launch(call: AttentionCall) -> None:
     """One launch of the Triton kernel: a program per KV head and part."""
     plan, options, workspace = call.plan, call.options, call.workspace
@@ -75,7 +79,8 @@ def _launch(call: AttentionCall) -> None:
     logit_factor, logit_cap = logit_constants(options.softmax_scale, options.logits_softcap)
     k_strides, v_strides = (t.stride()[:3] if paged else (0, *t.stride()[:2]) for t in (call.k, call.v))
     unit = _stride_unit((*k_strides, *v_strides), (*call.q.stride()[:2], *call.out.stride()[:2]))
-    attend_kernel[(plan.shape.num_kv_heads, plan.schedule.num_parts)](
+    _launch_kernel(
+        (plan.shape.num_kv_heads, plan.schedule.num_parts),
         call.q,
         call.k,
         call.v,

@@ -11,7 +11,6 @@ from dataclasses import dataclass, fields
 
 import torch
 
-from graphrt.kernels.attention.arguments import next_power_of_two
 from graphrt.kernels.attention.attend import PART_WORDS, SEGMENT_WORDS
 from graphrt.kernels.attention.plan_native import NATIVE_MERGE_BUNDLE, NativePlan, parts_are_warps, plan_for_native
 from graphrt.kernels.attention.plan_schedule import (
@@ -24,6 +23,7 @@ from graphrt.kernels.attention.plan_shape import MAX_QUERY_LEN, PlanShape, check
 from graphrt.kernels.attention.plan_tile import MIN_BLOCK_M, TilePlan, decode_tile, varlen_tile
 from graphrt.kernels.checks import check_int
 from graphrt.kernels.errors import ShapeError
+from graphrt.kernels.launcher import next_power_of_two
 
 _MERGE_ELEMENTS_PER_WARP = 4096
 """float32 values of partial results that a merging warp of the Triton kernel holds at a time, in 128 registers per

@@ -6,10 +6,11 @@ from dataclasses import dataclass
 
 import torch
 
-from graphrt.kernels.attention.arguments import ATTENTION_DTYPES, check_triton_head_dim, next_power_of_two
+from graphrt.kernels.attention.arguments import ATTENTION_DTYPES, check_triton_head_dim
 from graphrt.kernels.attention.options import FP8_DTYPES
 from graphrt.kernels.checks import check_int
 from graphrt.kernels.errors import ShapeError
+from graphrt.kernels.launcher import next_power_of_two
 
 MAX_QUERY_LEN = 16
 """Most new tokens per row of a decode plan. Rows with more take a plan made by `AttentionPlan.varlen`. Not measured."""

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 import torch
 
-from graphrt.kernels.attention.arguments import next_power_of_two
 from graphrt.kernels.attention.plan_schedule import parts_of_programs
 from graphrt.kernels.attention.plan_shape import PlanShape
+from graphrt.kernels.launcher import next_power_of_two
 
 MIN_BLOCK_M = 16
 """Queries. Smallest unit, since a product on tensor cores takes at least 16. A limit of Triton, not measured."""

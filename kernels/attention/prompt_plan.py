@@ -7,9 +7,9 @@ from dataclasses import dataclass, fields
 
 import torch
 
-from graphrt.kernels.attention.arguments import next_power_of_two
 from graphrt.kernels.checks import check_int
 from graphrt.kernels.errors import ShapeError
+from graphrt.kernels.launcher import next_power_of_two
 
 UNIT_WORDS = 8
 """int32 words of a unit in the schedule, and of the header before the first unit."""

@@ -18,6 +18,7 @@ from graphrt.kernels.cache.reference import write_kv_reference
 from graphrt.kernels.checks import check_no_overlap, check_not_empty, check_tensor, check_unit_stride
 from graphrt.kernels.compile_spec import CompileSpec
 from graphrt.kernels.errors import ShapeError
+from graphrt.kernels.launcher import KernelLauncher, next_power_of_two
 from graphrt.kernels.library import define_op
 
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32)
@@ -205,6 +206,9 @@ def _write_kv_kernel(
             tl.store(v_cache_ptr + v_out[:, None] + dims[None, :], v, mask=mask)
 
 
+_launch = KernelLauncher(_write_kv_kernel)
+
+
 @dataclass(frozen=True, slots=True)
 class _Tiling:
     """How many heads a program takes, and the powers of two that hold a head of V, and the pieces of one of Q or K."""
@@ -216,11 +220,11 @@ class _Tiling:
 
     @classmethod
     def choose(cls, num_heads: int, head_dim: int, v_head_dim: int, rotary_dim: int) -> _Tiling:
-        widest = triton.next_power_of_2(max(head_dim, v_head_dim))
-        block_h = min(triton.next_power_of_2(num_heads), max(1, _TILE_ELEMENTS // widest))
+        widest = next_power_of_two(max(head_dim, v_head_dim))
+        block_h = min(next_power_of_two(num_heads), max(1, _TILE_ELEMENTS // widest))
         half, rest = rotary_dim // 2, head_dim - rotary_dim
-        block_v = triton.next_power_of_2(v_head_dim)
-        return cls(block_h, block_v, triton.next_power_of_2(max(half, 1)), triton.next_power_of_2(max(rest, 1)))
+        block_v = next_power_of_two(v_head_dim)
+        return cls(block_h, block_v, next_power_of_two(max(half, 1)), next_power_of_two(max(rest, 1)))
 
     def constexprs(self) -> dict[str, int]:
         return {
@@ -253,10 +257,10 @@ def _write_kv_triton(
     rotary_dim = 0 if cos_sin is None else cos_sin.shape[1]
     tiling = _Tiling.choose(max(num_q_heads, num_kv_heads), head_dim, v_head_dim, rotary_dim)
     changes_q = cos_sin is not None or q_norm is not None
-    num_q_blocks = triton.cdiv(num_q_heads, tiling.block_h) if changes_q else 0
-    grid = (tokens, num_q_blocks + triton.cdiv(num_kv_heads, tiling.block_h))
-    _write_kv_kernel[grid](
-        q, k, v, k_cache, v_cache, slot_mapping, positions, cos_sin, q_norm, k_norm, k_scale, v_scale,
+    num_q_blocks = -(-num_q_heads // tiling.block_h) if changes_q else 0
+    grid = (tokens, num_q_blocks + -(-num_kv_heads // tiling.block_h))
+    _launch(
+        grid, q, k, v, k_cache, v_cache, slot_mapping, positions, cos_sin, q_norm, k_norm, k_scale, v_scale,
         norm_eps, num_q_heads, num_kv_heads, num_q_blocks, q.stride(0), q.stride(1), k.stride(0), k.stride(1),
         v.stride(0), v.stride(1), *k_cache.stride()[:3], *v_cache.stride()[:3],
         0 if cos_sin is None else cos_sin.stride(0), _scale_stride(k_scale), _scale_stride(v_scale),

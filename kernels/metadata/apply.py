@@ -21,6 +21,7 @@ import triton.language as tl
 from graphrt.kernels.checks import check_tensor
 from graphrt.kernels.compile_spec import CompileSpec
 from graphrt.kernels.errors import ShapeError
+from graphrt.kernels.launcher import KernelLauncher, next_power_of_two
 from graphrt.kernels.metadata import record as layout
 from graphrt.kernels.metadata.buffers import (
     COPIED,
@@ -307,17 +308,21 @@ def _apply_kernel(
 
 def _tile_sizes(groups: int) -> dict[str, int]:
     """Fields of a row, and of its parts; with blocks that hold them."""
-    fields, values, power = layout.row_fields(groups), len(COPIED), triton.next_power_of_2
+    fields, values, power = layout.row_fields(groups), len(COPIED), next_power_of_two
     return {
         "ROW_FIELDS": fields, "FIELD_BLOCK": power(fields), "GROUPS": groups, "GROUP_BLOCK": power(groups),
         "COPIED_VALUES": values, "COPIED_BLOCK": power(values), "KEPT_BLOCK": power(max(values, STOP_TOKENS)),
     }  # fmt: skip
 
 
+_launch = KernelLauncher(_apply_kernel)
+
+
 def _apply_triton(b: Any) -> None:
     groups, num_row_ids = b.page_groups.shape[0], b.row_lens.shape[0]
-    row_block = max(_ROW_BLOCK, triton.next_power_of_2(triton.cdiv(b.padded_reqs, _PROGRAMS)))
-    _apply_kernel[(_PROGRAMS,)](
+    row_block = max(_ROW_BLOCK, next_power_of_two(-(-b.padded_reqs // _PROGRAMS)))
+    _launch(
+        (_PROGRAMS,),
         b.page_groups, b.inbox, b.record, b.cursor, b.order, b.row_lens, b.row_ends, b.row_values, b.end_lengths,
         b.end_tokens, b.step_counter, b.page_spans,
         b.inbox.shape[0], b.inbox.stride(0), min(b.padded_reqs, b.order.shape[0]), b.record.shape[0],

@@ -26,6 +26,7 @@ import triton.language as tl
 from graphrt.kernels.checks import check_int
 from graphrt.kernels.compile_spec import CompileSpec
 from graphrt.kernels.errors import ShapeError
+from graphrt.kernels.launcher import KernelLauncher, next_power_of_two
 from graphrt.kernels.metadata import record as layout
 from graphrt.kernels.metadata.arguments import MAX_TOKENS, check_arguments, check_tables
 from graphrt.kernels.metadata.buffers import (
@@ -455,21 +456,26 @@ def _write_buffers_kernel(
             tl.store(positions_ptr + at, zeros, mask=mask)
 
 
+_check_rows, _write_buffers = KernelLauncher(_check_rows_kernel), KernelLauncher(_write_buffers_kernel)
+
+
 def _refresh_triton(b: Any) -> None:
     groups, padded_reqs, width = b.block_table.shape
     padded_tokens, row_ids = b.input_ids.shape[0], b.last_token.shape[0]
     tiling = _Tiling.choose(padded_reqs * groups, b.query_len, padded_tokens, width)
     row_fields = layout.row_fields(groups)
-    _check_rows_kernel[(padded_reqs, groups)](
+    _check_rows(
+        (padded_reqs, groups),
         b.page_groups, b.record, b.last_token, b.last_encoder_len, b.claims, b.duplicates, b.tables, b.page_table,
         b.page_spans, b.table_from, b.table_to, b.new_spans, b.check_code, b.check_value,
         b.record.shape[0], padded_reqs, padded_tokens, row_ids, b.claims.shape[0] - row_ids, b.max_seq_len,
         b.vocab_size, width, b.duplicates.stride(0), b.check_code.stride(0),
-        QUERY_LEN=b.query_len, ROW_FIELDS=row_fields, GROUPS=groups, GROUP_BLOCK=triton.next_power_of_2(groups),
+        QUERY_LEN=b.query_len, ROW_FIELDS=row_fields, GROUPS=groups, GROUP_BLOCK=next_power_of_two(groups),
         TOKEN_BLOCK=tiling.token_block, PAGE_BLOCK=tiling.page_block, num_warps=tiling.num_warps,
     )  # fmt: skip
-    parts = min(triton.cdiv(width, tiling.table_block), max(_PROGRAMS // (padded_reqs * groups), 1))
-    _write_buffers_kernel[(padded_reqs, parts, groups)](
+    parts = min(-(-width // tiling.table_block), max(_PROGRAMS // (padded_reqs * groups), 1))
+    _write_buffers(
+        (padded_reqs, parts, groups),
         b.page_groups, b.record, b.last_token, b.last_encoder_len, b.duplicates, b.tables, b.page_table,
         b.page_spans, b.table_from, b.table_to, b.new_spans, b.check_code, b.check_value, b.fault_code, b.fault_value,
         b.step_counter, b.input_ids, b.positions, b.slot_mapping,
@@ -479,7 +485,7 @@ def _refresh_triton(b: Any) -> None:
         b.record.shape[0], padded_reqs, padded_tokens, row_ids, width, b.seq_len_fill, b.duplicates.stride(0),
         b.check_code.stride(0), b.slot_mapping.stride(0), b.block_table.stride(0), COPIED_PADS=COPIED_PAD_WORDS,
         QUERY_LEN=b.query_len, ROW_FIELDS=row_fields, DECODE_LEN=b.decode_len, GROUPS=groups,
-        GROUP_BLOCK=triton.next_power_of_2(groups), ROW_BLOCK=_ROW_BLOCK,
+        GROUP_BLOCK=next_power_of_two(groups), ROW_BLOCK=_ROW_BLOCK,
         TOKEN_BLOCK=tiling.token_block, TABLE_BLOCK=tiling.table_block, num_warps=tiling.num_warps,
     )  # fmt: skip
 
@@ -496,7 +502,7 @@ class _Tiling:
     @classmethod
     def choose(cls, programs: int, query_len: int, padded_tokens: int, width: int) -> _Tiling:
         num_warps, lanes = (4, _LANES_OF_FEW) if programs <= _FEW else (1, _LANES)
-        columns, tokens = triton.next_power_of_2(width), triton.next_power_of_2(query_len or padded_tokens)
+        columns, tokens = next_power_of_two(width), next_power_of_two(query_len or padded_tokens)
         return cls(num_warps, min(tokens, lanes), min(columns, 2 * lanes), min(columns, lanes))
 
 
@@ -567,7 +573,7 @@ def compile_variants() -> list[CompileSpec]:
             "ROW_FIELDS": layout.row_fields(groups),
             "TOKEN_BLOCK": tiling.token_block,
         }
-        common |= {"GROUPS": groups, "GROUP_BLOCK": triton.next_power_of_2(groups)}
+        common |= {"GROUPS": groups, "GROUP_BLOCK": next_power_of_two(groups)}
         if not tables:
             common["tables_ptr"] = None
         written = {"TABLE_BLOCK": tiling.table_block, "COPIED_PADS": COPIED_PAD_WORDS}

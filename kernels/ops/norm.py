@@ -9,6 +9,7 @@ import triton.language as tl
 from graphrt.kernels.checks import check_tensor, check_unit_stride
 from graphrt.kernels.compile_spec import CompileSpec
 from graphrt.kernels.errors import UnsupportedError
+from graphrt.kernels.launcher import KernelLauncher, next_power_of_two
 from graphrt.kernels.library import define_op
 from graphrt.kernels.ops.reference import add_rms_norm_reference, rms_norm_reference
 
@@ -53,13 +54,17 @@ def _num_warps(block: int) -> int:
     return min(max(block // 512, 1), 16)
 
 
+_launch_kernel = KernelLauncher(_rms_norm_kernel)
+
+
 def _launch(residual: torch.Tensor | None, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     tokens, hidden = x.shape
     out = torch.empty((tokens, hidden), dtype=x.dtype, device=x.device)
     if tokens == 0:
         return out
-    block = triton.next_power_of_2(hidden)
-    _rms_norm_kernel[(tokens,)](
+    block = next_power_of_two(hidden)
+    _launch_kernel(
+        (tokens,),
         residual, x, weight, out, eps, 0 if residual is None else residual.stride(0), x.stride(0), out.stride(0),
         HIDDEN=hidden, BLOCK=block, HAS_RESIDUAL=residual is not None, num_warps=_num_warps(block),
     )  # fmt: skip
@@ -138,7 +143,7 @@ def compile_variants() -> list[CompileSpec]:
         ("add_fp16_to_fp32_2880", "fp16", "fp32", 2880),
         ("add_fp32_16384", "fp32", "fp32", 16384),
     ):
-        block = triton.next_power_of_2(hidden)
+        block = next_power_of_two(hidden)
         constexprs: dict[str, object] = {"HIDDEN": hidden, "BLOCK": block, "HAS_RESIDUAL": residual_kind is not None}
         if residual_kind is None:
             constexprs["residual_ptr"] = None
