@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from numbers import Integral, Real
 from typing import Any, TypeVar
 
@@ -15,6 +16,7 @@ import torch
 from graphrt.kernels.errors import ConfigError, GraphRTError, ShapeError
 
 _T = TypeVar("_T")
+_MOST_PASSED = 4096  # looks that are kept per check: far more than a runtime has sizes and layers
 _LONGEST_SHOWN = 80  # characters of a wrong value in an error
 
 FLOAT32_TINY, FLOAT32_MAX = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
@@ -86,6 +88,39 @@ def check_no_overlap(name: str, tensor: torch.Tensor) -> None:
                 f"{list(tensor.shape)}; it is written, pass a tensor of its own, not one made by expand()"
             )
         span += (extent - 1) * stride
+
+
+def once_per_geometry(check: Callable[..., None]) -> Callable[..., None]:
+    """`check` of tensors, None and other hashable values, called once for those that look alike.
+
+    Two tensors look alike where shapes, strides, dtypes and devices are equal, and `check` may look at nothing else of
+    them. What it refuses is not kept: it raises again. Under torch.compile it is called each time.
+    """
+    passed: set[tuple[Any, ...]] = set()
+
+    @functools.wraps(check)
+    def checked(*args: Any) -> None:
+        if torch.compiler.is_compiling():
+            check(*args)
+            return
+        looks: list[Any] = []
+        try:
+            for value in args:
+                if isinstance(value, torch.Tensor):
+                    looks += (value.shape, value.stride(), value.dtype, value.device)
+                else:
+                    looks.append(value)
+            known = (key := tuple(looks)) in passed
+        except (RuntimeError, TypeError):  # no strides, as sparse tensors; or no hash
+            check(*args)
+            return
+        if not known:
+            check(*args)
+            if len(passed) >= _MOST_PASSED:
+                passed.clear()
+            passed.add(key)
+
+    return checked
 
 
 def check_not_empty(name: str, tensor: torch.Tensor) -> None:

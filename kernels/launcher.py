@@ -30,7 +30,7 @@ class KernelLauncher:
     kernel   under `triton.jit`; names of its pointers end in `_ptr`, and of tuples of pointers in `_ptrs`
     args     all but the constexprs, which go by name, as Triton's options do
 
-    Launches are alike, and take one compiled kernel, where all numbers, names and dtypes are equal, and the same
+    Launches are alike, and take one compiled kernel, where grid, numbers, names and dtypes are equal, and the same
     tensors are aligned. So what Triton makes of an argument is never guessed. Its settings count at the first of them.
 
     Capture-safe, as launches are. Under the interpreter every launch is Triton's own.
@@ -45,7 +45,7 @@ class KernelLauncher:
         self._pointers = _picked([at for at in places if names[at].endswith(("_ptr", "_ptrs"))])
         self._numbers = _picked([at for at in places if not names[at].endswith(("_ptr", "_ptrs"))])
         self._has_tuples = any(name.endswith("_ptrs") for name in names)
-        self._known: dict[tuple[Any, ...], tuple[Any, tuple[Any, ...]]] = {}
+        self._known: dict[tuple[Any, ...], tuple[Callable[..., None], tuple[Any, ...]]] = {}
 
     def __call__(self, grid: tuple[int, ...], *args: Any, **named: Any) -> None:
         if not _is_compiled(self._kernel):
@@ -62,17 +62,19 @@ class KernelLauncher:
             else:
                 kinds.append(tensor.dtype)
                 unaligned += unaligned + (tensor.data_ptr() % _ALIGNMENT > 0)
-        key = (*kinds, unaligned, *self._numbers(args), *named, *named.values())
+        key = (*grid, *kinds, unaligned, *self._numbers(args), *named, *named.values())
         found = self._known.get(key)
         if found is not None:
-            compiled, constexprs = found
-            x, y, z = (*grid, 1, 1)[:3]
-            compiled[x, y, z](*args, *constexprs, stream=driver.active.get_current_stream(device))
+            launch, constexprs = found
+            launch(*args, *constexprs, stream=driver.active.get_current_stream(device))
             return
         compiled = self._kernel[grid](*args, **named)
+        if compiled is None:  # a hook of Triton's has refused it
+            return
+        x, y, z = (*grid, 1, 1)[:3]
         if len(self._known) >= _MOST_KNOWN:
             self._known.clear()
-        self._known[key] = compiled, tuple(named[name] for name in self._constexprs)
+        self._known[key] = compiled[x, y, z], tuple(named[name] for name in self._constexprs)
 
 
 def next_power_of_two(value: int) -> int:

@@ -430,6 +430,10 @@ def apply(buffers: StaticBuffers) -> None:
     Capture-safe: the grid follows from the captured size; the slot is chosen on the device, and its counts read there.
     Raises: ShapeError when a tensor does not fit the others.
     """
+    _op(_Call(*buffers.once(_operands), buffers.row_ids.shape[0]))
+
+
+def _operands(buffers: StaticBuffers) -> list[torch.Tensor]:
     operands = pass_operands("apply", buffers)
     groups, row_ids = buffers.page_groups.shape[0], buffers.row_lens.shape[0]
     for name, shape in (
@@ -443,7 +447,7 @@ def apply(buffers: StaticBuffers) -> None:
     for name, least in (("inbox", layout.RECORD_AT + layout.HEADER_SIZE), ("record", layout.HEADER_SIZE)):
         if (words := getattr(buffers, name).shape[-1]) < least:
             raise ShapeError(f"{name}: expected at least {least} words, got {words}; enlarge it")
-    _op(_Call(*operands, buffers.row_ids.shape[0]))
+    return operands
 
 
 def compile_variants() -> list[CompileSpec]:

@@ -263,11 +263,16 @@ def publish(buffers: StaticBuffers, tokens: torch.Tensor | None, *, vocab_size: 
     Capture-safe: the ring entry is chosen on the device, by the step counter.
     Raises: ShapeError when a tensor does not fit the others.
     """
-    operands = pass_operands("publish", buffers)
+    operands = buffers.once(_operands)
     if tokens is not None:
         shape, device = buffers.row_ids.shape, buffers.row_ids.device
         check_tensor("tokens", tokens, shape=shape, dtype=(torch.int32, torch.int64), device=device)
         check_unit_stride("tokens", tokens)
+    _op(_Call(*operands, tokens, vocab_size))
+
+
+def _operands(buffers: StaticBuffers) -> list[torch.Tensor]:
+    operands = pass_operands("publish", buffers)
     row_ids = buffers.last_token.shape[0]
     for name, least in (
         ("inbox", (layout.RECORD_AT + layout.HEADER_SIZE,)),
@@ -281,7 +286,7 @@ def publish(buffers: StaticBuffers, tokens: torch.Tensor | None, *, vocab_size: 
         tensor = getattr(buffers, name)
         if tensor.shape[-1] < least[-1] or not tensor.is_contiguous():
             raise ShapeError(f"{name}: expected at least {list(least)} values, contiguous, got {list(tensor.shape)}")
-    _op(_Call(*operands, tokens, vocab_size))
+    return operands
 
 
 def compile_variants() -> list[CompileSpec]:

@@ -28,13 +28,12 @@ from graphrt.kernels.compile_spec import CompileSpec
 from graphrt.kernels.errors import ShapeError
 from graphrt.kernels.launcher import KernelLauncher, next_power_of_two
 from graphrt.kernels.metadata import record as layout
-from graphrt.kernels.metadata.arguments import MAX_TOKENS, check_arguments, check_tables
+from graphrt.kernels.metadata.arguments import MAX_TOKENS, check_query_len, check_tables, refresh_operands
 from graphrt.kernels.metadata.buffers import (
     COPIED,
     COPIED_PAD_WORDS,
     StaticBuffers,
     call_class,
-    pass_operands,
 )
 from graphrt.kernels.metadata.claims import claim_pages, mark_row_ids
 from graphrt.kernels.metadata.faults import NOWHERE, fault_value, final_fault, first_bad_page, first_bad_token
@@ -543,13 +542,14 @@ def refresh(
     Capture-safe: the grid follows from the captured size, and whatever varies is read from the record on the device.
     Raises: ShapeError when a tensor does not fit the others.
     """
-    check_arguments(buffers, query_len=query_len)
+    check_query_len(buffers, query_len)
     check_int("decode_len", decode_len, 0, MAX_TOKENS, advice="0 without a decode part", error=ShapeError)
     if query_len and decode_len:
         raise ShapeError(f"decode_len: expected 0 in a decode graph, got {decode_len}; rows stand in their order there")
     if tables is not None:
         check_tables("tables", tables, buffers)
-    _op(_Call(*pass_operands("refresh", buffers), tables, max_seq_len, vocab_size, query_len, decode_len, seq_len_fill))
+    operands = buffers.once(refresh_operands)
+    _op(_Call(*operands, tables, max_seq_len, vocab_size, query_len, decode_len, seq_len_fill))
 
 
 def compile_variants() -> list[CompileSpec]:

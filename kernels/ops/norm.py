@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from graphrt.kernels.checks import check_tensor, check_unit_stride
+from graphrt.kernels.checks import check_tensor, check_unit_stride, once_per_geometry
 from graphrt.kernels.compile_spec import CompileSpec
 from graphrt.kernels.errors import UnsupportedError
 from graphrt.kernels.launcher import KernelLauncher, next_power_of_two
@@ -118,11 +118,16 @@ def add_rms_norm(residual: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, 
 
     Capture-safe: nothing depends on values. Raises: ShapeError; UnsupportedError beyond MAX_HIDDEN_SIZE.
     """
+    _check_added(x, weight, residual)
+    result: torch.Tensor = _add_rms_norm_op(residual, x, weight, eps)
+    return result
+
+
+@once_per_geometry
+def _check_added(x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor) -> None:
     _check(x, weight)
     check_tensor("residual", residual, shape=x.shape, dtype=_FLOATS, device=x.device)
     check_unit_stride("residual", residual)
-    result: torch.Tensor = _add_rms_norm_op(residual, x, weight, eps)
-    return result
 
 
 def _check(x: torch.Tensor, weight: torch.Tensor) -> None:
