@@ -31,6 +31,7 @@ from graphrt.spec import AttentionSpec
 from graphrt.step import Model, Sampler, Step
 
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32)
+_MOST_VIEWS = 256  # sizes whose views are kept: batches without a graph may have any
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +109,8 @@ class StepProgram:
     def view(self, descriptor: BatchDescriptor) -> Step:
         """The static buffers as a step of this size sees them. The step is a new one, its views are always the same."""
         if descriptor not in self._views:
+            if len(self._views) >= _MOST_VIEWS:
+                self._views.clear()
             with torch.inference_mode(False):  # as the buffers themselves: whoever asks first
                 buffers = self.buffers.cut(descriptor.padded_reqs, descriptor.padded_tokens)
                 of_size = (descriptor, self.max_seq_len, self.max_pages, self.decode_len(descriptor))

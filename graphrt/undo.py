@@ -16,7 +16,7 @@ import torch
 
 from graphrt.capture.descriptor import BatchDescriptor
 from graphrt.kernels.cache.copy import PagePacker
-from graphrt.kernels.metadata.buffers import BufferKind
+from graphrt.kernels.metadata.buffers import BufferKind, StaticBuffers
 from graphrt.program import StepProgram
 
 _LISTED = (torch.int32, torch.int64, torch.float32, torch.float16, torch.bfloat16, torch.uint8)  # copied many at a time
@@ -87,7 +87,6 @@ class StepUndo:
 
     def __init__(self, program: StepProgram) -> None:
         self._program, self._copies = program, Copies()
-        self._states: dict[BatchDescriptor, dict[str, torch.Tensor]] = {}
         cache = program.kv_cache
         self._packers, self._null_slots = [], []
         for group, spec in enumerate(cache.groups):
@@ -102,8 +101,9 @@ class StepUndo:
 
         Everything is queued on the current stream, and the host does not wait. Call it in inference mode.
         """
-        of_backend = self._program.backend.tensors().items()
-        state = {**self.state(descriptor), **{f"backend's {name}": tensor for name, tensor in of_backend}}
+        state = self.state(descriptor) | {
+            f"backend's {name}": tensor for name, tensor in self._program.backend.tensors().items()
+        }
         self._copies.take(state)
         try:
             # The refresh says which slots the step will write.
@@ -121,14 +121,11 @@ class StepUndo:
         finally:
             self._copies.give_back(state)
 
-    def state(self, descriptor: BatchDescriptor) -> Mapping[str, torch.Tensor]:
+    def state(self, descriptor: BatchDescriptor) -> dict[str, torch.Tensor]:
         """What a step writes beside the cache, by name: derived buffers first, row state last, as in a step."""
-        if descriptor not in self._states:
-            buffers = self._program.view(descriptor).buffers
-            rows = {f"row tensor {name}": tensor for name, tensor in self._program.row_tensors.items()}
-            of_rows = dict(buffers.named(BufferKind.DERIVED, BufferKind.CARRIED))
-            self._states[descriptor] = of_rows | rows | dict(buffers.named(BufferKind.PERSISTENT))
-        return self._states[descriptor]
+        of_step, of_rows = self._program.view(descriptor).buffers.once(_changed)
+        given = {f"row tensor {name}": tensor for name, tensor in self._program.row_tensors.items()}
+        return of_step | given | of_rows
 
     def written(self, slots: Slots) -> dict[str, torch.Tensor]:
         """A copy of what the cache holds in these slots, [tokens, bytes] uint8 by KV group."""
@@ -136,6 +133,11 @@ class StepUndo:
             f"kv of group {group}": packer.gather(at)
             for group, (packer, at) in enumerate(zip(self._packers, slots, strict=True))
         }
+
+
+def _changed(buffers: StaticBuffers) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """Buffers of a step that it changes, and those that survive it."""
+    return dict(buffers.named(BufferKind.DERIVED, BufferKind.CARRIED)), dict(buffers.named(BufferKind.PERSISTENT))
 
 
 class _SlotPacker:

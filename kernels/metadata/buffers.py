@@ -384,11 +384,11 @@ class StaticBuffers:
                 views[name] = tensor[tuple(slice(extents.get(str(extent))) for extent in spec.shape)]
         return StaticBuffers(**views)
 
-    def once(self, check: Callable[[StaticBuffers], _Found]) -> _Found:
-        """`check(self)`, called for the first step alone: which tensors these are, and their shapes, never change."""
-        if check not in self._found:
-            self._found[check] = check(self)
-        found: _Found = self._found[check]
+    def once(self, find: Callable[[StaticBuffers], _Found]) -> _Found:
+        """`find(self)`, called for the first step alone: which tensors these are, and their shapes, never change."""
+        if find not in self._found:
+            self._found[find] = find(self)
+        found: _Found = self._found[find]
         return found
 
     @functools.cached_property
