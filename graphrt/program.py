@@ -31,6 +31,7 @@ from graphrt.spec import AttentionSpec
 from graphrt.step import Model, Sampler, Step
 
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32)
+_MOST_VIEWS = 256  # sizes whose views are kept: batches without a graph may have any
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +50,9 @@ class StepProgram:
     model_layers: ModelLayers
     page_tables: torch.Tensor | None = None  # those that the caller keeps
     row_tensors: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    _views: dict[BatchDescriptor, tuple[StaticBuffers, StepMetadata]] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
 
     @property
     def max_pages(self) -> tuple[int, ...]:
@@ -103,13 +107,18 @@ class StepProgram:
         return self.backend.decode_len if descriptor.kind is GraphKind.MIXED else 0
 
     def view(self, descriptor: BatchDescriptor) -> Step:
-        """The static buffers as a step of this size sees them."""
-        buffers = self.buffers.cut(descriptor.padded_reqs, descriptor.padded_tokens)
+        """The static buffers as a step of this size sees them. The step is a new one, its views are always the same."""
+        if descriptor not in self._views:
+            if len(self._views) >= _MOST_VIEWS:
+                self._views.clear()
+            with torch.inference_mode(False):  # as the buffers themselves: whoever asks first
+                buffers = self.buffers.cut(descriptor.padded_reqs, descriptor.padded_tokens)
+                of_size = (descriptor, self.max_seq_len, self.max_pages, self.decode_len(descriptor))
+                self._views[descriptor] = buffers, StepMetadata.of(buffers, *of_size)
+        buffers, metadata = self._views[descriptor]
         return Step(
             descriptor=descriptor,
-            metadata=StepMetadata.of(
-                buffers, descriptor, self.max_seq_len, self.max_pages, self.decode_len(descriptor)
-            ),
+            metadata=metadata,
             buffers=buffers,
             backend=self.backend,
             layers=self.layers,

@@ -8,16 +8,18 @@ with undo.undone(descriptor) as slots:      # the step's slot of the inbox must 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
 from graphrt.capture.descriptor import BatchDescriptor
 from graphrt.kernels.cache.copy import PagePacker
-from graphrt.kernels.metadata.buffers import BufferKind
+from graphrt.kernels.metadata.buffers import BufferKind, StaticBuffers
 from graphrt.program import StepProgram
 
+_LISTED = (torch.int32, torch.int64, torch.float32, torch.float16, torch.bfloat16, torch.uint8)  # copied many at a time
 _ALIGNMENT = 16  # bytes: copies begin at words of any dtype
 
 Slots = Sequence[torch.Tensor]
@@ -30,9 +32,22 @@ class Copies:
     def __init__(self) -> None:
         self.block = torch.empty(0, dtype=torch.uint8, device="cpu")
         self.views: dict[str, torch.Tensor] = {}
+        self._layout: list[Any] = []
 
     def take(self, named: Mapping[str, torch.Tensor]) -> None:
         """Copy these tensors, which are on one device, and forget all others."""
+        layout = [(name, t.shape, t.stride(), t.dtype, t.device) for name, t in named.items()]
+        if layout != self._layout:
+            self._lay_out(named)
+            self._layout = layout
+        _copy_each(self.views.values(), named.values())
+
+    def give_back(self, named: Mapping[str, torch.Tensor]) -> None:
+        """Write the copies back to the tensors that they were taken of."""
+        _copy_each(named.values(), self.views.values())
+
+    def _lay_out(self, named: Mapping[str, torch.Tensor]) -> None:
+        """Cut the block into views, with the strides of the tensors where these are dense."""
         at, places = 0, []
         for tensor in named.values():
             places.append(at)
@@ -40,17 +55,28 @@ class Copies:
         device = next(iter(named.values())).device
         whole = self.block.untyped_storage()
         if whole.nbytes() < at or self.block.device != device:
-            self.block = torch.zeros(at, dtype=torch.uint8, device=device)
+            self.block = torch.empty(at, dtype=torch.uint8, device=device)
         self.block = torch.empty(0, dtype=torch.uint8, device=device).set_(self.block.untyped_storage(), 0, (at,), (1,))
-        self.views = {
-            name: self.block[start : start + t.numel() * t.element_size()].view(t.dtype).view(t.shape)
-            for start, (name, t) in zip(places, named.items(), strict=True)
-        }
-        torch._foreach_copy_(list(self.views.values()), list(named.values()))
+        self.block.zero_()  # nothing is copied to what lies between the views
+        self.views = {}
+        for start, (name, tensor) in zip(places, named.items(), strict=True):
+            words = self.block[start : start + tensor.numel() * tensor.element_size()].view(tensor.dtype)
+            dense = tensor.is_contiguous()
+            self.views[name] = words.as_strided(tensor.shape, tensor.stride()) if dense else words.view(tensor.shape)
 
-    def give_back(self, named: Mapping[str, torch.Tensor]) -> None:
-        """Write the copies back to the tensors that they were taken of."""
-        torch._foreach_copy_(list(named.values()), list(self.views.values()))
+
+def _copy_each(targets: Iterable[torch.Tensor], sources: Iterable[torch.Tensor]) -> None:
+    """One launch per dtype, for tensors of equal strides. Of a mixed list torch would copy each by itself."""
+    alike: dict[torch.dtype, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
+    for target, source in zip(targets, sources, strict=True):
+        if target.dtype in _LISTED and target.stride() == source.stride():
+            of_dtype = alike.setdefault(target.dtype, ([], []))
+            of_dtype[0].append(target)
+            of_dtype[1].append(source)
+        else:
+            target.copy_(source)
+    for both in alike.values():
+        torch._foreach_copy_(*both)
 
 
 class StepUndo:
@@ -97,11 +123,9 @@ class StepUndo:
 
     def state(self, descriptor: BatchDescriptor) -> dict[str, torch.Tensor]:
         """What a step writes beside the cache, by name: derived buffers first, row state last, as in a step."""
-        buffers = self._program.view(descriptor).buffers
-        rows = {f"row tensor {name}": tensor for name, tensor in self._program.row_tensors.items()}
-        return dict(buffers.named(BufferKind.DERIVED, BufferKind.CARRIED)) | rows | dict(
-            buffers.named(BufferKind.PERSISTENT)
-        )  # fmt: skip
+        of_step, of_rows = self._program.view(descriptor).buffers.once(_changed)
+        given = {f"row tensor {name}": tensor for name, tensor in self._program.row_tensors.items()}
+        return of_step | given | of_rows
 
     def written(self, slots: Slots) -> dict[str, torch.Tensor]:
         """A copy of what the cache holds in these slots, [tokens, bytes] uint8 by KV group."""
@@ -109,6 +133,11 @@ class StepUndo:
             f"kv of group {group}": packer.gather(at)
             for group, (packer, at) in enumerate(zip(self._packers, slots, strict=True))
         }
+
+
+def _changed(buffers: StaticBuffers) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """Buffers of a step that it changes, and those that survive it."""
+    return dict(buffers.named(BufferKind.DERIVED, BufferKind.CARRIED)), dict(buffers.named(BufferKind.PERSISTENT))
 
 
 class _SlotPacker:
@@ -129,9 +158,12 @@ class _SlotPacker:
     def gather(self, slots: torch.Tensor) -> torch.Tensor:
         """[slots, bytes of one] uint8."""
         block = torch.empty(len(slots) * self._packer.page_bytes, dtype=torch.uint8, device=slots.device)
-        self._packer.pack(slots // self._page_size, block)
+        self._packer.pack(self._pages(slots), block)
         return block.view(len(slots), -1)
 
     def scatter(self, slots: torch.Tensor, block: torch.Tensor) -> None:
         """Write back what `gather` gave: a slot that is named twice gets the same twice."""
-        self._packer.unpack(slots // self._page_size, block.view(-1))
+        self._packer.unpack(self._pages(slots), block.view(-1))
+
+    def _pages(self, slots: torch.Tensor) -> torch.Tensor:
+        return slots if self._page_size == 1 else slots // self._page_size

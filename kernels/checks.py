@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from numbers import Integral, Real
 from typing import Any, TypeVar
 
@@ -15,6 +16,7 @@ import torch
 from graphrt.kernels.errors import ConfigError, GraphRTError, ShapeError
 
 _T = TypeVar("_T")
+_MOST_PASSED = 4096  # looks that are kept per check: far more than a runtime has sizes and layers
 _LONGEST_SHOWN = 80  # characters of a wrong value in an error
 
 FLOAT32_TINY, FLOAT32_MAX = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
@@ -30,31 +32,44 @@ def check_tensor(
     device: torch.device | None = None,
 ) -> None:
     """Raise ShapeError unless `tensor` has the given shape (None matches any extent), dtype and device."""
+    # A step makes hundreds of these checks: where all is well, one look at each attribute, and nothing is built.
+    if (
+        isinstance(tensor, torch.Tensor)
+        and tensor.layout is torch.strided
+        and not tensor.is_nested
+        and (shape is None or tensor.shape == shape or _matches(tensor.shape, shape))
+        and (dtype is None or tensor.dtype is dtype or (type(dtype) is tuple and tensor.dtype in dtype))
+        and (device is None or tensor.device == device)
+    ):
+        return
     if not isinstance(tensor, torch.Tensor):
         raise ShapeError(f"{name}: expected a torch.Tensor, got {type(tensor).__name__}; pass a tensor")
     if tensor.layout is not torch.strided or tensor.is_nested:
         raise ShapeError(f"{name}: expected a dense tensor, got a sparse or nested one; pass tensor.to_dense()")
-    # A ladder of graphs makes tens of thousands of these checks: the common cases come first and build nothing.
-    if shape is not None and tensor.shape != shape and not _matches(tensor.shape, shape):
+    if shape is not None and not _matches(tensor.shape, shape):
         want = "[" + ", ".join("*" if s is None else str(s) for s in shape) + "]"
         raise ShapeError(f"{name}: expected shape {want}, got {list(tensor.shape)}; reshape or slice it")
-    if dtype is not None and tensor.dtype is not dtype:
-        allowed = dtype if isinstance(dtype, tuple) else (dtype,)
-        if tensor.dtype not in allowed:
-            names = " or ".join(str(d).removeprefix("torch.") for d in allowed)
-            got = str(tensor.dtype).removeprefix("torch.")
-            raise ShapeError(f"{name}: expected dtype {names}, got {got}; convert it with .to()")
-    if device is not None and tensor.device != device:
-        raise ShapeError(f"{name}: expected device {device}, got {tensor.device}; move it with .to()")
+    allowed = dtype if isinstance(dtype, tuple) else (dtype,)
+    if dtype is not None and tensor.dtype not in allowed:
+        names = " or ".join(str(d).removeprefix("torch.") for d in allowed)
+        got = str(tensor.dtype).removeprefix("torch.")
+        raise ShapeError(f"{name}: expected dtype {names}, got {got}; convert it with .to()")
+    raise ShapeError(f"{name}: expected device {device}, got {tensor.device}; move it with .to()")
 
 
 def _matches(have: Sequence[int], want: Sequence[int | None]) -> bool:
-    return len(have) == len(want) and all(w is None or w == h for h, w in zip(have, want, strict=True))
+    if len(have) != len(want):
+        return False
+    for extent, wanted in zip(have, want, strict=True):  # noqa: SIM110  a generator takes twice as long
+        if wanted is not None and wanted != extent:
+            return False
+    return True
 
 
 def check_unit_stride(name: str, tensor: torch.Tensor) -> None:
     """Raise ShapeError unless the last dimension of `tensor` is contiguous, as the kernels require."""
-    if tensor.dim() and tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
+    strides = tensor.stride()
+    if strides and strides[-1] != 1 and tensor.shape[-1] > 1:
         raise ShapeError(
             f"{name}: expected stride 1 in the last dimension, got strides {list(tensor.stride())}; "
             "permute other dimensions, or call .contiguous()"
@@ -73,6 +88,39 @@ def check_no_overlap(name: str, tensor: torch.Tensor) -> None:
                 f"{list(tensor.shape)}; it is written, pass a tensor of its own, not one made by expand()"
             )
         span += (extent - 1) * stride
+
+
+def once_per_geometry(check: Callable[..., None]) -> Callable[..., None]:
+    """`check` of tensors, None and other hashable values, called once for those that look alike.
+
+    Two tensors look alike where shapes, strides, dtypes and devices are equal, and `check` may look at nothing else of
+    them. What it refuses is not kept: it raises again. Under torch.compile it is called each time.
+    """
+    passed: set[tuple[Any, ...]] = set()
+
+    @functools.wraps(check)
+    def checked(*args: Any) -> None:
+        if torch.compiler.is_compiling():
+            check(*args)
+            return
+        looks: list[Any] = []
+        try:
+            for value in args:
+                if isinstance(value, torch.Tensor):
+                    looks += (value.shape, value.stride(), value.dtype, value.device)
+                else:
+                    looks.append(value)
+            known = (key := tuple(looks)) in passed
+        except (RuntimeError, TypeError):  # no strides, as sparse tensors; or no hash
+            check(*args)
+            return
+        if not known:
+            check(*args)
+            if len(passed) >= _MOST_PASSED:
+                passed.clear()
+            passed.add(key)
+
+    return checked
 
 
 def check_not_empty(name: str, tensor: torch.Tensor) -> None:

@@ -151,8 +151,8 @@ class LlamaModel(nn.Module):
 
     def _attention(self, index: int, layer: LlamaLayer, hidden: torch.Tensor, step: Step) -> torch.Tensor:
         config = self.config
-        qkv = functional.linear(hidden, layer.qkv, layer.qkv_bias).unflatten(1, (-1, config.head_dim))
-        q, k, v = qkv.split((config.num_q_heads, config.num_kv_heads, config.num_kv_heads), dim=1)
+        qkv = functional.linear(hidden, layer.qkv, layer.qkv_bias).view(len(hidden), -1, config.head_dim)
+        q, k, v = qkv.split_with_sizes((config.num_q_heads, config.num_kv_heads, config.num_kv_heads), dim=1)
         rotary = Rotary(self.cos_sin, layer.q_norm, layer.k_norm, config.rms_norm_eps)
         return functional.linear(step.attend(index, q, k, v, rotary=rotary).flatten(1), layer.o, layer.o_bias)
 

@@ -49,6 +49,20 @@ def check_attention_tensors(
     lse: torch.Tensor | None = None,
 ) -> None:
     """Raise ShapeError unless the tensors and options of a call over the paged cache fit together."""
+    check_paged_tensors(q, k_cache, v_cache, block_table, seq_lens, out, lse)
+    check_options(options, q.shape[1], k_cache.shape[2], k_cache.dtype, q.device)
+
+
+def check_paged_tensors(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor | None,
+) -> None:
+    """Raise ShapeError unless the tensors of a call over the paged cache fit together."""
     check_tensor("q", q, shape=(None, None, None), dtype=ATTENTION_DTYPES)
     head_dim, device = q.shape[2], q.device
     kv_dtypes = (q.dtype, *FP8_DTYPES)
@@ -60,7 +74,7 @@ def check_attention_tensors(
         check_unit_stride(name, tensor)
         check_not_empty(name, tensor)
     check_unit_stride("seq_lens", seq_lens)
-    _check_q_side(q, out, lse, k_cache.shape[2], v_cache.shape[3], k_cache.dtype, options)
+    _check_q_side(q, out, lse, k_cache.shape[2], v_cache.shape[3])
 
 
 def check_contiguous_tensors(
@@ -82,17 +96,12 @@ def check_contiguous_tensors(
     check_tensor("kv_start_loc", kv_start_loc, shape=query_start_loc.shape, dtype=torch.int32, device=device)
     for name, tensor in (("k", k), ("v", v), ("kv_start_loc", kv_start_loc), ("query_start_loc", query_start_loc)):
         check_unit_stride(name, tensor)
-    _check_q_side(q, out, lse, k.shape[1], v.shape[2], k.dtype, options)
+    _check_q_side(q, out, lse, k.shape[1], v.shape[2])
+    check_options(options, q.shape[1], k.shape[1], k.dtype, q.device)
 
 
 def _check_q_side(
-    q: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor | None,
-    num_kv_heads: int,
-    v_head_dim: int,
-    kv_dtype: torch.dtype,
-    options: AttentionOptions,
+    q: torch.Tensor, out: torch.Tensor, lse: torch.Tensor | None, num_kv_heads: int, v_head_dim: int
 ) -> None:
     check_tensor("out", out, shape=(*q.shape[:2], v_head_dim), dtype=q.dtype, device=q.device)
     check_unit_stride("q", q)
@@ -107,7 +116,6 @@ def _check_q_side(
             f"q: expected a multiple of k_cache's {num_kv_heads} KV heads, got {q.shape[1]} heads; "
             "pass the cache of the same layer"
         )
-    check_options(options, q.shape[1], num_kv_heads, kv_dtype, q.device)
 
 
 def check_query_starts(

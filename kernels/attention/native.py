@@ -7,6 +7,8 @@ does better.
 from __future__ import annotations
 
 import ctypes
+import functools
+import math
 
 import torch
 
@@ -62,11 +64,12 @@ def native_fault(
     if not serves_heads(plan.shape, k_cache.dtype) or plan.tile.block_n % tile:
         return f"the plan was made for another dtype than {k_cache.dtype}"
     for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
-        bytes_to_heads = [stride * cache.element_size() for stride in cache.stride()[:3]]
-        if any(n % _ALIGNMENT for n in (cache.data_ptr(), *bytes_to_heads)):
+        page, slot, head, _ = cache.stride()
+        if cache.data_ptr() % _ALIGNMENT or math.gcd(page, slot, head) * cache.element_size() % _ALIGNMENT:
             return f"{name} has heads at addresses that are no multiple of {_ALIGNMENT}"
     for name, tensor in (("q", q), ("out", out)):
-        if tensor.data_ptr() % 4 or any(stride % 2 for stride in tensor.stride()[:2]):
+        token, head, _ = tensor.stride()
+        if tensor.data_ptr() % 4 or token % 2 or head % 2:
             return f"{name} has heads at addresses that are no multiple of 4"
     return f"work_list lies at no multiple of {_ALIGNMENT}" if work_list.data_ptr() % _ALIGNMENT else None
 
@@ -75,15 +78,30 @@ def native_variant(
     plan: AttentionPlan, options: AttentionOptions, dtype: torch.dtype, kv_dtype: torch.dtype, page_size: int
 ) -> NativeVariant:
     """The variant of a call, by a plan that was made for the CUDA kernel."""
-    native, shape = _native_of(plan), plan.shape
-    shared = native_shared_bytes(shape, kv_dtype, native.warps, native.stages, native.cluster)
     # 1: a window. 2: chunks, unless the work list begins where they do: the mask has nothing to add then.
     window = 1 if options.sliding_window else 2 if plan.masks_chunks(options.attention_chunk_size) else 0
+    alibi = 0 if options.alibi_slopes is None else 1 + options.alibi_sqrt
+    return _variant(plan, alibi, options.causal, window, options.logits_softcap > 0.0, dtype, kv_dtype, page_size)
+
+
+@functools.lru_cache(maxsize=1024)
+def _variant(
+    plan: AttentionPlan,
+    alibi: int,
+    causal: bool,
+    window: int,
+    softcap: bool,
+    dtype: torch.dtype,
+    kv_dtype: torch.dtype,
+    page_size: int,
+) -> NativeVariant:
+    native, shape = _native_of(plan), plan.shape
+    shared = native_shared_bytes(shape, kv_dtype, native.warps, native.stages, native.cluster)
     macros = {
-        "ALIBI": 0 if options.alibi_slopes is None else 1 + options.alibi_sqrt,
+        "ALIBI": alibi,
         "BLOCKS_PER_SM": native.blocks_per_sm,
         "BLOCK_N": plan.tile.block_n,
-        "CAUSAL": int(options.causal),
+        "CAUSAL": int(causal),
         "CLUSTER": native.cluster,
         "FIXED_SPLITS": plan.schedule.fixed_splits,
         "GROUP": shape.group,
@@ -95,7 +113,7 @@ def native_variant(
         "PARTIAL_M": plan.partial_m,
         "Q_BF16": int(dtype == torch.bfloat16),
         "QUERY_LEN": shape.query_len,
-        "SOFTCAP": int(options.logits_softcap > 0.0),
+        "SOFTCAP": int(softcap),
         "STAGES": native.stages,
         "V_HEAD_DIM": shape.v_head_dim,
         "WARPS": native.warps,

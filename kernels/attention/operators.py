@@ -10,21 +10,22 @@ import torch
 
 from graphrt.kernels.attention.arguments import (
     TRITON_DTYPES,
-    check_attention_tensors,
     check_contiguous_tensors,
+    check_paged_tensors,
     check_query_starts,
     logit_constants,
 )
 from graphrt.kernels.attention.attend import attend_kernel
 from graphrt.kernels.attention.call import AttentionCall
 from graphrt.kernels.attention.native import native_attention, native_fault
-from graphrt.kernels.attention.options import FP8_DTYPES, AttentionOptions
+from graphrt.kernels.attention.options import FP8_DTYPES, AttentionOptions, check_options
 from graphrt.kernels.attention.plan import AttentionPlan
 from graphrt.kernels.attention.reference import reference_attention, reference_contiguous_attention
 from graphrt.kernels.attention.workspace import AttentionWorkspace
-from graphrt.kernels.checks import check_tensor, check_unit_stride
+from graphrt.kernels.checks import check_tensor, check_unit_stride, once_per_geometry
 from graphrt.kernels.compile_spec import CompileSpec
 from graphrt.kernels.errors import CapacityError, ShapeError
+from graphrt.kernels.launcher import KernelLauncher
 from graphrt.kernels.op_declaration import DeclaredOp
 
 _MAX_INT32 = (1 << 31) - 1
@@ -68,6 +69,9 @@ def _stride_unit(kv_strides: Sequence[int], others: Sequence[int]) -> int:
     return math.gcd(*strides, 8)
 
 
+_launch_kernel = KernelLauncher(attend_kernel)
+
+
 def _launch(call: AttentionCall) -> None:
     """One launch of the Triton kernel: a program per KV head and part."""
     plan, options, workspace = call.plan, call.options, call.workspace
@@ -75,7 +79,8 @@ def _launch(call: AttentionCall) -> None:
     logit_factor, logit_cap = logit_constants(options.softmax_scale, options.logits_softcap)
     k_strides, v_strides = (t.stride()[:3] if paged else (0, *t.stride()[:2]) for t in (call.k, call.v))
     unit = _stride_unit((*k_strides, *v_strides), (*call.q.stride()[:2], *call.out.stride()[:2]))
-    attend_kernel[(plan.shape.num_kv_heads, plan.schedule.num_parts)](
+    _launch_kernel(
+        (plan.shape.num_kv_heads, plan.schedule.num_parts),
         call.q,
         call.k,
         call.v,
@@ -185,18 +190,39 @@ def paged_attention(
 
     Raises: ShapeError, CapacityError.
     """
-    check_attention_tensors(q, k_cache, v_cache, block_table, seq_lens, out, options, lse)
-    num_rows = plan.shape.num_rows
-    if seq_lens.shape[0] != num_rows:
-        raise ShapeError(f"seq_lens: expected {num_rows} rows, got {seq_lens.shape[0]}; use the plan of this size")
-    _check_plan(q, k_cache.shape[2], v_cache.shape[3], plan, work_list, workspace)
-    check_query_starts(query_start_loc, num_rows, plan.shape.query_len, q.device)
+    _check_paged(
+        q, k_cache, v_cache, block_table, seq_lens, out, lse, query_start_loc, plan, work_list,
+        workspace.partial_out, workspace.partial_lse, workspace.counters,
+    )  # fmt: skip
+    check_options(options, q.shape[1], k_cache.shape[2], k_cache.dtype, q.device)
     _attention(
         AttentionCall(
             q, k_cache, v_cache, block_table, query_start_loc, seq_lens, work_list, out, lse, workspace, options, plan,
             pdl,
         )
     )  # fmt: skip
+
+
+@once_per_geometry
+def _check_paged(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor | None,
+    query_start_loc: torch.Tensor | None,
+    plan: AttentionPlan,
+    work_list: torch.Tensor,
+    *workspace: torch.Tensor,
+) -> None:
+    check_paged_tensors(q, k_cache, v_cache, block_table, seq_lens, out, lse)
+    num_rows = plan.shape.num_rows
+    if seq_lens.shape[0] != num_rows:
+        raise ShapeError(f"seq_lens: expected {num_rows} rows, got {seq_lens.shape[0]}; use the plan of this size")
+    _check_plan(q, k_cache.shape[2], v_cache.shape[3], plan, work_list, AttentionWorkspace(*workspace))
+    check_query_starts(query_start_loc, num_rows, plan.shape.query_len, q.device)
 
 
 def contiguous_attention(

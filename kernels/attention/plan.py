@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import operator
 from dataclasses import dataclass, fields
+from functools import cached_property
 
 import torch
 
@@ -34,9 +35,11 @@ _MIN_MERGE_BUNDLE = 8
 "Merging in two stages"."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class AttentionPlan:
     """Everything about an attention call that is fixed at capture. Make it with `decode` or `varlen`.
+
+    Every layer of a step asks for what follows from its plan, which is reckoned once.
 
     shape      rows, tokens and heads
     schedule   into how many parts the work is cut, and what a unit costs
@@ -122,7 +125,7 @@ class AttentionPlan:
         num_parts = parts_of_varlen(tile.num_warps, num_kv_heads, num_sms)
         return cls(shape, SchedulePlan(num_parts, 1 if batch_invariant else 0), tile)
 
-    @property
+    @cached_property
     def ints(self) -> list[int]:
         """All fields of the plan as one list, as an operator takes them; those of `native` are missing without it."""
         return [*_SHAPE(self.shape), *_SCHEDULE(self.schedule), *_TILE(self.tile), *(_native_ints(self.native))]
@@ -140,14 +143,21 @@ class AttentionPlan:
             NativePlan(*values[native_at:]) if len(values) > native_at else None,
         )
 
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.shape, self.schedule, self.tile, self.native))
+
+    def __hash__(self) -> int:
+        return self._hash
+
     # Who works on a part.
 
-    @property
+    @cached_property
     def parts_are_warps(self) -> bool:
         """Whether each warp of the CUDA kernel has a part of its own, and not all warps of a cluster one together."""
         return self.native is not None and parts_are_warps(self.schedule, self.native)
 
-    @property
+    @cached_property
     def native_blocks(self) -> int:
         """Blocks of the CUDA kernel per KV head; 0 where the Triton kernel runs."""
         if self.native is None:
@@ -164,7 +174,7 @@ class AttentionPlan:
         """
         return attention_chunk_size > 0 and (self.shape.query_len != 1 or attention_chunk_size % self.tile.block_n > 0)
 
-    @property
+    @cached_property
     def num_units(self) -> int:
         """Units per KV head, empty ones included."""
         shape, block_m = self.shape, self.tile.block_m
@@ -172,36 +182,36 @@ class AttentionPlan:
             return shape.num_rows * -(-shape.queries_of_row // block_m)
         return -(-shape.num_tokens * shape.group // block_m) + shape.num_rows + 1
 
-    @property
+    @cached_property
     def max_segments(self) -> int:
         """Most entries of the segments' area that a step can have."""
         return self.num_units * max(self.schedule.fixed_splits, 1)
 
-    @property
+    @cached_property
     def segments_at(self) -> int:
         """Where the segments begin in the work list, in words."""
         return (self.schedule.num_parts + 1) * PART_WORDS
 
-    @property
+    @cached_property
     def zeros_at(self) -> int:
         """Where the units that see nothing begin in the work list, in words."""
         return self.segments_at + self.max_segments * SEGMENT_WORDS
 
-    @property
+    @cached_property
     def work_list_words(self) -> int:
         """int32 words of the work list."""
         return self.zeros_at + 3 * self.num_units
 
     # Partial results: what segments leave of a unit that is cut.
 
-    @property
+    @cached_property
     def partial_m(self) -> int:
         """Queries of a partial result."""
         if not self.shape.query_len:
             return self.tile.block_m
         return min(next_power_of_two(self.shape.queries_of_row), self.tile.block_m)
 
-    @property
+    @cached_property
     def num_places(self) -> int:
         """Places for partial results in global memory, per KV head. Units that are never cut need none.
 
@@ -213,22 +223,22 @@ class AttentionPlan:
             return self.num_units * fixed if fixed > 1 else 0
         return 2 * self.schedule.num_parts
 
-    @property
+    @cached_property
     def partial_queries(self) -> int:
         """Queries of all partial results."""
         return self.num_places * self.shape.num_kv_heads * self.partial_m
 
-    @property
+    @cached_property
     def partial_elements(self) -> int:
         """float32 sums of all partial results."""
         return self.partial_queries * self.shape.v_head_dim
 
-    @property
+    @cached_property
     def partial_lses(self) -> int:
         """Log-sum-exps of partial results. The CUDA kernel keeps those of merged bundles apart."""
         return self.partial_queries * (2 if self.native is not None and not self.parts_are_warps else 1)
 
-    @property
+    @cached_property
     def num_counters(self) -> int:
         """int32 words of arrival counters and letters.
 
@@ -243,14 +253,14 @@ class AttentionPlan:
         queries = self.native_blocks * self.shape.num_kv_heads * self.shape.queries_of_row
         return counters + queries * (self.shape.v_head_dim + 2)
 
-    @property
+    @cached_property
     def merge_splits(self) -> int:
         """Partial results that a program of the Triton kernel reads at a time."""
         small = self.tile.block_m == MIN_BLOCK_M and self.tile.num_warps <= 4  # a large unit needs the registers itself
         per_warp = _MERGE_ELEMENTS_PER_WARP if small else _MERGE_ELEMENTS_PER_WARP // 4
         return max(1, min(32, per_warp * self.tile.num_warps // (self.partial_m * self.shape.block_v)))
 
-    @property
+    @cached_property
     def merge_bundle(self) -> int:
         """Partial results of a bundle. A unit with more is merged on two levels: bundles, then their results."""
         if self.native is not None:

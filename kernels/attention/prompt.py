@@ -22,6 +22,7 @@ from graphrt.kernels.attention.prompt_schedule import check_schedule
 from graphrt.kernels.checks import check_int, check_tensor, check_unit_stride
 from graphrt.kernels.compile_spec import CompileSpec
 from graphrt.kernels.errors import ShapeError, UnsupportedError
+from graphrt.kernels.launcher import KernelLauncher
 from graphrt.kernels.op_declaration import DeclaredOp
 
 
@@ -41,12 +42,16 @@ def _constexprs(plan: PromptPlan, options: AttentionOptions, kv_dtype: torch.dty
     }
 
 
+_launch_kernel = KernelLauncher(prompt_kernel)
+
+
 def _launch(call: PromptCall) -> None:
     """One launch of the Triton kernel: a program per KV head and unit that there may be."""
     plan, options, table = call.plan, call.options, call.block_table
     logit_factor, logit_cap = logit_constants(options.softmax_scale, options.logits_softcap)
     k_strides, v_strides = ((0, *t.stride()[:2]) if table is None else t.stride()[:3] for t in (call.k, call.v))
-    prompt_kernel[(plan.num_kv_heads, plan.max_units)](
+    _launch_kernel(
+        (plan.num_kv_heads, plan.max_units),
         call.q,
         call.k,
         call.v,

@@ -28,6 +28,7 @@ from graphrt.kernels.attention.prompt_plan import UNIT_WORDS, PromptPlan
 from graphrt.kernels.checks import check_tensor, check_unit_stride
 from graphrt.kernels.compile_spec import CompileSpec
 from graphrt.kernels.errors import CapacityError
+from graphrt.kernels.launcher import KernelLauncher
 from graphrt.kernels.op_declaration import DeclaredOp, Written
 
 _UNIT_WORDS = tl.constexpr(UNIT_WORDS)
@@ -139,9 +140,13 @@ class _ScheduleCall:
     plan: PromptPlan
 
 
+_launch_kernel = KernelLauncher(prompt_schedule_kernel)
+
+
 def _launch(call: _ScheduleCall) -> None:
     plan = call.plan
-    prompt_schedule_kernel[(-(-plan.max_units // _UNITS_OF_PROGRAM),)](
+    _launch_kernel(
+        (-(-plan.max_units // _UNITS_OF_PROGRAM),),
         call.lens,
         call.query_start_loc,
         call.schedule,

@@ -49,8 +49,9 @@ from graphrt.kernels.attention.work_list_reference import work_list_reference
 from graphrt.kernels.checks import check_tensor, check_unit_stride
 from graphrt.kernels.compile_spec import CompileSpec
 from graphrt.kernels.errors import CapacityError, ShapeError
+from graphrt.kernels.launcher import KernelLauncher
 from graphrt.kernels.op_declaration import DeclaredOp
-from graphrt.kernels.sizes import ceil_div, next_power_of_two
+from graphrt.kernels.sizes import next_power_of_two
 
 _MAX_PROGRAMS = 64
 """Programs of one part each; with more parts, programs take several. Not measured."""
@@ -99,14 +100,18 @@ def _launch_options(query_len: int, num_rows: int, num_units: int, num_parts: in
     }
 
 
+_launch = KernelLauncher(schedule_kernel)
+
+
 def _schedule_triton(call: ScheduleCall) -> None:
     plan, shape, schedule = call.plan, call.plan.shape, call.plan.schedule
     num_parts, fixed_splits = schedule.num_parts, schedule.fixed_splits
     options = _launch_options(shape.query_len, shape.num_rows, plan.num_units, num_parts, fixed_splits)
-    programs = ceil_div(num_parts + 1, options["PART_BLOCK"])
+    programs = -(-(num_parts + 1) // options["PART_BLOCK"])
     if fixed_splits:
-        programs = max(programs, ceil_div(plan.num_units, _OWN_UNITS))
-    schedule_kernel[(programs,)](
+        programs = max(programs, -(-plan.num_units // _OWN_UNITS))
+    _launch(
+        (programs,),
         call.seq_lens,
         call.seq_lens.stride(0),
         call.query_start_loc,

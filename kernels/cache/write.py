@@ -15,11 +15,12 @@ import triton.language as tl
 from graphrt.kernels.attention.arguments import KV_DTYPES
 from graphrt.kernels.attention.options import FP8_DTYPES
 from graphrt.kernels.cache.reference import write_kv_reference
-from graphrt.kernels.checks import check_no_overlap, check_not_empty, check_tensor, check_unit_stride
+from graphrt.kernels.checks import check_no_overlap, check_not_empty, check_tensor, check_unit_stride, once_per_geometry
 from graphrt.kernels.compile_spec import CompileSpec
 from graphrt.kernels.errors import ShapeError
+from graphrt.kernels.launcher import KernelLauncher
 from graphrt.kernels.library import define_op
-from graphrt.kernels.sizes import ceil_div, next_power_of_two
+from graphrt.kernels.sizes import next_power_of_two
 
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 _TILE_ELEMENTS = 2048
@@ -206,6 +207,9 @@ def _write_kv_kernel(
             tl.store(v_cache_ptr + v_out[:, None] + dims[None, :], v, mask=mask)
 
 
+_launch = KernelLauncher(_write_kv_kernel)
+
+
 @dataclass(frozen=True, slots=True)
 class _Tiling:
     """How many heads a program takes, and the powers of two that hold a head of V, and the pieces of one of Q or K."""
@@ -254,10 +258,10 @@ def _write_kv_triton(
     rotary_dim = 0 if cos_sin is None else cos_sin.shape[1]
     tiling = _Tiling.choose(max(num_q_heads, num_kv_heads), head_dim, v_head_dim, rotary_dim)
     changes_q = cos_sin is not None or q_norm is not None
-    num_q_blocks = ceil_div(num_q_heads, tiling.block_h) if changes_q else 0
-    grid = (tokens, num_q_blocks + ceil_div(num_kv_heads, tiling.block_h))
-    _write_kv_kernel[grid](
-        q, k, v, k_cache, v_cache, slot_mapping, positions, cos_sin, q_norm, k_norm, k_scale, v_scale,
+    num_q_blocks = -(-num_q_heads // tiling.block_h) if changes_q else 0
+    grid = (tokens, num_q_blocks + -(-num_kv_heads // tiling.block_h))
+    _launch(
+        grid, q, k, v, k_cache, v_cache, slot_mapping, positions, cos_sin, q_norm, k_norm, k_scale, v_scale,
         norm_eps, num_q_heads, num_kv_heads, num_q_blocks, q.stride(0), q.stride(1), k.stride(0), k.stride(1),
         v.stride(0), v.stride(1), *k_cache.stride()[:3], *v_cache.stride()[:3],
         0 if cos_sin is None else cos_sin.stride(0), _scale_stride(k_scale), _scale_stride(v_scale),
@@ -321,6 +325,32 @@ def write_kv(
 
     Raises: ShapeError when a tensor does not fit the others.
     """
+    if rotary is None:
+        cos_sin = q_norm = k_norm = None
+        norm_eps = 0.0
+    else:
+        cos_sin, q_norm, k_norm, norm_eps = rotary.cos_sin, rotary.q_norm, rotary.k_norm, rotary.norm_eps
+    tensors = q, k, v, k_cache, v_cache, slot_mapping, positions, cos_sin, q_norm, k_norm
+    _check(*tensors, k_scale, v_scale, rotary is not None)
+    _op(*tensors, norm_eps, k_scale, v_scale)
+
+
+@once_per_geometry
+def _check(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    positions: torch.Tensor,
+    cos_sin: torch.Tensor,
+    q_norm: torch.Tensor | None,
+    k_norm: torch.Tensor | None,
+    k_scale: torch.Tensor | None,
+    v_scale: torch.Tensor | None,
+    rotates: bool,
+) -> None:
     check_tensor("q", q, shape=(None, None, None), dtype=_FLOATS)
     (tokens, _, head_dim), device = q.shape, q.device
     check_tensor("k", k, shape=(tokens, None, head_dim), dtype=q.dtype, device=device)
@@ -332,18 +362,18 @@ def write_kv(
     check_tensor("positions", positions, shape=(tokens,), dtype=torch.int64, device=device)
     named = {"q": q, "k": k, "v": v, "k_cache": k_cache, "v_cache": v_cache, "slot_mapping": slot_mapping}
     named["positions"] = positions
-    if rotary is not None:
-        check_tensor("rotary.cos_sin", rotary.cos_sin, shape=(None, None), dtype=torch.float32, device=device)
-        rotary_dim = rotary.cos_sin.shape[1]
+    if rotates:
+        check_tensor("rotary.cos_sin", cos_sin, shape=(None, None), dtype=torch.float32, device=device)
+        rotary_dim = cos_sin.shape[1]
         if rotary_dim % 2 or not 2 <= rotary_dim <= head_dim:
             raise ShapeError(
                 f"rotary.cos_sin: expected an even width from 2 to head_dim={head_dim}, got {rotary_dim}; "
                 "cosines of half the rotated dims, then their sines"
             )
-        check_not_empty("rotary.cos_sin", rotary.cos_sin)
+        check_not_empty("rotary.cos_sin", cos_sin)
         check_no_overlap("q", q)
-        named["rotary.cos_sin"] = rotary.cos_sin
-        for name, weight in (("rotary.q_norm", rotary.q_norm), ("rotary.k_norm", rotary.k_norm)):
+        named["rotary.cos_sin"] = cos_sin
+        for name, weight in (("rotary.q_norm", q_norm), ("rotary.k_norm", k_norm)):
             if weight is not None:
                 check_tensor(name, weight, shape=(head_dim,), dtype=_FLOATS, device=device)
                 named[name] = weight
@@ -356,13 +386,6 @@ def write_kv(
     for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
         if scale is not None:
             check_kv_scale(name, scale, k_cache.dtype, k.shape[1], device)
-    if rotary is None:
-        _op(q, k, v, k_cache, v_cache, slot_mapping, positions, None, None, None, 0.0, k_scale, v_scale)
-    else:
-        _op(
-            q, k, v, k_cache, v_cache, slot_mapping, positions,
-            rotary.cos_sin, rotary.q_norm, rotary.k_norm, rotary.norm_eps, k_scale, v_scale,
-        )  # fmt: skip
 
 
 def check_kv_scale(

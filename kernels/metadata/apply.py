@@ -21,6 +21,7 @@ import triton.language as tl
 from graphrt.kernels.checks import check_tensor
 from graphrt.kernels.compile_spec import CompileSpec
 from graphrt.kernels.errors import ShapeError
+from graphrt.kernels.launcher import KernelLauncher
 from graphrt.kernels.metadata import record as layout
 from graphrt.kernels.metadata.buffers import (
     COPIED,
@@ -38,7 +39,7 @@ from graphrt.kernels.metadata.buffers import (
 )
 from graphrt.kernels.metadata.read_pages import GROUP_FIELDS, MAX_ENCODER_LEN, PAGE_SIZE
 from graphrt.kernels.op_declaration import DeclaredOp
-from graphrt.kernels.sizes import ceil_div, next_power_of_two
+from graphrt.kernels.sizes import next_power_of_two
 from graphrt.kernels.types import TOKEN_FROM_ROW
 
 _PROGRAMS = layout.HEADER_COPIES
@@ -315,10 +316,14 @@ def _tile_sizes(groups: int) -> dict[str, int]:
     }  # fmt: skip
 
 
+_launch = KernelLauncher(_apply_kernel)
+
+
 def _apply_triton(b: Any) -> None:
     groups, num_row_ids = b.page_groups.shape[0], b.row_lens.shape[0]
-    row_block = max(_ROW_BLOCK, next_power_of_two(ceil_div(b.padded_reqs, _PROGRAMS)))
-    _apply_kernel[(_PROGRAMS,)](
+    row_block = max(_ROW_BLOCK, next_power_of_two(-(-b.padded_reqs // _PROGRAMS)))
+    _launch(
+        (_PROGRAMS,),
         b.page_groups, b.inbox, b.record, b.cursor, b.order, b.row_lens, b.row_ends, b.row_values, b.end_lengths,
         b.end_tokens, b.step_counter, b.page_spans,
         b.inbox.shape[0], b.inbox.stride(0), min(b.padded_reqs, b.order.shape[0]), b.record.shape[0],
@@ -426,6 +431,10 @@ def apply(buffers: StaticBuffers) -> None:
     Capture-safe: the grid follows from the captured size; the slot is chosen on the device, and its counts read there.
     Raises: ShapeError when a tensor does not fit the others.
     """
+    _op(_Call(*buffers.once(_operands), buffers.row_ids.shape[0]))
+
+
+def _operands(buffers: StaticBuffers) -> list[torch.Tensor]:
     operands = pass_operands("apply", buffers)
     groups, row_ids = buffers.page_groups.shape[0], buffers.row_lens.shape[0]
     for name, shape in (
@@ -439,7 +448,7 @@ def apply(buffers: StaticBuffers) -> None:
     for name, least in (("inbox", layout.RECORD_AT + layout.HEADER_SIZE), ("record", layout.HEADER_SIZE)):
         if (words := getattr(buffers, name).shape[-1]) < least:
             raise ShapeError(f"{name}: expected at least {least} words, got {words}; enlarge it")
-    _op(_Call(*operands, buffers.row_ids.shape[0]))
+    return operands
 
 
 def compile_variants() -> list[CompileSpec]:

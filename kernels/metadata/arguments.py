@@ -7,7 +7,7 @@ import torch
 from graphrt.kernels.checks import check_tensor, check_unit_stride
 from graphrt.kernels.errors import ShapeError
 from graphrt.kernels.metadata import record as layout
-from graphrt.kernels.metadata.buffers import StaticBuffers, captured_size
+from graphrt.kernels.metadata.buffers import StaticBuffers, captured_size, pass_operands
 
 MAX_ROWS = 1 << 16
 MAX_TOKENS = 1 << 16
@@ -22,15 +22,20 @@ def check_tables(name: str, tables: torch.Tensor, buffers: StaticBuffers) -> Non
         raise ShapeError(f"{name}: expected a contiguous tensor, got strides {list(tables.stride())}; copy it once")
 
 
-def check_arguments(b: StaticBuffers, *, query_len: int) -> None:
-    """Raise ShapeError for what the declarations of the buffers cannot say."""
+def check_query_len(b: StaticBuffers, query_len: int) -> None:
+    """Raise ShapeError unless the buffers are cut to as many tokens as their rows have in a decode graph."""
+    rows, tokens = captured_size(b)
+    if query_len and tokens != rows * query_len:
+        raise ShapeError(f"input_ids: expected rows x query_len = {rows * query_len} tokens, got {tokens}; slice it")
+
+
+def refresh_operands(b: StaticBuffers) -> list[torch.Tensor]:
+    """The buffers of the refresh. Raises: ShapeError, also for what their declarations cannot say."""
     rows, tokens = captured_size(b)
     check_tensor("page_groups", b.page_groups, shape=(None, None))
     check_tensor("block_table", b.block_table, shape=(None, None, None))
     check_tensor("last_token", b.last_token, shape=(None,))
     row_ids, groups, width = b.last_token.shape[0], b.page_groups.shape[0], b.block_table.shape[2]
-    if query_len and tokens != rows * query_len:
-        raise ShapeError(f"input_ids: expected rows x query_len = {rows * query_len} tokens, got {tokens}; slice it")
     if not (1 <= rows <= MAX_ROWS and 1 <= tokens <= MAX_TOKENS):
         raise ShapeError(
             f"row_ids, input_ids: expected 1 to {MAX_ROWS} rows and tokens, got {rows} and {tokens}; split the step"
@@ -53,3 +58,4 @@ def check_arguments(b: StaticBuffers, *, query_len: int) -> None:
         raise ShapeError(
             f"block_table: expected rows of {width} columns, got stride {b.block_table.stride(1)}; copy it"
         )
+    return pass_operands("refresh", b)

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import functools
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import astuple, dataclass, field, fields, make_dataclass
 from enum import Enum
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -40,6 +40,8 @@ class BufferKind(str, Enum):
     CARRIED = "carried"
     OUTPUT = "output"
 
+
+_Found = TypeVar("_Found")
 
 _OF_ROWS = (BufferKind.DERIVED, BufferKind.CARRIED)
 _ON_HOST = (BufferKind.INPUT, BufferKind.OUTPUT)
@@ -221,7 +223,7 @@ def _output(
     return _declare(BufferSpec(shape, dtype, BufferKind.OUTPUT, writer, readers, pad, initial))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class StaticBuffers:
     """All static tensors. Allocated once for the largest descriptor; a graph gets views by `cut`. Never reallocated."""
 
@@ -330,6 +332,7 @@ class StaticBuffers:
     )  # fmt: skip
 
     @classmethod
+    @functools.cache
     def specs(cls) -> dict[str, BufferSpec]:
         """Declaration of every buffer, by name."""
         return {f.name: f.metadata["spec"] for f in fields(cls)}
@@ -380,6 +383,17 @@ class StaticBuffers:
             if spec.kind in _OF_ROWS:
                 views[name] = tensor[tuple(slice(extents.get(str(extent))) for extent in spec.shape)]
         return StaticBuffers(**views)
+
+    def once(self, find: Callable[[StaticBuffers], _Found]) -> _Found:
+        """`find(self)`, called for the first step alone: which tensors these are, and their shapes, never change."""
+        if find not in self._found:
+            self._found[find] = find(self)
+        found: _Found = self._found[find]
+        return found
+
+    @functools.cached_property
+    def _found(self) -> dict[Callable[[StaticBuffers], Any], Any]:
+        return {}
 
     def named(self, *kinds: BufferKind) -> Iterator[tuple[str, torch.Tensor]]:
         """Name and tensor of every buffer of the given kinds, or of all."""

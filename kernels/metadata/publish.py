@@ -16,6 +16,7 @@ import triton.language as tl
 from graphrt.kernels.checks import check_tensor, check_unit_stride
 from graphrt.kernels.compile_spec import CompileSpec
 from graphrt.kernels.errors import ShapeError
+from graphrt.kernels.launcher import KernelLauncher
 from graphrt.kernels.metadata import record as layout
 from graphrt.kernels.metadata.buffers import (
     CURSOR_KIND,
@@ -178,10 +179,13 @@ def _publish_kernel(
     tl.store(go_on_ptr, tl.where(used_up, 0, 1))
 
 
+_launch = KernelLauncher(_publish_kernel)
+
+
 def _publish_triton(b: Any) -> None:
     rows = b.row_ids.shape[0]
-    _publish_kernel[(1,)](
-        b.tokens, b.inbox, b.record, b.cursor, b.places, b.row_ids, b.row_status, b.seq_lens, b.fault_code,
+    _launch(
+        (1,), b.tokens, b.inbox, b.record, b.cursor, b.places, b.row_ids, b.row_status, b.seq_lens, b.fault_code,
         b.fault_value, b.void_ids, b.end_lengths, b.end_tokens, b.step_counter, b.last_token, b.row_lens, b.row_ends,
         b.go_on, b.step_ring, b.token_ring, b.end_ring, b.fault_code_ring, b.fault_value_ring,
         rows, b.last_token.shape[0], b.vocab_size, b.inbox.shape[0], b.inbox.stride(0), b.step_ring.shape[0],
@@ -259,11 +263,16 @@ def publish(buffers: StaticBuffers, tokens: torch.Tensor | None, *, vocab_size: 
     Capture-safe: the ring entry is chosen on the device, by the step counter.
     Raises: ShapeError when a tensor does not fit the others.
     """
-    operands = pass_operands("publish", buffers)
+    operands = buffers.once(_operands)
     if tokens is not None:
         shape, device = buffers.row_ids.shape, buffers.row_ids.device
         check_tensor("tokens", tokens, shape=shape, dtype=(torch.int32, torch.int64), device=device)
         check_unit_stride("tokens", tokens)
+    _op(_Call(*operands, tokens, vocab_size))
+
+
+def _operands(buffers: StaticBuffers) -> list[torch.Tensor]:
+    operands = pass_operands("publish", buffers)
     row_ids = buffers.last_token.shape[0]
     for name, least in (
         ("inbox", (layout.RECORD_AT + layout.HEADER_SIZE,)),
@@ -277,7 +286,7 @@ def publish(buffers: StaticBuffers, tokens: torch.Tensor | None, *, vocab_size: 
         tensor = getattr(buffers, name)
         if tensor.shape[-1] < least[-1] or not tensor.is_contiguous():
             raise ShapeError(f"{name}: expected at least {list(least)} values, contiguous, got {list(tensor.shape)}")
-    _op(_Call(*operands, tokens, vocab_size))
+    return operands
 
 
 def compile_variants() -> list[CompileSpec]:

@@ -26,14 +26,14 @@ import triton.language as tl
 from graphrt.kernels.checks import check_int
 from graphrt.kernels.compile_spec import CompileSpec
 from graphrt.kernels.errors import ShapeError
+from graphrt.kernels.launcher import KernelLauncher
 from graphrt.kernels.metadata import record as layout
-from graphrt.kernels.metadata.arguments import MAX_TOKENS, check_arguments, check_tables
+from graphrt.kernels.metadata.arguments import MAX_TOKENS, check_query_len, check_tables, refresh_operands
 from graphrt.kernels.metadata.buffers import (
     COPIED,
     COPIED_PAD_WORDS,
     StaticBuffers,
     call_class,
-    pass_operands,
 )
 from graphrt.kernels.metadata.claims import claim_pages, mark_row_ids
 from graphrt.kernels.metadata.faults import NOWHERE, fault_value, final_fault, first_bad_page, first_bad_token
@@ -54,7 +54,7 @@ from graphrt.kernels.metadata.read_record import (
 )
 from graphrt.kernels.metadata.reference import refresh_reference
 from graphrt.kernels.op_declaration import DeclaredOp
-from graphrt.kernels.sizes import ceil_div, next_power_of_two
+from graphrt.kernels.sizes import next_power_of_two
 from graphrt.kernels.types import FAULT_GROUP_SHIFT, NO_TOKEN, PAD_SLOT_ID, TOKEN_FROM_ROW, FaultCode, RowStatus
 
 _FEW = 128  # programs, up to which each has a multiprocessor to itself, and 4 warps
@@ -456,12 +456,16 @@ def _write_buffers_kernel(
             tl.store(positions_ptr + at, zeros, mask=mask)
 
 
+_check_rows, _write_buffers = KernelLauncher(_check_rows_kernel), KernelLauncher(_write_buffers_kernel)
+
+
 def _refresh_triton(b: Any) -> None:
     groups, padded_reqs, width = b.block_table.shape
     padded_tokens, row_ids = b.input_ids.shape[0], b.last_token.shape[0]
     tiling = _Tiling.choose(padded_reqs * groups, b.query_len, padded_tokens, width)
     row_fields = layout.row_fields(groups)
-    _check_rows_kernel[(padded_reqs, groups)](
+    _check_rows(
+        (padded_reqs, groups),
         b.page_groups, b.record, b.last_token, b.last_encoder_len, b.claims, b.duplicates, b.tables, b.page_table,
         b.page_spans, b.table_from, b.table_to, b.new_spans, b.check_code, b.check_value,
         b.record.shape[0], padded_reqs, padded_tokens, row_ids, b.claims.shape[0] - row_ids, b.max_seq_len,
@@ -469,8 +473,9 @@ def _refresh_triton(b: Any) -> None:
         QUERY_LEN=b.query_len, ROW_FIELDS=row_fields, GROUPS=groups, GROUP_BLOCK=next_power_of_two(groups),
         TOKEN_BLOCK=tiling.token_block, PAGE_BLOCK=tiling.page_block, num_warps=tiling.num_warps,
     )  # fmt: skip
-    parts = min(ceil_div(width, tiling.table_block), max(_PROGRAMS // (padded_reqs * groups), 1))
-    _write_buffers_kernel[(padded_reqs, parts, groups)](
+    parts = min(-(-width // tiling.table_block), max(_PROGRAMS // (padded_reqs * groups), 1))
+    _write_buffers(
+        (padded_reqs, parts, groups),
         b.page_groups, b.record, b.last_token, b.last_encoder_len, b.duplicates, b.tables, b.page_table,
         b.page_spans, b.table_from, b.table_to, b.new_spans, b.check_code, b.check_value, b.fault_code, b.fault_value,
         b.step_counter, b.input_ids, b.positions, b.slot_mapping,
@@ -538,13 +543,14 @@ def refresh(
     Capture-safe: the grid follows from the captured size, and whatever varies is read from the record on the device.
     Raises: ShapeError when a tensor does not fit the others.
     """
-    check_arguments(buffers, query_len=query_len)
+    check_query_len(buffers, query_len)
     check_int("decode_len", decode_len, 0, MAX_TOKENS, advice="0 without a decode part", error=ShapeError)
     if query_len and decode_len:
         raise ShapeError(f"decode_len: expected 0 in a decode graph, got {decode_len}; rows stand in their order there")
     if tables is not None:
         check_tables("tables", tables, buffers)
-    _op(_Call(*pass_operands("refresh", buffers), tables, max_seq_len, vocab_size, query_len, decode_len, seq_len_fill))
+    operands = buffers.once(refresh_operands)
+    _op(_Call(*operands, tables, max_seq_len, vocab_size, query_len, decode_len, seq_len_fill))
 
 
 def compile_variants() -> list[CompileSpec]:

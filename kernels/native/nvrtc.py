@@ -115,11 +115,22 @@ def launch(
 
     Raises: as `compile_variant`; GraphRTError where the driver refuses.
     """
+    index = _index(device)
+    config = _config(variant, grid, torch._C._cuda_getCurrentRawStream(index), pdl)
+    with contextlib.nullcontext() if torch.cuda.current_device() == index else torch.cuda.device(index):
+        function = load(variant, index)
+        arguments = (ctypes.c_void_p * 1)(ctypes.addressof(params))
+        _check(driver.cuLaunchKernelEx(config, function, ctypes.addressof(arguments), 0))
+
+
+@functools.lru_cache(maxsize=1024)
+def _config(variant: NativeVariant, grid: tuple[int, int], stream: int, pdl: bool) -> Any:
+    """How a launch is made. Each layer of a step makes the same one."""
     config = driver.CUlaunchConfig()
     config.gridDimX, config.gridDimY, config.gridDimZ = *grid, 1
     config.blockDimX, config.blockDimY, config.blockDimZ = variant.num_threads, 1, 1
     config.sharedMemBytes = variant.shared_bytes
-    config.hStream = torch.cuda.current_stream(device).cuda_stream
+    config.hStream = stream
     attributes = []
     if variant.cluster > 1:
         attribute = driver.CUlaunchAttribute()
@@ -136,11 +147,7 @@ def launch(
         attribute.value = value
         attributes.append(attribute)
     config.attrs, config.numAttrs = attributes, len(attributes)
-    index = _index(device)
-    with torch.cuda.device(index):
-        function = load(variant, index)
-        arguments = (ctypes.c_void_p * 1)(ctypes.addressof(params))
-        _check(driver.cuLaunchKernelEx(config, function, ctypes.addressof(arguments), 0))
+    return config
 
 
 def _index(device: torch.device) -> int:

@@ -9,9 +9,10 @@ import triton.language as tl
 from graphrt.kernels.checks import check_tensor, check_unit_stride
 from graphrt.kernels.compile_spec import CompileSpec
 from graphrt.kernels.errors import ShapeError
+from graphrt.kernels.launcher import KernelLauncher
 from graphrt.kernels.library import define_op
 from graphrt.kernels.ops.reference import silu_mul_reference
-from graphrt.kernels.sizes import ceil_div, next_power_of_two
+from graphrt.kernels.sizes import next_power_of_two
 
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 _MAX_BLOCK = 1024
@@ -31,15 +32,17 @@ def _silu_mul_kernel(gate_up_ptr, out_ptr, width, stride_gate_up, stride_out, BL
     tl.store(out_ptr + token * stride_out + dims, (activated * up).to(dtype), mask=mask)
 
 
+_launch = KernelLauncher(_silu_mul_kernel)
+
+
 def _silu_mul_triton(gate_up: torch.Tensor) -> torch.Tensor:
     tokens, width = gate_up.shape[0], gate_up.shape[1] // 2
     out = torch.empty((tokens, width), dtype=gate_up.dtype, device=gate_up.device)
     if tokens == 0:
         return out
     block = min(next_power_of_two(width), _MAX_BLOCK)
-    _silu_mul_kernel[(tokens, ceil_div(width, block))](
-        gate_up, out, width, gate_up.stride(0), out.stride(0), BLOCK=block, num_warps=_NUM_WARPS
-    )
+    grid = (tokens, -(-width // block))
+    _launch(grid, gate_up, out, width, gate_up.stride(0), out.stride(0), BLOCK=block, num_warps=_NUM_WARPS)
     return out
 
 

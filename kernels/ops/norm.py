@@ -6,9 +6,10 @@ import torch
 import triton
 import triton.language as tl
 
-from graphrt.kernels.checks import check_tensor, check_unit_stride
+from graphrt.kernels.checks import check_tensor, check_unit_stride, once_per_geometry
 from graphrt.kernels.compile_spec import CompileSpec
 from graphrt.kernels.errors import UnsupportedError
+from graphrt.kernels.launcher import KernelLauncher
 from graphrt.kernels.library import define_op
 from graphrt.kernels.ops.reference import add_rms_norm_reference, rms_norm_reference
 from graphrt.kernels.sizes import next_power_of_two
@@ -54,13 +55,17 @@ def _num_warps(block: int) -> int:
     return min(max(block // 512, 1), 16)
 
 
+_launch_kernel = KernelLauncher(_rms_norm_kernel)
+
+
 def _launch(residual: torch.Tensor | None, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     tokens, hidden = x.shape
     out = torch.empty((tokens, hidden), dtype=x.dtype, device=x.device)
     if tokens == 0:
         return out
     block = next_power_of_two(hidden)
-    _rms_norm_kernel[(tokens,)](
+    _launch_kernel(
+        (tokens,),
         residual, x, weight, out, eps, 0 if residual is None else residual.stride(0), x.stride(0), out.stride(0),
         HIDDEN=hidden, BLOCK=block, HAS_RESIDUAL=residual is not None, num_warps=_num_warps(block),
     )  # fmt: skip
@@ -114,11 +119,16 @@ def add_rms_norm(residual: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, 
 
     Capture-safe: nothing depends on values. Raises: ShapeError; UnsupportedError beyond MAX_HIDDEN_SIZE.
     """
+    _check_added(x, weight, residual)
+    result: torch.Tensor = _add_rms_norm_op(residual, x, weight, eps)
+    return result
+
+
+@once_per_geometry
+def _check_added(x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor) -> None:
     _check(x, weight)
     check_tensor("residual", residual, shape=x.shape, dtype=_FLOATS, device=x.device)
     check_unit_stride("residual", residual)
-    result: torch.Tensor = _add_rms_norm_op(residual, x, weight, eps)
-    return result
 
 
 def _check(x: torch.Tensor, weight: torch.Tensor) -> None:

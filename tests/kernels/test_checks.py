@@ -136,3 +136,44 @@ def test_what_is_accepted_comes_back_as_pythons_own() -> None:
     assert checks.check_sequence("f", (1, 2), 2, of="pages") == (1, 2)
     weight = torch.nn.Linear(2, 2, bias=False)
     assert checks.check_named_tensors("w", weight.named_parameters()) == (("weight", weight.weight),)
+
+
+def test_a_check_runs_once_per_geometry() -> None:
+    seen = []
+
+    @checks.once_per_geometry
+    def check(x: object, y: object, limit: object) -> None:
+        seen.append((x, y, limit))
+        checks.check_tensor("x", x, shape=(2, None))  # type: ignore[arg-type]
+
+    a, b = torch.zeros(2, 3), torch.ones(2, 3)
+    for x in (a, b):
+        check(x, None, 5)
+    assert len(seen) == 1
+    for x, y, limit in (
+        (a.double(), None, 5), (a[:, :2], None, 5), (torch.zeros(3, 2).t(), None, 5), (a, a, 5), (a, None, 6),
+        (torch.zeros(2, 3, device="meta"), None, 5),
+    ):  # fmt: skip
+        before = len(seen)
+        check(x, y, limit)
+        check(x, y, limit)
+        assert len(seen) == before + 1
+
+
+@pytest.mark.parametrize(
+    "wrong", [torch.zeros(3), torch.zeros(2, 2).to_sparse(), [1, 2], None], ids=["shape", "sparse", "list", "none"]
+)
+def test_what_a_check_refuses_it_refuses_again(wrong: object) -> None:
+    check = checks.once_per_geometry(lambda x: checks.check_tensor("x", x, shape=(2, None)))
+    for _ in range(2):
+        with pytest.raises(ShapeError, match="x: expected"):
+            check(wrong)
+
+
+def test_geometries_are_kept_up_to_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checks, "_MOST_PASSED", 2)
+    seen: list[int] = []
+    check = checks.once_per_geometry(lambda x: seen.append(len(x)))
+    for n in (1, 2, 3, 3, 1):
+        check(torch.zeros(n))
+    assert seen == [1, 2, 3, 1]

@@ -17,6 +17,7 @@ from graphrt.replay import ReplayManager
 from graphrt.sampling_params import SamplingParams
 from graphrt.session import DecodeSession
 from graphrt.step import Step
+from graphrt.undo import Copies
 from tests.runtime.layered import generate, prompts_of
 from tests.runtime.toy import LivelyModel, Rig, ToyModel, greedy, make_rig, make_runtime
 
@@ -225,3 +226,23 @@ def test_eager_steps_have_no_shadow(device: torch.device) -> None:
 def test_the_option_is_checked() -> None:
     with pytest.raises(ConfigError, match=r"shadow_every: expected .* got -1"):
         RuntimeConfig(shadow_every=-1)
+
+
+def test_copies_of_any_layout_and_dtype() -> None:
+    whole = torch.arange(48).view(1, 6, 8)
+    tensors = {
+        "cut": whole[:, :, :5],
+        "of_one": whole[:, :2].int().expand(1, 2, 8)[:1],
+        "flags": torch.tensor([True, False]),
+        "halves": torch.arange(3.0).half(),
+        "empty": torch.zeros(3, 0),
+        "floats": torch.arange(5.0),
+    }
+    before, copies = {name: t.clone() for name, t in tensors.items()}, Copies()
+    for kept in (tensors, {"floats": tensors["floats"]}, tensors):  # another layout in between
+        copies.take(kept)
+        for tensor in kept.values():
+            tensor.zero_()
+        copies.give_back(kept)
+        assert all(torch.equal(tensor, before[name]) for name, tensor in kept.items())
+        assert list(copies.views) == list(kept)
