@@ -208,7 +208,8 @@ def _list_plain(source, plain_words_row_ptr, group_ptrs, group_best, floor, row_
 def _list_groups(group_ptrs, group_best, floor, most):
     """List the groups that reach the floor: their number, and the length of a list of tokens before any.
 
-    Each has a token that reaches the floor. So where they are more than `most`, the list is too long already.
+    Each has a token that reaches the floor. So where they are more than `most`, the list is too long already: none of
+    them is listed then, and the number is 0.
     """
     chosen = (group_best >= floor) & (group_best > float("-inf"))
     count = tl.sum(chosen.to(tl.int32), 0)
@@ -216,7 +217,7 @@ def _list_groups(group_ptrs, group_best, floor, most):
         place = tl.cumsum(chosen.to(tl.int32), 0) - 1
         tl.store(group_ptrs[2] + place, tl.arange(0, group_best.shape[0]), mask=chosen)
         tl.debug_barrier()  # what some threads have stored, others load
-    return count, tl.where(count > most, count, 0)
+    return tl.where(count > most, 0, count), tl.where(count > most, count, 0)
 
 
 @triton.jit
