@@ -35,6 +35,7 @@ MAX_VOCAB_SIZE = 1 << 20
 
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 _CHUNK_WARPS = 4
+_CHUNK_REGISTERS: int | None = None
 _ROW_WARPS = 8
 _ROW_REGISTERS = 128  # keep two rows on a multiprocessor
 _ROW_SPILL = 1024  # bytes that wait in memory meanwhile: what loops need that do not run for most rows
@@ -135,10 +136,11 @@ def _sample_triton(
     groups = ceil_div(vocab, group)
     group_best = torch.empty((rows, groups), dtype=torch.float32, device=device)
     list_groups = torch.empty((rows, groups), dtype=torch.int32, device=device)
-    group_mass = list_tokens = list_logits = plain_words = changed_mass = None
+    group_mass = list_words = list_tokens = list_logits = plain_words = changed_mass = None
     changed_best = group_best  # in its place while no row has changed tokens
     if top_k is not None:
         group_mass = changed_mass = torch.empty((rows, groups), dtype=torch.float32, device=device)
+        list_words = torch.empty((rows, LIST * group // 32), dtype=torch.int32, device=device)
         list_tokens = torch.empty((rows, LIST), dtype=torch.int32, device=device)
         list_logits = torch.empty((rows, LIST), dtype=torch.float32, device=device)
     processes = mask_words is not None or bias_tokens is not None or seen is not None
@@ -168,6 +170,7 @@ def _sample_triton(
     sample_chunks_kernel[(rows, programs)](
         *inputs, group_best, group_mass, plain_words, changed_best, changed_mass, *sizes, GROUP=group, CHUNKS=chunks,
         CHANGED_WORDS=CHANGED_WORDS, PROCESSES=processes, OVERLAPS=overlaps, num_warps=_CHUNK_WARPS,
+        maxnreg=_CHUNK_REGISTERS if processes else None,
     )  # fmt: skip
     wide = max(next_power_of_two(groups), 32)
     sample_rows_kernel[(rows,)](
@@ -176,8 +179,8 @@ def _sample_triton(
     )  # fmt: skip
     if top_k is not None:
         sample_truncated_kernel[(rows,)](
-            *inputs, group_best, group_mass, plain_words, changed_best, changed_mass, list_groups, list_tokens,
-            list_logits, out, *sizes, GROUPS=wide, GROUP=group, LIST=LIST, OVERLAPS=overlaps,
+            *inputs, group_best, group_mass, plain_words, changed_best, changed_mass, list_groups, list_words,
+            list_tokens, list_logits, out, *sizes, GROUPS=wide, GROUP=group, LIST=LIST, OVERLAPS=overlaps,
             num_warps=_ROW_WARPS, maxnreg=_ROW_REGISTERS, launch_pdl=overlaps,
         )  # fmt: skip
     return out
@@ -284,8 +287,8 @@ def compile_variants() -> list[CompileSpec]:
               "group_best", "group_mass", "changed_best", "changed_mass", "list_logits")  # fmt: skip
     always = ("seen", "counts", "bias_tokens", "bias_values", "mask_words")
     optional = (
-        *(name for name in _OPTIONAL if name not in always), "group_mass", "plain_words", "changed_mass", "list_tokens",
-        "list_logits",
+        *(name for name in _OPTIONAL if name not in always), "group_mass", "plain_words", "changed_mass", "list_words",
+        "list_tokens", "list_logits",
     )  # fmt: skip
     vocabularies = {"fp16": 1 << 17, "bf16": 1 << 17, "fp32": MAX_VOCAB_SIZE}
     cases = (("fp16", False), ("bf16", False), ("fp32", False), ("bf16", True), ("fp32", True))

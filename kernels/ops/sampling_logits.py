@@ -98,7 +98,8 @@ def best_of(scores, tokens):
 def row_options(row, vocab_size, temperatures_ptr, top_k_ptr, top_p_ptr, min_p_ptr):
     """Heat, top-k, top-p and min-p of a row with one value each for "off": 0, 0, 1 and 0; and whether it truncates.
 
-    The heat is the temperature in its bounds; rows that keep the best token only have heat 0, as greedy rows.
+    The heat is the temperature in its bounds; rows that keep the best token only have heat 0, as greedy rows. A row
+    truncates where its threshold is to be sought: by top-k and top-p. Min-p alone says it.
     """
     temperature = tl.load(temperatures_ptr + row)
     heat = tl.where(temperature > 0, tl.minimum(temperature, MAX_HEAT), 0.0)
@@ -114,7 +115,7 @@ def row_options(row, vocab_size, temperatures_ptr, top_k_ptr, top_p_ptr, min_p_p
         min_p = tl.load(min_p_ptr + row)
         min_p = tl.where(min_p > 0, tl.minimum(min_p, 1.0), 0.0)
         heat = tl.where((top_k == 1) | (top_p <= 0), 0.0, heat)
-        truncates = (heat > 0) & ((top_k > 0) | (top_p < 1) | (min_p > 0))
+        truncates = (heat > 0) & ((top_k > 0) | (top_p < 1))
     return heat, top_k, top_p, min_p, truncates
 
 
@@ -203,7 +204,9 @@ def _process(source, tokens, logits, seen):
         logits += _bias(tokens, bias_tokens_ptr + bias_at, bias_values_ptr + bias_at, num_biases)
     # Counts are read where a token has occurred: few of a large vocabulary.
     counts = tl.load(counts_ptr + state_row * vocab_size + tokens, mask=seen, other=0)
-    scaled = tl.where(logits > 0, tl.div_rn(logits, repetition), logits * repetition)
+    # Division by hardware has a slow way for 0, infinities and NaN, which many lanes would take for nothing.
+    dividend = tl.where(seen & (logits > 0), logits, 1.0)
+    scaled = tl.where(logits > 0, tl.div_rn(dividend, repetition), logits * repetition)
     logits = tl.where(seen, scaled, logits) - frequency * counts.to(tl.float32)
     logits = tl.where(counts > 0, logits - presence, logits)
     return tl.where(logits > float("-inf"), logits, float("-inf"))
@@ -226,6 +229,22 @@ def has_bit(words):
     """[words, 32]: whether each word has each of its bits."""
     bits = tl.full([32], 1, tl.int32) << tl.arange(0, 32)  # known to the compiler: one instruction per token
     return (words[:, None] & bits[None, :]) != 0
+
+
+@triton.jit
+def place_of_bit(bit):
+    """The place of a single bit: the exponent of the power of two."""
+    return (bit.to(tl.uint32, bitcast=True).to(tl.float32).to(tl.int32, bitcast=True) >> 23) - 127
+
+
+@triton.jit
+def num_bits(words):
+    """How many bits of each word are set: sums of two bits, of four, of eight, then of all bytes."""
+    bits = words.to(tl.uint32, bitcast=True)
+    bits -= (bits >> 1) & 0x55555555
+    bits = (bits & 0x33333333) + ((bits >> 2) & 0x33333333)
+    bits = (bits + (bits >> 4)) & 0x0F0F0F0F
+    return ((bits * 0x01010101) >> 24).to(tl.int32)
 
 
 @triton.jit
@@ -261,9 +280,7 @@ def next_changed(source, words, changed, seen):
     """The first of each word's changed tokens, its processed logit, -inf where there is none; and the bits left."""
     _, values = source
     lowest = changed & -changed
-    # The place of a single bit is the exponent of the power of two.
-    place = (lowest.to(tl.uint32, bitcast=True).to(tl.float32).to(tl.int32, bitcast=True) >> 23) - 127
-    tokens = tl.where(changed != 0, words * WORD + place, values[1])
+    tokens = tl.where(changed != 0, words * WORD + place_of_bit(lowest), values[1])
     logits = _process(source, tokens, raw_logits(source, tokens), (seen & lowest) != 0)
     return tokens, logits, changed ^ lowest
 
@@ -338,38 +355,42 @@ def value_of(key):
 
 
 @triton.jit
-def key_gap(dtype: tl.constexpr):
-    """Keys of values of a 16-bit type are at least so far apart: of so many neighbours, one is a value at most."""
-    if dtype == tl.bfloat16:
-        return 1 << 16
-    elif dtype == tl.float16:
-        return 1 << 13
-    else:
-        return 1
+def min_p_floor(best, heat, min_p):
+    """The logit that min-p keeps tokens from; -inf where it is off."""
+    return tl.where(min_p > 0, best + heat * tl.log(tl.where(min_p > 0, min_p, 1.0)), float("-inf"))
 
 
 @triton.jit
 def largest_reaching(values, amounts, need, low, high, until):
     """Keys [low, high) of which the first holds: of the values from there on, the amounts add up to `need`.
 
-    It must hold at `low`, and not at `high`. A search in quarters, to at most `until` keys: 1 for the largest such key.
-    Where no more than one value lies in these, the first of them is as good: so the search ends there, too. Four sums
-    at once take the barriers and shuffles of one, and those are what a step waits for.
+    It must hold at `low`, and not at `high`. A search in fifths, to at most `until` keys: 1 for the largest such key.
+    Four sums at once take the barriers and shuffles of one, and those are what a step waits for. Each step also ends
+    at values that there are. Few keys are: of bfloat16 logits, one in 65,536.
     Sums of not negative floats in one order are monotone in what they leave out, so the answer is exact for them.
     """
-    inside = 2.0  # values in [low, high), at least so many as there are
-    while (high - low > until) & (inside > 1):
-        quarter = (high - low + 3) // 4
-        key_a = low + quarter
-        key_b = tl.minimum(key_a + quarter, high - 1)
-        key_c = tl.minimum(key_b + quarter, high - 1)
+    while high - low > until:
+        fifth = (high - low + 4) // 5
+        key_a = low + fifth
+        key_b = tl.minimum(key_a + fifth, high - 1)
+        key_c = tl.minimum(key_b + fifth, high - 1)
+        key_d = tl.minimum(key_c + fifth, high - 1)
         of_a = tl.where(values >= value_of(key_a), amounts, 0.0)
         of_b = tl.where(values >= value_of(key_b), amounts, 0.0)
         of_c = tl.where(values >= value_of(key_c), amounts, 0.0)
-        within = ((values >= value_of(low)) & (values <= value_of(high - 1))).to(tl.float32)
-        pair, single = tl.split(tl.sum(tl.join(tl.join(of_a, of_b), tl.join(of_c, within)), 0))
-        sum_a, sum_b = tl.split(pair)
-        sum_c, inside = tl.split(single)
-        high = tl.where(sum_a < need, key_a, tl.where(sum_b < need, key_b, tl.where(sum_c < need, key_c, high)))
-        low = tl.where(sum_a < need, low, tl.where(sum_b < need, key_a, tl.where(sum_c < need, key_b, key_c)))
+        of_d = tl.where(values >= value_of(key_d), amounts, 0.0)
+        lower, upper = tl.split(tl.sum(tl.join(tl.join(of_a, of_b), tl.join(of_c, of_d)), 0))
+        sum_a, sum_b = tl.split(lower)
+        sum_c, sum_d = tl.split(upper)
+        within = (values >= value_of(low)) & (values <= value_of(high - 1))
+        largest, least = tl.split(
+            tl.max(tl.join(tl.where(within, values, float("-inf")), tl.where(within, -values, float("-inf"))), 0)
+        )
+        reached = tl.where(sum_c < need, key_b, tl.where(sum_d < need, key_c, key_d))
+        reached = tl.where(sum_a < need, low, tl.where(sum_b < need, key_a, reached))
+        missed = tl.where(sum_c < need, key_c, tl.where(sum_d < need, key_d, high))
+        missed = tl.where(sum_a < need, key_a, tl.where(sum_b < need, key_b, missed))
+        # Between two values the sums are the same: the bounds may move to values.
+        low = tl.maximum(reached, tl.minimum(key_of(-least), missed - 1))
+        high = tl.minimum(missed, tl.maximum(key_of(largest) + 1, low + 1))
     return low, high

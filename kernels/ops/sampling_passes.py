@@ -6,7 +6,6 @@ import triton
 import triton.language as tl
 
 from graphrt.kernels.ops.sampling_logits import (
-    CHUNK,
     LARGEST,
     NOWHERE,
     WORD,
@@ -26,9 +25,11 @@ from graphrt.kernels.ops.sampling_logits import (
 
 _WORDS = tl.constexpr(32)  # whose tokens are looked at side by side
 _CHANGED_WORDS = tl.constexpr(1024)  # whose changed tokens are
-_STAGES = tl.constexpr(6)  # loads of so many chunks are under way
+_PASS = tl.constexpr(4096)  # tokens that a pass over the row looks at side by side
+_SIDE = tl.constexpr(8)  # neighbours, of which a thread has all
+_STAGES = tl.constexpr(4)  # loads of so many parts of a pass are under way
 _GUESS = tl.constexpr(0.04)  # half the width in which top-p's threshold is sought first, as a share of the mass
-_GUESS_KEYS = tl.constexpr(1 << 13)
+_GUESS_KEYS = tl.constexpr(1 << 16)
 
 
 _TOP_K = tl.constexpr(0)  # phases: top-k's threshold is sought, of rows with top-p beside it
@@ -61,7 +62,7 @@ def draw_by_passes(
     low = key_of(floor)
     by_count = top_k > 0
     phase = tl.where(by_count & (top_p < 1), _TOP_K, tl.where((top_p < 1) & (min_p > 0), _MASS, _DRAW))
-    high = tl.where(by_count | (top_p < 1), key_of(best) + 1, low + 1)
+    high = key_of(best) + 1
     # Amounts are numbers of tokens where the best and the rate are 0.
     amounts_best = tl.where(by_count, 0.0, best)
     amounts_rate = tl.where(by_count, 0.0, rate)
@@ -193,7 +194,7 @@ def _guesses(source, low, high, best, rate, share):
     need = share * mass
     spread = tl.where(rate == 0, 3.0 * tl.sqrt(need) + 1.0, _GUESS * mass)
     guess_low, _ = largest_reaching(logits, weights, need + spread, low, high, _GUESS_KEYS)
-    guess_high, _ = largest_reaching(logits, weights, need - spread, low, high, _GUESS_KEYS)
+    guess_high, _ = largest_reaching(logits, weights, need - spread, guess_low, high, _GUESS_KEYS)
     return guess_low, guess_high
 
 
@@ -215,20 +216,20 @@ def _amounts_from(source, plain_words_row_ptr, key_a, key_b, key_c, best, rate):
     row_ptr = pointers[0] + values[0]
     bounds = (_bound_of(key_a), _bound_of(key_b), _bound_of(key_c))
     at_best = (finite(best), rate)
-    zeros = tl.zeros([CHUNK // WORD, WORD], tl.float32)
+    zeros = tl.zeros([_PASS // _SIDE], tl.float32)
     amounts = (zeros, zeros, zeros)
-    lanes = tl.arange(0, CHUNK // WORD)[:, None] * WORD + tl.arange(0, 32)[None, :]
-    full = vocab_size // CHUNK
-    for chunk in tl.range(0, full, num_stages=_STAGES):  # without a mask: this loop is most of the time
-        logits = tl.load(row_ptr + chunk * CHUNK + lanes).to(tl.float32)
-        logits = _plain_only(source, plain_words_row_ptr, chunk, logits)
+    lanes = tl.arange(0, _PASS // _SIDE)[:, None] * _SIDE + tl.arange(0, _SIDE)[None, :]
+    full = vocab_size // _PASS
+    for part in tl.range(0, full, num_stages=_STAGES):  # without a mask: this loop is most of the time
+        logits = tl.load(row_ptr + part * _PASS + lanes).to(tl.float32)
+        logits = _plain_only(source, plain_words_row_ptr, part, logits)
         amounts = _with_amounts(amounts, logits, bounds, at_best)
-    if full * CHUNK < vocab_size:
-        logits = _plain_only(source, plain_words_row_ptr, full, raw_logits(source, full * CHUNK + lanes))
+    if full * _PASS < vocab_size:
+        logits = _plain_only(source, plain_words_row_ptr, full, raw_logits(source, full * _PASS + lanes))
         amounts = _with_amounts(amounts, logits, bounds, at_best)
-    sum_a = tl.sum(tl.sum(amounts[0], 1), 0)
-    sum_b = tl.sum(tl.sum(amounts[1], 1), 0)
-    sum_c = tl.sum(tl.sum(amounts[2], 1), 0)
+    sum_a = tl.sum(amounts[0], 0)
+    sum_b = tl.sum(amounts[1], 0)
+    sum_c = tl.sum(amounts[2], 0)
     if plain_words_row_ptr is not None:
         if values[2]:
             start = 0
@@ -254,22 +255,25 @@ def _bound_of(key):
 
 
 @triton.jit
-def _plain_only(source, plain_words_row_ptr, chunk, logits):
-    """A chunk's logits, -inf in the place of tokens that mask, bias and penalties change."""
+def _plain_only(source, plain_words_row_ptr, part, logits):
+    """Logits of a part of a pass, -inf in the place of tokens that mask, bias and penalties change."""
     if plain_words_row_ptr is not None:
-        words = chunk * (CHUNK // WORD) + tl.arange(0, CHUNK // WORD)
+        words = part * (_PASS // WORD) + tl.arange(0, _PASS // WORD)
         num_processed = tl.where(source[1][2], source[1][1], 0)  # all or none
         plain = tl.load(plain_words_row_ptr + words, mask=words * WORD < num_processed, other=-1)
-        logits = tl.where(has_bit(plain), logits, float("-inf"))
+        logits = tl.where(tl.reshape(has_bit(plain), logits.shape), logits, float("-inf"))
     return logits
 
 
 @triton.jit
 def _with_amounts(amounts, logits, bounds, at_best):
-    """Amounts by lane after some more logits, of which the ones that reach a bound are weighed."""
+    """Amounts after some more logits, of which the ones that reach a bound are weighed.
+
+    Neighbours belong to one thread, so that a thread adds up three numbers and has registers left to work ahead.
+    """
     best, rate = at_best
     weights = tl.exp2((tl.minimum(logits, LARGEST) - best) * rate)
-    amount_a = amounts[0] + tl.where(logits >= bounds[0], weights, 0.0)
-    amount_b = amounts[1] + tl.where(logits >= bounds[1], weights, 0.0)
-    amount_c = amounts[2] + tl.where(logits >= bounds[2], weights, 0.0)
+    amount_a = amounts[0] + tl.sum(tl.where(logits >= bounds[0], weights, 0.0), 1)
+    amount_b = amounts[1] + tl.sum(tl.where(logits >= bounds[1], weights, 0.0), 1)
+    amount_c = amounts[2] + tl.sum(tl.where(logits >= bounds[2], weights, 0.0), 1)
     return amount_a, amount_b, amount_c

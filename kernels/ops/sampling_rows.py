@@ -1,4 +1,4 @@
-"""Second pass of sampling, a program per row: the best token, or a draw among all groups of tokens.
+"""Second pass of sampling, a program per row: the best token, or a draw among all groups, or those that min-p leaves.
 
 Rows that truncate are left to `sampling_truncated.py`, so that others need not pay for it: neither in registers nor in
 what those spill.
@@ -9,7 +9,15 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from graphrt.kernels.ops.sampling_logits import NOWHERE, WORD, best_of, logits_of_words, row_options, row_values
+from graphrt.kernels.ops.sampling_logits import (
+    NOWHERE,
+    WORD,
+    best_of,
+    logits_of_words,
+    min_p_floor,
+    row_options,
+    row_values,
+)
 from graphrt.kernels.ops.sampling_passes import best_of_groups, best_score
 from graphrt.kernels.types import NO_TOKEN
 
@@ -52,7 +60,7 @@ def sample_rows_kernel(
     OVERLAPS: tl.constexpr,
 ):
     row = tl.program_id(0)
-    heat, _, _, _, truncates = row_options(row, vocab_size, temperatures_ptr, top_k_ptr, top_p_ptr, min_p_ptr)
+    heat, _, _, min_p, truncates = row_options(row, vocab_size, temperatures_ptr, top_k_ptr, top_p_ptr, min_p_ptr)
     if OVERLAPS:
         tl.extra.cuda.gdc_launch_dependents()
         # Also for rows that leave: who waits for this kernel has then waited for the one before it.
@@ -72,7 +80,12 @@ def sample_rows_kernel(
     group_ptrs = (group_best_ptr + at, changed_best_ptr + at, list_groups_ptr + at, num_groups, num_changed)
     if heat > 0:
         noise_at = (tl.load(seeds_ptr + row), tl.load(seq_lens_ptr + row))
-        token, _ = best_score(source, noise_at, group_ptrs, float("-inf"), heat, GROUPS, GROUP)
+        floor = float("-inf")
+        if top_k_ptr is not None:
+            if min_p > 0:
+                plain_best, changed_best = best_of_groups(group_ptrs, GROUPS)
+                floor = min_p_floor(tl.max(tl.maximum(plain_best, changed_best), 0), heat, min_p)
+        token, _ = best_score(source, noise_at, group_ptrs, floor, heat, GROUPS, GROUP)
     else:
         token = _best_token(source, group_ptrs, GROUPS, GROUP)
     tl.store(out_ptr + row, tl.where(token < NOWHERE, token, _NO_TOKEN))

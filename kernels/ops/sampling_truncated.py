@@ -4,8 +4,13 @@ A group's highest logit and highest noise bound the scores of its tokens. So a d
 the highest bounds, then at all whose bounds reach the best score among those.
 
 min-p, top-k and top-p each keep the tokens from some logit upwards, so a row keeps what is at or above one threshold.
-The groups' highest logits give a lower bound of it, and what reaches that bound is mostly a short list. The list is
-then searched in registers. Of rows that keep too much for a list, `sampling_passes.py` draws.
+The groups' highest logits give a lower bound of it, the floor, and what reaches the floor is mostly a short list:
+
+    groups at the floor       17  40  41  55 ...      their highest logits say which
+    bits of their words       ...0100100, ...0001     tokens that reach the floor: a read of 64 bytes per group
+    list                      (546, 7.1) (549, 6.8)   tokens and logits, a place for each bit
+
+The list is then searched in registers. Of rows that keep too much for a list, `sampling_passes.py` draws.
 """
 
 from __future__ import annotations
@@ -17,12 +22,14 @@ from graphrt.kernels.ops.sampling_logits import (
     NOWHERE,
     WORD,
     best_of,
-    has_bit,
-    key_gap,
     key_of,
     largest_reaching,
+    min_p_floor,
     next_changed,
+    num_bits,
+    place_of_bit,
     rate_of,
+    raw_logits,
     row_options,
     row_values,
     split_words,
@@ -33,14 +40,14 @@ from graphrt.kernels.ops.sampling_logits import (
 from graphrt.kernels.ops.sampling_passes import best_of_groups, draw_by_passes, words_of_groups
 from graphrt.kernels.types import NO_TOKEN
 
-LIST = 4096
-"""Tokens that a row's list holds."""
+LIST = 2048
+"""Tokens that a row's list holds, and groups that it is made from."""
 
 _NO_TOKEN = tl.constexpr(NO_TOKEN)
-_WORDS = tl.constexpr(128)  # whose tokens are looked at side by side
-_CHANGED_WORDS = tl.constexpr(256)  # whose changed tokens are
+_WORDS = tl.constexpr(128)  # whose logits are read side by side
+_BIT_WORDS = tl.constexpr(512)  # whose bits get places in the list side by side
+_CHANGED_WORDS = tl.constexpr(256)  # whose changed tokens are looked at side by side
 _SHORT = tl.constexpr(256)  # tokens of a list that most top-ks leave: one for each thread
-_SEARCHED = tl.constexpr(2048)  # tokens of a list in which a threshold is sought, at most
 _DRAWN = tl.constexpr(256)  # tokens whose noise is drawn side by side
 _FLOOR_KEYS = tl.constexpr(1 << 16)  # a bound need not be exact
 _SURE = tl.constexpr(1.0001)  # a bound on masses holds in spite of roundings where it holds by this factor
@@ -72,6 +79,7 @@ def sample_truncated_kernel(
     changed_best_ptr,
     changed_mass_ptr,
     list_groups_ptr,
+    list_words_ptr,
     list_tokens_ptr,
     list_logits_ptr,
     out_ptr,
@@ -120,25 +128,22 @@ def sample_truncated_kernel(
     plain_mass = tl.load(group_mass_ptr + at + groups, mask=groups < num_weighed, other=0.0)
     changed_mass = tl.load(changed_mass_ptr + at + groups, mask=groups < num_changed_weighed, other=0.0)
     total = tl.sum(plain_mass * weight(plain_best, best, rate) + changed_mass * weight(changed_best, best, rate), 0)
-    gap = tl.where(source[1][2], 1, key_gap(logits_ptr.dtype.element_ty))
     floor = _floor(group_best, best, total, heat, rate, top_k, top_p, min_p)
     row_list = (list_tokens_ptr + row.to(tl.int64) * LIST, list_logits_ptr + row.to(tl.int64) * LIST)
-    # Of min-p alone, the floor is the threshold: its list needs no search, so it may be longer.
-    searches = (top_k > 0) | (top_p < 1)
-    most = tl.where(searches, _SEARCHED, LIST)
-    length = _list_plain(source, plain_words_row_ptr, group_ptrs, plain_best, floor, row_list, most, GROUP)
+    words_row_ptr = list_words_ptr + row.to(tl.int64) * LIST * (GROUP // WORD)
+    length = _list_plain(
+        source, plain_words_row_ptr, words_row_ptr, group_ptrs, plain_best, floor, row_list, GROUP, LIST
+    )
     if plain_words_ptr is not None:
         if source[1][2]:
-            length = _list_changed(source, group_ptrs, changed_best, floor, row_list, length, most, GROUP)
-    if length <= most:
+            length = _list_changed(source, group_ptrs, changed_best, floor, row_list, length, GROUP, LIST)
+    if length <= LIST:
         tl.debug_barrier()  # what some threads have stored, others load
-        threshold = key_of(floor)
-        if searches:
-            options = (best, total, rate, top_k, top_p, min_p, gap)
-            if length <= _SHORT:
-                threshold = _threshold_of_list(row_list, length, threshold, options, _SHORT)
-            else:
-                threshold = _threshold_of_list(row_list, length, threshold, options, _SEARCHED)
+        options = (best, total, rate, top_k, top_p, min_p)
+        if length <= _SHORT:
+            threshold = _threshold_of_list(row_list, length, key_of(floor), options, _SHORT)
+        else:
+            threshold = _threshold_of_list(row_list, length, key_of(floor), options, LIST)
         token = _draw_from_list(row_list, length, noise_at, value_of(threshold), heat)
     else:
         token = draw_by_passes(
@@ -155,7 +160,7 @@ def _floor(group_best, best, total, heat, rate, top_k, top_p, min_p):
     Where k groups reach a logit, so do k tokens. Where the best tokens of some groups hold top-p of the mass, no token
     below all of them is kept. The latter speaks of the whole mass, so it serves rows without top-k and min-p only.
     """
-    floor = tl.where(min_p > 0, best + heat * tl.log(tl.where(min_p > 0, min_p, 1.0)), float("-inf"))
+    floor = min_p_floor(best, heat, min_p)
     by_count = top_k > 0
     amounts = tl.where(by_count, 1.0, weight(group_best, best, rate))
     need = tl.where(by_count, top_k.to(tl.float32), top_p * total * _SURE)
@@ -171,77 +176,113 @@ def _floor(group_best, best, total, heat, rate, top_k, top_p, min_p):
 
 
 @triton.jit
-def _list_plain(source, plain_words_row_ptr, group_ptrs, group_best, floor, row_list, most, GROUP: tl.constexpr):
-    """List the plain tokens that reach the floor; the length, or more than `most`: too many.
+def _list_plain(
+    source,
+    plain_words_row_ptr,
+    words_row_ptr,
+    group_ptrs,
+    group_best,
+    floor,
+    row_list,
+    GROUP: tl.constexpr,
+    LIST: tl.constexpr,
+):
+    """List the plain tokens that reach the floor; the length, or more than a list holds: too many.
 
-    Each turn looks at some groups. The logits of the next turn are under way meanwhile.
+    First a bit per token, as few are set of many that are read. Then a place per bit.
     """
-    wide: tl.constexpr = _WORDS // (GROUP // WORD)
-    tokens_ptr, logits_ptr = row_list
-    count, length = _list_groups(group_ptrs, group_best, floor, most)
+    per_group: tl.constexpr = GROUP // WORD
+    count, length = _list_groups(group_ptrs, group_best, floor, LIST)
+    _find_bits(source, words_row_ptr, group_ptrs, count, floor, GROUP)
+    tl.debug_barrier()  # what some threads have stored, others load
     start = 0
-    words, raw = _words_listed(source, group_ptrs, 0, count, wide, GROUP)
-    while (start < count) & (length <= most):
-        start += wide
-        next_words, next_raw = _words_listed(source, group_ptrs, start, count, wide, GROUP)
-        logits = raw.to(tl.float32)
+    while (start < count * per_group) & (length <= LIST):
+        at = start + tl.arange(0, _BIT_WORDS)
+        listed = at < count * per_group
+        words = tl.load(group_ptrs[2] + at // per_group, mask=listed, other=0) * per_group + at % per_group
+        bits = tl.load(words_row_ptr + at, mask=listed, other=0)
         if plain_words_row_ptr is not None:
             if source[1][2]:
-                inside = words * WORD < source[1][1]
-                logits = tl.where(
-                    has_bit(tl.load(plain_words_row_ptr + words, mask=inside, other=0)), logits, float("-inf")
-                )
-        taken = ((logits >= floor) & (logits > float("-inf"))).to(tl.int32)
-        of_word = tl.sum(taken, 1)
-        place = length - 1 + (tl.cumsum(of_word, 0) - of_word)[:, None] + tl.cumsum(taken, 1)
-        # A list that is too long is not read. Places in the mask would have the compiler find all of them twice.
-        place = tl.minimum(place, most - 1)
-        tl.store(tokens_ptr + place, words[:, None] * WORD + tl.arange(0, 32)[None, :], mask=taken != 0)
-        tl.store(logits_ptr + place, logits, mask=taken != 0)
-        length += tl.sum(of_word, 0)
-        words = next_words
-        raw = next_raw
+                bits &= tl.load(plain_words_row_ptr + words, mask=listed, other=0)
+        length = _list_bits(source, words, bits, row_list, length, LIST)
+        start += _BIT_WORDS
     return length
 
 
 @triton.jit
-def _list_groups(group_ptrs, group_best, floor, most):
+def _list_groups(group_ptrs, group_best, floor, LIST: tl.constexpr):
     """List the groups that reach the floor: their number, and the length of a list of tokens before any.
 
-    Each has a token that reaches the floor. So where they are more than `most`, the list is too long already: none of
+    Each has a token that reaches the floor. So where they are more than a list holds, it is too long already: none of
     them is listed then, and the number is 0.
     """
     chosen = (group_best >= floor) & (group_best > float("-inf"))
     count = tl.sum(chosen.to(tl.int32), 0)
-    if count <= most:
+    if count <= LIST:
         place = tl.cumsum(chosen.to(tl.int32), 0) - 1
         tl.store(group_ptrs[2] + place, tl.arange(0, group_best.shape[0]), mask=chosen)
         tl.debug_barrier()  # what some threads have stored, others load
-    return tl.where(count > most, 0, count), tl.where(count > most, count, 0)
+    return tl.where(count > LIST, 0, count), tl.where(count > LIST, count, 0)
 
 
 @triton.jit
-def _words_listed(source, group_ptrs, start, count, wide: tl.constexpr, GROUP: tl.constexpr):
-    """The words of some listed groups, and their tokens' logits as they are."""
+def _find_bits(source, words_row_ptr, group_ptrs, count, floor, GROUP: tl.constexpr):
+    """Bits of the listed groups' tokens that reach the floor as the model gave them.
+
+    Each turn looks at some groups. The logits of the next turn are under way meanwhile.
+    """
+    groups: tl.constexpr = _WORDS // (GROUP // WORD)
+    bit = tl.full([32], 1, tl.int32) << tl.arange(0, 32)
+    raw = _logits_listed(source, group_ptrs, 0, count, groups, GROUP)
+    for start in range(0, count, groups):
+        next_raw = _logits_listed(source, group_ptrs, start + groups, count, groups, GROUP)
+        logits = raw.to(tl.float32)
+        reaches = (logits >= floor) & (logits > float("-inf"))
+        bits = tl.sum(tl.where(reaches, bit[None, :], 0), 1)
+        tl.store(words_row_ptr + start * (GROUP // WORD) + tl.arange(0, _WORDS), bits)
+        raw = next_raw
+
+
+@triton.jit
+def _logits_listed(source, group_ptrs, start, count, groups: tl.constexpr, GROUP: tl.constexpr):
+    """[words, 32] logits of some listed groups, as they are."""
     pointers, values = source
-    listed = start + tl.arange(0, wide)
+    listed = start + tl.arange(0, groups)
     group = tl.load(group_ptrs[2] + listed, mask=listed < count, other=NOWHERE // GROUP)
-    words = words_of_groups(group, GROUP // WORD)
-    tokens = words[:, None] * WORD + tl.arange(0, 32)[None, :]
-    return words, tl.load(pointers[0] + values[0] + tokens, mask=tokens < values[1], other=float("-inf"))
+    tokens = words_of_groups(group, GROUP // WORD)[:, None] * WORD + tl.arange(0, 32)[None, :]
+    return tl.load(pointers[0] + values[0] + tokens, mask=tokens < values[1], other=float("-inf"))
 
 
 @triton.jit
-def _list_changed(source, group_ptrs, group_best, floor, row_list, length, most, GROUP: tl.constexpr):
+def _list_bits(source, words, bits, row_list, length, LIST: tl.constexpr):
+    """Go on with the list: the plain tokens of these bits, a bit of each word after the other. The new length."""
+    tokens_ptr, logits_ptr = row_list
+    of_word = num_bits(bits)
+    place = length + tl.cumsum(of_word, 0) - of_word
+    for _ in range(tl.max(of_word, 0)):
+        lowest = bits & -bits
+        tokens = tl.where(bits != 0, words * WORD + place_of_bit(lowest), source[1][1])
+        logits = raw_logits(source, tokens)
+        # A list that is too long is not read: what has no place in it may be written anywhere in it.
+        at = tl.minimum(place, LIST - 1)
+        tl.store(tokens_ptr + at, tokens, mask=bits != 0)
+        tl.store(logits_ptr + at, logits, mask=bits != 0)
+        bits ^= lowest
+        place += 1
+    return length + tl.sum(of_word, 0)
+
+
+@triton.jit
+def _list_changed(source, group_ptrs, group_best, floor, row_list, length, GROUP: tl.constexpr, LIST: tl.constexpr):
     """Go on with the list: those that mask, bias and penalties change. Mostly a few groups have one at the floor."""
     per_group: tl.constexpr = GROUP // WORD
     wide: tl.constexpr = _CHANGED_WORDS // per_group
     tokens_ptr, logits_ptr = row_list
     tl.debug_barrier()  # the list of groups before this one has been read
-    count, too_long = _list_groups(group_ptrs, group_best, floor, most)
+    count, too_long = _list_groups(group_ptrs, group_best, floor, LIST)
     length += too_long
     start = 0
-    while (start < count) & (length <= most):
+    while (start < count) & (length <= LIST):
         listed = start + tl.arange(0, wide)
         group = tl.load(group_ptrs[2] + listed, mask=listed < count, other=NOWHERE // GROUP)
         words = words_of_groups(group, per_group)
@@ -249,7 +290,7 @@ def _list_changed(source, group_ptrs, group_best, floor, row_list, length, most,
         while tl.max((changed != 0).to(tl.int32), 0) > 0:
             tokens, logits, changed = next_changed(source, words, changed, seen)
             taken = ((logits >= floor) & (logits > float("-inf"))).to(tl.int32)
-            place = tl.minimum(length + tl.cumsum(taken, 0), most) - 1
+            place = tl.minimum(length + tl.cumsum(taken, 0), LIST) - 1
             tl.store(tokens_ptr + place, tokens, mask=taken != 0)
             tl.store(logits_ptr + place, logits, mask=taken != 0)
             length += tl.sum(taken, 0)
@@ -258,20 +299,20 @@ def _list_changed(source, group_ptrs, group_best, floor, row_list, length, most,
 
 
 @triton.jit
-def _threshold_of_list(row_list, length, low, options, LIST: tl.constexpr):
+def _threshold_of_list(row_list, length, low, options, lanes: tl.constexpr):
     """The key from which upwards listed tokens are kept. Top-k's threshold first: top-p's mass is above it."""
-    best, total, rate, top_k, top_p, min_p, gap = options
-    lanes = tl.arange(0, LIST)
-    logits = tl.load(row_list[1] + lanes, mask=lanes < length, other=float("-inf"))
+    best, total, rate, top_k, top_p, min_p = options
+    at = tl.arange(0, lanes)
+    logits = tl.load(row_list[1] + at, mask=at < length, other=float("-inf"))
     weights = weight(logits, best, rate)
     end = key_of(best) + 1
     if (top_k > 0) & (top_k < length):
-        ones = tl.full([LIST], 1.0, tl.float32)
-        low, _ = largest_reaching(logits, ones, top_k.to(tl.float32), low, end, gap)
+        ones = tl.full([lanes], 1.0, tl.float32)
+        low, _ = largest_reaching(logits, ones, top_k.to(tl.float32), low, end, 1)
     if top_p < 1:
         if (top_k > 0) | (min_p > 0):
             total = tl.sum(tl.where(logits >= value_of(low), weights, 0.0), 0)
-        low, _ = largest_reaching(logits, weights, top_p * total, low, end, gap)
+        low, _ = largest_reaching(logits, weights, top_p * total, low, end, 1)
     return low
 
 
