@@ -43,7 +43,7 @@ CASES: dict[str, dict[str, float]] = {
     "record a token, penalties on": {"record": 1.2},
 }
 TUNED = ("greedy", "temperature", "top-k 50, top-p 0.9, penalties", "top-k 1024", "top-p 0.9, flat")
-SETTINGS = ((4, 1024, 4), (4, 512, 4), (4, 512, 8), (2, 512, 4), (8, 512, 8))
+SETTINGS = ((2, 512, 4), (4, 512, 4), (4, 512, 8), (2, 256, 4), (4, 256, 4))
 """Of the first pass: chunks of a tile; words whose changed tokens a program finds; warps. The first is the default."""
 
 

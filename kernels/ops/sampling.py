@@ -35,11 +35,10 @@ MAX_VOCAB_SIZE = 1 << 20
 
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 _CHUNK_WARPS = 4
-_CHUNK_REGISTERS: int | None = None
 _ROW_WARPS = 8
 _ROW_REGISTERS = 128  # keep two rows on a multiprocessor
 _ROW_SPILL = 1024  # bytes that wait in memory meanwhile: what loops need that do not run for most rows
-_CHUNKS = 4  # of a tile of the first pass, once chunks are more than _PROGRAMS
+_CHUNKS = 2  # of a tile of the first pass, once chunks are more than _PROGRAMS
 _PROGRAMS = 2048
 _OVERLAPS = True  # a kernel starts before the one before it has ended, and then waits for it
 _MAX_GROUPS = 4096  # of a row; in larger vocabularies groups are larger
@@ -170,7 +169,6 @@ def _sample_triton(
     sample_chunks_kernel[(rows, programs)](
         *inputs, group_best, group_mass, plain_words, changed_best, changed_mass, *sizes, GROUP=group, CHUNKS=chunks,
         CHANGED_WORDS=CHANGED_WORDS, PROCESSES=processes, OVERLAPS=overlaps, num_warps=_CHUNK_WARPS,
-        maxnreg=_CHUNK_REGISTERS if processes else None,
     )  # fmt: skip
     wide = max(next_power_of_two(groups), 32)
     sample_rows_kernel[(rows,)](

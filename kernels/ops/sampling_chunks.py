@@ -24,7 +24,7 @@ from graphrt.kernels.ops.sampling_logits import (
     weight,
 )
 
-CHANGED_WORDS = 1024
+CHANGED_WORDS = 512
 """Words of 32 tokens whose changed tokens a program finds."""
 
 

@@ -295,12 +295,15 @@ def test_triton_runs_its_kernels(name: str, device: torch.device, monkeypatch: p
         def __init__(self, name: str, kernel: Any) -> None:
             self.name, self.kernel = name, kernel
 
-        def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        def __call__(self, *args: Any, **named: Any) -> Any:
             launched.append(self.name)
-            return self.kernel[grid]
+            return self.kernel(*args, **named)
 
-    for module, name in ((work_list, "schedule_kernel"), (operators, "attend_kernel")):
-        monkeypatch.setattr(module, name, Recorded(name, getattr(module, name)))
+    for module, launcher, name in (
+        (work_list, "_launch", "schedule_kernel"),
+        (operators, "_launch_kernel", "attend_kernel"),
+    ):
+        monkeypatch.setattr(module, launcher, Recorded(name, getattr(module, launcher)))
     backend.allocate()
     for descriptor in (DECODE, MIXED):
         launched.clear()
