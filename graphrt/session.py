@@ -340,11 +340,12 @@ class DecodeSession(RowsInFlight):
             return None
         self._pages.give_back(ids, self._reached[ids])
         self._pages.reserve(ids, before, limits, steps)
-        lists, pages = self._pages.news(ids)
+        ends = np.minimum(limits, self._pages.room(ids))  # a row stands still at the end of its pages
+        going_on = before < ends
+        lists, pages = self._pages.news(ids, going_on)
         news = News(ids, lists, pages, self._no_news.logprobs)
         launch = self._manager.advance(news, steps=steps, eager=eager)
-        self._pages.submitted(ids)
-        ends = np.minimum(limits, self._pages.room(ids))  # a row stands still at the end of its pages
+        self._pages.submitted(ids[going_on])
         after = self._most[ids] = np.minimum(before + steps, ends)
         self._flights.append(Flight(launch, self._order_rows, ids, after - before))
         # No row can come to its longest, or to the end of its pages, in so many steps.

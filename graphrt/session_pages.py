@@ -189,11 +189,14 @@ class SessionPages:
         np.cumsum(np.concatenate(counts), out=page_indptr[1:])
         return np.concatenate(firsts), page_indptr, np.concatenate(pages)
 
-    def news(self, ids: Ids) -> tuple[npt.NDArray[np.int32], Int32Array] | tuple[None, None]:
-        """The same as News takes them: the lists of all rows, and the pages."""
+    def news(
+        self, ids: Ids, going_on: npt.NDArray[np.bool_]
+    ) -> tuple[npt.NDArray[np.int32], Int32Array] | tuple[None, None]:
+        """The same as News takes them: the lists of all rows, and the pages. A row that does not go on lists none: the
+        device passes it over, and would lose them."""
         lists, every, start = np.empty((len(self._tables), PAGE_FIELDS, len(ids)), np.int32), [], 0
         for fields, table in zip(lists, self._tables, strict=True):
-            fields[PAGE_FIRST], counts, pages = table.list_new(ids)
+            fields[PAGE_FIRST], counts, pages = table.list_new(ids, going_on)
             fields[PAGE_COUNT], fields[PAGE_START] = counts, counts.cumsum() - counts + start
             start += len(pages)
             every.append(pages)

@@ -67,11 +67,13 @@ class Tables:
             self._every[self._places(slots, first, more)] = self._allocator.take(count)
             self.to[slots] = first + more
 
-    def list_new(self, slots: Slots) -> tuple[Int32Array, npt.NDArray[np.int64], Int32Array]:
-        """The pages that no step has listed: the place of the first one of each slot, how many, and the ids of all,
-        slot after slot. Whoever submitted a step with them calls `submitted`."""
+    def list_new(
+        self, slots: Slots, wanted: npt.NDArray[np.bool_] | bool = True
+    ) -> tuple[Int32Array, npt.NDArray[np.int64], Int32Array]:
+        """The pages that no step has listed, of slots where they are wanted: the place of the first one of each slot,
+        how many, and the ids of all, slot after slot. Whoever submitted a step with them calls `submitted`."""
         first = np.maximum(self._listed[slots], self.from_[slots])
-        counts = self.to[slots] - first
+        counts = (self.to[slots] - first) * wanted
         return first.astype(np.int32), counts, self._every[self._places(slots, first, counts)]
 
     def submitted(self, slots: Slots) -> None:

@@ -285,6 +285,49 @@ def test_a_fork_takes_no_pages_for_what_its_row_has_ahead() -> None:
             session.collect(wait=True)
         assert fork.tokens == row.tokens == greedy(model, prompt, 30)
 
+def test_pages_of_a_fork_that_waits_are_listed_when_it_goes_on(device: torch.device) -> None:
+    """A fork whose own pages are full waits beside its row, which goes on: no step may have taken its list."""
+    runtime = captured(device, model := LivelyModel(device))
+    prompt = [5, 6, 7, 8, 9]
+    with DecodeSession(runtime) as session:
+        row = session.add(prompt, SamplingParams(max_new_tokens=20))
+        session.run(1)
+        session.run(3)
+        assert session.fork_needs(row) == [2], "eight tokens at most, none of them for sure"
+        rest = runtime.allocator.allocate(runtime.allocator.num_free - 2)
+        fork = session.fork(row)
+        session.run(2)
+        session.collect(wait=True)
+        assert (len(row.tokens), len(fork.tokens)) == (6, 4)
+        runtime.allocator.free(rest)
+        for _ in range(6):
+            session.run(3)
+            session.collect(wait=True)
+        assert fork.tokens == row.tokens == greedy(model, prompt, 20)
+
+
+def test_a_row_waits_for_pages_of_each_group(device: torch.device) -> None:
+    """Pages of one group, given while another has none, are not lost."""
+    spec = AttentionSpec(4, 2, 16, torch.float32)
+    groups = [KVCacheSpec(1, 2, 16, PAGE, dtype=torch.float32, layers=(layer,), pool=layer) for layer in (0, 1)]
+    model, runtime = build([spec, spec], groups, 60, device)
+    prompts = [[1, 2, 3, 4], [5, 6]]
+    with DecodeSession(runtime, own_pages=False) as session:
+        first, second = (session.add(prompt, SamplingParams(max_new_tokens=10)) for prompt in prompts)
+        session.append_pages(first, [[7], [8]])
+        session.append_pages(second, [[1, 2, 3], [4, 5, 6]])
+        session.run(2)
+        session.append_pages(first, [[9, 10, 11], []])
+        session.run(2)
+        session.collect(wait=True)
+        assert (len(first.tokens), len(second.tokens)) == (1, 4)
+        session.append_pages(first, [[], [9, 10, 11]])
+        for _ in range(6):
+            session.run(3)
+            session.collect(wait=True)
+        assert [row.tokens for row in (first, second)] == [model.greedy(prompt, 10) for prompt in prompts]
+    runtime.close()
+
 
 @pytest.mark.parametrize(
     ("free", "ahead"), [(128, 256), (127, 64), (32, 64), (31, 16), (8, 16), (7, 8), (2, 8), (1, 4)]
