@@ -232,6 +232,10 @@ class SessionPages:
             if pairs := table.fork(row_id, new, length, most):
                 sources, own = map(list, zip(*pairs, strict=True))
                 yield group, (sources, own)
+        # A row that lists a group from page 0 on begins anew to the device, which forgets the pages of all its groups.
+        if any(table.listed_to(new) == 0 for table in self._tables):
+            for table in self._tables:
+                table.list_anew(new)
 
     def can_share(self, donor: int, length: int) -> bool:
         """Whether a row still has all pages that a sequence sees that goes on behind its first `length` tokens."""

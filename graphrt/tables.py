@@ -80,6 +80,10 @@ class Tables:
         """All pages of these slots have been listed."""
         self._listed[slots] = self.to[slots]
 
+    def list_anew(self, slot: int) -> None:
+        """The next step lists all pages of a slot."""
+        self._listed[slot] = self.from_[slot]
+
     def listed_to(self, slot: int) -> int:
         """Up to which page of its sequence a slot's pages have been listed."""
         return int(self._listed[slot])

@@ -285,6 +285,7 @@ def test_a_fork_takes_no_pages_for_what_its_row_has_ahead() -> None:
             session.collect(wait=True)
         assert fork.tokens == row.tokens == greedy(model, prompt, 30)
 
+
 def test_pages_of_a_fork_that_waits_are_listed_when_it_goes_on(device: torch.device) -> None:
     """A fork whose own pages are full waits beside its row, which goes on: no step may have taken its list."""
     runtime = captured(device, model := LivelyModel(device))
@@ -326,6 +327,29 @@ def test_a_row_waits_for_pages_of_each_group(device: torch.device) -> None:
             session.run(3)
             session.collect(wait=True)
         assert [row.tokens for row in (first, second)] == [model.greedy(prompt, 10) for prompt in prompts]
+    runtime.close()
+
+
+def test_a_fork_shares_pages_of_one_group_and_none_of_another(device: torch.device) -> None:
+    """Three tokens fill a page of two and none of four: the fork lists all its pages, or the device would know none of
+    the first group."""
+    spec = AttentionSpec(4, 2, 16, torch.float32)
+    groups = [
+        KVCacheSpec(1, 2, 16, size, dtype=torch.float32, layers=(layer,), pool=layer)
+        for layer, size in ((0, 2), (1, 4))
+    ]
+    model, runtime = build([spec, spec], groups, 60, device)
+    prompt = [1, 2, 3]
+    with DecodeSession(runtime) as session:
+        row = session.add(prompt, SamplingParams(max_new_tokens=10))
+        session.run(1)
+        session.collect(wait=True)
+        fork = session.fork(row)
+        second = session.fork(fork)
+        for _ in range(4):
+            session.run(3)
+            session.collect(wait=True)
+        assert row.tokens == fork.tokens == second.tokens == model.greedy(prompt, 10)
     runtime.close()
 
 
