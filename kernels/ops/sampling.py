@@ -130,7 +130,7 @@ def _sample_triton(
         return out
     # Nothing that a row draws depends on how large the tiles are.
     chunks = _CHUNKS if rows * ceil_div(vocab, SAMPLE_CHUNK) > _PROGRAMS else 1
-    programs = ceil_div(vocab, chunks * SAMPLE_CHUNK)
+    tiles = programs = ceil_div(vocab, chunks * SAMPLE_CHUNK)
     group = _group_size(vocab)
     groups = ceil_div(vocab, group)
     group_best = torch.empty((rows, groups), dtype=torch.float32, device=device)
@@ -167,13 +167,14 @@ def _sample_triton(
     )
     overlaps = _OVERLAPS and device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
     sample_chunks_kernel[(rows, programs)](
-        *inputs, group_best, group_mass, plain_words, changed_best, changed_mass, *sizes, GROUP=group, CHUNKS=chunks,
-        CHANGED_WORDS=CHANGED_WORDS, PROCESSES=processes, OVERLAPS=overlaps, num_warps=_CHUNK_WARPS,
+        *inputs, group_best, group_mass, plain_words, changed_best, changed_mass, list_groups, *sizes, GROUP=group,
+        CHUNKS=chunks, CHANGED_WORDS=CHANGED_WORDS, PROCESSES=processes, OVERLAPS=overlaps, num_warps=_CHUNK_WARPS,
     )  # fmt: skip
     wide = max(next_power_of_two(groups), 32)
     sample_rows_kernel[(rows,)](
-        *inputs, group_best, changed_best, list_groups, out, *sizes, GROUPS=wide, GROUP=group, OVERLAPS=overlaps,
-        num_warps=_ROW_WARPS, maxnreg=_ROW_REGISTERS, launch_pdl=overlaps,
+        *inputs, group_best, changed_best, list_groups, out, *sizes, GROUPS=wide, GROUP=group,
+        TILES=next_power_of_two(tiles), CHUNKS=chunks, OVERLAPS=overlaps, num_warps=_ROW_WARPS, maxnreg=_ROW_REGISTERS,
+        launch_pdl=overlaps,
     )  # fmt: skip
     if top_k is not None:
         sample_truncated_kernel[(rows,)](
@@ -298,8 +299,8 @@ def compile_variants() -> list[CompileSpec]:
             constexprs: dict[str, object] = {} if everything else {f"{name}_ptr": None for name in optional}
             constexprs |= {
                 "GROUPS": vocab // _group_size(vocab), "GROUP": _group_size(vocab),
-                "LIST": LIST, "CHUNKS": _CHUNKS, "CHANGED_WORDS": CHANGED_WORDS, "PROCESSES": everything,
-                "OVERLAPS": True,
+                "LIST": LIST, "CHUNKS": _CHUNKS, "TILES": vocab // (_CHUNKS * SAMPLE_CHUNK),
+                "CHANGED_WORDS": CHANGED_WORDS, "PROCESSES": everything, "OVERLAPS": True,
             }  # fmt: skip
             constexprs = {name: value for name, value in constexprs.items() if name in kernel.arg_names}
             signature = {}

@@ -120,6 +120,13 @@ def row_options(row, vocab_size, temperatures_ptr, top_k_ptr, top_p_ptr, min_p_p
 
 
 @triton.jit
+def picks_tiles(source, heat):
+    """Whether the first pass leaves the best group of each tile in place of all groups: of a greedy row that no mask,
+    bias or penalty changes."""
+    return (heat <= 0) & (source[1][2] == 0)
+
+
+@triton.jit
 def penalties_of(row, repetition_ptr, presence_ptr, frequency_ptr):
     """The row's three penalties, where they mean nothing as if off, and whether one is on."""
     infinity = float("inf")

@@ -10,11 +10,13 @@ import triton
 import triton.language as tl
 
 from graphrt.kernels.ops.sampling_logits import (
+    CHUNK,
     NOWHERE,
     WORD,
     best_of,
     logits_of_words,
     min_p_floor,
+    picks_tiles,
     row_options,
     row_values,
 )
@@ -57,6 +59,8 @@ def sample_rows_kernel(
     num_groups,
     GROUPS: tl.constexpr,
     GROUP: tl.constexpr,
+    TILES: tl.constexpr,
+    CHUNKS: tl.constexpr,  # of a tile
     OVERLAPS: tl.constexpr,
 ):
     row = tl.program_id(0)
@@ -87,15 +91,22 @@ def sample_rows_kernel(
                 floor = min_p_floor(tl.max(tl.maximum(plain_best, changed_best), 0), heat, min_p)
         token, _ = best_score(source, noise_at, group_ptrs, floor, heat, GROUPS, GROUP)
     else:
-        token = _best_token(source, group_ptrs, GROUPS, GROUP)
+        if picks_tiles(source, heat):
+            tiles = tl.arange(0, TILES)
+            known = tiles * (CHUNKS * CHUNK) < vocab_size
+            best = tl.load(group_ptrs[0] + tiles, mask=known, other=float("-inf"))
+            groups = tl.load(group_ptrs[2] + tiles, mask=known, other=NOWHERE // GROUP)
+            _, group = best_of(best, groups)
+        else:
+            plain_best, changed_best = best_of_groups(group_ptrs, GROUPS)
+            _, group = best_of(tl.maximum(plain_best, changed_best), tl.arange(0, GROUPS))
+        token = _best_token(source, group, GROUP)
     tl.store(out_ptr + row, tl.where(token < NOWHERE, token, _NO_TOKEN))
 
 
 @triton.jit
-def _best_token(source, group_ptrs, GROUPS: tl.constexpr, GROUP: tl.constexpr):
+def _best_token(source, group, GROUP: tl.constexpr):
     """The token of the highest logit, of equal ones the lowest: it lies in the lowest of the best groups."""
-    plain_best, changed_best = best_of_groups(group_ptrs, GROUPS)
-    _, group = best_of(tl.maximum(plain_best, changed_best), tl.arange(0, GROUPS))
     per_group: tl.constexpr = GROUP // WORD
     tokens, logits = logits_of_words(source, group * per_group + tl.arange(0, per_group))
     logits = tl.reshape(logits, [GROUP])
