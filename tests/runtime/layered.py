@@ -61,16 +61,20 @@ class LayeredModel(torch.nn.Module):
         return self._logits(tokens)[-1]
 
     def is_decided(self, prompt: Sequence[int], answer: Sequence[int]) -> bool:
-        """Whether no rounding of float32 changes the oracle's answer: noise of 2**-20 behind every layer moves the
-        logits by less than an eighth of what the best token leads by."""
+        """Whether no rounding of float32 changes the oracle's answer: float32, and noise of 2**-20 behind every layer,
+        move the logits by less than an eighth of what the best token leads by."""
         tokens = [*prompt, *answer][:-1]
-        exact, noisy = (self._logits(tokens, noise)[len(prompt) - 1 :] for noise in (0.0, 2.0**-20))
+        exact, noisy, rounded = (
+            self._logits(tokens, noise, dtype)[len(prompt) - 1 :].double()
+            for noise, dtype in ((0.0, torch.float64), (2.0**-20, torch.float64), (0.0, torch.float32))
+        )
         best = exact.topk(2).values
-        return bool((8 * (exact - noisy).abs().amax(1) < best[:, 0] - best[:, 1]).all())
+        moves = torch.maximum((exact - noisy).abs(), (exact - rounded).abs()).amax(1)
+        return bool((8 * moves < best[:, 0] - best[:, 1]).all())
 
-    def _logits(self, tokens: Sequence[int], noise: float = 0.0) -> torch.Tensor:
-        """Logits after each of `tokens`, dense and in float64 on the CPU, with relative noise behind every layer."""
-        up = lambda w: w.detach().double().cpu()  # noqa: E731
+    def _logits(self, tokens: Sequence[int], noise: float = 0.0, dtype: torch.dtype = torch.float64) -> torch.Tensor:
+        """Logits after each of `tokens`, dense and on the CPU, with relative noise behind every layer."""
+        up = lambda w: w.detach().to("cpu", dtype)  # noqa: E731
         n, generator = len(tokens), torch.Generator().manual_seed(1)
         x = up(self.embed)[torch.tensor(tokens)] + up(self.where)[:n]
         at = torch.arange(n)
