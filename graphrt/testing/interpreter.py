@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import gc
 import itertools
+import os
 import random
+import sys
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -25,10 +27,10 @@ _Storages = dict[int, tuple[int, str]]  # by address: the end, and the names of 
 # The builder's methods that all others access memory through: what each does, and which of its arguments are the
 # pointers and the mask.
 _ACCESSES: dict[str, tuple[str, int, int | None]] = {
-    "create_masked_load": ("load", 0, 1),
-    "create_masked_store": ("store", 0, 2),
-    "create_atomic_rmw": ("atomic", 1, 3),
-    "create_atomic_cas": ("atomic", 0, None),
+    "create_masked_load": ("a load", 0, 1),
+    "create_masked_store": ("a store", 0, 2),
+    "create_atomic_rmw": ("an atomic", 1, 3),
+    "create_atomic_cas": ("an atomic", 0, None),
 }
 
 
@@ -71,7 +73,7 @@ def checked_addresses() -> Iterator[None]:
     memory, failure = _Memory("", {}), None
 
     def started(self: Any, args: Any, named: dict[str, Any]) -> Any:
-        nonlocal memory
+        nonlocal memory  # of the arguments that the kernel sees, which may be copies
         host_args, host_named = start(self, args, named)
         given = itertools.chain(zip(self.arg_names, host_args, strict=False), host_named.items())
         memory = _Memory(self.fn.__name__, _storages_of(given))
@@ -79,7 +81,7 @@ def checked_addresses() -> Iterator[None]:
 
     def called(self: Any, *args: Any, **named: Any) -> Any:
         nonlocal memory, failure
-        outer, failure = memory, None
+        outer = memory
         try:
             return call(self, *args, **named)
         except InterpreterError:  # from a failure, and for every function of the kernel that it has passed another
@@ -87,7 +89,7 @@ def checked_addresses() -> Iterator[None]:
                 raise
             raise failure from None
         finally:
-            memory = outer
+            memory, failure = outer, None
 
     def pointer_made(self: Any, source: Any, target: Any) -> Any:
         memory.admit(np.unique(source.data))
@@ -164,8 +166,8 @@ class _Memory:
             end, names = self._storages[begin]
             text = f", byte {address - begin} of the storage of {names}, which has {end - begin} bytes"
         return (
-            f"{self._kernel}: expected every {what} in the tensors of the launch, got {len(outside)} lanes outside in "
-            f"program {program}, the first at {address:#x}{text}; mask such lanes off"
+            f"{self._kernel}: expected every lane of {what} in the launch's tensors, got {len(outside)} outside in "
+            f"program {program} at {_line()}, the first at {address:#x}{text}; mask such lanes off"
         )
 
     def _in_one(self, addresses: npt.NDArray[np.uint64], size: int) -> bool:
@@ -179,6 +181,14 @@ class _Memory:
             self._starts.append(begin)
             self._ends.append(max(end, self._ends[-1]))  # storages may lie in each other: arrays share their memory
         self._start_array, self._end_array = np.array(self._starts, np.uint64), np.array(self._ends, np.uint64)
+
+
+def _line() -> str:
+    """File and line that the kernel is at: the innermost code that is neither Triton's nor of this file."""
+    frame = sys._getframe()
+    while frame.f_back and frame.f_globals.get("__name__", "").startswith(("triton.", __name__)):
+        frame = frame.f_back
+    return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
 
 
 def _storages_of(arguments: Iterable[tuple[str, Any]]) -> _Storages:
