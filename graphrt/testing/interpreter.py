@@ -132,14 +132,15 @@ class _Memory:
         self._sort()
 
     def outside(
-        self, addresses: npt.NDArray[np.uint64], mask: npt.NDArray[Any] | None, size: int
+        self, addresses: npt.NDArray[np.uint64], mask: npt.ArrayLike | None, size: int
     ) -> npt.NDArray[np.uint64]:
         """Of addresses of `size` bytes each, those that are not masked off and not whole in a storage: [any]."""
         if not addresses.size or self._in_one(addresses, size):
             return addresses[:0]
         used = addresses.ravel()
         if mask is not None:
-            used = used[mask.ravel().astype(np.bool_, copy=False)]
+            # Descriptors of triton 3.6 have an array in a handle's place, whose data is a view of its memory.
+            used = used[np.asarray(mask).ravel().astype(np.bool_, copy=False)]
             if not used.size or self._in_one(used, size):
                 return used[:0]
         ends = self._end_array[np.searchsorted(self._start_array, used, side="right") - 1]
