@@ -65,6 +65,18 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _addresses_of_interpreted_kernels() -> Iterator[None]:
+    """A kernel that leaves its tensors fails under the interpreter as on a device, whichever test launches it."""
+    if not INTERPRETED:
+        yield
+        return
+    from graphrt.testing.interpreter import checked_addresses
+
+    with checked_addresses():
+        yield
+
+
 def _kernel_devices() -> list[object]:
     cpu = pytest.param("cpu", id="cpu-interpreter")
     cuda = pytest.param("cuda", id="cuda", marks=pytest.mark.gpu)

@@ -1,15 +1,37 @@
-"""Programs under the Triton interpreter in any order, as a device runs them; its repairs are kernels/interpreter.py."""
+"""Programs under the Triton interpreter as on a device: in any order, and in the tensors that a launch is given.
+
+The interpreter's repairs are kernels/interpreter.py.
+"""
 
 from __future__ import annotations
 
+import gc
 import itertools
+import os
 import random
-from collections.abc import Iterator
+import sys
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
-from triton.runtime.interpreter import InterpreterBuilder
+import numpy as np
+import numpy.typing as npt
+import torch
+from triton.runtime.errors import InterpreterError
+from triton.runtime.interpreter import GridExecutor, InterpreterBuilder
+
+_Storages = dict[int, tuple[int, str]]  # by address: the end, and the names of the arguments that lie there
+
+# The builder's methods that all others access memory through: what each does, and which of its arguments are the
+# pointers and the mask.
+_ACCESSES: dict[str, tuple[str, int, int | None]] = {
+    "create_masked_load": ("a load", 0, 1),
+    "create_masked_store": ("a store", 0, 2),
+    "create_atomic_rmw": ("an atomic", 1, 3),
+    "create_atomic_cas": ("an atomic", 0, None),
+}
 
 
 @contextmanager
@@ -34,3 +56,176 @@ def shuffled_programs(seed: int = 0) -> Iterator[None]:
 
     with mock.patch.multiple(InterpreterBuilder, set_grid_dim=draw, set_grid_idx=move):
         yield
+
+
+@contextmanager
+def checked_addresses() -> Iterator[None]:
+    """Within, a launch raises where a load, a store or an atomic leaves the tensors that the launch was given.
+
+    By itself the interpreter takes whatever memory is there, where a device may end with an illegal address. Lanes that
+    are masked off may point anywhere. All others lie in the storage of some tensor argument, tensors in tuples among
+    them. A pointer that a kernel makes of an integer may also lie in the storage of any tensor that is alive.
+
+    Raises, from the launch: AssertionError that names the kernel, the argument with the nearest storage, and the place.
+    """
+    start, call = GridExecutor._init_args_hst, GridExecutor.__call__
+    make_pointer = InterpreterBuilder.create_int_to_ptr
+    memory, failure = _Memory("", {}), None
+
+    def started(self: Any, args: Any, named: dict[str, Any]) -> Any:
+        nonlocal memory  # of the arguments that the kernel sees, which may be copies
+        host_args, host_named = start(self, args, named)
+        given = itertools.chain(zip(self.arg_names, host_args, strict=False), host_named.items())
+        memory = _Memory(self.fn.__name__, _storages_of(given))
+        return host_args, host_named
+
+    def called(self: Any, *args: Any, **named: Any) -> Any:
+        nonlocal memory, failure
+        outer = memory
+        try:
+            return call(self, *args, **named)
+        except InterpreterError:  # from a failure, and for every function of the kernel that it has passed another
+            if failure is None:
+                raise
+            raise failure from None
+        finally:
+            memory, failure = outer, None
+
+    def pointer_made(self: Any, source: Any, target: Any) -> Any:
+        memory.admit(np.unique(source.data))
+        return make_pointer(self, source, target)
+
+    def checked(access: str, what: str, pointers_at: int, mask_at: int | None) -> Callable[..., Any]:
+        make = getattr(InterpreterBuilder, access)
+
+        def method(self: Any, *args: Any, **named: Any) -> Any:
+            nonlocal failure
+            mask = None if mask_at is None else args[mask_at].data
+            pointers = args[pointers_at]
+            size = max(1, pointers.get_element_ty().primitive_bitwidth // 8)  # a bool takes a byte
+            outside = memory.outside(pointers.data, mask, size)
+            if len(outside):
+                failure = AssertionError(memory.complaint(what, outside, size, self.grid_idx))
+                raise failure
+            return make(self, *args, **named)
+
+        return method
+
+    methods: dict[str, Any] = {access: checked(access, *places) for access, places in _ACCESSES.items()}
+    with (
+        mock.patch.multiple(GridExecutor, _init_args_hst=started, __call__=called),
+        mock.patch.multiple(InterpreterBuilder, **methods, create_int_to_ptr=pointer_made),
+    ):
+        yield
+
+
+class _Memory:
+    """The storages that one launch may access.
+
+    kernel     its name
+    storages   the tensor arguments'
+    """
+
+    def __init__(self, kernel: str, storages: _Storages) -> None:
+        self._kernel, self._storages = kernel, storages
+        self._alive: _Storages | None = None
+        self._sort()
+
+    def outside(
+        self, addresses: npt.NDArray[np.uint64], mask: npt.ArrayLike | None, size: int
+    ) -> npt.NDArray[np.uint64]:
+        """Of addresses of `size` bytes each, those that are not masked off and not whole in a storage: [any]."""
+        if not addresses.size or self._in_one(addresses, size):
+            return addresses[:0]
+        used = addresses.ravel()
+        if mask is not None:
+            # Descriptors of triton 3.6 have an array in a handle's place, whose data is a view of its memory.
+            used = used[np.asarray(mask).ravel().astype(np.bool_, copy=False)]
+            if not used.size or self._in_one(used, size):
+                return used[:0]
+        ends = self._end_array[np.searchsorted(self._start_array, used, side="right") - 1]
+        return used[(used >= ends) | (ends - used < size)]  # no sum: it would wrap behind the last address
+
+    def admit(self, addresses: npt.NDArray[Any]) -> None:
+        """Take in the storages of live tensors that hold these addresses."""
+        for address in (int(value) for value in addresses):
+            if address < self._ends[bisect_right(self._starts, address) - 1]:
+                continue
+            if self._alive is None:
+                self._alive = _live_storages()
+            for begin, (end, names) in self._alive.items():
+                if begin <= address < end:
+                    self._storages[begin] = (end, names)
+            self._sort()
+
+    def complaint(self, what: str, outside: npt.NDArray[np.uint64], size: int, program: tuple[int, ...]) -> str:
+        """What to say of these addresses outside."""
+        address, text = int(outside[0]), "; it was given no tensor"
+        if self._storages:
+            gap = {begin: max(begin - address, address + size - end) for begin, (end, _) in self._storages.items()}
+            begin = min(gap, key=lambda place: gap[place])
+            end, names = self._storages[begin]
+            text = f", byte {address - begin} of the storage of {names}, which has {end - begin} bytes"
+        return (
+            f"{self._kernel}: expected every lane of {what} in the launch's tensors, got {len(outside)} outside in "
+            f"program {program} at {_line()}, the first at {address:#x}{text}; mask such lanes off"
+        )
+
+    def _in_one(self, addresses: npt.NDArray[np.uint64], size: int) -> bool:
+        low, high = int(addresses.min()), int(addresses.max())
+        return high + size <= self._ends[bisect_right(self._starts, low) - 1]
+
+    def _sort(self) -> None:
+        # The first holds nothing: every address then has a storage that begins before it.
+        self._starts, self._ends = [0], [0]
+        for begin, (end, _) in sorted(self._storages.items()):
+            self._starts.append(begin)
+            self._ends.append(max(end, self._ends[-1]))  # storages may lie in each other: arrays share their memory
+        self._start_array, self._end_array = np.array(self._starts, np.uint64), np.array(self._ends, np.uint64)
+
+
+def _line() -> str:
+    """File and line that the kernel is at: the innermost code that is neither Triton's nor of this file."""
+    frame = sys._getframe()
+    while frame.f_back and frame.f_globals.get("__name__", "").startswith(("triton.", __name__)):
+        frame = frame.f_back
+    return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
+
+
+def _storages_of(arguments: Iterable[tuple[str, Any]]) -> _Storages:
+    """The storages of the tensors among a launch's arguments."""
+    found: _Storages = {}
+    for argument, value in arguments:
+        for name, tensor in _tensors_of(argument, value):
+            begin, end = _extent(tensor)
+            if begin < end:
+                found[begin] = (end, f"{found[begin][1]}, {name}" if begin in found else name)
+    return found
+
+
+def _tensors_of(name: str, value: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors that an argument is or holds, by their names."""
+    if isinstance(value, torch.Tensor):
+        yield name, value
+    elif isinstance(value, tuple):
+        for at, one in enumerate(value):
+            yield from _tensors_of(f"{name}[{at}]", one)
+    elif hasattr(value, "base"):  # a descriptor of a tensor, or a tensor under another dtype
+        yield from _tensors_of(name, value.base)
+
+
+def _live_storages() -> _Storages:
+    """The storages of all tensors on the CPU that Python knows."""
+    found: _Storages = {}
+    for value in gc.get_objects():
+        plain = type(value) in (torch.Tensor, torch.nn.Parameter)  # others may have no memory
+        if plain and value.device.type == "cpu" and value.layout == torch.strided:
+            begin, end = _extent(value)
+            found[begin] = (end, "a live tensor")
+    return found
+
+
+def _extent(tensor: torch.Tensor) -> tuple[int, int]:
+    """Where the tensor's storage begins and ends."""
+    storage = tensor.untyped_storage()
+    return storage.data_ptr(), storage.data_ptr() + storage.nbytes()

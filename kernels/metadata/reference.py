@@ -298,7 +298,7 @@ def _write_table(step: _Record, g: int, row: int, place: int, group: PageGroup, 
     if new.start < new.stop:
         b.page_table[g, row_id, new] = torch.from_numpy(table.pages[new])
     b.page_spans[g, row_id, 0], b.page_spans[g, row_id, 1] = table.span
-    b.table_from[g, place], b.table_to[g, place] = table.span[0], end
+    b.table_from[g, place], b.table_to[g, place] = table.span[0] if end > 0 else _NOWHERE, end
 
 
 def _duplicates(

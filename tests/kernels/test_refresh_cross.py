@@ -77,6 +77,8 @@ class Rig:
                 first = max(0, row.seq_len - count + 1 - spec.window) // spec.page_size if spec.window and ok else 0
                 want = [spec.null_page] * first + pages[first:] + [spec.null_page] * (spec.max_pages - len(pages))
                 assert b.block_table[g, index, : spec.max_pages].tolist() == want, (g, index)
+                holds = (first, len(pages)) if pages else (2**30, 0)
+                assert (int(b.table_from[g, index]), int(b.table_to[g, index])) == holds, (g, index)
                 slots = [-1] * count
                 if ok and not spec.max_encoder_len:
                     places = range(row.seq_len - count, row.seq_len)

@@ -230,6 +230,24 @@ def test_larger_groups_change_nothing(
     assert sample(*args, truncation=options, penalties=penalties, row_ids=row_ids).tolist() == expected
 
 
+@pytest.mark.parametrize("penalised", [False, True], ids=["plain", "penalised"])
+def test_more_groups_than_a_list_holds_change_nothing(
+    kernel_device: torch.device, rng: torch.Generator, monkeypatch: pytest.MonkeyPatch, penalised: bool
+) -> None:
+    """Flat rows of vocabularies beyond 65536 have them; here a short list does. None of the groups is listed then."""
+    rows, vocab = 3, 2 * SAMPLE_CHUNK + 877
+    logits = (0.01 * torch.randn(rows, vocab, generator=rng)).to(kernel_device)
+    processed: dict[str, object] = {}
+    if penalised:
+        sequences = [(list(range(0, vocab, 16)), [5, 6]) for _ in range(rows)]
+        processed["penalties"], processed["row_ids"] = penalties_with(sequences, vocab, kernel_device, 1.0, 0.01)
+    args = arguments(logits, [1.0, 0.7, 1.0])
+    options = truncation(rows, kernel_device, top_k=[0, 2500, 0], top_p=[0.97, 0.9, 0.99])
+    expected = sample(*args, truncation=options, **processed).tolist()
+    monkeypatch.setattr(sampling, "LIST", 128)
+    assert sample(*args, truncation=options, **processed).tolist() == expected
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("vocab", [128256, 151936, 1 << 20])
 @pytest.mark.parametrize("scale", [1.0, 4.0])
