@@ -20,7 +20,7 @@ class NoCache:
     def get_seq_length(self, layer: int = 0) -> torch.Tensor:
         return self.before
 
-    def update(self, k: torch.Tensor, v: torch.Tensor, *_: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    def update(self, k: torch.Tensor, v: torch.Tensor, *_: Any, **__: Any) -> tuple[torch.Tensor, torch.Tensor]:
         return k, v
 
 
