@@ -200,8 +200,7 @@ class DecodeSession(RowsInFlight):
                 pool.stock(ids.tolist())
             for group, (sources, own) in self._pages.fork(at, to, length, most):
                 self._runtime.kv_cache.copy_pages(sources, own, group=group)
-            for group, end in enumerate(self._pages.listed_to(to)):
-                buffers.page_spans[group, to, 1].fill_(end)  # behind it the device knows pages of `row`
+            buffers.page_spans[:, to].zero_()  # those of `row`; the fork's first step lists all that the fork has
         self._manager.row_tables.copy(at, to)
         if masked:
             self._manager.row_tables.switch_masks({to: to})

@@ -232,10 +232,6 @@ class SessionPages:
             if pairs := table.fork(row_id, new, length, most):
                 sources, own = map(list, zip(*pairs, strict=True))
                 yield group, (sources, own)
-        # A row that lists a group from page 0 on begins anew to the device, which forgets the pages of all its groups.
-        if any(table.listed_to(new) == 0 for table in self._tables):
-            for table in self._tables:
-                table.list_anew(new)
 
     def can_share(self, donor: int, length: int) -> bool:
         """Whether a row still has all pages that a sequence sees that goes on behind its first `length` tokens."""
@@ -286,10 +282,6 @@ class SessionPages:
     def first_places(self, row_id: int) -> list[int]:
         """Where a row's pages begin in its sequence, by KV group."""
         return [int(table.from_[row_id]) for table in self._tables]
-
-    def listed_to(self, row_id: int) -> list[int]:
-        """Where the pages of a row end that the device knows, by KV group."""
-        return [table.listed_to(row_id) for table in self._tables]
 
     def place(self, row_id: int, first_places: Sequence[int], counts: Sequence[int]) -> list[list[int]]:
         """Give a row without pages so many of each KV group, from these places of its sequence on: the pages."""

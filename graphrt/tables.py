@@ -80,14 +80,6 @@ class Tables:
         """All pages of these slots have been listed."""
         self._listed[slots] = self.to[slots]
 
-    def list_anew(self, slot: int) -> None:
-        """The next step lists all pages of a slot."""
-        self._listed[slot] = self.from_[slot]
-
-    def listed_to(self, slot: int) -> int:
-        """Up to which page of its sequence a slot's pages have been listed."""
-        return int(self._listed[slot])
-
     def _places(self, slots: Slots, first: npt.NDArray[np.int64], counts: npt.NDArray[np.int64]) -> Slots:
         """Where pages `first` to `first + counts` of each slot stand in `_every`, slot after slot."""
         ends = counts.cumsum()
@@ -150,7 +142,6 @@ class Tables:
         self._allocator.share(shared)
         own = self._allocator.allocate(self.own_pages(slot, length, most))
         self.place(new, first, [*shared, *own])
-        self._listed[new] = min(full, int(self._listed[slot]))
         return list(zip(self._pages[slot, full : full + len(own)].tolist(), own, strict=True))
 
     def cut(self, slot: int, length: int) -> None:

@@ -64,7 +64,8 @@ def checked_addresses() -> Iterator[None]:
 
     By itself the interpreter takes whatever memory is there, where a device may end with an illegal address. Lanes that
     are masked off may point anywhere. All others lie in the storage of some tensor argument, tensors in tuples among
-    them. A pointer that a kernel makes of an integer may also lie in the storage of any tensor that is alive.
+    them. A pointer that a kernel makes of an integer may also lie in the storage of any tensor that is alive. One
+    thread launches at a time, as the interpreter itself asks for.
 
     Raises, from the launch: AssertionError that names the kernel, the argument with the nearest storage, and the place.
     """

@@ -45,8 +45,8 @@ class Blocks:
     def give(self, generator: random.Random, row: SessionRow) -> None:
         """A few pages of some groups, as far as there are any and the row's table has room."""
         pages: list[list[int]] = []
-        for group, have in zip(self.groups, self.session._pages.listed_to(row.row_id), strict=True):
-            count = min(generator.choice([0, 1, 1, 2, 5]), len(self.free[group.pool]), 5 if not have else 2)
+        for group, have in zip(self.groups, self.session._pages.pages(row.row_id), strict=True):
+            count = min(generator.choice([0, 1, 1, 2, 5]), len(self.free[group.pool]), 2 if len(have) else 5)
             pages.append([self.free[group.pool].pop() for _ in range(count)])
         try:
             self.session.append_pages(row, pages)
@@ -81,46 +81,63 @@ class Blocks:
                     free.append(page)
 
 
+def draw(
+    generator: random.Random,
+    session: DecodeSession,
+    blocks: Blocks | None,
+    rows: list[SessionRow],
+    now: list[SessionRow],
+) -> None:
+    """One random thing that a server may do; `now` has the rows that were not released."""
+    what = generator.choice(["add", "run", "run", "run", "collect", "fork", "release", "pages", "pages"])
+    row = generator.choice(now) if now else None
+    free_rows = session._runtime.free_rows
+    if what == "add" and free_rows:
+        prompt = [generator.randrange(VOCAB) for _ in range(generator.randint(1, 20))]
+        stops = frozenset([generator.randrange(VOCAB)])
+        rows.append(session.add(prompt, SamplingParams(generator.randint(1, 30), stop_ids=stops)))
+        now.append(rows[-1])
+    elif what == "run":
+        session.run(generator.randint(1, 7))
+    elif what == "collect":
+        session.collect(wait=generator.random() < 0.5)
+    elif what == "pages" and blocks is not None and row is not None:
+        blocks.give(generator, row)
+    elif what == "fork" and row is not None and free_rows and row.row_id not in session._prompts:
+        rows.append(session.fork(row) if blocks is None else blocks.fork(row))
+        now.append(rows[-1])
+    elif what == "release" and row is not None and (row.end or generator.random() < 0.2):
+        session.release(row)
+        now.remove(row)
+
+
+def make_room(generator: random.Random, session: DecodeSession, blocks: Blocks | None, now: list[SessionRow]) -> None:
+    """Pages for all rows, where a caller has some; else rows go that have ended, or now and then one that has not."""
+    session.collect(wait=True)
+    if blocks is not None and generator.random() < 0.8:
+        for row in now:
+            blocks.give(generator, row)
+        return
+    for row in [row for row in now if row.end] or now[: generator.random() < 0.3]:
+        session.release(row)
+        now.remove(row)
+
+
 def serve(generator: random.Random, runtime: Runtime, own_pages: bool, calls: int) -> list[SessionRow]:
     """Random calls of a session; all rows that there were, most of which have ended."""
     rows: list[SessionRow] = []
-    open_rows: list[SessionRow] = []
+    now: list[SessionRow] = []
     with DecodeSession(runtime, own_pages=own_pages) as session:
         blocks = None if own_pages else Blocks(session, runtime)
         for _ in range(calls):
-            what = generator.choice(["add", "run", "run", "run", "collect", "fork", "release", "pages", "pages"])
-            row = generator.choice(open_rows) if open_rows else None
             try:
-                if what == "add" and runtime.free_rows:
-                    prompt = [generator.randrange(VOCAB) for _ in range(generator.randint(1, 20))]
-                    stops = frozenset([generator.randrange(VOCAB)])
-                    rows.append(session.add(prompt, SamplingParams(generator.randint(1, 30), stop_ids=stops)))
-                    open_rows.append(rows[-1])
-                elif what == "run":
-                    session.run(generator.randint(1, 7))
-                elif what == "collect":
-                    session.collect(wait=generator.random() < 0.5)
-                elif what == "pages" and blocks is not None and row is not None:
-                    blocks.give(generator, row)
-                elif what == "fork" and row is not None and runtime.free_rows and row.row_id not in session._prompts:
-                    rows.append(session.fork(row) if blocks is None else blocks.fork(row))
-                    open_rows.append(rows[-1])
-                elif what == "release" and row is not None and (row.end or generator.random() < 0.2):
-                    session.release(row)
-                    open_rows.remove(row)
+                draw(generator, session, blocks, rows, now)
             except CapacityError:
-                session.collect(wait=True)
-                if blocks is not None and generator.random() < 0.8:
-                    for row in open_rows:
-                        blocks.give(generator, row)
-                    continue
-                for row in [row for row in open_rows if row.end] or open_rows[: generator.random() < 0.3]:
-                    session.release(row)
-                    open_rows.remove(row)
+                make_room(generator, session, blocks, now)
             if blocks is not None:
                 blocks.take()
         session.collect(wait=True)
-        for row in open_rows:
+        for row in now:
             session.release(row)
         if blocks is not None:
             blocks.take()

@@ -331,8 +331,8 @@ def test_a_row_waits_for_pages_of_each_group(device: torch.device) -> None:
 
 
 def test_a_fork_shares_pages_of_one_group_and_none_of_another(device: torch.device) -> None:
-    """Three tokens fill a page of two and none of four: the fork lists all its pages, or the device would know none of
-    the first group."""
+    """Three tokens fill a page of two and none of four. The fork lists the pages of both groups, or of one the device
+    would know none."""
     spec = AttentionSpec(4, 2, 16, torch.float32)
     groups = [
         KVCacheSpec(1, 2, 16, size, dtype=torch.float32, layers=(layer,), pool=layer)

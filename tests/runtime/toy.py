@@ -164,8 +164,8 @@ def make_runtime(device: torch.device, *, model: object = None, config: dict | N
 
 
 def slow_device(monkeypatch: pytest.MonkeyPatch) -> list[object]:
-    """From now on a session's launch has ended once it was waited for, or asked for up to 30 times, as on a device that
-    is never ahead of its host. The list gets the first step of each that was."""
+    """A device that is never ahead of its host. From now on a session's launch has ended once somebody waited for it,
+    or asked for it 1 to 31 times, by its step. The list gets the first step of each that was."""
     waited: list[object] = []
     asked, real = Counter[int](), Launch.wait
 
