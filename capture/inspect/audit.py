@@ -40,7 +40,10 @@ from graphrt.kernels.errors import ConfigError
 __all__ = ["Allowed", "Audit", "Finding", "FindingKind", "audit", "audit_twice", "memory_of"]
 
 
-_WAIT = ("nvjet_*", "*cublasLt::*", "*flash::FlashAttnFwd*", "sample_rows_kernel", "sample_truncated_kernel")
+_WAIT = (
+    "nvjet_*", "*cublasLt::*", "*flash::FlashAttnFwd*", "sample_chunks_kernel", "sample_rows_kernel",
+    "sample_truncated*",
+)  # fmt: skip
 """Kernels of cuBLAS and FlashAttention 3, which launch them early by themselves, and passes of graphrt's sampling."""
 
 

@@ -2,7 +2,7 @@
 //
 // tests/kernels/emulation/primitives.cuh has the same functions for a CPU.
 //
-// Compile-time macros: Q_BF16 (else float16), KV_FP8 (0, 1: e4m3, 2: e5m2), STAGES
+// Compile-time macros: Q_BF16 (else float16), KV_FP8 (0, 1: e4m3, 2: e5m2), STAGES (of who copies)
 
 typedef unsigned int u32;
 typedef unsigned short u16;
@@ -24,9 +24,11 @@ __device__ __forceinline__ void copy_async(u32 to, const char *from, int bytes) 
 }
 // The copies since the last commit() are a group. wait_oldest() waits until at most STAGES - 1 groups are under way.
 __device__ __forceinline__ void commit() { asm volatile("cp.async.commit_group;\n" ::: "memory"); }
+#ifdef STAGES
 __device__ __forceinline__ void wait_oldest() {
   asm volatile("cp.async.wait_group %0;\n" ::"n"(STAGES - 1) : "memory");
 }
+#endif
 
 // Four 8 x 8 matrices of 16-bit elements from shared memory, as operands of mma; lane i gives the address of 16 bytes.
 __device__ __forceinline__ void load_matrices(u32 (&r)[4], u32 at) {
@@ -94,10 +96,15 @@ __device__ __forceinline__ u32 pack_output(float low, float high) {
 #endif
   return r;
 }
-// 2^x and 1 / x, as accurate as the instructions are.
+// 2^x, the logarithm to base 2 and 1 / x, as accurate as the instructions are.
 __device__ __forceinline__ float power2(float x) {
   float r;
   asm("ex2.approx.ftz.f32 %0, %1;\n" : "=f"(r) : "f"(x));
+  return r;
+}
+__device__ __forceinline__ float logarithm2(float x) {
+  float r;
+  asm("lg2.approx.ftz.f32 %0, %1;\n" : "=f"(r) : "f"(x));
   return r;
 }
 __device__ __forceinline__ float reciprocal(float x) {
@@ -109,6 +116,10 @@ __device__ __forceinline__ float reciprocal(float x) {
 __device__ __forceinline__ void prefetch(const void *at) { asm volatile("prefetch.global.L1 [%0];\n" ::"l"(at)); }
 // With programmatic dependent launch: nothing that an earlier kernel of the stream wrote may be read before this.
 __device__ __forceinline__ void wait_for_earlier_kernels() { asm volatile("griddepcontrol.wait;\n" ::: "memory"); }
+// The next kernel of the stream may start, if it was launched so: it waits as above before it reads what this one writes.
+__device__ __forceinline__ void let_next_kernel_start() {
+  asm volatile("griddepcontrol.launch_dependents;\n" ::: "memory");
+}
 // Count an arrival; returns how many arrived before. What the block stored before its last barrier is seen by those who
 // arrive later.
 __device__ __forceinline__ int count_arrival(int *at) {

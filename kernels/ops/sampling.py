@@ -24,6 +24,7 @@ from graphrt.kernels.errors import ShapeError
 from graphrt.kernels.library import define_op
 from graphrt.kernels.ops.sampling_chunks import CHANGED_WORDS, sample_chunks_kernel
 from graphrt.kernels.ops.sampling_logits import SAMPLE_CHUNK
+from graphrt.kernels.ops.sampling_native import GROUPS_MULTIPLE, SplitRows, launch_native, serves
 from graphrt.kernels.ops.sampling_reference import NOISE_GROUP, sample_reference
 from graphrt.kernels.ops.sampling_rows import sample_rows_kernel
 from graphrt.kernels.ops.sampling_state import Penalties, state_words
@@ -128,26 +129,27 @@ def _sample_triton(
     out = torch.empty(rows, dtype=torch.int32, device=device)
     if rows == 0:
         return out
+    native = serves(device)
     # Nothing that a row draws depends on how large the tiles are.
     chunks = _CHUNKS if rows * ceil_div(vocab, SAMPLE_CHUNK) > _PROGRAMS else 1
     tiles = programs = ceil_div(vocab, chunks * SAMPLE_CHUNK)
     group = _group_size(vocab)
     groups = ceil_div(vocab, group)
+    if native:
+        groups = GROUPS_MULTIPLE * ceil_div(groups, GROUPS_MULTIPLE)
     group_best = torch.empty((rows, groups), dtype=torch.float32, device=device)
     list_groups = torch.empty((rows, groups), dtype=torch.int32, device=device)
-    group_mass = list_words = list_tokens = list_logits = plain_words = changed_mass = None
-    changed_best = group_best  # in its place while no row has changed tokens
-    if top_k is not None:
-        group_mass = changed_mass = torch.empty((rows, groups), dtype=torch.float32, device=device)
-        list_words = torch.empty((rows, LIST * group // 32), dtype=torch.int32, device=device)
-        list_tokens = torch.empty((rows, LIST), dtype=torch.int32, device=device)
-        list_logits = torch.empty((rows, LIST), dtype=torch.float32, device=device)
+    group_mass = torch.empty_like(group_best) if top_k is not None else None
     processes = mask_words is not None or bias_tokens is not None or seen is not None
-    if processes:
+    split = plain_words = None
+    changed_best, changed_mass = group_best, group_mass  # in their place while no row has changed tokens
+    if processes and native:
+        split = SplitRows.allocate(rows, groups, group, device)
+        changed_best = split.best
+    elif processes:
         plain_words = torch.empty((rows, groups * group // 32), dtype=torch.int32, device=device)
-        changed_best = torch.empty((rows, groups), dtype=torch.float32, device=device)
-        if top_k is not None:
-            changed_mass = torch.empty((rows, groups), dtype=torch.float32, device=device)
+        changed_best = torch.empty_like(group_best)
+        changed_mass = torch.empty_like(group_best) if top_k is not None else None
         programs += ceil_div(groups * group // 32, CHANGED_WORDS)
     ints, floats = list_groups, group_best  # in the place of tables that no row uses, while some row may use others
     inputs = (
@@ -166,9 +168,12 @@ def _sample_triton(
         groups,
     )
     overlaps = _OVERLAPS and device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+    if split is not None:
+        launch_native("sample_split", inputs, sizes, group_best, group_mass, split, out, group)
     sample_chunks_kernel[(rows, programs)](
         *inputs, group_best, group_mass, plain_words, changed_best, changed_mass, list_groups, *sizes, GROUP=group,
-        CHUNKS=chunks, CHANGED_WORDS=CHANGED_WORDS, PROCESSES=processes, OVERLAPS=overlaps, num_warps=_CHUNK_WARPS,
+        CHUNKS=chunks, CHANGED_WORDS=0 if native else CHANGED_WORDS, PROCESSES=processes, OVERLAPS=overlaps,
+        num_warps=_CHUNK_WARPS, launch_pdl=overlaps and split is not None,
     )  # fmt: skip
     wide = max(next_power_of_two(groups), 32)
     sample_rows_kernel[(rows,)](
@@ -176,7 +181,12 @@ def _sample_triton(
         TILES=next_power_of_two(tiles), CHUNKS=chunks, OVERLAPS=overlaps, num_warps=_ROW_WARPS, maxnreg=_ROW_REGISTERS,
         launch_pdl=overlaps,
     )  # fmt: skip
-    if top_k is not None:
+    if top_k is not None and native:
+        launch_native("sample_truncated", inputs, sizes, group_best, group_mass, split, out, group)
+    elif top_k is not None:
+        list_words = torch.empty((rows, LIST * group // 32), dtype=torch.int32, device=device)
+        list_tokens = torch.empty((rows, LIST), dtype=torch.int32, device=device)
+        list_logits = torch.empty((rows, LIST), dtype=torch.float32, device=device)
         sample_truncated_kernel[(rows,)](
             *inputs, group_best, group_mass, plain_words, changed_best, changed_mass, list_groups, list_words,
             list_tokens, list_logits, out, *sizes, GROUPS=wide, GROUP=group, LIST=LIST, OVERLAPS=overlaps,

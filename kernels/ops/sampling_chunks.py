@@ -67,13 +67,13 @@ def sample_chunks_kernel(
     num_groups,
     GROUP: tl.constexpr,
     CHUNKS: tl.constexpr,  # of a tile
-    CHANGED_WORDS: tl.constexpr,
+    CHANGED_WORDS: tl.constexpr,  # 0: a kernel beside this one finds changed tokens
     PROCESSES: tl.constexpr,  # some row may
     OVERLAPS: tl.constexpr,
 ):
     row = tl.program_id(0)
     part = tl.program_id(1)
-    if PROCESSES:  # programs that wait for one load after the other start first
+    if PROCESSES and CHANGED_WORDS:  # programs that wait for one load after the other start first
         part -= tl.cdiv(num_groups * (GROUP // WORD), CHANGED_WORDS)
     tile: tl.constexpr = CHUNKS * CHUNK
     raw = _load_tile(logits_ptr + row.to(tl.int64) * stride_logits, part * tile, vocab_size, tile)
@@ -99,7 +99,7 @@ def sample_chunks_kernel(
     if part >= 0:
         of_tile = (group_best_ptr + at, list_groups_ptr + at)
         _measure_tile(source, raw, of_tile, mass_row_ptr, num_groups, heat, weighs, part, GROUP, PROCESSES)
-    elif PROCESSES:
+    elif PROCESSES and CHANGED_WORDS:
         if source[1][2]:
             changed_mass_row_ptr = changed_mass_ptr
             if changed_mass_ptr is not None:
@@ -116,6 +116,8 @@ def sample_chunks_kernel(
                 GROUP,
                 CHANGED_WORDS,
             )
+    if OVERLAPS and PROCESSES and CHANGED_WORDS == 0:
+        tl.extra.cuda.gdc_wait()  # who waits for this kernel has then waited for the one beside it
 
 
 @triton.jit

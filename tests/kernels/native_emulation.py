@@ -50,7 +50,8 @@ def _build(variant: NativeVariant, bug: tuple[str, str] | None) -> Callable[...,
             "int seed) { return run_grid(p, x, y, order, count, at_a_time, seed); }\n"
         )
         library = folder / "kernel.so"
-        macros = [f"-D{key}={value}" for key, value in (*variant.macros, ("SHARED_BYTES", variant.shared_bytes))]
+        settings = (*variant.macros, ("SHARED_BYTES", variant.shared_bytes), ("ENTRY", variant.entry))
+        macros = [f"-D{key}={value}" for key, value in settings]
         flags = ["-std=c++17", "-O1", "-fPIC", "-shared", "-w", "-ffp-contract=off", "-U_FORTIFY_SOURCE"]
         subprocess.run([COMPILER, *flags, *macros, str(main), "-o", str(library)], check=True)
         run = ctypes.CDLL(str(library)).run
@@ -70,7 +71,7 @@ def emulated_launch(
     clusters = list(range(grid[0] * grid[1] // variant.cluster))
     random.Random(seed).shuffle(clusters)
     macros = dict(variant.macros)
-    if macros["CLUSTER"] == 1 and not macros["FIXED_SPLITS"]:
+    if macros.get("CLUSTER") == 1 and not macros["FIXED_SPLITS"]:
         clusters.sort(key=lambda block: block % grid[1])
     count, at_a_time = len(clusters), 1 if seed % 2 else 2 * grid[0] + 4
     run = _build(variant, planted)

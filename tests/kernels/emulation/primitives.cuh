@@ -43,8 +43,14 @@ struct float2 { float x, y; };
 inline float2 make_float2(float x, float y) { return {x, y}; }
 inline int min(int a, int b) { return a < b ? a : b; }
 inline int max(int a, int b) { return a > b ? a : b; }
+inline u32 min(u32 a, u32 b) { return a < b ? a : b; }
+inline u32 max(u32 a, u32 b) { return a > b ? a : b; }
 template <typename T> inline T __ldcg(const T *at) { return *at; }
 inline float __int_as_float(u32 x) { float r; memcpy(&r, &x, 4); return r; }
+inline float __fmaf_rn(float x, float y, float z) { return fmaf(x, y, z); }
+inline float __fadd_rn(float x, float y) { return x + y; }
+inline float __fmul_rn(float x, float y) { return x * y; }
+inline float __fdiv_rn(float x, float y) { return x / y; }
 inline u32 __float_as_uint(float x) { u32 r; memcpy(&r, &x, 4); return r; }
 inline u32 __byte_perm(u32 x, u32 y, u32 selector) {
   unsigned long long both = (unsigned long long)y << 32 | x;
@@ -52,6 +58,10 @@ inline u32 __byte_perm(u32 x, u32 y, u32 selector) {
   for (int i = 0; i < 4; ++i) r |= (u32)(both >> (selector >> (4 * i) & 7) * 8 & 0xff) << 8 * i;
   return r;
 }
+
+#ifndef CLUSTER
+#define CLUSTER 1
+#endif
 
 // Contexts, barriers
 
@@ -134,8 +144,27 @@ inline u32 __ballot_sync(u32, bool x) {
 }
 inline int __clz(u32 x) { return __builtin_clz(x); }
 inline int __popc(u32 x) { return __builtin_popcount(x); }
+inline int __ffs(u32 x) { return __builtin_ffs((int)x); }
 template <typename T> inline T __shfl_sync(u32, T x, int lane) { return exchange(x)[lane % 32]; }
 template <typename T> inline T __shfl_xor_sync(u32, T x, int mask) { return exchange(x)[(current->x % 32) ^ mask]; }
+template <typename T> inline T __shfl_up_sync(u32, T x, int step) {
+  auto lanes = exchange(x);
+  return current->x % 32 >= step ? lanes[current->x % 32 - step] : x;
+}
+template <typename T> inline T __shfl_down_sync(u32, T x, int step) {
+  auto lanes = exchange(x);
+  return current->x % 32 + step < 32 ? lanes[current->x % 32 + step] : x;
+}
+inline u32 __reduce_max_sync(u32, u32 x) {
+  auto lanes = exchange(x);
+  for (int i = 0; i < 32; ++i) x = max(x, lanes[i]);
+  return x;
+}
+inline u32 __reduce_min_sync(u32, u32 x) {
+  auto lanes = exchange(x);
+  for (int i = 0; i < 32; ++i) x = min(x, lanes[i]);
+  return x;
+}
 inline void __syncthreads() {
   const long number = ++current->block_barriers;
   ++running->arrived;
@@ -152,6 +181,7 @@ inline void copy_async(u32 to, const char *from, int bytes) {
   current->groups.back().push_back({to, from, bytes});
 }
 inline void commit() { current->groups.emplace_back(); }
+#ifdef STAGES
 inline void wait_oldest() {
   while ((int)current->groups.size() - 1 > STAGES - 1) {
     for (const Copy &copy : current->groups.front()) {
@@ -162,6 +192,7 @@ inline void wait_oldest() {
     ++progress;
   }
 }
+#endif
 
 // Numbers
 
@@ -200,6 +231,7 @@ inline u16 widen_one(unsigned char x) {
 }
 inline u32 widen(u16 x) { return widen_one(x & 0xff) | (u32)widen_one(x >> 8) << 16; }
 inline float power2(float x) { return exp2f(x); }
+inline float logarithm2(float x) { return log2f(x); }
 inline float reciprocal(float x) { return 1.0f / x; }
 
 // Matrices
@@ -254,7 +286,13 @@ inline void multiply(float (&d)[4], const u32 (&a)[4], const u32 (&b)[2]) {
 
 inline void prefetch(const void *) {}
 inline void wait_for_earlier_kernels() {}
+inline void let_next_kernel_start() {}
 inline int count_arrival(int *at) { return (*at)++; }
+inline int atomicAdd(int *at, int x) { return (*at += x) - x; }
+inline u32 atomicAdd(u32 *at, u32 x) { return (*at += x) - x; }
+inline u32 atomicMax(u32 *at, u32 x) { u32 r = *at; *at = max(r, x); return r; }
+inline u32 atomicOr(u32 *at, u32 x) { u32 r = *at; *at |= x; return r; }
+inline u32 atomicAnd(u32 *at, u32 x) { u32 r = *at; *at &= x; return r; }
 
 // Words come when their block has ended and somebody waits for one of them, or at the end of the launch: a few at a time,
 // by address, backwards, or in any order.
@@ -332,10 +370,10 @@ inline void cluster_wait() {
 // The grid
 
 struct Params;
-extern "C" void decode_attention(const Params);
+extern "C" void ENTRY(const Params);
 template <typename P> const P *params_of_launch;
 template <typename P> void enter() {
-  decode_attention(*params_of_launch<P>);
+  ENTRY(*params_of_launch<P>);
   current->done = true;
   ++progress;
   while (true) yield();

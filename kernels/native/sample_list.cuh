@@ -1,0 +1,346 @@
+// Sampling: lists of the tokens that reach a floor, their thresholds, and draws from them.
+
+#include "sample_row.cuh"
+
+#define LISTED ((LIST + THREADS - 1) / THREADS)  // places of a list that a thread has
+#define SURE 1.0001f          // a bound on masses holds in spite of roundings where it holds by this factor
+#define FIXED (1 << 19)       // a mass of 1 in a histogram: that of all groups fits 32 bits
+#define CERTAIN_REACH 1.000001f  // what sums in a histogram must exceed to be certain, and what they must stay below
+#define CERTAIN_MISS 0.999999f
+
+// best, bounds    of groups: the highest logit of the plain tokens, and the highest score that one may have
+// groups          listed groups
+// words           bits of the listed groups' tokens
+// tokens, logits  the list; `bound`: what a token's score cannot exceed, -inf: the token is out
+struct Shared {
+  Meeting meeting;
+  u32 histogram[2][BINS];
+  float best[MAX_GROUPS], bounds[MAX_GROUPS];
+  u16 groups[MAX_GROUPS];
+  u32 words[LIST * WORDS_OF_GROUP];
+  int tokens[LIST];
+  float logits[LIST], bound[LIST];
+};
+
+// What a row keeps. The values of what is off: 0, 1 and 0.
+struct Kept {
+  int top_k;
+  float top_p, min_p;
+};
+
+__device__ __forceinline__ int group_of(const Team &t, int quad) { return (quad * THREADS + t.thread) * 4; }
+
+// Histograms
+
+// Amounts by key, in 256 bins of equal width over the keys [low, high). Amounts are whole numbers, or masses of at most
+// 1, which are rounded down.
+struct Bins {
+  u32 *sums;
+  u32 low;
+  int shift;
+  bool by_count;
+};
+__device__ __forceinline__ Bins empty_bins(const Team &t, Shared &shared, bool by_count, u32 low, u32 high) {
+  u32 *const sums = shared.histogram[t.turn];  // the other half may still be read
+  const u32 width = high - low - 1;
+  for (int bin = t.thread; bin < BINS; bin += THREADS) sums[bin] = 0;
+  __syncthreads();
+  return {sums, low, width < BINS ? 0 : 32 - __clz(width) - 8, by_count};
+}
+__device__ __forceinline__ void add_to(const Bins &bins, u32 key, u32 units) {
+  if (key >= bins.low) atomicAdd(&bins.sums[(key - bins.low) >> bins.shift], units);
+}
+// Narrow the keys [low, high) between which a threshold lies to a bin: the amounts of the keys from the threshold on add
+// up to `need`. All threads have added theirs, each below `high`. Of masses, `slack` units may be missing. False: all
+// amounts together are not known to reach it.
+__device__ __forceinline__ bool narrow_to_bin(Team &t, const Bins &bins, float need, float slack, u32 &low, u32 &high) {
+  __syncthreads();
+  // Every warp adds up all bins, each lane eight of them, from the highest bin down.
+  const int first = BINS / 32 * t.lane;
+  u32 sums[BINS / 32];
+#pragma unroll
+  for (int i = 0; i < BINS / 32; ++i) sums[i] = bins.sums[first + i];
+#pragma unroll
+  for (int i = BINS / 32 - 2; i >= 0; --i) sums[i] += sums[i + 1];
+  u32 above = sums[0];
+#pragma unroll
+  for (int step = 1; step < 32; step *= 2) {
+    u32 other = __shfl_down_sync(0xffffffffu, above, step);
+    if (t.lane + step < 32) above += other;
+  }
+  above -= sums[0];
+  const float reach = bins.by_count ? need : need * FIXED * CERTAIN_REACH + 1.0f;
+  const float miss = bins.by_count ? need : need * FIXED * CERTAIN_MISS - slack - 1.0f;
+  u32 reached = 0, missed = BINS;  // `reached` is one more than the bin's number; 0: none
+#pragma unroll
+  for (int i = 0; i < BINS / 32; ++i) {
+    float sum = (float)(sums[i] + above);
+    if (sum >= reach) reached = first + i + 1;
+    if (sum < miss) missed = min(missed, (u32)(first + i));
+  }
+  reached = __reduce_max_sync(0xffffffffu, reached);
+  missed = __reduce_min_sync(0xffffffffu, missed);
+  if (reached > 0) low = bins.low + ((reached - 1) << bins.shift);
+  if (missed < BINS) high = min(high, bins.low + (missed << bins.shift));
+  t.turn ^= 1;
+  return reached > 0;
+}
+
+// The floor
+
+__device__ __forceinline__ float min_p_floor(const Row &r, const Kept &kept, float best) {
+  return kept.min_p > 0.0f ? __fmaf_rn(r.heat, logf(kept.min_p), best) : NEG_INF;
+}
+// A logit below which nothing is kept, at least the floor that min-p gives, from the groups' highest plain logits. Where
+// k groups reach a logit, so do k tokens. Where the best tokens of some groups hold top-p of the mass, no token below
+// all of them is kept: that speaks of the whole mass, so it serves rows without top-k and min-p only.
+//
+// lowest  the key of the lowest group that has a plain token: bins from there on are finer than those from -inf on
+__device__ __forceinline__ float floor_of(Team &t, Shared &shared, const Row &r, const Kept &kept, u32 lowest,
+                                          float best, float total) {
+  const float floor = min_p_floor(r, kept, best);
+  const bool by_count = kept.top_k > 0;
+  if (!by_count && (kept.top_p >= 1.0f || kept.min_p > 0.0f)) return floor;
+  const float need = by_count ? (float)kept.top_k : kept.top_p * total * SURE;
+  u32 low = max(lowest, key_of(floor)), high = key_of(best) + 1;
+  if (low >= high) return floor;
+  const Bins bins = empty_bins(t, shared, by_count, low, high);
+  if (by_count) {
+#pragma unroll 4
+    for (int group = t.thread; group < MAX_GROUPS; group += THREADS) add_to(bins, key_of(shared.best[group]), 1);
+  } else {
+#pragma unroll 4
+    for (int group = t.thread; group < MAX_GROUPS; group += THREADS) {
+      const float x = shared.best[group];
+      add_to(bins, key_of(x), (u32)(weight(x, best, r.rate) * FIXED));
+    }
+  }
+  return narrow_to_bin(t, bins, need, 0.0f, low, high) ? value_of(low) : floor;
+}
+
+// Lists
+
+// List the groups for which `chosen(group)` holds, in their order; their number.
+template <typename Chosen>
+__device__ __forceinline__ int list_groups(Team &t, Shared &shared, Chosen chosen) {
+  int ranks[QUADS];
+  u32 mine = 0;  // a bit per group of the thread
+  int *const of_warps = shared.tokens;  // QUADS * WARPS is 32: one for each lane
+#pragma unroll
+  for (int quad = 0; quad < QUADS; ++quad) {
+    int of_warp = 0;
+    ranks[quad] = 0;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      bool taken = chosen(group_of(t, quad) + i);
+      mine |= (u32)taken << (4 * quad + i);
+      u32 others = __ballot_sync(0xffffffffu, taken);
+      ranks[quad] += __popc(others & ((1u << t.lane) - 1));
+      of_warp += __popc(others);
+    }
+    if (t.lane == 0) of_warps[quad * WARPS + t.warp] = of_warp;
+  }
+  __syncthreads();
+  int sum = of_warps[t.lane];
+  const int own = sum;
+#pragma unroll
+  for (int step = 1; step < 32; step *= 2) {
+    int other = __shfl_up_sync(0xffffffffu, sum, step);
+    if (t.lane >= step) sum += other;
+  }
+#pragma unroll
+  for (int quad = 0; quad < QUADS; ++quad) {
+    int place = __shfl_sync(0xffffffffu, sum - own, quad * WARPS + t.warp) + ranks[quad];
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+      if (mine >> (4 * quad + i) & 1) shared.groups[place++] = (u16)(group_of(t, quad) + i);
+  }
+  const int count = __shfl_sync(0xffffffffu, sum, 31);
+  __syncthreads();
+  return count;
+}
+// Bits of some listed groups' plain tokens that reach the floor. A few lanes have a word, a piece each.
+__device__ __forceinline__ void find_bits(const Team &t, Shared &shared, const Row &r, const u16 *groups, int count,
+                                          float floor) {
+  constexpr int LANES = 32 / PIECE, PIECES = 64 / WARPS;  // lanes of a word; pieces under way of a thread
+  const int words = count * WORDS_OF_GROUP, of_step = THREADS / LANES, mine = t.thread / LANES;
+  const int first = t.lane % LANES * PIECE;
+  floor = fmaxf(floor, -LARGEST);  // neither NaN nor -inf reaches it
+#pragma unroll 1
+  for (int start = mine; start - mine < words; start += PIECES * of_step) {
+    int tokens[PIECES];
+    bool wanted[PIECES];
+    u32 plain[PIECES];
+    int4 pieces[PIECES];
+#pragma unroll
+    for (int k = 0; k < PIECES; ++k) {
+      const int at = start + k * of_step;
+      const int word = at < words ? groups[at / WORDS_OF_GROUP] * WORDS_OF_GROUP + at % WORDS_OF_GROUP : 0;
+      tokens[k] = 32 * word + first;
+      wanted[k] = at < words && tokens[k] + PIECE <= r.vocab;
+      plain[k] = r.processes && word < r.num_words ? r.plain[word] : 0xffffffffu;
+    }
+    read_pieces<PIECES>(r, tokens, wanted, pieces);
+#pragma unroll
+    for (int k = 0; k < PIECES; ++k) {
+      const int at = start + k * of_step;
+      float logits[PIECE];
+      unpack(pieces[k], logits);
+      u32 bits = 0;
+#pragma unroll
+      for (int n = 0; n < PIECE; ++n)
+        if (logits[n] >= floor) bits |= 1u << n;
+      bits = wanted[k] ? bits << first : 0u;
+#pragma unroll
+      for (int step = 1; step < LANES; step *= 2) bits |= __shfl_xor_sync(0xffffffffu, bits, step);
+      if (at < words && first == 0) shared.words[at] = bits & plain[k];
+    }
+  }
+  __syncthreads();
+  // The tokens behind the last piece are of the last group, which is listed last.
+  const int tail = r.vocab % PIECE, token = r.vocab - tail + t.thread;
+  if (tail == 0) return;
+  if (t.thread < tail && groups[count - 1] == token / GROUP && logit_at(r, token) >= floor &&
+      !(r.processes && !has_bit(r.plain, token)))
+    atomicOr(&shared.words[(count - 1) * WORDS_OF_GROUP + token % GROUP / 32], 1u << token % 32);
+  __syncthreads();
+}
+// List the plain tokens of some listed groups that reach the floor, in their order, and their logits. Their number;
+// more than LIST: too many, and none is listed.
+__device__ __forceinline__ int list_plain(Team &t, Shared &shared, const Row &r, const u16 *groups, int count,
+                                          float floor) {
+  if (count == 0) return 0;
+  find_bits(t, shared, r, groups, count, floor);
+  const int words = count * WORDS_OF_GROUP, each = (words + THREADS - 1) / THREADS;
+  const int begin = min(t.thread * each, words), end = min(begin + each, words);
+  int mine = 0, length;
+  for (int at = begin; at < end; ++at) mine += __popc(shared.words[at]);
+  int place = before(t, mine, length);
+  if (length > LIST) return LIST + 1;
+  for (int at = begin; at < end; ++at) {
+    int token = 32 * (groups[at / WORDS_OF_GROUP] * WORDS_OF_GROUP + at % WORDS_OF_GROUP);
+    for (u32 bits = shared.words[at]; bits; bits &= bits - 1) shared.tokens[place++] = token + __ffs(bits) - 1;
+  }
+  __syncthreads();
+#pragma unroll 1
+  for (int start = t.thread; start < length; start += AT_ONCE * THREADS) {
+    float logits[AT_ONCE];
+#pragma unroll
+    for (int i = 0; i < AT_ONCE; ++i)
+      logits[i] = start + i * THREADS < length ? logit_at(r, shared.tokens[start + i * THREADS]) : NEG_INF;
+#pragma unroll
+    for (int i = 0; i < AT_ONCE; ++i)
+      if (start + i * THREADS < length) shared.logits[start + i * THREADS] = logits[i];
+  }
+  return length;
+}
+// List all tokens that reach the floor: plain ones, then changed ones. Their number; more than LIST: too many.
+__device__ __forceinline__ int list_tokens(Team &t, Shared &shared, const Row &r, float floor) {
+  const int count = list_groups(t, shared, [&](int group) {
+    float x = shared.best[group];
+    return x >= floor && x > NEG_INF;
+  });
+  if (count > LIST) return LIST + 1;  // each has a token that reaches the floor
+  int length = list_plain(t, shared, r, shared.groups, count, floor);
+  if (length > LIST || !r.processes) return length;
+  int changed = 0, of_all;
+  const auto reaches = [&](float x) { return x >= floor && x > NEG_INF; };
+  const auto put = [&](int place, int token, float x) {
+    shared.tokens[place] = token;
+    shared.logits[place] = x;
+  };
+  if (r.num_changed >= 0 && r.num_changed <= AT_ONCE * THREADS) {  // each is read once
+    int tokens[AT_ONCE];
+    float logits[AT_ONCE];
+#pragma unroll
+    for (int i = 0; i < AT_ONCE; ++i) {
+      const int at = t.thread + i * THREADS;
+      tokens[i] = at < r.num_changed ? r.changed_tokens[at] : NOWHERE;
+      logits[i] = at < r.num_changed ? r.changed_logits[at] : NEG_INF;
+    }
+#pragma unroll
+    for (int i = 0; i < AT_ONCE; ++i) changed += reaches(logits[i]);
+    int place = length + before(t, changed, of_all);
+    if (length + of_all > LIST) return LIST + 1;
+#pragma unroll
+    for (int i = 0; i < AT_ONCE; ++i)
+      if (reaches(logits[i])) put(place++, tokens[i], logits[i]);
+  } else {
+    for_changed(t, r, [&](int, float x) { changed += reaches(x); });
+    int place = length + before(t, changed, of_all);
+    if (length + of_all > LIST) return LIST + 1;
+    for_changed(t, r, [&](int token, float x) {
+      if (reaches(x)) put(place++, token, x);
+    });
+  }
+  __syncthreads();
+  return length + of_all;
+}
+__device__ __forceinline__ void narrow_list(Team &t, Shared &shared, const u32 (&keys)[LISTED],
+                                            const float (&amounts)[LISTED], float need, bool by_count, u32 &low,
+                                            u32 &high) {
+  const Bins bins = empty_bins(t, shared, by_count, low, high);
+#pragma unroll
+  for (int i = 0; i < LISTED; ++i)
+    if (amounts[i] > 0.0f) add_to(bins, keys[i], by_count ? 1u : (u32)(amounts[i] * FIXED));
+  narrow_to_bin(t, bins, need, (float)LIST, low, high);
+}
+// The threshold of a list, as a key from which upwards its tokens are kept. Top-k's first: top-p's mass is above it.
+__device__ __forceinline__ u32 threshold_of_list(Team &t, Shared &shared, const Row &r, const Kept &kept, int length,
+                                                 float floor, float best, float total) {
+  float amounts[LISTED];
+  u32 keys[LISTED];
+#pragma unroll
+  for (int i = 0; i < LISTED; ++i) {
+    int at = i * THREADS + t.thread;
+    keys[i] = key_of(at < length ? shared.logits[at] : NEG_INF);
+    amounts[i] = at < length ? 1.0f : 0.0f;
+  }
+  u32 low = key_of(floor), high = key_of(best) + 1;
+  if (kept.top_k > 0 && kept.top_k < length) {
+    narrow_list(t, shared, keys, amounts, (float)kept.top_k, true, low, high);
+    largest_reaching(t, keys, amounts, (float)kept.top_k, low, high, 1);
+  }
+  if (kept.top_p >= 1.0f) return low;
+  float sum[1] = {0.0f};
+#pragma unroll
+  for (int i = 0; i < LISTED; ++i) {
+    amounts[i] = amounts[i] > 0.0f && keys[i] >= low ? weight(value_of(keys[i]), best, r.rate) : 0.0f;
+    sum[0] += amounts[i];
+  }
+  sum_all(t, sum);
+  if (kept.top_k > 0 || kept.min_p > 0.0f) total = sum[0];  // of the mass of what these leave
+  high = key_of(best) + 1;
+  narrow_list(t, shared, keys, amounts, kept.top_p * total, false, low, high);
+  largest_reaching(t, keys, amounts, kept.top_p * total, low, high, 1);
+  return low;
+}
+// The best score among listed tokens that reach the threshold, or what was found before. A token's word of noise gives a
+// bound in few instructions, which mostly holds by a wide margin. Each warp draws the token of its highest bound; then
+// those are drawn that may do better than the best of these.
+__device__ __forceinline__ Found draw_from_list(Team &t, Shared &shared, const Row &r, int length, u32 threshold,
+                                                Found found) {
+  Found highest = {NEG_INF, NOWHERE, NEG_INF};  // of bounds, and its place in the list
+#pragma unroll 1
+  for (int at = t.thread; at < length; at += THREADS) {
+    const float logit = shared.logits[at];
+    float bound = NEG_INF;
+    if (key_of(logit) >= threshold) bound = bound_at(r, shared.tokens[at], logit);
+    shared.bound[at] = bound;
+    if (bound > NEG_INF) offer(highest, bound, at, logit);
+  }
+  best_of_warp(highest);
+  if (highest.token < NOWHERE) {
+    const int token = shared.tokens[highest.token];
+    offer(found, drawn_score(r, token, highest.logit), token, highest.logit);
+  }
+  best_of_all(t, found);
+#pragma unroll 1
+  for (int at = t.thread; at < length; at += THREADS) {
+    const float bound = shared.bound[at];
+    if (bound < found.score || bound == NEG_INF || at == highest.token) continue;
+    offer(found, drawn_score(r, shared.tokens[at], shared.logits[at]), shared.tokens[at], shared.logits[at]);
+  }
+  best_of_all(t, found);
+  return found;
+}

@@ -1,0 +1,267 @@
+// Sampling: a row, its noise, its logits, and the tokens that mask, bias and penalties change.
+
+#include "sample_block.cuh"
+
+#define PIECE (16 / LOGIT_BYTES)  // logits of 16 bytes
+#define MAX_HEAT 1e30f
+#define MIN_HEAT 1e-30f           // below it every logit but the best has weight 0 already
+
+struct Params {
+  const void *logits;         // [rows, vocab]
+  const float *temperatures;  // [rows], like the following up to `frequency`; null: no row uses it
+  const i64 *seeds;
+  const int *seq_lens, *row_ids, *top_k;
+  const float *top_p, *min_p, *repetition, *presence, *frequency;
+  const u32 *seen;            // [state_rows, words]
+  const int *counts;          // [state_rows, vocab]
+  const int *bias_tokens;     // [bias_rows, bias_capacity]
+  const float *bias_values;   // [bias_rows, bias_capacity]
+  const int *bias_counts;     // [bias_rows]
+  const u32 *mask_words;      // [num_masks, words]
+  const int *mask_index;      // [rows]
+  const float *group_best;    // [rows, num_groups]: the highest logit of a group's plain tokens
+  const float *group_mass;    // [rows, num_groups], relative to the group's best
+  float *changed_best;        // [rows, num_groups]: the highest logit of a group's changed tokens
+  u32 *plain_words;           // [rows, num_groups * WORDS_OF_GROUP]: tokens that nothing changes
+  int *num_changed;           // [rows]: changed tokens that are listed; -1: too many
+  float *highest_changed;     // [rows]
+  int *changed_tokens;        // [rows, CHANGED]
+  float *changed_logits;      // [rows, CHANGED]
+  int *out;                   // [rows]
+  i64 logits_row;             // stride
+  int vocab, state_rows, bias_rows, bias_capacity, num_masks, num_groups;
+};
+
+// A row. What it does not use is null or 0. `processes`: mask, bias or penalties change some of its tokens. Those are
+// listed, or too many for the list (-1), so that they are processed each time anew. All others are plain.
+struct Row {
+  const char *logits;
+  bool aligned;  // pieces of 16 bytes may be read at once
+  int vocab, num_words;
+  const u32 *allowed, *seen;
+  const int *counts, *bias_tokens;
+  const float *bias_values;
+  int num_biases;
+  float repetition, presence, frequency;
+  bool processes;
+  u32 *plain;
+  int num_changed;
+  int *changed_tokens;
+  float *changed_logits;
+  u32 seed_low, seed_high, position;
+  float heat, rate;  // rate: makes differences of logits exponents of 2
+};
+
+// Noise: see noise_reference(). Additions and products are spelled out, so that a group's bound and a token's score are
+// rounded alike.
+
+// Four words of Philox-4x32-10.
+struct Random { u32 word[4]; };
+__device__ __forceinline__ Random philox(const Row &r, u32 counter, u32 kind) {
+  u32 c0 = counter, c1 = r.position, c2 = kind, c3 = 0, low = r.seed_low, high = r.seed_high;
+#pragma unroll
+  for (int i = 0; i < 10; ++i) {
+    u64 a = (u64)0xD2511F53u * c0, b = (u64)0xCD9E8D57u * c2;
+    c0 = (u32)(b >> 32) ^ c1 ^ low;
+    c1 = (u32)b;
+    c2 = (u32)(a >> 32) ^ c3 ^ high;
+    c3 = (u32)a;
+    low += 0x9E3779B9u;
+    high += 0xBB67AE85u;
+  }
+  return {{c0, c1, c2, c3}};
+}
+__device__ __forceinline__ float exponential(float u) {  // -log(1 - u); small ones by a series, which is exact there
+  float series = __fmul_rn(u, __fmaf_rn(u, __fmaf_rn(u, __fmaf_rn(u, 0.25f, 0.3333333333333333f), 0.5f), 1.0f));
+  return u < 0.015625f ? series : -logf(fmaxf(__fadd_rn(1.0f, -u), 2.9802322387695312e-08f));
+}
+// The least exponential variate of 32 neighbours, from their word.
+__device__ __forceinline__ float least_of(u32 word) {
+  float u = __fmaf_rn((float)(word >> 5), 7.450580596923828e-09f, 3.725290298461914e-09f);
+  return __fmul_rn(exponential(u), 0.03125f);
+}
+// By how much a token's variate exceeds the least one, where that is not its own.
+__device__ __forceinline__ float above_least(const Row &r, int token) {
+  u32 own = philox(r, token, 0).word[0];
+  return exponential(__fmaf_rn((float)own, 2.3283064365386963e-10f, 1.1641532182693481e-10f));
+}
+// The word of the 32 neighbours of a token.
+__device__ __forceinline__ u32 word_at(const Row &r, int token) {
+  Random random = philox(r, token / 128, 1);
+  int at = token / 32 % 4;
+  return at < 2 ? (at ? random.word[1] : random.word[0]) : (at == 2 ? random.word[2] : random.word[3]);
+}
+__device__ __forceinline__ float score_of(const Row &r, float logit, float variate) {
+  return __fmaf_rn(r.heat, -logf(variate), logit);
+}
+// A token's score: its own variate is the least one of its neighbours, or exceeds it.
+__device__ __forceinline__ float drawn_score(const Row &r, int token, float logit) {
+  const u32 word = word_at(r, token);
+  float variate = least_of(word);
+  if ((int)(word & 31) != token % 32) variate = __fadd_rn(variate, above_least(r, token));
+  return score_of(r, logit, variate);
+}
+// What a token's score cannot exceed. With u for the word's fraction, the least variate is -log(1 - u) / 32, which is
+// u / 32 at least; the margin is far above what the logarithm is off by.
+__device__ __forceinline__ float bound_at(const Row &r, int token, float logit) {
+  const float noise = 32.0f * LN2 - LN2 * logarithm2((float)(word_at(r, token) >> 5) + 0.5f);
+  return r.heat * (noise + 1e-3f) + logit;
+}
+
+// Logits
+
+__device__ __forceinline__ float logit_at(const Row &r, int token) {  // as the model gave it; -inf for NaN
+#if LOGIT_BYTES == 4
+  float x = reinterpret_cast<const float *>(r.logits)[token];
+#else
+  float x = from_query(reinterpret_cast<const u16 *>(r.logits)[token]);
+#endif
+  return x > NEG_INF ? x : NEG_INF;
+}
+// Pieces of 16 bytes: neighbours from some tokens on, as they are. All reads are under way before one is waited for.
+// Of rows that lie at other addresses each logit is read by itself. The row's last tokens may fill no piece.
+template <int K>
+__device__ __forceinline__ void read_pieces(const Row &r, const int (&tokens)[K], const bool (&wanted)[K],
+                                            int4 (&pieces)[K]) {
+  if (r.aligned) {
+#pragma unroll
+    for (int k = 0; k < K; ++k)
+      if (wanted[k]) pieces[k] = *reinterpret_cast<const int4 *>(r.logits + (i64)tokens[k] * LOGIT_BYTES);
+  } else {
+#pragma unroll
+    for (int k = 0; k < K; ++k) {
+      u32 words[4] = {0, 0, 0, 0};
+      for (int i = 0; wanted[k] && i < 4; ++i) {
+#if LOGIT_BYTES == 4
+        words[i] = reinterpret_cast<const u32 *>(r.logits)[tokens[k] + i];
+#else
+        const u16 *two = reinterpret_cast<const u16 *>(r.logits) + tokens[k] + 2 * i;
+        words[i] = two[0] | (u32)two[1] << 16;
+#endif
+      }
+      pieces[k] = int4{(int)words[0], (int)words[1], (int)words[2], (int)words[3]};
+    }
+  }
+}
+__device__ __forceinline__ void unpack(int4 piece, float (&logits)[PIECE]) {
+  const u32 words[4] = {(u32)piece.x, (u32)piece.y, (u32)piece.z, (u32)piece.w};
+#pragma unroll
+  for (int i = 0; i < PIECE; ++i) {
+#if LOGIT_BYTES == 4
+    logits[i] = __int_as_float(words[i]);
+#else
+    logits[i] = from_query((u16)(words[i / 2] >> 16 * (i % 2)));
+#endif
+  }
+}
+
+__device__ __forceinline__ bool has_bit(const u32 *words, int token) { return words[token / 32] >> token % 32 & 1; }
+
+// Bias of a token: a binary search in the row's ascending list. 0: it has none.
+__device__ __forceinline__ float bias_of(const Row &r, int token) {
+  int at = 0;
+  for (int length = r.num_biases; length > 1;) {
+    int half = length / 2;
+    if (r.bias_tokens[at + half] <= token) at += half;
+    length -= half;
+  }
+  return r.num_biases > 0 && r.bias_tokens[at] == token ? r.bias_values[at] : 0.0f;
+}
+// A logit after bias and penalties, of a token that has occurred or not.
+__device__ __forceinline__ float processed(const Row &r, int token, float x, bool occurred, int count) {
+  if (r.num_biases > 0) x = __fadd_rn(x, bias_of(r, token));
+  if (occurred) {
+    x = x > 0.0f ? __fdiv_rn(x, r.repetition) : __fmul_rn(x, r.repetition);
+    x = __fadd_rn(x, -__fmul_rn(r.frequency, (float)count));
+    if (count > 0) x = __fadd_rn(x, -r.presence);
+  }
+  return x > NEG_INF ? x : NEG_INF;
+}
+__device__ __forceinline__ float processed_at(const Row &r, int token) {
+  bool occurred = r.seen && has_bit(r.seen, token);
+  return processed(r, token, logit_at(r, token), occurred, occurred ? r.counts[token] : 0);
+}
+// Whether an entry of the bias list changes a token that penalties do not change.
+__device__ __forceinline__ bool only_biased(const Row &r, int token) {
+  return token >= 0 && token < r.vocab && !(r.allowed && !has_bit(r.allowed, token)) &&
+         !(r.seen && has_bit(r.seen, token));
+}
+
+// Each changed token and its processed logit, by one of the threads, in the same order each time.
+template <typename Visit> __device__ __forceinline__ void for_changed(const Team &t, const Row &r, Visit visit) {
+  if (!r.processes) return;
+  if (r.num_changed >= 0) {
+#pragma unroll 1
+    for (int start = t.thread; start < r.num_changed; start += AT_ONCE * THREADS) {
+      int tokens[AT_ONCE];
+      float logits[AT_ONCE];
+#pragma unroll
+      for (int i = 0; i < AT_ONCE; ++i) {
+        if (start + i * THREADS >= r.num_changed) continue;
+        tokens[i] = r.changed_tokens[start + i * THREADS];
+        logits[i] = r.changed_logits[start + i * THREADS];
+      }
+#pragma unroll
+      for (int i = 0; i < AT_ONCE; ++i)
+        if (start + i * THREADS < r.num_changed) visit(tokens[i], logits[i]);
+    }
+    return;
+  }
+  for (int word = t.thread; word < r.num_words; word += THREADS) {
+    u32 left = (r.allowed ? r.allowed[word] : 0xffffffffu) & (r.seen ? r.seen[word] : 0u);
+    for (; left; left &= left - 1) visit(32 * word + __ffs(left) - 1, processed_at(r, 32 * word + __ffs(left) - 1));
+  }
+  for (int i = t.thread; i < r.num_biases; i += THREADS) {
+    int token = r.bias_tokens[i];
+    if (only_biased(r, token)) visit(token, processed_at(r, token));
+  }
+}
+
+// The row of a block, with everything that it does not use off; but for what is known of its changed tokens.
+__device__ __forceinline__ Row row_of(const Params &p, int at) {
+  Row r = {};
+  r.logits = static_cast<const char *>(p.logits) + at * p.logits_row * LOGIT_BYTES;
+  r.aligned = reinterpret_cast<u64>(r.logits) % 16 == 0;
+  r.vocab = p.vocab;
+  r.num_words = (p.vocab + 31) / 32;
+  const float temperature = p.temperatures[at];
+  r.heat = temperature > 0.0f ? fminf(temperature, MAX_HEAT) : 0.0f;
+  r.rate = LOG2E / fmaxf(r.heat, MIN_HEAT);
+  if (p.mask_index) {
+    int mask = p.mask_index[at];
+    if (mask >= 0 && mask < p.num_masks) r.allowed = p.mask_words + (i64)mask * r.num_words;
+  }
+  // Read side by side: each of these takes as long as a turn of a loop.
+  const int id = p.row_ids ? p.row_ids[at] : -1;
+  float repetition = 1.0f, presence = 0.0f, frequency = 0.0f;
+  if (p.repetition) {
+    repetition = p.repetition[at];
+    presence = p.presence[at];
+    frequency = p.frequency[at];
+  }
+  const u64 seed = (u64)p.seeds[at];
+  r.seed_low = (u32)seed;
+  r.seed_high = (u32)(seed >> 32);
+  r.position = (u32)p.seq_lens[at];
+  if (p.bias_counts && id >= 0 && id < p.bias_rows) {
+    r.num_biases = max(min(p.bias_counts[id], p.bias_capacity), 0);
+    r.bias_tokens = p.bias_tokens + (i64)id * p.bias_capacity;
+    r.bias_values = p.bias_values + (i64)id * p.bias_capacity;
+  }
+  // Penalties that mean nothing are off.
+  r.repetition = repetition > 0.0f && repetition <= LARGEST ? repetition : 1.0f;
+  r.presence = fabsf(presence) <= LARGEST ? presence : 0.0f;
+  r.frequency = fabsf(frequency) <= LARGEST ? frequency : 0.0f;
+  const bool penalised = r.repetition != 1.0f || r.presence != 0.0f || r.frequency != 0.0f;
+  if (penalised && id >= 0 && id < p.state_rows) {
+    r.seen = p.seen + (i64)id * r.num_words;
+    r.counts = p.counts + (i64)id * p.vocab;
+  }
+  r.processes = r.allowed || r.seen || r.num_biases > 0;
+  if (r.processes) {
+    r.plain = p.plain_words + (i64)at * p.num_groups * WORDS_OF_GROUP;
+    r.changed_tokens = p.changed_tokens + (i64)at * CHANGED;
+    r.changed_logits = p.changed_logits + (i64)at * CHANGED;
+  }
+  return r;
+}

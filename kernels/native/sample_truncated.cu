@@ -1,0 +1,74 @@
+// Sampling: the token of a row that truncates by top-k or top-p. A block per row; all other rows are left alone.
+//
+// The first pass (ops/sampling_chunks.py) leaves the highest logit of each group of neighbouring tokens, without the
+// tokens that mask, bias and penalties change; sample_split.cu lists those. A block does this:
+//
+// 1. From the groups it takes a floor, a logit below which nothing is kept. What reaches it is mostly a short list:
+//
+//        groups at the floor   17  40  41  55 ...       by their highest logits
+//        bits of their words   ...0100100, ...0001      tokens that reach the floor
+//        list                  546 549 1302 ...         a place for each bit, then the changed tokens
+//
+// 2. The list's threshold is sought: a histogram leaves one bin of 256, sums over the list decide within.
+// 3. A token is drawn among what is kept.
+// 4. Too many tokens for a list: draws among groups, and passes over the row that say whether the draw is kept.
+//
+// Compile-time macros: those of sample_split.cu, and LIST (tokens that a list holds)
+
+#include "sample_passes.cuh"
+
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sample_truncated(const __grid_constant__ Params p) {
+  extern __shared__ __align__(128) char memory[];
+  Shared &shared = *reinterpret_cast<Shared *>(memory);
+  Team t = team_at(shared.meeting);
+  const int at = blockIdx.x;
+  Row r = row_of(p, at);
+  Kept kept = {p.top_k[at], p.top_p[at], p.min_p[at]};
+  if (kept.top_k < 0 || kept.top_k >= p.vocab) kept.top_k = 0;
+  if (!(kept.top_p < 1.0f)) kept.top_p = 1.0f;
+  kept.min_p = kept.min_p > 0.0f ? fminf(kept.min_p, 1.0f) : 0.0f;
+  const bool truncates = kept.top_k > 0 || kept.top_p < 1.0f, greedy = kept.top_k == 1 || kept.top_p <= 0.0f;
+  wait_for_earlier_kernels();
+  if (r.heat <= 0.0f || greedy || !truncates) return;
+  u32 largest = key_of(NEG_INF), lowest = 0xffffffffu;
+  if (r.processes) {
+    r.num_changed = p.num_changed[at];
+    largest = key_of(p.highest_changed[at]);
+  }
+  const i64 first = (i64)at * p.num_groups;
+#pragma unroll
+  for (int quad = 0; quad < QUADS; ++quad) {
+    const int group = group_of(t, quad);  // num_groups is a multiple of 4
+    const bool inside = group < p.num_groups;
+    int4 bits = {0, 0, 0, 0};
+    if (inside) bits = *reinterpret_cast<const int4 *>(p.group_best + first + group);
+    const int words[4] = {bits.x, bits.y, bits.z, bits.w};
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const float x = inside ? __int_as_float(words[i]) : NEG_INF;
+      shared.best[group + i] = x;
+      largest = max(largest, key_of(x));
+      if (x > NEG_INF) lowest = min(lowest, key_of(x));
+    }
+  }
+  extremes_all(t, largest, lowest);
+  const float best = value_of(largest);
+  float total[1] = {0.0f};
+  if (kept.top_p < 1.0f && kept.top_k == 0 && kept.min_p == 0.0f) {  // top-p is of the mass of all tokens
+#pragma unroll 4
+    for (int group = t.thread; group < p.num_groups; group += THREADS)
+      total[0] += p.group_mass[first + group] * weight(shared.best[group], best, r.rate);
+    for_changed(t, r, [&](int, float x) { total[0] += weight(x, best, r.rate); });
+    sum_all(t, total);
+  }
+  const float floor = floor_of(t, shared, r, kept, lowest, best, total[0]);
+  const int length = list_tokens(t, shared, r, floor);
+  Found found;
+  if (length <= LIST) {
+    const u32 threshold = threshold_of_list(t, shared, r, kept, length, floor, best, total[0]);
+    found = draw_from_list(t, shared, r, length, threshold, Found{NEG_INF, NOWHERE, NEG_INF});
+  } else {
+    found = draw_by_passes(t, shared, r, kept, floor, best, total[0]);
+  }
+  if (t.thread == 0) p.out[at] = found.token < NOWHERE ? found.token : NO_TOKEN;
+}

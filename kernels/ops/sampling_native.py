@@ -1,0 +1,148 @@
+"""The CUDA kernels of sampling (native/sample_split.cu, native/sample_truncated.cu): variants and launches.
+
+    sample_split      beside the first pass: the tokens that mask, bias and penalties change
+    sample_chunks     the first pass, without those
+    sample_rows       the second pass, of rows that keep all tokens or what min-p leaves
+    sample_truncated  the third pass, of rows that truncate
+
+They draw what the Triton kernels draw, which serve other devices: lists, histograms and places for each of many bits
+are made in shared memory, of which Triton has no name.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from graphrt.kernels.native.nvrtc import NativeVariant, launch, runs_native
+
+GROUPS_MULTIPLE = 4
+"""The first pass leaves a multiple of so many groups: they are read in fours."""
+
+_WARPS = 8
+_BLOCKS_PER_SM = 2
+_MAX_GROUPS = 4096
+_BINS = 256
+_LIST = 2048  # tokens that a row's list holds
+_CHANGED = 4096  # tokens of a row that mask, bias and penalties change, before they are processed each time anew
+_MEETING = 4 * 2 * 8 * _WARPS  # bytes of `Meeting` in sample_block.cuh
+
+_POINTERS = (
+    "logits", "temperatures", "seeds", "seq_lens", "row_ids", "top_k", "top_p", "min_p", "repetition", "presence",
+    "frequency", "seen", "counts", "bias_tokens", "bias_values", "bias_counts", "mask_words", "mask_index",
+    "group_best", "group_mass", "changed_best", "plain_words", "num_changed", "highest_changed", "changed_tokens",
+    "changed_logits", "out",
+)  # fmt: skip
+_NUMBERS = ("vocab", "state_rows", "bias_rows", "bias_capacity", "num_masks", "num_groups")
+
+
+class _Params(ctypes.Structure):
+    """`Params` of native/sample_row.cuh."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in _POINTERS),
+        ("logits_row", ctypes.c_longlong),
+        *((name, ctypes.c_int) for name in _NUMBERS),
+    )
+
+
+@functools.lru_cache(maxsize=64)
+def serves(device: torch.device) -> bool:
+    """Whether the kernel runs on a device; elsewhere, and under the interpreter, the Triton kernels do."""
+    return runs_native(device)
+
+
+@functools.lru_cache(maxsize=64)
+def _variant(entry: str, dtype: torch.dtype, group: int) -> NativeVariant:
+    macros = {
+        "BLOCKS_PER_SM": _BLOCKS_PER_SM,
+        "CHANGED": _CHANGED,
+        "GROUP": group,
+        "LOGIT_BYTES": dtype.itemsize,
+        "Q_BF16": int(dtype == torch.bfloat16),
+        "WARPS": _WARPS,
+    }
+    if entry == "sample_truncated":
+        macros |= {"LIST": _LIST}
+        words = _LIST * group // 32
+        shared = _MEETING + 4 * (2 * _BINS + 2 * _MAX_GROUPS + words + 3 * _LIST) + 2 * _MAX_GROUPS
+    else:
+        shared = _MEETING + 4 * (_MAX_GROUPS + _CHANGED)
+    return NativeVariant(f"{entry}.cu", entry, tuple(macros.items()), 32 * _WARPS, shared)
+
+
+@dataclass(frozen=True, slots=True)
+class SplitRows:
+    """What `sample_split` leaves for the second and the third pass.
+
+    best    [rows, groups]                  float32  the highest logit of each group's changed tokens
+    plain   [rows, groups * group // 32]    int32    bits of the tokens that nothing changes
+    counts  [rows]                          int32    how many are changed; -1: more than are listed
+    highest [rows]                          float32  the highest logit of all changed tokens
+    tokens, logits  [rows, most]            int32, float32  the changed tokens, processed
+    """
+
+    best: torch.Tensor
+    plain: torch.Tensor
+    counts: torch.Tensor
+    highest: torch.Tensor
+    tokens: torch.Tensor
+    logits: torch.Tensor
+
+    @classmethod
+    def allocate(cls, rows: int, groups: int, group: int, device: torch.device) -> SplitRows:
+        """Uninitialised tensors. Rows that nothing changes leave theirs so."""
+
+        def empty(dtype: torch.dtype, *shape: int) -> torch.Tensor:
+            return torch.empty((rows, *shape), dtype=dtype, device=device)
+
+        ints, floats = torch.int32, torch.float32
+        return cls(
+            empty(floats, groups), empty(ints, groups * group // 32), empty(ints), empty(floats),
+            empty(ints, _CHANGED), empty(floats, _CHANGED),
+        )  # fmt: skip
+
+
+def launch_native(
+    entry: str,
+    inputs: Sequence[torch.Tensor | None],
+    sizes: Sequence[int],
+    group_best: torch.Tensor,
+    group_mass: torch.Tensor | None,
+    split: SplitRows | None,
+    out: torch.Tensor,
+    group: int,
+) -> None:
+    """Launch one of the kernels for all rows.
+
+    entry   "sample_split", an ordinary launch, or "sample_truncated", which may start early and waits by itself
+    inputs  of the first pass, from the logits to the index of masks
+    sizes   of the first pass: vocabulary, stride of the logits, rows and capacities of tables, groups
+    group_best, group_mass  [rows, groups]  float32  what the first pass leaves
+    split   None where no row has mask, bias or penalties
+    out     [rows]  int32  the tokens
+    """
+    logits = inputs[0]
+    assert logits is not None, "there are logits"
+    parts = (None,) * 6 if split is None else (
+        split.best, split.plain, split.counts, split.highest, split.tokens, split.logits
+    )  # fmt: skip
+    addresses = (0 if t is None else t.data_ptr() for t in (*inputs, group_best, group_mass, *parts, out))
+    vocab, stride, *others = sizes
+    params = _Params(*addresses, stride, vocab, *others)
+    variant = _variant(entry, logits.dtype, group)
+    launch(variant, (logits.shape[0], 1), params, logits.device, pdl=entry == "sample_truncated")
+
+
+def native_variants() -> dict[str, NativeVariant]:
+    """Variants that a test compiles without a GPU: each dtype, and the largest vocabulary's groups."""
+    cases = ((torch.bfloat16, 32), (torch.float16, 32), (torch.float32, 32), (torch.bfloat16, 64), (torch.float32, 256))
+    return {
+        f"{entry}_{str(dtype).removeprefix('torch.')}_{group}": _variant(entry, dtype, group)
+        for entry in ("sample_split", "sample_truncated")
+        for dtype, group in cases
+    }

@@ -1,0 +1,220 @@
+"""The CUDA kernels of sampling on a CPU, by their own source, and the Triton kernels on the devices that have both.
+
+Each test of a `kernel_device` runs again. On a CPU the first pass is interpreted, and the kernels of kernels/native are
+compiled as C++. On CUDA the Triton kernels run, which serve older devices: elsewhere these tests take the others there.
+"""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+import re
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from graphrt.kernels.native.nvrtc import compile_variant
+from graphrt.kernels.ops import sampling, sampling_native
+from graphrt.kernels.ops.sampling import sample
+from graphrt.kernels.ops.sampling_native import native_variants
+from tests.kernels import (
+    native_emulation,
+    test_edges_sampling,
+    test_sampling,
+    test_sampling_distribution,
+    test_sampling_penalties,
+    test_sampling_truncation,
+)  # fmt: skip
+from tests.kernels.sampling_cases import F32, I32, biases, penalties_with, token_mask, truncation
+from tests.kernels.test_sampling import arguments
+
+for module in (
+    test_edges_sampling, test_sampling, test_sampling_distribution, test_sampling_penalties, test_sampling_truncation
+):  # fmt: skip
+    for name, test in vars(module).items():
+        if name.startswith("test_") and "kernel_device" in inspect.signature(test).parameters:
+            globals()[name] = test  # takes the fixture of this module
+
+CPU = torch.device("cpu")
+needs_compiler = pytest.mark.skipif(native_emulation.COMPILER is None, reason="needs the C++ compiler g++")
+
+
+@pytest.fixture
+def emulated(monkeypatch: pytest.MonkeyPatch) -> Iterator[torch.device]:
+    """A CPU on which `sample` takes the CUDA kernels, in every run of a test in the same orders."""
+    from graphrt.kernels.library import interpreted
+    from graphrt.testing.interpreter import shuffled_programs
+
+    monkeypatch.setattr(sampling, "serves", lambda device: True)
+    monkeypatch.setattr(sampling_native, "launch", native_emulation.emulated_launch)
+    monkeypatch.setattr(native_emulation, "launches", itertools.count())
+    with interpreted(), shuffled_programs():
+        yield CPU
+
+
+@pytest.fixture(
+    params=[
+        pytest.param("cpu", id="cpu-emulation", marks=needs_compiler),
+        pytest.param("cuda", id="cuda-triton", marks=pytest.mark.gpu),
+    ]
+)
+def kernel_device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> torch.device:
+    if request.param == "cpu":
+        return request.getfixturevalue("emulated")
+    monkeypatch.setattr(sampling, "serves", lambda device: False)
+    return torch.device("cuda")
+
+
+@pytest.fixture(params=[pytest.param("cpu", marks=needs_compiler), pytest.param("cuda", marks=pytest.mark.gpu)])
+def native_device(request: pytest.FixtureRequest) -> torch.device:
+    """A device on which the CUDA kernels run."""
+    return request.getfixturevalue("emulated") if request.param == "cpu" else torch.device("cuda")
+
+
+BOUNDS = {
+    "top_k": [40, 0, 3, 700, 0, 12],
+    "top_p": [0.9, 0.7, 1.0, 1.0, 0.3, 0.8],
+    "min_p": [0.0, 0.0, 0.0, 0.0, 0.01, 0],
+}
+
+
+def check_against_reference(device: torch.device, logits: torch.Tensor, **processed: object) -> None:
+    """What the kernels draw is what the reference draws; `processed`: a function of the device per argument."""
+    rows = len(logits)
+    bounds = {name: values[:rows] for name, values in BOUNDS.items()}
+
+    def draw(where: torch.device, values: torch.Tensor) -> list[int]:
+        given = {name: make(where) for name, make in processed.items()}
+        ids = torch.arange(rows, dtype=I32, device=where)
+        return sample(
+            *arguments(values, 1.1), row_ids=ids, truncation=truncation(rows, where, **bounds), **given
+        ).tolist()  # fmt: skip
+
+    result = draw(device, logits.to(device) if device.type == "cuda" else logits)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("graphrt.kernels.library._cpu_runs_triton", False)
+        assert result == draw(CPU, logits)
+
+
+def everything_changes(rows: int, vocab: int, rng: torch.Generator) -> dict[str, object]:
+    """Penalties of most of the vocabulary, biases of seen and of unseen tokens, a mask for every second row."""
+    prompts = [torch.randperm(vocab, generator=rng)[: vocab * 3 // 4].tolist() for _ in range(rows)]
+    allowed = torch.rand(rows, vocab, generator=rng) < 0.7
+    entries = [{t: float(t % 7) - 3 for t in range(r, vocab, 41)} for r in range(rows)]
+
+    def penalties(device: torch.device) -> object:
+        made, _ = penalties_with([(p[:-50], p[-50:]) for p in prompts], vocab, device, 1.3, 0.4, 0.2)
+        state = made.state
+        order = torch.arange(rows + 1, 1, -1, device=device)  # rows find their state at their row ids here
+        for tensor in (state.seen, state.counts):
+            tensor[:rows] = tensor[order].clone()
+        return made
+
+    return {
+        "penalties": penalties,
+        "bias": lambda device: biases(entries, list(range(rows)), rows, device),
+        "token_mask": lambda device: token_mask(allowed, [r if r % 2 else -1 for r in range(rows)], device),
+    }
+
+
+@pytest.mark.parametrize("most", [4096, 100], ids=["listed", "too_many"])
+@pytest.mark.parametrize("vocab", [3000, 2999], ids=["aligned", "odd"])
+def test_changed_tokens(
+    native_device: torch.device, rng: torch.Generator, monkeypatch: pytest.MonkeyPatch, vocab: int, most: int
+) -> None:
+    """More changed tokens than are listed are processed each time anew, by each step of each kernel."""
+    monkeypatch.setattr(sampling_native, "_CHANGED", most)
+    sampling_native._variant.cache_clear()
+    logits = torch.randn(6, vocab, generator=rng)
+    check_against_reference(native_device, logits, **everything_changes(6, vocab, rng))
+    sampling_native._variant.cache_clear()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, F32], ids=str)
+@pytest.mark.parametrize("short", [False, True], ids=["lists", "passes"])
+def test_rows_at_any_address(
+    native_device: torch.device, rng: torch.Generator, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, short: bool
+) -> None:
+    """Rows of an odd vocabulary begin anywhere, and end within a piece: the same draws as with rows that do not."""
+    if short:
+        monkeypatch.setattr(sampling_native, "_LIST", 64)
+        sampling_native._variant.cache_clear()
+    vocab = 2 * sampling.SAMPLE_CHUNK + 333
+    logits = torch.randn(6, vocab, generator=rng).to(dtype)
+    logits[:, -1] = 3.0
+    padded = torch.zeros(6, vocab + 11, dtype=dtype)[:, :vocab]
+    padded.copy_(logits)
+    for values in (logits, padded):
+        check_against_reference(native_device, values)
+    sampling_native._variant.cache_clear()
+
+
+def test_a_short_list_changes_nothing(
+    native_device: torch.device, rng: torch.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows that keep more tokens than a list holds: draws among groups, and passes, of which most rows take several."""
+    rows, vocab = 6, 2 * sampling.SAMPLE_CHUNK + 877
+    logits = (0.3 * torch.randn(rows, vocab, generator=rng)).to(native_device)
+    sequences = [(list(range(0, vocab, 16)), [5, 6]) for _ in range(rows)]
+    processed = dict(
+        zip(("penalties", "row_ids"), penalties_with(sequences, vocab, native_device, 1.0, 0.01), strict=True)
+    )
+    args = arguments(logits, [1.0, 0.7, 1.0, 2.0, 1.0, 0.5])
+    options = truncation(
+        rows, native_device, top_k=[0, 2500, 0, 900, 0, 300], top_p=[0.97, 0.9, 0.2, 1.0, 0.6, 0.5],
+        min_p=[0.0, 0.0, 0.0, 0.0, 0.3, 0.0],
+    )  # fmt: skip
+    expected = sample(*args, truncation=options, **processed).tolist()
+    for length in (1024, 64):
+        monkeypatch.setattr(sampling_native, "_LIST", length)
+        sampling_native._variant.cache_clear()
+        assert sample(*args, truncation=options, **processed).tolist() == expected
+    sampling_native._variant.cache_clear()
+
+
+LENGTH = "if (length > LIST) return LIST + 1;\n"
+PLANTED = {
+    "a bound that is too high": ("? value_of(low) : floor;", "? value_of(low + (1u << 23)) : floor;"),
+    "a list that ends early": (f"{LENGTH}  for", f"{LENGTH}  --length;\n  for"),
+    "plain tokens that changed": ("shared.words[at] = bits & plain[k];", "shared.words[at] = bits;"),
+    "a changed token left out": ("mine += __popc(changed[i]);", "mine += __popc(changed[i] & ~16u);"),
+    "another token's noise": ("philox(r, token / 128, 1)", "philox(r, token / 128 + 1, 1)"),
+    "a bound on scores that is too low": ("(noise + 1e-3f)", "(noise - 1.0f)"),
+    "sums of one warp": ("for (int w = 0; w < WARPS; ++w) x[n] += sums[n][w];", "x[n] += sums[n][0];"),
+    "a tail that is not read": ("const int tail = r.vocab % PIECE, token", "const int tail = 0, token"),
+    "no barrier behind the bits": ("  __syncthreads();\n  // The tokens behind", "  // The tokens behind"),
+}
+
+
+@needs_compiler
+@pytest.mark.parametrize("bug", PLANTED)
+def test_planted_bugs_are_noticed(
+    emulated: torch.device, rng: torch.Generator, monkeypatch: pytest.MonkeyPatch, bug: str
+) -> None:
+    monkeypatch.setattr(native_emulation, "planted", PLANTED[bug])
+    vocab = sampling.SAMPLE_CHUNK + 333
+
+    def check() -> None:
+        for _ in range(8):
+            logits = torch.randn(6, vocab, generator=rng)
+            logits[:2, -1] = 9.0
+            check_against_reference(emulated, logits, **everything_changes(6, vocab, rng))
+            check_against_reference(emulated, logits)
+
+    with pytest.raises(AssertionError):
+        check()
+
+
+@pytest.mark.parametrize("name", native_variants())
+def test_variants_compile_within_their_bounds(name: str) -> None:
+    variant = native_variants()[name]
+    cubin, log = compile_variant(variant)
+    assert cubin.startswith(b"\x7fELF")
+    spilled = [int(n) for n in re.findall(r"(\d+) bytes spill", log)]
+    assert spilled
+    assert max(spilled) <= (600 if variant.entry == "sample_truncated" else 0), log
+    registers = int(re.search(r"Used (\d+) registers", log).group(1))
+    blocks = 1 if variant.shared_bytes > 112 << 10 else dict(variant.macros)["BLOCKS_PER_SM"]
+    assert blocks * (variant.shared_bytes + 1024) <= 228 * 1024, "does not fit a multiprocessor"
+    assert blocks * variant.num_threads * -(-registers // 8) * 8 <= 65536, "does not fit a multiprocessor's registers"
