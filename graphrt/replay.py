@@ -44,6 +44,8 @@ from graphrt.step import Model, Sampler
 from graphrt.step_graphs import StepGraphs
 from graphrt.undo import StepUndo
 
+_CAPTURED = State.CAPTURED  # to find a member of an enumeration takes as long as a call
+
 
 class ReplayManager:
     """The decode step of one model over one paged KV cache, captured and replayed.
@@ -148,7 +150,7 @@ class ReplayManager:
             weights=None if weights is None else named, page_tables=page_tables, check_weights=config.check_weights,
         )  # fmt: skip
         self._queue = LaunchQueue(self._program, self._graphs, self._stats, config, self._on_stream)
-        self.resets = 0
+        self.resets, self._launch_steps = 0, config.launch_steps
         self._order: object = None  # that of `News` which the device has
         self._state = State.NEW
 
@@ -299,22 +301,25 @@ class ReplayManager:
 
         Raises: as `replay`; nothing has been written then.
         """
-        steps = check_int("steps", steps, 1, self.config.launch_steps, advice="raise RuntimeConfig.launch_steps")
-        with self._exclusive:
-            self._require(State.CAPTURED, "advance")
+        steps = check_int("steps", steps, 1, self._launch_steps, advice="raise RuntimeConfig.launch_steps")
+        self._exclusive.enter()
+        try:
+            self._require(_CAPTURED, "advance")
             self._guards.before_step()
-            num_reqs = len(news.order)
+            queue, order = self._queue, news.order
+            num_reqs = len(order)
             target = self._dispatcher.dispatch(num_reqs, num_reqs, True)
             descriptor, why_eager = target.descriptor, "asked for by the caller" if eager else target.why_eager
-            loops = self._queue.can_loop(descriptor, steps, why_eager)
-            slot, step = self._queue.slot(steps)
-            news.write(slot.record, step, steps, loops=loops, new_order=news.order is not self._order)
+            loops = steps > 1 and queue.can_loop(descriptor, why_eager)
+            slot, step = queue.slot(steps)
+            news.write(slot.record, step, steps, loops, order is not self._order)
             self._order = None
-            self._queue.launch(slot, descriptor, num_reqs, None, why_eager, steps=steps, loops=loops)
-            self._order = news.order
-            self._stats.count(descriptor, num_reqs, why_eager, forced=eager, steps=steps)
-            rings, asks = self._queue.rings, news.logprobs
-            return Launch(step, steps, num_reqs, descriptor, why_eager, slot, rings, asks, news.order)
+            queue.launch(slot, descriptor, num_reqs, None, why_eager, steps, loops)
+            self._order = order
+            self._stats.count(descriptor, num_reqs, why_eager, eager, steps)
+            return Launch(step, steps, num_reqs, descriptor, why_eager, slot, queue.rings, news.logprobs, order)
+        finally:
+            self._exclusive.leave()
 
     def replay_words(self, words: SlotWords, descriptor: BatchDescriptor) -> Launch:
         """Submit a launch as it was recorded, at its size; see graphrt.bundle. Raises: as `begin`."""

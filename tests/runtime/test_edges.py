@@ -393,6 +393,7 @@ def test_every_wait_for_the_ring_is_counted(monkeypatch: pytest.MonkeyPatch) -> 
     rig = make_rig(CPU, ring_depth=2)
     rig.manager.replay(one())
     monkeypatch.setattr(StagingSlot, "is_done", lambda slot: False)
+    monkeypatch.setattr(StagingSlot, "is_free", False)
     handles = [rig.manager.replay(one(token)) for token in range(3)]
     assert rig.manager.stats().ring_waits == 3
     assert not handles[-1].done()
