@@ -79,11 +79,13 @@ class LaunchEvent:
     """An event behind a launch. torch makes it and waits for it; one call of the driver records it, a third of the time
     that torch takes. Must be recorded where the stream's device is the current one."""
 
-    __slots__ = ("_event", "_handle")
+    __slots__ = ("_event", "_handle", "_raw_stream", "_stream")
 
     def __init__(self) -> None:
         self._event = torch.cuda.Event()
         self._handle: driver.CUevent | None = None
+        self._stream: torch.cuda.Stream | None = None
+        self._raw_stream: driver.CUstream | None = None
 
     def query(self) -> bool:
         """Whether what was queued before it has ended; True before the first record."""
@@ -94,13 +96,15 @@ class LaunchEvent:
 
     def record(self, stream: torch.cuda.Stream | None) -> None:
         """Behind what is queued on `stream`; None: on the current one."""
-        if self._handle is not None and stream is not None:
-            result = driver.cuEventRecord(self._handle, stream.cuda_stream)
+        if stream is not None and stream is self._stream:
+            result = driver.cuEventRecord(self._handle, self._raw_stream)
             if result[0]:
                 check(result, ReplayError)
-        else:  # torch makes an event where it is first recorded
-            self._event.record(stream)
+            return
+        self._event.record(stream)  # torch makes an event where it is first recorded
+        if stream is not None:
             self._handle = driver.CUevent(self._event.cuda_event)
+            self._stream, self._raw_stream = stream, driver.CUstream(stream.cuda_stream)
 
 
 class CostMeter:

@@ -69,11 +69,10 @@ class LaunchQueue:
         loops: bool = False,
     ) -> None:
         """Queue the steps that a slot is for. If that fails, the device takes the same slot again."""
-        eager = bool(why_eager)
         try:
             with self._on_stream, slot.in_flight(self._on_stream.stream):
                 if self._recording is None and self._shadow is None:
-                    self._logits = self._graphs.run(descriptor, batch, eager=eager, steps=steps, loops=loops)
+                    self._logits = self._graphs.run(descriptor, batch, bool(why_eager), steps, loops)
                 else:
                     self._launch_watched(slot, descriptor, num_reqs, batch, why_eager, steps, loops)
         except BaseException:
@@ -102,7 +101,7 @@ class LaunchQueue:
             self._logits = self._shadow.run(first, descriptor, batch, num_reqs)
             left -= 1
         if left:
-            self._logits = self._graphs.run(descriptor, batch, eager=bool(why_eager), steps=left, loops=loops)
+            self._logits = self._graphs.run(descriptor, batch, bool(why_eager), left, loops)
         if recording is not None:
             recording.after(first, self.logits(descriptor, num_reqs))
             self._recording = None if recording.done else recording
