@@ -127,6 +127,8 @@ class Batch:
 
     A model of encoder layers alone has no KV groups: its batches list no pages, and each row is a whole sequence.
 
+    What `query_lens` and `sample` are by default is shared by batches, and read-only.
+
     Anything array-like on the host is taken. Arrays of these dtypes are kept as they are, which costs microseconds;
     lists are converted, which costs 13 ns per value. Page ids, page counts and duplicate slots are checked by the
     refresh, on the device.
