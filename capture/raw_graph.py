@@ -96,15 +96,15 @@ class LaunchEvent:
 
     def record(self, stream: torch.cuda.Stream | None) -> None:
         """Behind what is queued on `stream`; None: on the current one."""
-        if stream is not None and stream is self._stream:
-            result = driver.cuEventRecord(self._handle, self._raw_stream)
-            if result[0]:
-                check(result, ReplayError)
-            return
-        self._event.record(stream)  # torch makes an event where it is first recorded
-        if stream is not None:
+        if self._handle is None or stream is None:
+            self._event.record(stream)  # torch makes an event where it is first recorded
             self._handle = driver.CUevent(self._event.cuda_event)
+            return
+        if stream is not self._stream:
             self._stream, self._raw_stream = stream, driver.CUstream(stream.cuda_stream)
+        result = driver.cuEventRecord(self._handle, self._raw_stream)
+        if result[0]:
+            check(result, ReplayError)
 
 
 class CostMeter:
