@@ -62,9 +62,10 @@ class Dispatcher:
 
     def dispatch(self, num_reqs: int, num_tokens: int, uniform: bool) -> Dispatch:
         """Where a batch goes; `uniform` when every row has exactly `query_len` new tokens. Raises CapacityError."""
-        self.check_room(num_reqs, num_tokens)
+        if num_reqs > self.max_num_reqs or num_tokens > self.max_num_tokens:
+            self.check_room(num_reqs, num_tokens)
         # A batch without rows is uniform and goes where one row goes.
-        return self._decode[max(num_reqs, 1) - 1] if uniform else self._mixed[num_tokens - 1]
+        return self._decode[num_reqs - 1 if num_reqs else 0] if uniform else self._mixed[num_tokens - 1]
 
     def at(self, descriptor: BatchDescriptor, num_reqs: int, num_tokens: int, uniform: bool) -> Dispatch:
         """`descriptor` for a batch that it has room for, though a smaller size might serve.

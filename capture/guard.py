@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -45,8 +46,8 @@ class PointerGuard:
         addresses = [place[0] for place in self._places]
         starts = range(0, len(pairs), _TURN) if in_turns else ()
         self._turns = [(self._tensors[at : at + _TURN], addresses[at : at + _TURN]) for at in starts] or [([], [])]
-        self._turn = -1  # before the first, which looks at all
-        self._always = always
+        self._next_turn = itertools.cycle(self._turns).__next__
+        self._always, self._all_due = always, True  # the first call looks at all, and so does one after an error
         self._look_up: Callable[[], NamedTensors] = lambda: ()
         self._remembered: dict[str, _Place] = {}
 
@@ -69,11 +70,13 @@ class PointerGuard:
 
     def check_next(self) -> None:
         """Check 4 tensors at a time, in turns; the first call checks all. Raises: as `check`, again at each call."""
-        turn = self._turn
-        tensors, addresses = self._turns[turn]
-        if turn < 0 or self._always or list(map(_address, tensors)) != addresses:
-            self.check()
-        self._turn = (turn + 1) % len(self._turns)
+        if not self._all_due:
+            tensors, addresses = self._next_turn()
+            if list(map(_address, tensors)) == addresses:
+                return
+        self._all_due = True
+        self.check()
+        self._all_due = self._always
 
     def check_names(self, named: NamedTensors) -> None:
         """Raise ReplayError when a name of `named` at capture now leads elsewhere, or is gone."""
@@ -87,6 +90,8 @@ class NameWatch:
     or a guard holds it. `module.weight = Parameter(...)` and `load_state_dict(..., assign=True)` do that.
 
     model   other models than modules have no names, and nothing to tell
+
+    any     whether there are names at all
     """
 
     def __init__(self, model: object) -> None:
@@ -94,6 +99,7 @@ class NameWatch:
         for module in model.modules() if isinstance(model, torch.nn.Module) else ():
             for of in (module._parameters, module._buffers, module._modules):
                 names += [(of, name, value) for name, value in of.items()]
+        self.any = bool(names)
         self._turns = [names[at : at + _TURN] for at in range(0, len(names), _TURN)] or [[]]
         self._turn = 0
 

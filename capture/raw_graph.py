@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,6 +15,8 @@ from graphrt.kernels.errors import CaptureError, GraphRTError, ReplayError
 from graphrt.kernels.native.nvrtc import ensure_context
 
 _CHILD = driver.CUgraphNodeType.CU_GRAPH_NODE_TYPE_GRAPH
+# The CPU build of torch lacks it.
+_raw_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0)
 
 
 def check(result: tuple[Any, ...], error: type[GraphRTError] = CaptureError) -> tuple[Any, ...]:
@@ -30,30 +33,30 @@ class Launcher:
     executable   its handle; whoever owns it destroys it
     """
 
-    __slots__ = ("_context", "_device", "_executable")
+    __slots__ = ("_context", "_device", "_executable", "_index")
 
     def __init__(self, executable: Any, device: torch.device) -> None:
-        self._executable, self._device = executable, device
+        self._executable, self._device, self._index = executable, device, device.index
         with torch.cuda.device(device):
             ensure_context(device.index)
             self._context = int(check(driver.cuCtxGetCurrent())[1])
 
     def launch(self) -> None:
         """Raises: ReplayError where the driver refuses."""
-        if int(check(driver.cuCtxGetCurrent())[1]) == self._context:
-            self._launch()
+        failed, context = driver.cuCtxGetCurrent()
+        if not failed and int(context) == self._context:
+            result = driver.cuGraphLaunch(self._executable, _raw_stream(self._index))
+            if result[0]:
+                check(result, ReplayError)
             return
         with torch.cuda.device(self._device):  # the thread is at another device, or has made no CUDA call yet
-            ensure_context(self._device.index)
-            self._launch()
-
-    def _launch(self) -> None:
-        check(driver.cuGraphLaunch(self._executable, current_stream(self._device)), ReplayError)
+            ensure_context(self._index)
+            check(driver.cuGraphLaunch(self._executable, _raw_stream(self._index)), ReplayError)
 
 
 def current_stream(device: torch.device) -> int:
     """Handle of the stream that is current on a device, in the calling thread."""
-    return torch._C._cuda_getCurrentRawStream(device.index)
+    return _raw_stream(device.index)
 
 
 def count_nodes(graph: Any) -> int:
@@ -76,11 +79,13 @@ class LaunchEvent:
     """An event behind a launch. torch makes it and waits for it; one call of the driver records it, a third of the time
     that torch takes. Must be recorded where the stream's device is the current one."""
 
-    __slots__ = ("_event", "_handle")
+    __slots__ = ("_event", "_handle", "_raw_stream", "_stream")
 
     def __init__(self) -> None:
         self._event = torch.cuda.Event()
         self._handle: driver.CUevent | None = None
+        self._stream: torch.cuda.Stream | None = None
+        self._raw_stream: driver.CUstream | None = None
 
     def query(self) -> bool:
         """Whether what was queued before it has ended; True before the first record."""
@@ -91,11 +96,15 @@ class LaunchEvent:
 
     def record(self, stream: torch.cuda.Stream | None) -> None:
         """Behind what is queued on `stream`; None: on the current one."""
-        if self._handle is not None and stream is not None:
-            check(driver.cuEventRecord(self._handle, stream.cuda_stream), ReplayError)
-        else:  # torch makes an event where it is first recorded
-            self._event.record(stream)
+        if self._handle is None or stream is None:
+            self._event.record(stream)  # torch makes an event where it is first recorded
             self._handle = driver.CUevent(self._event.cuda_event)
+            return
+        if stream is not self._stream:
+            self._stream, self._raw_stream = stream, driver.CUstream(stream.cuda_stream)
+        result = driver.cuEventRecord(self._handle, self._raw_stream)
+        if result[0]:
+            check(result, ReplayError)
 
 
 class CostMeter:

@@ -68,6 +68,11 @@ class StagingSlot:
                 self._event.record(self._stream)
                 self._running = True
 
+    @property
+    def is_free(self) -> bool:
+        """Whether the slot's last launch is known to have ended, and its results were handed over."""
+        return not self._running and self.on_done is None  # `on_done` goes when it has returned
+
     def is_done(self) -> bool:
         """Whether the slot's last launch has ended, without waiting."""
         if not self._running:
@@ -80,8 +85,8 @@ class StagingSlot:
 
         A late reader may find the slot in use by a newer launch. It leaves that one to its own readers.
         """
-        if self.on_done is None and not self._running:
-            return  # its results were handed over, all of them: `on_done` goes when it has returned
+        if self.is_free:
+            return
         if self._running and self._event is not None:
             self._event.synchronize()
         with self._lock:
@@ -114,9 +119,10 @@ class StagingRing:
     def acquire(self, launch: int) -> StagingSlot:
         """The slot of a launch, free to be written. Waits only when the launch that had it before still runs."""
         slot = self._slots[launch % len(self._slots)]
-        if not slot.is_done():
-            self.waits += 1
-        slot.wait()
+        if not slot.is_free:
+            if not slot.is_done():
+                self.waits += 1
+            slot.wait()
         return slot
 
     def drain(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
@@ -23,6 +24,7 @@ from graphrt.kernels.types import TOKEN_FROM_ROW
 Int32Array = npt.NDArray[np.int32]
 
 _PAD_WORDS = np.array(COPIED_PAD_WORDS, np.int32)[:, None]
+_COPIED_AT = {name: layout.ROW_COPIED + at for at, name in enumerate(COPIED)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +127,8 @@ class Batch:
 
     A model of encoder layers alone has no KV groups: its batches list no pages, and each row is a whole sequence.
 
+    What `query_lens` and `sample` are by default is shared by batches, and read-only.
+
     Anything array-like on the host is taken. Arrays of these dtypes are kept as they are, which costs microseconds;
     lists are converted, which costs 13 ns per value. Page ids, page counts and duplicate slots are checked by the
     refresh, on the device.
@@ -156,7 +160,7 @@ class Batch:
     needs: tuple[Need, ...] = field(init=False)
     _stated: tuple[str, ...] = field(
         init=False, compare=False
-    )  # of the copied values: the others are those of pad rows
+    )  # which of the copied values, of query_lens, sample and first_pages the caller gave: others are the defaults
 
     def __init__(
         self,
@@ -189,7 +193,7 @@ class Batch:
         if n > MAX_ROWS:
             raise ShapeError(f"batch.row_ids: expected at most {MAX_ROWS} rows, got {n}; split the step")
         if query_lens is None:
-            query_lens, num_tokens = np.ones(n, np.int32), n
+            query_lens, num_tokens = _ones(n), n
         else:
             query_lens = _int32("query_lens", query_lens, n)
             num_tokens = int(query_lens.sum())
@@ -220,6 +224,7 @@ class Batch:
             raise ShapeError(
                 f"batch.encoder_lens: expected lengths >= 0, got {values['encoder_lens'].min()}; 0 is none"
             )
+        also = tuple(name for name in ("query_lens", "sample", "first_pages") if given[name] is not None)
         self._set(
             row_ids=row_ids,
             seq_lens=_int32("seq_lens", seq_lens, n),
@@ -228,10 +233,10 @@ class Batch:
             page_indptr=page_indptr,
             page_ids=page_ids,
             first_pages=np.zeros(lists, np.int32) if first_pages is None else _not_negative(first_pages, lists),
-            sample=np.ones(n, np.int32) if sample is None else _flags("sample", sample, n),
+            sample=_ones(n) if sample is None else _flags("sample", sample, n),
             **values,
             needs=needs_of(stated),
-            _stated=tuple(stated),
+            _stated=(*stated, *also),
         )
 
     def _set(self, **arrays: Any) -> None:
@@ -292,15 +297,17 @@ class Batch:
     @property
     def asks_logprobs(self) -> bool:
         """Whether any row asks for log-probabilities."""
-        return any(name == "max_logprobs" for name, _ in self.needs)
+        return bool(self.needs) and any(name == "max_logprobs" for name, _ in self.needs)
 
     def is_uniform(self, query_len: int) -> bool:
         """Whether every row has exactly `query_len` new tokens."""
         n = self.num_reqs
         if self.num_tokens != query_len * n:
             return False
+        if n == 0 or "query_lens" not in self._stated:
+            return True
         # None is longer, and so none is shorter.
-        return n == 0 or bool(self.query_lens.item(self.query_lens.argmax()) == query_len)
+        return bool(self.query_lens.item(self.query_lens.argmax()) == query_len)
 
     def mixed_error(self, query_len: int) -> UnsupportedError:
         """What a runtime without mixed batches raises for a batch that is not uniform."""
@@ -315,7 +322,7 @@ class Batch:
         """Raise CapacityError for sequences or page lists that a runtime has no room for, ShapeError for page lists of
         another number of KV groups, and with `whole` for a row that is not a whole sequence; costs microseconds."""
         n, listed = len(self.row_ids), len(self.page_ids)
-        if self.num_groups not in (0, groups):
+        if listed and len(self.page_indptr) != groups * n + 1:
             raise ShapeError(
                 f"batch.page_indptr: expected lists of {groups} KV groups, {groups * self.num_reqs + 1} values, got "
                 f"{len(self.page_indptr)}; pass a list per group and row, an empty one where a row lists no page"
@@ -355,20 +362,42 @@ class Batch:
         pages_at, end = tokens_at + num_tokens, tokens_at + num_tokens + listed
         rows = out[layout.HEADER_SIZE : tokens_at].reshape(fields, n)
         rows[layout.ROW_ID], rows[layout.ROW_SEQ_LEN] = self.row_ids, self.seq_lens
-        np.subtract(np.add.accumulate(self.query_lens), self.query_lens, out=rows[layout.ROW_QUERY_START])
-        rows[layout.ROW_QUERY_LEN], rows[layout.ROW_SAMPLE] = self.query_lens, self.sample
-        rows[layout.ROW_COPIED : layout.ROW_PAGES] = _PAD_WORDS
+        rows[layout.ROW_QUERY_START :] = _defaults(n, fields)  # one copy; a step states few of them
         for name in self._stated:
-            rows[layout.ROW_COPIED + COPIED.index(name)] = getattr(self, name).view(np.int32)
-        lists = rows[layout.ROW_PAGES :].reshape(groups, layout.PAGE_FIELDS, n)
+            if name in _COPIED_AT:
+                rows[_COPIED_AT[name]] = getattr(self, name).view(np.int32)
+            elif name == "sample":
+                rows[layout.ROW_SAMPLE] = self.sample
+            elif name == "query_lens":
+                rows[layout.ROW_QUERY_LEN] = self.query_lens
+                np.subtract(np.add.accumulate(self.query_lens), self.query_lens, out=rows[layout.ROW_QUERY_START])
         if listed:
+            lists = rows[layout.ROW_PAGES :].reshape(groups, layout.PAGE_FIELDS, n)
             starts, ends = self.page_indptr[:-1].reshape(groups, n), self.page_indptr[1:].reshape(groups, n)
-            lists[:, layout.PAGE_FIRST], lists[:, layout.PAGE_START] = self.first_pages.reshape(groups, n), starts
+            lists[:, layout.PAGE_START] = starts
             np.subtract(ends, starts, out=lists[:, layout.PAGE_COUNT])
-        else:
-            lists[:] = 0
+            if "first_pages" in self._stated:
+                lists[:, layout.PAGE_FIRST] = self.first_pages.reshape(groups, n)
         out[tokens_at:pages_at], out[pages_at:end] = self.tokens, self.page_ids
         return end
+
+
+@functools.lru_cache(maxsize=8)
+def _ones(n: int) -> Int32Array:
+    """For all batches of so many rows: none may write it."""
+    ones = np.ones(n, np.int32)
+    ones.setflags(write=False)
+    return ones
+
+
+@functools.lru_cache(maxsize=8)
+def _defaults(n: int, fields: int) -> npt.NDArray[np.int32]:
+    """Of n rows that state nothing, the fields from ROW_QUERY_START on: one token, which is sampled, and no pages."""
+    rows = np.zeros((fields, n), np.int32)
+    rows[layout.ROW_QUERY_START] = np.arange(n)
+    rows[layout.ROW_QUERY_LEN] = rows[layout.ROW_SAMPLE] = 1
+    rows[layout.ROW_COPIED : layout.ROW_PAGES] = _PAD_WORDS
+    return rows[layout.ROW_QUERY_START :]
 
 
 def _int32(name: str, values: Any, length: int | None = None) -> Int32Array:

@@ -15,6 +15,10 @@ from graphrt.kernels.errors import CaptureError, ConfigError, ReplayError
 # The CPU build of torch lacks them, and needs them not.
 _raw_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0)
 _device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", lambda: 0)
+# What torch's functions of Python call, without these.
+_nvtx = getattr(torch._C, "_nvtx", None)
+_push_range: Callable[[str], int] = getattr(_nvtx, "rangePushA", nvtx.range_push)
+_pop_range: Callable[[], int] = getattr(_nvtx, "rangePop", nvtx.range_pop)
 
 
 class State(str, Enum):
@@ -36,21 +40,27 @@ class Exclusive:
     """Lets one call at a time in. A flag that can be tested and set at once, not a lock: nobody waits for it.
 
     thread   that the last call came from
+    leave    what `enter` was called for has ended: for calls of each step, as a `with` block takes twice as long
     """
 
-    __slots__ = ("_flag", "thread")
+    __slots__ = ("_flag", "leave", "thread")
 
     def __init__(self) -> None:
         self._flag = Lock()
+        self.leave = self._flag.release
         self.thread = get_ident()
 
-    def __enter__(self) -> None:
+    def enter(self) -> None:
+        """Raises: ReplayError during another call."""
         if not self._flag.acquire(False):
             raise ReplayError(
                 "ReplayManager: expected one call at a time, got one during another; submit steps from one thread, and "
                 "never from inside a model or sampler"
             )
         self.thread = get_ident()
+
+    def __enter__(self) -> None:
+        self.enter()
 
     def is_entered(self) -> bool:
         """Whether a call is under way."""
@@ -80,7 +90,7 @@ class OnStream:
     def __enter__(self) -> None:
         if self.stream is None:
             return
-        nvtx.range_push(self._name)
+        _push_range(self._name)
         if _raw_stream(self._index) == self._handle and _device() == self._index:
             self._previous.append(None)
         else:
@@ -92,7 +102,7 @@ class OnStream:
             return
         if (previous := self._previous.pop()) is not None:
             torch.cuda.set_stream(previous)
-        nvtx.range_pop()
+        _pop_range()
 
 
 def stream_on(device: torch.device, stream: object) -> torch.cuda.Stream | None:

@@ -75,7 +75,7 @@ class Guards:
     def before_step(self) -> None:
         """Check what is due. Raises: ReplayError naming what moved, changed, was loaded or grew."""
         self._pointers.check_next()
-        if self._names.changed():
+        if self._names.any and self._names.changed():
             self._pointers.check()  # another object of the same memory is none the worse
             self._remember_names()
         if self._debug:

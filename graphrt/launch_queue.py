@@ -54,9 +54,9 @@ class LaunchQueue:
         self.next_step += steps
         return slot, first
 
-    def can_loop(self, descriptor: BatchDescriptor, steps: int, why_eager: str) -> bool:
-        """Whether so many steps of the next launch run in one launch of a graph."""
-        return steps > 1 and not why_eager and self._graphs.can_loop(descriptor) and not self._is_shadowed(why_eager)
+    def can_loop(self, descriptor: BatchDescriptor, why_eager: str) -> bool:
+        """Whether the steps of the next launch, if there are several, run in one launch of a graph."""
+        return not why_eager and self._graphs.can_loop(descriptor) and not self._is_shadowed(why_eager)
 
     def launch(
         self,
@@ -65,31 +65,46 @@ class LaunchQueue:
         num_reqs: int,
         batch: Batch | None,
         why_eager: str,
-        *,
         steps: int = 1,
         loops: bool = False,
     ) -> None:
         """Queue the steps that a slot is for. If that fails, the device takes the same slot again."""
-        first, eager, left = self.next_step - steps, bool(why_eager), steps
         try:
             with self._on_stream, slot.in_flight(self._on_stream.stream):
-                if (recording := self._recording) is not None:
-                    with self._graphs.off_graph():
-                        recording.before(slot.record, descriptor)
-                if self._shadow is not None and self._is_shadowed(why_eager):
-                    self._logits = self._shadow.run(first, descriptor, batch, num_reqs)
-                    left -= 1
-                if left:
-                    self._logits = self._graphs.run(descriptor, batch, eager=eager, steps=left, loops=loops)
-                if recording is not None:
-                    recording.after(first, self.logits(descriptor, num_reqs))
-                    self._recording = None if recording.done else recording
+                if self._recording is None and self._shadow is None:
+                    self._logits = self._graphs.run(descriptor, batch, bool(why_eager), steps, loops)
+                else:
+                    self._launch_watched(slot, descriptor, num_reqs, batch, why_eager, steps, loops)
         except BaseException:
             with self._on_stream:
                 self._program.buffers.cursor[CURSOR_SLOT] = self._launches
                 self._program.buffers.cursor[CURSOR_STEP] = 0
             raise
         self._launches += 1
+
+    def _launch_watched(
+        self,
+        slot: StagingSlot,
+        descriptor: BatchDescriptor,
+        num_reqs: int,
+        batch: Batch | None,
+        why_eager: str,
+        steps: int,
+        loops: bool,
+    ) -> None:
+        """Queue steps where a recording or a shadow looks on."""
+        first, left = self.next_step - steps, steps
+        if (recording := self._recording) is not None:
+            with self._graphs.off_graph():
+                recording.before(slot.record, descriptor)
+        if self._shadow is not None and self._is_shadowed(why_eager):
+            self._logits = self._shadow.run(first, descriptor, batch, num_reqs)
+            left -= 1
+        if left:
+            self._logits = self._graphs.run(descriptor, batch, bool(why_eager), left, loops)
+        if recording is not None:
+            recording.after(first, self.logits(descriptor, num_reqs))
+            self._recording = None if recording.done else recording
 
     def try_out(
         self, slot: StagingSlot, descriptor: BatchDescriptor, batch: Batch, undo: StepUndo, *, eager: bool

@@ -32,7 +32,7 @@ class News:
     def num_reqs(self) -> int:
         return len(self.order)
 
-    def write(self, out: Int32Array, step: int, steps: int, *, loops: bool, new_order: bool) -> None:
+    def write(self, out: Int32Array, step: int, steps: int, loops: bool, new_order: bool) -> None:
         """Pack into a slot of the inbox; see kernels/metadata/record.py."""
         kind = layout.NEWS | (layout.LOOPS if loops else 0)
         at, n, listed = layout.HEADER_SIZE, len(self.order), 0

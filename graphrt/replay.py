@@ -44,6 +44,8 @@ from graphrt.step import Model, Sampler
 from graphrt.step_graphs import StepGraphs
 from graphrt.undo import StepUndo
 
+_CAPTURED = State.CAPTURED  # to find a member of an enumeration takes as long as a call
+
 
 class ReplayManager:
     """The decode step of one model over one paged KV cache, captured and replayed.
@@ -103,6 +105,7 @@ class ReplayManager:
         self._stream = stream_on(device, stream)
         self._kv_cache: KVCache | None = kv_cache
         self._backend = chosen.make()
+        self._num_groups = len(kv_cache.groups)
         self._whole_rows = not all(spec.is_cached for spec in specs)
         self._device = device
         self._on_stream = OnStream(self._stream, "graphrt.replay")
@@ -148,7 +151,7 @@ class ReplayManager:
             weights=None if weights is None else named, page_tables=page_tables, check_weights=config.check_weights,
         )  # fmt: skip
         self._queue = LaunchQueue(self._program, self._graphs, self._stats, config, self._on_stream)
-        self.resets = 0
+        self.resets, self._launch_steps = 0, config.launch_steps
         self._order: object = None  # that of `News` which the device has
         self._state = State.NEW
 
@@ -248,34 +251,35 @@ class ReplayManager:
             why_eager = "asked for by the caller" if eager else target.why_eager
             slot, step = self._launch(batch, target.descriptor, why_eager)
             handle = self._handle(step, batch, target.descriptor, why_eager, slot)
-            self._stats.count(target.descriptor, batch.num_tokens, why_eager, forced=eager)
+            self._stats.count(target.descriptor, batch.num_tokens, why_eager, eager)
             return handle
 
     def _dispatch(self, call: str, batch: Batch, descriptor: BatchDescriptor | None) -> Dispatch:
         """Step 1, after everything that the host can check."""
-        self._require(State.CAPTURED, call)
+        self._require(_CAPTURED, call)
         check_instance("batch", batch, Batch, advice="make one with Batch(...) or Batch.from_rows", error=ShapeError)
-        self._dispatcher.check_room(batch.num_reqs, batch.num_tokens)
+        config, num_reqs, num_tokens = self.config, len(batch.row_ids), len(batch.tokens)
+        self._dispatcher.check_room(num_reqs, num_tokens)
         batch.check_capacity(
-            self.config.max_seq_len, self._record_words, len(self.kv_cache.groups), self.config.max_encoder_len or 0,
-            self._whole_rows,
-        )  # fmt: skip
+            config.max_seq_len, self._record_words, self._num_groups, config.max_encoder_len or 0, self._whole_rows
+        )
         if self._program.page_tables is not None and len(batch.page_ids):
             raise ShapeError("batch.page_ids: expected none beside page_tables, got some; write them to your tables")
-        self.config.check_needs("batch", batch.needs)
+        if batch.needs:
+            config.check_needs("batch", batch.needs)
         self._guards.before_step()
-        uniform = batch.is_uniform(self.config.query_len)
-        if not (uniform or self.config.mixed_batches):
-            raise batch.mixed_error(self.config.query_len)
+        uniform = batch.is_uniform(config.query_len)
+        if not (uniform or config.mixed_batches):
+            raise batch.mixed_error(config.query_len)
         # 1 dispatch: the captured size that serves this batch, or the reason why none does
         if descriptor is None:
-            return self._dispatcher.dispatch(batch.num_reqs, batch.num_tokens, uniform)
+            return self._dispatcher.dispatch(num_reqs, num_tokens, uniform)
         check_instance("descriptor", descriptor, BatchDescriptor, advice="take one of manager.descriptors")
-        if descriptor.kind is GraphKind.MIXED and not self.config.mixed_batches:
+        if descriptor.kind is GraphKind.MIXED and not config.mixed_batches:
             raise UnsupportedError(
                 f"descriptor: expected a decode size with mixed_batches=False, got {descriptor}; take a decode one"
             )
-        return self._dispatcher.at(descriptor, batch.num_reqs, batch.num_tokens, uniform)
+        return self._dispatcher.at(descriptor, num_reqs, num_tokens, uniform)
 
     def begin(self, batch: Batch, ends: RowEnds, *, eager: bool = False) -> Launch:
         """Submit one step as `replay` does, and keep what it says of its rows: `advance` may follow.
@@ -287,7 +291,7 @@ class ReplayManager:
             target = self._dispatch("begin", batch, None)
             why_eager = "asked for by the caller" if eager else target.why_eager
             slot, step = self._launch(batch, target.descriptor, why_eager, ends)
-            self._stats.count(target.descriptor, batch.num_tokens, why_eager, forced=eager)
+            self._stats.count(target.descriptor, batch.num_tokens, why_eager, eager)
             asks = batch.asks_logprobs
             rings, ids = self._queue.rings, batch.row_ids
             return Launch(step, 1, batch.num_reqs, target.descriptor, why_eager, slot, rings, asks, ids)
@@ -299,22 +303,25 @@ class ReplayManager:
 
         Raises: as `replay`; nothing has been written then.
         """
-        steps = check_int("steps", steps, 1, self.config.launch_steps, advice="raise RuntimeConfig.launch_steps")
-        with self._exclusive:
-            self._require(State.CAPTURED, "advance")
+        steps = check_int("steps", steps, 1, self._launch_steps, advice="raise RuntimeConfig.launch_steps")
+        self._exclusive.enter()
+        try:
+            self._require(_CAPTURED, "advance")
             self._guards.before_step()
-            num_reqs = len(news.order)
+            queue, order = self._queue, news.order
+            num_reqs = len(order)
             target = self._dispatcher.dispatch(num_reqs, num_reqs, True)
             descriptor, why_eager = target.descriptor, "asked for by the caller" if eager else target.why_eager
-            loops = self._queue.can_loop(descriptor, steps, why_eager)
-            slot, step = self._queue.slot(steps)
-            news.write(slot.record, step, steps, loops=loops, new_order=news.order is not self._order)
+            loops = steps > 1 and queue.can_loop(descriptor, why_eager)
+            slot, step = queue.slot(steps)
+            news.write(slot.record, step, steps, loops, order is not self._order)
             self._order = None
-            self._queue.launch(slot, descriptor, num_reqs, None, why_eager, steps=steps, loops=loops)
-            self._order = news.order
-            self._stats.count(descriptor, num_reqs, why_eager, forced=eager, steps=steps)
-            rings, asks = self._queue.rings, news.logprobs
-            return Launch(step, steps, num_reqs, descriptor, why_eager, slot, rings, asks, news.order)
+            queue.launch(slot, descriptor, num_reqs, None, why_eager, steps, loops)
+            self._order = order
+            self._stats.count(descriptor, num_reqs, why_eager, eager, steps)
+            return Launch(step, steps, num_reqs, descriptor, why_eager, slot, queue.rings, news.logprobs, order)
+        finally:
+            self._exclusive.leave()
 
     def replay_words(self, words: SlotWords, descriptor: BatchDescriptor) -> Launch:
         """Submit a launch as it was recorded, at its size; see graphrt.bundle. Raises: as `begin`."""
@@ -340,7 +347,7 @@ class ReplayManager:
     def _write(self, batch: Batch, ends: RowEnds | None = None) -> tuple[StagingSlot, int]:
         # 2 write the batch into a slot that no launch in flight uses
         slot, step = self._queue.slot()
-        words = batch.write_record(slot.record, step, len(self.kv_cache.groups))
+        words = batch.write_record(slot.record, step, self._num_groups)
         if ends is not None:
             ends.write(slot.record, words)
             self._order = None

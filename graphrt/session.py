@@ -64,7 +64,7 @@ class DecodeSession(RowsInFlight):
         config, groups = runtime.config, runtime.kv_cache.groups
         super().__init__(config.max_num_reqs)
         self._runtime, self._manager = runtime, runtime.manager
-        self._budget = config.max_num_tokens
+        self._budget, self._launch_steps = config.max_num_tokens, config.launch_steps
         self._chunk = config.max_num_tokens if config.mixed_batches else 1
         self._in_full = config.query_len != 1 or self._manager.plans_on_host is not None
         ids = config.max_num_reqs
@@ -312,10 +312,12 @@ class DecodeSession(RowsInFlight):
         self._open("run")
         if self._news:
             self._news.write(self._manager.row_tables)
-        launches = []
+        if steps <= self._quiet and not self._prompts and steps <= self._launch_steps:
+            return (self._go_on_quietly(steps, eager),)  # what a server does nearly all the time
+        launches: list[Launch] = []
         while steps and self.running:
             full = self._in_full or not self._prompts.keys() <= self._held
-            most = 1 if full else min(steps, self._runtime.config.launch_steps)
+            most = 1 if full else min(steps, self._launch_steps)
             launch = self._full_step(eager) if full else self._go_on(most, eager)
             if launch is None:
                 break  # all rows have ended, which is still to be collected
@@ -323,15 +325,18 @@ class DecodeSession(RowsInFlight):
             steps -= most
         return tuple(launches)
 
+    def _go_on_quietly(self, steps: int, eager: bool) -> Launch:
+        """Steps of which the device knows all: no row gets pages, none can come to its longest."""
+        launch = self._manager.advance(self._no_news, steps=steps, eager=eager)
+        self._quiet -= steps
+        self._ahead += steps
+        self._flights.append(Flight(launch, self._order_rows, self._order, steps))
+        return launch
+
     def _go_on(self, steps: int, eager: bool) -> Launch | None:
-        """Steps of the rows that go on: most of the time there are no news at all. None where all are at their
-        longest."""
+        """Steps of the rows that go on. None where all are at their longest."""
         if steps <= self._quiet:
-            launch = self._manager.advance(self._no_news, steps=steps, eager=eager)
-            self._quiet -= steps
-            self._ahead += steps
-            self._flights.append(Flight(launch, self._order_rows, self._order, steps))
-            return launch
+            return self._go_on_quietly(steps, eager)
         self._catch_up()
         ids = self._order
         before, limits = self._most[ids], self._limits[ids]

@@ -83,9 +83,7 @@ class Stats:
     late_kernels: Counter[str] = field(default_factory=Counter)
     late_bytes: Counter[str] = field(default_factory=Counter)
 
-    def count(
-        self, descriptor: BatchDescriptor, num_tokens: int, why_eager: str, *, forced: bool, steps: int = 1
-    ) -> None:
+    def count(self, descriptor: BatchDescriptor, num_tokens: int, why_eager: str, forced: bool, steps: int = 1) -> None:
         """Count steps of `num_tokens` tokens each."""
         if not why_eager:
             self.replays[descriptor] += steps

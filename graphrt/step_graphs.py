@@ -70,7 +70,7 @@ class StepGraphs:
         return descriptor in self._loops
 
     def run(
-        self, descriptor: BatchDescriptor, batch: Batch | None, *, eager: bool, steps: int = 1, loops: bool = False
+        self, descriptor: BatchDescriptor, batch: Batch | None, eager: bool, steps: int = 1, loops: bool = False
     ) -> torch.Tensor:
         """Queue steps of one size on the current stream; returns the logits of the last.
 
@@ -81,11 +81,13 @@ class StepGraphs:
         if eager:
             return self._run_eagerly(descriptor, batch, steps)
         graph = (self._loops if loops else self._graphs)[descriptor]
-        for _ in range(1 if loops else steps):
+        launches = 1 if loops else steps
+        while launches:
             if self._plans and batch is not None:
                 with torch.inference_mode():
                     self._program.backend.plan_replay(descriptor, batch)
             graph.launch()  # no op of torch: whoever launches a graph need not be in inference mode
+            launches -= 1
         return graph.output
 
     @contextlib.contextmanager

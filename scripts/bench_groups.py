@@ -121,7 +121,7 @@ class _Refresh:
             news = News(self._batch.row_ids.astype(np.int64), lists.reshape(-1, ROWS), self._pages[: n // 16])
             if what == "no news":
                 news = replace(news, lists=None, pages=None)
-            news.write(slot.record, step, 1, loops=False, new_order=False)
+            news.write(slot.record, step, 1, False, False)
         with slot.in_flight(self.manager._stream):
             pass  # copies of the header
 

@@ -28,6 +28,9 @@ def test_a_dry_run(capsys: pytest.CaptureFixture[str]) -> None:
             assert found["interval_us"] > 0
             assert found["graph_us"] is found["gap_us"] is None, "there is no device"
             assert found["host_us"] <= found["host_all_us"]
+            assert 0 < found["steady_us"] <= found["steady_p99_us"]
+            assert found["steady_us"] <= found["steady_all_us"]
+        assert cell["copies"]["steady_us"] == cell["copies"]["host_us"], "copies wait for each step"
         assert cell["session"]["collect_us"] > 1, "microseconds"
         assert cell["session"]["first_us"] > 1, "in which rows get pages"
         assert cell["copies"]["launch_us"] is None, "there is no driver"
@@ -35,10 +38,40 @@ def test_a_dry_run(capsys: pytest.CaptureFixture[str]) -> None:
     assert len(bench_host.header().splitlines()[-1].split("|")) == len(bench_host.line(cells[0]).split("|"))
     assert bench_host.goals(cells) == []
     at_goal = cells[0] | {"batch": 256, "context": 8192}
-    assert [text.partition("tokens: ")[2].split()[0] for text in bench_host.goals([at_goal])] == [
-        "session",
-        "stateless",
+    assert [text.partition("tokens: ")[2].split()[:2] for text in bench_host.goals([at_goal])] == [
+        ["session", "steady"],
+        ["stateless", "idle"],
     ]
+
+
+class Submits:
+    """A way that notes what is asked of it, where each submission takes as long as there are launches in flight."""
+
+    steps = 2
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.calls, self.flying, self.now = "", 0, 0.0
+        monkeypatch.setattr(bench_host.time, "perf_counter", lambda: self.now)
+
+    def prepare(self) -> None:
+        self.calls += "p"
+        self.now += 100.0
+
+    def submit(self) -> None:
+        self.calls += "s"
+        self.now += 10e-6 if self.flying else 100e-6
+        self.flying += 1
+
+    def wait(self) -> None:
+        self.calls += "w"
+        self.flying = 0
+
+
+def test_steady_steps_are_those_behind_others_while_the_ring_has_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    way = Submits(monkeypatch)
+    found = bench_host.steady_times(way, 5, 3)
+    assert way.calls == "pspspsw" * 4, "one burst warms up, then two launches of each count"
+    assert found == pytest.approx({"steady_us": 5.0, "steady_p99_us": 5.0}), "per step"
 
 
 def test_all_ways_sample_the_same_tokens() -> None:
@@ -102,12 +135,17 @@ def test_a_gap_is_taken_from_the_graph_in_the_middle_of_the_interval(monkeypatch
 
 
 def test_of_several_rounds_the_quietest_counts() -> None:
+    measured = ((30.0, 60.0, 200.0, 4.0, 8.0), (14.0, 22.0, 300.0, 7.0, 9.0), (90.0, 15.0, 250.0, 2.0, 10.0))
     rounds = [
-        {"host_us": host, "host_p99_us": p99, "first_us": first, "interval_us": 9 + gap, "graph_us": 9.0, "gap_us": gap}
-        for host, p99, first, gap in ((30.0, 60.0, 200.0, 4.0), (14.0, 22.0, 300.0, 7.0), (90.0, 15.0, 250.0, 2.0))
-    ]
+        {
+            "host_us": host, "host_p99_us": p99, "steady_us": steady, "steady_p99_us": steady + 1, "first_us": first,
+            "interval_us": 9 + gap, "graph_us": 9.0, "gap_us": gap,
+        }
+        for host, p99, first, gap, steady in measured
+    ]  # fmt: skip
     assert bench_host.summary(rounds) == {
         "host_us": 14.0, "host_p99_us": 22.0, "host_all_us": 30.0, "first_us": 200.0,
+        "steady_us": 8.0, "steady_p99_us": 9.0, "steady_all_us": 9.0,
         "interval_us": 11.0, "graph_us": 9.0, "gap_us": 2.0, "gap_all_us": 4.0,
     }  # fmt: skip
     assert rounds[0]["first_us"] == 200.0, "what was measured stays"

@@ -61,6 +61,7 @@ class SessionWay:
 
     def submit(self) -> None:
         self._launches += self._session.run(self.steps)
+        self._since += self.steps
 
     def read(self) -> None:
         if len(self._launches) > 1:
@@ -73,7 +74,6 @@ class SessionWay:
         self._collect()
 
     def _collect(self) -> None:
-        self._since += self.steps
         if self._since >= COLLECT_EVERY:
             start = time.perf_counter()
             self._session.collect()

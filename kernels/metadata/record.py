@@ -85,7 +85,8 @@ def write_header(
     steps: int = 1,
 ) -> None:
     """Pack the header into the first words of a record; nobody has stopped its steps yet."""
-    _HEADER.pack_into(out.data, 0, step, num_reqs, num_tokens, num_pages, kind, steps, 0)
+    # An array is a buffer: `out.data` would make another one of it first.
+    _HEADER.pack_into(out, 0, step, num_reqs, num_tokens, num_pages, kind, steps, 0)  # type: ignore[arg-type]
 
 
 def row_fields(groups: int) -> int:

@@ -361,6 +361,7 @@ def test_waits_are_counted_where_a_step_still_runs(monkeypatch: pytest.MonkeyPat
         ring.acquire(step)
     assert ring.waits == 0
     monkeypatch.setattr(StagingSlot, "is_done", lambda slot: False)
+    monkeypatch.setattr(StagingSlot, "is_free", False)
     for step in range(3):
         ring.acquire(step)
     assert ring.waits == 3

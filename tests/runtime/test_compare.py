@@ -111,8 +111,8 @@ def test_blocks_on_a_stream_may_lie_in_each_other(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(entry, "_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: current[-1])
     monkeypatch.setattr(torch.cuda, "set_stream", current.append)
-    monkeypatch.setattr(torch.cuda.nvtx, "range_push", ranges.append)
-    monkeypatch.setattr(torch.cuda.nvtx, "range_pop", ranges.pop)
+    monkeypatch.setattr(entry, "_push_range", ranges.append)
+    monkeypatch.setattr(entry, "_pop_range", ranges.pop)
     on_stream = entry.OnStream(steps, "step")
     with on_stream:
         with pytest.raises(ZeroDivisionError), on_stream:

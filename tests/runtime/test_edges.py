@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 
+import numpy as np
 import pytest
 import torch
 
@@ -44,6 +45,33 @@ def manager(model=None, cache: KVCache | None = None, vocab_size: int = VOCAB, d
     model = model or ToyModel(device, torch.float32)
     config = RuntimeConfig(**settings)
     return ReplayManager(model, cache, ATTENTION, vocab_size=vocab_size, config=config, **options)
+
+
+# -- how a batch is packed
+
+
+@pytest.mark.parametrize("listed", [False, True])
+@pytest.mark.parametrize("groups", [1, 2])
+@pytest.mark.parametrize("rows", [0, 1, 3])
+def test_what_is_left_out_is_packed_as_the_default_that_is_stated(rows: int, groups: int, listed: bool) -> None:
+    """Also into a slot that holds an older batch."""
+    batch = {"row_ids": [4, 2, 7][:rows], "seq_lens": [9, 8, 7][:rows], "tokens": [3, 1, 2][:rows]}
+    if listed:
+        batch |= {"page_indptr": [*range(groups * rows + 1)], "page_ids": [*range(5, 5 + groups * rows)]}
+    lists = groups * rows if listed else 0
+    stated = {"query_lens": [1] * rows, "sample": [1] * rows, "first_pages": [0] * lists, "top_ps": [1.0] * rows}
+    stated |= {"seeds": [0] * rows, "token_masks": [-1] * rows}
+    packed, words = [], record_size(rows, rows, lists, groups)
+    for names in ((), *((name,) for name in stated), tuple(stated)):
+        record = np.full(words, 99, np.int32)
+        made = Batch(**batch, **{name: stated[name] for name in names})
+        assert made.write_record(record, 1, groups) == words
+        assert made.is_uniform(1)
+        assert made.is_uniform(2) == (rows == 0)
+        packed.append(record.tolist())
+    assert all(other == packed[0] for other in packed), "word by word"
+    with pytest.raises(ValueError, match="read-only"):
+        Batch(**batch).query_lens[:] = 2  # shared by all batches of so many rows
 
 
 # -- which graph serves a batch
@@ -393,6 +421,7 @@ def test_every_wait_for_the_ring_is_counted(monkeypatch: pytest.MonkeyPatch) -> 
     rig = make_rig(CPU, ring_depth=2)
     rig.manager.replay(one())
     monkeypatch.setattr(StagingSlot, "is_done", lambda slot: False)
+    monkeypatch.setattr(StagingSlot, "is_free", False)
     handles = [rig.manager.replay(one(token)) for token in range(3)]
     assert rig.manager.stats().ring_waits == 3
     assert not handles[-1].done()

@@ -324,7 +324,7 @@ def test_counters_start_from_nothing() -> None:
     assert (stats.replays, stats.eager_steps, stats.graphs, stats.graph_bytes) == ({}, {}, (), 0)
     key = BatchDescriptor.decode(4)
     for reason, forced in (("", False), ("why", False), ("asked", True), ("", True), ("", False)):
-        stats.count(key, 3, reason, forced=forced)
+        stats.count(key, 3, reason, forced)
     assert (stats.replays, stats.eager_steps) == ({key: 3}, {"why": 1})
     assert (stats.real_tokens, stats.padded_tokens, stats.pad_waste) == (15, 20, 0.25)
     stats.graphs = (GraphReport(key, 1.0, 100, 20, 5), GraphReport(key, 1.0, 3, 4, 5))
