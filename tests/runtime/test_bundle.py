@@ -211,6 +211,39 @@ def test_a_wrong_graph_shows(tmp_path: Path) -> None:
     assert found.logits_distance == pytest.approx(0.5 * float(bundle.launches[0].logits.abs().max()))
 
 
+def test_what_was_not_compared_is_not_called_equal(tmp_path: Path) -> None:
+    rig = make_rig(CPU)
+    recording = rig.manager.record()
+    rig.manager.replay(prompt(1, 2)).tokens()
+    bundle = Bundle.of(recording)
+    with (
+        bundle.open(rig.model, device=CPU, compare=False) as replays,
+        pytest.raises(ConfigError, match="run: expected a bundle opened to compare, got compare=False; that is"),
+    ):
+        replays.run(0)
+    for compare in (2, 0, "no", None):
+        with pytest.raises(ConfigError, match=f"compare: expected True or False, got {compare!r}"):
+            bundle.open(rig.model, device=CPU, compare=compare)  # type: ignore[arg-type]
+    with bundle.open(rig.model, device=CPU, compare=np.True_) as replays:  # type: ignore[arg-type]
+        assert replays.run(0).difference is None
+
+
+def test_a_wrong_graph_shows_however_often_it_runs() -> None:
+    """Stats keep the first 16 differences of a manager; a bundle tells of each launch."""
+    scale = [1.0]
+    model = ToyModel(CPU, torch.float32)
+    forward = model.forward
+    model.forward = lambda step: forward(step) * scale[0]  # type: ignore[method-assign]
+    rig = make_rig(CPU, model=model)
+    recording = rig.manager.record()
+    rig.manager.replay(prompt(1, 2)).tokens()
+    with Bundle.of(recording).open(model, device=CPU) as replays:
+        scale[0] = 0.5
+        assert all(replays.run().difference is not None for _ in range(20))
+        scale[0] = 1.0
+        assert replays.run().difference is None
+
+
 def test_what_is_too_large_is_not_run(device: torch.device) -> None:
     rig = make_rig(device, fill=0.0)
     rig.manager.record(1, max_bytes=1000)
