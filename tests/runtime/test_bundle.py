@@ -17,7 +17,7 @@ from graphrt.batch import Batch
 from graphrt.bundle import Bundle
 from graphrt.bundle_format import FORMAT, from_plain, to_plain, write_file
 from graphrt.config import RowTensor, RuntimeConfig
-from graphrt.kernels.errors import CapacityError, ConfigError, GraphRTError
+from graphrt.kernels.errors import CapacityError, ConfigError, GraphRTError, ReplayError
 from graphrt.kernels.types import KVLayout
 from graphrt.kv_cache import KVCache
 from graphrt.launch import Launch
@@ -246,9 +246,10 @@ def test_a_wrong_graph_shows_however_often_it_runs() -> None:
 
 def test_what_is_too_large_is_not_run(device: torch.device) -> None:
     rig = make_rig(device, fill=0.0)
-    rig.manager.record(1, max_bytes=1000)
+    stopped = rig.manager.record(1, max_bytes=1000)
     with pytest.raises(CapacityError, match="record: expected at most max_bytes=1000 for 1 launches, got"):
         rig.manager.replay(prompt(1, 2, 3))
+    assert stopped.done
     recording = rig.manager.record(1)
     assert rig.manager.replay(prompt(1, 2, 3)).tokens().tolist() == [int(rig.model.oracle([1, 2, 3]).argmax())]
     assert recording.done
@@ -256,6 +257,35 @@ def test_what_is_too_large_is_not_run(device: torch.device) -> None:
         Bundle.of(rig.manager.record())
     with pytest.raises(ConfigError, match="launches: expected"):
         rig.manager.record(0)
+
+
+def test_one_recording_at_a_time() -> None:
+    rig = make_rig(CPU)
+    first = rig.manager.record(3)
+    rig.manager.replay(prompt(1, 2)).tokens()
+    with pytest.raises(ReplayError, match="record: expected no recording under way, got one with 1 of 3 launches"):
+        rig.manager.record()
+    rig.manager.replay(going_on(3)).tokens()
+    assert (len(first.launches), first.done) == (2, False)
+    first.stop()
+    first.stop()
+    rig.manager.replay(going_on(4)).tokens()
+    assert (len(first.launches), first.done) == (2, True)
+    second = rig.manager.record()
+    rig.manager.replay(going_on(5)).tokens()
+    rig.manager.replay(going_on(6)).tokens()
+    assert (len(first.launches), len(second.launches), second.done) == (2, 1, True)
+    rig.manager.record()  # the second one is over by itself
+    check_all(Bundle.of(first), rig.model)
+
+
+def test_a_recording_that_was_stopped_may_be_followed_at_once() -> None:
+    rig = make_rig(CPU)
+    first = rig.manager.record(2)
+    first.stop()
+    second = rig.manager.record()
+    rig.manager.replay(prompt(1, 2)).tokens()
+    assert (len(first.launches), len(second.launches)) == (0, 1)
 
 
 # -- files that are not as they were written
