@@ -164,9 +164,10 @@ class Bundle:
         model     the one that was recorded, on `device`; None is CUDA if there is one
         sampler   left out where the recorded manager had none
         backend   another attention backend than the recorded one; "" for any
-        compare   `run` runs each launch eagerly too; False for `time`
-        Raises: as ReplayManager does, for a model that does not fit.
+        compare   for `run`, which runs each launch eagerly too; False for `time`, and `run` raises then
+        Raises: ConfigError for a `compare` that is no bool, and as ReplayManager does for a model that does not fit.
         """
+        compare = check_bool("compare", compare, advice="False for time()")
         return BundleReplays(self, model, resolve_device(device), sampler if self.samples else None, backend, compare)
 
     @property
@@ -304,7 +305,7 @@ class BundleReplays:
             if name in bundle.scales:
                 tensor.copy_(bundle.scales[name])
         backend = bundle.versions.get("backend") if backend is None else backend
-        config = replace(bundle.opened_config, shadow_every=int(compare), backend=backend or None)
+        config = replace(bundle.opened_config, shadow_every=1 if compare else 0, backend=backend or None)
         self._tables = torch.zeros_like(bundle.launches[0].state["page_table"], device=device)
         self._manager = ReplayManager(
             model, cache, bundle.attention, vocab_size=bundle.vocab_size, config=config, sampler=sampler,
@@ -324,16 +325,24 @@ class BundleReplays:
         return self._manager
 
     def run(self, index: int = 0) -> LaunchReplay:
-        """Run a launch as a graph and eagerly. Waits for the device."""
+        """Run a launch as a graph and eagerly. Waits for the device.
+
+        Raises: ConfigError for an index that no launch has, and for a bundle that was opened with compare=False.
+        """
         launch = self._launch(index)
+        if not self._compares:
+            raise ConfigError("run: expected a bundle opened to compare, got compare=False; that is for time()")
         self._restore(launch)
-        told = len(self._manager.stats().shadow_differences)
+        stats = self._manager.stats()
+        stats.shadow_differences = ()  # stats keep a few only, and this launch's must be among them
+        compared = stats.shadow_steps
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", RuntimeWarning)  # it is returned
             found = self._manager.replay_words(launch.words, launch.descriptor)
             tokens = found.tokens(raise_on_fault=False)
             logits = self._manager.latest_logits(found, copy=True)
-            differences = self._manager.stats().shadow_differences[told:]
+            differences = self._manager.stats().shadow_differences
+        assert stats.shadow_steps == compared + 1, "without an eager step nothing was compared"
         same = tokens.shape == launch.tokens.shape and bool((tokens == launch.tokens).all())
         here, then = logits.double().cpu(), launch.logits.double()
         if here.shape != then.shape:

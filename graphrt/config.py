@@ -9,10 +9,11 @@ import torch
 
 from graphrt import env
 from graphrt.capture.descriptor import decode_ladder, mixed_ladder
-from graphrt.kernels.checks import check_bool_field, check_instance, check_int_field, check_ints, check_sequence
+from graphrt.kernels.checks import check_bool_field, check_instance, check_int_field, check_ints, check_sequence, shown
 from graphrt.kernels.errors import ConfigError, UnsupportedError
 from graphrt.kernels.metadata.arguments import MAX_ROWS, MAX_TOKENS
 from graphrt.kernels.ops.sampling_logprobs import MAX_TOP
+from graphrt.row_values import ROW_DTYPES, converted
 
 _MAX_LENGTH = 1 << 30  # positions, and sums of a few of them, are int32 on the device
 _MAX_RING = 1024
@@ -26,8 +27,14 @@ Need = tuple[str, int]
 class RowTensor:
     """A tensor of a runtime with a row per row id, which the model and the sampler read: `Step.row_state(name)`.
 
+        RowTensor("adapter", dtype=torch.int32)             a number per row, 0 where a row says nothing
+        RowTensor("shift", (512,), initial=-1.0)            512 float32 per row
+
     shape     of one row's value; () is a number
-    initial   what rows have that were told nothing, and pad rows
+    dtype     a float of 64, 32, 16 or 8 bits (float8_e4m3fn, float8_e5m2), bfloat16, int64 to int8, uint8 or bool
+    initial   what rows have that were told nothing, and pad rows; a number of `dtype`
+
+    Raises: ConfigError for another dtype, and for an `initial` that `dtype` does not have.
     """
 
     name: str
@@ -39,8 +46,13 @@ class RowTensor:
         check_instance("RowTensor.name", self.name, str, advice="name it as Step.row_state does")
         sizes = check_ints("RowTensor.shape", self.shape, 0, _MAX_LENGTH, advice="() is a number", error=ConfigError)
         object.__setattr__(self, "shape", tuple(sizes.tolist()))
-        check_instance("RowTensor.dtype", self.dtype, torch.dtype, advice="pass a torch.dtype")
+        if not isinstance(self.dtype, torch.dtype) or self.dtype not in ROW_DTYPES:
+            raise ConfigError(
+                f"RowTensor.dtype: expected a float, a signed int, uint8 or bool, got {shown(self.dtype)}; pass a "
+                "torch.dtype of these"
+            )
         check_instance("RowTensor.initial", self.initial, (int, float), advice="pass a number")
+        converted("RowTensor.initial", self.initial, self.dtype, ConfigError)
 
 
 @dataclass(frozen=True, slots=True)

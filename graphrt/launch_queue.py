@@ -14,6 +14,7 @@ from graphrt.capture.staging import StagingRing, StagingSlot
 from graphrt.config import RuntimeConfig
 from graphrt.entry import OnStream
 from graphrt.handle import Rings
+from graphrt.kernels.errors import ReplayError
 from graphrt.kernels.metadata.buffers import CURSOR_SLOT, CURSOR_STEP
 from graphrt.kernels.metadata.record import HEADER_COPIES, HEADER_SIZE
 from graphrt.program import StepProgram
@@ -124,7 +125,12 @@ class LaunchQueue:
         return self._logits.index_select(0, self._program.buffers.places[:num_reqs])
 
     def record(self, launches: int, max_bytes: int) -> Recording:
-        """Record the next launches."""
+        """Record the next launches. Raises: ReplayError where a recording is under way."""
+        if (under_way := self._recording) is not None and not under_way.done:
+            raise ReplayError(
+                f"record: expected no recording under way, got one with {len(under_way.launches)} of {under_way.count} "
+                "launches; run the others, or stop() that recording"
+            )
         self._recording = Recording(self._config, self._program, self.rings, launches, max_bytes)
         return self._recording
 

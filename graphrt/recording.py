@@ -56,7 +56,13 @@ class RecordedLaunch:
 class Recording:
     """The next launches of a manager, `count` of them. Each waits for the device, before it and behind it.
 
+        recording = manager.record(100)
+        ...                                     # serve on
+        recording.stop()                        # enough: `launches` holds those that ran
+
+    count       launches to record; where it was stopped, those that were
     max_bytes   that all of them may take on the host
+    launches    those that were recorded so far
     """
 
     config: RuntimeConfig
@@ -69,11 +75,20 @@ class Recording:
 
     @property
     def done(self) -> bool:
-        """Whether all of them have run."""
+        """Whether it is over: all of them have run, or it was stopped."""
         return len(self.launches) == self.count
 
+    def stop(self) -> None:
+        """Record no more launches: what was recorded stays, and the manager may record again. Twice is fine."""
+        self.count = len(self.launches)
+
     def before(self, record: Int32Array, descriptor: BatchDescriptor) -> None:
-        """Keep what a launch is told, and begins with. Raises: CapacityError where that is more than `max_bytes`."""
+        """Keep what a launch is told, and begins with, unless the recording was stopped.
+
+        Raises: CapacityError where that is more than `max_bytes`; the recording is stopped then.
+        """
+        if self.done:
+            return
         program = self.program
         groups = program.kv_cache.groups
         words = SlotWords.used(record, len(groups))
@@ -89,6 +104,7 @@ class Recording:
         held = sum(t.nbytes for launch in self.launches for t in (*launch.pages, *launch.state.values()))
         needed = held + sum(sizes) + sum(t.nbytes for t in state.values())
         if needed > self.max_bytes:
+            self.stop()  # the launches to come are served
             raise CapacityError(
                 f"record: expected at most max_bytes={self.max_bytes} for {len(self.launches) + 1} launches, got "
                 f"{needed}; record fewer launches or a smaller batch, or raise max_bytes"
@@ -115,6 +131,8 @@ class Recording:
 
     def after(self, step: int, logits: torch.Tensor) -> None:
         """Keep what it gave: `step` is the number of its first step, `logits` those of its rows, in their order."""
+        if self.done:
+            return  # it was stopped
         begun, self._begun = self._begun, None
         assert begun is not None, "every launch begins before it ends"
         on_host = _copied(logits)  # behind this the rings are written

@@ -363,7 +363,11 @@ class ReplayManager:
     def record(self, launches: int = 1, *, max_bytes: int = 1 << 30) -> Recording:
         """Record the next launches, for a replay bundle: see graphrt.bundle. Each of them waits for the device.
 
-        max_bytes   that they may take on the host; a launch that would take more raises CapacityError, and is not run
+        max_bytes   that they may take on the host; a launch that would take more raises CapacityError, and is not run.
+                    The recording ends there
+
+        Raises: ReplayError while another recording is under way: `stop()` that one, or run its launches; ConfigError
+        for numbers below 1, CaptureError in the wrong state.
         """
         with self._exclusive:
             self._require(State.CAPTURED, "record")

@@ -12,21 +12,27 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from graphrt.config import RowTensor, RuntimeConfig
+from graphrt.config import RuntimeConfig
 from graphrt.kernels.checks import FLOAT32_MAX, check_instance, check_int, check_ints, check_number, shown
-from graphrt.kernels.errors import ConfigError, ShapeError
+from graphrt.kernels.errors import CapacityError, ConfigError, ShapeError
 from graphrt.kernels.metadata.buffers import COPIED, StaticBuffers
 from graphrt.kernels.ops.sampling_state import Penalties, PenaltyState, record_tokens, state_words
+from graphrt.row_values import converted
 
 MaskWords = Sequence[int] | npt.NDArray[Any] | torch.Tensor
 """A bit per token, [ceil(vocab / 32)] of 32 bits on the host: bit t % 32 of word t // 32 is set: token t is allowed."""
 
 _WORDS = (torch.int32, torch.uint32, torch.int64)
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_MOST_PROMPT = (1 << 31) - 1  # as Batch.prompt_lens, int32
 
 _T = TypeVar("_T")
 
 RowValues = Mapping[str, Any]
-"""By the name of a RowTensor, the value that a row has of it: a number, an array or a tensor of its shape."""
+"""By the name of a RowTensor, the value that a row has of it: a number, an array or a tensor of its shape.
+
+Its numbers must be those of the tensor's dtype; floats for a float dtype are rounded.
+"""
 
 
 class RowTables:
@@ -61,11 +67,10 @@ class RowTables:
         with torch.inference_mode(False):
             self.tensors = {
                 spec.name: torch.full(
-                    (config.max_num_reqs + 1, *spec.shape), _converted(spec, spec.initial).item(), dtype=spec.dtype,
-                    device=device,
+                    (config.max_num_reqs + 1, *spec.shape), spec.initial, dtype=spec.dtype, device=device
                 )
                 for spec in config.row_tensors
-            }  # fmt: skip
+            }
 
     def check_bias(self, name: str, bias: Mapping[int, float]) -> None:
         """Raise ConfigError or UnsupportedError for a bias that a row cannot have here."""
@@ -147,7 +152,7 @@ class RowTables:
                     f"state: expected names of RuntimeConfig.row_tensors ({known}), got {name!r}; declare it there"
                 )
             spec = self._specs[name]
-            tensor = _converted(spec, value)
+            tensor = converted(name, value, spec.dtype, ShapeError)
             if tuple(tensor.shape) != spec.shape:
                 raise ShapeError(f"{name}: expected shape {list(spec.shape)}, got {list(tensor.shape)}; pass one row's")
             checked[name] = tensor
@@ -171,13 +176,17 @@ class RowTables:
     def record_prefix(self, row_id: int, tokens: Sequence[int] | npt.NDArray[Any], prompt_len: int = 0) -> None:
         """Count tokens that no step computes, as a row's prefix that is in the cache, for the row's penalties.
 
-        tokens       from the first one of the sequence on; the row's next step begins behind them
+        tokens       at most `max_seq_len`, from the sequence's first one on; the row's next step begins behind them
         prompt_len   as Batch.prompt_lens: those from this position on are output
+
+        Raises: CapacityError for more tokens, beside what every call raises.
         """
         self._check_row(row_id)
         self._config.check_needs("record_prefix", (("penalties", 1),))
         ids = check_ints("tokens", tokens, 0, self._vocab_size - 1, advice="pass token ids of the vocabulary")
-        prompt_len = check_int("prompt_len", prompt_len, 0, advice="pass the prompt's tokens")
+        if len(ids) > (most := self._config.max_seq_len):
+            raise CapacityError(f"tokens: expected at most max_seq_len={most}, got {len(ids)}; no row holds more")
+        prompt_len = check_int("prompt_len", prompt_len, 0, _MOST_PROMPT, advice="pass how many tokens the prompt has")
         with self._between_steps() as buffers:
             bounds, one = np.array([0, len(ids)], np.int32), np.ones(1, np.float32)
             self._enter(buffers, ids, bounds, np.array([row_id, prompt_len], np.int32), one)
@@ -222,27 +231,12 @@ class RowTables:
         check_int("row_id", at, 0, self._last, advice="pass a row state of the runtime")
 
     def _write(self, target: torch.Tensor, ids: list[int], rows: torch.Tensor) -> None:
-        target.index_copy_(0, self._moved(torch.tensor(ids, device="cpu")), self._moved(rows))
+        bits = _BITS[target.dtype.itemsize]  # not all dtypes have an index_copy_
+        target.view(bits).index_copy_(0, self._moved(torch.tensor(ids, device="cpu")), self._moved(rows).view(bits))
 
     def _moved(self, values: torch.Tensor) -> torch.Tensor:
         """On the device, through pinned memory: nobody waits, as for pageable memory the host would."""
         return values.pin_memory().to(self._device, non_blocking=True) if self._device.type == "cuda" else values
-
-
-def _converted(spec: RowTensor, value: object) -> torch.Tensor:
-    """A copy on the host of what a row has of a RowTensor. Raises: ShapeError for what is no number of its dtype."""
-    try:
-        given = value.detach() if isinstance(value, torch.Tensor) else torch.from_numpy(np.array(value))
-        tensor = given.to("cpu", spec.dtype, copy=True)
-        if spec.dtype.is_floating_point:
-            kept = torch.equal(tensor.float().isfinite(), given.cpu().isfinite())
-        else:
-            kept = torch.can_cast(given.dtype, spec.dtype) and torch.equal(tensor.to(given.dtype), given.cpu())
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise ShapeError(f"{spec.name}: expected numbers of {spec.dtype}, got {shown(value)}; pass numbers") from error
-    if not kept:
-        raise ShapeError(f"{spec.name}: expected numbers of {spec.dtype}, got {shown(value)}; pass some that fit")
-    return tensor
 
 
 @dataclass(slots=True)

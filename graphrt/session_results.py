@@ -21,20 +21,38 @@ class RowsInFlight:
     row_ids   how many there are
     """
 
+    # How long a row is. Its prompt has 3 tokens, and max_new_tokens is 30. It has pages for all of them:
+    #
+    #                 _reached   _most   _ahead   _quiet   _limits
+    #     run(1)             0       3        0        0        32    the prompt is in flight
+    #     collect            3       3        0        0        32
+    #     run(8)             3      11        0       21        32    the device was told; 32 - 11 steps need no news
+    #     run(8)             3      11        8       13        32    a quiet launch: it is 11 + 8 tokens long at most
+    #     collect           19      11        8       13        32    both launches have ended
+    #     run(8)            19      11       16        5        32    quiet
+    #     run(8)            19      32        0        0        32    8 > 5: _most is brought up to date, then told anew
+    #
+    # Lengths are KV tokens by row id, and the last token that was sampled is in no cache yet: 3 + 30 - 1 is the limit.
+    #
+    #     _reached  what a row has for sure: of launches that were collected
+    #     _most     what it has at most, behind all launches; where it ended early, `collect` takes off what it lost
+    #     _ahead    steps that rows of `_order` went since `_most` was brought up to date: add it to theirs
+    #     _quiet    steps that may be launched in which no row comes to its limit or to the end of its pages
+    #     _limits   what it has when it ends by its length
+    #     _asking   row ids that want log-probabilities: launches bring some then
+    #     _away     rows that gave their row id up while launches were in flight, whose tokens they still get
+
     def __init__(self, row_ids: int) -> None:
         self._rows: dict[int, SessionRow] = {}
-        self._away = set[SessionRow]()  # rows without a row id, which get the tokens of launches in flight
+        self._away = set[SessionRow]()
         self._prompts: dict[int, int] = {}  # by row id, how many of these were submitted, where some were not
         self._order: Ids = np.empty(0, np.int64)  # the rows that go on by themselves
         self._order_rows: tuple[SessionRow, ...] = ()
         self._no_news = News(self._order)
         self._long_stops: set[int] = set()  # rows with more stop tokens than the device knows
-        self._quiet = 0  # steps for which the device needs no news
-        self._ahead = 0  # steps that were launched since `_most` was brought up to date
-        self._reached = np.zeros(row_ids, np.int64)  # KV tokens that a row has for sure
-        self._most = np.zeros(row_ids, np.int64)  # and at most, behind all launches
-        self._limits = np.zeros(row_ids, np.int64)
-        self._asking = set[int]()  # row ids that asked for log-probabilities
+        self._quiet = self._ahead = 0
+        self._reached, self._most, self._limits = (np.zeros(row_ids, np.int64) for _ in range(3))
+        self._asking = set[int]()
         self._flights: deque[Flight] = deque()
 
     def _reorder(self, order: Ids) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from graphrt.handle import RowFault
 from graphrt.kernels.types import FaultCode
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -47,6 +48,13 @@ def test_the_blocks_of_troubleshooting_run_one_after_another() -> None:
     assert "qkv: expected at address" in result.stdout
 
 
+def test_troubleshooting_says_first_what_its_blocks_need() -> None:
+    source = "\n".join(blocks(TROUBLESHOOTING, "python"))
+    section = TROUBLESHOOTING.split("\n## The code on this page")[1].split("\n## ")[0]
+    assert "interpreted()" in source
+    assert "TRITON_INTERPRET=1 python" in section
+
+
 def test_the_pages_about_graphs_run_with_its_manager(tmp_path: Path) -> None:
     page, bugs = ((ROOT / "docs" / f"{name}.md").read_text() for name in ("graph_page", "graph_bugs"))
     (of_manager,) = (block for block in blocks(bugs, "python") if "verify_runtime(manager" in block)
@@ -63,6 +71,17 @@ def test_the_pages_about_graphs_run_with_its_manager(tmp_path: Path) -> None:
 def test_troubleshooting_names_every_fault_code() -> None:
     named = re.findall(r"^\| ([A-Z_]+) \|", TROUBLESHOOTING, re.MULTILINE)
     assert named == [code.name for code in FaultCode if code]
+
+
+def test_pages_say_alike_which_faulty_rows_wrote_nothing() -> None:
+    """Codes of the sample are named; with every other one nothing was written, as the error of each says."""
+    of_sample = [code.name for code in FaultCode if code and "wrote nothing" not in str(RowFault(0, code, 0))]
+    assert of_sample == ["NO_TOKEN_OFFERED", "SAMPLE_OUT_OF_RANGE"]
+    assert f"A row with {' or '.join(of_sample)} has its KV written" in TROUBLESHOOTING
+    page = (ROOT / "docs" / "decode_step.md").read_text().split("\n## Faults")[1].split("\n## ")[0]
+    inputs, samples = ([cells(line)[0] for line in table[2:]] for table in tables(page))
+    assert samples == of_sample
+    assert inputs == [code.name for code in FaultCode if code and code.name not in of_sample]
 
 
 def test_the_tree_and_the_table_lead_to_sections_that_are_there() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ from graphrt.cli.options import CaptureOptions
 from graphrt.config import RuntimeConfig
 from graphrt.kernels.errors import ConfigError
 from graphrt.kernels.types import KVLayout
-from graphrt.models.loading import free_memory, load_model
+from graphrt.models.loading import DUMMY_PREFIX, free_memory, load_model
 from graphrt.models.shapes import shape_config
 from graphrt.runtime import Runtime, resolve_device
 from graphrt.sampling_params import SamplingParams
@@ -198,5 +199,14 @@ def _record(options: CaptureOptions, runtime: Runtime) -> Bundle:
         while not recording.done:
             session.run(1)
         session.collect(wait=True)
-    named = {"shape": options.shape, "seed": 0} if options.shape is not None else {"model": options.model}
-    return Bundle.of(recording, model=named)
+    return Bundle.of(recording, model=_named_model(options))
+
+
+def _named_model(options: CaptureOptions) -> dict[str, Any]:
+    """What a bundle says of the model, so that `graphrt replay` finds it from any folder."""
+    if options.shape is not None:
+        return {"shape": options.shape, "seed": 0}
+    model = str(options.model)
+    if model.startswith(DUMMY_PREFIX) or not (path := Path(model).expanduser()).exists():
+        return {"model": model}  # a hub id
+    return {"model": os.path.abspath(path)}

@@ -17,7 +17,7 @@ from graphrt.batch import Batch
 from graphrt.bundle import Bundle
 from graphrt.bundle_format import FORMAT, from_plain, to_plain, write_file
 from graphrt.config import RowTensor, RuntimeConfig
-from graphrt.kernels.errors import CapacityError, ConfigError, GraphRTError
+from graphrt.kernels.errors import CapacityError, ConfigError, GraphRTError, ReplayError
 from graphrt.kernels.types import KVLayout
 from graphrt.kv_cache import KVCache
 from graphrt.launch import Launch
@@ -211,11 +211,45 @@ def test_a_wrong_graph_shows(tmp_path: Path) -> None:
     assert found.logits_distance == pytest.approx(0.5 * float(bundle.launches[0].logits.abs().max()))
 
 
+def test_what_was_not_compared_is_not_called_equal(tmp_path: Path) -> None:
+    rig = make_rig(CPU)
+    recording = rig.manager.record()
+    rig.manager.replay(prompt(1, 2)).tokens()
+    bundle = Bundle.of(recording)
+    with (
+        bundle.open(rig.model, device=CPU, compare=False) as replays,
+        pytest.raises(ConfigError, match="run: expected a bundle opened to compare, got compare=False; that is"),
+    ):
+        replays.run(0)
+    for compare in (2, 0, "no", None):
+        with pytest.raises(ConfigError, match=f"compare: expected True or False, got {compare!r}"):
+            bundle.open(rig.model, device=CPU, compare=compare)  # type: ignore[arg-type]
+    with bundle.open(rig.model, device=CPU, compare=np.True_) as replays:  # type: ignore[arg-type]
+        assert replays.run(0).difference is None
+
+
+def test_a_wrong_graph_shows_however_often_it_runs() -> None:
+    """Stats keep the first 16 differences of a manager; a bundle tells of each launch."""
+    scale = [1.0]
+    model = ToyModel(CPU, torch.float32)
+    forward = model.forward
+    model.forward = lambda step: forward(step) * scale[0]  # type: ignore[method-assign]
+    rig = make_rig(CPU, model=model)
+    recording = rig.manager.record()
+    rig.manager.replay(prompt(1, 2)).tokens()
+    with Bundle.of(recording).open(model, device=CPU) as replays:
+        scale[0] = 0.5
+        assert all(replays.run().difference is not None for _ in range(20))
+        scale[0] = 1.0
+        assert replays.run().difference is None
+
+
 def test_what_is_too_large_is_not_run(device: torch.device) -> None:
     rig = make_rig(device, fill=0.0)
-    rig.manager.record(1, max_bytes=1000)
+    stopped = rig.manager.record(1, max_bytes=1000)
     with pytest.raises(CapacityError, match="record: expected at most max_bytes=1000 for 1 launches, got"):
         rig.manager.replay(prompt(1, 2, 3))
+    assert stopped.done
     recording = rig.manager.record(1)
     assert rig.manager.replay(prompt(1, 2, 3)).tokens().tolist() == [int(rig.model.oracle([1, 2, 3]).argmax())]
     assert recording.done
@@ -223,6 +257,35 @@ def test_what_is_too_large_is_not_run(device: torch.device) -> None:
         Bundle.of(rig.manager.record())
     with pytest.raises(ConfigError, match="launches: expected"):
         rig.manager.record(0)
+
+
+def test_one_recording_at_a_time() -> None:
+    rig = make_rig(CPU)
+    first = rig.manager.record(3)
+    rig.manager.replay(prompt(1, 2)).tokens()
+    with pytest.raises(ReplayError, match="record: expected no recording under way, got one with 1 of 3 launches"):
+        rig.manager.record()
+    rig.manager.replay(going_on(3)).tokens()
+    assert (len(first.launches), first.done) == (2, False)
+    first.stop()
+    first.stop()
+    rig.manager.replay(going_on(4)).tokens()
+    assert (len(first.launches), first.done) == (2, True)
+    second = rig.manager.record()
+    rig.manager.replay(going_on(5)).tokens()
+    rig.manager.replay(going_on(6)).tokens()
+    assert (len(first.launches), len(second.launches), second.done) == (2, 1, True)
+    rig.manager.record()  # the second one is over by itself
+    check_all(Bundle.of(first), rig.model)
+
+
+def test_a_recording_that_was_stopped_may_be_followed_at_once() -> None:
+    rig = make_rig(CPU)
+    first = rig.manager.record(2)
+    first.stop()
+    second = rig.manager.record()
+    rig.manager.replay(prompt(1, 2)).tokens()
+    assert (len(first.launches), len(second.launches)) == (0, 1)
 
 
 # -- files that are not as they were written

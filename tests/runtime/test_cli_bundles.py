@@ -22,6 +22,7 @@ from graphrt.models.config import ModelConfig
 from graphrt.models.loading import load_model
 from graphrt.models.rope import RopeConfig
 from graphrt.runtime import Runtime
+from tests.runtime.model_fixtures import save_oracle
 from tests.runtime.test_cli import ROOT, call
 
 TINY = ModelConfig(
@@ -83,6 +84,39 @@ def test_a_bundle_runs_again(graphrt, bundle: Path) -> None:
     assert "shape tiny, seed 0" in " ".join(log.split())
     code, out, log = graphrt("replay", bundle, "--device", "cpu", "--backend", "torch_reference", "--json-only")
     assert (code, len(out.splitlines()), log) == (0, 1, "")
+
+
+def test_a_folder_is_found_from_any_other(graphrt, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And where it was moved, or lies elsewhere on another machine, `--model` says where it is."""
+    path, folder = tmp_path / "m.bundle", tmp_path / "m"
+    save_oracle(folder, "Llama")
+    monkeypatch.chdir(tmp_path)
+    arguments = [*CAPTURE, "--record", path, "--prompt", 4, "--after", 1]
+    arguments[1:3] = "--model", "m"
+    code, _, log = graphrt(*arguments)
+    assert code == 0, log
+    assert Bundle.load(path).model == {"model": str(folder)}
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    code, out, log = graphrt("replay", path, "--device", "cpu")
+    assert code == 0, log
+    assert "tokens as recorded, logits as recorded" in out
+    folder.rename(tmp_path / "moved")
+    code, _, log = graphrt("replay", path, "--device", "cpu")
+    assert code == 1
+    assert f"got '{folder}', which does not exist" in " ".join(log.split())
+    code, out, log = graphrt("replay", path, "--device", "cpu", "--model", "../moved")
+    assert code == 0, log
+    assert "tokens as recorded, logits as recorded" in out
+
+
+def test_a_shape_behind_model_is_named_as_it_is(graphrt, tmp_path: Path) -> None:
+    path = tmp_path / "m.bundle"
+    arguments = [*CAPTURE, "--record", path, "--prompt", 4, "--after", 1]
+    arguments[1:3] = "--model", "dummy:tiny"
+    code, _, log = graphrt(*arguments)
+    assert code == 0, log
+    assert Bundle.load(path).model == {"model": "dummy:tiny"}
 
 
 def test_a_graph_that_differs_ends_with_1(graphrt, bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:

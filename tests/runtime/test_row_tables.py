@@ -12,7 +12,8 @@ from transformers import SequenceBiasLogitsProcessor
 from graphrt.batch import Batch
 from graphrt.config import RowTensor, RuntimeConfig
 from graphrt.generate import TextGenerator
-from graphrt.kernels.errors import ConfigError, GraphRTError, ShapeError, UnsupportedError
+from graphrt.kernels.errors import CapacityError, ConfigError, GraphRTError, ShapeError, UnsupportedError
+from graphrt.row_values import ROW_DTYPES
 from graphrt.runtime import Runtime
 from graphrt.sampling_params import SamplingParams
 from graphrt.session import DecodeSession, SessionRow
@@ -284,6 +285,11 @@ WRONG = [
     ("RowTensor('a', shape=(-1,))", ConfigError, r"RowTensor.shape\[0\]: expected"),
     ("RuntimeConfig(row_tensors=[RowTensor('a'), RowTensor('a')])", ConfigError, "expected names that differ"),
     ("RuntimeConfig(row_tensors=['a'])", ConfigError, "row_tensors: expected RowTensor"),
+    ("tables.record_prefix(0, [1] * 65)", CapacityError, "tokens: expected at most max_seq_len=64, got 65"),
+    ("tables.record_prefix(0, [1], prompt_len=1 << 40)", ConfigError, "prompt_len: expected an int from 0 to 21474836"),
+    ("tables.record_prefix(0, [1], prompt_len=-1)", ConfigError, "prompt_len: expected an int from 0 to 21474836"),
+    ("session.add([1], state={'own': [1 + 2j, 0]})", ShapeError, r"own: expected numbers of torch.float32, got \[\(1"),
+    ("tables.set_state({0: {'own': [2**24 + 1, 0.5]}})", ShapeError, "own: expected numbers of torch.float32, got"),
 ]
 
 
@@ -302,10 +308,44 @@ def test_wrong_calls_are_named_and_change_nothing(call: str, error: type[Excepti
         assert all(torch.equal(before[name], tensor) for name, tensor in runtime.manager.buffers.named())
 
 
-@pytest.mark.parametrize("initial", [1.5, 2**31, math.nan])
-def test_an_initial_value_that_does_not_fit_is_named(initial: float) -> None:
-    with pytest.raises(ShapeError, match=r"id: expected numbers of torch.int32, got (1.5|2147483648|nan); pass some"):
-        runtime_of(torch.device("cpu"), row_tensors=(RowTensor("id", dtype=torch.int32, initial=initial),))
+@pytest.mark.parametrize(
+    ("dtype", "initial"),
+    [(torch.int32, 1.5), (torch.int32, 2**31), (torch.int32, math.nan), (torch.int8, 300), (torch.float16, 2049)],
+)
+def test_an_initial_value_that_does_not_fit_is_named(dtype: torch.dtype, initial: float) -> None:
+    with pytest.raises(ConfigError, match=rf"RowTensor.initial: expected numbers of {dtype}, got {initial}; pass some"):
+        RowTensor("id", dtype=dtype, initial=initial)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint16, torch.uint64, torch.complex64, torch.float8_e4m3fnuz, "int32", None])
+def test_dtypes_that_no_row_tensor_has_are_named(dtype: object) -> None:
+    with pytest.raises(ConfigError, match=r"RowTensor.dtype: expected a float, a signed int, uint8 or bool, got"):
+        RowTensor("id", dtype=dtype)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("dtype", ROW_DTYPES, ids=str)
+def test_row_tensors_of_every_dtype_reach_the_model(dtype: torch.dtype, device: torch.device) -> None:
+    class Told:
+        """The token that a row was told: 1 or 0."""
+
+        def __call__(self, step: Step) -> torch.Tensor:
+            told = step.row_state("told")
+            assert told.dtype == dtype
+            return (told.double()[:, None] == torch.arange(VOCAB, device=device)).float()
+
+    runtime = runtime_of(device, Told(), row_tensors=(RowTensor("told", dtype=dtype),))
+    with DecodeSession(runtime) as session:
+        rows = [session.add([5], SamplingParams(3), state=state) for state in ({"told": 1}, {"told": 0}, None)]
+        session.run(1)
+        fork = session.fork(rows[0])
+        finish(session)
+        assert [row.tokens for row in (*rows, fork)] == [[told] * 3 for told in (1, 0, 0, 1)]
+
+
+def test_a_prefix_as_long_as_a_row_is_counted() -> None:
+    tables = runtime_of(torch.device("cpu")).manager.row_tables
+    tables.record_prefix(0, [1] * 64, prompt_len=2**31 - 1)
+    tables.record_prefix(1, [])
 
 
 def test_what_was_said_of_a_row_that_went_is_not_said_of_the_next_one() -> None:

@@ -1,0 +1,83 @@
+"""Values of a row's own tensors: numbers that somebody passed, as a tensor of the dtype that was declared."""
+
+from __future__ import annotations
+
+from numbers import Integral
+
+import numpy as np
+import torch
+
+from graphrt.kernels.checks import shown
+from graphrt.kernels.errors import GraphRTError
+
+ROW_DTYPES = (
+    torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2,
+    torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool,
+)  # fmt: skip
+"""Dtypes of row tensors: those that a replay bundle can hold."""
+
+_INT64_END = 2.0**63
+
+
+def converted(name: str, value: object, dtype: torch.dtype, error: type[GraphRTError]) -> torch.Tensor:
+    """A copy of `value` on the host, in `dtype` and its own shape: of a number, lists of them, an array or a tensor.
+
+    2**24 + 1 into float32 raises, as float32 has no such number. 0.1 is rounded, and 2.0 passes into int32. So an int
+    must be a number of `dtype`, and so must all that goes into ints and bools. Where a float goes into floats, it is
+    rounded, and may not lie beyond their range.
+
+    Raises: `error` for what are no real numbers, ints beyond 64 bits, and numbers that `dtype` does not have.
+    """
+    try:
+        tensor = _tensor_of(value, dtype)
+    except (TypeError, ValueError, RuntimeError, OverflowError) as cause:
+        raise error(f"{name}: expected numbers of {dtype}, got {shown(value)}; pass numbers") from cause
+    if tensor is None:
+        raise error(f"{name}: expected numbers of {dtype}, got {shown(value)}; pass some that fit")
+    return tensor
+
+
+def _tensor_of(value: object, dtype: torch.dtype) -> torch.Tensor | None:
+    """None for numbers that `dtype` does not have."""
+    if isinstance(value, torch.Tensor):
+        return _kept(value.detach().cpu(), dtype)
+    array = np.array(value)
+    tensor = _kept(torch.from_numpy(array), dtype)
+    if tensor is None or array.dtype.kind != "f" or not isinstance(value, (list, tuple)):
+        return tensor
+    # NumPy makes floats of the ints that stand beside floats, which rounds them: they are converted by themselves.
+    items = np.array(value, dtype=object)
+    is_int = np.array([isinstance(item, Integral) for item in items.flat], np.bool_)
+    if is_int.any():
+        ints = _tensor_of(items.reshape(-1)[is_int].tolist(), dtype)
+        if ints is None:
+            return None
+        tensor.view(-1)[torch.from_numpy(is_int)] = ints
+    return tensor
+
+
+def _kept(given: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:
+    """A copy in `dtype`, None where that changes a number."""
+    if given.is_complex() or given.layout is not torch.strided or given.is_nested:
+        raise TypeError("no real numbers, or no dense tensor")
+    if dtype.is_floating_point and given.is_floating_point():
+        tensor, wide = given.to(dtype, copy=True), given.double()
+        inside = wide.abs() <= torch.finfo(dtype).max
+        same = (tensor.double() == wide) | (tensor.double().isnan() & wide.isnan())  # infinities, which not all have
+        return tensor if bool((inside | same).all()) else None
+    whole = _as_int64(given)
+    if whole is None:
+        return None
+    tensor = whole.to(dtype, copy=True)
+    back = _as_int64(tensor)
+    return tensor if back is not None and torch.equal(back, whole) else None
+
+
+def _as_int64(numbers: torch.Tensor) -> torch.Tensor | None:
+    """None where some are no ints of 64 bits."""
+    if numbers.is_floating_point():
+        wide = numbers.double()
+        inside = (wide >= -_INT64_END) & (wide < _INT64_END) & (wide == wide.trunc())
+        return wide.long() if bool(inside.all()) else None
+    whole = numbers.to(torch.int64)
+    return None if numbers.dtype is torch.uint64 and bool((whole < 0).any()) else whole
