@@ -15,6 +15,14 @@ from graphrt.testing.verify_subject import Inputs, Target
 
 _TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 4e-2}
 
+SURELY = 3
+"""How often a run that is wrong is repeated: what changes from run to run may come out alike by chance."""
+_NO_REPEAT = "the step does not repeat: the same run, twice in a row, gives two results"
+_NO_REPEAT_BECAUSE = (
+    "it takes something that is no tensor and no value of Python within reach, such as a clock, an iterator or a write "
+    "that races; let refresh() put that into a tensor. Nothing else was compared"
+)
+
 
 class Verification:
     """One call of `verify`.
@@ -24,6 +32,7 @@ class Verification:
     exact       of each case: what the oracle gave
     written     of each case and buffer: which elements `refresh` writes
     trespassed  whether the step writes to unowned state: its poison would only repeat that
+    unrepeatable  whether the step gives two results twice in a row: nothing else is compared then
     """
 
     def __init__(
@@ -38,7 +47,7 @@ class Verification:
         self.exact: dict[str, Outcome] = {}
         self.written: dict[str, dict[str, torch.Tensor]] = {}
         self.blamer = Blamer(self.runs, self.reference)
-        self.trespassed = False
+        self.trespassed = self.unrepeatable = False
 
     @property
     def has_results(self) -> bool:
@@ -73,7 +82,26 @@ class Verification:
                 return
         self.findings.append(finding)
 
-    def repeat(self) -> None:
+    def repeats(self, case: Case, times: int = 1) -> bool:
+        """Whether the step gives the same twice in a row. Where it does not, no other comparison means anything.
+
+        times   how often that is asked
+        """
+        contents, expected = self.reference[case.name]
+        for _ in range(times):
+            once = self.runs.eager(case, contents)
+            if self.runs.same(case, once, expected):
+                continue
+            again = self.runs.eager(case, contents)
+            if self.runs.same(case, again, once) or self.blamer.remembered(case, self.host):
+                return True  # it depends on what ran before, and the checks of that say on what
+            wrong = None if again.error or once.error else self.runs.difference(case, again, once)
+            self.find("determinism", case, "", _NO_REPEAT, Blame("", (), _NO_REPEAT_BECAUSE), wrong)
+            self.unrepeatable = True
+            return False
+        return True
+
+    def count_again(self) -> None:
         """One more wrong replay, which is not explained by itself."""
         if self.findings:
             self.findings[-1] = replace(self.findings[-1], repeats=self.findings[-1].repeats + 1)

@@ -26,7 +26,13 @@ def coverage(v: Verification, graphs: GraphChecks, captures: Sequence[str]) -> t
     by = "the subject's own capture" if target.capture is not None else "a CUDA graph" if cuda else "an op tape"
     shown = ", ".join(captures)
     note("graph", cases, f"{by}, captured at {shown}; cases {', '.join(cases)}, the captured one last", "no case ran")
-    note("padding", v.exact, f"padded against exact results of {len(v.exact)} cases", "no eager oracle is given")
+    exact = {name: outcome for name, outcome in v.exact.items() if name in v.reference and outcome.outputs}
+    why = "no eager oracle is given" if target.eager is None else "the oracle gave no results"
+    note("padding", exact, f"padded against exact results of {len(exact)} cases", why)
+    if unknown := sorted(
+        {name for case in exact for name in set(v.reference[case][1].outputs) - set(exact[case].outputs)}
+    ):
+        left["outputs"] = f"the oracle gives none of {', '.join(unknown)}: replays are compared with eager runs only"
     poisoned = sorted(runs.rewritten | target.derived)
     note("history", poisoned, f"poison in {', '.join(poisoned)} before refresh()", "refresh() writes to no buffer")
     kept = sorted(set(target.buffers) - runs.rewritten - target.derived)
@@ -42,6 +48,9 @@ def coverage(v: Verification, graphs: GraphChecks, captures: Sequence[str]) -> t
         "refresh() writes all of each buffer",
     )
     note("state", target.state, f"{', '.join(target.state)} after each run", "no state is named")
+    if target.state:
+        what = "each case from what another one left, by step and oracle"
+        note("state goes on", exact, what, "no oracle gives results")
     zeros = [name for name, t in runs.state.items() if t.is_floating_point() and t.numel() and not bool(t.any())]
     if zeros:
         left["zeros"] = (
@@ -71,13 +80,16 @@ def coverage(v: Verification, graphs: GraphChecks, captures: Sequence[str]) -> t
         left["unnamed state"] = f"restored before each run, not compared: {', '.join(target.hidden)}; name it in state"
     if runs.standing:
         left["old results"] = f"the step returns memory of before it, not poisoned: {', '.join(sorted(runs.standing))}"
+    if v.unrepeatable:
+        left |= dict.fromkeys(done, "the step does not repeat, so that nothing can be compared")
+        done.clear()
     return done, left
 
 
 def _changing(cases: Mapping[str, Case]) -> list[str]:
     values: dict[str, set[object]] = {}
     for case in cases.values():
-        for name, value in case.inputs.items():
+        for name, value in case.named.items():
             if isinstance(value, (int, float, bool, str)):
                 values.setdefault(name, set()).add(value)
     return [name for name, seen in values.items() if len(seen) > 1]

@@ -35,7 +35,9 @@ class Subject(Protocol):
     state              tensors by name that persist from step to step: KV cache, counters. Restored before every run,
                        and compared after it
     derived            names of buffers that `run` itself rewrites in full before it reads them
-    eager(inputs)      the same computation without padding, static buffers or a graph: the oracle. It may read `state`
+    eager(inputs)      the same computation without padding, static buffers or a graph: the oracle. It returns results.
+                       It starts from the same `state` as `run`, as given and as another case left it, and reads what is
+                       to go on; it may change the state as the step should
     real(inputs)       which part of each output, and of each state tensor, counts: {"out": slice(0, n)}. Left out, the
                        shapes of what `eager` returns say it for outputs, and else everything counts
     unowned(inputs)    which part of each state tensor the step may neither read nor write: {"kv": free_pages}
