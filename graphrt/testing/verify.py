@@ -16,8 +16,9 @@ from typing import Any
 
 import torch
 
-from graphrt.kernels.checks import check_callable, check_int, check_number, check_sequence
+from graphrt.kernels.checks import check_callable, check_int, check_number
 from graphrt.kernels.errors import ConfigError
+from graphrt.testing.verify_checks import check_cases, check_dims, check_permute, check_tensors
 from graphrt.testing.verify_context import Verification
 from graphrt.testing.verify_coverage import coverage
 from graphrt.testing.verify_eager import EagerChecks
@@ -68,17 +69,18 @@ def verify(
     check_callable("make_inputs", make_inputs, advice="pass a function of the number of a case")
     if isinstance(cases, int):
         cases = range(check_int("cases", cases, 1, advice="4 is usual"))
-    numbers = list(check_sequence("cases", cases, of="numbers of cases", error=ConfigError))
+    numbers = check_cases("cases", cases)
     if captures is not None:
-        check_sequence("captures", captures, of="numbers of cases", error=ConfigError)
-    if not numbers or (captures is not None and not len(captures)):
-        raise ConfigError(f"{'captures' if numbers else 'cases'}: expected at least one, got none; name some")
+        captures = check_cases("captures", captures)
+    dims = check_dims({} if dims is None else dims)
+    check_tensors("state", {} if state is None else state)
     if eager is not None:
         check_callable("eager", eager, advice="pass the oracle, or leave it out")
     if tolerance is not None:
         check_number("tolerance", tolerance, 0.0, advice="pass 0 for bit by bit, or leave it out")
     with torch.inference_mode():
         inputs = {str(n): make_inputs(n) for n in numbers}
+        permute = check_permute(permute, inputs[str(numbers[0])])
         if permute:
             inputs[f"{numbers[0]} reversed"] = _reversed(inputs[str(numbers[0])], permute)
         if is_plain(step):
@@ -95,11 +97,11 @@ def verify(
             raise ConfigError(f"captures: expected some of the cases {list(inputs)}, got {sorted(unknown)}; add them")
         if captures is None:
             names = list(dict.fromkeys((names[0], names[-1], names[len(names) // 2])))
-        verification = Verification(target, inputs, dims or {}, tolerance)
+        verification = Verification(target, inputs, dims, tolerance)
         eagerly, graphs = EagerChecks(verification), GraphChecks(verification)
         try:
             eagerly.prepare()
-            eagerly.check(bool(permute))
+            eagerly.check(permute)
             if not verification.has_results:
                 raise ConfigError(
                     "step: expected results, or buffers or state that it changes, got none; return what it computes"
@@ -119,6 +121,4 @@ def verify(
 
 
 def _reversed(inputs: Inputs, names: Sequence[str]) -> dict[str, Any]:
-    if unknown := set(names) - set(inputs):
-        raise ConfigError(f"permute: expected names of inputs, got {sorted(unknown)}; name what make_inputs gives")
     return {name: value.flip(0) if name in names else value for name, value in inputs.items()}

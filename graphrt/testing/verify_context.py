@@ -7,10 +7,11 @@ from dataclasses import replace
 
 import torch
 
+from graphrt.kernels.errors import ConfigError
 from graphrt.testing.verify_blame import Blame, Blamer
 from graphrt.testing.verify_host import HostValues
 from graphrt.testing.verify_report import Difference, VerifyFinding
-from graphrt.testing.verify_runs import Case, Contents, Outcome, Runs
+from graphrt.testing.verify_runs import Case, Contents, Outcome, Runs, check_part
 from graphrt.testing.verify_subject import Inputs, Target
 
 _TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 4e-2}
@@ -32,6 +33,7 @@ class Verification:
     exact       of each case: what the oracle gave
     written     of each case and buffer: which elements `refresh` writes
     trespassed  whether the step writes to unowned state: its poison would only repeat that
+    reversed    whether rows in reverse order were compared
     unrepeatable  whether the step gives two results twice in a row: nothing else is compared then
     """
 
@@ -40,6 +42,9 @@ class Verification:
     ) -> None:
         self.target, self._tolerance = target, tolerance
         self.cases = {name: Case(name, values, target.real(values)) for name, values in inputs.items()}
+        for values in inputs.values():
+            for name, index in target.unowned(values).items():
+                check_part("unowned", name, target.state[name], index)
         self.runs = Runs(target, dims)
         self.host = HostValues.take(*target.root)
         self.findings: list[VerifyFinding] = []
@@ -47,13 +52,22 @@ class Verification:
         self.exact: dict[str, Outcome] = {}
         self.written: dict[str, dict[str, torch.Tensor]] = {}
         self.blamer = Blamer(self.runs, self.reference)
-        self.trespassed = self.unrepeatable = False
+        self.trespassed = self.unrepeatable = self.reversed = False
 
     @property
     def has_results(self) -> bool:
         """Whether there is anything to compare; True where no case ran."""
         outcomes = [outcome for _, outcome in self.reference.values()]
         return bool(self.target.state) or not outcomes or any(outcome.outputs for outcome in outcomes)
+
+    def check_dims(self) -> None:
+        """Raises: ConfigError where `dims` names something that no case gives."""
+        known = {name for _, outcome in self.reference.values() for name in outcome.outputs}
+        known |= {f"state {name}" for name in self.target.state}
+        if self.reference and (unknown := sorted(set(self.runs.dims) - known)):
+            raise ConfigError(
+                f"dims: expected names of outputs, {sorted(known)}, got {unknown}; name what run() returns"
+            )
 
     def tolerance(self, dtype: torch.dtype) -> float:
         """Of padded results against exact ones."""

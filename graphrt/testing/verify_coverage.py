@@ -75,7 +75,9 @@ def coverage(v: Verification, graphs: GraphChecks, captures: Sequence[str]) -> t
     plain = isinstance(target.subject, PlainSubject)
     guarded = "guards around every buffer" if plain else "guards of the subject's canaries"
     note("canary", target.canaries is not None, guarded, "the buffers are not from a Canaries")
-    note("permute", any(n.endswith(" reversed") for n in cases), "rows in reverse order", "no permute= is given")
+    asked = any(name.endswith(" reversed") for name in cases)
+    why = "no result has a row for each of the inputs" if asked else "no permute= is given"
+    note("permute", v.reversed, "rows in reverse order", why)
     if target.hidden:
         left["unnamed state"] = f"restored before each run, not compared: {', '.join(target.hidden)}; name it in state"
     if runs.standing:

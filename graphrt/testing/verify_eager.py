@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -130,13 +130,14 @@ class EagerChecks:
             tensor.copy_(torch.where(written[name], low, old))
         return written
 
-    def check(self, permuted: bool) -> None:
+    def check(self, permuted: Sequence[str] = ()) -> None:
         """The oracle's results, and the padded step's, each from the reference world; then what either goes on from.
 
         Raises: ConfigError for an oracle that gives nothing, and for parts that `real` names and nobody has.
         """
         self._run_oracles()
         self._run_references()
+        self._v.check_dims()
         if not self._v.cases or not self._v.repeats(next(iter(self._v.cases.values()))):
             return
         for case in self._v.cases.values():
@@ -149,7 +150,7 @@ class EagerChecks:
                 self._v.trespassed = True
         self._check_memory()
         if permuted:
-            self._check_reversed()
+            self._check_reversed(permuted)
 
     def _run_oracles(self) -> None:
         if self._v.target.eager is None:
@@ -380,22 +381,33 @@ class EagerChecks:
                     return Blame("padding", (name,), because)
         return None
 
-    def _check_reversed(self) -> None:
+    def _check_reversed(self, permuted: Sequence[str]) -> None:
         """Rows in reverse order must give the results in reverse order."""
-        names = [*self._v.exact]
-        first, other = self._v.exact.get(names[0]), self._v.exact.get(names[-1])
-        if first is None or other is None or first.error or other.error:
+        backwards = next((case for case in self._v.cases.values() if case.name.endswith(" reversed")), None)
+        first = self._v.cases.get(backwards.name.removesuffix(" reversed")) if backwards is not None else None
+        if first is None or backwards is None:  # one of both raised, and `eager` has said so
             return
-        for name, want in first.outputs.items():
-            have = other.outputs.get(name)
-            if have is None or have.shape != want.shape or not want.dim():
+        wanted, found = self._row_results(first, permuted), self._row_results(backwards, permuted)
+        for name, want in wanted.items():
+            have = found.get(name)
+            if have is None or have.shape != want.shape:
                 continue
-            tolerance = self._v.tolerance(want.dtype)
-            if wrong := first_difference(
-                name, have.flip(0), want, tolerance=tolerance, dims=self._v.runs.dims.get(name)
-            ):
+            self._v.reversed = True
+            tolerance, dims = self._v.tolerance(want.dtype), self._v.runs.dims.get(name)
+            if wrong := first_difference(name, have.flip(0), want, tolerance=tolerance, dims=dims):
                 text = "rows in reverse order do not give the results in reverse order"
-                case = next(iter(self._v.cases.values()))
-                self._v.find(
-                    "permute", case, "", text, Blame("", (), "a row's result depends on where it stands"), wrong
-                )
+                blame = Blame("", (), "a row's result depends on where it stands")
+                self._v.find("permute", first, "", text, blame, wrong)
+
+    def _row_results(self, case: Case, permuted: Sequence[str]) -> dict[str, torch.Tensor]:
+        """The results that have a row for each row of the inputs: the oracle's, or else the step's without pad rows."""
+        rows = len(case.named[permuted[0]])
+        exact = self._v.exact.get(case.name)
+        if exact is not None and exact.outputs:
+            return {name: tensor for name, tensor in exact.outputs.items() if tensor.shape[:1] == (rows,)}
+        found = {}
+        for name, tensor in self._v.reference[case.name][1].outputs.items():
+            cut = tensor[case.real[name]] if name in case.real else tensor[:rows] if tensor.dim() else tensor
+            if cut.shape[:1] == (rows,):
+                found[name] = cut
+        return found

@@ -117,8 +117,8 @@ def blame_state(runs: Runs, past: Past, have: Outcome, agree: Callable[[Mapping[
         parts.append(_part(name, mask.view(past.state[name].shape)))
     because = (
         f"the step goes on from what case {past.case.name} left in {', '.join(parts)}, and its oracle does not, or not "
-        "in the same way: mask what is stale there; where it is to go on, let the oracle read the state, from which both "
-        "start"
+        "in the same way: mask what is stale there; where it is to go on, let the oracle read the state, as both start "
+        "from it"
     )
     return Blame("state", tuple(f"state {name}" for name in chosen), because)
 

@@ -156,7 +156,7 @@ class Runs:
         """Widen what is known of the values of integer buffers."""
         for name, tensor in self.target.buffers.items():
             if tensor.numel() and not (tensor.is_floating_point() or tensor.is_complex()):
-                low, high = float(tensor.min()), float(tensor.max())
+                low, high = _span(tensor)
                 old = self.ranges.get(name, (low, high))
                 self.ranges[name] = (min(low, old[0]), max(high, old[1]))
 
@@ -273,7 +273,7 @@ class Runs:
         for name, index in self.target.unowned(case.inputs).items():
             tensor = self.target.state[name]
             if name not in skip and tensor.numel():
-                low, high = (0.0, 0.0) if tensor.is_floating_point() else (float(tensor.min()), float(tensor.max()))
+                low, high = (0.0, 0.0) if tensor.is_floating_point() or tensor.is_complex() else _span(tensor)
                 part = tensor[index].clone()
                 fill(part, world, (low, high))
                 tensor[index] = part
@@ -330,6 +330,13 @@ class Runs:
     @property
     def name(self) -> str:
         return name_of(self.target.subject)
+
+
+def _span(tensor: torch.Tensor) -> tuple[float, float]:
+    """Smallest and largest of integers. torch has none of either for wide unsigned ones."""
+    wide = tensor.dtype in (torch.uint16, torch.uint32, torch.uint64)
+    low, high = (tensor.double() if wide else tensor).aminmax()
+    return float(low), float(high)
 
 
 def check_part(what: str, name: str, tensor: torch.Tensor, index: Any) -> None:
