@@ -63,7 +63,8 @@ def verify(
     filled with poison, and with it results of other graphs that were not copied yet. Works in inference mode; not
     capture-safe.
 
-    Raises: ConfigError for arguments that do not fit each other. What is wrong with the step is in the report.
+    Raises: ConfigError for arguments that do not fit, and for an oracle without results. What is wrong with the step is
+    in the report.
     """
     start = time.perf_counter()
     check_callable("make_inputs", make_inputs, advice="pass a function of the number of a case")
@@ -83,15 +84,7 @@ def verify(
         permute = check_permute(permute, inputs[str(numbers[0])])
         if permute:
             inputs[f"{numbers[0]} reversed"] = _reversed(inputs[str(numbers[0])], permute)
-        if is_plain(step):
-            for values in inputs.values():
-                check_takes(step, values)  # type: ignore[arg-type]
-            step = PlainSubject(step, list(inputs.values()), pad or {}, state or {})  # type: ignore[arg-type]
-        elif pad:
-            raise ConfigError("pad: expected none beside a Subject, got some; refresh() writes what its buffers hold")
-        elif state:
-            raise ConfigError("state: expected none beside a Subject, got some; let it have an attribute state")
-        target = Target(step, eager)
+        target = _target(step, list(inputs.values()), eager, pad or {}, state or {})
         names = list(inputs) if captures is None else [str(n) for n in captures]
         if unknown := set(names) - set(inputs):
             raise ConfigError(f"captures: expected some of the cases {list(inputs)}, got {sorted(unknown)}; add them")
@@ -118,6 +111,24 @@ def verify(
         name_of(target.subject), tuple(verification.findings), checked, not_checked, runs.eager_runs, runs.replays,
         seconds, seconds - graphs.seconds,
     )  # fmt: skip
+
+
+def _target(
+    step: Callable[..., Output] | Subject,
+    cases: Sequence[Inputs],
+    eager: Callable[..., Output] | None,
+    pad: Mapping[str, float],
+    state: Mapping[str, torch.Tensor],
+) -> Target:
+    if is_plain(step):
+        for values in cases:
+            check_takes(step, values)  # type: ignore[arg-type]
+        step = PlainSubject(step, cases, pad, state)  # type: ignore[arg-type]
+    elif pad:
+        raise ConfigError("pad: expected none beside a Subject, got some; refresh() writes what its buffers hold")
+    elif state:
+        raise ConfigError("state: expected none beside a Subject, got some; let it have an attribute state")
+    return Target(step, eager)
 
 
 def _reversed(inputs: Inputs, names: Sequence[str]) -> dict[str, Any]:

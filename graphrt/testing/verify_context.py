@@ -33,6 +33,7 @@ class Verification:
     exact       of each case: what the oracle gave
     written     of each case and buffer: which elements `refresh` writes
     trespassed  whether the step writes to unowned state: its poison would only repeat that
+    from_others how many cases ran from the state that another one left, by step and oracle
     reversed    whether rows in reverse order were compared
     unrepeatable  whether the step gives two results twice in a row: nothing else is compared then
     """
@@ -53,6 +54,7 @@ class Verification:
         self.written: dict[str, dict[str, torch.Tensor]] = {}
         self.blamer = Blamer(self.runs, self.reference)
         self.trespassed = self.unrepeatable = self.reversed = False
+        self.from_others = 0
 
     @property
     def has_results(self) -> bool:

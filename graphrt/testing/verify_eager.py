@@ -226,6 +226,7 @@ class EagerChecks:
             return wrong is None and bool(want.error) == bool(have.error)
 
         want, have, wrong = compare(past.state)
+        self._v.from_others += 1
         if wrong is None and bool(want.error) == bool(have.error):
             return  # or both refuse such a state
         text = "from the state that another case left, the step differs from its oracle"
