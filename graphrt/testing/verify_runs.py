@@ -335,8 +335,8 @@ class Runs:
 def _span(tensor: torch.Tensor) -> tuple[float, float]:
     """Smallest and largest of integers. torch has none of either for wide unsigned ones."""
     wide = tensor.dtype in (torch.uint16, torch.uint32, torch.uint64)
-    low, high = (tensor.double() if wide else tensor).aminmax()
-    return float(low), float(high)
+    values = tensor.double() if wide else tensor
+    return float(values.min()), float(values.max())
 
 
 def check_part(what: str, name: str, tensor: torch.Tensor, index: Any) -> None:
