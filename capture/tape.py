@@ -18,10 +18,11 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_map_only
 
 from graphrt.capture.descriptor import BatchDescriptor
 from graphrt.capture.graph import NOTHING, CapturedGraph, GraphReport, StepFunction, check_loop, ordinary
+from graphrt.capture.host_reads import reads_host, tensors_in
 from graphrt.kernels.errors import CaptureError, ReplayError
 from graphrt.kernels.library import composite_impl, cpu_runs_triton, interpreted
 
@@ -53,7 +54,7 @@ class TapeEntry:
     def run(self) -> None:
         with interpreted() if self.interpret else contextlib.nullcontext():
             result = self.func(*self.args, **self.kwargs)
-        for kept, new in zip(self.outputs, _tensors(result), strict=True):
+        for kept, new in zip(self.outputs, tensors_in(result), strict=True):
             if kept is not None:
                 kept.copy_(new)
 
@@ -188,6 +189,7 @@ class _TapeWriter(TorchDispatchMode):
         self.entries: list[TapeEntry] = []
         self.made: list[MadeMemory] = []
         self.inside_op = False
+        self.sets_number = False  # within `x[index] = number`
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -196,10 +198,10 @@ class _TapeWriter(TorchDispatchMode):
         if (opened := composite_impl(func)) is not None:
             with self:
                 return opened(*args, **kwargs)
-        if _reads_host(func, args, kwargs):
+        if reads_host(func, args, kwargs, sets_number=self.sets_number):
             raise CaptureError(
                 f"{func}: expected ops whose results stay on the device, got one that reads values on the host or has "
-                "a data-dependent shape; a graph cannot hold it, compute with masks or fixed shapes"
+                "a data-dependent shape; a graph cannot hold it, compute with torch.where, masked_fill or fixed shapes"
             )
         self.inside_op = True
         try:
@@ -211,11 +213,11 @@ class _TapeWriter(TorchDispatchMode):
             return result
         if torch.Tag.inplace_view in func.tags:
             return result  # changes no data: a launch finds shape and memory as they were left
-        inputs = {t.untyped_storage().data_ptr() for t in _tensors((args, kwargs))}
+        inputs = {t.untyped_storage().data_ptr() for t in tensors_in((args, kwargs))}
         # Results that are memory of their own; None stands for a view of an input, which needs no filling. The caller
         # may change a result's shape in place (squeeze_, t_), so the tape keeps a view of its own.
         kept = tuple(
-            None if t.untyped_storage().data_ptr() in inputs else t.detach() for t in _tensors(result)
+            None if t.untyped_storage().data_ptr() in inputs else t.detach() for t in tensors_in(result)
         )  # fmt: skip
         if func._schema.is_mutable or any(t is not None for t in kept):
             args, kwargs = _aliases((args, kwargs))
@@ -249,17 +251,13 @@ class _HostReadGuard(TorchFunctionMode):
                 f"Tensor.{name}: expected no host read of a tensor during capture, got one; the value would be frozen "
                 "in the graph, keep it in a tensor"
             )
-        return func(*args, **(kwargs or {}))
-
-
-def _reads_host(func: Any, args: Any, kwargs: Any) -> bool:
-    if torch.Tag.data_dependent_output in func.tags:
-        return True
-    if torch.Tag.dynamic_output_shape not in func.tags:
-        return False
-    # Indexing is tagged because of masks; with integer indices its shape is known and CUDA can capture it.
-    masks = any(t.dtype in (torch.bool, torch.uint8) for t in _tensors((args[1:], kwargs)))
-    return bool(func._schema.name != "aten::index" or masks)
+        if name != "__setitem__" or len(args) < 3 or isinstance(args[2], torch.Tensor):
+            return func(*args, **(kwargs or {}))
+        self._writer.sets_number = True
+        try:
+            return func(*args)
+        finally:
+            self._writer.sets_number = False
 
 
 def _aliases(tree: Any) -> Any:
@@ -267,7 +265,3 @@ def _aliases(tree: Any) -> Any:
     the memory and the shapes of the capture, whatever the caller gives its tensors later."""
     made: dict[int, torch.Tensor] = {}
     return tree_map_only(torch.Tensor, lambda tensor: made.setdefault(id(tensor), tensor.detach()), tree)
-
-
-def _tensors(tree: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 
-from graphrt.kernels.errors import ConfigError
 from graphrt.testing.verify import verify
 from tests.verify_examples import COUNTS, WEIGHT, Copies, rows, silu
 
@@ -44,9 +43,9 @@ def test_a_right_step_is_silent(step: Any) -> None:
 
 
 def test_what_it_costs_when_all_is_well() -> None:
-    """Per case one exact and one padded run, and one more where the host may remember; replays are cheap."""
+    """Per case one run that shows what it writes, an exact and a padded one; and two repetitions."""
     report = verify(silu, rows)
-    assert report.eager_runs <= 2 * len(COUNTS) + 3
+    assert report.eager_runs <= 3 * len(COUNTS) + 2
     assert report.replays == 3 * 3 * len(COUNTS), "captured at three cases, every case over three histories"
     assert 0 < report.check_seconds <= report.seconds
 
@@ -125,47 +124,6 @@ def test_what_a_function_keeps_is_found() -> None:
     report = verify(step, lambda case: {"x": torch.full((3, 6), case + 1.0)})
     assert report.blamed == ("kept['sum']",)
     assert "name it in state" in str(report)
-
-
-ARGUMENTS = {
-    "cases": ({"cases": 0}, "cases: expected an int >= 1, got 0"),
-    "no number": ({"cases": 1.5}, "cases: expected a list or tuple of numbers of cases, got 1.5"),
-    "one capture": ({"captures": 1}, "captures: expected a list or tuple of numbers of cases, got 1"),
-    "no capture": ({"captures": []}, "captures: expected at least one, got none"),
-    "make_inputs": ({"make_inputs": 4}, "make_inputs: expected a callable, got 4"),
-    "eager": ({"eager": 4}, "eager: expected a callable, got 4"),
-    "tolerance": ({"tolerance": float("nan")}, "tolerance: expected a finite number >= 0, got nan"),
-    "no result": ({"step": lambda x: None}, "step: expected results, or buffers or state that it changes, got none"),
-    "captures": ({"captures": [9]}, r"captures: expected some of the cases \['0', '1', '2', '3'\]"),
-    "pad": ({"pad": {"y": 0}}, "pad: expected names of inputs"),
-    "pad's value": ({"pad": {"x": "0"}}, r"pad\['x'\]: expected int or float, got '0'"),
-    "permute": ({"permute": ["y"]}, "permute: expected names of inputs"),
-    "names": ({"make_inputs": lambda case: {"y": torch.ones(2)}}, "make_inputs: expected the arguments of silu"),
-    "dtype": (
-        {"make_inputs": lambda case: {"x": torch.ones(2, 6, dtype=(torch.float32, torch.int64)[case % 2])}},
-        "x: expected one dtype",
-    ),
-    "step": ({"step": 3}, "step: expected a function, or an object with buffers, refresh and run, got one without"),
-    "output": ({"step": lambda x: [1]}, ""),
-}
-
-
-@pytest.mark.parametrize("name", ARGUMENTS)
-def test_arguments_that_do_not_fit(name: str) -> None:
-    options, text = ARGUMENTS[name]
-    options = dict(options)
-    step, make_inputs = options.pop("step", silu), options.pop("make_inputs", rows)
-    if not text:
-        report = verify(step, make_inputs, **options)
-        assert "expected a tensor, got int" in str(report)
-        return
-    with pytest.raises(ConfigError, match=text):
-        verify(step, make_inputs, **options)
-
-
-def test_names_that_differ_between_cases() -> None:
-    with pytest.raises(ConfigError, match="expected the names"):
-        verify(lambda **inputs: inputs["x"], lambda case: {"x": torch.ones(2), **({"y": 1} if case else {})})
 
 
 # -- objects

@@ -84,6 +84,16 @@ def test_the_examples_of_the_page_run() -> None:
     assert "x[3:8] holds case 0's values" in said
 
 
+def test_the_example_of_a_manager_runs_by_itself() -> None:
+    (source,) = blocks("runtime")
+    result = subprocess.run(
+        [sys.executable, "-c", source], cwd=ROOT, capture_output=True, text=True, timeout=300, check=False,
+        env=os.environ | {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""},
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr
+    assert "verify RuntimeSubject: ok" in result.stdout
+
+
 def test_every_block_of_the_catalogue_runs_as_it_is_shown() -> None:
     """The code of the page itself, not that of the files: what a reader copies is caught."""
     names: dict[str, object] = {}

@@ -283,7 +283,7 @@ def test_launches_in_flight(monkeypatch: pytest.MonkeyPatch) -> None:
     with torch.inference_mode():
         eagerly, graphs = EagerChecks(verification), GraphChecks(verification)
         eagerly.prepare()
-        eagerly.check(permuted=False)
+        eagerly.check()
         graph = graphs._capture(verification.cases["0"])
         order = list(verification.cases.values())
         arguments = verification.runs, graph, order, verification.reference, verification.written

@@ -16,10 +16,13 @@ _FLOAT_BITS = {
     torch.bfloat16: 0x7FED,
     torch.float8_e4m3fn: 0x7F,
     torch.float8_e5m2: 0x7D,
+    torch.float8_e4m3fnuz: -0x80,
+    torch.float8_e5m2fnuz: -0x80,
+    torch.float8_e8m0fnu: -1,
 }
 # Integers get bytes 0xa5: in signed types a large negative number, which is no id, length, slot or token, and over
 # which no loop runs forever.
-_INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+_INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint16, torch.uint32, torch.uint64)
 _VIEWS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -45,6 +48,11 @@ def poison_derived(buffers: StaticBuffers) -> None:
 def poisoned(tensor: torch.Tensor) -> torch.Tensor:
     """Which elements of `tensor` still hold its poison: a bool tensor of the same shape, on the same device."""
     return _bits(tensor) == poison_bits(tensor.dtype)
+
+
+def has_poison(dtype: torch.dtype) -> bool:
+    """Whether `poison_bits` knows a dtype."""
+    return dtype in _FLOAT_BITS or dtype in _INTEGERS
 
 
 def poison_bits(dtype: torch.dtype) -> int:

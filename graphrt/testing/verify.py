@@ -16,8 +16,9 @@ from typing import Any
 
 import torch
 
-from graphrt.kernels.checks import check_callable, check_int, check_number, check_sequence
+from graphrt.kernels.checks import check_callable, check_int, check_number
 from graphrt.kernels.errors import ConfigError
+from graphrt.testing.verify_checks import check_cases, check_dims, check_permute, check_tensors
 from graphrt.testing.verify_context import Verification
 from graphrt.testing.verify_coverage import coverage
 from graphrt.testing.verify_eager import EagerChecks
@@ -55,56 +56,52 @@ def verify(
     permute      names of inputs whose first dimension is the rows: rows are also given in reverse order
     dims         by name of an output: names of its dimensions, for the report
     state        of a plain step: tensors by name that go on from step to step, such as a KV cache. Where pad rows may
-                 write to a part of one, give a view of the rest
+                 write to a part of one, give a view of the rest. What an oracle does not take from them may not reach
+                 the results: step and oracle also start from what another case left there
 
     The caller's buffers and state are as before afterwards. On CUDA, memory that torch's allocator holds unused is
     filled with poison, and with it results of other graphs that were not copied yet. Works in inference mode; not
     capture-safe.
 
-    Raises: ConfigError for arguments that do not fit each other. What is wrong with the step is in the report.
+    Raises: ConfigError for arguments that do not fit, and for an oracle without results. What is wrong with the step is
+    in the report.
     """
     start = time.perf_counter()
     check_callable("make_inputs", make_inputs, advice="pass a function of the number of a case")
     if isinstance(cases, int):
         cases = range(check_int("cases", cases, 1, advice="4 is usual"))
-    numbers = list(check_sequence("cases", cases, of="numbers of cases", error=ConfigError))
+    numbers = check_cases("cases", cases)
     if captures is not None:
-        check_sequence("captures", captures, of="numbers of cases", error=ConfigError)
-    if not numbers or (captures is not None and not len(captures)):
-        raise ConfigError(f"{'captures' if numbers else 'cases'}: expected at least one, got none; name some")
+        captures = check_cases("captures", captures)
+    dims = check_dims({} if dims is None else dims)
+    check_tensors("state", {} if state is None else state)
     if eager is not None:
         check_callable("eager", eager, advice="pass the oracle, or leave it out")
     if tolerance is not None:
         check_number("tolerance", tolerance, 0.0, advice="pass 0 for bit by bit, or leave it out")
     with torch.inference_mode():
         inputs = {str(n): make_inputs(n) for n in numbers}
+        permute = check_permute(permute, inputs[str(numbers[0])])
         if permute:
             inputs[f"{numbers[0]} reversed"] = _reversed(inputs[str(numbers[0])], permute)
-        if is_plain(step):
-            for values in inputs.values():
-                check_takes(step, values)  # type: ignore[arg-type]
-            step = PlainSubject(step, list(inputs.values()), pad or {}, state or {})  # type: ignore[arg-type]
-        elif pad:
-            raise ConfigError("pad: expected none beside a Subject, got some; refresh() writes what its buffers hold")
-        elif state:
-            raise ConfigError("state: expected none beside a Subject, got some; let it have an attribute state")
-        target = Target(step, eager)
+        target = _target(step, list(inputs.values()), eager, pad or {}, state or {})
         names = list(inputs) if captures is None else [str(n) for n in captures]
         if unknown := set(names) - set(inputs):
             raise ConfigError(f"captures: expected some of the cases {list(inputs)}, got {sorted(unknown)}; add them")
         if captures is None:
             names = list(dict.fromkeys((names[0], names[-1], names[len(names) // 2])))
-        verification = Verification(target, inputs, dims or {}, tolerance)
+        verification = Verification(target, inputs, dims, tolerance)
         eagerly, graphs = EagerChecks(verification), GraphChecks(verification)
         try:
             eagerly.prepare()
-            eagerly.check(bool(permute))
+            eagerly.check(permute)
             if not verification.has_results:
                 raise ConfigError(
                     "step: expected results, or buffers or state that it changes, got none; return what it computes"
                 )
             for name in names:
-                graphs.check(name)
+                if not verification.unrepeatable:
+                    graphs.check(name)
         finally:
             verification.restore()
             graphs.close()
@@ -116,7 +113,23 @@ def verify(
     )  # fmt: skip
 
 
+def _target(
+    step: Callable[..., Output] | Subject,
+    cases: Sequence[Inputs],
+    eager: Callable[..., Output] | None,
+    pad: Mapping[str, float],
+    state: Mapping[str, torch.Tensor],
+) -> Target:
+    if is_plain(step):
+        for values in cases:
+            check_takes(step, values)  # type: ignore[arg-type]
+        step = PlainSubject(step, cases, pad, state)  # type: ignore[arg-type]
+    elif pad:
+        raise ConfigError("pad: expected none beside a Subject, got some; refresh() writes what its buffers hold")
+    elif state:
+        raise ConfigError("state: expected none beside a Subject, got some; let it have an attribute state")
+    return Target(step, eager)
+
+
 def _reversed(inputs: Inputs, names: Sequence[str]) -> dict[str, Any]:
-    if unknown := set(names) - set(inputs):
-        raise ConfigError(f"permute: expected names of inputs, got {sorted(unknown)}; name what make_inputs gives")
     return {name: value.flip(0) if name in names else value for name, value in inputs.items()}

@@ -104,7 +104,7 @@ class Blamer:
             return Blame("determinism", moved, because)
         mended = again(every)
         if runs.same(case, mended, expected):
-            fixed = _least(every, lambda names: runs.same(case, again(names), expected))
+            fixed = least(every, lambda names: runs.same(case, again(names), expected))
             # Where the step does not mind eagerly, the graph goes on with something that makes it read that memory.
             immune = set(fixed) <= set(suspects) and runs.same(case, runs.eager(case, contents), expected)
             if immune and (found := self._frozen(graph, case, contents, got)):
@@ -120,9 +120,9 @@ class Blamer:
         buffers = self._buffers(graph, contents)
 
         def explains(chosen: Sequence[_Revert]) -> bool:
-            inputs, slots, put = dict(case.inputs), dict[str, Any](), dict(contents)
+            inputs, slots, put = case.inputs, dict[str, Any](), dict(contents)
             for revert in chosen:
-                inputs |= revert.inputs
+                inputs = _other_inputs(inputs, revert.inputs)
                 slots |= revert.slots
                 put |= revert.contents
             try:
@@ -152,8 +152,8 @@ class Blamer:
 
     def _scalars(self, graph: Captured, case: Case) -> list[_Revert]:
         found = []
-        for name, old in graph.case.inputs.items():
-            new = case.inputs.get(name)
+        for name, old in graph.case.named.items():
+            new = case.named.get(name)
             tensors = isinstance(old, torch.Tensor), isinstance(new, torch.Tensor)
             if all(tensors) or (not any(tensors) and same(old, new)):
                 continue
@@ -325,29 +325,6 @@ class Blamer:
         )
         return Blame("determinism", tuple(chosen), because)
 
-    def unreset(self, case: Case) -> Blame | None:
-        """Which tensors that nobody named make a second run differ from the first."""
-        runs = self._runs
-        clean, usual = self._reference[case.name]
-
-        def second(kept: Sequence[str]) -> bool:
-            runs.kept = frozenset(kept)
-            try:
-                runs.eager(case, clean)
-                return not runs.same(case, runs.eager(case, clean), usual)
-            finally:
-                runs.kept = frozenset()
-
-        names = list(runs.target.hidden)
-        if not names or not second(names):
-            return None
-        chosen = next(([n] for n in names if second([n])), names)
-        because = (
-            f"{', '.join(chosen)} still holds what the run before left there; reset it in the captured step, or, where "
-            "it is to go on from step to step, name it in state"
-        )
-        return Blame("determinism", tuple(chosen), because)
-
     def remembered(self, case: Case, start: HostValues) -> Blame | None:
         """Which host values of earlier cases a result comes from: with these as at `start`, it is another one.
 
@@ -371,8 +348,10 @@ class Blamer:
         usual, everything = (fresh(()), fresh(changes)) if changes else (None, None)
         if usual is None or everything is None or everything.error or runs.same(case, everything, usual):
             return None
+        if (again := fresh(changes)) is None or not runs.same(case, again, everything):
+            return None  # the step does not repeat: it is not these values that it comes from
         wanted = everything
-        chosen = list(changes) if len(changes) == 1 else _least(changes[:_MOST_TRIED], enough)
+        chosen = list(changes) if len(changes) == 1 else least(changes[:_MOST_TRIED], enough)
         because = "; ".join(c.text for c in chosen)
         because += ": made for an earlier case, and used again; make it anew in refresh(), or in the captured step"
         return Blame("history", tuple(c.name for c in chosen), because)
@@ -394,7 +373,7 @@ class Blamer:
     def unlike_inputs(self, case: Case) -> Blame | None:
         """A buffer that does not hold the input of its name."""
         clean = self._reference[case.name][0]
-        for name, value in case.inputs.items():
+        for name, value in case.named.items():
             buffer = clean.get(name)
             if not isinstance(value, torch.Tensor) or buffer is None or value.dim() != buffer.dim():
                 continue
@@ -419,7 +398,14 @@ def aliased(runs: Runs, wrong: Difference) -> Blame | None:
     return Blame("padding", (tensor,), because)
 
 
-def _least(items: Sequence[_T], enough: Callable[[Sequence[_T]], bool]) -> list[_T]:
+def _other_inputs(inputs: Any, other: Any) -> Any:
+    """Inputs with some of them replaced by their names, or all of them where they have no names."""
+    if isinstance(inputs, Mapping) and isinstance(other, Mapping):
+        return {**inputs, **other}
+    return other if other is not None and not (isinstance(other, Mapping) and not other) else inputs
+
+
+def least(items: Sequence[_T], enough: Callable[[Sequence[_T]], bool]) -> list[_T]:
     """One item that is enough, or a small set of them, as all together are enough."""
     for item in items:
         if enough([item]):

@@ -7,13 +7,22 @@ from dataclasses import replace
 
 import torch
 
+from graphrt.kernels.errors import ConfigError
 from graphrt.testing.verify_blame import Blame, Blamer
 from graphrt.testing.verify_host import HostValues
 from graphrt.testing.verify_report import Difference, VerifyFinding
-from graphrt.testing.verify_runs import Case, Contents, Outcome, Runs
+from graphrt.testing.verify_runs import Case, Contents, Outcome, Runs, check_part
 from graphrt.testing.verify_subject import Inputs, Target
 
 _TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 4e-2}
+
+SURELY = 3
+"""How often a run that is wrong is repeated: what changes from run to run may come out alike by chance."""
+_NO_REPEAT = "the step does not repeat: the same run, twice in a row, gives two results"
+_NO_REPEAT_BECAUSE = (
+    "it takes something that is no tensor and no value of Python within reach, such as a clock, an iterator or a write "
+    "that races; let refresh() put that into a tensor. Nothing else was compared"
+)
 
 
 class Verification:
@@ -24,6 +33,9 @@ class Verification:
     exact       of each case: what the oracle gave
     written     of each case and buffer: which elements `refresh` writes
     trespassed  whether the step writes to unowned state: its poison would only repeat that
+    from_others how many cases ran from the state that another one left, by step and oracle
+    reversed    whether rows in reverse order were compared
+    unrepeatable  whether the step gives two results twice in a row: nothing else is compared then
     """
 
     def __init__(
@@ -31,6 +43,9 @@ class Verification:
     ) -> None:
         self.target, self._tolerance = target, tolerance
         self.cases = {name: Case(name, values, target.real(values)) for name, values in inputs.items()}
+        for values in inputs.values():
+            for name, index in target.unowned(values).items():
+                check_part("unowned", name, target.state[name], index)
         self.runs = Runs(target, dims)
         self.host = HostValues.take(*target.root)
         self.findings: list[VerifyFinding] = []
@@ -38,13 +53,23 @@ class Verification:
         self.exact: dict[str, Outcome] = {}
         self.written: dict[str, dict[str, torch.Tensor]] = {}
         self.blamer = Blamer(self.runs, self.reference)
-        self.trespassed = False
+        self.trespassed = self.unrepeatable = self.reversed = False
+        self.from_others = 0
 
     @property
     def has_results(self) -> bool:
         """Whether there is anything to compare; True where no case ran."""
         outcomes = [outcome for _, outcome in self.reference.values()]
         return bool(self.target.state) or not outcomes or any(outcome.outputs for outcome in outcomes)
+
+    def check_dims(self) -> None:
+        """Raises: ConfigError where `dims` names something that no case gives."""
+        known = {name for _, outcome in self.reference.values() for name in outcome.outputs}
+        known |= {f"state {name}" for name in self.target.state}
+        if self.reference and (unknown := sorted(set(self.runs.dims) - known)):
+            raise ConfigError(
+                f"dims: expected names of outputs, {sorted(known)}, got {unknown}; name what run() returns"
+            )
 
     def tolerance(self, dtype: torch.dtype) -> float:
         """Of padded results against exact ones."""
@@ -73,7 +98,26 @@ class Verification:
                 return
         self.findings.append(finding)
 
-    def repeat(self) -> None:
+    def repeats(self, case: Case, times: int = 1) -> bool:
+        """Whether the step gives the same twice in a row. Where it does not, no other comparison means anything.
+
+        times   how often that is asked
+        """
+        contents, expected = self.reference[case.name]
+        for _ in range(times):
+            once = self.runs.eager(case, contents)
+            if self.runs.same(case, once, expected):
+                continue
+            again = self.runs.eager(case, contents)
+            if self.runs.same(case, again, once) or self.blamer.remembered(case, self.host):
+                return True  # it depends on what ran before, and the checks of that say on what
+            wrong = None if again.error or once.error else self.runs.difference(case, again, once)
+            self.find("determinism", case, "", _NO_REPEAT, Blame("", (), _NO_REPEAT_BECAUSE), wrong)
+            self.unrepeatable = True
+            return False
+        return True
+
+    def count_again(self) -> None:
         """One more wrong replay, which is not explained by itself."""
         if self.findings:
             self.findings[-1] = replace(self.findings[-1], repeats=self.findings[-1].repeats + 1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 from graphrt.testing.verify_context import Verification
 from graphrt.testing.verify_graph import GraphChecks
@@ -10,74 +11,102 @@ from graphrt.testing.verify_runs import Case
 from graphrt.testing.verify_subject import PlainSubject
 
 
+@dataclass
+class _Notes:
+    """Names of checks with what each did, and of those that did not run with the reason."""
+
+    done: dict[str, str] = field(default_factory=dict)
+    left: dict[str, str] = field(default_factory=dict)
+
+    def note(self, name: str, happened: object, what: str, why_not: str) -> None:
+        if happened:
+            self.done[name] = what
+        else:
+            self.left[name] = why_not
+
+
 def coverage(v: Verification, graphs: GraphChecks, captures: Sequence[str]) -> tuple[dict[str, str], dict[str, str]]:
     """Names of checks with what each did, and names of those that did not run with the reason."""
-    target, runs, cases = v.target, v.runs, list(v.cases)
+    target, cases, notes = v.target, list(v.cases), _Notes()
     cuda = target.device.type == "cuda"
-    done: dict[str, str] = {}
-    left: dict[str, str] = {}
-
-    def note(name: str, happened: object, what: str, why_not: str) -> None:
-        if happened:
-            done[name] = what
-        else:
-            left[name] = why_not
-
     by = "the subject's own capture" if target.capture is not None else "a CUDA graph" if cuda else "an op tape"
-    shown = ", ".join(captures)
-    note("graph", cases, f"{by}, captured at {shown}; cases {', '.join(cases)}, the captured one last", "no case ran")
-    note("padding", v.exact, f"padded against exact results of {len(v.exact)} cases", "no eager oracle is given")
-    poisoned = sorted(runs.rewritten | target.derived)
-    note("history", poisoned, f"poison in {', '.join(poisoned)} before refresh()", "refresh() writes to no buffer")
-    kept = sorted(set(target.buffers) - runs.rewritten - target.derived)
-    if kept:
-        left["poison"] = (
-            f"refresh() does not write to these in every case, so they keep their values: {', '.join(kept)}"
-        )
-    tails = [n for n in sorted(runs.rewritten) if any(not bool(w[n].all()) for w in v.written.values() if n in w)]
-    note(
-        "tails",
-        tails,
-        f"parts that refresh() does not write: {', '.join(tails)}",
-        "refresh() writes all of each buffer",
-    )
-    note("state", target.state, f"{', '.join(target.state)} after each run", "no state is named")
-    zeros = [name for name, t in runs.state.items() if t.is_floating_point() and t.numel() and not bool(t.any())]
-    if zeros:
-        left["zeros"] = (
-            f"a write of zeros does not show, as these hold nothing else: {', '.join(zeros)}; fill them first"
-        )
-    note("unowned", target.has_unowned, "poison in unowned parts of the state", "unowned() is not given")
+    what = f"{by}, captured at {', '.join(captures)}; cases {', '.join(cases)}, the captured one last"
+    notes.note("graph", cases, what, "no case ran")
+    _note_oracle(notes, v)
+    _note_buffers(notes, v)
+    _note_state(notes, v)
     numbers = _changing(v.cases)
-    note("scalars", numbers, f"{', '.join(numbers)} changed after capture", "no number of make_inputs changes")
-    if target.found:
-        done["unnamed"] = f"buffers that were not named, and that refresh() writes to: {', '.join(target.found)}"
+    notes.note("scalars", numbers, f"{', '.join(numbers)} changed after capture", "no number of make_inputs changes")
     what = f"{graphs.unwritten} results of torch.empty"
     if cuda:
         what = f"up to {graphs.pool_bytes >> 20} MiB of inactive blocks, and in {what}"
     why = "poison of inactive blocks needs CUDA, and the step calls no torch.empty" if not cuda else "no replay ran"
-    note("memory pool", graphs.pool_bytes if cuda else graphs.unwritten, f"poison in {what}", why)
-    note(
-        "in flight",
-        graphs.in_flight,
-        f"{graphs.in_flight} replays queued on a late device",
-        "needs CUDA: an op tape runs at once",
-    )
+    notes.note("memory pool", graphs.pool_bytes if cuda else graphs.unwritten, f"poison in {what}", why)
+    what = f"{graphs.in_flight} replays queued on a late device"
+    notes.note("in flight", graphs.in_flight, what, "needs CUDA: an op tape runs at once")
+    asked = any(name.endswith(" reversed") for name in cases)
+    why = "no result has a row for each of the inputs" if asked else "no permute= is given"
+    notes.note("permute", v.reversed, "rows in reverse order", why)
+    if v.runs.standing:
+        names = ", ".join(sorted(v.runs.standing))
+        notes.left["old results"] = f"the step returns memory of before it, not poisoned: {names}"
+    if v.unrepeatable:
+        notes.left |= dict.fromkeys(notes.done, "the step does not repeat, so that nothing can be compared")
+        notes.done.clear()
+    return notes.done, notes.left
+
+
+def _note_oracle(notes: _Notes, v: Verification) -> None:
+    exact = {name: outcome for name, outcome in v.exact.items() if name in v.reference and outcome.outputs}
+    why = "no eager oracle is given" if v.target.eager is None else "the oracle gave no results"
+    notes.note("padding", exact, f"padded against exact results of {len(exact)} cases", why)
+    given = {name for case in exact for name in exact[case].outputs}
+    if unknown := sorted({name for case in exact for name in v.reference[case][1].outputs} - given):
+        notes.left["outputs"] = f"the oracle gives none of {', '.join(unknown)}: their replays alone are compared"
+
+
+def _note_buffers(notes: _Notes, v: Verification) -> None:
+    target, runs = v.target, v.runs
+    poisoned = sorted(runs.rewritten | target.derived)
+    why = "refresh() writes to no buffer"
+    notes.note("history", poisoned, f"poison in {', '.join(poisoned)} before refresh()", why)
+    if kept := sorted(set(target.buffers) - runs.rewritten - target.derived):
+        names = ", ".join(kept)
+        notes.left["poison"] = f"refresh() does not write to these in every case, so they keep their values: {names}"
+    tails = [n for n in sorted(runs.rewritten) if any(not bool(w[n].all()) for w in v.written.values() if n in w)]
+    what = f"parts that refresh() does not write: {', '.join(tails)}"
+    notes.note("tails", tails, what, "refresh() writes all of each buffer")
+    if target.found:
+        names = ", ".join(target.found)
+        notes.done["unnamed"] = f"buffers that were not named, and that refresh() writes to: {names}"
     plain = isinstance(target.subject, PlainSubject)
-    guarded = "guards around every buffer" if plain else "guards of the subject's canaries"
-    note("canary", target.canaries is not None, guarded, "the buffers are not from a Canaries")
-    note("permute", any(n.endswith(" reversed") for n in cases), "rows in reverse order", "no permute= is given")
+    what = "guards around every buffer" if plain else "guards of the subject's canaries"
+    notes.note("canary", target.canaries is not None, what, "the buffers are not from a Canaries")
+
+
+def _note_state(notes: _Notes, v: Verification) -> None:
+    target, runs = v.target, v.runs
+    notes.note("state", target.state, f"{', '.join(target.state)} after each run", "no state is named")
+    if target.state:
+        what = f"{v.from_others} cases from what another one left, by step and oracle"
+        notes.note("state goes on", v.from_others, what, "no case changes it, or no oracle gives results")
+    zeros = [name for name, t in runs.state.items() if t.is_floating_point() and t.numel() and not bool(t.any())]
+    if zeros:
+        names = ", ".join(zeros)
+        notes.left["zeros"] = f"a write of zeros does not show, as these hold nothing else: {names}; fill them first"
+    what = "poison in unowned parts of the state"
+    notes.note("unowned", target.has_unowned, what, "unowned() is not given")
     if target.hidden:
-        left["unnamed state"] = f"restored before each run, not compared: {', '.join(target.hidden)}; name it in state"
-    if runs.standing:
-        left["old results"] = f"the step returns memory of before it, not poisoned: {', '.join(sorted(runs.standing))}"
-    return done, left
+        names = ", ".join(target.hidden)
+        notes.left["unnamed state"] = (
+            f"restored before each run, but for a walk through all cases, and not compared: {names}; name it in state"
+        )
 
 
 def _changing(cases: Mapping[str, Case]) -> list[str]:
     values: dict[str, set[object]] = {}
     for case in cases.values():
-        for name, value in case.inputs.items():
+        for name, value in case.named.items():
             if isinstance(value, (int, float, bool, str)):
                 values.setdefault(name, set()).add(value)
     return [name for name, seen in values.items() if len(seen) > 1]

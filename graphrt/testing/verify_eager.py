@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 
+from graphrt.kernels.errors import ConfigError
 from graphrt.testing.verify_blame import Blame, aliased
-from graphrt.testing.verify_context import Verification
+from graphrt.testing.verify_context import SURELY, Verification
 from graphrt.testing.verify_host import rewritten_values, values_at, written_tensors
 from graphrt.testing.verify_memory import zeroed
+from graphrt.testing.verify_past import blame_state, past_of, unreset
 from graphrt.testing.verify_report import Difference, differing, first_difference, raised, region
 from graphrt.testing.verify_runs import POISONED, Case, Contents, Outcome, World, changed, one_seed
 from graphrt.testing.verify_subject import named_outputs
@@ -25,13 +27,13 @@ class EagerChecks:
 
     def __init__(self, verification: Verification) -> None:
         self._v = verification
+        self._unlike: set[str] = set()  # cases in which the step differs from its oracle
         self._rewritten: dict[str, Any] = {}  # host values that run() changes, by path, as they were
 
     def prepare(self) -> None:
         """Learn which buffers refresh() writes to, and where, for each case."""
         target, runs = self._v.target, self._v.runs
         known = set(runs.storages)
-        names = list(self._v.cases)
         at_first = values_at(*target.root)
         for case in list(self._v.cases.values()):
             try:
@@ -53,8 +55,7 @@ class EagerChecks:
                     first = self._v.host.contents(path)
                     runs.initial[path] = tensor.clone() if first is None else first
             runs.note_ranges()
-            if case.name in (names[0], names[-1]):
-                self._find_hidden(case)
+            self._find_hidden(case)
         for case in self._v.cases.values():
             self._v.written[case.name] = self._survey(case)
         runs.rewritten = frozenset(
@@ -129,51 +130,109 @@ class EagerChecks:
             tensor.copy_(torch.where(written[name], low, old))
         return written
 
-    def check(self, permuted: bool) -> None:
-        """The oracle's results, and the padded step's, each from the reference world; the first case once more."""
-        runs = self._v.runs
-        for case in list(self._v.cases.values()):
-            if self._v.target.eager is not None:
-                self._v.exact[case.name] = self._oracle(case)
-        for case in list(self._v.cases.values()):
-            contents: Contents = runs.enter(case, World.REFERENCE)
-            outcome = runs.eager(case, contents, entered=True)
-            if outcome.error:
-                text = f"the step raised {outcome.error}"
-                self._v.reference[case.name] = (contents, outcome)
-                self._v.find("eager", case, "", text, self._v.blamer.unlike_inputs(case))
-                del self._v.cases[case.name], self._v.reference[case.name]
-                continue
-            self._v.reference[case.name] = (contents, outcome)
-            self._v.check_canaries(case, "", "an eager run")
+    def check(self, permuted: Sequence[str] = ()) -> None:
+        """The oracle's results, and the padded step's, each from the reference world; then what either goes on from.
+
+        Raises: ConfigError for an oracle that gives nothing, and for parts that `real` names and nobody has.
+        """
+        self._run_oracles()
+        self._run_references()
+        self._v.check_dims()
+        if not self._v.cases or not self._v.repeats(next(iter(self._v.cases.values()))):
+            return
         for case in self._v.cases.values():
             self._check_exact(case)
-            if wrong := runs.trespasses(case, self._v.reference[case.name][1]):
+            if self._v.unrepeatable:
+                return
+            if wrong := self._v.runs.trespasses(case, self._v.reference[case.name][1]):
                 text = "the step writes to a part of the state that is unowned"
                 self._v.find("unowned", case, "", text, self._v.blamer.trespasser(case, wrong), wrong)
                 self._v.trespassed = True
-        if not self._v.cases:
+        self._check_memory()
+        if permuted:
+            self._check_reversed(permuted)
+
+    def _run_oracles(self) -> None:
+        if self._v.target.eager is None:
             return
-        first = next(iter(self._v.cases.values()))
-        text = "the eager result is another one when the host remembers nothing of earlier cases"
         for case in self._v.cases.values():
+            self._v.exact[case.name] = self._oracle(case)
+        exact = {name: outcome for name, outcome in self._v.exact.items() if not outcome.error}
+        silent = [name for name, outcome in exact.items() if not outcome.outputs]
+        # One that returns nothing may change the state instead: then it does so in some case.
+        returns = any(not name.startswith("state ") for outcome in exact.values() for name in outcome.outputs)
+        if silent and (returns or len(silent) == len(exact)) and not self._v.target.is_own_oracle:
+            raise ConfigError(
+                f"eager: expected the results of case {silent[0]}, got nothing; return what the step returns, or leave "
+                "the oracle out"
+            )
+
+    def _run_references(self) -> None:
+        runs = self._v.runs
+        for case in list(self._v.cases.values()):
+            contents: Contents = runs.enter(case, World.REFERENCE)
+            outcome = runs.eager(case, contents, entered=True)
+            self._v.reference[case.name] = (contents, outcome)
+            if outcome.error:
+                text = f"the step raised {outcome.error}"
+                self._v.find("eager", case, "", text, self._v.blamer.unlike_inputs(case))
+                del self._v.cases[case.name], self._v.reference[case.name]
+                continue
+            case.check_real(outcome.outputs, self._v.target.state)
+            self._v.check_canaries(case, "", "an eager run")
+
+    def _check_memory(self) -> None:
+        """What the step goes on from: values of the host, caches of functions, tensors that nobody named, state."""
+        runs, cases = self._v.runs, list(self._v.cases.values())
+        text = "the eager result is another one when the host remembers nothing of earlier cases"
+        for case in cases:
             if blame := self._v.blamer.remembered(case, self._v.host):
                 self._v.find(blame.check, case, "", text, blame)
-        if by_function := self._v.blamer.remembered_by_functions(list(self._v.cases.values())):
+        if by_function := self._v.blamer.remembered_by_functions(cases):
             self._v.find("history", by_function[0], "", text, by_function[1])
-        if blame := self._v.blamer.unreset(first):
-            text = "the same run gives other results when it is repeated"
-            self._v.find(blame.check, first, "", text, blame)
+        if found := unreset(runs, self._v.reference, cases):
+            text = "the step gives another result after other runs, as it goes on from a tensor that nobody named"
+            self._v.find(found.blame.check, found.case, "", text, found.blame, found.wrong)
+        for case in cases:
+            self._check_state(case)
+        first = cases[0]
         contents, expected = self._v.reference[first.name]
         again = runs.eager(first, contents)
-        if not runs.same(first, again, expected):
+        if not runs.same(first, again, expected) and self._v.repeats(first, SURELY):
             wrong = None if again.error else runs.difference(first, again, expected)
             text = "the same eager run gave other results after other cases; the step keeps something that state omits"
             self._v.find(
                 "determinism", first, "", text, Blame("", (), "name it in state, so that it is restored"), wrong
             )
-        if permuted:
-            self._check_reversed()
+
+    def _check_state(self, case: Case) -> None:
+        """The step and its oracle from the state that another case left, where they agreed from the first one."""
+        exact = self._v.exact.get(case.name)
+        if exact is None or exact.error or case.name in self._unlike:
+            return
+        runs = self._v.runs
+        past = past_of(runs, self._v.reference, list(self._v.cases.values()), case)
+        if past is None:
+            return
+
+        def compare(state: Mapping[str, torch.Tensor]) -> tuple[Outcome, Outcome, Difference | None]:
+            with runs.starting_from(state):
+                want, have = self._oracle(case), runs.eager(case, self._v.reference[case.name][0])
+                failed = want.error or have.error
+                return want, have, None if failed else self._unlike_exact(case, want, have)
+
+        def agree(state: Mapping[str, torch.Tensor]) -> bool:
+            want, have, wrong = compare(state)
+            return wrong is None and bool(want.error) == bool(have.error)
+
+        want, have, wrong = compare(past.state)
+        self._v.from_others += 1
+        if wrong is None and bool(want.error) == bool(have.error):
+            return  # or both refuse such a state
+        text = "from the state that another case left, the step differs from its oracle"
+        if failed := want.error or have.error:
+            text = f"from the state that another case left, the {'oracle' if want.error else 'step'} raised {failed}"
+        self._v.find("state", case, "", text, blame_state(runs, past, have, agree), wrong)
 
     def _oracle(self, case: Case) -> Outcome:
         assert self._v.target.eager is not None, "called with an oracle only"
@@ -201,7 +260,8 @@ class EagerChecks:
             self._v.find("eager", case, "", f"the oracle raised {exact.error}", None)
             return
         wrong = self._unlike_exact(case, exact, padded)
-        if wrong is not None:
+        if wrong is not None and self._v.repeats(case, SURELY):
+            self._unlike.add(case.name)
             blame = (
                 self._v.blamer.leak(case, self._masks(case), padded)
                 or self._v.blamer.remembered(case, self._v.host)
@@ -228,7 +288,7 @@ class EagerChecks:
         runs = self._v.runs
         contents, padded = self._v.reference[case.name]
         tails: dict[str, torch.Tensor] = {}
-        for name, value in case.inputs.items():
+        for name, value in case.named.items():
             buffer = contents.get(name)
             if isinstance(value, torch.Tensor) and buffer is not None and value.dim() == buffer.dim():
                 tails[name] = torch.ones_like(buffer, dtype=torch.bool)
@@ -260,7 +320,7 @@ class EagerChecks:
     def _unpadded(self, case: Case) -> Blame | None:
         """Where no input is smaller than its buffer, padding is not to blame."""
         contents = self._v.reference[case.name][0]
-        inputs = {name: v for name, v in case.inputs.items() if isinstance(v, torch.Tensor)}
+        inputs = {name: v for name, v in case.named.items() if isinstance(v, torch.Tensor)}
         if inputs and all(name in contents and contents[name].shape == value.shape for name, value in inputs.items()):
             return Blame(
                 "padding", (), "nothing is padded in this case: the step and its oracle compute different things"
@@ -322,22 +382,33 @@ class EagerChecks:
                     return Blame("padding", (name,), because)
         return None
 
-    def _check_reversed(self) -> None:
+    def _check_reversed(self, permuted: Sequence[str]) -> None:
         """Rows in reverse order must give the results in reverse order."""
-        names = [*self._v.exact]
-        first, other = self._v.exact.get(names[0]), self._v.exact.get(names[-1])
-        if first is None or other is None or first.error or other.error:
+        backwards = next((case for case in self._v.cases.values() if case.name.endswith(" reversed")), None)
+        first = self._v.cases.get(backwards.name.removesuffix(" reversed")) if backwards is not None else None
+        if first is None or backwards is None:  # one of both raised, and `eager` has said so
             return
-        for name, want in first.outputs.items():
-            have = other.outputs.get(name)
-            if have is None or have.shape != want.shape or not want.dim():
+        wanted, found = self._row_results(first, permuted), self._row_results(backwards, permuted)
+        for name, want in wanted.items():
+            have = found.get(name)
+            if have is None or have.shape != want.shape:
                 continue
-            tolerance = self._v.tolerance(want.dtype)
-            if wrong := first_difference(
-                name, have.flip(0), want, tolerance=tolerance, dims=self._v.runs.dims.get(name)
-            ):
+            self._v.reversed = True
+            tolerance, dims = self._v.tolerance(want.dtype), self._v.runs.dims.get(name)
+            if wrong := first_difference(name, have.flip(0), want, tolerance=tolerance, dims=dims):
                 text = "rows in reverse order do not give the results in reverse order"
-                case = next(iter(self._v.cases.values()))
-                self._v.find(
-                    "permute", case, "", text, Blame("", (), "a row's result depends on where it stands"), wrong
-                )
+                blame = Blame("", (), "a row's result depends on where it stands")
+                self._v.find("permute", first, "", text, blame, wrong)
+
+    def _row_results(self, case: Case, permuted: Sequence[str]) -> dict[str, torch.Tensor]:
+        """The results that have a row for each row of the inputs: the oracle's, or else the step's without pad rows."""
+        rows = len(case.named[permuted[0]])
+        exact = self._v.exact.get(case.name)
+        if exact is not None and exact.outputs:
+            return {name: tensor for name, tensor in exact.outputs.items() if tensor.shape[:1] == (rows,)}
+        found = {}
+        for name, tensor in self._v.reference[case.name][1].outputs.items():
+            cut = tensor[case.real[name]] if name in case.real else tensor[:rows] if tensor.dim() else tensor
+            if cut.shape[:1] == (rows,):
+                found[name] = cut
+        return found

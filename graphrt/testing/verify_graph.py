@@ -15,7 +15,7 @@ from graphrt.capture.graph import CapturedGraph, Recorder
 from graphrt.capture.recorder import make_recorder
 from graphrt.kernels.errors import CaptureError
 from graphrt.testing.verify_blame import Blame, Captured
-from graphrt.testing.verify_context import Verification
+from graphrt.testing.verify_context import SURELY, Verification
 from graphrt.testing.verify_flight import flight_findings
 from graphrt.testing.verify_host import HostValues, assigned
 from graphrt.testing.verify_memory import NAN_BYTE, UnwrittenInGraph, UnwrittenMemory, fill_inactive
@@ -62,6 +62,8 @@ class GraphChecks:
                 if self._replay(graph, each, world, explain=explained < _MOST_EXPLAINED):
                     explained += 1
                     wrong.add(each.name)
+                if self._v.unrepeatable:
+                    return
         if self._v.target.device.type == "cuda":
             for finding in flight_findings(self._v.runs, graph, order, self._v.reference, self._v.written, wrong):
                 self._v.add(finding)
@@ -193,10 +195,12 @@ class GraphChecks:
             )
             self._v.find("replaced", case, graph.case.name, text, Blame("", tuple(moved), because), wrong)
         elif explain:
+            if not self._v.repeats(case, SURELY):
+                return True
             blame = self._v.blamer.explain(graph, case, world, contents, got)
             self._v.find(blame.check, case, graph.case.name, text, blame, wrong)
         else:
-            self._v.repeat()
+            self._v.count_again()
         return True
 
     def close(self) -> None:

@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from graphrt.kernels.checks import shown
+from graphrt.kernels.errors import ConfigError
 from graphrt.testing.poison import poison_bits
 from graphrt.testing.verify_host import assign, assigned, generators, values_at
 from graphrt.testing.verify_memory import zeroed
@@ -49,6 +51,22 @@ class Case:
     inputs: Inputs
     real: Mapping[str, Any]
     exact_shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
+
+    @property
+    def named(self) -> Mapping[str, Any]:
+        """The inputs by name: none where they are something else, which the caller's own refresh() takes."""
+        return self.inputs if isinstance(self.inputs, Mapping) else {}
+
+    def check_real(self, *tensors: Mapping[str, torch.Tensor]) -> None:
+        """Raises: ConfigError where `real` names none of these, or gives an index that does not fit."""
+        known = {name: tensor for group in tensors for name, tensor in group.items()}
+        if unknown := set(self.real) - set(known):
+            raise ConfigError(
+                f"real: expected names of outputs or state, {sorted(known)}, got {sorted(map(str, unknown))}; name "
+                "what run() returns, or what state has"
+            )
+        for name, index in self.real.items():
+            check_part("real", name, known[name], index)
 
     def counted(self, name: str, tensor: torch.Tensor) -> torch.Tensor | None:
         """Which elements of an output, or of "state NAME", count; None: all."""
@@ -117,6 +135,15 @@ class Runs:
             if name not in self.kept:
                 tensor.copy_(self.hidden[name])
 
+    @contextmanager
+    def starting_from(self, state: Mapping[str, torch.Tensor]) -> Iterator[None]:
+        """A block in which runs start from another state than the first one, and are compared with that."""
+        first, self.state = self.state, dict(state)
+        try:
+            yield
+        finally:
+            self.state = first
+
     def contents(self) -> dict[str, torch.Tensor]:
         return {name: t.clone() for name, t in self.target.buffers.items()}
 
@@ -129,7 +156,7 @@ class Runs:
         """Widen what is known of the values of integer buffers."""
         for name, tensor in self.target.buffers.items():
             if tensor.numel() and not (tensor.is_floating_point() or tensor.is_complex()):
-                low, high = float(tensor.min()), float(tensor.max())
+                low, high = _span(tensor)
                 old = self.ranges.get(name, (low, high))
                 self.ranges[name] = (min(low, old[0]), max(high, old[1]))
 
@@ -246,7 +273,7 @@ class Runs:
         for name, index in self.target.unowned(case.inputs).items():
             tensor = self.target.state[name]
             if name not in skip and tensor.numel():
-                low, high = (0.0, 0.0) if tensor.is_floating_point() else (float(tensor.min()), float(tensor.max()))
+                low, high = (0.0, 0.0) if tensor.is_floating_point() or tensor.is_complex() else _span(tensor)
                 part = tensor[index].clone()
                 fill(part, world, (low, high))
                 tensor[index] = part
@@ -303,6 +330,24 @@ class Runs:
     @property
     def name(self) -> str:
         return name_of(self.target.subject)
+
+
+def _span(tensor: torch.Tensor) -> tuple[float, float]:
+    """Smallest and largest of integers. torch has none of either for wide unsigned ones."""
+    wide = tensor.dtype in (torch.uint16, torch.uint32, torch.uint64)
+    values = tensor.double() if wide else tensor
+    return float(values.min()), float(values.max())
+
+
+def check_part(what: str, name: str, tensor: torch.Tensor, index: Any) -> None:
+    """Raises: ConfigError for an index that a tensor does not take."""
+    try:
+        masked(tensor, index)
+    except (IndexError, TypeError, RuntimeError, ValueError) as error:
+        raise ConfigError(
+            f"{what}[{name!r}]: expected an index of a tensor of shape {list(tensor.shape)}, got {shown(index)}; "
+            f"{str(error).splitlines()[0] if str(error) else type(error).__name__}"
+        ) from error
 
 
 def masked(tensor: torch.Tensor, index: Any) -> torch.Tensor:

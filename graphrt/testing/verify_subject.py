@@ -11,6 +11,7 @@ import torch
 from graphrt.kernels.checks import check_instance
 from graphrt.kernels.errors import ConfigError
 from graphrt.testing.canary import BrokenCanary, Canaries
+from graphrt.testing.verify_checks import check_pad, check_parts, check_subject, check_tensor_value
 
 Inputs = Mapping[str, Any]
 """What one case hands to `refresh`: tensors, numbers, and in the object form whatever the caller's code takes."""
@@ -35,7 +36,9 @@ class Subject(Protocol):
     state              tensors by name that persist from step to step: KV cache, counters. Restored before every run,
                        and compared after it
     derived            names of buffers that `run` itself rewrites in full before it reads them
-    eager(inputs)      the same computation without padding, static buffers or a graph: the oracle. It may read `state`
+    eager(inputs)      the same computation without padding, static buffers or a graph: the oracle. It returns results.
+                       It starts from the same `state` as `run`, as given and as another case left it, and reads what is
+                       to go on; it may change the state as the step should
     real(inputs)       which part of each output, and of each state tensor, counts: {"out": slice(0, n)}. Left out, the
                        shapes of what `eager` returns say it for outputs, and else everything counts
     unowned(inputs)    which part of each state tensor the step may neither read nor write: {"kv": free_pages}
@@ -64,6 +67,7 @@ class Target:
                     f"step: expected a function, or an object with buffers, refresh and run, got one without {name}; "
                     "see graphrt.testing.verify_subject.Subject"
                 )
+        check_subject(subject)
         self.subject = subject
         self.eager: Callable[[Inputs], Output] | None = getattr(subject, "eager", None)
         self.is_own_oracle = eager is None and isinstance(subject, PlainSubject)  # on tensors of exact size
@@ -108,10 +112,10 @@ class Target:
         return self._unowned is not None
 
     def real(self, inputs: Inputs) -> dict[str, Any]:
-        return dict(self._real(inputs)) if self._real is not None else {}
+        return check_parts("real", self._real(inputs)) if self._real is not None else {}
 
     def unowned(self, inputs: Inputs) -> dict[str, Any]:
-        found = dict(self._unowned(inputs)) if self._unowned is not None else {}
+        found = check_parts("unowned", self._unowned(inputs)) if self._unowned is not None else {}
         if unknown := set(found) - set(self.state):
             raise ConfigError(f"unowned: expected names of state, got {sorted(unknown)}; name what state has")
         return found
@@ -142,8 +146,6 @@ class PlainSubject:
         state: Mapping[str, torch.Tensor],
     ) -> None:
         check_instance("pad", pad, Mapping, advice="pass a dict of input names")
-        for name, value in pad.items():
-            check_instance(f"pad[{name!r}]", value, (int, float), advice="pass a number")
         self.step, self.state = step, state
         self.canaries = Canaries()
         self.pad = dict(pad)
@@ -162,11 +164,17 @@ class PlainSubject:
         for name in first:
             if tensors := [inputs[name] for inputs in cases if isinstance(inputs[name], torch.Tensor)]:
                 self.buffers[name] = self._allocate(name, tensors)
+            elif name in pad:
+                raise ConfigError(f"pad: expected names of tensors, got {name}, which is none; leave it out")
 
     def _allocate(self, name: str, values: Sequence[torch.Tensor]) -> torch.Tensor:
+        for value in values:
+            check_tensor_value(name, value)
         kinds = {(v.dtype, v.device, v.dim()) for v in values}
         if len(kinds) > 1:
             raise ConfigError(f"{name}: expected one dtype, device and number of dimensions, got {kinds}; convert it")
+        if name in self.pad:
+            check_pad(name, self.pad[name], values[0].dtype)
         shape = [max(v.shape[dim] for v in values) for dim in range(values[0].dim())]
         return self.canaries.full(name, shape, values[0].dtype, values[0].device, self.pad.get(name, 0))
 
@@ -224,8 +232,8 @@ def named_outputs(result: Any) -> dict[str, torch.Tensor]:
     if result is None:
         return {}
     if isinstance(result, torch.Tensor):
-        return {"out": result}
-    if isinstance(result, Mapping):
+        named = {"out": result}
+    elif isinstance(result, Mapping):
         named = {str(name): value for name, value in result.items()}
     elif isinstance(result, (tuple, list)):
         named = {f"out[{i}]": value for i, value in enumerate(result)}
@@ -236,6 +244,7 @@ def named_outputs(result: Any) -> dict[str, torch.Tensor]:
     for name, value in named.items():
         if not isinstance(value, torch.Tensor):
             raise ConfigError(f"{name}: expected a tensor, got {type(value).__name__}; return tensors only")
+        check_tensor_value(name, value)
     return named
 
 

@@ -185,6 +185,9 @@ class SetAttribute(Decode):
             self.previous.copy_(hidden)
         return mixed
 
+    def carried(self, row: int) -> torch.Tensor:
+        return self.state["previous"][row]
+
 
 @add("a step counter in Python", "burn #5779", "self.steps")
 class PythonCounter(Decode):
@@ -204,7 +207,7 @@ class PythonCounter(Decode):
         return super().run() / (1 - 0.9**count)
 
     def eager(self, inputs: Mapping[str, Any]) -> torch.Tensor:
-        return super().eager(inputs) / (1 - 0.9)
+        return super().eager(inputs) / (1 - 0.9 ** (self.count + 1))
 
 
 @add("random numbers drawn in Python", "pytorch #84967", "random")

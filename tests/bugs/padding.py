@@ -166,3 +166,23 @@ def counted_pads(planted: bool, device: torch.device) -> Any:
         return {name: tensor.to(device) for name, tensor in inputs.items()}
 
     return step, make_inputs, {"state": {"counts": counts[:8]}}
+
+
+@add("stale rows of scratch", "vLLM #37442, vllm-plugin-FL PR 368", "scratch")
+def stale_scratch(planted: bool, device: torch.device) -> Any:
+    """A kernel skips pad rows and writes its output into scratch of the module: rows of a larger batch stay there."""
+    scratch = torch.zeros(8, 16, device=device)
+
+    def step(x: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
+        live = torch.arange(8, device=device)[:, None] < count
+        scratch.copy_(torch.where(live, x, scratch if planted else 0.0))
+        return scratch.abs().amax(0)
+
+    def make_inputs(case: int) -> dict[str, Any]:
+        rng, n = torch.Generator().manual_seed(case), (8, 3, 5, 8)[case]
+        return {"x": torch.randn(n, 16, generator=rng).to(device), "count": torch.tensor([n], device=device)}
+
+    def oracle(x: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
+        return x.abs().amax(0)
+
+    return step, make_inputs, {"eager": oracle}

@@ -102,7 +102,7 @@ class Decode:
         out = []
         for row in range(len(inputs["seq_lens"])):
             length, pages = int(inputs["seq_lens"][row]), inputs["block_table"][row].tolist()
-            x = embed[inputs["input_ids"][row]] + torch.cos(self.angle(inputs, row).double())
+            x = embed[inputs["input_ids"][row]] + torch.cos(self.angle(inputs, row).double()) + self.carried(row)
             q, k, v = (x @ w for w in weights)
             slots = [pages[at // PAGE] * PAGE + at % PAGE for at in range(length - 1)]
             keys, values = torch.cat([kv[slots, 0], k[None]]), torch.cat([kv[slots, 1], v[None]])
@@ -111,6 +111,10 @@ class Decode:
 
     def angle(self, inputs: Mapping[str, Any], row: int) -> torch.Tensor:
         return inputs["positions"][row] * (torch.arange(1, WIDTH + 1, device=self.device) / 20)
+
+    def carried(self, row: int) -> Any:
+        """What the oracle's row takes over from the step before: the state holds it, as it does for the step."""
+        return 0
 
     def real(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
         """The null page is anybody's."""

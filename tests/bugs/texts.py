@@ -139,6 +139,10 @@ TEXTS: dict[str, tuple[str, str]] = {
         "A sequence is penalised for tokens that it never had.",
         "Keep a row of counts that nobody owns, and send pad rows there.",
     ),
+    "stale rows of scratch": (
+        "A small batch after a large one is scaled by rows of the large one.",
+        "Zero the rows that the kernel skips, in each step, or mask them wherever all rows are looked at.",
+    ),
     "launches that only one rank captures": (
         "A hang in the first step that all ranks replay, or a capture that fails on another rank.",
         "Decide from what all ranks share; compare diff() or fingerprint() of the ranks' graphs after capture.",

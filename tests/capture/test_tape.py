@@ -164,6 +164,89 @@ def test_host_reads_raise_and_the_recorder_works_on(read) -> None:
     assert tape.output.item() == 2.0
 
 
+SYMMETRIC = torch.eye(4) * 2
+MASK, COUNTS = torch.tensor([True, False, True, False]), torch.tensor([1, 0, 2, 1])
+NAMED = {
+    "repeat_interleave": lambda x: torch.repeat_interleave(x, COUNTS, 0),
+    "repeat_interleave ": lambda x: torch.repeat_interleave(COUNTS),
+    "index_put_": lambda x: x.index_put_((MASK,), torch.tensor(1.0)),
+    "index_put_ ": lambda x: x.__setitem__(MASK, x[:2]),
+    "index_put_  ": lambda x: x.__setitem__(MASK, x.sum()),  # a number on the device: only one of Python is a fill
+    "index_put_   ": lambda x: x.__setitem__((slice(None), MASK.to(torch.uint8)), x[:, :2]),
+    "index_put": lambda x: x.index_put((MASK,), x[:2]),
+    "index.Tensor": lambda x: x[:, MASK],
+    "masked_select": lambda x: x.masked_select(MASK),
+    "where": lambda x: torch.where(MASK),
+    "combinations": lambda x: torch.combinations(x[0]),
+    "linalg_inv": lambda x: torch.linalg.inv(x),
+    "inverse": lambda x: x.inverse(),
+    "linalg_cholesky": lambda x: torch.linalg.cholesky(x),
+    "linalg_cholesky_ex": lambda x: torch.linalg.cholesky_ex(x, check_errors=True),
+    "linalg_solve": lambda x: torch.linalg.solve(x, x),
+    "linalg_eigh": lambda x: torch.linalg.eigh(x),
+    "linalg_svd": lambda x: torch.linalg.svd(x),
+    "linalg_pinv": lambda x: torch.linalg.pinv(x),
+    "linalg_lu_factor": lambda x: torch.linalg.lu_factor(x),
+    "linalg_matrix_power": lambda x: torch.linalg.matrix_power(x, -1),
+    "linalg_norm": lambda x: torch.linalg.norm(x, 2),
+    "linalg_matrix_norm": lambda x: torch.linalg.matrix_norm(x, "nuc"),
+}
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_operations_that_wait_on_cuda_are_refused_by_name(name) -> None:
+    x = SYMMETRIC.clone()
+    with pytest.raises(CaptureError, match=rf"decode\[1\]: aten.{name.strip()}\b.*expected ops whose results stay"):
+        record(lambda: (NAMED[name](x), x + 1)[1])
+
+
+def _filled(x: torch.Tensor) -> torch.Tensor:
+    x[MASK] = 7.0
+    x[:, MASK] = 3
+    return x + 0
+
+
+TAKEN = {
+    "a number by a mask": _filled,
+    "output_size": lambda x: torch.repeat_interleave(x, COUNTS, 0, output_size=4),
+    "output_size ": lambda x: torch.repeat_interleave(COUNTS, output_size=4),
+    "repeats of the host": lambda x: torch.repeat_interleave(x, 2, 0),
+    "rows": lambda x: x.index_put_((COUNTS,), x[0] + 1),
+    "masked_fill": lambda x: x.masked_fill_(MASK, 0.0),
+    "masked_scatter": lambda x: x.masked_scatter_(MASK, x + 1),
+    "where": lambda x: torch.where(MASK, x, 0.0),
+    "inv_ex": lambda x: torch.linalg.inv_ex(x)[0],
+    "cholesky_ex": lambda x: torch.linalg.cholesky_ex(x)[0],
+    "norm": lambda x: torch.linalg.norm(x, 2, dim=-1),
+    "norm of a vector": lambda x: torch.linalg.norm(x[0], 2),
+    "norm of all": lambda x: torch.linalg.norm(x),
+    "power": lambda x: torch.linalg.matrix_power(x, 2),
+}
+
+
+@pytest.mark.parametrize("name", TAKEN)
+def test_their_kin_that_does_not_wait_is_taken(name) -> None:
+    x, ran = SYMMETRIC.clone(), []
+    tape = record(lambda: (ran.append(1), TAKEN[name](x))[1])
+    for value in (5.0, 9.0):
+        x.copy_(torch.eye(4) * value)
+        expected = TAKEN[name](x.clone())
+        tape.launch()
+        torch.testing.assert_close(tape.output, expected)
+    assert ran == [1]
+
+
+def test_a_mask_is_refused_again_after_a_number_was_set() -> None:
+    x = SYMMETRIC.clone()
+
+    def step() -> torch.Tensor:
+        x[MASK] = 0.0
+        return x.index_put_((MASK,), x[:2])
+
+    with pytest.raises(CaptureError, match="index_put_"):
+        record(step)
+
+
 def test_a_step_error_passes_through() -> None:
     def step() -> torch.Tensor:
         raise ZeroDivisionError("from the model")
