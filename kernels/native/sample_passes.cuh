@@ -7,7 +7,6 @@
 #define PASS 4                 // pieces of a thread that are added up while as many are under way
 #define SAMPLED 1024           // tokens that guesses are made from
 #define SOME 256               // groups that are looked at before more are listed
-#define LIKELY 0.5f            // a draw among all is tried before any guess where it is kept at least so often
 
 // The highest scores that plain tokens of the groups may have; -inf where none reaches the floor. This thread's highest,
 // and its group.
@@ -92,14 +91,14 @@ __device__ __forceinline__ Found best_score(Team &t, Shared &shared, const Row &
   return found;
 }
 
-// The masses of the row's tokens at or above N keys; their numbers where best and rate are 0.
-template <int N, bool PROCESSES>
-__device__ __forceinline__ void add_row(const Team &t, const Row &r, const float (&bounds)[N], float best, float rate,
-                                        float (&sums)[N]) {
+// The masses of the row's tokens at or above three keys; their numbers where best and rate are 0.
+template <bool PROCESSES>
+__device__ __forceinline__ void add_row(const Team &t, const Row &r, const float (&bounds)[3], float best, float rate,
+                                        float (&sums)[3]) {
   const auto add = [&](float x, bool counts) {
     const float w = power2((fminf(x, LARGEST) - best) * rate);
 #pragma unroll
-    for (int n = 0; n < N; ++n)
+    for (int n = 0; n < 3; ++n)
       if (x >= bounds[n] && counts) sums[n] += w;
   };
   const int tail = r.vocab % PIECE, end = r.vocab - tail;
@@ -132,22 +131,21 @@ __device__ __forceinline__ void add_row(const Team &t, const Row &r, const float
   }
   if (t.thread < tail) add(logit_at(r, end + t.thread), !PROCESSES || has_bit(r.plain, end + t.thread));
 }
-template <int N>
-__device__ __forceinline__ void amounts_from(Team &t, const Row &r, const u32 (&keys)[N], float best, float rate,
-                                             float (&sums)[N]) {
-  float bounds[N];
+__device__ __forceinline__ void amounts_from(Team &t, const Row &r, const u32 (&keys)[3], float best, float rate,
+                                             float (&sums)[3]) {
+  float bounds[3];
 #pragma unroll
-  for (int n = 0; n < N; ++n) {
+  for (int n = 0; n < 3; ++n) {
     bounds[n] = fmaxf(value_of(keys[n]), -LARGEST);  // neither NaN nor -inf reaches it
     sums[n] = 0.0f;
   }
   best = fminf(fmaxf(best, -LARGEST), LARGEST);
-  if (r.processes) add_row<N, true>(t, r, bounds, best, rate, sums);
-  else add_row<N, false>(t, r, bounds, best, rate, sums);
+  if (r.processes) add_row<true>(t, r, bounds, best, rate, sums);
+  else add_row<false>(t, r, bounds, best, rate, sums);
   for_changed(t, r, [&](int, float x) {
     float w = power2((fminf(x, LARGEST) - best) * rate);
 #pragma unroll
-    for (int n = 0; n < N; ++n)
+    for (int n = 0; n < 3; ++n)
       if (x >= bounds[n]) sums[n] += w;
   });
   sum_all(t, sums);
@@ -188,9 +186,9 @@ __device__ __forceinline__ void narrow(u32 &low, u32 &high, u32 key, float amoun
 // mass of what top-k and min-p leave. DRAW: the threshold is sought only until the drawn token is known to be kept.
 enum Phase { TOP_K, MASS, DRAW };
 
-// The draw among all tokens that are kept. The threshold is a key in [low, high). It need not be known exactly: the
-// best score among all tokens from `low` upwards decides, once its own logit is known to be kept. Where top-p keeps
-// most of the mass, the first draw mostly is, and one look at what is above it says so. Else guesses come first.
+// The draw among all tokens that are kept. The threshold is a key in [low, high). It need not be known exactly: a draw
+// among all tokens from some key on decides, once that key is known to be no higher than the threshold, and the drawn
+// token's logit to be kept. A first draw begins at a guess, and one pass mostly says both.
 __device__ __forceinline__ Found draw_by_passes(Team &t, Shared &shared, const Row &r, const Kept &kept, float floor,
                                                 float best, float total) {
   const bool by_count = kept.top_k > 0;
@@ -198,56 +196,45 @@ __device__ __forceinline__ Found draw_by_passes(Team &t, Shared &shared, const R
   u32 low = key_of(floor), high = key_of(best) + 1;
   float of_best = by_count ? 0.0f : best, rate = by_count ? 0.0f : r.rate;  // amounts are numbers where both are 0
   float need = by_count ? (float)kept.top_k : kept.top_p * total;
-  bool guessed = false, drawn = false, likely = kept.top_p >= LIKELY && kept.top_p < 1.0f;
-  u32 key = 0;  // of the drawn token
-  Found found = {NEG_INF, NOWHERE, NEG_INF};
+  bool guessed = false;
   while (true) {
-    if (phase == DRAW) {
-      drawn = drawn && key >= low;  // else it is not kept
-      if (!drawn && (likely || guessed || high - low <= 1)) {
-        found = best_score(t, shared, r, value_of(low));
-        key = found.token < NOWHERE ? key_of(found.logit) : high;
-        drawn = true;
-      }
-      if (drawn && key >= high - 1) return found;
-      if (likely) {  // whether it is kept: whether the tokens above it do not reach the need
-        const u32 keys[1] = {key + 1};
-        float amounts[1];
-        amounts_from<1>(t, r, keys, of_best, rate, amounts);
-        narrow(low, high, keys[0], amounts[0], need);
-        likely = false;
-        continue;
-      }
-    }
-    u32 keys[3];
-    if (phase == MASS) {
-      keys[0] = keys[1] = keys[2] = low;
-    } else if (!guessed) {
+    u32 keys[3] = {low, low, low};
+    if (phase != MASS && !guessed && high - low > 1) {
       float share = rate == 0.0f ? need / (float)r.vocab : kept.top_p;
       guess(t, r, low, high, of_best, rate, share, keys[0], keys[2]);
       keys[1] = keys[0] + (keys[2] - keys[0]) / 2;
-      guessed = true;
-    } else {  // quarters end what chance may draw out
+    } else if (phase != MASS) {  // quarters end what chance may draw out
       const u32 quarter = (high - low) / 4;
       keys[0] = low + quarter;
-      keys[1] = drawn ? key + 1 : low + (high - low) / 2;
-      keys[2] = low + 3 * quarter;
+      keys[1] = low + (high - low) / 2;
+      keys[2] = high - quarter;
+    }
+    Found found = {NEG_INF, NOWHERE, NEG_INF};
+    const u32 from = guessed || high - low <= 1 ? low : keys[0];
+    u32 key = high;  // of the drawn token
+    if (phase == DRAW) {
+      found = best_score(t, shared, r, value_of(from));
+      if (found.token < NOWHERE) key = key_of(found.logit);
+      if (from <= low && key >= high - 1) return found;
+      keys[1] = key + 1;  // whether it is kept: whether the tokens above it do not reach the need
     }
     float amounts[3];
-    amounts_from<3>(t, r, keys, of_best, rate, amounts);
+    amounts_from(t, r, keys, of_best, rate, amounts);
     if (phase == MASS) {
       need = kept.top_p * amounts[0];
       high = key_of(best) + 1;
       phase = DRAW;
-      guessed = false;
       continue;
     }
 #pragma unroll
     for (int n = 0; n < 3; ++n) narrow(low, high, keys[n], amounts[n], need);
+    if (phase == DRAW && from <= low && key >= low && key >= high - 1) return found;
+    guessed = true;
     if (phase == TOP_K && high - low <= 1) {
       phase = MASS;
       of_best = best;
       rate = r.rate;
+      guessed = false;
     }
   }
 }

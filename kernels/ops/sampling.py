@@ -10,6 +10,14 @@ The highest noise of 32 neighbours is drawn before theirs, so that one word dism
 
 Logits are processed as vLLM does it, in float32: token mask, bias, penalties, temperature, min-p, top-k, top-p. A row
 that uses none of these costs what greedy and temperature sampling cost.
+
+    sample_split      beside the first pass, where rows may have mask, bias or penalties: the tokens that these change
+    sample_chunks     first pass: every logit is read once, and the highest of 32 neighbours is left
+    sample_rows       second pass: rows that keep all tokens, or what min-p leaves
+    sample_truncated  third pass, where rows may truncate: those that do, by top-k or top-p
+
+The first and the last of them are CUDA C++ (`sampling_native.py`). On devices where it does not run, Triton kernels take
+their place: programs of the first pass find the changed tokens then.
 """
 
 from __future__ import annotations
