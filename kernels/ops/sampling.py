@@ -16,8 +16,8 @@ that uses none of these costs what greedy and temperature sampling cost.
     sample_rows       second pass: rows that keep all tokens, or what min-p leaves
     sample_truncated  third pass, where rows may truncate: those that do, by top-k or top-p
 
-The first and the last of them are CUDA C++ (`sampling_native.py`). On devices where it does not run, Triton kernels take
-their place: programs of the first pass find the changed tokens then.
+The first and the last of them are CUDA C++ (`sampling_native.py`). Where it does not run, Triton kernels take their
+place: programs of the first pass find the changed tokens then.
 """
 
 from __future__ import annotations
