@@ -11,7 +11,7 @@
 // best, bounds    of groups: the highest logit of the plain tokens, and the highest score that one may have
 // groups          listed groups
 // words           bits of the listed groups' tokens
-// tokens, logits  the list; `bound`: what a token's score cannot exceed, -inf: the token is out
+// tokens, logits  the list; `least`: the least variate of a token's neighbours, -1: the token is out
 struct Shared {
   Meeting meeting;
   u32 histogram[2][BINS];
@@ -19,7 +19,7 @@ struct Shared {
   u16 groups[MAX_GROUPS];
   u32 words[LIST * WORDS_OF_GROUP];
   int tokens[LIST];
-  float logits[LIST], bound[LIST];
+  float logits[LIST], least[LIST];
 };
 
 // What a row keeps. The values of what is off: 0, 1 and 0.
@@ -315,31 +315,29 @@ __device__ __forceinline__ u32 threshold_of_list(Team &t, Shared &shared, const 
   largest_reaching(t, keys, amounts, kept.top_p * total, low, high, 1);
   return low;
 }
-// The best score among listed tokens that reach the threshold, or what was found before. A token's word of noise gives a
-// bound in few instructions, which mostly holds by a wide margin. Each warp draws the token of its highest bound; then
-// those are drawn that may do better than the best of these.
+// The best score among listed tokens that reach the threshold, or what was found before. A word of noise says most: the
+// score of the token whose least variate it is, and what the others cannot exceed. Those that may win draw their own.
 __device__ __forceinline__ Found draw_from_list(Team &t, Shared &shared, const Row &r, int length, u32 threshold,
                                                 Found found) {
-  Found highest = {NEG_INF, NOWHERE, NEG_INF};  // of bounds, and its place in the list
 #pragma unroll 1
   for (int at = t.thread; at < length; at += THREADS) {
+    const int token = shared.tokens[at];
     const float logit = shared.logits[at];
-    float bound = NEG_INF;
-    if (key_of(logit) >= threshold) bound = bound_at(r, shared.tokens[at], logit);
-    shared.bound[at] = bound;
-    if (bound > NEG_INF) offer(highest, bound, at, logit);
-  }
-  best_of_warp(highest);
-  if (highest.token < NOWHERE) {
-    const int token = shared.tokens[highest.token];
-    offer(found, drawn_score(r, token, highest.logit), token, highest.logit);
+    shared.least[at] = -1.0f;
+    if (key_of(logit) < threshold) continue;
+    const u32 word = word_at(r, token);
+    if (bound_of(r, word, logit) < found.score) continue;
+    const float least = least_of(word);
+    if (is_own(word, token)) offer(found, score_of(r, logit, least), token, logit);
+    else shared.least[at] = least;
   }
   best_of_all(t, found);
 #pragma unroll 1
   for (int at = t.thread; at < length; at += THREADS) {
-    const float bound = shared.bound[at];
-    if (bound < found.score || bound == NEG_INF || at == highest.token) continue;
-    offer(found, drawn_score(r, shared.tokens[at], shared.logits[at]), shared.tokens[at], shared.logits[at]);
+    const int token = shared.tokens[at];
+    const float logit = shared.logits[at], least = shared.least[at];
+    if (least < 0.0f || score_of(r, logit, least) < found.score) continue;
+    offer(found, score_of(r, logit, __fadd_rn(least, above_least(r, token))), token, logit);
   }
   best_of_all(t, found);
   return found;

@@ -53,7 +53,7 @@ __device__ __forceinline__ Found best_of_group(const Team &t, const Row &r, int 
     if (token >= r.vocab || (r.processes && !has_bit(r.plain, token))) continue;
     float x = logit_at(r, token);
     if (x < floor || x == NEG_INF) continue;
-    offer(mine, drawn_score(r, token, x), token, x);
+    offer(mine, drawn_score(r, token, word_at(r, token), x), token, x);
   }
   best_of_warp(mine);
   return mine;
@@ -84,8 +84,9 @@ __device__ __forceinline__ Found best_score(Team &t, Shared &shared, const Row &
     __syncthreads();
   }
   for_changed(t, r, [&](int token, float x) {
-    if (x < floor || x == NEG_INF || bound_at(r, token, x) < found.score) return;
-    offer(found, drawn_score(r, token, x), token, x);
+    if (x < floor || x == NEG_INF) return;
+    const u32 word = word_at(r, token);
+    if (bound_of(r, word, x) >= found.score) offer(found, drawn_score(r, token, word, x), token, x);
   });
   best_of_all(t, found);
   return found;

@@ -94,17 +94,16 @@ __device__ __forceinline__ u32 word_at(const Row &r, int token) {
 __device__ __forceinline__ float score_of(const Row &r, float logit, float variate) {
   return __fmaf_rn(r.heat, -logf(variate), logit);
 }
-// A token's score: its own variate is the least one of its neighbours, or exceeds it.
-__device__ __forceinline__ float drawn_score(const Row &r, int token, float logit) {
-  const u32 word = word_at(r, token);
-  float variate = least_of(word);
-  if ((int)(word & 31) != token % 32) variate = __fadd_rn(variate, above_least(r, token));
-  return score_of(r, logit, variate);
+// Whether the least variate of the 32 neighbours is the token's own. Else the token's exceeds it.
+__device__ __forceinline__ bool is_own(u32 word, int token) { return (int)(word & 31) == token % 32; }
+__device__ __forceinline__ float drawn_score(const Row &r, int token, u32 word, float logit) {
+  const float least = least_of(word);
+  return score_of(r, logit, is_own(word, token) ? least : __fadd_rn(least, above_least(r, token)));
 }
-// What a token's score cannot exceed. With u for the word's fraction, the least variate is -log(1 - u) / 32, which is
-// u / 32 at least; the margin is far above what the logarithm is off by.
-__device__ __forceinline__ float bound_at(const Row &r, int token, float logit) {
-  const float noise = 32.0f * LN2 - LN2 * logarithm2((float)(word_at(r, token) >> 5) + 0.5f);
+// What a score cannot exceed, in few instructions. With u for the word's fraction, the least variate is -log(1 - u) / 32,
+// which is u / 32 at least; the margin is far above what the logarithm is off by.
+__device__ __forceinline__ float bound_of(const Row &r, u32 word, float logit) {
+  const float noise = 32.0f * LN2 - LN2 * logarithm2((float)(word >> 5) + 0.5f);
   return r.heat * (noise + 1e-3f) + logit;
 }
 
