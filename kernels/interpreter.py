@@ -69,12 +69,40 @@ def install() -> None:
     builder.create_dot = _dot_in_float32(builder.create_dot)
     triton_interpreter.ReduceOps.sum = _sum_in_float32(triton_interpreter.ReduceOps.sum)
     triton_interpreter._patch_lang_tensor = _indexed_by_item(triton_interpreter._patch_lang_tensor)
+    triton_interpreter._patch_lang = _restored_as_a_whole(triton_interpreter._patch_lang)
     builder.get_bf16 = lambda self, value: self.cast_impl(self.get_fp32(value), tl.bfloat16)
     # Programs run one after another here, so there is nothing to wait for. Triton loads its package `cuda` twice: as an
     # attribute of the parent package, and as another object in sys.modules.
     for module in (tl.extra.cuda, sys.modules["triton.language.extra.cuda"]):
         for name in ("gdc_wait", "gdc_launch_dependents"):
             setattr(module, name, _no_op)
+
+
+def _restored_as_a_whole(patch_lang: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Triton's language is put back after a launch, also what functions that the kernel called have changed of it.
+
+    The original forgets the changes of such functions, and nothing can be compiled in the process from then on.
+    """
+    scopes: list[Any] = []  # the launch's first
+
+    def patch(fn: Any) -> Any:
+        scope = patch_lang(fn)
+        if scope is None:  # of a Triton that puts nothing back
+            return None
+        scopes.append(scope)
+        if len(scopes) == 1:
+            restore_own = scope.restore
+
+            def restore() -> None:
+                while len(scopes) > 1:
+                    scopes.pop().restore()
+                scopes.clear()
+                restore_own()
+
+            scope.restore = restore
+        return scope
+
+    return patch
 
 
 def convert_float(data: Any, source: Any, target: Any, rounding: object = None) -> Any:
