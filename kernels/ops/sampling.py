@@ -308,17 +308,20 @@ def compile_variants() -> list[CompileSpec]:
         "list_tokens", "list_logits",
     )  # fmt: skip
     vocabularies = {"fp16": 1 << 17, "bf16": 1 << 17, "fp32": MAX_VOCAB_SIZE}
-    cases = (("fp16", False), ("bf16", False), ("fp32", False), ("bf16", True), ("fp32", True))
-    for kind, everything in cases:
-        vocab = vocabularies[kind]
-        kernels = {"chunks": sample_chunks_kernel, "rows": sample_rows_kernel}
-        kernels |= {"truncated": sample_truncated_kernel} if everything else {}
+    alone = {"chunks": sample_chunks_kernel, "rows": sample_rows_kernel}
+    with_all = alone | {"truncated": sample_truncated_kernel}
+    beside_split = {"chunks_beside_split": sample_chunks_kernel}
+    cases = [(kind, alone) for kind in vocabularies]
+    cases += [("bf16", with_all), ("fp32", with_all), ("bf16", beside_split)]
+    for kind, kernels in cases:
+        vocab, everything = vocabularies[kind], kernels is not alone
         for part, kernel in kernels.items():
             constexprs: dict[str, object] = {} if everything else {f"{name}_ptr": None for name in optional}
             constexprs |= {
                 "GROUPS": vocab // _group_size(vocab), "GROUP": _group_size(vocab),
                 "LIST": LIST, "CHUNKS": _CHUNKS, "TILES": vocab // (_CHUNKS * SAMPLE_CHUNK),
-                "CHANGED_WORDS": CHANGED_WORDS, "PROCESSES": everything, "OVERLAPS": True,
+                "CHANGED_WORDS": 0 if kernels is beside_split else CHANGED_WORDS, "PROCESSES": everything,
+                "OVERLAPS": True,
             }  # fmt: skip
             constexprs = {name: value for name, value in constexprs.items() if name in kernel.arg_names}
             signature = {}
@@ -337,9 +340,9 @@ def compile_variants() -> list[CompileSpec]:
             specs.append(
                 CompileSpec(
                     f"sample_{part}_{kind}{'_all' if everything else ''}", kernel, signature, constexprs,
-                    _CHUNK_WARPS if part == "chunks" else _ROW_WARPS, 3, divisible=divisible,
+                    _CHUNK_WARPS if part.startswith("chunks") else _ROW_WARPS, 3, divisible=divisible,
                     max_spill=_ROW_SPILL if part == "truncated" else 0,
-                    maxnreg=None if part == "chunks" else _ROW_REGISTERS,
+                    maxnreg=None if part.startswith("chunks") else _ROW_REGISTERS,
                 )
             )  # fmt: skip
     return specs

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 import torch
 
-from graphrt.kernels.native.nvrtc import NativeVariant, launch, runs_native
+from graphrt.kernels.native.nvrtc import NativeVariant, launch, nvrtc_fault, runs_native
 
 GROUPS_MULTIPLE = 4
 """The first pass leaves a multiple of so many groups: they are read in fours."""
@@ -52,8 +52,8 @@ class _Params(ctypes.Structure):
 
 @functools.lru_cache(maxsize=64)
 def serves(device: torch.device) -> bool:
-    """Whether the kernel runs on a device; elsewhere, and under the interpreter, the Triton kernels do."""
-    return runs_native(device)
+    """Whether the kernels run on a device. Elsewhere, and where there is no NVRTC, the Triton kernels do."""
+    return runs_native(device) and nvrtc_fault() is None
 
 
 @functools.lru_cache(maxsize=64)
