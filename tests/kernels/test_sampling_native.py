@@ -8,13 +8,11 @@ from __future__ import annotations
 
 import inspect
 import itertools
-import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
 
-from graphrt.kernels.native.nvrtc import compile_variant
 from graphrt.kernels.ops import sampling, sampling_native
 from graphrt.kernels.ops.sampling import sample
 from graphrt.kernels.ops.sampling_native import native_variants
@@ -26,6 +24,7 @@ from tests.kernels import (
     test_sampling_penalties,
     test_sampling_truncation,
 )  # fmt: skip
+from tests.kernels.native_usage import assert_fits, compiled_within
 from tests.kernels.sampling_cases import F32, I32, biases, penalties_with, token_mask, truncation
 from tests.kernels.test_sampling import arguments
 
@@ -70,6 +69,18 @@ def kernel_device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatc
 def native_device(request: pytest.FixtureRequest) -> torch.device:
     """A device on which the CUDA kernels run."""
     return request.getfixturevalue("emulated") if request.param == "cpu" else torch.device("cuda")
+
+
+@pytest.fixture
+def resize(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str, int], None]]:
+    """Gives the kernels another size, by its name in `sampling_native`, until the test has ended."""
+
+    def change(name: str, size: int) -> None:
+        monkeypatch.setattr(sampling_native, name, size)
+        sampling_native._variant.cache_clear()
+
+    yield change
+    sampling_native._variant.cache_clear()
 
 
 BOUNDS = {
@@ -121,25 +132,26 @@ def everything_changes(rows: int, vocab: int, rng: torch.Generator) -> dict[str,
 @pytest.mark.parametrize("most", [4096, 100], ids=["listed", "too_many"])
 @pytest.mark.parametrize("vocab", [3000, 2999], ids=["aligned", "odd"])
 def test_changed_tokens(
-    native_device: torch.device, rng: torch.Generator, monkeypatch: pytest.MonkeyPatch, vocab: int, most: int
+    native_device: torch.device, rng: torch.Generator, resize: Callable[[str, int], None], vocab: int, most: int
 ) -> None:
     """More changed tokens than are listed are processed each time anew, by each step of each kernel."""
-    monkeypatch.setattr(sampling_native, "_CHANGED", most)
-    sampling_native._variant.cache_clear()
+    resize("_CHANGED", most)
     logits = torch.randn(6, vocab, generator=rng)
     check_against_reference(native_device, logits, **everything_changes(6, vocab, rng))
-    sampling_native._variant.cache_clear()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, F32], ids=str)
 @pytest.mark.parametrize("short", [False, True], ids=["lists", "passes"])
 def test_rows_at_any_address(
-    native_device: torch.device, rng: torch.Generator, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, short: bool
+    native_device: torch.device,
+    rng: torch.Generator,
+    resize: Callable[[str, int], None],
+    dtype: torch.dtype,
+    short: bool,
 ) -> None:
     """Rows of an odd vocabulary begin anywhere, and end within a piece: the same draws as with rows that do not."""
     if short:
-        monkeypatch.setattr(sampling_native, "_LIST", 64)
-        sampling_native._variant.cache_clear()
+        resize("_LIST", 64)
     vocab = 2 * sampling.SAMPLE_CHUNK + 333
     logits = torch.randn(6, vocab, generator=rng).to(dtype)
     logits[:, -1] = 3.0
@@ -147,11 +159,10 @@ def test_rows_at_any_address(
     padded.copy_(logits)
     for values in (logits, padded):
         check_against_reference(native_device, values)
-    sampling_native._variant.cache_clear()
 
 
 def test_a_short_list_changes_nothing(
-    native_device: torch.device, rng: torch.Generator, monkeypatch: pytest.MonkeyPatch
+    native_device: torch.device, rng: torch.Generator, resize: Callable[[str, int], None]
 ) -> None:
     """Rows that keep more tokens than a list holds: draws among groups, and passes, of which most rows take several."""
     rows, vocab = 6, 2 * sampling.SAMPLE_CHUNK + 877
@@ -167,10 +178,8 @@ def test_a_short_list_changes_nothing(
     )  # fmt: skip
     expected = sample(*args, truncation=options, **processed).tolist()
     for length in (1024, 64):
-        monkeypatch.setattr(sampling_native, "_LIST", length)
-        sampling_native._variant.cache_clear()
+        resize("_LIST", length)
         assert sample(*args, truncation=options, **processed).tolist() == expected
-    sampling_native._variant.cache_clear()
 
 
 LENGTH = "if (length > LIST) return LIST + 1;\n"
@@ -209,12 +218,5 @@ def test_planted_bugs_are_noticed(
 @pytest.mark.parametrize("name", native_variants())
 def test_variants_compile_within_their_bounds(name: str) -> None:
     variant = native_variants()[name]
-    cubin, log = compile_variant(variant)
-    assert cubin.startswith(b"\x7fELF")
-    spilled = [int(n) for n in re.findall(r"(\d+) bytes spill", log)]
-    assert spilled
-    assert max(spilled) <= (600 if variant.entry == "sample_truncated" else 0), log
-    registers = int(re.search(r"Used (\d+) registers", log).group(1))
-    blocks = 1 if variant.shared_bytes > 112 << 10 else dict(variant.macros)["BLOCKS_PER_SM"]
-    assert blocks * (variant.shared_bytes + 1024) <= 228 * 1024, "does not fit a multiprocessor"
-    assert blocks * variant.num_threads * -(-registers // 8) * 8 <= 65536, "does not fit a multiprocessor's registers"
+    registers, _ = compiled_within(variant, 600 if variant.entry == "sample_truncated" else 0)
+    assert_fits(variant, 1 if variant.shared_bytes > 112 << 10 else dict(variant.macros)["BLOCKS_PER_SM"], registers)

@@ -21,6 +21,7 @@ from graphrt.kernels.errors import CapacityError, ConfigError, GraphRTError, Rep
 from graphrt.kernels.types import KVLayout
 from graphrt.kv_cache import KVCache
 from graphrt.launch import Launch
+from graphrt.recording import Recording
 from graphrt.replay import ReplayManager
 from graphrt.sampling_params import SamplingParams
 from graphrt.session import DecodeSession
@@ -188,8 +189,8 @@ def test_faults_are_recorded(tmp_path: Path) -> None:
         assert codes == ["PAGE_OUT_OF_RANGE", "PAGE_OUT_OF_RANGE", "TOKEN_OUT_OF_RANGE"]
 
 
-def test_a_wrong_graph_shows(tmp_path: Path) -> None:
-    """The model reads a number of Python's: frozen in the graph that the bundle's manager captures."""
+def recorded_with_a_scale() -> tuple[list[float], ToyModel, Recording]:
+    """A model whose logits are multiplied by a number of Python's, at first 1, and a recording of one step of it."""
     scale = [1.0]
     model = ToyModel(CPU, torch.float32)
     forward = model.forward
@@ -197,6 +198,12 @@ def test_a_wrong_graph_shows(tmp_path: Path) -> None:
     rig = make_rig(CPU, model=model)
     recording = rig.manager.record()
     rig.manager.replay(prompt(1, 2)).tokens()
+    return scale, model, recording
+
+
+def test_a_wrong_graph_shows(tmp_path: Path) -> None:
+    """The model reads a number of Python's: frozen in the graph that the bundle's manager captures."""
+    scale, model, recording = recorded_with_a_scale()
     bundle = saved(Bundle.of(recording), tmp_path)
     with bundle.open(model, device=CPU) as replays:
         scale[0] = 0.5
@@ -230,13 +237,7 @@ def test_what_was_not_compared_is_not_called_equal(tmp_path: Path) -> None:
 
 def test_a_wrong_graph_shows_however_often_it_runs() -> None:
     """Stats keep the first 16 differences of a manager; a bundle tells of each launch."""
-    scale = [1.0]
-    model = ToyModel(CPU, torch.float32)
-    forward = model.forward
-    model.forward = lambda step: forward(step) * scale[0]  # type: ignore[method-assign]
-    rig = make_rig(CPU, model=model)
-    recording = rig.manager.record()
-    rig.manager.replay(prompt(1, 2)).tokens()
+    scale, model, recording = recorded_with_a_scale()
     with Bundle.of(recording).open(model, device=CPU) as replays:
         scale[0] = 0.5
         assert all(replays.run().difference is not None for _ in range(20))

@@ -1,0 +1,21 @@
+"""What CUDA kernels use of a multiprocessor, compiled without a GPU."""
+
+from __future__ import annotations
+
+import re
+
+from graphrt.kernels.native.nvrtc import NativeVariant, compile_variant
+
+
+def compiled_within(variant: NativeVariant, most_spilled: int) -> tuple[int, str]:
+    """Compile a variant that may spill so many bytes; its registers, and what the assembler said."""
+    cubin, log = compile_variant(variant)
+    assert cubin.startswith(b"\x7fELF")
+    assert max(int(n) for n in re.findall(r"(\d+) bytes spill", log)) <= most_spilled, log
+    return int(re.search(r"Used (\d+) registers", log).group(1)), log
+
+
+def assert_fits(variant: NativeVariant, blocks: int, registers: int, static: int = 0) -> None:
+    """So many blocks fit a multiprocessor, each with `static` bytes of shared memory beside its dynamic ones."""
+    assert blocks * (variant.shared_bytes + static + 1024) <= 228 * 1024, "does not fit a multiprocessor"
+    assert blocks * variant.num_threads * -(-registers // 8) * 8 <= 65536, "does not fit a multiprocessor's registers"
