@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,11 +11,9 @@ from cuda.bindings import driver
 from graphrt.capture.descriptor import BatchDescriptor
 from graphrt.capture.graph import GraphReport
 from graphrt.kernels.errors import CaptureError, GraphRTError, ReplayError
-from graphrt.kernels.native.nvrtc import ensure_context
+from graphrt.kernels.native.nvrtc import ensure_context, raw_stream
 
 _CHILD = driver.CUgraphNodeType.CU_GRAPH_NODE_TYPE_GRAPH
-# The CPU build of torch lacks it.
-_raw_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0)
 
 
 def check(result: tuple[Any, ...], error: type[GraphRTError] = CaptureError) -> tuple[Any, ...]:
@@ -45,18 +42,18 @@ class Launcher:
         """Raises: ReplayError where the driver refuses."""
         failed, context = driver.cuCtxGetCurrent()
         if not failed and int(context) == self._context:
-            result = driver.cuGraphLaunch(self._executable, _raw_stream(self._index))
+            result = driver.cuGraphLaunch(self._executable, raw_stream(self._index))
             if result[0]:
                 check(result, ReplayError)
             return
         with torch.cuda.device(self._device):  # the thread is at another device, or has made no CUDA call yet
             ensure_context(self._index)
-            check(driver.cuGraphLaunch(self._executable, _raw_stream(self._index)), ReplayError)
+            check(driver.cuGraphLaunch(self._executable, raw_stream(self._index)), ReplayError)
 
 
 def current_stream(device: torch.device) -> int:
     """Handle of the stream that is current on a device, in the calling thread."""
-    return _raw_stream(device.index)
+    return raw_stream(device.index)
 
 
 def count_nodes(graph: Any) -> int:

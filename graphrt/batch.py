@@ -24,7 +24,8 @@ from graphrt.kernels.types import TOKEN_FROM_ROW
 Int32Array = npt.NDArray[np.int32]
 
 _PAD_WORDS = np.array(COPIED_PAD_WORDS, np.int32)[:, None]
-_COPIED_AT = {name: layout.ROW_COPIED + at for at, name in enumerate(COPIED)}
+_FIELDS = {"sample": layout.ROW_SAMPLE} | {name: layout.ROW_COPIED + at for at, name in enumerate(COPIED)}
+"""Of values that a record holds as they are: a field each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -364,10 +365,8 @@ class Batch:
         rows[layout.ROW_ID], rows[layout.ROW_SEQ_LEN] = self.row_ids, self.seq_lens
         rows[layout.ROW_QUERY_START :] = _defaults(n, fields)  # one copy; a step states few of them
         for name in self._stated:
-            if name in _COPIED_AT:
-                rows[_COPIED_AT[name]] = getattr(self, name).view(np.int32)
-            elif name == "sample":
-                rows[layout.ROW_SAMPLE] = self.sample
+            if name in _FIELDS:
+                rows[_FIELDS[name]] = getattr(self, name).view(np.int32)
             elif name == "query_lens":
                 rows[layout.ROW_QUERY_LEN] = self.query_lens
                 np.subtract(np.add.accumulate(self.query_lens), self.query_lens, out=rows[layout.ROW_QUERY_START])

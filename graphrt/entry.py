@@ -11,9 +11,9 @@ from torch.cuda import nvtx
 
 from graphrt.kernels.checks import check_instance, shown
 from graphrt.kernels.errors import CaptureError, ConfigError, ReplayError
+from graphrt.kernels.native.nvrtc import raw_stream
 
-# The CPU build of torch lacks them, and needs them not.
-_raw_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0)
+# The CPU build of torch lacks it, and needs it not.
 _device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", lambda: 0)
 # What torch's functions of Python call, without these.
 _nvtx = getattr(torch._C, "_nvtx", None)
@@ -40,7 +40,7 @@ class Exclusive:
     """Lets one call at a time in. A flag that can be tested and set at once, not a lock: nobody waits for it.
 
     thread   that the last call came from
-    leave    what `enter` was called for has ended: for calls of each step, as a `with` block takes twice as long
+    leave    ends what `enter` began. Calls of each step use these two, as a `with` block takes twice as long
     """
 
     __slots__ = ("_flag", "leave", "thread")
@@ -91,7 +91,7 @@ class OnStream:
         if self.stream is None:
             return
         _push_range(self._name)
-        if _raw_stream(self._index) == self._handle and _device() == self._index:
+        if raw_stream(self._index) == self._handle and _device() == self._index:
             self._previous.append(None)
         else:
             self._previous.append(torch.cuda.current_stream())

@@ -81,13 +81,11 @@ class StepGraphs:
         if eager:
             return self._run_eagerly(descriptor, batch, steps)
         graph = (self._loops if loops else self._graphs)[descriptor]
-        launches = 1 if loops else steps
-        while launches:
+        for _ in range(1 if loops else steps):
             if self._plans and batch is not None:
                 with torch.inference_mode():
                     self._program.backend.plan_replay(descriptor, batch)
             graph.launch()  # no op of torch: whoever launches a graph need not be in inference mode
-            launches -= 1
         return graph.output
 
     @contextlib.contextmanager

@@ -101,6 +101,11 @@ def compile_variant(variant: NativeVariant, arch: str = "sm_90") -> tuple[bytes,
     return bytes(cubin), text_of_log
 
 
+# The CPU build of torch lacks it, and needs it not.
+raw_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0)
+"""The handle of the stream that is current on a device, in the calling thread, by the device's index."""
+
+
 def launch(
     variant: NativeVariant,
     grid: tuple[int, int],
@@ -116,7 +121,7 @@ def launch(
     Raises: as `compile_variant`; GraphRTError where the driver refuses.
     """
     index = _index(device)
-    config = _config(variant, grid, torch._C._cuda_getCurrentRawStream(index), pdl)
+    config = _config(variant, grid, raw_stream(index), pdl)
     with contextlib.nullcontext() if torch.cuda.current_device() == index else torch.cuda.device(index):
         function = load(variant, index)
         arguments = (ctypes.c_void_p * 1)(ctypes.addressof(params))

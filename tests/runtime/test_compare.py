@@ -107,7 +107,7 @@ def test_blocks_on_a_stream_may_lie_in_each_other(monkeypatch: pytest.MonkeyPatc
     """The stream is the steps' until the outermost block ends."""
     steps, callers = (SimpleNamespace(cuda_stream=n, device=torch.device("cuda", 0)) for n in (1, 2))
     current, ranges = [callers], []
-    monkeypatch.setattr(entry, "_raw_stream", lambda index: current[-1].cuda_stream)
+    monkeypatch.setattr(entry, "raw_stream", lambda index: current[-1].cuda_stream)
     monkeypatch.setattr(entry, "_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: current[-1])
     monkeypatch.setattr(torch.cuda, "set_stream", current.append)
