@@ -79,27 +79,24 @@ def install() -> None:
 
 
 def _restored_as_a_whole(patch_lang: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Triton's language is put back after a launch, also what functions that the kernel called have changed of it.
+    """A launch puts back what it changed of Triton's language: for its kernel, and for functions that the kernel calls.
 
-    The original forgets the changes of such functions, and nothing can be compiled in the process from then on.
+    The original forgets the changes of functions. Nothing can be compiled in the process from then on.
     """
-    scopes: list[Any] = []  # the launch's first
+    restores: list[Callable[[], None]] = []  # of the kernel, and behind it of each function that it called
 
     def patch(fn: Any) -> Any:
         scope = patch_lang(fn)
         if scope is None:  # of a Triton that puts nothing back
             return None
-        scopes.append(scope)
-        if len(scopes) == 1:
-            restore_own = scope.restore
+        at = len(restores)
+        restores.append(scope.restore)
 
-            def restore() -> None:
-                while len(scopes) > 1:
-                    scopes.pop().restore()
-                scopes.clear()
-                restore_own()
+        def restore() -> None:
+            while len(restores) > at:
+                restores.pop()()
 
-            scope.restore = restore
+        scope.restore = restore
         return scope
 
     return patch
