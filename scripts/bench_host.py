@@ -9,14 +9,14 @@ copies      as small engines do it: a pinned tensor per field, filled with NumPy
             `CUDAGraph.replay` of the same model step, and a wait for the tokens. The model step is that of graphrt
             without its first two kernels and its last one
 
-The host is timed in two ways. *Idle*: a step is submitted to an idle device, timed, and waited for. *Steady*: steps are
-submitted while launches are in flight and the ring has room, as by a server that is ahead of its device: in bursts of
-two launches fewer than the ring has slots, of which the first, to an idle device, does not count. Then all are waited
-for. Copies wait for the tokens of each step: their steady time is the idle one.
+The host is timed in two ways:
 
-Models have few layers and dummy
-weights, which the host does not see: as many weights are guarded as the whole model has. Beside it stands `launch`, the
-driver's part: one launch of the copies' graph, by the same call that the others take.
+idle        a step is submitted to an idle device, timed, and waited for
+steady      steps are submitted in bursts of `ring_depth` - 2 launches, as by a server that is ahead of its device. The
+            first of a burst meets an idle device, and does not count. Copies wait for each step, so theirs is idle
+
+Models have few layers and dummy weights, which the host does not see: as many weights are guarded as the whole model
+has. Beside it stands `launch`, the driver's part: one launch of the copies' graph, by the call that the others take.
 
 The device's gap is the interval of steps in a row less the time of the graph alone. Rows grow with each step, and so do
 graphs: the graph is timed before the interval and after it, and the mean is taken off. The gap means most for a whole

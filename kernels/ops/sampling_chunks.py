@@ -4,7 +4,8 @@ Of a row whose best token is all that is asked for, the best group of each tile 
 
 A program reads a tile of one row. Its loads are all under way before it waits for anything else, and it takes two to
 five instructions per token: more would take longer than the read itself. So it leaves out the tokens that mask, bias
-and penalties change. Other programs of the same launch find those by their bits and process them one by one.
+and penalties change. Other programs of the same launch, or a kernel beside it (`sampling_native.py`), find those by
+their bits and process them.
 """
 
 from __future__ import annotations
