@@ -22,12 +22,6 @@ struct Shared {
   float logits[LIST], least[LIST];
 };
 
-// What a row keeps. The values of what is off: 0, 1 and 0.
-struct Kept {
-  int top_k;
-  float top_p, min_p;
-};
-
 __device__ __forceinline__ int group_of(const Team &t, int quad) { return (quad * THREADS + t.thread) * 4; }
 
 // Histograms
@@ -159,23 +153,26 @@ __device__ __forceinline__ int list_groups(Team &t, Shared &shared, Chosen chose
   __syncthreads();
   return count;
 }
-// Bits of some listed groups' plain tokens that reach the floor. A few lanes have a word, a piece each.
+// Bits of some listed groups' plain tokens that reach `floor(group)`. A few lanes have a word, a piece each.
+template <typename Floor>
 __device__ __forceinline__ void find_bits(const Team &t, Shared &shared, const Row &r, const u16 *groups, int count,
-                                          float floor) {
-  constexpr int LANES = 32 / PIECE, PIECES = 64 / WARPS;  // lanes of a word; pieces under way of a thread
+                                          Floor floor) {
+  constexpr int LANES = 32 / PIECE, PIECES = 32 / WARPS;  // lanes of a word; pieces under way of a thread
   const int words = count * WORDS_OF_GROUP, of_step = THREADS / LANES, mine = t.thread / LANES;
   const int first = t.lane % LANES * PIECE;
-  floor = fmaxf(floor, -LARGEST);  // neither NaN nor -inf reaches it
 #pragma unroll 1
   for (int start = mine; start - mine < words; start += PIECES * of_step) {
     int tokens[PIECES];
     bool wanted[PIECES];
     u32 plain[PIECES];
+    float least[PIECES];
     int4 pieces[PIECES];
 #pragma unroll
     for (int k = 0; k < PIECES; ++k) {
       const int at = start + k * of_step;
-      const int word = at < words ? groups[at / WORDS_OF_GROUP] * WORDS_OF_GROUP + at % WORDS_OF_GROUP : 0;
+      const int group = at < words ? groups[at / WORDS_OF_GROUP] : 0;
+      const int word = at < words ? group * WORDS_OF_GROUP + at % WORDS_OF_GROUP : 0;
+      least[k] = fmaxf(floor(group), -LARGEST);  // neither NaN nor -inf reaches it
       tokens[k] = 32 * word + first;
       wanted[k] = at < words && tokens[k] + PIECE <= r.vocab;
       plain[k] = r.processes && word < r.num_words ? r.plain[word] : 0xffffffffu;
@@ -189,7 +186,7 @@ __device__ __forceinline__ void find_bits(const Team &t, Shared &shared, const R
       u32 bits = 0;
 #pragma unroll
       for (int n = 0; n < PIECE; ++n)
-        if (logits[n] >= floor) bits |= 1u << n;
+        if (logits[n] >= least[k]) bits |= 1u << n;
       bits = wanted[k] ? bits << first : 0u;
 #pragma unroll
       for (int step = 1; step < LANES; step *= 2) bits |= __shfl_xor_sync(0xffffffffu, bits, step);
@@ -198,17 +195,18 @@ __device__ __forceinline__ void find_bits(const Team &t, Shared &shared, const R
   }
   __syncthreads();
   // The tokens behind the last piece are of the last group, which is listed last.
-  const int tail = r.vocab % PIECE, token = r.vocab - tail + t.thread;
+  const int tail = r.vocab % PIECE, token = r.vocab - tail + t.thread, last = groups[count - 1];
   if (tail == 0) return;
-  if (t.thread < tail && groups[count - 1] == token / GROUP && logit_at(r, token) >= floor &&
+  if (t.thread < tail && last == token / GROUP && logit_at(r, token) >= fmaxf(floor(last), -LARGEST) &&
       !(r.processes && !has_bit(r.plain, token)))
     atomicOr(&shared.words[(count - 1) * WORDS_OF_GROUP + token % GROUP / 32], 1u << token % 32);
   __syncthreads();
 }
-// List the plain tokens of some listed groups that reach the floor, in their order, and their logits. Their number;
+// List the plain tokens of some listed groups that reach `floor(group)`, in their order, and their logits. Their number;
 // more than LIST: too many, and none is listed.
+template <typename Floor>
 __device__ __forceinline__ int list_plain(Team &t, Shared &shared, const Row &r, const u16 *groups, int count,
-                                          float floor) {
+                                          Floor floor) {
   if (count == 0) return 0;
   find_bits(t, shared, r, groups, count, floor);
   const int words = count * WORDS_OF_GROUP, each = (words + THREADS - 1) / THREADS;
@@ -241,7 +239,7 @@ __device__ __forceinline__ int list_tokens(Team &t, Shared &shared, const Row &r
     return x >= floor && x > NEG_INF;
   });
   if (count > LIST) return LIST + 1;  // each has a token that reaches the floor
-  int length = list_plain(t, shared, r, shared.groups, count, floor);
+  int length = list_plain(t, shared, r, shared.groups, count, [&](int) { return floor; });
   if (length > LIST || !r.processes) return length;
   int changed = 0, of_all;
   const auto reaches = [&](float x) { return x >= floor && x > NEG_INF; };

@@ -2,10 +2,12 @@
 
 #include "sample_list.cuh"
 
-#define GUESS 0.04f            // half the width in which top-p's threshold is sought first, as a share of the mass
-#define GUESS_KEYS (1u << 16)  // a guess need not be exact
-#define PASS 4                 // pieces of a thread that are added up while as many are under way
-#define SAMPLED 1024           // tokens that guesses are made from
+#define FINE_BITS 9
+#define FINE (1 << FINE_BITS)  // bins of a row
+#define PASS 2                 // pieces of a thread that are added up while as many are under way
+#define SAMPLED 2048           // tokens that a guess is made from
+#define SPAN 6.0f              // powers of 2 that the masses of a window may be apart
+#define DOUBT 4.0f             // standard deviations by which a guess may be off
 #define SOME 256               // groups that are looked at before more are listed
 
 // The highest scores that plain tokens of the groups may have; -inf where none reaches the floor. This thread's highest,
@@ -66,17 +68,23 @@ __device__ __forceinline__ Found best_score(Team &t, Shared &shared, const Row &
   Found found = {NEG_INF, NOWHERE, NEG_INF};
   if (first.token < NOWHERE) found = best_of_group(t, r, first.token, floor);
   best_of_all(t, found);
-  // Then all tokens of the groups that may do better: some at first, as what they give dismisses most of the others.
+  // Then the tokens that may do better, of groups that may: some at first, as what they give dismisses most of the
+  // others. A token has no better noise than the bound of its group. The margin is far above what rounding is off by.
+  int most = min(SOME, LIST);
   while (true) {
     const float enough = found.score;
+    const auto able = [&](int group) {
+      const float bound = shared.bounds[group], noise = bound - shared.best[group];
+      return fmaxf(floor, enough - noise - 1e-3f * r.heat - 1e-5f * (fabsf(enough) + fabsf(bound)));
+    };
     const int count = list_groups(t, shared, [&](int group) {
       float bound = shared.bounds[group];
       return bound >= enough && bound > NEG_INF;
     });
-    int some = min(count, min(SOME, LIST)), length = list_plain(t, shared, r, shared.groups, some, floor);
+    int some = min(count, most), length = list_plain(t, shared, r, shared.groups, some, able);
     if (length > LIST) {  // all tokens of so many groups fit
-      some = LIST / GROUP;
-      length = list_plain(t, shared, r, shared.groups, some, floor);
+      some = most = LIST / GROUP;
+      length = list_plain(t, shared, r, shared.groups, some, able);
     }
     found = draw_from_list(t, shared, r, length, 0, found);
     if (some == count) break;
@@ -92,15 +100,166 @@ __device__ __forceinline__ Found best_score(Team &t, Shared &shared, const Row &
   return found;
 }
 
-// The masses of the row's tokens at or above three keys; their numbers where best and rate are 0.
-template <bool PROCESSES>
-__device__ __forceinline__ void add_row(const Team &t, const Row &r, const float (&bounds)[3], float best, float rate,
-                                        float (&sums)[3]) {
-  const auto add = [&](float x, bool counts) {
-    const float w = power2((fminf(x, LARGEST) - best) * rate);
+// Thresholds of a whole row
+
+// Amounts of tokens by their logits: numbers where best and rate are 0, else masses. The threshold lies in [low, high):
+// it is the largest key from which on they add up to `need`.
+struct Sought {
+  u32 low, high;
+  float best, rate, need;
+};
+__device__ __forceinline__ bool by_count(const Sought &sought) { return sought.rate == 0.0f; }
+__device__ __forceinline__ float mass_of(const Sought &sought, float x) {
+  return power2(fminf((x - sought.best) * sought.rate, 0.0f));
+}
+
+// Bins of about equal width for the logits of the keys [low, high):
+//
+//     an eighth of a logit   x ...... x + w      w: their width
+//     less an origin         w ...... 2 w        floats are equally far apart here, so their bits count steps
+//     bin                    0 ...... FINE - 1   the highest bits of that count
+//
+// Amounts are added up as whole numbers, of which `units` are 1. The largest one is such that a row's fit 32 bits.
+struct FineBins {
+  u32 *sums;
+  u32 low, high;
+  float origin, units;
+  u32 first;
+  int shift;
+};
+__device__ __forceinline__ u32 place_of(const FineBins &bins, float x) {
+  return __float_as_uint(__fmaf_rn(x, 0.125f, -bins.origin));
+}
+__device__ __forceinline__ u32 bin_of(const FineBins &bins, float x) {
+  return (place_of(bins, x) - bins.first) >> bins.shift;
+}
+__device__ __forceinline__ u32 in_units(const FineBins &bins, float amount) {  // to the nearest: adding 2^23 rounds
+  return __float_as_uint(__fmaf_rn(amount, bins.units, 8388608.0f)) - __float_as_uint(8388608.0f);
+}
+// Empty bins. `most`: how many amounts there may be.
+__device__ __forceinline__ FineBins fine_bins(const Team &t, Shared &shared, const Sought &sought, u32 low, u32 high,
+                                              int most) {
+  FineBins bins = {reinterpret_cast<u32 *>(shared.bounds), low, high};
+  const float x = fmaxf(value_of(low), -LARGEST), last = fminf(value_of(high - 1), LARGEST);
+  bins.origin = 0.125f * x - (0.125f * last - 0.125f * x);
+  bins.first = place_of(bins, x);
+  const u32 width = place_of(bins, last) - bins.first;
+  bins.shift = width < FINE ? 0 : 32 - __clz(width) - FINE_BITS;
+  const float unit = (float)(1u << min(__clz(most) - 1, 20));
+  bins.units = by_count(sought) ? 1.0f : fminf(unit / mass_of(sought, last), LARGEST);
+  __syncthreads();  // bounds of groups were read
+  for (int bin = t.thread; bin < FINE; bin += THREADS) bins.sums[bin] = 0;
+  __syncthreads();
+  return bins;
+}
+// The highest bin from which upwards amounts add up to `need` units; -1: all of them do not. Every warp adds up all.
+__device__ __forceinline__ int bin_reaching(const Team &t, const FineBins &bins, float need) {
+  constexpr int MINE = FINE / 32;
+  u32 sums[MINE];
 #pragma unroll
-    for (int n = 0; n < 3; ++n)
-      if (x >= bounds[n] && counts) sums[n] += w;
+  for (int i = 0; i < MINE; ++i) sums[i] = bins.sums[MINE * t.lane + i];
+#pragma unroll
+  for (int i = MINE - 2; i >= 0; --i) sums[i] += sums[i + 1];
+  u32 above = sums[0];
+#pragma unroll
+  for (int step = 1; step < 32; step *= 2) {
+    u32 other = __shfl_down_sync(0xffffffffu, above, step);
+    if (t.lane + step < 32) above += other;
+  }
+  above -= sums[0];
+  u32 reached = 0;  // one more than the bin's number
+#pragma unroll
+  for (int i = 0; i < MINE; ++i)
+    if ((float)(sums[i] + above) >= need) reached = MINE * t.lane + i + 1;
+  return (int)__reduce_max_sync(0xffffffffu, reached) - 1;
+}
+// The first key of a bin, found by a warp: each lane looks at a key.
+__device__ __forceinline__ u32 key_of_bin(const Team &t, const FineBins &bins, int bin) {
+  u32 before = bins.low, at = bins.high;  // it lies behind the one, and not behind the other
+  if (bin <= 0) return before;
+  while (at - before > 1) {
+    const u32 step = (at - before + 31) / 32, key = before + step * (t.lane + 1);
+    const float x = fminf(fmaxf(value_of(key), -LARGEST), LARGEST);
+    const int lower = __popc(__ballot_sync(0xffffffffu, key < at && (int)bin_of(bins, x) < bin));
+    at = min(at, before + step * (lower + 1));
+    before += step * lower;
+  }
+  return at;
+}
+// Keys that logits of two bytes have: the lowest one from a key on.
+__device__ __forceinline__ u32 next_of_grid(u32 key) {
+  constexpr u32 STEP = LOGIT_BYTES == 4 ? 1 : Q_BF16 ? 1 << 16 : 1 << 13;
+  return key & 0x80000000u ? (key + STEP - 1) & ~(STEP - 1) : key | (STEP - 1);
+}
+
+// Keys [low, high) that the threshold is likely in, from a sample: words of tokens at about equal distances. The mass
+// above a threshold may be that of few tokens, which a sample misses. So masses are sought by what is below: `total`, of
+// the tokens from a key on, less what is needed.
+__device__ __forceinline__ void guess(Team &t, Shared &shared, const Row &r, const Sought &sought, u32 from, float total,
+                                      u32 &low, u32 &high) {
+  constexpr int MINE = SAMPLED / THREADS;
+  const int distance = (r.num_words + SAMPLED / 32 - 1) / (SAMPLED / 32);
+  int tokens[MINE];
+  float logits[MINE];
+  u32 largest = 0, least = 0xffffffffu;
+#pragma unroll
+  for (int i = 0; i < MINE; ++i) {  // all reads are under way before one is waited for
+    const int draw = i * WARPS + t.warp;
+    tokens[i] = min(32 * (draw * distance + draw * 7 % distance) + t.lane, r.vocab);
+    logits[i] = logit_at(r, min(tokens[i], r.vocab - 1));
+  }
+  if (r.processes) {
+#pragma unroll
+    for (int i = 0; i < MINE; ++i) {
+      if (tokens[i] == r.vocab) continue;
+      if (r.allowed && !has_bit(r.allowed, tokens[i])) tokens[i] = r.vocab;
+      else logits[i] = processed_at(r, tokens[i]);
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < MINE; ++i) {
+    if (tokens[i] == r.vocab || key_of(logits[i]) < from) logits[i] = NEG_INF;
+    if (logits[i] == NEG_INF) continue;
+    logits[i] = fminf(logits[i], LARGEST);
+    largest = max(largest, key_of(logits[i]));
+    least = min(least, key_of(logits[i]));
+  }
+  extremes_all(t, largest, least);
+  low = sought.low;
+  high = sought.high;
+  if (largest <= least) return;  // no two tokens of the sample differ
+  const FineBins bins = fine_bins(t, shared, sought, least, largest + 1, SAMPLED);
+  float sum[1] = {0.0f};
+#pragma unroll
+  for (int i = 0; i < MINE; ++i) {
+    if (logits[i] == NEG_INF) continue;
+    const u32 units = in_units(bins, mass_of(sought, logits[i]));
+    sum[0] += (float)units;
+    atomicAdd(&bins.sums[bin_of(bins, logits[i])], units);
+  }
+  sum_all(t, sum);
+  const float each = bins.units / (float)distance, all = sum[0];
+  const float need = by_count(sought) ? sought.need * each : all - (total - sought.need) * each;
+  const u32 about = key_of_bin(t, bins, bin_reaching(t, bins, need) + 1);
+  const float below = fmaxf(all - need, 0.0f), heaviest = fmaxf(mass_of(sought, value_of(about)) * bins.units, 1.0f);
+  const float off = DOUBT * (sqrtf(heaviest * (by_count(sought) ? fminf(below, need) : below)) + heaviest);
+  const int first = bin_reaching(t, bins, need + off), last = bin_reaching(t, bins, need - off);
+  if (first >= 0) low = max(low, min(key_of_bin(t, bins, first), high - 1));
+  if (last + 1 < FINE) high = min(high, max(key_of_bin(t, bins, last + 1), low + 1));
+}
+
+// Add up a row's amounts: those above the bins in `sum`, those that the bins are for in them.
+template <bool PROCESSES>
+__device__ __forceinline__ void add_row(const Team &t, const Row &r, const Sought &sought, const FineBins &bins,
+                                        float &sum) {
+  const float least = value_of(bins.low), bound = value_of(bins.high);  // NaN is below both
+  const float lowest = least == NEG_INF ? -LARGEST : least;
+  const auto add = [&](float x, bool counts) {
+    const float w = power2((fminf(x, LARGEST) - sought.best) * sought.rate);
+    const bool is_above = x >= bound;
+    if (is_above && counts) sum += w;
+    const u32 bin = bin_of(bins, fminf(x, LARGEST));
+    add_shared_if(x >= lowest && !is_above && counts, bins.sums + bin, in_units(bins, w));
   };
   const int tail = r.vocab % PIECE, end = r.vocab - tail;
   int4 pieces[PASS], next_pieces[PASS];
@@ -131,111 +290,80 @@ __device__ __forceinline__ void add_row(const Team &t, const Row &r, const float
     }
   }
   if (t.thread < tail) add(logit_at(r, end + t.thread), !PROCESSES || has_bit(r.plain, end + t.thread));
+  for_changed(t, r, [&](int, float x) { add(x, true); });
 }
-__device__ __forceinline__ void amounts_from(Team &t, const Row &r, const u32 (&keys)[3], float best, float rate,
-                                             float (&sums)[3]) {
-  float bounds[3];
-#pragma unroll
-  for (int n = 0; n < 3; ++n) {
-    bounds[n] = fmaxf(value_of(keys[n]), -LARGEST);  // neither NaN nor -inf reaches it
-    sums[n] = 0.0f;
+// A pass over the row, with bins for the keys [low, high): narrow what is sought. The amount from `high` on.
+__device__ __forceinline__ float narrow_by_pass(Team &t, Shared &shared, const Row &r, Sought &sought, u32 low,
+                                                u32 high) {
+  const FineBins bins = fine_bins(t, shared, sought, low, high, r.vocab);
+  float sum[1] = {0.0f};
+  if (r.processes) add_row<true>(t, r, sought, bins, sum[0]);
+  else add_row<false>(t, r, sought, bins, sum[0]);
+  sum_all(t, sum);
+  const float missing = sought.need - sum[0];
+  const int bin = missing > 0.0f ? bin_reaching(t, bins, missing * bins.units) : FINE;
+  const u32 before = sought.high - sought.low;
+  if (bin == FINE) {
+    sought.low = max(sought.low, high);
+  } else if (bin < 0) {
+    sought.high = low;
+  } else {
+    sought.low = max(sought.low, key_of_bin(t, bins, bin));
+    sought.high = min(sought.high, key_of_bin(t, bins, bin + 1));
   }
-  best = fminf(fmaxf(best, -LARGEST), LARGEST);
-  if (r.processes) add_row<true>(t, r, bounds, best, rate, sums);
-  else add_row<false>(t, r, bounds, best, rate, sums);
-  for_changed(t, r, [&](int, float x) {
-    float w = power2((fminf(x, LARGEST) - best) * rate);
-#pragma unroll
-    for (int n = 0; n < 3; ++n)
-      if (x >= bounds[n]) sums[n] += w;
-  });
-  sum_all(t, sums);
+  sought.high = max(sought.high, sought.low + 1);
+  // The threshold is the key of a logit. Where only one key of those left can be, it is known. It is also settled where
+  // a pass leaves all keys: no bin tells their logits apart.
+  const u32 key = next_of_grid(sought.low);
+  const bool is_one = !r.processes && key < sought.high && next_of_grid(key + 1) >= sought.high;
+  if (is_one) sought.low = key;
+  if (is_one || sought.high - sought.low == before) sought.high = sought.low + 1;
+  __syncthreads();  // the bins were read
+  return sum[0];
 }
-// Two keys that a threshold is likely between, from a sample: words of tokens at about equal distances.
-__device__ __forceinline__ void guess(Team &t, const Row &r, u32 low, u32 high, float best, float rate, float share,
-                                      u32 &guess_low, u32 &guess_high) {
-  const bool by_count = rate == 0.0f;
-  const int distance = (r.num_words + SAMPLED / 32 - 1) / (SAMPLED / 32);
-  constexpr int MINE = SAMPLED / THREADS;
-  u32 keys[MINE];
-  float amounts[MINE], mass[1] = {0.0f};
-#pragma unroll
-  for (int i = 0; i < MINE; ++i) {
-    int draw = (i * THREADS + t.thread) / 32, token = 32 * (draw * distance + draw * 7 % distance) + t.lane;
-    float x = NEG_INF;
-    if (token < r.vocab && !(r.allowed && !has_bit(r.allowed, token))) x = processed_at(r, token);
-    keys[i] = key_of(x);
-    amounts[i] = keys[i] < low || x == NEG_INF ? 0.0f : by_count ? 1.0f : weight(x, best, rate);
-    mass[0] += amounts[i];
-  }
-  sum_all(t, mass);
-  if (by_count) mass[0] = SAMPLED;
-  const float need = share * mass[0], spread = by_count ? 3.0f * sqrtf(need) + 1.0f : GUESS * mass[0];
-  u32 until = high;
-  guess_low = low;
-  largest_reaching(t, keys, amounts, need + spread, guess_low, until, GUESS_KEYS);
-  guess_high = guess_low;
-  until = high;
-  largest_reaching(t, keys, amounts, need - spread, guess_high, until, GUESS_KEYS);
-}
-// The bounds of a threshold after a look at one key: it is there or above where the amount reaches the need.
-__device__ __forceinline__ void narrow(u32 &low, u32 &high, u32 key, float amount, float need) {
-  if (amount >= need) low = max(low, key);
-  else high = max(min(high, key), low + 1);
-}
+
 // What the passes of a row are for. TOP_K: its threshold is sought, of rows with top-p beside it. MASS: top-p is of the
 // mass of what top-k and min-p leave. DRAW: the threshold is sought only until the drawn token is known to be kept.
 enum Phase { TOP_K, MASS, DRAW };
 
-// The draw among all tokens that are kept. The threshold is a key in [low, high). It need not be known exactly: a draw
-// among all tokens from some key on decides, once that key is known to be no higher than the threshold, and the drawn
-// token's logit to be kept. A first draw begins at a guess, and one pass mostly says both.
-__device__ __forceinline__ Found draw_by_passes(Team &t, Shared &shared, const Row &r, const Kept &kept, float floor,
-                                                float best, float total) {
-  const bool by_count = kept.top_k > 0;
-  Phase phase = kept.top_p >= 1.0f ? DRAW : by_count ? TOP_K : kept.min_p > 0.0f ? MASS : DRAW;
-  u32 low = key_of(floor), high = key_of(best) + 1;
-  float of_best = by_count ? 0.0f : best, rate = by_count ? 0.0f : r.rate;  // amounts are numbers where both are 0
-  float need = by_count ? (float)kept.top_k : kept.top_p * total;
+// The draw among all tokens that are kept. The threshold need not be known exactly: a draw among all tokens from some
+// key on decides, once that key is known to be no higher than the threshold, and the drawn token to be kept. A pass
+// leaves so narrow a bin that mostly the first draw is one that decides.
+//
+// Not inlined: its registers are no one else's.
+__device__ __noinline__ Found draw_by_passes(Team t, Shared &shared, const Row r, const Kept kept, float floor,
+                                             float best, float total) {
+  const float finite_best = fminf(fmaxf(best, -LARGEST), LARGEST);
+  const u32 end = key_of(best) + 1;
+  Phase phase = kept.top_p >= 1.0f ? DRAW : kept.top_k > 0 ? TOP_K : kept.min_p > 0.0f ? MASS : DRAW;
+  Sought sought = {key_of(floor), end, finite_best, r.rate, kept.top_p * total};
+  if (kept.top_k > 0) sought = {sought.low, end, 0.0f, 0.0f, (float)kept.top_k};
+  u32 from = 0;  // `total` is the mass of the tokens from there on
   bool guessed = false;
   while (true) {
-    u32 keys[3] = {low, low, low};
-    if (phase != MASS && !guessed && high - low > 1) {
-      float share = rate == 0.0f ? need / (float)r.vocab : kept.top_p;
-      guess(t, r, low, high, of_best, rate, share, keys[0], keys[2]);
-      keys[1] = keys[0] + (keys[2] - keys[0]) / 2;
-    } else if (phase != MASS) {  // quarters end what chance may draw out
-      const u32 quarter = (high - low) / 4;
-      keys[0] = low + quarter;
-      keys[1] = low + (high - low) / 2;
-      keys[2] = high - quarter;
-    }
-    Found found = {NEG_INF, NOWHERE, NEG_INF};
-    const u32 from = guessed || high - low <= 1 ? low : keys[0];
-    u32 key = high;  // of the drawn token
-    if (phase == DRAW) {
-      found = best_score(t, shared, r, value_of(from));
-      if (found.token < NOWHERE) key = key_of(found.logit);
-      if (from <= low && key >= high - 1) return found;
-      keys[1] = key + 1;  // whether it is kept: whether the tokens above it do not reach the need
-    }
-    float amounts[3];
-    amounts_from(t, r, keys, of_best, rate, amounts);
+    u32 low = sought.low, high = sought.high;
     if (phase == MASS) {
-      need = kept.top_p * amounts[0];
-      high = key_of(best) + 1;
-      phase = DRAW;
-      continue;
+      high = low;
+    } else if (!guessed && high - low > 1) {
+      guess(t, shared, r, sought, from, total, low, high);
+    } else if (phase == DRAW) {
+      const Found found = best_score(t, shared, r, value_of(low));
+      if (found.token >= NOWHERE || key_of(found.logit) >= high - 1) return found;
     }
-#pragma unroll
-    for (int n = 0; n < 3; ++n) narrow(low, high, keys[n], amounts[n], need);
-    if (phase == DRAW && from <= low && key >= low && key >= high - 1) return found;
     guessed = true;
-    if (phase == TOP_K && high - low <= 1) {
-      phase = MASS;
-      of_best = best;
-      rate = r.rate;
+    // Masses that are far apart are not added up in the same units: most of the digits would be lost.
+    if (!by_count(sought) && high - low > 1)
+      low = max(low, min(key_of(value_of(high - 1) - SPAN / sought.rate), high - 2));
+    const float amount = narrow_by_pass(t, shared, r, sought, low, high);
+    if (phase == MASS) {
+      total = amount;
+      from = low;
+      sought = {low, end, finite_best, r.rate, kept.top_p * total};
       guessed = false;
+      phase = DRAW;
+    } else if (phase == TOP_K && sought.high - sought.low <= 1) {
+      sought = {sought.low, end, finite_best, r.rate, LARGEST};
+      phase = MASS;
     }
   }
 }

@@ -32,6 +32,25 @@ struct Params {
   int vocab, state_rows, bias_rows, bias_capacity, num_masks, num_groups;
 };
 
+// What a row keeps. The values of what is off: 0, 1 and 0.
+struct Kept {
+  int top_k;
+  float top_p, min_p;
+  bool truncates;  // its threshold is to be sought: by top-k and top-p. A greedy row needs none
+};
+__device__ __forceinline__ Kept kept_of(const Params &p, int at) {
+  Kept kept = {0, 1.0f, 0.0f, false};
+  if (!p.top_k) return kept;
+  const int top_k = p.top_k[at];
+  const float top_p = p.top_p[at], min_p = p.min_p[at];
+  if (top_k > 0 && top_k < p.vocab) kept.top_k = top_k;
+  if (top_p < 1.0f) kept.top_p = top_p;
+  if (min_p > 0.0f) kept.min_p = fminf(min_p, 1.0f);
+  kept.truncates = p.temperatures[at] > 0.0f && kept.top_k != 1 && kept.top_p > 0.0f;
+  if (kept.top_k == 0 && kept.top_p >= 1.0f) kept.truncates = false;
+  return kept;
+}
+
 // A row. What it does not use is null or 0. `processes`: mask, bias or penalties change some of its tokens. Those are
 // listed, or too many for the list (-1), so that they are processed each time anew. All others are plain.
 struct Row {

@@ -14,7 +14,7 @@
 
 #include "sample_row.cuh"
 
-#define WORDS 8  // of bits, that a thread reads side by side
+#define WORDS 16  // of bits, that a thread reads side by side
 
 struct Shared {
   Meeting meeting;
@@ -47,8 +47,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sample_spli
   const int at = blockIdx.x;
   Row r = row_of(p, at);
   if (!r.processes) return;
+  const bool asks_groups = !kept_of(p, at).truncates;
   // 1. Bits
-  for (int group = t.thread; group < MAX_GROUPS; group += THREADS) shared.highest[group] = key_of(NEG_INF);
+  for (int group = t.thread; asks_groups && group < MAX_GROUPS; group += THREADS) shared.highest[group] = key_of(NEG_INF);
   u32 changed[WORDS], plain[WORDS];
   int mine = 0;
 #pragma unroll 1
@@ -89,7 +90,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sample_spli
   float highest = NEG_INF;
   const auto note = [&](int token, float x) {
     highest = fmaxf(highest, x);
-    atomicMax(&shared.highest[token / GROUP], key_of(x));
+    if (asks_groups) atomicMax(&shared.highest[token / GROUP], key_of(x));
   };
   if (r.num_changed < 0) for_changed(t, r, note);
 #pragma unroll 1
@@ -115,7 +116,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sample_spli
   }
   u32 largest = key_of(highest), unused = 0;
   extremes_all(t, largest, unused);
-  for (int group = t.thread; group < p.num_groups; group += THREADS)
+  for (int group = t.thread; asks_groups && group < p.num_groups; group += THREADS)
     p.changed_best[(i64)at * p.num_groups + group] = value_of(shared.highest[group]);
   if (t.thread > 0) return;
   p.num_changed[at] = r.num_changed;

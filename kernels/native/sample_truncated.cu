@@ -17,19 +17,12 @@
 
 #include "sample_passes.cuh"
 
-extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sample_truncated(const __grid_constant__ Params p) {
-  extern __shared__ __align__(128) char memory[];
-  Shared &shared = *reinterpret_cast<Shared *>(memory);
+// The token of a row that truncates, for the caller's first thread; other rows are left alone.
+__device__ __forceinline__ void sample_row(const Params &p, Shared &shared, int at) {
+  const Kept kept = kept_of(p, at);
+  if (!kept.truncates) return;
   Team t = team_at(shared.meeting);
-  const int at = blockIdx.x;
   Row r = row_of(p, at);
-  Kept kept = {p.top_k[at], p.top_p[at], p.min_p[at]};
-  if (kept.top_k < 0 || kept.top_k >= p.vocab) kept.top_k = 0;
-  if (!(kept.top_p < 1.0f)) kept.top_p = 1.0f;
-  kept.min_p = kept.min_p > 0.0f ? fminf(kept.min_p, 1.0f) : 0.0f;
-  const bool truncates = kept.top_k > 0 || kept.top_p < 1.0f, greedy = kept.top_k == 1 || kept.top_p <= 0.0f;
-  wait_for_earlier_kernels();
-  if (r.heat <= 0.0f || greedy || !truncates) return;
   u32 largest = key_of(NEG_INF), lowest = 0xffffffffu;
   if (r.processes) {
     r.num_changed = p.num_changed[at];
@@ -55,7 +48,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sample_trun
   const float best = value_of(largest);
   float total[1] = {0.0f};
   if (kept.top_p < 1.0f && kept.top_k == 0 && kept.min_p == 0.0f) {  // top-p is of the mass of all tokens
-#pragma unroll 4
+#pragma unroll 8
     for (int group = t.thread; group < p.num_groups; group += THREADS)
       total[0] += p.group_mass[first + group] * weight(shared.best[group], best, r.rate);
     for_changed(t, r, [&](int, float x) { total[0] += weight(x, best, r.rate); });
@@ -71,4 +64,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sample_trun
     found = draw_by_passes(t, shared, r, kept, floor, best, total[0]);
   }
   if (t.thread == 0) p.out[at] = found.token < NOWHERE ? found.token : NO_TOKEN;
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sample_truncated(const __grid_constant__ Params p) {
+  extern __shared__ __align__(128) char memory[];
+  sample_row(p, *reinterpret_cast<Shared *>(memory), blockIdx.x);
+  // The second pass let this one start when the first had ended. Who waits for this kernel has then waited for both.
+  if (blockIdx.x == gridDim.x - 1) wait_for_earlier_kernels();
 }

@@ -118,7 +118,10 @@ def sample_chunks_kernel(
                 CHANGED_WORDS,
             )
     if OVERLAPS and PROCESSES and CHANGED_WORDS == 0:
-        tl.extra.cuda.gdc_wait()  # who waits for this kernel has then waited for the one beside it
+        # Who waits for this kernel has then waited for the one beside it. The last program waits for all: programs that
+        # wait keep others from their multiprocessor.
+        if (row == tl.num_programs(0) - 1) & (part == tl.num_programs(1) - 1):
+            tl.extra.cuda.gdc_wait()
 
 
 @triton.jit

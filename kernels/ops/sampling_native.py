@@ -24,7 +24,7 @@ GROUPS_MULTIPLE = 4
 """The first pass leaves a multiple of so many groups: they are read in fours."""
 
 _WARPS = 8
-_BLOCKS_PER_SM = 2
+_BLOCKS_PER_SM = {"sample_split": 4, "sample_truncated": 2}  # few registers leave room for the first pass
 _MAX_GROUPS = 4096
 _BINS = 256
 _LIST = 2048  # tokens that a row's list holds
@@ -59,7 +59,7 @@ def serves(device: torch.device) -> bool:
 @functools.lru_cache(maxsize=64)
 def _variant(entry: str, dtype: torch.dtype, group: int) -> NativeVariant:
     macros = {
-        "BLOCKS_PER_SM": _BLOCKS_PER_SM,
+        "BLOCKS_PER_SM": _BLOCKS_PER_SM[entry],
         "CHANGED": _CHANGED,
         "GROUP": group,
         "LOGIT_BYTES": dtype.itemsize,

@@ -100,7 +100,10 @@ def sample_truncated_kernel(
         row, vocab_size, temperatures_ptr, top_k_ptr, top_p_ptr, min_p_ptr
     )
     if OVERLAPS:
-        tl.extra.cuda.gdc_wait()
+        # The second pass let this one start when the first had ended. One program waits for the second: who waits for
+        # this kernel has then waited for both.
+        if row == tl.num_programs(0) - 1:
+            tl.extra.cuda.gdc_wait()
     if not truncates:
         return
     source = (

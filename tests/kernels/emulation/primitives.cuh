@@ -33,6 +33,7 @@ typedef long long i64;
 #define __device__
 #define __global__
 #define __forceinline__ inline
+#define __noinline__
 #define __launch_bounds__(...)
 #define __grid_constant__
 #define __align__(n) __attribute__((aligned(n)))
@@ -290,6 +291,7 @@ inline void let_next_kernel_start() {}
 inline int count_arrival(int *at) { return (*at)++; }
 inline int atomicAdd(int *at, int x) { return (*at += x) - x; }
 inline u32 atomicAdd(u32 *at, u32 x) { return (*at += x) - x; }
+inline void add_shared_if(bool holds, u32 *at, u32 x) { if (holds) *at += x; }
 inline u32 atomicMax(u32 *at, u32 x) { u32 r = *at; *at = max(r, x); return r; }
 inline u32 atomicOr(u32 *at, u32 x) { u32 r = *at; *at |= x; return r; }
 inline u32 atomicAnd(u32 *at, u32 x) { u32 r = *at; *at &= x; return r; }
