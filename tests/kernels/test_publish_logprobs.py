@@ -30,6 +30,13 @@ def result_of(device: torch.device, ranks: list[int], top: int = TOP) -> TokenLo
     return TokenLogprobs(-rows.float() - 0.5, rank, tops.int() + 100, -tops.float() - 20)
 
 
+def publish(buffers: StaticBuffers, tokens: torch.Tensor, result: TokenLogprobs) -> None:
+    """Publish, and wait: on CUDA the rings are host memory, which the test reads without a stream's knowledge."""
+    publish_logprobs(buffers, tokens, result)
+    if tokens.device.type == "cuda":
+        torch.cuda.synchronize()
+
+
 @pytest.mark.parametrize("step", [0, 6, (1 << 33) + 1])
 def test_each_row_of_the_batch_finds_its_own(kernel_device: torch.device, step: int) -> None:
     """Places 0 to 4 hold rows 3, 0, 4, 1, 2. Of row 1 nothing was asked, row 4 is a prompt that goes on with a given
@@ -41,7 +48,7 @@ def test_each_row_of_the_batch_finds_its_own(kernel_device: torch.device, step: 
     buffers.row_status.copy_(torch.tensor([SAMPLES, SAMPLES, LIVE, SAMPLES, LIVE]))
     buffers.logprob_tokens.copy_(torch.tensor([-1, -1, 5, -1, -1]))
     tokens = torch.tensor([50, 51, 52, 53, 54], dtype=torch.int32, device=kernel_device)
-    publish_logprobs(buffers, tokens, result_of(kernel_device, [1, 2, 3, 0, 4]))
+    publish(buffers, tokens, result_of(kernel_device, [1, 2, 3, 0, 4]))
     entry = step % RING
     assert buffers.rank_ring[entry, :ROWS].tolist() == [2, 0, 0, 1, 3]
     for row in range(ROWS):
@@ -63,7 +70,7 @@ def test_the_token_alone(kernel_device: torch.device) -> None:
     buffers.row_status.fill_(SAMPLES)
     buffers.logprob_tokens.fill_(-1)
     tokens = torch.arange(ROWS, dtype=torch.int32, device=kernel_device)
-    publish_logprobs(buffers, tokens, result_of(kernel_device, [1] * ROWS, top=0))
+    publish(buffers, tokens, result_of(kernel_device, [1] * ROWS, top=0))
     assert buffers.logprob_token_ring[2, :ROWS, 0].tolist() == list(range(ROWS))
 
 
@@ -73,9 +80,7 @@ def test_pads_say_nothing(kernel_device: torch.device) -> None:
     buffers.places.copy_(torch.arange(ROWS))
     buffers.row_status.fill_(PAD)
     buffers.logprob_tokens.fill_(-1)
-    publish_logprobs(
-        buffers, torch.zeros(ROWS, dtype=torch.int32, device=kernel_device), result_of(kernel_device, [1] * 5)
-    )
+    publish(buffers, torch.zeros(ROWS, dtype=torch.int32, device=kernel_device), result_of(kernel_device, [1] * 5))
     assert buffers.rank_ring[0, :ROWS].tolist() == [0] * ROWS
 
 
