@@ -113,22 +113,24 @@ __device__ __forceinline__ float mass_of(const Sought &sought, float x) {
   return power2(fminf((x - sought.best) * sought.rate, 0.0f));
 }
 
+__device__ __forceinline__ float finite(float x) { return fminf(fmaxf(x, -LARGEST), LARGEST); }
+
 // Bins of about equal width for the logits of the keys [low, high):
 //
 //     an eighth of a logit   x ...... x + w      w: their width
-//     less an origin         w ...... 2 w        floats are equally far apart here, so their bits count steps
+//     and an addend          w ...... 2 w        floats are equally far apart here, so their bits count steps
 //     bin                    0 ...... FINE - 1   the highest bits of that count
 //
 // Amounts are added up as whole numbers, of which `units` are 1. The largest one is such that a row's fit 32 bits.
 struct FineBins {
   u32 *sums;
   u32 low, high;
-  float origin, units;
+  float addend, units;  // the addend is not -0: so both zeros have one place
   u32 first;
   int shift;
 };
 __device__ __forceinline__ u32 place_of(const FineBins &bins, float x) {
-  return __float_as_uint(__fmaf_rn(x, 0.125f, -bins.origin));
+  return __float_as_uint(__fmaf_rn(x, 0.125f, bins.addend));
 }
 __device__ __forceinline__ u32 bin_of(const FineBins &bins, float x) {
   return (place_of(bins, x) - bins.first) >> bins.shift;
@@ -140,8 +142,8 @@ __device__ __forceinline__ u32 in_units(const FineBins &bins, float amount) {  /
 __device__ __forceinline__ FineBins fine_bins(const Team &t, Shared &shared, const Sought &sought, u32 low, u32 high,
                                               int most) {
   FineBins bins = {reinterpret_cast<u32 *>(shared.bounds), low, high};
-  const float x = fmaxf(value_of(low), -LARGEST), last = fminf(value_of(high - 1), LARGEST);
-  bins.origin = 0.125f * x - (0.125f * last - 0.125f * x);
+  const float x = finite(value_of(low)), last = finite(value_of(high - 1));
+  bins.addend = (0.125f * last - 0.125f * x) - 0.125f * x;
   bins.first = place_of(bins, x);
   const u32 width = place_of(bins, last) - bins.first;
   bins.shift = width < FINE ? 0 : 32 - __clz(width) - FINE_BITS;
@@ -179,8 +181,8 @@ __device__ __forceinline__ u32 key_of_bin(const Team &t, const FineBins &bins, i
   if (bin <= 0) return before;
   while (at - before > 1) {
     const u32 step = (at - before + 31) / 32, key = before + step * (t.lane + 1);
-    const float x = fminf(fmaxf(value_of(key), -LARGEST), LARGEST);
-    const int lower = __popc(__ballot_sync(0xffffffffu, key < at && (int)bin_of(bins, x) < bin));
+    const bool is_lower = key < at && (int)bin_of(bins, finite(value_of(key))) < bin;
+    const int lower = __popc(__ballot_sync(0xffffffffu, is_lower));
     at = min(at, before + step * (lower + 1));
     before += step * lower;
   }
@@ -333,14 +335,17 @@ enum Phase { TOP_K, MASS, DRAW };
 // Not inlined: its registers are no one else's.
 __device__ __noinline__ Found draw_by_passes(Team t, Shared &shared, const Row r, const Kept kept, float floor,
                                              float best, float total) {
-  const float finite_best = fminf(fmaxf(best, -LARGEST), LARGEST);
   const u32 end = key_of(best) + 1;
   Phase phase = kept.top_p >= 1.0f ? DRAW : kept.top_k > 0 ? TOP_K : kept.min_p > 0.0f ? MASS : DRAW;
-  Sought sought = {key_of(floor), end, finite_best, r.rate, kept.top_p * total};
+  Sought sought = {key_of(floor), end, finite(best), r.rate, kept.top_p * total};
   if (kept.top_k > 0) sought = {sought.low, end, 0.0f, 0.0f, (float)kept.top_k};
   u32 from = 0;  // `total` is the mass of the tokens from there on
   bool guessed = false;
   while (true) {
+    if (phase == TOP_K && sought.high - sought.low <= 1) {  // found
+      sought = {sought.low, end, finite(best), r.rate, LARGEST};
+      phase = MASS;
+    }
     u32 low = sought.low, high = sought.high;
     if (phase == MASS) {
       high = low;
@@ -358,12 +363,9 @@ __device__ __noinline__ Found draw_by_passes(Team t, Shared &shared, const Row r
     if (phase == MASS) {
       total = amount;
       from = low;
-      sought = {low, end, finite_best, r.rate, kept.top_p * total};
+      sought = {low, end, finite(best), r.rate, kept.top_p * total};
       guessed = false;
       phase = DRAW;
-    } else if (phase == TOP_K && sought.high - sought.low <= 1) {
-      sought = {sought.low, end, finite_best, r.rate, LARGEST};
-      phase = MASS;
     }
   }
 }

@@ -182,6 +182,40 @@ def test_a_short_list_changes_nothing(
         assert sample(*args, truncation=options, **processed).tolist() == expected
 
 
+def infinite_at_first(x: torch.Tensor) -> torch.Tensor:
+    return torch.where(torch.arange(x.shape[1]) < 3, torch.inf, x)
+
+
+DISTRIBUTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "normal": lambda x: x,
+    "wide": lambda x: 30 * x,
+    "narrow beside 0": lambda x: 5 + 0.01 * x,
+    "narrow": lambda x: 1e-30 * x,
+    "subnormal": lambda x: 1e-41 * x,
+    "huge": lambda x: (1e37 * x).clamp(-6e4, 6e4) if x.dtype == torch.float16 else 1e37 * x,
+    "both zeros": lambda x: torch.where(x > 0, 0.0, -0.0),
+    "zeros among others": lambda x: torch.where(x.abs() < 1.5, x * 0.0, x),
+    "equal": lambda x: torch.full_like(x, -2.0),
+    "two values": lambda x: (x > 0).to(x.dtype),
+    "steps": lambda x: (3 * x).round() / 3,
+    "one far above": lambda x: torch.where(torch.arange(x.shape[1]) == 5, 15.0, x),
+    "infinite": infinite_at_first,
+    "mostly forbidden": lambda x: torch.where(x.abs() < 1.6, -torch.inf, x),
+}
+"""Logits from normal ones."""
+
+
+@needs_compiler
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", DISTRIBUTIONS)
+def test_passes_over_rows_of_any_distribution(
+    emulated: torch.device, rng: torch.Generator, resize: Callable[[str, int], None], name: str, dtype: torch.dtype
+) -> None:
+    resize("_LIST", 64)
+    logits = DISTRIBUTIONS[name](torch.randn(6, sampling.SAMPLE_CHUNK + 333, generator=rng)).to(dtype)
+    check_against_reference(emulated, logits)
+
+
 LENGTH = "if (length > LIST) return LIST + 1;\n"
 PLANTED = {
     "a bound that is too high": ("? value_of(low) : floor;", "? value_of(low + (1u << 23)) : floor;"),
