@@ -114,14 +114,16 @@ __device__ __forceinline__ float reciprocal(float x) {
 }
 
 __device__ __forceinline__ void prefetch(const void *at) { asm volatile("prefetch.global.L1 [%0];\n" ::"l"(at)); }
-// With programmatic dependent launch: nothing that an earlier kernel of the stream wrote may be read before this.
+// With programmatic dependent launch: until every kernel of the stream up to the one before has ended. What those wrote
+// may be read behind this, and not before, unless the kernel before lets this one start behind a wait of its own.
 __device__ __forceinline__ void wait_for_earlier_kernels() { asm volatile("griddepcontrol.wait;\n" ::: "memory"); }
 // Add to a word of shared memory, or not: without a branch.
 __device__ __forceinline__ void add_shared_if(bool holds, u32 *at, u32 x) {
   asm volatile("{\n.reg .pred p;\nsetp.ne.u32 p, %2, 0;\n@p red.shared.add.u32 [%0], %1;\n}\n"
                ::"r"(shared_address(at)), "r"(x), "r"((u32)holds) : "memory");
 }
-// The next kernel of the stream may start, if it was launched so: it waits as above before it reads what this one writes.
+// The next kernel of the stream may start, if it was launched so, once all blocks were here or have ended. It waits as
+// above before it reads what this one writes.
 __device__ __forceinline__ void let_next_kernel_start() {
   asm volatile("griddepcontrol.launch_dependents;\n" ::: "memory");
 }

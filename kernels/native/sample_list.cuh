@@ -9,6 +9,7 @@
 #define CERTAIN_MISS 0.999999f
 
 // best, bounds    of groups: the highest logit of the plain tokens, and the highest score that one may have
+//                 In passes over the row `bounds` holds the bins of FineBins instead
 // groups          listed groups
 // words           bits of the listed groups' tokens
 // tokens, logits  the list; `least`: the least variate of a token's neighbours, -1: the token is out

@@ -103,10 +103,10 @@ __device__ __forceinline__ Found best_score(Team &t, Shared &shared, const Row &
 // Thresholds of a whole row
 
 // Amounts of tokens by their logits: numbers where best and rate are 0, else masses. The threshold lies in [low, high):
-// it is the largest key from which on they add up to `need`.
+// it is the largest key from which on they add up to `need`. Those that count add up to `total`.
 struct Sought {
   u32 low, high;
-  float best, rate, need;
+  float best, rate, need, total;
 };
 __device__ __forceinline__ bool by_count(const Sought &sought) { return sought.rate == 0.0f; }
 __device__ __forceinline__ float mass_of(const Sought &sought, float x) {
@@ -121,7 +121,7 @@ __device__ __forceinline__ float finite(float x) { return fminf(fmaxf(x, -LARGES
 //     and an addend          w ...... 2 w        floats are equally far apart here, so their bits count steps
 //     bin                    0 ...... FINE - 1   the highest bits of that count
 //
-// Amounts are added up as whole numbers, of which `units` are 1. The largest one is such that a row's fit 32 bits.
+// Amounts are added up as whole numbers, of which `units` are 1: as many as all amounts together leave room for.
 struct FineBins {
   u32 *sums;
   u32 low, high;
@@ -147,8 +147,10 @@ __device__ __forceinline__ FineBins fine_bins(const Team &t, Shared &shared, con
   bins.first = place_of(bins, x);
   const u32 width = place_of(bins, last) - bins.first;
   bins.shift = width < FINE ? 0 : 32 - __clz(width) - FINE_BITS;
-  const float unit = (float)(1u << min(__clz(most) - 1, 20));
-  bins.units = by_count(sought) ? 1.0f : fminf(unit / mass_of(sought, last), LARGEST);
+  // In 32 bits there is room for `most` of the largest amount, and for the total. One amount has 23 bits.
+  const float largest = mass_of(sought, last), each = (float)(1u << min(__clz(most) - 1, 20));
+  const float units = fminf(fmaxf(each / largest, 2147483648.0f / sought.total), 4194304.0f / largest);
+  bins.units = by_count(sought) ? 1.0f : fminf(units, LARGEST);
   __syncthreads();  // bounds of groups were read
   for (int bin = t.thread; bin < FINE; bin += THREADS) bins.sums[bin] = 0;
   __syncthreads();
@@ -177,14 +179,14 @@ __device__ __forceinline__ int bin_reaching(const Team &t, const FineBins &bins,
 }
 // The first key of a bin, found by a warp: each lane looks at a key.
 __device__ __forceinline__ u32 key_of_bin(const Team &t, const FineBins &bins, int bin) {
-  u32 before = bins.low, at = bins.high;  // it lies behind the one, and not behind the other
-  if (bin <= 0) return before;
-  while (at - before > 1) {
-    const u32 step = (at - before + 31) / 32, key = before + step * (t.lane + 1);
+  u32 below = bins.low, at = bins.high;  // it lies behind the one, and not behind the other
+  if (bin <= 0) return below;
+  while (at - below > 1) {
+    const u32 step = (at - below + 31) / 32, key = below + step * (t.lane + 1);
     const bool is_lower = key < at && (int)bin_of(bins, finite(value_of(key))) < bin;
     const int lower = __popc(__ballot_sync(0xffffffffu, is_lower));
-    at = min(at, before + step * (lower + 1));
-    before += step * lower;
+    at = min(at, below + step * (lower + 1));
+    below += step * lower;
   }
   return at;
 }
@@ -195,10 +197,10 @@ __device__ __forceinline__ u32 next_of_grid(u32 key) {
 }
 
 // Keys [low, high) that the threshold is likely in, from a sample: words of tokens at about equal distances. The mass
-// above a threshold may be that of few tokens, which a sample misses. So masses are sought by what is below: `total`, of
-// the tokens from a key on, less what is needed.
-__device__ __forceinline__ void guess(Team &t, Shared &shared, const Row &r, const Sought &sought, u32 from, float total,
-                                      u32 &low, u32 &high) {
+// above a threshold may be that of few tokens, which a sample misses. So masses are sought by what is below: the total,
+// which is of the tokens from a key on, less what is needed.
+__device__ __forceinline__ void guess(Team &t, Shared &shared, const Row &r, const Sought &sought, u32 from, u32 &low,
+                                      u32 &high) {
   constexpr int MINE = SAMPLED / THREADS;
   const int distance = (r.num_words + SAMPLED / 32 - 1) / (SAMPLED / 32);
   int tokens[MINE];
@@ -241,7 +243,7 @@ __device__ __forceinline__ void guess(Team &t, Shared &shared, const Row &r, con
   }
   sum_all(t, sum);
   const float each = bins.units / (float)distance, all = sum[0];
-  const float need = by_count(sought) ? sought.need * each : all - (total - sought.need) * each;
+  const float need = by_count(sought) ? sought.need * each : all - (sought.total - sought.need) * each;
   const u32 about = key_of_bin(t, bins, bin_reaching(t, bins, need) + 1);
   const float below = fmaxf(all - need, 0.0f), heaviest = fmaxf(mass_of(sought, value_of(about)) * bins.units, 1.0f);
   const float off = DOUBT * (sqrtf(heaviest * (by_count(sought) ? fminf(below, need) : below)) + heaviest);
@@ -304,7 +306,7 @@ __device__ __forceinline__ float narrow_by_pass(Team &t, Shared &shared, const R
   sum_all(t, sum);
   const float missing = sought.need - sum[0];
   const int bin = missing > 0.0f ? bin_reaching(t, bins, missing * bins.units) : FINE;
-  const u32 before = sought.high - sought.low;
+  const u32 keys = sought.high - sought.low;
   if (bin == FINE) {
     sought.low = max(sought.low, high);
   } else if (bin < 0) {
@@ -319,7 +321,7 @@ __device__ __forceinline__ float narrow_by_pass(Team &t, Shared &shared, const R
   const u32 key = next_of_grid(sought.low);
   const bool is_one = !r.processes && key < sought.high && next_of_grid(key + 1) >= sought.high;
   if (is_one) sought.low = key;
-  if (is_one || sought.high - sought.low == before) sought.high = sought.low + 1;
+  if (is_one || sought.high - sought.low == keys) sought.high = sought.low + 1;
   __syncthreads();  // the bins were read
   return sum[0];
 }
@@ -337,20 +339,20 @@ __device__ __noinline__ Found draw_by_passes(Team t, Shared &shared, const Row r
                                              float best, float total) {
   const u32 end = key_of(best) + 1;
   Phase phase = kept.top_p >= 1.0f ? DRAW : kept.top_k > 0 ? TOP_K : kept.min_p > 0.0f ? MASS : DRAW;
-  Sought sought = {key_of(floor), end, finite(best), r.rate, kept.top_p * total};
-  if (kept.top_k > 0) sought = {sought.low, end, 0.0f, 0.0f, (float)kept.top_k};
-  u32 from = 0;  // `total` is the mass of the tokens from there on
+  Sought sought = {key_of(floor), end, finite(best), r.rate, kept.top_p * total, total};
+  if (kept.top_k > 0) sought = {sought.low, end, 0.0f, 0.0f, (float)kept.top_k, (float)r.vocab};
+  u32 from = 0;  // the total is of the tokens from there on
   bool guessed = false;
   while (true) {
     if (phase == TOP_K && sought.high - sought.low <= 1) {  // found
-      sought = {sought.low, end, finite(best), r.rate, LARGEST};
+      sought = {sought.low, end, finite(best), r.rate, LARGEST, LARGEST};  // not known yet
       phase = MASS;
     }
     u32 low = sought.low, high = sought.high;
     if (phase == MASS) {
       high = low;
     } else if (!guessed && high - low > 1) {
-      guess(t, shared, r, sought, from, total, low, high);
+      guess(t, shared, r, sought, from, low, high);
     } else if (phase == DRAW) {
       const Found found = best_score(t, shared, r, value_of(low));
       if (found.token >= NOWHERE || key_of(found.logit) >= high - 1) return found;
@@ -361,9 +363,8 @@ __device__ __noinline__ Found draw_by_passes(Team t, Shared &shared, const Row r
       low = max(low, min(key_of(value_of(high - 1) - SPAN / sought.rate), high - 2));
     const float amount = narrow_by_pass(t, shared, r, sought, low, high);
     if (phase == MASS) {
-      total = amount;
       from = low;
-      sought = {low, end, finite(best), r.rate, kept.top_p * total};
+      sought = {low, end, finite(best), r.rate, kept.top_p * amount, amount};
       guessed = false;
       phase = DRAW;
     }

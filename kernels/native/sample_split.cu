@@ -1,7 +1,8 @@
 // Sampling: which tokens of a row mask, bias and penalties change, and their processed logits. A block per row.
 //
-// It runs beside the first pass (ops/sampling_chunks.py), which reads all logits and leaves the changed tokens out:
-// nothing here waits for that pass, and that pass waits for nothing here. A block does this:
+// It runs beside the first pass (ops/sampling_chunks.py), which reads all logits and leaves the changed tokens out.
+// Neither reads what the other writes. The last program of that pass ends after this kernel, so that who waits for the
+// pass has waited for both. A block does this:
 //
 // 1. It looks at the row's bits: a token that has occurred is changed, one that the mask forbids is no token any more,
 //    and all others are plain. Tokens that only a bias changes are found from the list of biases.

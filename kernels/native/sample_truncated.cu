@@ -11,13 +11,17 @@
 //
 // 2. The list's threshold is sought: a histogram leaves one bin of 256, sums over the list decide within.
 // 3. A token is drawn among what is kept.
-// 4. Too many tokens for a list: draws among groups, and passes over the row that say whether the draw is kept.
+// 4. Too many tokens for a list: a sample says about where the threshold is, a pass over the row narrows it, and a draw
+//    among groups follows. Another pass, where the drawn token is so near the threshold that it may not be kept.
 //
 // Compile-time macros: those of sample_split.cu, and LIST (tokens that a list holds)
 
 #include "sample_passes.cuh"
 
-// The token of a row that truncates, for the caller's first thread; other rows are left alone.
+// The token of a row that truncates; other rows are left alone.
+//
+// Nothing waits here for what the first pass wrote: the second pass, which this kernel follows, lets it start only when
+// every block there has waited for the first pass. No line of it can be in a cache of this multiprocessor from before.
 __device__ __forceinline__ void sample_row(const Params &p, Shared &shared, int at) {
   const Kept kept = kept_of(p, at);
   if (!kept.truncates) return;

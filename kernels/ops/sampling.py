@@ -49,7 +49,7 @@ _ROW_REGISTERS = 128  # keep two rows on a multiprocessor
 _ROW_SPILL = 1024  # bytes that wait in memory meanwhile: what loops need that do not run for most rows
 _CHUNKS = 2  # of a tile of the first pass, once chunks are more than _PROGRAMS
 _PROGRAMS = 2048
-_OVERLAPS = True  # a kernel starts before the one before it has ended, and then waits for it
+_OVERLAPS = True  # a kernel starts before the one before it has ended
 _MAX_GROUPS = 4096  # of a row; in larger vocabularies groups are larger
 
 

@@ -119,7 +119,7 @@ def launch_native(
 ) -> None:
     """Launch one of the kernels for all rows.
 
-    entry   "sample_split", an ordinary launch, or "sample_truncated", which may start early and waits by itself
+    entry   "sample_split", an ordinary launch, or "sample_truncated", which starts beside the second pass
     inputs  of the first pass, from the logits to the index of masks
     sizes   of the first pass: vocabulary, stride of the logits, rows and capacities of tables, groups
     group_best, group_mass  [rows, groups]  float32  what the first pass leaves

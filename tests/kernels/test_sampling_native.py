@@ -216,6 +216,22 @@ def test_passes_over_rows_of_any_distribution(
     check_against_reference(emulated, logits)
 
 
+@pytest.mark.parametrize("vocab", [151_936, 1 << 20])
+def test_a_threshold_beside_many_equal_logits(native_device: torch.device, vocab: int) -> None:
+    """Top-p takes in the lowest and largest of three levels, for a fifty-thousandth of the mass. Units that are too
+    coarse round all of its tokens alike."""
+    order = torch.randperm(vocab, generator=torch.Generator().manual_seed(0))
+    logits = torch.full((vocab,), -4.15)
+    logits[order[: vocab * 3 // 100]], logits[order[-vocab * 15 // 10_000 :]] = -4.05, 0.0
+    mass = logits.double().exp()
+    top_p = float(mass[logits > -4.1].sum() / mass.sum()) + 2e-5
+    drawn = sample(
+        *arguments(logits.expand(4, vocab).contiguous().to(native_device), 1.0),
+        truncation=truncation(4, native_device, top_k=[0] * 4, top_p=[top_p] * 4, min_p=[0.0] * 4),
+    ).cpu()
+    assert logits[drawn.long()].tolist() == [logits.min()] * 4
+
+
 LENGTH = "if (length > LIST) return LIST + 1;\n"
 PLANTED = {
     "a bound that is too high": ("? value_of(low) : floor;", "? value_of(low + (1u << 23)) : floor;"),
