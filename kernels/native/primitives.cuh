@@ -114,14 +114,14 @@ __device__ __forceinline__ float reciprocal(float x) {
 }
 
 __device__ __forceinline__ void prefetch(const void *at) { asm volatile("prefetch.global.L1 [%0];\n" ::"l"(at)); }
-// With programmatic dependent launch: until every kernel of the stream up to the one before has ended. What those wrote
-// may be read behind this, and not before, unless the kernel before lets this one start behind a wait of its own.
-__device__ __forceinline__ void wait_for_earlier_kernels() { asm volatile("griddepcontrol.wait;\n" ::: "memory"); }
 // Add to a word of shared memory, or not: without a branch.
 __device__ __forceinline__ void add_shared_if(bool holds, u32 *at, u32 x) {
   asm volatile("{\n.reg .pred p;\nsetp.ne.u32 p, %2, 0;\n@p red.shared.add.u32 [%0], %1;\n}\n"
                ::"r"(shared_address(at)), "r"(x), "r"((u32)holds) : "memory");
 }
+// With programmatic dependent launch: wait until the earlier kernels of the stream have ended. What they wrote is read
+// behind this wait. A kernel does without where the one before it lets it start behind such a wait.
+__device__ __forceinline__ void wait_for_earlier_kernels() { asm volatile("griddepcontrol.wait;\n" ::: "memory"); }
 // The next kernel of the stream may start, if it was launched so, once all blocks were here or have ended. It waits as
 // above before it reads what this one writes.
 __device__ __forceinline__ void let_next_kernel_start() {

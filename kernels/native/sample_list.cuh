@@ -45,18 +45,13 @@ __device__ __forceinline__ Bins empty_bins(const Team &t, Shared &shared, bool b
 __device__ __forceinline__ void add_to(const Bins &bins, u32 key, u32 units) {
   if (key >= bins.low) atomicAdd(&bins.sums[(key - bins.low) >> bins.shift], units);
 }
-// Narrow the keys [low, high) between which a threshold lies to a bin: the amounts of the keys from the threshold on add
-// up to `need`. All threads have added theirs, each below `high`. Of masses, `slack` units may be missing. False: all
-// amounts together are not known to reach it.
-__device__ __forceinline__ bool narrow_to_bin(Team &t, const Bins &bins, float need, float slack, u32 &low, u32 &high) {
-  __syncthreads();
-  // Every warp adds up all bins, each lane eight of them, from the highest bin down.
-  const int first = BINS / 32 * t.lane;
-  u32 sums[BINS / 32];
+// Each lane has N bins, in their order: what each of them and all bins above it add up to. Every warp adds up all bins.
+template <int N>
+__device__ __forceinline__ void add_from_above(const Team &t, const u32 *bins, u32 (&sums)[N]) {
 #pragma unroll
-  for (int i = 0; i < BINS / 32; ++i) sums[i] = bins.sums[first + i];
+  for (int i = 0; i < N; ++i) sums[i] = bins[N * t.lane + i];
 #pragma unroll
-  for (int i = BINS / 32 - 2; i >= 0; --i) sums[i] += sums[i + 1];
+  for (int i = N - 2; i >= 0; --i) sums[i] += sums[i + 1];
   u32 above = sums[0];
 #pragma unroll
   for (int step = 1; step < 32; step *= 2) {
@@ -64,12 +59,23 @@ __device__ __forceinline__ bool narrow_to_bin(Team &t, const Bins &bins, float n
     if (t.lane + step < 32) above += other;
   }
   above -= sums[0];
+#pragma unroll
+  for (int i = 0; i < N; ++i) sums[i] += above;
+}
+// Narrow the keys [low, high) between which a threshold lies to a bin: the amounts of the keys from the threshold on add
+// up to `need`. All threads have added theirs, each below `high`. Of masses, `slack` units may be missing. False: all
+// amounts together are not known to reach it.
+__device__ __forceinline__ bool narrow_to_bin(Team &t, const Bins &bins, float need, float slack, u32 &low, u32 &high) {
+  __syncthreads();
+  const int first = BINS / 32 * t.lane;
+  u32 sums[BINS / 32];
+  add_from_above(t, bins.sums, sums);
   const float reach = bins.by_count ? need : need * FIXED * CERTAIN_REACH + 1.0f;
   const float miss = bins.by_count ? need : need * FIXED * CERTAIN_MISS - slack - 1.0f;
   u32 reached = 0, missed = BINS;  // `reached` is one more than the bin's number; 0: none
 #pragma unroll
   for (int i = 0; i < BINS / 32; ++i) {
-    float sum = (float)(sums[i] + above);
+    float sum = (float)sums[i];
     if (sum >= reach) reached = first + i + 1;
     if (sum < miss) missed = min(missed, (u32)(first + i));
   }

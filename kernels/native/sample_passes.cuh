@@ -147,7 +147,8 @@ __device__ __forceinline__ FineBins fine_bins(const Team &t, Shared &shared, con
   bins.first = place_of(bins, x);
   const u32 width = place_of(bins, last) - bins.first;
   bins.shift = width < FINE ? 0 : 32 - __clz(width) - FINE_BITS;
-  // In 32 bits there is room for `most` of the largest amount, and for the total. One amount has 23 bits.
+  // 32 bits hold `most` of the largest amount, and they hold the total: whichever allows the finer units counts. One
+  // amount takes 23 bits at most.
   const float largest = mass_of(sought, last), each = (float)(1u << min(__clz(most) - 1, 20));
   const float units = fminf(fmaxf(each / largest, 2147483648.0f / sought.total), 4194304.0f / largest);
   bins.units = by_count(sought) ? 1.0f : fminf(units, LARGEST);
@@ -156,30 +157,20 @@ __device__ __forceinline__ FineBins fine_bins(const Team &t, Shared &shared, con
   __syncthreads();
   return bins;
 }
-// The highest bin from which upwards amounts add up to `need` units; -1: all of them do not. Every warp adds up all.
+// The highest bin from which upwards amounts add up to `need` units; -1: all of them do not.
 __device__ __forceinline__ int bin_reaching(const Team &t, const FineBins &bins, float need) {
   constexpr int MINE = FINE / 32;
   u32 sums[MINE];
-#pragma unroll
-  for (int i = 0; i < MINE; ++i) sums[i] = bins.sums[MINE * t.lane + i];
-#pragma unroll
-  for (int i = MINE - 2; i >= 0; --i) sums[i] += sums[i + 1];
-  u32 above = sums[0];
-#pragma unroll
-  for (int step = 1; step < 32; step *= 2) {
-    u32 other = __shfl_down_sync(0xffffffffu, above, step);
-    if (t.lane + step < 32) above += other;
-  }
-  above -= sums[0];
+  add_from_above(t, bins.sums, sums);
   u32 reached = 0;  // one more than the bin's number
 #pragma unroll
   for (int i = 0; i < MINE; ++i)
-    if ((float)(sums[i] + above) >= need) reached = MINE * t.lane + i + 1;
+    if ((float)sums[i] >= need) reached = MINE * t.lane + i + 1;
   return (int)__reduce_max_sync(0xffffffffu, reached) - 1;
 }
 // The first key of a bin, found by a warp: each lane looks at a key.
 __device__ __forceinline__ u32 key_of_bin(const Team &t, const FineBins &bins, int bin) {
-  u32 below = bins.low, at = bins.high;  // it lies behind the one, and not behind the other
+  u32 below = bins.low, at = bins.high;  // the key is one of those behind `below`, up to `at`
   if (bin <= 0) return below;
   while (at - below > 1) {
     const u32 step = (at - below + 31) / 32, key = below + step * (t.lane + 1);
@@ -256,8 +247,7 @@ __device__ __forceinline__ void guess(Team &t, Shared &shared, const Row &r, con
 template <bool PROCESSES>
 __device__ __forceinline__ void add_row(const Team &t, const Row &r, const Sought &sought, const FineBins &bins,
                                         float &sum) {
-  const float least = value_of(bins.low), bound = value_of(bins.high);  // NaN is below both
-  const float lowest = least == NEG_INF ? -LARGEST : least;
+  const float lowest = fmaxf(value_of(bins.low), -LARGEST), bound = value_of(bins.high);  // NaN reaches neither
   const auto add = [&](float x, bool counts) {
     const float w = power2((fminf(x, LARGEST) - sought.best) * sought.rate);
     const bool is_above = x >= bound;
@@ -316,8 +306,8 @@ __device__ __forceinline__ float narrow_by_pass(Team &t, Shared &shared, const R
     sought.high = min(sought.high, key_of_bin(t, bins, bin + 1));
   }
   sought.high = max(sought.high, sought.low + 1);
-  // The threshold is the key of a logit. Where only one key of those left can be, it is known. It is also settled where
-  // a pass leaves all keys: no bin tells their logits apart.
+  // The threshold is the key of a logit. Where one key alone is left that logits can have, it is known. Where a pass
+  // leaves all keys, no bin tells their logits apart: the lowest key serves.
   const u32 key = next_of_grid(sought.low);
   const bool is_one = !r.processes && key < sought.high && next_of_grid(key + 1) >= sought.high;
   if (is_one) sought.low = key;

@@ -68,37 +68,39 @@ def sample_rows_kernel(
     if OVERLAPS:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()  # behind the wait: the next pass reads what the first one wrote, too
-    if not truncates:
-        source = (
-            (logits_ptr, mask_words_ptr, bias_tokens_ptr, bias_values_ptr, seen_ptr, counts_ptr),
-            row_values(
-                row, stride_logits, vocab_size, row_ids_ptr, repetition_ptr, presence_ptr, frequency_ptr,
-                state_rows, bias_counts_ptr, bias_rows, bias_capacity, mask_index_ptr, num_masks,
-            ),
-        )  # fmt: skip
-        at = row.to(tl.int64) * num_groups
-        num_changed = tl.where(source[1][2], num_groups, 0)
-        group_ptrs = (group_best_ptr + at, changed_best_ptr + at, list_groups_ptr + at, num_groups, num_changed)
-        if heat > 0:
-            noise_at = (tl.load(seeds_ptr + row), tl.load(seq_lens_ptr + row))
-            floor = float("-inf")
-            if top_k_ptr is not None:
-                if min_p > 0:
-                    plain_best, changed_best = best_of_groups(group_ptrs, GROUPS)
-                    floor = min_p_floor(tl.max(tl.maximum(plain_best, changed_best), 0), heat, min_p)
-            token, _ = best_score(source, noise_at, group_ptrs, floor, heat, GROUPS, GROUP)
-        else:
-            if picks_tiles(source, heat):
-                tiles = tl.arange(0, TILES)
-                known = tiles * (CHUNKS * CHUNK) < vocab_size
-                best = tl.load(group_ptrs[0] + tiles, mask=known, other=float("-inf"))
-                groups = tl.load(group_ptrs[2] + tiles, mask=known, other=NOWHERE // GROUP)
-                _, group = best_of(best, groups)
-            else:
+    if top_k_ptr is not None:
+        if truncates:
+            return
+    source = (
+        (logits_ptr, mask_words_ptr, bias_tokens_ptr, bias_values_ptr, seen_ptr, counts_ptr),
+        row_values(
+            row, stride_logits, vocab_size, row_ids_ptr, repetition_ptr, presence_ptr, frequency_ptr,
+            state_rows, bias_counts_ptr, bias_rows, bias_capacity, mask_index_ptr, num_masks,
+        ),
+    )  # fmt: skip
+    at = row.to(tl.int64) * num_groups
+    num_changed = tl.where(source[1][2], num_groups, 0)
+    group_ptrs = (group_best_ptr + at, changed_best_ptr + at, list_groups_ptr + at, num_groups, num_changed)
+    if heat > 0:
+        noise_at = (tl.load(seeds_ptr + row), tl.load(seq_lens_ptr + row))
+        floor = float("-inf")
+        if top_k_ptr is not None:
+            if min_p > 0:
                 plain_best, changed_best = best_of_groups(group_ptrs, GROUPS)
-                _, group = best_of(tl.maximum(plain_best, changed_best), tl.arange(0, GROUPS))
-            token = _best_token(source, group, GROUP)
-        tl.store(out_ptr + row, tl.where(token < NOWHERE, token, _NO_TOKEN))
+                floor = min_p_floor(tl.max(tl.maximum(plain_best, changed_best), 0), heat, min_p)
+        token, _ = best_score(source, noise_at, group_ptrs, floor, heat, GROUPS, GROUP)
+    else:
+        if picks_tiles(source, heat):
+            tiles = tl.arange(0, TILES)
+            known = tiles * (CHUNKS * CHUNK) < vocab_size
+            best = tl.load(group_ptrs[0] + tiles, mask=known, other=float("-inf"))
+            groups = tl.load(group_ptrs[2] + tiles, mask=known, other=NOWHERE // GROUP)
+            _, group = best_of(best, groups)
+        else:
+            plain_best, changed_best = best_of_groups(group_ptrs, GROUPS)
+            _, group = best_of(tl.maximum(plain_best, changed_best), tl.arange(0, GROUPS))
+        token = _best_token(source, group, GROUP)
+    tl.store(out_ptr + row, tl.where(token < NOWHERE, token, _NO_TOKEN))
 
 
 @triton.jit
