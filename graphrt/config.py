@@ -65,7 +65,9 @@ class RuntimeConfig:
     query_len       new tokens per row in decode graphs: 1, or 1 + K with speculation
     decode_sizes    row counts to capture; None is the default ladder, () captures none
     mixed_sizes     token counts of mixed graphs to capture; None is the default ladder, () captures none
-    ring_depth      launches in flight before `replay` waits: who runs ahead hides what the host does now and then
+    ring_depth      launches in flight before `replay` waits: who runs ahead hides what the host does now and then.
+                    Twice as many with `shadow_every`: an eager step takes the host as long as a dozen small steps take
+                    the device
     launch_steps    most steps of one launch of a DecodeSession
     loop_sizes      decode sizes whose steps can run many times in one launch; other sizes are launched step by step
     backend         attention backend by name; None takes GRAPHRT_BACKEND, else the best that can run
@@ -173,6 +175,11 @@ class RuntimeConfig:
                 f"RuntimeConfig.mixed_sizes: expected none with mixed_batches=False, got {self.mixed_sizes}; drop the "
                 "sizes, or allow mixed batches"
             )
+
+    @property
+    def most_in_flight(self) -> int:
+        """Launches in flight before the next one waits; see `ring_depth`."""
+        return 2 * self.ring_depth if self.shadow_every else self.ring_depth
 
     def check_needs(self, what: str, needs: Iterable[Need]) -> None:
         """Raise UnsupportedError that names the field of this config which some rows need otherwise."""

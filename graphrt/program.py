@@ -159,7 +159,7 @@ def capacity_of(config: RuntimeConfig, groups: Sequence[PageGroup], vocab_size: 
         tokens=tokens,
         row_ids=rows,
         record=record_size(rows, tokens, rows * sum(group.max_pages for group in groups), len(groups)),
-        ring=config.ring_depth,
+        ring=config.most_in_flight,
         page_groups=tuple(groups),
         launch_steps=config.launch_steps,
         **row_extents(config, vocab_size),

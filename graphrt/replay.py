@@ -232,7 +232,7 @@ class ReplayManager:
             self._state = State.CAPTURED
 
     def replay(self, batch: Batch, *, eager: bool = False, descriptor: BatchDescriptor | None = None) -> StepHandle:
-        """Submit one decode step and return its handle; waits only when `ring_depth` steps are in flight.
+        """Submit one decode step and return its handle; waits only when `most_in_flight` steps of the config are.
 
         eager       run the same verbs on the same static buffers outside of a graph. The step changes row state and KV
                     as any step does: submitting a batch twice is two steps. `compare` runs one step both ways
@@ -299,7 +299,7 @@ class ReplayManager:
     def advance(self, news: News, *, steps: int = 1, eager: bool = False) -> Launch:
         """Let rows go on by up to `steps` tokens, each from its last token on, with what `begin` said of it.
 
-        Waits only when `ring_depth` launches are in flight.
+        Waits only when `most_in_flight` launches of the config are in flight.
 
         Raises: as `replay`; nothing has been written then.
         """

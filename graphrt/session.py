@@ -297,7 +297,7 @@ class DecodeSession(RowsInFlight):
     # -- steps
 
     def run(self, steps: int = 1, *, eager: bool = False) -> tuple[Launch, ...]:
-        """Launch the next steps; never waits for their results, only where `ring_depth` launches are in flight.
+        """Launch the next steps; never waits for their results, only where the config's `most_in_flight` are in flight.
 
         While prompts have tokens left, each step is a launch, which takes prompts in chunks beside the rows that go on.
         After that one launch takes up to `RuntimeConfig.launch_steps` steps. A row that ends on the way stands still

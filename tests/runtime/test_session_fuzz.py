@@ -203,6 +203,7 @@ def test_a_launch_that_is_stopped_ends_after_its_step(loop_sizes: tuple[int, ...
 
 
 @pytest.mark.gpu
+@pytest.mark.alone  # the host must keep up with 50 steps of a toy
 def test_a_loop_is_stopped_while_it_runs() -> None:
     """Its first steps have read the word that stops it, and found nothing: each step must read it anew."""
     runtime = make_runtime(torch.device("cuda"), num_pages=60, config={"loop_sizes": (1, 2, 4)})

@@ -246,3 +246,10 @@ def test_copies_of_any_layout_and_dtype() -> None:
         copies.give_back(kept)
         assert all(torch.equal(tensor, before[name]) for name, tensor in kept.items())
         assert list(copies.views) == list(kept)
+
+
+@pytest.mark.parametrize(("every", "slots"), [(0, 3), (256, 6)])
+def test_more_launches_are_in_flight_beside_shadows(device: torch.device, every: int, slots: int) -> None:
+    """They hide the eager steps: the host may be twice as many launches ahead before it waits."""
+    rig = make_rig(device, capture=False, ring_depth=3, shadow_every=every)
+    assert len(rig.manager.buffers.inbox) == rig.manager.config.most_in_flight == slots
