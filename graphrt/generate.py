@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from graphrt.entry import State
+from graphrt.handle import StepFaultError
 from graphrt.kernels.checks import check_instance, check_int, check_ints, check_sequence
 from graphrt.kernels.errors import CapacityError, CaptureError, ShapeError, UnsupportedError
 from graphrt.kernels.types import RowEnd
@@ -81,8 +82,8 @@ class TextGenerator:
         Raises: ShapeError for a prompt that is empty or no list of token ids, CapacityError for one that cannot fit
         even alone, ConfigError for wrong params, CaptureError where the runtime is not captured, all before any step.
         While it runs: CapacityError where somebody else holds the pages that the first sequence needs; StepFaultError
-        where a row had a fault, for example logits that are all NaN; ReplayError where a row yields no token, and
-        CaptureError after a `reset()`.
+        whose `prompts` had a fault, for example logits that are all NaN, behind the events of all that had arrived;
+        ReplayError where a row yields no token, and CaptureError after a `reset()`.
         """
         if self._runtime.state is not State.CAPTURED:
             raise CaptureError(
@@ -179,15 +180,26 @@ class TextGenerator:
 
 
 def _collect(session: MovableSession, scheduler: Scheduler) -> Iterator[Event]:
-    for row, tokens in session.collect():
+    """What has arrived; a fault behind all of it, by the index of its prompt."""
+    fault = None
+    while True:
+        try:
+            found = session.collect()
+            break
+        except StepFaultError as error:
+            fault = fault or error
+    for row, tokens in found:
         yield from _events(scheduler.requests[row], tokens)
+    if fault is not None:
+        faulty = sorted(request.index for row, request in scheduler.requests.items() if row.end is RowEnd.FAULT)
+        raise StepFaultError(fault.step, fault.faults, faulty)
 
 
 def _events(request: Request, tokens: list[int]) -> Iterator[Event]:
     """What a prompt's new tokens are to the caller: a stop token ends it, and is no part of it."""
     row = request.row
     assert row is not None, "tokens come to rows"
-    last = len(tokens) - 1 if request.finished else len(tokens)
+    last = len(tokens) - 1 if request.finished and row.end is not RowEnd.FAULT else len(tokens)
     logprobs: Sequence[TokenLogprob | None] = row.logprobs[-len(tokens) :] or [None] * len(tokens)
     for index, (token, logprob) in enumerate(zip(tokens, logprobs, strict=True)):
         if index == last and row.end is RowEnd.STOP_TOKEN:

@@ -47,10 +47,15 @@ class RowFault:
     value: int
     group: int = 0
 
+    @property
+    def what(self) -> str:
+        """The fault in words, without the row."""
+        where = f" in KV group {self.group}" if self.group else ""
+        return f"{self.code.name}: {_FAULT_TEXT[self.code].format(value=self.value)}{where}"
+
     def __str__(self) -> str:
         after = _WROTE_KV if self.code >= FaultCode.NO_TOKEN_OFFERED else _WROTE_NOTHING
-        where = f" in KV group {self.group}" if self.group else ""
-        return f"row {self.row}: {self.code.name}: {_FAULT_TEXT[self.code].format(value=self.value)}{where}; {after}"
+        return f"row {self.row}: {self.what}; {after}"
 
 
 class StepFaultError(ReplayError):
@@ -59,17 +64,22 @@ class StepFaultError(ReplayError):
     step              the step's number
     faults            all faulty rows, in the order of the batch
     row, code, value  of the first of them
+    prompts           of a TextGenerator: the faulty ones, by their index; rows are its own affair
     """
 
-    def __init__(self, step: int, faults: Sequence[RowFault]) -> None:
+    def __init__(self, step: int, faults: Sequence[RowFault], prompts: Sequence[int] = ()) -> None:
         first, *others = faults
-        more = f" (and {len(others)} more, in rows {', '.join(str(f.row) for f in others[:16])})" if others else ""
-        super().__init__(f"step {step}, {first}{more}")
-        self.step, self.faults = step, tuple(faults)
+        if prompts:
+            named = ", ".join(f"prompts[{index}]" for index in prompts[:16])
+            super().__init__(f"{named}: step {step}: {first.what}; generate again without what is named here")
+        else:
+            more = f" (and {len(others)} more, in rows {', '.join(str(f.row) for f in others[:16])})" if others else ""
+            super().__init__(f"step {step}, {first}{more}")
+        self.step, self.faults, self.prompts = step, tuple(faults), tuple(prompts)
         self.row, self.code, self.value = first.row, first.code, first.value
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.step, self.faults)
+        return type(self), (self.step, self.faults, self.prompts)
 
 
 def row_faults(codes: npt.NDArray[np.int32], values: npt.NDArray[np.int64]) -> tuple[RowFault, ...]:

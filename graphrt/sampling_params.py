@@ -20,13 +20,14 @@ _MAX_TOKEN = (1 << 31) - 1  # the device has token ids as int32
 class SamplingParams:
     """How one prompt is continued.
 
-    temperature   0 is greedy
+    temperature   0 is greedy. Noise is added in float32: at less than 1e-5 of the largest logit, tokens of equal logits
+                  are not drawn evenly any more, and at less than 1e-7 the lowest one is
     seed          of this prompt's random numbers, which depend on nothing else; the logits that they are added to may
                   differ in their last bits between captured sizes
     stop_ids      tokens that end the output; any collection of ints, kept as a frozenset
     top_k, top_p, min_p   draws are among the tokens that all three keep, in the order min-p, top-k, top-p: so many best
                   ones (0: all), the fewest best that hold this probability, in (0, 1], and those with this share of the
-                  best one's probability, in [0, 1]
+                  best one's probability, in [0, 1]. Tokens as good as the last one that is kept are kept too
     repetition_penalty   above 0: logits of tokens in the prompt or output are divided by it where they are above 0,
                   else multiplied; 1: none
     presence_penalty, frequency_penalty   subtracted from logits of tokens in the output: once, and for each time that

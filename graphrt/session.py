@@ -138,7 +138,7 @@ class DecodeSession(RowsInFlight):
         self._given[at] = given
         self._limits[at] = len(row.prompt) + params.max_new_tokens - 1
         self._sampling.set(at, params, len(row.prompt))
-        self._news.begin(at, params.logit_bias, values)
+        self._news.begin(at, dict(params.logit_bias), values)  # a dict that the caller still has
         if params.logprobs is not None:
             self._asking.add(at)
         stops = sorted(params.stop_ids)[:STOP_TOKENS]
@@ -165,7 +165,8 @@ class DecodeSession(RowsInFlight):
                 share come back once for each of them
 
         Raises: ConfigError for a row of another session or one whose prompt was not submitted yet, ShapeError for what
-        are no pages of the cache, CapacityError where no row or page is free; nothing has changed then.
+        are no pages of the cache, CapacityError where no row or page is free, ReplayError during a call of the manager
+        and CaptureError after its `close()`; nothing has changed then.
         """
         self._own(row, "fork")
         at = row.row_id
@@ -180,7 +181,21 @@ class DecodeSession(RowsInFlight):
         lent = self._pages.check_fork(at, length, most, pages)
         params = row.params if seed == row.params.seed else replace(row.params, seed=seed)
         new = self._take_row(SessionRow(NO_ROW, row.prompt, params, list(row.tokens), row.end))
-        to = new.row_id
+        try:
+            self._copy(row, new, seed, lent)
+        except BaseException:
+            self._release(new)
+            raise
+        for flight in self._flights:
+            places = [*enumerate(flight.rows), *flight.forks]
+            flight.forks += tuple((place, new) for place, other in places if other is row)
+        if at in self._order:
+            self._reorder(np.append(self._order, new.row_id))
+        return new
+
+    def _copy(self, row: SessionRow, new: SessionRow, seed: int, lent: list[Int32Array]) -> None:
+        """Bring all that is known of a row to another one's place, on the host and on the device."""
+        at, to, length, most = row.row_id, new.row_id, int(self._reached[row.row_id]), int(self._most[row.row_id])
         new.logprobs, new.prompt_logprobs = list(row.logprobs), list(row.prompt_logprobs)
         if at in self._asking:
             self._asking.add(to)
@@ -204,12 +219,6 @@ class DecodeSession(RowsInFlight):
         self._manager.row_tables.copy(at, to)
         if masked:
             self._manager.row_tables.switch_masks({to: to})
-        for flight in self._flights:
-            places = [*enumerate(flight.rows), *flight.forks]
-            flight.forks += tuple((place, new) for place, other in places if other is row)
-        if at in self._order:
-            self._reorder(np.append(self._order, to))
-        return new
 
     def append_pages(self, row: SessionRow, pages: Int32Array | Sequence[int] | Sequence[Sequence[int]]) -> None:
         """Give a row more pages, behind those that it has; launches to come may write them.
@@ -340,10 +349,11 @@ class DecodeSession(RowsInFlight):
         self._catch_up()
         ids = self._order
         before, limits = self._most[ids], self._limits[ids]
-        if (before >= limits).all():
+        short = before < limits
+        if not short.any():
             return None
         self._pages.give_back(ids, self._reached[ids])
-        self._pages.reserve(ids, before, limits, steps)
+        self._pages.reserve(ids[short], before[short], limits[short], steps)
         ends = np.minimum(limits, self._pages.room(ids))  # a row stands still at the end of its pages
         going_on = before < ends
         lists, pages = self._pages.news(ids, going_on)
@@ -439,8 +449,8 @@ class DecodeSession(RowsInFlight):
 
         wait   wait for every launch
 
-        Raises: StepFaultError that names the row ids of faulty rows, which have ended, once all was taken in: the next
-        call returns it.
+        Raises: StepFaultError that names the row ids of faulty rows, of their forks too, which have ended, once all was
+        taken in: the next call returns it.
         """
         wait = check_bool("wait", wait, advice="pass a bool")
         self._open("collect")

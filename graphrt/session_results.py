@@ -105,13 +105,15 @@ class RowsInFlight:
             logprobs = StepLogprobs.joined([flight.launch.logprobs() for flight in flights], places)
             for place, row in enumerate(rows):
                 row.take_logprobs(logprobs, place, sampled[:, place], len(columns[place]))
-        # A row that the host ended at a stop token was over when it became faulty.
-        faulty = np.flatnonzero(ends == int(RowEnd.FAULT)) if places is None else places[ends == int(RowEnd.FAULT)]
+        # A row that the host ended at a stop token was over when it became faulty. A fork shares its row's place.
+        faulty: dict[int, list[SessionRow]] = {}
+        for at in np.flatnonzero(ends == int(RowEnd.FAULT)).tolist():
+            faulty.setdefault(at if places is None else int(places[at]), []).append(rows[at])
         faults = [
-            (flight.launch.step, replace(fault, row=int(flight.ids[fault.row])))
+            (flight.launch.step, replace(fault, row=row.row_id))
             for flight in flights
             for fault in flight.launch.faults
-            if fault.row in faulty
+            for row in faulty.get(fault.row, ())
         ]
         if places is not None and (away := ids == NO_ROW).any():
             ids, advanced, lost = ids[~away], advanced[~away], lost[~away]

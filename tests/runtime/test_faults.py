@@ -119,6 +119,9 @@ def test_a_fault_crosses_processes() -> None:
     faults = (RowFault(1, FaultCode.BAD_LENGTH, 9), RowFault(4, FaultCode.DUPLICATE_ROW, 2))
     error = pickle.loads(pickle.dumps(StepFaultError(7, faults)))
     assert (error.step, error.faults, str(error)) == (7, faults, str(StepFaultError(7, faults)))
+    of_prompts = pickle.loads(pickle.dumps(StepFaultError(7, faults, [3, 5])))
+    assert of_prompts.prompts == (3, 5)
+    assert str(of_prompts).startswith("prompts[3], prompts[5]: step 7: BAD_LENGTH: ")
     with multiprocessing.get_context("spawn").Pool(1) as pool, pytest.raises(StepFaultError) as caught:
         pool.apply(_raise, (faults,))
     assert caught.value.faults == faults

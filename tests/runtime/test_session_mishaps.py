@@ -1,0 +1,151 @@
+"""Sessions when something goes wrong: whose fault it was, and that a call that raised has changed nothing."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from graphrt.generate import Event, TextGenerator
+from graphrt.handle import StepFaultError
+from graphrt.kernels.errors import CapacityError, CaptureError, ReplayError
+from graphrt.kernels.types import FaultCode, RowEnd
+from graphrt.runtime import Runtime
+from graphrt.sampling_params import SamplingParams
+from graphrt.session import DecodeSession
+from graphrt.step import Step
+from tests.runtime.toy import LivelyModel, greedy, make_runtime
+
+CPU = torch.device("cpu")
+LOOPS = pytest.mark.parametrize("loop_sizes", [(), (1, 2, 4)], ids=["launch_by_launch", "loop"])
+
+
+class Broken(LivelyModel):
+    """Logits that are NaN from a length on, of the rows that `broken` names."""
+
+    length, broken = 7, (0,)
+
+    def forward(self, step: Step) -> torch.Tensor:
+        rows = torch.isin(step.row_ids, torch.tensor(self.broken, device=step.row_ids.device))
+        bad = rows & (step.metadata.seq_lens >= self.length)
+        return torch.where(bad[:, None], float("nan"), super().forward(step))
+
+
+def captured(model: LivelyModel | None = None, num_pages: int = 60, **config: object) -> Runtime:
+    runtime = make_runtime(CPU, model=model, num_pages=num_pages, config=config)
+    runtime.capture()
+    return runtime
+
+
+def test_a_fork_is_named_for_the_fault_of_the_launch_that_it_shares() -> None:
+    """It gets that launch's tokens, and its end."""
+    with DecodeSession(captured(Broken(CPU))) as session:
+        row = session.add([3, 1, 4], SamplingParams(10))
+        session.run(6)
+        fork = session.fork(row)
+        with pytest.raises(StepFaultError) as caught:
+            session.collect(wait=True)
+        assert [fault.row for fault in caught.value.faults] == [row.row_id, fork.row_id]
+        assert {fault.code for fault in caught.value.faults} == {FaultCode.NO_TOKEN_OFFERED}
+        assert row.end is fork.end is RowEnd.FAULT
+
+
+def test_whoever_took_a_row_id_is_not_named_for_the_row_before() -> None:
+    with DecodeSession(captured(Broken(CPU))) as session:
+        row = session.add([3, 1, 4], SamplingParams(10))
+        session.run(6)
+        fork, before = session.fork(row), row.row_id
+        session.release(row)
+        other = session.add([5, 6], SamplingParams(3))
+        assert other.row_id == before
+        with pytest.raises(StepFaultError) as caught:
+            session.collect(wait=True)
+        assert [fault.row for fault in caught.value.faults] == [fork.row_id]
+        assert (fork.end, other.end) == (RowEnd.FAULT, RowEnd.GOES_ON)
+
+
+def test_a_fork_that_was_refused_is_as_if_it_had_not_been_asked_for() -> None:
+    runtime = captured()
+    with DecodeSession(runtime) as session:
+        row = session.add([3, 1, 4], SamplingParams(12, logprobs=None))
+        session.run(3)
+        before = (list(runtime.free_rows), runtime.allocator.num_free, list(session.rows))
+        with runtime.manager.between_steps(), pytest.raises(ReplayError, match="expected one call at a time"):
+            session.fork(row)
+        assert (list(runtime.free_rows), runtime.allocator.num_free, list(session.rows)) == before
+        fork = session.fork(row)
+        while session.running:
+            session.run(3)
+            session.collect(wait=True)
+        assert row.tokens == fork.tokens == greedy(runtime.manager._program.model, [3, 1, 4], 12)
+    assert len(runtime.free_rows) == runtime.config.max_num_reqs
+    assert runtime.allocator.num_free == 59
+
+
+def test_a_fork_after_the_runtime_was_closed() -> None:
+    runtime = captured()
+    session = DecodeSession(runtime)
+    row = session.add([3, 1, 4], SamplingParams(12))
+    session.run(3)
+    session.collect(wait=True)
+    runtime.close()
+    with pytest.raises(CaptureError, match="closed"):
+        session.fork(row)
+    assert list(session.rows) == [row]
+
+
+@LOOPS
+def test_launches_in_which_no_row_can_go_on_are_not_made(loop_sizes: tuple[int, ...]) -> None:
+    """One row is at its longest, as the next `collect` will say; the other has no page."""
+    with DecodeSession(captured(num_pages=5, loop_sizes=loop_sizes)) as session:
+        done = session.add([3, 1, 4], SamplingParams(6))
+        waits = session.add([3, 1, 4], SamplingParams(40))
+        with pytest.raises(CapacityError, match="expected a page for the next token of a row, got 0 free pages"):
+            session.run(1 << 30)
+        session.collect(wait=True)
+        assert done.end is RowEnd.LENGTH
+        assert waits.end is RowEnd.GOES_ON
+        session.release(done)
+        before = len(waits.tokens)
+        session.run(3)
+        session.collect(wait=True)
+        assert len(waits.tokens) == before + 3
+
+
+def test_a_bias_is_the_one_that_the_row_was_added_with() -> None:
+    """The params are the caller's, and so is their dict."""
+    with DecodeSession(captured(max_logit_bias=1)) as session:
+        params = SamplingParams(3, logit_bias={5: 100.0})
+        row = session.add([1, 2], params)
+        params.logit_bias.clear()  # type: ignore[attr-defined]  # a Mapping that is a dict
+        params.logit_bias.update({6: 100.0, 7: np.nan})  # type: ignore[attr-defined]
+        session.run(3)
+        session.collect(wait=True)
+        assert row.tokens == [5, 5, 5]
+
+
+@pytest.mark.parametrize("rows", [2, 4])
+def test_a_generator_names_the_prompt_behind_all_that_had_arrived(rows: int) -> None:
+    """Row ids are its own affair: of four prompts on two rows, the last one is bad."""
+
+    class Bad(LivelyModel):
+        def forward(self, step: Step) -> torch.Tensor:
+            bad = step.metadata.seq_lens == 8
+            return torch.where(bad[:, None], float("nan"), super().forward(step))
+
+    model = Bad(CPU)
+    runtime = captured(model, max_num_reqs=rows)
+    prompts, seen = [[5], [6], [7], [1, 2, 3, 4, 5]], list[Event]()
+    events = TextGenerator(runtime).generate(prompts, [SamplingParams(3)] * 3 + [SamplingParams(20)])
+    with pytest.raises(
+        StepFaultError, match=r"^prompts\[3\]: step \d+: NO_TOKEN_OFFERED: .*; generate again"
+    ) as caught:
+        seen.extend(events)  # what came before the error stays
+    assert caught.value.prompts == (3,)
+    for index, prompt in enumerate(prompts[:3]):
+        tokens = [event.token for event in seen if event.prompt == index]
+        assert tokens == greedy(model, prompt, 3)
+        assert [event.finished for event in seen if event.prompt == index] == [False, False, True]
+    of_bad = [event for event in seen if event.prompt == 3]
+    assert [event.token for event in of_bad] == greedy(model, prompts[3], 3)
+    assert not any(event.finished for event in of_bad)
