@@ -35,6 +35,14 @@ def reads_host(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, sets
         return by_tensor and _argument(func, args, kwargs, "output_size") is None
     if name == "aten::where" and func._overloadname == "default":
         return True  # nonzero()
+    if name == "aten::one_hot":
+        return bool(_argument(func, args, kwargs, "num_classes") < 0)  # the largest value says how many
+    if name == "aten::histc":
+        return bool(_argument(func, args, kwargs, "min") == _argument(func, args, kwargs, "max"))  # bounds of the data
+    if name in ("aten::linspace", "aten::logspace"):
+        return any(isinstance(_argument(func, args, kwargs, bound), torch.Tensor) for bound in ("start", "end"))
+    if name == "aten::normal":
+        return isinstance(_argument(func, args, kwargs, "std"), torch.Tensor)  # none may be negative
     if name in _INDEX_PUT:
         masks = [t for t in tensors_in(args[1]) if t.dtype in _MASKS]
         filled = sets_number and len(masks) == len(tensors_in(args[1])) == 1

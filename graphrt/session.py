@@ -92,11 +92,6 @@ class DecodeSession(RowsInFlight):
         """All rows, those included that have ended and were not released."""
         return tuple(self._rows.values())
 
-    @property
-    def running(self) -> bool:
-        """Whether any row has not ended, as far as was collected: steps may be submitted in vain."""
-        return bool(self._prompts) or bool(len(self._order))
-
     def add(
         self, prompt: Prompt, params: SamplingParams | None = None, *, state: RowValues | None = None
     ) -> SessionRow:
@@ -177,8 +172,7 @@ class DecodeSession(RowsInFlight):
         seed = row.params.seed if seed is None else seed
         seed = check_int("seed", seed, 0, (1 << 32) - 1, advice="take it modulo 2 ** 32")
         self._catch_up()
-        length, most = int(self._reached[at]), int(self._most[at])
-        lent = self._pages.check_fork(at, length, most, pages)
+        lent = self._pages.check_fork(at, int(self._reached[at]), int(self._most[at]), pages)
         params = row.params if seed == row.params.seed else replace(row.params, seed=seed)
         new = self._take_row(SessionRow(NO_ROW, row.prompt, params, list(row.tokens), row.end))
         try:
@@ -186,11 +180,7 @@ class DecodeSession(RowsInFlight):
         except BaseException:
             self._release(new)
             raise
-        for flight in self._flights:
-            places = [*enumerate(flight.rows), *flight.forks]
-            flight.forks += tuple((place, new) for place, other in places if other is row)
-        if at in self._order:
-            self._reorder(np.append(self._order, new.row_id))
+        self._join(new, row)
         return new
 
     def _copy(self, row: SessionRow, new: SessionRow, seed: int, lent: list[Int32Array]) -> None:
@@ -449,8 +439,8 @@ class DecodeSession(RowsInFlight):
 
         wait   wait for every launch
 
-        Raises: StepFaultError that names the row ids of faulty rows, of their forks too, which have ended, once all was
-        taken in: the next call returns it.
+        Raises: StepFaultError that names the row ids of faulty rows, and of forks, which have ended, once all was taken
+        in: the next call returns it.
         """
         wait = check_bool("wait", wait, advice="pass a bool")
         self._open("collect")

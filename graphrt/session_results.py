@@ -55,11 +55,24 @@ class RowsInFlight:
         self._asking = set[int]()
         self._flights: deque[Flight] = deque()
 
+    @property
+    def running(self) -> bool:
+        """Whether any row has not ended, as far as was collected: steps may be submitted in vain."""
+        return bool(self._prompts) or bool(len(self._order))
+
     def _reorder(self, order: Ids) -> None:
         """From now on these rows go on by themselves."""
         self._catch_up()
         self._order, self._order_rows = order, tuple(map(self._rows.__getitem__, order.tolist()))
         self._no_news, self._quiet = News(order, logprobs=bool(self._asking)), 0
+
+    def _join(self, fork: SessionRow, row: SessionRow) -> None:
+        """A fork gets what launches in flight bring its row, and goes on by itself where that does."""
+        for flight in self._flights:
+            places = [*enumerate(flight.rows), *flight.forks]
+            flight.forks += tuple((place, fork) for place, other in places if other is row)
+        if row.row_id in self._order:
+            self._reorder(np.append(self._order, fork.row_id))
 
     def _catch_up(self) -> None:
         """Bring `_most` up to date."""

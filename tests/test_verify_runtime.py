@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from graphrt.batch import Batch
-from graphrt.kernels.errors import ConfigError
+from graphrt.kernels.errors import CaptureError, ConfigError
 from graphrt.replay import ReplayManager
 from graphrt.step import Step
 from graphrt.testing.verify_runtime import generated_batches, verify_runtime
@@ -132,3 +132,44 @@ def test_batches_of_the_caller(device: torch.device) -> None:
     pages = {"page_indptr": [0, 2], "page_ids": [5, 6]}
     batches = [Batch(row_ids=[0], seq_lens=[n], tokens=[n], **pages) for n in (5, 8, 6)]
     assert verify_runtime(rig.manager, batches).ok
+
+
+def oracle_of(rig: Rig, *, capture: bool = True) -> ReplayManager:
+    """The plain model by the reference backend, over a rig's cache."""
+    attention = rig.manager._program.layers[0].spec
+    config = replace(rig.manager.config, backend="torch_reference", use_graphs=False)
+    oracle = ReplayManager(
+        ToyModel(torch.device("cpu"), torch.float32), rig.manager.kv_cache, attention, vocab_size=VOCAB, config=config
+    )
+    if capture:
+        oracle.capture()
+    return oracle
+
+
+def test_an_oracle_that_is_not_captured() -> None:
+    rig = rig_of(torch.device("cpu"))
+    oracle = oracle_of(rig, capture=False)
+    with pytest.raises(CaptureError, match="oracle: expected state 'captured', got 'new'"):
+        verify_runtime(rig.manager, oracle=oracle)
+    with pytest.raises(CaptureError, match="manager: expected state 'captured', got 'new'"):
+        verify_runtime(oracle)
+
+
+class Counting(ToyModel):
+    """Takes part of its result from a number of Python that each step counts up."""
+
+    number = 0
+
+    def forward(self, step: Step) -> torch.Tensor:
+        self.number += 1
+        return super().forward(step) * (1 + self.number % 5)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_what_changes_from_run_to_run_is_not_blamed_on_the_cache(seed: int) -> None:
+    """Poison in pages that nobody owns changes the result, as any run does."""
+    model = Counting(torch.device("cpu"), torch.float32)
+    rig = rig_of(torch.device("cpu"), model)
+    report = verify_runtime(rig.manager, model=model, oracle=oracle_of(rig), seed=seed)
+    assert "model.number" in report.blamed
+    assert not [name for name in report.blamed if "kv_cache" in name]

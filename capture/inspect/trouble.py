@@ -121,7 +121,7 @@ def _finding(
     elif region is None:
         kind, text = FindingKind.UNMAPPED, (
             "expected an address of allocated memory, got one that neither the map nor the driver knows; its tensor "
-            "was freed: keep the tensor as long as the graph"
+            "was freed: keep the tensor as long as the graph, or name it, or the graph's own by pool=, in memory_of()"
         )  # fmt: skip
     elif not region.live:
         kind, text = FindingKind.FREED, (

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from graphrt.kernels.checks import shown
 from graphrt.testing.verify_host import Change, HostValues, assign, caches
 from graphrt.testing.verify_memory import NAN_BYTE
 from graphrt.testing.verify_report import Difference, differing, region
@@ -20,6 +21,7 @@ from graphrt.testing.verify_slots import same
 
 POOL = "memory pool"
 _MOST_TRIED = 40
+_OFTEN = 3
 _RUNS_ON = 4  # of a step whose Python values go on, as not each of them shows in the results
 _T = TypeVar("_T")
 _NUMBERS = (int, float, bool, str)
@@ -61,19 +63,25 @@ class _Revert:
 
     name: str
     because: str
-    inputs: Mapping[str, Any] = field(default_factory=dict)
+    inputs: Any = None
     slots: Mapping[str, Any] = field(default_factory=dict)
-    contents: Contents = field(default_factory=dict)
+    contents: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
 
 class Blamer:
     """Explains a replay of a case that differs from the reference.
 
     reference  of each case: what the buffers held after `refresh`, and the eager outcome
+    written    of each case and buffer: which elements `refresh` writes
     """
 
-    def __init__(self, runs: Runs, reference: Mapping[str, tuple[Contents, Outcome]]) -> None:
-        self._runs, self._reference = runs, reference
+    def __init__(
+        self,
+        runs: Runs,
+        reference: Mapping[str, tuple[Contents, Outcome]],
+        written: Mapping[str, Mapping[str, torch.Tensor]],
+    ) -> None:
+        self._runs, self._reference, self._written = runs, reference, written
 
     def explain(self, graph: Captured, case: Case, world: World, contents: Contents, got: Outcome) -> Blame:
         """Why a replay that began with `contents` gave `got`."""
@@ -85,7 +93,9 @@ class Blamer:
         every = [*suspects, *(f"state {name}" for name in unowned), POOL]
 
         def again(fixed: Sequence[str]) -> Outcome:
-            put = {**contents, **{name: clean[name] for name in suspects if name in fixed}}
+            put = contents.but({name: clean[name] for name in suspects if name in fixed})
+            if fixed and set(suspects) <= set(fixed):
+                put = Contents(put, clean.host)
             skip = frozenset(name for name in unowned if f"state {name}" in fixed)
             byte = 0 if POOL in fixed else NAN_BYTE if world in POISONED else None
             before = None if byte is None else partial(graph.fill_memory, byte)
@@ -116,15 +126,16 @@ class Blamer:
     def _frozen(self, graph: Captured, case: Case, contents: Contents, got: Outcome) -> Blame | None:
         """What an eager run must have put back to give what the graph gave."""
         runs = self._runs
-        host = [*self._host(graph, case), *self._scalars(graph, case)]
+        host = [*self._host(graph, case, contents), *self._scalars(graph, case)]
         buffers = self._buffers(graph, contents)
 
         def explains(chosen: Sequence[_Revert]) -> bool:
-            inputs, slots, put = case.inputs, dict[str, Any](), dict(contents)
+            inputs, slots, put = None, dict[str, Any](), contents
             for revert in chosen:
-                inputs = _other_inputs(inputs, revert.inputs)
+                if revert.inputs is not None:
+                    inputs = _other_inputs(case.inputs if inputs is None else inputs, revert.inputs)
                 slots |= revert.slots
-                put |= revert.contents
+                put = put.but(revert.contents)
             try:
                 return runs.same(case, runs.eager(case, put, inputs=inputs, slots=slots), got)
             except Exception:  # refresh does not take such inputs together
@@ -157,7 +168,7 @@ class Blamer:
             tensors = isinstance(old, torch.Tensor), isinstance(new, torch.Tensor)
             if all(tensors) or (not any(tensors) and same(old, new)):
                 continue
-            was, now = ("a tensor" if tensor else repr(v) for tensor, v in zip(tensors, (old, new), strict=True))
+            was, now = ("a tensor" if tensor else shown(v) for tensor, v in zip(tensors, (old, new), strict=True))
             because = (
                 f"{name} was {was} when case {graph.case.name} was captured, and is {now} now: the graph has "
                 f"the old value; keep {name} in a tensor, or capture a graph for each value"
@@ -165,8 +176,9 @@ class Blamer:
             found.append(_Revert(name, because, inputs={name: old}))
         return found
 
-    def _host(self, graph: Captured, case: Case) -> list[_Revert]:
+    def _host(self, graph: Captured, case: Case, contents: Contents) -> list[_Revert]:
         self._runs.target.subject.refresh(case.inputs)
+        self._runs.put(contents)
         root = self._runs.target.root
         changes = graph.host.changed(*root)
         tried = {change.path: change.old for change in changes if not change.is_tensor}
@@ -230,6 +242,9 @@ class Blamer:
         clean, have = self._reference[case.name][0][name], contents[name]
         mask = _different(have, clean)
         held = f"{region(name, mask)} holds {self._whose(name, case, have, mask)}"
+        written = self._written[case.name].get(name)
+        if written is not None and written.shape == mask.shape and bool(written[mask].all()):
+            return f"{held}: what refresh() writes there depends on what ran before, not on the case alone"
         return f"{held}: {self._runs.target.why_unwritten}"
 
     def _whose(self, name: str, case: Case, have: torch.Tensor, mask: torch.Tensor) -> str:
@@ -244,6 +259,8 @@ class Blamer:
     def leak(self, case: Case, written: Mapping[str, torch.Tensor], outcome: Outcome) -> Blame | None:
         """Which memory that refresh did not write for a case changes its eager results."""
         runs, (clean, _) = self._runs, self._reference[case.name]
+        if any(not runs.same(case, runs.eager(case, clean), outcome) for _ in range(_OFTEN)):
+            return None  # without any poison too
         for world in POISONED:
             for name, mask in written.items():
                 if bool(mask.all()):
@@ -252,7 +269,7 @@ class Blamer:
                 runs.fill(name, poisoned, world)
                 poisoned[mask] = clean[name][mask]
                 if _differ(poisoned, clean[name]):
-                    changed = runs.eager(case, {**clean, name: poisoned})
+                    changed = runs.eager(case, clean.but({name: poisoned}))
                     if not runs.same(case, changed, outcome):
                         part = region(name, ~mask)
                         because = f"{part} reaches the results: {runs.target.why_unwritten}"
@@ -281,7 +298,7 @@ class Blamer:
         for _, _, name, value, other in sorted(tries, key=lambda t: t[:2])[:_MOST_TRIED]:
             mask = clean[name] == value
             changed = torch.where(mask, other, clean[name])
-            outcome = runs.eager(case, {**clean, name: changed})
+            outcome = runs.eager(case, clean.but({name: changed}))
             if not outcome.error and runs.trespasses(case, outcome) is None:
                 from_end = "negative, an index from the end" if value < 0 else f"{value}, a place that is not its own"
                 because = f"{region(name, mask)} is {from_end}, and sends a write there; mask such rows"
@@ -318,10 +335,10 @@ class Blamer:
                 put(old)
             return None
         chosen = next(([name] for name in names[:_MOST_TRIED] if goes_on([name])), names)
-        shown = ", ".join(chosen)
         because = (
-            f"run() leaves another value in {shown}, and the next run goes on from it: a replay runs no Python, so it "
-            f"stays as it was at capture; keep it in a tensor that run() changes in place, or change it in refresh()"
+            f"run() leaves another value in {', '.join(chosen)}, and the next run goes on from it: a replay runs no "
+            "Python, so it stays as it was at capture; keep it in a tensor that run() changes in place, or change it "
+            "in refresh()"
         )
         return Blame("determinism", tuple(chosen), because)
 
@@ -345,8 +362,12 @@ class Blamer:
             outcome = fresh(chosen)
             return outcome is not None and not outcome.error and runs.same(case, outcome, wanted)
 
-        usual, everything = (fresh(()), fresh(changes)) if changes else (None, None)
-        if usual is None or everything is None or everything.error or runs.same(case, everything, usual):
+        everything = fresh(changes) if changes else None
+        if everything is None or everything.error:
+            return None
+        # Several times: what a counter gives may come out alike by chance.
+        usual = (fresh(()) for _ in range(_OFTEN))
+        if not any(outcome is not None and not runs.same(case, everything, outcome) for outcome in usual):
             return None
         if (again := fresh(changes)) is None or not runs.same(case, again, everything):
             return None  # the step does not repeat: it is not these values that it comes from
@@ -381,8 +402,11 @@ class Blamer:
             if buffer[part].shape != value.shape:
                 because = f"{name} has shape {list(buffer.shape)}, and case {case.name} brings {list(value.shape)}"
                 return Blame("padding", (name,), f"{because}; allocate it for the largest case")
-            held = buffer[part]
-            mask = _different(held, value.to(held.device, held.dtype))
+            held, value = buffer[part], value.to(buffer.device)
+            if not held.is_floating_point() and bool((lost := value.to(held.dtype).to(value.dtype) != value).any()):
+                because = f"{name} is {held.dtype}, which does not hold {_few(value[lost])} of inputs['{name}']"
+                return Blame("padding", (name,), f"{because}; allocate it in {value.dtype}")
+            mask = _different(held, value.to(held.dtype))
             if bool(mask.any()):
                 because = f"{region(name, mask)} does not hold what inputs['{name}'] has; copy it in refresh()"
                 return Blame("padding", (name,), because)
@@ -400,9 +424,7 @@ def aliased(runs: Runs, wrong: Difference) -> Blame | None:
 
 def _other_inputs(inputs: Any, other: Any) -> Any:
     """Inputs with some of them replaced by their names, or all of them where they have no names."""
-    if isinstance(inputs, Mapping) and isinstance(other, Mapping):
-        return {**inputs, **other}
-    return other if other is not None and not (isinstance(other, Mapping) and not other) else inputs
+    return {**inputs, **other} if isinstance(inputs, Mapping) and isinstance(other, Mapping) else other
 
 
 def least(items: Sequence[_T], enough: Callable[[Sequence[_T]], bool]) -> list[_T]:
@@ -435,6 +457,6 @@ def _alike(have: torch.Tensor, want: torch.Tensor) -> bool:
 
 
 def _few(values: torch.Tensor) -> str:
-    shown = values.flatten()[:3].tolist()
+    first = values.flatten()[:3].tolist()
     more = ", ..." if values.numel() > 3 else ""
-    return "[" + ", ".join(f"{v:.4g}" if isinstance(v, float) else str(v) for v in shown) + more + "]"
+    return "[" + ", ".join(f"{v:.4g}" if isinstance(v, float) else str(v) for v in first) + more + "]"

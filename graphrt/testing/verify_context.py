@@ -52,7 +52,7 @@ class Verification:
         self.reference: dict[str, tuple[Contents, Outcome]] = {}
         self.exact: dict[str, Outcome] = {}
         self.written: dict[str, dict[str, torch.Tensor]] = {}
-        self.blamer = Blamer(self.runs, self.reference)
+        self.blamer = Blamer(self.runs, self.reference, self.written)
         self.trespassed = self.unrepeatable = self.reversed = False
         self.from_others = 0
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -16,6 +16,7 @@ from graphrt.testing.verify_memory import zeroed
 from graphrt.testing.verify_past import blame_state, past_of, unreset
 from graphrt.testing.verify_report import Difference, differing, first_difference, raised, region
 from graphrt.testing.verify_runs import POISONED, Case, Contents, Outcome, World, changed, one_seed
+from graphrt.testing.verify_slots import is_fixed
 from graphrt.testing.verify_subject import named_outputs
 
 _MOST_VALUES = 8  # of a buffer that are tried as values of its pad rows
@@ -35,9 +36,10 @@ class EagerChecks:
         target, runs = self._v.target, self._v.runs
         known = set(runs.storages)
         at_first = values_at(*target.root)
-        for case in list(self._v.cases.values()):
+        for index, case in enumerate(list(self._v.cases.values())):
+            refresh = partial(target.subject.refresh, case.inputs)
             try:
-                found = written_tensors(*target.root, partial(target.subject.refresh, case.inputs))
+                found = written_tensors(*target.root, partial(self._watch, refresh) if index < 2 else refresh)
             except Exception as error:
                 self._v.find(
                     "refresh",
@@ -65,6 +67,11 @@ class EagerChecks:
         )
         self._rewritten = {path: at_first.get(path, old) for path, old in self._rewritten.items()}
         self._find_carried()
+
+    def _watch(self, refresh: Callable[[], object]) -> None:
+        """Refresh, and learn which numbers of the host that changes. Two cases show those that it makes anew."""
+        found = rewritten_values(*self._v.target.root, refresh)
+        self._v.runs.refreshed |= {path for path, old in found.items() if is_fixed(old)}
 
     def _find_carried(self) -> None:
         """Host values that run() changes and goes on from. A launch by the caller's own code may change them too."""
@@ -107,10 +114,11 @@ class EagerChecks:
                 runs.hidden[path] = tensor.clone() if first is None else first
 
     def _survey(self, case: Case) -> dict[str, torch.Tensor]:
-        """Which elements of each buffer refresh() writes for a case: those that come out alike over two fills."""
+        """Which elements of each buffer refresh() writes for a case: those that come out alike over two fills, or
+        otherwise over the same one."""
         runs, before = self._v.runs, self._v.runs.contents()
         results = []
-        for world in POISONED:
+        for world in (*POISONED, World.HIGH):
             for name, tensor in self._v.target.buffers.items():
                 runs.fill(name, tensor, world)
             try:
@@ -121,13 +129,13 @@ class EagerChecks:
             results.append(runs.contents())
         written = {}
         for name, tensor in self._v.target.buffers.items():
-            high, low = results[0].get(name), results[1].get(name)
-            old = before.get(name)
-            if high is None or low is None or old is None or not high.shape == low.shape == old.shape == tensor.shape:
+            old, found = before.get(name), [contents[name] for contents in results if name in contents]
+            if old is None or len(found) < len(results) or any(t.shape != tensor.shape for t in (old, *found)):
                 written[name] = torch.ones_like(tensor, dtype=torch.bool)  # replaced: `moved` finds it
                 continue
-            written[name] = ~differing(high, low)
-            tensor.copy_(torch.where(written[name], low, old))
+            high, low, again = found  # a counter gives three results, and is written all the same
+            written[name] = ~differing(high, low) | differing(high, again)
+            tensor.copy_(torch.where(written[name], again, old))
         return written
 
     def check(self, permuted: Sequence[str] = ()) -> None:
@@ -299,7 +307,7 @@ class EagerChecks:
         changing = []
         for name, tail in tails.items():
             for other in self._others(name, contents[name]):
-                outcome = runs.eager(case, {**contents, name: torch.where(tail, other, contents[name])})
+                outcome = runs.eager(case, contents.but({name: torch.where(tail, other, contents[name])}))
                 if not outcome.error and self._is_right(case, exact, outcome, wrong):
                     return self._spoils(name, tail)
                 if not outcome.error and name not in changing and not runs.same(case, outcome, padded):
@@ -377,7 +385,7 @@ class EagerChecks:
             if name not in self._v.target.derived and name in contents and not bool(mask.any()):
                 poisoned = contents[name].clone()
                 self._v.runs.fill(name, poisoned, World.HIGH)
-                if not self._v.runs.same(case, self._v.runs.eager(case, {**contents, name: poisoned}), padded):
+                if not self._v.runs.same(case, self._v.runs.eager(case, contents.but({name: poisoned})), padded):
                     because = f"refresh() does not write {name} for this case, and the step reads it; fill it each time"
                     return Blame("padding", (name,), because)
         return None

@@ -66,7 +66,7 @@ def _queue(
 ) -> VerifyFinding | None:
     device, target = runs.target.device, runs.target
     torch.cuda.synchronize(device)
-    results: list[tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]] = []
+    results: list[tuple[dict[str, torch.Tensor], Contents]] = []
     if late == "the device is late":
         torch.cuda._sleep(_CYCLES)
     with one_seed(device):

@@ -7,6 +7,8 @@ Only values and addresses are kept: nothing that the caller drops stays alive by
 
 from __future__ import annotations
 
+import collections
+import copy
 import functools
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -14,10 +16,12 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
+from graphrt.kernels.checks import shown
 from graphrt.testing.verify_report import differing
-from graphrt.testing.verify_slots import NO_VALUES, OTHER, Keys, copied, same, slots
+from graphrt.testing.verify_slots import NO_VALUES, OTHER, Keys, copied, is_fixed, same, slots
 
 _LARGEST_KEPT = 1 << 20  # bytes of a tensor whose contents are kept, as an old address alone cannot be tried again
 _MOST_KEPT = {False: 64 << 20, True: 16 << 20}  # of all; True: of parameters
@@ -92,8 +96,8 @@ class HostValues:
                 text = f"another tensor stands in {slot.path} than at capture; the graph reads the old one's memory"
                 found.append(Change(slot.path, slot.path, old.contents, text, True))
             elif isinstance(new, torch.Tensor) or not same(old, new):
-                shown = "a tensor" if isinstance(new, torch.Tensor) else _short(new)
-                text = f"{slot.path} was {_short(old)} and is {shown} now"
+                now = "a tensor" if isinstance(new, torch.Tensor) else _short(new)
+                text = f"{slot.path} was {_short(old)} and is {now} now"
                 found.append(Change(slot.path, slot.path, old, text))
         return found
 
@@ -150,6 +154,51 @@ def values_at(root: Any, name: str, paths: Collection[str] | None = None) -> dic
     }
 
 
+def numbers_at(root: Any, name: str, paths: Collection[str] | None = None) -> dict[str, Any]:
+    """Those of `values_at` that cannot change in place: numbers, texts, and tuples of them."""
+    return {path: value for path, value in values_at(root, name, paths).items() if is_fixed(value)}
+
+
+@contextmanager
+def unchanged(root: Any, name: str) -> Iterator[None]:
+    """What the block does to the host is undone: what stands where, and what is in lists, sets, arrays and dicts."""
+    before = [(slot, _items(slot.value)) for slot in slots(root, name)]
+    try:
+        yield
+    finally:
+        for slot, items in before:
+            _put_items(slot.value, items)
+        now = {slot.path: slot.value for slot in slots(root, name)}
+        for slot, _ in before:
+            found = now.get(slot.path, slot.value)
+            if slot.set is not None and not isinstance(slot.value, dict) and found is not slot.value:
+                with suppress(AttributeError, TypeError):  # an object that lets nobody assign
+                    slot.set(slot.value)
+
+
+def _items(value: Any) -> Any:
+    return copy.copy(value) if isinstance(value, (dict, list, set, collections.deque, np.ndarray)) else None
+
+
+def _put_items(value: Any, items: Any) -> None:
+    if isinstance(value, np.ndarray):
+        value[...] = items
+    elif isinstance(value, (list, collections.deque)) and not _same_objects(value, items):
+        value.clear()
+        value.extend(items)
+    elif isinstance(value, dict):
+        if not (_same_objects(value, items) and _same_objects(value.values(), items.values())):
+            value.clear()
+            value.update(items)
+    elif isinstance(value, set) and value != items:
+        value.clear()
+        value.update(items)
+
+
+def _same_objects(have: Collection[Any], want: Collection[Any]) -> bool:
+    return len(have) == len(want) and all(a is b for a, b in zip(have, want, strict=True))
+
+
 def rewritten_values(root: Any, name: str, during: Callable[[], object]) -> dict[str, Any]:
     """The host values, by path, that are others after `during` ran, as they were: for `assign`."""
     before = values_at(root, name)
@@ -191,5 +240,5 @@ def _entry(path: str, key: Any) -> str:
 
 
 def _short(value: Any) -> str:
-    text = repr(value)
+    text = shown(value)
     return text if len(text) <= 60 else f"{text[:57]}..."

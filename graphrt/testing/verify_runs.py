@@ -13,7 +13,7 @@ import torch
 from graphrt.kernels.checks import shown
 from graphrt.kernels.errors import ConfigError
 from graphrt.testing.poison import poison_bits
-from graphrt.testing.verify_host import assign, assigned, generators, values_at
+from graphrt.testing.verify_host import assign, assigned, generators, numbers_at, unchanged, values_at
 from graphrt.testing.verify_memory import zeroed
 from graphrt.testing.verify_report import Difference, differing, first_difference, raised
 from graphrt.testing.verify_subject import Inputs, Target, name_of
@@ -21,8 +21,18 @@ from graphrt.testing.verify_subject import Inputs, Target, name_of
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _SEED, OTHER_SEED = 1234, 4321
 
-Contents = Mapping[str, torch.Tensor]
-"""What every static buffer holds when the step begins."""
+
+class Contents(dict[str, torch.Tensor]):
+    """What every static buffer holds when the step begins. `host`: by path, the numbers that refresh() left beside it,
+    such as which of two buffers it wrote to."""
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor], host: Mapping[str, Any] | None = None) -> None:
+        super().__init__(tensors)
+        self.host = host or {}
+
+    def but(self, tensors: Mapping[str, torch.Tensor]) -> Contents:
+        """The same, with other contents of some buffers."""
+        return Contents({**self, **tensors}, self.host)
 
 
 class World(str, Enum):
@@ -103,6 +113,7 @@ class Runs:
         self.eager_runs = self.replays = 0
         self.ranges: dict[str, tuple[float, float]] = {}
         self.rewritten: frozenset[str] = frozenset()  # buffers that refresh writes to in every case
+        self.refreshed: frozenset[str] = frozenset()  # paths of numbers of the host that refresh changes
         self.initial = {name: t.clone() for name, t in target.buffers.items()}
         self.state = {name: t.clone() for name, t in target.state.items()}
         self.hidden: dict[str, torch.Tensor] = {}
@@ -144,13 +155,16 @@ class Runs:
         finally:
             self.state = first
 
-    def contents(self) -> dict[str, torch.Tensor]:
-        return {name: t.clone() for name, t in self.target.buffers.items()}
+    def contents(self) -> Contents:
+        host = numbers_at(*self.target.root, self.refreshed) if self.refreshed else {}
+        return Contents({name: t.clone() for name, t in self.target.buffers.items()}, host)
 
-    def put(self, contents: Contents) -> None:
+    def put(self, contents: Mapping[str, torch.Tensor]) -> None:
         for name, tensor in self.target.buffers.items():
             if name in contents and contents[name].shape == tensor.shape:
                 tensor.copy_(contents[name])
+        if isinstance(contents, Contents):
+            assign(*self.target.root, contents.host)
 
     def note_ranges(self) -> None:
         """Widen what is known of the values of integer buffers."""
@@ -164,7 +178,7 @@ class Runs:
         """Poison of a world for all of a buffer, or of a part of it."""
         fill(tensor, world, self.ranges.get(name, (0.0, 0.0)))
 
-    def enter(self, case: Case, world: World) -> dict[str, torch.Tensor]:
+    def enter(self, case: Case, world: World) -> Contents:
         """State as at first, a world in the buffers, then `refresh`: what the buffers hold after it."""
         self.restore_state()
         self._set_world(self.rewritten, world)
@@ -185,7 +199,7 @@ class Runs:
         for name, tensor in self.target.buffers.items():
             if name in names:
                 if world is World.REFERENCE:
-                    tensor.copy_(self.initial[name])
+                    self.put({name: self.initial[name]} if name in self.initial else {})
                 else:
                     self.fill(name, tensor, world)
 
@@ -210,9 +224,9 @@ class Runs:
 
         entered  `enter` was just called, and the buffers hold the contents
         put      whether the buffers are to hold the contents, not what refresh left there
-        inputs   what refresh is called with; the buffers hold `contents` all the same
+        inputs   what refresh is called with, whose numbers stay; the buffers hold `contents` all the same
         slots    host values by path, for the time of the run
-        earlier  host values by path that already refresh finds
+        earlier  host values by path that already refresh finds; what it makes of them is undone
         unowned  poison for unowned parts of the state, but for those tensors in `skip`
         before   called last
         after    keep the buffers after the run too
@@ -220,14 +234,16 @@ class Runs:
         """
         root = self.target.root
         with ExitStack() as stack:
-            stack.enter_context(assigned(*root, earlier or {}))
+            if earlier:
+                stack.enter_context(unchanged(*root))
+                stack.enter_context(assigned(*root, earlier))
             if not entered:
                 self.restore_state()
                 for generator, _ in self.generators if seed != _SEED else ():
                     generator.manual_seed(seed)
                 self.target.subject.refresh(case.inputs if inputs is None else inputs)
                 if put:
-                    self.put(contents)
+                    self.put(contents if inputs is None else dict(contents))
             start = self._poison_unowned(case, unowned, skip)
             if before is not None:
                 before()
@@ -370,7 +386,11 @@ def fill(tensor: torch.Tensor, world: World, span: tuple[float, float]) -> None:
     elif tensor.dtype == torch.bool:
         tensor.fill_(world is World.HIGH)
     elif not tensor.is_floating_point():
-        tensor.fill_(int(span[1] if world is World.HIGH else span[0]))
+        value = min(int(span[1] if world is World.HIGH else span[0]), torch.iinfo(tensor.dtype).max)
+        if value >= 1 << 63:  # of uint64 alone, which torch fills with no more than an int64 has
+            tensor.view(torch.int64).fill_(value - (1 << 64))
+        else:
+            tensor.fill_(value)
     elif world is World.HIGH:
         tensor.view(_INTEGERS[tensor.element_size()]).fill_(poison_bits(tensor.dtype))
     else:

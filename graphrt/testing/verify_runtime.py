@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from graphrt.batch import Batch, Row
+from graphrt.entry import State, wrong_state
 from graphrt.handle import StepHandle
 from graphrt.kernels.checks import check_instance
 from graphrt.kernels.errors import ConfigError
@@ -124,11 +125,14 @@ def verify_runtime(
 
     Call it on the manager's stream, with no step in flight. Cache and row state are copied before each run: verify a
     manager over a small cache, as a test builds one. Raises: ConfigError for arguments that do not fit, CaptureError
-    for a manager that is not captured.
+    for a manager or an oracle that is not captured.
     """
     check_instance("manager", manager, ReplayManager, advice="of a Runtime, pass runtime.manager")
     if oracle is not None:
         check_instance("oracle", oracle, ReplayManager, advice="pass a manager over the same KVCache, or leave it out")
+    for name, given in (("manager", manager), ("oracle", oracle)):
+        if given is not None and given.state is not State.CAPTURED:
+            raise wrong_state(given.state, State.CAPTURED, name)
     cache = manager.kv_cache
     tensors = [tensor for group in range(len(cache.groups)) for tensor in _tensors(cache, group)]
     before = [t.clone() for t in tensors]

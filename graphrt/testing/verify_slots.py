@@ -9,6 +9,7 @@ from __future__ import annotations
 import collections
 import contextvars
 import copy
+import dataclasses
 import enum
 import functools
 import pickle
@@ -17,12 +18,14 @@ import sys
 import sysconfig
 import threading
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
+
+from graphrt.testing.verify_report import differing
 
 _MOST_SLOTS, _DEEPEST = 20_000, 8
 _SCALARS = (int, float, bool, str, bytes, complex, type(None), range, slice, enum.Enum, torch.dtype, torch.device)
@@ -158,10 +161,33 @@ def copied(value: Any) -> Any:
 
 
 def same(old: Any, new: Any) -> bool:
-    """Whether two leaves are of one type and value; tensors are compared elsewhere."""
-    if isinstance(old, np.ndarray) or isinstance(new, np.ndarray):
-        return isinstance(old, np.ndarray) and isinstance(new, np.ndarray) and np.array_equal(old, new)
-    return type(old) is type(new) and bool(old == new or (old != old and new != new))
+    """Whether two values are of one type and value: tensors and arrays by what they hold, containers by their items."""
+    if old is new:
+        return True
+    if type(old) is not type(new):
+        return False
+    if isinstance(old, torch.Tensor):
+        alike = old.shape == new.shape and old.dtype == new.dtype and old.device == new.device
+        return alike and not bool(differing(old, new).any())
+    if isinstance(old, np.ndarray):
+        return old.dtype == new.dtype and np.array_equal(old, new, equal_nan=old.dtype.kind in "fc")
+    if isinstance(old, Mapping):
+        return old.keys() == new.keys() and all(same(value, new[key]) for key, value in old.items())
+    if isinstance(old, (list, tuple, collections.deque)):
+        return len(old) == len(new) and all(map(same, old, new))
+    if dataclasses.is_dataclass(old):
+        return all(same(getattr(old, f.name, None), getattr(new, f.name, None)) for f in dataclasses.fields(old))
+    try:
+        return bool(old == new or (old != old and new != new))
+    except Exception:  # a comparison of somebody else's class
+        return False
+
+
+def is_fixed(value: Any) -> bool:
+    """Whether it is a number, a text or the like, or a tuple or frozenset of them: nothing that changes in place."""
+    if isinstance(value, (tuple, frozenset)):
+        return all(isinstance(item, _SCALARS) for item in value)
+    return isinstance(value, (*_SCALARS, np.generic))
 
 
 def _is_leaf(value: Any) -> bool:

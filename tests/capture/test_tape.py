@@ -190,6 +190,12 @@ NAMED = {
     "linalg_matrix_power": lambda x: torch.linalg.matrix_power(x, -1),
     "linalg_norm": lambda x: torch.linalg.norm(x, 2),
     "linalg_matrix_norm": lambda x: torch.linalg.matrix_norm(x, "nuc"),
+    "one_hot": lambda x: torch.nn.functional.one_hot(COUNTS),  # as many classes as the largest value says
+    "normal": lambda x: torch.normal(x, x.abs()),
+    "normal ": lambda x: torch.normal(0.0, x.abs()),
+    "histc": lambda x: torch.histc(x),
+    "linspace": lambda x: torch.linspace(x[0, 0], x[0, 1], 4),
+    "logspace": lambda x: torch.logspace(0.0, x[0, 1], 4),
 }
 
 
@@ -221,6 +227,9 @@ TAKEN = {
     "norm of a vector": lambda x: torch.linalg.norm(x[0], 2),
     "norm of all": lambda x: torch.linalg.norm(x),
     "power": lambda x: torch.linalg.matrix_power(x, 2),
+    "classes that are given": lambda x: torch.nn.functional.one_hot(COUNTS, 4) * x[0],
+    "bounds that are given": lambda x: torch.histc(x, 4, 0.0, 9.0),
+    "linspace of numbers": lambda x: torch.linspace(0.0, 1.0, 4) * x,
 }
 
 
