@@ -88,6 +88,13 @@ class CudaGraphLoop:
         self._check_open("raw_cuda_graph()")
         return int(self._graph)
 
+    def pool(self) -> tuple[int, int]:
+        """Id of the memory pool, which is the step's. Raises: CaptureError once it was closed."""
+        self._check_open("pool()")
+        held = self._release.peek()
+        assert held is not None, "alive, as was checked"
+        return held[2][2].pool()  # type: ignore[no-any-return]  # of the step
+
     def raw_conditionals(self) -> dict[int, tuple[str, tuple[Any, ...]]]:
         """What the WHILE node is and the graph in it, by the node's handle: drivers before 13.2 do not tell."""
         self._check_open("raw_conditionals()")

@@ -18,6 +18,7 @@ import torch
 import triton
 from cuda.bindings import driver
 
+from graphrt.capture.allocator import allocator_rows
 from graphrt.capture.descriptor import BatchDescriptor
 from graphrt.capture.graph import NOTHING, CapturedGraph, GraphReport, Recorder, StepFunction, check_loop
 from graphrt.capture.loop import CudaGraphLoop
@@ -133,7 +134,7 @@ class CudaGraphRecorder:
         return check_loop(CudaGraph, graph, go_on, self._device).loop(go_on)
 
     def pool_bytes(self) -> int:
-        return sum(segment["total_size"] for segment in torch.cuda.memory_snapshot(self._pool))
+        return sum(segment["total_size"] for segment in allocator_rows(self._pool))
 
     def close(self) -> None:
         _idle_streams[self._device].append(self._stream)

@@ -238,3 +238,16 @@ def test_a_buffer_that_is_too_narrow_for_its_input(dtype: torch.dtype, step: int
 
 def test_integers_that_no_int64_has() -> None:
     assert verify(lambda x: x, lambda case: {"x": torch.full((4 - case % 2,), (1 << 63) - 1).to(torch.uint64) * 2}).ok
+
+
+def test_a_gradient_is_found_by_its_tensor() -> None:
+    weight = torch.nn.Parameter(torch.ones(4))
+    weight.grad = torch.zeros(4)
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        weight.grad.add_(x)  # type: ignore[union-attr]
+        return weight.grad.clone()  # type: ignore[union-attr]
+
+    report = verify(step, lambda case: {"x": torch.ones(4) + case})
+    assert report.blamed == ("weight.grad",)
+    assert weight.grad.tolist() == [0.0] * 4, "as it was"

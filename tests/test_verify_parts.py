@@ -300,6 +300,31 @@ def test_launches_in_flight(monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(re.search(r"x.* does not hold this case's values", finding.because) for finding in found)
 
 
+def test_launches_in_flight_draw_what_each_draws_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step with dropout is right however many launches queue behind each other."""
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: None)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: SimpleNamespace(cuda_stream=1))
+    from graphrt.testing.verify_context import Verification
+    from graphrt.testing.verify_eager import EagerChecks
+    from graphrt.testing.verify_graph import GraphChecks
+    from graphrt.testing.verify_subject import Target
+
+    class Drops(Copies):
+        def run(self) -> torch.Tensor:
+            return torch.nn.functional.dropout(self.buffers["x"], 0.5, training=True)
+
+    verification = Verification(Target(Drops(), None), {str(n): rows(n) for n in range(3)}, {}, None)
+    with torch.inference_mode():
+        eagerly, graphs = EagerChecks(verification), GraphChecks(verification)
+        eagerly.prepare()
+        eagerly.check()
+        graph = graphs._capture(verification.cases["0"])
+        order = list(verification.cases.values())
+        arguments = verification.runs, graph, order, verification.reference, verification.written
+        assert verify_flight.flight_findings(*arguments) == []
+
+
 def test_a_replay_that_is_not_repeatable_is_blamed_on_tensors_that_moved() -> None:
     """A graph of the caller's that reads memory which somebody else got: each launch finds something else there."""
 

@@ -88,9 +88,11 @@ def audit_twice(
     The other arguments are those of `audit`. What a single audit cannot tell, two captures can:
 
     - A word that is an address stands where the other capture has one too. A stale word does not, and is dropped; any
-      other finding becomes certain where both captures agree.
+      other finding becomes certain where both captures agree. Not so in the lists that kernels for many tensors take
+      (foreach, fused optimizers): a place that is not in use holds what the stack held, often the same both times.
     - An address in the first capture's pool is hidden state: memory that the step keeps from one capture to the next.
-    - A registered address or a scalar that differs is baked: the graph will go on with the one of its capture.
+    - A registered address, a number or the length of a copy that differs is baked: the graph will go on with that of
+      its capture. Of numbers, those that twice.py names: not those within structs.
     - Captures of different nodes have no fixed step: something was done once and is skipped from then on.
 
     What libraries keep is no state of the step, but looks like it: cuBLAS makes a workspace in the pool of the first

@@ -21,7 +21,8 @@ class FindingKind(str, Enum):
 
     FOREIGN        an allocation that nobody registered, and that is not of the graph's pool
     FREED          a block that was freed: whoever gets it next changes what the graph reads
-    OVERRUN        bytes behind the end of registered memory
+    OVERRUN        bytes behind the end of registered memory. What lies in the graph's own pool may run on within it:
+                   its blocks are cut anew while the graph is captured, so nobody knows where they ended then
     UNMAPPED       an address for certain, of no memory that anybody knows
     HOST_MEMORY    memory of the host, which every replay reads again
     HOST_FUNCTION  a function of the host, whose memory no audit sees

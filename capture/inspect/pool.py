@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 
+from graphrt.capture.allocator import allocator_rows
 from graphrt.capture.inspect.memory import MemoryMap, Owner, Region
 from graphrt.capture.tape import OpTape, OpTapeLoop
 from graphrt.kernels.checks import shown
@@ -51,7 +52,8 @@ def memory_of(
     looks like any other number.
 
     Synchronises nothing and changes nothing; not for use during a capture. Raises: ConfigError for what holds no named
-    tensors, and for a pool that is none.
+    tensors, for tensors without memory of their own, for a pool that is none, and where torch's allocator is not its
+    native one, as others do not tell which memory is whose.
     """
     regions = [
         _span(name, tensor, Owner.HOST if tensor.is_pinned() else Owner.STATIC)
@@ -62,14 +64,17 @@ def memory_of(
     ):  # fmt: skip
         storages: dict[int, Region] = {}
         for name, tensor in _named(argument, values):
-            storages.setdefault(tensor.untyped_storage().data_ptr(), _storage(name, tensor, owner))
+            region = _storage(name, tensor, owner)
+            held = storages.get(region.address)
+            if held is None or held.nbytes < region.nbytes:  # a part that came by DLPack has a storage of its own
+                storages[region.address] = region
         regions += storages.values()
     tapes, ids = _pools(pool)
     for tape in tapes:
         regions += _tape_regions(tape)
     if snapshot is None:
         in_use = torch.cuda.is_available() and torch.cuda.is_initialized()
-        snapshot = torch.cuda.memory_snapshot(include_traces=False) if in_use else ()
+        snapshot = allocator_rows() if in_use else ()
     return MemoryMap((*regions, *snapshot_regions(snapshot, ids)))
 
 
@@ -159,7 +164,22 @@ def _named(argument: str, values: Named) -> Iterator[tuple[str, torch.Tensor]]:
                     f"{argument}: expected dense tensors, got {shown(type(tensor))} as {label!r}; pass the tensors "
                     "whose memory the graph works on"
                 )
+            if not _has_memory(tensor):
+                raise ConfigError(
+                    f"{argument}: expected tensors with memory of their own, got {label!r} of type "
+                    f"{type(tensor).__name__} without; materialise it, or pass the tensors that it is made of"
+                )
             yield label, tensor
+
+
+def _has_memory(tensor: torch.Tensor) -> bool:
+    """Whether a tensor's bytes lie somewhere. Lazy parameters, wrappers of tensors and fakes have none."""
+    try:
+        storage = tensor.untyped_storage()
+        address, _ = storage.data_ptr(), tensor.is_pinned()
+        return bool(address) or not (tensor.numel() or storage.nbytes())
+    except Exception:  # each kind has an error of its own
+        return False
 
 
 def _span(name: str, tensor: torch.Tensor, owner: Owner) -> Region:

@@ -14,6 +14,7 @@ from graphrt.capture.inspect.memory import Owner, Region
 from graphrt.capture.inspect.scan import Slot
 from graphrt.capture.inspect.view import Node, NodeKind, Operand, Place
 
+_LONGEST_STRUCT = 256  # bytes; arguments that hold the tensors of one op are shorter, and have no unused places
 _REGISTERED = frozenset({Owner.STATIC, Owner.WEIGHT, Owner.CACHE})
 
 
@@ -23,11 +24,14 @@ class Trouble:
 
     at       of a word of an argument: where it stands among all arguments; -1 for an operand
     operand  of an operand: its index in the node; -1 for a word
+    list_of_many   whether the word stands in a list of fixed length, as kernels for many tensors take: not all places
+                   of such a list are in use
     """
 
     finding: Finding
     at: int = -1
     operand: int = -1
+    list_of_many: bool = False
 
 
 def registered(region: Region | None) -> bool:
@@ -48,7 +52,7 @@ def troubles_of_words(lookup: Lookup) -> Iterator[Trouble]:
             lookup, slot.place, slot.node, where_in(slot, offset), int(words.value[index]), region,
             certain=bool(words.exact[index]),
         )  # fmt: skip
-        yield Trouble(finding, at=at)
+        yield Trouble(finding, at=at, list_of_many=len(slot.argument.data) > _LONGEST_STRUCT)
 
 
 def troubles_of_operands(lookup: Lookup, owners: Counter[Owner]) -> Iterator[Trouble]:

@@ -1,4 +1,9 @@
-"""Two captures of one step, compared: which words are addresses for certain, and what the step keeps or bakes."""
+"""Two captures of one step, compared: which words are addresses for certain, and what the step keeps or bakes.
+
+Numbers are compared where it is known that they are some: arguments of kernels with a signature, arguments of four
+bytes, lengths of copies, numbers of ops on a tape. Numbers within a struct, such as the factor of `torch.mul(x, 2.0)`
+on CUDA, lie beside bytes that nobody writes: those of a struct are not compared. `verify` finds these by their results.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +20,8 @@ from graphrt.capture.inspect.scan import WORD
 from graphrt.capture.inspect.trouble import Trouble, registered, where_in
 from graphrt.capture.inspect.view import Node, Place
 from graphrt.kernels.errors import ConfigError
+
+_NUMBER_BYTES = 4
 
 
 def compare(first: Lookup, second: Lookup, troubles: list[Trouble]) -> list[Finding]:
@@ -92,6 +99,8 @@ def _judged(first: Lookup, second: Lookup, trouble: Trouble) -> Finding | None:
     region = first.find(earlier)
     if region is None:
         return None  # an address stands where the other capture has one
+    if trouble.list_of_many:
+        return finding  # a place of the list that this launch has no use for holds what the stack held, both times
     agree = earlier == finding.address or region.owner in (Owner.ALLOCATOR, Owner.HOST)
     return replace(finding, certain=agree)
 
@@ -136,21 +145,34 @@ def _changed_scalars(first: Lookup, second: Lookup) -> Iterator[Finding]:
     advice = "a graph goes on with the number of its capture: keep it in a tensor"
     for (place, node), (_, other) in zip(second.view.walk(), first.view.walk(), strict=True):
         for index, (argument, old) in enumerate(zip(node.arguments, other.arguments, strict=True)):
-            if argument.pointers is None or argument.data == old.data:
+            pointers = argument.pointers
+            if pointers is None and len(argument.data) == _NUMBER_BYTES:
+                pointers = ()  # too short for an address, too long to be a functor without members
+            if pointers is None or argument.data == old.data:
                 continue
-            now, before = _numbers(argument.data, argument.pointers), _numbers(old.data, argument.pointers)
+            now, before = _numbers(argument.data, pointers), _numbers(old.data, pointers)
             if now != before:
                 name = f"argument {index} {argument.name!r}" if argument.name else f"argument {index}"
                 yield _changed(
                     place, node, name, 0,
                     f"expected one number in every capture, got bytes {before.hex()} and then {now.hex()}; {advice}",
                 )  # fmt: skip
-        for (name, value), (_, old_value) in zip(node.scalars, other.scalars, strict=False):
-            if value != old_value:
-                yield _changed(
-                    place, node, f"argument {name!r}", 0,
-                    f"expected one number in every capture, got {old_value} and then {value}; {advice}",
-                )  # fmt: skip
+        changed = [(n, old, v) for (n, v), (_, old) in zip(node.scalars, other.scalars, strict=False) if v != old]
+        for name, old_value, value in changed:
+            yield _changed(
+                place, node, f"argument {name!r}", 0,
+                f"expected one number in every capture, got {old_value} and then {value}; {advice}",
+            )  # fmt: skip
+        sizes = [
+            (o, was.nbytes) for o, was in zip(node.operands, other.operands, strict=True) if o.nbytes != was.nbytes
+        ]
+        if sizes and not changed:
+            operand, nbytes = sizes[0]
+            yield _changed(
+                place, node, f"operand {operand.role}", operand.address,
+                f"expected one length in every capture, got {nbytes} and then {operand.nbytes} bytes; a graph goes on "
+                "with the length of its capture: work on the largest one, and mask",
+            )  # fmt: skip
 
 
 def _numbers(data: bytes, pointers: tuple[int, ...]) -> bytes:

@@ -39,6 +39,7 @@ import triton
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 from torch.utils._pytree import tree_leaves
 
+from graphrt.capture.allocator import allocator_rows
 from graphrt.capture.inspect.pool import blocks_of
 from graphrt.capture.tape import UNWRITTEN_FACTORIES, OpTapeRecorder
 from graphrt.kernels.errors import CaptureError, ConfigError
@@ -134,7 +135,7 @@ class CaptureWatch:
         begin(graph, *args, **kwargs)
         # Only now: a first capture_begin allocates the generator's state, and waits for the device.
         capture = self._new_capture(graph)
-        capture.before = _live_blocks(torch.cuda.memory_snapshot(include_traces=False))
+        capture.before = _live_blocks(allocator_rows())
         capture.sync_mode = torch.cuda.get_sync_debug_mode()
         if "sync" not in self.allowed:
             _set_sync_mode("error")
@@ -245,7 +246,7 @@ class CaptureWatch:
 
     def _check_memory(self, capture: _Capture, pool: tuple[int, ...]) -> None:
         """Compare what ops made, and what is live now, with the segments of the pool."""
-        segments = torch.cuda.memory_snapshot(include_traces=False)
+        segments = allocator_rows()
         own = sorted((s["address"], s["address"] + s["total_size"]) for s in segments if _pool_of(s) == pool)
         starts = [start for start, _ in own]
         told = set()

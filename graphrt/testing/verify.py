@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from graphrt.capture.allocator import check_allocator
 from graphrt.kernels.checks import check_callable, check_int, check_number
 from graphrt.kernels.errors import ConfigError
 from graphrt.testing.verify_checks import check_cases, check_dims, check_permute, check_tensors
@@ -63,8 +64,8 @@ def verify(
     filled with poison, and with it results of other graphs that were not copied yet. Works in inference mode; not
     capture-safe.
 
-    Raises: ConfigError for arguments that do not fit, and for an oracle without results. What is wrong with the step is
-    in the report.
+    Raises: ConfigError for arguments that do not fit, for an oracle without results, and on CUDA where torch's
+    allocator is not its native one. What is wrong with the step is in the report.
     """
     start = time.perf_counter()
     check_callable("make_inputs", make_inputs, advice="pass a function of the number of a case")
@@ -85,6 +86,8 @@ def verify(
         if permute:
             inputs[f"{numbers[0]} reversed"] = _reversed(inputs[str(numbers[0])], permute)
         target = _target(step, list(inputs.values()), eager, pad or {}, state or {})
+        if target.device.type == "cuda":
+            check_allocator()
         names = list(inputs) if captures is None else [str(n) for n in captures]
         if unknown := set(names) - set(inputs):
             raise ConfigError(f"captures: expected some of the cases {list(inputs)}, got {sorted(unknown)}; add them")

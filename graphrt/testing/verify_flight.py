@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from graphrt.testing.verify_blame import Captured
 from graphrt.testing.verify_report import VerifyFinding, differing, region
-from graphrt.testing.verify_runs import Case, Contents, Outcome, Runs, one_seed
+from graphrt.testing.verify_runs import SEED, Case, Contents, Outcome, Runs, one_seed
 
 _CYCLES = 40_000_000
 """About 20 ms: longer than the host takes to queue every replay."""
@@ -79,6 +79,7 @@ def _queue(
                     target.subject.refresh(case.inputs)
             contents = runs.contents()  # as the graph will find them, in the order of the stream
             runs.replays += 1
+            torch.manual_seed(SEED)  # as before each other run
             outputs = target.named(graph.launch())
             results.append(({name: t.clone() for name, t in outputs.items()}, contents))
     torch.cuda.synchronize(device)

@@ -17,6 +17,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from graphrt.capture.allocator import allocator_rows
 from graphrt.capture.inspect.pool import blocks_of
 from graphrt.capture.tape import UNWRITTEN_FACTORIES
 from graphrt.kernels.errors import ReplayError
@@ -141,7 +142,7 @@ def inactive_blocks(device: torch.device) -> list[tuple[int, int]]:
     """Address and bytes of every block of torch's allocator on a CUDA device that nothing uses."""
     return [
         (address, block["size"])
-        for segment, block, address in blocks_of(torch.cuda.memory_snapshot(include_traces=False))
+        for segment, block, address in blocks_of(allocator_rows())
         if segment["device"] == device.index and block["state"] == "inactive"
     ]
 

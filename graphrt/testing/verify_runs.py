@@ -19,7 +19,7 @@ from graphrt.testing.verify_report import Difference, differing, first_differenc
 from graphrt.testing.verify_subject import Inputs, Target, name_of
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_SEED, OTHER_SEED = 1234, 4321
+SEED, OTHER_SEED = 1234, 4321
 
 
 class Contents(dict[str, torch.Tensor]):
@@ -218,7 +218,7 @@ class Runs:
         skip: frozenset[str] = frozenset(),
         before: Callable[[], object] | None = None,
         after: bool = False,
-        seed: int = _SEED,
+        seed: int = SEED,
     ) -> Outcome:
         """One run from the first state with these contents.
 
@@ -239,7 +239,7 @@ class Runs:
                 stack.enter_context(assigned(*root, earlier))
             if not entered:
                 self.restore_state()
-                for generator, _ in self.generators if seed != _SEED else ():
+                for generator, _ in self.generators if seed != SEED else ():
                     generator.manual_seed(seed)
                 self.target.subject.refresh(case.inputs if inputs is None else inputs)
                 if put:
@@ -398,7 +398,7 @@ def fill(tensor: torch.Tensor, world: World, span: tuple[float, float]) -> None:
 
 
 @contextmanager
-def one_seed(device: torch.device, seed: int = _SEED) -> Iterator[None]:
+def one_seed(device: torch.device, seed: int = SEED) -> Iterator[None]:
     """The same random numbers in every run; the caller's generators are as before afterwards."""
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         torch.manual_seed(seed)

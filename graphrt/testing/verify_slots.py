@@ -114,6 +114,8 @@ def _slots(root: Any, name: str, home: _Home) -> Iterator[Slot]:
         if _is_leaf(value):
             count += 1
             yield Slot(path, value, setter)
+            if isinstance(value, torch.Tensor) and value.is_leaf and value.grad is not None:
+                todo.append((value.grad, f"{path}.grad", functools.partial(setattr, value, "grad"), depth + 1))
             continue
         source = _random(value)
         if source is None and setter is not None and not isinstance(value, _SAME_PATH):

@@ -11,7 +11,22 @@ from graphrt.capture.inspect.audit import Allowed, Audit, FindingKind, audit, au
 from graphrt.capture.inspect.memory import MemoryMap, Owner, Region
 from graphrt.capture.inspect.view import GraphView, Node
 from graphrt.kernels.errors import ConfigError
-from tests.capture.audit_examples import BASE, GONE, LEAK, STAGING, WEIGHT, FakeDriver, X, graph, kernel, op, src, words
+from tests.capture.audit_examples import (
+    BASE,
+    GONE,
+    LEAK,
+    STAGING,
+    WEIGHT,
+    FakeDriver,
+    X,
+    copy,
+    dst,
+    graph,
+    kernel,
+    op,
+    src,
+    words,
+)  # fmt: skip
 
 FIRST = Region("pool of the graph", Owner.POOL, BASE + 0x100000, 1 << 16)
 SECOND = Region("pool of the graph", Owner.POOL, BASE + 0x200000, 1 << 16)
@@ -104,6 +119,31 @@ def test_a_number_that_changes_is_baked_where_it_is_one_for_certain() -> None:
         graph(op(src(X.address), scalars=(("other", "3"),))), graph(op(src(X.address), scalars=(("other", "4"),)))
     ).findings
     assert "got 3 and then 4" in scalar.text
+
+
+def test_an_unused_place_of_a_long_list_stays_uncertain() -> None:
+    """Kernels for many tensors take a list of fixed length; the rest of it holds what the stack held, both times."""
+    for length, certain in ((8, True), (80, False)):
+        argument = words(*[X.address] * (length - 1), LEAK.address)
+        (finding,) = both(argument, argument).findings
+        assert finding.certain is certain
+
+
+def test_a_length_that_changes_is_baked() -> None:
+    (finding,) = run(
+        graph(copy(src(X.address, 416), dst(X.address + 2048, 416))),
+        graph(copy(src(X.address, 432), dst(X.address + 2048, 432))),
+    ).findings
+    assert (finding.kind, finding.where, finding.certain) == (FindingKind.CHANGED, "operand src", True)
+    assert "expected one length in every capture, got 416 and then 432 bytes" in finding.text
+
+
+def test_a_number_by_itself_is_compared_without_a_signature() -> None:
+    """Four bytes are no address; one byte may be a functor without members, which nobody writes."""
+    (finding,) = both(struct.pack("<i", 10), struct.pack("<i", 17)).findings
+    assert (finding.kind, finding.where) == (FindingKind.CHANGED, "argument 0")
+    assert both(b"\x01", b"\x02").ok
+    assert both(struct.pack("<if", 0, 1.5), struct.pack("<if", 0, 2.5)).ok, "a struct"
 
 
 def test_other_nodes() -> None:

@@ -318,6 +318,7 @@ def test_the_pool_lives_as_long_as_a_loop() -> None:
     before = reserved()
     graph = rig.record(step)
     loop = rig.recorder.loop(graph, rig.go_on)
+    assert loop.pool() == graph.pool()
     graph.close()
     assert reserved() >= before + (64 << 20)
     x.fill_(6)

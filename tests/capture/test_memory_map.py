@@ -9,7 +9,9 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import FakeTensorMode
 
+from graphrt.capture import allocator
 from graphrt.capture.descriptor import BatchDescriptor
 from graphrt.capture.inspect.memory import MemoryMap, Owner, Region
 from graphrt.capture.inspect.pool import memory_of
@@ -130,6 +132,56 @@ FRAMES = (
     {"filename": "c10/core.cpp", "line": 3, "name": "alloc"},
     {"filename": "model.py", "line": 31, "name": "forward"},
 )
+
+
+class Wrapped(torch.Tensor):
+    """A tensor that has its bytes in another one, as DTensor and quantised tensors do."""
+
+    @staticmethod
+    def __new__(cls, inner: torch.Tensor) -> Wrapped:
+        return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype, device=inner.device)
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        raise NotImplementedError(str(func))
+
+
+def _fake() -> torch.Tensor:
+    with FakeTensorMode():
+        return torch.empty(4)
+
+
+def _emptied() -> torch.Tensor:
+    tensor = torch.ones(8)
+    tensor.untyped_storage().resize_(0)
+    return tensor
+
+
+@pytest.mark.parametrize("argument", ["static", "weights", "cache", "library"])
+@pytest.mark.parametrize(
+    "make",
+    [lambda: torch.nn.LazyLinear(4).weight, lambda: Wrapped(torch.ones(4)), _fake, _emptied],
+    ids=["lazy", "wrapped", "fake", "emptied"],
+)
+def test_tensors_without_memory_are_refused(make, argument: str) -> None:
+    with pytest.raises(ConfigError, match=f"{argument}: expected tensors with memory of their own, got 'w' of type"):
+        memory_of(**{argument: {"w": make()}})
+
+
+def test_a_part_that_came_by_dlpack_does_not_hide_the_whole() -> None:
+    whole = torch.zeros(64, 64)
+    part = torch.from_dlpack(whole[:4])
+    for named in ({"part": part, "whole": whole}, {"whole": whole, "part": part}):
+        (region,) = memory_of(weights=named).regions
+        assert (region.name, region.nbytes) == ("whole", whole.nbytes)
+
+
+def test_an_allocator_that_does_not_tell_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(allocator, "_backend", lambda: "cudaMallocAsync")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    with pytest.raises(ConfigError, match="PYTORCH_CUDA_ALLOC_CONF: expected torch's native allocator, got 'cudaMall"):
+        memory_of(static={"x": torch.ones(1)})
 
 
 def test_blocks_of_a_snapshot() -> None:
