@@ -102,7 +102,8 @@ class Batch:
 
     A list from page 0 says all pages of its row. A list from a later page, or an empty one, keeps what the row's last
     steps listed before it: a row that goes on needs to list new pages only. A step without new pages needs no lists:
-    `Batch(row_ids=[0, 1], seq_lens=[5, 9])`. A row id that begins a sequence (seq_len == query_len) keeps nothing.
+    `Batch(row_ids=[0, 1], seq_lens=[5, 9])`. A row id that begins a sequence (seq_len == query_len) forgets
+    the pages that it had.
 
     With G KV groups (see KVCacheSpec) there are G lists per row, those of the first group first: page_indptr is
     [G * n + 1], first_pages [G * n]. A list of a windowed group may begin at the first page that the row sees; what

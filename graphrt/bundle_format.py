@@ -62,7 +62,8 @@ def read_file(path: str | Path) -> tuple[Any, dict[str, torch.Tensor]]:
     check_instance("path", path, (str, Path), advice="pass the name of a file")
     safetensors = require("safetensors", "to read bundles")
     if not Path(path).is_file():
-        raise ConfigError(f"bundle: expected a file, got none at {str(path)!r}; check the path")
+        got = "a folder" if Path(path).is_dir() else "none"
+        raise ConfigError(f"bundle: expected a file, got {got} at {str(path)!r}; check the path")
     try:
         with safetensors.safe_open(path, framework="pt", device="cpu") as file:
             header = file.metadata() or {}
@@ -75,7 +76,9 @@ def read_file(path: str | Path) -> tuple[Any, dict[str, torch.Tensor]]:
             raise ConfigError(f"bundle: expected {path} as it was written, got other bytes; copy it again")
         return json.loads(text), tensors
     except (OSError, safetensors.SafetensorError, ValueError, RecursionError) as error:
-        raise ConfigError(f"bundle: expected an intact file, got {error} in {path}; copy it again") from error
+        raise ConfigError(
+            f"bundle: expected an intact file, got {error} in {path}; copy it again, or record one"
+        ) from error
 
 
 def _digest(text: str, tensors: Mapping[str, torch.Tensor]) -> str:

@@ -61,13 +61,13 @@ class RuntimeConfig:
 
     max_num_reqs    most requests in one step, up to 65,536; also the number of persistent row states
     max_num_tokens  most new tokens in one step (prompt chunks and decodes together), up to 65,536
-    max_seq_len     longest sequence, prompt and output together; width of the block table
+    max_seq_len     KV tokens of the longest sequence: prompt and output together, but for the last sampled token, which
+                    no step writes. Width of the block table
     query_len       new tokens per row in decode graphs: 1, or 1 + K with speculation
     decode_sizes    row counts to capture; None is the default ladder, () captures none
     mixed_sizes     token counts of mixed graphs to capture; None is the default ladder, () captures none
-    ring_depth      launches in flight before `replay` waits: who runs ahead hides what the host does now and then.
-                    Twice as many with `shadow_every`: an eager step takes the host as long as a dozen small steps take
-                    the device
+    ring_depth      launches in flight before `replay` waits. A larger value hides longer pauses of the host. With
+                    `shadow_every` twice as many may be in flight, as an eager step is such a pause
     launch_steps    most steps of one launch of a DecodeSession
     loop_sizes      decode sizes whose steps can run many times in one launch; other sizes are launched step by step
     backend         attention backend by name; None takes GRAPHRT_BACKEND, else the best that can run

@@ -90,7 +90,8 @@ def check_ranges(stated: Mapping[str, Values]) -> None:
     for name, values in stated.items():
         check = _RANGES.get(name)
         if check is not None and len(values) and not check.holds(values):
-            raise ShapeError(f"batch.{name}: expected {check.what}, got others; {check.advice}")
+            row = next(row for row in range(len(values)) if not check.holds(values[row : row + 1]))
+            raise ShapeError(f"batch.{name}: expected {check.what}, got {values[row]} for row {row}; {check.advice}")
 
 
 def needs_of(stated: Mapping[str, Values]) -> tuple[Need, ...]:

@@ -39,8 +39,8 @@ _WROTE_KV = "its KV is written, its last token is void; end the sequence, or sub
 
 @dataclass(frozen=True, slots=True)
 class RowFault:
-    """What is wrong with one row of a step: its place in the batch, the code, the offending number, and the KV group
-    whose pages it is about; 0 for faults that are about no pages."""
+    """What is wrong with one row of a step: its place in the batch, or in a session its row id; the code, the offending
+    number, and the KV group whose pages it is about, 0 for faults that are about no pages."""
 
     row: int
     code: FaultCode
@@ -64,7 +64,8 @@ class StepFaultError(ReplayError):
     step              the step's number
     faults            all faulty rows, in the order of the batch
     row, code, value  of the first of them
-    prompts           of a TextGenerator: the faulty ones, by their index; rows are its own affair
+    prompts           of a TextGenerator: indices of the faulty prompts. The generator assigns rows itself, so do not
+                      use `row` then
     """
 
     def __init__(self, step: int, faults: Sequence[RowFault], prompts: Sequence[int] = ()) -> None:

@@ -72,6 +72,11 @@ class StepProgram:
             logits = self.model(step)
         rows, device = descriptor.padded_reqs, self.kv_cache.device
         width = None if self.sampler is None else self.vocab_size
+        if width is not None and isinstance(logits, torch.Tensor) and logits.dim() == 2 and logits.shape[1] != width:
+            raise ShapeError(
+                f"logits: expected {width} per row, as vocab_size says, got {logits.shape[1]}; pass "
+                f"vocab_size={logits.shape[1]}, or let the model return as many"
+            )
         check_tensor("logits", logits, shape=(rows, width), dtype=_FLOATS, device=device)
         tokens = None
         if self.sampler is not None:
@@ -172,6 +177,7 @@ def kept_tables(tables: torch.Tensor | None, buffers: StaticBuffers) -> torch.Te
         return None
     check_instance("page_tables", tables, torch.Tensor, advice="pass an int32 tensor, or None", error=ShapeError)
     if tables.dim() == 2 and buffers.page_table.shape[0] == 1:
+        check_tensor("page_tables", tables, shape=tuple(buffers.page_table.shape[1:]))
         tables = tables[None]
     check_tables("page_tables", tables, buffers)
     return tables

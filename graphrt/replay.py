@@ -63,7 +63,7 @@ class ReplayManager:
     weights     named tensors that must not move; None takes the model's parameters and buffers if it is a Module
     page_tables [groups, max_num_reqs, pages_per_row] int32 device, contiguous: each row id's pages, where the caller
                 keeps them; one group may leave the first dimension out. Each step reads them, and batches list no pages
-    row_tables  what rows have by row id: logit biases, token masks, row tensors
+    `row_tables` is what rows have by row id: logit biases, token masks, row tensors.
 
     Lifecycle: `capture()` once, then `replay(batch)` per step, then `close()`. Steps run in inference mode, whatever
     mode the caller is in. One call at a time: a second one, from another thread or from inside a model, raises
@@ -232,7 +232,7 @@ class ReplayManager:
             self._state = State.CAPTURED
 
     def replay(self, batch: Batch, *, eager: bool = False, descriptor: BatchDescriptor | None = None) -> StepHandle:
-        """Submit one decode step and return its handle; waits only when `most_in_flight` steps of the config are.
+        """Submit one decode step and return its handle; waits only when `config.most_in_flight` are in flight.
 
         eager       run the same verbs on the same static buffers outside of a graph. The step changes row state and KV
                     as any step does: submitting a batch twice is two steps. `compare` runs one step both ways

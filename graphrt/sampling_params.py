@@ -25,9 +25,10 @@ class SamplingParams:
     seed          of this prompt's random numbers, which depend on nothing else; the logits that they are added to may
                   differ in their last bits between captured sizes
     stop_ids      tokens that end the output; any collection of ints, kept as a frozenset
-    top_k, top_p, min_p   draws are among the tokens that all three keep, in the order min-p, top-k, top-p: so many best
-                  ones (0: all), the fewest best that hold this probability, in (0, 1], and those with this share of the
-                  best one's probability, in [0, 1]. Tokens as good as the last one that is kept are kept too
+    min_p         keep tokens with at least this share of the best one's probability, in [0, 1]; 0: all
+    top_k         of these keep the k most likely ones; 0: all
+    top_p         of these keep the fewest most likely ones that hold this probability, in (0, 1]; 1: all. Tokens as
+                  likely as the last one that top_k or top_p keeps are kept too
     repetition_penalty   above 0: logits of tokens in the prompt or output are divided by it where they are above 0,
                   else multiplied; 1: none
     presence_penalty, frequency_penalty   subtracted from logits of tokens in the output: once, and for each time that
@@ -41,8 +42,8 @@ class SamplingParams:
     prompt_logprobs   the same of each token of the prompt but the first. Such a prompt runs one token a step, as each
                   needs logits of its own: a prompt of 1,000 tokens takes 1,000 steps, beside the other rows
 
-    Logits are processed as vLLM does it: bias, penalties, temperature, min-p, top-k, top-p. A prompt with penalties
-    needs a runtime with `RuntimeConfig(penalties=True)`.
+    Logits are processed as vLLM does it: token mask, bias, penalties, temperature, min-p, top-k, top-p. A prompt with
+    penalties needs a runtime with `RuntimeConfig(penalties=True)`.
     """
 
     max_new_tokens: int = 128

@@ -47,8 +47,8 @@ class DecodeSession(RowsInFlight):
     `add`, `fork` and `release` may be called while launches are in flight: they concern later launches. All calls come
     from one thread. Leave a session with `close()`, or use it in a `with` block.
 
-    A backend that plans on the host needs the lengths of each step there, and a decode size of `query_len` other than 1
-    has no row of one token: every step goes in full then, in a launch of its own.
+    Each step is a launch of its own, which sends all that rows have, in two cases: the backend plans on the host, or
+    `query_len` is not 1.
 
     Raises: ConfigError for a runtime without sampler, of a model with cross or encoder layers, or with query_len other
     than 1 and no mixed batches; CaptureError for a runtime that is not captured.
@@ -439,8 +439,8 @@ class DecodeSession(RowsInFlight):
 
         wait   wait for every launch
 
-        Raises: StepFaultError that names the row ids of faulty rows, and of forks, which have ended, once all was taken
-        in: the next call returns it.
+        Raises: StepFaultError with the row ids of the faulty rows and their forks, which have ended. The next call
+        returns the tokens of the other rows.
         """
         wait = check_bool("wait", wait, advice="pass a bool")
         self._open("collect")

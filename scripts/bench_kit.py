@@ -161,10 +161,12 @@ def main() -> None:
     parser.add_argument("--every", type=int, default=256, help="launches from one shadow to the next")
     parser.add_argument("--steps", type=int, default=512, help="steps of a round; a multiple of --every")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--device")
+    parser.add_argument("--device", default="cuda", help="cpu is a dry run, of a small --shape")
     arguments = parser.parse_args()
     if arguments.every < 1 or arguments.steps < 1 or arguments.steps % arguments.every or arguments.rounds < 1:
         parser.error("--steps: expected a multiple of --every, and all of them at least 1")
+    if arguments.device == "cuda" and not torch.cuda.is_available():
+        parser.error("expected a CUDA device, got none; --device cpu is a dry run")
     device = resolve_device(arguments.device)
     shape = shape_config(arguments.shape)
     loaded = load_model(shape, device=device, max_positions=min(shape.max_position_embeddings, 1 << 14))

@@ -231,6 +231,8 @@ def main() -> None:
     options = parser.parse_args()
     if options.device == "cuda" and not torch.cuda.is_available():
         parser.error("expected a CUDA device, got none; --device cpu is a dry run")
+    if unknown := sorted(set(options.only.split(",")) - set(NAMES)):
+        parser.error(f"--only: expected some of {', '.join(NAMES)}, got {', '.join(unknown)}")
     device, on_cpu = torch.device(options.device), options.device == "cpu"
     spec = AttentionSpec(4, 2, 16, torch.float32) if on_cpu else AttentionSpec(32, 8, 128, torch.bfloat16)
     names = ["torch_reference", "torch_reference+torch_reference"] if on_cpu else options.only.split(",")

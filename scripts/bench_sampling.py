@@ -190,10 +190,14 @@ def main() -> None:
     parser.add_argument("--vocab", default="128256,151936")
     parser.add_argument("--samples", type=int, default=20)
     parser.add_argument("--only", default="", metavar="TEXT", help="cases whose name contains TEXT")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--device", default="cuda", help="cpu is a dry run")
     parser.add_argument("--ours", action="store_true", help="without the baselines")
     parser.add_argument("--tune", action="store_true", help="settings of the first pass instead of the cases")
     options = parser.parse_args()
+    if not any(options.only in name for name in CASES):
+        parser.error(f"--only: expected a part of a case's name, got {options.only!r}: {', '.join(CASES)}")
+    if options.device == "cuda" and not torch.cuda.is_available():
+        parser.error("expected a CUDA device, got none; --device cpu is a dry run")
     device = torch.device(options.device)
     results: list[dict[str, object]] = tune(device, 256, 128256, 10) if options.tune else []
     cases = {} if options.tune else CASES

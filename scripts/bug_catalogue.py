@@ -81,6 +81,8 @@ def main() -> None:
     if arguments.page:
         PAGE.write_text(rendered(PAGE.read_text()))
         return
+    if not any(arguments.only in bug.name for bug in CATALOGUE.values()):
+        parser.error(f"--only: expected a part of a bug's name, got {arguments.only!r}")
     device = torch.device(arguments.device, 0 if arguments.device == "cuda" else None)
     result = run(arguments.only, device)
     sys.stdout.write(table(result) + "\n")

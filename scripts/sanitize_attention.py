@@ -222,6 +222,8 @@ def main() -> None:
     parser.add_argument("--device", default="cuda")
     arguments = parser.parse_args()
     names = arguments.only.split(",")
+    if unknown := sorted(set(names) - set(CASES)):
+        parser.error(f"--only: expected some of {', '.join(CASES)}, got {', '.join(unknown)}")
     for name in names:
         CASES[name](torch.device(arguments.device))
     print(f"ok {len(names)} cases: {', '.join(names)}")

@@ -10,6 +10,7 @@ from importlib.metadata import EntryPoint, entry_points
 
 import torch
 
+from graphrt import env
 from graphrt.backends.base import AttentionBackend, BackendContext, Capabilities, GraphSupport
 from graphrt.backends.ranking import Ranking, load_ranking
 from graphrt.backends.two_parts import why_not_two_parts
@@ -82,8 +83,8 @@ def backend_names() -> list[str]:
     return list(dict.fromkeys([*preferred, *_third_party(), *_registered, _LAST_RESORT]))
 
 
-def backend_class(name: str) -> type[AttentionBackend]:
-    """The class of a backend by name.
+def backend_class(name: str, what: str = "backend") -> type[AttentionBackend]:
+    """The class of a backend by name; `what` gave the name.
 
     Raises: ConfigError for an unknown name, and for an entry point that cannot be loaded.
     """
@@ -95,7 +96,7 @@ def backend_class(name: str) -> type[AttentionBackend]:
         return _registered[name]
     entry = _third_party().get(name)
     if entry is None:
-        raise ConfigError(f"backend: expected one of {', '.join(backend_names())}, got {name!r}; choose one of these")
+        raise ConfigError(f"{what}: expected one of {', '.join(backend_names())}, got {name!r}; choose one of these")
     return _load(entry)
 
 
@@ -160,7 +161,7 @@ def select_prefill(
     if name == ONE_PART:
         return None, f"{decode.name}, as asked for"
     if name is not None:
-        cls = backend_class(name).prefill_class()
+        cls = backend_class(name, "prefill_backend").prefill_class()
         reasons = why_not_two_parts(context, decode, cls)
         if cls is None or reasons:
             raise UnsupportedError(
@@ -200,10 +201,11 @@ def why_not(name: str, context: BackendContext) -> list[str]:
 
 
 def _named(name: str, context: BackendContext) -> tuple[type[AttentionBackend], str]:
-    cls, reasons = backend_class(name), why_not(name, context)
+    what = "GRAPHRT_BACKEND" if name == env.backend() else "backend"
+    cls, reasons = backend_class(name, what), why_not(name, context)
     if reasons:
         raise UnsupportedError(
-            f"backend {name}: expected a model and device that it supports, got {len(reasons)} "
+            f"{what} {name}: expected a model and device that it supports, got {len(reasons)} "
             f"reason{'s' if len(reasons) > 1 else ''} against it: {'; '.join(reasons)}; choose another backend"
         )
     return cls, f"{name}: chosen by name"

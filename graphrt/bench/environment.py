@@ -159,6 +159,8 @@ def tree_of_files(folder: Path) -> str | None:
 def _command() -> str:
     """The command line, with the program's path relative to the current folder where it lies there."""
     program = Path(sys.argv[0]).absolute()
+    if program.name == "graphrt":  # as pip installs it
+        return shlex.join(["graphrt", *sys.argv[1:]])
     here = Path.cwd()
     name = program.relative_to(here) if program.is_relative_to(here) else program.name
     return shlex.join(["python", str(name), *sys.argv[1:]])

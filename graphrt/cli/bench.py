@@ -13,27 +13,24 @@ from rich.table import Table
 from graphrt.bench.decode import DecodeReport, DecodeResult, bench_decode, check_batches
 from graphrt.bench.decode_transformers import DYNAMIC, STATIC, BaselineTime, time_transformers
 from graphrt.bench.environment import provenance
+from graphrt.cli.checks import named_source
 from graphrt.cli.console import make_console
 from graphrt.cli.options import DecodeOptions
 from graphrt.kernels.errors import ConfigError
 from graphrt.kernels.types import KVLayout
 from graphrt.models.loading import load_model
 from graphrt.models.packages import require
-from graphrt.models.shapes import shape_config
 from graphrt.runtime import resolve_device
 
 
 def run_bench(options: DecodeOptions) -> None:
     """Run the benchmark; the last line of standard output is one JSON object."""
     batches = check_batches(_numbers("--batch", options.batch))
-    if (options.shape is None) == (options.model is None):
-        raise ConfigError("bench decode: expected one of --shape and --model, got both or none; name one")
+    source = named_source("bench decode", options.shape, options.model)
     if options.baseline not in (None, "transformers"):
         raise ConfigError(f"--baseline: expected transformers, got {options.baseline!r}; or leave it out")
     if options.baseline is not None:
         require("transformers", "for the baseline")
-    source = options.model if options.shape is None else shape_config(options.shape)
-    assert source is not None, "one of shape and model is given"
     device = resolve_device(options.device)
     loaded = load_model(source, device=device, max_positions=options.context + options.steps)
     config, dtype = loaded.config, loaded.model.dtype

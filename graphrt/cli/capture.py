@@ -21,13 +21,13 @@ from graphrt.capture.inspect.diff import diff
 from graphrt.capture.inspect.dot import to_dot
 from graphrt.capture.inspect.page import write_page
 from graphrt.capture.inspect.view import GraphView
+from graphrt.cli.checks import check_room, named_source
 from graphrt.cli.console import capture_with_bar, make_console
 from graphrt.cli.options import CaptureOptions
 from graphrt.config import RuntimeConfig
 from graphrt.kernels.errors import ConfigError
 from graphrt.kernels.types import KVLayout
 from graphrt.models.loading import DUMMY_PREFIX, free_memory, load_model
-from graphrt.models.shapes import shape_config
 from graphrt.runtime import Runtime, resolve_device
 from graphrt.sampling_params import SamplingParams
 from graphrt.session import DecodeSession
@@ -36,9 +36,15 @@ from graphrt.stats import Stats
 
 def run_capture(options: CaptureOptions) -> None:
     """Capture; the last line of standard output is one JSON object."""
-    if (options.shape is None) == (options.model is None):
-        raise ConfigError("capture: expected one of --shape and --model, got both or none; name one")
+    source = named_source("capture", options.shape, options.model)
+    check_room(options.step_tokens, options.rows)
     _check_files(options)
+    if options.record is None:
+        given = {"--prompt": options.prompt, "--after": options.after, "--launches": options.launches}
+        usual = CaptureOptions()
+        for name, default in (("--prompt", usual.prompt), ("--after", usual.after), ("--launches", usual.launches)):
+            if given[name] != default:
+                raise ConfigError(f"{name}: expected --record with it, got none; add --record FILE")
     longest = options.prompt + options.after + options.launches
     if options.record is not None and longest > options.context:
         raise ConfigError(
@@ -46,8 +52,6 @@ def run_capture(options: CaptureOptions) -> None:
             "raise it"
         )
     device, log = resolve_device(options.device), make_console(stderr=True)
-    source = options.model if options.shape is None else shape_config(options.shape)
-    assert source is not None, "one of shape and model is given"
     loaded = load_model(source, device=device, max_positions=options.context)
     dtype = loaded.model.dtype
     runtime = Runtime(
@@ -58,7 +62,7 @@ def run_capture(options: CaptureOptions) -> None:
         device=device,
         config=RuntimeConfig(
             max_num_reqs=options.rows,
-            max_num_tokens=max(options.step_tokens, options.rows),
+            max_num_tokens=options.step_tokens,
             max_seq_len=options.context,
             backend=options.backend,
         ),

@@ -17,6 +17,7 @@ from graphrt.cli.options import GenerateOptions
 from graphrt.config import RuntimeConfig
 from graphrt.generate import TextGenerator
 from graphrt.kernels.errors import CapacityError, ConfigError
+from graphrt.kernels.ops.sampling_logprobs import MAX_TOP
 from graphrt.kernels.types import KVLayout
 from graphrt.logprobs import TokenLogprob
 from graphrt.models.loading import DUMMY_PREFIX, LoadedModel, load_model, resolve_source
@@ -44,6 +45,8 @@ def run_generate(options: GenerateOptions) -> None:
     device = resolve_device(options.device)
     if options.dtype != "auto" and options.dtype not in _DTYPES:
         raise ConfigError(f"--dtype: expected auto, {', '.join(_DTYPES)}, got {options.dtype!r}; name one of these")
+    if options.logprobs is not None and options.logprobs > MAX_TOP:
+        raise ConfigError(f"--logprobs: expected at most {MAX_TOP}, got {options.logprobs}; ask for fewer tokens")
     params = [
         SamplingParams(
             options.max_new_tokens,
@@ -76,6 +79,11 @@ def run_generate(options: GenerateOptions) -> None:
             f"prompt: expected prompt and output within the model's {loaded.config.max_position_embeddings} positions, "
             f"got {longest - options.max_new_tokens} + {options.max_new_tokens} tokens; lower --max-new-tokens"
         )
+    for token in params[0].logit_bias:
+        if token >= (vocab := loaded.config.vocab_size):
+            raise ConfigError(
+                f"--logit-bias: expected token ids below {vocab}, got {token}; name one of the vocabulary"
+            )
     runtime = _build_runtime(options, loaded, device, ids, longest, params[0])
     try:
         capture_with_bar(runtime, log)
@@ -116,6 +124,10 @@ def _logit_bias(texts: Sequence[str]) -> dict[int, float]:
     for text in texts:
         token, _, value = text.partition("=")
         try:
+            if int(token) in bias:
+                raise ConfigError(
+                    f"--logit-bias: expected each token once, got {token} again in {text!r}; leave one out"
+                )
             bias[int(token)] = float(value)
         except ValueError as error:
             raise ConfigError(
@@ -132,7 +144,13 @@ def _model_path(model: str | None) -> Path:
             f"--model: expected a model with a tokenizer, got {model!r}, whose weights are random; leave --model out "
             "for SmolLM2-135M-Instruct, or time a shape with `graphrt bench decode --shape`: " + ", ".join(SHAPES)
         )
-    return resolve_source(model)
+    path = resolve_source(model)
+    if path.is_dir() and not (path / "config.json").is_file():
+        raise ConfigError(
+            f"--model: expected a folder with config.json, a tokenizer and safetensors, got {str(path)!r} without; "
+            "name the folder that the model lies in"
+        )
+    return path
 
 
 def _build_runtime(

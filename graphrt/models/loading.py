@@ -115,7 +115,9 @@ def resolve_source(source: str | Path) -> Path:
     except (OSError, RuntimeError, ValueError) as error:  # a name too long, no such user, no permission, a NUL
         raise ConfigError(f"{expected}, got {str(source)!r:.80} ({error!s:.80}); check the path") from error
     if is_file:
-        raise ConfigError(f"model: expected a folder or a .gguf file, got the file {path}")
+        raise ConfigError(
+            f"model: expected a folder or a .gguf file, got the file {path}; name the folder that it lies in"
+        )
     text = str(source)
     looks_like_id = isinstance(source, str) and text.count("/") == 1 and text[0] not in "./~" and text[-1] != "/"
     if not looks_like_id or path.suffix == ".gguf":

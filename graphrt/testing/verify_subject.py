@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 import torch
 
-from graphrt.kernels.checks import check_instance
+from graphrt.kernels.checks import check_instance, shown
 from graphrt.kernels.errors import ConfigError
 from graphrt.testing.canary import BrokenCanary, Canaries
 from graphrt.testing.verify_checks import check_pad, check_parts, check_subject, check_tensor_value
@@ -256,6 +256,8 @@ def is_plain(step: Any) -> bool:
 
 def check_takes(step: Callable[..., Any], inputs: Inputs) -> None:
     """Raises: ConfigError where a step does not take what make_inputs gives."""
+    if not isinstance(inputs, Mapping) or not all(isinstance(name, str) for name in inputs):
+        raise ConfigError(f"make_inputs: expected arguments by name, got {shown(inputs)}; return a dict")
     try:
         inspect.signature(step).bind(**inputs)
     except TypeError as error:

@@ -87,6 +87,17 @@ def test_generate_takes_penalties_biases_and_log_probabilities(graphrt) -> None:
     code, out, log = graphrt("generate", SKY, *TINY, "--logit-bias", "x")
     assert (code, out) == (1, "")
     assert "ConfigError: --logit-bias: expected ID=X" in log
+    for extra, text in (
+        (
+            ("--logit-bias", "5=1", "--logit-bias", "5=2"),
+            "--logit-bias: expected each token once, got 5 again in '5=2'",
+        ),
+        (("--logit-bias", f"{10**8}=1"), "--logit-bias: expected token ids below "),
+        (("--logprobs", "1025"), "--logprobs: expected at most 1024, got 1025"),
+    ):
+        code, out, log = graphrt("generate", SKY, *TINY, *extra)
+        assert (code, out) == (1, "")
+        assert text in log
 
 
 def test_prompts_of_a_file_follow_those_of_the_command_line(graphrt, tmp_path) -> None:
@@ -238,8 +249,8 @@ def test_bench_serve_errors(graphrt, arguments: tuple[str, ...], text: str) -> N
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        ((), "expected one of --shape and --model, got both or none"),
-        (("--shape", "smollm2-135m", "--model", "x"), "expected one of --shape and --model, got both or none"),
+        ((), "expected one of --shape and --model, got none"),
+        (("--shape", "smollm2-135m", "--model", "x"), "expected one of --shape and --model, got both"),
         (("--shape", "llama-9000"), "shape: expected one of llama-3.1-8b"),
         (("--shape", "smollm2-135m", "--batch", "1,x"), "--batch: expected comma-separated numbers >= 1, got '1,x'"),
         (("--shape", "smollm2-135m", "--batch", ""), "--batch: expected comma-separated numbers >= 1, got ''"),

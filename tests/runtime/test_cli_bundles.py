@@ -143,13 +143,15 @@ def test_errors_are_one_line(graphrt, bundle: Path, tmp_path: Path) -> None:
         (("replay", nothing), "bundle: expected an intact file"),
         (("replay", bundle, "--shape", "tiny", "--model", "x"), "replay: expected one of --shape and --model"),
         (("replay", bundle, "--time", "--device", "cpu"), "--time: expected a CUDA device, got cpu; leave --time out"),
-        (("capture", "--device", "cpu"), "capture: expected one of --shape and --model, got both or none"),
+        (("capture", "--device", "cpu"), "capture: expected one of --shape and --model, got none"),
         ((*CAPTURE, "--record", nothing, "--prompt", "60", "--after", "9"), "--context: expected at least 70"),
         ((*CAPTURE, "--size", "2"), "--size: expected --html, --dot, --json, --nodes or --against with it, got"),
         ((*CAPTURE, "--against", "5"), "--against: expected one of the sizes 3, 2, 1, got 5"),
         ((*CAPTURE, "--nodes", "--size", "7"), "--size: expected one of the sizes 3, 2, 1, got 7"),
         ((*CAPTURE, "--html", tmp_path / "none" / "x"), "--html: expected a file in a folder that is there"),
         ((*CAPTURE, "--record", tmp_path), "--record: expected a file in a folder that is there"),
+        ((*CAPTURE, "--step-tokens", "2"), "--step-tokens: expected at least --rows, 3, got 2; raise it"),
+        ((*CAPTURE, "--launches", "4"), "--launches: expected --record with it, got none; add --record FILE"),
     ):
         code, _, log = graphrt(*arguments)
         assert code == 1, arguments

@@ -318,7 +318,7 @@ def test_samplers_may_return_either_int(device: torch.device, dtype: torch.dtype
 
 LOGITS = {
     "one-more-row": (lambda x: torch.cat([x, x[:1]]), r"logits: expected shape \[4, 61\], got \[5, 61\]"),
-    "one-column-less": (lambda x: x[:, 1:], r"logits: expected shape \[4, 61\], got \[4, 60\]"),
+    "one-column-less": (lambda x: x[:, 1:], "logits: expected 61 per row, as vocab_size says, got 60; pass"),
     "flat": (lambda x: x.flatten(), "logits: expected shape"),
     "double": (lambda x: x.double(), "logits: expected dtype float16 or bfloat16 or float32, got float64"),
     "elsewhere": (lambda x: x.to("meta"), "logits: expected device cpu, got meta"),

@@ -84,7 +84,10 @@ def test_bad_pages_are_named_and_the_others_go_on(device: torch.device) -> None:
 WRONG = {
     "no tensor": ([[1]], "page_tables: expected Tensor"),
     "dtype": (torch.zeros(ROWS, LONGEST // PAGE, dtype=torch.int64), "page_tables: expected dtype"),
-    "rows": (torch.zeros(ROWS - 1, LONGEST // PAGE, dtype=torch.int32), "page_tables: expected shape"),
+    "rows": (
+        torch.zeros(ROWS - 1, LONGEST // PAGE, dtype=torch.int32),
+        rf"page_tables: expected shape \[{ROWS}, {LONGEST // PAGE}\], got \[{ROWS - 1}, ",
+    ),
     "width": (torch.zeros(1, ROWS, LONGEST // PAGE + 1, dtype=torch.int32), "page_tables: expected shape"),
     "strided": (
         torch.zeros(1, ROWS, 2 * (LONGEST // PAGE), dtype=torch.int32)[..., ::2],

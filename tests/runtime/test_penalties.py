@@ -219,9 +219,9 @@ def test_a_runtime_without_penalties_refuses_them(device: torch.device) -> None:
 @pytest.mark.parametrize(
     ("name", "value", "text"),
     [
-        ("repetition_penalties", 0.0, "expected finite numbers > 0, got others; 1 is none"),
+        ("repetition_penalties", 0.0, "expected finite numbers > 0, got 0.0 for row 0; 1 is none"),
         ("repetition_penalties", np.inf, "expected finite numbers > 0"),
-        ("presence_penalties", np.nan, "expected finite numbers, got others; 0 is none"),
+        ("presence_penalties", np.nan, "expected finite numbers, got nan for row 0; 0 is none"),
         ("frequency_penalties", np.inf, "expected finite numbers"),
         ("prompt_lens", -1, "expected lengths >= 0"),
         ("prompt_lens", 1.5, "expected int32 values"),
