@@ -9,6 +9,7 @@ any problem.
 
 from __future__ import annotations
 
+import argparse
 import os
 import shutil
 import subprocess
@@ -108,6 +109,7 @@ def import_problems(under: Path, *, python_path: Path | None = None, site_folder
 
 
 def main() -> int:
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         checkout = copy_checkout(folder / "checkout")

@@ -220,12 +220,17 @@ class Workers:
 
     def run(self, jobs: Iterator[_Job]) -> None:
         """Run jobs until there are none; the next one is asked for when a tree is free."""
-        while True:
-            while self.free and (job := next(jobs, None)) is not None:
-                self._start(job)
-            if not self.running:
-                return
-            self._finish(*os.wait())
+        try:
+            while True:
+                while self.free and (job := next(jobs, None)) is not None:
+                    self._start(job)
+                if not self.running:
+                    return
+                self._finish(*os.wait())
+        finally:  # none are left, unless this process is to end
+            for pid in self.running:
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.killpg(pid, signal.SIGKILL)
 
     def _start(self, job: _Job) -> None:
         tree, original = self.free.pop(), None
@@ -461,6 +466,9 @@ def main() -> int:
     parser.add_argument("--cache", type=Path, default=Path(tempfile.gettempdir()) / "graphrt-mutation")
     parser.add_argument("--json", type=Path, help="write the result here too")
     options = parser.parse_args()
+    if options.count < 1 or options.workers < 1:
+        parser.error("--count and --workers: expected at least 1")
+    signal.signal(signal.SIGTERM, _leave)
     _preload()
     watched, files = (
         [path for path in python_files(ROOT, names) if path not in UNJUDGED]
@@ -482,6 +490,11 @@ def main() -> int:
         options.json.write_text(json.dumps(result, indent=1) + "\n")
     print("\n" + json.dumps({key: value for key, value in result.items() if key != "mutants"}))
     return 0
+
+
+def _leave(number: int, frame: object) -> None:
+    """End as by an error: copies of the checkout are removed, and whoever works on one is ended."""
+    sys.exit(128 + number)
 
 
 def _preload() -> None:
