@@ -251,3 +251,28 @@ def test_a_gradient_is_found_by_its_tensor() -> None:
     report = verify(step, lambda case: {"x": torch.ones(4) + case})
     assert report.blamed == ("weight.grad",)
     assert weight.grad.tolist() == [0.0] * 4, "as it was"
+
+
+class Tickets:
+    """Hands out numbers beside a list of who has them: both go on together, whatever is tried."""
+
+    def __init__(self) -> None:
+        self.next, self.owners, self.buffers = 0, list[int](), {"x": torch.zeros(8, 4)}
+        self.blocks = collections.deque(Cached(torch.tensor(i)) for i in range(4))
+
+    def refresh(self, inputs: dict[str, torch.Tensor]) -> None:
+        assert self.next == len(self.owners)
+        self.owners.append(len(inputs["x"]))
+        self.next += 1
+        self.blocks.rotate()
+        self.buffers["x"].zero_()[: len(inputs["x"])] = inputs["x"]
+
+    def run(self) -> torch.Tensor:
+        return self.buffers["x"] * 2
+
+
+def test_a_number_that_goes_with_a_list() -> None:
+    runner = Tickets()
+    assert verify(runner, rows).ok
+    assert runner.next == len(runner.owners)
+    assert sorted(int(block.k) for block in runner.blocks) == [0, 1, 2, 3]

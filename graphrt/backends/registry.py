@@ -201,7 +201,7 @@ def why_not(name: str, context: BackendContext) -> list[str]:
 
 
 def _named(name: str, context: BackendContext) -> tuple[type[AttentionBackend], str]:
-    what = "GRAPHRT_BACKEND" if name == env.backend() else "backend"
+    what = "backend, by name or GRAPHRT_BACKEND" if name == env.backend() else "backend"
     cls, reasons = backend_class(name, what), why_not(name, context)
     if reasons:
         raise UnsupportedError(

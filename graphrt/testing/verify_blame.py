@@ -178,15 +178,15 @@ class Blamer:
 
     def _host(self, graph: Captured, case: Case, contents: Contents) -> list[_Revert]:
         self._runs.target.subject.refresh(case.inputs)
-        self._runs.put(contents)
         root = self._runs.target.root
-        changes = graph.host.changed(*root)
-        tried = {change.path: change.old for change in changes if not change.is_tensor}
-        changes += [
-            change
-            for change in graph.entered.changed(*root)
-            if not change.is_tensor and not (change.path in tried and same(tried[change.path], change.old))
-        ]
+        with self._runs.numbers_of(contents):
+            changes = graph.host.changed(*root)
+            tried = {change.path: change.old for change in changes if not change.is_tensor}
+            changes += [
+                change
+                for change in graph.entered.changed(*root)
+                if not change.is_tensor and not (change.path in tried and same(tried[change.path], change.old))
+            ]
         found = []
         for change in changes:
             if change.is_tensor and change.old is None:

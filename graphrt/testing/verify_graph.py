@@ -156,7 +156,7 @@ class GraphChecks:
         def prepare() -> None:
             runs.restore_tensors()
             runs.restore_host(*host)
-            runs.put(dict(contents))  # what the warm-up left on the host stays, as in a server
+            runs.put(contents)
             entered.append(HostValues.take(*self._v.target.root))
 
         with self._recorder.session():

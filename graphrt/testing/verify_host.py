@@ -182,7 +182,8 @@ def _items(value: Any) -> Any:
 
 def _put_items(value: Any, items: Any) -> None:
     if isinstance(value, np.ndarray):
-        value[...] = items
+        if value.flags.writeable:
+            value[...] = items
     elif isinstance(value, (list, collections.deque)) and not _same_objects(value, items):
         value.clear()
         value.extend(items)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
@@ -163,8 +163,10 @@ class Runs:
         for name, tensor in self.target.buffers.items():
             if name in contents and contents[name].shape == tensor.shape:
                 tensor.copy_(contents[name])
-        if isinstance(contents, Contents):
-            assign(*self.target.root, contents.host)
+
+    def numbers_of(self, contents: Mapping[str, torch.Tensor]) -> AbstractContextManager[None]:
+        """A block in which the numbers that refresh() left beside these contents stand on the host."""
+        return assigned(*self.target.root, contents.host if isinstance(contents, Contents) else {})
 
     def note_ranges(self) -> None:
         """Widen what is known of the values of integer buffers."""
@@ -243,7 +245,8 @@ class Runs:
                     generator.manual_seed(seed)
                 self.target.subject.refresh(case.inputs if inputs is None else inputs)
                 if put:
-                    self.put(contents if inputs is None else dict(contents))
+                    self.put(contents)
+                    stack.enter_context(self.numbers_of(contents if inputs is None else {}))
             start = self._poison_unowned(case, unowned, skip)
             if before is not None:
                 before()

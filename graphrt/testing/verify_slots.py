@@ -177,8 +177,9 @@ def same(old: Any, new: Any) -> bool:
         return old.keys() == new.keys() and all(same(value, new[key]) for key, value in old.items())
     if isinstance(old, (list, tuple, collections.deque)):
         return len(old) == len(new) and all(map(same, old, new))
-    if dataclasses.is_dataclass(old):
-        return all(same(getattr(old, f.name, None), getattr(new, f.name, None)) for f in dataclasses.fields(old))
+    if dataclasses.is_dataclass(old) and not isinstance(old, type):
+        names = {field.name for field in dataclasses.fields(old)} | {*getattr(old, "__dict__", ())}
+        return all(same(getattr(old, name, None), getattr(new, name, None)) for name in sorted(names))
     try:
         return bool(old == new or (old != old and new != new))
     except Exception:  # a comparison of somebody else's class

@@ -255,9 +255,9 @@ def test_env_says_with_which_pages_a_backend_would_run(
         (
             "large_pages",
             None,
-            "GRAPHRT_BACKEND large_pages: expected a model and device that it supports, got 1 reason against it: ",
+            "backend, by name or GRAPHRT_BACKEND large_pages: expected a model and device that it",
         ),
-        ("nobody", None, "GRAPHRT_BACKEND: expected one of triton, "),
+        ("nobody", None, "backend, by name or GRAPHRT_BACKEND: expected one of triton, "),
         ("a,b", None, "GRAPHRT_BACKEND: expected the name of a backend, got 'a,b'"),
     ],
 )
