@@ -16,6 +16,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
+from pathlib import Path
 
 SWAPS = {
     ast.Lt: ("<", "<="), ast.LtE: ("<=", "<"), ast.Gt: (">", ">="), ast.GtE: (">=", ">"),
@@ -67,6 +68,17 @@ class Mutant:
         old, new = (text.decode().splitlines() for text in (source, self.apply(source)))
         hunks = list(difflib.unified_diff(old, new, lineterm="", n=0))[3:]
         return "\n".join([f"{self.path}:{self.line} ({self.operator})", *(f"  {line}" for line in hunks)])
+
+
+def python_files(root: Path, names: Iterable[str]) -> list[str]:
+    """The Python files that are named, or lie in folders that are."""
+    found = []
+    for name in names:
+        if not (root / name).exists():
+            raise SystemExit(f"--files: expected a file or folder of the checkout, got {name!r}; name one")
+        paths = sorted((root / name).rglob("*.py")) if (root / name).is_dir() else [root / name]
+        found += [path.relative_to(root).as_posix() for path in paths]
+    return list(dict.fromkeys(found))
 
 
 def find_mutants(path: str, source: bytes) -> list[Mutant]:

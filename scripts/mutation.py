@@ -43,7 +43,7 @@ from typing import Any
 
 import pytest
 
-from scripts.mutants import Mutant, choose
+from scripts.mutants import Mutant, choose, python_files
 
 ROOT = Path(__file__).resolve().parent.parent
 FILES = (
@@ -293,17 +293,6 @@ def _copy(root: Path, target: Path) -> Path:
     return target
 
 
-def python_files(root: Path, names: Iterable[str]) -> list[str]:
-    """The Python files that are named, or lie in folders that are."""
-    found = []
-    for name in names:
-        if not (root / name).exists():
-            raise SystemExit(f"--files: expected a file or folder of the checkout, got {name!r}; name one")
-        paths = sorted((root / name).rglob("*.py")) if (root / name).is_dir() else [root / name]
-        found += [path.relative_to(root).as_posix() for path in paths]
-    return list(dict.fromkeys(found))
-
-
 def measure(workers: Workers, root: Path, files: list[str], tests: list[str], cache: Path) -> dict[str, TestFile]:
     """Seconds and lines of every test file as the code is. Ends the program where a test fails."""
     base = hashlib.sha256(repr(files).encode())
@@ -468,7 +457,8 @@ def main() -> int:
     options = parser.parse_args()
     if options.count < 1 or options.workers < 1:
         parser.error("--count and --workers: expected at least 1")
-    signal.signal(signal.SIGTERM, _leave)
+    # As by an error: copies of the checkout are removed, and whoever works on one is ended.
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     _preload()
     watched, files = (
         [path for path in python_files(ROOT, names) if path not in UNJUDGED]
@@ -490,11 +480,6 @@ def main() -> int:
         options.json.write_text(json.dumps(result, indent=1) + "\n")
     print("\n" + json.dumps({key: value for key, value in result.items() if key != "mutants"}))
     return 0
-
-
-def _leave(number: int, frame: object) -> None:
-    """End as by an error: copies of the checkout are removed, and whoever works on one is ended."""
-    sys.exit(128 + number)
 
 
 def _preload() -> None:
