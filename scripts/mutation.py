@@ -229,8 +229,7 @@ class Workers:
                 self._finish(*os.wait())
         finally:  # none are left, unless this process is to end
             for pid in self.running:
-                with contextlib.suppress(ProcessLookupError, PermissionError):
-                    os.killpg(pid, signal.SIGKILL)
+                _kill(pid)
 
     def _start(self, job: _Job) -> None:
         tree, original = self.free.pop(), None
@@ -249,8 +248,7 @@ class Workers:
         if pid not in self.running:
             return
         tree, job, original = self.running.pop(pid)
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(pid, signal.SIGKILL)  # what its tests left behind
+        _kill(pid)  # what its tests left behind
         if original is not None:
             (tree / job.mutant.path).write_bytes(original)
         self.free.append(tree)
@@ -260,6 +258,12 @@ class Workers:
         hung = os.WIFEXITED(status) and os.WEXITSTATUS(status) == HUNG
         log = "hung" if hung else tree.with_suffix(".log").read_text(errors="replace")
         job.done(result, time.monotonic() - job.started, log)
+
+
+def _kill(pid: int) -> None:
+    """End all processes of a child's session."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(pid, signal.SIGKILL)
 
 
 def _child(tree: Path, job: _Job) -> None:
@@ -457,8 +461,7 @@ def main() -> int:
     options = parser.parse_args()
     if options.count < 1 or options.workers < 1:
         parser.error("--count and --workers: expected at least 1")
-    # As by an error: copies of the checkout are removed, and whoever works on one is ended.
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # as an error: all is tidied up
     _preload()
     watched, files = (
         [path for path in python_files(ROOT, names) if path not in UNJUDGED]

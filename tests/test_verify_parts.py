@@ -19,10 +19,14 @@ from graphrt.testing import verify_flight
 from graphrt.testing.canary import GUARD_BYTES, Canaries
 from graphrt.testing.poison import poisoned
 from graphrt.testing.verify import verify
+from graphrt.testing.verify_context import Verification
+from graphrt.testing.verify_eager import EagerChecks
+from graphrt.testing.verify_graph import GraphChecks
 from graphrt.testing.verify_host import HostValues, assigned, caches, written_tensors
 from graphrt.testing.verify_memory import UnwrittenInGraph, UnwrittenMemory, fill_inactive, inactive_blocks, zeroed
 from graphrt.testing.verify_report import differing, first_difference, region
 from graphrt.testing.verify_slots import slots
+from graphrt.testing.verify_subject import Target
 from tests.verify_examples import Copies, rows, silu
 
 NAN = math.nan
@@ -260,6 +264,16 @@ def test_inactive_blocks_are_filled(monkeypatch: pytest.MonkeyPatch) -> None:
         fill_inactive(device)
 
 
+def _captured(verification: Verification) -> tuple[Any, ...]:
+    """What flight_findings takes of a verification: its reference is made, and case 0 is captured."""
+    eagerly, graphs = EagerChecks(verification), GraphChecks(verification)
+    eagerly.prepare()
+    eagerly.check()
+    graph = graphs._capture(verification.cases["0"])
+    order = list(verification.cases.values())
+    return verification.runs, graph, order, verification.reference, verification.written
+
+
 def test_launches_in_flight(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a device nothing is late: a subject that is wrong when it is not waited for stands for it."""
     slept: list[int] = []
@@ -273,20 +287,9 @@ def test_launches_in_flight(monkeypatch: pytest.MonkeyPatch) -> None:
         def refresh(self, inputs: dict[str, Any]) -> None:
             super().refresh(inputs if waiting[0] else rows(3))
 
-    subject = Staged()
-    from graphrt.testing.verify_context import Verification
-    from graphrt.testing.verify_eager import EagerChecks
-    from graphrt.testing.verify_graph import GraphChecks
-    from graphrt.testing.verify_subject import Target
-
-    verification = Verification(Target(subject, None), {str(n): rows(n) for n in range(4)}, {}, None)
+    verification = Verification(Target(Staged(), None), {str(n): rows(n) for n in range(4)}, {}, None)
     with torch.inference_mode():
-        eagerly, graphs = EagerChecks(verification), GraphChecks(verification)
-        eagerly.prepare()
-        eagerly.check()
-        graph = graphs._capture(verification.cases["0"])
-        order = list(verification.cases.values())
-        arguments = verification.runs, graph, order, verification.reference, verification.written
+        arguments = _captured(verification)
         found = verify_flight.flight_findings(*arguments)
         again = verify_flight.flight_findings(*arguments, known={"0", "1", "2"})
         assert verify_flight.flight_findings(*arguments, known=verification.cases) == []
@@ -305,10 +308,6 @@ def test_launches_in_flight_draw_what_each_draws_alone(monkeypatch: pytest.Monke
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
     monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: None)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: SimpleNamespace(cuda_stream=1))
-    from graphrt.testing.verify_context import Verification
-    from graphrt.testing.verify_eager import EagerChecks
-    from graphrt.testing.verify_graph import GraphChecks
-    from graphrt.testing.verify_subject import Target
 
     class Drops(Copies):
         def run(self) -> torch.Tensor:
@@ -316,12 +315,7 @@ def test_launches_in_flight_draw_what_each_draws_alone(monkeypatch: pytest.Monke
 
     verification = Verification(Target(Drops(), None), {str(n): rows(n) for n in range(3)}, {}, None)
     with torch.inference_mode():
-        eagerly, graphs = EagerChecks(verification), GraphChecks(verification)
-        eagerly.prepare()
-        eagerly.check()
-        graph = graphs._capture(verification.cases["0"])
-        order = list(verification.cases.values())
-        arguments = verification.runs, graph, order, verification.reference, verification.written
+        arguments = _captured(verification)
         assert verify_flight.flight_findings(*arguments) == []
 
 

@@ -71,7 +71,7 @@ class EagerChecks:
     def _watch(self, refresh: Callable[[], object]) -> None:
         """Refresh, and learn which numbers of the host that changes. Two cases show those that it makes anew."""
         found = rewritten_values(*self._v.target.root, refresh)
-        # Items of lists move: what stands at such a path may be another object's by then.
+        # No items of containers: they move, so another object may stand at such a path in a later run.
         self._v.runs.refreshed |= {path for path, old in found.items() if is_fixed(old) and "[" not in path}
 
     def _find_carried(self) -> None:

@@ -27,8 +27,8 @@ class Subject(Protocol):
     """A captured step with the host code around it.
 
     buffers            the static tensors by name, as they are now: the graph reads these, `refresh` fills them
-    refresh(inputs)    the host code before a launch. The same inputs are to leave the same in the buffers: where an
-                       allocator hands out places in turn, let make_inputs ask it
+    refresh(inputs)    the host code before a launch. The same inputs must leave the same contents in the buffers. If an
+                       allocator hands out places in turn, call it in make_inputs
     run()              the body that is captured; returns a tensor, several, or a dict of tensors. If it returns None,
                        its results are the buffers that it changes
 
