@@ -10,9 +10,9 @@ import torch
 
 from graphrt.kernels.errors import ReplayError
 
-_TURN = 4
+_TURN, _NAMES_A_TURN = 1, 4
 """Tensors, and names, that are looked at before a step. Few: each lies in cache lines of its own, which are cold where
-the host does other work between steps."""
+the host does other work between steps. A tensor lies in several."""
 
 _address = torch.Tensor.data_ptr
 
@@ -69,7 +69,7 @@ class PointerGuard:
         _check_names(self._remembered.items(), self._look_up())
 
     def check_next(self) -> None:
-        """Check 4 tensors at a time, in turns; the first call checks all. Raises: as `check`, again at each call."""
+        """Check one tensor at a time, in turns; the first call checks all. Raises: as `check`, again at each call."""
         if not self._all_due:
             tensors, addresses = self._next_turn()
             if list(map(_address, tensors)) == addresses:
@@ -100,7 +100,7 @@ class NameWatch:
             for of in (module._parameters, module._buffers, module._modules):
                 names += [(of, name, value) for name, value in of.items()]
         self.any = bool(names)
-        self._turns = [names[at : at + _TURN] for at in range(0, len(names), _TURN)] or [[]]
+        self._turns = [names[at : at + _NAMES_A_TURN] for at in range(0, len(names), _NAMES_A_TURN)] or [[]]
         self._turn = 0
 
     def changed(self) -> bool:

@@ -86,7 +86,8 @@ def test_in_debug_mode_every_step_has(monkeypatch: pytest.MonkeyPatch, case: str
 def test_later_steps_see_addresses_of_weights_and_cache_and_names_of_weights(
     monkeypatch: pytest.MonkeyPatch, case: str
 ) -> None:
-    monkeypatch.setattr(guard, "_TURN", 64)  # all in one turn: a step with such weights would fail
+    for name in ("_TURN", "_NAMES_A_TURN"):  # all in one turn: a step with such weights would fail
+        monkeypatch.setattr(guard, name, 64)
     rig = make_rig(CPU)
     step(rig)
     change, text = CHANGES[case]
