@@ -6,8 +6,9 @@ had from `acquire`, which waits for the event that the slot's last launch record
 
 from __future__ import annotations
 
+import contextlib
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import numpy.typing as npt
@@ -22,13 +23,15 @@ class StagingSlot:
     words          [words] int32, host: pinned where the device reads it
     device         who reads it
     header         its first words, of which the slot has `copies`, one behind the other; `record` begins with the last
-    record         what is written between `acquire` and `in_flight`, which copies the header
+    record         what is written between `acquire` and `begin`, which copies the header
     on_done        called once, after the slot's launch has ended and before the slot is written again
+
+    A launch is queued between `begin` and `end`, or in an `in_flight` block, which takes twice as long.
     """
 
     __slots__ = (
-        "_copies", "_event", "_header", "_lock", "_num_copies", "_running", "_stream", "_submitted", "on_done",
-        "record", "record_tensor",
+        "_copies", "_event", "_header", "_lock", "_num_copies", "_running", "_submitted", "on_done", "record",
+        "record_tensor",
     )  # fmt: skip
 
     def __init__(self, words: torch.Tensor, device: torch.device, header: int = 0, copies: int = 1) -> None:
@@ -39,7 +42,6 @@ class StagingSlot:
         self._copies, self._header = (x.view(np.uint8).data for x in (words[:record_at].numpy(), self.record[:header]))
         self.on_done: Callable[[], None] | None = None
         self._event = LaunchEvent() if device.type == "cuda" else None
-        self._stream: torch.cuda.Stream | None = None
         self._submitted = False
         self._running = False  # as far as anybody asked: a launch that is known to have ended costs no call any more
         # Another thread may read a step's tokens while this one submits the next step: one of them collects.
@@ -51,21 +53,26 @@ class StagingSlot:
         pinned = device.type == "cuda"
         return cls(torch.zeros(words, dtype=torch.int32, device="cpu", pin_memory=pinned), device)
 
-    def in_flight(self, stream: torch.cuda.Stream | None) -> StagingSlot:
-        """Context in which a launch is queued on `stream`. However it ends, by an error too, the slot is not written
-        again before the device is done with it."""
-        self._stream = stream
-        return self
+    @contextlib.contextmanager
+    def in_flight(self, stream: torch.cuda.Stream | None) -> Iterator[None]:
+        """Context in which a launch is queued on `stream`."""
+        self.begin()
+        try:
+            yield
+        finally:
+            self.end(stream)
 
-    def __enter__(self) -> None:
-        # Until the launch is queued, the slot is to its readers as the one before left it.
+    def begin(self) -> None:
+        """The record is written. Until the launch is queued, the slot is to its readers as the one before left it."""
         self._copies[:] = self._header.tobytes() * self._num_copies
 
-    def __exit__(self, *error: object) -> None:
+    def end(self, stream: torch.cuda.Stream | None) -> None:
+        """The launch is queued on `stream`, or failed on the way there: the slot is not written again before the device
+        is done with it. Call it behind every `begin`."""
         with self._lock:
             self._submitted = True
             if self._event is not None:
-                self._event.record(self._stream)
+                self._event.record(stream)
                 self._running = True
 
     @property

@@ -70,17 +70,23 @@ class LaunchQueue:
         loops: bool = False,
     ) -> None:
         """Queue the steps that a slot is for. If that fails, the device takes the same slot again."""
+        on_stream = self._on_stream
+        on_stream.enter()
         try:
-            with self._on_stream, slot.in_flight(self._on_stream.stream):
+            slot.begin()
+            try:
                 if self._recording is None and self._shadow is None:
                     self._logits = self._graphs.run(descriptor, batch, bool(why_eager), steps, loops)
                 else:
                     self._launch_watched(slot, descriptor, num_reqs, batch, why_eager, steps, loops)
+            finally:
+                slot.end(on_stream.stream)
         except BaseException:
-            with self._on_stream:
-                self._program.buffers.cursor[CURSOR_SLOT] = self._launches
-                self._program.buffers.cursor[CURSOR_STEP] = 0
+            self._program.buffers.cursor[CURSOR_SLOT] = self._launches
+            self._program.buffers.cursor[CURSOR_STEP] = 0
             raise
+        finally:
+            on_stream.leave()
         self._launches += 1
 
     def _launch_watched(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 import re
@@ -25,11 +26,33 @@ from graphrt.testing.verify_graph import GraphChecks
 from graphrt.testing.verify_host import HostValues, assigned, caches, written_tensors
 from graphrt.testing.verify_memory import UnwrittenInGraph, UnwrittenMemory, fill_inactive, inactive_blocks, zeroed
 from graphrt.testing.verify_report import differing, first_difference, region
-from graphrt.testing.verify_slots import slots
+from graphrt.testing.verify_slots import same, slots
 from graphrt.testing.verify_subject import Target
 from tests.verify_examples import Copies, rows, silu
 
 NAN = math.nan
+
+
+@dataclasses.dataclass
+class Node:
+    """Of a list that leads back to its beginning."""
+
+    value: torch.Tensor
+    next: Node | None = None
+
+
+def test_values_that_lead_back_to_themselves_are_compared() -> None:
+    def ring(*values: float) -> list[Any]:
+        nodes = [Node(torch.tensor([value])) for value in values]
+        for node, behind in zip(nodes, [*nodes[1:], nodes[0]], strict=True):
+            node.next = behind
+        found: list[Any] = [nodes[0], {}]
+        found[1]["self"] = found
+        return found
+
+    assert same(ring(1.0, NAN), ring(1.0, NAN))
+    assert not same(ring(1.0, 2.0), ring(1.0, 3.0))
+    assert not same(ring(1.0), ring(1.0, 1.0, 2.0))
 
 
 # -- canaries

@@ -51,7 +51,7 @@ def flashinfer(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Any]]:
         BatchDecodeWithPagedKVCacheWrapper=decode,
         BatchPrefillWithPagedKVCacheWrapper=prefill,
     )
-    for name in ("wait", "__exit__"):
+    for name in ("wait", "end"):
         real = getattr(StagingSlot, name)
         monkeypatch.setattr(
             StagingSlot, name, lambda self, *a, _name=name, _real=real: (log.append((_name, None)), _real(self, *a))[1]
@@ -83,7 +83,7 @@ def test_flashinfer_plans_on_the_host_and_lists_pages_on_the_device(flashinfer: 
     assert all(w.options["use_cuda_graph"] and w.options["use_tensor_cores"] for w in wrappers)
     flashinfer.clear()
     backend.plan_replay(four, batch_of([9, 4, 1], 4))
-    assert [kind for kind, _ in flashinfer] == ["wait", "plan", "__exit__"], "guarded before and behind the upload"
+    assert [kind for kind, _ in flashinfer] == ["wait", "plan", "end"], "guarded before and behind the upload"
     arguments, options, originals = flashinfer[1][1]
     indptr, indices, last_page_len = arguments[:3]
     assert all(x.device.type == "cpu" for x in originals[:3])

@@ -128,6 +128,29 @@ def test_a_static_cache_of_transformers(model: Any, device: torch.device) -> Non
     assert not found.findings, str(found)
 
 
+def test_a_step_of_an_optimizer(device: torch.device) -> None:
+    """On CUDA its kernels take the addresses of dozens of tensors in one list, whose tail no launch writes."""
+    weights = {f"w{at}": torch.ones(3 + 7 * at, device=device) for at in range(40)}
+    for weight in weights.values():
+        weight.grad = torch.full_like(weight, 0.5)
+    optimizer = torch.optim.AdamW(weights.values(), fused=True, capturable=device.type == "cuda")
+    factor = torch.full((), 0.75, device=device)
+
+    def step() -> torch.Tensor:
+        torch._foreach_mul_([weight.grad for weight in weights.values()], factor)
+        optimizer.step()
+        return weights["w39"].sum()
+
+    with torch.inference_mode():
+        step()  # makes the state
+    state = {
+        f"{name} of {number}": value for number, of in enumerate(optimizer.state.values()) for name, value in of.items()
+    }
+    grads = {f"gradient of {name}": weight.grad for name, weight in weights.items()}
+    found = audited(step, device, static={"factor": factor}, weights=weights | grads | state)
+    assert not found.findings, str(found)
+
+
 @pytest.mark.gpu
 def test_a_step_of_flash_attention_3() -> None:
     """Paged decode attention with its own choice of splits, for lengths that shrink and grow."""
