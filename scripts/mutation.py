@@ -1,7 +1,6 @@
 """Changes the library a little, many times, and counts how often the CPU tests notice.
 
     python -m scripts.mutation                                  # 150 mutants, the files below
-    python -m scripts.mutation --seed 7 --count 40 --minutes 15 --files graphrt/batch.py,kernels/metadata
     python -m scripts.mutation --json docs/results/cpu/mutation.json
 
 Works in copies of the checkout, one per worker. First every test file runs once as the code is, under a tracer that
@@ -47,15 +46,16 @@ from scripts.mutants import Mutant, choose, python_files
 
 ROOT = Path(__file__).resolve().parent.parent
 FILES = (
-    "graphrt/batch.py", "graphrt/config.py", "graphrt/generate.py", "graphrt/handle.py", "graphrt/kv_cache.py",
-    "graphrt/program.py", "graphrt/replay.py", "graphrt/runtime.py", "graphrt/spec.py", "graphrt/stats.py",
-    "graphrt/step.py", "graphrt/backends/base.py", "graphrt/backends/registry.py",
+    "graphrt/batch.py", "graphrt/config.py", "graphrt/generate.py", "graphrt/guards.py", "graphrt/handle.py",
+    "graphrt/kv_cache.py", "graphrt/launch_queue.py", "graphrt/news.py", "graphrt/program.py", "graphrt/replay.py",
+    "graphrt/row_tables.py", "graphrt/runtime.py", "graphrt/session.py", "graphrt/session_pages.py",
+    "graphrt/session_results.py", "graphrt/spec.py", "graphrt/stats.py", "graphrt/step.py", "graphrt/tables.py",
+    "graphrt/undo.py", "graphrt/backends/base.py", "graphrt/backends/registry.py",
     "graphrt/backends/torch_reference.py", "graphrt/backends/triton.py", "capture", "kernels/checks.py",
     "kernels/metadata", "kernels/cache/write.py", "kernels/ops/sampling.py",
 )  # fmt: skip
 UNJUDGED = ("capture/recorder.py", "capture/loop.py", "capture/raw_graph.py")  # CUDA graphs: CPU tests run them little
-# They build packages, compile for the GPU, or run attention kernels, loaders and benchmarks: many minutes, and hardly
-# a line of FILES that no other test runs.
+# Minutes long, and hardly a line of FILES is run by them alone: packages, compilers, attention, loaders, benchmarks.
 LEFT_OUT = (
     "layout", "layering", "readme", "env", "cli", "gpu_check", "mutation", "bench_*", "compile_*", "attention*",
     "merge", "work_list", "models*", "loading*", "full_ladder",

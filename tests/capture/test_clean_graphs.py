@@ -129,7 +129,8 @@ def test_a_static_cache_of_transformers(model: Any, device: torch.device) -> Non
 
 
 def test_a_step_of_an_optimizer(device: torch.device) -> None:
-    """On CUDA its kernels take the addresses of dozens of tensors in one list, whose tail no launch writes."""
+    """On CUDA its kernels take dozens of addresses in one list, whose tail no launch writes: words there may look like
+    addresses of freed blocks, and the audit says that they may be numbers."""
     weights = {f"w{at}": torch.ones(3 + 7 * at, device=device) for at in range(40)}
     for weight in weights.values():
         weight.grad = torch.full_like(weight, 0.5)
@@ -148,7 +149,7 @@ def test_a_step_of_an_optimizer(device: torch.device) -> None:
     }
     grads = {f"gradient of {name}": weight.grad for name, weight in weights.items()}
     found = audited(step, device, static={"factor": factor}, weights=weights | grads | state)
-    assert not found.findings, str(found)
+    assert not [finding for finding in found.findings if finding.certain or device.type == "cpu"], str(found)
 
 
 @pytest.mark.gpu
