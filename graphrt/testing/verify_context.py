@@ -10,6 +10,7 @@ import torch
 from graphrt.kernels.errors import ConfigError
 from graphrt.testing.verify_blame import Blame, Blamer
 from graphrt.testing.verify_host import HostValues
+from graphrt.testing.verify_kept import KeptTensors
 from graphrt.testing.verify_report import Difference, VerifyFinding
 from graphrt.testing.verify_runs import Case, Contents, Outcome, Runs, check_part
 from graphrt.testing.verify_subject import Inputs, Target
@@ -53,6 +54,7 @@ class Verification:
         self.exact: dict[str, Outcome] = {}
         self.written: dict[str, dict[str, torch.Tensor]] = {}
         self.blamer = Blamer(self.runs, self.reference, self.written)
+        self.kept = KeptTensors(self.runs, self.reference)
         self.trespassed = self.unrepeatable = self.reversed = False
         self.from_others = 0
 

@@ -199,6 +199,8 @@ class EagerChecks:
                 self._v.find(blame.check, case, "", text, blame)
         if by_function := self._v.blamer.remembered_by_functions(cases):
             self._v.find("history", by_function[0], "", text, by_function[1])
+        for case, blame in self._v.kept.check(cases):
+            self._v.find("history", case, "", "the eager result is another one when it makes its tensors anew", blame)
         if found := unreset(runs, self._v.reference, cases):
             text = "the step gives another result after other runs, as it goes on from a tensor that nobody named"
             self._v.find(found.blame.check, found.case, "", text, found.blame, found.wrong)

@@ -197,7 +197,7 @@ class GraphChecks:
         elif explain:
             if not self._v.repeats(case, SURELY):
                 return True
-            blame = self._v.blamer.explain(graph, case, world, contents, got)
+            blame = self._v.kept.explains(case, got) or self._v.blamer.explain(graph, case, world, contents, got)
             self._v.find(blame.check, case, graph.case.name, text, blame, wrong)
         else:
             self._v.count_again()

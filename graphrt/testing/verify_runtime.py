@@ -35,7 +35,8 @@ class RuntimeSubject:
 
     def __init__(self, manager: ReplayManager, model: object = None, oracle: ReplayManager | None = None) -> None:
         self.manager, self.oracle = manager, oracle
-        self.host = (model, "model")  # what the manager itself keeps counts its launches
+        # What the manager itself keeps counts its launches.
+        self.host = (manager._program.model if model is None else model, "model")
         self.batch = Batch.empty()
         self.derived = tuple(name for name, _ in manager.buffers.named(BufferKind.DERIVED))
         cache = manager.kv_cache
@@ -116,7 +117,7 @@ def verify_runtime(
 
     batches     steps that can run at any time: tokens are literal, and pages are listed in full. None: generated ones,
                 for which the cache is filled with random values meanwhile
-    model       the manager's model: searched for numbers and tensors that a graph may have frozen
+    model       searched for numbers and tensors that a graph may have frozen. None: the manager's own
     vocab_size  of generated tokens; None is the manager's
     oracle      a manager of the same model and config, with another backend and `use_graphs=False`, over the same
                 KVCache: its eager steps are what logits are compared with
