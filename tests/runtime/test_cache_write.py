@@ -44,6 +44,11 @@ def test_wrong_writes_change_nothing(name: str) -> None:
     assert not cache.v[0].any()
 
 
+def test_tokens_may_fill_their_pages() -> None:
+    cache = KVCache.allocate(KVCacheSpec(1, 2, 16, PAGE, dtype=F32, cross=True), 9, CPU)
+    assert cache.slots([7, 2], 2 * PAGE).tolist() == [28, 29, 30, 31, 8, 9, 10, 11]
+
+
 def test_writes_go_to_the_listed_pages_alone() -> None:
     cache = KVCache.allocate(KVCacheSpec(1, 2, 16, PAGE, dtype=F32, cross=True), 9, CPU)
     first, second = torch.randn(2, 6, 2, 16), torch.randn(2, 3, 2, 16)
