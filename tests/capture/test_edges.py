@@ -266,14 +266,6 @@ def test_a_slot_has_its_header_once_for_each_who_reads_it() -> None:
     assert not inbox[0].any()
 
 
-def test_a_record_in_flight_is_amended_by_its_own_launch_alone() -> None:
-    """As `Launch.stop()` does: a late one leaves the launch alone that has the slot by now."""
-    slot = StagingSlot.allocate(4, CPU)
-    slot.amend(2, 7, lambda: True)
-    slot.amend(3, 7, lambda: False)
-    assert slot.record.tolist() == [0, 0, 7, 0]
-
-
 def test_results_are_handed_over_once_and_only_after_a_step() -> None:
     slot, calls = StagingSlot.allocate(4, CPU), []
     slot.on_done = lambda: calls.append("early")
