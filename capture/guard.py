@@ -11,8 +11,8 @@ import torch
 from graphrt.kernels.errors import ReplayError
 
 _TURN, _NAMES_A_TURN = 1, 4
-"""Tensors, and names, that are looked at before a step. Few: each lies in cache lines of its own, which are cold where
-the host does other work between steps. A tensor lies in several."""
+"""Tensors, and names, that are looked at before a step. Each lies in cache lines of its own, which are cold where the
+host does other work between steps. A tensor takes several lines, so there is one a turn."""
 
 _address = torch.Tensor.data_ptr
 

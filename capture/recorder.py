@@ -34,24 +34,27 @@ _idle_streams: dict[torch.device, list[torch.cuda.Stream]] = {}
 class CudaGraph:
     """A captured and instantiated CUDA graph.
 
-    The first launch is torch's, which gives the step a share of the generator's numbers: a step that draws none is
-    launched without torch from then on, and `launch` is the Launcher's.
+    The first launch is torch's, which gives the step a share of the generator's numbers: a step that draws none can be
+    launched without torch from then on.
     """
 
     def __init__(self, graph: torch.cuda.CUDAGraph, output: torch.Tensor, report: GraphReport) -> None:
         self._graph: torch.cuda.CUDAGraph | None = graph
+        self._launcher: Launcher | None = None
         self.output = output
         self.report = report
 
     def launch(self) -> None:
+        if self._launcher is not None:
+            self._launcher.launch()
+            return
         assert self._graph is not None, "launch of a closed graph"
         device = self.output.device
         generator = torch.cuda.default_generators[device.index]
         before = generator.get_state()
         self._graph.replay()
         if torch.equal(before, generator.get_state()):
-            launcher = Launcher(driver.CUgraphExec(self._graph.raw_cuda_graph_exec()), device)
-            self.launch = launcher.launch  # type: ignore[method-assign]
+            self._launcher = Launcher(driver.CUgraphExec(self._graph.raw_cuda_graph_exec()), device)
 
     def loop(self, go_on: torch.Tensor) -> CudaGraphLoop:
         assert self._graph is not None, "loop of a closed graph"
@@ -70,8 +73,7 @@ class CudaGraph:
         return self._graph.pool()
 
     def close(self) -> None:
-        self._graph = None  # torch frees it, unless a loop holds it
-        self.__dict__.pop("launch", None)
+        self._graph = self._launcher = None  # torch frees it, unless a loop holds it
         self.output = NOTHING
 
 

@@ -63,7 +63,7 @@ class StagingSlot:
             self.end(stream)
 
     def begin(self) -> None:
-        """The record is written. Until the launch is queued, the slot is to its readers as the one before left it."""
+        """Copy the header, as the record is written. To those who read results, the slot is still the last launch's."""
         self._copies[:] = self._header.tobytes() * self._num_copies
 
     def end(self, stream: torch.cuda.Stream | None) -> None:

@@ -241,25 +241,24 @@ class RowTables:
 
 @dataclass(slots=True)
 class RowNews:
-    """What a session has still to write for its rows, by row id: in one go, before the next launch.
-
-    pending   whether there may be any
-    """
+    """What a session has still to write for its rows, by row id: in one go, before the next launch."""
 
     biases: dict[int, Mapping[int, float]]
     states: dict[int, RowValues]
     masks: dict[int, torch.Tensor]
     switched: dict[int, int]
-    pending: bool = False
 
     @classmethod
     def none(cls) -> RowNews:
         return cls({}, {}, {}, {})
 
+    def __bool__(self) -> bool:
+        return bool(self.biases or self.states or self.masks or self.switched)
+
     def begin(self, at: int, bias: Mapping[int, float], values: RowValues) -> None:
         """A sequence begins: nothing is left of the one that had its row id before."""
         self.drop(at)
-        self.biases[at], self.states[at], self.pending = bias, values, True
+        self.biases[at], self.states[at] = bias, values
 
     def drop(self, at: int) -> None:
         """A row is gone: nothing is written for whoever gets its row id."""
@@ -274,7 +273,6 @@ class RowNews:
         tables.switch_masks(self.switched)
         for news in (self.biases, self.states, self.masks, self.switched):
             news.clear()
-        self.pending = False
 
 
 def row_extents(config: RuntimeConfig, vocab_size: int) -> dict[str, int]:

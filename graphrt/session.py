@@ -252,10 +252,10 @@ class DecodeSession(RowsInFlight):
         self._own(row, "set_token_mask")
         at, before = row.row_id, int(self._sampling.arrays["token_masks"][row.row_id])
         if words is not None:
-            self._news.pending, self._news.masks[at] = True, self._manager.row_tables.mask_words("words", words)
+            self._news.masks[at] = self._manager.row_tables.mask_words("words", words)
         now = -1 if words is None else at
         if now != before:
-            self._news.pending, self._news.switched[at] = True, now
+            self._news.switched[at] = now
             self._sampling.put("token_masks", at, now)
 
     def release(self, row: SessionRow) -> None:
@@ -306,13 +306,13 @@ class DecodeSession(RowsInFlight):
         Raises: CapacityError where no row has a page for its next token, with what was launched before in flight; as
         ReplayManager.replay.
         """
-        quiet = not self._prompts and not self._news.pending and self._resets == self._manager.resets
+        quiet = not self._prompts and not self._news and self._resets == self._manager.resets
         if quiet and type(steps) is int and 0 < steps <= self._quiet and steps <= self._launch_steps and eager is False:
             return (self._go_on_quietly(steps, eager),)  # what a server does nearly all the time: no call too many
         steps = check_int("steps", steps, 1, 1 << 30, advice="pass how many steps to launch")
         eager = check_bool("eager", eager, advice="pass a bool")
         self._open("run")
-        if self._news.pending:
+        if self._news:
             self._news.write(self._manager.row_tables)
         launches: list[Launch] = []
         while steps and self.running:

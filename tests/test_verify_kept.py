@@ -118,14 +118,13 @@ def afresh(x: torch.Tensor) -> torch.Tensor:
     return x * WEIGHTS["w"][: len(x)] - x.mean()
 
 
-@pytest.mark.parametrize(("step", "names"), [(by_shape, {("KEPT",), ("KEPT[8]",)}), (afresh, set())])
+@pytest.mark.parametrize(("step", "names"), [(by_shape, {("KEPT",)}), (afresh, set())])
 def test_a_function_that_ran_before(step: Callable[[torch.Tensor], torch.Tensor], names: set[tuple[str, ...]]) -> None:
     KEPT.clear()
     for n in range(1, 9):
         step(torch.arange(n, dtype=torch.float32))
     before = {n: value.clone() for n, value in KEPT.items()}
     report = verify(step, lambda case: {"x": torch.linspace(case, 9.0, 8)})
-    assert {finding.blamed for finding in report.findings} <= names, str(report)
-    assert bool(report.findings) == bool(names), str(report)
+    assert {finding.blamed for finding in report.findings} == names, str(report)
     assert list(KEPT) == list(before), "the caller's are as before"
     assert all(torch.equal(KEPT[n], value) for n, value in before.items())

@@ -87,7 +87,7 @@ class HostValues:
                 continue
             elif isinstance(old, Keys):
                 if entries and isinstance(new, dict) and (extra := [key for key in new if key not in old.keys]):
-                    names = [_entry(slot.path, key) for key in extra]
+                    names = [entry(slot.path, key) for key in extra]
                     text = f"{', '.join(names[:3])} {'was' if len(extra) == 1 else 'were'} made"
                     found.append(Change(slot.path, names[0] if len(extra) == 1 else slot.path, old, text))
             elif isinstance(old, _Old):
@@ -236,7 +236,8 @@ def _is_own_code(function: Any) -> bool:
     return "site-packages" not in path
 
 
-def _entry(path: str, key: Any) -> str:
+def entry(path: str, key: Any) -> str:
+    """The path of an entry of a dict, or of an attribute of an object, whose path ends with a dot."""
     return f"{path}{key}" if path.endswith(".") else f"{path}[{key!r}]"
 
 

@@ -1,4 +1,4 @@
-"""Tensors that a step made once and keeps: by a shape, in an attribute, before anything ran here.
+"""Tensors that a step made before `verify` began, and keeps: in a dict by their shape, or in an attribute.
 
     if n not in self.scales:                    # made at the capture, for the positions of that batch
         self.scales[n] = step.positions.cos()
@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from graphrt.testing.verify_blame import Blame
-from graphrt.testing.verify_host import assign, unchanged
+from graphrt.testing.verify_host import assign, entry, unchanged
 from graphrt.testing.verify_past import Reference
 from graphrt.testing.verify_runs import OTHER_SEED, SEED, Case, Outcome, Runs
 from graphrt.testing.verify_slots import Keys, slots
@@ -41,15 +41,15 @@ def kept_tensors(runs: Runs) -> Iterator[Kept]:
     for slot in slots(*runs.target.root):
         if not isinstance(slot.value, dict) or slot.set is None:
             continue
-        of_object = slot.path.endswith(".")
-        keys = [key for key, value in slot.value.items() if _is_kept(value, named)]
-        where = {key: f"{slot.path}{key}" if of_object else f"{slot.path}[{key!r}]" for key in keys}
-        for group in ([key] for key in keys) if of_object else ([keys] if keys else []):
-            places = tuple(where[key] for key in group)
-            name = places[0] if len(places) == 1 else slot.path
-            yield Kept(name, slot.path, Keys(frozenset(slot.value) - frozenset(group)), places)
-            if of_object:
-                yield Kept(name, name, None, places)
+        every = frozenset(slot.value)
+        places = {key: entry(slot.path, key) for key, value in slot.value.items() if _is_kept(value, named)}
+        if slot.path.endswith("."):  # attributes of an object: one by one, as it may not do without the others
+            for key, place in places.items():
+                yield Kept(place, slot.path, Keys(every - {key}), (place,))
+                yield Kept(place, place, None, (place,))
+        elif places:
+            paths = tuple(places.values())
+            yield Kept(paths[0] if len(paths) == 1 else slot.path, slot.path, Keys(every - places.keys()), paths)
 
 
 def _is_kept(value: Any, named: Collection[int]) -> bool:
