@@ -128,3 +128,25 @@ def test_a_function_that_ran_before(step: Callable[[torch.Tensor], torch.Tensor]
     assert {finding.blamed for finding in report.findings} == names, str(report)
     assert list(KEPT) == list(before), "the caller's are as before"
     assert all(torch.equal(KEPT[n], value) for n, value in before.items())
+
+
+class Holder:
+    """Thirty weights that are no Parameters."""
+
+    def __init__(self) -> None:
+        for at in range(30):
+            setattr(self, f"w{at}", torch.ones(1))
+
+
+HOLDER = Holder()
+
+
+def holding(x: torch.Tensor) -> torch.Tensor:
+    return x * HOLDER.w0 + HOLDER.w29
+
+
+def test_those_that_are_too_many_to_try_are_named_as_not_checked() -> None:
+    report = verify(holding, lambda case: {"x": torch.linspace(case, 9.0, 8)})
+    assert report.ok, str(report)
+    assert "HOLDER.w12, HOLDER.w13" in report.not_checked["earlier tensors"], str(report)
+    assert "earlier tensors" not in verify(afresh, lambda case: {"x": torch.linspace(case, 9.0, 8)}).not_checked

@@ -10,6 +10,8 @@ from graphrt.testing.verify_graph import GraphChecks
 from graphrt.testing.verify_runs import Case
 from graphrt.testing.verify_subject import PlainSubject
 
+_MOST_NAMED = 6
+
 
 @dataclass
 class _Notes:
@@ -47,6 +49,9 @@ def coverage(v: Verification, graphs: GraphChecks, captures: Sequence[str]) -> t
     asked = any(name.endswith(" reversed") for name in cases)
     why = "no result has a row for each of the inputs" if asked else "no permute= is given"
     notes.note("permute", v.reversed, "rows in reverse order", why)
+    if untried := v.kept.untried:
+        names = ", ".join(untried[:_MOST_NAMED]) + (", ..." if len(untried) > _MOST_NAMED else "")
+        notes.left["earlier tensors"] = f"of those that a run may have made before, too many to take away: {names}"
     if v.runs.standing:
         names = ", ".join(sorted(v.runs.standing))
         notes.left["old results"] = f"the step returns memory of before it, not poisoned: {names}"

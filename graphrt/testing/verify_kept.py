@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice
 from typing import Any
 
 import torch
@@ -64,17 +63,22 @@ def _is_kept(value: Any, named: Collection[int]) -> bool:
 
 
 class KeptTensors:
-    """Looks for results that come from such tensors."""
+    """Looks for results that come from such tensors.
+
+    untried  names of those that were too many to take away
+    """
 
     def __init__(self, runs: Runs, reference: Reference) -> None:
         self._runs, self._reference = runs, reference
+        self.untried: tuple[str, ...] = ()
         self._found: dict[tuple[str, ...], list[Kept]] = {}
 
     def check(self, cases: Sequence[Case]) -> Iterator[tuple[Case, Blame]]:
         """The cases whose results are others where these tensors are made anew, each set of tensors once."""
         # What no run makes is a weight, or optional. Of two cases, as one may be of prompts.
         some = [cases[0], *cases[1:][-1:]]
-        tried = list(islice(kept_tensors(self._runs), _MOST_TRIED))
+        every = list(kept_tensors(self._runs))
+        tried, self.untried = every[:_MOST_TRIED], tuple(dict.fromkeys(kept.name for kept in every[_MOST_TRIED:]))
         made = [kept for kept in tried if any(self._anew(case, [kept]) is not None for case in some)]
         for case in cases if made else ():
             chosen: dict[str, Kept] = {}
