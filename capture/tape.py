@@ -13,9 +13,11 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
+from torch._library import custom_ops
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
@@ -26,7 +28,12 @@ from graphrt.capture.host_reads import reads_host, tensors_in
 from graphrt.kernels.errors import CaptureError, ReplayError
 from graphrt.kernels.library import composite_impl, cpu_runs_triton, interpreted
 
-_HOST_READS = frozenset({"item", "tolist", "numpy", "__bool__", "__int__", "__float__", "__index__", "__array__"})
+_HOST_READS = frozenset(
+    {
+        "item", "tolist", "numpy", "__bool__", "__int__", "__float__", "__index__", "__array__", "__repr__", "__str__",
+        "__format__",
+    }
+)  # fmt: skip
 UNWRITTEN_FACTORIES = frozenset(
     {
         "aten::empty", "aten::empty_strided", "aten::empty_like", "aten::new_empty", "aten::new_empty_strided",
@@ -164,8 +171,10 @@ class OpTapeRecorder:
         prepare()
         writer = _TapeWriter()
         try:
-            with torch.inference_mode(), _uncompiled(), _HostReadGuard(writer), writer:
+            with torch.inference_mode(), _uncompiled(), _kernels_go_on(writer), _HostReadGuard(writer), writer:
                 output = step()
+            if writer.refused is not None:  # the step went on: on CUDA the capture would be lost all the same
+                raise writer.refused
         except CaptureError as error:
             raise CaptureError(f"{descriptor}: {error}") from error
         owned = sum(t.numel() * t.element_size() for e in writer.entries for t in e.outputs if t is not None)
@@ -190,16 +199,38 @@ class _TapeWriter(TorchDispatchMode):
         self.made: list[MadeMemory] = []
         self.inside_op = False
         self.sets_number = False  # within `x[index] = number`
+        self.refused: CaptureError | None = None  # the first error, whatever the step made of it
+
+    def refuse(self, text: str) -> CaptureError:
+        """The error for what a graph cannot hold."""
+        error = CaptureError(text)
+        self.refused = self.refused or error
+        return error
+
+    def launch(self, kernel: Callable[..., None], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Run a kernel that the step launches by itself, and write it down."""
+        if self.inside_op:  # of an op, which is on the tape
+            kernel(*args, **kwargs)
+            return
+        self.inside_op = True
+        try:
+            kernel(*args, **kwargs)
+        finally:
+            self.inside_op = False
+        args, kwargs = _aliases((args, kwargs))
+        self.entries.append(TapeEntry(kernel, args, kwargs, (), cpu_runs_triton()))
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if (opened := composite_impl(func)) is not None:
+        if self.inside_op:  # of a kernel that the step launches
+            return func(*args, **kwargs)
+        if (opened := composite_impl(func) or _python_of(func)) is not None:
             with self:
                 return opened(*args, **kwargs)
         if reads_host(func, args, kwargs, sets_number=self.sets_number):
-            raise CaptureError(
+            raise self.refuse(
                 f"{func}: expected ops whose results stay on the device, got one that reads values on the host or has "
                 "a data-dependent shape; a graph cannot hold it, compute with torch.where, masked_fill or fixed shapes"
             )
@@ -235,6 +266,32 @@ def _uncompiled() -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def _kernels_go_on(writer: _TapeWriter) -> Iterator[None]:
+    """A Triton kernel that the step launches by itself goes on the tape: interpreted, it is no op."""
+    interpreter = sys.modules.get("triton.runtime.interpreter")
+    if interpreter is None:
+        yield
+        return
+    executor: Any = interpreter.GridExecutor
+    call = executor.__call__
+
+    def launched(grid: Any, *args: Any, **kwargs: Any) -> None:
+        writer.launch(partial(call, grid), args, kwargs)
+
+    executor.__call__ = launched
+    try:
+        yield
+    finally:
+        executor.__call__ = call
+
+
+def _python_of(func: Any) -> Callable[..., Any] | None:
+    """The function of a `torch.library.custom_op` that every device runs: a graph holds what it calls, not itself."""
+    op = custom_ops.OPDEFS.get(func._schema.name)
+    return None if op is None or "cpu" in op._backend_fns else op._backend_fns.get(None)
+
+
 class _HostReadGuard(TorchFunctionMode):
     """Catches host reads that never reach the dispatcher, such as `tolist()` of a CPU tensor."""
 
@@ -247,7 +304,7 @@ class _HostReadGuard(TorchFunctionMode):
     ) -> Any:
         name = getattr(func, "__name__", "")
         if name in _HOST_READS and not self._writer.inside_op:
-            raise CaptureError(
+            raise self._writer.refuse(
                 f"Tensor.{name}: expected no host read of a tensor during capture, got one; the value would be frozen "
                 "in the graph, keep it in a tensor"
             )

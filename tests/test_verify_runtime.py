@@ -173,3 +173,28 @@ def test_what_changes_from_run_to_run_is_not_blamed_on_the_cache(seed: int) -> N
     report = verify_runtime(rig.manager, model=model, oracle=oracle_of(rig), seed=seed)
     assert "model.number" in report.blamed
     assert not [name for name in report.blamed if "kv_cache" in name]
+
+
+def test_batches_and_numbers_that_do_not_fit() -> None:
+    rig = rig_of(torch.device("cpu"))
+    row = {"row_ids": [0], "seq_lens": [2], "query_lens": [1], "tokens": [3]}
+    bad = {
+        "batches: expected a list": {"batches": 3},
+        r"batches\[0\]: expected Batch": {"batches": [1]},
+        r"batches\[0\].page_ids: expected 0 <= id": {"batches": [Batch(**row, page_indptr=[0, 1], page_ids=[9999])]},
+        "got none: row 0: LENGTH_EXCEEDS_PAGES": {"batches": [Batch(**row)]},
+        "seed: expected an int": {"seed": "a"},
+        "vocab_size: expected an int from 1": {"vocab_size": 10**9},
+        "oracle: expected a manager over the same KVCache": {"oracle": oracle_of(rig_of(torch.device("cpu")))},
+    }
+    for text, arguments in bad.items():
+        with pytest.raises(ConfigError, match=text):
+            verify_runtime(rig.manager, **arguments)  # type: ignore[arg-type]
+
+
+def test_rows_that_the_device_refuses_are_named() -> None:
+    rig = rig_of(torch.device("cpu"))
+    good = Batch(row_ids=[1], seq_lens=[2], query_lens=[1], tokens=[3], page_indptr=[0, 1], page_ids=[1])
+    report = verify_runtime(rig.manager, [good, Batch(row_ids=[0], seq_lens=[2], query_lens=[1], tokens=[3])])
+    assert report.ok, str(report)
+    assert report.not_checked["faulty rows"].startswith("1 rows wrote nothing")

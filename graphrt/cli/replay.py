@@ -27,6 +27,7 @@ def run_replay(options: ReplayOptions) -> None:
     log = make_console(stderr=True)
     if not options.json_only:
         made = ", ".join(f"{name} {value}" for name, value in {**bundle.versions, **bundle.model}.items())
+        made = "".join(c if c.isprintable() else "?" for c in made)  # texts of a file that anybody may have written
         log.print(f"{len(bundle.launches)} launches, recorded with {made}", highlight=False, markup=False)
     model = _load(options, bundle, str(device)).model
     launches: list[dict[str, Any]] = []

@@ -25,7 +25,17 @@ from graphrt.testing.verify_coverage import coverage
 from graphrt.testing.verify_eager import EagerChecks
 from graphrt.testing.verify_graph import GraphChecks
 from graphrt.testing.verify_report import VerifyReport
-from graphrt.testing.verify_subject import Inputs, Output, PlainSubject, Subject, Target, check_takes, is_plain, name_of
+from graphrt.testing.verify_subject import (
+    Inputs,
+    Output,
+    PlainSubject,
+    Subject,
+    Target,
+    check_takes,
+    copied_inputs,
+    is_plain,
+    name_of,
+)  # fmt: skip
 
 
 def verify(
@@ -45,7 +55,8 @@ def verify(
 
     step         a function of make_inputs' names, or a `Subject`
     make_inputs  maps the number of a case to its inputs. Tensors may be smaller in some cases than in others: a graph
-                 is captured for the largest extents. Numbers that change from case to case are probed
+                 is captured for the largest extents. Numbers that change from case to case are probed. Tensors,
+                 arrays, dicts and lists are copied, so that they may be used again
     cases        how many, or which. Let lengths shrink, grow and stand on page boundaries
     captures     cases that a graph is captured at, each in turn; by default the first, the last and the middle one
     eager        the oracle, of the arguments of step, or of the inputs for a Subject; by default step itself on tensors
@@ -81,7 +92,7 @@ def verify(
     if tolerance is not None:
         check_number("tolerance", tolerance, 0.0, advice="pass 0 for bit by bit, or leave it out")
     with torch.inference_mode():
-        inputs = {str(n): make_inputs(n) for n in numbers}
+        inputs = {str(n): copied_inputs(make_inputs(n)) for n in numbers}
         permute = check_permute(permute, inputs[str(numbers[0])])
         if permute:
             inputs[f"{numbers[0]} reversed"] = _reversed(inputs[str(numbers[0])], permute)

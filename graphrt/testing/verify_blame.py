@@ -177,7 +177,7 @@ class Blamer:
         return found
 
     def _host(self, graph: Captured, case: Case, contents: Contents) -> list[_Revert]:
-        self._runs.target.subject.refresh(case.inputs)
+        self._runs.target.refresh(case.inputs)
         root = self._runs.target.root
         with self._runs.numbers_of(contents):
             changes = graph.host.changed(*root)
@@ -230,7 +230,7 @@ class Blamer:
 
     def _moved(self, graph: Captured, case: Case) -> tuple[str, ...]:
         """The places in which another tensor stands than at capture."""
-        self._runs.target.subject.refresh(case.inputs)
+        self._runs.target.refresh(case.inputs)
         return tuple(c.path for c in graph.host.changed(*self._runs.target.root) if c.is_tensor)
 
     def _stale(self, name: str, case: Case, contents: Contents) -> str:

@@ -36,6 +36,7 @@ class Verification:
     trespassed  whether the step writes to unowned state: its poison would only repeat that
     from_others how many cases ran from the state that another one left, by step and oracle
     reversed    whether rows in reverse order were compared
+    ignored     numbers of the inputs that no result depends on
     unrepeatable  whether the step gives two results twice in a row: nothing else is compared then
     """
 
@@ -57,6 +58,17 @@ class Verification:
         self.kept = KeptTensors(self.runs, self.reference)
         self.trespassed = self.unrepeatable = self.reversed = False
         self.from_others = 0
+        self.ignored: list[str] = []
+
+    @property
+    def changing(self) -> list[str]:
+        """Numbers of the inputs that are others in other cases."""
+        values: dict[str, set[object]] = {}
+        for case in self.cases.values():
+            for name, value in case.named.items():
+                if isinstance(value, (int, float, bool, str)):
+                    values.setdefault(name, set()).add(value)
+        return [name for name, seen in values.items() if len(seen) > 1]
 
     @property
     def has_results(self) -> bool:

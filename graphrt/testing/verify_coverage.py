@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from graphrt.testing.verify_context import Verification
 from graphrt.testing.verify_graph import GraphChecks
 from graphrt.testing.verify_runs import Case
+from graphrt.testing.verify_slots import same, unreached
 from graphrt.testing.verify_subject import PlainSubject
 
 _MOST_NAMED = 6
@@ -37,8 +38,10 @@ def coverage(v: Verification, graphs: GraphChecks, captures: Sequence[str]) -> t
     _note_oracle(notes, v)
     _note_buffers(notes, v)
     _note_state(notes, v)
-    numbers = _changing(v.cases)
-    notes.note("scalars", numbers, f"{', '.join(numbers)} changed after capture", "no number of make_inputs changes")
+    numbers = [name for name in v.changing if name not in v.ignored]
+    ignored = f"no result of any case depends on {', '.join(v.ignored)}"
+    why = ignored if v.ignored else "no number of make_inputs changes"
+    notes.note("scalars", numbers, f"{', '.join(numbers)} changed after capture", why)
     what = f"{graphs.unwritten} results of torch.empty"
     if cuda:
         what = f"up to {graphs.pool_bytes >> 20} MiB of inactive blocks, and in {what}"
@@ -49,9 +52,15 @@ def coverage(v: Verification, graphs: GraphChecks, captures: Sequence[str]) -> t
     asked = any(name.endswith(" reversed") for name in cases)
     why = "no result has a row for each of the inputs" if asked else "no permute= is given"
     notes.note("permute", v.reversed, "rows in reverse order", why)
-    if untried := v.kept.untried:
-        names = ", ".join(untried[:_MOST_NAMED]) + (", ..." if len(untried) > _MOST_NAMED else "")
+    if v.ignored and numbers:
+        notes.left["ignored scalars"] = ignored
+    if same_in_all := _unvaried(v.cases):
+        notes.left["inputs"] = f"the same in every case, so nothing shows whether a graph froze them: {same_in_all}"
+    if v.kept.untried:
+        names = _some(v.kept.untried)
         notes.left["earlier tensors"] = f"of those that a run may have made before, too many to take away: {names}"
+    if left := unreached(*target.root):
+        notes.left["host values"] = f"too many, or too deep, to look at: {_some(left)}"
     if v.runs.standing:
         names = ", ".join(sorted(v.runs.standing))
         notes.left["old results"] = f"the step returns memory of before it, not poisoned: {names}"
@@ -63,7 +72,7 @@ def coverage(v: Verification, graphs: GraphChecks, captures: Sequence[str]) -> t
 
 def _note_oracle(notes: _Notes, v: Verification) -> None:
     exact = {name: outcome for name, outcome in v.exact.items() if name in v.reference and outcome.outputs}
-    why = "no eager oracle is given" if v.target.eager is None else "the oracle gave no results"
+    why = "the oracle gave no results" if v.target.has_oracle else "no eager oracle is given"
     notes.note("padding", exact, f"padded against exact results of {len(exact)} cases", why)
     given = {name for case in exact for name in exact[case].outputs}
     if unknown := sorted({name for case in exact for name in v.reference[case][1].outputs} - given):
@@ -108,10 +117,13 @@ def _note_state(notes: _Notes, v: Verification) -> None:
         )
 
 
-def _changing(cases: Mapping[str, Case]) -> list[str]:
-    values: dict[str, set[object]] = {}
-    for case in cases.values():
-        for name, value in case.named.items():
-            if isinstance(value, (int, float, bool, str)):
-                values.setdefault(name, set()).add(value)
-    return [name for name, seen in values.items() if len(seen) > 1]
+def _unvaried(cases: Mapping[str, Case]) -> str:
+    """Inputs that are alike in all of several cases."""
+    first, *others = (case.named for case in cases.values()) if len(cases) > 1 else ({},)
+    return ", ".join(
+        name for name in first if all(name in other and same(first[name], other[name]) for other in others)
+    )
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:_MOST_NAMED]) + (", ..." if len(names) > _MOST_NAMED else "")

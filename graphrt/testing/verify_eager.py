@@ -11,11 +11,11 @@ import torch
 from graphrt.kernels.errors import ConfigError
 from graphrt.testing.verify_blame import Blame, aliased
 from graphrt.testing.verify_context import SURELY, Verification
-from graphrt.testing.verify_host import rewritten_values, values_at, written_tensors
+from graphrt.testing.verify_host import rewritten_values, unchanged, values_at, written_tensors
 from graphrt.testing.verify_memory import zeroed
 from graphrt.testing.verify_past import blame_state, past_of, unreset
 from graphrt.testing.verify_report import Difference, differing, first_difference, raised, region
-from graphrt.testing.verify_runs import POISONED, Case, Contents, Outcome, World, changed, one_seed
+from graphrt.testing.verify_runs import POISONED, Case, Contents, Outcome, World, as_recorded, changed, one_seed
 from graphrt.testing.verify_slots import is_fixed
 from graphrt.testing.verify_subject import named_outputs
 
@@ -37,7 +37,7 @@ class EagerChecks:
         known = set(runs.storages)
         at_first = values_at(*target.root)
         for index, case in enumerate(list(self._v.cases.values())):
-            refresh = partial(target.subject.refresh, case.inputs)
+            refresh = partial(target.refresh, case.inputs)
             try:
                 found = written_tensors(*target.root, partial(self._watch, refresh) if index < 2 else refresh)
             except Exception as error:
@@ -123,7 +123,7 @@ class EagerChecks:
             for name, tensor in self._v.target.buffers.items():
                 runs.fill(name, tensor, world)
             try:
-                self._v.target.subject.refresh(case.inputs)
+                self._v.target.refresh(case.inputs)
             except Exception as error:
                 text = f"refresh() raised {raised(error)} ({world.value} in the buffers)"
                 self._v.find("refresh", case, "", text, Blame("", (), "refresh() reads what it should write"))
@@ -158,11 +158,12 @@ class EagerChecks:
                 self._v.find("unowned", case, "", text, self._v.blamer.trespasser(case, wrong), wrong)
                 self._v.trespassed = True
         self._check_memory()
+        self._v.ignored = [name for name in self._v.changing if not self._depends_on(name)]
         if permuted:
             self._check_reversed(permuted)
 
     def _run_oracles(self) -> None:
-        if self._v.target.eager is None:
+        if not self._v.target.has_oracle:
             return
         for case in self._v.cases.values():
             self._v.exact[case.name] = self._oracle(case)
@@ -216,6 +217,21 @@ class EagerChecks:
                 "determinism", first, "", text, Blame("", (), "name it in state, so that it is restored"), wrong
             )
 
+    def _depends_on(self, name: str) -> bool:
+        """Whether a number of the inputs changes a result of any case: else nothing shows that a graph froze it."""
+        runs, cases = self._v.runs, self._v.cases.values()
+        for case in cases:
+            contents, expected = self._v.reference[case.name]
+            for value in {other.named[name] for other in cases} - {case.named[name]}:
+                try:
+                    with unchanged(*self._v.target.root):
+                        outcome = runs.eager(case, contents, inputs={**case.named, name: value}, put=False)
+                except Exception:  # refresh takes no such number
+                    return True
+                if not runs.same(case, outcome, expected):
+                    return True
+        return False
+
     def _check_state(self, case: Case) -> None:
         """The step and its oracle from the state that another case left, where they agreed from the first one."""
         exact = self._v.exact.get(case.name)
@@ -246,12 +262,11 @@ class EagerChecks:
         self._v.find("state", case, "", text, blame_state(runs, past, have, agree), wrong)
 
     def _oracle(self, case: Case) -> Outcome:
-        assert self._v.target.eager is not None, "called with an oracle only"
         self._v.runs.restore_state()
         self._v.runs.eager_runs += 1
         try:
-            with one_seed(self._v.target.device), zeroed(self._v.target.device):
-                exact = named_outputs(self._v.target.eager(case.inputs))
+            with one_seed(self._v.target.device), zeroed(self._v.target.device), as_recorded(self._v.target.device):
+                exact = self._v.target.eager(case.inputs)
         except Exception as error:
             return Outcome(error=raised(error))
         # An oracle may update the state as the step should: then the state is compared as well.

@@ -73,10 +73,10 @@ def _queue(
         for case in order:
             runs.restore_state()
             if late == "the device is late":
-                target.subject.refresh(case.inputs)
+                target.refresh(case.inputs)
             else:
                 with _LateStreams(torch.cuda.current_stream(device)):
-                    target.subject.refresh(case.inputs)
+                    target.refresh(case.inputs)
             contents = runs.contents()  # as the graph will find them, in the order of the stream
             runs.replays += 1
             torch.manual_seed(SEED)  # as before each other run

@@ -7,6 +7,7 @@ Only values and addresses are kept: nothing that the caller drops stays alive by
 
 from __future__ import annotations
 
+import array
 import collections
 import copy
 import functools
@@ -126,23 +127,30 @@ def assign(root: Any, name: str, values: Mapping[str, Any]) -> list[tuple[Callab
 def written_tensors(root: Any, name: str, during: Callable[[], object]) -> dict[str, torch.Tensor]:
     """The tensors, by path, that were changed in place while `during` ran."""
 
-    before: dict[str, tuple[torch.Tensor, int | torch.Tensor]] = {}
+    before: dict[str, tuple[torch.Tensor, int, torch.Tensor | None]] = {}
+    room = _MOST_KEPT[False]
     for slot in slots(root, name):
         tensor = slot.value
         if not isinstance(tensor, torch.Tensor):
             continue
-        if not tensor.is_inference():
-            before[slot.path] = tensor, tensor._version
-        elif tensor.numel() * tensor.element_size() <= _LARGEST_KEPT:  # made in inference mode: it counts no versions
-            before[slot.path] = tensor, tensor.clone()
+        # Tensors of inference mode count no versions, and `.data`, kernels and some ops write without one.
+        size, contents = tensor.numel() * tensor.element_size(), None
+        if size <= min(_LARGEST_KEPT, room):
+            contents = tensor.detach().clone()
+            room -= size
+        before[slot.path] = tensor, _version(tensor), contents
     during()
 
-    def written(tensor: torch.Tensor, old: int | torch.Tensor) -> bool:
-        if isinstance(old, torch.Tensor):
-            return tensor.shape != old.shape or bool(differing(tensor, old).any())
-        return tensor._version != old
+    def written(tensor: torch.Tensor, version: int, old: torch.Tensor | None) -> bool:
+        if version != _version(tensor):
+            return True
+        return old is not None and (tensor.shape != old.shape or bool(differing(tensor.detach(), old).any()))
 
-    return {path: tensor for path, (tensor, old) in before.items() if written(tensor, old)}
+    return {path: entry[0] for path, entry in before.items() if written(*entry)}
+
+
+def _version(tensor: torch.Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
 
 
 def values_at(root: Any, name: str, paths: Collection[str] | None = None) -> dict[str, Any]:
@@ -177,13 +185,16 @@ def unchanged(root: Any, name: str) -> Iterator[None]:
 
 
 def _items(value: Any) -> Any:
-    return copy.copy(value) if isinstance(value, (dict, list, set, collections.deque, np.ndarray)) else None
+    kinds = (dict, list, set, collections.deque, np.ndarray, array.array)
+    return copy.copy(value) if isinstance(value, kinds) else None
 
 
 def _put_items(value: Any, items: Any) -> None:
     if isinstance(value, np.ndarray):
         if value.flags.writeable:
             value[...] = items
+    elif isinstance(value, array.array):
+        value[:] = items
     elif isinstance(value, (list, collections.deque)) and not _same_objects(value, items):
         value.clear()
         value.extend(items)

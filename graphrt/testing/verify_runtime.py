@@ -10,6 +10,7 @@ afterwards.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,7 @@ import torch
 from graphrt.batch import Batch, Row
 from graphrt.entry import State, wrong_state
 from graphrt.handle import StepHandle
-from graphrt.kernels.checks import check_instance
+from graphrt.kernels.checks import check_instance, check_int, check_sequence
 from graphrt.kernels.errors import ConfigError
 from graphrt.kernels.metadata.buffers import BufferKind
 from graphrt.kv_cache import KVCache
@@ -31,13 +32,17 @@ _COUNTERS = frozenset({"cursor", "step_counter", "claims", "duplicates", "go_on"
 
 
 class RuntimeSubject:
-    """The `Subject` of a captured manager. An input is {"batch": Batch}; its tokens must be literal."""
+    """The `Subject` of a captured manager. An input is {"batch": Batch}; its tokens must be literal.
+
+    faults  what the device refused rows for, by batch and row
+    """
 
     def __init__(self, manager: ReplayManager, model: object = None, oracle: ReplayManager | None = None) -> None:
         self.manager, self.oracle = manager, oracle
         # What the manager itself keeps counts its launches.
         self.host = (manager._program.model if model is None else model, "model")
         self.batch = Batch.empty()
+        self.faults: dict[tuple[int, int], str] = {}  # of rows of batches
         self.derived = tuple(name for name, _ in manager.buffers.named(BufferKind.DERIVED))
         cache = manager.kv_cache
         self.state = {
@@ -61,7 +66,10 @@ class RuntimeSubject:
         self.batch = inputs["batch"]
 
     def run(self) -> dict[str, torch.Tensor]:
-        return _results(self.manager.replay(self.batch, eager=True))
+        handle = self.manager.replay(self.batch, eager=True)
+        results = _results(handle)
+        self.faults |= {(id(self.batch), fault.row): str(fault) for fault in handle.faults}
+        return results
 
     def capture(self, inputs: Mapping[str, Any]) -> Any:
         """The graphs are there already."""
@@ -119,14 +127,16 @@ def verify_runtime(
                 for which the cache is filled with random values meanwhile
     model       searched for numbers and tensors that a graph may have frozen. None: the manager's own
     vocab_size  of generated tokens; None is the manager's
-    oracle      a manager of the same model and config, with another backend and `use_graphs=False`, over the same
-                KVCache: its eager steps are what logits are compared with
+    oracle      a captured manager of the same model and config, with another backend and `use_graphs=False`, over the
+                same KVCache: its eager steps are what logits are compared with
     count, seed of generated batches
     tolerance   of logits against the oracle's
 
     Call it on the manager's stream, with no step in flight. Cache and row state are copied before each run: verify a
-    manager over a small cache, as a test builds one. Raises: ConfigError for arguments that do not fit, CaptureError
-    for a manager or an oracle that is not captured.
+    manager over a small cache, as a test builds one. Rows that the device refuses are named under "not checked".
+
+    Raises: ConfigError for arguments that do not fit, and where the device refuses every row; CaptureError for a
+    manager or an oracle that is not captured.
     """
     check_instance("manager", manager, ReplayManager, advice="of a Runtime, pass runtime.manager")
     if oracle is not None:
@@ -134,24 +144,54 @@ def verify_runtime(
     for name, given in (("manager", manager), ("oracle", oracle)):
         if given is not None and given.state is not State.CAPTURED:
             raise wrong_state(given.state, State.CAPTURED, name)
+    if oracle is not None and oracle.kv_cache is not manager.kv_cache:
+        raise ConfigError("oracle: expected a manager over the same KVCache, got one over another; pass it that cache")
     cache = manager.kv_cache
     tensors = [tensor for group in range(len(cache.groups)) for tensor in _tensors(cache, group)]
     before = [t.clone() for t in tensors]
     if batches is None:
-        vocab_size = manager.vocab_size if vocab_size is None else vocab_size
+        count = check_int("count", count, 1, advice="8 is usual")
+        seed = check_int("seed", seed, 0, advice="pass any number")
+        most = manager.vocab_size
+        vocab_size = most if vocab_size is None else check_int("vocab_size", vocab_size, 1, most, advice="leave it out")
         batches = generated_batches(manager, vocab_size=vocab_size, count=count, seed=seed)
         rng = torch.Generator(cache.device).manual_seed(seed)  # a host would take seconds for a gigabyte
         for tensor in tensors:
             tensor.copy_(torch.randn(tensor.shape, generator=rng, device=tensor.device))
-    elif not batches:
-        raise ConfigError("batches: expected at least one, got none; leave them out for generated ones")
+    else:
+        _check_batches(manager, batches)
     steps = list(batches)
     try:
         subject = RuntimeSubject(manager, model, oracle)
-        return verify(subject, lambda case: {"batch": steps[case]}, cases=len(steps), captures=[0], tolerance=tolerance)
+        report = verify(
+            subject, lambda case: {"batch": steps[case]}, cases=len(steps), captures=[0], tolerance=tolerance
+        )
     finally:
         for tensor, old in zip(tensors, before, strict=True):
             tensor.copy_(old)
+    if not subject.faults:
+        return report
+    first = next(iter(subject.faults.values()))
+    if len(subject.faults) == sum(batch.num_reqs for batch in steps):
+        raise ConfigError(f"batches: expected rows that the device takes, got none: {first}")
+    what = f"{len(subject.faults)} rows wrote nothing, as the device refused them; the first is {first}"
+    return replace(report, not_checked={**report.not_checked, "faulty rows": what})
+
+
+def _check_batches(manager: ReplayManager, batches: object) -> None:
+    """Raises: ConfigError for what are no batches, for none, and for pages that there are not."""
+    given = check_sequence("batches", batches, of="batches", error=ConfigError)
+    if not given:
+        raise ConfigError("batches: expected at least one, got none; leave them out for generated ones")
+    num_pages = max(pages for pages, _ in manager.kv_cache.pools)
+    for index, batch in enumerate(given):
+        check_instance(f"batches[{index}]", batch, Batch, advice="make it with Batch(...) or Batch.from_rows")
+        ids = batch.page_ids
+        if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < num_pages:
+            raise ConfigError(
+                f"batches[{index}].page_ids: expected 0 <= id < {num_pages}, got {int(ids.min())} to {int(ids.max())}; "
+                "list pages of this cache"
+            )
 
 
 def generated_batches(manager: ReplayManager, *, vocab_size: int, count: int, seed: int) -> list[Batch]:

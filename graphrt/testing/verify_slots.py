@@ -6,7 +6,9 @@ iterator, and what C code keeps.
 
 from __future__ import annotations
 
+import array
 import collections
+import contextlib
 import contextvars
 import copy
 import dataclasses
@@ -18,7 +20,7 @@ import sys
 import sysconfig
 import threading
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,8 +29,10 @@ import torch
 
 from graphrt.testing.verify_report import differing
 
-_MOST_SLOTS, _DEEPEST = 20_000, 8
+_MOST_SLOTS, _DEEPEST = 50_000, 24
+_WHOLE = 256  # entries from which on a dict of numbers and texts is one value
 _SCALARS = (int, float, bool, str, bytes, complex, type(None), range, slice, enum.Enum, torch.dtype, torch.device)
+_ARRAYS = (np.ndarray, array.array)
 _SEQUENCES = (list, tuple, set, frozenset, collections.deque)
 _FOREIGN = frozenset(
     {"builtins", "torch", "numpy", "triton", "cuda", "threading", "logging", "typing", "abc", "random", "enum"}
@@ -38,6 +42,7 @@ OTHER = object()
 """What is known of an object: that it is one."""
 _SAME_PATH = (dict, contextvars.ContextVar, types.MethodType, functools.partial, *NO_VALUES)  # as what is in them
 _MODULE_PARTS = ("_parameters", "_buffers", "_modules")
+_OF_EVERY_MODULE = frozenset(vars(torch.nn.Module()))
 _PACKAGES = tuple(sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib"))
 
 Setter = Callable[[Any], None]
@@ -49,17 +54,19 @@ class Slot:
     """A place that holds a value: `set` is None where it cannot be assigned.
 
     is_leaf   whether the value has no places of its own, or is the dict of them
+    is_whole  whether a dict is one value, and has no places of its own
     """
 
     path: str
     value: Any
     set: Setter | None
     is_leaf: bool = True
+    is_whole: bool = False
 
     def copy(self) -> Any:
         """The value as it is now, for a comparison and to be put back: `OTHER` where only the places in it count."""
         if isinstance(self.value, dict):
-            return Keys(frozenset(self.value))
+            return dict(self.value) if self.is_whole else Keys(frozenset(self.value))
         return copied(self.value) if self.is_leaf else OTHER
 
 
@@ -99,29 +106,46 @@ def slots(root: Any, name: str) -> Iterator[Slot]:
     """Every value within reach of an object or a function, each once, and one for each path."""
     home = _Home.of(root)
     paths: set[str] = set()
-    for slot in _slots(root, name, home):
+    for slot in _slots(root, name, home, []):
         if slot.path not in paths:  # two functions may call what they close over alike
             paths.add(slot.path)
             yield slot
 
 
-def _slots(root: Any, name: str, home: _Home) -> Iterator[Slot]:
+def unreached(root: Any, name: str) -> list[str]:
+    """Paths of values that `slots` leaves aside, as there are too many, or as they lie too deep."""
+    left: list[str] = []
+    for _ in _slots(root, name, _Home.of(root), left):
+        pass
+    return list(dict.fromkeys(left))
+
+
+def _slots(root: Any, name: str, home: _Home, left: list[str]) -> Iterator[Slot]:
+    """What lies near comes first. Paths that are left aside go to `left`."""
     seen: set[int] = set()
     count = 0
-    todo: list[tuple[Any, str, Setter | None, int]] = [(root, name, None, 0)]
-    while todo and count < _MOST_SLOTS:
-        value, path, setter, depth = todo.pop()
+    todo: collections.deque[tuple[Any, str, Setter | None, int]] = collections.deque([(root, name, None, 0)])
+    while todo:
+        value, path, setter, depth = todo.popleft()
+        if count >= _MOST_SLOTS:
+            left += [path, *(where for _, where, _, _ in todo)]
+            return
         if _is_leaf(value):
             count += 1
             yield Slot(path, value, setter)
-            if isinstance(value, torch.Tensor) and value.is_leaf and value.grad is not None:
-                todo.append((value.grad, f"{path}.grad", functools.partial(setattr, value, "grad"), depth + 1))
+            if isinstance(value, torch.Tensor) and id(value) not in seen:
+                seen.add(id(value))
+                yield Slot(f"{path}.", vars(value), functools.partial(_set_entries, vars(value), None))
+                todo += [(item, where, put, depth + 1) for item, where, put in _of_tensor(value, path)]
             continue
         source = _random(value)
         if source is None and setter is not None and not isinstance(value, _SAME_PATH):
             count += 1
             yield Slot(path, value, setter, is_leaf=False)
-        if id(value) in seen or depth > _DEEPEST:
+        if id(value) in seen:
+            continue
+        if depth > _DEEPEST:
+            left.append(path)
             continue
         seen.add(id(value))
         if source is not None:
@@ -130,12 +154,14 @@ def _slots(root: Any, name: str, home: _Home) -> Iterator[Slot]:
         if isinstance(value, NO_VALUES):
             yield Slot(path, value, None)
         elif isinstance(value, dict):
-            yield Slot(path, value, functools.partial(_set_entries, value, setter))
+            is_whole = len(value) >= _WHOLE and all(map(is_fixed, value.values()))
+            yield Slot(path, value, functools.partial(_set_entries, value, setter), is_whole=is_whole)
+            if is_whole:
+                count += 1
+                continue
         elif isinstance(value, types.FunctionType) or (_is_own_object(value) and hasattr(value, "__dict__")):
             yield Slot(f"{path}.", vars(value), functools.partial(_set_entries, vars(value), None))
-        todo += [
-            (child, where, put, depth + 1) for child, where, put in reversed(list(_children(value, path, setter, home)))
-        ]
+        todo += [(child, where, put, depth + 1) for child, where, put in _children(value, path, setter, home)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +185,7 @@ def _set_entries(owner: dict[Any, Any], put: Setter | None, value: Any) -> None:
 
 def copied(value: Any) -> Any:
     """A leaf that does not change when the step changes its own in place; tensors are not copied."""
-    return copy.copy(value) if isinstance(value, (np.ndarray, list, set, collections.deque)) else value
+    return copy.copy(value) if isinstance(value, (*_ARRAYS, list, set, collections.deque)) else value
 
 
 def same(old: Any, new: Any, within: frozenset[tuple[int, int]] = frozenset()) -> bool:
@@ -198,7 +224,7 @@ def is_fixed(value: Any) -> bool:
 
 
 def _is_leaf(value: Any) -> bool:
-    if isinstance(value, (*_SCALARS, torch.Tensor, np.ndarray, np.generic)):
+    if isinstance(value, (*_SCALARS, torch.Tensor, *_ARRAYS, np.generic)):
         return True
     return isinstance(value, _SEQUENCES) and all(isinstance(item, _SCALARS) for item in value)
 
@@ -226,8 +252,8 @@ def _children(value: Any, path: str, put: Setter | None, home: _Home) -> Childre
     elif isinstance(value, tuple):
         yield from _of_tuple(value, path, put)
     elif isinstance(value, contextvars.ContextVar):
-        if (item := value.get(None)) is not None:
-            yield item, path, functools.partial(_set_variable, value)
+        with contextlib.suppress(LookupError):  # it was not set
+            yield value.get(), path, functools.partial(_set_variable, value)
     elif isinstance(value, types.MethodType):
         yield value.__self__, path.removesuffix(f".{value.__name__}"), None
         yield value.__func__, path, None
@@ -243,9 +269,14 @@ def _children(value: Any, path: str, put: Setter | None, home: _Home) -> Childre
             for key, item in list(vars(value)[part].items()):
                 yield item, f"{path}.{key}", functools.partial(vars(value)[part].__setitem__, key)
         for key, item in list(vars(value).items()):
-            if key not in _MODULE_PARTS and not key.endswith("_hooks") and key != "training":
+            if key not in _OF_EVERY_MODULE:
                 yield item, f"{path}.{key}", functools.partial(_put, value, key)
+            elif key.endswith("_hooks") and isinstance(item, dict):
+                yield from ((hook, f"{path}.{key}", None) for hook in list(item.values()))
         yield from _of_classes(value, path, home)
+    elif isinstance(value, type):
+        if home.has(value.__module__) and not issubclass(value, enum.Enum):
+            yield from _of_kinds(value.__mro__, path, home, ())
     elif _is_own_object(value):
         names = list(getattr(value, "__dict__", ()))
         names += [n for kind in type(value).__mro__ for n in _slot_names(kind)]
@@ -269,20 +300,41 @@ def _of_tuple(value: tuple[Any, ...], path: str, put: Setter | None) -> Children
         yield item, where, None if put is None else functools.partial(replace, index)
 
 
+def _of_tensor(tensor: torch.Tensor, path: str) -> Children:
+    if tensor.is_leaf and tensor.grad is not None:
+        yield tensor.grad, f"{path}.grad", functools.partial(setattr, tensor, "grad")
+    for key, item in list(vars(tensor).items()):
+        yield item, f"{path}.{key}", functools.partial(setattr, tensor, key)
+
+
 def _of_classes(value: Any, path: str, home: _Home) -> Children:
-    """What the classes of an object keep, and what their methods reach."""
-    found = set(getattr(value, "__dict__", ()))
-    for kind in type(value).__mro__:
+    return _of_kinds(type(value).__mro__, path, home, getattr(value, "__dict__", ()))
+
+
+def _of_kinds(kinds: Iterable[type], path: str, home: _Home, known: Iterable[str]) -> Children:
+    """What classes keep, and what their methods reach, but for names that the object has itself."""
+    found = set(known)
+    for kind in kinds:
         if kind.__module__.split(".")[0] in _FOREIGN:
             continue
-        for key, item in list(vars(kind).items()):
+        for key, given in list(vars(kind).items()):
             if key in found:  # another class, or the object itself, has one of that name before it
                 continue
+            item = _function_of(given)
             if isinstance(item, types.FunctionType) and home.has(item.__module__):
                 yield item, f"{path}.{key}", None
             elif not key.startswith("__") and _is_data(item):
                 yield item, f"{path}.{key}", functools.partial(setattr, kind, key)
             found.add(key)
+
+
+def _function_of(item: Any) -> Any:
+    """What a method of a class, or a property, calls; anything else is as it is."""
+    if isinstance(item, (staticmethod, classmethod)):
+        return item.__func__
+    if isinstance(item, property):
+        return item.fget
+    return item.func if isinstance(item, functools.cached_property) else item
 
 
 def _of_function(function: types.FunctionType, path: str, home: _Home) -> Children:
@@ -309,15 +361,15 @@ def _of_function(function: types.FunctionType, path: str, home: _Home) -> Childr
 
 
 def _of_global(function: types.FunctionType, name: str, item: Any, names: list[str], home: _Home) -> Children:
-    """A global that a function names: itself, or, of a module or a class of own code, what the function names of it."""
+    """A global that a function names: itself, or, of a module of own code, what the function names of it."""
     key = name if (function.__module__ or "") == home.module else f"{function.__module__}.{name}"
     put = functools.partial(function.__globals__.__setitem__, name)
     if item is np and "random" in names:
         yield np.random, f"{name}.random", None
     elif item is random or item is np.random:
         yield item, name, None
-    elif isinstance(item, (types.ModuleType, type)):
-        if home.has(item.__name__ if isinstance(item, types.ModuleType) else item.__module__):
+    elif isinstance(item, types.ModuleType):
+        if home.has(item.__name__):
             for attribute in names:
                 part = vars(item).get(attribute, np)  # a module of a module is not followed
                 if _is_data(part) or (isinstance(part, types.FunctionType) and home.has(part.__module__)):
@@ -347,9 +399,14 @@ def _is_own_object(value: Any) -> bool:
     return kind.__module__.split(".")[0] not in _FOREIGN
 
 
+_OF_SLOTS = ("__dict__", "__weakref__")
+
+
 def _slot_names(kind: type) -> list[str]:
     names = vars(kind).get("__slots__", ())
-    return [names] if isinstance(names, str) else [n for n in names if not n.startswith("__")]
+    names = [names] if isinstance(names, str) else names
+    private = f"_{kind.__name__.lstrip('_')}"
+    return [f"{private}{n}" if n.startswith("__") and not n.endswith("__") else n for n in names if n not in _OF_SLOTS]
 
 
 def _set_variable(variable: contextvars.ContextVar[Any], value: Any) -> None:

@@ -6,7 +6,9 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
+import numpy as np
 import torch
+from torch.utils._pytree import tree_map
 
 from graphrt.kernels.checks import check_instance, shown
 from graphrt.kernels.errors import ConfigError
@@ -16,8 +18,8 @@ from graphrt.testing.verify_checks import check_pad, check_parts, check_subject,
 Inputs = Mapping[str, Any]
 """What one case hands to `refresh`: tensors, numbers, and in the object form whatever the caller's code takes."""
 
-Output = torch.Tensor | Sequence[torch.Tensor] | Mapping[str, torch.Tensor] | None
-"""What a step returns."""
+Output = torch.Tensor | Sequence[Any] | Mapping[str, Any] | None
+"""What a step returns: tensors, in tuples, lists and dicts."""
 
 Parts = Mapping[str, Any]
 """By name of an output or of a state tensor: an index of torch that says which part is meant."""
@@ -70,10 +72,10 @@ class Target:
                 )
         check_subject(subject)
         self.subject = subject
-        self.eager: Callable[[Inputs], Output] | None = getattr(subject, "eager", None)
+        self._eager: Callable[[Inputs], Output] | None = getattr(subject, "eager", None)
         self.is_own_oracle = eager is None and isinstance(subject, PlainSubject)  # on tensors of exact size
         if eager is not None:
-            self.eager = eager if not isinstance(subject, PlainSubject) else subject.oracle(eager)
+            self._eager = eager if not isinstance(subject, PlainSubject) else subject.oracle(eager)
         self.capture: Callable[[Inputs], Callable[[], Output]] | None = getattr(subject, "capture", None)
         self.canaries: Canaries | None = getattr(subject, "canaries", None)
         own = (subject.step, "step") if isinstance(subject, PlainSubject) else (subject, "self")
@@ -92,6 +94,19 @@ class Target:
     def buffers(self) -> dict[str, torch.Tensor]:
         """The buffers as they are now."""
         return {**self.subject.buffers, **self.found}
+
+    @property
+    def has_oracle(self) -> bool:
+        return self._eager is not None
+
+    def eager(self, inputs: Inputs) -> dict[str, torch.Tensor]:
+        """What the oracle makes of inputs, of which it gets copies, by name."""
+        assert self._eager is not None, "asked for where there is one"
+        return named_outputs(self._eager(copied_inputs(inputs)))
+
+    def refresh(self, inputs: Inputs) -> None:
+        """Fill the buffers from inputs, of which the subject gets copies."""
+        self.subject.refresh(copied_inputs(inputs))
 
     def run(self) -> dict[str, torch.Tensor]:
         """Run the body: what it returns by name, or, where it returns nothing, the buffers that it changes."""
@@ -228,25 +243,43 @@ def name_of(step: Any) -> str:
     return str(getattr(step, "__qualname__", None) or type(step).__name__)
 
 
+def copied_inputs(inputs: Any) -> Any:
+    """Inputs with tensors, arrays, dicts, lists and tuples of their own: whoever has the others may write to them."""
+    return tree_map(_copied, inputs)
+
+
+def _copied(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        with torch.inference_mode(value.is_inference()):  # other tensors count who wrote to them
+            return value.detach().clone()
+    return value.copy() if isinstance(value, np.ndarray) else value
+
+
 def named_outputs(result: Any) -> dict[str, torch.Tensor]:
-    """The tensors that a step returned, by name: "out", or "out[0]", "out[1]", ..., or the keys of a dict."""
-    if result is None:
-        return {}
-    if isinstance(result, torch.Tensor):
-        named = {"out": result}
-    elif isinstance(result, Mapping):
-        named = {str(name): value for name, value in result.items()}
-    elif isinstance(result, (tuple, list)):
-        named = {f"out[{i}]": value for i, value in enumerate(result)}
-    else:
-        raise ConfigError(
-            f"step: expected a tensor, a tuple or a dict of tensors, got {type(result).__name__}; return its tensors"
-        )
-    for name, value in named.items():
-        if not isinstance(value, torch.Tensor):
-            raise ConfigError(f"{name}: expected a tensor, got {type(value).__name__}; return tensors only")
-        check_tensor_value(name, value)
+    """The tensors that a step returned, by name: "out", or "out[0]", "out[1]", ..., or the keys of a dict. Dicts and
+    tuples may lie in each other, as "out[1][0]", and hold None for what there is not."""
+    named: dict[str, torch.Tensor] = {}
+    _collect(named, result, "out", is_all=True)
     return named
+
+
+def _collect(named: dict[str, torch.Tensor], value: Any, name: str, *, is_all: bool = False) -> None:
+    if value is None:
+        return
+    if isinstance(value, torch.Tensor):
+        named[name] = check_tensor_value(name, value)
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            _collect(named, item, str(key) if is_all else f"{name}.{key}")
+    elif isinstance(value, (tuple, list)):
+        for index, item in enumerate(value):
+            _collect(named, item, f"{name}[{index}]")
+    elif is_all:
+        raise ConfigError(
+            f"step: expected a tensor, a tuple or a dict of tensors, got {type(value).__name__}; return its tensors"
+        )
+    else:
+        raise ConfigError(f"{name}: expected a tensor, got {type(value).__name__}; return tensors only")
 
 
 def is_plain(step: Any) -> bool:
