@@ -74,10 +74,10 @@ class RuntimeConfig:
     prefill_backend serves the prompts of mixed steps, by name, while `backend` serves the rows that decode. "none": one
                     kernel of `backend` serves both. None takes what was measured to be fastest
     use_graphs      False runs every step eagerly (counted, with the reason)
-    check_weights   before each step compare the address of one captured weight, and where 4 names of the model lead
-                    to, in turns, which takes a microsecond. A weight that moved is found within (number of weights)
-                    steps, one that was replaced within (weights, buffers and submodules) / 4. The first step has
-                    everything checked that a graph holds whatever this says, and every step with GRAPHRT_DEBUG=1
+    check_weights   before each step one address of a weight or cache is compared, and four names of the model are
+                    looked up, in turns. A weight that moved is found within (weights and cache tensors) steps, one that
+                    was replaced within (weights, buffers and submodules) / 4. The first step has everything checked
+                    that a graph holds whatever this says, and every step with GRAPHRT_DEBUG=1
     shadow_every    every so many launches one step runs eagerly too, from the same state as its graph, and what both
                     leave is compared bit by bit: `stats().shadow_differences`, and a RuntimeWarning. A launch of many
                     steps is replayed step by step then. A shadow takes about as long as an eager step. 0: never

@@ -62,7 +62,9 @@ _NEEDS: dict[str, Callable[[Values], tuple[Need, ...]]] = {
     "repetition_penalties": _penalised(1),
     "presence_penalties": _penalised(0),
     "frequency_penalties": _penalised(0),
-    "token_masks": lambda values: (("token_masks", 1),) if (values >= 0).any() else (),
+    "token_masks": lambda values: (
+        (("token_masks", 1), ("max_num_reqs", int(values.max()) + 1)) if (values >= 0).any() else ()  # one per row id
+    ),
     "logprobs": lambda values: (("max_logprobs", int(values.max())),) if (values >= 0).any() else (),
 }
 """What a runtime must have been built with, for rows that have such values."""

@@ -1,8 +1,9 @@
 """Text generation with continuous batching over a Runtime; scheduler.py says who is in a launch.
 
-Rows live on the device (session.py). Prompts run in chunks beside the rows that decode, a step per launch; where nobody
-waits, a launch has several steps, whose tokens come while it runs. Each launch is submitted before the one before is
-read, so the device never waits for the host. Who ends by a stop token gives its row to another one launch late.
+Rows live on the device (session.py). Prompts run in chunks beside the rows that decode, a step per launch. Once all
+prompts that have a row are read, a launch has several steps, whose tokens come while it runs. Each launch is submitted
+before the one before is read, so the device never waits for the host. A row that ends by a stop token is free for
+another sequence some launches later.
 """
 
 from __future__ import annotations

@@ -30,7 +30,8 @@ _FAULT_TEXT = {
     FaultCode.BAD_ENCODER_LEN: "encoder_len {value} is negative, longer than max_encoder_len, or 0 beside listed pages",
     FaultCode.ENCODER_LEN_CHANGED: "encoder_len {value} is not the one that its sequence has; state it in every step, "
     "or list the encoder's pages from page 0 with another one",
-    FaultCode.NO_TOKEN_OFFERED: "its logits offer no token: all are NaN or -inf, or the sampler returned -1",
+    FaultCode.NO_TOKEN_OFFERED: "its logits offer no token: all are NaN, -inf or forbidden by its token mask or "
+    "logit bias, or the sampler returned -1",
     FaultCode.SAMPLE_OUT_OF_RANGE: "the sampler returned {value}, which is outside the vocabulary",
 }
 _WROTE_NOTHING = "the row wrote nothing and can be submitted again"
@@ -189,6 +190,7 @@ class InFlight:
         assert rings is not None, "results are collected once"
         at = rings.entries(self.step, arrived)
         self._tokens, self._ends = rings.tokens[at, :n].copy(), rings.ends[at, :n].copy()
+        self._tokens.flags.writeable = self._ends.flags.writeable = False  # a session reads them later, too
         codes = rings.codes[at, :n]
         if self._asks_logprobs:
             of_rings = (rings.ranks, rings.logprobs, rings.logprob_tokens)

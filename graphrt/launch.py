@@ -44,7 +44,9 @@ class Launch(InFlight):
         if rings is None:
             return self._tokens, self._ends
         at, n = rings.entries(self.step, self.num_arrived), self.num_reqs
-        return rings.tokens[at, :n].copy(), rings.ends[at, :n].copy()
+        tokens, ends = rings.tokens[at, :n].copy(), rings.ends[at, :n].copy()
+        # Another thread may have collected it meanwhile, and its entries be a later launch's.
+        return (tokens, ends) if self._rings is rings else (self._tokens, self._ends)
 
     def ends(self) -> npt.NDArray[np.int32]:
         """RowEnd of each row after each step, [steps that ran, num_reqs] int32. Waits for the launch."""
@@ -65,7 +67,6 @@ class Launch(InFlight):
             if self.num_arrived <= index:
                 return
             rings = self._rings
-            if rings is None:
-                yield self._tokens[index]
-            else:
-                yield rings.tokens[(self.step + index) % rings.depth, : self.num_reqs].copy()
+            if rings is not None:
+                tokens = rings.tokens[(self.step + index) % rings.depth, : self.num_reqs].copy()
+            yield self._tokens[index] if self._rings is None else tokens  # collected meanwhile, as in `arrived`

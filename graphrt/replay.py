@@ -297,26 +297,29 @@ class ReplayManager:
             return Launch(step, 1, batch.num_reqs, target.descriptor, why_eager, slot, rings, asks, ids)
 
     def advance(self, news: News, *, steps: int = 1, eager: bool = False) -> Launch:
-        """Let rows go on by up to `steps` tokens, each from its last token on, with what `begin` said of it.
+        """Let rows go on by up to `steps` tokens, each from its last token on, with what `begin` said of it. Waits only
+        when `most_in_flight` launches of the config are in flight.
 
-        Waits only when `most_in_flight` launches of the config are in flight.
-
-        Raises: as `replay`; nothing has been written then.
+        Raises: as `replay`; nothing has been written then. An error of the step itself, where it is one of several,
+        ends all rows on the device, as `reset` does.
         """
         steps = check_int("steps", steps, 1, self._launch_steps, advice="raise RuntimeConfig.launch_steps")
         self._exclusive.enter()
         try:
             self._require(_CAPTURED, "advance")
             self._guards.before_step()
-            queue, order = self._queue, news.order
-            num_reqs = len(order)
+            queue, order, num_reqs = self._queue, news.order, len(news.order)
             target = self._dispatcher.dispatch(num_reqs, num_reqs, True)
             descriptor, why_eager = target.descriptor, "asked for by the caller" if eager else target.why_eager
             loops = steps > 1 and queue.can_loop(descriptor, why_eager)
             slot, step = queue.slot(steps)
             news.write(slot.record, step, steps, loops, order is not self._order)
             self._order = None
-            queue.launch(slot, descriptor, num_reqs, None, why_eager, steps, loops)
+            try:
+                queue.launch(slot, descriptor, num_reqs, None, why_eager, steps, loops)
+            except BaseException:
+                self.resets += steps > 1  # some of them may have run: nobody knows how far the rows are
+                raise
             self._order = order
             self._stats.count(descriptor, num_reqs, why_eager, eager, steps)
             return Launch(step, steps, num_reqs, descriptor, why_eager, slot, queue.rings, news.logprobs, order)

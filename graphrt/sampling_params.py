@@ -28,7 +28,7 @@ class SamplingParams:
     min_p         keep tokens with at least this share of the best one's probability, in [0, 1]; 0: all
     top_k         of these keep the k most likely ones; 0: all
     top_p         of these keep the fewest most likely ones that hold this probability, in (0, 1]; 1: all. Tokens as
-                  likely as the last one that top_k or top_p keeps are kept too
+                  likely as the last one that top_k or top_p keeps are kept too, but for top_k 1, which takes the lowest
     repetition_penalty   above 0: logits of tokens in the prompt or output are divided by it where they are above 0,
                   else multiplied; 1: none
     presence_penalty, frequency_penalty   subtracted from logits of tokens in the output: once, and for each time that

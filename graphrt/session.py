@@ -3,7 +3,7 @@
     session = DecodeSession(runtime)
     row = session.add(prompt, SamplingParams(max_new_tokens=100))
     while session.running:
-        session.run(8)                       # up to 8 tokens of each row, in one launch
+        session.run(8)                       # up to 8 steps: one launch, once all prompts are read
         for row, tokens in session.collect():
             ...
 
@@ -491,7 +491,7 @@ class DecodeSession(RowsInFlight):
         if self._closed:
             raise CaptureError(f"{call}: expected an open session, got one that was closed; make a new DecodeSession")
         if self._resets != self._manager.resets:
-            raise CaptureError(f"{call}: expected rows on the device, got none after reset(); close() the session")
+            raise CaptureError(f"{call}: expected its rows, got a reset() or a launch that failed; close() the session")
 
     def _own(self, row: SessionRow, call: str) -> None:
         self._open(call)

@@ -63,6 +63,7 @@ class RowsInFlight:
     def _reorder(self, order: Ids) -> None:
         """From now on these rows go on by themselves."""
         self._catch_up()
+        order.flags.writeable = False  # launches give it to their readers
         self._order, self._order_rows = order, tuple(map(self._rows.__getitem__, order.tolist()))
         self._no_news, self._quiet = News(order, logprobs=bool(self._asking)), 0
 

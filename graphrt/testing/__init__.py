@@ -1,1 +1,2 @@
-"""Testing kit: numerics, poison, one timer, and the repaired Triton interpreter. Imports without CUDA."""
+"""Testing kit: `verify` for captured steps, a pytest plugin, the contract of backends, numerics, poison, and the
+repaired Triton interpreter. Imports without CUDA."""

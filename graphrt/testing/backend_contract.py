@@ -1,8 +1,8 @@
 """The contract of an attention backend, as a suite that any package can run against its own.
 
 Each case builds the backend, captures a step and replays it with other rows. It fails where a replay is not bitwise
-the eager step, where a result is further from float64 than plain torch in the same dtype, and where padding, stale
-metadata or NaN reach an output. What a class declares decides which cases there are.
+the eager step, where a result is more than twice as far from float64 as plain torch in the same dtype, and where
+padding, stale metadata or NaN reach an output. What a class declares decides which cases there are.
 
 With pytest, a test per case:
 

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 import torch
 
+from graphrt.batch import Batch
 from graphrt.generate import Event, TextGenerator
 from graphrt.handle import StepFaultError
-from graphrt.kernels.errors import CapacityError, CaptureError, ReplayError
+from graphrt.kernels.errors import CapacityError, CaptureError, ReplayError, UnsupportedError
 from graphrt.kernels.types import FaultCode, RowEnd
 from graphrt.runtime import Runtime
 from graphrt.sampling_params import SamplingParams
@@ -149,3 +153,89 @@ def test_a_generator_names_the_prompt_behind_all_that_had_arrived(rows: int) -> 
     of_bad = [event for event in seen if event.prompt == 3]
     assert [event.token for event in of_bad] == greedy(model, prompts[3], 3)
     assert not any(event.finished for event in of_bad)
+
+
+class Failing(LivelyModel):
+    """Raises in the call of this number."""
+
+    calls, fails_at = 0, -1
+
+    def forward(self, step: Step) -> torch.Tensor:
+        self.calls += 1
+        if self.calls == self.fails_at:
+            raise RuntimeError("out of memory")
+        return super().forward(step)
+
+
+def test_a_launch_that_fails_on_its_way_ends_the_session() -> None:
+    """Some of its steps have run: tokens would be missing in the middle of each row."""
+    model = Failing(CPU)
+    runtime = captured(model)
+    with DecodeSession(runtime) as session:
+        row = session.add([3, 1, 4], SamplingParams(12))
+        session.run(2)
+        session.collect(wait=True)
+        model.fails_at = model.calls + 1
+        with pytest.raises(RuntimeError, match="out of memory"):
+            session.run(1, eager=True)
+        session.run(1)  # a single step is as if it had not been asked for
+        session.collect(wait=True)
+        known = list(row.tokens)
+        model.fails_at = model.calls + 3
+        with pytest.raises(RuntimeError, match="out of memory"):
+            session.run(8, eager=True)
+        for call in (lambda: session.run(1), session.collect, lambda: session.fork(row)):
+            with pytest.raises(CaptureError, match=r"expected its rows, got a reset\(\) or a launch that failed"):
+                call()
+        assert row.tokens == known
+    with DecodeSession(runtime) as session:
+        row = session.add([3, 1, 4], SamplingParams(12))
+        while session.running:
+            session.run(4)
+            session.collect(wait=True)
+        assert row.tokens[: len(known)] == known
+
+
+def test_results_that_a_session_reads_too_cannot_be_written() -> None:
+    with DecodeSession(captured()) as session:
+        session.add([3, 1, 4], SamplingParams(6))
+        session.run(1)
+        (launch,) = session.run(2)
+        for array in (launch.tokens(), launch.ends(), launch.row_ids):
+            assert array is not None
+            with pytest.raises(ValueError, match="read-only"):
+                array[...] = 0
+
+
+def test_a_mask_that_there_is_not_is_refused() -> None:
+    runtime = captured(token_masks=True)
+    batch = {"row_ids": [0], "seq_lens": [1], "tokens": [3], "page_indptr": [0, 1], "page_ids": [1]}
+    most = runtime.config.max_num_reqs
+    runtime.replay(Batch(**batch, token_masks=[most - 1])).wait()
+    with pytest.raises(UnsupportedError, match=f"expected a runtime with max_num_reqs={most + 1}"):
+        runtime.replay(Batch(**batch, token_masks=[most]))
+
+
+class Late:
+    """Tokens of a ring. Much happens before they are read for the first time, as in a thread that has to wait."""
+
+    def __init__(self, tokens: np.ndarray, meanwhile: Callable[[], object]) -> None:
+        self.tokens, self.meanwhile = tokens, meanwhile
+
+    def __getitem__(self, at: object) -> np.ndarray:
+        meanwhile, self.meanwhile = self.meanwhile, lambda: None
+        meanwhile()
+        return self.tokens[at]  # type: ignore[index]
+
+
+def test_a_late_reader_gets_the_tokens_of_its_own_launch() -> None:
+    """The ring's entry is written again while a thread is about to read it."""
+    with DecodeSession(captured(ring_depth=2, launch_steps=1)) as session:
+        row = session.add([3, 1, 4], SamplingParams(20, temperature=20.0, seed=5))
+        for read in (lambda of: next(iter(of)), lambda of: of.arrived()[0][0]):
+            (launch,) = session.run(1)
+            at, rings = len(row.tokens), copy.copy(launch._rings)
+            assert rings is not None
+            rings.tokens = Late(rings.tokens, lambda: (session.run(5), session.collect(wait=True)))  # type: ignore[assignment]
+            launch._rings = rings
+            assert read(launch).tolist() == [row.tokens[at]]
