@@ -171,7 +171,7 @@ class OpTapeRecorder:
         prepare()
         writer = _TapeWriter()
         try:
-            with torch.inference_mode(), _uncompiled(), _kernels_go_on(writer), _HostReadGuard(writer), writer:
+            with torch.inference_mode(), _uncompiled(), _kernels_on_tape(writer), _HostReadGuard(writer), writer:
                 output = step()
             if writer.refused is not None:  # the step went on: on CUDA the capture would be lost all the same
                 raise writer.refused
@@ -267,8 +267,8 @@ def _uncompiled() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _kernels_go_on(writer: _TapeWriter) -> Iterator[None]:
-    """A Triton kernel that the step launches by itself goes on the tape: interpreted, it is no op."""
+def _kernels_on_tape(writer: _TapeWriter) -> Iterator[None]:
+    """Writes down the Triton kernels that the step launches by itself. Interpreted, they are no ops."""
     interpreter = sys.modules.get("triton.runtime.interpreter")
     if interpreter is None:
         yield

@@ -265,7 +265,8 @@ class StepHandle(InFlight):
         return tokens
 
     def tokens(self, *, raise_on_fault: bool = True) -> npt.NDArray[np.int32]:
-        """Sampled token of each row, [num_reqs] int32 on the host; -1 where the row samples nothing or is faulty.
+        """Sampled token of each row, [num_reqs] int32 on the host, read-only; -1 where the row samples nothing or is
+        faulty.
 
         Waits for this step alone, and can be called at any time and from any thread, also after later steps.
 

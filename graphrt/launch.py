@@ -22,7 +22,7 @@ class Launch(InFlight):
     __slots__ = ()
 
     def tokens(self, *, raise_on_fault: bool = True) -> npt.NDArray[np.int32]:
-        """Sampled tokens, [steps that ran, num_reqs] int32 on the host; -1 where a row got none.
+        """Sampled tokens, [steps that ran, num_reqs] int32 on the host, read-only; -1 where a row got none.
 
         Waits for the launch. Raises: StepFaultError when rows are faulty, unless `raise_on_fault` is False;
         ReplayError when the device did not report the launch.
@@ -49,7 +49,7 @@ class Launch(InFlight):
         return (tokens, ends) if self._rings is rings else (self._tokens, self._ends)
 
     def ends(self) -> npt.NDArray[np.int32]:
-        """RowEnd of each row after each step, [steps that ran, num_reqs] int32. Waits for the launch."""
+        """RowEnd of each row after each step, [steps that ran, num_reqs] int32, read-only. Waits for the launch."""
         self.wait()
         return self._ends
 

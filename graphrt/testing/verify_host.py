@@ -61,12 +61,7 @@ class HostValues:
         for slot in slots(root, name):
             value = slot.value
             if isinstance(value, torch.Tensor):
-                contents = None
-                size, kind = value.numel() * value.element_size(), isinstance(value, torch.nn.Parameter)
-                if size <= min(_LARGEST_KEPT, room[kind]):
-                    contents = value.detach().clone()
-                    room[kind] -= size
-                values[slot.path] = _Old(value.data_ptr(), tuple(value.shape), contents)
+                values[slot.path] = _Old(value.data_ptr(), tuple(value.shape), _contents(value, room))
             elif not isinstance(value, NO_VALUES):
                 values[slot.path] = slot.copy()
         return cls(values)
@@ -128,17 +123,13 @@ def written_tensors(root: Any, name: str, during: Callable[[], object]) -> dict[
     """The tensors, by path, that were changed in place while `during` ran."""
 
     before: dict[str, tuple[torch.Tensor, int, torch.Tensor | None]] = {}
-    room = _MOST_KEPT[False]
+    room, room_of_uncounted = dict(_MOST_KEPT), dict.fromkeys(_MOST_KEPT, sys.maxsize)
     for slot in slots(root, name):
         tensor = slot.value
-        if not isinstance(tensor, torch.Tensor):
-            continue
-        # Tensors of inference mode count no versions, and `.data`, kernels and some ops write without one.
-        size, contents = tensor.numel() * tensor.element_size(), None
-        if size <= min(_LARGEST_KEPT, room):
-            contents = tensor.detach().clone()
-            room -= size
-        before[slot.path] = tensor, _version(tensor), contents
+        if isinstance(tensor, torch.Tensor):
+            # `.data`, kernels and some ops write without a version. Tensors of inference mode count none at all.
+            kept = _contents(tensor, room_of_uncounted if tensor.is_inference() else room)
+            before[slot.path] = tensor, _version(tensor), kept
     during()
 
     def written(tensor: torch.Tensor, version: int, old: torch.Tensor | None) -> bool:
@@ -147,6 +138,15 @@ def written_tensors(root: Any, name: str, during: Callable[[], object]) -> dict[
         return old is not None and (tensor.shape != old.shape or bool(differing(tensor.detach(), old).any()))
 
     return {path: entry[0] for path, entry in before.items() if written(*entry)}
+
+
+def _contents(tensor: torch.Tensor, room: dict[bool, int]) -> torch.Tensor | None:
+    """A copy of a small tensor, as long as there is room for its kind; see `_MOST_KEPT`."""
+    size, kind = tensor.numel() * tensor.element_size(), isinstance(tensor, torch.nn.Parameter)
+    if size > min(_LARGEST_KEPT, room[kind]):
+        return None
+    room[kind] -= size
+    return tensor.detach().clone()
 
 
 def _version(tensor: torch.Tensor) -> int:

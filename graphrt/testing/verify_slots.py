@@ -43,6 +43,7 @@ OTHER = object()
 _SAME_PATH = (dict, contextvars.ContextVar, types.MethodType, functools.partial, *NO_VALUES)  # as what is in them
 _MODULE_PARTS = ("_parameters", "_buffers", "_modules")
 _OF_EVERY_MODULE = frozenset(vars(torch.nn.Module()))
+_OF_SLOTS = ("__dict__", "__weakref__")  # what `__slots__` names that is no value
 _PACKAGES = tuple(sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib"))
 
 Setter = Callable[[Any], None]
@@ -397,9 +398,6 @@ def _is_own_object(value: Any) -> bool:
     if isinstance(value, (type, types.ModuleType, types.BuiltinFunctionType)):
         return False
     return kind.__module__.split(".")[0] not in _FOREIGN
-
-
-_OF_SLOTS = ("__dict__", "__weakref__")
 
 
 def _slot_names(kind: type) -> list[str]:

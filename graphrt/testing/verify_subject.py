@@ -244,7 +244,8 @@ def name_of(step: Any) -> str:
 
 
 def copied_inputs(inputs: Any) -> Any:
-    """Inputs with tensors, arrays, dicts, lists and tuples of their own: whoever has the others may write to them."""
+    """Inputs with tensors, arrays, dicts, lists and tuples of their own: whoever has the others may write to them.
+    Objects, and mappings that are no dicts, stay what they are."""
     return tree_map(_copied, inputs)
 
 
