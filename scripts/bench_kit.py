@@ -3,8 +3,9 @@
     python scripts/bench_kit.py                            # Llama 3.2 1B, 32 and 256 rows, a shadow every 256 launches
     python scripts/bench_kit.py --shape llama-3.1-8b --rows 256 --every 64
 
-Audits are timed in parts: the walk of the graph, the map of memory, and the look at each address. `verify_runtime` is
-timed whole, copies of the KV cache included, over eight generated batches of any sizes.
+Audits are timed in parts: the walk of the graph, the map of memory, and the look at each address. One more audit is of
+a graph of over 600 nodes: a model of the same shape with `--deep` layers. `verify_runtime` is timed whole, copies of
+the KV cache included, over eight generated batches of any sizes.
 
 For shadows there are two runtimes of the same weights: one has shadow steps, the other has none. Rounds of `--steps`
 steps take turns. The share of a shadow is how much longer its rounds take.
@@ -18,6 +19,7 @@ import argparse
 import json
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from statistics import median
 from typing import Any
 
@@ -88,7 +90,7 @@ def bench_audit(runtime: Runtime) -> dict[str, Any]:
     size = manager.descriptors[-1]
     graph, memory = manager.graph(size), manager.memory_map(size)
     view = inspect_graph(graph)
-    return {
+    found: dict[str, Any] = {
         "size": str(size),
         "nodes": view.num_nodes,
         "regions": len(memory.regions),
@@ -98,6 +100,13 @@ def bench_audit(runtime: Runtime) -> dict[str, Any]:
         "whole_ms": timed(lambda: manager.audit(size), 10),
         "findings": [str(finding) for finding in manager.audit(size).findings],
     }
+    print(
+        f"{found['size']}: {found['nodes']} nodes audited in {found['whole_ms']:.1f} ms: walked in "
+        f"{found['walk_ms']:.1f}, {found['regions']} regions mapped in {found['map_ms']:.1f}, looked at in "
+        f"{found['audit_ms']:.1f}; {len(found['findings'])} findings",
+        flush=True,
+    )
+    return found
 
 
 def bench_verify(runtime: Runtime, model: torch.nn.Module, mixes: int) -> dict[str, Any]:
@@ -161,6 +170,7 @@ def main() -> None:
     parser.add_argument("--every", type=int, default=256, help="launches from one shadow to the next")
     parser.add_argument("--steps", type=int, default=512, help="steps of a round; a multiple of --every")
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--deep", type=int, default=64, help="layers of the model whose long graph is audited")
     parser.add_argument("--device", default="cuda", help="cpu is a dry run, of a small --shape")
     arguments = parser.parse_args()
     if arguments.every < 1 or arguments.steps < 1 or arguments.steps % arguments.every or arguments.rounds < 1:
@@ -173,15 +183,9 @@ def main() -> None:
     results: dict[str, Any] = {"shape": arguments.shape, "audits": [], "verifies": [], "shadows": []}
     for rows in map(int, arguments.rows.split(",")):
         with make_runtime(loaded, device, rows, CONTEXT, 0) as runtime:
-            found, verified = bench_audit(runtime), bench_verify(runtime, loaded.model, MIXES)
-        results["audits"].append(found)
+            results["audits"].append(bench_audit(runtime))
+            verified = bench_verify(runtime, loaded.model, MIXES)
         results["verifies"].append(verified)
-        print(
-            f"{found['size']}: {found['nodes']} nodes walked in {found['walk_ms']:.1f} ms, {found['regions']} regions "
-            f"mapped in {found['map_ms']:.1f} ms, audited in {found['audit_ms']:.1f} ms; {len(found['findings'])} "
-            "findings",
-            flush=True,
-        )
         print(
             f"{rows} rows: {MIXES} batches verified in {verified['seconds']:.2f} s (first call "
             f"{verified['first_seconds']:.2f}) by {verified['replays']} replays and {verified['eager_runs']} eager "
@@ -195,6 +199,11 @@ def main() -> None:
             f"{arguments.every} launches ({shadow['share']:+.2%}, {shadow['ms_per_shadow']:.2f} ms each)",
             flush=True,
         )
+    del loaded  # the deep one gets the memory
+    deep = replace(shape, num_layers=arguments.deep, sliding_windows=())
+    loaded = load_model(deep, device=device, max_positions=min(shape.max_position_embeddings, 1 << 14))
+    with make_runtime(loaded, device, int(arguments.rows.split(",")[0]), CONTEXT, 0) as runtime:
+        results["deep_audit"] = {"layers": deep.num_layers, **bench_audit(runtime)}
     print(json.dumps({"name": "kit", **results, **provenance()}), flush=True)
 
 

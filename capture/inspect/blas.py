@@ -14,9 +14,11 @@ from collections.abc import Callable, Iterable, Mapping
 
 import torch
 
-from graphrt.capture.inspect.audit import audit, memory_of
-from graphrt.capture.inspect.findings import FindingKind
+from graphrt.capture.allocator import allocator_rows
+from graphrt.capture.inspect.cuda import inspect_graph
 from graphrt.capture.inspect.memory import MemoryMap, Owner, Region
+from graphrt.capture.inspect.pool import memory_of
+from graphrt.capture.inspect.scan import scan
 
 _WORKSPACE, _GENERATOR = "workspace of cuBLAS", "state of torch's generator"
 _SHAPES = ((64, 16384, 64), (8, 8192, 512), (1, 16384, 64), (128, 8192, 128))
@@ -69,12 +71,14 @@ def _beside(
     stream: torch.cuda.Stream, memory: MemoryMap, static: Mapping[str, torch.Tensor], work: Callable[[], object],
     name: str,
 ) -> list[Region]:  # fmt: skip
-    """The live blocks that some work uses beside its operands, under a name."""
+    """The live blocks of the map that some work uses beside its operands, under a name."""
     graph = torch.cuda.CUDAGraph(keep_graph=True)
     with torch.inference_mode(), torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
         work()
-    report = audit(graph, memory_of(static=static, pool=graph))
-    blocks = {memory.find(f.address) for f in report.findings if f.kind is FindingKind.FOREIGN}
+    words = scan(inspect_graph(graph))
+    own = memory_of(static=static, pool=graph, snapshot=allocator_rows(graph.pool()))
+    others = words.value[(words.aligned | words.exact) & (own.find_many(words.value) < 0)]
+    blocks = {memory.find(word) for word in others.tolist()}
     return [
         Region(name, Owner.LIBRARY, block.address, block.nbytes)
         for block in blocks

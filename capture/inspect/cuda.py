@@ -24,7 +24,7 @@ from cuda.bindings import driver
 
 from graphrt.capture.inspect.order import topological_order
 from graphrt.capture.inspect.tape import view_of_loop, view_of_tape
-from graphrt.capture.inspect.triton_kernels import KernelArguments, TritonKernels
+from graphrt.capture.inspect.triton_kernels import TritonKernels
 from graphrt.capture.inspect.view import Argument, Edge, GraphView, Node, NodeKind, Operand
 from graphrt.capture.raw_graph import check, count_nodes
 from graphrt.capture.tape import OpTape, OpTapeLoop
@@ -48,7 +48,7 @@ def inspect_graph(graph: Any) -> GraphView:
             of cuda.bindings), a graph or a loop of graphrt, or their twins on a CPU
 
     What cannot be read is said in `Node.remark`: types of nodes that are newer than this code, bodies of conditional
-    nodes for drivers before 13.2. Reads only; must not run while the graph is changed. Takes 50 to 100 us per node.
+    nodes for drivers before 13.2. Reads only; must not run while the graph is changed. Takes some 50 us per node.
 
     Raises: ConfigError for anything else; CaptureError for a graph that torch did not keep, one that was closed, and
     where the driver refuses to list the nodes.
@@ -85,15 +85,18 @@ def _handle(graph: Any) -> Any:
 class _Function:
     """What all nodes that launch one kernel share.
 
-    layout   offset and size of each argument
-    triton   the arguments by name, where Triton made the kernel
+    offsets  of the arguments
+    sizes    of the arguments, in bytes
+    names    of the arguments, and in `pointers` where their addresses are: both are known where Triton made the kernel
     unread   why the driver told no more of the layout, where that was not its end
     """
 
     symbol: str
     name: str
-    layout: tuple[tuple[int, int], ...]
-    triton: KernelArguments | None
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    names: tuple[str, ...]
+    pointers: tuple[tuple[int, ...] | None, ...]
     unread: str = ""
 
 
@@ -299,8 +302,10 @@ def _function(params: Any, triton: TritonKernels) -> _Function:
         layout.append((int(answer[1]), int(answer[2])))
     at_the_end = int(answer[0]) == int(driver.CUresult.CUDA_ERROR_INVALID_VALUE)
     unread = "" if at_the_end else f"where its arguments are could not be read: {answer[0]!r}"
-    arguments = triton.arguments(symbol, int(params.func), [size for _, size in layout])
-    return _Function(symbol, _demangled(symbol), tuple(layout), arguments, unread)
+    offsets, sizes = zip(*layout, strict=True) if layout else ((), ())
+    known = triton.arguments(symbol, int(params.func), sizes) or (("", None),) * len(layout)
+    names, pointers = zip(*known, strict=True) if layout else ((), ())
+    return _Function(symbol, _demangled(symbol), offsets, sizes, names, pointers, unread)
 
 
 @lru_cache(maxsize=4096)
@@ -311,20 +316,27 @@ def _demangled(symbol: str) -> str:
 
 def _read_arguments(params: Any, function: _Function) -> tuple[tuple[Argument, ...], str]:
     """The arguments as the launch has them, and what could not be read."""
-    layout = function.layout
-    if params.kernelParams and layout:
-        pointers = (ctypes.c_uint64 * len(layout)).from_address(params.kernelParams)
-        data = [ctypes.string_at(at, size) if at else b"" for at, (_, size) in zip(pointers, layout, strict=True)]
+    offsets, sizes = function.offsets, function.sizes
+    if params.kernelParams and offsets:
+        places = (ctypes.c_uint64 * len(offsets)).from_address(params.kernelParams)[:]
+        first = places[0]
+        if first and places == [first + offset - offsets[0] for offset in offsets]:  # they lie as in one buffer
+            data = _cut(ctypes.string_at(first, offsets[-1] - offsets[0] + sizes[-1]), offsets, sizes, offsets[0])
+        else:
+            data = [ctypes.string_at(at, size) if at else b"" for at, size in zip(places, sizes, strict=True)]
     elif params.extra:
         blob = _blob(params.extra)
-        if not layout or any(offset + size > len(blob) for offset, size in layout):
+        if not offsets or any(offset + size > len(blob) for offset, size in zip(offsets, sizes, strict=True)):
             return (Argument(0, blob),), ""
-        data = [blob[offset : offset + size] for offset, size in layout]
+        data = _cut(blob, offsets, sizes)
     else:
-        return (), "the driver tells no arguments" if layout else ""
-    names = function.triton or (("", None),) * len(layout)
-    found = zip(layout, data, names, strict=True)
-    return tuple(Argument(offset, value, name, at) for (offset, _), value, (name, at) in found), ""
+        return (), "the driver tells no arguments" if offsets else ""
+    return tuple(map(Argument, offsets, data, function.names, function.pointers)), ""
+
+
+def _cut(blob: bytes, offsets: Sequence[int], sizes: Sequence[int], start: int = 0) -> list[bytes]:
+    """The pieces of a buffer whose first byte has the offset `start`."""
+    return [blob[offset - start : offset - start + size] for offset, size in zip(offsets, sizes, strict=True)]
 
 
 def _blob(extra: int) -> bytes:
@@ -352,17 +364,25 @@ class _AttributeReader:
     def __init__(self) -> None:
         arguments = ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p
         self._get = _function_of_driver(b"cuGraphKernelNodeGetAttribute", 11000, *arguments)
-        self._value = ctypes.create_string_buffer(_VALUE_BYTES)
-        self._kinds = [(int(kind), name, text) for kind, name, text in _ATTRIBUTES]
+        self._values = ctypes.create_string_buffer(_VALUE_BYTES * len(_ATTRIBUTES))
+        start = ctypes.addressof(self._values)
+        self._asked = [(int(kind), start + _VALUE_BYTES * at) for at, (kind, _, _) in enumerate(_ATTRIBUTES)]
+        self._read: dict[bytes, dict[str, str]] = {}  # most launches of a graph have the same attributes
 
     def read(self, handle: Any) -> dict[str, str]:
         """Those that are not as by default, by name. One that a driver does not know was not set either."""
-        if self._get is None:
+        if (get := self._get) is None:
             return {}
-        found, node = {}, int(handle)
-        for kind, name, text in self._kinds:
-            if self._get(node, kind, self._value) == 0 and (value := text(self._value.raw)):
-                found[name] = value
+        node = int(handle)
+        answers = bytes(get(node, kind, at) == 0 for kind, at in self._asked)
+        key = answers + self._values.raw
+        if (found := self._read.get(key)) is None:
+            values = (self._values.raw[at : at + _VALUE_BYTES] for at in range(0, len(self._values), _VALUE_BYTES))
+            found = self._read[key] = {
+                name: shown
+                for told, value, (_, name, text) in zip(answers, values, _ATTRIBUTES, strict=True)
+                if told and (shown := text(value))
+            }
         return found
 
 

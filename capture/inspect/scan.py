@@ -39,7 +39,8 @@ class Slot:
 class Words:
     """The words that may be addresses, as parallel arrays in the order of the arguments.
 
-    slots      every argument of every kernel
+    nodes      every node that has arguments, with its place
+    firsts     [nodes]  index of each node's first argument among all arguments
     starts     where each argument's bytes begin in `data`, and where the last one's end
     data       the bytes of all arguments, and WORD zeros
     at         [n]  where in `data` a word stands
@@ -49,7 +50,8 @@ class Words:
     looked_at  words that were looked at, those that cannot be addresses included
     """
 
-    slots: tuple[Slot, ...]
+    nodes: tuple[tuple[Place, Node], ...]
+    firsts: npt.NDArray[np.int64]
     starts: npt.NDArray[np.int64]
     data: npt.NDArray[np.uint8]
     at: npt.NDArray[np.int64]
@@ -61,7 +63,9 @@ class Words:
     def slot_at(self, at: int) -> tuple[Slot, int]:
         """The argument that holds a byte of `data`, and the byte's offset in it."""
         index = int(np.searchsorted(self.starts, at, side="right")) - 1
-        return self.slots[index], int(at - self.starts[index])
+        of = int(np.searchsorted(self.firsts, index, side="right")) - 1
+        place, node = self.nodes[of]
+        return Slot(place, node, index - int(self.firsts[of])), int(at - self.starts[index])
 
     def values_at(self, at: npt.NDArray[np.int64]) -> npt.NDArray[np.uint64]:
         """[n]: the words that stand at [n] places of `data`."""
@@ -70,8 +74,9 @@ class Words:
 
 def scan(view: GraphView) -> Words:
     """The words of all kernel arguments of a graph, bodies included. Arguments shorter than a word hold none."""
-    slots = tuple(Slot(place, node, i) for place, node in view.walk() for i in range(len(node.arguments)))
-    arguments = [slot.argument for slot in slots]
+    nodes = tuple((place, node) for place, node in view.walk() if node.arguments)
+    firsts = np.array([0, *itertools.accumulate(len(node.arguments) for _, node in nodes)], np.int64)[:-1]
+    arguments = [argument for _, node in nodes for argument in node.arguments]
     starts = np.array([0, *itertools.accumulate(len(argument.data) for argument in arguments)], np.int64)
     data = np.frombuffer(b"".join(argument.data for argument in arguments) + bytes(WORD), np.uint8)
     # Without a last entry an empty graph has nothing to index.
@@ -91,7 +96,7 @@ def scan(view: GraphView) -> Words:
     of = np.searchsorted(starts, at, side="right") - 1
     aligned = (at - starts[of] + offsets[of]) % WORD == 0
     looked_at = int(np.maximum(np.diff(starts)[scanned[:-1]] - (WORD - 1), 0).sum()) + len(told)
-    return Words(slots, starts, data, at, value, exact, aligned, looked_at)
+    return Words(nodes, firsts, starts, data, at, value, exact, aligned, looked_at)
 
 
 def _told(arguments: list[Argument], starts: list[int]) -> Iterator[int]:

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any
+from typing import Any, NamedTuple
 
 from graphrt.kernels.checks import shown
 from graphrt.kernels.errors import ConfigError
@@ -46,9 +46,8 @@ class NodeKind(str, Enum):
     OTHER = "other"
 
 
-@dataclass(frozen=True, slots=True)
-class Argument:
-    """One argument of a kernel, by value.
+class Argument(NamedTuple):
+    """One argument of a kernel, by value. A tuple, as graphs have thousands of them.
 
     offset    where it stands among the kernel's arguments, in bytes
     data      its bytes, as the launch has them

@@ -77,9 +77,10 @@ class FakeGraphs:
 
     def kernel(
         self, graph, function, arguments=(), *, grid=(1, 1, 1), block=(32, 1, 1), shared=0, attributes=None,
-        after=(), early=(), blob=False, by_kernel=False,
+        after=(), early=(), blob=False, scattered=False, by_kernel=False,
     ) -> int:  # fmt: skip
-        """A launch. `early`: of `after`, those that it does not wait out; `blob`: all arguments in one buffer."""
+        """A launch. `early`: of `after`, those that it does not wait out. Arguments lie in one buffer as the launch has
+        them; `blob`: the driver leads to the buffer, `scattered`: each argument lies elsewhere."""
         params, node = driver.CUDA_KERNEL_NODE_PARAMS(), FakeNode(TYPES.CU_GRAPH_NODE_TYPE_KERNEL)
         if by_kernel:
             params.kern = driver.CUkernel(function)
@@ -90,17 +91,20 @@ class FakeGraphs:
         params.sharedMemBytes = shared
         layout = self.functions[function][1]
         assert [len(one) for one in arguments] == [size for _, size in layout]
+        data = bytearray(max((offset + size for offset, size in layout), default=0))
+        for (offset, size), one in zip(layout, arguments, strict=True):
+            data[offset : offset + size] = one
         if blob:
-            data = bytearray(max((offset + size for offset, size in layout), default=0))
-            for (offset, size), one in zip(layout, arguments, strict=True):
-                data[offset : offset + size] = one
             buffer, size = self._memory(bytes(data)), ctypes.c_size_t(len(data))
             tags = (ctypes.c_uint64 * 5)(1, ctypes.addressof(buffer), 2, ctypes.addressof(size), 0)
             node.memory += [buffer, size, tags]
             params.extra = ctypes.addressof(tags)
         elif arguments:
-            buffers = [self._memory(one) for one in arguments]
-            pointers = (ctypes.c_uint64 * len(buffers))(*map(ctypes.addressof, buffers))
+            buffers = [self._memory(one) for one in (arguments if scattered else [bytes(data)])]
+            places = map(ctypes.addressof, buffers) if scattered else [
+                ctypes.addressof(buffers[0]) + offset for offset, _ in layout
+            ]  # fmt: skip
+            pointers = (ctypes.c_uint64 * len(layout))(*places)
             node.memory += [*buffers, pointers]
             params.kernelParams = ctypes.addressof(pointers)
         node.params, node.attributes = params, dict(attributes or {})

@@ -317,7 +317,7 @@ def test_words_that_are_known_to_be_no_addresses() -> None:
     moved = MemoryMap([Region("x", Owner.STATIC, X + 0x100000, 4096)])
     views = [chain(replace(kernel("f"), arguments=(one,))) for one in (here, there)]
     assert not compared(*views, memory(), moved).equal
-    pointers = [chain(replace(kernel("f"), arguments=(replace(one, pointers=(0,)),))) for one in (here, there)]
+    pointers = [chain(replace(kernel("f"), arguments=(one._replace(pointers=(0,)),))) for one in (here, there)]
     assert compared(*pointers, memory(), moved).equal
 
 
@@ -361,7 +361,7 @@ def varied(rng: random.Random, view: GraphView) -> GraphView:
         nodes[at] = random_node(rng, 1)
     elif kind == 1 and nodes[at].arguments:
         first, *rest = nodes[at].arguments
-        nodes[at] = replace(nodes[at], arguments=(replace(first, data=word(POOL + 16) + first.data[8:]), *rest))
+        nodes[at] = replace(nodes[at], arguments=(first._replace(data=word(POOL + 16) + first.data[8:]), *rest))
     elif kind == 2 and edges:
         edges[0] = replace(edges[0], programmatic=rng.random() < 0.5)
     elif kind == 3 and nodes[at].bodies and nodes[at].bodies[0].nodes:

@@ -36,13 +36,13 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> FakeGraphs:
 
 
 @pytest.mark.parametrize("by_kernel", [False, True])
-@pytest.mark.parametrize("blob", [False, True])
-def test_a_kernel(fake: FakeGraphs, blob: bool, by_kernel: bool) -> None:
+@pytest.mark.parametrize("lie", [{}, {"blob": True}, {"scattered": True}])
+def test_a_kernel(fake: FakeGraphs, lie: dict[str, bool], by_kernel: bool) -> None:
     graph = fake.graph()
     function = fake.function(ADD, [4, 8, 24])
     arguments = [number(1000), bytes(8), POINTERS]
     launch = {"grid": (2, 3, 4), "block": (128, 2, 1), "shared": 512}
-    fake.kernel(graph, function, arguments, blob=blob, by_kernel=by_kernel, **launch)
+    fake.kernel(graph, function, arguments, by_kernel=by_kernel, **lie, **launch)
     (node,) = inspect_graph(graph).nodes
     assert (node.kind, node.symbol, node.name) == (NodeKind.KERNEL, ADD, ADD_NAME)
     assert (node.grid, node.block, node.shared_bytes) == ((2, 3, 4), (128, 2, 1), 512)
