@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from graphrt.config import Need
+from graphrt.config import Need, RuntimeConfig
 from graphrt.copied_values import check_ranges, copied_values, host_array, needs_of, of_row
 from graphrt.kernels.checks import shown
 from graphrt.kernels.errors import CapacityError, ShapeError, UnsupportedError
@@ -317,6 +317,17 @@ class Batch:
             f"batch: expected {query_len} new tokens in every row, got {shown(self.query_lens.tolist())}; compute "
             "prompts elsewhere, or build the runtime with RuntimeConfig(mixed_batches=True)"
         )
+
+    def check_needs(self, config: RuntimeConfig, vocab_size: int) -> None:
+        """Raise UnsupportedError for rows that a config does not allow, ShapeError for `logprob_tokens` outside of the
+        vocabulary."""
+        config.check_needs("batch", self.needs)
+        if "logprob_tokens" in self._stated and len(over := np.flatnonzero(self.logprob_tokens >= vocab_size)):
+            row = int(over[0])
+            raise ShapeError(
+                f"batch.logprob_tokens: expected token ids below vocab_size={vocab_size}, got "
+                f"{self.logprob_tokens[row]} in row {row}; -1 is the sampled token"
+            )
 
     def check_capacity(
         self, max_seq_len: int, record_words: int, groups: int, max_encoder_len: int = 0, whole: bool = False

@@ -31,9 +31,9 @@ class State(str, Enum):
 
 def wrong_state(state: State, needed: State, call: str) -> CaptureError:
     """The error of a call that needs a manager in another state."""
-    needs = {State.NEW: "a new ReplayManager", State.CAPTURED: "capture() first", State.CLOSED: "close() first"}
-    missing = "a new ReplayManager, this one was closed" if state is State.CLOSED else needs[needed]
-    return CaptureError(f"{call}: expected state '{needed.value}', got '{state.value}'; it needs {missing}")
+    needs = {State.NEW: "build a new one", State.CAPTURED: "call capture() first", State.CLOSED: "call close() first"}
+    advice = "it was closed, build a new one" if state is State.CLOSED else needs[needed]
+    return CaptureError(f"{call}: expected state '{needed.value}', got '{state.value}'; {advice}")
 
 
 class Exclusive:

@@ -15,10 +15,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from graphrt.entry import State
+from graphrt.entry import State, wrong_state
 from graphrt.handle import StepFaultError
 from graphrt.kernels.checks import check_instance, check_int, check_ints, check_sequence
-from graphrt.kernels.errors import CapacityError, CaptureError, ShapeError, UnsupportedError
+from graphrt.kernels.errors import CapacityError, ShapeError, UnsupportedError
 from graphrt.kernels.types import RowEnd
 from graphrt.launch import Launch
 from graphrt.logprobs import TokenLogprob
@@ -63,7 +63,7 @@ class TextGenerator:
     def __init__(self, runtime: Runtime, *, swap_bytes: int = 4 << 30) -> None:
         check_instance("runtime", runtime, Runtime, advice="build a Runtime")
         if runtime.state is State.CLOSED:
-            raise CaptureError("runtime: expected an open one, got one that was closed; build a new Runtime")
+            raise wrong_state(State.CLOSED, State.CAPTURED, "TextGenerator")
         check_decoder(runtime)
         self._runtime = runtime
         self._swap_bytes = check_int("swap_bytes", swap_bytes, 0, 1 << 50, advice="0 computes again instead")
@@ -87,10 +87,7 @@ class TextGenerator:
         ReplayError where a row yields no token, and CaptureError after a `reset()`.
         """
         if self._runtime.state is not State.CAPTURED:
-            raise CaptureError(
-                f"generate: expected a captured runtime, got state '{self._runtime.state.value}'; "
-                "call capture() before, and close() after it"
-            )
+            raise wrong_state(self._runtime.state, State.CAPTURED, "generate")
         check_sequence("prompts", prompts, of="prompts, each a list of token ids")
         if isinstance(params, SamplingParams):
             params = [params] * len(prompts)

@@ -31,6 +31,7 @@ from graphrt.spec import AttentionSpec
 from graphrt.step import Model, Sampler, Step
 
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32)
+_TOKENS = (torch.int32, torch.int64)
 _MOST_VIEWS = 256  # sizes whose views are kept: batches without a graph may have any
 
 
@@ -80,17 +81,30 @@ class StepProgram:
         check_tensor("logits", logits, shape=(rows, width), dtype=_FLOATS, device=device)
         tokens = None
         if self.sampler is not None:
-            if (penalties := step.penalties) is not None:
-                m, b = step.metadata, step.buffers
-                record_tokens(step.input_ids, m.query_start_loc, m.seq_lens, b.row_ids, b.prompt_lens, penalties)
-            tokens = self.sampler(logits, step)
-            check_tensor("tokens", tokens, shape=(rows,), dtype=(torch.int32, torch.int64), device=device)
+            tokens = self._sample(self.sampler, logits, step)
             if columns := self.buffers.logprob_ring.shape[2]:
                 b = step.buffers
                 asked = torch.where(b.logprob_tokens >= 0, b.logprob_tokens, tokens.int())
                 publish_logprobs(b, asked, token_logprobs(logits, asked, b.logprobs, max_top=columns - 1))
         publish(step.buffers, tokens, vocab_size=self.vocab_size)
         return logits
+
+    def _sample(self, sampler: Sampler, logits: torch.Tensor, step: Step) -> torch.Tensor:
+        """The step's tokens, with its inputs counted for penalties. Where the sampler raises they are counted no more:
+        the step may be submitted again."""
+        m, b, penalties = step.metadata, step.buffers, step.penalties
+        inputs = step.input_ids, m.query_start_loc, m.seq_lens, b.row_ids, b.prompt_lens
+        if penalties is not None:
+            record_tokens(*inputs, penalties)
+        try:
+            tokens = sampler(logits, step)
+            shape, device = (step.descriptor.padded_reqs,), self.kv_cache.device
+            check_tensor("the sampler's tokens", tokens, shape=shape, dtype=_TOKENS, device=device)
+        except BaseException:
+            if penalties is not None and not _is_capturing(self.kv_cache.device):
+                record_tokens(*inputs, penalties, take_back=True)
+            raise
+        return tokens
 
     def refresh(self, descriptor: BatchDescriptor) -> Step:
         """Turn what the inbox says into the derived buffers of one size, and return these. Capture-safe, as `run`."""
@@ -129,6 +143,11 @@ class StepProgram:
             layers=self.layers,
             row_tensors=self.row_tensors,
         )
+
+
+def _is_capturing(device: torch.device) -> bool:
+    """Whether work that is launched now goes into a graph, which a failure has ended."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 _NO_PAGES = PageGroup(page_size=1, num_pages=1, null_page=0, max_pages=1, max_encoder_len=1)

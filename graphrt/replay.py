@@ -266,7 +266,7 @@ class ReplayManager:
         if self._program.page_tables is not None and len(batch.page_ids):
             raise ShapeError("batch.page_ids: expected none beside page_tables, got some; write them to your tables")
         if batch.needs:
-            config.check_needs("batch", batch.needs)
+            batch.check_needs(config, self._program.vocab_size)
         self._guards.before_step()
         uniform = batch.is_uniform(config.query_len)
         if not (uniform or config.mixed_batches):
@@ -493,7 +493,7 @@ class ReplayManager:
             del self._buffers, self._program
             if self._device.type == "cuda":
                 torch.cuda.empty_cache()
-            self._state = State.CLOSED
+            self._state, self.resets = State.CLOSED, self.resets + 1
 
     def _require(self, state: State, call: str) -> None:
         if self._state is not state:

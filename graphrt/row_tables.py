@@ -43,7 +43,8 @@ class RowTables:
         manager.row_tables.set_state({3: {"adapter": 2}})              what Step.row_state("adapter") gives for row id 3
 
     A call writes many rows at once. What a row id has stays when its sequence ends: whoever begins the next sequence
-    says what that one has, as a DecodeSession does. No call waits for the device.
+    says what that one has. A DecodeSession takes back what its rows had when they are released. No call waits for the
+    device.
 
     tensors   [max_num_reqs + 1, ...] by name, those of RuntimeConfig.row_tensors; the last row is that of pads
 
@@ -204,6 +205,13 @@ class RowTables:
                 tensor[target].copy_(tensor[source])
             (self._stated[name].add if source in self._stated[name] else self._stated[name].discard)(target)
 
+    def forget(self, row_id: int) -> None:
+        """A row id is free: whoever gets it has no bias, and initial values. Nothing is written where it had none."""
+        if row_id in self._biased:
+            self.set_logit_bias({row_id: None})
+        if any(row_id in stated for stated in self._stated.values()):
+            self.set_state({row_id: {}})
+
     def switch_masks(self, masks: Mapping[int, int]) -> None:
         """Which mask the next launches of a session use, by row id; -1: none."""
         if masks:
@@ -215,10 +223,18 @@ class RowTables:
         """Put row tensors back to their initial values. The device must be idle."""
         for name, tensor in self.tensors.items():
             tensor.fill_(self._specs[name].initial)
+        self._have_nothing()
 
     def close(self) -> None:
         """Give the memory back."""
         self.tensors.clear()
+        self._have_nothing()
+
+    def _have_nothing(self) -> None:
+        """No row has a bias or values of its own any more."""
+        self._biased.clear()
+        for stated in self._stated.values():
+            stated.clear()
 
     def _by_row(self, name: str, values: Mapping[int, _T]) -> list[tuple[int, _T]]:
         """What was given by row id. Raises: ConfigError for what is no row id."""

@@ -43,6 +43,12 @@ class SamplingValues:
         self.put("logprobs", at, -1 if count is None else count)
         self.put("logprob_tokens", at, token)
 
+    def ask_of_prompt(self, at: int, params: SamplingParams, left: Values) -> None:
+        """With `prompt_logprobs`, of the next token of the prompt, `left[0]`; with none left, as of any sampled one."""
+        if params.prompt_logprobs is not None:
+            asked, token = (params.prompt_logprobs, int(left[0])) if len(left) else (params.logprobs, -1)
+            self.ask_logprobs(at, asked, token)
+
     def copy(self, source: int, target: int) -> None:
         """One place gets what another has."""
         for values in self._used.values():

@@ -19,7 +19,7 @@ from dataclasses import replace
 import numpy as np
 
 from graphrt.batch import Batch, Int32Array
-from graphrt.entry import State
+from graphrt.entry import State, wrong_state
 from graphrt.handle import RowFault, StepFaultError
 from graphrt.kernels.checks import check_bool, check_instance, check_int, check_ints
 from graphrt.kernels.errors import CapacityError, CaptureError, ConfigError, ShapeError
@@ -57,9 +57,7 @@ class DecodeSession(RowsInFlight):
     def __init__(self, runtime: Runtime, *, own_pages: bool = True) -> None:
         check_instance("runtime", runtime, Runtime, advice="build a Runtime")
         if runtime.state is not State.CAPTURED:
-            raise CaptureError(
-                f"runtime: expected a captured one, got state '{runtime.state.value}'; call capture() before"
-            )
+            raise wrong_state(runtime.state, State.CAPTURED, "DecodeSession")
         check_decoder(runtime)
         config, groups = runtime.config, runtime.kv_cache.groups
         super().__init__(config.max_num_reqs)
@@ -103,7 +101,8 @@ class DecodeSession(RowsInFlight):
 
         Raises: ShapeError for a prompt that is empty or no list of token ids, ConfigError for wrong params,
         UnsupportedError for params that the runtime was not built for, as with penalties, CapacityError for a sequence
-        that is too long, and where no row is free; nothing has changed then.
+        that is too long, for a prompt that needs more pages than there are, and where no row is free; nothing has
+        changed then.
         """
         self._open("add")
         longest, last = self._runtime.config.max_seq_len, self._runtime.vocab_size - 1
@@ -122,6 +121,7 @@ class DecodeSession(RowsInFlight):
                 f"prompt: expected prompt and output within max_seq_len={longest}, got {len(tokens)} + "
                 f"{params.max_new_tokens} tokens; shorten it, lower max_new_tokens or raise max_seq_len"
             )
+        self._pages.check_prompt(len(tokens))
         row = self._take_row(SessionRow(NO_ROW, tokens.astype(np.int32), params))
         self._begin(row, row.prompt, 0, values)
         return row
@@ -275,11 +275,12 @@ class DecodeSession(RowsInFlight):
         self._given.pop(at, None)
         self._prompts.pop(at, None)
         self._held.discard(at)
-        self._news.drop(at)  # whoever gets the row id next may be no row of this session
+        self._news.drop(at)  # whoever gets the row id next may be no row of this session: so `forget` below
         if at in self._order:
             self._reorder(self._order[self._order != at])
         self._pages.release(at)  # what is in flight runs before whoever gets the pages
         self._runtime.free_rows.append(at)
+        self._manager.row_tables.forget(at)
 
     def _take_row(self, row: SessionRow) -> SessionRow:
         """Give a row a row id."""
@@ -403,14 +404,6 @@ class DecodeSession(RowsInFlight):
             self._reorder(np.append(self._order, done))
         return launch
 
-    def _ask_of_prompt(self, at: int, start: int) -> None:
-        """Of a row that wants its prompt's log-probabilities, that of the next token is asked for with each one."""
-        params, tokens = self._rows[at].params, self._given[at]
-        if params.prompt_logprobs is not None:
-            more = start + 1 < len(tokens)
-            asked, token = (params.prompt_logprobs, int(tokens[start + 1])) if more else (params.logprobs, -1)
-            self._sampling.ask_logprobs(at, asked, token)
-
     def _chunks(self, budget: int) -> dict[int, Int32Array]:
         """The next tokens of prompts by row id, as far as `budget` and pages go; their pages are allocated."""
         chunks: dict[int, Int32Array] = {}
@@ -427,7 +420,7 @@ class DecodeSession(RowsInFlight):
                 if self._foreign:
                     continue  # a later one may have been given pages
                 break  # nor does a later one get what this one waits for
-            self._ask_of_prompt(at, start)
+            self._sampling.ask_of_prompt(at, self._rows[at].params, tokens[start + 1 :])
             chunks[at] = tokens[start : start + count]
             budget -= count
         return chunks
@@ -490,6 +483,8 @@ class DecodeSession(RowsInFlight):
     def _open(self, call: str) -> None:
         if self._closed:
             raise CaptureError(f"{call}: expected an open session, got one that was closed; make a new DecodeSession")
+        if self._manager.state is not State.CAPTURED:
+            raise wrong_state(self._manager.state, State.CAPTURED, call)
         if self._resets != self._manager.resets:
             raise CaptureError(f"{call}: expected its rows, got a reset() or a launch that failed; close() the session")
 

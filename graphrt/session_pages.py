@@ -144,6 +144,19 @@ class SessionPages:
             count = max(0, max((start + count - 1) // size * size for size in sizes) - start)
         return count
 
+    def check_prompt(self, length: int) -> None:
+        """Raise CapacityError for a prompt that has not pages enough even alone, in chunks of one token."""
+        needs = [0] * len(self._allocators)
+        for table in self._tables:
+            needs[table.group.pool] += table.group.most_pages(length, 1)
+        for pool, (need, allocator) in enumerate(zip(needs, self._allocators, strict=True)):
+            if need > (pages := allocator.num_pages - 1):
+                of_pool = f" of pool {pool}" if len(needs) > 1 else ""
+                raise CapacityError(
+                    f"prompt: expected at most {pages} pages{of_pool}, got a need of {need} for {length} tokens; "
+                    "shorten it, or build the runtime with a larger num_pages"
+                )
+
     def missing(self, ids: Ids, lengths: Ids) -> list[int]:
         """Pages of each pool that rows need to have so many tokens, beside those that they have."""
         needs = [0] * len(self._allocators)
@@ -173,8 +186,8 @@ class SessionPages:
             )
         free = " + ".join(str(allocator.num_free) for allocator in self._allocators)
         return CapacityError(
-            f"run: expected a page for the next token of a row, got {free} free pages; collect(), and release() rows "
-            "that have ended"
+            f"run: expected a page for the next token of a row, got {free} free pages; collect(), and release() a row "
+            "that has ended, or one that is to give way"
         )
 
     def submitted(self, ids: Ids) -> None:

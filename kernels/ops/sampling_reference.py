@@ -230,6 +230,7 @@ def record_tokens_reference(
     frequency: torch.Tensor,
     seen: torch.Tensor,
     counts: torch.Tensor,
+    amount: int,
 ) -> None:
     """Reference of `graphrt::record_tokens`."""
     vocab = counts.shape[1]
@@ -241,14 +242,14 @@ def record_tokens_reference(
         if not (0 <= row_id < len(seen) and penalised and start < end):
             continue
         first = int(seq_lens[row]) - (end - start)
-        if first == 0:
+        if first == 0 and amount > 0:
             seen[row_id] = 0
             counts[row_id] = 0
         bits = unpacked_bits(seen[row_id], 32 * seen.shape[1])
         for position, token in enumerate(tokens[start:end].tolist(), first):
             if 0 <= token < vocab:
                 bits[token] = True
-                counts[row_id, token] += int(position >= int(prompt_lens[row]))
+                counts[row_id, token] += amount * int(position >= int(prompt_lens[row]))
         places = torch.arange(32, device=seen.device)
         words = (bits.view(-1, 32).long() << places).sum(1)
         seen[row_id] = torch.where(words < 2**31, words, words - 2**32).int()

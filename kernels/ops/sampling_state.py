@@ -79,7 +79,7 @@ class Penalties:
         return {**of_rows, "seen": seen, "counts": counts}
 
 
-@triton.jit(do_not_specialize=["num_tokens", "state_rows", "vocab_size"])
+@triton.jit(do_not_specialize=["num_tokens", "state_rows", "vocab_size", "amount"])
 def _record_tokens_kernel(
     tokens_ptr,
     query_start_loc_ptr,
@@ -94,6 +94,7 @@ def _record_tokens_kernel(
     num_tokens,
     state_rows,
     vocab_size,
+    amount,  # 1 counts the tokens, -1 takes them back
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0)
@@ -113,7 +114,7 @@ def _record_tokens_kernel(
         counts_row_ptr = counts_ptr + row_id.to(tl.int64) * vocab_size
         lanes = tl.arange(0, BLOCK)
         first_position = tl.load(seq_lens_ptr + row) - (end - start)
-        if first_position == 0:
+        if (first_position == 0) & (amount > 0):
             zeros = tl.zeros([BLOCK], tl.int32)
             for at in range(first_word, end_word, BLOCK):
                 tl.store(seen_row_ptr + at + lanes, zeros, mask=at + lanes < end_word)
@@ -129,8 +130,8 @@ def _record_tokens_kernel(
             bit = tl.full([BLOCK], 1, tl.int32) << (token % 32)
             tl.atomic_or(seen_row_ptr + token // 32, bit, mask=mine, sem="relaxed")
             is_output = first_position + (at - start) + lanes >= prompt_len
-            one = tl.full([BLOCK], 1, tl.int32)
-            tl.atomic_add(counts_row_ptr + token, one, mask=mine & is_output, sem="relaxed")
+            change = tl.full([BLOCK], 0, tl.int32) + amount
+            tl.atomic_add(counts_row_ptr + token, change, mask=mine & is_output, sem="relaxed")
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,6 +146,7 @@ class _Call:
     frequency: torch.Tensor
     seen: Written
     counts: Written
+    amount: int
 
 
 def _launch(call: _Call) -> None:
@@ -152,7 +154,7 @@ def _launch(call: _Call) -> None:
         return
     _record_tokens_kernel[(call.row_ids.shape[0], _SLICES)](
         call.tokens, call.query_start_loc, call.seq_lens, call.row_ids, call.prompt_lens, call.repetition,
-        call.presence, call.frequency, call.seen, call.counts, call.tokens.shape[0], *call.counts.shape,
+        call.presence, call.frequency, call.seen, call.counts, call.tokens.shape[0], *call.counts.shape, call.amount,
         BLOCK=_BLOCK, num_warps=_NUM_WARPS,
     )  # fmt: skip
 
@@ -160,7 +162,7 @@ def _launch(call: _Call) -> None:
 def _reference(call: _Call) -> None:
     record_tokens_reference(
         call.tokens, call.query_start_loc, call.seq_lens, call.row_ids, call.prompt_lens, call.repetition,
-        call.presence, call.frequency, call.seen, call.counts,
+        call.presence, call.frequency, call.seen, call.counts, call.amount,
     )  # fmt: skip
 
 
@@ -174,6 +176,8 @@ def record_tokens(
     row_ids: torch.Tensor,
     prompt_lens: torch.Tensor,
     penalties: Penalties,
+    *,
+    take_back: bool = False,
 ) -> None:
     """Enter the tokens that a step computes into the state of its rows, before `sample` of that step.
 
@@ -182,6 +186,8 @@ def record_tokens(
     seq_lens         [rows]      int32  length of the sequence with these tokens: says their positions
     row_ids          [rows]      int32  distinct; an id that is not there, as -1 in pads: the row is skipped
     prompt_lens      [rows]      int32  tokens from this position on are output tokens, and counted
+    take_back        undo a call with the same arguments, of a step that failed: its output tokens count once less. The
+                     tokens stay seen, as the same step again sees the same ones
 
     Example: a prompt of 3 tokens in one step, then a token per step, each the one sampled before. The first call clears
     the row, since its first token has position 0, and enters the prompt. Each later call counts one output token.
@@ -202,7 +208,7 @@ def record_tokens(
     counts = penalties.state.counts
     check_tensor("state.counts", counts, shape=(None, None))
     of_rows = penalties.checked(rows, counts.shape[1], device)
-    _op(_Call(tokens, query_start_loc, seq_lens, row_ids, prompt_lens, **of_rows))
+    _op(_Call(tokens, query_start_loc, seq_lens, row_ids, prompt_lens, **of_rows, amount=-1 if take_back else 1))
 
 
 def compile_variants() -> list[CompileSpec]:

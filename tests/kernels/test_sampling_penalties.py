@@ -245,6 +245,35 @@ def test_state_counts_what_steps_compute(kernel_device: torch.device, rng: torch
     assert torch.equal(state.seen, before[1])
 
 
+def test_what_a_failed_step_counted_is_taken_back(kernel_device: torch.device) -> None:
+    """Of a step that begins a sequence, and of one that goes on, with a token that stands three times. A row without
+    penalties was not counted."""
+    state = PenaltyState.allocate(3, 40, kernel_device)
+    state.counts.fill_(9)  # of sequences that ended
+    on, off = torch.tensor([1.5, 1.0], device=kernel_device), torch.zeros(2, device=kernel_device)
+    on_device = lambda *values: torch.tensor(values, dtype=I32, device=kernel_device)  # noqa: E731
+
+    def record(tokens: list[int], length: int, **how: bool) -> None:
+        record_tokens(
+            torch.tensor([*tokens, 8], device=kernel_device), on_device(0, len(tokens), len(tokens) + 1),
+            on_device(length, 1), on_device(2, 0), on_device(1, 0), Penalties(on, off, off, state), **how,
+        )  # fmt: skip
+
+    def counts() -> list[list[int]]:
+        assert bool((state.counts[:2] == 9).all())
+        return [[token, int(state.counts[2, token])] for token in state.counts[2].nonzero().flatten().tolist()]
+
+    for tokens, length, expected in (([3, 3, 4], 3, [[3, 1], [4, 1]]), ([4, 39, 39, 39], 7, [[3, 1], [4, 2], [39, 3]])):
+        before = counts() if length > 3 else []
+        record(tokens, length)
+        assert counts() == expected
+        record(tokens, length, take_back=True)
+        assert counts() == before
+        record(tokens, length)
+        assert counts() == expected
+    assert set(unpacked_bits(state.seen[2].cpu(), 40).nonzero().flatten().tolist()) == {3, 4, 39}
+
+
 def test_records_that_say_nothing(kernel_device: torch.device) -> None:
     """Pads, ids and tokens that are not there, and starts beyond the tokens change nothing else."""
     state = PenaltyState.allocate(3, 40, kernel_device)

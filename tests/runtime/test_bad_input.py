@@ -241,7 +241,7 @@ def test_a_replaced_parameter_is_seen_by_check_weights(rig: Rig) -> None:
 def test_lifecycle(device: torch.device) -> None:
     rig = make_rig(device, capture=False)
     for call in (lambda: rig.manager.replay(Batch(**good())), rig.manager.reset):
-        with pytest.raises(CaptureError, match="expected state 'captured', got 'new'; it needs capture"):
+        with pytest.raises(CaptureError, match="expected state 'captured', got 'new'; call capture"):
             call()
     rig.manager.capture()
     with pytest.raises(CaptureError, match="capture: expected state 'new', got 'captured'"):
@@ -252,7 +252,7 @@ def test_lifecycle(device: torch.device) -> None:
     rig.manager.close()
     assert len(handle.tokens()) == 2, "a handle outlives its manager"
     for call in (lambda: rig.manager.replay(Batch(**good())), rig.manager.capture):
-        with pytest.raises(CaptureError, match="got 'closed'; it needs a new ReplayManager, this one was closed"):
+        with pytest.raises(CaptureError, match="got 'closed'; it was closed, build a new one"):
             call()
 
 

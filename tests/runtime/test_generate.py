@@ -417,7 +417,7 @@ def test_a_stop_token_as_the_first_token(toy: Runtime) -> None:
 def test_generators_need_a_captured_runtime_with_a_sampler() -> None:
     runtime = make_runtime(CPU)
     generator = TextGenerator(runtime)
-    with pytest.raises(CaptureError, match="generate: expected a captured runtime, got state 'new'"):
+    with pytest.raises(CaptureError, match="generate: expected state 'captured', got 'new'"):
         generator.generate([[1]], SamplingParams(3))
     runtime.capture()
     running = generator.generate([[5, 6]], SamplingParams(30))
@@ -425,7 +425,7 @@ def test_generators_need_a_captured_runtime_with_a_sampler() -> None:
     runtime.close()
     with pytest.raises(CaptureError, match="closed"):
         list(running)
-    with pytest.raises(CaptureError, match="generate: expected a captured runtime, got state 'closed'"):
+    with pytest.raises(CaptureError, match="generate: expected state 'captured', got 'closed'; it was closed"):
         generator.generate([[1]], SamplingParams(3))
     with pytest.raises(CaptureError, match="closed"):
         TextGenerator(runtime)

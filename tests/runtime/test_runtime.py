@@ -112,7 +112,7 @@ def test_after_close_every_call_answers(device: torch.device) -> None:
 def test_close_before_capture() -> None:
     runtime = make_runtime(CPU)
     assert runtime.state is State.NEW
-    with pytest.raises(CaptureError, match="it needs capture"):
+    with pytest.raises(CaptureError, match="call capture"):
         runtime.replay(one_row(5))
     runtime.close()
     assert runtime.state is State.CLOSED

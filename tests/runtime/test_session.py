@@ -486,7 +486,7 @@ def test_wrong_calls_are_named(call: str, error: type[Exception], text: str) -> 
 
 def test_a_runtime_that_is_not_captured_or_samples_nothing() -> None:
     runtime = make_runtime(torch.device("cpu"), num_pages=9)
-    with pytest.raises(CaptureError, match="runtime: expected a captured one, got state 'new'"):
+    with pytest.raises(CaptureError, match="DecodeSession: expected state 'captured', got 'new'"):
         DecodeSession(runtime)
     blind = make_runtime(torch.device("cpu"), num_pages=9, sampler=None)
     blind.capture()

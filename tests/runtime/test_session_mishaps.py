@@ -10,15 +10,17 @@ import pytest
 import torch
 
 from graphrt.batch import Batch
+from graphrt.config import RowTensor
 from graphrt.generate import Event, TextGenerator
 from graphrt.handle import StepFaultError
-from graphrt.kernels.errors import CapacityError, CaptureError, ReplayError, UnsupportedError
+from graphrt.kernels.errors import CapacityError, CaptureError, ReplayError, ShapeError, UnsupportedError
 from graphrt.kernels.types import FaultCode, RowEnd
 from graphrt.runtime import Runtime
+from graphrt.sampling import sample_tokens
 from graphrt.sampling_params import SamplingParams
 from graphrt.session import DecodeSession
 from graphrt.step import Step
-from tests.runtime.toy import LivelyModel, greedy, make_runtime
+from tests.runtime.toy import VOCAB, LivelyModel, greedy, make_runtime
 
 CPU = torch.device("cpu")
 LOOPS = pytest.mark.parametrize("loop_sizes", [(), (1, 2, 4)], ids=["launch_by_launch", "loop"])
@@ -239,3 +241,127 @@ def test_a_late_reader_gets_the_tokens_of_its_own_launch() -> None:
             rings.tokens = Late(rings.tokens, lambda: (session.run(5), session.collect(wait=True)))  # type: ignore[assignment]
             launch._rings = rings
             assert read(launch).tolist() == [row.tokens[at]]
+
+
+class FailingSampler:
+    """Samples as graphrt does. In the call of a number it raises, or gives too many tokens."""
+
+    def __init__(self, how: str) -> None:
+        self.calls, self.fails_at, self.how = 0, -1, how
+
+    def __call__(self, logits: torch.Tensor, step: Step) -> torch.Tensor:
+        self.calls += 1
+        tokens = sample_tokens(logits, step)
+        if self.calls != self.fails_at:
+            return tokens
+        if self.how == "raises":
+            raise RuntimeError("out of memory")
+        return tokens.repeat(2)
+
+
+@pytest.mark.parametrize(("how", "error"), [("raises", RuntimeError), ("returns", ShapeError)])
+def test_a_step_whose_sampler_failed_has_counted_no_token(how: str, error: type[Exception]) -> None:
+    """The session submits the step again: a token that counted twice would be avoided twice as much."""
+    sampler = FailingSampler(how)
+    runtime = make_runtime(CPU, sampler=sampler, config={"penalties": True})
+    runtime.capture()
+    state = runtime.manager.buffers
+    params = SamplingParams(14, frequency_penalty=0.05, repetition_penalty=1.02)
+    found, counts = [], []
+    for failures in (False, True):
+        with DecodeSession(runtime) as session:
+            row, other = session.add([3, 1, 4], params), session.add([5, 6, 7, 8], SamplingParams(14))
+            while session.running:
+                if failures:
+                    sampler.fails_at = sampler.calls + 1
+                    with pytest.raises(error, match=r"out of memory|the sampler's tokens: expected shape"):
+                        session.run(1, eager=True)
+                session.run(1, eager=True)
+                session.collect(wait=True)
+            found.append((row.tokens, other.tokens))
+            counts.append((state.penalty_counts[row.row_id].clone(), state.penalty_seen[row.row_id].clone()))
+    assert found[0] == found[1]
+    tokens = found[0][0][:-1]  # the last one was no input
+    assert counts[0][0].tolist() == np.bincount(tokens, minlength=VOCAB).tolist()
+    for first, second in zip(*counts, strict=True):
+        assert torch.equal(first, second)
+
+
+def test_whoever_gets_a_row_id_has_nothing_of_the_row_before() -> None:
+    """Not even one that is no row of a session, and says nothing."""
+    seen = []
+
+    def model(step: Step) -> torch.Tensor:
+        seen.append(step.row_state("adapter")[0].item() if step.row_state("adapter").device.type == "cpu" else None)
+        return lively(step)
+
+    lively = LivelyModel(CPU)
+    config = {"max_logit_bias": 2, "use_graphs": False, "row_tensors": (RowTensor("adapter", initial=-1),)}
+    runtime = make_runtime(CPU, model=model, config=config)
+    runtime.capture()
+    batch = {"seq_lens": [3], "query_lens": [3], "tokens": [3, 1, 4], "page_indptr": [0, 1], "page_ids": [1]}
+    expected = runtime.replay(Batch(row_ids=[0], **batch)).tokens().tolist()
+    for leave in ("release", "close", "before it runs"):
+        session = DecodeSession(runtime)
+        row = session.add([3, 1, 4], SamplingParams(4, logit_bias={7: 100.0, 8: 100.0}), state={"adapter": 5})
+        at = row.row_id
+        if leave != "before it runs":
+            session.run(2)
+            session.collect(wait=True)
+            assert set(row.tokens) <= {7, 8}
+            assert seen[-1] == 5
+        if leave == "close":
+            session.close()
+        else:
+            session.release(row)
+        assert runtime.replay(Batch(row_ids=[at], **batch)).tokens().tolist() == expected, leave
+        assert seen[-1] == -1
+        session.close()
+    session = DecodeSession(runtime)
+    session.add([3, 1, 4], SamplingParams(4, logit_bias={7: 100.0}), state={"adapter": 5})
+    session.run(1)
+    runtime.close()
+    session.close()
+
+
+@pytest.mark.parametrize("own_pages", [True, False])
+def test_a_prompt_without_pages_enough_is_refused_at_once(own_pages: bool) -> None:
+    """No release of other rows would let it run."""
+    runtime = captured(num_pages=4)  # three beside the null page, of four tokens each
+    with DecodeSession(runtime, own_pages=own_pages) as session:
+        with pytest.raises(CapacityError, match="expected at most 3 pages, got a need of 4 for 13 tokens"):
+            session.add([1] * 13, SamplingParams(1))
+        assert not session.rows
+        assert len(runtime.free_rows) == runtime.config.max_num_reqs
+        row = session.add([1] * 12, SamplingParams(1))
+        if own_pages:
+            session.run(1)
+            session.collect(wait=True)
+            assert row.end is RowEnd.LENGTH
+
+
+def test_a_token_that_there_is_not_has_no_log_probability() -> None:
+    runtime = captured(max_logprobs=1)
+    batch = {"row_ids": [0], "seq_lens": [1], "tokens": [3], "page_indptr": [0, 1], "page_ids": [1], "logprobs": [1]}
+    (found,) = runtime.replay(Batch(**batch, logprob_tokens=[VOCAB - 1])).logprobs()
+    assert found is not None
+    assert found.token == VOCAB - 1
+    with pytest.raises(ShapeError, match=f"logprob_tokens: expected token ids below vocab_size={VOCAB}, got {VOCAB}"):
+        runtime.replay(Batch(**batch, logprob_tokens=[VOCAB]))
+
+
+def test_a_session_of_a_closed_runtime_says_so() -> None:
+    runtime = captured()
+    session = DecodeSession(runtime)
+    row = session.add([3, 1, 4], SamplingParams(12))
+    session.run(3)
+    runtime.close()
+    calls = {
+        "run": lambda: session.run(1), "collect": session.collect, "add": lambda: session.add([1]),
+        "release": lambda: session.release(row), "DecodeSession": lambda: DecodeSession(runtime),
+        "TextGenerator": lambda: TextGenerator(runtime),
+    }  # fmt: skip
+    for name, call in calls.items():
+        with pytest.raises(CaptureError, match=f"^{name}: expected state 'captured', got 'closed'; it was closed"):
+            call()
+    session.close()
