@@ -2,18 +2,21 @@
 
     python scripts/bench_batch.py [--rows 256] [--pages 512]
 
-Every row decodes one token and lists all of its pages. Microseconds, the best of 50; docs/embedding.md quotes them.
+Every row decodes one token and lists all of its pages. Microseconds, the best of 50; docs/embedding.md quotes them. The
+last line of standard output is one JSON object.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import time
 from collections.abc import Callable
 
 import numpy as np
 
 from graphrt.batch import Batch, Row
+from graphrt.bench.environment import provenance
 from graphrt.kernels.metadata.record import record_size
 from graphrt.kernels.types import TOKEN_FROM_ROW
 
@@ -49,6 +52,7 @@ def main() -> None:
     of_arrays = [Row(i, [TOKEN_FROM_ROW], pages * PAGE_SIZE, table[i]) for i in range(rows)]
     batch, record = Batch(**arrays), np.zeros(record_size(rows, rows, rows * pages, 1), np.int32)
     print(f"{rows} rows x {pages} pages, microseconds")
+    times = {}
     for name, call in {
         "`Batch(...)` of int32 arrays": lambda: Batch(**arrays),
         "`Batch(...)` of lists": lambda: Batch(**lists),
@@ -57,7 +61,10 @@ def main() -> None:
         "page ids out of a `[rows, pages]` table": lambda: np.concatenate([row[:pages] for row in table]),
         "packing into the step record": lambda: batch.write_record(record, 1, 1),
     }.items():
-        print(f"{microseconds(call):8.0f}  {name}")
+        times[name] = microseconds(call)
+        print(f"{times[name]:8.0f}  {name}", flush=True)
+    result = {"rows": rows, "pages": pages, "microseconds": times}
+    print(json.dumps({"name": "batch", **result, **provenance()}), flush=True)
 
 
 if __name__ == "__main__":

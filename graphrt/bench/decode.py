@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from statistics import median
 from typing import Any
 
@@ -13,6 +13,7 @@ import torch
 
 from graphrt.batch import Batch
 from graphrt.bench.decode_transformers import BaselineTime
+from graphrt.bench.sampling import config_fields, stated_sampling
 from graphrt.bench.timer import measure_read_bandwidth
 from graphrt.config import RuntimeConfig
 from graphrt.groups import layer_places
@@ -21,6 +22,8 @@ from graphrt.kernels.errors import CapacityError, ConfigError
 from graphrt.kv_cache import bytes_per_page
 from graphrt.models.loading import free_memory
 from graphrt.runtime import Runtime
+from graphrt.sampling_params import SamplingParams
+from graphrt.sampling_values import SamplingValues
 from graphrt.spec import AttentionSpec, KVCacheSpec
 
 _ROUNDS = 5
@@ -60,6 +63,7 @@ class DecodeResult:
 class DecodeReport:
     """A whole run; `to_json` is the one line that the command prints last.
 
+    sampling    of all rows, but for their seeds
     baselines   times of `transformers` with the same shape, in the same run; empty where they were not asked for
     """
 
@@ -75,6 +79,7 @@ class DecodeReport:
     mixed_mib_per_graph: float
     nodes_per_graph: int
     results: tuple[DecodeResult, ...]
+    sampling: SamplingParams
     baselines: tuple[BaselineTime, ...] = ()
 
     def baseline(self, way: str, batch: int) -> BaselineTime | None:
@@ -84,6 +89,7 @@ class DecodeReport:
     def to_json(self) -> dict[str, Any]:
         record = asdict(self)
         record["results"] = [asdict(r) | {"share_of_floor": r.share_of_floor} for r in self.results]
+        record["sampling"] = stated_sampling(self.sampling)
         return record
 
 
@@ -107,10 +113,12 @@ def bench_decode(
     steps: int,
     device: torch.device,
     backend: str | None = None,
+    sampling: SamplingParams | None = None,
 ) -> DecodeReport:
     """Capture a ladder for `batches` and time decoding from `context` tokens on, `steps` steps a round.
 
     weight_bytes   bytes of weights that one step reads (an embedding table that is only looked up does not count)
+    sampling       of all rows, each with a seed of its own; penalties see the tokens of timed steps. None: greedy
 
     Raises: ConfigError for sizes that are no numbers >= 1, CapacityError for a KV cache beyond the free memory.
     """
@@ -118,13 +126,14 @@ def bench_decode(
     context = check_int("context", context, 1, _MAX_CONTEXT, advice="pass the tokens that each sequence holds already")
     steps = check_int("steps", steps, 1, _MAX_CONTEXT, advice="pass the steps of one round")
     max_seq_len = context + steps
-    largest = max(batches)
+    largest, sampling = max(batches), sampling or SamplingParams()
     config = RuntimeConfig(
         max_num_reqs=largest,
         max_num_tokens=max(largest, 64),
         max_seq_len=max_seq_len,
         mixed_sizes=(),
         backend=backend,
+        **config_fields(sampling),
     )
     pages, needed = kv_memory(kv_groups, largest, context, max_seq_len)
     free = free_memory(device)
@@ -140,7 +149,7 @@ def bench_decode(
         stats = runtime.stats()
         results = []
         for batch in batches:
-            loop = _Loop(runtime, batch, context)
+            loop = _Loop(runtime, batch, context, sampling)
             replay, host = loop.step_seconds(steps), loop.host_seconds(steps)
             p20, host_us, p80 = np.percentile(host, [20, 50, 80]) * 1e6
             kv_bytes = batch * kv_bytes_read(attention, kv_groups, context + steps // 2)
@@ -175,6 +184,7 @@ def bench_decode(
             ),
             nodes_per_graph=max((g.nodes for g in decode), default=0),
             results=tuple(results),
+            sampling=sampling,
         )
     finally:
         runtime.close()
@@ -211,7 +221,7 @@ def kv_bytes_read(attention: Sequence[AttentionSpec], kv_groups: Sequence[KVCach
 class _Loop:
     """Decodes `batch` sequences from `context` tokens on, each token fed back on the device."""
 
-    def __init__(self, runtime: Runtime, batch: int, context: int) -> None:
+    def __init__(self, runtime: Runtime, batch: int, context: int, sampling: SamplingParams) -> None:
         self._runtime = runtime
         cache, rng = runtime.kv_cache, np.random.default_rng(0)
         # Shuffled pages, as a long-running allocator hands them out. Every step lists what the rows see of the context,
@@ -230,6 +240,11 @@ class _Loop:
         self._rows = np.arange(batch, dtype=np.int32)
         self._context = context
         self._vocab_token = 1
+        values = SamplingValues(batch)
+        for row in range(batch):
+            values.set(row, replace(sampling, seed=row), context)
+        self._sampling = values.of(self._rows)
+        runtime.manager.row_tables.set_logit_bias(dict.fromkeys(range(batch), sampling.logit_bias))
 
     def _batch(self, length: int, *, first: bool) -> Batch:
         n = len(self._rows)
@@ -240,6 +255,7 @@ class _Loop:
             page_indptr=self._indptr,
             page_ids=self._pages,
             first_pages=self._firsts,
+            **self._sampling,
         )
 
     def step_seconds(self, steps: int) -> list[float]:

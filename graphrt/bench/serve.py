@@ -5,13 +5,14 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import numpy as np
 import torch
 
 from graphrt.bench.decode import kv_bytes_read
+from graphrt.bench.sampling import config_fields, stated_sampling
 from graphrt.bench.timer import measure_read_bandwidth
 from graphrt.config import RuntimeConfig
 from graphrt.generate import TextGenerator
@@ -33,6 +34,8 @@ _TOKENS = 10_000
 class Workload:
     """Prompts and how many tokens are to follow each. Lengths of both are uniform from `least` to `most`.
 
+    sampling   of all answers, but for their lengths and seeds
+
     The numbers come from Python's random module in the order of nano-vllm's benchmark: with seed 0 and the sizes below
     they are that benchmark's, 133,966 tokens out.
     """
@@ -40,14 +43,13 @@ class Workload:
     requests: int = 256
     least: int = 100
     most: int = 1024
-    temperature: float = 0.6
     seed: int = 0
+    sampling: SamplingParams = field(default_factory=lambda: SamplingParams(temperature=0.6))
 
     def __post_init__(self) -> None:
         check_int("requests", self.requests, 1, _MOST_REQUESTS, advice="pass how many prompts are sent")
         check_int("most", self.most, 1, _MAX_LENGTH, advice="pass the longest prompt and output")
         check_int("least", self.least, 1, self.most, advice="pass the shortest prompt and output")
-        SamplingParams(1, temperature=self.temperature)  # raises for what is none
 
     def make(self, vocab_size: int) -> tuple[list[list[int]], list[SamplingParams]]:
         """The prompts, and the parameters of each: no stop token, seeds 0, 1, 2 and so on."""
@@ -56,7 +58,11 @@ class Workload:
             [draw.randint(0, last) for _ in range(draw.randint(self.least, self.most))] for _ in range(self.requests)
         ]
         counts = [draw.randint(self.least, self.most) for _ in range(self.requests)]
-        return prompts, [SamplingParams(n, temperature=self.temperature, seed=i) for i, n in enumerate(counts)]
+        return prompts, [replace(self.sampling, max_new_tokens=n, seed=i) for i, n in enumerate(counts)]
+
+    def to_json(self) -> dict[str, Any]:
+        sizes = {name: getattr(self, name) for name in ("requests", "least", "most", "seed")}
+        return sizes | {"sampling": stated_sampling(self.sampling)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +127,8 @@ class ServeReport:
 
     def to_json(self) -> dict[str, Any]:
         figures = ("tokens_per_s", "requests_per_s", "busy_share", "floor_seconds", "share_of_floor")
-        return asdict(self) | {name: getattr(self, name) for name in figures}
+        record = asdict(self) | {name: getattr(self, name) for name in figures}
+        return record | {"workload": self.workload.to_json()}
 
 
 class LaunchTimer:
@@ -214,6 +221,7 @@ def bench_serve(
         max_seq_len=longest,
         mixed_sizes=None if device.type == "cuda" else (),
         backend=backend,
+        **config_fields(workload.sampling),
     )
     bandwidth = measure_read_bandwidth(device)
     if device.type == "cuda":

@@ -13,9 +13,11 @@ from rich.table import Table
 from graphrt.bench.decode import DecodeReport, DecodeResult, bench_decode, check_batches
 from graphrt.bench.decode_transformers import DYNAMIC, STATIC, BaselineTime, time_transformers
 from graphrt.bench.environment import provenance
+from graphrt.bench.sampling import described
 from graphrt.cli.checks import named_source
 from graphrt.cli.console import make_console
 from graphrt.cli.options import DecodeOptions
+from graphrt.cli.sampling import check_vocabulary, sampling_params
 from graphrt.kernels.errors import ConfigError
 from graphrt.kernels.types import KVLayout
 from graphrt.models.loading import load_model
@@ -31,9 +33,11 @@ def run_bench(options: DecodeOptions) -> None:
         raise ConfigError(f"--baseline: expected transformers, got {options.baseline!r}; or leave it out")
     if options.baseline is not None:
         require("transformers", "for the baseline")
+    params = sampling_params(options)
     device = resolve_device(options.device)
     loaded = load_model(source, device=device, max_positions=options.context + options.steps)
     config, dtype = loaded.config, loaded.model.dtype
+    check_vocabulary(params, config.vocab_size)
     report = bench_decode(
         options.shape or str(options.model),
         loaded.model,
@@ -46,6 +50,7 @@ def run_bench(options: DecodeOptions) -> None:
         steps=options.steps,
         device=device,
         backend=options.backend,
+        sampling=params,
     )
     if options.baseline is not None:
         del loaded  # the baseline gets the memory
@@ -68,7 +73,9 @@ def _numbers(name: str, text: str) -> list[int]:
 
 def _print(report: DecodeReport) -> None:
     console = make_console()
-    table = Table(title=f"decode, {report.model} on {report.device}, backend {report.backend}", title_justify="left")
+    how = described(report.sampling)
+    title = f"decode, {report.model} on {report.device}, backend {report.backend}, {how}"
+    table = Table(title=title, title_justify="left")
     headings = ["batch", "context", "floor ms", "graphrt ms", "of floor", "host us (p20 - p80)"]
     headings[5:5] = ["transformers ms (factor)", "compiled ms (factor)"] if report.baselines else []
     for heading in headings:

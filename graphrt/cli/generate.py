@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,17 +13,19 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from graphrt.bench.sampling import config_fields
 from graphrt.cli.console import capture_with_bar, make_console
 from graphrt.cli.options import GenerateOptions
+from graphrt.cli.sampling import check_vocabulary, sampling_params
 from graphrt.config import RuntimeConfig
 from graphrt.generate import TextGenerator
 from graphrt.kernels.errors import CapacityError, ConfigError
-from graphrt.kernels.ops.sampling_logprobs import MAX_TOP
 from graphrt.kernels.types import KVLayout
 from graphrt.logprobs import TokenLogprob
 from graphrt.models.loading import DUMMY_PREFIX, LoadedModel, load_model, resolve_source
 from graphrt.models.shapes import SHAPES
 from graphrt.models.smollm import default_model_path
+from graphrt.models.stop_strings import StopStrings
 from graphrt.models.tokenizer import Tokenizer, check_prompt, load_tokenizer
 from graphrt.runtime import Runtime, resolve_device
 from graphrt.sampling_params import SamplingParams
@@ -45,30 +48,15 @@ def run_generate(options: GenerateOptions) -> None:
     device = resolve_device(options.device)
     if options.dtype != "auto" and options.dtype not in _DTYPES:
         raise ConfigError(f"--dtype: expected auto, {', '.join(_DTYPES)}, got {options.dtype!r}; name one of these")
-    if options.logprobs is not None and options.logprobs > MAX_TOP:
-        raise ConfigError(f"--logprobs: expected at most {MAX_TOP}, got {options.logprobs}; ask for fewer tokens")
-    params = [
-        SamplingParams(
-            options.max_new_tokens,
-            options.temperature,
-            (options.seed + i) % (1 << 32),
-            top_k=options.top_k,
-            top_p=options.top_p,
-            min_p=options.min_p,
-            repetition_penalty=options.repetition_penalty,
-            presence_penalty=options.presence_penalty,
-            frequency_penalty=options.frequency_penalty,
-            logit_bias=_logit_bias(options.logit_bias or ()),
-            logprobs=options.logprobs,
-        )
-        for i in range(len(prompts))
-    ]
+    params = sampling_params(options, options.max_new_tokens)
+    StopStrings(options.stop or ())  # raises for what is none, before anything is loaded
     path = _model_path(options.model)
     with log.status(f"loading the tokenizer of {path.name}"):
         tokenizer = load_tokenizer(path)
     chat = tokenizer.has_chat_template if options.chat is None else options.chat
     ids = [tokenizer.encode_prompt(prompt, chat=chat) for prompt in prompts]
-    longest = max(map(len, ids)) + options.max_new_tokens
+    most = max(map(len, ids))
+    longest = most + options.max_new_tokens - 1  # the last token that is sampled is in no cache
     positions = longest if longest <= _MOST_POSITIONS else None  # beyond every model: refused below
     start = time.perf_counter()
     with log.status(f"loading {path.name}"):
@@ -77,19 +65,17 @@ def run_generate(options: GenerateOptions) -> None:
     if longest > loaded.config.max_position_embeddings:
         raise CapacityError(
             f"prompt: expected prompt and output within the model's {loaded.config.max_position_embeddings} positions, "
-            f"got {longest - options.max_new_tokens} + {options.max_new_tokens} tokens; lower --max-new-tokens"
+            f"got {most} + {options.max_new_tokens} tokens; lower --max-new-tokens"
         )
-    for token in params[0].logit_bias:
-        if token >= (vocab := loaded.config.vocab_size):
-            raise ConfigError(
-                f"--logit-bias: expected token ids below {vocab}, got {token}; name one of the vocabulary"
-            )
-    runtime = _build_runtime(options, loaded, device, ids, longest, params[0])
+    check_vocabulary(params, loaded.config.vocab_size)
+    ends = () if options.ignore_eos else (*tokenizer.eos_ids, *loaded.config.eos_ids)
+    params = replace(params, stop_ids=frozenset((*ends, *(options.stop_id or ()))))
+    of_prompts = [replace(params, seed=(options.seed + i) % (1 << 32)) for i in range(len(prompts))]
+    runtime = _build_runtime(options, loaded, device, ids, longest, params)
     try:
         capture_with_bar(runtime, log)
         start = time.perf_counter()
-        stop = frozenset((*tokenizer.eos_ids, *loaded.config.eos_ids))
-        count = _stream(prompts, runtime, tokenizer, ids, [replace(p, stop_ids=stop) for p in params], log)
+        count = _stream(prompts, runtime, tokenizer, ids, of_prompts, options.stop or (), log)
         seconds = time.perf_counter() - start
         if options.stats:
             _print_stats(log, runtime.stats(), count, seconds)
@@ -116,24 +102,6 @@ def _read_prompts(name: str | None) -> list[str]:
     if len(content) > _MOST_PROMPT_BYTES:
         raise ConfigError(f"--prompts: expected at most {_MOST_PROMPT_BYTES >> 20} MiB, got more; split the file")
     return [line for line in text.replace("\r\n", "\n").split("\n") if line.strip()]
-
-
-def _logit_bias(texts: Sequence[str]) -> dict[int, float]:
-    """The values of tokens that were given as ID=X."""
-    bias = {}
-    for text in texts:
-        token, _, value = text.partition("=")
-        try:
-            if int(token) in bias:
-                raise ConfigError(
-                    f"--logit-bias: expected each token once, got {token} again in {text!r}; leave one out"
-                )
-            bias[int(token)] = float(value)
-        except ValueError as error:
-            raise ConfigError(
-                f"--logit-bias: expected ID=X with a token id and a number, got {text!r}; pass 42=-5 or 42=-inf"
-            ) from error
-    return bias
 
 
 def _model_path(model: str | None) -> Path:
@@ -170,9 +138,7 @@ def _build_runtime(
         mixed_sizes=None if cuda else (_CPU_CHUNK,),
         backend=options.backend,
         use_graphs=options.graphs,
-        penalties=params.penalised,
-        max_logit_bias=len(params.logit_bias),
-        max_logprobs=params.logprobs,
+        **config_fields(params),
     )
     dtype = loaded.model.dtype
     return Runtime(
@@ -191,26 +157,39 @@ def _stream(
     tokenizer: Tokenizer,
     ids: list[list[int]],
     params: list[SamplingParams],
+    stop: Sequence[str],
     log: Console,
 ) -> int:
     """Print the answers, and return how many tokens they have. One prompt streams; several are printed as each ends.
-    Log-probabilities go to the log, a line per token, at the end."""
-    streams = [tokenizer.stream() for _ in ids]
+    Log-probabilities go to the log, a line per token, at the end.
+
+    A stop string ends an answer. Its sequence goes on unseen until all others have ended too."""
+    streams, stops = [tokenizer.stream() for _ in ids], [StopStrings(stop) for _ in ids]
     texts = [""] * len(ids)
     single, count = len(ids) == 1, 0
     lines: list[list[str]] = [[] for _ in ids]
-    for event in TextGenerator(runtime).generate(ids, params):
-        delta = streams[event.prompt].push(event.token) if event.token is not None else ""
-        if event.finished:
-            delta += streams[event.prompt].finish()
-        count += event.token is not None
-        texts[event.prompt] += delta
-        if event.logprob is not None:
-            lines[event.prompt].append(_logprob_line(event.logprob))
-        if single:
-            print(delta, end="", flush=True)
-        elif event.finished:
-            print(f"[{event.prompt + 1}] {prompts[event.prompt]}\n{texts[event.prompt].strip()}\n", flush=True)
+    left = set(range(len(ids)))
+    with closing(TextGenerator(runtime).generate(ids, params)) as events:
+        for event in events:
+            at = event.prompt
+            if at not in left:
+                continue
+            delta = stops[at].push(streams[at].push(event.token)) if event.token is not None else ""
+            if event.finished:
+                delta += stops[at].push(streams[at].finish())
+                delta += stops[at].finish()
+            count += event.token is not None
+            texts[at] += delta
+            if event.logprob is not None:
+                lines[at].append(_logprob_line(event.logprob))
+            if event.finished or stops[at].stopped:
+                left.discard(at)
+            if single:
+                print(delta, end="", flush=True)
+            elif at not in left:
+                print(f"[{at + 1}] {prompts[at]}\n{texts[at].strip()}\n", flush=True)
+            if not left:
+                break
     if single:
         print(flush=True)
     for index, of_prompt in enumerate(lines):

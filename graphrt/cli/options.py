@@ -19,8 +19,34 @@ _Device = Annotated[str | None, typer.Option(help="cpu, cuda or cuda:N; default:
 _PageSize = Annotated[int, typer.Option(min=1, max=1024, help="Tokens per KV page.")]
 
 
+def _sampled(text: str, **more: Any) -> Any:
+    return typer.Option(help=text, rich_help_panel="Sampling", **more)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GenerateOptions:
+class SamplingOptions:
+    """How tokens are sampled; see SamplingParams."""
+
+    temperature: Annotated[float, _sampled("0 is greedy.")] = 0.0
+    top_k: Annotated[int, _sampled("Draw among so many best tokens; 0 is all.")] = 0
+    top_p: Annotated[float, _sampled("Draw among the best that hold this probability; 1 is all.")] = 1.0
+    min_p: Annotated[float, _sampled("Draw among those with this share of the best one's; 0 is all.")] = 0.0
+    repetition_penalty: Annotated[
+        float, _sampled("Above 1: tokens of prompt and output are less likely; 1 is none.")
+    ] = 1.0
+    presence_penalty: Annotated[float, _sampled("Taken from the logits of tokens in the output.")] = 0.0
+    frequency_penalty: Annotated[float, _sampled("The same for each time that a token is there.")] = 0.0
+    logit_bias: Annotated[
+        list[str] | None,
+        _sampled("Added to the logit of token ID; -inf forbids it. May be given many times.", metavar="ID=X"),
+    ] = None
+    logprobs: Annotated[
+        int | None, _sampled("Give log-probabilities of each token, and of so many best ones; generate prints them.")
+    ] = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerateOptions(SamplingOptions):
     """Generate text. The answer goes to standard output, everything else to standard error."""
 
     prompts: Annotated[
@@ -39,22 +65,13 @@ class GenerateOptions:
         typer.Option(help="Folder or hub id with safetensors, or a .gguf file. Default: SmolLM2-135M-Instruct."),
     ] = None
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens to generate at most, per prompt.")] = 128
-    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0
-    top_k: Annotated[int, typer.Option(help="Draw among so many best tokens; 0 is all.")] = 0
-    top_p: Annotated[float, typer.Option(help="Draw among the best that hold this probability; 1 is all.")] = 1.0
-    min_p: Annotated[float, typer.Option(help="Draw among those with this share of the best one's; 0 is all.")] = 0.0
-    repetition_penalty: Annotated[
-        float, typer.Option(help="Above 1: tokens of prompt and output are less likely; 1 is none.")
-    ] = 1.0
-    presence_penalty: Annotated[float, typer.Option(help="Taken from the logits of tokens in the output.")] = 0.0
-    frequency_penalty: Annotated[float, typer.Option(help="The same for each time that a token is there.")] = 0.0
-    logit_bias: Annotated[
-        list[str] | None,
-        typer.Option(metavar="ID=X", help="Added to the logit of token ID; -inf forbids it. May be given many times."),
+    stop: Annotated[
+        list[str] | None, typer.Option(metavar="TEXT", help="An answer ends before this text. May be given many times.")
     ] = None
-    logprobs: Annotated[
-        int | None, typer.Option(help="Print log-probabilities of each token, and of so many best ones.")
+    stop_id: Annotated[
+        list[int] | None, typer.Option(min=0, metavar="ID", help="A token that ends it too. May be given many times.")
     ] = None
+    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="The model's own end tokens end nothing.")] = False
     seed: Annotated[
         int,
         typer.Option(min=0, max=(1 << 32) - 1, help="Seed of the first prompt; each next one's is one higher."),
@@ -71,7 +88,7 @@ class GenerateOptions:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DecodeOptions:
+class DecodeOptions(SamplingOptions):
     """Milliseconds per decode step, against the memory floor and a baseline. The last line is JSON."""
 
     shape: Annotated[str | None, typer.Option(help="Shape with dummy weights, e.g. llama-3.1-8b.")] = None
@@ -83,20 +100,20 @@ class DecodeOptions:
     backend: _Backend = None
     device: _Device = None
     baseline: Annotated[
-        str | None, typer.Option(help="transformers: time Hugging Face's decoding of the same shape too.")
+        str | None, typer.Option(help="transformers: time Hugging Face's greedy decoding of the same shape too.")
     ] = None
     json_only: Annotated[bool, typer.Option("--json-only", help="No table, only the JSON line.")] = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ServeOptions:
+class ServeOptions(SamplingOptions):
     """Tokens per second of many prompts of random lengths, all at once. The last line is JSON."""
 
     shape: Annotated[str, typer.Option(help="Shape with dummy weights.")] = "qwen3-0.6b"
     requests: Annotated[int, typer.Option(min=1, help="Prompts.")] = 256
     least: Annotated[int, typer.Option(min=1, help="Tokens of a prompt, and of an answer, at least.")] = 100
     most: Annotated[int, typer.Option(min=1, help="Tokens of a prompt, and of an answer, at most.")] = 1024
-    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.6
+    temperature: Annotated[float, _sampled("0 is greedy.")] = 0.6
     seed: Annotated[int, typer.Option(min=0, help="Of lengths and prompts.")] = 0
     rows: Annotated[int, typer.Option(min=1, help="Prompts that run at once, at most.")] = 256
     step_tokens: Annotated[int, typer.Option(min=1, help="New tokens of a step, at most.")] = 8192

@@ -7,9 +7,11 @@ import json
 from rich.table import Table
 
 from graphrt.bench.environment import provenance
+from graphrt.bench.sampling import described
 from graphrt.bench.serve import ServeReport, Workload, bench_serve
 from graphrt.cli.console import make_console
 from graphrt.cli.options import ServeOptions
+from graphrt.cli.sampling import check_vocabulary, sampling_params
 from graphrt.kernels.types import KVLayout
 from graphrt.models.loading import load_model
 from graphrt.models.shapes import shape_config
@@ -18,10 +20,12 @@ from graphrt.runtime import resolve_device
 
 def run_serve(options: ServeOptions) -> None:
     """Run the benchmark; the last line of standard output is one JSON object."""
-    workload = Workload(options.requests, options.least, options.most, options.temperature, options.seed)
+    params = sampling_params(options)
+    workload = Workload(options.requests, options.least, options.most, options.seed, params)
     device = resolve_device(options.device)
     loaded = load_model(shape_config(options.shape), device=device, max_positions=2 * options.most)
     config, dtype = loaded.config, loaded.model.dtype
+    check_vocabulary(params, config.vocab_size)
     report = bench_serve(
         options.shape,
         loaded.model,
@@ -45,6 +49,7 @@ def _print(report: ServeReport) -> None:
     table = Table(title=title, title_justify="left", show_header=False)
     for name, value in (
         ("requests", f"{report.workload.requests}, {report.rows} at once"),
+        ("sampling", described(report.workload.sampling)),
         ("tokens in, out", f"{report.prompt_tokens:,}, {report.output_tokens:,}"),
         ("seconds", f"{report.seconds:.2f}"),
         ("output tokens/s", f"{report.tokens_per_s:,.0f}"),

@@ -100,6 +100,34 @@ def test_generate_takes_penalties_biases_and_log_probabilities(graphrt) -> None:
         assert text in log
 
 
+def test_generate_ends_answers_where_it_is_told(graphrt) -> None:
+    options = ("--device", "cpu", "--max-new-tokens", "16")
+    _, plain, log = graphrt("generate", SKY, *options, "--logprobs", "0")
+    ids = [line.split()[2].rstrip(":") for line in log.split("\n") if line.startswith("[1] token ")]
+    words = plain.split()
+    assert len(words) > 6
+    code, out, _ = graphrt("generate", SKY, *options, "--stop", words[5], "--stop", "no such text")
+    assert (code, out.strip()) == (0, plain[: plain.index(words[5])].strip())
+    code, both, _ = graphrt("generate", SKY, "Hi", *options, "--stop", words[5])
+    assert code == 0
+    assert f"[1] {SKY}\n{out.strip()}\n" in both
+    code, out, log = graphrt("generate", SKY, *options, "--stop-id", ids[3], "--logprobs", "0")
+    assert code == 0
+    assert plain.startswith(out.rstrip("\n"))
+    assert len([line for line in log.split("\n") if line.startswith("[1] token ")]) == ids.index(ids[3])
+    code, out, log = graphrt("generate", SKY, *TINY, "--stop", "")
+    assert (code, out) == (1, "")
+    assert "ConfigError: stop: expected strings of a character or more, got ''" in log
+
+
+def test_generate_goes_on_behind_the_models_own_end(graphrt) -> None:
+    options = ("--device", "cpu", "--max-new-tokens", "40", "--stats")
+    _, _, log = graphrt("generate", "Say hi.", *options)
+    _, _, ignored = graphrt("generate", "Say hi.", *options, "--ignore-eos")
+    count = lambda text: int(text.split("tokens ")[1].split(" in ")[0])  # noqa: E731
+    assert count(log) < count(ignored) == 40
+
+
 def test_prompts_of_a_file_follow_those_of_the_command_line(graphrt, tmp_path) -> None:
     path = tmp_path / "prompts.txt"
     path.write_bytes(b"\xef\xbb\xbfHi\r\n\n   \n" + "Größe\x0bA\n".encode())
@@ -223,10 +251,42 @@ def test_bench_serve_ends_in_one_json_line(graphrt) -> None:
     assert code == 0
     assert "output tokens/s" in out
     record = json.loads(out.splitlines()[-1])
-    assert record["workload"] == {"requests": 3, "least": 2, "most": 5, "temperature": 0.6, "seed": 0}
+    assert record["workload"] == {
+        "requests": 3, "least": 2, "most": 5, "seed": 0, "sampling": {"temperature": 0.6}
+    }  # fmt: skip
     assert record["tokens_per_s"] == record["output_tokens"] / record["seconds"] > 0
     assert 0 < record["busy_share"] < 1
     assert 0 < record["share_of_floor"] < 1
+
+
+SAMPLED = (
+    "--temperature", "0.7", "--top-k", "40", "--top-p", "0.9", "--min-p", "0.01", "--repetition-penalty", "1.1",
+    "--presence-penalty", "0.2", "--frequency-penalty", "0.3", "--logit-bias", "5=-inf", "--logprobs", "2",
+)  # fmt: skip
+SAMPLING = {
+    "temperature": 0.7, "top_k": 40, "top_p": 0.9, "min_p": 0.01, "repetition_penalty": 1.1, "presence_penalty": 0.2,
+    "frequency_penalty": 0.3, "logit_bias": {"5": "-inf"}, "logprobs": 2,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("command", "sizes", "found"),
+    [
+        ("decode", ("--batch", "2", "--context", "16", "--steps", "2"), lambda record: record["sampling"]),
+        (
+            "serve", ("--requests", "2", "--least", "2", "--most", "3", "--rows", "2", "--step-tokens", "8"),
+            lambda record: record["workload"]["sampling"],
+        ),
+    ],
+)  # fmt: skip
+def test_benchmarks_sample_as_they_are_told(graphrt, command: str, sizes: tuple[str, ...], found) -> None:
+    shape = ("--shape", "smollm2-135m", "--device", "cpu")
+    code, out, _ = graphrt("bench", command, *shape, *sizes, *SAMPLED)
+    assert code == 0
+    assert found(json.loads(out.splitlines()[-1])) == SAMPLING
+    code, out, err = graphrt("bench", command, *shape, *sizes, "--logit-bias", "99999999=1")
+    assert (code, out) == (1, "")
+    assert "--logit-bias: expected token ids below " in err
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,55 @@
+"""The sampling options of commands, as the library takes them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from graphrt.cli.options import SamplingOptions
+from graphrt.kernels.errors import ConfigError
+from graphrt.kernels.ops.sampling_logprobs import MAX_TOP
+from graphrt.sampling_params import SamplingParams
+
+
+def sampling_params(options: SamplingOptions, max_new_tokens: int = 1) -> SamplingParams:
+    """How a command samples, of seed 0. Raises: ConfigError."""
+    if options.logprobs is not None and options.logprobs > MAX_TOP:
+        raise ConfigError(f"--logprobs: expected at most {MAX_TOP}, got {options.logprobs}; ask for fewer tokens")
+    return SamplingParams(
+        max_new_tokens,
+        options.temperature,
+        top_k=options.top_k,
+        top_p=options.top_p,
+        min_p=options.min_p,
+        repetition_penalty=options.repetition_penalty,
+        presence_penalty=options.presence_penalty,
+        frequency_penalty=options.frequency_penalty,
+        logit_bias=_logit_bias(options.logit_bias or ()),
+        logprobs=options.logprobs,
+    )
+
+
+def check_vocabulary(params: SamplingParams, vocab_size: int) -> None:
+    """Raise ConfigError for a biased token that there is not."""
+    for token in params.logit_bias:
+        if token >= vocab_size:
+            raise ConfigError(
+                f"--logit-bias: expected token ids below {vocab_size}, got {token}; name one of the vocabulary"
+            )
+
+
+def _logit_bias(texts: Sequence[str]) -> dict[int, float]:
+    """The values of tokens that were given as ID=X."""
+    bias: dict[int, float] = {}
+    for text in texts:
+        token, _, value = text.partition("=")
+        try:
+            if int(token) in bias:
+                raise ConfigError(
+                    f"--logit-bias: expected each token once, got {token} again in {text!r}; leave one out"
+                )
+            bias[int(token)] = float(value)
+        except ValueError as error:
+            raise ConfigError(
+                f"--logit-bias: expected ID=X with a token id and a number, got {text!r}; pass 42=-5 or 42=-inf"
+            ) from error
+    return bias

@@ -1,0 +1,52 @@
+"""Stop strings: a text that comes in pieces ends before the first of some strings."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from graphrt.kernels.checks import check_sequence, shown
+from graphrt.kernels.errors import ConfigError
+
+
+class StopStrings:
+    """Cuts a text where one of some strings begins in it.
+
+        stop = StopStrings(["\\n\\n", "User:"])
+        stop.push("Fine. Us")     # "Fine. ": the rest may be the beginning of "User:"
+        stop.push("er: and")      # "", and stop.stopped is True
+
+    Device and session know tokens, not texts: whoever shows the text ends it, and releases the row.
+
+    stops     strings, none of them empty
+    stopped   whether one was found: nothing comes any more
+
+    Raises: ConfigError for an empty string, and for what is none.
+    """
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        check_sequence("stop", stops, of="strings", error=ConfigError)
+        for stop in stops:
+            if not isinstance(stop, str) or not stop:
+                raise ConfigError(f"stop: expected strings of a character or more, got {shown(stop)}; leave it out")
+        self.stopped = False
+        self._stops, self._held = tuple(stops), ""
+
+    def push(self, piece: str) -> str:
+        """The text that may be shown with one more piece: neither of a stop string, nor of what may become one."""
+        if self.stopped:
+            return ""
+        text = self._held + piece
+        found = [at for stop in self._stops if (at := text.find(stop)) >= 0]
+        if found:
+            self.stopped, self._held = True, ""
+            return text[: min(found)]
+        longest = min(len(text), max(map(len, self._stops), default=1) - 1)
+        held = next((n for n in range(longest, 0, -1) if any(s.startswith(text[-n:]) for s in self._stops)), 0)
+        shown_now = text[: len(text) - held]
+        self._held = text[len(text) - held :]
+        return shown_now
+
+    def finish(self) -> str:
+        """What was held back, where the text has ended otherwise."""
+        held, self._held = self._held, ""
+        return held

@@ -1,0 +1,48 @@
+"""Text that comes in pieces ends where the whole of it would."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from graphrt.kernels.errors import ConfigError
+from graphrt.models.stop_strings import StopStrings
+
+TEXTS = st.text("ab", max_size=12)
+
+
+@given(st.lists(TEXTS, max_size=8), st.lists(st.text("ab", min_size=1, max_size=4), max_size=3))
+def test_a_text_is_shown_as_early_as_it_can_be(pieces: list[str], stops: list[str]) -> None:
+    stop, shown = StopStrings(stops), ""
+    for index, piece in enumerate(pieces):
+        so_far = "".join(pieces[: index + 1])
+        was_stopped = stop.stopped
+        shown += stop.push(piece)
+        if stop.stopped:
+            if not was_stopped:
+                assert shown == so_far[: min(at for s in stops if (at := so_far.find(s)) >= 0)]
+            continue
+        assert not any(s in so_far for s in stops)
+        held = so_far[len(shown) :]
+        assert shown + held == so_far
+        # What is held may become a stop string, and nothing longer may.
+        assert not held or any(s.startswith(held) for s in stops)
+        longer = [so_far[at:] for at in range(len(shown))]
+        assert not any(s.startswith(text) for s in stops for text in longer)
+    if not stop.stopped:
+        assert shown + stop.finish() == "".join(pieces)
+    assert stop.finish() == ""
+
+
+def test_nothing_comes_behind_a_stop_string() -> None:
+    stop = StopStrings(["\n\n", "User:"])
+    assert [stop.push(piece) for piece in ("Fine. Us", "er: and", " so on")] == ["Fine. ", "", ""]
+    assert stop.stopped
+    assert stop.finish() == ""
+
+
+@pytest.mark.parametrize("stops", [[""], [None], {"ab": 1}, "ab", 3, [b"a"]])
+def test_what_is_no_stop_string(stops: object) -> None:
+    with pytest.raises(ConfigError, match="stop: expected"):
+        StopStrings(stops)  # type: ignore[arg-type]
