@@ -35,7 +35,7 @@ _FAULT_TEXT = {
     FaultCode.SAMPLE_OUT_OF_RANGE: "the sampler returned {value}, which is outside the vocabulary",
 }
 _WROTE_NOTHING = "the row wrote nothing and can be submitted again"
-_WROTE_KV = "its KV is written, its last token is void; end the sequence, or submit its next token as a literal"
+_WROTE_KV = "its KV is written, its last token is void; end the sequence, as a session does, or submit a literal token"
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -79,32 +80,33 @@ class StepProgram:
                 f"vocab_size={logits.shape[1]}, or let the model return as many"
             )
         check_tensor("logits", logits, shape=(rows, width), dtype=_FLOATS, device=device)
-        tokens = None
-        if self.sampler is not None:
-            tokens = self._sample(self.sampler, logits, step)
+        if self.sampler is None:
+            publish(step.buffers, None, vocab_size=self.vocab_size)
+            return logits
+        with self._counted(step):
+            tokens = self.sampler(logits, step)
+            check_tensor("the sampler's tokens", tokens, shape=(rows,), dtype=_TOKENS, device=device)
             if columns := self.buffers.logprob_ring.shape[2]:
                 b = step.buffers
                 asked = torch.where(b.logprob_tokens >= 0, b.logprob_tokens, tokens.int())
                 publish_logprobs(b, asked, token_logprobs(logits, asked, b.logprobs, max_top=columns - 1))
-        publish(step.buffers, tokens, vocab_size=self.vocab_size)
+            publish(step.buffers, tokens, vocab_size=self.vocab_size)
         return logits
 
-    def _sample(self, sampler: Sampler, logits: torch.Tensor, step: Step) -> torch.Tensor:
-        """The step's tokens, with its inputs counted for penalties. Where the sampler raises they are counted no more:
-        the step may be submitted again."""
+    @contextmanager
+    def _counted(self, step: Step) -> Iterator[None]:
+        """A block in which the step's inputs are counted for penalties. Where it raises they are counted no more: the
+        step may be submitted again."""
         m, b, penalties = step.metadata, step.buffers, step.penalties
         inputs = step.input_ids, m.query_start_loc, m.seq_lens, b.row_ids, b.prompt_lens
         if penalties is not None:
             record_tokens(*inputs, penalties)
         try:
-            tokens = sampler(logits, step)
-            shape, device = (step.descriptor.padded_reqs,), self.kv_cache.device
-            check_tensor("the sampler's tokens", tokens, shape=shape, dtype=_TOKENS, device=device)
+            yield
         except BaseException:
             if penalties is not None and not _is_capturing(self.kv_cache.device):
                 record_tokens(*inputs, penalties, take_back=True)
             raise
-        return tokens
 
     def refresh(self, descriptor: BatchDescriptor) -> Step:
         """Turn what the inbox says into the derived buffers of one size, and return these. Capture-safe, as `run`."""

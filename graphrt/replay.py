@@ -116,19 +116,11 @@ class ReplayManager:
         self._record_words, self._buffers = capacity.record, StaticBuffers.allocate(capacity, device)
         self.row_tables = RowTables(config, vocab_size, device, self.between_steps)
         self._program = StepProgram(
-            model=model,
-            sampler=sampler,
-            backend=self._backend,
-            layers=attention_layers(specs, places, kv_cache),
-            kv_cache=kv_cache,
-            buffers=self._buffers,
-            vocab_size=vocab_size,
-            max_seq_len=config.max_seq_len,
-            max_encoder_len=max_encoder_len,
-            model_layers=model_layers,
-            page_tables=kept_tables(page_tables, self._buffers),
-            row_tensors=self.row_tables.tensors,
-        )
+            model=model, sampler=sampler, backend=self._backend, layers=attention_layers(specs, places, kv_cache),
+            kv_cache=kv_cache, buffers=self._buffers, vocab_size=vocab_size, max_seq_len=config.max_seq_len,
+            max_encoder_len=max_encoder_len, model_layers=model_layers,
+            page_tables=kept_tables(page_tables, self._buffers), row_tensors=self.row_tables.tensors,
+        )  # fmt: skip
         with self._on_stream, torch.inference_mode():
             # Buffers are valid from the start: with an empty record every row is a pad row. And the first kernel of a
             # process takes Triton a third of a second, which is better spent here than in a capture.
@@ -267,6 +259,9 @@ class ReplayManager:
             raise ShapeError("batch.page_ids: expected none beside page_tables, got some; write them to your tables")
         if batch.needs:
             batch.check_needs(config, self._program.vocab_size)
+        if self.row_tables.left and call != "begin":  # a row here may have the id of a session's row that is gone
+            with self._on_steps_stream() as buffers:
+                self.row_tables.clear_left(buffers)
         self._guards.before_step()
         uniform = batch.is_uniform(config.query_len)
         if not (uniform or config.mixed_batches):
@@ -415,8 +410,13 @@ class ReplayManager:
         """
         with self._exclusive:
             self._require(State.CAPTURED, "between_steps")
-            with self._on_stream, torch.inference_mode(), self._graphs.off_graph():
-                yield self._buffers
+            with self._on_steps_stream() as buffers:
+                yield buffers
+
+    @contextlib.contextmanager
+    def _on_steps_stream(self) -> Iterator[StaticBuffers]:
+        with self._on_stream, torch.inference_mode(), self._graphs.off_graph():
+            yield self._buffers
 
     def stats(self) -> Stats:
         """Counters so far; a live object. After `close()` the last ones."""

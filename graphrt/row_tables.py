@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -47,6 +47,7 @@ class RowTables:
     device.
 
     tensors   [max_num_reqs + 1, ...] by name, those of RuntimeConfig.row_tensors; the last row is that of pads
+    left      row ids that sessions gave back, and that have their state still: cleared before anybody else's step
 
     Raises, in every call: ConfigError and ShapeError for wrong values, UnsupportedError for what the runtime was not
     built for, CaptureError and ReplayError as ReplayManager.between_steps. Nothing is written then.
@@ -63,7 +64,7 @@ class RowTables:
         self._between_steps = between_steps
         self._last = config.max_num_reqs - 1
         self._specs = {spec.name: spec for spec in config.row_tensors}
-        self._biased = set[int]()
+        self._biased, self.left = set[int](), set[int]()
         self._stated: dict[str, set[int]] = {name: set() for name in self._specs}
         with torch.inference_mode(False):
             self.tensors = {
@@ -100,7 +101,7 @@ class RowTables:
             tokens[at, : len(bias)] = sorted(bias)
             values[at, : len(bias)] = [bias[token] for token in sorted(bias)]
         counts = np.array([len(bias) for bias in chosen.values()], np.int32)
-        with self._between_steps() as buffers:
+        with self._writing() as buffers:
             self._write(buffers.bias_tokens, ids, torch.from_numpy(tokens))
             self._write(buffers.bias_values, ids, torch.from_numpy(values))
             self._write(buffers.bias_counts, ids, torch.from_numpy(counts))
@@ -139,7 +140,7 @@ class RowTables:
     def write_masks(self, masks: Mapping[int, torch.Tensor]) -> None:
         """The same of masks that `mask_words` has made."""
         if masks:
-            with self._between_steps() as buffers:
+            with self._writing() as buffers:
                 self._write(buffers.mask_words, list(masks), torch.stack(list(masks.values())))
 
     def check_state(self, values: RowValues) -> dict[str, torch.Tensor]:
@@ -169,7 +170,7 @@ class RowTables:
                 continue
             initial = torch.full(spec.shape, spec.initial, dtype=spec.dtype, device="cpu")
             rows = torch.stack([checked[at].get(name, initial) for at in ids])
-            with self._between_steps():
+            with self._writing():
                 self._write(self.tensors[name], ids, rows)
             stated.difference_update(ids)
             stated.update(at for at in ids if name in checked[at])
@@ -188,7 +189,7 @@ class RowTables:
         if len(ids) > (most := self._config.max_seq_len):
             raise CapacityError(f"tokens: expected at most max_seq_len={most}, got {len(ids)}; no row holds more")
         prompt_len = check_int("prompt_len", prompt_len, 0, _MOST_PROMPT, advice="pass how many tokens the prompt has")
-        with self._between_steps() as buffers:
+        with self._writing() as buffers:
             bounds, one = np.array([0, len(ids)], np.int32), np.ones(1, np.float32)
             self._enter(buffers, ids, bounds, np.array([row_id, prompt_len], np.int32), one)
 
@@ -201,21 +202,35 @@ class RowTables:
         """Give one row id the row tensors that another has. Its static buffers are the caller's."""
         (self._biased.add if source in self._biased else self._biased.discard)(target)
         for name, tensor in self.tensors.items():
-            with self._between_steps():
+            with self._writing():
                 tensor[target].copy_(tensor[source])
             (self._stated[name].add if source in self._stated[name] else self._stated[name].discard)(target)
 
-    def forget(self, row_id: int) -> None:
-        """A row id is free: whoever gets it has no bias, and initial values. Nothing is written where it had none."""
-        if row_id in self._biased:
-            self.set_logit_bias({row_id: None})
-        if any(row_id in stated for stated in self._stated.values()):
-            self.set_state({row_id: {}})
+    def clear_left(self, buffers: StaticBuffers) -> None:
+        """Row ids that sessions gave back have nothing left of their rows: whoever gets one begins anew. For a block of
+        work on the steps' stream."""
+        ids = sorted(self.left)
+        buffers.clear_rows(self._moved(torch.tensor(ids, device="cpu")))
+        for name, stated in self._stated.items():
+            if theirs := [at for at in ids if at in stated]:
+                spec = self._specs[name]
+                initial = torch.full((len(theirs), *spec.shape), spec.initial, dtype=spec.dtype, device="cpu")
+                self._write(self.tensors[name], theirs, initial)
+                stated.difference_update(theirs)
+        self._biased.difference_update(ids)
+        self.left.clear()
+
+    @contextmanager
+    def _writing(self) -> Iterator[StaticBuffers]:
+        with self._between_steps() as buffers:
+            if self.left:
+                self.clear_left(buffers)
+            yield buffers
 
     def switch_masks(self, masks: Mapping[int, int]) -> None:
         """Which mask the next launches of a session use, by row id; -1: none."""
         if masks:
-            with self._between_steps() as buffers:
+            with self._writing() as buffers:
                 row = buffers.row_values[COPIED.index("token_masks")]
                 self._write(row, list(masks), torch.tensor(list(masks.values()), dtype=torch.int32, device="cpu"))
 
@@ -233,6 +248,7 @@ class RowTables:
     def _have_nothing(self) -> None:
         """No row has a bias or values of its own any more."""
         self._biased.clear()
+        self.left.clear()
         for stated in self._stated.values():
             stated.clear()
 

@@ -156,8 +156,7 @@ class DecodeSession(RowsInFlight):
         not the fork's. The new row gets the tokens of launches in flight as `row` does.
 
         seed    of the new sequence; by default that of `row`, which then samples the same
-        pages   with own_pages=False: a list for each pool, of as many as `fork_needs` says. The pages that both rows
-                share come back once for each of them
+        pages   with own_pages=False: a list for each pool, of as many as `fork_needs` says
 
         Raises: ConfigError for a row of another session or one whose prompt was not submitted yet, ShapeError for what
         are no pages of the cache, CapacityError where no row or page is free, ReplayError during a call of the manager
@@ -227,7 +226,8 @@ class DecodeSession(RowsInFlight):
 
     def take_pages(self) -> list[list[int]]:
         """The pages of each pool that rows need no more, since the last call: those of rows that were released, and
-        those behind windows. They may be given to other rows at once, as launches run in their order.
+        those behind windows. They may be given to other rows at once, as launches run in their order. A page that rows
+        share is named once, when the last of them gave it back.
 
         Raises: ConfigError for a session that owns its pages.
         """
@@ -275,12 +275,12 @@ class DecodeSession(RowsInFlight):
         self._given.pop(at, None)
         self._prompts.pop(at, None)
         self._held.discard(at)
-        self._news.drop(at)  # whoever gets the row id next may be no row of this session: so `forget` below
+        self._news.drop(at)  # whoever gets the row id next may be no row of this session
         if at in self._order:
             self._reorder(self._order[self._order != at])
         self._pages.release(at)  # what is in flight runs before whoever gets the pages
         self._runtime.free_rows.append(at)
-        self._manager.row_tables.forget(at)
+        self._manager.row_tables.left.add(at)
 
     def _take_row(self, row: SessionRow) -> SessionRow:
         """Give a row a row id."""
@@ -289,6 +289,7 @@ class DecodeSession(RowsInFlight):
                 f"rows: expected a free one of {self._runtime.config.max_num_reqs}, got none; release() a row"
             )
         row.row_id = self._runtime.free_rows.pop()
+        self._manager.row_tables.left.discard(row.row_id)  # it begins, and says what it has, or is a copy
         self._rows[row.row_id] = row
         if len(row.params.stop_ids) > STOP_TOKENS:
             self._long_stops.add(row.row_id)

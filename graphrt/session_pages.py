@@ -32,8 +32,8 @@ class CallersPages(PageAllocator):
     def __init__(self, num_pages: int, null_page: int) -> None:
         super().__init__(num_pages, null_page)
         self._stock: list[int] = []
-        self._back: list[int] = []
         self._rows = Counter[int]()  # how many rows have each page
+        self._back = Counter[int]()  # how many of these gave it back, and the caller did not take it yet
 
     @property
     def num_free(self) -> int:
@@ -62,13 +62,13 @@ class CallersPages(PageAllocator):
             )
 
     def free(self, pages: Pages) -> None:
-        self._back += np.asarray(pages).tolist()
+        self._back.update(np.asarray(pages).tolist())
 
     def take_back(self) -> list[int]:
-        """What rows gave back, once."""
-        back, self._back = self._back, []
-        self._rows -= Counter(back)
-        return back
+        """What the last row that had it gave back, once."""
+        back, self._back = self._back, Counter()
+        self._rows -= back
+        return [page for page in back if page not in self._rows]
 
 
 def _page_ids(given: object, allocators: Sequence[PageAllocator], of: str) -> list[Int32Array]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Literal
@@ -302,8 +303,12 @@ class KVCacheSpec:
         """Pages that a sequence of up to `num_tokens` owns at most, in steps of up to `new_tokens` new ones."""
         total = self.pages_for(num_tokens)
         kept = self.sliding_window or self.attention_chunk_size
-        # The first new token sees `kept` tokens, of which the oldest may be the last of its page.
-        return total if kept is None else min(total, self.pages_for(kept + new_tokens - 1) + 1)
+        if kept is None:
+            return total
+        held = kept + new_tokens - 1  # from the oldest token that the first new one sees
+        # A window begins at any token of a page, a chunk of 6 only at each second one of a page of 4.
+        begins = math.gcd(self.attention_chunk_size, self.page_size) if self.attention_chunk_size else 1
+        return min(total, self.pages_for(held + self.page_size - begins))
 
 
 def _check_value_size(spec: AttentionSpec | KVCacheSpec) -> None:

@@ -244,6 +244,7 @@ class _Loop:
         for row in range(batch):
             values.set(row, replace(sampling, seed=row), context)
         self._sampling = values.of(self._rows)
+        runtime.manager.reset()  # penalties count from here on
         runtime.manager.row_tables.set_logit_bias(dict.fromkeys(range(batch), sampling.logit_bias))
 
     def _batch(self, length: int, *, first: bool) -> Batch:

@@ -48,7 +48,7 @@ def run_generate(options: GenerateOptions) -> None:
     device = resolve_device(options.device)
     if options.dtype != "auto" and options.dtype not in _DTYPES:
         raise ConfigError(f"--dtype: expected auto, {', '.join(_DTYPES)}, got {options.dtype!r}; name one of these")
-    params = sampling_params(options, options.max_new_tokens)
+    params = sampling_params(options, options.max_new_tokens, options.stop_id or ())
     StopStrings(options.stop or ())  # raises for what is none, before anything is loaded
     path = _model_path(options.model)
     with log.status(f"loading the tokenizer of {path.name}"):
@@ -69,7 +69,7 @@ def run_generate(options: GenerateOptions) -> None:
         )
     check_vocabulary(params, loaded.config.vocab_size)
     ends = () if options.ignore_eos else (*tokenizer.eos_ids, *loaded.config.eos_ids)
-    params = replace(params, stop_ids=frozenset((*ends, *(options.stop_id or ()))))
+    params = replace(params, stop_ids=params.stop_ids.union(ends))
     of_prompts = [replace(params, seed=(options.seed + i) % (1 << 32)) for i in range(len(prompts))]
     runtime = _build_runtime(options, loaded, device, ids, longest, params)
     try:

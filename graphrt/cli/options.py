@@ -66,10 +66,13 @@ class GenerateOptions(SamplingOptions):
     ] = None
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens to generate at most, per prompt.")] = 128
     stop: Annotated[
-        list[str] | None, typer.Option(metavar="TEXT", help="An answer ends before this text. May be given many times.")
+        list[str] | None,
+        typer.Option(
+            metavar="TEXT", help="An answer ends before this text; it goes on unseen while others do. Repeatable."
+        ),
     ] = None
     stop_id: Annotated[
-        list[int] | None, typer.Option(min=0, metavar="ID", help="A token that ends it too. May be given many times.")
+        list[int] | None, typer.Option(min=0, metavar="ID", help="A token that ends it too. Repeatable.")
     ] = None
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="The model's own end tokens end nothing.")] = False
     seed: Annotated[

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Collection, Sequence
 
 from graphrt.cli.options import SamplingOptions
 from graphrt.kernels.errors import ConfigError
@@ -10,7 +11,9 @@ from graphrt.kernels.ops.sampling_logprobs import MAX_TOP
 from graphrt.sampling_params import SamplingParams
 
 
-def sampling_params(options: SamplingOptions, max_new_tokens: int = 1) -> SamplingParams:
+def sampling_params(
+    options: SamplingOptions, max_new_tokens: int = 1, stop_ids: Collection[int] = ()
+) -> SamplingParams:
     """How a command samples, of seed 0. Raises: ConfigError."""
     if options.logprobs is not None and options.logprobs > MAX_TOP:
         raise ConfigError(f"--logprobs: expected at most {MAX_TOP}, got {options.logprobs}; ask for fewer tokens")
@@ -25,16 +28,18 @@ def sampling_params(options: SamplingOptions, max_new_tokens: int = 1) -> Sampli
         frequency_penalty=options.frequency_penalty,
         logit_bias=_logit_bias(options.logit_bias or ()),
         logprobs=options.logprobs,
+        stop_ids=frozenset(stop_ids),
     )
 
 
 def check_vocabulary(params: SamplingParams, vocab_size: int) -> None:
-    """Raise ConfigError for a biased token that there is not."""
-    for token in params.logit_bias:
-        if token >= vocab_size:
-            raise ConfigError(
-                f"--logit-bias: expected token ids below {vocab_size}, got {token}; name one of the vocabulary"
-            )
+    """Raise ConfigError for a biased token, or one that ends an answer, that there is not."""
+    for name, tokens in (("--logit-bias", params.logit_bias), ("--stop-id", params.stop_ids)):
+        for token in tokens:
+            if token >= vocab_size:
+                raise ConfigError(
+                    f"{name}: expected token ids below {vocab_size}, got {token}; name one of the vocabulary"
+                )
 
 
 def _logit_bias(texts: Sequence[str]) -> dict[int, float]:
@@ -43,6 +48,8 @@ def _logit_bias(texts: Sequence[str]) -> dict[int, float]:
     for text in texts:
         token, _, value = text.partition("=")
         try:
+            if not re.fullmatch(r"\s*[0-9]+\s*", token):
+                raise ValueError("no token id")
             if int(token) in bias:
                 raise ConfigError(
                     f"--logit-bias: expected each token once, got {token} again in {text!r}; leave one out"

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from graphrt.kernels.checks import check_sequence, shown
+from graphrt.kernels.checks import check_instance, check_sequence, shown
 from graphrt.kernels.errors import ConfigError
 
 
 class StopStrings:
-    """Cuts a text where one of some strings begins in it.
+    """Cuts a text where one of some strings begins in it: the one that is complete first, however the text is cut.
 
         stop = StopStrings(["\\n\\n", "User:"])
         stop.push("Fine. Us")     # "Fine. ": the rest may be the beginning of "User:"
@@ -32,14 +32,18 @@ class StopStrings:
         self._stops, self._held = tuple(stops), ""
 
     def push(self, piece: str) -> str:
-        """The text that may be shown with one more piece: neither of a stop string, nor of what may become one."""
+        """The text that may be shown with one more piece: neither of a stop string, nor of what may become one.
+
+        Raises: ConfigError for what is no text.
+        """
+        check_instance("piece", piece, str, advice="pass text")
         if self.stopped:
             return ""
         text = self._held + piece
-        found = [at for stop in self._stops if (at := text.find(stop)) >= 0]
+        found = [(at + len(stop), at) for stop in self._stops if (at := text.find(stop)) >= 0]
         if found:
             self.stopped, self._held = True, ""
-            return text[: min(found)]
+            return text[: min(found)[1]]
         longest = min(len(text), max(map(len, self._stops), default=1) - 1)
         held = next((n for n in range(longest, 0, -1) if any(s.startswith(text[-n:]) for s in self._stops)), 0)
         shown_now = text[: len(text) - held]

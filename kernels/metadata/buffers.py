@@ -415,6 +415,14 @@ class StaticBuffers:
                 dim = shape.index("row_ids")
                 tensor.select(dim, target).copy_(tensor.select(dim, source))
 
+    def clear_rows(self, ids: torch.Tensor) -> None:
+        """Row ids, [n] int64, have their initial contents, on the current stream: every persistent buffer that is kept
+        by row id, but for masks, which rows name by number."""
+        for name, tensor in self.named(BufferKind.PERSISTENT):
+            spec = self.specs()[name]
+            if "row_ids" in spec.shape and name != "mask_words" and tensor.numel():
+                tensor.index_fill_(spec.shape.index("row_ids"), ids, spec.initial)
+
     def snapshot(self) -> dict[str, torch.Tensor]:
         """Copies of the persistent and carried buffers: what a step changes, and what the next step then reads."""
         kept = self.named(BufferKind.PERSISTENT, BufferKind.CARRIED)

@@ -21,7 +21,8 @@ def test_a_text_is_shown_as_early_as_it_can_be(pieces: list[str], stops: list[st
         shown += stop.push(piece)
         if stop.stopped:
             if not was_stopped:
-                assert shown == so_far[: min(at for s in stops if (at := so_far.find(s)) >= 0)]
+                ends = [(at + len(s), at) for s in stops if (at := so_far.find(s)) >= 0]
+                assert shown == so_far[: min(ends)[1]]
             continue
         assert not any(s in so_far for s in stops)
         held = so_far[len(shown) :]
@@ -33,6 +34,15 @@ def test_a_text_is_shown_as_early_as_it_can_be(pieces: list[str], stops: list[st
     if not stop.stopped:
         assert shown + stop.finish() == "".join(pieces)
     assert stop.finish() == ""
+
+
+@given(st.text("abc", max_size=12), st.lists(st.text("abc", min_size=1, max_size=4), max_size=3))
+def test_how_a_text_is_cut_changes_nothing(text: str, stops: list[str]) -> None:
+    def shown(pieces: list[str]) -> str:
+        stop = StopStrings(stops)
+        return "".join(map(stop.push, pieces)) + stop.finish()
+
+    assert shown([text]) == shown(list(text)) == shown([text[:5], text[5:]])
 
 
 def test_nothing_comes_behind_a_stop_string() -> None:
