@@ -114,7 +114,7 @@ class ReplayManager:
         groups = page_groups(kv_cache, config.max_seq_len, max_encoder_len)
         capacity = capacity_of(config, groups, vocab_size)
         self._record_words, self._buffers = capacity.record, StaticBuffers.allocate(capacity, device)
-        self.row_tables = RowTables(config, vocab_size, device, self.between_steps)
+        self.row_tables = RowTables(config, vocab_size, device, self.between_steps, self._on_steps_stream)
         self._program = StepProgram(
             model=model, sampler=sampler, backend=self._backend, layers=attention_layers(specs, places, kv_cache),
             kv_cache=kv_cache, buffers=self._buffers, vocab_size=vocab_size, max_seq_len=config.max_seq_len,
@@ -259,9 +259,8 @@ class ReplayManager:
             raise ShapeError("batch.page_ids: expected none beside page_tables, got some; write them to your tables")
         if batch.needs:
             batch.check_needs(config, self._program.vocab_size)
-        if self.row_tables.left and call != "begin":  # a row here may have the id of a session's row that is gone
-            with self._on_steps_stream() as buffers:
-                self.row_tables.clear_left(buffers)
+        if call != "begin":  # a row here may have the id of a session's row that is gone
+            self.row_tables.clear_left()
         self._guards.before_step()
         uniform = batch.is_uniform(config.query_len)
         if not (uniform or config.mixed_batches):

@@ -59,9 +59,10 @@ class RowTables:
         vocab_size: int,
         device: torch.device,
         between_steps: Callable[[], AbstractContextManager[StaticBuffers]],
+        within_call: Callable[[], AbstractContextManager[StaticBuffers]],
     ) -> None:
         self._config, self._vocab_size, self._device = config, vocab_size, device
-        self._between_steps = between_steps
+        self._between_steps, self._within_call = between_steps, within_call
         self._last = config.max_num_reqs - 1
         self._specs = {spec.name: spec for spec in config.row_tensors}
         self._biased, self.left = set[int](), set[int]()
@@ -206,9 +207,14 @@ class RowTables:
                 tensor[target].copy_(tensor[source])
             (self._stated[name].add if source in self._stated[name] else self._stated[name].discard)(target)
 
-    def clear_left(self, buffers: StaticBuffers) -> None:
-        """Row ids that sessions gave back have nothing left of their rows: whoever gets one begins anew. For a block of
-        work on the steps' stream."""
+    def clear_left(self) -> None:
+        """Row ids that sessions gave back have nothing left of their rows: whoever gets one begins anew. The manager calls
+        it from inside of its own calls."""
+        if self.left:
+            with self._within_call() as buffers:
+                self._clear_left(buffers)
+
+    def _clear_left(self, buffers: StaticBuffers) -> None:
         ids = sorted(self.left)
         buffers.clear_rows(self._moved(torch.tensor(ids, device="cpu")))
         for name, stated in self._stated.items():
@@ -224,7 +230,7 @@ class RowTables:
     def _writing(self) -> Iterator[StaticBuffers]:
         with self._between_steps() as buffers:
             if self.left:
-                self.clear_left(buffers)
+                self._clear_left(buffers)
             yield buffers
 
     def switch_masks(self, masks: Mapping[int, int]) -> None:

@@ -12,14 +12,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from graphrt.testing.verify_host import assign, rewritten_values, values_at, written_tensors
+from graphrt.testing.verify_host import as_now, assign, places, rewritten, written_tensors
 from graphrt.testing.verify_slots import Drawn, slots
 
 
 def test_values_are_put_back_and_undone() -> None:
     kept = SimpleNamespace(items=[1], pair=(1, torch.ones(2)), table={"a": 1}, rng=random.Random(1))
-    before = values_at(kept, "k")
-    assert isinstance(before["k.rng"], Drawn)
+    items, ones = kept.items, kept.pair[1]
+    assert any(isinstance(held, Drawn) for _, held in places(kept, "k").values())
 
     def change() -> None:
         kept.items.append(2)
@@ -27,16 +27,21 @@ def test_values_are_put_back_and_undone() -> None:
         kept.table["b"] = 2
         kept.rng.random()
 
-    old = rewritten_values(kept, "k", change)
-    assert set(old) == {"k.items", "k.pair[0]", "k.pair[1]", "k.table", "k.rng"}
+    old = rewritten(kept, "k", change)
+    assert {held.path for held in old} == {"k.items", "k.pair", "k.table", "k.rng"}
     state = kept.rng.getstate()
-    undo = assign(kept, "k", old)
+    now = as_now(kept, "k", old)
+    for held in old:
+        held.put_back()
     assert (kept.items, kept.pair[0], kept.table) == ([1], 1, {"a": 1})
-    assert kept.pair[1] is before["k.pair[1]"]
+    assert kept.pair[1] is ones
     assert kept.rng.getstate() != state
-    for put, value in undo:
-        put(value)
+    assert kept.items is items
+    for held in now:
+        held.put_back()
+    assert kept.items is items
     assert kept.items == [1, 2]
+    assert kept.pair[0] == 2
     assert kept.table == {"a": 1, "b": 2}
     assert kept.rng.getstate() == state
 

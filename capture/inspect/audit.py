@@ -19,7 +19,7 @@ What no audit of arguments sees: addresses that a kernel loads from memory, indi
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -34,7 +34,7 @@ from graphrt.capture.inspect.pool import memory_of
 from graphrt.capture.inspect.trouble import Trouble, registered, troubles_of_operands, troubles_of_words
 from graphrt.capture.inspect.twice import compare
 from graphrt.capture.inspect.view import GraphView, Node, NodeKind, Place
-from graphrt.kernels.checks import check_callable, check_instance, shown
+from graphrt.kernels.checks import check_callable, check_instance, check_sequence, shown
 from graphrt.kernels.errors import ConfigError
 
 __all__ = ["Allowed", "Audit", "Finding", "FindingKind", "audit", "audit_twice", "memory_of"]
@@ -52,7 +52,7 @@ def audit(
     memory: MemoryMap,
     *,
     allowed: Sequence[Allowed] = (),
-    waits: Iterable[str] = (),
+    waits: Collection[str] = (),
     driver: Driver | None = None,
 ) -> Audit:
     """Classify every address that the nodes of a graph hold.
@@ -67,6 +67,7 @@ def audit(
 
     Launches nothing and synchronises nothing; not for use during a capture. Raises: ConfigError for wrong arguments.
     """
+    _check_exceptions(allowed, waits)
     return _report(_lookup(graph, memory, driver), None, allowed, waits)
 
 
@@ -75,7 +76,7 @@ def audit_twice(
     memory: Callable[[Any], MemoryMap],
     *,
     allowed: Sequence[Allowed] = (),
-    waits: Iterable[str] = (),
+    waits: Collection[str] = (),
     driver: Driver | None = None,
 ) -> Audit:
     """Capture a step twice, each into a pool of its own, and audit the second capture by the first.
@@ -102,6 +103,7 @@ def audit_twice(
     """
     check_callable("capture", capture, advice="pass a function that captures the step and returns the graph")
     check_callable("memory", memory, advice="pass a function of the graph, such as lambda g: memory_of(pool=g)")
+    _check_exceptions(allowed, waits)
     graphs, lookups = [], []
     for _ in range(2):
         graphs.append(capture())  # keeps the first alive: its pool must not be given to the second
@@ -111,21 +113,27 @@ def audit_twice(
 
 
 def _lookup(graph: Any, memory: MemoryMap, driver: Driver | None) -> Lookup:
+    check_instance("memory", memory, MemoryMap, advice="pass what memory_of() returns")
+    if driver is not None:
+        check_callable("driver.memory_at", getattr(driver, "memory_at", None), advice="pass a Driver, or None")
     if not isinstance(graph, GraphView):
         from graphrt.capture.inspect.cuda import inspect_graph
 
         graph = inspect_graph(graph)
-    check_instance("memory", memory, MemoryMap, advice="pass what memory_of() returns")
     if driver is None:
         driver = CudaDriver() if graph.origin == "cuda" and torch.cuda.is_available() else NoDriver()
     return Lookup(graph, memory, driver)
 
 
-def _report(lookup: Lookup, first: Lookup | None, allowed: Sequence[Allowed], waits: Iterable[str]) -> Audit:
-    if isinstance(waits, str) or not isinstance(waits, Iterable):
-        raise ConfigError(f"waits: expected patterns of names, got {shown(waits)}; pass a list")
-    for exception in allowed:
+def _check_exceptions(allowed: object, waits: object) -> None:
+    """Raises: ConfigError for what are no exceptions, and no patterns."""
+    for exception in check_sequence("allowed", allowed, of="Allowed", error=ConfigError):
         check_instance("allowed", exception, Allowed, advice="pass Allowed(reason, region=...)")
+    if isinstance(waits, str) or not isinstance(waits, Collection) or not all(isinstance(one, str) for one in waits):
+        raise ConfigError(f"waits: expected patterns of names, got {shown(waits)}; pass a list")
+
+
+def _report(lookup: Lookup, first: Lookup | None, allowed: Sequence[Allowed], waits: Collection[str]) -> Audit:
     owners = Counter[Owner](dict.fromkeys(Owner, 0))
     lookup.count(owners)
     troubles = [*troubles_of_words(lookup), *troubles_of_operands(lookup, owners)]

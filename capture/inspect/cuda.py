@@ -29,7 +29,7 @@ from graphrt.capture.inspect.view import Argument, Edge, GraphView, Node, NodeKi
 from graphrt.capture.raw_graph import check, count_nodes
 from graphrt.capture.tape import OpTape, OpTapeLoop
 from graphrt.kernels.checks import shown
-from graphrt.kernels.errors import CaptureError, ConfigError
+from graphrt.kernels.errors import CaptureError, ConfigError, GraphRTError
 
 _OneOf = driver.CUgraphNodeType
 _Memory = driver.CUmemorytype
@@ -59,7 +59,12 @@ def inspect_graph(graph: Any) -> GraphView:
         return view_of_loop(graph)
     raw = _handle(graph)
     conditionals = graph.raw_conditionals() if hasattr(graph, "raw_conditionals") else {}
-    return _with_numbered_events(_Walk(conditionals).view(raw), {})
+    try:
+        return _with_numbered_events(_Walk(conditionals).view(raw), {})
+    except GraphRTError:
+        raise
+    except RuntimeError as error:  # of the bindings, where there is no driver
+        raise CaptureError(f"CUDA driver: expected one, got none: {str(error).splitlines()[0]}") from error
 
 
 def _handle(graph: Any) -> Any:

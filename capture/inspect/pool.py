@@ -75,7 +75,13 @@ def memory_of(
     if snapshot is None:
         in_use = torch.cuda.is_available() and torch.cuda.is_initialized()
         snapshot = allocator_rows() if in_use else ()
-    return MemoryMap((*regions, *snapshot_regions(snapshot, ids)))
+    try:
+        blocks = list(snapshot_regions(snapshot, ids))
+    except (TypeError, KeyError, ValueError) as error:
+        raise ConfigError(
+            f"snapshot: expected rows of torch.cuda.memory_snapshot(), got {shown(snapshot)}; pass these, or None"
+        ) from error
+    return MemoryMap((*regions, *blocks))
 
 
 def snapshot_regions(rows: Iterable[Mapping[str, Any]], pools: Iterable[PoolId]) -> Iterator[Region]:
@@ -159,7 +165,8 @@ def _named(argument: str, values: Named) -> Iterator[tuple[str, torch.Tensor]]:
         single = isinstance(value, torch.Tensor)
         for at, tensor in enumerate((value,) if single else value if isinstance(value, (list, tuple)) else (value,)):
             label = name if single else f"{name}.{at}"
-            if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.strided or tensor.is_meta:
+            dense = isinstance(tensor, torch.Tensor) and tensor.layout is torch.strided and not tensor.is_nested
+            if not dense or tensor.is_meta:
                 raise ConfigError(
                     f"{argument}: expected dense tensors, got {shown(type(tensor))} as {label!r}; pass the tensors "
                     "whose memory the graph works on"
@@ -204,7 +211,7 @@ def _pools(pool: Any) -> tuple[list[OpTape], list[PoolId]]:
         return [], [_pool_id(pool.id)]
     if callable(method := getattr(pool, "pool", None)):
         return [], [_pool_id(method())]
-    if isinstance(pool, tuple) and len(pool) == 2 and all(isinstance(number, int) for number in pool):
+    if isinstance(pool, tuple) and len(pool) == 2 and all(type(number) is int for number in pool):
         return [], [_pool_id(pool)]
     if isinstance(pool, (list, tuple)):
         found = [_pools(one) for one in pool]

@@ -230,7 +230,7 @@ def _node_from_json(values: Mapping[str, Any], depth: int) -> Node:
         attributes={_text(name): _text(value) for name, value in values.get("attributes", {}).items()},
         arguments=tuple(_argument_from_json(*argument) for argument in values.get("arguments", ())),
         operands=tuple(
-            Operand(_text(role), int(address), int(nbytes), bool(host), bool(written))
+            Operand(_text(role), _within(address, 64), _within(nbytes, 63), bool(host), bool(written))
             for role, address, nbytes, host, written in values.get("operands", ())
         ),
         scalars=tuple((_text(name), _text(value)) for name, value in values.get("scalars", ())),
@@ -244,7 +244,15 @@ def _argument_from_json(offset: Any, data: Any, name: Any, pointers: Any) -> Arg
     at = None if pointers is None else tuple(map(int, pointers))
     if any(not 0 <= one <= len(content) - 8 for one in at or ()):
         raise ConfigError("pointers: expected offsets of words in their argument, got others; the file is damaged")
-    return Argument(int(offset), content, _text(name), at)
+    return Argument(_within(offset, 31), content, _text(name), at)
+
+
+def _within(value: Any, bits: int) -> int:
+    """A number of so many bits."""
+    number = int(value)
+    if number < 0 or number >> bits:
+        raise ConfigError(f"graph: expected numbers of {bits} bits, got {shown(number)}; the file is damaged")
+    return number
 
 
 def _extents(values: Any) -> tuple[int, int, int] | None:

@@ -13,11 +13,11 @@ from typing import Any, TypeVar
 import torch
 
 from graphrt.kernels.checks import shown
-from graphrt.testing.verify_host import Change, HostValues, assign, caches
+from graphrt.testing.verify_host import Change, Held, HostValues, caches
 from graphrt.testing.verify_memory import NAN_BYTE
 from graphrt.testing.verify_report import Difference, differing, region
 from graphrt.testing.verify_runs import OTHER_SEED, POISONED, Case, Contents, Outcome, Runs, World
-from graphrt.testing.verify_slots import same
+from graphrt.testing.verify_slots import is_value, same
 
 POOL = "memory pool"
 _MOST_TRIED = 40
@@ -25,6 +25,12 @@ _OFTEN = 3
 _RUNS_ON = 4  # of a step whose Python values go on, as not each of them shows in the results
 _T = TypeVar("_T")
 _NUMBERS = (int, float, bool, str)
+_ADVICE = (
+    "fill it in place, with copy_()",
+    "keep it in a tensor that refresh() fills",
+    "choose on the device, or capture a graph for each",
+)
+"""For tensors, for values, and for functions, objects and classes that others replace."""
 
 
 @dataclass(frozen=True)
@@ -149,11 +155,12 @@ class Blamer:
         if chosen:
             seen = self._seen(graph, case, contents)
             return Blame("graph", tuple(r.name for r in chosen), "; ".join(r.because for r in chosen) + seen)
-        everything = _Revert("", "", inputs=graph.case.inputs)
-        if explains([everything]):
+        # A step that goes on by itself, as by a generator, gives something else with its own inputs too.
+        everything, usual = _Revert("", "", inputs=graph.case.inputs), self._reference[case.name][1]
+        if explains([everything]) and runs.same(case, runs.eager(case, contents, inputs=case.inputs), usual):
             because = (
-                f"host values that refresh() makes of its inputs: run() took them at capture, and the graph goes on "
-                f"with those of case {graph.case.name}; keep them in tensors that refresh() fills"
+                f"host values that {runs.target.makes_of_inputs}: they were taken at capture, and the graph goes on "
+                f"with those of case {graph.case.name}; keep them in tensors"
             )
             untried = self._moved(graph, case)
             if untried:
@@ -191,9 +198,7 @@ class Blamer:
         for change in changes:
             if change.is_tensor and change.old is None:
                 continue
-            advice = (
-                "fill it in place, with copy_()" if change.is_tensor else "keep it in a tensor that refresh() fills"
-            )
+            advice = _ADVICE[0 if change.is_tensor else 1 if is_value(change.old) else 2]
             found.append(_Revert(change.name, f"{change.text}; {advice}", slots={change.path: change.old}))
         return sorted(found, key=lambda revert: not isinstance(next(iter(revert.slots.values())), _NUMBERS))
 
@@ -306,14 +311,13 @@ class Blamer:
         text = "the step writes there; look at the rows that are no real ones, and at what they take for their place"
         return Blame("unowned", (wrong.output,), text)
 
-    def carried(self, case: Case, found: Mapping[str, Any]) -> Blame | None:
+    def carried(self, case: Case, found: Sequence[Held]) -> Blame | None:
         """Which of these host values, which run() changes, a second run goes on from. They are then put back each time.
 
-        found   by path, with their values before a run
+        found   what they were before a run
         """
         runs = self._runs
-        runs.carried = dict(found)
-        undo = assign(*runs.target.root, found)
+        runs.carried = found
 
         def again(kept: Sequence[str] = ()) -> Outcome:
             runs.kept = frozenset(kept)
@@ -328,13 +332,12 @@ class Blamer:
             again()
             return any(not runs.same(case, again(kept), usual) for _ in range(_RUNS_ON))
 
-        usual, names = again(), list(found)
-        if usual.error or not runs.same(case, again(), usual) or not goes_on(names):
-            runs.carried = {}
-            for put, old in reversed(undo):
-                put(old)
+        usual, paths = again(), [held.path for held in found]
+        if usual.error or not runs.same(case, again(), usual) or not goes_on(paths):
+            runs.carried = ()
             return None
-        chosen = next(([name] for name in names[:_MOST_TRIED] if goes_on([name])), names)
+        tried = next(([path] for path in paths[:_MOST_TRIED] if goes_on([path])), paths)
+        chosen = [held.name for held in found if held.path in tried]
         because = (
             f"run() leaves another value in {', '.join(chosen)}, and the next run goes on from it: a replay runs no "
             "Python, so it stays as it was at capture; keep it in a tensor that run() changes in place, or change it "

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+import torch
+
 from graphrt.testing.verify_context import Verification
 from graphrt.testing.verify_graph import GraphChecks
-from graphrt.testing.verify_runs import Case
+from graphrt.testing.verify_runs import Case, Outcome
 from graphrt.testing.verify_slots import same, unreached
 from graphrt.testing.verify_subject import PlainSubject
 
@@ -71,12 +73,31 @@ def coverage(v: Verification, graphs: GraphChecks, captures: Sequence[str]) -> t
 
 
 def _note_oracle(notes: _Notes, v: Verification) -> None:
-    exact = {name: outcome for name, outcome in v.exact.items() if name in v.reference and outcome.outputs}
+    exact = {name: found for name, found in v.exact.items() if name in v.reference and _compares(found)}
     why = "the oracle gave no results" if v.target.has_oracle else "no eager oracle is given"
     notes.note("padding", exact, f"padded against exact results of {len(exact)} cases", why)
     given = {name for case in exact for name in exact[case].outputs}
     if unknown := sorted({name for case in exact for name in v.reference[case][1].outputs} - given):
         notes.left["outputs"] = f"the oracle gives none of {', '.join(unknown)}: their replays alone are compared"
+    if fewer := {output: text for case in exact for output, text in _fewer_rows(v, case).items()}:
+        notes.left["oracle"] = f"it gives {_some(list(fewer.values()))}: the others are not compared with it"
+
+
+def _compares(exact: Outcome) -> bool:
+    """Whether an oracle gave any element."""
+    return any(tensor.numel() for tensor in exact.outputs.values())
+
+
+def _fewer_rows(v: Verification, name: str) -> dict[str, str]:
+    """Outputs of which the oracle gives fewer rows than each input of a case has, where the step gives them all."""
+    case, found = v.cases[name], {}
+    rows = min((len(t) for t in case.named.values() if isinstance(t, torch.Tensor) and t.dim()), default=0)
+    for output, exact in v.exact[name].outputs.items():
+        padded = v.reference[name][1].outputs.get(output)
+        given = padded is not None and padded.dim() and exact.dim() and output not in case.real
+        if given and padded is not None and len(exact) < rows <= len(padded):
+            found[output] = f"{len(exact)} of {rows} rows of {output} in case {name}"
+    return found
 
 
 def _note_buffers(notes: _Notes, v: Verification) -> None:

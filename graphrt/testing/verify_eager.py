@@ -4,19 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any
 
 import torch
 
 from graphrt.kernels.errors import ConfigError
 from graphrt.testing.verify_blame import Blame, aliased
 from graphrt.testing.verify_context import SURELY, Verification
-from graphrt.testing.verify_host import rewritten_values, unchanged, values_at, written_tensors
+from graphrt.testing.verify_host import Held, first_held, places, renewed_numbers, rewritten, unchanged, written_tensors
 from graphrt.testing.verify_memory import zeroed
 from graphrt.testing.verify_past import blame_state, past_of, unreset
 from graphrt.testing.verify_report import Difference, differing, first_difference, raised, region
 from graphrt.testing.verify_runs import POISONED, Case, Contents, Outcome, World, as_recorded, changed, one_seed
-from graphrt.testing.verify_slots import is_fixed
 from graphrt.testing.verify_subject import named_outputs
 
 _MOST_VALUES = 8  # of a buffer that are tried as values of its pad rows
@@ -29,13 +27,13 @@ class EagerChecks:
     def __init__(self, verification: Verification) -> None:
         self._v = verification
         self._unlike: set[str] = set()  # cases in which the step differs from its oracle
-        self._rewritten: dict[str, Any] = {}  # host values that run() changes, by path, as they were
+        self._rewritten: Sequence[Held] = ()  # host values that run() changes, as they were
 
     def prepare(self) -> None:
         """Learn which buffers refresh() writes to, and where, for each case."""
         target, runs = self._v.target, self._v.runs
         known = set(runs.storages)
-        at_first = values_at(*target.root)
+        at_first = places(*target.root)
         for index, case in enumerate(list(self._v.cases.values())):
             refresh = partial(target.refresh, case.inputs)
             try:
@@ -65,14 +63,14 @@ class EagerChecks:
             for n in target.buffers
             if self._v.cases and all(bool(self._v.written[c][n].any()) for c in self._v.written)
         )
-        self._rewritten = {path: at_first.get(path, old) for path, old in self._rewritten.items()}
+        self._rewritten = [first_held(held, at_first) for held in self._rewritten]
         self._find_carried()
 
     def _watch(self, refresh: Callable[[], object]) -> None:
         """Refresh, and learn which numbers of the host that changes. Two cases show those that it makes anew."""
-        found = rewritten_values(*self._v.target.root, refresh)
+        found = renewed_numbers(*self._v.target.root, refresh)
         # No items of containers: they move, so another object may stand at such a path in a later run.
-        self._v.runs.refreshed |= {path for path, old in found.items() if is_fixed(old) and "[" not in path}
+        self._v.runs.refreshed |= {path for path in found if "[" not in path}
 
     def _find_carried(self) -> None:
         """Host values that run() changes and goes on from. A launch by the caller's own code may change them too."""
@@ -96,7 +94,7 @@ class EagerChecks:
             outputs.update(named_outputs(target.subject.run()))
 
         def watched() -> None:
-            self._rewritten = rewritten_values(*target.root, run)
+            self._rewritten = rewritten(*target.root, run)
 
         try:
             found = written_tensors(*target.root, watched)

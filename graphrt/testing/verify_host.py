@@ -2,7 +2,10 @@
 
 A graph freezes them as they are at capture. `HostValues.take(step)` remembers them, `changed(step)` says which are
 others now, and `assigned` puts old ones back for a block, so that an eager run shows what they would have done.
-Only values and addresses are kept: nothing that the caller drops stays alive by this.
+Only values, addresses and weak references are kept: nothing that the caller drops stays alive by this.
+
+What is put back for good, before each run, goes by place: `rewritten` says what a run left in which object. A path will
+not do, as `self.slot` may lead to another object by then, whose numbers are its own.
 """
 
 from __future__ import annotations
@@ -12,9 +15,11 @@ import collections
 import copy
 import functools
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping
+import types
+import weakref
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -22,7 +27,19 @@ import torch
 
 from graphrt.kernels.checks import shown
 from graphrt.testing.verify_report import differing
-from graphrt.testing.verify_slots import NO_VALUES, OTHER, Keys, copied, is_fixed, same, slots
+from graphrt.testing.verify_slots import (
+    NO_VALUES,
+    OTHER,
+    Keys,
+    Place,
+    Setter,
+    Slot,
+    copied,
+    is_fixed,
+    is_same_object,
+    same,
+    slots,
+)
 
 _LARGEST_KEPT = 1 << 20  # bytes of a tensor whose contents are kept, as an old address alone cannot be tried again
 _MOST_KEPT = {False: 64 << 20, True: 16 << 20}  # of all; True: of parameters
@@ -35,6 +52,47 @@ class _Old:
     address: int
     shape: tuple[int, ...]
     contents: torch.Tensor | None
+
+
+class _Object:
+    """Which object, function or method stood somewhere, as long as somebody else keeps it."""
+
+    def __init__(self, value: Any) -> None:
+        self.text = _short(value)
+        self._get: Callable[[], Any] = lambda: None
+        if isinstance(value, types.MethodType):
+            owner, function = weakref.ref(value.__self__), value.__func__
+            self._get = lambda: None if (one := owner()) is None else types.MethodType(function, one)
+        elif isinstance(value, types.BuiltinFunctionType) or _holds_numbers_alone(value):
+            self._get = lambda: value
+        else:
+            self._get = weakref.ref(value)
+
+    @classmethod
+    def of(cls, value: Any) -> _Object | Any:
+        """`OTHER` for what takes no weak reference, as a list: only the places in it count."""
+        try:
+            return cls(value)
+        except TypeError:
+            return OTHER
+
+    @property
+    def value(self) -> Any:
+        """None where it is gone."""
+        return self._get()
+
+
+def _holds_numbers_alone(value: Any) -> bool:
+    """Whether a function or a partial keeps nothing alive but numbers and functions."""
+    if isinstance(value, functools.partial):
+        return callable(value.func) and all(map(is_fixed, (*value.args, *value.keywords.values())))
+    if not isinstance(value, types.FunctionType):
+        return False
+    try:
+        kept = [cell.cell_contents for cell in value.__closure__ or ()]
+    except ValueError:  # an empty cell
+        return False
+    return all(map(is_fixed, (*kept, *(value.__defaults__ or ()))))
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +120,8 @@ class HostValues:
             value = slot.value
             if isinstance(value, torch.Tensor):
                 values[slot.path] = _Old(value.data_ptr(), tuple(value.shape), _contents(value, room))
+            elif not (slot.is_leaf or isinstance(value, dict)):
+                values[slot.path] = _Object.of(value)
             elif not isinstance(value, NO_VALUES):
                 values[slot.path] = slot.copy()
         return cls(values)
@@ -72,11 +132,11 @@ class HostValues:
         return old.contents if isinstance(old, _Old) else None
 
     def changed(self, root: Any, name: str, *, entries: bool = False) -> list[Change]:
-        """What holds another value now, and could be put back.
+        """What holds another value now, and could be put back: values first, then objects that hold values.
 
         entries   also dicts and objects that have entries which they had not
         """
-        found = []
+        found, objects = [], []
         for slot in slots(root, name):
             old, new = self._values.get(slot.path, Keys), slot.value
             if old is Keys or old is OTHER or slot.set is None:
@@ -91,11 +151,15 @@ class HostValues:
                     continue
                 text = f"another tensor stands in {slot.path} than at capture; the graph reads the old one's memory"
                 found.append(Change(slot.path, slot.path, old.contents, text, True))
+            elif isinstance(old, _Object):
+                if (kept := old.value) is not None and not is_same_object(kept, new):
+                    text = f"{slot.path} was {old.text} and is {'a tensor' if _is_tensor(new) else _short(new)} now"
+                    objects.append(Change(slot.path, slot.path, kept, text))
             elif isinstance(new, torch.Tensor) or not same(old, new):
                 now = "a tensor" if isinstance(new, torch.Tensor) else _short(new)
                 text = f"{slot.path} was {_short(old)} and is {now} now"
                 found.append(Change(slot.path, slot.path, old, text))
-        return found
+        return found + objects
 
 
 @contextmanager
@@ -153,18 +217,21 @@ def _version(tensor: torch.Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
-def values_at(root: Any, name: str, paths: Collection[str] | None = None) -> dict[str, Any]:
-    """The values at these paths, or at all, for `assign`: copies, and tensors themselves."""
+def numbers_at(root: Any, name: str, paths: Collection[str] | None = None) -> dict[str, Any]:
+    """What cannot change in place at these paths, or at all: numbers, texts, and tuples of them."""
     return {
-        slot.path: slot.copy()
+        slot.path: slot.value
         for slot in (slots(root, name) if paths is None or paths else ())
-        if (paths is None or slot.path in paths) and not isinstance(slot.value, NO_VALUES)
+        if (paths is None or slot.path in paths) and is_fixed(slot.value)
     }
 
 
-def numbers_at(root: Any, name: str, paths: Collection[str] | None = None) -> dict[str, Any]:
-    """Those of `values_at` that cannot change in place: numbers, texts, and tuples of them."""
-    return {path: value for path, value in values_at(root, name, paths).items() if is_fixed(value)}
+def renewed_numbers(root: Any, name: str, during: Callable[[], object]) -> set[str]:
+    """The paths of numbers that are others after `during` ran, whether their objects are others too or not."""
+    before = numbers_at(root, name)
+    during()
+    after = numbers_at(root, name)
+    return {path for path, old in before.items() if path in after and not same(old, after[path])}
 
 
 @contextmanager
@@ -176,16 +243,16 @@ def unchanged(root: Any, name: str) -> Iterator[None]:
     finally:
         for slot, items in before:
             _put_items(slot.value, items)
-        now = {slot.path: slot.value for slot in slots(root, name)}
-        for slot, _ in before:
-            found = now.get(slot.path, slot.value)
-            if slot.set is not None and not isinstance(slot.value, dict) and found is not slot.value:
+        now = {slot.place: slot.value for slot in slots(root, name)}
+        for slot, _ in before:  # which keep all places alive, so that no other has the id of one
+            found = now.get(slot.place, slot.value)
+            if slot.set is not None and not isinstance(slot.value, dict) and not is_same_object(found, slot.value):
                 with suppress(AttributeError, TypeError):  # an object that lets nobody assign
                     slot.set(slot.value)
 
 
 def _items(value: Any) -> Any:
-    kinds = (dict, list, set, collections.deque, np.ndarray, array.array)
+    kinds = (dict, list, set, collections.deque, np.ndarray, array.array, bytearray)
     return copy.copy(value) if isinstance(value, kinds) else None
 
 
@@ -193,7 +260,7 @@ def _put_items(value: Any, items: Any) -> None:
     if isinstance(value, np.ndarray):
         if value.flags.writeable:
             value[...] = items
-    elif isinstance(value, array.array):
+    elif isinstance(value, (array.array, bytearray)):
         value[:] = items
     elif isinstance(value, (list, collections.deque)) and not _same_objects(value, items):
         value.clear()
@@ -211,24 +278,123 @@ def _same_objects(have: Collection[Any], want: Collection[Any]) -> bool:
     return len(have) == len(want) and all(a is b for a, b in zip(have, want, strict=True))
 
 
-def rewritten_values(root: Any, name: str, during: Callable[[], object]) -> dict[str, Any]:
-    """The host values, by path, that are others after `during` ran, as they were: for `assign`."""
-    before = values_at(root, name)
+@dataclass(frozen=True, slots=True)
+class Held:
+    """What stood in a place: a value, or which object.
+
+    path   that led to it
+    name   the same for a reader: where another object stands, the only number in it that is another one
+    put    puts something into this place, whatever the path leads to by then
+    """
+
+    path: str
+    name: str
+    place: Place
+    old: Any
+    put: Setter
+
+    def put_back(self) -> None:
+        with suppress(AttributeError, TypeError):  # an object that lets nobody assign
+            self.put(self.old)
+
+
+Places = dict[Place, tuple[Slot, Any]]
+"""Of each place the slot, which keeps the place alive, and a copy of what it holds."""
+
+
+def places(root: Any, name: str) -> Places:
+    """All places within reach, and what they hold."""
+    return {slot.place: (slot, slot.copy()) for slot in slots(root, name) if not isinstance(slot.value, NO_VALUES)}
+
+
+def rewritten(root: Any, name: str, during: Callable[[], object]) -> list[Held]:
+    """The places that hold something else after `during` ran, with what they held before.
+
+    Places that went out of reach are not among them: what led there holds something else.
+    """
+    before = places(root, name)
     during()
-    found = {}
-    for slot in slots(root, name):
-        old, new = before.get(slot.path, Keys), slot.value
-        if old is Keys or old is OTHER or slot.set is None:
-            continue
-        if isinstance(old, Keys):
-            other = isinstance(new, dict) and not old.keys.issuperset(new)
-        elif isinstance(old, torch.Tensor) or isinstance(new, torch.Tensor):
-            other = old is not new
-        else:
-            other = not same(old, new)
-        if other:
-            found[slot.path] = old
-    return found
+    now = {slot.place: slot for slot in slots(root, name)}
+    found = [_held(slot, old) for place, (slot, old) in before.items() if _is_other(slot, old, now.get(place))]
+    by_path = {slot.path: old for slot, old in before.values() if is_fixed(old)}
+    return [_named(held, by_path, now.values()) for held in found if held is not None]
+
+
+def first_held(held: Held, at_first: Places) -> Held:
+    """The same place with what it held at first, where it was there then."""
+    found = _held(*at_first[held.place]) if held.place in at_first else None
+    return held if found is None else replace(found, name=held.name)
+
+
+def _is_other(slot: Slot, old: Any, new: Slot | None) -> bool:
+    if new is None:
+        return False
+    if _is_reference(slot) and not is_same_object(slot.value, new.value):
+        return True
+    if isinstance(old, Keys):
+        return isinstance(new.value, dict) and not old.keys.issuperset(new.value)
+    if old is OTHER:
+        return False
+    if _is_tensor(old) or _is_tensor(new.value):
+        return old is not new.value
+    return not same(old, new.value)
+
+
+def _is_reference(slot: Slot) -> bool:
+    return not slot.is_leaf or isinstance(slot.value, dict)
+
+
+def _held(slot: Slot, old: Any) -> Held | None:
+    """None for a place that nothing can be put into."""
+    put: Setter | None = slot.set
+    if old is OTHER:
+        old = slot.value
+    elif isinstance(slot.value, dict) and slot.swap is not None:
+        swap, entries = slot.swap, slot.set
+        whole = slot.value
+
+        def put_dict(content: Any) -> None:
+            if entries is not None:
+                entries(content)
+            swap(whole)
+
+        put = put_dict
+    elif _items(slot.value) is not None and not isinstance(slot.value, dict):
+        one, into = slot.value, slot.set
+
+        def put_items(items: Any) -> None:
+            _put_items(one, items)
+            if into is not None:
+                into(one)
+
+        put = put_items
+    return None if put is None else Held(slot.path, slot.path, slot.place, old, put)
+
+
+def _named(held: Held, before: Mapping[str, Any], now: Iterable[Slot]) -> Held:
+    if is_fixed(held.old):
+        return held
+    inner = [
+        slot.path
+        for slot in now
+        if slot.path.startswith((f"{held.path}.", f"{held.path}["))
+        and slot.path in before
+        and not same(before[slot.path], slot.value)
+    ]
+    return replace(held, name=inner[0]) if len(inner) == 1 else held
+
+
+def as_now(root: Any, name: str, held: Iterable[Held]) -> list[Held]:
+    """The same places with what they hold now, as far as they are within reach."""
+    wanted = {one.place: one for one in held}
+    now = places(root, name) if wanted else {}
+    found = [now[place] for place in wanted if place in now]
+    again = [_held(slot, dict(slot.value) if isinstance(slot.value, dict) else old) for slot, old in found]
+    return [one for one in again if one is not None]
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, torch.Tensor)
 
 
 def generators(root: Any, name: str) -> list[tuple[torch.Generator, torch.Tensor]]:

@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 from graphrt.kernels.checks import shown
 from graphrt.kernels.errors import ConfigError
 from graphrt.testing.poison import poison_bits
-from graphrt.testing.verify_host import assign, assigned, generators, numbers_at, unchanged, values_at
+from graphrt.testing.verify_host import Held, as_now, assigned, generators, numbers_at, unchanged
 from graphrt.testing.verify_memory import zeroed
 from graphrt.testing.verify_report import Difference, differing, first_difference, raised
 from graphrt.testing.verify_subject import Inputs, Target, name_of
@@ -118,7 +118,7 @@ class Runs:
         self.initial = {name: t.clone() for name, t in target.buffers.items()}
         self.state = {name: t.clone() for name, t in target.state.items()}
         self.hidden: dict[str, torch.Tensor] = {}
-        self.carried: dict[str, Any] = {}  # host values that run() changes, by path: what they are before each run
+        self.carried: Sequence[Held] = ()  # what run() changes on the host: as it is before each run
         self.kept: frozenset[str] = frozenset()  # of both, what a run finds as the run before left it
         self.generators = generators(*target.root)
         self.standing: dict[str, str] = {}  # outputs in memory of before the run -> the tensor that it is, where known
@@ -130,15 +130,16 @@ class Runs:
         self.restore_tensors()
         self.restore_host(self.generators, self.carried)
 
-    def host_state(self) -> tuple[Sequence[tuple[torch.Generator, torch.Tensor]], Mapping[str, Any]]:
+    def host_state(self) -> tuple[Sequence[tuple[torch.Generator, torch.Tensor]], Sequence[Held]]:
         """Generators, and host values that run() changes, as they are now: for `restore_host`."""
-        root = self.target.root
-        return [(g, g.get_state()) for g, _ in self.generators], values_at(*root, self.carried)
+        return [(g, g.get_state()) for g, _ in self.generators], as_now(*self.target.root, self.carried)
 
-    def restore_host(self, standing: Sequence[tuple[torch.Generator, torch.Tensor]], values: Mapping[str, Any]) -> None:
+    def restore_host(self, standing: Sequence[tuple[torch.Generator, torch.Tensor]], held: Sequence[Held]) -> None:
         for generator, state in standing:
             generator.set_state(state)
-        assign(*self.target.root, {path: old for path, old in values.items() if path not in self.kept})
+        for one in held:
+            if one.path not in self.kept:
+                one.put_back()
 
     def restore_tensors(self) -> None:
         for name, tensor in self.target.state.items():

@@ -12,7 +12,10 @@ import contextlib
 import contextvars
 import copy
 import dataclasses
+import datetime
+import decimal
 import enum
+import fractions
 import functools
 import pickle
 import random
@@ -31,8 +34,11 @@ from graphrt.testing.verify_report import differing
 
 _MOST_SLOTS, _DEEPEST = 50_000, 24
 _WHOLE = 256  # entries from which on a dict of numbers and texts is one value
-_SCALARS = (int, float, bool, str, bytes, complex, type(None), range, slice, enum.Enum, torch.dtype, torch.device)
-_ARRAYS = (np.ndarray, array.array)
+_SCALARS = (
+    int, float, bool, str, bytes, complex, type(None), range, slice, enum.Enum, torch.dtype, torch.device,
+    decimal.Decimal, fractions.Fraction, datetime.date, datetime.time, datetime.timedelta,
+)  # fmt: skip
+_ARRAYS = (np.ndarray, array.array, bytearray)
 _SEQUENCES = (list, tuple, set, frozenset, collections.deque)
 _FOREIGN = frozenset(
     {"builtins", "torch", "numpy", "triton", "cuda", "threading", "logging", "typing", "abc", "random", "enum"}
@@ -40,12 +46,13 @@ _FOREIGN = frozenset(
 NO_VALUES = (functools._lru_cache_wrapper, torch.Generator)
 OTHER = object()
 """What is known of an object: that it is one."""
-_SAME_PATH = (dict, contextvars.ContextVar, types.MethodType, functools.partial, *NO_VALUES)  # as what is in them
+_SAME_PATH = (dict, contextvars.ContextVar, *NO_VALUES)  # as what is in them
 _MODULE_PARTS = ("_parameters", "_buffers", "_modules")
-_OF_EVERY_MODULE = frozenset(vars(torch.nn.Module()))
+_OF_EVERY_MODULE = frozenset(vars(torch.nn.Module())) - {"training"}
 _OF_SLOTS = ("__dict__", "__weakref__")  # what `__slots__` names that is no value
 _PACKAGES = tuple(sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib"))
 
+Place = tuple[int, str]
 Setter = Callable[[Any], None]
 Children = Iterator[tuple[Any, str, Setter | None]]
 
@@ -54,15 +61,19 @@ Children = Iterator[tuple[Any, str, Setter | None]]
 class Slot:
     """A place that holds a value: `set` is None where it cannot be assigned.
 
+    place     which one it is, whatever the path that leads there: the id of what it is in, and its name in that
     is_leaf   whether the value has no places of its own, or is the dict of them
     is_whole  whether a dict is one value, and has no places of its own
+    swap      puts another dict in the place of a dict, of which `set` puts entries back
     """
 
     path: str
     value: Any
     set: Setter | None
+    place: Place
     is_leaf: bool = True
     is_whole: bool = False
+    swap: Setter | None = None
 
     def copy(self) -> Any:
         """The value as it is now, for a comparison and to be put back: `OTHER` where only the places in it count."""
@@ -125,24 +136,31 @@ def _slots(root: Any, name: str, home: _Home, left: list[str]) -> Iterator[Slot]
     """What lies near comes first. Paths that are left aside go to `left`."""
     seen: set[int] = set()
     count = 0
-    todo: collections.deque[tuple[Any, str, Setter | None, int]] = collections.deque([(root, name, None, 0)])
+    todo: collections.deque[tuple[Any, str, Setter | None, int, Place]] = collections.deque()
+    todo.append((root, name, None, 0, (0, name)))
+
+    def enter(value: Any, path: str, depth: int, children: Children) -> None:
+        for child, where, put in children:
+            inside = where.removeprefix(path)  # of a closure or a global: its own name
+            todo.append((child, where, put, depth + 1, (id(value), inside)))
+
     while todo:
-        value, path, setter, depth = todo.popleft()
+        value, path, setter, depth, place = todo.popleft()
         if count >= _MOST_SLOTS:
-            left += [path, *(where for _, where, _, _ in todo)]
+            left += [path, *(where for _, where, _, _, _ in todo)]
             return
-        if _is_leaf(value):
+        if _is_leaf(value) or (isinstance(value, type) and path.endswith(".__class__")):
             count += 1
-            yield Slot(path, value, setter)
+            yield Slot(path, value, setter, place)
             if isinstance(value, torch.Tensor) and id(value) not in seen:
                 seen.add(id(value))
-                yield Slot(f"{path}.", vars(value), functools.partial(_set_entries, vars(value), None))
-                todo += [(item, where, put, depth + 1) for item, where, put in _of_tensor(value, path)]
+                yield _entries(value, path)
+                enter(value, path, depth, _of_tensor(value, path))
             continue
         source = _random(value)
         if source is None and setter is not None and not isinstance(value, _SAME_PATH):
             count += 1
-            yield Slot(path, value, setter, is_leaf=False)
+            yield Slot(path, value, setter, place, is_leaf=False)
         if id(value) in seen:
             continue
         if depth > _DEEPEST:
@@ -150,19 +168,25 @@ def _slots(root: Any, name: str, home: _Home, left: list[str]) -> Iterator[Slot]
             continue
         seen.add(id(value))
         if source is not None:
-            yield Slot(path, *source)
+            yield Slot(path, *source, place)
             continue
         if isinstance(value, NO_VALUES):
-            yield Slot(path, value, None)
+            yield Slot(path, value, None, place)
         elif isinstance(value, dict):
             is_whole = len(value) >= _WHOLE and all(map(is_fixed, value.values()))
-            yield Slot(path, value, functools.partial(_set_entries, value, setter), is_whole=is_whole)
+            entries = functools.partial(_set_entries, value, setter)
+            yield Slot(path, value, entries, place, is_whole=is_whole, swap=setter)
             if is_whole:
                 count += 1
                 continue
         elif isinstance(value, types.FunctionType) or (_is_own_object(value) and hasattr(value, "__dict__")):
-            yield Slot(f"{path}.", vars(value), functools.partial(_set_entries, vars(value), None))
-        todo += [(child, where, put, depth + 1) for child, where, put in _children(value, path, setter, home)]
+            yield _entries(value, path)
+        enter(value, path, depth, _children(value, path, setter, home))
+
+
+def _entries(value: Any, path: str) -> Slot:
+    """The attributes of an object, as a dict that may get more of them."""
+    return Slot(f"{path}.", vars(value), functools.partial(_set_entries, vars(value), None), (id(value), "."))
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,6 +206,13 @@ def _set_entries(owner: dict[Any, Any], put: Setter | None, value: Any) -> None:
         owner.update(value)
     elif put is not None:
         put(value)
+
+
+def is_same_object(old: Any, new: Any) -> bool:
+    """Whether two references lead to one object, or to one method of one."""
+    if isinstance(old, types.MethodType) and isinstance(new, types.MethodType):
+        return old.__self__ is new.__self__ and old.__func__ is new.__func__
+    return old is new
 
 
 def copied(value: Any) -> Any:
@@ -222,6 +253,13 @@ def is_fixed(value: Any) -> bool:
     if isinstance(value, (tuple, frozenset)):
         return all(isinstance(item, _SCALARS) for item in value)
     return isinstance(value, (*_SCALARS, np.generic))
+
+
+def is_value(value: Any) -> bool:
+    """Whether it is a number, a text, an array, or a container of them: what a tensor could hold."""
+    if isinstance(value, (torch.Tensor, type(None))):
+        return False
+    return _is_leaf(value) or isinstance(value, (dict, Keys, Drawn))
 
 
 def _is_leaf(value: Any) -> bool:
@@ -275,6 +313,7 @@ def _children(value: Any, path: str, put: Setter | None, home: _Home) -> Childre
             elif key.endswith("_hooks") and isinstance(item, dict):
                 yield from ((hook, f"{path}.{key}", None) for hook in list(item.values()))
         yield from _of_classes(value, path, home)
+        yield from _kind_of(value, path, home)
     elif isinstance(value, type):
         if home.has(value.__module__) and not issubclass(value, enum.Enum):
             yield from _of_kinds(value.__mro__, path, home, ())
@@ -285,6 +324,7 @@ def _children(value: Any, path: str, put: Setter | None, home: _Home) -> Childre
             if hasattr(value, key):
                 yield getattr(value, key), f"{path}.{key}", functools.partial(_put, value, key)
         yield from _of_classes(value, path, home)
+        yield from _kind_of(value, path, home)
 
 
 def _of_tuple(value: tuple[Any, ...], path: str, put: Setter | None) -> Children:
@@ -306,6 +346,12 @@ def _of_tensor(tensor: torch.Tensor, path: str) -> Children:
         yield tensor.grad, f"{path}.grad", functools.partial(setattr, tensor, "grad")
     for key, item in list(vars(tensor).items()):
         yield item, f"{path}.{key}", functools.partial(setattr, tensor, key)
+
+
+def _kind_of(value: Any, path: str, home: _Home) -> Children:
+    """The class of an object of own code, which may become another one."""
+    if home.has(type(value).__module__) and not isinstance(value, threading.local):
+        yield type(value), f"{path}.__class__", functools.partial(_put, value, "__class__")
 
 
 def _of_classes(value: Any, path: str, home: _Home) -> Children:

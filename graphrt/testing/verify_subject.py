@@ -137,6 +137,15 @@ class Target:
         return found
 
     @property
+    def makes_of_inputs(self) -> str:
+        """Who makes values of the host out of its inputs."""
+        return (
+            "the step makes of its inputs"
+            if isinstance(self.subject, PlainSubject)
+            else "refresh() makes of its inputs"
+        )
+
+    @property
     def why_unwritten(self) -> str:
         """What to do about a part of a buffer that is not written for a case."""
         if isinstance(self.subject, PlainSubject):

@@ -350,6 +350,15 @@ def test_wrong_arguments() -> None:
         audit(graph(), [])
     with pytest.raises(ConfigError, match="allowed: expected Allowed, got 'x'"):
         run(allowed=["x"])
+    with pytest.raises(ConfigError, match="allowed: expected a list or tuple of Allowed, got 5"):
+        run(allowed=5)
+    for waits in ("x", 5, [1]):
+        with pytest.raises(ConfigError, match="waits: expected patterns of names"):
+            run(waits=waits)
+    with pytest.raises(ConfigError, match=r"driver.memory_at: expected"):
+        audit(graph(), MemoryMap([]), driver=5)
+    with pytest.raises(ConfigError, match="memory: expected MemoryMap, got 6"):
+        audit(5, 6)
 
 
 def test_the_report_groups_nodes_that_share_a_buffer() -> None:

@@ -358,3 +358,17 @@ def test_what_is_no_view_and_no_map_is_refused(tmp_path: Path) -> None:
     for waits in ("wait*", 3):
         with pytest.raises(ConfigError, match="waits: expected patterns of names"):
             audit(view, memory_of(), waits=cast("Any", waits))
+
+
+@pytest.mark.parametrize(
+    "node",
+    [
+        {"arguments": [[1 << 70, "00", "", None]]},
+        {"operands": [["src", -5, 1, 0, 0]]},
+        {"operands": [["src", 0, 1 << 70, 0, 0]]},
+    ],
+)
+def test_numbers_that_no_graph_has(node: dict[str, object]) -> None:
+    values = {"format": 1, "nodes": [{"kind": "kernel", "name": "k", **node}], "edges": [], "origin": "cuda"}
+    with pytest.raises(ConfigError, match=r"expected numbers of \d+ bits, got "):
+        GraphView.from_json(values)

@@ -284,3 +284,20 @@ def test_the_pool_of_a_loop_is_that_of_its_step() -> None:
     assert (
         memory_of(static={"left": left}, pool=loop).to_json() == memory_of(static={"left": left}, pool=tape).to_json()
     )
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"static": {"x": torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)])}},
+        *(
+            {"snapshot": rows}
+            for rows in (5, "x", [1], [{}], [{"segment_pool_id": (0, 0), "address": 1, "blocks": [{}]}])
+        ),
+        {"pool": (True, False)},
+    ],
+    ids=str,
+)
+def test_what_is_no_memory(options: dict[str, object]) -> None:
+    with pytest.raises(ConfigError, match=f"{next(iter(options))}: expected"):
+        memory_of(**options)  # type: ignore[arg-type]

@@ -40,7 +40,6 @@ class Blocks:
     def __init__(self, session: DecodeSession, runtime: Runtime) -> None:
         self.session, self.groups = session, runtime.kv_cache.groups
         self.free = [allocator.allocate(allocator.num_free) for allocator in runtime.allocators]
-        self.rows = [dict.fromkeys(pages, 1) for pages in self.free]  # how often each page may come back
 
     def give(self, generator: random.Random, row: SessionRow) -> None:
         """A few pages of some groups, as far as there are any and the row's table has room."""
@@ -59,26 +58,20 @@ class Blocks:
         needs = self.session.fork_needs(row)
         if any(need > len(free) for need, free in zip(needs, self.free, strict=True)):
             raise CapacityError("fork: too few pages")
-        shared = [set[int]() for _ in self.free]
-        for group, ids in zip(self.groups, self.session._pages.pages(row.row_id), strict=True):
-            shared[group.pool].update(ids.tolist())
-        new = self.session.fork(
+        return self.session.fork(
             row, pages=[[free.pop() for _ in range(n)] for n, free in zip(needs, self.free, strict=True)]
         )
-        for group, ids in zip(self.groups, self.session._pages.pages(new.row_id), strict=True):
-            for page in shared[group.pool].intersection(ids.tolist()):
-                self.rows[group.pool][page] += 1
-        return new
 
     def take(self) -> None:
-        """A page may be given again once all of its rows gave it back."""
-        for free, rows, back in zip(self.free, self.rows, self.session.take_pages(), strict=True):
-            for page in back:
-                rows[page] -= 1
-                assert rows[page] >= 0, "a page comes back once from each row"
-                if not rows[page]:
-                    rows[page] = 1
-                    free.append(page)
+        """A page that the session names may be given again at once: no row has it any more, and it was given once."""
+        every, in_use = self.session.take_pages(), [set(free) for free in self.free]
+        for row in self.session.rows:
+            for group, ids in zip(self.groups, self.session._pages.pages(row.row_id), strict=True):
+                in_use[group.pool].update(ids.tolist())
+        for free, used, back in zip(self.free, in_use, every, strict=True):
+            assert len(back) == len(set(back))
+            assert used.isdisjoint(back)
+            free += back
 
 
 def draw(
