@@ -208,8 +208,10 @@ class RowTables:
             (self._stated[name].add if source in self._stated[name] else self._stated[name].discard)(target)
 
     def clear_left(self) -> None:
-        """Row ids that sessions gave back have nothing left of their rows: whoever gets one begins anew. The manager calls
-        it from inside of its own calls."""
+        """Row ids that sessions gave back have nothing left of their rows: whoever gets one begins anew.
+
+        For the manager, from inside of its own calls.
+        """
         if self.left:
             with self._within_call() as buffers:
                 self._clear_left(buffers)
