@@ -34,7 +34,8 @@ class EagerChecks:
         target, runs = self._v.target, self._v.runs
         known = set(runs.storages)
         at_first = places(*target.root)
-        for index, case in enumerate(list(self._v.cases.values())):
+        every = list(self._v.cases.values())
+        for index, case in enumerate(every):
             refresh = partial(target.refresh, case.inputs)
             try:
                 found = written_tensors(*target.root, partial(self._watch, refresh) if index < 2 else refresh)
@@ -55,7 +56,7 @@ class EagerChecks:
                     first = self._v.host.contents(path)
                     runs.initial[path] = tensor.clone() if first is None else first
             runs.note_ranges()
-            self._find_hidden(case)
+            self._find_hidden(case, is_last=case is every[-1])
         for case in self._v.cases.values():
             self._v.written[case.name] = self._survey(case)
         runs.rewritten = frozenset(
@@ -79,7 +80,7 @@ class EagerChecks:
                 self._v.find(blame.check, case, "", "the same run gives other results when it is repeated", blame)
                 return
 
-    def _find_hidden(self, case: Case) -> None:
+    def _find_hidden(self, case: Case, *, is_last: bool) -> None:
         """Tensors that run() changes in place, and that are not named: they are restored before each run as well.
 
         And host values that it changes: the last case shows those that it does not change at the first run only.
@@ -94,7 +95,10 @@ class EagerChecks:
             outputs.update(named_outputs(target.subject.run()))
 
         def watched() -> None:
-            self._rewritten = rewritten(*target.root, run)
+            if is_last:
+                self._rewritten = rewritten(*target.root, run)
+            else:
+                run()
 
         try:
             found = written_tensors(*target.root, watched)

@@ -58,7 +58,7 @@ class _Object:
     """Which object, function or method stood somewhere, as long as somebody else keeps it."""
 
     def __init__(self, value: Any) -> None:
-        self.text = _short(value)
+        self.text = _called(value)
         self._get: Callable[[], Any] = lambda: None
         if isinstance(value, types.MethodType):
             owner, function = weakref.ref(value.__self__), value.__func__
@@ -153,10 +153,11 @@ class HostValues:
                 found.append(Change(slot.path, slot.path, old.contents, text, True))
             elif isinstance(old, _Object):
                 if (kept := old.value) is not None and not is_same_object(kept, new):
-                    text = f"{slot.path} was {old.text} and is {'a tensor' if _is_tensor(new) else _short(new)} now"
+                    now = "a tensor" if _is_tensor(new) else _short(new) if slot.is_leaf else _called(new)
+                    text = f"{slot.path} was {old.text} and is {now} now"
                     objects.append(Change(slot.path, slot.path, kept, text))
             elif isinstance(new, torch.Tensor) or not same(old, new):
-                now = "a tensor" if isinstance(new, torch.Tensor) else _short(new)
+                now = "a tensor" if _is_tensor(new) else _short(new) if slot.is_leaf else _called(new)
                 text = f"{slot.path} was {_short(old)} and is {now} now"
                 found.append(Change(slot.path, slot.path, old, text))
         return found + objects
@@ -416,6 +417,14 @@ def _is_own_code(function: Any) -> bool:
 def entry(path: str, key: Any) -> str:
     """The path of an entry of a dict, or of an attribute of an object, whose path ends with a dot."""
     return f"{path}{key}" if path.endswith(".") else f"{path}[{key!r}]"
+
+
+def _called(value: Any) -> str:
+    """An object by its class, a function by its name: what an object holds may be tensors, which are long to read."""
+    if isinstance(value, functools.partial):
+        return f"a partial of {_called(value.func)}"
+    name = getattr(value, "__qualname__", None)
+    return name if isinstance(name, str) else f"an object of {type(value).__qualname__}"
 
 
 def _short(value: Any) -> str:

@@ -1,0 +1,216 @@
+"""What rows leave behind when they are given back, and which pages they need: nobody else sees anything of them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from graphrt.batch import Batch
+from graphrt.config import RowTensor, RuntimeConfig
+from graphrt.groups import kv_groups
+from graphrt.handle import StepFaultError
+from graphrt.kernels.errors import CapacityError
+from graphrt.kernels.types import RowEnd
+from graphrt.runtime import Runtime
+from graphrt.sampling_params import SamplingParams
+from graphrt.session import DecodeSession
+from graphrt.spec import AttentionSpec
+from graphrt.step import Step
+from tests.runtime.test_session_mishaps import captured
+from tests.runtime.toy import HEAD_DIM, HEADS, KV_HEADS, LAYERS, MAX_LEN, VOCAB, LivelyModel, greedy, make_runtime
+
+CPU = torch.device("cpu")
+ALONE: dict[str, list[int]] = {
+    "row_ids": [0], "seq_lens": [3], "query_lens": [3], "tokens": [3, 1, 4], "page_indptr": [0, 1], "page_ids": [9]
+}  # fmt: skip
+
+
+def test_whoever_gets_a_row_id_has_nothing_of_the_row_before() -> None:
+    """Not even one that is no row of a session, and says nothing."""
+    seen = []
+
+    def model(step: Step) -> torch.Tensor:
+        seen.append(step.row_state("adapter")[0].item() if step.row_state("adapter").device.type == "cpu" else None)
+        return lively(step)
+
+    lively = LivelyModel(CPU)
+    config = {"max_logit_bias": 2, "use_graphs": False, "row_tensors": (RowTensor("adapter", initial=-1),)}
+    runtime = make_runtime(CPU, model=model, config=config)
+    runtime.capture()
+    batch = {"seq_lens": [3], "query_lens": [3], "tokens": [3, 1, 4], "page_indptr": [0, 1], "page_ids": [1]}
+    expected = runtime.replay(Batch(row_ids=[0], **batch)).tokens().tolist()
+    for leave in ("release", "close", "before it runs"):
+        session = DecodeSession(runtime)
+        row = session.add([3, 1, 4], SamplingParams(4, logit_bias={7: 100.0, 8: 100.0}), state={"adapter": 5})
+        at = row.row_id
+        if leave != "before it runs":
+            session.run(2)
+            session.collect(wait=True)
+            assert set(row.tokens) <= {7, 8}
+            assert seen[-1] == 5
+        if leave == "close":
+            session.close()
+        else:
+            session.release(row)
+        assert runtime.replay(Batch(row_ids=[at], **batch)).tokens().tolist() == expected, leave
+        assert seen[-1] == -1
+        session.close()
+    session = DecodeSession(runtime)
+    session.add([3, 1, 4], SamplingParams(4, logit_bias={7: 100.0}), state={"adapter": 5})
+    session.run(1)
+    runtime.close()
+    session.close()
+
+
+@pytest.mark.parametrize("own_pages", [True, False])
+def test_a_prompt_without_pages_enough_is_refused_at_once(own_pages: bool) -> None:
+    """No release of other rows would let it run."""
+    runtime = captured(num_pages=4)  # three beside the null page, of four tokens each
+    with DecodeSession(runtime, own_pages=own_pages) as session:
+        with pytest.raises(CapacityError, match="expected at most 3 pages, got a need of 4 for 13 tokens"):
+            session.add([1] * 13, SamplingParams(1))
+        assert not session.rows
+        assert len(runtime.free_rows) == runtime.config.max_num_reqs
+        row = session.add([1] * 12, SamplingParams(1))
+        if own_pages:
+            session.run(1)
+            session.collect(wait=True)
+            assert row.end is RowEnd.LENGTH
+
+
+def test_a_row_id_that_was_given_back_goes_on_with_nothing() -> None:
+    """A batch that goes on with it would read and write pages that others have now."""
+    runtime = captured(num_pages=10)
+    model = runtime.manager._program.model
+    with DecodeSession(runtime) as session:
+        gone = session.add([3, 1, 4], SamplingParams(29))
+        session.run(6)
+        session.collect(wait=True)
+        at, length = gone.row_id, 3 + len(gone.tokens)
+        session.release(gone)
+        runtime.free_rows.remove(at)
+        runtime.free_rows.insert(0, at)  # another row gets its pages, and not its id
+        other = session.add([5, 6, 7, 8, 9], SamplingParams(20))
+        session.run(8)
+        session.collect(wait=True)
+        with pytest.raises(StepFaultError) as caught:
+            runtime.replay(Batch(row_ids=[at], seq_lens=[length])).tokens()
+        assert [fault.row for fault in caught.value.faults] == [0]
+        while session.running:
+            session.run(8)
+            session.collect(wait=True)
+        assert other.tokens == greedy(model, [5, 6, 7, 8, 9], 20)
+
+
+def test_tokens_that_a_row_before_had_are_not_penalised() -> None:
+    """Of a batch that begins without a penalty, and has one later."""
+    found = []
+    for before in (False, True):
+        runtime = captured(penalties=True)
+        if before:
+            with DecodeSession(runtime) as session:
+                session.add([5, 6, 7], SamplingParams(20, presence_penalty=3.0))
+                while session.running:
+                    session.run(4)
+                    session.collect(wait=True)
+        at, pages = runtime.free_rows[-1], runtime.allocator.allocate(3)
+        first = {"page_indptr": [0, 3], "page_ids": pages, "seq_lens": [3], "query_lens": [3], "tokens": [3, 1, 4]}
+        tokens = runtime.replay(Batch(row_ids=[at], **first)).tokens().tolist()
+        for length in range(4, 10):
+            step = Batch(row_ids=[at], seq_lens=[length], presence_penalties=[3.0])
+            tokens += runtime.replay(step).tokens().tolist()
+        found.append(tokens)
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("leave", ["release", "close"])
+def test_rows_are_given_back_from_inside_of_a_step(leave: str) -> None:
+    """As Python's collector of garbage does, which may run at any time."""
+    runtime = captured(max_logit_bias=1)
+    expected = runtime.replay(Batch(**ALONE)).tokens().tolist()
+    session = DecodeSession(runtime)
+    row = session.add([3, 1, 4], SamplingParams(9, logit_bias={7: 100.0}))
+    session.run(2)
+    session.collect(wait=True)
+    assert row.row_id == ALONE["row_ids"][0]
+    with runtime.manager.between_steps():
+        if leave == "close":
+            session.close()
+        else:
+            session.release(row)
+    assert len(runtime.free_rows) == runtime.config.max_num_reqs
+    assert runtime.replay(Batch(**ALONE)).tokens().tolist() == expected
+
+
+def test_pages_that_a_fork_reads_are_not_named() -> None:
+    runtime = captured(num_pages=12)
+    unused = list(range(1, 12))
+
+    def take(count: int) -> list[int]:
+        return [unused.pop(0) for _ in range(count)]
+
+    with DecodeSession(runtime, own_pages=False) as session:
+        row = session.add([3, 1, 4, 1, 5, 9], SamplingParams(12))
+        session.append_pages(row, take(5))
+        session.run(1)
+        session.collect(wait=True)
+        fork = session.fork(row, pages=[take(need) for need in session.fork_needs(row)])
+        shared = set(session._pages.pages(fork.row_id)[0].tolist()) & {1, 2, 3, 4, 5}
+        assert shared == {1}
+        session.release(row)
+        assert session.take_pages() == [[2, 3, 4, 5]]
+        unused[:0] = [2, 3, 4, 5]
+        session.append_pages(fork, take(4))
+        while session.running:
+            session.run(4)
+            session.collect(wait=True)
+        assert fork.tokens == greedy(runtime.manager._program.model, [3, 1, 4, 1, 5, 9], 12)
+        session.release(fork)
+        assert sorted(session.take_pages()[0]) == [1, 2, 3, 4, 5, 6]
+
+
+@pytest.mark.parametrize(("window", "chunk"), [(5, None), (9, None), (None, 8), (None, 6)])
+def test_a_prompt_is_refused_for_its_pages_only_where_it_cannot_run(window: int | None, chunk: int | None) -> None:
+    """Of layers that see a window or a chunk, at the fewest pages that are enough."""
+    seen = {"sliding_window": window, "attention_chunk_size": chunk}
+    attention = AttentionSpec(HEADS, KV_HEADS, HEAD_DIM, torch.float32, **seen)
+    spec = kv_groups([attention] * LAYERS, page_size=4)
+    found, refused = set(), 0
+    for num_pages in (40, 5, 4, 3, 2):
+        runtime = Runtime(
+            LivelyModel(CPU), attention, spec, vocab_size=VOCAB, device=CPU, num_pages=num_pages,
+            config=RuntimeConfig(max_num_reqs=2, max_num_tokens=16, max_seq_len=MAX_LEN),
+        )  # fmt: skip
+        runtime.capture()
+        with DecodeSession(runtime) as session:
+            for length in (8, 9, 12, 21, 33, 60):
+                prompt = [(7 * i) % VOCAB for i in range(length)]
+                try:
+                    row = session.add(prompt, SamplingParams(1))
+                except CapacityError:
+                    refused += 1
+                    assert not _runs(session, prompt), (num_pages, length)
+                    continue
+                while session.running:
+                    session.run(1)
+                    session.collect(wait=True)
+                found.add((length, *row.tokens))
+                session.release(row)
+    assert len(found) == 6, "a token for each length, however few the pages are"
+    assert refused
+
+
+def _runs(session: DecodeSession, prompt: list[int]) -> bool:
+    """Whether a prompt runs where nobody looks at its pages before."""
+    check, session._pages.check_prompt = session._pages.check_prompt, lambda length: None  # type: ignore[method-assign]
+    row = session.add(prompt, SamplingParams(1))
+    session._pages.check_prompt = check  # type: ignore[method-assign]
+    try:
+        while session.running:
+            session.run(1)
+            session.collect(wait=True)
+        return True
+    except CapacityError:
+        return False
+    finally:
+        session.release(row)
