@@ -7,6 +7,7 @@ import functools
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -255,7 +256,7 @@ class Batch:
 
     @classmethod
     def from_rows(cls, rows: Sequence[Row]) -> Batch:
-        """A batch from row objects: the readable way, a microsecond per row slower than arrays.
+        """A batch from row objects: the readable way, two microseconds per row slower than arrays.
 
         Raises: ShapeError naming the row and the field that is wrong.
         """
@@ -275,7 +276,7 @@ class Batch:
             page_ids=_concatenate(pages),
             first_pages=first_pages,
             sample=[r.sample for r in rows],
-            **{name: [getattr(r, of_row(name)) for r in rows] for name in COPIED},
+            **{name: list(map(attrgetter(of_row(name)), rows)) for name in COPIED},
         )
 
     @classmethod
