@@ -18,7 +18,7 @@ import numpy as np
 from graphrt.entry import State, wrong_state
 from graphrt.handle import StepFaultError
 from graphrt.kernels.checks import check_instance, check_int, check_ints, check_sequence
-from graphrt.kernels.errors import CapacityError, ShapeError, UnsupportedError
+from graphrt.kernels.errors import CapacityError, ShapeError
 from graphrt.kernels.types import RowEnd
 from graphrt.launch import Launch
 from graphrt.logprobs import TokenLogprob
@@ -32,13 +32,17 @@ from graphrt.swap import SwapSpace
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """One new token of one prompt, or its end. `token` is None when the end brought no token (a stop id). `logprob` is
-    that of the token, with `SamplingParams.logprobs`."""
+    """One new token of one prompt, or its end. `token` is None when the end brought no token (a stop id).
+
+    logprob           of the token, with `SamplingParams.logprobs`
+    prompt_logprobs   of each token of the prompt but the first, with the parameter of that name, in its first event
+    """
 
     prompt: int
     token: int | None
     finished: bool
     logprob: TokenLogprob | None = None
+    prompt_logprobs: tuple[TokenLogprob, ...] | None = None
 
 
 class TextGenerator:
@@ -97,11 +101,6 @@ class TextGenerator:
 
     def _request(self, index: int, prompt: Prompt, params: SamplingParams) -> Request:
         check_instance(f"params[{index}]", params, SamplingParams, advice="pass SamplingParams(...)")
-        if params.prompt_logprobs is not None:
-            raise UnsupportedError(
-                f"params[{index}].prompt_logprobs: expected None, as events have none, got {params.prompt_logprobs}; "
-                "use a DecodeSession"
-            )
         self._runtime.config.check_needs(f"params[{index}]", params.needs)
         self._runtime.manager.row_tables.check_bias(f"params[{index}].logit_bias", params.logit_bias)
         name, last = f"prompts[{index}]", self._runtime.vocab_size - 1
@@ -199,8 +198,11 @@ def _events(request: Request, tokens: list[int]) -> Iterator[Event]:
     assert row is not None, "tokens come to rows"
     last = len(tokens) - 1 if request.finished and row.end is not RowEnd.FAULT else len(tokens)
     logprobs: Sequence[TokenLogprob | None] = row.logprobs[-len(tokens) :] or [None] * len(tokens)
+    is_first = request.params.prompt_logprobs is not None and len(row.tokens) == len(tokens)
+    of_prompt = tuple(row.prompt_logprobs) if is_first else None
     for index, (token, logprob) in enumerate(zip(tokens, logprobs, strict=True)):
         if index == last and row.end is RowEnd.STOP_TOKEN:
-            yield Event(request.index, None, True)
+            yield Event(request.index, None, True, None, of_prompt)
         else:
-            yield Event(request.index, token, index == last, logprob)
+            yield Event(request.index, token, index == last, logprob, of_prompt)
+        of_prompt = None

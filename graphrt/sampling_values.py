@@ -43,11 +43,19 @@ class SamplingValues:
         self.put("logprobs", at, -1 if count is None else count)
         self.put("logprob_tokens", at, token)
 
-    def ask_of_prompt(self, at: int, params: SamplingParams, left: Values) -> None:
-        """With `prompt_logprobs`, of the next token of the prompt, `left[0]`; with none left, as of any sampled one."""
-        if params.prompt_logprobs is not None:
-            asked, token = (params.prompt_logprobs, int(left[0])) if len(left) else (params.logprobs, -1)
-            self.ask_logprobs(at, asked, token)
+    def ask_of_prompt(self, at: int, params: SamplingParams, left: Values, of_prompt: int) -> None:
+        """With `prompt_logprobs`, of the next token of the prompt, `left[0]`; with none left, as of any sampled one.
+
+        of_prompt   how many of `left` are the prompt's: others were sampled before, by a row that was suspended since
+        """
+        if params.prompt_logprobs is None:
+            return
+        if not len(left):
+            self.ask_logprobs(at, params.logprobs)
+        elif of_prompt > 0:
+            self.ask_logprobs(at, params.prompt_logprobs, int(left[0]))
+        else:
+            self.ask_logprobs(at, None)
 
     def copy(self, source: int, target: int) -> None:
         """One place gets what another has."""

@@ -261,14 +261,16 @@ class Scheduler:
                 held.add(row_id)
                 continue
             left = len(self._session.given[row_id]) - self._session.length(row_id)
-            budget, alone = budget - min(left, self._longest_chunk), False
+            one_by_one = self.members[row_id].params.prompt_logprobs is not None
+            budget, alone = budget - min(left, 1 if one_by_one else self._longest_chunk), False
         return held
 
     def _waits_for_prefix(self, row_id: int) -> bool:
         """Whether a sequence that begins waits for an earlier one to compute the same. Else it takes what is there."""
         given, waits = self._session.given[row_id], False
-        if self.members[row_id].params.penalised:
-            return False  # its own tokens are counted where they are computed
+        params = self.members[row_id].params
+        if params.penalised or params.prompt_logprobs is not None:
+            return False  # its own tokens are counted, or have log-probabilities, where they are computed
         common, donors = self._prefixes.find(row_id, len(given) - 1)
         for donor in donors:
             if not self._session.can_share(donor, len(self._session.given[donor])):

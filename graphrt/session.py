@@ -421,7 +421,8 @@ class DecodeSession(RowsInFlight):
                 if self._foreign:
                     continue  # a later one may have been given pages
                 break  # nor does a later one get what this one waits for
-            self._sampling.ask_of_prompt(at, self._rows[at].params, tokens[start + 1 :])
+            row = self._rows[at]
+            self._sampling.ask_of_prompt(at, row.params, tokens[start + 1 :], len(row.prompt) - start - 1)
             chunks[at] = tokens[start : start + count]
             budget -= count
         return chunks

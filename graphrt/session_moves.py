@@ -149,6 +149,8 @@ class MovableSession(DecodeSession):
         assert suspended.length < len(given), "all launches of the row were collected, and it has not ended"
         self._take_row(row)
         self._away.discard(row)
+        if not suspended.length:
+            row.prompt_logprobs.clear()  # its prompt is computed again
         self._begin(row, given, suspended.length, self._runtime.manager.row_tables.check_state({}))
         if suspended.swapped is not None and space is not None:
             pages = self._pages.place(row.row_id, suspended.first_places, suspended.swapped.counts)

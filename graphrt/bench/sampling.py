@@ -20,9 +20,9 @@ def stated_sampling(params: SamplingParams) -> dict[str, Any]:
 
 def config_fields(params: SamplingParams) -> dict[str, Any]:
     """What a runtime is to be built with for sequences of such params, by the names of RuntimeConfig."""
-    return {
-        "penalties": params.penalised, "max_logit_bias": len(params.logit_bias), "max_logprobs": params.logprobs
-    }  # fmt: skip
+    asked = [count for count in (params.logprobs, params.prompt_logprobs) if count is not None]
+    most = max(asked, default=None)
+    return {"penalties": params.penalised, "max_logit_bias": len(params.logit_bias), "max_logprobs": most}
 
 
 def described(params: SamplingParams) -> str:

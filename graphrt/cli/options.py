@@ -46,7 +46,16 @@ class SamplingOptions:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GenerateOptions(SamplingOptions):
+class PromptOptions(SamplingOptions):
+    """The same, where there are prompts."""
+
+    prompt_logprobs: Annotated[
+        int | None, _sampled("The same of each token of the prompt but the first: such a prompt runs a token a step.")
+    ] = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerateOptions(PromptOptions):
     """Generate text. The answer goes to standard output, everything else to standard error."""
 
     prompts: Annotated[
@@ -109,7 +118,7 @@ class DecodeOptions(SamplingOptions):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ServeOptions(SamplingOptions):
+class ServeOptions(PromptOptions):
     """Tokens per second of many prompts of random lengths, all at once. The last line is JSON."""
 
     shape: Annotated[str, typer.Option(help="Shape with dummy weights.")] = "qwen3-0.6b"

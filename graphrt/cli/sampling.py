@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Sequence
 
-from graphrt.cli.options import SamplingOptions
+from graphrt.cli.options import PromptOptions, SamplingOptions
 from graphrt.kernels.errors import ConfigError
 from graphrt.kernels.ops.sampling_logprobs import MAX_TOP
 from graphrt.sampling_params import SamplingParams
@@ -15,8 +15,10 @@ def sampling_params(
     options: SamplingOptions, max_new_tokens: int = 1, stop_ids: Collection[int] = ()
 ) -> SamplingParams:
     """How a command samples, of seed 0. Raises: ConfigError."""
-    if options.logprobs is not None and options.logprobs > MAX_TOP:
-        raise ConfigError(f"--logprobs: expected at most {MAX_TOP}, got {options.logprobs}; ask for fewer tokens")
+    of_prompt = options.prompt_logprobs if isinstance(options, PromptOptions) else None
+    for name, count in (("--logprobs", options.logprobs), ("--prompt-logprobs", of_prompt)):
+        if count is not None and count > MAX_TOP:
+            raise ConfigError(f"{name}: expected at most {MAX_TOP}, got {count}; ask for fewer tokens")
     return SamplingParams(
         max_new_tokens,
         options.temperature,
@@ -28,6 +30,7 @@ def sampling_params(
         frequency_penalty=options.frequency_penalty,
         logit_bias=_logit_bias(options.logit_bias or ()),
         logprobs=options.logprobs,
+        prompt_logprobs=of_prompt,
         stop_ids=frozenset(stop_ids),
     )
 

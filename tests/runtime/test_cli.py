@@ -15,6 +15,8 @@ import pytest
 import graphrt as library
 from graphrt.cli import main as cli
 from graphrt.cli import options
+from graphrt.models.smollm import default_model_path
+from graphrt.models.tokenizer import load_tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
 SKY = "Why is the sky blue?"
@@ -84,6 +86,10 @@ def test_generate_takes_penalties_biases_and_log_probabilities(graphrt) -> None:
         code, other, _ = graphrt("generate", SKY, *options, *extra)
         assert code == 0
         assert other != plain, extra
+    code, out, log = graphrt("generate", "Hi", *TINY, "--raw", "--prompt-logprobs", "1")
+    assert (code, out) == (0, graphrt("generate", "Hi", *TINY, "--raw")[1])
+    count = len(load_tokenizer(default_model_path()).encode_prompt("Hi", chat=False))
+    assert len([line for line in log.split("\n") if line.startswith("[1] prompt token ")]) == count - 1
     code, out, log = graphrt("generate", SKY, *TINY, "--logit-bias", "x")
     assert (code, out) == (1, "")
     assert "ConfigError: --logit-bias: expected ID=X" in log
@@ -94,6 +100,7 @@ def test_generate_takes_penalties_biases_and_log_probabilities(graphrt) -> None:
         ),
         (("--logit-bias", f"{10**8}=1"), "--logit-bias: expected token ids below "),
         (("--logprobs", "1025"), "--logprobs: expected at most 1024, got 1025"),
+        (("--prompt-logprobs", "1025"), "--prompt-logprobs: expected at most 1024, got 1025"),
     ):
         code, out, log = graphrt("generate", SKY, *TINY, *extra)
         assert (code, out) == (1, "")
