@@ -24,8 +24,9 @@ from graphrt.launch import Launch
 from graphrt.logprobs import TokenLogprob
 from graphrt.runtime import Runtime, check_decoder
 from graphrt.sampling_params import SamplingParams
-from graphrt.scheduler import GenerationStats, Request, Scheduler, longest_chunk, pages_needed
+from graphrt.scheduler import GenerationStats, Request, Scheduler, longest_chunk
 from graphrt.session_moves import MovableSession
+from graphrt.session_pages import check_pages, pages_needed
 from graphrt.session_rows import Prompt
 from graphrt.swap import SwapSpace
 
@@ -115,11 +116,7 @@ class TextGenerator:
                 f"{len(tokens)} + {params.max_new_tokens} tokens; shorten it, lower max_new_tokens or raise "
                 "max_seq_len"
             )
-        for need, allocator in zip(pages_needed(self._runtime, request, 1), self._runtime.allocators, strict=True):
-            if need > (pages := allocator.num_pages - 1):
-                raise CapacityError(
-                    f"{name}: expected at most {pages} pages, got a need of {need} for {limit} tokens; raise num_pages"
-                )
+        check_pages(name, limit, self._runtime.kv_cache.groups, self._runtime.allocators)
         return request
 
     def _swap_space(self, requests: Sequence[Request]) -> SwapSpace | None:
@@ -128,7 +125,7 @@ class TextGenerator:
         if not (self._swap_bytes and requests):
             return None
         groups, chunk = runtime.kv_cache.groups, longest_chunk(runtime)
-        needs = np.array([pages_needed(runtime, request, chunk) for request in requests])
+        needs = np.array([pages_needed(groups, request.length_limit, chunk) for request in requests])
         pages = np.array([allocator.num_pages - 1 for allocator in runtime.allocators])
         if (np.sort(needs, 0)[-rows:].sum(0) <= pages).all():
             return None

@@ -239,6 +239,7 @@ class ReplayManager:
         """
         eager = check_bool("eager", eager, advice="pass a bool")
         with self._exclusive:
+            self.row_tables.clear_left()  # a row here may have the id of a session's row that is gone
             target = self._dispatch("replay", batch, descriptor)
             why_eager = "asked for by the caller" if eager else target.why_eager
             slot, step = self._launch(batch, target.descriptor, why_eager)
@@ -259,8 +260,6 @@ class ReplayManager:
             raise ShapeError("batch.page_ids: expected none beside page_tables, got some; write them to your tables")
         if batch.needs:
             batch.check_needs(config, self._program.vocab_size)
-        if call != "begin":  # a row here may have the id of a session's row that is gone
-            self.row_tables.clear_left()
         self._guards.before_step()
         uniform = batch.is_uniform(config.query_len)
         if not (uniform or config.mixed_batches):
@@ -382,6 +381,7 @@ class ReplayManager:
         Raises: as `replay`; and ReplayError for a batch that has no graph.
         """
         with self._exclusive:
+            self.row_tables.clear_left()
             target = self._dispatch("compare", batch, descriptor)
             if target.why_eager:
                 raise ReplayError(

@@ -47,7 +47,7 @@ class RowTables:
     device.
 
     tensors   [max_num_reqs + 1, ...] by name, those of RuntimeConfig.row_tensors; the last row is that of pads
-    left      row ids that sessions gave back, and that have their state still: cleared before anybody else's step
+    left      row ids that sessions gave back. Their state is cleared before the next step that is no session's
 
     Raises, in every call: ConfigError and ShapeError for wrong values, UnsupportedError for what the runtime was not
     built for, CaptureError and ReplayError as ReplayManager.between_steps. Nothing is written then.
@@ -226,7 +226,7 @@ class RowTables:
                 self._write(self.tensors[name], theirs, initial)
                 stated.difference_update(theirs)
         self._biased.difference_update(ids)
-        self.left.clear()
+        self.left.difference_update(ids)  # Python's collector of garbage may have released another row meanwhile
 
     @contextmanager
     def _writing(self) -> Iterator[StaticBuffers]:

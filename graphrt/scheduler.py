@@ -24,6 +24,7 @@ from graphrt.launch import Launch
 from graphrt.runtime import Runtime
 from graphrt.sampling_params import SamplingParams
 from graphrt.session_moves import MovableSession, Suspended
+from graphrt.session_pages import pages_needed
 from graphrt.session_rows import Ids, SessionRow
 from graphrt.swap import SwapSpace
 from graphrt.tables import PrefixIndex, common_prefix
@@ -91,15 +92,6 @@ def longest_chunk(runtime: Runtime) -> int:
     return runtime.config.max_num_tokens if runtime.config.mixed_batches else 1
 
 
-def pages_needed(runtime: Runtime, request: Request, new_tokens: int) -> list[int]:
-    """Pages of each pool that a sequence owns at most, in chunks of so many tokens; of windowed groups, those of the
-    window and of a chunk."""
-    needs = [0] * len(runtime.allocators)
-    for group in runtime.kv_cache.groups:
-        needs[group.pool] += group.most_pages(request.length_limit, new_tokens)
-    return needs
-
-
 class Scheduler:
     """The sequences that run, by row id, and those that wait.
 
@@ -149,15 +141,13 @@ class Scheduler:
     def _needs_to_start(self, request: Request) -> list[int]:
         """Pages of each pool that a sequence is admitted for: of a new prompt those of its first chunk, of one that was
         preempted all that it had, as it would be preempted soon again with less."""
-        needs = [0] * len(self._runtime.allocators)
         length = request.num_tokens
         first = length if request.preempted else min(length, self._longest_chunk)
-        swapped = None if request.suspended is None else request.suspended.swapped
-        for index, group in enumerate(self._groups):
-            if swapped is not None:
-                needs[group.pool] += swapped.counts[index]
-            else:
-                needs[group.pool] += group.most_pages(first, min(first, self._longest_chunk))
+        if request.suspended is None or request.suspended.swapped is None:
+            return pages_needed(self._groups, first, min(first, self._longest_chunk))
+        needs = [0] * len(self._runtime.allocators)
+        for group, count in zip(self._groups, request.suspended.swapped.counts, strict=True):
+            needs[group.pool] += count
         return needs
 
     def _have(self, needs: list[int], *, returns: bool) -> bool:

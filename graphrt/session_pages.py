@@ -89,6 +89,27 @@ def _page_ids(given: object, allocators: Sequence[PageAllocator], of: str) -> li
     return found
 
 
+def pages_needed(groups: Sequence[KVCacheSpec], length: int, new_tokens: int) -> list[int]:
+    """Pages of each pool that a sequence of `length` tokens owns at most, in chunks of `new_tokens`. Of windowed groups
+    these are those of the window and of a chunk."""
+    needs = [0] * len({group.pool for group in groups})
+    for group in groups:
+        needs[group.pool] += group.most_pages(length, new_tokens)
+    return needs
+
+
+def check_pages(name: str, length: int, groups: Sequence[KVCacheSpec], allocators: Sequence[PageAllocator]) -> None:
+    """Raise CapacityError for a sequence that has not pages enough even alone, in chunks of one token."""
+    needs = pages_needed(groups, length, 1)
+    for pool, (need, allocator) in enumerate(zip(needs, allocators, strict=True)):
+        if need > (pages := allocator.num_pages - 1):
+            of_pool = f" of pool {pool}" if len(needs) > 1 else ""
+            raise CapacityError(
+                f"{name}: expected at most {pages} pages{of_pool}, got a need of {need} for {length} tokens; shorten "
+                "it, or raise num_pages"
+            )
+
+
 class SessionPages:
     """A table per KV group, with a slot per row id."""
 
@@ -145,17 +166,8 @@ class SessionPages:
         return count
 
     def check_prompt(self, length: int) -> None:
-        """Raise CapacityError for a prompt that has not pages enough even alone, in chunks of one token."""
-        needs = [0] * len(self._allocators)
-        for table in self._tables:
-            needs[table.group.pool] += table.group.most_pages(length, 1)
-        for pool, (need, allocator) in enumerate(zip(needs, self._allocators, strict=True)):
-            if need > (pages := allocator.num_pages - 1):
-                of_pool = f" of pool {pool}" if len(needs) > 1 else ""
-                raise CapacityError(
-                    f"prompt: expected at most {pages} pages{of_pool}, got a need of {need} for {length} tokens; "
-                    "shorten it, or build the runtime with a larger num_pages"
-                )
+        """Raise CapacityError for a prompt that has not pages enough even alone."""
+        check_pages("prompt", length, [table.group for table in self._tables], self._allocators)
 
     def missing(self, ids: Ids, lengths: Ids) -> list[int]:
         """Pages of each pool that rows need to have so many tokens, beside those that they have."""

@@ -179,7 +179,8 @@ def main() -> None:
         parser.error("expected a CUDA device, got none; --device cpu is a dry run")
     device = resolve_device(arguments.device)
     shape = shape_config(arguments.shape)
-    loaded = load_model(shape, device=device, max_positions=min(shape.max_position_embeddings, 1 << 14))
+    positions = min(shape.max_position_embeddings, 1 << 14)
+    loaded = load_model(shape, device=device, max_positions=positions)
     results: dict[str, Any] = {"shape": arguments.shape, "audits": [], "verifies": [], "shadows": []}
     for rows in map(int, arguments.rows.split(",")):
         with make_runtime(loaded, device, rows, CONTEXT, 0) as runtime:
@@ -201,7 +202,7 @@ def main() -> None:
         )
     del loaded  # the deep one gets the memory
     deep = replace(shape, num_layers=arguments.deep, sliding_windows=())
-    loaded = load_model(deep, device=device, max_positions=min(shape.max_position_embeddings, 1 << 14))
+    loaded = load_model(deep, device=device, max_positions=positions)
     with make_runtime(loaded, device, int(arguments.rows.split(",")[0]), CONTEXT, 0) as runtime:
         results["deep_audit"] = {"layers": deep.num_layers, **bench_audit(runtime)}
     print(json.dumps({"name": "kit", **results, **provenance()}), flush=True)

@@ -17,7 +17,7 @@ from graphrt.bench.sampling import config_fields, stated_sampling
 from graphrt.bench.timer import measure_read_bandwidth
 from graphrt.config import RuntimeConfig
 from graphrt.groups import layer_places
-from graphrt.kernels.checks import check_int
+from graphrt.kernels.checks import check_instance, check_int
 from graphrt.kernels.errors import CapacityError, ConfigError
 from graphrt.kv_cache import bytes_per_page
 from graphrt.models.loading import free_memory
@@ -126,7 +126,8 @@ def bench_decode(
     context = check_int("context", context, 1, _MAX_CONTEXT, advice="pass the tokens that each sequence holds already")
     steps = check_int("steps", steps, 1, _MAX_CONTEXT, advice="pass the steps of one round")
     max_seq_len = context + steps
-    largest, sampling = max(batches), sampling or SamplingParams()
+    largest, sampling = max(batches), SamplingParams() if sampling is None else sampling
+    check_instance("sampling", sampling, SamplingParams, advice="pass SamplingParams(...), or None")
     config = RuntimeConfig(
         max_num_reqs=largest,
         max_num_tokens=max(largest, 64),

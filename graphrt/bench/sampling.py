@@ -20,9 +20,10 @@ def stated_sampling(params: SamplingParams) -> dict[str, Any]:
 
 def config_fields(params: SamplingParams) -> dict[str, Any]:
     """What a runtime is to be built with for sequences of such params, by the names of RuntimeConfig."""
-    asked = [count for count in (params.logprobs, params.prompt_logprobs) if count is not None]
-    most = max(asked, default=None)
-    return {"penalties": params.penalised, "max_logit_bias": len(params.logit_bias), "max_logprobs": most}
+    most: dict[str, int] = {}
+    for name, least in params.needs:
+        most[name] = max(least, most.get(name, least))
+    return most | {"penalties": "penalties" in most}
 
 
 def described(params: SamplingParams) -> str:

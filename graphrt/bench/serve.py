@@ -16,7 +16,7 @@ from graphrt.bench.sampling import config_fields, stated_sampling
 from graphrt.bench.timer import measure_read_bandwidth
 from graphrt.config import RuntimeConfig
 from graphrt.generate import TextGenerator
-from graphrt.kernels.checks import check_int
+from graphrt.kernels.checks import check_instance, check_int
 from graphrt.kernels.errors import ConfigError
 from graphrt.launch import Launch
 from graphrt.replay import ReplayManager
@@ -50,6 +50,7 @@ class Workload:
         check_int("requests", self.requests, 1, _MOST_REQUESTS, advice="pass how many prompts are sent")
         check_int("most", self.most, 1, _MAX_LENGTH, advice="pass the longest prompt and output")
         check_int("least", self.least, 1, self.most, advice="pass the shortest prompt and output")
+        check_instance("sampling", self.sampling, SamplingParams, advice="pass SamplingParams(...)")
 
     def make(self, vocab_size: int) -> tuple[list[list[int]], list[SamplingParams]]:
         """The prompts, and the parameters of each: no stop token, seeds 0, 1, 2 and so on."""

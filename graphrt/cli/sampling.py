@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Sequence
+from dataclasses import fields
 
 from graphrt.cli.options import PromptOptions, SamplingOptions
 from graphrt.kernels.errors import ConfigError
@@ -15,24 +16,13 @@ def sampling_params(
     options: SamplingOptions, max_new_tokens: int = 1, stop_ids: Collection[int] = ()
 ) -> SamplingParams:
     """How a command samples, of seed 0. Raises: ConfigError."""
-    of_prompt = options.prompt_logprobs if isinstance(options, PromptOptions) else None
-    for name, count in (("--logprobs", options.logprobs), ("--prompt-logprobs", of_prompt)):
-        if count is not None and count > MAX_TOP:
-            raise ConfigError(f"{name}: expected at most {MAX_TOP}, got {count}; ask for fewer tokens")
-    return SamplingParams(
-        max_new_tokens,
-        options.temperature,
-        top_k=options.top_k,
-        top_p=options.top_p,
-        min_p=options.min_p,
-        repetition_penalty=options.repetition_penalty,
-        presence_penalty=options.presence_penalty,
-        frequency_penalty=options.frequency_penalty,
-        logit_bias=_logit_bias(options.logit_bias or ()),
-        logprobs=options.logprobs,
-        prompt_logprobs=of_prompt,
-        stop_ids=frozenset(stop_ids),
-    )
+    kind = PromptOptions if isinstance(options, PromptOptions) else SamplingOptions
+    values = {field.name: getattr(options, field.name) for field in fields(kind)}
+    for option, name in (("--logprobs", "logprobs"), ("--prompt-logprobs", "prompt_logprobs")):
+        if (count := values.get(name)) is not None and count > MAX_TOP:
+            raise ConfigError(f"{option}: expected at most {MAX_TOP}, got {count}; ask for fewer tokens")
+    values["logit_bias"] = _logit_bias(options.logit_bias or ())
+    return SamplingParams(max_new_tokens, stop_ids=frozenset(stop_ids), **values)
 
 
 def check_vocabulary(params: SamplingParams, vocab_size: int) -> None:

@@ -153,12 +153,10 @@ class HostValues:
                 found.append(Change(slot.path, slot.path, old.contents, text, True))
             elif isinstance(old, _Object):
                 if (kept := old.value) is not None and not is_same_object(kept, new):
-                    now = "a tensor" if _is_tensor(new) else _short(new) if slot.is_leaf else _called(new)
-                    text = f"{slot.path} was {old.text} and is {now} now"
+                    text = f"{slot.path} was {old.text} and is {_shown_in(slot)} now"
                     objects.append(Change(slot.path, slot.path, kept, text))
             elif isinstance(new, torch.Tensor) or not same(old, new):
-                now = "a tensor" if _is_tensor(new) else _short(new) if slot.is_leaf else _called(new)
-                text = f"{slot.path} was {_short(old)} and is {now} now"
+                text = f"{slot.path} was {_short(old)} and is {_shown_in(slot)} now"
                 found.append(Change(slot.path, slot.path, old, text))
         return found + objects
 
@@ -245,7 +243,7 @@ def unchanged(root: Any, name: str) -> Iterator[None]:
         for slot, items in before:
             _put_items(slot.value, items)
         now = {slot.place: slot.value for slot in slots(root, name)}
-        for slot, _ in before:  # which keep all places alive, so that no other has the id of one
+        for slot, _ in before:  # `before` keeps every owner alive, so no id is used twice
             found = now.get(slot.place, slot.value)
             if slot.set is not None and not isinstance(slot.value, dict) and not is_same_object(found, slot.value):
                 with suppress(AttributeError, TypeError):  # an object that lets nobody assign
@@ -284,7 +282,7 @@ class Held:
     """What stood in a place: a value, or which object.
 
     path   that led to it
-    name   the same for a reader: where another object stands, the only number in it that is another one
+    name   for a report: the path. Where a new object differs from the old one in one number, the path of that number
     put    puts something into this place, whatever the path leads to by then
     """
 
@@ -333,7 +331,7 @@ def _is_other(slot: Slot, old: Any, new: Slot | None) -> bool:
     if _is_reference(slot) and not is_same_object(slot.value, new.value):
         return True
     if isinstance(old, Keys):
-        return isinstance(new.value, dict) and not old.keys.issuperset(new.value)
+        return not old.keys.issuperset(new.value)  # of the same dict
     if old is OTHER:
         return False
     if _is_tensor(old) or _is_tensor(new.value):
@@ -350,26 +348,26 @@ def _held(slot: Slot, old: Any) -> Held | None:
     put: Setter | None = slot.set
     if old is OTHER:
         old = slot.value
-    elif isinstance(slot.value, dict) and slot.swap is not None:
-        swap, entries = slot.swap, slot.set
-        whole = slot.value
-
-        def put_dict(content: Any) -> None:
-            if entries is not None:
-                entries(content)
-            swap(whole)
-
-        put = put_dict
-    elif _items(slot.value) is not None and not isinstance(slot.value, dict):
-        one, into = slot.value, slot.set
-
-        def put_items(items: Any) -> None:
-            _put_items(one, items)
-            if into is not None:
-                into(one)
-
-        put = put_items
+    elif isinstance(slot.value, dict):
+        put = put if slot.swap is None else functools.partial(_put_dict, slot)
+    elif _items(slot.value) is not None:
+        put = functools.partial(_put_container, slot)
     return None if put is None else Held(slot.path, slot.path, slot.place, old, put)
+
+
+def _put_dict(slot: Slot, content: Any) -> None:
+    """The same dict as before, with the entries that it had."""
+    assert slot.set is not None, "entries of a dict can be put back"
+    assert slot.swap is not None, "asked for before"
+    slot.set(content)
+    slot.swap(slot.value)
+
+
+def _put_container(slot: Slot, items: Any) -> None:
+    """The same list, set or array as before, with the items that it had."""
+    _put_items(slot.value, items)
+    if slot.set is not None:
+        slot.set(slot.value)
 
 
 def _named(held: Held, before: Mapping[str, Any], now: Iterable[Slot]) -> Held:
@@ -417,6 +415,13 @@ def _is_own_code(function: Any) -> bool:
 def entry(path: str, key: Any) -> str:
     """The path of an entry of a dict, or of an attribute of an object, whose path ends with a dot."""
     return f"{path}{key}" if path.endswith(".") else f"{path}[{key!r}]"
+
+
+def _shown_in(slot: Slot) -> str:
+    """What stands in a place, for a reader."""
+    if _is_tensor(slot.value):
+        return "a tensor"
+    return _short(slot.value) if slot.is_leaf else _called(slot.value)
 
 
 def _called(value: Any) -> str:

@@ -64,7 +64,7 @@ class Slot:
     place     which one it is, whatever the path that leads there: the id of what it is in, and its name in that
     is_leaf   whether the value has no places of its own, or is the dict of them
     is_whole  whether a dict is one value, and has no places of its own
-    swap      puts another dict in the place of a dict, of which `set` puts entries back
+    swap      of a dict: puts a whole dict into the place. `set` puts entries back into the one that is there
     """
 
     path: str

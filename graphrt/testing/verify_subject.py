@@ -139,11 +139,8 @@ class Target:
     @property
     def makes_of_inputs(self) -> str:
         """Who makes values of the host out of its inputs."""
-        return (
-            "the step makes of its inputs"
-            if isinstance(self.subject, PlainSubject)
-            else "refresh() makes of its inputs"
-        )
+        who = "the step" if isinstance(self.subject, PlainSubject) else "refresh()"
+        return f"{who} makes of its inputs"
 
     @property
     def why_unwritten(self) -> str:

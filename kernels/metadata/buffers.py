@@ -409,19 +409,21 @@ class StaticBuffers:
 
     def copy_row(self, source: int, target: int) -> None:
         """Give one row id what another has, on the current stream: every persistent buffer that is kept by row id."""
-        for name, tensor in self.named(BufferKind.PERSISTENT):
-            shape = self.specs()[name].shape
-            if "row_ids" in shape:
-                dim = shape.index("row_ids")
-                tensor.select(dim, target).copy_(tensor.select(dim, source))
+        for _, tensor, dim in self._by_row_id():
+            tensor.select(dim, target).copy_(tensor.select(dim, source))
 
     def clear_rows(self, ids: torch.Tensor) -> None:
         """Row ids, [n] int64, have their initial contents, on the current stream: every persistent buffer that is kept
         by row id, but for masks, which rows name by number."""
+        for name, tensor, dim in self._by_row_id():
+            if name != "mask_words" and tensor.numel():
+                tensor.index_fill_(dim, ids, self.specs()[name].initial)
+
+    def _by_row_id(self) -> Iterator[tuple[str, torch.Tensor, int]]:
+        """Name, tensor and dimension of row ids of each persistent buffer that is kept by row id."""
         for name, tensor in self.named(BufferKind.PERSISTENT):
-            spec = self.specs()[name]
-            if "row_ids" in spec.shape and name != "mask_words" and tensor.numel():
-                tensor.index_fill_(spec.shape.index("row_ids"), ids, spec.initial)
+            if "row_ids" in (shape := self.specs()[name].shape):
+                yield name, tensor, shape.index("row_ids")
 
     def snapshot(self) -> dict[str, torch.Tensor]:
         """Copies of the persistent and carried buffers: what a step changes, and what the next step then reads."""
