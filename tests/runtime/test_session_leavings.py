@@ -16,26 +16,30 @@ from graphrt.sampling_params import SamplingParams
 from graphrt.session import DecodeSession
 from graphrt.spec import AttentionSpec
 from graphrt.step import Step
-from tests.runtime.test_session_mishaps import captured
 from tests.runtime.toy import HEAD_DIM, HEADS, KV_HEADS, LAYERS, MAX_LEN, VOCAB, LivelyModel, greedy, make_runtime
 
-CPU = torch.device("cpu")
 ALONE: dict[str, list[int]] = {
     "row_ids": [0], "seq_lens": [3], "query_lens": [3], "tokens": [3, 1, 4], "page_indptr": [0, 1], "page_ids": [9]
 }  # fmt: skip
 
 
-def test_whoever_gets_a_row_id_has_nothing_of_the_row_before() -> None:
+def captured(device: torch.device, num_pages: int = 60, **config: object) -> Runtime:
+    runtime = make_runtime(device, num_pages=num_pages, config=config)
+    runtime.capture()
+    return runtime
+
+
+def test_whoever_gets_a_row_id_has_nothing_of_the_row_before(device: torch.device) -> None:
     """Not even one that is no row of a session, and says nothing."""
     seen = []
 
     def model(step: Step) -> torch.Tensor:
-        seen.append(step.row_state("adapter")[0].item() if step.row_state("adapter").device.type == "cpu" else None)
+        seen.append(step.row_state("adapter")[0].item())
         return lively(step)
 
-    lively = LivelyModel(CPU)
+    lively = LivelyModel(device)
     config = {"max_logit_bias": 2, "use_graphs": False, "row_tensors": (RowTensor("adapter", initial=-1),)}
-    runtime = make_runtime(CPU, model=model, config=config)
+    runtime = make_runtime(device, model=model, config=config)
     runtime.capture()
     batch = {"seq_lens": [3], "query_lens": [3], "tokens": [3, 1, 4], "page_indptr": [0, 1], "page_ids": [1]}
     expected = runtime.replay(Batch(row_ids=[0], **batch)).tokens().tolist()
@@ -63,9 +67,9 @@ def test_whoever_gets_a_row_id_has_nothing_of_the_row_before() -> None:
 
 
 @pytest.mark.parametrize("own_pages", [True, False])
-def test_a_prompt_without_pages_enough_is_refused_at_once(own_pages: bool) -> None:
+def test_a_prompt_without_pages_enough_is_refused_at_once(device: torch.device, own_pages: bool) -> None:
     """No release of other rows would let it run."""
-    runtime = captured(num_pages=4)  # three beside the null page, of four tokens each
+    runtime = captured(device, num_pages=4)  # three beside the null page, of four tokens each
     with DecodeSession(runtime, own_pages=own_pages) as session:
         with pytest.raises(CapacityError, match="expected at most 3 pages, got a need of 4 for 13 tokens"):
             session.add([1] * 13, SamplingParams(1))
@@ -78,9 +82,9 @@ def test_a_prompt_without_pages_enough_is_refused_at_once(own_pages: bool) -> No
             assert row.end is RowEnd.LENGTH
 
 
-def test_a_row_id_that_was_given_back_goes_on_with_nothing() -> None:
+def test_a_row_id_that_was_given_back_goes_on_with_nothing(device: torch.device) -> None:
     """A batch that goes on with it would read and write pages that others have now."""
-    runtime = captured(num_pages=10)
+    runtime = captured(device, num_pages=10)
     model = runtime.manager._program.model
     with DecodeSession(runtime) as session:
         gone = session.add([3, 1, 4], SamplingParams(29))
@@ -102,11 +106,11 @@ def test_a_row_id_that_was_given_back_goes_on_with_nothing() -> None:
         assert other.tokens == greedy(model, [5, 6, 7, 8, 9], 20)
 
 
-def test_tokens_that_a_row_before_had_are_not_penalised() -> None:
+def test_tokens_that_a_row_before_had_are_not_penalised(device: torch.device) -> None:
     """Of a batch that begins without a penalty, and has one later."""
     found = []
     for before in (False, True):
-        runtime = captured(penalties=True)
+        runtime = captured(device, penalties=True)
         if before:
             with DecodeSession(runtime) as session:
                 session.add([5, 6, 7], SamplingParams(20, presence_penalty=3.0))
@@ -124,9 +128,9 @@ def test_tokens_that_a_row_before_had_are_not_penalised() -> None:
 
 
 @pytest.mark.parametrize("leave", ["release", "close"])
-def test_rows_are_given_back_from_inside_of_a_step(leave: str) -> None:
+def test_rows_are_given_back_from_inside_of_a_step(device: torch.device, leave: str) -> None:
     """As Python's collector of garbage does, which may run at any time."""
-    runtime = captured(max_logit_bias=1)
+    runtime = captured(device, max_logit_bias=1)
     expected = runtime.replay(Batch(**ALONE)).tokens().tolist()
     session = DecodeSession(runtime)
     row = session.add([3, 1, 4], SamplingParams(9, logit_bias={7: 100.0}))
@@ -142,8 +146,8 @@ def test_rows_are_given_back_from_inside_of_a_step(leave: str) -> None:
     assert runtime.replay(Batch(**ALONE)).tokens().tolist() == expected
 
 
-def test_pages_that_a_fork_reads_are_not_named() -> None:
-    runtime = captured(num_pages=12)
+def test_pages_that_a_fork_reads_are_not_named(device: torch.device) -> None:
+    runtime = captured(device, num_pages=12)
     unused = list(range(1, 12))
 
     def take(count: int) -> list[int]:
@@ -170,7 +174,9 @@ def test_pages_that_a_fork_reads_are_not_named() -> None:
 
 
 @pytest.mark.parametrize(("window", "chunk"), [(5, None), (9, None), (None, 8), (None, 6)])
-def test_a_prompt_is_refused_for_its_pages_only_where_it_cannot_run(window: int | None, chunk: int | None) -> None:
+def test_a_prompt_is_refused_for_its_pages_only_where_it_cannot_run(
+    device: torch.device, window: int | None, chunk: int | None
+) -> None:
     """Of layers that see a window or a chunk, at the fewest pages that are enough."""
     seen = {"sliding_window": window, "attention_chunk_size": chunk}
     attention = AttentionSpec(HEADS, KV_HEADS, HEAD_DIM, torch.float32, **seen)
@@ -178,7 +184,7 @@ def test_a_prompt_is_refused_for_its_pages_only_where_it_cannot_run(window: int 
     found, refused = set(), 0
     for num_pages in (40, 5, 4, 3, 2):
         runtime = Runtime(
-            LivelyModel(CPU), attention, spec, vocab_size=VOCAB, device=CPU, num_pages=num_pages,
+            LivelyModel(device), attention, spec, vocab_size=VOCAB, device=device, num_pages=num_pages,
             config=RuntimeConfig(max_num_reqs=2, max_num_tokens=16, max_seq_len=MAX_LEN),
         )  # fmt: skip
         runtime.capture()
