@@ -11,7 +11,8 @@ of a buffer, memory of the host that every replay reads again.
 
 Kernels of Triton and operands of copies say where their addresses are. In the arguments of other kernels any word may
 be one, and a stale word in the padding of a struct may look like one: such findings are not `certain`. `audit_twice`
-captures the step a second time and decides them.
+captures the step a second time and decides them. Of structs of PyTorch's own kernels it is known which of their bytes
+hold no address (torch_kernels.py).
 
 What no audit of arguments sees: addresses that a kernel loads from memory, indices, and which bytes are read.
 """

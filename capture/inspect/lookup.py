@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
 
 from graphrt.capture.inspect.ask import Driver
 from graphrt.capture.inspect.memory import MemoryMap, Owner, Region
-from graphrt.capture.inspect.scan import Words, scan
+from graphrt.capture.inspect.scan import WORD, Words, scan
+from graphrt.capture.inspect.torch_kernels import no_addresses
 from graphrt.capture.inspect.view import GraphView, NodeKind, Operand
 
 
@@ -19,7 +21,7 @@ class Lookup:
 
     view     the graph
     memory   the map
-    words    of its kernels' arguments
+    words    of its kernels' arguments, but for those where PyTorch's own kernels have no address
     regions  those of the map, those that the graph allocates, those that the driver told
     holder   [n] int64: for each word the index in `regions`, -1 where nobody knows the address
 
@@ -39,6 +41,7 @@ class Lookup:
         self.holder = memory.find_many(self.words.value)
         self.regions: list[Region] = list(memory.regions)
         self._look_further(self._made)
+        self._leave_out_numbers()
         unknown = (self.holder < 0) & (self.words.aligned | self.words.exact)
         self._look_further(MemoryMap(self._ask_all(np.unique(self.words.value[unknown]))))
 
@@ -65,6 +68,22 @@ class Lookup:
         counts = np.bincount(self.holder[self.holder >= 0], minlength=len(self.regions))
         for index in np.flatnonzero(counts).tolist():
             owners[self.regions[index].owner] += int(counts[index])
+
+    def _leave_out_numbers(self) -> None:
+        """Drop the words that stand where a kernel of PyTorch has no address."""
+        words, kept = self.words, np.ones(len(self.holder), np.bool_)
+        for number, (_, node) in enumerate(words.nodes):
+            starts = words.starts[words.firsts[number] :]
+            for index, first, end in no_addresses(node, partial(self._is_known, starts)):
+                low, high = np.searchsorted(words.at, (starts[index] + first - WORD + 1, starts[index] + end))
+                kept[low:high] = False  # those that reach into the stretch too
+        if not kept.all():
+            self.words, self.holder = words.only(kept), self.holder[kept]
+
+    def _is_known(self, starts: npt.NDArray[np.int64], index: int, offset: int) -> bool:
+        """Whether a word at an offset in an argument is an address of known memory. `starts`: of the arguments."""
+        at = int(np.searchsorted(self.words.at, starts[index] + offset))
+        return at < len(self.words.at) and self.words.at[at] == starts[index] + offset and bool(self.holder[at] >= 0)
 
     def _look_further(self, memory: MemoryMap) -> None:
         """Look up the words that nobody knew so far."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -66,6 +66,12 @@ class Words:
         of = int(np.searchsorted(self.firsts, index, side="right")) - 1
         place, node = self.nodes[of]
         return Slot(place, node, index - int(self.firsts[of])), int(at - self.starts[index])
+
+    def only(self, kept: npt.NDArray[np.bool_]) -> Words:
+        """The words for which `kept` [n] says so."""
+        return replace(
+            self, at=self.at[kept], value=self.value[kept], exact=self.exact[kept], aligned=self.aligned[kept]
+        )
 
     def values_at(self, at: npt.NDArray[np.int64]) -> npt.NDArray[np.uint64]:
         """[n]: the words that stand at [n] places of `data`."""

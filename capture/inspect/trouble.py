@@ -14,7 +14,7 @@ from graphrt.capture.inspect.memory import Owner, Region
 from graphrt.capture.inspect.scan import Slot
 from graphrt.capture.inspect.view import Node, NodeKind, Operand, Place
 
-_LONGEST_STRUCT = 256  # bytes; arguments that hold the tensors of one op are shorter, and have no unused places
+_LONGEST_STRUCT = 256  # bytes; a longer argument may be a list for many tensors, with places that are not in use
 _REGISTERED = frozenset({Owner.STATIC, Owner.WEIGHT, Owner.CACHE})
 
 

@@ -1,0 +1,216 @@
+"""What PyTorch's own kernels carry of the stack: no audit takes it for addresses, and none of the real ones is lost."""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+
+from graphrt.capture.inspect.audit import Audit, FindingKind, audit, memory_of
+from graphrt.capture.inspect.cuda import inspect_graph
+from graphrt.capture.inspect.memory import MemoryMap
+from graphrt.capture.inspect.torch_kernels import no_addresses
+from graphrt.capture.inspect.view import Node
+from graphrt.capture.raw_graph import check
+from tests.capture.audit_examples import GONE, LEAK, POOL, REGIONS, graph, kernel, words
+
+STALE, REAL = LEAK.address, POOL.address
+INDEX = "void at::native::index_elementwise_kernel<128, 4, at::native::gpu_index_kernel<>>(long, at::native::{lambda})"
+CASTING = "void at::native::unrolled_elementwise_kernel<at::native::CUDAFunctor_add<float>, std::array<char*, 3>>"
+REDUCE = "void at::native::reduce_kernel<512, 1, at::native::ReduceOp<float, at::native::MaxNanFunctor<float>>>"
+CAT = "void at::native::(anonymous namespace)::CatArrayBatchedCopy_contig<float, unsigned int, 2, 128, 1>"
+TOP_K = "void at::native::sbtopk::gatherTopK<float, unsigned int, 2, false>(at::cuda::detail::TensorInfo<float>)"
+
+
+def divider(size: int) -> tuple[int, int, int]:
+    """As at::cuda::detail::IntDivider: size, multiplier, shift."""
+    shift = next(shift for shift in range(32) if (1 << shift) >= size)
+    return size, ((1 << 32) * ((1 << shift) - size)) // size + 1, shift
+
+
+def calculator(tensors: int, *sizes: int, stale: int = STALE) -> bytes:
+    """An OffsetCalculator. What no dimension uses holds an address, wherever a word of 8 bytes may stand in it."""
+    data = bytearray(struct.pack("<Q", stale) * 200)[: 304 + 100 * tensors]
+    struct.pack_into("<i", data, 0, len(sizes))
+    for dim, size in enumerate(sizes):
+        struct.pack_into("<3I", data, 4 + 12 * dim, *divider(size))
+        struct.pack_into(f"<{tensors}I", data, 304 + 4 * tensors * dim, *range(4, 4 + tensors))
+    return bytes(data)
+
+
+def padded(data: bytes) -> bytes:
+    return data + bytes(-len(data) % 8)
+
+
+def run(*nodes: Node) -> Audit:
+    return audit(graph(*nodes), MemoryMap(REGIONS))
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 7, 64, 1000, 65537, 2**31 - 1])
+def test_a_divider_divides(size: int) -> None:
+    """The formula by which one is told from other numbers."""
+    _, multiplier, shift = divider(size)
+    for n in (0, 1, size - 1, size, size + 1, 12345, 2**31 - 1):
+        assert ((n * multiplier >> 32) + n) >> shift == n // size
+
+
+@pytest.mark.parametrize("sizes", [(1,), (5,), (3, 7), (1000, 2, 65537, 9)])
+@pytest.mark.parametrize("tensors", [1, 2, 3, 4, 5])
+def test_what_no_dimension_uses_is_no_address(tensors: int, sizes: tuple[int, ...]) -> None:
+    """The addresses behind a calculator are found all the same, each of them."""
+    struct_of = padded(calculator(tensors, *sizes, stale=0x0000_0001_0000_0001))
+    for wrong in (LEAK.address, GONE.address + 8):
+        report = run(kernel(words(5), struct_of + words(REAL, wrong), name=INDEX))
+        assert [(f.where, f.address) for f in report.findings] == [(f"argument 1, byte {len(struct_of) + 8}", wrong)]
+    stale = padded(calculator(tensors, *sizes))
+    found = run(kernel(words(5), stale + words(REAL, LEAK.address), name=INDEX)).findings
+    assert found[-1].where == f"argument 1, byte {len(stale) + 8}"
+    # Stale addresses stand where shorter calculators would end, so the shortest is taken.
+    assert all(f.where > "argument 1, byte 400" for f in found)
+
+
+def test_stale_words_of_a_calculator_behind_which_known_memory_follows() -> None:
+    """As it was found: the third row of strides of an index kernel of two dimensions."""
+    data = bytearray(padded(calculator(3, 16, 4, stale=0)))
+    struct.pack_into("<Q", data, 336, STALE)
+    struct.pack_into("<Q", data, 512, STALE)
+    plain = bytes(data) + words(REAL, REAL + 64)
+    assert run(kernel(words(64), plain, name=INDEX)).ok
+    assert sum(run(kernel(words(64), plain, name=INDEX)).counts.values()) == 2, "stale words are not counted either"
+    other = run(kernel(words(64), plain, name="my_own_kernel"))
+    assert {f.where for f in other.findings} == {"argument 1, byte 336", "argument 1, byte 512"}
+    no_calculator = bytes(4) + plain[4:]
+    assert not run(kernel(words(64), no_calculator, name=INDEX)).ok
+
+
+def test_a_calculator_that_is_an_argument_by_itself() -> None:
+    assert run(kernel(words(REAL), calculator(3, 16, 4), calculator(1, 16, 4), name=CASTING)).ok
+
+
+def test_calculators_within_a_reduction() -> None:
+    """Two of them, behind numbers; a reduction of everything has an output of no dimensions."""
+    for output in (calculator(2, 7, 3), calculator(2)):
+        data = padded(struct.pack("<6i", 9, 8, 7, 1, 2, 0) + calculator(1, 16, 4, stale=0) + output)
+        assert run(kernel(data + words(REAL, REAL, 0, REAL + 8), name=REDUCE)).ok
+        (finding,) = run(kernel(data + words(REAL, REAL, STALE), name=REDUCE)).findings
+        assert finding.where == f"argument 0, byte {len(data) + 16}"
+
+
+def test_a_list_of_inputs_ends_with_the_grid() -> None:
+    node = kernel(words(REAL), words(REAL, REAL + 64, *[STALE] * 126) + bytes(1700), name=CAT)
+    assert run(Node(**{**_fields(node), "grid": (264, 2, 1)})).ok
+    assert not run(Node(**{**_fields(node), "grid": (264, 3, 1)})).ok
+    wrong = kernel(words(REAL), words(REAL, STALE, *[STALE] * 126) + bytes(1700), name=CAT)
+    (finding,) = run(Node(**{**_fields(wrong), "grid": (264, 2, 1)})).findings
+    assert (finding.where, finding.kind) == ("argument 1, byte 8", FindingKind.FOREIGN)
+
+
+@pytest.mark.parametrize("stale_words", [26, 51])
+def test_sizes_of_a_tensor_info_are_no_addresses(stale_words: int) -> None:
+    assert run(kernel(words(REAL, *[STALE] * stale_words), words(8), name=TOP_K)).ok
+    (finding,) = run(kernel(words(STALE, *[STALE] * stale_words), words(8), name=TOP_K)).findings
+    assert finding.where == "argument 0, byte 0"
+    assert not run(kernel(words(REAL, *[STALE] * (stale_words + 1)), name=TOP_K)).ok, "another structure"
+
+
+def _fields(node: Node) -> dict[str, object]:
+    return {name: getattr(node, name) for name in node.__slots__}
+
+
+STEPS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "index_elementwise_kernel": lambda x, rows: x[rows[:, None], rows[None, :4]],
+    "gpu_kernel_impl_nocast": lambda x, rows: x.t() + x,
+    "unrolled_elementwise_kernel": lambda x, rows: x.t() + x.half(),
+    "reduce_kernel": lambda x, rows: x.view(4, 8, 8, 4).sum(dim=(0, 2)),
+    "CatArrayBatchedCopy": lambda x, rows: torch.cat((x, x[:, :7], x), dim=1),
+    "gatherTopK": lambda x, rows: torch.topk(x, 5).values,
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", STEPS)
+def test_real_kernels_read_nothing_there(name: str) -> None:
+    """Filled with addresses of a tensor that nobody registered, the graph computes the same, and its audit is clean."""
+    x = torch.randn(32, 32, device="cuda")
+    rows = torch.randperm(32, device="cuda")[:8]
+    stranger = torch.zeros(64, device="cuda")
+    expected = STEPS[name](x, rows)
+    captured = torch.cuda.CUDAGraph(keep_graph=True)
+    with torch.cuda.graph(captured):
+        got = STEPS[name](x, rows)
+    view = inspect_graph(captured)
+    memory = memory_of(static={"x": x, "rows": rows, "got": got}, pool=captured)
+    assert audit(view, memory).ok, str(audit(view, memory))
+    (node,) = [node for node in view.nodes if name in node.name]
+    unused = _unused(node, memory)
+    assert sum(end - first for _, first, end in unused) > 150, (node.name, [len(a.data) for a in node.arguments])
+    _fill(captured, node, unused, stranger.data_ptr())
+    filled = audit(inspect_graph(captured), memory)
+    assert filled.ok, str(filled)
+    got.zero_()
+    captured.instantiate()
+    captured.replay()
+    torch.cuda.synchronize()
+    assert torch.equal(got, expected)
+
+
+def _unused(node: Node, memory: MemoryMap) -> list[tuple[int, int, int]]:
+    """The parts of the stretches without addresses that hold no numbers either."""
+
+    def is_known(index: int, at: int) -> bool:
+        data = node.arguments[index].data[at : at + 8]
+        return len(data) == 8 and memory.find(int.from_bytes(data, "little")) is not None
+
+    unused = []
+    for index, first, end in no_addresses(node, is_known):
+        numbers = np.frombuffer(node.arguments[index].data, "<u4", len(node.arguments[index].data) // 4)
+        if "CatArrayBatchedCopy" in node.name:
+            unused.append((index, first, 64 * 8))
+        elif "TensorInfo<" in node.name and first == 8:
+            dims = int(numbers[52])
+            unused += [(index, 8 + 4 * dims, 108), (index, 108 + 4 * dims, 208)]
+        else:
+            dims, tensors = int(numbers[first // 4]), 1 if "reduce_kernel" in node.name else (end - first - 304) // 100
+            unused += [
+                (index, first + 4 + 12 * dims, first + 304),
+                (index, first + 304 + 4 * dims * tensors, first + 304 + 100 * tensors),
+            ]
+    return unused
+
+
+def _fill(captured: torch.cuda.CUDAGraph, node: Node, unused: list[tuple[int, int, int]], address: int) -> None:
+    """Write an address at every eighth byte of these parts of a node's arguments."""
+    from cuda.bindings import driver
+
+    raw = driver.CUgraph(captured.raw_cuda_graph())
+    _, count = check(driver.cuGraphGetNodes(raw))[1:]
+    handles = check(driver.cuGraphGetNodes(raw, count))[1]
+    arguments = [bytearray(argument.data) for argument in node.arguments]
+    for index, first, end in unused:
+        for at in range(-(-first // 8) * 8, end - 7, 8):
+            struct.pack_into("<Q", arguments[index], at, address)
+    for handle in handles:
+        if check(driver.cuGraphNodeGetType(handle))[1] != driver.CUgraphNodeType.CU_GRAPH_NODE_TYPE_KERNEL:
+            continue
+        params = check(driver.cuGraphKernelNodeGetParams(handle))[1]
+        if _bytes_of(params, node) != [argument.data for argument in node.arguments]:
+            continue
+        buffers = [(ctypes.c_char * len(data)).from_buffer(data) for data in arguments]
+        places = (ctypes.c_void_p * len(buffers))(*map(ctypes.addressof, buffers))
+        params.kernelParams = ctypes.addressof(places)
+        check(driver.cuGraphKernelNodeSetParams(handle, params))
+        return
+    raise AssertionError(f"no node with the arguments of {node.name}")
+
+
+def _bytes_of(params: object, node: Node) -> list[bytes] | None:
+    sizes = [len(argument.data) for argument in node.arguments]
+    grid = (params.gridDimX, params.gridDimY, params.gridDimZ)
+    if grid != node.grid or not params.kernelParams:
+        return None
+    places = (ctypes.c_void_p * len(sizes)).from_address(int(params.kernelParams))
+    return [ctypes.string_at(at, size) for at, size in zip(places, sizes, strict=True)]
