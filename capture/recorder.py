@@ -20,6 +20,7 @@ from cuda.bindings import driver
 
 from graphrt.capture.allocator import allocator_rows
 from graphrt.capture.descriptor import BatchDescriptor
+from graphrt.capture.garbage import older_objects_set_aside
 from graphrt.capture.graph import NOTHING, CapturedGraph, GraphReport, Recorder, StepFunction, check_loop
 from graphrt.capture.loop import CudaGraphLoop
 from graphrt.capture.raw_graph import CostMeter, Launcher, check, count_nodes
@@ -96,14 +97,12 @@ class CudaGraphRecorder:
         gc.collect()
         was_enabled = gc.isenabled()
         gc.disable()
-        gc.freeze()
         try:
             self._stream.wait_stream(torch.cuda.current_stream(self._device))
-            with torch.cuda.stream(self._stream):
+            with older_objects_set_aside(), torch.cuda.stream(self._stream):  # some code collects though that is off
                 yield
             torch.cuda.current_stream(self._device).wait_stream(self._stream)
         finally:
-            gc.unfreeze()
             if was_enabled:
                 gc.enable()
 

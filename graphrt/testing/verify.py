@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from graphrt.capture.allocator import check_allocator
+from graphrt.capture.garbage import older_objects_set_aside
 from graphrt.kernels.checks import check_callable, check_int, check_number
 from graphrt.kernels.errors import ConfigError
 from graphrt.testing.verify_checks import check_cases, check_dims, check_permute, check_tensors
@@ -91,7 +92,7 @@ def verify(
         check_callable("eager", eager, advice="pass the oracle, or leave it out")
     if tolerance is not None:
         check_number("tolerance", tolerance, 0.0, advice="pass 0 for bit by bit, or leave it out")
-    with torch.inference_mode():
+    with torch.inference_mode(), older_objects_set_aside():
         inputs = {str(n): copied_inputs(make_inputs(n)) for n in numbers}
         permute = check_permute(permute, inputs[str(numbers[0])])
         if permute:

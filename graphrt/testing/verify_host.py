@@ -26,7 +26,7 @@ import numpy as np
 import torch
 
 from graphrt.kernels.checks import shown
-from graphrt.testing.verify_report import differing
+from graphrt.testing.verify_report import differing, same_bits
 from graphrt.testing.verify_slots import (
     NO_VALUES,
     OTHER,
@@ -195,12 +195,11 @@ def written_tensors(root: Any, name: str, during: Callable[[], object]) -> dict[
             before[slot.path] = tensor, _version(tensor), kept
     during()
 
-    def written(tensor: torch.Tensor, version: int, old: torch.Tensor | None) -> bool:
-        if version != _version(tensor):
-            return True
-        return old is not None and (tensor.shape != old.shape or bool(differing(tensor.detach(), old).any()))
-
-    return {path: entry[0] for path, entry in before.items() if written(*entry)}
+    found = {path for path, (tensor, version, _) in before.items() if version != _version(tensor)}
+    rest = {p: (t.detach(), old) for p, (t, _, old) in before.items() if p not in found and old is not None}
+    if not same_bits([now for now, _ in rest.values()], [old for _, old in rest.values()]):
+        found |= {p for p, (now, old) in rest.items() if now.shape != old.shape or bool(differing(now, old).any())}
+    return {path: entry[0] for path, entry in before.items() if path in found}
 
 
 def _contents(tensor: torch.Tensor, room: dict[bool, int]) -> torch.Tensor | None:

@@ -152,6 +152,20 @@ def differing(have: torch.Tensor, want: torch.Tensor, tolerance: float = 0.0) ->
     return unequal & ~(have.isnan() & want.isnan())
 
 
+def same_bits(have: Sequence[torch.Tensor], want: Sequence[torch.Tensor]) -> bool:
+    """Whether two lists of tensors hold the same, bit by bit. One comparison for all: many small ones cost little."""
+    if any((a.shape, a.dtype, a.device) != (b.shape, b.dtype, b.device) for a, b in zip(have, want, strict=True)):
+        return False
+    devices = {tensor.device for tensor in have}
+    return all(torch.equal(_bits(have, device), _bits(want, device)) for device in devices)
+
+
+def _bits(tensors: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
+    """All bytes of the tensors on a device, one behind the other."""
+    there = [t.resolve_conj().resolve_neg().contiguous() for t in tensors if t.device == device]
+    return torch.cat([(torch.view_as_real(t) if t.is_complex() else t).flatten().view(torch.uint8) for t in there])
+
+
 def first_difference(
     name: str,
     have: torch.Tensor,

@@ -16,7 +16,7 @@ from graphrt.kernels.errors import ConfigError
 from graphrt.testing.poison import poison_bits
 from graphrt.testing.verify_host import Held, as_now, assigned, generators, numbers_at, unchanged
 from graphrt.testing.verify_memory import zeroed
-from graphrt.testing.verify_report import Difference, differing, first_difference, raised
+from graphrt.testing.verify_report import Difference, differing, first_difference, raised, same_bits
 from graphrt.testing.verify_subject import Inputs, Target, name_of
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -311,9 +311,10 @@ class Runs:
             counted, dims = case.counted(name, expected), self.dims.get(name)
             if wrong := first_difference(name, found, expected, counted=counted, tolerance=tolerance, dims=dims):
                 return wrong
-        for name, (indices, values) in want.changes.items():
-            if wrong := self._state_difference(case, name, have.changes[name], (indices, values)):
-                return wrong
+        if not same_bits(_flat(have.changes), _flat(want.changes)):
+            for name, change in want.changes.items():
+                if wrong := self._state_difference(case, name, have.changes[name], change):
+                    return wrong
         return None
 
     def _state_difference(self, case: Case, name: str, have: Any, want: Any) -> Difference | None:
@@ -351,6 +352,10 @@ class Runs:
     @property
     def name(self) -> str:
         return name_of(self.target.subject)
+
+
+def _flat(changes: Mapping[str, tuple[torch.Tensor, torch.Tensor]]) -> list[torch.Tensor]:
+    return [tensor for change in changes.values() for tensor in change]
 
 
 def _span(tensor: torch.Tensor) -> tuple[float, float]:

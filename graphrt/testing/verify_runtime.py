@@ -85,29 +85,28 @@ class RuntimeSubject:
 
     def real(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
         """Pages that no sequence owns, the null page, take what pad rows write."""
-        real = {}
-        for name, (pool, tensor) in self._pages().items():
-            num_pages, null_page = self.manager.kv_cache.pools[pool]
-            mine = torch.ones(num_pages, dtype=torch.bool, device=tensor.device)
-            mine[null_page] = False
-            real[name] = mine
-        return real
+        device, masks = self.manager.kv_cache.device, []
+        for num_pages, null_page in self.manager.kv_cache.pools:
+            masks.append(torch.ones(num_pages, dtype=torch.bool, device=device))
+            masks[-1][null_page] = False
+        return {name: masks[pool] for name, pool in self._pools().items()}
 
     def unowned(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
         """Every page that the batch does not list, but for the null page. With several pools: none."""
-        if len(self.manager.kv_cache.pools) != 1:
+        cache = self.manager.kv_cache
+        if len(cache.pools) != 1:
             return {}
-        free = {name: index.clone() for name, index in self.real(inputs).items()}
-        for index in free.values():
-            index[torch.from_numpy(np.array(inputs["batch"].page_ids, dtype=np.int64)).to(index.device)] = False
-        return free
+        ((num_pages, null_page),) = cache.pools
+        free = np.ones(num_pages, np.bool_)
+        free[null_page] = free[inputs["batch"].page_ids] = False
+        # Numbers, not a mask: the host would wait for the device to count those of a mask, once per tensor.
+        return dict.fromkeys(self._pools(), torch.from_numpy(np.flatnonzero(free)).to(cache.device))
 
-    def _pages(self) -> dict[str, tuple[int, torch.Tensor]]:
-        """Pool and tensor of each part of the cache."""
+    def _pools(self) -> dict[str, int]:
+        """The pool of each part of the cache."""
         cache = self.manager.kv_cache
         of = {t.data_ptr(): spec.pool for group, spec in enumerate(cache.groups) for t in _tensors(cache, group)}
-        named = {name: tensor for name, tensor in self.state.items() if tensor.data_ptr() in of}
-        return {name: (of[tensor.data_ptr()], tensor) for name, tensor in named.items()}
+        return {name: of[tensor.data_ptr()] for name, tensor in self.state.items() if tensor.data_ptr() in of}
 
 
 def verify_runtime(

@@ -25,7 +25,7 @@ import threading
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -38,6 +38,11 @@ _SCALARS = (
     int, float, bool, str, bytes, complex, type(None), range, slice, enum.Enum, torch.dtype, torch.device,
     decimal.Decimal, fractions.Fraction, datetime.date, datetime.time, datetime.timedelta,
 )  # fmt: skip
+_SURELY_LEAVES = frozenset(
+    {int, float, bool, str, bytes, type(None), torch.Tensor, torch.nn.Parameter, torch.dtype, torch.device}
+)
+_NEVER_LEAVES = frozenset({dict, type, types.FunctionType, types.MethodType, functools.partial})
+"""Types of most values: one look tells of these what else takes a dozen."""
 _ARRAYS = (np.ndarray, array.array, bytearray)
 _SEQUENCES = (list, tuple, set, frozenset, collections.deque)
 _FOREIGN = frozenset(
@@ -57,8 +62,7 @@ Setter = Callable[[Any], None]
 Children = Iterator[tuple[Any, str, Setter | None]]
 
 
-@dataclass(frozen=True, slots=True)
-class Slot:
+class Slot(NamedTuple):
     """A place that holds a value: `set` is None where it cannot be assigned.
 
     place     which one it is, whatever the path that leads there: the id of what it is in, and its name in that
@@ -263,6 +267,9 @@ def is_value(value: Any) -> bool:
 
 
 def _is_leaf(value: Any) -> bool:
+    kind = type(value)
+    if kind in _SURELY_LEAVES or kind in _NEVER_LEAVES:
+        return kind in _SURELY_LEAVES
     if isinstance(value, (*_SCALARS, torch.Tensor, *_ARRAYS, np.generic)):
         return True
     return isinstance(value, _SEQUENCES) and all(isinstance(item, _SCALARS) for item in value)
@@ -270,6 +277,8 @@ def _is_leaf(value: Any) -> bool:
 
 def _random(value: Any) -> tuple[Drawn, Setter] | None:
     """Where a generator stands, and what puts it there."""
+    if type(value) in _NEVER_LEAVES:
+        return None
     if value is random or (isinstance(value, random.Random) and not isinstance(value, random.SystemRandom)):
         return Drawn(pickle.dumps(value.getstate())), lambda old: value.setstate(pickle.loads(old.state))
     if value is np.random or isinstance(value, np.random.RandomState):
