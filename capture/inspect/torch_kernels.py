@@ -72,9 +72,14 @@ def _calculators(data: bytes, index: int, is_address: IsAddress) -> Iterator[tup
         if at == 0 and len(data) in ends:  # the argument is a calculator, and nothing else
             end = len(data)
         else:
-            end = next((end for end in ends if is_address(index, -(-end // _WORD) * _WORD)), ends[0])
+            end = next((end for end in reversed(ends) if _begins(index, -(-end // _WORD) * _WORD, is_address)), ends[0])
         yield at, end
         at = end
+
+
+def _begins(index: int, at: int, is_address: IsAddress) -> bool:
+    """Whether addresses begin at a byte of an argument: there is one, and none before it."""
+    return is_address(index, at) and not is_address(index, at - _WORD)
 
 
 def _is_calculator(numbers: list[int], at: int) -> bool:

@@ -98,7 +98,8 @@ class Drawn:
 
 @dataclass(frozen=True, slots=True)
 class _Home:
-    """Where the code of a step stands: its module, and the package of that."""
+    """Where the code of a step stands: its module, and the package of that. Of graphrt itself, one of its packages: a
+    model of graphrt is searched as one of anybody's, without the operators that it calls."""
 
     module: str
     package: str
@@ -107,15 +108,20 @@ class _Home:
     def of(cls, root: Any) -> _Home:
         root = getattr(root, "__func__", root)
         module = (root if isinstance(root, types.FunctionType) else type(root)).__module__ or ""
-        return cls(module, module.split(".")[0])
+        return cls(module, _package_of(module))
 
     def has(self, module: str | None) -> bool:
         """Whether a module is of the step's package, or not installed."""
         top = (module or "").split(".")[0]
-        if module == self.module or top == self.package:
+        if module == self.module or _package_of(module or "") == self.package:
             return True
         file = getattr(sys.modules.get(module or ""), "__file__", None)
         return file is not None and top not in (*_FOREIGN, "graphrt") and not file.startswith(_PACKAGES)
+
+
+def _package_of(module: str) -> str:
+    parts = module.split(".")
+    return ".".join(parts[:2]) if parts[0] == "graphrt" else parts[0]
 
 
 def slots(root: Any, name: str) -> Iterator[Slot]:

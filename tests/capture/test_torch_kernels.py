@@ -62,15 +62,22 @@ def test_a_divider_divides(size: int) -> None:
 @pytest.mark.parametrize("tensors", [1, 2, 3, 4, 5])
 def test_what_no_dimension_uses_is_no_address(tensors: int, sizes: tuple[int, ...]) -> None:
     """The addresses behind a calculator are found all the same, each of them."""
-    struct_of = padded(calculator(tensors, *sizes, stale=0x0000_0001_0000_0001))
+    clean, stale = (padded(calculator(tensors, *sizes, stale=word)) for word in (0x0000_0001_0000_0001, STALE))
     for wrong in (LEAK.address, GONE.address + 8):
-        report = run(kernel(words(5), struct_of + words(REAL, wrong), name=INDEX))
-        assert [(f.where, f.address) for f in report.findings] == [(f"argument 1, byte {len(struct_of) + 8}", wrong)]
-    stale = padded(calculator(tensors, *sizes))
-    found = run(kernel(words(5), stale + words(REAL, LEAK.address), name=INDEX)).findings
-    assert found[-1].where == f"argument 1, byte {len(stale) + 8}"
-    # Stale addresses stand where shorter calculators would end, so the shortest is taken.
-    assert all(f.where > "argument 1, byte 400" for f in found)
+        for data in (clean, stale):
+            report = run(kernel(words(5), data + words(REAL, wrong), name=INDEX))
+            assert report.findings[-1].where == f"argument 1, byte {len(data) + 8}"
+            # With two or four tensors a stale address may stand right before the first real one.
+            assert len(report.findings) == 1 or (data is stale and not tensors % 2)
+            assert all(f.where >= "argument 1, byte 404" for f in report.findings)
+
+
+def test_addresses_that_stand_where_longer_calculators_end() -> None:
+    """A gather by eleven tensors: its addresses begin where three strides end, and one stands where four do."""
+    data = padded(calculator(3, 16, 4)) + words(*[REAL] * 5, STALE, *[REAL] * 9)
+    assert data[704:712] == words(REAL)
+    (finding,) = run(kernel(words(5), data, name=INDEX)).findings
+    assert finding.where == "argument 1, byte 648"
 
 
 def test_stale_words_of_a_calculator_behind_which_known_memory_follows() -> None:
@@ -124,7 +131,8 @@ def _fields(node: Node) -> dict[str, object]:
 STEPS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "index_elementwise_kernel": lambda x, rows: x[rows[:, None], rows[None, :4]],
     "gpu_kernel_impl_nocast": lambda x, rows: x.t() + x,
-    "unrolled_elementwise_kernel": lambda x, rows: x.t() + x.half(),
+    "gpu_kernel_impl<": lambda x, rows: x.t() + rows,  # casts on its way
+    "multi_outputs": lambda x, rows: torch.frexp(x[:, ::2]).mantissa,
     "reduce_kernel": lambda x, rows: x.view(4, 8, 8, 4).sum(dim=(0, 2)),
     "CatArrayBatchedCopy": lambda x, rows: torch.cat((x, x[:, :7], x), dim=1),
     "gatherTopK": lambda x, rows: torch.topk(x, 5).values,
@@ -136,7 +144,7 @@ STEPS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
 def test_real_kernels_read_nothing_there(name: str) -> None:
     """Filled with addresses of a tensor that nobody registered, the graph computes the same, and its audit is clean."""
     x = torch.randn(32, 32, device="cuda")
-    rows = torch.randperm(32, device="cuda")[:8]
+    rows = torch.randperm(32, device="cuda")
     stranger = torch.zeros(64, device="cuda")
     expected = STEPS[name](x, rows)
     captured = torch.cuda.CUDAGraph(keep_graph=True)
@@ -145,7 +153,9 @@ def test_real_kernels_read_nothing_there(name: str) -> None:
     view = inspect_graph(captured)
     memory = memory_of(static={"x": x, "rows": rows, "got": got}, pool=captured)
     assert audit(view, memory).ok, str(audit(view, memory))
-    (node,) = [node for node in view.nodes if name in node.name]
+    named = [node for node in view.nodes if name in node.name]
+    assert len(named) == 1, [node.name for node in view.nodes]
+    node = named[0]
     unused = _unused(node, memory)
     assert sum(end - first for _, first, end in unused) > 150, (node.name, [len(a.data) for a in node.arguments])
     _fill(captured, node, unused, stranger.data_ptr())
