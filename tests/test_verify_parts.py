@@ -25,7 +25,8 @@ from graphrt.testing.verify_eager import EagerChecks
 from graphrt.testing.verify_graph import GraphChecks
 from graphrt.testing.verify_host import HostValues, assigned, caches, written_tensors
 from graphrt.testing.verify_memory import UnwrittenInGraph, UnwrittenMemory, fill_inactive, inactive_blocks, zeroed
-from graphrt.testing.verify_report import differing, first_difference, region
+from graphrt.testing.verify_report import differing, first_difference, region, same_bits
+from graphrt.testing.verify_runs import changed
 from graphrt.testing.verify_slots import same, slots
 from graphrt.testing.verify_subject import Target
 from tests.verify_examples import Copies, rows, silu
@@ -111,6 +112,56 @@ DIFFERENT = {
 def test_differing(name: str) -> None:
     have, want, tolerance, expected = DIFFERENT[name]
     assert differing(torch.tensor(have), torch.tensor(want), tolerance).tolist() == expected
+
+
+NANS = {
+    torch.float32: (torch.int32, 0x7FC00000, 0x7FC00001),
+    torch.bfloat16: (torch.int16, 0x7FC0, 0x7FC1),
+    torch.float8_e4m3fn: (torch.uint8, 0x7F, 0xFF),
+}
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.complex64, torch.int32, torch.uint16, torch.bool],
+)
+def test_what_a_run_changed(dtype: torch.dtype) -> None:
+    """Values that are others, by flat index; of NaN whatever its bits, it is one value."""
+    before = torch.tensor([[0.0, 1.0, 0.0, 1.0], [1.0, 0.0, 0.0, 1.0]]).to(dtype)
+    after = before.clone()
+    after[0, 2] = after[1, 1] = 1
+    expected = {2: 1.0, 5: 1.0}
+    if dtype.is_floating_point:
+        kind, nan, other_nan = NANS[dtype]
+        after.view(kind)[0, 0], before.view(kind)[0, 0] = nan, other_nan  # no change
+        after[0, 1] = after[1, 3] = NAN
+        expected |= {1: NAN, 7: NAN}
+    indices, values = changed(before, after)
+    assert indices.tolist() == sorted(expected)
+    assert values.tolist() == pytest.approx([expected[at] for at in sorted(expected)], nan_ok=True)
+    assert changed(before.t(), after.t())[0].numel() == len(expected)
+    assert changed(before[:0], after[:0])[0].numel() == 0
+
+
+def test_same_bits() -> None:
+    """Whatever the dtypes, in one comparison: a NaN is itself, and -0 is not 0."""
+    floats = [torch.tensor([0.0, NAN, 2.0], dtype=dtype) for dtype in (torch.float32, torch.bfloat16, torch.float64)]
+    others = [
+        torch.tensor([True]),
+        torch.tensor(7),
+        torch.empty(0),
+        torch.tensor([1 + 2j]),
+        torch.arange(6).view(2, 3).t(),
+    ]
+    assert same_bits([], [])
+    assert same_bits([*floats, *others], [t.clone() for t in (*floats, *others)])
+    assert same_bits([others[3].conj()], [torch.tensor([1 - 2j])])
+    for index, tensor in enumerate(floats):
+        wrong = [t.clone() for t in floats]
+        wrong[index][0] = -0.0
+        assert not same_bits(floats, wrong), tensor.dtype
+    assert not same_bits([torch.zeros(4)], [torch.zeros(2, 2)])
+    assert not same_bits([torch.zeros(2)], [torch.zeros(2, dtype=torch.int32)])
 
 
 def test_the_first_difference_counts_what_counts() -> None:

@@ -145,11 +145,20 @@ def differing(have: torch.Tensor, want: torch.Tensor, tolerance: float = 0.0) ->
         a, b = have.double(), want.double()
         near = a.isfinite() & b.isfinite() & ((a - b).abs() <= tolerance * (1 + b.abs()))
         return ~(near | (a == b) | (a.isnan() & b.isnan()))
+    return other_bits(have, want) & ~(is_nan(have) & is_nan(want))
+
+
+def other_bits(have: torch.Tensor, want: torch.Tensor) -> torch.Tensor:
+    """Which elements of real numbers have other bits, a bool tensor of their shape."""
+    if not have.is_floating_point():
+        return have != want
     bits = _BITS[have.element_size()]
-    unequal = have.contiguous().view(bits) != want.contiguous().view(bits)
-    if have.element_size() == 1:  # torch has no isnan for fp8
-        have, want = have.float(), want.float()
-    return unequal & ~(have.isnan() & want.isnan())
+    return have.contiguous().view(bits) != want.contiguous().view(bits)
+
+
+def is_nan(tensor: torch.Tensor) -> torch.Tensor:
+    """Which elements of floats are NaN."""
+    return (tensor.float() if tensor.element_size() == 1 else tensor).isnan()  # torch has no isnan for fp8
 
 
 def same_bits(have: Sequence[torch.Tensor], want: Sequence[torch.Tensor]) -> bool:

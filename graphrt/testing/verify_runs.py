@@ -16,7 +16,15 @@ from graphrt.kernels.errors import ConfigError
 from graphrt.testing.poison import poison_bits
 from graphrt.testing.verify_host import Held, as_now, assigned, generators, numbers_at, unchanged
 from graphrt.testing.verify_memory import zeroed
-from graphrt.testing.verify_report import Difference, differing, first_difference, raised, same_bits
+from graphrt.testing.verify_report import (
+    Difference,
+    differing,
+    first_difference,
+    is_nan,
+    other_bits,
+    raised,
+    same_bits,
+)
 from graphrt.testing.verify_subject import Inputs, Target, name_of
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -384,9 +392,16 @@ def masked(tensor: torch.Tensor, index: Any) -> torch.Tensor:
 
 
 def changed(before: torch.Tensor, after: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Flat indices of the elements that differ, and what they are after it."""
-    indices = differing(after, before).flatten().nonzero().flatten()
-    return indices, after.flatten()[indices]
+    """Flat indices of the elements that differ, and what they are after it. Two NaN do not differ."""
+    if after.is_complex():
+        indices = differing(after, before).flatten().nonzero().flatten()
+        return indices, after.flatten()[indices]
+    indices = other_bits(after, before).flatten().nonzero().flatten()
+    values = after.flatten()[indices]
+    if after.is_floating_point() and bool(is_nan(values).any()):  # of the few that differ, not of a whole cache
+        differ = ~(is_nan(values) & is_nan(before.flatten()[indices]))
+        indices, values = indices[differ], values[differ]
+    return indices, values
 
 
 def fill(tensor: torch.Tensor, world: World, span: tuple[float, float]) -> None:
