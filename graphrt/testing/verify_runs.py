@@ -398,7 +398,8 @@ def changed(before: torch.Tensor, after: torch.Tensor) -> tuple[torch.Tensor, to
         return indices, after.flatten()[indices]
     indices = other_bits(after, before).flatten().nonzero().flatten()
     values = after.flatten()[indices]
-    if after.is_floating_point() and bool(is_nan(values).any()):  # of the few that differ, not of a whole cache
+    # Of the few that differ, not of a whole cache.
+    if len(values) and values.is_floating_point() and bool(is_nan(values).any()):
         differ = ~(is_nan(values) & is_nan(before.flatten()[indices]))
         indices, values = indices[differ], values[differ]
     return indices, values
