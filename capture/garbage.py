@@ -11,14 +11,16 @@ from contextlib import contextmanager
 def older_objects_set_aside() -> Iterator[None]:
     """A block in which a collection looks at objects of the block alone.
 
-    A collection of all that a process holds takes tenths of a second once torch and Triton are loaded. Where the caller
-    has called `gc.freeze()`, nothing is changed: those objects are set aside already, and stay so.
+    A collection of all that a process holds takes tenths of a second once torch and Triton are loaded. What the caller
+    sets aside by `gc.freeze()`, before the block or in it, stays so.
     """
     if gc.get_freeze_count():
         yield
         return
     gc.freeze()
+    ours = gc.get_freeze_count()
     try:
         yield
     finally:
-        gc.unfreeze()
+        if gc.get_freeze_count() <= ours:  # else somebody froze more meanwhile
+            gc.unfreeze()

@@ -26,9 +26,10 @@ import contextlib
 import os
 import sys
 import threading
+import traceback
 import warnings
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
@@ -39,6 +40,7 @@ import triton
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 from torch.utils._pytree import tree_leaves
 
+from graphrt.capture import tape
 from graphrt.capture.allocator import allocator_rows
 from graphrt.capture.inspect.pool import blocks_of
 from graphrt.capture.tape import UNWRITTEN_FACTORIES, OpTapeRecorder
@@ -64,8 +66,10 @@ _REFUSED = (
     "during CUDA graph capture",
     "cudaErrorStreamCapture",
 )
-_OWN_FOLDERS = tuple(f"{Path(module.__file__ or '').parent}{os.sep}" for module in (torch, triton))
-_OWN_FILES = frozenset({__file__, contextlib.__file__})
+_OWN_FOLDERS = tuple(
+    f"{Path(module.__file__ or '').parent}{os.sep}" for module in (torch, triton, tape, sys.modules[__name__])
+)
+_OWN_FILES = frozenset({contextlib.__file__})
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +79,7 @@ class CaptureFault:
     capture  number of the capture, from 1 on
     rule     "sync", "allocate", "compile" or "stream"
     what     the op, kernel, call or memory
-    where    file and line of the caller, torch and Triton left out; "" where nobody is known
+    where    file and line of the caller, torch, Triton and the kit left out; "" where nobody is known
     """
 
     capture: int
@@ -156,7 +160,9 @@ class CaptureWatch:
             return record(*args, **kwargs)
         except CaptureError as error:
             if "on the host" in str(error) or "host read" in str(error):
-                self._note(capture, "sync", f"a read on the host ({error})")
+                first = error.__cause__ or error  # as it was raised within the step
+                where = _first_foreign(reversed(list(traceback.walk_tb(first.__traceback__))))
+                self._note(capture, "sync", f"a read on the host ({error})", where)
             raise
         finally:
             self._close(capture)
@@ -352,15 +358,13 @@ def _live_blocks(segments: Sequence[Any], pool: tuple[int, ...] | None = None) -
 
 def _caller() -> str:
     """File and line of the code that called into torch."""
-    for frame in _frames():
+    return _first_foreign(traceback.walk_stack(sys._getframe(1)))
+
+
+def _first_foreign(frames: Iterable[tuple[FrameType, int]]) -> str:
+    """File and line of the first frame that is of none of the libraries; "" where all are."""
+    for frame, line in frames:
         name = frame.f_code.co_filename
         if name not in _OWN_FILES and not name.startswith(_OWN_FOLDERS) and not name.startswith("<"):
-            return f"{Path(name).name}:{frame.f_lineno}"
+            return f"{Path(name).name}:{line}"
     return ""
-
-
-def _frames() -> Iterator[FrameType]:
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        yield frame
-        frame = frame.f_back

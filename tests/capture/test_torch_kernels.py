@@ -6,7 +6,6 @@ import ctypes
 import struct
 from collections.abc import Callable
 
-import numpy as np
 import pytest
 import torch
 
@@ -21,6 +20,8 @@ from tests.capture.audit_examples import GONE, LEAK, POOL, REGIONS, graph, kerne
 STALE, REAL = LEAK.address, POOL.address
 INDEX = "void at::native::index_elementwise_kernel<128, 4, at::native::gpu_index_kernel<>>(long, at::native::{lambda})"
 CASTING = "void at::native::unrolled_elementwise_kernel<at::native::CUDAFunctor_add<float>, std::array<char*, 3>>"
+LOOP = "void at::native::elementwise_kernel<128, 2, at::native::gpu_kernel_impl_nocast<at::native::Functor<float>>>"
+TAKE = "void at::native::index_elementwise_kernel<128, 4, at::native::cuda_take_put_kernel<float, unsigned int>>"
 REDUCE = "void at::native::reduce_kernel<512, 1, at::native::ReduceOp<float, at::native::MaxNanFunctor<float>>>"
 CAT = "void at::native::(anonymous namespace)::CatArrayBatchedCopy_contig<float, unsigned int, 2, 128, 1>"
 TOP_K = "void at::native::sbtopk::gatherTopK<float, unsigned int, 2, false>(at::cuda::detail::TensorInfo<float>)"
@@ -59,17 +60,18 @@ def test_a_divider_divides(size: int) -> None:
 
 
 @pytest.mark.parametrize("sizes", [(1,), (5,), (3, 7), (1000, 2, 65537, 9)])
+@pytest.mark.parametrize("functor", [1, 8, 40, 64])
 @pytest.mark.parametrize("tensors", [1, 2, 3, 4, 5])
-def test_what_no_dimension_uses_is_no_address(tensors: int, sizes: tuple[int, ...]) -> None:
+def test_what_no_dimension_uses_is_no_address(tensors: int, functor: int, sizes: tuple[int, ...]) -> None:
     """The addresses behind a calculator are found all the same, each of them."""
-    clean, stale = (padded(calculator(tensors, *sizes, stale=word)) for word in (0x0000_0001_0000_0001, STALE))
-    for wrong in (LEAK.address, GONE.address + 8):
-        for data in (clean, stale):
-            report = run(kernel(words(5), data + words(REAL, wrong), name=INDEX))
-            assert report.findings[-1].where == f"argument 1, byte {len(data) + 8}"
-            # With two or four tensors a stale address may stand right before the first real one.
-            assert len(report.findings) == 1 or (data is stale and not tensors % 2)
-            assert all(f.where >= "argument 1, byte 404" for f in report.findings)
+    data = padded(calculator(tensors, *sizes))
+    addresses = words(*[REAL] * (tensors - 1), LEAK.address) + b"\x07" * functor
+    (finding,) = run(kernel(words(5), data + addresses, name=LOOP)).findings
+    assert finding.where == f"argument 1, byte {len(data) + 8 * (tensors - 1)}"
+    behind = padded(b"\x07" * min(functor, 24)) + words(*[REAL] * tensors)  # a functor that stands before them
+    assert run(kernel(words(5), data + behind, name=LOOP)).ok
+    gone = kernel(words(5), data + words(*[GONE.address + 8] * tensors) + b"\x07" * functor, name=LOOP)
+    assert len(run(gone).findings) == tensors
 
 
 def test_addresses_that_stand_where_longer_calculators_end() -> None:
@@ -98,13 +100,41 @@ def test_a_calculator_that_is_an_argument_by_itself() -> None:
     assert run(kernel(words(REAL), calculator(3, 16, 4), calculator(1, 16, 4), name=CASTING)).ok
 
 
-def test_calculators_within_a_reduction() -> None:
-    """Two of them, behind numbers; a reduction of everything has an output of no dimensions."""
-    for output in (calculator(2, 7, 3), calculator(2)):
-        data = padded(struct.pack("<6i", 9, 8, 7, 1, 2, 0) + calculator(1, 16, 4, stale=0) + output)
-        assert run(kernel(data + words(REAL, REAL, 0, REAL + 8), name=REDUCE)).ok
-        (finding,) = run(kernel(data + words(REAL, REAL, STALE), name=REDUCE)).findings
-        assert finding.where == f"argument 0, byte {len(data) + 16}"
+REDUCTIONS = {
+    "some": (calculator(1, 16, 4), calculator(2, 7, 3)),
+    "all": (calculator(1, 64), calculator(2)),
+    "over a size of 1": (calculator(1), calculator(2, 64)),
+}
+
+
+@pytest.mark.parametrize("name", REDUCTIONS)
+def test_calculators_within_a_reduction(name: str) -> None:
+    """Two of them, behind numbers that may look like one: 1, 1, 1, 0 as in ReduceConfig of a sum of everything."""
+    config = struct.pack("<if16i", 0, 0.0, 4, 64, 1, 32, 1, 1, 1, 0, 0, 0, 1, 32, 1, 32, 0, 1)
+    data = padded(config + b"".join(REDUCTIONS[name]))
+    behind = struct.pack("<qiii", 0, 0, 1, 1)[:16]
+    assert run(kernel(data + words(REAL, REAL, 0, 0, REAL, REAL + 8) + behind, name=REDUCE)).ok
+    wrong = words(STALE, STALE + 64, 0, GONE.address, STALE + 128, STALE + 192)
+    found = run(kernel(data + wrong + behind, name=REDUCE)).findings
+    assert [f.where for f in found] == [f"argument 0, byte {len(data) + at}" for at in (0, 8, 24, 32, 40)]
+
+
+def test_a_second_calculator_behind_addresses() -> None:
+    """torch.take: a stale word in it hides none of the addresses before it."""
+    for at in (None, 608, 704, 808):
+        data = bytearray(calculator(2, 16, 4) + words(LEAK.address, LEAK.address + 64, 64) + bytes(4))
+        data += calculator(1, 8, 8, stale=0) + words(REAL)
+        if at is not None:
+            struct.pack_into("<Q", data, at, REAL)
+        found = run(kernel(words(64), bytes(data), name=TAKE)).findings
+        assert [f.where for f in found] == ["argument 1, byte 504", "argument 1, byte 512"], at
+
+
+@pytest.mark.parametrize(
+    "name", ["quat::native::f<x::TensorInfo<g>>", "x::at::native::CatArrayBatchedCopy", "f<TensorInfo<g>>"]
+)
+def test_kernels_of_others_are_left_alone(name: str) -> None:
+    assert len(run(kernel(words(REAL, *[STALE] * 26), name=f"void {name}")).findings) == 26
 
 
 def test_a_list_of_inputs_ends_with_the_grid() -> None:
@@ -134,6 +164,9 @@ STEPS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "gpu_kernel_impl<": lambda x, rows: x.t() + rows,  # casts on its way
     "multi_outputs": lambda x, rows: torch.frexp(x[:, ::2]).mantissa,
     "reduce_kernel": lambda x, rows: x.view(4, 8, 8, 4).sum(dim=(0, 2)),
+    "sum_functor": lambda x, rows: x.sum(),
+    "func_wrapper": lambda x, rows: x[:1].amax(0),
+    "cuda_take_put_kernel": lambda x, rows: torch.take(x.t(), rows.view(4, 8).t()),
     "CatArrayBatchedCopy": lambda x, rows: torch.cat((x, x[:, :7], x), dim=1),
     "gatherTopK": lambda x, rows: torch.topk(x, 5).values,
 }
@@ -177,19 +210,31 @@ def _unused(node: Node, memory: MemoryMap) -> list[tuple[int, int, int]]:
 
     unused = []
     for index, first, end in no_addresses(node, is_known):
-        numbers = np.frombuffer(node.arguments[index].data, "<u4", len(node.arguments[index].data) // 4)
+        data = node.arguments[index].data
         if "CatArrayBatchedCopy" in node.name:
             unused.append((index, first, 64 * 8))
         elif "TensorInfo<" in node.name and first == 8:
-            dims = int(numbers[52])
+            (dims,) = struct.unpack_from("<i", data, 208)
             unused += [(index, 8 + 4 * dims, 108), (index, 108 + 4 * dims, 208)]
+        elif "reduce_kernel" in node.name:
+            at = next(
+                at for at in (end - 908, end - 912) if _begins_with_dims(data, at) and _begins_with_dims(data, at + 404)
+            )
+            unused += [(index, *part) for part in (*_parts(data, at, 1), *_parts(data, at + 404, 2))]
         else:
-            dims, tensors = int(numbers[first // 4]), 1 if "reduce_kernel" in node.name else (end - first - 304) // 100
-            unused += [
-                (index, first + 4 + 12 * dims, first + 304),
-                (index, first + 304 + 4 * dims * tensors, first + 304 + 100 * tensors),
-            ]
+            unused += [(index, *part) for part in _parts(data, first, (end - first - 304) // 100)]
     return unused
+
+
+def _begins_with_dims(data: bytes, at: int) -> bool:
+    dims, *first = struct.unpack_from("<4I", data, at)
+    return dims == 0 or (dims <= 25 and tuple(first) == divider(max(first[0], 1)))
+
+
+def _parts(data: bytes, at: int, tensors: int) -> list[tuple[int, int]]:
+    (dims,) = struct.unpack_from("<i", data, at)
+    strides = at + 304
+    return [(at + 4 + 12 * dims, strides), (strides + 4 * dims * tensors, strides + 100 * tensors)]
 
 
 def _fill(captured: torch.cuda.CUDAGraph, node: Node, unused: list[tuple[int, int, int]], address: int) -> None:
