@@ -18,7 +18,7 @@ import torch
 
 from graphrt.capture.allocator import check_allocator
 from graphrt.capture.garbage import older_objects_set_aside
-from graphrt.kernels.checks import check_callable, check_int, check_number
+from graphrt.kernels.checks import check_callable, check_instance, check_int, check_number
 from graphrt.kernels.errors import ConfigError
 from graphrt.testing.verify_checks import check_cases, check_dims, check_permute, check_tensors
 from graphrt.testing.verify_context import Verification
@@ -97,7 +97,7 @@ def verify(
         permute = check_permute(permute, inputs[str(numbers[0])])
         if permute:
             inputs[f"{numbers[0]} reversed"] = _reversed(inputs[str(numbers[0])], permute)
-        target = _target(step, list(inputs.values()), eager, pad or {}, state or {})
+        target = _target(step, list(inputs.values()), eager, {} if pad is None else pad, state or {})
         if target.device.type == "cuda":
             check_allocator()
         names = list(inputs) if captures is None else [str(n) for n in captures]
@@ -139,7 +139,7 @@ def _target(
         for values in cases:
             check_takes(step, values)  # type: ignore[arg-type]
         step = PlainSubject(step, cases, pad, state)  # type: ignore[arg-type]
-    elif pad:
+    elif check_instance("pad", pad, Mapping, advice="pass a dict of input names"):
         raise ConfigError("pad: expected none beside a Subject, got some; refresh() writes what its buffers hold")
     elif state:
         raise ConfigError("state: expected none beside a Subject, got some; let it have an attribute state")

@@ -196,10 +196,11 @@ class Blamer:
             ]
         found = []
         for change in changes:
-            if change.is_tensor and change.old is None:
+            old = self._runs.before(change)
+            if change.is_tensor and old is None:
                 continue
-            advice = _ADVICE[0 if change.is_tensor else 1 if is_value(change.old) else 2]
-            found.append(_Revert(change.name, f"{change.text}; {advice}", slots={change.path: change.old}))
+            advice = _ADVICE[0 if change.is_tensor else 1 if is_value(old) else 2]
+            found.append(_Revert(change.name, f"{change.text}; {advice}", slots={change.path: old}))
         return sorted(found, key=lambda revert: not isinstance(next(iter(revert.slots.values())), _NUMBERS))
 
     def _buffers(self, graph: Captured, contents: Contents) -> list[_Revert]:

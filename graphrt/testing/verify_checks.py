@@ -63,17 +63,20 @@ def check_dims(value: object) -> dict[str, Sequence[str]]:
 def check_pad(name: str, value: object, dtype: torch.dtype) -> None:
     """Raises: ConfigError unless a dtype has this value."""
     number: Any = check_instance(f"pad[{name!r}]", value, (int, float), advice="pass a number")
+    message = f"pad[{name!r}]: expected a value of {dtype}, got {shown(value)}; pass one it has"
     try:
-        torch.empty(2, dtype=dtype, device="cpu").fill_(number)  # one element alone is clamped where a dtype is small
+        held = torch.empty(2, dtype=dtype, device="cpu").fill_(number)  # one alone is clamped where a dtype is small
     except (RuntimeError, OverflowError) as error:
-        raise ConfigError(f"pad[{name!r}]: expected a value of {dtype}, got {shown(value)}; pass one it has") from error
+        raise ConfigError(message) from error
+    if not (dtype.is_floating_point or dtype.is_complex) and held[0].item() != number:  # 1.5 of an integer, 2 of a bool
+        raise ConfigError(message)
 
 
 def check_permute(names: object, inputs: object) -> tuple[str, ...]:
     """Names of inputs with rows. Raises: ConfigError for others."""
     chosen = tuple(check_sequence("permute", names, of="names of inputs", error=ConfigError))
     known = inputs if isinstance(inputs, Mapping) else {}
-    if unknown := [name for name in chosen if name not in known]:
+    if unknown := [name for name in chosen if not isinstance(name, str) or name not in known]:
         raise ConfigError(f"permute: expected names of inputs, got {unknown}; name what make_inputs gives")
     for name in chosen:
         value = known[name]
@@ -94,7 +97,7 @@ def check_subject(subject: Any) -> None:
     if (canaries := getattr(subject, "canaries", None)) is not None:
         check_instance("canaries", canaries, Canaries, advice="allocate the buffers from a Canaries")
     derived = getattr(subject, "derived", ())
-    if not isinstance(derived, Iterable) or isinstance(derived, str):
+    if not isinstance(derived, Iterable) or isinstance(derived, str) or not all(isinstance(n, str) for n in derived):
         raise ConfigError(f"derived: expected names of buffers, got {shown(derived)}; pass a tuple of them")
     host = getattr(subject, "host", None)
     if host is not None and not (isinstance(host, tuple) and len(host) == 2 and isinstance(host[1], str)):

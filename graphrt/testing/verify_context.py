@@ -77,13 +77,19 @@ class Verification:
         return bool(self.target.state) or not outcomes or any(outcome.outputs for outcome in outcomes)
 
     def check_dims(self) -> None:
-        """Raises: ConfigError where `dims` names something that no case gives."""
-        known = {name for _, outcome in self.reference.values() for name in outcome.outputs}
-        known |= {f"state {name}" for name in self.target.state}
-        if self.reference and (unknown := sorted(set(self.runs.dims) - known)):
+        """Raises: ConfigError where `dims` names something that no case gives, or not each of its dimensions."""
+        known = {name: t for _, outcome in self.reference.values() for name, t in outcome.outputs.items()}
+        known |= {f"state {name}": tensor for name, tensor in self.target.state.items()}
+        if self.reference and (unknown := sorted(set(self.runs.dims) - set(known))):
             raise ConfigError(
                 f"dims: expected names of outputs, {sorted(known)}, got {unknown}; name what run() returns"
             )
+        for name in self.runs.dims if self.reference else ():
+            if len(names := self.runs.dims[name]) != known[name].dim():
+                raise ConfigError(
+                    f"dims[{name!r}]: expected {known[name].dim()} names, one per dimension, got {list(names)}; add or "
+                    "remove some"
+                )
 
     def tolerance(self, dtype: torch.dtype) -> float:
         """Of padded results against exact ones."""

@@ -62,7 +62,8 @@ def coverage(v: Verification, graphs: GraphChecks, captures: Sequence[str]) -> t
         names = _some(v.kept.untried)
         notes.left["earlier tensors"] = f"of those that a run may have made before, too many to take away: {names}"
     if left := unreached(*target.root):
-        notes.left["host values"] = f"too many, or too deep, to look at: {_some(left)}"
+        why = "too many or too deep to look at, or tensors without memory of their own"
+        notes.left["host values"] = f"{why}: {_some(left)}"
     if v.runs.standing:
         names = ", ".join(sorted(v.runs.standing))
         notes.left["old results"] = f"the step returns memory of before it, not poisoned: {names}"

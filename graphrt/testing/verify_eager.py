@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
+from typing import Any
 
 import torch
 
 from graphrt.kernels.errors import ConfigError
 from graphrt.testing.verify_blame import Blame, aliased
 from graphrt.testing.verify_context import SURELY, Verification
-from graphrt.testing.verify_host import Held, first_held, places, renewed_numbers, rewritten, unchanged, written_tensors
+from graphrt.testing.verify_host import Held, first_held, places, renewed, rewritten, unchanged, written_tensors
 from graphrt.testing.verify_memory import zeroed
-from graphrt.testing.verify_past import blame_state, past_of, unreset
+from graphrt.testing.verify_past import Past, blame_state, past_of, unreset
 from graphrt.testing.verify_report import Difference, differing, first_difference, raised, region
 from graphrt.testing.verify_runs import POISONED, Case, Contents, Outcome, World, as_recorded, changed, one_seed
-from graphrt.testing.verify_subject import named_outputs
+from graphrt.testing.verify_slots import slots
+from graphrt.testing.verify_subject import PlainSubject, copied_inputs, named_outputs
 
 _MOST_VALUES = 8  # of a buffer that are tried as values of its pad rows
 _Pair = tuple[str, torch.Tensor | None, torch.Tensor, torch.Tensor | None]
@@ -52,9 +55,10 @@ class EagerChecks:
             for path, tensor in found.items():
                 if tensor.untyped_storage().data_ptr() not in known:
                     known.add(tensor.untyped_storage().data_ptr())
-                    target.found[path] = tensor
-                    first = self._v.host.contents(path)
-                    runs.initial[path] = tensor.clone() if first is None else first
+                    name = _name(path, tensor, target.found, target.root)
+                    target.found[name] = tensor
+                    first = self._v.host.contents(tensor)
+                    runs.initial[name] = tensor.clone() if first is None else first
             runs.note_ranges()
             self._find_hidden(case, is_last=case is every[-1])
         for case in self._v.cases.values():
@@ -68,10 +72,11 @@ class EagerChecks:
         self._find_carried()
 
     def _watch(self, refresh: Callable[[], object]) -> None:
-        """Refresh, and learn which numbers of the host that changes. Two cases show those that it makes anew."""
-        found = renewed_numbers(*self._v.target.root, refresh)
+        """Refresh, and learn which numbers of the host that changes, and where it puts another tensor. Two cases show
+        those that it makes anew."""
+        numbers, tensors = renewed(*self._v.target.root, refresh)
         # No items of containers: they move, so another object may stand at such a path in a later run.
-        self._v.runs.refreshed |= {path for path in found if "[" not in path}
+        self._v.runs.refreshed |= {path for path in numbers if "[" not in path} | tensors
 
     def _find_carried(self) -> None:
         """Host values that run() changes and goes on from. A launch by the caller's own code may change them too."""
@@ -112,9 +117,10 @@ class EagerChecks:
             target.results |= changed
         for path, tensor in found.items():
             if tensor.untyped_storage().data_ptr() not in runs.storages:
-                target.hidden[path] = tensor
-                first = self._v.host.contents(path)
-                runs.hidden[path] = tensor.clone() if first is None else first
+                name = _name(path, tensor, target.hidden, target.root)
+                target.hidden[name] = tensor
+                first = self._v.host.contents(tensor)
+                runs.hidden[name] = tensor.clone() if first is None else first
 
     def _survey(self, case: Case) -> dict[str, torch.Tensor]:
         """Which elements of each buffer refresh() writes for a case: those that come out alike over two fills, or
@@ -191,7 +197,21 @@ class EagerChecks:
                 del self._v.cases[case.name], self._v.reference[case.name]
                 continue
             case.check_real(outcome.outputs, self._v.target.state)
+            if not outcome.outputs.keys() <= case.exact_shapes.keys():
+                self._learn_shapes(case)
             self._v.check_canaries(case, "", "an eager run")
+
+    def _learn_shapes(self, case: Case) -> None:
+        """Of outputs that the oracle does not give: how much of each counts, by the step itself on exact tensors."""
+        runs, subject = self._v.runs, self._v.target.subject
+        if not isinstance(subject, PlainSubject):
+            return
+        runs.restore_state()
+        runs.eager_runs += 1
+        with unchanged(*self._v.target.root), one_seed(self._v.target.device), suppress(Exception):
+            exact = named_outputs(subject.eager(copied_inputs(case.inputs)))
+            case.exact_shapes.update({name: tuple(t.shape) for name, t in exact.items()} | case.exact_shapes)
+        runs.restore_state()
 
     def _check_memory(self) -> None:
         """What the step goes on from: values of the host, caches of functions, tensors that nobody named, state."""
@@ -261,7 +281,30 @@ class EagerChecks:
         text = "from the state that another case left, the step differs from its oracle"
         if failed := want.error or have.error:
             text = f"from the state that another case left, the {'oracle' if want.error else 'step'} raised {failed}"
-        self._v.find("state", case, "", text, blame_state(runs, past, have, agree), wrong)
+        blame = self._overwrites(case, past, want, have, wrong) or blame_state(runs, past, have, agree)
+        self._v.find("state", case, "", text, blame, wrong)
+
+    def _overwrites(
+        self, case: Case, past: Past, want: Outcome, have: Outcome, wrong: Difference | None
+    ) -> Blame | None:
+        """Where the step writes to state that its oracle leaves as another case left it, as pad rows may."""
+        if wrong is None or not wrong.output.startswith("state "):
+            return None
+        name = wrong.output.removeprefix("state ")
+        old = past.state[name]
+        written = torch.zeros_like(old, dtype=torch.bool).flatten()
+        written[have.changes[name][0]] = True
+        left_alone = not bool(differing(want.outputs[wrong.output], old)[wrong.at])
+        if not (left_alone and bool(written.view(old.shape)[wrong.at])):
+            return None
+        with self._v.runs.starting_from(past.state):
+            blame = self._pad_values(case, want, wrong, have, only_if_right=True)
+        written[differing(want.outputs[wrong.output], old).flatten()] = False
+        because = (
+            f"the step writes to {region(name, written.view(old.shape))}, which its oracle leaves as case "
+            f"{past.case.name} left it; write where this case's rows are, and let pad rows write to what nobody owns"
+        )
+        return blame or Blame("state", (wrong.output,), because)
 
     def _oracle(self, case: Case) -> Outcome:
         self._v.runs.restore_state()
@@ -288,14 +331,18 @@ class EagerChecks:
             self._v.find("eager", case, "", f"the oracle raised {exact.error}", None)
             return
         wrong = self._unlike_exact(case, exact, padded)
-        if wrong is not None and self._v.repeats(case, SURELY):
+        if missing := [n for n in exact.outputs if n not in padded.outputs and not n.startswith("state ")]:
+            self._unlike.add(case.name)
+            because = f"the step gives {', '.join(padded.outputs) or 'none'}; return both by the same names"
+            self._v.find("padding", case, "", f"the oracle gives {', '.join(missing)}", Blame("", (), because), wrong)
+        elif wrong is not None and self._v.repeats(case, SURELY):
             self._unlike.add(case.name)
             blame = (
                 self._v.blamer.leak(case, self._masks(case), padded)
                 or self._v.blamer.remembered(case, self._v.host)
                 or self._v.blamer.unlike_inputs(case)
                 or self._never_written(case)
-                or self._pad_values(case, exact, wrong)
+                or self._pad_values(case, exact, wrong, padded)
                 or aliased(self._v.runs, wrong)
                 or self._unpadded(case)
             )
@@ -306,15 +353,17 @@ class EagerChecks:
         names = self._v.runs.rewritten - self._v.target.derived
         return {name: mask for name, mask in self._v.written[case.name].items() if name in names}
 
-    def _pad_values(self, case: Case, exact: Outcome, wrong: Difference) -> Blame | None:
+    def _pad_values(
+        self, case: Case, exact: Outcome, wrong: Difference, padded: Outcome, *, only_if_right: bool = False
+    ) -> Blame | None:
         """Which values behind a smaller input spoil the result, though the caller's code writes them.
 
-        With other values of it the first wrong element comes right; of a single one it is enough that
-        results change, and so it is where the oracle is the step itself: padding alone is between them.
+        With other values of it the first wrong element comes right. Of a single one it is enough that results change,
+        unless `only_if_right`, and so it is where the oracle is the step itself: padding alone is between them.
         Integers go first where state is wrong: they say where a write goes.
         """
         runs = self._v.runs
-        contents, padded = self._v.reference[case.name]
+        contents = self._v.reference[case.name][0]
         tails: dict[str, torch.Tensor] = {}
         for name, value in case.named.items():
             buffer = contents.get(name)
@@ -332,7 +381,7 @@ class EagerChecks:
                     return self._spoils(name, tail)
                 if not outcome.error and name not in changing and not runs.same(case, outcome, padded):
                     changing.append(name)
-        sure = len(changing) == 1 and (len(tails) == 1 or self._v.target.is_own_oracle)
+        sure = not only_if_right and len(changing) == 1 and (len(tails) == 1 or self._v.target.is_own_oracle)
         return self._spoils(changing[0], tails[changing[0]]) if sure else None
 
     def _others(self, name: str, values: torch.Tensor) -> Iterator[torch.Tensor]:
@@ -440,3 +489,12 @@ class EagerChecks:
             if cut.shape[:1] == (rows,):
                 found[name] = cut
         return found
+
+
+def _name(path: str, tensor: torch.Tensor, found: Mapping[str, torch.Tensor], root: tuple[Any, str]) -> str:
+    """What to call a tensor that stands at a path: "self.ring[0]", or "self.ring[0] (2)" where another one that stood
+    there before is within reach still."""
+    others = [found[name] for name in found if name == path or name.startswith(f"{path} (")]
+    if not others or others[-1] is tensor or not any(slot.value is others[-1] for slot in slots(*root)):
+        return path
+    return f"{path} ({len(others) + 1})"

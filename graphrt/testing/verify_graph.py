@@ -79,7 +79,7 @@ class GraphChecks:
         if target.capture is not None:
             return
         changes = self._v.host.changed(*target.root, entries=True)
-        old = {c.path: c.old for c in changes if c.old is not None or not c.is_tensor}
+        old = {c.path: runs.before(c) for c in changes if c.old is not None or not c.is_tensor}
         contents, expected = self._v.reference[case.name]
         with ExitStack() as forgotten:
             forgotten.enter_context(assigned(*target.root, old))

@@ -47,11 +47,12 @@ _MOST_KEPT = {False: 64 << 20, True: 16 << 20}  # of all; True: of parameters
 
 @dataclass(frozen=True, slots=True)
 class _Old:
-    """A tensor as it was: its contents too where it is small."""
+    """A tensor as it was, as long as somebody else keeps it: its contents too where it is small."""
 
     address: int
     shape: tuple[int, ...]
     contents: torch.Tensor | None
+    tensor: weakref.ref[torch.Tensor]
 
 
 class _Object:
@@ -97,13 +98,17 @@ def _holds_numbers_alone(value: Any) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """A value that is another one than when it was taken. `old` can be assigned at `path`, `text` says both."""
+    """A value that is another one than when it was taken. `old` can be assigned at `path`, `text` says both.
+
+    tensor   of a place with another tensor: the one that stood there, where somebody keeps it
+    """
 
     path: str
     name: str
     old: Any
     text: str
     is_tensor: bool = False
+    tensor: torch.Tensor | None = None
 
 
 class HostValues:
@@ -119,17 +124,21 @@ class HostValues:
         for slot in slots(root, name):
             value = slot.value
             if isinstance(value, torch.Tensor):
-                values[slot.path] = _Old(value.data_ptr(), tuple(value.shape), _contents(value, room))
+                values[slot.path] = _Old(
+                    value.data_ptr(), tuple(value.shape), _contents(value, room), weakref.ref(value)
+                )
             elif not (slot.is_leaf or isinstance(value, dict)):
                 values[slot.path] = _Object.of(value)
             elif not isinstance(value, NO_VALUES):
                 values[slot.path] = slot.copy()
         return cls(values)
 
-    def contents(self, path: str) -> torch.Tensor | None:
-        """What a tensor held, where it was kept."""
-        old = self._values.get(path)
-        return old.contents if isinstance(old, _Old) else None
+    def contents(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """What a tensor held, wherever it stood, where that was kept."""
+        for old in self._values.values():
+            if isinstance(old, _Old) and old.tensor() is tensor:
+                return old.contents
+        return None
 
     def changed(self, root: Any, name: str, *, entries: bool = False) -> list[Change]:
         """What holds another value now, and could be put back: values first, then objects that hold values.
@@ -150,7 +159,7 @@ class HostValues:
                 if isinstance(new, torch.Tensor) and (old.address, old.shape) == (new.data_ptr(), tuple(new.shape)):
                     continue
                 text = f"another tensor stands in {slot.path} than at capture; the graph reads the old one's memory"
-                found.append(Change(slot.path, slot.path, old.contents, text, True))
+                found.append(Change(slot.path, slot.path, old.contents, text, True, old.tensor()))
             elif isinstance(old, _Object):
                 if (kept := old.value) is not None and not is_same_object(kept, new):
                     text = f"{slot.path} was {old.text} and is {_shown_in(slot)} now"
@@ -215,21 +224,25 @@ def _version(tensor: torch.Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
-def numbers_at(root: Any, name: str, paths: Collection[str] | None = None) -> dict[str, Any]:
-    """What cannot change in place at these paths, or at all: numbers, texts, and tuples of them."""
+def values_at(root: Any, name: str, paths: Collection[str] | None = None) -> dict[str, Any]:
+    """What cannot change in place at these paths, or at all: numbers, texts, and tuples of them. And tensors."""
     return {
         slot.path: slot.value
         for slot in (slots(root, name) if paths is None or paths else ())
-        if (paths is None or slot.path in paths) and is_fixed(slot.value)
+        if (paths is None or slot.path in paths) and (is_fixed(slot.value) or isinstance(slot.value, torch.Tensor))
     }
 
 
-def renewed_numbers(root: Any, name: str, during: Callable[[], object]) -> set[str]:
-    """The paths of numbers that are others after `during` ran, whether their objects are others too or not."""
-    before = numbers_at(root, name)
+def renewed(root: Any, name: str, during: Callable[[], object]) -> tuple[set[str], set[str]]:
+    """The paths of numbers that are others after `during` ran, whether their objects are others too or not, and those
+    where another tensor stands."""
+    before = values_at(root, name)
     during()
-    after = numbers_at(root, name)
-    return {path for path, old in before.items() if path in after and not same(old, after[path])}
+    after = values_at(root, name)
+    both = [(path, old, after[path]) for path, old in before.items() if path in after]
+    tensors = {p for p, old, new in both if old is not new and all(isinstance(t, torch.Tensor) for t in (old, new))}
+    numbers = {p for p, old, new in both if is_fixed(old) and is_fixed(new) and not same(old, new)}
+    return numbers, tensors
 
 
 @contextmanager

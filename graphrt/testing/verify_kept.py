@@ -18,6 +18,7 @@ import torch
 from graphrt.testing.verify_blame import Blame
 from graphrt.testing.verify_host import assign, entry, unchanged
 from graphrt.testing.verify_past import Reference
+from graphrt.testing.verify_report import has_memory
 from graphrt.testing.verify_runs import OTHER_SEED, SEED, Case, Outcome, Runs
 from graphrt.testing.verify_slots import Keys, slots
 
@@ -56,7 +57,7 @@ def _is_kept(value: Any, named: Collection[int]) -> bool:
     return bool(tensors) and all(
         isinstance(t, torch.Tensor)
         and not isinstance(t, torch.nn.Parameter)
-        and t.layout is torch.strided
+        and has_memory(t)
         and t.untyped_storage().data_ptr() not in named
         for t in tensors
     )

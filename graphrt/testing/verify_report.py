@@ -171,8 +171,23 @@ def same_bits(have: Sequence[torch.Tensor], want: Sequence[torch.Tensor]) -> boo
 
 def _bits(tensors: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
     """All bytes of the tensors on a device, one behind the other."""
-    there = [t.resolve_conj().resolve_neg().contiguous() for t in tensors if t.device == device]
-    return torch.cat([(torch.view_as_real(t) if t.is_complex() else t).flatten().view(torch.uint8) for t in there])
+    return torch.cat([bytes_of(tensor) for tensor in tensors if tensor.device == device])
+
+
+def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """[bytes] uint8: what a tensor holds."""
+    return tensor.resolve_conj().resolve_neg().contiguous().flatten().view(torch.uint8)
+
+
+def has_memory(tensor: torch.Tensor) -> bool:
+    """Whether a tensor's values lie in memory that can be copied and compared: it is neither sparse, nested, quantized,
+    lazy, freed or of the meta device, nor a wrapper around others."""
+    if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized or tensor.is_meta:
+        return False
+    try:
+        return tensor.data_ptr() != 0 or not tensor.numel()
+    except (RuntimeError, ValueError, NotImplementedError):
+        return False
 
 
 def first_difference(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from enum import Enum
@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 from graphrt.kernels.checks import shown
 from graphrt.kernels.errors import ConfigError
 from graphrt.testing.poison import poison_bits
-from graphrt.testing.verify_host import Held, as_now, assigned, generators, numbers_at, unchanged
+from graphrt.testing.verify_host import Change, Held, as_now, assigned, generators, unchanged, values_at
 from graphrt.testing.verify_memory import zeroed
 from graphrt.testing.verify_report import (
     Difference,
@@ -32,8 +32,8 @@ SEED, OTHER_SEED = 1234, 4321
 
 
 class Contents(dict[str, torch.Tensor]):
-    """What every static buffer holds when the step begins. `host`: by path, the numbers that refresh() left beside it,
-    such as which of two buffers it wrote to."""
+    """What every static buffer holds when the step begins. `host`: by path, what refresh() left beside it: numbers,
+    such as which of two buffers it wrote to, and which of the buffers stands in a place."""
 
     def __init__(self, tensors: Mapping[str, torch.Tensor], host: Mapping[str, Any] | None = None) -> None:
         super().__init__(tensors)
@@ -122,7 +122,7 @@ class Runs:
         self.eager_runs = self.replays = 0
         self.ranges: dict[str, tuple[float, float]] = {}
         self.rewritten: frozenset[str] = frozenset()  # buffers that refresh writes to in every case
-        self.refreshed: frozenset[str] = frozenset()  # paths of numbers of the host that refresh changes
+        self.refreshed: frozenset[str] = frozenset()  # paths of what refresh changes on the host: numbers, which tensor
         self.initial = {name: t.clone() for name, t in target.buffers.items()}
         self.state = {name: t.clone() for name, t in target.state.items()}
         self.hidden: dict[str, torch.Tensor] = {}
@@ -166,7 +166,7 @@ class Runs:
             self.state = first
 
     def contents(self) -> Contents:
-        host = numbers_at(*self.target.root, self.refreshed) if self.refreshed else {}
+        host = values_at(*self.target.root, self.refreshed) if self.refreshed else {}
         return Contents({name: t.clone() for name, t in self.target.buffers.items()}, host)
 
     def put(self, contents: Mapping[str, torch.Tensor]) -> None:
@@ -175,8 +175,13 @@ class Runs:
                 tensor.copy_(contents[name])
 
     def numbers_of(self, contents: Mapping[str, torch.Tensor]) -> AbstractContextManager[None]:
-        """A block in which the numbers that refresh() left beside these contents stand on the host."""
-        return assigned(*self.target.root, contents.host if isinstance(contents, Contents) else {})
+        """A block in which what refresh() left beside these contents stands on the host. Of tensors only those that are
+        buffers now: nobody knows what others held."""
+        host = contents.host if isinstance(contents, Contents) else {}
+        if any(isinstance(value, torch.Tensor) for value in host.values()):
+            now = {tensor.untyped_storage().data_ptr() for tensor in self.target.buffers.values()}
+            host = {path: value for path, value in host.items() if not _is_other_memory(value, now)}
+        return assigned(*self.target.root, host)
 
     def note_ranges(self) -> None:
         """Widen what is known of the values of integer buffers."""
@@ -197,6 +202,12 @@ class Runs:
         self.target.refresh(case.inputs)
         self._set_world(self.target.derived, world)
         return self.contents()
+
+    def before(self, change: Change) -> Any:
+        """What stood in the place of a change. One of the buffers itself, as these hold what they should; of another
+        tensor a copy of what it held, or None."""
+        named = change.tensor is not None and change.tensor.untyped_storage().data_ptr() in self.storages
+        return change.tensor if named else change.old
 
     @property
     def storages(self) -> dict[int, str]:
@@ -360,6 +371,10 @@ class Runs:
     @property
     def name(self) -> str:
         return name_of(self.target.subject)
+
+
+def _is_other_memory(value: Any, named: Collection[int]) -> bool:
+    return isinstance(value, torch.Tensor) and value.untyped_storage().data_ptr() not in named
 
 
 def _flat(changes: Mapping[str, tuple[torch.Tensor, torch.Tensor]]) -> list[torch.Tensor]:

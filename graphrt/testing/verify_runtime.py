@@ -150,7 +150,7 @@ def verify_runtime(
     before = [t.clone() for t in tensors]
     if batches is None:
         count = check_int("count", count, 1, advice="8 is usual")
-        seed = check_int("seed", seed, 0, advice="pass any number")
+        seed = check_int("seed", seed, 0, 2**63 - 1, advice="pass any number")
         most = manager.vocab_size
         vocab_size = most if vocab_size is None else check_int("vocab_size", vocab_size, 1, most, advice="leave it out")
         batches = generated_batches(manager, vocab_size=vocab_size, count=count, seed=seed)

@@ -30,7 +30,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from graphrt.testing.verify_report import differing
+from graphrt.testing.verify_report import differing, has_memory
 
 _MOST_SLOTS, _DEEPEST = 50_000, 24
 _WHOLE = 256  # entries from which on a dict of numbers and texts is one value
@@ -135,7 +135,7 @@ def slots(root: Any, name: str) -> Iterator[Slot]:
 
 
 def unreached(root: Any, name: str) -> list[str]:
-    """Paths of values that `slots` leaves aside, as there are too many, or as they lie too deep."""
+    """Paths of values that `slots` leaves aside: too many, too deep, or tensors without memory of their own."""
     left: list[str] = []
     for _ in _slots(root, name, _Home.of(root), left):
         pass
@@ -159,6 +159,9 @@ def _slots(root: Any, name: str, home: _Home, left: list[str]) -> Iterator[Slot]
         if count >= _MOST_SLOTS:
             left += [path, *(where for _, where, _, _, _ in todo)]
             return
+        if isinstance(value, torch.Tensor) and not has_memory(value):
+            left.append(path)
+            continue
         if _is_leaf(value) or (isinstance(value, type) and path.endswith(".__class__")):
             count += 1
             yield Slot(path, value, setter, place)
@@ -241,7 +244,7 @@ def same(old: Any, new: Any, within: frozenset[tuple[int, int]] = frozenset()) -
         return False
     if isinstance(old, torch.Tensor):
         alike = old.shape == new.shape and old.dtype == new.dtype and old.device == new.device
-        return alike and not bool(differing(old, new).any())
+        return alike and has_memory(old) and has_memory(new) and not bool(differing(old, new).any())
     if isinstance(old, np.ndarray):
         return old.dtype == new.dtype and np.array_equal(old, new, equal_nan=old.dtype.kind in "fc")
     within |= {(id(old), id(new))}

@@ -14,6 +14,7 @@ from graphrt.kernels.checks import check_instance, shown
 from graphrt.kernels.errors import ConfigError
 from graphrt.testing.canary import BrokenCanary, Canaries
 from graphrt.testing.verify_checks import check_pad, check_parts, check_subject, check_tensor_value
+from graphrt.testing.verify_report import same_bits
 
 Inputs = Mapping[str, Any]
 """What one case hands to `refresh`: tensors, numbers, and in the object form whatever the caller's code takes."""
@@ -226,7 +227,7 @@ class PlainSubject:
         before = {name: v.clone() for name, v in own.items() if isinstance(v, torch.Tensor)}
         result = {name: t.clone() for name, t in named_outputs(function(**own)).items()}
         for name, old in before.items():
-            if old.dtype.itemsize and not torch.equal(_bytes(old), _bytes(own[name])):
+            if old.dtype.itemsize and not same_bits([old], [own[name]]):
                 self._in_place[name] = None
         return result | {_in_place(name): own[name] for name in self._in_place}
 
@@ -236,10 +237,6 @@ class PlainSubject:
 
 def _in_place(name: str) -> str:
     return f"{name} (changed in place)"
-
-
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.contiguous().flatten().view(torch.uint8)
 
 
 def name_of(step: Any) -> str:
