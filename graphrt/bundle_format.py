@@ -75,7 +75,7 @@ def read_file(path: str | Path) -> tuple[Any, dict[str, torch.Tensor]]:
         if len(text) > _MOST_JSON or header.get("digest") != _digest(text, tensors):
             raise ConfigError(f"bundle: expected {path} as it was written, got other bytes; copy it again")
         return json.loads(text), tensors
-    except (OSError, safetensors.SafetensorError, ValueError, RecursionError, MemoryError) as error:
+    except (OSError, safetensors.SafetensorError, ValueError, RuntimeError, MemoryError) as error:
         what = str(error) or type(error).__name__
         raise ConfigError(
             f"bundle: expected an intact file, got {what} in {path}; copy it again, or record one"

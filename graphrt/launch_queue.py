@@ -30,6 +30,9 @@ class LaunchQueue:
 
     rings      where the device writes their results
     next_step  number of the next step; none is used twice
+    launches   how many were queued
+    resets     how often rows on the device were lost: after each `reset()`, and where steps of a launch that raised may
+               have run
     """
 
     def __init__(
@@ -42,7 +45,8 @@ class LaunchQueue:
         self._shadow = Shadow(program, graphs, stats) if config.shadow_every else None
         self._recording: Recording | None = None
         self._logits = NOTHING
-        self.next_step = self._launches = 0
+        self.next_step = self._follows = self.launches = 0
+        self.resets = 0
 
     @property
     def waits(self) -> int:
@@ -51,7 +55,10 @@ class LaunchQueue:
 
     def slot(self, steps: int = 1) -> tuple[StagingSlot, int]:
         """A slot that no launch in flight uses, for the next launch, and the number of its first step."""
-        slot, first = self._ring.acquire(self._launches), self.next_step
+        if self.next_step != self._follows:  # a launch failed: with its numbers left out two might share an entry
+            self._ring.drain()
+        slot, first = self._ring.acquire(self.launches), self.next_step
+        self._follows = self.next_step
         self.next_step += steps
         return slot, first
 
@@ -81,13 +88,24 @@ class LaunchQueue:
                     self._launch_watched(slot, descriptor, num_reqs, batch, why_eager, steps, loops)
             finally:
                 slot.end(on_stream.stream)
-        except BaseException:
-            self._program.buffers.cursor[CURSOR_SLOT] = self._launches
+            self._follows = self.next_step
+            self.launches += 1
+        except BaseException as error:
+            self._program.buffers.cursor[CURSOR_SLOT] = self.launches
             self._program.buffers.cursor[CURSOR_STEP] = 0
+            self.resets += steps > 1 or not isinstance(error, Exception) or self._has_run(slot)
             raise
         finally:
             on_stream.leave()
-        self._launches += 1
+
+    def _has_run(self, slot: StagingSlot) -> bool:
+        """Whether the step of a launch that raised gave its results all the same. Waits for the device."""
+        step = self.next_step - 1
+        try:
+            slot.wait()
+            return bool(self.rings.steps[step % self.rings.depth] == step)
+        except Exception:  # a device that is lost
+            return True
 
     def _launch_watched(
         self,
@@ -152,7 +170,8 @@ class LaunchQueue:
     def restart(self) -> None:
         """Begin with the first slot again, as the device does after a reset. Every launch must have ended."""
         self.next_step += 1  # of no step: the buffers that say where its rows stood are gone with it
-        self._launches = 0
+        self.launches = 0
+        self.resets += 1
 
     def close(self) -> None:
         """Drop slots, copies and logits; every launch must have ended."""
@@ -160,9 +179,10 @@ class LaunchQueue:
         self._ring.close()
         self._shadow = self._recording = None
         self._logits = NOTHING
+        self.resets += 1
         del self.rings, self._program
 
     def _is_shadowed(self, why_eager: str) -> bool:
         """Whether the next launch is one of those whose first step runs both ways."""
         every = self._config.shadow_every
-        return every > 0 and not why_eager and (self._launches + 1) % every == 0
+        return every > 0 and not why_eager and (self.launches + 1) % every == 0

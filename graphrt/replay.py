@@ -142,8 +142,8 @@ class ReplayManager:
             self._program, self._graphs, self._exclusive, self._stats,
             weights=None if weights is None else named, page_tables=page_tables, check_weights=config.check_weights,
         )  # fmt: skip
-        self._queue = LaunchQueue(self._program, self._graphs, self._stats, config, self._on_stream)
-        self.resets, self._launch_steps = 0, config.launch_steps
+        self.queue = LaunchQueue(self._program, self._graphs, self._stats, config, self._on_stream)
+        self._launch_steps = config.launch_steps
         self._order: object = None  # that of `News` which the device has
         self._state = State.NEW
 
@@ -286,33 +286,29 @@ class ReplayManager:
             slot, step = self._launch(batch, target.descriptor, why_eager, ends)
             self._stats.count(target.descriptor, batch.num_tokens, why_eager, eager)
             asks = batch.asks_logprobs
-            rings, ids = self._queue.rings, batch.row_ids
+            rings, ids = self.queue.rings, batch.row_ids
             return Launch(step, 1, batch.num_reqs, target.descriptor, why_eager, slot, rings, asks, ids)
 
     def advance(self, news: News, *, steps: int = 1, eager: bool = False) -> Launch:
         """Let rows go on by up to `steps` tokens, each from its last token on, with what `begin` said of it. Waits only
         when `most_in_flight` launches of the config are in flight.
 
-        Raises: as `replay`; nothing has been written then. An error of the step itself, where it is one of several,
-        ends all rows on the device, as `reset` does.
+        Raises: as `replay`; nothing has been written then. An error behind which steps may have run, as of a launch of
+        several, ends all rows on the device, as `reset` does.
         """
         steps = check_int("steps", steps, 1, self._launch_steps, advice="raise RuntimeConfig.launch_steps")
         self._exclusive.enter()
         try:
             self._require(_CAPTURED, "advance")
             self._guards.before_step()
-            queue, order, num_reqs = self._queue, news.order, len(news.order)
+            queue, order, num_reqs = self.queue, news.order, len(news.order)
             target = self._dispatcher.dispatch(num_reqs, num_reqs, True)
             descriptor, why_eager = target.descriptor, "asked for by the caller" if eager else target.why_eager
             loops = steps > 1 and queue.can_loop(descriptor, why_eager)
             slot, step = queue.slot(steps)
             news.write(slot.record, step, steps, loops, order is not self._order)
             self._order = None
-            try:
-                queue.launch(slot, descriptor, num_reqs, None, why_eager, steps, loops)
-            except BaseException:
-                self.resets += steps > 1  # some of them may have run: nobody knows how far the rows are
-                raise
+            queue.launch(slot, descriptor, num_reqs, None, why_eager, steps, loops)
             self._order = order
             self._stats.count(descriptor, num_reqs, why_eager, eager, steps)
             return Launch(step, steps, num_reqs, descriptor, why_eager, slot, queue.rings, news.logprobs, order)
@@ -324,12 +320,12 @@ class ReplayManager:
         with self._exclusive:
             self._require(State.CAPTURED, "replay_words")
             self._guards.before_step()
-            slot, step = self._queue.slot(words.steps)
+            slot, step = self.queue.slot(words.steps)
             words.write(slot.record, step)
             self._order = None
             batch = words.batch() if self.plans_on_host is not None else None
-            self._queue.launch(slot, descriptor, words.num_reqs, batch, "", steps=words.steps)
-            return Launch(step, words.steps, words.num_reqs, descriptor, "", slot, self._queue.rings)
+            self.queue.launch(slot, descriptor, words.num_reqs, batch, "", steps=words.steps)
+            return Launch(step, words.steps, words.num_reqs, descriptor, "", slot, self.queue.rings)
 
     def _launch(
         self, batch: Batch, descriptor: BatchDescriptor, why_eager: str, ends: RowEnds | None = None
@@ -337,12 +333,12 @@ class ReplayManager:
         """Steps 2 and 3, at a size or eagerly with a reason: the slot, and the step's number."""
         slot, step = self._write(batch, ends)
         # 3 one launch, which reads the slot
-        self._queue.launch(slot, descriptor, batch.num_reqs, batch, why_eager)
+        self.queue.launch(slot, descriptor, batch.num_reqs, batch, why_eager)
         return slot, step
 
     def _write(self, batch: Batch, ends: RowEnds | None = None) -> tuple[StagingSlot, int]:
         # 2 write the batch into a slot that no launch in flight uses
-        slot, step = self._queue.slot()
+        slot, step = self.queue.slot()
         words = batch.write_record(slot.record, step, self._num_groups)
         if ends is not None:
             ends.write(slot.record, words)
@@ -354,7 +350,7 @@ class ReplayManager:
     ) -> StepHandle:
         # 4 a handle, which waits for this step alone
         sampled, asks = self._program.sampler is not None, batch.asks_logprobs
-        return StepHandle(step, batch.num_reqs, descriptor, why_eager, slot, self._queue.rings, self, sampled, asks)
+        return StepHandle(step, batch.num_reqs, descriptor, why_eager, slot, self.queue.rings, self, sampled, asks)
 
     def record(self, launches: int = 1, *, max_bytes: int = 1 << 30) -> Recording:
         """Record the next launches, for a replay bundle: see graphrt.bundle. Each of them waits for the device.
@@ -369,7 +365,7 @@ class ReplayManager:
             self._require(State.CAPTURED, "record")
             launches = check_int("launches", launches, 1, advice="pass how many to record")
             max_bytes = check_int("max_bytes", max_bytes, 1, advice="pass what the host can spare")
-            return self._queue.record(launches, max_bytes)
+            return self.queue.record(launches, max_bytes)
 
     def compare(self, batch: Batch, *, descriptor: BatchDescriptor | None = None) -> StepComparison:
         """Run one step as a graph and eagerly, from the same state, and restore what the step changed.
@@ -387,11 +383,11 @@ class ReplayManager:
                 raise ReplayError(
                     f"compare: expected a batch that replays a graph, got one that does not: {target.why_eager}"
                 )
-            self._queue.drain()
+            self.queue.drain()
             undo, size, results = StepUndo(self._program), target.descriptor, []
             for why_eager in ("", "compared with its graph"):
                 slot, step = self._write(batch)
-                logits = self._queue.try_out(slot, size, batch, undo, eager=bool(why_eager))
+                logits = self.queue.try_out(slot, size, batch, undo, eager=bool(why_eager))
                 handle = self._handle(step, batch, size, why_eager, slot)
                 results.append(StepResult(handle.results, handle.faults, logits))
             return compare_results(size, *results)
@@ -419,9 +415,9 @@ class ReplayManager:
 
     def stats(self) -> Stats:
         """Counters so far; a live object. After `close()` the last ones."""
-        self._stats.ring_waits = self._queue.waits
+        self._stats.ring_waits = self.queue.waits
         self._guards.poll()
-        self._queue.poll_shadow()
+        self.queue.poll_shadow()
         return self._stats
 
     def check_weights(self, model: torch.nn.Module) -> None:
@@ -439,9 +435,9 @@ class ReplayManager:
         contents, as after a launch that was aborted. Logits of the step before are gone."""
         with self._exclusive:
             self._require(State.CAPTURED, "reset")
-            self._queue.drain()
-            self._queue.restart()
-            self._order, self.resets = None, self.resets + 1
+            self.queue.drain()
+            self.queue.restart()
+            self._order = None
             with self._on_stream, self._graphs.off_graph():
                 if self._stream is not None:
                     self._stream.synchronize()
@@ -454,7 +450,7 @@ class ReplayManager:
         step, descriptor, num_reqs = handle.step + handle.steps - 1, handle.descriptor, handle.num_reqs
         with self._exclusive:
             self._require(State.CAPTURED, "logits")
-            latest = self._queue.next_step - 1
+            latest = self.queue.next_step - 1
             if step != latest:
                 raise ReplayError(
                     f"logits: expected the latest step {latest}, got step {step}; its logits were overwritten, "
@@ -462,7 +458,7 @@ class ReplayManager:
                 )
             moved = bool(self._program.decode_len(descriptor))
             with self._on_stream:  # between this step and the next, which overwrites them
-                logits = ordinary(self._queue.logits(descriptor, num_reqs))
+                logits = ordinary(self.queue.logits(descriptor, num_reqs))
                 if copy and not moved:
                     logits = logits.clone()
             if self._stream is not None:
@@ -480,19 +476,19 @@ class ReplayManager:
         with self._exclusive:
             if self._state is State.CLOSED:
                 return
-            self._queue.drain()
+            self.queue.drain()
             if self._stream is not None:
                 self._stream.synchronize()
             self.stats()
             self._graphs.close()
             self._backend.close()
             self.row_tables.close()
-            self._queue.close()
+            self.queue.close()
             self._guards.close()
             del self._buffers, self._program
             if self._device.type == "cuda":
                 torch.cuda.empty_cache()
-            self._state, self.resets = State.CLOSED, self.resets + 1
+            self._state = State.CLOSED
 
     def _require(self, state: State, call: str) -> None:
         if self._state is not state:

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any, TypeVar
 
 import numpy as np
@@ -81,7 +82,7 @@ class RowTables:
         self._config.check_needs(name, (("max_logit_bias", len(bias)),))
         for token, value in bias.items():
             check_int(name, token, 0, self._vocab_size - 1, advice="pass token ids of the vocabulary")
-            if value != -math.inf:
+            if not (isinstance(value, Real) and value == -math.inf):
                 check_number(name, value, -FLOAT32_MAX, FLOAT32_MAX, advice="-inf forbids a token")
 
     def set_logit_bias(self, biases: Mapping[int, Mapping[int, float] | None]) -> None:
@@ -117,7 +118,8 @@ class RowTables:
             values = words if isinstance(words, torch.Tensor) else torch.from_numpy(np.array(words))
         except (TypeError, ValueError) as error:
             raise ShapeError(f"{name}: expected {count} words of 32 bits, got {shown(words)}; pass an array") from error
-        if tuple(values.shape) != (count,) or values.dtype not in _WORDS or values.device.type != "cpu":
+        dense = values.layout is torch.strided and values.device.type == "cpu"
+        if tuple(values.shape) != (count,) or values.dtype not in _WORDS or not dense:
             raise ShapeError(
                 f"{name}: expected {count} words of 32 bits on the host, one bit per token, got shape "
                 f"{list(values.shape)} {values.dtype} on {values.device}; pass one row's words"
@@ -152,7 +154,7 @@ class RowTables:
             if name not in self._specs:
                 known = ", ".join(self._specs) or "none"
                 raise ConfigError(
-                    f"state: expected names of RuntimeConfig.row_tensors ({known}), got {name!r}; declare it there"
+                    f"state: expected names of RuntimeConfig.row_tensors ({known}), got {shown(name)}; declare it there"
                 )
             spec = self._specs[name]
             tensor = converted(name, value, spec.dtype, ShapeError)

@@ -94,9 +94,15 @@ class SamplingParams:
                 else check_number("logit_bias", value, -FLOAT32_MAX, FLOAT32_MAX, advice="-inf forbids a token")
             )
         object.__setattr__(self, "logit_bias", bias)
-        if not isinstance(self.stop_ids, Collection) or isinstance(self.stop_ids, (str, bytes, Mapping)):
-            raise ConfigError(f"stop_ids: expected a set of token ids, got {shown(self.stop_ids)}; pass frozenset(...)")
-        stop_ids = [check_int("stop_ids", token, 0, _MAX_TOKEN, advice="pass token ids") for token in self.stop_ids]
+        try:
+            if not isinstance(self.stop_ids, Collection) or isinstance(self.stop_ids, (str, bytes, Mapping)):
+                raise TypeError
+            given = list(self.stop_ids)
+        except TypeError as error:  # an array of no dimensions is a Collection too
+            raise ConfigError(
+                f"stop_ids: expected a set of token ids, got {shown(self.stop_ids)}; pass frozenset(...)"
+            ) from error
+        stop_ids = [check_int("stop_ids", token, 0, _MAX_TOKEN, advice="pass token ids") for token in given]
         object.__setattr__(self, "stop_ids", frozenset(stop_ids))
 
     @property

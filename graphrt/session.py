@@ -20,7 +20,7 @@ import numpy as np
 
 from graphrt.batch import Batch, Int32Array
 from graphrt.entry import State, wrong_state
-from graphrt.handle import RowFault, StepFaultError
+from graphrt.handle import StepFaultError
 from graphrt.kernels.checks import check_bool, check_instance, check_int, check_ints
 from graphrt.kernels.errors import CapacityError, CaptureError, ConfigError, ShapeError
 from graphrt.kernels.metadata.buffers import COPIED, STOP_TOKENS
@@ -33,7 +33,7 @@ from graphrt.runtime import Runtime, check_decoder
 from graphrt.sampling_params import SamplingParams
 from graphrt.sampling_values import SamplingValues
 from graphrt.session_pages import CallersPages, SessionPages
-from graphrt.session_results import RowsInFlight
+from graphrt.session_results import OVER, RowsInFlight
 from graphrt.session_rows import NO_ROW, Flight, Prompt, SessionRow
 
 
@@ -60,7 +60,7 @@ class DecodeSession(RowsInFlight):
             raise wrong_state(runtime.state, State.CAPTURED, "DecodeSession")
         check_decoder(runtime)
         config, groups = runtime.config, runtime.kv_cache.groups
-        super().__init__(config.max_num_reqs)
+        super().__init__(config.max_num_reqs, runtime.manager.queue.resets)
         self._runtime, self._manager = runtime, runtime.manager
         self._budget, self._launch_steps = config.max_num_tokens, config.launch_steps
         self._chunk = config.max_num_tokens if config.mixed_batches else 1
@@ -71,7 +71,6 @@ class DecodeSession(RowsInFlight):
         self._pages = SessionPages(groups, self._foreign or runtime.allocators, ids, config.max_seq_len)
         self._given: dict[int, Int32Array] = {}  # by row id, the tokens that were known when it got the id
         self._held = set[int]()  # row ids of prompts that do not go on yet
-        self._resets = self._manager.resets
         self._stops = np.full((STOP_TOKENS, ids), NO_TOKEN, np.int32)
         self._sampling = SamplingValues(ids)
         self._news = RowNews.none()
@@ -269,7 +268,6 @@ class DecodeSession(RowsInFlight):
     def _release(self, row: SessionRow) -> None:
         """Take a row's id and its pages."""
         at = row.row_id
-        del self._rows[at]
         self._asking.discard(at)
         self._long_stops.discard(at)
         self._given.pop(at, None)
@@ -279,6 +277,7 @@ class DecodeSession(RowsInFlight):
         if at in self._order:
             self._reorder(self._order[self._order != at])
         self._pages.release(at)  # what is in flight runs before whoever gets the pages
+        del self._rows[at]  # until here close() would do it again
         self._runtime.free_rows.append(at)
         self._manager.row_tables.left.add(at)
 
@@ -308,31 +307,39 @@ class DecodeSession(RowsInFlight):
         Raises: CapacityError where no row has a page for its next token, with what was launched before in flight; as
         ReplayManager.replay.
         """
-        quiet = not self._prompts and not self._news and self._resets == self._manager.resets
-        if quiet and type(steps) is int and 0 < steps <= self._quiet and steps <= self._launch_steps and eager is False:
-            return (self._go_on_quietly(steps, eager),)  # what a server does nearly all the time: no call too many
-        steps = check_int("steps", steps, 1, 1 << 30, advice="pass how many steps to launch")
-        eager = check_bool("eager", eager, advice="pass a bool")
-        self._open("run")
-        if self._news:
-            self._news.write(self._manager.row_tables)
-        launches: list[Launch] = []
-        while steps and self.running:
-            full = self._in_full or not self._prompts.keys() <= self._held
-            most = 1 if full else min(steps, self._launch_steps)
-            launch = self._full_step(eager) if full else self._go_on(most, eager)
-            if launch is None:
-                break  # all rows have ended, which is still to be collected
-            launches.append(launch)
-            steps -= most
-        return tuple(launches)
+        queue, flights = self._manager.queue, self._flights
+        before = queue.launches - len(flights)
+        try:
+            quiet = not self._prompts and not self._news and self._resets == queue.resets and eager is False
+            if quiet and type(steps) is int and 0 < steps <= self._quiet and steps <= self._launch_steps:
+                return (self._go_on_quietly(steps, eager),)  # what a server does nearly all the time: no call too many
+            steps = check_int("steps", steps, 1, 1 << 30, advice="pass how many steps to launch")
+            eager = check_bool("eager", eager, advice="pass a bool")
+            self._open("run")
+            if self._news:
+                self._news.write(self._manager.row_tables)
+            launches: list[Launch] = []
+            while steps and self.running:
+                full = self._in_full or not self._prompts.keys() <= self._held
+                most = 1 if full else min(steps, self._launch_steps)
+                launch = self._full_step(eager) if full else self._go_on(most, eager)
+                if launch is None:
+                    break  # all rows have ended, which is still to be collected
+                launches.append(launch)
+                steps -= most
+            return tuple(launches)
+        except BaseException:
+            if queue.launches - len(flights) != before:  # interrupted behind a launch: nobody would get its tokens
+                self._resets = OVER
+            raise
 
     def _go_on_quietly(self, steps: int, eager: bool) -> Launch:
         """Steps of which the device knows all: no row gets pages, none can come to its longest."""
+        rows, ids = self._order_rows, self._order  # a row may be released meanwhile: by the collector of garbage
         launch = self._manager.advance(self._no_news, steps=steps, eager=eager)
         self._quiet -= steps
         self._ahead += steps
-        self._flights.append(Flight(launch, self._order_rows, self._order, steps))
+        self._flights.append(Flight(launch, rows, ids, steps))
         return launch
 
     def _go_on(self, steps: int, eager: bool) -> Launch | None:
@@ -340,7 +347,7 @@ class DecodeSession(RowsInFlight):
         if steps <= self._quiet:
             return self._go_on_quietly(steps, eager)
         self._catch_up()
-        ids = self._order
+        rows, ids = self._order_rows, self._order
         before, limits = self._most[ids], self._limits[ids]
         short = before < limits
         if not short.any():
@@ -354,9 +361,9 @@ class DecodeSession(RowsInFlight):
         launch = self._manager.advance(news, steps=steps, eager=eager)
         self._pages.submitted(ids[going_on])
         after = self._most[ids] = np.minimum(before + steps, ends)
-        self._flights.append(Flight(launch, self._order_rows, ids, after - before))
         # No row can come to its longest, or to the end of its pages, in so many steps.
-        self._quiet = int((ends - after).min())
+        self._quiet = int((ends - after).min()) if ids is self._order else 0
+        self._flights.append(Flight(launch, rows, ids, after - before))
         return launch
 
     def _full_step(self, eager: bool) -> Launch | None:
@@ -391,18 +398,19 @@ class DecodeSession(RowsInFlight):
             **self._sampling.of(ids),
         )
         ends = RowEnds(self._limits[ids].astype(np.int32), self._stops[:, ids])
+        rows = tuple(map(self._rows.__getitem__, ids.tolist()))
         launch = self._manager.begin(batch, ends, eager=eager)
         self._pages.submitted(ids)
         self._quiet = 0
         self._most[ids] += promised
-        rows = tuple(map(self._rows.__getitem__, ids.tolist()))
-        self._flights.append(Flight(launch, rows, ids, promised, given))
         for at, chunk in chunks.items():
-            self._prompts[at] += len(chunk)
-        if done := [at for at, last in zip(chunks, whole, strict=True) if last]:
+            if at in self._prompts:  # it was not released meanwhile
+                self._prompts[at] += len(chunk)
+        if done := [at for at, last in zip(chunks, whole, strict=True) if last and at in self._prompts]:
             for at in done:
                 del self._prompts[at]
             self._reorder(np.append(self._order, done))
+        self._flights.append(Flight(launch, rows, ids, promised, given))
         return launch
 
     def _chunks(self, budget: int) -> dict[int, Int32Array]:
@@ -441,22 +449,14 @@ class DecodeSession(RowsInFlight):
         wait = check_bool("wait", wait, advice="pass a bool")
         self._open("collect")
         found, self._kept = self._kept, {}
-        faulty: list[tuple[int, RowFault]] = []
-        while self._flights and (wait or self._flights[0].launch.done()):
-            flights = self._ended(wait)
-            taken = self._take_in(flights)
-            faulty += taken.faults
-            of_rows = zip(taken.rows, taken.columns, strict=True)
-            if found:
-                for row, new in of_rows:
-                    found.setdefault(row, []).extend(new)
-            else:
-                found = dict(of_rows)
-        if faulty:
+        try:
+            if faults := self._take_all(wait, found):
+                raise StepFaultError(faults[0][0], [fault for _, fault in faults])
+            if self._flights and self._flights[0].launch.steps > 1:
+                self._take_early(self._flights[0], found)
+        except BaseException:
             self._kept = found
-            raise StepFaultError(faulty[0][0], [fault for _, fault in faulty])
-        if self._flights and self._flights[0].launch.steps > 1:
-            self._take_early(self._flights[0], found)
+            raise
         return [(row, new) for row, new in found.items() if new]
 
     # -- the end
@@ -487,8 +487,8 @@ class DecodeSession(RowsInFlight):
             raise CaptureError(f"{call}: expected an open session, got one that was closed; make a new DecodeSession")
         if self._manager.state is not State.CAPTURED:
             raise wrong_state(self._manager.state, State.CAPTURED, call)
-        if self._resets != self._manager.resets:
-            raise CaptureError(f"{call}: expected its rows, got a reset() or a launch that failed; close() the session")
+        if self._resets != self._manager.queue.resets:
+            raise CaptureError(f"{call}: expected its rows, got a reset() or a call that failed on its way; close() it")
 
     def _own(self, row: SessionRow, call: str) -> None:
         self._open(call)

@@ -8,17 +8,21 @@ from dataclasses import replace
 import numpy as np
 
 from graphrt.batch import Int32Array
+from graphrt.handle import RowFault
 from graphrt.kernels.metadata.buffers import STOP_TOKENS
 from graphrt.kernels.types import RowEnd
 from graphrt.logprobs import StepLogprobs
 from graphrt.news import News
 from graphrt.session_rows import NO_ROW, Flight, Ids, SessionRow, Taken, stop_on_host
 
+OVER = -1  # no number of resets
+
 
 class RowsInFlight:
     """Rows by row id, how long they are for sure and at most, and the launches that were not collected.
 
     row_ids   how many there are
+    resets    of the manager
     """
 
     # How long a row is. Its prompt has 3 tokens, and max_new_tokens is 30. It has pages for all of them:
@@ -40,9 +44,10 @@ class RowsInFlight:
     #     _quiet    steps that may be launched in which no row comes to its limit or to the end of its pages
     #     _limits   what it has when it ends by its length
     #     _asking   row ids that want log-probabilities: launches bring some then
+    #     _resets   those of the manager when the rows began: another number, and they are lost; see LaunchQueue
     #     _away     rows that gave their row id up while launches were in flight, whose tokens they still get
 
-    def __init__(self, row_ids: int) -> None:
+    def __init__(self, row_ids: int, resets: int) -> None:
         self._rows: dict[int, SessionRow] = {}
         self._away = set[SessionRow]()
         self._prompts: dict[int, int] = {}  # by row id, how many of these were submitted, where some were not
@@ -53,6 +58,7 @@ class RowsInFlight:
         self._quiet = self._ahead = 0
         self._reached, self._most, self._limits = (np.zeros(row_ids, np.int64) for _ in range(3))
         self._asking = set[int]()
+        self._resets = resets
         self._flights: deque[Flight] = deque()
 
     @property
@@ -82,16 +88,32 @@ class RowsInFlight:
 
     def _ended(self, wait: bool) -> list[Flight]:
         """The first launch, which has ended, and the next ones of the same rows that have: they are taken in as one."""
-        flights = [self._flights.popleft()]
-        rows = flights[0].rows
-        while self._flights and self._flights[0].rows is rows and not (flights[0].forks or self._flights[0].forks):
-            if not (wait or self._flights[0].launch.done()):
+        first, *others = self._flights
+        flights, rows = [first], first.rows
+        for flight in others:
+            if flight.rows is not rows or flight.forks or first.forks or not (wait or flight.launch.done()):
                 break
-            flights.append(self._flights.popleft())
+            flights.append(flight)
         return flights
 
+    def _take_all(self, wait: bool, found: dict[SessionRow, list[int]]) -> list[tuple[int, RowFault]]:
+        """Take in every launch that has ended, or with `wait` all. Tokens by row go to `found`; returns faults with
+        their steps."""
+        faults: list[tuple[int, RowFault]] = []
+        while self._flights and (wait or self._flights[0].launch.done()):
+            taken = self._take_in(self._ended(wait))
+            faults += taken.faults
+            of_rows = zip(taken.rows, taken.columns, strict=True)
+            if found:
+                for row, new in of_rows:
+                    found.setdefault(row, []).extend(new)
+            else:
+                found.update(of_rows)
+        return faults
+
     def _take_in(self, flights: list[Flight]) -> Taken:
-        """Bring rows up to date with launches of the same rows."""
+        """Bring rows up to date with the first launches, which are of the same rows. The session is over where that is
+        interrupted while rows change."""
         first = flights[0]
         tokens = np.concatenate([flight.launch.tokens(raise_on_fault=False) for flight in flights])
         ends = np.concatenate([flight.launch.ends() for flight in flights]).max(0, initial=0)
@@ -111,6 +133,9 @@ class RowsInFlight:
         if first.early:
             early = first.early if places is None else [first.early[place] for place in places.tolist()]
             columns = [new[count:] for new, count in zip(columns, early, strict=True)]
+        changed, self._resets = self._resets, OVER  # until all rows are up to date
+        for _ in flights:
+            self._flights.popleft()
         if self._long_stops or self._away:
             stop_on_host(rows, columns, ends)
         for row, new in zip(rows, columns, strict=True):
@@ -136,6 +161,7 @@ class RowsInFlight:
             self._most[ids] -= lost
         if ends.any():
             self._end([rows[place] for place in ends.nonzero()[0].tolist()], ends[ends > 0])
+        self._resets = changed
         return Taken(rows, columns, faults)
 
     def _take_early(self, flight: Flight, found: dict[SessionRow, list[int]]) -> None:
@@ -145,6 +171,7 @@ class RowsInFlight:
         counts, columns = goes_on.cumprod(0).sum(0).tolist(), tokens.T.tolist()
         before = flight.early or [0] * len(counts)
         places, rows, _ = self._left(flight)
+        changed, self._resets = self._resets, OVER
         for place, row in zip(places.tolist(), rows, strict=True):
             if len(row.params.stop_ids) > STOP_TOKENS or row.params.logprobs is not None:
                 counts[place] = 0  # the device knows the first stop tokens only
@@ -152,6 +179,7 @@ class RowsInFlight:
                 row.tokens += new
                 found.setdefault(row, []).extend(new)
         flight.early = counts
+        self._resets = changed
 
     def _left(self, flight: Flight) -> tuple[Ids, tuple[SessionRow, ...], Ids]:
         """Of a launch's rows those that neither went nor ended meanwhile, and forks: their places, they, their ids."""

@@ -64,7 +64,8 @@ class Tables:
         """Allocate so many pages more for each slot. Raises: as `grow`."""
         if count := int(more.sum()):
             first = self.to[slots]
-            self._every[self._places(slots, first, more)] = self._allocator.take(count)
+            places = self._places(slots, first, more)
+            self._every[places] = self._allocator.take(count)
             self.to[slots] = first + more
 
     def list_new(
@@ -105,9 +106,9 @@ class Tables:
 
     def place(self, slot: int, first: int, pages: Sequence[int] | Int32Array) -> None:
         """Give an empty slot pages that it owns from now on, the first of them at place `first` of its sequence."""
+        self._pages[slot, first : first + len(pages)] = pages
         self.from_[slot] = self._listed[slot] = first
         self.to[slot] = first + len(pages)
-        self._pages[slot, first : first + len(pages)] = pages
 
     def can_share(self, donor: int, length: int) -> bool:
         """Whether a slot still has all pages that a sequence sees that goes on behind its first `length` tokens."""
@@ -156,8 +157,9 @@ class Tables:
 
     def release(self, slot: int) -> None:
         """Free every page of a slot."""
-        self._allocator.free(self._pages[slot, self.from_[slot] : self.to[slot]])
+        pages = self.pages(slot)
         self.forget(slot)
+        self._allocator.free(pages)
 
 
 class PrefixIndex:

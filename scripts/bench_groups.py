@@ -108,7 +108,7 @@ class _Refresh:
 
     def put(self, what: str) -> None:
         """A step in the next slot. No step is published, so it stays the next one, however often it is read."""
-        (slot, step), n = self.manager._queue.slot(), ROWS * self._groups
+        (slot, step), n = self.manager.queue.slot(), ROWS * self._groups
         if what == "full tables":
             self._batch.write_record(slot.record, step, self._groups)
         elif what == "tables that stay":

@@ -233,6 +233,6 @@ def test_seeds_and_temperatures_reach_the_sampler_whole(device: torch.device) ->
 def test_a_first_step_that_the_device_did_not_report_is_noticed(device: torch.device, monkeypatch) -> None:
     """Captures run steps too, under number 0: what they left must not pass for a result."""
     rig = make_rig(device)
-    monkeypatch.setattr(rig.manager._graphs, "run", lambda *args, **options: rig.manager._queue._logits)
+    monkeypatch.setattr(rig.manager._graphs, "run", lambda *args, **options: rig.manager.queue._logits)
     with pytest.raises(ReplayError, match="step 0: expected the device to report this step, got step -1"):
         rig.manager.replay(one(4)).tokens()

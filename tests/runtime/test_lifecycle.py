@@ -206,7 +206,7 @@ def test_a_runtime_hands_on_how_a_step_is_to_run() -> None:
     before = made.replay(one()).step
     assert made.compare(one()).descriptor == BatchDescriptor.decode(1)
     assert made.replay(one()).step == before + 3, "a comparison takes two numbers, and none of them twice"
-    made.manager._queue._ring.waits = 2
+    made.manager.queue._ring.waits = 2
     assert made.stats().ring_waits == 2
 
 
@@ -238,7 +238,7 @@ def test_close_lets_go_of_the_logits(last: str) -> None:
         assert gone(*logits)
     else:
         rig.manager.replay(one(), eager=last == "eager")
-    held = [weakref.ref(rig.manager._queue._logits), *logits]
+    held = [weakref.ref(rig.manager.queue._logits), *logits]
     assert not gone(held[0])
     rig.manager.close()
     nothing = last == "compare"  # what stands there is the one empty tensor for all
@@ -254,11 +254,11 @@ def test_close_lets_go_of_buffers_graphs_and_weights(read: bool) -> None:
     handle, stats = manager.replay(one()), manager.stats()
     if read:
         handle.wait()
-    slot = manager._queue._ring.acquire(3)
+    slot = manager.queue._ring.acquire(3)
     watched = [weakref.ref(tensor) for _, tensor in manager.buffers.named()]
     watched += [weakref.ref(slot.record_tensor), *map(weakref.ref, rig.model.parameters())]
     watched += [weakref.ref(graph) for graph in manager._graphs._graphs.values()]
-    manager._queue._ring.waits = 3
+    manager.queue._ring.waits = 3
     del slot
     rig.model = None
     manager.close()

@@ -150,8 +150,8 @@ def test_a_launch_can_be_stopped() -> None:
     def stopping(step: Step) -> torch.Tensor:
         steps[0] += 1
         if steps[0] == stop_at[0]:
-            queue = manager._queue
-            queue._ring._slots[queue._launches % len(queue._ring._slots)].record[HEADER_STOP] = 1
+            queue = manager.queue
+            queue._ring._slots[queue.launches % len(queue._ring._slots)].record[HEADER_STOP] = 1
         return forward(step)
 
     manager._program.model.forward = stopping
@@ -341,7 +341,7 @@ def test_equal_to_the_stateless_path_bit_by_bit(device: torch.device) -> None:
             session.collect(wait=True)
             session.run(1, eager=eager)
             at = [row.row_id for row in session.rows]
-            logits = runtime.manager._queue._logits[:3].clone()
+            logits = runtime.manager.queue._logits[:3].clone()
             session.collect(wait=True)
             lengths = [len(row.prompt) + len(row.tokens) - 1 for row in rows]
             pages = [session._pages._tables[0].pages(i) for i in at]

@@ -145,7 +145,7 @@ def test_ten_thousand_steps_of_whatever_a_server_does() -> None:
     while steps < STEPS:
         runtime = small_runtime(generator, device)
         rows = serve(generator, runtime, 1500, 0.05)
-        steps += runtime.manager._queue.next_step
+        steps += runtime.manager.queue.next_step
         check_rows(runtime, rows)
         tokens += sum(len(row.tokens) for row in rows)
         runtime.close()

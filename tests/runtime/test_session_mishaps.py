@@ -187,7 +187,7 @@ def test_a_launch_that_fails_on_its_way_ends_the_session() -> None:
         with pytest.raises(RuntimeError, match="out of memory"):
             session.run(8, eager=True)
         for call in (lambda: session.run(1), session.collect, lambda: session.fork(row)):
-            with pytest.raises(CaptureError, match=r"expected its rows, got a reset\(\) or a launch that failed"):
+            with pytest.raises(CaptureError, match=r"expected its rows, got a reset\(\) or a call that failed"):
                 call()
         assert row.tokens == known
     with DecodeSession(runtime) as session:
