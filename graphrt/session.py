@@ -305,7 +305,7 @@ class DecodeSession(RowsInFlight):
 
         Returns the launches, the first one first; none where no row goes on.
         Raises: CapacityError where no row has a page for its next token, with what was launched before in flight; as
-        ReplayManager.replay.
+        ReplayManager.replay. After an error behind which steps may have run the session is over: close() it.
         """
         queue, flights = self._manager.queue, self._flights
         before = queue.launches - len(flights)
