@@ -167,6 +167,7 @@ class Runs:
 
     def contents(self) -> Contents:
         host = values_at(*self.target.root, self.refreshed) if self.refreshed else {}
+        host = self._of_buffers(host)  # others may be freed, and must not be kept
         return Contents({name: t.clone() for name, t in self.target.buffers.items()}, host)
 
     def put(self, contents: Mapping[str, torch.Tensor]) -> None:
@@ -178,10 +179,14 @@ class Runs:
         """A block in which what refresh() left beside these contents stands on the host. Of tensors only those that are
         buffers now: nobody knows what others held."""
         host = contents.host if isinstance(contents, Contents) else {}
-        if any(isinstance(value, torch.Tensor) for value in host.values()):
-            now = {tensor.untyped_storage().data_ptr() for tensor in self.target.buffers.values()}
-            host = {path: value for path, value in host.items() if not _is_other_memory(value, now)}
-        return assigned(*self.target.root, host)
+        return assigned(*self.target.root, self._of_buffers(host))
+
+    def _of_buffers(self, host: Mapping[str, Any]) -> dict[str, Any]:
+        """Without tensors that are no buffers."""
+        if not any(isinstance(value, torch.Tensor) for value in host.values()):
+            return dict(host)
+        now = {tensor.untyped_storage().data_ptr() for tensor in self.target.buffers.values()}
+        return {path: value for path, value in host.items() if not _is_other_memory(value, now)}
 
     def note_ranges(self) -> None:
         """Widen what is known of the values of integer buffers."""
