@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +11,8 @@ import pytest
 import torch
 
 from graphrt.testing.verify import verify
+from graphrt.testing.verify_runs import Runs
+from graphrt.testing.verify_subject import Target
 
 ROWS = (8, 3, 5, 8)
 
@@ -97,3 +100,30 @@ def test_what_is_copied_to_one_place_is_no_finding(turn: Callable[[Any], None]) 
     report = verify(Copied(turn), inputs, cases=4)
     assert report.ok, str(report)
     assert report.replays
+
+
+class Remade(Turns):
+    """Makes a table anew in each refresh, besides."""
+
+    def refresh(self, inputs: dict[str, torch.Tensor]) -> None:
+        super().refresh(inputs)
+        self.table = torch.ones(4)
+
+
+def test_a_tensor_that_was_replaced_is_not_kept() -> None:
+    """On a device its memory is given away, which shows that a graph reads it. Of buffers the one that stood is known."""
+    step = Remade(by_number)
+    step.buffers |= {"first": step.ring[0], "second": step.ring[1]}
+    step.refresh(inputs(0))
+    runs = Runs(Target(step, None), {})
+    runs.refreshed = frozenset({"self.slot", "self.table", "self.n"})
+    contents = runs.contents()
+    assert contents.host == {"self.slot": step.slot, "self.n": 1}
+    table, slot = weakref.ref(step.table), step.slot
+    step.refresh(inputs(1))
+    assert table() is None
+    assert step.slot is not slot
+    with runs.numbers_of(contents):
+        assert step.slot is slot
+        assert step.n == 1
+    assert step.slot is not slot
