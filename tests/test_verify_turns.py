@@ -111,7 +111,7 @@ class Remade(Turns):
 
 
 def test_a_tensor_that_was_replaced_is_not_kept() -> None:
-    """On a device its memory is given away, which shows that a graph reads it. Of buffers the one that stood is known."""
+    """On a device its memory is given away, which shows that a graph reads it. Buffers stay, and are put back."""
     step = Remade(by_number)
     step.buffers |= {"first": step.ring[0], "second": step.ring[1]}
     step.refresh(inputs(0))
