@@ -11,16 +11,14 @@ from contextlib import contextmanager
 def older_objects_set_aside() -> Iterator[None]:
     """A block in which a collection looks at objects of the block alone.
 
-    A collection of all that a process holds takes tenths of a second once torch and Triton are loaded. What the caller
-    sets aside by `gc.freeze()`, before the block or in it, stays so.
+    A collection of all that a process holds takes tenths of a second once torch and Triton are loaded. Where the caller
+    has called `gc.freeze()`, nothing is changed. A freeze within the block ends with it.
     """
     if gc.get_freeze_count():
         yield
         return
     gc.freeze()
-    ours = gc.get_freeze_count()
     try:
         yield
     finally:
-        if gc.get_freeze_count() <= ours:  # else somebody froze more meanwhile
-            gc.unfreeze()
+        gc.unfreeze()

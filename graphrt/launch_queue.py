@@ -31,7 +31,7 @@ class LaunchQueue:
     rings      where the device writes their results
     next_step  number of the next step; none is used twice
     launches   how many were queued
-    resets     how often rows on the device were lost: after each `reset()`, and where steps of a launch that raised may
+    resets     how often rows of sessions were lost: after each `reset()`, and where steps of a launch that raised may
                have run
     """
 
@@ -75,8 +75,11 @@ class LaunchQueue:
         why_eager: str,
         steps: int = 1,
         loops: bool = False,
+        *,
+        of_session: bool = True,
     ) -> None:
-        """Queue the steps that a slot is for. If that fails, the device takes the same slot again."""
+        """Queue the steps that a slot is for; `of_session`: of rows that a session knows. If that fails, the device
+        takes the slot again."""
         on_stream = self._on_stream
         on_stream.enter()
         try:
@@ -93,7 +96,8 @@ class LaunchQueue:
         except BaseException as error:
             self._program.buffers.cursor[CURSOR_SLOT] = self.launches
             self._program.buffers.cursor[CURSOR_STEP] = 0
-            self.resets += steps > 1 or not isinstance(error, Exception) or self._has_run(slot)
+            unknown = steps > 1 or not isinstance(error, Exception) or self._has_run(slot)
+            self.resets += of_session and unknown
             raise
         finally:
             on_stream.leave()

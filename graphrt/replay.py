@@ -333,7 +333,7 @@ class ReplayManager:
         """Steps 2 and 3, at a size or eagerly with a reason: the slot, and the step's number."""
         slot, step = self._write(batch, ends)
         # 3 one launch, which reads the slot
-        self.queue.launch(slot, descriptor, batch.num_reqs, batch, why_eager)
+        self.queue.launch(slot, descriptor, batch.num_reqs, batch, why_eager, of_session=ends is not None)
         return slot, step
 
     def _write(self, batch: Batch, ends: RowEnds | None = None) -> tuple[StagingSlot, int]:

@@ -20,9 +20,8 @@ import numpy as np
 
 from graphrt.batch import Batch, Int32Array
 from graphrt.entry import State, wrong_state
-from graphrt.handle import StepFaultError
 from graphrt.kernels.checks import check_bool, check_instance, check_int, check_ints
-from graphrt.kernels.errors import CapacityError, CaptureError, ConfigError, ShapeError
+from graphrt.kernels.errors import CapacityError, CaptureError, ConfigError, ReplayError, ShapeError
 from graphrt.kernels.metadata.buffers import COPIED, STOP_TOKENS
 from graphrt.kernels.metadata.record import LENGTH_FROM_ROW
 from graphrt.kernels.types import NO_TOKEN, TOKEN_FROM_ROW
@@ -74,7 +73,6 @@ class DecodeSession(RowsInFlight):
         self._stops = np.full((STOP_TOKENS, ids), NO_TOKEN, np.int32)
         self._sampling = SamplingValues(ids)
         self._news = RowNews.none()
-        self._kept: dict[SessionRow, list[int]] = {}  # what was taken in by a `collect` that raised
         self._closed = False
         # What `fork` launches beside the graphs. The first use of a kernel loads it, which waits for steps in flight.
         for group in range(len(groups)):
@@ -169,17 +167,18 @@ class DecodeSession(RowsInFlight):
             )
         seed = row.params.seed if seed is None else seed
         seed = check_int("seed", seed, 0, (1 << 32) - 1, advice="take it modulo 2 ** 32")
-        self._catch_up()
-        lent = self._pages.check_fork(at, int(self._reached[at]), int(self._most[at]), pages)
-        params = row.params if seed == row.params.seed else replace(row.params, seed=seed)
-        new = self._take_row(SessionRow(NO_ROW, row.prompt, params, list(row.tokens), row.end))
-        try:
-            self._copy(row, new, seed, lent)
-        except BaseException:
-            self._release(new)
-            raise
-        self._join(new, row)
-        return new
+        with self._working():
+            self._catch_up()
+            lent = self._pages.check_fork(at, int(self._reached[at]), int(self._most[at]), pages)
+            params = row.params if seed == row.params.seed else replace(row.params, seed=seed)
+            new = self._take_row(SessionRow(NO_ROW, row.prompt, params, list(row.tokens), row.end))
+            try:
+                self._copy(row, new, seed, lent)
+            except BaseException:
+                self._release(new)
+                raise
+            self._join(new, row)
+            return new
 
     def _copy(self, row: SessionRow, new: SessionRow, seed: int, lent: list[Int32Array]) -> None:
         """Bring all that is known of a row to another one's place, on the host and on the device."""
@@ -233,7 +232,8 @@ class DecodeSession(RowsInFlight):
         self._open("take_pages")
         if not self._foreign:
             raise ConfigError("take_pages: expected a session with own_pages=False, got one that owns its pages")
-        self._pages.give_back(self._order, self._reached[self._order])
+        with self._working():
+            self._pages.give_back(self._order, self._reached[self._order])
         return [pool.take_back() for pool in self._foreign]
 
     def set_token_mask(self, row: SessionRow, words: MaskWords | None) -> None:
@@ -262,6 +262,8 @@ class DecodeSession(RowsInFlight):
 
         Raises: ConfigError for a row of another session, or one that was released.
         """
+        if isinstance(row, SessionRow) and self._leaves_later(row):
+            return
         self._own(row, "release")
         self._release(row)
 
@@ -308,8 +310,9 @@ class DecodeSession(RowsInFlight):
         ReplayManager.replay. After an error behind which steps may have run the session is over: close() it.
         """
         queue, flights = self._manager.queue, self._flights
-        before = queue.launches - len(flights)
+        before, at_work = queue.launches - len(flights), self._at_work
         try:
+            self._at_work = at_work + 1
             quiet = not self._prompts and not self._news and self._resets == queue.resets and eager is False
             if quiet and type(steps) is int and 0 < steps <= self._quiet and steps <= self._launch_steps:
                 return (self._go_on_quietly(steps, eager),)  # what a server does nearly all the time: no call too many
@@ -332,14 +335,15 @@ class DecodeSession(RowsInFlight):
             if queue.launches - len(flights) != before:  # interrupted behind a launch: nobody would get its tokens
                 self._resets = OVER
             raise
+        finally:
+            self._rest(at_work)
 
     def _go_on_quietly(self, steps: int, eager: bool) -> Launch:
         """Steps of which the device knows all: no row gets pages, none can come to its longest."""
-        rows, ids = self._order_rows, self._order  # a row may be released meanwhile: by the collector of garbage
         launch = self._manager.advance(self._no_news, steps=steps, eager=eager)
         self._quiet -= steps
         self._ahead += steps
-        self._flights.append(Flight(launch, rows, ids, steps))
+        self._flights.append(Flight(launch, self._order_rows, self._order, steps))
         return launch
 
     def _go_on(self, steps: int, eager: bool) -> Launch | None:
@@ -347,7 +351,7 @@ class DecodeSession(RowsInFlight):
         if steps <= self._quiet:
             return self._go_on_quietly(steps, eager)
         self._catch_up()
-        rows, ids = self._order_rows, self._order
+        ids = self._order
         before, limits = self._most[ids], self._limits[ids]
         short = before < limits
         if not short.any():
@@ -362,8 +366,8 @@ class DecodeSession(RowsInFlight):
         self._pages.submitted(ids[going_on])
         after = self._most[ids] = np.minimum(before + steps, ends)
         # No row can come to its longest, or to the end of its pages, in so many steps.
-        self._quiet = int((ends - after).min()) if ids is self._order else 0
-        self._flights.append(Flight(launch, rows, ids, after - before))
+        self._quiet = int((ends - after).min())
+        self._flights.append(Flight(launch, self._order_rows, ids, after - before))
         return launch
 
     def _full_step(self, eager: bool) -> Launch | None:
@@ -404,9 +408,8 @@ class DecodeSession(RowsInFlight):
         self._quiet = 0
         self._most[ids] += promised
         for at, chunk in chunks.items():
-            if at in self._prompts:  # it was not released meanwhile
-                self._prompts[at] += len(chunk)
-        if done := [at for at, last in zip(chunks, whole, strict=True) if last and at in self._prompts]:
+            self._prompts[at] += len(chunk)
+        if done := [at for at, last in zip(chunks, whole, strict=True) if last]:
             for at in done:
                 del self._prompts[at]
             self._reorder(np.append(self._order, done))
@@ -448,16 +451,7 @@ class DecodeSession(RowsInFlight):
         """
         wait = check_bool("wait", wait, advice="pass a bool")
         self._open("collect")
-        found, self._kept = self._kept, {}
-        try:
-            if faults := self._take_all(wait, found):
-                raise StepFaultError(faults[0][0], [fault for _, fault in faults])
-            if self._flights and self._flights[0].launch.steps > 1:
-                self._take_early(self._flights[0], found)
-        except BaseException:
-            self._kept = found
-            raise
-        return [(row, new) for row, new in found.items() if new]
+        return [(row, new) for row, new in self._take_all(wait).items() if new]
 
     # -- the end
 
@@ -465,6 +459,10 @@ class DecodeSession(RowsInFlight):
         """Wait for launches in flight, and give rows and pages back. Closing twice is fine."""
         if self._closed:
             return
+        if self._at_work:
+            raise ReplayError(
+                "close: expected it between calls of the session, got it in the middle of one; close later"
+            )
         self._closed = True
         try:
             for flight in self._flights:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 
 import numpy as np
 
 from graphrt.batch import Int32Array
-from graphrt.handle import RowFault
+from graphrt.handle import RowFault, StepFaultError
 from graphrt.kernels.metadata.buffers import STOP_TOKENS
 from graphrt.kernels.types import RowEnd
 from graphrt.logprobs import StepLogprobs
@@ -45,6 +47,7 @@ class RowsInFlight:
     #     _limits   what it has when it ends by its length
     #     _asking   row ids that want log-probabilities: launches bring some then
     #     _resets   those of the manager when the rows began: another number, and they are lost; see LaunchQueue
+    #     _at_work  calls under way that need the rows as they are: those that are released meanwhile wait in _leaving
     #     _away     rows that gave their row id up while launches were in flight, whose tokens they still get
 
     def __init__(self, row_ids: int, resets: int) -> None:
@@ -59,6 +62,8 @@ class RowsInFlight:
         self._reached, self._most, self._limits = (np.zeros(row_ids, np.int64) for _ in range(3))
         self._asking = set[int]()
         self._resets = resets
+        self._at_work, self._leaving = 0, list[SessionRow]()
+        self._kept: dict[SessionRow, list[int]] = {}  # what was taken in by a `collect` that raised
         self._flights: deque[Flight] = deque()
 
     @property
@@ -96,20 +101,61 @@ class RowsInFlight:
             flights.append(flight)
         return flights
 
-    def _take_all(self, wait: bool, found: dict[SessionRow, list[int]]) -> list[tuple[int, RowFault]]:
-        """Take in every launch that has ended, or with `wait` all. Tokens by row go to `found`; returns faults with
-        their steps."""
+    def _take_all(self, wait: bool) -> dict[SessionRow, list[int]]:
+        """Take in every launch that has ended, or with `wait` all: tokens by row. Where that raises, the next call has
+        what was taken in."""
+        found, self._kept = self._kept, {}
         faults: list[tuple[int, RowFault]] = []
-        while self._flights and (wait or self._flights[0].launch.done()):
-            taken = self._take_in(self._ended(wait))
-            faults += taken.faults
-            of_rows = zip(taken.rows, taken.columns, strict=True)
-            if found:
-                for row, new in of_rows:
-                    found.setdefault(row, []).extend(new)
-            else:
-                found.update(of_rows)
-        return faults
+        with self._working():
+            try:
+                while self._flights and (wait or self._flights[0].launch.done()):
+                    taken = self._take_in(self._ended(wait))
+                    faults += taken.faults
+                    of_rows = zip(taken.rows, taken.columns, strict=True)
+                    if found:
+                        for row, new in of_rows:
+                            found.setdefault(row, []).extend(new)
+                    else:
+                        found.update(of_rows)
+                if faults:
+                    raise StepFaultError(faults[0][0], [fault for _, fault in faults])
+                if self._flights and self._flights[0].launch.steps > 1:
+                    self._take_early(self._flights[0], found)
+            except BaseException:
+                self._kept = found
+                raise
+        return found
+
+    @contextmanager
+    def _working(self) -> Iterator[None]:
+        """A block that needs the rows as they are. Python's collector of garbage, or a model, may release some
+        meanwhile: behind it these are."""
+        before = self._at_work
+        try:
+            self._at_work = before + 1
+            yield
+        finally:
+            self._rest(before)
+
+    def _rest(self, before: int) -> None:
+        """The end of such a block. `before`: how many calls are under way without it."""
+        self._at_work = before
+        if self._leaving and not before:
+            leaving, self._leaving = self._leaving, []
+            for row in leaving:
+                if self._rows.get(row.row_id) is row:
+                    self._release(row)
+
+    def _leaves_later(self, row: SessionRow) -> bool:
+        """Whether a row that is released waits for the end of a block."""
+        waits = self._at_work > 0 and self._rows.get(row.row_id) is row and row not in self._leaving
+        if waits:
+            self._leaving.append(row)
+        return waits
+
+    def _release(self, row: SessionRow) -> None:
+        """Take a row's id and its pages, which the session knows."""
+        raise NotImplementedError
 
     def _take_in(self, flights: list[Flight]) -> Taken:
         """Bring rows up to date with the first launches, which are of the same rows. The session is over where that is

@@ -11,8 +11,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from graphrt.testing.capture_watch import CaptureWatch
-from graphrt.testing.verify import verify
 from tests import fake_captures
 
 pytest_plugins = ("pytester",)
@@ -258,16 +256,6 @@ def test_on_a_cpu_the_op_tape_is_watched(pytester: pytest.Pytester, case: str) -
     else:
         result.assert_outcomes(failed=1)
         result.stdout.fnmatch_lines([text])
-
-
-@pytest.mark.parametrize("step", [lambda x: x * torch.tensor([1.0, 2.0, 3.0, 4.0]), lambda x: x * float(x.max())])
-def test_a_fault_names_the_line_of_the_step(step) -> None:
-    """Not one of the kit, through which verify runs it."""
-    with CaptureWatch() as watch:
-        verify(step, lambda case: {"x": torch.ones(8 - case, 4)}, cases=2)
-    line = f"test_pytest_plugin.py:{step.__code__.co_firstlineno}"
-    assert watch.faults
-    assert {fault.where for fault in watch.faults} == {line}
 
 
 def test_watches_may_lie_in_each_other(run) -> None:

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from graphrt.kernels.errors import ConfigError
+from graphrt.testing.capture_watch import CaptureWatch
 from graphrt.testing.verify import verify
 
 
@@ -36,6 +37,13 @@ def freed() -> torch.Tensor:
     return tensor
 
 
+def partly_freed() -> torch.Tensor:
+    tensor = torch.ones(8, 4)
+    view = tensor[4:]
+    tensor.untyped_storage().resize_(16)
+    return view
+
+
 def quantized() -> torch.Tensor:
     return torch.quantize_per_channel(
         torch.randn(4, 4), torch.full((4,), 0.1), torch.zeros(4, dtype=torch.int64), 0, torch.qint8
@@ -52,6 +60,8 @@ KINDS: dict[str, Callable[[], torch.Tensor]] = {
     "wrapper": lambda: Wrapper(torch.ones(4)),
     "freed": freed,
     "quantized": quantized,
+    "packed": lambda: torch.empty(4, dtype=torch.uint4),
+    "partly freed": partly_freed,
 }
 
 
@@ -149,3 +159,13 @@ def test_pad_rows_that_write_zeros_to_somebody_else(spare: int) -> None:
     assert report.ok == (spare == 16), str(report)
     if spare == 0:
         assert report.blamed == ("slots",)
+
+
+@pytest.mark.parametrize("step", [lambda x: x * torch.tensor([1.0, 2.0, 3.0, 4.0]), lambda x: x * float(x.max())])
+def test_a_fault_names_the_line_of_the_step(step) -> None:
+    """Not one of the kit, through which verify runs it."""
+    with CaptureWatch() as watch:
+        verify(step, lambda case: {"x": torch.ones(8 - case, 4)}, cases=2)
+    line = f"test_verify_tensors.py:{step.__code__.co_firstlineno}"
+    assert watch.faults
+    assert {fault.where for fault in watch.faults} == {line}

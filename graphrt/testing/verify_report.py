@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import traceback
 from collections.abc import Mapping, Sequence
@@ -14,6 +15,7 @@ import torch
 import graphrt
 
 _PACKAGES = tuple(f"{Path(module.__file__).parent}{os.sep}" for module in (torch, graphrt) if module.__file__)
+_PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _NAMES: dict[int, tuple[str, ...]] = {1: ("row",), 2: ("row", "index"), 3: ("row", "head", "index")}
 
@@ -181,13 +183,36 @@ def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
 
 def has_memory(tensor: torch.Tensor) -> bool:
     """Whether a tensor's values lie in memory that can be copied and compared: it is neither sparse, nested, quantized,
-    lazy, freed or of the meta device, nor a wrapper around others."""
-    if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized or tensor.is_meta:
-        return False
+    lazy, freed, packed or of the meta device, nor a wrapper around others."""
     try:
-        return tensor.data_ptr() != 0 or not tensor.numel()
-    except (RuntimeError, ValueError, NotImplementedError):
+        if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized or tensor.is_meta:
+            return False
+        if type(tensor) not in _PLAIN:
+            tensor.detach()  # a class of somebody else may refuse it
+        if not _is_copied(kind := tensor.dtype):
+            return False
+        span = tensor.numel() if tensor.is_contiguous() else _span(tensor)
+        held = tensor.untyped_storage().nbytes() - tensor.storage_offset() * kind.itemsize
+        return not tensor.numel() or (tensor.data_ptr() != 0 and held >= span * kind.itemsize)
+    except Exception:
         return False
+
+
+@functools.cache
+def _is_copied(dtype: torch.dtype) -> bool:
+    """Whether torch copies values of a dtype: not those of fewer than eight bits."""
+    if dtype.itemsize > 1:
+        return True
+    try:
+        torch.zeros(2, dtype=torch.uint8, device="cpu").view(dtype).clone()
+        return True
+    except (RuntimeError, NotImplementedError):
+        return False
+
+
+def _span(tensor: torch.Tensor) -> int:
+    """Elements from a tensor's first one to its last in memory."""
+    return 1 + sum((extent - 1) * stride for extent, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 def first_difference(

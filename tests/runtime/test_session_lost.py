@@ -11,11 +11,12 @@ import torch
 
 from graphrt.batch import Batch
 from graphrt.config import RowTensor
-from graphrt.kernels.errors import CaptureError, ConfigError, GraphRTError, ShapeError
+from graphrt.kernels.errors import CaptureError, ConfigError, GraphRTError, ReplayError, ShapeError
 from graphrt.launch import Launch
 from graphrt.runtime import Runtime
 from graphrt.sampling_params import SamplingParams
 from graphrt.session import DecodeSession
+from graphrt.session_pages import SessionPages
 from graphrt.session_results import RowsInFlight
 from graphrt.shadow import Shadow
 from graphrt.stats import Stats
@@ -187,6 +188,69 @@ def test_a_row_that_is_released_in_the_middle_of_a_step(device: torch.device, st
         to_the_end(session)
         assert again.tokens == row.tokens
     assert runtime.allocator.num_free == 59
+
+
+@pytest.mark.parametrize(
+    ("owner", "name"),
+    [
+        (SessionPages, "reserve"),
+        (SessionPages, "listed"),
+        (SessionPages, "news"),
+        (Tables, "more"),
+        (RowsInFlight, "_end"),
+        (RowsInFlight, "_ended"),
+        (RowsInFlight, "_left"),
+    ],
+)
+@pytest.mark.parametrize("behind", [False, True])
+def test_a_row_that_is_released_wherever_a_call_is(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch, owner: type, name: str, behind: bool
+) -> None:
+    """Python's collector of garbage may run between any two lines. The row leaves when the call is over."""
+    runtime, _ = captured(device)
+    session = DecodeSession(runtime)
+    row, other, short = session.add([3, 1, 4], PARAMS), session.add([5, 6], PARAMS), session.add([9], SamplingParams(2))
+    real, left = getattr(owner, name), [other]
+
+    def hook(*args: Any, **options: Any) -> Any:
+        found = real(*args, **options) if behind else None
+        if left:
+            session.release(left.pop())
+        return found if behind else real(*args, **options)
+
+    monkeypatch.setattr(owner, name, hook)
+    to_the_end(session)
+    assert not left, "the hook was called"
+    assert other not in session.rows
+    assert row.tokens == alone(device)
+    assert len(short.tokens) == 2
+    session.close()
+    assert sorted(runtime.free_rows) == list(range(runtime.config.max_num_reqs))
+    assert runtime.allocator.num_free == 59
+
+
+def test_a_session_is_not_closed_in_the_middle_of_its_step(device: torch.device) -> None:
+    runtime, model = captured(device, use_graphs=False)
+    with DecodeSession(runtime) as session:
+        row = session.add([3, 1, 4], PARAMS)
+        model.call = session.close
+        with pytest.raises(ReplayError, match="close: expected it between calls of the session"):
+            session.run(1)
+        to_the_end(session)
+        assert row.tokens == alone(device)
+
+
+def test_a_batch_that_is_interrupted_leaves_sessions_alone(device: torch.device) -> None:
+    runtime, model = captured(device)
+    with DecodeSession(runtime) as session:
+        row = session.add([3, 1, 4], PARAMS)
+        session.run(2)
+        model.call = interrupt
+        batch = {"seq_lens": [3], "query_lens": [3], "tokens": [3, 1, 4], "page_indptr": [0, 1], "page_ids": [50]}
+        with pytest.raises(KeyboardInterrupt):
+            runtime.replay(Batch(row_ids=[3], **batch), eager=True)
+        to_the_end(session)
+        assert row.tokens == alone(device)
 
 
 @pytest.mark.parametrize("call", ["release", "fork"])
