@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
+from graphrt.kernels.checks import span_bytes
 from graphrt.kernels.errors import ConfigError
 
 _Steps = tuple[tuple[int, int], ...]
@@ -29,8 +30,7 @@ class Placed:
 
     @property
     def end(self) -> int:
-        reach = sum((n - 1) * stride for n, stride in zip(self.tensor.shape, self.tensor.stride(), strict=True))
-        return self.begin + (reach + 1) * self.tensor.dtype.itemsize
+        return self.begin + span_bytes(self.tensor)
 
     @property
     def byte_steps(self) -> _Steps:

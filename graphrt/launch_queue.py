@@ -58,7 +58,6 @@ class LaunchQueue:
         if self.next_step != self._follows:  # a launch failed: with its numbers left out two might share an entry
             self._ring.drain()
         slot, first = self._ring.acquire(self.launches), self.next_step
-        self._follows = self.next_step
         self.next_step += steps
         return slot, first
 

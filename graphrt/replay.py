@@ -293,8 +293,8 @@ class ReplayManager:
         """Let rows go on by up to `steps` tokens, each from its last token on, with what `begin` said of it. Waits only
         when `most_in_flight` launches of the config are in flight.
 
-        Raises: as `replay`; nothing has been written then. An error behind which steps may have run, as of a launch of
-        several, ends all rows on the device, as `reset` does.
+        Raises: as `replay`; nothing has been written then. Where a launch of several raises on its way, steps may have
+        run: `queue.resets` counts that, and sessions are over.
         """
         steps = check_int("steps", steps, 1, self._launch_steps, advice="raise RuntimeConfig.launch_steps")
         self._exclusive.enter()

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import islice
 
 import numpy as np
 
@@ -20,7 +22,7 @@ from graphrt.session_rows import NO_ROW, Flight, Ids, SessionRow, Taken, stop_on
 OVER = -1  # no number of resets
 
 
-class RowsInFlight:
+class RowsInFlight(ABC):
     """Rows by row id, how long they are for sure and at most, and the launches that were not collected.
 
     row_ids   how many there are
@@ -93,9 +95,9 @@ class RowsInFlight:
 
     def _ended(self, wait: bool) -> list[Flight]:
         """The first launch, which has ended, and the next ones of the same rows that have: they are taken in as one."""
-        first, *others = self._flights
+        first = self._flights[0]
         flights, rows = [first], first.rows
-        for flight in others:
+        for flight in islice(self._flights, 1, None):
             if flight.rows is not rows or flight.forks or first.forks or not (wait or flight.launch.done()):
                 break
             flights.append(flight)
@@ -104,32 +106,29 @@ class RowsInFlight:
     def _take_all(self, wait: bool) -> dict[SessionRow, list[int]]:
         """Take in every launch that has ended, or with `wait` all: tokens by row. Where that raises, the next call has
         what was taken in."""
-        found, self._kept = self._kept, {}
+        found = self._kept
         faults: list[tuple[int, RowFault]] = []
         with self._working():
-            try:
-                while self._flights and (wait or self._flights[0].launch.done()):
-                    taken = self._take_in(self._ended(wait))
-                    faults += taken.faults
-                    of_rows = zip(taken.rows, taken.columns, strict=True)
-                    if found:
-                        for row, new in of_rows:
-                            found.setdefault(row, []).extend(new)
-                    else:
-                        found.update(of_rows)
-                if faults:
-                    raise StepFaultError(faults[0][0], [fault for _, fault in faults])
-                if self._flights and self._flights[0].launch.steps > 1:
-                    self._take_early(self._flights[0], found)
-            except BaseException:
-                self._kept = found
-                raise
+            while self._flights and (wait or self._flights[0].launch.done()):
+                taken = self._take_in(self._ended(wait))
+                faults += taken.faults
+                of_rows = zip(taken.rows, taken.columns, strict=True)
+                if found:
+                    for row, new in of_rows:
+                        found.setdefault(row, []).extend(new)
+                else:
+                    found.update(of_rows)
+            if faults:
+                raise StepFaultError(faults[0][0], [fault for _, fault in faults])
+            if self._flights and self._flights[0].launch.steps > 1:
+                self._take_early(self._flights[0], found)
+        self._kept = {}
         return found
 
     @contextmanager
     def _working(self) -> Iterator[None]:
-        """A block that needs the rows as they are. Python's collector of garbage, or a model, may release some
-        meanwhile: behind it these are."""
+        """A block that needs the rows as they are. A row that a model, or Python's collector of garbage, releases in it
+        is given back at the end."""
         before = self._at_work
         try:
             self._at_work = before + 1
@@ -153,9 +152,9 @@ class RowsInFlight:
             self._leaving.append(row)
         return waits
 
+    @abstractmethod
     def _release(self, row: SessionRow) -> None:
-        """Take a row's id and its pages, which the session knows."""
-        raise NotImplementedError
+        """Take a row's id and its pages."""
 
     def _take_in(self, flights: list[Flight]) -> Taken:
         """Bring rows up to date with the first launches, which are of the same rows. The session is over where that is

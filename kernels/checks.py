@@ -90,6 +90,14 @@ def check_no_overlap(name: str, tensor: torch.Tensor) -> None:
         span += (extent - 1) * stride
 
 
+def span_bytes(tensor: torch.Tensor) -> int:
+    """Bytes from a tensor's first element in memory to its last; 0 without elements."""
+    if not tensor.numel():
+        return 0
+    last = sum((extent - 1) * stride for extent, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return int(last + 1) * tensor.element_size()
+
+
 def once_per_geometry(check: Callable[..., None]) -> Callable[..., None]:
     """`check` of tensors, None and other hashable values, called once for those that look alike.
 

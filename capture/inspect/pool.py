@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 from graphrt.capture.allocator import allocator_rows
 from graphrt.capture.inspect.memory import MemoryMap, Owner, Region
 from graphrt.capture.tape import OpTape, OpTapeLoop
-from graphrt.kernels.checks import shown
+from graphrt.kernels.checks import shown, span_bytes
 from graphrt.kernels.errors import ConfigError
 
 Named = torch.nn.Module | Mapping[str, Any] | Iterable[tuple[str, Any]]
@@ -190,8 +190,7 @@ def _has_memory(tensor: torch.Tensor) -> bool:
 
 
 def _span(name: str, tensor: torch.Tensor, owner: Owner) -> Region:
-    last = sum((extent - 1) * stride for extent, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return Region(name, owner, tensor.data_ptr(), (last + 1) * tensor.element_size() if tensor.numel() else 0)
+    return Region(name, owner, tensor.data_ptr(), span_bytes(tensor))
 
 
 def _storage(name: str, tensor: torch.Tensor, owner: Owner, live: bool = True) -> Region:

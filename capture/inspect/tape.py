@@ -13,6 +13,7 @@ import torch
 from graphrt.capture.graph import NOTHING
 from graphrt.capture.inspect.view import Edge, GraphView, Node, NodeKind, Operand
 from graphrt.capture.tape import MadeMemory, OpTape, OpTapeLoop, TapeEntry
+from graphrt.kernels.checks import span_bytes
 from graphrt.kernels.errors import CaptureError
 
 _IDENTITY = re.compile(r" at 0x[0-9a-fA-F]+")
@@ -137,12 +138,4 @@ def _declared(func: Callable[..., Any]) -> tuple[tuple[str, bool], ...]:
 
 
 def _operand(role: str, tensor: torch.Tensor, written: bool) -> Operand:
-    return Operand(role, tensor.data_ptr(), _span(tensor), written=written)
-
-
-def _span(tensor: torch.Tensor) -> int:
-    """Bytes from the first element to the last."""
-    if not tensor.numel():
-        return 0
-    last = sum((extent - 1) * stride for extent, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return int(last + 1) * tensor.element_size()
+    return Operand(role, tensor.data_ptr(), span_bytes(tensor), written=written)

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 import graphrt
+from graphrt.kernels.checks import span_bytes
 
 _PACKAGES = tuple(f"{Path(module.__file__).parent}{os.sep}" for module in (torch, graphrt) if module.__file__)
 _PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
@@ -173,27 +174,22 @@ def same_bits(have: Sequence[torch.Tensor], want: Sequence[torch.Tensor]) -> boo
 
 def _bits(tensors: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
     """All bytes of the tensors on a device, one behind the other."""
-    return torch.cat([bytes_of(tensor) for tensor in tensors if tensor.device == device])
-
-
-def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    """[bytes] uint8: what a tensor holds."""
-    return tensor.resolve_conj().resolve_neg().contiguous().flatten().view(torch.uint8)
+    there = (tensor.resolve_conj().resolve_neg() for tensor in tensors if tensor.device == device)
+    return torch.cat([tensor.contiguous().flatten().view(torch.uint8) for tensor in there])
 
 
 def has_memory(tensor: torch.Tensor) -> bool:
-    """Whether a tensor's values lie in memory that can be copied and compared: it is neither sparse, nested, quantized,
-    lazy, freed, packed or of the meta device, nor a wrapper around others."""
+    """Whether a tensor's values lie in memory that can be copied and compared. Not so where it is sparse, nested,
+    quantized, lazy, freed, packed or of the meta device, or a wrapper around others."""
     try:
         if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized or tensor.is_meta:
             return False
         if type(tensor) not in _PLAIN:
             tensor.detach()  # a class of somebody else may refuse it
-        if not _is_copied(kind := tensor.dtype):
+        if not _is_copied(tensor.dtype):
             return False
-        span = tensor.numel() if tensor.is_contiguous() else _span(tensor)
-        held = tensor.untyped_storage().nbytes() - tensor.storage_offset() * kind.itemsize
-        return not tensor.numel() or (tensor.data_ptr() != 0 and held >= span * kind.itemsize)
+        held = tensor.untyped_storage().nbytes() - tensor.storage_offset() * tensor.element_size()
+        return not tensor.numel() or (tensor.data_ptr() != 0 and held >= span_bytes(tensor))
     except Exception:
         return False
 
@@ -208,11 +204,6 @@ def _is_copied(dtype: torch.dtype) -> bool:
         return True
     except (RuntimeError, NotImplementedError):
         return False
-
-
-def _span(tensor: torch.Tensor) -> int:
-    """Elements from a tensor's first one to its last in memory."""
-    return 1 + sum((extent - 1) * stride for extent, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 def first_difference(

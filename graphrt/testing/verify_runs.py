@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from enum import Enum
@@ -166,8 +166,7 @@ class Runs:
             self.state = first
 
     def contents(self) -> Contents:
-        host = values_at(*self.target.root, self.refreshed) if self.refreshed else {}
-        host = self._of_buffers(host)  # others may be freed, and must not be kept
+        host = self._of_buffers(values_at(*self.target.root, self.refreshed))  # others are not kept: they may be freed
         return Contents({name: t.clone() for name, t in self.target.buffers.items()}, host)
 
     def put(self, contents: Mapping[str, torch.Tensor]) -> None:
@@ -183,10 +182,12 @@ class Runs:
 
     def _of_buffers(self, host: Mapping[str, Any]) -> dict[str, Any]:
         """Without tensors that are no buffers."""
-        if not any(isinstance(value, torch.Tensor) for value in host.values()):
-            return dict(host)
         now = {tensor.untyped_storage().data_ptr() for tensor in self.target.buffers.values()}
-        return {path: value for path, value in host.items() if not _is_other_memory(value, now)}
+        return {
+            path: value
+            for path, value in host.items()
+            if not isinstance(value, torch.Tensor) or value.untyped_storage().data_ptr() in now
+        }
 
     def note_ranges(self) -> None:
         """Widen what is known of the values of integer buffers."""
@@ -378,10 +379,6 @@ class Runs:
         return name_of(self.target.subject)
 
 
-def _is_other_memory(value: Any, named: Collection[int]) -> bool:
-    return isinstance(value, torch.Tensor) and value.untyped_storage().data_ptr() not in named
-
-
 def _flat(changes: Mapping[str, tuple[torch.Tensor, torch.Tensor]]) -> list[torch.Tensor]:
     return [tensor for change in changes.values() for tensor in change]
 
@@ -420,7 +417,7 @@ def changed(before: torch.Tensor, after: torch.Tensor) -> tuple[torch.Tensor, to
     values = after.flatten()[indices]
     # Of the few that differ, not of a whole cache.
     if len(values) and values.is_floating_point() and bool(is_nan(values).any()):
-        differ = ~(is_nan(values) & is_nan(before.flatten()[indices]))
+        differ = differing(values, before.flatten()[indices])
         indices, values = indices[differ], values[differ]
     return indices, values
 

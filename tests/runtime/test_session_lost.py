@@ -60,6 +60,15 @@ def to_the_end(session: DecodeSession) -> None:
         session.collect(wait=True)
 
 
+def begun(runtime: Runtime, steps: int) -> DecodeSession:
+    """A session with one row, which went so many steps."""
+    session = DecodeSession(runtime)
+    session.add([3, 1, 4], PARAMS)
+    session.run(steps)
+    session.collect(wait=True)
+    return session
+
+
 def alone(device: torch.device) -> list[int]:
     """What the row of these tests gets."""
     with DecodeSession(captured(device)[0]) as session:
@@ -134,10 +143,7 @@ def test_a_call_that_is_interrupted_behind_its_launch_ends_the_session(
     """Nobody would get the launch's tokens."""
     for steps in (1, 3):
         runtime, _ = captured(device)
-        session = DecodeSession(runtime)
-        session.add([3, 1, 4], PARAMS)
-        session.run(2)
-        session.collect(wait=True)
+        session = begun(runtime, 2)
         with monkeypatch.context() as patch:
             patch.setattr(Stats, "count", interrupt)
             with pytest.raises(KeyboardInterrupt):
@@ -158,10 +164,7 @@ def test_a_step_that_ran_though_its_call_raised(device: torch.device, monkeypatc
             raise torch.OutOfMemoryError("no memory")
         real(self, copies, *args)  # type: ignore[arg-type]
 
-    session = DecodeSession(runtime)
-    session.add([3, 1, 4], PARAMS)
-    session.run(1)
-    session.collect(wait=True)
+    session = begun(runtime, 1)
     with monkeypatch.context() as patch:
         patch.setattr(Shadow, "_take", take)
         with pytest.raises(torch.OutOfMemoryError):
