@@ -3,22 +3,25 @@
 #include "sample_row.cuh"
 
 #define LISTED ((LIST + THREADS - 1) / THREADS)  // places of a list that a thread has
+#define OCCURRED (1 << 30)    // beside a token of a list, until its logit is there
 #define SURE 1.0001f          // a bound on masses holds in spite of roundings where it holds by this factor
 #define FIXED (1 << 19)       // a mass of 1 in a histogram: that of all groups fits 32 bits
 #define CERTAIN_REACH 1.000001f  // what sums in a histogram must exceed to be certain, and what they must stay below
 #define CERTAIN_MISS 0.999999f
 
 // best, bounds    of groups: the highest logit of the plain tokens, and the highest score that one may have
-//                 In passes over the row `bounds` holds the bins of FineBins instead
+//                 In passes over the row `bounds` holds the bins of FineBins instead, and of a row that is `late`, until
+//                 it is listed, the highest logit that the model gave any token of the group
 // groups          listed groups
 // words           bits of the listed groups' tokens
+// occurred        those of a late row's tokens that penalties change
 // tokens, logits  the list; `least`: the least variate of a token's neighbours, -1: the token is out
 struct Shared {
   Meeting meeting;
   u32 histogram[2][BINS];
   float best[MAX_GROUPS], bounds[MAX_GROUPS];
   u16 groups[MAX_GROUPS];
-  u32 words[LIST * WORDS_OF_GROUP];
+  u32 words[LIST * WORDS_OF_GROUP], occurred[LIST * WORDS_OF_GROUP];
   int tokens[LIST];
   float logits[LIST], least[LIST];
 };
@@ -82,7 +85,7 @@ __device__ __forceinline__ bool narrow_to_bin(Team &t, const Bins &bins, float n
   reached = __reduce_max_sync(0xffffffffu, reached);
   missed = __reduce_min_sync(0xffffffffu, missed);
   if (reached > 0) low = bins.low + ((reached - 1) << bins.shift);
-  if (missed < BINS) high = min(high, bins.low + (missed << bins.shift));
+  if (missed < BINS) high = bins.low + min(missed << bins.shift, high - bins.low);  // a sum may exceed 32 bits
   t.turn ^= 1;
   return reached > 0;
 }
@@ -160,18 +163,21 @@ __device__ __forceinline__ int list_groups(Team &t, Shared &shared, Chosen chose
   __syncthreads();
   return count;
 }
-// Bits of some listed groups' plain tokens that reach `floor(group)`. A few lanes have a word, a piece each.
-template <typename Floor>
+// Bits of some listed groups' plain tokens that reach `floor(group)`; of all their tokens while a late row has no plain
+// ones yet. A few lanes have a word, a piece each.
+template <bool ALL, typename Floor>
 __device__ __forceinline__ void find_bits(const Team &t, Shared &shared, const Row &r, const u16 *groups, int count,
                                           Floor floor) {
   constexpr int LANES = 32 / PIECE, PIECES = 32 / WARPS;  // lanes of a word; pieces under way of a thread
   const int words = count * WORDS_OF_GROUP, of_step = THREADS / LANES, mine = t.thread / LANES;
   const int first = t.lane % LANES * PIECE;
+  const bool late = ALL && r.late;
+  const u32 *const of_words = late ? r.seen : r.plain;
 #pragma unroll 1
   for (int start = mine; start - mine < words; start += PIECES * of_step) {
     int tokens[PIECES];
     bool wanted[PIECES];
-    u32 plain[PIECES];
+    u32 known[PIECES];  // plain tokens; of a late row, those that have occurred
     float least[PIECES];
     int4 pieces[PIECES];
 #pragma unroll
@@ -182,7 +188,7 @@ __device__ __forceinline__ void find_bits(const Team &t, Shared &shared, const R
       least[k] = fmaxf(floor(group), -LARGEST);  // neither NaN nor -inf reaches it
       tokens[k] = 32 * word + first;
       wanted[k] = at < words && tokens[k] + PIECE <= r.vocab;
-      plain[k] = r.processes && word < r.num_words ? r.plain[word] : 0xffffffffu;
+      known[k] = of_words && word < r.num_words ? of_words[word] : 0xffffffffu;
     }
     read_pieces<PIECES>(r, tokens, wanted, pieces);
 #pragma unroll
@@ -197,25 +203,30 @@ __device__ __forceinline__ void find_bits(const Team &t, Shared &shared, const R
       bits = wanted[k] ? bits << first : 0u;
 #pragma unroll
       for (int step = 1; step < LANES; step *= 2) bits |= __shfl_xor_sync(0xffffffffu, bits, step);
-      if (at < words && first == 0) shared.words[at] = bits & plain[k];
+      if (at >= words || first > 0) continue;
+      shared.words[at] = late ? bits : bits & known[k];
+      if (late) shared.occurred[at] = bits & known[k];
     }
   }
   __syncthreads();
   // The tokens behind the last piece are of the last group, which is listed last.
   const int tail = r.vocab % PIECE, token = r.vocab - tail + t.thread, last = groups[count - 1];
   if (tail == 0) return;
-  if (t.thread < tail && last == token / GROUP && logit_at(r, token) >= fmaxf(floor(last), -LARGEST) &&
-      !(r.processes && !has_bit(r.plain, token)))
-    atomicOr(&shared.words[(count - 1) * WORDS_OF_GROUP + token % GROUP / 32], 1u << token % 32);
+  if (t.thread < tail && last == token / GROUP && logit_at(r, token) >= fmaxf(floor(last), -LARGEST)) {
+    const int at = (count - 1) * WORDS_OF_GROUP + token % GROUP / 32;
+    const bool is_known = !of_words || has_bit(of_words, token);
+    if (late || is_known) atomicOr(&shared.words[at], 1u << token % 32);
+    if (late && is_known) atomicOr(&shared.occurred[at], 1u << token % 32);
+  }
   __syncthreads();
 }
 // List the plain tokens of some listed groups that reach `floor(group)`, in their order, and their logits. Their number;
-// more than LIST: too many, and none is listed.
-template <typename Floor>
+// more than LIST: too many, and none is listed. With `ALL`, a late row lists its changed tokens too, which may be below.
+template <bool ALL, typename Floor>
 __device__ __forceinline__ int list_plain(Team &t, Shared &shared, const Row &r, const u16 *groups, int count,
                                           Floor floor) {
   if (count == 0) return 0;
-  find_bits(t, shared, r, groups, count, floor);
+  find_bits<ALL>(t, shared, r, groups, count, floor);
   const int words = count * WORDS_OF_GROUP, each = (words + THREADS - 1) / THREADS;
   const int begin = min(t.thread * each, words), end = min(begin + each, words);
   int mine = 0, length;
@@ -224,30 +235,52 @@ __device__ __forceinline__ int list_plain(Team &t, Shared &shared, const Row &r,
   if (length > LIST) return LIST + 1;
   for (int at = begin; at < end; ++at) {
     int token = 32 * (groups[at / WORDS_OF_GROUP] * WORDS_OF_GROUP + at % WORDS_OF_GROUP);
-    for (u32 bits = shared.words[at]; bits; bits &= bits - 1) shared.tokens[place++] = token + __ffs(bits) - 1;
+    const u32 occurred = ALL && r.late ? shared.occurred[at] : 0u;
+    for (u32 bits = shared.words[at]; bits; bits &= bits - 1) {
+      const int bit = __ffs(bits) - 1;
+      shared.tokens[place++] = (token + bit) | (occurred >> bit & 1 ? OCCURRED : 0);
+    }
   }
   __syncthreads();
+  constexpr int SIDE = ALL ? LISTED : AT_ONCE;  // passes have no registers for more
 #pragma unroll 1
-  for (int start = t.thread; start < length; start += AT_ONCE * THREADS) {
-    float logits[AT_ONCE];
+  for (int start = t.thread; start < length; start += SIDE * THREADS) {
+    int tokens[SIDE], counts[SIDE];
+    float logits[SIDE];
+    bool occurred[SIDE];
 #pragma unroll
-    for (int i = 0; i < AT_ONCE; ++i)
-      logits[i] = start + i * THREADS < length ? logit_at(r, shared.tokens[start + i * THREADS]) : NEG_INF;
+    for (int i = 0; i < SIDE; ++i) {
+      const int at = start + i * THREADS;
+      const int listed = at < length ? shared.tokens[at] : 0;
+      occurred[i] = ALL && listed & OCCURRED;
+      tokens[i] = listed & ~OCCURRED;
+      logits[i] = at < length ? logit_at(r, tokens[i]) : NEG_INF;
+      counts[i] = occurred[i] ? r.counts[tokens[i]] : 0;
+    }
 #pragma unroll
-    for (int i = 0; i < AT_ONCE; ++i)
-      if (start + i * THREADS < length) shared.logits[start + i * THREADS] = logits[i];
+    for (int i = 0; i < SIDE; ++i) {
+      const int at = start + i * THREADS;
+      if (at >= length) continue;
+      if (occurred[i]) {
+        shared.tokens[at] = tokens[i];
+        logits[i] = processed(r, tokens[i], logits[i], true, counts[i]);
+      }
+      shared.logits[at] = logits[i];
+    }
   }
   return length;
 }
-// List all tokens that reach the floor: plain ones, then changed ones. Their number; more than LIST: too many.
+// List all tokens that reach the floor: plain ones, then changed ones. Their number; more than LIST: too many. Of a late
+// row, those that reach it as the model gave them.
 __device__ __forceinline__ int list_tokens(Team &t, Shared &shared, const Row &r, float floor) {
+  const float *const highest = r.late ? shared.bounds : shared.best;
   const int count = list_groups(t, shared, [&](int group) {
-    float x = shared.best[group];
+    float x = highest[group];
     return x >= floor && x > NEG_INF;
   });
   if (count > LIST) return LIST + 1;  // each has a token that reaches the floor
-  int length = list_plain(t, shared, r, shared.groups, count, [&](int) { return floor; });
-  if (length > LIST || !r.processes) return length;
+  int length = list_plain<true>(t, shared, r, shared.groups, count, [&](int) { return floor; });
+  if (length > LIST || !r.processes || r.late) return length;
   int changed = 0, of_all;
   const auto reaches = [&](float x) { return x >= floor && x > NEG_INF; };
   const auto put = [&](int place, int token, float x) {
@@ -281,6 +314,19 @@ __device__ __forceinline__ int list_tokens(Team &t, Shared &shared, const Row &r
   __syncthreads();
   return length + of_all;
 }
+// Of the list of a late row: how many tokens reach the floor, and the best logit.
+__device__ __forceinline__ int count_reaching(Team &t, const Shared &shared, int length, float floor, float &best) {
+  float count[1] = {0.0f};
+  u32 largest = key_of(NEG_INF), unused = 0;
+  for (int at = t.thread; at < length; at += THREADS) {  // its own ones, as `list_plain` left them
+    const float x = shared.logits[at];
+    if (x >= floor) count[0] += 1.0f;
+    largest = max(largest, key_of(x));
+  }
+  reduce_all<1, true>(t, count, largest, unused);
+  best = value_of(largest);
+  return (int)count[0];
+}
 __device__ __forceinline__ void narrow_list(Team &t, Shared &shared, const u32 (&keys)[LISTED],
                                             const float (&amounts)[LISTED], float need, bool by_count, u32 &low,
                                             u32 &high) {
@@ -291,8 +337,9 @@ __device__ __forceinline__ void narrow_list(Team &t, Shared &shared, const u32 (
   narrow_to_bin(t, bins, need, (float)LIST, low, high);
 }
 // The threshold of a list, as a key from which upwards its tokens are kept. Top-k's first: top-p's mass is above it.
+// `reaching`: how many of them reach the floor.
 __device__ __forceinline__ u32 threshold_of_list(Team &t, Shared &shared, const Row &r, const Kept &kept, int length,
-                                                 float floor, float best, float total) {
+                                                 int reaching, float floor, float best, float total) {
   float amounts[LISTED];
   u32 keys[LISTED];
 #pragma unroll
@@ -302,10 +349,11 @@ __device__ __forceinline__ u32 threshold_of_list(Team &t, Shared &shared, const 
     amounts[i] = at < length ? 1.0f : 0.0f;
   }
   u32 low = key_of(floor), high = key_of(best) + 1;
-  if (kept.top_k > 0 && kept.top_k < length) {
+  if (kept.top_k > 0 && kept.top_k < reaching) {
     narrow_list(t, shared, keys, amounts, (float)kept.top_k, true, low, high);
     largest_reaching(t, keys, amounts, (float)kept.top_k, low, high, 1);
   }
+  if (r.late) low = max(low, key_of(min_p_floor(r, kept, best)));  // others have it in their floor
   if (kept.top_p >= 1.0f) return low;
   float sum[1] = {0.0f};
 #pragma unroll

@@ -81,10 +81,10 @@ __device__ __forceinline__ Found best_score(Team &t, Shared &shared, const Row &
       float bound = shared.bounds[group];
       return bound >= enough && bound > NEG_INF;
     });
-    int some = min(count, most), length = list_plain(t, shared, r, shared.groups, some, able);
+    int some = min(count, most), length = list_plain<false>(t, shared, r, shared.groups, some, able);
     if (length > LIST) {  // all tokens of so many groups fit
       some = most = LIST / GROUP;
-      length = list_plain(t, shared, r, shared.groups, some, able);
+      length = list_plain<false>(t, shared, r, shared.groups, some, able);
     }
     found = draw_from_list(t, shared, r, length, 0, found);
     if (some == count) break;

@@ -21,8 +21,10 @@ struct Params {
   const int *mask_index;      // [rows]
   const float *group_best;    // [rows, num_groups]: the highest logit of a group's plain tokens
   const float *group_mass;    // [rows, num_groups], relative to the group's best
-  float *changed_best;        // [rows, num_groups]: the highest logit of a group's changed tokens
-  u32 *plain_words;           // [rows, num_groups * WORDS_OF_GROUP]: tokens that nothing changes
+  float *changed_best;        // [rows, num_groups]: the highest logit of a group's changed tokens. Of a row that is
+                              // `late`: of all its tokens, as the model gave them
+  u32 *plain_words;           // [rows, num_groups * WORDS_OF_GROUP]: tokens that nothing changes. Of a row that is
+                              // `late`: only once it takes passes
   int *num_changed;           // [rows]: changed tokens that are listed; -1: too many
   float *highest_changed;     // [rows]
   int *changed_tokens;        // [rows, CHANGED]
@@ -53,6 +55,10 @@ __device__ __forceinline__ Kept kept_of(const Params &p, int at) {
 
 // A row. What it does not use is null or 0. `processes`: mask, bias or penalties change some of its tokens. Those are
 // listed, or too many for the list (-1), so that they are processed each time anew. All others are plain.
+//
+// `late`: it has top-k, and nothing changes its tokens but penalties, which raise none. So what the model gave a token
+// bounds its processed logit, and few changed tokens reach the floor. Those are processed when they are listed: nobody
+// looks at the others.
 struct Row {
   const char *logits;
   bool aligned;  // pieces of 16 bytes may be read at once
@@ -62,8 +68,8 @@ struct Row {
   const float *bias_values;
   int num_biases;
   float repetition, presence, frequency;
-  bool processes;
-  u32 *plain;
+  bool processes, late;
+  u32 *plain;  // null: all tokens are, or the row is late
   int num_changed;
   int *changed_tokens;
   float *changed_logits;
@@ -235,6 +241,9 @@ template <typename Visit> __device__ __forceinline__ void for_changed(const Team
   }
 }
 
+__device__ __forceinline__ u32 *plain_of(const Params &p, int at) {
+  return p.plain_words + (i64)at * p.num_groups * WORDS_OF_GROUP;
+}
 // The row of a block, with everything that it does not use off; but for what is known of its changed tokens.
 __device__ __forceinline__ Row row_of(const Params &p, int at) {
   Row r = {};
@@ -276,8 +285,13 @@ __device__ __forceinline__ Row row_of(const Params &p, int at) {
     r.counts = p.counts + (i64)id * p.vocab;
   }
   r.processes = r.allowed || r.seen || r.num_biases > 0;
-  if (r.processes) {
-    r.plain = p.plain_words + (i64)at * p.num_groups * WORDS_OF_GROUP;
+  const Kept kept = kept_of(p, at);
+  const bool lowers = r.repetition >= 1.0f && r.presence >= 0.0f && r.frequency >= 0.0f;
+  r.late = r.seen && !r.allowed && r.num_biases == 0 && lowers && kept.truncates && kept.top_k > 0;
+  if (r.late) {
+    r.num_changed = -1;
+  } else if (r.processes) {
+    r.plain = plain_of(p, at);
     r.changed_tokens = p.changed_tokens + (i64)at * CHANGED;
     r.changed_logits = p.changed_logits + (i64)at * CHANGED;
   }

@@ -1,5 +1,7 @@
 // Sampling: which tokens of a row mask, bias and penalties change, and their processed logits. A block per row.
 //
+// Rows that process theirs late (`Row`) are left alone.
+//
 // It runs beside the first pass (ops/sampling_chunks.py), which reads all logits and leaves the changed tokens out.
 // Neither reads what the other writes. The last program of that pass ends after this kernel, so that who waits for the
 // pass has waited for both. A block does this:
@@ -47,7 +49,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sample_spli
   Team t = team_at(shared.meeting);
   const int at = blockIdx.x;
   Row r = row_of(p, at);
-  if (!r.processes) return;
+  if (!r.processes || r.late) return;
   const bool asks_groups = !kept_of(p, at).truncates;
   // 1. Bits
   for (int group = t.thread; asks_groups && group < MAX_GROUPS; group += THREADS) shared.highest[group] = key_of(NEG_INF);

@@ -1,7 +1,8 @@
 // Sampling: the token of a row that truncates by top-k or top-p. A block per row; all other rows are left alone.
 //
 // The first pass (ops/sampling_chunks.py) leaves the highest logit of each group of neighbouring tokens, without the
-// tokens that mask, bias and penalties change; sample_split.cu lists those. A block does this:
+// tokens that mask, bias and penalties change; sample_split.cu lists those, or they wait until step 1 (`Row::late`). A
+// block does this:
 //
 // 1. From the groups it takes a floor, a logit below which nothing is kept. What reaches it is mostly a short list:
 //
@@ -18,6 +19,17 @@
 
 #include "sample_passes.cuh"
 
+// Of a late row that takes passes: its plain tokens, which the passes add up; its best logit; and the floor by it.
+__device__ __forceinline__ void split_late(Team &t, const Params &p, Row &r, int at, const Kept &kept, float &floor,
+                                           float &best) {
+  r.plain = plain_of(p, at);
+  for (int word = t.thread; word < r.num_words; word += THREADS) r.plain[word] = ~r.seen[word];
+  u32 largest = key_of(best), unused = 0;
+  for_changed(t, r, [&](int, float x) { largest = max(largest, key_of(x)); });
+  extremes_all(t, largest, unused);
+  best = value_of(largest);
+  floor = fmaxf(floor, min_p_floor(r, kept, best));
+}
 // The token of a row that truncates; other rows are left alone.
 //
 // Nothing waits here for what the first pass wrote: the second pass, which this kernel follows, lets it start only when
@@ -28,7 +40,7 @@ __device__ __forceinline__ void sample_row(const Params &p, Shared &shared, int 
   Team t = team_at(shared.meeting);
   Row r = row_of(p, at);
   u32 largest = key_of(NEG_INF), lowest = 0xffffffffu;
-  if (r.processes) {
+  if (r.processes && !r.late) {
     r.num_changed = p.num_changed[at];
     largest = key_of(p.highest_changed[at]);
   }
@@ -37,19 +49,21 @@ __device__ __forceinline__ void sample_row(const Params &p, Shared &shared, int 
   for (int quad = 0; quad < QUADS; ++quad) {
     const int group = group_of(t, quad);  // num_groups is a multiple of 4
     const bool inside = group < p.num_groups;
-    int4 bits = {0, 0, 0, 0};
+    int4 bits = {0, 0, 0, 0}, of_all = {0, 0, 0, 0};
     if (inside) bits = *reinterpret_cast<const int4 *>(p.group_best + first + group);
-    const int words[4] = {bits.x, bits.y, bits.z, bits.w};
+    if (inside && r.late) of_all = *reinterpret_cast<const int4 *>(p.changed_best + first + group);
+    const int words[4] = {bits.x, bits.y, bits.z, bits.w}, all_words[4] = {of_all.x, of_all.y, of_all.z, of_all.w};
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const float x = inside ? __int_as_float(words[i]) : NEG_INF;
       shared.best[group + i] = x;
+      if (r.late) shared.bounds[group + i] = inside ? __int_as_float(all_words[i]) : NEG_INF;
       largest = max(largest, key_of(x));
       if (x > NEG_INF) lowest = min(lowest, key_of(x));
     }
   }
   extremes_all(t, largest, lowest);
-  const float best = value_of(largest);
+  float best = value_of(largest);  // of a late row, its best plain token's: a lower bound until all are processed
   float total[1] = {0.0f};
   if (kept.top_p < 1.0f && kept.top_k == 0 && kept.min_p == 0.0f) {  // top-p is of the mass of all tokens
 #pragma unroll 8
@@ -58,13 +72,19 @@ __device__ __forceinline__ void sample_row(const Params &p, Shared &shared, int 
     for_changed(t, r, [&](int, float x) { total[0] += weight(x, best, r.rate); });
     sum_all(t, total);
   }
-  const float floor = floor_of(t, shared, r, kept, lowest, best, total[0]);
+  float floor = floor_of(t, shared, r, kept, lowest, best, total[0]);
   const int length = list_tokens(t, shared, r, floor);
   Found found;
   if (length <= LIST) {
-    const u32 threshold = threshold_of_list(t, shared, r, kept, length, floor, best, total[0]);
+    int reaching = length;
+    if (r.late) {
+      floor = fmaxf(floor, -LARGEST);  // what penalties made -inf is no token
+      reaching = count_reaching(t, shared, length, floor, best);
+    }
+    const u32 threshold = threshold_of_list(t, shared, r, kept, length, reaching, floor, best, total[0]);
     found = draw_from_list(t, shared, r, length, threshold, Found{NEG_INF, NOWHERE, NEG_INF});
   } else {
+    if (r.late) split_late(t, p, r, at, kept, floor, best);
     found = draw_by_passes(t, shared, r, kept, floor, best, total[0]);
   }
   if (t.thread == 0) p.out[at] = found.token < NOWHERE ? found.token : NO_TOKEN;

@@ -127,6 +127,15 @@ def picks_tiles(source, heat):
 
 
 @triton.jit
+def processes_late(source, top_k, truncates):
+    """Whether a row's changed tokens are processed when the third pass lists them: of a row with top-k that only
+    penalties change, and which these never raise. What the model gave a token then bounds its processed logit."""
+    _, _, _, _, num_masked, _, num_biases, _, num_penalised, repetition, presence, frequency = source[1]
+    only_penalties = (num_penalised > 0) & (num_masked == 0) & (num_biases == 0)
+    return truncates & (top_k > 0) & only_penalties & (repetition >= 1) & (presence >= 0) & (frequency >= 0)
+
+
+@triton.jit
 def penalties_of(row, repetition_ptr, presence_ptr, frequency_ptr):
     """The row's three penalties, where they mean nothing as if off, and whether one is on."""
     infinity = float("inf")
@@ -220,8 +229,9 @@ def _process(source, tokens, logits, seen):
 
 
 @triton.jit
-def _bits_of(source, words):
-    """Bits of the tokens in some words: those that the mask allows, and those that have occurred."""
+def bits_of(source, words):
+    """Bits of the tokens in some words: those that the mask allows, and those that have occurred. Rows that use neither
+    read nothing."""
     pointers, values = source
     _, mask_words_ptr, _, _, seen_ptr, _ = pointers
     _, vocab_size, _, mask_at, num_masked, _, _, state_row, num_penalised, _, _, _ = values
@@ -261,7 +271,7 @@ def logits_of_words(source, words):
     tokens = words[:, None] * WORD + tl.arange(0, 32)[None, :]
     logits = raw_logits(source, tokens)
     if values[2]:
-        allowed, seen = _bits_of(source, words)
+        allowed, seen = bits_of(source, words)
         logits = tl.where(has_bit(allowed), logits, float("-inf"))
         logits = _process(source, tokens, logits, has_bit(seen))
     return tokens, logits
@@ -273,9 +283,15 @@ def split_words(source, words):
 
     Tokens that the mask forbids are in neither of the first two.
     """
+    return split_bits(source, words, bits_of(source, words))
+
+
+@triton.jit
+def split_bits(source, words, bits):
+    """`split_words` of what `bits_of` has read."""
     pointers, values = source
     bias_at, num_biases = values[5], values[6]
-    allowed, seen = _bits_of(source, words)
+    allowed, seen = bits
     changed = seen
     if num_biases > 0:
         changed |= _biased_bits(words, pointers[2] + bias_at, num_biases)

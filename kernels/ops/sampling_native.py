@@ -1,6 +1,7 @@
 """The CUDA kernels of sampling (native/sample_split.cu, native/sample_truncated.cu): variants and launches.
 
-    sample_split      beside the first pass: the tokens that mask, bias and penalties change
+    sample_split      beside the first pass: the tokens that mask, bias and penalties change, but for rows that process
+                      theirs late
     sample_chunks     the first pass, without those
     sample_rows       the second pass, of rows that keep all tokens or what min-p leaves
     sample_truncated  the third pass, of rows that truncate
@@ -69,7 +70,7 @@ def _variant(entry: str, dtype: torch.dtype, group: int) -> NativeVariant:
     if entry == "sample_truncated":
         macros |= {"LIST": _LIST}
         words = _LIST * group // 32
-        shared = _MEETING + 4 * (2 * _BINS + 2 * _MAX_GROUPS + words + 3 * _LIST) + 2 * _MAX_GROUPS
+        shared = _MEETING + 4 * (2 * _BINS + 2 * _MAX_GROUPS + 2 * words + 3 * _LIST) + 2 * _MAX_GROUPS
     else:
         shared = _MEETING + 4 * (_MAX_GROUPS + _CHANGED)
     return NativeVariant(f"{entry}.cu", entry, tuple(macros.items()), 32 * _WARPS, shared)
@@ -79,7 +80,8 @@ def _variant(entry: str, dtype: torch.dtype, group: int) -> NativeVariant:
 class SplitRows:
     """What `sample_split` leaves for the second and the third pass.
 
-    best    [rows, groups]                  float32  the highest logit of each group's changed tokens
+    best    [rows, groups]                  float32  the highest logit of each group's changed tokens. Of a row that
+                                                     processes them late, what the first pass left: of all its tokens
     plain   [rows, groups * group // 32]    int32    bits of the tokens that nothing changes
     counts  [rows]                          int32    how many are changed; -1: more than are listed
     highest [rows]                          float32  the highest logit of all changed tokens

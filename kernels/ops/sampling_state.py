@@ -32,7 +32,8 @@ class PenaltyState:
     seen    [max_rows, ceil(vocab / 32)]  int32  bit t % 32 of word t // 32: token t is in the prompt or the output
     counts  [max_rows, vocab]             int32  how often a token is in the output
 
-    `sample` reads the bits of a row that is penalised, and counts where a bit is set. `record_tokens` writes both.
+    `sample` reads the bits of a row that is penalised, and counts where a bit is set. With top-k it mostly reads counts
+    of the few such tokens that may be kept. `record_tokens` writes both.
     """
 
     seen: torch.Tensor

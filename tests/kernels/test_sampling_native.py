@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 import itertools
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ import torch
 from graphrt.kernels.ops import sampling, sampling_native
 from graphrt.kernels.ops.sampling import sample
 from graphrt.kernels.ops.sampling_native import native_variants
+from graphrt.kernels.ops.sampling_state import Penalties
 from tests.kernels import (
     native_emulation,
     test_edges_sampling,
@@ -90,10 +92,12 @@ BOUNDS = {
 }
 
 
-def check_against_reference(device: torch.device, logits: torch.Tensor, **processed: object) -> None:
+def check_against_reference(
+    device: torch.device, logits: torch.Tensor, bounds: dict[str, list[float]] = BOUNDS, **processed: object
+) -> None:
     """What the kernels draw is what the reference draws; `processed`: a function of the device per argument."""
     rows = len(logits)
-    bounds = {name: values[:rows] for name, values in BOUNDS.items()}
+    bounds = {name: values[:rows] for name, values in bounds.items()}
 
     def draw(where: torch.device, values: torch.Tensor) -> list[int]:
         given = {name: make(where) for name, make in processed.items()}
@@ -114,16 +118,9 @@ def everything_changes(rows: int, vocab: int, rng: torch.Generator) -> dict[str,
     allowed = torch.rand(rows, vocab, generator=rng) < 0.7
     entries = [{t: float(t % 7) - 3 for t in range(r, vocab, 41)} for r in range(rows)]
 
-    def penalties(device: torch.device) -> object:
-        made, _ = penalties_with([(p[:-50], p[-50:]) for p in prompts], vocab, device, 1.3, 0.4, 0.2)
-        state = made.state
-        order = torch.arange(rows + 1, 1, -1, device=device)  # rows find their state at their row ids here
-        for tensor in (state.seen, state.counts):
-            tensor[:rows] = tensor[order].clone()
-        return made
-
+    sequences = [(p[:-50], p[-50:]) for p in prompts]
     return {
-        "penalties": penalties,
+        "penalties": lambda device: at_row_ids(sequences, vocab, device, 1.3, 0.4, 0.2),
         "bias": lambda device: biases(entries, list(range(rows)), rows, device),
         "token_mask": lambda device: token_mask(allowed, [r if r % 2 else -1 for r in range(rows)], device),
     }
@@ -138,6 +135,79 @@ def test_changed_tokens(
     resize("_CHANGED", most)
     logits = torch.randn(6, vocab, generator=rng)
     check_against_reference(native_device, logits, **everything_changes(6, vocab, rng))
+
+
+PENALISED = {
+    "top_k": [40, 900, 3, 700, 300, 50],
+    "top_p": [0.9, 1.0, 1.0, 0.6, 0.3, 0.99],
+    "min_p": [0.0, 0.0, 0.2, 0.0, 0.01, 0.4],
+}
+SIGNS = {
+    "lower": (1.3, 0.4, 0.2),
+    "hardly lower": (1.0, 0.01, 0.0),
+    "raise by repetition": (0.7, 0.4, 0.2),
+    "raise by presence": (1.3, -0.4, 0.2),
+    "raise by frequency": (1.3, 0.4, -0.2),
+    "forbid": (3e38, 3e38, 3e38),
+}
+
+
+def penalties_of_best(logits: torch.Tensor, amounts: tuple[float, ...], device: torch.device) -> Penalties:
+    """Penalties of the best tokens of each row, up to a thousand, and of others."""
+    rows, vocab = logits.shape
+    best = logits.float().argsort(1, descending=True)
+    seen = [best[r, : 200 * r].tolist() + list(range(r, vocab, 7)) for r in range(rows)]
+    sequences = [(tokens[::2], 3 * tokens[::3] + [vocab - 1] * (r % 2)) for r, tokens in enumerate(seen)]
+    return at_row_ids(sequences, vocab, device, *amounts)
+
+
+def at_row_ids(
+    sequences: list[tuple[list[int], list[int]]], vocab: int, device: torch.device, *amounts: float
+) -> Penalties:
+    """Penalties of sequences that are found at the row ids 0, 1, 2 and so on."""
+    penalties, row_ids = penalties_with(sequences, vocab, device, *amounts)
+    for tensor in (penalties.state.seen, penalties.state.counts):
+        tensor[: len(sequences)] = tensor[row_ids.long()].clone()
+    return penalties
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, F32], ids=str)
+@pytest.mark.parametrize("most", [2048, 512, 64], ids=["lists", "some_passes", "passes"])
+@pytest.mark.parametrize("signs", SIGNS)
+def test_rows_that_only_penalties_change(
+    native_device: torch.device, rng: torch.Generator, resize: Callable[[str, int], None], signs: str, most: int,
+    dtype: torch.dtype,
+) -> None:  # fmt: skip
+    """Penalties that lower tokens only, of which the best ones, and others: they are processed when they are listed."""
+    resize("_LIST", most)
+    rows, vocab = 6, sampling.SAMPLE_CHUNK + 333
+    logits = torch.randn(rows, vocab, generator=rng).to(dtype)
+    logits[:, -1] = 4.0
+    penalties = partial(penalties_of_best, logits, SIGNS[signs])
+    for bounds in (PENALISED, {name: values[1:] + values[:1] for name, values in PENALISED.items()}):
+        check_against_reference(native_device, logits, bounds=bounds, penalties=penalties)
+
+
+def test_infinity_beside_the_lowest_logits(native_device: torch.device) -> None:
+    """Their keys are almost all keys that there are: bins over them end where 32 bits do."""
+    logits = -1e38 * torch.arange(1.0, 3.0, 1 / 32).repeat(3, 1)
+    logits[:, 25] = torch.inf
+    check_against_reference(native_device, logits, {"top_k": [5, 5, 0], "top_p": [0.5, 1.0, 0.9], "min_p": [0.0] * 3})
+
+
+@pytest.mark.parametrize("vocab", [40, 700])
+def test_penalties_leave_no_token(native_device: torch.device, vocab: int) -> None:
+    """Rows of few tokens: what penalties make infinitely low is no token; where they leave none, a row gets none."""
+    logits = torch.full((3, vocab), -1.0)
+    logits[1, ::2] = -torch.inf
+
+    def penalties(device: torch.device) -> Penalties:
+        made = at_row_ids([([], list(range(vocab - (r == 0)))) for r in range(3)], vocab, device, 1.0, 3e38, 3e38)
+        made.frequency[0] = 1.0
+        return made
+
+    bounds = {"top_k": [5, 5, 30], "top_p": [1.0, 0.9, 1.0], "min_p": [0.0, 0.0, 0.1]}
+    check_against_reference(native_device, logits, bounds=bounds, penalties=penalties)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, F32], ids=str)
@@ -243,6 +313,10 @@ PLANTED = {
     "sums of one warp": ("for (int w = 0; w < WARPS; ++w) x[n] += sums[n][w];", "x[n] += sums[n][0];"),
     "a tail that is not read": ("const int tail = r.vocab % PIECE, token", "const int tail = 0, token"),
     "no barrier behind the bits": ("  __syncthreads();\n  // The tokens behind", "  // The tokens behind"),
+    "a listed token as the model gave it": ("occurred[i] = ALL && listed & OCCURRED;", "occurred[i] = false;"),
+    "penalties that raise tokens": ("&& lowers &&", "&&"),
+    "the floor of the best plain token": ("if (r.late) low = max(low,", "if (false) low = max(low,"),
+    "groups without their changed tokens": ("r.late ? shared.bounds : shared.best;", "shared.best;"),
 }
 PLANTED_IN_PASSES = {
     "a bin too high": ("(0xffffffffu, reached) - 1;", "(0xffffffffu, reached);"),
@@ -251,6 +325,8 @@ PLANTED_IN_PASSES = {
     "a mass that is not above": ("if (is_above && counts) sum += w;", "if (is_above && counts && w < 0.5f) sum += w;"),
     "a draw that is not checked": ("if (found.token >= NOWHERE || key_of", "if (true || key_of"),
     "tokens that might have won": ("enough - noise", "enough + noise"),
+    "all tokens of a late row as plain ones": ("r.plain[word] = ~r.seen[word];", "r.plain[word] = 0xffffffffu;"),
+    "a late row's floor of plain tokens": ("  floor = fmaxf(floor, min_p_floor(r, kept, best));\n", ""),
 }
 
 
@@ -271,6 +347,9 @@ def test_planted_bugs_are_noticed(
             logits[:2, -1] = 9.0
             check_against_reference(emulated, logits, **everything_changes(6, vocab, rng))
             check_against_reference(emulated, logits)
+            for signs in ("hardly lower", "raise by repetition"):
+                penalties = partial(penalties_of_best, logits, SIGNS[signs])
+                check_against_reference(emulated, logits, bounds=PENALISED, penalties=penalties)
 
     with pytest.raises(AssertionError):
         check()
