@@ -28,8 +28,19 @@ from graphrt.capture.tape import OpTapeRecorder
 from graphrt.kernels.errors import CaptureError
 
 # cuBLAS keeps one workspace per stream for the life of the process, and two graphs captured on one stream share it.
-# So every live recorder has a capture stream of its own, and a closed one leaves it to the next.
+# So every live recorder has a capture stream of its own, and a closed one leaves it to the next. It is none of torch's:
+# torch hands out 32 in turn, the 33rd is the first again, and on that one somebody else may multiply matrices.
 _idle_streams: dict[torch.device, list[torch.cuda.Stream]] = {}
+
+
+def _own_stream(device: torch.device) -> torch.cuda.Stream:
+    """A stream of the driver that torch gives nobody else."""
+    if idle := _idle_streams.setdefault(device, []):
+        return idle.pop()
+    with torch.cuda.device(device):
+        torch.cuda.current_stream()  # makes the context
+        _, stream = check(driver.cuStreamCreate(driver.CUstream_flags.CU_STREAM_NON_BLOCKING))
+    return torch.cuda.ExternalStream(int(stream), device=device)
 
 
 class CudaGraph:
@@ -85,8 +96,7 @@ class CudaGraphRecorder:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        idle = _idle_streams.setdefault(device, [])
-        self._stream = idle.pop() if idle else torch.cuda.Stream(device)
+        self._stream = _own_stream(device)
         self.streams: tuple[torch.cuda.Stream, ...] = (self._stream,)
         self._pool = torch.cuda.graph_pool_handle()
         self._living = weakref.WeakSet[torch.cuda.CUDAGraph]()

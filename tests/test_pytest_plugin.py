@@ -316,6 +316,7 @@ import triton.language as tl
 def cuda():
     x = torch.ones(64, 64, device="cuda")
     side, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    torch.cuda.graph.default_capture_stream = torch.cuda.Stream()  # the next of torch's 32, so that it is not `side`
     w = x.detach().requires_grad_()
     torch.autograd.grad((w @ w).relu().sum(), w)
     torch.cuda.synchronize()

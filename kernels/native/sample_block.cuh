@@ -15,6 +15,7 @@ typedef unsigned long long u64;
 #define NOWHERE (1 << 30)                 // a token behind every real one
 #define NO_TOKEN (-1)
 #define LARGEST 3.4028234663852886e38f    // finite float
+#define NOT_A_NUMBER __int_as_float(0x7fffffff)
 
 // What warps tell each other. The two halves take turns, so that a meeting is one barrier.
 struct Meeting { float sums[2][8][WARPS]; };

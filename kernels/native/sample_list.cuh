@@ -10,12 +10,12 @@
 #define CERTAIN_MISS 0.999999f
 
 // best, bounds    of groups: the highest logit of the plain tokens, and the highest score that one may have
-//                 In passes over the row `bounds` holds the bins of FineBins instead, and of a row that is `late`, until
-//                 it is listed, the highest logit that the model gave any token of the group
+//                 In passes over the row `bounds` holds the bins of FineBins instead. Where a row is `late`, and takes
+//                 no passes, `best` is of all tokens, as the model gave them
 // groups          listed groups
 // words           bits of the listed groups' tokens
 // occurred        those of a late row's tokens that penalties change
-// tokens, logits  the list; `least`: the least variate of a token's neighbours, -1: the token is out
+// tokens, logits  the list; `scores`: what a token's score cannot exceed, NaN: the token is out
 struct Shared {
   Meeting meeting;
   u32 histogram[2][BINS];
@@ -23,7 +23,7 @@ struct Shared {
   u16 groups[MAX_GROUPS];
   u32 words[LIST * WORDS_OF_GROUP], occurred[LIST * WORDS_OF_GROUP];
   int tokens[LIST];
-  float logits[LIST], least[LIST];
+  float logits[LIST], scores[LIST];
 };
 
 __device__ __forceinline__ int group_of(const Team &t, int quad) { return (quad * THREADS + t.thread) * 4; }
@@ -99,13 +99,14 @@ __device__ __forceinline__ float min_p_floor(const Row &r, const Kept &kept, flo
 // k groups reach a logit, so do k tokens. Where the best tokens of some groups hold top-p of the mass, no token below
 // all of them is kept: that speaks of the whole mass, so it serves rows without top-k and min-p only.
 //
+// groups  that are to reach it, by top-k
 // lowest  the key of the lowest group that has a plain token: bins from there on are finer than those from -inf on
-__device__ __forceinline__ float floor_of(Team &t, Shared &shared, const Row &r, const Kept &kept, u32 lowest,
-                                          float best, float total) {
-  const float floor = min_p_floor(r, kept, best);
+__device__ __forceinline__ float floor_of(Team &t, Shared &shared, const Row &r, const Kept &kept, int groups,
+                                          u32 lowest, float best, float total) {
+  const float floor = r.late ? NEG_INF : min_p_floor(r, kept, best);  // a late row's best logit is not known yet
   const bool by_count = kept.top_k > 0;
   if (!by_count && (kept.top_p >= 1.0f || kept.min_p > 0.0f)) return floor;
-  const float need = by_count ? (float)kept.top_k : kept.top_p * total * SURE;
+  const float need = by_count ? (float)groups : kept.top_p * total * SURE;
   u32 low = max(lowest, key_of(floor)), high = key_of(best) + 1;
   if (low >= high) return floor;
   const Bins bins = empty_bins(t, shared, by_count, low, high);
@@ -273,9 +274,8 @@ __device__ __forceinline__ int list_plain(Team &t, Shared &shared, const Row &r,
 // List all tokens that reach the floor: plain ones, then changed ones. Their number; more than LIST: too many. Of a late
 // row, those that reach it as the model gave them.
 __device__ __forceinline__ int list_tokens(Team &t, Shared &shared, const Row &r, float floor) {
-  const float *const highest = r.late ? shared.bounds : shared.best;
   const int count = list_groups(t, shared, [&](int group) {
-    float x = highest[group];
+    float x = shared.best[group];
     return x >= floor && x > NEG_INF;
   });
   if (count > LIST) return LIST + 1;  // each has a token that reaches the floor
@@ -368,29 +368,33 @@ __device__ __forceinline__ u32 threshold_of_list(Team &t, Shared &shared, const 
   largest_reaching(t, keys, amounts, kept.top_p * total, low, high, 1);
   return low;
 }
-// The best score among listed tokens that reach the threshold, or what was found before. A word of noise says most: the
-// score of the token whose least variate it is, and what the others cannot exceed. Those that may win draw their own.
+// The best score among listed tokens that reach the threshold, or what was found before. A word of noise bounds a token's
+// score. Each thread draws the token of its highest bound; then hardly any other may still win.
 __device__ __forceinline__ Found draw_from_list(Team &t, Shared &shared, const Row &r, int length, u32 threshold,
                                                 Found found) {
+  float highest = NEG_INF;
+  int first = -1;
+  u32 word = 0;
 #pragma unroll 1
   for (int at = t.thread; at < length; at += THREADS) {
-    const int token = shared.tokens[at];
     const float logit = shared.logits[at];
-    shared.least[at] = -1.0f;
+    shared.scores[at] = NOT_A_NUMBER;
     if (key_of(logit) < threshold) continue;
-    const u32 word = word_at(r, token);
-    if (bound_of(r, word, logit) < found.score) continue;
-    const float least = least_of(word);
-    if (is_own(word, token)) offer(found, score_of(r, logit, least), token, logit);
-    else shared.least[at] = least;
+    const u32 its = word_at(r, shared.tokens[at]);
+    const float bound = shared.scores[at] = bound_of(r, its, logit);
+    if (first >= 0 && bound <= highest) continue;
+    highest = bound, first = at, word = its;
+  }
+  if (first >= 0 && highest >= found.score) {
+    const int token = shared.tokens[first];
+    offer(found, drawn_score(r, token, word, shared.logits[first]), token, shared.logits[first]);
   }
   best_of_all(t, found);
 #pragma unroll 1
   for (int at = t.thread; at < length; at += THREADS) {
+    if (at == first || !(shared.scores[at] >= found.score)) continue;
     const int token = shared.tokens[at];
-    const float logit = shared.logits[at], least = shared.least[at];
-    if (least < 0.0f || score_of(r, logit, least) < found.score) continue;
-    offer(found, score_of(r, logit, __fadd_rn(least, above_least(r, token))), token, logit);
+    offer(found, drawn_score(r, token, word_at(r, token), shared.logits[at]), token, shared.logits[at]);
   }
   best_of_all(t, found);
   return found;

@@ -19,10 +19,10 @@ struct Params {
   const int *bias_counts;     // [bias_rows]
   const u32 *mask_words;      // [num_masks, words]
   const int *mask_index;      // [rows]
-  const float *group_best;    // [rows, num_groups]: the highest logit of a group's plain tokens
+  const float *group_best;    // [rows, num_groups]: the highest logit of a group's plain tokens; where the row is
+                              // `late`, of all its tokens, as the model gave them
   const float *group_mass;    // [rows, num_groups], relative to the group's best
-  float *changed_best;        // [rows, num_groups]: the highest logit of a group's changed tokens. Of a row that is
-                              // `late`: of all its tokens, as the model gave them
+  float *changed_best;        // [rows, num_groups]: the highest logit of a group's changed tokens
   u32 *plain_words;           // [rows, num_groups * WORDS_OF_GROUP]: tokens that nothing changes. Of a row that is
                               // `late`: only once it takes passes
   int *num_changed;           // [rows]: changed tokens that are listed; -1: too many
@@ -56,9 +56,9 @@ __device__ __forceinline__ Kept kept_of(const Params &p, int at) {
 // A row. What it does not use is null or 0. `processes`: mask, bias or penalties change some of its tokens. Those are
 // listed, or too many for the list (-1), so that they are processed each time anew. All others are plain.
 //
-// `late`: it has top-k, and nothing changes its tokens but penalties, which raise none. So what the model gave a token
-// bounds its processed logit, and few changed tokens reach the floor. Those are processed when they are listed: nobody
-// looks at the others.
+// `late`: it has top-k of at most LATE_TOP_K, and nothing changes its tokens but penalties, which raise none. So what the
+// model gave a token bounds its processed logit, and few changed tokens reach the floor. Those are processed when they
+// are listed: nobody looks at the others.
 struct Row {
   const char *logits;
   bool aligned;  // pieces of 16 bytes may be read at once
@@ -287,7 +287,8 @@ __device__ __forceinline__ Row row_of(const Params &p, int at) {
   r.processes = r.allowed || r.seen || r.num_biases > 0;
   const Kept kept = kept_of(p, at);
   const bool lowers = r.repetition >= 1.0f && r.presence >= 0.0f && r.frequency >= 0.0f;
-  r.late = r.seen && !r.allowed && r.num_biases == 0 && lowers && kept.truncates && kept.top_k > 0;
+  const bool by_top_k = kept.truncates && kept.top_k > 0 && kept.top_k <= LATE_TOP_K;
+  r.late = r.seen && !r.allowed && r.num_biases == 0 && lowers && by_top_k;
   if (r.late) {
     r.num_changed = -1;
   } else if (r.processes) {

@@ -13,7 +13,7 @@
 //    of each group is left for rows whose draw asks groups first.
 //
 // Compile-time macros: WARPS, LOGIT_BYTES (2 or 4), Q_BF16 (of two bytes: bfloat16, else float16), GROUP (tokens of a
-// group, 32 to 256), CHANGED (changed tokens that are listed), BLOCKS_PER_SM
+// group, 32 to 256), CHANGED (changed tokens that are listed), LATE_TOP_K (most tokens of a row that is late), BLOCKS_PER_SM
 
 #include "sample_row.cuh"
 

@@ -1,7 +1,7 @@
 // Sampling: the token of a row that truncates by top-k or top-p. A block per row; all other rows are left alone.
 //
 // The first pass (ops/sampling_chunks.py) leaves the highest logit of each group of neighbouring tokens, without the
-// tokens that mask, bias and penalties change; sample_split.cu lists those, or they wait until step 1 (`Row::late`). A
+// tokens that mask, bias and penalties change; sample_split.cu lists those. In rows that are `late` nothing is left out. A
 // block does this:
 //
 // 1. From the groups it takes a floor, a logit below which nothing is kept. What reaches it is mostly a short list:
@@ -10,6 +10,7 @@
 //        bits of their words   ...0100100, ...0001      tokens that reach the floor
 //        list                  546 549 1302 ...         a place for each bit, then the changed tokens
 //
+//    In a late row penalties lower some of the listed tokens. Where fewer than top-k are left, the floor sinks.
 // 2. The list's threshold is sought: a histogram leaves one bin of 256, sums over the list decide within.
 // 3. A token is drawn among what is kept.
 // 4. Too many tokens for a list: a sample says about where the threshold is, a pass over the row narrows it, and a draw
@@ -19,16 +20,27 @@
 
 #include "sample_passes.cuh"
 
-// Of a late row that takes passes: its plain tokens, which the passes add up; its best logit; and the floor by it.
-__device__ __forceinline__ void split_late(Team &t, const Params &p, Row &r, int at, const Kept &kept, float &floor,
-                                           float &best) {
+#define SPARE 64  // groups of a late row beyond top-k, as penalties lower some of their tokens
+
+// Passes ask for what the first pass did not leave of a late row: its plain tokens, and the row's best logit. The groups'
+// highest logits are bounds of plain ones, as passes need them.
+__device__ __forceinline__ void split_late(Team &t, Shared &shared, const Params &p, Row &r, int at, float &best) {
   r.plain = plain_of(p, at);
   for (int word = t.thread; word < r.num_words; word += THREADS) r.plain[word] = ~r.seen[word];
-  u32 largest = key_of(best), unused = 0;
+  __syncthreads();
+  u32 largest = key_of(NEG_INF), unused = 0;
+  for (int group = t.warp; group < MAX_GROUPS; group += WARPS) {
+    if (key_of(shared.best[group]) <= largest) continue;  // the warp has seen better
+#pragma unroll
+    for (int k = 0; k < WORDS_OF_GROUP; ++k) {
+      const int token = group * GROUP + 32 * k + t.lane;
+      const bool is_plain = token < r.vocab && has_bit(r.plain, token);
+      largest = max(largest, __reduce_max_sync(0xffffffffu, key_of(is_plain ? logit_at(r, token) : NEG_INF)));
+    }
+  }
   for_changed(t, r, [&](int, float x) { largest = max(largest, key_of(x)); });
   extremes_all(t, largest, unused);
   best = value_of(largest);
-  floor = fmaxf(floor, min_p_floor(r, kept, best));
 }
 // The token of a row that truncates; other rows are left alone.
 //
@@ -49,21 +61,20 @@ __device__ __forceinline__ void sample_row(const Params &p, Shared &shared, int 
   for (int quad = 0; quad < QUADS; ++quad) {
     const int group = group_of(t, quad);  // num_groups is a multiple of 4
     const bool inside = group < p.num_groups;
-    int4 bits = {0, 0, 0, 0}, of_all = {0, 0, 0, 0};
+    int4 bits = {0, 0, 0, 0};
     if (inside) bits = *reinterpret_cast<const int4 *>(p.group_best + first + group);
-    if (inside && r.late) of_all = *reinterpret_cast<const int4 *>(p.changed_best + first + group);
-    const int words[4] = {bits.x, bits.y, bits.z, bits.w}, all_words[4] = {of_all.x, of_all.y, of_all.z, of_all.w};
+    const int words[4] = {bits.x, bits.y, bits.z, bits.w};
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const float x = inside ? __int_as_float(words[i]) : NEG_INF;
       shared.best[group + i] = x;
-      if (r.late) shared.bounds[group + i] = inside ? __int_as_float(all_words[i]) : NEG_INF;
       largest = max(largest, key_of(x));
       if (x > NEG_INF) lowest = min(lowest, key_of(x));
     }
   }
   extremes_all(t, largest, lowest);
-  float best = value_of(largest);  // of a late row, its best plain token's: a lower bound until all are processed
+  const float given = value_of(largest);
+  float best = given;  // a late row's is known when its tokens are processed
   float total[1] = {0.0f};
   if (kept.top_p < 1.0f && kept.top_k == 0 && kept.min_p == 0.0f) {  // top-p is of the mass of all tokens
 #pragma unroll 8
@@ -72,19 +83,30 @@ __device__ __forceinline__ void sample_row(const Params &p, Shared &shared, int 
     for_changed(t, r, [&](int, float x) { total[0] += weight(x, best, r.rate); });
     sum_all(t, total);
   }
-  float floor = floor_of(t, shared, r, kept, lowest, best, total[0]);
-  const int length = list_tokens(t, shared, r, floor);
+  float floor;
+  const int all_groups = (r.vocab + GROUP - 1) / GROUP;
+  int length, reaching, groups = kept.top_k;  // so many are to reach the floor
+  if (r.late) groups = max(groups, min(groups + SPARE, all_groups));
+#pragma unroll 1
+  while (true) {
+    floor = floor_of(t, shared, r, kept, groups, lowest, given, total[0]);
+    length = reaching = list_tokens(t, shared, r, floor);
+    if (!r.late || length > LIST) break;
+    floor = fmaxf(floor, -LARGEST);  // what penalties made -inf is no token
+    reaching = count_reaching(t, shared, length, floor, best);
+    if (reaching >= kept.top_k || floor == -LARGEST) break;  // or all tokens are listed
+    const int more = groups + max(2 * (kept.top_k - reaching), groups / 4);
+    groups = groups < all_groups ? min(more, all_groups) : more;
+  }
   Found found;
   if (length <= LIST) {
-    int reaching = length;
-    if (r.late) {
-      floor = fmaxf(floor, -LARGEST);  // what penalties made -inf is no token
-      reaching = count_reaching(t, shared, length, floor, best);
-    }
     const u32 threshold = threshold_of_list(t, shared, r, kept, length, reaching, floor, best, total[0]);
     found = draw_from_list(t, shared, r, length, threshold, Found{NEG_INF, NOWHERE, NEG_INF});
   } else {
-    if (r.late) split_late(t, p, r, at, kept, floor, best);
+    if (r.late) {
+      split_late(t, shared, p, r, at, best);
+      floor = min_p_floor(r, kept, best);
+    }
     found = draw_by_passes(t, shared, r, kept, floor, best, total[0]);
   }
   if (t.thread == 0) p.out[at] = found.token < NOWHERE ? found.token : NO_TOKEN;

@@ -19,9 +19,9 @@ that uses none of these costs what greedy and temperature sampling cost.
 The first and the last of them are CUDA C++ (`sampling_native.py`). Where it does not run, Triton kernels take their
 place: programs of the first pass find the changed tokens then.
 
-Penalties mostly lower tokens. For a row with top-k that nothing else changes, the first pass leaves a second maximum
-of 32 neighbours: of their logits as the model gave them. No processed logit is higher. So the third pass finds by it
-the few changed tokens that matter, and processes those: `processes_late`. `sample_split` leaves such rows alone.
+Penalties mostly lower tokens. Where they alone change a row, and top-k keeps few of its tokens, no processed logit is
+higher than what the model gave. Then the first pass leaves nothing out, and `sample_split` has nothing to do. The third
+pass lists somewhat more than top-k tokens, and processes those of them that have occurred: see `processes_late`.
 """
 
 from __future__ import annotations

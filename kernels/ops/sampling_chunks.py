@@ -98,16 +98,18 @@ def sample_chunks_kernel(
     if top_k_ptr is not None:
         # top-p comes first: the mass of all tokens is needed
         weighs = (heat > 0) & (top_p < 1) & (top_k == 0) & (min_p == 0)
-    late = False
-    if PROCESSES and CHANGED_WORDS == 0 and top_k_ptr is not None:
-        late = processes_late(source, top_k, truncates)
+    leaves_out = False  # changed tokens
+    if PROCESSES:
+        leaves_out = source[1][2] != 0
+        if CHANGED_WORDS == 0 and top_k_ptr is not None:
+            leaves_out &= ~processes_late(source, top_k, truncates)
     at = row.to(tl.int64) * num_groups
     mass_row_ptr = group_mass_ptr
     if group_mass_ptr is not None:
         mass_row_ptr = group_mass_ptr + at
     if part >= 0:
-        of_tile = (group_best_ptr + at, list_groups_ptr + at, changed_best_ptr + at)
-        _measure_tile(source, raw, of_tile, mass_row_ptr, num_groups, heat, weighs, late, part, GROUP, PROCESSES)
+        of_tile = (group_best_ptr + at, list_groups_ptr + at)
+        _measure_tile(source, raw, of_tile, mass_row_ptr, num_groups, heat, weighs, leaves_out, part, GROUP, PROCESSES)
     elif PROCESSES and CHANGED_WORDS:
         if source[1][2]:
             changed_mass_row_ptr = changed_mass_ptr
@@ -155,36 +157,35 @@ def _measure_tile(
     num_groups,
     heat,
     weighs,
-    late,
+    leaves_out,
     part,
     GROUP: tl.constexpr,
     PROCESSES: tl.constexpr,
 ):
-    """The highest logit of each group, without changed tokens, and where `weighs` the group's mass relative to it.
-    Where `late`, the highest with changed tokens too, as the model gave them.
+    """The highest logit of each group, and where `weighs` the group's mass relative to it. Where `leaves_out`, changed
+    tokens are left out.
 
-    No value depends on the tile that a group lies in. Maxima pass over NaN, so only they are looked at for it.
+    Neither value depends on the tile that a group lies in. Maxima pass over NaN, so only they are looked at for it.
     A greedy row without changed tokens gets its tile's best group, and that one's logit, in the tile's place.
     """
-    best_row_ptr, tile_groups_row_ptr, changed_best_row_ptr = outputs
+    best_row_ptr, tile_groups_row_ptr = outputs
     num_words: tl.constexpr = raw.shape[0]
     per_group: tl.constexpr = GROUP // WORD
     per_tile: tl.constexpr = num_words // per_group
     logits = raw.to(tl.float32)
     if PROCESSES:
         words = part * num_words + tl.arange(0, num_words)
-        words = tl.where(words < num_groups * per_group, words, NOWHERE // WORD)
-        bits = bits_of(source, words)  # under way before it is known whether the row has any
-        if source[1][2]:
+        words = tl.where((words < num_groups * per_group) & leaves_out, words, NOWHERE // WORD)
+        bits = bits_of(source, words)  # under way before the branch
+        if leaves_out:
             plain, _, _ = split_bits(source, words, bits)
             logits = tl.where(has_bit(plain), logits, float("-inf"))
-    groups = part * per_tile + tl.arange(0, per_tile)
     best_of_word = tl.max(logits, 1)
-    best = _best_of_groups(best_of_word, per_tile, per_group)
-    if PROCESSES:
-        if late:
-            most = _best_of_groups(tl.max(raw.to(tl.float32), 1), per_tile, per_group)
-            tl.store(changed_best_row_ptr + groups, most, mask=groups < num_groups)
+    best = best_of_word
+    if per_group > 1:
+        best = tl.max(tl.reshape(best_of_word, [per_tile, per_group]), 1)
+    groups = part * per_tile + tl.arange(0, per_tile)
+    best = tl.where(best > float("-inf"), best, float("-inf"))
     if picks_tiles(source, heat):
         best_of_tile, group = best_of(best, groups)
         tl.store(best_row_ptr + part, best_of_tile)
@@ -201,15 +202,6 @@ def _measure_tile(
                 by_word = tl.reshape(top, [per_tile, per_group])
                 mass = tl.sum(mass * tl.exp2((by_word - finite(best)[:, None]) * rate), 1)
             tl.store(mass_row_ptr + groups, mass, mask=groups < num_groups)
-
-
-@triton.jit
-def _best_of_groups(best_of_word, per_tile: tl.constexpr, per_group: tl.constexpr):
-    """The highest logit of each group of words; -inf where there is none but NaN."""
-    best = best_of_word
-    if per_group > 1:
-        best = tl.max(tl.reshape(best_of_word, [per_tile, per_group]), 1)
-    return tl.where(best > float("-inf"), best, float("-inf"))
 
 
 @triton.jit

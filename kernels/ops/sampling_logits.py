@@ -13,6 +13,7 @@ SAMPLE_CHUNK = 2048
 CHUNK = tl.constexpr(SAMPLE_CHUNK)
 WORD = tl.constexpr(32)  # tokens of a word of bits, and of a group of the noise
 NOWHERE = tl.constexpr(1 << 30)  # index that is larger than every real one
+LATE_TOP_K = tl.constexpr(1280)  # most tokens of rows that process theirs late: the third pass lists 2,048
 _NO_ENTRY = tl.constexpr((1 << 31) - 1)  # token in the place of entries that a list lacks: beyond all words
 MAX_HEAT = tl.constexpr(MAX_TEMPERATURE)
 assert NOISE_GROUP == 32, "kernels read bits by groups of the noise"
@@ -128,11 +129,12 @@ def picks_tiles(source, heat):
 
 @triton.jit
 def processes_late(source, top_k, truncates):
-    """Whether a row's changed tokens are processed when the third pass lists them: of a row with top-k that only
-    penalties change, and which these never raise. What the model gave a token then bounds its processed logit."""
+    """Whether a row's changed tokens are processed when the third pass lists them: where top-k keeps few tokens, and
+    penalties alone change some, and raise none. What the model gave a token then bounds its processed logit."""
     _, _, _, _, num_masked, _, num_biases, _, num_penalised, repetition, presence, frequency = source[1]
     only_penalties = (num_penalised > 0) & (num_masked == 0) & (num_biases == 0)
-    return truncates & (top_k > 0) & only_penalties & (repetition >= 1) & (presence >= 0) & (frequency >= 0)
+    lowers = (repetition >= 1) & (presence >= 0) & (frequency >= 0)
+    return truncates & (top_k > 0) & (top_k <= LATE_TOP_K) & only_penalties & lowers
 
 
 @triton.jit

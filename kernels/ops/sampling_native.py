@@ -20,6 +20,7 @@ from dataclasses import dataclass
 import torch
 
 from graphrt.kernels.native.nvrtc import NativeVariant, launch, nvrtc_fault, runs_native
+from graphrt.kernels.ops.sampling_logits import LATE_TOP_K
 
 GROUPS_MULTIPLE = 4
 """The first pass leaves a multiple of so many groups: they are read in fours."""
@@ -63,6 +64,7 @@ def _variant(entry: str, dtype: torch.dtype, group: int) -> NativeVariant:
         "BLOCKS_PER_SM": _BLOCKS_PER_SM[entry],
         "CHANGED": _CHANGED,
         "GROUP": group,
+        "LATE_TOP_K": LATE_TOP_K.value,
         "LOGIT_BYTES": dtype.itemsize,
         "Q_BF16": int(dtype == torch.bfloat16),
         "WARPS": _WARPS,
@@ -80,8 +82,7 @@ def _variant(entry: str, dtype: torch.dtype, group: int) -> NativeVariant:
 class SplitRows:
     """What `sample_split` leaves for the second and the third pass.
 
-    best    [rows, groups]                  float32  the highest logit of each group's changed tokens. Of a row that
-                                                     processes them late, what the first pass left: of all its tokens
+    best    [rows, groups]                  float32  the highest logit of each group's changed tokens
     plain   [rows, groups * group // 32]    int32    bits of the tokens that nothing changes
     counts  [rows]                          int32    how many are changed; -1: more than are listed
     highest [rows]                          float32  the highest logit of all changed tokens

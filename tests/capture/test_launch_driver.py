@@ -142,6 +142,19 @@ def test_after_an_invalidated_capture_the_generator_draws_again(monkeypatch: pyt
 
 
 @pytest.mark.gpu
+def test_a_capture_stream_is_nobody_else_s() -> None:
+    """Torch's streams repeat after 32; who shares one shares the workspace in which cuBLAS works."""
+    recorders = [recorder.make_recorder(CUDA) for _ in range(40)]
+    try:
+        own = {one.streams[0].cuda_stream for one in recorders}
+        assert len(own) == 40
+        assert own.isdisjoint(torch.cuda.Stream().cuda_stream for _ in range(40))
+    finally:
+        for one in recorders:
+            one.close()
+
+
+@pytest.mark.gpu
 def test_a_step_that_draws_and_waits_at_first_is_recorded() -> None:
     """The capture that the wait invalidates is tried again, behind a run that draws."""
     rig, numbers, waits = Rig(CUDA), torch.zeros(64, device=CUDA), [True]

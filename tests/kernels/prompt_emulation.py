@@ -33,7 +33,8 @@ def _build(variant: NativeVariant, bug: tuple[str, str] | None) -> Callable[...,
     assert COMPILER is not None, "skip where there is no C++ compiler"
     text = (_SOURCES / variant.source).read_text()
     if bug is not None:
-        assert bug[0] in text, f"no longer in the source: {bug[0]}"
+        if bug[0] not in text:
+            raise LookupError(f"no longer in the source: {bug[0]}")
         text = text.replace(*bug)
     assert _DYNAMIC in text
     with tempfile.TemporaryDirectory() as name:

@@ -140,14 +140,14 @@ def test_changed_tokens(
 PENALISED = {
     "top_k": [40, 900, 3, 700, 300, 50],
     "top_p": [0.9, 1.0, 1.0, 0.6, 0.3, 0.99],
-    "min_p": [0.0, 0.0, 0.2, 0.0, 0.01, 0.4],
+    "min_p": [0.0, 0.3, 0.2, 0.0, 0.01, 0.8],
 }
 SIGNS = {
     "lower": (1.3, 0.4, 0.2),
     "hardly lower": (1.0, 0.01, 0.0),
-    "raise by repetition": (0.7, 0.4, 0.2),
-    "raise by presence": (1.3, -0.4, 0.2),
-    "raise by frequency": (1.3, 0.4, -0.2),
+    "raise by repetition": (0.3, 0.4, 0.2),
+    "raise by presence": (1.3, -3.0, 0.2),
+    "raise by frequency": (1.3, 0.4, -2.0),
     "forbid": (3e38, 3e38, 3e38),
 }
 
@@ -157,7 +157,7 @@ def penalties_of_best(logits: torch.Tensor, amounts: tuple[float, ...], device: 
     rows, vocab = logits.shape
     best = logits.float().argsort(1, descending=True)
     seen = [best[r, : 200 * r].tolist() + list(range(r, vocab, 7)) for r in range(rows)]
-    sequences = [(tokens[::2], 3 * tokens[::3] + [vocab - 1] * (r % 2)) for r, tokens in enumerate(seen)]
+    sequences = [(tokens[::2], 3 * tokens[1::2] + [vocab - 1] * (r % 2)) for r, tokens in enumerate(seen)]
     return at_row_ids(sequences, vocab, device, *amounts)
 
 
@@ -306,7 +306,7 @@ LENGTH = "if (length > LIST) return LIST + 1;\n"
 PLANTED = {
     "a bound that is too high": ("? value_of(low) : floor;", "? value_of(low + (1u << 23)) : floor;"),
     "a list that ends early": (f"{LENGTH}  for", f"{LENGTH}  --length;\n  for"),
-    "plain tokens that changed": ("shared.words[at] = bits & plain[k];", "shared.words[at] = bits;"),
+    "plain tokens that changed": ("late ? bits : bits & known[k];", "bits;"),
     "a changed token left out": ("mine += __popc(changed[i]);", "mine += __popc(changed[i] & ~16u);"),
     "another token's noise": ("philox(r, token / 128, 1)", "philox(r, token / 128 + 1, 1)"),
     "a bound on scores that is too low": ("(noise + 1e-3f)", "(noise - 1.0f)"),
@@ -316,17 +316,21 @@ PLANTED = {
     "a listed token as the model gave it": ("occurred[i] = ALL && listed & OCCURRED;", "occurred[i] = false;"),
     "penalties that raise tokens": ("&& lowers &&", "&&"),
     "the floor of the best plain token": ("if (r.late) low = max(low,", "if (false) low = max(low,"),
-    "groups without their changed tokens": ("r.late ? shared.bounds : shared.best;", "shared.best;"),
+    "too few tokens above the floor": ("if (reaching >= kept.top_k ||", "if (true ||"),
 }
 PLANTED_IN_PASSES = {
     "a bin too high": ("(0xffffffffu, reached) - 1;", "(0xffffffffu, reached);"),
     "half of what is missing": ("missing * bins.units", "missing * bins.units * 0.5f"),
-    "keys of the next bin": ("bin_of(bins, x) < bin", "bin_of(bins, x) <= bin"),
+    "keys of the next bin": ("finite(value_of(key))) < bin", "finite(value_of(key))) <= bin"),
     "a mass that is not above": ("if (is_above && counts) sum += w;", "if (is_above && counts && w < 0.5f) sum += w;"),
     "a draw that is not checked": ("if (found.token >= NOWHERE || key_of", "if (true || key_of"),
     "tokens that might have won": ("enough - noise", "enough + noise"),
     "all tokens of a late row as plain ones": ("r.plain[word] = ~r.seen[word];", "r.plain[word] = 0xffffffffu;"),
-    "a late row's floor of plain tokens": ("  floor = fmaxf(floor, min_p_floor(r, kept, best));\n", ""),
+    "a late row's best changed token": (
+        "  for_changed(t, r, [&](int, float x) { largest = max(largest, key_of(x)); });",
+        "",
+    ),
+    "a late row's best plain token": ("is_plain ? logit_at(r, token) : NEG_INF", "NEG_INF"),
 }
 
 
@@ -347,7 +351,7 @@ def test_planted_bugs_are_noticed(
             logits[:2, -1] = 9.0
             check_against_reference(emulated, logits, **everything_changes(6, vocab, rng))
             check_against_reference(emulated, logits)
-            for signs in ("hardly lower", "raise by repetition"):
+            for signs in SIGNS:
                 penalties = partial(penalties_of_best, logits, SIGNS[signs])
                 check_against_reference(emulated, logits, bounds=PENALISED, penalties=penalties)
 
