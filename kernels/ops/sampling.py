@@ -50,6 +50,7 @@ _FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 _CHUNK_WARPS = 4
 _ROW_WARPS = 8
 _ROW_REGISTERS = 128  # keep two rows on a multiprocessor
+_CHUNK_FRAME = 8  # bytes that the first pass sets aside in memory where its bits are read early: nothing touches them
 _ROW_SPILL = 1024  # bytes that wait in memory meanwhile: what loops need that do not run for most rows
 _CHUNKS = 2  # of a tile of the first pass, once chunks are more than _PROGRAMS
 _PROGRAMS = 2048
@@ -345,7 +346,7 @@ def compile_variants() -> list[CompileSpec]:
                 CompileSpec(
                     f"sample_{part}_{kind}{'_all' if everything else ''}", kernel, signature, constexprs,
                     _CHUNK_WARPS if part.startswith("chunks") else _ROW_WARPS, 3, divisible=divisible,
-                    max_spill=_ROW_SPILL if part == "truncated" else 0,
+                    max_spill={"truncated": _ROW_SPILL, "chunks_beside_split": _CHUNK_FRAME}.get(part, 0),
                     maxnreg=None if part.startswith("chunks") else _ROW_REGISTERS,
                 )
             )  # fmt: skip

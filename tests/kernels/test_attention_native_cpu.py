@@ -151,7 +151,7 @@ BUGS = {
     "results_are_overwritten": ("if (segment + 1 < end) __syncthreads();", "", "invariant_many_segments"),
     "letters_of_one_block": ("letter_of(first + sender,", "letter_of(first,", "merge_in_two_stages"),
     "letters_are_not_waited_for": ("while (__any_sync(0xffffffffu, missing));", "while (false);", "many_segments"),
-    "letters_stay": ("      if (lane == 0) send(letters[i] + HEAD_DIM, 0.0f, 0.0f);\n", "", "bf16"),
+    "letters_stay": ("      if (lane == 0) send(letters[i] + V_HEAD_DIM, 0.0f, 0.0f);\n", "", "bf16"),
     "values_are_not_waited_for": ("missing |= !has_come(values[i][j]);", ";", "many_segments"),
     "statistics_are_not_waited_for": ("missing |= !has_come(stats[i]);", "", "many_segments"),
     "half_a_pair_is_not_waited_for": ("!= 0 && __float", "!= 0 || __float", "many_segments"),
