@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
@@ -22,6 +23,12 @@ _MOST_KNOWN = 4096  # launches that are kept per kernel: far more than a runtime
 
 _Pointer = torch.Tensor | None
 _Values = Callable[[tuple[Any, ...]], tuple[Any, ...]]
+
+
+@cache
+def overlaps(device: torch.device) -> bool:
+    """Whether a kernel on this device can start before the one before it has ended, and wait for it (`launch_pdl`)."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 class KernelLauncher:

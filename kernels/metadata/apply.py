@@ -21,7 +21,7 @@ import triton.language as tl
 from graphrt.kernels.checks import check_tensor
 from graphrt.kernels.compile_spec import CompileSpec
 from graphrt.kernels.errors import ShapeError
-from graphrt.kernels.launcher import KernelLauncher
+from graphrt.kernels.launcher import KernelLauncher, overlaps
 from graphrt.kernels.metadata import record as layout
 from graphrt.kernels.metadata.buffers import (
     COPIED,
@@ -228,7 +228,10 @@ def _apply_kernel(
     KEPT_BLOCK: tl.constexpr,
     ROW_BLOCK: tl.constexpr,
     BLOCK: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
+    if OVERLAPS:  # the refresh may start now: it waits for this kernel to end
+        tl.extra.cuda.gdc_launch_dependents()
     # The header: in a slot's first step the program's own copy, in the others what the cursor keeps of it.
     slot = tl.load(cursor_ptr)
     first_step = tl.load(cursor_ptr + _CURSOR_STEP) == 0
@@ -328,7 +331,8 @@ def _apply_triton(b: Any) -> None:
         b.end_tokens, b.step_counter, b.page_spans,
         b.inbox.shape[0], b.inbox.stride(0), min(b.padded_reqs, b.order.shape[0]), b.record.shape[0],
         b.inbox.shape[1] - layout.RECORD_AT, num_row_ids,
-        **_tile_sizes(groups), ROW_BLOCK=row_block, BLOCK=_BLOCK, num_warps=_NUM_WARPS,
+        **_tile_sizes(groups), ROW_BLOCK=row_block, BLOCK=_BLOCK, OVERLAPS=overlaps(b.record.device),
+        num_warps=_NUM_WARPS,
     )  # fmt: skip
 
 
@@ -458,6 +462,7 @@ def compile_variants() -> list[CompileSpec]:
     specs = []
     for groups in (1, 6):
         constexprs: dict[str, object] = {**_tile_sizes(groups), "ROW_BLOCK": _ROW_BLOCK, "BLOCK": _BLOCK}
+        constexprs["OVERLAPS"] = True
         signature = {
             argument: "constexpr" if argument in constexprs else types.get(argument, "i32")
             for argument in _apply_kernel.arg_names

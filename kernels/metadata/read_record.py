@@ -56,6 +56,17 @@ def read_header(
 
 
 @triton.jit
+def as_declared(word, ptr):
+    """A word of the record as the buffer behind `ptr` holds it: the bits of a float, or an int; int64 is unsigned."""
+    if ptr.dtype.element_ty == tl.float32:
+        return word.to(tl.float32, bitcast=True)
+    elif ptr.dtype.element_ty == tl.int64:
+        return word.to(tl.int64) & 0xFFFFFFFF
+    else:
+        return word
+
+
+@triton.jit
 def has_sequence(row_id, kept):
     """Whether a sequence stands at a row of the record. Where rows are kept, some are NOBODY's: they ended, or wait."""
     return (kept == 0) | (row_id != _NOBODY)

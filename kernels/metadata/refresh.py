@@ -26,15 +26,10 @@ import triton.language as tl
 from graphrt.kernels.checks import check_int
 from graphrt.kernels.compile_spec import CompileSpec
 from graphrt.kernels.errors import ShapeError
-from graphrt.kernels.launcher import KernelLauncher
+from graphrt.kernels.launcher import KernelLauncher, overlaps
 from graphrt.kernels.metadata import record as layout
 from graphrt.kernels.metadata.arguments import MAX_TOKENS, check_query_len, check_tables, refresh_operands
-from graphrt.kernels.metadata.buffers import (
-    COPIED,
-    COPIED_PAD_WORDS,
-    StaticBuffers,
-    call_class,
-)
+from graphrt.kernels.metadata.buffers import COPIED, COPIED_PAD_WORDS, StaticBuffers, call_class
 from graphrt.kernels.metadata.claims import claim_pages, mark_row_ids
 from graphrt.kernels.metadata.faults import NOWHERE, fault_value, final_fault, first_bad_page, first_bad_token
 from graphrt.kernels.metadata.read_pages import first_seen_page, lists_anew, pages_at, read_group, row_pages, token_at
@@ -47,6 +42,7 @@ from graphrt.kernels.metadata.read_record import (
     ROW_QUERY_START,
     ROW_SAMPLE,
     ROW_SEQ_LEN,
+    as_declared,
     has_sequence,
     read_header,
     row_place,
@@ -114,12 +110,16 @@ def _check_rows_kernel(
     GROUP_BLOCK: tl.constexpr,
     TOKEN_BLOCK: tl.constexpr,
     PAGE_BLOCK: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
     row = tl.program_id(0)
     group = tl.program_id(1)
     page_size, num_pages, null_page, max_pages, window, chunk, claims_at, max_encoder_len = read_group(
         page_groups_ptr, group
     )
+    if OVERLAPS:  # the second kernel may start now: it waits for this one, as this one does for `apply`
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     step, num_reqs, num_tokens, kept, listed_reqs, listed_tokens, listed_pages = read_header(
         record_ptr, record_words, padded_reqs, padded_tokens, QUERY_LEN, ROW_FIELDS
     )
@@ -244,17 +244,6 @@ def _check_rows_kernel(
     tl.store(spans_ptr + 1, tl.where(code == 0, span_to, 0))
 
 
-@triton.jit
-def _as_declared(word, ptr):
-    """A word of the record as the buffer behind `ptr` holds it: the bits of a float, or an int; int64 is unsigned."""
-    if ptr.dtype.element_ty == tl.float32:
-        return word.to(tl.float32, bitcast=True)
-    elif ptr.dtype.element_ty == tl.int64:
-        return word.to(tl.int64) & 0xFFFFFFFF
-    else:
-        return word
-
-
 @triton.jit(do_not_specialize=["padded_reqs", "padded_tokens", "num_row_ids"])
 def _write_buffers_kernel(
     page_groups_ptr,
@@ -308,12 +297,15 @@ def _write_buffers_kernel(
     ROW_BLOCK: tl.constexpr,
     TOKEN_BLOCK: tl.constexpr,
     TABLE_BLOCK: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
     row = tl.program_id(0)
     part = tl.program_id(1)
     group = tl.program_id(2)
     num_parts = tl.num_programs(1)
     page_size, _, null_page, max_pages, _, _, _, max_encoder_len = read_group(page_groups_ptr, group)
+    if OVERLAPS:
+        tl.extra.cuda.gdc_wait()
     step, num_reqs, num_tokens, kept, listed_reqs, listed_tokens, listed_pages = read_header(
         record_ptr, record_words, padded_reqs, padded_tokens, QUERY_LEN, ROW_FIELDS
     )
@@ -398,7 +390,7 @@ def _write_buffers_kernel(
         tl.store(last_encoder_len_ptr + row_id, encoder_len, mask=valid)
         for i in tl.static_range(len(COPIED_PADS)):
             word = tl.where(valid, copied[i], COPIED_PADS[i])
-            tl.store(copied_ptrs[i] + place, _as_declared(word, copied_ptrs[i]))
+            tl.store(copied_ptrs[i] + place, as_declared(word, copied_ptrs[i]))
         # A sequence that begins with a fault leaves no token, so what its row id holds, another's, is void.
         void = real & (code != 0) & (seq_len == query_len) & (named_id >= 0) & (named_id < num_row_ids)
         tl.store(void_ids_ptr + place, tl.where(void, named_id, -1))
@@ -463,7 +455,7 @@ def _refresh_triton(b: Any) -> None:
     groups, padded_reqs, width = b.block_table.shape
     padded_tokens, row_ids = b.input_ids.shape[0], b.last_token.shape[0]
     tiling = _Tiling.choose(padded_reqs * groups, b.query_len, padded_tokens, width)
-    row_fields = layout.row_fields(groups)
+    row_fields, early = layout.row_fields(groups), overlaps(b.record.device)
     _check_rows(
         (padded_reqs, groups),
         b.page_groups, b.record, b.last_token, b.last_encoder_len, b.claims, b.duplicates, b.tables, b.page_table,
@@ -471,7 +463,8 @@ def _refresh_triton(b: Any) -> None:
         b.record.shape[0], padded_reqs, padded_tokens, row_ids, b.claims.shape[0] - row_ids, b.max_seq_len,
         b.vocab_size, width, b.duplicates.stride(0), b.check_code.stride(0),
         QUERY_LEN=b.query_len, ROW_FIELDS=row_fields, GROUPS=groups, GROUP_BLOCK=next_power_of_two(groups),
-        TOKEN_BLOCK=tiling.token_block, PAGE_BLOCK=tiling.page_block, num_warps=tiling.num_warps,
+        TOKEN_BLOCK=tiling.token_block, PAGE_BLOCK=tiling.page_block, num_warps=tiling.num_warps, OVERLAPS=early,
+        launch_pdl=early,
     )  # fmt: skip
     parts = min(-(-width // tiling.table_block), max(_PROGRAMS // (padded_reqs * groups), 1))
     _write_buffers(
@@ -486,7 +479,8 @@ def _refresh_triton(b: Any) -> None:
         b.check_code.stride(0), b.slot_mapping.stride(0), b.block_table.stride(0), COPIED_PADS=COPIED_PAD_WORDS,
         QUERY_LEN=b.query_len, ROW_FIELDS=row_fields, DECODE_LEN=b.decode_len, GROUPS=groups,
         GROUP_BLOCK=next_power_of_two(groups), ROW_BLOCK=_ROW_BLOCK,
-        TOKEN_BLOCK=tiling.token_block, TABLE_BLOCK=tiling.table_block, num_warps=tiling.num_warps,
+        TOKEN_BLOCK=tiling.token_block, TABLE_BLOCK=tiling.table_block, num_warps=tiling.num_warps, OVERLAPS=early,
+        launch_pdl=early,
     )  # fmt: skip
 
 
@@ -573,6 +567,7 @@ def compile_variants() -> list[CompileSpec]:
             "QUERY_LEN": query_len,
             "ROW_FIELDS": layout.row_fields(groups),
             "TOKEN_BLOCK": tiling.token_block,
+            "OVERLAPS": True,
         }
         common |= {"GROUPS": groups, "GROUP_BLOCK": next_power_of_two(groups)}
         if not tables:
@@ -592,7 +587,7 @@ def compile_variants() -> list[CompileSpec]:
             specs.append(
                 CompileSpec(
                     f"{short}_{name}", kernel, signature, constexprs, tiling.num_warps, 3, divisible=pointers,
-                    max_spill=_SPILL,
+                    max_spill=_SPILL, ptx=("griddepcontrol.wait",),
                 )
             )  # fmt: skip
     return specs

@@ -33,6 +33,7 @@ import torch
 from graphrt.kernels.checks import check_tensor, check_unit_stride
 from graphrt.kernels.compile_spec import CompileSpec
 from graphrt.kernels.errors import ShapeError
+from graphrt.kernels.launcher import overlaps
 from graphrt.kernels.library import define_op
 from graphrt.kernels.ops.sampling_chunks import CHANGED_WORDS, sample_chunks_kernel
 from graphrt.kernels.ops.sampling_logits import SAMPLE_CHUNK
@@ -54,7 +55,6 @@ _CHUNK_FRAME = 8  # bytes that the first pass sets aside in memory where its bit
 _ROW_SPILL = 1024  # bytes that wait in memory meanwhile: what loops need that do not run for most rows
 _CHUNKS = 2  # of a tile of the first pass, once chunks are more than _PROGRAMS
 _PROGRAMS = 2048
-_OVERLAPS = True  # a kernel starts before the one before it has ended
 _MAX_GROUPS = 4096  # of a row; in larger vocabularies groups are larger
 
 
@@ -180,19 +180,19 @@ def _sample_triton(
         0 if mask_words is None else mask_words.shape[0],
         groups,
     )
-    overlaps = _OVERLAPS and device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+    early = overlaps(device)
     if split is not None:
         launch_native("sample_split", inputs, sizes, group_best, group_mass, split, out, group)
     sample_chunks_kernel[(rows, programs)](
         *inputs, group_best, group_mass, plain_words, changed_best, changed_mass, list_groups, *sizes, GROUP=group,
-        CHUNKS=chunks, CHANGED_WORDS=0 if native else CHANGED_WORDS, PROCESSES=processes, OVERLAPS=overlaps,
-        num_warps=_CHUNK_WARPS, launch_pdl=overlaps and split is not None,
+        CHUNKS=chunks, CHANGED_WORDS=0 if native else CHANGED_WORDS, PROCESSES=processes, OVERLAPS=early,
+        num_warps=_CHUNK_WARPS, launch_pdl=early and split is not None,
     )  # fmt: skip
     wide = max(next_power_of_two(groups), 32)
     sample_rows_kernel[(rows,)](
         *inputs, group_best, changed_best, list_groups, out, *sizes, GROUPS=wide, GROUP=group,
-        TILES=next_power_of_two(tiles), CHUNKS=chunks, OVERLAPS=overlaps, num_warps=_ROW_WARPS, maxnreg=_ROW_REGISTERS,
-        launch_pdl=overlaps,
+        TILES=next_power_of_two(tiles), CHUNKS=chunks, OVERLAPS=early, num_warps=_ROW_WARPS, maxnreg=_ROW_REGISTERS,
+        launch_pdl=early,
     )  # fmt: skip
     if top_k is not None and native:
         launch_native("sample_truncated", inputs, sizes, group_best, group_mass, split, out, group)
@@ -202,8 +202,8 @@ def _sample_triton(
         list_logits = torch.empty((rows, LIST), dtype=torch.float32, device=device)
         sample_truncated_kernel[(rows,)](
             *inputs, group_best, group_mass, plain_words, changed_best, changed_mass, list_groups, list_words,
-            list_tokens, list_logits, out, *sizes, GROUPS=wide, GROUP=group, LIST=LIST, OVERLAPS=overlaps,
-            num_warps=_ROW_WARPS, maxnreg=_ROW_REGISTERS, launch_pdl=overlaps,
+            list_tokens, list_logits, out, *sizes, GROUPS=wide, GROUP=group, LIST=LIST, OVERLAPS=early,
+            num_warps=_ROW_WARPS, maxnreg=_ROW_REGISTERS, launch_pdl=early,
         )  # fmt: skip
     return out
 

@@ -17,7 +17,8 @@ from graphrt.kernels.library import INTERPRETER_AVAILABLE, interpreted
 from graphrt.kernels.metadata import record as layout
 from graphrt.kernels.metadata.buffers import BufferKind, StaticBuffers, operands
 from graphrt.kernels.metadata.page_list import list_pages
-from graphrt.kernels.metadata.refresh import _as_declared, refresh
+from graphrt.kernels.metadata.read_record import as_declared
+from graphrt.kernels.metadata.refresh import refresh
 from graphrt.kernels.types import FaultCode
 from graphrt.testing.interpreter import shuffled_programs
 from tests.kernels.refresh_rig import MIXED, OUTPUTS, SCRATCH, Rig, Row, Sizes, expect, pack
@@ -216,9 +217,9 @@ def _run_reference(rig: Rig, words: list[int]) -> None:
 def _declared_kernel(words_ptr, floats_ptr, longs_ptr, ints_ptr):
     lanes = tl.arange(0, 4)
     words = tl.load(words_ptr + lanes)
-    tl.store(floats_ptr + lanes, _as_declared(words, floats_ptr))
-    tl.store(longs_ptr + lanes, _as_declared(words, longs_ptr))
-    tl.store(ints_ptr + lanes, _as_declared(words, ints_ptr))
+    tl.store(floats_ptr + lanes, as_declared(words, floats_ptr))
+    tl.store(longs_ptr + lanes, as_declared(words, longs_ptr))
+    tl.store(ints_ptr + lanes, as_declared(words, ints_ptr))
 
 
 def test_words_of_a_record_become_what_their_buffer_holds(kernel_device: torch.device) -> None:
