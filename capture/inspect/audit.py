@@ -43,9 +43,9 @@ __all__ = ["Allowed", "Audit", "Finding", "FindingKind", "audit", "audit_twice",
 
 _WAIT = (
     "nvjet_*", "*cublasLt::*", "*flash::FlashAttnFwd*", "sample_chunks_kernel", "sample_rows_kernel",
-    "sample_truncated*",
+    "sample_truncated*", "_check_rows_kernel", "_write_buffers_kernel", "attend_kernel", "decode_attention",
 )  # fmt: skip
-"""Kernels of cuBLAS and FlashAttention 3, which launch them early by themselves, and passes of graphrt's sampling."""
+"""Kernels of cuBLAS and FlashAttention 3, which launch them early by themselves, and those of graphrt."""
 
 
 def audit(
@@ -62,8 +62,8 @@ def audit(
              graph of a recorder of graphrt, an op tape
     memory   what `memory_of` made right after the capture
     allowed  deliberate exceptions. The report lists each with its reason, and those that nothing matched
-    waits    patterns of the names of kernels that execute griddepcontrol.wait before they touch memory. Those of
-             cuBLAS, FlashAttention 3 and graphrt are known; another one that begins early is a finding
+    waits    patterns of the names of kernels that execute griddepcontrol.wait before they touch what an earlier one may
+             still read or write. Those of cuBLAS, FlashAttention 3 and graphrt are known; another one is a finding
     driver   asked about addresses that the map does not know; None: the CUDA driver, where there is one
 
     Launches nothing and synchronises nothing; not for use during a capture. Raises: ConfigError for wrong arguments.

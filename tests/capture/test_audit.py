@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import re
 import struct
 import time
 
@@ -13,6 +15,7 @@ from graphrt.capture.inspect.memory import MemoryMap, Owner, Region
 from graphrt.capture.inspect.scan import HIGHEST, LOWEST, scan
 from graphrt.capture.inspect.view import Argument, Edge, GraphView, Node, NodeKind, Operand
 from graphrt.kernels.errors import CaptureError, ConfigError
+from scripts.compile_check import KERNELS
 from tests.capture.audit_examples import (
     BASE,
     GONE,
@@ -239,6 +242,21 @@ def test_a_kernel_that_begins_early_must_wait() -> None:
     assert run(*nodes, edges=edges, waits=["gemm", "rope_*"]).ok
     of_cublas = [kernel(name="norm"), kernel(name="nvjet_tst_64x8_64x16_4x1_v_bz_TNT")]
     assert run(*of_cublas, edges=[Edge(0, 1, True)]).ok
+
+
+def kernels_that_wait() -> list[str]:
+    """Names of graphrt's kernels, of Triton and of CUDA, that wait for the kernel before them."""
+    sources = [path.read_text() for path in sorted(KERNELS.rglob("*.py"))]
+    functions = [n for source in sources for n in ast.walk(ast.parse(source)) if isinstance(n, ast.FunctionDef)]
+    names = [f.name for f in functions if f.decorator_list and "gdc_wait()" in ast.unparse(f)]
+    native = [path.read_text() for path in sorted(KERNELS.rglob("*.cu"))]
+    kernels = r"__global__[^{]*?(\w+)\((?:const __grid_constant__ )?Params"
+    return names + [name for s in native if "wait_for_earlier_kernels()" in s for name in re.findall(kernels, s)]
+
+
+@pytest.mark.parametrize("name", kernels_that_wait())
+def test_our_own_kernels_that_wait_are_known(name: str) -> None:
+    assert run(kernel(name="norm"), kernel(name=name), edges=(Edge(0, 1, programmatic=True),)).ok
 
 
 def test_bodies_are_audited() -> None:
