@@ -37,6 +37,7 @@ _HOST_READS = frozenset(
 UNWRITTEN_FACTORIES = frozenset(
     {
         "aten::empty", "aten::empty_strided", "aten::empty_like", "aten::new_empty", "aten::new_empty_strided",
+        "aten::empty_permuted",
         "aten::lift_fresh",  # torch.tensor: its values were written before any op could be seen
     }
 )  # fmt: skip

@@ -119,8 +119,9 @@ class DecodeSession(RowsInFlight):
                 f"{params.max_new_tokens} tokens; shorten it, lower max_new_tokens or raise max_seq_len"
             )
         self._pages.check_prompt(len(tokens))
-        row = self._take_row(SessionRow(NO_ROW, tokens.astype(np.int32), params))
-        self._begin(row, row.prompt, 0, values)
+        with self._working():
+            row = self._take_row(SessionRow(NO_ROW, tokens.astype(np.int32), params))
+            self._begin(row, row.prompt, 0, values)
         return row
 
     def _begin(self, row: SessionRow, given: Int32Array, start: int, values: RowValues) -> None:
@@ -262,10 +263,11 @@ class DecodeSession(RowsInFlight):
 
         Raises: ConfigError for a row of another session, or one that was released.
         """
-        if isinstance(row, SessionRow) and self._leaves_later(row):
-            return
-        self._own(row, "release")
-        self._release(row)
+        if not self._at_work:  # else the rows that are looked at may be between two states
+            self._open("release")
+        self._check_own(row, "release")
+        with self._working():
+            self._leaving.append(row)
 
     def _release(self, row: SessionRow) -> None:
         """Take a row's id and its pages."""
@@ -457,13 +459,11 @@ class DecodeSession(RowsInFlight):
 
     def close(self) -> None:
         """Wait for launches in flight, and give rows and pages back. Closing twice is fine."""
-        if self._closed:
-            return
         if self._at_work:
             raise ReplayError(
                 "close: expected it between calls of the session, got it in the middle of one; close later"
             )
-        self._closed = True
+        self._closed = True  # a call that was interrupted here is repeated, and goes on
         try:
             for flight in self._flights:
                 flight.launch.wait()  # nobody who gets the pages may find them written
@@ -490,6 +490,9 @@ class DecodeSession(RowsInFlight):
 
     def _own(self, row: SessionRow, call: str) -> None:
         self._open(call)
+        self._check_own(row, call)
+
+    def _check_own(self, row: SessionRow, call: str) -> None:
         check_instance("row", row, SessionRow, advice="pass what add() or fork() returned")
-        if self._rows.get(row.row_id) is not row:
+        if self._rows.get(row.row_id) is not row or row in self._leaving:
             raise ConfigError(f"{call}: expected a row of this session, got one that was released or is another's")

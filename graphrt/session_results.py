@@ -138,19 +138,12 @@ class RowsInFlight(ABC):
 
     def _rest(self, before: int) -> None:
         """The end of such a block. `before`: how many calls are under way without it."""
-        self._at_work = before
-        if self._leaving and not before:
-            leaving, self._leaving = self._leaving, []
-            for row in leaving:
-                if self._rows.get(row.row_id) is row:
-                    self._release(row)
-
-    def _leaves_later(self, row: SessionRow) -> bool:
-        """Whether a row that is released waits for the end of a block."""
-        waits = self._at_work > 0 and self._rows.get(row.row_id) is row and row not in self._leaving
-        if waits:
-            self._leaving.append(row)
-        return waits
+        try:
+            while self._leaving and not before:  # the collector may release more meanwhile
+                self._release(self._leaving[0])
+                del self._leaving[0]
+        finally:
+            self._at_work = before
 
     @abstractmethod
     def _release(self, row: SessionRow) -> None:

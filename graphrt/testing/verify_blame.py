@@ -226,8 +226,8 @@ class Blamer:
     def _unexplained(self, graph: Captured, case: Case) -> Blame:
         moved = self._moved(graph, case)
         text = (
-            "no single buffer, scalar or host value explains it; inspect_graph(graph) of graphrt.capture.inspect lists "
-            "the nodes with their addresses, and audit() those that nobody owns"
+            "no single buffer, scalar or host value explains it; inspect_graph(graph) of graphrt.capture.inspect.cuda "
+            "lists the nodes with their addresses, and audit() those that nobody owns"
         )
         if moved:
             names = ", ".join(moved)

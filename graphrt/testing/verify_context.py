@@ -13,6 +13,7 @@ from graphrt.testing.verify_host import HostValues
 from graphrt.testing.verify_kept import KeptTensors
 from graphrt.testing.verify_report import Difference, VerifyFinding
 from graphrt.testing.verify_runs import Case, Contents, Outcome, Runs, check_part
+from graphrt.testing.verify_slots import is_fixed, same
 from graphrt.testing.verify_subject import Inputs, Target
 
 _TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 4e-2}
@@ -21,8 +22,9 @@ SURELY = 3
 """How often a run that is wrong is repeated: what changes from run to run may come out alike by chance."""
 _NO_REPEAT = "the step does not repeat: the same run, twice in a row, gives two results"
 _NO_REPEAT_BECAUSE = (
-    "it takes something that is no tensor and no value of Python within reach, such as a clock, an iterator or a write "
-    "that races; let refresh() put that into a tensor. Nothing else was compared"
+    "it takes something that is no tensor and no value of Python within reach, such as a clock, an iterator, a write "
+    "that races, or a write to a tensor of over 1 MiB that torch does not count, as through `.data`; let refresh() put "
+    "that into a tensor. Nothing else was compared"
 )
 
 
@@ -63,12 +65,12 @@ class Verification:
     @property
     def changing(self) -> list[str]:
         """Numbers of the inputs that are others in other cases."""
-        values: dict[str, set[object]] = {}
+        values: dict[str, list[object]] = {}
         for case in self.cases.values():
             for name, value in case.named.items():
-                if isinstance(value, (int, float, bool, str)):
-                    values.setdefault(name, set()).add(value)
-        return [name for name, seen in values.items() if len(seen) > 1]
+                if is_fixed(value):
+                    values.setdefault(name, []).append(value)
+        return [name for name, seen in values.items() if not all(same(seen[0], value) for value in seen)]
 
     @property
     def has_results(self) -> bool:

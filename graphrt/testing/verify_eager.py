@@ -17,7 +17,7 @@ from graphrt.testing.verify_memory import zeroed
 from graphrt.testing.verify_past import Past, blame_state, past_of, unreset
 from graphrt.testing.verify_report import Difference, differing, first_difference, raised, region
 from graphrt.testing.verify_runs import POISONED, Case, Contents, Outcome, World, as_recorded, changed, one_seed
-from graphrt.testing.verify_slots import slots
+from graphrt.testing.verify_slots import same, slots
 from graphrt.testing.verify_subject import PlainSubject, copied_inputs, named_outputs
 
 _MOST_VALUES = 8  # of a buffer that are tried as values of its pad rows
@@ -53,7 +53,7 @@ class EagerChecks:
                 del self._v.cases[case.name]
                 continue
             for path, tensor in found.items():
-                if tensor.untyped_storage().data_ptr() not in known:
+                if tensor.untyped_storage().data_ptr() not in known and not _is_among(tensor, target.subject.buffers):
                     known.add(tensor.untyped_storage().data_ptr())
                     name = _name(path, tensor, target.found, target.root)
                     target.found[name] = tensor
@@ -62,7 +62,8 @@ class EagerChecks:
             runs.note_ranges()
             self._find_hidden(case, is_last=case is every[-1])
         for case in self._v.cases.values():
-            self._v.written[case.name] = self._survey(case)
+            with unchanged(*target.root):  # what refresh() keeps of what the buffers hold
+                self._v.written[case.name] = self._survey(case)
         runs.rewritten = frozenset(
             n
             for n in target.buffers
@@ -143,8 +144,10 @@ class EagerChecks:
                 written[name] = torch.ones_like(tensor, dtype=torch.bool)  # replaced: `moved` finds it
                 continue
             high, low, again = found  # a counter gives three results, and is written all the same
-            written[name] = ~differing(high, low) | differing(high, again)
-            tensor.copy_(torch.where(written[name], again, old))
+            poison = again.clone()
+            runs.fill(name, poison, World.HIGH)
+            written[name] = ~differing(high, low) | (differing(high, again) & differing(again, poison))
+            tensor.copy_(old)
         return written
 
     def check(self, permuted: Sequence[str] = ()) -> None:
@@ -244,7 +247,7 @@ class EagerChecks:
         runs, cases = self._v.runs, self._v.cases.values()
         for case in cases:
             contents, expected = self._v.reference[case.name]
-            for value in {other.named[name] for other in cases} - {case.named[name]}:
+            for value in (other.named[name] for other in cases if not same(other.named[name], case.named[name])):
                 try:
                     with unchanged(*self._v.target.root):
                         outcome = runs.eager(case, contents, inputs={**case.named, name: value}, put=False)
@@ -489,6 +492,11 @@ class EagerChecks:
             if cut.shape[:1] == (rows,):
                 found[name] = cut
         return found
+
+
+def _is_among(tensor: torch.Tensor, named: Mapping[str, torch.Tensor]) -> bool:
+    """Whether it is one of these objects, whose memory may be another than at first."""
+    return any(tensor is other for other in named.values())
 
 
 def _name(path: str, tensor: torch.Tensor, found: Mapping[str, torch.Tensor], root: tuple[Any, str]) -> str:

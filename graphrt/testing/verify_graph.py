@@ -141,7 +141,9 @@ class GraphChecks:
             return launch()
 
         host = HostValues.take(*target.root)
-        return Captured(case, launched, contents, host, entered[-1], fill_memory, target.buffers)
+        # Aliases: a tensor of the caller's may get other memory by `set_` or another shape by `resize_`.
+        named = {name: tensor.detach() for name, tensor in target.subject.buffers.items()}
+        return Captured(case, launched, contents, host, entered[-1], fill_memory, target.found | named)
 
     def _record(
         self, case: Case, contents: Contents, step: Callable[[], torch.Tensor], entered: list[HostValues]
@@ -190,9 +192,11 @@ class GraphChecks:
             f"the replay raised {got.error}" if got.error else f"the replay differs from the eager run ({world.value})"
         )
         if moved:
-            because = (
-                f"refresh() puts another tensor in place of {moved[0]}, and the graph reads the old one; use copy_()"
-            )
+            name = moved[0]
+            shapes = [list(group[name].shape) for group in (graph.buffers, self._v.target.buffers) if name in group]
+            because = f"refresh() puts another tensor in place of {name}, and the graph reads the old one; use copy_()"
+            if len(shapes) == 2 and shapes[0] != shapes[1]:
+                because = f"refresh() gives {name} the shape {shapes[1]}, and the graph has {shapes[0]}; use copy_()"
             self._v.find("replaced", case, graph.case.name, text, Blame("", tuple(moved), because), wrong)
         elif explain:
             if not self._v.repeats(case, SURELY):
@@ -212,6 +216,9 @@ class GraphChecks:
 
 
 def _stands_in(name: str, tensor: torch.Tensor, graph: Captured) -> bool:
-    """Whether a tensor lies where the buffer of that name lay at capture."""
+    """Whether a tensor lies where, and as, the buffer of that name lay at capture."""
     captured = graph.buffers.get(name)
-    return captured is not None and captured.data_ptr() == tensor.data_ptr()
+    if captured is None:
+        return False
+    layouts = [(t.data_ptr(), t.shape, t.stride()) for t in (captured, tensor)]
+    return layouts[0] == layouts[1]

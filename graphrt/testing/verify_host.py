@@ -30,6 +30,7 @@ from graphrt.testing.verify_report import differing, same_bits
 from graphrt.testing.verify_slots import (
     NO_VALUES,
     OTHER,
+    Items,
     Keys,
     Place,
     Setter,
@@ -42,6 +43,7 @@ from graphrt.testing.verify_slots import (
 )
 
 _LARGEST_KEPT = 1 << 20  # bytes of a tensor whose contents are kept, as an old address alone cannot be tried again
+_SHARED = (list, set, collections.deque, np.ndarray, array.array, bytearray)  # whose items change in place
 _MOST_KEPT = {False: 64 << 20, True: 16 << 20}  # of all; True: of parameters
 
 
@@ -129,6 +131,8 @@ class HostValues:
                 )
             elif not (slot.is_leaf or isinstance(value, dict)):
                 values[slot.path] = _Object.of(value)
+            elif isinstance(value, _SHARED):
+                values[slot.path] = Items(id(value), copied(value))
             elif not isinstance(value, NO_VALUES):
                 values[slot.path] = slot.copy()
         return cls(values)
@@ -164,7 +168,7 @@ class HostValues:
                 if (kept := old.value) is not None and not is_same_object(kept, new):
                     text = f"{slot.path} was {old.text} and is {_shown_in(slot)} now"
                     objects.append(Change(slot.path, slot.path, kept, text))
-            elif isinstance(new, torch.Tensor) or not same(old, new):
+            elif isinstance(new, torch.Tensor) or not same(old.held if isinstance(old, Items) else old, new):
                 text = f"{slot.path} was {_short(old)} and is {_shown_in(slot)} now"
                 found.append(Change(slot.path, slot.path, old, text))
         return found + objects
@@ -181,14 +185,28 @@ def assigned(root: Any, name: str, values: Mapping[str, Any]) -> Iterator[None]:
 
 def assign(root: Any, name: str, values: Mapping[str, Any]) -> list[tuple[Callable[[Any], None], Any]]:
     """Put the given values in their places. Returns what undoes it: setters, and what stood there."""
-    undo = []
+    undo: list[tuple[Callable[[Any], None], Any]] = []
     for slot in list(slots(root, name)) if values else ():
         if slot.path in values and slot.set is not None:
+            new = values[slot.path]
+            if isinstance(new, Items):
+                if id(slot.value) == new.owner and _takes(slot.value, new.held):
+                    undo.append((functools.partial(_put_items, slot.value), _items(slot.value)))
+                    _put_items(slot.value, new.held)
+                    continue
+                new = new.held
             old = dict(slot.value) if isinstance(slot.value, dict) else slot.value
             with suppress(AttributeError, TypeError):  # an object that lets nobody assign
-                slot.set(copied(values[slot.path]))
+                slot.set(copied(new))
                 undo.append((slot.set, old))
     return undo
+
+
+def _takes(value: Any, items: Any) -> bool:
+    """Whether a list, set or array can hold what it held. Whoever shares it, or its memory, goes on sharing it then."""
+    if isinstance(value, np.ndarray):
+        return bool(value.flags.writeable) and value.shape == items.shape and value.dtype == items.dtype
+    return type(value) is type(items)
 
 
 def written_tensors(root: Any, name: str, during: Callable[[], object]) -> dict[str, torch.Tensor]:
@@ -263,8 +281,7 @@ def unchanged(root: Any, name: str) -> Iterator[None]:
 
 
 def _items(value: Any) -> Any:
-    kinds = (dict, list, set, collections.deque, np.ndarray, array.array, bytearray)
-    return copy.copy(value) if isinstance(value, kinds) else None
+    return copy.copy(value) if isinstance(value, (dict, *_SHARED)) else None
 
 
 def _put_items(value: Any, items: Any) -> None:

@@ -23,6 +23,7 @@ import sys
 import sysconfig
 import threading
 import types
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -51,7 +52,7 @@ _FOREIGN = frozenset(
 NO_VALUES = (functools._lru_cache_wrapper, torch.Generator)
 OTHER = object()
 """What is known of an object: that it is one."""
-_SAME_PATH = (dict, contextvars.ContextVar, *NO_VALUES)  # as what is in them
+_SAME_PATH = (dict, contextvars.ContextVar, weakref.ref, *NO_VALUES)  # as what is in them
 _MODULE_PARTS = ("_parameters", "_buffers", "_modules")
 _OF_EVERY_MODULE = frozenset(vars(torch.nn.Module())) - {"training"}
 _OF_SLOTS = ("__dict__", "__weakref__")  # what `__slots__` names that is no value
@@ -126,10 +127,9 @@ def _package_of(module: str) -> str:
 
 def slots(root: Any, name: str) -> Iterator[Slot]:
     """Every value within reach of an object or a function, each once, and one for each path."""
-    home = _Home.of(root)
     paths: set[str] = set()
-    for slot in _slots(root, name, home, []):
-        if slot.path not in paths:  # two functions may call what they close over alike
+    for slot in _slots(root, name, _Home.of(root), []):
+        if slot.path not in paths:  # a cell that several functions share
             paths.add(slot.path)
             yield slot
 
@@ -146,6 +146,7 @@ def _slots(root: Any, name: str, home: _Home, left: list[str]) -> Iterator[Slot]
     """What lies near comes first. Paths that are left aside go to `left`."""
     seen: set[int] = set()
     count = 0
+    known = {name: 0}
     todo: collections.deque[tuple[Any, str, Setter | None, int, Place]] = collections.deque()
     todo.append((root, name, None, 0, (0, name)))
 
@@ -194,7 +195,7 @@ def _slots(root: Any, name: str, home: _Home, left: list[str]) -> Iterator[Slot]
                 continue
         elif isinstance(value, types.FunctionType) or (_is_own_object(value) and hasattr(value, "__dict__")):
             yield _entries(value, path)
-        enter(value, path, depth, _children(value, path, setter, home))
+        enter(value, path, depth, _children(value, path, setter, home, known))
 
 
 def _entries(value: Any, path: str) -> Slot:
@@ -207,6 +208,17 @@ class Keys:
     """What a dict, or an object's attributes, had entries for."""
 
     keys: frozenset[Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Items:
+    """What a list, a set or an array held. `owner`: its id. Others may share that object, or its memory."""
+
+    owner: int
+    held: Any
+
+    def __repr__(self) -> str:
+        return repr(self.held)
 
 
 def _set_entries(owner: dict[Any, Any], put: Setter | None, value: Any) -> None:
@@ -272,7 +284,7 @@ def is_value(value: Any) -> bool:
     """Whether it is a number, a text, an array, or a container of them: what a tensor could hold."""
     if isinstance(value, (torch.Tensor, type(None))):
         return False
-    return _is_leaf(value) or isinstance(value, (dict, Keys, Drawn))
+    return _is_leaf(value) or isinstance(value, (dict, Keys, Drawn, Items))
 
 
 def _is_leaf(value: Any) -> bool:
@@ -299,7 +311,8 @@ def _random(value: Any) -> tuple[Drawn, Setter] | None:
     return None
 
 
-def _children(value: Any, path: str, put: Setter | None, home: _Home) -> Children:
+def _children(value: Any, path: str, put: Setter | None, home: _Home, known: dict[str, int]) -> Children:
+    """`known`: which cell, or which globals, a name without a path means."""
     if isinstance(value, dict):
         for key, item in list(value.items()):
             yield item, f"{path}[{key!r}]", functools.partial(value.__setitem__, key)
@@ -315,12 +328,16 @@ def _children(value: Any, path: str, put: Setter | None, home: _Home) -> Childre
         yield value.__self__, path.removesuffix(f".{value.__name__}"), None
         yield value.__func__, path, None
     elif isinstance(value, types.FunctionType):
-        yield from _of_function(value, path, home) if home.has(value.__module__) else ()
+        yield from _of_function(value, path, home, known) if home.has(value.__module__) else ()
     elif isinstance(value, functools.partial):
         yield value.func, path, None
         for index, item in enumerate(value.args):
             yield item, f"{path}({index})", None
         yield value.keywords, path, None
+    elif isinstance(value, weakref.ref):
+        yield value(), path, None
+    elif isinstance(value, types.ModuleType):
+        yield from _of_module(value, path) if home.has(value.__name__) else ()
     elif isinstance(value, torch.nn.Module):
         for part in _MODULE_PARTS:
             for key, item in list(vars(value)[part].items()):
@@ -402,17 +419,21 @@ def _function_of(item: Any) -> Any:
     return item.func if isinstance(item, functools.cached_property) else item
 
 
-def _of_function(function: types.FunctionType, path: str, home: _Home) -> Children:
-    """What a function closes over, and the globals that its code names, as these are called in it."""
+def _of_function(function: types.FunctionType, path: str, home: _Home, known: dict[str, int]) -> Children:
+    """What a function closes over, and the globals that its code names, as these are called in it.
+
+    Another cell of a name that is `known`, as those of a decorator that stands twice, is called by its function too.
+    """
     for key, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        where = key if known.setdefault(key, id(cell)) == id(cell) else f"{path}'s {key}"
         try:
-            yield cell.cell_contents, key, functools.partial(setattr, cell, "cell_contents")
+            yield cell.cell_contents, where, functools.partial(setattr, cell, "cell_contents")
         except ValueError:  # empty
             continue
     space, names = function.__globals__, _names_in(function.__code__)
     for key in names:
         if key in space:
-            yield from _of_global(function, key, space[key], names, home)
+            yield from _of_global(function, key, space[key], names, home, known)
     for key, item in list(vars(function).items()):
         yield item, f"{path}.{key}", functools.partial(vars(function).__setitem__, key)
     arguments = function.__code__.co_varnames[: function.__code__.co_argcount]
@@ -425,9 +446,13 @@ def _of_function(function: types.FunctionType, path: str, home: _Home) -> Childr
             yield item, f"{path}({key})", functools.partial(keywords.__setitem__, key)
 
 
-def _of_global(function: types.FunctionType, name: str, item: Any, names: list[str], home: _Home) -> Children:
+def _of_global(
+    function: types.FunctionType, name: str, item: Any, names: list[str], home: _Home, known: dict[str, int]
+) -> Children:
     """A global that a function names: itself, or, of a module of own code, what the function names of it."""
-    key = name if (function.__module__ or "") == home.module else f"{function.__module__}.{name}"
+    space = id(function.__globals__)
+    at_home = (function.__module__ or "") == home.module and known.setdefault(name, space) == space
+    key = name if at_home else f"{function.__module__}.{name}"
     put = functools.partial(function.__globals__.__setitem__, name)
     if item is np and "random" in names:
         yield np.random, f"{name}.random", None
@@ -441,6 +466,13 @@ def _of_global(function: types.FunctionType, name: str, item: Any, names: list[s
                     yield part, f"{key}.{attribute}", functools.partial(setattr, item, attribute)
     elif not isinstance(item, types.BuiltinFunctionType):
         yield item, key, put
+
+
+def _of_module(module: types.ModuleType, path: str) -> Children:
+    """What a module that an object keeps, as its configuration, holds. No functions: nobody says which are called."""
+    for key, item in list(vars(module).items()):
+        if not key.startswith("__") and _is_data(item):
+            yield item, f"{path}.{key}", functools.partial(setattr, module, key)
 
 
 def _is_data(item: Any) -> bool:

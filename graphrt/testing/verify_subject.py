@@ -271,6 +271,8 @@ def _collect(named: dict[str, torch.Tensor], value: Any, name: str, *, is_all: b
     if value is None:
         return
     if isinstance(value, torch.Tensor):
+        if name in named:
+            raise ConfigError(f"step: expected results of different names, got two called {name!r}; rename one")
         named[name] = check_tensor_value(name, value)
     elif isinstance(value, Mapping):
         for key, item in value.items():

@@ -9,11 +9,12 @@ from graphrt.batch import Batch
 from graphrt.config import RowTensor, RuntimeConfig
 from graphrt.groups import kv_groups
 from graphrt.handle import StepFaultError
-from graphrt.kernels.errors import CapacityError
+from graphrt.kernels.errors import CapacityError, ConfigError
 from graphrt.kernels.types import RowEnd
 from graphrt.runtime import Runtime
 from graphrt.sampling_params import SamplingParams
 from graphrt.session import DecodeSession
+from graphrt.session_rows import SessionRow
 from graphrt.spec import AttentionSpec
 from graphrt.step import Step
 from tests.runtime.toy import HEAD_DIM, HEADS, KV_HEADS, LAYERS, MAX_LEN, VOCAB, LivelyModel, greedy, make_runtime
@@ -220,3 +221,86 @@ def _runs(session: DecodeSession, prompt: list[int]) -> bool:
         return False
     finally:
         session.release(row)
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_a_row_that_leaves_in_a_step_leaves_once(device: torch.device, times: int) -> None:
+    """A second release from inside of the model took its pages while the step still wrote there."""
+    hooks: list[list[SessionRow]] = []
+    lively = LivelyModel(device)
+
+    def model(step: Step) -> torch.Tensor:
+        if hooks:
+            gone = hooks.pop()[0]
+            session.release(gone)
+            for _ in range(times - 1):
+                with pytest.raises(ConfigError, match="one that was released"):
+                    session.release(gone)
+                with pytest.raises(ConfigError, match="one that was released"):
+                    session.append_pages(gone, [])
+            assert gone in session.rows, "until the call is over"
+        return lively(step)
+
+    runtime = make_runtime(device, model=model, num_pages=60, config={"use_graphs": False})
+    runtime.capture()
+    with DecodeSession(runtime) as session:
+        gone = session.add([3, 1, 4], SamplingParams(9))
+        other = session.add([7, 8], SamplingParams(12))
+        session.run(2)
+        session.collect(wait=True)
+        hooks.append([gone])
+        session.run(1)
+        assert session.rows == (other,)
+        while session.running:
+            session.run(1)
+            session.collect(wait=True)
+        assert other.tokens == greedy(lively, [7, 8], 12)
+    assert len(runtime.free_rows) == runtime.config.max_num_reqs
+    assert runtime.allocator.num_free == 59
+
+
+def test_the_collector_may_release_a_row_in_the_middle_of_a_release(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One after the other: two at once gave KeyError, and lost pages."""
+    runtime = captured(device)
+    with DecodeSession(runtime) as session:
+        first, second, third = (session.add([3, 1, 4], SamplingParams(9)) for _ in range(3))
+        session.run(2)
+        session.collect(wait=True)
+        release, left = session._pages.release, []
+
+        def hooked(at: int) -> None:
+            left.append(at)
+            if len(left) == 1:
+                session.release(second)
+                assert len(left) == 1, "the one that leaves now goes first"
+            release(at)
+
+        monkeypatch.setattr(session._pages, "release", hooked)
+        session.release(first)
+        assert left == [first.row_id, second.row_id]
+        assert session.rows == (third,)
+    assert len(runtime.free_rows) == runtime.config.max_num_reqs
+    assert runtime.allocator.num_free == 59
+
+
+def test_a_close_that_was_interrupted_is_repeated(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    runtime = captured(device)
+    session = DecodeSession(runtime)
+    for _ in range(2):
+        session.add([3, 1, 4], SamplingParams(9))
+    session.run(2)
+    release = session._pages.release
+
+    def interrupted(at: int) -> None:
+        monkeypatch.setattr(session._pages, "release", release)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(session._pages, "release", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        session.close()
+    session.close()
+    assert not session.rows
+    assert len(runtime.free_rows) == runtime.config.max_num_reqs
+    assert runtime.allocator.num_free == 59
