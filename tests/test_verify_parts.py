@@ -27,8 +27,9 @@ from graphrt.testing.verify_host import HostValues, assigned, caches, written_te
 from graphrt.testing.verify_memory import UnwrittenInGraph, UnwrittenMemory, fill_inactive, inactive_blocks, zeroed
 from graphrt.testing.verify_report import differing, first_difference, region, same_bits
 from graphrt.testing.verify_runs import changed
-from graphrt.testing.verify_slots import same, slots
+from graphrt.testing.verify_slots import slots
 from graphrt.testing.verify_subject import Target
+from graphrt.testing.verify_values import same
 from tests.verify_examples import Copies, rows, silu
 
 NAN = math.nan

@@ -13,7 +13,8 @@ import numpy as np
 import torch
 
 from graphrt.testing.verify_host import as_now, assign, places, rewritten, written_tensors
-from graphrt.testing.verify_slots import Drawn, slots
+from graphrt.testing.verify_slots import slots
+from graphrt.testing.verify_values import Drawn
 
 
 def test_values_are_put_back_and_undone() -> None:

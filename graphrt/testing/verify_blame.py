@@ -17,7 +17,7 @@ from graphrt.testing.verify_host import Change, Held, HostValues, caches
 from graphrt.testing.verify_memory import NAN_BYTE
 from graphrt.testing.verify_report import Difference, differing, region
 from graphrt.testing.verify_runs import OTHER_SEED, POISONED, Case, Contents, Outcome, Runs, World
-from graphrt.testing.verify_slots import is_value, same
+from graphrt.testing.verify_values import is_value, same
 
 POOL = "memory pool"
 _MOST_TRIED = 40

@@ -13,8 +13,8 @@ from graphrt.testing.verify_host import HostValues
 from graphrt.testing.verify_kept import KeptTensors
 from graphrt.testing.verify_report import Difference, VerifyFinding
 from graphrt.testing.verify_runs import Case, Contents, Outcome, Runs, check_part
-from graphrt.testing.verify_slots import is_fixed, same
 from graphrt.testing.verify_subject import Inputs, Target
+from graphrt.testing.verify_values import is_fixed, same
 
 _TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 4e-2}
 

@@ -10,8 +10,9 @@ import torch
 from graphrt.testing.verify_context import Verification
 from graphrt.testing.verify_graph import GraphChecks
 from graphrt.testing.verify_runs import Case, Outcome
-from graphrt.testing.verify_slots import same, unreached
+from graphrt.testing.verify_slots import unreached
 from graphrt.testing.verify_subject import PlainSubject
+from graphrt.testing.verify_values import same
 
 _MOST_NAMED = 6
 

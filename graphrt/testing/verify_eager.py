@@ -16,9 +16,11 @@ from graphrt.testing.verify_host import Held, first_held, places, renewed, rewri
 from graphrt.testing.verify_memory import zeroed
 from graphrt.testing.verify_past import Past, blame_state, past_of, unreset
 from graphrt.testing.verify_report import Difference, differing, first_difference, raised, region
+from graphrt.testing.verify_reversed import check_reversed
 from graphrt.testing.verify_runs import POISONED, Case, Contents, Outcome, World, as_recorded, changed, one_seed
-from graphrt.testing.verify_slots import same, slots
+from graphrt.testing.verify_slots import slots
 from graphrt.testing.verify_subject import PlainSubject, copied_inputs, named_outputs
+from graphrt.testing.verify_values import same
 
 _MOST_VALUES = 8  # of a buffer that are tried as values of its pad rows
 _Pair = tuple[str, torch.Tensor | None, torch.Tensor, torch.Tensor | None]
@@ -171,7 +173,7 @@ class EagerChecks:
         self._check_memory()
         self._v.ignored = [name for name in self._v.changing if not self._depends_on(name)]
         if permuted:
-            self._check_reversed(permuted)
+            check_reversed(self._v, permuted)
 
     def _run_oracles(self) -> None:
         if not self._v.target.has_oracle:
@@ -461,37 +463,6 @@ class EagerChecks:
                     because = f"refresh() does not write {name} for this case, and the step reads it; fill it each time"
                     return Blame("padding", (name,), because)
         return None
-
-    def _check_reversed(self, permuted: Sequence[str]) -> None:
-        """Rows in reverse order must give the results in reverse order."""
-        backwards = next((case for case in self._v.cases.values() if case.name.endswith(" reversed")), None)
-        first = self._v.cases.get(backwards.name.removesuffix(" reversed")) if backwards is not None else None
-        if first is None or backwards is None:  # one of both raised, and `eager` has said so
-            return
-        wanted, found = self._row_results(first, permuted), self._row_results(backwards, permuted)
-        for name, want in wanted.items():
-            have = found.get(name)
-            if have is None or have.shape != want.shape:
-                continue
-            self._v.reversed = True
-            tolerance, dims = self._v.tolerance(want.dtype), self._v.runs.dims.get(name)
-            if wrong := first_difference(name, have.flip(0), want, tolerance=tolerance, dims=dims):
-                text = "rows in reverse order do not give the results in reverse order"
-                blame = Blame("", (), "a row's result depends on where it stands")
-                self._v.find("permute", first, "", text, blame, wrong)
-
-    def _row_results(self, case: Case, permuted: Sequence[str]) -> dict[str, torch.Tensor]:
-        """The results that have a row for each row of the inputs: the oracle's, or else the step's without pad rows."""
-        rows = len(case.named[permuted[0]])
-        exact = self._v.exact.get(case.name)
-        if exact is not None and exact.outputs:
-            return {name: tensor for name, tensor in exact.outputs.items() if tensor.shape[:1] == (rows,)}
-        found = {}
-        for name, tensor in self._v.reference[case.name][1].outputs.items():
-            cut = tensor[case.real[name]] if name in case.real else tensor[:rows] if tensor.dim() else tensor
-            if cut.shape[:1] == (rows,):
-                found[name] = cut
-        return found
 
 
 def _is_among(tensor: torch.Tensor, named: Mapping[str, torch.Tensor]) -> bool:

@@ -27,20 +27,8 @@ import torch
 
 from graphrt.kernels.checks import shown
 from graphrt.testing.verify_report import differing, same_bits
-from graphrt.testing.verify_slots import (
-    NO_VALUES,
-    OTHER,
-    Items,
-    Keys,
-    Place,
-    Setter,
-    Slot,
-    copied,
-    is_fixed,
-    is_same_object,
-    same,
-    slots,
-)
+from graphrt.testing.verify_slots import NO_VALUES, OTHER, Place, Setter, Slot, slots
+from graphrt.testing.verify_values import Items, Keys, copied, is_fixed, is_same_object, same
 
 _LARGEST_KEPT = 1 << 20  # bytes of a tensor whose contents are kept, as an old address alone cannot be tried again
 _SHARED = (list, set, collections.deque, np.ndarray, array.array, bytearray)  # whose items change in place

@@ -20,7 +20,8 @@ from graphrt.testing.verify_host import assign, entry, unchanged
 from graphrt.testing.verify_past import Reference
 from graphrt.testing.verify_report import has_memory
 from graphrt.testing.verify_runs import OTHER_SEED, SEED, Case, Outcome, Runs
-from graphrt.testing.verify_slots import Keys, slots
+from graphrt.testing.verify_slots import slots
+from graphrt.testing.verify_values import Keys
 
 _MOST_TRIED = 24
 

@@ -6,16 +6,10 @@ iterator, and what C code keeps.
 
 from __future__ import annotations
 
-import array
 import collections
 import contextlib
 import contextvars
-import copy
-import dataclasses
-import datetime
-import decimal
 import enum
-import fractions
 import functools
 import pickle
 import random
@@ -24,28 +18,18 @@ import sysconfig
 import threading
 import types
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
-from graphrt.testing.verify_report import differing, has_memory
+from graphrt.testing.verify_report import has_memory
+from graphrt.testing.verify_values import NEVER_LEAVES, SEQUENCES, Drawn, Keys, copied, is_fixed, is_leaf
 
 _MOST_SLOTS, _DEEPEST = 50_000, 24
 _WHOLE = 256  # entries from which on a dict of numbers and texts is one value
-_SCALARS = (
-    int, float, bool, str, bytes, complex, type(None), range, slice, enum.Enum, torch.dtype, torch.device,
-    decimal.Decimal, fractions.Fraction, datetime.date, datetime.time, datetime.timedelta,
-)  # fmt: skip
-_SURELY_LEAVES = frozenset(
-    {int, float, bool, str, bytes, type(None), torch.Tensor, torch.nn.Parameter, torch.dtype, torch.device}
-)
-_NEVER_LEAVES = frozenset({dict, type, types.FunctionType, types.MethodType, functools.partial})
-"""Types of most values: one look tells of these what else takes a dozen."""
-_ARRAYS = (np.ndarray, array.array, bytearray)
-_SEQUENCES = (list, tuple, set, frozenset, collections.deque)
 _FOREIGN = frozenset(
     {"builtins", "torch", "numpy", "triton", "cuda", "threading", "logging", "typing", "abc", "random", "enum"}
 )
@@ -85,16 +69,6 @@ class Slot(NamedTuple):
         if isinstance(self.value, dict):
             return dict(self.value) if self.is_whole else Keys(frozenset(self.value))
         return copied(self.value) if self.is_leaf else OTHER
-
-
-@dataclass(frozen=True, slots=True)
-class Drawn:
-    """Where a random generator of Python or numpy stands."""
-
-    state: bytes
-
-    def __repr__(self) -> str:
-        return "at one place of its numbers"
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +137,7 @@ def _slots(root: Any, name: str, home: _Home, left: list[str]) -> Iterator[Slot]
         if isinstance(value, torch.Tensor) and not has_memory(value):
             left.append(path)
             continue
-        if _is_leaf(value) or (isinstance(value, type) and path.endswith(".__class__")):
+        if is_leaf(value) or (isinstance(value, type) and path.endswith(".__class__")):
             count += 1
             yield Slot(path, value, setter, place)
             if isinstance(value, torch.Tensor) and id(value) not in seen:
@@ -203,24 +177,6 @@ def _entries(value: Any, path: str) -> Slot:
     return Slot(f"{path}.", vars(value), functools.partial(_set_entries, vars(value), None), (id(value), "."))
 
 
-@dataclass(frozen=True, slots=True)
-class Keys:
-    """What a dict, or an object's attributes, had entries for."""
-
-    keys: frozenset[Any]
-
-
-@dataclass(frozen=True, slots=True)
-class Items:
-    """What a list, a set or an array held. `owner`: its id. Others may share that object, or its memory."""
-
-    owner: int
-    held: Any
-
-    def __repr__(self) -> str:
-        return repr(self.held)
-
-
 def _set_entries(owner: dict[Any, Any], put: Setter | None, value: Any) -> None:
     """Put entries back, or drop those that were not there, or put something else in place of the dict."""
     if isinstance(value, Keys):
@@ -233,72 +189,9 @@ def _set_entries(owner: dict[Any, Any], put: Setter | None, value: Any) -> None:
         put(value)
 
 
-def is_same_object(old: Any, new: Any) -> bool:
-    """Whether two references lead to one object, or to one method of one."""
-    if isinstance(old, types.MethodType) and isinstance(new, types.MethodType):
-        return old.__self__ is new.__self__ and old.__func__ is new.__func__
-    return old is new
-
-
-def copied(value: Any) -> Any:
-    """A leaf that does not change when the step changes its own in place; tensors are not copied."""
-    return copy.copy(value) if isinstance(value, (*_ARRAYS, list, set, collections.deque)) else value
-
-
-def same(old: Any, new: Any, within: frozenset[tuple[int, int]] = frozenset()) -> bool:
-    """Whether two values are of one type and value: tensors and arrays by what they hold, containers by their items.
-
-    within   the containers that these two lie in, by their ids: one that leads back to itself is compared once
-    """
-    if old is new or (id(old), id(new)) in within:
-        return True
-    if type(old) is not type(new):
-        return False
-    if isinstance(old, torch.Tensor):
-        alike = old.shape == new.shape and old.dtype == new.dtype and old.device == new.device
-        return alike and has_memory(old) and has_memory(new) and not bool(differing(old, new).any())
-    if isinstance(old, np.ndarray):
-        return old.dtype == new.dtype and np.array_equal(old, new, equal_nan=old.dtype.kind in "fc")
-    within |= {(id(old), id(new))}
-    if isinstance(old, Mapping):
-        return old.keys() == new.keys() and all(same(value, new[key], within) for key, value in old.items())
-    if isinstance(old, (list, tuple, collections.deque)):
-        return len(old) == len(new) and all(same(*pair, within) for pair in zip(old, new, strict=True))
-    if dataclasses.is_dataclass(old) and not isinstance(old, type):
-        names = {field.name for field in dataclasses.fields(old)} | {*getattr(old, "__dict__", ())}
-        return all(same(getattr(old, name, None), getattr(new, name, None), within) for name in sorted(names))
-    try:
-        return bool(old == new or (old != old and new != new))
-    except Exception:  # a comparison of somebody else's class
-        return False
-
-
-def is_fixed(value: Any) -> bool:
-    """Whether it is a number, a text or the like, or a tuple or frozenset of them: nothing that changes in place."""
-    if isinstance(value, (tuple, frozenset)):
-        return all(isinstance(item, _SCALARS) for item in value)
-    return isinstance(value, (*_SCALARS, np.generic))
-
-
-def is_value(value: Any) -> bool:
-    """Whether it is a number, a text, an array, or a container of them: what a tensor could hold."""
-    if isinstance(value, (torch.Tensor, type(None))):
-        return False
-    return _is_leaf(value) or isinstance(value, (dict, Keys, Drawn, Items))
-
-
-def _is_leaf(value: Any) -> bool:
-    kind = type(value)
-    if kind in _SURELY_LEAVES or kind in _NEVER_LEAVES:
-        return kind in _SURELY_LEAVES
-    if isinstance(value, (*_SCALARS, torch.Tensor, *_ARRAYS, np.generic)):
-        return True
-    return isinstance(value, _SEQUENCES) and all(isinstance(item, _SCALARS) for item in value)
-
-
 def _random(value: Any) -> tuple[Drawn, Setter] | None:
     """Where a generator stands, and what puts it there."""
-    if type(value) in _NEVER_LEAVES:
+    if type(value) in NEVER_LEAVES:
         return None
     if value is random or (isinstance(value, random.Random) and not isinstance(value, random.SystemRandom)):
         return Drawn(pickle.dumps(value.getstate())), lambda old: value.setstate(pickle.loads(old.state))
@@ -477,7 +370,7 @@ def _of_module(module: types.ModuleType, path: str) -> Children:
 
 def _is_data(item: Any) -> bool:
     """Whether an attribute of a class or a module is something that it keeps, not what it is made of."""
-    return _is_leaf(item) or isinstance(item, (*_SEQUENCES, dict)) or _is_own_object(item)
+    return is_leaf(item) or isinstance(item, (*SEQUENCES, dict)) or _is_own_object(item)
 
 
 def _names_in(code: types.CodeType) -> list[str]:
