@@ -16,19 +16,32 @@ if TYPE_CHECKING:
     from graphrt.backends.registry import register_backend as register_backend
     from graphrt.batch import Batch as Batch
     from graphrt.batch import Row as Row
-    from graphrt.bundle import Bundle as Bundle
+    from graphrt.bundle.bundle import Bundle as Bundle
+    from graphrt.cache.groups import kv_groups as kv_groups
+    from graphrt.cache.kv_cache import KVCache as KVCache
+    from graphrt.cache.kv_cache import PageAllocator as PageAllocator
+    from graphrt.cache.swap import SwapArrival as SwapArrival
+    from graphrt.cache.swap import SwappedPages as SwappedPages
+    from graphrt.cache.swap import SwapSpace as SwapSpace
     from graphrt.capture.descriptor import BatchDescriptor as BatchDescriptor
     from graphrt.capture.descriptor import GraphKind as GraphKind
-    from graphrt.compare import StepComparison as StepComparison
     from graphrt.config import RowTensor as RowTensor
     from graphrt.config import RuntimeConfig as RuntimeConfig
-    from graphrt.entry import State as State
-    from graphrt.generate import Event as Event
-    from graphrt.generate import TextGenerator as TextGenerator
-    from graphrt.groups import kv_groups as kv_groups
-    from graphrt.handle import RowFault as RowFault
-    from graphrt.handle import StepFaultError as StepFaultError
-    from graphrt.handle import StepHandle as StepHandle
+    from graphrt.engine.compare import StepComparison as StepComparison
+    from graphrt.engine.handle import RowFault as RowFault
+    from graphrt.engine.handle import StepFaultError as StepFaultError
+    from graphrt.engine.handle import StepHandle as StepHandle
+    from graphrt.engine.launch import Launch as Launch
+    from graphrt.engine.lifecycle import State as State
+    from graphrt.engine.logprobs import StepLogprobs as StepLogprobs
+    from graphrt.engine.logprobs import TokenLogprob as TokenLogprob
+    from graphrt.engine.recording import Recording as Recording
+    from graphrt.engine.request_tables import RowTables as RowTables
+    from graphrt.engine.stats import Stats as Stats
+    from graphrt.engine.step_model import as_step_model as as_step_model
+    from graphrt.generate.generator import Event as Event
+    from graphrt.generate.generator import TextGenerator as TextGenerator
+    from graphrt.generate.scheduler import GenerationStats as GenerationStats
     from graphrt.kernels.cache.write import Rotary as Rotary
     from graphrt.kernels.errors import CapacityError as CapacityError
     from graphrt.kernels.errors import CaptureError as CaptureError
@@ -43,34 +56,21 @@ if TYPE_CHECKING:
     from graphrt.kernels.types import KVLayout as KVLayout
     from graphrt.kernels.types import RowEnd as RowEnd
     from graphrt.kernels.types import RowStatus as RowStatus
-    from graphrt.kv_cache import KVCache as KVCache
-    from graphrt.kv_cache import PageAllocator as PageAllocator
-    from graphrt.launch import Launch as Launch
     from graphrt.layer import Attention as Attention
     from graphrt.layer import attention_specs as attention_specs
-    from graphrt.logprobs import StepLogprobs as StepLogprobs
-    from graphrt.logprobs import TokenLogprob as TokenLogprob
     from graphrt.models.loading import load_model as load_model
     from graphrt.models.tokenizer import load_tokenizer as load_tokenizer
-    from graphrt.recording import Recording as Recording
     from graphrt.replay import ReplayManager as ReplayManager
-    from graphrt.row_tables import RowTables as RowTables
     from graphrt.runtime import MemoryPlan as MemoryPlan
     from graphrt.runtime import Runtime as Runtime
     from graphrt.runtime import resolve_device as resolve_device
     from graphrt.sampling_params import SamplingParams as SamplingParams
-    from graphrt.scheduler import GenerationStats as GenerationStats
-    from graphrt.session import DecodeSession as DecodeSession
-    from graphrt.session_rows import SessionRow as SessionRow
+    from graphrt.session.requests import SessionRow as SessionRow
+    from graphrt.session.session import DecodeSession as DecodeSession
     from graphrt.spec import AttentionKind as AttentionKind
     from graphrt.spec import AttentionSpec as AttentionSpec
     from graphrt.spec import KVCacheSpec as KVCacheSpec
-    from graphrt.stats import Stats as Stats
     from graphrt.step import Step as Step
-    from graphrt.step_model import as_step_model as as_step_model
-    from graphrt.swap import SwapArrival as SwapArrival
-    from graphrt.swap import SwappedPages as SwappedPages
-    from graphrt.swap import SwapSpace as SwapSpace
 
 __version__ = "0.1.0"
 
@@ -82,57 +82,57 @@ _HOME = {
     "BackendChoice": "graphrt.backends.choice",
     "Batch": "graphrt.batch",
     "BatchDescriptor": "graphrt.capture.descriptor",
-    "Bundle": "graphrt.bundle",
+    "Bundle": "graphrt.bundle.bundle",
     "Capabilities": "graphrt.backends.base",
     "CapacityError": "graphrt.kernels.errors",
     "CaptureError": "graphrt.kernels.errors",
     "ConfigError": "graphrt.kernels.errors",
-    "DecodeSession": "graphrt.session",
-    "Event": "graphrt.generate",
+    "DecodeSession": "graphrt.session.session",
+    "Event": "graphrt.generate.generator",
     "FaultCode": "graphrt.kernels.types",
-    "GenerationStats": "graphrt.scheduler",
+    "GenerationStats": "graphrt.generate.scheduler",
     "GraphKind": "graphrt.capture.descriptor",
     "GraphRTError": "graphrt.kernels.errors",
-    "KVCache": "graphrt.kv_cache",
+    "KVCache": "graphrt.cache.kv_cache",
     "KVCacheSpec": "graphrt.spec",
     "KVLayout": "graphrt.kernels.types",
-    "Launch": "graphrt.launch",
+    "Launch": "graphrt.engine.launch",
     "MemoryPlan": "graphrt.runtime",
     "NO_TOKEN": "graphrt.kernels.types",
-    "PageAllocator": "graphrt.kv_cache",
-    "Recording": "graphrt.recording",
+    "PageAllocator": "graphrt.cache.kv_cache",
+    "Recording": "graphrt.engine.recording",
     "ReplayError": "graphrt.kernels.errors",
     "ReplayManager": "graphrt.replay",
     "Rotary": "graphrt.kernels.cache.write",
     "Row": "graphrt.batch",
     "RowEnd": "graphrt.kernels.types",
-    "RowFault": "graphrt.handle",
+    "RowFault": "graphrt.engine.handle",
     "RowStatus": "graphrt.kernels.types",
-    "RowTables": "graphrt.row_tables",
+    "RowTables": "graphrt.engine.request_tables",
     "RowTensor": "graphrt.config",
     "Runtime": "graphrt.runtime",
     "RuntimeConfig": "graphrt.config",
     "SamplingParams": "graphrt.sampling_params",
-    "SessionRow": "graphrt.session_rows",
+    "SessionRow": "graphrt.session.requests",
     "ShapeError": "graphrt.kernels.errors",
-    "State": "graphrt.entry",
-    "Stats": "graphrt.stats",
+    "State": "graphrt.engine.lifecycle",
+    "Stats": "graphrt.engine.stats",
     "Step": "graphrt.step",
-    "StepLogprobs": "graphrt.logprobs",
-    "StepComparison": "graphrt.compare",
-    "StepFaultError": "graphrt.handle",
-    "StepHandle": "graphrt.handle",
-    "SwapArrival": "graphrt.swap",
-    "SwapSpace": "graphrt.swap",
-    "SwappedPages": "graphrt.swap",
+    "StepLogprobs": "graphrt.engine.logprobs",
+    "StepComparison": "graphrt.engine.compare",
+    "StepFaultError": "graphrt.engine.handle",
+    "StepHandle": "graphrt.engine.handle",
+    "SwapArrival": "graphrt.cache.swap",
+    "SwapSpace": "graphrt.cache.swap",
+    "SwappedPages": "graphrt.cache.swap",
     "TOKEN_FROM_ROW": "graphrt.kernels.types",
-    "TokenLogprob": "graphrt.logprobs",
-    "TextGenerator": "graphrt.generate",
+    "TokenLogprob": "graphrt.engine.logprobs",
+    "TextGenerator": "graphrt.generate.generator",
     "UnsupportedError": "graphrt.kernels.errors",
-    "as_step_model": "graphrt.step_model",
+    "as_step_model": "graphrt.engine.step_model",
     "attention_specs": "graphrt.layer",
     "get_attn_backend": "graphrt.backends.choice",
-    "kv_groups": "graphrt.groups",
+    "kv_groups": "graphrt.cache.groups",
     "load_model": "graphrt.models.loading",
     "load_tokenizer": "graphrt.models.tokenizer",
     "register_backend": "graphrt.backends.registry",

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from graphrt.batch_values import check_ranges, copied_values, host_array, needs_of, of_row
 from graphrt.config import Need, RuntimeConfig
-from graphrt.copied_values import check_ranges, copied_values, host_array, needs_of, of_row
 from graphrt.kernels.checks import shown
 from graphrt.kernels.errors import CapacityError, ShapeError, UnsupportedError
 from graphrt.kernels.metadata import record as layout

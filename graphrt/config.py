@@ -12,8 +12,8 @@ from graphrt.capture.descriptor import decode_ladder, mixed_ladder
 from graphrt.kernels.checks import check_bool_field, check_instance, check_int_field, check_ints, check_sequence, shown
 from graphrt.kernels.errors import ConfigError, UnsupportedError
 from graphrt.kernels.metadata.arguments import MAX_ROWS, MAX_TOKENS
+from graphrt.kernels.numbers import ROW_DTYPES, converted
 from graphrt.kernels.ops.sampling_logprobs import MAX_TOP
-from graphrt.row_values import ROW_DTYPES, converted
 
 _MAX_LENGTH = 1 << 30  # positions, and sums of a few of them, are int32 on the device
 _MAX_RING = 1024

@@ -10,6 +10,8 @@ import torch
 
 from graphrt.backends.choice import get_attn_backend
 from graphrt.batch import Batch
+from graphrt.cache.groups import layer_places
+from graphrt.cache.kv_cache import KVCache
 from graphrt.capture.descriptor import BatchDescriptor, GraphKind
 from graphrt.capture.dispatcher import Dispatch, Dispatcher
 from graphrt.capture.graph import CapturedGraph, GraphReport, ordinary
@@ -18,31 +20,29 @@ from graphrt.capture.inspect.findings import Audit
 from graphrt.capture.inspect.memory import MemoryMap
 from graphrt.capture.recorder import make_recorder
 from graphrt.capture.staging import StagingSlot
-from graphrt.compare import StepComparison, StepResult, compare_results
 from graphrt.config import RuntimeConfig
-from graphrt.entry import Exclusive, OnStream, State, stream_on, wrong_state
-from graphrt.groups import layer_places
-from graphrt.guards import Guards
-from graphrt.handle import InFlight, StepHandle
+from graphrt.engine.batch_delta import News, RowEnds
+from graphrt.engine.compare import StepComparison, StepResult, compare_results
+from graphrt.engine.graphs import StepGraphs
+from graphrt.engine.guards import Guards
+from graphrt.engine.handle import InFlight, StepHandle
+from graphrt.engine.launch import Launch
+from graphrt.engine.launch_inputs import SlotWords
+from graphrt.engine.launch_queue import LaunchQueue
+from graphrt.engine.lifecycle import Exclusive, OnStream, State, stream_on, wrong_state
+from graphrt.engine.program import StepProgram, attention_layers, capacity_of, kept_tables, page_groups
+from graphrt.engine.recording import Recording
+from graphrt.engine.request_tables import RowTables
+from graphrt.engine.stats import Stats
+from graphrt.engine.undo import StepUndo
 from graphrt.kernels.checks import check_bool, check_callable, check_instance, check_int, check_named_tensors
 from graphrt.kernels.errors import CaptureError, ReplayError, ShapeError, UnsupportedError
 from graphrt.kernels.metadata.buffers import StaticBuffers
 from graphrt.kernels.ops.sampling import MAX_VOCAB_SIZE
-from graphrt.kv_cache import KVCache
-from graphrt.launch import Launch
-from graphrt.launch_queue import LaunchQueue
 from graphrt.layer import ModelLayers
-from graphrt.news import News, RowEnds
-from graphrt.program import StepProgram, attention_layers, capacity_of, kept_tables, page_groups
-from graphrt.recording import Recording
-from graphrt.row_tables import RowTables
 from graphrt.sampling import sample_tokens
-from graphrt.slot_words import SlotWords
 from graphrt.spec import AttentionSpec
-from graphrt.stats import Stats
 from graphrt.step import Model, Sampler
-from graphrt.step_graphs import StepGraphs
-from graphrt.undo import StepUndo
 
 _CAPTURED = State.CAPTURED  # to find a member of an enumeration takes as long as a call
 
@@ -316,7 +316,7 @@ class ReplayManager:
             self._exclusive.leave()
 
     def replay_words(self, words: SlotWords, descriptor: BatchDescriptor) -> Launch:
-        """Submit a launch as it was recorded, at its size; see graphrt.bundle. Raises: as `begin`."""
+        """Submit a launch as it was recorded, at its size; see graphrt.bundle.bundle. Raises: as `begin`."""
         with self._exclusive:
             self._require(State.CAPTURED, "replay_words")
             self._guards.before_step()
@@ -353,7 +353,7 @@ class ReplayManager:
         return StepHandle(step, batch.num_reqs, descriptor, why_eager, slot, self.queue.rings, self, sampled, asks)
 
     def record(self, launches: int = 1, *, max_bytes: int = 1 << 30) -> Recording:
-        """Record the next launches, for a replay bundle: see graphrt.bundle. Each of them waits for the device.
+        """Record the next launches, for a replay bundle: see graphrt.bundle.bundle. Each of them waits for the device.
 
         max_bytes   that they may take on the host; a launch that would take more raises CapacityError, and is not run.
                     The recording ends there

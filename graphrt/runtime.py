@@ -10,13 +10,15 @@ from typing import Literal
 import torch
 
 from graphrt.batch import Batch
+from graphrt.cache.groups import check_encoder_len, kv_groups, longest_of
+from graphrt.cache.kv_cache import KVCache, PageAllocator, bytes_per_page, check_groups
 from graphrt.capture.descriptor import BatchDescriptor, GraphKind
 from graphrt.capture.graph import GraphReport
-from graphrt.compare import StepComparison
 from graphrt.config import RuntimeConfig
-from graphrt.entry import State
-from graphrt.groups import check_encoder_len, kv_groups, longest_of
-from graphrt.handle import StepHandle
+from graphrt.engine.compare import StepComparison
+from graphrt.engine.handle import StepHandle
+from graphrt.engine.lifecycle import State
+from graphrt.engine.stats import Stats
 from graphrt.kernels.checks import (
     check_callable,
     check_device,
@@ -27,12 +29,10 @@ from graphrt.kernels.checks import (
     shown,
 )
 from graphrt.kernels.errors import CapacityError, CaptureError, ConfigError
-from graphrt.kv_cache import KVCache, PageAllocator, bytes_per_page, check_groups
 from graphrt.layer import ModelLayers
 from graphrt.replay import ReplayManager
 from graphrt.sampling import sample_tokens
 from graphrt.spec import MAX_PAGES, AttentionSpec, KVCacheSpec
-from graphrt.stats import Stats
 from graphrt.step import Model, Sampler
 
 _TRIAL_PAGES = 2  # the null page and one more: trial captures touch pad rows only

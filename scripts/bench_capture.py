@@ -22,9 +22,9 @@ from typing import Any
 import torch
 
 from graphrt.bench.environment import provenance
+from graphrt.cache.kv_cache import KVCache
 from graphrt.config import RuntimeConfig
 from graphrt.kernels.types import KVLayout
-from graphrt.kv_cache import KVCache
 from graphrt.models.config import ModelConfig
 from graphrt.models.loading import load_model
 from graphrt.models.shapes import SHAPES

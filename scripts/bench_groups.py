@@ -44,17 +44,17 @@ from graphrt.bench.timer import (
     spacer_calls,
     time_calls,
 )
+from graphrt.cache.groups import kv_groups
+from graphrt.cache.kv_cache import KVCache
 from graphrt.capture.descriptor import BatchDescriptor
 from graphrt.config import RuntimeConfig
-from graphrt.groups import kv_groups
+from graphrt.engine.batch_delta import News, RowEnds
 from graphrt.kernels.metadata.apply import apply
 from graphrt.kernels.metadata.buffers import STOP_TOKENS
-from graphrt.kv_cache import KVCache
 from graphrt.models.config import ModelConfig
 from graphrt.models.dummy import fill_dummy_weights
 from graphrt.models.llama import LlamaModel
 from graphrt.models.rope import RopeConfig
-from graphrt.news import News, RowEnds
 from graphrt.replay import ReplayManager
 from graphrt.spec import AttentionKind, AttentionSpec, KVCacheSpec
 

@@ -28,15 +28,15 @@ import torch
 
 from graphrt.batch import Batch
 from graphrt.bench.environment import provenance
+from graphrt.cache.kv_cache import PageAllocator
+from graphrt.cache.swap import SwapArrival, SwappedPages, SwapSpace
 from graphrt.config import RuntimeConfig
 from graphrt.kernels.types import KVLayout
-from graphrt.kv_cache import PageAllocator
 from graphrt.models.config import ModelConfig
 from graphrt.models.dummy import fill_dummy_weights
 from graphrt.models.llama import LlamaModel
 from graphrt.models.shapes import shape_config
 from graphrt.runtime import Runtime
-from graphrt.swap import SwapArrival, SwappedPages, SwapSpace
 
 PAGE = 16
 SEQUENCES, SEQUENCE_TOKENS = 3, 2048  # that are swapped beside the steps

@@ -9,8 +9,7 @@ tests that run its line, or, where it runs at import, every test that imports it
 A mutant counts as unnoticed when all its tests passed. `--seconds` bounds what they may take together: the slowest are
 left out, which makes the count of the unnoticed too high, never too low. A test that hangs counts as noticed.
 
-Other tools do not fit: cosmic-ray runs one command, here of many minutes, in a new process for each mutant; mutmut
-skips functions with decorators, so every Triton kernel, and rewrites the others within their file. This job needs fork.
+cosmic-ray runs one command per mutant in a new process; mutmut skips functions with decorators. This job needs fork.
 The last line of standard output is one JSON object.
 """
 
@@ -46,11 +45,12 @@ from scripts.mutants import Mutant, choose, python_files
 
 ROOT = Path(__file__).resolve().parent.parent
 FILES = (
-    "graphrt/batch.py", "graphrt/config.py", "graphrt/generate.py", "graphrt/guards.py", "graphrt/handle.py",
-    "graphrt/kv_cache.py", "graphrt/launch_queue.py", "graphrt/news.py", "graphrt/program.py", "graphrt/replay.py",
-    "graphrt/row_tables.py", "graphrt/runtime.py", "graphrt/session.py", "graphrt/session_pages.py",
-    "graphrt/session_results.py", "graphrt/spec.py", "graphrt/stats.py", "graphrt/step.py", "graphrt/tables.py",
-    "graphrt/undo.py", "graphrt/backends/base.py", "graphrt/backends/registry.py",
+    "graphrt/batch.py", "graphrt/config.py", "graphrt/generate/generator.py", "graphrt/engine/guards.py",
+    "graphrt/engine/handle.py", "graphrt/cache/kv_cache.py", "graphrt/engine/launch_queue.py",
+    "graphrt/engine/batch_delta.py", "graphrt/engine/program.py", "graphrt/replay.py",
+    "graphrt/engine/request_tables.py", "graphrt/runtime.py", "graphrt/session/session.py", "graphrt/session/pages.py",
+    "graphrt/session/results.py", "graphrt/spec.py", "graphrt/engine/stats.py", "graphrt/step.py",
+    "graphrt/cache/tables.py", "graphrt/engine/undo.py", "graphrt/backends/base.py", "graphrt/backends/registry.py",
     "graphrt/backends/torch_reference.py", "graphrt/backends/triton.py", "capture", "kernels/checks.py",
     "kernels/metadata", "kernels/cache/write.py", "kernels/ops/sampling.py",
 )  # fmt: skip

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from graphrt.handle import RowFault
+from graphrt.engine.handle import RowFault
 from graphrt.kernels.types import FaultCode
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -99,18 +99,23 @@ def test_commands_are_marked() -> None:
 
 
 def test_the_tree_names_what_is_there() -> None:
-    tree = README.split("## Tree")[1].split("```")[1]
-    folder, missing = "", []
-    for line in tree.strip().splitlines():
-        head = re.match(r"(\s*)([\w./*]+)", line)
-        if head and head.group(2).endswith("/"):
-            parent = "" if not head.group(1) else folder.split("/")[0] + "/"
-            folder = parent + head.group(2)
-            missing += [] if (ROOT / folder).is_dir() else [folder]
-        for name in re.findall(r"[\w*]+\.(?:py|md)", line):
-            base = folder if (list((ROOT / folder).glob(name))) else folder.split("/")[0] + "/"
-            missing += [] if list((ROOT / base).glob(name)) else [f"{folder}{name}"]
-    assert not missing
+    """Folders by their indentation of two; a file is in the folder above it."""
+    tree = (ROOT / "docs" / "dev" / "tree.md").read_text().split("```")[1]
+    folders: dict[int, str] = {-1: ""}
+    missing, named = [], set()
+    for line in tree.strip("\n").splitlines():
+        depth = (len(line) - len(line.lstrip())) // 2
+        head = line.split()[0]
+        if head.endswith("/"):
+            folders[depth] = folders[depth - 1] + head
+            named.add(folders[depth])
+            missing += [] if (ROOT / folders[depth]).is_dir() else [folders[depth]]
+        base = folders[depth] if head.endswith("/") else folders[depth - 1]
+        files = re.findall(r"\b\w+\.py\b", line)
+        missing += [base + name for name in files if not (ROOT / base / name).is_file()]
+    assert missing == []
+    packages = {path.parent.relative_to(ROOT).as_posix() + "/" for path in ROOT.glob("graphrt/*/__init__.py")}
+    assert packages - named == set()
 
 
 def test_generated_documentation_is_up_to_date() -> None:

@@ -31,8 +31,8 @@ from typing import TYPE_CHECKING, ClassVar, final
 import torch
 
 from graphrt.backends.refusals import refusals
+from graphrt.cache.groups import longest_of
 from graphrt.capture.descriptor import BatchDescriptor
-from graphrt.groups import longest_of
 from graphrt.kernels.attention.options import AttentionOptions
 from graphrt.kernels.checks import check_bool_field, check_instance, check_int_field, shown
 from graphrt.kernels.errors import ConfigError, UnsupportedError

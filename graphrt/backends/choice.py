@@ -11,11 +11,11 @@ import torch
 from graphrt.backends import registry
 from graphrt.backends.base import AttentionBackend, BackendContext
 from graphrt.backends.two_parts import TwoPartBackend, decode_context
+from graphrt.cache.groups import check_encoder_len, layer_places
+from graphrt.cache.kv_cache import check_groups
 from graphrt.config import RuntimeConfig
-from graphrt.groups import check_encoder_len, layer_places
 from graphrt.kernels.checks import check_device, check_instance, check_sequence
 from graphrt.kernels.errors import ConfigError
-from graphrt.kv_cache import check_groups
 from graphrt.spec import AttentionSpec, KVCacheSpec
 
 

@@ -15,15 +15,15 @@ from graphrt.batch import Batch
 from graphrt.bench.decode_transformers import BaselineTime
 from graphrt.bench.sampling import config_fields, stated_sampling
 from graphrt.bench.timer import measure_read_bandwidth
+from graphrt.cache.groups import layer_places
+from graphrt.cache.kv_cache import bytes_per_page
 from graphrt.config import RuntimeConfig
-from graphrt.groups import layer_places
 from graphrt.kernels.checks import check_instance, check_int
 from graphrt.kernels.errors import CapacityError, ConfigError
-from graphrt.kv_cache import bytes_per_page
 from graphrt.models.loading import free_memory
 from graphrt.runtime import Runtime
 from graphrt.sampling_params import SamplingParams
-from graphrt.sampling_values import SamplingValues
+from graphrt.session.sampling_values import SamplingValues
 from graphrt.spec import AttentionSpec, KVCacheSpec
 
 _ROUNDS = 5

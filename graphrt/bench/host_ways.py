@@ -15,12 +15,12 @@ import torch
 from graphrt.batch import Batch
 from graphrt.capture.descriptor import BatchDescriptor
 from graphrt.capture.recorder import CudaGraph, make_recorder
-from graphrt.handle import StepHandle
+from graphrt.engine.handle import StepHandle
+from graphrt.engine.launch import Launch
 from graphrt.kernels.types import RowStatus
-from graphrt.launch import Launch
 from graphrt.runtime import Runtime
 from graphrt.sampling_params import SamplingParams
-from graphrt.session import DecodeSession
+from graphrt.session.session import DecodeSession
 
 PAGE, COLLECT_EVERY = 16, 8
 

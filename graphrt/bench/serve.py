@@ -15,10 +15,10 @@ from graphrt.bench.decode import kv_bytes_read
 from graphrt.bench.sampling import config_fields, stated_sampling
 from graphrt.bench.timer import measure_read_bandwidth
 from graphrt.config import RuntimeConfig
-from graphrt.generate import TextGenerator
+from graphrt.engine.launch import Launch
+from graphrt.generate.generator import TextGenerator
 from graphrt.kernels.checks import check_instance, check_int
 from graphrt.kernels.errors import ConfigError
-from graphrt.launch import Launch
 from graphrt.replay import ReplayManager
 from graphrt.runtime import Runtime
 from graphrt.sampling_params import SamplingParams

@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from graphrt.bench.environment import provenance
-from graphrt.bundle import Bundle
+from graphrt.bundle.bundle import Bundle
 from graphrt.capture.descriptor import BatchDescriptor, GraphKind
 from graphrt.capture.inspect.cuda import inspect_graph
 from graphrt.capture.inspect.diff import diff
@@ -25,13 +25,13 @@ from graphrt.cli.checks import check_room, named_source
 from graphrt.cli.console import capture_with_bar, make_console
 from graphrt.cli.options import CaptureOptions
 from graphrt.config import RuntimeConfig
+from graphrt.engine.stats import Stats
 from graphrt.kernels.errors import ConfigError
 from graphrt.kernels.types import KVLayout
 from graphrt.models.loading import DUMMY_PREFIX, free_memory, load_model
 from graphrt.runtime import Runtime, resolve_device
 from graphrt.sampling_params import SamplingParams
-from graphrt.session import DecodeSession
-from graphrt.stats import Stats
+from graphrt.session.session import DecodeSession
 
 
 def run_capture(options: CaptureOptions) -> None:

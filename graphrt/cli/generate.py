@@ -18,10 +18,11 @@ from graphrt.cli.console import capture_with_bar, make_console
 from graphrt.cli.options import GenerateOptions
 from graphrt.cli.sampling import check_vocabulary, sampling_params
 from graphrt.config import RuntimeConfig
-from graphrt.generate import TextGenerator
+from graphrt.engine.logprobs import TokenLogprob
+from graphrt.engine.stats import Stats
+from graphrt.generate.generator import TextGenerator
 from graphrt.kernels.errors import CapacityError, ConfigError
 from graphrt.kernels.types import KVLayout
-from graphrt.logprobs import TokenLogprob
 from graphrt.models.loading import DUMMY_PREFIX, LoadedModel, load_model, resolve_source
 from graphrt.models.shapes import SHAPES
 from graphrt.models.smollm import default_model_path
@@ -29,7 +30,6 @@ from graphrt.models.stop_strings import StopStrings
 from graphrt.models.tokenizer import Tokenizer, check_prompt, load_tokenizer
 from graphrt.runtime import Runtime, resolve_device
 from graphrt.sampling_params import SamplingParams
-from graphrt.stats import Stats
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _CPU_CHUNK = 64  # on CPU a mixed graph is no faster than an eager chunk: capture one small size only

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from graphrt.bench.environment import provenance
-from graphrt.bundle import Bundle
+from graphrt.bundle.bundle import Bundle
 from graphrt.cli.console import make_console
 from graphrt.cli.options import ReplayOptions
 from graphrt.kernels.errors import CapacityError, ConfigError

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import torch
 
-from graphrt.groups import kv_groups
+from graphrt.cache.groups import kv_groups
 from graphrt.kernels.checks import check_int, check_int_field, is_finite
 from graphrt.kernels.errors import ConfigError
 from graphrt.kernels.types import KVLayout

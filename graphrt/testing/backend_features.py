@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from graphrt.backends.base import AttentionBackend, BackendContext, Capabilities
-from graphrt.groups import layer_places
+from graphrt.cache.groups import layer_places
 from graphrt.kernels.attention.options import FP8_DTYPES
 from graphrt.kernels.types import KVLayout
 from graphrt.spec import AttentionKind, AttentionSpec, KVCacheSpec

@@ -17,12 +17,12 @@ import numpy as np
 import torch
 
 from graphrt.batch import Batch, Row
-from graphrt.entry import State, wrong_state
-from graphrt.handle import StepHandle
+from graphrt.cache.kv_cache import KVCache
+from graphrt.engine.handle import StepHandle
+from graphrt.engine.lifecycle import State, wrong_state
 from graphrt.kernels.checks import check_instance, check_int, check_sequence
 from graphrt.kernels.errors import ConfigError
 from graphrt.kernels.metadata.buffers import BufferKind
-from graphrt.kv_cache import KVCache
 from graphrt.replay import ReplayManager
 from graphrt.testing.verify import verify
 from graphrt.testing.verify_report import VerifyReport

@@ -12,15 +12,15 @@ import numpy as np
 import torch
 
 from graphrt.batch import Batch
+from graphrt.cache.groups import layer_places
+from graphrt.cache.kv_cache import KVCache
 from graphrt.config import RuntimeConfig
-from graphrt.generate import TextGenerator
-from graphrt.groups import layer_places
+from graphrt.engine.batch_delta import News, RowEnds
+from graphrt.generate.generator import TextGenerator
+from graphrt.generate.scheduler import Scheduler
 from graphrt.kernels.metadata.record import LENGTH_FROM_ROW
-from graphrt.kv_cache import KVCache
-from graphrt.news import News, RowEnds
 from graphrt.runtime import Runtime
 from graphrt.sampling_params import SamplingParams
-from graphrt.scheduler import Scheduler
 from graphrt.spec import AttentionSpec, KVCacheSpec
 from graphrt.step import Step
 

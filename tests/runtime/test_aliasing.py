@@ -8,11 +8,11 @@ import random
 import pytest
 import torch
 
-from graphrt.aliasing import Placed, check_disjoint
-from graphrt.groups import kv_groups
+from graphrt.cache.aliasing import Placed, check_disjoint
+from graphrt.cache.groups import kv_groups
+from graphrt.cache.kv_cache import KVCache
 from graphrt.kernels.checks import check_no_overlap
 from graphrt.kernels.errors import ConfigError, ShapeError
-from graphrt.kv_cache import KVCache
 from graphrt.spec import AttentionSpec, KVCacheSpec
 
 PAGES, SIZE, HEADS, DIM = 6, 4, 2, 8

@@ -13,11 +13,11 @@ import pytest
 import torch
 
 from graphrt.batch import Batch, Row
+from graphrt.cache.kv_cache import KVCache
 from graphrt.capture.descriptor import BatchDescriptor, GraphKind
 from graphrt.config import RuntimeConfig
 from graphrt.kernels.errors import CapacityError, ConfigError, ShapeError, UnsupportedError
 from graphrt.kernels.types import TOKEN_FROM_ROW
-from graphrt.kv_cache import KVCache
 from graphrt.replay import ReplayManager
 from graphrt.spec import AttentionSpec, KVCacheSpec
 from tests.runtime.test_bad_input import CPU, assert_works, good

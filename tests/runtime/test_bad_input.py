@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from graphrt.batch import Batch, Row
+from graphrt.cache.kv_cache import KVCache
 from graphrt.config import RuntimeConfig
-from graphrt.handle import StepFaultError
+from graphrt.engine.handle import StepFaultError
 from graphrt.kernels.cache.write import Rotary
 from graphrt.kernels.errors import (
     CapacityError,
@@ -21,7 +22,6 @@ from graphrt.kernels.errors import (
     UnsupportedError,
 )
 from graphrt.kernels.types import TOKEN_FROM_ROW, FaultCode
-from graphrt.kv_cache import KVCache
 from graphrt.replay import ReplayManager
 from graphrt.spec import AttentionSpec, KVCacheSpec
 from graphrt.step import Step

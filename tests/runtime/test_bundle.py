@@ -14,17 +14,17 @@ from safetensors.torch import load_file, save_file
 
 from graphrt.backends.torch_reference import TorchReferenceBackend
 from graphrt.batch import Batch
-from graphrt.bundle import Bundle
-from graphrt.bundle_format import FORMAT, from_plain, to_plain, write_file
+from graphrt.bundle.bundle import Bundle
+from graphrt.bundle.format import FORMAT, from_plain, to_plain, write_file
+from graphrt.cache.kv_cache import KVCache
 from graphrt.config import RowTensor, RuntimeConfig
+from graphrt.engine.launch import Launch
+from graphrt.engine.recording import Recording
 from graphrt.kernels.errors import CapacityError, ConfigError, GraphRTError, ReplayError
 from graphrt.kernels.types import KVLayout
-from graphrt.kv_cache import KVCache
-from graphrt.launch import Launch
-from graphrt.recording import Recording
 from graphrt.replay import ReplayManager
 from graphrt.sampling_params import SamplingParams
-from graphrt.session import DecodeSession
+from graphrt.session.session import DecodeSession
 from graphrt.spec import AttentionSpec, KVCacheSpec
 from tests.runtime.layered import LayeredModel, build
 from tests.runtime.toy import HEAD_DIM, HEADS, KV_HEADS, LAYERS, VOCAB, LivelyModel, ToyModel, make_rig, make_runtime

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
+from graphrt.cache.kv_cache import KVCache
 from graphrt.kernels.errors import ConfigError, ShapeError
-from graphrt.kv_cache import KVCache
 from graphrt.spec import KVCacheSpec
 
 CPU, F32, PAGE = torch.device("cpu"), torch.float32, 4

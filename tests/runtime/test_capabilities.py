@@ -18,10 +18,10 @@ from graphrt.backends.base import BackendContext, Capabilities, GraphSupport
 from graphrt.backends.registry import register_backend, select_backend
 from graphrt.backends.torch_reference import TorchReferenceBackend
 from graphrt.batch import Batch
+from graphrt.cache.kv_cache import KVCache
 from graphrt.config import RuntimeConfig
 from graphrt.kernels.errors import ConfigError, UnsupportedError
 from graphrt.kernels.types import KVLayout
-from graphrt.kv_cache import KVCache
 from graphrt.replay import ReplayManager
 from graphrt.spec import AttentionKind, AttentionSpec, KVCacheSpec
 from graphrt.step import Step

@@ -13,7 +13,7 @@ import torch
 
 from graphrt.backends.torch_reference import TorchReferenceBackend
 from graphrt.batch import Batch
-from graphrt.bundle import Bundle
+from graphrt.bundle.bundle import Bundle
 from graphrt.capture.inspect.view import GraphView
 from graphrt.config import RuntimeConfig
 from graphrt.kernels.types import KVLayout

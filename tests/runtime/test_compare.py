@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from graphrt import entry
 from graphrt.batch import Batch
+from graphrt.engine import lifecycle as entry
 from graphrt.kernels.errors import ReplayError
 from tests.runtime.toy import VOCAB, make_rig
 

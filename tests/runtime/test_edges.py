@@ -9,14 +9,14 @@ import pytest
 import torch
 
 from graphrt.batch import Batch, Row
+from graphrt.cache.kv_cache import KVCache, PageAllocator
 from graphrt.capture.descriptor import GraphKind
 from graphrt.capture.staging import StagingSlot
 from graphrt.config import RuntimeConfig
-from graphrt.handle import StepFaultError
+from graphrt.engine.handle import StepFaultError
 from graphrt.kernels.errors import CapacityError, ConfigError, GraphRTError, ReplayError, ShapeError
 from graphrt.kernels.metadata.record import record_size
 from graphrt.kernels.types import FaultCode, KVLayout
-from graphrt.kv_cache import KVCache, PageAllocator
 from graphrt.replay import ReplayManager
 from graphrt.spec import AttentionSpec, KVCacheSpec
 from graphrt.step import Step

@@ -22,11 +22,11 @@ from graphrt.batch import Batch
 from graphrt.capture.descriptor import BatchDescriptor
 from graphrt.capture.graph import GraphReport
 from graphrt.capture.tape import OpTape
+from graphrt.engine.stats import Stats
 from graphrt.kernels.attention.arguments import HEAD_DIMS
 from graphrt.kernels.errors import ConfigError, UnsupportedError
 from graphrt.kernels.types import KVLayout
 from graphrt.spec import AttentionSpec, KVCacheSpec
-from graphrt.stats import Stats
 from tests.runtime.toy import make_rig
 
 CPU = torch.device("cpu")

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
+from graphrt.cache.kv_cache import KVCache, PageAllocator
 from graphrt.config import RuntimeConfig
 from graphrt.kernels.checks import FLOAT32_MAX, FLOAT32_TINY
 from graphrt.kernels.errors import CapacityError, ConfigError
 from graphrt.kernels.types import KVLayout
-from graphrt.kv_cache import KVCache, PageAllocator
 from graphrt.sampling_params import SamplingParams
 from graphrt.spec import AttentionSpec, KVCacheSpec
 from tests.runtime.toy import HEAD_DIM, KV_HEADS, LAYERS

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from graphrt.config import RuntimeConfig
-from graphrt.generate import Event, TextGenerator
+from graphrt.generate.generator import Event, TextGenerator
 from graphrt.kernels.errors import CapacityError, ConfigError, ShapeError
 from graphrt.kernels.types import KVLayout
 from graphrt.runtime import Runtime, _plan_memory, resolve_device

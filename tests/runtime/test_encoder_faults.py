@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from graphrt.batch import Batch, Row
+from graphrt.cache.groups import kv_groups
+from graphrt.cache.kv_cache import KVCache
 from graphrt.config import RuntimeConfig
-from graphrt.groups import kv_groups
-from graphrt.handle import StepFaultError
+from graphrt.engine.handle import StepFaultError
 from graphrt.kernels.errors import CapacityError, ConfigError, ShapeError
 from graphrt.kernels.types import FaultCode
-from graphrt.kv_cache import KVCache
 from graphrt.runtime import Runtime
 from graphrt.spec import AttentionSpec, KVCacheSpec
 from tests.runtime.encoder_adapter import CROSS, ENCODER, OWN, cross_layer

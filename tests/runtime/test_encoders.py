@@ -11,11 +11,11 @@ import torch
 
 import graphrt
 from graphrt.batch import Batch, Row
+from graphrt.cache.groups import kv_groups
+from graphrt.cache.kv_cache import KVCache
 from graphrt.config import RuntimeConfig
-from graphrt.generate import TextGenerator
-from graphrt.groups import kv_groups
+from graphrt.generate.generator import TextGenerator
 from graphrt.kernels.errors import ConfigError, ShapeError, UnsupportedError
-from graphrt.kv_cache import KVCache
 from graphrt.runtime import Runtime
 from graphrt.spec import AttentionKind, AttentionSpec, KVCacheSpec
 from graphrt.testing.poison import poison_derived

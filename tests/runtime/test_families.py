@@ -12,12 +12,12 @@ import pytest
 import torch
 
 from graphrt.batch import Batch
+from graphrt.cache.groups import kv_groups
+from graphrt.cache.kv_cache import KVCache
 from graphrt.config import RuntimeConfig
-from graphrt.generate import TextGenerator
-from graphrt.groups import kv_groups
-from graphrt.kv_cache import KVCache
-from graphrt.launch import Launch
-from graphrt.news import News, RowEnds
+from graphrt.engine.batch_delta import News, RowEnds
+from graphrt.engine.launch import Launch
+from graphrt.generate.generator import TextGenerator
 from graphrt.runtime import Runtime
 from graphrt.spec import AttentionSpec
 from tests.runtime.family_adapter import Hosted, NoCache

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from graphrt.batch import Batch
-from graphrt.handle import RowFault, StepFaultError
+from graphrt.engine.handle import RowFault, StepFaultError
 from graphrt.kernels.errors import ReplayError
 from graphrt.kernels.types import NO_TOKEN, TOKEN_FROM_ROW, FaultCode
 from tests.runtime.toy import VOCAB, make_rig

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 import torch
 
-from graphrt import program
 from graphrt.batch import Batch
+from graphrt.engine import program
 from graphrt.kernels.errors import GraphRTError
 from graphrt.kernels.metadata.buffers import BufferKind, StaticBuffers
 from graphrt.kernels.types import FaultCode

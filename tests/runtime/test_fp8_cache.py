@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from graphrt.batch import Batch
+from graphrt.cache.kv_cache import KVCache
 from graphrt.kernels.errors import ConfigError, ReplayError
 from graphrt.kernels.types import KVLayout
-from graphrt.kv_cache import KVCache
 from graphrt.spec import KVCacheSpec
 from tests.runtime.toy import HEAD_DIM, KV_HEADS, LAYERS, Rig, ToyModel, make_rig
 

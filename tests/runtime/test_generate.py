@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from graphrt.config import RuntimeConfig
-from graphrt.generate import Event, TextGenerator
-from graphrt.handle import StepFaultError
+from graphrt.engine.handle import StepFaultError
+from graphrt.engine.launch import Launch
+from graphrt.generate.generator import Event, TextGenerator
 from graphrt.kernels.errors import CapacityError, CaptureError, ConfigError, GraphRTError, ReplayError, ShapeError
 from graphrt.kernels.types import TOKEN_FROM_ROW, KVLayout
-from graphrt.launch import Launch
 from graphrt.models.loading import load_model
 from graphrt.models.smollm import default_model_path
 from graphrt.models.tokenizer import load_tokenizer

@@ -12,12 +12,12 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from graphrt.batch import Batch, Row
-from graphrt.generate import TextGenerator
-from graphrt.groups import kv_groups
-from graphrt.handle import StepFaultError
+from graphrt.cache.groups import kv_groups
+from graphrt.cache.kv_cache import KVCache
+from graphrt.engine.handle import StepFaultError
+from graphrt.generate.generator import TextGenerator
 from graphrt.kernels.errors import ConfigError, ShapeError
 from graphrt.kernels.types import FaultCode, KVLayout
-from graphrt.kv_cache import KVCache
 from graphrt.spec import AttentionSpec, KVCacheSpec
 from tests.runtime.layered import Watch, build, exact_ownership, generate, places, prompts_of
 

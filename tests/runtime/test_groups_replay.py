@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from graphrt.batch import Batch, Row
-from graphrt.groups import kv_groups
+from graphrt.cache.groups import kv_groups
 from graphrt.kernels.types import KVLayout
 from graphrt.runtime import Runtime
 from graphrt.spec import AttentionSpec, KVCacheSpec

@@ -12,12 +12,12 @@ import torch
 import triton
 import triton.language as tl
 
-from graphrt import undo
 from graphrt.backends.torch_reference import TorchReferenceBackend
 from graphrt.batch import Batch
 from graphrt.capture import guard
 from graphrt.capture.tape import OpTape, OpTapeRecorder
 from graphrt.config import RowTensor
+from graphrt.engine import undo
 from graphrt.kernels.errors import ConfigError, ReplayError
 from graphrt.replay import ReplayManager
 from graphrt.step import Step

@@ -11,11 +11,11 @@ import torch
 
 from graphrt.backends.registry import backend_class
 from graphrt.batch import Batch
+from graphrt.cache.kv_cache import KVCache
 from graphrt.config import RuntimeConfig
-from graphrt.handle import StepFaultError
+from graphrt.engine.handle import StepFaultError
 from graphrt.kernels.errors import ReplayError
 from graphrt.kernels.types import KVLayout
-from graphrt.kv_cache import KVCache
 from graphrt.replay import ReplayManager
 from graphrt.spec import AttentionSpec, KVCacheSpec
 from tests.runtime.toy import HEAD_DIM, HEADS, KV_HEADS, LAYERS, VOCAB, ToyModel, make_rig

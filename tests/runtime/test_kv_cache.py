@@ -8,9 +8,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from graphrt.cache.kv_cache import KVCache, PageAllocator
 from graphrt.kernels.errors import CapacityError, ConfigError, ShapeError
 from graphrt.kernels.types import KVLayout
-from graphrt.kv_cache import KVCache, PageAllocator
 from graphrt.spec import KVCacheSpec
 
 CPU = torch.device("cpu")

@@ -9,17 +9,17 @@ import torch
 
 from graphrt.backends import registry
 from graphrt.backends.base import AttentionBackend, AttentionLayer, BackendContext, Capabilities, GraphSupport
+from graphrt.cache.groups import layer_places
+from graphrt.cache.kv_cache import KVCache
 from graphrt.capture.descriptor import BatchDescriptor
 from graphrt.config import RuntimeConfig
-from graphrt.groups import layer_places
+from graphrt.engine.program import attention_layers
 from graphrt.kernels.attention.options import AttentionOptions
 from graphrt.kernels.cache.write import Rotary
 from graphrt.kernels.errors import ConfigError, ShapeError, UnsupportedError
 from graphrt.kernels.metadata.buffers import Capacity, PageGroup, StaticBuffers
 from graphrt.kernels.types import KVLayout
-from graphrt.kv_cache import KVCache
 from graphrt.metadata import StepMetadata
-from graphrt.program import attention_layers
 from graphrt.replay import ReplayManager
 from graphrt.spec import AttentionSpec, KVCacheSpec
 from graphrt.step import Step

@@ -9,19 +9,20 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from graphrt import entry, runtime
+from graphrt import runtime
 from graphrt.backends import registry
 from graphrt.backends.torch_reference import TorchReferenceBackend
 from graphrt.batch import Batch
+from graphrt.cache.kv_cache import KVCache
 from graphrt.capture.descriptor import BatchDescriptor, GraphKind
 from graphrt.config import RuntimeConfig
-from graphrt.handle import StepFaultError
+from graphrt.engine import lifecycle as entry
+from graphrt.engine.handle import StepFaultError
 from graphrt.kernels.checks import check_device
 from graphrt.kernels.errors import CaptureError, ConfigError
 from graphrt.kernels.metadata.buffers import BufferKind
 from graphrt.kernels.ops.sampling import MAX_VOCAB_SIZE
 from graphrt.kernels.types import RowStatus
-from graphrt.kv_cache import KVCache
 from graphrt.replay import ReplayManager
 from graphrt.spec import AttentionSpec, KVCacheSpec
 from graphrt.step import Step

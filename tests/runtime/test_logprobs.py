@@ -6,12 +6,12 @@ import pytest
 import torch
 
 from graphrt.batch import Batch
-from graphrt.generate import Event, TextGenerator
+from graphrt.engine.logprobs import TokenLogprob
+from graphrt.generate.generator import Event, TextGenerator
 from graphrt.kernels.errors import ConfigError, ReplayError, ShapeError, UnsupportedError
-from graphrt.logprobs import TokenLogprob
 from graphrt.runtime import Runtime
 from graphrt.sampling_params import SamplingParams
-from graphrt.session import DecodeSession, SessionRow
+from graphrt.session.session import DecodeSession, SessionRow
 from graphrt.testing.poison import poison_derived
 from tests.runtime.toy import VOCAB, LivelyModel, ToyModel, make_rig, make_runtime
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from graphrt.batch import Batch
+from graphrt.cache.kv_cache import KVCache
 from graphrt.config import RuntimeConfig
 from graphrt.kernels.errors import CaptureError, ReplayError
-from graphrt.kv_cache import KVCache
 from graphrt.replay import ReplayManager
 from graphrt.spec import AttentionSpec, KVCacheSpec
 from tests.runtime.toy import HEAD_DIM, HEADS, KV_HEADS, LAYERS, MAX_LEN, VOCAB, ToyModel, make_rig

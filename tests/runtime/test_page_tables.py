@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from graphrt.batch import Batch
+from graphrt.cache.kv_cache import KVCache
 from graphrt.config import RuntimeConfig
-from graphrt.handle import StepFaultError
+from graphrt.engine.handle import StepFaultError
 from graphrt.kernels.errors import ReplayError, ShapeError
 from graphrt.kernels.types import FaultCode
-from graphrt.kv_cache import KVCache
 from graphrt.replay import ReplayManager
 from graphrt.spec import AttentionSpec, KVCacheSpec
 from tests.runtime.toy import HEAD_DIM, HEADS, KV_HEADS, LAYERS, VOCAB, LivelyModel, greedy

@@ -10,12 +10,12 @@ import torch
 from transformers import RepetitionPenaltyLogitsProcessor
 
 from graphrt.batch import Batch
-from graphrt.generate import TextGenerator
+from graphrt.generate.generator import TextGenerator
 from graphrt.kernels.errors import ConfigError, ShapeError, UnsupportedError
 from graphrt.kernels.types import TOKEN_FROM_ROW
 from graphrt.runtime import Runtime
 from graphrt.sampling_params import SamplingParams
-from graphrt.session import DecodeSession
+from graphrt.session.session import DecodeSession
 from graphrt.testing.poison import poison_derived
 from tests.runtime.toy import VOCAB, ToyModel, make_runtime
 

@@ -13,21 +13,21 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from graphrt import scheduler as scheduler_module
-from graphrt import tables
-from graphrt.generate import TextGenerator
-from graphrt.groups import kv_groups
-from graphrt.handle import StepFaultError
+from graphrt.cache import tables
+from graphrt.cache.groups import kv_groups
+from graphrt.cache.swap import SwapArrival
+from graphrt.cache.tables import PrefixIndex, Tables
+from graphrt.engine.handle import StepFaultError
+from graphrt.generate import scheduler as scheduler_module
+from graphrt.generate.generator import TextGenerator
+from graphrt.generate.movable import MovableSession
+from graphrt.generate.scheduler import GenerationStats, Request, Scheduler
 from graphrt.kernels.cache.copy import PagePacker
 from graphrt.kernels.errors import CapacityError, ConfigError
 from graphrt.runtime import Runtime
 from graphrt.sampling_params import SamplingParams
-from graphrt.scheduler import GenerationStats, Request, Scheduler
-from graphrt.session import DecodeSession
-from graphrt.session_moves import MovableSession
+from graphrt.session.session import DecodeSession
 from graphrt.spec import AttentionSpec
-from graphrt.swap import SwapArrival
-from graphrt.tables import PrefixIndex, Tables
 from tests.runtime.layered import VOCAB, LayeredModel, Watch, build, exact_ownership, generate, prompts_of
 from tests.runtime.toy import slow_device
 
@@ -454,7 +454,7 @@ def test_without_pinned_memory_everything_is_computed_again(monkeypatch: pytest.
     def no_space(*arguments: Any, **options: Any) -> Any:
         raise CapacityError("nbytes: expected host memory that can be had, got 9 bytes; ask for less")
 
-    monkeypatch.setattr("graphrt.generate.SwapSpace", no_space)
+    monkeypatch.setattr("graphrt.generate.generator.SwapSpace", no_space)
     want = [model.greedy(prompt, 20) for prompt in prompts]
     with pytest.warns(RuntimeWarning, match="are computed again: nbytes: expected host memory"):
         assert generate(runtime, prompts, [20] * 2, generator) == want

@@ -19,7 +19,7 @@ import torch
 from graphrt.batch import Batch, Row
 from graphrt.capture.descriptor import BatchDescriptor
 from graphrt.config import RuntimeConfig
-from graphrt.kv_cache import KVCache
+from graphrt.cache.kv_cache import KVCache
 from graphrt.replay import ReplayManager
 from graphrt.spec import AttentionSpec, KVCacheSpec
 

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 import torch
 
-from graphrt import program
 from graphrt.batch import Batch, Row
+from graphrt.cache.groups import kv_groups
 from graphrt.capture.descriptor import GraphKind
 from graphrt.config import RuntimeConfig
-from graphrt.groups import kv_groups
+from graphrt.engine import program
 from graphrt.kernels.errors import GraphRTError
 from graphrt.kernels.library import interpreted
 from graphrt.kernels.metadata.buffers import BufferKind, StaticBuffers

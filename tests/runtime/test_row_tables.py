@@ -11,12 +11,12 @@ from transformers import SequenceBiasLogitsProcessor
 
 from graphrt.batch import Batch
 from graphrt.config import RowTensor, RuntimeConfig
-from graphrt.generate import TextGenerator
+from graphrt.generate.generator import TextGenerator
 from graphrt.kernels.errors import CapacityError, ConfigError, GraphRTError, ShapeError, UnsupportedError
-from graphrt.row_values import ROW_DTYPES
+from graphrt.kernels.numbers import ROW_DTYPES
 from graphrt.runtime import Runtime
 from graphrt.sampling_params import SamplingParams
-from graphrt.session import DecodeSession, SessionRow
+from graphrt.session.session import DecodeSession, SessionRow
 from graphrt.step import Step
 from tests.runtime.toy import VOCAB, LivelyModel, ToyModel, make_runtime
 

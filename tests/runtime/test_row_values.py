@@ -12,9 +12,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from graphrt.bundle_format import from_plain, to_plain
+from graphrt.bundle.format import from_plain, to_plain
 from graphrt.kernels.errors import ShapeError
-from graphrt.row_values import ROW_DTYPES, converted
+from graphrt.kernels.numbers import ROW_DTYPES, converted
 
 FLOATS = [dtype for dtype in ROW_DTYPES if dtype.is_floating_point]
 WHOLE = [dtype for dtype in ROW_DTYPES if not dtype.is_floating_point]

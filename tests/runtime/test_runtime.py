@@ -12,12 +12,12 @@ import pytest
 import torch
 
 from graphrt.batch import Batch
+from graphrt.cache.kv_cache import KVCache
 from graphrt.config import RuntimeConfig
-from graphrt.entry import State
-from graphrt.generate import TextGenerator
+from graphrt.engine.lifecycle import State
+from graphrt.generate.generator import TextGenerator
 from graphrt.kernels.errors import CapacityError, CaptureError, ConfigError
 from graphrt.kernels.types import KVLayout
-from graphrt.kv_cache import KVCache
 from graphrt.runtime import Runtime, resolve_device
 from graphrt.sampling_params import SamplingParams
 from graphrt.spec import AttentionSpec, KVCacheSpec

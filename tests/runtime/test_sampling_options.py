@@ -10,10 +10,10 @@ import torch
 from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from graphrt.batch import Batch
-from graphrt.generate import TextGenerator
+from graphrt.generate.generator import TextGenerator
 from graphrt.kernels.errors import ConfigError, ShapeError
 from graphrt.sampling_params import SamplingParams
-from graphrt.session import DecodeSession
+from graphrt.session.session import DecodeSession
 from graphrt.step import Step
 from tests.runtime.toy import VOCAB, Rig, make_rig, make_runtime
 

@@ -10,18 +10,18 @@ import numpy as np
 import pytest
 import torch
 
-from graphrt import program
 from graphrt.batch import Batch
 from graphrt.capture import guard
-from graphrt.handle import StepFaultError
+from graphrt.engine import program
+from graphrt.engine.handle import StepFaultError
+from graphrt.engine.logprobs import TokenLogprob
 from graphrt.kernels.errors import CapacityError, CaptureError, ConfigError, GraphRTError, ReplayError, ShapeError
 from graphrt.kernels.metadata.buffers import BufferKind, StaticBuffers
 from graphrt.kernels.metadata.record import HEADER_STOP
 from graphrt.kernels.types import FaultCode, RowEnd
-from graphrt.logprobs import TokenLogprob
 from graphrt.runtime import Runtime
 from graphrt.sampling_params import SamplingParams
-from graphrt.session import DecodeSession, SessionRow
+from graphrt.session.session import DecodeSession, SessionRow
 from graphrt.step import Step
 from tests.runtime.toy import VOCAB, LivelyModel, greedy, make_runtime
 

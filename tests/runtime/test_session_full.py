@@ -12,15 +12,15 @@ import torch
 
 from graphrt.backends.torch_reference import TorchReferenceBackend
 from graphrt.batch import Batch
-from graphrt.generate import Event, TextGenerator
+from graphrt.cache.swap import SwapArrival, SwapSpace
+from graphrt.engine.launch import Launch
+from graphrt.generate.generator import Event, TextGenerator
+from graphrt.generate.movable import MovableSession
 from graphrt.kernels.types import RowEnd
-from graphrt.launch import Launch
 from graphrt.replay import ReplayManager
 from graphrt.runtime import Runtime
 from graphrt.sampling_params import SamplingParams
-from graphrt.session import DecodeSession
-from graphrt.session_moves import MovableSession
-from graphrt.swap import SwapArrival, SwapSpace
+from graphrt.session.session import DecodeSession
 from tests.runtime.toy import LivelyModel, greedy, make_runtime, slow_device
 
 CPU = torch.device("cpu")

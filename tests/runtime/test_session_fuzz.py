@@ -13,7 +13,7 @@ from graphrt.kernels.errors import CapacityError
 from graphrt.kernels.types import KVLayout
 from graphrt.runtime import Runtime
 from graphrt.sampling_params import SamplingParams
-from graphrt.session import DecodeSession, SessionRow
+from graphrt.session.session import DecodeSession, SessionRow
 from graphrt.spec import KVCacheSpec
 from graphrt.testing.poison import poison_derived
 from tests.runtime.test_session import PROMPTS, alone, finish, oracle

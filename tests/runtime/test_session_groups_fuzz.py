@@ -10,7 +10,7 @@ import torch
 from graphrt.kernels.errors import CapacityError
 from graphrt.runtime import Runtime
 from graphrt.sampling_params import SamplingParams
-from graphrt.session import DecodeSession, SessionRow
+from graphrt.session.session import DecodeSession, SessionRow
 from graphrt.spec import AttentionSpec, KVCacheSpec
 from tests.runtime.layered import VOCAB, LayeredModel, build
 from tests.runtime.toy import slow_device

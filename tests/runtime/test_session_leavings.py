@@ -6,15 +6,15 @@ import pytest
 import torch
 
 from graphrt.batch import Batch
+from graphrt.cache.groups import kv_groups
 from graphrt.config import RowTensor, RuntimeConfig
-from graphrt.groups import kv_groups
-from graphrt.handle import StepFaultError
+from graphrt.engine.handle import StepFaultError
 from graphrt.kernels.errors import CapacityError, ConfigError
 from graphrt.kernels.types import RowEnd
 from graphrt.runtime import Runtime
 from graphrt.sampling_params import SamplingParams
-from graphrt.session import DecodeSession
-from graphrt.session_rows import SessionRow
+from graphrt.session.requests import SessionRow
+from graphrt.session.session import DecodeSession
 from graphrt.spec import AttentionSpec
 from graphrt.step import Step
 from tests.runtime.toy import HEAD_DIM, HEADS, KV_HEADS, LAYERS, MAX_LEN, VOCAB, LivelyModel, greedy, make_runtime

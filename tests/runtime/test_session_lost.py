@@ -10,18 +10,18 @@ import pytest
 import torch
 
 from graphrt.batch import Batch
+from graphrt.cache.tables import Tables
 from graphrt.config import RowTensor
+from graphrt.engine.launch import Launch
+from graphrt.engine.shadow import Shadow
+from graphrt.engine.stats import Stats
 from graphrt.kernels.errors import CaptureError, ConfigError, GraphRTError, ReplayError, ShapeError
-from graphrt.launch import Launch
 from graphrt.runtime import Runtime
 from graphrt.sampling_params import SamplingParams
-from graphrt.session import DecodeSession
-from graphrt.session_pages import SessionPages
-from graphrt.session_results import RowsInFlight
-from graphrt.shadow import Shadow
-from graphrt.stats import Stats
+from graphrt.session.pages import SessionPages
+from graphrt.session.results import RowsInFlight
+from graphrt.session.session import DecodeSession
 from graphrt.step import Step
-from graphrt.tables import Tables
 from tests.runtime.toy import LivelyModel, greedy, make_runtime
 
 PARAMS = SamplingParams(12, temperature=30.0, seed=1)

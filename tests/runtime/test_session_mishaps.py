@@ -9,16 +9,16 @@ import numpy as np
 import pytest
 import torch
 
-from graphrt import program
 from graphrt.batch import Batch
-from graphrt.generate import Event, TextGenerator
-from graphrt.handle import StepFaultError
+from graphrt.engine import program
+from graphrt.engine.handle import StepFaultError
+from graphrt.generate.generator import Event, TextGenerator
 from graphrt.kernels.errors import CapacityError, CaptureError, ReplayError, ShapeError, UnsupportedError
 from graphrt.kernels.types import FaultCode, RowEnd
 from graphrt.runtime import Runtime
 from graphrt.sampling import sample_tokens
 from graphrt.sampling_params import SamplingParams
-from graphrt.session import DecodeSession
+from graphrt.session.session import DecodeSession
 from graphrt.step import Step
 from tests.runtime.toy import VOCAB, LivelyModel, greedy, make_runtime
 

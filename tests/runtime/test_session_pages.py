@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 import torch
 
+from graphrt.cache.kv_cache import PageAllocator
 from graphrt.kernels.errors import CapacityError, ConfigError, ShapeError
 from graphrt.kernels.types import RowEnd
-from graphrt.kv_cache import PageAllocator
 from graphrt.runtime import Runtime
 from graphrt.sampling_params import SamplingParams
-from graphrt.session import DecodeSession
-from graphrt.session_pages import SessionPages
+from graphrt.session.pages import SessionPages
+from graphrt.session.session import DecodeSession
 from graphrt.spec import AttentionSpec, KVCacheSpec
 from tests.runtime.layered import build
 from tests.runtime.toy import LivelyModel, greedy, make_runtime

@@ -11,13 +11,13 @@ import torch
 from graphrt.backends.torch_reference import TorchReferenceBackend
 from graphrt.batch import Batch
 from graphrt.config import RowTensor, RuntimeConfig
+from graphrt.engine.undo import Copies
 from graphrt.kernels.errors import ConfigError
 from graphrt.kernels.types import KVLayout
 from graphrt.replay import ReplayManager
 from graphrt.sampling_params import SamplingParams
-from graphrt.session import DecodeSession
+from graphrt.session.session import DecodeSession
 from graphrt.step import Step
-from graphrt.undo import Copies
 from tests.runtime.layered import generate, prompts_of
 from tests.runtime.toy import LivelyModel, Rig, ToyModel, greedy, make_rig, make_runtime
 

@@ -11,16 +11,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from graphrt import swap
-from graphrt.generate import TextGenerator
-from graphrt.groups import kv_groups
+from graphrt.cache import swap
+from graphrt.cache.groups import kv_groups
+from graphrt.cache.kv_cache import KVCache, PageAllocator
+from graphrt.cache.swap import SwappedPages, SwapSpace, _HostMemory, _parts
+from graphrt.generate.generator import TextGenerator
 from graphrt.kernels.cache.copy import PagePacker
 from graphrt.kernels.errors import CapacityError, CaptureError, ConfigError, GraphRTError, ShapeError
 from graphrt.kernels.types import KVLayout
-from graphrt.kv_cache import KVCache, PageAllocator
 from graphrt.sampling_params import SamplingParams
 from graphrt.spec import AttentionSpec
-from graphrt.swap import SwappedPages, SwapSpace, _HostMemory, _parts
 from tests.runtime.layered import Watch, build, prompts_of
 
 F32, CPU = torch.float32, torch.device("cpu")
@@ -65,7 +65,7 @@ def test_pages_come_back_elsewhere(
     device: torch.device, dtype: torch.dtype, staged: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Bit by bit, whatever the staging buffers hold, while the pages that they left are overwritten."""
-    monkeypatch.setattr("graphrt.swap._STAGED_BYTES", staged)
+    monkeypatch.setattr("graphrt.cache.swap._STAGED_BYTES", staged)
     world = World(device, dtype=dtype)
     first, second = world.allocate(5, 3, 4), world.allocate(2, 0, 7)
     want = world.read(first), world.read(second)
@@ -168,7 +168,7 @@ def test_an_error_in_the_middle_changes_nothing(
     device: torch.device, case: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Five pieces go out and come back; one call of a packer or of a copy fails, each time in another place."""
-    monkeypatch.setattr("graphrt.swap._STAGED_BYTES", 3 * 1024)
+    monkeypatch.setattr("graphrt.cache.swap._STAGED_BYTES", 3 * 1024)
     owner, name, at = FAILURES[case]
     world, real, calls = World(device), getattr(owner, name), []
 
@@ -222,7 +222,7 @@ def test_a_cache_without_groups_and_a_device_without_room(monkeypatch: pytest.Mo
     with pytest.raises(ConfigError, match="kv_cache: expected at least one KV group, got none"):
         SwapSpace(KVCache.allocate((), (), "cpu"), [], 10)
     world = World()
-    monkeypatch.setattr("graphrt.swap._STAGED_BYTES", 1 << 60)
+    monkeypatch.setattr("graphrt.cache.swap._STAGED_BYTES", 1 << 60)
     with pytest.raises(CapacityError, match="SwapSpace: expected room for two buffers of 1152921504606846976 bytes"):
         SwapSpace(world.cache, world.allocators, 10)
 

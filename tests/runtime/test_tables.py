@@ -8,10 +8,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from graphrt.cache.kv_cache import PageAllocator
+from graphrt.cache.tables import Tables
 from graphrt.kernels.errors import CapacityError
-from graphrt.kv_cache import PageAllocator
 from graphrt.spec import KVCacheSpec
-from graphrt.tables import Tables
 
 SLOTS, SIZE, LONGEST = 5, 4, 40
 SPEC = KVCacheSpec(1, 1, 8, SIZE, dtype=torch.float32)

@@ -9,9 +9,9 @@ import torch
 
 import graphrt
 from graphrt.batch import Batch, Row
+from graphrt.cache.groups import kv_groups
 from graphrt.capture.descriptor import GraphKind
 from graphrt.config import RuntimeConfig
-from graphrt.groups import kv_groups
 from graphrt.kernels.errors import ConfigError, UnsupportedError
 from graphrt.kernels.types import TOKEN_FROM_ROW, FaultCode
 from graphrt.runtime import Runtime

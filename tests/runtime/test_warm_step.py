@@ -11,7 +11,7 @@ from torch.profiler import ProfilerActivity, profile
 from graphrt.batch import Batch
 from graphrt.capture import raw_graph
 from graphrt.sampling_params import SamplingParams
-from graphrt.session import DecodeSession
+from graphrt.session.session import DecodeSession
 from tests.runtime.toy import make_rig, make_runtime
 
 pytestmark = [pytest.mark.gpu, pytest.mark.alone]

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from graphrt.batch import Batch, Row
+from graphrt.cache.kv_cache import KVCache, PageAllocator
 from graphrt.config import RuntimeConfig
+from graphrt.engine.launch import Launch
 from graphrt.kernels.types import TOKEN_FROM_ROW, KVLayout
-from graphrt.kv_cache import KVCache, PageAllocator
-from graphrt.launch import Launch
 from graphrt.replay import ReplayManager
 from graphrt.runtime import Runtime
 from graphrt.sampling import sample_tokens

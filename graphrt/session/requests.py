@@ -10,11 +10,11 @@ import numpy.typing as npt
 import torch
 
 from graphrt.batch import Int32Array
-from graphrt.handle import RowFault
+from graphrt.engine.handle import RowFault
+from graphrt.engine.launch import Launch
+from graphrt.engine.logprobs import StepLogprobs, TokenLogprob
 from graphrt.kernels.metadata.buffers import STOP_TOKENS
 from graphrt.kernels.types import RowEnd
-from graphrt.launch import Launch
-from graphrt.logprobs import StepLogprobs, TokenLogprob
 from graphrt.sampling_params import SamplingParams
 
 Prompt = Sequence[int] | Int32Array | torch.Tensor

@@ -20,14 +20,14 @@ from dataclasses import dataclass
 import numpy as np
 
 from graphrt.batch import Int32Array
-from graphrt.launch import Launch
+from graphrt.cache.swap import SwapSpace
+from graphrt.cache.tables import PrefixIndex, common_prefix
+from graphrt.engine.launch import Launch
+from graphrt.generate.movable import MovableSession, Suspended
 from graphrt.runtime import Runtime
 from graphrt.sampling_params import SamplingParams
-from graphrt.session_moves import MovableSession, Suspended
-from graphrt.session_pages import pages_needed
-from graphrt.session_rows import Ids, SessionRow
-from graphrt.swap import SwapSpace
-from graphrt.tables import PrefixIndex, common_prefix
+from graphrt.session.pages import pages_needed
+from graphrt.session.requests import Ids, SessionRow
 
 _QUIET_STEPS = 8
 """Steps of a launch at most: the host has an eighth of the work, and a sequence that ends by a stop token leaves two

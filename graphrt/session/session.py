@@ -19,21 +19,21 @@ from dataclasses import replace
 import numpy as np
 
 from graphrt.batch import Batch, Int32Array
-from graphrt.entry import State, wrong_state
+from graphrt.engine.batch_delta import News, RowEnds
+from graphrt.engine.launch import Launch
+from graphrt.engine.lifecycle import State, wrong_state
+from graphrt.engine.request_tables import MaskWords, RowNews, RowValues
 from graphrt.kernels.checks import check_bool, check_instance, check_int, check_ints
 from graphrt.kernels.errors import CapacityError, CaptureError, ConfigError, ReplayError, ShapeError
 from graphrt.kernels.metadata.buffers import COPIED, STOP_TOKENS
 from graphrt.kernels.metadata.record import LENGTH_FROM_ROW
 from graphrt.kernels.types import NO_TOKEN, TOKEN_FROM_ROW
-from graphrt.launch import Launch
-from graphrt.news import News, RowEnds
-from graphrt.row_tables import MaskWords, RowNews, RowValues
 from graphrt.runtime import Runtime, check_decoder
 from graphrt.sampling_params import SamplingParams
-from graphrt.sampling_values import SamplingValues
-from graphrt.session_pages import CallersPages, SessionPages
-from graphrt.session_results import OVER, RowsInFlight
-from graphrt.session_rows import NO_ROW, Flight, Prompt, SessionRow
+from graphrt.session.pages import CallersPages, SessionPages
+from graphrt.session.requests import NO_ROW, Flight, Prompt, SessionRow
+from graphrt.session.results import OVER, RowsInFlight
+from graphrt.session.sampling_values import SamplingValues
 
 
 class DecodeSession(RowsInFlight):

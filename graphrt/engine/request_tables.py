@@ -17,8 +17,8 @@ from graphrt.config import RuntimeConfig
 from graphrt.kernels.checks import FLOAT32_MAX, check_instance, check_int, check_ints, check_number, shown
 from graphrt.kernels.errors import CapacityError, ConfigError, ShapeError
 from graphrt.kernels.metadata.buffers import COPIED, StaticBuffers
+from graphrt.kernels.numbers import converted
 from graphrt.kernels.ops.sampling_state import Penalties, PenaltyState, record_tokens, state_words
-from graphrt.row_values import converted
 
 MaskWords = Sequence[int] | npt.NDArray[Any] | torch.Tensor
 """A bit per token, [ceil(vocab / 32)] of 32 bits on the host: bit t % 32 of word t // 32 is set: token t is allowed."""

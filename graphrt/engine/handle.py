@@ -12,11 +12,11 @@ import torch
 
 from graphrt.capture.descriptor import BatchDescriptor
 from graphrt.capture.staging import StagingSlot
+from graphrt.engine.logprobs import StepLogprobs, TokenLogprob
 from graphrt.kernels.checks import check_bool
 from graphrt.kernels.errors import ReplayError
 from graphrt.kernels.metadata.buffers import StaticBuffers
 from graphrt.kernels.types import FAULT_GROUP_SHIFT, FaultCode
-from graphrt.logprobs import StepLogprobs, TokenLogprob
 
 _FAULT_TEXT = {
     FaultCode.ROW_ID_OUT_OF_RANGE: "row_id {value} is not one of the row states 0 to max_num_reqs - 1",

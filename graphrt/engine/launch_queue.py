@@ -12,17 +12,17 @@ from graphrt.capture.descriptor import BatchDescriptor
 from graphrt.capture.graph import NOTHING
 from graphrt.capture.staging import StagingRing, StagingSlot
 from graphrt.config import RuntimeConfig
-from graphrt.entry import OnStream
-from graphrt.handle import Rings
+from graphrt.engine.graphs import StepGraphs
+from graphrt.engine.handle import Rings
+from graphrt.engine.lifecycle import OnStream
+from graphrt.engine.program import StepProgram
+from graphrt.engine.recording import Recording
+from graphrt.engine.shadow import Shadow
+from graphrt.engine.stats import Stats
+from graphrt.engine.undo import StepUndo
 from graphrt.kernels.errors import ReplayError
 from graphrt.kernels.metadata.buffers import CURSOR_SLOT, CURSOR_STEP
 from graphrt.kernels.metadata.record import HEADER_COPIES, HEADER_SIZE
-from graphrt.program import StepProgram
-from graphrt.recording import Recording
-from graphrt.shadow import Shadow
-from graphrt.stats import Stats
-from graphrt.step_graphs import StepGraphs
-from graphrt.undo import StepUndo
 
 
 class LaunchQueue:

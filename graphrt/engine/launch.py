@@ -8,9 +8,9 @@ from collections.abc import Iterator
 import numpy as np
 import numpy.typing as npt
 
-from graphrt.handle import InFlight
+from graphrt.engine.handle import InFlight
+from graphrt.engine.logprobs import StepLogprobs
 from graphrt.kernels.metadata.record import HEADER_STOP
-from graphrt.logprobs import StepLogprobs
 
 _POLL_SECONDS = 50e-6
 """A step takes a millisecond or more. Who waits for one leaves the interpreter to other threads meanwhile."""

@@ -11,9 +11,9 @@ import torch
 from graphrt.batch import Batch
 from graphrt.capture.descriptor import BatchDescriptor, GraphKind
 from graphrt.capture.graph import CapturedGraph, GraphReport, Recorder
+from graphrt.engine.program import StepProgram
+from graphrt.engine.step_model import is_compiled
 from graphrt.kernels.errors import ConfigError
-from graphrt.program import StepProgram
-from graphrt.step_model import is_compiled
 
 
 class StepGraphs:

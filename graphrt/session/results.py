@@ -12,12 +12,12 @@ from itertools import islice
 import numpy as np
 
 from graphrt.batch import Int32Array
-from graphrt.handle import RowFault, StepFaultError
+from graphrt.engine.batch_delta import News
+from graphrt.engine.handle import RowFault, StepFaultError
+from graphrt.engine.logprobs import StepLogprobs
 from graphrt.kernels.metadata.buffers import STOP_TOKENS
 from graphrt.kernels.types import RowEnd
-from graphrt.logprobs import StepLogprobs
-from graphrt.news import News
-from graphrt.session_rows import NO_ROW, Flight, Ids, SessionRow, Taken, stop_on_host
+from graphrt.session.requests import NO_ROW, Flight, Ids, SessionRow, Taken, stop_on_host
 
 OVER = -1  # no number of resets
 

@@ -9,7 +9,7 @@ import numpy.typing as npt
 import torch
 
 from graphrt.capture.descriptor import BatchDescriptor
-from graphrt.handle import RowFault
+from graphrt.engine.handle import RowFault
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 
 from graphrt.capture.descriptor import BatchDescriptor
+from graphrt.engine.program import StepProgram
 from graphrt.kernels.cache.copy import PagePacker
 from graphrt.kernels.metadata.buffers import BufferKind, StaticBuffers
-from graphrt.program import StepProgram
 
 _LISTED = (torch.int32, torch.int64, torch.float32, torch.float16, torch.bfloat16, torch.uint8)  # copied many at a time
 _ALIGNMENT = 16  # bytes: copies begin at words of any dtype

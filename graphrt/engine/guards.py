@@ -15,11 +15,11 @@ from graphrt.capture.inspect.blas import with_blas_workspaces
 from graphrt.capture.inspect.memory import MemoryMap
 from graphrt.capture.inspect.pool import memory_of
 from graphrt.capture.lock import CaptureLock, Doing
-from graphrt.entry import Exclusive
+from graphrt.engine.graphs import StepGraphs
+from graphrt.engine.lifecycle import Exclusive
+from graphrt.engine.program import StepProgram
+from graphrt.engine.stats import Stats
 from graphrt.kernels.metadata.buffers import BufferKind
-from graphrt.program import StepProgram
-from graphrt.stats import Stats
-from graphrt.step_graphs import StepGraphs
 
 NamedTensor = tuple[str, torch.Tensor]
 

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from graphrt.batch import Int32Array
-from graphrt.kv_cache import PageAllocator
+from graphrt.cache.kv_cache import PageAllocator
 from graphrt.spec import KVCacheSpec
 
 Slots = npt.NDArray[np.int64]

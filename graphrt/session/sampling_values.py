@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from graphrt.copied_values import Values, copied_values, of_row
+from graphrt.batch_values import Values, copied_values, of_row
 from graphrt.sampling_params import SamplingParams
 
 _OF_PARAMS = (

@@ -9,9 +9,11 @@ from dataclasses import dataclass, field
 import torch
 
 from graphrt.backends.base import AttentionBackend, AttentionLayer
+from graphrt.cache.groups import LayerPlace, longest_of
+from graphrt.cache.kv_cache import KVCache
 from graphrt.capture.descriptor import BatchDescriptor, GraphKind
 from graphrt.config import RuntimeConfig
-from graphrt.groups import LayerPlace, longest_of
+from graphrt.engine.request_tables import row_extents
 from graphrt.kernels.attention.options import FP8_DTYPES
 from graphrt.kernels.checks import check_instance, check_tensor
 from graphrt.kernels.errors import ShapeError
@@ -24,10 +26,8 @@ from graphrt.kernels.metadata.record import record_size
 from graphrt.kernels.metadata.refresh import refresh
 from graphrt.kernels.ops.sampling_logprobs import token_logprobs
 from graphrt.kernels.ops.sampling_state import record_tokens
-from graphrt.kv_cache import KVCache
 from graphrt.layer import ModelLayers
 from graphrt.metadata import StepMetadata
-from graphrt.row_tables import row_extents
 from graphrt.spec import AttentionSpec
 from graphrt.step import Model, Sampler, Step
 

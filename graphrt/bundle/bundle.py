@@ -28,22 +28,22 @@ import torch
 import triton
 
 from graphrt import __version__
-from graphrt.bundle_format import from_plain, read_file, reading, to_plain, write_file
+from graphrt.bundle.format import from_plain, read_file, reading, to_plain, write_file
+from graphrt.cache.kv_cache import KVCache
 from graphrt.capture.descriptor import BatchDescriptor, GraphKind
 from graphrt.config import RuntimeConfig
+from graphrt.engine.launch_inputs import SlotWords
+from graphrt.engine.program import capacity_of, page_groups
+from graphrt.engine.recording import NOT_STATE, RecordedLaunch, Recording
+from graphrt.engine.stats import ShadowDifference
 from graphrt.kernels.checks import check_bool, check_instance, check_int
 from graphrt.kernels.errors import CapacityError, ConfigError, ShapeError
 from graphrt.kernels.metadata.buffers import BufferKind, StaticBuffers
-from graphrt.kv_cache import KVCache
 from graphrt.models.loading import free_memory
-from graphrt.program import capacity_of, page_groups
-from graphrt.recording import NOT_STATE, RecordedLaunch, Recording
 from graphrt.replay import ReplayManager
 from graphrt.runtime import resolve_device
 from graphrt.sampling import sample_tokens
-from graphrt.slot_words import SlotWords
 from graphrt.spec import AttentionSpec, KVCacheSpec
-from graphrt.stats import ShadowDifference
 from graphrt.step import Model, Sampler
 
 _HOST_CYCLES = 1_000_000  # of the device, half a millisecond: a launch takes the host less

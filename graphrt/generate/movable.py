@@ -8,11 +8,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from graphrt.batch import Int32Array
+from graphrt.cache.swap import SwapArrival, SwappedPages, SwapSpace
 from graphrt.kernels.errors import ReplayError
 from graphrt.runtime import Runtime
-from graphrt.session import DecodeSession
-from graphrt.session_rows import NO_ROW, Flight, Ids, SessionRow, Taken
-from graphrt.swap import SwapArrival, SwappedPages, SwapSpace
+from graphrt.session.requests import NO_ROW, Flight, Ids, SessionRow, Taken
+from graphrt.session.session import DecodeSession
 
 
 @dataclass(frozen=True, slots=True)

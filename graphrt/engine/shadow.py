@@ -18,11 +18,11 @@ import torch
 
 from graphrt.batch import Batch
 from graphrt.capture.descriptor import BatchDescriptor
+from graphrt.engine.graphs import StepGraphs
+from graphrt.engine.program import StepProgram
+from graphrt.engine.stats import ShadowDifference, Stats, TensorDifference
+from graphrt.engine.undo import Copies, Slots, StepUndo
 from graphrt.kernels.metadata.buffers import BufferKind
-from graphrt.program import StepProgram
-from graphrt.stats import ShadowDifference, Stats, TensorDifference
-from graphrt.step_graphs import StepGraphs
-from graphrt.undo import Copies, Slots, StepUndo
 
 _MOST_KEPT = 16  # differences that stats keep
 

@@ -10,13 +10,13 @@ import numpy as np
 import numpy.typing as npt
 
 from graphrt.batch import Int32Array
+from graphrt.cache.kv_cache import PageAllocator
+from graphrt.cache.tables import Tables
 from graphrt.kernels.cache.copy import Pages
 from graphrt.kernels.checks import check_ints, check_sequence, shown
 from graphrt.kernels.errors import CapacityError, ConfigError, ShapeError
 from graphrt.kernels.metadata.record import PAGE_COUNT, PAGE_FIELDS, PAGE_FIRST, PAGE_START
-from graphrt.kv_cache import PageAllocator
 from graphrt.spec import KVCacheSpec
-from graphrt.tables import Tables
 
 Ids = npt.NDArray[np.int64]
 

@@ -12,12 +12,12 @@ import torch
 from graphrt.batch import Int32Array
 from graphrt.capture.descriptor import BatchDescriptor
 from graphrt.config import RuntimeConfig
-from graphrt.handle import Rings
+from graphrt.engine.handle import Rings
+from graphrt.engine.launch_inputs import SlotWords
+from graphrt.engine.program import StepProgram
 from graphrt.kernels.errors import CapacityError
 from graphrt.kernels.metadata import record as layout
 from graphrt.kernels.metadata.buffers import BufferKind
-from graphrt.program import StepProgram
-from graphrt.slot_words import SlotWords
 from graphrt.spec import KVCacheSpec
 
 NOT_STATE = ("cursor", "claims", "duplicates", "step_counter", "go_on", "page_table")

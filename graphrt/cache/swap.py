@@ -11,10 +11,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from graphrt.cache.kv_cache import KVCache, PageAllocator
 from graphrt.kernels.cache.copy import PagePacker, Pages, check_distinct
 from graphrt.kernels.checks import check_instance, check_int, check_ints, check_sequence
 from graphrt.kernels.errors import CapacityError, CaptureError, ConfigError
-from graphrt.kv_cache import KVCache, PageAllocator
 
 _STAGED_BYTES = 8 << 20
 """Bytes of each of the two staging buffers. Longer copies over the link hold decode steps up more: 32 MB at a time cost

@@ -10,8 +10,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from graphrt.aliasing import Placed, check_disjoint
-from graphrt.groups import cache_layer_groups
+from graphrt.cache.aliasing import Placed, check_disjoint
+from graphrt.cache.groups import cache_layer_groups
 from graphrt.kernels.attention.options import FP8_DTYPES
 from graphrt.kernels.cache.copy import PagePacker, Pages
 from graphrt.kernels.cache.write import check_kv_scale, write_kv

@@ -15,20 +15,20 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from graphrt.entry import State, wrong_state
-from graphrt.handle import StepFaultError
+from graphrt.cache.swap import SwapSpace
+from graphrt.engine.handle import StepFaultError
+from graphrt.engine.launch import Launch
+from graphrt.engine.lifecycle import State, wrong_state
+from graphrt.engine.logprobs import TokenLogprob
+from graphrt.generate.movable import MovableSession
+from graphrt.generate.scheduler import GenerationStats, Request, Scheduler, longest_chunk
 from graphrt.kernels.checks import check_instance, check_int, check_ints, check_sequence
 from graphrt.kernels.errors import CapacityError, ShapeError
 from graphrt.kernels.types import RowEnd
-from graphrt.launch import Launch
-from graphrt.logprobs import TokenLogprob
 from graphrt.runtime import Runtime, check_decoder
 from graphrt.sampling_params import SamplingParams
-from graphrt.scheduler import GenerationStats, Request, Scheduler, longest_chunk
-from graphrt.session_moves import MovableSession
-from graphrt.session_pages import check_pages, pages_needed
-from graphrt.session_rows import Prompt
-from graphrt.swap import SwapSpace
+from graphrt.session.pages import check_pages, pages_needed
+from graphrt.session.requests import Prompt
 
 
 @dataclass(frozen=True, slots=True)

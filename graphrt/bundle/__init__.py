@@ -1,0 +1,1 @@
+"""Replay bundles: recorded launches that run again in another process."""

@@ -1,0 +1,1 @@
+"""The paged KV cache: pages, KV groups, page tables and swap space."""

@@ -1,0 +1,1 @@
+"""The step as it is captured and launched: programs, graphs, launches and their results."""

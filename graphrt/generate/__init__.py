@@ -1,0 +1,1 @@
+"""Text generation: a continuous-batching scheduler over a runtime."""

@@ -1,0 +1,1 @@
+"""Requests that stay on the device between launches."""
