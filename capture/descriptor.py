@@ -1,4 +1,4 @@
-"""The key of a captured graph, and the ladders of sizes that are captured."""
+"""The key of a captured graph, and the capture_sizes of sizes that are captured."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class BatchDescriptor:
         return f"decode[{self.padded_reqs}" + (f" x {self.query_len}]" if self.query_len > 1 else "]")
 
 
-def decode_ladder(max_num_reqs: int) -> tuple[int, ...]:
+def default_decode_sizes(max_num_reqs: int) -> tuple[int, ...]:
     """Row counts that are captured by default: 1, 2, 4, then steps of 8 to 256, then of 16, and the exact maximum."""
     if max_num_reqs < 1:
         raise ConfigError(f"max_num_reqs: expected >= 1, got {max_num_reqs}")
@@ -72,7 +72,7 @@ def decode_ladder(max_num_reqs: int) -> tuple[int, ...]:
     return tuple(sorted({s for s in sizes if s <= max_num_reqs} | {max_num_reqs}))
 
 
-def mixed_ladder(max_num_tokens: int, smallest: int = 64) -> tuple[int, ...]:
+def default_mixed_sizes(max_num_tokens: int, smallest: int = 64) -> tuple[int, ...]:
     """Token counts of the mixed graphs by default: 64, 128, ... by doubling, and the exact maximum."""
     if max_num_tokens < 1:
         raise ConfigError(f"max_num_tokens: expected >= 1, got {max_num_tokens}")

@@ -19,10 +19,10 @@ class Dispatch:
 
 
 class Dispatcher:
-    """Owns the ladders. Batches over capacity raise; batches without a graph run eagerly and say why.
+    """Owns the capture_sizes. Batches over capacity raise; batches without a graph run eagerly and say why.
 
     decode_sizes, mixed_sizes   sorted sizes to capture, each within the maxima; may be empty
-    why_not_graph               the backend's reason against a graph of a descriptor, or None
+    graph_unsupported_reason               the backend's reason against a graph of a descriptor, or None
     """
 
     def __init__(
@@ -33,14 +33,14 @@ class Dispatcher:
         query_len: int,
         decode_sizes: Sequence[int],
         mixed_sizes: Sequence[int],
-        why_not_graph: Callable[[BatchDescriptor], str | None],
+        graph_unsupported_reason: Callable[[BatchDescriptor], str | None],
         use_graphs: bool,
     ) -> None:
         self.max_num_reqs = max_num_reqs
         self.max_num_tokens = max_num_tokens
         self.query_len = query_len
         self._use_graphs = use_graphs
-        self._why_not_graph = why_not_graph
+        self._graph_unsupported_reason = graph_unsupported_reason
         self._decode = self._table(
             decode_sizes, max_num_reqs, lambda n: BatchDescriptor.decode(n, query_len), "decode", "rows"
         )
@@ -76,7 +76,7 @@ class Dispatcher:
         size = descriptor.padded_reqs if descriptor.kind is GraphKind.DECODE else descriptor.padded_tokens
         if size > len(table) or table[size - 1].descriptor != descriptor:
             raise ConfigError(
-                f"descriptor: expected a size of this runtime's ladders, got {descriptor}; see descriptors"
+                f"descriptor: expected a size of this runtime's capture_sizes, got {descriptor}; see descriptors"
             )
         fits = num_reqs <= descriptor.padded_reqs and num_tokens <= descriptor.padded_tokens
         if not fits or (descriptor.kind is GraphKind.DECODE and not uniform):
@@ -111,7 +111,7 @@ class Dispatcher:
             elif index == len(sizes):
                 largest = sizes[-1] if sizes else 0
                 why = f"no {kind} graph for {n} {unit}: the largest captured is {largest}"
-            elif (reason := self._why_not_graph(descriptor)) is not None:
+            elif (reason := self._graph_unsupported_reason(descriptor)) is not None:
                 why = reason
             table.append(Dispatch(descriptor, why))
         return table

@@ -24,7 +24,7 @@ class GraphReport:
     seconds       wall time of its capture
     pool_bytes    growth of the allocator, that is of the memory pool that all graphs share
     driver_bytes  device memory that the driver took for the graph itself
-    nodes         graph nodes (ops on the tape, for the CPU twin)
+    nodes         graph nodes (ops on the op trace, for the CPU twin)
     """
 
     descriptor: BatchDescriptor
@@ -65,7 +65,7 @@ class Recorder(Protocol):
     streams: tuple[torch.cuda.Stream, ...]
 
     def session(self) -> AbstractContextManager[None]:
-        """Context around a whole ladder of captures (garbage collection frozen, capture stream current)."""
+        """Context around a whole capture_sizes of captures (garbage collection frozen, capture stream current)."""
 
     def warm_up(self, step: StepFunction, prepare: Callable[[], None]) -> None:
         """Run a step once outside of any capture, so that libraries make their handles and workspaces.
@@ -95,7 +95,8 @@ class Recorder(Protocol):
         device busy for good; the twin on a CPU stops with an error.
 
         A loop takes memory of the driver, for its copy of the nodes, and none of the pool: it works in the memory of
-        its step. So all graphs and loops of a recorder launch on one stream, and a ladder has loops for those of its
+        its step. So all graphs and loops of a recorder launch on one stream, and a capture_sizes has loops for those
+        of its
         sizes that are worth the memory. A step may read none of torch's generators, as each run would draw the same.
 
         Raises: CaptureError for another recorder's kind of graph, one that was closed, and one with nodes that a loop

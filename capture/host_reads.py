@@ -1,4 +1,4 @@
-"""Which operations wait for the device. A CUDA capture refuses them, and so does the op tape, where nothing waits."""
+"""Which operations wait for the device. A CUDA capture refuses them, and so does the op trace, where nothing waits."""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
 """Captures steps as CUDA graphs: one memory pool, one capture stream, no per-graph synchronisation.
 
 `torch.cuda.graph` synchronises, empties the allocator's cache and collects garbage for every graph, which makes a
-ladder of 35 graphs take tens of seconds. Here the raw `capture_begin`/`capture_end` are called on one stream, and
-garbage collection is frozen once for the whole ladder.
+capture_sizes of 35 graphs take tens of seconds. Here the raw `capture_begin`/`capture_end` are called on one stream,
+and
+garbage collection is frozen once for the whole capture_sizes.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ from graphrt.capture.descriptor import BatchDescriptor
 from graphrt.capture.garbage import older_objects_set_aside
 from graphrt.capture.graph import NOTHING, CapturedGraph, GraphReport, Recorder, StepFunction, check_loop
 from graphrt.capture.loop import CudaGraphLoop
+from graphrt.capture.op_trace import OpTraceRecorder
 from graphrt.capture.raw_graph import CostMeter, Launcher, check, count_nodes
-from graphrt.capture.tape import OpTapeRecorder
 from graphrt.kernels.errors import CaptureError
 
 # cuBLAS keeps one workspace per stream for the life of the process, and two graphs captured on one stream share it.
@@ -191,8 +192,8 @@ def _end_generator_s_capture() -> None:
 
 
 def make_recorder(device: torch.device) -> Recorder:
-    """The recorder for `device`: CUDA graphs on CUDA, the op tape elsewhere."""
-    return CudaGraphRecorder(device) if device.type == "cuda" else OpTapeRecorder()
+    """The recorder for `device`: CUDA graphs on CUDA, the op trace elsewhere."""
+    return CudaGraphRecorder(device) if device.type == "cuda" else OpTraceRecorder()
 
 
 @contextlib.contextmanager
@@ -200,7 +201,7 @@ def _kernel_loads_allowed() -> Iterator[None]:
     """Let Triton load a kernel that it meets for the first time in the middle of a capture.
 
     Loading a module touches no stream, but only a relaxed capture mode allows it: this thread's mode is relaxed for the
-    time of the load. So a ladder needs neither a warm-up per size nor a list of kernel variants.
+    time of the load. So a capture_sizes needs neither a warm-up per size nor a list of kernel variants.
     """
     relaxed, hooks = driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED, triton.knobs.runtime
     outer: list[Any] = []

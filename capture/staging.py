@@ -30,16 +30,16 @@ class StagingSlot:
     """
 
     __slots__ = (
-        "_copies", "_event", "_header", "_lock", "_num_copies", "_running", "_submitted", "on_done", "record",
-        "record_tensor",
+        "_copies", "_event", "_header", "_lock", "_num_copies", "_running", "_submitted", "on_done", "inputs",
+        "inputs_tensor",
     )  # fmt: skip
 
     def __init__(self, words: torch.Tensor, device: torch.device, header: int = 0, copies: int = 1) -> None:
         record_at = header * (copies - 1)
-        self.record_tensor = words[record_at:]
-        self.record: npt.NDArray[np.int32] = self.record_tensor.numpy()
+        self.inputs_tensor = words[record_at:]
+        self.inputs: npt.NDArray[np.int32] = self.inputs_tensor.numpy()
         self._num_copies = copies - 1
-        self._copies, self._header = (x.view(np.uint8).data for x in (words[:record_at].numpy(), self.record[:header]))
+        self._copies, self._header = (x.view(np.uint8).data for x in (words[:record_at].numpy(), self.inputs[:header]))
         self.on_done: Callable[[], None] | None = None
         self._event = LaunchEvent() if device.type == "cuda" else None
         self._submitted = False
@@ -105,7 +105,7 @@ class StagingSlot:
         """Write a word of the record while its launch is in flight; nothing where `owns` says that it is another's."""
         with self._lock:
             if owns():
-                self.record[index] = value
+                self.inputs[index] = value
 
     def _has_ended(self) -> bool:
         if self._running and self._event is not None and self._event.query():
@@ -114,13 +114,13 @@ class StagingSlot:
 
 
 class StagingRing:
-    """The slots of an inbox, used in turn. The only way to write to one is `acquire`.
+    """The slots of an input_ring, used in turn. The only way to write to one is `acquire`.
 
     header, copies   of each slot; see StagingSlot
     """
 
-    def __init__(self, inbox: torch.Tensor, device: torch.device, header: int = 0, copies: int = 1) -> None:
-        self._slots = [StagingSlot(words, device, header, copies) for words in inbox]
+    def __init__(self, input_ring: torch.Tensor, device: torch.device, header: int = 0, copies: int = 1) -> None:
+        self._slots = [StagingSlot(words, device, header, copies) for words in input_ring]
         self.waits = 0
 
     def acquire(self, launch: int) -> StagingSlot:

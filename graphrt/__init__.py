@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from graphrt.backends.choice import get_attn_backend as get_attn_backend
     from graphrt.backends.registry import register_backend as register_backend
     from graphrt.batch import Batch as Batch
-    from graphrt.batch import Row as Row
+    from graphrt.batch import Request as Request
     from graphrt.bundle.bundle import Bundle as Bundle
     from graphrt.cache.groups import kv_groups as kv_groups
     from graphrt.cache.kv_cache import KVCache as KVCache
@@ -25,10 +25,10 @@ if TYPE_CHECKING:
     from graphrt.cache.swap import SwapSpace as SwapSpace
     from graphrt.capture.descriptor import BatchDescriptor as BatchDescriptor
     from graphrt.capture.descriptor import GraphKind as GraphKind
-    from graphrt.config import RowTensor as RowTensor
+    from graphrt.config import RequestTensor as RequestTensor
     from graphrt.config import RuntimeConfig as RuntimeConfig
     from graphrt.engine.compare import StepComparison as StepComparison
-    from graphrt.engine.handle import RowFault as RowFault
+    from graphrt.engine.handle import RequestFault as RequestFault
     from graphrt.engine.handle import StepFaultError as StepFaultError
     from graphrt.engine.handle import StepHandle as StepHandle
     from graphrt.engine.launch import Launch as Launch
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from graphrt.engine.logprobs import StepLogprobs as StepLogprobs
     from graphrt.engine.logprobs import TokenLogprob as TokenLogprob
     from graphrt.engine.recording import Recording as Recording
-    from graphrt.engine.request_tables import RowTables as RowTables
+    from graphrt.engine.request_tables import RequestTables as RequestTables
     from graphrt.engine.stats import Stats as Stats
     from graphrt.engine.step_model import as_step_model as as_step_model
     from graphrt.generate.generator import Event as Event
@@ -51,11 +51,11 @@ if TYPE_CHECKING:
     from graphrt.kernels.errors import ShapeError as ShapeError
     from graphrt.kernels.errors import UnsupportedError as UnsupportedError
     from graphrt.kernels.types import NO_TOKEN as NO_TOKEN
-    from graphrt.kernels.types import TOKEN_FROM_ROW as TOKEN_FROM_ROW
+    from graphrt.kernels.types import TOKEN_FROM_DEVICE as TOKEN_FROM_DEVICE
     from graphrt.kernels.types import FaultCode as FaultCode
+    from graphrt.kernels.types import FinishReason as FinishReason
     from graphrt.kernels.types import KVLayout as KVLayout
-    from graphrt.kernels.types import RowEnd as RowEnd
-    from graphrt.kernels.types import RowStatus as RowStatus
+    from graphrt.kernels.types import RequestStatus as RequestStatus
     from graphrt.layer import Attention as Attention
     from graphrt.layer import attention_specs as attention_specs
     from graphrt.models.loading import load_model as load_model
@@ -65,7 +65,7 @@ if TYPE_CHECKING:
     from graphrt.runtime import Runtime as Runtime
     from graphrt.runtime import resolve_device as resolve_device
     from graphrt.sampling_params import SamplingParams as SamplingParams
-    from graphrt.session.requests import SessionRow as SessionRow
+    from graphrt.session.requests import SessionRequest as SessionRequest
     from graphrt.session.session import DecodeSession as DecodeSession
     from graphrt.spec import AttentionKind as AttentionKind
     from graphrt.spec import AttentionSpec as AttentionSpec
@@ -104,16 +104,16 @@ _HOME = {
     "ReplayError": "graphrt.kernels.errors",
     "ReplayManager": "graphrt.replay",
     "Rotary": "graphrt.kernels.cache.write",
-    "Row": "graphrt.batch",
-    "RowEnd": "graphrt.kernels.types",
-    "RowFault": "graphrt.engine.handle",
-    "RowStatus": "graphrt.kernels.types",
-    "RowTables": "graphrt.engine.request_tables",
-    "RowTensor": "graphrt.config",
+    "Request": "graphrt.batch",
+    "FinishReason": "graphrt.kernels.types",
+    "RequestFault": "graphrt.engine.handle",
+    "RequestStatus": "graphrt.kernels.types",
+    "RequestTables": "graphrt.engine.request_tables",
+    "RequestTensor": "graphrt.config",
     "Runtime": "graphrt.runtime",
     "RuntimeConfig": "graphrt.config",
     "SamplingParams": "graphrt.sampling_params",
-    "SessionRow": "graphrt.session.requests",
+    "SessionRequest": "graphrt.session.requests",
     "ShapeError": "graphrt.kernels.errors",
     "State": "graphrt.engine.lifecycle",
     "Stats": "graphrt.engine.stats",
@@ -125,7 +125,7 @@ _HOME = {
     "SwapArrival": "graphrt.cache.swap",
     "SwapSpace": "graphrt.cache.swap",
     "SwappedPages": "graphrt.cache.swap",
-    "TOKEN_FROM_ROW": "graphrt.kernels.types",
+    "TOKEN_FROM_DEVICE": "graphrt.kernels.types",
     "TokenLogprob": "graphrt.engine.logprobs",
     "TextGenerator": "graphrt.generate.generator",
     "UnsupportedError": "graphrt.kernels.errors",

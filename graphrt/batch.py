@@ -1,4 +1,4 @@
-"""What a serving stack hands over for one step, and how it is packed into a slot of the inbox."""
+"""What a serving stack hands over for one step, and how it is packed into a slot of the input_ring."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ from graphrt.batch_values import check_ranges, copied_values, host_array, needs_
 from graphrt.config import Need, RuntimeConfig
 from graphrt.kernels.checks import shown
 from graphrt.kernels.errors import CapacityError, ShapeError, UnsupportedError
-from graphrt.kernels.metadata import record as layout
+from graphrt.kernels.metadata import step_inputs as layout
 from graphrt.kernels.metadata.arguments import MAX_ROWS, MAX_TOKENS
 from graphrt.kernels.metadata.buffers import COPIED, COPIED_PAD_WORDS
-from graphrt.kernels.types import TOKEN_FROM_ROW
+from graphrt.kernels.types import TOKEN_FROM_DEVICE
 
 Int32Array = npt.NDArray[np.int32]
 
 _PAD_WORDS = np.array(COPIED_PAD_WORDS, np.int32)[:, None]
-_FIELDS = {"sample": layout.ROW_SAMPLE} | {name: layout.ROW_COPIED + at for at, name in enumerate(COPIED)}
+_FIELDS = {"sample": layout.REQ_SAMPLE} | {name: layout.REQ_COPIED + at for at, name in enumerate(COPIED)}
 """Of values that a record holds as they are: a field each."""
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
-    """One sequence of a step, for callers that prefer objects to arrays; see `Batch.from_rows`.
+class Request:
+    """One sequence of a step, for callers that prefer objects to arrays; see `Batch.from_requests`.
 
-    row_id       persistent row state that it uses (0 to max_num_reqs - 1), its own as long as it lives
-    tokens       the new tokens; [TOKEN_FROM_ROW] is the token that this row sampled last, and others may follow it
+    req_index       persistent row state that it uses (0 to max_num_reqs - 1), its own as long as it lives
+    tokens       the new tokens; [TOKEN_FROM_DEVICE] is the token that this row sampled last, and others may follow it
     seq_len      KV tokens including `tokens`
     pages        page ids, in order; with several KV groups a list of them per group. () lists none in any group
     first_page   place in the sequence of the first of `pages`; with several KV groups one per group
@@ -48,7 +48,7 @@ class Row:
     encoder_len  tokens that the row's encoder wrote for cross layers, the same in each of its steps; 0: none
     """
 
-    row_id: int
+    req_index: int
     tokens: Sequence[int] | Int32Array
     seq_len: int
     pages: Sequence[int] | Int32Array | Sequence[Sequence[int] | Int32Array] = ()
@@ -73,10 +73,11 @@ class Row:
 class Batch:
     """One step: n rows in any order, as host arrays. A batch without rows is legal: an idle rank's dummy step.
 
-    row_ids       [n]       int32    which persistent row state each row uses, all different
+    req_indices       [n]       int32    which persistent row state each row uses, all different
     seq_lens      [n]       int32    KV tokens including this step's
     query_lens    [n]       int32    new tokens of each row, >= 1; by default 1
-    tokens        [sum]     int32    literal token ids, or TOKEN_FROM_ROW, the row's last sampled token; by default that
+    tokens        [sum]     int32    literal token ids, or TOKEN_FROM_DEVICE, the row's last sampled token; by default
+                  that
     page_indptr   [n + 1]   int32    row i lists page_ids[page_indptr[i] : page_indptr[i + 1]]
     page_ids      [listed]  int32    page ids, row after row. By default, of both, no row lists any, in any group
     first_pages   [n]       int32    place in the sequence of each row's first listed page; by default 0
@@ -94,7 +95,7 @@ class Batch:
     prompt_lens   [n]       int32    tokens of each row from this position on are its output, which these two penalties
                                      count; by default 0: all tokens are output
     token_masks   [n]       int32    which mask says what tokens are allowed, of those that
-                                     `ReplayManager.row_tables.set_token_masks` wrote; -1 is none, the default
+                                     `ReplayManager.request_tables.set_token_masks` wrote; -1 is none, the default
     logprobs      [n]       int32    give log-probabilities of a token of the row, and of so many best ones, as
                                      `StepHandle.logprobs()`; -1 is none, the default
     logprob_tokens   [n]    int32    whose: of this token, as the next one of a prompt; -1 is the sampled one, the
@@ -103,7 +104,7 @@ class Batch:
 
     A list from page 0 says all pages of its row. A list from a later page, or an empty one, keeps what the row's last
     steps listed before it: a row that goes on needs to list new pages only. A step without new pages needs no lists:
-    `Batch(row_ids=[0, 1], seq_lens=[5, 9])`. A row id that begins a sequence (seq_len == query_len) forgets
+    `Batch(req_indices=[0, 1], seq_lens=[5, 9])`. A row id that begins a sequence (seq_len == query_len) forgets
     the pages that it had.
 
     With G KV groups (see KVCacheSpec) there are G lists per row, those of the first group first: page_indptr is
@@ -124,9 +125,9 @@ class Batch:
 
     A row with a penalty states it in every step of its sequence, from the first token on: a step without it does not
     count its tokens. A sequence that begins with a prefix that is in the cache has the prefix entered before its first
-    step, by `ReplayManager.row_tables.record_prefix`. Such rows need `RuntimeConfig(penalties=True)`.
+    step, by `ReplayManager.request_tables.record_prefix`. Such rows need `RuntimeConfig(penalties=True)`.
 
-    Logit biases, masks and the model's own values of a row stay on the device by row id: see `RowTables`.
+    Logit biases, masks and the model's own values of a row stay on the device by row id: see `RequestTables`.
 
     A model of encoder layers alone has no KV groups: its batches list no pages, and each row is a whole sequence.
 
@@ -139,7 +140,7 @@ class Batch:
     Raises: ShapeError naming the argument whose type, rank, length or value is wrong.
     """
 
-    row_ids: Int32Array
+    req_indices: Int32Array
     seq_lens: Int32Array
     query_lens: Int32Array
     tokens: Int32Array
@@ -168,7 +169,7 @@ class Batch:
     def __init__(
         self,
         *,
-        row_ids: npt.ArrayLike,
+        req_indices: npt.ArrayLike,
         seq_lens: npt.ArrayLike,
         page_indptr: npt.ArrayLike = (0,),
         page_ids: npt.ArrayLike = (),
@@ -191,10 +192,10 @@ class Batch:
         logprob_tokens: npt.ArrayLike | None = None,
     ) -> None:
         given = locals()
-        row_ids = _int32("row_ids", row_ids)
-        n = len(row_ids)
+        req_indices = _int32("req_indices", req_indices)
+        n = len(req_indices)
         if n > MAX_ROWS:
-            raise ShapeError(f"batch.row_ids: expected at most {MAX_ROWS} rows, got {n}; split the step")
+            raise ShapeError(f"batch.req_indices: expected at most {MAX_ROWS} rows, got {n}; split the step")
         if query_lens is None:
             query_lens, num_tokens = _ones(n), n
         else:
@@ -206,7 +207,7 @@ class Batch:
             raise ShapeError(
                 f"batch.query_lens: expected at most {MAX_TOKENS} tokens, got {num_tokens}; split the step"
             )
-        tokens = np.full(num_tokens, TOKEN_FROM_ROW, np.int32) if tokens is None else _int32("tokens", tokens)
+        tokens = np.full(num_tokens, TOKEN_FROM_DEVICE, np.int32) if tokens is None else _int32("tokens", tokens)
         if len(tokens) != num_tokens:
             raise ShapeError(f"batch.tokens: expected {num_tokens} tokens, the sum of query_lens, got {len(tokens)}")
         page_ids, page_indptr = _int32("page_ids", page_ids), _int32("page_indptr", page_indptr)
@@ -229,7 +230,7 @@ class Batch:
             )
         also = tuple(name for name in ("query_lens", "sample", "first_pages") if given[name] is not None)
         self._set(
-            row_ids=row_ids,
+            req_indices=req_indices,
             seq_lens=_int32("seq_lens", seq_lens, n),
             query_lens=query_lens,
             tokens=tokens,
@@ -255,20 +256,20 @@ class Batch:
     __hash__ = None  # type: ignore[assignment]  # arrays can change
 
     @classmethod
-    def from_rows(cls, rows: Sequence[Row]) -> Batch:
+    def from_requests(cls, rows: Sequence[Request]) -> Batch:
         """A batch from row objects: the readable way, two microseconds per row slower than arrays.
 
         Raises: ShapeError naming the row and the field that is wrong.
         """
-        if isinstance(rows, Row) or not isinstance(rows, Sequence):
-            raise ShapeError(f"rows: expected a sequence of Row, got {type(rows).__name__}; pass [row]")
+        if isinstance(rows, Request) or not isinstance(rows, Sequence):
+            raise ShapeError(f"rows: expected a sequence of Request, got {type(rows).__name__}; pass [row]")
         for index, row in enumerate(rows):
-            if not isinstance(row, Row):
-                raise ShapeError(f"rows[{index}]: expected a Row, got {type(row).__name__}")
+            if not isinstance(row, Request):
+                raise ShapeError(f"rows[{index}]: expected a Request, got {type(row).__name__}")
         tokens = [_list(rows, "tokens", r, r.tokens) for r in rows]
         pages, first_pages = _page_lists(rows)
         return cls(
-            row_ids=[r.row_id for r in rows],
+            req_indices=[r.req_index for r in rows],
             seq_lens=[r.seq_len for r in rows],
             query_lens=[len(t) for t in tokens],
             tokens=_concatenate(tokens),
@@ -282,11 +283,11 @@ class Batch:
     @classmethod
     def empty(cls) -> Batch:
         """A batch without rows: the step of an idle rank, which touches no row and no page."""
-        return cls(row_ids=(), seq_lens=())
+        return cls(req_indices=(), seq_lens=())
 
     @property
     def num_reqs(self) -> int:
-        return len(self.row_ids)
+        return len(self.req_indices)
 
     @property
     def num_tokens(self) -> int:
@@ -331,11 +332,11 @@ class Batch:
             )
 
     def check_capacity(
-        self, max_seq_len: int, record_words: int, groups: int, max_encoder_len: int = 0, whole: bool = False
+        self, max_seq_len: int, inputs_words: int, groups: int, max_encoder_len: int = 0, whole: bool = False
     ) -> None:
         """Raise CapacityError for sequences or page lists that a runtime has no room for, ShapeError for page lists of
         another number of KV groups, and with `whole` for a row that is not a whole sequence; costs microseconds."""
-        n, listed = len(self.row_ids), len(self.page_ids)
+        n, listed = len(self.req_indices), len(self.page_ids)
         if listed and len(self.page_indptr) != groups * n + 1:
             raise ShapeError(
                 f"batch.page_indptr: expected lists of {groups} KV groups, {groups * self.num_reqs + 1} values, got "
@@ -359,32 +360,32 @@ class Batch:
                 f"batch.query_lens: expected {self.seq_lens[row]} new tokens in row {row}, its seq_len, got "
                 f"{self.query_lens[row]}; encoder layers see the tokens of one step, so rows are whole sequences"
             )
-        words = layout.record_size(n, len(self.tokens), listed, max(groups, 1))
-        if words > record_words:
+        words = layout.inputs_size(n, len(self.tokens), listed, max(groups, 1))
+        if words > inputs_words:
             raise CapacityError(
-                f"batch.page_ids: expected at most {listed - (words - record_words)} pages listed in one step, "
+                f"batch.page_ids: expected at most {listed - (words - inputs_words)} pages listed in one step, "
                 f"got {listed}; list only the pages that seq_lens need"
             )
 
-    def write_record(self, out: Int32Array, step: int, groups: int) -> int:
+    def write_inputs(self, out: Int32Array, step: int, groups: int) -> int:
         """Pack the batch in full into `out`, as a runtime of so many KV groups reads it (see
-        kernels/metadata/record.py), and return the number of words used."""
-        n, num_tokens, listed, groups = len(self.row_ids), len(self.tokens), len(self.page_ids), max(groups, 1)
+        kernels/metadata/step_inputs.py), and return the number of words used."""
+        n, num_tokens, listed, groups = len(self.req_indices), len(self.tokens), len(self.page_ids), max(groups, 1)
         layout.write_header(out, step, n, num_tokens, listed)
-        fields = layout.row_fields(groups)
+        fields = layout.req_fields(groups)
         tokens_at = layout.HEADER_SIZE + fields * n
         pages_at, end = tokens_at + num_tokens, tokens_at + num_tokens + listed
         rows = out[layout.HEADER_SIZE : tokens_at].reshape(fields, n)
-        rows[layout.ROW_ID], rows[layout.ROW_SEQ_LEN] = self.row_ids, self.seq_lens
-        rows[layout.ROW_QUERY_START :] = _defaults(n, fields)  # one copy; a step states few of them
+        rows[layout.REQ_INDEX], rows[layout.REQ_SEQ_LEN] = self.req_indices, self.seq_lens
+        rows[layout.REQ_QUERY_START :] = _defaults(n, fields)  # one copy; a step states few of them
         for name in self._stated:
             if name in _FIELDS:
                 rows[_FIELDS[name]] = getattr(self, name).view(np.int32)
             elif name == "query_lens":
-                rows[layout.ROW_QUERY_LEN] = self.query_lens
-                np.subtract(np.add.accumulate(self.query_lens), self.query_lens, out=rows[layout.ROW_QUERY_START])
+                rows[layout.REQ_QUERY_LEN] = self.query_lens
+                np.subtract(np.add.accumulate(self.query_lens), self.query_lens, out=rows[layout.REQ_QUERY_START])
         if listed:
-            lists = rows[layout.ROW_PAGES :].reshape(groups, layout.PAGE_FIELDS, n)
+            lists = rows[layout.REQ_PAGES :].reshape(groups, layout.PAGE_FIELDS, n)
             starts, ends = self.page_indptr[:-1].reshape(groups, n), self.page_indptr[1:].reshape(groups, n)
             lists[:, layout.PAGE_START] = starts
             np.subtract(ends, starts, out=lists[:, layout.PAGE_COUNT])
@@ -404,12 +405,12 @@ def _ones(n: int) -> Int32Array:
 
 @functools.lru_cache(maxsize=8)
 def _defaults(n: int, fields: int) -> npt.NDArray[np.int32]:
-    """Of n rows that state nothing, the fields from ROW_QUERY_START on: one token, which is sampled, and no pages."""
+    """Of n rows that state nothing, the fields from REQ_QUERY_START on: one token, which is sampled, and no pages."""
     rows = np.zeros((fields, n), np.int32)
-    rows[layout.ROW_QUERY_START] = np.arange(n)
-    rows[layout.ROW_QUERY_LEN] = rows[layout.ROW_SAMPLE] = 1
-    rows[layout.ROW_COPIED : layout.ROW_PAGES] = _PAD_WORDS
-    return rows[layout.ROW_QUERY_START :]
+    rows[layout.REQ_QUERY_START] = np.arange(n)
+    rows[layout.REQ_QUERY_LEN] = rows[layout.REQ_SAMPLE] = 1
+    rows[layout.REQ_COPIED : layout.REQ_PAGES] = _PAD_WORDS
+    return rows[layout.REQ_QUERY_START :]
 
 
 def _int32(name: str, values: Any, length: int | None = None) -> Int32Array:
@@ -435,7 +436,7 @@ def _flags(name: str, values: Any, length: int) -> Int32Array:
     return flags
 
 
-def _page_lists(rows: Sequence[Row]) -> tuple[list[Sequence[int] | Int32Array], list[int]]:
+def _page_lists(rows: Sequence[Request]) -> tuple[list[Sequence[int] | Int32Array], list[int]]:
     """The rows' lists of pages, those of the first KV group first, and the place of each list's first page."""
     given = [_list(rows, "pages", row, row.pages) for row in rows]
     if not any(map(len, given)):
@@ -460,13 +461,13 @@ def _page_lists(rows: Sequence[Row]) -> tuple[list[Sequence[int] | Int32Array], 
     return lists, first_pages
 
 
-def _list(rows: Sequence[Row], name: str, row: Row, values: Any) -> Any:
+def _list(rows: Sequence[Request], name: str, row: Request, values: Any) -> Any:
     """A row's tokens or pages, something with a length that can be joined to the other rows'."""
     scalar = isinstance(values, np.ndarray) and values.ndim == 0
     if scalar or isinstance(values, (str, bytes)) or not isinstance(values, (Sequence, np.ndarray)):
         at = next(i for i, r in enumerate(rows) if r is row)
         got = "an array of one number" if scalar else type(values).__name__
-        none = "for the row's last token [TOKEN_FROM_ROW]" if name == "tokens" else "() lists no page"
+        none = "for the row's last token [TOKEN_FROM_DEVICE]" if name == "tokens" else "() lists no page"
         raise ShapeError(f"rows[{at}].{name}: expected a list or array of ints, got {got}; pass ints, {none}")
     return values
 

@@ -8,11 +8,11 @@ from dataclasses import dataclass, replace
 import torch
 
 from graphrt import env
-from graphrt.capture.descriptor import decode_ladder, mixed_ladder
+from graphrt.capture.descriptor import default_decode_sizes, default_mixed_sizes
 from graphrt.kernels.checks import check_bool_field, check_instance, check_int_field, check_ints, check_sequence, shown
 from graphrt.kernels.errors import ConfigError, UnsupportedError
 from graphrt.kernels.metadata.arguments import MAX_ROWS, MAX_TOKENS
-from graphrt.kernels.numbers import ROW_DTYPES, converted
+from graphrt.kernels.numbers import REQUEST_DTYPES, converted
 from graphrt.kernels.ops.sampling_logprobs import MAX_TOP
 
 _MAX_LENGTH = 1 << 30  # positions, and sums of a few of them, are int32 on the device
@@ -24,11 +24,11 @@ Need = tuple[str, int]
 
 
 @dataclass(frozen=True, slots=True)
-class RowTensor:
-    """A tensor of a runtime with a row per row id, which the model and the sampler read: `Step.row_state(name)`.
+class RequestTensor:
+    """A tensor of a runtime with a row per row id, which the model and the sampler read: `Step.request_state(name)`.
 
-        RowTensor("adapter", dtype=torch.int32)             a number per row, 0 where a row says nothing
-        RowTensor("shift", (512,), initial=-1.0)            512 float32 per row
+        RequestTensor("adapter", dtype=torch.int32)             a number per row, 0 where a row says nothing
+        RequestTensor("shift", (512,), initial=-1.0)            512 float32 per row
 
     shape     of one row's value; () is a number
     dtype     a float of 64, 32, 16 or 8 bits (float8_e4m3fn, float8_e5m2), bfloat16, int64 to int8, uint8 or bool
@@ -43,16 +43,18 @@ class RowTensor:
     initial: float = 0
 
     def __post_init__(self) -> None:
-        check_instance("RowTensor.name", self.name, str, advice="name it as Step.row_state does")
-        sizes = check_ints("RowTensor.shape", self.shape, 0, _MAX_LENGTH, advice="() is a number", error=ConfigError)
+        check_instance("RequestTensor.name", self.name, str, advice="name it as Step.request_state does")
+        sizes = check_ints(
+            "RequestTensor.shape", self.shape, 0, _MAX_LENGTH, advice="() is a number", error=ConfigError
+        )
         object.__setattr__(self, "shape", tuple(sizes.tolist()))
-        if not isinstance(self.dtype, torch.dtype) or self.dtype not in ROW_DTYPES:
+        if not isinstance(self.dtype, torch.dtype) or self.dtype not in REQUEST_DTYPES:
             raise ConfigError(
-                f"RowTensor.dtype: expected a float, a signed int, uint8 or bool, got {shown(self.dtype)}; pass a "
+                f"RequestTensor.dtype: expected a float, a signed int, uint8 or bool, got {shown(self.dtype)}; pass a "
                 "torch.dtype of these"
             )
-        check_instance("RowTensor.initial", self.initial, (int, float), advice="pass a number")
-        converted("RowTensor.initial", self.initial, self.dtype, ConfigError)
+        check_instance("RequestTensor.initial", self.initial, (int, float), advice="pass a number")
+        converted("RequestTensor.initial", self.initial, self.dtype, ConfigError)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,8 +66,8 @@ class RuntimeConfig:
     max_seq_len     KV tokens of the longest sequence: prompt and output together, but for the last sampled token, which
                     no step writes. Width of the block table
     query_len       new tokens per row in decode graphs: 1, or 1 + K with speculation
-    decode_sizes    row counts to capture; None is the default ladder, () captures none
-    mixed_sizes     token counts of mixed graphs to capture; None is the default ladder, () captures none
+    decode_sizes    row counts to capture; None is the default capture_sizes, () captures none
+    mixed_sizes     token counts of mixed graphs to capture; None is the default capture_sizes, () captures none
     ring_depth      launches in flight before `replay` waits. A larger value hides longer pauses of the host. With
                     `shadow_every` twice as many may be in flight, as an eager step is such a pause
     launch_steps    most steps of one launch of a DecodeSession
@@ -97,7 +99,7 @@ class RuntimeConfig:
                     per row, token and step in flight
     token_masks     rows may have masks that say which tokens are allowed, as grammars need; a bit of device memory per
                     row state and vocabulary entry
-    row_tensors     tensors of the model or sampler with a row per row id
+    request_tensors     tensors of the model or sampler with a row per row id
     """
 
     max_num_reqs: int = 256
@@ -121,7 +123,7 @@ class RuntimeConfig:
     max_logit_bias: int = 0
     max_logprobs: int | None = None
     token_masks: bool = False
-    row_tensors: tuple[RowTensor, ...] = ()
+    request_tensors: tuple[RequestTensor, ...] = ()
 
     def __post_init__(self) -> None:
         check_int_field(self, "max_num_reqs", 1, MAX_ROWS, advice="pass what one step may hold")
@@ -143,7 +145,7 @@ class RuntimeConfig:
                 advice = "pass a tuple of sizes"
                 found = check_ints(f"RuntimeConfig.{name}", sizes, 1, most, advice=advice, error=ConfigError)
                 object.__setattr__(self, name, tuple(sorted(set(found.tolist()))))
-        decodes = self.decode_sizes if self.decode_sizes is not None else decode_ladder(self.max_num_reqs)
+        decodes = self.decode_sizes if self.decode_sizes is not None else default_decode_sizes(self.max_num_reqs)
         advice = "pass some of decode_sizes"
         loops = check_ints(
             "RuntimeConfig.loop_sizes", self.loop_sizes, 1, self.max_num_reqs, advice=advice, error=ConfigError
@@ -159,12 +161,14 @@ class RuntimeConfig:
         check_int_field(self, "max_logit_bias", 0, _MAX_BIAS, advice="0 without biases")
         if self.max_logprobs is not None:
             check_int_field(self, "max_logprobs", 0, MAX_TOP, advice="None without log-probabilities")
-        check_sequence("RuntimeConfig.row_tensors", self.row_tensors, of="RowTensor", error=ConfigError)
-        for tensor in self.row_tensors:
-            check_instance("RuntimeConfig.row_tensors", tensor, RowTensor, advice="pass RowTensor(name, ...)")
-        if len({tensor.name for tensor in self.row_tensors}) < len(self.row_tensors):
-            raise ConfigError("RuntimeConfig.row_tensors: expected names that differ, got some twice; rename them")
-        object.__setattr__(self, "row_tensors", tuple(self.row_tensors))
+        check_sequence("RuntimeConfig.request_tensors", self.request_tensors, of="RequestTensor", error=ConfigError)
+        for tensor in self.request_tensors:
+            check_instance(
+                "RuntimeConfig.request_tensors", tensor, RequestTensor, advice="pass RequestTensor(name, ...)"
+            )
+        if len({tensor.name for tensor in self.request_tensors}) < len(self.request_tensors):
+            raise ConfigError("RuntimeConfig.request_tensors: expected names that differ, got some twice; rename them")
+        object.__setattr__(self, "request_tensors", tuple(self.request_tensors))
         if self.prefill_backend is not None and not self.mixed_batches:
             raise ConfigError(
                 f"RuntimeConfig.prefill_backend: expected None with mixed_batches=False, got {self.prefill_backend!r}; "
@@ -193,13 +197,13 @@ class RuntimeConfig:
                 )
 
     def resolve(self) -> RuntimeConfig:
-        """A config with every None replaced: the default ladders, and the backend from the environment."""
+        """A config with every None replaced: the default capture_sizes, and the backend from the environment."""
         mixed = self.mixed_sizes
         if mixed is None:
-            mixed = mixed_ladder(self.max_num_tokens) if self.mixed_batches else ()
+            mixed = default_mixed_sizes(self.max_num_tokens) if self.mixed_batches else ()
         return replace(
             self,
-            decode_sizes=decode_ladder(self.max_num_reqs) if self.decode_sizes is None else self.decode_sizes,
+            decode_sizes=default_decode_sizes(self.max_num_reqs) if self.decode_sizes is None else self.decode_sizes,
             mixed_sizes=mixed,
             backend=self.backend if self.backend is not None else env.backend(),
         )

@@ -1,4 +1,4 @@
-"""The replay manager: capture a ladder of decode steps once, then replay one graph per step."""
+"""The replay manager: capture a capture_sizes of decode steps once, then replay one graph per step."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from graphrt.capture.inspect.memory import MemoryMap
 from graphrt.capture.recorder import make_recorder
 from graphrt.capture.staging import StagingSlot
 from graphrt.config import RuntimeConfig
-from graphrt.engine.batch_delta import News, RowEnds
+from graphrt.engine.batch_delta import BatchDelta, StopConditions
 from graphrt.engine.compare import StepComparison, StepResult, compare_results
 from graphrt.engine.graphs import StepGraphs
 from graphrt.engine.guards import Guards
 from graphrt.engine.handle import InFlight, StepHandle
 from graphrt.engine.launch import Launch
-from graphrt.engine.launch_inputs import SlotWords
+from graphrt.engine.launch_inputs import LaunchInputs
 from graphrt.engine.launch_queue import LaunchQueue
 from graphrt.engine.lifecycle import Exclusive, OnStream, State, stream_on, wrong_state
 from graphrt.engine.program import StepProgram, attention_layers, capacity_of, kept_tables, page_groups
 from graphrt.engine.recording import Recording
-from graphrt.engine.request_tables import RowTables
+from graphrt.engine.request_tables import RequestTables
 from graphrt.engine.stats import Stats
 from graphrt.engine.undo import StepUndo
 from graphrt.kernels.checks import check_bool, check_callable, check_instance, check_int, check_named_tensors
@@ -63,7 +63,7 @@ class ReplayManager:
     weights     named tensors that must not move; None takes the model's parameters and buffers if it is a Module
     page_tables [groups, max_num_reqs, pages_per_row] int32 device, contiguous: each row id's pages, where the caller
                 keeps them; one group may leave the first dimension out. Each step reads them, and batches list no pages
-    `row_tables` is what rows have by row id: logit biases, token masks, row tensors.
+    `request_tables` is what rows have by row id: logit biases, token masks, row tensors.
 
     Lifecycle: `capture()` once, then `replay(batch)` per step, then `close()`. Steps run in inference mode, whatever
     mode the caller is in. One call at a time: a second one, from another thread or from inside a model, raises
@@ -113,28 +113,28 @@ class ReplayManager:
         max_encoder_len = config.max_encoder_len or 0
         groups = page_groups(kv_cache, config.max_seq_len, max_encoder_len)
         capacity = capacity_of(config, groups, vocab_size)
-        self._record_words, self._buffers = capacity.record, StaticBuffers.allocate(capacity, device)
-        self.row_tables = RowTables(config, vocab_size, device, self.between_steps, self._on_steps_stream)
+        self._inputs_words, self._buffers = capacity.inputs, StaticBuffers.allocate(capacity, device)
+        self.request_tables = RequestTables(config, vocab_size, device, self.between_steps, self._on_steps_stream)
         self._program = StepProgram(
             model=model, sampler=sampler, backend=self._backend, layers=attention_layers(specs, places, kv_cache),
             kv_cache=kv_cache, buffers=self._buffers, vocab_size=vocab_size, max_seq_len=config.max_seq_len,
             max_encoder_len=max_encoder_len, model_layers=model_layers,
-            page_tables=kept_tables(page_tables, self._buffers), row_tensors=self.row_tables.tensors,
+            page_tables=kept_tables(page_tables, self._buffers), request_tensors=self.request_tables.tensors,
         )  # fmt: skip
         with self._on_stream, torch.inference_mode():
             # Buffers are valid from the start: with an empty record every row is a pad row. And the first kernel of a
             # process takes Triton a third of a second, which is better spent here than in a capture.
             self._program.refresh(BatchDescriptor.mixed(config.max_num_tokens, config.max_num_reqs))
         self._graphs = StepGraphs(self._program, make_recorder(device), config.loop_sizes)
-        assert config.decode_sizes is not None, "resolve() fills the ladders"
-        assert config.mixed_sizes is not None, "resolve() fills the ladders"
+        assert config.decode_sizes is not None, "resolve() fills the capture_sizes"
+        assert config.mixed_sizes is not None, "resolve() fills the capture_sizes"
         self._dispatcher = Dispatcher(
             max_num_reqs=config.max_num_reqs,
             max_num_tokens=config.max_num_tokens,
             query_len=config.query_len,
             decode_sizes=config.decode_sizes,
             mixed_sizes=config.mixed_sizes,
-            why_not_graph=self._backend.why_not_graph,
+            graph_unsupported_reason=self._backend.graph_unsupported_reason,
             use_graphs=config.use_graphs,
         )
         self._stats = Stats(self._graphs.name, self._backend.name, chosen.reason)
@@ -144,7 +144,7 @@ class ReplayManager:
         )  # fmt: skip
         self.queue = LaunchQueue(self._program, self._graphs, self._stats, config, self._on_stream)
         self._launch_steps = config.launch_steps
-        self._order: object = None  # that of `News` which the device has
+        self._order: object = None  # that of `BatchDelta` which the device has
         self._state = State.NEW
 
     @property
@@ -195,7 +195,7 @@ class ReplayManager:
         return self._guards.audit(descriptor)
 
     def capture(self, progress: Callable[[GraphReport], None] | None = None) -> None:
-        """Capture a graph per size of the ladders; `progress` is called with the report of each.
+        """Capture a graph per size of the capture_sizes; `progress` is called with the report of each.
 
         Nothing is captured with `use_graphs=False` or a backend without graph support; `replay` then says why.
 
@@ -228,18 +228,20 @@ class ReplayManager:
 
         eager       run the same verbs on the same static buffers outside of a graph. The step changes row state and KV
                     as any step does: submitting a batch twice is two steps. `compare` runs one step both ways
-        descriptor  run at this size of the ladders, not at the smallest with room: ranks of a group agree on one, and
+        descriptor  run at this size of the capture_sizes, not at the smallest with room: ranks of a group agree on
+                    one, and
                     an idle rank submits `Batch.empty()` at it
 
         Raises: ShapeError for what is no batch, and for a row that is no whole sequence where there are encoder layers,
-        CapacityError for one that is too large, ConfigError for a descriptor that is not of the ladders or an `eager`
+        CapacityError for one that is too large, ConfigError for a descriptor that is not of the capture_sizes or an
+        `eager`
         that is no bool, ReplayError for a moved weight or a call inside another one, UnsupportedError for rows that the
         config does not allow (mixed_batches, penalties, token_masks), CaptureError in the wrong state; nothing has been
         written then. Faults that only the device sees are raised by the handle.
         """
         eager = check_bool("eager", eager, advice="pass a bool")
         with self._exclusive:
-            self.row_tables.clear_left()  # a row here may have the id of a session's row that is gone
+            self.request_tables.clear_left()  # a row here may have the id of a session's row that is gone
             target = self._dispatch("replay", batch, descriptor)
             why_eager = "asked for by the caller" if eager else target.why_eager
             slot, step = self._launch(batch, target.descriptor, why_eager)
@@ -250,11 +252,13 @@ class ReplayManager:
     def _dispatch(self, call: str, batch: Batch, descriptor: BatchDescriptor | None) -> Dispatch:
         """Step 1, after everything that the host can check."""
         self._require(_CAPTURED, call)
-        check_instance("batch", batch, Batch, advice="make one with Batch(...) or Batch.from_rows", error=ShapeError)
-        config, num_reqs, num_tokens = self.config, len(batch.row_ids), len(batch.tokens)
+        check_instance(
+            "batch", batch, Batch, advice="make one with Batch(...) or Batch.from_requests", error=ShapeError
+        )
+        config, num_reqs, num_tokens = self.config, len(batch.req_indices), len(batch.tokens)
         self._dispatcher.check_room(num_reqs, num_tokens)
         batch.check_capacity(
-            config.max_seq_len, self._record_words, self._num_groups, config.max_encoder_len or 0, self._whole_rows
+            config.max_seq_len, self._inputs_words, self._num_groups, config.max_encoder_len or 0, self._whole_rows
         )
         if self._program.page_tables is not None and len(batch.page_ids):
             raise ShapeError("batch.page_ids: expected none beside page_tables, got some; write them to your tables")
@@ -274,10 +278,11 @@ class ReplayManager:
             )
         return self._dispatcher.at(descriptor, num_reqs, num_tokens, uniform)
 
-    def begin(self, batch: Batch, ends: RowEnds, *, eager: bool = False) -> Launch:
+    def begin(self, batch: Batch, ends: StopConditions, *, eager: bool = False) -> Launch:
         """Submit one step as `replay` does, and keep what it says of its rows: `advance` may follow.
 
-        A row whose seq_len is LENGTH_FROM_ROW goes on from the length that the device knows; if its sequence has ended
+        A row whose seq_len is LENGTH_FROM_DEVICE goes on from the length that the device knows; if its sequence has
+        ended
         there, the row is nobody's. Raises: as `replay`.
         """
         with self._exclusive:
@@ -286,10 +291,10 @@ class ReplayManager:
             slot, step = self._launch(batch, target.descriptor, why_eager, ends)
             self._stats.count(target.descriptor, batch.num_tokens, why_eager, eager)
             asks = batch.asks_logprobs
-            rings, ids = self.queue.rings, batch.row_ids
+            rings, ids = self.queue.rings, batch.req_indices
             return Launch(step, 1, batch.num_reqs, target.descriptor, why_eager, slot, rings, asks, ids)
 
-    def advance(self, news: News, *, steps: int = 1, eager: bool = False) -> Launch:
+    def advance(self, delta: BatchDelta, *, steps: int = 1, eager: bool = False) -> Launch:
         """Let rows go on by up to `steps` tokens, each from its last token on, with what `begin` said of it. Waits only
         when `most_in_flight` launches of the config are in flight.
 
@@ -301,34 +306,34 @@ class ReplayManager:
         try:
             self._require(_CAPTURED, "advance")
             self._guards.before_step()
-            queue, order, num_reqs = self.queue, news.order, len(news.order)
+            queue, order, num_reqs = self.queue, delta.order, len(delta.order)
             target = self._dispatcher.dispatch(num_reqs, num_reqs, True)
             descriptor, why_eager = target.descriptor, "asked for by the caller" if eager else target.why_eager
             loops = steps > 1 and queue.can_loop(descriptor, why_eager)
             slot, step = queue.slot(steps)
-            news.write(slot.record, step, steps, loops, order is not self._order)
+            delta.write(slot.inputs, step, steps, loops, order is not self._order)
             self._order = None
             queue.launch(slot, descriptor, num_reqs, None, why_eager, steps, loops)
             self._order = order
             self._stats.count(descriptor, num_reqs, why_eager, eager, steps)
-            return Launch(step, steps, num_reqs, descriptor, why_eager, slot, queue.rings, news.logprobs, order)
+            return Launch(step, steps, num_reqs, descriptor, why_eager, slot, queue.rings, delta.logprobs, order)
         finally:
             self._exclusive.leave()
 
-    def replay_words(self, words: SlotWords, descriptor: BatchDescriptor) -> Launch:
+    def replay_words(self, words: LaunchInputs, descriptor: BatchDescriptor) -> Launch:
         """Submit a launch as it was recorded, at its size; see graphrt.bundle.bundle. Raises: as `begin`."""
         with self._exclusive:
             self._require(State.CAPTURED, "replay_words")
             self._guards.before_step()
             slot, step = self.queue.slot(words.steps)
-            words.write(slot.record, step)
+            words.write(slot.inputs, step)
             self._order = None
             batch = words.batch() if self.plans_on_host is not None else None
             self.queue.launch(slot, descriptor, words.num_reqs, batch, "", steps=words.steps)
             return Launch(step, words.steps, words.num_reqs, descriptor, "", slot, self.queue.rings)
 
     def _launch(
-        self, batch: Batch, descriptor: BatchDescriptor, why_eager: str, ends: RowEnds | None = None
+        self, batch: Batch, descriptor: BatchDescriptor, why_eager: str, ends: StopConditions | None = None
     ) -> tuple[StagingSlot, int]:
         """Steps 2 and 3, at a size or eagerly with a reason: the slot, and the step's number."""
         slot, step = self._write(batch, ends)
@@ -336,12 +341,12 @@ class ReplayManager:
         self.queue.launch(slot, descriptor, batch.num_reqs, batch, why_eager, of_session=ends is not None)
         return slot, step
 
-    def _write(self, batch: Batch, ends: RowEnds | None = None) -> tuple[StagingSlot, int]:
+    def _write(self, batch: Batch, ends: StopConditions | None = None) -> tuple[StagingSlot, int]:
         # 2 write the batch into a slot that no launch in flight uses
         slot, step = self.queue.slot()
-        words = batch.write_record(slot.record, step, self._num_groups)
+        words = batch.write_inputs(slot.inputs, step, self._num_groups)
         if ends is not None:
-            ends.write(slot.record, words)
+            ends.write(slot.inputs, words)
             self._order = None
         return slot, step
 
@@ -377,7 +382,7 @@ class ReplayManager:
         Raises: as `replay`; and ReplayError for a batch that has no graph.
         """
         with self._exclusive:
-            self.row_tables.clear_left()
+            self.request_tables.clear_left()
             target = self._dispatch("compare", batch, descriptor)
             if target.why_eager:
                 raise ReplayError(
@@ -442,7 +447,7 @@ class ReplayManager:
                 if self._stream is not None:
                     self._stream.synchronize()
                 self._buffers.reset()
-                self.row_tables.reset()
+                self.request_tables.reset()
                 self._backend.reset()
 
     def latest_logits(self, handle: InFlight, copy: bool) -> torch.Tensor:
@@ -482,7 +487,7 @@ class ReplayManager:
             self.stats()
             self._graphs.close()
             self._backend.close()
-            self.row_tables.close()
+            self.request_tables.close()
             self.queue.close()
             self._guards.close()
             del self._buffers, self._program

@@ -45,9 +45,9 @@ class MemoryPlan:
     pool_pages       pages of each pool, null pages included
     free_before      free when sizing began, weights loaded
     reserved         kept free on purpose: (1 - memory_utilization) of the device
-    predicted_graphs what the ladder, its buffers and activations were predicted to take, from trial captures
+    predicted_graphs what the capture_sizes, its buffers and activations were predicted to take, from trial captures
     kv_bytes         what the cache takes
-    predicted_free   free memory expected once the ladder is captured
+    predicted_free   free memory expected once the capture_sizes is captured
     actual_free      free memory found then; None before `capture()`, and on CPU
     """
 
@@ -80,7 +80,8 @@ class Runtime:
 
     manager      the step alone: descriptors, weights check, reset
     allocators   hand out pages, one of each pool; `allocator` where there is one pool
-    free_rows    row ids that no sequence uses; whoever starts a sequence pops one and appends it again at its end
+    free_req_indices    row ids that no sequence uses; whoever starts a sequence pops one and appends it again at its
+                        end
     stream       the stream that steps run on; None on a CPU
 
     model, attention, vocab_size, sampler, stream, weights   as for ReplayManager
@@ -150,7 +151,7 @@ class Runtime:
         self._last_stats = self._manager.stats()
         self.vocab_size = int(vocab_size)
         self.allocators = tuple(PageAllocator(count, null) for count, null in self._manager.kv_cache.pools)
-        self.free_rows = list(range(self.config.max_num_reqs - 1, -1, -1))
+        self.free_req_indices = list(range(self.config.max_num_reqs - 1, -1, -1))
 
     @property
     def manager(self) -> ReplayManager:
@@ -175,7 +176,7 @@ class Runtime:
         return State.CLOSED if self._manager is None else self._manager.state
 
     def capture(self, progress: Callable[[GraphReport], None] | None = None) -> None:
-        """Capture the ladders; see ReplayManager.capture. Completes `memory_plan` with what was found."""
+        """Capture the capture_sizes; see ReplayManager.capture. Completes `memory_plan` with what was found."""
         self._open("capture").capture(progress)
         if self.memory_plan is not None and self.device.type == "cuda":
             torch.cuda.empty_cache()
@@ -305,7 +306,8 @@ def _measure_graphs(
     device: torch.device,
     pools: int,
 ) -> int:
-    """Bytes that buffers and the full ladder will take, from capturing the largest graph of each kind and dropping it.
+    """Bytes that buffers and the full capture_sizes will take, from capturing the largest graph of each kind and
+    dropping it.
 
     Memory of the pool is shared, so the largest graph of each kind counts once; what the driver takes per graph is
     assumed for every other size of that kind, which overestimates where small sizes have fewer nodes.

@@ -26,7 +26,7 @@ def sample_tokens(logits: torch.Tensor, step: Step) -> torch.Tensor:
         step.temperatures,
         step.seeds,
         step.metadata.seq_lens,
-        row_ids=step.row_ids,
+        req_indices=step.req_indices,
         truncation=kept,
         penalties=step.penalties,
         bias=step.logit_bias,

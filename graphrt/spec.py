@@ -162,7 +162,7 @@ class AttentionSpec:
         return self.head_dim if self.v_head_dim is None else self.v_head_dim
 
     @property
-    def group(self) -> int:
+    def num_queries_per_kv(self) -> int:
         """Query heads per KV head."""
         return self.num_q_heads // self.num_kv_heads
 

@@ -24,8 +24,10 @@ class Step:
 
     The tensors are views of static buffers: a graph that reads them sees every later step's values. Whatever else
     varies from step to step must be in a tensor too; a Python number is frozen at capture. A model or sampler with
-    state per row, as adapters, declares it in `RuntimeConfig.row_tensors` and reads `row_state(name)`, or keeps a
-    tensor [max_num_reqs, ...] and indexes it by `row_ids`. The order of the batch does not do: in a mixed step of two
+    state per row, as adapters, declares it in `RuntimeConfig.request_tensors` and reads `request_state(name)`, or
+    keeps a
+    tensor [max_num_reqs, ...] and indexes it by `req_indices`. The order of the batch does not do: in a mixed step of
+    two
     parts the rows that decode stand first.
     """
 
@@ -34,16 +36,19 @@ class Step:
     buffers: StaticBuffers
     backend: AttentionBackend
     layers: tuple[AttentionLayer, ...]
-    row_tensors: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    request_tensors: Mapping[str, torch.Tensor] = field(default_factory=dict)
     _written: set[int] = field(default_factory=set, init=False, repr=False, compare=False)  # layers, in this step
 
-    def row_state(self, name: str) -> torch.Tensor:
-        """[padded_reqs, ...] what each row has of a tensor of `RuntimeConfig.row_tensors`; its initial value in pad and
-        invalid rows. A gather per call; `row_tensors` has the whole, by row id. Raises: ConfigError."""
-        if name not in self.row_tensors:
-            known = ", ".join(self.row_tensors) or "none"
-            raise ConfigError(f"row_state: expected a name of RuntimeConfig.row_tensors ({known}), got {name!r}")
-        return self.row_tensors[name][self.row_ids.long()]  # -1 is the last row, which is that of pads
+    def request_state(self, name: str) -> torch.Tensor:
+        """[padded_reqs, ...] what each row has of a tensor of `RuntimeConfig.request_tensors`; its initial value in
+        pad and
+        invalid rows. A gather per call; `request_tensors` has the whole, by row id. Raises: ConfigError."""
+        if name not in self.request_tensors:
+            known = ", ".join(self.request_tensors) or "none"
+            raise ConfigError(
+                f"request_state: expected a name of RuntimeConfig.request_tensors ({known}), got {name!r}"
+            )
+        return self.request_tensors[name][self.req_indices.long()]  # -1 is the last row, which is that of pads
 
     @property
     def input_ids(self) -> torch.Tensor:
@@ -61,14 +66,14 @@ class Step:
         return self.buffers.logits_indices
 
     @property
-    def row_ids(self) -> torch.Tensor:
+    def req_indices(self) -> torch.Tensor:
         """[padded_reqs] int32, the row state that each row uses; -1 in pad and invalid rows: clamp before indexing."""
-        return self.buffers.row_ids
+        return self.buffers.req_indices
 
     @property
-    def row_status(self) -> torch.Tensor:
-        """[padded_reqs] int32, RowStatus: whether a row is a pad, runs, or runs and is sampled from."""
-        return self.buffers.row_status
+    def req_status(self) -> torch.Tensor:
+        """[padded_reqs] int32, RequestStatus: whether a row is a pad, runs, or runs and is sampled from."""
+        return self.buffers.req_status
 
     @property
     def temperatures(self) -> torch.Tensor:

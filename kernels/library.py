@@ -1,7 +1,7 @@
 """Registration of graphrt's operators, and the choice between Triton kernel and torch reference.
 
 Every kernel is launched through a `torch.library` operator, so that a capture on CUDA records its launch and the
-op-tape twin on CPU sees one op with frozen arguments. `torch.library.Library` is used directly because
+op trace twin on CPU sees one op with frozen arguments. `torch.library.Library` is used directly because
 `torch.library.custom_op` costs several microseconds more per call, which capture pays 10,000 times.
 
 On CUDA the Triton kernel runs. On CPU the torch reference beside it runs, unless `interpreted()` is active: then

@@ -10,7 +10,7 @@ import torch
 from graphrt.kernels.checks import shown
 from graphrt.kernels.errors import GraphRTError
 
-ROW_DTYPES = (
+REQUEST_DTYPES = (
     torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2,
     torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool,
 )  # fmt: skip

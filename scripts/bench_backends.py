@@ -60,7 +60,7 @@ def choose(
                 raise
             refused[name] = str(error)
             continue
-        reasons = cls.why_not(make_context(cls, cells, device))
+        reasons = cls.unsupported_reasons(make_context(cls, cells, device))
         if reasons:
             refused[name] = "; ".join(reasons)
         else:

@@ -15,10 +15,10 @@ from collections.abc import Callable
 
 import numpy as np
 
-from graphrt.batch import Batch, Row
+from graphrt.batch import Batch, Request
 from graphrt.bench.environment import provenance
-from graphrt.kernels.metadata.record import record_size
-from graphrt.kernels.types import TOKEN_FROM_ROW
+from graphrt.kernels.metadata.step_inputs import inputs_size
+from graphrt.kernels.types import TOKEN_FROM_DEVICE
 
 PAGE_SIZE = 16
 
@@ -42,24 +42,24 @@ def main() -> None:
     rows, pages = options.rows, options.pages
     table = 1 + np.arange(rows * pages, dtype=np.int32).reshape(rows, pages)
     arrays = {
-        "row_ids": np.arange(rows, dtype=np.int32),
+        "req_indices": np.arange(rows, dtype=np.int32),
         "seq_lens": np.full(rows, pages * PAGE_SIZE, np.int32),
         "page_indptr": np.arange(0, rows * pages + 1, pages, dtype=np.int32),
         "page_ids": table.reshape(-1),
     }
     lists = {name: array.tolist() for name, array in arrays.items()}
-    of_lists = [Row(i, [TOKEN_FROM_ROW], pages * PAGE_SIZE, table[i].tolist()) for i in range(rows)]
-    of_arrays = [Row(i, [TOKEN_FROM_ROW], pages * PAGE_SIZE, table[i]) for i in range(rows)]
-    batch, record = Batch(**arrays), np.zeros(record_size(rows, rows, rows * pages, 1), np.int32)
+    of_lists = [Request(i, [TOKEN_FROM_DEVICE], pages * PAGE_SIZE, table[i].tolist()) for i in range(rows)]
+    of_arrays = [Request(i, [TOKEN_FROM_DEVICE], pages * PAGE_SIZE, table[i]) for i in range(rows)]
+    batch, record = Batch(**arrays), np.zeros(inputs_size(rows, rows, rows * pages, 1), np.int32)
     print(f"{rows} rows x {pages} pages, microseconds")
     times = {}
     for name, call in {
         "`Batch(...)` of int32 arrays": lambda: Batch(**arrays),
         "`Batch(...)` of lists": lambda: Batch(**lists),
-        "`Batch.from_rows`, pages as int32 arrays": lambda: Batch.from_rows(of_arrays),
-        "`Batch.from_rows`, pages as lists": lambda: Batch.from_rows(of_lists),
+        "`Batch.from_requests`, pages as int32 arrays": lambda: Batch.from_requests(of_arrays),
+        "`Batch.from_requests`, pages as lists": lambda: Batch.from_requests(of_lists),
         "page ids out of a `[rows, pages]` table": lambda: np.concatenate([row[:pages] for row in table]),
-        "packing into the step record": lambda: batch.write_record(record, 1, 1),
+        "packing into the step record": lambda: batch.write_inputs(record, 1, 1),
     }.items():
         times[name] = microseconds(call)
         print(f"{times[name]:8.0f}  {name}", flush=True)

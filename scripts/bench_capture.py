@@ -1,4 +1,4 @@
-"""How long capturing a ladder takes, and what device memory it costs.
+"""How long capturing a capture_sizes takes, and what device memory it costs.
 
     python scripts/bench_capture.py                          # 35 decode sizes to 256 of the Llama-3.1-8B shape
     python scripts/bench_capture.py --shape llama-3.2-1b --repeats 5
@@ -6,7 +6,8 @@
 Capture runs `--repeats` times in one process, after a first time that is reported apart: it also loads every kernel,
 and compiles those that are not in the Triton cache yet. Seconds are of the whole `capture()` call, warm-up included.
 Bytes are what the device has less of afterwards: driver objects, the memory pool, and static buffers. Decode and mixed
-ladders are captured by managers of their own, so that neither hides the other's cost. The last line of standard output
+capture_sizes are captured by managers of their own, so that neither hides the other's cost. The last line of standard
+output
 is one JSON object.
 """
 
@@ -32,7 +33,7 @@ from graphrt.replay import ReplayManager
 
 
 @dataclass(frozen=True, slots=True)
-class Ladder:
+class CaptureSizes:
     graphs: int
     first_seconds: float
     seconds: list[float]
@@ -42,7 +43,9 @@ class Ladder:
     driver_bytes: int
 
 
-def measure(model: torch.nn.Module, config: ModelConfig, device: torch.device, repeats: int, **sizes: Any) -> Ladder:
+def measure(
+    model: torch.nn.Module, config: ModelConfig, device: torch.device, repeats: int, **sizes: Any
+) -> CaptureSizes:
     seconds, nbytes = [], 0
     spec = config.kv_groups(16, KVLayout.NHD, torch.bfloat16)
     for _ in range(repeats + 1):
@@ -63,7 +66,7 @@ def measure(model: torch.nn.Module, config: ModelConfig, device: torch.device, r
         graphs = manager.stats().graphs
         seconds.append(manager.stats().capture_seconds)
         manager.close()
-    return Ladder(
+    return CaptureSizes(
         graphs=len(graphs),
         first_seconds=seconds[0],
         seconds=seconds[1:],
@@ -90,20 +93,20 @@ def main() -> None:
     decode = measure(loaded.model, loaded.config, device, arguments.repeats, mixed_sizes=())
     mixed = measure(loaded.model, loaded.config, device, arguments.repeats, decode_sizes=())
     record = {"name": "capture", "model": arguments.shape, **provenance()}
-    for kind, ladder in (("decode", decode), ("mixed", mixed)):
+    for kind, capture_sizes in (("decode", decode), ("mixed", mixed)):
         record |= {
-            f"{kind}_graphs": ladder.graphs,
-            f"{kind}_first_seconds": ladder.first_seconds,
-            f"{kind}_seconds": median(ladder.seconds),
-            f"{kind}_seconds_all": ladder.seconds,
-            f"{kind}_mib_per_graph": ladder.nbytes / ladder.graphs / (1 << 20),
-            f"{kind}_pool_mib": ladder.pool_bytes / (1 << 20),
-            f"{kind}_driver_mib": ladder.driver_bytes / (1 << 20),
+            f"{kind}_graphs": capture_sizes.graphs,
+            f"{kind}_first_seconds": capture_sizes.first_seconds,
+            f"{kind}_seconds": median(capture_sizes.seconds),
+            f"{kind}_seconds_all": capture_sizes.seconds,
+            f"{kind}_mib_per_graph": capture_sizes.nbytes / capture_sizes.graphs / (1 << 20),
+            f"{kind}_pool_mib": capture_sizes.pool_bytes / (1 << 20),
+            f"{kind}_driver_mib": capture_sizes.driver_bytes / (1 << 20),
         }
         print(
-            f"{kind}: {ladder.graphs} graphs of {ladder.nodes} nodes in {median(ladder.seconds):.2f} s "
-            f"({ladder.first_seconds:.2f} s the first time in the process), "
-            f"{ladder.nbytes / ladder.graphs / (1 << 20):.1f} MiB per graph, everything included"
+            f"{kind}: {capture_sizes.graphs} graphs of {capture_sizes.nodes} nodes in "
+            f"{median(capture_sizes.seconds):.2f} s ({capture_sizes.first_seconds:.2f} s the first time), "
+            f"{capture_sizes.nbytes / capture_sizes.graphs / (1 << 20):.1f} MiB per graph, everything included"
         )
     record["nodes_per_graph"] = decode.nodes
     print(json.dumps(record), flush=True)

@@ -9,7 +9,7 @@ refresh   microseconds from the host's slot to the derived buffers, in replays o
           tokens, with one KV group and with two, four and eight, all full or all but one with a window of 1,024. A
           step lists the pages of all rows in all groups ("full tables"), or says the rows in full and no pages
           ("tables that stay"); a session's gives each 16th row a page in each group ("new pages"), or says nothing
-          ("no news"). Beside each, the time to the step record alone: the rest is what checks and writes take. Then
+          ("no delta"). Beside each, the time to the step record alone: the rest is what checks and writes take. Then
           the latter with the schedules of one, two and three kinds of layers behind it
 model     a model like Gemma 3 (five layers with a window of 1,024 to each full one, dummy weights), with groups made by
           `kv_groups` and with one table for all layers, in turns: bytes of the KV cache, and time per step
@@ -48,9 +48,9 @@ from graphrt.cache.groups import kv_groups
 from graphrt.cache.kv_cache import KVCache
 from graphrt.capture.descriptor import BatchDescriptor
 from graphrt.config import RuntimeConfig
-from graphrt.engine.batch_delta import News, RowEnds
-from graphrt.kernels.metadata.apply import apply
+from graphrt.engine.batch_delta import BatchDelta, StopConditions
 from graphrt.kernels.metadata.buffers import STOP_TOKENS
+from graphrt.kernels.metadata.unpack import unpack
 from graphrt.models.config import ModelConfig
 from graphrt.models.dummy import fill_dummy_weights
 from graphrt.models.llama import LlamaModel
@@ -59,7 +59,7 @@ from graphrt.replay import ReplayManager
 from graphrt.spec import AttentionKind, AttentionSpec, KVCacheSpec
 
 WINDOW, ROWS, LENGTH, LONGEST = 1024, 256, 1024, 32_768
-STEPS = ("full tables", "tables that stay", "new pages", "no news")
+STEPS = ("full tables", "tables that stay", "new pages", "no delta")
 GEMMA_LIKE = ModelConfig(
     architecture="qwen3",
     vocab_size=262_144,
@@ -99,13 +99,13 @@ class _Refresh:
         self.manager.capture()
         pages = np.random.default_rng(0).permutation(cache.num_pages - 1).astype(np.int32) + 1
         batch = Batch(
-            row_ids=np.arange(ROWS, dtype=np.int32),
+            req_indices=np.arange(ROWS, dtype=np.int32),
             seq_lens=np.full(ROWS, LENGTH, np.int32),
             tokens=np.ones(ROWS, np.int32),
             page_indptr=np.arange(len(windows) * ROWS + 1, dtype=np.int32) * per_row,
             page_ids=pages[: len(windows) * ROWS * per_row],
         )
-        ends = RowEnds(np.zeros(ROWS, np.int32), np.full((STOP_TOKENS, ROWS), -1, np.int32))
+        ends = StopConditions(np.zeros(ROWS, np.int32), np.full((STOP_TOKENS, ROWS), -1, np.int32))
         self.manager.begin(batch, ends).tokens()
         self._batch, self._groups, self._pages = batch, len(windows), pages[len(batch.page_ids) :]
 
@@ -113,18 +113,20 @@ class _Refresh:
         """A step in the next slot. No step is published, so it stays the next one, however often it is read."""
         (slot, step), n = self.manager.queue.slot(), ROWS * self._groups
         if what == "full tables":
-            self._batch.write_record(slot.record, step, self._groups)
+            self._batch.write_inputs(slot.inputs, step, self._groups)
         elif what == "tables that stay":
-            stays = Batch(row_ids=self._batch.row_ids, seq_lens=self._batch.seq_lens + 1)
-            stays.write_record(slot.record, step, self._groups)
+            stays = Batch(req_indices=self._batch.req_indices, seq_lens=self._batch.seq_lens + 1)
+            stays.write_inputs(slot.inputs, step, self._groups)
         else:
             lists = np.zeros((self._groups, 3, ROWS), np.int32)
             lists[:, 0, ::16], lists[:, 2, ::16] = LENGTH // 16 + 1, 1
             lists[:, 1, ::16] = np.arange(n // 16).reshape(self._groups, -1)
-            news = News(self._batch.row_ids.astype(np.int64), lists.reshape(-1, ROWS), self._pages[: n // 16])
-            if what == "no news":
-                news = replace(news, lists=None, pages=None)
-            news.write(slot.record, step, 1, False, False)
+            delta = BatchDelta(
+                self._batch.req_indices.astype(np.int64), lists.reshape(-1, ROWS), self._pages[: n // 16]
+            )
+            if what == "no delta":
+                delta = replace(delta, lists=None, pages=None)
+            delta.write(slot.inputs, step, 1, False, False)
         with slot.in_flight(self.manager._stream):
             pass  # copies of the header
 
@@ -142,7 +144,7 @@ class _Refresh:
 
     def time_record(self) -> Timing:
         """From the host's slot to the step record: the first kernel of three."""
-        return self._time(partial(apply, self.manager._program.view(BatchDescriptor.decode(ROWS)).buffers))
+        return self._time(partial(unpack, self.manager._program.view(BatchDescriptor.decode(ROWS)).buffers))
 
     def _time(self, step: Callable[[], None]) -> Timing:
         with torch.inference_mode():
@@ -178,7 +180,7 @@ def bench_refresh(device: torch.device) -> dict[str, Any]:
     for count in (1, 2, 3):
         windows = (None, WINDOW, 512)[:count]
         rig = _Refresh(windows, device)
-        rig.put("no news")
+        rig.put("no delta")
         kinds.append({"kinds": count, **asdict(rig.time(schedule=True)), "refresh_us": rig.time().median_us})
         rig.close()
         print(f"refresh and schedules of {count} kinds: {kinds[-1]['median_us']:.2f} us", flush=True)
@@ -266,7 +268,7 @@ def _attention_calls(cell: _CrossCell, kind: AttentionKind, device: torch.device
     manager = ReplayManager(model, cache, [spec] * layers, vocab_size=8, config=config)
     manager.capture()
     batch = Batch(
-        row_ids=np.arange(cell.rows, dtype=np.int32),
+        req_indices=np.arange(cell.rows, dtype=np.int32),
         seq_lens=np.full(cell.rows, 1 if cross else cell.tokens, np.int32),
         encoder_lens=np.full(cell.rows, cell.tokens if cross else 0, np.int32),
         tokens=np.ones(cell.rows, np.int32),

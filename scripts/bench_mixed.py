@@ -28,7 +28,7 @@ from graphrt.backends.base import AttentionBackend, AttentionLayer, BackendConte
 from graphrt.backends.flash_attn3 import FlashAttention3Backend
 from graphrt.backends.registry import backend_class
 from graphrt.backends.triton import TritonBackend
-from graphrt.backends.two_parts import TwoPartBackend, decode_context, why_not_two_parts
+from graphrt.backends.two_parts import TwoPartBackend, decode_context, two_part_unsupported_reasons
 from graphrt.bench.backend_rig import check_token, time_layers
 from graphrt.bench.cells import LAYERS
 from graphrt.bench.environment import provenance
@@ -153,10 +153,10 @@ def make(name: str, context: BackendContext) -> AttentionBackend:
     """The backend or pair of a name. Raises: UnsupportedError or ValueError with the reason where it cannot serve."""
     decode, _, prefill = name.partition("+")
     cls = backend_class(decode)
-    reasons = cls.why_not(decode_context(context) if prefill else context)
+    reasons = cls.unsupported_reasons(decode_context(context) if prefill else context)
     of_prompts = backend_class(prefill).prefill_class() if prefill else None
     if prefill:
-        reasons += why_not_two_parts(context, cls, of_prompts)
+        reasons += two_part_unsupported_reasons(context, cls, of_prompts)
     if reasons:
         raise ValueError("; ".join(reasons))
     return cls(context) if of_prompts is None else TwoPartBackend(context, cls, of_prompts)
@@ -193,7 +193,7 @@ def alone(rig: Rig, decode: type[AttentionBackend]) -> dict[str, Any]:
     rig.check([0, rig.cell.batch - 1], rig.out[0, : rig.cell.batch + 1])
     found: dict[str, Any] = {"decode": rig.time(calls, lambda: backend.schedule(decodes))}
     backend.close()
-    if FlashAttention3Backend.why_not(rig.context):
+    if FlashAttention3Backend.unsupported_reasons(rig.context):
         return found
     module, spec, cell = FlashAttention3Backend.package.load(), rig.spec, rig.cell
     seen = cell.past + cell.chunk

@@ -61,7 +61,7 @@ class Inputs:
         self.temperatures = column(case.get("temperature", 0.8))
         self.seeds = torch.arange(rows, device=device)
         self.seq_lens = column(1001, torch.int32)
-        self.row_ids = torch.arange(rows, dtype=torch.int32, device=device)
+        self.req_indices = torch.arange(rows, dtype=torch.int32, device=device)
         self.truncation = Truncation(
             column(case.get("top_k", 0), torch.int32), column(case.get("top_p", 1.0)), column(case.get("min_p", 0.0))
         )
@@ -74,7 +74,7 @@ class Inputs:
             tokens = torch.randint(0, vocab, (rows * 1000,), generator=generator, device=device)
             starts = torch.arange(0, rows * 1000 + 1, 1000, dtype=torch.int32, device=device)
             lengths, prompts = column(1000, torch.int32), column(800, torch.int32)
-            record_tokens(tokens, starts, lengths, self.row_ids, prompts, penalties)
+            record_tokens(tokens, starts, lengths, self.req_indices, prompts, penalties)
             self.penalties = Penalties(column(repetition), column(0.3 * on), column(0.2 * on), state)
         self.tokens = torch.zeros(rows, dtype=torch.int64, device=device)
         self.starts = torch.arange(rows + 1, dtype=torch.int32, device=device)
@@ -83,14 +83,14 @@ class Inputs:
 
 def our_call(case: dict[str, float], x: Inputs) -> Callable[[], object]:
     if "logprobs" in case:
-        return lambda: token_logprobs(x.logits, x.row_ids, x.wanted, max_top=20)
+        return lambda: token_logprobs(x.logits, x.req_indices, x.wanted, max_top=20)
     if "record" in case:
         assert x.penalties is not None, "a case of records has penalties"
         penalties = x.penalties
-        return lambda: record_tokens(x.tokens, x.starts, x.seq_lens, x.row_ids, x.row_ids, penalties)
+        return lambda: record_tokens(x.tokens, x.starts, x.seq_lens, x.req_indices, x.req_indices, penalties)
     plain = not {"options", "top_k", "top_p", "min_p", "penalties"} & case.keys()
     return lambda: sample(
-        x.logits, x.temperatures, x.seeds, x.seq_lens, row_ids=None if plain else x.row_ids,
+        x.logits, x.temperatures, x.seeds, x.seq_lens, req_indices=None if plain else x.req_indices,
         truncation=None if plain else x.truncation, penalties=x.penalties,
     )  # fmt: skip
 

@@ -197,7 +197,7 @@ class _Steps:
                 swaps.go_on()
             handle = self._runtime.replay(
                 Batch(
-                    row_ids=self._rows,
+                    req_indices=self._rows,
                     seq_lens=np.full(len(self._rows), self._context + 1 + step, np.int32),
                     tokens=np.ones(len(self._rows), np.int32) if step == 0 else None,
                     page_indptr=self._indptr if step == 0 else np.zeros(len(self._rows) + 1, np.int32),

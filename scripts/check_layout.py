@@ -27,7 +27,7 @@ REQUIRED_FILES = (
     "graphrt/spec.py",
     "graphrt/kernels/types.py",
     "graphrt/kernels/attention/__init__.py",
-    "graphrt/kernels/metadata/record.py",
+    "graphrt/kernels/metadata/step_inputs.py",
     "graphrt/kernels/native/decode.cu",
     "graphrt/kernels/native/attend.cuh",
     "graphrt/kernels/native/merge.cuh",

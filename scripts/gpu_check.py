@@ -53,7 +53,7 @@ JOBS: dict[str, list[list[str]]] = {
     "capture": [[PYTHON, "scripts/bench_capture.py"]],
     "host": [[PYTHON, "scripts/bench_host.py"]],
     "loop": [[PYTHON, "scripts/bench_loop.py"]],
-    "kit": [[PYTHON, "scripts/bench_kit.py"]],
+    "kit": [[PYTHON, "scripts/bench_graph_checks.py"]],
     "sampling": [[PYTHON, "scripts/bench_sampling.py", "--rows", "256", "--vocab", "128256"]],
     "graph_bugs": [[PYTHON, "-m", "scripts.bug_catalogue"]],
     "serve": [[PYTHON, "-m", "graphrt", "bench", "serve", "--json-only"]],

@@ -29,7 +29,7 @@ def tree_of(result: dict[str, Any]) -> str:
     return f"tree `{result['tree'][:12]}`{changes}"
 
 
-_EXTENTS = {"rows_plus_one": "rows + 1", "groups_plus_one": "groups + 1", "claims": "pages + row_ids"}
+_EXTENTS = {"rows_plus_one": "rows + 1", "groups_plus_one": "groups + 1", "claims": "pages + req_indices"}
 
 
 def buffers_table() -> str:
@@ -105,7 +105,7 @@ def results_table() -> str:
     data = capture["data"]
     lines += [
         "",
-        f"Capturing the default ladder of {data['decode_graphs']} decode graphs of {data['model']}: "
+        f"Capturing the default capture_sizes of {data['decode_graphs']} decode graphs of {data['model']}: "
         f"{data['decode_seconds']:.2f} s ({data['decode_first_seconds']:.2f} s in a fresh process, which also loads "
         f"every kernel and compiles those that Triton's cache lacks), {data['decode_mib_per_graph']:.1f} MiB per "
         "graph, pool included "

@@ -102,7 +102,7 @@ def test_the_contract_is_driven_in_order() -> None:
     assert last.page_indptr.tolist() == [0, 2, 4, 6]
     assert sorted(last.page_ids.tolist()) == list(range(1, 7)), "the null page belongs to no row"
     assert len({int(plan.seq_lens[0]) for plan in plans}) > 10, "plans of one batch could be remembered"
-    last.check_capacity(max_seq_len=300, record_words=10_000, groups=1)
+    last.check_capacity(max_seq_len=300, inputs_words=10_000, groups=1)
 
 
 @pytest.mark.skipif(not INTERPRETER_AVAILABLE, reason="needs TRITON_INTERPRET=1")
@@ -138,7 +138,7 @@ def test_a_backend_that_cannot_be_built_has_a_reason_in_every_cell(monkeypatch: 
 
 
 def test_what_cannot_be_captured_has_no_figure(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(LargePages, "why_not_graph", lambda self, descriptor: "reads lengths on the host")
+    monkeypatch.setattr(LargePages, "graph_unsupported_reason", lambda self, descriptor: "reads lengths on the host")
     time = rig_of(LargePages, tiny_cells((1,), (9,))).measure(tiny_cells((1,), (9,))[0], 1)
     assert time == BackendTime(reason="reads lengths on the host")
 

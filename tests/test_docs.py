@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from graphrt.engine.handle import RowFault
+from graphrt.engine.handle import RequestFault
 from graphrt.kernels.types import FaultCode
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -75,7 +75,7 @@ def test_troubleshooting_names_every_fault_code() -> None:
 
 def test_pages_say_alike_which_faulty_rows_wrote_nothing() -> None:
     """Codes of the sample are named; with every other one nothing was written, as the error of each says."""
-    of_sample = [code.name for code in FaultCode if code and "wrote nothing" not in str(RowFault(0, code, 0))]
+    of_sample = [code.name for code in FaultCode if code and "wrote nothing" not in str(RequestFault(0, code, 0))]
     assert of_sample == ["NO_TOKEN_OFFERED", "SAMPLE_OUT_OF_RANGE"]
     assert f"A row with {' or '.join(of_sample)} has its KV written" in TROUBLESHOOTING
     page = (ROOT / "docs" / "decode_step.md").read_text().split("\n## Faults")[1].split("\n## ")[0]

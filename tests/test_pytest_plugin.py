@@ -211,13 +211,13 @@ def test_the_marker_is_registered_and_listed(run) -> None:
     result.stdout.fnmatch_lines(["@pytest.mark.capture_safe(sync=, allocate=, compile=, stream=): fail where a CUDA*"])
 
 
-# -- the op tape
+# -- the op trace
 
 
 TAPE = """
 import numpy, pytest, torch, triton
 from graphrt.capture.descriptor import BatchDescriptor
-from graphrt.capture.tape import OpTapeRecorder
+from graphrt.capture.op_trace import OpTraceRecorder
 from graphrt.kernels.errors import CaptureError
 
 X = torch.ones(4)
@@ -229,7 +229,7 @@ def launched(x):
 @pytest.mark.capture_safe
 def test_it():
     try:
-        tape = OpTapeRecorder().record(lambda: STEP, BatchDescriptor.decode(1), lambda: None)
+        tape = OpTraceRecorder().record(lambda: STEP, BatchDescriptor.decode(1), lambda: None)
         tape.launch()
     except CaptureError:
         pass

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from graphrt.capture.descriptor import BatchDescriptor
-from graphrt.capture.tape import OpTapeRecorder
+from graphrt.capture.op_trace import OpTraceRecorder
 from graphrt.kernels.errors import ReplayError
 from graphrt.testing import verify_flight
 from graphrt.testing.canary import GUARD_BYTES, Canaries
@@ -295,7 +295,7 @@ def test_memory_of_torch_empty() -> None:
 def test_memory_of_torch_empty_is_filled_within_the_graph() -> None:
     """Where an intermediate was, which the graph wrote before: poison of the block would be gone by then."""
     memory = UnwrittenInGraph(torch.device("cpu"))
-    x, recorder, key = torch.ones(4), OpTapeRecorder(), BatchDescriptor.decode(1)
+    x, recorder, key = torch.ones(4), OpTraceRecorder(), BatchDescriptor.decode(1)
 
     def step() -> torch.Tensor:
         with memory:

@@ -106,7 +106,7 @@ def test_generated_batches_shrink_grow_and_stand_on_page_borders() -> None:
     assert any(a < b for a, b in itertools.pairwise(sizes))
     lengths = [int(n) for batch in batches for n in batch.seq_lens]
     assert {0, 1, 3} <= {n % 4 for n in lengths}
-    assert any(list(batch.row_ids) != sorted(batch.row_ids) for batch in batches), "rows are permuted"
+    assert any(list(batch.req_indices) != sorted(batch.req_indices) for batch in batches), "rows are permuted"
     assert any(max(batch.query_lens) > 1 for batch in batches), "mixed steps are among them"
     for batch in batches:
         assert len(set(batch.page_ids.tolist())) == len(batch.page_ids), "no page has two owners"
@@ -130,7 +130,7 @@ def test_arguments_that_do_not_fit() -> None:
 def test_batches_of_the_caller(device: torch.device) -> None:
     rig = rig_of(device)
     pages = {"page_indptr": [0, 2], "page_ids": [5, 6]}
-    batches = [Batch(row_ids=[0], seq_lens=[n], tokens=[n], **pages) for n in (5, 8, 6)]
+    batches = [Batch(req_indices=[0], seq_lens=[n], tokens=[n], **pages) for n in (5, 8, 6)]
     assert verify_runtime(rig.manager, batches).ok
 
 
@@ -177,7 +177,7 @@ def test_what_changes_from_run_to_run_is_not_blamed_on_the_cache(seed: int) -> N
 
 def test_batches_and_numbers_that_do_not_fit() -> None:
     rig = rig_of(torch.device("cpu"))
-    row = {"row_ids": [0], "seq_lens": [2], "query_lens": [1], "tokens": [3]}
+    row = {"req_indices": [0], "seq_lens": [2], "query_lens": [1], "tokens": [3]}
     bad = {
         "batches: expected a list": {"batches": 3},
         r"batches\[0\]: expected Batch": {"batches": [1]},
@@ -194,7 +194,7 @@ def test_batches_and_numbers_that_do_not_fit() -> None:
 
 def test_rows_that_the_device_refuses_are_named() -> None:
     rig = rig_of(torch.device("cpu"))
-    good = Batch(row_ids=[1], seq_lens=[2], query_lens=[1], tokens=[3], page_indptr=[0, 1], page_ids=[1])
-    report = verify_runtime(rig.manager, [good, Batch(row_ids=[0], seq_lens=[2], query_lens=[1], tokens=[3])])
+    good = Batch(req_indices=[1], seq_lens=[2], query_lens=[1], tokens=[3], page_indptr=[0, 1], page_ids=[1])
+    report = verify_runtime(rig.manager, [good, Batch(req_indices=[0], seq_lens=[2], query_lens=[1], tokens=[3])])
     assert report.ok, str(report)
     assert report.not_checked["faulty rows"].startswith("1 rows wrote nothing")

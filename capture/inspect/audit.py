@@ -59,7 +59,7 @@ def audit(
     """Classify every address that the nodes of a graph hold.
 
     graph    a GraphView, or what `inspect_graph` takes: a torch.cuda.CUDAGraph(keep_graph=True), its raw handle, a
-             graph of a recorder of graphrt, an op tape
+             graph of a recorder of graphrt, an op trace
     memory   what `memory_of` made right after the capture
     allowed  deliberate exceptions. The report lists each with its reason, and those that nothing matched
     waits    patterns of the names of kernels that execute griddepcontrol.wait before they touch what an earlier one may

@@ -22,12 +22,12 @@ from typing import Any
 import torch
 from cuda.bindings import driver
 
+from graphrt.capture.inspect.op_trace_view import view_of_loop, view_of_op_trace
 from graphrt.capture.inspect.order import topological_order
-from graphrt.capture.inspect.tape import view_of_loop, view_of_tape
 from graphrt.capture.inspect.triton_kernels import TritonKernels
 from graphrt.capture.inspect.view import Argument, Edge, GraphView, Node, NodeKind, Operand
+from graphrt.capture.op_trace import OpTrace, OpTraceLoop
 from graphrt.capture.raw_graph import check, count_nodes
-from graphrt.capture.tape import OpTape, OpTapeLoop
 from graphrt.kernels.checks import shown
 from graphrt.kernels.errors import CaptureError, ConfigError, GraphRTError
 
@@ -53,9 +53,9 @@ def inspect_graph(graph: Any) -> GraphView:
     Raises: ConfigError for anything else; CaptureError for a graph that torch did not keep, one that was closed, and
     where the driver refuses to list the nodes.
     """
-    if isinstance(graph, OpTape):
-        return view_of_tape(graph)
-    if isinstance(graph, OpTapeLoop):
+    if isinstance(graph, OpTrace):
+        return view_of_op_trace(graph)
+    if isinstance(graph, OpTraceLoop):
         return view_of_loop(graph)
     raw = _handle(graph)
     conditionals = graph.raw_conditionals() if hasattr(graph, "raw_conditionals") else {}

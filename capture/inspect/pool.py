@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 from graphrt.capture.allocator import allocator_rows
 from graphrt.capture.inspect.memory import MemoryMap, Owner, Region
-from graphrt.capture.tape import OpTape, OpTapeLoop
+from graphrt.capture.op_trace import OpTrace, OpTraceLoop
 from graphrt.kernels.checks import shown, span_bytes
 from graphrt.kernels.errors import ConfigError
 
@@ -40,7 +40,7 @@ def memory_of(
     weights   parameters and buffers of models
     cache     keys and values
     library   memory that libraries keep for themselves, such as workspaces
-    pool      of the graph: a torch.cuda.CUDAGraph, a torch.cuda.MemPool, the id of a pool, the op tape that stands for
+    pool      of the graph: a torch.cuda.CUDAGraph, a torch.cuda.MemPool, the id of a pool, the op trace that stands for
               a graph on a CPU or a loop of one; or a list of those
     snapshot  rows of `torch.cuda.memory_snapshot()`; None: those of this moment, where CUDA is in use
 
@@ -69,9 +69,9 @@ def memory_of(
             if held is None or held.nbytes < region.nbytes:  # a part that came by DLPack has a storage of its own
                 storages[region.address] = region
         regions += storages.values()
-    tapes, ids = _pools(pool)
-    for tape in tapes:
-        regions += _tape_regions(tape)
+    op_traces, ids = _pools(pool)
+    for op_trace in op_traces:
+        regions += _op_trace_regions(op_trace)
     if snapshot is None:
         in_use = torch.cuda.is_available() and torch.cuda.is_initialized()
         snapshot = allocator_rows() if in_use else ()
@@ -117,22 +117,25 @@ def _made_at(block: Mapping[str, Any]) -> str:
     return f", made at {frame['filename']}:{frame['line']} in {frame['name']}" if frame else ""
 
 
-def _tape_regions(tape: OpTape) -> Iterator[Region]:
-    """Memory that a tape works on: POOL is what it made, ALLOCATOR what was there before.
+def _op_trace_regions(op_trace: OpTrace) -> Iterator[Region]:
+    """Memory that a op trace works on: POOL is what it made, ALLOCATOR what was there before.
 
-    The tape keeps all of it alive, which a CUDA graph does not. So memory that was there before is live only if
-    somebody else holds its storage too: the tape works through tensors of its own, which can be counted.
+    The op_trace keeps all of it alive, which a CUDA graph does not. So memory that was there before is live only if
+    somebody else holds its storage too: the op trace works through tensors of its own, which can be counted.
     """
     made = {
         tensor.untyped_storage().data_ptr()
-        for tensor in (*(t for e in tape.entries for t in e.outputs if t is not None), *(m.tensor for m in tape.made))
+        for tensor in (
+            *(t for e in op_trace.entries for t in e.outputs if t is not None),
+            *(m.tensor for m in op_trace.made),
+        )
     }
     held: dict[int, dict[int, torch.Tensor]] = {}
-    for entry in tape.entries:
+    for entry in op_trace.entries:
         for leaf in tree_leaves((entry.args, entry.kwargs, list(entry.outputs))):
             if isinstance(leaf, torch.Tensor):
                 held.setdefault(leaf.untyped_storage().data_ptr(), {})[id(leaf)] = leaf
-    for made_one in tape.made:
+    for made_one in op_trace.made:
         held.setdefault(made_one.tensor.untyped_storage().data_ptr(), {})[id(made_one.tensor)] = made_one.tensor
     for address, tensors in held.items():
         tensor = next(iter(tensors.values()))
@@ -198,13 +201,13 @@ def _storage(name: str, tensor: torch.Tensor, owner: Owner, live: bool = True) -
     return Region(name, owner, storage.data_ptr(), storage.nbytes(), live)
 
 
-def _pools(pool: Any) -> tuple[list[OpTape], list[PoolId]]:
-    """The tapes and the ids of pools that are meant."""
+def _pools(pool: Any) -> tuple[list[OpTrace], list[PoolId]]:
+    """The op_traces and the ids of pools that are meant."""
     if pool is None:
         return [], []
-    if isinstance(pool, OpTapeLoop):
+    if isinstance(pool, OpTraceLoop):
         return [pool.step], []
-    if isinstance(pool, OpTape):
+    if isinstance(pool, OpTrace):
         return [pool], []
     if isinstance(pool, torch.cuda.MemPool):
         return [], [_pool_id(pool.id)]
@@ -214,7 +217,7 @@ def _pools(pool: Any) -> tuple[list[OpTape], list[PoolId]]:
         return [], [_pool_id(pool)]
     if isinstance(pool, (list, tuple)):
         found = [_pools(one) for one in pool]
-        return [tape for tapes, _ in found for tape in tapes], [one for _, ids in found for one in ids]
+        return [op_trace for op_traces, _ in found for op_trace in op_traces], [one for _, ids in found for one in ids]
     raise ConfigError(f"pool: expected a graph, a pool or its id, got {shown(pool)}; pass what was captured")
 
 

@@ -1,7 +1,8 @@
 """Two captures of one step, compared: which words are addresses for certain, and what the step keeps or bakes.
 
 Compared are arguments of kernels with a signature, arguments of four bytes, lengths of copies, and numbers of ops on a
-tape. Numbers within a struct are not compared, such as the factor of `torch.mul(x, 2.0)` on CUDA: beside them lie bytes
+op_trace. Numbers within a struct are not compared, such as the factor of `torch.mul(x, 2.0)` on CUDA: beside them lie
+bytes
 that nobody writes. `verify` finds such numbers by the results.
 """
 

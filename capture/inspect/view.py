@@ -125,7 +125,7 @@ class GraphView:
 
     nodes    in topological order. Two captures of one step have them in the same order
     edges    by the indices of both nodes, sorted
-    origin   "cuda", or "op-tape" for a CPU twin
+    origin   "cuda", or "op trace" for a CPU twin
     """
 
     nodes: tuple[Node, ...]

@@ -2,9 +2,9 @@
 
 A runtime calls a backend in this order. `docs/write_a_backend.md` has a complete example.
 
-    why_not(context)                 may this class serve this model, cache and device?    class method
+    unsupported_reasons(context)                 may this class serve this model, cache and device?    class method
     __init__(context)
-    why_not_graph(descriptor)        may a batch of this size be captured?                 once per size
+    graph_unsupported_reason(descriptor)        may a batch of this size be captured?                 once per size
     allocate()                       make the buffers                                      once per attempt to capture
       plan_capture(descriptor)       host state of one size                                for each size
       schedule(metadata)             recorded at the head of the step                      for each size
@@ -289,16 +289,19 @@ class AttentionBackend(ABC):
 
     @final
     @classmethod
-    def why_not(cls, context: BackendContext) -> list[str]:
-        """Every reason why the backend cannot serve `context`; empty when it can. Subclasses add to `also_why_not`."""
-        unavailable, also = cls.unavailable(), cls.also_why_not(context)
+    def unsupported_reasons(cls, context: BackendContext) -> list[str]:
+        """Every reason why the backend cannot serve `context`; empty when it can. Subclasses add to
+        `extra_unsupported_reasons`."""
+        unavailable, also = cls.unavailable(), cls.extra_unsupported_reasons(context)
         if not (isinstance(also, list) and all(isinstance(reason, str) for reason in also)):
-            raise ConfigError(f"{cls.__name__}.also_why_not: expected a list of reasons, got {shown(also)}; [] is none")
+            raise ConfigError(
+                f"{cls.__name__}.extra_unsupported_reasons: expected a list of reasons, got {shown(also)}; [] is none"
+            )
         reasons = [] if unavailable is None else [unavailable]
         return list(dict.fromkeys([*reasons, *refusals(cls.capabilities, context), *also]))
 
     @classmethod
-    def also_why_not(cls, context: BackendContext) -> list[str]:
+    def extra_unsupported_reasons(cls, context: BackendContext) -> list[str]:
         """Reasons against `context` that `capabilities` cannot say, as two options that do not go together."""
         return []
 
@@ -321,15 +324,15 @@ class AttentionBackend(ABC):
         self.context = context
 
     @final
-    def why_not_graph(self, descriptor: BatchDescriptor) -> str | None:
-        """Why a batch of this size cannot be captured, or None. Subclasses define `also_why_not_graph`."""
+    def graph_unsupported_reason(self, descriptor: BatchDescriptor) -> str | None:
+        """Why a batch of this size cannot be captured, or None. Subclasses define `extra_graph_unsupported_reason`."""
         of_query_len = {0: GraphSupport.ALWAYS, 1: GraphSupport.SINGLE_TOKEN}
         needed = of_query_len.get(descriptor.query_len, GraphSupport.UNIFORM)
         if self.graph_support < needed:
             return f"backend {self.name} has graph support {self.graph_support.name}, {descriptor} needs {needed.name}"
-        return self.also_why_not_graph(descriptor)
+        return self.extra_graph_unsupported_reason(descriptor)
 
-    def also_why_not_graph(self, descriptor: BatchDescriptor) -> str | None:
+    def extra_graph_unsupported_reason(self, descriptor: BatchDescriptor) -> str | None:
         """A reason against a graph of this size that `graph_support` cannot say, as one of this device; or None."""
         return None
 

@@ -98,9 +98,9 @@ class FlashAttention3Backend(PeerBackend):
         self._token_rows: torch.Tensor | None = None
 
     @classmethod
-    def also_why_not(cls, context: BackendContext) -> list[str]:
+    def extra_unsupported_reasons(cls, context: BackendContext) -> list[str]:
         """Devices newer than the kernels; layers other than bfloat16 with an fp8 cache; sinks, in builds without."""
-        reasons = super().also_why_not(context)
+        reasons = super().extra_unsupported_reasons(context)
         if context.device.type == "cuda" and torch.cuda.is_available():
             major = torch.cuda.get_device_capability(context.device)[0]
             if major > 9:
@@ -246,7 +246,7 @@ class FlashAttention3Backend(PeerBackend):
     def _left_padding(self, descriptor: BatchDescriptor, spec: AttentionSpec, page_size: int) -> torch.Tensor | None:
         """Zeros where the kernel might load whole pages by TMA, else None. It might with pages of 64 tokens or more,
         and with more than 64 rows of queries per KV head."""
-        if page_size < 64 or _max_query_len(descriptor) * spec.group <= 64:
+        if page_size < 64 or _max_query_len(descriptor) * spec.num_queries_per_kv <= 64:
             return None
         assert self._no_left_padding is not None, "schedule() has checked that buffers are allocated"
         return self._no_left_padding[: descriptor.padded_reqs]
@@ -260,7 +260,7 @@ class FlashAttention3Backend(PeerBackend):
         """
         descriptor, heads = metadata.descriptor, spec.num_kv_heads
         rows, live = self._token_rows, self.live(q.shape[0]).view(-1, 1, 1, 1)
-        clean = q.unflatten(1, (heads, spec.group)).masked_fill(~live, 0.0)
+        clean = q.unflatten(1, (heads, spec.num_queries_per_kv)).masked_fill(~live, 0.0)
         largest = clean.abs().amax((2, 3)).float()  # per token and KV head
         if descriptor.kind is GraphKind.MIXED:
             assert rows is not None, "schedule() makes them for mixed steps"

@@ -106,9 +106,9 @@ class FlashInferBackend(PeerBackend):
         self._planned_rows = self._planned_tokens = 0
 
     @classmethod
-    def also_why_not(cls, context: BackendContext) -> list[str]:
+    def extra_unsupported_reasons(cls, context: BackendContext) -> list[str]:
         """Layers that differ in what a plan holds."""
-        reasons = super().also_why_not(context)
+        reasons = super().extra_unsupported_reasons(context)
         for field in ("num_q_heads", "dtype", "sliding_window", "logits_softcap", "scale"):
             values = list(dict.fromkeys(getattr(spec, field) for spec in context.attention))
             if len(values) > 1:
@@ -304,14 +304,14 @@ class FlashInferBackend(PeerBackend):
         """Row offsets, lengths of last pages and query offsets in pinned memory, after its last upload."""
         slot = self._have_buffers().slot
         slot.wait()
-        n, page_size, record = len(seq_lens), self._kv.page_size, slot.record
+        n, page_size, record = len(seq_lens), self._kv.page_size, slot.inputs
         pages = -(-seq_lens // page_size)
         record[0] = 0
         np.cumsum(pages, out=record[1 : n + 1])
         record[n + 1 : 2 * n + 1] = seq_lens - (pages - 1) * page_size
         record[2 * n + 1] = 0
         np.cumsum(query_lens, out=record[2 * n + 2 : 3 * n + 2])
-        host = slot.record_tensor
+        host = slot.inputs_tensor
         return host[: n + 1], host[n + 1 : 2 * n + 1], host[2 * n + 1 : 3 * n + 2]
 
     def _decode_wrapper(self, rows: int, buffers: _Buffers) -> Any:
@@ -349,8 +349,8 @@ class FlashInferBackend(PeerBackend):
         spec, device = self._spec, self.context.device
         sms = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else _CPU_SMS
         programs = -(-2 * sms // spec.num_kv_heads)
-        tile = 16 if spec.group <= 16 else 64 if spec.group <= 64 else 128
-        decode_tiles = max(programs, self.context.max_num_reqs * (1 + -(-spec.group // tile))) * tile
+        tile = 16 if spec.num_queries_per_kv <= 16 else 64 if spec.num_queries_per_kv <= 64 else 128
+        decode_tiles = max(programs, self.context.max_num_reqs * (1 + -(-spec.num_queries_per_kv // tile))) * tile
         tiles = max(decode_tiles, programs * 128)
         return max(_SMALLEST_WORKSPACE, 4 * spec.num_q_heads * tiles * (spec.head_dim + 1) + (1 << 20))
 

@@ -95,7 +95,7 @@ class PeerBackend(AttentionBackend):
         return cls.package.missing()
 
     @classmethod
-    def also_why_not(cls, context: BackendContext) -> list[str]:
+    def extra_unsupported_reasons(cls, context: BackendContext) -> list[str]:
         """The GPU's generation, where it is too old."""
         if context.device.type == "cuda" and torch.cuda.is_available():
             have = torch.cuda.get_device_capability(context.device)

@@ -13,7 +13,7 @@ import torch
 from graphrt import env
 from graphrt.backends.base import AttentionBackend, BackendContext, Capabilities, GraphSupport
 from graphrt.backends.ranking import Ranking, load_ranking
-from graphrt.backends.two_parts import why_not_two_parts
+from graphrt.backends.two_parts import two_part_unsupported_reasons
 from graphrt.kernels.checks import check_bool, check_instance, check_int, shown
 from graphrt.kernels.errors import ConfigError, UnsupportedError
 
@@ -67,7 +67,10 @@ def check_declaration(cls: object) -> None:
         check_instance(f"{own}.{attribute}", getattr(cls, attribute, None), kind, advice="set the class attribute")
     check_int(f"{own}.seq_len_fill", cls.seq_len_fill, 0, 1, advice="a pad row has the null page alone")
     check_bool(f"{own}.quantises_queries", cls.quantises_queries, advice="set the class attribute")
-    for final, hook in (("why_not", "also_why_not"), ("why_not_graph", "also_why_not_graph")):
+    for final, hook in (
+        ("unsupported_reasons", "extra_unsupported_reasons"),
+        ("graph_unsupported_reason", "extra_graph_unsupported_reason"),
+    ):
         if _definition(cls, final) is not vars(AttentionBackend)[final]:
             raise ConfigError(
                 f"{own}.{final}: expected the inherited one, got another, which may pass over what the class "
@@ -104,14 +107,14 @@ def backend_class(name: str, what: str = "backend") -> type[AttentionBackend]:
 class Standing:
     """How a backend stands for one context.
 
-    why_not     every reason why it cannot serve the context; empty when it can
+    unsupported_reasons     every reason why it cannot serve the context; empty when it can
     by_name     why it is chosen only by name though it can, or None
     rank        1 for the one that is chosen unless another is named, and so on; None with a reason against it
     relative    its measured time over that of the fastest that can serve; None where the order is static
     """
 
     name: str
-    why_not: list[str]
+    unsupported_reasons: list[str]
     by_name: str | None = None
     rank: int | None = None
     relative: float | None = None
@@ -133,7 +136,7 @@ def select_backend(context: BackendContext, name: str | None = None) -> tuple[ty
     if name is not None:
         return _named(name, context)
     found = _judge_all(context, stop_at_the_first=True)
-    refused = [f"{s.name} ({', '.join(s.why_not) or s.by_name})" for s in found if s.rank is None]
+    refused = [f"{s.name} ({', '.join(s.unsupported_reasons) or s.by_name})" for s in found if s.rank is None]
     chosen = next((s for s in found if s.rank == 1), None)
     if chosen is None:
         raise UnsupportedError(
@@ -162,7 +165,7 @@ def select_prefill(
         return None, f"{decode.name}, as asked for"
     if name is not None:
         cls = backend_class(name, "prefill_backend").prefill_class()
-        reasons = why_not_two_parts(context, decode, cls)
+        reasons = two_part_unsupported_reasons(context, decode, cls)
         if cls is None or reasons:
             raise UnsupportedError(
                 f"prefill_backend {name}: expected one for the prompts of mixed steps beside {decode.name}, got "
@@ -177,7 +180,7 @@ def select_prefill(
         if ours == decode.name:
             with contextlib.suppress(ConfigError, UnsupportedError):  # not installed here, or not to be loaded
                 cls = backend_class(other).prefill_class()
-                if not why_not_two_parts(context, decode, cls):
+                if not two_part_unsupported_reasons(context, decode, cls):
                     found[pair] = cls
     relative = ranking.relative_times(found, max_num_reqs=context.max_num_reqs, max_seq_len=context.max_seq_len)
     if not relative:
@@ -195,14 +198,14 @@ def _is_measured(context: BackendContext) -> bool:
     return torch.cuda.get_device_name(context.device) == load_ranking().gpu and set(wide) == {2}
 
 
-def why_not(name: str, context: BackendContext) -> list[str]:
+def unsupported_reasons(name: str, context: BackendContext) -> list[str]:
     """Every reason why a known backend cannot serve `context`; that its package cannot be loaded is one."""
-    return _judge(name, context).why_not
+    return _judge(name, context).unsupported_reasons
 
 
 def _named(name: str, context: BackendContext) -> tuple[type[AttentionBackend], str]:
     what = "backend, by name or GRAPHRT_BACKEND" if name == env.backend() else "backend"
-    cls, reasons = backend_class(name, what), why_not(name, context)
+    cls, reasons = backend_class(name, what), unsupported_reasons(name, context)
     if reasons:
         raise UnsupportedError(
             f"{what} {name}: expected a model and device that it supports, got {len(reasons)} "
@@ -237,7 +240,7 @@ def _judge_all(context: BackendContext, *, stop_at_the_first: bool) -> list[Stan
     return [
         Standing(
             name,
-            found[name].why_not,
+            found[name].unsupported_reasons,
             found[name].by_name,
             order.index(name) + 1 if name in order else None,
             relative.get(name),
@@ -248,7 +251,7 @@ def _judge_all(context: BackendContext, *, stop_at_the_first: bool) -> list[Stan
 
 
 def _serves(standing: Standing) -> bool:
-    return not standing.why_not and standing.by_name is None
+    return not standing.unsupported_reasons and standing.by_name is None
 
 
 def _judge(name: str, context: BackendContext) -> Standing:
@@ -260,8 +263,8 @@ def _judge(name: str, context: BackendContext) -> Standing:
     question = "loading it"
     try:
         cls = backend_class(name)
-        question = "why_not"
-        reasons = cls.why_not(context)
+        question = "unsupported_reasons"
+        reasons = cls.unsupported_reasons(context)
         question = "why_only_by_name"
         return Standing(name, reasons, None if reasons else cls.why_only_by_name(context))
     except (ConfigError, UnsupportedError) as error:

@@ -43,7 +43,7 @@ class TorchReferenceBackend(AttentionBackend):
     )
     graph_support: ClassVar[GraphSupport] = GraphSupport.ALWAYS
 
-    def also_why_not_graph(self, descriptor: BatchDescriptor) -> str | None:
+    def extra_graph_unsupported_reason(self, descriptor: BatchDescriptor) -> str | None:
         """On CUDA nothing can be captured."""
         if self.context.device.type != "cuda":
             return None
@@ -59,7 +59,7 @@ class TorchReferenceBackend(AttentionBackend):
         sinks: torch.Tensor | None = None,
         lse: torch.Tensor | None = None,
     ) -> None:
-        """Attend row by row. Capture-safe: on CPU, as one op of the tape."""
+        """Attend row by row. Capture-safe: on CPU, as one op of the op trace."""
         attention_reference(
             q,
             layer.k_cache,

@@ -105,7 +105,7 @@ class TritonBackend(AttentionBackend):
         self._encoder = EncoderKernels(context)
 
     @classmethod
-    def also_why_not(cls, context: BackendContext) -> list[str]:
+    def extra_unsupported_reasons(cls, context: BackendContext) -> list[str]:
         """On CPU, that the interpreter is missing; on a device of the CUDA kernel, that NVRTC is. Heads of encoder
         layers that their kernel lacks."""
         if context.device.type == "cpu" and not INTERPRETER_AVAILABLE:

@@ -39,9 +39,9 @@ class TritonPrefill(AttentionBackend):
         self._schedules = PromptSchedules(context, self._layer_kinds)
 
     @classmethod
-    def also_why_not(cls, context: BackendContext) -> list[str]:
+    def extra_unsupported_reasons(cls, context: BackendContext) -> list[str]:
         """What the decode kernels lack on this device: the interpreter on CPU, NVRTC on a GPU."""
-        return TritonBackend.also_why_not(context)
+        return TritonBackend.extra_unsupported_reasons(context)
 
     def allocate(self) -> None:
         """Allocate a schedule per kind of layer, for the largest size."""

@@ -41,13 +41,15 @@ class TwoPartBackend(AttentionBackend):
         self.seq_len_fill = decode.seq_len_fill  # type: ignore[misc]
         self.decode_len = context.max_query_len
 
-    def also_why_not_graph(self, descriptor: BatchDescriptor) -> str | None:
+    def extra_graph_unsupported_reason(self, descriptor: BatchDescriptor) -> str | None:
         """A reason of either part."""
         if descriptor.kind is GraphKind.DECODE:
-            return self.decode.why_not_graph(descriptor)
+            return self.decode.graph_unsupported_reason(descriptor)
         rows = min(descriptor.padded_reqs, descriptor.padded_tokens // self.decode_len)
-        of_decodes = self.decode.why_not_graph(BatchDescriptor.decode(rows, self.decode_len)) if rows else None
-        return of_decodes or self.prefill.why_not_graph(descriptor)
+        of_decodes = (
+            self.decode.graph_unsupported_reason(BatchDescriptor.decode(rows, self.decode_len)) if rows else None
+        )
+        return of_decodes or self.prefill.graph_unsupported_reason(descriptor)
 
     def allocate(self) -> None:
         """Allocate the buffers of both."""
@@ -130,13 +132,13 @@ def prefill_context(context: BackendContext) -> BackendContext:
     return replace(context, prefill=True)
 
 
-def why_not_two_parts(
+def two_part_unsupported_reasons(
     context: BackendContext, decode: type[AttentionBackend], prefill: type[AttentionBackend] | None
 ) -> list[str]:
     """Every reason why the two cannot serve the mixed steps of a context together; empty when they can."""
     if prefill is None:
         return ["prompt part of mixed steps: not supported"]
-    reasons = list(prefill.why_not(prefill_context(context)))
+    reasons = list(prefill.unsupported_reasons(prefill_context(context)))
     if not all(spec.is_cached for spec in context.attention):
         reasons.append("encoder layers: a step of theirs has whole sequences alone")
     for part, cls in (("decode", decode), ("prompt", prefill)):

@@ -152,7 +152,7 @@ class Rig:
         """
         backend, inputs = self._backend, self._inputs(cell)
         descriptor = inputs.metadata.descriptor
-        if (reason := backend.why_not_graph(descriptor)) is not None:
+        if (reason := backend.graph_unsupported_reason(descriptor)) is not None:
             return BackendTime(reason=reason)
         backend.plan_capture(descriptor)
         host_us = self._host_us(cell, inputs)
@@ -190,7 +190,7 @@ class Rig:
     def _batch(self, cell: Cell, row_pages: torch.Tensor, length: int) -> Batch:
         used = self.context.kv_groups[0].pages_for(length)
         return Batch(
-            row_ids=np.arange(cell.batch),
+            req_indices=np.arange(cell.batch),
             seq_lens=np.full(cell.batch, length),
             tokens=np.zeros(cell.batch, np.int32),
             page_indptr=np.arange(cell.batch + 1) * used,
@@ -268,7 +268,9 @@ def check_token(
     """
     spec = layer.spec
     k, v = (x[pages].flatten(0, 1)[:length].float() for x in (layer.k_cache, layer.v_cache))
-    shares = (torch.einsum("hgd,shd->hgs", q.float().unflatten(0, (spec.num_kv_heads, spec.group)), k)) * spec.scale
+    shares = (
+        torch.einsum("hgd,shd->hgs", q.float().unflatten(0, (spec.num_kv_heads, spec.num_queries_per_kv)), k)
+    ) * spec.scale
     expected = torch.einsum("hgs,shd->hgd", shares.softmax(-1), v).flatten(0, 1)
     error = float((result.float() - expected).norm() / expected.norm())
     assert error <= _TOLERANCE, (  # NaN is not

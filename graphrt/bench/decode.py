@@ -115,7 +115,7 @@ def bench_decode(
     backend: str | None = None,
     sampling: SamplingParams | None = None,
 ) -> DecodeReport:
-    """Capture a ladder for `batches` and time decoding from `context` tokens on, `steps` steps a round.
+    """Capture a capture_sizes for `batches` and time decoding from `context` tokens on, `steps` steps a round.
 
     weight_bytes   bytes of weights that one step reads (an embedding table that is only looked up does not count)
     sampling       of all rows, each with a seed of its own; penalties see the tokens of timed steps. None: greedy
@@ -246,12 +246,12 @@ class _Loop:
             values.set(row, replace(sampling, seed=row), context)
         self._sampling = values.of(self._rows)
         runtime.manager.reset()  # penalties count from here on
-        runtime.manager.row_tables.set_logit_bias(dict.fromkeys(range(batch), sampling.logit_bias))
+        runtime.manager.request_tables.set_logit_bias(dict.fromkeys(range(batch), sampling.logit_bias))
 
     def _batch(self, length: int, *, first: bool) -> Batch:
         n = len(self._rows)
         return Batch(
-            row_ids=self._rows,
+            req_indices=self._rows,
             seq_lens=np.full(n, length, np.int32),
             tokens=np.full(n, self._vocab_token, np.int32) if first else None,
             page_indptr=self._indptr,

@@ -17,7 +17,7 @@ from graphrt.capture.descriptor import BatchDescriptor
 from graphrt.capture.recorder import CudaGraph, make_recorder
 from graphrt.engine.handle import StepHandle
 from graphrt.engine.launch import Launch
-from graphrt.kernels.types import RowStatus
+from graphrt.kernels.types import RequestStatus
 from graphrt.runtime import Runtime
 from graphrt.sampling_params import SamplingParams
 from graphrt.session.session import DecodeSession
@@ -52,7 +52,7 @@ class SessionWay:
         for _ in range(batch):
             row = self._session.add(prompt, SamplingParams(max_new_tokens=runtime.config.max_seq_len - context))
             # As if all but the last token of the prompt had been computed: what is in the cache makes no difference.
-            self._session._prompts[row.row_id] = self._session._most[row.row_id] = context - 1
+            self._session._prompts[row.req_index] = self._session._most[row.req_index] = context - 1
         self._session.run(1)
         self._session.collect(wait=True)
 
@@ -100,7 +100,7 @@ class StatelessWay:
         n, listed = len(self._rows), self._length // PAGE + 1
         self._length += 1
         self._batch = Batch(
-            row_ids=self._rows,
+            req_indices=self._rows,
             seq_lens=np.full(n, self._length, np.int32),
             tokens=self._tokens,
             page_indptr=np.arange(0, n * listed + 1, listed, dtype=np.int32),
@@ -136,9 +136,9 @@ class CopiesWay:
         with torch.inference_mode():
             buffers = program.refresh(key).buffers  # of no rows; what is the same in each step is written here
             buffers.query_start_loc.copy_(torch.arange(batch + 1, device=runtime.device))
-            for buffer in (buffers.row_ids, buffers.logits_indices):
+            for buffer in (buffers.req_indices, buffers.logits_indices):
                 buffer.copy_(torch.arange(batch, device=runtime.device))
-            buffers.row_status.fill_(int(RowStatus.SAMPLES))
+            buffers.req_status.fill_(int(RequestStatus.SAMPLES))
             self._statics = {
                 "input_ids": buffers.input_ids,
                 "positions": buffers.positions,

@@ -204,7 +204,7 @@ def bench_serve(
     step_tokens: int = 8192,
     backend: str | None = None,
 ) -> ServeReport:
-    """Capture the ladders, and time the workload, all prompts submitted at once.
+    """Capture the capture_sizes, and time the workload, all prompts submitted at once.
 
     weight_bytes   bytes of weights that one step reads (an embedding table that is only looked up does not count)
     rows           sequences that run at once, at most

@@ -32,7 +32,7 @@ from graphrt.bundle.format import from_plain, read_file, reading, to_plain, writ
 from graphrt.cache.kv_cache import KVCache
 from graphrt.capture.descriptor import BatchDescriptor, GraphKind
 from graphrt.config import RuntimeConfig
-from graphrt.engine.launch_inputs import SlotWords
+from graphrt.engine.launch_inputs import LaunchInputs
 from graphrt.engine.program import capacity_of, page_groups
 from graphrt.engine.recording import NOT_STATE, RecordedLaunch, Recording
 from graphrt.engine.stats import ShadowDifference
@@ -208,7 +208,7 @@ class Bundle:
                 for name, spec in StaticBuffers.specs().items()
                 if spec.kind is BufferKind.PERSISTENT and (name not in NOT_STATE or name == "page_table")
             }
-            for row in config.row_tensors:
+            for row in config.request_tensors:
                 wanted[f"row tensor {row.name}"] = (config.max_num_reqs + 1, *row.shape), row.dtype
             _check_state(launch, wanted)
             self._check_ranges(launch, shapes)
@@ -225,7 +225,7 @@ class Bundle:
                 words.num_reqs > min(rows, self.config.max_num_reqs)
                 or words.num_tokens > min(tokens, self.config.max_num_tokens)
                 or words.steps > self.config.launch_steps
-                or len(words.words) > capacity.record
+                or len(words.words) > capacity.inputs
             ):
                 raise ShapeError(f"bundle: expected a launch that fits {launch.descriptor}, got a larger one")
             words.listed()  # within the pages
@@ -241,10 +241,10 @@ class Bundle:
     def _check_ranges(self, launch: RecordedLaunch, shapes: Mapping[str, tuple[int, ...]]) -> None:
         """Raise for numbers that kernels take as indices, where they are out of range."""
         state, rows = dict(launch.state), self.config.max_num_reqs
-        if (order := launch.words.order) is not None and launch.words.is_news:
+        if (order := launch.words.order) is not None and launch.words.is_delta:
             state["order"] = torch.cat((state["order"], torch.from_numpy(order)))
         most = {
-            "order": rows - 1, "row_lens": self.config.max_seq_len, "last_token": self.vocab_size - 1,
+            "order": rows - 1, "req_lens": self.config.max_seq_len, "last_token": self.vocab_size - 1,
             "page_spans": shapes["page_table"][-1], "last_encoder_len": self.config.max_encoder_len or 0,
             "bias_tokens": self.vocab_size - 1, "bias_counts": shapes["bias_tokens"][-1],
         }  # fmt: skip
@@ -394,7 +394,7 @@ class BundleReplays:
         """Bring rows and pages to where they were before a launch."""
         manager = self._manager
         manager.reset()
-        rows = {f"row tensor {name}": tensor for name, tensor in manager.row_tables.tensors.items()}
+        rows = {f"row tensor {name}": tensor for name, tensor in manager.request_tables.tensors.items()}
         kept = rows | ({"page_table": self._tables} if self._bundle.tables else {})
         with manager.between_steps() as buffers:
             for name, tensor in launch.state.items():
@@ -421,7 +421,7 @@ def _read_launch(
     counts = tuple(check_int("pool_pages", n, 2, (1 << 31) - 1, advice="record it") for n in of_launch["pool_pages"])
     return RecordedLaunch(
         descriptor,
-        SlotWords(numbers("words", torch.int32, 1), groups),
+        LaunchInputs(numbers("words", torch.int32, 1), groups),
         {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)},
         tuple(numbers(f"ids/{group}", torch.int64, 1) for group in range(groups)),
         tuple(tensors[f"{at}pages/{group}"] for group in range(groups)),

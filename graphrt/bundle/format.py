@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from graphrt.capture.descriptor import BatchDescriptor, GraphKind
-from graphrt.config import RowTensor, RuntimeConfig
+from graphrt.config import RequestTensor, RuntimeConfig
 from graphrt.kernels.checks import check_instance, shown
 from graphrt.kernels.errors import ConfigError
 from graphrt.kernels.types import KVLayout
@@ -26,7 +26,7 @@ from graphrt.models.packages import require
 from graphrt.spec import AttentionKind, AttentionSpec, KVCacheSpec
 
 FORMAT = "graphrt replay bundle, version 2"
-_CLASSES = {kind.__name__: kind for kind in (AttentionSpec, KVCacheSpec, RuntimeConfig, RowTensor, BatchDescriptor)}
+_CLASSES = {kind.__name__: kind for kind in (AttentionSpec, KVCacheSpec, RuntimeConfig, RequestTensor, BatchDescriptor)}
 _ENUMS: dict[str, type[Enum]] = {kind.__name__: kind for kind in (AttentionKind, KVLayout, GraphKind)}
 _DTYPES = {
     str(dtype).removeprefix("torch."): dtype

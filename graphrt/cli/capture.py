@@ -1,4 +1,4 @@
-"""`graphrt capture`: captures the ladders of a model, says what each graph costs, and shows or records them."""
+"""`graphrt capture`: captures the capture_sizes of a model, says what each graph costs, and shows or records them."""
 
 from __future__ import annotations
 

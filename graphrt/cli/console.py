@@ -18,7 +18,7 @@ def make_console(*, stderr: bool = False) -> Console:
 
 
 def capture_with_bar(runtime: Runtime, log: Console) -> None:
-    """Capture the ladders of a runtime, with a bar; then a line that says what they cost."""
+    """Capture the capture_sizes of a runtime, with a bar; then a line that says what they cost."""
     total = len(runtime.manager.descriptors)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=log, transient=True, disable=not total) as bar:

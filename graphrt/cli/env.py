@@ -11,7 +11,7 @@ from rich.table import Table
 
 from graphrt import env
 from graphrt.backends.base import BackendContext
-from graphrt.backends.registry import Standing, backend_class, select_backend, standings, why_not
+from graphrt.backends.registry import Standing, backend_class, select_backend, standings, unsupported_reasons
 from graphrt.bench.environment import environment_report
 from graphrt.capture.descriptor import BatchDescriptor
 from graphrt.cli.console import make_console
@@ -47,7 +47,10 @@ def run_env(options: EnvOptions) -> None:
         chosen = " (chosen)" if entry["name"] == report["backends"]["chosen"] else ""
         served = [] if entry["other_page_size"] is None else [f"runs with a page size of {entry['other_page_size']}"]
         table.add_row(
-            entry["name"] + chosen, entry["graph_support"], _rank(entry), "\n".join(entry["why_not"] + served)
+            entry["name"] + chosen,
+            entry["graph_support"],
+            _rank(entry),
+            "\n".join(entry["unsupported_reasons"] + served),
         )
     console.print(table)
     console.print(report["backends"]["reason"], highlight=False, soft_wrap=True)
@@ -55,7 +58,7 @@ def run_env(options: EnvOptions) -> None:
 
 def _rank(entry: dict[str, Any]) -> str:
     """Its place, with the measured time over the fastest's; what cannot be chosen has none."""
-    if entry["why_not"]:
+    if entry["unsupported_reasons"]:
         return "-"
     if entry["by_name"] is not None:
         return f"by name only: {entry['by_name']}"
@@ -73,7 +76,7 @@ def _graph_support(standing: Standing, context: BackendContext) -> str:
         backend = backend_class(standing.name)
     except ConfigError:  # its text is among the reasons
         return "unknown"
-    why = None if standing.why_not else backend(context).why_not_graph(BatchDescriptor.decode(1))
+    why = None if standing.unsupported_reasons else backend(context).graph_unsupported_reason(BatchDescriptor.decode(1))
     return backend.graph_support.name if why is None else f"none here: {why}"
 
 
@@ -109,7 +112,7 @@ def _choice(context: BackendContext) -> tuple[str | None, str]:
 
 def _other_page_size(standing: Standing, context: BackendContext) -> int | None:
     """The smallest page size with which the backend could run, where it cannot with that of `context` alone."""
-    if not standing.why_not:
+    if not standing.unsupported_reasons:
         return None
     try:
         sizes = backend_class(standing.name).capabilities.page_sizes
@@ -119,4 +122,4 @@ def _other_page_size(standing: Standing, context: BackendContext) -> int | None:
         return None
     groups = tuple(replace(group, page_size=min(sizes)) for group in context.kv_groups)
     other = replace(context, kv_groups=groups)
-    return min(sizes) if not why_not(standing.name, other) else None
+    return min(sizes) if not unsupported_reasons(standing.name, other) else None

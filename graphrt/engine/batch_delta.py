@@ -8,11 +8,11 @@ import numpy as np
 import numpy.typing as npt
 
 from graphrt.batch import Int32Array
-from graphrt.kernels.metadata import record as layout
+from graphrt.kernels.metadata import step_inputs as layout
 
 
 @dataclass(frozen=True, slots=True)
-class News:
+class BatchDelta:
     """Rows that go on by one token a step, each from its last token on.
 
     order      [num_reqs] row id of each place. It is sent where the device has another one: who keeps it makes a new
@@ -33,8 +33,8 @@ class News:
         return len(self.order)
 
     def write(self, out: Int32Array, step: int, steps: int, loops: bool, new_order: bool) -> None:
-        """Pack into a slot of the inbox; see kernels/metadata/record.py."""
-        kind = layout.NEWS | (layout.LOOPS if loops else 0)
+        """Pack into a slot of the input_ring; see kernels/metadata/step_inputs.py."""
+        kind = layout.DELTA | (layout.LOOPS if loops else 0)
         at, n, listed = layout.HEADER_SIZE, len(self.order), 0
         if new_order:
             kind |= layout.NEW_ORDER
@@ -50,7 +50,7 @@ class News:
 
 
 @dataclass(frozen=True, slots=True)
-class RowEnds:
+class StopConditions:
     """When each row of a batch ends by itself: `lengths` [rows] int32, KV tokens with which it does, 0: never; `tokens`
     [STOP_TOKENS, rows] int32, tokens that end it, -1 where there are fewer."""
 
@@ -58,7 +58,7 @@ class RowEnds:
     tokens: npt.NDArray[np.int32]
 
     def write(self, out: Int32Array, at: int) -> None:
-        """Add to a batch that was written in full, up to word `at`: what it says is kept for news to come."""
+        """Add to a batch that was written in full, up to word `at`: what it says is kept for delta to come."""
         out[layout.HEADER_KIND] = layout.KEEP
         ends = out[at : at + layout.END_FIELDS * len(self.lengths)].reshape(layout.END_FIELDS, -1)
         ends[layout.END_LENGTH] = self.lengths

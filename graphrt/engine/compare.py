@@ -9,7 +9,7 @@ import numpy.typing as npt
 import torch
 
 from graphrt.capture.descriptor import BatchDescriptor
-from graphrt.engine.handle import RowFault
+from graphrt.engine.handle import RequestFault
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,7 +17,7 @@ class StepResult:
     """What one run of a step gave: tokens [num_reqs] on the host, faults, logits [num_reqs, vocab] on the device."""
 
     tokens: npt.NDArray[np.int32]
-    faults: tuple[RowFault, ...]
+    faults: tuple[RequestFault, ...]
     logits: torch.Tensor
 
 
@@ -60,7 +60,7 @@ def compare_results(descriptor: BatchDescriptor, graph: StepResult, eager: StepR
     same = (graph.logits.signbit() == eager.logits.signbit()) & (ours == theirs) | (ours.isnan() & theirs.isnan())
     distance = torch.where(same, 0.0, (ours - theirs).abs())
     rows = range(len(graph.tokens))
-    at = [{fault.row: fault for fault in result.faults} for result in (graph, eager)]
+    at = [{fault.index: fault for fault in result.faults} for result in (graph, eager)]
     equal = same.all(-1).tolist()
     differing = tuple(
         row

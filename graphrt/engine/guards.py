@@ -90,11 +90,13 @@ class Guards:
         self._lock.poll()
 
     def audit(self, descriptor: BatchDescriptor) -> Audit:
-        """Audit the graph of a size. Of pinned memory it may read the inbox, and write the rings."""
+        """Audit the graph of a size. Of pinned memory it may read the input_ring, and write the rings."""
         allowed = []
         for name, tensor in self._program.buffers.named(BufferKind.INPUT, BufferKind.OUTPUT):
             if tensor.is_pinned():
-                reason = "a slot is written when the launch before has ended" if name == "inbox" else "results, by step"
+                reason = (
+                    "a slot is written when the launch before has ended" if name == "input_ring" else "results, by step"
+                )
                 allowed.append(Allowed(reason, region=name))
         return audit(self._graphs.graph(descriptor), self.memory(descriptor), allowed=allowed)
 
@@ -105,7 +107,7 @@ class Guards:
         static = [
             *(() if self._tables is None else [("page_tables", self._tables)]),
             *program.buffers.named(),
-            *((f"row tensor {name}", tensor) for name, tensor in program.row_tensors.items()),
+            *((f"row tensor {name}", tensor) for name, tensor in program.request_tensors.items()),
             *((f"backend's {name}", tensor) for name, tensor in self._of_backend()),
             *((name, tensor) for name, tensor in slopes.items() if tensor is not None),
         ]
@@ -146,7 +148,7 @@ class Guards:
         program = self._program
         for name, tensor in program.buffers.named():
             yield f"static buffer {name}", tensor
-        for name, tensor in program.row_tensors.items():
+        for name, tensor in program.request_tensors.items():
             yield f"row tensor {name}", tensor
         for name, tensor in self._of_backend():
             yield f"backend {program.backend.name}: {name}", tensor

@@ -19,14 +19,14 @@ from graphrt.kernels.metadata.buffers import StaticBuffers
 from graphrt.kernels.types import FAULT_GROUP_SHIFT, FaultCode
 
 _FAULT_TEXT = {
-    FaultCode.ROW_ID_OUT_OF_RANGE: "row_id {value} is not one of the row states 0 to max_num_reqs - 1",
+    FaultCode.REQ_INDEX_OUT_OF_RANGE: "req_index {value} is not one of the row states 0 to max_num_reqs - 1",
     FaultCode.BAD_LENGTH: "seq_len {value} is shorter than its query_len, or longer than max_seq_len",
     FaultCode.LENGTH_EXCEEDS_PAGES: "a length of {value} does not fit in the pages that were listed for its row",
     FaultCode.PAGE_OUT_OF_RANGE: "page {value} is the null page or outside the cache",
     FaultCode.TOKEN_OUT_OF_RANGE: "token {value} is outside the vocabulary",
-    FaultCode.DUPLICATE_ROW: "row_id {value} is used by another row of the batch too",
+    FaultCode.DUPLICATE_REQUEST: "req_index {value} is used by another row of the batch too",
     FaultCode.DUPLICATE_PAGE: "page {value} is written twice: by another row too, or it is listed twice",
-    FaultCode.NO_LAST_TOKEN: "row_id {value} has no last token to go on from: its sequence has sampled none",
+    FaultCode.NO_LAST_TOKEN: "req_index {value} has no last token to go on from: its sequence has sampled none",
     FaultCode.BAD_ENCODER_LEN: "encoder_len {value} is negative, longer than max_encoder_len, or 0 beside listed pages",
     FaultCode.ENCODER_LEN_CHANGED: "encoder_len {value} is not the one that its sequence has; state it in every step, "
     "or list the encoder's pages from page 0 with another one",
@@ -39,11 +39,11 @@ _WROTE_KV = "its KV is written, its last token is void; end the sequence, as a s
 
 
 @dataclass(frozen=True, slots=True)
-class RowFault:
+class RequestFault:
     """What is wrong with one row of a step: its place in the batch, or in a session its row id; the code, the offending
     number, and the KV group whose pages it is about, 0 for faults that are about no pages."""
 
-    row: int
+    index: int
     code: FaultCode
     value: int
     group: int = 0
@@ -56,7 +56,7 @@ class RowFault:
 
     def __str__(self) -> str:
         after = _WROTE_KV if self.code >= FaultCode.NO_TOKEN_OFFERED else _WROTE_NOTHING
-        return f"row {self.row}: {self.what}; {after}"
+        return f"row {self.index}: {self.what}; {after}"
 
 
 class StepFaultError(ReplayError):
@@ -69,27 +69,29 @@ class StepFaultError(ReplayError):
                       use `row` then
     """
 
-    def __init__(self, step: int, faults: Sequence[RowFault], prompts: Sequence[int] = ()) -> None:
+    def __init__(self, step: int, faults: Sequence[RequestFault], prompts: Sequence[int] = ()) -> None:
         first, *others = faults
         if prompts:
             named = ", ".join(f"prompts[{index}]" for index in prompts[:16])
             super().__init__(f"{named}: step {step}: {first.what}; generate again without what is named here")
         else:
-            more = f" (and {len(others)} more, in rows {', '.join(str(f.row) for f in others[:16])})" if others else ""
+            more = (
+                f" (and {len(others)} more, in rows {', '.join(str(f.index) for f in others[:16])})" if others else ""
+            )
             super().__init__(f"step {step}, {first}{more}")
         self.step, self.faults, self.prompts = step, tuple(faults), tuple(prompts)
-        self.row, self.code, self.value = first.row, first.code, first.value
+        self.index, self.code, self.value = first.index, first.code, first.value
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self.step, self.faults, self.prompts)
 
 
-def row_faults(codes: npt.NDArray[np.int32], values: npt.NDArray[np.int64]) -> tuple[RowFault, ...]:
-    """The faulty rows of a step, by the codes and values that `publish` gave, [rows] each."""
+def row_faults(codes: npt.NDArray[np.int32], values: npt.NDArray[np.int64]) -> tuple[RequestFault, ...]:
+    """The faulty rows of a step, by the codes and values that `write_outputs` gave, [rows] each."""
     faults = []
     for row in codes.nonzero()[0].tolist():
         group, code = divmod(int(codes[row]), 1 << FAULT_GROUP_SHIFT)
-        faults.append(RowFault(row, FaultCode(code), int(values[row]), group))
+        faults.append(RequestFault(row, FaultCode(code), int(values[row]), group))
     return tuple(faults)
 
 
@@ -123,19 +125,19 @@ class Rings:
 
 
 class InFlight:
-    """What was submitted in one slot of the inbox: whoever reads its results waits for it alone.
+    """What was submitted in one slot of the input_ring: whoever reads its results waits for it alone.
 
     step         number of its first step; every step of a manager has a larger one than the step before
     steps        steps at most. A launch that loops ends early where no row goes on; others run all, without rows
     num_reqs     rows
     descriptor   the size it ran at
     why_eager    empty when it replayed a graph, else the reason why not
-    row_ids      [num_reqs] the row id of each column, of a session's launch; None of others
+    req_indices      [num_reqs] the row id of each column, of a session's launch; None of others
     """
 
     __slots__ = (
         "_asks_logprobs", "_ends", "_error", "_logprobs", "_rings", "_slot", "_tokens", "descriptor", "num_reqs",
-        "row_ids", "step", "steps", "why_eager",
+        "req_indices", "step", "steps", "why_eager",
     )  # fmt: skip
 
     _ends: npt.NDArray[np.int32]
@@ -151,10 +153,10 @@ class InFlight:
         slot: StagingSlot,
         rings: Rings,
         asks_logprobs: bool = False,
-        row_ids: npt.NDArray[np.integer[Any]] | None = None,
+        req_indices: npt.NDArray[np.integer[Any]] | None = None,
     ) -> None:
         self.step, self.steps, self.num_reqs = step, steps, num_reqs
-        self.descriptor, self.why_eager, self.row_ids = descriptor, why_eager, row_ids
+        self.descriptor, self.why_eager, self.req_indices = descriptor, why_eager, req_indices
         self._slot: StagingSlot | None = slot
         self._rings: Rings | None = rings
         self._error: ReplayError | None = None
@@ -215,7 +217,7 @@ class InFlight:
         return self._error
 
     @property
-    def faults(self) -> tuple[RowFault, ...]:
+    def faults(self) -> tuple[RequestFault, ...]:
         """All faulty rows, by their places; empty if there are none. Waits.
 
         Raises: ReplayError when the device did not report the first step at all.

@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from graphrt.engine.handle import InFlight
 from graphrt.engine.logprobs import StepLogprobs
-from graphrt.kernels.metadata.record import HEADER_STOP
+from graphrt.kernels.metadata.step_inputs import HEADER_STOP
 
 _POLL_SECONDS = 50e-6
 """A step takes a millisecond or more. Who waits for one leaves the interpreter to other threads meanwhile."""
@@ -39,7 +39,7 @@ class Launch(InFlight):
             slot.amend(HEADER_STOP, 1, lambda: self._slot is slot)
 
     def arrived(self) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
-        """Tokens and RowEnds of the steps that have arrived, [steps, num_reqs] int32 each, without waiting."""
+        """Tokens and StopConditions of the steps that have arrived, [steps, num_reqs] int32 each, without waiting."""
         rings = self._rings
         if rings is None:
             return self._tokens, self._ends
@@ -49,7 +49,8 @@ class Launch(InFlight):
         return (tokens, ends) if self._rings is rings else (self._tokens, self._ends)
 
     def ends(self) -> npt.NDArray[np.int32]:
-        """RowEnd of each row after each step, [steps that ran, num_reqs] int32, read-only. Waits for the launch."""
+        """FinishReason of each row after each step, [steps that ran, num_reqs] int32, read-only. Waits for the
+        launch."""
         self.wait()
         return self._ends
 

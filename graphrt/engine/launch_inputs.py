@@ -1,4 +1,5 @@
-"""A slot of the inbox, read back: what it says of a launch, by name. See kernels/metadata/record.py for the layout."""
+"""A slot of the input_ring, read back: what it says of a launch, by name. See kernels/metadata/step_inputs.py for the
+layout."""
 
 from __future__ import annotations
 
@@ -9,11 +10,11 @@ import numpy.typing as npt
 
 from graphrt.batch import Batch, Int32Array
 from graphrt.kernels.errors import ShapeError
-from graphrt.kernels.metadata import record as layout
+from graphrt.kernels.metadata import step_inputs as layout
 
 
 @dataclass(frozen=True, slots=True)
-class SlotWords:
+class LaunchInputs:
     """The words of a slot that a launch uses, from its last header on, for a runtime of so many KV groups.
 
     Raises: ShapeError for words that are no slot.
@@ -30,7 +31,7 @@ class SlotWords:
             raise ShapeError(f"words: expected {self.end} words of a launch, got {len(self.words)}; record it again")
 
     @classmethod
-    def used(cls, record: Int32Array, groups: int) -> SlotWords:
+    def used(cls, record: Int32Array, groups: int) -> LaunchInputs:
         """A copy of what a slot holds, which may be longer."""
         found = object.__new__(cls)
         object.__setattr__(found, "words", record)
@@ -54,8 +55,8 @@ class SlotWords:
         return int(self.words[layout.HEADER_KIND])
 
     @property
-    def is_news(self) -> bool:
-        return bool(self.kind & layout.NEWS)
+    def is_delta(self) -> bool:
+        return bool(self.kind & layout.DELTA)
 
     @property
     def _order_at(self) -> int:
@@ -64,14 +65,14 @@ class SlotWords:
     @property
     def _lists_at(self) -> int:
         """Where the page lists of the rows begin."""
-        if self.is_news:
+        if self.is_delta:
             return self._order_at + (self.num_reqs if self.kind & layout.NEW_ORDER else 0)
-        return layout.HEADER_SIZE + layout.ROW_PAGES * self.num_reqs
+        return layout.HEADER_SIZE + layout.REQ_PAGES * self.num_reqs
 
     @property
     def _pages_at(self) -> int:
         at = self._lists_at
-        if not self.is_news:
+        if not self.is_delta:
             return at + layout.list_fields(max(self.groups, 1)) * self.num_reqs + self.num_tokens
         return at + (layout.list_fields(self.groups) * self.num_reqs if self.kind & layout.LISTS else 0)
 
@@ -84,7 +85,7 @@ class SlotWords:
     @property
     def lists(self) -> npt.NDArray[np.int32]:
         """[groups, PAGE_FIELDS, num_reqs]: the lists of each KV group and row; none where no row lists a page."""
-        if self.is_news and not self.kind & layout.LISTS:
+        if self.is_delta and not self.kind & layout.LISTS:
             return np.zeros((self.groups, layout.PAGE_FIELDS, self.num_reqs), np.int32)
         count = layout.list_fields(self.groups) * self.num_reqs
         return self.words[self._lists_at : self._lists_at + count].reshape(self.groups, layout.PAGE_FIELDS, -1)
@@ -96,14 +97,14 @@ class SlotWords:
 
     @property
     def order(self) -> Int32Array | None:
-        """The row id of each place; None where news leave them as they are."""
-        if self.is_news and not self.kind & layout.NEW_ORDER:
+        """The row id of each place; None where delta leave them as they are."""
+        if self.is_delta and not self.kind & layout.NEW_ORDER:
             return None
         return self.words[self._order_at : self._order_at + self.num_reqs]  # row ids are the first field of the rows
 
     def rows(self, field: int) -> Int32Array:
         """A field of the rows of a slot in full, [num_reqs]; see ROW_*."""
-        assert not self.is_news, "news have no rows"
+        assert not self.is_delta, "delta have no rows"
         at = layout.HEADER_SIZE + field * self.num_reqs
         return self.words[at : at + self.num_reqs]
 
@@ -136,8 +137,8 @@ class SlotWords:
             firsts = lists[:, layout.PAGE_FIRST].reshape(-1)
             pages = {"page_indptr": indptr, "page_ids": self.pages, "first_pages": firsts}
         return Batch(
-            row_ids=self.rows(layout.ROW_ID),
-            seq_lens=self.rows(layout.ROW_SEQ_LEN),
-            query_lens=self.rows(layout.ROW_QUERY_LEN),
+            req_indices=self.rows(layout.REQ_INDEX),
+            seq_lens=self.rows(layout.REQ_SEQ_LEN),
+            query_lens=self.rows(layout.REQ_QUERY_LEN),
             **pages,
         )

@@ -1,4 +1,5 @@
-"""Launches in their order: each gets a slot of the inbox and numbers for its steps, and is queued on the steps' stream.
+"""Launches in their order: each gets a slot of the input_ring and numbers for its steps, and is queued on the steps'
+stream.
 
 Here a launch is also watched: by its shadow, which runs a step eagerly too, and by a recording, for a replay bundle.
 """
@@ -22,7 +23,7 @@ from graphrt.engine.stats import Stats
 from graphrt.engine.undo import StepUndo
 from graphrt.kernels.errors import ReplayError
 from graphrt.kernels.metadata.buffers import CURSOR_SLOT, CURSOR_STEP
-from graphrt.kernels.metadata.record import HEADER_COPIES, HEADER_SIZE
+from graphrt.kernels.metadata.step_inputs import HEADER_COPIES, HEADER_SIZE
 
 
 class LaunchQueue:
@@ -40,7 +41,7 @@ class LaunchQueue:
     ) -> None:
         self._program, self._graphs, self._config, self._on_stream = program, graphs, config, on_stream
         buffers = program.buffers
-        self._ring = StagingRing(buffers.inbox, program.kv_cache.device, HEADER_SIZE, HEADER_COPIES)
+        self._ring = StagingRing(buffers.input_ring, program.kv_cache.device, HEADER_SIZE, HEADER_COPIES)
         self.rings = Rings(buffers)
         self._shadow = Shadow(program, graphs, stats) if config.shadow_every else None
         self._recording: Recording | None = None
@@ -124,7 +125,7 @@ class LaunchQueue:
         first, left = self.next_step - steps, steps
         if (recording := self._recording) is not None:
             with self._graphs.off_graph():
-                recording.before(slot.record, descriptor)
+                recording.before(slot.inputs, descriptor)
         if self._shadow is not None and self._is_shadowed(why_eager):
             self._logits = self._shadow.run(first, descriptor, batch, num_reqs)
             left -= 1

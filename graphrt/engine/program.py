@@ -17,13 +17,13 @@ from graphrt.engine.request_tables import row_extents
 from graphrt.kernels.attention.options import FP8_DTYPES
 from graphrt.kernels.checks import check_instance, check_tensor
 from graphrt.kernels.errors import ShapeError
-from graphrt.kernels.metadata.apply import apply
 from graphrt.kernels.metadata.arguments import check_tables
 from graphrt.kernels.metadata.buffers import Capacity, PageGroup, StaticBuffers
-from graphrt.kernels.metadata.logprobs import publish_logprobs
-from graphrt.kernels.metadata.publish import publish
-from graphrt.kernels.metadata.record import record_size
+from graphrt.kernels.metadata.logprobs import write_logprobs
 from graphrt.kernels.metadata.refresh import refresh
+from graphrt.kernels.metadata.step_inputs import inputs_size
+from graphrt.kernels.metadata.unpack import unpack
+from graphrt.kernels.metadata.write_outputs import write_outputs
 from graphrt.kernels.ops.sampling_logprobs import token_logprobs
 from graphrt.kernels.ops.sampling_state import record_tokens
 from graphrt.layer import ModelLayers
@@ -51,7 +51,7 @@ class StepProgram:
     max_encoder_len: int
     model_layers: ModelLayers
     page_tables: torch.Tensor | None = None  # those that the caller keeps
-    row_tensors: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    request_tensors: Mapping[str, torch.Tensor] = field(default_factory=dict)
     _views: dict[BatchDescriptor, tuple[StaticBuffers, StepMetadata]] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
@@ -81,7 +81,7 @@ class StepProgram:
             )
         check_tensor("logits", logits, shape=(rows, width), dtype=_FLOATS, device=device)
         if self.sampler is None:
-            publish(step.buffers, None, vocab_size=self.vocab_size)
+            write_outputs(step.buffers, None, vocab_size=self.vocab_size)
             return logits
         with self._counted(step):
             tokens = self.sampler(logits, step)
@@ -89,8 +89,8 @@ class StepProgram:
             if columns := self.buffers.logprob_ring.shape[2]:
                 b = step.buffers
                 asked = torch.where(b.logprob_tokens >= 0, b.logprob_tokens, tokens.int())
-                publish_logprobs(b, asked, token_logprobs(logits, asked, b.logprobs, max_top=columns - 1))
-            publish(step.buffers, tokens, vocab_size=self.vocab_size)
+                write_logprobs(b, asked, token_logprobs(logits, asked, b.logprobs, max_top=columns - 1))
+            write_outputs(step.buffers, tokens, vocab_size=self.vocab_size)
         return logits
 
     @contextmanager
@@ -98,7 +98,7 @@ class StepProgram:
         """A block in which the step's inputs are counted for penalties. Where it raises they are counted no more: the
         step may be submitted again."""
         m, b, penalties = step.metadata, step.buffers, step.penalties
-        inputs = step.input_ids, m.query_start_loc, m.seq_lens, b.row_ids, b.prompt_lens
+        inputs = step.input_ids, m.query_start_loc, m.seq_lens, b.req_indices, b.prompt_lens
         if penalties is not None:
             record_tokens(*inputs, penalties)
         try:
@@ -109,9 +109,10 @@ class StepProgram:
             raise
 
     def refresh(self, descriptor: BatchDescriptor) -> Step:
-        """Turn what the inbox says into the derived buffers of one size, and return these. Capture-safe, as `run`."""
+        """Turn what the input_ring says into the derived buffers of one size, and return these. Capture-safe, as
+        `run`."""
         step = self.view(descriptor)
-        apply(step.buffers)
+        unpack(step.buffers)
         refresh(
             step.buffers,
             max_seq_len=self.max_seq_len,
@@ -143,7 +144,7 @@ class StepProgram:
             buffers=buffers,
             backend=self.backend,
             layers=self.layers,
-            row_tensors=self.row_tensors,
+            request_tensors=self.request_tensors,
         )
 
 
@@ -183,8 +184,8 @@ def capacity_of(config: RuntimeConfig, groups: Sequence[PageGroup], vocab_size: 
     return Capacity(
         rows=rows,
         tokens=tokens,
-        row_ids=rows,
-        record=record_size(rows, tokens, rows * sum(group.max_pages for group in groups), len(groups)),
+        req_indices=rows,
+        inputs=inputs_size(rows, tokens, rows * sum(group.max_pages for group in groups), len(groups)),
         ring=config.most_in_flight,
         page_groups=tuple(groups),
         launch_steps=config.launch_steps,

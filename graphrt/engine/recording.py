@@ -13,10 +13,10 @@ from graphrt.batch import Int32Array
 from graphrt.capture.descriptor import BatchDescriptor
 from graphrt.config import RuntimeConfig
 from graphrt.engine.handle import Rings
-from graphrt.engine.launch_inputs import SlotWords
+from graphrt.engine.launch_inputs import LaunchInputs
 from graphrt.engine.program import StepProgram
 from graphrt.kernels.errors import CapacityError
-from graphrt.kernels.metadata import record as layout
+from graphrt.kernels.metadata import step_inputs as layout
 from graphrt.kernels.metadata.buffers import BufferKind
 from graphrt.spec import KVCacheSpec
 
@@ -43,7 +43,7 @@ class RecordedLaunch:
     """
 
     descriptor: BatchDescriptor
-    words: SlotWords
+    words: LaunchInputs
     state: Mapping[str, torch.Tensor]
     page_ids: tuple[npt.NDArray[np.int64], ...]
     pages: tuple[torch.Tensor, ...]
@@ -91,11 +91,11 @@ class Recording:
             return
         program = self.program
         groups = program.kv_cache.groups
-        words = SlotWords.used(record, len(groups))
+        words = LaunchInputs.used(record, len(groups))
         persistent = dict(program.buffers.named(BufferKind.PERSISTENT))
         tables = persistent["page_table"] if program.page_tables is None else program.page_tables
         state = {name: _copied(t) for name, t in persistent.items() if name not in NOT_STATE}
-        state |= {f"row tensor {name}": _copied(t) for name, t in program.row_tensors.items()}
+        state |= {f"row tensor {name}": _copied(t) for name, t in program.request_tensors.items()}
         table = _copied(tables).numpy()
         seen = _pages_seen(words, state, table, groups, program)
         pools = [_ids_of_pool(pool, seen, groups) for pool in range(len(program.kv_cache.pool_pages))]
@@ -149,37 +149,37 @@ def _copied(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _pages_seen(
-    words: SlotWords,
+    words: LaunchInputs,
     state: Mapping[str, torch.Tensor],
     table: npt.NDArray[np.int32],
     groups: Sequence[KVCacheSpec],
     program: StepProgram,
 ) -> list[npt.NDArray[np.int64]]:
     """Of each KV group the pages that the rows of a launch can see, in order. Enters what it lists into `table`."""
-    n, row_ids = words.num_reqs, words.order
-    if row_ids is None:
-        row_ids = state["order"].numpy()[:n]
-    known = (row_ids >= 0) & (row_ids < len(state["row_lens"]))
+    n, req_indices = words.num_reqs, words.order
+    if req_indices is None:
+        req_indices = state["order"].numpy()[:n]
+    known = (req_indices >= 0) & (req_indices < len(state["req_lens"]))
     listed: list[list[Int32Array]] = [[] for _ in groups]
     for index, row, place, pages in words.listed():
         listed[index].append(pages.copy())
         if known[row] and place >= 0:
-            room = table[index, row_ids[row], place : place + len(pages)]
+            room = table[index, req_indices[row], place : place + len(pages)]
             room[:] = pages[: len(room)]
-    of_rows = state["row_lens"].numpy()[np.where(known, row_ids, 0)].astype(np.int64)
-    if words.is_news:
+    of_rows = state["req_lens"].numpy()[np.where(known, req_indices, 0)].astype(np.int64)
+    if words.is_delta:
         starts, ends = of_rows, of_rows + words.steps
     else:
-        new, ends = words.rows(layout.ROW_QUERY_LEN).astype(np.int64), words.rows(layout.ROW_SEQ_LEN).astype(np.int64)
-        ends = np.where(ends == layout.LENGTH_FROM_ROW, of_rows + new, ends)
+        new, ends = words.rows(layout.REQ_QUERY_LEN).astype(np.int64), words.rows(layout.REQ_SEQ_LEN).astype(np.int64)
+        ends = np.where(ends == layout.LENGTH_FROM_DEVICE, of_rows + new, ends)
         starts = ends - new
     seen = []
     for index, spec in enumerate(groups):
-        last = ends if not spec.cross else words.rows(layout.ROW_ENCODER_LEN).astype(np.int64)
+        last = ends if not spec.cross else words.rows(layout.REQ_ENCODER_LEN).astype(np.int64)
         found = [np.concatenate(listed[index])] if listed[index] else []
         for row in np.flatnonzero(known).tolist():
             first = 0 if spec.cross else spec.first_page_seen(max(0, int(starts[row])))
-            found.append(table[index, row_ids[row], first : -(-max(0, int(last[row])) // spec.page_size)])
+            found.append(table[index, req_indices[row], first : -(-max(0, int(last[row])) // spec.page_size)])
         ids = np.unique(np.concatenate(found)).astype(np.int64) if found else np.empty(0, np.int64)
         count = program.kv_cache.pool_pages[spec.pool]
         seen.append(ids[(ids >= 0) & (ids < count) & (ids != spec.null_page)])

@@ -29,25 +29,26 @@ _MOST_PROMPT = (1 << 31) - 1  # as Batch.prompt_lens, int32
 
 _T = TypeVar("_T")
 
-RowValues = Mapping[str, Any]
-"""By the name of a RowTensor, the value that a row has of it: a number, an array or a tensor of its shape.
+RequestValues = Mapping[str, Any]
+"""By the name of a RequestTensor, the value that a row has of it: a number, an array or a tensor of its shape.
 
 Its numbers must be those of the tensor's dtype; floats for a float dtype are rounded.
 """
 
 
-class RowTables:
+class RequestTables:
     """Writes what rows have by row id, on the steps' stream: behind all launches so far, before later ones.
 
-        manager.row_tables.set_logit_bias({3: {42: -5.0, 7: 2.0}})     row id 3, until it is told something else
-        manager.row_tables.set_token_masks({0: words})                 rows with Batch.token_masks 0 draw among these
-        manager.row_tables.set_state({3: {"adapter": 2}})              what Step.row_state("adapter") gives for row id 3
+        manager.request_tables.set_logit_bias({3: {42: -5.0, 7: 2.0}})     row id 3, until it is told something else
+        manager.request_tables.set_token_masks({0: words})                 rows with Batch.token_masks 0 draw among
+        these
+        manager.request_tables.set_state({3: {"adapter": 2}})              Step.request_state("adapter") of request 3
 
     A call writes many rows at once. What a row id has stays when its sequence ends: whoever begins the next sequence
     says what that one has. A DecodeSession takes back what its rows had when they are released. No call waits for the
     device.
 
-    tensors   [max_num_reqs + 1, ...] by name, those of RuntimeConfig.row_tensors; the last row is that of pads
+    tensors   [max_num_reqs + 1, ...] by name, those of RuntimeConfig.request_tensors; the last row is that of pads
     left      row ids that sessions gave back. Their state is cleared before the next step that is no session's
 
     Raises, in every call: ConfigError and ShapeError for wrong values, UnsupportedError for what the runtime was not
@@ -65,7 +66,7 @@ class RowTables:
         self._config, self._vocab_size, self._device = config, vocab_size, device
         self._between_steps, self._within_call = between_steps, within_call
         self._last = config.max_num_reqs - 1
-        self._specs = {spec.name: spec for spec in config.row_tensors}
+        self._specs = {spec.name: spec for spec in config.request_tensors}
         self._biased, self.left = set[int](), set[int]()
         self._stated: dict[str, set[int]] = {name: set() for name in self._specs}
         with torch.inference_mode(False):
@@ -73,7 +74,7 @@ class RowTables:
                 spec.name: torch.full(
                     (config.max_num_reqs + 1, *spec.shape), spec.initial, dtype=spec.dtype, device=device
                 )
-                for spec in config.row_tensors
+                for spec in config.request_tensors
             }
 
     def check_bias(self, name: str, bias: Mapping[int, float]) -> None:
@@ -146,7 +147,7 @@ class RowTables:
             with self._writing() as buffers:
                 self._write(buffers.mask_words, list(masks), torch.stack(list(masks.values())))
 
-    def check_state(self, values: RowValues) -> dict[str, torch.Tensor]:
+    def check_state(self, values: RequestValues) -> dict[str, torch.Tensor]:
         """Values of row tensors as host tensors of their shapes and dtypes, copied. Raises: ConfigError, ShapeError."""
         check_instance("state", values, Mapping, advice="pass a dict of values by name")
         checked = {}
@@ -154,7 +155,7 @@ class RowTables:
             if name not in self._specs:
                 known = ", ".join(self._specs) or "none"
                 raise ConfigError(
-                    f"state: expected names of RuntimeConfig.row_tensors ({known}), got {shown(name)}; declare it there"
+                    f"state: expected names of request_tensors ({known}), got {shown(name)}; declare it there"
                 )
             spec = self._specs[name]
             tensor = converted(name, value, spec.dtype, ShapeError)
@@ -163,7 +164,7 @@ class RowTables:
             checked[name] = tensor
         return checked
 
-    def set_state(self, states: Mapping[int, RowValues]) -> None:
+    def set_state(self, states: Mapping[int, RequestValues]) -> None:
         """What rows have of each row tensor, by row id. What is not named gets its initial value."""
         checked = {at: self.check_state(values) for at, values in self._by_row("states", states)}
         for name, spec in self._specs.items():
@@ -178,7 +179,7 @@ class RowTables:
             stated.difference_update(ids)
             stated.update(at for at in ids if name in checked[at])
 
-    def record_prefix(self, row_id: int, tokens: Sequence[int] | npt.NDArray[Any], prompt_len: int = 0) -> None:
+    def record_prefix(self, req_index: int, tokens: Sequence[int] | npt.NDArray[Any], prompt_len: int = 0) -> None:
         """Count tokens that no step computes, as a row's prefix that is in the cache, for the row's penalties.
 
         tokens       at most `max_seq_len`, from the sequence's first one on; the row's next step begins behind them
@@ -186,7 +187,7 @@ class RowTables:
 
         Raises: CapacityError for more tokens, beside what every call raises.
         """
-        self._check_row(row_id)
+        self._check_row(req_index)
         self._config.check_needs("record_prefix", (("penalties", 1),))
         ids = check_ints("tokens", tokens, 0, self._vocab_size - 1, advice="pass token ids of the vocabulary")
         if len(ids) > (most := self._config.max_seq_len):
@@ -194,7 +195,7 @@ class RowTables:
         prompt_len = check_int("prompt_len", prompt_len, 0, _MOST_PROMPT, advice="pass how many tokens the prompt has")
         with self._writing() as buffers:
             bounds, one = np.array([0, len(ids)], np.int32), np.ones(1, np.float32)
-            self._enter(buffers, ids, bounds, np.array([row_id, prompt_len], np.int32), one)
+            self._enter(buffers, ids, bounds, np.array([req_index, prompt_len], np.int32), one)
 
     def _enter(self, buffers: StaticBuffers, ids: Any, bounds: Any, row: Any, one: Any) -> None:
         tokens, starts, words, on = (self._moved(torch.from_numpy(x)) for x in (ids, bounds, row, one))
@@ -241,7 +242,7 @@ class RowTables:
         """Which mask the next launches of a session use, by row id; -1: none."""
         if masks:
             with self._writing() as buffers:
-                row = buffers.row_values[COPIED.index("token_masks")]
+                row = buffers.req_values[COPIED.index("token_masks")]
                 self._write(row, list(masks), torch.tensor(list(masks.values()), dtype=torch.int32, device="cpu"))
 
     def reset(self) -> None:
@@ -270,7 +271,7 @@ class RowTables:
         return list(values.items())
 
     def _check_row(self, at: object) -> None:
-        check_int("row_id", at, 0, self._last, advice="pass a row state of the runtime")
+        check_int("req_index", at, 0, self._last, advice="pass a row state of the runtime")
 
     def _write(self, target: torch.Tensor, ids: list[int], rows: torch.Tensor) -> None:
         bits = _BITS[target.dtype.itemsize]  # not all dtypes have an index_copy_
@@ -282,39 +283,39 @@ class RowTables:
 
 
 @dataclass(slots=True)
-class RowNews:
+class TableUpdates:
     """What a session has still to write for its rows, by row id: in one go, before the next launch."""
 
     biases: dict[int, Mapping[int, float]]
-    states: dict[int, RowValues]
+    states: dict[int, RequestValues]
     masks: dict[int, torch.Tensor]
     switched: dict[int, int]
 
     @classmethod
-    def none(cls) -> RowNews:
+    def none(cls) -> TableUpdates:
         return cls({}, {}, {}, {})
 
     def __bool__(self) -> bool:
         return bool(self.biases or self.states or self.masks or self.switched)
 
-    def begin(self, at: int, bias: Mapping[int, float], values: RowValues) -> None:
+    def begin(self, at: int, bias: Mapping[int, float], values: RequestValues) -> None:
         """A sequence begins: nothing is left of the one that had its row id before."""
         self.drop(at)
         self.biases[at], self.states[at] = bias, values
 
     def drop(self, at: int) -> None:
         """A row is gone: nothing is written for whoever gets its row id."""
-        for news in (self.biases, self.states, self.masks, self.switched):
-            news.pop(at, None)
+        for delta in (self.biases, self.states, self.masks, self.switched):
+            delta.pop(at, None)
 
-    def write(self, tables: RowTables) -> None:
+    def write(self, tables: RequestTables) -> None:
         """Write all, and have none."""
         tables.set_logit_bias(self.biases)
         tables.set_state(self.states)
         tables.write_masks(self.masks)
         tables.switch_masks(self.switched)
-        for news in (self.biases, self.states, self.masks, self.switched):
-            news.clear()
+        for delta in (self.biases, self.states, self.masks, self.switched):
+            delta.clear()
 
 
 def row_extents(config: RuntimeConfig, vocab_size: int) -> dict[str, int]:

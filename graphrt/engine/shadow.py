@@ -42,7 +42,7 @@ class Shadow:
     def run(self, step: int, descriptor: BatchDescriptor, batch: Batch | None, num_reqs: int) -> torch.Tensor:
         """Run a step eagerly, take back what it did, and replay its graph: the graph's logits.
 
-        The step's slot of the inbox must be the next one. An error of the eager step leaves all as it was.
+        The step's slot of the input_ring must be the next one. An error of the eager step leaves all as it was.
         """
         self.poll()  # the copies are in use until then
         with torch.inference_mode(), self._graphs.off_graph():  # which caches may have been made in

@@ -52,7 +52,7 @@ class ShadowDifference:
 class Stats:
     """What a runtime did since it was built.
 
-    recorder         how graphs are made: "cuda-graph", or the op-tape twin on CPU
+    recorder         how graphs are made: "cuda-graph", or the op trace twin on CPU
     backend          attention backend, and why it was chosen
     replays          steps that replayed a graph, by descriptor
     eager_steps      steps that ran without a graph, by reason; those of `replay(eager=True)` are not counted

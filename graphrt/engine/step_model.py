@@ -58,7 +58,7 @@ def as_step_model(module: torch.nn.Module, *, head: Callable[[torch.Tensor], tor
 
 
 def mark_varying(*tensors: torch.Tensor) -> None:
-    """Tell torch.compile that the first extent of these differs from size to size of a ladder.
+    """Tell torch.compile that the first extent of these differs from size to size of a capture_sizes.
 
     Else it would compile the first size for itself and a second time for all others. Then a step could run other
     kernels eagerly than its graph holds.

@@ -1,7 +1,7 @@
 """A step on trial: what it changes is copied before it runs, and written back behind it, on the steps' stream.
 
 undo = StepUndo(program)
-with undo.undone(descriptor) as slots:      # the step's slot of the inbox must be the next one
+with undo.undone(descriptor) as slots:      # the step's slot of the input_ring must be the next one
     ...                                     # run the step, keep what is wanted of it
                                             # row state, derived buffers and cache are as before, also by an error
 """
@@ -124,7 +124,7 @@ class StepUndo:
     def state(self, descriptor: BatchDescriptor) -> dict[str, torch.Tensor]:
         """What a step writes beside the cache, by name: derived buffers first, row state last, as in a step."""
         of_step, of_rows = self._program.view(descriptor).buffers.once(_changed)
-        given = {f"row tensor {name}": tensor for name, tensor in self._program.row_tensors.items()}
+        given = {f"row tensor {name}": tensor for name, tensor in self._program.request_tensors.items()}
         return of_step | given | of_rows
 
     def written(self, slots: Slots) -> dict[str, torch.Tensor]:

@@ -24,7 +24,7 @@ from graphrt.generate.movable import MovableSession
 from graphrt.generate.scheduler import GenerationStats, Request, Scheduler, longest_chunk
 from graphrt.kernels.checks import check_instance, check_int, check_ints, check_sequence
 from graphrt.kernels.errors import CapacityError, ShapeError
-from graphrt.kernels.types import RowEnd
+from graphrt.kernels.types import FinishReason
 from graphrt.runtime import Runtime, check_decoder
 from graphrt.sampling_params import SamplingParams
 from graphrt.session.pages import check_pages, pages_needed
@@ -103,7 +103,7 @@ class TextGenerator:
     def _request(self, index: int, prompt: Prompt, params: SamplingParams) -> Request:
         check_instance(f"params[{index}]", params, SamplingParams, advice="pass SamplingParams(...)")
         self._runtime.config.check_needs(f"params[{index}]", params.needs)
-        self._runtime.manager.row_tables.check_bias(f"params[{index}].logit_bias", params.logit_bias)
+        self._runtime.manager.request_tables.check_bias(f"params[{index}].logit_bias", params.logit_bias)
         name, last = f"prompts[{index}]", self._runtime.vocab_size - 1
         tokens = check_ints(name, prompt, 0, last, advice="pass token ids of the vocabulary")
         request = Request(index, tokens.astype(np.int32), params)
@@ -152,7 +152,7 @@ class TextGenerator:
                 if not in_flight and (scheduler.members or scheduler.queue):
                     waiting = [*scheduler.members.values(), *scheduler.queue][0]
                     pages = " + ".join(str(allocator.num_free) for allocator in self._runtime.allocators)
-                    free = f"{len(self._runtime.free_rows)} rows and {pages} pages"
+                    free = f"{len(self._runtime.free_req_indices)} rows and {pages} pages"
                     raise CapacityError(
                         f"prompts[{waiting.index}]: expected a free row and pages, got {free}, the others held by "
                         "somebody else; wait for them"
@@ -185,7 +185,7 @@ def _collect(session: MovableSession, scheduler: Scheduler) -> Iterator[Event]:
     for row, tokens in found:
         yield from _events(scheduler.requests[row], tokens)
     if fault is not None:
-        faulty = sorted(request.index for row, request in scheduler.requests.items() if row.end is RowEnd.FAULT)
+        faulty = sorted(request.index for row, request in scheduler.requests.items() if row.end is FinishReason.FAULT)
         raise StepFaultError(fault.step, fault.faults, faulty)
 
 
@@ -193,12 +193,12 @@ def _events(request: Request, tokens: list[int]) -> Iterator[Event]:
     """What a prompt's new tokens are to the caller: a stop token ends it, and is no part of it."""
     row = request.row
     assert row is not None, "tokens come to rows"
-    last = len(tokens) - 1 if request.finished and row.end is not RowEnd.FAULT else len(tokens)
+    last = len(tokens) - 1 if request.finished and row.end is not FinishReason.FAULT else len(tokens)
     logprobs: Sequence[TokenLogprob | None] = row.logprobs[-len(tokens) :] or [None] * len(tokens)
     is_first = request.params.prompt_logprobs is not None and len(row.tokens) == len(tokens)
     of_prompt = tuple(row.prompt_logprobs) if is_first else None
     for index, (token, logprob) in enumerate(zip(tokens, logprobs, strict=True)):
-        if index == last and row.end is RowEnd.STOP_TOKEN:
+        if index == last and row.end is FinishReason.STOP_TOKEN:
             yield Event(request.index, None, True, None, of_prompt)
         else:
             yield Event(request.index, token, index == last, logprob, of_prompt)

@@ -27,7 +27,7 @@ from graphrt.generate.movable import MovableSession, Suspended
 from graphrt.runtime import Runtime
 from graphrt.sampling_params import SamplingParams
 from graphrt.session.pages import pages_needed
-from graphrt.session.requests import Ids, SessionRow
+from graphrt.session.requests import Ids, SessionRequest
 
 _QUIET_STEPS = 8
 """Steps of a launch at most: the host has an eighth of the work, and a sequence that ends by a stop token leaves two
@@ -67,7 +67,7 @@ class Request:
     index: int
     prompt: Int32Array
     params: SamplingParams
-    row: SessionRow | None = None
+    row: SessionRequest | None = None
     suspended: Suspended | None = None
     preempted: bool = False
 
@@ -113,7 +113,7 @@ class Scheduler:
         self._longest_chunk = longest_chunk(runtime)
         self.queue = deque(requests)
         self.members: dict[int, Request] = {}
-        self.requests: dict[SessionRow, Request] = {}
+        self.requests: dict[SessionRequest, Request] = {}
         self._page_unit = math.lcm(*(group.page_size for group in self._groups))
         self._largest_page = max(group.page_size for group in self._groups)
         # Beginnings are compared by half pages, and small pages whole: less is not worth a copy.
@@ -132,7 +132,7 @@ class Scheduler:
                 self._drop(self.queue.popleft())
                 continue
             # A sequence whose last token is in flight comes back when it is read.
-            if not self._runtime.free_rows or (request.row is not None and self._session.in_flight(request.row)):
+            if not self._runtime.free_req_indices or (request.row is not None and self._session.in_flight(request.row)):
                 return
             if not self._have(needs := self._needs_to_start(request), returns=request.preempted):
                 return
@@ -165,7 +165,7 @@ class Scheduler:
         spare = [0] * len(needs)
         if returns:
             prompting = self._session.prompting
-            ends = np.array([len(self._session.given[row_id]) for row_id in prompting], np.int64)
+            ends = np.array([len(self._session.given[req_index]) for req_index in prompting], np.int64)
             spare = self._session.missing(np.array(prompting, np.int64), ends)
         else:
             spare = list(self._all_promised)
@@ -184,11 +184,11 @@ class Scheduler:
             self._session.resume(request.row, suspended, self._space)
             if suspended.swapped is not None:
                 self._stats.swapped_in_pages += sum(suspended.swapped.counts)
-        row_id = request.row.row_id
-        self.members[row_id] = request
-        self._prefixes.add(row_id, self._session.given[row_id])
-        if not self._session.length(row_id):
-            self._promised[row_id], self._shared[row_id] = needs, 0
+        req_index = request.row.req_index
+        self.members[req_index] = request
+        self._prefixes.add(req_index, self._session.given[req_index])
+        if not self._session.length(req_index):
+            self._promised[req_index], self._shared[req_index] = needs, 0
             self._all_promised = [a + b for a, b in zip(self._all_promised, needs, strict=True)]
 
     # -- the next launch
@@ -205,12 +205,14 @@ class Scheduler:
                 return ()
             self._session.hold(held)
         launches = self._session.run(steps)
-        for row_id in [row_id for row_id, began in self._shared.items() if self._session.length(row_id) > began]:
-            self._begun(row_id)
+        for req_index in [
+            req_index for req_index, began in self._shared.items() if self._session.length(req_index) > began
+        ]:
+            self._begun(req_index)
         # All steps of these are launched. Whoever gets their rows and pages comes later on the same stream.
         ids = self._session.decoding
-        for row_id in ids[self._session.steps_left(ids) <= 0].tolist():
-            request = self._leave(row_id)
+        for req_index in ids[self._session.steps_left(ids) <= 0].tolist():
+            request = self._leave(req_index)
             assert request.row is not None, "members have rows"
             self._session.retire(request.row)
         return launches
@@ -245,23 +247,23 @@ class Scheduler:
         had better wait until an earlier one has computed what they need, and all behind the tokens of a step."""
         held, budget = set[int](), self._runtime.config.max_num_tokens - len(self._session.decoding)
         alone = not len(self._session.decoding)  # a launch of one row waits for its pages, on the device
-        for row_id in self._session.prompting:
-            waits = budget <= 0 or not self._session.arrived(row_id, wait=alone)
-            if waits or (not self._session.length(row_id) and self._waits_for_prefix(row_id)):
-                held.add(row_id)
+        for req_index in self._session.prompting:
+            waits = budget <= 0 or not self._session.arrived(req_index, wait=alone)
+            if waits or (not self._session.length(req_index) and self._waits_for_prefix(req_index)):
+                held.add(req_index)
                 continue
-            left = len(self._session.given[row_id]) - self._session.length(row_id)
-            one_by_one = self.members[row_id].params.prompt_logprobs is not None
+            left = len(self._session.given[req_index]) - self._session.length(req_index)
+            one_by_one = self.members[req_index].params.prompt_logprobs is not None
             budget, alone = budget - min(left, 1 if one_by_one else self._longest_chunk), False
         return held
 
-    def _waits_for_prefix(self, row_id: int) -> bool:
+    def _waits_for_prefix(self, req_index: int) -> bool:
         """Whether a sequence that begins waits for an earlier one to compute the same. Else it takes what is there."""
-        given, waits = self._session.given[row_id], False
-        params = self.members[row_id].params
+        given, waits = self._session.given[req_index], False
+        params = self.members[req_index].params
         if params.penalised or params.prompt_logprobs is not None:
             return False  # its own tokens are counted, or have log-probabilities, where they are computed
-        common, donors = self._prefixes.find(row_id, len(given) - 1)
+        common, donors = self._prefixes.find(req_index, len(given) - 1)
         for donor in donors:
             if not self._session.can_share(donor, len(self._session.given[donor])):
                 self._prefixes.remove(donor)  # its window has moved on: it has nothing to give any more
@@ -276,7 +278,7 @@ class Scheduler:
             # Hashes say where to look; tokens are compared before pages are taken.
             ready = min(ready, common_prefix(given, self._session.given[donor], len(given) - 1))
             if length := self._shareable(donor, ready):
-                self._share(row_id, donor, length)
+                self._share(req_index, donor, length)
                 return False
         return waits
 
@@ -297,9 +299,9 @@ class Scheduler:
                 return length
         return 0
 
-    def _share(self, row_id: int, donor: int, length: int) -> None:
-        pages, copied = self._session.share(row_id, donor, length)
-        self._shared[row_id] = length
+    def _share(self, req_index: int, donor: int, length: int) -> None:
+        pages, copied = self._session.share(req_index, donor, length)
+        self._shared[req_index] = length
         self._stats.shared_tokens += length
         self._stats.shared_pages += pages
         self._stats.copied_pages += copied
@@ -309,7 +311,7 @@ class Scheduler:
         are preempted for that. False where the first sequence has no page: all are held by somebody else."""
         while True:
             ids = self._session.decoding
-            first = min(self.members, key=lambda row_id: self.members[row_id].index, default=None)
+            first = min(self.members, key=lambda req_index: self.members[req_index].index, default=None)
             if first in self._session.prompting:
                 ids = np.append(ids, first)
             self._session.give_back(ids)
@@ -317,7 +319,7 @@ class Scheduler:
                 return True
             if len(self.members) < 2:
                 return False
-            self._preempt(max(self.members, key=lambda row_id: self.members[row_id].index))
+            self._preempt(max(self.members, key=lambda req_index: self.members[req_index].index))
 
     def _reclaim(self, pool: int, need: int) -> bool:
         """Whether so many pages are free, those included that are still being copied to the host."""
@@ -326,19 +328,19 @@ class Scheduler:
 
     # -- who goes out
 
-    def _preempt(self, row_id: int) -> None:
+    def _preempt(self, req_index: int) -> None:
         """Take the row and the pages of a sequence away, and put it at the head of the queue."""
-        request, length = self.members[row_id], self._session.length(row_id)
+        request, length = self.members[req_index], self._session.length(req_index)
         row = request.row
         assert row is not None, "members have rows"
         self.queue.appendleft(request)
-        if row_id in self._promised:  # it has computed nothing: it goes back as it came
+        if req_index in self._promised:  # it has computed nothing: it goes back as it came
             self._stats.shared_tokens -= length
-            self._stats.shared_pages -= self._session.num_pages(row_id)
-            self._leave(row_id)
+            self._stats.shared_pages -= self._session.num_pages(req_index)
+            self._leave(req_index)
             request.suspended = self._session.suspend(row, None)
             return
-        self._leave(row_id)
+        self._leave(req_index)
         request.preempted = True
         self._stats.preemptions += 1
         # What a page holds is sooner computed than fetched. Tokens of penalties are counted where they are computed.
@@ -350,16 +352,16 @@ class Scheduler:
         else:
             self._stats.recomputed_tokens += length
 
-    def _leave(self, row_id: int) -> Request:
+    def _leave(self, req_index: int) -> Request:
         """A row id is no member's any more."""
-        self._prefixes.remove(row_id)
-        self._begun(row_id)
-        return self.members.pop(row_id)
+        self._prefixes.remove(req_index)
+        self._begun(req_index)
+        return self.members.pop(req_index)
 
-    def _begun(self, row_id: int) -> None:
+    def _begun(self, req_index: int) -> None:
         """A row has computed something, or will not: what it was admitted for is its own, or nobody's."""
-        needs = self._promised.pop(row_id, None)
-        self._shared.pop(row_id, None)
+        needs = self._promised.pop(req_index, None)
+        self._shared.pop(req_index, None)
         if needs is not None:
             self._all_promised = [a - b for a, b in zip(self._all_promised, needs, strict=True)]
 
@@ -372,8 +374,8 @@ class Scheduler:
     def release_finished(self) -> None:
         """Give back rows and pages of what has ended. A step in flight may still write there: it runs before any step
         that reuses them."""
-        for row_id in [row_id for row_id, request in self.members.items() if request.finished]:
-            request = self._leave(row_id)
+        for req_index in [req_index for req_index, request in self.members.items() if request.finished]:
+            request = self._leave(req_index)
             assert request.row is not None, "members have rows"
             self._session.release(request.row)
         for request in itertools.takewhile(lambda request: request.preempted, self.queue):

@@ -15,7 +15,7 @@ from graphrt.cache.tables import Tables
 from graphrt.kernels.cache.copy import Pages
 from graphrt.kernels.checks import check_ints, check_sequence, shown
 from graphrt.kernels.errors import CapacityError, ConfigError, ShapeError
-from graphrt.kernels.metadata.record import PAGE_COUNT, PAGE_FIELDS, PAGE_FIRST, PAGE_START
+from graphrt.kernels.metadata.step_inputs import PAGE_COUNT, PAGE_FIELDS, PAGE_FIRST, PAGE_START
 from graphrt.spec import KVCacheSpec
 
 Ids = npt.NDArray[np.int64]
@@ -203,7 +203,7 @@ class SessionPages:
         )
 
     def submitted(self, ids: Ids) -> None:
-        """What `listed` or `news` gave for these rows is in a launch."""
+        """What `listed` or `delta` gave for these rows is in a launch."""
         for table in self._tables:
             table.submitted(ids)
 
@@ -214,10 +214,11 @@ class SessionPages:
         np.cumsum(np.concatenate(counts), out=page_indptr[1:])
         return np.concatenate(firsts), page_indptr, np.concatenate(pages)
 
-    def news(
+    def delta(
         self, ids: Ids, going_on: npt.NDArray[np.bool_]
     ) -> tuple[npt.NDArray[np.int32], Int32Array] | tuple[None, None]:
-        """The same as News takes them: the lists of all rows, and the pages. A row that does not go on lists none: the
+        """The same as BatchDelta takes them: the lists of all rows, and the pages. A row that does not go on lists
+        none: the
         device passes it over, and would lose them."""
         lists, every, start = np.empty((len(self._tables), PAGE_FIELDS, len(ids)), np.int32), [], 0
         for fields, table in zip(lists, self._tables, strict=True):
@@ -227,10 +228,10 @@ class SessionPages:
             every.append(pages)
         return (lists.reshape(-1, len(ids)), np.concatenate(every)) if start else (None, None)
 
-    def check_fork(self, row_id: int, length: int, most: int, given: object) -> list[Int32Array]:
+    def check_fork(self, req_index: int, length: int, most: int, given: object) -> list[Int32Array]:
         """The pages that a caller gives, by pool, to fork a row as `fork_needs`; none where the session owns its pages.
         Raises: CapacityError for too few, ConfigError or ShapeError for wrong ones."""
-        needs = self.fork_needs(row_id, length, most)
+        needs = self.fork_needs(req_index, length, most)
         if self._foreign:
             pages = _page_ids([[]] * len(needs) if given is None else given, self._allocators, "pool")
             for need, ids in zip(needs, pages, strict=True):
@@ -250,11 +251,13 @@ class SessionPages:
                 )
         return []
 
-    def fork(self, row_id: int, new: int, length: int, most: int) -> Iterator[tuple[int, tuple[list[int], list[int]]]]:
+    def fork(
+        self, req_index: int, new: int, length: int, most: int
+    ) -> Iterator[tuple[int, tuple[list[int], list[int]]]]:
         """Give a new row the full pages of another's first `length` tokens, and pages of its own behind them: by KV
         group, pages to copy and where to, of those that its first `most` tokens may lie in."""
         for group, table in enumerate(self._tables):
-            if pairs := table.fork(row_id, new, length, most):
+            if pairs := table.fork(req_index, new, length, most):
                 sources, own = map(list, zip(*pairs, strict=True))
                 yield group, (sources, own)
 
@@ -262,14 +265,14 @@ class SessionPages:
         """Whether a row still has all pages that a sequence sees that goes on behind its first `length` tokens."""
         return all(table.can_share(donor, length) for table in self._tables)
 
-    def share(self, donor: int, row_id: int, length: int) -> Iterator[tuple[int, tuple[list[int], list[int]]]]:
+    def share(self, donor: int, req_index: int, length: int) -> Iterator[tuple[int, tuple[list[int], list[int]]]]:
         """Give a row without pages what another has of its first `length` tokens: by KV group, pages to copy and where
         to, as the last page may be partly filled."""
         for group, table in enumerate(self._tables):
-            if (pair := table.share(donor, row_id, length)) is not None:
+            if (pair := table.share(donor, req_index, length)) is not None:
                 yield group, ([pair[0]], [pair[1]])
 
-    def append(self, row_id: int, given: object) -> None:
+    def append(self, req_index: int, given: object) -> None:
         """Give a row more pages of each KV group: a list of each, or of the only one its pages.
 
         Raises: ShapeError for what are no pages of the cache or some row's already, CapacityError where a table has no
@@ -278,7 +281,7 @@ class SessionPages:
         allocators = [self._allocators[table.group.pool] for table in self._tables]
         pages = _page_ids([given] if len(allocators) == 1 else given, allocators, "KV group")
         for group, (table, more) in enumerate(zip(self._tables, pages, strict=True)):
-            room = table.width - int(table.to[row_id])
+            room = table.width - int(table.to[req_index])
             if len(more) > room:
                 raise CapacityError(
                     f"pages: expected at most {room} more of KV group {group}, where the longest sequence has "
@@ -291,42 +294,42 @@ class SessionPages:
             pool.check_new(np.concatenate(lists))
         for table, more in zip(self._tables, pages, strict=True):
             self._foreign[table.group.pool].share(more)
-            table.append(row_id, more)
+            table.append(req_index, more)
 
-    def fork_needs(self, row_id: int, length: int, most: int) -> list[int]:
+    def fork_needs(self, req_index: int, length: int, most: int) -> list[int]:
         """Pages of each pool that a fork of a row needs which has `length` tokens for sure, and `most` at most."""
         needs = [0] * len(self._allocators)
         for table in self._tables:
-            needs[table.group.pool] += table.own_pages(row_id, length, most)
+            needs[table.group.pool] += table.own_pages(req_index, length, most)
         return needs
 
-    def pages(self, row_id: int) -> list[Int32Array]:
+    def pages(self, req_index: int) -> list[Int32Array]:
         """A copy of a row's page ids, by KV group."""
-        return [table.pages(row_id) for table in self._tables]
+        return [table.pages(req_index) for table in self._tables]
 
-    def first_places(self, row_id: int) -> list[int]:
+    def first_places(self, req_index: int) -> list[int]:
         """Where a row's pages begin in its sequence, by KV group."""
-        return [int(table.from_[row_id]) for table in self._tables]
+        return [int(table.from_[req_index]) for table in self._tables]
 
-    def place(self, row_id: int, first_places: Sequence[int], counts: Sequence[int]) -> list[list[int]]:
+    def place(self, req_index: int, first_places: Sequence[int], counts: Sequence[int]) -> list[list[int]]:
         """Give a row without pages so many of each KV group, from these places of its sequence on: the pages."""
         pages = []
         for table, first, count in zip(self._tables, first_places, counts, strict=True):
             pages.append(self._allocators[table.group.pool].allocate(count))
-            table.place(row_id, first, pages[-1])
+            table.place(req_index, first, pages[-1])
         return pages
 
-    def cut(self, row_id: int, length: int) -> None:
+    def cut(self, req_index: int, length: int) -> None:
         """Free the pages behind a row's first `length` tokens. The device must not know of them any more."""
         for table in self._tables:
-            table.cut(row_id, length)
+            table.cut(req_index, length)
 
-    def forget(self, row_id: int) -> None:
+    def forget(self, req_index: int) -> None:
         """Empty a row whose pages somebody else frees."""
         for table in self._tables:
-            table.forget(row_id)
+            table.forget(req_index)
 
-    def release(self, row_id: int) -> None:
+    def release(self, req_index: int) -> None:
         """Free every page of a row."""
         for table in self._tables:
-            table.release(row_id)
+            table.release(req_index)

@@ -10,11 +10,11 @@ import numpy.typing as npt
 import torch
 
 from graphrt.batch import Int32Array
-from graphrt.engine.handle import RowFault
+from graphrt.engine.handle import RequestFault
 from graphrt.engine.launch import Launch
 from graphrt.engine.logprobs import StepLogprobs, TokenLogprob
 from graphrt.kernels.metadata.buffers import STOP_TOKENS
-from graphrt.kernels.types import RowEnd
+from graphrt.kernels.types import FinishReason
 from graphrt.sampling_params import SamplingParams
 
 Prompt = Sequence[int] | Int32Array | torch.Tensor
@@ -22,27 +22,27 @@ Prompt = Sequence[int] | Int32Array | torch.Tensor
 
 Ids = npt.NDArray[np.int64]
 
-NO_ROW = -1
+NO_INDEX = -1
 """Row id of a row that has none."""
 
 
 @dataclass(eq=False, slots=True)
-class SessionRow:
+class SessionRequest:
     """A sequence of a session.
 
-    row_id   its row state, which a model indexes by `Step.row_ids`
+    req_index   its row state, which a model indexes by `Step.req_indices`
     prompt   [tokens] int32, what it began with
     tokens   what it has sampled since, as far as it was collected; a token that ends it is the last of them
-    end      why it ended, as far as that was collected: GOES_ON while it has not
+    end      why it ended, as far as that was collected: RUNNING while it has not
     logprobs         with SamplingParams.logprobs, of each of `tokens`
     prompt_logprobs  with SamplingParams.prompt_logprobs, of each token of the prompt but the first
     """
 
-    row_id: int
+    req_index: int
     prompt: Int32Array
     params: SamplingParams
     tokens: list[int] = field(default_factory=list)
-    end: RowEnd = RowEnd.GOES_ON
+    end: FinishReason = FinishReason.RUNNING
     logprobs: list[TokenLogprob] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
 
@@ -71,11 +71,11 @@ class Flight:
     """
 
     launch: Launch
-    rows: tuple[SessionRow, ...]
+    rows: tuple[SessionRequest, ...]
     ids: Ids
     promised: int | Ids
     given: Ids | None = None
-    forks: tuple[tuple[int, SessionRow], ...] = ()
+    forks: tuple[tuple[int, SessionRequest], ...] = ()
     early: Sequence[int] = ()
 
 
@@ -84,15 +84,15 @@ class Taken:
     """What launches brought: their rows that neither went nor ended before, the new tokens of each, and the faults of
     these rows, with the number of their step; faults name row ids."""
 
-    rows: tuple[SessionRow, ...]
+    rows: tuple[SessionRequest, ...]
     columns: list[list[int]]
-    faults: list[tuple[int, RowFault]]
+    faults: list[tuple[int, RequestFault]]
 
 
-def stop_on_host(rows: tuple[SessionRow, ...], columns: list[list[int]], ends: Int32Array) -> None:
+def stop_on_host(rows: tuple[SessionRequest, ...], columns: list[list[int]], ends: Int32Array) -> None:
     """End rows at stop tokens, of which the device knows the first ones alone."""
     for place, (row, new) in enumerate(zip(rows, columns, strict=True)):
         for index, token in enumerate(new if len(row.params.stop_ids) > STOP_TOKENS else ()):
             if token in row.params.stop_ids:
-                columns[place], ends[place] = new[: index + 1], int(RowEnd.STOP_TOKEN)
+                columns[place], ends[place] = new[: index + 1], int(FinishReason.STOP_TOKEN)
                 break

@@ -12,12 +12,12 @@ from itertools import islice
 import numpy as np
 
 from graphrt.batch import Int32Array
-from graphrt.engine.batch_delta import News
-from graphrt.engine.handle import RowFault, StepFaultError
+from graphrt.engine.batch_delta import BatchDelta
+from graphrt.engine.handle import RequestFault, StepFaultError
 from graphrt.engine.logprobs import StepLogprobs
 from graphrt.kernels.metadata.buffers import STOP_TOKENS
-from graphrt.kernels.types import RowEnd
-from graphrt.session.requests import NO_ROW, Flight, Ids, SessionRow, Taken, stop_on_host
+from graphrt.kernels.types import FinishReason
+from graphrt.session.requests import NO_INDEX, Flight, Ids, SessionRequest, Taken, stop_on_host
 
 OVER = -1  # no number of resets
 
@@ -25,7 +25,7 @@ OVER = -1  # no number of resets
 class RowsInFlight(ABC):
     """Rows by row id, how long they are for sure and at most, and the launches that were not collected.
 
-    row_ids   how many there are
+    req_indices   how many there are
     resets    of the manager
     """
 
@@ -34,7 +34,7 @@ class RowsInFlight(ABC):
     #                 _reached   _most   _ahead   _quiet   _limits
     #     run(1)             0       3        0        0        32    the prompt is in flight
     #     collect            3       3        0        0        32
-    #     run(8)             3      11        0       21        32    the device was told; 32 - 11 steps need no news
+    #     run(8)             3      11        0       21        32    the device was told; 32 - 11 steps need no delta
     #     run(8)             3      11        8       13        32    a quiet launch: it is 11 + 8 tokens long at most
     #     collect           19      11        8       13        32    both launches have ended
     #     run(8)            19      11       16        5        32    quiet
@@ -52,20 +52,20 @@ class RowsInFlight(ABC):
     #     _at_work  calls under way that need the rows as they are: those that are released meanwhile wait in _leaving
     #     _away     rows that gave their row id up while launches were in flight, whose tokens they still get
 
-    def __init__(self, row_ids: int, resets: int) -> None:
-        self._rows: dict[int, SessionRow] = {}
-        self._away = set[SessionRow]()
+    def __init__(self, req_indices: int, resets: int) -> None:
+        self._rows: dict[int, SessionRequest] = {}
+        self._away = set[SessionRequest]()
         self._prompts: dict[int, int] = {}  # by row id, how many of these were submitted, where some were not
         self._order: Ids = np.empty(0, np.int64)  # the rows that go on by themselves
-        self._order_rows: tuple[SessionRow, ...] = ()
-        self._no_news = News(self._order)
+        self._order_rows: tuple[SessionRequest, ...] = ()
+        self._no_delta = BatchDelta(self._order)
         self._long_stops: set[int] = set()  # rows with more stop tokens than the device knows
         self._quiet = self._ahead = 0
-        self._reached, self._most, self._limits = (np.zeros(row_ids, np.int64) for _ in range(3))
+        self._reached, self._most, self._limits = (np.zeros(req_indices, np.int64) for _ in range(3))
         self._asking = set[int]()
         self._resets = resets
-        self._at_work, self._leaving = 0, list[SessionRow]()
-        self._kept: dict[SessionRow, list[int]] = {}  # what was taken in by a `collect` that raised
+        self._at_work, self._leaving = 0, list[SessionRequest]()
+        self._kept: dict[SessionRequest, list[int]] = {}  # what was taken in by a `collect` that raised
         self._flights: deque[Flight] = deque()
 
     @property
@@ -78,15 +78,15 @@ class RowsInFlight(ABC):
         self._catch_up()
         order.flags.writeable = False  # launches give it to their readers
         self._order, self._order_rows = order, tuple(map(self._rows.__getitem__, order.tolist()))
-        self._no_news, self._quiet = News(order, logprobs=bool(self._asking)), 0
+        self._no_delta, self._quiet = BatchDelta(order, logprobs=bool(self._asking)), 0
 
-    def _join(self, fork: SessionRow, row: SessionRow) -> None:
+    def _join(self, fork: SessionRequest, row: SessionRequest) -> None:
         """A fork gets what launches in flight bring its row, and goes on by itself where that does."""
         for flight in self._flights:
             places = [*enumerate(flight.rows), *flight.forks]
             flight.forks += tuple((place, fork) for place, other in places if other is row)
-        if row.row_id in self._order:
-            self._reorder(np.append(self._order, fork.row_id))
+        if row.req_index in self._order:
+            self._reorder(np.append(self._order, fork.req_index))
 
     def _catch_up(self) -> None:
         """Bring `_most` up to date."""
@@ -103,11 +103,11 @@ class RowsInFlight(ABC):
             flights.append(flight)
         return flights
 
-    def _take_all(self, wait: bool) -> dict[SessionRow, list[int]]:
+    def _take_all(self, wait: bool) -> dict[SessionRequest, list[int]]:
         """Take in every launch that has ended, or with `wait` all: tokens by row. Where that raises, the next call has
         what was taken in."""
         found = self._kept
-        faults: list[tuple[int, RowFault]] = []
+        faults: list[tuple[int, RequestFault]] = []
         with self._working():
             while self._flights and (wait or self._flights[0].launch.done()):
                 taken = self._take_in(self._ended(wait))
@@ -146,7 +146,7 @@ class RowsInFlight(ABC):
             self._at_work = before
 
     @abstractmethod
-    def _release(self, row: SessionRow) -> None:
+    def _release(self, row: SessionRequest) -> None:
         """Take a row's id and its pages."""
 
     def _take_in(self, flights: list[Flight]) -> Taken:
@@ -158,7 +158,7 @@ class RowsInFlight(ABC):
         sampled = tokens >= 0
         advanced = sampled.sum(0)
         if first.given is not None:
-            wrote = advanced.astype(np.bool_) | (ends != int(RowEnd.FAULT))
+            wrote = advanced.astype(np.bool_) | (ends != int(FinishReason.FAULT))
             advanced = np.where(first.given > 0, first.given * wrote, advanced)
         lost = sum(flight.promised for flight in flights) - advanced
         rows, ids, places = first.rows, first.ids, None
@@ -183,16 +183,16 @@ class RowsInFlight(ABC):
             for place, row in enumerate(rows):
                 row.take_logprobs(logprobs, place, sampled[:, place], len(columns[place]))
         # A row that the host ended at a stop token was over when it became faulty. A fork shares its row's place.
-        faulty: dict[int, list[SessionRow]] = {}
-        for at in np.flatnonzero(ends == int(RowEnd.FAULT)).tolist():
+        faulty: dict[int, list[SessionRequest]] = {}
+        for at in np.flatnonzero(ends == int(FinishReason.FAULT)).tolist():
             faulty.setdefault(at if places is None else int(places[at]), []).append(rows[at])
         faults = [
-            (flight.launch.step, replace(fault, row=row.row_id))
+            (flight.launch.step, replace(fault, index=row.req_index))
             for flight in flights
             for fault in flight.launch.faults
-            for row in faulty.get(fault.row, ())
+            for row in faulty.get(fault.index, ())
         ]
-        if places is not None and (away := ids == NO_ROW).any():
+        if places is not None and (away := ids == NO_INDEX).any():
             ids, advanced, lost = ids[~away], advanced[~away], lost[~away]
         self._reached[ids] += advanced
         if lost.any():
@@ -202,10 +202,10 @@ class RowsInFlight(ABC):
         self._resets = changed
         return Taken(rows, columns, faults)
 
-    def _take_early(self, flight: Flight, found: dict[SessionRow, list[int]]) -> None:
+    def _take_early(self, flight: Flight, found: dict[SessionRequest, list[int]]) -> None:
         """Take in what has arrived of a launch that runs, but for tokens that end a row."""
         tokens, ends = flight.launch.arrived()
-        goes_on = (tokens >= 0) & (ends == int(RowEnd.GOES_ON))
+        goes_on = (tokens >= 0) & (ends == int(FinishReason.RUNNING))
         counts, columns = goes_on.cumprod(0).sum(0).tolist(), tokens.T.tolist()
         before = flight.early or [0] * len(counts)
         places, rows, _ = self._left(flight)
@@ -219,19 +219,19 @@ class RowsInFlight(ABC):
         flight.early = counts
         self._resets = changed
 
-    def _left(self, flight: Flight) -> tuple[Ids, tuple[SessionRow, ...], Ids]:
+    def _left(self, flight: Flight) -> tuple[Ids, tuple[SessionRequest, ...], Ids]:
         """Of a launch's rows those that neither went nor ended meanwhile, and forks: their places, they, their ids."""
         left = [
             (place, row)
             for place, row in (*enumerate(flight.rows), *flight.forks)
-            if not row.end and (self._rows.get(row.row_id) is row or row in self._away)
+            if not row.end and (self._rows.get(row.req_index) is row or row in self._away)
         ]
         places = np.array([place for place, _ in left], np.int64)
-        return places, tuple(row for _, row in left), np.array([row.row_id for _, row in left], np.int64)
+        return places, tuple(row for _, row in left), np.array([row.req_index for _, row in left], np.int64)
 
-    def _end(self, rows: list[SessionRow], ends: Int32Array) -> None:
+    def _end(self, rows: list[SessionRequest], ends: Int32Array) -> None:
         for row, end in zip(rows, ends.tolist(), strict=True):
-            row.end = RowEnd(end)
+            row.end = FinishReason(end)
             self._away.discard(row)
-            self._prompts.pop(row.row_id, None)
-        self._reorder(self._order[~np.isin(self._order, [row.row_id for row in rows])])
+            self._prompts.pop(row.req_index, None)
+        self._reorder(self._order[~np.isin(self._order, [row.req_index for row in rows])])

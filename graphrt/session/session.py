@@ -19,19 +19,19 @@ from dataclasses import replace
 import numpy as np
 
 from graphrt.batch import Batch, Int32Array
-from graphrt.engine.batch_delta import News, RowEnds
+from graphrt.engine.batch_delta import BatchDelta, StopConditions
 from graphrt.engine.launch import Launch
 from graphrt.engine.lifecycle import State, wrong_state
-from graphrt.engine.request_tables import MaskWords, RowNews, RowValues
+from graphrt.engine.request_tables import MaskWords, RequestValues, TableUpdates
 from graphrt.kernels.checks import check_bool, check_instance, check_int, check_ints
 from graphrt.kernels.errors import CapacityError, CaptureError, ConfigError, ReplayError, ShapeError
 from graphrt.kernels.metadata.buffers import COPIED, STOP_TOKENS
-from graphrt.kernels.metadata.record import LENGTH_FROM_ROW
-from graphrt.kernels.types import NO_TOKEN, TOKEN_FROM_ROW
+from graphrt.kernels.metadata.step_inputs import LENGTH_FROM_DEVICE
+from graphrt.kernels.types import NO_TOKEN, TOKEN_FROM_DEVICE
 from graphrt.runtime import Runtime, check_decoder
 from graphrt.sampling_params import SamplingParams
 from graphrt.session.pages import CallersPages, SessionPages
-from graphrt.session.requests import NO_ROW, Flight, Prompt, SessionRow
+from graphrt.session.requests import NO_INDEX, Flight, Prompt, SessionRequest
 from graphrt.session.results import OVER, RowsInFlight
 from graphrt.session.sampling_values import SamplingValues
 
@@ -72,7 +72,7 @@ class DecodeSession(RowsInFlight):
         self._held = set[int]()  # row ids of prompts that do not go on yet
         self._stops = np.full((STOP_TOKENS, ids), NO_TOKEN, np.int32)
         self._sampling = SamplingValues(ids)
-        self._news = RowNews.none()
+        self._delta = TableUpdates.none()
         self._closed = False
         # What `fork` launches beside the graphs. The first use of a kernel loads it, which waits for steps in flight.
         for group in range(len(groups)):
@@ -83,18 +83,18 @@ class DecodeSession(RowsInFlight):
     # -- rows come and go
 
     @property
-    def rows(self) -> tuple[SessionRow, ...]:
+    def rows(self) -> tuple[SessionRequest, ...]:
         """All rows, those included that have ended and were not released."""
         return tuple(self._rows.values())
 
     def add(
-        self, prompt: Prompt, params: SamplingParams | None = None, *, state: RowValues | None = None
-    ) -> SessionRow:
+        self, prompt: Prompt, params: SamplingParams | None = None, *, state: RequestValues | None = None
+    ) -> SessionRequest:
         """Take in a sequence. Its prompt runs with the next launches, in chunks.
 
         prompt   token ids, at least one: a list, an array or a host tensor
         params   how it is sampled and when it ends; by default greedy, as long as a sequence can be
-        state    what it has of RuntimeConfig.row_tensors, by name; of the others it has the initial values
+        state    what it has of RuntimeConfig.request_tensors, by name; of the others it has the initial values
 
         Raises: ShapeError for a prompt that is empty or no list of token ids, ConfigError for wrong params,
         UnsupportedError for params that the runtime was not built for, as with penalties, CapacityError for a sequence
@@ -110,7 +110,7 @@ class DecodeSession(RowsInFlight):
             params = SamplingParams(max_new_tokens=max(1, longest + 1 - len(tokens)))
         check_instance("params", params, SamplingParams, advice="pass SamplingParams(...)")
         self._runtime.config.check_needs("params", params.needs)
-        tables = self._manager.row_tables
+        tables = self._manager.request_tables
         tables.check_bias("params.logit_bias", params.logit_bias)
         values = tables.check_state({} if state is None else state)
         if len(tokens) + params.max_new_tokens - 1 > longest:
@@ -120,34 +120,34 @@ class DecodeSession(RowsInFlight):
             )
         self._pages.check_prompt(len(tokens))
         with self._working():
-            row = self._take_row(SessionRow(NO_ROW, tokens.astype(np.int32), params))
+            row = self._take_row(SessionRequest(NO_INDEX, tokens.astype(np.int32), params))
             self._begin(row, row.prompt, 0, values)
         return row
 
-    def _begin(self, row: SessionRow, given: Int32Array, start: int, values: RowValues) -> None:
+    def _begin(self, row: SessionRequest, given: Int32Array, start: int, values: RequestValues) -> None:
         """Let a row begin with given tokens, of which the cache has `start` already, and with values of row tensors."""
-        at, params = row.row_id, row.params
+        at, params = row.req_index, row.params
         self._reached[at] = self._most[at] = self._prompts[at] = start
         self._given[at] = given
         self._limits[at] = len(row.prompt) + params.max_new_tokens - 1
         self._sampling.set(at, params, len(row.prompt))
-        self._news.begin(at, dict(params.logit_bias), values)  # a dict that the caller still has
+        self._delta.begin(at, dict(params.logit_bias), values)  # a dict that the caller still has
         if params.logprobs is not None:
             self._asking.add(at)
         stops = sorted(params.stop_ids)[:STOP_TOKENS]
         self._stops[:, at] = NO_TOKEN
         self._stops[: len(stops), at] = stops
 
-    def fork_needs(self, row: SessionRow) -> list[int]:
+    def fork_needs(self, row: SessionRequest) -> list[int]:
         """Pages of each pool that `fork` of a row takes now. Raises: ConfigError as `release`."""
         self._own(row, "fork_needs")
         self._catch_up()
-        at = row.row_id
+        at = row.req_index
         return self._pages.fork_needs(at, int(self._reached[at]), int(self._most[at]))
 
     def fork(
-        self, row: SessionRow, *, seed: int | None = None, pages: Sequence[Sequence[int]] | None = None
-    ) -> SessionRow:
+        self, row: SessionRequest, *, seed: int | None = None, pages: Sequence[Sequence[int]] | None = None
+    ) -> SessionRequest:
         """A second sequence that goes on as `row` does, from where the launches so far bring it.
 
         Full pages are shared; others with tokens are copied, on the device. Pages that `row` has for tokens to come are
@@ -161,7 +161,7 @@ class DecodeSession(RowsInFlight):
         and CaptureError after its `close()`; nothing has changed then.
         """
         self._own(row, "fork")
-        at = row.row_id
+        at = row.req_index
         if at in self._prompts:
             raise ConfigError(
                 f"fork: expected a row whose prompt was submitted, got row {at} with tokens left; run() first"
@@ -172,7 +172,7 @@ class DecodeSession(RowsInFlight):
             self._catch_up()
             lent = self._pages.check_fork(at, int(self._reached[at]), int(self._most[at]), pages)
             params = row.params if seed == row.params.seed else replace(row.params, seed=seed)
-            new = self._take_row(SessionRow(NO_ROW, row.prompt, params, list(row.tokens), row.end))
+            new = self._take_row(SessionRequest(NO_INDEX, row.prompt, params, list(row.tokens), row.end))
             try:
                 self._copy(row, new, seed, lent)
             except BaseException:
@@ -181,9 +181,10 @@ class DecodeSession(RowsInFlight):
             self._join(new, row)
             return new
 
-    def _copy(self, row: SessionRow, new: SessionRow, seed: int, lent: list[Int32Array]) -> None:
+    def _copy(self, row: SessionRequest, new: SessionRequest, seed: int, lent: list[Int32Array]) -> None:
         """Bring all that is known of a row to another one's place, on the host and on the device."""
-        at, to, length, most = row.row_id, new.row_id, int(self._reached[row.row_id]), int(self._most[row.row_id])
+        at, to = row.req_index, new.req_index
+        length, most = int(self._reached[at]), int(self._most[at])
         new.logprobs, new.prompt_logprobs = list(row.logprobs), list(row.prompt_logprobs)
         if at in self._asking:
             self._asking.add(to)
@@ -192,23 +193,23 @@ class DecodeSession(RowsInFlight):
         self._sampling.copy(at, to)
         self._stops[:, to] = self._stops[:, at]
         self._sampling.put("seeds", to, seed)
-        self._news.write(self._manager.row_tables)
+        self._delta.write(self._manager.request_tables)
         if masked := self._sampling.arrays["token_masks"][at] >= 0:
             self._sampling.put("token_masks", to, to)
         with self._manager.between_steps() as buffers:
             buffers.copy_row(at, to)
             # By fill_: torch copies a number that is assigned to an element from the host, and waits for the device.
-            buffers.row_values[COPIED.index("seeds"), to].fill_(int(np.uint32(seed).view(np.int32)))
+            buffers.req_values[COPIED.index("seeds"), to].fill_(int(np.uint32(seed).view(np.int32)))
             for pool, ids in zip(self._foreign, lent, strict=True):
                 pool.stock(ids.tolist())
             for group, (sources, own) in self._pages.fork(at, to, length, most):
                 self._runtime.kv_cache.copy_pages(sources, own, group=group)
             buffers.page_spans[:, to].zero_()  # those of `row`; the fork's first step lists all that the fork has
-        self._manager.row_tables.copy(at, to)
+        self._manager.request_tables.copy(at, to)
         if masked:
-            self._manager.row_tables.switch_masks({to: to})
+            self._manager.request_tables.switch_masks({to: to})
 
-    def append_pages(self, row: SessionRow, pages: Int32Array | Sequence[int] | Sequence[Sequence[int]]) -> None:
+    def append_pages(self, row: SessionRequest, pages: Int32Array | Sequence[int] | Sequence[Sequence[int]]) -> None:
         """Give a row more pages, behind those that it has; launches to come may write them.
 
         pages   page ids of the cache, a list of ints; with several KV groups a list of lists, one per group. Nobody
@@ -221,7 +222,7 @@ class DecodeSession(RowsInFlight):
         self._own(row, "append_pages")
         if not self._foreign:
             raise ConfigError("append_pages: expected a session with own_pages=False, got one that owns its pages")
-        self._pages.append(row.row_id, pages)
+        self._pages.append(row.req_index, pages)
 
     def take_pages(self) -> list[list[int]]:
         """The pages of each pool that rows need no more, since the last call: those of rows that were released, and
@@ -237,7 +238,7 @@ class DecodeSession(RowsInFlight):
             self._pages.give_back(self._order, self._reached[self._order])
         return [pool.take_back() for pool in self._foreign]
 
-    def set_token_mask(self, row: SessionRow, words: MaskWords | None) -> None:
+    def set_token_mask(self, row: SessionRequest, words: MaskWords | None) -> None:
         """Say which tokens a row may sample, in launches to come, until it is told something else.
 
         words   a bit per token, [ceil(vocab / 32)] of 32 bits on the host, as xgrammar and llguidance fill them: bit
@@ -250,15 +251,15 @@ class DecodeSession(RowsInFlight):
         as `release`.
         """
         self._own(row, "set_token_mask")
-        at, before = row.row_id, int(self._sampling.arrays["token_masks"][row.row_id])
+        at, before = row.req_index, int(self._sampling.arrays["token_masks"][row.req_index])
         if words is not None:
-            self._news.masks[at] = self._manager.row_tables.mask_words("words", words)
+            self._delta.masks[at] = self._manager.request_tables.mask_words("words", words)
         now = -1 if words is None else at
         if now != before:
-            self._news.switched[at] = now
+            self._delta.switched[at] = now
             self._sampling.put("token_masks", at, now)
 
-    def release(self, row: SessionRow) -> None:
+    def release(self, row: SessionRequest) -> None:
         """Give a row and its pages back, whether it has ended or not. Launches in flight go on; nobody sees its tokens.
 
         Raises: ConfigError for a row of another session, or one that was released.
@@ -269,33 +270,33 @@ class DecodeSession(RowsInFlight):
         with self._working():
             self._leaving.append(row)
 
-    def _release(self, row: SessionRow) -> None:
+    def _release(self, row: SessionRequest) -> None:
         """Take a row's id and its pages."""
-        at = row.row_id
+        at = row.req_index
         self._asking.discard(at)
         self._long_stops.discard(at)
         self._given.pop(at, None)
         self._prompts.pop(at, None)
         self._held.discard(at)
-        self._news.drop(at)  # whoever gets the row id next may be no row of this session
+        self._delta.drop(at)  # whoever gets the row id next may be no row of this session
         if at in self._order:
             self._reorder(self._order[self._order != at])
         self._pages.release(at)  # what is in flight runs before whoever gets the pages
         del self._rows[at]  # until here close() would do it again
-        self._runtime.free_rows.append(at)
-        self._manager.row_tables.left.add(at)
+        self._runtime.free_req_indices.append(at)
+        self._manager.request_tables.left.add(at)
 
-    def _take_row(self, row: SessionRow) -> SessionRow:
+    def _take_row(self, row: SessionRequest) -> SessionRequest:
         """Give a row a row id."""
-        if not self._runtime.free_rows:
+        if not self._runtime.free_req_indices:
             raise CapacityError(
                 f"rows: expected a free one of {self._runtime.config.max_num_reqs}, got none; release() a row"
             )
-        row.row_id = self._runtime.free_rows.pop()
-        self._manager.row_tables.left.discard(row.row_id)  # it begins, and says what it has, or is a copy
-        self._rows[row.row_id] = row
+        row.req_index = self._runtime.free_req_indices.pop()
+        self._manager.request_tables.left.discard(row.req_index)  # it begins, and says what it has, or is a copy
+        self._rows[row.req_index] = row
         if len(row.params.stop_ids) > STOP_TOKENS:
-            self._long_stops.add(row.row_id)
+            self._long_stops.add(row.req_index)
         return row
 
     # -- steps
@@ -315,14 +316,14 @@ class DecodeSession(RowsInFlight):
         before, at_work = queue.launches - len(flights), self._at_work
         try:
             self._at_work = at_work + 1
-            quiet = not self._prompts and not self._news and self._resets == queue.resets and eager is False
+            quiet = not self._prompts and not self._delta and self._resets == queue.resets and eager is False
             if quiet and type(steps) is int and 0 < steps <= self._quiet and steps <= self._launch_steps:
                 return (self._go_on_quietly(steps, eager),)  # what a server does nearly all the time: no call too many
             steps = check_int("steps", steps, 1, 1 << 30, advice="pass how many steps to launch")
             eager = check_bool("eager", eager, advice="pass a bool")
             self._open("run")
-            if self._news:
-                self._news.write(self._manager.row_tables)
+            if self._delta:
+                self._delta.write(self._manager.request_tables)
             launches: list[Launch] = []
             while steps and self.running:
                 full = self._in_full or not self._prompts.keys() <= self._held
@@ -342,7 +343,7 @@ class DecodeSession(RowsInFlight):
 
     def _go_on_quietly(self, steps: int, eager: bool) -> Launch:
         """Steps of which the device knows all: no row gets pages, none can come to its longest."""
-        launch = self._manager.advance(self._no_news, steps=steps, eager=eager)
+        launch = self._manager.advance(self._no_delta, steps=steps, eager=eager)
         self._quiet -= steps
         self._ahead += steps
         self._flights.append(Flight(launch, self._order_rows, self._order, steps))
@@ -362,9 +363,9 @@ class DecodeSession(RowsInFlight):
         self._pages.reserve(ids[short], before[short], limits[short], steps)
         ends = np.minimum(limits, self._pages.room(ids))  # a row stands still at the end of its pages
         going_on = before < ends
-        lists, pages = self._pages.news(ids, going_on)
-        news = News(ids, lists, pages, self._no_news.logprobs)
-        launch = self._manager.advance(news, steps=steps, eager=eager)
+        lists, pages = self._pages.delta(ids, going_on)
+        delta = BatchDelta(ids, lists, pages, self._no_delta.logprobs)
+        launch = self._manager.advance(delta, steps=steps, eager=eager)
         self._pages.submitted(ids[going_on])
         after = self._most[ids] = np.minimum(before + steps, ends)
         # No row can come to its longest, or to the end of its pages, in so many steps.
@@ -390,20 +391,20 @@ class DecodeSession(RowsInFlight):
         promised = np.maximum(given, 1)
         seq_lens = self._most[ids] + promised
         if not self._in_full:  # the device also knows who has ended
-            seq_lens[: len(going_on)] = LENGTH_FROM_ROW
+            seq_lens[: len(going_on)] = LENGTH_FROM_DEVICE
         first_pages, page_indptr, page_ids = self._pages.listed(ids)
         batch = Batch(
-            row_ids=ids.astype(np.int32),
+            req_indices=ids.astype(np.int32),
             seq_lens=seq_lens.astype(np.int32),
             query_lens=promised.astype(np.int32),
-            tokens=np.concatenate((np.full(len(going_on), TOKEN_FROM_ROW, np.int32), *chunks.values())),
+            tokens=np.concatenate((np.full(len(going_on), TOKEN_FROM_DEVICE, np.int32), *chunks.values())),
             page_indptr=page_indptr,
             page_ids=page_ids,
             first_pages=first_pages,
             sample=np.array([1] * len(going_on) + whole, np.int32),
             **self._sampling.of(ids),
         )
-        ends = RowEnds(self._limits[ids].astype(np.int32), self._stops[:, ids])
+        ends = StopConditions(self._limits[ids].astype(np.int32), self._stops[:, ids])
         rows = tuple(map(self._rows.__getitem__, ids.tolist()))
         launch = self._manager.begin(batch, ends, eager=eager)
         self._pages.submitted(ids)
@@ -442,7 +443,7 @@ class DecodeSession(RowsInFlight):
 
     # -- results
 
-    def collect(self, *, wait: bool = False) -> list[tuple[SessionRow, list[int]]]:
+    def collect(self, *, wait: bool = False) -> list[tuple[SessionRequest, list[int]]]:
         """Take in results: each row that got tokens, and which. Tokens are taken in while their launch runs, but for
         those that end a row, and of rows that asked for log-probabilities, which are once the launch has ended.
 
@@ -488,11 +489,11 @@ class DecodeSession(RowsInFlight):
         if self._resets != self._manager.queue.resets:
             raise CaptureError(f"{call}: expected its rows, got a reset() or a call that failed on its way; close() it")
 
-    def _own(self, row: SessionRow, call: str) -> None:
+    def _own(self, row: SessionRequest, call: str) -> None:
         self._open(call)
         self._check_own(row, call)
 
-    def _check_own(self, row: SessionRow, call: str) -> None:
-        check_instance("row", row, SessionRow, advice="pass what add() or fork() returned")
-        if self._rows.get(row.row_id) is not row or row in self._leaving:
+    def _check_own(self, row: SessionRequest, call: str) -> None:
+        check_instance("row", row, SessionRequest, advice="pass what add() or fork() returned")
+        if self._rows.get(row.req_index) is not row or row in self._leaving:
             raise ConfigError(f"{call}: expected a row of this session, got one that was released or is another's")

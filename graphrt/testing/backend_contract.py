@@ -62,7 +62,7 @@ class ContractCase:
         """Run the case.
 
         Raises: AssertionError where the backend breaks the contract. unittest.SkipTest, which pytest takes for a skip,
-        where the device is missing or the class's `why_not` refuses the context, with its reasons.
+        where the device is missing or the class's `unsupported_reasons` refuses the context, with its reasons.
         """
         if self.device.type == "cuda" and not torch.cuda.is_available():
             raise unittest.SkipTest("needs a CUDA device")

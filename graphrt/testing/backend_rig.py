@@ -136,7 +136,7 @@ class Rig:
                     tensor[starts[row] : starts[row + 1]] = getattr(sequences[row], name)[layer.index].to(q.device)
         self.written = list(sequences)
         self.batch = Batch(
-            row_ids=np.arange(len(sequences), dtype=np.int32),
+            req_indices=np.arange(len(sequences), dtype=np.int32),
             seq_lens=np.array([s.seq_len for s in sequences], np.int32),
             query_lens=np.array([s.query_len for s in sequences], np.int32),
             page_indptr=np.cumsum([0, *map(len, lists)]).astype(np.int32),
@@ -200,7 +200,7 @@ class Rig:
 
     def capture(self) -> None:
         """Record the step, where the backend says that it can be; without a graph only `eager` is left."""
-        if self.backend.why_not_graph(self.descriptor) is not None:
+        if self.backend.graph_unsupported_reason(self.descriptor) is not None:
             return
         recorder = self.recorder = make_recorder(self.context.device)
 
@@ -321,14 +321,14 @@ def open_rigs(
 def make_rig(backend_class: type[AttentionBackend], feature: Feature, device: torch.device, *, rows: int = ROWS) -> Rig:
     """A rig whose backend is allocated.
 
-    Raises: unittest.SkipTest, with every reason, where the class's own `why_not` refuses the feature.
+    Raises: unittest.SkipTest, with every reason, where the class's own `unsupported_reasons` refuses the feature.
     """
     contexts = contexts_of(backend_class, feature, device, rows)
     if feature.prefill:
         of_prompts = backend_class.prefill_class()
         assert of_prompts is not None, "it declares the prompt part"
         backend_class = of_prompts
-    refusals = [backend_class.why_not(context) for context in contexts]
+    refusals = [backend_class.unsupported_reasons(context) for context in contexts]
     context = next((c for c, reasons in zip(contexts, refusals, strict=True) if not reasons), None)
     if context is None:
         raise unittest.SkipTest(f"backend {backend_class.name}: {'; '.join(refusals[0])}")

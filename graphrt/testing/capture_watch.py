@@ -6,12 +6,12 @@
     print(watch.captures, *watch.faults, sep="\\n")
 
 It sees what goes through `torch.cuda.CUDAGraph` (`torch.cuda.graph`, `make_graphed_callables`, cudagraph trees, graphrt)
-and, on a CPU, graphrt's op tape. The marker `capture_safe` of graphrt.testing.pytest_plugin is made of it.
+and, on a CPU, graphrt's op trace. The marker `capture_safe` of graphrt.testing.pytest_plugin is made of it.
 
-| rule | on CUDA | on a CPU, by the op tape |
+| rule | on CUDA | on a CPU, by the op trace |
 |---|---|---|
 | sync | an op of torch that waits, `synchronize()` of device, stream or event | a value that is read on the host; a tensor made of host values, which a device would wait for |
-| allocate | memory that lies outside the graph's pool | nothing: a tape owns the result of each op |
+| allocate | memory that lies outside the graph's pool | nothing: a op trace owns the result of each op |
 | compile | a kernel that Triton or graphrt loads, a frame that torch.compile compiles | the same hooks; an interpreted kernel is not compiled |
 | stream | an op of torch or a Triton kernel on a stream that does not capture | nothing: there are no streams |
 
@@ -40,10 +40,10 @@ import triton
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 from torch.utils._pytree import tree_leaves
 
-from graphrt.capture import tape
+from graphrt.capture import op_trace
 from graphrt.capture.allocator import allocator_rows
 from graphrt.capture.inspect.pool import blocks_of
-from graphrt.capture.tape import UNWRITTEN_FACTORIES, OpTapeRecorder
+from graphrt.capture.op_trace import UNWRITTEN_FACTORIES, OpTraceRecorder
 from graphrt.kernels.errors import CaptureError, ConfigError
 from graphrt.kernels.native import nvrtc
 
@@ -67,7 +67,7 @@ _REFUSED = (
     "cudaErrorStreamCapture",
 )
 _OWN_FOLDERS = tuple(
-    f"{Path(module.__file__ or '').parent}{os.sep}" for module in (torch, triton, tape, sys.modules[__name__])
+    f"{Path(module.__file__ or '').parent}{os.sep}" for module in (torch, triton, op_trace, sys.modules[__name__])
 )
 _OWN_FILES = frozenset({contextlib.__file__})
 
@@ -118,7 +118,7 @@ class CaptureWatch:
         graphs = torch.cuda.CUDAGraph
         self._wrap(graphs, "capture_begin", self._capture_begin)
         self._wrap(graphs, "capture_end", self._capture_end)
-        self._wrap(OpTapeRecorder, "record", self._record_tape)
+        self._wrap(OpTraceRecorder, "record", self._record_op_trace)
         self._wrap(torch.cuda, "synchronize", self._wait_of("torch.cuda.synchronize()"))
         self._wrap(torch.cuda.Stream, "synchronize", self._wait_of("Stream.synchronize()"))
         self._wrap(torch.cuda.Event, "synchronize", self._wait_of("Event.synchronize()"))
@@ -153,7 +153,7 @@ class CaptureWatch:
         end(graph)  # where it raises, there is no graph, and no pool to compare with
         self._check_memory(capture, tuple(graph.pool()))
 
-    def _record_tape(self, record: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _record_op_trace(self, record: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         capture = self._new_capture(None)
         self._begin(capture)
         try:
@@ -284,7 +284,7 @@ class CaptureWatch:
 
 @dataclass(eq=False)
 class _Capture:
-    """One capture that is under way; `graph` is None for an op tape.
+    """One capture that is under way; `graph` is None for an op trace.
 
     before  address and size of each block that was live when it began
     made    memory that ops made: address, op, caller

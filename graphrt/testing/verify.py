@@ -4,7 +4,8 @@
     report.raise_if_any()
 
 `step` is any function of tensors, or an object with static buffers, host code that fills them, and a body that is
-captured: see `graphrt.testing.verify_subject.Subject`. On CUDA the body is captured as a graph, on a CPU as an op tape,
+captured: see `graphrt.testing.verify_subject.Subject`. On CUDA the body is captured as a graph, on a CPU as an op
+trace,
 which freezes numbers and addresses in the same way. Nothing of graphrt's runtime takes part.
 """
 

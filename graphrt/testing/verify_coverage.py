@@ -24,18 +24,18 @@ class _Notes:
     done: dict[str, str] = field(default_factory=dict)
     left: dict[str, str] = field(default_factory=dict)
 
-    def note(self, name: str, happened: object, what: str, why_not: str) -> None:
+    def note(self, name: str, happened: object, what: str, unsupported_reasons: str) -> None:
         if happened:
             self.done[name] = what
         else:
-            self.left[name] = why_not
+            self.left[name] = unsupported_reasons
 
 
 def coverage(v: Verification, graphs: GraphChecks, captures: Sequence[str]) -> tuple[dict[str, str], dict[str, str]]:
     """Names of checks with what each did, and names of those that did not run with the reason."""
     target, cases, notes = v.target, list(v.cases), _Notes()
     cuda = target.device.type == "cuda"
-    by = "the subject's own capture" if target.capture is not None else "a CUDA graph" if cuda else "an op tape"
+    by = "the subject's own capture" if target.capture is not None else "a CUDA graph" if cuda else "an op trace"
     what = f"{by}, captured at {', '.join(captures)}; cases {', '.join(cases)}, the captured one last"
     notes.note("graph", cases, what, "no case ran")
     _note_oracle(notes, v)
@@ -51,7 +51,7 @@ def coverage(v: Verification, graphs: GraphChecks, captures: Sequence[str]) -> t
     why = "poison of inactive blocks needs CUDA, and the step calls no torch.empty" if not cuda else "no replay ran"
     notes.note("memory pool", graphs.pool_bytes if cuda else graphs.unwritten, f"poison in {what}", why)
     what = f"{graphs.in_flight} replays queued on a late device"
-    notes.note("in flight", graphs.in_flight, what, "needs CUDA: an op tape runs at once")
+    notes.note("in flight", graphs.in_flight, what, "needs CUDA: an op trace runs at once")
     asked = any(name.endswith(" reversed") for name in cases)
     why = "no result has a row for each of the inputs" if asked else "no permute= is given"
     notes.note("permute", v.reversed, "rows in reverse order", why)

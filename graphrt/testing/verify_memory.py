@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 from graphrt.capture.allocator import allocator_rows
 from graphrt.capture.inspect.pool import blocks_of
-from graphrt.capture.tape import UNWRITTEN_FACTORIES
+from graphrt.capture.op_trace import UNWRITTEN_FACTORIES
 from graphrt.kernels.errors import ReplayError
 
 _UNWRITTEN = UNWRITTEN_FACTORIES - {"aten::lift_fresh"}  # whose values were written before
@@ -117,7 +117,7 @@ class _ZeroedBesideCompiled(_Zeroed, _BesideCompiled):
 def zeroed(device: torch.device) -> Iterator[None]:
     """A block in which memory without contents holds zeros: an eager run that reads it gives the same each time.
 
-    On a CPU compiled functions run as they were written, as they do on an op tape.
+    On a CPU compiled functions run as they were written, as they do on an op trace.
     """
     if device.type == "cuda":
         fill_inactive(device, 0)

@@ -450,7 +450,7 @@ class _Passing(TorchFunctionMode):
 
 
 def as_recorded(device: torch.device) -> AbstractContextManager[object]:
-    """A block in which torch chooses its kernels as it does for an op tape: some fused ones, as those of
+    """A block in which torch chooses its kernels as it does for an op trace: some fused ones, as those of
     `torch.nn.TransformerEncoderLayer`, it leaves aside where anything watches."""
     return nullcontext() if device.type == "cuda" else _Passing()
 

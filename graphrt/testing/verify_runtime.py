@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from graphrt.batch import Batch, Row
+from graphrt.batch import Batch, Request
 from graphrt.cache.kv_cache import KVCache
 from graphrt.engine.handle import StepHandle
 from graphrt.engine.lifecycle import State, wrong_state
@@ -46,7 +46,7 @@ class RuntimeSubject:
         self.derived = tuple(name for name, _ in manager.buffers.named(BufferKind.DERIVED))
         cache = manager.kv_cache
         self.state = {
-            **{name: t for name, t in self._row_state(manager).items() if t.numel()},
+            **{name: t for name, t in self._request_state(manager).items() if t.numel()},
             **{name: t for name, t in cache.named_tensors() if not name.endswith("scales")},
         }
         if oracle is not None:
@@ -54,11 +54,11 @@ class RuntimeSubject:
 
     @property
     def buffers(self) -> dict[str, torch.Tensor]:
-        """The derived buffers: each step rewrites them from the slot of the inbox, so they may hold poison."""
+        """The derived buffers: each step rewrites them from the slot of the input_ring, so they may hold poison."""
         return {name: t for name, t in self.manager.buffers.named(BufferKind.DERIVED) if t.numel()}
 
     @staticmethod
-    def _row_state(manager: ReplayManager) -> dict[str, torch.Tensor]:
+    def _request_state(manager: ReplayManager) -> dict[str, torch.Tensor]:
         kept = manager.buffers.named(BufferKind.PERSISTENT, BufferKind.CARRIED)
         return {name: tensor for name, tensor in kept if name not in _COUNTERS}
 
@@ -68,7 +68,7 @@ class RuntimeSubject:
     def run(self) -> dict[str, torch.Tensor]:
         handle = self.manager.replay(self.batch, eager=True)
         results = _results(handle)
-        self.faults |= {(id(self.batch), fault.row): str(fault) for fault in handle.faults}
+        self.faults |= {(id(self.batch), fault.index): str(fault) for fault in handle.faults}
         return results
 
     def capture(self, inputs: Mapping[str, Any]) -> Any:
@@ -77,8 +77,8 @@ class RuntimeSubject:
 
     def _by_oracle(self, inputs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
         assert self.oracle is not None, "given where this is called"
-        theirs = self._row_state(self.oracle)
-        for name, tensor in self._row_state(self.manager).items():
+        theirs = self._request_state(self.oracle)
+        for name, tensor in self._request_state(self.manager).items():
             if theirs[name].shape == tensor.shape:
                 theirs[name].copy_(tensor)
         return {"logits": _results(self.oracle.replay(inputs["batch"], eager=True))["logits"]}
@@ -184,7 +184,7 @@ def _check_batches(manager: ReplayManager, batches: object) -> None:
         raise ConfigError("batches: expected at least one, got none; leave them out for generated ones")
     num_pages = max(pages for pages, _ in manager.kv_cache.pools)
     for index, batch in enumerate(given):
-        check_instance(f"batches[{index}]", batch, Batch, advice="make it with Batch(...) or Batch.from_rows")
+        check_instance(f"batches[{index}]", batch, Batch, advice="make it with Batch(...) or Batch.from_requests")
         ids = batch.page_ids
         if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < num_pages:
             raise ConfigError(
@@ -228,8 +228,8 @@ def generated_batches(manager: ReplayManager, *, vocab_size: int, count: int, se
             room -= new
             mine = owned[row * each : row * each + -(-length // page_size)].tolist()
             tokens = rng.integers(0, vocab_size, new).tolist()
-            chosen.append(Row(row, tokens, length, tuple(mine)))
-        batches.append(Batch.from_rows(chosen))
+            chosen.append(Request(row, tokens, length, tuple(mine)))
+        batches.append(Batch.from_requests(chosen))
     return batches
 
 
@@ -237,7 +237,7 @@ def _results(handle: StepHandle) -> dict[str, torch.Tensor]:
     """What a step gave, in the batch's order; faults too, which `verify` compares as it does tokens."""
     handle.wait()
     logits = handle.logits(copy=True)
-    faults = [(fault.row, int(fault.code)) for fault in handle.faults]
+    faults = [(fault.index, int(fault.code)) for fault in handle.faults]
     tokens = torch.from_numpy(np.array(handle.results, dtype=np.int64))
     return {"logits": logits, "tokens": tokens, "faults": torch.tensor(faults, dtype=torch.int64, device="cpu")}
 

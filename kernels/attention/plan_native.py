@@ -162,8 +162,8 @@ def native_shared_bytes(shape: PlanShape, kv_dtype: torch.dtype, warps: int, sta
     """Bytes of dynamic shared memory of a block: tiles, partial results, what a cluster exchanges."""
     queries, v_head_dim = shape.queries_of_row, shape.v_head_dim
     partial_bytes = 4 * queries * (v_head_dim + 6)
-    inbox_bytes = 16 * (-(-queries * v_head_dim // 2 // cluster) + queries) * cluster + 16 if cluster > 1 else 0
-    return warps * (stages * native_tile_bytes(shape, kv_dtype) + partial_bytes) + inbox_bytes
+    input_ring_bytes = 16 * (-(-queries * v_head_dim // 2 // cluster) + queries) * cluster + 16 if cluster > 1 else 0
+    return warps * (stages * native_tile_bytes(shape, kv_dtype) + partial_bytes) + input_ring_bytes
 
 
 def _blocks(

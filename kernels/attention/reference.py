@@ -256,7 +256,7 @@ def attention_reference(
     lse                [padded_tokens, num_q_heads]  natural log of the softmax's denominator, sinks included; -inf
                        where nothing is added up, and in tokens from query_start_loc's last value on   float32, written
 
-    Capture-safe: on CPU, where the op tape sees one op. Not on CUDA: it reads lengths on the host.
+    Capture-safe: on CPU, where the op trace sees one op. Not on CUDA: it reads lengths on the host.
 
     Raises: ShapeError.
     """

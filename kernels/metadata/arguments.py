@@ -6,7 +6,7 @@ import torch
 
 from graphrt.kernels.checks import check_tensor, check_unit_stride
 from graphrt.kernels.errors import ShapeError
-from graphrt.kernels.metadata import record as layout
+from graphrt.kernels.metadata import step_inputs as layout
 from graphrt.kernels.metadata.buffers import StaticBuffers, captured_size, pass_operands
 
 MAX_ROWS = 1 << 16
@@ -35,16 +35,16 @@ def refresh_operands(b: StaticBuffers) -> list[torch.Tensor]:
     check_tensor("page_groups", b.page_groups, shape=(None, None))
     check_tensor("block_table", b.block_table, shape=(None, None, None))
     check_tensor("last_token", b.last_token, shape=(None,))
-    row_ids, groups, width = b.last_token.shape[0], b.page_groups.shape[0], b.block_table.shape[2]
+    req_indices, groups, width = b.last_token.shape[0], b.page_groups.shape[0], b.block_table.shape[2]
     if not (1 <= rows <= MAX_ROWS and 1 <= tokens <= MAX_TOKENS):
         raise ShapeError(
-            f"row_ids, input_ids: expected 1 to {MAX_ROWS} rows and tokens, got {rows} and {tokens}; split the step"
+            f"req_indices, input_ids: expected 1 to {MAX_ROWS} rows and tokens, got {rows} and {tokens}; split the step"
         )
-    for name, least in (("record", layout.record_size(1, 0, 0, groups)), ("claims", row_ids + 1)):
+    for name, least in (("inputs", layout.inputs_size(1, 0, 0, groups)), ("claims", req_indices + 1)):
         if getattr(b, name).numel() < least:
             raise ShapeError(f"{name}: expected at least {least} values, got {getattr(b, name).numel()}; enlarge it")
-    check_tensor("page_table", b.page_table, shape=(groups, row_ids, width))
-    check_tensor("page_spans", b.page_spans, shape=(groups, row_ids, 2))
+    check_tensor("page_table", b.page_table, shape=(groups, req_indices, width))
+    check_tensor("page_spans", b.page_spans, shape=(groups, req_indices, 2))
     for name in ("page_table", "page_spans"):
         if not getattr(b, name).is_contiguous():
             raise ShapeError(f"{name}: expected a contiguous tensor, got strides {getattr(b, name).stride()}; copy it")

@@ -1,7 +1,8 @@
 """The static buffers: every tensor, other than weights and KV, whose address a graph may hold.
 
 Each buffer is declared once, below. Its shape gives the slices that a graph sees; its writer and readers give the
-arguments of the operators `apply`, `refresh` and `publish`. docs/decode_step.md is made from the same declarations,
+arguments of the operators `unpack`, `refresh` and `write_outputs`. docs/decode_step.md is made from the same
+declarations,
 and has the recipe for a new one.
 """
 
@@ -26,7 +27,7 @@ class BufferKind(str, Enum):
 
     CONSTANT    written once, when the buffers are made
     INPUT       host memory that the graph reads: what is new, a slot per launch in flight
-    PERSISTENT  survives replays: row state keyed by row_id, and counters
+    PERSISTENT  survives replays: row state keyed by req_index, and counters
     DERIVED     rewritten by every refresh, for every captured row; may be poisoned between replays, once the host has
                 the step's logits: in mixed steps of two parts these are put in order by `places`
     CARRIED     of the captured rows too, but too large for that: a refresh writes what differs from its last contents
@@ -46,11 +47,11 @@ _Found = TypeVar("_Found")
 _OF_ROWS = (BufferKind.DERIVED, BufferKind.CARRIED)
 _ON_HOST = (BufferKind.INPUT, BufferKind.OUTPUT)
 
-HEADER_SIZE = 8  # words that a slot of the inbox, and the step record, begin with
-HEADER_COPIES = 32  # of it in a slot: one for each program of `apply`, see record.py
+HEADER_SIZE = 8  # words that a slot of the input_ring, and the step record, begin with
+HEADER_COPIES = 32  # of it in a slot: one for each program of `unpack`, see record.py
 _SLOT_ALIGNMENT = 32  # words: slots begin at cache lines of the device
 
-CURSOR_SLOT = 0  # slots of the inbox that were used up
+CURSOR_SLOT = 0  # slots of the input_ring that were used up
 CURSOR_STEP = 1  # steps of the present slot that have run
 CURSOR_NUM_REQS = 2  # of the present slot, once its first step has run: its rows, its steps, and its kind
 CURSOR_STEPS = 3
@@ -122,8 +123,8 @@ class Capacity:
 
     rows: int  # most requests in a step
     tokens: int  # most new tokens in a step
-    row_ids: int  # persistent row states
-    record: int  # int32 words in the largest step record
+    req_indices: int  # persistent row states
+    inputs: int  # int32 words in the largest step record
     ring: int  # launches in flight
     page_groups: tuple[PageGroup, ...]  # the KV groups, in order
     launch_steps: int = 1  # most steps of a launch
@@ -133,9 +134,9 @@ class Capacity:
     logprob_columns: int = 0  # log-probabilities of a row and step: of a token, and of the best ones
 
     @property
-    def inbox(self) -> int:
+    def input_ring(self) -> int:
         """Words of a slot: copies of its header, a record in full, and when its rows end."""
-        words = (HEADER_COPIES - 1) * HEADER_SIZE + self.record + (1 + STOP_TOKENS) * self.rows
+        words = (HEADER_COPIES - 1) * HEADER_SIZE + self.inputs + (1 + STOP_TOKENS) * self.rows
         return -(-words // _SLOT_ALIGNMENT) * _SLOT_ALIGNMENT
 
     @property
@@ -177,7 +178,7 @@ class Capacity:
     @property
     def claims(self) -> int:
         """One claim per page of every pool, then one per row id."""
-        return max(group.claims_at + group.num_pages for group in self.page_groups) + self.row_ids
+        return max(group.claims_at + group.num_pages for group in self.page_groups) + self.req_indices
 
 
 def _declare(spec: BufferSpec) -> Any:
@@ -217,7 +218,7 @@ def _row_value(dtype: torch.dtype, *readers: str, pad: int = 0) -> Any:
 
 
 def _output(
-    shape: tuple[str | int, ...], dtype: torch.dtype, *, pad: str, initial: int = -1, writer: str = "publish"
+    shape: tuple[str | int, ...], dtype: torch.dtype, *, pad: str, initial: int = -1, writer: str = "write_outputs"
 ) -> Any:
     readers = ("host, by the step's handle",)
     return _declare(BufferSpec(shape, dtype, BufferKind.OUTPUT, writer, readers, pad, initial))
@@ -227,33 +228,41 @@ def _output(
 class StaticBuffers:
     """All static tensors. Allocated once for the largest descriptor; a graph gets views by `cut`. Never reallocated."""
 
-    page_groups: torch.Tensor = _constant(("groups", len(fields(PageGroup))), torch.int32, "apply", "refresh")
-    inbox: torch.Tensor = _words(("ring", "inbox"), BufferKind.INPUT, "host", "apply", "publish")
-    record: torch.Tensor = _words(("record",), BufferKind.DERIVED, "apply", "refresh", "publish")
+    page_groups: torch.Tensor = _constant(("groups", len(fields(PageGroup))), torch.int32, "unpack", "refresh")
+    input_ring: torch.Tensor = _words(("ring", "input_ring"), BufferKind.INPUT, "host", "unpack", "write_outputs")
+    inputs: torch.Tensor = _words(("inputs",), BufferKind.DERIVED, "unpack", "refresh", "write_outputs")
 
-    cursor: torch.Tensor = _persistent((CURSOR_SIZE,), torch.int64, "publish", "apply", pad="see CURSOR_SLOT")
-    order: torch.Tensor = _persistent(("rows",), torch.int32, "apply", "apply", initial=-1)
-    row_lens: torch.Tensor = _persistent(("row_ids",), torch.int32, "publish", "apply")
-    row_ends: torch.Tensor = _persistent(("row_ids",), torch.int32, "publish", "apply", "publish")
-    row_values: torch.Tensor = _persistent(("copied", "row_ids"), torch.int32, "apply", "apply")
-    end_lengths: torch.Tensor = _persistent(("row_ids",), torch.int32, "apply", "publish")
-    end_tokens: torch.Tensor = _persistent((STOP_TOKENS, "row_ids"), torch.int32, "apply", "publish", initial=-1)
-    go_on: torch.Tensor = _persistent((1,), torch.int32, "publish", "loop", pad="one value")
-    last_token: torch.Tensor = _persistent(("row_ids",), torch.int32, "publish", "refresh", initial=-1)
-    last_encoder_len: torch.Tensor = _persistent(("row_ids",), torch.int32, "refresh", "refresh")
+    cursor: torch.Tensor = _persistent((CURSOR_SIZE,), torch.int64, "write_outputs", "unpack", pad="see CURSOR_SLOT")
+    order: torch.Tensor = _persistent(("rows",), torch.int32, "unpack", "unpack", initial=-1)
+    req_lens: torch.Tensor = _persistent(("req_indices",), torch.int32, "write_outputs", "unpack")
+    finish_reasons: torch.Tensor = _persistent(
+        ("req_indices",), torch.int32, "write_outputs", "unpack", "write_outputs"
+    )
+    req_values: torch.Tensor = _persistent(("copied", "req_indices"), torch.int32, "unpack", "unpack")
+    end_lengths: torch.Tensor = _persistent(("req_indices",), torch.int32, "unpack", "write_outputs")
+    end_tokens: torch.Tensor = _persistent(
+        (STOP_TOKENS, "req_indices"), torch.int32, "unpack", "write_outputs", initial=-1
+    )
+    go_on: torch.Tensor = _persistent((1,), torch.int32, "write_outputs", "loop", pad="one value")
+    last_token: torch.Tensor = _persistent(("req_indices",), torch.int32, "write_outputs", "refresh", initial=-1)
+    last_encoder_len: torch.Tensor = _persistent(("req_indices",), torch.int32, "refresh", "refresh")
     step_counter: torch.Tensor = _persistent(
-        (1,), torch.int64, "refresh", "apply", "publish", pad="one value", initial=-1
+        (1,), torch.int64, "refresh", "unpack", "write_outputs", pad="one value", initial=-1
     )
     claims: torch.Tensor = _persistent(("claims",), torch.int64, "refresh", "refresh")
     duplicates: torch.Tensor = _persistent(("groups_plus_one", "rows"), torch.int64, "refresh", "refresh")
-    page_table: torch.Tensor = _persistent(("groups", "row_ids", "pages_per_row"), torch.int32, "refresh", "refresh")
-    page_spans: torch.Tensor = _persistent(("groups", "row_ids", 2), torch.int32, "refresh", "apply", "refresh")
-    penalty_seen: torch.Tensor = _persistent(("row_ids", "seen_words"), torch.int32, "record_tokens", "sampling")
-    penalty_counts: torch.Tensor = _persistent(("row_ids", "counted_tokens"), torch.int32, "record_tokens", "sampling")
-    bias_tokens: torch.Tensor = _persistent(("row_ids", "bias_entries"), torch.int32, "host", "sampling")
-    bias_values: torch.Tensor = _persistent(("row_ids", "bias_entries"), torch.float32, "host", "sampling")
-    bias_counts: torch.Tensor = _persistent(("row_ids",), torch.int32, "host", "sampling")
-    mask_words: torch.Tensor = _persistent(("row_ids", "allowed_words"), torch.int32, "host", "sampling")
+    page_table: torch.Tensor = _persistent(
+        ("groups", "req_indices", "pages_per_row"), torch.int32, "refresh", "refresh"
+    )
+    page_spans: torch.Tensor = _persistent(("groups", "req_indices", 2), torch.int32, "refresh", "unpack", "refresh")
+    penalty_seen: torch.Tensor = _persistent(("req_indices", "seen_words"), torch.int32, "record_tokens", "sampling")
+    penalty_counts: torch.Tensor = _persistent(
+        ("req_indices", "counted_tokens"), torch.int32, "record_tokens", "sampling"
+    )
+    bias_tokens: torch.Tensor = _persistent(("req_indices", "bias_entries"), torch.int32, "host", "sampling")
+    bias_values: torch.Tensor = _persistent(("req_indices", "bias_entries"), torch.float32, "host", "sampling")
+    bias_counts: torch.Tensor = _persistent(("req_indices",), torch.int32, "host", "sampling")
+    mask_words: torch.Tensor = _persistent(("req_indices", "allowed_words"), torch.int32, "host", "sampling")
     block_table: torch.Tensor = _carried(
         ("groups", "rows", "pages_per_row"), "attention",
         pad="null page; also beyond a row's pages, and before the first one that it sees",
@@ -268,9 +277,9 @@ class StaticBuffers:
     )
     query_start_loc: torch.Tensor = _derived(("rows_plus_one",), torch.int32, "attention", pad="repeats its last value")
     seq_lens: torch.Tensor = _derived(
-        ("rows",), torch.int32, "publish", "attention", "sampling", pad="the backend's fill"
+        ("rows",), torch.int32, "write_outputs", "attention", "sampling", pad="the backend's fill"
     )
-    places: torch.Tensor = _derived(("rows",), torch.int32, "publish", "host, for logits", pad="its own index")
+    places: torch.Tensor = _derived(("rows",), torch.int32, "write_outputs", "host, for logits", pad="its own index")
     decode_seq_lens: torch.Tensor = _derived(
         ("rows",), torch.int32, "attention", pad="the backend's fill; of rows of the prompt part too"
     )
@@ -287,17 +296,17 @@ class StaticBuffers:
         pad="as query_start_loc; before its first row its first token",
     )
     logits_indices: torch.Tensor = _derived(("rows",), torch.int64, "model", pad="0")
-    row_ids: torch.Tensor = _derived(("rows",), torch.int32, "publish", "model", "sampling", pad="-1")
-    row_status: torch.Tensor = _derived(
-        ("rows",), torch.int32, "publish", "model", "sampling", pad="PAD (-1); INVALID (-2) after a fault"
+    req_indices: torch.Tensor = _derived(("rows",), torch.int32, "write_outputs", "model", "sampling", pad="-1")
+    req_status: torch.Tensor = _derived(
+        ("rows",), torch.int32, "write_outputs", "model", "sampling", pad="PAD (-1); INVALID (-2) after a fault"
     )
     new_spans: torch.Tensor = _derived(("groups", "rows", 4), torch.int32, "refresh", pad="no new pages")
     check_code: torch.Tensor = _derived(("groups", "rows"), torch.int32, "refresh", pad="0")
     check_value: torch.Tensor = _derived(("groups", "rows"), torch.int64, "refresh", pad="0")
-    fault_code: torch.Tensor = _derived(("rows",), torch.int32, "publish", pad="0")
-    fault_value: torch.Tensor = _derived(("rows",), torch.int64, "publish", pad="0")
+    fault_code: torch.Tensor = _derived(("rows",), torch.int32, "write_outputs", pad="0")
+    fault_value: torch.Tensor = _derived(("rows",), torch.int64, "write_outputs", pad="0")
     void_ids: torch.Tensor = _derived(
-        ("rows",), torch.int32, "publish", pad="-1; the row id of a faulty row whose sequence begins in this step"
+        ("rows",), torch.int32, "write_outputs", pad="-1; the row id of a faulty row whose sequence begins in this step"
     )
     temperatures: torch.Tensor = _row_value(torch.float32, "sampling")
     seeds: torch.Tensor = _row_value(torch.int64, "sampling")
@@ -320,15 +329,15 @@ class StaticBuffers:
     fault_value_ring: torch.Tensor = _output(("entries", "rows"), torch.int64, pad="kept: read where a code is not 0")
 
     rank_ring: torch.Tensor = _output(
-        ("entries", "rows"), torch.int32, pad="0: no log-probabilities", initial=0, writer="publish_logprobs"
+        ("entries", "rows"), torch.int32, pad="0: no log-probabilities", initial=0, writer="write_logprobs"
     )
     logprob_ring: torch.Tensor = _output(
         ("entries", "rows", "logprob_columns"), torch.float32, pad="kept: read where a rank is not 0", initial=0,
-        writer="publish_logprobs",
+        writer="write_logprobs",
     )  # fmt: skip
     logprob_token_ring: torch.Tensor = _output(
         ("entries", "rows", "logprob_columns"), torch.int32, pad="kept: read where a rank is not 0", initial=0,
-        writer="publish_logprobs",
+        writer="write_logprobs",
     )  # fmt: skip
 
     @classmethod
@@ -409,21 +418,21 @@ class StaticBuffers:
 
     def copy_row(self, source: int, target: int) -> None:
         """Give one row id what another has, on the current stream: every persistent buffer that is kept by row id."""
-        for _, tensor, dim in self._by_row_id():
+        for _, tensor, dim in self._by_req_index():
             tensor.select(dim, target).copy_(tensor.select(dim, source))
 
     def clear_rows(self, ids: torch.Tensor) -> None:
         """Row ids, [n] int64, have their initial contents, on the current stream: every persistent buffer that is kept
         by row id, but for masks, which rows name by number."""
-        for name, tensor, dim in self._by_row_id():
+        for name, tensor, dim in self._by_req_index():
             if name != "mask_words" and tensor.numel():
                 tensor.index_fill_(dim, ids, self.specs()[name].initial)
 
-    def _by_row_id(self) -> Iterator[tuple[str, torch.Tensor, int]]:
+    def _by_req_index(self) -> Iterator[tuple[str, torch.Tensor, int]]:
         """Name, tensor and dimension of row ids of each persistent buffer that is kept by row id."""
         for name, tensor in self.named(BufferKind.PERSISTENT):
-            if "row_ids" in (shape := self.specs()[name].shape):
-                yield name, tensor, shape.index("row_ids")
+            if "req_indices" in (shape := self.specs()[name].shape):
+                yield name, tensor, shape.index("req_indices")
 
     def snapshot(self) -> dict[str, torch.Tensor]:
         """Copies of the persistent and carried buffers: what a step changes, and what the next step then reads."""
@@ -469,15 +478,15 @@ def call_class(operator: str, **others: Any) -> type[Any]:
 
 def captured_size(buffers: StaticBuffers) -> tuple[int, int]:
     """Rows and tokens that static buffers are cut to. Raises: ShapeError when either cannot be told."""
-    for name in ("row_ids", "input_ids"):
+    for name in ("req_indices", "input_ids"):
         check_tensor(name, getattr(buffers, name), shape=(None,))
-    return buffers.row_ids.shape[0], buffers.input_ids.shape[0]
+    return buffers.req_indices.shape[0], buffers.input_ids.shape[0]
 
 
 def pass_operands(operator: str, buffers: StaticBuffers) -> list[torch.Tensor]:
     """The buffers of an operator, cut to one size, as its arguments; checked against their declarations.
 
-    Raises: ShapeError when a tensor does not fit the rows of `row_ids`, the tokens of `input_ids` and the groups of
+    Raises: ShapeError when a tensor does not fit the rows of `req_indices`, the tokens of `input_ids` and the groups of
     `page_groups`, or a ring has not as many entries as `step_ring`.
     """
     rows, tokens = captured_size(buffers)
@@ -486,7 +495,7 @@ def pass_operands(operator: str, buffers: StaticBuffers) -> list[torch.Tensor]:
     groups, entries = buffers.page_groups.shape[0], buffers.step_ring.shape[0]
     everywhere = {"groups": groups, "groups_plus_one": groups + 1, "copied": len(COPIED)}
     extents = {**everywhere, "rows": rows, "rows_plus_one": rows + 1, "tokens": tokens}
-    device, specs = buffers.row_ids.device, StaticBuffers.specs()
+    device, specs = buffers.req_indices.device, StaticBuffers.specs()
     for name in operands(operator):
         spec, tensor = specs[name], getattr(buffers, name)
         on_host = spec.kind in _ON_HOST

@@ -5,15 +5,15 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from graphrt.kernels.metadata.read_inputs import REQ_INDEX, REQ_QUERY_LEN, REQ_SEQ_LEN
 from graphrt.kernels.metadata.read_pages import GROUP_FIELDS, MAX_PAGES, pages_at, row_pages
-from graphrt.kernels.metadata.read_record import ROW_ID, ROW_QUERY_LEN, ROW_SEQ_LEN
-from graphrt.kernels.types import TOKEN_FROM_ROW, FaultCode
+from graphrt.kernels.types import TOKEN_FROM_DEVICE, FaultCode
 
 NOWHERE = tl.constexpr(1 << 30)
 """An index that is larger than every real one."""
 
-_TOKEN_FROM_ROW = tl.constexpr(TOKEN_FROM_ROW)
-_DUPLICATE_ROW = tl.constexpr(int(FaultCode.DUPLICATE_ROW))
+_TOKEN_FROM_DEVICE = tl.constexpr(TOKEN_FROM_DEVICE)
+_DUPLICATE_REQUEST = tl.constexpr(int(FaultCode.DUPLICATE_REQUEST))
 _DUPLICATE_PAGE = tl.constexpr(int(FaultCode.DUPLICATE_PAGE))
 
 
@@ -36,7 +36,7 @@ def _bad_tokens(tokens_ptr, index, query_len, last_token, vocab_size):
     """The indices of tokens outside the vocabulary, else NOWHERE."""
     given = index < query_len
     token = tl.load(tokens_ptr + index, mask=given, other=0)
-    token = tl.where((index == 0) & (token == _TOKEN_FROM_ROW), last_token, token)
+    token = tl.where((index == 0) & (token == _TOKEN_FROM_DEVICE), last_token, token)
     return tl.where(given & ((token < 0) | (token >= vocab_size)), index, NOWHERE)
 
 
@@ -77,7 +77,7 @@ def final_fault(
     page_group = tl.min(tl.where((page_marks >> 16) == step + 1, groups, GROUP_BLOCK), 0)
     page_mark = tl.sum(tl.where(groups == page_group, page_marks, 0), 0)
     code = tl.where(page_group < GROUP_BLOCK, _DUPLICATE_PAGE, 0)
-    code = tl.where((row_mark >> 16) == step + 1, _DUPLICATE_ROW, code)
+    code = tl.where((row_mark >> 16) == step + 1, _DUPLICATE_REQUEST, code)
     code = tl.where(own_group < GROUP_BLOCK, tl.sum(tl.where(groups == own_group, codes, 0), 0), code)
     value = tl.sum(tl.where(groups == own_group, values, 0), 0)
     group = tl.where(own_group < GROUP_BLOCK, own_group, tl.where(code == _DUPLICATE_PAGE, page_group, 0))
@@ -97,23 +97,23 @@ def fault_value(
     listed_reqs,
     listed_pages,
     page_table_ptr,
-    num_row_ids,
+    num_req_indices,
     table_width,
 ):
     """The number that a fault names: the row id, or the page, of what two rows share."""
-    if code == _DUPLICATE_ROW:
-        value = tl.load(rows_ptr + ROW_ID * listed_reqs).to(tl.int64)
+    if code == _DUPLICATE_REQUEST:
+        value = tl.load(rows_ptr + REQ_INDEX * listed_reqs).to(tl.int64)
     elif code == _DUPLICATE_PAGE:
         page_size = tl.load(page_groups_ptr + group * GROUP_FIELDS)
         max_pages = tl.load(page_groups_ptr + group * GROUP_FIELDS + MAX_PAGES)
-        row_id = tl.load(rows_ptr + ROW_ID * listed_reqs)
-        seq_len = tl.load(rows_ptr + ROW_SEQ_LEN * listed_reqs)
-        column = (seq_len - tl.load(rows_ptr + ROW_QUERY_LEN * listed_reqs)) // page_size
+        req_index = tl.load(rows_ptr + REQ_INDEX * listed_reqs)
+        seq_len = tl.load(rows_ptr + REQ_SEQ_LEN * listed_reqs)
+        column = (seq_len - tl.load(rows_ptr + REQ_QUERY_LEN * listed_reqs)) // page_size
         column += (0xFFFF - (page_mark & 0xFFFF)).to(tl.int32)
         first, count, pages_ptr = row_pages(
-            rows_ptr, listed_pages_ptr, tables_ptr, listed_reqs > 0, row_id, seq_len, group, page_size, max_pages,
-            num_row_ids, table_width, listed_reqs, listed_pages,
+            rows_ptr, listed_pages_ptr, tables_ptr, listed_reqs > 0, req_index, seq_len, group, page_size, max_pages,
+            num_req_indices, table_width, listed_reqs, listed_pages,
         )  # fmt: skip
-        table_ptr = page_table_ptr + (group * num_row_ids + row_id).to(tl.int64) * table_width
+        table_ptr = page_table_ptr + (group * num_req_indices + req_index).to(tl.int64) * table_width
         value = pages_at(column, column >= 0, pages_ptr, first, count, table_ptr).to(tl.int64)
     return value

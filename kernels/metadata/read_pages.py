@@ -7,11 +7,11 @@ from dataclasses import fields
 import triton
 import triton.language as tl
 
-from graphrt.kernels.metadata import record as layout
+from graphrt.kernels.metadata import step_inputs as layout
 from graphrt.kernels.metadata.buffers import PageGroup
 
 GROUP_FIELDS = tl.constexpr(len(fields(PageGroup)))
-_ROW_PAGES = tl.constexpr(layout.ROW_PAGES)
+_REQ_PAGES = tl.constexpr(layout.REQ_PAGES)
 _PAGE_FIRST = tl.constexpr(layout.PAGE_FIRST)
 _PAGE_START = tl.constexpr(layout.PAGE_START)
 _PAGE_COUNT = tl.constexpr(layout.PAGE_COUNT)
@@ -66,7 +66,8 @@ def token_at(at, valid_end, written_end, end, seq_len, page_size, tokens_ptr, pa
 
 @triton.jit
 def row_pages(
-    rows_ptr, listed_pages_ptr, tables_ptr, is_row, row_id, held, group, page_size, max_pages, num_row_ids, table_width,
+    rows_ptr, listed_pages_ptr, tables_ptr, is_row, req_index, held, group, page_size, max_pages, num_req_indices,
+    table_width,
     listed_reqs, listed_pages,
 ):  # fmt: skip
     """A row's list of pages in one group: its first page's place in the sequence, its count, and where the list is.
@@ -75,13 +76,13 @@ def row_pages(
     has the list, which is cut to what the record holds; one that begins before the sequence counts as empty.
     """
     if tables_ptr is not None:
-        known = is_row & (row_id >= 0) & (row_id < num_row_ids) & (held > 0)
+        known = is_row & (req_index >= 0) & (req_index < num_req_indices) & (held > 0)
         first = tl.where(known, 0, 0)
         count = tl.where(known, tl.minimum((held - 1) // page_size + 1, max_pages), 0)
-        at = group.to(tl.int64) * num_row_ids + tl.where(known, row_id, 0)
+        at = group.to(tl.int64) * num_req_indices + tl.where(known, req_index, 0)
         pages_ptr = tables_ptr + at * table_width
     else:
-        fields_ptr = rows_ptr + (_ROW_PAGES + _PAGE_FIELDS * group) * listed_reqs
+        fields_ptr = rows_ptr + (_REQ_PAGES + _PAGE_FIELDS * group) * listed_reqs
         first = tl.load(fields_ptr + _PAGE_FIRST * listed_reqs, mask=is_row, other=0)
         start = tl.load(fields_ptr + _PAGE_START * listed_reqs, mask=is_row, other=0)
         count = tl.load(fields_ptr + _PAGE_COUNT * listed_reqs, mask=is_row, other=0)
@@ -101,7 +102,7 @@ def lists_anew(
     in_use = groups < GROUPS
     crossing = tl.load(page_groups_ptr + groups * GROUP_FIELDS + MAX_ENCODER_LEN, mask=in_use, other=1)
     in_use = groups < tl.where(is_row, GROUPS, 0)
-    fields_ptr = rows_ptr + (_ROW_PAGES + _PAGE_FIELDS * groups) * listed_reqs
+    fields_ptr = rows_ptr + (_REQ_PAGES + _PAGE_FIELDS * groups) * listed_reqs
     first = tl.load(fields_ptr + _PAGE_FIRST * listed_reqs, mask=in_use, other=1)
     start = tl.load(fields_ptr + _PAGE_START * listed_reqs, mask=in_use, other=0)
     count = tl.load(fields_ptr + _PAGE_COUNT * listed_reqs, mask=in_use, other=0)

@@ -13,9 +13,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from graphrt.kernels.metadata import record as layout
+from graphrt.kernels.metadata import step_inputs as layout
 from graphrt.kernels.metadata.buffers import COPIED, COPIED_PADS, PageGroup
-from graphrt.kernels.types import FAULT_GROUP_SHIFT, PAD_SLOT_ID, TOKEN_FROM_ROW, FaultCode, RowStatus
+from graphrt.kernels.types import FAULT_GROUP_SHIFT, PAD_SLOT_ID, TOKEN_FROM_DEVICE, FaultCode, RequestStatus
 
 Int32Array = npt.NDArray[np.int32]
 Int64Array = npt.NDArray[np.int64]
@@ -31,11 +31,11 @@ class _Record:
     num_reqs: int
     num_tokens: int
     kept: bool
-    rows: Int32Array  # [row_fields(groups), listed rows]
+    rows: Int32Array  # [req_fields(groups), listed rows]
     starts: Int64Array  # [num_reqs + 1]
     tokens: Int32Array
     pages: Int32Array
-    tables: Int32Array | None = None  # [groups, row_ids, pages_per_row], where the caller keeps them
+    tables: Int32Array | None = None  # [groups, req_indices, pages_per_row], where the caller keeps them
     groups: Sequence[PageGroup] = ()
 
     @classmethod
@@ -43,29 +43,29 @@ class _Record:
         header = [int(word) for word in words[: layout.HEADER_SIZE]]
         step = header[layout.HEADER_STEP_HIGH] << 32 | header[layout.HEADER_STEP_LOW] & 0xFFFFFFFF
         sizes = header[layout.HEADER_NUM_REQS], header[layout.HEADER_NUM_TOKENS], header[layout.HEADER_NUM_PAGES]
-        if min(sizes) < 0 or layout.record_size(*sizes, groups) > len(words):
+        if min(sizes) < 0 or layout.inputs_size(*sizes, groups) > len(words):
             sizes = (0, 0, 0)
         listed_reqs, listed_tokens, listed_pages = sizes
-        row_fields = layout.row_fields(groups)
-        tokens_at = layout.HEADER_SIZE + row_fields * listed_reqs
+        req_fields = layout.req_fields(groups)
+        tokens_at = layout.HEADER_SIZE + req_fields * listed_reqs
         pages_at = tokens_at + listed_tokens
-        rows = words[layout.HEADER_SIZE : tokens_at].reshape(row_fields, listed_reqs)
+        rows = words[layout.HEADER_SIZE : tokens_at].reshape(req_fields, listed_reqs)
         num_reqs = min(listed_reqs, padded_reqs)
         num_tokens = min(listed_tokens, padded_tokens)
         if listed_reqs > num_reqs:
-            num_tokens = min(max(int(rows[layout.ROW_QUERY_START, num_reqs]), 0), num_tokens)
+            num_tokens = min(max(int(rows[layout.REQ_QUERY_START, num_reqs]), 0), num_tokens)
         if query_len:
             num_tokens = min(num_tokens, num_reqs * query_len)
             starts = np.arange(num_reqs + 1, dtype=np.int64) * query_len
         else:
             starts = np.zeros(num_reqs + 1, np.int64)
-            starts[1:-1] = rows[layout.ROW_QUERY_START, 1:num_reqs].clip(0, num_tokens)
+            starts[1:-1] = rows[layout.REQ_QUERY_START, 1:num_reqs].clip(0, num_tokens)
             starts[-1] = num_tokens if num_reqs else 0
         return cls(
             step,
             num_reqs,
             num_tokens if num_reqs else 0,
-            bool(header[layout.HEADER_KIND] & (layout.NEWS | layout.KEEP)),
+            bool(header[layout.HEADER_KIND] & (layout.DELTA | layout.KEEP)),
             rows,
             starts,
             words[tokens_at:pages_at],
@@ -85,7 +85,7 @@ class _Record:
 
     def sequences(self) -> list[int]:
         """The rows at which a sequence stands."""
-        nobody = self.rows[layout.ROW_ID, : self.num_reqs] == layout.NOBODY
+        nobody = self.rows[layout.REQ_INDEX, : self.num_reqs] == layout.NOBODY
         return [row for row in range(self.num_reqs) if not (self.kept and nobody[row])]
 
     def field(self, field: int, row: int) -> int:
@@ -98,7 +98,7 @@ class _Record:
         """Place in the sequence of the first listed page, and the listed pages."""
         if self.tables is not None:
             return 0, self._table_row(self.tables[group], self.groups[group], row)
-        at = layout.ROW_PAGES + layout.PAGE_FIELDS * group
+        at = layout.REQ_PAGES + layout.PAGE_FIELDS * group
         first, start, count = (
             self.field(at + i, row) for i in (layout.PAGE_FIRST, layout.PAGE_START, layout.PAGE_COUNT)
         )
@@ -107,11 +107,11 @@ class _Record:
 
     def _table_row(self, table: Int32Array, group: PageGroup, row: int) -> Int32Array:
         """The pages of the tokens that a row holds, in the table that the caller keeps."""
-        held = self.field(layout.ROW_ENCODER_LEN if group.max_encoder_len else layout.ROW_SEQ_LEN, row)
-        row_id = self.field(layout.ROW_ID, row)
-        if held <= 0 or not 0 <= row_id < len(table):
+        held = self.field(layout.REQ_ENCODER_LEN if group.max_encoder_len else layout.REQ_SEQ_LEN, row)
+        req_index = self.field(layout.REQ_INDEX, row)
+        if held <= 0 or not 0 <= req_index < len(table):
             return self.pages[:0]
-        return table[row_id, : min(-(-held // group.page_size), group.max_pages)]
+        return table[req_index, : min(-(-held // group.page_size), group.max_pages)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,19 +125,19 @@ class _Table:
 
 def refresh_reference(b: Any) -> None:
     """Reference of `graphrt::refresh`; see `refresh` for the arguments, which `b` has as attributes."""
-    input_ids, row_ids = b.input_ids, b.row_ids
+    input_ids, req_indices = b.input_ids, b.req_indices
     groups = [PageGroup(*words) for words in b.page_groups.tolist()]
-    step = _Record.parse(b.record.numpy(), len(row_ids), len(input_ids), b.query_len, len(groups))
+    step = _Record.parse(b.inputs.numpy(), len(req_indices), len(input_ids), b.query_len, len(groups))
     if b.tables is not None:
         step = replace(step, tables=b.tables.numpy(), groups=groups)
     last, last_encoder_len = b.last_token.numpy(), b.last_encoder_len.numpy()
-    places, starts, decodes = step.stand(len(row_ids), b.decode_len)
+    places, starts, decodes = step.stand(len(req_indices), b.decode_len)
 
     # Pads first, everywhere; valid rows are then written over them.
     copied = [(i, getattr(b, name), pad) for i, (name, pad) in enumerate(zip(COPIED, COPIED_PADS, strict=True))]
     for tensor, pad in (
         (input_ids, 0), (b.positions, 0), (b.slot_mapping, PAD_SLOT_ID), (b.seq_lens, b.seq_len_fill),
-        (b.logits_indices, 0), (row_ids, -1), (b.row_status, RowStatus.PAD), (b.void_ids, -1), (b.new_spans, 0),
+        (b.logits_indices, 0), (req_indices, -1), (b.req_status, RequestStatus.PAD), (b.void_ids, -1), (b.new_spans, 0),
         (b.check_code, FaultCode.NONE), (b.check_value, 0), (b.fault_code, FaultCode.NONE), (b.fault_value, 0),
         (b.decode_seq_lens, b.seq_len_fill), (b.prompt_seq_lens, b.seq_len_fill),
         *((tensor, pad) for _, tensor, pad in copied),
@@ -180,31 +180,31 @@ def refresh_reference(b: Any) -> None:
             faults[row] = code, value, g = own[0] if own else shared[row]
             place = int(places[row])
             b.fault_code[place], b.fault_value[place] = code | g << FAULT_GROUP_SHIFT, value
-            row_id = step.field(layout.ROW_ID, row)
-            begins = step.field(layout.ROW_SEQ_LEN, row) == step.field(layout.ROW_QUERY_LEN, row)
-            if begins and 0 <= row_id < len(last):
-                b.void_ids[place] = row_id
+            req_index = step.field(layout.REQ_INDEX, row)
+            begins = step.field(layout.REQ_SEQ_LEN, row) == step.field(layout.REQ_QUERY_LEN, row)
+            if begins and 0 <= req_index < len(last):
+                b.void_ids[place] = req_index
 
     valid = np.array([row for row in sequences if row not in faults], np.int64)
     rows, at = step.rows[:, valid], places[valid]
-    b.row_status.numpy()[places[list(faults)]] = RowStatus.INVALID
-    b.row_status.numpy()[at] = np.where(rows[layout.ROW_SAMPLE] != 0, RowStatus.SAMPLES, RowStatus.LIVE)
-    b.seq_lens.numpy()[at] = rows[layout.ROW_SEQ_LEN]
-    last_encoder_len[rows[layout.ROW_ID]] = rows[layout.ROW_ENCODER_LEN]
+    b.req_status.numpy()[places[list(faults)]] = RequestStatus.INVALID
+    b.req_status.numpy()[at] = np.where(rows[layout.REQ_SAMPLE] != 0, RequestStatus.SAMPLES, RequestStatus.LIVE)
+    b.seq_lens.numpy()[at] = rows[layout.REQ_SEQ_LEN]
+    last_encoder_len[rows[layout.REQ_INDEX]] = rows[layout.REQ_ENCODER_LEN]
     for lens, of_part in ((b.decode_seq_lens, at < decodes), (b.prompt_seq_lens, at >= decodes)):
-        lens.numpy()[at[of_part]] = rows[layout.ROW_SEQ_LEN, of_part]
-    row_ids.numpy()[at] = rows[layout.ROW_ID]
+        lens.numpy()[at[of_part]] = rows[layout.REQ_SEQ_LEN, of_part]
+    req_indices.numpy()[at] = rows[layout.REQ_INDEX]
     b.logits_indices.numpy()[at] = starts[at + 1] - 1
     for i, tensor, _ in copied:
-        words = rows[layout.ROW_COPIED + i]
+        words = rows[layout.REQ_COPIED + i]
         as_declared = {torch.float32: words.view(np.float32), torch.int64: words.view(np.uint32)}
         tensor.numpy()[at] = as_declared.get(tensor.dtype, words)
     ids, positions = input_ids.numpy(), b.positions.numpy()
     for row, place in zip(valid.tolist(), at.tolist(), strict=True):
         span = slice(int(starts[place]), int(starts[place + 1]))
-        tokens, row_id = step.row_tokens(row), step.field(layout.ROW_ID, row)
-        ids[span] = np.where(tokens == TOKEN_FROM_ROW, last[row_id], tokens)
-        positions[span] = step.field(layout.ROW_SEQ_LEN, row) - len(tokens) + np.arange(len(tokens))
+        tokens, req_index = step.row_tokens(row), step.field(layout.REQ_INDEX, row)
+        ids[span] = np.where(tokens == TOKEN_FROM_DEVICE, last[req_index], tokens)
+        positions[span] = step.field(layout.REQ_SEQ_LEN, row) - len(tokens) + np.arange(len(tokens))
         for g, group in enumerate(groups):
             _write_table(step, g, row, place, group, tables[g, row], b)
             if group.max_encoder_len:
@@ -215,10 +215,10 @@ def refresh_reference(b: Any) -> None:
 
 def _check_row(step: _Record, row: int, last: Any, max_seq_len: int) -> tuple[int, int]:
     """The first fault that the row's id and lengths show, and the offending number."""
-    row_id, seq_len = step.field(layout.ROW_ID, row), step.field(layout.ROW_SEQ_LEN, row)
-    start, query_len = step.field(layout.ROW_QUERY_START, row), step.field(layout.ROW_QUERY_LEN, row)
-    if not 0 <= row_id < len(last):
-        return int(FaultCode.ROW_ID_OUT_OF_RANGE), row_id
+    req_index, seq_len = step.field(layout.REQ_INDEX, row), step.field(layout.REQ_SEQ_LEN, row)
+    start, query_len = step.field(layout.REQ_QUERY_START, row), step.field(layout.REQ_QUERY_LEN, row)
+    if not 0 <= req_index < len(last):
+        return int(FaultCode.REQ_INDEX_OUT_OF_RANGE), req_index
     in_place = start == step.starts[row] and start + query_len == step.starts[row + 1] <= step.num_tokens
     if not (in_place and 1 <= query_len <= seq_len <= max_seq_len):
         return int(FaultCode.BAD_LENGTH), seq_len
@@ -227,7 +227,7 @@ def _check_row(step: _Record, row: int, last: Any, max_seq_len: int) -> tuple[in
 
 def _first_seen(step: _Record, row: int, group: PageGroup) -> int:
     """Page of the first token that the row sees in this step."""
-    position = step.field(layout.ROW_SEQ_LEN, row) - step.field(layout.ROW_QUERY_LEN, row)
+    position = step.field(layout.REQ_SEQ_LEN, row) - step.field(layout.REQ_QUERY_LEN, row)
     seen = max(0, position + 1 - group.window) if group.window else 0
     return (position - position % group.chunk if group.chunk else seen) // group.page_size
 
@@ -235,7 +235,7 @@ def _first_seen(step: _Record, row: int, group: PageGroup) -> int:
 def _keeps(step: _Record, row: int, groups: list[PageGroup]) -> bool:
     """Whether what the row id kept is the row's. A sequence that begins with this step keeps nothing, nor does one that
     lists its own tokens' pages from page 0 on."""
-    if step.field(layout.ROW_SEQ_LEN, row) == step.field(layout.ROW_QUERY_LEN, row):
+    if step.field(layout.REQ_SEQ_LEN, row) == step.field(layout.REQ_QUERY_LEN, row):
         return False
     own = (step.row_pages(g, row) for g, group in enumerate(groups) if not group.max_encoder_len)
     return not any(first == 0 and len(listed) for first, listed in own)
@@ -246,21 +246,21 @@ def _table(step: _Record, g: int, row: int, group: PageGroup, b: Any, faulty: bo
     first, listed = step.row_pages(g, row)
     if faulty:
         return _Table((0, 0), listed[:0], (0, 0))
-    seq_len, row_id = step.field(layout.ROW_SEQ_LEN, row), step.field(layout.ROW_ID, row)
-    held = step.field(layout.ROW_ENCODER_LEN, row) if group.max_encoder_len else seq_len
+    seq_len, req_index = step.field(layout.REQ_SEQ_LEN, row), step.field(layout.REQ_INDEX, row)
+    held = step.field(layout.REQ_ENCODER_LEN, row) if group.max_encoder_len else seq_len
     if group.max_encoder_len and not bool(len(listed)) <= held <= group.max_encoder_len:
         return _Table((0, 0), listed[:0], (int(FaultCode.BAD_ENCODER_LEN), held))
     relists = first == 0 and bool(len(listed))
-    if group.max_encoder_len and keeps and not relists and held != int(b.last_encoder_len[row_id]):
+    if group.max_encoder_len and keeps and not relists and held != int(b.last_encoder_len[req_index]):
         return _Table((0, 0), listed[:0], (int(FaultCode.ENCODER_LEN_CHANGED), held))
-    known = (0, 0) if not keeps else tuple(b.page_spans[g, row_id].tolist())
+    known = (0, 0) if not keeps else tuple(b.page_spans[g, req_index].tolist())
     seen, needed, end = _first_seen(step, row, group), -(-held // group.page_size), first + len(listed)
     span, fits = known, True
     if len(listed):
         whole = first == 0 or (first <= seen and end >= needed)
         fits = whole or known[0] <= first <= known[1]
         span = (first, end) if whole else (known[0], max(known[1], end))
-    pages = b.page_table[g, row_id].numpy().copy()
+    pages = b.page_table[g, req_index].numpy().copy()
     pages[first:end] = listed[: max(len(pages) - first, 0)]
     fault = (int(FaultCode.NONE), 0)
     seen_list = listed[max(seen - first, 0) :]
@@ -274,14 +274,14 @@ def _table(step: _Record, g: int, row: int, group: PageGroup, b: Any, faulty: bo
 
 def _check_tokens(step: _Record, row: int, last: Any, vocab_size: int) -> tuple[int, int]:
     """The first fault that the row's tokens show, and the offending number."""
-    row_id = step.field(layout.ROW_ID, row)
-    begins = step.field(layout.ROW_SEQ_LEN, row) == step.field(layout.ROW_QUERY_LEN, row)
+    req_index = step.field(layout.REQ_INDEX, row)
+    begins = step.field(layout.REQ_SEQ_LEN, row) == step.field(layout.REQ_QUERY_LEN, row)
     tokens = step.row_tokens(row).copy()
-    if tokens[0] == TOKEN_FROM_ROW:
+    if tokens[0] == TOKEN_FROM_DEVICE:
         # A sequence that begins with this step has sampled nothing: what stands there is another's.
-        if begins or last[row_id] < 0:
-            return int(FaultCode.NO_LAST_TOKEN), row_id
-        tokens[0] = last[row_id]
+        if begins or last[req_index] < 0:
+            return int(FaultCode.NO_LAST_TOKEN), req_index
+        tokens[0] = last[req_index]
     bad = (tokens < 0) | (tokens >= vocab_size)
     if bad.any():
         return int(FaultCode.TOKEN_OUT_OF_RANGE), int(tokens[bad.argmax()])
@@ -290,14 +290,14 @@ def _check_tokens(step: _Record, row: int, last: Any, vocab_size: int) -> tuple[
 
 def _write_table(step: _Record, g: int, row: int, place: int, group: PageGroup, table: _Table, b: Any) -> None:
     """The row's table in this step, and what is kept of it under the row id."""
-    row_id, end = step.field(layout.ROW_ID, row), min(table.span[1], group.max_pages)
+    req_index, end = step.field(layout.REQ_INDEX, row), min(table.span[1], group.max_pages)
     columns = slice(table.span[0], end)
     b.block_table[g, place, columns] = torch.from_numpy(table.pages[columns])
     first, listed = step.row_pages(g, row)
     new = slice(max(first, table.span[0]), min(first + len(listed), end))
     if new.start < new.stop:
-        b.page_table[g, row_id, new] = torch.from_numpy(table.pages[new])
-    b.page_spans[g, row_id, 0], b.page_spans[g, row_id, 1] = table.span
+        b.page_table[g, req_index, new] = torch.from_numpy(table.pages[new])
+    b.page_spans[g, req_index, 0], b.page_spans[g, req_index, 1] = table.span
     b.table_from[g, place], b.table_to[g, place] = table.span[0] if end > 0 else _NOWHERE, end
 
 
@@ -314,21 +314,21 @@ def _duplicates(
     written: dict[tuple[int, int], Int64Array] = {}  # places in the claims, by group and row
     for (g, row), (code, _) in checks.items():
         if not code:
-            seq_len, size = step.field(layout.ROW_SEQ_LEN, row), groups[g].page_size
-            columns = np.arange((seq_len - step.field(layout.ROW_QUERY_LEN, row)) // size, -(-seq_len // size))
+            seq_len, size = step.field(layout.REQ_SEQ_LEN, row), groups[g].page_size
+            columns = np.arange((seq_len - step.field(layout.REQ_QUERY_LEN, row)) // size, -(-seq_len // size))
             columns = columns[:0] if groups[g].max_encoder_len else columns  # an encoder has written these
             written[g, row] = tables[g, row].pages[columns].astype(np.int64) + groups[g].claims_at
     shared_pages = _repeated(np.concatenate(list(written.values()))) if written else np.empty(0, np.int64)
-    ids = step.rows[layout.ROW_ID, : step.num_reqs]
+    ids = step.rows[layout.REQ_INDEX, : step.num_reqs]
     shared_ids = set(_repeated(ids).tolist())
     faults: dict[int, tuple[int, int, int]] = {}
     for (g, row), own in sorted(written.items(), reverse=True):
         if (hit := np.isin(own, shared_pages)).any():
             page = int(own[hit.argmax()]) - groups[g].claims_at
             faults[row] = (int(FaultCode.DUPLICATE_PAGE), page, g)
-    for row, row_id in enumerate(ids.tolist()):
-        if row_id in shared_ids:
-            faults[row] = (int(FaultCode.DUPLICATE_ROW), row_id, 0)
+    for row, req_index in enumerate(ids.tolist()):
+        if req_index in shared_ids:
+            faults[row] = (int(FaultCode.DUPLICATE_REQUEST), req_index, 0)
     return faults
 
 

@@ -1,4 +1,4 @@
-"""Behind `apply` in every graph: turn the step record and the persistent row state into every derived buffer.
+"""Behind `unpack` in every graph: turn the step record and the persistent row state into every derived buffer.
 
 Two kernels, a program per captured row and KV group:
 
@@ -27,31 +27,31 @@ from graphrt.kernels.checks import check_int
 from graphrt.kernels.compile_spec import CompileSpec
 from graphrt.kernels.errors import ShapeError
 from graphrt.kernels.launcher import KernelLauncher, overlaps
-from graphrt.kernels.metadata import record as layout
+from graphrt.kernels.metadata import step_inputs as layout
 from graphrt.kernels.metadata.arguments import MAX_TOKENS, check_query_len, check_tables, refresh_operands
 from graphrt.kernels.metadata.buffers import COPIED, COPIED_PAD_WORDS, StaticBuffers, call_class
-from graphrt.kernels.metadata.claims import claim_pages, mark_row_ids
 from graphrt.kernels.metadata.faults import NOWHERE, fault_value, final_fault, first_bad_page, first_bad_token
-from graphrt.kernels.metadata.read_pages import first_seen_page, lists_anew, pages_at, read_group, row_pages, token_at
-from graphrt.kernels.metadata.read_record import (
+from graphrt.kernels.metadata.read_inputs import (
     HEADER_SIZE,
-    ROW_COPIED,
-    ROW_ENCODER_LEN,
-    ROW_ID,
-    ROW_QUERY_LEN,
-    ROW_QUERY_START,
-    ROW_SAMPLE,
-    ROW_SEQ_LEN,
+    REQ_COPIED,
+    REQ_ENCODER_LEN,
+    REQ_INDEX,
+    REQ_QUERY_LEN,
+    REQ_QUERY_START,
+    REQ_SAMPLE,
+    REQ_SEQ_LEN,
     as_declared,
     has_sequence,
     read_header,
     row_place,
     token_start,
 )
+from graphrt.kernels.metadata.read_pages import first_seen_page, lists_anew, pages_at, read_group, row_pages, token_at
 from graphrt.kernels.metadata.reference import refresh_reference
+from graphrt.kernels.metadata.write_conflicts import claim_pages, mark_req_indices
 from graphrt.kernels.op_declaration import DeclaredOp
 from graphrt.kernels.sizes import next_power_of_two
-from graphrt.kernels.types import FAULT_GROUP_SHIFT, NO_TOKEN, PAD_SLOT_ID, TOKEN_FROM_ROW, FaultCode, RowStatus
+from graphrt.kernels.types import FAULT_GROUP_SHIFT, NO_TOKEN, PAD_SLOT_ID, TOKEN_FROM_DEVICE, FaultCode, RequestStatus
 
 _FEW = 128  # programs, up to which each has a multiprocessor to itself, and 4 warps
 _LANES_OF_FEW = 1024  # columns or tokens that such a program takes at a time
@@ -60,10 +60,10 @@ _ROW_BLOCK = 128  # rows that a program counts at a time, to find its own row's 
 _SPILL = 8  # bytes: a pointer, in graphs of prompts with several KV groups
 _PROGRAMS = 1024  # of a launch, beyond which a row's columns and tokens are not shared out among several
 
-_TOKEN_FROM_ROW = tl.constexpr(TOKEN_FROM_ROW)
+_TOKEN_FROM_DEVICE = tl.constexpr(TOKEN_FROM_DEVICE)
 _NO_TOKEN = tl.constexpr(NO_TOKEN)
 _PAD_SLOT = tl.constexpr(PAD_SLOT_ID)
-_ROW_ID_OUT_OF_RANGE = tl.constexpr(int(FaultCode.ROW_ID_OUT_OF_RANGE))
+_REQ_INDEX_OUT_OF_RANGE = tl.constexpr(int(FaultCode.REQ_INDEX_OUT_OF_RANGE))
 _BAD_LENGTH = tl.constexpr(int(FaultCode.BAD_LENGTH))
 _LENGTH_EXCEEDS_PAGES = tl.constexpr(int(FaultCode.LENGTH_EXCEEDS_PAGES))
 _PAGE_OUT_OF_RANGE = tl.constexpr(int(FaultCode.PAGE_OUT_OF_RANGE))
@@ -71,17 +71,17 @@ _TOKEN_OUT_OF_RANGE = tl.constexpr(int(FaultCode.TOKEN_OUT_OF_RANGE))
 _NO_LAST_TOKEN = tl.constexpr(int(FaultCode.NO_LAST_TOKEN))
 _BAD_ENCODER_LEN = tl.constexpr(int(FaultCode.BAD_ENCODER_LEN))
 _ENCODER_LEN_CHANGED = tl.constexpr(int(FaultCode.ENCODER_LEN_CHANGED))
-_INVALID = tl.constexpr(int(RowStatus.INVALID))
-_PAD = tl.constexpr(int(RowStatus.PAD))
-_LIVE = tl.constexpr(int(RowStatus.LIVE))
-_SAMPLES = tl.constexpr(int(RowStatus.SAMPLES))
+_INVALID = tl.constexpr(int(RequestStatus.INVALID))
+_PAD = tl.constexpr(int(RequestStatus.PAD))
+_LIVE = tl.constexpr(int(RequestStatus.LIVE))
+_SAMPLES = tl.constexpr(int(RequestStatus.SAMPLES))
 _GROUP_SHIFT = tl.constexpr(FAULT_GROUP_SHIFT)
 
 
-@triton.jit(do_not_specialize=["padded_reqs", "padded_tokens", "num_row_ids"])
+@triton.jit(do_not_specialize=["padded_reqs", "padded_tokens", "num_req_indices"])
 def _check_rows_kernel(
     page_groups_ptr,
-    record_ptr,
+    inputs_ptr,
     last_token_ptr,
     last_encoder_len_ptr,
     claims_ptr,
@@ -94,10 +94,10 @@ def _check_rows_kernel(
     new_spans_ptr,
     check_code_ptr,
     check_value_ptr,
-    record_words,
+    inputs_words,
     padded_reqs,
     padded_tokens,
-    num_row_ids,
+    num_req_indices,
     first_row_claim,
     max_seq_len,
     vocab_size,
@@ -105,7 +105,7 @@ def _check_rows_kernel(
     stride_duplicates,
     stride_check,
     QUERY_LEN: tl.constexpr,
-    ROW_FIELDS: tl.constexpr,
+    REQ_FIELDS: tl.constexpr,
     GROUPS: tl.constexpr,
     GROUP_BLOCK: tl.constexpr,
     TOKEN_BLOCK: tl.constexpr,
@@ -117,11 +117,11 @@ def _check_rows_kernel(
     page_size, num_pages, null_page, max_pages, window, chunk, claims_at, max_encoder_len = read_group(
         page_groups_ptr, group
     )
-    if OVERLAPS:  # the second kernel may start now: it waits for this one, as this one does for `apply`
+    if OVERLAPS:  # the second kernel may start now: it waits for this one, as this one does for `unpack`
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     step, num_reqs, num_tokens, kept, listed_reqs, listed_tokens, listed_pages = read_header(
-        record_ptr, record_words, padded_reqs, padded_tokens, QUERY_LEN, ROW_FIELDS
+        inputs_ptr, inputs_words, padded_reqs, padded_tokens, QUERY_LEN, REQ_FIELDS
     )
     check_at = group * stride_check + row
     spans_ptr = new_spans_ptr + 4 * check_at
@@ -129,17 +129,17 @@ def _check_rows_kernel(
     held_from = tl.load(table_from_ptr + check_at)
     held_to = tl.load(table_to_ptr + check_at)
     is_row = row < num_reqs
-    rows_ptr = record_ptr + HEADER_SIZE + row
-    row_id = tl.load(rows_ptr + ROW_ID * listed_reqs, mask=is_row, other=-1)
-    seq_len = tl.load(rows_ptr + ROW_SEQ_LEN * listed_reqs, mask=is_row, other=0)
-    query_start = tl.load(rows_ptr + ROW_QUERY_START * listed_reqs, mask=is_row, other=0)
-    query_len = tl.load(rows_ptr + ROW_QUERY_LEN * listed_reqs, mask=is_row, other=0)
-    encoder_len = tl.load(rows_ptr + ROW_ENCODER_LEN * listed_reqs, mask=is_row, other=0)
+    rows_ptr = inputs_ptr + HEADER_SIZE + row
+    req_index = tl.load(rows_ptr + REQ_INDEX * listed_reqs, mask=is_row, other=-1)
+    seq_len = tl.load(rows_ptr + REQ_SEQ_LEN * listed_reqs, mask=is_row, other=0)
+    query_start = tl.load(rows_ptr + REQ_QUERY_START * listed_reqs, mask=is_row, other=0)
+    query_len = tl.load(rows_ptr + REQ_QUERY_LEN * listed_reqs, mask=is_row, other=0)
+    encoder_len = tl.load(rows_ptr + REQ_ENCODER_LEN * listed_reqs, mask=is_row, other=0)
     is_cross = max_encoder_len > 0
-    listed_pages_ptr = record_ptr + HEADER_SIZE + ROW_FIELDS * listed_reqs + listed_tokens
+    listed_pages_ptr = inputs_ptr + HEADER_SIZE + REQ_FIELDS * listed_reqs + listed_tokens
     first, page_count, pages_ptr = row_pages(
-        rows_ptr, listed_pages_ptr, tables_ptr, is_row, row_id, tl.where(is_cross, encoder_len, seq_len), group,
-        page_size, max_pages, num_row_ids, table_width, listed_reqs, listed_pages,
+        rows_ptr, listed_pages_ptr, tables_ptr, is_row, req_index, tl.where(is_cross, encoder_len, seq_len), group,
+        page_size, max_pages, num_req_indices, table_width, listed_reqs, listed_pages,
     )  # fmt: skip
     anew = (first == 0) & (page_count > 0) & (is_cross == 0)
     if tables_ptr is not None:
@@ -149,18 +149,18 @@ def _check_rows_kernel(
     # What stands in the row's table is noted here, since the second kernel's programs change it side by side.
     tl.store(spans_ptr + 2, held_from)
     tl.store(spans_ptr + 3, held_to)
-    if (is_row & has_sequence(row_id, kept)) == 0:
+    if (is_row & has_sequence(req_index, kept)) == 0:
         tl.store(check_code_ptr + check_at, 0)
         tl.store(check_value_ptr + check_at, tl.zeros([], tl.int64))
         tl.store(spans_ptr, 0)
         tl.store(spans_ptr + 1, 0)
         return
-    tokens_ptr = record_ptr + HEADER_SIZE + ROW_FIELDS * listed_reqs + query_start
+    tokens_ptr = inputs_ptr + HEADER_SIZE + REQ_FIELDS * listed_reqs + query_start
 
     # Later checks read through what earlier ones vouch for, so each looks only where nothing was wrong so far.
-    id_ok = (row_id >= 0) & (row_id < num_row_ids)
-    start = token_start(record_ptr, row, num_reqs, num_tokens, listed_reqs, QUERY_LEN)
-    end = token_start(record_ptr, row + 1, num_reqs, num_tokens, listed_reqs, QUERY_LEN)
+    id_ok = (req_index >= 0) & (req_index < num_req_indices)
+    start = token_start(inputs_ptr, row, num_reqs, num_tokens, listed_reqs, QUERY_LEN)
+    end = token_start(inputs_ptr, row + 1, num_reqs, num_tokens, listed_reqs, QUERY_LEN)
     in_place = (query_start == start) & (query_len == end - start) & (end <= num_tokens)
     length_ok = in_place & (query_len >= 1) & (query_len <= seq_len) & (seq_len <= max_seq_len)
     # The tokens whose pages the row needs: its own, or those that its encoder wrote.
@@ -171,7 +171,7 @@ def _check_rows_kernel(
     # Which columns of the row's table will be known: those of a whole list, or those that were known and the new ones.
     # A sequence that begins with this step has none, nor has one that lists its own tokens' pages from page 0 on: what
     # stands there is another's.
-    state = group * num_row_ids + tl.where(id_ok, row_id, 0)
+    state = group * num_req_indices + tl.where(id_ok, req_index, 0)
     has_past = id_ok & length_ok & (seq_len > query_len)
     goes_on = has_past & (anew == 0)
     tag = step % 0xFFFFFFFF + 1  # never 0, which is what stands where nobody has claimed anything yet
@@ -179,11 +179,11 @@ def _check_rows_kernel(
     mark = ((step + 1) << 16) | 0xFFFF
     # Whatever else is wrong with the row: the state behind a row id is one row's in a step.
     claims_id = id_ok & (group == 0)
-    other_row = tl.atomic_xchg(claims_ptr + first_row_claim + row_id, row_claim, mask=claims_id, sem="relaxed")
+    other_row = tl.atomic_xchg(claims_ptr + first_row_claim + req_index, row_claim, mask=claims_id, sem="relaxed")
     # Tokens belong to the row, not to a group: the programs of the first group look at them.
-    last_token = tl.load(last_token_ptr + row_id, mask=has_past, other=_NO_TOKEN)
+    last_token = tl.load(last_token_ptr + req_index, mask=has_past, other=_NO_TOKEN)
     checked_tokens = tl.where(length_ok & (group == 0), query_len, 0)
-    last_encoder_len = tl.load(last_encoder_len_ptr + row_id, mask=goes_on, other=0)
+    last_encoder_len = tl.load(last_encoder_len_ptr + req_index, mask=goes_on, other=0)
     keeps_len = (goes_on == 0) | ((first == 0) & (page_count > 0)) | (encoder_len == last_encoder_len)
     keeps_len = (is_cross == 0) | keeps_len
     known_from = tl.load(page_spans_ptr + 2 * state, mask=goes_on, other=0)
@@ -204,8 +204,8 @@ def _check_rows_kernel(
     code = tl.where(keeps_len, code, _ENCODER_LEN_CHANGED)
     code = tl.where(encoder_ok, code, _BAD_ENCODER_LEN)
     code = tl.where(length_ok, code, _BAD_LENGTH)
-    code = tl.where(id_ok, code, _ROW_ID_OUT_OF_RANGE)
-    value = tl.where(id_ok, tl.where(length_ok, held, seq_len), row_id)
+    code = tl.where(id_ok, code, _REQ_INDEX_OUT_OF_RANGE)
+    value = tl.where(id_ok, tl.where(length_ok, held, seq_len), req_index)
 
     # The pages that the row writes, in blocks of a token each at least; of one block nothing has to wait for the code.
     first_written = tl.where(length_ok, (seq_len - query_len) // page_size, 0)
@@ -223,9 +223,9 @@ def _check_rows_kernel(
         elif bad_token < NOWHERE:
             code = _TOKEN_OUT_OF_RANGE
             value = tl.load(tokens_ptr + bad_token)
-            if (bad_token == 0) & (value == _TOKEN_FROM_ROW):
+            if (bad_token == 0) & (value == _TOKEN_FROM_DEVICE):
                 code = tl.where(last_token < 0, _NO_LAST_TOKEN, code)
-                value = tl.where(last_token < 0, row_id, last_token)
+                value = tl.where(last_token < 0, req_index, last_token)
         else:
             pool_ptr = claims_ptr + claims_at
             marks_ptr = duplicates_ptr + (1 + group) * stride_duplicates
@@ -236,7 +236,7 @@ def _check_rows_kernel(
                     writes = columns < written_to
                     pages = pages_at(columns, writes, pages_ptr, first, page_count, table_ptr)
                     claim_pages(pool_ptr, marks_ptr, pages, columns - first_written, writes, row_claim, mark)
-    mark_row_ids(other_row, row_claim, claims_id, duplicates_ptr, mark)
+    mark_req_indices(other_row, row_claim, claims_id, duplicates_ptr, mark)
     tl.store(check_code_ptr + check_at, code)
     tl.store(check_value_ptr + check_at, tl.where(code == 0, 0, value).to(tl.int64))
     # Pages before the first that the row sees may be another's from now on.
@@ -244,10 +244,10 @@ def _check_rows_kernel(
     tl.store(spans_ptr + 1, tl.where(code == 0, span_to, 0))
 
 
-@triton.jit(do_not_specialize=["padded_reqs", "padded_tokens", "num_row_ids"])
+@triton.jit(do_not_specialize=["padded_reqs", "padded_tokens", "num_req_indices"])
 def _write_buffers_kernel(
     page_groups_ptr,
-    record_ptr,
+    inputs_ptr,
     last_token_ptr,
     last_encoder_len_ptr,
     duplicates_ptr,
@@ -274,14 +274,14 @@ def _write_buffers_kernel(
     decode_start_loc_ptr,
     prompt_start_loc_ptr,
     logits_indices_ptr,
-    row_ids_ptr,
-    row_status_ptr,
+    req_indices_ptr,
+    req_status_ptr,
     void_ids_ptr,
     copied_ptrs,
-    record_words,
+    inputs_words,
     padded_reqs,
     padded_tokens,
-    num_row_ids,
+    num_req_indices,
     table_width,
     seq_len_fill,
     stride_duplicates,
@@ -290,7 +290,7 @@ def _write_buffers_kernel(
     stride_tables,
     COPIED_PADS: tl.constexpr,
     QUERY_LEN: tl.constexpr,
-    ROW_FIELDS: tl.constexpr,
+    REQ_FIELDS: tl.constexpr,
     DECODE_LEN: tl.constexpr,
     GROUPS: tl.constexpr,
     GROUP_BLOCK: tl.constexpr,
@@ -307,33 +307,33 @@ def _write_buffers_kernel(
     if OVERLAPS:
         tl.extra.cuda.gdc_wait()
     step, num_reqs, num_tokens, kept, listed_reqs, listed_tokens, listed_pages = read_header(
-        record_ptr, record_words, padded_reqs, padded_tokens, QUERY_LEN, ROW_FIELDS
+        inputs_ptr, inputs_words, padded_reqs, padded_tokens, QUERY_LEN, REQ_FIELDS
     )
     # All that is known by the row's place is under way before the first word is waited for.
     is_row = row < num_reqs
-    rows_ptr = record_ptr + HEADER_SIZE + tl.where(is_row, row, 0)
-    tokens_ptr = record_ptr + HEADER_SIZE + ROW_FIELDS * listed_reqs
-    named_id = tl.load(rows_ptr + ROW_ID * listed_reqs, mask=is_row, other=-1)
-    seq_len = tl.load(rows_ptr + ROW_SEQ_LEN * listed_reqs, mask=is_row, other=0)
-    sample = tl.load(rows_ptr + ROW_SAMPLE * listed_reqs, mask=is_row, other=0)
-    encoder_len = tl.load(rows_ptr + ROW_ENCODER_LEN * listed_reqs, mask=is_row, other=0)
-    query_len = tl.load(rows_ptr + ROW_QUERY_LEN * listed_reqs, mask=is_row, other=-1)
+    rows_ptr = inputs_ptr + HEADER_SIZE + tl.where(is_row, row, 0)
+    tokens_ptr = inputs_ptr + HEADER_SIZE + REQ_FIELDS * listed_reqs
+    named_id = tl.load(rows_ptr + REQ_INDEX * listed_reqs, mask=is_row, other=-1)
+    seq_len = tl.load(rows_ptr + REQ_SEQ_LEN * listed_reqs, mask=is_row, other=0)
+    sample = tl.load(rows_ptr + REQ_SAMPLE * listed_reqs, mask=is_row, other=0)
+    encoder_len = tl.load(rows_ptr + REQ_ENCODER_LEN * listed_reqs, mask=is_row, other=0)
+    query_len = tl.load(rows_ptr + REQ_QUERY_LEN * listed_reqs, mask=is_row, other=-1)
     copied = ()
     for i in tl.static_range(len(COPIED_PADS)):
-        copied += (tl.load(rows_ptr + (ROW_COPIED + i) * listed_reqs, mask=is_row, other=0),)  # type: ignore[assignment]
+        copied += (tl.load(rows_ptr + (REQ_COPIED + i) * listed_reqs, mask=is_row, other=0),)  # type: ignore[assignment]
     first, page_count, pages_ptr = row_pages(
         rows_ptr, tokens_ptr + listed_tokens, tables_ptr, is_row, named_id,
-        tl.where(max_encoder_len > 0, encoder_len, seq_len), group, page_size, max_pages, num_row_ids, table_width,
+        tl.where(max_encoder_len > 0, encoder_len, seq_len), group, page_size, max_pages, num_req_indices, table_width,
         listed_reqs, listed_pages,
     )  # fmt: skip
     check_at = group * stride_check + row
     span_from = tl.load(new_spans_ptr + 4 * check_at)
     span_to = tl.load(new_spans_ptr + 4 * check_at + 1)
     # The row is read at its place in the record, and written at its place in the step.
-    start = token_start(record_ptr, row, num_reqs, num_tokens, listed_reqs, QUERY_LEN)
-    end = token_start(record_ptr, row + 1, num_reqs, num_tokens, listed_reqs, QUERY_LEN)
+    start = token_start(inputs_ptr, row, num_reqs, num_tokens, listed_reqs, QUERY_LEN)
+    end = token_start(inputs_ptr, row + 1, num_reqs, num_tokens, listed_reqs, QUERY_LEN)
     place, first_token, decodes = row_place(
-        record_ptr, row, num_reqs, num_tokens, listed_reqs, QUERY_LEN, DECODE_LEN, ROW_BLOCK
+        inputs_ptr, row, num_reqs, num_tokens, listed_reqs, QUERY_LEN, DECODE_LEN, ROW_BLOCK
     )
     place_at = group * stride_check + place
     held_from = tl.load(new_spans_ptr + 4 * place_at + 2)
@@ -344,11 +344,11 @@ def _write_buffers_kernel(
     )
     real = is_row & has_sequence(named_id, kept)
     valid = real & (code == 0)
-    row_id = tl.where(valid, named_id, -1)
+    req_index = tl.where(valid, named_id, -1)
     page_count = tl.where(valid, page_count, 0)
-    state = group * num_row_ids + tl.where(valid, row_id, 0)
+    state = group * num_req_indices + tl.where(valid, req_index, 0)
     table_ptr = page_table_ptr + state.to(tl.int64) * table_width
-    last_token = tl.load(last_token_ptr + row_id, mask=valid, other=0)
+    last_token = tl.load(last_token_ptr + req_index, mask=valid, other=0)
 
     # What the first of its tokens need is under way while the table is copied.
     slots_ptr = slot_mapping_ptr + group * stride_slots
@@ -385,18 +385,19 @@ def _write_buffers_kernel(
     if (part == 0) & (group == 0):
         status = tl.where(valid, tl.where(sample != 0, _SAMPLES, _LIVE), tl.where(real, _INVALID, _PAD))
         tl.store(seq_lens_ptr + place, tl.where(valid, seq_len, seq_len_fill))
-        tl.store(row_ids_ptr + place, row_id)
-        tl.store(row_status_ptr + place, status)
-        tl.store(last_encoder_len_ptr + row_id, encoder_len, mask=valid)
+        tl.store(req_indices_ptr + place, req_index)
+        tl.store(req_status_ptr + place, status)
+        tl.store(last_encoder_len_ptr + req_index, encoder_len, mask=valid)
         for i in tl.static_range(len(COPIED_PADS)):
             word = tl.where(valid, copied[i], COPIED_PADS[i])
             tl.store(copied_ptrs[i] + place, as_declared(word, copied_ptrs[i]))
         # A sequence that begins with a fault leaves no token, so what its row id holds, another's, is void.
-        void = real & (code != 0) & (seq_len == query_len) & (named_id >= 0) & (named_id < num_row_ids)
+        void = real & (code != 0) & (seq_len == query_len) & (named_id >= 0) & (named_id < num_req_indices)
         tl.store(void_ids_ptr + place, tl.where(void, named_id, -1))
         value = fault_value(
             tl.where(real, code, 0), value, fault_group, page_mark, page_groups_ptr, rows_ptr,
-            tokens_ptr + listed_tokens, tables_ptr, listed_reqs, listed_pages, page_table_ptr, num_row_ids, table_width,
+            tokens_ptr + listed_tokens, tables_ptr, listed_reqs, listed_pages, page_table_ptr, num_req_indices,
+            table_width,
         )  # fmt: skip
         tl.store(fault_code_ptr + place, tl.where(real, code | (fault_group << _GROUP_SHIFT), 0))
         tl.store(fault_value_ptr + place, tl.where(real, value, 0))
@@ -431,12 +432,12 @@ def _write_buffers_kernel(
         written = (at < end) & (to >= 0) & (to < padded_tokens)  # of a corrupt record the sum of lengths may be larger
         tl.store(slots_ptr + to, slot, mask=written)
         if group == 0:
-            token = tl.where((at < valid_end) & (token == _TOKEN_FROM_ROW), last_token, token)
+            token = tl.where((at < valid_end) & (token == _TOKEN_FROM_DEVICE), last_token, token)
             tl.store(input_ids_ptr + to, token.to(tl.int64), mask=written)
             tl.store(positions_ptr + to, position.to(tl.int64), mask=written)
 
     # Pad tokens, shared out among all programs of this group.
-    pads_from = token_start(record_ptr, num_reqs, num_reqs, num_tokens, listed_reqs, QUERY_LEN)
+    pads_from = token_start(inputs_ptr, num_reqs, num_reqs, num_tokens, listed_reqs, QUERY_LEN)
     program = row * num_parts + part
     for base in range(pads_from + program * TOKEN_BLOCK, padded_tokens, tl.num_programs(0) * num_parts * TOKEN_BLOCK):
         at = base + lanes
@@ -453,31 +454,31 @@ _check_rows, _write_buffers = KernelLauncher(_check_rows_kernel), KernelLauncher
 
 def _refresh_triton(b: Any) -> None:
     groups, padded_reqs, width = b.block_table.shape
-    padded_tokens, row_ids = b.input_ids.shape[0], b.last_token.shape[0]
+    padded_tokens, req_indices = b.input_ids.shape[0], b.last_token.shape[0]
     tiling = _Tiling.choose(padded_reqs * groups, b.query_len, padded_tokens, width)
-    row_fields, early = layout.row_fields(groups), overlaps(b.record.device)
+    req_fields, early = layout.req_fields(groups), overlaps(b.inputs.device)
     _check_rows(
         (padded_reqs, groups),
-        b.page_groups, b.record, b.last_token, b.last_encoder_len, b.claims, b.duplicates, b.tables, b.page_table,
+        b.page_groups, b.inputs, b.last_token, b.last_encoder_len, b.claims, b.duplicates, b.tables, b.page_table,
         b.page_spans, b.table_from, b.table_to, b.new_spans, b.check_code, b.check_value,
-        b.record.shape[0], padded_reqs, padded_tokens, row_ids, b.claims.shape[0] - row_ids, b.max_seq_len,
+        b.inputs.shape[0], padded_reqs, padded_tokens, req_indices, b.claims.shape[0] - req_indices, b.max_seq_len,
         b.vocab_size, width, b.duplicates.stride(0), b.check_code.stride(0),
-        QUERY_LEN=b.query_len, ROW_FIELDS=row_fields, GROUPS=groups, GROUP_BLOCK=next_power_of_two(groups),
+        QUERY_LEN=b.query_len, REQ_FIELDS=req_fields, GROUPS=groups, GROUP_BLOCK=next_power_of_two(groups),
         TOKEN_BLOCK=tiling.token_block, PAGE_BLOCK=tiling.page_block, num_warps=tiling.num_warps, OVERLAPS=early,
         launch_pdl=early,
     )  # fmt: skip
     parts = min(-(-width // tiling.table_block), max(_PROGRAMS // (padded_reqs * groups), 1))
     _write_buffers(
         (padded_reqs, parts, groups),
-        b.page_groups, b.record, b.last_token, b.last_encoder_len, b.duplicates, b.tables, b.page_table,
+        b.page_groups, b.inputs, b.last_token, b.last_encoder_len, b.duplicates, b.tables, b.page_table,
         b.page_spans, b.table_from, b.table_to, b.new_spans, b.check_code, b.check_value, b.fault_code, b.fault_value,
         b.step_counter, b.input_ids, b.positions, b.slot_mapping,
         b.query_start_loc, b.seq_lens, b.block_table, b.places, b.decode_seq_lens, b.prompt_seq_lens,
-        b.decode_start_loc, b.prompt_start_loc, b.logits_indices, b.row_ids, b.row_status, b.void_ids,
+        b.decode_start_loc, b.prompt_start_loc, b.logits_indices, b.req_indices, b.req_status, b.void_ids,
         tuple(getattr(b, name) for name in COPIED),
-        b.record.shape[0], padded_reqs, padded_tokens, row_ids, width, b.seq_len_fill, b.duplicates.stride(0),
+        b.inputs.shape[0], padded_reqs, padded_tokens, req_indices, width, b.seq_len_fill, b.duplicates.stride(0),
         b.check_code.stride(0), b.slot_mapping.stride(0), b.block_table.stride(0), COPIED_PADS=COPIED_PAD_WORDS,
-        QUERY_LEN=b.query_len, ROW_FIELDS=row_fields, DECODE_LEN=b.decode_len, GROUPS=groups,
+        QUERY_LEN=b.query_len, REQ_FIELDS=req_fields, DECODE_LEN=b.decode_len, GROUPS=groups,
         GROUP_BLOCK=next_power_of_two(groups), ROW_BLOCK=_ROW_BLOCK,
         TOKEN_BLOCK=tiling.token_block, TABLE_BLOCK=tiling.table_block, num_warps=tiling.num_warps, OVERLAPS=early,
         launch_pdl=early,
@@ -525,7 +526,7 @@ def refresh(
     seq_len_fill  length that pad and invalid rows get: what the attention backend can bear
     decode_len    of a mixed graph with a decode part: rows of so many new tokens stand first in the buffers, all others
                   behind them, both in the order of the record. 0: rows stand as the record has them
-    tables        [groups, row_ids, pages_per_row]  int32  device: each row id's pages, which the caller keeps; read
+    tables        [groups, req_indices, pages_per_row]  int32  device: each row id's pages, which the caller keeps; read
                   as if each row listed all its pages there, and what the record lists is not read. None: the record has
                   the lists
 
@@ -565,7 +566,7 @@ def compile_variants() -> list[CompileSpec]:
         tiling = _Tiling.choose(rows * groups, query_len, padded_tokens, max_pages)
         common: dict[str, object] = {
             "QUERY_LEN": query_len,
-            "ROW_FIELDS": layout.row_fields(groups),
+            "REQ_FIELDS": layout.req_fields(groups),
             "TOKEN_BLOCK": tiling.token_block,
             "OVERLAPS": True,
         }

@@ -148,7 +148,7 @@ __device__ __forceinline__ void copy_tile(Stream &t, const Params &p, const char
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
 decode_attention(const __grid_constant__ Params p) {
-  // Shared memory: the stages of all warps; their partial results; the inbox of a cluster's block.
+  // Shared memory: the stages of all warps; their partial results; the input_ring of a cluster's block.
   extern __shared__ __align__(128) char memory[];
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int kv_head = blockIdx.x, block = blockIdx.y;
@@ -158,10 +158,10 @@ decode_attention(const __grid_constant__ Params p) {
   const u32 stages_at = shared_address(stages);
   float *const results = reinterpret_cast<float *>(memory + WARPS * STAGES * STAGE_BYTES);
 #if CLUSTER > 1
-  Inbox inbox;
-  inbox.open(results + WARPS * PARTIAL_FLOATS);
+  InputRing input_ring;
+  input_ring.open(results + WARPS * PARTIAL_FLOATS);
   __syncwarp();
-  cluster_arrive();  // the others' inboxes are open once all have arrived
+  cluster_arrive();  // the others' input_rings are open once all have arrived
   bool met = false;
 #endif
   wait_for_earlier_kernels();
@@ -238,11 +238,11 @@ decode_attention(const __grid_constant__ Params p) {
 #if CLUSTER > 1
     if (!met) cluster_wait();
     met = true;
-    inbox.expect(max(end_pair - first_pair, 0));
-    for (int pair = threadIdx.x; pair < UNIT_PAIRS; pair += THREADS) inbox.send(merge_warps(pair, results), pair, rank);
-    inbox.wait();
-    for (int pair = first_pair + threadIdx.x; pair < end_pair; pair += THREADS) deliver(inbox.merge(pair), pair);
-    ++inbox.segment;
+    input_ring.expect(max(end_pair - first_pair, 0));
+    for (int pair = threadIdx.x; pair < UNIT_PAIRS; pair += THREADS) input_ring.send(merge_warps(pair, results), pair, rank);
+    input_ring.wait();
+    for (int pair = first_pair + threadIdx.x; pair < end_pair; pair += THREADS) deliver(input_ring.merge(pair), pair);
+    ++input_ring.segment;
 #else
     for (int pair = threadIdx.x; pair < UNIT_PAIRS; pair += THREADS) deliver(merge_warps(pair, results), pair);
 #endif

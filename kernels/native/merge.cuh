@@ -6,7 +6,7 @@
 //
 //                      one part per warp               one part per cluster (COOPERATIVE)
 //   within a block     merge_streams, at the end       merge_warps, per segment
-//   between blocks     letters                         Inbox: distributed shared memory
+//   between blocks     letters                         InputRing: distributed shared memory
 //   between clusters                                   Places and counters: arrive_and_merge
 
 #include "attend.cuh"
@@ -385,7 +385,7 @@ __device__ __forceinline__ void merge_streams(const SharedUnit *shared, Firsts f
 // that.
 //
 // A barrier in shared memory counts the bytes that have come, so no fence is needed.
-struct Inbox {
+struct InputRing {
   float2 *pairs, *stats;
   i64 *bytes;  // [2] barriers
   int segment;

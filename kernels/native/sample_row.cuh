@@ -10,7 +10,7 @@ struct Params {
   const void *logits;         // [rows, vocab]
   const float *temperatures;  // [rows], like the following up to `frequency`; null: no row uses it
   const i64 *seeds;
-  const int *seq_lens, *row_ids, *top_k;
+  const int *seq_lens, *req_indices, *top_k;
   const float *top_p, *min_p, *repetition, *presence, *frequency;
   const u32 *seen;            // [state_rows, words]
   const int *counts;          // [state_rows, vocab]
@@ -259,7 +259,7 @@ __device__ __forceinline__ Row row_of(const Params &p, int at) {
     if (mask >= 0 && mask < p.num_masks) r.allowed = p.mask_words + (i64)mask * r.num_words;
   }
   // Read side by side: each of these takes as long as a turn of a loop.
-  const int id = p.row_ids ? p.row_ids[at] : -1;
+  const int id = p.req_indices ? p.req_indices[at] : -1;
   float repetition = 1.0f, presence = 0.0f, frequency = 0.0f;
   if (p.repetition) {
     repetition = p.repetition[at];

@@ -123,7 +123,7 @@ def _sample_triton(
     temperatures: torch.Tensor,
     seeds: torch.Tensor,
     seq_lens: torch.Tensor,
-    row_ids: torch.Tensor | None,
+    req_indices: torch.Tensor | None,
     top_k: torch.Tensor | None,
     top_p: torch.Tensor | None,
     min_p: torch.Tensor | None,
@@ -166,7 +166,7 @@ def _sample_triton(
         programs += ceil_div(groups * group // 32, CHANGED_WORDS)
     ints, floats = list_groups, group_best  # in the place of tables that no row uses, while some row may use others
     inputs = (
-        logits, temperatures, seeds, seq_lens, row_ids, top_k, top_p, min_p, repetition, presence, frequency,
+        logits, temperatures, seeds, seq_lens, req_indices, top_k, top_p, min_p, repetition, presence, frequency,
         ints if seen is None else seen, ints if counts is None else counts,
         ints if bias_tokens is None else bias_tokens, floats if bias_values is None else bias_values, bias_counts,
         ints if mask_words is None else mask_words, mask_index,
@@ -209,7 +209,7 @@ def _sample_triton(
 
 
 _OPTIONAL = (
-    "row_ids", "top_k", "top_p", "min_p", "repetition", "presence", "frequency", "seen", "counts", "bias_tokens",
+    "req_indices", "top_k", "top_p", "min_p", "repetition", "presence", "frequency", "seen", "counts", "bias_tokens",
     "bias_values", "bias_counts", "mask_words", "mask_index",
 )  # fmt: skip
 _sample_op = define_op(
@@ -227,7 +227,7 @@ def sample(
     seeds: torch.Tensor,
     seq_lens: torch.Tensor,
     *,
-    row_ids: torch.Tensor | None = None,
+    req_indices: torch.Tensor | None = None,
     truncation: Truncation | None = None,
     penalties: Penalties | None = None,
     bias: LogitBias | None = None,
@@ -239,7 +239,7 @@ def sample(
     temperatures  [rows]         float32  0 (or less, or NaN): argmax, the lowest index of equal logits
     seeds         [rows]         int64    key of the row's random numbers
     seq_lens      [rows]         int32    position of the draw; the same seed and position draw the same noise
-    row_ids       [rows]         int32    where penalties and bias find a row's state; needed by them. An id that is
+    req_indices       [rows]         int32    where penalties and bias find a row's state; needed by them. An id that is
                                           not there, as -1 in pads: neither of them
     returns       [rows]         int32    NO_TOKEN where no token is possible
 
@@ -258,11 +258,11 @@ def sample(
         "seq_lens": (seq_lens, torch.int32),
     }
     optional: dict[str, torch.Tensor] = {}
-    if row_ids is not None:
-        of_rows["row_ids"] = (row_ids, torch.int32)
-        optional["row_ids"] = row_ids
+    if req_indices is not None:
+        of_rows["req_indices"] = (req_indices, torch.int32)
+        optional["req_indices"] = req_indices
     elif penalties is not None or bias is not None:
-        raise ShapeError("row_ids: expected a tensor beside penalties or bias, got None; pass the batch's row ids")
+        raise ShapeError("req_indices: expected a tensor beside penalties or bias, got None; pass the batch's row ids")
     if truncation is not None:
         of_rows["top_k"] = (truncation.top_k, torch.int32)
         of_rows["top_p"] = (truncation.top_p, torch.float32)

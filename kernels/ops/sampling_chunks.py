@@ -25,8 +25,8 @@ from graphrt.kernels.ops.sampling_logits import (
     picks_tiles,
     processes_late,
     rate_of,
+    req_values,
     row_options,
-    row_values,
     split_bits,
     split_words,
     weight,
@@ -42,7 +42,7 @@ def sample_chunks_kernel(
     temperatures_ptr,
     seeds_ptr,
     seq_lens_ptr,
-    row_ids_ptr,
+    req_indices_ptr,
     top_k_ptr,
     top_p_ptr,
     min_p_ptr,
@@ -85,8 +85,8 @@ def sample_chunks_kernel(
         tl.extra.cuda.gdc_launch_dependents()
     source = (
         (logits_ptr, mask_words_ptr, bias_tokens_ptr, bias_values_ptr, seen_ptr, counts_ptr),
-        row_values(
-            row, stride_logits, vocab_size, row_ids_ptr, repetition_ptr, presence_ptr, frequency_ptr,
+        req_values(
+            row, stride_logits, vocab_size, req_indices_ptr, repetition_ptr, presence_ptr, frequency_ptr,
             state_rows, bias_counts_ptr, bias_rows, bias_capacity, mask_index_ptr, num_masks,
         ),
     )  # fmt: skip

@@ -151,11 +151,11 @@ def penalties_of(row, repetition_ptr, presence_ptr, frequency_ptr):
 
 
 @triton.jit
-def row_values(
+def req_values(
     row,
     stride_logits,
     vocab_size,
-    row_ids_ptr,
+    req_indices_ptr,
     repetition_ptr,
     presence_ptr,
     frequency_ptr,
@@ -177,15 +177,15 @@ def row_values(
         masked = (index >= 0) & (index < num_masks)
         mask_at = tl.where(masked, index, 0).to(tl.int64) * ((vocab_size + 31) // 32)
         num_masked = tl.where(masked, vocab_size, 0)
-    row_id = -1
-    if row_ids_ptr is not None:
-        row_id = tl.load(row_ids_ptr + row)
+    req_index = -1
+    if req_indices_ptr is not None:
+        req_index = tl.load(req_indices_ptr + row)
     bias_at = 0
     num_biases = 0
     if bias_counts_ptr is not None:
-        known = (row_id >= 0) & (row_id < bias_rows)
-        bias_at = tl.where(known, row_id, 0).to(tl.int64) * bias_capacity
-        num_biases = tl.load(bias_counts_ptr + row_id, mask=known, other=0)
+        known = (req_index >= 0) & (req_index < bias_rows)
+        bias_at = tl.where(known, req_index, 0).to(tl.int64) * bias_capacity
+        num_biases = tl.load(bias_counts_ptr + req_index, mask=known, other=0)
         num_biases = tl.maximum(tl.minimum(num_biases, bias_capacity), 0)
     state_row = 0
     num_penalised = 0  # all or none
@@ -193,8 +193,8 @@ def row_values(
     presence = 0.0
     frequency = 0.0
     if repetition_ptr is not None:
-        known = (row_id >= 0) & (row_id < state_rows)
-        state_row = tl.where(known, row_id, 0).to(tl.int64)
+        known = (req_index >= 0) & (req_index < state_rows)
+        state_row = tl.where(known, req_index, 0).to(tl.int64)
         repetition, presence, frequency, penalised = penalties_of(row, repetition_ptr, presence_ptr, frequency_ptr)
         num_penalised = tl.where(penalised & known, vocab_size, 0)
     processes = num_masked + num_biases + num_penalised > 0

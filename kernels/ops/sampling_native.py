@@ -34,7 +34,7 @@ _CHANGED = 4096  # tokens of a row that mask, bias and penalties change, before 
 _MEETING = 4 * 2 * 8 * _WARPS  # bytes of `Meeting` in sample_block.cuh
 
 _POINTERS = (
-    "logits", "temperatures", "seeds", "seq_lens", "row_ids", "top_k", "top_p", "min_p", "repetition", "presence",
+    "logits", "temperatures", "seeds", "seq_lens", "req_indices", "top_k", "top_p", "min_p", "repetition", "presence",
     "frequency", "seen", "counts", "bias_tokens", "bias_values", "bias_counts", "mask_words", "mask_index",
     "group_best", "group_mass", "changed_best", "plain_words", "num_changed", "highest_changed", "changed_tokens",
     "changed_logits", "out",

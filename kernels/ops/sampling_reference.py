@@ -79,7 +79,7 @@ def sample_reference(
     temperatures: torch.Tensor,
     seeds: torch.Tensor,
     seq_lens: torch.Tensor,
-    row_ids: torch.Tensor | None = None,
+    req_indices: torch.Tensor | None = None,
     top_k: torch.Tensor | None = None,
     top_p: torch.Tensor | None = None,
     min_p: torch.Tensor | None = None,
@@ -97,7 +97,7 @@ def sample_reference(
     """Reference of `graphrt::sample`: argmax, over the kept tokens, of processed logits + temperature * noise."""
     vocab = logits.shape[1]
     processed = processed_reference(
-        logits, row_ids, repetition, presence, frequency, seen, counts, bias_tokens, bias_values, bias_counts,
+        logits, req_indices, repetition, presence, frequency, seen, counts, bias_tokens, bias_values, bias_counts,
         mask_words, mask_index,
     )  # fmt: skip
     scores = processed.clone()
@@ -126,7 +126,7 @@ def sample_reference(
 
 def processed_reference(
     logits: torch.Tensor,
-    row_ids: torch.Tensor | None,
+    req_indices: torch.Tensor | None,
     repetition: torch.Tensor | None,
     presence: torch.Tensor | None,
     frequency: torch.Tensor | None,
@@ -147,28 +147,28 @@ def processed_reference(
             index = int(mask_index[row])
             if 0 <= index < len(mask_words):
                 out[row, ~unpacked_bits(mask_words[index], vocab)] = float("-inf")
-    if row_ids is None:
+    if req_indices is None:
         return out
     if bias_tokens is not None and bias_values is not None and bias_counts is not None:
         for row in every:
-            row_id = int(row_ids[row])
-            if 0 <= row_id < len(bias_counts):
-                count = min(max(int(bias_counts[row_id]), 0), bias_tokens.shape[1])
-                tokens, values = bias_tokens[row_id, :count].long(), bias_values[row_id, :count]
+            req_index = int(req_indices[row])
+            if 0 <= req_index < len(bias_counts):
+                count = min(max(int(bias_counts[req_index]), 0), bias_tokens.shape[1])
+                tokens, values = bias_tokens[req_index, :count].long(), bias_values[req_index, :count]
                 inside = (tokens >= 0) & (tokens < vocab)
                 out[row, tokens[inside]] += values[inside]
     if repetition is None or presence is None or frequency is None or seen is None or counts is None:
         return out
     factors, offsets, slopes = effective_penalties(repetition, presence, frequency)
     for row in every:
-        row_id = int(row_ids[row])
-        if not 0 <= row_id < len(seen):
+        req_index = int(req_indices[row])
+        if not 0 <= req_index < len(seen):
             continue
         if float(factors[row]) == 1 and float(offsets[row]) == 0 and float(slopes[row]) == 0:
             continue
-        logit, occurred = out[row], counts[row_id]
+        logit, occurred = out[row], counts[req_index]
         scaled = torch.where(logit > 0, logit / factors[row], logit * factors[row])
-        logit = torch.where(unpacked_bits(seen[row_id], vocab), scaled, logit)
+        logit = torch.where(unpacked_bits(seen[req_index], vocab), scaled, logit)
         logit = logit - slopes[row] * occurred.float()
         out[row] = torch.where(occurred > 0, logit - offsets[row], logit)
     return out
@@ -223,7 +223,7 @@ def record_tokens_reference(
     tokens: torch.Tensor,
     query_start_loc: torch.Tensor,
     seq_lens: torch.Tensor,
-    row_ids: torch.Tensor,
+    req_indices: torch.Tensor,
     prompt_lens: torch.Tensor,
     repetition: torch.Tensor,
     presence: torch.Tensor,
@@ -236,23 +236,23 @@ def record_tokens_reference(
     vocab = counts.shape[1]
     factors, offsets, slopes = effective_penalties(repetition, presence, frequency)
     starts = query_start_loc.tolist()
-    for row, row_id in enumerate(row_ids.tolist()):
+    for row, req_index in enumerate(req_indices.tolist()):
         penalised = bool(factors[row] != 1) or bool(offsets[row] != 0) or bool(slopes[row] != 0)
         start, end = max(starts[row], 0), min(starts[row + 1], len(tokens))
-        if not (0 <= row_id < len(seen) and penalised and start < end):
+        if not (0 <= req_index < len(seen) and penalised and start < end):
             continue
         first = int(seq_lens[row]) - (end - start)
         if first == 0 and amount > 0:
-            seen[row_id] = 0
-            counts[row_id] = 0
-        bits = unpacked_bits(seen[row_id], 32 * seen.shape[1])
+            seen[req_index] = 0
+            counts[req_index] = 0
+        bits = unpacked_bits(seen[req_index], 32 * seen.shape[1])
         for position, token in enumerate(tokens[start:end].tolist(), first):
             if 0 <= token < vocab:
                 bits[token] = True
-                counts[row_id, token] += amount * int(position >= int(prompt_lens[row]))
+                counts[req_index, token] += amount * int(position >= int(prompt_lens[row]))
         places = torch.arange(32, device=seen.device)
         words = (bits.view(-1, 32).long() << places).sum(1)
-        seen[row_id] = torch.where(words < 2**31, words, words - 2**32).int()
+        seen[req_index] = torch.where(words < 2**31, words, words - 2**32).int()
 
 
 def token_logprobs_reference(

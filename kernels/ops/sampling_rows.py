@@ -17,8 +17,8 @@ from graphrt.kernels.ops.sampling_logits import (
     logits_of_words,
     min_p_floor,
     picks_tiles,
+    req_values,
     row_options,
-    row_values,
 )
 from graphrt.kernels.ops.sampling_passes import best_of_groups, best_score
 from graphrt.kernels.types import NO_TOKEN
@@ -32,7 +32,7 @@ def sample_rows_kernel(
     temperatures_ptr,
     seeds_ptr,
     seq_lens_ptr,
-    row_ids_ptr,
+    req_indices_ptr,
     top_k_ptr,
     top_p_ptr,
     min_p_ptr,
@@ -73,8 +73,8 @@ def sample_rows_kernel(
             return
     source = (
         (logits_ptr, mask_words_ptr, bias_tokens_ptr, bias_values_ptr, seen_ptr, counts_ptr),
-        row_values(
-            row, stride_logits, vocab_size, row_ids_ptr, repetition_ptr, presence_ptr, frequency_ptr,
+        req_values(
+            row, stride_logits, vocab_size, req_indices_ptr, repetition_ptr, presence_ptr, frequency_ptr,
             state_rows, bias_counts_ptr, bias_rows, bias_capacity, mask_index_ptr, num_masks,
         ),
     )  # fmt: skip

@@ -85,7 +85,7 @@ def _record_tokens_kernel(
     tokens_ptr,
     query_start_loc_ptr,
     seq_lens_ptr,
-    row_ids_ptr,
+    req_indices_ptr,
     prompt_lens_ptr,
     repetition_ptr,
     presence_ptr,
@@ -99,11 +99,11 @@ def _record_tokens_kernel(
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0)
-    row_id = tl.load(row_ids_ptr + row)
+    req_index = tl.load(req_indices_ptr + row)
     _, _, _, penalised = penalties_of(row, repetition_ptr, presence_ptr, frequency_ptr)
     start = tl.maximum(tl.load(query_start_loc_ptr + row), 0)
     end = tl.minimum(tl.load(query_start_loc_ptr + row + 1), num_tokens)
-    if (penalised & (row_id >= 0) & (row_id < state_rows)) & (start < end):
+    if (penalised & (req_index >= 0) & (req_index < state_rows)) & (start < end):
         # A program has a slice of the vocabulary to itself, so clearing and counting need no other program.
         words = (vocab_size + 31) // 32
         per_slice = tl.cdiv(words, tl.num_programs(1))
@@ -111,8 +111,8 @@ def _record_tokens_kernel(
         end_word = tl.minimum(first_word + per_slice, words)
         first_token = first_word * 32
         end_token = tl.minimum(end_word * 32, vocab_size)
-        seen_row_ptr = seen_ptr + row_id.to(tl.int64) * words
-        counts_row_ptr = counts_ptr + row_id.to(tl.int64) * vocab_size
+        seen_row_ptr = seen_ptr + req_index.to(tl.int64) * words
+        counts_row_ptr = counts_ptr + req_index.to(tl.int64) * vocab_size
         lanes = tl.arange(0, BLOCK)
         first_position = tl.load(seq_lens_ptr + row) - (end - start)
         if (first_position == 0) & (amount > 0):
@@ -140,7 +140,7 @@ class _Call:
     tokens: torch.Tensor
     query_start_loc: torch.Tensor
     seq_lens: torch.Tensor
-    row_ids: torch.Tensor
+    req_indices: torch.Tensor
     prompt_lens: torch.Tensor
     repetition: torch.Tensor
     presence: torch.Tensor
@@ -151,10 +151,10 @@ class _Call:
 
 
 def _launch(call: _Call) -> None:
-    if not call.row_ids.shape[0]:
+    if not call.req_indices.shape[0]:
         return
-    _record_tokens_kernel[(call.row_ids.shape[0], _SLICES)](
-        call.tokens, call.query_start_loc, call.seq_lens, call.row_ids, call.prompt_lens, call.repetition,
+    _record_tokens_kernel[(call.req_indices.shape[0], _SLICES)](
+        call.tokens, call.query_start_loc, call.seq_lens, call.req_indices, call.prompt_lens, call.repetition,
         call.presence, call.frequency, call.seen, call.counts, call.tokens.shape[0], *call.counts.shape, call.amount,
         BLOCK=_BLOCK, num_warps=_NUM_WARPS,
     )  # fmt: skip
@@ -162,7 +162,7 @@ def _launch(call: _Call) -> None:
 
 def _reference(call: _Call) -> None:
     record_tokens_reference(
-        call.tokens, call.query_start_loc, call.seq_lens, call.row_ids, call.prompt_lens, call.repetition,
+        call.tokens, call.query_start_loc, call.seq_lens, call.req_indices, call.prompt_lens, call.repetition,
         call.presence, call.frequency, call.seen, call.counts, call.amount,
     )  # fmt: skip
 
@@ -174,7 +174,7 @@ def record_tokens(
     tokens: torch.Tensor,
     query_start_loc: torch.Tensor,
     seq_lens: torch.Tensor,
-    row_ids: torch.Tensor,
+    req_indices: torch.Tensor,
     prompt_lens: torch.Tensor,
     penalties: Penalties,
     *,
@@ -185,7 +185,7 @@ def record_tokens(
     tokens           [n]         int64  the step's input ids; those outside of the vocabulary are ignored
     query_start_loc  [rows + 1]  int32  row r has tokens query_start_loc[r] to query_start_loc[r + 1]
     seq_lens         [rows]      int32  length of the sequence with these tokens: says their positions
-    row_ids          [rows]      int32  distinct; an id that is not there, as -1 in pads: the row is skipped
+    req_indices          [rows]      int32  distinct; an id that is not there, as -1 in pads: the row is skipped
     prompt_lens      [rows]      int32  tokens from this position on are output tokens, and counted
     take_back        undo a call with the same arguments, of a step that failed: its output tokens count once less. The
                      tokens stay seen, as the same step again sees the same ones
@@ -197,19 +197,19 @@ def record_tokens(
     tokens before. Tokens that no step computes, as after a hit in a prefix cache, take a call of their own, before.
     Capture-safe: the grid depends on shapes only. Raises: ShapeError.
     """
-    check_tensor("row_ids", row_ids, shape=(None,), dtype=torch.int32)
-    rows, device = row_ids.shape[0], row_ids.device
+    check_tensor("req_indices", req_indices, shape=(None,), dtype=torch.int32)
+    rows, device = req_indices.shape[0], req_indices.device
     check_tensor("tokens", tokens, shape=(None,), dtype=torch.int64, device=device)
     check_tensor("query_start_loc", query_start_loc, shape=(rows + 1,), dtype=torch.int32, device=device)
     check_tensor("seq_lens", seq_lens, shape=(rows,), dtype=torch.int32, device=device)
     check_tensor("prompt_lens", prompt_lens, shape=(rows,), dtype=torch.int32, device=device)
-    named = {"row_ids": row_ids, "tokens": tokens, "query_start_loc": query_start_loc, "seq_lens": seq_lens}
+    named = {"req_indices": req_indices, "tokens": tokens, "query_start_loc": query_start_loc, "seq_lens": seq_lens}
     for name, tensor in {**named, "prompt_lens": prompt_lens}.items():
         check_unit_stride(name, tensor)
     counts = penalties.state.counts
     check_tensor("state.counts", counts, shape=(None, None))
     of_rows = penalties.checked(rows, counts.shape[1], device)
-    _op(_Call(tokens, query_start_loc, seq_lens, row_ids, prompt_lens, **of_rows, amount=-1 if take_back else 1))
+    _op(_Call(tokens, query_start_loc, seq_lens, req_indices, prompt_lens, **of_rows, amount=-1 if take_back else 1))
 
 
 def compile_variants() -> list[CompileSpec]:

@@ -71,7 +71,7 @@ class MockBackend(AttentionBackend):
 
     def _attend(self, spec, q, k, v, seen, split, metadata, out, lse):
         """Keys and values are [tokens, keys, KV heads, head size], `seen` and `split` [tokens, keys]."""
-        k, v = (x.repeat_interleave(spec.group, 2) for x in (k, v))
+        k, v = (x.repeat_interleave(spec.num_queries_per_kv, 2) for x in (k, v))
         logits = torch.einsum("thd,tnhd->thn", q, k) * spec.scale
         if spec.logits_softcap is not None:
             logits = spec.logits_softcap * torch.tanh(logits / spec.logits_softcap)

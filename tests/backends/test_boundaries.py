@@ -54,7 +54,7 @@ def test_generations_of_devices(
     cls: type[AttentionBackend], capability: tuple[int, int], reason: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     on_device(monkeypatch, capability)
-    assert cls.why_not(context(device=CUDA)) == ([] if reason is None else [reason])
+    assert cls.unsupported_reasons(context(device=CUDA)) == ([] if reason is None else [reason])
 
 
 VERSIONS = [
@@ -100,10 +100,10 @@ def layers_with(other: AttentionSpec, at: int, plain: AttentionSpec = FULL) -> l
 def test_flash_attn3_with_an_fp8_cache_wants_bfloat16_in_every_layer(at: int) -> None:
     half = AttentionSpec(8, 2, 64, torch.float16)
     refused = context(*layers_with(half, at), device=CUDA, kv_dtype=E4M3)
-    assert FlashAttention3Backend.why_not(refused) == [
+    assert FlashAttention3Backend.unsupported_reasons(refused) == [
         "KV dtype float8_e4m3fn: its output is bfloat16, so the layers must be"
     ]
-    assert FlashAttention3Backend.why_not(context(FULL, FULL, FULL, device=CUDA, kv_dtype=E4M3)) == []
+    assert FlashAttention3Backend.unsupported_reasons(context(FULL, FULL, FULL, device=CUDA, kv_dtype=E4M3)) == []
 
 
 @pytest.mark.parametrize("at", [0, 1, 2])
@@ -111,8 +111,10 @@ def test_flash_attn3_asks_for_sinks_if_any_layer_has_them(at: int, monkeypatch: 
     without = lambda q, k_cache, v_cache: None  # noqa: E731
     install(monkeypatch, "flash_attn_interface", flash_attn_with_kvcache=without, get_scheduler_metadata=None)
     asked = context(*layers_with(AttentionSpec(8, 2, 64, BF16, sinks=True), at), device=CUDA)
-    assert FlashAttention3Backend.why_not(asked) == ["sinks: not in this build; run pip install tokenspeed-fa3"]
-    assert FlashAttention3Backend.why_not(context(FULL, FULL, device=CUDA)) == []
+    assert FlashAttention3Backend.unsupported_reasons(asked) == [
+        "sinks: not in this build; run pip install tokenspeed-fa3"
+    ]
+    assert FlashAttention3Backend.unsupported_reasons(context(FULL, FULL, device=CUDA)) == []
 
 
 AGREE: dict[str, dict[str, Any]] = {
@@ -129,9 +131,9 @@ AGREE: dict[str, dict[str, Any]] = {
 def test_flashinfer_wants_layers_that_agree(text: str, at: int) -> None:
     options = {"num_q_heads": 8, "num_kv_heads": 2, "head_dim": 64, "dtype": BF16} | AGREE[text]
     asked = context(*layers_with(AttentionSpec(**options), at), device=CUDA)
-    assert FlashInferBackend.why_not(asked) == [f"{text}: one plan serves all layers, they must agree"]
+    assert FlashInferBackend.unsupported_reasons(asked) == [f"{text}: one plan serves all layers, they must agree"]
     alike = context(*[AttentionSpec(**options)] * 3, device=CUDA)
-    assert FlashInferBackend.why_not(alike) == []
+    assert FlashInferBackend.unsupported_reasons(alike) == []
 
 
 @pytest.mark.parametrize(

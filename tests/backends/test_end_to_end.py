@@ -32,7 +32,7 @@ def run_ahead(rig: Rig, *, busy: bool) -> None:
         rig.prefill(sequence)
     rows = [rig.row(sequence) for sequence in sequences]  # the last token of each; to feed it again changes nothing
     chosen = [rng.sample(range(6), live) for live in (6, 1, 4, 2, 6, 3, 1, 5, 2, 6)]
-    batches = [Batch.from_rows([rows[i] for i in each]) for each in chosen]
+    batches = [Batch.from_requests([rows[i] for i in each]) for each in chosen]
     wanted = [rig.manager.replay(batch, eager=True).logits(copy=True).cpu() for batch in batches]
     if busy:
         torch.cuda.synchronize()
@@ -79,7 +79,7 @@ def test_the_runtime_with_a_peer(name: str, layout: KVLayout) -> None:
         chosen = rng.sample(range(6), live)
         results = {}
         for key, (rig, sequences) in zip(worst, lines, strict=True):
-            batch = Batch.from_rows([rig.row(sequences[i]) for i in chosen])
+            batch = Batch.from_requests([rig.row(sequences[i]) for i in chosen])
             results[key] = step_both_ways(rig, batch)
         for place, i in enumerate(chosen):
             fed = lines[0][1][i].tokens

@@ -64,7 +64,7 @@ def batch_of(seq_lens: list[int], page_size: int, query_lens: list[int] | None =
     counts = [-(-n // page_size) for n in seq_lens]
     indptr = torch.tensor([0, *counts]).cumsum(0).tolist()
     return Batch(
-        row_ids=range(len(seq_lens)), seq_lens=seq_lens, query_lens=query_lens, page_indptr=indptr,
+        req_indices=range(len(seq_lens)), seq_lens=seq_lens, query_lens=query_lens, page_indptr=indptr,
         page_ids=range(1, indptr[-1] + 1),
     )  # fmt: skip
 
@@ -207,7 +207,7 @@ def test_flashinfer_runs_mixed_batches_eagerly(flashinfer: list[tuple[str, Any]]
     backend = FlashInferBackend(asked)
     backend.allocate()
     descriptor = BatchDescriptor.mixed(16, 4)
-    assert "has graph support SINGLE_TOKEN" in str(backend.why_not_graph(descriptor))
+    assert "has graph support SINGLE_TOKEN" in str(backend.graph_unsupported_reason(descriptor))
     backend.plan_capture(descriptor)
     backend.plan_replay(descriptor, batch_of([9, 2], 4, [1, 2]))
     wrapper, (arguments, options, _) = next(x for k, x in flashinfer if k == "make"), flashinfer[-2][1]

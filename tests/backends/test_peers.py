@@ -40,7 +40,7 @@ def test_a_missing_package_is_named_with_its_command(
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     reason = f"package {cls.package.module}: not installed; run {command}"
     assert cls.unavailable() == reason
-    assert cls.why_not(context(device=CUDA))[0] == reason
+    assert cls.unsupported_reasons(context(device=CUDA))[0] == reason
     monkeypatch.setitem(sys.modules, cls.package.module, None)
     with pytest.raises(UnsupportedError, match=f"expected the package, got none .*; run {command}"):
         cls(context()).allocate()
@@ -86,7 +86,7 @@ def test_a_broken_package_is_a_reason_and_no_error(monkeypatch: pytest.MonkeyPat
     """Only what asks for sinks imports the package; triton serves the model all the same."""
     break_import(monkeypatch, tmp_path, "flash_attn_interface")
     asked = context(AttentionSpec(8, 2, 64, BF16, sinks=True), device=CUDA)
-    (reason,) = FlashAttention3Backend.why_not(asked)
+    (reason,) = FlashAttention3Backend.unsupported_reasons(asked)
     assert reason == (
         "flash_attn_interface: expected the package, got none (ImportError: libcudart.so.99: cannot open shared object "
         "file); run pip install tokenspeed-fa3"
@@ -97,7 +97,8 @@ def test_a_broken_package_is_a_reason_and_no_error(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize(
-    ("predicate", "text"), [("also_why_not", "why_not raised"), ("why_only_by_name", "why_only_by_name raised")]
+    ("predicate", "text"),
+    [("extra_unsupported_reasons", "unsupported_reasons raised"), ("why_only_by_name", "why_only_by_name raised")],
 )
 def test_a_predicate_that_raises(predicate: str, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A third party's is a reason against it; of one of ours it is a bug, which nothing hides."""
@@ -109,11 +110,13 @@ def test_a_predicate_that_raises(predicate: str, text: str, monkeypatch: pytest.
     acme = type("Acme", (TorchReferenceBackend,), {"name": "acme", predicate: staticmethod(raises)})
     monkeypatch.setattr(registry, "_registered", {"acme": acme})
     (standing,) = (s for s in standings(asked) if s.name == "acme")
-    assert standing.why_not == [f"{text} ZeroDivisionError: a bug"]
+    assert standing.unsupported_reasons == [f"{text} ZeroDivisionError: a bug"]
     assert standing.rank is None
     assert select_backend(asked)[0].name != "acme"
-    if predicate == "also_why_not":
-        with pytest.raises(UnsupportedError, match=r"backend acme: .* why_not raised ZeroDivisionError: a bug; choose"):
+    if predicate == "extra_unsupported_reasons":
+        with pytest.raises(
+            UnsupportedError, match=r"backend acme: .* unsupported_reasons raised ZeroDivisionError: a bug; choose"
+        ):
             select_backend(asked, "acme")
     monkeypatch.setattr(TorchReferenceBackend, predicate, raises)
     with pytest.raises(ZeroDivisionError):
@@ -129,10 +132,10 @@ def classmethod_of(result: object) -> classmethod:
 @pytest.mark.parametrize("result", [None, "no", ("no",), [1], ["no", 1]], ids=str)
 def test_reasons_that_are_no_list_of_texts(result: object, monkeypatch: pytest.MonkeyPatch) -> None:
     """None would else be taken for no reason, and a text for a reason per letter."""
-    acme = type("Acme", (TorchReferenceBackend,), {"name": "acme", "also_why_not": classmethod_of(result)})
+    acme = type("Acme", (TorchReferenceBackend,), {"name": "acme", "extra_unsupported_reasons": classmethod_of(result)})
     monkeypatch.setattr(registry, "_registered", {"acme": acme})
-    (reason,) = registry.why_not("acme", context())
-    assert reason == f"Acme.also_why_not: expected a list of reasons, got {result!r}; [] is none"
+    (reason,) = registry.unsupported_reasons("acme", context())
+    assert reason == f"Acme.extra_unsupported_reasons: expected a list of reasons, got {result!r}; [] is none"
 
 
 DECLARATIONS = {
@@ -143,13 +146,13 @@ DECLARATIONS = {
     "fill-high": ({"seq_len_fill": 2}, r"Acme\.seq_len_fill: expected an int from 0 to 1, got 2"),
     "fill-low": ({"seq_len_fill": -1}, r"Acme\.seq_len_fill: expected an int from 0 to 1, got -1"),
     "quantises": ({"quantises_queries": None}, r"Acme\.quantises_queries: expected True or False, got None"),
-    "why_not": (
-        {"why_not": classmethod_of([])},
-        r"Acme\.why_not: expected the inherited one, got another, .*; define also_why_not instead",
+    "unsupported_reasons": (
+        {"unsupported_reasons": classmethod_of([])},
+        r"Acme\.unsupported_reasons: expected the inherited one, got another, .*; define extra_unsupported",
     ),
-    "why_not_graph": (
-        {"why_not_graph": lambda self, descriptor: None},
-        r"Acme\.why_not_graph: expected the inherited one, .*; define also_why_not_graph instead",
+    "graph_unsupported_reason": (
+        {"graph_unsupported_reason": lambda self, descriptor: None},
+        r"Acme\.graph_unsupported_reason: expected the inherited one, .*; define extra_graph_unsupported",
     ),
 }
 
@@ -253,7 +256,7 @@ REFUSALS = {
 def test_every_reason_is_given(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     cls, asked, wanted = REFUSALS[name]
     install(monkeypatch, cls.package.module)
-    reasons = cls.why_not(asked)
+    reasons = cls.unsupported_reasons(asked)
     for text in wanted:
         assert any(text in reason for reason in reasons), (text, reasons)
     assert len(reasons) == len(wanted), reasons
@@ -263,10 +266,12 @@ def test_flash_attn3_asks_for_a_build_with_sinks(monkeypatch: pytest.MonkeyPatch
     asked = context(AttentionSpec(8, 2, 64, BF16, sinks=True), device=CUDA)
     metadata = {"get_scheduler_metadata": lambda: None}
     install(monkeypatch, "flash_attn_interface", flash_attn_with_kvcache=lambda q, k_cache, v_cache: None, **metadata)
-    assert FlashAttention3Backend.why_not(asked) == ["sinks: not in this build; run pip install tokenspeed-fa3"]
+    assert FlashAttention3Backend.unsupported_reasons(asked) == [
+        "sinks: not in this build; run pip install tokenspeed-fa3"
+    ]
     taking = lambda q, k_cache, v_cache, sinks=None: None  # noqa: E731
     install(monkeypatch, "flash_attn_interface", flash_attn_with_kvcache=taking, **metadata)
-    assert FlashAttention3Backend.why_not(asked) == []
+    assert FlashAttention3Backend.unsupported_reasons(asked) == []
 
 
 @pytest.fixture
@@ -454,4 +459,4 @@ def test_flash_attn2_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     invariant.allocate()
     step(invariant, metadata_of(asked, BatchDescriptor.decode(4), 0), q, [layer_of(asked)])
     assert calls[-1][1]["num_splits"] == 1
-    assert "has graph support UNIFORM" in str(backend.why_not_graph(BatchDescriptor.mixed(4, 2)))
+    assert "has graph support UNIFORM" in str(backend.graph_unsupported_reason(BatchDescriptor.mixed(4, 2)))

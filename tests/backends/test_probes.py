@@ -139,7 +139,7 @@ def test_nodes_of_flash_attn3(cls: type[FlashAttention3Backend], device: torch.d
     print(f"flash_attn3: {one} nodes per layer at one split, {many} above; difference {one - many}")
     assert min(one, many) > 0
     if device is CPU:
-        return  # the tape's ops are the fake's
+        return  # the op trace's ops are the fake's
     kernel_and_select = 2
     assert one - kernel_and_select == 1, f"correct the text of the class: {one} nodes"
     assert many - kernel_and_select in (1, 2), many

@@ -433,7 +433,7 @@ def test_a_backend_without_mixed_batches() -> None:
 def test_refusals_are_skips_with_their_reasons() -> None:
     class Refusing(Liar):
         @classmethod
-        def also_why_not(cls, context):
+        def extra_unsupported_reasons(cls, context):
             return ["sinks: not on Sundays"] if any(spec.sinks for spec in context.attention) else []
 
     report = check_backend(Refusing, devices=["cpu"], features=["sinks", "plain"], brief=True)

@@ -72,7 +72,7 @@ def test_it_is_chosen(acme: tuple[Path, Path]) -> None:
     report = json.loads(run(["-m", "graphrt", "env", "--json"], *acme))["backends"]
     assert report["chosen"] == "acme"
     (standing,) = (entry for entry in report["known"] if entry["name"] == "acme")
-    assert (standing["rank"], standing["why_not"], standing["graph_support"]) == (1, [], "ALWAYS")
+    assert (standing["rank"], standing["unsupported_reasons"], standing["graph_support"]) == (1, [], "ALWAYS")
 
 
 MISTAKES = {

@@ -18,7 +18,7 @@ import torch
 from graphrt.capture.inspect.memory import MemoryMap, Owner, Region
 from graphrt.capture.inspect.page import write_page
 from graphrt.capture.inspect.view import Argument, Edge, GraphView, Node, NodeKind, Operand, Place
-from graphrt.capture.tape import OpTape
+from graphrt.capture.op_trace import OpTrace
 from tests.capture.browser import Browser
 
 MIB = 1 << 20
@@ -150,11 +150,12 @@ class DecodeStep:
 
     def _head(self) -> None:
         """The metadata, and beside it, on two streams, the schedule of attention and a copy for the sampler."""
-        inbox, rows = self.at("inbox", Owner.HOST, 4 * 41_216), self.rows
-        record, groups = self.buffer("record", 10_304), self.buffer("page_groups", 8)
+        input_ring, rows = self.at("input_ring", Owner.HOST, 4 * 41_216), self.rows
+        record, groups = self.buffer("inputs", 10_304), self.buffer("page_groups", 8)
         self.launch(
-            "_apply_kernel", (8,), 128, 3.1, groups, pointer(inbox, "inbox_ptr"), record, self.buffer("cursor", 16),
-            self.buffer("row_lens", 256), self.buffer("step_counter", 2), word(4, "slots"), word(10_304, "stride"),
+            "_unpack_kernel", (8,), 128, 3.1, groups, pointer(input_ring, "input_ring_ptr"), record,
+            self.buffer("cursor", 16),
+            self.buffer("req_lens", 256), self.buffer("step_counter", 2), word(4, "slots"), word(10_304, "stride"),
         )  # fmt: skip
         (applied,) = self.tail
         lengths = (word(131_072, "max_seq_len"), word(128_256, "vocab_size"))
@@ -252,7 +253,7 @@ class DecodeStep:
         self.add(kernel("_token_logprobs_kernel", (rows,), 512, logits), 9.8, sampled)
         self.tail += (chosen,)
         ring = pointer(self.at("host rings", Owner.HOST, 262_144), "host_ring_ptr")
-        self.launch("_publish_kernel", (1,), 128, 3.0, self.buffer("tokens"), self.buffer("row_lens", 256), ring)
+        self.launch("_write_outputs_kernel", (1,), 128, 3.0, self.buffer("tokens"), self.buffer("req_lens", 256), ring)
         self.findings = [
             Finding(
                 (sampled,),
@@ -312,17 +313,17 @@ def hostile() -> Example:
     return Example(GraphView(nodes, edges, names[0]), memory, findings, {}, " ".join(names[:12]))
 
 
-def tape_view(tape: OpTape) -> GraphView:
-    """The ops of a tape in their order, with all tensors that they take and give."""
+def tape_view(op_trace: OpTrace) -> GraphView:
+    """The ops of a op trace in their order, with all tensors that they take and give."""
     nodes = []
-    for entry in tape._entries:
+    for entry in op_trace._entries:
         named = [*zip((a.name for a in entry.func._schema.arguments), entry.args, strict=False), *entry.kwargs.items()]
         tensors = [(name, value, False) for name, value in named if isinstance(value, torch.Tensor)]
         tensors += [("out", out, True) for out in entry.outputs if out is not None]
         operands = tuple(Operand(name, t.data_ptr(), t.nbytes, written=written) for name, t, written in tensors)
         scalars = tuple((name, str(value)) for name, value in named if not isinstance(value, torch.Tensor))
         nodes.append(Node(NodeKind.OP, entry.func._schema.name, operands=operands, scalars=scalars))
-    return GraphView(tuple(nodes), origin="op-tape")
+    return GraphView(tuple(nodes), origin="op trace")
 
 
 def screenshot(example: Example, path: Path, fragment: str, *, scheme: str = "light") -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from graphrt.capture.descriptor import BatchDescriptor, GraphKind, decode_ladder, mixed_ladder
+from graphrt.capture.descriptor import BatchDescriptor, GraphKind, default_decode_sizes, default_mixed_sizes
 from graphrt.capture.dispatcher import Dispatcher
 from graphrt.kernels.errors import CapacityError, ConfigError
 
@@ -16,7 +16,7 @@ def make(**changes) -> Dispatcher:
         "query_len": 1,
         "decode_sizes": (1, 2, 4, 8),
         "mixed_sizes": (32, 64),
-        "why_not_graph": lambda descriptor: None,
+        "graph_unsupported_reason": lambda descriptor: None,
         "use_graphs": True,
     }
     return Dispatcher(**(settings | changes))
@@ -34,18 +34,18 @@ def make(**changes) -> Dispatcher:
     ],
 )
 def test_decode_ladder(maximum: int, expected: tuple[int, ...]) -> None:
-    assert decode_ladder(maximum) == expected
+    assert default_decode_sizes(maximum) == expected
 
 
 def test_the_default_ladder_has_35_sizes() -> None:
-    assert len(decode_ladder(256)) == 35
+    assert len(default_decode_sizes(256)) == 35
 
 
 @pytest.mark.parametrize(
     ("maximum", "expected"), [(1, (1,)), (64, (64,)), (100, (64, 100)), (2048, (64, 128, 256, 512, 1024, 2048))]
 )
 def test_mixed_ladder(maximum: int, expected: tuple[int, ...]) -> None:
-    assert mixed_ladder(maximum) == expected
+    assert default_mixed_sizes(maximum) == expected
 
 
 @pytest.mark.parametrize(("num_reqs", "padded"), [(1, 1), (2, 2), (3, 4), (5, 8), (8, 8)])
@@ -72,9 +72,9 @@ def test_query_len_multiplies_tokens() -> None:
         ({}, 9, 9, True, "no decode graph for 9 rows: the largest captured is 8"),
         ({"mixed_sizes": ()}, 2, 20, False, "no mixed graph for 20 tokens: the largest captured is 0"),
         ({"use_graphs": False}, 2, 2, True, "graphs are switched off"),
-        ({"why_not_graph": lambda d: "backend says no"}, 2, 2, True, "backend says no"),
+        ({"graph_unsupported_reason": lambda d: "backend says no"}, 2, 2, True, "backend says no"),
     ],
-    ids=["over-ladder", "no-ladder", "off", "backend"],
+    ids=["over-capture_sizes", "no-capture_sizes", "off", "backend"],
 )
 def test_steps_without_a_graph_say_why(changes, num_reqs, num_tokens, uniform, reason) -> None:
     assert reason in make(**changes).dispatch(num_reqs, num_tokens, uniform).why_eager

@@ -1,4 +1,5 @@
-"""Edges of what is captured: keys and ladders at their bounds, rings, buffers, guards and tapes one call at a time."""
+"""Edges of what is captured: keys and capture_sizes at their bounds, rings, buffers, guards and op_traces one call at
+a time."""
 
 from __future__ import annotations
 
@@ -8,28 +9,28 @@ import pytest
 import torch
 
 from graphrt.capture import guard
-from graphrt.capture.descriptor import BatchDescriptor, GraphKind, decode_ladder, mixed_ladder
+from graphrt.capture.descriptor import BatchDescriptor, GraphKind, default_decode_sizes, default_mixed_sizes
 from graphrt.capture.dispatcher import Dispatcher
 from graphrt.capture.graph import GraphReport
+from graphrt.capture.op_trace import OpTraceRecorder
 from graphrt.capture.staging import StagingRing, StagingSlot
-from graphrt.capture.tape import OpTapeRecorder
 from graphrt.kernels.errors import CapacityError, CaptureError, ConfigError, ReplayError
 from graphrt.kernels.metadata.buffers import BufferKind, Capacity, PageGroup, StaticBuffers
 
 CPU = torch.device("cpu")
 GROUPS = (PageGroup(4, 11, 0, 5), PageGroup(2, 6, 5, 9, window=3, claims_at=11))
-CAPACITY = Capacity(rows=3, tokens=7, row_ids=6, record=100, ring=2, page_groups=GROUPS)
+CAPACITY = Capacity(rows=3, tokens=7, req_indices=6, inputs=100, ring=2, page_groups=GROUPS)
 
 
 def make(**changes) -> Dispatcher:
     settings = {
         "max_num_reqs": 10, "max_num_tokens": 40, "query_len": 1, "decode_sizes": (1, 2, 4, 10),
-        "mixed_sizes": (16, 40), "why_not_graph": lambda descriptor: None, "use_graphs": True,
+        "mixed_sizes": (16, 40), "graph_unsupported_reason": lambda descriptor: None, "use_graphs": True,
     }  # fmt: skip
     return Dispatcher(**(settings | changes))
 
 
-# -- keys and ladders
+# -- keys and capture_sizes
 
 
 def test_keys_differ_by_each_of_their_fields() -> None:
@@ -79,26 +80,26 @@ def test_the_smallest_key_of_each_kind() -> None:
     ],
 )  # fmt: skip
 def test_ladders_end_with_the_maximum(maximum: int, expected: tuple[int, ...]) -> None:
-    assert decode_ladder(maximum) == expected
+    assert default_decode_sizes(maximum) == expected
 
 
 @pytest.mark.parametrize(
     ("maximum", "expected"), [(63, (63,)), (65, (64, 65)), (128, (64, 128)), (129, (64, 128, 129)), (2, (2,))]
 )
 def test_mixed_ladders_end_with_the_maximum(maximum: int, expected: tuple[int, ...]) -> None:
-    assert mixed_ladder(maximum) == expected
+    assert default_mixed_sizes(maximum) == expected
 
 
 def test_mixed_ladders_begin_where_they_are_told_to() -> None:
-    assert mixed_ladder(100, smallest=10) == (10, 20, 40, 80, 100)
-    assert mixed_ladder(5, smallest=10) == (5,)
+    assert default_mixed_sizes(100, smallest=10) == (10, 20, 40, 80, 100)
+    assert default_mixed_sizes(5, smallest=10) == (5,)
 
 
-@pytest.mark.parametrize("ladder", [decode_ladder, mixed_ladder])
-def test_no_ladder_for_nothing(ladder) -> None:
+@pytest.mark.parametrize("capture_sizes", [default_decode_sizes, default_mixed_sizes])
+def test_no_ladder_for_nothing(capture_sizes) -> None:
     for maximum in (0, -1):
         with pytest.raises(ConfigError, match=f"expected >= 1, got {maximum}"):
-            ladder(maximum)
+            capture_sizes(maximum)
 
 
 # -- dispatch
@@ -152,7 +153,7 @@ def test_a_size_has_room_for_rows_and_for_tokens() -> None:
     ids=str,
 )  # fmt: skip
 def test_sizes_of_other_ladders_are_refused(descriptor: BatchDescriptor) -> None:
-    with pytest.raises(ConfigError, match="descriptor: expected a size of this runtime's ladders"):
+    with pytest.raises(ConfigError, match="descriptor: expected a size of this runtime's capture_sizes"):
         make().at(descriptor, 1, 1, uniform=True)
 
 
@@ -167,11 +168,11 @@ def test_the_largest_batch_of_all(rows: int, tokens: int, fits: bool) -> None:
 
 def test_a_backend_may_refuse_some_sizes() -> None:
     refused = lambda d: "too small" if d.padded_tokens < 4 else None  # noqa: E731
-    dispatcher = make(why_not_graph=refused)
+    dispatcher = make(graph_unsupported_reason=refused)
     assert [d.padded_tokens for d in dispatcher.captured()] == [40, 16, 10, 4]
     assert dispatcher.dispatch(2, 2, True).why_eager == "too small"
     assert dispatcher.dispatch(3, 3, True).why_eager == ""
-    off = make(use_graphs=False, why_not_graph=refused)
+    off = make(use_graphs=False, graph_unsupported_reason=refused)
     assert off.dispatch(10, 10, True).why_eager == "graphs are switched off (use_graphs=False)"
 
 
@@ -181,16 +182,17 @@ def test_a_backend_may_refuse_some_sizes() -> None:
 def test_bytes_and_shapes_of_the_buffers() -> None:
     buffers = StaticBuffers.allocate(CAPACITY, CPU)
     by_hand = {
-        "page_groups": (2, 8), "record": (100,), "last_token": (6,), "step_counter": (1,), "claims": (23,),
+        "page_groups": (2, 8), "inputs": (100,), "last_token": (6,), "step_counter": (1,), "claims": (23,),
         "duplicates": (3, 3), "page_table": (2, 6, 9), "page_spans": (2, 6, 2), "block_table": (2, 3, 9),
         "table_from": (2, 3), "table_to": (2, 3), "input_ids": (7,), "positions": (7,), "slot_mapping": (2, 7),
-        "query_start_loc": (4,), "seq_lens": (3,), "logits_indices": (3,), "row_ids": (3,), "row_status": (3,),
+        "query_start_loc": (4,), "seq_lens": (3,), "logits_indices": (3,), "req_indices": (3,), "req_status": (3,),
         "temperatures": (3,), "seeds": (3,), "new_spans": (2, 3, 4), "check_code": (2, 3), "check_value": (2, 3),
         "fault_code": (3,), "fault_value": (3,), "void_ids": (3,), "encoder_lens": (3,), "places": (3,),
         "decode_seq_lens": (3,), "prompt_seq_lens": (3,), "decode_start_loc": (4,), "prompt_start_loc": (4,),
         "step_ring": (2,), "token_ring": (2, 3), "end_ring": (2, 3),
         "fault_code_ring": (2, 3), "fault_value_ring": (2, 3), "last_encoder_len": (6,),
-        "inbox": (2, 384), "cursor": (5,), "order": (3,), "row_lens": (6,), "row_ends": (6,), "row_values": (13, 6),
+        "input_ring": (2, 384), "cursor": (5,), "order": (3,), "req_lens": (6,), "finish_reasons": (6,),
+        "req_values": (13, 6),
         "top_ks": (3,), "top_ps": (3,), "min_ps": (3,), "repetition_penalties": (3,), "presence_penalties": (3,),
         "frequency_penalties": (3,), "prompt_lens": (3,), "penalty_seen": (6, 0), "penalty_counts": (6, 0),
         "logprobs": (3,), "logprob_tokens": (3,), "rank_ring": (2, 3), "logprob_ring": (2, 3, 0),
@@ -214,7 +216,7 @@ def test_bytes_and_shapes_of_the_buffers() -> None:
 
 def test_declarations_say_who_writes_who_reads_and_what_pads_are() -> None:
     for name, spec in StaticBuffers.specs().items():
-        writers = ("construction", "host", "apply", "refresh", "record_tokens", "publish_logprobs", "publish")
+        writers = ("construction", "host", "unpack", "refresh", "record_tokens", "write_logprobs", "write_outputs")
         assert spec.writer in writers, name
         assert spec.readers, name
         assert all(type(reader) is str and len(reader) > 1 for reader in spec.readers), name
@@ -235,7 +237,7 @@ def test_buffers_are_listed_by_kind() -> None:
     assert every == list(StaticBuffers.specs())
     parts = {kind: [name for name, _ in buffers.named(kind)] for kind in BufferKind}
     assert sorted(name for part in parts.values() for name in part) == sorted(every)
-    assert parts[BufferKind.INPUT] == ["inbox"]
+    assert parts[BufferKind.INPUT] == ["input_ring"]
     assert parts[BufferKind.CONSTANT] == ["page_groups"]
     both = [name for name, _ in buffers.named(BufferKind.INPUT, BufferKind.OUTPUT)]
     assert both == [name for name in every if name in parts[BufferKind.INPUT] or name in parts[BufferKind.OUTPUT]]
@@ -246,24 +248,24 @@ def test_buffers_are_listed_by_kind() -> None:
 
 
 def test_a_slot_is_that_of_its_launch_and_of_the_inbox() -> None:
-    inbox = torch.zeros(3, 8, dtype=torch.int32)
-    ring = StagingRing(inbox, CPU)
+    input_ring = torch.zeros(3, 8, dtype=torch.int32)
+    ring = StagingRing(input_ring, CPU)
     slots = [ring.acquire(launch) for launch in range(7)]
     assert [slots.index(slot) for slot in slots] == [0, 1, 2, 0, 1, 2, 0]
-    slots[0].record[:] = range(8)
-    assert slots[0].record_tensor.tolist() == list(range(8))
-    assert slots[1].record.tolist() == [0] * 8
-    assert inbox.tolist() == [list(range(8)), [0] * 8, [0] * 8]
+    slots[0].inputs[:] = range(8)
+    assert slots[0].inputs_tensor.tolist() == list(range(8))
+    assert slots[1].inputs.tolist() == [0] * 8
+    assert input_ring.tolist() == [list(range(8)), [0] * 8, [0] * 8]
 
 
 def test_a_slot_has_its_header_once_for_each_who_reads_it() -> None:
-    inbox = torch.zeros(2, 12, dtype=torch.int32)
-    slot = StagingRing(inbox, CPU, header=2, copies=4).acquire(1)
-    slot.record[:] = [5, 6, 7, 8, 9, 10]
-    assert inbox.tolist() == [[0] * 12, [0] * 6 + [5, 6, 7, 8, 9, 10]]
+    input_ring = torch.zeros(2, 12, dtype=torch.int32)
+    slot = StagingRing(input_ring, CPU, header=2, copies=4).acquire(1)
+    slot.inputs[:] = [5, 6, 7, 8, 9, 10]
+    assert input_ring.tolist() == [[0] * 12, [0] * 6 + [5, 6, 7, 8, 9, 10]]
     with slot.in_flight(None):
-        assert inbox[1].tolist() == [5, 6] * 3 + [5, 6, 7, 8, 9, 10]
-    assert not inbox[0].any()
+        assert input_ring[1].tolist() == [5, 6] * 3 + [5, 6, 7, 8, 9, 10]
+    assert not input_ring[0].any()
 
 
 def test_results_are_handed_over_once_and_only_after_a_step() -> None:
@@ -411,19 +413,19 @@ def test_names_that_lead_elsewhere_or_nowhere() -> None:
         watch.check_names({"a": tensors["b"], "b": tensors["b"]}.items())
 
 
-# -- tapes
+# -- op_traces
 
 
 def record(step):
-    return OpTapeRecorder().record(step, BatchDescriptor.decode(2), lambda: None)
+    return OpTraceRecorder().record(step, BatchDescriptor.decode(2), lambda: None)
 
 
 def test_a_report_counts_ops_and_the_memory_that_they_made() -> None:
     x = torch.ones(4)
-    tape = record(lambda: (x + 1).mul_(2) + x)
-    assert (tape.report.nodes, tape.report.pool_bytes, tape.report.driver_bytes) == (3, 2 * 16, 0)
-    assert tape.report.descriptor == BatchDescriptor.decode(2)
-    assert 0 < tape.report.seconds < 60
+    op_trace = record(lambda: (x + 1).mul_(2) + x)
+    assert (op_trace.report.nodes, op_trace.report.pool_bytes, op_trace.report.driver_bytes) == (3, 2 * 16, 0)
+    assert op_trace.report.descriptor == BatchDescriptor.decode(2)
+    assert 0 < op_trace.report.seconds < 60
     assert GraphReport(BatchDescriptor.decode(2), 1.0, 30, 12, 5).nbytes == 42
     assert record(lambda: x[1:]).report.nodes == 0, "a view makes nothing"
 
@@ -435,13 +437,13 @@ def test_a_closed_tape_runs_nothing() -> None:
         counter.add_(1)
         return x + counter
 
-    tape = record(step)
-    tape.launch()
+    op_trace = record(step)
+    op_trace.launch()
     assert counter.item() == 2
-    tape.close()
-    tape.launch()
+    op_trace.close()
+    op_trace.launch()
     assert counter.item() == 2
-    assert tape.output.numel() == 0
+    assert op_trace.output.numel() == 0
 
 
 def test_several_results_of_one_op_are_filled_each() -> None:
@@ -451,18 +453,18 @@ def test_several_results_of_one_op_are_filled_each() -> None:
         values, indices = x.max(-1)
         return torch.cat([values, indices.float()])
 
-    tape = record(step)
+    op_trace = record(step)
     x.copy_(torch.tensor([[7.0, 5.0, 9.0]]))
-    tape.launch()
-    assert tape.output.tolist() == [9.0, 2.0]
+    op_trace.launch()
+    assert op_trace.output.tolist() == [9.0, 2.0]
 
 
 def test_indexing_by_integers_is_captured_and_by_masks_is_not() -> None:
     x, at = torch.arange(4.0), torch.tensor([3, 0])
-    tape = record(lambda: x[at] * 1)
+    op_trace = record(lambda: x[at] * 1)
     at.copy_(torch.tensor([1, 2]))
-    tape.launch()
-    assert tape.output.tolist() == [1.0, 2.0]
+    op_trace.launch()
+    assert op_trace.output.tolist() == [1.0, 2.0]
     for mask in (torch.tensor([True, False, True, False]), torch.tensor([1, 0, 1, 0], dtype=torch.uint8)):
         with pytest.raises(CaptureError, match=r"decode\[2\]"):
             record(lambda mask=mask: x[mask])
@@ -486,8 +488,8 @@ def test_a_host_read_after_other_ops_raises(read) -> None:
 
 def test_gradients_are_off_while_recording_and_launching() -> None:
     weight = torch.nn.Parameter(torch.ones(2))
-    tape = record(lambda: weight * 2)
-    assert not tape.output.requires_grad
+    op_trace = record(lambda: weight * 2)
+    assert not op_trace.output.requires_grad
     weight.data.fill_(3)
-    tape.launch()
-    assert tape.output.tolist() == [6.0, 6.0]
+    op_trace.launch()
+    assert op_trace.output.tolist() == [6.0, 6.0]

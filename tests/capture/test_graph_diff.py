@@ -16,7 +16,7 @@ from graphrt.capture.inspect.cuda import inspect_graph
 from graphrt.capture.inspect.diff import Change, GraphDiff, Level, NodeDiff, diff, fingerprint
 from graphrt.capture.inspect.memory import MemoryMap, Owner, Region
 from graphrt.capture.inspect.view import Argument, Edge, GraphView, Node, NodeKind, Operand
-from graphrt.capture.tape import OpTapeRecorder
+from graphrt.capture.op_trace import OpTraceRecorder
 from tests.capture.fake_graphs import number, word
 from tests.capture.test_loop import CPU, KEY
 
@@ -401,7 +401,7 @@ class Toy:
         return self.out[:rows] * 2
 
     def view(self, rows: int) -> GraphView:
-        return inspect_graph(OpTapeRecorder().record(lambda: self.step(rows), KEY, lambda: None))
+        return inspect_graph(OpTraceRecorder().record(lambda: self.step(rows), KEY, lambda: None))
 
     def memory(self) -> MemoryMap:
         names = {"x": Owner.STATIC, "table": Owner.STATIC, "weight": Owner.WEIGHT, "out": Owner.STATIC}
@@ -466,7 +466,7 @@ def test_operands_tell_what_differs_alone() -> None:
 def test_a_scalar_of_the_host_shows() -> None:
     toy, scale = Toy(), [2.0]
     step = lambda: toy.x * scale[0]  # noqa: E731
-    record: Callable[[], GraphView] = lambda: inspect_graph(OpTapeRecorder().record(step, KEY, lambda: None))  # noqa: E731
+    record: Callable[[], GraphView] = lambda: inspect_graph(OpTraceRecorder().record(step, KEY, lambda: None))  # noqa: E731
     first = record()
     scale[0] = 3.0
     (node,) = compared(first, record()).nodes
@@ -483,7 +483,7 @@ def test_sizes_of_a_step_of_graphrt() -> None:
     found = compared(two, four)
     assert (found.equal_topology, found.equal_launches, found.equal) == (True, True, False)
     changed = {change.what for node in found.nodes for change in node.changes}
-    assert not changed & {"operand k_cache", "operand v_cache", "operand inbox", "scalar softmax_scale"}
+    assert not changed & {"operand k_cache", "operand v_cache", "operand input_ring", "scalar softmax_scale"}
     assert {"scalar padded_reqs", "operand logits", "operand block_table"} <= changed
     again = make_rig(CPU, decode_sizes=(2, 4), mixed_sizes=(16,), model=rig.model)
     other = {key.padded_reqs: graph for key, graph in again.manager._graphs._graphs.items() if str(key)[:6] == "decode"}

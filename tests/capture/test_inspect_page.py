@@ -27,10 +27,10 @@ PARTS = Path(__file__).resolve().parent.parent.parent / "capture" / "inspect" / 
 def toy_step() -> Example:
     """A real step of the runtime, as its CPU twin holds it: graphrt's own operators, and real addresses."""
     rig = make_rig(torch.device("cpu"), decode_sizes=(2,), mixed_sizes=(16,))
-    (tape, *_) = rig.manager._graphs._graphs.values()
+    (op_trace, *_) = rig.manager._graphs._graphs.values()
     weights = [Region(n, Owner.WEIGHT, p.data_ptr(), p.nbytes) for n, p in rig.model.named_parameters()]
     static = [Region(n, Owner.STATIC, t.data_ptr(), t.nbytes) for n, t in rig.manager.buffers.named()]
-    return Example(tape_view(tape), MemoryMap([*weights, *static]), [], {}, "a toy step")
+    return Example(tape_view(op_trace), MemoryMap([*weights, *static]), [], {}, "a toy step")
 
 
 def many_kinds() -> Example:
@@ -63,7 +63,7 @@ def many_kinds() -> Example:
 
 EXAMPLES = {
     "decode step": lambda: DecodeStep(layers=3).example(),
-    "op tape": toy_step,
+    "op trace": toy_step,
     "all kinds": many_kinds,
     "hostile": hostile,
     "large": lambda: large(300),
@@ -167,7 +167,7 @@ def test_the_op_tape_of_a_step_is_worth_a_page():
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_the_page_finds_the_same_regions_as_the_map(page, name):
     memory = EXAMPLES[name]().memory
-    _, data = page(EXAMPLES[name]() if name != "op tape" else Example(GraphView(()), memory, [], {}))
+    _, data = page(EXAMPLES[name]() if name != "op trace" else Example(GraphView(()), memory, [], {}))
     regions = [Region(n, Owner(o), int(a, 16), size, bool(live)) for n, o, a, size, live in data["memory"]["regions"]]
     assert regions == list(memory.regions)
     cuts = [(int(address, 16), regions[region] if region >= 0 else None) for address, region in data["memory"]["cuts"]]

@@ -122,7 +122,7 @@ FILTERS = {
         node.name == "decode_attention" and "v cache 1" in names
     ),
     "#findings=1": lambda place, node, names: place in ((28, 0, 0), (29,)),
-    "#region=0": lambda place, node, names: "inbox" in names,
+    "#region=0": lambda place, node, names: "input_ring" in names,
     "#q=nothing+has+this": lambda place, node, names: False,
     "#region=x&q=": lambda place, node, names: False,
     "#node=99.5&kind=": lambda place, node, names: True,
@@ -334,9 +334,9 @@ def test_an_op_tape_without_edges_is_drawn_in_its_order(opened):
     ops = tuple(
         Node(NodeKind.OP, f"aten::op{i}", operands=(Operand("out", 4096 + i, 1, written=True),)) for i in range(600)
     )
-    page = opened(Example(GraphView(ops, (), "op-tape"), MemoryMap([]), [], {}), "#node=599")
+    page = opened(Example(GraphView(ops, (), "op trace"), MemoryMap([]), [], {}), "#node=599")
     assert page.text("#picture-facts") == "600 nodes, 600 steps deep, 1 lane"
-    assert page.text("#facts").startswith("op tape")
+    assert page.text("#facts").startswith("op trace")
     page.click("#overview", across=0.5)
     page.click("#strip", across=0.5, down=0.45)
     assert abs(int(page.text("#details h2").removeprefix("Node ")) - 300) <= 2

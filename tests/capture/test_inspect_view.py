@@ -21,7 +21,7 @@ from graphrt.capture.inspect.dot import to_dot
 from graphrt.capture.inspect.order import topological_order
 from graphrt.capture.inspect.page import write_page
 from graphrt.capture.inspect.view import Argument, Edge, GraphView, Node, NodeKind, Operand, place_name
-from graphrt.capture.tape import OpTapeRecorder
+from graphrt.capture.op_trace import OpTraceRecorder
 from graphrt.kernels.errors import CaptureError, ConfigError
 from tests.capture.test_loop import CPU, KEY, Countdown
 
@@ -62,18 +62,18 @@ def every_kind() -> GraphView:
 
 def views() -> dict[str, GraphView]:
     rig, x = Countdown(CPU), torch.ones(4, 3)
-    recorder = OpTapeRecorder()
+    recorder = OpTraceRecorder()
     step = recorder.record(lambda: torch.cat([x * 2, torch.empty(4, 3).fill_(1)]).softmax(-1), KEY, lambda: None)
     loop = rig.loop(rig.step)
     return {
-        "every kind": every_kind(), "tape": inspect_graph(step), "loop": inspect_graph(loop), "empty": GraphView(())
+        "every kind": every_kind(), "op_trace": inspect_graph(step), "loop": inspect_graph(loop), "empty": GraphView(())
     }  # fmt: skip
 
 
 # -- JSON
 
 
-@pytest.mark.parametrize("name", ["every kind", "tape", "loop", "empty"])
+@pytest.mark.parametrize("name", ["every kind", "op_trace", "loop", "empty"])
 def test_what_was_written_comes_back(name: str) -> None:
     view = views()[name]
     assert GraphView.from_json(json.loads(json.dumps(view.to_json()))) == view
@@ -251,7 +251,7 @@ class Dot:
         return found
 
 
-@pytest.mark.parametrize("name", ["every kind", "tape", "loop", "empty"])
+@pytest.mark.parametrize("name", ["every kind", "op_trace", "loop", "empty"])
 def test_a_drawing_has_all_nodes_and_edges(name: str) -> None:
     view = views()[name]
     dot = Dot(to_dot(view))

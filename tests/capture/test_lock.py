@@ -37,7 +37,7 @@ def load_by_triton(name: str) -> None:
 
 
 def test_a_kernel_that_triton_compiles_late_is_counted_once(kernels: FakeTriton) -> None:
-    """By a compilation for sm_90 in earnest; what was launched before the lock fell is no news."""
+    """By a compilation for sm_90 in earnest; what was launched before the lock fell is no delta."""
     lock = CaptureLock(lambda: Doing.OTHER_CALL, {}, strict=True)
     kernels.launch(16)
     lock.fall()

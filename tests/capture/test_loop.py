@@ -1,4 +1,4 @@
-"""Many steps in one launch: on a CPU the twin repeats its tape, on CUDA a WHILE node repeats a captured step."""
+"""Many steps in one launch: on a CPU the twin repeats its op trace, on CUDA a WHILE node repeats a captured step."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from graphrt.capture import tape
+from graphrt.capture import op_trace
 from graphrt.capture.descriptor import BatchDescriptor
 from graphrt.capture.graph import CapturedGraph
+from graphrt.capture.op_trace import OpTraceRecorder
 from graphrt.capture.recorder import make_recorder
-from graphrt.capture.tape import OpTapeRecorder
 from graphrt.kernels.errors import CaptureError, ReplayError, ShapeError
 from graphrt.kernels.ops.norm import add_rms_norm
 
@@ -316,7 +316,7 @@ def test_a_loop_is_no_step(device: torch.device) -> None:
     rig = Countdown(device)
     loop = rig.loop(rig.step)
     for wrong in (loop, None, rig.step):
-        with pytest.raises(CaptureError, match=r"graph: expected (OpTape|CudaGraph), got"):
+        with pytest.raises(CaptureError, match=r"graph: expected (OpTrace|CudaGraph), got"):
             rig.recorder.loop(wrong, rig.go_on)
 
 
@@ -342,8 +342,8 @@ def test_go_on_is_checked(device: torch.device, case: str) -> None:
 
 
 def test_the_twin_gives_up_where_a_device_would_hang(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert tape.MAX_RUNS == 1 << 20
-    monkeypatch.setattr(tape, "MAX_RUNS", 50)
+    assert op_trace.MAX_RUNS == 1 << 20
+    monkeypatch.setattr(op_trace, "MAX_RUNS", 50)
     rig = Countdown(CPU)
     loop = rig.loop(rig.step)
     rig.start(50)
@@ -361,7 +361,7 @@ def test_the_twin_reads_the_memory_that_it_was_given() -> None:
     """As a graph does, whatever becomes of the caller's tensor."""
     rig = Countdown(CPU)
     alias = rig.go_on.detach()
-    loop = OpTapeRecorder().loop(rig.record(rig.step), rig.go_on)
+    loop = OpTraceRecorder().loop(rig.record(rig.step), rig.go_on)
     rig.start(3)
     rig.go_on.data = ints(CPU, 7)
     loop.launch()

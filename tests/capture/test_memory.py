@@ -13,7 +13,7 @@ from graphrt.kernels.errors import ReplayError
 from graphrt.kernels.metadata.buffers import BufferKind, Capacity, PageGroup, StaticBuffers
 from graphrt.testing.poison import poison_derived, poisoned
 
-CAPACITY = Capacity(rows=4, tokens=8, row_ids=5, record=100, ring=2, page_groups=(PageGroup(4, 8, 0, 3),))
+CAPACITY = Capacity(rows=4, tokens=8, req_indices=5, inputs=100, ring=2, page_groups=(PageGroup(4, 8, 0, 3),))
 
 
 def initial(name: str) -> torch.Tensor:
@@ -56,15 +56,15 @@ def test_poison_reaches_derived_buffers_only_and_reset_undoes_it() -> None:
 
 
 def test_the_ring_hands_results_over_before_a_slot_is_reused() -> None:
-    inbox = torch.zeros(2, 16, dtype=torch.int32)
-    ring = StagingRing(inbox, torch.device("cpu"))
+    input_ring = torch.zeros(2, 16, dtype=torch.int32)
+    ring = StagingRing(input_ring, torch.device("cpu"))
     done = []
     for launch in range(5):
         slot = ring.acquire(launch)
         assert done == list(range(max(0, launch - 1))), "the launch two before has been handed over, no later one"
-        slot.record[:3] = launch
+        slot.inputs[:3] = launch
         with slot.in_flight(None):
-            assert inbox[launch % 2].tolist() == [launch] * 3 + [0] * 13
+            assert input_ring[launch % 2].tolist() == [launch] * 3 + [0] * 13
         slot.on_done = partial(done.append, launch)
     ring.drain()
     assert sorted(done) == [0, 1, 2, 3, 4]
@@ -75,7 +75,7 @@ def test_a_record_in_flight_is_amended_by_its_own_launch_alone() -> None:
     slot = StagingSlot.allocate(4, torch.device("cpu"))
     slot.amend(2, 7, lambda: True)
     slot.amend(3, 7, lambda: False)
-    assert slot.record.tolist() == [0, 0, 7, 0]
+    assert slot.inputs.tolist() == [0, 0, 7, 0]
 
 
 def test_the_guard_names_what_moved() -> None:

@@ -1,4 +1,4 @@
-"""Who holds an address: the map against a search over all regions, and the maps of tensors, snapshots and tapes."""
+"""Who holds an address: the map against a search over all regions, and the maps of tensors, snapshots and op_traces."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from graphrt.capture import allocator
 from graphrt.capture.descriptor import BatchDescriptor
 from graphrt.capture.inspect.memory import MemoryMap, Owner, Region
 from graphrt.capture.inspect.pool import memory_of
-from graphrt.capture.tape import OpTape, OpTapeRecorder
+from graphrt.capture.op_trace import OpTrace, OpTraceRecorder
 from graphrt.kernels.errors import ConfigError
 from tests.capture.audit_examples import segment
 
@@ -24,8 +24,8 @@ SMALL = st.integers(0, 40)
 ROWS = st.lists(st.tuples(SMALL, SMALL, st.sampled_from(list(Owner)), st.booleans()), max_size=12)
 
 
-def record(step) -> OpTape:
-    return OpTapeRecorder().record(step, KEY, lambda: None)
+def record(step) -> OpTrace:
+    return OpTraceRecorder().record(step, KEY, lambda: None)
 
 
 def first_that_holds(regions: list[Region], address: int) -> Region | None:
@@ -234,11 +234,11 @@ def test_what_is_no_pool_is_refused(pool, message: str) -> None:
         memory_of(pool=pool, snapshot=[])
 
 
-# -- op tapes
+# -- op op_traces
 
 
-def owners(tape: OpTape, **named) -> dict[str, Owner]:
-    return {r.name: r.owner for r in memory_of(pool=tape, **named).regions}
+def owners(op_trace: OpTrace, **named) -> dict[str, Owner]:
+    return {r.name: r.owner for r in memory_of(pool=op_trace, **named).regions}
 
 
 def test_memory_that_the_step_makes_is_of_the_pool() -> None:
@@ -259,30 +259,31 @@ def test_memory_that_the_step_makes_is_of_the_pool() -> None:
 @pytest.mark.parametrize("keep", ["tensor", "view", "parameter", "nobody"])
 def test_memory_from_before_is_live_while_somebody_else_holds_it(keep: str) -> None:
     held = {"x": torch.ones(4)}
-    tape = record(lambda: (held["x"].view(2, 2) @ held["x"].view(2, 2)).reshape(-1) + held["x"])
+    op_trace = record(lambda: (held["x"].view(2, 2) @ held["x"].view(2, 2)).reshape(-1) + held["x"])
     x = held.pop("x")
     kept = {"tensor": x, "view": x[1:], "parameter": torch.nn.Parameter(x), "nobody": None}[keep]
     del x
-    (region,) = (r for r in memory_of(pool=tape).regions if r.owner is Owner.ALLOCATOR)
+    (region,) = (r for r in memory_of(pool=op_trace).regions if r.owner is Owner.ALLOCATOR)
     assert region.live == (kept is not None)
 
 
 def test_a_second_tape_on_the_memory_holds_it() -> None:
     held = {"x": torch.ones(4)}
-    tapes = [record(lambda: held["x"] + 1), record(lambda: held["x"] + 2)]
+    op_traces = [record(lambda: held["x"] + 1), record(lambda: held["x"] + 2)]
     held.clear()
-    assert [r.live for r in memory_of(pool=tapes[0]).regions if r.owner is Owner.ALLOCATOR] == [True]
-    tapes[1].close()
-    assert [r.live for r in memory_of(pool=tapes[0]).regions if r.owner is Owner.ALLOCATOR] == [False]
+    assert [r.live for r in memory_of(pool=op_traces[0]).regions if r.owner is Owner.ALLOCATOR] == [True]
+    op_traces[1].close()
+    assert [r.live for r in memory_of(pool=op_traces[0]).regions if r.owner is Owner.ALLOCATOR] == [False]
 
 
 def test_the_pool_of_a_loop_is_that_of_its_step() -> None:
     left = torch.zeros(1, dtype=torch.int32)
-    recorder = OpTapeRecorder()
-    tape = recorder.record(lambda: left.sub_(1) * 2, KEY, lambda: None)
-    loop = recorder.loop(tape, left)
+    recorder = OpTraceRecorder()
+    op_trace = recorder.record(lambda: left.sub_(1) * 2, KEY, lambda: None)
+    loop = recorder.loop(op_trace, left)
     assert (
-        memory_of(static={"left": left}, pool=loop).to_json() == memory_of(static={"left": left}, pool=tape).to_json()
+        memory_of(static={"left": left}, pool=loop).to_json()
+        == memory_of(static={"left": left}, pool=op_trace).to_json()
     )
 
 

@@ -8,19 +8,19 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from graphrt.kernels.metadata import record as layout
+from graphrt.kernels.metadata import step_inputs as layout
 from graphrt.kernels.metadata.buffers import COPIED, Capacity, PageGroup, StaticBuffers
 from graphrt.kernels.metadata.refresh import refresh
-from graphrt.kernels.types import TOKEN_FROM_ROW, FaultCode, RowStatus
+from graphrt.kernels.types import TOKEN_FROM_DEVICE, FaultCode, RequestStatus
 
-LAST = TOKEN_FROM_ROW
+LAST = TOKEN_FROM_DEVICE
 POISON = -77
 
 GUARD = 5  # values behind every buffer that nobody may touch
 LAST_TOKENS = (50, 51, 52, -1, 54, 55, 56, 777)  # row id 3 has none, that of 7 is outside the vocabulary
 OUTPUTS = (
     "fault_code", "fault_value", "step_counter", "input_ids", "positions", "slot_mapping", "query_start_loc",
-    "seq_lens", "block_table", "logits_indices", "row_ids", "row_status", "void_ids", "temperatures", "seeds",
+    "seq_lens", "block_table", "logits_indices", "req_indices", "req_status", "void_ids", "temperatures", "seeds",
     "encoder_lens", "top_ks", "top_ps", "min_ps",
     "repetition_penalties", "presence_penalties", "frequency_penalties", "prompt_lens", "token_masks", "logprobs",
     "logprob_tokens",
@@ -37,8 +37,8 @@ SCRATCH = {"new_spans", "check_code", "check_value", "table_from", "table_to"}  
 
 
 @dataclass(frozen=True)
-class Row:
-    row_id: int
+class Request:
+    req_index: int
     tokens: Sequence[int]
     seq_len: int
     pages: Sequence[int]
@@ -81,12 +81,12 @@ class Case:
     """Rows of one step, and by row which fault they have to show."""
 
     id: str
-    rows: tuple[Row, ...]
+    rows: tuple[Request, ...]
     sizes: Sizes = field(default_factory=Sizes)
     faults: dict[int, tuple[FaultCode, int]] = field(default_factory=dict)
 
 
-def pack(rows: Sequence[Row], step: int) -> list[int]:
+def pack(rows: Sequence[Request], step: int) -> list[int]:
     """The step record of `rows`, built from the words of record.py and nothing else."""
     words = [0] * layout.HEADER_SIZE
     low = step & 0xFFFFFFFF
@@ -97,34 +97,34 @@ def pack(rows: Sequence[Row], step: int) -> list[int]:
     words[layout.HEADER_NUM_REQS] = len(rows)
     words[layout.HEADER_NUM_TOKENS] = len(tokens)
     words[layout.HEADER_NUM_PAGES] = len(pages)
-    columns: list[list[int]] = [[] for _ in range(layout.row_fields(1))]
+    columns: list[list[int]] = [[] for _ in range(layout.req_fields(1))]
     token_at = page_at = 0
     for row in rows:
-        columns[layout.ROW_ID].append(row.row_id)
-        columns[layout.ROW_SEQ_LEN].append(row.seq_len)
-        columns[layout.ROW_QUERY_START].append(token_at if row.start is None else row.start)
-        columns[layout.ROW_QUERY_LEN].append(len(row.tokens) if row.query_len is None else row.query_len)
-        columns[layout.ROW_PAGES + layout.PAGE_FIRST].append(row.first_page)
-        columns[layout.ROW_PAGES + layout.PAGE_START].append(page_at)
+        columns[layout.REQ_INDEX].append(row.req_index)
+        columns[layout.REQ_SEQ_LEN].append(row.seq_len)
+        columns[layout.REQ_QUERY_START].append(token_at if row.start is None else row.start)
+        columns[layout.REQ_QUERY_LEN].append(len(row.tokens) if row.query_len is None else row.query_len)
+        columns[layout.REQ_PAGES + layout.PAGE_FIRST].append(row.first_page)
+        columns[layout.REQ_PAGES + layout.PAGE_START].append(page_at)
         count = len(row.pages) if row.page_count is None else row.page_count
-        columns[layout.ROW_PAGES + layout.PAGE_COUNT].append(count)
-        columns[layout.ROW_SAMPLE].append(row.sample)
-        columns[layout.ROW_COPIED].append(struct.unpack("<i", struct.pack("<f", row.temperature))[0])
-        columns[layout.ROW_COPIED + 1].append(struct.unpack("<i", struct.pack("<I", row.seed & 0xFFFFFFFF))[0])
-        columns[layout.ROW_ENCODER_LEN].append(row.encoder_len)
-        columns[layout.ROW_ENCODER_LEN + 1].append(row.top_k)
+        columns[layout.REQ_PAGES + layout.PAGE_COUNT].append(count)
+        columns[layout.REQ_SAMPLE].append(row.sample)
+        columns[layout.REQ_COPIED].append(struct.unpack("<i", struct.pack("<f", row.temperature))[0])
+        columns[layout.REQ_COPIED + 1].append(struct.unpack("<i", struct.pack("<I", row.seed & 0xFFFFFFFF))[0])
+        columns[layout.REQ_ENCODER_LEN].append(row.encoder_len)
+        columns[layout.REQ_ENCODER_LEN + 1].append(row.top_k)
         for at, share in ((2, row.top_p), (3, row.min_p)):
-            columns[layout.ROW_ENCODER_LEN + at].append(struct.unpack("<i", struct.pack("<f", share))[0])
+            columns[layout.REQ_ENCODER_LEN + at].append(struct.unpack("<i", struct.pack("<f", share))[0])
         for name, (value, _) in MORE.items():
-            word = struct.pack("<f" if isinstance(value, float) else "<i", value + row.row_id % 100)
-            columns[layout.ROW_COPIED + COPIED.index(name)].append(struct.unpack("<i", word)[0])
+            word = struct.pack("<f" if isinstance(value, float) else "<i", value + row.req_index % 100)
+            columns[layout.REQ_COPIED + COPIED.index(name)].append(struct.unpack("<i", word)[0])
         token_at += len(row.tokens)
         page_at += len(row.pages)
     return words + [word for column in columns for word in column] + tokens + pages
 
 
 def expect(
-    rows: Sequence[Row], sizes: Sizes, faults: dict[int, tuple[FaultCode, int]], step: int
+    rows: Sequence[Request], sizes: Sizes, faults: dict[int, tuple[FaultCode, int]], step: int
 ) -> dict[str, list[object]]:
     """Every derived buffer after a step of `rows`."""
     s, n = sizes, len(rows)
@@ -150,8 +150,8 @@ def expect(
         "prompt_start_loc": [max(start, prompts_from) for start in bounds],
         "block_table": [[[s.null_page] * s.max_pages for _ in range(s.reqs)]],
         "logits_indices": [0] * s.reqs,
-        "row_ids": [-1] * s.reqs,
-        "row_status": [int(RowStatus.PAD)] * s.reqs,
+        "req_indices": [-1] * s.reqs,
+        "req_status": [int(RequestStatus.PAD)] * s.reqs,
         "void_ids": [-1] * s.reqs,
         "temperatures": [0.0] * s.reqs,
         "seeds": [0] * s.reqs,
@@ -164,15 +164,15 @@ def expect(
     for at, r in enumerate(order):
         row = rows[r]
         if r in faults:
-            out["row_status"][at] = int(RowStatus.INVALID)
+            out["req_status"][at] = int(RequestStatus.INVALID)
             out["fault_code"][at], out["fault_value"][at] = int(faults[r][0]), faults[r][1]
             begins = row.seq_len == (len(row.tokens) if row.query_len is None else row.query_len)
-            if begins and 0 <= row.row_id < len(LAST_TOKENS):
-                out["void_ids"][at] = row.row_id
+            if begins and 0 <= row.req_index < len(LAST_TOKENS):
+                out["void_ids"][at] = row.req_index
             continue
         for j, token in enumerate(row.tokens):
             position = row.seq_len - len(row.tokens) + j
-            out["input_ids"][starts[at] + j] = LAST_TOKENS[row.row_id] if token == LAST else token
+            out["input_ids"][starts[at] + j] = LAST_TOKENS[row.req_index] if token == LAST else token
             out["positions"][starts[at] + j] = position
             slot = row.pages[position // s.page_size] * s.page_size + position % s.page_size
             out["slot_mapping"][0][starts[at] + j] = slot
@@ -180,15 +180,15 @@ def expect(
             out["block_table"][0][at][column] = page
         out["seq_lens"][at] = row.seq_len
         out["decode_seq_lens" if r in decodes else "prompt_seq_lens"][at] = row.seq_len
-        out["row_ids"][at] = row.row_id
-        out["row_status"][at] = int(RowStatus.SAMPLES if row.sample else RowStatus.LIVE)
+        out["req_indices"][at] = row.req_index
+        out["req_status"][at] = int(RequestStatus.SAMPLES if row.sample else RequestStatus.LIVE)
         out["logits_indices"][at] = starts[at] + len(row.tokens) - 1
         out["temperatures"][at] = row.temperature
         out["seeds"][at] = row.seed & 0xFFFFFFFF
         out["encoder_lens"][at] = row.encoder_len
         out["top_ks"][at], out["top_ps"][at], out["min_ps"][at] = row.top_k, row.top_p, row.min_p
         for name, (value, _) in MORE.items():
-            out[name][at] = value + row.row_id % 100
+            out[name][at] = value + row.req_index % 100
     return out
 
 
@@ -199,8 +199,8 @@ class Rig:
         self.sizes, self.device = sizes, device
         s, rows = sizes, sizes.reqs + 2  # room for more rows than this size uses
         capacity = Capacity(
-            rows=rows, tokens=s.tokens, row_ids=len(LAST_TOKENS),
-            record=layout.record_size(rows, 3 * s.tokens, rows * s.max_pages, 1), ring=s.ring,
+            rows=rows, tokens=s.tokens, req_indices=len(LAST_TOKENS),
+            inputs=layout.inputs_size(rows, 3 * s.tokens, rows * s.max_pages, 1), ring=s.ring,
             page_groups=(PageGroup(s.page_size, s.num_pages, s.null_page, s.max_pages),),
         )  # fmt: skip
         tensors = dict(StaticBuffers.allocate(capacity, device).cut(s.reqs, s.tokens).named())
@@ -220,8 +220,8 @@ class Rig:
         for name in set(OUTPUTS) - {"block_table"}:  # of a table only what differs is written
             whole = self.whole[name]
             whole.fill_(float("nan") if whole.is_floating_point() else POISON)
-        t.record.fill_(99)
-        t.record[: len(words)] = torch.tensor(words, dtype=torch.int32)
+        t.inputs.fill_(99)
+        t.inputs[: len(words)] = torch.tensor(words, dtype=torch.int32)
         refresh(
             t, max_seq_len=s.max_seq_len, vocab_size=s.vocab_size, query_len=s.query_len, seq_len_fill=s.seq_len_fill,
             decode_len=s.decode_len, tables=self.tables,
@@ -229,13 +229,15 @@ class Rig:
         if self.device.type == "cuda":
             torch.cuda.synchronize()
 
-    def step(self, rows: Sequence[Row], faults: dict[int, tuple[FaultCode, int]] | None = None, step: int = 0) -> None:
+    def step(
+        self, rows: Sequence[Request], faults: dict[int, tuple[FaultCode, int]] | None = None, step: int = 0
+    ) -> None:
         """Run one step and compare every buffer."""
         self.run(pack(rows, step))
         self.check(expect(rows, self.sizes, faults or {}, step))
 
     def step_with_tables(
-        self, rows: Sequence[Row], faults: dict[int, tuple[FaultCode, int]] | None = None, step: int = 0
+        self, rows: Sequence[Request], faults: dict[int, tuple[FaultCode, int]] | None = None, step: int = 0
     ) -> None:
         """The same where the caller keeps tables: the record's lists are garbage, and pages to spare are not read."""
         assert self.tables is not None
@@ -243,8 +245,8 @@ class Rig:
         for row in rows:
             pages = list(row.pages)[: -(-max(row.seq_len, 0) // self.sizes.page_size)]
             held.append(replace(row, pages=pages))
-            if 0 <= row.row_id < self.tables.shape[1] and row.seq_len <= self.sizes.max_seq_len:
-                self.tables[0, row.row_id, : len(pages)] = torch.tensor(pages, dtype=torch.int32)
+            if 0 <= row.req_index < self.tables.shape[1] and row.seq_len <= self.sizes.max_seq_len:
+                self.tables[0, row.req_index, : len(pages)] = torch.tensor(pages, dtype=torch.int32)
         before = self.tables.clone()
         self.run(pack([replace(row, pages=[31, 7], first_page=3) for row in rows], step))
         self.check(expect(held, self.sizes, faults or {}, step))

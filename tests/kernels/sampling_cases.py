@@ -39,7 +39,7 @@ def penalties_with(
     """Penalties and row ids of rows whose prompt and output tokens are given, entered in one step."""
     rows = len(sequences)
     state = PenaltyState.allocate(rows + 3, vocab, device)
-    row_ids = torch.tensor([rows + 1 - r for r in range(rows)], dtype=I32, device=device)
+    req_indices = torch.tensor([rows + 1 - r for r in range(rows)], dtype=I32, device=device)
     penalties = Penalties(
         column(repetition, rows, F32, device), column(presence, rows, F32, device),
         column(frequency, rows, F32, device), state,
@@ -49,18 +49,18 @@ def penalties_with(
     starts = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
     record_tokens(
         torch.tensor(tokens, dtype=torch.int64, device=device), starts.int().to(device), lengths.int().to(device),
-        row_ids, torch.tensor([len(prompt) for prompt, _ in sequences], dtype=I32, device=device), penalties,
+        req_indices, torch.tensor([len(prompt) for prompt, _ in sequences], dtype=I32, device=device), penalties,
     )  # fmt: skip
-    return penalties, row_ids
+    return penalties, req_indices
 
 
-def biases(entries: list[dict[int, float]], row_ids: list[int], max_rows: int, device: torch.device) -> LogitBias:
+def biases(entries: list[dict[int, float]], req_indices: list[int], max_rows: int, device: torch.device) -> LogitBias:
     width = max(1, *(len(entry) for entry in entries))
     bias = LogitBias.allocate(max_rows, width, device)
-    for row_id, entry in zip(row_ids, entries, strict=True):
-        bias.counts[row_id] = len(entry)
-        bias.tokens[row_id, : len(entry)] = torch.tensor(sorted(entry), dtype=I32)
-        bias.values[row_id, : len(entry)] = torch.tensor([entry[t] for t in sorted(entry)], dtype=F32)
+    for req_index, entry in zip(req_indices, entries, strict=True):
+        bias.counts[req_index] = len(entry)
+        bias.tokens[req_index, : len(entry)] = torch.tensor(sorted(entry), dtype=I32)
+        bias.values[req_index, : len(entry)] = torch.tensor([entry[t] for t in sorted(entry)], dtype=F32)
     return bias
 
 

@@ -151,7 +151,7 @@ def make_case(row: dict[str, Any]) -> tuple[str, Case]:
     return "decode" if op == "speculative" else op, case
 
 
-def row_id(row: dict[str, Any]) -> str:
+def req_index(row: dict[str, Any]) -> str:
     return "-".join(str(value).removeprefix("torch.") for value in row.values())
 
 
@@ -161,7 +161,7 @@ def test_the_array_covers_every_pair():
     assert len(ROWS) < 70
 
 
-@pytest.mark.parametrize("row", [pytest.param(row, id=row_id(row)) for row in ROWS])
+@pytest.mark.parametrize("row", [pytest.param(row, id=req_index(row)) for row in ROWS])
 def test_combinations(row: dict[str, Any], kernel_device: torch.device, rng: torch.Generator) -> None:
     op, case = make_case(row)
     problem = make_problem(case, rng, kernel_device)
@@ -171,7 +171,7 @@ def test_combinations(row: dict[str, Any], kernel_device: torch.device, rng: tor
         assert torch.equal(before.view(torch.int8), after.view(torch.int8)), "the cache must not be written"
 
 
-@pytest.mark.parametrize("row", [pytest.param(row, id=row_id(row)) for row in ROWS[:24]])
+@pytest.mark.parametrize("row", [pytest.param(row, id=req_index(row)) for row in ROWS[:24]])
 def test_reference_of_combinations(row: dict[str, Any], rng: torch.Generator) -> None:
     op, case = make_case(row)
     problem = make_problem(case, rng, torch.device("cpu"))

@@ -420,7 +420,7 @@ def test_a_head_dim_of_another_dtype_alone_goes_to_triton() -> None:
     )
 
 
-SHARED_BYTES = {  # warps x (stages x tile + partial result) + inbox, in bytes
+SHARED_BYTES = {  # warps x (stages x tile + partial result) + input_ring, in bytes
     "llama_one": 8 * (2 * 8192 + 4 * 4 * 134) + 16 * (32 + 4) * 8 + 16,
     "llama": 8 * (2 * 8192 + 4 * 4 * 134),
     "llama_fp8": 8 * (2 * 8192 + 4 * 4 * 134),

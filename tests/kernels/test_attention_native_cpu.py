@@ -21,7 +21,7 @@ from graphrt.kernels.native.nvrtc import NativeVariant
 from tests.kernels import native_emulation
 from tests.kernels.attention_cases import E4M3, NAN, UNWRITTEN, Case, Problem, assert_accurate, decode, make_problem
 from tests.kernels.test_attention import check_batch_invariant_rows, check_infinite_values, check_large_queries
-from tests.kernels.test_attention_features import ROWS, check_scales_of_keys, check_slopes, make_case, row_id
+from tests.kernels.test_attention_features import ROWS, check_scales_of_keys, check_slopes, make_case, req_index
 from tests.kernels.test_attention_native import BASE, CASES, check_logits, check_values_of_zero, with_blocks
 
 pytestmark = pytest.mark.skipif(native_emulation.COMPILER is None, reason="needs the C++ compiler g++")
@@ -105,7 +105,7 @@ def served_combinations() -> list[Any]:
     for row in ROWS:
         op, case = make_case(row | {"native": True})
         if op == "decode" and case.decode_plan().native is not None:
-            found.append(pytest.param(case, id=row_id(row)))
+            found.append(pytest.param(case, id=req_index(row)))
     return found
 
 
@@ -168,7 +168,7 @@ BUGS = {
     "outputs_are_not_turned": ("transpose(pack_output(", "(pack_output(", "many_segments"),
     "the_counter_stays": ("      if (is_last) *at = 0;\n", "", "invariant"),
     "bundles_of_clusters_are_not_merged": ("if (!goes_on) return;", "return;", "pairs_in_two_stages"),
-    "the_cluster_does_not_wait": ("inbox.wait();", "", "one_row"),
+    "the_cluster_does_not_wait": ("input_ring.wait();", "", "one_row"),
     "a_slice_goes_astray": ("source * SLICE + pair % SLICE)", "source * SLICE)", "one_row"),
     "later_tokens_are_seen": ("position <= query_position)", "true)", "speculative"),
     "the_edge_of_the_window": ("masked |= start <= s.", "masked |= start < s.", "window"),
@@ -191,9 +191,9 @@ BUGS_OF_CLUSTERS = {
     "phases_are_not_told_apart": ("bytes + segment % 2, segment / 2 % 2)", "bytes + segment % 2, 0)"),
     "one_buffer": ("const int source = segment % 2 * CLUSTER + rank", "const int source = rank"),
     "one_barrier": ("shared_address(bytes + segment % 2);", "shared_address(bytes);"),
-    "segments_are_not_counted": ("    ++inbox.segment;\n", ""),
+    "segments_are_not_counted": ("    ++input_ring.segment;\n", ""),
     "inboxes_are_not_open": ("    if (!met) cluster_wait();\n    met = true;\n", "    met = true;\n"),
-    "results_of_blocks_are_not_waited_for": ("    inbox.wait();\n", ""),
+    "results_of_blocks_are_not_waited_for": ("    input_ring.wait();\n", ""),
 }
 
 

@@ -14,14 +14,14 @@ import triton.language as tl
 
 from graphrt.kernels.errors import ShapeError
 from graphrt.kernels.library import INTERPRETER_AVAILABLE, interpreted
-from graphrt.kernels.metadata import record as layout
+from graphrt.kernels.metadata import step_inputs as layout
 from graphrt.kernels.metadata.buffers import BufferKind, StaticBuffers, operands
 from graphrt.kernels.metadata.page_list import list_pages
-from graphrt.kernels.metadata.read_record import as_declared
+from graphrt.kernels.metadata.read_inputs import as_declared
 from graphrt.kernels.metadata.refresh import refresh
 from graphrt.kernels.types import FaultCode
 from graphrt.testing.interpreter import shuffled_programs
-from tests.kernels.refresh_rig import MIXED, OUTPUTS, SCRATCH, Rig, Row, Sizes, expect, pack
+from tests.kernels.refresh_rig import MIXED, OUTPUTS, SCRATCH, Request, Rig, Sizes, expect, pack
 from tests.kernels.test_refresh import ALSO, CHUNK, GOOD, SPEC, THIRD
 
 CPU = torch.device("cpu")
@@ -50,7 +50,7 @@ def lie(words: list[int], field: int, row: int, value: int) -> list[int]:
     return [*words[:at], value, *words[at + 1 :]]
 
 
-def check_served(rig: Rig, words: list[int], rows: Sequence[Row], faults: dict, starts: Sequence[int] = ()) -> None:
+def check_served(rig: Rig, words: list[int], rows: Sequence[Request], faults: dict, starts: Sequence[int] = ()) -> None:
     """One refresh against `expect`; `starts` are the rows' first tokens where the record lies about them."""
     rig.run(words)
     expected = expect(rows, rig.sizes, faults, 7)
@@ -63,7 +63,7 @@ def check_served(rig: Rig, words: list[int], rows: Sequence[Row], faults: dict, 
 @pytest.mark.parametrize("value", [5, 6, 99, LARGEST, -1, SMALLEST], ids=str)
 @pytest.mark.parametrize("row", [0, 1, 2])
 def test_a_page_start_outside_the_list_gives_no_pages(where: torch.device, row: int, value: int) -> None:
-    words = lie(pack(DECODE_ROWS, 7), layout.ROW_PAGES + layout.PAGE_START, row, value)
+    words = lie(pack(DECODE_ROWS, 7), layout.REQ_PAGES + layout.PAGE_START, row, value)
     faults = {row: (F.LENGTH_EXCEEDS_PAGES, DECODE_ROWS[row].seq_len)}
     check_served(Rig(Sizes(), where), words, DECODE_ROWS, faults)
 
@@ -73,24 +73,24 @@ def test_a_page_start_within_the_list_counts_from_there(where: torch.device) -> 
     words = pack(DECODE_ROWS, 7)
     shared = (GOOD, ALSO, replace(THIRD, pages=[5, 6]))
     page = (F.DUPLICATE_PAGE, 6)
-    both_write = lie(words, layout.ROW_PAGES + layout.PAGE_START, 2, 0)
+    both_write = lie(words, layout.REQ_PAGES + layout.PAGE_START, 2, 0)
     check_served(Rig(Sizes(), where), both_write, shared, {0: page, 2: page})
-    same_slot = lie(both_write, layout.ROW_SEQ_LEN, 2, GOOD.seq_len)
+    same_slot = lie(both_write, layout.REQ_SEQ_LEN, 2, GOOD.seq_len)
     check_served(Rig(Sizes(), where), same_slot, shared, {0: page, 2: page})
     one_reads = (GOOD, ALSO, replace(THIRD, seq_len=9, pages=[5, 6, 9]))
     check_served(
         Rig(Sizes(), where), pack(one_reads, 7), one_reads, {1: (F.DUPLICATE_PAGE, 9), 2: (F.DUPLICATE_PAGE, 9)}
     )
-    one_left = lie(words, layout.ROW_PAGES + layout.PAGE_START, 2, 4)
+    one_left = lie(words, layout.REQ_PAGES + layout.PAGE_START, 2, 4)
     check_served(Rig(Sizes(), where), one_left, DECODE_ROWS, {2: (F.LENGTH_EXCEEDS_PAGES, 8)})
-    enough_left = lie(one_left, layout.ROW_SEQ_LEN, 2, 4)
+    enough_left = lie(one_left, layout.REQ_SEQ_LEN, 2, 4)
     check_served(Rig(Sizes(), where), enough_left, (GOOD, ALSO, replace(THIRD, seq_len=4, pages=[12])), {})
 
 
 @pytest.mark.parametrize("first", [LARGEST, 1 << 30, 10, 9], ids=str)
 def test_a_list_far_behind_the_sequence_is_no_list_of_it(where: torch.device, first: int) -> None:
     """And takes no memory for the places before it."""
-    rig, words = Rig(Sizes(), where), lie(pack(DECODE_ROWS, 7), layout.ROW_PAGES + layout.PAGE_FIRST, 2, first)
+    rig, words = Rig(Sizes(), where), lie(pack(DECODE_ROWS, 7), layout.REQ_PAGES + layout.PAGE_FIRST, 2, first)
     tracemalloc.start()
     try:
         check_served(rig, words, DECODE_ROWS, {2: (F.LENGTH_EXCEEDS_PAGES, THIRD.seq_len)})
@@ -101,26 +101,26 @@ def test_a_list_far_behind_the_sequence_is_no_list_of_it(where: torch.device, fi
 
 @pytest.mark.parametrize("count", [3, 6, LARGEST], ids=str)
 def test_pages_counted_beyond_the_list_are_cut(where: torch.device, count: int) -> None:
-    words = lie(pack(DECODE_ROWS, 7), layout.ROW_PAGES + layout.PAGE_COUNT, 2, count)
+    words = lie(pack(DECODE_ROWS, 7), layout.REQ_PAGES + layout.PAGE_COUNT, 2, count)
     check_served(Rig(Sizes(), where), words, DECODE_ROWS, {})
-    longer = lie(words, layout.ROW_SEQ_LEN, 2, 9)
+    longer = lie(words, layout.REQ_SEQ_LEN, 2, 9)
     check_served(Rig(Sizes(), where), longer, DECODE_ROWS, {2: (F.LENGTH_EXCEEDS_PAGES, 9)})
 
 
 @pytest.mark.parametrize("count", [0, -1, SMALLEST], ids=str)
 def test_no_pages_counted(where: torch.device, count: int) -> None:
-    words = lie(pack(DECODE_ROWS, 7), layout.ROW_PAGES + layout.PAGE_COUNT, 1, count)
+    words = lie(pack(DECODE_ROWS, 7), layout.REQ_PAGES + layout.PAGE_COUNT, 1, count)
     check_served(Rig(Sizes(), where), words, DECODE_ROWS, {1: (F.LENGTH_EXCEEDS_PAGES, 1)})
 
 
 def test_pages_of_the_rows_before_are_cut_and_read_as_they_are(where: torch.device) -> None:
     """More pages than its own: those of the next rows are to spare, as long as none of them is bad."""
-    words = lie(pack(DECODE_ROWS, 7), layout.ROW_PAGES + layout.PAGE_COUNT, 0, 5)
+    words = lie(pack(DECODE_ROWS, 7), layout.REQ_PAGES + layout.PAGE_COUNT, 0, 5)
     rows = (replace(GOOD, pages=[5, 6, 9, 11, 12]), ALSO, THIRD)
     check_served(Rig(Sizes(), where), words, rows, {})
     null = pack((GOOD, ALSO, replace(THIRD, pages=[11, 0])), 7)
     faults = {0: (F.PAGE_OUT_OF_RANGE, 0), 2: (F.PAGE_OUT_OF_RANGE, 0)}
-    check_served(Rig(Sizes(), where), lie(null, layout.ROW_PAGES + layout.PAGE_COUNT, 0, 5), rows, faults)
+    check_served(Rig(Sizes(), where), lie(null, layout.REQ_PAGES + layout.PAGE_COUNT, 0, 5), rows, faults)
 
 
 BAD = {row: (F.BAD_LENGTH, MIXED_ROWS[row].seq_len) for row in range(3)}
@@ -142,28 +142,28 @@ STARTS = {  # row, what its first token is said to be, where the rows then start
 @pytest.mark.parametrize("case", STARTS)
 def test_rows_whose_tokens_are_misplaced_fall_and_no_others(where: torch.device, case: str) -> None:
     row, value, starts, fallen = STARTS[case]
-    words = lie(pack(MIXED_ROWS, 7), layout.ROW_QUERY_START, row, value)
+    words = lie(pack(MIXED_ROWS, 7), layout.REQ_QUERY_START, row, value)
     check_served(Rig(MIXED, where), words, MIXED_ROWS, {r: BAD[r] for r in fallen}, starts)
 
 
 @pytest.mark.parametrize("value", [-1, 1, 2, 4, LARGEST], ids=str)
 def test_a_decode_graph_knows_where_its_rows_start(where: torch.device, value: int) -> None:
-    rows = (Row(2, [1, 1, 2], 9, [1, 2, 3]), Row(0, [7, 8, 9], 3, [4]), Row(4, [5, 6, 7], 4, [5]))
-    words = lie(pack(rows, 7), layout.ROW_QUERY_START, 1, value)
+    rows = (Request(2, [1, 1, 2], 9, [1, 2, 3]), Request(0, [7, 8, 9], 3, [4]), Request(4, [5, 6, 7], 4, [5]))
+    words = lie(pack(rows, 7), layout.REQ_QUERY_START, 1, value)
     check_served(Rig(SPEC, where), words, rows, {1: (F.BAD_LENGTH, 3)})
 
 
 @pytest.mark.parametrize("tokens", [5, 4], ids=str)
 def test_a_row_of_a_decode_graph_without_all_its_tokens(where: torch.device, tokens: int) -> None:
     """The header says that fewer tokens came than its rows claim."""
-    rows = (Row(2, [1, 1, 2], 9, [1, 2, 3]), Row(0, [7, 8, 9], 3, [4]))
+    rows = (Request(2, [1, 1, 2], 9, [1, 2, 3]), Request(0, [7, 8, 9], 3, [4]))
     words = pack(rows, 7)
     words[layout.HEADER_NUM_TOKENS] = tokens
-    tokens_at = layout.HEADER_SIZE + 2 * layout.row_fields(1)
+    tokens_at = layout.HEADER_SIZE + 2 * layout.req_fields(1)
     del words[tokens_at + tokens : tokens_at + 6]
     rig = Rig(SPEC, where)
     rig.run(words)
-    assert rig.tensors.row_status.tolist() == [1, -2, -1, -1]
+    assert rig.tensors.req_status.tolist() == [1, -2, -1, -1]
     assert rig.tensors.fault_code.tolist() == [0, int(F.BAD_LENGTH), 0, 0]
     assert rig.tensors.fault_value.tolist() == [0, 3, 0, 0]
     assert rig.tensors.step_counter.tolist() == [7]
@@ -176,16 +176,16 @@ INTERESTING = (SMALLEST, -1, 0, 2, 5, 7, LARGEST)
 
 
 @pytest.mark.parametrize("rows", [DECODE_ROWS, MIXED_ROWS], ids=["decode", "mixed"])
-@pytest.mark.parametrize("field", range(layout.row_fields(1)))
+@pytest.mark.parametrize("field", range(layout.req_fields(1)))
 def test_kernel_and_reference_agree_on_every_single_lie(
-    kernel_device: torch.device, field: int, rows: Sequence[Row]
+    kernel_device: torch.device, field: int, rows: Sequence[Request]
 ) -> None:
     """Rows that were told nothing wrong about, and share nothing with the row that was, are served as ever."""
     sizes = Sizes() if rows is DECODE_ROWS else MIXED
     kernel, reference = Rig(sizes, kernel_device), Rig(sizes, CPU)
     plain = expect(rows, sizes, {}, 0)
     for step, (row, value) in enumerate(itertools.product((1, 2), INTERESTING)):  # step numbers must grow
-        if field == layout.ROW_QUERY_START and not (value <= 6 if row == 1 else value >= 1):
+        if field == layout.REQ_QUERY_START and not (value <= 6 if row == 1 else value >= 1):
             continue  # tokens of two rows then lie in one place: which of the two is written is left open
         words = lie(pack(rows, step), field, row, value)
         kernel.run(words)
@@ -195,9 +195,9 @@ def test_kernel_and_reference_agree_on_every_single_lie(
             if have.is_floating_point():  # NaN compares by its bits
                 have, want = have.view(torch.int32), want.view(torch.int32)
             assert torch.equal(have, want), (name, row, value)
-        fallen = [r for r, status in enumerate(reference.tensors.row_status.tolist()) if status == -2]
+        fallen = [r for r, status in enumerate(reference.tensors.req_status.tolist()) if status == -2]
         for other in set(range(3)) - {row, *fallen}:
-            for name in ("row_ids", "seq_lens", "row_status", "temperatures", "seeds"):
+            for name in ("req_indices", "seq_lens", "req_status", "temperatures", "seeds"):
                 assert getattr(reference.tensors, name)[other].tolist() == plain[name][other]
             assert reference.tensors.block_table[0, other].tolist() == plain["block_table"][0][other]
 
@@ -268,12 +268,12 @@ def test_every_tensor_is_checked_by_itself(name: str) -> None:
     for what, change in wrong.items():
         with pytest.raises(ShapeError) as caught:
             run(tensors(**{name: change}))
-        # All others are measured against the device of row_ids.
-        first = operands("refresh")[0] if (name, what) == ("row_ids", "device") else name
+        # All others are measured against the device of req_indices.
+        first = operands("refresh")[0] if (name, what) == ("req_indices", "device") else name
         assert str(caught.value).startswith(f"{first}: expected"), what
 
 
-PER_ROW = ("fault_code", "fault_value", "seq_lens", "logits_indices", "row_status", "temperatures", "seeds")
+PER_ROW = ("fault_code", "fault_value", "seq_lens", "logits_indices", "req_status", "temperatures", "seeds")
 
 
 @pytest.mark.parametrize("name", [*PER_ROW, "query_start_loc", "positions", "slot_mapping", "block_table"])
@@ -287,7 +287,7 @@ def test_extents_that_are_just_enough() -> None:
     """The smallest record, claims, marks and table do; one less of each is refused."""
     sizes = Sizes()
     least = {
-        "record": lambda t: t[: layout.record_size(1, 0, 0, 1)].zero_(),
+        "inputs": lambda t: t[: layout.inputs_size(1, 0, 0, 1)].zero_(),
         "claims": lambda t: t[: 8 + 1],
         "duplicates": lambda t: t[:, :4],
     }
@@ -295,9 +295,9 @@ def test_extents_that_are_just_enough() -> None:
     run(made)
     assert made.fault_code.tolist() == [0] * 4
     assert made.step_counter.tolist() == [0]
-    assert made.row_status.tolist() == [-1] * 4
+    assert made.req_status.tolist() == [-1] * 4
     less = {
-        "record": lambda t: t[:-1], "claims": lambda t: t[:-1], "duplicates": lambda t: t[:, :-1],
+        "inputs": lambda t: t[:-1], "claims": lambda t: t[:-1], "duplicates": lambda t: t[:, :-1],
         "page_table": lambda t: t[:, :, :-1], "page_spans": lambda t: t[:, :-1],
     }  # fmt: skip
     for name, change in less.items():
@@ -312,12 +312,12 @@ def test_a_claim_for_every_page_and_row_id_is_enough(where: torch.device) -> Non
     rig = Rig(Sizes(), where)
     guarded = torch.zeros(32 + 8 + 5, dtype=torch.int64, device=where)
     rig.tensors = replace(rig.tensors, claims=guarded[:-5])
-    rows = (Row(7, [1], 3, [31]), Row(6, [1], 6, [30, 31]), Row(4, [1], 1, [1]), Row(5, [2], 1, [2]))
+    rows = (Request(7, [1], 3, [31]), Request(6, [1], 6, [30, 31]), Request(4, [1], 1, [1]), Request(5, [2], 1, [2]))
     page = (F.DUPLICATE_PAGE, 31)
     check_served(rig, pack(rows, 7), rows, {0: page, 1: page})
-    twice = (rows[0], replace(rows[1], row_id=7, pages=[30, 29]), *rows[2:])
+    twice = (rows[0], replace(rows[1], req_index=7, pages=[30, 29]), *rows[2:])
     rig.run(pack(twice, 8))
-    rig.check(expect(twice, rig.sizes, {0: (F.DUPLICATE_ROW, 7), 1: (F.DUPLICATE_ROW, 7)}, 8))
+    rig.check(expect(twice, rig.sizes, {0: (F.DUPLICATE_REQUEST, 7), 1: (F.DUPLICATE_REQUEST, 7)}, 8))
     assert guarded[-5:].tolist() == [0] * 5
 
 
@@ -325,8 +325,8 @@ def test_a_claim_for_every_page_and_row_id_is_enough(where: torch.device) -> Non
 def test_a_sequence_ends_where_its_table_does(where: torch.device, max_pages: int) -> None:
     """Lengths beyond the table's columns are no pages at all, whatever max_seq_len and the record say."""
     sizes = Sizes(max_pages=max_pages, max_seq_len=60)
-    last = Row(4, [1], 4 * max_pages, range(20, 20 + max_pages))
-    longer = Row(5, [1], 4 * max_pages + 1, range(9, 10 + max_pages))
+    last = Request(4, [1], 4 * max_pages, range(20, 20 + max_pages))
+    longer = Request(5, [1], 4 * max_pages + 1, range(9, 10 + max_pages))
     check_served(Rig(sizes, where), pack((last,), 7), (last,), {})
     check_served(
         Rig(sizes, where),
@@ -339,7 +339,7 @@ def test_a_sequence_ends_where_its_table_does(where: torch.device, max_pages: in
 @pytest.mark.parametrize(("rows", "tokens"), [(1, 1), (1, 65536), (65536, 1), (65536, 65536)])
 def test_the_smallest_and_the_largest_graph(rows: int, tokens: int) -> None:
     made = tensors(Sizes(reqs=rows, tokens=tokens, query_len=0, max_pages=1, max_seq_len=4))
-    made.record.zero_()
+    made.inputs.zero_()
     run(made, query_len=0, max_seq_len=4)
     assert made.query_start_loc.tolist() == [0] * (rows + 1)
     assert set(made.slot_mapping[0].tolist()) == {-1}
@@ -353,12 +353,12 @@ def test_graphs_that_no_claim_can_name(rows: int, tokens: int) -> None:
 
 
 def test_operands_are_what_the_declarations_say() -> None:
-    inputs = {"page_groups", "record", "last_token"}
+    inputs = {"page_groups", "inputs", "last_token"}
     kept = {"claims", "duplicates", "page_table", "page_spans", "last_encoder_len"}
     assert set(operands("refresh")) - set(OUTPUTS) == inputs | kept | SCRATCH
     rows = (BufferKind.DERIVED, BufferKind.CARRIED)
     derived = {name for name, spec in StaticBuffers.specs().items() if spec.kind in rows}
-    assert set(OUTPUTS) | SCRATCH | {"record"} == derived | {"step_counter"}
+    assert set(OUTPUTS) | SCRATCH | {"inputs"} == derived | {"step_counter"}
 
 
 # -- page lists

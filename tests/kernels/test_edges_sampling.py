@@ -14,16 +14,16 @@ import triton.language as tl
 from graphrt.kernels.errors import ShapeError
 from graphrt.kernels.library import INTERPRETER_AVAILABLE, interpreted
 from graphrt.kernels.metadata.buffers import operands
-from graphrt.kernels.metadata.publish import publish
+from graphrt.kernels.metadata.write_outputs import write_outputs
 from graphrt.kernels.ops.sampling import sample
 from graphrt.kernels.ops.sampling_logits import SAMPLE_CHUNK, exponential
 from graphrt.kernels.ops.sampling_reference import exponential_reference, sample_reference
-from graphrt.kernels.types import NO_TOKEN, FaultCode, RowEnd, RowStatus
-from tests.kernels.test_publish import make_buffers
+from graphrt.kernels.types import NO_TOKEN, FaultCode, FinishReason, RequestStatus
 from tests.kernels.test_sampling import arguments, exact_draws, one_hot_rows
+from tests.kernels.test_write_outputs import make_buffers
 
 INF = float("inf")
-S, F = RowStatus, FaultCode
+S, F = RequestStatus, FaultCode
 
 
 @pytest.fixture(params=["reference", "kernel"])
@@ -115,18 +115,22 @@ def test_rings_that_are_just_wide_enough(context) -> None:
         whole["step_ring"] = whole["step_ring"][:, 0].contiguous()
         buffers = replace(buffers, **{name: ring[1:-1] for name, ring in whole.items()})
         buffers.last_token.copy_(torch.tensor([10, 11, 12, 13]))
-        buffers.row_ids.copy_(torch.tensor([2, 0, 3]))
-        buffers.row_status.copy_(torch.tensor([S.SAMPLES, S.LIVE, S.INVALID]))
+        buffers.req_indices.copy_(torch.tensor([2, 0, 3]))
+        buffers.req_status.copy_(torch.tensor([S.SAMPLES, S.LIVE, S.INVALID]))
         buffers.fault_code.copy_(torch.tensor([0, 0, F.BAD_LENGTH]))
         buffers.fault_value.copy_(torch.tensor([0, 0, 2**40]))
         buffers.step_counter.fill_(step)
         with context():
-            publish(buffers, torch.tensor([21, 22, 23]), vocab_size=24)
+            write_outputs(buffers, torch.tensor([21, 22, 23]), vocab_size=24)
         expected = {name: torch.full_like(ring, -77).tolist() for name, ring in whole.items()}
         entry = 1 + step % depth
         expected["step_ring"][entry] = step
         expected["token_ring"][entry][:3] = [21, NO_TOKEN, NO_TOKEN]
-        expected["end_ring"][entry][:3] = [int(RowEnd.GOES_ON), int(RowEnd.GOES_ON), int(RowEnd.FAULT)]
+        expected["end_ring"][entry][:3] = [
+            int(FinishReason.RUNNING),
+            int(FinishReason.RUNNING),
+            int(FinishReason.FAULT),
+        ]
         expected["fault_code_ring"][entry][:3] = [0, 0, int(F.BAD_LENGTH)]
         expected["fault_value_ring"][entry][2] = 2**40
         assert {name: ring.tolist() for name, ring in whole.items()} == expected
@@ -139,14 +143,14 @@ def sample_arguments() -> dict[str, torch.Tensor]:
 
 def publish_arguments() -> dict[str, torch.Tensor]:
     buffers = make_buffers(torch.device("cpu"), 3, 4, ring=2)
-    return {"tokens": torch.zeros(3, dtype=torch.int32), **{n: getattr(buffers, n) for n in operands("publish")}}
+    return {"tokens": torch.zeros(3, dtype=torch.int32), **{n: getattr(buffers, n) for n in operands("write_outputs")}}
 
 
 def publish_with(tokens: torch.Tensor, **tensors: torch.Tensor) -> None:
-    publish(replace(make_buffers(torch.device("cpu"), 3, 4, ring=2), **tensors), tokens, vocab_size=8)
+    write_outputs(replace(make_buffers(torch.device("cpu"), 3, 4, ring=2), **tensors), tokens, vocab_size=8)
 
 
-OPS = {"sample": (sample, sample_arguments), "publish": (publish_with, publish_arguments)}
+OPS = {"sample": (sample, sample_arguments), "write_outputs": (publish_with, publish_arguments)}
 WRONG: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "dtype": lambda t: t.double(),
     "rank": lambda t: t.unsqueeze(0),
@@ -158,8 +162,8 @@ WRONG: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 SIZED = {  # the extents of all others are free, or what these are measured by
     "sample": ("temperatures", "seeds", "seq_lens"),
-    "publish": (
-        "tokens", "row_status", "fault_code", "fault_value", "step_counter", "token_ring", "fault_code_ring",
+    "write_outputs": (
+        "tokens", "req_status", "fault_code", "fault_value", "step_counter", "token_ring", "fault_code_ring",
         "fault_value_ring",
     ),
 }  # fmt: skip
@@ -175,11 +179,11 @@ def test_every_argument_is_checked_by_itself(op: str, name: str) -> None:
             continue  # its extent is what the others are measured by
         if name in ("step_counter", "go_on") and what == "stride":
             continue  # of one value there is none
-        if (name == "inbox" or name.endswith("_ring")) and what == "device":
+        if (name == "input_ring" or name.endswith("_ring")) and what == "device":
             continue  # these may lie in pinned memory
         with pytest.raises(ShapeError) as caught:
             call(**make() | {name: change(make()[name])})
-        first = {"logits": "temperatures", "row_ids": "record"}.get(name, name)
+        first = {"logits": "temperatures", "req_indices": "inputs"}.get(name, name)
         assert str(caught.value).startswith(f"{first if what == 'device' else name}: expected"), what
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from graphrt.kernels.errors import ShapeError
-from graphrt.kernels.metadata import record as layout
+from graphrt.kernels.metadata import step_inputs as layout
 from graphrt.kernels.metadata.buffers import COPIED
 from graphrt.kernels.metadata.refresh import refresh
 from graphrt.kernels.types import FaultCode
@@ -16,93 +16,98 @@ from tests.kernels.refresh_rig import (
     LAST,
     MIXED,
     Case,
+    Request,
     Rig,
-    Row,
     Sizes,
     expect,
     pack,
 )
 
-GOOD = Row(2, [LAST], 7, [5, 6], temperature=0.5, seed=-3)
-ALSO = Row(0, [17], 1, [9], seed=2**31)
-THIRD = Row(5, [0], 8, [11, 12], sample=0)
-CHUNK = Row(1, [3, 4, 5, 6, 7], 11, [7, 3, 8], sample=0)
+GOOD = Request(2, [LAST], 7, [5, 6], temperature=0.5, seed=-3)
+ALSO = Request(0, [17], 1, [9], seed=2**31)
+THIRD = Request(5, [0], 8, [11, 12], sample=0)
+CHUNK = Request(1, [3, 4, 5, 6, 7], 11, [7, 3, 8], sample=0)
 SPEC = replace(Sizes(), tokens=12, query_len=3)
 
 VALID = [
     Case("decode", (GOOD, ALSO, THIRD)),
-    Case("decode_full", (GOOD, ALSO, THIRD, Row(1, [99], 40, range(20, 30)))),
+    Case("decode_full", (GOOD, ALSO, THIRD, Request(1, [99], 40, range(20, 30)))),
     Case("decode_one_row", (ALSO,), Sizes(reqs=1, tokens=1)),
     Case("decode_no_rows", ()),
     Case("decode_fill_one", (GOOD, ALSO), Sizes(seq_len_fill=1)),
-    Case("decode_null_page_31", (GOOD, Row(0, [1], 4, [0])), Sizes(null_page=31)),
-    Case("decode_page_size_1", (Row(0, [1], 3, [4, 9, 2]),), Sizes(page_size=1, num_pages=33, max_seq_len=10)),
-    Case("decode_page_boundaries", (Row(0, [1], 4, [4]), Row(1, [1], 5, [5, 6]), Row(2, [1], 8, [7, 8]))),
-    Case("decode_pages_to_spare", (Row(0, [1], 3, [4, 5, 6]), Row(4, [1], 12, [7, 8, 9]))),
-    Case("decode_shared_prefix", (Row(0, [1], 6, [4, 5]), Row(1, [1], 6, [4, 6]), Row(2, [1], 7, [4, 7]))),
-    Case("speculative", (Row(2, [LAST, 1, 2], 9, [1, 2, 3]), Row(0, [7, 8, 9], 3, [4])), SPEC),
+    Case("decode_null_page_31", (GOOD, Request(0, [1], 4, [0])), Sizes(null_page=31)),
+    Case("decode_page_size_1", (Request(0, [1], 3, [4, 9, 2]),), Sizes(page_size=1, num_pages=33, max_seq_len=10)),
+    Case("decode_page_boundaries", (Request(0, [1], 4, [4]), Request(1, [1], 5, [5, 6]), Request(2, [1], 8, [7, 8]))),
+    Case("decode_pages_to_spare", (Request(0, [1], 3, [4, 5, 6]), Request(4, [1], 12, [7, 8, 9]))),
+    Case("decode_shared_prefix", (Request(0, [1], 6, [4, 5]), Request(1, [1], 6, [4, 6]), Request(2, [1], 7, [4, 7]))),
+    Case("speculative", (Request(2, [LAST, 1, 2], 9, [1, 2, 3]), Request(0, [7, 8, 9], 3, [4])), SPEC),
     Case("speculative_no_rows", (), SPEC),
     Case("mixed", (GOOD, CHUNK, ALSO), MIXED),
-    Case("mixed_full", (CHUNK, Row(4, range(9), 40, range(20, 30))), replace(MIXED, reqs=2)),
-    Case("mixed_one_row", (Row(4, range(10, 23), 13, [8, 4, 2, 6]),), replace(MIXED, tokens=16)),
+    Case("mixed_full", (CHUNK, Request(4, range(9), 40, range(20, 30))), replace(MIXED, reqs=2)),
+    Case("mixed_one_row", (Request(4, range(10, 23), 13, [8, 4, 2, 6]),), replace(MIXED, tokens=16)),
     Case("mixed_no_rows", (), MIXED),
     Case("mixed_decodes_only", (GOOD, ALSO, THIRD), MIXED),
 ]
 
 F = FaultCode
 FAULTY = [
-    Case("row_id_negative", (replace(GOOD, row_id=-1), ALSO), faults={0: (F.ROW_ID_OUT_OF_RANGE, -1)}),
-    Case("row_id_too_large", (GOOD, replace(ALSO, row_id=8)), faults={1: (F.ROW_ID_OUT_OF_RANGE, 8)}),
+    Case("row_id_negative", (replace(GOOD, req_index=-1), ALSO), faults={0: (F.REQ_INDEX_OUT_OF_RANGE, -1)}),
+    Case("row_id_too_large", (GOOD, replace(ALSO, req_index=8)), faults={1: (F.REQ_INDEX_OUT_OF_RANGE, 8)}),
     Case("no_tokens", (GOOD, replace(ALSO, tokens=[]), THIRD), MIXED, {1: (F.BAD_LENGTH, 1)}),
     Case("query_longer_than_sequence", (replace(CHUNK, seq_len=4), GOOD), MIXED, {0: (F.BAD_LENGTH, 4)}),
     Case("negative_length", (replace(GOOD, seq_len=-3),), faults={0: (F.BAD_LENGTH, -3)}),
-    Case("too_long", (Row(0, [1], 41, range(1, 11)),), replace(Sizes(), max_pages=11), {0: (F.BAD_LENGTH, 41)}),
-    Case("other_query_len", (Row(0, [1, 2, 3], 5, [4, 5]), replace(GOOD, query_len=2)), SPEC, {1: (F.BAD_LENGTH, 7)}),
+    Case("too_long", (Request(0, [1], 41, range(1, 11)),), replace(Sizes(), max_pages=11), {0: (F.BAD_LENGTH, 41)}),
+    Case(
+        "other_query_len", (Request(0, [1, 2, 3], 5, [4, 5]), replace(GOOD, query_len=2)), SPEC, {1: (F.BAD_LENGTH, 7)}
+    ),
     Case("tokens_out_of_record", (CHUNK, replace(GOOD, query_len=2)), MIXED, {1: (F.BAD_LENGTH, 7)}),
     Case("misplaced_tokens", (CHUNK, replace(GOOD, query_len=2**31 - 1)), MIXED, {1: (F.BAD_LENGTH, 7)}),
-    Case("too_few_pages", (Row(0, [1], 9, [4, 5]), GOOD), faults={0: (F.LENGTH_EXCEEDS_PAGES, 9)}),
-    Case("no_pages", (Row(0, [1], 1, []),), faults={0: (F.LENGTH_EXCEEDS_PAGES, 1)}),
-    Case("pages_out_of_record", (Row(0, [1], 9, [4], page_count=99),), faults={0: (F.LENGTH_EXCEEDS_PAGES, 9)}),
-    Case("negative_page_count", (Row(0, [1], 3, [4], page_count=-2),), faults={0: (F.LENGTH_EXCEEDS_PAGES, 3)}),
-    Case("null_page", (GOOD, Row(1, [1], 7, [0, 4])), faults={1: (F.PAGE_OUT_OF_RANGE, 0)}),
-    Case("page_negative", (Row(1, [1], 7, [4, -1]),), faults={0: (F.PAGE_OUT_OF_RANGE, -1)}),
-    Case("page_too_large", (Row(1, [1], 7, [4, 32]),), faults={0: (F.PAGE_OUT_OF_RANGE, 32)}),
-    Case("page_to_spare_is_bad", (Row(1, [1], 4, [4, 5, 1000]),), faults={0: (F.PAGE_OUT_OF_RANGE, 1000)}),
-    Case("first_bad_page", (Row(1, [1], 12, [4, 33, -7]),), faults={0: (F.PAGE_OUT_OF_RANGE, 33)}),
-    Case("token_negative", (Row(1, [-2], 4, [4]),), faults={0: (F.TOKEN_OUT_OF_RANGE, -2)}),
-    Case("token_too_large", (GOOD, Row(1, [100], 4, [4])), faults={1: (F.TOKEN_OUT_OF_RANGE, 100)}),
-    Case("no_last_token", (Row(3, [LAST], 4, [4]), GOOD), faults={0: (F.NO_LAST_TOKEN, 3)}),
+    Case("too_few_pages", (Request(0, [1], 9, [4, 5]), GOOD), faults={0: (F.LENGTH_EXCEEDS_PAGES, 9)}),
+    Case("no_pages", (Request(0, [1], 1, []),), faults={0: (F.LENGTH_EXCEEDS_PAGES, 1)}),
+    Case("pages_out_of_record", (Request(0, [1], 9, [4], page_count=99),), faults={0: (F.LENGTH_EXCEEDS_PAGES, 9)}),
+    Case("negative_page_count", (Request(0, [1], 3, [4], page_count=-2),), faults={0: (F.LENGTH_EXCEEDS_PAGES, 3)}),
+    Case("null_page", (GOOD, Request(1, [1], 7, [0, 4])), faults={1: (F.PAGE_OUT_OF_RANGE, 0)}),
+    Case("page_negative", (Request(1, [1], 7, [4, -1]),), faults={0: (F.PAGE_OUT_OF_RANGE, -1)}),
+    Case("page_too_large", (Request(1, [1], 7, [4, 32]),), faults={0: (F.PAGE_OUT_OF_RANGE, 32)}),
+    Case("page_to_spare_is_bad", (Request(1, [1], 4, [4, 5, 1000]),), faults={0: (F.PAGE_OUT_OF_RANGE, 1000)}),
+    Case("first_bad_page", (Request(1, [1], 12, [4, 33, -7]),), faults={0: (F.PAGE_OUT_OF_RANGE, 33)}),
+    Case("token_negative", (Request(1, [-2], 4, [4]),), faults={0: (F.TOKEN_OUT_OF_RANGE, -2)}),
+    Case("token_too_large", (GOOD, Request(1, [100], 4, [4])), faults={1: (F.TOKEN_OUT_OF_RANGE, 100)}),
+    Case("no_last_token", (Request(3, [LAST], 4, [4]), GOOD), faults={0: (F.NO_LAST_TOKEN, 3)}),
     Case(
         "begins_with_a_fault",
-        (Row(0, [100], 1, [4]), Row(9, [1], 1, [5])),
-        faults={0: (F.TOKEN_OUT_OF_RANGE, 100), 1: (F.ROW_ID_OUT_OF_RANGE, 9)},
+        (Request(0, [100], 1, [4]), Request(9, [1], 1, [5])),
+        faults={0: (F.TOKEN_OUT_OF_RANGE, 100), 1: (F.REQ_INDEX_OUT_OF_RANGE, 9)},
     ),
-    Case("last_token_of_another_sequence", (GOOD, Row(0, [LAST], 1, [4])), faults={1: (F.NO_LAST_TOKEN, 0)}),
-    Case("chunk_from_another_sequence", (GOOD, Row(0, [LAST, 1], 2, [4])), MIXED, {1: (F.NO_LAST_TOKEN, 0)}),
-    Case("minus_one_is_a_token_like_others", (Row(1, [-1], 4, [4]),), faults={0: (F.TOKEN_OUT_OF_RANGE, -1)}),
-    Case("last_token_too_large", (Row(7, [LAST], 4, [4]),), faults={0: (F.TOKEN_OUT_OF_RANGE, 777)}),
+    Case("last_token_of_another_sequence", (GOOD, Request(0, [LAST], 1, [4])), faults={1: (F.NO_LAST_TOKEN, 0)}),
+    Case("chunk_from_another_sequence", (GOOD, Request(0, [LAST, 1], 2, [4])), MIXED, {1: (F.NO_LAST_TOKEN, 0)}),
+    Case("minus_one_is_a_token_like_others", (Request(1, [-1], 4, [4]),), faults={0: (F.TOKEN_OUT_OF_RANGE, -1)}),
+    Case("last_token_too_large", (Request(7, [LAST], 4, [4]),), faults={0: (F.TOKEN_OUT_OF_RANGE, 777)}),
     Case(
-        "last_token_in_second_place", (Row(1, [LAST, LAST, 200], 5, [4, 5]),), SPEC, {0: (F.TOKEN_OUT_OF_RANGE, LAST)}
+        "last_token_in_second_place",
+        (Request(1, [LAST, LAST, 200], 5, [4, 5]),),
+        SPEC,
+        {0: (F.TOKEN_OUT_OF_RANGE, LAST)},
     ),
-    Case("first_bad_token", (Row(4, [5, 101, -9], 5, [4, 5]), CHUNK), MIXED, {0: (F.TOKEN_OUT_OF_RANGE, 101)}),
+    Case("first_bad_token", (Request(4, [5, 101, -9], 5, [4, 5]), CHUNK), MIXED, {0: (F.TOKEN_OUT_OF_RANGE, 101)}),
     Case(
         "several_rows",
-        (GOOD, Row(1, [100], 4, [4]), Row(9, [1], 1, [8]), Row(4, [1], 9, [9])),
+        (GOOD, Request(1, [100], 4, [4]), Request(9, [1], 1, [8]), Request(4, [1], 9, [9])),
         faults={
             1: (F.TOKEN_OUT_OF_RANGE, 100),
-            2: (F.ROW_ID_OUT_OF_RANGE, 9),
+            2: (F.REQ_INDEX_OUT_OF_RANGE, 9),
             3: (F.LENGTH_EXCEEDS_PAGES, 9),
         },
     ),
     *(
         Case(f"precedence_{code.name.lower()}", (GOOD, row), MIXED, {1: (code, value)})
         for code, value, row in (
-            (F.ROW_ID_OUT_OF_RANGE, 20, Row(20, [200, 1], 41, [0])),
-            (F.BAD_LENGTH, 41, Row(6, [200, 1], 41, [0])),
-            (F.LENGTH_EXCEEDS_PAGES, 40, Row(6, [200, 1], 40, [0])),
-            (F.PAGE_OUT_OF_RANGE, 0, Row(6, [200, 1], 3, [0])),
-            (F.NO_LAST_TOKEN, 3, Row(3, [LAST, 200], 3, [3])),
-            (F.TOKEN_OUT_OF_RANGE, 200, Row(6, [200, 1], 3, [3])),
+            (F.REQ_INDEX_OUT_OF_RANGE, 20, Request(20, [200, 1], 41, [0])),
+            (F.BAD_LENGTH, 41, Request(6, [200, 1], 41, [0])),
+            (F.LENGTH_EXCEEDS_PAGES, 40, Request(6, [200, 1], 40, [0])),
+            (F.PAGE_OUT_OF_RANGE, 0, Request(6, [200, 1], 3, [0])),
+            (F.NO_LAST_TOKEN, 3, Request(3, [LAST, 200], 3, [3])),
+            (F.TOKEN_OUT_OF_RANGE, 200, Request(6, [200, 1], 3, [3])),
         )
     ),
 ]
@@ -110,41 +115,41 @@ FAULTY = [
 
 def duplicates() -> list[Case]:
     """Rows that get in each other's way; every one of them must fall, in whatever order they stand."""
-    a, b, c = Row(0, [1], 6, [4, 5]), Row(1, [2], 6, [7, 5]), Row(2, [3], 2, [5])
-    same_id = replace(b, row_id=0, pages=[7, 8])
-    free = Row(4, [9], 6, [20, 21])
+    a, b, c = Request(0, [1], 6, [4, 5]), Request(1, [2], 6, [7, 5]), Request(2, [3], 2, [5])
+    same_id = replace(b, req_index=0, pages=[7, 8])
+    free = Request(4, [9], 6, [20, 21])
     page = (F.DUPLICATE_PAGE, 5)
     cases = [
-        Case("row_twice", (a, free, same_id), faults={0: (F.DUPLICATE_ROW, 0), 2: (F.DUPLICATE_ROW, 0)}),
+        Case("row_twice", (a, free, same_id), faults={0: (F.DUPLICATE_REQUEST, 0), 2: (F.DUPLICATE_REQUEST, 0)}),
         Case("page_twice", (free, a, b), faults={1: page, 2: page}),
         Case("page_three_times", (a, b, free, c), faults={0: page, 1: page, 3: page}),
         Case(
             "row_before_page",
-            (a, replace(b, row_id=0), free, c),
-            faults={0: (F.DUPLICATE_ROW, 0), 1: (F.DUPLICATE_ROW, 0), 3: page},
+            (a, replace(b, req_index=0), free, c),
+            faults={0: (F.DUPLICATE_REQUEST, 0), 1: (F.DUPLICATE_REQUEST, 0), 3: page},
         ),
         Case("invalid_rows_claim_no_pages", (a, replace(b, tokens=[100])), faults={1: (F.TOKEN_OUT_OF_RANGE, 100)}),
         *(
-            Case(f"invalid_rows_claim_row_ids_{at}", (a, free, bad), faults={0: (F.DUPLICATE_ROW, 0), 2: fault})
+            Case(f"invalid_rows_claim_row_ids_{at}", (a, free, bad), faults={0: (F.DUPLICATE_REQUEST, 0), 2: fault})
             for at, (bad, fault) in enumerate(
                 (
-                    (Row(0, [100], 1, [9]), (F.TOKEN_OUT_OF_RANGE, 100)),
-                    (Row(0, [1], 1, []), (F.LENGTH_EXCEEDS_PAGES, 1)),
-                    (Row(0, [1], 41, [9]), (F.BAD_LENGTH, 41)),
+                    (Request(0, [100], 1, [9]), (F.TOKEN_OUT_OF_RANGE, 100)),
+                    (Request(0, [1], 1, []), (F.LENGTH_EXCEEDS_PAGES, 1)),
+                    (Request(0, [1], 41, [9]), (F.BAD_LENGTH, 41)),
                 )
             )
         ),
-        Case("null_row_id_is_no_claim", (a, replace(a, row_id=-1)), faults={1: (F.ROW_ID_OUT_OF_RANGE, -1)}),
-        Case("same_page_in_one_row", (Row(4, range(8), 8, [5, 5]), CHUNK), MIXED, {0: (F.DUPLICATE_PAGE, 5)}),
+        Case("null_row_id_is_no_claim", (a, replace(a, req_index=-1)), faults={1: (F.REQ_INDEX_OUT_OF_RANGE, -1)}),
+        Case("same_page_in_one_row", (Request(4, range(8), 8, [5, 5]), CHUNK), MIXED, {0: (F.DUPLICATE_PAGE, 5)}),
         Case(
             "first_of_several_pages",
-            (Row(0, range(6), 6, [4, 5]), Row(4, range(6), 6, [9, 5])),
+            (Request(0, range(6), 6, [4, 5]), Request(4, range(6), 6, [9, 5])),
             replace(MIXED, reqs=3),
             {0: (F.DUPLICATE_PAGE, 5), 1: (F.DUPLICATE_PAGE, 5)},
         ),
         Case(
             "one_row_against_two",
-            (Row(0, range(4), 8, [4, 5]), Row(1, [1, 2], 2, [6]), Row(2, range(8), 8, [5, 6])),
+            (Request(0, range(4), 8, [4, 5]), Request(1, [1, 2], 2, [6]), Request(2, range(8), 8, [5, 6])),
             replace(MIXED, reqs=3),
             {0: (F.DUPLICATE_PAGE, 5), 1: (F.DUPLICATE_PAGE, 6), 2: (F.DUPLICATE_PAGE, 5)},
         ),
@@ -160,22 +165,22 @@ LONG = Sizes(
     reqs=3, tokens=2304, query_len=0, page_size=1, num_pages=6000, max_seq_len=2500, max_pages=2500, vocab_size=9000
 )
 LONG_CASES = [
-    Case("long_prompt", (Row(0, range(2050), 2200, range(3000, 5200)), Row(1, [LAST], 3, [9, 8, 7])), LONG),
+    Case("long_prompt", (Request(0, range(2050), 2200, range(3000, 5200)), Request(1, [LAST], 3, [9, 8, 7])), LONG),
     Case(
         "long_bad_page",
-        (Row(0, [1], 2200, (*range(1, 2150), 0, *range(2150, 2200))), Row(1, [LAST], 3, [5009, 5008, 5007])),
+        (Request(0, [1], 2200, (*range(1, 2150), 0, *range(2150, 2200))), Request(1, [LAST], 3, [5009, 5008, 5007])),
         LONG,
         {0: (F.PAGE_OUT_OF_RANGE, 0)},
     ),
     Case(
         "long_bad_token",
-        (Row(0, (*range(2000), 9000), 2200, range(3000, 5200)), Row(1, [LAST], 3, [9, 8, 7])),
+        (Request(0, (*range(2000), 9000), 2200, range(3000, 5200)), Request(1, [LAST], 3, [9, 8, 7])),
         LONG,
         {0: (F.TOKEN_OUT_OF_RANGE, 9000)},
     ),
     Case(
         "long_duplicate",
-        (Row(0, range(1500), 1500, range(3000, 4500)), Row(1, [5], 1, [4400])),
+        (Request(0, range(1500), 1500, range(3000, 4500)), Request(1, [5], 1, [4400])),
         LONG,
         {0: (F.DUPLICATE_PAGE, 4400), 1: (F.DUPLICATE_PAGE, 4400)},
     ),
@@ -193,7 +198,7 @@ def two_parts() -> list[Case]:
         for case in mixed
         if case.sizes.query_len == 0 and case.id not in ("tokens_out_of_record", "misplaced_tokens")
     ]
-    pair = Row(6, [8, 9], 4, [21])
+    pair = Request(6, [8, 9], 4, [21])
     in_turn = (CHUNK, GOOD, pair, ALSO)
     return [
         *cases,
@@ -210,18 +215,18 @@ def two_parts() -> list[Case]:
         ),
         Case(
             "parts_many_rows",
-            tuple(Row(r % 8, [1] * (1 + (r % 3 == 0)), 2, [1 + r]) for r in range(8)),
+            tuple(Request(r % 8, [1] * (1 + (r % 3 == 0)), 2, [1 + r]) for r in range(8)),
             replace(PARTS, reqs=12, tokens=16),
         ),
         Case(
             "parts_more_rows_than_a_program_counts_at_a_time",
-            tuple(Row(100 + r, [1] * (1 + (r % 3 == 0)), 2, [1]) for r in range(150)),
+            tuple(Request(100 + r, [1] * (1 + (r % 3 == 0)), 2, [1]) for r in range(150)),
             replace(PARTS, reqs=152, tokens=202),
-            {r: (F.ROW_ID_OUT_OF_RANGE, 100 + r) for r in range(150)},
+            {r: (F.REQ_INDEX_OUT_OF_RANGE, 100 + r) for r in range(150)},
         ),
         Case(
             "parts_absent_rows_count_not",
-            tuple(Row(r, [1] * (1 + r % 2), 2, [1 + r]) for r in range(3)),
+            tuple(Request(r, [1] * (1 + r % 2), 2, [1 + r]) for r in range(3)),
             replace(PARTS, reqs=3, tokens=5),
         ),
     ]
@@ -265,11 +270,11 @@ def test_reference_reads_tables_that_the_caller_keeps(case: Case) -> None:
 def tables_change(device: torch.device) -> None:
     """Pages that a table gets are seen by the next step, also in the middle of a row. Two rows on a page are named."""
     rig = Rig(Sizes(), device, keeps_tables=True)
-    rig.step_with_tables((Row(0, [1], 6, [4, 5]), Row(1, [2], 7, [8, 9])), step=3)
-    rig.step_with_tables((Row(0, [1], 9, [4, 6, 7]), Row(1, [2], 8, [8, 10])), step=4)
+    rig.step_with_tables((Request(0, [1], 6, [4, 5]), Request(1, [2], 7, [8, 9])), step=3)
+    rig.step_with_tables((Request(0, [1], 9, [4, 6, 7]), Request(1, [2], 8, [8, 10])), step=4)
     fault = (F.DUPLICATE_PAGE, 6)
-    rig.step_with_tables((Row(0, [1], 8, [4, 6]), Row(1, [2], 8, [8, 6])), {0: fault, 1: fault}, step=5)
-    rig.step_with_tables((Row(1, [LAST], 8, [8, 6]),), step=6)
+    rig.step_with_tables((Request(0, [1], 8, [4, 6]), Request(1, [2], 8, [8, 6])), {0: fault, 1: fault}, step=5)
+    rig.step_with_tables((Request(1, [LAST], 8, [8, 6]),), step=6)
 
 
 def test_tables_of_the_caller_may_change(kernel_device: torch.device) -> None:
@@ -280,7 +285,7 @@ def test_tables_of_the_caller_may_change(kernel_device: torch.device) -> None:
 def shrinking_batches(device: torch.device) -> None:
     """Rows of earlier steps must leave no trace; nor may their claims, in any slot that a later step reuses."""
     rig = Rig(Sizes(), device)
-    rows = (GOOD, ALSO, THIRD, Row(1, [4], 40, range(20, 30)))
+    rows = (GOOD, ALSO, THIRD, Request(1, [4], 40, range(20, 30)))
     for step, count in enumerate((4, 3, 1, 0, 4, 4)):
         rig.step(rows[:count], step=step)
     rig.step(rows[::-1], step=6)
@@ -291,7 +296,7 @@ def shrinking_batches(device: torch.device) -> None:
 
 def duplicates_are_forgotten(device: torch.device) -> None:
     rig = Rig(Sizes(), device)
-    a, b = Row(0, [1], 6, [4, 5]), Row(1, [2], 6, [7, 5])
+    a, b = Request(0, [1], 6, [4, 5]), Request(1, [2], 6, [7, 5])
     fault = (F.DUPLICATE_PAGE, 5)
     rig.step((a, b), {0: fault, 1: fault}, step=3)
     rig.step((a, replace(b, pages=[7, 8])), step=4)
@@ -306,13 +311,13 @@ def one_record_twice(device: torch.device) -> None:
         rig.step((GOOD, CHUNK, ALSO), step=5)
     fault = (F.DUPLICATE_PAGE, 6)
     for _ in range(2):
-        rig.step((GOOD, replace(GOOD, row_id=6)), {0: fault, 1: fault}, step=6)
+        rig.step((GOOD, replace(GOOD, req_index=6)), {0: fault, 1: fault}, step=6)
 
 
 def large_step_numbers(device: torch.device) -> None:
     rig = Rig(Sizes(), device)
     for step in (0, 1, 2**32 - 1, 2**32, 2**40 + 5):
-        rig.step((GOOD, Row(9, [1], 1, [8])), {1: (F.ROW_ID_OUT_OF_RANGE, 9)}, step=step)
+        rig.step((GOOD, Request(9, [1], 1, [8])), {1: (F.REQ_INDEX_OUT_OF_RANGE, 9)}, step=step)
     Rig(Sizes(), device).step((GOOD, ALSO), step=2**32 - 1)  # its tag differs from what nobody has claimed yet
 
 
@@ -320,7 +325,7 @@ def sizes_share_the_claims(device: torch.device) -> None:
     """Graphs of several sizes see the same claims and marks, as their buffers are views of the same tensors."""
     large, small = Rig(Sizes(), device), Rig(Sizes(reqs=2, tokens=2), device)
     small.tensors = replace(small.tensors, claims=large.tensors.claims, duplicates=large.tensors.duplicates)
-    a, b = Row(6, [1], 6, [4, 5]), Row(1, [2], 6, [7, 5])
+    a, b = Request(6, [1], 6, [4, 5]), Request(1, [2], 6, [7, 5])
     fault = (F.DUPLICATE_PAGE, 5)
     large.step((GOOD, ALSO, a, b), {2: fault, 3: fault}, step=0)
     small.step((a, GOOD), step=1)
@@ -394,11 +399,11 @@ BAD_TENSORS = {
     "groups": ("duplicates", lambda t: t[:1], r"duplicates: expected shape \[2, \*\]"),
     "claims": ("claims", lambda t: t[:8], "claims: expected at least 9 values, got 8"),
     "duplicates": ("duplicates", lambda t: t[:, :3], r"duplicates: expected at least 4 columns, got shape \[2, 3\]"),
-    "record": ("record", lambda t: t[:7], f"record: expected at least {16 + len(COPIED)} values"),
+    "inputs": ("inputs", lambda t: t[:7], f"inputs: expected at least {16 + len(COPIED)} values"),
     "table_width": ("block_table", lambda t: t[:, :, :9], "page_table: expected shape"),
     "table_rows": ("block_table", lambda t: t.repeat(1, 1, 2)[:, :, :10], "block_table: expected rows of 10 columns"),
     "scratch": ("check_value", lambda t: t.repeat(1, 2)[:, :4], "check_code, .*: expected equal strides"),
-    "strides": ("record", lambda t: t[::2], "record: expected stride 1"),
+    "strides": ("inputs", lambda t: t[::2], "inputs: expected stride 1"),
 }
 
 

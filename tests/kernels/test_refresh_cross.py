@@ -11,12 +11,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from graphrt.batch import Batch, Row
+from graphrt.batch import Batch, Request
 from graphrt.kernels.library import interpreted
 from graphrt.kernels.metadata.buffers import BufferKind, Capacity, PageGroup, StaticBuffers
-from graphrt.kernels.metadata.record import record_size
 from graphrt.kernels.metadata.refresh import refresh
-from graphrt.kernels.types import FAULT_GROUP_SHIFT, FaultCode, RowStatus
+from graphrt.kernels.metadata.step_inputs import inputs_size
+from graphrt.kernels.types import FAULT_GROUP_SHIFT, FaultCode, RequestStatus
 from graphrt.testing.poison import poison
 
 OWN = PageGroup(page_size=4, num_pages=32, null_page=0, max_pages=5)
@@ -40,18 +40,18 @@ class Rig:
 
     def __init__(self, groups: tuple[PageGroup, ...], device: torch.device) -> None:
         self.groups, self.device, self.step = groups, device, 0
-        words = record_size(ROWS, TOKENS, 99, len(groups))
+        words = inputs_size(ROWS, TOKENS, 99, len(groups))
         self.buffers = StaticBuffers.allocate(Capacity(ROWS, TOKENS, ROWS, words, 2, groups), device)
 
-    def run(self, rows: list[Row], *, spoil: Callable[[Batch], None] | None = None, mixed: bool = True) -> None:
-        batch = Batch.from_rows(rows)
+    def run(self, rows: list[Request], *, spoil: Callable[[Batch], None] | None = None, mixed: bool = True) -> None:
+        batch = Batch.from_requests(rows)
         if spoil is not None:
             spoil(batch)
         for _, tensor in self.buffers.named(BufferKind.DERIVED):
             poison(tensor)
-        record = torch.full((self.buffers.record.numel(),), 77, dtype=torch.int32)
-        batch.write_record(record.numpy(), self.step, len(self.groups))
-        self.buffers.record.copy_(record)
+        record = torch.full((self.buffers.inputs.numel(),), 77, dtype=torch.int32)
+        batch.write_inputs(record.numpy(), self.step, len(self.groups))
+        self.buffers.inputs.copy_(record)
         self.step += 1
         self.tokens = TOKENS if mixed else ROWS
         refresh(
@@ -62,16 +62,18 @@ class Rig:
             seq_len_fill=0,
         )
 
-    def check(self, rows: list[Row], known: dict[int, Sequence], faulty: dict[int, tuple[FaultCode, int, int]]) -> None:
+    def check(
+        self, rows: list[Request], known: dict[int, Sequence], faulty: dict[int, tuple[FaultCode, int, int]]
+    ) -> None:
         b, at = self.buffers, 0
         for index, row in enumerate(rows):
             code, value, group = faulty.get(index, (FaultCode.NONE, 0, 0))
             assert int(b.fault_code[index]) == code | group << FAULT_GROUP_SHIFT
             assert int(b.fault_value[index]) == value
             count, ok = len(row.tokens), index not in faulty
-            assert int(b.row_status[index]) == (RowStatus.SAMPLES if ok else RowStatus.INVALID)
+            assert int(b.req_status[index]) == (RequestStatus.SAMPLES if ok else RequestStatus.INVALID)
             assert int(b.encoder_lens[index]) == (row.encoder_len if ok else 0)
-            sequence = known[row.row_id] if ok else Sequence(0, 0, [[] for _ in self.groups])
+            sequence = known[row.req_index] if ok else Sequence(0, 0, [[] for _ in self.groups])
             for g, spec in enumerate(self.groups):
                 pages = sequence.pages[g]
                 first = max(0, row.seq_len - count + 1 - spec.window) // spec.page_size if spec.window and ok else 0
@@ -86,7 +88,7 @@ class Rig:
                 assert b.slot_mapping[g, at : at + count].tolist() == slots
             at += count
         assert b.slot_mapping[:, at : self.tokens].eq(-1).all()
-        assert b.row_status[len(rows) : ROWS].tolist() == [RowStatus.PAD] * (ROWS - len(rows))
+        assert b.req_status[len(rows) : ROWS].tolist() == [RequestStatus.PAD] * (ROWS - len(rows))
         assert not b.encoder_lens[len(rows) : ROWS].any()
         for g, spec in enumerate(self.groups):
             assert b.block_table[g, len(rows) : ROWS].eq(spec.null_page).all()
@@ -108,13 +110,13 @@ def test_rows_share_pages_and_list_them_once(name: str, runner: torch.device) ->
     rig = Rig(GROUPS[name], runner)
     a, b, c = lists(rig, [20], [3, 9, 4]), lists(rig, [21, 22], [3, 9, 4]), lists(rig, [23], [])
     known = {0: Sequence(1, 5, a), 2: Sequence(5, 6, b), 3: Sequence(1, 0, c)}
-    rows = [Row(0, [1], 1, a, encoder_len=5), Row(2, [1] * 5, 5, b, encoder_len=6), Row(3, [1], 1, c)]
+    rows = [Request(0, [1], 1, a, encoder_len=5), Request(2, [1] * 5, 5, b, encoder_len=6), Request(3, [1], 1, c)]
     rig.run(rows)
     rig.check(rows, known, {})
     # The next steps list nothing of the encoder's, in another order, fewer rows, then more again.
     for step in (1, 2, 3):
         nothing = lists(rig, [], [])
-        rows = [Row(2, [2], 5 + step, nothing, encoder_len=6), Row(0, [2], 1 + step, nothing, encoder_len=5)]
+        rows = [Request(2, [2], 5 + step, nothing, encoder_len=6), Request(0, [2], 1 + step, nothing, encoder_len=5)]
         rows = rows[: 1 + (step != 2)] if step != 2 else [rows[0]]
         if step == 3:  # row 0 missed a step
             rows[1] = replace(rows[1], seq_len=3)
@@ -122,7 +124,7 @@ def test_rows_share_pages_and_list_them_once(name: str, runner: torch.device) ->
         rig.check(rows, known, {})
     # A sequence that begins keeps nothing of the one before, and may be fed by fewer tokens.
     d = lists(rig, [24], [11])
-    rows = [Row(2, [1], 1, d, encoder_len=1), Row(0, [1], 4, lists(rig, [], []), encoder_len=5)]
+    rows = [Request(2, [1], 1, d, encoder_len=1), Request(0, [1], 4, lists(rig, [], []), encoder_len=5)]
     rig.run(rows)
     rig.check(rows, known | {2: Sequence(1, 1, d)}, {})
 
@@ -143,16 +145,16 @@ def test_faults(name: str, runner: torch.device) -> None:
         ([3, 4, 5, 6, 7, 8], -(2**31), (FaultCode.BAD_ENCODER_LEN, -(2**31), g)),
         ([3, 4, 5, 6, 7, 8], 2**31 - 1, (FaultCode.BAD_ENCODER_LEN, 2**31 - 1, g)),
     ):
-        bad = Row(0, [1], 1, lists(rig, [21], crossing))
+        bad = Request(0, [1], 1, lists(rig, [21], crossing))
 
         def spoil(batch: Batch, encoder_len: int = encoder_len) -> None:
             batch.encoder_lens[0] = encoder_len
 
-        rows = [bad, Row(1, [1], 1, good, encoder_len=3)]
+        rows = [bad, Request(1, [1], 1, good, encoder_len=3)]
         rig.run(rows, spoil=spoil)
         rig.check(rows, known, {0: fault})
         begins = lists(rig, [], [])
-        rows = [Row(0, [1], 2, begins, encoder_len=1)]  # a faulty step leaves nothing to go on from
+        rows = [Request(0, [1], 2, begins, encoder_len=1)]  # a faulty step leaves nothing to go on from
         rig.run(rows)
         own_first = (FaultCode.LENGTH_EXCEEDS_PAGES, 2, 0)
         rig.check(rows, known, {0: (FaultCode.ENCODER_LEN_CHANGED, 1, 0) if g == 0 else own_first})
@@ -165,27 +167,27 @@ def test_a_row_that_goes_on_states_the_length_of_its_encoder(name: str, runner: 
     g = next(i for i, group in enumerate(rig.groups) if group.max_encoder_len)
     begins, goes_on = lists(rig, [20], [3, 9, 4]), lists(rig, [], [])
     known = {2: Sequence(1, 5, begins)}
-    rows = [Row(2, [1], 1, begins, encoder_len=5)]
+    rows = [Request(2, [1], 1, begins, encoder_len=5)]
     rig.run(rows)
     rig.check(rows, known, {})
     for wrong in (0, 4, 6, 3):
-        rows = [Row(2, [1], 2, goes_on, encoder_len=wrong)]
+        rows = [Request(2, [1], 2, goes_on, encoder_len=wrong)]
         rig.run(rows)
         rig.check(rows, known, {0: (FaultCode.ENCODER_LEN_CHANGED, wrong, g)})
-    later = [Row(2, [1], 2, lists(rig, [], [7]), first_page=3, encoder_len=6)]  # more of the encoder's pages
+    later = [Request(2, [1], 2, lists(rig, [], [7]), first_page=3, encoder_len=6)]  # more of the encoder's pages
     rig.run(later)
     rig.check(later, known, {0: (FaultCode.ENCODER_LEN_CHANGED, 6, g)})
-    rows = [Row(2, [1], 2, goes_on, encoder_len=5)]
+    rows = [Request(2, [1], 2, goes_on, encoder_len=5)]
     rig.run(rows)
     rig.check(rows, known, {})
     # All of the encoder's pages anew: any length that they hold.
     other = lists(rig, [], [7, 8])
-    rows = [Row(2, [1], 3, other, encoder_len=4)]
+    rows = [Request(2, [1], 3, other, encoder_len=4)]
     rig.run(rows)
     known = {2: Sequence(3, 4, lists(rig, [20], [7, 8]))}
     rig.check(rows, known, {})
     for length, fault in ((5, (FaultCode.ENCODER_LEN_CHANGED, 5, g)), (4, None)):
-        rows = [Row(2, [1], 4, goes_on, encoder_len=length)]
+        rows = [Request(2, [1], 4, goes_on, encoder_len=length)]
         rig.run(rows)
         rig.check(rows, known, {0: fault} if fault else {})
 
@@ -195,17 +197,17 @@ def test_a_prefix_hit_reads_no_page_of_the_row_id_before(name: str, runner: torc
     """Another sequence takes over a row id in its middle: its own pages are listed from page 0, and nothing is kept."""
     rig = Rig(GROUPS[name], runner)
     g = next(i for i, group in enumerate(rig.groups) if group.max_encoder_len)
-    rows = [Row(2, [1], 1, lists(rig, [20], [3, 9, 4]), encoder_len=5)]
+    rows = [Request(2, [1], 1, lists(rig, [20], [3, 9, 4]), encoder_len=5)]
     rig.run(rows)
     rig.check(rows, {2: Sequence(1, 5, rows[0].pages)}, {})
-    rows = [Row(2, [1], 6, lists(rig, [21, 22], []), encoder_len=5)]
+    rows = [Request(2, [1], 6, lists(rig, [21, 22], []), encoder_len=5)]
     rig.run(rows)
     rig.check(rows, {}, {0: (FaultCode.LENGTH_EXCEEDS_PAGES, 5, g)})
     for own, crossing, encoder_len in (([21, 22], [7, 8], 3), ([23, 24], [], 0)):
-        rows = [Row(2, [1], 6, lists(rig, own, crossing), encoder_len=encoder_len)]
+        rows = [Request(2, [1], 6, lists(rig, own, crossing), encoder_len=encoder_len)]
         rig.run(rows)
         rig.check(rows, {2: Sequence(6, encoder_len, rows[0].pages)}, {})
-    rows = [Row(2, [1], 7, lists(rig, [], []), encoder_len=3)]
+    rows = [Request(2, [1], 7, lists(rig, [], []), encoder_len=3)]
     rig.run(rows)
     rig.check(rows, {}, {0: (FaultCode.ENCODER_LEN_CHANGED, 3, g)})
 
@@ -213,13 +215,13 @@ def test_a_prefix_hit_reads_no_page_of_the_row_id_before(name: str, runner: torc
 def test_a_prefix_hit_lists_its_pages_in_every_group(runner: torch.device) -> None:
     """Groups of the row's own tokens too: an empty list beside one from page 0 keeps nothing."""
     rig = Rig((OWN, replace(OWN, page_size=2, max_pages=10)), runner)
-    rows = [Row(2, [1] * 5, 5, ([20, 21], [3, 4, 5]))]
+    rows = [Request(2, [1] * 5, 5, ([20, 21], [3, 4, 5]))]
     rig.run(rows)
     rig.check(rows, {2: Sequence(5, 0, [[20, 21], [3, 4, 5]])}, {})
-    rows = [Row(2, [1], 6, ([22, 23], []))]
+    rows = [Request(2, [1], 6, ([22, 23], []))]
     rig.run(rows)
     rig.check(rows, {}, {0: (FaultCode.LENGTH_EXCEEDS_PAGES, 6, 1)})
-    rows = [Row(2, [1], 6, ([22, 23], [6, 7, 8]))]
+    rows = [Request(2, [1], 6, ([22, 23], [6, 7, 8]))]
     rig.run(rows)
     rig.check(rows, {2: Sequence(6, 0, [[22, 23], [6, 7, 8]])}, {})
 
@@ -227,15 +229,15 @@ def test_a_prefix_hit_lists_its_pages_in_every_group(runner: torch.device) -> No
 def test_a_group_that_keeps_nothing_needs_no_pages(runner: torch.device) -> None:
     """What a runtime without KV groups has."""
     rig = Rig((PageGroup(1, 1, 0, 1, max_encoder_len=1),), runner)
-    rows = [Row(3, [1, 2, 3], 3), Row(0, [4], 1)]
+    rows = [Request(3, [1, 2, 3], 3), Request(0, [4], 1)]
     rig.run(rows)
     rig.check(rows, {3: Sequence(3, 0, [[]]), 0: Sequence(1, 0, [[]])}, {})
     assert rig.buffers.input_ids.tolist() == [1, 2, 3, 4, 0, 0, 0, 0]
     assert rig.buffers.positions.tolist() == [0, 1, 2, 0, 0, 0, 0, 0]
     assert rig.buffers.query_start_loc.tolist() == [0, 3, 4, 4, 4]
-    rows = [Row(3, [1], 1), Row(3, [1], 1)]
+    rows = [Request(3, [1], 1), Request(3, [1], 1)]
     rig.run(rows)
-    rig.check(rows, {}, {0: (FaultCode.DUPLICATE_ROW, 3, 0), 1: (FaultCode.DUPLICATE_ROW, 3, 0)})
+    rig.check(rows, {}, {0: (FaultCode.DUPLICATE_REQUEST, 3, 0), 1: (FaultCode.DUPLICATE_REQUEST, 3, 0)})
 
 
 @settings(max_examples=5, deadline=None)
@@ -247,17 +249,19 @@ def test_kernel_and_reference_agree_on_any_step(data: st.DataObject) -> None:
     lengths = [0] * ROWS
     for _ in range(3):
         rows = []
-        for row_id in data.draw(st.lists(st.integers(0, ROWS - 1), max_size=ROWS)):
+        for req_index in data.draw(st.lists(st.integers(0, ROWS - 1), max_size=ROWS)):
             count = data.draw(st.integers(1, 2))
-            begins = lengths[row_id] == 0 or data.draw(st.booleans())
-            lengths[row_id] = count if begins else lengths[row_id] + count
+            begins = lengths[req_index] == 0 or data.draw(st.booleans())
+            lengths[req_index] = count if begins else lengths[req_index] + count
             pages = [data.draw(st.lists(st.integers(-1, 32), max_size=6)) for _ in groups]
             firsts = [data.draw(st.integers(0, 2)) for _ in groups]
             encoder_len = data.draw(st.integers(0, 13))
-            rows.append(Row(row_id, [1] * count, lengths[row_id], pages, first_page=firsts, encoder_len=encoder_len))
+            rows.append(
+                Request(req_index, [1] * count, lengths[req_index], pages, first_page=firsts, encoder_len=encoder_len)
+            )
         rigs[0].run(rows)
         with interpreted():
             rigs[1].run(rows)
         (got, want) = (dict(rig.buffers.named()) for rig in rigs)
-        for name in set(got) - {"claims", "duplicates", "record"}:
+        for name in set(got) - {"claims", "duplicates", "inputs"}:
             assert torch.equal(got[name], want[name]) or got[name].is_floating_point(), name

@@ -80,13 +80,13 @@ def setting(case: str, count: int, where: torch.device) -> tuple[torch.Tensor, f
     exact = torch.tensor(formula(values, PROMPT, OUTPUT, *repetition), dtype=torch.float64)
     sets = (options.get("top_k", 0), options.get("top_p", 1.0), options.get("min_p", 0.0))
     if "penalties" in options or "bias" in options:
-        penalties, row_ids = penalties_with([(PROMPT, OUTPUT)], VOCAB, where, *repetition)
-        kwargs["row_ids"] = row_ids.expand(count).contiguous()
+        penalties, req_indices = penalties_with([(PROMPT, OUTPUT)], VOCAB, where, *repetition)
+        kwargs["req_indices"] = req_indices.expand(count).contiguous()
         if "penalties" in options:
             of_rows = (column(value, count, torch.float32, where) for value in repetition)
             kwargs["penalties"] = Penalties(*of_rows, penalties.state)
         if "bias" in options:
-            kwargs["bias"] = biases([BIAS], row_ids.tolist(), 4, where)
+            kwargs["bias"] = biases([BIAS], req_indices.tolist(), 4, where)
     if sets != (0, 1.0, 0.0):
         kwargs["truncation"] = truncation(count, where, top_k=sets[0], top_p=sets[1], min_p=sets[2])
     return warped(exact, temperature, *sets).softmax(0), temperature, kwargs

@@ -103,7 +103,7 @@ def check_against_reference(
         given = {name: make(where) for name, make in processed.items()}
         ids = torch.arange(rows, dtype=I32, device=where)
         return sample(
-            *arguments(values, 1.1), row_ids=ids, truncation=truncation(rows, where, **bounds), **given
+            *arguments(values, 1.1), req_indices=ids, truncation=truncation(rows, where, **bounds), **given
         ).tolist()  # fmt: skip
 
     result = draw(device, logits.to(device) if device.type == "cuda" else logits)
@@ -165,9 +165,9 @@ def at_row_ids(
     sequences: list[tuple[list[int], list[int]]], vocab: int, device: torch.device, *amounts: float
 ) -> Penalties:
     """Penalties of sequences that are found at the row ids 0, 1, 2 and so on."""
-    penalties, row_ids = penalties_with(sequences, vocab, device, *amounts)
+    penalties, req_indices = penalties_with(sequences, vocab, device, *amounts)
     for tensor in (penalties.state.seen, penalties.state.counts):
-        tensor[: len(sequences)] = tensor[row_ids.long()].clone()
+        tensor[: len(sequences)] = tensor[req_indices.long()].clone()
     return penalties
 
 
@@ -239,7 +239,7 @@ def test_a_short_list_changes_nothing(
     logits = (0.3 * torch.randn(rows, vocab, generator=rng)).to(native_device)
     sequences = [(list(range(0, vocab, 16)), [5, 6]) for _ in range(rows)]
     processed = dict(
-        zip(("penalties", "row_ids"), penalties_with(sequences, vocab, native_device, 1.0, 0.01), strict=True)
+        zip(("penalties", "req_indices"), penalties_with(sequences, vocab, native_device, 1.0, 0.01), strict=True)
     )
     args = arguments(logits, [1.0, 0.7, 1.0, 2.0, 1.0, 0.5])
     options = truncation(

@@ -38,11 +38,11 @@ SETTINGS = [(1.3, 0.0, 0.0), (1.0, 0.7, 0.0), (1.0, 0.0, 0.4), (0.6, -0.5, 0.3)]
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_processed_logits_are_those_of_transformers_and_of_the_formula(rng: torch.Generator, setting: tuple) -> None:
     logits = 2 * torch.randn(4, VOCAB, generator=rng)
-    penalties, row_ids = penalties_with(SEQUENCES, VOCAB, CPU, *setting)
+    penalties, req_indices = penalties_with(SEQUENCES, VOCAB, CPU, *setting)
     p, none = penalties, None
     have = processed_reference(
         logits,
-        row_ids,
+        req_indices,
         p.repetition,
         p.presence,
         p.frequency,
@@ -75,15 +75,15 @@ def test_the_kernel_orders_tokens_as_the_formula(
     kernel_device: torch.device, rng: torch.Generator, setting: tuple
 ) -> None:
     logits = 2 * torch.randn(4, VOCAB, generator=rng)
-    penalties, row_ids = penalties_with(SEQUENCES, VOCAB, kernel_device, *setting)
+    penalties, req_indices = penalties_with(SEQUENCES, VOCAB, kernel_device, *setting)
     entries = [{5: 3.0, 70: -2.0, 0: 1.0}, {}, {t: 0.1 * t - 3 for t in range(0, 70, 3)}, {64: -INF}]
-    bias = biases(entries, row_ids.tolist(), 8, kernel_device)
+    bias = biases(entries, req_indices.tolist(), 8, kernel_device)
     biased = logits.clone()
     for row, entry in enumerate(entries):
         for token, value in entry.items():
             biased[row, token] += value
     expected = torch.tensor([formula(biased[r], *SEQUENCES[r], *setting) for r in range(4)])
-    have = values_of(kernel_device, logits, penalties=penalties, row_ids=row_ids, bias=bias)
+    have = values_of(kernel_device, logits, penalties=penalties, req_indices=req_indices, bias=bias)
     assert have.tolist() == expected.topk(6).indices.tolist()
 
 
@@ -98,14 +98,14 @@ def test_frequencies_with_everything_at_once(device: str) -> None:
     values[[2, 10]] += torch.tensor([1.5, -0.4])
     exact = torch.tensor(formula(values, prompt, output, 1.2, 0.3, 0.2))
     exact = warped(exact, 0.9, 8, 0.95, 0.02).softmax(0)
-    penalties, row_ids = penalties_with([(prompt, output)], 12, where, 1.2, 0.3, 0.2)
-    bias = biases([{2: 1.5, 10: -0.4}], row_ids.tolist(), 4, where)
+    penalties, req_indices = penalties_with([(prompt, output)], 12, where, 1.2, 0.3, 0.2)
+    bias = biases([{2: 1.5, 10: -0.4}], req_indices.tolist(), 4, where)
 
     def repeated(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.expand(3000).contiguous()
 
     tokens = drawn(
-        logits.to(where), 3000, 0.9, row_ids=repeated(row_ids), bias=bias,
+        logits.to(where), 3000, 0.9, req_indices=repeated(req_indices), bias=bias,
         penalties=Penalties(
             repeated(penalties.repetition), repeated(penalties.presence), repeated(penalties.frequency), penalties.state
         ),
@@ -126,16 +126,16 @@ def test_truncation_sees_penalised_logits(kernel_device: torch.device, rng: torc
     sequences = [(row[:20], row[20:]) for row in tokens]
 
     def on(device: torch.device) -> list[int]:
-        penalties, row_ids = penalties_with(sequences, 2900, device, 1.5, 0.5, 0.2)
+        penalties, req_indices = penalties_with(sequences, 2900, device, 1.5, 0.5, 0.2)
         options = truncation(3, device, top_k=[30, 0, 0], top_p=[1.0, 0.95, 0.6], min_p=[0.0, 0.0, 0.01])
         args = arguments(logits.to(device), 1.0)
-        return sample(*args, truncation=options, penalties=penalties, row_ids=row_ids).tolist()
+        return sample(*args, truncation=options, penalties=penalties, req_indices=req_indices).tolist()
 
-    penalties, row_ids = penalties_with(sequences, 2900, CPU, 1.5, 0.5, 0.2)
+    penalties, req_indices = penalties_with(sequences, 2900, CPU, 1.5, 0.5, 0.2)
     options = truncation(3, CPU, top_k=[30, 0, 0], top_p=[1.0, 0.95, 0.6], min_p=[0.0, 0.0, 0.01])
     p = penalties
     expected = sample_reference(
-        *arguments(logits, 1.0), row_ids, options.top_k, options.top_p, options.min_p, p.repetition, p.presence,
+        *arguments(logits, 1.0), req_indices, options.top_k, options.top_p, options.min_p, p.repetition, p.presence,
         p.frequency, p.state.seen, p.state.counts,
     ).tolist()  # fmt: skip
     assert on(kernel_device) == expected
@@ -146,21 +146,21 @@ def test_penalties_that_mean_nothing_change_nothing(
     kernel_device: torch.device, rng: torch.Generator, values: tuple
 ) -> None:
     logits = torch.randn(4, VOCAB, generator=rng).to(kernel_device)
-    penalties, row_ids = penalties_with(SEQUENCES, VOCAB, kernel_device, 2.0, 1.0, 1.0)
+    penalties, req_indices = penalties_with(SEQUENCES, VOCAB, kernel_device, 2.0, 1.0, 1.0)
     for tensor, value in zip((penalties.repetition, penalties.presence, penalties.frequency), values, strict=True):
         tensor.fill_(value)
     args = arguments(logits, 0.0)
-    assert torch.equal(sample(*args, penalties=penalties, row_ids=row_ids), sample(*args))
+    assert torch.equal(sample(*args, penalties=penalties, req_indices=req_indices), sample(*args))
 
 
 def test_row_ids_and_masks_that_are_not_there_are_none(kernel_device: torch.device, rng: torch.Generator) -> None:
     logits = torch.randn(4, VOCAB, generator=rng).to(kernel_device)
     penalties, _ = penalties_with(SEQUENCES, VOCAB, kernel_device, 5.0, 9.0, 9.0)
     bias = biases([{int(logits[0].argmax()): -50.0}] * 7, list(range(7)), 7, kernel_device)
-    row_ids = torch.tensor([-1, 7, 2**31 - 1, -(2**31)], dtype=I32, device=kernel_device)
+    req_indices = torch.tensor([-1, 7, 2**31 - 1, -(2**31)], dtype=I32, device=kernel_device)
     mask = token_mask(torch.zeros(2, VOCAB, dtype=torch.bool), [-1, 2, 2**31 - 1, -5], kernel_device)
     args = arguments(logits, 0.0)
-    have = sample(*args, penalties=penalties, row_ids=row_ids, bias=bias, token_mask=mask)
+    have = sample(*args, penalties=penalties, req_indices=req_indices, bias=bias, token_mask=mask)
     assert torch.equal(have, sample(*args))
 
 
@@ -190,11 +190,11 @@ def test_biases_at_their_bounds(kernel_device: torch.device) -> None:
         torch.tensor([[2.0, 1.0, 1.0, 1.0], [1, 1, 1, 2.0], [9.0, 1.0, 9.0, 9.0], [1, 1, 1, 5.0]] * 2)[:6]
     )
     bias.counts.copy_(torch.tensor([4, 4, 4, 3, 99, -3]))
-    row_ids = torch.arange(6, dtype=I32, device=kernel_device)
-    assert sample(*arguments(logits, 0.0), row_ids=row_ids, bias=bias).tolist() == [0, 74, 4, 8, 0, 0]
+    req_indices = torch.arange(6, dtype=I32, device=kernel_device)
+    assert sample(*arguments(logits, 0.0), req_indices=req_indices, bias=bias).tolist() == [0, 74, 4, 8, 0, 0]
     bias.values[0, 0] = NAN
     bias.values[1, 3] = INF
-    assert sample(*arguments(logits, 0.0), row_ids=row_ids, bias=bias).tolist()[:2] == [1, 74]
+    assert sample(*arguments(logits, 0.0), req_indices=req_indices, bias=bias).tolist()[:2] == [1, 74]
 
 
 def test_state_counts_what_steps_compute(kernel_device: torch.device, rng: torch.Generator) -> None:
@@ -209,8 +209,8 @@ def test_state_counts_what_steps_compute(kernel_device: torch.device, rng: torch
     def step(rows: list[tuple[int, list[int]]], penalised: bool = True) -> None:
         tokens = [t for _, new in rows for t in new]
         starts = torch.tensor([0, *(len(new) for _, new in rows)]).cumsum(0)
-        for row_id, new in rows:
-            history[row_id] = history.get(row_id, []) + new
+        for req_index, new in rows:
+            history[req_index] = history.get(req_index, []) + new
         on = torch.full((len(rows),), 1.5 if penalised else 1.0, device=kernel_device)
         zero = torch.zeros(len(rows), device=kernel_device)
         record_tokens(
@@ -221,12 +221,12 @@ def test_state_counts_what_steps_compute(kernel_device: torch.device, rng: torch
             Penalties(on, zero, zero, state),
         )  # fmt: skip
 
-    def check(row_id: int) -> None:
-        count = len(prompts[row_id])
-        output = Counter(history[row_id][count:])
-        assert state.counts[row_id].tolist() == [output[t] for t in range(vocab)]
-        seen = unpacked_bits(state.seen[row_id].cpu(), vocab)
-        assert set(seen.nonzero().flatten().tolist()) == set(history[row_id])
+    def check(req_index: int) -> None:
+        count = len(prompts[req_index])
+        output = Counter(history[req_index][count:])
+        assert state.counts[req_index].tolist() == [output[t] for t in range(vocab)]
+        seen = unpacked_bits(state.seen[req_index].cpu(), vocab)
+        assert set(seen.nonzero().flatten().tolist()) == set(history[req_index])
 
     step([(4, prompts[4][:10]), (1, prompts[1])])
     step([(1, [5]), (4, prompts[4][10:])])
@@ -309,9 +309,9 @@ def biased(tokens: int = 2, values: int = 3, counts: torch.Tensor = INDEX) -> di
 
 
 BAD = {
-    "row_ids_missing": (penalised() | {"row_ids": None}, "row_ids: expected a tensor"),
-    "row_ids_missing_for_bias": (biased() | {"row_ids": None}, "row_ids: expected a tensor"),
-    "row_ids": ({"row_ids": torch.zeros(3, dtype=I32)}, "row_ids: expected shape"),
+    "row_ids_missing": (penalised() | {"req_indices": None}, "req_indices: expected a tensor"),
+    "row_ids_missing_for_bias": (biased() | {"req_indices": None}, "req_indices: expected a tensor"),
+    "req_indices": ({"req_indices": torch.zeros(3, dtype=I32)}, "req_indices: expected shape"),
     "repetition": (penalised(repetition=torch.ones(3)), "repetition: expected shape"),
     "presence": (penalised(presence=ONES.double()), "presence: expected dtype"),
     "frequency": (penalised(frequency=ONES[:1]), "frequency: expected shape"),
@@ -333,7 +333,7 @@ BAD = {
 @pytest.mark.parametrize("case", BAD)
 def test_tensors_that_do_not_fit_are_named(case: str) -> None:
     changes, message = BAD[case]
-    options = {"row_ids": torch.zeros(2, dtype=I32), **changes}
+    options = {"req_indices": torch.zeros(2, dtype=I32), **changes}
     with pytest.raises(ShapeError, match=message):
         sample(
             torch.zeros(2, 8), torch.zeros(2), torch.zeros(2, dtype=torch.int64), torch.zeros(2, dtype=I32), **options
@@ -344,7 +344,7 @@ RECORD = {
     "tokens": torch.zeros(4, dtype=torch.int64),
     "query_start_loc": torch.zeros(3, dtype=I32),
     "seq_lens": torch.ones(2, dtype=I32),
-    "row_ids": torch.zeros(2, dtype=I32),
+    "req_indices": torch.zeros(2, dtype=I32),
     "prompt_lens": torch.zeros(2, dtype=I32),
 }
 
@@ -361,16 +361,16 @@ def test_an_empty_bias_and_no_rows(kernel_device: torch.device) -> None:
     args = arguments(torch.zeros(0, 9, device=kernel_device), 0.0)
     none = torch.zeros(0, dtype=I32, device=kernel_device)
     bias = LogitBias.allocate(3, 0, kernel_device)
-    assert sample(*args, row_ids=none, bias=bias, truncation=truncation(0, kernel_device)).shape == (0,)
+    assert sample(*args, req_indices=none, bias=bias, truncation=truncation(0, kernel_device)).shape == (0,)
 
 
 def test_the_caller_s_logits_and_state_are_not_written(kernel_device: torch.device, rng: torch.Generator) -> None:
     logits = torch.randn(4, VOCAB, generator=rng).to(kernel_device)
-    penalties, row_ids = penalties_with(SEQUENCES, VOCAB, kernel_device, 1.5, 0.5, 0.5)
+    penalties, req_indices = penalties_with(SEQUENCES, VOCAB, kernel_device, 1.5, 0.5, 0.5)
     tensors = (logits, penalties.state.seen, penalties.state.counts)
     before = [tensor.clone() for tensor in tensors]
     options = truncation(4, kernel_device, top_k=5, top_p=0.9)
-    sample(*arguments(logits, 1.0), penalties=penalties, row_ids=row_ids, truncation=options)
+    sample(*arguments(logits, 1.0), penalties=penalties, req_indices=req_indices, truncation=options)
     assert all(torch.equal(a, b) for a, b in zip(tensors, before, strict=True))
 
 
@@ -383,7 +383,7 @@ def test_large_state_in_a_graph(rng: torch.Generator) -> None:
     """record_tokens and sample captured together: replays count on, and draw what eager calls draw."""
     device, vocab, rows = torch.device("cuda"), 128256, 32
     sequences = [(torch.randint(0, vocab, (900,), generator=rng).tolist(), [r, r]) for r in range(rows)]
-    penalties, row_ids = penalties_with(sequences, vocab, device, 1.2, 0.3, 0.2)
+    penalties, req_indices = penalties_with(sequences, vocab, device, 1.2, 0.3, 0.2)
     twin, _ = penalties_with(sequences, vocab, device, 1.2, 0.3, 0.2)
     logits = torch.randn(rows, vocab, generator=rng).to(device, torch.bfloat16)
     options = truncation(rows, device, top_k=50, top_p=0.9)
@@ -394,8 +394,8 @@ def test_large_state_in_a_graph(rng: torch.Generator) -> None:
 
     def step(which: Penalties) -> torch.Tensor:
         args[3].add_(1)
-        record_tokens(tokens, starts, args[3], row_ids, prompt_lens, which)
-        out = sample(*args, truncation=options, penalties=which, row_ids=row_ids)
+        record_tokens(tokens, starts, args[3], req_indices, prompt_lens, which)
+        out = sample(*args, truncation=options, penalties=which, req_indices=req_indices)
         tokens.copy_(out)
         return out
 
@@ -422,7 +422,7 @@ def test_greedy_rows_take_the_best_penalised_token_whatever_they_truncate(
     logits = 2 * torch.randn(4, VOCAB, generator=rng)
     setting = (1.5, 0.5, 0.5)
     expected = torch.tensor([formula(logits[r], *SEQUENCES[r], *setting) for r in range(4)]).argmax(-1)
-    penalties, row_ids = penalties_with(SEQUENCES, VOCAB, kernel_device, *setting)
+    penalties, req_indices = penalties_with(SEQUENCES, VOCAB, kernel_device, *setting)
     options = truncation(4, kernel_device, top_k=[1, 0, 5, 1], top_p=[0.9, 0.0, 0.9, 1.0], min_p=[0.1, 0.1, 0.0, 0.0])
     args = arguments(logits.to(kernel_device), [1.0, 1.0, 0.0, 1.0])
-    assert sample(*args, truncation=options, penalties=penalties, row_ids=row_ids).tolist() == expected.tolist()
+    assert sample(*args, truncation=options, penalties=penalties, req_indices=req_indices).tolist() == expected.tolist()

@@ -222,12 +222,12 @@ def test_larger_groups_change_nothing(
     logits = torch.randn(rows, vocab, generator=rng).to(kernel_device)
     sequences = [(torch.randint(0, vocab, (60,), generator=rng).tolist(), [5, 6]) for _ in range(rows)]
     on = [1.0, 1.0, 1.0, 1.5, 1.5, 1.5]
-    penalties, row_ids = penalties_with(sequences, vocab, kernel_device, on, 0.5, 0.2)
+    penalties, req_indices = penalties_with(sequences, vocab, kernel_device, on, 0.5, 0.2)
     args = arguments(logits, [1.0, 0.7, 1.0, 0.0, 1.0, 1.0])
     options = truncation(rows, kernel_device, top_k=[0, 0, 40, 0, 0, 2500], top_p=[1.0, 0.8, 0.9, 1.0, 0.7, 0.9])
-    expected = sample(*args, truncation=options, penalties=penalties, row_ids=row_ids).tolist()
+    expected = sample(*args, truncation=options, penalties=penalties, req_indices=req_indices).tolist()
     monkeypatch.setattr(sampling, "_MAX_GROUPS", most)
-    assert sample(*args, truncation=options, penalties=penalties, row_ids=row_ids).tolist() == expected
+    assert sample(*args, truncation=options, penalties=penalties, req_indices=req_indices).tolist() == expected
 
 
 @pytest.mark.parametrize("penalised", [False, True], ids=["plain", "penalised"])
@@ -240,7 +240,7 @@ def test_more_groups_than_a_list_holds_change_nothing(
     processed: dict[str, object] = {}
     if penalised:
         sequences = [(list(range(0, vocab, 16)), [5, 6]) for _ in range(rows)]
-        processed["penalties"], processed["row_ids"] = penalties_with(sequences, vocab, kernel_device, 1.0, 0.01)
+        processed["penalties"], processed["req_indices"] = penalties_with(sequences, vocab, kernel_device, 1.0, 0.01)
     args = arguments(logits, [1.0, 0.7, 1.0])
     options = truncation(rows, kernel_device, top_k=[0, 2500, 0], top_p=[0.97, 0.9, 0.99])
     expected = sample(*args, truncation=options, **processed).tolist()

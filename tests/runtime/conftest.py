@@ -1,4 +1,4 @@
-"""Where runtime tests run: the op-tape twin on CPU, and CUDA graphs on a GPU."""
+"""Where runtime tests run: the op trace twin on CPU, and CUDA graphs on a GPU."""
 
 from __future__ import annotations
 

@@ -15,10 +15,10 @@ from graphrt.batch import Batch
 from graphrt.cache.groups import layer_places
 from graphrt.cache.kv_cache import KVCache
 from graphrt.config import RuntimeConfig
-from graphrt.engine.batch_delta import News, RowEnds
+from graphrt.engine.batch_delta import BatchDelta, StopConditions
 from graphrt.generate.generator import TextGenerator
 from graphrt.generate.scheduler import Scheduler
-from graphrt.kernels.metadata.record import LENGTH_FROM_ROW
+from graphrt.kernels.metadata.step_inputs import LENGTH_FROM_DEVICE
 from graphrt.runtime import Runtime
 from graphrt.sampling_params import SamplingParams
 from graphrt.spec import AttentionSpec, KVCacheSpec
@@ -85,7 +85,7 @@ class LayeredModel(torch.nn.Module):
             if source == layer:
                 k = (x @ up(self.k[layer]).t()).view(n, spec.num_kv_heads, spec.head_dim)
                 v = (x @ up(self.v[layer]).t()).view(n, spec.num_kv_heads, spec.value_dim)
-                written[layer] = tuple(t.repeat_interleave(spec.group, 1) for t in (k, v))
+                written[layer] = tuple(t.repeat_interleave(spec.num_queries_per_kv, 1) for t in (k, v))
             k, v = written[source]
             sees = at[:, None] >= at[None, :]
             if spec.sliding_window is not None:
@@ -116,7 +116,7 @@ class _Known:
 
 
 class Watch:
-    """Follows the page lists of every launch, as the documentation of Batch and News tells them: who owns what.
+    """Follows the page lists of every launch, as the documentation of Batch and BatchDelta tells them: who owns what.
 
     In each launch the pages that rows can see must be allocated, and belong to one group each. A page that several rows
     see has as many owners, and one that a row writes has no other. Then NaN is written into every page that the
@@ -130,13 +130,13 @@ class Watch:
         self._begin, self._advance = manager.begin, manager.advance
         manager.begin, manager.advance = self.begin, self.advance  # type: ignore[method-assign]
 
-    def begin(self, batch: Batch, ends: RowEnds, **options: Any) -> Any:
+    def begin(self, batch: Batch, ends: StopConditions, **options: Any) -> Any:
         """Check the batch against all before it, spoil what is free, submit it."""
         n, spans = batch.num_reqs, []
         for row in range(n):
-            row_id, new, length = int(batch.row_ids[row]), int(batch.query_lens[row]), int(batch.seq_lens[row])
-            known = self._known.setdefault(row_id, _Known([{} for _ in self._runtime.kv_cache.groups]))
-            start = known.length if length == LENGTH_FROM_ROW else length - new
+            req_index, new, length = int(batch.req_indices[row]), int(batch.query_lens[row]), int(batch.seq_lens[row])
+            known = self._known.setdefault(req_index, _Known([{} for _ in self._runtime.kv_cache.groups]))
+            start = known.length if length == LENGTH_FROM_DEVICE else length - new
             known.length, known.limit = start + new, int(ends.lengths[row])
             for g, pages in enumerate(known.pages):
                 if start == 0:
@@ -148,20 +148,20 @@ class Watch:
         self._check(spans, 1)
         return self._begin(batch, ends, **options)
 
-    def advance(self, news: News, *, steps: int = 1, **options: Any) -> Any:
+    def advance(self, delta: BatchDelta, *, steps: int = 1, **options: Any) -> Any:
         """The same for rows that go on by so many steps at most."""
-        known = [self._known[row_id] for row_id in news.order.tolist()]
-        if news.lists is not None and news.pages is not None:
-            for place, lists in enumerate(news.lists.T.tolist()):
+        known = [self._known[req_index] for req_index in delta.order.tolist()]
+        if delta.lists is not None and delta.pages is not None:
+            for place, lists in enumerate(delta.lists.T.tolist()):
                 for pages, first, start, count in zip(
                     known[place].pages, lists[0::3], lists[1::3], lists[2::3], strict=True
                 ):
-                    pages.update(enumerate(news.pages[start : start + count].tolist(), first))
+                    pages.update(enumerate(delta.pages[start : start + count].tolist(), first))
         spans = [(row, row.length, min(row.length + steps, row.limit)) for row in known if row.length < row.limit]
         for row, _, end in spans:
             row.length = end
         self._check(spans, steps)
-        return self._advance(news, steps=steps, **options)
+        return self._advance(delta, steps=steps, **options)
 
     def _check(self, spans: Sequence[tuple[_Known, int, int]], steps: int) -> None:
         self.steps += steps
@@ -203,8 +203,8 @@ def exact_ownership() -> Iterator[None]:
             held = Counter[int]()
             for table in scheduler._session._pages._tables:
                 if table.group.pool == pool:
-                    for row_id in scheduler.members:
-                        held.update(table.pages(row_id).tolist())
+                    for req_index in scheduler.members:
+                        held.update(table.pages(req_index).tolist())
             owned = {page: count for page in range(allocator.num_pages) if (count := allocator.owners(page))}
             assert owned == held
         return launches

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 import graphrt
-from graphrt import AttentionSpec, Batch, Row, Runtime, RuntimeConfig
+from graphrt import AttentionSpec, Batch, Request, Runtime, RuntimeConfig
 from tests.runtime.layered import MAX_LEN, VOCAB, LayeredModel, generate, prompts_of
 
 F32, BF16, CPU = torch.float32, torch.bfloat16, torch.device("cpu")
@@ -81,14 +81,14 @@ def check_tokens(runtime: Runtime, oracle: LayeredModel, lengths: Sequence[int] 
     assert answers == [oracle.greedy(prompt, count) for prompt in prompts]
 
 
-def rows(lengths: Sequence[int], news: Sequence[int], num_groups: int = 1) -> Batch:
+def rows(lengths: Sequence[int], delta: Sequence[int], num_groups: int = 1) -> Batch:
     """A step of one layout: every row owns two pages of 16 tokens in every group."""
     found = []
-    for row, (length, new) in enumerate(zip(lengths, news, strict=True)):
+    for row, (length, new) in enumerate(zip(lengths, delta, strict=True)):
         first = [1 + 2 * (row * num_groups + group) for group in range(num_groups)]
         pages = [list(range(at, at + -(-length // 16))) for at in first]
-        found.append(Row(row, [(5 * length + i) % VOCAB for i in range(new)], length, pages))
-    return Batch.from_rows(found)
+        found.append(Request(row, [(5 * length + i) % VOCAB for i in range(new)], length, pages))
+    return Batch.from_requests(found)
 
 
 def steps(num_groups: int = 1) -> list[Batch]:

@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 import torch
 
-from graphrt.batch import Batch, Row
+from graphrt.batch import Batch, Request
 from graphrt.cache.kv_cache import KVCache
 from graphrt.capture.descriptor import BatchDescriptor, GraphKind
 from graphrt.config import RuntimeConfig
 from graphrt.kernels.errors import CapacityError, ConfigError, ShapeError, UnsupportedError
-from graphrt.kernels.types import TOKEN_FROM_ROW
+from graphrt.kernels.types import TOKEN_FROM_DEVICE
 from graphrt.replay import ReplayManager
 from graphrt.spec import AttentionSpec, KVCacheSpec
 from tests.runtime.test_bad_input import CPU, assert_works, good
@@ -34,7 +34,7 @@ def test_there_is_one_door_to_a_batch(rig: Rig) -> None:
     batch = Batch(**good())
     for change, text in (
         ({"tokens": [2**32 + 11, 1]}, "values that fit int32"),
-        ({"row_ids": [0.5, 1]}, "batch.row_ids: expected int32 values, got float64"),
+        ({"req_indices": [0.5, 1]}, "batch.req_indices: expected int32 values, got float64"),
         ({"seeds": [1.5, 2]}, "batch.seeds: expected uint32 values"),
         ({"query_lens": [2, 1]}, "expected 3 tokens, the sum of query_lens, got 2"),
     ):
@@ -56,7 +56,7 @@ def test_arrays_of_the_right_dtype_are_kept() -> None:
 
 @pytest.mark.parametrize(
     "thing",
-    [None, "batch", [], {"row_ids": [0]}, Row(0, [1], 1, [5]), [Row(0, [1], 1, [5])]],
+    [None, "batch", [], {"req_indices": [0]}, Request(0, [1], 1, [5]), [Request(0, [1], 1, [5])]],
     ids=["none", "text", "list", "dict", "row", "rows"],
 )
 def test_what_is_no_batch_is_refused(rig: Rig, thing: object) -> None:
@@ -67,40 +67,49 @@ def test_what_is_no_batch_is_refused(rig: Rig, thing: object) -> None:
 
 
 ROWS = {
-    "no-list": (Row(0, [1], 1, [5]), "rows: expected a sequence of Row, got Row"),
-    "none": ([None], r"rows\[0\]: expected a Row, got NoneType"),
+    "no-list": (Request(0, [1], 1, [5]), "rows: expected a sequence of Request, got Request"),
+    "none": ([None], r"rows\[0\]: expected a Request, got NoneType"),
     "tokens-none": (
-        [Row(0, None, 1, [5])],
-        r"rows\[0\].tokens: expected a list or array of ints, got NoneType; pass ints, .* \[TOKEN_FROM_ROW\]",
+        [Request(0, None, 1, [5])],
+        r"rows\[0\].tokens: expected a list or array of ints, got NoneType; pass ints, .* \[TOKEN_FROM_DEVICE\]",
     ),
     "pages-tensors": (
-        [Row(0, [1], 1, (torch.tensor([5]), torch.tensor([6])))],
+        [Request(0, [1], 1, (torch.tensor([5]), torch.tensor([6])))],
         r"rows\[0\].pages: expected a list or array of ints, got Tensor; pass ints, \(\) lists no page",
     ),
-    "tokens-text": ([Row(0, "1", 1, [5])], r"rows\[0\].tokens: expected a list or array of ints, got str"),
-    "pages-none": ([Row(0, [1], 1, [5]), Row(1, [1], 1, None)], r"rows\[1\].pages: expected a list or array of ints"),
-    "pages-float": ([Row(0, [1], 1, [5.0])], "batch.page_ids: expected int32 values"),
-    "pages-nested": ([Row(0, [1], 1, [[[5]]])], "batch.page_ids: expected one dimension"),
-    "pages-half-nested": ([Row(0, [1], 1, [[5], 6])], r"rows\[0\].pages: expected a list or array of ints, got int"),
+    "tokens-text": ([Request(0, "1", 1, [5])], r"rows\[0\].tokens: expected a list or array of ints, got str"),
+    "pages-none": (
+        [Request(0, [1], 1, [5]), Request(1, [1], 1, None)],
+        r"rows\[1\].pages: expected a list or array of ints",
+    ),
+    "pages-float": ([Request(0, [1], 1, [5.0])], "batch.page_ids: expected int32 values"),
+    "pages-nested": ([Request(0, [1], 1, [[[5]]])], "batch.page_ids: expected one dimension"),
+    "pages-half-nested": (
+        [Request(0, [1], 1, [[5], 6])],
+        r"rows\[0\].pages: expected a list or array of ints, got int",
+    ),
     "pages-of-one-row": (
-        [Row(0, [1], 1, [5]), Row(1, [1], 1, [[6], [7]])],
+        [Request(0, [1], 1, [5]), Request(1, [1], 1, [[6], [7]])],
         r"rows: expected 2 lists of pages in each row, .* got \[5\] and 0; pass a list per KV group",
     ),
     "pages-of-a-group": (
-        [Row(0, [1], 1, [[5], [8]]), Row(1, [1], 1, [[6]])],
+        [Request(0, [1], 1, [[5], [8]]), Request(1, [1], 1, [[6]])],
         r"rows: expected 2 lists of pages in each row, .* got \[\[6\]\] and 0",
     ),
     "first-page-of-a-group": (
-        [Row(0, [1], 1, [[5], [8]], first_page=[0])],
+        [Request(0, [1], 1, [[5], [8]], first_page=[0])],
         r"rows: expected 2 lists of pages in each row, and as many first pages or one, .* got .* and \[0\]",
     ),
-    "first-page-none": ([Row(0, [1], 1, [5], first_page=None)], "batch.first_pages: expected int32 values"),
-    "first-page-negative": ([Row(0, [1], 1, [5], first_page=-1)], "batch.first_pages: expected places >= 0, got -1"),
-    "seq-len-none": ([Row(0, [1], None, [5])], "batch.seq_lens: expected int32 values"),
-    "row-id-none": ([Row(None, [1], 1, [5])], "batch.row_ids: expected int32 values"),
-    "temperature-none": ([Row(0, [1], 1, [5], temperature=None)], "batch.temperatures: expected float32 values"),
-    "seed-none": ([Row(0, [1], 1, [5], seed=None)], "batch.seeds: expected uint32 values"),
-    "no-tokens": ([Row(0, [], 1, [5])], "expected >= 1 new token per row, got 0"),
+    "first-page-none": ([Request(0, [1], 1, [5], first_page=None)], "batch.first_pages: expected int32 values"),
+    "first-page-negative": (
+        [Request(0, [1], 1, [5], first_page=-1)],
+        "batch.first_pages: expected places >= 0, got -1",
+    ),
+    "seq-len-none": ([Request(0, [1], None, [5])], "batch.seq_lens: expected int32 values"),
+    "row-id-none": ([Request(None, [1], 1, [5])], "batch.req_indices: expected int32 values"),
+    "temperature-none": ([Request(0, [1], 1, [5], temperature=None)], "batch.temperatures: expected float32 values"),
+    "seed-none": ([Request(0, [1], 1, [5], seed=None)], "batch.seeds: expected uint32 values"),
+    "no-tokens": ([Request(0, [], 1, [5])], "expected >= 1 new token per row, got 0"),
 }
 
 
@@ -108,43 +117,43 @@ ROWS = {
 def test_rows_that_make_no_batch_are_named(case: str) -> None:
     rows, text = ROWS[case]
     with pytest.raises(ShapeError, match=text):
-        Batch.from_rows(rows)
+        Batch.from_requests(rows)
 
 
 def test_rows_without_pages_list_none_in_any_group() -> None:
-    listing, nothing = Row(0, [1], 1, ([5], [6, 7]), first_page=(0, 2)), Row(1, [1], 4)
-    batch = Batch.from_rows([nothing, listing, dataclasses.replace(nothing, row_id=2)])
+    listing, nothing = Request(0, [1], 1, ([5], [6, 7]), first_page=(0, 2)), Request(1, [1], 4)
+    batch = Batch.from_requests([nothing, listing, dataclasses.replace(nothing, req_index=2)])
     assert batch.page_indptr.tolist() == [0, 0, 1, 1, 1, 3, 3]
     assert batch.page_ids.tolist() == [5, 6, 7]
     assert batch.first_pages.tolist() == [0, 0, 0, 0, 2, 0]
-    assert Batch.from_rows([nothing]) == Batch(row_ids=[1], seq_lens=[4], query_lens=[1], tokens=[1])
-    assert Batch.from_rows([nothing]).num_groups == 0
+    assert Batch.from_requests([nothing]) == Batch(req_indices=[1], seq_lens=[4], query_lens=[1], tokens=[1])
+    assert Batch.from_requests([nothing]).num_groups == 0
 
 
 def test_rows_may_hold_lists_tuples_and_arrays() -> None:
-    rows = [Row(0, (3,), 5, np.array([40, 41], np.int32)), Row(1, [4], 2, [42]), Row(2, range(2), 2, (43,))]
-    batch = Batch.from_rows(rows)
+    rows = [Request(0, (3,), 5, np.array([40, 41], np.int32)), Request(1, [4], 2, [42]), Request(2, range(2), 2, (43,))]
+    batch = Batch.from_requests(rows)
     assert batch.tokens.tolist() == [3, 4, 0, 1]
     assert batch.page_ids.tolist() == [40, 41, 42, 43]
     assert batch.page_indptr.tolist() == [0, 2, 3, 4]
     assert batch.first_pages.tolist() == [0, 0, 0]
-    assert Batch.from_rows([]) == Batch.empty()
+    assert Batch.from_requests([]) == Batch.empty()
     nested = [dataclasses.replace(row, pages=[row.pages]) for row in rows]
-    assert Batch.from_rows(nested) == batch, "lists per group, of one group"
-    arrays = [Row(r, np.array([r + 3]), 1, np.array([r + 5, r + 6], np.uint8)) for r in (0, 1)]
-    assert Batch.from_rows(arrays).tokens.tolist() == [3, 4]
-    assert Batch.from_rows(arrays).page_ids.tolist() == [5, 6, 6, 7]
+    assert Batch.from_requests(nested) == batch, "lists per group, of one group"
+    arrays = [Request(r, np.array([r + 3]), 1, np.array([r + 5, r + 6], np.uint8)) for r in (0, 1)]
+    assert Batch.from_requests(arrays).tokens.tolist() == [3, 4]
+    assert Batch.from_requests(arrays).page_ids.tolist() == [5, 6, 6, 7]
 
 
 def test_what_is_left_out_is_the_same_for_rows_and_arrays() -> None:
-    batch = Batch(row_ids=[4], seq_lens=[1], tokens=[3], page_indptr=[0, 1], page_ids=[5])
-    assert Batch.from_rows([Row(4, [3], 1, [5])]) == batch
+    batch = Batch(req_indices=[4], seq_lens=[1], tokens=[3], page_indptr=[0, 1], page_ids=[5])
+    assert Batch.from_requests([Request(4, [3], 1, [5])]) == batch
     assert (batch.sample.tolist(), batch.temperatures.tolist(), batch.seeds.tolist()) == ([1], [0.0], [0])
     assert (batch.query_lens.tolist(), batch.query_lens.dtype) == ([1], np.int32)
-    bare = Batch(row_ids=[4], seq_lens=[1], page_indptr=[0, 1], page_ids=[5])
-    assert bare.tokens.tolist() == [TOKEN_FROM_ROW]
+    bare = Batch(req_indices=[4], seq_lens=[1], page_indptr=[0, 1], page_ids=[5])
+    assert bare.tokens.tolist() == [TOKEN_FROM_DEVICE]
     empty = {name: [] for name in ("query_lens", "tokens", "sample", "temperatures", "seeds")}
-    assert Batch(row_ids=[], seq_lens=[], page_indptr=[0], page_ids=[], **empty) == Batch.empty()
+    assert Batch(req_indices=[], seq_lens=[], page_indptr=[0], page_ids=[], **empty) == Batch.empty()
 
 
 DTYPES = {"temperatures": np.float32, "seeds": np.uint32}
@@ -154,7 +163,7 @@ DTYPES = {"temperatures": np.float32, "seeds": np.uint32}
     "values", [[1, 0], np.array([1, 0]), np.array([1, 9, 0, 9], np.int32)[::2]], ids=["list", "int64", "strided"]
 )
 @pytest.mark.parametrize(
-    "field", ["row_ids", "seq_lens", "tokens", "page_ids", "sample", "temperatures", "seeds", "first_pages"]
+    "field", ["req_indices", "seq_lens", "tokens", "page_ids", "sample", "temperatures", "seeds", "first_pages"]
 )
 def test_every_field_becomes_a_contiguous_array_of_its_dtype(field: str, values: object) -> None:
     got = getattr(Batch(**good(**{field: values})), field)
@@ -169,8 +178,8 @@ ONE_WRONG = {
     "int32-short": ({"seq_lens": np.ones(1, np.int32)}, r"batch.seq_lens: expected shape \[2\], got shape \[1\]"),
     "int32-rank": ({"tokens": np.ones((1, 2), np.int32)}, r"batch.tokens: expected one dimension, got shape \[1, 2\]"),
     "bool-heat": ({"temperatures": np.array([True, False])}, "batch.temperatures: expected float32 values, got bool"),
-    "below-int32": ({"row_ids": np.array([0, -(2**31) - 1])}, "batch.row_ids: .* got -2147483649"),
-    "beyond-int32": ({"row_ids": np.array([2**31, 0])}, "batch.row_ids: .* got 2147483648"),
+    "below-int32": ({"req_indices": np.array([0, -(2**31) - 1])}, "batch.req_indices: .* got -2147483649"),
+    "beyond-int32": ({"req_indices": np.array([2**31, 0])}, "batch.req_indices: .* got 2147483648"),
     "sample-low": ({"sample": [-1, 1]}, "batch.sample: expected 0 or 1 for each row, got -1 to 1"),
 }
 
@@ -190,12 +199,12 @@ def test_wide_arrays_within_the_bounds_of_their_field_are_taken() -> None:
 
 def test_the_largest_batch() -> None:
     most = 1 << 16
-    one = Batch(row_ids=[0], seq_lens=[most], query_lens=[most], page_indptr=[0, 0], page_ids=[])
+    one = Batch(req_indices=[0], seq_lens=[most], query_lens=[most], page_indptr=[0, 0], page_ids=[])
     assert one.num_tokens == most
     many = {"seq_lens": [1] * most, "page_indptr": [0] * (most + 1), "page_ids": []}
-    assert Batch(row_ids=range(most), **many).num_reqs == most
+    assert Batch(req_indices=range(most), **many).num_reqs == most
     with pytest.raises(ShapeError, match="expected at most 65536 tokens, got 65537"):
-        Batch(row_ids=[0], seq_lens=[most], query_lens=[most + 1], page_indptr=[0, 0], page_ids=[])
+        Batch(req_indices=[0], seq_lens=[most], query_lens=[most + 1], page_indptr=[0, 0], page_ids=[])
 
 
 def test_weights_are_checked_against_modules_alone(rig: Rig) -> None:
@@ -246,7 +255,7 @@ def test_a_sampler_of_the_caller_s_takes_any_vocabulary() -> None:
 def test_mixed_sizes_are_refused_where_mixed_batches_are(rig: Rig) -> None:
     alone = built(config=RuntimeConfig(max_num_reqs=2, max_num_tokens=4, max_seq_len=8, mixed_batches=False))
     alone.capture()
-    batch = Batch(row_ids=[0], seq_lens=[1], tokens=[3], page_indptr=[0, 1], page_ids=[5])
+    batch = Batch(req_indices=[0], seq_lens=[1], tokens=[3], page_indptr=[0, 1], page_ids=[5])
     with pytest.raises(UnsupportedError, match="a decode size with mixed_batches=False, got mixed"):
         alone.replay(batch, descriptor=BatchDescriptor.mixed(4, 2))
     assert alone.replay(batch, descriptor=BatchDescriptor.decode(2)).descriptor == BatchDescriptor.decode(2)
@@ -270,9 +279,9 @@ def test_descriptors_are_equal_in_every_process() -> None:
 
 DESCRIPTORS = {
     "type": ("decode", ConfigError, "descriptor: expected BatchDescriptor, got 'decode'"),
-    "unknown": (BatchDescriptor.decode(3), ConfigError, "expected a size of this runtime's ladders, got decode"),
-    "query_len": (BatchDescriptor.decode(2, 2), ConfigError, "expected a size of this runtime's ladders"),
-    "beyond": (BatchDescriptor.decode(64), ConfigError, "expected a size of this runtime's ladders"),
+    "unknown": (BatchDescriptor.decode(3), ConfigError, "expected a size of this runtime's capture_sizes, got decode"),
+    "query_len": (BatchDescriptor.decode(2, 2), ConfigError, "expected a size of this runtime's capture_sizes"),
+    "beyond": (BatchDescriptor.decode(64), ConfigError, "expected a size of this runtime's capture_sizes"),
     "small": (BatchDescriptor.decode(1), CapacityError, "room for 2 requests and 2 tokens, got decode"),
 }
 

@@ -176,7 +176,7 @@ def test_a_layer_that_writes_nothing_is_called_again() -> None:
     model = graphrt.as_step_model(module)
     with Runtime(model, vocab_size=VOCAB, device=CPU, config=config, sampler=None) as runtime:
         runtime.capture()
-        have = runtime.replay(graphrt.Batch.from_rows([graphrt.Row(0, ids, len(ids))])).logits()[0].double()
+        have = runtime.replay(graphrt.Batch.from_requests([graphrt.Request(0, ids, len(ids))])).logits()[0].double()
     q, k, v = module.qkv(torch.tensor(ids)).double().view(-1, 8, 16).split([4, 2, 2], dim=1)
     k, v = (x.repeat_interleave(2, 1) for x in (k, v))
     for _ in range(2):

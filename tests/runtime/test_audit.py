@@ -7,13 +7,14 @@ import torch
 
 from graphrt.capture.inspect.cuda import inspect_graph
 from graphrt.capture.inspect.findings import FindingKind
-from graphrt.config import RowTensor
+from graphrt.config import RequestTensor
 from graphrt.kernels.errors import CaptureError, ConfigError
 from graphrt.kernels.types import KVLayout
 from tests.runtime.toy import ToyModel, make_rig
 
 EVERYTHING = {
-    "penalties": True, "max_logprobs": 2, "token_masks": True, "max_logit_bias": 3, "row_tensors": (RowTensor("a"),),
+    "penalties": True, "max_logprobs": 2, "token_masks": True, "max_logit_bias": 3,
+    "request_tensors": (RequestTensor("a"),),
 }  # fmt: skip
 RIGS = {
     "reference": {"backend": "torch_reference"},

@@ -91,7 +91,7 @@ def test_cuda_gets_triton_and_else_the_reference() -> None:
 
 @pytest.mark.skipif(not INTERPRETER_AVAILABLE, reason="needs TRITON_INTERPRET=1")
 def test_triton_on_cpu_by_name_only() -> None:
-    assert TritonBackend.why_not(context()) == []
+    assert TritonBackend.unsupported_reasons(context()) == []
     assert select_backend(context(), "triton") == (TritonBackend, "triton: chosen by name")
 
 
@@ -128,7 +128,7 @@ def test_a_refused_name_gives_every_reason(third_party: type[AttentionBackend]) 
 
 def test_triton_reasons() -> None:
     odd = AttentionSpec(4, 2, 520, torch.float16)
-    assert TritonBackend.why_not(context(odd, device=CUDA, kv_dtype=torch.bfloat16, max_query_len=17)) == [
+    assert TritonBackend.unsupported_reasons(context(odd, device=CUDA, kv_dtype=torch.bfloat16, max_query_len=17)) == [
         "head_dim 520: supports 1 to 512",
         "dtype torch.float16 with KV dtype torch.bfloat16: must be equal, or the cache fp8",
         "query_len 17: decodes at most 16 tokens per row",
@@ -159,7 +159,7 @@ def test_nothing_fits(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_standings_name_every_backend(third_party: type[AttentionBackend]) -> None:
-    explained = {standing.name: standing.why_not for standing in standings(context(device=CUDA))}
+    explained = {standing.name: standing.unsupported_reasons for standing in standings(context(device=CUDA))}
     assert list(explained) == backend_names()
     assert explained["triton"] == []
     assert explained["torch_reference"] == []
@@ -203,14 +203,14 @@ DECODE, SPECULATIVE, MIXED = BatchDescriptor.decode(4), BatchDescriptor.decode(4
 
 def test_graph_support() -> None:
     for descriptor in (DECODE, SPECULATIVE, MIXED):
-        assert TorchReferenceBackend(context()).why_not_graph(descriptor) is None
-        assert TritonBackend(context()).why_not_graph(descriptor) is None
-        on_cuda = TorchReferenceBackend(context(device=CUDA)).why_not_graph(descriptor)
+        assert TorchReferenceBackend(context()).graph_unsupported_reason(descriptor) is None
+        assert TritonBackend(context()).graph_unsupported_reason(descriptor) is None
+        on_cuda = TorchReferenceBackend(context(device=CUDA)).graph_unsupported_reason(descriptor)
         assert "reads sequence lengths on the host" in str(on_cuda)
     uniform = ThirdParty(context())
-    assert uniform.why_not_graph(DECODE) is None
-    assert "has graph support UNIFORM" in str(uniform.why_not_graph(MIXED))
-    assert uniform.why_not_graph(SPECULATIVE) is None
+    assert uniform.graph_unsupported_reason(DECODE) is None
+    assert "has graph support UNIFORM" in str(uniform.graph_unsupported_reason(MIXED))
+    assert uniform.graph_unsupported_reason(SPECULATIVE) is None
 
 
 def make_step(descriptor: BatchDescriptor, device: torch.device) -> tuple[torch.Tensor, AttentionLayer, StepMetadata]:
@@ -345,7 +345,7 @@ def test_triton_workspace() -> None:
 @pytest.mark.parametrize("rows", [1, 5, 8])
 @pytest.mark.parametrize("invariant", [False, True])
 def test_triton_plans_for_its_context(rows: int, invariant: bool) -> None:
-    """And its buffers hold every size of the context, not only those of a ladder."""
+    """And its buffers hold every size of the context, not only those of a capture_sizes."""
     for page_size in (4, NATIVE_PAGE_MULTIPLE):
         made = context(SPEC, WINDOWED, max_query_len=3)
         made = replace(

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from graphrt.batch import Batch, Row
+from graphrt.batch import Batch, Request
 from graphrt.cache.kv_cache import KVCache
 from graphrt.config import RuntimeConfig
 from graphrt.engine.handle import StepFaultError
@@ -21,7 +21,7 @@ from graphrt.kernels.errors import (
     ShapeError,
     UnsupportedError,
 )
-from graphrt.kernels.types import TOKEN_FROM_ROW, FaultCode
+from graphrt.kernels.types import TOKEN_FROM_DEVICE, FaultCode
 from graphrt.replay import ReplayManager
 from graphrt.spec import AttentionSpec, KVCacheSpec
 from graphrt.step import Step
@@ -38,7 +38,7 @@ def memory(rig: Rig) -> list[torch.Tensor]:
 def assert_works(rig: Rig) -> None:
     """A correct step after the error gives the right logits."""
     sequence = rig.start(7, [1, 2, 3])
-    handle = rig.manager.replay(Batch.from_rows([rig.row(sequence)]))
+    handle = rig.manager.replay(Batch.from_requests([rig.row(sequence)]))
     want = rig.model.oracle([1, 2, 3])
     assert (handle.logits()[0].double().cpu() - want).abs().max() < 2e-4
     assert int(handle.tokens()[0]) == int(handle.logits()[0].argmax())
@@ -46,7 +46,7 @@ def assert_works(rig: Rig) -> None:
 
 def good(**changes) -> dict:
     return {
-        "row_ids": [0, 1],
+        "req_indices": [0, 1],
         "seq_lens": [1, 1],
         "tokens": [3, 4],
         "page_indptr": [0, 1, 2],
@@ -56,7 +56,7 @@ def good(**changes) -> dict:
 
 HOST = {
     "too-many-rows": (
-        good(row_ids=range(9), seq_lens=[1] * 9, tokens=[1] * 9, page_indptr=range(10), page_ids=range(1, 10)),
+        good(req_indices=range(9), seq_lens=[1] * 9, tokens=[1] * 9, page_indptr=range(10), page_ids=range(1, 10)),
         CapacityError,
         "at most 8 requests and 32 tokens, got 9 requests and 9 tokens",
     ),
@@ -69,7 +69,7 @@ HOST = {
     "lengths-short": (good(seq_lens=[1]), ShapeError, r"batch.seq_lens: expected shape \[2\], got shape \[1\]"),
     "rank": (good(seq_lens=[[1], [1]]), ShapeError, r"expected shape \[2\], got shape \[2, 1\]"),
     "dtype": (good(seq_lens=[1.5, 1.0]), ShapeError, "batch.seq_lens: expected int32 values, got float64"),
-    "text": (good(row_ids=["a", "b"]), ShapeError, "batch.row_ids: expected int32 values"),
+    "text": (good(req_indices=["a", "b"]), ShapeError, "batch.req_indices: expected int32 values"),
     "overflow": (good(tokens=[2**40, 1]), ShapeError, "values that fit int32, got 1099511627776"),
     "device": (good(seq_lens=torch.ones(2, device="meta")), ShapeError, "expected host values, got a tensor on meta"),
     "no-new-token": (good(query_lens=[0, 2]), ShapeError, "expected >= 1 new token per row, got 0"),
@@ -77,21 +77,21 @@ HOST = {
     "indptr-decreases": (good(page_indptr=[0, 3, 2]), ShapeError, "non-decreasing values from 0 to len"),
     "indptr-end": (good(page_indptr=[0, 1, 3]), ShapeError, r"page_ids\)=2"),
     "wide-token": (good(tokens=2**32 + 11), ShapeError, r"batch.tokens: expected one dimension, got shape \[\]"),
-    "wide-row-id": (good(row_ids=[2**32, 1]), ShapeError, "values that fit int32, got 4294967296"),
-    "low-row-id": (good(row_ids=[-(2**32), 1]), ShapeError, "values that fit int32, got -4294967296"),
-    "huge": (good(row_ids=[2**70, 1]), ShapeError, "batch.row_ids: expected int32 values"),
+    "wide-row-id": (good(req_indices=[2**32, 1]), ShapeError, "values that fit int32, got 4294967296"),
+    "low-row-id": (good(req_indices=[-(2**32), 1]), ShapeError, "values that fit int32, got -4294967296"),
+    "huge": (good(req_indices=[2**70, 1]), ShapeError, "batch.req_indices: expected int32 values"),
     "ragged": (good(page_ids=[[5], [6, 7]]), ShapeError, "batch.page_ids: expected int32 values in one dimension"),
     "bf16": (good(seq_lens=torch.ones(2, dtype=torch.bfloat16)), ShapeError, "batch.seq_lens: expected int32 values"),
     "grad": (good(temperatures=torch.ones(2, requires_grad=True)), ShapeError, "batch.temperatures: expected float32"),
     "none": (good(seq_lens=None), ShapeError, "batch.seq_lens: expected int32 values, got object"),
     "negative-queries": (good(query_lens=[-1, 3]), ShapeError, "expected >= 1 new token per row, got -1"),
     "8-gigabytes": (
-        {"row_ids": [0], "seq_lens": [1], "query_lens": [2**31 - 1], "page_indptr": [0, 1], "page_ids": [5]},
+        {"req_indices": [0], "seq_lens": [1], "query_lens": [2**31 - 1], "page_indptr": [0, 1], "page_ids": [5]},
         ShapeError,
         "expected at most 65536 tokens, got 2147483647",
     ),
     "many-rows": (
-        {"row_ids": range(65537), "seq_lens": [1] * 65537, "page_indptr": [0] * 65538, "page_ids": []},
+        {"req_indices": range(65537), "seq_lens": [1] * 65537, "page_indptr": [0] * 65538, "page_ids": []},
         ShapeError,
         "expected at most 65536 rows, got 65537",
     ),
@@ -127,16 +127,16 @@ def test_what_the_host_sees_raises_before_anything_is_written(rig: Rig, case: st
 def rows(*changes: dict) -> Batch:
     """Two good rows (and a third where given) with changes."""
     base = [
-        {"row_id": 0, "tokens": [3], "seq_len": 5, "pages": [40, 41]},
-        {"row_id": 1, "tokens": [4], "seq_len": 2, "pages": [42]},
+        {"req_index": 0, "tokens": [3], "seq_len": 5, "pages": [40, 41]},
+        {"req_index": 1, "tokens": [4], "seq_len": 2, "pages": [42]},
     ]
-    filled = [b | c for b, c in zip([*base, base[1] | {"row_id": 2, "pages": [43]}], changes, strict=False)]
-    return Batch.from_rows([Row(**f) for f in filled])
+    filled = [b | c for b, c in zip([*base, base[1] | {"req_index": 2, "pages": [43]}], changes, strict=False)]
+    return Batch.from_requests([Request(**f) for f in filled])
 
 
 DEVICE = {
-    "row-id": (rows({}, {"row_id": 8}), 1, FaultCode.ROW_ID_OUT_OF_RANGE, 8),
-    "negative-row-id": (rows({"row_id": -1}, {}), 0, FaultCode.ROW_ID_OUT_OF_RANGE, -1),
+    "row-id": (rows({}, {"req_index": 8}), 1, FaultCode.REQ_INDEX_OUT_OF_RANGE, 8),
+    "negative-row-id": (rows({"req_index": -1}, {}), 0, FaultCode.REQ_INDEX_OUT_OF_RANGE, -1),
     "zero-length": (rows({"seq_len": 0}, {}), 0, FaultCode.BAD_LENGTH, 0),
     "length-below-query": (rows({}, {"tokens": [1, 2, 3], "seq_len": 2}), 1, FaultCode.BAD_LENGTH, 2),
     "negative-length": (rows({}, {"seq_len": -3}), 1, FaultCode.BAD_LENGTH, -3),
@@ -147,8 +147,8 @@ DEVICE = {
     "null-page": (rows({"pages": [0, 41]}, {}), 0, FaultCode.PAGE_OUT_OF_RANGE, 0),
     "token-too-big": (rows({"tokens": [VOCAB]}, {}), 0, FaultCode.TOKEN_OUT_OF_RANGE, VOCAB),
     "token-negative": (rows({"tokens": [-9]}, {}), 0, FaultCode.TOKEN_OUT_OF_RANGE, -9),
-    "no-last-token": (rows({}, {"row_id": 6, "tokens": [TOKEN_FROM_ROW]}), 1, FaultCode.NO_LAST_TOKEN, 6),
-    "same-row-id": (rows({}, {"row_id": 0}), 0, FaultCode.DUPLICATE_ROW, 0),
+    "no-last-token": (rows({}, {"req_index": 6, "tokens": [TOKEN_FROM_DEVICE]}), 1, FaultCode.NO_LAST_TOKEN, 6),
+    "same-row-id": (rows({}, {"req_index": 0}), 0, FaultCode.DUPLICATE_REQUEST, 0),
     "same-slot": (rows({}, {"pages": [41], "seq_len": 1}), 0, FaultCode.DUPLICATE_PAGE, 41),
 }
 
@@ -163,7 +163,7 @@ def test_what_only_the_device_sees_is_raised_by_the_handle(device: torch.device,
     handle = rig.manager.replay(batch, eager=eager)
     with pytest.raises(StepFaultError, match=f"step {handle.step}, row {row}: {code.name}") as caught:
         handle.tokens()
-    assert (caught.value.step, caught.value.row, caught.value.code, caught.value.value) == (
+    assert (caught.value.step, caught.value.index, caught.value.code, caught.value.value) == (
         handle.step,
         row,
         code,

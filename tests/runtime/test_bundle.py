@@ -17,7 +17,7 @@ from graphrt.batch import Batch
 from graphrt.bundle.bundle import Bundle
 from graphrt.bundle.format import FORMAT, from_plain, to_plain, write_file
 from graphrt.cache.kv_cache import KVCache
-from graphrt.config import RowTensor, RuntimeConfig
+from graphrt.config import RequestTensor, RuntimeConfig
 from graphrt.engine.launch import Launch
 from graphrt.engine.recording import Recording
 from graphrt.kernels.errors import CapacityError, ConfigError, GraphRTError, ReplayError
@@ -34,11 +34,13 @@ CPU = torch.device("cpu")
 
 def prompt(*tokens: int, pages: tuple[int, ...] = (5, 6)) -> Batch:
     n = len(tokens)
-    return Batch(row_ids=[0], seq_lens=[n], query_lens=[n], tokens=tokens, page_indptr=[0, len(pages)], page_ids=pages)
+    return Batch(
+        req_indices=[0], seq_lens=[n], query_lens=[n], tokens=tokens, page_indptr=[0, len(pages)], page_ids=pages
+    )
 
 
 def going_on(seq_len: int, pages: tuple[int, ...] = (5, 6), **options: Any) -> Batch:
-    return Batch(row_ids=[0], seq_lens=[seq_len], page_indptr=[0, len(pages)], page_ids=pages, **options)
+    return Batch(req_indices=[0], seq_lens=[seq_len], page_indptr=[0, len(pages)], page_ids=pages, **options)
 
 
 def saved(bundle: Bundle, tmp_path: Path) -> Bundle:
@@ -96,12 +98,13 @@ def test_steps_run_again(
 
 @pytest.mark.parametrize("planned", [False, True], ids=["", "planned"])
 def test_sessions_are_recorded(planned: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Launches of many steps and news, with penalties, biases and tensors of the rows' own."""
+    """Launches of many steps and delta, with penalties, biases and tensors of the rows' own."""
     if planned:
         monkeypatch.setattr(TorchReferenceBackend, "plan_replay", lambda self, descriptor, batch: batch.seq_lens.sum())
     model = LivelyModel(CPU)
     config = {
-        "penalties": True, "max_logit_bias": 4, "row_tensors": (RowTensor("adapter", (3,)),), "loop_sizes": (4,),
+        "penalties": True, "max_logit_bias": 4, "request_tensors": (RequestTensor("adapter", (3,)),),
+        "loop_sizes": (4,),
         "decode_sizes": (2, 4), "backend": "torch_reference", "max_logprobs": 2,
     }  # fmt: skip
     runtime = make_runtime(CPU, model=model, config=config, num_pages=60)
@@ -118,7 +121,7 @@ def test_sessions_are_recorded(planned: bool, tmp_path: Path, monkeypatch: pytes
             session.collect(wait=True)
     bundle = Bundle.of(recording)
     runtime.close()
-    kinds = {(launch.words.is_news, launch.words.steps) for launch in bundle.launches}
+    kinds = {(launch.words.is_delta, launch.words.steps) for launch in bundle.launches}
     assert kinds >= ({(False, 1)} if planned else {(False, 1), (True, 3)})
     check_all(saved(bundle, tmp_path), model)
 
@@ -161,9 +164,9 @@ def test_page_tables_of_the_caller(tmp_path: Path) -> None:
         page_tables=tables,
     )  # fmt: skip
     manager.capture()
-    manager.replay(Batch(row_ids=[0, 2], seq_lens=[4, 2], query_lens=[4, 2], tokens=[1, 2, 3, 4, 5, 6])).tokens()
+    manager.replay(Batch(req_indices=[0, 2], seq_lens=[4, 2], query_lens=[4, 2], tokens=[1, 2, 3, 4, 5, 6])).tokens()
     recording = manager.record()
-    token = manager.replay(Batch(row_ids=[2, 0], seq_lens=[3, 5])).tokens()
+    token = manager.replay(Batch(req_indices=[2, 0], seq_lens=[3, 5])).tokens()
     exact = model.oracle([1, 2, 3, 4, int(model.oracle([1, 2, 3, 4]).argmax())])
     assert int(token[1]) == int(exact.argmax())
     bundle = saved(Bundle.of(recording), tmp_path)
@@ -367,14 +370,14 @@ HOSTILE = {
     "a page twice": lambda m, t: t["1/ids/0"].fill_(1),
     "other bytes of a page": lambda m, t: t.update({"0/pages/0": t["0/pages/0"][:, :-1].contiguous()}),
     "no pages": lambda m, t: t.pop("0/pages/0"),
-    "no state": lambda m, t: t.pop("0/state/row_lens"),
-    "another state": lambda m, t: t.update({"0/state/row_lens": torch.zeros(99, dtype=torch.int32)}),
-    "another dtype": lambda m, t: t.update({"0/state/row_lens": t["0/state/row_lens"].long()}),
+    "no state": lambda m, t: t.pop("0/state/req_lens"),
+    "another state": lambda m, t: t.update({"0/state/req_lens": torch.zeros(99, dtype=torch.int32)}),
+    "another dtype": lambda m, t: t.update({"0/state/req_lens": t["0/state/req_lens"].long()}),
     "state that nobody has": lambda m, t: t.update({"0/state/__class__": torch.zeros(1)}),
     "a row that is not there": lambda m, t: t["1/state/order"].fill_(2),
     "a page beyond the pool": lambda m, t: t["1/state/page_table"].fill_(40),
     "a token beyond the vocabulary": lambda m, t: t["1/state/last_token"].fill_(VOCAB),
-    "a length beyond all": lambda m, t: t["1/state/row_lens"].fill_(65),
+    "a length beyond all": lambda m, t: t["1/state/req_lens"].fill_(65),
     "spans beyond the table": lambda m, t: t["1/state/page_spans"].fill_(1000),
     "short words": lambda m, t: t.update({"0/words": t["0/words"][:5].clone()}),
     "many rows": lambda m, t: t["0/words"].narrow(0, 2, 1).fill_(1 << 30),
@@ -428,7 +431,8 @@ def test_files_that_are_no_bundles_raise(tmp_path: Path) -> None:
 
 def test_settings_come_back_as_they_were() -> None:
     values = (
-        RuntimeConfig(row_tensors=(RowTensor("a", (2, 3), torch.int64, -1),), backend="triton", loop_sizes=(1,)),
+        RuntimeConfig(request_tensors=(RequestTensor("a", (2, 3), torch.int64, -1),), backend="triton",
+        loop_sizes=(1,)),
         AttentionSpec(4, 2, 64, torch.float16, alibi_slopes=(0.5, 0.25, 0.1, 0.0), sinks=True),
         KVCacheSpec(3, 2, 64, 32, KVLayout.HND, torch.float8_e5m2, "last", layers=(4, 1, 0)),
         np.float64(0.5).item(), None, True, (1, (2, "x")),

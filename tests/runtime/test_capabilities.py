@@ -170,7 +170,9 @@ def test_every_layer_is_asked(at: int, monkeypatch: pytest.MonkeyPatch) -> None:
     layers = [PLAIN] * 3
     layers[at] = replace(PLAIN, sliding_window=3)
     kv = KVCacheSpec(3, 2, 16, 4, dtype=F32)
-    assert cls.why_not(BackendContext(tuple(layers), (kv,), CPU, 4, 12, 8)) == ["sliding_window 3: not supported"]
+    assert cls.unsupported_reasons(BackendContext(tuple(layers), (kv,), CPU, 4, 12, 8)) == [
+        "sliding_window 3: not supported"
+    ]
 
 
 def test_a_cache_of_another_width_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -184,7 +186,7 @@ def test_a_cache_of_another_width_is_refused(monkeypatch: pytest.MonkeyPatch) ->
         (F32, torch.float8_e5m2, []),
     ):
         kv = KVCacheSpec(1, 2, 16, 4, dtype=stored)
-        assert cls.why_not(BackendContext((replace(PLAIN, dtype=layers),), (kv,), CPU, 4, 12, 8)) == reasons
+        assert cls.unsupported_reasons(BackendContext((replace(PLAIN, dtype=layers),), (kv,), CPU, 4, 12, 8)) == reasons
 
 
 GRAPHS = [
@@ -214,7 +216,7 @@ def batch(*query_lens: int) -> Batch:
     """Rows that begin with these tokens, a page each."""
     rows = len(query_lens)
     return Batch(
-        row_ids=np.arange(rows),
+        req_indices=np.arange(rows),
         seq_lens=np.array(query_lens),
         query_lens=np.array(query_lens),
         tokens=np.ones(sum(query_lens), np.int64),

@@ -49,7 +49,7 @@ def test_generate_answers_alone_in_a_batch_and_without_graphs(graphrt) -> None:
     assert code == 0
     assert "light" in alone
     assert "captured" in log
-    assert "op-tape" in log
+    assert "op trace" in log
     code, batch, _ = graphrt("generate", SKY, "Hi", *options)
     assert code == 0
     assert batch.startswith("[")
@@ -347,7 +347,7 @@ def test_env_reports_backends_and_reasons(graphrt) -> None:
     report = json.loads(out)
     assert code == 0
     assert report["packages"]["torch"]
-    names = {b["name"]: b["why_not"] for b in report["backends"]["known"]}
+    names = {b["name"]: b["unsupported_reasons"] for b in report["backends"]["known"]}
     assert names["torch_reference"] == []
     assert report["backends"]["chosen"] in names
     code, table, _ = graphrt("env")

@@ -176,7 +176,9 @@ def test_a_bundle_of_another_dtype_than_the_devices_runs(graphrt, tmp_path: Path
     ) as runtime:
         runtime.capture()
         recording = runtime.manager.record()
-        prompt = Batch(row_ids=[0], seq_lens=[3], query_lens=[3], tokens=[5, 6, 7], page_indptr=[0, 1], page_ids=[3])
+        prompt = Batch(
+            req_indices=[0], seq_lens=[3], query_lens=[3], tokens=[5, 6, 7], page_indptr=[0, 1], page_ids=[3]
+        )
         runtime.replay(prompt).tokens()
         Bundle.of(recording, model={"shape": "tiny", "seed": 0}).save(tmp_path / "bf16.bundle")
     code, out, log = graphrt("replay", tmp_path / "bf16.bundle", "--device", "cpu")
@@ -208,4 +210,4 @@ def test_a_graph_as_a_page_and_its_audit(graphrt, tmp_path: Path) -> None:
     assert "decode[2]: audit of" in log
     text = page.read_text()
     assert "tiny, decode[2]" in text
-    assert "graphrt::apply" in text or "apply" in text
+    assert "graphrt::apply" in text or "unpack" in text

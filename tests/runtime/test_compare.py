@@ -15,11 +15,11 @@ from tests.runtime.toy import VOCAB, make_rig
 
 def prompt(*tokens: int) -> Batch:
     n = len(tokens)
-    return Batch(row_ids=[0], seq_lens=[n], query_lens=[n], tokens=tokens, page_indptr=[0, 2], page_ids=[5, 6])
+    return Batch(req_indices=[0], seq_lens=[n], query_lens=[n], tokens=tokens, page_indptr=[0, 2], page_ids=[5, 6])
 
 
 def going_on(seq_len: int) -> Batch:
-    return Batch(row_ids=[0], seq_lens=[seq_len], page_indptr=[0, 2], page_ids=[5, 6])
+    return Batch(req_indices=[0], seq_lens=[seq_len], page_indptr=[0, 2], page_ids=[5, 6])
 
 
 def everything(rig) -> list[torch.Tensor]:

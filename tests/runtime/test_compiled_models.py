@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import graphrt
-from graphrt.capture.tape import OpTapeRecorder
+from graphrt.capture.op_trace import OpTraceRecorder
 from tests.runtime.layered import MAX_LEN, VOCAB, WIDTH
 from tests.runtime.plain import (
     CPU,
@@ -52,7 +52,7 @@ def _fresh_compiler() -> Any:
 @pytest.mark.usefixtures("_fresh_compiler")
 @pytest.mark.parametrize("name", ["windows_beside_full", "shared"])
 def test_a_compiled_module_is_one_graph_for_all_sizes_and_equals_the_uncompiled(name: str) -> None:
-    """On the CPU a tape holds the operations as written and eager steps run compiled code: `compare` has both."""
+    """On the CPU a op trace holds the operations as written and eager steps run compiled code: `compare` has both."""
     specs, compiler = MODELS[name], Compiler()
     module = Plain(specs, CPU)
     compiled = torch.compile(module, fullgraph=True, backend=compiler)
@@ -136,7 +136,7 @@ def test_every_size_of_a_compiled_module_runs_once_before_its_capture(
     how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     warmed = []
-    monkeypatch.setattr(OpTapeRecorder, "warm_up", lambda self, step, prepare: warmed.append(step.args[0]))
+    monkeypatch.setattr(OpTraceRecorder, "warm_up", lambda self, step, prepare: warmed.append(step.args[0]))
     module = Plain(MODELS["alike"], CPU)
     model: torch.nn.Module = module
     if how == "around":

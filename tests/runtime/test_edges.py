@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 import torch
 
-from graphrt.batch import Batch, Row
+from graphrt.batch import Batch, Request
 from graphrt.cache.kv_cache import KVCache, PageAllocator
 from graphrt.capture.descriptor import GraphKind
 from graphrt.capture.staging import StagingSlot
 from graphrt.config import RuntimeConfig
 from graphrt.engine.handle import StepFaultError
 from graphrt.kernels.errors import CapacityError, ConfigError, GraphRTError, ReplayError, ShapeError
-from graphrt.kernels.metadata.record import record_size
+from graphrt.kernels.metadata.step_inputs import inputs_size
 from graphrt.kernels.types import FaultCode, KVLayout
 from graphrt.replay import ReplayManager
 from graphrt.spec import AttentionSpec, KVCacheSpec
@@ -30,7 +30,7 @@ ATTENTION = AttentionSpec(HEADS, KV_HEADS, HEAD_DIM, torch.float32)
 def one(token: int = 3, **changes) -> Batch:
     """A row of one token on page 5."""
     return Batch(
-        **{"row_ids": [0], "seq_lens": [1], "tokens": [token], "page_indptr": [0, 1], "page_ids": [5]} | changes
+        **{"req_indices": [0], "seq_lens": [1], "tokens": [token], "page_indptr": [0, 1], "page_ids": [5]} | changes
     )
 
 
@@ -55,17 +55,17 @@ def manager(model=None, cache: KVCache | None = None, vocab_size: int = VOCAB, d
 @pytest.mark.parametrize("rows", [0, 1, 3])
 def test_what_is_left_out_is_packed_as_the_default_that_is_stated(rows: int, groups: int, listed: bool) -> None:
     """Also into a slot that holds an older batch."""
-    batch = {"row_ids": [4, 2, 7][:rows], "seq_lens": [9, 8, 7][:rows], "tokens": [3, 1, 2][:rows]}
+    batch = {"req_indices": [4, 2, 7][:rows], "seq_lens": [9, 8, 7][:rows], "tokens": [3, 1, 2][:rows]}
     if listed:
         batch |= {"page_indptr": [*range(groups * rows + 1)], "page_ids": [*range(5, 5 + groups * rows)]}
     lists = groups * rows if listed else 0
     stated = {"query_lens": [1] * rows, "sample": [1] * rows, "first_pages": [0] * lists, "top_ps": [1.0] * rows}
     stated |= {"seeds": [0] * rows, "token_masks": [-1] * rows}
-    packed, words = [], record_size(rows, rows, lists, groups)
+    packed, words = [], inputs_size(rows, rows, lists, groups)
     for names in ((), *((name,) for name in stated), tuple(stated)):
         record = np.full(words, 99, np.int32)
         made = Batch(**batch, **{name: stated[name] for name in names})
-        assert made.write_record(record, 1, groups) == words
+        assert made.write_inputs(record, 1, groups) == words
         assert made.is_uniform(1)
         assert made.is_uniform(2) == (rows == 0)
         packed.append(record.tolist())
@@ -81,7 +81,7 @@ def test_what_is_left_out_is_packed_as_the_default_that_is_stated(rows: int, gro
 def test_rows_whose_mean_is_query_len_are_no_decode_step(device: torch.device, counts: tuple[int, ...]) -> None:
     rig, rng = make_rig(device, query_len=3), random.Random(0)
     sequences = [rig.start(i, [rng.randrange(VOCAB) for _ in range(n)]) for i, n in enumerate(counts)]
-    batch = Batch.from_rows([rig.row(s) for s in sequences])
+    batch = Batch.from_requests([rig.row(s) for s in sequences])
     assert not batch.is_uniform(3)
     handle = rig.manager.replay(batch)
     assert handle.descriptor.kind is GraphKind.MIXED
@@ -94,7 +94,7 @@ def test_uniform_rows_of_another_length_are_no_decode_step(device: torch.device)
     rig = make_rig(device, query_len=3)
     for n, kind in ((2, GraphKind.MIXED), (3, GraphKind.DECODE), (4, GraphKind.MIXED)):
         sequences = [rig.start(i, [7 + i, *range(n - 1)]) for i in range(2)]
-        handle = rig.manager.replay(Batch.from_rows([rig.row(s) for s in sequences]))
+        handle = rig.manager.replay(Batch.from_requests([rig.row(s) for s in sequences]))
         assert handle.descriptor.kind is kind
         assert handle.tokens().tolist() == [greedy(rig, s.tokens) for s in sequences]
 
@@ -106,25 +106,28 @@ def test_a_full_step_is_served_and_one_more_is_not(device: torch.device) -> None
     assert rig.prefill(*sequences).tolist() == [greedy(rig, s.tokens[:-1]) for s in sequences]
     long = rig.start(0, list(range(12)))
     rig.row(long, 3)
-    rig.manager.replay(Batch.from_rows([Row(0, [0, 1, 2], 3, long.pages, sample=False)])).tokens()
+    rig.manager.replay(Batch.from_requests([Request(0, [0, 1, 2], 3, long.pages, sample=False)])).tokens()
     rows = [rig.row(long, 9)]
-    assert rig.manager.replay(Batch.from_rows(rows)).tokens().tolist() == [greedy(rig, long.tokens)]
+    assert rig.manager.replay(Batch.from_requests(rows)).tokens().tolist() == [greedy(rig, long.tokens)]
     pages = [5, 6, 7, 8]
     for row, text in (
-        (Row(0, list(range(10)), 10, pages), "expected at most 4 requests and 9 tokens, got 1 requests and 10 tokens"),
-        (Row(0, [1], 13, pages), "expected at most max_seq_len=12, got 13 in row 0"),
+        (
+            Request(0, list(range(10)), 10, pages),
+            "expected at most 4 requests and 9 tokens, got 1 requests and 10 tokens",
+        ),
+        (Request(0, [1], 13, pages), "expected at most max_seq_len=12, got 13 in row 0"),
     ):
         with pytest.raises(CapacityError, match=text):
-            rig.manager.replay(Batch.from_rows([row]))
+            rig.manager.replay(Batch.from_requests([row]))
     with pytest.raises(CapacityError, match="got 5 requests and 5 tokens"):
-        rig.manager.replay(Batch.from_rows([Row(i, [1], 1, [9 + i]) for i in range(5)]))
+        rig.manager.replay(Batch.from_requests([Request(i, [1], 1, [9 + i]) for i in range(5)]))
     with pytest.raises(CapacityError, match="got 13 in row 2"):
-        rig.manager.replay(Batch.from_rows([Row(i, [1], n, pages) for i, n in enumerate((1, 12, 13))]))
+        rig.manager.replay(Batch.from_requests([Request(i, [1], n, pages) for i, n in enumerate((1, 12, 13))]))
 
 
 def test_as_many_pages_as_a_record_holds(device: torch.device) -> None:
     rig = make_rig(device, num_pages=500)
-    most = record_size(8, 32, 8 * MAX_LEN // 4, 1) - record_size(1, 1, 0, 1)
+    most = inputs_size(8, 32, 8 * MAX_LEN // 4, 1) - inputs_size(1, 1, 0, 1)
     batch = one(page_indptr=[0, most], page_ids=range(1, most + 1))
     assert rig.manager.replay(batch).tokens().tolist() == [greedy(rig, [3])]
     with pytest.raises(CapacityError, match=f"expected at most {most} pages listed in one step, got {most + 1}"):
@@ -133,7 +136,7 @@ def test_as_many_pages_as_a_record_holds(device: torch.device) -> None:
 
 # -- one wrong argument of a batch at a time
 
-TWO = {"row_ids": [0, 1], "seq_lens": [1, 1], "tokens": [3, 4], "page_indptr": [0, 1, 2], "page_ids": [5, 6]}
+TWO = {"req_indices": [0, 1], "seq_lens": [1, 1], "tokens": [3, 4], "page_indptr": [0, 1, 2], "page_ids": [5, 6]}
 MALFORMED = {
     "indptr-starts-late": ({"page_indptr": [1, 1, 2]}, "page_indptr"),
     "indptr-starts-negative": ({"page_indptr": [-1, 1, 2]}, "page_indptr"),
@@ -152,10 +155,10 @@ MALFORMED = {
     "temperatures-long": ({"temperatures": [0.0, 0.0, 0.0]}, "temperatures"),
     "seeds-short": ({"seeds": [1]}, "seeds"),
     "tokens-flat": ({"tokens": [[3, 4]]}, "tokens"),
-    "row-ids-flat": ({"row_ids": [[0, 1]]}, "row_ids"),
+    "row-ids-flat": ({"req_indices": [[0, 1]]}, "req_indices"),
     "pages-flat": ({"page_ids": [[5, 6]]}, "page_ids"),
     "float-tokens": ({"tokens": [3.0, 4.0]}, "tokens"),
-    "text": ({"row_ids": ["0", "1"]}, "row_ids"),
+    "text": ({"req_indices": ["0", "1"]}, "req_indices"),
     "complex-temperatures": ({"temperatures": [0j, 1j]}, "temperatures"),
     "too-large": ({"tokens": [3, 2**31]}, "tokens"),
     "too-small": ({"page_ids": [5, -(2**31) - 1]}, "page_ids"),
@@ -187,14 +190,14 @@ def test_numbers_at_the_bounds_of_their_type() -> None:
 
 def test_rows_become_arrays_field_by_field() -> None:
     rows = [
-        Row(4, [9, 8, 7], 12, [31, 32, 33], sample=False, temperature=0.25, seed=2**31 + 1),
-        Row(2, [6], 5, [41, 42], temperature=1.5, seed=11),
-        Row(0, [1, 2], 2, [51], seed=2**32 - 1),
+        Request(4, [9, 8, 7], 12, [31, 32, 33], sample=False, temperature=0.25, seed=2**31 + 1),
+        Request(2, [6], 5, [41, 42], temperature=1.5, seed=11),
+        Request(0, [1, 2], 2, [51], seed=2**32 - 1),
     ]
-    batch = Batch.from_rows(rows)
+    batch = Batch.from_requests(rows)
     assert (batch.num_reqs, batch.num_tokens) == (3, 6)
     expected = {
-        "row_ids": [4, 2, 0],
+        "req_indices": [4, 2, 0],
         "seq_lens": [12, 5, 2],
         "query_lens": [3, 1, 2],
         "tokens": [9, 8, 7, 6, 1, 2],
@@ -212,13 +215,13 @@ def test_a_step_carries_temperatures_and_seeds_above_two_to_the_31(device: torch
     seeds, heat = [2**31 - 1, 2**31, 2**32 - 1], [0.5, 0.0, 1.25]
     rig.manager.replay(
         Batch(
-            row_ids=[5, 3, 1], seq_lens=[1, 1, 1], tokens=[7, 8, 9], page_indptr=[0, 1, 2, 3], page_ids=[5, 6, 7],
+            req_indices=[5, 3, 1], seq_lens=[1, 1, 1], tokens=[7, 8, 9], page_indptr=[0, 1, 2, 3], page_ids=[5, 6, 7],
             temperatures=heat, seeds=seeds,
         )
     ).tokens()  # fmt: skip
     assert rig.manager.buffers.seeds[:4].tolist() == [*seeds, 0]
     assert rig.manager.buffers.temperatures[:4].tolist() == [*heat, 0.0]
-    assert rig.manager.buffers.row_ids[:4].tolist() == [5, 3, 1, -1]
+    assert rig.manager.buffers.req_indices[:4].tolist() == [5, 3, 1, -1]
 
 
 # -- what the caller's K and V hold
@@ -252,8 +255,8 @@ def test_keys_are_in_the_caller_s_k_and_values_in_its_v(device: torch.device, la
     runtime = manager(model, KVCache(spec, k, v), device=device)
     runtime.capture()
     pages = [11, 6]
-    prompt = Row(0, tokens[:6], 6, pages, sample=False)
-    runtime.replay(Batch.from_rows([prompt])).tokens()
+    prompt = Request(0, tokens[:6], 6, pages, sample=False)
+    runtime.replay(Batch.from_requests([prompt])).tokens()
     expected = dense_kv(model, tokens)
     for layer, pair in enumerate(expected):
         for have, want in zip((k[layer], v[layer]), pair, strict=True):
@@ -265,7 +268,7 @@ def test_keys_are_in_the_caller_s_k_and_values_in_its_v(device: torch.device, la
         for have, want in zip((k[layer], v[layer]), pair, strict=True):
             have[other[0]] = want[:4].float().to(device)
             have[other[1], :2] = want[4:6].float().to(device)
-    handle = runtime.replay(Batch.from_rows([Row(3, tokens[6:], 7, other)]))
+    handle = runtime.replay(Batch.from_requests([Request(3, tokens[6:], 7, other)]))
     assert (handle.logits()[0].double().cpu() - model.oracle(tokens)).abs().max() < 2e-4
 
 
@@ -281,7 +284,7 @@ def test_a_cache_of_two_pages_is_enough_and_one_is_not() -> None:
                 KVCache(SPEC, k, v)
     runtime = manager(cache=KVCache(SPEC, k, v), max_seq_len=4)
     runtime.capture()
-    batch = Batch(row_ids=[0], seq_lens=[4], query_lens=[4], tokens=[1, 2, 3, 4], page_indptr=[0, 1], page_ids=[1])
+    batch = Batch(req_indices=[0], seq_lens=[4], query_lens=[4], tokens=[1, 2, 3, 4], page_indptr=[0, 1], page_ids=[1])
     assert runtime.replay(batch).tokens().tolist() == [int(ToyModel(CPU, torch.float32).oracle([1, 2, 3, 4]).argmax())]
     assert PageAllocator(2).allocate(1) == [1]
     assert PageAllocator(2, null_page=1).allocate(1) == [0]
@@ -451,7 +454,7 @@ def test_a_fault_is_read_without_raising(device: torch.device) -> None:
         assert (fault is None) == (code is None)
         assert handle.faults == (() if fault is None else fault.faults)
         if code is not None:
-            assert (fault.step, fault.row, fault.code, fault.value) == (handle.step, 0, code, VOCAB)
+            assert (fault.step, fault.index, fault.code, fault.value) == (handle.step, 0, code, VOCAB)
             assert handle.tokens(raise_on_fault=False).tolist() == [-1]
 
 
@@ -475,7 +478,7 @@ def test_close_forgets_every_buffer_and_graph(device: torch.device) -> None:
 
     rig = make_rig(device)
     rig.manager.replay(one()).tokens()
-    watched = [weakref.ref(rig.manager.buffers.record), weakref.ref(rig.manager.buffers.block_table)]
+    watched = [weakref.ref(rig.manager.buffers.inputs), weakref.ref(rig.manager.buffers.block_table)]
     rig.manager.close()
     gc.collect()
     assert [ref() for ref in watched] == [None, None]

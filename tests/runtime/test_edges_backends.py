@@ -21,7 +21,7 @@ from graphrt.backends.torch_reference import TorchReferenceBackend
 from graphrt.batch import Batch
 from graphrt.capture.descriptor import BatchDescriptor
 from graphrt.capture.graph import GraphReport
-from graphrt.capture.tape import OpTape
+from graphrt.capture.op_trace import OpTrace
 from graphrt.engine.stats import Stats
 from graphrt.kernels.attention.arguments import HEAD_DIMS
 from graphrt.kernels.errors import ConfigError, UnsupportedError
@@ -93,20 +93,20 @@ LACKING = {  # what the backend declares, what is asked of it, and the one reaso
 def test_each_capability_is_asked_for_by_itself(case: str) -> None:
     """Without it, one reason; with it, or where it is not needed, none."""
     changes, context, reason = LACKING[case]
-    assert backend(**changes).why_not(context) == [reason]
+    assert backend(**changes).unsupported_reasons(context) == [reason]
     if changes:
-        assert backend().why_not(context) == []
+        assert backend().unsupported_reasons(context) == []
         if context is not CONTEXT:
-            assert backend(**changes).why_not(CONTEXT) == []
+            assert backend(**changes).unsupported_reasons(CONTEXT) == []
     wide = backend(head_dims=None, page_sizes=None, devices=("cuda", "cpu"), layouts=tuple(KVLayout))
-    assert wide.why_not(context) == []
+    assert wide.unsupported_reasons(context) == []
 
 
 def test_all_reasons_are_said_once() -> None:
     poor = backend(sliding_window=False, alibi=False, sinks=False, dtypes=(F32,))
     options = {"sliding_window": 5, "alibi_slopes": (1.0,) * 4, "alibi_sqrt": True, "sinks": True}
     context = replace(CONTEXT, attention=(replace(ATTENTION, **options), replace(ATTENTION, sinks=True)))
-    assert poor.why_not(context) == [
+    assert poor.unsupported_reasons(context) == [
         "dtype torch.float16: supports torch.float32", "sliding_window 5: not supported",
         "alibi_slopes: not supported", "alibi_sqrt: not supported", "sinks: not supported",
     ]  # fmt: skip
@@ -124,7 +124,7 @@ SUPPORT = {  # which of decode[2], decode[2 x 2], decode[2 x 3], decode[2 x 4] a
 def test_what_a_backend_captures(support: GraphSupport) -> None:
     made = backend(support)(CONTEXT)
     keys = [*(BatchDescriptor.decode(2, n) for n in (1, 2, 3, 4)), BatchDescriptor.mixed(8, 2)]
-    reasons = [made.why_not_graph(key) for key in keys]
+    reasons = [made.graph_unsupported_reason(key) for key in keys]
     assert tuple(reason is None for reason in reasons) == SUPPORT[support]
     if support is GraphSupport.NEVER:
         needs = ["SINGLE_TOKEN", "UNIFORM", "UNIFORM", "UNIFORM", "ALWAYS"]
@@ -137,8 +137,8 @@ def test_what_a_backend_captures(support: GraphSupport) -> None:
 def test_the_reference_on_a_device_captures_nothing() -> None:
     on_cuda = replace(CONTEXT, device=torch.device("cuda", 0))
     key = BatchDescriptor.decode(2)
-    assert "reads sequence lengths on the host" in TorchReferenceBackend(on_cuda).why_not_graph(key)
-    assert TorchReferenceBackend(CONTEXT).why_not_graph(key) is None
+    assert "reads sequence lengths on the host" in TorchReferenceBackend(on_cuda).graph_unsupported_reason(key)
+    assert TorchReferenceBackend(CONTEXT).graph_unsupported_reason(key) is None
 
 
 @pytest.mark.parametrize("name", ["triton", "torch_reference"])
@@ -170,7 +170,7 @@ def test_what_the_backends_of_this_package_promise(name: str) -> None:
 def test_pad_rows_have_the_length_that_the_backend_asks_for(monkeypatch: pytest.MonkeyPatch, fill: int) -> None:
     monkeypatch.setattr(TorchReferenceBackend, "seq_len_fill", fill)
     rig = make_rig(CPU, decode_sizes=(4,), fill=0.0)
-    batch = Batch(row_ids=[0], seq_lens=[1], tokens=[3], page_indptr=[0, 1], page_ids=[5])
+    batch = Batch(req_indices=[0], seq_lens=[1], tokens=[3], page_indptr=[0, 1], page_ids=[5])
     assert rig.manager.replay(batch).tokens().tolist() == [int(rig.model.oracle([3]).argmax())]
     assert rig.manager.buffers.seq_lens[:4].tolist() == [1, fill, fill, fill]
 
@@ -188,8 +188,12 @@ def test_what_a_backend_and_a_context_leave_out() -> None:
     assert (AttentionBackend.seq_len_fill, AttentionBackend.quantises_queries) == (0, False)
     assert [int(support) for support in GraphSupport] == [0, 1, 2, 3]
     made = backend()(smallest)
-    assert (made.tensors(), made.also_why_not_graph(BatchDescriptor.decode(1))) == ({}, None)
-    assert (made.also_why_not(smallest), made.why_only_by_name(smallest), made.unavailable()) == ([], None, None)
+    assert (made.tensors(), made.extra_graph_unsupported_reason(BatchDescriptor.decode(1))) == ({}, None)
+    assert (made.extra_unsupported_reasons(smallest), made.why_only_by_name(smallest), made.unavailable()) == (
+        [],
+        None,
+        None,
+    )
 
 
 def test_a_context_counts_its_pages_and_knows_its_device() -> None:
@@ -294,9 +298,9 @@ def test_where_nothing_fits_every_reason_is_said() -> None:
 
 
 def test_every_graph_is_closed_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    closed: list[OpTape] = []
-    close = OpTape.close
-    monkeypatch.setattr(OpTape, "close", lambda tape: (closed.append(tape), close(tape))[1])
+    closed: list[OpTrace] = []
+    close = OpTrace.close
+    monkeypatch.setattr(OpTrace, "close", lambda tape: (closed.append(tape), close(tape))[1])
     rig = make_rig(CPU, capture=False)
     seen: list[GraphReport] = []
 
@@ -310,7 +314,7 @@ def test_every_graph_is_closed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (len(closed), rig.manager.state.value) == (3, "new")
     rig.manager.capture()
     assert [g.descriptor for g in rig.manager.stats().graphs] == list(rig.manager.descriptors)
-    batch = Batch(row_ids=[0], seq_lens=[1], tokens=[3], page_indptr=[0, 1], page_ids=[5])
+    batch = Batch(req_indices=[0], seq_lens=[1], tokens=[3], page_indptr=[0, 1], page_ids=[5])
     assert rig.manager.replay(batch).tokens().tolist() == [int(rig.model.oracle([3]).argmax())]
     rig.manager.close()
     rig.manager.close()

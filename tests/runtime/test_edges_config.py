@@ -172,7 +172,7 @@ def test_defaults_of_sampling() -> None:
 
 
 def test_what_follows_from_an_attention_spec() -> None:
-    assert (AttentionSpec(6, 2, 25).group, AttentionSpec(6, 2, 25).scale) == (3, 0.2)
+    assert (AttentionSpec(6, 2, 25).num_queries_per_kv, AttentionSpec(6, 2, 25).scale) == (3, 0.2)
     assert AttentionSpec(6, 2, 25, softmax_scale=0.3).scale == 0.3
     assert AttentionSpec(6, 2, 25, sliding_window=1).sliding_window == 1
     with pytest.raises(ConfigError, match="sliding_window"):

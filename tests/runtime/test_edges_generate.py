@@ -58,7 +58,7 @@ def answers(found: list[Event], count: int) -> list[list[int]]:
 
 def check_idle(runtime: Runtime) -> None:
     assert runtime.allocator.num_free == runtime.allocator.num_pages - 1
-    assert sorted(runtime.free_rows) == list(range(runtime.config.max_num_reqs))
+    assert sorted(runtime.free_req_indices) == list(range(runtime.config.max_num_reqs))
 
 
 PROMPTS = [[3], [1, 4, 1, 5, 9], [2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2, 3], [8, 4, 6, 2, 6, 4, 3, 3]]
@@ -156,13 +156,13 @@ def test_nothing_to_do() -> None:
 def test_what_others_hold_is_missed_only_when_nothing_runs(taken: str) -> None:
     runtime = build(1 + 6)
     if taken == "rows":
-        runtime.free_rows[:] = runtime.free_rows[:1]
+        runtime.free_req_indices[:] = runtime.free_req_indices[:1]
     else:
         runtime.allocator.allocate(4)  # two are left: 8 tokens
     found = events(runtime, [[3, 4], [5, 6]], SamplingParams(4))
     assert answers(found, 2) == [greedy([3, 4], 4), greedy([5, 6], 4)]
     if taken == "rows":
-        runtime.free_rows.clear()
+        runtime.free_req_indices.clear()
     else:
         runtime.allocator.allocate(1)
     with pytest.raises(CapacityError, match=r"prompts\[0\]: expected a free row and pages"):
@@ -260,8 +260,8 @@ def test_a_plan_of_a_device_leaves_room_for_graphs(monkeypatch: pytest.MonkeyPat
 
 def test_rows_are_handed_out_from_the_lowest() -> None:
     runtime = build(7, capture=False)
-    assert [runtime.free_rows.pop() for _ in range(3)] == [0, 1, 2]
-    assert runtime.free_rows == []
+    assert [runtime.free_req_indices.pop() for _ in range(3)] == [0, 1, 2]
+    assert runtime.free_req_indices == []
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a machine without CUDA means the CPU")

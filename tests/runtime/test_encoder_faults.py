@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from graphrt.batch import Batch, Row
+from graphrt.batch import Batch, Request
 from graphrt.cache.groups import kv_groups
 from graphrt.cache.kv_cache import KVCache
 from graphrt.config import RuntimeConfig
@@ -67,27 +67,27 @@ def test_what_means_nothing_is_refused(name: str) -> None:
 def test_faults_of_cross_groups_name_row_value_and_group() -> None:
     runtime = served([OWN, CROSS], kv_groups([OWN, CROSS], page_size=4), 9)
     runtime.capture()
-    good = Row(1, [1], 1, ([5], [6]), encoder_len=3)
+    good = Request(1, [1], 1, ([5], [6]), encoder_len=3)
     for row, code, value in (
-        (Row(0, [1], 1, ([1], [2]), encoder_len=5), FaultCode.LENGTH_EXCEEDS_PAGES, 5),
-        (Row(0, [1], 1, ([1], []), encoder_len=5), FaultCode.LENGTH_EXCEEDS_PAGES, 5),
-        (Row(0, [1], 1, ([1], [2, 20]), encoder_len=5), FaultCode.PAGE_OUT_OF_RANGE, 20),
-        (Row(0, [1], 1, ([1], [2, 0]), encoder_len=5), FaultCode.PAGE_OUT_OF_RANGE, 0),
+        (Request(0, [1], 1, ([1], [2]), encoder_len=5), FaultCode.LENGTH_EXCEEDS_PAGES, 5),
+        (Request(0, [1], 1, ([1], []), encoder_len=5), FaultCode.LENGTH_EXCEEDS_PAGES, 5),
+        (Request(0, [1], 1, ([1], [2, 20]), encoder_len=5), FaultCode.PAGE_OUT_OF_RANGE, 20),
+        (Request(0, [1], 1, ([1], [2, 0]), encoder_len=5), FaultCode.PAGE_OUT_OF_RANGE, 0),
     ):
-        handle = runtime.replay(Batch.from_rows([good, row]))
-        assert [(f.row, f.code, f.value, f.group) for f in handle.faults] == [(1, code, value, 1)]
+        handle = runtime.replay(Batch.from_requests([good, row]))
+        assert [(f.index, f.code, f.value, f.group) for f in handle.faults] == [(1, code, value, 1)]
     with pytest.raises(StepFaultError, match=r"a length of 9 does not fit in the pages .* in KV group 1"):
-        raise runtime.replay(Batch.from_rows([Row(0, [1], 1, ([1], [2, 3]), encoder_len=9)])).error
-    batch = Batch.from_rows([good])
+        raise runtime.replay(Batch.from_requests([Request(0, [1], 1, ([1], [2, 3]), encoder_len=9)])).error
+    batch = Batch.from_requests([good])
     batch.encoder_lens[0] = -2  # after it was checked: the device finds it
     (fault,) = runtime.replay(batch).faults
     assert (fault.code, fault.value, fault.group) == (FaultCode.BAD_ENCODER_LEN, -2, 1)
     assert "encoder_len -2 is negative" in str(fault)
     with pytest.raises(ShapeError, match="encoder_lens: expected lengths >= 0, got -1"):
-        Batch.from_rows([replace(good, encoder_len=-1)])
+        Batch.from_requests([replace(good, encoder_len=-1)])
     with pytest.raises(CapacityError, match=r"encoder_lens: expected at most max_encoder_len=9, got 10 in row 0"):
-        runtime.replay(Batch.from_rows([replace(good, encoder_len=10)]))
-    assert not runtime.replay(Batch.from_rows([good])).faults
+        runtime.replay(Batch.from_requests([replace(good, encoder_len=10)]))
+    assert not runtime.replay(Batch.from_requests([good])).faults
     runtime.close()
 
 
@@ -100,16 +100,18 @@ def test_a_row_that_forgets_its_encoder_is_a_fault(device: torch.device) -> None
         num_pages=20, sampler=None,
     )  # fmt: skip
     runtime.capture()
-    begins = [Row(0, [1], 1, ([1], [2, 3]), encoder_len=7), Row(1, [1], 1, ([4], [2]), encoder_len=3)]
-    assert not runtime.replay(Batch.from_rows(begins)).faults
-    other = Row(1, [1], 2, ([], []), encoder_len=3)
-    forgotten = runtime.replay(Batch.from_rows([other, Row(0, [1], 2, ([], []))]))
+    begins = [Request(0, [1], 1, ([1], [2, 3]), encoder_len=7), Request(1, [1], 1, ([4], [2]), encoder_len=3)]
+    assert not runtime.replay(Batch.from_requests(begins)).faults
+    other = Request(1, [1], 2, ([], []), encoder_len=3)
+    forgotten = runtime.replay(Batch.from_requests([other, Request(0, [1], 2, ([], []))]))
     with pytest.raises(StepFaultError, match=r"row 1: ENCODER_LEN_CHANGED: .* 0 is not the one .* state it in"):
         raise forgotten.error
-    hit = runtime.replay(Batch.from_rows([Row(0, [1], 6, ([5, 6], []), encoder_len=7), replace(other, seq_len=3)]))
-    assert [(f.row, f.code, f.group) for f in hit.faults] == [(0, FaultCode.LENGTH_EXCEEDS_PAGES, 1)]
-    goes_on = [Row(0, [1], 2, ([], []), encoder_len=7), replace(other, seq_len=4)]
-    assert not runtime.replay(Batch.from_rows(goes_on)).faults
+    hit = runtime.replay(
+        Batch.from_requests([Request(0, [1], 6, ([5, 6], []), encoder_len=7), replace(other, seq_len=3)])
+    )
+    assert [(f.index, f.code, f.group) for f in hit.faults] == [(0, FaultCode.LENGTH_EXCEEDS_PAGES, 1)]
+    goes_on = [Request(0, [1], 2, ([], []), encoder_len=7), replace(other, seq_len=4)]
+    assert not runtime.replay(Batch.from_requests(goes_on)).faults
     runtime.close()
 
 
@@ -117,12 +119,12 @@ def test_encoders_take_whole_sequences_without_pages() -> None:
     runtime = served([ENCODER], None, None)
     runtime.capture()
     with pytest.raises(ShapeError, match="query_lens: expected 5 new tokens in row 1, its seq_len, got 1"):
-        runtime.replay(Batch.from_rows([Row(0, [1, 2], 2), Row(1, [3], 5)]))
+        runtime.replay(Batch.from_requests([Request(0, [1, 2], 2), Request(1, [3], 5)]))
     with pytest.raises(ShapeError, match="page_indptr: expected lists of 0 KV groups"):
-        runtime.replay(Batch.from_rows([Row(0, [1, 2], 2, [3])]))
+        runtime.replay(Batch.from_requests([Request(0, [1, 2], 2, [3])]))
     with pytest.raises(CapacityError, match="max_encoder_len=0, got 4 in row 0; no layer reads"):
-        runtime.replay(Batch.from_rows([Row(0, [1, 2], 2, encoder_len=4)]))
-    assert not runtime.replay(Batch.from_rows([Row(0, [1, 2], 2)])).faults
+        runtime.replay(Batch.from_requests([Request(0, [1, 2], 2, encoder_len=4)]))
+    assert not runtime.replay(Batch.from_requests([Request(0, [1, 2], 2)])).faults
     runtime.close()
 
 
@@ -131,20 +133,20 @@ def test_a_batch_without_lists_goes_on_in_every_group(specs: tuple[AttentionSpec
     lens = [3] if len(specs) == 2 else None
     runtime = served(list(specs), kv_groups(specs, page_size=4), 9 if lens else None)
     runtime.capture()
-    begins = Batch(row_ids=[0], seq_lens=[1], tokens=[1], encoder_lens=lens)
+    begins = Batch(req_indices=[0], seq_lens=[1], tokens=[1], encoder_lens=lens)
     with pytest.raises(StepFaultError, match="row 0: LENGTH_EXCEEDS_PAGES: a length of 1 does not fit"):
         raise runtime.replay(begins).error
     lists = {"page_indptr": range(len(specs) + 1), "page_ids": [4, 5][: len(specs)]}
     both = [
-        Batch(row_ids=[0], seq_lens=[1], tokens=[1], encoder_lens=lens, **lists),
-        Batch(row_ids=[0], seq_lens=[2], tokens=[7], encoder_lens=lens),
+        Batch(req_indices=[0], seq_lens=[1], tokens=[1], encoder_lens=lens, **lists),
+        Batch(req_indices=[0], seq_lens=[2], tokens=[7], encoder_lens=lens),
     ]
     for batch in both:
         handle = runtime.replay(batch)
         assert not handle.faults
     got = handle.logits(copy=True)
-    again = Batch(row_ids=[0], seq_lens=[2], tokens=[7], encoder_lens=lens, **lists)
+    again = Batch(req_indices=[0], seq_lens=[2], tokens=[7], encoder_lens=lens, **lists)
     assert torch.equal(got, runtime.replay(again).logits(copy=True)), "as with all pages listed"
     with pytest.raises(ShapeError, match=f"expected lists of {len(specs)} KV groups, .* an empty one where a row"):
-        runtime.replay(Batch(row_ids=[0], seq_lens=[2], tokens=[7], page_indptr=[0, 0, 0, 1], page_ids=[4]))
+        runtime.replay(Batch(req_indices=[0], seq_lens=[2], tokens=[7], page_indptr=[0, 0, 0, 1], page_ids=[4]))
     runtime.close()

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import graphrt
-from graphrt.batch import Batch, Row
+from graphrt.batch import Batch, Request
 from graphrt.cache.groups import kv_groups
 from graphrt.cache.kv_cache import KVCache
 from graphrt.config import RuntimeConfig
@@ -109,11 +109,11 @@ class Server:
             known = 0 if begins or self.page_lists == "always" else len(own)
             own += self.runtime.allocator.allocate(-(-len(tokens) // PAGE) - len(own))
             lists = (own[known:], [] if known else crossing)
-            row_id = self.rows.setdefault(request, begins and self.runtime.free_rows.pop())
+            req_index = self.rows.setdefault(request, begins and self.runtime.free_req_indices.pop())
             new = tokens if begins else tokens[-1:]
             length = len(SOURCES[source])
-            rows.append(Row(row_id, new, len(tokens), lists, first_page=(known, 0), encoder_len=length))
-        return Batch.from_rows(rows)
+            rows.append(Request(req_index, new, len(tokens), lists, first_page=(known, 0), encoder_len=length))
+        return Batch.from_requests(rows)
 
     def run(self, admissions: dict[int, list[int]]) -> list[list[int]]:
         """Steps until all have NEW_TOKENS; `admissions` says who begins in which step."""
@@ -129,7 +129,7 @@ class Server:
                 if len(self.tokens[request]) == len(prompt) + NEW_TOKENS:
                     answers[request] = self.tokens.pop(request)[len(prompt) :]
                     self.runtime.allocator.free(self.pages.pop(request))
-                    self.runtime.free_rows.append(self.rows.pop(request))
+                    self.runtime.free_req_indices.append(self.rows.pop(request))
         return [answers[request] for request in sorted(answers)]
 
 
@@ -192,8 +192,12 @@ def test_a_row_without_an_encoder_gets_zeros(backend: str) -> None:
     values = torch.randn(5, 2, 16)
     runtime.kv_cache.write(0, keys, values, runtime.kv_cache.slots([3, 7], 5))
     for tokens in (1, 2):  # a decode step, and a mixed one with more queries than one
-        rows = [Row(0, [1] * tokens, tokens), Row(1, [1], 1, [3, 7], encoder_len=5), Row(2, [1], 1, encoder_len=0)]
-        logits = runtime.replay(Batch.from_rows(rows)).logits(copy=True)
+        rows = [
+            Request(0, [1] * tokens, tokens),
+            Request(1, [1], 1, [3, 7], encoder_len=5),
+            Request(2, [1], 1, encoder_len=0),
+        ]
+        logits = runtime.replay(Batch.from_requests(rows)).logits(copy=True)
         assert not logits[[0, 2]].any()
         weights = (keys.sum(-1) / 4).softmax(0)  # [5, 2], the same in both heads of a group
         want = torch.einsum("nh,nhd->hd", weights, values).repeat_interleave(2, 0).flatten()
@@ -248,8 +252,8 @@ def test_replay_equals_eager_bit_by_bit_and_float64(name: str, mixed: bool, devi
                 lists = [[10 + 2 * (4 * g + row), 11 + 2 * (4 * g + row)] for g in range(len(groups))]
                 lists[crossing] = list(source)
             encoder_len = lengths.get(source, 0)
-            rows.append(Row(row, new, len(tokens[row]), lists, encoder_len=encoder_len))
-        batch = Batch.from_rows(rows)
+            rows.append(Request(row, new, len(tokens[row]), lists, encoder_len=encoder_len))
+        batch = Batch.from_requests(rows)
         poison_derived(runtime.manager.buffers)
         comparison = runtime.compare(batch)
         assert comparison.equal, str(comparison)
@@ -294,7 +298,7 @@ def bert_runtime(device: torch.device, specs: Any = None, **options: Any) -> Run
 
 
 def whole_rows(*sources: int) -> Batch:
-    return Batch.from_rows([Row(row, SOURCES[s], len(SOURCES[s])) for row, s in enumerate(sources)])
+    return Batch.from_requests([Request(row, SOURCES[s], len(SOURCES[s])) for row, s in enumerate(sources)])
 
 
 @pytest.mark.parametrize("backend", ["torch_reference", "triton"])
@@ -328,7 +332,7 @@ def test_replays_of_an_encoder_equal_eager_bit_by_bit(device: torch.device) -> N
         poison_derived(runtime.manager.buffers)
         comparison = runtime.compare(whole_rows(*sources))
         assert comparison.equal, str(comparison)
-    batch = Batch(row_ids=[3, 1], seq_lens=[1, 2], query_lens=[1, 2], tokens=[5, 6, 7])
+    batch = Batch(req_indices=[3, 1], seq_lens=[1, 2], query_lens=[1, 2], tokens=[5, 6, 7])
     first = runtime.replay(batch).logits(copy=True)
     assert torch.equal(first, runtime.replay(batch, eager=True).logits(copy=True))
     runtime.close()

@@ -15,7 +15,7 @@ from graphrt.batch import Batch
 from graphrt.cache.groups import kv_groups
 from graphrt.cache.kv_cache import KVCache
 from graphrt.config import RuntimeConfig
-from graphrt.engine.batch_delta import News, RowEnds
+from graphrt.engine.batch_delta import BatchDelta, StopConditions
 from graphrt.engine.launch import Launch
 from graphrt.generate.generator import TextGenerator
 from graphrt.runtime import Runtime
@@ -161,16 +161,16 @@ class Recorder(Watch):
         super().__init__(runtime)
         self._logits: dict[tuple[int, int], torch.Tensor] = {}
 
-    def begin(self, batch: Batch, ends: RowEnds, **options: Any) -> Any:
-        return self._record(super().begin(batch, ends, **options), batch.row_ids)
+    def begin(self, batch: Batch, ends: StopConditions, **options: Any) -> Any:
+        return self._record(super().begin(batch, ends, **options), batch.req_indices)
 
-    def advance(self, news: News, **options: Any) -> Any:
-        return self._record(super().advance(news, **options), news.order)
+    def advance(self, delta: BatchDelta, **options: Any) -> Any:
+        return self._record(super().advance(delta, **options), delta.order)
 
-    def _record(self, launch: Launch, row_ids: npt.NDArray[Any]) -> Launch:
+    def _record(self, launch: Launch, req_indices: npt.NDArray[Any]) -> Launch:
         logits = self._runtime.manager.latest_logits(launch, copy=True)
-        for row_id, row in zip(row_ids.tolist(), logits, strict=True):
-            self._logits[row_id, self._known[row_id].length] = row
+        for req_index, row in zip(req_indices.tolist(), logits, strict=True):
+            self._logits[req_index, self._known[req_index].length] = row
         return launch
 
     def logits(self, row: int, length: int, count: int) -> torch.Tensor:

@@ -11,15 +11,15 @@ import pytest
 import torch
 
 from graphrt.batch import Batch
-from graphrt.engine.handle import RowFault, StepFaultError
+from graphrt.engine.handle import RequestFault, StepFaultError
 from graphrt.kernels.errors import ReplayError
-from graphrt.kernels.types import NO_TOKEN, TOKEN_FROM_ROW, FaultCode
+from graphrt.kernels.types import NO_TOKEN, TOKEN_FROM_DEVICE, FaultCode
 from tests.runtime.toy import VOCAB, make_rig
 
 
-def one(*tokens: int, row_id: int = 0, seq_len: int = 0, **options) -> Batch:
+def one(*tokens: int, req_index: int = 0, seq_len: int = 0, **options) -> Batch:
     lengths = {"seq_lens": [seq_len or len(tokens)], "query_lens": [len(tokens)]}
-    return Batch(row_ids=[row_id], tokens=tokens, page_indptr=[0, 2], page_ids=[5, 6], **lengths, **options)
+    return Batch(req_indices=[req_index], tokens=tokens, page_indptr=[0, 2], page_ids=[5, 6], **lengths, **options)
 
 
 def greedy(rig, tokens: list[int]) -> int:
@@ -36,22 +36,27 @@ def test_logits_without_a_token_are_a_fault_of_their_step(device: torch.device, 
     logits = model.forward
 
     def forward(step):
-        return torch.where(broken[step.row_ids.long().clamp_min(0), None], fill, logits(step))
+        return torch.where(broken[step.req_indices.long().clamp_min(0), None], fill, logits(step))
 
     model.forward = forward
     rig = make_rig(device, model=model)
     broken[3] = True
     batch = Batch(
-        row_ids=[2, 3], seq_lens=[2, 2], query_lens=[2, 2], tokens=[7, 8, 9, 10], page_indptr=[0, 1, 2], page_ids=[4, 5]
+        req_indices=[2, 3],
+        seq_lens=[2, 2],
+        query_lens=[2, 2],
+        tokens=[7, 8, 9, 10],
+        page_indptr=[0, 1, 2],
+        page_ids=[4, 5],
     )
     handle = rig.manager.replay(batch, eager=eager)
-    assert handle.faults == (RowFault(1, FaultCode.NO_TOKEN_OFFERED, NO_TOKEN),)
+    assert handle.faults == (RequestFault(1, FaultCode.NO_TOKEN_OFFERED, NO_TOKEN),)
     with pytest.raises(StepFaultError, match=r"row 1: NO_TOKEN_OFFERED: its logits offer no token"):
         handle.tokens()
     assert handle.tokens(raise_on_fault=False).tolist() == [greedy(rig, [7, 8]), NO_TOKEN]
-    again = Batch(row_ids=[3, 2], seq_lens=[3, 3], page_indptr=[0, 1, 2], page_ids=[5, 4])
+    again = Batch(req_indices=[3, 2], seq_lens=[3, 3], page_indptr=[0, 1, 2], page_ids=[5, 4])
     handle = rig.manager.replay(again, eager=eager)
-    assert handle.faults == (RowFault(0, FaultCode.NO_LAST_TOKEN, 3),)
+    assert handle.faults == (RequestFault(0, FaultCode.NO_LAST_TOKEN, 3),)
     assert handle.tokens(raise_on_fault=False)[1] == greedy(rig, [7, 8, greedy(rig, [7, 8])])
 
 
@@ -60,7 +65,7 @@ def test_samples_outside_the_vocabulary_are_faults_of_their_step(device: torch.d
     rig = make_rig(device, sampler=lambda logits, step: torch.full_like(step.logits_indices, sample))
     handle = rig.manager.replay(one(4))
     code = FaultCode.NO_TOKEN_OFFERED if sample == NO_TOKEN else FaultCode.SAMPLE_OUT_OF_RANGE
-    assert handle.faults == (RowFault(0, code, sample),)
+    assert handle.faults == (RequestFault(0, code, sample),)
     assert handle.tokens(raise_on_fault=False).tolist() == [NO_TOKEN]
     assert rig.manager.buffers.last_token[0] == NO_TOKEN
 
@@ -73,18 +78,18 @@ def test_the_largest_token_is_none_too_many(device: torch.device) -> None:
 def test_every_faulty_row_is_named(device: torch.device) -> None:
     rig = make_rig(device)
     batch = Batch(
-        row_ids=[0, 9, 1, 2], seq_lens=[1, 1, 9, 1], tokens=[1, 1, 1, VOCAB], page_indptr=[0, 1, 2, 3, 4],
+        req_indices=[0, 9, 1, 2], seq_lens=[1, 1, 9, 1], tokens=[1, 1, 1, VOCAB], page_indptr=[0, 1, 2, 3, 4],
         page_ids=[4, 5, 6, 7],
     )  # fmt: skip
     handle = rig.manager.replay(batch)
     expected = (
-        RowFault(1, FaultCode.ROW_ID_OUT_OF_RANGE, 9),
-        RowFault(2, FaultCode.LENGTH_EXCEEDS_PAGES, 9),
-        RowFault(3, FaultCode.TOKEN_OUT_OF_RANGE, VOCAB),
+        RequestFault(1, FaultCode.REQ_INDEX_OUT_OF_RANGE, 9),
+        RequestFault(2, FaultCode.LENGTH_EXCEEDS_PAGES, 9),
+        RequestFault(3, FaultCode.TOKEN_OUT_OF_RANGE, VOCAB),
     )
     assert handle.faults == expected
     assert isinstance(handle.error, StepFaultError)
-    assert (handle.error.row, handle.error.code, handle.error.value) == (1, FaultCode.ROW_ID_OUT_OF_RANGE, 9)
+    assert (handle.error.index, handle.error.code, handle.error.value) == (1, FaultCode.REQ_INDEX_OUT_OF_RANGE, 9)
     assert "and 2 more, in rows 2, 3" in str(handle.error)
     assert handle.tokens(raise_on_fault=False).tolist() == [greedy(rig, [1]), NO_TOKEN, NO_TOKEN, NO_TOKEN]
     fine = rig.manager.replay(one(5))
@@ -94,10 +99,10 @@ def test_every_faulty_row_is_named(device: torch.device) -> None:
 
 def test_faults_are_told_without_a_sampler_too(device: torch.device) -> None:
     rig = make_rig(device, sampler=None)
-    assert rig.manager.replay(one(VOCAB)).faults == (RowFault(0, FaultCode.TOKEN_OUT_OF_RANGE, VOCAB),)
+    assert rig.manager.replay(one(VOCAB)).faults == (RequestFault(0, FaultCode.TOKEN_OUT_OF_RANGE, VOCAB),)
 
 
-def _raise(faults: tuple[RowFault, ...]) -> None:
+def _raise(faults: tuple[RequestFault, ...]) -> None:
     raise StepFaultError(7, faults)
 
 
@@ -111,12 +116,12 @@ def test_a_fault_says_what_became_of_its_row() -> None:
                 if late
                 else "the row wrote nothing and can be submitted again"
             )
-            assert end in str(RowFault(2, code, 7))
-            assert str(RowFault(2, code, 7)).startswith(f"row 2: {code.name}: ")
+            assert end in str(RequestFault(2, code, 7))
+            assert str(RequestFault(2, code, 7)).startswith(f"row 2: {code.name}: ")
 
 
 def test_a_fault_crosses_processes() -> None:
-    faults = (RowFault(1, FaultCode.BAD_LENGTH, 9), RowFault(4, FaultCode.DUPLICATE_ROW, 2))
+    faults = (RequestFault(1, FaultCode.BAD_LENGTH, 9), RequestFault(4, FaultCode.DUPLICATE_REQUEST, 2))
     error = pickle.loads(pickle.dumps(StepFaultError(7, faults)))
     assert (error.step, error.faults, str(error)) == (7, faults, str(StepFaultError(7, faults)))
     of_prompts = pickle.loads(pickle.dumps(StepFaultError(7, faults, [3, 5])))
@@ -127,14 +132,16 @@ def test_a_fault_crosses_processes() -> None:
     assert caught.value.faults == faults
 
 
-@pytest.mark.parametrize("tokens", [(TOKEN_FROM_ROW,), (TOKEN_FROM_ROW, 3)])
+@pytest.mark.parametrize("tokens", [(TOKEN_FROM_DEVICE,), (TOKEN_FROM_DEVICE, 3)])
 def test_a_sequence_that_begins_reads_no_other_s_token(device: torch.device, tokens: tuple[int, ...]) -> None:
     rig = make_rig(device)
     rig.manager.replay(one(4)).tokens()
-    assert rig.manager.replay(one(*tokens)).faults == (RowFault(0, FaultCode.NO_LAST_TOKEN, 0),)
-    assert rig.manager.replay(one(TOKEN_FROM_ROW, seq_len=2)).faults == (RowFault(0, FaultCode.NO_LAST_TOKEN, 0),)
+    assert rig.manager.replay(one(*tokens)).faults == (RequestFault(0, FaultCode.NO_LAST_TOKEN, 0),)
+    assert rig.manager.replay(one(TOKEN_FROM_DEVICE, seq_len=2)).faults == (
+        RequestFault(0, FaultCode.NO_LAST_TOKEN, 0),
+    )
     assert rig.manager.replay(one(4)).tokens().tolist() == [greedy(rig, [4])]
-    assert rig.manager.replay(one(TOKEN_FROM_ROW, seq_len=2)).faults == ()
+    assert rig.manager.replay(one(TOKEN_FROM_DEVICE, seq_len=2)).faults == ()
 
 
 @pytest.mark.parametrize("kind", ["token", "page", "slot"])
@@ -145,11 +152,11 @@ def test_a_sequence_that_begins_with_a_fault_leaves_no_token(device: torch.devic
     tokens, pages = ([1, VOCAB], [8]) if kind == "token" else ([1, 2], [0]) if kind == "page" else ([1, 2], [8])
     begins = {"seq_lens": [2], "query_lens": [2], "tokens": tokens, "page_indptr": [0, 1], "page_ids": pages}
     if kind == "slot":
-        begins = {k: v * 2 for k, v in begins.items()} | {"row_ids": [0, 1], "page_indptr": [0, 1, 2]}
-    first = rig.manager.replay(Batch(**{"row_ids": [0]} | begins))
-    second = rig.manager.replay(Batch(row_ids=[0], seq_lens=[3], page_indptr=[0, 1], page_ids=[8]))
-    assert first.faults[0].row == 0
-    assert second.faults == (RowFault(0, FaultCode.NO_LAST_TOKEN, 0),)
+        begins = {k: v * 2 for k, v in begins.items()} | {"req_indices": [0, 1], "page_indptr": [0, 1, 2]}
+    first = rig.manager.replay(Batch(**{"req_indices": [0]} | begins))
+    second = rig.manager.replay(Batch(req_indices=[0], seq_lens=[3], page_indptr=[0, 1], page_ids=[8]))
+    assert first.faults[0].index == 0
+    assert second.faults == (RequestFault(0, FaultCode.NO_LAST_TOKEN, 0),)
 
 
 @pytest.mark.parametrize("turned", [False, True])
@@ -158,23 +165,25 @@ def test_a_faulty_row_with_the_id_of_another_is_named_beside_it(device: torch.de
     rig = make_rig(device, fill=0.0)
     rig.manager.replay(one(4)).tokens()
     order = [1, 0] if turned else [0, 1]
-    tokens, lengths, pages = ([TOKEN_FROM_ROW, VOCAB], [2, 1], [5, 8])
+    tokens, lengths, pages = ([TOKEN_FROM_DEVICE, VOCAB], [2, 1], [5, 8])
     both = rig.manager.replay(
         Batch(
-            row_ids=[0, 0], seq_lens=[lengths[i] for i in order], tokens=[tokens[i] for i in order],
+            req_indices=[0, 0], seq_lens=[lengths[i] for i in order], tokens=[tokens[i] for i in order],
             page_indptr=[0, 1, 2], page_ids=[pages[i] for i in order],
         )
     )  # fmt: skip
-    faults = [RowFault(0, FaultCode.DUPLICATE_ROW, 0), RowFault(1, FaultCode.TOKEN_OUT_OF_RANGE, VOCAB)]
-    assert both.faults == tuple(replace(faults[i], row=at) for at, i in enumerate(order))
-    assert rig.manager.replay(one(TOKEN_FROM_ROW, seq_len=2)).faults == (RowFault(0, FaultCode.NO_LAST_TOKEN, 0),)
+    faults = [RequestFault(0, FaultCode.DUPLICATE_REQUEST, 0), RequestFault(1, FaultCode.TOKEN_OUT_OF_RANGE, VOCAB)]
+    assert both.faults == tuple(replace(faults[i], index=at) for at, i in enumerate(order))
+    assert rig.manager.replay(one(TOKEN_FROM_DEVICE, seq_len=2)).faults == (
+        RequestFault(0, FaultCode.NO_LAST_TOKEN, 0),
+    )
 
 
 def test_minus_one_is_no_way_to_the_last_token(device: torch.device) -> None:
     """It is what rows that sampled nothing give back."""
     rig = make_rig(device)
     rig.manager.replay(one(4)).tokens()
-    assert rig.manager.replay(one(-1, seq_len=2)).faults == (RowFault(0, FaultCode.TOKEN_OUT_OF_RANGE, -1),)
+    assert rig.manager.replay(one(-1, seq_len=2)).faults == (RequestFault(0, FaultCode.TOKEN_OUT_OF_RANGE, -1),)
 
 
 def test_models_and_samplers_know_their_rows(device: torch.device) -> None:
@@ -182,17 +191,17 @@ def test_models_and_samplers_know_their_rows(device: torch.device) -> None:
     penalties = torch.zeros(8, VOCAB, device=device)
 
     def sampler(logits: torch.Tensor, step) -> torch.Tensor:
-        own = penalties[step.row_ids.long().clamp_min(0)]
+        own = penalties[step.req_indices.long().clamp_min(0)]
         tokens = (logits - own).argmax(-1)
-        return torch.where(step.row_status >= 0, tokens, -1)
+        return torch.where(step.req_status >= 0, tokens, -1)
 
     rig = make_rig(device, sampler=sampler)
     best = greedy(rig, [9])
     penalties[6, best] = 1e6
-    batch = Batch(row_ids=[1, 6, 2], seq_lens=[1] * 3, tokens=[9] * 3, page_indptr=range(4), page_ids=[4, 5, 6])
+    batch = Batch(req_indices=[1, 6, 2], seq_lens=[1] * 3, tokens=[9] * 3, page_indptr=range(4), page_ids=[4, 5, 6])
     second = int(rig.model.oracle([9]).index_fill(0, torch.tensor([best]), -1e9).argmax())
     assert rig.manager.replay(batch).tokens().tolist() == [best, second, best]
-    turned = Batch(row_ids=[6, 1], seq_lens=[1] * 2, tokens=[9] * 2, page_indptr=range(3), page_ids=[4, 5])
+    turned = Batch(req_indices=[6, 1], seq_lens=[1] * 2, tokens=[9] * 2, page_indptr=range(3), page_ids=[4, 5])
     assert rig.manager.replay(turned).tokens().tolist() == [second, best]
 
 
@@ -213,7 +222,7 @@ def test_a_batch_without_rows_is_a_step_that_touches_nothing(device: torch.devic
     now = (*rig.manager.kv_cache.k, *rig.manager.kv_cache.v)
     assert all(torch.equal(a.nan_to_num(7), b.nan_to_num(7)) for a, b in zip(cache, now, strict=True))
     assert torch.equal(last, rig.manager.buffers.last_token)
-    again = rig.manager.replay(one(TOKEN_FROM_ROW, seq_len=2), descriptor=rig.manager.descriptors[0])
+    again = rig.manager.replay(one(TOKEN_FROM_DEVICE, seq_len=2), descriptor=rig.manager.descriptors[0])
     assert again.tokens().tolist() == [greedy(rig, [4, first])]
     assert rig.manager.stats().eager_steps == {}
 

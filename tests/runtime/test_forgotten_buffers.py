@@ -31,10 +31,10 @@ def feedback_scenario() -> None:
     """A token that the host never sees is the next step's input."""
     rig = make_rig(CPU)
     first, other = rig.start(0, [5, 3, 1]), rig.start(1, [9])
-    tokens = rig.manager.replay(Batch.from_rows([rig.row(first), rig.row(other)])).tokens().tolist()
+    tokens = rig.manager.replay(Batch.from_requests([rig.row(first), rig.row(other)])).tokens().tolist()
     for sequence in (other, first):
         sequence.tokens.append(-1)
-    logits = rig.manager.replay(Batch.from_rows([rig.row(s, 1, from_device=True) for s in (other, first)])).logits()
+    logits = rig.manager.replay(Batch.from_requests([rig.row(s, 1, from_device=True) for s in (other, first)])).logits()
     for at, (prompt, token) in enumerate((([9], tokens[1]), ([5, 3, 1], tokens[0]))):
         torch.testing.assert_close(logits[at].double(), rig.model.oracle([*prompt, token]), atol=1e-4, rtol=1e-4)
 
@@ -45,8 +45,8 @@ def claim_scenario() -> None:
     rows = [rig.row(rig.start(i, [5, 3, 1])) for i in range(3)]
     rows[2] = replace(rows[2], pages=rows[0].pages)
     for order, faulty in (((0, 1, 2), {0, 2}), ((1, 0, 2), {1, 2}), ((0, 1), set()), ((2, 1), set()), ((2, 0), {0, 1})):
-        found = rig.manager.replay(Batch.from_rows([rows[at] for at in order])).faults
-        assert {fault.row for fault in found} == faulty, f"rows {order}"
+        found = rig.manager.replay(Batch.from_requests([rows[at] for at in order])).faults
+        assert {fault.index for fault in found} == faulty, f"rows {order}"
         assert all(fault.code is FaultCode.DUPLICATE_PAGE for fault in found)
 
 

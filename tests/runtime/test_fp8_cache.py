@@ -48,7 +48,7 @@ def logits(rig: Rig, steps: int = 6) -> torch.Tensor:
     sequences = [rig.start(i, list(p)) for i, p in enumerate(PROMPTS)]
     found = []
     for _ in range(steps):
-        handle = rig.manager.replay(Batch.from_rows([rig.row(s) for s in sequences]))
+        handle = rig.manager.replay(Batch.from_requests([rig.row(s) for s in sequences]))
         found.append(handle.logits(copy=True).clone())
         for sequence, token in zip(sequences, handle.tokens().tolist(), strict=True):
             sequence.tokens.append(token)
@@ -75,7 +75,7 @@ def test_a_graph_over_fp8_is_the_eager_step(device: torch.device) -> None:
     for _ in range(4):
         results = []
         for rig, eager, mine in zip((first, second), (False, True), sequences, strict=True):
-            handle = rig.manager.replay(Batch.from_rows([rig.row(s) for s in mine]), eager=eager)
+            handle = rig.manager.replay(Batch.from_requests([rig.row(s) for s in mine]), eager=eager)
             results.append(handle.logits(copy=True).clone())
             for sequence, token in zip(mine, handle.tokens().tolist(), strict=True):
                 sequence.tokens.append(token)
@@ -119,4 +119,4 @@ def test_a_moved_scale_raises(device: torch.device) -> None:
     scale = rig.manager.kv_cache.v_scales[1]
     scale.data = torch.ones(KV_HEADS, device=device)
     with pytest.raises(ReplayError, match=r"kv_cache.v_scales\[1\]: expected at address"):
-        rig.manager.replay(Batch.from_rows([rig.row(rig.start(0, [1]))]))
+        rig.manager.replay(Batch.from_requests([rig.row(rig.start(0, [1]))]))

@@ -1,4 +1,5 @@
-"""The default ladder on the GPU, bf16, page 16: every size bitwise equal to eager, and within the float64 bound."""
+"""The default capture_sizes on the GPU, bf16, page 16: every size bitwise equal to eager, and within the float64
+bound."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ import pytest
 import torch
 
 from graphrt.batch import Batch
-from graphrt.capture.descriptor import GraphKind, decode_ladder
+from graphrt.capture.descriptor import GraphKind, default_decode_sizes
 from graphrt.testing.poison import poison_derived
 from tests.runtime.toy import LAYERS, MAX_LEN, VOCAB, Rig, Sequence, ToyModel, make_rig
 
@@ -39,12 +40,12 @@ def test_every_size_of_the_default_ladder() -> None:
     sequences = [rig.start(i, [rng.randrange(VOCAB) for _ in range(rng.randint(1, 31))]) for i in range(ROWS)]
     for first in range(0, ROWS, 64):
         rig.prefill(*sequences[first : first + 64])
-    ladder = decode_ladder(ROWS)
+    capture_sizes = default_decode_sizes(ROWS)
     errors, plain_errors = [], []
-    order = [*reversed(range(len(ladder))), *range(len(ladder))]
+    order = [*reversed(range(len(capture_sizes))), *range(len(capture_sizes))]
     for turn, index in enumerate(order):
-        low = ladder[index - 1] + 1 if index else 1
-        live = ladder[index] if turn % 3 == 0 else rng.randint(low, ladder[index])
+        low = capture_sizes[index - 1] + 1 if index else 1
+        live = capture_sizes[index] if turn % 3 == 0 else rng.randint(low, capture_sizes[index])
         candidates = [s for s in sequences if s.cached < MAX_LEN - 1]
         chosen = rng.sample(candidates, min(live, len(candidates)))
         compare(rig, chosen)
@@ -54,12 +55,12 @@ def test_every_size_of_the_default_ladder() -> None:
         plain_errors.append((plain_bf16(rig.model, probe.tokens[:-1]).double().cpu() - exact).abs().max().item())
     assert max(errors) <= 2 * max(plain_errors) + 1e-5, (max(errors), max(plain_errors))
     replayed = {d.padded_reqs for d in rig.manager.stats().replays if d.kind is GraphKind.DECODE}
-    assert replayed == set(ladder)
+    assert replayed == set(capture_sizes)
     assert not rig.manager.stats().eager_steps
 
 
 def compare(rig: Rig, chosen: list[Sequence]) -> None:
-    batch = Batch.from_rows([rig.row(s) for s in chosen])
+    batch = Batch.from_requests([rig.row(s) for s in chosen])
     kept = rig.manager.buffers.last_token.clone()
     poison_derived(rig.manager.buffers)
     eager = rig.manager.replay(batch, eager=True)

@@ -29,7 +29,7 @@ from graphrt import (
     KVCacheSpec,
     PageAllocator,
     ReplayManager,
-    Row,
+    Request,
     Runtime,
     RuntimeConfig,
     SamplingParams,
@@ -117,14 +117,14 @@ class World:
         prompt = [50, 2, 33]
         assert self.runtime.state.value == "captured"
         first = Batch(
-            row_ids=[BUSY_ROW], seq_lens=[3], query_lens=[3], tokens=prompt, page_indptr=[0, 2], page_ids=BUSY_PAGES
+            req_indices=[BUSY_ROW], seq_lens=[3], query_lens=[3], tokens=prompt, page_indptr=[0, 2], page_ids=BUSY_PAGES
         )
         tokens = self.runtime.replay(first).tokens().tolist()
         for length in (4, 5):
-            again = Batch(row_ids=[BUSY_ROW], seq_lens=[length], page_indptr=[0, 2], page_ids=BUSY_PAGES)
+            again = Batch(req_indices=[BUSY_ROW], seq_lens=[length], page_indptr=[0, 2], page_ids=BUSY_PAGES)
             tokens += self.runtime.replay(again).tokens().tolist()
         assert tokens == self.answer
-        assert sorted(self.runtime.free_rows) == [0, 1, 2, 3]
+        assert sorted(self.runtime.free_req_indices) == [0, 1, 2, 3]
 
 
 @pytest.fixture(scope="module")
@@ -142,7 +142,7 @@ def consume(handle: StepHandle) -> None:
     assert len(handle.tokens(raise_on_fault=False)) == handle.num_reqs
     assert handle.logits().shape == (handle.num_reqs, VOCAB)
     assert handle.error is None or isinstance(handle.error, GraphRTError)
-    assert all(0 <= fault.row < handle.num_reqs for fault in handle.faults)
+    assert all(0 <= fault.index < handle.num_reqs for fault in handle.faults)
     handle.tokens()
 
 
@@ -151,8 +151,8 @@ def run_batch(world: World, batch: Batch) -> None:
 
 
 def run_rows(world: World, **row: Any) -> None:
-    other = Row(row_id=1, tokens=[4], seq_len=1, pages=[2])
-    run_batch(world, Batch.from_rows([Row(**row), other]))
+    other = Request(req_index=1, tokens=[4], seq_len=1, pages=[2])
+    run_batch(world, Batch.from_requests([Request(**row), other]))
 
 
 def replaced(world: World, **changes: Any) -> None:
@@ -233,7 +233,7 @@ def capture_with(world: World, progress: Any) -> None:
 
 
 BATCH = {
-    "row_ids": [0, 1], "seq_lens": [1, 1], "query_lens": [1, 1], "tokens": [3, 4], "page_indptr": [0, 1, 2],
+    "req_indices": [0, 1], "seq_lens": [1, 1], "query_lens": [1, 1], "tokens": [3, 4], "page_indptr": [0, 1, 2],
     "page_ids": [1, 2], "first_pages": [0, 0], "sample": [1, 1], "temperatures": [0.0, 0.0], "seeds": [0, 0],
 }  # fmt: skip
 TINY = {"max_num_reqs": 2, "max_num_tokens": 8, "max_seq_len": 16, "decode_sizes": (1,), "mixed_sizes": ()}
@@ -252,13 +252,13 @@ TARGETS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "Batch": (lambda w, **a: run_batch(w, Batch(**a)), BATCH),
     "Batch-defaults": (
         lambda w, **a: run_batch(w, Batch(**a)),
-        {name: BATCH[name] for name in ("row_ids", "seq_lens", "query_lens", "page_indptr", "page_ids")},
+        {name: BATCH[name] for name in ("req_indices", "seq_lens", "query_lens", "page_indptr", "page_ids")},
     ),
     "dataclasses.replace": (replaced, BATCH),
-    "Row": (
+    "Request": (
         run_rows,
         {
-            "row_id": 0,
+            "req_index": 0,
             "tokens": [3],
             "seq_len": 1,
             "pages": [1],
@@ -269,12 +269,15 @@ TARGETS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
         },
     ),
     "Row-of-groups": (
-        lambda w, pages, first_page: Batch.from_rows(
-            [Row(0, [3], 1, pages, first_page=first_page), Row(1, [4], 1, [[2], [3]])]
+        lambda w, pages, first_page: Batch.from_requests(
+            [Request(0, [3], 1, pages, first_page=first_page), Request(1, [4], 1, [[2], [3]])]
         ),
         {"pages": [[1], [4]], "first_page": [0, 0]},
     ),
-    "Batch.from_rows": (lambda w, rows: run_batch(w, Batch.from_rows(rows)), {"rows": [Row(0, [3], 1, [1])]}),
+    "Batch.from_requests": (
+        lambda w, rows: run_batch(w, Batch.from_requests(rows)),
+        {"rows": [Request(0, [3], 1, [1])]},
+    ),
     "replay": (
         lambda w, **a: consume(w.runtime.replay(**a)),
         {"batch": Batch(**BATCH), "eager": False, "descriptor": None},

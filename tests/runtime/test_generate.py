@@ -13,7 +13,7 @@ from graphrt.engine.handle import StepFaultError
 from graphrt.engine.launch import Launch
 from graphrt.generate.generator import Event, TextGenerator
 from graphrt.kernels.errors import CapacityError, CaptureError, ConfigError, GraphRTError, ReplayError, ShapeError
-from graphrt.kernels.types import TOKEN_FROM_ROW, KVLayout
+from graphrt.kernels.types import TOKEN_FROM_DEVICE, KVLayout
 from graphrt.models.loading import load_model
 from graphrt.models.smollm import default_model_path
 from graphrt.models.tokenizer import load_tokenizer
@@ -149,7 +149,7 @@ def test_two_generators_share_a_runtime_and_an_abandoned_one_gives_back(smollm, 
     abandoned.close()
     assert run(runtime, [ids[3]], SamplingParams(4)) == [answers[3][:4]]
     assert runtime.allocator.num_free == runtime.allocator.num_pages - 1
-    assert sorted(runtime.free_rows) == [0, 1]
+    assert sorted(runtime.free_req_indices) == [0, 1]
 
 
 @pytest.mark.parametrize(
@@ -186,13 +186,13 @@ def toy() -> Runtime:
 def assert_idle_and_right(runtime: Runtime) -> None:
     """Every row and page is back, and the next prompts give the oracle's tokens."""
     assert runtime.allocator.num_free == runtime.allocator.num_pages - 1
-    assert sorted(runtime.free_rows) == list(range(runtime.config.max_num_reqs))
+    assert sorted(runtime.free_req_indices) == list(range(runtime.config.max_num_reqs))
     model, prompts = LivelyModel(CPU), [[5, 6, 7], [9]]
     assert run(runtime, prompts, SamplingParams(5)) == [greedy(model, prompt, 5) for prompt in prompts]
 
 
 BAD_PROMPTS = {
-    "last-token": ([TOKEN_FROM_ROW], r"prompts\[1\]\[0\]: expected an int from 0 to 60, got -2147483648"),
+    "last-token": ([TOKEN_FROM_DEVICE], r"prompts\[1\]\[0\]: expected an int from 0 to 60, got -2147483648"),
     "minus-one": ([3, -1], r"prompts\[1\]\[1\]: expected an int from 0 to 60, got -1"),
     "vocabulary": ([VOCAB], r"prompts\[1\]\[0\]: expected an int from 0 to 60, got 61"),
     "wraps": ([2**32 + 5], r"prompts\[1\]\[0\]: .* got 4294967301"),
@@ -374,7 +374,7 @@ def test_launches_take_several_steps_while_others_wait_for_a_row(monkeypatch: py
     monkeypatch.setattr(
         runtime.manager,
         "advance",
-        lambda news, *, steps=1, **o: (launched.append(steps), advance(news, steps=steps, **o))[1],
+        lambda delta, *, steps=1, **o: (launched.append(steps), advance(delta, steps=steps, **o))[1],
     )
     model, counts = LivelyModel(torch.device("cpu")), [20, 9, 14, 17, 11, 20, 3, 16, 12, 8]
     answers = [[] for _ in counts]
@@ -429,7 +429,7 @@ def test_generators_need_a_captured_runtime_with_a_sampler() -> None:
         generator.generate([[1]], SamplingParams(3))
     with pytest.raises(CaptureError, match="closed"):
         TextGenerator(runtime)
-    assert sorted(runtime.free_rows) == [0, 1, 2, 3]
+    assert sorted(runtime.free_req_indices) == [0, 1, 2, 3]
     with pytest.raises(ConfigError, match="runtime: expected one with a sampler, got sampler=None"):
         TextGenerator(make_runtime(CPU, sampler=None))
     for wrong in (None, "runtime", runtime.state):

@@ -11,7 +11,7 @@ import torch
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
-from graphrt.batch import Batch, Row
+from graphrt.batch import Batch, Request
 from graphrt.cache.groups import kv_groups
 from graphrt.cache.kv_cache import KVCache
 from graphrt.engine.handle import StepFaultError
@@ -161,7 +161,7 @@ def test_any_layout_gives_the_tokens_of_each_sequence_alone(
         generator = TextGenerator(runtime, swap_bytes=swap_bytes)
         assert generate(runtime, prompts, counts, generator, stops) == want
     assert all(a.num_free == a.num_pages - 1 for a in runtime.allocators)
-    assert sorted(runtime.free_rows) == list(range(4))
+    assert sorted(runtime.free_req_indices) == list(range(4))
     runtime.close()
 
 
@@ -169,8 +169,8 @@ def two_groups(**options: Any) -> Any:
     return build((FULL, WINDOW), kv_groups((FULL, WINDOW), page_size=4), 40, CPU, **options)
 
 
-def row(row_id: int, tokens: list[int], length: int, pages: Any, first: Any = 0) -> Row:
-    return Row(row_id, tokens, length, pages, first_page=first)
+def row(req_index: int, tokens: list[int], length: int, pages: Any, first: Any = 0) -> Request:
+    return Request(req_index, tokens, length, pages, first_page=first)
 
 
 def test_one_groups_table_changes_without_the_others_being_sent() -> None:
@@ -187,21 +187,21 @@ def test_one_groups_table_changes_without_the_others_being_sent() -> None:
     for pages, firsts in steps:
         new = tokens[length:] if length == 0 else [tokens[-1]]
         length = len(tokens)
-        result = runtime.replay(Batch.from_rows([row(0, new, length, pages, firsts)])).tokens()
+        result = runtime.replay(Batch.from_requests([row(0, new, length, pages, firsts)])).tokens()
         assert result.tolist() == [int(model.oracle(tokens).argmax())]
         tokens.append(int(result[0]))
     # Page 2 of the full group moves to another place: only that group's page is listed.
     runtime.kv_cache.copy_pages([2], [9], group=0)
     for tensor in (t for tensors in runtime.kv_cache.of_group(0) for t in tensors):
         tensor[2] = float("nan")
-    batch = Batch.from_rows([row(0, [tokens[-1]], len(tokens), ([9], []), (1, 0))])
+    batch = Batch.from_requests([row(0, [tokens[-1]], len(tokens), ([9], []), (1, 0))])
     assert runtime.replay(batch).tokens().tolist() == [int(model.oracle(tokens).argmax())]
 
 
-def faults(runtime: Any, *rows: Row) -> list[tuple[int, FaultCode, int, int]]:
+def faults(runtime: Any, *rows: Request) -> list[tuple[int, FaultCode, int, int]]:
     with pytest.raises(StepFaultError) as caught:
-        runtime.replay(Batch.from_rows(list(rows))).tokens()
-    return [(f.row, f.code, f.value, f.group) for f in caught.value.faults]
+        runtime.replay(Batch.from_requests(list(rows))).tokens()
+    return [(f.index, f.code, f.value, f.group) for f in caught.value.faults]
 
 
 def test_faults_name_the_group() -> None:
@@ -214,24 +214,24 @@ def test_faults_name_the_group() -> None:
     twice = [(0, FaultCode.DUPLICATE_PAGE, 2, 1), (1, FaultCode.DUPLICATE_PAGE, 2, 0)]
     assert faults(runtime, good, row(1, [1], 1, ([2], [3]))) == twice
     with pytest.raises(StepFaultError, match=r"page 40 is the null page or outside the cache in KV group 1; the row"):
-        runtime.replay(Batch.from_rows([row(0, [1], 1, ([1], [40]))])).tokens()
-    assert runtime.replay(Batch.from_rows([good])).tokens().min() >= 0, "the runtime goes on"
+        runtime.replay(Batch.from_requests([row(0, [1], 1, ([1], [40]))])).tokens()
+    assert runtime.replay(Batch.from_requests([good])).tokens().min() >= 0, "the runtime goes on"
 
 
 def test_what_a_row_kept_is_its_own() -> None:
     """A row id that begins a sequence keeps nothing of the one before, and a gap in its pages is a fault."""
     _, runtime = two_groups()
-    runtime.replay(Batch.from_rows([row(0, list(range(9)), 9, ([1, 2, 3], [4, 5, 6]))])).tokens()
+    runtime.replay(Batch.from_requests([row(0, list(range(9)), 9, ([1, 2, 3], [4, 5, 6]))])).tokens()
     begins = row(0, [1], 1, ([], []))
     assert faults(runtime, begins) == [(0, FaultCode.LENGTH_EXCEEDS_PAGES, 1, 0)]
     gap = row(0, [1], 17, ([9], [10]), (4, 4))  # page 3 was never listed
     assert faults(runtime, gap) == [(0, FaultCode.LENGTH_EXCEEDS_PAGES, 17, 0)]
     behind = row(0, [1, 2], 10, ([], []))
-    assert runtime.replay(Batch.from_rows([behind])).tokens().min() >= 0, "a faulty step leaves the table as it was"
+    assert runtime.replay(Batch.from_requests([behind])).tokens().min() >= 0, "a faulty step leaves the table as it was"
     on = row(0, list(range(10)), 20, ([7, 8], [9, 10]), (3, 3))
     far = row(0, list(range(10)), 30, ([11, 12, 13], [14, 15, 16]), (5, 5))
     for chunk in (on, far):
-        assert runtime.replay(Batch.from_rows([chunk])).tokens().min() >= 0
+        assert runtime.replay(Batch.from_requests([chunk])).tokens().min() >= 0
     back = row(0, [1], 12, ([], []))
     assert faults(runtime, back) == [(0, FaultCode.LENGTH_EXCEEDS_PAGES, 12, 1)], "its window's pages are given away"
 
@@ -241,17 +241,17 @@ def test_a_list_behind_the_window_may_hold_anything() -> None:
     model, runtime = two_groups()
     tokens = prompts_of([13])[0]
     chunk = row(0, tokens[:12], 12, ([1, 2, 3], [4, 5, 6]))
-    runtime.replay(Batch.from_rows([chunk])).tokens()
+    runtime.replay(Batch.from_requests([chunk])).tokens()
     # Token 12 sees from 7 on: page 1. What stands at page 0 is nobody's business.
     last = row(0, tokens[12:], 13, ([1, 2, 3, 7], [0, 5, 6, 8]))
-    result = runtime.replay(Batch.from_rows([last])).tokens().tolist()
+    result = runtime.replay(Batch.from_requests([last])).tokens().tolist()
     assert result == [int(model.oracle(tokens).argmax())]
     assert runtime.manager.buffers.block_table[1, 0, :5].tolist() == [0, 5, 6, 8, 0]
 
 
 def test_compare_restores_every_group() -> None:
     _, runtime = two_groups()
-    batch = Batch.from_rows([row(0, [1, 2, 3], 3, ([1], [2])), row(1, [4], 1, ([3], [4]))])
+    batch = Batch.from_requests([row(0, [1, 2, 3], 3, ([1], [2])), row(1, [4], 1, ([3], [4]))])
     before = [t.clone() for t in (*runtime.kv_cache.k, *runtime.kv_cache.v)]
     state = runtime.manager.buffers.snapshot()
     comparison = runtime.compare(batch)
@@ -342,13 +342,13 @@ def test_groups_that_do_not_fit_are_refused(name: str) -> None:
 def test_batches_of_another_number_of_groups_are_refused() -> None:
     _, runtime = two_groups()
     with pytest.raises(ShapeError, match=r"page_indptr: expected lists of 2 KV groups, 3 values, got 2"):
-        runtime.replay(Batch(row_ids=[0], seq_lens=[1], tokens=[1], page_indptr=[0, 1], page_ids=[1]))
+        runtime.replay(Batch(req_indices=[0], seq_lens=[1], tokens=[1], page_indptr=[0, 1], page_ids=[1]))
     with pytest.raises(ShapeError, match=r"page_indptr: expected 3 values, or G x 2 \+ 1 with G KV groups, got 4"):
-        Batch(row_ids=[0, 1], seq_lens=[1, 1], tokens=[1, 1], page_indptr=[0, 1, 1, 1], page_ids=[1])
+        Batch(req_indices=[0, 1], seq_lens=[1, 1], tokens=[1, 1], page_indptr=[0, 1, 1, 1], page_ids=[1])
     with pytest.raises(ShapeError, match=r"rows: expected 2 lists of pages in each row"):
-        Batch.from_rows([row(0, [1], 1, ([1], [2])), row(1, [1], 1, [3])])
+        Batch.from_requests([row(0, [1], 1, ([1], [2])), row(1, [1], 1, [3])])
     with pytest.raises(ShapeError, match=r"batch.first_pages: expected places >= 0, got -1"):
-        Batch.from_rows([row(0, [1], 1, [3], -1)])
+        Batch.from_requests([row(0, [1], 1, [3], -1)])
     assert runtime.replay(Batch.empty()).tokens().tolist() == []
 
 

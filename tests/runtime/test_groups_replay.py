@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from graphrt.batch import Batch, Row
+from graphrt.batch import Batch, Request
 from graphrt.cache.groups import kv_groups
 from graphrt.kernels.types import KVLayout
 from graphrt.runtime import Runtime
@@ -32,19 +32,19 @@ PAIRS: dict[str, tuple[AttentionSpec, ...]] = {
 
 
 def rows_of(
-    groups: tuple[KVCacheSpec, ...], lengths: list[int], news: list[int], pages: list[list[list[int]]]
+    groups: tuple[KVCacheSpec, ...], lengths: list[int], delta: list[int], pages: list[list[list[int]]]
 ) -> Batch:
     """A step of ragged rows that lists in each group what the row sees, and nulls before it."""
     rows = []
-    for row, (length, new) in enumerate(zip(lengths, news, strict=True)):
+    for row, (length, new) in enumerate(zip(lengths, delta, strict=True)):
         lists, firsts = [], []
         for g, group in enumerate(groups):
             seen = group.first_page_seen(length - new)
             lists.append(pages[g][row][seen : group.pages_for(length)])
             firsts.append(seen)
         tokens = [(7 * length + i) % 53 for i in range(new)]
-        rows.append(Row(row, tokens, length, lists, first_page=firsts))
-    return Batch.from_rows(rows)
+        rows.append(Request(row, tokens, length, lists, first_page=firsts))
+    return Batch.from_requests(rows)
 
 
 def steps(runtime: Runtime, *, mixed: bool) -> list[Batch]:
@@ -55,8 +55,8 @@ def steps(runtime: Runtime, *, mixed: bool) -> list[Batch]:
     pages = [[[order.pop() for _ in range(group.pages_for(MAX_LEN))] for _ in range(4)] for group in groups]
     batches = []
     for lengths in ([1, 23, 24, 48], [2, 24, 25, 49], [3, 25, 26, 50], [20, 21, 49, 95]):
-        news = [1, 1, 1, 1] if not mixed else [1, min(5, lengths[1]), 1, 3]
-        batches.append(rows_of(groups, lengths, news, pages))
+        delta = [1, 1, 1, 1] if not mixed else [1, min(5, lengths[1]), 1, 3]
+        batches.append(rows_of(groups, lengths, delta, pages))
     return batches
 
 

@@ -15,8 +15,8 @@ import triton.language as tl
 from graphrt.backends.torch_reference import TorchReferenceBackend
 from graphrt.batch import Batch
 from graphrt.capture import guard
-from graphrt.capture.tape import OpTape, OpTapeRecorder
-from graphrt.config import RowTensor
+from graphrt.capture.op_trace import OpTrace, OpTraceRecorder
+from graphrt.config import RequestTensor
 from graphrt.engine import undo
 from graphrt.kernels.errors import ConfigError, ReplayError
 from graphrt.replay import ReplayManager
@@ -24,7 +24,7 @@ from graphrt.step import Step
 from tests.runtime.toy import VOCAB, Rig, ToyModel, make_rig
 
 CPU = torch.device("cpu")
-BATCH = {"row_ids": [0, 1], "seq_lens": [1, 1], "tokens": [3, 4], "page_indptr": [0, 1, 2], "page_ids": [5, 6]}
+BATCH = {"req_indices": [0, 1], "seq_lens": [1, 1], "tokens": [3, 4], "page_indptr": [0, 1, 2], "page_ids": [5, 6]}
 
 
 def step(rig: Rig, **options: object) -> None:
@@ -54,7 +54,7 @@ CHANGES: dict[str, tuple[Callable[[Rig], object], str]] = {
         "static buffer page_table",
     ),
     "buffer-resized": (lambda rig: rig.manager.buffers.positions.resize_(8), "static buffer positions"),
-    "inbox-replaced": (lambda rig: replace_buffer(rig, "inbox"), "static buffer inbox"),
+    "input_ring-replaced": (lambda rig: replace_buffer(rig, "input_ring"), "static buffer input_ring"),
 }
 SEEN_IN_TURNS = ("weight-moved", "weight-set", "weight-replaced", "weight-gone", "cache-moved")
 
@@ -95,7 +95,7 @@ def test_later_steps_see_addresses_of_weights_and_cache_and_names_of_weights(
         find(change, text, rig)
     else:
         change(rig)
-        step(rig)  # what the graph holds is as it was: the tape goes on with it
+        step(rig)  # what the graph holds is as it was: the op trace goes on with it
 
 
 class Headed(torch.nn.Module):
@@ -199,8 +199,8 @@ def test_a_workspace_of_the_backend_that_grew_is_named(monkeypatch: pytest.Monke
 
 
 def test_row_tensors_are_named() -> None:
-    rig = make_rig(CPU, row_tensors=(RowTensor("adapter", (), torch.int32),))
-    rig.manager.row_tables.tensors["adapter"] = torch.zeros(9, dtype=torch.int32)
+    rig = make_rig(CPU, request_tensors=(RequestTensor("adapter", (), torch.int32),))
+    rig.manager.request_tables.tensors["adapter"] = torch.zeros(9, dtype=torch.int32)
     with pytest.raises(ReplayError, match=r"^row tensor adapter: expected at address"):
         step(rig)
 
@@ -233,8 +233,8 @@ class LoadingModel(ToyModel):
 
 def loading_graphs(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """Launches of graphs load a kernel, as a backend does that plans on the host with a kernel of its own."""
-    launch = OpTape.launch
-    monkeypatch.setattr(OpTape, "launch", lambda self: (load(name), launch(self))[1])
+    launch = OpTrace.launch
+    monkeypatch.setattr(OpTrace, "launch", lambda self: (load(name), launch(self))[1])
 
 
 @pytest.mark.parametrize("debug", ["0", "1"])
@@ -318,7 +318,7 @@ def test_in_debug_mode_a_kernel_in_a_graph_step_raises_and_the_next_step_is_righ
 def test_a_pool_that_grows_is_counted_and_in_debug_mode_raises(monkeypatch: pytest.MonkeyPatch, debug: str) -> None:
     monkeypatch.setenv("GRAPHRT_DEBUG", debug)
     held = [1000]
-    monkeypatch.setattr(OpTapeRecorder, "pool_bytes", lambda self: held[0])
+    monkeypatch.setattr(OpTraceRecorder, "pool_bytes", lambda self: held[0])
     rig = make_rig(CPU)
     step(rig)
     assert rig.manager.stats().late_bytes == {}
@@ -354,7 +354,7 @@ def test_on_a_device_steps_load_nothing_and_their_pool_stays(monkeypatch: pytest
     assert rig.manager._graphs.pool_bytes() > 0
     for count in (1, 2, 3, 8):
         pages = {"page_indptr": range(count + 1), "page_ids": range(1, count + 1)}
-        batch = Batch(row_ids=range(count), seq_lens=[1] * count, tokens=[3] * count, **pages)
+        batch = Batch(req_indices=range(count), seq_lens=[1] * count, tokens=[3] * count, **pages)
         rig.manager.replay(batch).tokens()
     stats = rig.manager.stats()
     assert stats.late_kernels == {}

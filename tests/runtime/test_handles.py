@@ -21,8 +21,8 @@ from graphrt.spec import AttentionSpec, KVCacheSpec
 from tests.runtime.toy import HEAD_DIM, HEADS, KV_HEADS, LAYERS, VOCAB, ToyModel, make_rig
 
 
-def one(token: int, row_id: int = 0, page: int = 5) -> Batch:
-    return Batch(row_ids=[row_id], seq_lens=[1], tokens=[token], page_indptr=[0, 1], page_ids=[page])
+def one(token: int, req_index: int = 0, page: int = 5) -> Batch:
+    return Batch(req_indices=[req_index], seq_lens=[1], tokens=[token], page_indptr=[0, 1], page_ids=[page])
 
 
 def greedy(rig, token: int) -> int:
@@ -53,10 +53,10 @@ def test_logits_live_until_the_next_step(device: torch.device) -> None:
 def test_stats_count_replays_reasons_padding_and_graphs(device: torch.device) -> None:
     rig = make_rig(device, decode_sizes=(2, 4), mixed_sizes=(), max_num_reqs=8)
     rig.manager.replay(one(1))
-    five = Batch(row_ids=range(5), seq_lens=[1] * 5, tokens=[1] * 5, page_indptr=range(6), page_ids=range(1, 6))
+    five = Batch(req_indices=range(5), seq_lens=[1] * 5, tokens=[1] * 5, page_indptr=range(6), page_ids=range(1, 6))
     eager = rig.manager.replay(five)
     chunk = Batch(
-        row_ids=[0], seq_lens=[3], query_lens=[3], tokens=[1, 2, 3], page_indptr=[0, 1], page_ids=[9]
+        req_indices=[0], seq_lens=[3], query_lens=[3], tokens=[1, 2, 3], page_indptr=[0, 1], page_ids=[9]
     )  # fmt: skip
     rig.manager.replay(chunk)
     rig.manager.replay(one(2), eager=True)
@@ -70,7 +70,7 @@ def test_stats_count_replays_reasons_padding_and_graphs(device: torch.device) ->
     assert (stats.real_tokens, stats.padded_tokens) == (1 + 5 + 3 + 1, 2 + 5 + 3 + 2)
     assert [str(g.descriptor) for g in stats.graphs] == ["decode[4]", "decode[2]"]
     assert all(g.nodes > 10 and g.seconds > 0 for g in stats.graphs)
-    assert stats.recorder == ("cuda-graph" if device.type == "cuda" else "op-tape (CPU twin of a CUDA graph)")
+    assert stats.recorder == ("cuda-graph" if device.type == "cuda" else "op trace (CPU twin of a CUDA graph)")
 
 
 def test_without_graphs_every_step_is_eager_and_counted(device: torch.device) -> None:
@@ -118,7 +118,7 @@ def test_the_caller_may_own_the_cache_with_any_strides_and_null_page(device: tor
     )
     manager.capture()
     tokens = [3, 1, 4, 1, 5]
-    batch = Batch(row_ids=[0], seq_lens=[5], query_lens=[5], tokens=tokens, page_indptr=[0, 2], page_ids=[0, 11])
+    batch = Batch(req_indices=[0], seq_lens=[5], query_lens=[5], tokens=tokens, page_indptr=[0, 2], page_ids=[0, 11])
     logits = manager.replay(batch).logits()[0]
     assert (logits.double().cpu() - model.oracle(tokens)).abs().max() < 2e-4
     assert mine[:, 7].isnan().all(), "the null page is never written"
@@ -180,7 +180,7 @@ def test_close_of_each_backend_gives_all_memory_back(name: str) -> None:
     for attempt in range(3):
         rig = make_rig(device, **options)
         rig.manager.replay(one(3)).tokens()
-        chunk = Batch(row_ids=[0], seq_lens=[3], query_lens=[3], tokens=[1, 2, 3], page_indptr=[0, 1], page_ids=[9])
+        chunk = Batch(req_indices=[0], seq_lens=[3], query_lens=[3], tokens=[1, 2, 3], page_indptr=[0, 1], page_ids=[9])
         rig.manager.replay(chunk).tokens()
         rig.manager.close()
         kept.append(rig.manager._backend)
@@ -232,9 +232,9 @@ def test_a_step_that_fails_half_way_leaves_nothing_behind(device: torch.device) 
     rig.model.project = project
     two = {"seq_lens": [1, 1], "page_indptr": [0, 1, 2]}
     with pytest.raises(ZeroDivisionError, match="from the model"):
-        rig.manager.replay(Batch(row_ids=[0, 1], tokens=[3, 4], page_ids=[5, 6], **two))
+        rig.manager.replay(Batch(req_indices=[0, 1], tokens=[3, 4], page_ids=[5, 6], **two))
     broken["on"] = False
-    handle = rig.manager.replay(Batch(row_ids=[1, 0], tokens=[4, 3], page_ids=[6, 5], **two))
+    handle = rig.manager.replay(Batch(req_indices=[1, 0], tokens=[4, 3], page_ids=[6, 5], **two))
     assert handle.tokens().tolist() == [greedy(rig, 4), greedy(rig, 3)]
     assert handle.step == 1
 
@@ -251,10 +251,10 @@ def test_a_row_id_forgets_the_sequence_before(device: torch.device) -> None:
     """A prompt that goes on has no last token, whatever an ended sequence left under its row id."""
     rig = make_rig(device)
     rig.manager.replay(one(3)).tokens()
-    part = Batch(row_ids=[0], seq_lens=[1], tokens=[4], page_indptr=[0, 1], page_ids=[6], sample=[0])
+    part = Batch(req_indices=[0], seq_lens=[1], tokens=[4], page_indptr=[0, 1], page_ids=[6], sample=[0])
     rig.manager.replay(part).tokens()
-    too_early = Batch(row_ids=[0], seq_lens=[2], page_indptr=[0, 1], page_ids=[6])
-    with pytest.raises(StepFaultError, match="NO_LAST_TOKEN: row_id 0 has no last token"):
+    too_early = Batch(req_indices=[0], seq_lens=[2], page_indptr=[0, 1], page_ids=[6])
+    with pytest.raises(StepFaultError, match="NO_LAST_TOKEN: req_index 0 has no last token"):
         rig.manager.replay(too_early).tokens()
 
 
@@ -263,7 +263,7 @@ def test_reset_restores_the_counters_of_an_aborted_launch() -> None:
     rig = make_rig(torch.device("cuda", 0), decode_sizes=(1,), page_size=1, num_pages=64)
     long = rig.start(0, list(range(32)))
     rig.prefill(long)
-    batch = Batch.from_rows([rig.row(long)])
+    batch = Batch.from_requests([rig.row(long)])
     want = rig.manager.replay(batch).logits(copy=True)
     rig.manager._backend.tensors()["counters"].fill_(3)
     rig.manager.reset()

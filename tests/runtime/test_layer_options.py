@@ -82,16 +82,16 @@ def make_context(*specs: AttentionSpec, kv_dtype: torch.dtype = F32, batch_invar
 
 def test_every_reason_is_given() -> None:
     context = make_context(ALIBI, SINKS, kv_dtype=E4M3, batch_invariant=True)
-    assert Bare.why_not(context) == [
+    assert Bare.unsupported_reasons(context) == [
         "KV dtype torch.float8_e4m3fn: supports torch.float32",
         "alibi_slopes: not supported",
         "alibi_sqrt: not supported",
         "sinks: not supported",
         "batch_invariant: not supported",
     ]
-    assert Recording.why_not(context) == []
-    assert Bare.why_not(make_context(PLAIN)) == []
-    assert Bare.why_not(make_context(replace(ALIBI, alibi_sqrt=False))) == ["alibi_slopes: not supported"]
+    assert Recording.unsupported_reasons(context) == []
+    assert Bare.unsupported_reasons(make_context(PLAIN)) == []
+    assert Bare.unsupported_reasons(make_context(replace(ALIBI, alibi_sqrt=False))) == ["alibi_slopes: not supported"]
 
 
 def test_a_runtime_asks_for_batch_invariance(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -159,7 +159,7 @@ TOKENS = 3
 def make_step(spec: AttentionSpec, kv_dtype: torch.dtype = F32, backend: type[Recording] = Recording) -> Step:
     """A decode step of three tokens; the third is a pad."""
     _, layers = make_layers(spec, kv_dtype=kv_dtype)
-    capacity = Capacity(TOKENS, TOKENS, TOKENS, record=1, ring=2, page_groups=(PageGroup(6, 2, 0, 2),))
+    capacity = Capacity(TOKENS, TOKENS, TOKENS, inputs=1, ring=2, page_groups=(PageGroup(6, 2, 0, 2),))
     buffers = StaticBuffers.allocate(capacity, CPU)
     buffers.positions.copy_(torch.tensor([0, 5, 0]))
     metadata = StepMetadata(

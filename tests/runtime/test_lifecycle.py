@@ -22,7 +22,7 @@ from graphrt.kernels.checks import check_device
 from graphrt.kernels.errors import CaptureError, ConfigError
 from graphrt.kernels.metadata.buffers import BufferKind
 from graphrt.kernels.ops.sampling import MAX_VOCAB_SIZE
-from graphrt.kernels.types import RowStatus
+from graphrt.kernels.types import RequestStatus
 from graphrt.replay import ReplayManager
 from graphrt.spec import AttentionSpec, KVCacheSpec
 from graphrt.step import Step
@@ -33,7 +33,7 @@ CUDA_1 = torch.device("cuda", 1)
 
 
 def one(page: int = 5, token: int = 3) -> Batch:
-    return Batch(row_ids=[0], seq_lens=[1], tokens=[token], page_indptr=[0, 1], page_ids=[page])
+    return Batch(req_indices=[0], seq_lens=[1], tokens=[token], page_indptr=[0, 1], page_ids=[page])
 
 
 def gone(*references: weakref.ref) -> bool:
@@ -133,15 +133,15 @@ def test_buffers_have_the_extents_of_the_configuration() -> None:
     assert shapes["block_table"] == shapes["page_table"] == [1, 3, 13], "50 tokens in pages of 4"
     assert shapes["query_start_loc"] == [4]
     assert (shapes["last_token"], shapes["claims"]) == ([3], [11 + 3])
-    assert (shapes["token_ring"], shapes["step_ring"], shapes["inbox"][0]) == ([6 * 64, 3], [6 * 64], 6)
-    assert shapes["record"] == [8 + 3 * 21 + 7 + 3 * 13]
+    assert (shapes["token_ring"], shapes["step_ring"], shapes["input_ring"][0]) == ([6 * 64, 3], [6 * 64], 6)
+    assert shapes["inputs"] == [8 + 3 * 21 + 7 + 3 * 13]
 
 
 def test_buffers_hold_pads_before_the_first_step() -> None:
     buffers = make_rig(CPU, capture=False).manager.buffers
     assert buffers.slot_mapping.unique().tolist() == [-1]
-    assert buffers.row_ids.unique().tolist() == [-1]
-    assert buffers.row_status.unique().tolist() == [int(RowStatus.PAD)]
+    assert buffers.req_indices.unique().tolist() == [-1]
+    assert buffers.req_status.unique().tolist() == [int(RequestStatus.PAD)]
 
 
 @pytest.mark.parametrize(("sampler", "most"), [("ours", MAX_VOCAB_SIZE), ("none", 2**31 - 1)])
@@ -257,7 +257,7 @@ def test_close_lets_go_of_buffers_graphs_and_weights(read: bool) -> None:
         handle.wait()
     slot = manager.queue._ring.acquire(3)
     watched = [weakref.ref(tensor) for _, tensor in manager.buffers.named()]
-    watched += [weakref.ref(slot.record_tensor), *map(weakref.ref, rig.model.parameters())]
+    watched += [weakref.ref(slot.inputs_tensor), *map(weakref.ref, rig.model.parameters())]
     watched += [weakref.ref(graph) for graph in manager._graphs._graphs.values()]
     manager.queue._ring.waits = 3
     del slot
@@ -317,7 +317,7 @@ def test_each_question_to_a_handle_waits_for_its_step(question: str) -> None:
     if question == "error":
         assert isinstance(handle.error, StepFaultError)
     elif question == "faults":
-        assert [fault.row for fault in handle.faults] == [0]
+        assert [fault.index for fault in handle.faults] == [0]
     elif question == "results":
         assert handle.results.tolist() == [-1]
     elif question == "tokens":

@@ -11,7 +11,7 @@ from graphrt.generate.generator import Event, TextGenerator
 from graphrt.kernels.errors import ConfigError, ReplayError, ShapeError, UnsupportedError
 from graphrt.runtime import Runtime
 from graphrt.sampling_params import SamplingParams
-from graphrt.session.session import DecodeSession, SessionRow
+from graphrt.session.session import DecodeSession, SessionRequest
 from graphrt.testing.poison import poison_derived
 from tests.runtime.toy import VOCAB, LivelyModel, ToyModel, make_rig, make_runtime
 
@@ -40,7 +40,7 @@ def check(found: TokenLogprob | None, logits: torch.Tensor, token: int, count: i
     assert [p for _, p in found.top] == pytest.approx([float(want[t]) for t in order[:count]], abs=2e-4, rel=1e-4)
 
 
-def check_row(runtime: Runtime, row: SessionRow) -> None:
+def check_row(runtime: Runtime, row: SessionRequest) -> None:
     """All that a row has to have."""
     asked, of_prompt, prompt = row.params.logprobs, row.params.prompt_logprobs, row.prompt.tolist()
     assert len(row.logprobs) == (0 if asked is None else len(row.tokens))
@@ -124,16 +124,16 @@ def test_handles_have_those_of_each_row_of_a_batch(device: torch.device, parts: 
     sequences = [old[0], new[0], old[1], new[1]]
     asked = [{"logprobs": 3}, {"logprobs": 1, "logprob_token": 33}, {"logprobs": -1}, {"logprobs": 2}]
     rows = [rig.row(s, **o) for s, o in zip(sequences, asked, strict=True)]
-    handle = rig.manager.replay(Batch.from_rows(rows))
+    handle = rig.manager.replay(Batch.from_requests(rows))
     tokens = handle.tokens().tolist()
     poison_derived(rig.manager.buffers)
-    rest = rig.manager.replay(Batch.from_rows([rig.row(rig.start(7, [1, 2, 3]), 2, logprobs=1)]))
+    rest = rig.manager.replay(Batch.from_requests([rig.row(rig.start(7, [1, 2, 3]), 2, logprobs=1)]))
     assert rest.logprobs() == [None], "a prompt that goes on samples nothing"
     found = handle.logprobs()
     assert found[2] is None
     for at, token in ((0, tokens[0]), (1, 33), (3, tokens[3])):
         check(found[at], rig.model.oracle(sequences[at].tokens), token, asked[at]["logprobs"])
-    plain = rig.manager.replay(Batch.from_rows([rig.row(rig.start(5, [1]))]))
+    plain = rig.manager.replay(Batch.from_requests([rig.row(rig.start(5, [1]))]))
     assert plain.logprobs() == [None]
 
 
@@ -141,13 +141,13 @@ def test_a_row_without_a_token_has_none(device: torch.device) -> None:
     rig = make_rig(device, max_logprobs=1)
     wrong = rig.row(rig.start(0, [VOCAB]), logprobs=1)
     fine = rig.row(rig.start(1, [3]), logprobs=1)
-    handle = rig.manager.replay(Batch.from_rows([wrong, fine]))
+    handle = rig.manager.replay(Batch.from_requests([wrong, fine]))
     assert len(handle.faults) == 1
     first, second = handle.logprobs()
     assert first is None
     check(second, rig.model.oracle([3]), int(handle.tokens(raise_on_fault=False)[1]), 1)
     rig.manager.buffers.step_ring.fill_(-1)
-    lost = rig.manager.replay(Batch.from_rows([fine]))
+    lost = rig.manager.replay(Batch.from_requests([fine]))
     if device.type == "cuda":
         torch.cuda.synchronize()
     rig.manager.buffers.step_ring.fill_(-1)
@@ -245,16 +245,16 @@ def test_what_is_refused(device: torch.device) -> None:
             with pytest.raises(UnsupportedError, match="params: expected a runtime with max_logprobs=3, got max_logpr"):
                 session.add([1], params)
     with pytest.raises(UnsupportedError, match="batch: expected a runtime with max_logprobs=9, got max_logprobs=2"):
-        runtime.replay(Batch(row_ids=[0], seq_lens=[1], tokens=[1], logprobs=[9]))
+        runtime.replay(Batch(req_indices=[0], seq_lens=[1], tokens=[1], logprobs=[9]))
     with pytest.raises(UnsupportedError, match=r"params\[0\]: expected a runtime with max_logprobs=3, got "):
         next(TextGenerator(runtime).generate([[1]], SamplingParams(prompt_logprobs=3)))
     none = runtime_of(device, max_logprobs=None)
     with pytest.raises(UnsupportedError, match="batch: expected a runtime with max_logprobs=0, got max_logprobs=None"):
-        none.replay(Batch(row_ids=[0], seq_lens=[1], tokens=[1], logprobs=[0]))
+        none.replay(Batch(req_indices=[0], seq_lens=[1], tokens=[1], logprobs=[0]))
     with pytest.raises(ShapeError, match=r"batch.logprobs: expected numbers >= -1"):
-        Batch(row_ids=[0], seq_lens=[1], logprobs=[-2])
+        Batch(req_indices=[0], seq_lens=[1], logprobs=[-2])
     with pytest.raises(ShapeError, match=r"batch.logprob_tokens: expected token ids, or -1"):
-        Batch(row_ids=[0], seq_lens=[1], logprob_tokens=[-2])
+        Batch(req_indices=[0], seq_lens=[1], logprob_tokens=[-2])
     for values in ({"logprobs": -1}, {"prompt_logprobs": 1.0}):
         with pytest.raises(ConfigError, match="logprobs: expected an int"):
             SamplingParams(**values)

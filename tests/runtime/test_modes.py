@@ -58,14 +58,14 @@ def caches(device: torch.device) -> KVCache:
 def steps(manager: ReplayManager) -> list[int]:
     """Prompt and outputs of a few steps, and the other calls of a manager, all in the mode of the caller."""
     tokens = [3, 4, 5]
-    batch = Batch(row_ids=[0], seq_lens=[3], query_lens=[3], tokens=tokens, page_indptr=[0, 2], page_ids=[7, 8])
+    batch = Batch(req_indices=[0], seq_lens=[3], query_lens=[3], tokens=tokens, page_indptr=[0, 2], page_ids=[7, 8])
     handle = manager.replay(batch)
     tokens.append(int(handle.tokens()[0]))
     handle.logits().add_(1)  # an ordinary tensor, to do with what one likes
     for eager in (False, True):
-        batch = Batch(row_ids=[0], seq_lens=[len(tokens)], page_indptr=[0, 2], page_ids=[7, 8])
+        batch = Batch(req_indices=[0], seq_lens=[len(tokens)], page_indptr=[0, 2], page_ids=[7, 8])
         tokens.append(int(manager.replay(batch, eager=eager).tokens()[0]))
-    assert manager.compare(Batch(row_ids=[0], seq_lens=[6], page_indptr=[0, 2], page_ids=[7, 8])).equal
+    assert manager.compare(Batch(req_indices=[0], seq_lens=[6], page_indptr=[0, 2], page_ids=[7, 8])).equal
     manager.kv_cache.copy_pages([7], [9])
     manager.reset()
     return tokens
@@ -106,7 +106,7 @@ def test_a_capture_under_a_mode_alone(device: torch.device, mode: str) -> None:
 def test_autocast_changes_no_graph(device: torch.device) -> None:
     rig = make_rig(device)
     with torch.autocast(device.type, dtype=torch.bfloat16):
-        handle = rig.manager.replay(Batch(row_ids=[0], seq_lens=[1], tokens=[5], page_indptr=[0, 1], page_ids=[4]))
+        handle = rig.manager.replay(Batch(req_indices=[0], seq_lens=[1], tokens=[5], page_indptr=[0, 1], page_ids=[4]))
         logits = handle.logits(copy=True)
     assert (logits[0].double().cpu() - rig.model.oracle([5])).abs().max() < 2e-4
 
@@ -123,7 +123,7 @@ def test_one_call_at_a_time(device: torch.device) -> None:
         return logits.argmax(-1)
 
     rig = make_rig(device, use_graphs=False, sampler=sampler)
-    batch = Batch(row_ids=[0], seq_lens=[1], tokens=[5], page_indptr=[0, 1], page_ids=[4])
+    batch = Batch(req_indices=[0], seq_lens=[1], tokens=[5], page_indptr=[0, 1], page_ids=[4])
     results: list[object] = []
     earlier = rig.manager.replay(batch)
     waiting[0] = True
@@ -182,7 +182,7 @@ def test_results_are_read_from_other_threads(device: torch.device) -> None:
     for thread in threads:
         thread.start()
     for index in range(120):
-        batch = Batch(row_ids=[0], seq_lens=[1], tokens=[index % 8], page_indptr=[0, 1], page_ids=[4])
+        batch = Batch(req_indices=[0], seq_lens=[1], tokens=[index % 8], page_indptr=[0, 1], page_ids=[4])
         handles.append(rig.manager.replay(batch))
     for thread in threads:
         thread.join()
@@ -191,7 +191,7 @@ def test_results_are_read_from_other_threads(device: torch.device) -> None:
 
 def test_every_call_answers_after_close(device: torch.device) -> None:
     rig = make_rig(device)
-    batch = Batch(row_ids=[0], seq_lens=[1], tokens=[5], page_indptr=[0, 1], page_ids=[4])
+    batch = Batch(req_indices=[0], seq_lens=[1], tokens=[5], page_indptr=[0, 1], page_ids=[4])
     handle = rig.manager.replay(batch)
     rig.manager.close()
     rig.manager.close()

@@ -41,22 +41,22 @@ def test_rows_read_their_tables(device: torch.device, dims: int) -> None:
     free = list(range(PAGES - 1, 0, -1))
     held = [0] * ROWS
 
-    def grow(row_id: int, length: int) -> None:
-        while held[row_id] * PAGE < length:
-            tables[0, row_id, held[row_id]] = free.pop()
-            held[row_id] += 1
+    def grow(req_index: int, length: int) -> None:
+        while held[req_index] * PAGE < length:
+            tables[0, req_index, held[req_index]] = free.pop()
+            held[req_index] += 1
 
-    row_ids, lengths = [2, 0, 3], [len(prompt) for prompt in PROMPTS]
-    for row_id, length in zip(row_ids, lengths, strict=True):
-        grow(row_id, length)
-    first = Batch(row_ids=row_ids, seq_lens=lengths, query_lens=lengths, tokens=[t for p in PROMPTS for t in p])
+    req_indices, lengths = [2, 0, 3], [len(prompt) for prompt in PROMPTS]
+    for req_index, length in zip(req_indices, lengths, strict=True):
+        grow(req_index, length)
+    first = Batch(req_indices=req_indices, seq_lens=lengths, query_lens=lengths, tokens=[t for p in PROMPTS for t in p])
     got = [[token] for token in manager.replay(first).tokens().tolist()]
     for step in range(12):
         lengths = [length + 1 for length in lengths]
-        for row_id, length in zip(row_ids, lengths, strict=True):
-            grow(row_id, length)
+        for req_index, length in zip(req_indices, lengths, strict=True):
+            grow(req_index, length)
         order = [0, 1, 2] if step % 2 else [2, 0, 1]
-        batch = Batch(row_ids=[row_ids[i] for i in order], seq_lens=[lengths[i] for i in order])
+        batch = Batch(req_indices=[req_indices[i] for i in order], seq_lens=[lengths[i] for i in order])
         handle = manager.replay(batch)
         assert not handle.why_eager
         for i, token in zip(order, handle.tokens().tolist(), strict=True):
@@ -70,12 +70,12 @@ def test_bad_pages_are_named_and_the_others_go_on(device: torch.device) -> None:
     tables = torch.nn.functional.pad(tables, (0, LONGEST // PAGE - 3), value=-1).contiguous()
     manager = make_manager(device, tables)
     manager.capture()
-    batch = Batch(row_ids=[0, 1, 2, 3], seq_lens=[5] * 4, query_lens=[5] * 4, tokens=np.arange(20))
+    batch = Batch(req_indices=[0, 1, 2, 3], seq_lens=[5] * 4, query_lens=[5] * 4, tokens=np.arange(20))
     handle = manager.replay(batch)
     with pytest.raises(StepFaultError, match="row 1: PAGE_OUT_OF_RANGE"):
         handle.tokens()
     bad = FaultCode.PAGE_OUT_OF_RANGE
-    assert [(f.row, f.code, f.value) for f in handle.faults] == [(1, bad, PAGES), (3, bad, -1)]
+    assert [(f.index, f.code, f.value) for f in handle.faults] == [(1, bad, PAGES), (3, bad, -1)]
     want = [greedy(manager._program.model, list(range(5 * row, 5 * row + 5)), 1)[0] for row in (0, 2)]
     assert handle.tokens(raise_on_fault=False)[[0, 2]].tolist() == want
     manager.close()
@@ -108,8 +108,8 @@ def test_a_batch_lists_no_pages_beside_tables_and_tables_stay_where_they_are() -
     manager = make_manager(torch.device("cpu"), tables)
     manager.capture()
     with pytest.raises(ShapeError, match=r"batch\.page_ids: expected none beside page_tables"):
-        manager.replay(Batch(row_ids=[0], seq_lens=[1], tokens=[1], page_indptr=[0, 1], page_ids=[1]))
+        manager.replay(Batch(req_indices=[0], seq_lens=[1], tokens=[1], page_indptr=[0, 1], page_ids=[1]))
     tables.data = tables.clone()
     with pytest.raises(ReplayError, match="page_tables"):
-        [manager.replay(Batch(row_ids=[0], seq_lens=[1], tokens=[1])) for _ in range(100)]
+        [manager.replay(Batch(req_indices=[0], seq_lens=[1], tokens=[1])) for _ in range(100)]
     manager.close()

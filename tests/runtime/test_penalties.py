@@ -12,7 +12,7 @@ from transformers import RepetitionPenaltyLogitsProcessor
 from graphrt.batch import Batch
 from graphrt.generate.generator import TextGenerator
 from graphrt.kernels.errors import ConfigError, ShapeError, UnsupportedError
-from graphrt.kernels.types import TOKEN_FROM_ROW
+from graphrt.kernels.types import TOKEN_FROM_DEVICE
 from graphrt.runtime import Runtime
 from graphrt.sampling_params import SamplingParams
 from graphrt.session.session import DecodeSession
@@ -81,17 +81,17 @@ def test_a_stateless_user_states_penalties_in_every_step(device: torch.device, p
     output = []
     for round_ in range(2):  # the row id once more: position 0 clears what the first sequence left
         runtime.replay(
-            Batch(row_ids=[2], seq_lens=[4], query_lens=[4], tokens=PROMPT[:4], sample=[0], **pages, **values)
+            Batch(req_indices=[2], seq_lens=[4], query_lens=[4], tokens=PROMPT[:4], sample=[0], **pages, **values)
         )
         rest = PROMPT[4:]
         handle = runtime.replay(
-            Batch(row_ids=[2], seq_lens=[len(PROMPT)], query_lens=[len(rest)], tokens=rest, **pages, **values)
+            Batch(req_indices=[2], seq_lens=[len(PROMPT)], query_lens=[len(rest)], tokens=rest, **pages, **values)
         )
         output = [int(handle.tokens()[0])]
         while len(output) < params.max_new_tokens:
             poison_derived(runtime.manager.buffers)
             length = len(PROMPT) + len(output)
-            handle = runtime.replay(Batch(row_ids=[2], seq_lens=[length], tokens=[TOKEN_FROM_ROW], **values))
+            handle = runtime.replay(Batch(req_indices=[2], seq_lens=[length], tokens=[TOKEN_FROM_DEVICE], **values))
             output.append(int(handle.tokens()[0]))
         assert output == want, f"round {round_}"
 
@@ -188,9 +188,9 @@ def test_comparing_a_step_counts_nothing(device: torch.device) -> None:
     runtime = runtime_of(device)
     values = {"frequency_penalties": [1.0], "prompt_lens": [1]}
     pages = {"page_indptr": [0, 4], "page_ids": range(1, 5)}
-    runtime.replay(Batch(row_ids=[1], seq_lens=[1], tokens=[5], **pages, **values)).tokens()
+    runtime.replay(Batch(req_indices=[1], seq_lens=[1], tokens=[5], **pages, **values)).tokens()
     before = runtime.manager.buffers.penalty_counts.clone()
-    batch = Batch(row_ids=[1], seq_lens=[2], tokens=[9], **values)
+    batch = Batch(req_indices=[1], seq_lens=[2], tokens=[9], **values)
     assert runtime.compare(batch).equal
     assert torch.equal(runtime.manager.buffers.penalty_counts, before)
     runtime.replay(batch).tokens()
@@ -203,9 +203,9 @@ def test_a_runtime_without_penalties_refuses_them(device: torch.device) -> None:
     text = "expected a runtime with penalties=True, got penalties=False; build it with RuntimeConfig"
     off = {"repetition_penalties": [1.0], "presence_penalties": [0.0]}
     pages = {"page_indptr": [0, 1], "page_ids": [1]}
-    runtime.replay(Batch(row_ids=[0], seq_lens=[1], tokens=[1], **pages, **off)).tokens()
+    runtime.replay(Batch(req_indices=[0], seq_lens=[1], tokens=[1], **pages, **off)).tokens()
     for name, value in (("repetition_penalties", 1.1), ("presence_penalties", 0.1), ("frequency_penalties", -1.0)):
-        batch = Batch(row_ids=[0], seq_lens=[2], tokens=[1], **(off | {name: [value]}))
+        batch = Batch(req_indices=[0], seq_lens=[2], tokens=[1], **(off | {name: [value]}))
         with pytest.raises(UnsupportedError, match=f"batch: {text}"):
             runtime.replay(batch)
     with DecodeSession(runtime) as session:
@@ -229,7 +229,7 @@ def test_a_runtime_without_penalties_refuses_them(device: torch.device) -> None:
 )
 def test_wrong_values_of_a_batch_are_named(name: str, value: float, text: str) -> None:
     with pytest.raises(ShapeError, match=f"batch.{name}: {text}"):
-        Batch(row_ids=[0], seq_lens=[1], tokens=[1], **{name: [value]})
+        Batch(req_indices=[0], seq_lens=[1], tokens=[1], **{name: [value]})
 
 
 @pytest.mark.parametrize(

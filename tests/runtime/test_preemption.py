@@ -43,7 +43,7 @@ PROMPTS, COUNTS = prompts_of([11, 3, 18, 1, 7]), [9, 14, 6, 17, 8]
 
 def assert_idle(runtime: Runtime) -> None:
     assert all(a.num_free == a.num_pages - 1 for a in runtime.allocators)
-    assert sorted(runtime.free_rows) == list(range(runtime.config.max_num_reqs))
+    assert sorted(runtime.free_req_indices) == list(range(runtime.config.max_num_reqs))
 
 
 @pytest.mark.parametrize("slow", [False, True], ids=["fast", "slow"])
@@ -225,12 +225,12 @@ def test_who_comes_when_others_have_been_going_on_for_long_shares_as_well() -> N
         MODELS["full"], kv_groups(MODELS["full"], page_size=4), 60, CPU, max_num_tokens=64, mixed_sizes=()
     )
     prompts = [STORY, [*STORY[:24], 5]]
-    taken = [runtime.free_rows.pop() for _ in range(3)]
+    taken = [runtime.free_req_indices.pop() for _ in range(3)]
     generator = TextGenerator(runtime)
     events = generator.generate(prompts, SamplingParams(40))
     found = [next(events) for _ in range(20)]
     assert {event.prompt for event in found} == {0}
-    runtime.free_rows.extend(taken)
+    runtime.free_req_indices.extend(taken)
     found += events
     for i, prompt in enumerate(prompts):
         assert [event.token for event in found if event.prompt == i] == model.greedy(prompt, 40)
@@ -326,11 +326,11 @@ def follow(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int, int]]:
             came_back[request.index] = request.suspended.length
         start(self, request, needs)
 
-    def preempted(self: Scheduler, row_id: int) -> None:
-        request, length = self.members[row_id], self._session.length(row_id)
+    def preempted(self: Scheduler, req_index: int) -> None:
+        request, length = self.members[req_index], self._session.length(req_index)
         if request.index in came_back:
             found.append((request.index, came_back.pop(request.index), length))
-        preempt(self, row_id)
+        preempt(self, req_index)
 
     monkeypatch.setattr(Scheduler, "_start", started)
     monkeypatch.setattr(Scheduler, "_preempt", preempted)
@@ -358,8 +358,8 @@ def test_who_has_computed_nothing_goes_back_as_it_came() -> None:
         scheduler = Scheduler(requests, runtime, session, None, stats)
         scheduler.admit()
         assert [request.index for request in scheduler.members.values()] == [0, 1, 2]
-        row_id = next(row_id for row_id, request in scheduler.members.items() if request.index == 2)
-        scheduler._preempt(row_id)
+        req_index = next(req_index for req_index, request in scheduler.members.items() if request.index == 2)
+        scheduler._preempt(req_index)
         assert (stats.preemptions, requests[2].preempted, list(scheduler.queue)) == (0, False, [requests[2]])
         scheduler.admit()
         assert len(scheduler.members) == 3

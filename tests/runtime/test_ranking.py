@@ -209,7 +209,7 @@ def test_standings(monkeypatch: pytest.MonkeyPatch) -> None:
     }  # fmt: skip
     assert found["swift"].relative == pytest.approx(2**0.5)
     assert found["unknown"].relative is None
-    assert found["large_pages"].why_not == ["page_size 16: supports 256, 512"]
+    assert found["large_pages"].unsupported_reasons == ["page_size 16: supports 256, 512"]
     best = min((s for s in found.values() if s.rank is not None), key=lambda s: s.rank)
     assert select_backend(context())[0].name == best.name
 

@@ -16,7 +16,7 @@ STEP = re.compile(r"<!-- recipe (\S+) (after|before): (.*?) -->\n( *)```python\n
 # A model whose logits point at 10 * adapter + token, and what it must give under replay, pads and reordering included.
 CHECK = """
 import torch
-from graphrt.batch import Batch, Row
+from graphrt.batch import Batch, Request
 from graphrt.capture.descriptor import BatchDescriptor
 from graphrt.config import RuntimeConfig
 from graphrt.cache.kv_cache import KVCache
@@ -36,15 +36,16 @@ config = RuntimeConfig(max_num_reqs=4, max_num_tokens=4, max_seq_len=8, decode_s
 manager = ReplayManager(model, cache, AttentionSpec(1, 1, 16, torch.float32), vocab_size=100, config=config)
 manager.capture()
 for adapters in ([3, 1], [7, 0], [1, 3]):
-    batch = Batch(row_ids=[0, 1], seq_lens=[1, 1], tokens=[5, 6], page_indptr=[0, 1, 2], page_ids=[2, 3],
+    batch = Batch(req_indices=[0, 1], seq_lens=[1, 1], tokens=[5, 6], page_indptr=[0, 1, 2], page_ids=[2, 3],
                   adapter_ids=adapters)
     handle = manager.replay(batch)
     assert handle.why_eager == ""
     assert handle.tokens().tolist() == [10 * adapters[0] + 5, 10 * adapters[1] + 6]
     assert seen.tolist() == [*adapters, 0, 0]
-rows = [Row(0, [5], 1, [2], adapter_id=4), Row(1, [6], 1, [3], adapter_id=2)]
-assert manager.replay(Batch.from_rows(rows)).tokens().tolist() == [45, 26]
-assert manager.replay(Batch(row_ids=[0], seq_lens=[1], tokens=[5], page_indptr=[0, 1], page_ids=[2])).tokens() == [5]
+rows = [Request(0, [5], 1, [2], adapter_id=4), Request(1, [6], 1, [3], adapter_id=2)]
+assert manager.replay(Batch.from_requests(rows)).tokens().tolist() == [45, 26]
+assert manager.replay(Batch(req_indices=[0], seq_lens=[1], tokens=[5], page_indptr=[0, 1], page_ids=[2])).tokens() ==
+[5]
 print("right")
 """
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from graphrt.batch import Batch, Row
+from graphrt.batch import Batch, Request
 from graphrt.cache.groups import kv_groups
 from graphrt.capture.descriptor import GraphKind
 from graphrt.config import RuntimeConfig
@@ -33,7 +33,7 @@ def check_row(rig: Rig, sequence: Sequence, logits: torch.Tensor) -> None:
     want = rig.model.oracle(sequence.tokens[: sequence.cached])
     bound = 2e-4 if logits.dtype == torch.float32 else 6e-2
     error = (logits.double().cpu() - want).abs().max().item()
-    assert error <= bound, f"row {sequence.row_id} at length {sequence.cached}: error {error}"
+    assert error <= bound, f"row {sequence.req_index} at length {sequence.cached}: error {error}"
 
 
 def step_both_ways(rig: Rig, batch: Batch) -> tuple[np.ndarray, torch.Tensor]:
@@ -67,7 +67,7 @@ def test_replay_is_eager_and_right_at_every_captured_size(device: torch.device, 
     seen = set()
     for live in (1, 2, 3, 8, 5, 4, 7, 1, 6, 8, 2):
         chosen = rng.sample(sequences, live)
-        tokens, logits = step_both_ways(rig, Batch.from_rows([rig.row(s) for s in chosen]))
+        tokens, logits = step_both_ways(rig, Batch.from_requests([rig.row(s) for s in chosen]))
         seen.add(rig.manager.stats().replays.most_common()[0][0].kind)
         for i, sequence in enumerate(chosen):
             check_row(rig, sequence, logits[i])
@@ -82,11 +82,11 @@ def test_captured_short_replayed_to_the_last_token(device: torch.device) -> None
     long, short = rig.start(0, [5]), rig.start(1, [9, 9])
     rig.prefill(long, short)
     while long.cached < MAX_LEN:
-        handle = rig.manager.replay(Batch.from_rows([rig.row(long)]))
+        handle = rig.manager.replay(Batch.from_requests([rig.row(long)]))
         check_row(rig, long, handle.logits()[0])
         long.tokens.append(int(handle.tokens()[0]))
     assert long.cached == MAX_LEN
-    handle = rig.manager.replay(Batch.from_rows([rig.row(short)]))
+    handle = rig.manager.replay(Batch.from_requests([rig.row(short)]))
     check_row(rig, short, handle.logits()[0])
 
 
@@ -97,7 +97,7 @@ def test_chunked_prompts_beside_decodes(device: torch.device) -> None:
     rig.prefill(*decoding)
     prompt = rig.start(3, [rng.randrange(VOCAB) for _ in range(23)])
     for chunk in (5, 1, 9, 8):
-        batch = Batch.from_rows([*(rig.row(s) for s in decoding), rig.row(prompt, chunk)])
+        batch = Batch.from_requests([*(rig.row(s) for s in decoding), rig.row(prompt, chunk)])
         poison_derived(rig.manager.buffers)
         handle = rig.manager.replay(batch)
         assert handle.descriptor.kind is (GraphKind.DECODE if chunk == 1 else GraphKind.MIXED)
@@ -107,7 +107,7 @@ def test_chunked_prompts_beside_decodes(device: torch.device) -> None:
             sequence.tokens.append(int(tokens[i]))
         check_row(rig, prompt, logits[3])
         assert (tokens[3] == -1) == (prompt.cached < 23), "only the last chunk is sampled"
-    step_both_ways(rig, Batch.from_rows([rig.row(rig.start(5, [1, 2, 3])), *(rig.row(s) for s in decoding)]))
+    step_both_ways(rig, Batch.from_requests([rig.row(rig.start(5, [1, 2, 3])), *(rig.row(s) for s in decoding)]))
 
 
 def test_uniform_rows_of_several_tokens(device: torch.device) -> None:
@@ -118,7 +118,7 @@ def test_uniform_rows_of_several_tokens(device: torch.device) -> None:
     for _ in range(3):
         for sequence in sequences:
             sequence.tokens += [rng.randrange(VOCAB) for _ in range(2)]
-        _, logits = step_both_ways(rig, Batch.from_rows([rig.row(s) for s in sequences]))
+        _, logits = step_both_ways(rig, Batch.from_requests([rig.row(s) for s in sequences]))
         for i, sequence in enumerate(sequences):
             check_row(rig, sequence, logits[i])
             sequence.tokens.append(int(logits[i].argmax()))
@@ -128,14 +128,14 @@ def test_tokens_feed_back_on_the_device(device: torch.device) -> None:
     """Ten steps submitted without reading one; rows change places, and each keeps its own last token."""
     rig, rng = make_rig(device), random.Random(4)
     sequences = [rig.start(i + 2, p) for i, p in enumerate(prompts(rng, 4))]
-    first = rig.manager.replay(Batch.from_rows([rig.row(s) for s in sequences]))
+    first = rig.manager.replay(Batch.from_requests([rig.row(s) for s in sequences]))
     handles = [(list(sequences), first)]
     for _ in range(10):
         chosen = rng.sample(sequences, 4)
         for sequence in chosen:
             sequence.tokens.append(-1)
         rows = [rig.row(s, 1, from_device=True) for s in chosen]
-        handles.append((chosen, rig.manager.replay(Batch.from_rows(rows))))
+        handles.append((chosen, rig.manager.replay(Batch.from_requests(rows))))
     for sequence in sequences:
         sequence.tokens = [t for t in sequence.tokens if t >= 0]
     for members, handle in handles:
@@ -154,7 +154,7 @@ def test_shared_pages_are_read_by_both_sequences(device: torch.device) -> None:
     rig.allocator.share(first.pages[:2])
     second = rig.start(1, [*prefix, 7])
     second.cached, second.pages = 8, list(first.pages[:2])
-    _, logits = step_both_ways(rig, Batch.from_rows([rig.row(first), rig.row(second)]))
+    _, logits = step_both_ways(rig, Batch.from_requests([rig.row(first), rig.row(second)]))
     check_row(rig, first, logits[0])
     check_row(rig, second, logits[1])
 
@@ -164,7 +164,7 @@ def test_a_sliding_window_is_seen_by_prompt_and_decode(device: torch.device) -> 
     for rig in (full, windowed):
         sequence = rig.start(0, [7, 8, 9, 10, 11, 12, 13])
         rig.prefill(sequence)
-        _, logits = step_both_ways(rig, Batch.from_rows([rig.row(sequence)]))
+        _, logits = step_both_ways(rig, Batch.from_requests([rig.row(sequence)]))
         rig.result = logits[0]
     assert not torch.allclose(full.result, windowed.result)
 
@@ -175,7 +175,7 @@ def test_sixteen_bit_dtypes(device: torch.device, dtype: torch.dtype) -> None:
     sequences = [rig.start(i, p) for i, p in enumerate(prompts(rng, 3))]
     rig.prefill(*sequences)
     for _ in range(4):
-        tokens, logits = step_both_ways(rig, Batch.from_rows([rig.row(s) for s in sequences]))
+        tokens, logits = step_both_ways(rig, Batch.from_requests([rig.row(s) for s in sequences]))
         for i, sequence in enumerate(sequences):
             check_row(rig, sequence, logits[i])
             sequence.tokens.append(int(tokens[i]))
@@ -190,7 +190,7 @@ def test_the_triton_kernels_carry_the_whole_step_under_the_interpreter() -> None
         sequences = [rig.start(0, [4, 5, 6, 7, 8]), rig.start(1, [9])]
         rig.prefill(*sequences)
         for _ in range(2):
-            tokens, logits = step_both_ways(rig, Batch.from_rows([rig.row(s) for s in reversed(sequences)]))
+            tokens, logits = step_both_ways(rig, Batch.from_requests([rig.row(s) for s in reversed(sequences)]))
             for i, sequence in enumerate(reversed(sequences)):
                 check_row(rig, sequence, logits[i])
                 sequence.tokens.append(int(tokens[i]))
@@ -254,20 +254,20 @@ def scenario(rig: Rig) -> None:
     rig.prefill(*sequences)
     kv = [t.clone() for _, t in rig.manager.kv_cache.named_tensors()]
     for chosen in (sequences[:3], sequences[1:3], sequences):
-        options = [{"temperature": 50.0 * (s.row_id % 2), "seed": 11 + s.row_id} for s in chosen]
+        options = [{"temperature": 50.0 * (s.req_index % 2), "seed": 11 + s.req_index} for s in chosen]
         rows = [rig.row(s, **o) for s, o in zip(chosen, options, strict=True)]
-        handle = rig.manager.replay(Batch.from_rows(rows))
+        handle = rig.manager.replay(Batch.from_requests(rows))
         logits, tokens = handle.logits(copy=True), handle.tokens()
         for i, (sequence, row) in enumerate(zip(chosen, rows, strict=True)):
             check_row(rig, sequence, logits[i])
             expected = _expected_token(logits[i], row)
             assert int(tokens[i]) == expected, f"row {i}: token {tokens[i]}, expected {expected}"
             sequence.tokens.append(int(tokens[i]))
-            assert rig.manager.buffers.last_token[sequence.row_id] == tokens[i]
+            assert rig.manager.buffers.last_token[sequence.req_index] == tokens[i]
         kv = _check_kv(rig, chosen, kv)
-    for row_id, decoding in ((5, sequences[:3]), (6, sequences[1:2])):  # as many decodes as before would be too many
-        chosen = [rig.start(row_id, [3, 1, 4, 1]), *decoding]
-        handle = rig.manager.replay(Batch.from_rows([rig.row(s) for s in chosen]))
+    for req_index, decoding in ((5, sequences[:3]), (6, sequences[1:2])):  # as many decodes as before would be too many
+        chosen = [rig.start(req_index, [3, 1, 4, 1]), *decoding]
+        handle = rig.manager.replay(Batch.from_requests([rig.row(s) for s in chosen]))
         for sequence, token, logits in zip(chosen, handle.tokens().tolist(), handle.logits(copy=True), strict=True):
             check_row(rig, sequence, logits)
             sequence.tokens.append(token)
@@ -278,8 +278,8 @@ def fault_scenario() -> None:
     rig = make_rig(torch.device("cpu"))
     for token in (VOCAB + 2, 3):
         fine, other = rig.row(rig.start(0, [5])), rig.row(rig.start(1, [token]))
-        faults = rig.manager.replay(Batch.from_rows([fine, other])).faults
-        found = [(fault.row, fault.code, fault.value) for fault in faults]
+        faults = rig.manager.replay(Batch.from_requests([fine, other])).faults
+        found = [(fault.index, fault.code, fault.value) for fault in faults]
         assert found == ([(1, FaultCode.TOKEN_OUT_OF_RANGE, token)] if token > VOCAB else [])
 
 
@@ -290,9 +290,9 @@ def truncation_scenario() -> None:
     asked = [{"top_k": 1}, {"top_p": 1e-6}, {"min_p": 1.0}]
     rows = [rig.row(s, temperature=50.0, seed=9, **o) for s, o in zip(sequences, asked, strict=True)]
     best = int(rig.model.oracle([5, 3, 1]).argmax())
-    assert rig.manager.replay(Batch.from_rows(rows)).tokens().tolist() == [best] * 3
+    assert rig.manager.replay(Batch.from_requests(rows)).tokens().tolist() == [best] * 3
     rows = [rig.row(rig.start(3 + i, [5, 3, 1]), temperature=50.0, seed=i) for i in range(4)]
-    assert len(set(rig.manager.replay(Batch.from_rows(rows)).tokens().tolist())) > 1
+    assert len(set(rig.manager.replay(Batch.from_requests(rows)).tokens().tolist())) > 1
 
 
 def penalty_scenario() -> None:
@@ -304,7 +304,7 @@ def penalty_scenario() -> None:
     ]  # fmt: skip
     for length in (3, 4):
         rows = [rig.row(s, **o) for s, o in zip(sequences, asked, strict=True)]
-        tokens = rig.manager.replay(Batch.from_rows(rows)).tokens().tolist()
+        tokens = rig.manager.replay(Batch.from_requests(rows)).tokens().tolist()
         for sequence, token, options in zip(sequences, tokens, asked, strict=True):
             logits, known = rig.model.oracle(sequence.tokens), set(sequence.tokens[options.get("prompt_len", 0) :])
             if "repetition_penalty" in options:
@@ -320,12 +320,12 @@ def mask_scenario() -> None:
     rig = make_rig(torch.device("cpu"), token_masks=True)
     allowed = {0: {7, 40}, 3: {8, 31, 32, 60}}
     words = {at: [sum(1 << t % 32 for t in tokens if t // 32 == w) for w in (0, 1)] for at, tokens in allowed.items()}
-    rig.manager.row_tables.set_token_masks(words)
+    rig.manager.request_tables.set_token_masks(words)
     masks = [3, 0, -1]
     rows = [rig.row(rig.start(i, [5, 3, 1]), token_mask=mask) for i, mask in enumerate(masks)]
     logits = rig.model.oracle([5, 3, 1])
     want = [max(allowed.get(mask, range(VOCAB)), key=lambda t: float(logits[t])) for mask in masks]
-    assert rig.manager.replay(Batch.from_rows(rows)).tokens().tolist() == want
+    assert rig.manager.replay(Batch.from_requests(rows)).tokens().tolist() == want
 
 
 def logprob_scenario() -> None:
@@ -335,7 +335,7 @@ def logprob_scenario() -> None:
     best = int(logits.argmax())
     for asked in ([(1, -1), (-1, -1), (0, 7)], [(0, 7), (1, -1), (-1, 3)]):
         rows = [rig.row(rig.start(i, [5, 3, 1]), logprobs=n, logprob_token=token) for i, (n, token) in enumerate(asked)]
-        handle = rig.manager.replay(Batch.from_rows(rows))
+        handle = rig.manager.replay(Batch.from_requests(rows))
         for (n, token), found in zip(asked, handle.logprobs(), strict=True):
             assert (found is None) == (n < 0)
             if found is not None:
@@ -370,8 +370,8 @@ def encoder_scenario() -> None:
         runtime.kv_cache.write(0, k, v, runtime.kv_cache.slots([3, 7], 5))
         lengths = [5, 0, 2]
         for order in ((0, 1, 2), (2, 0, 1)):
-            rows = [Row(i, [1], 1, [3, 7][: -(-lengths[i] // 4)], encoder_len=lengths[i]) for i in order]
-            logits = runtime.replay(Batch.from_rows(rows)).logits(copy=True)
+            rows = [Request(i, [1], 1, [3, 7][: -(-lengths[i] // 4)], encoder_len=lengths[i]) for i in order]
+            logits = runtime.replay(Batch.from_requests(rows)).logits(copy=True)
             for at, i in enumerate(order):
                 weights = (k[: lengths[i], 0].double().sum(-1) / 4).softmax(0)
                 want = (weights @ v[: lengths[i], 0].double()).repeat(2)

@@ -45,7 +45,7 @@ def test_auto_takes_what_the_rows_can_use(device: torch.device) -> None:
     assert runtime.allocator.num_free == 16
     runtime.capture()
     pages = runtime.allocator.allocate(1)
-    batch = Batch(row_ids=[0], seq_lens=[1], tokens=[3], page_indptr=[0, 1], page_ids=pages)
+    batch = Batch(req_indices=[0], seq_lens=[1], tokens=[3], page_indptr=[0, 1], page_ids=pages)
     assert int(runtime.replay(batch).tokens()[0]) == int(runtime.manager._program.model.oracle([3]).argmax())
     runtime.close()
 
@@ -73,7 +73,7 @@ SPEC = KVCacheSpec(LAYERS, KV_HEADS, HEAD_DIM, 4, dtype=torch.float32)
 
 
 def one_row(page: int) -> Batch:
-    return Batch(row_ids=[0], seq_lens=[1], tokens=[3], page_indptr=[0, 1], page_ids=[page])
+    return Batch(req_indices=[0], seq_lens=[1], tokens=[3], page_indptr=[0, 1], page_ids=[page])
 
 
 def assert_right(runtime: Runtime, model: ToyModel, page: int) -> None:
@@ -105,7 +105,7 @@ def test_after_close_every_call_answers(device: torch.device) -> None:
     assert (runtime.stats().real_tokens, sum(runtime.stats().replays.values())) == (1, 1)
     assert handle.tokens().tolist() == greedy(LivelyModel(CPU), [3], 1)
     assert (runtime.vocab_size, runtime.samples, runtime.device) == (VOCAB, True, device)
-    assert runtime.config.max_num_reqs == len(runtime.free_rows) == 4
+    assert runtime.config.max_num_reqs == len(runtime.free_req_indices) == 4
     assert runtime.allocator.num_free == runtime.memory_plan.num_pages - 1
 
 

@@ -53,7 +53,7 @@ def draws(rig: Rig, **values: float) -> torch.Tensor:
     counts = torch.zeros(VOCAB)
     for first in range(0, SEEDS, 8):
         batch = Batch(
-            row_ids=range(8), seq_lens=[1] * 8, tokens=[1] * 8, page_indptr=range(9), page_ids=range(1, 9),
+            req_indices=range(8), seq_lens=[1] * 8, tokens=[1] * 8, page_indptr=range(9), page_ids=range(1, 9),
             seeds=range(first, first + 8), **{name: [value] * 8 for name, value in values.items()},
         )  # fmt: skip
         counts += torch.bincount(torch.from_numpy(rig.manager.replay(batch).tokens()).long(), minlength=VOCAB)
@@ -85,7 +85,7 @@ def test_rows_of_one_step_keep_what_each_asks_for(device: torch.device) -> None:
     hot = set()
     for seed in range(12):
         batch = Batch(
-            row_ids=range(4), seq_lens=[1] * 4, tokens=[1] * 4, page_indptr=range(5), page_ids=range(1, 5),
+            req_indices=range(4), seq_lens=[1] * 4, tokens=[1] * 4, page_indptr=range(5), page_ids=range(1, 5),
             temperatures=[9.0] * 4, seeds=[seed] * 4, top_ks=[0, 1, 0, 0], top_ps=[1, 1, 1e-6, 1], min_ps=[0, 0, 0, 1],
         )  # fmt: skip
         first, *others = rig.manager.replay(batch).tokens().tolist()
@@ -134,7 +134,7 @@ def test_generators_and_sessions_sample_alike(device: torch.device) -> None:
 )
 def test_wrong_values_of_a_batch_are_named(name: str, values: list[float], text: str) -> None:
     with pytest.raises(ShapeError, match=text):
-        Batch(row_ids=[0], seq_lens=[1], tokens=[1], **{name: values})
+        Batch(req_indices=[0], seq_lens=[1], tokens=[1], **{name: values})
 
 
 @pytest.mark.parametrize(

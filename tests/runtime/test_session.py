@@ -17,11 +17,11 @@ from graphrt.engine.handle import StepFaultError
 from graphrt.engine.logprobs import TokenLogprob
 from graphrt.kernels.errors import CapacityError, CaptureError, ConfigError, GraphRTError, ReplayError, ShapeError
 from graphrt.kernels.metadata.buffers import BufferKind, StaticBuffers
-from graphrt.kernels.metadata.record import HEADER_STOP
-from graphrt.kernels.types import FaultCode, RowEnd
+from graphrt.kernels.metadata.step_inputs import HEADER_STOP
+from graphrt.kernels.types import FaultCode, FinishReason
 from graphrt.runtime import Runtime
 from graphrt.sampling_params import SamplingParams
-from graphrt.session.session import DecodeSession, SessionRow
+from graphrt.session.session import DecodeSession, SessionRequest
 from graphrt.step import Step
 from tests.runtime.toy import VOCAB, LivelyModel, greedy, make_runtime
 
@@ -56,9 +56,9 @@ def test_rows_go_on_by_themselves(device: torch.device, steps: int, loop_sizes: 
         finish(session, steps)
         for row, prompt in zip(rows, PROMPTS, strict=True):
             assert row.tokens == oracle(runtime, prompt, 12)
-            assert row.end is RowEnd.LENGTH
+            assert row.end is FinishReason.LENGTH
     assert runtime.allocator.num_free == 59
-    assert sorted(runtime.free_rows) == [0, 1, 2, 3]
+    assert sorted(runtime.free_req_indices) == [0, 1, 2, 3]
 
 
 @LOOPS
@@ -73,7 +73,7 @@ def test_a_stop_token_ends_a_row_and_no_other(device: torch.device, loop_sizes: 
         ]
         finish(session, 5)
         assert [row.tokens for row in rows] == [want[0], want[1][: want[1].index(want[1][4]) + 1], want[2]]
-        assert [row.end for row in rows] == [RowEnd.LENGTH, RowEnd.STOP_TOKEN, RowEnd.LENGTH]
+        assert [row.end for row in rows] == [FinishReason.LENGTH, FinishReason.STOP_TOKEN, FinishReason.LENGTH]
 
 
 def test_more_stop_tokens_than_the_device_has_room_for(device: torch.device) -> None:
@@ -87,7 +87,7 @@ def test_more_stop_tokens_than_the_device_has_room_for(device: torch.device) -> 
         row = session.add(PROMPTS[0], SamplingParams(max_new_tokens=10, stop_ids=stops))
         finish(session, 4)
         assert row.tokens == want[: want.index(last) + 1]
-        assert row.end is RowEnd.STOP_TOKEN
+        assert row.end is FinishReason.STOP_TOKEN
 
 
 def test_tokens_can_be_read_while_a_launch_runs(device: torch.device) -> None:
@@ -101,7 +101,7 @@ def test_tokens_can_be_read_while_a_launch_runs(device: torch.device) -> None:
         assert row.tokens[1:] == seen
         assert launch.num_arrived == 8
         assert launch.tokens()[:, 0].tolist() == seen
-        assert launch.ends()[-1, 0] == RowEnd.LENGTH
+        assert launch.ends()[-1, 0] == FinishReason.LENGTH
 
 
 def test_a_launch_says_whose_its_columns_are(device: torch.device) -> None:
@@ -116,12 +116,12 @@ def test_a_launch_says_whose_its_columns_are(device: torch.device) -> None:
         session.collect(wait=True)
         of_row: dict[int, list[int]] = {}
         for launch in launches[3:]:
-            for column, row_id in enumerate(launch.row_ids.tolist()):
-                of_row.setdefault(row_id, []).extend(launch.tokens()[:, column].tolist())
-        assert of_row.keys() == {row.row_id for row in rows}
+            for column, req_index in enumerate(launch.req_indices.tolist()):
+                of_row.setdefault(req_index, []).extend(launch.tokens()[:, column].tolist())
+        assert of_row.keys() == {row.req_index for row in rows}
         for row in rows:
-            assert row.tokens[-len(of_row[row.row_id]) :] == of_row[row.row_id]
-        assert [len(launch.row_ids) for launch in launches] == [launch.num_reqs for launch in launches]
+            assert row.tokens[-len(of_row[row.req_index]) :] == of_row[row.req_index]
+        assert [len(launch.req_indices) for launch in launches] == [launch.num_reqs for launch in launches]
         assert (launches[0].tokens() == -1).any(), "of a prompt that goes on"
 
 
@@ -151,7 +151,7 @@ def test_a_launch_can_be_stopped() -> None:
         steps[0] += 1
         if steps[0] == stop_at[0]:
             queue = manager.queue
-            queue._ring._slots[queue.launches % len(queue._ring._slots)].record[HEADER_STOP] = 1
+            queue._ring._slots[queue.launches % len(queue._ring._slots)].inputs[HEADER_STOP] = 1
         return forward(step)
 
     manager._program.model.forward = stopping
@@ -214,7 +214,7 @@ def test_a_fork_goes_on_as_its_row_does(device: torch.device) -> None:
         forks.append(session.fork(forks[0]))
         finish(session, 4)
         assert [each.tokens for each in (row, *forks)] == [want] * 3
-        assert len({each.row_id for each in (row, *forks)}) == 3
+        assert len({each.req_index for each in (row, *forks)}) == 3
     assert runtime.allocator.num_free == 59
 
 
@@ -250,20 +250,20 @@ def test_faulty_rows_end_and_are_named_and_the_others_go_on(device: torch.device
     class Bad(LivelyModel):
         def forward(self, step):  # type: ignore[no-untyped-def]
             logits = super().forward(step)
-            bad = (step.row_ids == 2) & (step.metadata.seq_lens > 6)
+            bad = (step.req_indices == 2) & (step.metadata.seq_lens > 6)
             return torch.where(bad[:, None], float("nan"), logits)
 
     runtime = make_runtime(device, model=Bad(device), num_pages=60)
     runtime.capture()
     with DecodeSession(runtime) as session:
         rows = [session.add(prompt, SamplingParams(max_new_tokens=10)) for prompt in PROMPTS]
-        (faulty,) = [row for row in rows if row.row_id == 2]
+        (faulty,) = [row for row in rows if row.req_index == 2]
         session.run(10)
         with pytest.raises(ReplayError, match="row 2: NO_TOKEN_OFFERED") as error:
             session.collect(wait=True)
         assert [fault.code for fault in error.value.faults] == [FaultCode.NO_TOKEN_OFFERED]
         assert pickle.loads(pickle.dumps(error.value)).faults == error.value.faults
-        assert faulty.end is RowEnd.FAULT
+        assert faulty.end is FinishReason.FAULT
         finish(session)
         for row, prompt in zip(rows, PROMPTS, strict=True):
             want = oracle(runtime, prompt, 10)
@@ -288,7 +288,7 @@ def test_launches_of_the_same_rows_are_collected_as_one(device: torch.device) ->
             session.run(1)
         assert dict(session.collect(wait=True)) == {row: tokens[1:] for row, tokens in zip(rows, want, strict=True)}
         assert [row.tokens for row in rows] == want
-        assert [row.end for row in rows] == [RowEnd.LENGTH, RowEnd.STOP_TOKEN, RowEnd.LENGTH]
+        assert [row.end for row in rows] == [FinishReason.LENGTH, FinishReason.STOP_TOKEN, FinishReason.LENGTH]
         assert session.collect(wait=True) == []
         assert not session.running
 
@@ -320,7 +320,7 @@ def test_prompts_in_chunks_beside_rows_that_go_on(device: torch.device, mixed: b
     runtime = runtime_of(device, num_pages=80, mixed_batches=mixed, max_num_tokens=16)
     generator = random.Random(3)
     with DecodeSession(runtime) as session:
-        rows: list[SessionRow] = []
+        rows: list[SessionRequest] = []
         for length in (5, 40, 23, 1):
             prompt = [generator.randrange(VOCAB) for _ in range(length)]
             rows.append(session.add(prompt, SamplingParams(max_new_tokens=15)))
@@ -340,24 +340,24 @@ def test_equal_to_the_stateless_path_bit_by_bit(device: torch.device) -> None:
             session.run(6, eager=eager)
             session.collect(wait=True)
             session.run(1, eager=eager)
-            at = [row.row_id for row in session.rows]
+            at = [row.req_index for row in session.rows]
             logits = runtime.manager.queue._logits[:3].clone()
             session.collect(wait=True)
             lengths = [len(row.prompt) + len(row.tokens) - 1 for row in rows]
             pages = [session._pages._tables[0].pages(i) for i in at]
             batch = Batch(
-                row_ids=[3] * 0 + at, seq_lens=lengths, tokens=[row.tokens[-2] for row in rows],
+                req_indices=[3] * 0 + at, seq_lens=lengths, tokens=[row.tokens[-2] for row in rows],
                 page_indptr=np.cumsum([0, *map(len, pages)]), page_ids=np.concatenate(pages),
             )  # fmt: skip
             again = runtime.replay(batch).logits(copy=True)
             assert torch.equal(logits, again)
 
 
-def alone(runtime: Runtime, row: SessionRow) -> tuple[list[int], list[TokenLogprob | None]]:
+def alone(runtime: Runtime, row: SessionRequest) -> tuple[list[int], list[TokenLogprob | None]]:
     """What the stateless path samples for the same prompt and parameters, one token a step, and how likely it is."""
-    row_id, pages = runtime.free_rows[-1], runtime.allocator.allocate(16)
+    req_index, pages = runtime.free_req_indices[-1], runtime.allocator.allocate(16)
     tokens, params = row.prompt.tolist(), row.params
-    runtime.manager.row_tables.set_logit_bias({row_id: params.logit_bias})
+    runtime.manager.request_tables.set_logit_bias({req_index: params.logit_bias})
     values = {
         "temperatures": [params.temperature], "seeds": [params.seed], "top_ks": [params.top_k],
         "top_ps": [params.top_p], "min_ps": [params.min_p], "prompt_lens": [len(tokens)],
@@ -370,7 +370,7 @@ def alone(runtime: Runtime, row: SessionRow) -> tuple[list[int], list[TokenLogpr
     while len(out) < params.max_new_tokens and (not out or out[-1] not in params.stop_ids):
         new = tokens if not out else out[-1:]
         batch = Batch(
-            row_ids=[row_id], seq_lens=[len(tokens) + len(out)], query_lens=[len(new)], tokens=new,
+            req_indices=[req_index], seq_lens=[len(tokens) + len(out)], query_lens=[len(new)], tokens=new,
             page_indptr=[0, 16], page_ids=pages, **values,
         )  # fmt: skip
         handle = runtime.replay(batch)
@@ -382,7 +382,7 @@ def alone(runtime: Runtime, row: SessionRow) -> tuple[list[int], list[TokenLogpr
 
 STATE = [
     name for name, spec in StaticBuffers.specs().items()
-    if spec.kind is BufferKind.PERSISTENT and spec.writer in ("apply", "publish") and name != "last_token"
+    if spec.kind is BufferKind.PERSISTENT and spec.writer in ("unpack", "write_outputs") and name != "last_token"
 ]  # fmt: skip
 
 
@@ -424,7 +424,7 @@ def state_scenario() -> None:
             session.collect(wait=True)
         assert rows[0].tokens == want[0][: want[0].index(want[0][7]) + 1]
         assert rows[1].tokens == want[1]
-        assert [row.end for row in rows] == [RowEnd.STOP_TOKEN, RowEnd.LENGTH, RowEnd.LENGTH]
+        assert [row.end for row in rows] == [FinishReason.STOP_TOKEN, FinishReason.LENGTH, FinishReason.LENGTH]
         assert rows[2].tokens == alone(runtime, rows[2])[0]
 
 
@@ -435,7 +435,7 @@ def test_a_collect_that_raised_keeps_what_it_took_in_for_the_next_one(device: to
         faulty, row = (session.add(prompt, SamplingParams(max_new_tokens=6)) for prompt in PROMPTS[::2])
         session.set_token_mask(faulty, [0, 0])
         session.run(4)
-        with pytest.raises(StepFaultError, match=f"row {faulty.row_id}: NO_TOKEN_OFFERED"):
+        with pytest.raises(StepFaultError, match=f"row {faulty.req_index}: NO_TOKEN_OFFERED"):
             session.collect(wait=True)
         ((streamed, tokens),) = session.collect(wait=True)
         assert streamed is row
@@ -465,7 +465,7 @@ def wrong_calls() -> Iterator[tuple[str, type[Exception], str]]:
     yield "session.run(1.5)", ConfigError, "steps"
     yield "session.run(1, eager=2)", ConfigError, "eager"
     yield "session.collect(wait=1)", ConfigError, "wait"
-    yield "session.fork(3)", ConfigError, "row: expected SessionRow"
+    yield "session.fork(3)", ConfigError, "row: expected SessionRequest"
     yield "session.fork(row)", ConfigError, "fork: expected a row whose prompt was submitted"
     yield "session.release(gone)", ConfigError, "release: expected a row of this session"
     yield "session.fork(gone)", ConfigError, "fork: expected a row of this session"

@@ -16,7 +16,7 @@ from graphrt.cache.swap import SwapArrival, SwapSpace
 from graphrt.engine.launch import Launch
 from graphrt.generate.generator import Event, TextGenerator
 from graphrt.generate.movable import MovableSession
-from graphrt.kernels.types import RowEnd
+from graphrt.kernels.types import FinishReason
 from graphrt.replay import ReplayManager
 from graphrt.runtime import Runtime
 from graphrt.sampling_params import SamplingParams
@@ -52,9 +52,9 @@ def check_lengths(planned: list[Batch]) -> None:
     """Each row of each step begins a sequence, or goes on where its step before ended."""
     lengths: dict[int, int] = {}
     for batch in planned:
-        for row_id, end, new in zip(batch.row_ids, batch.seq_lens, batch.query_lens, strict=True):
-            assert end - new in (0, lengths.get(int(row_id)))
-            lengths[int(row_id)] = int(end)
+        for req_index, end, new in zip(batch.req_indices, batch.seq_lens, batch.query_lens, strict=True):
+            assert end - new in (0, lengths.get(int(req_index)))
+            lengths[int(req_index)] = int(end)
 
 
 @pytest.mark.parametrize("slow", [False, True], ids=["fast", "slow"])
@@ -75,7 +75,7 @@ def test_a_backend_that_plans_on_the_host_gets_every_length(
             session.run(3)
             session.collect(wait=True)
         assert [row.tokens for row in rows] == want
-        assert {row.end for row in rows} == {RowEnd.LENGTH}
+        assert {row.end for row in rows} == {FinishReason.LENGTH}
     check_lengths(planned)
     del planned[:]
     stops = [want[0][5], *[60] * 3]
@@ -145,7 +145,7 @@ def test_rows_that_wait_go_on_where_they_stood(swaps: bool, launches: int, monke
         row = session.add(PROMPTS[1], SamplingParams(max_new_tokens=15))
         for _ in range(launches):
             session.run(2)
-        length = session.length(row.row_id)
+        length = session.length(row.req_index)
         suspended = session.suspend(row, space)
         assert suspended.length == (length if swaps else 0)
         assert suspended.swapped is None or suspended.swapped.counts == (-(-length // 4),), "none of the pages ahead"
@@ -160,13 +160,13 @@ def test_rows_that_wait_go_on_where_they_stood(swaps: bool, launches: int, monke
         assert not session.in_flight(row)
         session.resume(row, suspended, space)
         while session.running:
-            session.hold(() if session.arrived(row.row_id, wait=True) else session.prompting)
+            session.hold(() if session.arrived(row.req_index, wait=True) else session.prompting)
             session.run(3)
             session.collect(wait=True)
         assert row.tokens == greedy(model, PROMPTS[1], 15)
-        assert row.end is RowEnd.LENGTH
+        assert row.end is FinishReason.LENGTH
     assert runtime.allocator.num_free == 59
-    assert runtime.free_rows == [0]
+    assert runtime.free_req_indices == [0]
     if space is not None:
         assert space.num_free_bytes == 1 << 20
         space.close()
@@ -184,8 +184,8 @@ def test_pages_that_have_not_arrived_are_waited_for_before_they_are_free(
         session.run(3)
         session.collect(wait=True)
         session.resume(row, session.suspend(row, space), space)
-        assert not session.arrived(row.row_id)
-        assert session.arriving == (row.row_id,)
+        assert not session.arrived(row.req_index)
+        assert session.arriving == (row.req_index,)
         free = runtime.allocator.num_free
         getattr(session, way)(row)
         assert waited == [free]
@@ -197,7 +197,7 @@ def test_held_rows_stand_still() -> None:
     runtime, model = captured(), LivelyModel(CPU)
     with MovableSession(runtime) as session:
         first, second = (session.add(prompt, SamplingParams(max_new_tokens=5)) for prompt in PROMPTS[:2])
-        session.hold([second.row_id])
+        session.hold([second.req_index])
         session.run(3)
         session.collect(wait=True)
         assert (len(first.tokens), len(second.tokens)) == (3, 0)
@@ -208,7 +208,7 @@ def test_held_rows_stand_still() -> None:
             session.run(3)
             session.collect(wait=True)
         assert second.tokens == greedy(model, PROMPTS[1], 5)
-        assert np.array_equal(session.given[second.row_id], PROMPTS[1])
+        assert np.array_equal(session.given[second.req_index], PROMPTS[1])
 
 
 @pytest.mark.parametrize("loop_sizes", [(), (1, 2)], ids=["launch_by_launch", "loop"])
@@ -244,7 +244,7 @@ def test_tokens_come_while_a_launch_runs(loop_sizes: tuple[int, ...], monkeypatc
         assert fork.tokens == rows[1].tokens
         launch.wait()
         assert [len(tokens) for _, tokens in session.collect()] == [1, 1, 1]
-        assert [row.end for row in (*rows, fork)] == [RowEnd.STOP_TOKEN, RowEnd.LENGTH, RowEnd.LENGTH]
+        assert [row.end for row in (*rows, fork)] == [FinishReason.STOP_TOKEN, FinishReason.LENGTH, FinishReason.LENGTH]
         assert rows[0].tokens == want[0][: stop + 1]
         assert rows[1].tokens == fork.tokens == want[1][:7]
 

@@ -13,7 +13,7 @@ from graphrt.kernels.errors import CapacityError
 from graphrt.kernels.types import KVLayout
 from graphrt.runtime import Runtime
 from graphrt.sampling_params import SamplingParams
-from graphrt.session.session import DecodeSession, SessionRow
+from graphrt.session.session import DecodeSession, SessionRequest
 from graphrt.spec import KVCacheSpec
 from graphrt.testing.poison import poison_derived
 from tests.runtime.test_session import PROMPTS, alone, finish, oracle
@@ -36,10 +36,12 @@ def some(generator: random.Random) -> dict[str, object]:
     return {name: value for name, value in options.items() if generator.random() < 0.3}
 
 
-def draw(generator: random.Random, session: DecodeSession, rows: list[SessionRow], open_rows: list[SessionRow]) -> None:
+def draw(
+    generator: random.Random, session: DecodeSession, rows: list[SessionRequest], open_rows: list[SessionRequest]
+) -> None:
     """One random thing that a server may do."""
     what = generator.choice(["add", "add", "run", "run", "run", "collect", "fork", "release", "poison"])
-    if what == "add" and session._runtime.free_rows:
+    if what == "add" and session._runtime.free_req_indices:
         prompt = [generator.randrange(VOCAB) for _ in range(generator.randint(1, 20))]
         params = SamplingParams(
             max_new_tokens=generator.randint(1, 30),
@@ -59,7 +61,7 @@ def draw(generator: random.Random, session: DecodeSession, rows: list[SessionRow
         poison_derived(session._runtime.manager.buffers)
     elif open_rows:
         row = generator.choice(open_rows)
-        if what == "fork" and session._runtime.free_rows and row.row_id not in session._prompts:
+        if what == "fork" and session._runtime.free_req_indices and row.req_index not in session._prompts:
             rows.append(session.fork(row))
             open_rows.append(rows[-1])
         elif what == "release":
@@ -88,10 +90,10 @@ def delay(runtime: Runtime, cycles: int = VERY_LATE) -> None:
         torch.cuda._sleep(cycles)
 
 
-def serve(generator: random.Random, runtime: Runtime, calls: int, late: float) -> list[SessionRow]:
+def serve(generator: random.Random, runtime: Runtime, calls: int, late: float) -> list[SessionRequest]:
     """Random calls of a session, on a device that is late with this probability; all rows that there were."""
-    rows: list[SessionRow] = []
-    open_rows: list[SessionRow] = []
+    rows: list[SessionRequest] = []
+    open_rows: list[SessionRequest] = []
     with DecodeSession(runtime) as session:
         for _ in range(calls):
             if generator.random() < late:
@@ -103,16 +105,18 @@ def serve(generator: random.Random, runtime: Runtime, calls: int, late: float) -
                 for row in [row for row in open_rows if row.end] or open_rows[:1]:
                     session.release(row)
                     open_rows.remove(row)
-            owned = sum(int(t.to[r.row_id] - t.from_[r.row_id]) for t in session._pages._tables for r in session.rows)
+            owned = sum(
+                int(t.to[r.req_index] - t.from_[r.req_index]) for t in session._pages._tables for r in session.rows
+            )
             used = runtime.allocator.num_pages - 1 - runtime.allocator.num_free
             assert used <= owned, "no page is held by nobody"
         session.collect(wait=True)
     assert runtime.allocator.num_free == runtime.allocator.num_pages - 1
-    assert len(runtime.free_rows) == 4
+    assert len(runtime.free_req_indices) == 4
     return rows
 
 
-def check_rows(runtime: Runtime, rows: list[SessionRow]) -> None:
+def check_rows(runtime: Runtime, rows: list[SessionRequest]) -> None:
     """Each row sampled what it samples alone, one token a step, and its log-probabilities are those."""
     for row in rows:
         want, logprobs = alone(runtime, row)
@@ -228,10 +232,10 @@ def test_a_late_device_reads_the_batch_that_was_submitted() -> None:
     runtime.capture()
     pages = runtime.allocator.allocate(16)
     prompt, handles = PROMPTS[0], []
-    batch = Batch(row_ids=[0], seq_lens=[3], query_lens=[3], tokens=prompt, page_indptr=[0, 16], page_ids=pages)
+    batch = Batch(req_indices=[0], seq_lens=[3], query_lens=[3], tokens=prompt, page_indptr=[0, 16], page_ids=pages)
     handles.append(runtime.replay(batch))
     for length in range(4, 24):
         if length % 5 == 0:
             delay(runtime)
-        handles.append(runtime.replay(Batch(row_ids=[0], seq_lens=[length])))
+        handles.append(runtime.replay(Batch(req_indices=[0], seq_lens=[length])))
     assert [int(handle.tokens()[0]) for handle in handles] == oracle(runtime, prompt, 21)

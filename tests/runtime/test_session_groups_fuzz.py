@@ -10,7 +10,7 @@ import torch
 from graphrt.kernels.errors import CapacityError
 from graphrt.runtime import Runtime
 from graphrt.sampling_params import SamplingParams
-from graphrt.session.session import DecodeSession, SessionRow
+from graphrt.session.session import DecodeSession, SessionRequest
 from graphrt.spec import AttentionSpec, KVCacheSpec
 from tests.runtime.layered import VOCAB, LayeredModel, build
 from tests.runtime.toy import slow_device
@@ -41,10 +41,10 @@ class Blocks:
         self.session, self.groups = session, runtime.kv_cache.groups
         self.free = [allocator.allocate(allocator.num_free) for allocator in runtime.allocators]
 
-    def give(self, generator: random.Random, row: SessionRow) -> None:
+    def give(self, generator: random.Random, row: SessionRequest) -> None:
         """A few pages of some groups, as far as there are any and the row's table has room."""
         pages: list[list[int]] = []
-        for group, have in zip(self.groups, self.session._pages.pages(row.row_id), strict=True):
+        for group, have in zip(self.groups, self.session._pages.pages(row.req_index), strict=True):
             count = min(generator.choice([0, 1, 1, 2, 5]), len(self.free[group.pool]), 2 if len(have) else 5)
             pages.append([self.free[group.pool].pop() for _ in range(count)])
         try:
@@ -53,7 +53,7 @@ class Blocks:
             for group, ids in zip(self.groups, pages, strict=True):
                 self.free[group.pool] += ids
 
-    def fork(self, row: SessionRow) -> SessionRow:
+    def fork(self, row: SessionRequest) -> SessionRequest:
         """A fork with as many pages as it needs. Raises: CapacityError where there are not as many."""
         needs = self.session.fork_needs(row)
         if any(need > len(free) for need, free in zip(needs, self.free, strict=True)):
@@ -66,7 +66,7 @@ class Blocks:
         """A page that the session names may be given again at once: no row has it any more, and it was given once."""
         every, in_use = self.session.take_pages(), [set(free) for free in self.free]
         for row in self.session.rows:
-            for group, ids in zip(self.groups, self.session._pages.pages(row.row_id), strict=True):
+            for group, ids in zip(self.groups, self.session._pages.pages(row.req_index), strict=True):
                 in_use[group.pool].update(ids.tolist())
         for free, used, back in zip(self.free, in_use, every, strict=True):
             assert len(back) == len(set(back))
@@ -78,14 +78,14 @@ def draw(
     generator: random.Random,
     session: DecodeSession,
     blocks: Blocks | None,
-    rows: list[SessionRow],
-    now: list[SessionRow],
+    rows: list[SessionRequest],
+    now: list[SessionRequest],
 ) -> None:
     """One random thing that a server may do; `now` has the rows that were not released."""
     what = generator.choice(["add", "run", "run", "run", "collect", "fork", "release", "pages", "pages"])
     row = generator.choice(now) if now else None
-    free_rows = session._runtime.free_rows
-    if what == "add" and free_rows:
+    free_req_indices = session._runtime.free_req_indices
+    if what == "add" and free_req_indices:
         prompt = [generator.randrange(VOCAB) for _ in range(generator.randint(1, 20))]
         stops = frozenset([generator.randrange(VOCAB)])
         rows.append(session.add(prompt, SamplingParams(generator.randint(1, 30), stop_ids=stops)))
@@ -96,7 +96,7 @@ def draw(
         session.collect(wait=generator.random() < 0.5)
     elif what == "pages" and blocks is not None and row is not None:
         blocks.give(generator, row)
-    elif what == "fork" and row is not None and free_rows and row.row_id not in session._prompts:
+    elif what == "fork" and row is not None and free_req_indices and row.req_index not in session._prompts:
         rows.append(session.fork(row) if blocks is None else blocks.fork(row))
         now.append(rows[-1])
     elif what == "release" and row is not None and (row.end or generator.random() < 0.2):
@@ -104,7 +104,9 @@ def draw(
         now.remove(row)
 
 
-def make_room(generator: random.Random, session: DecodeSession, blocks: Blocks | None, now: list[SessionRow]) -> None:
+def make_room(
+    generator: random.Random, session: DecodeSession, blocks: Blocks | None, now: list[SessionRequest]
+) -> None:
     """Pages for all rows, where a caller has some; else rows go that have ended, or now and then one that has not."""
     session.collect(wait=True)
     if blocks is not None and generator.random() < 0.8:
@@ -116,10 +118,10 @@ def make_room(generator: random.Random, session: DecodeSession, blocks: Blocks |
         now.remove(row)
 
 
-def serve(generator: random.Random, runtime: Runtime, own_pages: bool, calls: int) -> list[SessionRow]:
+def serve(generator: random.Random, runtime: Runtime, own_pages: bool, calls: int) -> list[SessionRequest]:
     """Random calls of a session; all rows that there were, most of which have ended."""
-    rows: list[SessionRow] = []
-    now: list[SessionRow] = []
+    rows: list[SessionRequest] = []
+    now: list[SessionRequest] = []
     with DecodeSession(runtime, own_pages=own_pages) as session:
         blocks = None if own_pages else Blocks(session, runtime)
         for _ in range(calls):
@@ -138,7 +140,7 @@ def serve(generator: random.Random, runtime: Runtime, own_pages: bool, calls: in
                 assert len(free) == allocator.num_pages - 1, "every page came back"
                 allocator.free(free)
     assert all(allocator.num_free == allocator.num_pages - 1 for allocator in runtime.allocators)
-    assert len(runtime.free_rows) == runtime.config.max_num_reqs
+    assert len(runtime.free_req_indices) == runtime.config.max_num_reqs
     return rows
 
 

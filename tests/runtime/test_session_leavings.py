@@ -7,20 +7,20 @@ import torch
 
 from graphrt.batch import Batch
 from graphrt.cache.groups import kv_groups
-from graphrt.config import RowTensor, RuntimeConfig
+from graphrt.config import RequestTensor, RuntimeConfig
 from graphrt.engine.handle import StepFaultError
 from graphrt.kernels.errors import CapacityError, ConfigError
-from graphrt.kernels.types import RowEnd
+from graphrt.kernels.types import FinishReason
 from graphrt.runtime import Runtime
 from graphrt.sampling_params import SamplingParams
-from graphrt.session.requests import SessionRow
+from graphrt.session.requests import SessionRequest
 from graphrt.session.session import DecodeSession
 from graphrt.spec import AttentionSpec
 from graphrt.step import Step
 from tests.runtime.toy import HEAD_DIM, HEADS, KV_HEADS, LAYERS, MAX_LEN, VOCAB, LivelyModel, greedy, make_runtime
 
 ALONE: dict[str, list[int]] = {
-    "row_ids": [0], "seq_lens": [3], "query_lens": [3], "tokens": [3, 1, 4], "page_indptr": [0, 1], "page_ids": [9]
+    "req_indices": [0], "seq_lens": [3], "query_lens": [3], "tokens": [3, 1, 4], "page_indptr": [0, 1], "page_ids": [9]
 }  # fmt: skip
 
 
@@ -35,19 +35,19 @@ def test_whoever_gets_a_row_id_has_nothing_of_the_row_before(device: torch.devic
     seen = []
 
     def model(step: Step) -> torch.Tensor:
-        seen.append(step.row_state("adapter")[0].item())
+        seen.append(step.request_state("adapter")[0].item())
         return lively(step)
 
     lively = LivelyModel(device)
-    config = {"max_logit_bias": 2, "use_graphs": False, "row_tensors": (RowTensor("adapter", initial=-1),)}
+    config = {"max_logit_bias": 2, "use_graphs": False, "request_tensors": (RequestTensor("adapter", initial=-1),)}
     runtime = make_runtime(device, model=model, config=config)
     runtime.capture()
     batch = {"seq_lens": [3], "query_lens": [3], "tokens": [3, 1, 4], "page_indptr": [0, 1], "page_ids": [1]}
-    expected = runtime.replay(Batch(row_ids=[0], **batch)).tokens().tolist()
+    expected = runtime.replay(Batch(req_indices=[0], **batch)).tokens().tolist()
     for leave in ("release", "close", "before it runs"):
         session = DecodeSession(runtime)
         row = session.add([3, 1, 4], SamplingParams(4, logit_bias={7: 100.0, 8: 100.0}), state={"adapter": 5})
-        at = row.row_id
+        at = row.req_index
         if leave != "before it runs":
             session.run(2)
             session.collect(wait=True)
@@ -57,7 +57,7 @@ def test_whoever_gets_a_row_id_has_nothing_of_the_row_before(device: torch.devic
             session.close()
         else:
             session.release(row)
-        assert runtime.replay(Batch(row_ids=[at], **batch)).tokens().tolist() == expected, leave
+        assert runtime.replay(Batch(req_indices=[at], **batch)).tokens().tolist() == expected, leave
         assert seen[-1] == -1
         session.close()
     session = DecodeSession(runtime)
@@ -75,12 +75,12 @@ def test_a_prompt_without_pages_enough_is_refused_at_once(device: torch.device, 
         with pytest.raises(CapacityError, match="expected at most 3 pages, got a need of 4 for 13 tokens"):
             session.add([1] * 13, SamplingParams(1))
         assert not session.rows
-        assert len(runtime.free_rows) == runtime.config.max_num_reqs
+        assert len(runtime.free_req_indices) == runtime.config.max_num_reqs
         row = session.add([1] * 12, SamplingParams(1))
         if own_pages:
             session.run(1)
             session.collect(wait=True)
-            assert row.end is RowEnd.LENGTH
+            assert row.end is FinishReason.LENGTH
 
 
 def test_a_row_id_that_was_given_back_goes_on_with_nothing(device: torch.device) -> None:
@@ -91,16 +91,16 @@ def test_a_row_id_that_was_given_back_goes_on_with_nothing(device: torch.device)
         gone = session.add([3, 1, 4], SamplingParams(29))
         session.run(6)
         session.collect(wait=True)
-        at, length = gone.row_id, 3 + len(gone.tokens)
+        at, length = gone.req_index, 3 + len(gone.tokens)
         session.release(gone)
-        runtime.free_rows.remove(at)
-        runtime.free_rows.insert(0, at)  # another row gets its pages, and not its id
+        runtime.free_req_indices.remove(at)
+        runtime.free_req_indices.insert(0, at)  # another row gets its pages, and not its id
         other = session.add([5, 6, 7, 8, 9], SamplingParams(20))
         session.run(8)
         session.collect(wait=True)
         with pytest.raises(StepFaultError) as caught:
-            runtime.replay(Batch(row_ids=[at], seq_lens=[length])).tokens()
-        assert [fault.row for fault in caught.value.faults] == [0]
+            runtime.replay(Batch(req_indices=[at], seq_lens=[length])).tokens()
+        assert [fault.index for fault in caught.value.faults] == [0]
         while session.running:
             session.run(8)
             session.collect(wait=True)
@@ -118,11 +118,11 @@ def test_tokens_that_a_row_before_had_are_not_penalised(device: torch.device) ->
                 while session.running:
                     session.run(4)
                     session.collect(wait=True)
-        at, pages = runtime.free_rows[-1], runtime.allocator.allocate(3)
+        at, pages = runtime.free_req_indices[-1], runtime.allocator.allocate(3)
         first = {"page_indptr": [0, 3], "page_ids": pages, "seq_lens": [3], "query_lens": [3], "tokens": [3, 1, 4]}
-        tokens = runtime.replay(Batch(row_ids=[at], **first)).tokens().tolist()
+        tokens = runtime.replay(Batch(req_indices=[at], **first)).tokens().tolist()
         for length in range(4, 10):
-            step = Batch(row_ids=[at], seq_lens=[length], presence_penalties=[3.0])
+            step = Batch(req_indices=[at], seq_lens=[length], presence_penalties=[3.0])
             tokens += runtime.replay(step).tokens().tolist()
         found.append(tokens)
     assert found[0] == found[1]
@@ -137,13 +137,13 @@ def test_rows_are_given_back_from_inside_of_a_step(device: torch.device, leave: 
     row = session.add([3, 1, 4], SamplingParams(9, logit_bias={7: 100.0}))
     session.run(2)
     session.collect(wait=True)
-    assert row.row_id == ALONE["row_ids"][0]
+    assert row.req_index == ALONE["req_indices"][0]
     with runtime.manager.between_steps():
         if leave == "close":
             session.close()
         else:
             session.release(row)
-    assert len(runtime.free_rows) == runtime.config.max_num_reqs
+    assert len(runtime.free_req_indices) == runtime.config.max_num_reqs
     assert runtime.replay(Batch(**ALONE)).tokens().tolist() == expected
 
 
@@ -160,7 +160,7 @@ def test_pages_that_a_fork_reads_are_not_named(device: torch.device) -> None:
         session.run(1)
         session.collect(wait=True)
         fork = session.fork(row, pages=[take(need) for need in session.fork_needs(row)])
-        shared = set(session._pages.pages(fork.row_id)[0].tolist()) & {1, 2, 3, 4, 5}
+        shared = set(session._pages.pages(fork.req_index)[0].tolist()) & {1, 2, 3, 4, 5}
         assert shared == {1}
         session.release(row)
         assert session.take_pages() == [[2, 3, 4, 5]]
@@ -226,7 +226,7 @@ def _runs(session: DecodeSession, prompt: list[int]) -> bool:
 @pytest.mark.parametrize("times", [1, 2])
 def test_a_row_that_leaves_in_a_step_leaves_once(device: torch.device, times: int) -> None:
     """A second release from inside of the model took its pages while the step still wrote there."""
-    hooks: list[list[SessionRow]] = []
+    hooks: list[list[SessionRequest]] = []
     lively = LivelyModel(device)
 
     def model(step: Step) -> torch.Tensor:
@@ -255,7 +255,7 @@ def test_a_row_that_leaves_in_a_step_leaves_once(device: torch.device, times: in
             session.run(1)
             session.collect(wait=True)
         assert other.tokens == greedy(lively, [7, 8], 12)
-    assert len(runtime.free_rows) == runtime.config.max_num_reqs
+    assert len(runtime.free_req_indices) == runtime.config.max_num_reqs
     assert runtime.allocator.num_free == 59
 
 
@@ -279,9 +279,9 @@ def test_the_collector_may_release_a_row_in_the_middle_of_a_release(
 
         monkeypatch.setattr(session._pages, "release", hooked)
         session.release(first)
-        assert left == [first.row_id, second.row_id]
+        assert left == [first.req_index, second.req_index]
         assert session.rows == (third,)
-    assert len(runtime.free_rows) == runtime.config.max_num_reqs
+    assert len(runtime.free_req_indices) == runtime.config.max_num_reqs
     assert runtime.allocator.num_free == 59
 
 
@@ -302,5 +302,5 @@ def test_a_close_that_was_interrupted_is_repeated(device: torch.device, monkeypa
         session.close()
     session.close()
     assert not session.rows
-    assert len(runtime.free_rows) == runtime.config.max_num_reqs
+    assert len(runtime.free_req_indices) == runtime.config.max_num_reqs
     assert runtime.allocator.num_free == 59

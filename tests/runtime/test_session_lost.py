@@ -11,7 +11,7 @@ import torch
 
 from graphrt.batch import Batch
 from graphrt.cache.tables import Tables
-from graphrt.config import RowTensor
+from graphrt.config import RequestTensor
 from graphrt.engine.launch import Launch
 from graphrt.engine.shadow import Shadow
 from graphrt.engine.stats import Stats
@@ -91,7 +91,7 @@ def test_a_step_that_fails_leaves_those_in_flight_their_results(device: torch.de
                 session.run(1, eager=True)
         to_the_end(session)
         assert row.tokens == expected
-    batch = {"row_ids": [0], "seq_lens": [3], "query_lens": [3], "tokens": [3, 1, 4], "page_indptr": [0, 1]}
+    batch = {"req_indices": [0], "seq_lens": [3], "query_lens": [3], "tokens": [3, 1, 4], "page_indptr": [0, 1]}
     first = runtime.replay(Batch(page_ids=[9], **batch))
     for _ in range(failures):
         model.call = fail
@@ -133,7 +133,7 @@ def test_rows_that_changed_in_part_are_over(device: torch.device, monkeypatch: p
         with pytest.raises(CaptureError, match=r"expected its rows, got a reset\(\) or a call that failed on its way"):
             call()
     session.close()
-    assert len(runtime.free_rows) == runtime.config.max_num_reqs
+    assert len(runtime.free_req_indices) == runtime.config.max_num_reqs
     assert runtime.allocator.num_free == 59
 
 
@@ -151,7 +151,7 @@ def test_a_call_that_is_interrupted_behind_its_launch_ends_the_session(
         with pytest.raises(CaptureError, match="expected its rows"):
             session.run(1)
         session.close()
-        assert len(runtime.free_rows) == runtime.config.max_num_reqs
+        assert len(runtime.free_req_indices) == runtime.config.max_num_reqs
 
 
 def test_a_step_that_ran_though_its_call_raised(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -198,7 +198,7 @@ def test_a_row_that_is_released_in_the_middle_of_a_step(device: torch.device, st
     [
         (SessionPages, "reserve"),
         (SessionPages, "listed"),
-        (SessionPages, "news"),
+        (SessionPages, "delta"),
         (Tables, "more"),
         (RowsInFlight, "_end"),
         (RowsInFlight, "_ended"),
@@ -228,7 +228,7 @@ def test_a_row_that_is_released_wherever_a_call_is(
     assert row.tokens == alone(device)
     assert len(short.tokens) == 2
     session.close()
-    assert sorted(runtime.free_rows) == list(range(runtime.config.max_num_reqs))
+    assert sorted(runtime.free_req_indices) == list(range(runtime.config.max_num_reqs))
     assert runtime.allocator.num_free == 59
 
 
@@ -251,7 +251,7 @@ def test_a_batch_that_is_interrupted_leaves_sessions_alone(device: torch.device)
         model.call = interrupt
         batch = {"seq_lens": [3], "query_lens": [3], "tokens": [3, 1, 4], "page_indptr": [0, 1], "page_ids": [50]}
         with pytest.raises(KeyboardInterrupt):
-            runtime.replay(Batch(row_ids=[3], **batch), eager=True)
+            runtime.replay(Batch(req_indices=[3], **batch), eager=True)
         to_the_end(session)
         assert row.tokens == alone(device)
 
@@ -272,14 +272,14 @@ def test_a_release_or_fork_that_is_interrupted_gives_its_row_id_back(
                     getattr(session, call)(row)
             if call == "fork":
                 session.release(row)
-    assert sorted(runtime.free_rows) == list(range(runtime.config.max_num_reqs))
+    assert sorted(runtime.free_req_indices) == list(range(runtime.config.max_num_reqs))
     assert call == "fork" or runtime.allocator.num_free == 59
 
 
 def test_nonsense_has_typed_errors() -> None:
     runtime = make_runtime(
         torch.device("cpu"), num_pages=60,
-        config={"max_logit_bias": 2, "token_masks": True, "row_tensors": (RowTensor("v"),)},
+        config={"max_logit_bias": 2, "token_masks": True, "request_tensors": (RequestTensor("v"),)},
     )  # fmt: skip
     runtime.capture()
 
@@ -287,7 +287,7 @@ def test_nonsense_has_typed_errors() -> None:
         def __repr__(self) -> str:
             raise ValueError("no text")
 
-    tables = runtime.manager.row_tables
+    tables = runtime.manager.request_tables
     with DecodeSession(runtime) as session:
         row = session.add([1])
         sparse = torch.tensor([1, 2]).to_sparse()

@@ -14,7 +14,7 @@ from graphrt.engine import program
 from graphrt.engine.handle import StepFaultError
 from graphrt.generate.generator import Event, TextGenerator
 from graphrt.kernels.errors import CapacityError, CaptureError, ReplayError, ShapeError, UnsupportedError
-from graphrt.kernels.types import FaultCode, RowEnd
+from graphrt.kernels.types import FaultCode, FinishReason
 from graphrt.runtime import Runtime
 from graphrt.sampling import sample_tokens
 from graphrt.sampling_params import SamplingParams
@@ -32,7 +32,7 @@ class Broken(LivelyModel):
     length, broken = 7, (0,)
 
     def forward(self, step: Step) -> torch.Tensor:
-        rows = torch.isin(step.row_ids, torch.tensor(self.broken, device=step.row_ids.device))
+        rows = torch.isin(step.req_indices, torch.tensor(self.broken, device=step.req_indices.device))
         bad = rows & (step.metadata.seq_lens >= self.length)
         return torch.where(bad[:, None], float("nan"), super().forward(step))
 
@@ -51,23 +51,23 @@ def test_a_fork_is_named_for_the_fault_of_the_launch_that_it_shares() -> None:
         fork = session.fork(row)
         with pytest.raises(StepFaultError) as caught:
             session.collect(wait=True)
-        assert [fault.row for fault in caught.value.faults] == [row.row_id, fork.row_id]
+        assert [fault.index for fault in caught.value.faults] == [row.req_index, fork.req_index]
         assert {fault.code for fault in caught.value.faults} == {FaultCode.NO_TOKEN_OFFERED}
-        assert row.end is fork.end is RowEnd.FAULT
+        assert row.end is fork.end is FinishReason.FAULT
 
 
 def test_whoever_took_a_row_id_is_not_named_for_the_row_before() -> None:
     with DecodeSession(captured(Broken(CPU))) as session:
         row = session.add([3, 1, 4], SamplingParams(10))
         session.run(6)
-        fork, before = session.fork(row), row.row_id
+        fork, before = session.fork(row), row.req_index
         session.release(row)
         other = session.add([5, 6], SamplingParams(3))
-        assert other.row_id == before
+        assert other.req_index == before
         with pytest.raises(StepFaultError) as caught:
             session.collect(wait=True)
-        assert [fault.row for fault in caught.value.faults] == [fork.row_id]
-        assert (fork.end, other.end) == (RowEnd.FAULT, RowEnd.GOES_ON)
+        assert [fault.index for fault in caught.value.faults] == [fork.req_index]
+        assert (fork.end, other.end) == (FinishReason.FAULT, FinishReason.RUNNING)
 
 
 def test_a_fork_that_was_refused_is_as_if_it_had_not_been_asked_for() -> None:
@@ -75,16 +75,16 @@ def test_a_fork_that_was_refused_is_as_if_it_had_not_been_asked_for() -> None:
     with DecodeSession(runtime) as session:
         row = session.add([3, 1, 4], SamplingParams(12, logprobs=None))
         session.run(3)
-        before = (list(runtime.free_rows), runtime.allocator.num_free, list(session.rows))
+        before = (list(runtime.free_req_indices), runtime.allocator.num_free, list(session.rows))
         with runtime.manager.between_steps(), pytest.raises(ReplayError, match="expected one call at a time"):
             session.fork(row)
-        assert (list(runtime.free_rows), runtime.allocator.num_free, list(session.rows)) == before
+        assert (list(runtime.free_req_indices), runtime.allocator.num_free, list(session.rows)) == before
         fork = session.fork(row)
         while session.running:
             session.run(3)
             session.collect(wait=True)
         assert row.tokens == fork.tokens == greedy(runtime.manager._program.model, [3, 1, 4], 12)
-    assert len(runtime.free_rows) == runtime.config.max_num_reqs
+    assert len(runtime.free_req_indices) == runtime.config.max_num_reqs
     assert runtime.allocator.num_free == 59
 
 
@@ -109,8 +109,8 @@ def test_launches_in_which_no_row_can_go_on_are_not_made(loop_sizes: tuple[int, 
         with pytest.raises(CapacityError, match="expected a page for the next token of a row, got 0 free pages"):
             session.run(1 << 30)
         session.collect(wait=True)
-        assert done.end is RowEnd.LENGTH
-        assert waits.end is RowEnd.GOES_ON
+        assert done.end is FinishReason.LENGTH
+        assert waits.end is FinishReason.RUNNING
         session.release(done)
         before = len(waits.tokens)
         session.run(3)
@@ -203,7 +203,7 @@ def test_results_that_a_session_reads_too_cannot_be_written() -> None:
         session.add([3, 1, 4], SamplingParams(6))
         session.run(1)
         (launch,) = session.run(2)
-        for array in (launch.tokens(), launch.ends(), launch.row_ids):
+        for array in (launch.tokens(), launch.ends(), launch.req_indices):
             assert array is not None
             with pytest.raises(ValueError, match="read-only"):
                 array[...] = 0
@@ -211,7 +211,7 @@ def test_results_that_a_session_reads_too_cannot_be_written() -> None:
 
 def test_a_mask_that_there_is_not_is_refused() -> None:
     runtime = captured(token_masks=True)
-    batch = {"row_ids": [0], "seq_lens": [1], "tokens": [3], "page_indptr": [0, 1], "page_ids": [1]}
+    batch = {"req_indices": [0], "seq_lens": [1], "tokens": [3], "page_indptr": [0, 1], "page_ids": [1]}
     most = runtime.config.max_num_reqs
     runtime.replay(Batch(**batch, token_masks=[most - 1])).wait()
     with pytest.raises(UnsupportedError, match=f"expected a runtime with max_num_reqs={most + 1}"):
@@ -290,7 +290,7 @@ def test_a_step_that_failed_has_counted_no_token(
                 session.run(1, eager=True)
                 session.collect(wait=True)
             found.append((row.tokens, other.tokens))
-            counts.append((state.penalty_counts[row.row_id].clone(), state.penalty_seen[row.row_id].clone()))
+            counts.append((state.penalty_counts[row.req_index].clone(), state.penalty_seen[row.req_index].clone()))
     assert found[0] == found[1]
     tokens = found[0][0][:-1]  # the last one was no input
     assert counts[0][0].tolist() == np.bincount(tokens, minlength=VOCAB).tolist()
@@ -300,7 +300,14 @@ def test_a_step_that_failed_has_counted_no_token(
 
 def test_a_token_that_there_is_not_has_no_log_probability() -> None:
     runtime = captured(max_logprobs=1)
-    batch = {"row_ids": [0], "seq_lens": [1], "tokens": [3], "page_indptr": [0, 1], "page_ids": [1], "logprobs": [1]}
+    batch = {
+        "req_indices": [0],
+        "seq_lens": [1],
+        "tokens": [3],
+        "page_indptr": [0, 1],
+        "page_ids": [1],
+        "logprobs": [1],
+    }
     (found,) = runtime.replay(Batch(**batch, logprob_tokens=[VOCAB - 1])).logprobs()
     assert found is not None
     assert found.token == VOCAB - 1

@@ -10,7 +10,7 @@ import torch
 
 from graphrt.cache.kv_cache import PageAllocator
 from graphrt.kernels.errors import CapacityError, ConfigError, ShapeError
-from graphrt.kernels.types import RowEnd
+from graphrt.kernels.types import FinishReason
 from graphrt.runtime import Runtime
 from graphrt.sampling_params import SamplingParams
 from graphrt.session.pages import SessionPages
@@ -99,7 +99,7 @@ def test_a_row_goes_on_while_another_waits_for_a_page() -> None:
             session.run(4)
             session.collect(wait=True)
         assert len(short.tokens) == 2, "of its page the last token's place is left"
-        assert short.end is RowEnd.GOES_ON
+        assert short.end is FinishReason.RUNNING
         session.append_pages(short, torch.tensor([9, 10, 11]).numpy())
         while session.running:
             session.run(4)
@@ -135,7 +135,7 @@ def test_a_row_that_stood_still_goes_on_with_its_page_before_anything_is_collect
         for page in (7, 5, 6):
             session.append_pages(row, [page])
             session.run(1)
-            if row.row_id not in session._prompts and session._most[row.row_id] % PAGE:
+            if row.req_index not in session._prompts and session._most[row.req_index] % PAGE:
                 session.run(8)
         session.collect(wait=True)
         assert row.tokens == greedy(model, [1, 2, 3], 10)
@@ -164,7 +164,7 @@ def test_forks_take_the_callers_pages() -> None:
         fork = session.fork(row, pages=[[20, 21]])
         session.run(8)
         session.collect(wait=True)
-        assert row.end is RowEnd.LENGTH
+        assert row.end is FinishReason.LENGTH
         assert len(fork.tokens) == 7, "it stands still at the end of its own pages"
         session.append_pages(fork, [22])
         while session.running:
@@ -274,7 +274,7 @@ def test_a_fork_takes_no_pages_for_what_its_row_has_ahead() -> None:
         row = session.add(prompt, SamplingParams(max_new_tokens=30))
         session.run(3)
         session.collect(wait=True)
-        ahead = session._pages.pages(row.row_id)[0]
+        ahead = session._pages.pages(row.req_index)[0]
         assert len(ahead) > 2
         rest = runtime.allocator.allocate(runtime.allocator.num_free - 1)
         fork = session.fork(row)

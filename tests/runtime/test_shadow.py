@@ -10,7 +10,7 @@ import torch
 
 from graphrt.backends.torch_reference import TorchReferenceBackend
 from graphrt.batch import Batch
-from graphrt.config import RowTensor, RuntimeConfig
+from graphrt.config import RequestTensor, RuntimeConfig
 from graphrt.engine.undo import Copies
 from graphrt.kernels.errors import ConfigError
 from graphrt.kernels.types import KVLayout
@@ -31,11 +31,11 @@ def _warnings_are_errors() -> Iterator[None]:
 
 def prompt(*tokens: int) -> Batch:
     n = len(tokens)
-    return Batch(row_ids=[0], seq_lens=[n], query_lens=[n], tokens=tokens, page_indptr=[0, 2], page_ids=[5, 6])
+    return Batch(req_indices=[0], seq_lens=[n], query_lens=[n], tokens=tokens, page_indptr=[0, 2], page_ids=[5, 6])
 
 
 def going_on(seq_len: int) -> Batch:
-    return Batch(row_ids=[0], seq_lens=[seq_len], page_indptr=[0, 2], page_ids=[5, 6])
+    return Batch(req_indices=[0], seq_lens=[seq_len], page_indptr=[0, 2], page_ids=[5, 6])
 
 
 def everything(manager: ReplayManager) -> list[torch.Tensor]:
@@ -126,7 +126,7 @@ class CountingModel(ToyModel):
     """Counts its steps of each row in a tensor of the row's own."""
 
     def forward(self, step: Step) -> torch.Tensor:
-        step.row_tensors["count"].index_add_(0, step.row_ids.clamp_min(0), (step.row_ids >= 0).float())
+        step.request_tensors["count"].index_add_(0, step.req_indices.clamp_min(0), (step.req_indices >= 0).float())
         return super().forward(step)
 
 
@@ -135,11 +135,11 @@ def test_row_tensors_advance_once(device: torch.device) -> None:
         rig = make_rig(
             device,
             model=CountingModel(device, torch.float32),
-            row_tensors=(RowTensor("count"),),
+            request_tensors=(RequestTensor("count"),),
             shadow_every=every,
         )
         drive(rig)
-        assert rig.manager.row_tables.tensors["count"][0].item() == 6
+        assert rig.manager.request_tables.tensors["count"][0].item() == 6
         rig.manager.close()
 
 
@@ -252,4 +252,4 @@ def test_copies_of_any_layout_and_dtype() -> None:
 def test_more_launches_are_in_flight_beside_shadows(device: torch.device, every: int, slots: int) -> None:
     """They hide the eager steps: the host may be twice as many launches ahead before it waits."""
     rig = make_rig(device, capture=False, ring_depth=3, shadow_every=every)
-    assert len(rig.manager.buffers.inbox) == rig.manager.config.most_in_flight == slots
+    assert len(rig.manager.buffers.input_ring) == rig.manager.config.most_in_flight == slots

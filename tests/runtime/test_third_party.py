@@ -45,7 +45,7 @@ context = BackendContext((spec,), (KVCacheSpec(1, 2, 16, 4, dtype=torch.float32)
 cls, reason = select_backend(context, "acme")
 report = {"names": names, "class": f"{cls.__module__}:{cls.__name__}", "reason": reason}
 report["chosen"] = select_backend(context)[1]
-report["explained"] = {s.name: s.why_not for s in standings(context) if s.name.startswith("acme")}
+report["explained"] = {s.name: s.unsupported_reasons for s in standings(context) if s.name.startswith("acme")}
 report["errors"] = {}
 for name in (name for name in names if name.startswith("acme_")):
     try:
@@ -63,7 +63,7 @@ from graphrt.batch import Batch
 from tests.runtime.toy import make_rig
 
 rig = make_rig(torch.device("cpu"))
-handle = rig.manager.replay(Batch(row_ids=[0], seq_lens=[1], tokens=[3], page_indptr=[0, 1], page_ids=[5]))
+handle = rig.manager.replay(Batch(req_indices=[0], seq_lens=[1], tokens=[3], page_indptr=[0, 1], page_ids=[5]))
 print(json.dumps({
     "token": int(handle.tokens()[0]),
     "expected": int(rig.model.oracle([3]).argmax()),
@@ -146,12 +146,12 @@ def test_a_broken_package_does_not_stand_in_the_way(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("how", ["chosen", "variable"])
 def test_the_runtime_runs_with_it(tmp_path: Path, how: str) -> None:
-    """One decode step through the op tape; named by GRAPHRT_BACKEND, or found."""
+    """One decode step through the op trace; named by GRAPHRT_BACKEND, or found."""
     install(tmp_path, {"acme": "graphrt_acme:AcmeBackend"})
     variables = {"GRAPHRT_BACKEND": "acme"} if how == "variable" else {}
     report = run_python(STEP, tmp_path, CUDA_VISIBLE_DEVICES="", **variables)
     assert report["backend"] == "acme"
-    assert report["recorder"].startswith("op-tape")
+    assert report["recorder"].startswith("op trace")
     assert report["why_eager"] == ""
     assert report["token"] == report["expected"]
     assert report["planned"] == [["decode[1]", [1]]]
@@ -161,8 +161,8 @@ def test_env_shows_installed_backends_and_what_is_wrong_with_them(site: Path) ->
     code = "import sys; sys.argv = ['graphrt', 'env', '--json']; from graphrt.cli.main import main; main()"
     report = run_python(code, site)["backends"]
     known = {entry["name"]: entry for entry in report["known"]}
-    assert known["acme"]["why_not"] == []
+    assert known["acme"]["unsupported_reasons"] == []
     assert known["acme"]["rank"] is not None
-    assert "a_package_that_nobody_has" in known["acme_broken"]["why_not"][0]
+    assert "a_package_that_nobody_has" in known["acme_broken"]["unsupported_reasons"][0]
     assert known["acme_broken"]["rank"] is None
     assert known["acme_broken"]["graph_support"] == "unknown"

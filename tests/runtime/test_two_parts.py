@@ -8,12 +8,12 @@ import pytest
 import torch
 
 import graphrt
-from graphrt.batch import Batch, Row
+from graphrt.batch import Batch, Request
 from graphrt.cache.groups import kv_groups
 from graphrt.capture.descriptor import GraphKind
 from graphrt.config import RuntimeConfig
 from graphrt.kernels.errors import ConfigError, UnsupportedError
-from graphrt.kernels.types import TOKEN_FROM_ROW, FaultCode
+from graphrt.kernels.types import TOKEN_FROM_DEVICE, FaultCode
 from graphrt.runtime import Runtime
 from graphrt.spec import AttentionSpec
 from graphrt.step import Step
@@ -45,18 +45,18 @@ class Sequences:
         groups = runtime.kv_cache.groups
         self.pages = [[[next(pages) for _ in range(g.pages_for(MAX_LEN))] for g in groups] for _ in lengths]
 
-    def step(self, order: tuple[int, ...], news: list[int], *, expect: bool = True) -> None:
-        """Feed `news[i]` tokens of each sequence, rows in this order; all that sample must give the oracle's token."""
+    def step(self, order: tuple[int, ...], delta: list[int], *, expect: bool = True) -> None:
+        """Feed `delta[i]` tokens of each sequence, rows in this order; all that sample must give the oracle's token."""
         rows = []
         for i in order:
-            start, end = self.done[i], self.done[i] + news[i]
+            start, end = self.done[i], self.done[i] + delta[i]
             self.done[i] = end
             tokens = self.tokens[i][start:end]
-            if len(tokens) < news[i]:
-                tokens = [TOKEN_FROM_ROW]
-            rows.append(Row(i, tokens, end, self.pages[i], sample=end >= len(self.tokens[i])))
+            if len(tokens) < delta[i]:
+                tokens = [TOKEN_FROM_DEVICE]
+            rows.append(Request(i, tokens, end, self.pages[i], sample=end >= len(self.tokens[i])))
         poison_derived(self.runtime.manager.buffers)
-        handle = self.runtime.replay(Batch.from_rows(rows))
+        handle = self.runtime.replay(Batch.from_requests(rows))
         assert handle.why_eager == ""
         logits, tokens = handle.logits(copy=True).double().cpu(), handle.tokens().tolist()
         for at, i in enumerate(order):
@@ -99,13 +99,13 @@ def test_replay_equals_eager(device: torch.device) -> None:
     _, runtime = two_parts(pair, device)
     pages = [[list(range(1 + 20 * g, 3 + 20 * g)) for g in range(len(runtime.kv_cache.groups))]]
     pages.append([[p + 5 for p in listed] for listed in pages[0]])
-    chunk, decode = Row(0, [3, 1, 4, 1, 5], 5, pages[0]), Row(1, [9], 12, pages[1])
+    chunk, decode = Request(0, [3, 1, 4, 1, 5], 5, pages[0]), Request(1, [9], 12, pages[1])
     for tensor in (*runtime.kv_cache.k, *runtime.kv_cache.v):
         tensor[1:].normal_(generator=torch.Generator(device).manual_seed(1))
     found = []
     for rows in ((chunk, decode), (decode, chunk)):
         poison_derived(runtime.manager.buffers)
-        comparison = runtime.compare(Batch.from_rows(rows))
+        comparison = runtime.compare(Batch.from_requests(rows))
         assert comparison.equal, str(comparison)
         found.append(comparison.graph.logits)
     assert torch.equal(found[0], found[1].flip(0))
@@ -116,11 +116,11 @@ def test_faults_name_the_row_of_the_batch(device: torch.device) -> None:
     pair = TRITON if device.type == "cuda" else REFERENCE
     _, runtime = two_parts(pair, device)
     groups = range(len(runtime.kv_cache.groups))
-    rows = [Row(r, [1] * (1 + r % 2 * 3), 1 + r % 2 * 3, [[1 + 4 * g + r] for g in groups]) for r in range(4)]
+    rows = [Request(r, [1] * (1 + r % 2 * 3), 1 + r % 2 * 3, [[1 + 4 * g + r] for g in groups]) for r in range(4)]
     rows[1] = replace(rows[1], tokens=[1, 2, 999, 3])
     rows[2] = replace(rows[2], pages=[[0] for _ in groups])
-    handle = runtime.replay(Batch.from_rows(rows))
-    found = [(fault.row, fault.code, fault.value) for fault in handle.faults]
+    handle = runtime.replay(Batch.from_requests(rows))
+    found = [(fault.index, fault.code, fault.value) for fault in handle.faults]
     assert found == [(1, FaultCode.TOKEN_OUT_OF_RANGE, 999), (2, FaultCode.PAGE_OUT_OF_RANGE, 0)]
     tokens = handle.tokens(raise_on_fault=False).tolist()
     assert [token >= 0 for token in tokens] == [True, False, False, True]
@@ -134,7 +134,7 @@ def test_the_model_sees_decodes_first(device: torch.device) -> None:
     class Looks(LayeredModel):
         def forward(self, step: Step) -> torch.Tensor:
             if step.descriptor.kind is GraphKind.MIXED:
-                seen.append((step.row_ids.tolist(), step.input_ids.tolist()))
+                seen.append((step.req_indices.tolist(), step.input_ids.tolist()))
             return super().forward(step)
 
     groups = kv_groups(SPECS, page_size=8)
@@ -148,12 +148,12 @@ def test_the_model_sees_decodes_first(device: torch.device) -> None:
     seen.clear()
     pages = [[[1 + 4 * g + r] for g in range(len(groups))] for r in range(4)]
     rows = [
-        Row(3, [7], 1, pages[3]),
-        Row(0, [1, 2], 2, pages[0]),
-        Row(2, [3, 4, 5], 3, pages[2]),
-        Row(1, [6, 8], 2, pages[1]),
+        Request(3, [7], 1, pages[3]),
+        Request(0, [1, 2], 2, pages[0]),
+        Request(2, [3, 4, 5], 3, pages[2]),
+        Request(1, [6, 8], 2, pages[1]),
     ]
-    runtime.replay(Batch.from_rows(rows)).tokens()
+    runtime.replay(Batch.from_requests(rows)).tokens()
     assert seen == [([0, 1, 3, 2], [1, 2, 6, 8, 7, 3, 4, 5, *[0] * 8])]
     runtime.close()
 

@@ -59,7 +59,7 @@ def test_a_warm_step_is_one_launch(driver: CountedDriver) -> None:
 
     def batch(step: int) -> Batch:
         return Batch(
-            row_ids=range(4),
+            req_indices=range(4),
             seq_lens=[n + step for n in lengths],
             tokens=[1, 2, 3, 4],
             page_indptr=range(0, 41, 10),

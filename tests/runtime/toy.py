@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 import torch
 
-from graphrt.batch import Batch, Row
+from graphrt.batch import Batch, Request
 from graphrt.cache.kv_cache import KVCache, PageAllocator
 from graphrt.config import RuntimeConfig
 from graphrt.engine.launch import Launch
-from graphrt.kernels.types import TOKEN_FROM_ROW, KVLayout
+from graphrt.kernels.types import TOKEN_FROM_DEVICE, KVLayout
 from graphrt.replay import ReplayManager
 from graphrt.runtime import Runtime
 from graphrt.sampling import sample_tokens
@@ -81,7 +81,7 @@ class LivelyModel(ToyModel):
 class Sequence:
     """A sequence on the host: what was fed so far, and the pages that hold it."""
 
-    row_id: int
+    req_index: int
     tokens: list[int] = field(default_factory=list)
     pages: list[int] = field(default_factory=list)
     cached: int = 0
@@ -96,10 +96,10 @@ class Rig:
     allocator: PageAllocator
     page_size: int
 
-    def start(self, row_id: int, tokens: list[int]) -> Sequence:
-        return Sequence(row_id, list(tokens))
+    def start(self, req_index: int, tokens: list[int]) -> Sequence:
+        return Sequence(req_index, list(tokens))
 
-    def row(self, sequence: Sequence, count: int | None = None, *, from_device: bool = False, **options) -> Row:
+    def row(self, sequence: Sequence, count: int | None = None, *, from_device: bool = False, **options) -> Request:
         """The next `count` tokens of a sequence as a row of a step; allocates its pages."""
         count = len(sequence.tokens) - sequence.cached if count is None else count
         new = sequence.tokens[sequence.cached : sequence.cached + count]
@@ -107,12 +107,12 @@ class Rig:
         needed = -(-sequence.cached // self.page_size)
         sequence.pages += self.allocator.allocate(needed - len(sequence.pages))
         sample = sequence.cached == len(sequence.tokens)
-        tokens = [TOKEN_FROM_ROW] if from_device else new
-        return Row(sequence.row_id, tokens, sequence.cached, tuple(sequence.pages), sample=sample, **options)
+        tokens = [TOKEN_FROM_DEVICE] if from_device else new
+        return Request(sequence.req_index, tokens, sequence.cached, tuple(sequence.pages), sample=sample, **options)
 
     def prefill(self, *sequences: Sequence) -> np.ndarray:
         """Feed everything not yet cached in one step and append the sampled tokens."""
-        tokens = self.manager.replay(Batch.from_rows([self.row(s) for s in sequences])).tokens()
+        tokens = self.manager.replay(Batch.from_requests([self.row(s) for s in sequences])).tokens()
         for sequence, token in zip(sequences, tokens.tolist(), strict=True):
             sequence.tokens.append(token)
         return tokens

@@ -71,8 +71,8 @@ function addGraph(model, values, parent, body) {
   });
   graph.before = graph.nodes.map(() => []);
   graph.after = graph.nodes.map(() => []);
-  // An op tape that says nothing of dependencies runs in its order.
-  graph.serial = model.origin === "op-tape" && values.edges.length === 0;
+  // An op trace that says nothing of dependencies runs in its order.
+  graph.serial = model.origin === "op trace" && values.edges.length === 0;
   let source = 0;
   for (let at = 0; at < values.edges.length; at += 3) {
     source += values.edges[at];

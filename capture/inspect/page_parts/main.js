@@ -84,7 +84,7 @@ function showHeader() {
     inner = model.graphs.length - 1;
   const fact = (value, label) => el("li", {}, el("b", {}, value), label ? ` ${label}` : "");
   const facts = [
-    fact({ cuda: "CUDA graph", "op-tape": "op tape, the CPU twin of a CUDA graph" }[model.origin] || model.origin, ""),
+    fact({ cuda: "CUDA graph", "op trace": "op trace, the CPU twin" }[model.origin] || model.origin, ""),
     fact(model.nodes.length.toLocaleString("en-US"), model.nodes.length === 1 ? "node" : "nodes"),
     fact(edges.toLocaleString("en-US"), edges === 1 ? "edge" : "edges"),
     inner ? fact(String(inner), inner === 1 ? "inner graph" : "inner graphs") : null,

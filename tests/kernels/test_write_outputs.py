@@ -1,4 +1,4 @@
-"""Publishing, kernel and reference, against expectations in plain Python."""
+"""write_outputs, kernel and reference, against expectations in plain Python."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from torch.overrides import TorchFunctionMode
 from triton.runtime.interpreter import InterpreterBuilder
 
 from graphrt.kernels.errors import ShapeError
-from graphrt.kernels.metadata import record as layout
+from graphrt.kernels.metadata import step_inputs as layout
 from graphrt.kernels.metadata.buffers import STOP_TOKENS, BufferKind, Capacity, PageGroup, StaticBuffers
-from graphrt.kernels.metadata.publish import publish, publish_reference
-from graphrt.kernels.types import NO_TOKEN, FaultCode, RowEnd, RowStatus
+from graphrt.kernels.metadata.write_outputs import write_outputs, write_outputs_reference
+from graphrt.kernels.types import NO_TOKEN, FaultCode, FinishReason, RequestStatus
 
 CPU = torch.device("cpu")
 VOCAB = 262208  # of a real model; more than 2**18
-S, F = RowStatus, FaultCode
+S, F = RequestStatus, FaultCode
 UNTOUCHED = -77
 
 # token, row id, status, fault of the refresh; then what the host must find: token, code, value
-Entry = tuple[int, int, RowStatus, tuple[FaultCode, int], int, FaultCode, int]
+Entry = tuple[int, int, RequestStatus, tuple[FaultCode, int], int, FaultCode, int]
 FINE = (F.NONE, 0)
 STEPS: list[tuple[int, list[Entry]]] = [
     (
@@ -47,17 +47,17 @@ STEPS: list[tuple[int, list[Entry]]] = [
             (VOCAB, 4, S.SAMPLES, FINE, NO_TOKEN, F.SAMPLE_OUT_OF_RANGE, VOCAB),
             (-2, 2, S.SAMPLES, FINE, NO_TOKEN, F.SAMPLE_OUT_OF_RANGE, -2),
             (VOCAB + 9, 0, S.LIVE, FINE, NO_TOKEN, F.NONE, 0),  # nobody samples: whatever the sampler says
-            (-5, -1, S.INVALID, (F.DUPLICATE_ROW, 3), NO_TOKEN, F.DUPLICATE_ROW, 3),
+            (-5, -1, S.INVALID, (F.DUPLICATE_REQUEST, 3), NO_TOKEN, F.DUPLICATE_REQUEST, 3),
         ],
     ),
 ]
 
 
-def make_buffers(device: torch.device, rows: int, row_ids: int, ring: int = 3) -> StaticBuffers:
-    buffers = StaticBuffers.allocate(Capacity(rows, rows, row_ids, 100, ring, (PageGroup(1, 2, 0, 1),)), device)
+def make_buffers(device: torch.device, rows: int, req_indices: int, ring: int = 3) -> StaticBuffers:
+    buffers = StaticBuffers.allocate(Capacity(rows, rows, req_indices, 100, ring, (PageGroup(1, 2, 0, 1),)), device)
     for name in ("step_ring", "token_ring", "fault_code_ring", "fault_value_ring"):
         getattr(buffers, name).fill_(UNTOUCHED)
-    buffers.last_token.copy_(torch.arange(100, 100 + row_ids))
+    buffers.last_token.copy_(torch.arange(100, 100 + req_indices))
     buffers.places.copy_(torch.arange(rows))
     return buffers
 
@@ -68,23 +68,23 @@ def check_steps(device: torch.device, dtype: torch.dtype) -> None:
     last = buffers.last_token.tolist()
     for step, entries in STEPS:
         cut, entry = buffers.cut(len(entries), len(entries)), step % 3
-        tokens, row_ids, status, faults, found, codes, values = (list(c) for c in zip(*entries, strict=True))
+        tokens, req_indices, status, faults, found, codes, values = (list(c) for c in zip(*entries, strict=True))
         cut.step_counter.fill_(step)
-        cut.row_ids.copy_(torch.tensor(row_ids))
-        cut.row_status.copy_(torch.tensor([int(s) for s in status]))
+        cut.req_indices.copy_(torch.tensor(req_indices))
+        cut.req_status.copy_(torch.tensor([int(s) for s in status]))
         cut.fault_code.copy_(torch.tensor([int(code) for code, _ in faults]))
         cut.fault_value.copy_(torch.tensor([value for _, value in faults]))
         cut.void_ids.fill_(-1)
         if step == 6:
             cut.void_ids[1] = 7
             last[7] = NO_TOKEN  # a sequence that began with a fault
-        publish(cut, torch.tensor(tokens, dtype=dtype, device=device), vocab_size=VOCAB)
+        write_outputs(cut, torch.tensor(tokens, dtype=dtype, device=device), vocab_size=VOCAB)
         if device.type == "cuda":
             torch.cuda.synchronize()
         n = len(entries)
         expected["token_ring"][entry][:n] = found
         expected["fault_code_ring"][entry][:n] = [int(code) for code in codes]
-        for r, (i, s) in enumerate(zip(row_ids, status, strict=True)):
+        for r, (i, s) in enumerate(zip(req_indices, status, strict=True)):
             if codes[r]:
                 expected["fault_value_ring"][entry][r] = values[r]
             if s in (S.SAMPLES, S.LIVE):
@@ -115,13 +115,13 @@ def check_places(device: torch.device) -> None:
     """What stands at another place than in the batch goes to the host in the batch's order, and to its own row id."""
     buffers = make_buffers(device, 3, 8)
     buffers.places.copy_(torch.tensor([2, 0, 1]))
-    buffers.row_ids.copy_(torch.tensor([5, 6, -1]))
+    buffers.req_indices.copy_(torch.tensor([5, 6, -1]))
     buffers.void_ids.copy_(torch.tensor([-1, -1, 7]))
-    buffers.row_status.copy_(torch.tensor([int(S.SAMPLES), int(S.LIVE), int(S.INVALID)]))
+    buffers.req_status.copy_(torch.tensor([int(S.SAMPLES), int(S.LIVE), int(S.INVALID)]))
     buffers.fault_code.copy_(torch.tensor([0, 0, int(F.BAD_LENGTH)]))
     buffers.fault_value.copy_(torch.tensor([1, 2, 33]))
     buffers.step_counter.zero_()
-    publish(buffers, torch.tensor([70, 71, 72], device=device), vocab_size=100)
+    write_outputs(buffers, torch.tensor([70, 71, 72], device=device), vocab_size=100)
     if device.type == "cuda":
         torch.cuda.synchronize()
     assert buffers.token_ring[0].tolist() == [NO_TOKEN, 70, NO_TOKEN]
@@ -141,11 +141,11 @@ def test_places_reference() -> None:
 def check_wide_samples(device: torch.device) -> None:
     """2**32 + 5 is no token 5."""
     buffers = make_buffers(device, 2, 2)
-    buffers.row_ids.copy_(torch.arange(2))
+    buffers.req_indices.copy_(torch.arange(2))
     buffers.void_ids.fill_(-1)
-    buffers.row_status.fill_(int(S.SAMPLES))
+    buffers.req_status.fill_(int(S.SAMPLES))
     buffers.step_counter.zero_()
-    publish(buffers, torch.tensor([2**32 + 5, -(2**32) + 5], device=device), vocab_size=100)
+    write_outputs(buffers, torch.tensor([2**32 + 5, -(2**32) + 5], device=device), vocab_size=100)
     if device.type == "cuda":
         torch.cuda.synchronize()
     assert buffers.token_ring[0].tolist() == [NO_TOKEN, NO_TOKEN]
@@ -165,12 +165,12 @@ def test_wide_samples_reference() -> None:
 def check_without_tokens(device: torch.device) -> None:
     """The caller samples: faults are told, last tokens stay."""
     buffers = make_buffers(device, 3, 3)
-    buffers.row_ids.copy_(torch.tensor([2, -1, 1]))
-    buffers.row_status.copy_(torch.tensor([int(S.SAMPLES), int(S.INVALID), int(S.LIVE)]))
+    buffers.req_indices.copy_(torch.tensor([2, -1, 1]))
+    buffers.req_status.copy_(torch.tensor([int(S.SAMPLES), int(S.INVALID), int(S.LIVE)]))
     buffers.fault_code.copy_(torch.tensor([0, int(F.BAD_LENGTH), 0]))
     buffers.fault_value.copy_(torch.tensor([0, 17, 0]))
     buffers.step_counter.fill_(7)
-    publish(buffers, None, vocab_size=100)
+    write_outputs(buffers, None, vocab_size=100)
     if device.type == "cuda":
         torch.cuda.synchronize()
     assert buffers.step_ring.tolist() == [UNTOUCHED, 7, UNTOUCHED]
@@ -192,11 +192,11 @@ def test_more_rows_than_a_program_takes(kernel_device: torch.device) -> None:
     rows = 1500
     buffers = make_buffers(kernel_device, rows, rows, ring=2)
     tokens = torch.arange(rows, dtype=torch.int32, device=kernel_device)
-    buffers.row_ids.copy_(tokens.flip(0))
+    buffers.req_indices.copy_(tokens.flip(0))
     buffers.void_ids.fill_(-1)
-    buffers.row_status.fill_(int(S.SAMPLES))
+    buffers.req_status.fill_(int(S.SAMPLES))
     buffers.step_counter.fill_(1)
-    publish(buffers, tokens, vocab_size=rows)
+    write_outputs(buffers, tokens, vocab_size=rows)
     if kernel_device.type == "cuda":
         torch.cuda.synchronize()
     assert buffers.token_ring[1].tolist() == list(range(rows))
@@ -206,9 +206,9 @@ def test_more_rows_than_a_program_takes(kernel_device: torch.device) -> None:
 
 
 # Of a row: token, status, fault of the refresh, seq_len, end length, stop tokens; then how it goes on
-GO, STOP, LENGTH, FAULT = RowEnd
+GO, STOP, LENGTH, FAULT = FinishReason
 NONE = (NO_TOKEN,) * STOP_TOKENS
-ENDS: list[tuple[int, RowStatus, FaultCode, int, int, tuple[int, ...], RowEnd]] = [
+ENDS: list[tuple[int, RequestStatus, FaultCode, int, int, tuple[int, ...], FinishReason]] = [
     (5, S.SAMPLES, F.NONE, 10, 0, NONE, GO),
     (5, S.SAMPLES, F.NONE, 10, 11, NONE, GO),
     (5, S.SAMPLES, F.NONE, 10, 10, NONE, LENGTH),
@@ -234,77 +234,77 @@ def wait(device: torch.device) -> None:
 
 
 def make_step(
-    device: torch.device, status: list[RowStatus], *, kind: int = layout.NEWS, steps: int = 1, row_ids: int = 0
+    device: torch.device, status: list[RequestStatus], *, kind: int = layout.DELTA, steps: int = 1, req_indices: int = 0
 ) -> StaticBuffers:
     """Buffers after a refresh of so many rows, each at its own place and with its own row id, where that is live."""
     n = len(status)
-    buffers = make_buffers(device, n, row_ids or n)
+    buffers = make_buffers(device, n, req_indices or n)
     record = torch.full((max(100, 2 * n),), UNTOUCHED, dtype=torch.int32)
     layout.write_header(record.numpy(), 1, n, n, 0, kind, steps)
     record[layout.HEADER_SIZE :][:n] = torch.arange(n)
-    tensors = dict(buffers.named()) | {"record": record.to(device)}
+    tensors = dict(buffers.named()) | {"inputs": record.to(device)}
     buffers = StaticBuffers(**tensors)
-    buffers.row_status.copy_(torch.tensor([int(s) for s in status]))
-    buffers.row_ids.copy_(torch.tensor([i if s >= S.LIVE else -1 for i, s in enumerate(status)]))
+    buffers.req_status.copy_(torch.tensor([int(s) for s in status]))
+    buffers.req_indices.copy_(torch.tensor([i if s >= S.LIVE else -1 for i, s in enumerate(status)]))
     buffers.fault_code.copy_(torch.tensor([int(F.BAD_LENGTH) if s is S.INVALID else 0 for s in status]))
     buffers.seq_lens.copy_(torch.arange(10, 10 + n))
     buffers.void_ids.fill_(-1)
     buffers.step_counter.fill_(1)
-    for name in ("end_ring", "row_lens", "row_ends", "go_on"):
+    for name in ("end_ring", "req_lens", "finish_reasons", "go_on"):
         getattr(buffers, name).fill_(UNTOUCHED)
     return buffers
 
 
 def check_ends(device: torch.device) -> None:
     """Rows stand at other places than in the batch, and have other row ids: the host has ends in the batch's order."""
-    n, row_ids = len(ENDS), len(ENDS) + 3
-    buffers = make_step(device, [S.PAD] * n, row_ids=row_ids)
+    n, req_indices = len(ENDS), len(ENDS) + 3
+    buffers = make_step(device, [S.PAD] * n, req_indices=req_indices)
     places = [(7 * r + 3) % n for r in range(n)]  # of the batch's rows
     tokens = [0] * n
-    lens, ends = [UNTOUCHED] * row_ids, [UNTOUCHED] * row_ids
+    lens, ends = [UNTOUCHED] * req_indices, [UNTOUCHED] * req_indices
     for r, (token, status, code, seq_len, limit, stops, end) in enumerate(ENDS):
-        at, row_id = places[r], row_ids - 1 - r
+        at, req_index = places[r], req_indices - 1 - r
         tokens[at] = token
-        buffers.places[r], buffers.row_status[at], buffers.fault_code[at] = at, int(status), int(code)
+        buffers.places[r], buffers.req_status[at], buffers.fault_code[at] = at, int(status), int(code)
         buffers.seq_lens[at] = seq_len + r
-        buffers.row_ids[at] = row_id if status >= S.LIVE else -1
-        buffers.end_lengths[row_id] = limit + r if limit > 0 else limit
-        buffers.end_tokens[:, row_id] = torch.tensor(stops)
-        buffers.record[layout.HEADER_SIZE + r] = row_id
+        buffers.req_indices[at] = req_index if status >= S.LIVE else -1
+        buffers.end_lengths[req_index] = limit + r if limit > 0 else limit
+        buffers.end_tokens[:, req_index] = torch.tensor(stops)
+        buffers.inputs[layout.HEADER_SIZE + r] = req_index
         if status >= S.LIVE:
-            lens[row_id] = seq_len + r
-        if status is not S.PAD:  # of news, faulty rows are parked too
-            ends[row_id] = int(end)
-    publish(buffers, torch.tensor(tokens, device=device), vocab_size=100)
+            lens[req_index] = seq_len + r
+        if status is not S.PAD:  # of delta, faulty rows are parked too
+            ends[req_index] = int(end)
+    write_outputs(buffers, torch.tensor(tokens, device=device), vocab_size=100)
     wait(device)
     assert buffers.end_ring[1].tolist() == [int(end) for *_, end in ENDS]
-    assert buffers.row_ends.tolist() == ends
-    assert buffers.row_lens.tolist() == lens
+    assert buffers.finish_reasons.tolist() == ends
+    assert buffers.req_lens.tolist() == lens
     assert {*buffers.end_ring[0].tolist(), *buffers.end_ring[2].tolist()} == {UNTOUCHED}
 
 
 def check_faulty_rows(device: torch.device) -> None:
     """The refresh makes faulty rows nobody's: of records that are kept, the record says whom to park."""
     named = [3, 8, -1, layout.NOBODY, layout.NOBODY + 1, (1 << 31) - 1, 5, 6]  # 8 row ids
-    for kind in (layout.FULL, layout.KEEP, layout.NEWS, layout.NEWS | layout.NEW_ORDER | layout.LOOPS):
+    for kind in (layout.FULL, layout.KEEP, layout.DELTA, layout.DELTA | layout.NEW_ORDER | layout.LOOPS):
         for num_reqs in (8, 7, 0):
             buffers = make_step(device, [S.INVALID] * 6 + [S.SAMPLES, S.INVALID], kind=kind)
-            buffers.row_ids[6] = 5
-            buffers.record[layout.HEADER_SIZE :][:8] = torch.tensor(named)
-            buffers.record[layout.HEADER_NUM_REQS] = num_reqs
-            publish(buffers, torch.zeros(8, dtype=torch.int32, device=device), vocab_size=100)
+            buffers.req_indices[6] = 5
+            buffers.inputs[layout.HEADER_SIZE :][:8] = torch.tensor(named)
+            buffers.inputs[layout.HEADER_NUM_REQS] = num_reqs
+            write_outputs(buffers, torch.zeros(8, dtype=torch.int32, device=device), vocab_size=100)
             wait(device)
             ends = [UNTOUCHED] * 8
             ends[5] = int(GO)
             if kind != layout.FULL and num_reqs:
                 ends[3] = int(FAULT)
                 ends[6] = int(FAULT) if num_reqs == 8 else UNTOUCHED
-            assert buffers.row_ends.tolist() == ends
-            assert buffers.row_lens.tolist() == [UNTOUCHED] * 5 + [16] + [UNTOUCHED] * 2
+            assert buffers.finish_reasons.tolist() == ends
+            assert buffers.req_lens.tolist() == [UNTOUCHED] * 5 + [16] + [UNTOUCHED] * 2
             assert buffers.end_ring[1].tolist() == [int(FAULT)] * 6 + [int(GO), int(FAULT)]
 
 
-N, L = layout.NEWS, layout.NEWS | layout.LOOPS
+N, L = layout.DELTA, layout.DELTA | layout.LOOPS
 # kind, steps of the slot, those that ran before; whether a row goes on; then the step that is next, or 0: another slot
 CURSORS = [
     (layout.FULL, 1, 0, True, 0),
@@ -333,7 +333,7 @@ def check_cursor(device: torch.device) -> None:
             buffers.end_lengths[2] = 12
             buffers.cursor.copy_(torch.tensor([slot, before, UNTOUCHED, UNTOUCHED, UNTOUCHED]))
             tokens = torch.tensor([1, 2, 3, -1, 4 if goes_on else 100], device=device)
-            publish(buffers, tokens, vocab_size=100)
+            write_outputs(buffers, tokens, vocab_size=100)
             wait(device)
             assert buffers.cursor.tolist() == [slot + (after == 0), after, 5, steps, kind]
             assert buffers.go_on.tolist() == [int(after > 0)]
@@ -344,10 +344,10 @@ def check_stop(device: torch.device) -> None:
     for kind, before, used_up, num_reqs in ((L, 0, True, 0), (L, 2, True, 0), (N, 0, False, 0), (N, 2, True, 0)):
         for stopped_slot, counts in ((1, True), (2, False)):
             buffers = make_step(device, [S.SAMPLES, S.SAMPLES], kind=kind, steps=3)
-            slots = buffers.inbox.shape[0]
+            slots = buffers.input_ring.shape[0]
             buffers.cursor.copy_(torch.tensor([slots + 1, before, UNTOUCHED, UNTOUCHED, UNTOUCHED]))
-            buffers.inbox[stopped_slot % slots, layout.RECORD_AT + layout.HEADER_STOP] = 1
-            publish(buffers, torch.tensor([1, 2], device=device), vocab_size=100)
+            buffers.input_ring[stopped_slot % slots, layout.INPUTS_AT + layout.HEADER_STOP] = 1
+            write_outputs(buffers, torch.tensor([1, 2], device=device), vocab_size=100)
             wait(device)
             over = used_up if counts else before == 2
             expected = [slots + 1 + over, 0 if over else before + 1, num_reqs if counts else 2, 3, kind]
@@ -361,10 +361,10 @@ def check_ends_without_tokens(device: torch.device) -> None:
     buffers = make_step(device, [S.SAMPLES, S.LIVE, S.INVALID], kind=L, steps=4)
     buffers.end_lengths[0] = 10
     buffers.end_tokens.fill_(NO_TOKEN)
-    publish(buffers, None, vocab_size=100)
+    write_outputs(buffers, None, vocab_size=100)
     wait(device)
-    assert buffers.end_ring[1].tolist() == buffers.row_ends.tolist() == [int(LENGTH), int(GO), int(FAULT)]
-    assert buffers.row_lens.tolist() == [10, 11, UNTOUCHED]
+    assert buffers.end_ring[1].tolist() == buffers.finish_reasons.tolist() == [int(LENGTH), int(GO), int(FAULT)]
+    assert buffers.req_lens.tolist() == [10, 11, UNTOUCHED]
     assert buffers.cursor.tolist() == [1, 0, 3, 4, L]
 
 
@@ -389,16 +389,16 @@ def test_row_state_reference(check: Callable[[torch.device], None]) -> None:
 def test_one_row_of_many_goes_on(kernel_device: torch.device, going_on: int) -> None:
     rows = 600
     buffers = make_step(kernel_device, [S.SAMPLES] * rows, kind=L, steps=2)
-    buffers.row_status[599 - going_on] = int(S.INVALID)
+    buffers.req_status[599 - going_on] = int(S.INVALID)
     buffers.fault_code[599 - going_on] = int(F.BAD_LENGTH)
     buffers.end_tokens[3] = 7
     tokens = torch.full((rows,), 7, dtype=torch.int32, device=kernel_device)
     tokens[going_on] = 8
-    publish(buffers, tokens, vocab_size=100)
+    write_outputs(buffers, tokens, vocab_size=100)
     wait(kernel_device)
     ends = [int(STOP)] * rows
     ends[going_on], ends[599 - going_on] = int(GO), int(FAULT)
-    assert buffers.end_ring[1].tolist() == buffers.row_ends.tolist() == ends
+    assert buffers.end_ring[1].tolist() == buffers.finish_reasons.tolist() == ends
     assert buffers.cursor.tolist() == [0, 1, rows, 2, L]
     assert buffers.go_on.tolist() == [1]
 
@@ -412,11 +412,8 @@ def make_faulty_step(device: torch.device) -> tuple[StaticBuffers, torch.Tensor]
 def published(buffers: StaticBuffers) -> list[object]:
     """What the host reads of step 1 once it sees the step's number."""
     specs = StaticBuffers.specs()
-    rings = (
-        t for name, t in buffers.named() if specs[name].writer == "publish" and specs[name].kind is BufferKind.OUTPUT
-    )
-    rings = (t for t in rings if t is not buffers.step_ring)
-    return [ring[1].tolist() for ring in rings]
+    written = {n for n, s in specs.items() if s.writer == "write_outputs" and s.kind is BufferKind.OUTPUT}
+    return [t[1].tolist() for name, t in buffers.named() if name in written and t is not buffers.step_ring]
 
 
 EXPECTED = [[5, NO_TOKEN, 6], [int(GO), int(FAULT), int(STOP)], [0, int(F.BAD_LENGTH), 0], [UNTOUCHED, 0, UNTOUCHED]]
@@ -433,7 +430,7 @@ def test_step_number_is_stored_last_kernel(kernel_device: torch.device) -> None:
         return exchange(self, *args)
 
     with mock.patch.object(InterpreterBuilder, "create_atomic_rmw", look):
-        publish(buffers, tokens, vocab_size=100)
+        write_outputs(buffers, tokens, vocab_size=100)
     assert seen == [(EXPECTED, UNTOUCHED)]
     assert buffers.step_ring.tolist() == [UNTOUCHED, 1, UNTOUCHED]
 
@@ -450,7 +447,7 @@ def test_step_number_is_stored_last_reference() -> None:
             return func(*args, **(kwargs or {}))
 
     with Look():
-        publish_reference(SimpleNamespace(**dict(buffers.named()), tokens=tokens, vocab_size=100))
+        write_outputs_reference(SimpleNamespace(**dict(buffers.named()), tokens=tokens, vocab_size=100))
     assert len(seen) == 1
     assert seen == [(EXPECTED, UNTOUCHED)]
 
@@ -466,7 +463,7 @@ def test_host_that_watches_sees_whole_steps() -> None:
     buffers = StaticBuffers(**(dict(buffers.named()) | rings))
     tokens = [torch.full((rows,), step, dtype=torch.int32, device=device) for step in range(steps)]
     for values in (tokens[0], tokens[0]):  # compiles
-        publish(buffers, values, vocab_size=steps)
+        write_outputs(buffers, values, vocab_size=steps)
     torch.cuda.synchronize()
     for ring in rings.values():
         ring.fill_(UNTOUCHED)
@@ -474,7 +471,7 @@ def test_host_that_watches_sees_whole_steps() -> None:
     torch.cuda._sleep(100_000_000)  # the steps queue up meanwhile, and then run while the host watches
     for step in range(steps):
         buffers.step_counter.fill_(step)
-        publish(buffers, tokens[step], vocab_size=steps)
+        write_outputs(buffers, tokens[step], vocab_size=steps)
     deadline = time.monotonic() + 60
     for step in range(steps):
         while rings["step_ring"][step] != step:
@@ -496,4 +493,4 @@ BAD = {
 def test_tokens_that_do_not_fit_are_named(case: str) -> None:
     tokens, message = BAD[case]
     with pytest.raises(ShapeError, match=message):
-        publish(make_buffers(CPU, 2, 2), tokens, vocab_size=5)
+        write_outputs(make_buffers(CPU, 2, 2), tokens, vocab_size=5)

@@ -1,4 +1,4 @@
-"""An op tape as a GraphView: every op a node, with an edge from each op that touched the memory it works on."""
+"""An op trace as a GraphView: every op a node, with an edge from each op that touched the memory it works on."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 
 from graphrt.capture.graph import NOTHING
 from graphrt.capture.inspect.view import Edge, GraphView, Node, NodeKind, Operand
-from graphrt.capture.tape import MadeMemory, OpTape, OpTapeLoop, TapeEntry
+from graphrt.capture.op_trace import MadeMemory, OpTrace, OpTraceEntry, OpTraceLoop
 from graphrt.kernels.checks import span_bytes
 from graphrt.kernels.errors import CaptureError
 
@@ -20,33 +20,33 @@ _IDENTITY = re.compile(r" at 0x[0-9a-fA-F]+")
 """Where Python says where an object lies, which says nothing about the step."""
 
 
-def view_of_tape(tape: OpTape) -> GraphView:
-    """The view of an op tape: an OP node per op, an ALLOC node for memory that the step made and nobody filled.
+def view_of_op_trace(op_trace: OpTrace) -> GraphView:
+    """The view of an op trace: an OP node per op, an ALLOC node for memory that the step made and nobody filled.
 
     Edges say who touched the bytes before: the last op that wrote them leads to all that read or write them, and each
     that read them since leads to the next that writes them. A tensor counts from its first byte to its last.
 
-    The tape may be closed afterwards; the view keeps nothing alive. Raises: CaptureError for a closed one.
+    The op_trace may be closed afterwards; the view keeps nothing alive. Raises: CaptureError for a closed one.
     """
-    if tape.output is NOTHING:
+    if op_trace.output is NOTHING:
         raise CaptureError("graph: expected an open graph, got one that was closed; record the step again")
     flow, nodes = _Flow(), list[Node]()
     made: dict[int, list[MadeMemory]] = {}
-    for one in tape.made:
+    for one in op_trace.made:
         made.setdefault(one.before, []).append(one)
-    for index, entry in enumerate(tape.entries):
+    for index, entry in enumerate(op_trace.entries):
         nodes += [flow.add(_made_node(one)) for one in made.pop(index, ())]
         nodes.append(flow.add(_node(entry)))
     nodes += [flow.add(_made_node(one)) for rest in made.values() for one in rest]
     edges = sorted(flow.edges)
-    return GraphView(tuple(nodes), tuple(Edge(*edge) for edge in edges), "op-tape")
+    return GraphView(tuple(nodes), tuple(Edge(*edge) for edge in edges), "op trace")
 
 
-def view_of_loop(loop: OpTapeLoop) -> GraphView:
+def view_of_loop(loop: OpTraceLoop) -> GraphView:
     """The view of a loop: one node whose body is the view of its step. Raises: CaptureError once it was closed."""
     go_on = Operand("go_on", loop.go_on.data_ptr(), loop.go_on.nbytes)
-    body = view_of_tape(loop.step)
-    return GraphView((Node(NodeKind.CONDITIONAL, "while", operands=(go_on,), bodies=(body,)),), (), "op-tape")
+    body = view_of_op_trace(loop.step)
+    return GraphView((Node(NodeKind.CONDITIONAL, "while", operands=(go_on,), bodies=(body,)),), (), "op trace")
 
 
 class _Flow:
@@ -103,7 +103,7 @@ def _made_node(made: MadeMemory) -> Node:
     return Node(NodeKind.ALLOC, str(made.func), operands=(memory,))
 
 
-def _node(entry: TapeEntry) -> Node:
+def _node(entry: OpTraceEntry) -> Node:
     operands, scalars = [], []
     for name, written, value in _arguments(entry):
         if isinstance(value, torch.Tensor):
@@ -120,7 +120,7 @@ def _node(entry: TapeEntry) -> Node:
     )  # fmt: skip
 
 
-def _arguments(entry: TapeEntry) -> Iterator[tuple[str, bool, Any]]:
+def _arguments(entry: OpTraceEntry) -> Iterator[tuple[str, bool, Any]]:
     """Name, whether the op writes it, and value of each argument that was given."""
     declared = _declared(entry.func)
     for (name, written), value in zip(declared, entry.args, strict=False):

@@ -13,7 +13,7 @@ def _is_taken(other, claim):
 
 
 @triton.jit
-def mark_row_ids(other, claim, is_claimed, duplicates_ptr, mark):
+def mark_req_indices(other, claim, is_claimed, duplicates_ptr, mark):
     """Where another row of this step held the row id that a row claimed, mark both rows."""
     hit = is_claimed & _is_taken(other, claim)
     tl.atomic_max(duplicates_ptr + ((claim >> 16) & 0xFFFF), mark, mask=hit, sem="relaxed")

@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 
 from graphrt.bundle.format import from_plain, to_plain
 from graphrt.kernels.errors import ShapeError
-from graphrt.kernels.numbers import ROW_DTYPES, converted
+from graphrt.kernels.numbers import REQUEST_DTYPES, converted
 
-FLOATS = [dtype for dtype in ROW_DTYPES if dtype.is_floating_point]
-WHOLE = [dtype for dtype in ROW_DTYPES if not dtype.is_floating_point]
+FLOATS = [dtype for dtype in REQUEST_DTYPES if dtype.is_floating_point]
+WHOLE = [dtype for dtype in REQUEST_DTYPES if not dtype.is_floating_point]
 
 KEPT: list[tuple[Any, torch.dtype, Any]] = [
     (2**24, torch.float32, 2.0**24),
@@ -81,7 +81,7 @@ def test_numbers_that_a_dtype_does_not_have_are_refused(value: Any, dtype: torch
         converted("a", value, dtype, ShapeError)
 
 
-@given(st.integers(-(2**70), 2**70), st.sampled_from(ROW_DTYPES), st.booleans())
+@given(st.integers(-(2**70), 2**70), st.sampled_from(REQUEST_DTYPES), st.booleans())
 def test_an_int_is_exact_or_refused(number: int, dtype: torch.dtype, beside_a_float: bool) -> None:
     try:
         tensor = converted("a", [number, 0.0] if beside_a_float else [number], dtype, ShapeError)
@@ -113,6 +113,6 @@ def test_a_float_among_ints_is_whole_or_refused(number: float, dtype: torch.dtyp
         assert not (0 <= number <= most and number.is_integer())
 
 
-@pytest.mark.parametrize("dtype", ROW_DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", REQUEST_DTYPES, ids=str)
 def test_bundles_hold_row_tensors_of_every_dtype(dtype: torch.dtype) -> None:
     assert from_plain(to_plain(dtype)) == dtype

@@ -1,4 +1,4 @@
-"""The audit of real steps: op tapes on a CPU, and of graphrt's own captured step."""
+"""The audit of real steps: op op_traces on a CPU, and of graphrt's own captured step."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ import torch
 from graphrt.capture.descriptor import BatchDescriptor
 from graphrt.capture.inspect.audit import Audit, FindingKind, audit, audit_twice, memory_of
 from graphrt.capture.inspect.memory import Owner
-from graphrt.capture.tape import OpTape, OpTapeRecorder
+from graphrt.capture.op_trace import OpTrace, OpTraceRecorder
 
 KEY = BatchDescriptor.decode(1)
 
 
-def record(step: Callable[[], torch.Tensor]) -> OpTape:
-    return OpTapeRecorder().record(step, KEY, lambda: None)
+def record(step: Callable[[], torch.Tensor]) -> OpTrace:
+    return OpTraceRecorder().record(step, KEY, lambda: None)
 
 
 def run(step: Callable[[], torch.Tensor], **named) -> Audit:
-    tape = record(step)
-    return audit(tape, memory_of(pool=tape, **named))
+    op_trace = record(step)
+    return audit(op_trace, memory_of(pool=op_trace, **named))
 
 
 class Model(torch.nn.Module):
@@ -74,7 +74,7 @@ def test_a_clean_step() -> None:
 
 def test_a_clean_step_captured_twice() -> None:
     rig = Rig()
-    report = audit_twice(lambda: record(rig.step), lambda tape: memory_of(pool=tape, **rig.named()))
+    report = audit_twice(lambda: record(rig.step), lambda op_trace: memory_of(pool=op_trace, **rig.named()))
     assert report.ok, str(report)
 
 
@@ -101,17 +101,17 @@ def test_a_leaked_temporary() -> None:
         mask = torch.tensor([1.0, 0.0, 1.0, 0.0])  # of before the capture; nobody keeps it but the closure
         return lambda: x * mask
 
-    tape = OpTapeRecorder().record(step_after_a_host_computation(), KEY, lambda: None)
-    (finding,) = audit(tape, memory_of(static={"x": x}, pool=tape)).findings
+    op_trace = OpTraceRecorder().record(step_after_a_host_computation(), KEY, lambda: None)
+    (finding,) = audit(op_trace, memory_of(static={"x": x}, pool=op_trace)).findings
     assert (finding.kind, finding.where, finding.node) == (FindingKind.FREED, "operand other", "aten.mul.Tensor")
 
 
 def test_a_cached_tensor_that_is_freed_after_the_capture() -> None:
     holder = SimpleNamespace(cos=torch.randn(4), x=torch.ones(4))
-    tape = record(lambda: holder.x * holder.cos)
+    op_trace = record(lambda: holder.x * holder.cos)
 
     def report() -> Audit:
-        return audit(tape, memory_of(static={"x": holder.x}, pool=tape))
+        return audit(op_trace, memory_of(static={"x": holder.x}, pool=op_trace))
 
     assert [f.kind for f in report().findings] == [FindingKind.FOREIGN], "the holder still has it"
     address = holder.cos.data_ptr()
@@ -123,16 +123,16 @@ def test_a_cached_tensor_that_is_freed_after_the_capture() -> None:
 @pytest.mark.parametrize("how", ["new tensor", "data", "set_"])
 def test_a_static_buffer_that_was_replaced(how: str) -> None:
     holder = SimpleNamespace(x=torch.ones(4))
-    tape = record(lambda: holder.x + 1)
+    op_trace = record(lambda: holder.x + 1)
     address = holder.x.data_ptr()
-    assert audit(tape, memory_of(static={"x": holder.x}, pool=tape)).ok
+    assert audit(op_trace, memory_of(static={"x": holder.x}, pool=op_trace)).ok
     if how == "new tensor":
         holder.x = torch.ones(4)
     elif how == "data":
         holder.x.data = torch.ones(4)
     else:
         holder.x.set_(torch.ones(4))
-    (finding,) = audit(tape, memory_of(static={"x": holder.x}, pool=tape)).findings
+    (finding,) = audit(op_trace, memory_of(static={"x": holder.x}, pool=op_trace)).findings
     assert (finding.kind, finding.address) == (FindingKind.FREED, address)
 
 
@@ -159,8 +159,8 @@ def test_state_that_a_step_keeps_is_seen_by_two_captures_only() -> None:
             kept.append(x * 2)
         return x + kept[0]
 
-    def memory(tape: OpTape):
-        return memory_of(static={"x": x}, pool=tape)
+    def memory(op_trace: OpTrace):
+        return memory_of(static={"x": x}, pool=op_trace)
 
     first = record(step)
     assert audit(first, memory(first)).ok, "in the capture that made it, it is memory of the pool"
@@ -177,7 +177,7 @@ def test_a_row_that_the_host_chose_is_baked() -> None:
         state[0] += 1
         return x[state[0]] * 2 + state[0]
 
-    report = audit_twice(lambda: record(step), lambda tape: memory_of(static={"x": x}, pool=tape))
+    report = audit_twice(lambda: record(step), lambda op_trace: memory_of(static={"x": x}, pool=op_trace))
     texts = [finding.text for finding in report.findings]
     assert len(texts) == 2
     assert "got byte 8 of 'x', then byte 16 of 'x'" in texts[0]
@@ -185,7 +185,7 @@ def test_a_row_that_the_host_chose_is_baked() -> None:
 
 
 def test_a_loop_is_audited_through_its_body() -> None:
-    left, stray, recorder = torch.zeros(1, dtype=torch.int32), torch.ones(1, dtype=torch.int32), OpTapeRecorder()
+    left, stray, recorder = torch.zeros(1, dtype=torch.int32), torch.ones(1, dtype=torch.int32), OpTraceRecorder()
     loop = recorder.loop(recorder.record(lambda: left.sub_(stray) * 2, KEY, lambda: None), left)
     (finding,) = audit(loop, memory_of(static={"left": left}, pool=loop)).findings
     assert (finding.place, finding.address) == ((0, 0, 0), stray.data_ptr())
@@ -202,13 +202,13 @@ def test_graphrt_s_own_steps_are_clean_and_each_buffer_must_be_named() -> None:
     graphs, cache = manager._graphs._graphs, {"k": list(manager.kv_cache.k), "v": list(manager.kv_cache.v)}
     static = {f.name: getattr(manager._buffers, f.name) for f in fields(manager._buffers)}
     assert len(graphs) == 6
-    for tape in graphs.values():
-        report = audit(tape, memory_of(static=static, weights=rig.model, cache=cache, pool=tape))
+    for op_trace in graphs.values():
+        report = audit(op_trace, memory_of(static=static, weights=rig.model, cache=cache, pool=op_trace))
         assert report.ok, str(report)
         assert min(report.counts[owner] for owner in (Owner.STATIC, Owner.WEIGHT, Owner.CACHE, Owner.POOL)) > 0
     for name in ("page_table", "input_ids", "seq_lens"):
         some = {other: tensor for other, tensor in static.items() if other != name}
-        report = audit(tape, memory_of(static=some, weights=rig.model, cache=cache, pool=tape))
+        report = audit(op_trace, memory_of(static=some, weights=rig.model, cache=cache, pool=op_trace))
         tensor = static[name]
         within = range(tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes)
         assert report.findings

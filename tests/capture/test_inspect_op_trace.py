@@ -1,4 +1,5 @@
-"""An op tape becomes a view: ops with what they read and write, and an edge from whoever touched those bytes before."""
+"""An op trace becomes a view: ops with what they read and write, and an edge from whoever touched those bytes
+before."""
 
 from __future__ import annotations
 
@@ -12,13 +13,13 @@ import torch
 from graphrt.capture.graph import GraphReport
 from graphrt.capture.inspect.cuda import inspect_graph
 from graphrt.capture.inspect.view import Edge, GraphView, Node, NodeKind, Operand
-from graphrt.capture.tape import OpTape, OpTapeRecorder, TapeEntry
+from graphrt.capture.op_trace import OpTrace, OpTraceEntry, OpTraceRecorder
 from graphrt.kernels.errors import CaptureError
 from tests.capture.test_loop import CPU, KEY, Countdown
 
 
-def record(step: Callable[[], torch.Tensor]) -> OpTape:
-    return OpTapeRecorder().record(step, KEY, lambda: None)
+def record(step: Callable[[], torch.Tensor]) -> OpTrace:
+    return OpTraceRecorder().record(step, KEY, lambda: None)
 
 
 def view_of(step: Callable[[], torch.Tensor]) -> GraphView:
@@ -41,13 +42,13 @@ def operand(node: Node, role: str) -> Operand:
 
 def test_an_op_has_its_tensors_by_the_names_of_its_schema() -> None:
     x, y = torch.ones(4, 3), torch.ones(3)
-    tape = record(lambda: torch.add(x, y, alpha=2.5))
-    (node,) = inspect_graph(tape).nodes
+    op_trace = record(lambda: torch.add(x, y, alpha=2.5))
+    (node,) = inspect_graph(op_trace).nodes
     assert (node.kind, node.name, node.grid) == (NodeKind.OP, "aten.add.Tensor", None)
     assert node.operands == (
         Operand("self", x.data_ptr(), 48),
         Operand("other", y.data_ptr(), 12),
-        Operand("out", tape.output.data_ptr(), 48, written=True),
+        Operand("out", op_trace.output.data_ptr(), 48, written=True),
     )
     assert node.scalars == (("alpha", "2.5"),)
 
@@ -104,11 +105,11 @@ def test_scalars_are_told_and_objects_without_their_addresses() -> None:
 
 def test_several_results() -> None:
     x = torch.ones(4, 3)
-    tape = record(lambda: x.max(dim=1)[0])
-    (node,) = inspect_graph(tape).nodes
+    op_trace = record(lambda: x.max(dim=1)[0])
+    (node,) = inspect_graph(op_trace).nodes
     outs = [one for one in node.operands if one.role == "out"]
     assert [(one.nbytes, one.written) for one in outs] == [(16, True), (32, True)]
-    assert outs[0].address == tape.output.data_ptr()
+    assert outs[0].address == op_trace.output.data_ptr()
 
 
 def test_memory_that_nobody_filled_is_an_allocation() -> None:
@@ -133,21 +134,21 @@ def test_memory_that_nobody_filled_is_an_allocation() -> None:
 
 def test_a_view_leaves_the_tape_as_it_was() -> None:
     x = torch.zeros(4)
-    tape = record(lambda: (x * 2 + 1).sum().reshape(1))
-    before = inspect_graph(tape)
+    op_trace = record(lambda: (x * 2 + 1).sum().reshape(1))
+    before = inspect_graph(op_trace)
     x.fill_(3.0)
-    tape.launch()
-    assert tape.output.item() == 28.0
-    assert inspect_graph(tape) == before
+    op_trace.launch()
+    assert op_trace.output.item() == 28.0
+    assert inspect_graph(op_trace) == before
 
 
 def test_a_closed_tape_is_refused() -> None:
-    tape = record(lambda: torch.ones(1) + 1)
-    view = inspect_graph(tape)
-    tape.close()
-    assert (tape.entries, tape.made) == ((), ())
+    op_trace = record(lambda: torch.ones(1) + 1)
+    view = inspect_graph(op_trace)
+    op_trace.close()
+    assert (op_trace.entries, op_trace.made) == ((), ())
     with pytest.raises(CaptureError, match="graph: expected an open graph, got one that was closed; record the step"):
-        inspect_graph(tape)
+        inspect_graph(op_trace)
     assert view.num_nodes > 0
 
 
@@ -244,11 +245,11 @@ def test_a_long_tape_takes_no_time() -> None:
     """Every op reads a weight, and writes its own row of a cache that the last one reads."""
     cache, weight = torch.zeros(10_000, 8), torch.ones(8)
     add = torch.ops.aten.add.out
-    entries = [TapeEntry(add, (row, weight), {"out": row}, (None,), False) for row in cache.unbind()]
-    entries.append(TapeEntry(torch.ops.aten.sum.default, (cache,), {}, (torch.zeros(()),), False))
-    tape = OpTape(entries, cache, GraphReport(KEY, 0.0, 0, 0, len(entries)))
+    entries = [OpTraceEntry(add, (row, weight), {"out": row}, (None,), False) for row in cache.unbind()]
+    entries.append(OpTraceEntry(torch.ops.aten.sum.default, (cache,), {}, (torch.zeros(()),), False))
+    op_trace = OpTrace(entries, cache, GraphReport(KEY, 0.0, 0, 0, len(entries)))
     start = time.perf_counter()
-    view = inspect_graph(tape)
+    view = inspect_graph(op_trace)
     seconds = time.perf_counter() - start
     assert edges(view) == {(index, 10_000) for index in range(10_000)}
     assert seconds < 5, "quadratic work would take minutes"
@@ -262,9 +263,9 @@ def test_a_step_of_graphrt() -> None:
     (graph,) = (graph for key, graph in rig.manager._graphs._graphs.items() if key.padded_reqs == 2)
     view = inspect_graph(graph)
     names = [node.name for node in view.nodes if node.kind is NodeKind.OP]
-    assert names[:2] == ["graphrt.apply.default", "graphrt.refresh.default"]
+    assert names[:2] == ["graphrt.unpack.default", "graphrt.refresh.default"]
     assert names.count("graphrt.write_kv.default") == 2
-    assert names[-1] == "graphrt.publish.default"
+    assert names[-1] == "graphrt.write_outputs.default"
     assert len(names) == graph.report.nodes
     writes = {one.address: place for place, node in view.walk() for one in node.operands if one.written}
     tables = [one for _, node in view.walk() for one in node.operands if one.role == "block_table" and not one.written]

@@ -10,13 +10,13 @@ import torch
 from transformers import SequenceBiasLogitsProcessor
 
 from graphrt.batch import Batch
-from graphrt.config import RowTensor, RuntimeConfig
+from graphrt.config import RequestTensor, RuntimeConfig
 from graphrt.generate.generator import TextGenerator
 from graphrt.kernels.errors import CapacityError, ConfigError, GraphRTError, ShapeError, UnsupportedError
-from graphrt.kernels.numbers import ROW_DTYPES
+from graphrt.kernels.numbers import REQUEST_DTYPES
 from graphrt.runtime import Runtime
 from graphrt.sampling_params import SamplingParams
-from graphrt.session.session import DecodeSession, SessionRow
+from graphrt.session.session import DecodeSession, SessionRequest
 from graphrt.step import Step
 from tests.runtime.toy import VOCAB, LivelyModel, ToyModel, make_runtime
 
@@ -85,12 +85,12 @@ def test_rows_have_the_bias_that_each_came_with(device: torch.device, loop_sizes
 
 def test_a_stateless_user_writes_biases_by_row_id(device: torch.device) -> None:
     runtime = runtime_of(device)
-    tables = runtime.manager.row_tables
+    tables = runtime.manager.request_tables
     logits = runtime.manager._program.model.oracle([3])
     ranked = logits.argsort(descending=True).tolist()
 
     def first_tokens() -> list[int]:
-        batch = Batch(row_ids=[0, 3], seq_lens=[1, 1], tokens=[3, 3], page_indptr=[0, 1, 2], page_ids=[1, 2])
+        batch = Batch(req_indices=[0, 3], seq_lens=[1, 1], tokens=[3, 3], page_indptr=[0, 1, 2], page_ids=[1, 2])
         return runtime.replay(batch).tokens().tolist()
 
     assert first_tokens() == [ranked[0]] * 2
@@ -158,7 +158,7 @@ def test_a_mask_without_tokens_is_a_fault_of_its_row_alone(device: torch.device)
         rows = [session.add(prompt, SamplingParams(4)) for prompt in PROMPTS]
         session.set_token_mask(rows[1], [0, 0])
         session.run(3)
-        with pytest.raises(GraphRTError, match=f"row {rows[1].row_id}: NO_TOKEN_OFFERED"):
+        with pytest.raises(GraphRTError, match=f"row {rows[1].req_index}: NO_TOKEN_OFFERED"):
             session.collect(wait=True)
         finish(session)
         assert [len(row.tokens) for row in rows] == [4, 0, 4]
@@ -175,16 +175,16 @@ class Adapted(LivelyModel):
         self.adapters = torch.randn(3, VOCAB, generator=torch.Generator().manual_seed(1)).to(device) * 40
 
     def forward(self, step: Step) -> torch.Tensor:
-        own = step.row_state("adapter")
+        own = step.request_state("adapter")
         assert own.shape == (step.descriptor.padded_reqs,)
         assert own.dtype == torch.int32
-        return super().forward(step) + self.adapters[own.long()] + step.row_state("shift")
+        return super().forward(step) + self.adapters[own.long()] + step.request_state("shift")
 
 
 def test_a_model_reads_what_each_row_came_with(device: torch.device) -> None:
-    tensors = (RowTensor("adapter", dtype=torch.int32, initial=2), RowTensor("shift", (VOCAB,)))
+    tensors = (RequestTensor("adapter", dtype=torch.int32, initial=2), RequestTensor("shift", (VOCAB,)))
     model = Adapted(device)
-    runtime = runtime_of(device, model=model, row_tensors=tensors)
+    runtime = runtime_of(device, model=model, request_tensors=tensors)
     shift = torch.zeros(VOCAB)
     shift[11] = 500.0
     states = [{"adapter": 0}, None, {"adapter": 1, "shift": shift}]
@@ -203,17 +203,17 @@ def test_a_model_reads_what_each_row_came_with(device: torch.device) -> None:
             fork = session.fork(rows[0])
             finish(session)
             assert [row.tokens for row in (*rows, fork)] == [want[i] for i in (*order, order[0])]
-    runtime.manager.row_tables.set_state({2: {"adapter": 0}, 3: {}})
-    batch = Batch(row_ids=[2, 3], seq_lens=[1, 1], tokens=[6, 6], page_indptr=[0, 1, 2], page_ids=[1, 2])
+    runtime.manager.request_tables.set_state({2: {"adapter": 0}, 3: {}})
+    batch = Batch(req_indices=[2, 3], seq_lens=[1, 1], tokens=[6, 6], page_indptr=[0, 1, 2], page_ids=[1, 2])
     tokens = runtime.replay(batch).tokens().tolist()
     assert tokens == [expected(model, [6], 1, process(i))[0] for i in (0, 1)]
     outputs: list[list[int]] = [[], [], []]
     for event in TextGenerator(runtime).generate([PROMPTS[1]] * 3, SamplingParams(7)):
         outputs[event.prompt].append(event.token)
     assert outputs == [want[1]] * 3, "whoever had the row ids before"
-    runtime.manager.row_tables.set_state({3: {"adapter": 0}})
+    runtime.manager.request_tables.set_state({3: {"adapter": 0}})
     runtime.manager.reset()
-    assert runtime.manager.row_tables.tensors["adapter"].tolist() == [2] * 5
+    assert runtime.manager.request_tables.tensors["adapter"].tolist() == [2] * 5
 
 
 # -- what is refused
@@ -222,7 +222,7 @@ def test_a_model_reads_what_each_row_came_with(device: torch.device) -> None:
 def test_a_runtime_that_was_not_built_for_it_refuses(device: torch.device) -> None:
     runtime = make_runtime(device, num_pages=20)
     runtime.capture()
-    tables = runtime.manager.row_tables
+    tables = runtime.manager.request_tables
     with pytest.raises(
         UnsupportedError, match=r"logit_bias\[0\]: expected a runtime with max_logit_bias=1, got max_lo"
     ):
@@ -230,13 +230,15 @@ def test_a_runtime_that_was_not_built_for_it_refuses(device: torch.device) -> No
     with pytest.raises(UnsupportedError, match=r"token_masks\[0\]: expected a runtime with token_masks=True, got"):
         tables.set_token_masks({0: [0, 0]})
     with pytest.raises(UnsupportedError, match="batch: expected a runtime with token_masks=True"):
-        runtime.replay(Batch(row_ids=[0], seq_lens=[1], token_masks=[0]))
+        runtime.replay(Batch(req_indices=[0], seq_lens=[1], token_masks=[0]))
     with pytest.raises(UnsupportedError, match="record_prefix: expected a runtime with penalties=True"):
         tables.record_prefix(0, [1, 2])
     with DecodeSession(runtime) as session:
         with pytest.raises(UnsupportedError, match="max_logit_bias=2"):
             session.add([1], SamplingParams(logit_bias={1: 1.0, 2: 1.0}))
-        with pytest.raises(ConfigError, match=r"state: expected names of RuntimeConfig.row_tensors \(none\), got 'x'"):
+        with pytest.raises(
+            ConfigError, match=r"state: expected names of RuntimeConfig.request_tensors \(none\), got 'x'"
+        ):
             session.add([1], state={"x": 1})
         row = session.add([1])
         with pytest.raises(UnsupportedError, match="words: expected a runtime with token_masks=True"):
@@ -244,7 +246,7 @@ def test_a_runtime_that_was_not_built_for_it_refuses(device: torch.device) -> No
 
 
 WRONG = [
-    ("tables.set_logit_bias({4: {1: 1.0}})", ConfigError, "row_id: expected"),
+    ("tables.set_logit_bias({4: {1: 1.0}})", ConfigError, "req_index: expected"),
     ("tables.set_logit_bias({0: {61: 1.0}})", ConfigError, r"logit_bias\[0\]: expected"),
     ("tables.set_logit_bias({0: {1: math.nan}})", ConfigError, r"logit_bias\[0\]: expected a finite number"),
     ("tables.set_logit_bias({0: dict.fromkeys(range(9), 1.0)})", UnsupportedError, "max_logit_bias=9, got"),
@@ -281,10 +283,18 @@ WRONG = [
     ("SamplingParams(logit_bias=[1])", ConfigError, "logit_bias: expected values by token"),
     ("SamplingParams(logit_bias={1: math.inf})", ConfigError, "logit_bias: expected a finite number"),
     ("SamplingParams(logit_bias={-1: 1})", ConfigError, "logit_bias: expected"),
-    ("Batch(row_ids=[0], seq_lens=[1], token_masks=[-2])", ShapeError, "batch.token_masks: expected numbers of masks"),
-    ("RowTensor('a', shape=(-1,))", ConfigError, r"RowTensor.shape\[0\]: expected"),
-    ("RuntimeConfig(row_tensors=[RowTensor('a'), RowTensor('a')])", ConfigError, "expected names that differ"),
-    ("RuntimeConfig(row_tensors=['a'])", ConfigError, "row_tensors: expected RowTensor"),
+    (
+        "Batch(req_indices=[0], seq_lens=[1], token_masks=[-2])",
+        ShapeError,
+        "batch.token_masks: expected numbers of masks",
+    ),
+    ("RequestTensor('a', shape=(-1,))", ConfigError, r"RequestTensor.shape\[0\]: expected"),
+    (
+        "RuntimeConfig(request_tensors=[RequestTensor('a'), RequestTensor('a')])",
+        ConfigError,
+        "expected names that differ",
+    ),
+    ("RuntimeConfig(request_tensors=['a'])", ConfigError, "request_tensors: expected RequestTensor"),
     ("tables.record_prefix(0, [1] * 65)", CapacityError, "tokens: expected at most max_seq_len=64, got 65"),
     ("tables.record_prefix(0, [1], prompt_len=1 << 40)", ConfigError, "prompt_len: expected an int from 0 to 21474836"),
     ("tables.record_prefix(0, [1], prompt_len=-1)", ConfigError, "prompt_len: expected an int from 0 to 21474836"),
@@ -295,13 +305,15 @@ WRONG = [
 
 @pytest.mark.parametrize(("call", "error", "text"), WRONG, ids=[call for call, _, _ in WRONG])
 def test_wrong_calls_are_named_and_change_nothing(call: str, error: type[Exception], text: str) -> None:
-    runtime = runtime_of(torch.device("cpu"), row_tensors=(RowTensor("own", (2,)), RowTensor("id", dtype=torch.int32)))
-    tables = runtime.manager.row_tables
+    runtime = runtime_of(
+        torch.device("cpu"), request_tensors=(RequestTensor("own", (2,)), RequestTensor("id", dtype=torch.int32))
+    )
+    tables = runtime.manager.request_tables
     with DecodeSession(runtime) as session:
         row, gone = session.add([5]), session.add([7])
         session.release(gone)
         before = {name: tensor.clone() for name, tensor in runtime.manager.buffers.named()}
-        names = {"session": session, "row": row, "gone": gone, "tables": tables, "SessionRow": SessionRow}
+        names = {"session": session, "row": row, "gone": gone, "tables": tables, "SessionRequest": SessionRequest}
         with pytest.raises(error, match=text):
             eval(call, {**globals(), **names, "RuntimeConfig": RuntimeConfig})
         assert session.rows == (row,)
@@ -313,27 +325,29 @@ def test_wrong_calls_are_named_and_change_nothing(call: str, error: type[Excepti
     [(torch.int32, 1.5), (torch.int32, 2**31), (torch.int32, math.nan), (torch.int8, 300), (torch.float16, 2049)],
 )
 def test_an_initial_value_that_does_not_fit_is_named(dtype: torch.dtype, initial: float) -> None:
-    with pytest.raises(ConfigError, match=rf"RowTensor.initial: expected numbers of {dtype}, got {initial}; pass some"):
-        RowTensor("id", dtype=dtype, initial=initial)
+    with pytest.raises(
+        ConfigError, match=rf"RequestTensor.initial: expected numbers of {dtype}, got {initial}; pass some"
+    ):
+        RequestTensor("id", dtype=dtype, initial=initial)
 
 
 @pytest.mark.parametrize("dtype", [torch.uint16, torch.uint64, torch.complex64, torch.float8_e4m3fnuz, "int32", None])
 def test_dtypes_that_no_row_tensor_has_are_named(dtype: object) -> None:
-    with pytest.raises(ConfigError, match=r"RowTensor.dtype: expected a float, a signed int, uint8 or bool, got"):
-        RowTensor("id", dtype=dtype)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"RequestTensor.dtype: expected a float, a signed int, uint8 or bool, got"):
+        RequestTensor("id", dtype=dtype)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("dtype", ROW_DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", REQUEST_DTYPES, ids=str)
 def test_row_tensors_of_every_dtype_reach_the_model(dtype: torch.dtype, device: torch.device) -> None:
     class Told:
         """The token that a row was told: 1 or 0."""
 
         def __call__(self, step: Step) -> torch.Tensor:
-            told = step.row_state("told")
+            told = step.request_state("told")
             assert told.dtype == dtype
             return (told.double()[:, None] == torch.arange(VOCAB, device=device)).float()
 
-    runtime = runtime_of(device, Told(), row_tensors=(RowTensor("told", dtype=dtype),))
+    runtime = runtime_of(device, Told(), request_tensors=(RequestTensor("told", dtype=dtype),))
     with DecodeSession(runtime) as session:
         rows = [session.add([5], SamplingParams(3), state=state) for state in ({"told": 1}, {"told": 0}, None)]
         session.run(1)
@@ -343,22 +357,22 @@ def test_row_tensors_of_every_dtype_reach_the_model(dtype: torch.dtype, device: 
 
 
 def test_a_prefix_as_long_as_a_row_is_counted() -> None:
-    tables = runtime_of(torch.device("cpu")).manager.row_tables
+    tables = runtime_of(torch.device("cpu")).manager.request_tables
     tables.record_prefix(0, [1] * 64, prompt_len=2**31 - 1)
     tables.record_prefix(1, [])
 
 
 def test_what_was_said_of_a_row_that_went_is_not_said_of_the_next_one() -> None:
-    """Two sessions share the row ids: the first one still has news for a row id that is the second one's by now."""
+    """Two sessions share the row ids: the first one still has delta for a row id that is the second one's by now."""
     runtime = runtime_of(torch.device("cpu"))
     model = runtime.manager._program.model
     with DecodeSession(runtime) as first, DecodeSession(runtime) as second:
         gone = first.add([5], SamplingParams(4, logit_bias={7: 1000.0}))
         first.set_token_mask(gone, words_of({7}))
-        row_id = gone.row_id
+        req_index = gone.req_index
         first.release(gone)
         row = second.add([5], SamplingParams(6))
-        assert row.row_id == row_id
+        assert row.req_index == req_index
         second.run(2)
         first.add([6], SamplingParams(1))
         first.run(1)
@@ -371,9 +385,9 @@ def test_what_a_row_came_with_may_be_written_to_afterwards() -> None:
         """The token that a row was told."""
 
         def __call__(self, step: Step) -> torch.Tensor:
-            return (step.row_state("told")[:, None] == torch.arange(VOCAB)).float()
+            return (step.request_state("told")[:, None] == torch.arange(VOCAB)).float()
 
-    runtime = runtime_of(torch.device("cpu"), Told(), row_tensors=(RowTensor("told", dtype=torch.int64),))
+    runtime = runtime_of(torch.device("cpu"), Told(), request_tensors=(RequestTensor("told", dtype=torch.int64),))
     with DecodeSession(runtime) as session:
         told, array, words = torch.tensor(9), np.array(9), torch.tensor(words_of({9}), dtype=torch.int32)
         rows = [session.add([5], SamplingParams(2), state={"told": value}) for value in (told, array)]
@@ -391,12 +405,12 @@ def test_a_prefix_that_no_step_computes_is_counted(device: torch.device) -> None
     model = runtime.manager._program.model
     prompt = [3, 1, 4, 1, 5, 9, 2, 6]
     runtime.replay(
-        Batch(row_ids=[0], seq_lens=[8], query_lens=[8], tokens=prompt, page_indptr=[0, 2], page_ids=[1, 2])
+        Batch(req_indices=[0], seq_lens=[8], query_lens=[8], tokens=prompt, page_indptr=[0, 2], page_ids=[1, 2])
     ).tokens()
     logits = model.oracle([*prompt, 3])
     logits[[3, 1, 4, 5, 9, 2, 6]] = -math.inf
-    runtime.manager.row_tables.record_prefix(1, prompt)
+    runtime.manager.request_tables.record_prefix(1, prompt)
     batch = Batch(
-        row_ids=[1], seq_lens=[9], tokens=[3], page_indptr=[0, 3], page_ids=[1, 2, 3], presence_penalties=[1e9]
+        req_indices=[1], seq_lens=[9], tokens=[3], page_indptr=[0, 3], page_ids=[1, 2, 3], presence_penalties=[1e9]
     )
     assert runtime.replay(batch).tokens().tolist() == [int(logits.argmax())]

@@ -1,11 +1,11 @@
 """The first kernel of every graph: turn what the host says into the step record, on the device.
 
-The host writes a slot of the inbox, in pinned memory, and launches a graph. The cursor says which slot is next:
+The host writes a slot of the input_ring, in pinned memory, and launches a graph. The cursor says which slot is next:
 
     slot says it in full   its words are the record: a copy
-    slot has news          rows go on where they are. A row that ended, or has no page for its next token, is NOBODY's
+    slot has delta          rows go on where they are. A row that ended, or has no page for its next token, is NOBODY's
 
-A slot may be for several steps. Its news are read in the first one; in the others all rows go on. Lengths, last tokens
+A slot may be for several steps. Its delta are read in the first one; in the others all rows go on. Lengths, last tokens
 and whatever else a row goes on with are on the device, so the host need not know them, and may be launches ahead.
 """
 
@@ -22,7 +22,7 @@ from graphrt.kernels.checks import check_tensor
 from graphrt.kernels.compile_spec import CompileSpec
 from graphrt.kernels.errors import ShapeError
 from graphrt.kernels.launcher import KernelLauncher, overlaps
-from graphrt.kernels.metadata import record as layout
+from graphrt.kernels.metadata import step_inputs as layout
 from graphrt.kernels.metadata.buffers import (
     COPIED,
     CURSOR_KIND,
@@ -40,7 +40,7 @@ from graphrt.kernels.metadata.buffers import (
 from graphrt.kernels.metadata.read_pages import GROUP_FIELDS, MAX_ENCODER_LEN, PAGE_SIZE
 from graphrt.kernels.op_declaration import DeclaredOp
 from graphrt.kernels.sizes import next_power_of_two
-from graphrt.kernels.types import TOKEN_FROM_ROW
+from graphrt.kernels.types import TOKEN_FROM_DEVICE
 
 _PROGRAMS = layout.HEADER_COPIES
 _ROW_BLOCK = 8  # rows that a program takes at least
@@ -55,25 +55,25 @@ _NUM_TOKENS = tl.constexpr(layout.HEADER_NUM_TOKENS)
 _NUM_PAGES = tl.constexpr(layout.HEADER_NUM_PAGES)
 _KIND = tl.constexpr(layout.HEADER_KIND)
 _STEPS = tl.constexpr(layout.HEADER_STEPS)
-_RECORD_AT = tl.constexpr(layout.RECORD_AT)
-_NEWS = tl.constexpr(layout.NEWS)
+_INPUTS_AT = tl.constexpr(layout.INPUTS_AT)
+_DELTA = tl.constexpr(layout.DELTA)
 _NEW_ORDER = tl.constexpr(layout.NEW_ORDER)
 _LISTS = tl.constexpr(layout.LISTS)
 _KEEP = tl.constexpr(layout.KEEP)
-_ROW_ID = tl.constexpr(layout.ROW_ID)
-_ROW_SEQ_LEN = tl.constexpr(layout.ROW_SEQ_LEN)
-_ROW_QUERY_START = tl.constexpr(layout.ROW_QUERY_START)
-_ROW_QUERY_LEN = tl.constexpr(layout.ROW_QUERY_LEN)
-_ROW_SAMPLE = tl.constexpr(layout.ROW_SAMPLE)
-_ROW_COPIED = tl.constexpr(layout.ROW_COPIED)
-_ROW_PAGES = tl.constexpr(layout.ROW_PAGES)
+_REQ_INDEX = tl.constexpr(layout.REQ_INDEX)
+_REQ_SEQ_LEN = tl.constexpr(layout.REQ_SEQ_LEN)
+_REQ_QUERY_START = tl.constexpr(layout.REQ_QUERY_START)
+_REQ_QUERY_LEN = tl.constexpr(layout.REQ_QUERY_LEN)
+_REQ_SAMPLE = tl.constexpr(layout.REQ_SAMPLE)
+_REQ_COPIED = tl.constexpr(layout.REQ_COPIED)
+_REQ_PAGES = tl.constexpr(layout.REQ_PAGES)
 _PAGE_FIELDS = tl.constexpr(layout.PAGE_FIELDS)
 _END_LENGTH = tl.constexpr(layout.END_LENGTH)
 _END_TOKENS = tl.constexpr(layout.END_TOKENS)
 _END_FIELDS = tl.constexpr(layout.END_FIELDS)
 _NOBODY = tl.constexpr(layout.NOBODY)
-_LENGTH_FROM_ROW = tl.constexpr(layout.LENGTH_FROM_ROW)
-_TOKEN_FROM_ROW = tl.constexpr(TOKEN_FROM_ROW)
+_LENGTH_FROM_DEVICE = tl.constexpr(layout.LENGTH_FROM_DEVICE)
+_TOKEN_FROM_DEVICE = tl.constexpr(TOKEN_FROM_DEVICE)
 _STOP_TOKENS = tl.constexpr(STOP_TOKENS)
 _CURSOR_STEP = tl.constexpr(CURSOR_STEP)
 _CURSOR_NUM_REQS = tl.constexpr(CURSOR_NUM_REQS)
@@ -90,69 +90,69 @@ def _from_host(ptr, mask, other):
 
 
 @triton.jit
-def _copy_words(slot_ptr, record_ptr, words, BLOCK: tl.constexpr):
+def _copy_words(slot_ptr, inputs_ptr, words, BLOCK: tl.constexpr):
     """Copy words of a slot to the record, shared out among all programs."""
     for base in range(tl.program_id(0) * BLOCK, words, tl.num_programs(0) * BLOCK):
         at = base + tl.arange(0, BLOCK)
-        tl.store(record_ptr + at, _from_host(slot_ptr + at, at < words, 0), mask=at < words)
+        tl.store(inputs_ptr + at, _from_host(slot_ptr + at, at < words, 0), mask=at < words)
 
 
 @triton.jit
 def _copy_rows(
-    slot_ptr, record_ptr, row_lens_ptr, row_ends_ptr, num_reqs, num_row_ids, rows,
-    ROW_FIELDS: tl.constexpr, FIELD_BLOCK: tl.constexpr,
+    slot_ptr, inputs_ptr, req_lens_ptr, finish_reasons_ptr, num_reqs, num_req_indices, rows,
+    REQ_FIELDS: tl.constexpr, FIELD_BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Copy some rows of a slot to the record. One whose length is LENGTH_FROM_ROW goes on from the length that the
+    """Copy some rows of a slot to the record. One whose length is LENGTH_FROM_DEVICE goes on from the length that the
     device knows; it is nobody's if its sequence has ended."""
     mask = rows < num_reqs
     from_ptr = slot_ptr + _HEADER_SIZE + rows
-    to_ptr = record_ptr + _HEADER_SIZE + rows
-    row_id = _from_host(from_ptr + _ROW_ID * num_reqs, mask, -1)
-    seq_len = _from_host(from_ptr + _ROW_SEQ_LEN * num_reqs, mask, 0)
-    query_len = _from_host(from_ptr + _ROW_QUERY_LEN * num_reqs, mask, 0)
+    to_ptr = inputs_ptr + _HEADER_SIZE + rows
+    req_index = _from_host(from_ptr + _REQ_INDEX * num_reqs, mask, -1)
+    seq_len = _from_host(from_ptr + _REQ_SEQ_LEN * num_reqs, mask, 0)
+    query_len = _from_host(from_ptr + _REQ_QUERY_LEN * num_reqs, mask, 0)
     fields = tl.arange(0, FIELD_BLOCK)[:, None]
-    words = _from_host(from_ptr[None, :] + fields * num_reqs, (fields < ROW_FIELDS) & mask[None, :], 0)
-    goes_on = mask & (seq_len == _LENGTH_FROM_ROW) & (row_id >= 0) & (row_id < num_row_ids)
-    length = tl.load(row_lens_ptr + row_id, mask=goes_on, other=0) + query_len
-    ended = goes_on & (tl.load(row_ends_ptr + row_id, mask=goes_on, other=0) != 0)
-    words = tl.where((fields == _ROW_ID) & ended[None, :], _NOBODY, words)
-    words = tl.where((fields == _ROW_SEQ_LEN) & goes_on[None, :], length[None, :], words)
-    tl.store(to_ptr[None, :] + fields * num_reqs, words, mask=(fields < ROW_FIELDS) & mask[None, :])
+    words = _from_host(from_ptr[None, :] + fields * num_reqs, (fields < REQ_FIELDS) & mask[None, :], 0)
+    goes_on = mask & (seq_len == _LENGTH_FROM_DEVICE) & (req_index >= 0) & (req_index < num_req_indices)
+    length = tl.load(req_lens_ptr + req_index, mask=goes_on, other=0) + query_len
+    ended = goes_on & (tl.load(finish_reasons_ptr + req_index, mask=goes_on, other=0) != 0)
+    words = tl.where((fields == _REQ_INDEX) & ended[None, :], _NOBODY, words)
+    words = tl.where((fields == _REQ_SEQ_LEN) & goes_on[None, :], length[None, :], words)
+    tl.store(to_ptr[None, :] + fields * num_reqs, words, mask=(fields < REQ_FIELDS) & mask[None, :])
 
 
 @triton.jit
 def _keep_rows(
-    slot_ptr, ends_at, num_reqs, num_row_ids, order_ptr, row_values_ptr, end_lengths_ptr, end_tokens_ptr, rows,
+    slot_ptr, ends_at, num_reqs, num_req_indices, order_ptr, req_values_ptr, end_lengths_ptr, end_tokens_ptr, rows,
     COPIED_VALUES: tl.constexpr, KEPT_BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Keep what a full slot says of some rows, for the steps that only have news."""
+    """Keep what a full slot says of some rows, for the steps that only have delta."""
     mask = rows < num_reqs
     rows_ptr = slot_ptr + _HEADER_SIZE + rows
-    row_id = _from_host(rows_ptr + _ROW_ID * num_reqs, mask, -1)
-    tl.store(order_ptr + rows, row_id, mask=mask)
-    mask = mask & (row_id >= 0) & (row_id < num_row_ids)
+    req_index = _from_host(rows_ptr + _REQ_INDEX * num_reqs, mask, -1)
+    tl.store(order_ptr + rows, req_index, mask=mask)
+    mask = mask & (req_index >= 0) & (req_index < num_req_indices)
     fields = tl.arange(0, KEPT_BLOCK)[:, None]
     ends_ptr = slot_ptr + ends_at + rows
     of_values = (fields < COPIED_VALUES) & mask[None, :]
     of_ends = (fields < _STOP_TOKENS) & mask[None, :]
-    values = _from_host(rows_ptr[None, :] + (_ROW_COPIED + fields) * num_reqs, of_values, 0)
+    values = _from_host(rows_ptr[None, :] + (_REQ_COPIED + fields) * num_reqs, of_values, 0)
     tokens = _from_host(ends_ptr[None, :] + (_END_TOKENS + fields) * num_reqs, of_ends, 0)
     length = _from_host(ends_ptr + _END_LENGTH * num_reqs, mask, 0)
-    tl.store(row_values_ptr + fields * num_row_ids + row_id[None, :], values, mask=of_values)
-    tl.store(end_tokens_ptr + fields * num_row_ids + row_id[None, :], tokens, mask=of_ends)
-    tl.store(end_lengths_ptr + row_id, length, mask=mask)
+    tl.store(req_values_ptr + fields * num_req_indices + req_index[None, :], values, mask=of_values)
+    tl.store(end_tokens_ptr + fields * num_req_indices + req_index[None, :], tokens, mask=of_ends)
+    tl.store(end_lengths_ptr + req_index, length, mask=mask)
 
 
 @triton.jit
 def _advance_rows(
-    slot_ptr, record_ptr, page_groups_ptr, page_spans_ptr, order_ptr, row_lens_ptr, row_ends_ptr, row_values_ptr,
-    num_reqs, new_order, has_lists, num_row_ids, rows,
-    ROW_FIELDS: tl.constexpr, GROUPS: tl.constexpr, GROUP_BLOCK: tl.constexpr, COPIED_VALUES: tl.constexpr,
+    slot_ptr, inputs_ptr, page_groups_ptr, page_spans_ptr, order_ptr, req_lens_ptr, finish_reasons_ptr, req_values_ptr,
+    num_reqs, new_order, has_lists, num_req_indices, rows,
+    REQ_FIELDS: tl.constexpr, GROUPS: tl.constexpr, GROUP_BLOCK: tl.constexpr, COPIED_VALUES: tl.constexpr,
     COPIED_BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Write some rows of the record: each goes on by one token, its last, with the pages that the news list for it."""
+    """Write some rows of the record: each goes on by one token, its last, with the pages that the delta list for it."""
     mask = rows < num_reqs
-    rows_ptr = record_ptr + _HEADER_SIZE + rows
+    rows_ptr = inputs_ptr + _HEADER_SIZE + rows
     # Lists stand in the slot as they do in the record. All loads over the link are under way before one is waited for.
     gets_pages = rows < tl.where(has_lists, num_reqs, 0)
     list_ptr = slot_ptr + _HEADER_SIZE + tl.where(new_order, num_reqs, 0) + rows
@@ -164,18 +164,18 @@ def _advance_rows(
     start = _from_host(list_ptrs + num_reqs, listed_here, 0)
     count = _from_host(list_ptrs + 2 * num_reqs, listed_here, 0)
     ordered = rows < tl.where(new_order, num_reqs, 0)
-    row_id = _from_host(slot_ptr + _HEADER_SIZE + rows, ordered, -1)
-    tl.store(order_ptr + rows, row_id, mask=ordered)
-    row_id = tl.where(ordered, row_id, tl.load(order_ptr + rows, mask=mask & (ordered == 0), other=-1))
+    req_index = _from_host(slot_ptr + _HEADER_SIZE + rows, ordered, -1)
+    tl.store(order_ptr + rows, req_index, mask=ordered)
+    req_index = tl.where(ordered, req_index, tl.load(order_ptr + rows, mask=mask & (ordered == 0), other=-1))
 
-    runs = mask & (row_id >= 0) & (row_id < num_row_ids)
-    seq_len = tl.load(row_lens_ptr + row_id, mask=runs, other=0) + 1
-    ended = tl.load(row_ends_ptr + row_id, mask=runs, other=1) != 0
+    runs = mask & (req_index >= 0) & (req_index < num_req_indices)
+    seq_len = tl.load(req_lens_ptr + req_index, mask=runs, other=0) + 1
+    ended = tl.load(finish_reasons_ptr + req_index, mask=runs, other=1) != 0
     # A row without a page for its token waits until it gets one. Pages of an encoder are all there.
     group_ptrs = page_groups_ptr + GROUP_FIELDS * groups
     page_size = tl.load(group_ptrs + PAGE_SIZE, mask=groups < GROUPS, other=1).to(tl.int64)
     crosses = tl.load(group_ptrs + MAX_ENCODER_LEN, mask=groups < GROUPS, other=1) > 0
-    spans_ptr = page_spans_ptr + 2 * (groups * num_row_ids + row_id[None, :])
+    spans_ptr = page_spans_ptr + 2 * (groups * num_req_indices + req_index[None, :])
     known_to = tl.load(spans_ptr + 1, mask=(groups < GROUPS) & runs[None, :], other=0)
     listed_to = tl.where(count > 0, first.to(tl.int64) + count, 0)
     pages_to = tl.maximum(known_to.to(tl.int64), listed_to)
@@ -184,42 +184,42 @@ def _advance_rows(
 
     values = tl.arange(0, COPIED_BLOCK)[:, None]
     kept = (values < COPIED_VALUES) & runs[None, :]
-    value = tl.load(row_values_ptr + values * num_row_ids + row_id[None, :], mask=kept, other=0)
-    values_ptr = rows_ptr[None, :] + (_ROW_COPIED + values) * num_reqs
+    value = tl.load(req_values_ptr + values * num_req_indices + req_index[None, :], mask=kept, other=0)
+    values_ptr = rows_ptr[None, :] + (_REQ_COPIED + values) * num_reqs
     tl.store(values_ptr, value, mask=(values < COPIED_VALUES) & mask[None, :])
-    tl.store(rows_ptr + _ROW_ID * num_reqs, tl.where(runs, row_id, _NOBODY), mask=mask)
-    tl.store(rows_ptr + _ROW_SEQ_LEN * num_reqs, seq_len, mask=mask)
-    tl.store(rows_ptr + _ROW_QUERY_START * num_reqs, rows, mask=mask)
-    tl.store(rows_ptr + _ROW_QUERY_LEN * num_reqs, rows * 0 + 1, mask=mask)
-    tl.store(rows_ptr + _ROW_SAMPLE * num_reqs, rows * 0 + 1, mask=mask)
-    fields_ptr = rows_ptr[None, :] + (_ROW_PAGES + _PAGE_FIELDS * groups) * num_reqs
+    tl.store(rows_ptr + _REQ_INDEX * num_reqs, tl.where(runs, req_index, _NOBODY), mask=mask)
+    tl.store(rows_ptr + _REQ_SEQ_LEN * num_reqs, seq_len, mask=mask)
+    tl.store(rows_ptr + _REQ_QUERY_START * num_reqs, rows, mask=mask)
+    tl.store(rows_ptr + _REQ_QUERY_LEN * num_reqs, rows * 0 + 1, mask=mask)
+    tl.store(rows_ptr + _REQ_SAMPLE * num_reqs, rows * 0 + 1, mask=mask)
+    fields_ptr = rows_ptr[None, :] + (_REQ_PAGES + _PAGE_FIELDS * groups) * num_reqs
     tl.store(fields_ptr, first, mask=in_use)
     tl.store(fields_ptr + num_reqs, start, mask=in_use)
     tl.store(fields_ptr + 2 * num_reqs, count, mask=in_use)
-    tl.store(rows_ptr + ROW_FIELDS * num_reqs, rows * 0 + _TOKEN_FROM_ROW, mask=mask)
+    tl.store(rows_ptr + REQ_FIELDS * num_reqs, rows * 0 + _TOKEN_FROM_DEVICE, mask=mask)
 
 
-@triton.jit(do_not_specialize=["num_row_ids", "max_reqs", "record_words", "inbox_words"])
-def _apply_kernel(
+@triton.jit(do_not_specialize=["num_req_indices", "max_reqs", "inputs_words", "input_ring_words"])
+def _unpack_kernel(
     page_groups_ptr,
-    inbox_ptr,
-    record_ptr,
+    input_ring_ptr,
+    inputs_ptr,
     cursor_ptr,
     order_ptr,
-    row_lens_ptr,
-    row_ends_ptr,
-    row_values_ptr,
+    req_lens_ptr,
+    finish_reasons_ptr,
+    req_values_ptr,
     end_lengths_ptr,
     end_tokens_ptr,
     step_counter_ptr,
     page_spans_ptr,
     slots,
-    stride_inbox,
+    stride_input_ring,
     max_reqs,
-    record_words,
-    inbox_words,
-    num_row_ids,
-    ROW_FIELDS: tl.constexpr,
+    inputs_words,
+    input_ring_words,
+    num_req_indices,
+    REQ_FIELDS: tl.constexpr,
     FIELD_BLOCK: tl.constexpr,
     GROUPS: tl.constexpr,
     GROUP_BLOCK: tl.constexpr,
@@ -235,8 +235,8 @@ def _apply_kernel(
     # The header: in a slot's first step the program's own copy, in the others what the cursor keeps of it.
     slot = tl.load(cursor_ptr)
     first_step = tl.load(cursor_ptr + _CURSOR_STEP) == 0
-    header_ptr = inbox_ptr + (slot % slots) * stride_inbox
-    slot_ptr = header_ptr + _RECORD_AT
+    header_ptr = input_ring_ptr + (slot % slots) * stride_input_ring
+    slot_ptr = header_ptr + _INPUTS_AT
     header_ptr += _HEADER_SIZE * tl.program_id(0)
     fields = tl.arange(0, _HEADER_SIZE)
     header = _from_host(header_ptr + fields, fields < tl.where(first_step, _HEADER_SIZE, 0), 0)
@@ -255,92 +255,101 @@ def _apply_kernel(
 
     # A slot that claims to be longer than it is, or than the record, counts as empty. So does one that says a step in
     # full, after that step.
-    news = (kind & _NEWS) != 0
+    delta = (kind & _DELTA) != 0
     new_order = first_step & ((kind & _NEW_ORDER) != 0)
     keep = (kind & _KEEP) != 0
     reqs = num_reqs.to(tl.int64)
-    num_tokens = tl.where(news, num_reqs, num_tokens)
-    used = _HEADER_SIZE + ROW_FIELDS * reqs + num_tokens + num_pages
+    num_tokens = tl.where(delta, num_reqs, num_tokens)
+    used = _HEADER_SIZE + REQ_FIELDS * reqs + num_tokens + num_pages
     has_lists = first_step & ((kind & _LISTS) != 0)
-    of_news = _HEADER_SIZE + tl.where(new_order, reqs, 0) + num_pages
-    of_news += tl.where(has_lists, _PAGE_FIELDS * GROUPS * reqs, 0)
-    of_slot = tl.where(news, of_news, used + tl.where(keep, _END_FIELDS * reqs, 0))
-    fits = (news | first_step) & (num_reqs >= 0) & (num_reqs <= max_reqs) & (num_tokens >= 0) & (num_pages >= 0)
-    fits = fits & (used <= record_words) & (of_slot <= inbox_words)
+    of_delta = _HEADER_SIZE + tl.where(new_order, reqs, 0) + num_pages
+    of_delta += tl.where(has_lists, _PAGE_FIELDS * GROUPS * reqs, 0)
+    of_slot = tl.where(delta, of_delta, used + tl.where(keep, _END_FIELDS * reqs, 0))
+    fits = (delta | first_step) & (num_reqs >= 0) & (num_reqs <= max_reqs) & (num_tokens >= 0) & (num_pages >= 0)
+    fits = fits & (used <= inputs_words) & (of_slot <= input_ring_words)
     num_reqs = tl.where(fits, num_reqs, 0)
     num_tokens = tl.where(fits, num_tokens, 0)
     num_pages = tl.where(fits, num_pages, 0)
     used = tl.where(fits, used, _HEADER_SIZE).to(tl.int32)
     if tl.program_id(0) == 0:
-        tl.store(record_ptr + _STEP_LOW, step.to(tl.int32))
-        tl.store(record_ptr + _STEP_HIGH, (step >> 32).to(tl.int32))
-        tl.store(record_ptr + _NUM_REQS, num_reqs)
-        tl.store(record_ptr + _NUM_TOKENS, num_tokens)
-        tl.store(record_ptr + _NUM_PAGES, num_pages)
-        tl.store(record_ptr + _KIND, kind)
-        tl.store(record_ptr + _STEPS, steps)
-        tl.store(record_ptr + _HEADER_SIZE - 1, 0)
+        tl.store(inputs_ptr + _STEP_LOW, step.to(tl.int32))
+        tl.store(inputs_ptr + _STEP_HIGH, (step >> 32).to(tl.int32))
+        tl.store(inputs_ptr + _NUM_REQS, num_reqs)
+        tl.store(inputs_ptr + _NUM_TOKENS, num_tokens)
+        tl.store(inputs_ptr + _NUM_PAGES, num_pages)
+        tl.store(inputs_ptr + _KIND, kind)
+        tl.store(inputs_ptr + _STEPS, steps)
+        tl.store(inputs_ptr + _HEADER_SIZE - 1, 0)
 
     # The rows, shared out among the programs, and whatever is copied word by word.
     rows = tl.program_id(0) * ROW_BLOCK + tl.arange(0, ROW_BLOCK)
-    if news:
+    if delta:
         _advance_rows(
-            slot_ptr, record_ptr, page_groups_ptr, page_spans_ptr, order_ptr, row_lens_ptr, row_ends_ptr,
-            row_values_ptr, num_reqs, new_order, has_lists, num_row_ids, rows,
-            ROW_FIELDS, GROUPS, GROUP_BLOCK, COPIED_VALUES, COPIED_BLOCK,
+            slot_ptr, inputs_ptr, page_groups_ptr, page_spans_ptr, order_ptr, req_lens_ptr, finish_reasons_ptr,
+            req_values_ptr, num_reqs, new_order, has_lists, num_req_indices, rows,
+            REQ_FIELDS, GROUPS, GROUP_BLOCK, COPIED_VALUES, COPIED_BLOCK,
         )  # fmt: skip
-        pages_from = of_news.to(tl.int32) - num_pages
-        pages_to = _HEADER_SIZE + (ROW_FIELDS + 1) * num_reqs
+        pages_from = of_delta.to(tl.int32) - num_pages
+        pages_to = _HEADER_SIZE + (REQ_FIELDS + 1) * num_reqs
         for base in range(tl.program_id(0) * BLOCK, num_pages, tl.num_programs(0) * BLOCK):
             at = base + tl.arange(0, BLOCK)
             page = _from_host(slot_ptr + pages_from + at, at < num_pages, 0)
-            tl.store(record_ptr + pages_to + at, page, mask=at < num_pages)
+            tl.store(inputs_ptr + pages_to + at, page, mask=at < num_pages)
     else:
         # Rows that are kept are copied one by one, with what the device knows of them; all else, word by word.
         copied_from = _HEADER_SIZE
         if keep:
-            copied_from = _HEADER_SIZE + ROW_FIELDS * num_reqs
+            copied_from = _HEADER_SIZE + REQ_FIELDS * num_reqs
             _copy_rows(
-                slot_ptr, record_ptr, row_lens_ptr, row_ends_ptr, num_reqs, num_row_ids, rows, ROW_FIELDS, FIELD_BLOCK
+                slot_ptr,
+                inputs_ptr,
+                req_lens_ptr,
+                finish_reasons_ptr,
+                num_reqs,
+                num_req_indices,
+                rows,
+                REQ_FIELDS,
+                FIELD_BLOCK,
             )
             _keep_rows(
-                slot_ptr, used, num_reqs, num_row_ids, order_ptr, row_values_ptr, end_lengths_ptr, end_tokens_ptr,
+                slot_ptr, used, num_reqs, num_req_indices, order_ptr, req_values_ptr, end_lengths_ptr, end_tokens_ptr,
                 rows, COPIED_VALUES, KEPT_BLOCK,
             )  # fmt: skip
-        _copy_words(slot_ptr + copied_from, record_ptr + copied_from, used - copied_from, BLOCK)
+        _copy_words(slot_ptr + copied_from, inputs_ptr + copied_from, used - copied_from, BLOCK)
 
 
 def _tile_sizes(groups: int) -> dict[str, int]:
     """Fields of a row, and of its parts; with blocks that hold them."""
-    fields, values, power = layout.row_fields(groups), len(COPIED), next_power_of_two
+    fields, values, power = layout.req_fields(groups), len(COPIED), next_power_of_two
     return {
-        "ROW_FIELDS": fields, "FIELD_BLOCK": power(fields), "GROUPS": groups, "GROUP_BLOCK": power(groups),
+        "REQ_FIELDS": fields, "FIELD_BLOCK": power(fields), "GROUPS": groups, "GROUP_BLOCK": power(groups),
         "COPIED_VALUES": values, "COPIED_BLOCK": power(values), "KEPT_BLOCK": power(max(values, STOP_TOKENS)),
     }  # fmt: skip
 
 
-_launch = KernelLauncher(_apply_kernel)
+_launch = KernelLauncher(_unpack_kernel)
 
 
-def _apply_triton(b: Any) -> None:
-    groups, num_row_ids = b.page_groups.shape[0], b.row_lens.shape[0]
+def _unpack_triton(b: Any) -> None:
+    groups, num_req_indices = b.page_groups.shape[0], b.req_lens.shape[0]
     row_block = max(_ROW_BLOCK, next_power_of_two(-(-b.padded_reqs // _PROGRAMS)))
     _launch(
         (_PROGRAMS,),
-        b.page_groups, b.inbox, b.record, b.cursor, b.order, b.row_lens, b.row_ends, b.row_values, b.end_lengths,
+        b.page_groups, b.input_ring, b.inputs, b.cursor, b.order, b.req_lens, b.finish_reasons, b.req_values,
+        b.end_lengths,
         b.end_tokens, b.step_counter, b.page_spans,
-        b.inbox.shape[0], b.inbox.stride(0), min(b.padded_reqs, b.order.shape[0]), b.record.shape[0],
-        b.inbox.shape[1] - layout.RECORD_AT, num_row_ids,
-        **_tile_sizes(groups), ROW_BLOCK=row_block, BLOCK=_BLOCK, OVERLAPS=overlaps(b.record.device),
+        b.input_ring.shape[0], b.input_ring.stride(0), min(b.padded_reqs, b.order.shape[0]), b.inputs.shape[0],
+        b.input_ring.shape[1] - layout.INPUTS_AT, num_req_indices,
+        **_tile_sizes(groups), ROW_BLOCK=row_block, BLOCK=_BLOCK, OVERLAPS=overlaps(b.inputs.device),
         num_warps=_NUM_WARPS,
     )  # fmt: skip
 
 
-def apply_reference(b: Any) -> None:
-    """Reference of `graphrt::apply`."""
+def unpack_reference(b: Any) -> None:
+    """Reference of `graphrt::unpack`."""
     cursor, groups = b.cursor.tolist(), b.page_groups.tolist()
-    slot = b.inbox[cursor[CURSOR_SLOT] % b.inbox.shape[0]].numpy()[layout.RECORD_AT :]
-    record, num_row_ids = b.record.numpy(), b.row_lens.shape[0]
+    slot = b.input_ring[cursor[CURSOR_SLOT] % b.input_ring.shape[0]].numpy()[layout.INPUTS_AT :]
+    record, num_req_indices = b.inputs.numpy(), b.req_lens.shape[0]
     first_step = cursor[CURSOR_STEP] == 0
     if first_step:
         header = slot[: layout.HEADER_SIZE].copy()
@@ -352,40 +361,40 @@ def apply_reference(b: Any) -> None:
         header[layout.HEADER_NUM_REQS] = cursor[CURSOR_NUM_REQS]
         header[layout.HEADER_STEPS] = cursor[CURSOR_STEPS]
         header[layout.HEADER_KIND] = cursor[CURSOR_KIND]
-    kind, row_fields = int(header[layout.HEADER_KIND]), layout.row_fields(len(groups))
+    kind, req_fields = int(header[layout.HEADER_KIND]), layout.req_fields(len(groups))
     new_order = first_step and bool(kind & layout.NEW_ORDER)
     list_fields = layout.list_fields(len(groups)) if first_step and kind & layout.LISTS else 0
-    if kind & layout.NEWS:
+    if kind & layout.DELTA:
         header[layout.HEADER_NUM_TOKENS] = header[layout.HEADER_NUM_REQS]
     counts = [layout.HEADER_NUM_REQS, layout.HEADER_NUM_TOKENS, layout.HEADER_NUM_PAGES]
     n, tokens, pages = (int(header[count]) for count in counts)
-    used = layout.record_size(n, tokens, pages, len(groups))
+    used = layout.inputs_size(n, tokens, pages, len(groups))
     of_slot = used + (layout.END_FIELDS * n if kind & layout.KEEP else 0)
-    if kind & layout.NEWS:
+    if kind & layout.DELTA:
         of_slot = layout.HEADER_SIZE + (new_order + list_fields) * n + pages
     fits = min(n, tokens, pages) >= 0 and n <= min(b.padded_reqs, len(b.order))
     fits = fits and used <= len(record) and of_slot <= len(slot)
-    if not fits or not (first_step or kind & layout.NEWS):
+    if not fits or not (first_step or kind & layout.DELTA):
         n = tokens = pages = 0
         header[counts] = 0
         used = layout.HEADER_SIZE
     record[: layout.HEADER_SIZE] = header
-    rows = record[layout.HEADER_SIZE : layout.HEADER_SIZE + row_fields * n].reshape(row_fields, n)
-    lens, order = b.row_lens.numpy(), b.order.numpy()
-    if not kind & layout.NEWS:
+    rows = record[layout.HEADER_SIZE : layout.HEADER_SIZE + req_fields * n].reshape(req_fields, n)
+    lens, order = b.req_lens.numpy(), b.order.numpy()
+    if not kind & layout.DELTA:
         record[layout.HEADER_SIZE : used] = slot[layout.HEADER_SIZE : used]
-        ids = rows[layout.ROW_ID].copy()
-        known = (ids >= 0) & (ids < num_row_ids)
+        ids = rows[layout.REQ_INDEX].copy()
+        known = (ids >= 0) & (ids < num_req_indices)
         if kind & layout.KEEP:
             order[:n] = ids
-            values = rows[layout.ROW_COPIED : layout.ROW_COPIED + len(COPIED), known]
-            b.row_values.numpy()[:, ids[known]] = values
+            values = rows[layout.REQ_COPIED : layout.REQ_COPIED + len(COPIED), known]
+            b.req_values.numpy()[:, ids[known]] = values
             ends = slot[used : used + layout.END_FIELDS * n].reshape(layout.END_FIELDS, n)[:, known]
             b.end_lengths.numpy()[ids[known]] = ends[layout.END_LENGTH]
             b.end_tokens.numpy()[:, ids[known]] = ends[layout.END_TOKENS :]
-            on = np.flatnonzero((rows[layout.ROW_SEQ_LEN] == layout.LENGTH_FROM_ROW) & known)
-            rows[layout.ROW_SEQ_LEN, on] = lens[ids[on]] + rows[layout.ROW_QUERY_LEN, on]
-            rows[layout.ROW_ID, on[b.row_ends.numpy()[ids[on]] != 0]] = layout.NOBODY
+            on = np.flatnonzero((rows[layout.REQ_SEQ_LEN] == layout.LENGTH_FROM_DEVICE) & known)
+            rows[layout.REQ_SEQ_LEN, on] = lens[ids[on]] + rows[layout.REQ_QUERY_LEN, on]
+            rows[layout.REQ_INDEX, on[b.finish_reasons.numpy()[ids[on]] != 0]] = layout.NOBODY
         return
     at = layout.HEADER_SIZE
     if new_order:
@@ -393,63 +402,66 @@ def apply_reference(b: Any) -> None:
         at += n
     rows[:] = 0
     if list_fields:
-        rows[layout.ROW_PAGES :] = slot[at : at + list_fields * n].reshape(list_fields, n)
+        rows[layout.REQ_PAGES :] = slot[at : at + list_fields * n].reshape(list_fields, n)
         at += list_fields * n
-    rows[layout.ROW_QUERY_START], rows[layout.ROW_QUERY_LEN], rows[layout.ROW_SAMPLE] = np.arange(n), 1, 1
+    rows[layout.REQ_QUERY_START], rows[layout.REQ_QUERY_LEN], rows[layout.REQ_SAMPLE] = np.arange(n), 1, 1
     for row in range(n):
-        row_id = int(order[row])
-        rows[layout.ROW_ID, row], rows[layout.ROW_SEQ_LEN, row] = layout.NOBODY, 1
-        if not 0 <= row_id < num_row_ids:
+        req_index = int(order[row])
+        rows[layout.REQ_INDEX, row], rows[layout.REQ_SEQ_LEN, row] = layout.NOBODY, 1
+        if not 0 <= req_index < num_req_indices:
             continue
-        length = rows[layout.ROW_SEQ_LEN, row] = int(lens[row_id]) + 1
-        if b.row_ends[row_id] == 0 and _has_pages(b, row_id, length, rows[layout.ROW_PAGES :, row], groups):
-            rows[layout.ROW_ID, row] = row_id
-            rows[layout.ROW_COPIED : layout.ROW_COPIED + len(COPIED), row] = b.row_values[:, row_id]
-    record[layout.HEADER_SIZE + row_fields * n :][:n] = TOKEN_FROM_ROW
-    record[layout.HEADER_SIZE + (row_fields + 1) * n :][:pages] = slot[at : at + pages]
+        length = rows[layout.REQ_SEQ_LEN, row] = int(lens[req_index]) + 1
+        if b.finish_reasons[req_index] == 0 and _has_pages(b, req_index, length, rows[layout.REQ_PAGES :, row], groups):
+            rows[layout.REQ_INDEX, row] = req_index
+            rows[layout.REQ_COPIED : layout.REQ_COPIED + len(COPIED), row] = b.req_values[:, req_index]
+    record[layout.HEADER_SIZE + req_fields * n :][:n] = TOKEN_FROM_DEVICE
+    record[layout.HEADER_SIZE + (req_fields + 1) * n :][:pages] = slot[at : at + pages]
 
 
-def _has_pages(b: Any, row_id: int, length: int, lists: Any, groups: list[list[int]]) -> bool:
+def _has_pages(b: Any, req_index: int, length: int, lists: Any, groups: list[list[int]]) -> bool:
     """Whether a row has a page for its token in every group; those of an encoder are all there."""
     for g, words in enumerate(groups):
         group = PageGroup(*words)
         first, _, count = lists[layout.PAGE_FIELDS * g :][: layout.PAGE_FIELDS].tolist()
-        pages_to = max(int(b.page_spans[g, row_id, 1]), first + count if count > 0 else 0)
+        pages_to = max(int(b.page_spans[g, req_index, 1]), first + count if count > 0 else 0)
         if not group.max_encoder_len and pages_to * group.page_size < length:
             return False
     return True
 
 
-_Call = call_class("apply", padded_reqs=int)
-_op = DeclaredOp("apply", _Call, triton_impl=_apply_triton, reference=apply_reference)
+_Call = call_class("unpack", padded_reqs=int)
+_op = DeclaredOp("unpack", _Call, triton_impl=_unpack_triton, reference=unpack_reference)
 
 
-def apply(buffers: StaticBuffers) -> None:
-    """Write the step record from the next slot of the inbox, and what the slot says of rows to the row state.
+def unpack(buffers: StaticBuffers) -> None:
+    """Write the step record from the next slot of the input_ring, and what the slot says of rows to the row state.
 
     buffers   static buffers, cut to the captured size; what each holds is in docs/decode_step.md
 
-    The cursor says which slot, and which of its steps: `publish` moves it on. A slot whose counts are out of range, or
+    The cursor says which slot, and which of its steps: `write_outputs` moves it on. A slot whose counts are out of
+    range, or
     which has more rows than were captured, counts as a step without rows.
 
     Capture-safe: the grid follows from the captured size; the slot is chosen on the device, and its counts read there.
     Raises: ShapeError when a tensor does not fit the others.
     """
-    _op(_Call(*buffers.once(_operands), buffers.row_ids.shape[0]))
+    _op(_Call(*buffers.once(_operands), buffers.req_indices.shape[0]))
 
 
 def _operands(buffers: StaticBuffers) -> list[torch.Tensor]:
-    operands = pass_operands("apply", buffers)
-    groups, row_ids = buffers.page_groups.shape[0], buffers.row_lens.shape[0]
+    operands = pass_operands("unpack", buffers)
+    groups, req_indices = buffers.page_groups.shape[0], buffers.req_lens.shape[0]
     for name, shape in (
-        ("inbox", (None, None)), ("record", (None,)), ("cursor", (CURSOR_SIZE,)), ("row_ends", (row_ids,)),
-        ("row_values", (len(COPIED), row_ids)), ("end_lengths", (row_ids,)), ("end_tokens", (STOP_TOKENS, row_ids)),
-        ("page_spans", (groups, row_ids, 2)),
+        ("input_ring", (None, None)), ("inputs", (None,)), ("cursor", (CURSOR_SIZE,)),
+        ("finish_reasons", (req_indices,)),
+        ("req_values", (len(COPIED), req_indices)), ("end_lengths", (req_indices,)),
+        ("end_tokens", (STOP_TOKENS, req_indices)),
+        ("page_spans", (groups, req_indices, 2)),
     ):  # fmt: skip
         check_tensor(name, getattr(buffers, name), shape=shape)
-        if name != "inbox" and not getattr(buffers, name).is_contiguous():
+        if name != "input_ring" and not getattr(buffers, name).is_contiguous():
             raise ShapeError(f"{name}: expected a contiguous tensor, got others; copy it")
-    for name, least in (("inbox", layout.RECORD_AT + layout.HEADER_SIZE), ("record", layout.HEADER_SIZE)):
+    for name, least in (("input_ring", layout.INPUTS_AT + layout.HEADER_SIZE), ("inputs", layout.HEADER_SIZE)):
         if (words := getattr(buffers, name).shape[-1]) < least:
             raise ShapeError(f"{name}: expected at least {least} words, got {words}; enlarge it")
     return operands
@@ -465,10 +477,10 @@ def compile_variants() -> list[CompileSpec]:
         constexprs["OVERLAPS"] = True
         signature = {
             argument: "constexpr" if argument in constexprs else types.get(argument, "i32")
-            for argument in _apply_kernel.arg_names
+            for argument in _unpack_kernel.arg_names
         }
         pointers = tuple(argument for argument in signature if argument.endswith("_ptr"))
         specs.append(
-            CompileSpec(f"apply_{groups}", _apply_kernel, signature, constexprs, _NUM_WARPS, 3, divisible=pointers)
+            CompileSpec(f"apply_{groups}", _unpack_kernel, signature, constexprs, _NUM_WARPS, 3, divisible=pointers)
         )
     return specs

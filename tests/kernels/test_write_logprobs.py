@@ -1,4 +1,4 @@
-"""`publish_logprobs` against what was asked for, by hand: entries, places, and rows of which nothing is known."""
+"""`write_logprobs` against what was asked for, by hand: entries, places, and rows of which nothing is known."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import torch
 
 from graphrt.kernels.errors import ShapeError
 from graphrt.kernels.metadata.buffers import Capacity, PageGroup, StaticBuffers
-from graphrt.kernels.metadata.logprobs import publish_logprobs
+from graphrt.kernels.metadata.logprobs import write_logprobs
 from graphrt.kernels.ops.sampling_logprobs import TokenLogprobs
-from graphrt.kernels.types import RowStatus
+from graphrt.kernels.types import RequestStatus
 
 ROWS, TOP, RING = 5, 3, 4
-SAMPLES, LIVE, PAD = (int(status) for status in (RowStatus.SAMPLES, RowStatus.LIVE, RowStatus.PAD))
+SAMPLES, LIVE, PAD = (int(status) for status in (RequestStatus.SAMPLES, RequestStatus.LIVE, RequestStatus.PAD))
 
 
 def buffers_of(device: torch.device, columns: int = 1 + TOP) -> StaticBuffers:
@@ -30,9 +30,9 @@ def result_of(device: torch.device, ranks: list[int], top: int = TOP) -> TokenLo
     return TokenLogprobs(-rows.float() - 0.5, rank, tops.int() + 100, -tops.float() - 20)
 
 
-def publish(buffers: StaticBuffers, tokens: torch.Tensor, result: TokenLogprobs) -> None:
+def write_outputs(buffers: StaticBuffers, tokens: torch.Tensor, result: TokenLogprobs) -> None:
     """Publish, and wait: on CUDA the rings are host memory, which the test reads without a stream's knowledge."""
-    publish_logprobs(buffers, tokens, result)
+    write_logprobs(buffers, tokens, result)
     if tokens.device.type == "cuda":
         torch.cuda.synchronize()
 
@@ -45,10 +45,10 @@ def test_each_row_of_the_batch_finds_its_own(kernel_device: torch.device, step: 
     buffers.step_counter.fill_(step)
     place_of = [1, 3, 4, 0, 2]
     buffers.places.copy_(torch.tensor(place_of))
-    buffers.row_status.copy_(torch.tensor([SAMPLES, SAMPLES, LIVE, SAMPLES, LIVE]))
+    buffers.req_status.copy_(torch.tensor([SAMPLES, SAMPLES, LIVE, SAMPLES, LIVE]))
     buffers.logprob_tokens.copy_(torch.tensor([-1, -1, 5, -1, -1]))
     tokens = torch.tensor([50, 51, 52, 53, 54], dtype=torch.int32, device=kernel_device)
-    publish(buffers, tokens, result_of(kernel_device, [1, 2, 3, 0, 4]))
+    write_outputs(buffers, tokens, result_of(kernel_device, [1, 2, 3, 0, 4]))
     entry = step % RING
     assert buffers.rank_ring[entry, :ROWS].tolist() == [2, 0, 0, 1, 3]
     for row in range(ROWS):
@@ -67,10 +67,10 @@ def test_the_token_alone(kernel_device: torch.device) -> None:
     buffers = buffers_of(kernel_device, columns=1)
     buffers.step_counter.fill_(2)
     buffers.places.copy_(torch.arange(ROWS))
-    buffers.row_status.fill_(SAMPLES)
+    buffers.req_status.fill_(SAMPLES)
     buffers.logprob_tokens.fill_(-1)
     tokens = torch.arange(ROWS, dtype=torch.int32, device=kernel_device)
-    publish(buffers, tokens, result_of(kernel_device, [1] * ROWS, top=0))
+    write_outputs(buffers, tokens, result_of(kernel_device, [1] * ROWS, top=0))
     assert buffers.logprob_token_ring[2, :ROWS, 0].tolist() == list(range(ROWS))
 
 
@@ -78,15 +78,17 @@ def test_pads_say_nothing(kernel_device: torch.device) -> None:
     buffers = buffers_of(kernel_device)
     buffers.step_counter.fill_(0)
     buffers.places.copy_(torch.arange(ROWS))
-    buffers.row_status.fill_(PAD)
+    buffers.req_status.fill_(PAD)
     buffers.logprob_tokens.fill_(-1)
-    publish(buffers, torch.zeros(ROWS, dtype=torch.int32, device=kernel_device), result_of(kernel_device, [1] * 5))
+    write_outputs(
+        buffers, torch.zeros(ROWS, dtype=torch.int32, device=kernel_device), result_of(kernel_device, [1] * 5)
+    )
     assert buffers.rank_ring[0, :ROWS].tolist() == [0] * ROWS
 
 
 def test_results_that_do_not_fit_are_named() -> None:
     buffers, device = buffers_of(torch.device("cpu")), torch.device("cpu")
     with pytest.raises(ShapeError, match="tokens: expected"):
-        publish_logprobs(buffers, torch.zeros(4, dtype=torch.int32), result_of(device, [1] * 5))
+        write_logprobs(buffers, torch.zeros(4, dtype=torch.int32), result_of(device, [1] * 5))
     with pytest.raises(ShapeError, match="top_tokens: expected"):
-        publish_logprobs(buffers, torch.zeros(5, dtype=torch.int32), result_of(device, [1] * 5, top=2))
+        write_logprobs(buffers, torch.zeros(5, dtype=torch.int32), result_of(device, [1] * 5, top=2))

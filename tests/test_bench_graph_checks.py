@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from graphrt.models.loading import load_model
-from scripts.bench_kit import bench_audit, bench_shadow, bench_verify, make_runtime
+from scripts.bench_graph_checks import bench_audit, bench_shadow, bench_verify, make_runtime
 from tests.runtime.test_cli_bundles import TINY
 
 CPU = torch.device("cpu")

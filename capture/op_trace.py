@@ -1,7 +1,7 @@
-"""The op tape: the twin of a CUDA graph for machines without CUDA.
+"""The op trace: the twin of a CUDA graph for machines without CUDA.
 
-While a step runs once, a `TorchDispatchMode` writes every dispatched op to a tape with its arguments as they were:
-scalars, and tensors with their storages. A launch runs the tape, never the Python that made it, and copies results
+While a step runs once, a `TorchDispatchMode` writes every dispatched op to a op trace with its arguments as they were:
+scalars, and tensors with their storages. A launch runs the op trace, never the Python that made it, and copies results
 into the tensors that the first run produced. So a scalar that was baked, a buffer that was replaced and a value that
 was read on the host show on CPU as they would in a graph; re-running the Python would hide all three.
 """
@@ -47,7 +47,7 @@ MAX_RUNS = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class TapeEntry:
+class OpTraceEntry:
     """One op: what to call, and which of its results are memory of its own that a launch must fill again.
 
     interpret   the op ran an interpreted Triton kernel, and must again: which kernel runs is frozen too
@@ -76,24 +76,24 @@ class MadeMemory:
     func: Callable[..., Any]
 
 
-class OpTape:
+class OpTrace:
     """A captured step on CPU: `launch()` replays the ops into the tensors of the first run."""
 
     def __init__(
-        self, entries: list[TapeEntry], output: torch.Tensor, report: GraphReport, made: tuple[MadeMemory, ...] = ()
+        self, entries: list[OpTraceEntry], output: torch.Tensor, report: GraphReport, made: tuple[MadeMemory, ...] = ()
     ) -> None:
         self._entries, self._made = entries, made
         self.output = ordinary(output)
         self.report = report
 
     @property
-    def entries(self) -> tuple[TapeEntry, ...]:
-        """The ops in the order of a launch; none once the tape was closed."""
+    def entries(self) -> tuple[OpTraceEntry, ...]:
+        """The ops in the order of a launch; none once the op trace was closed."""
         return tuple(self._entries)
 
     @property
     def made(self) -> tuple[MadeMemory, ...]:
-        """Memory that the step allocated and that no launch fills; none once the tape was closed."""
+        """Memory that the step allocated and that no launch fills; none once the op trace was closed."""
         return self._made
 
     def launch(self) -> None:
@@ -102,27 +102,28 @@ class OpTape:
             for entry in self._entries:
                 entry.run()
 
-    def copy(self) -> OpTape:
+    def copy(self) -> OpTrace:
         """The same ops on the same memory, closed by itself."""
-        return OpTape(self._entries, self.output, self.report, self._made)
+        return OpTrace(self._entries, self.output, self.report, self._made)
 
     def close(self) -> None:
         self._entries, self._made = [], ()
         self.output = NOTHING
 
 
-class OpTapeLoop:
-    """The twin of a loop of CUDA graphs: one launch runs the tape, and again while go_on[0] is not 0 after a run."""
+class OpTraceLoop:
+    """The twin of a loop of CUDA graphs: one launch runs the op trace, and again while go_on[0] is not 0 after a
+    run."""
 
-    def __init__(self, step: OpTape, go_on: torch.Tensor) -> None:
+    def __init__(self, step: OpTrace, go_on: torch.Tensor) -> None:
         start = time.perf_counter()
-        self._step: OpTape | None = step.copy()
+        self._step: OpTrace | None = step.copy()
         self._go_on = go_on.detach()  # memory of the time of capture, whatever becomes of the caller's tensor
         self.output = step.output
         self.report = GraphReport(step.report.descriptor, time.perf_counter() - start, 0, 0, step.report.nodes)
 
     @property
-    def step(self) -> OpTape:
+    def step(self) -> OpTrace:
         """What it repeats. Raises: CaptureError once it was closed."""
         return self._open("step")
 
@@ -146,16 +147,16 @@ class OpTapeLoop:
         self._step = None
         self.output = NOTHING
 
-    def _open(self, what: str) -> OpTape:
+    def _open(self, what: str) -> OpTrace:
         if self._step is None:
             raise CaptureError(f"loop: expected an open loop, got {what} of a closed one; make another with loop()")
         return self._step
 
 
-class OpTapeRecorder:
-    """Records op tapes. Capture runs the step once for real, which a CUDA graph capture does not."""
+class OpTraceRecorder:
+    """Records op op_traces. Capture runs the step once for real, which a CUDA graph capture does not."""
 
-    name = "op-tape (CPU twin of a CUDA graph)"
+    name = "op trace (CPU twin of a CUDA graph)"
     streams: tuple[torch.cuda.Stream, ...] = ()
 
     @contextlib.contextmanager
@@ -167,12 +168,12 @@ class OpTapeRecorder:
         with torch.inference_mode():
             step()
 
-    def record(self, step: StepFunction, descriptor: BatchDescriptor, prepare: Callable[[], None]) -> OpTape:
+    def record(self, step: StepFunction, descriptor: BatchDescriptor, prepare: Callable[[], None]) -> OpTrace:
         start = time.perf_counter()
         prepare()
-        writer = _TapeWriter()
+        writer = _OpTraceWriter()
         try:
-            with torch.inference_mode(), _uncompiled(), _kernels_on_tape(writer), _HostReadGuard(writer), writer:
+            with torch.inference_mode(), _uncompiled(), _kernels_of_op_trace(writer), _HostReadGuard(writer), writer:
                 output = step()
             if writer.refused is not None:  # the step went on: on CUDA the capture would be lost all the same
                 raise writer.refused
@@ -180,23 +181,23 @@ class OpTapeRecorder:
             raise CaptureError(f"{descriptor}: {error}") from error
         owned = sum(t.numel() * t.element_size() for e in writer.entries for t in e.outputs if t is not None)
         report = GraphReport(descriptor, time.perf_counter() - start, owned, 0, len(writer.entries))
-        return OpTape(writer.entries, output, report, tuple(writer.made))
+        return OpTrace(writer.entries, output, report, tuple(writer.made))
 
-    def loop(self, graph: CapturedGraph, go_on: torch.Tensor) -> OpTapeLoop:
-        return OpTapeLoop(check_loop(OpTape, graph, go_on, torch.device("cpu")), go_on)
+    def loop(self, graph: CapturedGraph, go_on: torch.Tensor) -> OpTraceLoop:
+        return OpTraceLoop(check_loop(OpTrace, graph, go_on, torch.device("cpu")), go_on)
 
     def pool_bytes(self) -> int:
-        """Nothing: there is no pool. A tape owns the results of its ops, and their sizes are frozen with it."""
+        """Nothing: there is no pool. A op_trace owns the results of its ops, and their sizes are frozen with it."""
         return 0
 
     def close(self) -> None:
         pass
 
 
-class _TapeWriter(TorchDispatchMode):
+class _OpTraceWriter(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch does not annotate it
-        self.entries: list[TapeEntry] = []
+        self.entries: list[OpTraceEntry] = []
         self.made: list[MadeMemory] = []
         self.inside_op = False
         self.sets_number = False  # within `x[index] = number`
@@ -210,7 +211,7 @@ class _TapeWriter(TorchDispatchMode):
 
     def launch(self, kernel: Callable[..., None], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Run a kernel that the step launches by itself, and write it down."""
-        if self.inside_op:  # of an op, which is on the tape
+        if self.inside_op:  # of an op, which is on the op trace
             kernel(*args, **kwargs)
             return
         self.inside_op = True
@@ -219,7 +220,7 @@ class _TapeWriter(TorchDispatchMode):
         finally:
             self.inside_op = False
         args, kwargs = _aliases((args, kwargs))
-        self.entries.append(TapeEntry(kernel, args, kwargs, (), cpu_runs_triton()))
+        self.entries.append(OpTraceEntry(kernel, args, kwargs, (), cpu_runs_triton()))
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -247,19 +248,20 @@ class _TapeWriter(TorchDispatchMode):
             return result  # changes no data: a launch finds shape and memory as they were left
         inputs = {t.untyped_storage().data_ptr() for t in tensors_in((args, kwargs))}
         # Results that are memory of their own; None stands for a view of an input, which needs no filling. The caller
-        # may change a result's shape in place (squeeze_, t_), so the tape keeps a view of its own.
+        # may change a result's shape in place (squeeze_, t_), so the op trace keeps a view of its own.
         kept = tuple(
             None if t.untyped_storage().data_ptr() in inputs else t.detach() for t in tensors_in(result)
         )  # fmt: skip
         if func._schema.is_mutable or any(t is not None for t in kept):
             args, kwargs = _aliases((args, kwargs))
-            self.entries.append(TapeEntry(func, args, kwargs, kept, cpu_runs_triton()))
+            self.entries.append(OpTraceEntry(func, args, kwargs, kept, cpu_runs_triton()))
         return result
 
 
 @contextlib.contextmanager
 def _uncompiled() -> Iterator[None]:
-    """Compiled functions run as they were written: a kernel of a compiler is no op, and would not reach the tape."""
+    """Compiled functions run as they were written: a kernel of a compiler is no op, and would not reach the op
+    trace."""
     if "torch._dynamo" not in sys.modules:  # nothing is compiled, and the import takes seconds
         yield
         return
@@ -268,7 +270,7 @@ def _uncompiled() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _kernels_on_tape(writer: _TapeWriter) -> Iterator[None]:
+def _kernels_of_op_trace(writer: _OpTraceWriter) -> Iterator[None]:
     """Writes down the Triton kernels that the step launches by itself. Interpreted, they are no ops."""
     interpreter = sys.modules.get("triton.runtime.interpreter")
     if interpreter is None:
@@ -296,7 +298,7 @@ def _python_of(func: Any) -> Callable[..., Any] | None:
 class _HostReadGuard(TorchFunctionMode):
     """Catches host reads that never reach the dispatcher, such as `tolist()` of a CPU tensor."""
 
-    def __init__(self, writer: _TapeWriter) -> None:
+    def __init__(self, writer: _OpTraceWriter) -> None:
         super().__init__()
         self._writer = writer
 
@@ -319,7 +321,7 @@ class _HostReadGuard(TorchFunctionMode):
 
 
 def _aliases(tree: Any) -> Any:
-    """The same arguments with tensors of the tape's own on the same memory: as a graph does, a launch goes on using
+    """The same arguments with tensors of the op trace's own on the same memory: as a graph does, a launch goes on using
     the memory and the shapes of the capture, whatever the caller gives its tensors later."""
     made: dict[int, torch.Tensor] = {}
     return tree_map_only(torch.Tensor, lambda tensor: made.setdefault(id(tensor), tensor.detach()), tree)

@@ -1,4 +1,5 @@
-"""The op tape must behave as a CUDA graph does: freeze scalars and addresses, refuse host reads, never rerun Python."""
+"""The op trace must behave as a CUDA graph does: freeze scalars and addresses, refuse host reads, never rerun
+Python."""
 
 from __future__ import annotations
 
@@ -6,23 +7,23 @@ import pytest
 import torch
 
 from graphrt.capture.descriptor import BatchDescriptor
-from graphrt.capture.tape import OpTape, OpTapeRecorder
+from graphrt.capture.op_trace import OpTrace, OpTraceRecorder
 from graphrt.kernels.errors import CaptureError
 
 KEY = BatchDescriptor.decode(1)
 
 
-def record(step) -> OpTape:
-    return OpTapeRecorder().record(step, KEY, lambda: None)
+def record(step) -> OpTrace:
+    return OpTraceRecorder().record(step, KEY, lambda: None)
 
 
 def test_replay_reads_the_latest_input_and_writes_the_recorded_output() -> None:
     x = torch.zeros(4)
-    tape = record(lambda: (x * 2 + 1).sum().reshape(1))
+    op_trace = record(lambda: (x * 2 + 1).sum().reshape(1))
     for value in (3.0, -1.0, 3.0):
         x.fill_(value)
-        tape.launch()
-        assert tape.output.item() == 4 * (2 * value + 1)
+        op_trace.launch()
+        assert op_trace.output.item() == 4 * (2 * value + 1)
 
 
 def test_python_is_not_run_again() -> None:
@@ -33,59 +34,59 @@ def test_python_is_not_run_again() -> None:
         calls.append(1)
         return x + 1
 
-    tape = record(step)
-    tape.launch()
-    tape.launch()
+    op_trace = record(step)
+    op_trace.launch()
+    op_trace.launch()
     assert len(calls) == 1
 
 
 def test_a_python_scalar_is_frozen() -> None:
     state = {"scale": 2.0}
     x = torch.ones(1)
-    tape = record(lambda: x * state["scale"])
+    op_trace = record(lambda: x * state["scale"])
     state["scale"] = 5.0
-    tape.launch()
-    assert tape.output.item() == 2.0, "a graph holds the scalar of its capture"
+    op_trace.launch()
+    assert op_trace.output.item() == 2.0, "a graph holds the scalar of its capture"
 
 
 def test_a_scalar_in_a_tensor_is_not_frozen() -> None:
     scale, x = torch.tensor(2.0), torch.ones(1)
-    tape = record(lambda: x * scale)
+    op_trace = record(lambda: x * scale)
     scale.fill_(5.0)
-    tape.launch()
-    assert tape.output.item() == 5.0
+    op_trace.launch()
+    assert op_trace.output.item() == 5.0
 
 
 def test_an_address_is_frozen() -> None:
     holder = {"x": torch.ones(1)}
     captured = holder["x"]
-    tape = record(lambda: holder["x"] + 1)
+    op_trace = record(lambda: holder["x"] + 1)
     holder["x"] = torch.full((1,), 10.0)
-    tape.launch()
-    assert tape.output.item() == 2.0, "a graph goes on reading the tensor of its capture"
+    op_trace.launch()
+    assert op_trace.output.item() == 2.0, "a graph goes on reading the tensor of its capture"
     captured.fill_(4.0)
-    tape.launch()
-    assert tape.output.item() == 5.0
+    op_trace.launch()
+    assert op_trace.output.item() == 5.0
 
 
 def test_data_replaced_under_a_tensor_is_not_followed() -> None:
     x = torch.ones(1)
     alias = x.view(1)  # what a graph holds: the storage of the capture
-    tape = record(lambda: alias + 1)
+    op_trace = record(lambda: alias + 1)
     x.data = torch.full((1,), 10.0)
-    tape.launch()
-    assert tape.output.item() == 2.0
+    op_trace.launch()
+    assert op_trace.output.item() == 2.0
 
 
 def test_data_and_shape_given_to_a_tensor_later_are_not_followed() -> None:
     x = torch.ones(1, 4)
     captured = x.view(4)
-    tape = record(lambda: x.sum(1))
+    op_trace = record(lambda: x.sum(1))
     x.squeeze_(0)
     x.data = torch.full((2, 3), 10.0)
     captured.fill_(3.0)
-    tape.launch()
-    assert tape.output.tolist() == [12.0], "the memory and the shape of the capture"
+    op_trace.launch()
+    assert op_trace.output.tolist() == [12.0], "the memory and the shape of the capture"
 
 
 def test_in_place_and_out_variants_write_the_same_memory_again() -> None:
@@ -96,29 +97,29 @@ def test_in_place_and_out_variants_write_the_same_memory_again() -> None:
         torch.mul(x, 3, out=out)
         return out.clone()
 
-    tape = record(step)
+    op_trace = record(step)
     assert counter.item() == 1, "the twin runs the step once while it records"
     x.fill_(2)
-    tape.launch()
-    tape.launch()
+    op_trace.launch()
+    op_trace.launch()
     assert counter.item() == 3
-    assert out.tolist() == tape.output.tolist() == [6.0, 6.0, 6.0]
+    assert out.tolist() == op_trace.output.tolist() == [6.0, 6.0, 6.0]
 
 
 def test_views_follow_their_base() -> None:
     x = torch.arange(6.0).reshape(2, 3)
-    tape = record(lambda: (x.t()[1:].reshape(-1, 2) + 0)[:, 0])
+    op_trace = record(lambda: (x.t()[1:].reshape(-1, 2) + 0)[:, 0])
     x.copy_(x + 10)
-    tape.launch()
-    assert tape.output.tolist() == [11.0, 12.0]
+    op_trace.launch()
+    assert op_trace.output.tolist() == [11.0, 12.0]
 
 
 def test_linear_on_a_vector_replays_through_its_in_place_squeeze() -> None:
     weight, x = torch.randn(3, 4), torch.randn(4)
-    tape = record(lambda: torch.nn.functional.linear(x, weight))
+    op_trace = record(lambda: torch.nn.functional.linear(x, weight))
     x.normal_()
-    tape.launch()
-    torch.testing.assert_close(tape.output, weight @ x)
+    op_trace.launch()
+    torch.testing.assert_close(op_trace.output, weight @ x)
 
 
 def test_memory_of_empty_keeps_its_last_contents() -> None:
@@ -129,10 +130,10 @@ def test_memory_of_empty_keeps_its_last_contents() -> None:
         out[:1] = x[:1]
         return out
 
-    tape = record(step)
-    tape.output.fill_(7.0)
-    tape.launch()
-    assert tape.output.tolist() == [1.0, 7.0], "nobody fills empty() memory in a graph either"
+    op_trace = record(step)
+    op_trace.output.fill_(7.0)
+    op_trace.launch()
+    assert op_trace.output.tolist() == [1.0, 7.0], "nobody fills empty() memory in a graph either"
 
 
 @pytest.mark.parametrize(
@@ -151,7 +152,7 @@ def test_memory_of_empty_keeps_its_last_contents() -> None:
     ids=["item", "tolist", "numpy", "int", "float", "bool", "mask-index", "nonzero", "equal"],
 )
 def test_host_reads_raise_and_the_recorder_works_on(read) -> None:
-    x, recorder = torch.ones(()), OpTapeRecorder()
+    x, recorder = torch.ones(()), OpTraceRecorder()
 
     def step() -> torch.Tensor:
         read(x)
@@ -159,9 +160,9 @@ def test_host_reads_raise_and_the_recorder_works_on(read) -> None:
 
     with pytest.raises(CaptureError, match=r"decode\[1\].*host read|decode\[1\].*reads values on the host"):
         recorder.record(step, KEY, lambda: None)
-    tape = recorder.record(lambda: x + 1, KEY, lambda: None)
-    tape.launch()
-    assert tape.output.item() == 2.0
+    op_trace = recorder.record(lambda: x + 1, KEY, lambda: None)
+    op_trace.launch()
+    assert op_trace.output.item() == 2.0
 
 
 SYMMETRIC = torch.eye(4) * 2
@@ -236,12 +237,12 @@ TAKEN = {
 @pytest.mark.parametrize("name", TAKEN)
 def test_their_kin_that_does_not_wait_is_taken(name) -> None:
     x, ran = SYMMETRIC.clone(), []
-    tape = record(lambda: (ran.append(1), TAKEN[name](x))[1])
+    op_trace = record(lambda: (ran.append(1), TAKEN[name](x))[1])
     for value in (5.0, 9.0):
         x.copy_(torch.eye(4) * value)
         expected = TAKEN[name](x.clone())
-        tape.launch()
-        torch.testing.assert_close(tape.output, expected)
+        op_trace.launch()
+        torch.testing.assert_close(op_trace.output, expected)
     assert ran == [1]
 
 
@@ -266,7 +267,7 @@ def test_a_step_error_passes_through() -> None:
 
 def test_prepare_runs_before_the_step() -> None:
     order = []
-    OpTapeRecorder().record(lambda: (order.append("step"), torch.ones(1))[1], KEY, lambda: order.append("prepare"))
+    OpTraceRecorder().record(lambda: (order.append("step"), torch.ones(1))[1], KEY, lambda: order.append("prepare"))
     assert order == ["prepare", "step"]
 
 
@@ -274,12 +275,12 @@ def test_an_op_may_write_an_argument_and_return_new_memory() -> None:
     from graphrt.kernels.ops.norm import add_rms_norm
 
     residual, x, weight = torch.zeros(1, 4), torch.ones(1, 4), torch.full((4,), 3.0)
-    tape = record(lambda: add_rms_norm(residual, x, weight, 0.0) + 1)
+    op_trace = record(lambda: add_rms_norm(residual, x, weight, 0.0) + 1)
     residual.zero_()
     x.copy_(torch.tensor([[2.0, -2.0, 2.0, -2.0]]))
-    tape.launch()
+    op_trace.launch()
     assert residual.tolist() == x.tolist()
-    assert tape.output.tolist() == [[4.0, -2.0, 4.0, -2.0]]
+    assert op_trace.output.tolist() == [[4.0, -2.0, 4.0, -2.0]]
 
 
 def test_an_interpreted_kernel_is_frozen_as_such(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -300,6 +301,6 @@ def test_an_interpreted_kernel_is_frozen_as_such(monkeypatch: pytest.MonkeyPatch
         op(x, out)
         return out
 
-    tape = record(step)
-    tape.launch()
+    op_trace = record(step)
+    op_trace.launch()
     assert ran == ["triton", "reference"] * 2
