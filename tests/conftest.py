@@ -10,7 +10,7 @@ from importlib.machinery import PathFinder
 import pytest
 import torch
 
-from tests.sharding import in_shard, parse_shard
+from tests.support.sharding import in_shard, parse_shard
 
 
 class _WithoutLayerFolders(PathFinder):
@@ -104,3 +104,9 @@ def kernel_device(request: pytest.FixtureRequest) -> Iterator[torch.device]:
 def rng() -> torch.Generator:
     """A seeded generator on the CPU; make inputs there and move them, so that every device sees the same ones."""
     return torch.Generator().manual_seed(0)
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest) -> torch.device:
+    """Where runtime tests run: the op trace on a CPU, and CUDA graphs on a GPU."""
+    return torch.device("cuda", 0) if request.param == "cuda" else torch.device("cpu")

@@ -11,8 +11,7 @@ import triton
 from graphrt.kernels.errors import ConfigError
 from graphrt.kernels.native import nvrtc
 from graphrt.testing.capture_watch import CaptureWatch
-from tests import fake_captures
-from tests.capture import fake_triton
+from tests.support import fake_captures, fake_triton
 
 
 def test_a_watch_leaves_everything_as_it_was() -> None:

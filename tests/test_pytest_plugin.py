@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests import fake_captures
+from tests.support import fake_captures
 
 pytest_plugins = ("pytester",)
 ROOT = Path(__file__).resolve().parent.parent
@@ -19,7 +19,7 @@ PLUGIN = "graphrt.testing.pytest_plugin"
 
 CONFTEST = """
 import pytest
-from tests.fake_captures import install
+from tests.support.fake_captures import install
 
 @pytest.fixture(autouse=True)
 def cuda(monkeypatch):
@@ -28,7 +28,7 @@ def cuda(monkeypatch):
 
 HEAD = """
 import pytest, torch, triton
-from tests.fake_captures import captured
+from tests.support.fake_captures import captured
 
 X = torch.ones(4)
 
@@ -396,7 +396,7 @@ def seen(monkeypatch):
 
 OTHERS = """
 import pytest, torch
-from tests.runtime.toy import make_rig
+from tests.support.toy import make_rig
 
 @pytest.fixture
 def warm():

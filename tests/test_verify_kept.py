@@ -11,7 +11,7 @@ from graphrt.step import Step
 from graphrt.testing.verify import verify
 from graphrt.testing.verify_report import VerifyReport
 from graphrt.testing.verify_runtime import verify_runtime
-from tests.runtime.toy import ToyModel, make_rig
+from tests.support.toy import ToyModel, make_rig
 
 CPU = torch.device("cpu")
 

@@ -21,8 +21,8 @@ import torch
 from graphrt.kernels.errors import ConfigError
 from graphrt.testing.verify import verify
 from graphrt.testing.verify_report import own_line
-from tests import forward_context
-from tests.forward_context import current
+from tests.support import forward_context
+from tests.support.forward_context import current
 
 Meta = namedtuple("Meta", "scale lengths")
 VARIABLE = contextvars.ContextVar("VARIABLE", default=1)
@@ -90,7 +90,7 @@ PLACES: dict[str, tuple[Callable[[Any, int], None], Callable[[Any], Any]]] = {
         lambda self, count: setattr(forward_context, "limit", count),
         lambda self: forward_context.limit,
     ),
-    "tests.forward_context._current['count']": (
+    "tests.support.forward_context._current['count']": (
         lambda self, count: forward_context.set_current({"count": torch.tensor(count)}),
         lambda self: current()["count"],
     ),

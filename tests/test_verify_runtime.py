@@ -13,7 +13,7 @@ from graphrt.kernels.errors import CaptureError, ConfigError
 from graphrt.replay import ReplayManager
 from graphrt.step import Step
 from graphrt.testing.verify_runtime import generated_batches, verify_runtime
-from tests.runtime.toy import HEADS, KV_HEADS, VOCAB, Rig, ToyModel, make_rig
+from tests.support.toy import HEADS, KV_HEADS, VOCAB, Rig, ToyModel, make_rig
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

@@ -1,6 +1,6 @@
 // Instructions of sm_90 that CUDA C++ has no name for, and what depends on the dtypes of queries and cache.
 //
-// tests/kernels/emulation/primitives.cuh has the same functions for a CPU.
+// tests/support/emulation/primitives.cuh has the same functions for a CPU.
 //
 // Compile-time macros: Q_BF16 (else float16), KV_FP8 (0, 1: e4m3, 2: e5m2), STAGES (of who copies)
 

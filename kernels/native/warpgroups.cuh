@@ -1,6 +1,6 @@
 // Instructions of sm_90a for kernels whose warps have roles: products of four warps, copies of boxes, barriers.
 //
-// tests/kernels/emulation/warpgroups.cuh has the same functions for a CPU.
+// tests/support/emulation/warpgroups.cuh has the same functions for a CPU.
 //
 // Compile-time macros: Q_BF16 (else float16)
 

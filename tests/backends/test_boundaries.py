@@ -16,8 +16,8 @@ from graphrt.backends.flashinfer import FlashInferBackend
 from graphrt.backends.refusals import listing
 from graphrt.capture.descriptor import BatchDescriptor
 from graphrt.spec import AttentionSpec
-from tests.backends.fake_packages import install, install_package
-from tests.backends.peer_kit import BF16, CUDA, FULL, context, layer_of, metadata_of, step
+from tests.support.fake_packages import install, install_package
+from tests.support.peer_kit import BF16, CUDA, FULL, context, layer_of, metadata_of, step
 
 E4M3 = torch.float8_e4m3fn
 

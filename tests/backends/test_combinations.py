@@ -14,9 +14,9 @@ from graphrt.kernels.library import INTERPRETER_AVAILABLE
 from graphrt.kernels.types import KVLayout
 from graphrt.testing.backend_contract import check_steps
 from graphrt.testing.backend_features import ALIBI, WINDOW, Feature, declares
-from tests.backends import fake_packages, mocks
 from tests.backends.conftest import FLASHINFER_MODULES
-from tests.covering import covering_array
+from tests.support import fake_packages, mocks
+from tests.support.covering import covering_array
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 F32, F16, BF16, E4M3, E5M2 = torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2

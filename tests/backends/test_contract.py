@@ -15,7 +15,7 @@ from graphrt.backends.registry import backend_class
 from graphrt.kernels.library import INTERPRETER_AVAILABLE
 from graphrt.testing.backend_contract import ContractCase, contract_cases
 from graphrt.testing.backend_features import FEATURES
-from tests.backends import fake_packages, mocks
+from tests.support import fake_packages, mocks
 
 ON_CUDA = ("triton", "flash_attn3", "flash_attn2", "flashinfer", "torch_reference")
 FAKES = {name: fake_packages.on_cpu(backend_class(name)) for name in fake_packages.PACKAGES}

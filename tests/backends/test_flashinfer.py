@@ -14,8 +14,8 @@ from graphrt.capture.descriptor import BatchDescriptor
 from graphrt.capture.staging import StagingSlot
 from graphrt.kernels.errors import CaptureError, ReplayError, UnsupportedError
 from graphrt.kernels.types import KVLayout
-from tests.backends.fake_packages import install
-from tests.backends.peer_kit import BF16, context, layer_of, metadata_of, step
+from tests.support.fake_packages import install
+from tests.support.peer_kit import BF16, context, layer_of, metadata_of, step
 
 
 class FakeWrapper:

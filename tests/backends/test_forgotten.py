@@ -20,7 +20,7 @@ from graphrt.metadata import StepMetadata
 from graphrt.testing.backend_contract import check_steps, steps_of
 from graphrt.testing.backend_features import FEATURES, Feature
 from graphrt.testing.backend_rig import open_rigs
-from tests.backends import fake_packages
+from tests.support import fake_packages
 
 CPU = torch.device("cpu")
 SCRATCH = ("partial_out", "partial_lse")

@@ -22,8 +22,8 @@ from graphrt.backends.torch_reference import TorchReferenceBackend
 from graphrt.capture.descriptor import BatchDescriptor
 from graphrt.kernels.errors import CaptureError, ConfigError, UnsupportedError
 from graphrt.spec import AttentionSpec
-from tests.backends.fake_packages import install
-from tests.backends.peer_kit import BF16, CUDA, FULL, WINDOWED, Calls, context, layer_of, metadata_of, step
+from tests.support.fake_packages import install
+from tests.support.peer_kit import BF16, CUDA, FULL, WINDOWED, Calls, context, layer_of, metadata_of, step
 
 PEERS = (FlashAttention2Backend, FlashAttention3Backend, FlashInferBackend)
 

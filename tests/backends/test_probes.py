@@ -16,7 +16,7 @@ from graphrt.backends.flash_attn3 import FlashAttention3Backend
 from graphrt.backends.flashinfer import FlashInferBackend
 from graphrt.testing.backend_features import FEATURES, Feature, declares
 from graphrt.testing.backend_rig import NAN, Rig, make_rig
-from tests.backends import fake_packages
+from tests.support import fake_packages
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 PEERS = (FlashAttention2Backend, FlashAttention3Backend, FlashInferBackend)

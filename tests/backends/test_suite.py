@@ -27,8 +27,8 @@ from graphrt.testing import backend_contract
 from graphrt.testing.backend_contract import check_backend, contract_cases
 from graphrt.testing.backend_features import FEATURES, FLAGS, declared_features
 from graphrt.testing.backend_rig import make_rig
-from tests.backends import mocks
-from tests.backends.mocks_by_feature import BROKEN_BY_FEATURE, CrossSplitsByRows
+from tests.support import mocks
+from tests.support.mocks_by_feature import BROKEN_BY_FEATURE, CrossSplitsByRows
 
 ROOT = Path(__file__).resolve().parents[2]
 CPU = torch.device("cpu")

@@ -16,7 +16,7 @@ from graphrt.capture.inspect.scan import HIGHEST, LOWEST, scan
 from graphrt.capture.inspect.view import Argument, Edge, GraphView, Node, NodeKind, Operand
 from graphrt.kernels.errors import CaptureError, ConfigError
 from scripts.compile_check import KERNELS
-from tests.capture.audit_examples import (
+from tests.support.audit_examples import (
     BASE,
     GONE,
     IDLE,

@@ -9,7 +9,7 @@ from cuda.bindings import driver as bindings
 from graphrt.capture.inspect import ask, blas
 from graphrt.capture.inspect.audit import audit
 from graphrt.capture.inspect.memory import MemoryMap, Owner, Region
-from tests.capture.audit_examples import BASE, LEAK, POOL, X, graph, kernel, words
+from tests.support.audit_examples import BASE, LEAK, POOL, X, graph, kernel, words
 
 ATTRIBUTE = bindings.CUpointer_attribute
 NAMES = {

@@ -195,7 +195,7 @@ def test_a_loop_is_audited_through_its_body() -> None:
 
 
 def test_graphrt_s_own_steps_are_clean_and_each_buffer_must_be_named() -> None:
-    from tests.runtime.toy import make_rig
+    from tests.support.toy import make_rig
 
     rig = make_rig(torch.device("cpu"))
     manager = rig.manager

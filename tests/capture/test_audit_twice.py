@@ -11,7 +11,7 @@ from graphrt.capture.inspect.audit import Allowed, Audit, FindingKind, audit, au
 from graphrt.capture.inspect.memory import MemoryMap, Owner, Region
 from graphrt.capture.inspect.view import GraphView, Node
 from graphrt.kernels.errors import ConfigError
-from tests.capture.audit_examples import (
+from tests.support.audit_examples import (
     BASE,
     GONE,
     LEAK,

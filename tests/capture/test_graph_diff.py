@@ -17,8 +17,8 @@ from graphrt.capture.inspect.diff import Change, GraphDiff, Level, NodeDiff, dif
 from graphrt.capture.inspect.memory import MemoryMap, Owner, Region
 from graphrt.capture.inspect.view import Argument, Edge, GraphView, Node, NodeKind, Operand
 from graphrt.capture.op_trace import OpTraceRecorder
-from tests.capture.fake_graphs import number, word
 from tests.capture.test_loop import CPU, KEY
+from tests.support.fake_graphs import number, word
 
 X, POOL, WEIGHT = 0x7F0000000000, 0x7F1000000000, 0x7F2000000000
 
@@ -475,7 +475,7 @@ def test_a_scalar_of_the_host_shows() -> None:
 
 def test_sizes_of_a_step_of_graphrt() -> None:
     """The same ops; the pages of the cache and the weights are the same memory, and what rows have grows."""
-    from tests.runtime.toy import make_rig
+    from tests.support.toy import make_rig
 
     rig = make_rig(CPU, decode_sizes=(2, 4), mixed_sizes=(16,))
     graphs = {key.padded_reqs: graph for key, graph in rig.manager._graphs._graphs.items() if str(key)[:6] == "decode"}

@@ -15,9 +15,9 @@ from graphrt.capture.inspect.cuda import inspect_graph
 from graphrt.capture.inspect.view import Argument, Edge, NodeKind, Operand
 from graphrt.capture.recorder import CudaGraph
 from graphrt.kernels.errors import CaptureError, ConfigError
-from tests.capture import fake_driver
-from tests.capture.fake_graphs import ATTRIBUTES, FakeGraphs, driver, install, number, shuffler, word
 from tests.capture.test_loop import CPU, KEY, ints
+from tests.support import fake_driver
+from tests.support.fake_graphs import ATTRIBUTES, FakeGraphs, driver, install, number, shuffler, word
 
 ADD = "_ZN2at6native29vectorized_elementwise_kernelILi4ENS0_15CUDAFunctor_addIfEESt5arrayIPcLm3EEEEviT0_T1_"
 ADD_NAME = (

@@ -257,7 +257,7 @@ def test_a_long_tape_takes_no_time() -> None:
 
 def test_a_step_of_graphrt() -> None:
     """The head comes first, and what it fills is what the layers wait for."""
-    from tests.runtime.toy import make_rig
+    from tests.support.toy import make_rig
 
     rig = make_rig(CPU, decode_sizes=(2,), mixed_sizes=(16,))
     (graph,) = (graph for key, graph in rig.manager._graphs._graphs.items() if key.padded_reqs == 2)

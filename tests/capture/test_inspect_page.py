@@ -18,8 +18,8 @@ from graphrt.capture.inspect.memory import MemoryMap, Owner, Region
 from graphrt.capture.inspect.page import write_page
 from graphrt.capture.inspect.view import Argument, Edge, GraphView, Node, NodeKind, Operand, place_name
 from graphrt.kernels.errors import ConfigError
-from tests.capture.page_examples import DecodeStep, Example, Finding, hostile, large, tape_view
-from tests.runtime.toy import make_rig
+from tests.support.page_examples import DecodeStep, Example, Finding, hostile, large, tape_view
+from tests.support.toy import make_rig
 
 PARTS = Path(__file__).resolve().parent.parent.parent / "capture" / "inspect" / "page_parts"
 

@@ -10,8 +10,8 @@ import pytest
 
 from graphrt.capture.inspect.memory import MemoryMap, Owner, Region
 from graphrt.capture.inspect.view import Edge, GraphView, Node, NodeKind, Operand, place_name
-from tests.capture.browser import CHROMIUM, FLAGS, Browser
-from tests.capture.page_examples import DecodeStep, Example, Finding, hostile, kernel, large, pointer
+from tests.support.browser import CHROMIUM, FLAGS, Browser
+from tests.support.page_examples import DecodeStep, Example, Finding, hostile, kernel, large, pointer
 
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="needs chromium on the PATH")
 

@@ -16,7 +16,7 @@ from triton.runtime.jit import JITFunction
 
 from graphrt.capture.inspect.cuda import inspect_graph
 from graphrt.capture.inspect.view import Argument, Node
-from tests.capture.fake_graphs import FakeGraphs, install, number, word
+from tests.support.fake_graphs import FakeGraphs, install, number, word
 
 BITS = re.compile(r"\.param \.(?:align \d+ )?\.?[a-z](\d+)(?: \.ptr[^,\n]*?)? \w+_param_\d+(?:\[(\d+)\])?")
 

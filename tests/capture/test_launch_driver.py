@@ -13,8 +13,8 @@ from graphrt.capture import raw_graph, recorder
 from graphrt.capture.graph import GraphReport
 from graphrt.capture.recorder import CudaGraph
 from graphrt.kernels.errors import ReplayError
-from tests.capture.fake_driver import KERNEL, FakeDriver, Template, install
 from tests.capture.test_loop import KEY, Countdown, Rig
+from tests.support.fake_driver import KERNEL, FakeDriver, Template, install
 
 CUDA = torch.device("cuda", 0)
 

@@ -12,7 +12,7 @@ import triton
 from graphrt.capture.lock import CaptureLock, Doing
 from graphrt.kernels.errors import ReplayError
 from graphrt.kernels.native import nvrtc
-from tests.capture.fake_triton import FakeTriton, installed
+from tests.support.fake_triton import FakeTriton, installed
 
 HOOK = triton.knobs.runtime.kernel_load_end_hook
 

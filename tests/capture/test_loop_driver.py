@@ -16,8 +16,8 @@ from graphrt.capture.graph import GraphReport
 from graphrt.capture.recorder import CudaGraph
 from graphrt.kernels.errors import CaptureError, ConfigError, GraphRTError, ReplayError
 from graphrt.kernels.native.nvrtc import compile_variant
-from tests.capture.fake_driver import FAILURE, KERNEL, MEMSET, SUCCESS, TYPES, FakeDriver, Template, install
 from tests.capture.test_loop import CPU, KEY, Countdown, Rig, ints
+from tests.support.fake_driver import FAILURE, KERNEL, MEMSET, SUCCESS, TYPES, FakeDriver, Template, install
 
 # -- what the driver is asked, on a driver that is none
 
@@ -221,7 +221,7 @@ def test_events_and_host_functions_are_refused() -> None:
 @pytest.mark.gpu
 def test_every_step_of_a_manager_can_be_looped() -> None:
     """Whatever kernels the model and its attention launch, programmatic dependent launches among them."""
-    from tests.runtime.toy import make_rig
+    from tests.support.toy import make_rig
 
     rig = make_rig(CUDA, fill=0.0)
     go_on = ints(CUDA)

@@ -17,7 +17,7 @@ from graphrt.capture.inspect.memory import MemoryMap, Owner, Region
 from graphrt.capture.inspect.pool import memory_of
 from graphrt.capture.op_trace import OpTrace, OpTraceRecorder
 from graphrt.kernels.errors import ConfigError
-from tests.capture.audit_examples import segment
+from tests.support.audit_examples import segment
 
 KEY = BatchDescriptor.decode(1)
 SMALL = st.integers(0, 40)

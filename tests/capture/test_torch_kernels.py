@@ -15,7 +15,7 @@ from graphrt.capture.inspect.memory import MemoryMap
 from graphrt.capture.inspect.torch_kernels import no_addresses
 from graphrt.capture.inspect.view import Node
 from graphrt.capture.raw_graph import check
-from tests.capture.audit_examples import GONE, LEAK, POOL, REGIONS, graph, kernel, words
+from tests.support.audit_examples import GONE, LEAK, POOL, REGIONS, graph, kernel, words
 
 STALE, REAL = LEAK.address, POOL.address
 INDEX = "void at::native::index_elementwise_kernel<128, 4, at::native::gpu_index_kernel<>>(long, at::native::{lambda})"

@@ -11,7 +11,7 @@ import torch
 
 from graphrt.kernels.attention.operators import paged_attention
 from graphrt.kernels.attention.reference import attention_reference
-from tests.kernels.attention_cases import (
+from tests.support.attention_cases import (
     BF16,
     E4M3,
     E5M2,

@@ -11,8 +11,7 @@ import pytest
 import torch
 
 from graphrt.kernels.attention.reference import attention_reference
-from tests.covering import covering_array
-from tests.kernels.attention_cases import (
+from tests.support.attention_cases import (
     BF16,
     E4M3,
     E5M2,
@@ -24,6 +23,7 @@ from tests.kernels.attention_cases import (
     decode,
     make_problem,
 )
+from tests.support.covering import covering_array
 
 FACTORS: dict[str, list[Any]] = {
     "dtype": [BF16, F16, F32],

@@ -19,7 +19,7 @@ from graphrt.kernels.attention.work_list import schedule_attention
 from graphrt.kernels.errors import ConfigError, GraphRTError
 from graphrt.kernels.native import nvrtc
 from graphrt.kernels.native.nvrtc import compile_variant
-from tests.kernels.attention_cases import (
+from tests.support.attention_cases import (
     BF16,
     E4M3,
     E5M2,
@@ -33,7 +33,7 @@ from tests.kernels.attention_cases import (
     expected,
     make_problem,
 )
-from tests.kernels.native_usage import assert_fits, compiled_within
+from tests.support.native_usage import assert_fits, compiled_within
 
 LLAMA = {"num_q_heads": 32, "num_kv_heads": 8, "head_dim": 128, "dtype": BF16, "num_sms": 132, "native": True}
 EDGES = (0, 1, 15, 16, 17, 0, 31, 32, 33, 260, 1500)  # the last one is split

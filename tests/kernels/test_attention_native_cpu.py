@@ -18,11 +18,11 @@ from graphrt.kernels.attention.work_list import schedule_attention
 from graphrt.kernels.attention.workspace import AttentionWorkspace
 from graphrt.kernels.errors import ShapeError
 from graphrt.kernels.native.nvrtc import NativeVariant
-from tests.kernels import native_emulation
-from tests.kernels.attention_cases import E4M3, NAN, UNWRITTEN, Case, Problem, assert_accurate, decode, make_problem
 from tests.kernels.test_attention import check_batch_invariant_rows, check_infinite_values, check_large_queries
 from tests.kernels.test_attention_features import ROWS, check_scales_of_keys, check_slopes, make_case, req_index
 from tests.kernels.test_attention_native import BASE, CASES, check_logits, check_values_of_zero, with_blocks
+from tests.support import native_emulation
+from tests.support.attention_cases import E4M3, NAN, UNWRITTEN, Case, Problem, assert_accurate, decode, make_problem
 
 pytestmark = pytest.mark.skipif(native_emulation.COMPILER is None, reason="needs the C++ compiler g++")
 

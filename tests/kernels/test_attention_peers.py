@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from graphrt.backends.registry import backend_class
-from tests.kernels.attention_cases import BF16, E4M3, F16, Case, Problem, decode, expected, make_problem
+from tests.support.attention_cases import BF16, E4M3, F16, Case, Problem, decode, expected, make_problem
 
 pytestmark = pytest.mark.gpu
 

@@ -10,7 +10,7 @@ import torch
 from graphrt.kernels.attention.operators import paged_attention
 from graphrt.kernels.attention.plan import AttentionPlan
 from graphrt.kernels.attention.work_list import schedule_attention
-from tests.kernels.attention_cases import BF16, E4M3, NAN, Case, Problem, assert_accurate, decode, make_problem
+from tests.support.attention_cases import BF16, E4M3, NAN, Case, Problem, assert_accurate, decode, make_problem
 
 pytestmark = pytest.mark.gpu
 

@@ -21,8 +21,8 @@ from graphrt.kernels.metadata.read_inputs import as_declared
 from graphrt.kernels.metadata.refresh import refresh
 from graphrt.kernels.types import FaultCode
 from graphrt.testing.interpreter import shuffled_programs
-from tests.kernels.refresh_rig import MIXED, OUTPUTS, SCRATCH, Request, Rig, Sizes, expect, pack
 from tests.kernels.test_refresh import ALSO, CHUNK, GOOD, SPEC, THIRD
+from tests.support.refresh_rig import MIXED, OUTPUTS, SCRATCH, Request, Rig, Sizes, expect, pack
 
 CPU = torch.device("cpu")
 F = FaultCode

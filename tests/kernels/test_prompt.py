@@ -12,8 +12,8 @@ import torch
 
 from graphrt.kernels.attention.operators import paged_attention
 from graphrt.kernels.attention.work_list import schedule_attention
-from tests.kernels.attention_cases import BF16, E4M3, E5M2, F16, NAN, Case, decode
-from tests.kernels.prompt_cases import UNWRITTEN, PromptCase, assert_right, launch_prompt, make_prompt, run_prompt
+from tests.support.attention_cases import BF16, E4M3, E5M2, F16, NAN, Case, decode
+from tests.support.prompt_cases import UNWRITTEN, PromptCase, assert_right, launch_prompt, make_prompt, run_prompt
 
 MIX = ((70, 1), (40, 40), (0, 0), (90, 33), (150, 9))
 

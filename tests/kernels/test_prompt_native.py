@@ -17,9 +17,6 @@ from graphrt.kernels.attention.prompt_native import (
 )
 from graphrt.kernels.attention.prompt_plan import PromptPlan
 from graphrt.kernels.native.nvrtc import MIN_SHARED_BYTES
-from tests.kernels.attention_cases import BF16, E4M3, F16, F32
-from tests.kernels.native_usage import compiled_within
-from tests.kernels.prompt_cases import PromptCase, assert_right, make_prompt, run_prompt
 from tests.kernels.test_prompt import (
     CASES,
     by_id,
@@ -29,6 +26,9 @@ from tests.kernels.test_prompt import (
     packed,
     paged,
 )
+from tests.support.attention_cases import BF16, E4M3, F16, F32
+from tests.support.native_usage import compiled_within
+from tests.support.prompt_cases import PromptCase, assert_right, make_prompt, run_prompt
 
 # Bytes; the output of such heads alone takes more than half of the registers.
 SPILLED = {"keys_of_232": 128, "gemma": 104}

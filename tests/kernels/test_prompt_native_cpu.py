@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from graphrt.kernels.attention import prompt, prompt_native
-from tests.kernels import prompt_emulation
-from tests.kernels.prompt_cases import PromptCase, assert_right, make_prompt, run_prompt
 from tests.kernels.test_prompt import CASES, by_id, check_pages_before_the_window
 from tests.kernels.test_prompt_native import served
+from tests.support import prompt_emulation
+from tests.support.prompt_cases import PromptCase, assert_right, make_prompt, run_prompt
 
 pytestmark = pytest.mark.skipif(prompt_emulation.COMPILER is None, reason="needs the C++ compiler g++")
 

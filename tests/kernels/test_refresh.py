@@ -12,7 +12,7 @@ from graphrt.kernels.metadata import step_inputs as layout
 from graphrt.kernels.metadata.buffers import COPIED
 from graphrt.kernels.metadata.refresh import refresh
 from graphrt.kernels.types import FaultCode
-from tests.kernels.refresh_rig import (
+from tests.support.refresh_rig import (
     LAST,
     MIXED,
     Case,

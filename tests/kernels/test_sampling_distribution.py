@@ -14,8 +14,8 @@ import torch
 from graphrt.kernels.library import INTERPRETER_AVAILABLE, interpreted
 from graphrt.kernels.ops.sampling import sample
 from graphrt.kernels.ops.sampling_reference import noise_reference
-from tests.kernels.sampling_cases import I32, INF, biases, column, drawn, penalties_with, token_mask, truncation, warped
 from tests.kernels.test_sampling_penalties import Penalties, formula
+from tests.support.sampling_cases import I32, INF, biases, column, drawn, penalties_with, token_mask, truncation, warped
 
 VOCAB = 70  # tokens of three groups of the noise, the last one cut short
 PROMPT, OUTPUT = [3, 3, 9, 40], [5, 5, 1, 64, 40]

@@ -19,16 +19,16 @@ from graphrt.kernels.ops.sampling import sample
 from graphrt.kernels.ops.sampling_native import native_variants
 from graphrt.kernels.ops.sampling_state import Penalties
 from tests.kernels import (
-    native_emulation,
     test_edges_sampling,
     test_sampling,
     test_sampling_distribution,
     test_sampling_penalties,
     test_sampling_truncation,
 )  # fmt: skip
-from tests.kernels.native_usage import assert_fits, compiled_within
-from tests.kernels.sampling_cases import F32, I32, biases, penalties_with, token_mask, truncation
 from tests.kernels.test_sampling import arguments
+from tests.support import native_emulation
+from tests.support.native_usage import assert_fits, compiled_within
+from tests.support.sampling_cases import F32, I32, biases, penalties_with, token_mask, truncation
 
 for module in (
     test_edges_sampling, test_sampling, test_sampling_distribution, test_sampling_penalties, test_sampling_truncation

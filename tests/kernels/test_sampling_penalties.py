@@ -12,8 +12,8 @@ from graphrt.kernels.ops.sampling import LogitBias, TokenMask, sample
 from graphrt.kernels.ops.sampling_reference import processed_reference, sample_reference, unpacked_bits
 from graphrt.kernels.ops.sampling_state import Penalties, PenaltyState, record_tokens, state_words
 from graphrt.kernels.types import NO_TOKEN
-from tests.kernels.sampling_cases import I32, INF, biases, drawn, packed, penalties_with, token_mask, truncation, warped
 from tests.kernels.test_sampling import arguments
+from tests.support.sampling_cases import I32, INF, biases, drawn, packed, penalties_with, token_mask, truncation, warped
 
 NAN = float("nan")
 CPU = torch.device("cpu")

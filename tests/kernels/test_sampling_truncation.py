@@ -12,8 +12,8 @@ from graphrt.kernels.ops.sampling import sample
 from graphrt.kernels.ops.sampling_logits import SAMPLE_CHUNK
 from graphrt.kernels.ops.sampling_reference import kept_reference, noise_reference, sample_reference
 from graphrt.kernels.types import NO_TOKEN
-from tests.kernels.sampling_cases import F32, I32, INF, column, drawn, penalties_with, truncation, warped
 from tests.kernels.test_sampling import arguments
+from tests.support.sampling_cases import F32, I32, INF, column, drawn, penalties_with, truncation, warped
 
 NAN = float("nan")
 CPU = torch.device("cpu")

@@ -14,7 +14,7 @@ from graphrt.kernels.metadata import unpack as apply_module
 from graphrt.kernels.metadata.buffers import COPIED, STOP_TOKENS
 from graphrt.kernels.metadata.unpack import unpack
 from graphrt.kernels.types import NO_TOKEN, FinishReason
-from tests.kernels.unpack_rig import (
+from tests.support.unpack_rig import (
     CPU,
     CROSS,
     INT_MAX,

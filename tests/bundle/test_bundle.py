@@ -1,0 +1,442 @@
+"""Replay bundles: launches of every kind run again elsewhere as they ran, and files that are damaged raise."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from graphrt.backends.torch_reference import TorchReferenceBackend
+from graphrt.batch import Batch
+from graphrt.bundle.bundle import Bundle
+from graphrt.bundle.format import FORMAT, from_plain, to_plain, write_file
+from graphrt.cache.kv_cache import KVCache
+from graphrt.config import RequestTensor, RuntimeConfig
+from graphrt.engine.launch import Launch
+from graphrt.engine.recording import Recording
+from graphrt.kernels.errors import CapacityError, ConfigError, GraphRTError, ReplayError
+from graphrt.kernels.types import KVLayout
+from graphrt.replay import ReplayManager
+from graphrt.sampling_params import SamplingParams
+from graphrt.session.session import DecodeSession
+from graphrt.spec import AttentionSpec, KVCacheSpec
+from tests.support.layered import LayeredModel, build
+from tests.support.toy import HEAD_DIM, HEADS, KV_HEADS, LAYERS, VOCAB, LivelyModel, ToyModel, make_rig, make_runtime
+
+CPU = torch.device("cpu")
+
+
+def prompt(*tokens: int, pages: tuple[int, ...] = (5, 6)) -> Batch:
+    n = len(tokens)
+    return Batch(
+        req_indices=[0], seq_lens=[n], query_lens=[n], tokens=tokens, page_indptr=[0, len(pages)], page_ids=pages
+    )
+
+
+def going_on(seq_len: int, pages: tuple[int, ...] = (5, 6), **options: Any) -> Batch:
+    return Batch(req_indices=[0], seq_lens=[seq_len], page_indptr=[0, len(pages)], page_ids=pages, **options)
+
+
+def saved(bundle: Bundle, tmp_path: Path) -> Bundle:
+    path = tmp_path / "steps.bundle"
+    bundle.save(path)
+    return Bundle.load(path)
+
+
+def check_all(bundle: Bundle, model: Any, device: torch.device = CPU) -> None:
+    """Every launch gives what was recorded bit by bit, in any order, and twice."""
+    indices = [*range(len(bundle.launches)), 0]
+    with bundle.open(model, device=device) as replays:
+        for index in reversed(indices):
+            found = replays.run(index)
+            assert found.difference is None, str(found)
+            assert found.tokens_equal, str(found)
+            assert found.logits_distance == 0, str(found)
+            assert torch.equal(found.logits.cpu(), bundle.launches[index].logits)
+            assert "equal bit by bit" in str(found)
+
+
+@pytest.mark.parametrize(
+    ("layout", "kv_dtype", "backend"),
+    [
+        (KVLayout.NHD, torch.float32, "torch_reference"),
+        (KVLayout.HND, torch.float8_e4m3fn, "torch_reference"),
+        (KVLayout.NHD, torch.float32, "triton"),
+    ],
+    ids=["NHD", "HND fp8", "triton"],
+)
+def test_steps_run_again(
+    device: torch.device, tmp_path: Path, layout: KVLayout, kv_dtype: torch.dtype, backend: str
+) -> None:
+    backend = backend if device.type == "cpu" else "triton"  # the reference has no graph on CUDA
+    rig = make_rig(device, layout=layout, kv_dtype=kv_dtype, backend=backend)
+    for name, scale in rig.manager.kv_cache.named_tensors():
+        if "scale" in name:
+            scale.fill_(0.5)
+    rig.manager.replay(prompt(1, 2, 3)).tokens()
+    recording = rig.manager.record(4)
+    tokens = [int(rig.manager.replay(b).tokens()[0]) for b in (going_on(4), going_on(5), prompt(7, 8, pages=(70, 3)))]
+    assert not recording.done
+    tokens += rig.manager.replay(going_on(3, pages=(70, 3), temperatures=[0.7], seeds=[5])).tokens().tolist()
+    assert recording.done
+    rig.manager.replay(going_on(4, pages=(70, 3))).tokens()
+    bundle = Bundle.of(recording, model={"made by": "a test"})
+    assert [launch.tokens.tolist() for launch in bundle.launches] == [[[token]] for token in tokens]
+    rig.manager.close()
+    loaded = saved(bundle, tmp_path)
+    assert (loaded.model, loaded.vocab_size, loaded.groups, loaded.config) == (
+        {"made by": "a test"}, VOCAB, bundle.groups, bundle.config,
+    )  # fmt: skip
+    check_all(loaded, rig.model, device)
+
+
+@pytest.mark.parametrize("planned", [False, True], ids=["", "planned"])
+def test_sessions_are_recorded(planned: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Launches of many steps and delta, with penalties, biases and tensors of the rows' own."""
+    if planned:
+        monkeypatch.setattr(TorchReferenceBackend, "plan_replay", lambda self, descriptor, batch: batch.seq_lens.sum())
+    model = LivelyModel(CPU)
+    config = {
+        "penalties": True, "max_logit_bias": 4, "request_tensors": (RequestTensor("adapter", (3,)),),
+        "loop_sizes": (4,),
+        "decode_sizes": (2, 4), "backend": "torch_reference", "max_logprobs": 2,
+    }  # fmt: skip
+    runtime = make_runtime(CPU, model=model, config=config, num_pages=60)
+    runtime.capture()
+    params = SamplingParams(
+        max_new_tokens=20, temperature=0.8, seed=3, repetition_penalty=1.3, logit_bias={4: 2.0}, logprobs=1
+    )
+    with DecodeSession(runtime) as session:
+        session.add([1, 2, 3, 4, 5], params, state={"adapter": [1.0, 2.0, 3.0]})
+        session.add([9, 8], params)
+        recording = runtime.manager.record(8)
+        while session.running:
+            session.run(3)
+            session.collect(wait=True)
+    bundle = Bundle.of(recording)
+    runtime.close()
+    kinds = {(launch.words.is_delta, launch.words.steps) for launch in bundle.launches}
+    assert kinds >= ({(False, 1)} if planned else {(False, 1), (True, 3)})
+    check_all(saved(bundle, tmp_path), model)
+
+
+def test_groups_and_windows(tmp_path: Path) -> None:
+    """Pages of a pool of several groups get other numbers; those behind a window are not kept."""
+    specs = [AttentionSpec(4, 2, 16, torch.float32, sliding_window=window) for window in (8, None)]
+    groups = [
+        KVCacheSpec(1, 2, 16, 4, dtype=torch.float32, layers=(0,), sliding_window=8),
+        KVCacheSpec(1, 2, 16, 4, dtype=torch.float32, layers=(1,)),
+    ]
+    model, runtime = build(specs, groups, 60, CPU)
+    with DecodeSession(runtime) as session:
+        session.add(list(range(1, 12)), SamplingParams(max_new_tokens=20))
+        session.add([5, 6, 7], SamplingParams(max_new_tokens=20))
+        for _ in range(10):
+            session.run(1)
+            session.collect(wait=True)
+        recording = runtime.manager.record(2)
+        session.run(2)
+        session.run(1)
+        session.collect(wait=True)
+    bundle = Bundle.of(recording)
+    windowed, full = bundle.launches[1].page_ids
+    assert len(windowed) < len(full)
+    assert not set(windowed) & set(full)
+    check_all(saved(bundle, tmp_path), LayeredModel(specs, CPU))
+    runtime.close()
+    assert isinstance(model, LayeredModel)
+
+
+def test_page_tables_of_the_caller(tmp_path: Path) -> None:
+    model = ToyModel(CPU, torch.float32)
+    cache = KVCache.allocate(KVCacheSpec(LAYERS, KV_HEADS, HEAD_DIM, 4, dtype=torch.float32), 40, CPU)
+    tables = torch.zeros(4, 16, dtype=torch.int32)
+    tables[0, :3], tables[2, :2] = torch.tensor([30, 4, 17]), torch.tensor([8, 9])
+    config = RuntimeConfig(4, 16, 64, decode_sizes=(2, 4), mixed_sizes=(16,))
+    manager = ReplayManager(
+        model, cache, AttentionSpec(HEADS, KV_HEADS, HEAD_DIM, torch.float32), vocab_size=VOCAB, config=config,
+        page_tables=tables,
+    )  # fmt: skip
+    manager.capture()
+    manager.replay(Batch(req_indices=[0, 2], seq_lens=[4, 2], query_lens=[4, 2], tokens=[1, 2, 3, 4, 5, 6])).tokens()
+    recording = manager.record()
+    token = manager.replay(Batch(req_indices=[2, 0], seq_lens=[3, 5])).tokens()
+    exact = model.oracle([1, 2, 3, 4, int(model.oracle([1, 2, 3, 4]).argmax())])
+    assert int(token[1]) == int(exact.argmax())
+    bundle = saved(Bundle.of(recording), tmp_path)
+    manager.close()
+    check_all(bundle, model)
+
+
+def test_faults_are_recorded(tmp_path: Path) -> None:
+    """A page that no cache has, the null page, and a token beyond the vocabulary stay what they are."""
+    rig = make_rig(CPU)
+    recording = rig.manager.record(3)
+    for batch in (prompt(1, 2, pages=(5, 999)), prompt(1, pages=(0,)), prompt(1, VOCAB)):
+        handle = rig.manager.replay(batch)
+        assert len(handle.faults) == 1
+    bundle = saved(Bundle.of(recording), tmp_path)
+    rig.manager.close()
+    with bundle.open(rig.model, device=CPU) as replays:
+        assert all(replays.run(index).tokens_equal for index in range(3))
+        codes = []
+        for launch in bundle.launches:
+            found: Launch = replays.manager.replay_words(launch.words, launch.descriptor)
+            codes.append(found.faults[0].code.name)
+        assert codes == ["PAGE_OUT_OF_RANGE", "PAGE_OUT_OF_RANGE", "TOKEN_OUT_OF_RANGE"]
+
+
+def recorded_with_a_scale() -> tuple[list[float], ToyModel, Recording]:
+    """A model whose logits are multiplied by a number of Python's, at first 1, and a recording of one step of it."""
+    scale = [1.0]
+    model = ToyModel(CPU, torch.float32)
+    forward = model.forward
+    model.forward = lambda step: forward(step) * scale[0]  # type: ignore[method-assign]
+    rig = make_rig(CPU, model=model)
+    recording = rig.manager.record()
+    rig.manager.replay(prompt(1, 2)).tokens()
+    return scale, model, recording
+
+
+def test_a_wrong_graph_shows(tmp_path: Path) -> None:
+    """The model reads a number of Python's: frozen in the graph that the bundle's manager captures."""
+    scale, model, recording = recorded_with_a_scale()
+    bundle = saved(Bundle.of(recording), tmp_path)
+    with bundle.open(model, device=CPU) as replays:
+        scale[0] = 0.5
+        found = replays.run()
+    assert found.difference is not None
+    assert found.difference.tensors[0].name == "logits"
+    assert found.tokens_equal
+    assert found.logits_distance == 0
+    with bundle.open(model, device=CPU) as replays:
+        found = replays.run()
+    assert found.difference is None
+    assert found.logits_distance == pytest.approx(0.5 * float(bundle.launches[0].logits.abs().max()))
+
+
+def test_what_was_not_compared_is_not_called_equal(tmp_path: Path) -> None:
+    rig = make_rig(CPU)
+    recording = rig.manager.record()
+    rig.manager.replay(prompt(1, 2)).tokens()
+    bundle = Bundle.of(recording)
+    with (
+        bundle.open(rig.model, device=CPU, compare=False) as replays,
+        pytest.raises(ConfigError, match="run: expected a bundle opened to compare, got compare=False; that is"),
+    ):
+        replays.run(0)
+    for compare in (2, 0, "no", None):
+        with pytest.raises(ConfigError, match=f"compare: expected True or False, got {compare!r}"):
+            bundle.open(rig.model, device=CPU, compare=compare)  # type: ignore[arg-type]
+    with bundle.open(rig.model, device=CPU, compare=np.True_) as replays:  # type: ignore[arg-type]
+        assert replays.run(0).difference is None
+
+
+def test_a_wrong_graph_shows_however_often_it_runs() -> None:
+    """Stats keep the first 16 differences of a manager; a bundle tells of each launch."""
+    scale, model, recording = recorded_with_a_scale()
+    with Bundle.of(recording).open(model, device=CPU) as replays:
+        scale[0] = 0.5
+        assert all(replays.run().difference is not None for _ in range(20))
+        scale[0] = 1.0
+        assert replays.run().difference is None
+
+
+def test_what_is_too_large_is_not_run(device: torch.device) -> None:
+    rig = make_rig(device, fill=0.0)
+    stopped = rig.manager.record(1, max_bytes=1000)
+    with pytest.raises(CapacityError, match="record: expected at most max_bytes=1000 for 1 launches, got"):
+        rig.manager.replay(prompt(1, 2, 3))
+    assert stopped.done
+    recording = rig.manager.record(1)
+    assert rig.manager.replay(prompt(1, 2, 3)).tokens().tolist() == [int(rig.model.oracle([1, 2, 3]).argmax())]
+    assert recording.done
+    with pytest.raises(ConfigError, match="expected a launch or more, got none"):
+        Bundle.of(rig.manager.record())
+    with pytest.raises(ConfigError, match="launches: expected"):
+        rig.manager.record(0)
+
+
+def test_one_recording_at_a_time() -> None:
+    rig = make_rig(CPU)
+    first = rig.manager.record(3)
+    rig.manager.replay(prompt(1, 2)).tokens()
+    with pytest.raises(ReplayError, match="record: expected no recording under way, got one with 1 of 3 launches"):
+        rig.manager.record()
+    rig.manager.replay(going_on(3)).tokens()
+    assert (len(first.launches), first.done) == (2, False)
+    first.stop()
+    first.stop()
+    rig.manager.replay(going_on(4)).tokens()
+    assert (len(first.launches), first.done) == (2, True)
+    second = rig.manager.record()
+    rig.manager.replay(going_on(5)).tokens()
+    rig.manager.replay(going_on(6)).tokens()
+    assert (len(first.launches), len(second.launches), second.done) == (2, 1, True)
+    rig.manager.record()  # the second one is over by itself
+    check_all(Bundle.of(first), rig.model)
+
+
+def test_a_recording_that_was_stopped_may_be_followed_at_once() -> None:
+    rig = make_rig(CPU)
+    first = rig.manager.record(2)
+    first.stop()
+    second = rig.manager.record()
+    rig.manager.replay(prompt(1, 2)).tokens()
+    assert (len(first.launches), len(second.launches)) == (0, 1)
+
+
+# -- files that are not as they were written
+
+
+@pytest.fixture(scope="module")
+def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    rig = make_rig(CPU, max_num_reqs=2, max_num_tokens=8, decode_sizes=(2,), mixed_sizes=(8,), fill=0.0)
+    recording = rig.manager.record(2)
+    rig.manager.replay(prompt(1, 2, 3)).tokens()
+    rig.manager.replay(going_on(4)).tokens()
+    path = tmp_path_factory.mktemp("bundle") / "good.bundle"
+    Bundle.of(recording).save(path)
+    return path
+
+
+def test_damaged_bytes_raise(good: Path, tmp_path: Path) -> None:
+    """Any bit: in a page of keys it would give other logits, or the same ones, and no word of why."""
+    content, generator = good.read_bytes(), random.Random(1)
+    path = tmp_path / "bad.bundle"
+    for _ in range(300):
+        damaged = bytearray(content)
+        for _ in range(generator.choice((1, 1, 4, 64))):
+            damaged[generator.randrange(len(damaged))] ^= 1 << generator.randrange(8)
+        if generator.random() < 0.2:
+            damaged = damaged[: generator.randrange(len(damaged))]
+        if damaged == content:
+            continue
+        path.write_bytes(damaged)
+        with pytest.raises(GraphRTError):
+            Bundle.load(path)
+
+
+def test_distances_see_what_is_no_number(good: Path, tmp_path: Path) -> None:
+    def change(meta: Any, tensors: Any) -> None:
+        tensors["0/logits"][0, 3] = float("nan")
+        tensors["1/logits"][0, 3] = float("-inf")
+
+    model = ToyModel(CPU, torch.float32)
+    with Bundle.load(rewritten(good, tmp_path, change)).open(model, device=CPU) as replays:
+        assert [replays.run(index).logits_distance for index in (0, 1)] == [float("inf")] * 2
+    forward = model.forward
+    lost = torch.zeros(VOCAB).index_fill(0, torch.tensor([3]), float("nan"))
+    model.forward = lambda step: forward(step) + lost  # type: ignore[method-assign]
+    with Bundle.load(rewritten(good, tmp_path, change)).open(model, device=CPU) as replays:
+        found = [replays.run(index) for index in (0, 1)]
+    assert [launch.logits_distance for launch in found] == [0, float("inf")]
+    assert str(found[0]).endswith("logits as recorded")
+
+
+def rewritten(good: Path, tmp_path: Path, change: Any) -> Path:
+    """The file with its JSON and tensors changed by a function."""
+    from safetensors import safe_open
+
+    with safe_open(good, framework="pt") as file:
+        meta = json.loads(file.metadata()["meta"])
+    tensors = load_file(good)
+    change(meta, tensors)
+    path = tmp_path / "changed.bundle"
+    write_file(path, meta, tensors)  # whose digest is right
+    return path
+
+
+def config_of(meta: dict[str, Any]) -> dict[str, Any]:
+    return meta["config"]["fields"]
+
+
+HOSTILE = {
+    "no launches": lambda m, t: m["launches"].clear(),
+    "a class of Python": lambda m, t: m["config"].update({"class": "os.system"}),
+    "a class of ours elsewhere": lambda m, t: m.update(config=m["launches"][0]["descriptor"]),
+    "no fields": lambda m, t: m["config"].pop("fields"),
+    "a field too many": lambda m, t: config_of(m).update(evil=1),
+    "rows without end": lambda m, t: config_of(m).update(max_num_reqs=65536, max_num_tokens=65536),
+    "a text as a number": lambda m, t: m.update(vocab_size="many"),
+    "pages without end": lambda m, t: m["launches"][0].update(pool_pages=[1 << 40]),
+    "a page that is not there": lambda m, t: t["0/ids/0"].add_(100),
+    "a page twice": lambda m, t: t["1/ids/0"].fill_(1),
+    "other bytes of a page": lambda m, t: t.update({"0/pages/0": t["0/pages/0"][:, :-1].contiguous()}),
+    "no pages": lambda m, t: t.pop("0/pages/0"),
+    "no state": lambda m, t: t.pop("0/state/req_lens"),
+    "another state": lambda m, t: t.update({"0/state/req_lens": torch.zeros(99, dtype=torch.int32)}),
+    "another dtype": lambda m, t: t.update({"0/state/req_lens": t["0/state/req_lens"].long()}),
+    "state that nobody has": lambda m, t: t.update({"0/state/__class__": torch.zeros(1)}),
+    "a row that is not there": lambda m, t: t["1/state/order"].fill_(2),
+    "a page beyond the pool": lambda m, t: t["1/state/page_table"].fill_(40),
+    "a token beyond the vocabulary": lambda m, t: t["1/state/last_token"].fill_(VOCAB),
+    "a length beyond all": lambda m, t: t["1/state/req_lens"].fill_(65),
+    "spans beyond the table": lambda m, t: t["1/state/page_spans"].fill_(1000),
+    "short words": lambda m, t: t.update({"0/words": t["0/words"][:5].clone()}),
+    "many rows": lambda m, t: t["0/words"].narrow(0, 2, 1).fill_(1 << 30),
+    "less than no rows": lambda m, t: t["0/words"].narrow(0, 2, 1).fill_(-5),
+    "steps without end": lambda m, t: t["0/words"].narrow(0, 6, 1).fill_(1 << 20),
+    "words of another type": lambda m, t: t.update({"0/words": t["0/words"].float()}),
+    "a descriptor of nothing": lambda m, t: m["launches"][0].update(descriptor=None),
+    "a smaller size": lambda m, t: m["launches"][0]["descriptor"]["fields"].update(padded_tokens=1, padded_reqs=1),
+    "launches of another kind": lambda m, t: m.update(launches=3),
+    "groups of nothing": lambda m, t: m.update(groups=[]),
+    "more pages than are kept": lambda m, t: m["launches"][0].update(pool_pages=[1 << 24]),
+    "a text as a choice": lambda m, t: m.update(samples="yes"),
+    "scales of nothing": lambda m, t: t.update({"scales/x": torch.ones(2)}),
+    "deep": lambda m, t: m.update(model=json.loads("[" * 500 + "]" * 500)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_hostile_files_raise(good: Path, tmp_path: Path, name: str) -> None:
+    path = rewritten(good, tmp_path, HOSTILE[name])
+    with pytest.raises(GraphRTError):
+        Bundle.load(path)
+
+
+def test_files_that_are_no_bundles_raise(tmp_path: Path) -> None:
+    path = tmp_path / "x.bundle"
+    for nothing in (path, tmp_path):
+        with pytest.raises(ConfigError, match=r"bundle: expected a file, got (none|a folder) at .*; check the path"):
+            Bundle.load(nothing)
+    with pytest.raises(ConfigError, match="path: expected str or Path, got None"):
+        Bundle.load(None)  # type: ignore[arg-type]
+    path.write_bytes(b"\x80\x04pickle")
+    with pytest.raises(ConfigError, match="expected an intact file"):
+        Bundle.load(path)
+    save_file({"x": torch.zeros(1)}, path)
+    with pytest.raises(ConfigError, match=f"expected a {FORMAT}, got a file of something else"):
+        Bundle.load(path)
+    save_file({"x": torch.zeros(1)}, path, {"format": "graphrt replay bundle, version 1"})
+    with pytest.raises(ConfigError, match="version 2, got 'graphrt replay bundle, version 1'"):
+        Bundle.load(path)
+    rig = make_rig(CPU)
+    recording = rig.manager.record()
+    rig.manager.replay(prompt(1)).tokens()
+    with pytest.raises(ConfigError, match="expected to write"):
+        Bundle.of(recording).save(tmp_path / "no folder" / "x.bundle")
+    with pytest.raises(ConfigError, match="model: expected values of JSON"):
+        Bundle.of(recording, model={"made by": object()}).save(path)
+    with pytest.raises(ConfigError, match="model: expected Mapping, got 'tiny'"):
+        Bundle.of(recording, model="tiny")  # type: ignore[arg-type]
+
+
+def test_settings_come_back_as_they_were() -> None:
+    values = (
+        RuntimeConfig(request_tensors=(RequestTensor("a", (2, 3), torch.int64, -1),), backend="triton",
+        loop_sizes=(1,)),
+        AttentionSpec(4, 2, 64, torch.float16, alibi_slopes=(0.5, 0.25, 0.1, 0.0), sinks=True),
+        KVCacheSpec(3, 2, 64, 32, KVLayout.HND, torch.float8_e5m2, "last", layers=(4, 1, 0)),
+        np.float64(0.5).item(), None, True, (1, (2, "x")),
+    )  # fmt: skip
+    assert from_plain(json.loads(json.dumps(to_plain(values)))) == values
+    with pytest.raises(ConfigError):
+        from_plain({"class": "RuntimeConfig", "fields": {"backend": {"enum": "KVLayout", "name": "XYZ"}}})

@@ -1,0 +1,398 @@
+"""SwapSpace: pages out and in, who owns them meanwhile, and what is refused; ordered against steps on a GPU."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from graphrt.cache import swap
+from graphrt.cache.groups import kv_groups
+from graphrt.cache.kv_cache import KVCache, PageAllocator
+from graphrt.cache.swap import SwappedPages, SwapSpace, _HostMemory, _parts
+from graphrt.generate.generator import TextGenerator
+from graphrt.kernels.cache.copy import PagePacker
+from graphrt.kernels.errors import CapacityError, CaptureError, ConfigError, GraphRTError, ShapeError
+from graphrt.kernels.types import KVLayout
+from graphrt.sampling_params import SamplingParams
+from graphrt.spec import AttentionSpec
+from tests.support.layered import Watch, build, prompts_of
+
+F32, CPU = torch.float32, torch.device("cpu")
+FULL = AttentionSpec(4, 2, 16, F32)
+SPECS = (FULL, replace(FULL, sliding_window=6), AttentionSpec(3, 3, 16, F32))  # two groups in one pool, one in another
+
+
+class World:
+    """A cache of random bytes with its allocators, and a space."""
+
+    def __init__(self, device: torch.device = CPU, nbytes: int = 1 << 20, dtype: torch.dtype = F32) -> None:
+        groups = kv_groups(SPECS, page_size=4, dtype=dtype, layout=KVLayout.HND)
+        self.cache = KVCache.allocate(groups, 20, device)
+        for tensor in (*self.cache.k, *self.cache.v):
+            tensor.copy_(torch.randn(tensor.shape, generator=torch.Generator().manual_seed(1)))
+        self.allocators = [PageAllocator(20), PageAllocator(20)]
+        self.space = SwapSpace(self.cache, self.allocators, nbytes)
+
+    def allocate(self, *counts: int) -> list[list[int]]:
+        return [self.allocators[g.pool].allocate(n) for g, n in zip(self.cache.groups, counts, strict=True)]
+
+    def read(self, pages: list[list[int]]) -> list[torch.Tensor]:
+        found = []
+        for group, ids in enumerate(pages):
+            k, v = self.cache.of_group(group)
+            found += [t[ids].contiguous().view(torch.uint8).cpu() for t in (*k, *v)]
+        return found
+
+    def spoil(self, pages: list[list[int]]) -> None:
+        for group, ids in enumerate(pages):
+            for tensor in (t for tensors in self.cache.of_group(group) for t in tensors):
+                tensor[ids] = float("nan")
+
+    @property
+    def num_free(self) -> list[int]:
+        return [allocator.num_free for allocator in self.allocators]
+
+
+@pytest.mark.parametrize("dtype", [F32, torch.bfloat16, torch.float8_e4m3fn], ids=str)
+@pytest.mark.parametrize("staged", [1, 1500, 1 << 20], ids=["a_page", "some_pages", "all"])
+def test_pages_come_back_elsewhere(
+    device: torch.device, dtype: torch.dtype, staged: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bit by bit, whatever the staging buffers hold, while the pages that they left are overwritten."""
+    monkeypatch.setattr("graphrt.cache.swap._STAGED_BYTES", staged)
+    world = World(device, dtype=dtype)
+    first, second = world.allocate(5, 3, 4), world.allocate(2, 0, 7)
+    want = world.read(first), world.read(second)
+    gone = [world.space.swap_out(pages) for pages in (first, second)]
+    for pool in (0, 1):
+        assert world.space.reclaim(pool, 19)
+    assert world.num_free == [19, 19]
+    assert world.space.num_going_out == 0
+    world.spoil([list(range(20)) for _ in SPECS])
+    for swapped, before in reversed(list(zip(gone, want, strict=True))):
+        pages = world.allocate(*swapped.counts)
+        arrival = world.space.swap_in(swapped, pages)
+        arrival.wait()
+        assert all(torch.equal(a, b) for a, b in zip(world.read(pages), before, strict=True))
+        assert arrival.done()
+    assert world.space.num_free_bytes == 1 << 20
+    world.space.close()
+    assert world.num_free == [19 - 7 - 3, 19 - 11]
+
+
+def test_a_shared_page_is_copied_and_stays_with_its_other_owners() -> None:
+    world = World()
+    pages = world.allocate(2, 1, 1)
+    world.allocators[0].share(pages[0])
+    want = world.read(pages)
+    swapped = world.space.swap_out(pages)
+    assert [world.allocators[0].owners(page) for page in pages[0]] == [1, 1]
+    assert world.num_free == [17, 19]
+    back = world.allocate(2, 1, 1)
+    world.space.swap_in(swapped, back)
+    assert all(torch.equal(a, b) for a, b in zip(world.read(back), want, strict=True))
+
+
+def wrong_calls(world: World, other: World) -> dict[str, tuple[Any, type[GraphRTError], str]]:
+    pages = world.allocate(2, 1, 1)
+    used, dropped, held = (world.space.swap_out(world.allocate(1, 0, 0)) for _ in range(3))
+    world.space.swap_in(used, world.allocate(1, 0, 0))
+    world.space.drop(dropped)
+    elsewhere = other.space.swap_out(other.allocate(1, 0, 0))
+    one, out, back = world.allocate(1, 0, 0), world.space.swap_out, world.space.swap_in
+    shared = world.allocate(1, 0, 0)
+    world.allocators[0].share(shared[0])
+    free = [[19], [], []]
+    return {
+        "free": (lambda: out(free), ConfigError, r"pages\[0\]: expected pages with an owner, got page 19 with 0"),
+        "null": (lambda: out([[0], [], []]), ConfigError, "expected pages with an owner, got page 0 with 0"),
+        "range": (lambda: out([[], [20], []]), ConfigError, r"pages\[1\]\[0\]: expected an int from 0 to 19, got 20"),
+        "twice": (lambda: out([pages[0], pages[0], []]), ShapeError, "pages: expected different pages, got page"),
+        "groups": (lambda: out(pages[:2]), ConfigError, "pages: expected 3 lists of pages, one per KV group, got 2"),
+        "flat": (lambda: out(pages[0]), ConfigError, "pages: expected 3 lists"),
+        "none": (lambda: out(None), ConfigError, "pages: expected a list or tuple"),
+        "item": (lambda: out([None, [], []]), ConfigError, r"pages\[0\]: expected ints"),
+        "back_free": (lambda: back(held, free), ConfigError, "expected pages with 1 owner, got page 19 with 0"),
+        "back_shared": (lambda: back(held, shared), ConfigError, "expected pages with 1 owner, got page . with 2"),
+        "count": (
+            lambda: back(held, pages),
+            ConfigError,
+            r"\(1, 0, 0\) pages by KV group, .* got \(2, 1, 1\)",
+        ),
+        "again": (
+            lambda: back(used, one),
+            ConfigError,
+            "that came back or were dropped; each comes back once",
+        ),
+        "dropped": (lambda: back(dropped, one), ConfigError, "got pages that came back or were dropped"),
+        "drop_again": (lambda: world.space.drop(dropped), ConfigError, "drop: .* that came back or were dropped"),
+        "other": (lambda: back(elsewhere, one), ConfigError, "got pages of another space"),
+        "handle": (lambda: back((1, 0, 0), one), ConfigError, "swapped: expected SwappedPages"),
+        "pool": (lambda: world.space.reclaim(2, 1), ConfigError, "pool: expected an int from 0 to 1, got 2"),
+        "less": (lambda: world.space.reclaim(0, -1), ConfigError, "count: expected an int >= 0, got -1; pass how many"),
+        "half": (lambda: world.space.reclaim(0, 1.5), ConfigError, "count: expected an int >= 0, got 1.5"),
+    }
+
+
+def test_wrong_calls_change_nothing() -> None:
+    world, other = World(), World()
+    calls = wrong_calls(world, other)
+    state = world.num_free, world.space.num_free_bytes, world.read([list(range(20)) for _ in SPECS])
+    for name, (call, error, text) in calls.items():
+        with pytest.raises(error, match=text):
+            call()
+        now = world.num_free, world.space.num_free_bytes
+        assert now == state[:2], name
+    after = world.read([list(range(20)) for _ in SPECS])
+    assert all(torch.equal(a, b) for a, b in zip(after, state[2], strict=True))
+
+
+FAILURES = {
+    "packer": (PagePacker, "pack", 2),
+    "writer": (PagePacker, "unpack", 2),
+    "first_upload": (PagePacker, "upload", 1),
+    "second_upload": (PagePacker, "upload", 2),
+    "copy_out": (swap, "_copy", 2),
+    "copy_back": (swap, "_copy", 7),
+}
+
+
+@pytest.mark.parametrize("case", FAILURES)
+def test_an_error_in_the_middle_changes_nothing(
+    device: torch.device, case: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Five pieces go out and come back; one call of a packer or of a copy fails, each time in another place."""
+    monkeypatch.setattr("graphrt.cache.swap._STAGED_BYTES", 3 * 1024)
+    owner, name, at = FAILURES[case]
+    world, real, calls = World(device), getattr(owner, name), []
+
+    def failing(*arguments: Any) -> Any:
+        calls.append(arguments)
+        if len(calls) == at:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return real(*arguments)
+
+    monkeypatch.setattr(owner, name, failing)
+    pages = world.allocate(4, 3, 4)
+    want = world.read(pages)
+    state = lambda: (world.num_free, world.space.num_free_bytes, world.space.num_going_out)  # noqa: E731
+    before, failed, swapped = state(), 0, None
+    try:
+        swapped = world.space.swap_out(pages)
+    except torch.OutOfMemoryError:
+        failed += 1
+        assert state() == before
+        assert [world.allocators[0].owners(page) for page in (*pages[0], *pages[1])] == [1] * 7
+        swapped = world.space.swap_out(pages)
+    assert [world.space.reclaim(pool, 19) for pool in (0, 1)] == [True, True]
+    back = world.allocate(*swapped.counts)
+    before = state()
+    try:
+        arrival = world.space.swap_in(swapped, back)
+    except torch.OutOfMemoryError:
+        failed += 1
+        assert state() == before
+        arrival = world.space.swap_in(swapped, back)
+    arrival.wait()
+    assert failed == 1
+    assert all(torch.equal(a, b) for a, b in zip(world.read(back), want, strict=True))
+    assert world.space.num_free_bytes == 1 << 20
+    world.space.close()
+    assert world.num_free == [19 - 7, 19 - 4]
+
+
+def test_pages_come_back_to_the_allocators_though_the_link_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World()
+    monkeypatch.setattr(world.space._link, "outward", lambda *arguments: Late())
+    world.space.swap_out(world.allocate(3, 2, 1))
+    monkeypatch.setattr(world.space._link, "close", lambda: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        world.space.close()
+    assert world.num_free == [19, 19]
+    world.space.close()
+
+
+def test_a_cache_without_groups_and_a_device_without_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match="kv_cache: expected at least one KV group, got none"):
+        SwapSpace(KVCache.allocate((), (), "cpu"), [], 10)
+    world = World()
+    monkeypatch.setattr("graphrt.cache.swap._STAGED_BYTES", 1 << 60)
+    with pytest.raises(CapacityError, match="SwapSpace: expected room for two buffers of 1152921504606846976 bytes"):
+        SwapSpace(world.cache, world.allocators, 10)
+
+
+def test_host_memory_that_is_full_and_a_space_that_is_closed() -> None:
+    world = World(nbytes=4 * 1024 + 100)
+    pages = world.allocate(4, 1, 0)
+    assert world.space.bytes_of((4, 1, 0)) == 5 * 4 * 2 * (16 + 16) * 4
+    with pytest.raises(CapacityError, match=r"swap_out: expected at most 4196 bytes, .* got 5120"):
+        world.space.swap_out(pages)
+    assert world.num_free == [14, 19]
+    swapped = world.space.swap_out([pages[0][:2], [], []])
+    with world.space:
+        pass
+    for call in (
+        lambda: world.space.swap_out([pages[0][2:], [], []]),
+        lambda: world.space.swap_in(swapped, [pages[0][2:], [], []]),
+        lambda: world.space.drop(swapped),
+        world.space.__enter__,
+    ):
+        with pytest.raises(CaptureError, match="expected an open space, got one that was closed"):
+            call()
+    world.space.close()
+
+
+WRONG_SPACES = {
+    "cache": ({"kv_cache": None}, "kv_cache: expected KVCache, got None"),
+    "allocators": ({"allocators": [PageAllocator(20)]}, "allocators: expected 2 PageAllocators, one per pool, got 1"),
+    "allocator": ({"allocators": [PageAllocator(20), 3]}, r"allocators\[1\]: expected PageAllocator, got 3"),
+    "pages": ({"allocators": [PageAllocator(20), PageAllocator(9)]}, r"allocators\[1\]: expected one of 20 pages"),
+    "nothing": ({"nbytes": 0}, "nbytes: expected an int from 1"),
+    "float": ({"nbytes": 1e9}, "nbytes: .* got 1000000000.0"),
+    "memory": ({"nbytes": 1 << 50}, "nbytes: expected host memory that can be had, got 1125899906842624 bytes"),
+    "stream": ({"stream": 3}, "stream: expected Stream, got 3"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG_SPACES)
+def test_what_no_space_is_made_of(case: str) -> None:
+    world = World()
+    change, text = WRONG_SPACES[case]
+    arguments = {"kv_cache": world.cache, "allocators": world.allocators, "nbytes": 10}
+    with pytest.raises(GraphRTError, match=text):
+        SwapSpace(**(arguments | change))
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.tuples(st.booleans(), st.integers(0, 40)), max_size=40))
+def test_host_memory_is_handed_out_once(calls: list[tuple[bool, int]]) -> None:
+    """Against a set of bytes."""
+    memory, free, taken = _HostMemory(100), set(range(100)), []
+    for take, number in calls:
+        if take:
+            extents = memory.take(number)
+            assert (extents is None) == (number > len(free))
+            if extents is not None:
+                places = [byte for start, size in extents for byte in range(start, start + size)]
+                assert len(places) == number
+                assert free.issuperset(places)
+                free -= set(places)
+                taken.append((extents, places))
+                parts = [p for at in range(0, number, 7) for p in _parts(extents, at, min(7, number - at))]
+                assert [byte for _, start, size in parts for byte in range(start, start + size)] == places
+        elif taken:
+            extents, places = taken.pop(number % len(taken))
+            memory.give(extents)
+            free |= set(places)
+        assert memory.num_free == len(free)
+    for extents, _ in taken:
+        memory.give(extents)
+    assert memory.take(100) == [(0, 100)]
+
+
+class Late:
+    """An event that has not come yet."""
+
+    def __init__(self) -> None:
+        self.come = False
+
+    def query(self) -> bool:
+        return self.come
+
+
+def test_pages_are_held_until_their_copy_has_read_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing asks the host to wait: an event that has not come keeps the pages, or the steps' stream waits for it."""
+    world, events, waited = World(), [], []
+    link, real = world.space._link, world.space._link.outward
+
+    def outward(*arguments: Any) -> Any:
+        real(*arguments)
+        events.append(Late())
+        return events[-1]
+
+    monkeypatch.setattr(link, "outward", outward)
+    monkeypatch.setattr(link, "main_waits", waited.append)
+    world.space.swap_out(world.allocate(3, 2, 1))
+    world.space.swap_out(world.allocate(2, 0, 0))
+    assert (world.num_free, world.space.num_going_out) == ([12, 18], 8)
+    events[1].come = True
+    world.space.collect()
+    assert world.num_free == [12, 18], "copies end in their order"
+    events[0].come = True
+    world.space.collect()
+    assert world.num_free == [17, 18]
+    assert not waited
+    assert world.space.reclaim(0, 16)
+    assert not waited, "enough are free"
+    assert world.space.reclaim(0, 19)
+    assert waited == events[2:]
+    assert not world.space.reclaim(0, 20)
+
+
+SAME = SamplingParams(max_new_tokens=40)
+
+
+@pytest.mark.parametrize("window", [None, 20])
+def test_swaps_in_flight_change_no_token(device: torch.device, window: int | None) -> None:
+    """Steps go on beside copies; freed pages become NaN as soon as an allocator calls them free."""
+    specs = (replace(FULL, head_dim=32, sliding_window=window), replace(FULL, head_dim=32))
+    groups, prompts = kv_groups(specs, page_size=4), prompts_of([30, 25, 41, 9, 33, 18])
+    answers = []
+    for pages in (400, 60):
+        _, runtime = build(specs, groups, pages, device, batch_invariant=True)
+        watch, generator = Watch(runtime), TextGenerator(runtime)
+        tokens: list[list[int | None]] = [[] for _ in prompts]
+        for event in generator.generate(prompts, SAME):
+            tokens[event.prompt].append(event.token)
+        answers.append(tokens)
+        assert watch.steps > 40
+        assert (generator.stats.swapped_out_pages > 0) == (pages == 60)
+        assert generator.stats.swapped_in_pages == generator.stats.swapped_out_pages
+        assert all(a.num_free == a.num_pages - 1 for a in runtime.allocators)
+        runtime.close()
+    assert answers[0] == answers[1]
+
+
+@pytest.mark.gpu
+def test_the_host_never_waits() -> None:
+    """Calls return while the steps' stream is busy, and nothing is read before that stream comes to it."""
+    device = torch.device("cuda", 0)
+    world = World(device)
+    first = world.allocate(5, 3, 4)
+    pages = world.allocate(5, 3, 4)
+    world.space.swap_in(world.space.swap_out(pages), first)  # pins memory for page ids
+    pages = world.allocate(2, 1, 4)
+    there = [torch.tensor(ids, device=device) for ids in pages]
+    world.space.collect()
+    torch.cuda.synchronize()
+    world.space.collect()
+    torch.cuda._sleep(2_000_000_000)  # about a second
+    for group, ids in enumerate(there):  # behind the sleep: what goes out is NaN
+        for tensor in (t for tensors in world.cache.of_group(group) for t in tensors):
+            tensor.index_fill_(0, ids, float("nan"))
+    busy = torch.cuda.current_stream(device).record_event()
+    swapped = world.space.swap_out(pages)
+    held = world.space.num_going_out
+    assert world.space.reclaim(0, 11)
+    back = world.allocate(2, 1, 4)
+    arrival = world.space.swap_in(swapped, back)
+    assert not busy.query(), "a call waited for the device"
+    assert not arrival.done()
+    assert held == 7
+    arrival.wait()
+    for group, ids in enumerate(back):
+        assert all(t[ids].isnan().all() for tensors in world.cache.of_group(group) for t in tensors)
+    world.space.close()
+
+
+def test_a_handle_says_how_many_pages_it_holds() -> None:
+    world = World()
+    swapped = world.space.swap_out([np.array(p) for p in world.allocate(3, 0, 2)])
+    assert isinstance(swapped, SwappedPages)
+    assert swapped.counts == (3, 0, 2)

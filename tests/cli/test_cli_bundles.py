@@ -1,0 +1,213 @@
+"""`graphrt capture` and `graphrt replay`, as commands and as scripts: tables, bundles, exit codes."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from graphrt.backends.torch_reference import TorchReferenceBackend
+from graphrt.batch import Batch
+from graphrt.bundle.bundle import Bundle
+from graphrt.capture.inspect.view import GraphView
+from graphrt.config import RuntimeConfig
+from graphrt.kernels.types import KVLayout
+from graphrt.models import shapes
+from graphrt.models.config import ModelConfig
+from graphrt.models.loading import load_model
+from graphrt.models.rope import RopeConfig
+from graphrt.runtime import Runtime
+from tests.cli.test_cli import ROOT, call
+from tests.support.model_fixtures import save_oracle
+
+TINY = ModelConfig(
+    architecture="llama", vocab_size=97, hidden_size=32, intermediate_size=48, num_layers=2, num_q_heads=4,
+    num_kv_heads=2, head_dim=16, max_position_embeddings=128, rope=RopeConfig(theta=10_000.0), eos_ids=(2,),
+)  # fmt: skip
+CAPTURE = ("capture", "--shape", "tiny", "--device", "cpu", "--rows", "3", "--step-tokens", "16", "--context", "64")
+
+
+@pytest.fixture
+def graphrt(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture):
+    monkeypatch.setitem(shapes.SHAPES, "tiny", TINY)
+    return lambda *arguments: call(monkeypatch, capfd, *map(str, arguments))
+
+
+@pytest.fixture
+def bundle(graphrt, tmp_path: Path) -> Path:
+    path = tmp_path / "steps.bundle"
+    code, out, log = graphrt(*CAPTURE, "--record", path, "--prompt", 20, "--after", 3, "--launches", 2)
+    assert code == 0, log
+    assert json.loads(out.splitlines()[-1])["bundle"] == str(path)
+    return path
+
+
+def test_capture_says_what_each_graph_costs(graphrt) -> None:
+    code, out, log = graphrt(*CAPTURE)
+    assert code == 0
+    assert "captured" in log
+    result = json.loads(out.splitlines()[-1])
+    assert [graph["size"] for graph in result["graphs"]] == [
+        "mixed[16 tokens, 3]", "decode[3]", "decode[2]", "decode[1]",
+    ]  # fmt: skip
+    assert all(graph["nodes"] > 10 for graph in result["graphs"])
+    for graph in result["graphs"]:
+        assert any(graph["size"] in line and str(graph["nodes"]) in line for line in out.splitlines()[:-1])
+    code, out, _ = graphrt(*CAPTURE, "--json-only", "--nodes", "--against", "2")
+    assert len(out.splitlines()) == 1
+
+
+def test_capture_says_what_depends_on_the_batch_size(graphrt) -> None:
+    code, out, _ = graphrt(*CAPTURE, "--against", "2")
+    assert code == 0
+    assert "decode[3] against decode[2]: " in out
+    assert "scalar padded_reqs: 3 -> 2" in out
+    code, out, _ = graphrt(*CAPTURE, "--against", "3")
+    assert code == 0
+    assert "decode[3] against decode[3]: equal: " in out
+
+
+def test_a_bundle_runs_again(graphrt, bundle: Path) -> None:
+    assert [launch.words.num_reqs for launch in Bundle.load(bundle).launches] == [3, 3]
+    code, out, log = graphrt("replay", bundle, "--device", "cpu")
+    assert code == 0
+    lines = out.splitlines()
+    assert lines[0].startswith("launch 0, decode[3], 3 rows: graph and eager step are equal bit by bit; tokens as rec")
+    result = json.loads(lines[-1])
+    assert [launch["tokens_as_recorded"] for launch in result["launches"]] == [True, True]
+    assert "2 launches, recorded with graphrt" in log
+    assert "shape tiny, seed 0" in " ".join(log.split())
+    code, out, log = graphrt("replay", bundle, "--device", "cpu", "--backend", "torch_reference", "--json-only")
+    assert (code, len(out.splitlines()), log) == (0, 1, "")
+
+
+def test_a_folder_is_found_from_any_other(graphrt, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And where it was moved, or lies elsewhere on another machine, `--model` says where it is."""
+    path, folder = tmp_path / "m.bundle", tmp_path / "m"
+    save_oracle(folder, "Llama")
+    monkeypatch.chdir(tmp_path)
+    arguments = [*CAPTURE, "--record", path, "--prompt", 4, "--after", 1]
+    arguments[1:3] = "--model", "m"
+    code, _, log = graphrt(*arguments)
+    assert code == 0, log
+    assert Bundle.load(path).model == {"model": str(folder)}
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    code, out, log = graphrt("replay", path, "--device", "cpu")
+    assert code == 0, log
+    assert "tokens as recorded, logits as recorded" in out
+    folder.rename(tmp_path / "moved")
+    code, _, log = graphrt("replay", path, "--device", "cpu")
+    assert code == 1
+    assert f"got '{folder}', which does not exist" in " ".join(log.split())
+    code, out, log = graphrt("replay", path, "--device", "cpu", "--model", "../moved")
+    assert code == 0, log
+    assert "tokens as recorded, logits as recorded" in out
+
+
+def test_a_shape_behind_model_is_named_as_it_is(graphrt, tmp_path: Path) -> None:
+    path = tmp_path / "m.bundle"
+    arguments = [*CAPTURE, "--record", path, "--prompt", 4, "--after", 1]
+    arguments[1:3] = "--model", "dummy:tiny"
+    code, _, log = graphrt(*arguments)
+    assert code == 0, log
+    assert Bundle.load(path).model == {"model": "dummy:tiny"}
+
+
+def test_a_graph_that_differs_ends_with_1(graphrt, bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The backend scales by how often it was called: a number of Python's, frozen in each graph."""
+    calls, run = [0], TorchReferenceBackend.run
+
+    def wrong(self, layer, q, metadata, out, **options):
+        calls[0] += 1
+        run(self, layer, q, metadata, out, **options)
+        out.mul_(1 + calls[0])
+
+    monkeypatch.setattr(TorchReferenceBackend, "run", wrong)
+    code, out, _ = graphrt("replay", bundle, "--device", "cpu")
+    assert code == 1
+    result = json.loads(out.splitlines()[-1])
+    assert not any(launch["graph_is_eager"] for launch in result["launches"])
+    assert "by the graph" in result["launches"][0]["difference"]
+
+
+def test_errors_are_one_line(graphrt, bundle: Path, tmp_path: Path) -> None:
+    nothing = tmp_path / "nothing.bundle"
+    nothing.write_bytes(b"no bundle")
+    for arguments, text in (
+        (("replay", nothing), "bundle: expected an intact file"),
+        (("replay", bundle, "--shape", "tiny", "--model", "x"), "replay: expected one of --shape and --model"),
+        (("replay", bundle, "--time", "--device", "cpu"), "--time: expected a CUDA device, got cpu; leave --time out"),
+        (("capture", "--device", "cpu"), "capture: expected one of --shape and --model, got none"),
+        ((*CAPTURE, "--record", nothing, "--prompt", "60", "--after", "9"), "--context: expected at least 70"),
+        ((*CAPTURE, "--size", "2"), "--size: expected --html, --dot, --json, --nodes or --against with it, got"),
+        ((*CAPTURE, "--against", "5"), "--against: expected one of the sizes 3, 2, 1, got 5"),
+        ((*CAPTURE, "--nodes", "--size", "7"), "--size: expected one of the sizes 3, 2, 1, got 7"),
+        ((*CAPTURE, "--html", tmp_path / "none" / "x"), "--html: expected a file in a folder that is there"),
+        ((*CAPTURE, "--record", tmp_path), "--record: expected a file in a folder that is there"),
+        ((*CAPTURE, "--step-tokens", "2"), "--step-tokens: expected at least --rows, 3, got 2; raise it"),
+        ((*CAPTURE, "--launches", "4"), "--launches: expected --record with it, got none; add --record FILE"),
+    ):
+        code, _, log = graphrt(*arguments)
+        assert code == 1, arguments
+        assert text in log.splitlines()[-1], arguments
+
+
+def test_a_bundle_of_another_model_says_so(graphrt, bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(shapes.SHAPES, "other", replace(TINY, vocab_size=101))
+    code, _, log = graphrt("replay", bundle, "--shape", "other", "--device", "cpu")
+    assert code == 1
+    assert "replay: expected the recorded model, got one with other attention layers or another vocabulary" in log
+
+
+def test_a_bundle_of_another_dtype_than_the_devices_runs(graphrt, tmp_path: Path) -> None:
+    """As one of a GPU does on a CPU, where models are in float32 unless somebody says otherwise."""
+    loaded = load_model(TINY, device="cpu", dtype=torch.bfloat16, max_positions=64)
+    specs, groups = (
+        loaded.config.attention_specs(torch.bfloat16), loaded.config.kv_groups(16, KVLayout.NHD, torch.bfloat16)
+    )  # fmt: skip
+    with Runtime(
+        loaded.model, specs, groups, vocab_size=97, device="cpu", config=RuntimeConfig(2, 8, 64), num_pages=9
+    ) as runtime:
+        runtime.capture()
+        recording = runtime.manager.record()
+        prompt = Batch(
+            req_indices=[0], seq_lens=[3], query_lens=[3], tokens=[5, 6, 7], page_indptr=[0, 1], page_ids=[3]
+        )
+        runtime.replay(prompt).tokens()
+        Bundle.of(recording, model={"shape": "tiny", "seed": 0}).save(tmp_path / "bf16.bundle")
+    code, out, log = graphrt("replay", tmp_path / "bf16.bundle", "--device", "cpu")
+    assert code == 0, log
+    assert "tokens as recorded, logits as recorded" in out
+
+
+@pytest.mark.parametrize("script", ["capture", "replay"])
+def test_scripts_are_the_commands(script: str) -> None:
+    command = [sys.executable, f"scripts/{script}.py", "--help"]
+    shown = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, env={"PYTHONPATH": str(ROOT)})
+    assert shown.returncode == 0
+    assert f"graphrt {script}" in shown.stdout
+
+
+def test_a_graph_as_a_page_and_its_audit(graphrt, tmp_path: Path) -> None:
+    page = tmp_path / "graph.html"
+    dot, nodes = tmp_path / "graph.dot", tmp_path / "graph.json"
+    code, out, log = graphrt(
+        *CAPTURE, "--html", page, "--dot", dot, "--json", nodes, "--nodes", "--audit", "--size", "2"
+    )  # fmt: skip
+    assert code == 0
+    view = GraphView.from_json(json.loads(nodes.read_text()))
+    assert view.num_nodes > 10
+    assert dot.read_text().startswith("digraph")
+    assert all(name in out for name in view.counts())
+    assert f"tiny, decode[2]: {view.num_nodes} nodes, {len(view.edges)} edges" in out
+    assert json.loads(out.splitlines()[-1])["findings"] == []
+    assert "decode[2]: audit of" in log
+    text = page.read_text()
+    assert "tiny, decode[2]" in text
+    assert "graphrt::apply" in text or "unpack" in text

@@ -1,0 +1,247 @@
+"""Faults that the device finds: each in its step, all of a step's rows, and nothing of one row in another."""
+
+from __future__ import annotations
+
+import multiprocessing
+import pickle
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from graphrt.batch import Batch
+from graphrt.engine.handle import RequestFault, StepFaultError
+from graphrt.kernels.errors import ReplayError
+from graphrt.kernels.types import NO_TOKEN, TOKEN_FROM_DEVICE, FaultCode
+from tests.support.toy import VOCAB, make_rig
+
+
+def one(*tokens: int, req_index: int = 0, seq_len: int = 0, **options) -> Batch:
+    lengths = {"seq_lens": [seq_len or len(tokens)], "query_lens": [len(tokens)]}
+    return Batch(req_indices=[req_index], tokens=tokens, page_indptr=[0, 2], page_ids=[5, 6], **lengths, **options)
+
+
+def greedy(rig, tokens: list[int]) -> int:
+    return int(rig.model.oracle(tokens).argmax())
+
+
+@pytest.mark.parametrize("fill", [float("nan"), float("-inf")])
+@pytest.mark.parametrize("eager", [False, True])
+def test_logits_without_a_token_are_a_fault_of_their_step(device: torch.device, fill: float, eager: bool) -> None:
+    """The row's last token is void then, and says so a step later too; other rows go on."""
+    rig = make_rig(device)
+    broken = torch.zeros(8, dtype=torch.bool, device=device)
+    model = rig.model
+    logits = model.forward
+
+    def forward(step):
+        return torch.where(broken[step.req_indices.long().clamp_min(0), None], fill, logits(step))
+
+    model.forward = forward
+    rig = make_rig(device, model=model)
+    broken[3] = True
+    batch = Batch(
+        req_indices=[2, 3],
+        seq_lens=[2, 2],
+        query_lens=[2, 2],
+        tokens=[7, 8, 9, 10],
+        page_indptr=[0, 1, 2],
+        page_ids=[4, 5],
+    )
+    handle = rig.manager.replay(batch, eager=eager)
+    assert handle.faults == (RequestFault(1, FaultCode.NO_TOKEN_OFFERED, NO_TOKEN),)
+    with pytest.raises(StepFaultError, match=r"row 1: NO_TOKEN_OFFERED: its logits offer no token"):
+        handle.tokens()
+    assert handle.tokens(raise_on_fault=False).tolist() == [greedy(rig, [7, 8]), NO_TOKEN]
+    again = Batch(req_indices=[3, 2], seq_lens=[3, 3], page_indptr=[0, 1, 2], page_ids=[5, 4])
+    handle = rig.manager.replay(again, eager=eager)
+    assert handle.faults == (RequestFault(0, FaultCode.NO_LAST_TOKEN, 3),)
+    assert handle.tokens(raise_on_fault=False)[1] == greedy(rig, [7, 8, greedy(rig, [7, 8])])
+
+
+@pytest.mark.parametrize("sample", [-1, -7, VOCAB, 2**31 - 1, 2**32 + 5, -(2**32) + 5])
+def test_samples_outside_the_vocabulary_are_faults_of_their_step(device: torch.device, sample: int) -> None:
+    rig = make_rig(device, sampler=lambda logits, step: torch.full_like(step.logits_indices, sample))
+    handle = rig.manager.replay(one(4))
+    code = FaultCode.NO_TOKEN_OFFERED if sample == NO_TOKEN else FaultCode.SAMPLE_OUT_OF_RANGE
+    assert handle.faults == (RequestFault(0, code, sample),)
+    assert handle.tokens(raise_on_fault=False).tolist() == [NO_TOKEN]
+    assert rig.manager.buffers.last_token[0] == NO_TOKEN
+
+
+def test_the_largest_token_is_none_too_many(device: torch.device) -> None:
+    rig = make_rig(device, sampler=lambda logits, step: torch.full_like(step.logits_indices, VOCAB - 1))
+    assert rig.manager.replay(one(VOCAB - 1)).tokens().tolist() == [VOCAB - 1]
+
+
+def test_every_faulty_row_is_named(device: torch.device) -> None:
+    rig = make_rig(device)
+    batch = Batch(
+        req_indices=[0, 9, 1, 2], seq_lens=[1, 1, 9, 1], tokens=[1, 1, 1, VOCAB], page_indptr=[0, 1, 2, 3, 4],
+        page_ids=[4, 5, 6, 7],
+    )  # fmt: skip
+    handle = rig.manager.replay(batch)
+    expected = (
+        RequestFault(1, FaultCode.REQ_INDEX_OUT_OF_RANGE, 9),
+        RequestFault(2, FaultCode.LENGTH_EXCEEDS_PAGES, 9),
+        RequestFault(3, FaultCode.TOKEN_OUT_OF_RANGE, VOCAB),
+    )
+    assert handle.faults == expected
+    assert isinstance(handle.error, StepFaultError)
+    assert (handle.error.index, handle.error.code, handle.error.value) == (1, FaultCode.REQ_INDEX_OUT_OF_RANGE, 9)
+    assert "and 2 more, in rows 2, 3" in str(handle.error)
+    assert handle.tokens(raise_on_fault=False).tolist() == [greedy(rig, [1]), NO_TOKEN, NO_TOKEN, NO_TOKEN]
+    fine = rig.manager.replay(one(5))
+    assert fine.faults == ()
+    assert fine.error is None
+
+
+def test_faults_are_told_without_a_sampler_too(device: torch.device) -> None:
+    rig = make_rig(device, sampler=None)
+    assert rig.manager.replay(one(VOCAB)).faults == (RequestFault(0, FaultCode.TOKEN_OUT_OF_RANGE, VOCAB),)
+
+
+def _raise(faults: tuple[RequestFault, ...]) -> None:
+    raise StepFaultError(7, faults)
+
+
+def test_a_fault_says_what_became_of_its_row() -> None:
+    """Only where a token was to be sampled were keys and values written."""
+    for code in FaultCode:
+        if code is not FaultCode.NONE:
+            late = code in (FaultCode.NO_TOKEN_OFFERED, FaultCode.SAMPLE_OUT_OF_RANGE)
+            end = (
+                "its KV is written, its last token is void"
+                if late
+                else "the row wrote nothing and can be submitted again"
+            )
+            assert end in str(RequestFault(2, code, 7))
+            assert str(RequestFault(2, code, 7)).startswith(f"row 2: {code.name}: ")
+
+
+def test_a_fault_crosses_processes() -> None:
+    faults = (RequestFault(1, FaultCode.BAD_LENGTH, 9), RequestFault(4, FaultCode.DUPLICATE_REQUEST, 2))
+    error = pickle.loads(pickle.dumps(StepFaultError(7, faults)))
+    assert (error.step, error.faults, str(error)) == (7, faults, str(StepFaultError(7, faults)))
+    of_prompts = pickle.loads(pickle.dumps(StepFaultError(7, faults, [3, 5])))
+    assert of_prompts.prompts == (3, 5)
+    assert str(of_prompts).startswith("prompts[3], prompts[5]: step 7: BAD_LENGTH: ")
+    with multiprocessing.get_context("spawn").Pool(1) as pool, pytest.raises(StepFaultError) as caught:
+        pool.apply(_raise, (faults,))
+    assert caught.value.faults == faults
+
+
+@pytest.mark.parametrize("tokens", [(TOKEN_FROM_DEVICE,), (TOKEN_FROM_DEVICE, 3)])
+def test_a_sequence_that_begins_reads_no_other_s_token(device: torch.device, tokens: tuple[int, ...]) -> None:
+    rig = make_rig(device)
+    rig.manager.replay(one(4)).tokens()
+    assert rig.manager.replay(one(*tokens)).faults == (RequestFault(0, FaultCode.NO_LAST_TOKEN, 0),)
+    assert rig.manager.replay(one(TOKEN_FROM_DEVICE, seq_len=2)).faults == (
+        RequestFault(0, FaultCode.NO_LAST_TOKEN, 0),
+    )
+    assert rig.manager.replay(one(4)).tokens().tolist() == [greedy(rig, [4])]
+    assert rig.manager.replay(one(TOKEN_FROM_DEVICE, seq_len=2)).faults == ()
+
+
+@pytest.mark.parametrize("kind", ["token", "page", "slot"])
+def test_a_sequence_that_begins_with_a_fault_leaves_no_token(device: torch.device, kind: str) -> None:
+    """The next step is submitted before the fault is read: it must not go on from the row's last owner."""
+    rig = make_rig(device, fill=0.0)
+    rig.manager.replay(one(4)).tokens()
+    tokens, pages = ([1, VOCAB], [8]) if kind == "token" else ([1, 2], [0]) if kind == "page" else ([1, 2], [8])
+    begins = {"seq_lens": [2], "query_lens": [2], "tokens": tokens, "page_indptr": [0, 1], "page_ids": pages}
+    if kind == "slot":
+        begins = {k: v * 2 for k, v in begins.items()} | {"req_indices": [0, 1], "page_indptr": [0, 1, 2]}
+    first = rig.manager.replay(Batch(**{"req_indices": [0]} | begins))
+    second = rig.manager.replay(Batch(req_indices=[0], seq_lens=[3], page_indptr=[0, 1], page_ids=[8]))
+    assert first.faults[0].index == 0
+    assert second.faults == (RequestFault(0, FaultCode.NO_LAST_TOKEN, 0),)
+
+
+@pytest.mark.parametrize("turned", [False, True])
+def test_a_faulty_row_with_the_id_of_another_is_named_beside_it(device: torch.device, turned: bool) -> None:
+    """Both are faulty, and what the id's next step finds depends on no order: no last token."""
+    rig = make_rig(device, fill=0.0)
+    rig.manager.replay(one(4)).tokens()
+    order = [1, 0] if turned else [0, 1]
+    tokens, lengths, pages = ([TOKEN_FROM_DEVICE, VOCAB], [2, 1], [5, 8])
+    both = rig.manager.replay(
+        Batch(
+            req_indices=[0, 0], seq_lens=[lengths[i] for i in order], tokens=[tokens[i] for i in order],
+            page_indptr=[0, 1, 2], page_ids=[pages[i] for i in order],
+        )
+    )  # fmt: skip
+    faults = [RequestFault(0, FaultCode.DUPLICATE_REQUEST, 0), RequestFault(1, FaultCode.TOKEN_OUT_OF_RANGE, VOCAB)]
+    assert both.faults == tuple(replace(faults[i], index=at) for at, i in enumerate(order))
+    assert rig.manager.replay(one(TOKEN_FROM_DEVICE, seq_len=2)).faults == (
+        RequestFault(0, FaultCode.NO_LAST_TOKEN, 0),
+    )
+
+
+def test_minus_one_is_no_way_to_the_last_token(device: torch.device) -> None:
+    """It is what rows that sampled nothing give back."""
+    rig = make_rig(device)
+    rig.manager.replay(one(4)).tokens()
+    assert rig.manager.replay(one(-1, seq_len=2)).faults == (RequestFault(0, FaultCode.TOKEN_OUT_OF_RANGE, -1),)
+
+
+def test_models_and_samplers_know_their_rows(device: torch.device) -> None:
+    """A penalty per row id, kept by the caller, follows the row wherever it stands."""
+    penalties = torch.zeros(8, VOCAB, device=device)
+
+    def sampler(logits: torch.Tensor, step) -> torch.Tensor:
+        own = penalties[step.req_indices.long().clamp_min(0)]
+        tokens = (logits - own).argmax(-1)
+        return torch.where(step.req_status >= 0, tokens, -1)
+
+    rig = make_rig(device, sampler=sampler)
+    best = greedy(rig, [9])
+    penalties[6, best] = 1e6
+    batch = Batch(req_indices=[1, 6, 2], seq_lens=[1] * 3, tokens=[9] * 3, page_indptr=range(4), page_ids=[4, 5, 6])
+    second = int(rig.model.oracle([9]).index_fill(0, torch.tensor([best]), -1e9).argmax())
+    assert rig.manager.replay(batch).tokens().tolist() == [best, second, best]
+    turned = Batch(req_indices=[6, 1], seq_lens=[1] * 2, tokens=[9] * 2, page_indptr=range(3), page_ids=[4, 5])
+    assert rig.manager.replay(turned).tokens().tolist() == [second, best]
+
+
+def test_a_batch_without_rows_is_a_step_that_touches_nothing(device: torch.device) -> None:
+    rig = make_rig(device)
+    first = int(rig.manager.replay(one(4)).tokens()[0])
+    cache = [t.clone() for t in (*rig.manager.kv_cache.k, *rig.manager.kv_cache.v)]
+    last = rig.manager.buffers.last_token.clone()
+    idle = rig.manager.replay(Batch.empty())
+    assert idle.tokens().shape == (0,)
+    assert idle.faults == ()
+    assert str(idle.descriptor) == "decode[1]"
+    assert idle.why_eager == ""
+    for descriptor in rig.manager.descriptors:
+        handle = rig.manager.replay(Batch.empty(), descriptor=descriptor)
+        assert (handle.descriptor, handle.why_eager, len(handle.tokens())) == (descriptor, "", 0)
+        assert len(handle.logits()) == 0
+    now = (*rig.manager.kv_cache.k, *rig.manager.kv_cache.v)
+    assert all(torch.equal(a.nan_to_num(7), b.nan_to_num(7)) for a, b in zip(cache, now, strict=True))
+    assert torch.equal(last, rig.manager.buffers.last_token)
+    again = rig.manager.replay(one(TOKEN_FROM_DEVICE, seq_len=2), descriptor=rig.manager.descriptors[0])
+    assert again.tokens().tolist() == [greedy(rig, [4, first])]
+    assert rig.manager.stats().eager_steps == {}
+
+
+def test_seeds_and_temperatures_reach_the_sampler_whole(device: torch.device) -> None:
+    seen: list[torch.Tensor] = []
+
+    def sampler(logits: torch.Tensor, step) -> torch.Tensor:
+        seen.append(torch.stack([step.seeds.double(), step.temperatures.double()]).cpu())
+        return logits.argmax(-1)
+
+    rig = make_rig(device, use_graphs=False, sampler=sampler)
+    rig.manager.replay(one(4, seeds=np.array([2**32 - 1], np.uint32), temperatures=[0.5]))
+    assert seen[-1][:, 0].tolist() == [2**32 - 1, 0.5]
+
+
+def test_a_first_step_that_the_device_did_not_report_is_noticed(device: torch.device, monkeypatch) -> None:
+    """Captures run steps too, under number 0: what they left must not pass for a result."""
+    rig = make_rig(device)
+    monkeypatch.setattr(rig.manager._graphs, "run", lambda *args, **options: rig.manager.queue._logits)
+    with pytest.raises(ReplayError, match="step 0: expected the device to report this step, got step -1"):
+        rig.manager.replay(one(4)).tokens()

@@ -1,0 +1,271 @@
+"""Handles, the ring, statistics, embedding: what a serving stack sees of a step."""
+
+from __future__ import annotations
+
+import gc
+import inspect
+import re
+
+import pytest
+import torch
+
+from graphrt.backends.registry import backend_class
+from graphrt.batch import Batch
+from graphrt.cache.kv_cache import KVCache
+from graphrt.config import RuntimeConfig
+from graphrt.engine.handle import StepFaultError
+from graphrt.kernels.errors import ReplayError
+from graphrt.kernels.types import KVLayout
+from graphrt.replay import ReplayManager
+from graphrt.spec import AttentionSpec, KVCacheSpec
+from tests.support.toy import HEAD_DIM, HEADS, KV_HEADS, LAYERS, VOCAB, ToyModel, make_rig
+
+
+def one(token: int, req_index: int = 0, page: int = 5) -> Batch:
+    return Batch(req_indices=[req_index], seq_lens=[1], tokens=[token], page_indptr=[0, 1], page_ids=[page])
+
+
+def greedy(rig, token: int) -> int:
+    return int(rig.model.oracle([token]).argmax())
+
+
+def test_results_can_be_read_in_any_order_and_late(device: torch.device) -> None:
+    """Far more steps than ring slots, read backwards: nothing is lost when a slot is reused."""
+    rig = make_rig(device)
+    handles = [rig.manager.replay(one(t)) for t in range(20)]
+    assert [int(h.tokens()[0]) for h in reversed(handles)] == [greedy(rig, t) for t in reversed(range(20))]
+    assert all(h.done() for h in handles)
+    assert [h.step for h in handles] == list(range(20))
+
+
+def test_logits_live_until_the_next_step(device: torch.device) -> None:
+    rig = make_rig(device)
+    first = rig.manager.replay(one(3))
+    kept, view = first.logits(copy=True), first.logits()
+    assert torch.equal(kept, view)
+    assert tuple(view.shape) == (1, VOCAB)
+    rig.manager.replay(one(4))
+    with pytest.raises(ReplayError, match=r"expected the latest step 1, got step 0; .*copy=True"):
+        first.logits()
+    assert (kept[0].double().cpu() - rig.model.oracle([3])).abs().max() < 2e-4
+
+
+def test_stats_count_replays_reasons_padding_and_graphs(device: torch.device) -> None:
+    rig = make_rig(device, decode_sizes=(2, 4), mixed_sizes=(), max_num_reqs=8)
+    rig.manager.replay(one(1))
+    five = Batch(req_indices=range(5), seq_lens=[1] * 5, tokens=[1] * 5, page_indptr=range(6), page_ids=range(1, 6))
+    eager = rig.manager.replay(five)
+    chunk = Batch(
+        req_indices=[0], seq_lens=[3], query_lens=[3], tokens=[1, 2, 3], page_indptr=[0, 1], page_ids=[9]
+    )  # fmt: skip
+    rig.manager.replay(chunk)
+    rig.manager.replay(one(2), eager=True)
+    stats = rig.manager.stats()
+    assert {str(k): v for k, v in stats.replays.items()} == {"decode[2]": 1}
+    assert stats.eager_steps == {
+        "no decode graph for 5 rows: the largest captured is 4": 1,
+        "no mixed graph for 3 tokens: the largest captured is 0": 1,
+    }
+    assert eager.why_eager == "no decode graph for 5 rows: the largest captured is 4"
+    assert (stats.real_tokens, stats.padded_tokens) == (1 + 5 + 3 + 1, 2 + 5 + 3 + 2)
+    assert [str(g.descriptor) for g in stats.graphs] == ["decode[4]", "decode[2]"]
+    assert all(g.nodes > 10 and g.seconds > 0 for g in stats.graphs)
+    assert stats.recorder == ("cuda-graph" if device.type == "cuda" else "op trace (CPU twin of a CUDA graph)")
+
+
+def test_without_graphs_every_step_is_eager_and_counted(device: torch.device) -> None:
+    rig = make_rig(device, use_graphs=False)
+    assert rig.manager.descriptors == ()
+    handle = rig.manager.replay(one(3))
+    assert int(handle.tokens()[0]) == greedy(rig, 3)
+    assert rig.manager.stats().eager_steps == {"graphs are switched off (use_graphs=False)": 1}
+
+
+def test_a_sampler_of_the_caller_and_none(device: torch.device) -> None:
+    model = ToyModel(device, torch.float32)
+
+    def build(sampler) -> ReplayManager:
+        cache = KVCache.allocate(KVCacheSpec(LAYERS, KV_HEADS, HEAD_DIM, 4, dtype=torch.float32), 20, device)
+        config = RuntimeConfig(max_num_reqs=2, max_num_tokens=8, max_seq_len=16, mixed_sizes=())
+        attention = AttentionSpec(HEADS, KV_HEADS, HEAD_DIM, torch.float32)
+        manager = ReplayManager(model, cache, attention, vocab_size=VOCAB, config=config, sampler=sampler)
+        manager.capture()
+        return manager
+
+    worst = build(lambda logits, step: logits.argmin(-1))
+    assert int(worst.replay(one(3)).tokens()[0]) == int(model.oracle([3]).argmin())
+    silent = build(None)
+    handle = silent.replay(one(3))
+    assert int(handle.logits().argmax()) == int(model.oracle([3]).argmax())
+    with pytest.raises(ReplayError, match="expected a runtime with a sampler, got sampler=None"):
+        handle.tokens()
+
+
+@pytest.mark.parametrize("layout", list(KVLayout), ids=lambda x: x.value)
+def test_the_caller_may_own_the_cache_with_any_strides_and_null_page(device: torch.device, layout: KVLayout) -> None:
+    """K and V interleaved in one allocation with gaps, null page 7."""
+    spec = KVCacheSpec(LAYERS, KV_HEADS, HEAD_DIM, 4, layout, torch.float32, null_page=7)
+    shape = (LAYERS, 12, 4, KV_HEADS, 2, HEAD_DIM + 8)
+    if layout is KVLayout.HND:
+        shape = (LAYERS, 12, KV_HEADS, 4, 2, HEAD_DIM + 8)
+    mine = torch.full(shape, float("nan"), device=device)
+    views = mine.transpose(2, 3) if layout is KVLayout.HND else mine
+    cache = KVCache(spec, list(views[..., 0, :HEAD_DIM]), list(views[..., 1, :HEAD_DIM]))
+    model = ToyModel(device, torch.float32)
+    config = RuntimeConfig(max_num_reqs=2, max_num_tokens=8, max_seq_len=16)
+    manager = ReplayManager(
+        model, cache, AttentionSpec(HEADS, KV_HEADS, HEAD_DIM, torch.float32), vocab_size=VOCAB, config=config
+    )
+    manager.capture()
+    tokens = [3, 1, 4, 1, 5]
+    batch = Batch(req_indices=[0], seq_lens=[5], query_lens=[5], tokens=tokens, page_indptr=[0, 2], page_ids=[0, 11])
+    logits = manager.replay(batch).logits()[0]
+    assert (logits.double().cpu() - model.oracle(tokens)).abs().max() < 2e-4
+    assert mine[:, 7].isnan().all(), "the null page is never written"
+    assert mine[..., HEAD_DIM:].isnan().all(), "nothing between the views is written"
+
+
+def test_two_managers_live_side_by_side(device: torch.device) -> None:
+    a, b = make_rig(device), make_rig(device, page_size=8)
+    for token in range(4):
+        ha, hb = a.manager.replay(one(token)), b.manager.replay(one(token + 1))
+        assert (int(ha.tokens()[0]), int(hb.tokens()[0])) == (greedy(a, token), greedy(b, token + 1))
+    a.manager.close()
+    assert int(b.manager.replay(one(9)).tokens()[0]) == greedy(b, 9)
+
+
+def test_reset_forgets_the_rows(device: torch.device) -> None:
+    rig = make_rig(device)
+    rig.manager.replay(one(3))
+    rig.manager.reset()
+    assert rig.manager.buffers.last_token.tolist() == [-1] * 8
+    assert int(rig.manager.replay(one(4)).tokens()[0]) == greedy(rig, 4)
+
+
+def test_progress_reports_every_graph_once(device: torch.device) -> None:
+    rig = make_rig(device, capture=False)
+    seen = []
+    rig.manager.capture(progress=seen.append)
+    assert tuple(r.descriptor for r in seen) == rig.manager.descriptors
+    assert len(seen) == 6
+
+
+@pytest.mark.gpu
+def test_close_gives_all_memory_back() -> None:
+    device = torch.device("cuda", 0)
+    make_rig(device).manager.close()  # one-time costs: cuBLAS handle and workspace, kernels
+    gc.collect()
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    for _ in range(3):
+        rig = make_rig(device)
+        rig.manager.replay(one(3)).tokens()
+        rig.manager.close()
+        del rig
+        gc.collect()
+    assert torch.cuda.memory_allocated() == before
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["triton", "flash_attn3", "flash_attn2", "flashinfer"])
+def test_close_of_each_backend_gives_all_memory_back(name: str) -> None:
+    """With the manager, and so its backend, still alive."""
+    cls, device = backend_class(name), torch.device("cuda", 0)
+    if (missing := cls.unavailable()) is not None:
+        pytest.skip(f"backend {name}: {missing}")
+    page_size = 256 if cls.capabilities.page_sizes else 16
+    options = {"dtype": torch.bfloat16, "head_dim": 128, "page_size": page_size, "backend": name}
+    before = -1
+    kept = []
+    for attempt in range(3):
+        rig = make_rig(device, **options)
+        rig.manager.replay(one(3)).tokens()
+        chunk = Batch(req_indices=[0], seq_lens=[3], query_lens=[3], tokens=[1, 2, 3], page_indptr=[0, 1], page_ids=[9])
+        rig.manager.replay(chunk).tokens()
+        rig.manager.close()
+        kept.append(rig.manager._backend)
+        del rig
+        gc.collect()
+        torch.cuda.synchronize()
+        if attempt == 0:  # one-time costs: cuBLAS handle and workspace, kernels
+            before = torch.cuda.memory_allocated()
+    assert torch.cuda.memory_allocated() == before
+
+
+@pytest.mark.gpu
+def test_replay_on_a_stream_of_the_caller() -> None:
+    device = torch.device("cuda", 0)
+    stream = torch.cuda.Stream()
+    model = ToyModel(device, torch.float32)
+    torch.cuda.synchronize()
+    cache = KVCache.allocate(KVCacheSpec(LAYERS, KV_HEADS, HEAD_DIM, 4, dtype=torch.float32), 20, device)
+    config = RuntimeConfig(max_num_reqs=2, max_num_tokens=8, max_seq_len=16)
+    attention = AttentionSpec(HEADS, KV_HEADS, HEAD_DIM, torch.float32)
+    manager = ReplayManager(model, cache, attention, vocab_size=VOCAB, config=config, stream=stream)
+    manager.capture()
+    handle = manager.replay(one(3))
+    assert int(handle.logits().argmax()) == int(handle.tokens()[0]) == int(model.oracle([3]).argmax())
+
+
+@pytest.mark.gpu
+@pytest.mark.alone
+def test_the_host_may_run_ahead_of_a_slow_device() -> None:
+    """The device is busy while the host submits many steps: no record is overwritten before it was uploaded."""
+    rig = make_rig(torch.device("cuda", 0), ring_depth=3)
+    expected = [greedy(rig, t) for t in range(12)]
+    torch.cuda._sleep(200_000_000)
+    handles = [rig.manager.replay(one(t)) for t in range(12)]
+    assert [int(h.tokens()[0]) for h in handles] == expected
+    assert rig.manager.stats().ring_waits >= 1
+
+
+def test_a_step_that_fails_half_way_leaves_nothing_behind(device: torch.device) -> None:
+    """The eager model raises after the refresh ran; the next step is another batch over the same slots, other order."""
+    rig = make_rig(device, use_graphs=False)
+    real, broken = rig.model.project, {"on": True}
+
+    def project(layer: int, x: torch.Tensor):
+        if broken["on"]:
+            raise ZeroDivisionError("from the model")
+        return real(layer, x)
+
+    rig.model.project = project
+    two = {"seq_lens": [1, 1], "page_indptr": [0, 1, 2]}
+    with pytest.raises(ZeroDivisionError, match="from the model"):
+        rig.manager.replay(Batch(req_indices=[0, 1], tokens=[3, 4], page_ids=[5, 6], **two))
+    broken["on"] = False
+    handle = rig.manager.replay(Batch(req_indices=[1, 0], tokens=[4, 3], page_ids=[6, 5], **two))
+    assert handle.tokens().tolist() == [greedy(rig, 4), greedy(rig, 3)]
+    assert handle.step == 1
+
+
+def test_replay_can_be_read_at_a_glance() -> None:
+    names = ("replay", "_dispatch", "_write", "_launch", "_handle")
+    lines = [line for name in names for line in inspect.getsource(getattr(ReplayManager, name)).splitlines()]
+    assert len(lines) <= 72, "docstrings included"
+    steps = re.findall(r"\b(\d) \w+", " ".join(line for line in lines if "# " in line))
+    assert steps == list("1234"), "four numbered comments"
+
+
+def test_a_row_id_forgets_the_sequence_before(device: torch.device) -> None:
+    """A prompt that goes on has no last token, whatever an ended sequence left under its row id."""
+    rig = make_rig(device)
+    rig.manager.replay(one(3)).tokens()
+    part = Batch(req_indices=[0], seq_lens=[1], tokens=[4], page_indptr=[0, 1], page_ids=[6], sample=[0])
+    rig.manager.replay(part).tokens()
+    too_early = Batch(req_indices=[0], seq_lens=[2], page_indptr=[0, 1], page_ids=[6])
+    with pytest.raises(StepFaultError, match="NO_LAST_TOKEN: req_index 0 has no last token"):
+        rig.manager.replay(too_early).tokens()
+
+
+@pytest.mark.gpu
+def test_reset_restores_the_counters_of_an_aborted_launch() -> None:
+    rig = make_rig(torch.device("cuda", 0), decode_sizes=(1,), page_size=1, num_pages=64)
+    long = rig.start(0, list(range(32)))
+    rig.prefill(long)
+    batch = Batch.from_requests([rig.row(long)])
+    want = rig.manager.replay(batch).logits(copy=True)
+    rig.manager._backend.tensors()["counters"].fill_(3)
+    rig.manager.reset()
+    assert torch.equal(rig.manager.replay(batch).logits(), want)
+    assert not rig.manager._backend.tensors()["counters"].any()

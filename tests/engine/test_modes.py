@@ -1,0 +1,213 @@
+"""Modes of torch that are in force where graphrt is called must change nothing; nor may a second caller."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+
+import pytest
+import torch
+
+from graphrt.batch import Batch
+from graphrt.cache.kv_cache import KVCache
+from graphrt.config import RuntimeConfig
+from graphrt.kernels.errors import CaptureError, ReplayError
+from graphrt.replay import ReplayManager
+from graphrt.spec import AttentionSpec, KVCacheSpec
+from tests.support.toy import HEAD_DIM, HEADS, KV_HEADS, LAYERS, MAX_LEN, VOCAB, ToyModel, make_rig
+
+
+@contextlib.contextmanager
+def default_device(name: str):
+    torch.set_default_device(name)
+    try:
+        yield
+    finally:
+        torch.set_default_device(None)
+
+
+@contextlib.contextmanager
+def default_dtype(dtype: torch.dtype):
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+MODES = {
+    "none": contextlib.nullcontext,
+    "inference": torch.inference_mode,
+    "no_grad": torch.no_grad,
+    "device": lambda: default_device("meta"),
+    "dtype": lambda: default_dtype(torch.float64),
+}
+
+
+def caches(device: torch.device) -> KVCache:
+    """KV that the caller owns, made wherever the caller is."""
+    spec = KVCacheSpec(LAYERS, KV_HEADS, HEAD_DIM, 4, dtype=torch.float32)
+    layers = [
+        [torch.zeros(20, 4, KV_HEADS, HEAD_DIM, dtype=torch.float32, device=device) for _ in range(LAYERS)]
+        for _ in range(2)
+    ]
+    return KVCache(spec, *layers)
+
+
+def steps(manager: ReplayManager) -> list[int]:
+    """Prompt and outputs of a few steps, and the other calls of a manager, all in the mode of the caller."""
+    tokens = [3, 4, 5]
+    batch = Batch(req_indices=[0], seq_lens=[3], query_lens=[3], tokens=tokens, page_indptr=[0, 2], page_ids=[7, 8])
+    handle = manager.replay(batch)
+    tokens.append(int(handle.tokens()[0]))
+    handle.logits().add_(1)  # an ordinary tensor, to do with what one likes
+    for eager in (False, True):
+        batch = Batch(req_indices=[0], seq_lens=[len(tokens)], page_indptr=[0, 2], page_ids=[7, 8])
+        tokens.append(int(manager.replay(batch, eager=eager).tokens()[0]))
+    assert manager.compare(Batch(req_indices=[0], seq_lens=[6], page_indptr=[0, 2], page_ids=[7, 8])).equal
+    manager.kv_cache.copy_pages([7], [9])
+    manager.reset()
+    return tokens
+
+
+def assert_greedy(model: ToyModel, tokens: list[int]) -> None:
+    for end in (3, 4, 5):
+        assert int(model.oracle(tokens[:end]).argmax()) == tokens[end]
+
+
+@pytest.mark.parametrize("built", MODES)
+@pytest.mark.parametrize("used", ["none", "inference", "device"])
+def test_modes_change_nothing(device: torch.device, built: str, used: str) -> None:
+    model = ToyModel(device, torch.float32)
+    config = RuntimeConfig(max_num_reqs=2, max_num_tokens=8, max_seq_len=MAX_LEN)
+    with MODES[built]():
+        cache = caches(device)
+        manager = ReplayManager(
+            model, cache, AttentionSpec(HEADS, KV_HEADS, HEAD_DIM, torch.float32), vocab_size=VOCAB, config=config
+        )
+        manager.capture()
+    with MODES[used]():
+        found = steps(manager)
+    assert_greedy(model, found)
+    assert_greedy(model, steps(manager))
+    with MODES[built]():
+        manager.close()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_capture_under_a_mode_alone(device: torch.device, mode: str) -> None:
+    rig = make_rig(device, capture=False)
+    with MODES[mode]():
+        rig.manager.capture()
+    assert_greedy(rig.model, steps(rig.manager))
+
+
+def test_autocast_changes_no_graph(device: torch.device) -> None:
+    rig = make_rig(device)
+    with torch.autocast(device.type, dtype=torch.bfloat16):
+        handle = rig.manager.replay(Batch(req_indices=[0], seq_lens=[1], tokens=[5], page_indptr=[0, 1], page_ids=[4]))
+        logits = handle.logits(copy=True)
+    assert (logits[0].double().cpu() - rig.model.oracle([5])).abs().max() < 2e-4
+
+
+def test_one_call_at_a_time(device: torch.device) -> None:
+    """While one thread is inside a step, another one's call is refused, and the step is right."""
+    inside, go_on = threading.Event(), threading.Event()
+    waiting = [False]
+
+    def sampler(logits, step):
+        if waiting[0]:
+            inside.set()
+            assert go_on.wait(60)
+        return logits.argmax(-1)
+
+    rig = make_rig(device, use_graphs=False, sampler=sampler)
+    batch = Batch(req_indices=[0], seq_lens=[1], tokens=[5], page_indptr=[0, 1], page_ids=[4])
+    results: list[object] = []
+    earlier = rig.manager.replay(batch)
+    waiting[0] = True
+    thread = threading.Thread(target=lambda: results.append(rig.manager.replay(batch).tokens().tolist()))
+    thread.start()
+    assert inside.wait(60)
+    waiting[0] = False
+    for call in (
+        lambda: rig.manager.replay(batch),
+        lambda: rig.manager.compare(batch),
+        lambda: rig.manager.check_weights(rig.model),
+        rig.manager.capture,
+        rig.manager.reset,
+        rig.manager.close,
+        lambda: earlier.logits(copy=True),
+    ):
+        with pytest.raises(ReplayError, match="one call at a time"):
+            call()
+    go_on.set()
+    thread.join()
+    expected = [int(rig.model.oracle([5]).argmax())]
+    assert results == [expected]
+    assert rig.manager.replay(batch).tokens().tolist() == expected
+
+
+def test_a_model_that_calls_its_manager_is_refused(device: torch.device) -> None:
+    managers: list[ReplayManager] = []
+
+    def sampler(logits, step):
+        if managers:
+            managers[0].replay(Batch.empty())
+        return logits.argmax(-1)
+
+    rig = make_rig(device, use_graphs=False, sampler=sampler)
+    managers.append(rig.manager)
+    with pytest.raises(ReplayError, match="one call at a time"):
+        rig.manager.replay(Batch.empty())
+    managers.clear()
+    assert rig.manager.replay(Batch.empty()).tokens().tolist() == []
+
+
+def test_results_are_read_from_other_threads(device: torch.device) -> None:
+    """Readers race with the ring that hands results over before a slot is reused."""
+    rig = make_rig(device, ring_depth=2)
+    expected = {token: int(rig.model.oracle([token]).argmax()) for token in range(8)}
+    handles: list = []
+    found: list[bool] = []
+
+    def read(start: int) -> None:
+        for index in range(start, 120, 3):
+            while len(handles) <= index:
+                pass
+            found.append(handles[index].tokens().tolist() == [expected[index % 8]])
+
+    threads = [threading.Thread(target=read, args=(start,)) for start in range(3)]
+    for thread in threads:
+        thread.start()
+    for index in range(120):
+        batch = Batch(req_indices=[0], seq_lens=[1], tokens=[index % 8], page_indptr=[0, 1], page_ids=[4])
+        handles.append(rig.manager.replay(batch))
+    for thread in threads:
+        thread.join()
+    assert found == [True] * 120
+
+
+def test_every_call_answers_after_close(device: torch.device) -> None:
+    rig = make_rig(device)
+    batch = Batch(req_indices=[0], seq_lens=[1], tokens=[5], page_indptr=[0, 1], page_ids=[4])
+    handle = rig.manager.replay(batch)
+    rig.manager.close()
+    rig.manager.close()
+    assert rig.manager.stats().replays.total() == 1
+    assert rig.manager.kv_cache.num_pages == 80
+    assert rig.manager.descriptors
+    assert rig.manager.state.value == "closed"
+    assert handle.tokens().tolist() == [int(rig.model.oracle([5]).argmax())]
+    for call in (
+        lambda: rig.manager.replay(batch),
+        lambda: rig.manager.compare(batch),
+        lambda: rig.manager.check_weights(rig.model),
+        lambda: rig.manager.buffers,
+        rig.manager.capture,
+        rig.manager.reset,
+        handle.logits,
+    ):
+        with pytest.raises(CaptureError, match="closed"):
+            call()

@@ -1,0 +1,416 @@
+"""Logit biases, token masks and a row's own tensors: from the user to what rows sample."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from transformers import SequenceBiasLogitsProcessor
+
+from graphrt.batch import Batch
+from graphrt.config import RequestTensor, RuntimeConfig
+from graphrt.generate.generator import TextGenerator
+from graphrt.kernels.errors import CapacityError, ConfigError, GraphRTError, ShapeError, UnsupportedError
+from graphrt.kernels.numbers import REQUEST_DTYPES
+from graphrt.runtime import Runtime
+from graphrt.sampling_params import SamplingParams
+from graphrt.session.session import DecodeSession, SessionRequest
+from graphrt.step import Step
+from tests.support.toy import VOCAB, LivelyModel, ToyModel, make_runtime
+
+PROMPTS = [[3, 1, 4], [1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2, 3, 8, 4], [6]]
+EVERYTHING = {"max_logit_bias": 8, "token_masks": True, "penalties": True}
+
+
+def runtime_of(device: torch.device, model: object = None, num_pages: int = 60, **config: object) -> Runtime:
+    runtime = make_runtime(device, model=model, num_pages=num_pages, config=EVERYTHING | config)
+    runtime.capture()
+    return runtime
+
+
+def expected(model: ToyModel, prompt: list[int], count: int, process) -> list[int]:
+    """Greedy tokens of the dense float64 oracle; `process` maps logits [vocab] and the output so far to logits."""
+    output: list[int] = []
+    for _ in range(count):
+        output.append(int(process(model.oracle(prompt + output), output).argmax()))
+    return output
+
+
+def biased(bias: dict[int, float]):
+    processor = SequenceBiasLogitsProcessor([[[token], value] for token, value in bias.items()]) if bias else None
+    return lambda logits, _: processor(torch.tensor([[0]]), logits[None].clone())[0] if processor else logits
+
+
+def words_of(allowed: set[int]) -> list[int]:
+    return [sum(1 << t % 32 for t in allowed if t // 32 == word) for word in range(-(-VOCAB // 32))]
+
+
+def masked(allowed: set[int]):
+    forbidden = [token for token in range(VOCAB) if token not in allowed]
+    return lambda logits, _: logits.index_fill(0, torch.tensor(forbidden, dtype=torch.long), -math.inf)
+
+
+def finish(session: DecodeSession, steps: int = 3) -> None:
+    while session.running:
+        session.run(steps)
+        session.collect(wait=True)
+
+
+BIASES = [{5: 30.0, 60: -math.inf, 1: 25.0}, {}, {token: 40.0 + token for token in range(1, 9)}]
+
+
+# -- logit bias
+
+
+@pytest.mark.parametrize("loop_sizes", [(), (1, 2, 4)], ids=["launch_by_launch", "loop"])
+def test_rows_have_the_bias_that_each_came_with(device: torch.device, loop_sizes: tuple[int, ...]) -> None:
+    """Against transformers; then the row ids again in another order, so that who has none finds none."""
+    runtime = runtime_of(device, loop_sizes=loop_sizes)
+    model = runtime.manager._program.model
+    want = [expected(model, prompt, 9, biased(bias)) for prompt, bias in zip(PROMPTS, BIASES, strict=True)]
+    assert want[0] != expected(model, PROMPTS[0], 9, biased({})), "the bias shows"
+    for order in ([0, 1, 2], [2, 0, 1], [1, 2, 0]):
+        with DecodeSession(runtime) as session:
+            rows = [session.add(PROMPTS[i], SamplingParams(9, logit_bias=BIASES[i])) for i in order]
+            finish(session)
+            assert [row.tokens for row in rows] == [want[i] for i in order]
+        outputs: list[list[int]] = [[], [], []]
+        params = [SamplingParams(9, logit_bias=BIASES[i]) for i in order]
+        for event in TextGenerator(runtime).generate([PROMPTS[i] for i in order], params):
+            outputs[event.prompt].append(event.token)
+        assert outputs == [want[i] for i in order]
+
+
+def test_a_stateless_user_writes_biases_by_row_id(device: torch.device) -> None:
+    runtime = runtime_of(device)
+    tables = runtime.manager.request_tables
+    logits = runtime.manager._program.model.oracle([3])
+    ranked = logits.argsort(descending=True).tolist()
+
+    def first_tokens() -> list[int]:
+        batch = Batch(req_indices=[0, 3], seq_lens=[1, 1], tokens=[3, 3], page_indptr=[0, 1, 2], page_ids=[1, 2])
+        return runtime.replay(batch).tokens().tolist()
+
+    assert first_tokens() == [ranked[0]] * 2
+    tables.set_logit_bias({3: {ranked[0]: -math.inf, ranked[2]: 1e6}})
+    assert first_tokens() == [ranked[0], ranked[2]]
+    tables.set_logit_bias({0: {ranked[0]: -1e6}, 3: None})
+    assert first_tokens() == [ranked[1], ranked[0]]
+    tables.set_logit_bias({0: {}})
+    assert first_tokens() == [ranked[0]] * 2
+
+
+def test_a_fork_has_bias_and_mask_of_its_row(device: torch.device) -> None:
+    runtime = runtime_of(device)
+    allowed = set(range(0, VOCAB, 3))
+    bias = {3: 20.0, 9: 19.0}
+    both = lambda logits, output: masked(allowed)(biased(bias)(logits, output), output)  # noqa: E731
+    want = expected(runtime.manager._program.model, PROMPTS[1], 12, both)
+    with DecodeSession(runtime) as session:
+        row = session.add(PROMPTS[1], SamplingParams(12, logit_bias=bias))
+        session.set_token_mask(row, words_of(allowed))
+        session.run(7)
+        fork = session.fork(row)
+        session.set_token_mask(row, None)  # the fork keeps what it got
+        finish(session)
+        assert fork.tokens == want
+        assert row.tokens[:5] == want[:5]
+        free = session.add([2], SamplingParams(3))
+        finish(session)
+        assert free.tokens == expected(runtime.manager._program.model, [2], 3, biased({}))
+
+
+# -- token masks
+
+
+def test_a_mask_holds_from_the_next_launch_on(device: torch.device) -> None:
+    """The mask changes with every token; beside it a row without one, and one whose mask stays."""
+    runtime = runtime_of(device)
+    model = runtime.manager._program.model
+    stays = set(range(30, 50))
+    per_token = [{t for t in range(VOCAB) if t % 5 == step % 5} for step in range(8)]
+    with DecodeSession(runtime) as session:
+        rows = [session.add(prompt, SamplingParams(8)) for prompt in PROMPTS]
+        session.set_token_mask(rows[1], np.array(words_of(stays), np.uint32))
+        while session.running:
+            if not rows[0].end:
+                mask = torch.tensor(words_of(per_token[len(rows[0].tokens)]), dtype=torch.int64)
+                session.set_token_mask(rows[0], torch.where(mask >= 1 << 31, mask - (1 << 32), mask).int())
+            session.run(1)
+            session.collect(wait=True)
+        assert rows[0].tokens == expected(model, PROMPTS[0], 8, lambda x, out: masked(per_token[len(out)])(x, out))
+        assert rows[1].tokens == expected(model, PROMPTS[1], 8, masked(stays))
+        assert rows[2].tokens == expected(model, PROMPTS[2], 8, biased({}))
+        again = session.add(PROMPTS[0], SamplingParams(8))  # the fourth row id
+        for row in rows:
+            session.release(row)
+        after = session.add(PROMPTS[1], SamplingParams(8))  # a row id that had a mask
+        finish(session)
+        for row, prompt in ((again, PROMPTS[0]), (after, PROMPTS[1])):
+            assert row.tokens == expected(model, prompt, 8, biased({}))
+
+
+def test_a_mask_without_tokens_is_a_fault_of_its_row_alone(device: torch.device) -> None:
+    runtime = runtime_of(device)
+    with DecodeSession(runtime) as session:
+        rows = [session.add(prompt, SamplingParams(4)) for prompt in PROMPTS]
+        session.set_token_mask(rows[1], [0, 0])
+        session.run(3)
+        with pytest.raises(GraphRTError, match=f"row {rows[1].req_index}: NO_TOKEN_OFFERED"):
+            session.collect(wait=True)
+        finish(session)
+        assert [len(row.tokens) for row in rows] == [4, 0, 4]
+
+
+# -- a row's own tensors
+
+
+class Adapted(LivelyModel):
+    """Adds a vector per adapter to the logits, and the row's own bias vector."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        self.adapters = torch.randn(3, VOCAB, generator=torch.Generator().manual_seed(1)).to(device) * 40
+
+    def forward(self, step: Step) -> torch.Tensor:
+        own = step.request_state("adapter")
+        assert own.shape == (step.descriptor.padded_reqs,)
+        assert own.dtype == torch.int32
+        return super().forward(step) + self.adapters[own.long()] + step.request_state("shift")
+
+
+def test_a_model_reads_what_each_row_came_with(device: torch.device) -> None:
+    tensors = (RequestTensor("adapter", dtype=torch.int32, initial=2), RequestTensor("shift", (VOCAB,)))
+    model = Adapted(device)
+    runtime = runtime_of(device, model=model, request_tensors=tensors)
+    shift = torch.zeros(VOCAB)
+    shift[11] = 500.0
+    states = [{"adapter": 0}, None, {"adapter": 1, "shift": shift}]
+    at = [0, 2, 1]
+
+    def process(index: int):
+        own = model.adapters[at[index]].double().cpu() + (shift if index == 2 else 0)
+        return lambda logits, _: logits + own
+
+    want = [expected(model, prompt, 7, process(i)) for i, prompt in enumerate(PROMPTS)]
+    assert want[2] == [11] * 7
+    for order in ([0, 1, 2], [2, 0, 1], [1, 2, 0]):
+        with DecodeSession(runtime) as session:
+            rows = [session.add(PROMPTS[i], SamplingParams(7), state=states[i]) for i in order]
+            session.run(4)
+            fork = session.fork(rows[0])
+            finish(session)
+            assert [row.tokens for row in (*rows, fork)] == [want[i] for i in (*order, order[0])]
+    runtime.manager.request_tables.set_state({2: {"adapter": 0}, 3: {}})
+    batch = Batch(req_indices=[2, 3], seq_lens=[1, 1], tokens=[6, 6], page_indptr=[0, 1, 2], page_ids=[1, 2])
+    tokens = runtime.replay(batch).tokens().tolist()
+    assert tokens == [expected(model, [6], 1, process(i))[0] for i in (0, 1)]
+    outputs: list[list[int]] = [[], [], []]
+    for event in TextGenerator(runtime).generate([PROMPTS[1]] * 3, SamplingParams(7)):
+        outputs[event.prompt].append(event.token)
+    assert outputs == [want[1]] * 3, "whoever had the row ids before"
+    runtime.manager.request_tables.set_state({3: {"adapter": 0}})
+    runtime.manager.reset()
+    assert runtime.manager.request_tables.tensors["adapter"].tolist() == [2] * 5
+
+
+# -- what is refused
+
+
+def test_a_runtime_that_was_not_built_for_it_refuses(device: torch.device) -> None:
+    runtime = make_runtime(device, num_pages=20)
+    runtime.capture()
+    tables = runtime.manager.request_tables
+    with pytest.raises(
+        UnsupportedError, match=r"logit_bias\[0\]: expected a runtime with max_logit_bias=1, got max_lo"
+    ):
+        tables.set_logit_bias({0: {3: 1.0}})
+    with pytest.raises(UnsupportedError, match=r"token_masks\[0\]: expected a runtime with token_masks=True, got"):
+        tables.set_token_masks({0: [0, 0]})
+    with pytest.raises(UnsupportedError, match="batch: expected a runtime with token_masks=True"):
+        runtime.replay(Batch(req_indices=[0], seq_lens=[1], token_masks=[0]))
+    with pytest.raises(UnsupportedError, match="record_prefix: expected a runtime with penalties=True"):
+        tables.record_prefix(0, [1, 2])
+    with DecodeSession(runtime) as session:
+        with pytest.raises(UnsupportedError, match="max_logit_bias=2"):
+            session.add([1], SamplingParams(logit_bias={1: 1.0, 2: 1.0}))
+        with pytest.raises(
+            ConfigError, match=r"state: expected names of RuntimeConfig.request_tensors \(none\), got 'x'"
+        ):
+            session.add([1], state={"x": 1})
+        row = session.add([1])
+        with pytest.raises(UnsupportedError, match="words: expected a runtime with token_masks=True"):
+            session.set_token_mask(row, [0, 0])
+
+
+WRONG = [
+    ("tables.set_logit_bias({4: {1: 1.0}})", ConfigError, "req_index: expected"),
+    ("tables.set_logit_bias({0: {61: 1.0}})", ConfigError, r"logit_bias\[0\]: expected"),
+    ("tables.set_logit_bias({0: {1: math.nan}})", ConfigError, r"logit_bias\[0\]: expected a finite number"),
+    ("tables.set_logit_bias({0: dict.fromkeys(range(9), 1.0)})", UnsupportedError, "max_logit_bias=9, got"),
+    ("tables.set_token_masks({0: [0, 0, 0]})", ShapeError, r"token_masks\[0\]: expected 2 words of 32 bits"),
+    ("tables.set_token_masks({0: [0.0, 0.0]})", ShapeError, r"token_masks\[0\]: expected 2 words of 32 bits"),
+    ("tables.set_token_masks({0: 'ab'})", ShapeError, r"token_masks\[0\]: expected 2 words of 32 bits"),
+    ("session.set_token_mask(row, [1])", ShapeError, "words: expected 2 words of 32 bits on the host"),
+    ("session.set_token_mask(gone, None)", ConfigError, "set_token_mask: expected a row of this session"),
+    ("session.add([1], SamplingParams(logit_bias={61: 1.0}))", ConfigError, "params.logit_bias: expected"),
+    ("session.add([1], state={'own': [1.0]})", ShapeError, r"own: expected shape \[2\], got \[1\]"),
+    ("session.add([1], state={'own': 'ab'})", ShapeError, "own: expected numbers of torch.float32, got 'ab'"),
+    (
+        "session.add([1], state={'own': [1e300, 0]})",
+        ShapeError,
+        r"own: expected numbers of torch.float32, got \[1e\+300",
+    ),
+    ("session.add([1], state={'id': 1.5})", ShapeError, "id: expected numbers of torch.int32, got 1.5; pass some that"),
+    ("session.add([1], state={'id': 2**31})", ShapeError, "id: expected numbers of torch.int32, got 2147483648; pass"),
+    ("session.add([1], state={'id': 2**70})", ShapeError, "id: expected numbers of torch.int32"),
+    ("session.add([1], state=[1])", ConfigError, r"state: expected Mapping, got \[1\]; pass a dict"),
+    ("session.add([1], state=0)", ConfigError, "state: expected Mapping, got 0"),
+    ("tables.set_state({0: 3})", ConfigError, "state: expected Mapping, got 3"),
+    ("tables.set_state([{'own': [1, 2]}])", ConfigError, "states: expected Mapping"),
+    ("tables.set_logit_bias({0: [(1, 2.0)]})", ConfigError, r"logit_bias\[0\]: expected Mapping"),
+    ("tables.set_logit_bias({0: {1: 1e39}})", ConfigError, r"logit_bias\[0\]: expected a finite number"),
+    ("tables.set_logit_bias(None)", ConfigError, "biases: expected Mapping, got None; pass a dict by row id"),
+    ("tables.set_token_masks([[1, 2]])", ConfigError, "masks: expected Mapping"),
+    (
+        "session.set_token_mask(row, [1 << 32, 1])",
+        ShapeError,
+        r"words: expected words of 32 bits, got \[4294967296, 1\]",
+    ),
+    ("session.set_token_mask(row, np.ones(2, np.uint8))", ShapeError, "words: expected 2 words of 32 bits on the host"),
+    ("SamplingParams(logit_bias=[1])", ConfigError, "logit_bias: expected values by token"),
+    ("SamplingParams(logit_bias={1: math.inf})", ConfigError, "logit_bias: expected a finite number"),
+    ("SamplingParams(logit_bias={-1: 1})", ConfigError, "logit_bias: expected"),
+    (
+        "Batch(req_indices=[0], seq_lens=[1], token_masks=[-2])",
+        ShapeError,
+        "batch.token_masks: expected numbers of masks",
+    ),
+    ("RequestTensor('a', shape=(-1,))", ConfigError, r"RequestTensor.shape\[0\]: expected"),
+    (
+        "RuntimeConfig(request_tensors=[RequestTensor('a'), RequestTensor('a')])",
+        ConfigError,
+        "expected names that differ",
+    ),
+    ("RuntimeConfig(request_tensors=['a'])", ConfigError, "request_tensors: expected RequestTensor"),
+    ("tables.record_prefix(0, [1] * 65)", CapacityError, "tokens: expected at most max_seq_len=64, got 65"),
+    ("tables.record_prefix(0, [1], prompt_len=1 << 40)", ConfigError, "prompt_len: expected an int from 0 to 21474836"),
+    ("tables.record_prefix(0, [1], prompt_len=-1)", ConfigError, "prompt_len: expected an int from 0 to 21474836"),
+    ("session.add([1], state={'own': [1 + 2j, 0]})", ShapeError, r"own: expected numbers of torch.float32, got \[\(1"),
+    ("tables.set_state({0: {'own': [2**24 + 1, 0.5]}})", ShapeError, "own: expected numbers of torch.float32, got"),
+]
+
+
+@pytest.mark.parametrize(("call", "error", "text"), WRONG, ids=[call for call, _, _ in WRONG])
+def test_wrong_calls_are_named_and_change_nothing(call: str, error: type[Exception], text: str) -> None:
+    runtime = runtime_of(
+        torch.device("cpu"), request_tensors=(RequestTensor("own", (2,)), RequestTensor("id", dtype=torch.int32))
+    )
+    tables = runtime.manager.request_tables
+    with DecodeSession(runtime) as session:
+        row, gone = session.add([5]), session.add([7])
+        session.release(gone)
+        before = {name: tensor.clone() for name, tensor in runtime.manager.buffers.named()}
+        names = {"session": session, "row": row, "gone": gone, "tables": tables, "SessionRequest": SessionRequest}
+        with pytest.raises(error, match=text):
+            eval(call, {**globals(), **names, "RuntimeConfig": RuntimeConfig})
+        assert session.rows == (row,)
+        assert all(torch.equal(before[name], tensor) for name, tensor in runtime.manager.buffers.named())
+
+
+@pytest.mark.parametrize(
+    ("dtype", "initial"),
+    [(torch.int32, 1.5), (torch.int32, 2**31), (torch.int32, math.nan), (torch.int8, 300), (torch.float16, 2049)],
+)
+def test_an_initial_value_that_does_not_fit_is_named(dtype: torch.dtype, initial: float) -> None:
+    with pytest.raises(
+        ConfigError, match=rf"RequestTensor.initial: expected numbers of {dtype}, got {initial}; pass some"
+    ):
+        RequestTensor("id", dtype=dtype, initial=initial)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint16, torch.uint64, torch.complex64, torch.float8_e4m3fnuz, "int32", None])
+def test_dtypes_that_no_row_tensor_has_are_named(dtype: object) -> None:
+    with pytest.raises(ConfigError, match=r"RequestTensor.dtype: expected a float, a signed int, uint8 or bool, got"):
+        RequestTensor("id", dtype=dtype)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("dtype", REQUEST_DTYPES, ids=str)
+def test_row_tensors_of_every_dtype_reach_the_model(dtype: torch.dtype, device: torch.device) -> None:
+    class Told:
+        """The token that a row was told: 1 or 0."""
+
+        def __call__(self, step: Step) -> torch.Tensor:
+            told = step.request_state("told")
+            assert told.dtype == dtype
+            return (told.double()[:, None] == torch.arange(VOCAB, device=device)).float()
+
+    runtime = runtime_of(device, Told(), request_tensors=(RequestTensor("told", dtype=dtype),))
+    with DecodeSession(runtime) as session:
+        rows = [session.add([5], SamplingParams(3), state=state) for state in ({"told": 1}, {"told": 0}, None)]
+        session.run(1)
+        fork = session.fork(rows[0])
+        finish(session)
+        assert [row.tokens for row in (*rows, fork)] == [[told] * 3 for told in (1, 0, 0, 1)]
+
+
+def test_a_prefix_as_long_as_a_row_is_counted() -> None:
+    tables = runtime_of(torch.device("cpu")).manager.request_tables
+    tables.record_prefix(0, [1] * 64, prompt_len=2**31 - 1)
+    tables.record_prefix(1, [])
+
+
+def test_what_was_said_of_a_row_that_went_is_not_said_of_the_next_one() -> None:
+    """Two sessions share the row ids: the first one still has delta for a row id that is the second one's by now."""
+    runtime = runtime_of(torch.device("cpu"))
+    model = runtime.manager._program.model
+    with DecodeSession(runtime) as first, DecodeSession(runtime) as second:
+        gone = first.add([5], SamplingParams(4, logit_bias={7: 1000.0}))
+        first.set_token_mask(gone, words_of({7}))
+        req_index = gone.req_index
+        first.release(gone)
+        row = second.add([5], SamplingParams(6))
+        assert row.req_index == req_index
+        second.run(2)
+        first.add([6], SamplingParams(1))
+        first.run(1)
+        finish(second)
+        assert row.tokens == expected(model, [5], 6, lambda logits, _: logits)
+
+
+def test_what_a_row_came_with_may_be_written_to_afterwards() -> None:
+    class Told:
+        """The token that a row was told."""
+
+        def __call__(self, step: Step) -> torch.Tensor:
+            return (step.request_state("told")[:, None] == torch.arange(VOCAB)).float()
+
+    runtime = runtime_of(torch.device("cpu"), Told(), request_tensors=(RequestTensor("told", dtype=torch.int64),))
+    with DecodeSession(runtime) as session:
+        told, array, words = torch.tensor(9), np.array(9), torch.tensor(words_of({9}), dtype=torch.int32)
+        rows = [session.add([5], SamplingParams(2), state={"told": value}) for value in (told, array)]
+        session.set_token_mask(rows[0], words)
+        told.zero_()
+        array[...] = 0
+        words.zero_()
+        finish(session)
+        assert [row.tokens for row in rows] == [[9, 9], [9, 9]]
+
+
+def test_a_prefix_that_no_step_computes_is_counted(device: torch.device) -> None:
+    """Pages of a sequence that was computed without penalties serve one with them."""
+    runtime = runtime_of(device)
+    model = runtime.manager._program.model
+    prompt = [3, 1, 4, 1, 5, 9, 2, 6]
+    runtime.replay(
+        Batch(req_indices=[0], seq_lens=[8], query_lens=[8], tokens=prompt, page_indptr=[0, 2], page_ids=[1, 2])
+    ).tokens()
+    logits = model.oracle([*prompt, 3])
+    logits[[3, 1, 4, 5, 9, 2, 6]] = -math.inf
+    runtime.manager.request_tables.record_prefix(1, prompt)
+    batch = Batch(
+        req_indices=[1], seq_lens=[9], tokens=[3], page_indptr=[0, 3], page_ids=[1, 2, 3], presence_penalties=[1e9]
+    )
+    assert runtime.replay(batch).tokens().tolist() == [int(logits.argmax())]

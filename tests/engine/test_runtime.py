@@ -1,0 +1,316 @@
+"""Runtime: sizing of the cache, and giving everything back."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from graphrt.batch import Batch
+from graphrt.cache.kv_cache import KVCache
+from graphrt.config import RuntimeConfig
+from graphrt.engine.lifecycle import State
+from graphrt.generate.generator import TextGenerator
+from graphrt.kernels.errors import CapacityError, CaptureError, ConfigError
+from graphrt.kernels.types import KVLayout
+from graphrt.runtime import Runtime, resolve_device
+from graphrt.sampling_params import SamplingParams
+from graphrt.spec import AttentionSpec, KVCacheSpec
+from tests.support.toy import HEAD_DIM, HEADS, KV_HEADS, LAYERS, VOCAB, LivelyModel, ToyModel, greedy, make_runtime
+
+MIB = 1 << 20
+
+
+def build(device: torch.device, *, max_seq_len: int = 64, head_dim: int = HEAD_DIM, **options) -> Runtime:
+    dtype = torch.float32
+    return Runtime(
+        ToyModel(device, dtype, head_dim),
+        AttentionSpec(HEADS, KV_HEADS, head_dim, dtype),
+        KVCacheSpec(LAYERS, KV_HEADS, head_dim, 16, KVLayout.HND, dtype),
+        vocab_size=VOCAB,
+        device=device,
+        config=RuntimeConfig(max_num_reqs=4, max_num_tokens=16, max_seq_len=max_seq_len),
+        **options,
+    )
+
+
+def test_auto_takes_what_the_rows_can_use(device: torch.device) -> None:
+    runtime = build(device)
+    assert runtime.kv_cache.num_pages == 1 + 4 * 4
+    assert runtime.allocator.num_free == 16
+    runtime.capture()
+    pages = runtime.allocator.allocate(1)
+    batch = Batch(req_indices=[0], seq_lens=[1], tokens=[3], page_indptr=[0, 1], page_ids=pages)
+    assert int(runtime.replay(batch).tokens()[0]) == int(runtime.manager._program.model.oracle([3]).argmax())
+    runtime.close()
+
+
+def test_a_cache_that_does_not_fit_raises_with_the_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("graphrt.runtime.os.sysconf", lambda name: 2)
+    with pytest.raises(CapacityError, match=r"at least 2 pages of 8192 bytes, got \d+ bytes \(free 2, reserved 0"):
+        build(torch.device("cpu"))
+
+
+@pytest.mark.parametrize("value", [0.0, 1.5, -1.0])
+def test_memory_utilization_is_a_share(value: float) -> None:
+    with pytest.raises(ConfigError, match=r"memory_utilization: expected a share in \(0, 1\], got"):
+        build(torch.device("cpu"), memory_utilization=value)
+
+
+@pytest.mark.parametrize(("name", "text"), [("meta", "got 'meta'"), ("quantum", "quantum"), ("cuda:77", "cuda:77")])
+def test_devices_that_are_not_there(name: str, text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        resolve_device(name)
+
+
+CPU = torch.device("cpu")
+SPEC = KVCacheSpec(LAYERS, KV_HEADS, HEAD_DIM, 4, dtype=torch.float32)
+
+
+def one_row(page: int) -> Batch:
+    return Batch(req_indices=[0], seq_lens=[1], tokens=[3], page_indptr=[0, 1], page_ids=[page])
+
+
+def assert_right(runtime: Runtime, model: ToyModel, page: int) -> None:
+    want = model.oracle([3])
+    handle = runtime.replay(one_row(page))
+    assert (handle.logits()[0].double().cpu() - want).abs().max() < 2e-4
+    assert handle.tokens().tolist() == [int(want.argmax())]
+
+
+CLOSED = {
+    "manager": lambda r: r.manager,
+    "kv_cache": lambda r: r.kv_cache,
+    "capture": lambda r: r.capture(),
+    "replay": lambda r: r.replay(one_row(5)),
+    "with": lambda r: r.__enter__(),
+}
+
+
+def test_after_close_every_call_answers(device: torch.device) -> None:
+    runtime = make_runtime(device)
+    runtime.capture()
+    handle = runtime.replay(one_row(5))
+    runtime.close()
+    runtime.close()
+    for name, call in CLOSED.items():
+        with pytest.raises(CaptureError, match=f"{name}: expected an open runtime, got one that was closed"):
+            call(runtime)
+    assert runtime.state is State.CLOSED
+    assert (runtime.stats().real_tokens, sum(runtime.stats().replays.values())) == (1, 1)
+    assert handle.tokens().tolist() == greedy(LivelyModel(CPU), [3], 1)
+    assert (runtime.vocab_size, runtime.samples, runtime.device) == (VOCAB, True, device)
+    assert runtime.config.max_num_reqs == len(runtime.free_req_indices) == 4
+    assert runtime.allocator.num_free == runtime.memory_plan.num_pages - 1
+
+
+def test_close_before_capture() -> None:
+    runtime = make_runtime(CPU)
+    assert runtime.state is State.NEW
+    with pytest.raises(CaptureError, match="call capture"):
+        runtime.replay(one_row(5))
+    runtime.close()
+    assert runtime.state is State.CLOSED
+    assert runtime.stats().real_tokens == 0
+
+
+def test_close_lets_go_of_the_cache() -> None:
+    """Of its tensors too, while a handle of a step is kept."""
+    runtime = make_runtime(CPU)
+    runtime.capture()
+    handle = runtime.replay(one_row(5))
+    held = [weakref.ref(runtime.kv_cache), weakref.ref(runtime.kv_cache.k[0])]
+    runtime.close()
+    gc.collect()
+    assert [ref() for ref in held] == [None, None]
+    assert len(handle.tokens()) == 1
+
+
+def test_a_with_block_closes(device: torch.device) -> None:
+    model = ToyModel(device, torch.float32)
+    with make_runtime(device, model=model) as runtime:
+        runtime.capture()
+        assert_right(runtime, model, 5)
+    assert runtime.state is State.CLOSED
+    with pytest.raises(KeyError), make_runtime(device) as failed:
+        raise KeyError("of the caller")
+    assert failed.state is State.CLOSED
+
+
+def test_page_0_is_handed_out_where_the_null_page_is_the_last(device: torch.device) -> None:
+    """With a cache sized by itself, and with one of a given size; and the last page is refused as page 0 was."""
+    model = ToyModel(device, torch.float32)
+    spec = KVCacheSpec(LAYERS, KV_HEADS, HEAD_DIM, 4, dtype=torch.float32, null_page="last")
+    for num_pages, last in (("auto", 4 * 16), (7, 6)):
+        with make_runtime(device, model=model, kv_spec=spec, num_pages=num_pages) as runtime:
+            for tensor in (*runtime.kv_cache.k, *runtime.kv_cache.v):
+                tensor.fill_(float("nan"))
+            runtime.capture()
+            assert runtime.kv_cache.groups[0].null_page == last
+            assert runtime.kv_cache.num_pages == last + 1
+            assert_right(runtime, model, 0)
+            (fault,) = runtime.replay(one_row(last)).faults
+            assert (fault.code.name, fault.value) == ("PAGE_OUT_OF_RANGE", last)
+            pages = runtime.allocator.allocate(last)
+            assert sorted(pages) == list(range(last))
+
+
+@pytest.mark.parametrize("num_pages", ["auto", 9])
+def test_the_kv_tensors_may_be_the_callers(device: torch.device, num_pages: int | str) -> None:
+    """The caller's function makes the cache, graphrt works out how many pages; after close the tensors are intact."""
+    made: list[KVCache] = []
+
+    def allocate(groups: tuple[KVCacheSpec, ...], pages: tuple[int, ...], where: torch.device) -> KVCache:
+        (spec,), (count,) = groups, pages
+        pool = torch.zeros(LAYERS, count, 2, spec.page_size, KV_HEADS, HEAD_DIM, device=where)
+        made.append(KVCache(groups, list(pool[:, :, 0]), list(pool[:, :, 1])))
+        return made[-1]
+
+    model = ToyModel(device, torch.float32)
+    runtime = make_runtime(device, model=model, num_pages=num_pages, allocate_kv=allocate)
+    assert runtime.kv_cache is made[-1]
+    assert runtime.kv_cache.num_pages == (9 if num_pages == 9 else 1 + 4 * 16)
+    runtime.capture()
+    assert_right(runtime, model, 5)
+    runtime.close()
+    assert made[-1].k[0][5, 0].abs().max() > 0
+
+
+def test_weights_of_a_model_that_is_no_module(device: torch.device) -> None:
+    """Given once, also as a generator, they are watched: a step after one of them moved raises."""
+    module = ToyModel(device, torch.float32)
+    runtime = make_runtime(device, model=lambda step: module(step), weights=module.named_parameters())
+    runtime.capture()
+    assert_right(runtime, module, 5)
+    module.where.data = module.where.data.clone()
+    with pytest.raises(RuntimeError, match="where: expected at address"):
+        _ = [runtime.replay(one_row(5)).tokens() for _ in range(runtime.manager._guards.num_turns)]
+
+
+WRONG: dict[str, tuple[dict, str]] = {
+    "model": ({"model": "abc"}, "model: expected a callable, got 'abc'"),
+    "sampler": ({"sampler": "abc"}, "sampler: expected a callable, got 'abc'"),
+    "weights": ({"weights": "abc"}, "weights: expected pairs of a name and a tensor, got 'abc'"),
+    "weights-item": ({"weights": [("a", 1)]}, r"weights\[0\]: expected a name and a tensor, got \('a', 1\)"),
+    "stream": ({"stream": "abc"}, "stream: expected .* got 'abc'"),
+    "config": ({"config": "abc"}, "config: expected RuntimeConfig, got 'abc'"),
+    "kv_spec": ({"kv_spec": "abc"}, "groups: expected a list or tuple of KVCacheSpec per KV group, got 'abc'"),
+    "kv_spec-item": ({"kv_spec": [SPEC, None]}, r"groups\[1\]: expected KVCacheSpec, got None"),
+    "kv_spec-none": ({"kv_spec": ()}, "attention: expected one spec per layer, got one for all"),
+    "attention": ({"attention": "abc"}, "attention: expected a list or tuple of AttentionSpec"),
+    "attention-none": ({"attention": None}, "attention: expected specs, or a model with graphrt"),
+    "attention-item": ({"attention": [SPEC] * 2}, r"attention\[0\]: expected AttentionSpec, got KVCacheSpec"),
+    "attention-count": (
+        {"attention": [AttentionSpec(4, 2, 16, torch.float32)]},
+        "attention: expected 2 layers with keys and values of their own, as in the cache, got 1 of 1",
+    ),
+    "vocab": ({"vocab_size": 61.0}, "vocab_size: expected an int from 1 to 1048576, got 61.0"),
+    "vocab-zero": ({"vocab_size": 0}, "vocab_size: .* got 0"),
+    "vocab-bool": ({"vocab_size": True}, "vocab_size: .* got True"),
+    "pages": ({"num_pages": 1.5}, 'num_pages: expected an int from 2 to 2147483647, got 1.5; or pass "auto"'),
+    "pages-text": ({"num_pages": "some"}, "num_pages: .* got 'some'"),
+    "pages-none": ({"num_pages": None}, "num_pages: .* got None"),
+    "pages-one": ({"num_pages": 1}, "num_pages: .* got 1"),
+    "pages-of-pools": ({"num_pages": [5, 6]}, r"num_pages: expected one number, or one for each of 1 pools, got \[5,"),
+    "pages-of-no-pool": ({"num_pages": ()}, r"num_pages: expected one number, .* got \(\)"),
+    "pages-of-pools-item": ({"num_pages": ["5"]}, "num_pages: expected an int from 2 .* got '5'"),
+    "share": ({"memory_utilization": "x"}, r"memory_utilization: expected a share in \(0, 1\], got 'x'"),
+    "share-nan": ({"memory_utilization": float("nan")}, "memory_utilization: .* got nan"),
+    "share-bool": ({"memory_utilization": True}, "memory_utilization: .* got True"),
+    "device": ({"device": 0}, "device: expected cpu, cuda or cuda:N, got 0"),
+    "device-bytes": ({"device": b"cpu"}, "device: .* got b'cpu'"),
+    "allocate": ({"allocate_kv": 3}, "allocate_kv: expected a callable, got 3"),
+    "allocate-none": ({"allocate_kv": lambda *_: None}, "allocate_kv: expected KVCache, got None; return a KVCache"),
+    "allocate-pages": (
+        {"allocate_kv": lambda s, n, d: KVCache.allocate(s, n[0] + 1, d), "num_pages": 5},
+        r"allocate_kv: expected a cache of pool_pages \(5,\), got \(6,\)",
+    ),
+    "allocate-spec": (
+        {"allocate_kv": lambda s, n, d: KVCache.allocate(KVCacheSpec(2, 2, 16, 8), n, d)},
+        "allocate_kv: expected a cache of groups .*page_size=4.*, got .*page_size=8",
+    ),
+    "allocate-device": (
+        {"allocate_kv": lambda s, n, d: KVCache.allocate(s, n, "meta")},
+        "allocate_kv: expected a cache of device cpu, got meta",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_arguments_of_wrong_types(case: str) -> None:
+    changes, text = WRONG[case]
+    arguments = {
+        "model": ToyModel(CPU, torch.float32),
+        "attention": AttentionSpec(HEADS, KV_HEADS, HEAD_DIM, torch.float32),
+        "kv_spec": SPEC,
+        "vocab_size": VOCAB,
+        "device": "cpu",
+        "config": RuntimeConfig(max_num_reqs=2, max_num_tokens=8, max_seq_len=16),
+    }
+    with pytest.raises(ConfigError, match=text):
+        Runtime(**(arguments | changes))
+
+
+def under_inference_mode(build: Callable[[], Any]) -> Any:
+    with torch.inference_mode():
+        return build()
+
+
+def under_default_device(build: Callable[[], Any]) -> Any:
+    torch.set_default_device("meta")
+    try:
+        return build()
+    finally:
+        torch.set_default_device(None)
+
+
+def under_default_dtype(build: Callable[[], Any]) -> Any:
+    torch.set_default_dtype(torch.float64)
+    try:
+        return build()
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.parametrize("mode", [under_inference_mode, under_default_device, under_default_dtype])
+def test_a_runtime_that_is_built_under_a_mode_of_the_process(mode) -> None:
+    """Serving stacks build and capture under these; the steps then run outside of them, and the other way round."""
+    model = ToyModel(CPU, torch.float32)
+    runtime = mode(lambda: make_runtime(CPU, model=model))
+    assert not any(tensor.is_inference() for tensor in (*runtime.kv_cache.k, *runtime.kv_cache.v))
+    assert {tensor.device for tensor in (*runtime.kv_cache.k, *runtime.kv_cache.v)} == {CPU}
+    runtime.capture()
+    assert_right(runtime, model, 5)
+    handle = mode(lambda: runtime.replay(one_row(6)))
+    assert handle.tokens().tolist() == [int(model.oracle([3]).argmax())]
+    answers: list[int] = []
+    for event in TextGenerator(runtime).generate([np.array([5, 6, 7])], SamplingParams(4)):
+        answers.append(event.token)
+    assert answers == greedy(model, [5, 6, 7], 4)
+    runtime.close()
+
+
+@pytest.mark.gpu
+@pytest.mark.alone
+def test_auto_predicts_the_free_memory_that_is_left() -> None:
+    """A cache bounded by memory, not by use: what is free after capture is what was predicted, within 256 MiB."""
+    device = torch.device("cuda", 0)
+    build(device).close()
+    free, total = torch.cuda.mem_get_info(device)
+    runtime = build(device, max_seq_len=1 << 24, head_dim=64, memory_utilization=1 - (free - (6 << 30)) / total)
+    runtime.capture()
+    plan = runtime.memory_plan
+    assert plan.num_pages < 1 + 4 * (1 << 20), "bounded by memory"
+    assert plan.kv_bytes > 3 << 30
+    assert abs(plan.actual_free - plan.predicted_free) < 256 * MIB, plan
+    assert plan.actual_free >= plan.reserved - 256 * MIB, plan
+    before = torch.cuda.memory_allocated()
+    runtime.close()
+    del runtime
+    gc.collect()
+    assert torch.cuda.memory_allocated() < before - plan.kv_bytes + MIB

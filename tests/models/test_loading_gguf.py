@@ -1,0 +1,326 @@
+"""GGUF files: against `transformers` on the same file, and files that are damaged in every way."""
+
+from __future__ import annotations
+
+import re
+import sys
+
+import numpy as np
+import pytest
+import torch
+import transformers
+
+from graphrt.kernels.errors import ConfigError, GraphRTError, UnsupportedError
+from graphrt.models.config import ModelConfig
+from graphrt.models.gguf import GGUFSource
+from graphrt.models.gguf_file import read_gguf
+from graphrt.models.llama import LlamaModel
+from graphrt.models.loading import load_model
+from tests.support.model_fixtures import PROMPT, DenseRunner, make_oracle, oracle_logits
+
+gguf = pytest.importorskip("gguf")
+
+TOLERANCE = 1e-4
+Q = gguf.GGMLQuantizationType
+SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
+
+
+def interleaved(weight: np.ndarray, heads: int) -> np.ndarray:
+    """Rows of q or k as llama.cpp stores them for the llama architecture: rotated pairs are neighbours."""
+    return weight.reshape(heads, 2, -1, *weight.shape[1:]).swapaxes(1, 2).reshape(weight.shape)
+
+
+def write_gguf(path, model: transformers.PreTrainedModel, kind=Q.F32, *, keys=None, extra=None, drop=()):
+    """Write a model of `transformers` as llama.cpp's converter would; matrices are stored as `kind`."""
+    config, name = model.config, model.config.model_type
+    writer = gguf.GGUFWriter(path, name)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    writer.add_vocab_size(config.vocab_size)
+    writer.add_key_length(config.head_dim if name == "qwen3" else config.hidden_size // config.num_attention_heads)
+    writer.add_eos_token_id(2)
+    for key, value in (keys or {}).items():
+        writer.add_key_value(f"{name}.{key}", *value)
+    names = gguf.get_tensor_name_map(getattr(gguf.MODEL_ARCH, name.upper()), config.num_hidden_layers)
+    tensors = {}
+    for hf_name, weight in model.state_dict().items():
+        base, suffix = hf_name.rsplit(".", 1)
+        values = weight.float().numpy()
+        if name == "llama" and "q_proj" in base:
+            values = interleaved(values, config.num_attention_heads)
+        if name == "llama" and "k_proj" in base:
+            values = interleaved(values, config.num_key_value_heads)
+        if not (config.tie_word_embeddings and base == "lm_head"):
+            tensors[f"{names.get_name(base)}.{suffix}"] = np.ascontiguousarray(values)
+    for tensor_name, values in (tensors | (extra or {})).items():
+        if tensor_name not in drop:
+            stored = kind if values.ndim == 2 else Q.F32
+            writer.add_tensor(tensor_name, gguf.quantize(values, stored), raw_dtype=stored)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+FILES = {
+    "llama-f32": ("Llama", {}, Q.F32),
+    "llama-f16": ("Llama", {}, Q.F16),
+    "llama-bf16": ("Llama", {}, Q.BF16),
+    "llama-q8_0": ("Llama", {}, Q.Q8_0),
+    "llama-q4_0": ("Llama", {"tie_word_embeddings": True}, Q.Q4_0),
+    "llama-mha": ("Llama", {"num_key_value_heads": 4}, Q.F32),
+    "qwen2-q5_1": ("Qwen2", {}, Q.Q5_1),
+    "qwen2-tied": ("Qwen2", {"tie_word_embeddings": True}, Q.F32),
+    "qwen3-q4_1": ("Qwen3", {"head_dim": 32}, Q.Q4_1),
+}
+
+
+@pytest.mark.parametrize(("architecture", "options", "kind"), FILES.values(), ids=FILES)
+def test_logits_equal_transformers_on_the_same_file(tmp_path, architecture, options, kind):
+    original = make_oracle(architecture, **(SIZES | options))
+    write_gguf(tmp_path / "model.gguf", original, kind)
+    loaded = load_model(tmp_path / "model.gguf", device="cpu")
+    # head_dim of qwen3 is not read from the file by transformers
+    fix = {"head_dim": options["head_dim"]} if architecture == "Qwen3" else {}
+    config = transformers.AutoConfig.from_pretrained(tmp_path, gguf_file="model.gguf", **fix)
+    oracle = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path, gguf_file="model.gguf", config=config, dtype=torch.float32, attn_implementation="eager"
+    )
+    expected = oracle_logits(oracle.eval(), PROMPT)
+    logits = DenseRunner(loaded.model).all_logits(PROMPT, 6)
+    torch.testing.assert_close(logits, expected[5:], atol=TOLERANCE, rtol=0)
+    if kind == Q.F32:
+        torch.testing.assert_close(logits, oracle_logits(original, PROMPT)[5:], atol=TOLERANCE, rtol=0)
+    assert loaded.config.tie_word_embeddings == original.config.tie_word_embeddings
+    assert loaded.config.eos_ids == (2,)
+    assert loaded.tokenizer_source == tmp_path / "model.gguf"
+
+
+def test_biases_of_the_llama_architecture_are_reordered_too(tmp_path):
+    original = make_oracle("Llama", **SIZES, attention_bias=True, mlp_bias=True)
+    write_gguf(tmp_path / "model.gguf", original)
+    loaded = load_model(tmp_path / "model.gguf", device="cpu")
+    logits = DenseRunner(loaded.model).all_logits(PROMPT, 6)
+    torch.testing.assert_close(logits, oracle_logits(original, PROMPT)[5:], atol=TOLERANCE, rtol=0)
+    config = loaded.config
+    assert config.qkv_bias
+    assert config.o_bias
+    assert config.mlp_bias
+
+
+ROPES = {
+    "linear": (
+        {
+            "rope.scaling.type": ("linear", gguf.GGUFValueType.STRING),
+            "rope.scaling.factor": (4.0, gguf.GGUFValueType.FLOAT32),
+        },
+        {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0},
+    ),
+    "yarn": (
+        {
+            "rope.scaling.type": ("yarn", gguf.GGUFValueType.STRING),
+            "rope.scaling.factor": (4.0, gguf.GGUFValueType.FLOAT32),
+            "rope.scaling.original_context_length": (16, gguf.GGUFValueType.UINT32),
+        },
+        {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16},
+    ),
+}
+
+
+@pytest.mark.parametrize(("keys", "rope"), ROPES.values(), ids=ROPES)
+def test_rope_scaling(tmp_path, keys, rope):
+    original = make_oracle("Llama", **SIZES, rope_parameters=rope)
+    write_gguf(tmp_path / "model.gguf", original, keys=keys)
+    logits = DenseRunner(load_model(tmp_path / "model.gguf", device="cpu").model).all_logits(PROMPT, 6)
+    torch.testing.assert_close(logits, oracle_logits(original, PROMPT)[5:], atol=TOLERANCE, rtol=0)
+
+
+def test_frequency_factors_of_llama3(tmp_path):
+    """llama.cpp stores Llama 3's scaling as a tensor of divisors."""
+    rope = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    original = make_oracle("Llama", **SIZES, rope_parameters=rope | {"original_max_position_embeddings": 32})
+    plain = 1e4 ** -(torch.arange(0, 16, 2) / 16)
+    factors = plain / original.model.rotary_emb.inv_freq
+    assert factors.max() > 7
+    write_gguf(tmp_path / "model.gguf", original, extra={"rope_freqs.weight": factors.numpy()})
+    logits = DenseRunner(load_model(tmp_path / "model.gguf", device="cpu").model).all_logits(PROMPT, 6)
+    torch.testing.assert_close(logits, oracle_logits(original, PROMPT)[5:], atol=TOLERANCE, rtol=0)
+
+
+def test_large_tensors_are_dequantised_in_parts(tmp_path, monkeypatch):
+    write_gguf(tmp_path / "model.gguf", make_oracle("Llama", **SIZES), Q.Q8_0)
+    whole = load_model(tmp_path / "model.gguf", device="cpu").model
+    monkeypatch.setattr("graphrt.models.gguf._CHUNK_ELEMENTS", 5 * 64)
+    parts = load_model(tmp_path / "model.gguf", device="cpu").model
+    assert all(torch.equal(a, b) for a, b in zip(whole.parameters(), parts.parameters(), strict=True))
+
+
+def test_table_of_contents_equals_the_readers_of_gguf(tmp_path):
+    path = tmp_path / "model.gguf"
+    write_gguf(path, make_oracle("Llama", **SIZES), Q.Q4_0)
+    ours, theirs = read_gguf(path), gguf.GGUFReader(path)
+    fields = {name: f.contents() for name, f in theirs.fields.items() if not name.startswith("GGUF.")}
+    assert ours.metadata == fields
+    assert list(ours.tensors) == [t.name for t in theirs.tensors]
+    for tensor in theirs.tensors:
+        mine = ours.tensors[tensor.name]
+        assert mine.shape == tuple(tensor.shape.tolist()[::-1])
+        assert (mine.offset, mine.num_bytes) == (tensor.data_offset, tensor.n_bytes)
+        assert ours.raw(tensor.name).tobytes() == tensor.data.tobytes()
+
+
+@pytest.fixture
+def intact(tmp_path):
+    path = tmp_path / "model.gguf"
+    write_gguf(path, make_oracle("Llama", **SIZES, num_hidden_layers=1), Q.Q8_0)
+    return path
+
+
+def test_a_file_truncated_anywhere_is_refused(intact):
+    content = intact.read_bytes()
+    tensors = read_gguf(intact).tensors.values()
+    header, end = min(t.offset for t in tensors), max(t.offset + t.num_bytes for t in tensors)
+    for length in [*range(0, header, 7), header, (header + end) // 2, end - 1]:
+        intact.write_bytes(content[:length])
+        with pytest.raises(ConfigError, match=r"model\.gguf: expected "):
+            GGUFSource(intact)
+
+
+def test_a_flipped_byte_in_the_header_is_refused_or_harmless(intact):
+    """Never a hang, a crash or an error of another kind; whatever is accepted has the right shapes."""
+    content = intact.read_bytes()
+    header = min(t.offset for t in read_gguf(intact).tensors.values())
+    refused = 0
+    for position in range(0, header, 5):
+        for bits in (0x01, 0x80):
+            damaged = bytearray(content)
+            damaged[position] ^= bits
+            intact.write_bytes(damaged)
+            try:
+                source = GGUFSource(intact)
+                model = LlamaModel(source.config, dtype=torch.float32, device=torch.device("meta"), max_positions=1)
+                model.check_weights(source)
+            except GraphRTError:
+                refused += 1
+    assert refused > header // 5
+
+
+def patched(offset, data):
+    def damage(path):
+        content = bytearray(path.read_bytes())
+        content[offset : offset + len(data)] = data
+        path.write_bytes(content)
+
+    return damage
+
+
+DAMAGE = {
+    "bad magic": (patched(0, b"GGML"), ConfigError, "starts with b'GGML'; check the download"),
+    "unknown version": (patched(4, b"\x09\0\0\0"), UnsupportedError, "version 0x9"),
+    "big-endian": (patched(4, b"\0\0\0\x03"), UnsupportedError, "little-endian.*0x3000000"),
+    "huge tensor count": (patched(8, b"\xff" * 8), ConfigError, "a count of 18446744073709551615 items"),
+    "huge key count": (patched(16, b"\xff" * 8), ConfigError, "a count of 18446744073709551615 items"),
+    "huge key length": (patched(24, b"\xff" * 8), ConfigError, "a count of 18446744073709551615 items"),
+    "empty": (lambda path: path.write_bytes(b""), ConfigError, "got none that can be read"),
+}
+
+
+@pytest.mark.parametrize(("damage", "error", "match"), DAMAGE.values(), ids=DAMAGE)
+def test_damaged_headers_say_what_is_wrong(intact, damage, error, match):
+    damage(intact)
+    with pytest.raises(error, match=match):
+        load_model(intact, device="cpu")
+
+
+UNUSUAL = {
+    "mixture of experts": ({"expert_count": (8, gguf.GGUFValueType.UINT32)}, "mixture of experts"),
+    "rope scaling": ({"rope.scaling.type": ("longrope", gguf.GGUFValueType.STRING)}, "rope.scaling.type 'longrope'"),
+    "value heads": ({"attention.value_length": (32, gguf.GGUFValueType.UINT32)}, "attention.value_length 32"),
+    "attention scale": ({"attention.scale": (0.5, gguf.GGUFValueType.FLOAT32)}, "attention.scale"),
+}
+
+
+@pytest.mark.parametrize(("keys", "match"), UNUSUAL.values(), ids=UNUSUAL)
+def test_options_that_are_not_implemented_are_refused(tmp_path, keys, match):
+    write_gguf(tmp_path / "model.gguf", make_oracle("Llama", **SIZES), keys=keys)
+    with pytest.raises(UnsupportedError, match=match):
+        load_model(tmp_path / "model.gguf", device="cpu")
+
+
+def test_other_architectures_are_refused(tmp_path):
+    writer = gguf.GGUFWriter(tmp_path / "model.gguf", "gemma3")
+    writer.add_tensor("token_embd.weight", np.zeros((4, 4), np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    with pytest.raises(UnsupportedError, match=r"'gemma3' \(supported: llama, qwen2, qwen3"):
+        load_model(tmp_path / "model.gguf", device="cpu")
+
+
+def test_missing_unknown_and_misshaped_tensors_are_listed(tmp_path):
+    extra = {"blk.0.attn_sinks.weight": np.ones(3, np.float32), "output_norm.weight": np.ones(32, np.float32)}
+    write_gguf(tmp_path / "model.gguf", make_oracle("Llama", **SIZES), extra=extra, drop=["blk.1.ffn_up.weight"])
+    with pytest.raises(ConfigError) as caught:
+        load_model(tmp_path / "model.gguf", device="cpu")
+    assert "1 missing: model.layers.1.mlp.up_proj.weight" in str(caught.value)
+    assert "1 unknown: blk.0.attn_sinks.weight" in str(caught.value)
+    assert "1 of another shape: model.norm.weight [32] instead of [64]" in str(caught.value)
+
+
+def test_missing_package_names_the_pip_command(intact, monkeypatch):
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    with pytest.raises(ConfigError, match=r'gguf: .*run pip install "graphrt\[models\]"'):
+        load_model(intact, device="cpu")
+
+
+def edit_metadata(path, key, value):
+    """The file's sources with another value in its metadata, as a damaged or hostile file would give it."""
+    file = read_gguf(path)
+    shapes = {name: tensor.shape for name, tensor in file.tensors.items()}
+    return lambda: ModelConfig.from_gguf(file.metadata | {key: value}, shapes)
+
+
+WRONG_FIELDS = {
+    "general.architecture": ["", 3, ["llama"], None],
+    "llama.embedding_length": [[64], 64.0, "64", True, -1, 1 << 40, None],
+    "llama.block_count": [[3, 3, 3], 1 << 20],
+    "llama.attention.head_count": [[4, 3], [], [True], [4.0], [[4]]],
+    "llama.attention.head_count_kv": [[2, 2, "a"], 0],
+    "llama.attention.layer_norm_rms_epsilon": [[1e-6], "a", float("nan"), 0.0, True],
+    "llama.rope.freq_base": [[1e4], 1.0, float("inf"), "a"],
+    "llama.rope.scaling.type": [["yarn"], 3],
+    "llama.rope.dimension_count": [[16], 2.0],
+    "llama.attention.sliding_window": [[7], "a"],
+    "llama.expert_count": ["a", [1]],
+    "tokenizer.ggml.eos_token_id": ["a", -1, [[2]], True, 1 << 60],
+}
+
+
+@pytest.mark.parametrize("key", WRONG_FIELDS)
+def test_metadata_of_another_type(tmp_path, key):
+    write_gguf(tmp_path / "model.gguf", make_oracle("Llama", **SIZES))
+    for wrong in WRONG_FIELDS[key]:
+        with pytest.raises((ConfigError, UnsupportedError), match=re.escape(key.removeprefix("llama."))):
+            edit_metadata(tmp_path / "model.gguf", key, wrong)()
+
+
+def test_a_number_per_layer_is_one_number(tmp_path):
+    write_gguf(tmp_path / "model.gguf", make_oracle("Llama", **SIZES))
+    config = edit_metadata(tmp_path / "model.gguf", "llama.attention.head_count_kv", [2, 2, 2])()
+    assert config.num_kv_heads == 2
+
+
+@pytest.mark.parametrize("factor", [0.0, -1.0, float("nan"), float("inf")])
+def test_frequency_factors_that_no_frequency_can_be_divided_by(tmp_path, factor):
+    factors = np.ones(8, dtype=np.float32)
+    factors[3] = factor
+    write_gguf(tmp_path / "model.gguf", make_oracle("Llama", **SIZES), extra={"rope_freqs.weight": factors})
+    with pytest.raises(ConfigError, match=r"RopeConfig\.freq_factors: expected a tuple of finite numbers > 0"):
+        load_model(tmp_path / "model.gguf", device="cpu")

@@ -1,0 +1,444 @@
+"""The attention benchmark's own arithmetic, inputs and check; its figures need a GPU, and its peers an installation."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+
+from graphrt.bench.attention_cells import PARTS, make_cells, shrink
+from graphrt.bench.attention_inputs import Inputs, KVPool, check_output
+from graphrt.bench.attention_report import plot, print_report
+from graphrt.bench.attention_results import (
+    OURS,
+    CellResult,
+    ScheduleTime,
+    SideTime,
+    fit_times,
+    fits,
+    geometric_mean,
+    geometric_means,
+    goals,
+)
+from graphrt.bench.attention_schedule import make_schedules
+from graphrt.bench.cells import LAYERS, Cell
+from graphrt.kernels.attention.attend import PART_WORDS
+from graphrt.kernels.errors import CapacityError, ConfigError, UnsupportedError
+from graphrt.kernels.types import KVLayout
+
+CPU = torch.device("cpu")
+SMALL = Cell("ragged", "small", (5, 1, 40), 6, 2, 16, page_size=4)
+
+
+# Cells
+
+
+def test_cells_of_every_part():
+    cells = make_cells(PARTS)
+    assert len({(cell.part, cell.name) for cell in cells}) == len(cells)
+    assert {part: sum(cell.part == part for cell in cells) for part in PARTS} == {
+        "uniform": 14, "ragged": 9, "pages": 12, "fp8": 8, "shapes": 16, "heads": 12, "chunks": 4, "varlen": 6,
+    }  # fmt: skip
+    assert cells == make_cells(PARTS)  # the ragged lengths are seeded
+    assert all(1 <= length <= 32768 for cell in cells for length in cell.lengths)
+
+
+def test_ragged_lengths():
+    by_name = {cell.name: cell.lengths for cell in make_cells(["ragged"])}
+    for batch in (16, 64, 256):
+        assert sorted(by_name[f"{batch} x one of 32768"]) == [256] * (batch - 1) + [32768]
+        assert max(by_name[f"{batch} x 1 to 4096"]) <= 4096
+        assert max(by_name[f"{batch} x Zipf"]) <= 16384
+        assert sorted(by_name[f"{batch} x Zipf"])[batch // 2] < 300  # most rows are short
+
+
+def test_sizes_of_a_cell():
+    assert Cell("uniform", "", (512,)).kv_bytes == 512 * 8 * 128 * 2 * 2
+    assert Cell("fp8", "", (512, 3), kv_dtype=torch.float8_e4m3fn).kv_bytes == 515 * 8 * 128 * 2
+    assert SMALL.num_pages == 2 + 1 + 10
+    causal = Cell("varlen", "", (3,), 1, 1, 8, query_len=3)
+    assert causal.flops == 4 * 8 * (1 + 2 + 3)
+    assert replace(causal, lengths=(5,), query_len=2).flops == 4 * 8 * (4 + 5)
+    assert replace(causal, v_head_dim=4).flops == 2 * 12 * (1 + 2 + 3)
+    assert Cell("heads", "", (512,), head_dim=192, v_head_dim=64).kv_bytes == 512 * 8 * (192 + 64) * 2
+    chunks = Cell("chunks", "", (512, 513, 600, 3), attention_chunk_size=512)
+    assert chunks.kv_bytes == (512 + 1 + 88 + 3) * 8 * 128 * 2 * 2
+
+
+def test_fp8_has_cells_that_its_goal_is_about():
+    assert sum(cell.kv_bytes >= 256e6 for cell in make_cells(["fp8"])) >= 3
+
+
+def test_unknown_part():
+    with pytest.raises(ConfigError, match=r"expected some of uniform, .*, got prefill, decode"):
+        make_cells(["uniform", "prefill", "decode"])
+
+
+def test_shrunk_cells_are_tiny():
+    for cell in map(shrink, make_cells(PARTS)):
+        assert cell.batch <= 4
+        assert max(cell.lengths) <= 64
+        assert cell.query_len <= min(cell.lengths)
+
+
+# Arithmetic
+
+
+def test_fit_finds_what_made_the_times():
+    sizes = [2_000_000, 8_000_000, 130_000_000]
+    fit = fit_times(sizes, [4.5 + size / 4.2e6 for size in sizes])
+    assert fit is not None
+    assert fit.fixed_us == pytest.approx(4.5)
+    assert fit.tb_per_s == pytest.approx(4.2)
+
+
+def test_fit_weighs_relative_errors():
+    """A microsecond is a tenth of the short call and a hundredth of the long one: the fit keeps to the short one."""
+    sizes = [1_000_000, 50_000_000, 100_000_000]
+    fit = fit_times(sizes, [10.0, 111.0, 200.0])
+    assert fit is not None
+    assert abs(fit.fixed_us + sizes[0] / fit.tb_per_s / 1e6 - 10.0) < 0.1
+
+
+def test_fit_of_too_little():
+    assert fit_times([], []) is None
+    assert fit_times([5, 5], [1.0, 2.0]) is None
+    flat = fit_times([1_000_000, 2_000_000], [7.0, 6.0])
+    assert flat is not None
+    assert flat.tb_per_s is None
+
+
+def test_geometric_mean():
+    assert geometric_mean([0.5, 2.0, 1.0]) == pytest.approx(1.0)
+    assert geometric_mean([]) is None
+
+
+def result(cell, ours=None, fa3=None, flashinfer=None, **more):
+    def side(us, **fields):
+        return SideTime(reason="not here") if us is None else SideTime(call_us=us, spaced_us=us + 1, **fields)
+
+    return CellResult(cell, {OURS: side(ours, **more), "FA3": side(fa3), "FlashInfer": side(flashinfer)})
+
+
+def test_kernels_of_flashinfer():
+    from graphrt.bench.attention_peers import flashinfer_modules
+
+    def kernels(**fields):
+        return [module.kernel for module in flashinfer_modules(Cell("x", "x", (40,), **fields))]
+
+    assert kernels() == ["tensor cores", "CUDA cores", "XQA"]
+    assert kernels(num_q_heads=16, num_kv_heads=1, page_size=64) == ["tensor cores", "XQA"]
+    assert kernels(page_size=48) == ["tensor cores", "CUDA cores"]
+
+
+def test_cells_that_flashinfer_is_not_asked_for():
+    from graphrt.bench.attention_peers import _flashinfer_fault
+
+    asked = {part: [_flashinfer_fault(cell) is None for cell in make_cells([part])] for part in PARTS}
+    assert {part: sum(of_part) for part, of_part in asked.items()} == {
+        "uniform": 14, "ragged": 9, "pages": 12, "fp8": 8, "shapes": 16, "heads": 2, "chunks": 2, "varlen": 0,
+    }  # fmt: skip
+
+
+def test_ratio_is_to_the_best_peer():
+    cell = make_cells(["uniform"])[0]
+    assert result(cell, 8.0, 16.0, 10.0).ratio == pytest.approx(0.8)
+    assert result(cell, 8.0, 9.0).ratio == pytest.approx(8 / 9)
+    assert result(cell, 8.0, 9.0).best_peer == "FA3"
+    assert result(cell, 8.0).ratio is None
+    assert result(cell, None, 9.0, 10.0).ratio is None
+
+
+def test_schedule_counts_at_a_layers_share_and_the_host_plan_does_not():
+    side = SideTime(call_us=10.0, schedule_us=6.4, plan_us=500.0)
+    assert side.us == pytest.approx(10.0 + 6.4 / LAYERS)
+    assert SideTime(reason="x").us is None
+
+
+# Goals
+
+
+def made_up(fixed=4.0, bandwidth=4.3, peer=1.5, parts=PARTS):
+    """Results in which every time follows from a line, and the better peer takes `peer` times as long as we do."""
+    made = []
+    for cell in make_cells(parts):
+        us = fixed + cell.kv_bytes / bandwidth / 1e6
+        made.append(result(cell, us, us * peer * 1.1, us * peer))
+    return made
+
+
+def schedules(us=2.5):
+    return [ScheduleTime(mode, rows, 128, us * rows / 256) for mode in ("decode", "mixed") for rows in (64, 256, 512)]
+
+
+@pytest.mark.parametrize("case", make_schedules()[:10], ids=lambda case: case.mode)
+def test_schedules(case):
+    plan = case.plan(CPU)
+    work_list = case.call(CPU)()
+    assert work_list.numel() >= plan.work_list_words
+    assert work_list[plan.schedule.num_parts * PART_WORDS] > 0, "no segments"
+
+
+def test_schedules_of_every_size():
+    made = make_schedules()
+    assert len({(case.mode, case.rows) for case in made}) == len(made) == 40
+    assert {case.rows for case in made} == {1, 64, 256, 1024}
+
+
+def test_goals_met():
+    judged = goals(made_up(bandwidth=4.5), [*schedules(), ScheduleTime("mixed", 1024, 33, 9.9)])
+    assert [goal.met for goal in judged] == [True] * 12
+    values = {goal.name: goal.value for goal in judged}
+    assert values["uniform: geometric mean of the ratios"] == pytest.approx(1 / 1.5)
+    assert values["B = 1: fixed us of the fit"] == pytest.approx(4.0)
+    assert values["B = 1: TB/s of the fit"] == pytest.approx(4.5)
+    assert values["varlen: share of FA3's TFLOP/s"] == pytest.approx(1.5)
+
+
+def test_goals_missed():
+    judged = {goal.name: goal for goal in goals(made_up(fixed=20.0, bandwidth=3.0, peer=0.9), schedules(3.1))}
+    missed = {name for name, goal in judged.items() if goal.met is False}
+    assert missed == set(judged) - {"varlen: share of FA3's TFLOP/s"}
+
+
+def test_goal_names_its_worst_cell():
+    results = [
+        result(r.cell, 2 * r.us("FA3"), r.us("FA3"), r.us("FlashInfer")) if r.cell.name == "64 x Zipf" else r
+        for r in made_up(bandwidth=4.5)
+    ]
+    by_name = {goal.name: goal for goal in goals(results, [])}
+    worst = by_name["uniform and ragged: ratio of any cell"]
+    assert worst.met is False
+    assert worst.where == "ragged 64 x Zipf"
+    assert worst.value == pytest.approx(2 * 1.1)  # the best peer is 1.1 times as fast as FA3
+
+
+def test_goals_are_not_met_by_leaving_cells_out():
+    results = made_up(bandwidth=4.5)
+    results[0] = result(results[0].cell, None, 10.0, 10.0)
+    judged = goals(results, [])
+    assert judged[0].met is None
+    assert judged[0].missing == ("uniform 1 x 512",)
+    only = {goal.name: goal.met for goal in goals(made_up(bandwidth=4.5, parts=["ragged"]), [])}
+    assert only["ragged: geometric mean of the ratios"] is True
+    assert only["uniform: geometric mean of the ratios"] is None
+
+
+def test_means_and_fits():
+    results = made_up()
+    assert geometric_means(results) == pytest.approx(dict.fromkeys(PARTS, 1 / 1.5))
+    found = fits(results)
+    assert list(found) == [1, 16, 64, 128, 256]  # of 4 there is one context length
+    assert found[64]["FlashInfer"].tb_per_s == pytest.approx(4.3 / 1.5)
+    assert geometric_means([]) == {}
+    assert fits([]) == {}
+
+
+# What is shown
+
+
+def test_report(tmp_path):
+    results = made_up()
+    results[2] = result(results[2].cell, 20.0, 25.0, back_to_back_us=19.0, pdl_us=17.5)
+    console = Console(file=(tmp_path / "report").open("w"), width=120)
+    print_report(console, results, schedules(), goals(results, schedules()), ceiling_tb_per_s=4.57)
+    console.file.close()
+    text = (tmp_path / "report").read_text()
+    assert "…" not in text  # nothing is cut at the width of a pipe
+    assert "no figure of FlashInfer for 1 x 8192: not here" in text
+    assert "back to back" in text
+    assert "1.50" in text  # the gain of PDL
+    assert "uniform and ragged: ratio of any cell" in text
+    assert "the schedule alone" in text
+    for cell in make_cells(PARTS):
+        assert cell.name in text
+
+
+def test_report_of_nothing_but_failures():
+    results = [result(cell) for cell in make_cells(["fp8"])]
+    console = Console(width=120)
+    with console.capture() as captured:
+        print_report(console, results, schedules(), goals(results, schedules()), ceiling_tb_per_s=4.57)
+    assert "no figure of graphrt" in captured.get()
+
+
+def test_results_as_json():
+    cell = make_cells(["uniform"])[0]
+    record = json.loads(json.dumps(result(cell, 8.0, None, 10.0, schedule_us=3.2).to_json()))
+    assert record["ratio"] == pytest.approx(0.81)
+    assert record[OURS] == {"us": pytest.approx(8.1), "call_us": 8.0, "spaced_us": 9.0, "schedule_us": 3.2}
+    assert record["FA3"] == {"us": None, "reason": "not here"}
+    assert all(json.dumps(goal.to_json()) for goal in goals([], []))
+
+
+def test_plot(tmp_path):
+    pytest.importorskip("matplotlib")
+    plot(made_up(), tmp_path / "bandwidth.png", ceiling_tb_per_s=4.57)
+    assert (tmp_path / "bandwidth.png").stat().st_size > 1000
+    with pytest.raises(ConfigError, match="measure the part 'uniform'"):
+        plot(made_up(parts=["ragged"]), tmp_path / "none.png", ceiling_tb_per_s=4.57)
+
+
+# Inputs and the check of outputs
+
+
+def make_inputs(cell):
+    pool = KVPool(CPU)
+    pool.reserve([cell])
+    return Inputs.make(cell, pool)
+
+
+def plain_attention(inputs, layer):
+    cell = inputs.cell
+    out = torch.empty(inputs.empty_out().shape[1:], dtype=torch.float64)
+    for row, length in enumerate(cell.lengths):
+        pages = inputs.block_table[row, : -(-length // cell.page_size)].long()
+        k, v = (
+            torch.stack([x[layer, p] for p in pages]).flatten(0, 1)[:length].double().repeat_interleave(
+                cell.num_q_heads // cell.num_kv_heads, 1
+            )
+            for x in (inputs.k.to(torch.bfloat16), inputs.v.to(torch.bfloat16))
+        )  # fmt: skip
+        for new in range(cell.query_len):
+            seen = length - cell.query_len + new + 1
+            q = inputs.q[layer, row * cell.query_len + new].double()
+            first = cell.first_seen(seen - 1)
+            weights = torch.einsum("hd,shd->hs", q, k[first:seen]).mul(1 / math.sqrt(cell.head_dim)).softmax(-1)
+            out[row * cell.query_len + new] = torch.einsum("hs,shd->hd", weights, v[first:seen])
+    return out
+
+
+CELLS = {
+    "decode": SMALL,
+    "HND": replace(SMALL, layout=KVLayout.HND),
+    "fp8": replace(SMALL, kv_dtype=torch.float8_e4m3fn),
+    "fp8-HND": replace(SMALL, kv_dtype=torch.float8_e4m3fn, layout=KVLayout.HND),
+    "varlen": replace(SMALL, lengths=(7, 4, 9), query_len=4),
+    "two_sizes": replace(SMALL, v_head_dim=24),
+    "two_sizes-HND": replace(SMALL, v_head_dim=24, layout=KVLayout.HND),
+    "chunks": replace(SMALL, attention_chunk_size=16),
+}
+
+
+@pytest.mark.parametrize("name", CELLS)
+def test_inputs_and_check(name):
+    cell = CELLS[name]
+    inputs = make_inputs(cell)
+    assert inputs.k.shape == (1, cell.num_pages, 4, 2, 16)
+    assert inputs.v.shape == (1, cell.num_pages, 4, 2, cell.v_head_dim or 16)
+    assert inputs.k.stride(2) == (16 if cell.layout is KVLayout.HND else 32)
+    used = torch.cat([inputs.row_pages(row) for row in range(cell.batch)])
+    assert sorted(used.tolist()) == list(range(cell.num_pages))
+    for row, length in enumerate(cell.lengths):
+        pages = inputs.row_pages(row)
+        assert inputs.block_table[row, : len(pages)].tolist() == pages.tolist()
+        assert not inputs.block_table[row, len(pages) :].any()
+        assert (len(pages) - 1) * cell.page_size + int(inputs.last_page_len[row]) == length
+        assert inputs.row_kv(0, row)[0].shape == (length, 2, 16)
+    right = plain_attention(inputs, 0).to(torch.bfloat16)
+    check_output(inputs, 0, right)
+    for wrong in (torch.zeros_like(right), right * 1.2, right.roll(1, 1), right * math.nan):
+        with pytest.raises(AssertionError, match="expected a relative error of at most"):
+            check_output(inputs, 0, wrong)
+
+
+def test_queries_of_an_fp8_cell_are_fp8_values():
+    q = make_inputs(CELLS["fp8"]).q
+    assert q.dtype == torch.bfloat16
+    assert torch.equal(q, q.to(torch.float8_e4m3fn).to(torch.bfloat16))
+
+
+def test_pool_is_bounded():
+    with pytest.raises(CapacityError, match="cell uniform huge: expected at most 9 GiB of KV"):
+        KVPool(CPU).reserve([Cell("uniform", "huge", (1 << 20,) * 4)])
+
+
+# Sides
+
+
+class FakeSide:
+    name = "fake"
+
+    def __init__(self, outcome):
+        self.outcome = outcome
+
+    def prepare(self, cell, inputs):
+        from graphrt.bench.attention_sides import Prepared
+
+        if self.outcome == "refuses":
+            raise UnsupportedError("head_dim 16: expected 64, 128 or 256")
+        right = plain_attention(inputs, 0).to(torch.bfloat16)
+        first = torch.zeros_like(right) if self.outcome in ("half", "wrong") else right
+        second = first if self.outcome == "wrong" else right
+        written = (lambda x: lambda: x) if self.outcome == "stale" else (lambda x: x.clone)
+        return [Prepared("first", [written(first)]), Prepared("second", [written(second)])]
+
+
+OUTCOMES = {
+    "right": (["first", "second"], None),
+    "half": (["second"], None),
+    "wrong": ([], "expected a relative error of at most 0.02, got 1"),
+    "stale": ([], "got nan"),  # right once, but not written by the call
+    "refuses": ([], "head_dim 16: expected 64, 128 or 256"),
+}
+
+
+@pytest.mark.parametrize("outcome", OUTCOMES)
+def test_only_right_results_are_timed(outcome):
+    from graphrt.bench.attention_sides import prepare_checked
+
+    variants, text = OUTCOMES[outcome]
+    prepared, reason = prepare_checked(FakeSide(outcome), SMALL, make_inputs(SMALL))
+    assert [p.variant for p in prepared] == variants
+    assert reason is None if text is None else text in reason
+
+
+def test_spacers_leave_the_outputs_alone():
+    from graphrt.bench.timer import spaced_calls, spacer_calls
+
+    outs = [torch.full((2, 3), float(i), dtype=torch.bfloat16) for i in (1, 2)]
+    sinks = [call() for call in spaced_calls([lambda out=out: out for out in outs], CPU)]
+    assert sinks[0].data_ptr() == sinks[1].data_ptr()  # one after another, each on the one before
+    assert sinks[1].item() == 3.0
+    assert [call() for call in spacer_calls(outs)][-1].item() == 3.0
+    assert outs[0].eq(1).all()
+
+
+@pytest.mark.parametrize("name", ["decode", "HND", "varlen", "two_sizes", "chunks"])
+def test_graphrt_side_passes_its_check(name):
+    from graphrt.bench.attention_sides import GraphrtSide, prepare_checked
+
+    cell = CELLS[name]
+    prepared, reason = prepare_checked(GraphrtSide(), cell, make_inputs(cell))
+    assert reason is None
+    assert [p.variant for p in prepared][-1:] == (["prompts, packed"] if name == "varlen" else [prepared[0].variant])
+
+
+@pytest.mark.parametrize("peer", ["fa3", "flashinfer"])
+def test_missing_peer_says_how_to_get_it(monkeypatch, peer):
+    from graphrt.bench import attention_peers as peers
+
+    module = {"fa3": "flash_attn_interface", "flashinfer": "flashinfer"}[peer]
+    monkeypatch.setitem(sys.modules, module, None)
+    make = {"fa3": peers.Fa3Side, "flashinfer": lambda: peers.FlashInferSide(CPU)}[peer]
+    with pytest.raises(UnsupportedError, match=rf"{module}: .* run pip install .graphrt\[{peer}\].*--without-peers"):
+        make()
+
+
+def test_dry_run(tmp_path):
+    script = Path(__file__).resolve().parents[2] / "scripts" / "bench_attention.py"
+    command = [sys.executable, str(script), "--device", "cpu", "--without-peers", "--quick", "--only", "uniform,varlen"]
+    finished = subprocess.run(command, cwd=script.parent.parent, capture_output=True, text=True, check=True)
+    record = json.loads(finished.stdout.splitlines()[-1])
+    assert record["name"] == "attention"
+    assert record["sides"] == [OURS]
+    assert len(record["cells"]) == 20
+    assert all(cell[OURS]["us"] is not None for cell in record["cells"])
+    assert len(record["goals"]) == 12

@@ -1,0 +1,134 @@
+"""The serving benchmark: its workload, its counts, its clock; its figures need a GPU."""
+
+from __future__ import annotations
+
+import json
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from graphrt.bench.serve import LaunchTimer, ServeReport, Workload, bench_serve
+from graphrt.kernels.errors import ConfigError
+from graphrt.kernels.types import KVLayout
+from graphrt.models.llama import LlamaModel
+from scripts import gpu_check
+from tests.scripts.test_bench_decode import TINY
+
+CPU = torch.device("cpu")
+
+
+def bench(**options: Any) -> ServeReport:
+    model = LlamaModel(TINY, dtype=torch.float32, device=CPU)
+    for weight in model.parameters():
+        weight.fill_(0.01)
+    return bench_serve(
+        "tiny",
+        model,
+        TINY.attention_specs(torch.float32),
+        TINY.kv_groups(16, KVLayout.NHD, torch.float32),
+        vocab_size=TINY.vocab_size,
+        weight_bytes=1000,
+        device=CPU,
+        **{"workload": Workload(5, 3, 9), "rows": 2, "step_tokens": 16} | options,
+    )
+
+
+def test_report() -> None:
+    report = bench()
+    prompts, params = report.workload.make(TINY.vocab_size)
+    assert report.prompt_tokens == sum(map(len, prompts))
+    assert report.output_tokens == sum(each.max_new_tokens for each in params)
+    token = TINY.num_layers * 2 * 2 * 8 * 4
+    lengths = [
+        len(prompt) + i for prompt, each in zip(prompts, params, strict=True) for i in range(1, each.max_new_tokens)
+    ]
+    assert report.kv_bytes == sum(lengths) * token
+    longest = max(len(prompt) + each.max_new_tokens for prompt, each in zip(prompts, params, strict=True))
+    assert report.output_tokens / 2 <= report.steps < report.output_tokens + longest
+    assert report.launches <= report.steps
+    assert 0 < report.busy_seconds < report.seconds
+    assert report.ttft_ms_p50 <= report.ttft_ms_p99 < 1e3 * report.seconds
+    record = json.loads(json.dumps(report.to_json()))
+    floor = (report.steps * 1000 + report.kv_bytes) / (report.read_tb_s * 1e12)
+    assert record["floor_seconds"] == pytest.approx(floor)
+    assert record["share_of_floor"] == pytest.approx(floor / report.seconds)
+    assert record["requests_per_s"] == 5 / report.seconds
+    assert record["tokens_per_s"] == report.output_tokens / report.seconds
+
+
+def test_the_workload_is_that_of_nano_vllm() -> None:
+    """The totals that its README states for 256 sequences."""
+    prompts, params = Workload().make(151_936)
+    assert sum(each.max_new_tokens for each in params) == 133_966
+    assert (len(prompts), max(map(max, prompts))) == (256, 10_000)
+    assert {each.temperature for each in params} == {0.6}
+    assert all(100 <= len(prompt) <= 1024 for prompt in prompts)
+    assert max(map(max, Workload().make(50)[0])) == 49
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"requests": 0}, "requests: expected an int from 1 to 65536, got 0"),
+        ({"least": 5, "most": 4}, "least: expected an int from 1 to 4, got 5"),
+        ({"most": 0}, "most: expected an int from 1 to 1048576, got 0"),
+    ],
+)
+def test_what_no_workload_is(options: dict[str, Any], text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        Workload(**options)
+
+
+def test_sizes_are_checked() -> None:
+    with pytest.raises(ConfigError, match="rows: expected an int from 1 to 65536, got 0"):
+        bench(rows=0)
+    with pytest.raises(ConfigError, match="step_tokens: expected at least 2, a token of every row, got 1; raise it"):
+        bench(step_tokens=1)
+
+
+def test_idle_time_is_between_launches_and_where_the_host_was_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Launches of 4 ms: the second waits 1 ms on the device, the third comes when all has ended and takes 2 ms to
+    make, which its events do not show."""
+    recorded = iter([0.0, 4.0, 5.0, 9.0, 12.0, 18.0])
+    ended = {4.0: False, 9.0: True}
+
+    class Event:
+        def __init__(self, *, enable_timing: bool) -> None:
+            assert enable_timing
+
+        def record(self, stream: object) -> None:
+            assert stream == "steps"
+            self.at = next(recorded)
+
+        def query(self) -> bool:
+            return ended[self.at]
+
+        def synchronize(self) -> None:
+            assert self.at == 18.0
+
+        def elapsed_time(self, other: Event) -> float:
+            return other.at - self.at
+
+    clock = iter([0.0, 0.001, 0.001, 0.002, 0.012, 0.014])
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr("graphrt.bench.serve.time", SimpleNamespace(perf_counter=lambda: next(clock)))
+
+    class Manager:
+        def begin(self) -> str:
+            return "begun"
+
+        def advance(self) -> str:
+            return "advanced"
+
+    manager = Manager()
+    with LaunchTimer(manager, "steps") as timer:  # type: ignore[arg-type]
+        assert [manager.begin(), manager.advance(), manager.advance()] == ["begun", "advanced", "advanced"]
+    assert (manager.begin(), vars(manager)) == ("begun", {})
+    assert timer.launches == 3
+    assert timer.busy_seconds == pytest.approx((18 - 1 - 3 - 2) / 1e3)
+
+
+def test_it_is_a_job_of_the_gpu_check() -> None:
+    assert gpu_check.JOBS["serve"][0][-4:] == ["graphrt", "bench", "serve", "--json-only"]

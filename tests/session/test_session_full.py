@@ -1,0 +1,268 @@
+"""Sessions whose steps all go in full: lengths that the host counts, for backends that plan there. And moved rows."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from graphrt.backends.torch_reference import TorchReferenceBackend
+from graphrt.batch import Batch
+from graphrt.cache.swap import SwapArrival, SwapSpace
+from graphrt.engine.launch import Launch
+from graphrt.generate.generator import Event, TextGenerator
+from graphrt.generate.movable import MovableSession
+from graphrt.kernels.types import FinishReason
+from graphrt.replay import ReplayManager
+from graphrt.runtime import Runtime
+from graphrt.sampling_params import SamplingParams
+from graphrt.session.session import DecodeSession
+from tests.support.toy import LivelyModel, greedy, make_runtime, slow_device
+
+CPU = torch.device("cpu")
+PROMPTS, COUNTS = [[3, 1, 4], list(range(1, 22)), [6], [9, 9]], [12, 7, 20, 1]
+
+
+@pytest.fixture
+def planned(monkeypatch: pytest.MonkeyPatch) -> list[Batch]:
+    """The batches that the reference backend was asked to plan, which makes it one that plans on the host."""
+    batches: list[Batch] = []
+    monkeypatch.setattr(TorchReferenceBackend, "plan_replay", lambda self, descriptor, batch: batches.append(batch))
+
+    def advance(*arguments: Any, **options: Any) -> None:
+        raise AssertionError("a step without a batch")
+
+    monkeypatch.setattr(ReplayManager, "advance", advance)
+    return batches
+
+
+def captured(**config: Any) -> Runtime:
+    runtime = make_runtime(CPU, num_pages=60, config=config)
+    for _, tensor in runtime.kv_cache.named_tensors():
+        tensor[1:] = float("nan")
+    runtime.capture()
+    return runtime
+
+
+def check_lengths(planned: list[Batch]) -> None:
+    """Each row of each step begins a sequence, or goes on where its step before ended."""
+    lengths: dict[int, int] = {}
+    for batch in planned:
+        for req_index, end, new in zip(batch.req_indices, batch.seq_lens, batch.query_lens, strict=True):
+            assert end - new in (0, lengths.get(int(req_index)))
+            lengths[int(req_index)] = int(end)
+
+
+@pytest.mark.parametrize("slow", [False, True], ids=["fast", "slow"])
+def test_a_backend_that_plans_on_the_host_gets_every_length(
+    slow: bool, planned: list[Batch], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if slow:
+        slow_device(monkeypatch)
+    runtime, model = captured(), LivelyModel(CPU)
+    assert runtime.manager.plans_on_host == "torch_reference"
+    want = [greedy(model, prompt, count) for prompt, count in zip(PROMPTS, COUNTS, strict=True)]
+    with DecodeSession(runtime) as session:
+        rows = [
+            session.add(prompt, SamplingParams(max_new_tokens=count))
+            for prompt, count in zip(PROMPTS, COUNTS, strict=True)
+        ]
+        while session.running:
+            session.run(3)
+            session.collect(wait=True)
+        assert [row.tokens for row in rows] == want
+        assert {row.end for row in rows} == {FinishReason.LENGTH}
+    check_lengths(planned)
+    del planned[:]
+    stops = [want[0][5], *[60] * 3]
+    params = [
+        SamplingParams(max_new_tokens=count, stop_ids=frozenset({stop}))
+        for count, stop in zip(COUNTS, stops, strict=True)
+    ]
+    found: list[list[int | None]] = [[] for _ in PROMPTS]
+    for event in TextGenerator(runtime).generate(PROMPTS, params):
+        found[event.prompt].append(event.token)
+    assert found == [[*want[0][: want[0].index(stops[0])], None], *want[1:]]
+    check_lengths(planned)
+    assert runtime.allocator.num_free == 59
+
+
+def test_rows_of_one_token_where_decode_sizes_have_more() -> None:
+    runtime, model = captured(query_len=3, max_num_tokens=16), LivelyModel(CPU)
+    with DecodeSession(runtime) as session:
+        row = session.add(PROMPTS[0], SamplingParams(max_new_tokens=9))
+        while session.running:
+            session.run(2)
+            session.collect(wait=True)
+        assert row.tokens == greedy(model, PROMPTS[0], 9)
+
+
+class Wild(LivelyModel):
+    """No token is offered behind a `bad` one."""
+
+    bad = -1
+
+    def forward(self, step: Any) -> torch.Tensor:
+        logits = super().forward(step)
+        bad = (step.input_ids == self.bad)[step.logits_indices]
+        return torch.where(bad[:, None], float("nan"), logits)
+
+
+@pytest.mark.parametrize("launch_steps", [1, 64])
+def test_a_fault_behind_a_stop_token_that_the_host_alone_knows(
+    launch_steps: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The device looks for 8 stop tokens, of which none comes up. The row goes on behind the ninth, and has a fault."""
+    slow_device(monkeypatch)
+    model = Wild(CPU)
+    full = greedy(model, [5, 6], 12)
+    model.bad = max(full)
+    assert model.bad > 20
+    runtime = make_runtime(CPU, model=model, config={"launch_steps": launch_steps})
+    runtime.capture()
+    others = sorted(set(range(model.bad)) - set(full))[:8]
+    calm = next([token] for token in range(60) if model.bad not in [token, *greedy(model, [token], 8)])
+    params = [SamplingParams(12, stop_ids=frozenset({*others, model.bad})), SamplingParams(8)]
+    events = list(TextGenerator(runtime).generate([[5, 6], calm], params))
+    cut = full.index(model.bad)
+    assert [event.token for event in events if event.prompt == 0] == [*full[:cut], None]
+    assert [event for event in events if event.prompt == 0][-1] == Event(0, None, True)
+    assert [event.token for event in events if event.prompt == 1] == greedy(model, calm, 8)
+
+
+@pytest.mark.parametrize("launches", [0, 1, 2, 5])
+@pytest.mark.parametrize("swaps", [False, True], ids=["computed_again", "swapped"])
+def test_rows_that_wait_go_on_where_they_stood(swaps: bool, launches: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Suspended while its launches are in flight, whose tokens come; its row id and pages serve another meanwhile."""
+    slow_device(monkeypatch)
+    runtime, model = captured(max_num_reqs=1, max_num_tokens=8), LivelyModel(CPU)
+    space = SwapSpace(runtime.kv_cache, runtime.allocators, 1 << 20) if swaps else None
+    with MovableSession(runtime) as session:
+        row = session.add(PROMPTS[1], SamplingParams(max_new_tokens=15))
+        for _ in range(launches):
+            session.run(2)
+        length = session.length(row.req_index)
+        suspended = session.suspend(row, space)
+        assert suspended.length == (length if swaps else 0)
+        assert suspended.swapped is None or suspended.swapped.counts == (-(-length // 4),), "none of the pages ahead"
+        assert session.in_flight(row) == (launches > 0)
+        other = session.add(PROMPTS[0], SamplingParams(max_new_tokens=4))
+        while session.running:
+            session.run(3)
+            session.collect(wait=True)
+        assert other.tokens == greedy(model, PROMPTS[0], 4)
+        session.release(other)
+        assert len(row.tokens) == max(0, length - len(PROMPTS[1]) + 1)
+        assert not session.in_flight(row)
+        session.resume(row, suspended, space)
+        while session.running:
+            session.hold(() if session.arrived(row.req_index, wait=True) else session.prompting)
+            session.run(3)
+            session.collect(wait=True)
+        assert row.tokens == greedy(model, PROMPTS[1], 15)
+        assert row.end is FinishReason.LENGTH
+    assert runtime.allocator.num_free == 59
+    assert runtime.free_req_indices == [0]
+    if space is not None:
+        assert space.num_free_bytes == 1 << 20
+        space.close()
+
+
+@pytest.mark.parametrize("way", ["retire", "release"])
+def test_pages_that_have_not_arrived_are_waited_for_before_they_are_free(
+    way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runtime, waited = captured(), []
+    monkeypatch.setattr(SwapArrival, "done", lambda arrival: False)
+    monkeypatch.setattr(SwapArrival, "wait", lambda arrival: waited.append(runtime.allocator.num_free))
+    with SwapSpace(runtime.kv_cache, runtime.allocators, 1 << 20) as space, MovableSession(runtime) as session:
+        row = session.add(PROMPTS[1], SamplingParams(max_new_tokens=5))
+        session.run(3)
+        session.collect(wait=True)
+        session.resume(row, session.suspend(row, space), space)
+        assert not session.arrived(row.req_index)
+        assert session.arriving == (row.req_index,)
+        free = runtime.allocator.num_free
+        getattr(session, way)(row)
+        assert waited == [free]
+        assert runtime.allocator.num_free == 59
+        assert session.arriving == ()
+
+
+def test_held_rows_stand_still() -> None:
+    runtime, model = captured(), LivelyModel(CPU)
+    with MovableSession(runtime) as session:
+        first, second = (session.add(prompt, SamplingParams(max_new_tokens=5)) for prompt in PROMPTS[:2])
+        session.hold([second.req_index])
+        session.run(3)
+        session.collect(wait=True)
+        assert (len(first.tokens), len(second.tokens)) == (3, 0)
+        session.run(9)
+        assert session.run(9) == (), "all others have ended"
+        session.hold(())
+        while session.running:
+            session.run(3)
+            session.collect(wait=True)
+        assert second.tokens == greedy(model, PROMPTS[1], 5)
+        assert np.array_equal(session.given[second.req_index], PROMPTS[1])
+
+
+@pytest.mark.parametrize("loop_sizes", [(), (1, 2)], ids=["launch_by_launch", "loop"])
+def test_tokens_come_while_a_launch_runs(loop_sizes: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a launch of 8 steps, of which the device has reported some: all tokens but those that end a row."""
+    slow_device(monkeypatch)
+    runtime, model = captured(loop_sizes=loop_sizes, decode_sizes=(1, 2)), LivelyModel(CPU)
+    want = [greedy(model, prompt, 20) for prompt in PROMPTS[:2]]
+    reported, real = [1], Launch.num_arrived.fget
+    assert real is not None
+    monkeypatch.setattr(Launch, "num_arrived", property(lambda launch: min(real(launch), reported[0])))
+    with DecodeSession(runtime) as session:
+        rows = [
+            session.add(PROMPTS[0], SamplingParams(max_new_tokens=20, stop_ids=frozenset({want[0][4]}))),
+            session.add(PROMPTS[1], SamplingParams(max_new_tokens=7)),
+        ]
+        session.run(2)
+        session.collect(wait=True)
+        (launch,) = session.run(8)
+        stop, seen = want[0].index(want[0][4]), []
+        for reported[0] in (0, 1, 3, 8):
+            before = [len(row.tokens) for row in rows]
+            new = dict(session.collect())
+            assert [row.tokens[count:] for row, count in zip(rows, before, strict=True)] == [
+                new.get(row, []) for row in rows
+            ]
+            seen.append([len(row.tokens) for row in rows])
+        assert seen[-1] == [stop, 6]
+        assert seen == sorted(seen)
+        assert seen[0] < seen[1] < seen[-1]
+        assert not rows[0].end
+        fork = session.fork(rows[1])
+        assert fork.tokens == rows[1].tokens
+        launch.wait()
+        assert [len(tokens) for _, tokens in session.collect()] == [1, 1, 1]
+        assert [row.end for row in (*rows, fork)] == [FinishReason.STOP_TOKEN, FinishReason.LENGTH, FinishReason.LENGTH]
+        assert rows[0].tokens == want[0][: stop + 1]
+        assert rows[1].tokens == fork.tokens == want[1][:7]
+
+
+def test_events_come_step_by_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Launches have 8 steps, of which one more has arrived each time that the host looks."""
+    slow_device(monkeypatch)
+    runtime, model = captured(), LivelyModel(CPU)
+    want = [greedy(model, prompt, 20) for prompt in PROMPTS[:2]]
+    looks, real = Counter[int](), Launch.num_arrived.fget
+    assert real is not None
+
+    def num_arrived(launch: Launch) -> int:
+        looks[launch.step] += 1
+        return min(real(launch), looks[launch.step])
+
+    monkeypatch.setattr(Launch, "num_arrived", property(num_arrived))
+    events = list(TextGenerator(runtime).generate(PROMPTS[:2], SamplingParams(20)))
+    assert [[event.token for event in events if event.prompt == i] for i in (0, 1)] == want
+    runs = [len(list(run)) for _, run in itertools.groupby(event.prompt for event in events)]
+    assert max(runs) < 4, "the prompts take turns"

@@ -1,0 +1,241 @@
+"""Whatever a server may do, in any order: on a GPU ten thousand steps of it, with the host far ahead of the device."""
+
+from __future__ import annotations
+
+import random
+import time
+
+import pytest
+import torch
+
+from graphrt.batch import Batch
+from graphrt.kernels.errors import CapacityError
+from graphrt.kernels.types import KVLayout
+from graphrt.runtime import Runtime
+from graphrt.sampling_params import SamplingParams
+from graphrt.session.session import DecodeSession, SessionRequest
+from graphrt.spec import KVCacheSpec
+from graphrt.testing.poison import poison_derived
+from tests.session.test_session import PROMPTS, alone, finish, oracle
+from tests.support.toy import HEAD_DIM, KV_HEADS, LAYERS, MAX_LEN, VOCAB, make_runtime, slow_device
+
+STEPS = 10_000
+LATE = 3_000_000  # cycles: almost two milliseconds
+VERY_LATE = 600_000_000  # and 350, while the host submits all that a test submits, and compiles what is new
+
+
+def some(generator: random.Random) -> dict[str, object]:
+    """Some options of sampling, or none."""
+    options: dict[str, object] = {
+        "top_k": generator.randint(2, 9), "top_p": 0.8, "min_p": 0.01, "repetition_penalty": 1.4,
+        "presence_penalty": 6.0, "frequency_penalty": -3.0, "logprobs": generator.randint(0, 3),
+        "logit_bias": {generator.randrange(VOCAB): 9.0, generator.randrange(VOCAB): float("-inf")},
+    }  # fmt: skip
+    if generator.random() < 0.3:
+        options["prompt_logprobs"] = 1
+    return {name: value for name, value in options.items() if generator.random() < 0.3}
+
+
+def draw(
+    generator: random.Random, session: DecodeSession, rows: list[SessionRequest], open_rows: list[SessionRequest]
+) -> None:
+    """One random thing that a server may do."""
+    what = generator.choice(["add", "add", "run", "run", "run", "collect", "fork", "release", "poison"])
+    if what == "add" and session._runtime.free_req_indices:
+        prompt = [generator.randrange(VOCAB) for _ in range(generator.randint(1, 20))]
+        params = SamplingParams(
+            max_new_tokens=generator.randint(1, 30),
+            temperature=generator.choice([0.0, 0.0, 30.0]),
+            seed=generator.randrange(100),
+            stop_ids=frozenset(generator.sample(range(VOCAB), 2)),
+            **some(generator),
+        )
+        rows.append(session.add(prompt, params))
+        open_rows.append(rows[-1])
+    elif what == "run":
+        session.run(generator.randint(1, 7))
+    elif what == "collect":
+        session.collect(wait=generator.random() < 0.5)
+    elif what == "poison" and generator.random() < 0.3:
+        session.collect(wait=True)
+        poison_derived(session._runtime.manager.buffers)
+    elif open_rows:
+        row = generator.choice(open_rows)
+        if what == "fork" and session._runtime.free_req_indices and row.req_index not in session._prompts:
+            rows.append(session.fork(row))
+            open_rows.append(rows[-1])
+        elif what == "release":
+            session.release(row)
+            open_rows.remove(row)
+
+
+def small_runtime(generator: random.Random, device: torch.device) -> Runtime:
+    """One with all options of sampling, few rows and few pages, whose free pages hold NaN."""
+    config = {
+        "max_seq_len": MAX_LEN, "loop_sizes": generator.choice([(), (1, 2, 4)]), "max_num_tokens": 32,
+        "mixed_sizes": (8, 32), "ring_depth": generator.choice([2, 3, 8]), "penalties": True, "max_logit_bias": 2,
+        "max_logprobs": 3,
+    }  # fmt: skip
+    spec = KVCacheSpec(LAYERS, KV_HEADS, HEAD_DIM, 4, KVLayout.NHD, torch.float32)
+    runtime = make_runtime(device, kv_spec=spec, num_pages=generator.choice([24, 70]), config=config)
+    for _, tensor in runtime.kv_cache.named_tensors():
+        tensor[1:] = float("nan")
+    runtime.capture()
+    return runtime
+
+
+def delay(runtime: Runtime, cycles: int = VERY_LATE) -> None:
+    """Keep the device busy, so that whatever the host submits next waits while the host goes on."""
+    with torch.cuda.stream(runtime.stream):
+        torch.cuda._sleep(cycles)
+
+
+def serve(generator: random.Random, runtime: Runtime, calls: int, late: float) -> list[SessionRequest]:
+    """Random calls of a session, on a device that is late with this probability; all rows that there were."""
+    rows: list[SessionRequest] = []
+    open_rows: list[SessionRequest] = []
+    with DecodeSession(runtime) as session:
+        for _ in range(calls):
+            if generator.random() < late:
+                delay(runtime, LATE)
+            try:
+                draw(generator, session, rows, open_rows)
+            except CapacityError:
+                session.collect(wait=True)
+                for row in [row for row in open_rows if row.end] or open_rows[:1]:
+                    session.release(row)
+                    open_rows.remove(row)
+            owned = sum(
+                int(t.to[r.req_index] - t.from_[r.req_index]) for t in session._pages._tables for r in session.rows
+            )
+            used = runtime.allocator.num_pages - 1 - runtime.allocator.num_free
+            assert used <= owned, "no page is held by nobody"
+        session.collect(wait=True)
+    assert runtime.allocator.num_free == runtime.allocator.num_pages - 1
+    assert len(runtime.free_req_indices) == 4
+    return rows
+
+
+def check_rows(runtime: Runtime, rows: list[SessionRequest]) -> None:
+    """Each row sampled what it samples alone, one token a step, and its log-probabilities are those."""
+    for row in rows:
+        want, logprobs = alone(runtime, row)
+        assert row.tokens == want[: len(row.tokens)]
+        assert row.tokens == want or not row.end
+        assert len(row.logprobs) == (len(row.tokens) if row.params.logprobs is not None else 0)
+        for ours, theirs in zip(row.logprobs, logprobs, strict=False):
+            assert theirs is not None
+            assert (ours.token, ours.rank, len(ours.top)) == (theirs.token, theirs.rank, len(theirs.top))
+            assert ours.logprob == pytest.approx(theirs.logprob, abs=1e-3)  # of logits of about 60
+
+
+@pytest.mark.parametrize("slow", [False, True], ids=["fast", "slow"])
+@pytest.mark.parametrize("seed", range(6))
+def test_whatever_a_server_does_rows_sample_what_they_sample_alone(
+    device: torch.device, seed: int, slow: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Any interleaving of add, fork, release, run and collect, any split of steps into launches, few pages. Launches
+    have ended at once, or are in flight until the host waits for them, with tokens that are there already."""
+    generator = random.Random(seed)
+    if slow:
+        slow_device(monkeypatch)
+    runtime = small_runtime(generator, device)
+    check_rows(runtime, serve(generator, runtime, 60, 0))
+
+
+@pytest.mark.gpu
+def test_ten_thousand_steps_of_whatever_a_server_does() -> None:
+    generator, device, steps, tokens = random.Random(15), torch.device("cuda"), 0, 0
+    while steps < STEPS:
+        runtime = small_runtime(generator, device)
+        rows = serve(generator, runtime, 1500, 0.05)
+        steps += runtime.manager.queue.next_step
+        check_rows(runtime, rows)
+        tokens += sum(len(row.tokens) for row in rows)
+        runtime.close()
+    assert tokens > STEPS, "most steps sampled tokens"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("loop_sizes", [(), (4,)], ids=["launch_by_launch", "loop"])
+def test_a_late_device_reads_what_was_meant_for_it(loop_sizes: tuple[int, ...]) -> None:
+    """All slots are written, with rows that come, go and get pages, before the device has begun the first one."""
+    device = torch.device("cuda")
+    runtime = make_runtime(device, num_pages=60, config={"ring_depth": 16, "loop_sizes": loop_sizes})
+    runtime.capture()
+    with DecodeSession(runtime) as session:
+        first = session.add(PROMPTS[0], SamplingParams(max_new_tokens=40))
+        session.run(2)
+        session.collect(wait=True)
+        delay(runtime)
+        began = time.perf_counter()
+        session.run(6)
+        second = session.add(PROMPTS[1], SamplingParams(max_new_tokens=30))
+        session.run(5)
+        third = session.fork(first)
+        session.run(9)
+        session.release(second)
+        fourth = session.add(PROMPTS[2], SamplingParams(max_new_tokens=12))
+        session.run(1)
+        in_flight = sum(not flight.launch.done() for flight in session._flights)
+        assert in_flight >= 5, f"the host was not ahead: {in_flight} launches after {time.perf_counter() - began:.4f} s"
+        finish(session, 4)
+        assert first.tokens == third.tokens == oracle(runtime, PROMPTS[0], 40)
+        assert fourth.tokens == oracle(runtime, PROMPTS[2], 12)
+        assert second.tokens == oracle(runtime, PROMPTS[1], 30)[: len(second.tokens)]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("loop_sizes", [(), (1, 2, 4)], ids=["launch_by_launch", "loop"])
+def test_a_launch_that_is_stopped_ends_after_its_step(loop_sizes: tuple[int, ...]) -> None:
+    runtime = make_runtime(torch.device("cuda"), num_pages=60, config={"loop_sizes": loop_sizes})
+    runtime.capture()
+    with DecodeSession(runtime) as session:
+        rows = [session.add(prompt, SamplingParams(max_new_tokens=40)) for prompt in PROMPTS]
+        session.run(2)
+        session.collect(wait=True)
+        before = [len(row.tokens) for row in rows]
+        delay(runtime)
+        launches = [*session.run(20), *session.run(10)]
+        for launch in launches:
+            launch.stop()
+        session.collect(wait=True)
+        assert [len(row.tokens) - count for row, count in zip(rows, before, strict=True)] == [len(launches)] * 3
+        launches[0].stop()  # has ended: its slot is another's by now
+        finish(session, 7)
+        assert [row.tokens for row in rows] == [oracle(runtime, prompt, 40) for prompt in PROMPTS]
+
+
+@pytest.mark.gpu
+@pytest.mark.alone  # the host must keep up with 50 steps of a toy
+def test_a_loop_is_stopped_while_it_runs() -> None:
+    """Its first steps have read the word that stops it, and found nothing: each step must read it anew."""
+    runtime = make_runtime(torch.device("cuda"), num_pages=60, config={"loop_sizes": (1, 2, 4)})
+    runtime.capture()
+    with DecodeSession(runtime) as session:
+        row = session.add(PROMPTS[0], SamplingParams(max_new_tokens=60))
+        session.run(2)
+        session.collect(wait=True)
+        launch, *_ = session.run(50)
+        next(iter(launch))
+        launch.stop()
+        assert len(launch.tokens()) < launch.steps
+        finish(session, 7)
+        assert row.tokens == oracle(runtime, PROMPTS[0], 60)
+
+
+@pytest.mark.gpu
+def test_a_late_device_reads_the_batch_that_was_submitted() -> None:
+    """The stateless path: slots are written again at once, and only where the device is done with them."""
+    device = torch.device("cuda")
+    runtime = make_runtime(device, num_pages=60, config={"ring_depth": 4})
+    runtime.capture()
+    pages = runtime.allocator.allocate(16)
+    prompt, handles = PROMPTS[0], []
+    batch = Batch(req_indices=[0], seq_lens=[3], query_lens=[3], tokens=prompt, page_indptr=[0, 16], page_ids=pages)
+    handles.append(runtime.replay(batch))
+    for length in range(4, 24):
+        if length % 5 == 0:
+            delay(runtime)
+        handles.append(runtime.replay(Batch(req_indices=[0], seq_lens=[length])))
+    assert [int(handle.tokens()[0]) for handle in handles] == oracle(runtime, prompt, 21)

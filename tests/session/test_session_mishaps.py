@@ -1,0 +1,332 @@
+"""Sessions when something goes wrong: whose fault it was, and that a call that raised has changed nothing."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+
+from graphrt.batch import Batch
+from graphrt.engine import program
+from graphrt.engine.handle import StepFaultError
+from graphrt.generate.generator import Event, TextGenerator
+from graphrt.kernels.errors import CapacityError, CaptureError, ReplayError, ShapeError, UnsupportedError
+from graphrt.kernels.types import FaultCode, FinishReason
+from graphrt.runtime import Runtime
+from graphrt.sampling import sample_tokens
+from graphrt.sampling_params import SamplingParams
+from graphrt.session.session import DecodeSession
+from graphrt.step import Step
+from tests.support.toy import VOCAB, LivelyModel, greedy, make_runtime
+
+CPU = torch.device("cpu")
+LOOPS = pytest.mark.parametrize("loop_sizes", [(), (1, 2, 4)], ids=["launch_by_launch", "loop"])
+
+
+class Broken(LivelyModel):
+    """Logits that are NaN from a length on, of the rows that `broken` names."""
+
+    length, broken = 7, (0,)
+
+    def forward(self, step: Step) -> torch.Tensor:
+        rows = torch.isin(step.req_indices, torch.tensor(self.broken, device=step.req_indices.device))
+        bad = rows & (step.metadata.seq_lens >= self.length)
+        return torch.where(bad[:, None], float("nan"), super().forward(step))
+
+
+def captured(model: LivelyModel | None = None, num_pages: int = 60, **config: object) -> Runtime:
+    runtime = make_runtime(CPU, model=model, num_pages=num_pages, config=config)
+    runtime.capture()
+    return runtime
+
+
+def test_a_fork_is_named_for_the_fault_of_the_launch_that_it_shares() -> None:
+    """It gets that launch's tokens, and its end."""
+    with DecodeSession(captured(Broken(CPU))) as session:
+        row = session.add([3, 1, 4], SamplingParams(10))
+        session.run(6)
+        fork = session.fork(row)
+        with pytest.raises(StepFaultError) as caught:
+            session.collect(wait=True)
+        assert [fault.index for fault in caught.value.faults] == [row.req_index, fork.req_index]
+        assert {fault.code for fault in caught.value.faults} == {FaultCode.NO_TOKEN_OFFERED}
+        assert row.end is fork.end is FinishReason.FAULT
+
+
+def test_whoever_took_a_row_id_is_not_named_for_the_row_before() -> None:
+    with DecodeSession(captured(Broken(CPU))) as session:
+        row = session.add([3, 1, 4], SamplingParams(10))
+        session.run(6)
+        fork, before = session.fork(row), row.req_index
+        session.release(row)
+        other = session.add([5, 6], SamplingParams(3))
+        assert other.req_index == before
+        with pytest.raises(StepFaultError) as caught:
+            session.collect(wait=True)
+        assert [fault.index for fault in caught.value.faults] == [fork.req_index]
+        assert (fork.end, other.end) == (FinishReason.FAULT, FinishReason.RUNNING)
+
+
+def test_a_fork_that_was_refused_is_as_if_it_had_not_been_asked_for() -> None:
+    runtime = captured()
+    with DecodeSession(runtime) as session:
+        row = session.add([3, 1, 4], SamplingParams(12, logprobs=None))
+        session.run(3)
+        before = (list(runtime.free_req_indices), runtime.allocator.num_free, list(session.rows))
+        with runtime.manager.between_steps(), pytest.raises(ReplayError, match="expected one call at a time"):
+            session.fork(row)
+        assert (list(runtime.free_req_indices), runtime.allocator.num_free, list(session.rows)) == before
+        fork = session.fork(row)
+        while session.running:
+            session.run(3)
+            session.collect(wait=True)
+        assert row.tokens == fork.tokens == greedy(runtime.manager._program.model, [3, 1, 4], 12)
+    assert len(runtime.free_req_indices) == runtime.config.max_num_reqs
+    assert runtime.allocator.num_free == 59
+
+
+def test_a_fork_after_the_runtime_was_closed() -> None:
+    runtime = captured()
+    session = DecodeSession(runtime)
+    row = session.add([3, 1, 4], SamplingParams(12))
+    session.run(3)
+    session.collect(wait=True)
+    runtime.close()
+    with pytest.raises(CaptureError, match="closed"):
+        session.fork(row)
+    assert list(session.rows) == [row]
+
+
+@LOOPS
+def test_launches_in_which_no_row_can_go_on_are_not_made(loop_sizes: tuple[int, ...]) -> None:
+    """One row is at its longest, as the next `collect` will say; the other has no page."""
+    with DecodeSession(captured(num_pages=5, loop_sizes=loop_sizes)) as session:
+        done = session.add([3, 1, 4], SamplingParams(6))
+        waits = session.add([3, 1, 4], SamplingParams(40))
+        with pytest.raises(CapacityError, match="expected a page for the next token of a row, got 0 free pages"):
+            session.run(1 << 30)
+        session.collect(wait=True)
+        assert done.end is FinishReason.LENGTH
+        assert waits.end is FinishReason.RUNNING
+        session.release(done)
+        before = len(waits.tokens)
+        session.run(3)
+        session.collect(wait=True)
+        assert len(waits.tokens) == before + 3
+
+
+def test_a_bias_is_the_one_that_the_row_was_added_with() -> None:
+    """The params are the caller's, and so is their dict."""
+    with DecodeSession(captured(max_logit_bias=1)) as session:
+        params = SamplingParams(3, logit_bias={5: 100.0})
+        row = session.add([1, 2], params)
+        params.logit_bias.clear()  # type: ignore[attr-defined]  # a Mapping that is a dict
+        params.logit_bias.update({6: 100.0, 7: np.nan})  # type: ignore[attr-defined]
+        session.run(3)
+        session.collect(wait=True)
+        assert row.tokens == [5, 5, 5]
+
+
+@pytest.mark.parametrize("rows", [2, 4])
+def test_a_generator_names_the_prompt_behind_all_that_had_arrived(rows: int) -> None:
+    """Row ids are its own affair: of four prompts on two rows, the last one is bad."""
+
+    class Bad(LivelyModel):
+        def forward(self, step: Step) -> torch.Tensor:
+            bad = step.metadata.seq_lens == 8
+            return torch.where(bad[:, None], float("nan"), super().forward(step))
+
+    model = Bad(CPU)
+    runtime = captured(model, max_num_reqs=rows)
+    prompts, seen = [[5], [6], [7], [1, 2, 3, 4, 5]], list[Event]()
+    events = TextGenerator(runtime).generate(prompts, [SamplingParams(3)] * 3 + [SamplingParams(20)])
+    with pytest.raises(
+        StepFaultError, match=r"^prompts\[3\]: step \d+: NO_TOKEN_OFFERED: .*; generate again"
+    ) as caught:
+        seen.extend(events)  # what came before the error stays
+    assert caught.value.prompts == (3,)
+    for index, prompt in enumerate(prompts[:3]):
+        tokens = [event.token for event in seen if event.prompt == index]
+        assert tokens == greedy(model, prompt, 3)
+        assert [event.finished for event in seen if event.prompt == index] == [False, False, True]
+    of_bad = [event for event in seen if event.prompt == 3]
+    assert [event.token for event in of_bad] == greedy(model, prompts[3], 3)
+    assert not any(event.finished for event in of_bad)
+
+
+class Failing(LivelyModel):
+    """Raises in the call of this number."""
+
+    calls, fails_at = 0, -1
+
+    def forward(self, step: Step) -> torch.Tensor:
+        self.calls += 1
+        if self.calls == self.fails_at:
+            raise RuntimeError("out of memory")
+        return super().forward(step)
+
+
+def test_a_launch_that_fails_on_its_way_ends_the_session() -> None:
+    """Some of its steps have run: tokens would be missing in the middle of each row."""
+    model = Failing(CPU)
+    runtime = captured(model)
+    with DecodeSession(runtime) as session:
+        row = session.add([3, 1, 4], SamplingParams(12))
+        session.run(2)
+        session.collect(wait=True)
+        model.fails_at = model.calls + 1
+        with pytest.raises(RuntimeError, match="out of memory"):
+            session.run(1, eager=True)
+        session.run(1)  # a single step is as if it had not been asked for
+        session.collect(wait=True)
+        known = list(row.tokens)
+        model.fails_at = model.calls + 3
+        with pytest.raises(RuntimeError, match="out of memory"):
+            session.run(8, eager=True)
+        for call in (lambda: session.run(1), session.collect, lambda: session.fork(row)):
+            with pytest.raises(CaptureError, match=r"expected its rows, got a reset\(\) or a call that failed"):
+                call()
+        assert row.tokens == known
+    with DecodeSession(runtime) as session:
+        row = session.add([3, 1, 4], SamplingParams(12))
+        while session.running:
+            session.run(4)
+            session.collect(wait=True)
+        assert row.tokens[: len(known)] == known
+
+
+def test_results_that_a_session_reads_too_cannot_be_written() -> None:
+    with DecodeSession(captured()) as session:
+        session.add([3, 1, 4], SamplingParams(6))
+        session.run(1)
+        (launch,) = session.run(2)
+        for array in (launch.tokens(), launch.ends(), launch.req_indices):
+            assert array is not None
+            with pytest.raises(ValueError, match="read-only"):
+                array[...] = 0
+
+
+def test_a_mask_that_there_is_not_is_refused() -> None:
+    runtime = captured(token_masks=True)
+    batch = {"req_indices": [0], "seq_lens": [1], "tokens": [3], "page_indptr": [0, 1], "page_ids": [1]}
+    most = runtime.config.max_num_reqs
+    runtime.replay(Batch(**batch, token_masks=[most - 1])).wait()
+    with pytest.raises(UnsupportedError, match=f"expected a runtime with max_num_reqs={most + 1}"):
+        runtime.replay(Batch(**batch, token_masks=[most]))
+
+
+class Late:
+    """Tokens of a ring. Much happens before they are read for the first time, as in a thread that has to wait."""
+
+    def __init__(self, tokens: np.ndarray, meanwhile: Callable[[], object]) -> None:
+        self.tokens, self.meanwhile = tokens, meanwhile
+
+    def __getitem__(self, at: object) -> np.ndarray:
+        meanwhile, self.meanwhile = self.meanwhile, lambda: None
+        meanwhile()
+        return self.tokens[at]  # type: ignore[index]
+
+
+def test_a_late_reader_gets_the_tokens_of_its_own_launch() -> None:
+    """The ring's entry is written again while a thread is about to read it."""
+    with DecodeSession(captured(ring_depth=2, launch_steps=1)) as session:
+        row = session.add([3, 1, 4], SamplingParams(20, temperature=20.0, seed=5))
+        for read in (lambda of: next(iter(of)), lambda of: of.arrived()[0][0]):
+            (launch,) = session.run(1)
+            at, rings = len(row.tokens), copy.copy(launch._rings)
+            assert rings is not None
+            rings.tokens = Late(rings.tokens, lambda: (session.run(5), session.collect(wait=True)))  # type: ignore[assignment]
+            launch._rings = rings
+            assert read(launch).tolist() == [row.tokens[at]]
+
+
+class FailingSampler:
+    """Samples as graphrt does. In the call of a number it raises, or gives too many tokens."""
+
+    def __init__(self, how: str) -> None:
+        self.calls, self.fails_at, self.how = 0, -1, how
+
+    def __call__(self, logits: torch.Tensor, step: Step) -> torch.Tensor:
+        self.calls += 1
+        tokens = sample_tokens(logits, step)
+        if self.calls != self.fails_at:
+            return tokens
+        if self.how == "raises":
+            raise RuntimeError("out of memory")
+        return tokens.repeat(2) if self.how == "returns" else tokens
+
+
+@pytest.mark.parametrize(("how", "error"), [("raises", RuntimeError), ("returns", ShapeError), ("late", RuntimeError)])
+def test_a_step_that_failed_has_counted_no_token(
+    monkeypatch: pytest.MonkeyPatch, how: str, error: type[Exception]
+) -> None:
+    """The session submits the step again: a token that counted twice would be avoided twice as much. "late": it fails
+    behind the sampler."""
+    sampler = FailingSampler(how)
+    real = program.token_logprobs
+
+    def token_logprobs(*arguments: object, **options: object) -> object:
+        if how == "late" and sampler.calls == sampler.fails_at:
+            raise RuntimeError("out of memory")
+        return real(*arguments, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(program, "token_logprobs", token_logprobs)
+    runtime = make_runtime(CPU, sampler=sampler, config={"penalties": True, "max_logprobs": 0})
+    runtime.capture()
+    state = runtime.manager.buffers
+    params = SamplingParams(14, frequency_penalty=0.05, repetition_penalty=1.02)
+    found, counts = [], []
+    for failures in (False, True):
+        with DecodeSession(runtime) as session:
+            row, other = session.add([3, 1, 4], params), session.add([5, 6, 7, 8], SamplingParams(14))
+            while session.running:
+                if failures:
+                    sampler.fails_at = sampler.calls + 1
+                    with pytest.raises(error, match=r"out of memory|the sampler's tokens: expected shape"):
+                        session.run(1, eager=True)
+                session.run(1, eager=True)
+                session.collect(wait=True)
+            found.append((row.tokens, other.tokens))
+            counts.append((state.penalty_counts[row.req_index].clone(), state.penalty_seen[row.req_index].clone()))
+    assert found[0] == found[1]
+    tokens = found[0][0][:-1]  # the last one was no input
+    assert counts[0][0].tolist() == np.bincount(tokens, minlength=VOCAB).tolist()
+    for first, second in zip(*counts, strict=True):
+        assert torch.equal(first, second)
+
+
+def test_a_token_that_there_is_not_has_no_log_probability() -> None:
+    runtime = captured(max_logprobs=1)
+    batch = {
+        "req_indices": [0],
+        "seq_lens": [1],
+        "tokens": [3],
+        "page_indptr": [0, 1],
+        "page_ids": [1],
+        "logprobs": [1],
+    }
+    (found,) = runtime.replay(Batch(**batch, logprob_tokens=[VOCAB - 1])).logprobs()
+    assert found is not None
+    assert found.token == VOCAB - 1
+    with pytest.raises(ShapeError, match=f"logprob_tokens: expected token ids below vocab_size={VOCAB}, got {VOCAB}"):
+        runtime.replay(Batch(**batch, logprob_tokens=[VOCAB]))
+
+
+def test_a_session_of_a_closed_runtime_says_so() -> None:
+    runtime = captured()
+    session = DecodeSession(runtime)
+    row = session.add([3, 1, 4], SamplingParams(12))
+    session.run(3)
+    runtime.close()
+    calls = {
+        "run": lambda: session.run(1), "collect": session.collect, "add": lambda: session.add([1]),
+        "release": lambda: session.release(row), "DecodeSession": lambda: DecodeSession(runtime),
+        "TextGenerator": lambda: TextGenerator(runtime),
+    }  # fmt: skip
+    for name, call in calls.items():
+        with pytest.raises(CaptureError, match=f"^{name}: expected state 'captured', got 'closed'; it was closed"):
+            call()
+    session.close()
