@@ -1,9 +1,9 @@
 """Decode attention of graphrt against FlashAttention 3 and FlashInfer, on one GPU, in one process.
 
-    python scripts/bench_attention.py                                    # everything, with both peers
-    python scripts/bench_attention.py --only uniform,ragged --quick
-    python scripts/bench_attention.py --without-peers --plot bandwidth.png
-    python scripts/bench_attention.py --device cpu --without-peers       # a dry run of tiny cells, times mean nothing
+    python -m scripts.bench_attention                                    # everything, with both peers
+    python -m scripts.bench_attention --only uniform,ragged --quick
+    python -m scripts.bench_attention --without-peers --plot bandwidth.png
+    python -m scripts.bench_attention --device cpu --without-peers       # a dry run of tiny cells, times mean nothing
 
 Every call runs inside a CUDA graph and finds its KV cache out of L2. A small kernel that depends on the call's output
 stands between two calls; the time of a graph of these alone is subtracted. What the device schedules once per step is
@@ -22,11 +22,15 @@ from pathlib import Path
 
 import torch
 
-from graphrt.bench.attention_cells import PARTS, SCHEDULE, make_cells, shrink
-from graphrt.bench.attention_inputs import Inputs, KVPool
-from graphrt.bench.attention_peers import Fa3Side, FlashInferSide
-from graphrt.bench.attention_report import plot, print_report
-from graphrt.bench.attention_results import (
+from graphrt.bench.environment import provenance
+from graphrt.bench.timer import Call, Timing, measure_read_bandwidth, spaced_calls, spacer_calls, time_calls
+from graphrt.cli.console import make_console
+from graphrt.kernels.errors import GraphRTError
+from scripts.rigs.attention_cells import PARTS, SCHEDULE, make_cells, shrink
+from scripts.rigs.attention_inputs import Inputs, KVPool
+from scripts.rigs.attention_peers import Fa3Side, FlashInferSide
+from scripts.rigs.attention_report import plot, print_report
+from scripts.rigs.attention_results import (
     OURS,
     PEERS,
     CellResult,
@@ -36,13 +40,9 @@ from graphrt.bench.attention_results import (
     geometric_means,
     goals,
 )
-from graphrt.bench.attention_schedule import make_schedules
-from graphrt.bench.attention_sides import GraphrtSide, Prepared, Side, prepare_checked
-from graphrt.bench.cells import SEED, Cell
-from graphrt.bench.environment import provenance
-from graphrt.bench.timer import Call, Timing, measure_read_bandwidth, spaced_calls, spacer_calls, time_calls
-from graphrt.cli.console import make_console
-from graphrt.kernels.errors import GraphRTError
+from scripts.rigs.attention_schedule import make_schedules
+from scripts.rigs.attention_sides import GraphrtSide, Prepared, Side, prepare_checked
+from scripts.rigs.cells import SEED, Cell
 
 SAMPLES, QUICK_SAMPLES = 30, 8
 

@@ -1,8 +1,8 @@
 """What every attention backend that runs here costs per decode step: on the host, and on the device per layer.
 
-    python scripts/bench_backends.py                            # all backends, the table that the registry ranks by
-    python scripts/bench_backends.py --only triton,flash_attn3 --quick
-    python scripts/bench_backends.py --device cpu --quick       # a dry run of tiny cells, times mean nothing
+    python -m scripts.bench_backends                            # all backends, the table that the registry ranks by
+    python -m scripts.bench_backends --only triton,flash_attn3 --quick
+    python -m scripts.bench_backends --device cpu --quick       # a dry run of tiny cells, times mean nothing
 
 Backends are driven through their contract alone, so that one of another package is measured like our own. Host time is
 that of `plan_replay`. Device times are taken inside graph replays with a cold L2, with a small kernel between two calls
@@ -24,12 +24,12 @@ import torch
 
 from graphrt.backends.base import AttentionBackend
 from graphrt.backends.registry import backend_class, backend_names
-from graphrt.bench.backend_report import BackendResult, BackendTime, make_cells, print_report
-from graphrt.bench.backend_rig import KVStore, Rig, make_context, page_size_of
-from graphrt.bench.cells import LAYERS, Cell
 from graphrt.bench.environment import provenance
 from graphrt.cli.console import make_console
 from graphrt.kernels.errors import ConfigError, GraphRTError
+from scripts.rigs.backend_report import BackendResult, BackendTime, make_cells, print_report
+from scripts.rigs.backend_rig import KVStore, Rig, make_context, page_size_of
+from scripts.rigs.cells import LAYERS, Cell
 
 SAMPLES, QUICK_SAMPLES = 20, 5
 TINY = {"num_q_heads": 4, "num_kv_heads": 2, "head_dim": 16, "kv_dtype": torch.float32}

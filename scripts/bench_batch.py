@@ -1,6 +1,6 @@
 """Host time of making a batch, and of packing it into the step record.
 
-    python scripts/bench_batch.py [--rows 256] [--pages 512]
+    python -m scripts.bench_batch [--rows 256] [--pages 512]
 
 Every row decodes one token and lists all of its pages. Microseconds, the best of 50; docs/embedding.md quotes them. The
 last line of standard output is one JSON object.

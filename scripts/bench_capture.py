@@ -1,7 +1,7 @@
 """How long capturing a capture_sizes takes, and what device memory it costs.
 
-    python scripts/bench_capture.py                          # 35 decode sizes to 256 of the Llama-3.1-8B shape
-    python scripts/bench_capture.py --shape llama-3.2-1b --repeats 5
+    python -m scripts.bench_capture                          # 35 decode sizes to 256 of the Llama-3.1-8B shape
+    python -m scripts.bench_capture --shape llama-3.2-1b --repeats 5
 
 Capture runs `--repeats` times in one process, after a first time that is reported apart: it also loads every kernel,
 and compiles those that are not in the Triton cache yet. Seconds are of the whole `capture()` call, warm-up included.

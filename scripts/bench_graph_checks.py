@@ -1,8 +1,8 @@
 """What the graph-correctness kit costs: the audit of a graph, `verify`, and shadow steps beside a busy device.
 
-    python scripts/bench_graph_checks.py                            # Llama 3.2 1B, 32 and 256 rows, a shadow every
+    python -m scripts.bench_graph_checks                            # Llama 3.2 1B, 32 and 256 rows, a shadow every
     256 launches
-    python scripts/bench_graph_checks.py --shape llama-3.1-8b --rows 256 --every 64
+    python -m scripts.bench_graph_checks --shape llama-3.1-8b --rows 256 --every 64
 
 Audits are timed in parts: the walk of the graph, the map of memory, and the look at each address. One more audit is of
 a graph of over 600 nodes: a model of the same shape with `--deep` layers. `verify_runtime` is timed whole, copies of
@@ -208,7 +208,7 @@ def main() -> None:
     loaded = load_model(deep, device=device, max_positions=positions)
     with make_runtime(loaded, device, int(arguments.rows.split(",")[0]), CONTEXT, 0) as runtime:
         results["deep_audit"] = {"layers": deep.num_layers, **bench_audit(runtime)}
-    print(json.dumps({"name": "kit", **results, **provenance()}), flush=True)
+    print(json.dumps({"name": "graph_checks", **results, **provenance()}), flush=True)
 
 
 if __name__ == "__main__":

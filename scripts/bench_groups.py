@@ -1,9 +1,9 @@
 """What KV groups cost and save: the refresh of several groups, a model with windows beside one table for all, and the
 attention of cross layers.
 
-    python scripts/bench_groups.py                      # all parts
-    python scripts/bench_groups.py --only refresh
-    python scripts/bench_groups.py --batch 16 --context 32768 --steps 32
+    python -m scripts.bench_groups                      # all parts
+    python -m scripts.bench_groups --only refresh
+    python -m scripts.bench_groups --batch 16 --context 32768 --steps 32
 
 refresh   microseconds from the host's slot to the derived buffers, in replays of a graph: 256 decode rows at 1,024
           tokens, with one KV group and with two, four and eight, all full or all but one with a window of 1,024. A

@@ -1,7 +1,7 @@
 """Host time per decode step, and how long the device waits for the host: three ways to submit the same model step.
 
-    python scripts/bench_host.py
-    python scripts/bench_host.py --shapes llama-3.2-1b --batches 1,256 --contexts 8192
+    python -m scripts.bench_host
+    python -m scripts.bench_host --shapes llama-3.2-1b --batches 1,256 --contexts 8192
 
 session     rows live on the device: `DecodeSession.run(1)`, and `run(8)`, with `collect()` every 8 steps
 stateless   `replay(batch)`, where every batch has the full tables of its rows; making the batch is a column of its own
@@ -53,7 +53,6 @@ import numpy as np
 import torch
 
 from graphrt.bench.environment import provenance
-from graphrt.bench.host_ways import PAGE, CopiesWay, SessionWay, StatelessWay, Way
 from graphrt.config import RuntimeConfig
 from graphrt.kernels.types import KVLayout
 from graphrt.models.config import ModelConfig
@@ -61,6 +60,7 @@ from graphrt.models.dummy import fill_dummy_weights
 from graphrt.models.llama import LlamaModel
 from graphrt.models.shapes import shape_config
 from graphrt.runtime import Runtime
+from scripts.rigs.host_ways import PAGE, CopiesWay, SessionWay, StatelessWay, Way
 
 LAYERS, ROUNDS = 2, 3
 GOALS_US = {"session": ("steady", 15, 25), "stateless": ("host", 60, None)}

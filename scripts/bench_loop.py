@@ -1,7 +1,7 @@
 """What a run costs in a loop, against a launch per run from the host.
 
-    python scripts/bench_loop.py                             # steps of 1, 50 and 300 tiny kernels, 200 runs a launch
-    python scripts/bench_loop.py --nodes 400 --runs 32
+    python -m scripts.bench_loop                             # steps of 1, 50 and 300 tiny kernels, 200 runs a launch
+    python -m scripts.bench_loop --nodes 400 --runs 32
 
 Both sides run the same captured step on the same stream, in turn, `--samples` times; a sample is the time from an idle
 device to an idle device, divided by the number of runs. The last line of standard output is one JSON object.

@@ -1,8 +1,8 @@
 """What the attention of a mixed step costs: in one part, in two parts, and as its parts alone.
 
-    python scripts/bench_mixed.py                       # all cells, the table that prompt parts are chosen by
-    python scripts/bench_mixed.py --only triton,triton+flash_attn3
-    python scripts/bench_mixed.py --device cpu          # a dry run of a tiny cell, times mean nothing
+    python -m scripts.bench_mixed                       # all cells, the table that prompt parts are chosen by
+    python -m scripts.bench_mixed --only triton,triton+flash_attn3
+    python -m scripts.bench_mixed --device cpu          # a dry run of a tiny cell, times mean nothing
 
 A cell is a batch of rows that decode and one row with a prompt chunk. `triton` and `flash_attn3` serve all rows by one
 kernel; `triton+flash_attn3` serves the decodes by the first and the chunk by the second. Alone are our decode kernel on
@@ -29,13 +29,13 @@ from graphrt.backends.flash_attn3 import FlashAttention3Backend
 from graphrt.backends.registry import backend_class
 from graphrt.backends.triton import TritonBackend
 from graphrt.backends.two_parts import TwoPartBackend, decode_context, two_part_unsupported_reasons
-from graphrt.bench.backend_rig import check_token, time_layers
-from graphrt.bench.cells import LAYERS
 from graphrt.bench.environment import provenance
 from graphrt.bench.timer import Call, rotations
 from graphrt.capture.descriptor import BatchDescriptor
 from graphrt.metadata import StepMetadata
 from graphrt.spec import AttentionSpec, KVCacheSpec
+from scripts.rigs.backend_rig import check_token, time_layers
+from scripts.rigs.cells import LAYERS
 
 NAMES = ("triton", "triton+triton", "triton+flash_attn3", "flash_attn3", "flash_attn3+flash_attn3")
 PAGE_SIZE, SAMPLES = 16, 20

@@ -1,7 +1,7 @@
 """Time of sampling in graph replays, beside torch's sort-based sampling and FlashInfer's kernels in the same run.
 
-    python scripts/bench_sampling.py [--rows 1,16,256] [--vocab 128256,151936]
-    python scripts/bench_sampling.py --tune     # settings of the first pass, 256 rows, in about a minute
+    python -m scripts.bench_sampling [--rows 1,16,256] [--vocab 128256,151936]
+    python -m scripts.bench_sampling --tune     # settings of the first pass, 256 rows, in about a minute
 
 Logits are bfloat16, from a normal distribution: flat ones, of which top-p keeps most tokens. Peaked ones have four
 times the spread. Microseconds of one call. `torch` sorts, as vLLM's native path does. Few rows lie in the

@@ -1,8 +1,8 @@
 """What swaps reach over the link, and what they cost the steps beside them.
 
-    python scripts/bench_swap.py
-    python scripts/bench_swap.py --only link
-    python scripts/bench_swap.py --batch 64 --context 2048 --out swap.json
+    python -m scripts.bench_swap
+    python -m scripts.bench_swap --only link
+    python -m scripts.bench_swap --batch 64 --context 2048 --out swap.json
 
 link    GB/s of `SwapSpace.swap_out` and `swap_in` at several sizes, beside one plain copy of as many bytes between
         pinned memory and the device: the link's own limit. And the host's microseconds per call

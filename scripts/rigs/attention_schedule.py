@@ -8,12 +8,12 @@ from functools import partial
 import numpy as np
 import torch
 
-from graphrt.bench.attention_sides import num_sms
-from graphrt.bench.cells import SEED
 from graphrt.bench.timer import Call
 from graphrt.kernels.attention.plan import AttentionPlan
 from graphrt.kernels.attention.work_list import schedule_attention
 from graphrt.kernels.native.nvrtc import runs_native
+from scripts.rigs.attention_sides import num_sms
+from scripts.rigs.cells import SEED
 
 _ROWS = (1, 64, 256, 1024)
 _LONGEST = 4096

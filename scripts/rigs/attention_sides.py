@@ -12,9 +12,6 @@ from typing import Protocol
 
 import torch
 
-from graphrt.bench.attention_inputs import Inputs, check_output
-from graphrt.bench.attention_results import OURS
-from graphrt.bench.cells import Cell
 from graphrt.bench.timer import Call
 from graphrt.kernels.attention.operators import contiguous_attention, paged_attention
 from graphrt.kernels.attention.options import AttentionOptions
@@ -26,6 +23,9 @@ from graphrt.kernels.attention.prompt_schedule import schedule_prompt
 from graphrt.kernels.attention.work_list import schedule_attention
 from graphrt.kernels.attention.workspace import AttentionWorkspace
 from graphrt.kernels.native.nvrtc import runs_native
+from scripts.rigs.attention_inputs import Inputs, check_output
+from scripts.rigs.attention_results import OURS
+from scripts.rigs.cells import Cell
 
 _CPU_SMS = 132  # as on an H200: a dry run makes the plans of the real one
 

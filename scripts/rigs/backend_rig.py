@@ -18,14 +18,14 @@ import torch
 
 from graphrt.backends.base import AttentionBackend, AttentionLayer, BackendContext
 from graphrt.batch import Batch
-from graphrt.bench.backend_report import BackendTime
-from graphrt.bench.cells import Cell
 from graphrt.bench.timer import Call, Timing, rotations, spaced_calls, spacer_calls, time_calls
 from graphrt.capture.descriptor import BatchDescriptor
 from graphrt.kernels.errors import CapacityError
 from graphrt.kernels.types import KVLayout
 from graphrt.metadata import StepMetadata
 from graphrt.spec import AttentionSpec, KVCacheSpec
+from scripts.rigs.backend_report import BackendTime
+from scripts.rigs.cells import Cell
 
 _PREFERRED_PAGE = 16
 _PLAN_ROUNDS = 21

@@ -10,7 +10,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from graphrt.bench.cells import LAYERS, Cell, uniform_cell
+from scripts.rigs.cells import LAYERS, Cell, uniform_cell
 
 BATCHES, CONTEXTS = (1, 16, 64, 256), (512, 2048, 8192)
 

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 
 import torch
 
-from graphrt.bench.cells import Cell
 from graphrt.bench.timer import rotations
 from graphrt.kernels.errors import CapacityError
 from graphrt.kernels.types import KVLayout
+from scripts.rigs.cells import Cell
 
 _MAX_KV_BYTES = 9 << 30  # of all layers of a cell
 _FILL_CHUNK = 1 << 26

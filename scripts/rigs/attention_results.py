@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from graphrt.bench.attention_cells import PARTS
-from graphrt.bench.cells import LAYERS, Cell
+from scripts.rigs.attention_cells import PARTS
+from scripts.rigs.cells import LAYERS, Cell
 
 OURS = "graphrt"
 PEERS = ("FA3", "FlashInfer")

@@ -9,8 +9,9 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from graphrt.bench.attention_cells import PARTS
-from graphrt.bench.attention_results import (
+from graphrt.kernels.errors import ConfigError
+from scripts.rigs.attention_cells import PARTS
+from scripts.rigs.attention_results import (
     OURS,
     PEERS,
     CellResult,
@@ -20,7 +21,6 @@ from graphrt.bench.attention_results import (
     fits,
     geometric_means,
 )
-from graphrt.kernels.errors import ConfigError
 
 _COLOURS = {OURS: "tab:blue", "FA3": "tab:orange", "FlashInfer": "tab:green"}
 

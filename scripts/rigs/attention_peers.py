@@ -12,12 +12,12 @@ from typing import Any
 
 import torch
 
-from graphrt.bench.attention_inputs import Inputs
-from graphrt.bench.attention_sides import Prepared, reason_of
-from graphrt.bench.cells import Cell
 from graphrt.bench.timer import Call
 from graphrt.kernels.errors import UnsupportedError
 from graphrt.kernels.types import KVLayout
+from scripts.rigs.attention_inputs import Inputs
+from scripts.rigs.attention_sides import Prepared, reason_of
+from scripts.rigs.cells import Cell
 
 _FA3_SPLITS = (0, 32)  # its heuristic, and what serving stacks set under graphs
 _FLASHINFER_CORE_GROUPS = (1, 2, 3, 4, 8)  # query heads per KV head that its kernel for CUDA cores is compiled for

@@ -9,9 +9,9 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from graphrt.bench.cells import SEED, Cell, uniform_cell
 from graphrt.kernels.errors import ConfigError
 from graphrt.kernels.types import KVLayout
+from scripts.rigs.cells import SEED, Cell, uniform_cell
 
 SCHEDULE = "schedule"
 """The part of the benchmark that has no cells: the schedule alone."""
