@@ -12,8 +12,8 @@ copies      as in small engines: one pinned tensor per field filled by NumPy, on
 Host time is measured in two ways:
 
 idle        a step is submitted to an idle device and timed, then the host waits for it
-steady      steps are submitted in bursts of `ring_depth` - 2 launches, as by a server ahead of its device. The first step
-            of a burst is not counted. `copies` waits for each step, so its steady time equals its idle time
+steady      steps are submitted in bursts of `ring_depth` - 2 launches, as by a server ahead of its device. The first
+            step of a burst is not counted. `copies` waits for each step, so its steady time equals its idle time
 
 Models have few layers and dummy weights. This does not affect the host: as many weights are guarded as in the whole
 model. `launch` is the share of the driver: one launch of the graph of `copies`, by the call that the others use.
