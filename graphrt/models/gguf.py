@@ -12,6 +12,7 @@ import torch
 
 from graphrt.kernels.errors import ConfigError, UnsupportedError
 from graphrt.models.config import ModelConfig
+from graphrt.models.fields import printable
 from graphrt.models.gguf_file import GGUFFile, read_gguf
 from graphrt.models.packages import require
 
@@ -107,7 +108,8 @@ class GGUFSource:
                 unknown.append(f"{self._gguf.GGMLQuantizationType(kind).name} (blocks of {block})")
         if unknown:
             raise UnsupportedError(
-                f"{self._file.path}: the package gguf cannot dequantise {', '.join(unknown)}; use another quantisation"
+                f"{printable(self._file.path)}: the package gguf cannot dequantise {', '.join(unknown)}; "
+                "use another quantisation"
             )
 
 

@@ -67,14 +67,18 @@ def read_gguf(path: Path) -> GGUFFile:
         with path.open("rb") as file:
             content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     except (OSError, ValueError) as error:  # ValueError: an empty file cannot be mapped
-        raise ConfigError(f"{path}: not a readable GGUF file ({printable(error)}); check the path") from error
+        raise ConfigError(
+            f"{printable(path)}: not a readable GGUF file ({printable(error)}); check the path"
+        ) from error
     cursor = _Cursor(content, path)
     if cursor.take(4) != b"GGUF":
-        raise ConfigError(f"{path}: not a GGUF file, it starts with {content[:4]!r}; check the download")
+        raise ConfigError(f"{printable(path)}: not a GGUF file, it starts with {content[:4]!r}; check the download")
     version = cursor.scalar("I")
     if version not in _VERSIONS:
         # A big-endian file has its version in the upper half.
-        raise UnsupportedError(f"{path}: expected little-endian GGUF of version 2 or 3, got version {version:#x}")
+        raise UnsupportedError(
+            f"{printable(path)}: expected little-endian GGUF of version 2 or 3, got version {version:#x}"
+        )
     num_tensors, num_pairs = cursor.count(_SMALLEST_TENSOR), cursor.count(_SMALLEST_PAIR)
     metadata: dict[str, Any] = {}
     for _ in range(num_pairs):
@@ -83,7 +87,8 @@ def read_gguf(path: Path) -> GGUFFile:
         metadata[key] = cursor.value(cursor.scalar("I"))
     if metadata.get("split.count", 1) != 1:
         raise UnsupportedError(
-            f"{path}: the file is one part of {shown(metadata['split.count'])}; merge the parts with gguf-split"
+            f"{printable(path)}: the file is one part of {shown(metadata['split.count'])}; "
+            "merge the parts with gguf-split"
         )
     tensors = _read_tensors(cursor, num_tensors, metadata.get("general.alignment", 32), gguf)
     return GGUFFile(path, metadata, tensors, content)
@@ -105,7 +110,7 @@ def _read_tensors(cursor: _Cursor, count: int, alignment: Any, gguf: Any) -> dic
         sizes = gguf.GGML_QUANT_SIZES.get(quantization)
         if sizes is None:
             raise UnsupportedError(
-                f"{cursor.path}: {shown(name)} has quantisation {quantization}, which the package gguf does not know"
+                f"{printable(cursor.path)}: the package gguf does not know quantisation {quantization} of {shown(name)}"
             )
         block, block_bytes = sizes
         cursor.check(name not in tensors, f"the tensor {shown(name)} occurs twice")
@@ -135,7 +140,7 @@ class _Cursor:
 
     def check(self, good: bool, found: str) -> None:
         if not good:
-            raise ConfigError(f"{self.path}: the GGUF file is damaged: {found}; download it again")
+            raise ConfigError(f"{printable(self.path)}: the GGUF file is damaged: {found}; download it again")
 
     def take(self, num_bytes: int) -> bytes:
         end = self.position + num_bytes

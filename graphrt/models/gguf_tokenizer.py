@@ -73,7 +73,7 @@ END_NAMES = {
     "<|fim_pad|>", "<fim-pad>", "<fim_pad>", "<PAD>", "[PAD]", "<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<REPO>",
     "<reponame>", "<|file_sep|>",
 }  # fmt: skip
-"""Tokens that llama.cpp takes for control tokens that end a text, whatever type the file gives them."""
+"""Control tokens that end a text. llama.cpp knows them by name and ignores the type in the file."""
 
 _END_KEYS = (
     "eos_token_id", "eot_token_id", "eom_token_id", "fim_pad_token_id", "fim_rep_token_id", "fim_sep_token_id",

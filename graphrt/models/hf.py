@@ -26,8 +26,9 @@ _ROWS_COMPARED = 1024
 class SafetensorsSource:
     """The tensors of a folder's safetensors files. The constructor checks every file's table of contents.
 
-    Where an index names the file of a tensor, copies of the tensor in other files are ignored. A head that differs from
-    the embedding is kept even if config.json says that the two are tied, as in transformers.
+    As in transformers, a head that differs from the embedding is kept even if config.json says that the two are tied,
+    and the stored dtype counts if config.json names none. Where an index names the file of a tensor, copies of the
+    tensor in other files are ignored.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -42,14 +43,18 @@ class SafetensorsSource:
                 opened = safetensors.safe_open(folder / file, framework="pt", device="cpu")
             except (OSError, safetensors.SafetensorError) as error:
                 raise ConfigError(
-                    f"{folder / printable(file)}: not an intact safetensors file ({printable(error)}); download it "
+                    f"{printable(folder / file)}: not an intact safetensors file ({printable(error)}); download it "
                     "again"
                 ) from error
             for name in opened.keys():  # noqa: SIM118  not a mapping
                 if index.get(name, file) == file:
-                    self._add(name, opened, folder / printable(file))
+                    self._add(name, opened, printable(folder / file))
         if self.config.tie_word_embeddings and self.has_own_head():
             self.config = replace(self.config, tie_word_embeddings=False)
+        raw = _read_json(folder / "config.json")
+        if raw.get("dtype") is None and raw.get("torch_dtype") is None and _EMBEDDING in self._where:
+            stored = _STORED[self._where[_EMBEDDING].get_slice(_EMBEDDING).get_dtype()]
+            self.config = replace(self.config, dtype=torch.float32 if stored == torch.float64 else stored)
 
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         return self._shapes
@@ -67,7 +72,7 @@ class SafetensorsSource:
         pieces = (slice(first, first + _ROWS_COMPARED) for first in range(0, shapes[0][0], _ROWS_COMPARED))
         return not all(torch.equal(embedding[piece].double(), head[piece].double()) for piece in pieces)
 
-    def _add(self, name: str, opened: Any, file: Path) -> None:
+    def _add(self, name: str, opened: Any, file: str) -> None:
         if name in self._where:
             raise ConfigError(f"{file}: the tensor {shown(name)} is in another file too; download the index with it")
         content = opened.get_slice(name)
@@ -107,20 +112,23 @@ def download(repo_id: str, *, revision: str | None = None) -> Path:
 
 
 def _weight_files(folder: Path) -> tuple[list[str], dict[str, str]]:
-    """Return the names of a model's safetensors files, all of which exist, and the index: file names by tensor."""
+    """Return the names of a model's safetensors files, all of which exist, and the index: file names by tensor.
+
+    A single file has priority over an index, as in transformers.
+    """
     index = folder / _INDEX
     names, weight_map = [_SINGLE], {}
-    if os.path.exists(index):
+    if os.path.exists(index) and not os.path.isfile(folder / _SINGLE):
         found = _read_json(index).get("weight_map")
         if not isinstance(found, dict) or not found:
-            raise ConfigError(f"{index}: weight_map is missing or empty; download it again")
+            raise ConfigError(f"{printable(index)}: weight_map is missing or empty; download it again")
         weight_map = {tensor: _inside(index, name) for tensor, name in found.items()}
         names = sorted(set(weight_map.values()))
     missing = [name for name in names if not os.path.isfile(folder / name)]
     if missing:
         raise ConfigError(
-            f"{folder}: expected {_SINGLE}, or {_INDEX} with all its files; missing: {printable(', '.join(missing))}; "
-            "complete the download, or save the model as safetensors"
+            f"{printable(folder)}: expected {_SINGLE}, or {_INDEX} with all its files; "
+            f"missing: {printable(', '.join(missing))}; complete the download, or save the model as safetensors"
         )
     return names, weight_map
 
@@ -132,12 +140,14 @@ def _inside(index: Path, name: object) -> str:
     download cannot create them.
     """
     if not isinstance(name, str) or not name or "\0" in name or len(name) > _MAX_NAME:
-        raise ConfigError(f"{index}: expected file names in weight_map, got {shown(name)}; download it again")
+        raise ConfigError(
+            f"{printable(index)}: expected file names in weight_map, got {shown(name)}; download it again"
+        )
     path = PurePath(name)
     if path.is_absolute() or ".." in path.parts or path.suffix != ".safetensors":
         raise ConfigError(
-            f"{index}: expected .safetensors files inside the model's folder in weight_map, got {shown(name)}; "
-            "do not use this model unless you trust its origin"
+            f"{printable(index)}: expected .safetensors files inside the model's folder in weight_map, "
+            f"got {shown(name)}; do not use this model unless you trust its origin"
         )
     return name
 
@@ -148,7 +158,7 @@ def _read_json(path: Path) -> dict[str, Any]:
             raise FileNotFoundError("no such file")
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:  # RecursionError: thousands of brackets
-        raise ConfigError(f"{path}: not a readable JSON file ({printable(error)}); check it") from error
+        raise ConfigError(f"{printable(path)}: not a readable JSON file ({printable(error)}); check it") from error
     if not isinstance(content, dict):
-        raise ConfigError(f"{path}: expected a JSON object, got {type(content).__name__}")
+        raise ConfigError(f"{printable(path)}: expected a JSON object, got {type(content).__name__}")
     return content

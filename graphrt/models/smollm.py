@@ -49,7 +49,7 @@ def default_model_path(*, progress: bool = True) -> Path:
             os.replace(extracted, target)
     except OSError as error:
         raise ConfigError(
-            f"{target}: cannot store the default model there ({error}); set GRAPHRT_CACHE to another folder"
+            f"{printable(target)}: cannot store the default model there ({error}); set GRAPHRT_CACHE to another folder"
         ) from error
     return target
 

@@ -124,7 +124,8 @@ class Tokenizer:
             ConfigError: if `ids` is not a sequence of token ids.
         """
         ids = _check_ids("ids", ids)
-        return str(self._backend.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
+        options = {"skip_special_tokens": True, "clean_up_tokenization_spaces": False}
+        return str(_guarded("tokenizer", lambda: self._backend.decode(ids, **options)))
 
     def stream(self) -> TokenStream:
         """Return a new incremental decoder for one sequence."""
@@ -191,13 +192,13 @@ def load_tokenizer(source: Path, eos_ids: Sequence[int] = ()) -> Tokenizer:
         return Tokenizer(backend, None, (*own, *eos_ids))
 
     def from_file() -> Tokenizer:
-        found = gguf_tokenizer(read_gguf(source).metadata, str(source))
+        found = gguf_tokenizer(read_gguf(source).metadata, printable(source))
         return Tokenizer(found.backend, found.chat_template, (*found.eos_ids, *eos_ids), found.bos_id)
 
     if not source.is_file():
-        return _guarded(f"{source}: cannot read a tokenizer", from_folder)
+        return _guarded(f"{printable(source)}: cannot read a tokenizer", from_folder)
     require("gguf", "to read GGUF files")
-    return _guarded(f"{source}: cannot build a tokenizer", from_file)
+    return _guarded(f"{printable(source)}: cannot build a tokenizer", from_file)
 
 
 def _guarded(what: str, call: Callable[[], _T]) -> _T:

@@ -112,7 +112,7 @@ def test_the_index_names_the_file_of_a_tensor_that_two_shards_hold(tmp_path, nam
     tensors = load_file(tmp_path / "model.safetensors")
     name = "model.norm.weight"
     other = {"first": "second", "second": "first"}[named]
-    save_file(tensors, tmp_path / f"{named}.safetensors")
+    (tmp_path / "model.safetensors").rename(tmp_path / f"{named}.safetensors")
     save_file({name: torch.zeros_like(tensors[name])}, tmp_path / f"{other}.safetensors")
     index = {"weight_map": dict.fromkeys(tensors, f"{named}.safetensors") | {"unused": f"{other}.safetensors"}}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
@@ -151,6 +151,20 @@ def test_auto_dtype_is_float32_on_a_cpu(folder):
     loaded = load_model(folder, device="cpu")
     assert (loaded.config.dtype, loaded.model.dtype) == (torch.bfloat16, torch.float32)
     assert loaded.tokenizer_source == folder
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_a_config_without_a_dtype_means_that_of_the_tensors(tmp_path, dtype):
+    make_oracle("Llama").to(dtype).save_pretrained(tmp_path)
+    edit_json(tmp_path / "config.json", dtype=None)
+    reference = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert load_model(tmp_path, device="cpu").config.dtype == reference.dtype == dtype
+
+
+def test_a_single_file_has_priority_over_an_index(folder):
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "missing.safetensors"}}))
+    transformers.AutoModelForCausalLM.from_pretrained(folder)
+    assert load_model(folder, device="cpu").config.num_layers == 3
 
 
 @pytest.mark.gpu
@@ -212,6 +226,11 @@ def test_free_memory(monkeypatch, tmp_path):
     assert loading.free_memory(cpu) == 12 * 1024
 
 
+def replace_by_index(path, index):
+    (path / "model.safetensors").unlink()
+    (path / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
 def add_bias(tensors):
     tensors["model.layers.0.mlp.up_proj.bias"] = torch.ones(64)
 
@@ -250,11 +269,11 @@ BROKEN = {
         "not an intact safetensors file",
     ),
     "index without map": (
-        lambda d: (d / "model.safetensors.index.json").write_text("{}"),
+        lambda d: replace_by_index(d, {}),
         "weight_map is missing or empty",
     ),
     "missing shard": (
-        lambda d: (d / "model.safetensors.index.json").write_text('{"weight_map": {"a": "b.safetensors"}}'),
+        lambda d: replace_by_index(d, {"weight_map": {"a": "b.safetensors"}}),
         r"missing: b\.safetensors",
     ),
 }

@@ -131,8 +131,8 @@ ROPES = {
     "base": ({"freq_base": 500.0}, {"rope_type": "default", "rope_theta": 500.0}),
     "yarn": (YARN_KEYS, YARN),
     "yarn ramp": (
-        YARN_KEYS | {"scaling.yarn_beta_fast": 8.0, "scaling.yarn_beta_slow": 2.0},
-        YARN | {"beta_fast": 8.0, "beta_slow": 2.0},
+        YARN_KEYS | {"scaling.yarn_beta_fast": 2.0, "scaling.yarn_beta_slow": 0.1},
+        YARN | {"beta_fast": 2.0, "beta_slow": 0.1},
     ),
     "yarn attention": (
         YARN_KEYS | {"scaling.attn_factor": 1.7},

@@ -47,6 +47,7 @@ def folder(tmp_path: Path) -> Path:
 )
 def test_malformed_json_is_refused(folder: Path, name: str, content: str) -> None:
     (folder / name).write_bytes(content.encode("latin-1"))
+    (folder / "model.safetensors").unlink()  # the index counts without it
     with pytest.raises(ConfigError, match=rf"{name}: (not a readable JSON file|expected a JSON object)"):
         load_model(folder, device="cpu")
 
@@ -154,8 +155,8 @@ def test_any_config_is_read_or_refused(change: dict, rope: dict | None, kind: st
 )  # fmt: skip
 def test_an_index_may_not_lead_out_of_the_folder(folder: Path, name: object, monkeypatch: pytest.MonkeyPatch) -> None:
     """The name is refused although the file exists, and no file is opened."""
-    (folder.parent / "model.safetensors").write_bytes((folder / "model.safetensors").read_bytes())
     (folder.parent / "x.safetensors").write_bytes((folder / "model.safetensors").read_bytes())
+    (folder / "model.safetensors").rename(folder.parent / "model.safetensors")
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": name}}))
     opened: list[object] = []
     monkeypatch.setattr("safetensors.safe_open", lambda *arguments, **_: opened.append(arguments))
@@ -402,6 +403,7 @@ def test_names_in_a_file_reach_no_terminal_as_escape_sequences(folder: Path) -> 
         load_model(folder, device="cpu")
 
     def index(name: str) -> None:
+        weights.unlink()
         (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": name}}))
         load_model(folder, device="cpu")
 
