@@ -79,10 +79,10 @@ _END_KEYS = (
     "eos_token_id", "eot_token_id", "eom_token_id", "fim_pad_token_id", "fim_rep_token_id", "fim_sep_token_id",
 )  # fmt: skip
 _IRRELEVANT = {
-    "pre", "scores", "merges", "add_space_prefix", "remove_extra_whitespaces", "precompiled_charsmap",
-    "token_type_count", "unknown_token_id", "seperator_token_id", "padding_token_id", "cls_token_id", "mask_token_id",
-    "fim_pre_token_id", "fim_suf_token_id", "fim_mid_token_id", "prefix_token_id", "suffix_token_id",
-    "middle_token_id", "normalizer.lowercase", "normalizer.strip_accents",
+    "pre", "scores", "merges", "added_tokens", "add_space_prefix", "remove_extra_whitespaces", "precompiled_charsmap",
+    "token_type_count", "unknown_token_id", "seperator_token_id", "separator_token_id", "padding_token_id",
+    "cls_token_id", "mask_token_id", "fim_pre_token_id", "fim_suf_token_id", "fim_mid_token_id", "prefix_token_id",
+    "suffix_token_id", "middle_token_id", "normalizer.lowercase", "normalizer.strip_accents",
 }  # fmt: skip
 """Keys that llama.cpp does not read for a vocabulary of this kind, or that change no tokens."""
 
@@ -156,7 +156,7 @@ def _token_types(fields: FieldReader, tokens: Sequence[str]) -> list[int]:
 
 
 def _add_special_tokens(raw: Any, tokens: Sequence[str], types: Sequence[int]) -> None:
-    """Match control and user-defined tokens in a text before anything else. Control tokens are no text themselves."""
+    """Match control and user-defined tokens in a text before anything else. Decoded text omits control tokens."""
     added = require("tokenizers", "for tokenizers").AddedToken
     kinds = {_CONTROL: True, _UNKNOWN: True, _USER_DEFINED: False}
     found = [(token, kinds[kind]) for token, kind in zip(tokens, types, strict=True) if kind in kinds]
@@ -165,13 +165,13 @@ def _add_special_tokens(raw: Any, tokens: Sequence[str], types: Sequence[int]) -
 
 
 def _byte_level(fields: FieldReader, vocab: dict[str, int], types: Sequence[int]) -> tuple[Any, bool]:
-    """A byte-level BPE tokenizer, and whether it adds BOS by default."""
+    """Return a byte-level BPE tokenizer, and whether it adds BOS by default."""
     tokenizers = require("tokenizers", "for tokenizers")
     pre = fields.text(f"{_PREFIX}pre", "default")
     if pre and pre not in _PRE:
         fields.unsupported(f"{_PREFIX}pre {shown(pre)} (supported: {', '.join(sorted(_PRE))})")
     alphabet = set(tokenizers.pre_tokenizers.ByteLevel.alphabet())
-    # The decoder takes their characters for bytes.
+    # The decoder would read the characters of these tokens as bytes.
     misread = [
         t for t, k in zip(vocab, types, strict=True) if k == _USER_DEFINED and not t.isascii() and alphabet > {*t}
     ]
@@ -196,7 +196,10 @@ def _byte_level(fields: FieldReader, vocab: dict[str, int], types: Sequence[int]
 
 
 def _sentencepiece(fields: FieldReader, vocab: dict[str, int], types: Sequence[int]) -> tuple[Any, bool]:
-    """A SentencePiece tokenizer: the pair with the best score is merged first, and unknown characters become bytes."""
+    """Return a SentencePiece tokenizer, and whether it adds BOS by default.
+
+    The pair with the best score is merged first, and unknown characters become bytes.
+    """
     tokenizers = require("tokenizers", "for tokenizers")
     key = f"{_PREFIX}scores"
     scores = fields.get(key)
