@@ -129,7 +129,7 @@ def gguf_tokenizer(metadata: Mapping[str, Any], where: str) -> GGUFTokenizer:
         ids = {name: found or default for (name, found), default in zip(ids.items(), ((1,), (2,)), strict=True)}
     special = {f"{name}_token": tokens[found[0]] for name, found in ids.items() if found and found[0] < len(tokens)}
     if add_bos and "bos_token" not in special:
-        fields.problems.append(f"{_PREFIX}bos_token_id: expected the id of the token that starts a prompt, got none")
+        fields.problems.append(f"{_PREFIX}bos_token_id: missing, or not in {_PREFIX}tokens; the prompts need it")
     for key in ("add_eos_token", "add_sep_token"):
         if fields.flag(_PREFIX + key):
             fields.unsupported(f"{_PREFIX}{key} true: a token after every prompt")

@@ -62,11 +62,7 @@ class TensorSource:
 
     def has_own_head(self) -> bool:
         embedding, head = (self._tensors.get(f"{name}.weight") for name in ("model.embed_tokens", "lm_head"))
-        return (
-            embedding is not None
-            and head is not None
-            and not torch.equal(embedding.cpu().double(), head.cpu().double())
-        )
+        return embedding is not None and head is not None and not torch.equal(embedding, head.to(embedding))
 
 
 class LlamaLayer(nn.Module):

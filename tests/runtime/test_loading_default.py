@@ -29,7 +29,7 @@ def smollm2() -> Path:
     return default_model_path()
 
 
-def test_logits_equal_transformers(smollm2):
+def test_logits_of_the_default_model_equal_transformers(smollm2):
     loaded = load_model(smollm2, device="cpu")
     tokenizer = load_tokenizer(loaded.tokenizer_source, loaded.config.eos_ids)
     prompt = tokenizer.encode_prompt("The capital of France is Paris, and the capital of Italy", chat=False)
