@@ -29,7 +29,7 @@ from graphrt.bench.attention_results import (
 )
 from graphrt.bench.attention_schedule import make_schedules
 from graphrt.bench.cells import LAYERS, Cell
-from graphrt.kernels.attention.attend import PART_WORDS
+from graphrt.kernels.attention.attend import PARTITION_WORDS
 from graphrt.kernels.errors import CapacityError, ConfigError, UnsupportedError
 from graphrt.kernels.types import KVLayout
 
@@ -183,7 +183,7 @@ def test_schedules(case):
     plan = case.plan(CPU)
     work_list = case.call(CPU)()
     assert work_list.numel() >= plan.work_list_words
-    assert work_list[plan.schedule.num_parts * PART_WORDS] > 0, "no segments"
+    assert work_list[plan.schedule.num_partitions * PARTITION_WORDS] > 0, "no segments"
 
 
 def test_schedules_of_every_size():
