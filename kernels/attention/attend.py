@@ -344,8 +344,8 @@ def attend_kernel(
         else:
             kv_start = tl.load(block_table_ptr + req).to(tl.int64)
 
-        # Small query tiles accumulate the weights of each lane and reduce them after the loop: instead of once
-        # per KV tile.
+        # Small query tiles accumulate the weights of each lane and reduce them once after the loop, not once per KV
+        # tile.
         if BLOCK_M == 16:
             weights = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
         else:

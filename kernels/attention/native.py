@@ -1,7 +1,7 @@
 """The CUDA kernel for decode requests (native/decode.cu): supported calls, variants and launch.
 
-It processes the same work list as the Triton kernel and gives the same results. docs/attention.md describes what it
-does differently.
+It processes the same work list as the Triton kernel and gives the same results. docs/attention.md describes its
+techniques.
 """
 
 from __future__ import annotations
@@ -181,8 +181,8 @@ def native_variants() -> dict[str, NativeVariant]:
         "small_heads": (fp16, fp16, 64, 3, 1, 1, 64, False),
         "packed_max": (bf16, bf16, 128, 16, 1, 8, 16, True),
         "speculative": (bf16, bf16, 128, 4, 4, 8, 16, True),
-        "wide_group": (bf16, bf16, 160, 16, 1, 8, 16, True),
-        "wide_group_invariant": (bf16, bf16, 160, 16, 1, 8, 16, True),
+        "wide_gqa": (bf16, bf16, 160, 16, 1, 8, 16, True),
+        "wide_gqa_invariant": (bf16, bf16, 160, 16, 1, 8, 16, True),
         "gemma": (bf16, bf16, 256, 2, 1, 8, 16, True),
         "gemma_fp8": (bf16, e5m2, 256, 8, 1, 8, 16, True),
         "odd_head_dim": (fp16, fp16, 80, 7, 1, 1, 48, True),

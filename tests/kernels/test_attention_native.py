@@ -114,7 +114,7 @@ def test_misaligned_cache_falls_back_to_triton(rng: torch.Generator) -> None:
 def test_variants_compile_within_their_bounds(name: str) -> None:
     variant = native_variants()[name]
     # Sixteen queries of wide heads, with all options.
-    spilled = {"wide_group": 40, "wide_gqa_invariant": 96, "deepseek_wide": 48}.get(name, 0)
+    spilled = {"wide_gqa": 40, "wide_gqa_invariant": 96, "deepseek_wide": 48}.get(name, 0)
     registers, log = compiled_within(variant, spilled)
     static = int(re.search(r"(\d+) bytes smem", log).group(1))
     assert static <= STATIC_SHARED_BYTES
