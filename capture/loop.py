@@ -3,7 +3,7 @@
     parent graph
       WHILE node                     its condition is 1 at the start of every launch
         body: child graph            a clone of the captured step; its last nodes write go_on
-              go_on kernel           one thread: condition = (go_on != 0)
+              loop_condition kernel  one thread: condition = (go_on != 0)
 
 The driver's calls make it, as torch has WHILE nodes from 2.14 on only, and graphrt runs from 2.11 on. The step is
 captured by itself first, so the allocator, the pool and a failing capture are what they are for any graph, and the
@@ -28,10 +28,10 @@ from graphrt.capture.raw_graph import CostMeter, Launcher, check, current_stream
 from graphrt.kernels.errors import CaptureError, GraphRTError
 from graphrt.kernels.native.nvrtc import NativeVariant, load
 
-GO_ON = NativeVariant("go_on.cu", "go_on", (), num_threads=1, shared_bytes=0)
-"""The kernel that ends a body; see go_on.cu."""
+GO_ON = NativeVariant("loop_condition.cu", "loop_condition", (), num_threads=1, shared_bytes=0)
+"""The kernel that ends a body; see loop_condition.cu."""
 
-_NODES_OF_A_LOOP = 3  # WHILE, child graph, go_on kernel
+_NODES_OF_A_LOOP = 3  # WHILE, child graph, loop_condition kernel
 _OneOf = driver.CUgraphNodeType
 # A body may also hold conditional nodes, but a step is a child graph of the body, and child graphs may not.
 _IN_A_STEP = frozenset(
@@ -46,7 +46,7 @@ _IN_A_STEP = frozenset(
 
 
 class _Params(ctypes.Structure):
-    """As in go_on.cu."""
+    """As in loop_condition.cu."""
 
     _fields_ = (("flag", ctypes.c_void_p), ("handle", ctypes.c_uint64))
 

@@ -102,7 +102,7 @@ def measure_schedules(device: torch.device, num_samples: int) -> list[ScheduleTi
     for case in make_schedules():
         calls = spaced_calls([case.call(device)], device)
         us = time_calls(calls, device=device, num_samples=num_samples).median_us - spacer.median_us
-        times.append(ScheduleTime(case.mode, case.rows, case.plan(device).schedule.num_parts, us))
+        times.append(ScheduleTime(case.mode, case.rows, case.plan(device).schedule.num_partitions, us))
     return times
 
 

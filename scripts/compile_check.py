@@ -1,9 +1,9 @@
-"""Compile every kernel variant for a GPU that need not be there, and bound registers, spills and shared memory.
+"""Compile every kernel variant without a GPU, and check bounds of registers, spills and shared memory.
 
     python scripts/compile_check.py                     all variants, for sm_90
     python scripts/compile_check.py --only attention
 
-A module of `graphrt.kernels` names its variants in `compile_variants()`. Exits with 1 when a variant does not compile
+Modules of `graphrt.kernels` return their variants from `compile_variants()`. Exits with 1 if a variant does not compile
 or exceeds a bound.
 """
 
@@ -30,12 +30,12 @@ import graphrt
 from graphrt.kernels.compile_spec import CompileSpec
 
 KERNELS = Path(graphrt.__file__).parent / "kernels"
-MAX_SHARED_BYTES = 232448  # of one block on sm_90, with opt-in
+MAX_SHARED_BYTES = 232448  # of a block on sm_90, with opt-in
 
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Resources of a compiled variant, or why it did not compile."""
+    """Resources of a compiled variant, or the compile error."""
 
     registers: int = 0
     stack: int = 0
@@ -43,18 +43,18 @@ class Usage:
     shared: int = 0
     seconds: float = 0.0
     error: str = ""
-    missing: tuple[str, ...] = ()  # of the PTX
+    missing: tuple[str, ...] = ()  # from the PTX
 
 
 def variant_modules() -> Iterator[str]:
-    """Names of the modules below graphrt.kernels that declare compile variants."""
+    """Yield the names of the modules in graphrt.kernels that define compile_variants()."""
     for path in sorted(KERNELS.rglob("*.py")):
         if re.search(r"^def compile_variants\(", path.read_text(), re.MULTILINE):
             yield ".".join(["graphrt", "kernels", *path.relative_to(KERNELS).with_suffix("").parts])
 
 
 def compile_variant(spec: CompileSpec, arch: int) -> Usage:
-    """Compile one variant and read its resource usage from the cubin."""
+    """Compile one variant and return its resource usage."""
     names = list(spec.signature)
     attributes = {(names.index(name),): [["tt.divisibility", 16]] for name in spec.divisible}
     source = ASTSource(spec.kernel, spec.signature, constexprs=spec.constexprs, attrs=attributes)
@@ -62,7 +62,7 @@ def compile_variant(spec: CompileSpec, arch: int) -> Usage:
     start = time.perf_counter()
     try:
         compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
-    except Exception as error:  # compilers raise what they like; the table shows it and the run fails
+    except Exception as error:  # compilers raise many types; the run reports the error and fails
         return Usage(error=f"{type(error).__name__}: {str(error).strip()}")
     seconds = time.perf_counter() - start
     usage = resource_usage(compiled.asm["cubin"])
@@ -71,7 +71,7 @@ def compile_variant(spec: CompileSpec, arch: int) -> Usage:
 
 
 def resource_usage(cubin: bytes) -> dict[str, int]:
-    """What cuobjdump reports of the one kernel in a cubin."""
+    """Return the resources that cuobjdump reports for the kernel of a cubin."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
@@ -81,7 +81,7 @@ def resource_usage(cubin: bytes) -> dict[str, int]:
 
 
 def problems(spec: CompileSpec, usage: Usage) -> list[str]:
-    """Every bound that a variant exceeds."""
+    """Return every problem of a variant: a compile error, exceeded bounds, missing PTX."""
     if usage.error:
         return [usage.error]
     found = []
@@ -101,7 +101,7 @@ def main() -> int:
     parser.add_argument("--arch", type=int, default=90, help="compute capability to compile for (default: 90)")
     arguments = parser.parse_args()
     if triton.knobs.runtime.interpret:
-        parser.error("TRITON_INTERPRET is set: expected a process that can compile; unset it")
+        parser.error("TRITON_INTERPRET is set, so nothing can be compiled; unset it")
 
     specs = [spec for name in variant_modules() for spec in importlib.import_module(name).compile_variants()]
     names = [spec.name for spec in specs]

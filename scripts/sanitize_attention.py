@@ -3,8 +3,9 @@
     compute-sanitizer --tool memcheck --report-api-errors no python scripts/sanitize_attention.py
     compute-sanitizer --tool racecheck python scripts/sanitize_attention.py --only many,one,two_clusters,pairs
 
-torch's allocator rounds sizes up and hides overruns, so it is switched off: every tensor is an allocation of its own.
-racecheck looks at shared memory only: what blocks send each other is tested by replays (test_attention_replays.py).
+torch's caching allocator rounds sizes up, which would hide overruns. It is switched off, so that every tensor is a
+separate allocation. racecheck covers shared memory only; test_attention_replays.py covers data that blocks send to each
+other.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 
-os.environ.setdefault("PYTORCH_NO_CUDA_MEMORY_CACHING", "1")  # read when torch starts
+os.environ.setdefault("PYTORCH_NO_CUDA_MEMORY_CACHING", "1")  # must be set before torch is imported
 
 import torch
 
@@ -32,13 +33,13 @@ E4M3 = torch.float8_e4m3fn
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One call; `query_lens` makes it a packed one."""
+    """One call; with `query_lens` requests are packed."""
 
     lengths: tuple[int, ...]
     query_lens: tuple[int, ...] = ()
     dtype: torch.dtype = torch.bfloat16
     kv_dtype: torch.dtype | None = None
-    group: int = 4
+    gqa: int = 4
     head_dim: int = 128
     v_head_dim: int = 0
     page_size: int = 16
@@ -62,8 +63,8 @@ CALLS = {
     "one": Call((700,), num_sms=64),
     "one_fp8": Call((700,), kv_dtype=E4M3, num_sms=64),
     "two_clusters": Call((9000,), num_sms=132),
-    "pairs": Call((3000, 40, 900), group=16, num_sms=132),
-    "many_small_heads": Call(tuple(range(1, 130)), group=3, head_dim=64),
+    "pairs": Call((3000, 40, 900), gqa=16, num_sms=132),
+    "many_small_heads": Call(tuple(range(1, 130)), gqa=3, head_dim=64),
     "two_stages": Call((3000, 40), num_sms=96),
     "speculative": Call((3, 900, 40), query_len=4, kv_dtype=E4M3, scales=True, sinks=True),
     "many": Call(tuple(range(1, 130))),
@@ -73,7 +74,7 @@ CALLS = {
     "triton_narrow": Call(tuple(range(1, 130)), native=False),
     "triton_long": Call((2000, *(5,) * 150), native=False),
     "triton_fp8": Call(tuple(range(1, 130)), kv_dtype=E4M3, native=False),
-    "odd": Call((49, 47, 48, 0), dtype=torch.float16, group=7, head_dim=80, page_size=48),
+    "odd": Call((49, 47, 48, 0), dtype=torch.float16, gqa=7, head_dim=80, page_size=48),
     "float32": Call((33, 100), dtype=torch.float32, head_dim=64),
     "window": Call((200, 64), window=65, page_size=64),
     "chunks": Call((200, 64, 900), chunk=65),
@@ -98,23 +99,23 @@ CALLS = {
 
 
 def run(call: Call, device: torch.device) -> None:
-    """Make the inputs, call, and look at the result."""
-    heads, rows, kv_dtype = 2, len(call.lengths), call.kv_dtype or call.dtype
-    num_tokens = sum(call.query_lens) or rows * call.query_len
+    """Make the inputs, run the call twice, and check the result."""
+    heads, reqs, kv_dtype = 2, len(call.lengths), call.kv_dtype or call.dtype
+    num_tokens = sum(call.query_lens) or reqs * call.query_len
     pages = [-(-length // call.page_size) for length in call.lengths]
-    table = torch.zeros(rows, max(pages), dtype=torch.int32)
+    table = torch.zeros(reqs, max(pages), dtype=torch.int32)
     first = 1
-    for row, count in enumerate(pages):
-        table[row, :count] = torch.arange(first, first + count)
+    for req, count in enumerate(pages):
+        table[req, :count] = torch.arange(first, first + count)
         first += count
     shape = (sum(call.lengths), heads) if call.contiguous else (first, call.page_size, heads)
     v_head_dim = call.v_head_dim or call.head_dim
     k, v = (torch.randn(*shape, size, device=device).to(kv_dtype) for size in (call.head_dim, v_head_dim))
     if call.heads_first:
         k, v = (cache.transpose(1, 2).contiguous().transpose(1, 2) for cache in (k, v))
-    q = torch.randn(num_tokens, heads * call.group, call.head_dim, device=device).to(call.dtype)
+    q = torch.randn(num_tokens, heads * call.gqa, call.head_dim, device=device).to(call.dtype)
     sizes = {
-        "num_q_heads": heads * call.group,
+        "num_q_heads": heads * call.gqa,
         "num_kv_heads": heads,
         "head_dim": call.head_dim,
         "v_head_dim": v_head_dim,
@@ -125,7 +126,7 @@ def run(call: Call, device: torch.device) -> None:
     }
     if not call.query_lens:
         sizes |= {"native": call.native, "query_len": call.query_len}
-    arguments = (rows, num_tokens) if call.query_lens else (rows,)
+    arguments = (reqs, num_tokens) if call.query_lens else (reqs,)
     make_plan = AttentionPlan.varlen if call.query_lens else AttentionPlan.decode
     plan = make_plan(*arguments, **sizes)  # type: ignore[operator]  # a dict of several types
     starts = torch.tensor([0, *call.query_lens]).cumsum(0).int().to(device) if call.query_lens else None
@@ -133,8 +134,8 @@ def run(call: Call, device: torch.device) -> None:
     workspace = AttentionWorkspace.allocate([plan], device)
     work_list = torch.zeros(plan.work_list_words, dtype=torch.int32, device=device)
     scale = torch.full((heads,), 0.5, device=device) if call.scales else None
-    sinks = torch.ones(heads * call.group, device=device) if call.sinks else None
-    slopes = torch.rand(heads * call.group, device=device) if call.alibi else None
+    sinks = torch.ones(heads * call.gqa, device=device) if call.sinks else None
+    slopes = torch.rand(heads * call.gqa, device=device) if call.alibi else None
     options = AttentionOptions(
         call.head_dim**-0.5,
         sliding_window=call.window,
@@ -165,7 +166,7 @@ def run(call: Call, device: torch.device) -> None:
 
 
 def reference(plan: AttentionPlan, options: AttentionOptions, *tensors: torch.Tensor | None) -> torch.Tensor:
-    """What the operator gives on CPU tensors."""
+    """Return the result of the operator on CPU tensors."""
     q, k, v, table, lengths, starts = (None if t is None else t.cpu() for t in tensors)
     assert q is not None, "only the starts are optional"
     moved = {name: getattr(options, name) for name in ("alibi_slopes", "sinks", "k_scale", "v_scale")}
@@ -178,31 +179,31 @@ def reference(plan: AttentionPlan, options: AttentionOptions, *tensors: torch.Te
 
 
 def write(dtype: torch.dtype, device: torch.device) -> None:
-    """Norms, rotation and the KV write, with a token that is not stored, against CPU tensors."""
+    """Compare norms, rotation and KV write with CPU tensors; one token has no KV slot."""
     tokens, heads, head_dim = 5, 2, 80
     slots, positions = torch.tensor([7, -1, 0, 31, 16]), torch.tensor([3, 0, 1, 2, 0])
     q, k, v = (torch.randn(tokens, n, head_dim).bfloat16() for n in (3 * heads, heads, heads))
     cos_sin, weight = torch.randn(4, 64), torch.rand(head_dim).bfloat16()
     results = []
-    for place in (device, torch.device("cpu")):
+    for target in (device, torch.device("cpu")):
         caches = torch.zeros(2, 2, 16, heads, head_dim).to(dtype)
-        at = [x.to(place, copy=True) for x in (q, k, v, *caches, slots, positions)]
-        scale = torch.full((1,), 0.25, device=place) if dtype.itemsize == 1 else None
-        rotary = Rotary(cos_sin.to(place), weight.to(place), weight.to(place), 1e-6)
+        at = [x.to(target, copy=True) for x in (q, k, v, *caches, slots, positions)]
+        scale = torch.full((1,), 0.25, device=target) if dtype.itemsize == 1 else None
+        rotary = Rotary(cos_sin.to(target), weight.to(target), weight.to(target), 1e-6)
         write_kv(*at, rotary=rotary, k_scale=scale, v_scale=scale)
         results.append([x.float().cpu() for x in (at[0], at[3], at[4])])
-    if not all(torch.allclose(a, b, rtol=0.13, atol=0.05) for a, b in zip(*results, strict=True)):  # a place of e4m3
+    if not all(torch.allclose(a, b, rtol=0.13, atol=0.05) for a, b in zip(*results, strict=True)):  # one ULP of e4m3
         raise SystemExit(f"sanitize_attention: wrong result of write_kv to {dtype}")
 
 
 def merge(device: torch.device) -> None:
-    """Two partial attentions, one of which saw nothing in a token, against CPU tensors."""
+    """Compare a merge with CPU tensors; for one token, one side saw no key."""
     sides = [(torch.randn(5, 6, 80).bfloat16(), torch.randn(5, 6)) for _ in "ab"]
     sides[0][1][2] = float("-inf")
     results = []
-    for place in (device, torch.device("cpu")):
-        out, lse = torch.empty(5, 6, 80, dtype=torch.bfloat16, device=place), torch.empty(5, 6, device=place)
-        merge_attention(*(x.to(place) for side in sides for x in side), out, lse)
+    for target in (device, torch.device("cpu")):
+        out, lse = torch.empty(5, 6, 80, dtype=torch.bfloat16, device=target), torch.empty(5, 6, device=target)
+        merge_attention(*(x.to(target) for side in sides for x in side), out, lse)
         results.append((out.float().cpu(), lse.cpu()))
     if not all(torch.allclose(a, b, rtol=0.01, atol=0.01) for a, b in zip(*results, strict=True)):
         raise SystemExit("sanitize_attention: wrong result of merge_attention")

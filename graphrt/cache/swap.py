@@ -18,7 +18,7 @@ from graphrt.kernels.errors import CapacityError, CaptureError, ConfigError
 
 _STAGED_BYTES = 8 << 20
 """Bytes of each of the two staging buffers. Longer copies over the link hold decode steps up more: 32 MB at a time cost
-them 5.3 %, 8 MB 2.9 %. See docs/LOG.md, "Swaps beside steps"."""
+them 5.3 %, 8 MB 2.9 %. See docs/dev/log.md, "Swaps beside steps"."""
 
 Extent = tuple[int, int]
 """First byte and number of bytes."""

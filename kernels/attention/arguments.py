@@ -1,4 +1,4 @@
-"""What the attention operators have in common on the host: argument checks and the constants of the logits."""
+"""Host code that the attention operators share: argument checks and the constants of the logits."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ATTENTION_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 KV_DTYPES = (*ATTENTION_DTYPES, *FP8_DTYPES)
 MAX_HEAD_DIM = 512
 HEAD_DIMS = tuple(range(1, MAX_HEAD_DIM + 1))
-"""Sizes of heads that the Triton kernel serves, of K and of V alike. It pads them in registers, to powers of two."""
+"""Head sizes that the Triton kernel supports for K and V. It pads them to powers of two in registers."""
 TRITON_DTYPES = {
     torch.float16: "fp16",
     torch.bfloat16: "bf16",
@@ -28,10 +28,10 @@ _LOG2E = math.log2(math.e)
 
 
 def logit_constants(softmax_scale: float, logits_softcap: float) -> tuple[float, float]:
-    """The two factors with which the kernels turn `q . k` into logits in units of log 2.
+    """Return the two factors with which the kernels turn `q . k` into logits in units of log 2.
 
-    Without softcap the logit is `factor * qk`. With it, `cap * tanh(scale * qk / cap)` is computed as
-    `cap * (1 - 2 / (exp2(factor * qk) + 1))`: the first value is that factor, the second is the cap.
+    Without softcap the logit is `factor * qk`. With softcap, `cap * tanh(scale * qk / cap)` is computed as
+    `cap * (1 - 2 / (exp2(factor * qk) + 1))`. The first value is the factor, the second is the cap.
     """
     if logits_softcap == 0.0:
         return softmax_scale * _LOG2E, 0.0
@@ -48,7 +48,7 @@ def check_attention_tensors(
     options: AttentionOptions,
     lse: torch.Tensor | None = None,
 ) -> None:
-    """Raise ShapeError unless the tensors and options of a call over the paged cache fit together."""
+    """Raise ShapeError unless the tensors and options of a call over the paged cache match."""
     check_paged_tensors(q, k_cache, v_cache, block_table, seq_lens, out, lse)
     check_options(options, q.shape[1], k_cache.shape[2], k_cache.dtype, q.device)
 
@@ -62,7 +62,7 @@ def check_paged_tensors(
     out: torch.Tensor,
     lse: torch.Tensor | None,
 ) -> None:
-    """Raise ShapeError unless the tensors of a call over the paged cache fit together."""
+    """Raise ShapeError unless the tensors of a call over the paged cache match."""
     check_tensor("q", q, shape=(None, None, None), dtype=ATTENTION_DTYPES)
     head_dim, device = q.shape[2], q.device
     kv_dtypes = (q.dtype, *FP8_DTYPES)
@@ -87,7 +87,7 @@ def check_contiguous_tensors(
     options: AttentionOptions,
     lse: torch.Tensor | None = None,
 ) -> None:
-    """Raise ShapeError unless the tensors and options of a call with contiguous K and V fit together."""
+    """Raise ShapeError unless the tensors and options of a call with contiguous K and V match."""
     check_tensor("q", q, shape=(None, None, None), dtype=ATTENTION_DTYPES)
     head_dim, device = q.shape[2], q.device
     check_tensor("k", k, shape=(None, None, head_dim), dtype=(q.dtype, *FP8_DTYPES), device=device)
@@ -119,24 +119,24 @@ def _check_q_side(
 
 
 def check_query_starts(
-    query_start_loc: torch.Tensor | None, num_rows: int, query_len: int, device: torch.device
+    query_start_loc: torch.Tensor | None, num_reqs: int, query_len: int, device: torch.device
 ) -> None:
-    """Raise ShapeError unless query_start_loc is [num_rows + 1], or None for a plan with one query_len for all rows."""
+    """Raise ShapeError unless query_start_loc is [num_reqs + 1], or None for a plan with a fixed query_len."""
     if (query_start_loc is None) != (query_len > 0):
         want, got = ("None", "a tensor") if query_len else ("a tensor", "None")
         raise ShapeError(
             f"query_start_loc: expected {want} for a plan with query_len={query_len}, got {got}; "
-            "a plan without query_len is made by AttentionPlan.varlen"
+            "AttentionPlan.varlen makes a plan without query_len"
         )
     if query_start_loc is not None:
-        check_tensor("query_start_loc", query_start_loc, shape=(num_rows + 1,), dtype=torch.int32, device=device)
+        check_tensor("query_start_loc", query_start_loc, shape=(num_reqs + 1,), dtype=torch.int32, device=device)
         check_unit_stride("query_start_loc", query_start_loc)
 
 
 def check_triton_head_dim(name: str, head_dim: int) -> None:
-    """Raise UnsupportedError unless the Triton kernels serve heads of this size."""
+    """Raise UnsupportedError unless the Triton kernels support this head size."""
     if not 1 <= head_dim <= MAX_HEAD_DIM:
         raise UnsupportedError(
-            f"{name}: expected a size of heads from 1 to {MAX_HEAD_DIM}, got {head_dim}; "
+            f"{name}: expected a head size from 1 to {MAX_HEAD_DIM}, got {head_dim}; "
             "choose the backend 'torch_reference'"
         )

@@ -1,4 +1,4 @@
-"""The arguments of the two operators, declared once: operator, kernels and references take these."""
+"""The arguments of the attention operators, declared once for operators, kernels and references."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from graphrt.kernels.op_declaration import Written
 
 @dataclass(frozen=True, slots=True)
 class AttentionCall:
-    """One call over the paged cache or over contiguous K and V; `paged_attention` says what the tensors hold.
+    """One call over the paged cache or over contiguous K and V; see `paged_attention` for the tensors.
 
-    table      paged: the block table; contiguous: where each row's keys begin
-    starts     query_start_loc; None where each row has plan.shape.query_len new tokens
+    table      paged: the block table; contiguous: kv_start_loc
+    starts     query_start_loc; None: each request has plan.shape.query_len new tokens
     seq_lens   None: K and V are contiguous
     """
 
@@ -38,7 +38,7 @@ class AttentionCall:
 
 @dataclass(frozen=True, slots=True)
 class ScheduleCall:
-    """The schedule of one step; `schedule_attention` says what the tensors hold."""
+    """The schedule of one step; see `schedule_attention` for the tensors."""
 
     seq_lens: torch.Tensor
     query_start_loc: torch.Tensor | None

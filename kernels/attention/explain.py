@@ -1,7 +1,7 @@
-"""A schedule in words and numbers: what a plan says, where units lie on the line, and which segments each part has.
+"""Print a schedule as text: the plan, the work range of each query tile, and the KV splits of each work partition.
 
-`scripts/print_schedule.py` prints this for any rows, on any machine. The numbers are read from a work list that
-`schedule_attention` wrote, so they are those that the kernels follow.
+`scripts/print_schedule.py` prints this for any sequence lengths, without a GPU. The numbers are read from a work list
+that `schedule_attention` wrote, so they are the ones that the kernels use.
 """
 
 from __future__ import annotations
@@ -13,170 +13,168 @@ from dataclasses import dataclass
 
 import torch
 
-from graphrt.kernels.attention.attend import PART_WORDS, SEGMENT_WORDS
+from graphrt.kernels.attention.attend import PARTITION_WORDS, SPLIT_WORDS
 from graphrt.kernels.attention.plan import AttentionPlan
 from graphrt.kernels.attention.work_list import schedule_attention
 from graphrt.kernels.errors import ConfigError
 
 _SHOWN = 4
-"""Lines of a table at its beginning, and at its end, where it is shortened."""
+"""Lines shown at the beginning and at the end of a shortened table."""
 
 
 @dataclass(frozen=True, slots=True)
-class ListedSegment:
-    """A segment of the work list.
+class ListedSplit:
+    """A KV split of the work list.
 
-    row                    row of the batch
-    first_query            first query of its unit within the row
-    tile_begin, tile_end   its tiles, the last one excluded
-    split, num_splits      its number within the unit, from 0 on, and how many segments the unit has
+    req                       index of the request in the batch
+    first_query               first query of its query tile, within the request
+    tile_begin, tile_end      its KV tiles, the last one excluded
+    split_index, num_splits   its index within the query tile, and the number of KV splits of the query tile
     """
 
-    row: int
+    req: int
     first_query: int
     tile_begin: int
     tile_end: int
-    split: int
+    split_index: int
     num_splits: int
 
 
-def parse_rows(text: str) -> list[int]:
-    """Lengths of the rows of "1x32768+63x512": one row of 32768 tokens, then 63 of 512. Raises: ConfigError."""
+def parse_seq_lens(text: str) -> list[int]:
+    """Return the lengths that `text` lists: "1x32768+63x512" is one of 32768 tokens, then 63 of 512.
+
+    Raises: ConfigError.
+    """
     lengths: list[int] = []
     for item in text.split("+"):
         match = re.fullmatch(r"(?:(\d{1,6})x)?(\d{1,9})", item.strip())
         if match is None:
             raise ConfigError(
-                f"rows: expected counts and lengths such as 1x32768+63x512, got {text!r}; correct {item!r}"
+                f"seq_lens: expected counts and lengths such as 1x32768+63x512, got {text!r}; correct {item!r}"
             )
         lengths += [int(match[2])] * int(match[1] or 1)
     return lengths
 
 
-def read_parts(plan: AttentionPlan, work_list: torch.Tensor) -> list[list[ListedSegment]]:
-    """The segments of each part, as the kernels read them."""
+def read_partitions(plan: AttentionPlan, work_list: torch.Tensor) -> list[list[ListedSplit]]:
+    """Return the KV splits of each partition, as the kernels read them."""
     words = work_list.tolist()
 
-    def listed(at: int) -> ListedSegment:
-        row, first_query, begin, end, _, _, _, splits = words[at : at + SEGMENT_WORDS]
-        return ListedSegment(row, first_query, begin, end, splits >> 16, splits & 0xFFFF)
+    def listed(at: int) -> ListedSplit:
+        req, first_query, begin, end, _, _, _, split_word = words[at : at + SPLIT_WORDS]
+        return ListedSplit(req, first_query, begin, end, split_word >> 16, split_word & 0xFFFF)
 
-    parts = []
-    for part in range(plan.schedule.num_parts):
-        at = part * PART_WORDS
-        begin, end = words[at], words[at + PART_WORDS + 2]
-        segments = [listed(plan.segments_at + segment * SEGMENT_WORDS) for segment in range(begin, end)]
-        if segments and not plan.schedule.fixed_splits:
-            segments[0] = listed(at + 8)
-        parts.append(segments)
-    return parts
+    partitions = []
+    for partition in range(plan.schedule.num_partitions):
+        at = partition * PARTITION_WORDS
+        begin, end = words[at], words[at + PARTITION_WORDS + 2]
+        splits = [listed(plan.splits_at + entry * SPLIT_WORDS) for entry in range(begin, end)]
+        if splits and not plan.schedule.fixed_splits:
+            splits[0] = listed(at + 8)
+        partitions.append(splits)
+    return partitions
 
 
 def explain_schedule(
     plan: AttentionPlan,
-    lengths: Sequence[int],
+    seq_lens: Sequence[int],
     *,
     sliding_window: int = 0,
     attention_chunk_size: int = 0,
     every_line: bool = False,
 ) -> str:
-    """Plan, line, units and parts of a decode batch, as text.
+    """Return the plan, the total work, the query tiles and the partitions of a decode batch as text.
 
-    plan             made by AttentionPlan.decode for as many rows
-    lengths          seq_len of each row
-    every_line       do not shorten the tables
+    plan         made by AttentionPlan.decode for len(seq_lens) requests
+    seq_lens     KV tokens of each request
+    every_line   do not shorten the tables
 
     Capture-safe: no; it runs on the CPU.
 
-    Raises: ShapeError for a plan of another size, or a window or chunks that no layer may have.
+    Raises: ShapeError: if the plan has another number of requests, or if the window or chunk size is invalid.
     """
     work_list = torch.zeros(plan.work_list_words, dtype=torch.int32, device="cpu")
-    seq_lens = torch.tensor(lengths, dtype=torch.int32, device="cpu")
+    lengths = torch.tensor(seq_lens, dtype=torch.int32, device="cpu")
     schedule_attention(
-        plan, seq_lens, work_list, sliding_window=sliding_window, attention_chunk_size=attention_chunk_size
+        plan, lengths, work_list, sliding_window=sliding_window, attention_chunk_size=attention_chunk_size
     )
-    parts = read_parts(plan, work_list)
-    units: dict[tuple[int, int], list[tuple[int, ListedSegment]]] = {}
-    for part, segments in enumerate(parts):
-        for segment in segments:
-            units.setdefault((segment.row, segment.first_query), []).append((part, segment))
+    partitions = read_partitions(plan, work_list)
+    q_tiles: dict[tuple[int, int], list[tuple[int, ListedSplit]]] = {}
+    for partition, splits in enumerate(partitions):
+        for split in splits:
+            q_tiles.setdefault((split.req, split.first_query), []).append((partition, split))
     sections = [
-        _plan_lines(plan, lengths),
-        *_line_and_units(plan, units, every_line),
-        _part_lines(plan, parts, every_line),
+        _plan_lines(plan, seq_lens),
+        *_work_and_q_tiles(plan, q_tiles, every_line),
+        _partition_lines(plan, partitions, every_line),
     ]
     return "\n\n".join("\n".join(lines) for lines in sections)
 
 
-def _plan_lines(plan: AttentionPlan, lengths: Sequence[int]) -> list[str]:
+def _plan_lines(plan: AttentionPlan, seq_lens: Sequence[int]) -> list[str]:
     shape, schedule, native = plan.shape, plan.schedule, plan.native
-    rows = ", ".join(f"{len(list(same))} x {length}" for length, same in itertools.groupby(lengths))
+    reqs = ", ".join(f"{len(list(same))} x {length}" for length, same in itertools.groupby(seq_lens))
     if native is None:
         kernel, owner = "Triton", f"program of {_count(plan.tile.num_warps, 'warp')}"
     else:
         kernel = f"CUDA: {_count(plan.native_blocks, 'block')} of {native.warps} warps per KV head"
         owner = f"cluster of {native.cluster} blocks" if native.cluster > 1 else "block"
-        owner = "warp" if plan.parts_are_warps else owner
+        owner = "warp" if plan.partition_per_warp else owner
     new = _count(shape.query_len, "new token")
     of = f"{shape.head_dim}" if shape.v_head_dim == shape.head_dim else f"{shape.head_dim}, V of {shape.v_head_dim}"
-    units = -(-shape.queries_of_row // plan.tile.block_m)
+    q_tiles = -(-shape.queries_per_req // plan.tile.block_m)
+    splits = "at partition boundaries"
     if schedule.fixed_splits:
-        cuts = (
-            f"fixed: by a unit's own length, at most {schedule.fixed_splits}, of at least {schedule.fixed_tiles} tiles"
-        )
-    else:
-        cuts = "where parts end"
+        splits = f"fixed: at most {schedule.fixed_splits} per query tile, of at least {schedule.min_split_tiles} tiles"
     return [
-        f"rows         {shape.num_rows}: {rows} tokens",
-        f"heads        {shape.group * shape.num_kv_heads} query, {shape.num_kv_heads} KV, of {of}",
-        f"queries      {new} x {shape.group} heads per KV head = {shape.queries_of_row} per row",
-        f"units        of up to {plan.tile.block_m} queries: {units} per row",
-        f"tile         {plan.tile.block_n} tokens",
+        f"requests     {shape.num_reqs}: {reqs} tokens",
+        f"heads        {shape.num_queries_per_kv * shape.num_kv_heads} query, {shape.num_kv_heads} KV, of {of}",
+        f"queries      {new} x {shape.num_queries_per_kv} heads per KV head = {shape.queries_per_req} per request",
+        f"query tiles  of up to {plan.tile.block_m} queries: {q_tiles} per request",
+        f"KV tiles     of {plan.tile.block_n} tokens",
         f"kernel       {kernel}",
-        f"parts        {schedule.num_parts} per KV head, one for each {owner}",
-        f"cost         of a unit: tiles + {schedule.unit_overhead}, at least {schedule.min_unit_tiles}",
-        f"cuts         {cuts}",
+        f"partitions   {schedule.num_partitions} per KV head, one for each {owner}",
+        f"cost         of a query tile: KV tiles + {schedule.q_tile_overhead}, at least {schedule.min_q_tile_cost}",
+        f"KV splits    {splits}",
     ]
 
 
-def _line_and_units(
-    plan: AttentionPlan, units: dict[tuple[int, int], list[tuple[int, ListedSegment]]], every_line: bool
+def _work_and_q_tiles(
+    plan: AttentionPlan, q_tiles: dict[tuple[int, int], list[tuple[int, ListedSplit]]], every_line: bool
 ) -> Iterator[list[str]]:
     schedule = plan.schedule
-    table = ["row   query  tiles  cost   on the line        parts        segments"]
-    line, total = -schedule.unit_overhead, 0
-    for (row, first_query), found in units.items():
+    table = ["request  query  tiles  cost   work range         partitions   splits"]
+    work = -schedule.q_tile_overhead
+    for (req, first_query), found in q_tiles.items():
         tiles = found[-1][1].tile_end - found[0][1].tile_begin
-        cost = max(tiles + schedule.unit_overhead, schedule.min_unit_tiles)
-        line += cost
-        begin, end = line - tiles, line
+        cost = max(tiles + schedule.q_tile_overhead, schedule.min_q_tile_cost)
+        work += cost
         table.append(
-            f"{row:<5} {first_query:<6} {tiles:<6} {cost:<6} {f'{begin} to {end}':<18} "
+            f"{req:<8} {first_query:<6} {tiles:<6} {cost:<6} {f'{work - tiles} to {work}':<18} "
             f"{_range(found[0][0], found[-1][0]):<12} {len(found)}"
         )
-        total = line
-    length = max(total, 1)
-    active = min(max(length // schedule.min_part_tiles, 1), schedule.num_parts)
+    total = max(work, 1)
+    active = min(max(total // schedule.min_partition_tiles, 1), schedule.num_partitions)
     yield [
-        f"line         {length} tiles",
-        f"part size    {length} / {active} parts, rounded up = {-(-length // active)} tiles",
+        f"total work   {total} tiles",
+        f"partition    {total} / {active} partitions, rounded up = {-(-total // active)} tiles",
     ]
     yield [*table[:1], *_shortened(table[1:], every_line)]
 
 
-def _part_lines(plan: AttentionPlan, parts: list[list[ListedSegment]], every_line: bool) -> list[str]:
+def _partition_lines(plan: AttentionPlan, partitions: list[list[ListedSplit]], every_line: bool) -> list[str]:
     table = []
-    per_block = plan.native.warps if plan.native is not None and plan.parts_are_warps else 0
-    for part, segments in enumerate(parts):
-        owner = f"{part // per_block:<5} " if per_block else ""
-        texts = [f"row {s.row} tiles {s.tile_begin} to {s.tile_end} ({_share(s)})" for s in segments]
-        table.append(f"{part:<5} {owner}{'; '.join(texts) or 'nothing'}")
-    heading = "part  block segments" if per_block else "part  segments"
+    per_block = plan.native.warps if plan.native is not None and plan.partition_per_warp else 0
+    for partition, splits in enumerate(partitions):
+        owner = f"{partition // per_block:<5} " if per_block else ""
+        texts = [f"request {s.req} tiles {s.tile_begin} to {s.tile_end} ({_share(s)})" for s in splits]
+        table.append(f"{partition:<9} {owner}{'; '.join(texts) or 'none'}")
+    heading = "partition block KV splits" if per_block else "partition KV splits"
     return [heading, *_shortened(table, every_line)]
 
 
-def _share(segment: ListedSegment) -> str:
-    return "whole" if segment.num_splits == 1 else f"split {segment.split} of {segment.num_splits}"
+def _share(split: ListedSplit) -> str:
+    return "not split" if split.num_splits == 1 else f"split {split.split_index} of {split.num_splits}"
 
 
 def _count(number: int, noun: str) -> str:

@@ -1,4 +1,4 @@
-"""Merge of two attentions of the same queries over disjoint sets of keys, weighted by their log-sum-exps.
+"""Merge two attentions of the same queries over disjoint sets of keys, weighted by their log-sum-exps.
 
 Splitting the keys and merging by log-sum-exp: Juravsky et al. 2024 (Hydragen), Ye et al. 2025 (FlashInfer).
 """
@@ -20,7 +20,7 @@ from graphrt.kernels.sizes import ceil_div, next_power_of_two
 
 _MAX_HEAD_DIM = 1024
 _TILE_ELEMENTS = 1024
-"""Elements of each side that a program takes, unless one head has more. Not measured."""
+"""Elements of each side that a program processes, unless one head has more. Not measured."""
 
 _NUM_WARPS = 4
 """Warps of a program. Not measured."""
@@ -60,7 +60,7 @@ def _merge_attention_kernel(
     lse_b_ptrs = lse_b_ptr + token * stride_lse_b_token + heads * stride_lse_b_head
     lse_a = tl.load(lse_a_ptrs, mask=in_heads, other=float("-inf"))
     lse_b = tl.load(lse_b_ptrs, mask=in_heads, other=float("-inf"))
-    # A side that saw nothing is not read: it may hold NaN, and a weight of 0 times NaN is NaN.
+    # A side that saw no key is not read: it may hold NaN, and a weight of 0 times NaN is NaN.
     mask_a = mask & (lse_a != float("-inf"))[:, None]
     mask_b = mask & (lse_b != float("-inf"))[:, None]
     out_a_ptrs = out_a_ptr + (token * stride_out_a_token + heads * stride_out_a_head)[:, None] + d[None, :]
@@ -68,13 +68,13 @@ def _merge_attention_kernel(
     out_a = tl.load(out_a_ptrs, mask=mask_a, other=0.0).to(tl.float32)
     out_b = tl.load(out_b_ptrs, mask=mask_b, other=0.0).to(tl.float32)
     top = tl.maximum(lse_a, lse_b)
-    top = tl.where(top == float("-inf"), 0.0, top)  # neither saw anything: -inf - -inf is NaN
+    top = tl.where(top == float("-inf"), 0.0, top)  # neither side saw a key: -inf - -inf is NaN
     weight_a = tl.exp(lse_a - top)
     weight_b = tl.exp(lse_b - top)
     total = weight_a + weight_b
     divisor = tl.where(total == 0.0, 1.0, total)
     merged = out_a * (weight_a / divisor)[:, None] + out_b * (weight_b / divisor)[:, None]
-    # Outputs may be inputs, and several warps may load the same value: no store before all have loaded.
+    # Outputs may alias inputs, and several warps may load the same value: store only after all warps have loaded.
     tl.debug_barrier()
     out_ptrs = out_ptr + (token * stride_out_token + heads * stride_out_head)[:, None] + d[None, :]
     tl.store(out_ptrs, merged.to(out_ptr.dtype.element_ty), mask=mask)
@@ -129,7 +129,7 @@ def merge_attention_reference(
     out: torch.Tensor,
     lse: torch.Tensor | None,
 ) -> None:
-    """Reference of `graphrt::merge_attention`; see `merge_attention` for the arguments."""
+    """Run `graphrt::merge_attention` in plain torch; see `merge_attention` for the arguments."""
     top = torch.maximum(lse_a, lse_b)
     top = torch.where(top == float("-inf"), 0.0, top)
     weights = torch.stack((lse_a - top, lse_b - top)).exp()
@@ -159,16 +159,16 @@ def merge_attention(
     out: torch.Tensor,
     lse: torch.Tensor | None = None,
 ) -> None:
-    """Merge two attentions of the same queries over disjoint sets of keys into that over both, in float32.
+    """Merge two attentions of the same queries over disjoint sets of keys into the attention over both, in float32.
 
-    out_a, out_b   [tokens, heads, head_dim]  fp16, bf16 or fp32   device of out; last stride 1
-    lse_a, lse_b   [tokens, heads]            float32              natural logs of the softmax denominators, any
-                                                                   strides; -inf: saw nothing, its output is not read
-    out            [tokens, heads, head_dim]  fp16, bf16 or fp32   written; zeros where neither side saw anything
-    lse            [tokens, heads]            float32              written if given; -inf where neither saw anything
+    out_a, out_b   [tokens, heads, head_dim]  fp16, bf16 or fp32   on the device of out; last stride 1
+    lse_a, lse_b   [tokens, heads]            float32              natural logs of the softmax denominators;
+                                                                   any strides; -inf: no key, its output is not read
+    out            [tokens, heads, head_dim]  fp16, bf16 or fp32   written; zeros where neither side saw a key
+    lse            [tokens, heads]            float32              written if given; -inf where neither side saw a key
 
-    `out` may be `out_a` or `out_b`, and `lse` may be `lse_a` or `lse_b`; any other overlap is undefined. A sink belongs
-    to one of the two sides; given to both, its weight counts twice.
+    `out` may be `out_a` or `out_b`, and `lse` may be `lse_a` or `lse_b`. Any other overlap is undefined. Apply sinks to
+    one of the two sides only; otherwise their weight counts twice.
 
     Capture-safe: one launch whose grid depends on shapes only.
 
@@ -186,13 +186,13 @@ def merge_attention(
         check_no_overlap("lse", lse)
     if not 1 <= out.shape[2] <= _MAX_HEAD_DIM:
         raise UnsupportedError(
-            f"out: expected a head_dim from 1 to {_MAX_HEAD_DIM}, got {out.shape[2]}; pass heads as a dimension"
+            f"out: expected a head_dim from 1 to {_MAX_HEAD_DIM}, got {out.shape[2]}; move heads to their own dimension"
         )
     _op(out_a, lse_a, out_b, lse_b, out, lse)
 
 
 def compile_variants() -> list[CompileSpec]:
-    """One variant per dtype, one that rounds float32 partial results, and the largest head."""
+    """Return one variant per dtype, one that rounds float32 partial results, and the largest head."""
     fp16, bf16, fp32 = torch.float16, torch.bfloat16, torch.float32
     cases = [
         # name, dtype of the sides and of the output, head_dim, with lse

@@ -1,7 +1,7 @@
-"""The CUDA kernel of decode rows (native/decode.cu): when it serves, its variants and its launch.
+"""The CUDA kernel for decode requests (native/decode.cu): supported calls, variants and launch.
 
-It follows the same work list as the Triton kernel and gives the same results. docs/attention.md says what it
-does better.
+It processes the same work list as the Triton kernel and gives the same results. docs/attention.md describes its
+techniques.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from graphrt.kernels.errors import ShapeError
 from graphrt.kernels.native.nvrtc import NativeVariant, launch
 
 NATIVE_PAGE_MULTIPLE = 16
-"""Pages must be a multiple of this many tokens: what one warp copies at a time then lies in one page."""
+"""Pages must hold a multiple of this many tokens, so that each copy of a warp is within one page."""
 
-_ALIGNMENT = 16  # bytes that one copy moves
-_PAIR = 8  # bytes of the workspace that are read at a time
+_ALIGNMENT = 16  # bytes of one copy
+_PAIR = 8  # bytes of one load from the workspace
 
 
 class _Params(ctypes.Structure):
@@ -37,13 +37,13 @@ class _Params(ctypes.Structure):
         *((name, ctypes.c_longlong) for name in ("q_token", "q_head", "k_page", "k_slot", "k_head")),
         *((name, ctypes.c_longlong) for name in ("v_page", "v_slot", "v_head", "table_row")),
         *((name, ctypes.c_longlong) for name in ("out_token", "out_head", "lse_token")),
-        *((name, ctypes.c_int) for name in ("k_scale_head", "v_scale_head", "segments_at", "zeros_at")),
-        *((name, ctypes.c_int) for name in ("num_places", "window")),
+        *((name, ctypes.c_int) for name in ("k_scale_head", "v_scale_head", "splits_at", "zeros_at")),
+        *((name, ctypes.c_int) for name in ("max_partials", "window")),
         *((name, ctypes.c_float) for name in ("logit_factor", "logit_cap")),
     )
 
 
-def native_fault(
+def native_unsupported_reason(
     plan: AttentionPlan,
     q: torch.Tensor,
     k_cache: torch.Tensor,
@@ -51,34 +51,35 @@ def native_fault(
     work_list: torch.Tensor,
     out: torch.Tensor,
 ) -> str | None:
-    """Why the kernel cannot run with the tensors of a call, by a plan that was made for it; None: it can.
+    """Return why the kernel cannot run a call with a plan that was made for it; None if it can.
 
-    A plan does not hold dtypes, page sizes and addresses, so they may differ from what it was made for. The Triton
-    kernel then runs by the same plan and work list; its results are right, but it is slower than by its own plan.
+    A plan does not hold dtypes, page sizes and addresses, so a call may differ from those that the plan was made for.
+    The Triton kernel then runs with the same plan and work list. Its results are correct, but it is slower than with a
+    plan of its own.
     """
     if q.element_size() != 2:
         return f"q is {q.dtype}"
     if k_cache.shape[1] % NATIVE_PAGE_MULTIPLE:
-        return f"pages of {k_cache.shape[1]} tokens are no multiple of {NATIVE_PAGE_MULTIPLE}"
+        return f"the page size of {k_cache.shape[1]} is not a multiple of {NATIVE_PAGE_MULTIPLE}"
     tile = native_tile(k_cache.dtype)
     if not serves_heads(plan.shape, k_cache.dtype) or plan.tile.block_n % tile:
-        return f"the plan was made for another dtype than {k_cache.dtype}"
+        return f"the plan was not made for a cache of {k_cache.dtype}"
     for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
         page, slot, head, _ = cache.stride()
         if cache.data_ptr() % _ALIGNMENT or math.gcd(page, slot, head) * cache.element_size() % _ALIGNMENT:
-            return f"{name} has heads at addresses that are no multiple of {_ALIGNMENT}"
+            return f"heads of {name} are not aligned to {_ALIGNMENT} bytes"
     for name, tensor in (("q", q), ("out", out)):
         token, head, _ = tensor.stride()
         if tensor.data_ptr() % 4 or token % 2 or head % 2:
-            return f"{name} has heads at addresses that are no multiple of 4"
-    return f"work_list lies at no multiple of {_ALIGNMENT}" if work_list.data_ptr() % _ALIGNMENT else None
+            return f"heads of {name} are not aligned to 4 bytes"
+    return f"work_list is not aligned to {_ALIGNMENT} bytes" if work_list.data_ptr() % _ALIGNMENT else None
 
 
 def native_variant(
     plan: AttentionPlan, options: AttentionOptions, dtype: torch.dtype, kv_dtype: torch.dtype, page_size: int
 ) -> NativeVariant:
-    """The variant of a call, by a plan that was made for the CUDA kernel."""
-    # 1: a window. 2: chunks, unless the work list begins where they do: the mask has nothing to add then.
+    """Return the variant for a call with a plan that was made for the CUDA kernel."""
+    # 1: a window. 2: chunks. Chunks that begin at KV tile boundaries need no mask: the work list begins there.
     window = 1 if options.sliding_window else 2 if plan.masks_chunks(options.attention_chunk_size) else 0
     alibi = 0 if options.alibi_slopes is None else 1 + options.alibi_sqrt
     return _variant(plan, alibi, options.causal, window, options.logits_softcap > 0.0, dtype, kv_dtype, page_size)
@@ -104,10 +105,10 @@ def _variant(
         "CAUSAL": int(causal),
         "CLUSTER": native.cluster,
         "FIXED_SPLITS": plan.schedule.fixed_splits,
-        "GROUP": shape.group,
+        "NUM_QUERIES_PER_KV": shape.num_queries_per_kv,
         "HEAD_DIM": shape.head_dim,
         "KV_FP8": 1 + FP8_DTYPES.index(kv_dtype) if kv_dtype in FP8_DTYPES else 0,
-        "MERGE_BUNDLE": plan.merge_bundle,
+        "MERGE_GROUP_SIZE": plan.merge_group_size,
         "PAGE_SIZE": page_size,
         "PARAMS_BYTES": ctypes.sizeof(_Params),
         "PARTIAL_M": plan.partial_m,
@@ -130,9 +131,9 @@ def _native_of(plan: AttentionPlan) -> NativePlan:
 
 
 def native_attention(call: AttentionCall) -> None:
-    """One launch for a call without a `native_fault`.
+    """Launch the kernel for a call that has no `native_unsupported_reason`.
 
-    Raises: ShapeError for a workspace whose words cannot be read in pairs.
+    Raises: ShapeError: if the workspace is not aligned to 8 bytes.
     """
     plan, options, workspace = call.plan, call.options, call.workspace
     for name, words in (("partial_out", workspace.partial_out), ("counters", workspace.counters)):
@@ -154,9 +155,9 @@ def native_attention(call: AttentionCall) -> None:
         *call.out.stride()[:2],
         0 if call.lse is None else call.lse.stride(0),
         *options.scale_strides,
-        plan.segments_at,
+        plan.splits_at,
         plan.zeros_at,
-        plan.num_places,
+        plan.max_partials,
         options.span,
         logit_factor,
         logit_cap,
@@ -166,10 +167,10 @@ def native_attention(call: AttentionCall) -> None:
 
 
 def native_variants() -> dict[str, NativeVariant]:
-    """Variants that a test compiles without a GPU: shapes of common models, and the corners."""
+    """Return the variants that a test compiles without a GPU: shapes of common models, and corner cases."""
     bf16, fp16, e4m3, e5m2 = torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2
     cases: dict[str, tuple[torch.dtype, torch.dtype, int, int, int, int, int, bool]] = {
-        # name: dtype, KV dtype, head_dim, group, query_len, rows, page_size, every option
+        # name: dtype, KV dtype, head_dim, num_queries_per_kv, query_len, requests, page_size, every option
         "llama_one": (bf16, bf16, 128, 4, 1, 1, 16, False),
         "llama": (bf16, bf16, 128, 4, 1, 16, 16, False),
         "llama_many": (bf16, bf16, 128, 4, 1, 256, 16, False),
@@ -180,8 +181,8 @@ def native_variants() -> dict[str, NativeVariant]:
         "small_heads": (fp16, fp16, 64, 3, 1, 1, 64, False),
         "packed_max": (bf16, bf16, 128, 16, 1, 8, 16, True),
         "speculative": (bf16, bf16, 128, 4, 4, 8, 16, True),
-        "wide_group": (bf16, bf16, 160, 16, 1, 8, 16, True),
-        "wide_group_invariant": (bf16, bf16, 160, 16, 1, 8, 16, True),
+        "wide_gqa": (bf16, bf16, 160, 16, 1, 8, 16, True),
+        "wide_gqa_invariant": (bf16, bf16, 160, 16, 1, 8, 16, True),
         "gemma": (bf16, bf16, 256, 2, 1, 8, 16, True),
         "gemma_fp8": (bf16, e5m2, 256, 8, 1, 8, 16, True),
         "odd_head_dim": (fp16, fp16, 80, 7, 1, 1, 48, True),
@@ -196,12 +197,12 @@ def native_variants() -> dict[str, NativeVariant]:
         "chunked_fp8": (bf16, e4m3, 128, 5, 1, 64, 16, True),
     }
     variants = {}
-    for name, (dtype, kv_dtype, head_dim, group, query_len, rows, page_size, every) in cases.items():
+    for name, (dtype, kv_dtype, head_dim, num_queries_per_kv, query_len, reqs, page_size, every) in cases.items():
         heads = 1 if name == "pairs" else 16 if name.startswith("deepseek") else 8
         v_head_dim = 128 if name.startswith(("deepseek", "wide_values")) else None
         plan = AttentionPlan.decode(
-            rows,
-            num_q_heads=heads * group,
+            reqs,
+            num_q_heads=heads * num_queries_per_kv,
             num_kv_heads=heads,
             head_dim=head_dim,
             v_head_dim=v_head_dim,
@@ -212,7 +213,10 @@ def native_variants() -> dict[str, NativeVariant]:
             batch_invariant=name.endswith("invariant"),
             native=True,
         )
-        slopes, chunked = torch.zeros(heads * group, device="cpu") if every else None, name.startswith("chunked")
+        slopes, chunked = (
+            torch.zeros(heads * num_queries_per_kv, device="cpu") if every else None,
+            name.startswith("chunked"),
+        )
         options = AttentionOptions(
             1.0,
             sliding_window=int(every and not chunked),

@@ -1,4 +1,4 @@
-"""Attention over the paged cache and over contiguous K and V: the operators around the two kernels."""
+"""The attention operators over the paged cache and over contiguous K and V, around both kernels."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from graphrt.kernels.attention.arguments import (
 )
 from graphrt.kernels.attention.attend import attend_kernel
 from graphrt.kernels.attention.call import AttentionCall
-from graphrt.kernels.attention.native import native_attention, native_fault
+from graphrt.kernels.attention.native import native_attention, native_unsupported_reason
 from graphrt.kernels.attention.options import FP8_DTYPES, AttentionOptions, check_options
 from graphrt.kernels.attention.plan import AttentionPlan
 from graphrt.kernels.attention.reference import reference_attention, reference_contiguous_attention
@@ -32,9 +32,9 @@ _MAX_INT32 = (1 << 31) - 1
 
 
 def _constexprs(plan: AttentionPlan, options: AttentionOptions, kv_dtype: torch.dtype) -> dict[str, object]:
-    """The constexpr arguments of the kernel, without those that tell paged from contiguous calls."""
+    """Return the constexpr arguments of the kernel, without those that distinguish paged and contiguous calls."""
     return {
-        "GROUP": plan.shape.group,
+        "NUM_QUERIES_PER_KV": plan.shape.num_queries_per_kv,
         "HEAD_DIM": plan.shape.head_dim,
         "V_HEAD_DIM": plan.shape.v_head_dim,
         "CAUSAL": options.causal,
@@ -52,15 +52,15 @@ def _constexprs(plan: AttentionPlan, options: AttentionOptions, kv_dtype: torch.
         "NUM_STAGES": plan.tile.num_stages,
         "PARTIAL_M": plan.partial_m,
         "MERGE_SPLITS": plan.merge_splits,
-        "MERGE_BUNDLE": plan.merge_bundle,
+        "MERGE_GROUP_SIZE": plan.merge_group_size,
     }
 
 
 def _stride_unit(kv_strides: Sequence[int], others: Sequence[int]) -> int:
-    """The elements in which strides are given to the kernel: 1, 2, 4 or 8.
+    """Return the unit in which strides are passed to the kernel: 1, 2, 4 or 8 elements.
 
-    Triton sees by itself which strides are multiples of 16. Where those of K and V are not, as with heads of 72, the
-    kernel must be told how they are aligned: it would load element by element.
+    Triton specializes on strides that are multiples of 16. If strides of K and V are not, as with heads of 72, the
+    compiler must learn their alignment from the unit; otherwise it loads element by element.
     """
     common = math.gcd(*kv_strides)
     strides = (common, *others)
@@ -73,14 +73,14 @@ _launch_kernel = KernelLauncher(attend_kernel)
 
 
 def _launch(call: AttentionCall) -> None:
-    """One launch of the Triton kernel: a program per KV head and part."""
+    """Launch the Triton kernel: one program per KV head and work partition."""
     plan, options, workspace = call.plan, call.options, call.workspace
     paged = call.seq_lens is not None
     logit_factor, logit_cap = logit_constants(options.softmax_scale, options.logits_softcap)
     k_strides, v_strides = (t.stride()[:3] if paged else (0, *t.stride()[:2]) for t in (call.k, call.v))
-    unit = _stride_unit((*k_strides, *v_strides), (*call.q.stride()[:2], *call.out.stride()[:2]))
+    stride_unit = _stride_unit((*k_strides, *v_strides), (*call.q.stride()[:2], *call.out.stride()[:2]))
     _launch_kernel(
-        (plan.shape.num_kv_heads, plan.schedule.num_parts),
+        (plan.shape.num_kv_heads, plan.schedule.num_partitions),
         call.q,
         call.k,
         call.v,
@@ -95,20 +95,20 @@ def _launch(call: AttentionCall) -> None:
         options.v_scale,
         options.alibi_slopes,
         options.sinks,
-        plan.segments_at,
+        plan.splits_at,
         plan.zeros_at,
-        plan.num_places,
+        plan.max_partials,
         logit_factor,
         logit_cap,
         options.span,
-        *(stride // unit for stride in (*call.q.stride()[:2], *k_strides, *v_strides)),
+        *(stride // stride_unit for stride in (*call.q.stride()[:2], *k_strides, *v_strides)),
         call.table.stride(0),
-        *(stride // unit for stride in call.out.stride()[:2]),
+        *(stride // stride_unit for stride in call.out.stride()[:2]),
         0 if call.lse is None else call.lse.stride(0),
         *options.scale_strides,
         PAGE_SIZE=call.k.shape[1] if paged else 1,
         PAGED=paged,
-        STRIDE_UNIT=unit,
+        STRIDE_UNIT=stride_unit,
         LAUNCH_PDL=call.pdl,
         **_constexprs(plan, options, call.k.dtype),
         num_warps=plan.tile.num_warps,
@@ -119,11 +119,15 @@ def _launch(call: AttentionCall) -> None:
 
 def _attention_on_device(call: AttentionCall) -> None:
     if call.q.is_cuda and call.plan.native is not None:
-        fault = native_fault(call.plan, call.q, call.k, call.v, call.work_list, call.out)
-        if fault is None:
+        reason = native_unsupported_reason(call.plan, call.q, call.k, call.v, call.work_list, call.out)
+        if reason is None:
             native_attention(call)
             return
-        warnings.warn(f"attention: the slower Triton kernel runs, since {fault}", RuntimeWarning, stacklevel=2)
+        warnings.warn(
+            f"attention: the CUDA kernel cannot run because {reason}; the slower Triton kernel runs instead",
+            RuntimeWarning,
+            stacklevel=2,
+        )
     _launch(call)
 
 
@@ -158,35 +162,37 @@ def paged_attention(
     lse: torch.Tensor | None = None,
     pdl: bool = False,
 ) -> None:
-    """Attention of each row's new tokens to the row's pages, which hold the new tokens' K and V already.
+    """Attend from the new tokens of each request to the pages of the request, which already hold their K and V.
 
     q                  [num_tokens, num_q_heads, head_dim]                fp16, bf16 or fp32
     k_cache            [num_pages, page_size, num_kv_heads, head_dim]     dtype of q, or fp8; any strides, last one 1
     v_cache            [num_pages, page_size, num_kv_heads, v_head_dim]   as k_cache
     out                [num_tokens, num_q_heads, v_head_dim]              dtype of q, written
-    block_table        [rows, max_pages]                                  int32
-    seq_lens           [rows]  including the new tokens; 0: zeros         int32
-    work_list          written by `schedule_attention` in this step, from the same plan, seq_lens and window or chunks
-    query_start_loc    [rows + 1]  for plans without query_len; tokens from its last value on: zeros   int32
+    block_table        [num_reqs, max_pages]                              int32
+    seq_lens           [num_reqs]  including the new tokens; 0: zeros     int32
+    work_list          written by `schedule_attention` in this step, with the same plan, seq_lens and window or chunks
+    query_start_loc    [num_reqs + 1]  for plans without query_len        int32
     lse                [num_tokens, num_q_heads]  natural log of the softmax's denominator, sinks included   float32,
-                       written. Where nothing is seen it is the sink, or -inf without one. In tokens from
-                       query_start_loc's last value on it is -inf
-    pdl                launch before the kernel ahead has finished, and wait for it on the device
+                       written. For a token that sees no key it is the sink, or -inf without sinks
+    pdl                programmatic dependent launch: start before the previous kernel has finished, and wait on the
+                       device
 
-    rows, num_tokens and sizes of heads are those of plan.shape. Heads of any size up to MAX_HEAD_DIM are padded within
-    the kernel; no tensor need be. fp8 keys and values are multiplied as float16 (float32 if q is); their
-    scales go into logits and output.
+    Padding tokens, from the last value of query_start_loc on, get zeros and a log-sum-exp of -inf.
 
-    The caller guarantees what only the device could see; the runtime's refresh does so:
+    num_reqs, num_tokens and head sizes are those of plan.shape. The kernel pads heads of any size up to MAX_HEAD_DIM,
+    so no tensor needs padding. fp8 keys and values are multiplied as float16, or as float32 if q is float32. Their
+    scales are applied to logits and output.
 
-    - the work list is of this step;
+    The caller guarantees what only the device could check; the runtime's refresh does so:
+
+    - the work list was written in this step;
     - 0 <= seq_lens <= max_pages * page_size;
-    - page ids lie inside the cache, up to the page of the last token;
-    - query_start_loc begins at 0, does not decrease and ends at num_tokens or before.
+    - page ids are valid up to the page of the last token;
+    - query_start_loc begins at 0, does not decrease and ends at num_tokens or less.
 
-    Anything else is undefined, reads out of bounds included.
+    Otherwise the behaviour is undefined and may include reads out of bounds.
 
-    Capture-safe: one launch, no sync, no allocation; the grid depends on the plan only.
+    Capture-safe: one launch, no sync, no allocation; the grid depends only on the plan.
 
     Raises: ShapeError, CapacityError.
     """
@@ -218,11 +224,11 @@ def _check_paged(
     *workspace: torch.Tensor,
 ) -> None:
     check_paged_tensors(q, k_cache, v_cache, block_table, seq_lens, out, lse)
-    num_rows = plan.shape.num_rows
-    if seq_lens.shape[0] != num_rows:
-        raise ShapeError(f"seq_lens: expected {num_rows} rows, got {seq_lens.shape[0]}; use the plan of this size")
+    num_reqs = plan.shape.num_reqs
+    if seq_lens.shape[0] != num_reqs:
+        raise ShapeError(f"seq_lens: expected {num_reqs} requests, got {seq_lens.shape[0]}; use the plan of this size")
     _check_plan(q, k_cache.shape[2], v_cache.shape[3], plan, work_list, AttentionWorkspace(*workspace))
-    check_query_starts(query_start_loc, num_rows, plan.shape.query_len, q.device)
+    check_query_starts(query_start_loc, num_reqs, plan.shape.query_len, q.device)
 
 
 def contiguous_attention(
@@ -239,18 +245,18 @@ def contiguous_attention(
     *,
     lse: torch.Tensor | None = None,
 ) -> None:
-    """Attention of packed rows to packed K and V, without a cache; causal rows end at their last key.
+    """Attend from packed requests to packed K and V, without a cache. A causal request ends at its last key.
 
     q                 [num_tokens, num_q_heads, head_dim]            fp16, bf16 or fp32
     k                 [kv_tokens, num_kv_heads, head_dim]            dtype of q, or fp8; any strides, last one 1
     v                 [kv_tokens, num_kv_heads, v_head_dim]          as k
     out               [num_tokens, num_q_heads, v_head_dim]          dtype of q, written
-    kv_start_loc      [rows + 1]  where each row's keys begin        int32
-    query_start_loc   [rows + 1]  tokens from its last value on: zeros   int32
+    kv_start_loc      [num_reqs + 1]  first key of each request      int32
+    query_start_loc   [num_reqs + 1]  first token of each request    int32
 
-    The plan is made by `AttentionPlan.varlen`, the work list from `kv_start_loc` with `seq_lens_are_starts`. The other
-    arguments, guarantees and errors are those of `paged_attention`. The caller guarantees of kv_start_loc that it
-    begins at 0 or later, does not decrease and ends at kv_tokens or before.
+    AttentionPlan.varlen makes the plan, and `schedule_attention` writes the work list from `kv_start_loc` with
+    `seq_lens_are_starts`. For the other arguments, guarantees and errors see `paged_attention`. The caller guarantees
+    that kv_start_loc begins at 0 or more, does not decrease and ends at kv_tokens or less.
 
     Capture-safe: as `paged_attention`.
 
@@ -258,10 +264,10 @@ def contiguous_attention(
     """
     check_contiguous_tensors(q, k, v, kv_start_loc, query_start_loc, out, options, lse)
     shape = plan.shape
-    if shape.query_len or query_start_loc.shape[0] != shape.num_rows + 1:
+    if shape.query_len or query_start_loc.shape[0] != shape.num_reqs + 1:
         raise ShapeError(
-            f"query_start_loc: expected {shape.num_rows} rows and a plan made by AttentionPlan.varlen, got "
-            f"{query_start_loc.shape[0] - 1} rows and query_len={shape.query_len}; use the plan of this size"
+            f"query_start_loc: expected {shape.num_reqs} requests and a plan made by AttentionPlan.varlen, got "
+            f"{query_start_loc.shape[0] - 1} requests and query_len={shape.query_len}; use the plan of this size"
         )
     _check_plan(q, k.shape[1], v.shape[2], plan, work_list, workspace)
     _attention(
@@ -280,7 +286,7 @@ def _check_plan(
     workspace: AttentionWorkspace,
 ) -> None:
     shape = plan.shape
-    heads = (shape.group * shape.num_kv_heads, shape.num_kv_heads)
+    heads = (shape.num_queries_per_kv * shape.num_kv_heads, shape.num_kv_heads)
     if q.shape[0] != shape.num_tokens or (q.shape[1], num_kv_heads) != heads or q.shape[2] != shape.head_dim:
         raise ShapeError(
             f"q: expected {shape.num_tokens} tokens, {heads[0]} query and {heads[1]} KV heads of {shape.head_dim} as "
@@ -308,15 +314,15 @@ def _check_plan(
 
 
 def compile_variants() -> list[CompileSpec]:
-    """Kernel variants that a test compiles without a GPU: shapes of common models, and the corners."""
+    """Return the variants that a test compiles without a GPU: shapes of common models, and corner cases."""
     bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32
     e4m3, e5m2 = torch.float8_e4m3fn, torch.float8_e5m2
-    # Bytes. Only the merge spills, and varlen is faster with 3 stages in spite of it. Odd sizes, which no common model
-    # has, spill more: they are loaded element by element.
+    # Bytes. Only the merge spills, and varlen is faster with 3 stages despite the spill. Odd sizes, which no common
+    # model has, spill more, because they are loaded element by element.
     spill, spill_varlen, spill_odd = 64, 400, 512
     cases: list[tuple[str, torch.dtype, torch.dtype, tuple[int, int], int, int, int, int, str]] = [
-        # name, dtype, KV dtype, sizes of heads, group, query_len (0: varlen), rows, page_size (0: contiguous); and, for
-        # every option, a window or chunks
+        # name, dtype, KV dtype, head sizes, query heads per KV head, query_len (0: varlen), requests, page_size (0:
+        # contiguous), and for all options on: a window or chunks
         ("llama", bf16, bf16, (128, 128), 4, 1, 1, 16, ""),
         ("llama_many", bf16, bf16, (128, 128), 4, 1, 256, 16, ""),
         ("llama_page64", fp16, fp16, (128, 128), 4, 1, 1, 64, ""),
@@ -355,13 +361,13 @@ def compile_variants() -> list[CompileSpec]:
         ("chunked_varlen", bf16, bf16, (128, 128), 5, 0, 64, 16, "chunks"),
     ]
     specs = []
-    for name, dtype, kv_dtype, sizes, group, query_len, rows, page_size, options in cases:
-        heads = {"num_q_heads": 8 * group, "num_kv_heads": 8, "dtype": dtype, "num_sms": 132}
+    for name, dtype, kv_dtype, sizes, num_queries_per_kv, query_len, reqs, page_size, options in cases:
+        heads = {"num_q_heads": 8 * num_queries_per_kv, "num_kv_heads": 8, "dtype": dtype, "num_sms": 132}
         heads |= {"head_dim": sizes[0], "v_head_dim": sizes[1]}
         if query_len:
-            plan = AttentionPlan.decode(rows, kv_dtype=kv_dtype, query_len=query_len, **heads)  # type: ignore[arg-type]
+            plan = AttentionPlan.decode(reqs, kv_dtype=kv_dtype, query_len=query_len, **heads)  # type: ignore[arg-type]
         else:
-            plan = AttentionPlan.varlen(rows, 2048, kv_dtype=kv_dtype, **heads)  # type: ignore[arg-type]
+            plan = AttentionPlan.varlen(reqs, 2048, kv_dtype=kv_dtype, **heads)  # type: ignore[arg-type]
         chosen = AttentionOptions(
             1.0,
             sliding_window=int(options == "window"),

@@ -1,4 +1,4 @@
-"""What an attention layer does besides softmax(q k) v: one frozen record of options for all kernels, and its checks."""
+"""The options of an attention layer besides softmax(q k) v, one frozen dataclass for all kernels."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ from graphrt.kernels.errors import ShapeError
 
 FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 MAX_WINDOW = 1 << 30
-"""Largest sliding window, and largest chunk: the kernels add positions and windows in int32."""
+"""Largest sliding window and largest chunk: the kernels add positions and windows in int32."""
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionOptions:
-    """Options of one attention call. Numbers are baked into a captured graph; tensors are read at every replay.
+    """Options of one attention call. A captured graph bakes in the numbers and reads the tensors at every replay.
 
     softmax_scale    factor of q . k
-    causal           token i of a row sees positions 0 to seq_len - query_len + i; otherwise all of them
+    causal           token i of a request sees positions 0 to seq_len - query_len + i; otherwise all of them
     sliding_window   positions that a token sees, itself included, up to MAX_WINDOW; 0: all. Needs `causal`
-    attention_chunk_size  positions are cut into chunks of so many, up to MAX_WINDOW, and a token sees those of its own
-                     chunk alone: position p sees p // size * size to p; 0: all. Needs `causal`, and no sliding window
+    attention_chunk_size  positions of a chunk, up to MAX_WINDOW. A token sees only its own chunk: position p sees
+                     p // size * size to p; 0: all. Needs `causal`, and no sliding window
     logits_softcap   cap * tanh(logits / cap); 0.0: off
-    alibi_slopes     [num_q_heads]           float32  bias -slope * distance, added after the softcap; a slope that is
-                                                     not finite makes its head NaN; Press et al. 2022
+    alibi_slopes     [num_q_heads]           float32  bias -slope * distance, added after the softcap. The output of a
+                                                     head is NaN if its slope is not finite; Press et al. 2022
     alibi_sqrt       the bias is -slope * sqrt(distance)
-    sinks            [num_q_heads]           float32  a logit per head that adds exp(sink) to the softmax's denominator;
-                                                     finite or -inf, else its head is NaN
+    sinks            [num_q_heads]           float32  a logit per head that adds exp(sink) to the softmax's denominator.
+                                                     The output of a head is NaN unless its sink is finite or -inf
     k_scale          [1] or [num_kv_heads]   float32  key = stored value * k_scale; for fp8 caches; None: 1
-    v_scale          like k_scale, of the values
+    v_scale          like k_scale, for values
     """
 
     softmax_scale: float
@@ -46,12 +46,12 @@ class AttentionOptions:
 
     @property
     def span(self) -> int:
-        """Positions of a window or of a chunk, whichever there is; 0: neither."""
+        """Positions of a window or of a chunk; 0: neither is set."""
         return self.sliding_window or self.attention_chunk_size
 
     @property
     def scale_strides(self) -> tuple[int, int]:
-        """From a KV head's `k_scale` and `v_scale` to the next one's: 0 where all share it, or there is none."""
+        """Strides of `k_scale` and `v_scale` between KV heads; 0 if all heads share a scale, or without a scale."""
         k_stride, v_stride = (int(s is not None and s.shape[0] > 1) for s in (self.k_scale, self.v_scale))
         return k_stride, v_stride
 
@@ -59,7 +59,7 @@ class AttentionOptions:
 def check_options(
     options: AttentionOptions, num_q_heads: int, num_kv_heads: int, kv_dtype: torch.dtype, device: torch.device
 ) -> None:
-    """Raise ShapeError unless the options fit a call with these heads and this cache."""
+    """Raise ShapeError unless the options are valid for these heads and this cache."""
     scale, softcap = options.softmax_scale, options.logits_softcap
     if not (is_finite(scale) and scale > 0):
         raise ShapeError(f"softmax_scale: expected a finite number > 0, got {scale!r}; head_dim ** -0.5 is usual")
@@ -67,7 +67,7 @@ def check_options(
     if not (is_finite(softcap) and softcap >= 0):
         raise ShapeError(f"logits_softcap: expected a finite number >= 0, got {softcap!r}; 0.0 switches it off")
     if options.alibi_sqrt and options.alibi_slopes is None:
-        raise ShapeError("alibi_sqrt: expected alibi_slopes with it, got None; pass the slopes")
+        raise ShapeError("alibi_sqrt: expected alibi_slopes, got None; pass the slopes")
     for name in ("alibi_slopes", "sinks"):
         tensor: torch.Tensor | None = getattr(options, name)
         if tensor is not None:
@@ -91,7 +91,7 @@ def check_options(
 
 
 def check_span(sliding_window: int, attention_chunk_size: int, causal: bool) -> None:
-    """Raise ShapeError unless a call may have this sliding window, or these chunks, or 0 for both."""
+    """Raise ShapeError unless the sliding window or chunk size is valid; 0 switches either off."""
     spans = {"sliding_window": sliding_window, "attention_chunk_size": attention_chunk_size}
     for name, size in spans.items():
         check_int(name, size, 0, MAX_WINDOW, advice="0 switches it off", error=ShapeError)
@@ -100,7 +100,7 @@ def check_span(sliding_window: int, attention_chunk_size: int, causal: bool) -> 
     if sliding_window and attention_chunk_size:
         raise ShapeError(
             f"attention_chunk_size: expected 0 with sliding_window={sliding_window}, got {attention_chunk_size}; "
-            "a layer has one of the two"
+            "set only one of the two"
         )
 
 

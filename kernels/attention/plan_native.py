@@ -1,4 +1,4 @@
-"""The part of a plan for the CUDA kernel of decode rows: its blocks, their shared memory, and its clusters."""
+"""The part of a plan for the CUDA decode kernel: its blocks, their shared memory, and its clusters."""
 
 from __future__ import annotations
 
@@ -8,67 +8,67 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from graphrt.kernels.attention.plan_schedule import SchedulePlan, round_parts
+from graphrt.kernels.attention.plan_schedule import SchedulePlan, round_partitions
 from graphrt.kernels.attention.plan_shape import PlanShape
 from graphrt.kernels.attention.plan_tile import TilePlan
 from graphrt.kernels.native.nvrtc import MIN_SHARED_BYTES
 
-NATIVE_MERGE_BUNDLE = 16
-"""Partial results. A unit with more is merged in bundles of this many, then over the bundles. docs/LOG.md "Letters
-between blocks" has rows that pass through two bundles; the number is not measured."""
+NATIVE_MERGE_GROUP_SIZE = 16
+"""Partial results of a merge group; with more, groups are merged first. docs/dev/log.md "Letters between blocks" has
+requests that span two groups; the number is not measured."""
 
 STATIC_SHARED_BYTES = 256
-"""Bytes of shared memory that the compiler takes per block, at most, besides what a launch asks for. A test reads the
+"""Largest static shared memory of a block in bytes, besides the dynamic memory of the launch. A test reads the
 compiler's report."""
 
 _MAX_QUERIES = 16
-"""Queries of a unit: two N sides of an mma. More are left to the Triton kernel. Not measured."""
+"""Queries of a query tile: two N sides of an mma. The Triton kernel serves larger ones. Not measured."""
 
 _MAX_SUMS = 960
-"""Octets of queries x (2 v_head_dim + head_dim): a warp holds the sums in 8 times v_head_dim registers per octet, and
-the queries in 4 times head_dim. Larger units would spill; a test reads the compiler's report. Not measured on a
+"""Octets of queries x (2 v_head_dim + head_dim). A warp holds the sums in 8 times v_head_dim registers per octet and
+the queries in 4 times head_dim. Larger query tiles would spill; a test reads the compiler's report. Not measured on a
 device."""
 
 _MAX_WIDTH = 256
-"""Elements of a head. Of larger ones the queries and sums of a warp would not fit its registers. Not measured."""
+"""Elements of a head. Queries and sums of larger heads would not fit the registers of a warp. Not measured."""
 
 _STAGES = 3
-"""KV tiles of a warp in shared memory at most, that in use included. Measured: docs/LOG.md "Two tiles per warp"."""
+"""KV tiles of a warp in shared memory at most, including the one in use. Measured: docs/dev/log.md "Two tiles per warp"."""
 
 _TWO_STAGES_FROM = 64 << 10
-"""Bytes that the warps of a multiprocessor hold in one tile each. From here on two stages are faster than three,
-since the first copies leave earlier. Measured: docs/LOG.md "Two tiles per warp"; the bound lies between heads of 64
-and of 128."""
+"""Bytes of one KV tile for each warp of a multiprocessor. From this size on two stages are faster than three, because
+the first copies are issued earlier. Measured: docs/dev/log.md "Two tiles per warp"; the bound is between heads of 64 and of
+128."""
 
-_MANY_UNITS = 2
-"""Units per multiprocessor of a KV head. From here on heads of 64 take two blocks per multiprocessor. Measured:
-docs/LOG.md "Two blocks for heads of 64"; the bound is not measured."""
+_MANY_Q_TILES = 2
+"""Query tiles per multiprocessor of a KV head. From this number on heads of 64 use two blocks per multiprocessor.
+Measured: docs/dev/log.md "Two blocks for heads of 64"; the bound is not measured."""
 
-_MIN_UNIT_TILES = 6
-"""KV tiles. Least cost of a unit where parts belong to warps: a warp could read this many in the time that a unit of
-one tile takes. Measured: docs/LOG.md "Least cost of a unit"."""
+_MIN_Q_TILE_COST = 6
+"""KV tiles. Least cost of a query tile with one partition per warp: a warp could read this many KV tiles in the time of
+a query tile with one KV tile. Measured: docs/dev/log.md "Least cost of a unit"."""
 
-_CLUSTER_UNIT_BYTES = 28 << 10
-"""Bytes of K and V that each warp of a part could read in the time that one more unit costs the part. Measured:
-docs/LOG.md "Gap of seven tiles" (8 warps x 28 KB are 7 tiles of 64 tokens)."""
+_CLUSTER_Q_TILE_BYTES = 28 << 10
+"""Bytes of K and V that each warp of a partition could read in the time that one more query tile costs. Measured:
+docs/dev/log.md "Gap of seven tiles" (8 warps x 28 KB are 7 KV tiles of 64 tokens)."""
 
 _CLUSTER = 8
-"""Blocks of a cluster that works on a single row. Measured: docs/LOG.md "Clusters for one row"."""
+"""Blocks of a cluster for a single request. Measured: docs/dev/log.md "Clusters for one row"."""
 
 _CLUSTER_SHARE = 0.9
-"""Share of the multiprocessors that clusters may ask for: 15 clusters of 8 fit 132 of them. Measured: docs/LOG.md
+"""Largest share of the multiprocessors used by clusters: 15 clusters of 8 fit 132 of them. Measured: docs/dev/log.md
 "Clusters for one row"."""
 
-_CLUSTER_PART_TOKENS = 2048
-"""Tokens. Smallest part of a single row: to merge one more part would cost more than idle multiprocessors. Measured:
-docs/LOG.md "Fewer parts for short rows"; the number itself is not measured."""
+_CLUSTER_PARTITION_TOKENS = 2048
+"""Tokens. Smallest partition of a single request: merging one more partition would cost more than idle multiprocessors.
+Measured: docs/dev/log.md "Fewer parts for short rows"; the number itself is not measured."""
 
-_CLUSTER_MIN_PARTS = 32
-"""Parts per KV head. With fewer, several rows take no clusters. Measured: docs/LOG.md "Clusters of two"; the bound
-itself is not measured."""
+_CLUSTER_MIN_PARTITIONS = 32
+"""Partitions per KV head. With fewer, several requests use no clusters. Measured: docs/dev/log.md "Clusters of two"; the
+bound itself is not measured."""
 
 _CHEAP_MERGE_QUERIES = 4
-"""Queries of a unit. To merge so few is cheap, and clusters of two gain nothing. Not measured."""
+"""Queries of a query tile. Merging so few is cheap, and clusters of two gain nothing. Not measured."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,8 +76,8 @@ class NativePlan:
     """Blocks of the CUDA kernel.
 
     warps          warps per block
-    stages         KV tiles of a warp in shared memory, that in use included
-    cluster        blocks that work on a part together; 1: no clusters
+    stages         KV tiles of a warp in shared memory, including the one in use
+    cluster        blocks that work on a partition together; 1: no clusters
     blocks_per_sm  blocks that share a multiprocessor
     """
 
@@ -91,37 +91,37 @@ def plan_for_native(
     shape: PlanShape,
     schedule: SchedulePlan,
     tile: TilePlan,
-    num_units: int,
+    num_q_tiles: int,
     dtype: torch.dtype,
     kv_dtype: torch.dtype,
     num_sms: int,
 ) -> tuple[SchedulePlan, TilePlan, NativePlan] | None:
-    """Schedule, tile and blocks of the CUDA kernel; None where it does not serve the shape.
+    """Return schedule, tile and blocks of the CUDA kernel; None if it does not support the shape.
 
-    schedule, tile   those of the Triton kernel; the size of units and the kind of splits stay as they are
-    num_units        units of the shape
+    schedule, tile   those of the Triton kernel; block_m and the kind of splits are kept
+    num_q_tiles      query tiles of the shape
     """
-    queries = shape.queries_of_row
+    queries = shape.queries_per_req
     sums = -(-queries // 8) * (2 * shape.v_head_dim + shape.head_dim)
     if dtype.itemsize != 2 or queries > _MAX_QUERIES or sums > _MAX_SUMS or not serves_heads(shape, kv_dtype):
         return None
-    cluster, clusters_per_head = _cluster(shape, bool(schedule.fixed_splits), num_units, num_sms)
+    cluster, clusters_per_head = _cluster(shape, bool(schedule.fixed_splits), num_q_tiles, num_sms)
     warps_and_blocks = [(8, 1), (4, 1)]
-    many = num_units >= _MANY_UNITS * (num_sms // shape.num_kv_heads)
+    many = num_q_tiles >= _MANY_Q_TILES * (num_sms // shape.num_kv_heads)
     if many and max(shape.head_dim, shape.v_head_dim) <= 64 and queries <= 8:
-        warps_and_blocks.insert(0, (8, 2))  # tiles are small: one block would wait for memory
+        warps_and_blocks.insert(0, (8, 2))  # KV tiles are small: one block would not hide the memory latency
     size = functools.partial(native_shared_bytes, shape, kv_dtype, cluster=cluster)
     native = _blocks(warps_and_blocks, native_tile_bytes(shape, kv_dtype), size)
     if native is None:
         return None
     native = replace(native, cluster=cluster)
-    parts_of_blocks = clusters_per_head or round_parts(native.blocks_per_sm * num_sms // shape.num_kv_heads)
-    if parts_are_warps(schedule, native):
+    partitions = clusters_per_head or round_partitions(native.blocks_per_sm * num_sms // shape.num_kv_heads)
+    if partition_per_warp(schedule, native):
         schedule = replace(
             schedule,
-            num_parts=native.warps * parts_of_blocks,
-            unit_overhead=0,
-            min_unit_tiles=_MIN_UNIT_TILES,
+            num_partitions=native.warps * partitions,
+            q_tile_overhead=0,
+            min_q_tile_cost=_MIN_Q_TILE_COST,
         )
         num_warps = 1 if shape.widest <= 128 else 4
         tile = TilePlan(tile.block_m, native_tile(kv_dtype), num_warps, native.stages)
@@ -130,48 +130,49 @@ def plan_for_native(
     tile_bytes = block_n * (shape.head_dim + shape.v_head_dim) * kv_dtype.itemsize
     schedule = replace(
         schedule,
-        num_parts=parts_of_blocks,
-        unit_overhead=max(1, round(native.warps * _CLUSTER_UNIT_BYTES / tile_bytes)),
-        min_part_tiles=_CLUSTER_PART_TOKENS // block_n if cluster > 1 and num_units == 1 else 1,
+        num_partitions=partitions,
+        q_tile_overhead=max(1, round(native.warps * _CLUSTER_Q_TILE_BYTES / tile_bytes)),
+        min_partition_tiles=_CLUSTER_PARTITION_TOKENS // block_n if cluster > 1 and num_q_tiles == 1 else 1,
     )
     return schedule, TilePlan(tile.block_m, block_n, 4, native.stages), native
 
 
-def parts_are_warps(schedule: SchedulePlan, native: NativePlan) -> bool:
-    """Whether each warp has a part of its own. Under clusters and fixed splits all warps of a cluster share one."""
+def partition_per_warp(schedule: SchedulePlan, native: NativePlan) -> bool:
+    """Return whether each warp has its own partition. Otherwise all warps of a cluster share one."""
     return native.cluster == 1 and not schedule.fixed_splits
 
 
 def native_tile(kv_dtype: torch.dtype) -> int:
-    """Tokens that a warp of the CUDA kernel multiplies at a time; sizes of heads must be multiples of this, too."""
+    """Return how many tokens a warp of the CUDA kernel multiplies at a time; head sizes must be multiples of it."""
     return 16 if kv_dtype.itemsize == 2 else 32
 
 
 def serves_heads(shape: PlanShape, kv_dtype: torch.dtype) -> bool:
-    """Whether the CUDA kernel multiplies heads of these sizes."""
+    """Return whether the CUDA kernel supports these head sizes."""
     tile = native_tile(kv_dtype)
     return shape.head_dim % tile == 0 and shape.v_head_dim % tile == 0 and shape.widest <= _MAX_WIDTH
 
 
 def native_tile_bytes(shape: PlanShape, kv_dtype: torch.dtype) -> int:
-    """Bytes of K and V of such a tile."""
+    """Return the bytes of K and V of such a tile."""
     return native_tile(kv_dtype) * (shape.head_dim + shape.v_head_dim) * kv_dtype.itemsize
 
 
 def native_shared_bytes(shape: PlanShape, kv_dtype: torch.dtype, warps: int, stages: int, cluster: int) -> int:
-    """Bytes of dynamic shared memory of a block: tiles, partial results, what a cluster exchanges."""
-    queries, v_head_dim = shape.queries_of_row, shape.v_head_dim
+    """Return the dynamic shared memory of a block in bytes: KV tiles, partial results, exchange buffers of a
+    cluster."""
+    queries, v_head_dim = shape.queries_per_req, shape.v_head_dim
     partial_bytes = 4 * queries * (v_head_dim + 6)
-    input_ring_bytes = 16 * (-(-queries * v_head_dim // 2 // cluster) + queries) * cluster + 16 if cluster > 1 else 0
-    return warps * (stages * native_tile_bytes(shape, kv_dtype) + partial_bytes) + input_ring_bytes
+    exchange_bytes = 16 * (-(-queries * v_head_dim // 2 // cluster) + queries) * cluster + 16 if cluster > 1 else 0
+    return warps * (stages * native_tile_bytes(shape, kv_dtype) + partial_bytes) + exchange_bytes
 
 
 def _blocks(
     warps_and_blocks: list[tuple[int, int]], tile_bytes: int, size: Callable[[int, int], int]
 ) -> NativePlan | None:
-    """The first pair of warps per block and blocks per multiprocessor with room for two stages, with as many as fit."""
+    """Return the first choice of warps and blocks that fits two stages, with as many stages as fit."""
     for warps, blocks in warps_and_blocks:
-        # A multiprocessor has 1 KB of shared memory more than a block may take, and each block costs it 1 KB.
+        # A multiprocessor has 1 KB of shared memory more than a block may use, and each block reserves 1 KB.
         room = (MIN_SHARED_BYTES + 1024) // blocks - 1024 - STATIC_SHARED_BYTES
         most = 2 if warps * blocks * tile_bytes >= _TWO_STAGES_FROM else _STAGES
         fitting = [stages for stages in range(2, most + 1) if size(warps, stages) <= room]
@@ -180,24 +181,25 @@ def _blocks(
     return None
 
 
-def _cluster(shape: PlanShape, fixed_splits: bool, num_units: int, num_sms: int) -> tuple[int, int]:
-    """Blocks of a cluster, and clusters per KV head; (1, 0): no clusters.
+def _cluster(shape: PlanShape, fixed_splits: bool, num_q_tiles: int, num_sms: int) -> tuple[int, int]:
+    """Return the blocks of a cluster, and the clusters per KV head; (1, 0): no clusters.
 
-    A single row is merged within a cluster, without global memory. Half of the multiprocessors then read at full speed.
-    Several rows take clusters of two where parts are many and a merge is expensive, if one of two things holds:
+    The partial results of a single request are merged within a cluster, without global memory. Half of the
+    multiprocessors are enough to read at full speed. Several requests use clusters of two if there are many partitions,
+    merges are expensive, and one of these holds:
 
-    - clusters of two leave the units whole;
-    - or they halve many splits.
+    - clusters of two leave query tiles unsplit;
+    - they halve a large number of splits.
 
-    In between, and with few parts, more parts of one block were faster.
+    Otherwise more partitions of one block each were faster.
     """
     if fixed_splits:
         return 1, 0
-    parts = round_parts(num_sms // shape.num_kv_heads)
-    if num_units > 1:
-        expensive = shape.queries_of_row > _CHEAP_MERGE_QUERIES and parts >= _CLUSTER_MIN_PARTS
-        helps = 8 * num_units < parts or parts < 4 * num_units <= 2 * parts
-        return (2, parts // 2) if expensive and helps else (1, 0)
+    partitions = round_partitions(num_sms // shape.num_kv_heads)
+    if num_q_tiles > 1:
+        expensive = shape.queries_per_req > _CHEAP_MERGE_QUERIES and partitions >= _CLUSTER_MIN_PARTITIONS
+        helps = 8 * num_q_tiles < partitions or partitions < 4 * num_q_tiles <= 2 * partitions
+        return (2, partitions // 2) if expensive and helps else (1, 0)
     cluster = _CLUSTER
     while cluster > 1 and cluster * shape.num_kv_heads > _CLUSTER_SHARE * num_sms:
         cluster //= 2

@@ -1,4 +1,4 @@
-"""The part of a plan that says how large units and KV tiles are, and how large a program of the Triton kernel is."""
+"""The part of a plan that holds the sizes of query tiles and KV tiles, and of a program of the Triton kernel."""
 
 from __future__ import annotations
 
@@ -6,31 +6,30 @@ from dataclasses import dataclass
 
 import torch
 
-from graphrt.kernels.attention.plan_schedule import parts_of_programs
+from graphrt.kernels.attention.plan_schedule import decode_partitions
 from graphrt.kernels.attention.plan_shape import PlanShape
 from graphrt.kernels.sizes import next_power_of_two
 
 MIN_BLOCK_M = 16
-"""Queries. Smallest unit, since a product on tensor cores takes at least 16. A limit of Triton, not measured."""
+"""Queries. Smallest query tile: a product on tensor cores takes at least 16. A limit of Triton, not measured."""
 
 _ODD_BLOCK_N = 32
-"""Tokens of a tile at most where heads are loaded element by element: each takes a register for its address. A test
-reads the compiler's report. Not measured on a device."""
+"""Tokens of a KV tile, at most, if heads are loaded element by element: each element needs a register for its address.
+A test reads the compiler's report. Not measured on a device."""
 
-_FEW_SEGMENTS = 8
-"""Segments per unit of up to 4 queries. Where units are cut into more, merging costs more than reading gains, so
-programs have four warps and not one. Measured: docs/LOG.md "One warp and tiles of 16 tokens"; the bound itself is not
-measured."""
+_FEW_SPLITS = 8
+"""KV splits per query tile of up to 4 queries. With more splits, merging costs more than one-warp programs gain, so
+programs have four warps. Measured: docs/dev/log.md "One warp and tiles of 16 tokens"; the bound itself is not measured."""
 
 
 @dataclass(frozen=True, slots=True)
 class TilePlan:
-    """Sizes of units and tiles, and a program of the Triton kernel.
+    """Sizes of query tiles and KV tiles, and of a program of the Triton kernel.
 
-    block_m     queries of a unit, at most
-    block_n     tokens of a KV tile, in which the work list counts
+    block_m     queries of a query tile, at most
+    block_n     tokens of a KV tile, the unit in which the work list counts
     num_warps   warps of a program
-    num_stages  tiles that a program loads ahead, that in use included
+    num_stages  KV tiles that a program loads ahead, including the one in use
     """
 
     block_m: int
@@ -42,8 +41,8 @@ class TilePlan:
 def decode_tile(
     shape: PlanShape, dtype: torch.dtype, kv_dtype: torch.dtype, num_sms: int, batch_invariant: bool
 ) -> TilePlan:
-    """Units and programs of decode rows."""
-    queries, block_d = shape.queries_of_row, shape.widest
+    """Return the tiles and programs for decode requests."""
+    queries, block_d = shape.queries_per_req, shape.widest
     block_m = max(MIN_BLOCK_M, min(_max_block_m(block_d, dtype), next_power_of_two(queries)))
     if dtype == torch.float32:
         num_warps, block_n = _float32_program(block_d)
@@ -51,12 +50,12 @@ def decode_tile(
     if block_m > MIN_BLOCK_M or block_d > 128:
         num_warps = 8 if block_m * block_d >= 8192 or _is_odd(shape, kv_dtype) else 4
         return TilePlan(block_m, 64 if block_d <= 128 else 32, num_warps, num_stages=3)
-    # Programs of one warp read fastest. With few rows each row is cut into many segments, and merging wants more warps.
+    # Programs of one warp read fastest. With few requests each one has many splits, and merging needs more warps.
     if _is_odd(shape, kv_dtype):
         return TilePlan(block_m, _ODD_BLOCK_N, num_warps=4, num_stages=3)
-    num_units = shape.num_rows * -(-queries // block_m)
-    merge_cost = max(1, next_power_of_two(queries) // 4) * parts_of_programs(1, shape.num_kv_heads, num_sms)
-    one_warp = num_units * _FEW_SEGMENTS >= merge_cost and not batch_invariant
+    num_q_tiles = shape.num_reqs * -(-queries // block_m)
+    merge_cost = max(1, next_power_of_two(queries) // 4) * decode_partitions(1, shape.num_kv_heads, num_sms)
+    one_warp = num_q_tiles * _FEW_SPLITS >= merge_cost and not batch_invariant
     num_warps = 1 if one_warp else 4
     num_stages = 3
     if kv_dtype.itemsize == 1:
@@ -65,7 +64,7 @@ def decode_tile(
 
 
 def varlen_tile(shape: PlanShape, dtype: torch.dtype, kv_dtype: torch.dtype) -> TilePlan:
-    """Units and programs of mixed batches, which are bound by their products."""
+    """Return the tiles and programs for mixed batches, which are compute-bound."""
     block_d = shape.widest
     if dtype == torch.float32:
         num_warps, block_n = _float32_program(block_d)
@@ -78,17 +77,17 @@ def varlen_tile(shape: PlanShape, dtype: torch.dtype, kv_dtype: torch.dtype) -> 
 
 
 def _is_odd(shape: PlanShape, kv_dtype: torch.dtype) -> bool:
-    """Whether heads of K or V lie at addresses of which less than 16 bytes can be loaded at a time."""
+    """Return whether addresses of K or V heads allow only loads of less than 16 bytes."""
     return any(size * kv_dtype.itemsize % 16 for size in (shape.head_dim, shape.v_head_dim))
 
 
 def _max_block_m(block_d: int, dtype: torch.dtype) -> int:
-    """Most queries of a unit whose sums fit the registers."""
+    """Return the most queries of a query tile whose sums fit the registers."""
     if dtype == torch.float32:
         return MIN_BLOCK_M
     return 64 if block_d <= 128 else 32 if block_d <= 256 else MIN_BLOCK_M
 
 
 def _float32_program(block_d: int) -> tuple[int, int]:
-    """Warps and tokens per tile: float32 products run without tensor cores and hold their operands in registers."""
+    """Return warps and tokens per KV tile: float32 products run without tensor cores, with operands in registers."""
     return (4, 32) if block_d <= 64 else (8, 16)

@@ -1,4 +1,4 @@
-"""Attention of prompts: the operator `prompt_attention`, and its launch of the Triton kernel."""
+"""Attention of prefills: the operator `prompt_attention`, and the launch of its Triton kernel."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from graphrt.kernels.attention.arguments import (
 from graphrt.kernels.attention.options import FP8_DTYPES, MAX_WINDOW, AttentionOptions
 from graphrt.kernels.attention.prompt_call import PromptCall
 from graphrt.kernels.attention.prompt_kernel import prompt_kernel
-from graphrt.kernels.attention.prompt_native import native_prompt, prompt_fault
+from graphrt.kernels.attention.prompt_native import native_prompt, prompt_unsupported_reason
 from graphrt.kernels.attention.prompt_plan import PROMPT_HEAD_DIMS, PromptPlan
 from graphrt.kernels.attention.prompt_reference import prompt_reference
 from graphrt.kernels.attention.prompt_schedule import check_schedule
@@ -27,9 +27,9 @@ from graphrt.kernels.op_declaration import DeclaredOp
 
 
 def _constexprs(plan: PromptPlan, options: AttentionOptions, kv_dtype: torch.dtype, left: int) -> dict[str, object]:
-    """The constexpr arguments of the kernel, without those that tell paged from packed calls."""
+    """Return the constexpr arguments of the kernel, without those that distinguish paged and packed calls."""
     return {
-        "GROUP": plan.group,
+        "NUM_QUERIES_PER_KV": plan.num_queries_per_kv,
         "HEAD_DIM": plan.head_dim,
         "HAS_LEFT": left < MAX_WINDOW,
         "HAS_SOFTCAP": options.logits_softcap > 0.0,
@@ -46,12 +46,12 @@ _launch_kernel = KernelLauncher(prompt_kernel)
 
 
 def _launch(call: PromptCall) -> None:
-    """One launch of the Triton kernel: a program per KV head and unit that there may be."""
+    """Launch the Triton kernel: one program per KV head and query tile that the plan allows for."""
     plan, options, table = call.plan, call.options, call.block_table
     logit_factor, logit_cap = logit_constants(options.softmax_scale, options.logits_softcap)
     k_strides, v_strides = ((0, *t.stride()[:2]) if table is None else t.stride()[:3] for t in (call.k, call.v))
     _launch_kernel(
-        (plan.num_kv_heads, plan.max_units),
+        (plan.num_kv_heads, plan.max_q_tiles),
         call.q,
         call.k,
         call.v,
@@ -84,11 +84,15 @@ def _launch(call: PromptCall) -> None:
 
 def _on_device(call: PromptCall) -> None:
     if call.q.is_cuda and call.plan.num_blocks:
-        fault = prompt_fault(call)
-        if fault is None:
+        reason = prompt_unsupported_reason(call)
+        if reason is None:
             native_prompt(call)
             return
-        warnings.warn(f"prompt_attention: the slower Triton kernel runs, since {fault}", RuntimeWarning, stacklevel=2)
+        warnings.warn(
+            f"prompt_attention: the CUDA kernel cannot run because {reason}; the slower Triton kernel runs instead",
+            RuntimeWarning,
+            stacklevel=2,
+        )
     _launch(call)
 
 
@@ -108,29 +112,30 @@ def prompt_attention(
     window: tuple[int, int] | None = None,
     lse: torch.Tensor | None = None,
 ) -> None:
-    """Attention of rows of many new tokens, to their pages or to keys that lie packed.
+    """Attend from many new tokens per request to the request's pages, or to packed keys and values.
 
     q, out        [num_tokens, num_q_heads, head_dim]   fp16, bf16 or fp32; out is written
-    k, v          [num_pages, page_size, num_kv_heads, head_dim]  with block_table: the rows' pages, which hold the new
-                  tokens' K and V already
-                  [kv_tokens, num_kv_heads, head_dim]  without: K and V of the rows one after another
+    k, v          [num_pages, page_size, num_kv_heads, head_dim]  with block_table: the requests' pages, which already
+                  hold the K and V of the new tokens
+                  [kv_tokens, num_kv_heads, head_dim]  without block_table: K and V of the requests, packed
                   dtype of q, or fp8; any strides, last one 1
-    schedule      written by `schedule_prompt` in this step, from the same plan; of `seq_lens` with block_table, of
-                  `kv_start_loc` (`seq_lens_are_starts`) without. Calls that share it run one after another
-    options       causal, sliding_window and all others, as `paged_attention` takes them
-    block_table   [rows, max_pages]   int32
-    window        (left, right), without options.causal: a token sees so many positions before and behind its own; None:
-                  all. The row's last token stands at its last key
-    lse           [num_tokens, num_q_heads]  natural log of the softmax's denominator, sinks included   float32, written
-                  Where nothing is seen it is the sink, or -inf without one. In pad tokens it is -inf
+    schedule      written by `schedule_prompt` in this step, with the same plan. It needs `seq_lens` with block_table,
+                  and `kv_start_loc` (`seq_lens_are_starts`) without. Calls that share it must run one after another
+    options       causal, sliding_window and all others, as for `paged_attention`
+    block_table   [num_reqs, max_pages]   int32
+    window        (left, right), without options.causal: how many positions before and after its own a token sees;
+                  None: all. The last token of a request is at the position of its last key
+    lse           [num_tokens, num_q_heads]  natural log of the softmax's denominator, sinks included   float32,
+                  written. For a token that sees no key it is the sink, or -inf without sinks. For padding tokens it
+                  is -inf
 
-    Written are the tokens from query_start_loc[0] on, and pad tokens, from its last value on, which are zeros. Earlier
-    tokens are left as they are. So a kernel of decode rows may serve those, if it runs before this one.
+    The kernel writes the tokens from query_start_loc[0] on, and zeros to padding tokens, from the last value of
+    query_start_loc on. It does not write tokens before query_start_loc[0]; a decode kernel may write them first.
 
-    Keys and values that no token of the row sees may hold NaN. The caller guarantees of pages and lengths what
-    `paged_attention` wants; of packed keys that kv_start_loc does not decrease and ends at kv_tokens or before.
+    Keys and values that no token of the request sees may hold NaN. The caller guarantees of pages and lengths what
+    `paged_attention` requires. Packed keys need a kv_start_loc that does not decrease and ends at kv_tokens or less.
 
-    Capture-safe: one launch, no sync, no allocation; the grid depends on the plan only.
+    Capture-safe: one launch, no sync, no allocation; the grid depends only on the plan.
 
     Raises: ShapeError, CapacityError, UnsupportedError.
     """
@@ -140,11 +145,11 @@ def prompt_attention(
         )
     left, right = _reach(options, window)
     check_schedule(plan, schedule, q.device)
-    one = schedule[:1]  # lengths are the schedule's: it stands for tensors of them
+    one = schedule[:1]  # checked in place of tensors of lengths, which the schedule holds
     if block_table is None:
         check_contiguous_tensors(q, k, v, one, one, out, options, lse)
     else:
-        check_tensor("block_table", block_table, shape=(plan.num_rows, None), dtype=torch.int32, device=q.device)
+        check_tensor("block_table", block_table, shape=(plan.num_reqs, None), dtype=torch.int32, device=q.device)
         check_unit_stride("block_table", block_table)
         check_attention_tensors(q, k, v, block_table[:1], one, out, options, lse)
     heads = (plan.num_tokens, plan.num_q_heads, plan.head_dim)
@@ -156,17 +161,17 @@ def prompt_attention(
         )
     if v.shape[-1] != plan.head_dim:
         raise UnsupportedError(
-            f"v: expected heads of {plan.head_dim} as q and k have, got {v.shape[-1]}; use paged_attention"
+            f"v: expected heads of {plan.head_dim} as in q and k, got {v.shape[-1]}; use paged_attention"
         )
     if plan.head_dim not in PROMPT_HEAD_DIMS:
         raise UnsupportedError(
-            f"q: expected a head_dim among the multiples of 8 from 16 to 256, got {plan.head_dim}; use paged_attention"
+            f"q: expected a head_dim that is a multiple of 8 from 16 to 256, got {plan.head_dim}; use paged_attention"
         )
     _prompt(PromptCall(q, k, v, block_table, schedule, out, lse, left, right, options, plan))
 
 
 def _reach(options: AttentionOptions, window: tuple[int, int] | None) -> tuple[int, int]:
-    """How many positions before and behind its own a token sees; MAX_WINDOW: all."""
+    """Return how many positions before and after its own a token sees; MAX_WINDOW: all."""
     if options.causal:
         if window is not None:
             raise ShapeError(f"window: expected None with causal, got {window!r}; use options.sliding_window")
@@ -181,11 +186,11 @@ def _reach(options: AttentionOptions, window: tuple[int, int] | None) -> tuple[i
 
 
 def compile_variants() -> list[CompileSpec]:
-    """Variants of the Triton kernel that a test compiles without a GPU: shapes of common models, and the corners."""
+    """Return the variants that a test compiles without a GPU: shapes of common models, and corner cases."""
     bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32
     e4m3, e5m2 = torch.float8_e4m3fn, torch.float8_e5m2
     cases: list[tuple[str, torch.dtype, torch.dtype, int, int, int, bool]] = [
-        # name, dtype, KV dtype, head_dim, group, page_size (0: packed), every option
+        # name, dtype, KV dtype, head_dim, num_queries_per_kv, page_size (0: packed), every option
         ("llama", bf16, bf16, 128, 4, 16, False),
         ("llama_page64", fp16, fp16, 128, 4, 64, False),
         ("llama_fp8", bf16, e4m3, 128, 4, 16, False),
@@ -198,9 +203,10 @@ def compile_variants() -> list[CompileSpec]:
         ("fp32_large", fp32, fp32, 256, 8, 0, False),
     ]
     specs = []
-    for name, dtype, kv_dtype, head_dim, group, page_size, every in cases:
+    for name, dtype, kv_dtype, head_dim, num_queries_per_kv, page_size, every in cases:
         plan = PromptPlan.make(
-            64, 2048, num_q_heads=8 * group, num_kv_heads=8, head_dim=head_dim, dtype=dtype, kv_dtype=kv_dtype,
+            64, 2048, num_q_heads=8 * num_queries_per_kv, num_kv_heads=8, head_dim=head_dim, dtype=dtype,
+            kv_dtype=kv_dtype,
             num_sms=132,
         )  # fmt: skip
         options = AttentionOptions(1.0, True, int(every), logits_softcap=float(every), alibi_sqrt=every)

@@ -1,4 +1,4 @@
-"""The arguments of `prompt_attention`, declared once: operator, kernels and reference take these."""
+"""The arguments of `prompt_attention`, declared once for operator, kernels and reference."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from graphrt.kernels.op_declaration import Written
 
 @dataclass(frozen=True, slots=True)
 class PromptCall:
-    """One call; `prompt_attention` says what the tensors hold.
+    """One call; see `prompt_attention` for the tensors.
 
     block_table   None: K and V are packed
-    schedule      the CUDA kernel counts in its header, and leaves it as it was
-    left, right   a token at position p sees from p - left to p + right, both without a bound where they are MAX_WINDOW
+    schedule      the CUDA kernel counts in its header and resets the counters
+    left, right   a token at position p sees positions p - left to p + right; MAX_WINDOW: no bound
     """
 
     q: torch.Tensor

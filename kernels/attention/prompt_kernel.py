@@ -1,16 +1,16 @@
-"""The Triton kernel of prompt parts: a program per unit and KV head, those that see most first.
+"""The Triton kernel of prefills: one program per query tile and KV head, ordered by decreasing work.
 
-A query is one new token in one query head; those of a row that share a KV head are numbered `token * group + head`, and
-BLOCK_M of them are a unit. A program does this:
+A query is one new token in one query head. The queries of a request that share a KV head are numbered
+`token * num_queries_per_kv + head`, and BLOCK_M of them form a query tile. Each program does the following:
 
-1. It reads its unit in the schedule. Without one it ends: the grid is that of the padded sizes.
+1. It reads its query tile from the schedule. It exits if there is none, because the grid covers the padded sizes.
 2. It loads the queries.
-3. It runs the online softmax over the tiles of keys that the unit sees, in three loops: tiles that begin before some
-   query's window, tiles that every query sees whole and that need no mask, and tiles that end behind what some query
-   sees.
-4. It writes the output, which is zeros for queries that see nothing, padding among them.
+3. It runs the online softmax over the KV tiles that the query tile sees, in three loops: KV tiles that begin before the
+   window of some query, KV tiles that every query sees completely and that need no mask, and KV tiles that end after
+   the last key of some query.
+4. It writes the output. Queries that see no key, padding included, get zeros.
 
-The CUDA kernel of native/prompt.cu serves the same units on the devices that have its instructions.
+The CUDA kernel of native/prompt.cu processes the same schedule on GPUs of compute capability 9.0.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ import math
 import triton
 import triton.language as tl
 
-from graphrt.kernels.attention.prompt_plan import UNIT_WORDS
+from graphrt.kernels.attention.prompt_plan import Q_TILE_WORDS
 from graphrt.kernels.attention.tile import query_exponent, soft_cap, tile_offsets, tile_pages
 
-_UNIT_WORDS = tl.constexpr(UNIT_WORDS)
+_Q_TILE_WORDS = tl.constexpr(Q_TILE_WORDS)
 _LOG2E = tl.constexpr(math.log2(math.e))
 _LN2 = tl.constexpr(math.log(2))
 
@@ -67,14 +67,14 @@ def _attend_tiles(
     NUM_STAGES: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """The online softmax over some tiles of a unit, in units of log 2. Returns acc, top, total and pages.
+    """The online softmax over some KV tiles of a query tile, in units of log 2. Returns acc, top, total and pages.
 
     acc       [BLOCK_M, BLOCK_D]  weighted sums of values, not divided by the sum of weights
     top       [BLOCK_M]  largest logit so far
     total     [BLOCK_M]  sums of the weights
-    pages     page ids of the tile `from_tile`; those of `to_tile` are returned
-    SCALED    without it the factor, > 0, is applied within the exponential, where it costs nothing
-    MASKED    without it every query sees all of every tile
+    pages     page ids of the KV tile `from_tile`; those of `to_tile` are returned
+    SCALED    without it the factor, > 0, is applied within the exponential, at no cost
+    MASKED    without it every query sees all of every KV tile
     """
     BLOCK_M: tl.constexpr = acc.shape[0]
     BLOCK_D: tl.constexpr = acc.shape[1]
@@ -93,7 +93,7 @@ def _attend_tiles(
             v_offsets = (kv_start + keys) * stride_v_slot
         k_ptrs = k_ptr + k_offsets[:, None] + d[None, :]
         v_ptrs = v_ptr + v_offsets[:, None] + d[None, :]
-        # What the unit does not see may be NaN, and zero weight times NaN is NaN: loads are masked too.
+        # K and V that the query tile does not see may be NaN, and a weight of 0 times NaN is NaN: loads are masked too.
         if MASKED:
             mask = ((keys >= seen_from) & (keys < seen_to))[:, None] & in_dim
             k = tl.load(k_ptrs, mask=mask, other=0.0)
@@ -117,13 +117,13 @@ def _attend_tiles(
             if HAS_LEFT:
                 visible &= keys[None, :] >= positions[:, None] - left
             logits = tl.where(visible, logits, float("-inf"))
-        # In units of log 2; without SCALED the factor, > 0, is applied within the exponential, for nothing.
+        # In units of log 2. Without SCALED the factor, > 0, is applied within the exponential, at no cost.
         peaks = tl.max(logits, 1, keep_dims=True)
         if not SCALED:
             peaks *= factor
             logits *= factor
         new_top = tl.maximum(top, tl.reshape(peaks, [BLOCK_M]))
-        base = tl.where(new_top == float("-inf"), 0.0, new_top)  # nothing visible so far: -inf - -inf is NaN
+        base = tl.where(new_top == float("-inf"), 0.0, new_top)  # no key seen so far: -inf - -inf is NaN
         rescale = tl.exp2(top - base)
         weights = tl.exp2(logits - base[:, None])
         total = total * rescale + tl.sum(weights, 1)
@@ -138,13 +138,13 @@ def _attend_tiles(
 
 @triton.jit
 def prompt_kernel(
-    q_ptr,  # [tokens, num_kv_heads * GROUP, HEAD_DIM]
+    q_ptr,  # [tokens, num_kv_heads * NUM_QUERIES_PER_KV, HEAD_DIM]
     k_ptr,  # [num_pages, PAGE_SIZE, num_kv_heads, HEAD_DIM]; packed: [kv_tokens, num_kv_heads, HEAD_DIM]
     v_ptr,
-    block_table_ptr,  # [rows, max_pages]; packed: not read
+    block_table_ptr,  # [num_reqs, max_pages]; packed: not read
     schedule_ptr,
     out_ptr,  # like q
-    lse_ptr,  # [tokens, num_kv_heads * GROUP] or None
+    lse_ptr,  # [tokens, num_kv_heads * NUM_QUERIES_PER_KV] or None
     k_scale_ptr,
     v_scale_ptr,
     slopes_ptr,
@@ -167,7 +167,7 @@ def prompt_kernel(
     stride_lse_token,
     stride_k_scale,
     stride_v_scale,
-    GROUP: tl.constexpr,
+    NUM_QUERIES_PER_KV: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     PAGED: tl.constexpr,
@@ -181,40 +181,40 @@ def prompt_kernel(
     NUM_STAGES: tl.constexpr,
 ):
     HAS_ALIBI: tl.constexpr = slopes_ptr is not None
-    # Logits are scaled before the softmax where something needs them: softcap, ALiBi, or a scale of keys. Such a scale
-    # comes from a checkpoint and may be 0, negative or NaN; scaling within the exponential would hide that.
+    # Softcap, ALiBi and a scale of keys need logits that are scaled before the softmax. A scale of keys comes from a
+    # checkpoint and may be 0, negative or NaN; applying it within the exponential would hide that.
     SCALED: tl.constexpr = HAS_SOFTCAP or HAS_ALIBI or k_scale_ptr is not None
     TO_HALF: tl.constexpr = IS_FP8 and q_ptr.dtype.element_ty != tl.float32
     DOT_DTYPE: tl.constexpr = tl.float16 if TO_HALF else q_ptr.dtype.element_ty
 
-    # 1. The unit.
+    # 1. The query tile.
     kv_head = tl.program_id(0)
-    unit = tl.program_id(1)
-    if unit >= tl.load(schedule_ptr):
+    q_tile = tl.program_id(1)
+    if q_tile >= tl.load(schedule_ptr):
         return
-    unit_ptr = schedule_ptr + _UNIT_WORDS * (1 + unit)
-    row = tl.load(unit_ptr)
-    first_query = tl.load(unit_ptr + 1)
-    first_token = tl.load(unit_ptr + 2)
-    query_len = tl.load(unit_ptr + 3)
-    seq_len = tl.load(unit_ptr + 4)
-    kv_start = tl.load(unit_ptr + 5).to(tl.int64)
+    q_tile_ptr = schedule_ptr + _Q_TILE_WORDS * (1 + q_tile)
+    req = tl.load(q_tile_ptr)
+    first_query = tl.load(q_tile_ptr + 1)
+    first_token = tl.load(q_tile_ptr + 2)
+    query_len = tl.load(q_tile_ptr + 3)
+    seq_len = tl.load(q_tile_ptr + 4)
+    kv_start = tl.load(q_tile_ptr + 5).to(tl.int64)
 
     # 2. The queries [BLOCK_M, BLOCK_D].
     m = tl.arange(0, BLOCK_M)
     d = tl.arange(0, BLOCK_D)
     lanes = tl.arange(0, BLOCK_N)
     in_dim = (d < HEAD_DIM)[None, :]
-    num_queries = tl.minimum(query_len * GROUP - first_query, BLOCK_M)
+    num_queries = tl.minimum(query_len * NUM_QUERIES_PER_KV - first_query, BLOCK_M)
     is_query = m < num_queries
-    token = (first_token + (first_query + m) // GROUP).to(tl.int64)
-    head = kv_head * GROUP + (first_query + m) % GROUP
+    token = (first_token + (first_query + m) // NUM_QUERIES_PER_KV).to(tl.int64)
+    head = kv_head * NUM_QUERIES_PER_KV + (first_query + m) % NUM_QUERIES_PER_KV
     q_ptrs = q_ptr + (token * stride_q_token + head * stride_q_head)[:, None] + d[None, :]
     q = tl.load(q_ptrs, mask=is_query[:, None] & in_dim, other=0.0)
     if k_scale_ptr is not None:
         logit_factor *= tl.load(k_scale_ptr + kv_head * stride_k_scale)
     factor = logit_factor
-    # fp8 keys are multiplied as float16: a power of two per query makes the queries fit.
+    # fp8 keys are multiplied as float16. Dividing each query by a power of two makes it fit the range of float16.
     if TO_HALF:
         exponent = query_exponent(q.to(tl.float32))
         factor = logit_factor * exponent
@@ -225,10 +225,10 @@ def prompt_kernel(
     if HAS_ALIBI:
         slopes = tl.load(slopes_ptr + head, mask=is_query, other=0.0) * _LOG2E
 
-    # 3. The tiles. A query at position p sees from max(p - left, 0) to min(p + right, seq_len - 1).
-    positions = seq_len - query_len + (first_query + m) // GROUP
-    first = seq_len - query_len + first_query // GROUP
-    last = seq_len - query_len + (first_query + num_queries - 1) // GROUP
+    # 3. The KV tiles. A query at position p sees positions max(p - left, 0) to min(p + right, seq_len - 1).
+    positions = seq_len - query_len + (first_query + m) // NUM_QUERIES_PER_KV
+    first = seq_len - query_len + first_query // NUM_QUERIES_PER_KV
+    last = seq_len - query_len + (first_query + num_queries - 1) // NUM_QUERIES_PER_KV
     seen_from = tl.maximum(first - left, 0)
     seen_to = tl.maximum(tl.minimum(last + right + 1, seq_len), 0)
     begin = seen_from // BLOCK_N
@@ -242,9 +242,9 @@ def prompt_kernel(
     k_ptr += kv_head.to(tl.int64) * stride_k_head
     v_ptr += kv_head.to(tl.int64) * stride_v_head
     table_row_ptr = block_table_ptr
-    # Page ids are read one tile ahead, so that the loads of K and V do not wait for them and are pipelined deeper.
+    # Page ids are loaded one KV tile ahead, so that the loads of K and V do not wait for them and pipeline deeper.
     if PAGED:
-        table_row_ptr += tl.maximum(row, 0).to(tl.int64) * stride_table_row
+        table_row_ptr += tl.maximum(req, 0).to(tl.int64) * stride_table_row
         pages = tile_pages(table_row_ptr, begin * BLOCK_N, lanes, seen_to, PAGE_SIZE, BLOCK_N)
     else:
         pages = lanes
@@ -271,9 +271,9 @@ def prompt_kernel(
         BLOCK_N, NUM_STAGES, MASKED=True,
     )  # fmt: skip
 
-    # 4. The output. A sink is one more logit, without a value: it changes the sum of weights only.
+    # 4. The output. A sink is one more logit without a value: it changes only the sum of weights.
     if sinks_ptr is not None:
-        if row >= 0:  # padding has none
+        if req >= 0:  # padding has no sinks
             sink = tl.load(sinks_ptr + head, mask=is_query, other=float("-inf")) * _LOG2E
             new_top = tl.maximum(top, sink)
             base = tl.where(new_top == float("-inf"), 0.0, new_top)
@@ -281,8 +281,8 @@ def prompt_kernel(
             total = total * rescale + tl.exp2(sink - base)
             acc = acc * rescale[:, None]
             top = new_top
-    divisor = tl.where(total == 0.0, 1.0, total)  # a token that sees nothing gets zeros
-    if lse_ptr is not None:  # -inf where nothing is seen, as top is
+    divisor = tl.where(total == 0.0, 1.0, total)  # the output of a token that sees no key is zero
+    if lse_ptr is not None:  # -inf if no key is seen, as top is
         tl.store(lse_ptr + token * stride_lse_token + head, (top + tl.log2(divisor)) * _LN2, mask=is_query)
     scale = 1.0 / divisor
     if v_scale_ptr is not None:

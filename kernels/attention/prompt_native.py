@@ -1,4 +1,4 @@
-"""The CUDA kernel of prompt parts (native/prompt.cu): when it serves, its variants and its launch."""
+"""The CUDA kernel of prefills (native/prompt.cu): supported calls, variants and launch."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from graphrt.kernels.attention.prompt_plan import NATIVE_BLOCK_M, PromptPlan
 from graphrt.kernels.errors import GraphRTError
 from graphrt.kernels.native.nvrtc import MIN_SHARED_BYTES, NativeVariant, launch
 
-_CAPABILITY = (9, 0)  # its products belong to this one alone, as sm_90a says
-_PANEL = 64  # elements of 16 bits in the 128 bytes that shared memory is swizzled by
+_CAPABILITY = (9, 0)  # wgmma exists on this compute capability only
+_PANEL = 64  # elements of 16 bits in a swizzled line of 128 bytes of shared memory
 _NUM_THREADS = 384
 _MOST_STAGES = 8
-_VARIABLE_BYTES = 384  # of barriers and what else the warps share
+_VARIABLE_BYTES = 384  # of barriers and other variables in shared memory
 _QUERY_STAGES_UP_TO = 192
-"""Largest head_dim whose queries lie in shared memory twice, so that the next unit's come during this one."""
+"""Largest head_dim for which two stages of queries fit shared memory. With one, queries of the next query tile wait."""
 
-_ALIGNMENT = 16  # bytes that addresses are a multiple of
+_ALIGNMENT = 16  # bytes
 
 
 class _Params(ctypes.Structure):
@@ -43,16 +43,16 @@ _PARAMS_BYTES = -(-ctypes.sizeof(_Params) // 64) * 64
 
 
 def runs_prompt_kernel(device: torch.device) -> bool:
-    """Whether the CUDA kernel of prompts runs on `device`: compute capability 9.0, which Hopper GPUs have."""
+    """Return whether the CUDA kernel runs on `device`: it needs compute capability 9.0 (Hopper)."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) == _CAPABILITY
 
 
-def prompt_fault(call: PromptCall) -> str | None:
-    """Why the CUDA kernel cannot run with the tensors of a call, by a plan that was made for it; None: it can."""
+def prompt_unsupported_reason(call: PromptCall) -> str | None:
+    """Return why the CUDA kernel cannot run a call with a plan that was made for it; None if it can."""
     if call.q.element_size() != 2 or call.k.dtype != call.q.dtype:
         return f"q is {call.q.dtype} and k is {call.k.dtype}"
     if call.block_table is not None and call.k.shape[1] % 16:
-        return f"pages of {call.k.shape[1]} tokens are no multiple of 16"
+        return f"the page size of {call.k.shape[1]} is not a multiple of 16"
     for name, tensor in (("q", call.q), ("k", call.k), ("v", call.v), ("out", call.out)):
         steps = [
             stride * tensor.element_size()
@@ -60,28 +60,28 @@ def prompt_fault(call: PromptCall) -> str | None:
             if extent > 1
         ]
         if any(n % _ALIGNMENT for n in (tensor.data_ptr(), *steps)):
-            return f"{name} has heads at addresses that are no multiple of {_ALIGNMENT}"
+            return f"heads of {name} are not aligned to {_ALIGNMENT} bytes"
     return None
 
 
 def _block_n(head_dim: int) -> int:
-    """Tokens of a tile: as many as fit shared memory twice, and whose weights fit the registers beside the output."""
+    """Return the tokens of a KV tile: two must fit shared memory, and the weights must fit the registers."""
     return 128 if head_dim <= 2 * _PANEL else 64
 
 
 def prompt_variant(plan: PromptPlan, options: AttentionOptions, dtype: torch.dtype, page_size: int) -> NativeVariant:
-    """The variant of a call; page_size 0: keys and values are packed."""
+    """Return the variant of a call; page_size 0: keys and values are packed."""
     block_n = _block_n(plan.head_dim)
     panels = -(-plan.head_dim // _PANEL)
     query_stages = 2 if plan.head_dim <= _QUERY_STAGES_UP_TO else 1
-    tile_bytes, query_bytes = (panels * 2 * _PANEL * rows for rows in (block_n, NATIVE_BLOCK_M))
-    # Tiles of keys and values that fit beside the queries, in turn, and few enough for the variables.
+    tile_bytes, query_bytes = (panels * 2 * _PANEL * reqs for reqs in (block_n, NATIVE_BLOCK_M))
+    # Stages of keys and values share the rest of shared memory. The barriers limit their number.
     stages = min((MIN_SHARED_BYTES - _VARIABLE_BYTES - query_stages * query_bytes) // tile_bytes, _MOST_STAGES)
     macros = {
         "ALIBI": 0 if options.alibi_slopes is None else 1 + options.alibi_sqrt,
         "BLOCK_N": block_n,
         "BOX_ROWS": math.gcd(page_size, block_n),
-        "GROUP": plan.group,
+        "NUM_QUERIES_PER_KV": plan.num_queries_per_kv,
         "HEAD_DIM": plan.head_dim,
         "K_STAGES": (stages + 1) // 2,
         "PAGED": int(page_size > 0),
@@ -104,8 +104,13 @@ def prompt_variant(plan: PromptPlan, options: AttentionOptions, dtype: torch.dty
 
 
 def encode_map(tensor: torch.Tensor, box_rows: int) -> bytes:
-    """How copies find K or V [pages, slots, heads, head_dim] and [tokens, heads, head_dim], in boxes of 64 elements of
-    `box_rows` slots or tokens."""
+    """Encode the TMA descriptor of K or V.
+
+    tensor     [pages, slots, heads, head_dim], or packed [tokens, heads, head_dim]
+    box_rows   slots or tokens of a box; a box has 64 elements of a head
+
+    Raises: GraphRTError: if the driver rejects the tensor.
+    """
     pages = tensor if tensor.dim() == 4 else tensor[None]
     num_pages, num_slots, num_heads, head_dim = pages.shape
     steps = [
@@ -130,16 +135,16 @@ def encode_map(tensor: torch.Tensor, box_rows: int) -> bytes:
     )
     if int(result) != 0:
         raise GraphRTError(
-            f"k or v: expected a tensor that copies of boxes can read, got {result!r} for shape {list(tensor.shape)} "
-            f"and strides {list(tensor.stride())}; report this"
+            f"k or v: TMA cannot load a tensor of shape {list(tensor.shape)} and strides {list(tensor.stride())} "
+            f"({result!r}); report this"
         )
     return ctypes.string_at(encoded.getPtr(), 128)
 
 
 def native_prompt(call: PromptCall) -> None:
-    """One launch for a call without a `prompt_fault`.
+    """Launch the kernel for a call that has no `prompt_unsupported_reason`.
 
-    Raises: GraphRTError where the driver refuses.
+    Raises: GraphRTError: if the driver rejects the launch.
     """
     plan, options, table = call.plan, call.options, call.block_table
     logit_factor, logit_cap = logit_constants(options.softmax_scale, options.logits_softcap)
@@ -162,15 +167,15 @@ def native_prompt(call: PromptCall) -> None:
     )
     aligned = (ctypes.c_byte * _PARAMS_BYTES)()
     ctypes.memmove(aligned, ctypes.byref(params), ctypes.sizeof(params))
-    num_blocks = min(plan.num_blocks, plan.max_units * plan.num_kv_heads)
+    num_blocks = min(plan.num_blocks, plan.max_q_tiles * plan.num_kv_heads)
     launch(variant, (num_blocks, 1), aligned, call.q.device)
 
 
 def prompt_variants() -> dict[str, NativeVariant]:
-    """Variants that a test compiles without a GPU: shapes of common models, and the corners."""
+    """Return the variants that a test compiles without a GPU: shapes of common models, and corner cases."""
     bf16, fp16 = torch.bfloat16, torch.float16
     cases: dict[str, tuple[torch.dtype, int, int, int, bool]] = {
-        # name: dtype, head_dim, group, page_size (0: packed), every option
+        # name: dtype, head_dim, num_queries_per_kv, page_size (0: packed), every option
         "llama": (bf16, 128, 4, 16, False),
         "llama_page64": (fp16, 128, 4, 64, True),
         "packed": (bf16, 128, 4, 0, False),
@@ -183,10 +188,10 @@ def prompt_variants() -> dict[str, NativeVariant]:
         "gemma": (bf16, 256, 2, 16, True),
     }
     variants = {}
-    for name, (dtype, head_dim, group, page_size, every) in cases.items():
-        heads = {"num_q_heads": 8 * group, "num_kv_heads": 8, "head_dim": head_dim}
+    for name, (dtype, head_dim, num_queries_per_kv, page_size, every) in cases.items():
+        heads = {"num_q_heads": 8 * num_queries_per_kv, "num_kv_heads": 8, "head_dim": head_dim}
         plan = PromptPlan.make(64, 2048, dtype=dtype, num_sms=132, native=True, **heads)  # type: ignore[arg-type]
-        slopes = torch.zeros(8 * group, device="cpu") if every else None
+        slopes = torch.zeros(8 * num_queries_per_kv, device="cpu") if every else None
         options = AttentionOptions(1.0, logits_softcap=float(every), alibi_slopes=slopes, alibi_sqrt=every)
         variants[name] = prompt_variant(plan, options, dtype, page_size)
     return variants

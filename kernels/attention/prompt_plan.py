@@ -1,4 +1,4 @@
-"""What is fixed of a prompt part at capture: its padded sizes, its heads, and the tiles that follow from them."""
+"""What is fixed of prefills at capture: padded sizes, heads, and the tile sizes derived from them."""
 
 from __future__ import annotations
 
@@ -11,31 +11,31 @@ from graphrt.kernels.checks import check_int
 from graphrt.kernels.errors import ShapeError
 from graphrt.kernels.sizes import next_power_of_two
 
-UNIT_WORDS = 8
-"""int32 words of a unit in the schedule, and of the header before the first unit."""
+Q_TILE_WORDS = 8
+"""int32 words of a query tile in the schedule, and of the header before the first one."""
 
 PROMPT_HEAD_DIMS = range(16, 257, 8)
-"""Head sizes, of keys and values alike."""
+"""Supported head sizes of K and V."""
 
 NATIVE_BLOCK_M = 128
-"""Queries of a unit of the CUDA kernel: two groups of four warps, of 64 queries each."""
+"""Queries of a query tile of the CUDA kernel: two warpgroups of 64 queries each."""
 
 _FLOAT32_BLOCK_M = 16  # float32 products run without tensor cores and hold their operands in registers
 
 
 @dataclass(frozen=True, slots=True)
 class PromptPlan:
-    """Sizes of one prompt part; make it with `PromptPlan.make`.
+    """The sizes of the prefills of a batch; make it with `PromptPlan.make`.
 
-    num_rows, num_tokens   as padded: rows of the batch, new tokens of all rows and of padding
-    causal                 units that see more keys come first in the schedule; only speed depends on it
-    block_m                queries of a unit, at most; a query is one new token in one query head
+    num_reqs, num_tokens   padded sizes: requests of the batch, and new tokens of all requests and of padding
+    causal                 query tiles that see more keys come first in the schedule; affects only speed
+    block_m                queries of a query tile, at most; a query is one new token in one query head
     block_n                tokens of a KV tile of the Triton kernel
     num_warps, num_stages  of a program of the Triton kernel
-    num_blocks             of the CUDA kernel, each of which takes units in turn; 0: the Triton kernel runs
+    num_blocks             persistent blocks of the CUDA kernel; 0: the Triton kernel runs
     """
 
-    num_rows: int
+    num_reqs: int
     num_tokens: int
     num_q_heads: int
     num_kv_heads: int
@@ -57,8 +57,8 @@ class PromptPlan:
         return cls(**{**made, "causal": bool(made["causal"])})  # type: ignore[arg-type]  # all others are ints
 
     @property
-    def group(self) -> int:
-        """Query heads that share a KV head."""
+    def num_queries_per_kv(self) -> int:
+        """Query heads per KV head."""
         return self.num_q_heads // self.num_kv_heads
 
     @property
@@ -66,19 +66,19 @@ class PromptPlan:
         return next_power_of_two(self.head_dim)
 
     @property
-    def max_units(self) -> int:
-        """Units of one KV head, at most: each row, and the padding, may end with a unit that is not full."""
-        return self.num_tokens * self.group // self.block_m + min(self.num_rows + 1, self.num_tokens)
+    def max_q_tiles(self) -> int:
+        """Query tiles of one KV head, at most: each request, and the padding, may end with an incomplete one."""
+        return self.num_tokens * self.num_queries_per_kv // self.block_m + min(self.num_reqs + 1, self.num_tokens)
 
     @property
     def schedule_words(self) -> int:
         """int32 words of the schedule."""
-        return UNIT_WORDS * (1 + self.max_units)
+        return Q_TILE_WORDS * (1 + self.max_q_tiles)
 
     @classmethod
     def make(
         cls,
-        num_rows: int,
+        num_reqs: int,
         num_tokens: int,
         *,
         num_q_heads: int,
@@ -90,15 +90,15 @@ class PromptPlan:
         causal: bool = True,
         native: bool = False,
     ) -> PromptPlan:
-        """The plan of a prompt part.
+        """Make a plan for the prefills of a batch.
 
-        num_sms   multiprocessors of the device
-        native    the device runs CUDA kernels of compute capability 9.0, see `runs_prompt_kernel`; where their dtypes
-                  and head_dim allow, they serve
+        num_sms   streaming multiprocessors of the device
+        native    the device runs CUDA kernels of compute capability 9.0, see `runs_prompt_kernel`. The CUDA kernel is
+                  then used if it supports the dtypes
 
-        Raises: ShapeError.
+        Raises: ShapeError: if a size is not a positive int, or num_q_heads is not a multiple of num_kv_heads.
         """
-        sizes = {"num_rows": num_rows, "num_tokens": num_tokens, "num_q_heads": num_q_heads}
+        sizes = {"num_reqs": num_reqs, "num_tokens": num_tokens, "num_q_heads": num_q_heads}
         for name, value in (
             *sizes.items(),
             ("num_kv_heads", num_kv_heads),
@@ -108,7 +108,8 @@ class PromptPlan:
             check_int(name, value, 1, advice="pass the padded sizes of the batch", error=ShapeError)
         if num_q_heads % num_kv_heads:
             raise ShapeError(
-                f"num_q_heads: expected a multiple of {num_kv_heads} KV heads, got {num_q_heads}; pass those of a layer"
+                f"num_q_heads: expected a multiple of num_kv_heads={num_kv_heads}, got {num_q_heads}; "
+                "each KV head serves the same number of query heads"
             )
         stored = kv_dtype or dtype
         serves = native and dtype.itemsize == 2 and stored == dtype
@@ -116,13 +117,13 @@ class PromptPlan:
         if serves:
             block_m = NATIVE_BLOCK_M
         return cls(
-            num_rows, num_tokens, num_q_heads, num_kv_heads, head_dim, causal, block_m, block_n, num_warps, num_stages,
+            num_reqs, num_tokens, num_q_heads, num_kv_heads, head_dim, causal, block_m, block_n, num_warps, num_stages,
             num_sms if serves else 0,
         )  # fmt: skip
 
 
 def _triton_tile(head_dim: int, dtype: torch.dtype, kv_dtype: torch.dtype) -> tuple[int, int, int, int]:
-    """Queries of a unit, tokens of a tile, warps and stages: what docs/LOG.md "Tiles of varlen" found fastest."""
+    """Return block_m, block_n, warps and stages; docs/dev/log.md "Tiles of varlen" measured them."""
     block_d = next_power_of_two(head_dim)
     if dtype == torch.float32:
         return _FLOAT32_BLOCK_M, *((32, 4) if block_d <= 64 else (16, 8)), 3

@@ -1,4 +1,4 @@
-"""Attention of a prompt part in plain torch, unit by unit of its schedule. Serves CPU tensors."""
+"""Attention of prefills in plain torch, one query tile of the schedule after another. Runs on CPU tensors."""
 
 from __future__ import annotations
 
@@ -6,48 +6,52 @@ import torch
 
 from graphrt.kernels.attention.options import FP8_DTYPES
 from graphrt.kernels.attention.prompt_call import PromptCall
-from graphrt.kernels.attention.prompt_plan import UNIT_WORDS
+from graphrt.kernels.attention.prompt_plan import Q_TILE_WORDS
 
 
 def prompt_reference(call: PromptCall) -> None:
-    """What the kernels compute, in float32."""
-    for place in range(1, 1 + int(call.schedule[0])):
-        words: list[int] = call.schedule[place * UNIT_WORDS : (place + 1) * UNIT_WORDS].tolist()
-        row, first_query, first_token, query_len, seq_len, kv_start, *_ = words
-        group = call.plan.group
-        queries = torch.arange(first_query, min(first_query + call.plan.block_m, query_len * group), device="cpu")
-        positions = seq_len - query_len + queries // group
+    """Compute in float32 what the kernels compute."""
+    for index in range(1, 1 + int(call.schedule[0])):
+        words: list[int] = call.schedule[index * Q_TILE_WORDS : (index + 1) * Q_TILE_WORDS].tolist()
+        req, first_query, first_token, query_len, seq_len, kv_start, *_ = words
+        num_queries_per_kv = call.plan.num_queries_per_kv
+        queries = torch.arange(
+            first_query, min(first_query + call.plan.block_m, query_len * num_queries_per_kv), device="cpu"
+        )
+        positions = seq_len - query_len + queries // num_queries_per_kv
         begin = max(0, int(positions[0]) - call.left)
         end = max(begin, min(seq_len, int(positions[-1]) + call.right + 1))
-        keys, values = (_gather(call, cache, row, kv_start, begin, end) for cache in (call.k, call.v))
+        keys, values = (_gather(call, cache, req, kv_start, begin, end) for cache in (call.k, call.v))
         where = torch.arange(begin, end, device="cpu") - positions[:, None]
-        _attend(call, row, first_token + queries // group, queries % group, keys, values, where)
+        _attend(
+            call, req, first_token + queries // num_queries_per_kv, queries % num_queries_per_kv, keys, values, where
+        )
 
 
-def _gather(call: PromptCall, cache: torch.Tensor, row: int, kv_start: int, begin: int, end: int) -> torch.Tensor:
-    """Keys or values of positions begin to end, [positions, num_kv_heads, head_dim]."""
+def _gather(call: PromptCall, cache: torch.Tensor, req: int, kv_start: int, begin: int, end: int) -> torch.Tensor:
+    """Return keys or values of positions begin to end, [positions, num_kv_heads, head_dim]."""
     if call.block_table is None:
         return cache[kv_start + begin : kv_start + end]
     size = cache.shape[1]
-    pages = call.block_table[max(row, 0), begin // size : -(-end // size)]
+    pages = call.block_table[max(req, 0), begin // size : -(-end // size)]
     first = begin // size * size
     return cache.index_select(0, pages).flatten(0, 1)[begin - first : end - first]
 
 
 def _attend(
     call: PromptCall,
-    row: int,
+    req: int,
     tokens: torch.Tensor,
     heads: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
     distance: torch.Tensor,
 ) -> None:
-    """The queries of one unit, for each KV head; `distance` is a key's position less the query's."""
-    options, group = call.options, call.plan.group
+    """Attend with the queries of one query tile, per KV head; `distance` is a key's position minus the query's."""
+    options, num_queries_per_kv = call.options, call.plan.num_queries_per_kv
     visible = (distance >= -call.left) & (distance <= call.right)
     for kv_head in range(call.plan.num_kv_heads):
-        at = (tokens, kv_head * group + heads)
+        at = (tokens, kv_head * num_queries_per_kv + heads)
         k, v = (
             _dequantised(x[:, kv_head], scale, kv_head)
             for x, scale in ((keys, options.k_scale), (values, options.v_scale))
@@ -59,7 +63,7 @@ def _attend(
             far = distance.abs().float()
             logits -= options.alibi_slopes[at[1], None] * (far.sqrt() if options.alibi_sqrt else far)
         logits.masked_fill_(~visible, float("-inf"))
-        if options.sinks is not None and row >= 0:
+        if options.sinks is not None and req >= 0:
             logits = torch.cat([logits, options.sinks[at[1], None]], 1)
         lse = torch.logsumexp(logits, 1)
         if call.lse is not None:

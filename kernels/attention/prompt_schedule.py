@@ -1,18 +1,18 @@
-"""The schedule of a prompt part: which units there are, those that see most first.
+"""The schedule of prefills: a list of query tiles, ordered by decreasing work.
 
-It is made on the device, once per step. All layers with as many query heads per KV head share it, whatever their
-windows: a kernel finds a unit's tiles by itself.
+The device writes it once per step. All layers with the same number of query heads per KV head share it. Their windows
+may differ, because a kernel derives the KV tiles of a query tile by itself.
 
-The layout, in int32 words, is a header of UNIT_WORDS: the number of units, and two counters, which are 0 between the
-launches of the CUDA kernel. Then UNIT_WORDS per unit:
+The layout in int32 words is a header of Q_TILE_WORDS and then Q_TILE_WORDS per query tile. The header holds the number
+of query tiles, and two counters that are 0 between launches of the CUDA kernel. The words of a query tile are:
 
-    0 row           -1: pad tokens, from the last value of query_start_loc on
-    1 first_query   the unit's queries are numbered first_query to first_query + block_m - 1 within their row, as
-                    token * group + head
-    2 first_token   where the row's new tokens begin
-    3 query_len     new tokens of the row
-    4 seq_len       keys of the row, those of the new tokens included
-    5 kv_start      where the row's keys begin, for keys that lie packed; else 0
+    0 req           index of the request; -1: padding tokens, from the last value of query_start_loc on
+    1 first_query   the queries first_query to first_query + block_m - 1 of the request, numbered
+                    token * num_queries_per_kv + head
+    2 first_token   first new token of the request
+    3 query_len     new tokens of the request
+    4 seq_len       keys of the request, including those of the new tokens
+    5 kv_start      first key of the request in packed K and V; else 0
 """
 
 from __future__ import annotations
@@ -24,107 +24,119 @@ import torch
 import triton
 import triton.language as tl
 
-from graphrt.kernels.attention.prompt_plan import UNIT_WORDS, PromptPlan
+from graphrt.kernels.attention.prompt_plan import Q_TILE_WORDS, PromptPlan
 from graphrt.kernels.checks import check_tensor, check_unit_stride
 from graphrt.kernels.compile_spec import CompileSpec
 from graphrt.kernels.errors import CapacityError
 from graphrt.kernels.launcher import KernelLauncher
 from graphrt.kernels.op_declaration import DeclaredOp, Written
 
-_UNIT_WORDS = tl.constexpr(UNIT_WORDS)
-_UNITS_OF_PROGRAM, _ROWS_AT_A_TIME, _NUM_WARPS = 32, 64, 4
+_Q_TILE_WORDS = tl.constexpr(Q_TILE_WORDS)
+_Q_TILES_PER_PROGRAM, _REQS_AT_A_TIME, _NUM_WARPS = 32, 64, 4
 
 
 @triton.jit
-def _load_rows(
-    rows, lens_ptr, starts_ptr, num_rows, num_tokens, GROUP: tl.constexpr, BLOCK_M: tl.constexpr,
+def _load_reqs(
+    reqs, lens_ptr, starts_ptr, num_reqs, num_tokens, NUM_QUERIES_PER_KV: tl.constexpr, BLOCK_M: tl.constexpr,
     PACKED: tl.constexpr,
 ):  # fmt: skip
-    """first_token, query_len, seq_len, kv_start and number of units of `rows`; row num_rows is the padding."""
-    is_row = rows < num_rows
-    exists = rows <= num_rows
-    begin = tl.load(starts_ptr + rows, mask=exists, other=0)
-    end = tl.load(starts_ptr + rows + 1, mask=is_row, other=num_tokens)
+    """first_token, query_len, seq_len, kv_start and number of query tiles of `reqs`; req num_reqs is the padding."""
+    is_req = reqs < num_reqs
+    exists = reqs <= num_reqs
+    begin = tl.load(starts_ptr + reqs, mask=exists, other=0)
+    end = tl.load(starts_ptr + reqs + 1, mask=is_req, other=num_tokens)
     query_len = tl.where(exists, end - begin, 0)
-    seq_len = tl.load(lens_ptr + rows, mask=is_row, other=0)
+    seq_len = tl.load(lens_ptr + reqs, mask=is_req, other=0)
     kv_start = tl.zeros_like(seq_len)
     if PACKED:
         kv_start = seq_len
-        seq_len = tl.load(lens_ptr + rows + 1, mask=is_row, other=0) - kv_start
-    return begin, query_len, seq_len, kv_start, (query_len * GROUP + BLOCK_M - 1) // BLOCK_M
+        seq_len = tl.load(lens_ptr + reqs + 1, mask=is_req, other=0) - kv_start
+    return begin, query_len, seq_len, kv_start, (query_len * NUM_QUERIES_PER_KV + BLOCK_M - 1) // BLOCK_M
 
 
 @triton.jit
-def _units_beyond(end, query_len, seq_len, num_units, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, CAUSAL: tl.constexpr):
-    """How many units of a row see a position of at least `end`."""
+def _q_tiles_beyond(
+    end, query_len, seq_len, num_q_tiles, NUM_QUERIES_PER_KV: tl.constexpr, BLOCK_M: tl.constexpr, CAUSAL: tl.constexpr
+):
+    """How many query tiles of a request see a position of at least `end`."""
     if CAUSAL:
-        # Unit j ends with the token of query (j + 1) * BLOCK_M - 1, or with the row's last one.
+        # Query tile j ends with the token of query (j + 1) * BLOCK_M - 1, or with the last token of the request.
         token = end - (seq_len - query_len)
-        first = (tl.maximum(token, 0) * GROUP + BLOCK_M) // BLOCK_M - 1
-        return tl.where(token < query_len, tl.maximum(num_units - first, 0), 0)
+        first = (tl.maximum(token, 0) * NUM_QUERIES_PER_KV + BLOCK_M) // BLOCK_M - 1
+        return tl.where(token < query_len, tl.maximum(num_q_tiles - first, 0), 0)
     else:
-        return tl.where(seq_len > end, num_units, 0)
+        return tl.where(seq_len > end, num_q_tiles, 0)
 
 
 @triton.jit
 def prompt_schedule_kernel(
-    lens_ptr,  # seq_lens [rows], or kv_start_loc [rows + 1]
-    starts_ptr,  # query_start_loc [rows + 1]
+    lens_ptr,  # seq_lens [num_reqs], or kv_start_loc [num_reqs + 1]
+    starts_ptr,  # query_start_loc [num_reqs + 1]
     schedule_ptr,
-    num_rows,
+    num_reqs,
     num_tokens,
-    GROUP: tl.constexpr,
+    NUM_QUERIES_PER_KV: tl.constexpr,
     BLOCK_M: tl.constexpr,
     CAUSAL: tl.constexpr,
     PACKED: tl.constexpr,
-    UNITS: tl.constexpr,
-    ROWS: tl.constexpr,
+    Q_TILES: tl.constexpr,
+    REQS: tl.constexpr,
 ):
-    units = tl.program_id(0) * UNITS + tl.arange(0, UNITS)
+    q_tiles = tl.program_id(0) * Q_TILES + tl.arange(0, Q_TILES)
 
-    # 1. The row of each unit, units being numbered row by row: as many rows as end at the unit or before.
-    row = tl.zeros([UNITS], tl.int32)
-    begin_unit = tl.zeros([UNITS], tl.int32)
+    # 1. The request of each query tile. Query tiles are numbered request by request, so it is the number of requests
+    # whose query tiles end before this one.
+    req = tl.zeros([Q_TILES], tl.int32)
+    begin_q_tile = tl.zeros([Q_TILES], tl.int32)
     total = 0
-    for first in tl.range(0, num_rows + 1, ROWS, num_stages=1):
-        rows = first + tl.arange(0, ROWS)
-        _, _, _, _, counts = _load_rows(rows, lens_ptr, starts_ptr, num_rows, num_tokens, GROUP, BLOCK_M, PACKED)
+    for first in tl.range(0, num_reqs + 1, REQS, num_stages=1):
+        reqs = first + tl.arange(0, REQS)
+        _, _, _, _, counts = _load_reqs(
+            reqs, lens_ptr, starts_ptr, num_reqs, num_tokens, NUM_QUERIES_PER_KV, BLOCK_M, PACKED
+        )
         ends = total + tl.cumsum(counts, 0)
-        over = ends[None, :] <= units[:, None]
-        row += tl.sum(over.to(tl.int32), 1)
-        begin_unit = tl.maximum(begin_unit, tl.max(tl.where(over, ends[None, :], 0), 1))
+        over = ends[None, :] <= q_tiles[:, None]
+        req += tl.sum(over.to(tl.int32), 1)
+        begin_q_tile = tl.maximum(begin_q_tile, tl.max(tl.where(over, ends[None, :], 0), 1))
         total += tl.sum(counts, 0)
 
-    # 2. The last position that each unit sees, which is what it costs.
-    first_token, query_len, seq_len, kv_start, num_units = _load_rows(
-        row, lens_ptr, starts_ptr, num_rows, num_tokens, GROUP, BLOCK_M, PACKED
+    # 2. The last position that each query tile sees, which is its cost.
+    first_token, query_len, seq_len, kv_start, num_q_tiles = _load_reqs(
+        req, lens_ptr, starts_ptr, num_reqs, num_tokens, NUM_QUERIES_PER_KV, BLOCK_M, PACKED
     )
-    index = units - begin_unit
+    index = q_tiles - begin_q_tile
     end = seq_len - 1
     if CAUSAL:
-        end = seq_len - query_len + tl.minimum(((index + 1) * BLOCK_M - 1) // GROUP, query_len - 1)
+        end = seq_len - query_len + tl.minimum(((index + 1) * BLOCK_M - 1) // NUM_QUERIES_PER_KV, query_len - 1)
 
-    # 3. Its place: behind the units that see more, those of earlier rows that see as much, and later ones of its row.
-    place = num_units - 1 - index
-    for first in tl.range(0, num_rows + 1, ROWS, num_stages=1):
-        rows = first + tl.arange(0, ROWS)
-        _, other_query_len, other_seq_len, _, counts = _load_rows(
-            rows, lens_ptr, starts_ptr, num_rows, num_tokens, GROUP, BLOCK_M, PACKED
+    # 3. Its rank: after query tiles that see more, those of earlier requests that see as much, and later ones of its
+    # own request.
+    rank = num_q_tiles - 1 - index
+    for first in tl.range(0, num_reqs + 1, REQS, num_stages=1):
+        reqs = first + tl.arange(0, REQS)
+        _, other_query_len, other_seq_len, _, counts = _load_reqs(
+            reqs, lens_ptr, starts_ptr, num_reqs, num_tokens, NUM_QUERIES_PER_KV, BLOCK_M, PACKED
         )
-        least = end[:, None] + tl.where(rows[None, :] < row[:, None], 0, 1)
-        ahead = _units_beyond(
-            least, other_query_len[None, :], other_seq_len[None, :], counts[None, :], GROUP, BLOCK_M, CAUSAL
+        least = end[:, None] + tl.where(reqs[None, :] < req[:, None], 0, 1)
+        ahead = _q_tiles_beyond(
+            least,
+            other_query_len[None, :],
+            other_seq_len[None, :],
+            counts[None, :],
+            NUM_QUERIES_PER_KV,
+            BLOCK_M,
+            CAUSAL,
         )
-        place += tl.sum(tl.where(rows[None, :] == row[:, None], 0, ahead), 1)
+        rank += tl.sum(tl.where(reqs[None, :] == req[:, None], 0, ahead), 1)
 
-    unit_ptr = schedule_ptr + _UNIT_WORDS * (1 + place)
-    exists = units < total
-    tl.store(unit_ptr, tl.where(row < num_rows, row, -1), mask=exists)
-    tl.store(unit_ptr + 1, index * BLOCK_M, mask=exists)
-    tl.store(unit_ptr + 2, first_token, mask=exists)
-    tl.store(unit_ptr + 3, query_len, mask=exists)
-    tl.store(unit_ptr + 4, seq_len, mask=exists)
-    tl.store(unit_ptr + 5, kv_start, mask=exists)
+    q_tile_ptr = schedule_ptr + _Q_TILE_WORDS * (1 + rank)
+    exists = q_tiles < total
+    tl.store(q_tile_ptr, tl.where(req < num_reqs, req, -1), mask=exists)
+    tl.store(q_tile_ptr + 1, index * BLOCK_M, mask=exists)
+    tl.store(q_tile_ptr + 2, first_token, mask=exists)
+    tl.store(q_tile_ptr + 3, query_len, mask=exists)
+    tl.store(q_tile_ptr + 4, seq_len, mask=exists)
+    tl.store(q_tile_ptr + 5, kv_start, mask=exists)
     if tl.program_id(0) == 0:
         tl.store(schedule_ptr, total)
         tl.store(schedule_ptr + 1, 0)
@@ -146,11 +158,11 @@ _launch_kernel = KernelLauncher(prompt_schedule_kernel)
 def _launch(call: _ScheduleCall) -> None:
     plan = call.plan
     _launch_kernel(
-        (-(-plan.max_units // _UNITS_OF_PROGRAM),),
+        (-(-plan.max_q_tiles // _Q_TILES_PER_PROGRAM),),
         call.lens,
         call.query_start_loc,
         call.schedule,
-        plan.num_rows,
+        plan.num_reqs,
         plan.num_tokens,
         **_constexprs(plan, call.packed),
         num_warps=_NUM_WARPS,
@@ -159,34 +171,34 @@ def _launch(call: _ScheduleCall) -> None:
 
 def _constexprs(plan: PromptPlan, packed: bool) -> dict[str, object]:
     return {
-        "GROUP": plan.group,
+        "NUM_QUERIES_PER_KV": plan.num_queries_per_kv,
         "BLOCK_M": plan.block_m,
         "CAUSAL": plan.causal,
         "PACKED": packed,
-        "UNITS": _UNITS_OF_PROGRAM,
-        "ROWS": _ROWS_AT_A_TIME,
+        "Q_TILES": _Q_TILES_PER_PROGRAM,
+        "REQS": _REQS_AT_A_TIME,
     }
 
 
 def _reference(call: _ScheduleCall) -> None:
-    units = sorted(_units(call), key=lambda unit: unit[0], reverse=True)  # a stable order
-    call.schedule[:3] = torch.tensor([len(units), 0, 0], device="cpu")
-    for place, (_, *words) in enumerate(units, 1):
-        call.schedule[place * UNIT_WORDS : place * UNIT_WORDS + len(words)] = torch.tensor(words, device="cpu")
+    q_tiles = sorted(_q_tiles(call), key=lambda q_tile: q_tile[0], reverse=True)  # a stable sort
+    call.schedule[:3] = torch.tensor([len(q_tiles), 0, 0], device="cpu")
+    for rank, (_, *words) in enumerate(q_tiles, 1):
+        call.schedule[rank * Q_TILE_WORDS : rank * Q_TILE_WORDS + len(words)] = torch.tensor(words, device="cpu")
 
 
-def _units(call: _ScheduleCall) -> Iterator[tuple[int, ...]]:
-    """The last position that a unit sees, and its words; row by row, the later units of a row first."""
+def _q_tiles(call: _ScheduleCall) -> Iterator[tuple[int, ...]]:
+    """Yield the last position that a query tile sees, and its words; within a request the later query tiles first."""
     plan, starts, lens = call.plan, call.query_start_loc.tolist(), call.lens.tolist()
-    for row in range(plan.num_rows + 1):
-        is_row = row < plan.num_rows
-        query_len = (starts[row + 1] if is_row else plan.num_tokens) - starts[row]
-        kv_start = lens[row] if call.packed and is_row else 0
-        seq_len = (lens[row + 1] - kv_start if call.packed else lens[row]) if is_row else 0
-        for first_query in reversed(range(0, query_len * plan.group, plan.block_m)):
-            last_token = min((first_query + plan.block_m - 1) // plan.group, query_len - 1)
+    for req in range(plan.num_reqs + 1):
+        is_req = req < plan.num_reqs
+        query_len = (starts[req + 1] if is_req else plan.num_tokens) - starts[req]
+        kv_start = lens[req] if call.packed and is_req else 0
+        seq_len = (lens[req + 1] - kv_start if call.packed else lens[req]) if is_req else 0
+        for first_query in reversed(range(0, query_len * plan.num_queries_per_kv, plan.block_m)):
+            last_token = min((first_query + plan.block_m - 1) // plan.num_queries_per_kv, query_len - 1)
             end = seq_len - query_len + last_token if plan.causal else seq_len - 1
-            yield end, row if is_row else -1, first_query, starts[row], query_len, seq_len, kv_start
+            yield end, req if is_req else -1, first_query, starts[req], query_len, seq_len, kv_start
 
 
 _schedule = DeclaredOp("schedule_prompt", _ScheduleCall, triton_impl=_launch, reference=_reference)
@@ -200,24 +212,24 @@ def schedule_prompt(
     *,
     seq_lens_are_starts: bool = False,
 ) -> None:
-    """Write the units of a prompt part, for `prompt_attention` with the same plan.
+    """Write the schedule of the prefills, for `prompt_attention` with the same plan.
 
-    seq_lens          [rows]  keys of each row, those of the new tokens included                    int32
-                      [rows + 1]  with seq_lens_are_starts: where each row's keys begin, packed     int32
-    query_start_loc   [rows + 1]  where each row's new tokens begin                                 int32
+    seq_lens          [num_reqs]  keys of each request, including those of the new tokens           int32
+                      [num_reqs + 1]  with seq_lens_are_starts: first key of each packed request    int32
+    query_start_loc   [num_reqs + 1]  first new token of each request                               int32
     schedule          [plan.schedule_words] or longer                                               int32, written
 
-    Tokens before query_start_loc[0] have no units, and are left to another kernel. The caller guarantees that
-    query_start_loc does not decrease, and ends at plan.num_tokens or before.
+    The schedule does not cover tokens before query_start_loc[0]; another kernel owns them. The caller guarantees that
+    query_start_loc does not decrease and ends at plan.num_tokens or less.
 
-    Capture-safe: one launch, no sync, no allocation; the grid depends on the plan only.
+    Capture-safe: one launch, no sync, no allocation; the grid depends only on the plan.
 
     Raises: ShapeError, CapacityError.
     """
     device = seq_lens.device
-    rows = plan.num_rows + seq_lens_are_starts
-    check_tensor("seq_lens", seq_lens, shape=(rows,), dtype=torch.int32, device=device)
-    check_tensor("query_start_loc", query_start_loc, shape=(plan.num_rows + 1,), dtype=torch.int32, device=device)
+    reqs = plan.num_reqs + seq_lens_are_starts
+    check_tensor("seq_lens", seq_lens, shape=(reqs,), dtype=torch.int32, device=device)
+    check_tensor("query_start_loc", query_start_loc, shape=(plan.num_reqs + 1,), dtype=torch.int32, device=device)
     check_schedule(plan, schedule, device)
     named = [("seq_lens", seq_lens), ("query_start_loc", query_start_loc)]
     for name, tensor in named:
@@ -226,7 +238,7 @@ def schedule_prompt(
 
 
 def check_schedule(plan: PromptPlan, schedule: torch.Tensor, device: torch.device) -> None:
-    """Raise ShapeError or CapacityError unless `schedule` holds the units of the plan."""
+    """Raise ShapeError or CapacityError unless `schedule` has room for the query tiles of the plan."""
     check_tensor("schedule", schedule, shape=(None,), dtype=torch.int32, device=device)
     check_unit_stride("schedule", schedule)
     if schedule.numel() < plan.schedule_words:
@@ -237,7 +249,7 @@ def check_schedule(plan: PromptPlan, schedule: torch.Tensor, device: torch.devic
 
 
 def compile_variants() -> list[CompileSpec]:
-    """Kernel variants that a test compiles without a GPU."""
+    """Return the kernel variants that a test compiles without a GPU."""
     specs = []
     for name, causal, packed in (("causal", True, False), ("bidirectional", False, True)):
         plan = PromptPlan.make(

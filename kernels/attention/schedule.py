@@ -1,16 +1,16 @@
-"""The schedule kernel: writes the work list of a step, as work_list.py describes it.
+"""The schedule kernel: it writes the work list of a step, which work_list.py describes.
 
-Every program of the grid does the same four steps, and writes its own share of the list:
+Every program of the grid does the same four steps and writes its own share of the list:
 
-1. Cost: all units are found, and what they cost is added up. The sum is the length of the line, and gives the part
-   size.
-2. Place: each unit's end on the line follows from a running sum. The units that end at or before a cut are counted:
-   their number says which unit the cut falls into. Meanwhile the program writes its share of first segments and zeros.
-3. Parts: with the unit of its cut known, each part's first segment follows by one division.
-4. Fixed splits only: the program writes all segments of a few units of its own.
+1. Cost: load all query tiles and add up their costs. The sum is the total work, which gives the partition size.
+2. Placement: a running sum gives the end of each query tile in the linearized work. The number of query tiles that end
+   at or before a partition boundary tells which query tile contains the boundary. In the same pass the program writes
+   its share of the first splits and of the zeros.
+3. Partitions: with the query tile at its boundary known, the first split of a partition follows from one division.
+4. Fixed splits only: the program writes all splits of a few query tiles of its own.
 
-In steps 1 and 2 units are the second dimension and parts the first, of one 2D shape. So nothing changes its layout on
-the way; such a change costs a barrier and a trip through shared memory. In step 3 parts are lanes.
+In steps 1 and 2 query tiles are the second dimension and partitions the first one, of one 2D shape. So no value changes
+its layout, which would cost a barrier and a round trip through shared memory. In step 3 partitions are lanes.
 """
 
 from __future__ import annotations
@@ -18,27 +18,27 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from graphrt.kernels.attention.attend import PART_WORDS, SEGMENT_WORDS
+from graphrt.kernels.attention.attend import PARTITION_WORDS, SPLIT_WORDS
 
-_PART_WORDS = tl.constexpr(PART_WORDS)
-_SEGMENT_WORDS = tl.constexpr(SEGMENT_WORDS)
+_PARTITION_WORDS = tl.constexpr(PARTITION_WORDS)
+_SPLIT_WORDS = tl.constexpr(SPLIT_WORDS)
 
 SEARCH_RADIX = 4
 _SEARCH_RADIX = tl.constexpr(SEARCH_RADIX)
 
 
 @triton.jit
-def _units(
-    unit,
-    num_units,
+def _load_q_tiles(
+    q_tile,
+    num_q_tiles,
     seq_lens_ptr,
     stride_seq_lens,
     query_start_loc_ptr,
-    num_rows,
+    num_reqs,
     num_tokens,
     span,
     QUERY_LEN: tl.constexpr,
-    GROUP: tl.constexpr,
+    NUM_QUERIES_PER_KV: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     CAUSAL: tl.constexpr,
@@ -46,229 +46,241 @@ def _units(
     SEQ_LENS_ARE_STARTS: tl.constexpr,
     SEARCH_LEVELS: tl.constexpr,
 ):
-    """What the units are, all int32 of the shape of `unit`: row, first query, number of queries, seq_len, first token
-    of the row in q, query_len, first tile and number of tiles. Units behind the last one have no queries."""
+    """Load query tiles; all results are int32 of the shape of `q_tile`.
+
+    Returns request, first query, number of queries, seq_len, first token of the request in q, query_len, first KV tile
+    and number of KV tiles. Query tiles after the last one have no queries.
+    """
     if QUERY_LEN > 0:
-        TILES: tl.constexpr = (QUERY_LEN * GROUP + BLOCK_M - 1) // BLOCK_M
-        row = unit // TILES
-        first_query = unit % TILES * BLOCK_M
-        first_token = row * QUERY_LEN
-        query_len = tl.where(unit < num_units, QUERY_LEN, 0)
+        Q_TILES: tl.constexpr = (QUERY_LEN * NUM_QUERIES_PER_KV + BLOCK_M - 1) // BLOCK_M
+        req = q_tile // Q_TILES
+        first_query = q_tile % Q_TILES * BLOCK_M
+        first_token = req * QUERY_LEN
+        query_len = tl.where(q_tile < num_q_tiles, QUERY_LEN, 0)
     else:
-        # Rows of any query_len: row r begins at unit query_start_loc[r] * GROUP // BLOCK_M + r, which leaves room for
-        # an incomplete unit per row. A virtual last row takes the pad tokens. A unit's row is searched for, by radix 4.
-        row = unit * 0
+        # Request r begins at query tile query_start_loc[r] * NUM_QUERIES_PER_KV // BLOCK_M + r, which leaves room for
+        # an incomplete query tile per request. A virtual last request holds the padding tokens. The request of a query
+        # tile is found by a radix-4 search.
+        req = q_tile * 0
         for level in tl.static_range(SEARCH_LEVELS):
             stride = _SEARCH_RADIX ** (SEARCH_LEVELS - 1 - level)
-            passed = unit * 0
+            passed = q_tile * 0
             for i in tl.static_range(1, _SEARCH_RADIX):  # all loads of a level at once
-                candidate = row + i * stride
-                exists = candidate <= num_rows
-                begins = tl.load(query_start_loc_ptr + candidate, mask=exists, other=0) * GROUP // BLOCK_M + candidate
-                passed += (exists & (begins <= unit)).to(tl.int32)
-            row += passed * stride
-        first_token = tl.load(query_start_loc_ptr + row)
-        query_end = tl.load(query_start_loc_ptr + row + 1, mask=row < num_rows, other=0)
-        query_end = tl.where(row < num_rows, query_end, num_tokens)
-        first_query = (unit - first_token * GROUP // BLOCK_M - row) * BLOCK_M
-        query_len = tl.where(unit < num_units, query_end - first_token, 0)
-    is_row = (row < num_rows) & (unit < num_units)
-    seq_len = tl.load(seq_lens_ptr + row * stride_seq_lens, mask=is_row, other=0)
+                candidate = req + i * stride
+                exists = candidate <= num_reqs
+                begins = (
+                    tl.load(query_start_loc_ptr + candidate, mask=exists, other=0) * NUM_QUERIES_PER_KV // BLOCK_M
+                    + candidate
+                )
+                passed += (exists & (begins <= q_tile)).to(tl.int32)
+            req += passed * stride
+        first_token = tl.load(query_start_loc_ptr + req)
+        query_end = tl.load(query_start_loc_ptr + req + 1, mask=req < num_reqs, other=0)
+        query_end = tl.where(req < num_reqs, query_end, num_tokens)
+        first_query = (q_tile - first_token * NUM_QUERIES_PER_KV // BLOCK_M - req) * BLOCK_M
+        query_len = tl.where(q_tile < num_q_tiles, query_end - first_token, 0)
+    is_req = (req < num_reqs) & (q_tile < num_q_tiles)
+    seq_len = tl.load(seq_lens_ptr + req * stride_seq_lens, mask=is_req, other=0)
     if SEQ_LENS_ARE_STARTS:
-        seq_len = tl.load(seq_lens_ptr + (row + 1) * stride_seq_lens, mask=is_row, other=0) - seq_len
-    num_queries = tl.minimum(tl.maximum(query_len * GROUP - first_query, 0), BLOCK_M)
-    # Tiles that the unit sees: up to its last token's position, and from the window or the chunk of its first token on.
+        seq_len = tl.load(seq_lens_ptr + (req + 1) * stride_seq_lens, mask=is_req, other=0) - seq_len
+    num_queries = tl.minimum(tl.maximum(query_len * NUM_QUERIES_PER_KV - first_query, 0), BLOCK_M)
+    # KV tiles that the query tile sees: up to its last token, and from the window or chunk of its first token on.
     kv_end = seq_len
     if CAUSAL:
-        kv_end = tl.minimum(kv_end, seq_len - query_len + (first_query + num_queries - 1) // GROUP + 1)
+        kv_end = tl.minimum(kv_end, seq_len - query_len + (first_query + num_queries - 1) // NUM_QUERIES_PER_KV + 1)
     kv_end = tl.where(num_queries > 0, tl.maximum(kv_end, 0), 0)
     if CHUNKED:
-        first_tile = tl.maximum(seq_len - query_len + first_query // GROUP, 0) // span * span // BLOCK_N
+        first_kv_tile = tl.maximum(seq_len - query_len + first_query // NUM_QUERIES_PER_KV, 0) // span * span // BLOCK_N
     else:
-        first_tile = tl.maximum(seq_len - query_len + first_query // GROUP + 1 - span, 0) // BLOCK_N
-        first_tile = tl.where(span > 0, first_tile, 0)
-    tiles = tl.maximum((kv_end + BLOCK_N - 1) // BLOCK_N - first_tile, 0)
-    return row, first_query, num_queries, seq_len, first_token, query_len, first_tile, tiles
+        first_kv_tile = tl.maximum(seq_len - query_len + first_query // NUM_QUERIES_PER_KV + 1 - span, 0) // BLOCK_N
+        first_kv_tile = tl.where(span > 0, first_kv_tile, 0)
+    kv_tiles = tl.maximum((kv_end + BLOCK_N - 1) // BLOCK_N - first_kv_tile, 0)
+    return req, first_query, num_queries, seq_len, first_token, query_len, first_kv_tile, kv_tiles
 
 
 @triton.jit
 def _quotient(n, divisor):
-    """n // divisor, for int32 values that are not negative: unsigned division takes fewer instructions."""
+    """n // divisor for non-negative int32 values: unsigned division takes fewer instructions."""
     return (n.to(tl.uint32) // divisor.to(tl.uint32)).to(tl.int32)
 
 
 @triton.jit
-def _fixed_splits(tiles, FIXED_SPLITS: tl.constexpr, FIXED_TILES: tl.constexpr):
-    """Into how many segments fixed splits cut a unit of so many tiles."""
-    return tl.minimum((tiles + FIXED_TILES - 1) // FIXED_TILES, FIXED_SPLITS)
+def _num_fixed_splits(kv_tiles, FIXED_SPLITS: tl.constexpr, MIN_SPLIT_TILES: tl.constexpr):
+    """The number of KV splits of a query tile with fixed splits."""
+    return tl.minimum((kv_tiles + MIN_SPLIT_TILES - 1) // MIN_SPLIT_TILES, FIXED_SPLITS)
 
 
 @triton.jit
-def _entries(tiles, FIXED_SPLITS: tl.constexpr, FIXED_TILES: tl.constexpr):
-    """Entries of units in the segments' area: all segments under fixed splits, otherwise the first one."""
+def _entries(kv_tiles, FIXED_SPLITS: tl.constexpr, MIN_SPLIT_TILES: tl.constexpr):
+    """Entries of query tiles in the splits area: all splits with fixed splits, otherwise the first split only."""
     if FIXED_SPLITS > 0:
-        return _fixed_splits(tiles, FIXED_SPLITS, FIXED_TILES)
+        return _num_fixed_splits(kv_tiles, FIXED_SPLITS, MIN_SPLIT_TILES)
     else:
-        return tl.minimum(tiles, 1)
+        return tl.minimum(kv_tiles, 1)
 
 
 @triton.jit
-def _cut_segment(split, start, tiles, part_size):
-    """Segment `split` of units that the parts cut: its first tile and last tile + 1, relative to the unit's first tile,
-    and the unit's number of segments. `start` is where the unit's tiles begin on the line."""
-    part = _quotient(start, part_size)
-    begin = tl.maximum((part + split) * part_size - start, 0)
-    end = tl.minimum((part + split + 1) * part_size - start, tiles)
-    return begin, end, 1 + _quotient(start + tiles - 1, part_size) - part
+def _split_bounds(split_index, start, kv_tiles, partition_size):
+    """KV split `split_index` of query tiles that partition boundaries split.
+
+    start   work offset of the query tile's first KV tile
+
+    Returns its first KV tile and last KV tile + 1, relative to the query tile's first one, and the number of splits.
+    """
+    partition = _quotient(start, partition_size)
+    begin = tl.maximum((partition + split_index) * partition_size - start, 0)
+    end = tl.minimum((partition + split_index + 1) * partition_size - start, kv_tiles)
+    return begin, end, 1 + _quotient(start + kv_tiles - 1, partition_size) - partition
 
 
 @triton.jit
-def _store_segment(ptrs, mask, row, first_query, begin, end, seq_len, first_token, query_len, splits, split):
-    tl.store(ptrs, row, mask=mask)
+def _store_split(ptrs, mask, req, first_query, begin, end, seq_len, first_token, query_len, num_splits, split_index):
+    tl.store(ptrs, req, mask=mask)
     tl.store(ptrs + 1, first_query, mask=mask)
     tl.store(ptrs + 2, begin, mask=mask)
     tl.store(ptrs + 3, end, mask=mask)
     tl.store(ptrs + 4, seq_len, mask=mask)
     tl.store(ptrs + 5, first_token, mask=mask)
     tl.store(ptrs + 6, query_len, mask=mask)
-    tl.store(ptrs + 7, splits | (split << 16), mask=mask)
+    tl.store(ptrs + 7, num_splits | (split_index << 16), mask=mask)
 
 
 @triton.jit
-def _cost(tiles, overhead, min_unit_tiles):
-    """What a unit costs, in tiles: its gap and its tiles. Units that see nothing cost nothing."""
-    return tl.where(tiles > 0, tl.maximum(tiles + overhead, min_unit_tiles), 0)
+def _cost(kv_tiles, q_tile_overhead, min_q_tile_cost):
+    """The cost of a query tile in KV tiles: overhead and KV tiles. Query tiles that see no KV cost nothing."""
+    return tl.where(kv_tiles > 0, tl.maximum(kv_tiles + q_tile_overhead, min_q_tile_cost), 0)
 
 
 @triton.jit
 def _as_lanes(x, mine):
-    """A value per part from the first dimension to the second."""
+    """Move a value per partition from the first dimension to the second."""
     return tl.sum(tl.where(mine, x, 0), 0, keep_dims=True)
 
 
 @triton.jit
-def _sum_units(x):
+def _sum_q_tiles(x):
     return tl.sum(x, 1, keep_dims=True)
 
 
 @triton.jit
-def _totals(num_queries, tiles, overhead, min_unit_tiles):
-    """Costs of a block of units, and how many have queries but see nothing."""
-    is_zero = (num_queries > 0) & (tiles == 0)
-    return _sum_units(_cost(tiles, overhead, min_unit_tiles)), _sum_units(is_zero.to(tl.int32))
+def _totals(num_queries, kv_tiles, q_tile_overhead, min_q_tile_cost):
+    """Costs of a block of query tiles, and how many of them have queries but see no KV."""
+    is_zero = (num_queries > 0) & (kv_tiles == 0)
+    return _sum_q_tiles(_cost(kv_tiles, q_tile_overhead, min_q_tile_cost)), _sum_q_tiles(is_zero.to(tl.int32))
 
 
 @triton.jit
 def _place_block(
     work_list_ptr,
-    segments_at,
+    splits_at,
     zeros_at,
-    unit,
-    row,
+    q_tile,
+    req,
     first_query,
     num_queries,
     seq_len,
     first_token,
     query_len,
-    first_tile,
-    tiles,
-    cut,
-    part_unit,
-    part_start,
-    part_entry,
+    first_kv_tile,
+    kv_tiles,
+    boundary,
+    partition_q_tile,
+    partition_start,
+    partition_entry,
     start_of_block,
     entry_of_block,
     zero_of_block,
-    num_rows,
-    num_units,
-    overhead,
-    min_unit_tiles,
-    part_size,
+    num_reqs,
+    num_q_tiles,
+    q_tile_overhead,
+    min_q_tile_cost,
+    partition_size,
     FIXED_SPLITS: tl.constexpr,
-    FIXED_TILES: tl.constexpr,
+    MIN_SPLIT_TILES: tl.constexpr,
 ):
-    """Step 2 for a block of units: where they lie on the line, and which of them the cuts of this program fall into.
+    """Step 2 for a block of query tiles: place them in the linearized work, and find those at partition boundaries.
 
-    cut                    [PART_BLOCK, 1] where this program's parts begin on the line
-    part_unit              [PART_BLOCK, 1] units so far that end at or before the cut: the number of the cut's unit
-    part_start             [PART_BLOCK, 1] where that unit begins on the line, its gap included
-    part_entry             [PART_BLOCK, 1] entries of the segments' area before that unit
-    start_, entry_, zero_of_block   the line, the entries and the zeros before this block
+    boundary           [PARTITION_BLOCK, 1] work offset at which this program's partitions begin
+    partition_q_tile   [PARTITION_BLOCK, 1] query tiles so far that end at or before the boundary, which is the index of
+                       the query tile that contains it
+    partition_start    [PARTITION_BLOCK, 1] work offset of that query tile, its overhead included
+    partition_entry    [PARTITION_BLOCK, 1] entries of the splits area before that query tile
+    start_, entry_, zero_of_block   work offset, entries and zeros before this block
 
-    Writes this program's share of the units' first segments, unless splits are fixed, and of the zeros. Returns what
-    the parts know so far, and the costs, entries and zeros of the units.
+    Writes this program's share of the first splits, unless splits are fixed, and of the zeros. Returns the updated
+    partition_ values, and costs, entries and zeros of the query tiles.
     """
-    cost = _cost(tiles, overhead, min_unit_tiles)
-    entries = _entries(tiles, FIXED_SPLITS, FIXED_TILES)
-    unit_end = start_of_block + tl.cumsum(cost, 1)
-    # A cut in a gap belongs to the unit behind the gap. Units that see nothing end where the unit before them ends.
-    before = unit_end <= cut
-    tl.static_assert(tl.constexpr(unit.shape[1]) * max(FIXED_SPLITS, 1) < 1 << 15, "entries of a block have 15 bits")
-    counts = entries << 16 | (unit < num_units).to(tl.int32)  # two counts in 32 bits, which a warp sums in one step
-    sums = _sum_units(tl.where(before, counts, 0))
-    part_unit += sums & 0xFFFF
-    part_entry += sums >> 16 & 0xFFFF
-    part_start += _sum_units(tl.where(before, cost, 0))
-    # Every program has found all units; each writes every n-th of them. One program alone would store for too long.
-    mine = unit % tl.num_programs(0) == tl.program_id(0)
-    is_zero = (num_queries > 0) & (tiles == 0)
-    ranks = tl.cumsum(tl.minimum(tiles, 1) | is_zero.to(tl.int32) << 16, 1)
+    cost = _cost(kv_tiles, q_tile_overhead, min_q_tile_cost)
+    entries = _entries(kv_tiles, FIXED_SPLITS, MIN_SPLIT_TILES)
+    q_tile_end = start_of_block + tl.cumsum(cost, 1)
+    # A boundary within the overhead belongs to the query tile that follows. Query tiles without KV have no extent.
+    before = q_tile_end <= boundary
+    tl.static_assert(tl.constexpr(q_tile.shape[1]) * max(FIXED_SPLITS, 1) < 1 << 15, "entries of a block have 15 bits")
+    counts = entries << 16 | (q_tile < num_q_tiles).to(tl.int32)  # two counts in 32 bits, which a warp sums in one step
+    sums = _sum_q_tiles(tl.where(before, counts, 0))
+    partition_q_tile += sums & 0xFFFF
+    partition_entry += sums >> 16 & 0xFFFF
+    partition_start += _sum_q_tiles(tl.where(before, cost, 0))
+    # Every program has loaded all query tiles, and each writes every n-th one. A single program would take too long.
+    mine = q_tile % tl.num_programs(0) == tl.program_id(0)
+    is_zero = (num_queries > 0) & (kv_tiles == 0)
+    ranks = tl.cumsum(tl.minimum(kv_tiles, 1) | is_zero.to(tl.int32) << 16, 1)
     if FIXED_SPLITS == 0:
         entry = entry_of_block + (ranks & 0xFFFF) - 1
-        begin, end, splits = _cut_segment(0, unit_end - tiles, tiles, part_size)
-        _store_segment(
-            work_list_ptr + segments_at + entry * _SEGMENT_WORDS, mine & (tiles > 0), row, first_query,
-            first_tile + begin, first_tile + end, seq_len, first_token, query_len, splits, 0,
+        begin, end, num_splits = _split_bounds(0, q_tile_end - kv_tiles, kv_tiles, partition_size)
+        _store_split(
+            work_list_ptr + splits_at + entry * _SPLIT_WORDS, mine & (kv_tiles > 0), req, first_query,
+            first_kv_tile + begin, first_kv_tile + end, seq_len, first_token, query_len, num_splits, 0,
         )  # fmt: skip
     zero_ptrs = work_list_ptr + zeros_at + (zero_of_block + (ranks >> 16) - 1) * 3
     tl.store(zero_ptrs, first_token, mask=mine & is_zero)
     tl.store(zero_ptrs + 1, first_query, mask=mine & is_zero)
-    tl.store(zero_ptrs + 2, tl.where(row < num_rows, num_queries, -num_queries), mask=mine & is_zero)
-    return part_unit, part_start, part_entry, cost, entries, is_zero.to(tl.int32)
+    tl.store(zero_ptrs + 2, tl.where(req < num_reqs, num_queries, -num_queries), mask=mine & is_zero)
+    return partition_q_tile, partition_start, partition_entry, cost, entries, is_zero.to(tl.int32)
 
 
 @triton.jit
-def _entries_before(own, unit, entries):
-    """Entries of the units of a block that come before each of `own`."""
-    return _sum_units(tl.where(unit < own, entries, 0))
+def _entries_before(own, q_tile, entries):
+    """Entries of the query tiles of a block that come before each of `own`."""
+    return _sum_q_tiles(tl.where(q_tile < own, entries, 0))
 
 
 @triton.jit
-def _store_fixed_segments(
+def _store_fixed_splits(
     ptrs,
-    row,
+    req,
     first_query,
     seq_len,
     first_token,
     query_len,
-    first_tile,
-    tiles,
+    first_kv_tile,
+    kv_tiles,
     FIXED_SPLITS: tl.constexpr,
-    FIXED_TILES: tl.constexpr,
+    MIN_SPLIT_TILES: tl.constexpr,
 ):
-    """All segments of units that are cut by their own lengths, one unit after another from `ptrs` on."""
-    split = tl.arange(0, FIXED_SPLITS)[None, :]
-    splits = _fixed_splits(tiles, FIXED_SPLITS, FIXED_TILES)
-    divisor = tl.maximum(splits, 1)
-    begin = first_tile + _quotient(split * tiles, divisor)
-    end = first_tile + _quotient((split + 1) * tiles, divisor)
-    _store_segment(
-        ptrs + split * _SEGMENT_WORDS, split < splits, row, first_query, begin, end, seq_len, first_token, query_len,
-        splits, split,
+    """Store all splits of query tiles with fixed splits, one query tile after another, starting at `ptrs`."""
+    split_index = tl.arange(0, FIXED_SPLITS)[None, :]
+    num_splits = _num_fixed_splits(kv_tiles, FIXED_SPLITS, MIN_SPLIT_TILES)
+    divisor = tl.maximum(num_splits, 1)
+    begin = first_kv_tile + _quotient(split_index * kv_tiles, divisor)
+    end = first_kv_tile + _quotient((split_index + 1) * kv_tiles, divisor)
+    _store_split(
+        ptrs + split_index * _SPLIT_WORDS, split_index < num_splits, req, first_query, begin, end, seq_len, first_token,
+        query_len,
+        num_splits, split_index,
     )  # fmt: skip
 
 
-# The stride of seq_lens is 1. The compiler is not told: each thread would load lengths in pairs, and layouts would
-# change.
+# The stride of seq_lens is always 1, but the compiler must not know: it would load lengths in pairs and change layouts.
 @triton.jit(
     do_not_specialize=[
         "stride_seq_lens",
-        "num_rows",
+        "num_reqs",
         "num_tokens",
-        "num_units",
-        "num_parts",
-        "overhead",
-        "min_unit_tiles",
+        "num_q_tiles",
+        "num_partitions",
+        "q_tile_overhead",
+        "min_q_tile_cost",
     ]
 )
 def schedule_kernel(
@@ -276,138 +288,148 @@ def schedule_kernel(
     stride_seq_lens,
     query_start_loc_ptr,
     work_list_ptr,
-    num_rows,
+    num_reqs,
     num_tokens,
-    num_units,
-    num_parts,
-    overhead,
-    min_unit_tiles,
+    num_q_tiles,
+    num_partitions,
+    q_tile_overhead,
+    min_q_tile_cost,
     span,
-    segments_at,
+    splits_at,
     zeros_at,
     QUERY_LEN: tl.constexpr,
-    GROUP: tl.constexpr,
+    NUM_QUERIES_PER_KV: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     CAUSAL: tl.constexpr,
     CHUNKED: tl.constexpr,
     SEQ_LENS_ARE_STARTS: tl.constexpr,
     FIXED_SPLITS: tl.constexpr,
-    FIXED_TILES: tl.constexpr,
-    MIN_PART_TILES: tl.constexpr,
+    MIN_SPLIT_TILES: tl.constexpr,
+    MIN_PARTITION_TILES: tl.constexpr,
     SEARCH_LEVELS: tl.constexpr,
-    PART_BLOCK: tl.constexpr,
-    PART_LANES: tl.constexpr,
-    OWN_UNITS: tl.constexpr,
-    UNIT_BLOCK: tl.constexpr,
+    PARTITION_BLOCK: tl.constexpr,
+    PARTITION_LANES: tl.constexpr,
+    OWN_Q_TILES: tl.constexpr,
+    Q_TILE_BLOCK: tl.constexpr,
     ONE_BLOCK: tl.constexpr,
 ):
-    # Step 1: units, costs, and the size of a part.
+    # Step 1: query tiles, costs, and the size of a partition.
     program = tl.program_id(0)
-    lanes = tl.arange(0, UNIT_BLOCK)[None, :]
+    lanes = tl.arange(0, Q_TILE_BLOCK)[None, :]
     costs = tl.zeros([1, 1], tl.int32)
     num_zeros = tl.zeros([1, 1], tl.int32)
     if ONE_BLOCK:
-        row, first_query, num_queries, seq_len, first_token, query_len, first_tile, tiles = _units(
-            lanes, num_units, seq_lens_ptr, stride_seq_lens, query_start_loc_ptr, num_rows, num_tokens, span,
-            QUERY_LEN, GROUP, BLOCK_M, BLOCK_N, CAUSAL, CHUNKED, SEQ_LENS_ARE_STARTS, SEARCH_LEVELS,
+        req, first_query, num_queries, seq_len, first_token, query_len, first_kv_tile, kv_tiles = _load_q_tiles(
+            lanes, num_q_tiles, seq_lens_ptr, stride_seq_lens, query_start_loc_ptr, num_reqs, num_tokens, span,
+            QUERY_LEN, NUM_QUERIES_PER_KV, BLOCK_M, BLOCK_N, CAUSAL, CHUNKED, SEQ_LENS_ARE_STARTS, SEARCH_LEVELS,
         )  # fmt: skip
-        costs, num_zeros = _totals(num_queries, tiles, overhead, min_unit_tiles)
+        costs, num_zeros = _totals(num_queries, kv_tiles, q_tile_overhead, min_q_tile_cost)
     else:
-        for base in range(0, num_units, UNIT_BLOCK):
-            _, _, num_queries, _, _, _, _, tiles = _units(
-                base + lanes, num_units, seq_lens_ptr, stride_seq_lens, query_start_loc_ptr, num_rows, num_tokens,
-                span, QUERY_LEN, GROUP, BLOCK_M, BLOCK_N, CAUSAL, CHUNKED, SEQ_LENS_ARE_STARTS, SEARCH_LEVELS,
+        for base in range(0, num_q_tiles, Q_TILE_BLOCK):
+            _, _, num_queries, _, _, _, _, kv_tiles = _load_q_tiles(
+                base + lanes, num_q_tiles, seq_lens_ptr, stride_seq_lens, query_start_loc_ptr, num_reqs, num_tokens,
+                span, QUERY_LEN, NUM_QUERIES_PER_KV, BLOCK_M, BLOCK_N, CAUSAL, CHUNKED, SEQ_LENS_ARE_STARTS,
+                SEARCH_LEVELS,
             )  # fmt: skip
-            more_costs, more_zeros = _totals(num_queries, tiles, overhead, min_unit_tiles)
+            more_costs, more_zeros = _totals(num_queries, kv_tiles, q_tile_overhead, min_q_tile_cost)
             costs += more_costs
             num_zeros += more_zeros
-    total = tl.maximum(costs - overhead, 1)  # the line begins behind the first gap
-    if MIN_PART_TILES > 1:
-        active = tl.maximum(total // MIN_PART_TILES, 1)
+    total = tl.maximum(costs - q_tile_overhead, 1)  # the first query tile has no overhead
+    if MIN_PARTITION_TILES > 1:
+        active = tl.maximum(total // MIN_PARTITION_TILES, 1)
     else:
         active = total
-    active = tl.minimum(active, num_parts)
-    part_size = _quotient(total + active - 1, active)
+    active = tl.minimum(active, num_partitions)
+    partition_size = _quotient(total + active - 1, active)
 
-    # Step 2: the unit of each cut.
-    part = program * PART_BLOCK + tl.arange(0, PART_BLOCK)[:, None]
-    cut = tl.minimum(part * part_size, total)
-    part_unit = tl.zeros([PART_BLOCK, 1], tl.int32)
-    # The line begins where the first unit's gap of `overhead` ends.
-    part_start = tl.zeros([PART_BLOCK, 1], tl.int32) - overhead
-    part_entry = tl.zeros([PART_BLOCK, 1], tl.int32)
-    own = program * OWN_UNITS + tl.arange(0, OWN_UNITS)[:, None]
-    own_entry = tl.zeros([OWN_UNITS, 1], tl.int32)
-    start_of_block = tl.zeros([1, 1], tl.int32) - overhead
+    # Step 2: the query tile at each partition boundary.
+    partition = program * PARTITION_BLOCK + tl.arange(0, PARTITION_BLOCK)[:, None]
+    boundary = tl.minimum(partition * partition_size, total)
+    partition_q_tile = tl.zeros([PARTITION_BLOCK, 1], tl.int32)
+    # Offset 0 is where the overhead of the first query tile ends.
+    partition_start = tl.zeros([PARTITION_BLOCK, 1], tl.int32) - q_tile_overhead
+    partition_entry = tl.zeros([PARTITION_BLOCK, 1], tl.int32)
+    own = program * OWN_Q_TILES + tl.arange(0, OWN_Q_TILES)[:, None]
+    own_entry = tl.zeros([OWN_Q_TILES, 1], tl.int32)
+    start_of_block = tl.zeros([1, 1], tl.int32) - q_tile_overhead
     entry_of_block = tl.zeros([1, 1], tl.int32)
     zero_of_block = tl.zeros([1, 1], tl.int32)
     if ONE_BLOCK:
-        part_unit, part_start, part_entry, _, entries, _ = _place_block(
-            work_list_ptr, segments_at, zeros_at, lanes, row, first_query, num_queries, seq_len, first_token, query_len,
-            first_tile, tiles, cut, part_unit, part_start, part_entry, start_of_block, entry_of_block, zero_of_block,
-            num_rows, num_units, overhead, min_unit_tiles, part_size, FIXED_SPLITS, FIXED_TILES,
+        partition_q_tile, partition_start, partition_entry, _, entries, _ = _place_block(
+            work_list_ptr, splits_at, zeros_at, lanes, req, first_query, num_queries, seq_len, first_token, query_len,
+            first_kv_tile, kv_tiles, boundary, partition_q_tile, partition_start, partition_entry, start_of_block,
+            entry_of_block, zero_of_block,
+            num_reqs, num_q_tiles, q_tile_overhead, min_q_tile_cost, partition_size, FIXED_SPLITS, MIN_SPLIT_TILES,
         )  # fmt: skip
         if FIXED_SPLITS > 0:
             own_entry = _entries_before(own, lanes, entries)
     else:
-        for base in range(0, num_units, UNIT_BLOCK):
-            row, first_query, num_queries, seq_len, first_token, query_len, first_tile, tiles = _units(
-                base + lanes, num_units, seq_lens_ptr, stride_seq_lens, query_start_loc_ptr, num_rows, num_tokens,
-                span, QUERY_LEN, GROUP, BLOCK_M, BLOCK_N, CAUSAL, CHUNKED, SEQ_LENS_ARE_STARTS, SEARCH_LEVELS,
+        for base in range(0, num_q_tiles, Q_TILE_BLOCK):
+            req, first_query, num_queries, seq_len, first_token, query_len, first_kv_tile, kv_tiles = _load_q_tiles(
+                base + lanes, num_q_tiles, seq_lens_ptr, stride_seq_lens, query_start_loc_ptr, num_reqs, num_tokens,
+                span, QUERY_LEN, NUM_QUERIES_PER_KV, BLOCK_M, BLOCK_N, CAUSAL, CHUNKED, SEQ_LENS_ARE_STARTS,
+                SEARCH_LEVELS,
             )  # fmt: skip
-            part_unit, part_start, part_entry, cost, entries, is_zero = _place_block(
-                work_list_ptr, segments_at, zeros_at, base + lanes, row, first_query, num_queries, seq_len, first_token,
-                query_len, first_tile, tiles, cut, part_unit, part_start, part_entry, start_of_block, entry_of_block,
-                zero_of_block, num_rows, num_units, overhead, min_unit_tiles, part_size, FIXED_SPLITS,
-                FIXED_TILES,
+            partition_q_tile, partition_start, partition_entry, cost, entries, is_zero = _place_block(
+                work_list_ptr, splits_at, zeros_at, base + lanes, req, first_query, num_queries, seq_len, first_token,
+                query_len, first_kv_tile, kv_tiles, boundary, partition_q_tile, partition_start, partition_entry,
+                start_of_block, entry_of_block,
+                zero_of_block, num_reqs, num_q_tiles, q_tile_overhead, min_q_tile_cost, partition_size, FIXED_SPLITS,
+                MIN_SPLIT_TILES,
             )  # fmt: skip
-            start_of_block += _sum_units(cost)
-            entry_of_block += _sum_units(entries)
-            zero_of_block += _sum_units(is_zero)
+            start_of_block += _sum_q_tiles(cost)
+            entry_of_block += _sum_q_tiles(entries)
+            zero_of_block += _sum_q_tiles(is_zero)
             if FIXED_SPLITS > 0:
                 own_entry += _entries_before(own, base + lanes, entries)
 
-    # Step 3: the parts' words. Parts are lanes now: as the first dimension, each thread would go through all of them.
-    lane = tl.arange(0, PART_LANES)[None, :]
-    mine = tl.arange(0, PART_BLOCK)[:, None] == lane
-    part_unit = _as_lanes(part_unit, mine)
-    part_start = _as_lanes(part_start, mine)
-    part_entry = _as_lanes(part_entry, mine)
-    part = program * PART_BLOCK + lane
-    cut = tl.minimum(part * part_size, total)
-    in_list = (lane < PART_BLOCK) & (part <= num_parts)
-    is_active = in_list & (part_unit < num_units)
-    row, first_query, _, seq_len, first_token, query_len, first_tile, tiles = _units(
-        tl.where(is_active, part_unit, 0), num_units, seq_lens_ptr, stride_seq_lens, query_start_loc_ptr, num_rows,
-        num_tokens, span, QUERY_LEN, GROUP, BLOCK_M, BLOCK_N, CAUSAL, CHUNKED, SEQ_LENS_ARE_STARTS, SEARCH_LEVELS,
+    # Step 3: the words of the partitions. Partitions are lanes here: as the first dimension, each thread would process
+    # all of them.
+    lane = tl.arange(0, PARTITION_LANES)[None, :]
+    mine = tl.arange(0, PARTITION_BLOCK)[:, None] == lane
+    partition_q_tile = _as_lanes(partition_q_tile, mine)
+    partition_start = _as_lanes(partition_start, mine)
+    partition_entry = _as_lanes(partition_entry, mine)
+    partition = program * PARTITION_BLOCK + lane
+    boundary = tl.minimum(partition * partition_size, total)
+    in_list = (lane < PARTITION_BLOCK) & (partition <= num_partitions)
+    is_active = in_list & (partition_q_tile < num_q_tiles)
+    req, first_query, _, seq_len, first_token, query_len, first_kv_tile, kv_tiles = _load_q_tiles(
+        tl.where(is_active, partition_q_tile, 0), num_q_tiles, seq_lens_ptr, stride_seq_lens, query_start_loc_ptr,
+        num_reqs, num_tokens, span, QUERY_LEN, NUM_QUERIES_PER_KV, BLOCK_M, BLOCK_N, CAUSAL, CHUNKED,
+        SEQ_LENS_ARE_STARTS, SEARCH_LEVELS,
     )  # fmt: skip
-    part_start += _cost(tiles, overhead, min_unit_tiles) - tiles  # where the unit's tiles begin, behind its gap
-    into = tl.maximum(cut - part_start, 0)
-    part_ptrs = work_list_ptr + part * _PART_WORDS
-    tl.store(part_ptrs + 1, _quotient(tl.minimum(part, num_parts) * num_zeros, num_parts), mask=in_list)
+    # The work offset of the query tile's first KV tile, after its overhead.
+    partition_start += _cost(kv_tiles, q_tile_overhead, min_q_tile_cost) - kv_tiles
+    into = tl.maximum(boundary - partition_start, 0)
+    partition_ptrs = work_list_ptr + partition * _PARTITION_WORDS
+    tl.store(
+        partition_ptrs + 1, _quotient(tl.minimum(partition, num_partitions) * num_zeros, num_partitions), mask=in_list
+    )
     if FIXED_SPLITS == 0:
-        split = tl.where(into > 0, part - _quotient(part_start, part_size), 0)
-        tl.store(part_ptrs, part_entry, mask=in_list)
-        tl.store(part_ptrs + 2, part_entry + (is_active & (split > 0)).to(tl.int32), mask=in_list)
-        begin, end, splits = _cut_segment(split, part_start, tiles, part_size)
-        _store_segment(
-            part_ptrs + 8, is_active, row, first_query, first_tile + begin, first_tile + end, seq_len, first_token,
-            query_len, splits, split,
+        split_index = tl.where(into > 0, partition - _quotient(partition_start, partition_size), 0)
+        tl.store(partition_ptrs, partition_entry, mask=in_list)
+        tl.store(partition_ptrs + 2, partition_entry + (is_active & (split_index > 0)).to(tl.int32), mask=in_list)
+        begin, end, num_splits = _split_bounds(split_index, partition_start, kv_tiles, partition_size)
+        _store_split(
+            partition_ptrs + 8, is_active, req, first_query, first_kv_tile + begin, first_kv_tile + end, seq_len,
+            first_token,
+            query_len, num_splits, split_index,
         )  # fmt: skip
     else:
-        splits = _fixed_splits(tiles, FIXED_SPLITS, FIXED_TILES)
-        cost = tl.maximum(tiles, 1)
-        split = tl.minimum(_quotient(into * splits + cost - 1, cost), splits)
-        entry = part_entry + tl.where(is_active, split, 0)
-        tl.store(part_ptrs, entry, mask=in_list)
-        tl.store(part_ptrs + 2, entry, mask=in_list)
-        # Step 4: the segments of this program's own units.
-        row, first_query, _, seq_len, first_token, query_len, first_tile, tiles = _units(
-            own, num_units, seq_lens_ptr, stride_seq_lens, query_start_loc_ptr, num_rows, num_tokens, span,
-            QUERY_LEN, GROUP, BLOCK_M, BLOCK_N, CAUSAL, CHUNKED, SEQ_LENS_ARE_STARTS, SEARCH_LEVELS,
+        num_splits = _num_fixed_splits(kv_tiles, FIXED_SPLITS, MIN_SPLIT_TILES)
+        cost = tl.maximum(kv_tiles, 1)
+        split_index = tl.minimum(_quotient(into * num_splits + cost - 1, cost), num_splits)
+        entry = partition_entry + tl.where(is_active, split_index, 0)
+        tl.store(partition_ptrs, entry, mask=in_list)
+        tl.store(partition_ptrs + 2, entry, mask=in_list)
+        # Step 4: the splits of this program's own query tiles.
+        req, first_query, _, seq_len, first_token, query_len, first_kv_tile, kv_tiles = _load_q_tiles(
+            own, num_q_tiles, seq_lens_ptr, stride_seq_lens, query_start_loc_ptr, num_reqs, num_tokens, span,
+            QUERY_LEN, NUM_QUERIES_PER_KV, BLOCK_M, BLOCK_N, CAUSAL, CHUNKED, SEQ_LENS_ARE_STARTS, SEARCH_LEVELS,
         )  # fmt: skip
-        _store_fixed_segments(
-            work_list_ptr + segments_at + own_entry * _SEGMENT_WORDS, row, first_query, seq_len, first_token, query_len,
-            first_tile, tiles, FIXED_SPLITS, FIXED_TILES,
+        _store_fixed_splits(
+            work_list_ptr + splits_at + own_entry * _SPLIT_WORDS, req, first_query, seq_len, first_token, query_len,
+            first_kv_tile, kv_tiles, FIXED_SPLITS, MIN_SPLIT_TILES,
         )  # fmt: skip

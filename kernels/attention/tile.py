@@ -1,4 +1,4 @@
-"""Device helpers of the attention kernel: where a KV tile lies, its logits, and the online softmax over it."""
+"""Device functions of the attention kernels: addresses of a KV tile, its logits, and the online softmax over it."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ _SERIES_BELOW = tl.constexpr((0.25 / _HALF_LN_2) ** 2)
 
 @triton.jit
 def tile_pages(table_row_ptr, tile_start, lanes, kv_end, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Page ids of a KV tile: [BLOCK_N], or a scalar where the tile lies within one page.
+    """Page ids of a KV tile: [BLOCK_N], or a scalar if the tile is within one page.
 
-    table_row_ptr   the row's page ids in the block table
+    table_row_ptr   the request's page ids in the block table
     tile_start      first position of the tile, a multiple of BLOCK_N
     lanes           arange(0, BLOCK_N)
-    kv_end          page ids of positions from here on are not read; their lanes get page 0
+    kv_end          page ids of positions from kv_end on are not read; their lanes get page 0
     """
     if PAGE_SIZE % BLOCK_N == 0:
         return tl.load(table_row_ptr + tile_start // PAGE_SIZE, mask=tile_start < kv_end, other=0)
@@ -35,7 +35,7 @@ def tile_pages(table_row_ptr, tile_start, lanes, kv_end, PAGE_SIZE: tl.constexpr
 
 @triton.jit
 def tile_offsets(pages, tile_start, lanes, stride_page, stride_slot, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Offset in a cache (int64 [BLOCK_N]) of each position of a KV tile, whose page ids are `pages`."""
+    """Offset in a cache (int64 [BLOCK_N]) of each position of a KV tile with the page ids `pages`."""
     if PAGE_SIZE % BLOCK_N == 0:
         slots = tile_start % PAGE_SIZE + lanes
     else:
@@ -47,7 +47,7 @@ def tile_offsets(pages, tile_start, lanes, stride_page, stride_slot, PAGE_SIZE: 
 def soft_cap(logits, logit_cap):
     """cap * tanh(t) where `logits` are 2 log2(e) t, as `logit_constants` scales them."""
     # tanh(t) = 1 - 2 / (exp2(logit) + 1). Above 64 it is 1 in float32, and exp2 is still finite. Near 0 the difference
-    # loses its digits, so a series replaces it. NaN stays NaN.
+    # loses its digits, so a series replaces it. NaN is kept.
     exponential = tl.exp2(tl.minimum(logits, 64.0, propagate_nan=tl.PropagateNan.ALL))
     square = logits * logits
     series = logits * (_TANH_1 + square * (_TANH_3 + square * (_TANH_5 + square * _TANH_7)))
@@ -84,18 +84,18 @@ def attend_tile(
     """One step of the online softmax over a KV tile, in units of log 2. Returns acc, top and weights.
 
     1. Logits: products of queries and keys; scale, softcap, ALiBi; -inf where a query does not see a key.
-    2. The reference point `top` rises to the largest logit so far, and what was summed is rescaled.
-    3. Weights exp2(logit - top), and their product with the values is added to `acc`.
+    2. The running maximum `top` is updated, and the sums so far are rescaled.
+    3. Weights exp2(logit - top) are computed, and their product with the values is added to `acc`.
 
     acc       [BLOCK_M, BLOCK_V]       weighted sums of values, not divided by the sum of weights
     top       [BLOCK_M]                largest logit so far
-    span      positions of a window; chunk_starts [BLOCK_M] is where the chunk of each query begins
+    span      positions of a window; chunk_starts [BLOCK_M] is the first position of each query's chunk
     factor    [BLOCK_M, 1] or scalar   turns q . k into logits
-    weights   [BLOCK_M, BLOCK_N]       weights, added up over the lanes once, after the loop; or
-              [BLOCK_M]                their sums, where the registers are needed for other things
+    weights   [BLOCK_M, BLOCK_N]       weights, reduced over the lanes once after the loop; or
+              [BLOCK_M]                their sums, to save registers
     slopes    [BLOCK_M]                ALiBi slopes x log2(e)
-    SCALED    without it the factor, > 0, is applied within the exponential, where it costs nothing
-    MASKED    without it every query sees the whole tile, and `v_mask` is not looked at
+    SCALED    without it the factor, > 0, is applied within the exponential, at no cost
+    MASKED    without it every query sees the whole tile, and `v_mask` is not used
     """
     logits = tl.dot(q, tl.trans(k.to(DOT_DTYPE)), input_precision="ieee")
     if SCALED:
@@ -120,7 +120,7 @@ def attend_tile(
         new_top = tl.maximum(top, tl.max(logits, 1))
     else:
         new_top = tl.maximum(top, tl.reshape(tl.max(logits, 1, keep_dims=True) * factor, [logits.shape[0]]))
-    base = tl.where(new_top == float("-inf"), 0.0, new_top)  # nothing visible so far: -inf - -inf is NaN
+    base = tl.where(new_top == float("-inf"), 0.0, new_top)  # no key seen so far: -inf - -inf is NaN
     rescale = tl.exp2(top - base)
     if SCALED:
         probabilities = tl.exp2(logits - base[:, None])
@@ -130,7 +130,7 @@ def attend_tile(
         weights = weights * rescale[:, None] + probabilities
     else:
         weights = weights * rescale + tl.sum(probabilities, 1)
-    # The load masks V: the unfilled tail of a page may hold NaN, and zero probability times NaN is NaN.
+    # The load masks V: the unfilled tail of a page may hold NaN, and a probability of 0 times NaN is NaN.
     if v_mask is None:
         v = tl.load(v_ptrs)
     else:
@@ -150,9 +150,9 @@ def query_exponent(q):
 def merge_partials(
     partial_out_ptr,
     partial_lse_ptr,
-    first_place,
-    next_place,
-    place_step,
+    first_partial,
+    next_partial,
+    partial_step,
     m,
     num_partials,
     num_queries,
@@ -163,16 +163,16 @@ def merge_partials(
     PARTIAL_M: tl.constexpr,
     MERGE_SPLITS: tl.constexpr,
 ):
-    """Merge partial results of the queries `m`: sum them with weights exp2(log-sum-exp), in the order of the segments.
+    """Merge partial results of the queries `m`: sum them with weights exp2(log-sum-exp), in the order of the splits.
 
-    first_place   place of the first partial result; the i-th after it is at next_place + i * place_step
-    num_partials  how many there are; MERGE_SPLITS are read at a time
-    num_queries   queries of the unit
+    first_partial   index of the first partial result; the i-th one after it is next_partial + i * partial_step
+    num_partials    number of partial results; MERGE_SPLITS are loaded at a time
+    num_queries     queries of the query tile
 
-    Returns acc [PARTIAL_M, BLOCK_V], not yet divided, top and total [PARTIAL_M].
+    Returns acc [PARTIAL_M, BLOCK_V], not divided by the sum of weights, top and total [PARTIAL_M].
 
-    Queries are the first dimension: a warp then holds all partial results of a query and sums within its registers.
-    The loads are `.cg`, which skips L1: a line of L1 may hold the partial results of an earlier layer.
+    Queries are the first dimension, so that a warp holds all partial results of a query and sums within its registers.
+    The loads are `.cg`, which bypasses L1: a line of L1 may hold partial results of an earlier layer.
     """
     d = tl.arange(0, BLOCK_V)
     acc = tl.zeros([PARTIAL_M, BLOCK_V], tl.float32)
@@ -181,8 +181,8 @@ def merge_partials(
     for start in tl.range(0, num_partials, MERGE_SPLITS, num_stages=1):
         splits = start + tl.arange(0, MERGE_SPLITS)
         mask = (m < num_queries)[:, None] & (splits < num_partials)[None, :]
-        places = tl.where(splits == 0, first_place, next_place + splits * place_step)
-        at = ((places * num_kv_heads + kv_head) * PARTIAL_M)[None, :] + m[:, None]
+        partial_indices = tl.where(splits == 0, first_partial, next_partial + splits * partial_step)
+        at = ((partial_indices * num_kv_heads + kv_head) * PARTIAL_M)[None, :] + m[:, None]
         lses = tl.load(partial_lse_ptr + at, mask=mask, other=float("-inf"), cache_modifier=".cg")
         outs = tl.load(
             partial_out_ptr + (at.to(tl.int64) * V_HEAD_DIM)[:, :, None] + d[None, None, :],

@@ -16,13 +16,13 @@ from graphrt.kernels.op_declaration import Written
 class AttentionWorkspace:
     """Scratch memory, shared by all layers and graphs that run one after another.
 
-    Calls that run at the same time need a workspace each: they would read each other's words. A block that waits for a
-    word that does not come stops the kernel after some ten seconds; a work list of another plan has the same effect.
+    Concurrent calls need separate workspaces, because each would read the other's words. A block that waits for a word
+    that never arrives aborts the kernel after about ten seconds. A work list of another plan has the same effect.
 
-    partial_out   [*] float32  partial results of units that are cut; contents matter within one call only
+    partial_out   [*] float32  partial results of split query tiles; the contents are used within one call only
     partial_lse   [*] float32  their log-sum-exps in units of log 2
-    counters      [*] int32    arrivals per unit that is cut, and letters between blocks. All are 0 between calls: the
-                               kernels restore that themselves, unless a launch was aborted
+    counters      [*] int32    arrival counters, and the fix-up buffer between blocks. All words are 0 between calls:
+                               the kernels reset them, unless a launch was aborted
     """
 
     partial_out: Written
@@ -31,12 +31,12 @@ class AttentionWorkspace:
 
     @classmethod
     def allocate(cls, plans: Iterable[AttentionPlan], device: torch.device) -> AttentionWorkspace:
-        """A workspace that serves each of the plans. Raises: ShapeError without any."""
+        """Allocate a workspace that is large enough for each of the plans. Raises: ShapeError: if there are none."""
         if isinstance(plans, AttentionPlan):
             raise ShapeError("plans: expected a list of plans, got an AttentionPlan; pass [plan]")
         plans = list(plans)
         if not plans:
-            raise ShapeError("plans: expected at least one, got none; pass the plans of all sizes")
+            raise ShapeError("plans: expected at least one plan, got none; pass the plans of all captured sizes")
         out_size = max(plan.partial_elements for plan in plans)
         lse_size = max(plan.partial_lses for plan in plans)
         counters = max(plan.num_counters for plan in plans)

@@ -1,35 +1,39 @@
-// One warp's attention to KV tiles that lie in shared memory.
+// Attention of one warp over KV tiles in shared memory.
 //
-// 1. load_queries  the unit's queries, as operands of mma, and the factors that turn products into logits
-// 2. attend_tile   a step of the online softmax over a tile of TILE tokens
-// 3. add_up        the sums of weights, over the lanes
-// 4. leave_partial what the warp has, into shared memory, where the unit's other segments meet it
+// 1. load_queries   load the queries of the query tile as mma operands, and the factors that scale products to logits
+// 2. attend_tile    one step of the online softmax over a tile of TILE tokens
+// 3. reduce_sums    reduce the sums of weights over the lanes
+// 4. store_partial  store the warp's partial result to shared memory, where the other KV splits are merged with it
 //
-// Products are transposed. An mma multiplies an M side of 16 with an N side of 8: tokens are the M side, queries the N
-// side. So a unit of up to 8 queries is padded to 8, not to 16. Queries are processed in octets, heads in steps of 16.
+// Products are transposed. An mma multiplies an M side of 16 with an N side of 8. Tokens are the M side and queries the
+// N side, so a query tile of up to 8 queries is padded to 8, not to 16. Queries are processed in octets, heads in steps
+// of 16 elements.
 
 #include "primitives.cuh"
 
-#define NUM_QUERIES (QUERY_LEN * GROUP)    // of a unit; a query is a new token in a query head
-#define OCTETS ((NUM_QUERIES + 7) / 8)     // sets of 8 queries
+#define NUM_QUERIES (QUERY_LEN * NUM_QUERIES_PER_KV)  // of a query tile; a query is one new token in one query head
+#define OCTETS ((NUM_QUERIES + 7) / 8)     // groups of 8 queries
 #define HEAD_STEPS (HEAD_DIM / 16)         // steps of 16 elements along a head of Q or K
-#define V_STEPS (V_HEAD_DIM / 16)          // along a head of V, which is one of the output too
+#define V_STEPS (V_HEAD_DIM / 16)          // steps along a head of V and of the output
 #define ELEMENT (KV_FP8 ? 1 : 2)           // bytes of an element of K or V
-#define K_BYTES (HEAD_DIM * ELEMENT)       // of a token's K
-#define V_BYTES (V_HEAD_DIM * ELEMENT)     // of a token's V
+#define K_BYTES (HEAD_DIM * ELEMENT)       // of one token's K
+#define V_BYTES (V_HEAD_DIM * ELEMENT)     // of one token's V
 #define K_PIECES (K_BYTES / 16)            // of 16 bytes, which one copy moves
 #define V_PIECES (V_BYTES / 16)
 #define SUBTILES (KV_FP8 ? 2 : 1)          // of 16 tokens
 #define TILE (16 * SUBTILES)               // tokens that a warp multiplies at a time
-#define OUT_PITCH (V_HEAD_DIM + 4)         // floats from query to query; 4 more avoid bank conflicts of the stores
-#define PARTIAL_FLOATS (NUM_QUERIES * (OUT_PITCH + 2))  // a partial result: sums, reference points, sums of weights
+#define OUT_PITCH (V_HEAD_DIM + 4)         // floats per query; the 4 extra floats avoid bank conflicts of the stores
+#define PARTIAL_FLOATS (NUM_QUERIES * (OUT_PITCH + 2))  // a partial result: sums, reference maxima, sums of weights
 #define STAGE_BYTES (TILE * (K_BYTES + V_BYTES))  // K, then V
-// The 16-byte pieces of a token are permuted, so that ldmatrix meets no bank conflict. Tokens are not padded instead: a
-// sector of 32 bytes that falls into two lines of shared memory is fetched twice.
+// The query head and the token of a query. Tokens count from the first new token of the request.
+#define Q_HEAD_OF(kv_head, query) ((kv_head) * NUM_QUERIES_PER_KV + (query) % NUM_QUERIES_PER_KV)
+#define TOKEN_OF(query) ((query) / NUM_QUERIES_PER_KV)
+// The 16-byte pieces of a token are permuted so that ldmatrix has no bank conflicts. Padding the tokens instead would
+// fetch every 32-byte sector that crosses a line of shared memory twice.
 #define SWIZZLE(token, pieces) (((token) % 8) >> ((pieces) % 8 == 0 ? 0 : (pieces) % 4 == 0 ? 1 : 2))
 
-// The same struct as _Params of native.py. Strides are in elements; `k_slot` is the step from a KV slot to the next
-// one.
+// The same struct as _Params of native.py. Strides are in elements; `k_slot` is the stride between neighbouring KV
+// slots.
 struct Params {
   const void *q, *k, *v;
   const int *block_table, *work_list;
@@ -38,7 +42,7 @@ struct Params {
   int *counters;
   const float *k_scale, *v_scale, *slopes, *sinks;
   i64 q_token, q_head, k_page, k_slot, k_head, v_page, v_slot, v_head, table_row, out_token, out_head, lse_token;
-  int k_scale_head, v_scale_head, segments_at, zeros_at, num_places, window;  // window: or chunk
+  int k_scale_head, v_scale_head, splits_at, zeros_at, max_partials, window;  // window: of the window or of a chunk
   float logit_factor, logit_cap;
 };
 
@@ -47,12 +51,12 @@ static_assert(HEAD_DIM % TILE == 0 && V_HEAD_DIM % TILE == 0 && BLOCK_N % TILE =
 static_assert(4 * PARTIAL_FLOATS <= STAGES * STAGE_BYTES, "the last partial result of a warp overwrites its tiles");
 static_assert(sizeof(Params) == PARAMS_BYTES, "the struct of native.py and this one differ");
 
-// A segment of the work list, as work_list.py documents it.
-struct Segment {
-  int row, first_query, tile_begin, tile_end, seq_len, first_token, query_len, num_splits, split;
+// A KV split of the work list, as work_list.py documents it.
+struct KVSplit {
+  int req, first_query, tile_begin, tile_end, seq_len, first_token, query_len, num_splits, split_index;
 };
 
-// A reference point that can be subtracted: -inf - -inf is NaN.
+// A maximum that can be subtracted: -inf - -inf is NaN.
 __device__ __forceinline__ float finite(float top) { return top == NEG_INF ? 0.0f : top; }
 
 // cap * tanh(t) where x is 2 log2(e) t, as logit_constants() scales it. soft_cap() of tile.py explains the series.
@@ -64,11 +68,11 @@ __device__ __forceinline__ float soft_cap(float x, float cap) {
   return cap * (square < 0.0625f / (h * h) ? series : quotient);
 }
 
-// Where the chunk of a position begins.
+// The first position of the chunk that holds `position`.
 __device__ __forceinline__ int chunk_start(int position, const Params &p) { return position - position % p.window; }
 
-// The first position that any query of the segment sees.
-__device__ __forceinline__ int first_visible(const Segment &s, const Params &p) {
+// The first position that any query of the split sees.
+__device__ __forceinline__ int first_visible(const KVSplit &s, const Params &p) {
 #if WINDOW == 2
   return chunk_start(max(s.seq_len - s.query_len, 0), p);
 #elif WINDOW
@@ -78,8 +82,8 @@ __device__ __forceinline__ int first_visible(const Segment &s, const Params &p) 
 #endif
 }
 
-// A unit's queries as the N side of mma: b[octet][step of the head]; and what turns products into logits, for the two
-// queries of each octet whose products this lane holds.
+// The queries of a query tile as the N side of mma: b[octet][step of the head]. The other fields scale products to
+// logits, for the two queries of each octet whose products this lane holds.
 struct Queries {
   u32 b[OCTETS][HEAD_STEPS][2];
   float factor[OCTETS][2];
@@ -88,15 +92,15 @@ struct Queries {
 #endif
 };
 
-__device__ __forceinline__ void load_queries(Queries &queries, const Segment &s, const Params &p, int kv_head,
+__device__ __forceinline__ void load_queries(Queries &queries, const KVSplit &s, const Params &p, int kv_head,
                                              float factor, int lane) {
   const u16 *q = static_cast<const u16 *>(p.q);
 #pragma unroll
   for (int n = 0; n < OCTETS; ++n) {
     int query = 8 * n + lane / 4;
     bool valid = query < NUM_QUERIES;
-    const u16 *vector = q + (s.first_token + query / GROUP) * p.q_token + (kv_head * GROUP + query % GROUP) * p.q_head;
-    // Keys in fp8 come four to a register, so the four lanes of a query take four elements in turn, to match them.
+    const u16 *vector = q + (s.first_token + TOKEN_OF(query)) * p.q_token + Q_HEAD_OF(kv_head, query) * p.q_head;
+    // A register holds four fp8 keys, so each of the four lanes of a query takes four consecutive elements to match.
 #pragma unroll
     for (int k = 0; k < HEAD_STEPS; ++k)
 #pragma unroll
@@ -106,7 +110,7 @@ __device__ __forceinline__ void load_queries(Queries &queries, const Segment &s,
       }
     float scale = factor;
 #if KV_FP8
-    // fp8 keys are multiplied as float16. Each query is divided by a power of two, so that it fits.
+    // fp8 keys are multiplied as float16. Dividing each query by a power of two makes it fit the range of float16.
     float peak = 1e-30f;
 #pragma unroll
     for (int k = 0; k < HEAD_STEPS; ++k)
@@ -133,26 +137,26 @@ __device__ __forceinline__ void load_queries(Queries &queries, const Segment &s,
       queries.factor[n][j] = __shfl_sync(0xffffffffu, scale, (lane % 4 * 2 + j) * 4);
 #if ALIBI
       int query = 8 * n + lane % 4 * 2 + j;
-      queries.slope[n][j] = query < NUM_QUERIES ? p.slopes[kv_head * GROUP + query % GROUP] * LOG2E : 0.0f;
+      queries.slope[n][j] = query < NUM_QUERIES ? p.slopes[Q_HEAD_OF(kv_head, query)] * LOG2E : 0.0f;
 #endif
     }
   }
 }
 
-// The online softmax of a segment. o[step of the head][octet]: sums of weight x value, not divided by the sum of
-// weights; top: reference points, weight = 2^(logit - top); sum: this lane's part of the sums of weights.
+// The online softmax of a split. o[step of the head][octet] holds sums of weight x value, not divided by the sum of
+// weights. top holds reference maxima: weight = 2^(logit - top). sum is this lane's share of the sums of weights.
 struct State {
   float o[V_STEPS][OCTETS][4], top[OCTETS][2], sum[OCTETS][2];
 };
 
-// Attend to one tile: `k_tile` is its K in shared memory, V follows; `start` is its first position.
-__device__ __forceinline__ void attend_tile(State &state, const Queries &queries, const Segment &s, const Params &p,
+// Attend to one tile. `k_tile` is its K in shared memory, followed by its V; `start` is its first position.
+__device__ __forceinline__ void attend_tile(State &state, const Queries &queries, const KVSplit &s, const Params &p,
                                             u32 k_tile, int start, int lane) {
-  // Logits: K Q^T, of which a lane holds two tokens and two queries of each octet.
+  // Logits K Q^T: a lane holds two tokens and two queries of each octet.
   float logits[SUBTILES][OCTETS][4];
 #pragma unroll
   for (int sub = 0; sub < SUBTILES; ++sub) {
-    float product[2][OCTETS][4] = {};  // two sums in turn: an mma need not wait for the one before
+    float product[2][OCTETS][4] = {};  // two alternating sums, so that an mma does not wait for the previous one
     u32 token_at = k_tile + (16 * sub + lane % 16) * K_BYTES, column = ((lane / 16) ^ SWIZZLE(lane, K_PIECES)) * 16;
 #if KV_FP8
 #pragma unroll
@@ -187,7 +191,7 @@ __device__ __forceinline__ void attend_tile(State &state, const Queries &queries
         logits[sub][n][i] = x;
       }
   }
-  // Masks, only where a query does not see all of the tile.
+  // Masks are applied only if some query does not see the whole tile.
   int first_end = CAUSAL ? s.seq_len - s.query_len + 1 : s.seq_len;  // the first token sees positions before this
   bool masked = start + TILE > first_end;
 #if WINDOW == 2
@@ -203,7 +207,7 @@ __device__ __forceinline__ void attend_tile(State &state, const Queries &queries
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
           int position = start + 16 * sub + lane / 4 + i / 2 * 8;
-          int query_position = s.seq_len - s.query_len + (8 * n + lane % 4 * 2 + i % 2) / GROUP;
+          int query_position = s.seq_len - s.query_len + (8 * n + lane % 4 * 2 + i % 2) / NUM_QUERIES_PER_KV;
 #if ALIBI
           float distance = fabsf((float)(query_position - position));
           logits[sub][n][i] -= queries.slope[n][i % 2] * (ALIBI == 2 ? sqrtf(distance) : distance);
@@ -218,8 +222,8 @@ __device__ __forceinline__ void attend_tile(State &state, const Queries &queries
         }
   }
 
-  // The reference point rises only when a logit is more than 8 above it: weights are then at most 2^8, which sums and
-  // products can hold. So most tiles need no reduction over lanes, and no rescaling.
+  // The reference maximum is updated only if a logit exceeds it by more than 8. Weights are then at most 2^8, which
+  // sums and products can hold. Most tiles need no reduction over the lanes and no rescaling.
   float peak[OCTETS][2];
   bool grown = false;
 #pragma unroll
@@ -251,7 +255,7 @@ __device__ __forceinline__ void attend_tile(State &state, const Queries &queries
         }
       }
   }
-  // Weights, their sums, and the weights as operands of the next product: movmatrix turns tokens x queries round.
+  // Weights, their sums, and the weights as operands of the next product: movmatrix transposes tokens x queries.
   u32 weights[SUBTILES][OCTETS][2];
 #pragma unroll
   for (int n = 0; n < OCTETS; ++n) {
@@ -271,8 +275,8 @@ __device__ __forceinline__ void attend_tile(State &state, const Queries &queries
   for (int sub = 0; sub < SUBTILES; ++sub) {  // V^T x weights
     u32 v_tile = k_tile + TILE * K_BYTES + 16 * sub * V_BYTES;
 #if KV_FP8
-    // ldmatrix transposes 16 bits at a time, so two neighbouring fp8 values of a head stay together. The M side is
-    // numbered accordingly: its rows g and g + 8 are elements 2g and 2g + 1 of the head.
+    // ldmatrix transposes 16 bits at a time, so two neighbouring fp8 values of a head stay together. The numbering of
+    // the M side accounts for it: its rows g and g + 8 are elements 2g and 2g + 1 of the head.
     u32 token_at = v_tile + lane % 16 * V_BYTES, column = ((lane / 16) ^ SWIZZLE(lane, V_PIECES)) * 16;
 #pragma unroll
     for (int m = 0; m < V_STEPS; m += 2) {
@@ -300,8 +304,8 @@ __device__ __forceinline__ void attend_tile(State &state, const Queries &queries
   }
 }
 
-// The sums of weights over all lanes.
-__device__ __forceinline__ void add_up(State &state) {
+// Reduce the sums of weights over all lanes.
+__device__ __forceinline__ void reduce_sums(State &state) {
 #pragma unroll
   for (int n = 0; n < OCTETS; ++n)
 #pragma unroll
@@ -311,9 +315,9 @@ __device__ __forceinline__ void add_up(State &state) {
         state.sum[n][j] += __shfl_xor_sync(0xffffffffu, state.sum[n][j], other);
 }
 
-// Store a warp's partial result to shared memory: per query V_HEAD_DIM sums that are not divided yet; then per query the
-// reference point and the sum of weights.
-__device__ __forceinline__ void leave_partial(const State &state, float *to, int lane) {
+// Store a warp's partial result to shared memory: V_HEAD_DIM undivided sums per query, then the reference maximum and
+// the sum of weights of each query.
+__device__ __forceinline__ void store_partial(const State &state, float *to, int lane) {
   float *stats = to + NUM_QUERIES * OUT_PITCH;
 #pragma unroll
   for (int n = 0; n < OCTETS; ++n)

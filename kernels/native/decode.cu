@@ -1,112 +1,110 @@
-// Decode attention for units of few queries.
+// Decode attention for query tiles of few queries.
 //
-// The grid has a column of blocks per KV head. Neighbours in the grid read the same pages, for different KV heads.
+// The grid has a column of blocks per KV head. Neighbouring blocks read the same pages, for different KV heads.
 //
-// Each warp has a stream of KV tiles: all tiles of its segments, one after another. A warp does this:
+// Each warp has a stream of KV tiles: all tiles of its KV splits, one after another. A warp does the following:
 //
-// 1. It reads its part of the work list, and begins to copy tiles into its own stages of shared memory.
-// 2. For each segment it loads the queries. For each tile of the segment it starts the copy of the tile that is
-//    STAGES - 1 ahead in the stream, waits for the oldest copy, and multiplies. There is no barrier between warps.
-// 3. A segment that is all of its unit: the warp writes the output from its registers.
-// 4. A segment of a unit that is cut: the warp leaves a partial result in shared memory. It has two such segments at
-// most,
-//    its first and its last.
-// 5. When all warps of the block are through, they merge what they have left. A unit that ends in this block is
-// written.
-//    Of a unit that goes on in the next block, a letter is sent through global memory to the block where the unit ends,
-//    or to the last block of a bundle of blocks. That block waits for it.
-// 6. It writes zeros for its share of the units that see nothing.
+// 1. It reads its work partition from the work list and starts to copy tiles into its own stages of shared memory.
+// 2. For each split it loads the queries. For each tile of the split it starts the copy of the tile that is STAGES - 1
+//    ahead in the stream, waits for the oldest copy, and multiplies. There is no barrier between warps.
+// 3. If a split covers its whole query tile, the warp writes the output from registers.
+// 4. Otherwise the warp stores a partial result to shared memory. A warp has at most two such splits, its first and its
+//    last one.
+// 5. When all warps of the block have finished, they merge their partial results. If a query tile ends in this block,
+//    its output is written. If it continues in the next block, its partial result is sent through global memory to the
+//    block where the query tile ends, or to the last block of its merge group. The receiving block waits for it.
+// 6. It writes zeros for its share of the query tiles that see no KV.
 //
-// Under clusters and fixed splits (COOPERATIVE) a part belongs to all warps of a cluster. In step 2 each takes every
-// WORKERS-th tile of a segment. Steps 3 to 5 become: at the end of each segment the warps of a block merge through
-// shared memory, the blocks of a cluster through distributed shared memory, each for its slice of the output. What
-// several clusters share goes through global memory, with self-resetting counters as in attend.py.
+// With clusters or fixed splits (COOPERATIVE) all warps of a cluster share a partition. In step 2 each warp takes every
+// WORKERS-th tile of a split. Steps 3 to 5 change: after each split the warps of a block merge through shared memory,
+// and the blocks of a cluster through distributed shared memory, each for its slice of the output. Partial results of
+// several clusters are merged through global memory, with self-resetting counters as in attend.py.
 //
-// Compile-time macros: HEAD_DIM V_HEAD_DIM GROUP QUERY_LEN PAGE_SIZE BLOCK_N WARPS STAGES CLUSTER BLOCKS_PER_SM CAUSAL
-// WINDOW (1: a sliding window, 2: chunks) SOFTCAP ALIBI (1: distance, 2: its root) Q_BF16 KV_FP8 (0, 1: e4m3, 2: e5m2)
-// FIXED_SPLITS MERGE_BUNDLE PARTIAL_M PARAMS_BYTES
+// Compile-time macros: HEAD_DIM V_HEAD_DIM NUM_QUERIES_PER_KV QUERY_LEN PAGE_SIZE BLOCK_N WARPS STAGES CLUSTER
+// BLOCKS_PER_SM CAUSAL WINDOW (1: a sliding window, 2: chunks) SOFTCAP ALIBI (1: distance, 2: its square root) Q_BF16
+// KV_FP8 (0, 1: e4m3, 2: e5m2) FIXED_SPLITS MERGE_GROUP_SIZE PARTIAL_M PARAMS_BYTES
 
 #include "merge.cuh"
 
 #define K_COPIES (16 * K_PIECES / 32)            // copies of 16 bytes per lane, for 16 tokens of K; K_PIECES is even
 #define V_COPIES (16 * V_PIECES / 32)            // of V
-#define QUERY_CACHE_LINES ((HEAD_DIM + 63) / 64)  // of 128 bytes, per query
-#define WORKERS (COOPERATIVE ? CLUSTER * WARPS : 1)  // warps that share a part
+#define QUERY_CACHE_LINES ((HEAD_DIM + 63) / 64)  // lines of 128 bytes per query
+#define WORKERS (COOPERATIVE ? CLUSTER * WARPS : 1)  // warps that share a partition
 #define PAGES_PER_LOAD (32 / SUBTILES)     // tiles whose page ids the lanes of a warp hold
 
-__device__ __forceinline__ Segment load_segment(const int *words) {
+__device__ __forceinline__ KVSplit load_split(const int *words) {
   int4 a = *reinterpret_cast<const int4 *>(words), b = *reinterpret_cast<const int4 *>(words + 4);
   return {a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w & 0xffff, b.w >> 16};
 }
 
-// Where a warp's copies have got to. The next segment and the page ids of its first tiles are read ahead: each is a
-// load that waits for another.
+// The position of a warp's copies. The next split and the page ids of its first tiles are prefetched, because each of
+// these loads depends on another one.
 //
-// s, next       the segment that is being copied, and the one behind it
-// segment, end  the number of `s` in the segments' area, and where the part ends
-// tile          next tile to be copied, in units of TILE tokens
+// s, next       the split that is being copied, and the next one
+// split, end    the index of `s` in the splits area, and the end of the partition
+// tile          next tile to copy, in units of TILE tokens
 // index         tiles copied since page ids were loaded; lane i * SUBTILES holds the page of tile i
 struct Stream {
-  Segment s, next;
-  int segment, end, tile, tile_end, index, pages, next_pages;
+  KVSplit s, next;
+  int split, end, tile, tile_end, index, pages, next_pages;
   bool next_pages_known;
 };
 
-// Tiles of a segment for a worker. The work list counts in tiles of BLOCK_N, the warp in tiles of TILE tokens.
-__device__ __forceinline__ int first_tile(const Segment &s, int worker) {
+// The tiles of a split for a worker. The work list counts tiles of BLOCK_N tokens, the warp tiles of TILE tokens.
+__device__ __forceinline__ int first_tile(const KVSplit &s, int worker) {
   return s.tile_begin * (BLOCK_N / TILE) + worker;
 }
-__device__ __forceinline__ int last_tile(const Segment &s) {
+__device__ __forceinline__ int last_tile(const KVSplit &s) {
   return min(s.tile_end * (BLOCK_N / TILE), (s.seq_len + TILE - 1) / TILE);
 }
 
-// A page id per lane: those of the next PAGES_PER_LOAD tiles of this worker.
-__device__ __forceinline__ int load_pages(const Segment &s, const Params &p, int tile, int lane) {
+// One page id per lane: those of the next PAGES_PER_LOAD tiles of this worker.
+__device__ __forceinline__ int load_pages(const KVSplit &s, const Params &p, int tile, int lane) {
   int start = (tile + lane / SUBTILES * WORKERS) * TILE + lane % SUBTILES * 16;
-  return start < s.seq_len ? p.block_table[s.row * p.table_row + start / PAGE_SIZE] : 0;
+  return start < s.seq_len ? p.block_table[s.req * p.table_row + start / PAGE_SIZE] : 0;
 }
 
-// Begin to copy a segment: read the one behind it, and bring the queries close.
-__device__ __forceinline__ void enter(Stream &t, const Params &p, int kv_head, int worker, int lane) {
+// Begin to copy a split: load the next split, and prefetch the queries into L1.
+__device__ __forceinline__ void begin_split(Stream &t, const Params &p, int kv_head, int worker, int lane) {
   t.tile = first_tile(t.s, worker);
   t.tile_end = last_tile(t.s);
   t.index = 0;
   t.next_pages_known = false;
-  if (t.segment + 1 < t.end) t.next = load_segment(p.work_list + p.segments_at + (t.segment + 1) * 8);
-  for (int line = lane; line < NUM_QUERIES * QUERY_CACHE_LINES; line += 32) {  // into L1
+  if (t.split + 1 < t.end) t.next = load_split(p.work_list + p.splits_at + (t.split + 1) * 8);
+  for (int line = lane; line < NUM_QUERIES * QUERY_CACHE_LINES; line += 32) {
     int query = line / QUERY_CACHE_LINES;
-    const u16 *q = static_cast<const u16 *>(p.q) + (t.s.first_token + query / GROUP) * p.q_token +
-                   (kv_head * GROUP + query % GROUP) * p.q_head + line % QUERY_CACHE_LINES * 64;
+    const u16 *q = static_cast<const u16 *>(p.q) + (t.s.first_token + TOKEN_OF(query)) * p.q_token +
+                   Q_HEAD_OF(kv_head, query) * p.q_head + line % QUERY_CACHE_LINES * 64;
     prefetch(q);
   }
 }
 
-// The stream of segments `begin` to `end`, `s` being the first; without segments it has no tiles.
-__device__ __forceinline__ Stream open_stream(const Segment &s, int begin, int end, const Params &p, int kv_head,
+// The stream of splits `begin` to `end`, of which `s` is the first. Without splits the stream has no tiles.
+__device__ __forceinline__ Stream open_stream(const KVSplit &s, int begin, int end, const Params &p, int kv_head,
                                               int worker, int lane) {
   Stream t = {};
   t.s = t.next = s;
-  t.segment = begin;
+  t.split = begin;
   t.end = end;
   if (begin < end) {
     t.pages = load_pages(s, p, first_tile(s, worker), lane);
-    enter(t, p, kv_head, worker, lane);
+    begin_split(t, p, kv_head, worker, lane);
   }
   return t;
 }
 
-// Start the copy of the stream's next tile to the stage `to`. Behind the end of the stream nothing is copied, but a
-// group is committed all the same, so that wait_oldest() counts right.
+// Start the copy of the stream's next tile to the stage `to`. After the end of the stream nothing is copied, but a
+// group is committed all the same, so that wait_oldest() counts correctly.
 __device__ __forceinline__ void copy_tile(Stream &t, const Params &p, const char *k, const char *v, u32 to, int kv_head,
                                           int worker, int lane) {
-  while (t.tile >= t.tile_end && t.segment < t.end) {
-    if (++t.segment < t.end) {
+  while (t.tile >= t.tile_end && t.split < t.end) {
+    if (++t.split < t.end) {
       t.s = t.next;
       t.pages = t.next_pages_known ? t.next_pages : load_pages(t.s, p, first_tile(t.s, worker), lane);
-      enter(t, p, kv_head, worker, lane);
+      begin_split(t, p, kv_head, worker, lane);
     }
   }
-  if (t.segment < t.end) {
+  if (t.split < t.end) {
     if (t.index == PAGES_PER_LOAD) {
       t.index = 0;
       t.pages = load_pages(t.s, p, t.tile, lane);
@@ -136,7 +134,7 @@ __device__ __forceinline__ void copy_tile(Stream &t, const Params &p, const char
         }
       }
     }
-    if (!t.next_pages_known && t.segment + 1 < t.end && t.index > 0) {
+    if (!t.next_pages_known && t.split + 1 < t.end && t.index > 0) {
       t.next_pages = load_pages(t.next, p, first_tile(t.next, worker), lane);
       t.next_pages_known = true;
     }
@@ -148,37 +146,38 @@ __device__ __forceinline__ void copy_tile(Stream &t, const Params &p, const char
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
 decode_attention(const __grid_constant__ Params p) {
-  // Shared memory: the stages of all warps; their partial results; the input_ring of a cluster's block.
+  // Shared memory: the stages of all warps, their partial results, the exchange buffers of a cluster.
   extern __shared__ __align__(128) char memory[];
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int kv_head = blockIdx.x, block = blockIdx.y;
   const int rank = block % CLUSTER;
-  const int part = COOPERATIVE ? block / CLUSTER : block * WARPS + warp, worker = COOPERATIVE ? rank * WARPS + warp : 0;
+  const int partition = COOPERATIVE ? block / CLUSTER : block * WARPS + warp;
+  const int worker = COOPERATIVE ? rank * WARPS + warp : 0;
   char *const stages = memory + warp * (STAGES * STAGE_BYTES);
   const u32 stages_at = shared_address(stages);
   float *const results = reinterpret_cast<float *>(memory + WARPS * STAGES * STAGE_BYTES);
 #if CLUSTER > 1
-  InputRing input_ring;
-  input_ring.open(results + WARPS * PARTIAL_FLOATS);
+  ClusterExchange cluster_exchange;
+  cluster_exchange.open(results + WARPS * PARTIAL_FLOATS);
   __syncwarp();
-  cluster_arrive();  // the others' input_rings are open once all have arrived
-  bool met = false;
+  cluster_arrive();  // the exchange buffers of the other blocks are ready once all blocks have arrived
+  bool cluster_ready = false;
 #endif
   wait_for_earlier_kernels();
 
-  // 1. The part.
-  const int *part_words = p.work_list + part * 16;
-  const int begin = part_words[0], end = part_words[16 + 2];
-  const int zeros_begin = part_words[1], zeros_end = part_words[16 + 1];
+  // 1. The work partition.
+  const int *partition_words = p.work_list + partition * 16;
+  const int begin = partition_words[0], end = partition_words[16 + 2];
+  const int zeros_begin = partition_words[1], zeros_end = partition_words[16 + 1];
 #if FIXED_SPLITS
-  Segment s = {};
-  if (begin < end) s = load_segment(p.work_list + p.segments_at + begin * 8);
+  KVSplit s = {};
+  if (begin < end) s = load_split(p.work_list + p.splits_at + begin * 8);
 #else
-  Segment s = load_segment(part_words + 8);  // at once with the other words; where there is no segment it is not used
+  KVSplit s = load_split(partition_words + 8);  // together with the other words; not used if there is no split
 #endif
 #if !COOPERATIVE
-  __shared__ SharedUnit shared[1 + WARPS];
-  if (threadIdx.x == 0) shared[0] = begin + 1 < end ? shared_unit_of(s, 1) : SharedUnit{};
+  __shared__ SharedQTile shared[1 + WARPS];
+  if (threadIdx.x == 0) shared[0] = begin + 1 < end ? shared_q_tile_of(s, 1) : SharedQTile{};
 #endif
   Stream stream = open_stream(s, begin, end, p, kv_head, worker, lane);
   const char *k = static_cast<const char *>(p.k) + kv_head * p.k_head * ELEMENT;
@@ -189,9 +188,9 @@ decode_attention(const __grid_constant__ Params p) {
   float factor = p.logit_factor;
   if (p.k_scale) factor *= p.k_scale[kv_head * p.k_scale_head];
 
-  for (int segment = begin; segment < end; ++segment) {
-    // 2. The segment.
-    if (segment > begin) s = load_segment(p.work_list + p.segments_at + segment * 8);
+  for (int split = begin; split < end; ++split) {
+    // 2. The KV split.
+    if (split > begin) s = load_split(p.work_list + p.splits_at + split * 8);
     Queries queries;
     load_queries(queries, s, p, kv_head, factor, lane);
     State state;
@@ -206,7 +205,7 @@ decode_attention(const __grid_constant__ Params p) {
     }
     const int tile_end = last_tile(s);
     for (int tile = first_tile(s, worker); tile < tile_end; tile += WORKERS) {
-      __syncwarp();  // all lanes are done with the stage that is filled next
+      __syncwarp();  // all lanes have read the stage that is filled next
       copy_tile(stream, p, k, v, stages_at + free_stage * STAGE_BYTES, kv_head, worker, lane);
       wait_oldest();
       __syncwarp();
@@ -214,66 +213,69 @@ decode_attention(const __grid_constant__ Params p) {
       free_stage = stage;
       stage = stage + 1 == STAGES ? 0 : stage + 1;
     }
-    add_up(state);
+    reduce_sums(state);
 #if COOPERATIVE
-    // 3 to 5, together: all warps meet at the end of each segment.
-    leave_partial(state, results + warp * PARTIAL_FLOATS, lane);
+    // 3 to 5, cooperative: all warps synchronize after each split.
+    store_partial(state, results + warp * PARTIAL_FLOATS, lane);
     __syncthreads();
 
     const bool is_split = s.num_splits > 1;
 #if FIXED_SPLITS
-    const int first_place = (s.row * ((s.query_len * GROUP + 15) / 16) + s.first_query / 16) * FIXED_SPLITS;
-    const Places places = {first_place, first_place, 1};
+    const int q_tiles_per_req = (s.query_len * NUM_QUERIES_PER_KV + 15) / 16;
+    const int first_partial = (s.req * q_tiles_per_req + s.first_query / 16) * FIXED_SPLITS;
+    const PartialIndices partials = {first_partial, first_partial, 1};
 #else
-    const Places places = places_of(part - s.split);
+    const PartialIndices partials = partial_indices_of(partition - s.split_index);
 #endif
-    const int first_pair = rank * SLICE, end_pair = min(first_pair + SLICE, UNIT_PAIRS);
-    // A pair of output elements: into the output, or into a partial result of several clusters.
-    const auto deliver = [&](Pair r, int pair) {
+    const int first_pair = rank * SLICE, end_pair = min(first_pair + SLICE, Q_TILE_PAIRS);
+    // Store a pair of output elements, or of the partial result if several clusters share the query tile.
+    const auto store_result = [&](Pair r, int pair) {
       if (is_split)
-        store_pair(r, pair, first_pair, 0, places.of(s.split), p, kv_head);
+        store_pair(r, pair, first_pair, 0, partials.of(s.split_index), p, kv_head);
       else
         write_pair(r, pair, s.first_token, p, kv_head);
     };
 #if CLUSTER > 1
-    if (!met) cluster_wait();
-    met = true;
-    input_ring.expect(max(end_pair - first_pair, 0));
-    for (int pair = threadIdx.x; pair < UNIT_PAIRS; pair += THREADS) input_ring.send(merge_warps(pair, results), pair, rank);
-    input_ring.wait();
-    for (int pair = first_pair + threadIdx.x; pair < end_pair; pair += THREADS) deliver(input_ring.merge(pair), pair);
-    ++input_ring.segment;
+    if (!cluster_ready) cluster_wait();
+    cluster_ready = true;
+    cluster_exchange.expect(max(end_pair - first_pair, 0));
+    for (int pair = threadIdx.x; pair < Q_TILE_PAIRS; pair += THREADS)
+      cluster_exchange.send(merge_warps(pair, results), pair, rank);
+    cluster_exchange.wait();
+    for (int pair = first_pair + threadIdx.x; pair < end_pair; pair += THREADS)
+      store_result(cluster_exchange.merge(pair), pair);
+    ++cluster_exchange.round;
 #else
-    for (int pair = threadIdx.x; pair < UNIT_PAIRS; pair += THREADS) deliver(merge_warps(pair, results), pair);
+    for (int pair = threadIdx.x; pair < Q_TILE_PAIRS; pair += THREADS) store_result(merge_warps(pair, results), pair);
 #endif
     if (is_split)
-      arrive_and_merge(s.num_splits, s.split, places, s.first_token, first_pair, end_pair, rank, p, kv_head);
-    if (segment + 1 < end) __syncthreads();  // the partial results have been read
+      arrive_and_merge(s.num_splits, s.split_index, partials, s.first_token, first_pair, end_pair, rank, p, kv_head);
+    if (split + 1 < end) __syncthreads();  // all partial results have been read
 #else
-    // 3 and 4. The output, or a partial result. The last one takes the place of the tiles, which are no longer needed.
+    // 3 and 4. The output, or a partial result. The last partial result overwrites the tiles, which are used no more.
     if (s.num_splits == 1) {
-      write_unit(state, s.first_token, p, kv_head, lane);
-    } else if (segment + 1 < end) {
-      leave_partial(state, results + warp * PARTIAL_FLOATS, lane);
+      write_q_tile(state, s.first_token, p, kv_head, lane);
+    } else if (split + 1 < end) {
+      store_partial(state, results + warp * PARTIAL_FLOATS, lane);
     } else {
       __syncwarp();  // all lanes have read the last tile
-      leave_partial(state, reinterpret_cast<float *>(stages), lane);
+      store_partial(state, reinterpret_cast<float *>(stages), lane);
     }
 #endif
   }
 #if !COOPERATIVE
-  // 5. What the warps of this block share.
-  if (lane == 0) shared[1 + warp] = begin < end ? shared_unit_of(s, end - begin) : SharedUnit{};
+  // 5. The query tiles that the warps of this block share.
+  if (lane == 0) shared[1 + warp] = begin < end ? shared_q_tile_of(s, end - begin) : SharedQTile{};
   __syncthreads();
   merge_streams(shared, [&](int warp) { return results + warp * PARTIAL_FLOATS; },
                 [&](int warp) { return reinterpret_cast<float *>(memory + warp * (STAGES * STAGE_BYTES)); }, block, p,
                 kv_head);
 #endif
 #if CLUSTER > 1
-  if (!met) cluster_wait();
+  if (!cluster_ready) cluster_wait();
 #endif
 
-  // 6. Units that see nothing: by the part's warp, or by the first block of its cluster.
+  // 6. Query tiles that see no KV: written by the partition's warp, or by the first block of its cluster.
   const int thread = COOPERATIVE ? threadIdx.x : lane, num_threads = COOPERATIVE ? THREADS : 32;
   if (rank == 0)
     for (int entry = zeros_begin; entry < zeros_end; ++entry) {
@@ -281,8 +283,8 @@ decode_attention(const __grid_constant__ Params p) {
       int first_token = words[0], first_query = words[1], num_queries = abs(words[2]);
 #pragma unroll 1
       for (int pair = thread; pair < num_queries * (V_HEAD_DIM / 2); pair += num_threads) {
-        int query = first_query + query_of(pair), d = element_of(pair), head = kv_head * GROUP + query % GROUP;
-        i64 token = first_token + query / GROUP;
+        int query = first_query + query_of(pair), d = element_of(pair), head = Q_HEAD_OF(kv_head, query);
+        i64 token = first_token + TOKEN_OF(query);
         *output_at(token, head, d, p) = 0;
         if (p.lse && d == 0)
           p.lse[token * p.lse_token + head] = p.sinks && words[2] > 0 ? p.sinks[head] : NEG_INF;

@@ -1,6 +1,6 @@
-"""CUDA C++ kernels compiled at run time: only what Triton cannot say, such as clusters of blocks.
+"""CUDA C++ kernels compiled at run time, for features that Triton lacks, such as clusters of blocks.
 
-A variant is a source of this folder and its compile-time macros. Compiled variants are kept in Triton's cache.
+A variant is a source file of this folder and its compile-time macros. Triton's cache stores compiled variants.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ _MIN_CAPABILITY = (9, 0)  # clusters, programmatic dependent launch
 _OPTIONS = ("--std=c++17", "--ptxas-options=-v")
 
 MIN_SHARED_BYTES = 227 << 10
-"""Shared memory per block that plans count on: sm_90 and sm_100 have it, sm_120 does not."""
+"""Shared memory per block that plans rely on: sm_90 and sm_100 have it, sm_120 does not."""
 
 
 @dataclass(frozen=True, slots=True)
 class NativeVariant:
     """One variant of a kernel.
 
-    source        file of this folder; the .cuh files beside it can be included
+    source        a file of this folder; it may include the .cuh files of the folder
     entry         name of the kernel, extern "C"
-    macros        compile-time macros in order of name
-    num_threads   per block
-    shared_bytes  dynamic shared memory per block
+    macros        compile-time macros, sorted by name
+    num_threads   threads of a block
+    shared_bytes  dynamic shared memory of a block
     cluster       blocks of a cluster, along the second dimension of the grid
-    arch_specific its instructions belong to one compute capability alone, as those of sm_90a do
+    arch_specific it uses instructions of one compute capability only, as of sm_90a
     """
 
     source: str
@@ -51,7 +51,8 @@ class NativeVariant:
 
 
 def runs_native(device: torch.device) -> bool:
-    """Whether the kernels of this folder run on `device`: compute capability 9.0 or newer, 227 KB of shared memory."""
+    """Return whether `device` runs the kernels of this folder: compute capability 9.0 or newer, 227 KB shared
+    memory."""
     if device.type != "cuda" or torch.cuda.get_device_capability(device) < _MIN_CAPABILITY:
         return False
     attribute = driver.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN
@@ -60,7 +61,7 @@ def runs_native(device: torch.device) -> bool:
 
 
 def nvrtc_fault() -> str | None:
-    """Why nothing can be compiled in this process, or None."""
+    """Return why this process cannot compile kernels; None if it can."""
     try:
         _compiler_version()
     except ConfigError as error:
@@ -69,11 +70,12 @@ def nvrtc_fault() -> str | None:
 
 
 def compile_variant(variant: NativeVariant, arch: str = "sm_90") -> tuple[bytes, str]:
-    """The cubin of a variant, and what the assembler says about registers and spills. Needs no GPU.
+    """Return the cubin of a variant, and the assembler's report of registers and spills. Needs no GPU.
 
-    arch   compute capability; of a variant that is `arch_specific` it gets the letter that says so
+    arch   compute capability; for an `arch_specific` variant the suffix "a" is appended
 
-    Raises: ConfigError without the NVRTC library; GraphRTError, with the compiler's log, for a source that is wrong.
+    Raises: ConfigError: without the NVRTC library. GraphRTError, with the compiler's log: if the source does not
+    compile.
     """
     _compiler_version()
     arch += "a" if variant.arch_specific else ""
@@ -91,9 +93,7 @@ def compile_variant(variant: NativeVariant, arch: str = "sm_90") -> tuple[bytes,
         _check(nvrtc.nvrtcGetProgramLog(program, log))
         text_of_log = log.decode(errors="replace").rstrip("\0")
         if status != nvrtc.nvrtcResult.NVRTC_SUCCESS:
-            raise GraphRTError(
-                f"{variant.source}: expected a source that compiles for {arch}, got {text_of_log}; report this"
-            )
+            raise GraphRTError(f"{variant.source}: does not compile for {arch}: {text_of_log}; report this")
         cubin = bytearray(_check(nvrtc.nvrtcGetCUBINSize(program)))
         _check(nvrtc.nvrtcGetCUBIN(program, cubin))
     finally:
@@ -101,9 +101,9 @@ def compile_variant(variant: NativeVariant, arch: str = "sm_90") -> tuple[bytes,
     return bytes(cubin), text_of_log
 
 
-# The CPU build of torch lacks it, and needs it not.
+# The CPU build of torch does not have it.
 raw_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0)
-"""The handle of the stream that is current on a device, in the calling thread, by the device's index."""
+"""Return the handle of the calling thread's current stream on the device with this index."""
 
 
 def launch(
@@ -114,11 +114,11 @@ def launch(
     *,
     pdl: bool = False,
 ) -> None:
-    """Launch on the current stream of `device`, the parameters being one struct.
+    """Launch on the current stream of `device`, with one struct as the parameter.
 
-    Capture-safe: a variant that is met for the first time in a capture is loaded in a relaxed mode.
+    Capture-safe: if the first launch of a variant is in a capture, its module is loaded in relaxed capture mode.
 
-    Raises: as `compile_variant`; GraphRTError where the driver refuses.
+    Raises: as `compile_variant`, and GraphRTError: if the driver rejects the launch.
     """
     index = _index(device)
     config = _config(variant, grid, raw_stream(index), pdl)
@@ -130,7 +130,7 @@ def launch(
 
 @functools.lru_cache(maxsize=1024)
 def _config(variant: NativeVariant, grid: tuple[int, int], stream: int, pdl: bool) -> Any:
-    """How a launch is made. Each layer of a step makes the same one."""
+    """Return the launch configuration, cached because each layer of a step uses the same one."""
     config = driver.CUlaunchConfig()
     config.gridDimX, config.gridDimY, config.gridDimZ = *grid, 1
     config.blockDimX, config.blockDimY, config.blockDimZ = variant.num_threads, 1, 1
@@ -160,27 +160,27 @@ def _index(device: torch.device) -> int:
 
 
 def load(variant: NativeVariant, device_index: int) -> Any:
-    """The variant's function on the current device, for launches and graph nodes; it stays loaded.
+    """Return the variant's function on the current device, for launches and graph nodes. It stays loaded.
 
-    Capture-safe, and raises, as `launch`.
+    Capture-safe under the same conditions as `launch`, and raises the same errors.
     """
     ensure_context(device_index)
     return _function(variant, device_index)
 
 
 def ensure_context(device_index: int) -> None:
-    """Give the calling thread the context that torch uses on the current device, unless it has one."""
-    if int(_check(driver.cuCtxGetCurrent())) == 0:  # a thread whose first CUDA call this is
+    """Set torch's CUDA context for the current device in the calling thread, unless the thread has a context."""
+    if int(_check(driver.cuCtxGetCurrent())) == 0:  # this is the thread's first CUDA call
         _check(driver.cuCtxSetCurrent(_check(driver.cuDevicePrimaryCtxRetain(device_index))))
 
 
 load_hooks: list[Callable[[str], None]] = []
-"""Each is called with the name of a kernel that is about to be loaded. What it raises refuses the kernel."""
+"""Called with the name of each kernel before it is loaded. A hook that raises prevents the load."""
 
 
 @functools.cache
 def _function(variant: NativeVariant, device_index: int) -> Any:
-    """Modules stay loaded: graphs hold their kernels."""
+    """Load a variant. Modules are never unloaded, because graphs refer to their kernels."""
     for hook in tuple(load_hooks):
         hook(variant.entry)
     arch = "sm_{}{}".format(*torch.cuda.get_device_capability(device_index))
@@ -207,12 +207,12 @@ def _cached_cubin(variant: NativeVariant, arch: str) -> bytes:
 
 
 def _compiler_version() -> tuple[int, int]:
-    """Raises: ConfigError where the library, which the first call loads, is missing."""
+    """Return the version of NVRTC. Raises: ConfigError: if the library, which the first call loads, is missing."""
     try:
         result = nvrtc.nvrtcVersion()
     except RuntimeError as error:
         raise ConfigError(
-            f"nvrtc: expected NVIDIA's run-time compiler, got none ({error}); run pip install nvidia-cuda-nvrtc"
+            f"nvrtc: NVIDIA's run-time compiler is missing ({error}); run pip install nvidia-cuda-nvrtc"
         ) from error
     major, minor = _check(result)
     return major, minor
@@ -220,7 +220,7 @@ def _compiler_version() -> tuple[int, int]:
 
 @contextlib.contextmanager
 def _relaxed_capture() -> Iterator[None]:
-    """Loading a module touches no stream, but while one captures, only a relaxed mode of this thread allows it."""
+    """Loading a module uses no stream, but during a capture only the relaxed mode of this thread allows it."""
     relaxed = driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
     outer = _check(driver.cuThreadExchangeStreamCaptureMode(relaxed))
     try:
@@ -231,7 +231,7 @@ def _relaxed_capture() -> Iterator[None]:
 
 def _check(result: tuple[Any, ...]) -> Any:
     if int(result[0]) != 0:
-        raise GraphRTError(f"cuda: expected success, got {result[0]!r}; the call's inputs or the device are at fault")
+        raise GraphRTError(f"cuda: the driver returned {result[0]!r}; check the inputs of the call and the device")
     if len(result) <= 2:
         return result[1] if len(result) == 2 else None
     return result[1:]

@@ -1,8 +1,8 @@
-// Instructions of sm_90 that CUDA C++ has no name for, and what depends on the dtypes of queries and cache.
+// Instructions of sm_90 without a CUDA C++ intrinsic, and conversions that depend on the dtypes of queries and cache.
 //
-// tests/support/emulation/primitives.cuh has the same functions for a CPU.
+// tests/support/emulation/primitives.cuh defines the same functions for a CPU.
 //
-// Compile-time macros: Q_BF16 (else float16), KV_FP8 (0, 1: e4m3, 2: e5m2), STAGES (of who copies)
+// Compile-time macros: Q_BF16 (else float16), KV_FP8 (0, 1: e4m3, 2: e5m2), STAGES (of kernels that copy tiles)
 
 typedef unsigned int u32;
 typedef unsigned short u16;
@@ -14,15 +14,15 @@ typedef long long i64;
 
 __device__ __forceinline__ u32 shared_address(const void *p) { return (u32)__cvta_generic_to_shared(p); }
 
-// Copy 16 bytes to shared memory, of which those from `bytes` on become 0. Keys and values are read once per step, so
-// they leave L2 first; work lists and block tables, which every layer reads, stay there.
+// Copy `bytes` bytes to shared memory and fill the rest of the 16 with zeros. Keys and values are read once per step,
+// so L2 evicts them first. Work lists and block tables, which every layer reads, stay in L2.
 __device__ __forceinline__ void copy_async(u32 to, const char *from, int bytes) {
   i64 policy;
   asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;\n" : "=l"(policy));
   asm volatile("cp.async.cg.shared.global.L2::cache_hint.L2::128B [%0], [%1], 16, %2, %3;\n"
                ::"r"(to), "l"(from), "r"(bytes), "l"(policy) : "memory");
 }
-// The copies since the last commit() are a group. wait_oldest() waits until at most STAGES - 1 groups are under way.
+// The copies since the last commit() form a group. wait_oldest() waits until at most STAGES - 1 groups are in flight.
 __device__ __forceinline__ void commit() { asm volatile("cp.async.commit_group;\n" ::: "memory"); }
 #ifdef STAGES
 __device__ __forceinline__ void wait_oldest() {
@@ -30,7 +30,8 @@ __device__ __forceinline__ void wait_oldest() {
 }
 #endif
 
-// Four 8 x 8 matrices of 16-bit elements from shared memory, as operands of mma; lane i gives the address of 16 bytes.
+// Load four 8 x 8 matrices of 16-bit elements from shared memory, as mma operands. Lane i passes the address of 16
+// bytes.
 __device__ __forceinline__ void load_matrices(u32 (&r)[4], u32 at) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];\n"
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(at) : "memory");
@@ -39,14 +40,14 @@ __device__ __forceinline__ void load_matrices_transposed(u32 (&r)[4], u32 at) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];\n"
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(at) : "memory");
 }
-// An 8 x 8 matrix of 16-bit elements, two per lane, transposed.
+// Transpose an 8 x 8 matrix of 16-bit elements, two per lane.
 __device__ __forceinline__ u32 transpose(u32 x) {
   u32 y;
   asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;\n" : "=r"(y) : "r"(x));
   return y;
 }
 
-// Products are in the query's dtype; fp8 keys and values, and queries with them, are multiplied as float16.
+// Products are in the query's dtype. With an fp8 cache, queries, keys and values are multiplied as float16.
 #if Q_BF16 && !KV_FP8
 #define MMA_TYPE "bf16"
 #define PACK "cvt.rn.bf16x2.f32 %0, %2, %1;\n"
@@ -54,14 +55,14 @@ __device__ __forceinline__ u32 transpose(u32 x) {
 #define MMA_TYPE "f16"
 #define PACK "cvt.rn.f16x2.f32 %0, %2, %1;\n"
 #endif
-// d += a b: a is 16 x 16, b 16 x 8, d 16 x 8 in float32.
+// d += a b: a is 16 x 16, b is 16 x 8, d is 16 x 8 in float32.
 __device__ __forceinline__ void multiply(float (&d)[4], const u32 (&a)[4], const u32 (&b)[2]) {
   asm volatile("mma.sync.aligned.m16n8k16.row.col.f32." MMA_TYPE "." MMA_TYPE ".f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, "
                "{%8,%9}, {%0,%1,%2,%3};\n"
                : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 }
-// Two floats as operands of a product.
+// Pack two floats as mma operands.
 __device__ __forceinline__ u32 pack(float low, float high) {
   u32 r;
   asm(PACK : "=r"(r) : "f"(low), "f"(high));
@@ -86,7 +87,7 @@ __device__ __forceinline__ float from_query(u16 x) {
   return r;
 #endif
 }
-// Two floats in the query's dtype, which is the output's.
+// Pack two floats in the query's dtype, which is also the output's.
 __device__ __forceinline__ u32 pack_output(float low, float high) {
   u32 r;
 #if Q_BF16
@@ -96,7 +97,7 @@ __device__ __forceinline__ u32 pack_output(float low, float high) {
 #endif
   return r;
 }
-// 2^x, the logarithm to base 2 and 1 / x, as accurate as the instructions are.
+// 2^x, the logarithm to base 2 and 1 / x, with the accuracy of the instructions.
 __device__ __forceinline__ float power2(float x) {
   float r;
   asm("ex2.approx.ftz.f32 %0, %1;\n" : "=f"(r) : "f"(x));
@@ -114,28 +115,27 @@ __device__ __forceinline__ float reciprocal(float x) {
 }
 
 __device__ __forceinline__ void prefetch(const void *at) { asm volatile("prefetch.global.L1 [%0];\n" ::"l"(at)); }
-// Add to a word of shared memory, or not: without a branch.
+// Add to a word of shared memory if `holds`, without a branch.
 __device__ __forceinline__ void add_shared_if(bool holds, u32 *at, u32 x) {
   asm volatile("{\n.reg .pred p;\nsetp.ne.u32 p, %2, 0;\n@p red.shared.add.u32 [%0], %1;\n}\n"
                ::"r"(shared_address(at)), "r"(x), "r"((u32)holds) : "memory");
 }
-// With programmatic dependent launch: wait until the earlier kernels of the stream have ended. What they wrote is read
-// behind this wait. A kernel does without where the one before it lets it start behind such a wait.
+// With programmatic dependent launch: wait until the earlier kernels of the stream have finished. Read what they wrote
+// only after this wait. A kernel needs no wait if the previous kernel triggers its launch after a wait of its own.
 __device__ __forceinline__ void wait_for_earlier_kernels() { asm volatile("griddepcontrol.wait;\n" ::: "memory"); }
-// The next kernel of the stream may start, if it was launched so, once all blocks were here or have ended. It waits as
-// above before it reads what this one writes.
+// With programmatic dependent launch: let the next kernel of the stream start once all blocks have called this or have
+// exited. The next kernel must call wait_for_earlier_kernels() before it reads what this kernel writes.
 __device__ __forceinline__ void let_next_kernel_start() {
   asm volatile("griddepcontrol.launch_dependents;\n" ::: "memory");
 }
-// Count an arrival; returns how many arrived before. What the block stored before its last barrier is seen by those who
-// arrive later.
+// Count an arrival; return how many arrived before. Later arrivals see what the block stored before its last barrier.
 __device__ __forceinline__ int count_arrival(int *at) {
   int before;
   asm volatile("atom.acq_rel.gpu.global.add.s32 %0, [%1], 1;\n" : "=r"(before) : "l"(at) : "memory");
   return before;
 }
 
-// Two words that another block may read or write at the same time, at an even index. Words may come in any order.
+// Two words at an even index that another block may access at the same time. They may arrive in any order.
 __device__ __forceinline__ void send(float *at, float x, float y) {
   asm volatile("st.relaxed.gpu.global.v2.f32 [%0], {%1, %2};\n" ::"l"(at), "f"(x), "f"(y) : "memory");
 }
@@ -145,15 +145,15 @@ __device__ __forceinline__ float2 receive(const float *at) {
   return x;
 }
 
-// Stop the whole grid with an error.
-__device__ __forceinline__ void give_up() { asm volatile("trap;\n"); }
+// Abort the whole grid with an error.
+__device__ __forceinline__ void abort_kernel() { asm volatile("trap;\n"); }
 
-// A barrier in shared memory that counts bytes as they come from the blocks of a cluster. A phase of it ends when as
-// many bytes have come as were expected; phases are numbered 0, 1, 0, ...
+// A barrier in shared memory that counts the bytes that arrive from the blocks of a cluster. A phase ends when the
+// expected number of bytes has arrived. Phases are numbered 0, 1, 0, ...
 __device__ __forceinline__ void init_barrier(i64 *at) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;\n" ::"r"(shared_address(at)) : "memory");
 }
-__device__ __forceinline__ void publish_barriers() {
+__device__ __forceinline__ void fence_barrier_init() {
   asm volatile("fence.mbarrier_init.release.cluster;\n" ::: "memory");
 }
 __device__ __forceinline__ void expect_bytes(i64 *at, int bytes) {
@@ -168,7 +168,7 @@ __device__ __forceinline__ void wait_for_bytes(i64 *at, int phase) {
   } while (!done);
 }
 
-// Between the blocks of a cluster. An address is given as in one's own block, and is meant in the block `rank`.
+// Between the blocks of a cluster. Pass an address of the own block; it is mapped to the block `rank`.
 __device__ __forceinline__ u32 remote_address(u32 at, int rank) {
   u32 remote;
   asm volatile("mapa.shared::cluster.u32 %0, %1, %2;\n" : "=r"(remote) : "r"(at), "r"(rank));

@@ -1,40 +1,44 @@
-// Attention of prompts: units of 128 queries over tiles of keys and values, on the tensor cores of sm_90a.
+// Attention of prefills: query tiles of 128 queries over KV tiles, on the tensor cores of sm_90a.
 //
-// A block stays on its multiprocessor and takes one unit after another, whichever is next. Its warps have roles:
+// Blocks are persistent: each stays on its multiprocessor and takes the next query tile of the schedule until none is
+// left. Its warps are specialized:
 //
-//   warp 0        takes units, and copies their keys into shared memory, tile by tile, as far ahead as there are stages
-//   warp 1        copies their values
-//   warps 2 and 3 gather the queries of the next unit; write what queries that see nothing get
-//   warps 4 to 11 two groups of four; each multiplies 64 queries with the tiles, and writes their output
+//   warp 0         takes query tiles and loads their keys into shared memory, as many tiles ahead as there are stages
+//   warp 1         loads their values
+//   warps 2 and 3  gather the queries of the next query tile, and write the output of query tiles that see no KV
+//   warps 4 to 11  two warpgroups; each multiplies 64 queries with the tiles and writes their output
 //
-// A group begins the product of the next tile's keys before it multiplies the weights and values of this one, so that
-// the tensor cores work while the group computes the next weights. The next tile may be the first of another unit: the
-// stream of tiles ends with the block's last unit only. The two groups take turns at the tensor cores, so that one's
-// weights are computed during the other's products. Tiles of a unit are taken from the last to the first: those with
-// masks come first.
+// A warpgroup starts the product with the next tile's keys before it multiplies weights and values of the current tile,
+// so the tensor cores work while it computes the next weights. The next tile may be the first one of another query
+// tile: the pipeline drains only after the block's last query tile. The two warpgroups take turns at the tensor cores,
+// so that one computes weights during the products of the other (ping-pong). The KV tiles of a query tile are processed
+// from the last to the first, so that masked tiles come first.
 //
-// Barriers say when a stage is full and when it is empty again.
+// Barriers signal when a stage is full and when it is empty.
 //
 // After FlashAttention-3 (Shah et al. 2024).
 
 #include "warpgroups.cuh"
 
-#define BLOCK_M 128                                // queries of a unit
+#define BLOCK_M 128                                // queries of a query tile
 #define PANELS ((HEAD_DIM + 63) / 64)              // a panel is 64 elements of each row: 128 bytes
 #define KEY_STEPS ((HEAD_DIM + 15) / 16)           // products of 16 elements along the head
 #define VALUE_DIM ((HEAD_DIM + 31) / 32 * 32)      // columns of the output, in products of 128, 64 and 32
 #define CHUNKS (HEAD_DIM / 8)                      // copies of 16 bytes
-#define BOXES (BLOCK_N / BOX_ROWS)                 // of a tile and panel: what lies in one page
+#define BOXES (BLOCK_N / BOX_ROWS)                 // TMA boxes of a tile and panel; each box is within one page
 #define QUERY_PANEL (BLOCK_M * 128)                // bytes
 #define TILE_PANEL (BLOCK_N * 128)
 #define QUERY_BYTES (PANELS * QUERY_PANEL)
 #define TILE_BYTES (PANELS * TILE_PANEL)
 #define NUM_THREADS 384
-#define GATHERERS 64
-#define RESCALE_ABOVE 8.0f  // weights are up to 2^8: their reference point moves only when a logit is further above it
+#define GATHER_THREADS 64
+#define RESCALE_ABOVE 8.0f  // the reference maximum moves only if a logit exceeds it by more, so weights are up to 2^8
 #define SCALED (SOFTCAP || ALIBI)                  // logits are scaled before the maximum is taken
-#define TURN_BARRIER 1                             // and 2: of the groups' turns
+#define TURN_BARRIER 1                             // and 2: the turns of the warpgroups
 #define BOTH_BARRIER 3
+// The query head and the token of a query. Tokens count from the first new token of the request.
+#define Q_HEAD_OF(kv_head, query) ((kv_head) * NUM_QUERIES_PER_KV + (query) % NUM_QUERIES_PER_KV)
+#define TOKEN_OF(query) ((query) / NUM_QUERIES_PER_KV)
 
 // The same struct as _Params of prompt_native.py. Strides are in elements.
 struct Params {
@@ -53,7 +57,7 @@ struct Params {
 static_assert(sizeof(Params) == PARAMS_BYTES, "the struct of prompt_native.py and this one differ");
 static_assert(BOXES <= 32 && BOX_ROWS % 8 == 0, "a lane reads one page id; boxes are whole patterns of the swizzle");
 
-// Counts what goes through a ring of stages.
+// The stage and the phase of a ring buffer.
 template <int COUNT> struct Ring {
   int stage = 0, phase = 0;
   __device__ __forceinline__ void advance() {
@@ -61,36 +65,36 @@ template <int COUNT> struct Ring {
   }
 };
 
-// A unit of the schedule, as prompt_schedule.py documents it, for one KV head.
-struct Unit {
-  int row, first_query, first_token, query_len, seq_len, kv_start, kv_head;
+// A query tile of the schedule, as prompt_schedule.py documents it, for one KV head.
+struct QTile {
+  int req, first_query, first_token, query_len, seq_len, kv_start, kv_head;
   int num_queries;
   int first, last;  // positions of its first and its last query
-  int from_row;     // the first position that a token of the row sees
-  int begin, end;   // tiles; a begin below 0: there are no more units
+  int first_seen;   // the first position that a new token of the request sees
+  int begin, end;   // KV tiles; begin is negative after the last query tile
 };
 
-// What the warps of a block share besides tiles and queries.
+// Shared memory of a block besides tiles and queries.
 struct Shared {
   i64 q_full[QUERY_STAGES], q_empty[QUERY_STAGES], k_full[K_STAGES], k_empty[K_STAGES], v_full[V_STAGES], v_empty[V_STAGES];
   i64 item_full[2], item_empty[2];
-  int items[2];              // from warp 0 to warps 1 to 3
-  Unit units[QUERY_STAGES];  // from those that gather to those that attend
+  int items[2];                 // work items, from warp 0 to warps 1 to 3
+  QTile q_tiles[QUERY_STAGES];  // from the warps that gather queries to the warps that attend
 };
 static_assert(sizeof(Shared) <= SHARED_VARIABLES, "prompt_native.py reserves less");
 
-// An item is a unit for one KV head; those of one unit follow each other. false: there are not so many.
-__device__ __forceinline__ bool find_unit(const Params &p, int item, int num_units, Unit &u) {
-  if (item >= num_units * p.num_kv_heads) return false;
+// Load a work item: a query tile for one KV head. Items of one query tile are consecutive. Return false after the last.
+__device__ __forceinline__ bool load_q_tile(const Params &p, int item, int num_q_tiles, QTile &u) {
+  if (item >= num_q_tiles * p.num_kv_heads) return false;
   u.kv_head = item % p.num_kv_heads;
   const int *words = p.schedule + 8 * (1 + item / p.num_kv_heads);
-  u.row = words[0], u.first_query = words[1], u.first_token = words[2], u.query_len = words[3], u.seq_len = words[4];
+  u.req = words[0], u.first_query = words[1], u.first_token = words[2], u.query_len = words[3], u.seq_len = words[4];
   u.kv_start = words[5];
-  u.num_queries = min(u.query_len * GROUP - u.first_query, BLOCK_M);
+  u.num_queries = min(u.query_len * NUM_QUERIES_PER_KV - u.first_query, BLOCK_M);
   const int begin = u.seq_len - u.query_len;
-  u.first = begin + u.first_query / GROUP;
-  u.last = begin + (u.first_query + u.num_queries - 1) / GROUP;
-  u.from_row = max(begin - p.left, 0);
+  u.first = begin + TOKEN_OF(u.first_query);
+  u.last = begin + TOKEN_OF(u.first_query + u.num_queries - 1);
+  u.first_seen = max(begin - p.left, 0);
   const int from = max(u.first - p.left, 0), to = min(u.last + p.right + 1, u.seq_len);
   u.begin = from / BLOCK_N;
   u.end = to > from ? (to + BLOCK_N - 1) / BLOCK_N : u.begin;
@@ -99,20 +103,21 @@ __device__ __forceinline__ bool find_unit(const Params &p, int item, int num_uni
 
 // Warps 0 and 1: keys and values
 
-// The page of a box of a tile, or where it begins in packed keys.
-__device__ __forceinline__ int find_page(const Params &p, const Unit &u, int tile, int box) {
+// The page of a box of a tile, or the position of the box in packed keys.
+__device__ __forceinline__ int find_page(const Params &p, const QTile &u, int tile, int box) {
   const int position = tile * BLOCK_N + box * BOX_ROWS;
 #if PAGED
-  if (position >= u.seq_len || position + BOX_ROWS <= u.from_row) return 0;  // its ids may be anything
-  return p.block_table[u.row * p.table_row + position / PAGE_SIZE];
+  if (position >= u.seq_len || position + BOX_ROWS <= u.first_seen) return 0;  // the table may hold any id there
+  return p.block_table[u.req * p.table_row + position / PAGE_SIZE];
 #else
   return u.kv_start + position;
 #endif
 }
 
-// The tiles of a unit's keys, or values, from the last to the first. Page ids are read one tile ahead, each by a lane.
+// Load the KV tiles of a query tile, keys or values, from the last to the first. Each lane reads a page id, one tile
+// ahead.
 template <int COUNT> __device__ __forceinline__ void copy_tiles(
-    const Params &p, const Unit &u, const TensorMap *map, u32 tiles, i64 *full, i64 *empty, Ring<COUNT> &ring, int lane) {
+    const Params &p, const QTile &u, const TensorMap *map, u32 tiles, i64 *full, i64 *empty, Ring<COUNT> &ring, int lane) {
   const int box_of_lane = lane % BOXES;
   int page_of_lane = find_page(p, u, u.end - 1, box_of_lane);
   for (int tile = u.end - 1; tile >= u.begin; --tile) {
@@ -121,7 +126,7 @@ template <int COUNT> __device__ __forceinline__ void copy_tiles(
     for (int box = 0; box < BOXES; ++box) pages[box] = __shfl_sync(0xffffffffu, page_of_lane, box);
     if (tile > u.begin) page_of_lane = find_page(p, u, tile - 1, box_of_lane);
     wait_for(empty + ring.stage, ring.phase ^ 1);
-    // One thread copies all boxes: their addresses are then uniform, as the instruction wants them.
+    // One thread issues all loads. Their addresses are then uniform, which the instruction requires.
     if (elect()) {
       i64 *const barrier = full + ring.stage;
       const u32 to = tiles + ring.stage * TILE_BYTES;
@@ -130,12 +135,12 @@ template <int COUNT> __device__ __forceinline__ void copy_tiles(
       for (int box = 0; box < BOXES; ++box) {
 #pragma unroll
         for (int panel = 0; panel < PANELS; ++panel) {
-          const u32 place = to + panel * TILE_PANEL + box * BOX_ROWS * 128;
+          const u32 box_at = to + panel * TILE_PANEL + box * BOX_ROWS * 128;
 #if PAGED
           const int slot = (tile * BLOCK_N + box * BOX_ROWS) % PAGE_SIZE;
-          copy_box(place, map, barrier, panel * 64, slot, u.kv_head, pages[box]);
+          tma_load(box_at, map, barrier, panel * 64, slot, u.kv_head, pages[box]);
 #else
-          copy_box(place, map, barrier, panel * 64, pages[box], u.kv_head, 0);
+          tma_load(box_at, map, barrier, panel * 64, pages[box], u.kv_head, 0);
 #endif
         }
       }
@@ -145,15 +150,15 @@ template <int COUNT> __device__ __forceinline__ void copy_tiles(
   }
 }
 
-// The schedule's header counts the items that were taken beyond each block's first, and the blocks that are through. The
-// last of these sets both to 0, for the next launch.
+// The schedule's header counts the work items taken after the first one of each block, and the blocks that have
+// finished. The last block to finish resets both counters for the next launch.
 __device__ __forceinline__ int take_item(const Params &p) { return gridDim.x + atomicAdd(p.schedule + 1, 1); }
-__device__ __forceinline__ void leave(const Params &p) {
+__device__ __forceinline__ void finish(const Params &p) {
   __threadfence();
   if (atomicAdd(p.schedule + 2, 1) == gridDim.x - 1) p.schedule[1] = 0, p.schedule[2] = 0;
 }
 
-__device__ __forceinline__ void announce_item(Shared &b, Ring<2> &ring, int item, int lane) {
+__device__ __forceinline__ void publish_item(Shared &b, Ring<2> &ring, int item, int lane) {
   if (lane == 0) {
     wait_for(b.item_empty + ring.stage, ring.phase ^ 1);
     b.items[ring.stage] = item;
@@ -162,81 +167,81 @@ __device__ __forceinline__ void announce_item(Shared &b, Ring<2> &ring, int item
   ring.advance();
 }
 
-__device__ __forceinline__ void copy_keys(const Params &p, int num_units, u32 tiles, Shared &b, int lane) {
+__device__ __forceinline__ void copy_keys(const Params &p, int num_q_tiles, u32 tiles, Shared &b, int lane) {
   Ring<K_STAGES> ring;
   Ring<2> item_ring;
-  Unit u;
+  QTile u;
   int item = blockIdx.x;
-  announce_item(b, item_ring, item, lane);
-  while (find_unit(p, item, num_units, u)) {
+  publish_item(b, item_ring, item, lane);
+  while (load_q_tile(p, item, num_q_tiles, u)) {
     item = __shfl_sync(0xffffffffu, lane == 0 ? take_item(p) : 0, 0);
-    announce_item(b, item_ring, item, lane);  // its queries are gathered during this one
+    publish_item(b, item_ring, item, lane);  // its queries are gathered while the current tiles are copied
     copy_tiles(p, u, &p.k_map, tiles, b.k_full, b.k_empty, ring, lane);
   }
-  if (lane == 0) leave(p);
+  if (lane == 0) finish(p);
 }
 
-// The unit that warp 0 took; false: there are no more.
-__device__ __forceinline__ bool next_unit(
-    const Params &p, int num_units, Shared &b, Ring<2> &ring, int lane, Unit &u) {
+// Load the work item that warp 0 took. Return false after the last one.
+__device__ __forceinline__ bool next_q_tile(
+    const Params &p, int num_q_tiles, Shared &b, Ring<2> &ring, int lane, QTile &u) {
   wait_for(b.item_full + ring.stage, ring.phase);
   const int item = b.items[ring.stage];
   __syncwarp();
   if (lane == 0) arrive(b.item_empty + ring.stage);
   ring.advance();
-  return find_unit(p, item, num_units, u);
+  return load_q_tile(p, item, num_q_tiles, u);
 }
 
-__device__ __forceinline__ void copy_values(const Params &p, int num_units, u32 tiles, Shared &b, int lane) {
+__device__ __forceinline__ void copy_values(const Params &p, int num_q_tiles, u32 tiles, Shared &b, int lane) {
   Ring<V_STAGES> ring;
   Ring<2> item_ring;
-  Unit u;
-  while (next_unit(p, num_units, b, item_ring, lane, u))
+  QTile u;
+  while (next_q_tile(p, num_q_tiles, b, item_ring, lane, u))
     copy_tiles(p, u, &p.v_map, tiles, b.v_full, b.v_empty, ring, lane);
 }
 
 // Warps 2 and 3: queries
 
-// What queries that see nothing get.
-__device__ __forceinline__ void write_nothing(const Params &p, const Unit &u, int thread) {
-  for (int i = thread; i < u.num_queries * CHUNKS; i += GATHERERS) {
-    const int query = u.first_query + i / CHUNKS, head = u.kv_head * GROUP + query % GROUP;
-    const i64 token = u.first_token + query / GROUP;
+// Write the output of queries that see no KV.
+__device__ __forceinline__ void write_empty_q_tile(const Params &p, const QTile &u, int thread) {
+  for (int i = thread; i < u.num_queries * CHUNKS; i += GATHER_THREADS) {
+    const int query = u.first_query + i / CHUNKS, head = Q_HEAD_OF(u.kv_head, query);
+    const i64 token = u.first_token + TOKEN_OF(query);
     *(int4 *)(p.out + token * p.out_token + head * p.out_head + i % CHUNKS * 8) = int4{0, 0, 0, 0};
     if (p.lse && i % CHUNKS == 0)
-      p.lse[token * p.lse_token + head] = p.sinks && u.row >= 0 ? p.sinks[head] : NEG_INF;
+      p.lse[token * p.lse_token + head] = p.sinks && u.req >= 0 ? p.sinks[head] : NEG_INF;
   }
 }
 
-__device__ __forceinline__ void gather_queries(const Params &p, int num_units, u32 queries, Shared &b, int thread) {
+__device__ __forceinline__ void gather_queries(const Params &p, int num_q_tiles, u32 queries, Shared &b, int thread) {
   Ring<QUERY_STAGES> ring;
   Ring<2> item_ring;
-  Unit u;
-  // A thread has the same 16 bytes of every ROWS-th query.
-  constexpr int ROWS = GATHERERS / (PANELS * 8);
+  QTile u;
+  // A thread copies the same 16 bytes of every ROWS-th query.
+  constexpr int ROWS = GATHER_THREADS / (PANELS * 8);
   const int chunk = thread % (PANELS * 8), first = thread / (PANELS * 8);
   bool exists = true;
   while (exists) {
-    exists = next_unit(p, num_units, b, item_ring, thread % 32, u);
+    exists = next_q_tile(p, num_q_tiles, b, item_ring, thread % 32, u);
     if (exists && u.begin == u.end) {
-      write_nothing(p, u, thread);
+      write_empty_q_tile(p, u, thread);
       continue;
     }
     if (!exists) u.begin = -1;
     wait_for(b.q_empty + ring.stage, ring.phase ^ 1);
-    if (thread == 0) b.units[ring.stage] = u;
+    if (thread == 0) b.q_tiles[ring.stage] = u;
     const u32 to = queries + ring.stage * QUERY_BYTES + chunk / 8 * QUERY_PANEL;
-    // Several at a time: the addresses are long chains of instructions.
+    // Unrolled, because the addresses are long dependency chains.
 #pragma unroll 4
     for (int m = first; m < (exists && first < ROWS ? BLOCK_M : 0); m += ROWS) {
       const int query = u.first_query + m;
       const bool is_query = m < u.num_queries && chunk < CHUNKS;
-      const i64 token = u.first_token + query / GROUP, head = u.kv_head * GROUP + query % GROUP;
+      const i64 token = u.first_token + TOKEN_OF(query), head = Q_HEAD_OF(u.kv_head, query);
       const u16 *from = is_query ? p.q + token * p.q_token + head * p.q_head + chunk * 8 : p.q;
       copy_async(to + m * 128 + (chunk ^ m) % 8 * 16, from, is_query ? 16 : 0);
     }
     wait_for_copies();
-    publish_to_products();
+    fence_async_proxy();
     arrive(b.q_full + ring.stage);
     ring.advance();
   }
@@ -244,7 +249,7 @@ __device__ __forceinline__ void gather_queries(const Params &p, int num_units, u
 
 // Warps 4 to 11: attention
 
-// A reference point that can be subtracted: -inf - -inf is NaN.
+// A maximum that can be subtracted: -inf - -inf is NaN.
 __device__ __forceinline__ float finite(float top) { return top == NEG_INF ? 0.0f : top; }
 
 // cap * tanh(t) where x is 2 log2(e) t, as logit_constants() scales it. soft_cap() of tile.py explains the series.
@@ -256,17 +261,17 @@ __device__ __forceinline__ float soft_cap(float x, float cap) {
   return cap * (square < 0.0625f / (h * h) ? series : quotient);
 }
 
-// A lane's part of a group's 64 queries: two rows, of which it has two neighbouring columns in every 8.
+// A lane's share of the 64 queries of a warpgroup: two rows, with two neighbouring columns of every 8.
 struct Queries {
   int position[2];
   float slope[2];
-  float top[2];    // reference point of the weights: weight = 2^(logit - top)
-  float total[2];  // of the weights of the lane's own columns
+  float top[2];    // reference maximum: weight = 2^(logit - top)
+  float total[2];  // sum of the weights of the lane's own columns
 };
 
-// The products of a tile's keys become logits: scaled where SCALED, -inf where a query does not see the key.
+// Turn the products with a tile's keys into logits: scaled if SCALED, -inf if the query does not see the key.
 __device__ __forceinline__ void finish_logits(
-    float (&s)[BLOCK_N / 2], const Queries &q, const Params &p, const Unit &u, int tile, int lane) {
+    float (&s)[BLOCK_N / 2], const Queries &q, const Params &p, const QTile &u, int tile, int lane) {
   const int start = tile * BLOCK_N + lane % 4 * 2;
 #if SCALED
 #pragma unroll
@@ -296,7 +301,7 @@ __device__ __forceinline__ void finish_logits(
   }
 }
 
-// Logits become weights, and earlier sums are to be multiplied by `rescale`; false: by 1 in the whole warp.
+// Turn logits into weights. Earlier sums must be multiplied by `rescale`; return false if it is 1 in the whole warp.
 __device__ __forceinline__ bool weigh(float (&s)[BLOCK_N / 2], Queries &q, float factor, float (&rescale)[2]) {
   float top[2] = {s[0], s[2]}, base[2];
 #pragma unroll
@@ -316,11 +321,11 @@ __device__ __forceinline__ bool weigh(float (&s)[BLOCK_N / 2], Queries &q, float
     s[i] = power2(fmaf(s[i], factor, base[i / 2 % 2]));
     q.total[i / 2 % 2] += s[i];
   }
-  // The totals are asked for, so that the assembler computes the weights before the branch and not after a wait in it.
+  // Using the totals here makes the assembler compute the weights before the branch and not after a wait inside it.
   return __any_sync(0xffffffffu, !(rescale[0] * rescale[1] == 1.0f && q.total[0] + q.total[1] >= 0.0f));
 }
 
-// Weights as the left side of products, 16 tokens at a time.
+// Pack weights as the left operand of products, 16 tokens at a time.
 __device__ __forceinline__ void pack_weights(u32 (&weights)[BLOCK_N / 4], const float (&s)[BLOCK_N / 2]) {
 #pragma unroll
   for (int i = 0; i < BLOCK_N / 4; ++i) weights[i] = pack(s[2 * i], s[2 * i + 1]);
@@ -329,8 +334,8 @@ __device__ __forceinline__ void pack_weights(u32 (&weights)[BLOCK_N / 4], const 
 __device__ __forceinline__ void multiply_keys(float (&s)[BLOCK_N / 2], i64 queries, i64 keys) {
 #pragma unroll
   for (int step = 0; step < KEY_STEPS; ++step)
-    multiply_rows(s, queries + step / 4 * (QUERY_PANEL >> 4) + step % 4 * 2,
-                  keys + step / 4 * (TILE_PANEL >> 4) + step % 4 * 2, step > 0);
+    wgmma_ss(s, queries + step / 4 * (QUERY_PANEL >> 4) + step % 4 * 2,
+             keys + step / 4 * (TILE_PANEL >> 4) + step % 4 * 2, step > 0);
 }
 
 __device__ __forceinline__ void multiply_values(
@@ -341,49 +346,49 @@ __device__ __forceinline__ void multiply_values(
     const i64 rows = values + step * (16 * 128 >> 4);
     const bool adds_now = adds || step > 0;
     constexpr int WHOLE = VALUE_DIM / 128 * 128, HALF = VALUE_DIM % 128 / 64 * 64;
-    multiply<VALUE_DIM >= 128 ? 128 : VALUE_DIM >= 64 ? 64 : 32, 0>(sums, a, rows, adds_now);
-    if constexpr (VALUE_DIM >= 256) multiply<128, 64>(sums, a, rows + 2 * (TILE_PANEL >> 4), adds_now);
-    if constexpr (WHOLE > 0 && HALF > 0) multiply<64, WHOLE / 2>(sums, a, rows + WHOLE / 64 * (TILE_PANEL >> 4), adds_now);
+    wgmma_rs<VALUE_DIM >= 128 ? 128 : VALUE_DIM >= 64 ? 64 : 32, 0>(sums, a, rows, adds_now);
+    if constexpr (VALUE_DIM >= 256) wgmma_rs<128, 64>(sums, a, rows + 2 * (TILE_PANEL >> 4), adds_now);
+    if constexpr (WHOLE > 0 && HALF > 0) wgmma_rs<64, WHOLE / 2>(sums, a, rows + WHOLE / 64 * (TILE_PANEL >> 4), adds_now);
     if constexpr (VALUE_DIM > 32 && VALUE_DIM % 64 > 0)
-      multiply<32, (WHOLE + HALF) / 2>(sums, a, rows + (WHOLE + HALF) / 64 * (TILE_PANEL >> 4), adds_now);
+      wgmma_rs<32, (WHOLE + HALF) / 2>(sums, a, rows + (WHOLE + HALF) / 64 * (TILE_PANEL >> 4), adds_now);
   }
 }
 
-// Values that no token of the row sees, behind its end or before its window, become 0: they may be NaN, and a weight of
-// 0 times NaN is NaN. Both groups share the work.
+// Zero the values that no token of the request sees, past its end or before its window: they may be NaN, and a weight
+// of 0 times NaN is NaN. Both warpgroups share the work.
 __device__ __forceinline__ void clear_values(
-    u32 values, i64 *full, int phase, const Unit &u, int tile, int thread) {
-  const int from = u.from_row - tile * BLOCK_N, to = u.seq_len - tile * BLOCK_N;
+    u32 values, i64 *full, int phase, const QTile &u, int tile, int thread) {
+  const int from = u.first_seen - tile * BLOCK_N, to = u.seq_len - tile * BLOCK_N;
   if (from <= 0 && to >= BLOCK_N) return;
   wait_for(full, phase);
   for (int i = thread; i < BLOCK_N * PANELS * 8; i += 256) {
     const int token = i / 8 % BLOCK_N;
     if (token < from || token >= to) store_shared(values + i * 16, int4{0, 0, 0, 0});
   }
-  publish_to_products();
-  meet(BOTH_BARRIER, 256);
+  fence_async_proxy();
+  barrier_sync(BOTH_BARRIER, 256);
 }
 
-// The output of a warp's 16 queries, from `first` on, through the shared memory of those queries.
+// Write the output of a warp's 16 queries, starting at `first`, through the shared memory of those queries.
 __device__ __forceinline__ void write_output(
-    const Params &p, const Unit &u, float (&sums)[VALUE_DIM / 2], const Queries &q, u32 queries, int first, int lane) {
+    const Params &p, const QTile &u, float (&sums)[VALUE_DIM / 2], const Queries &q, u32 queries, int first, int lane) {
 #pragma unroll
   for (int row = 0; row < 2; ++row) {
     float total = q.total[row], top = q.top[row];
     total += __shfl_xor_sync(0xffffffffu, total, 1);
     total += __shfl_xor_sync(0xffffffffu, total, 2);
     const int m = first + lane / 4 + 8 * row, query = u.first_query + min(m, u.num_queries - 1);
-    const int head = u.kv_head * GROUP + query % GROUP;
+    const int head = Q_HEAD_OF(u.kv_head, query);
     float scale = 1.0f;
-    if (p.sinks) {  // one more logit, without a value: it changes the sum of weights only
+    if (p.sinks) {  // one more logit without a value: it changes only the sum of weights
       const float sink = p.sinks[head] * LOG2E, new_top = fmaxf(top, sink);
       scale = power2(top - finite(new_top));
       total = total * scale + power2(sink - finite(new_top));
       top = new_top;
     }
-    const float divisor = total == 0.0f ? 1.0f : total;  // a token that sees nothing gets zeros
-    if (p.lse && lane % 4 == 0 && m < u.num_queries)  // -inf where nothing is seen, as top is
-      p.lse[(i64)(u.first_token + query / GROUP) * p.lse_token + head] = (top + log2f(divisor)) * LN2;
+    const float divisor = total == 0.0f ? 1.0f : total;  // the output of a token that sees no key is zero
+    if (p.lse && lane % 4 == 0 && m < u.num_queries)  // -inf if no key is seen, as top is
+      p.lse[(i64)(u.first_token + TOKEN_OF(query)) * p.lse_token + head] = (top + log2f(divisor)) * LN2;
     scale /= divisor;
 #pragma unroll
     for (int i = 0; i < VALUE_DIM / 8; ++i) {
@@ -395,19 +400,19 @@ __device__ __forceinline__ void write_output(
   for (int i = lane; i < 16 * CHUNKS; i += 32) {
     const int m = first + i / CHUNKS, chunk = i % CHUNKS, query = u.first_query + m;
     if (m >= u.num_queries) break;
-    const i64 token = u.first_token + query / GROUP, head = u.kv_head * GROUP + query % GROUP;
+    const i64 token = u.first_token + TOKEN_OF(query), head = Q_HEAD_OF(u.kv_head, query);
     const int4 x = load_shared(queries + chunk / 8 * QUERY_PANEL + m * 128 + (chunk ^ m) % 8 * 16);
     *(int4 *)(p.out + token * p.out_token + head * p.out_head + chunk * 8) = x;
   }
 }
 
-__device__ __forceinline__ Queries begin_unit(const Params &p, const Unit &u, int warp, int lane) {
+__device__ __forceinline__ Queries begin_q_tile(const Params &p, const QTile &u, int warp, int lane) {
   Queries q;
 #pragma unroll
   for (int row = 0; row < 2; ++row) {
     const int query = u.first_query + min(warp * 16 + lane / 4 + 8 * row, u.num_queries - 1);
-    q.position[row] = u.seq_len - u.query_len + query / GROUP;
-    q.slope[row] = ALIBI ? p.slopes[u.kv_head * GROUP + query % GROUP] * LOG2E : 0.0f;
+    q.position[row] = u.seq_len - u.query_len + TOKEN_OF(query);
+    q.slope[row] = ALIBI ? p.slopes[Q_HEAD_OF(u.kv_head, query)] * LOG2E : 0.0f;
     q.top[row] = NEG_INF;
     q.total[row] = 0.0f;
   }
@@ -415,27 +420,27 @@ __device__ __forceinline__ Queries begin_unit(const Params &p, const Unit &u, in
 }
 
 __device__ __forceinline__ void attend(const Params &p, u32 queries, u32 k_tiles, u32 v_tiles, Shared &b, int thread) {
-  const int lane = thread % 32, warp = thread / 32, group = warp / 4;
+  const int lane = thread % 32, warp = thread / 32, warpgroup = warp / 4;
   const float factor = SCALED ? 1.0f : fmaxf(p.logit_factor, 1e-37f);  // a factor of 0 times -inf is NaN
   Ring<QUERY_STAGES> q_ring;
   Ring<K_STAGES> k_ring;
   Ring<V_STAGES> v_ring;
   float s[BLOCK_N / 2], sums[VALUE_DIM / 2], rescale[2];
   u32 weights[BLOCK_N / 4];
-  if (group == 1) announce(TURN_BARRIER, 256);  // the first turn is the other group's
+  if (warpgroup == 1) barrier_arrive(TURN_BARRIER, 256);  // warpgroup 0 has the first turn
   wait_for(b.q_full, 0);
-  Unit u = b.units[0];
+  QTile u = b.q_tiles[0];
   while (u.begin >= 0) {
-    // The stream's first weights.
-    i64 left_side = describe(queries + q_ring.stage * QUERY_BYTES + group * 64 * 128, 16);
-    Queries q = begin_unit(p, u, warp, lane);
+    // The first weights of the pipeline.
+    i64 left_side = make_descriptor(queries + q_ring.stage * QUERY_BYTES + warpgroup * 64 * 128, 16);
+    Queries q = begin_q_tile(p, u, warp, lane);
     wait_for(b.k_full + k_ring.stage, k_ring.phase);
-    pin(s);
-    begin_products();
-    multiply_keys(s, left_side, describe(k_tiles + k_ring.stage * TILE_BYTES, 16));
-    commit_products();
-    wait_for_products<0>();
-    pin(s);
+    fence_registers(s);
+    wgmma_fence();
+    multiply_keys(s, left_side, make_descriptor(k_tiles + k_ring.stage * TILE_BYTES, 16));
+    wgmma_commit();
+    wgmma_wait<0>();
+    fence_registers(s);
     if (lane == 0) arrive(b.k_empty + k_ring.stage);
     k_ring.advance();
     int tile = u.end - 1, stage = q_ring.stage;
@@ -445,57 +450,57 @@ __device__ __forceinline__ void attend(const Params &p, u32 queries, u32 k_tiles
 
 #pragma unroll 1
     while (true) {
-      // The values of this tile, and the keys of the next one, which may be another unit's.
+      // The values of this tile, and the keys of the next one, which may belong to another query tile.
       const u32 values = v_tiles + v_ring.stage * TILE_BYTES;
       const bool begins = tile == u.end - 1, ends = tile == u.begin;
       clear_values(values, b.v_full + v_ring.stage, v_ring.phase, u, tile, thread);
       --tile;
       if (ends) {
         q_ring.advance();
-        if (QUERY_STAGES == 1) break;  // the queries are overwritten when the output is written
+        if (QUERY_STAGES == 1) break;  // write_output overwrites the queries
         wait_for(b.q_full + q_ring.stage, q_ring.phase);
-        u = b.units[q_ring.stage];
+        u = b.q_tiles[q_ring.stage];
         if (u.begin < 0) break;
-        left_side = describe(queries + q_ring.stage * QUERY_BYTES + group * 64 * 128, 16);
+        left_side = make_descriptor(queries + q_ring.stage * QUERY_BYTES + warpgroup * 64 * 128, 16);
         tile = u.end - 1;
       }
       wait_for(b.k_full + k_ring.stage, k_ring.phase);
-      meet(TURN_BARRIER + group, 256);
-      pin(s), pin(sums);
-      begin_products();
-      multiply_keys(s, left_side, describe(k_tiles + k_ring.stage * TILE_BYTES, 16));
-      commit_products();
+      barrier_sync(TURN_BARRIER + warpgroup, 256);
+      fence_registers(s), fence_registers(sums);
+      wgmma_fence();
+      multiply_keys(s, left_side, make_descriptor(k_tiles + k_ring.stage * TILE_BYTES, 16));
+      wgmma_commit();
       wait_for(b.v_full + v_ring.stage, v_ring.phase);
-      multiply_values(sums, weights, describe(values, TILE_PANEL), !begins);
-      commit_products();
-      announce(TURN_BARRIER + 1 - group, 256);
+      multiply_values(sums, weights, make_descriptor(values, TILE_PANEL), !begins);
+      wgmma_commit();
+      barrier_arrive(TURN_BARRIER + 1 - warpgroup, 256);
 
       // The weights of the next tile.
-      wait_for_products<1>();
-      pin(s);
+      wgmma_wait<1>();
+      fence_registers(s);
       if (lane == 0) arrive(b.k_empty + k_ring.stage);
       k_ring.advance();
       const Queries ended = q;
-      if (ends) q = begin_unit(p, u, warp, lane);
+      if (ends) q = begin_q_tile(p, u, warp, lane);
       finish_logits(s, q, p, u, tile, lane);
       const bool grows = weigh(s, q, factor, rescale);
 
       // The sums of this one.
       if (grows) {
-        wait_for_products<0>();
-        pin(sums);
+        wgmma_wait<0>();
+        fence_registers(sums);
         if (!ends) {
 #pragma unroll
           for (int i = 0; i < VALUE_DIM / 2; ++i) sums[i] *= rescale[i / 2 % 2];
         }
       } else {
-        wait_for_products<0>();
-        pin(sums);
+        wgmma_wait<0>();
+        fence_registers(sums);
       }
       if (lane == 0) arrive(b.v_empty + v_ring.stage);
       v_ring.advance();
       if (ends) {
-        write_output(p, b.units[stage], sums, ended, queries + stage * QUERY_BYTES, warp * 16, lane);
+        write_output(p, b.q_tiles[stage], sums, ended, queries + stage * QUERY_BYTES, warp * 16, lane);
         __syncwarp();
         if (lane == 0) arrive(b.q_empty + stage);
         stage = q_ring.stage;
@@ -503,15 +508,15 @@ __device__ __forceinline__ void attend(const Params &p, u32 queries, u32 k_tiles
       pack_weights(weights, s);
     }
 
-    // The stream's last values.
-    const Unit &last = b.units[stage];
+    // The last values of the pipeline.
+    const QTile &last = b.q_tiles[stage];
     wait_for(b.v_full + v_ring.stage, v_ring.phase);
-    pin(sums);
-    begin_products();
-    multiply_values(sums, weights, describe(v_tiles + v_ring.stage * TILE_BYTES, TILE_PANEL), last.end - last.begin > 1);
-    commit_products();
-    wait_for_products<0>();
-    pin(sums);
+    fence_registers(sums);
+    wgmma_fence();
+    multiply_values(sums, weights, make_descriptor(v_tiles + v_ring.stage * TILE_BYTES, TILE_PANEL), last.end - last.begin > 1);
+    wgmma_commit();
+    wgmma_wait<0>();
+    fence_registers(sums);
     if (lane == 0) arrive(b.v_empty + v_ring.stage);
     v_ring.advance();
     write_output(p, last, sums, q, queries + stage * QUERY_BYTES, warp * 16, lane);
@@ -519,7 +524,7 @@ __device__ __forceinline__ void attend(const Params &p, u32 queries, u32 k_tiles
     if (lane == 0) arrive(b.q_empty + stage);
     if (QUERY_STAGES == 1) {
       wait_for(b.q_full, q_ring.phase);
-      u = b.units[0];
+      u = b.q_tiles[0];
     }
   }
 }
@@ -530,21 +535,21 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) prompt_attention(co
   const u32 v_tiles = k_tiles + K_STAGES * TILE_BYTES;
   Shared &b = *(Shared *)(memory + QUERY_STAGES * QUERY_BYTES + (K_STAGES + V_STAGES) * TILE_BYTES);
   if (threadIdx.x == 0) {
-    for (int i = 0; i < QUERY_STAGES; ++i) init_barrier(b.q_full + i, GATHERERS), init_barrier(b.q_empty + i, 8);
+    for (int i = 0; i < QUERY_STAGES; ++i) init_barrier(b.q_full + i, GATHER_THREADS), init_barrier(b.q_empty + i, 8);
     for (int i = 0; i < K_STAGES; ++i) init_barrier(b.k_full + i, 1), init_barrier(b.k_empty + i, 8);
     for (int i = 0; i < V_STAGES; ++i) init_barrier(b.v_full + i, 1), init_barrier(b.v_empty + i, 8);
     for (int i = 0; i < 2; ++i) init_barrier(b.item_full + i, 1), init_barrier(b.item_empty + i, 3);
-    publish_barriers();
+    fence_barrier_init();
   }
   __syncthreads();
-  const int num_units = p.schedule[0], warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int num_q_tiles = p.schedule[0], warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   if (warp < 4) {
-    keep_registers<56>();
-    if (warp == 0) copy_keys(p, num_units, k_tiles, b, lane);
-    else if (warp == 1) copy_values(p, num_units, v_tiles, b, lane);
-    else gather_queries(p, num_units, queries, b, threadIdx.x - 64);
+    dealloc_registers<56>();
+    if (warp == 0) copy_keys(p, num_q_tiles, k_tiles, b, lane);
+    else if (warp == 1) copy_values(p, num_q_tiles, v_tiles, b, lane);
+    else gather_queries(p, num_q_tiles, queries, b, threadIdx.x - 64);
   } else {
-    take_registers<224>();
+    alloc_registers<224>();
     attend(p, queries, k_tiles, v_tiles, b, threadIdx.x - 128);
   }
 }

@@ -1,6 +1,6 @@
-// Instructions of sm_90a for kernels whose warps have roles: products of four warps, copies of boxes, barriers.
+// Instructions of sm_90a for warp-specialized kernels: wgmma, TMA loads, barriers.
 //
-// tests/support/emulation/warpgroups.cuh has the same functions for a CPU.
+// tests/support/emulation/warpgroups.cuh defines the same functions for a CPU.
 //
 // Compile-time macros: Q_BF16 (else float16)
 
@@ -14,11 +14,12 @@ typedef long long i64;
 
 __device__ __forceinline__ u32 shared_address(const void *p) { return (u32)__cvta_generic_to_shared(p); }
 
-// Registers go from warps that need few to those that need many; all four warps of a group do the same.
-template <int COUNT> __device__ __forceinline__ void keep_registers() {
+// Move registers from warps that need few to warps that need many. All four warps of a warpgroup must call the same
+// one.
+template <int COUNT> __device__ __forceinline__ void dealloc_registers() {
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;\n" ::"n"(COUNT));
 }
-template <int COUNT> __device__ __forceinline__ void take_registers() {
+template <int COUNT> __device__ __forceinline__ void alloc_registers() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;\n" ::"n"(COUNT));
 }
 
@@ -29,12 +30,12 @@ __device__ __forceinline__ bool elect() {
   return elected;
 }
 
-// Barriers in shared memory. A phase ends when `count` arrivals and all expected bytes have come; phases are numbered
-// 0, 1, 0, ... To wait for phase 1 of a new barrier is to wait for nothing.
+// Barriers in shared memory. A phase ends when `count` arrivals and all expected bytes have come. Phases are numbered
+// 0, 1, 0, ... A wait for phase 1 of a new barrier returns at once.
 __device__ __forceinline__ void init_barrier(i64 *at, int count) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;\n" ::"r"(shared_address(at)), "r"(count) : "memory");
 }
-__device__ __forceinline__ void publish_barriers() {
+__device__ __forceinline__ void fence_barrier_init() {
   asm volatile("fence.mbarrier_init.release.cluster;\nfence.proxy.async;\n" ::: "memory");
 }
 __device__ __forceinline__ void arrive(i64 *at) {
@@ -48,30 +49,30 @@ __device__ __forceinline__ void wait_for(i64 *at, int phase) {
   asm volatile("{\n.reg .pred p;\nWAIT:\nmbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1;\n@p bra DONE;\n"
                "bra WAIT;\nDONE:\n}\n" ::"r"(shared_address(at)), "r"(phase) : "memory");
 }
-// Barriers of the hardware, 1 to 15, between `threads` threads: those that wait and those that only announce.
-__device__ __forceinline__ void meet(int barrier, int threads) {
+// Named barriers of the hardware, 1 to 15. `threads` counts those that wait and those that only arrive.
+__device__ __forceinline__ void barrier_sync(int barrier, int threads) {
   asm volatile("bar.sync %0, %1;\n" ::"r"(barrier), "r"(threads) : "memory");
 }
-__device__ __forceinline__ void announce(int barrier, int threads) {
+__device__ __forceinline__ void barrier_arrive(int barrier, int threads) {
   asm volatile("bar.arrive %0, %1;\n" ::"r"(barrier), "r"(threads) : "memory");
 }
 
-// A tensor of four dimensions in global memory, and the box of it that one copy brings; encoded by the driver.
+// A TMA descriptor of a tensor of four dimensions and of the box that one load copies. The driver encodes it.
 struct __align__(64) TensorMap { char bytes[128]; };
-// Copy a box from the given coordinates on; what lies outside the tensor becomes 0. Its rows of 128 bytes are swizzled:
-// 16-byte column c of row r lies at column c ^ (r % 8). The bytes arrive at `barrier`.
-__device__ __forceinline__ void copy_box(u32 to, const TensorMap *map, i64 *barrier, int x, int y, int z, int w) {
+// Load a box that starts at the given coordinates. Elements outside the tensor become 0. Rows of 128 bytes are
+// swizzled: 16-byte column c of row r is stored at column c ^ (r % 8). The bytes arrive at `barrier`.
+__device__ __forceinline__ void tma_load(u32 to, const TensorMap *map, i64 *barrier, int x, int y, int z, int w) {
   asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
                "[%0], [%1, {%3, %4, %5, %6}], [%2];\n"
                ::"r"(to), "l"(map), "r"(shared_address(barrier)), "r"(x), "r"(y), "r"(z), "r"(w) : "memory");
 }
-// Copy 16 bytes, of which those from `bytes` on become 0.
+// Copy `bytes` bytes to shared memory and fill the rest of the 16 with zeros.
 __device__ __forceinline__ void copy_async(u32 to, const void *from, int bytes) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;\n" ::"r"(to), "l"(from), "r"(bytes) : "memory");
 }
 __device__ __forceinline__ void wait_for_copies() { asm volatile("cp.async.wait_all;\n" ::: "memory"); }
-// What this thread wrote to shared memory is seen by products that begin after the next barrier.
-__device__ __forceinline__ void publish_to_products() {
+// Make this thread's writes to shared memory visible to products that start after the next barrier.
+__device__ __forceinline__ void fence_async_proxy() {
   asm volatile("fence.proxy.async.shared::cta;\n" ::: "memory");
 }
 __device__ __forceinline__ void store_shared(u32 to, u32 x) {
@@ -87,23 +88,24 @@ __device__ __forceinline__ int4 load_shared(u32 from) {
   return x;
 }
 
-// Products of a group of four warps, d += a b in float32: a is 64 x 16, b 16 x N. They run beside other instructions;
-// until they are waited for nobody may touch their registers.
+// Products of a warpgroup, d += a b in float32: a is 64 x 16, b is 16 x N. They are asynchronous: do not access their
+// registers before wgmma_wait().
 //
-// Of d a lane has, for each 8 columns, two neighbours of row lane / 4 and two of row lane / 4 + 8 of its warp's 16.
+// For each 8 columns of d, a lane holds two neighbours of row lane / 4 and two of row lane / 4 + 8 of its warp's 16
+// rows.
 
-// A matrix in shared memory of rows of 128 bytes, swizzled; panels of 64 columns lie `panel_bytes` apart. Adding 2 moves
-// on by 32 bytes.
-__device__ __forceinline__ i64 describe(u32 at, int panel_bytes) {
+// Describe a swizzled matrix in shared memory with rows of 128 bytes. Panels of 64 columns are `panel_bytes` apart.
+// Adding 2 to the descriptor advances it by 32 bytes.
+__device__ __forceinline__ i64 make_descriptor(u32 at, int panel_bytes) {
   return (i64)1 << 62 | (i64)(1024 >> 4) << 32 | (i64)(panel_bytes >> 4) << 16 | at >> 4;
 }
-__device__ __forceinline__ void begin_products() { asm volatile("wgmma.fence.sync.aligned;\n" ::: "memory"); }
-__device__ __forceinline__ void commit_products() { asm volatile("wgmma.commit_group.sync.aligned;\n" ::: "memory"); }
-template <int PENDING> __device__ __forceinline__ void wait_for_products() {
+__device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;\n" ::: "memory"); }
+__device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;\n" ::: "memory"); }
+template <int PENDING> __device__ __forceinline__ void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;\n" ::"n"(PENDING) : "memory");
 }
-// The compiler moves no use of `d` past this point.
-template <int COUNT> __device__ __forceinline__ void pin(float (&d)[COUNT]) {
+// Keep the compiler from moving uses of `d` across this point.
+template <int COUNT> __device__ __forceinline__ void fence_registers(float (&d)[COUNT]) {
 #pragma unroll
   for (int i = 0; i < COUNT; ++i) asm volatile("" : "+f"(d[i])::"memory");
 }
@@ -122,34 +124,35 @@ template <int COUNT> __device__ __forceinline__ void pin(float (&d)[COUNT]) {
 #define F32(d, i) F16(d, i), F16(d, i + 16)
 #define F64(d, i) F32(d, i), F32(d, i + 32)
 
-// b's N columns are rows in shared memory: keys. Without `adds` d is written anew.
-#define PRODUCT_OF_ROWS(N, D, F, A, B, S) \
+// The N columns of b are rows in shared memory: keys. Without `adds` d is overwritten.
+#define WGMMA_SS(N, D, F, A, B, S) \
   asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, " S ", 0;\nwgmma.mma_async.sync.aligned.m64n" #N "k16." TYPES D "}, " A \
                ", " B ", p, 1, 1, 0, 0;\n}\n" : F(d, 0) : "l"(a), "l"(b), "r"((int)adds));
-__device__ __forceinline__ void multiply_rows(float (&d)[64], i64 a, i64 b, bool adds) {
-  PRODUCT_OF_ROWS(128, D64, F64, "%64", "%65", "%66")
+__device__ __forceinline__ void wgmma_ss(float (&d)[64], i64 a, i64 b, bool adds) {
+  WGMMA_SS(128, D64, F64, "%64", "%65", "%66")
 }
-__device__ __forceinline__ void multiply_rows(float (&d)[32], i64 a, i64 b, bool adds) {
-  PRODUCT_OF_ROWS(64, D32, F32, "%32", "%33", "%34")
+__device__ __forceinline__ void wgmma_ss(float (&d)[32], i64 a, i64 b, bool adds) {
+  WGMMA_SS(64, D32, F32, "%32", "%33", "%34")
 }
 
-// b's 16 rows are rows in shared memory, and a is in registers: values. `at` is where in d the N columns begin.
-#define PRODUCT(N, D, F, A, B, S) \
+// The 16 rows of b are rows in shared memory: values. a is in registers. AT is the index in d of the first of N
+// columns.
+#define WGMMA_RS(N, D, F, A, B, S) \
   asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, " S ", 0;\nwgmma.mma_async.sync.aligned.m64n" #N "k16." TYPES D "}, {" A \
                "}, " B ", p, 1, 1, 1;\n}\n" \
                : F(d, AT) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"((int)adds));
 template <int N, int AT, int COUNT>
-__device__ __forceinline__ void multiply(float (&d)[COUNT], const u32 *a, i64 b, bool adds) {
+__device__ __forceinline__ void wgmma_rs(float (&d)[COUNT], const u32 *a, i64 b, bool adds) {
   if constexpr (N == 128) {
-    PRODUCT(128, D64, F64, "%64,%65,%66,%67", "%68", "%69")
+    WGMMA_RS(128, D64, F64, "%64,%65,%66,%67", "%68", "%69")
   } else if constexpr (N == 64) {
-    PRODUCT(64, D32, F32, "%32,%33,%34,%35", "%36", "%37")
+    WGMMA_RS(64, D32, F32, "%32,%33,%34,%35", "%36", "%37")
   } else {
-    PRODUCT(32, D16, F16, "%16,%17,%18,%19", "%20", "%21")
+    WGMMA_RS(32, D16, F16, "%16,%17,%18,%19", "%20", "%21")
   }
 }
 
-// Two floats in the query's dtype, which is that of weights and output.
+// Pack two floats in the query's dtype, which is also that of weights and output.
 __device__ __forceinline__ u32 pack(float low, float high) {
   u32 r;
 #if Q_BF16
@@ -159,7 +162,7 @@ __device__ __forceinline__ u32 pack(float low, float high) {
 #endif
   return r;
 }
-// 2^x, as accurate as the instruction is.
+// 2^x, with the accuracy of the instruction.
 __device__ __forceinline__ float power2(float x) {
   float r;
   asm("ex2.approx.ftz.f32 %0, %1;\n" : "=f"(r) : "f"(x));

@@ -192,7 +192,7 @@ class GraphrtSide:
 
 def _variant(plan: AttentionPlan) -> str:
     if plan.native is None:
-        return f"{plan.schedule.num_parts} parts of {plan.tile.num_warps} warps"
+        return f"{plan.schedule.num_partitions} partitions of {plan.tile.num_warps} warps"
     clusters = f" in clusters of {plan.native.cluster}" if plan.native.cluster > 1 else ""
     return f"{plan.native_blocks} blocks of {plan.native.warps} warps{clusters}"
 

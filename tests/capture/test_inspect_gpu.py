@@ -183,7 +183,7 @@ def test_a_loop_and_its_body() -> None:
     assert (node.kind, node.name) == (NodeKind.CONDITIONAL, "while")
     (body,) = node.bodies
     child, go_on = body.nodes
-    assert (child.kind, go_on.name) == (NodeKind.CHILD, "go_on")
+    assert (child.kind, go_on.name) == (NodeKind.CHILD, "loop_condition")
     assert body.edges == (Edge(0, 1),)
     assert rig.go_on.data_ptr() in words(go_on)
     assert diff(child.bodies[0], inspect_graph(graph)).equal

@@ -83,10 +83,10 @@ def test_a_missing_compiler_is_a_reason_why_a_step_cannot_be_looped(
     fake: FakeDriver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def missing(variant: object, index: int) -> None:
-        raise ConfigError("nvrtc: expected NVIDIA's run-time compiler, got none")
+        raise ConfigError("nvrtc: NVIDIA's run-time compiler is missing")
 
     monkeypatch.setattr(cuda_loop, "load", missing)
-    with pytest.raises(CaptureError, match="cannot be looped: nvrtc: expected NVIDIA's run-time compiler"):
+    with pytest.raises(CaptureError, match="cannot be looped: nvrtc: NVIDIA's run-time compiler is missing"):
         graph_of(Template(KERNEL)).loop(ints(CPU))
 
 

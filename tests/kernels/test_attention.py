@@ -1,10 +1,8 @@
-"""Attention kernels and their reference against a dense float64 oracle, with NaN wherever no result may come from."""
+"""The attention kernels and their reference against a dense float64 oracle, with NaN wherever no kernel may read."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -24,6 +22,7 @@ from tests.support.attention_cases import (
     decode,
     make_problem,
 )
+from tests.support.attention_checks import check_batch_invariant_reqs, check_infinite_values, check_large_queries
 
 EDGES = (0, 1, 15, 16, 17)  # of a page of 16
 
@@ -39,13 +38,13 @@ DECODE_CASES = [
     Case("page_of_1024", decode((130,)), page_size=1024, num_sms=2),
     Case("fp16_edges", decode(EDGES), dtype=F16, num_sms=2),
     Case("bf16_edges", decode(EDGES), dtype=BF16, num_sms=2),
-    Case("hnd", decode((5, 33, 0)), layout="HND", num_kv_heads=2, group=2),
-    Case("hnd_bf16_page_64", decode((70, 3)), layout="HND", num_kv_heads=2, group=2, dtype=BF16, page_size=64),
-    Case("group_1", decode((40, 7)), group=1, num_kv_heads=3, num_sms=2),
-    Case("group_3", decode((40, 7)), group=3, num_kv_heads=2, num_sms=2),
-    Case("group_7_bf16", decode((150, 7)), group=7, dtype=BF16, num_sms=2),
-    Case("group_16_fp16", decode((150, 7)), group=16, dtype=F16, num_sms=2),
-    Case("group_71", decode((40, 7)), group=71, dtype=F16, num_sms=2),
+    Case("hnd", decode((5, 33, 0)), layout="HND", num_kv_heads=2, gqa=2),
+    Case("hnd_bf16_page_64", decode((70, 3)), layout="HND", num_kv_heads=2, gqa=2, dtype=BF16, page_size=64),
+    Case("gqa_1", decode((40, 7)), gqa=1, num_kv_heads=3, num_sms=2),
+    Case("gqa_3", decode((40, 7)), gqa=3, num_kv_heads=2, num_sms=2),
+    Case("gqa_7_bf16", decode((150, 7)), gqa=7, dtype=BF16, num_sms=2),
+    Case("gqa_16_fp16", decode((150, 7)), gqa=16, dtype=F16, num_sms=2),
+    Case("gqa_71", decode((40, 7)), gqa=71, dtype=F16, num_sms=2),
     Case("head_dim_16", decode((33, 7)), head_dim=16),
     Case("head_dim_80", decode((33, 70)), head_dim=80, num_sms=2),
     Case("head_dim_96_bf16", decode((33, 70)), head_dim=96, dtype=BF16, num_sms=2),
@@ -67,29 +66,29 @@ DECODE_CASES = [
     Case("40_and_512", decode((33, 7)), head_dim=40, v_head_dim=512, num_sms=2),
     Case("query_len_2", decode((17, 0, 2, 40), 2), num_sms=2),
     Case("cross", decode((1, 33, 0, 70)), causal=False, num_sms=2),
-    Case("cross_longer_than_row", decode((2, 0, 1, 33), 4), causal=False, num_sms=2),
+    Case("cross_longer_than_req", decode((2, 0, 1, 33), 4), causal=False, num_sms=2),
     Case("cross_fp8_invariant", decode((2, 40, 0), 3), causal=False, kv_dtype=E4M3, dtype=BF16, batch_invariant=True),
-    Case("query_len_2_longer_than_row", decode((1, 33), 2), num_sms=2),
-    Case("query_len_5_group_7", decode((5, 0, 66), 5), group=7, num_sms=3),
-    Case("query_len_5_bf16", decode((5, 129), 5), group=4, dtype=BF16, head_dim=128, num_sms=3),
-    Case("query_len_16_group_7_fp16", decode((16, 65), 16), group=7, dtype=F16, head_dim=128, num_sms=2),
-    Case("ragged", decode((1, 100, 0, 31, 64, 17)), num_kv_heads=2, group=2, num_sms=3),
+    Case("query_len_2_longer_than_req", decode((1, 33), 2), num_sms=2),
+    Case("query_len_5_gqa_7", decode((5, 0, 66), 5), gqa=7, num_sms=3),
+    Case("query_len_5_bf16", decode((5, 129), 5), gqa=4, dtype=BF16, head_dim=128, num_sms=3),
+    Case("query_len_16_gqa_7_fp16", decode((16, 65), 16), gqa=7, dtype=F16, head_dim=128, num_sms=2),
+    Case("ragged", decode((1, 100, 0, 31, 64, 17)), num_kv_heads=2, gqa=2, num_sms=3),
     Case("more_splits_than_tiles", decode((33, 1, 0)), num_sms=64),
-    Case("many_splits", decode((300, 90)), group=2, num_sms=7),
-    Case("splits_fill_two_merges", decode((32 * 17,)), group=64, num_sms=17, head_dim=32),
+    Case("many_splits", decode((300, 90)), gqa=2, num_sms=7),
+    Case("splits_fill_two_merges", decode((32 * 17,)), gqa=64, num_sms=17, head_dim=32),
     Case("window", decode((100, 0, 20, 21)), window=20, num_sms=2),
     Case("window_of_1", decode((33, 1)), window=1),
     Case("window_query_len_5", decode((100, 5, 64), 5), window=33, num_sms=3),
     Case("window_bf16_page_64", decode((200, 64)), window=65, page_size=64, dtype=BF16, num_sms=2),
-    # Rows of one token: at a chunk's start, its second and its last position, in the first chunk, over several pages.
+    # Requests of one token: first, second and last position of a chunk, in the first chunk, over several pages.
     Case("chunks", decode((100, 0, 20, 21, 41, 40, 1)), chunk=20, num_sms=2),
     Case("chunks_of_1", decode((33, 1)), chunk=1),
-    Case("chunks_longer_than_the_rows", decode((33, 1)), chunk=34),
-    Case("chunks_of_tiles", decode((65, 64, 129, 1)), chunk=64, native=False),  # no mask: the work list begins there
-    Case("chunks_of_tiles_query_len_3", decode((130, 129, 65, 66, 64), 3), chunk=64),  # a mask where rows straddle them
+    Case("chunks_longer_than_the_reqs", decode((33, 1)), chunk=34),
+    Case("chunks_of_tiles", decode((65, 64, 129, 1)), chunk=64, native=False),  # the work list begins there: no mask
+    Case("chunks_of_tiles_query_len_3", decode((130, 129, 65, 66, 64), 3), chunk=64),  # new tokens in two chunks
     Case("chunks_split", decode((400, 700)), chunk=300, num_sms=7),
-    Case("chunks_query_len_5", decode((100, 5, 64, 2, 34, 37), 5), chunk=33, num_sms=3),  # rows over two chunks
-    Case("chunks_of_2_query_len_5", decode((100, 5, 64, 3), 5), chunk=2, num_sms=3),  # and over three
+    Case("chunks_query_len_5", decode((100, 5, 64, 2, 34, 37), 5), chunk=33, num_sms=3),  # new tokens in two chunks
+    Case("chunks_of_2_query_len_5", decode((100, 5, 64, 3), 5), chunk=2, num_sms=3),  # in three chunks
     Case("chunks_bf16_page_64", decode((200, 64)), chunk=65, page_size=64, dtype=BF16, num_sms=2),
     Case("chunks_fp8_hnd", decode((200, 64)), chunk=96, layout="HND", dtype=BF16, kv_dtype=E4M3, num_sms=2),
     Case("chunks_invariant", decode((300, 64, 0)), chunk=96, dtype=F16, batch_invariant=True),
@@ -105,22 +104,22 @@ VARLEN_CASES = [
     Case("one_prompt", ((37, 37),)),
     Case("prompt_fills_tile_bf16", ((64, 16),), dtype=BF16),
     Case("kv_tile_begins_with_last_token_of_query_tile", ((40, 11),)),
-    Case("chunks_and_decodes", ((17, 1), (50, 1), (40, 33), (80, 9)), pad_tokens=5, num_kv_heads=2, group=2),
+    Case("chunks_and_decodes", ((17, 1), (50, 1), (40, 33), (80, 9)), pad_tokens=5, num_kv_heads=2, gqa=2),
     Case("chunks_and_decodes_bf16", ((17, 1), (150, 1), (40, 33), (80, 9)), pad_tokens=5, dtype=BF16),
-    Case("chunks_and_decodes_hnd_fp16", ((17, 1), (40, 33)), layout="HND", dtype=F16, num_kv_heads=2, group=3),
-    Case("invalid_row_between", ((17, 1), (0, 21), (40, 3))),
-    Case("empty_rows", ((0, 0), (17, 3), (0, 0), (20, 20), (0, 0)), pad_tokens=20),
+    Case("chunks_and_decodes_hnd_fp16", ((17, 1), (40, 33)), layout="HND", dtype=F16, num_kv_heads=2, gqa=3),
+    Case("invalid_req_between", ((17, 1), (0, 21), (40, 3))),
+    Case("empty_reqs", ((0, 0), (17, 3), (0, 0), (20, 20), (0, 0)), pad_tokens=20),
     Case("only_padding", ((0, 0), (0, 0)), pad_tokens=9),
-    Case("longer_than_row", ((3, 7), (2, 1))),
+    Case("longer_than_req", ((3, 7), (2, 1))),
     Case("page_1", ((5, 5), (19, 1)), page_size=1),
     Case("two_pages_exactly", ((32, 32), (32, 1))),
     Case("page_48", ((49, 3), (48, 48)), page_size=48),
     Case("page_64_bf16", ((130, 3), (64, 2)), page_size=64, dtype=BF16),
     Case("page_larger_than_tile", ((70, 3), (64, 2)), page_size=256),
-    Case("group_1", ((40, 20), (9, 1)), group=1, num_kv_heads=2),
-    Case("group_3_straddles_tiles", ((40, 20), (9, 5)), group=3),
-    Case("group_7_straddles_tiles_bf16", ((40, 20), (9, 5)), group=7, dtype=BF16),
-    Case("group_71", ((40, 2), (9, 1)), group=71, dtype=F16),
+    Case("gqa_1", ((40, 20), (9, 1)), gqa=1, num_kv_heads=2),
+    Case("gqa_3_straddles_tiles", ((40, 20), (9, 5)), gqa=3),
+    Case("gqa_7_straddles_tiles_bf16", ((40, 20), (9, 5)), gqa=7, dtype=BF16),
+    Case("gqa_71", ((40, 2), (9, 1)), gqa=71, dtype=F16),
     Case("head_dim_16", ((33, 7),), head_dim=16),
     Case("head_dim_80_fp16", ((33, 7),), head_dim=80, dtype=F16),
     Case("head_dim_128_bf16", ((100, 30),), head_dim=128, dtype=BF16),
@@ -130,11 +129,11 @@ VARLEN_CASES = [
     Case("chunks", ((60, 30), (100, 1), (5, 5), (64, 64)), chunk=17, pad_tokens=2),
     Case("chunks_of_1", ((20, 7), (5, 1)), chunk=1),
     Case("chunks_bf16", ((150, 30), (200, 1), (140, 1), (141, 1), (139, 1)), chunk=70, dtype=BF16),
-    # Units within one chunk skip the masks of whole tiles; others, and chunks off the tiles, do not.
+    # Query tiles within one chunk skip the masks of whole KV tiles. Others do not, nor chunks between tile boundaries.
     Case("chunks_of_tiles_bf16", ((300, 100), (128, 128)), chunk=128, dtype=BF16),
     Case("chunks_off_tiles_bf16", ((300, 100), (200, 20)), chunk=100, dtype=BF16),
-    Case("chunks_longer_than_row", ((3, 7), (2, 1), (90, 40)), chunk=60),
-    Case("chunks_invalid_row_between", ((17, 1), (0, 21), (40, 3)), chunk=16),
+    Case("chunks_longer_than_req", ((3, 7), (2, 1), (90, 40)), chunk=60),
+    Case("chunks_invalid_req_between", ((17, 1), (0, 21), (40, 3)), chunk=16),
     Case("head_dim_5", ((33, 7), (20, 1)), head_dim=5),
     Case("192_and_128_bf16", ((100, 30), (40, 1)), head_dim=192, v_head_dim=128, dtype=BF16, pad_tokens=3),
     Case("33_and_71_hnd_fp8", ((50, 20), (9, 1)), head_dim=33, v_head_dim=71, dtype=F16, kv_dtype=E4M3, layout="HND"),
@@ -147,7 +146,7 @@ VARLEN_CASES = [
 REFERENCE_CASES = VARLEN_CASES + [
     replace(case, id=f"decode_{case.id}")
     for case in DECODE_CASES
-    if case.window or case.chunk or case.v_head_dim or case.rows[0][1] > 1
+    if case.window or case.chunk or case.v_head_dim or case.reqs[0][1] > 1
 ]
 
 
@@ -185,8 +184,8 @@ def test_attention_reference(case: Case, device: str, rng: torch.Generator) -> N
 
 
 @pytest.mark.parametrize("op", ["decode", "varlen"])
-def test_cpu_runs_the_reference(op: str, rng: torch.Generator) -> None:
-    """Without the interpreter the ops give on CPU, bit for bit, what attention_reference gives."""
+def test_cpu_tensors_use_the_reference(op: str, rng: torch.Generator) -> None:
+    """Without the interpreter the operators on CPU are bitwise equal to attention_reference."""
     problem = make_problem(Case("", decode((40, 0, 17), 2)), rng, torch.device("cpu"))
     want = problem.run_reference(attention_reference)
     assert torch.equal(problem.run(op), want)
@@ -194,8 +193,9 @@ def test_cpu_runs_the_reference(op: str, rng: torch.Generator) -> None:
 
 @pytest.mark.parametrize("op", ["decode", "varlen", "reference"])
 def test_strided_tensors(op: str, kernel_device: torch.device, rng: torch.Generator) -> None:
-    """Queries inside a qkv tensor, K and V interleaved by page, output in a larger tensor, a table with a margin."""
-    case = Case("", decode((40, 0, 17)), num_kv_heads=2, group=2)
+    """Queries inside a qkv tensor, K and V interleaved by page, output in a larger tensor, a block table with a
+    margin."""
+    case = Case("", decode((40, 0, 17)), num_kv_heads=2, gqa=2)
     dense = make_problem(case, rng, kernel_device)
     qkv = torch.cat([dense.q, torch.full_like(dense.q, NAN)], dim=1)
     kv = torch.stack([dense.k_cache, dense.v_cache], dim=1)
@@ -216,8 +216,8 @@ def test_strided_tensors(op: str, kernel_device: torch.device, rng: torch.Genera
 
 @pytest.mark.parametrize("seq_len", [1, 15, 16])
 @pytest.mark.parametrize("op", ["decode", "varlen", "reference"])
-def test_a_cache_of_one_page(op: str, seq_len: int, kernel_device: torch.device, rng: torch.Generator) -> None:
-    """Page 0 is the row's, and there is no other."""
+def test_cache_of_one_page(op: str, seq_len: int, kernel_device: torch.device, rng: torch.Generator) -> None:
+    """Page 0 belongs to the request, and there is no other page."""
     made = make_problem(Case("", decode((seq_len,))), rng, kernel_device)
     page = int(made.block_table[0, 0])
     k_cache, v_cache = (cache[page : page + 1].clone() for cache in (made.k_cache, made.v_cache))
@@ -228,9 +228,9 @@ def test_a_cache_of_one_page(op: str, seq_len: int, kernel_device: torch.device,
 
 
 @pytest.mark.parametrize("op", ["decode", "varlen", "contiguous", "reference"])
-def test_keys_are_not_values(op: str, kernel_device: torch.device, rng: torch.Generator) -> None:
-    """Values of one token weigh exactly 1: the output is the token's V, of which K has no element."""
-    problem = make_problem(Case("", decode((1,)), num_kv_heads=2, group=2), rng, kernel_device)
+def test_one_token_returns_its_value(op: str, kernel_device: torch.device, rng: torch.Generator) -> None:
+    """With one token its value has weight 1: the output equals V, which shares no element with K."""
+    problem = make_problem(Case("", decode((1,)), num_kv_heads=2, gqa=2), rng, kernel_device)
     page = int(problem.block_table[0, 0])
     problem.k_cache[page, 0], problem.v_cache[page, 0] = 1.0, -3.0
     got = problem.run_reference(attention_reference) if op == "reference" else problem.run(op)
@@ -238,87 +238,24 @@ def test_keys_are_not_values(op: str, kernel_device: torch.device, rng: torch.Ge
 
 
 @pytest.mark.parametrize("op", ["decode", "varlen", "reference"])
-def test_pages_before_the_window_may_be_gone(op: str, kernel_device: torch.device, rng: torch.Generator) -> None:
-    """A cache manager may free what a window no longer sees and put the null page in its place."""
+def test_pages_before_the_window_are_not_read(op: str, kernel_device: torch.device, rng: torch.Generator) -> None:
+    """A cache manager may free the pages before a window and replace them by the null page."""
     case = Case("", decode((100, 37)), window=20, page_size=16)
     problem = make_problem(case, rng, kernel_device)
-    for row, (seq_len, _) in enumerate(case.rows):
-        problem.block_table[row, : (seq_len - case.window) // case.page_size] = 0
+    for req, (seq_len, _) in enumerate(case.reqs):
+        problem.block_table[req, : (seq_len - case.window) // case.page_size] = 0
     got = problem.run_reference(attention_reference) if op == "reference" else problem.run(op)
     assert_accurate(problem, got)
 
 
-def check_batch_invariant_rows(
-    run: Callable[[Problem], torch.Tensor], kv_dtype: torch.dtype | None, device: torch.device, rng: torch.Generator
-) -> None:
-    """A row's bits do not depend on the rows beside it, on its place among them, or on pad rows.
-
-    The batches are few rows and many, for which the CUDA kernel has blocks of different kinds.
-    """
-    rows = decode((300, 17, 0, 900, 64))
-    case = Case("", rows, dtype=BF16, kv_dtype=kv_dtype, batch_invariant=True, num_kv_heads=2, num_sms=4)
-    problem = make_problem(case, rng, device)
-    kinds = {problem.decode_plan().native.blocks_per_sm}
-    together = run(problem)
-    assert_accurate(problem, together)
-    for order in ([3], [0, 2], [4, 3, 2, 1, 0], [1, 0, 2, 2, 2, 2, 4]):
-        alone = replace(
-            problem,
-            case=replace(case, rows=tuple(rows[row] for row in order)),
-            q=problem.q[order].contiguous(),
-            out=torch.empty_like(problem.q[order]),
-            lse=None,
-            block_table=problem.block_table[order].contiguous(),
-            seq_lens=problem.seq_lens[order].contiguous(),
-            workspaces={},
-        )
-        kinds.add(alone.decode_plan().native.blocks_per_sm)
-        assert torch.equal(run(alone), together[order])
-    assert kinds == {1, 2}
-
-
 @pytest.mark.parametrize("kv_dtype", [None, E4M3, E5M2], ids=["bf16", "e4m3", "e5m2"])
-def test_batch_invariant_rows(kv_dtype: torch.dtype | None, kernel_device: torch.device, rng: torch.Generator) -> None:
-    check_batch_invariant_rows(Problem.run, kv_dtype, kernel_device, rng)
-
-
-def check_large_queries(run: Callable[[Problem], torch.Tensor], device: torch.device, rng: torch.Generator) -> None:
-    """`run` of queries beyond float16's range: all elements of each, and one, wherever it is."""
-    problem = make_problem(Case("", decode((70, 3) * 16), dtype=BF16, kv_dtype=E4M3), rng, device)
-    options, small = problem.options, problem.q.clone()
-    one = torch.zeros_like(small)
-    one.view(-1, 64)[torch.arange(128), torch.randperm(128, generator=rng) % 64] = 20.0
-    for queries in (small, one):
-        problem.q, problem.options = queries, options
-        expected = run(problem)
-        assert_accurate(problem, expected)
-        problem.q = (queries.double() * 1e6).to(BF16)
-        problem.options = replace(options, softmax_scale=options.softmax_scale * 1e-6)
-        torch.testing.assert_close(run(problem), expected, rtol=0.0, atol=0.05)
+def test_batch_invariant_reqs(kv_dtype: torch.dtype | None, kernel_device: torch.device, rng: torch.Generator) -> None:
+    check_batch_invariant_reqs(Problem.run, kv_dtype, kernel_device, rng)
 
 
 def test_large_queries_with_an_fp8_cache(kernel_device: torch.device, rng: torch.Generator) -> None:
-    """Queries beyond float16's range are scaled, since fp8 keys are multiplied as float16."""
+    """Queries beyond float16's range are scaled, because fp8 keys are multiplied as float16."""
     check_large_queries(Problem.run, kernel_device, rng)
-
-
-def check_infinite_values(
-    run: Callable[[Problem], torch.Tensor], device: torch.device, rng: torch.Generator, **changes: Any
-) -> None:
-    """`run` of rows whose first and last value are infinite in one element: it shows there, and nowhere else, however
-    a row is cut."""
-    for lengths, num_sms in (((40,), 4), ((300, 20, 200), 4), ((900, 40, 500), 24)):
-        case = Case("", decode(lengths), dtype=BF16, head_dim=128, num_sms=num_sms, lse=False)
-        problem = make_problem(replace(case, **changes), rng, device)
-        expected = torch.zeros(len(lengths), case.group, case.head_dim, dtype=torch.bool)
-        for row, length in enumerate(lengths):
-            for position, element in ((0, 5), (length - 1, 6)):
-                page = problem.block_table[row, position // case.page_size]
-                problem.v_cache[page, position % case.page_size, 0, element] = float("inf")
-                expected[row, :, element] = True
-        out = run(problem)
-        assert torch.equal(out.isinf(), expected), lengths
-        assert not out.isnan().any(), lengths
 
 
 @pytest.mark.parametrize("native", [False, True], ids=["triton", "cuda"])
@@ -329,13 +266,13 @@ def test_infinite_values(native: bool, kernel_device: torch.device, rng: torch.G
 @pytest.mark.gpu
 @pytest.mark.parametrize("num_sms", [2, 16, 132])
 @pytest.mark.parametrize("longest", [3000, 40_000])
-def test_merge_does_not_depend_on_arrival(num_sms: int, longest: int, rng: torch.Generator) -> None:
-    """Programs run in any order on a GPU: 200 runs over one workspace give the same bits and counters of 0.
+def test_merge_is_independent_of_arrival_order(num_sms: int, longest: int, rng: torch.Generator) -> None:
+    """Programs run in any order on a GPU: 200 runs in one workspace give the same bits and reset the counters.
 
-    A row of 40,000 tokens is split so often that it is merged in two stages.
+    A request of 40,000 tokens has so many splits that it is merged on two levels.
     """
-    rows = decode((longest, *torch.randint(1, 3000, (47,), generator=rng).tolist()))
-    case = Case("", rows, dtype=BF16, num_kv_heads=8, head_dim=128, num_sms=num_sms)
+    reqs = decode((longest, *torch.randint(1, 3000, (47,), generator=rng).tolist()))
+    case = Case("", reqs, dtype=BF16, num_kv_heads=8, head_dim=128, num_sms=num_sms)
     problem = make_problem(case, rng, torch.device("cuda"))
     first = problem.run()
     assert_accurate(problem, first)
@@ -344,7 +281,7 @@ def test_merge_does_not_depend_on_arrival(num_sms: int, longest: int, rng: torch
     assert_accurate(*expected[1])
     workspace = next(iter(problem.workspaces.values()))[0]
     for turn in range(200):
-        # Partial results of another problem, then NaN: a merge that comes too early or reads a stale line shows.
+        # Stale partial results of another problem, then NaN, expose a merge that is too early or reads a stale line.
         if turn % 3 == 2:
             workspace.partial_out.fill_(float("nan"))
             workspace.partial_lse.fill_(float("nan"))
@@ -352,9 +289,9 @@ def test_merge_does_not_depend_on_arrival(num_sms: int, longest: int, rng: torch
         assert torch.equal(current.run(), wanted)
 
 
-def test_work_list_serves_layers_of_other_caches(kernel_device: torch.device, rng: torch.Generator) -> None:
-    """One schedule, two layers: the list depends on lengths and window only."""
-    case = Case("", decode((100, 0, 37, 5)), num_kv_heads=2, group=2)
+def test_layers_share_a_work_list(kernel_device: torch.device, rng: torch.Generator) -> None:
+    """One schedule serves two layers: the work list depends only on lengths and window."""
+    case = Case("", decode((100, 0, 37, 5)), num_kv_heads=2, gqa=2)
     one, two = (make_problem(case, rng, kernel_device) for _ in range(2))
     one.run()
     plan = one.decode_plan()

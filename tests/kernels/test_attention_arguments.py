@@ -1,4 +1,4 @@
-"""What the attention functions refuse, and how much scratch memory their plans ask for."""
+"""Invalid arguments of the attention functions, and the scratch memory that plans need."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def zeros(*shape: int, dtype: torch.dtype = F32, device: torch.device = CPU) -> 
     return torch.zeros(shape, dtype=dtype, device=device)
 
 
-SIZES: dict[str, Any] = {"num_rows": 2, "num_q_heads": 4, "num_kv_heads": 2, "dtype": F32, "num_sms": 4}
+SIZES: dict[str, Any] = {"num_reqs": 2, "num_q_heads": 4, "num_kv_heads": 2, "dtype": F32, "num_sms": 4}
 
 
 def decode_plan(head_dim: int = 32, **changes: Any) -> AttentionPlan:
@@ -49,7 +49,7 @@ def common(plan: AttentionPlan) -> dict[str, Any]:
 
 
 def paged(head_dim: int = 32, plan: AttentionPlan | None = None) -> dict[str, Any]:
-    """Valid arguments of paged_attention for 2 rows of one token, 4 query heads and 2 KV heads."""
+    """Valid arguments of paged_attention for 2 requests of one token, 4 query heads and 2 KV heads."""
     return common(plan or decode_plan(head_dim)) | {
         "k_cache": zeros(3, 8, 2, head_dim),
         "v_cache": zeros(3, 8, 2, head_dim),
@@ -69,19 +69,19 @@ def contiguous(head_dim: int = 32) -> dict[str, Any]:
 
 
 def workspace(**changes: torch.Tensor) -> AttentionWorkspace:
-    """More than enough, but for the changes."""
+    """A workspace that is large enough, except for `changes`."""
     tensors = {"partial_out": zeros(1 << 16), "partial_lse": zeros(1 << 16), "counters": zeros(1 << 16, dtype=I32)}
     return AttentionWorkspace(**{**tensors, **changes})
 
 
 def cases(table: list[Any]) -> list[Any]:
-    return [pytest.param(*row[1:], id=row[0]) for row in table]
+    return [pytest.param(*req[1:], id=req[0]) for req in table]
 
 
 META_LENS = zeros(2, dtype=I32, device=META)
 STRIDED_Q = zeros(2, 32, 4).mT
 OTHER_SIZES = r"q: expected 2 tokens, 4 query and 2 KV heads of 32 as in the plan, got "
-# What both functions refuse in the same words.
+# Invalid arguments for which both functions raise the same error.
 SHARED: list[Refused] = [
     ("q_dims", {"q": zeros(2, 128)}, ShapeError, r"q: expected shape \[\*, \*, \*\], got \[2, 128\]"),
     ("q_dtype", {"q": zeros(2, 4, 32, dtype=torch.float64)}, ShapeError, "q: expected dtype float16 or"),
@@ -115,7 +115,12 @@ PAGED: list[Refused] = [
     ("plan_tokens", {"plan": decode_plan(query_len=2)}, ShapeError, "q: expected 4 tokens, .* got 2 tokens"),
     ("plan_heads", {"plan": decode_plan(num_kv_heads=4)}, ShapeError, "q: .* 4 query and 4 KV heads .* 4 and 2 heads"),
     ("plan_head_dim", {"plan": decode_plan(64)}, ShapeError, "q: .* heads of 64 as in the plan, .* heads of 32"),
-    ("plan_rows", {"plan": decode_plan(num_rows=3)}, ShapeError, "seq_lens: expected 3 rows, got 2; use the plan of"),
+    (
+        "plan_reqs",
+        {"plan": decode_plan(num_reqs=3)},
+        ShapeError,
+        "seq_lens: expected 3 requests, got 2; use",
+    ),
     ("k_head_dim", {"k_cache": zeros(3, 8, 2, 16)}, ShapeError, "k_cache: expected shape"),
     (
         "v_head_dim",
@@ -182,16 +187,26 @@ CONTIGUOUS: list[Refused] = [
     ("kv_starts_dtype", {"kv_start_loc": zeros(3, dtype=I64)}, ShapeError, "kv_start_loc: expected dtype int32"),
     ("starts_dtype", {"query_start_loc": zeros(3, dtype=I64)}, ShapeError, "query_start_loc: expected dtype int32"),
     ("starts_stride", {"query_start_loc": zeros(3, 2, dtype=I32)[:, 0]}, ShapeError, "query_start_loc: .* stride 1"),
-    ("plan_rows", {"plan": varlen_plan(num_rows=3)}, ShapeError, "query_start_loc: expected 3 rows .* got 2 rows"),
-    ("plan_decode", {"plan": decode_plan()}, ShapeError, "a plan made by AttentionPlan.varlen, got 2 rows and .*len=1"),
+    (
+        "plan_reqs",
+        {"plan": varlen_plan(num_reqs=3)},
+        ShapeError,
+        "query_start_loc: expected 3 req.* got 2 req",
+    ),
+    (
+        "plan_decode",
+        {"plan": decode_plan()},
+        ShapeError,
+        "a plan made by AttentionPlan.varlen, got 2 req.*len=1",
+    ),
     ("plan_tokens", {"plan": varlen_plan(num_tokens=5)}, ShapeError, "q: expected 5 tokens, .* got 2 tokens"),
 ]
 
 SCHEDULE: list[Refused] = [
-    ("lens_rows", {"seq_lens": zeros(3, dtype=I32)}, ShapeError, r"seq_lens: expected shape \[2\], got \[3\]"),
+    ("lens_reqs", {"seq_lens": zeros(3, dtype=I32)}, ShapeError, r"seq_lens: expected shape \[2\], got \[3\]"),
     ("starts_plan", {"seq_lens_are_starts": True}, ShapeError, "a plan made by AttentionPlan.varlen, got query_len=1"),
     (
-        "starts_rows",
+        "starts_reqs",
         {"plan": varlen_plan(), "seq_lens_are_starts": True, "query_start_loc": zeros(3, dtype=I32)},
         ShapeError,
         r"seq_lens: expected shape \[3\], got \[2\]",
@@ -220,14 +235,14 @@ SCHEDULE: list[Refused] = [
         "chunk_window",
         {"attention_chunk_size": 4, "sliding_window": 8},
         ShapeError,
-        "attention_chunk_size: expected 0 with sliding_window=8, got 4; a layer has one of the two",
+        "attention_chunk_size: expected 0 with sliding_window=8, got 4; set only one of the two",
     ),
 ]
 
 
 @pytest.mark.parametrize(("change", "error", "text"), cases(PAGED))
-def test_paged_attention_refuses(change: dict[str, Any], error: type[Exception], text: str) -> None:
-    """Nothing is written when a call is refused."""
+def test_paged_attention_raises(change: dict[str, Any], error: type[Exception], text: str) -> None:
+    """A call that raises writes nothing."""
     values = {**paged(), **change}
     before = values["out"].clone()
     with pytest.raises(error, match=text):
@@ -236,26 +251,26 @@ def test_paged_attention_refuses(change: dict[str, Any], error: type[Exception],
 
 
 @pytest.mark.parametrize(("change", "error", "text"), cases(STARTS))
-def test_paged_varlen_refuses(change: dict[str, Any], error: type[Exception], text: str) -> None:
+def test_paged_varlen_raises(change: dict[str, Any], error: type[Exception], text: str) -> None:
     with pytest.raises(error, match=text):
         paged_attention(**{**paged(plan=varlen_plan()), **change})
 
 
 @pytest.mark.parametrize(("change", "error", "text"), cases(CONTIGUOUS))
-def test_contiguous_attention_refuses(change: dict[str, Any], error: type[Exception], text: str) -> None:
+def test_contiguous_attention_raises(change: dict[str, Any], error: type[Exception], text: str) -> None:
     with pytest.raises(error, match=text):
         contiguous_attention(**{**contiguous(), **change})
 
 
 @pytest.mark.parametrize(("change", "error", "text"), cases(SCHEDULE))
-def test_schedule_attention_refuses(change: dict[str, Any], error: type[Exception], text: str) -> None:
+def test_schedule_attention_raises(change: dict[str, Any], error: type[Exception], text: str) -> None:
     valid = {"plan": decode_plan(), "seq_lens": zeros(2, dtype=I32), "work_list": zeros(1 << 16, dtype=I32)}
     with pytest.raises(error, match=text):
         schedule_attention(**{**valid, **change})
 
 
 @pytest.mark.parametrize("head_dim", [-1, 0, 513, 1024])
-def test_head_dims_that_are_not_served(head_dim: int) -> None:
+def test_unsupported_head_dims_raise(head_dim: int) -> None:
     for make in (decode_plan, varlen_plan):
         with pytest.raises(UnsupportedError, match=f"^head_dim: .* from 1 to 512, got {head_dim}; choose the backend"):
             make(head_dim)
@@ -263,29 +278,37 @@ def test_head_dims_that_are_not_served(head_dim: int) -> None:
             make(64, v_head_dim=head_dim)
 
 
-def test_values_are_as_wide_as_keys_unless_said() -> None:
+def test_v_head_dim_defaults_to_head_dim() -> None:
     for make in (decode_plan, varlen_plan):
         assert make(48) == make(48, v_head_dim=48) != make(48, v_head_dim=32)
 
 
 PLANS = [
     ("dtype", {"dtype": torch.float64}, "dtype: expected one of .*float16.*, got torch.float64"),
-    ("kv_dtype", {"kv_dtype": torch.int8}, "kv_dtype: expected torch.float32 as the queries, or .*, got torch.int8"),
-    ("kv_dtype_wide", {"kv_dtype": F16}, "kv_dtype: expected torch.float32 as the queries, or .*, got torch.float16"),
+    (
+        "kv_dtype",
+        {"kv_dtype": torch.int8},
+        "kv_dtype: expected torch.float32 as for .*, got torch.int8",
+    ),
+    (
+        "kv_dtype_wide",
+        {"kv_dtype": F16},
+        "kv_dtype: expected torch.float32 as for .*, got torch.float16",
+    ),
     ("num_sms", {"num_sms": 0}, "num_sms: expected an int >= 1, got 0"),
     ("num_sms_type", {"num_sms": 4.0}, "num_sms: expected an int >= 1, got 4.0"),
 ]
 
 
 @pytest.mark.parametrize(("change", "text"), cases(PLANS))
-def test_plans_refuse(change: dict[str, Any], text: str) -> None:
+def test_plans_raise(change: dict[str, Any], text: str) -> None:
     for make in (decode_plan, varlen_plan):
         with pytest.raises(ShapeError, match=text):
             make(**change)
 
 
 def test_the_largest_window_sees_everything(kernel_device: torch.device) -> None:
-    """And the largest chunk."""
+    """The largest chunk does too."""
     for plan in (decode_plan(query_len=4), varlen_plan(num_tokens=8)):
         starts = None if plan.shape.query_len else torch.tensor([0, 1, 8], dtype=I32, device=kernel_device)
         seq_lens = torch.tensor([1, 70], dtype=I32, device=kernel_device)
@@ -300,7 +323,7 @@ def test_the_largest_window_sees_everything(kernel_device: torch.device) -> None
 @pytest.mark.parametrize(
     ("kv_strides", "others", "unit"),
     [
-        ((128, 1024), (128, 512), 1),  # Triton sees multiples of 16 by itself
+        ((128, 1024), (128, 512), 1),  # Triton specializes on multiples of 16
         ((128, 1024), (100, 33), 1),
         ((0, 144), (144, 288), 1),
         ((72, 576), (72, 288), 8),
@@ -308,28 +331,28 @@ def test_the_largest_window_sees_everything(kernel_device: torch.device) -> None
         ((36, 288), (36, 72), 4),
         ((50, 16), (32, 64), 2),
         ((33, 66), (32, 64), 1),
-        ((72, 1 << 31), (72, 288), 1),  # an eighth of it would be taken for an int32
+        ((72, 1 << 31), (72, 288), 1),  # divided by 8 it would fit an int32
     ],
     ids=str,
 )
-def test_strides_are_given_in_units(kv_strides: tuple[int, ...], others: tuple[int, ...], unit: int) -> None:
+def test_unit_of_strides(kv_strides: tuple[int, ...], others: tuple[int, ...], unit: int) -> None:
     assert _stride_unit(kv_strides, others) == unit
 
 
-def test_a_workspace_is_for_a_list_of_plans() -> None:
+def test_workspace_of_a_single_plan_raises() -> None:
     with pytest.raises(ShapeError, match=r"plans: expected a list of plans, got an AttentionPlan; pass \[plan\]"):
-        AttentionWorkspace.allocate(decode_plan(), CPU)  # type: ignore[arg-type]  # what is tested
+        AttentionWorkspace.allocate(decode_plan(), CPU)  # type: ignore[arg-type]  # the error under test
 
 
-def test_views_that_may_be_written() -> None:
-    """Strides that leave gaps, that are permuted, or that no second element of a dimension follows."""
+def test_views_without_overlap_are_accepted() -> None:
+    """Strides with gaps, permuted strides, and strides of dimensions of size 1 or 0."""
     views = (zeros(9, 5, 4)[::2, 1:3], zeros(2, 3, 4).permute(1, 2, 0), zeros(1, 1, 4).expand(1, 1, 4), zeros(0, 3))
     for view in (*views, zeros(64).as_strided((1, 3, 4), (0, 5, 1)), torch.tensor(1.0)):
         check_no_overlap("view", view)
 
 
 @pytest.mark.parametrize("query_len", [0, 17, 1.0])
-def test_decode_plans_refuse_query_lens(query_len: Any) -> None:
+def test_invalid_query_lens_raise(query_len: Any) -> None:
     text = f"query_len: expected an int from 1 to 16, got {query_len}; use AttentionPlan.varlen"
     with pytest.raises(ShapeError, match=text):
         decode_plan(query_len=query_len)
@@ -351,7 +374,7 @@ OPTIONS = [
     ("chunk_window", {"attention_chunk_size": 4, "sliding_window": 1}, "expected 0 with sliding_window=1, got 4"),
     ("softcap", {"logits_softcap": -1.0}, "logits_softcap: expected a finite number >= 0, got -1.0"),
     ("softcap_none", {"logits_softcap": None}, "logits_softcap: expected a finite number >= 0, got None"),
-    ("alibi_sqrt", {"alibi_sqrt": True}, "alibi_sqrt: expected alibi_slopes with it, got None"),
+    ("alibi_sqrt", {"alibi_sqrt": True}, "alibi_sqrt: expected alibi_slopes, got None"),
     ("slopes_shape", {"alibi_slopes": zeros(2)}, r"alibi_slopes: expected shape \[4\], got \[2\]"),
     ("sinks_shape", {"sinks": zeros(4, 1)}, r"sinks: expected shape \[4\], got \[4, 1\]"),
     ("sinks_dtype", {"sinks": zeros(4, dtype=F16)}, "sinks: expected dtype float32, got float16"),
@@ -364,29 +387,29 @@ OPTIONS = [
 
 
 @pytest.mark.parametrize(("change", "text"), cases(OPTIONS))
-def test_check_options_refuses(change: dict[str, Any], text: str) -> None:
+def test_check_options_raises(change: dict[str, Any], text: str) -> None:
     with pytest.raises(ShapeError, match=text):
         check_options(AttentionOptions(**{"softmax_scale": 1.0, **change}), 4, 2, E4M3, CPU)
 
 
 @pytest.mark.parametrize("name", ["k_scale", "v_scale"])
-def test_scales_belong_to_fp8_caches(name: str) -> None:
+def test_scales_need_an_fp8_cache(name: str) -> None:
     options = AttentionOptions(1.0, **{name: zeros(2)})
     check_options(options, 4, 2, E5M2, CPU)
     with pytest.raises(ShapeError, match=f"{name}: expected None with a torch.float16 cache, got a tensor"):
         check_options(options, 4, 2, F16, CPU)
 
 
-def test_a_scale_of_all_heads_has_no_stride() -> None:
-    """[1] is read again for every KV head; [num_kv_heads] is walked."""
+def test_scale_of_all_heads_has_stride_0() -> None:
+    """[1] is read for every KV head; [num_kv_heads] has stride 1."""
     assert AttentionOptions(1.0).scale_strides == (0, 0)
     assert AttentionOptions(1.0, k_scale=zeros(1), v_scale=zeros(2)).scale_strides == (0, 1)
     assert AttentionOptions(1.0, k_scale=zeros(3), v_scale=zeros(1)).scale_strides == (1, 0)
 
 
-def test_a_workspace_has_room_for_each_plan() -> None:
-    """The plan that needs most of one tensor need not be the one that needs most of another."""
-    plans = [decode_plan(), decode_plan(query_len=8), decode_plan(batch_invariant=True, num_rows=9), varlen_plan(64)]
+def test_workspace_fits_each_plan() -> None:
+    """Different plans need the largest size of each tensor."""
+    plans = [decode_plan(), decode_plan(query_len=8), decode_plan(batch_invariant=True, num_reqs=9), varlen_plan(64)]
     plans.append(decode_plan(v_head_dim=500))
     made = AttentionWorkspace.allocate(plans, CPU)
     assert made.partial_out.numel() == max(plan.partial_queries * plan.shape.v_head_dim for plan in plans)
@@ -397,7 +420,7 @@ def test_a_workspace_has_room_for_each_plan() -> None:
 
 
 def test_workspace_of_a_model_stays_small() -> None:
-    """The partial results of Llama-3.1-8B at up to 256 rows on 132 SMs."""
+    """The partial results of Llama-3.1-8B at up to 256 requests on 132 multiprocessors."""
     heads = {"num_q_heads": 32, "num_kv_heads": 8, "head_dim": 128, "dtype": torch.bfloat16, "num_sms": 132}
-    plans = [AttentionPlan.decode(rows, **heads) for rows in range(1, 257)]  # type: ignore[arg-type]  # a dict of both
+    plans = [AttentionPlan.decode(reqs, **heads) for reqs in range(1, 257)]  # type: ignore[arg-type]  # a dict of both
     assert AttentionWorkspace.allocate(plans, META).partial_out.nbytes <= 4 << 20

@@ -1,4 +1,4 @@
-"""The CUDA kernel's own source on a CPU, instruction by instruction: the device tests' cases, and planted bugs."""
+"""The source of the CUDA decode kernel on a CPU, in emulation: the cases of the device tests, and injected bugs."""
 
 from __future__ import annotations
 
@@ -18,11 +18,19 @@ from graphrt.kernels.attention.work_list import schedule_attention
 from graphrt.kernels.attention.workspace import AttentionWorkspace
 from graphrt.kernels.errors import ShapeError
 from graphrt.kernels.native.nvrtc import NativeVariant
-from tests.kernels.test_attention import check_batch_invariant_rows, check_infinite_values, check_large_queries
-from tests.kernels.test_attention_features import ROWS, check_scales_of_keys, check_slopes, make_case, req_index
-from tests.kernels.test_attention_native import BASE, CASES, check_logits, check_values_of_zero, with_blocks
 from tests.support import native_emulation
 from tests.support.attention_cases import E4M3, NAN, UNWRITTEN, Case, Problem, assert_accurate, decode, make_problem
+from tests.support.attention_checks import (
+    COMBINATIONS,
+    check_batch_invariant_reqs,
+    check_infinite_values,
+    check_large_queries,
+    check_scales_of_keys,
+    check_slopes,
+    combination_case,
+    combination_id,
+)
+from tests.support.native_cases import BASE, CASES, check_logits, check_values_of_zero, with_blocks
 
 pytestmark = pytest.mark.skipif(native_emulation.COMPILER is None, reason="needs the C++ compiler g++")
 
@@ -34,7 +42,7 @@ BY_ID = {case.id: case for case in CASES}
 
 @pytest.fixture(autouse=True)
 def emulated(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Launches run on the CPU, and in every run of a test in the same orders."""
+    """Launches run on the CPU, and every run of a test uses the same execution orders."""
     monkeypatch.setattr(native, "launch", native_emulation.emulated_launch)
     monkeypatch.setattr(native_emulation, "launches", itertools.count())
 
@@ -49,7 +57,7 @@ def call_of(
 
 
 def run(problem: Problem, change: Change = lambda plan: plan) -> torch.Tensor:
-    """Schedule, poison what may be poisoned, and attend with the CUDA kernel, by a changed plan."""
+    """Schedule, poison the scratch memory and outputs, and attend with the CUDA kernel and a changed plan."""
     plan = change(problem.decode_plan())
     workspace, work_list = problem.scratch(plan)
     schedule_attention(plan, problem.seq_lens, work_list, **problem.case.spans)
@@ -58,54 +66,57 @@ def run(problem: Problem, change: Change = lambda plan: plan) -> torch.Tensor:
     problem.out.fill_(UNWRITTEN)
     if problem.lse is not None:
         problem.lse.fill_(UNWRITTEN)
-    assert native.native_fault(plan, problem.q, problem.k_cache, problem.v_cache, work_list, problem.out) is None
+    assert (
+        native.native_unsupported_reason(plan, problem.q, problem.k_cache, problem.v_cache, work_list, problem.out)
+        is None
+    )
     native.native_attention(call_of(problem, plan, workspace, work_list))
     assert not workspace.counters.any(), "the kernel must leave its counters at 0"
     return problem.out.clone()
 
 
 @pytest.mark.parametrize("case", [pytest.param(case, id=case.id) for case in CASES])
-def test_every_case(case: Case, rng: torch.Generator) -> None:
+def test_case(case: Case, rng: torch.Generator) -> None:
     problem = make_problem(case, rng, CPU)
     caches = [problem.k_cache.clone(), problem.v_cache.clone()]
     first = run(problem)
     assert_accurate(problem, first)
-    assert torch.equal(run(problem), first), "other timing, or another order, must give the same bits"
+    assert torch.equal(run(problem), first), "another execution order must give the same bits"
     for before, after in zip(caches, (problem.k_cache, problem.v_cache), strict=True):
         assert torch.equal(before.view(torch.int8), after.view(torch.int8)), "the cache must not be written"
 
 
-def test_scales_of_keys_that_are_no_scales(rng: torch.Generator) -> None:
+def test_unusual_scales_of_keys(rng: torch.Generator) -> None:
     check_scales_of_keys(run, CPU, rng, native=True)
 
 
 def test_large_queries_with_an_fp8_cache(rng: torch.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
     check_large_queries(run, CPU, rng)
     lesser = "fminf(peak, __shfl_xor_sync(0xffffffffu, peak, 2)"
-    monkeypatch.setattr(native_emulation, "planted", (lesser.replace("fminf", "fmaxf"), lesser))
+    monkeypatch.setattr(native_emulation, "injected", (lesser.replace("fminf", "fmaxf"), lesser))
     with pytest.raises(AssertionError):
         check_large_queries(run, CPU, rng)
 
 
 def test_infinite_values(rng: torch.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
     check_infinite_values(run, CPU, rng)
-    monkeypatch.setattr(native_emulation, "planted", ("counts ? x.x : 0.0f", "x.x"))
+    monkeypatch.setattr(native_emulation, "injected", ("counts ? x.x : 0.0f", "x.x"))
     with pytest.raises(AssertionError):
         check_infinite_values(run, CPU, rng)
 
 
-@pytest.mark.parametrize("rows", [(40, 0, 300), (300,)], ids=["warps", "cluster"])
-def test_slopes(rows: tuple[int, ...], rng: torch.Generator) -> None:
-    check_slopes(run, CPU, rng, rows=decode(rows))
+@pytest.mark.parametrize("reqs", [(40, 0, 300), (300,)], ids=["warps", "cluster"])
+def test_slopes(reqs: tuple[int, ...], rng: torch.Generator) -> None:
+    check_slopes(run, CPU, rng, reqs=decode(reqs))
 
 
 def served_combinations() -> list[Any]:
-    """Rows of the covering array that the CUDA kernel serves, with everything else as it is."""
+    """Decode rows of the covering array that the CUDA kernel supports, once `native` is set."""
     found = []
-    for row in ROWS:
-        op, case = make_case(row | {"native": True})
+    for row in COMBINATIONS:
+        op, case = combination_case(row | {"native": True})
         if op == "decode" and case.decode_plan().native is not None:
-            found.append(pytest.param(case, id=req_index(row)))
+            found.append(pytest.param(case, id=combination_id(row)))
     return found
 
 
@@ -117,120 +128,122 @@ def test_combinations(case: Case, rng: torch.Generator) -> None:
 
 def test_logits(rng: torch.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
     check_logits(run, CPU, rng)
-    monkeypatch.setattr(native_emulation, "planted", ("/ 3 + square * (2", "/ 3 - square * (2"))
+    monkeypatch.setattr(native_emulation, "injected", ("/ 3 + square * (2", "/ 3 - square * (2"))
     with pytest.raises(AssertionError):
         check_logits(run, CPU, rng)
 
 
 @pytest.mark.parametrize("kv_dtype", [None, E4M3], ids=["bf16", "e4m3"])
-def test_batch_invariant_rows(kv_dtype: torch.dtype | None, rng: torch.Generator) -> None:
-    check_batch_invariant_rows(run, kv_dtype, CPU, rng)
+def test_batch_invariant_reqs(kv_dtype: torch.dtype | None, rng: torch.Generator) -> None:
+    check_batch_invariant_reqs(run, kv_dtype, CPU, rng)
 
 
-# Clusters with many segments each, so that the buffers between blocks are used again, and barriers in every phase.
-CLUSTERS = replace(BASE, id="clusters", rows=decode((64, 1, 100, 17, 0, 130, 5, 40, 300, 33)), sinks=True)
+# Clusters with many splits each, which reuse the exchange buffers and use every phase of the barriers.
+CLUSTERS = replace(BASE, id="clusters", reqs=decode((64, 1, 100, 17, 0, 130, 5, 40, 300, 33)), sinks=True)
 
 
-@pytest.mark.parametrize(("cluster", "num_parts"), [(2, 2), (4, 3), (8, 2)])
-def test_clusters_of_many_segments(cluster: int, num_parts: int, rng: torch.Generator) -> None:
+@pytest.mark.parametrize(("cluster", "num_partitions"), [(2, 2), (4, 3), (8, 2)])
+def test_clusters_with_many_splits(cluster: int, num_partitions: int, rng: torch.Generator) -> None:
     problem = make_problem(CLUSTERS, rng, CPU)
-    change = partial(with_blocks, num_parts=num_parts, cluster=cluster, stages=2)
+    change = partial(with_blocks, num_partitions=num_partitions, cluster=cluster, stages=2)
     first = run(problem, change)
     assert_accurate(problem, first)
     assert torch.equal(run(problem, change), first)
 
 
-# What a wrong kernel would hold, what it is to be replaced by, and a case that must notice.
+# Text of the sources, the wrong text that replaces it, and a case that must detect the bug.
 BUGS = {
-    "copies_are_not_waited_for": ("      wait_oldest();\n", "", "bf16"),
-    "the_page_tail_is_read": ("from ? 16 : 0;", "from ? 16 : 16;", "bf16"),
-    "pages_of_the_segment_before": ("_known ? t.next_pages :", "_known ? t.pages :", "segments_of_many_tiles"),
-    "a_stage_is_filled_too_early": ("free_stage = stage;", "free_stage = (stage + 1) % STAGES;", "bf16"),
-    "warps_do_not_wait_to_merge": ("  __syncthreads();\n  merge_streams(", "  merge_streams(", "many_segments"),
-    "nor_those_that_share_parts": ("lane);\n    __syncthreads();\n", "lane);\n", "invariant"),
-    "results_are_overwritten": ("if (segment + 1 < end) __syncthreads();", "", "invariant_many_segments"),
-    "letters_of_one_block": ("letter_of(first + sender,", "letter_of(first,", "merge_in_two_stages"),
-    "letters_are_not_waited_for": ("while (__any_sync(0xffffffffu, missing));", "while (false);", "many_segments"),
-    "letters_stay": ("      if (lane == 0) send(letters[i] + V_HEAD_DIM, 0.0f, 0.0f);\n", "", "bf16"),
-    "values_are_not_waited_for": ("missing |= !has_come(values[i][j]);", ";", "many_segments"),
-    "statistics_are_not_waited_for": ("missing |= !has_come(stats[i]);", "", "many_segments"),
-    "half_a_pair_is_not_waited_for": ("!= 0 && __float", "!= 0 || __float", "many_segments"),
-    "a_letter_of_a_later_block": ("letter_of(first + sender,", "letter_of(first + index,", "merge_in_two_stages"),
-    "bundles_are_not_read": ("first, index, index / MERGE_BUNDLE,", "first, index, 0,", "merge_in_two_stages"),
-    "bundles_are_not_merged": ("(index % MERGE_BUNDLE == MERGE_BUNDLE - 1)", "(false)", "merge_in_two_stages"),
-    "partial_results_in_one_place": ("places.of(s.split), p", "places.of(0), p", "invariant"),
-    "the_first_segment_is_not_shared": ("begin + 1 < end ? shared", "false ? shared", "ends_in_another_block"),
-    "a_first_segment_taken_for_the_last": ("(leads && to > from", "(false && to > from", "many_segments"),
-    "a_result_where_tiles_are_copied_to": ("} else if (segment + 1 < end) {", "} else if (false) {", "many_segments"),
-    "results_of_other_units": ("float my_weight = exists ?", "float my_weight = true ?", "many_segments"),
-    "pages_are_not_read_again": ("if (t.index == PAGES_PER_LOAD) {", "if (false) {", "pages_read_again"),
-    "the_first_pages_again": ("(t.s, p, t.tile, lane)", "(t.s, p, first_tile(t.s, worker), lane)", "pages_read_again"),
-    "outputs_are_not_turned": ("transpose(pack_output(", "(pack_output(", "many_segments"),
-    "the_counter_stays": ("      if (is_last) *at = 0;\n", "", "invariant"),
-    "bundles_of_clusters_are_not_merged": ("if (!goes_on) return;", "return;", "pairs_in_two_stages"),
-    "the_cluster_does_not_wait": ("input_ring.wait();", "", "one_row"),
-    "a_slice_goes_astray": ("source * SLICE + pair % SLICE)", "source * SLICE)", "one_row"),
-    "later_tokens_are_seen": ("position <= query_position)", "true)", "speculative"),
-    "the_edge_of_the_window": ("masked |= start <= s.", "masked |= start < s.", "window"),
-    "the_window_is_ignored": ("visible &= position > query_position - p.window;", "", "window"),
-    "what_lies_before_the_window": ("return max(s.seq_len - s.query_len + 1 - p.window, 0);", "return 0;", "window"),
-    "the_edge_of_the_chunk": ("masked |= start < chunk_start(s.seq_len - 1, p);", "", "chunks"),
-    "the_chunk_is_ignored": ("visible &= position >= chunk_start(query_position, p);", "", "chunks"),
-    "the_last_tokens_chunk": ("chunk_start(query_position, p)", "chunk_start(s.seq_len - 1, p)", "chunks_speculative"),
-    "the_first_tokens_chunk": ("chunk_start(query_position, p)", "first_visible(s, p)", "chunks_speculative"),
-    "what_lies_before_the_chunk": ("return chunk_start(max(s.seq_len - s.query_len, 0), p);", "return 0;", "chunks"),
-    "values_of_192": ("copy_async(at + TILE * K_BYTES", "copy_async(at + TILE * V_BYTES", "192_and_128"),
-    "values_are_not_swizzled_alike": ("SWIZZLE(lane, V_PIECES)", "SWIZZLE(lane, K_PIECES)", "128_and_48"),
-    "keys_are_not_swizzled_alike": ("SWIZZLE(lane, K_PIECES)", "SWIZZLE(lane, V_PIECES)", "128_and_48"),
-    "tokens_are_not_swizzled_alike": ("(column ^ (SWIZZLE(token, V_PIECES) * 16))", "column", "bf16"),
-    "fp8_halves_swapped": ("0x3120", "0x2031", "one_row_fp8"),
+    "missing_wait_for_copies": ("      wait_oldest();\n", "", "bf16"),
+    "page_tail_copied": ("from ? 16 : 0;", "from ? 16 : 16;", "bf16"),
+    "page_ids_of_the_previous_split": ("_known ? t.next_pages :", "_known ? t.pages :", "splits_of_many_tiles"),
+    "stage_filled_too_early": ("free_stage = stage;", "free_stage = (stage + 1) % STAGES;", "bf16"),
+    "missing_barrier_before_merge": ("  __syncthreads();\n  merge_streams(", "  merge_streams(", "many_splits"),
+    "missing_barrier_cooperative": ("lane);\n    __syncthreads();\n", "lane);\n", "invariant"),
+    "partial_results_overwritten": ("if (split + 1 < end) __syncthreads();", "", "invariant_many_splits"),
+    "fixup_of_one_block_only": ("fixup_partial(first + sender,", "fixup_partial(first,", "merge_on_two_levels"),
+    "fixup_does_not_wait": ("while (__any_sync(0xffffffffu, missing));", "while (false);", "many_splits"),
+    "fixup_words_not_reset": ("      if (lane == 0) send(partials[i] + V_HEAD_DIM, 0.0f, 0.0f);\n", "", "bf16"),
+    "values_not_waited_for": ("missing |= !has_arrived(values[i][j]);", ";", "many_splits"),
+    "statistics_not_waited_for": ("missing |= !has_arrived(stats[i]);", "", "many_splits"),
+    "half_a_pair_not_waited_for": ("!= 0 && __float", "!= 0 || __float", "many_splits"),
+    "fixup_of_a_later_block": ("fixup_partial(first + sender,", "fixup_partial(first + index,", "merge_on_two_levels"),
+    "merge_groups_not_received": ("first, index, index / MERGE_GROUP_SIZE,", "first, index, 0,", "merge_on_two_levels"),
+    "merge_groups_not_merged": ("(index % MERGE_GROUP_SIZE == MERGE_GROUP_SIZE - 1)", "(false)", "merge_on_two_levels"),
+    "all_partial_results_at_one_index": ("partials.of(s.split_index), p", "partials.of(0), p", "invariant"),
+    "first_split_not_shared": ("begin + 1 < end ? shared", "false ? shared", "ends_in_another_block"),
+    "first_split_read_as_last": ("(leads && to > from", "(false && to > from", "many_splits"),
+    "partial_result_over_copied_tiles": ("} else if (split + 1 < end) {", "} else if (false) {", "many_splits"),
+    "partial_results_of_other_q_tiles": ("float my_weight = exists ?", "float my_weight = true ?", "many_splits"),
+    "page_ids_not_reloaded": ("if (t.index == PAGES_PER_LOAD) {", "if (false) {", "page_ids_reloaded"),
+    "first_page_ids_again": ("(t.s, p, t.tile, lane)", "(t.s, p, first_tile(t.s, worker), lane)", "page_ids_reloaded"),
+    "outputs_not_transposed": ("transpose(pack_output(", "(pack_output(", "many_splits"),
+    "counter_not_reset": ("      if (is_last) *at = 0;\n", "", "invariant"),
+    "merge_groups_of_clusters_not_merged": ("if (!continues) return;", "return;", "pairs_on_two_levels"),
+    "cluster_does_not_wait": ("cluster_exchange.wait();", "", "one_req"),
+    "slice_at_the_wrong_offset": ("source * SLICE + pair % SLICE)", "source * SLICE)", "one_req"),
+    "later_tokens_visible": ("position <= query_position)", "true)", "speculative"),
+    "window_boundary_not_masked": ("masked |= start <= s.", "masked |= start < s.", "window"),
+    "window_ignored": ("visible &= position > query_position - p.window;", "", "window"),
+    "copies_before_the_window": ("return max(s.seq_len - s.query_len + 1 - p.window, 0);", "return 0;", "window"),
+    "chunk_boundary_not_masked": ("masked |= start < chunk_start(s.seq_len - 1, p);", "", "chunks"),
+    "chunk_ignored": ("visible &= position >= chunk_start(query_position, p);", "", "chunks"),
+    "chunk_of_last_token": ("chunk_start(query_position, p)", "chunk_start(s.seq_len - 1, p)", "chunks_speculative"),
+    "chunk_of_first_token": ("chunk_start(query_position, p)", "first_visible(s, p)", "chunks_speculative"),
+    "copies_before_the_chunk": ("return chunk_start(max(s.seq_len - s.query_len, 0), p);", "return 0;", "chunks"),
+    "values_at_the_wrong_offset": ("copy_async(at + TILE * K_BYTES", "copy_async(at + TILE * V_BYTES", "192_and_128"),
+    "values_read_with_the_swizzle_of_keys": ("SWIZZLE(lane, V_PIECES)", "SWIZZLE(lane, K_PIECES)", "128_and_48"),
+    "keys_read_with_the_swizzle_of_values": ("SWIZZLE(lane, K_PIECES)", "SWIZZLE(lane, V_PIECES)", "128_and_48"),
+    "values_written_without_swizzle": ("(column ^ (SWIZZLE(token, V_PIECES) * 16))", "column", "bf16"),
+    "fp8_halves_swapped": ("0x3120", "0x2031", "one_req_fp8"),
 }  # fmt: skip
 
 
 BUGS_OF_CLUSTERS = {
-    "phases_are_not_told_apart": ("bytes + segment % 2, segment / 2 % 2)", "bytes + segment % 2, 0)"),
-    "one_buffer": ("const int source = segment % 2 * CLUSTER + rank", "const int source = rank"),
-    "one_barrier": ("shared_address(bytes + segment % 2);", "shared_address(bytes);"),
-    "segments_are_not_counted": ("    ++input_ring.segment;\n", ""),
-    "inboxes_are_not_open": ("    if (!met) cluster_wait();\n    met = true;\n", "    met = true;\n"),
-    "results_of_blocks_are_not_waited_for": ("    input_ring.wait();\n", ""),
-}
+    "phases_not_distinguished": ("bytes + round % 2, round / 2 % 2)", "bytes + round % 2, 0)"),
+    "one_buffer": ("const int source = round % 2 * CLUSTER + rank", "const int source = rank"),
+    "one_barrier": ("shared_address(bytes + round % 2);", "shared_address(bytes);"),
+    "rounds_not_counted": ("    ++cluster_exchange.round;\n", ""),
+    "buffers_not_ready": (
+        "    if (!cluster_ready) cluster_wait();\n    cluster_ready = true;\n", "    cluster_ready = true;\n",
+    ),
+    "results_of_blocks_not_waited_for": ("    cluster_exchange.wait();\n", ""),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("bug", BUGS_OF_CLUSTERS)
-def test_planted_bugs_of_clusters_are_noticed(bug: str, rng: torch.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(native_emulation, "planted", BUGS_OF_CLUSTERS[bug])
+def test_cluster_bugs_are_detected(bug: str, rng: torch.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native_emulation, "injected", BUGS_OF_CLUSTERS[bug])
     problem = make_problem(CLUSTERS, rng, CPU)
     with pytest.raises(AssertionError):
-        assert_accurate(problem, run(problem, partial(with_blocks, num_parts=2, cluster=2, stages=2)))
+        assert_accurate(problem, run(problem, partial(with_blocks, num_partitions=2, cluster=2, stages=2)))
 
 
-@pytest.mark.parametrize("case", ["many_rows", "one_row", "invariant"])
-def test_too_little_shared_memory_is_noticed(case: str, rng: torch.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("case", ["many_reqs", "one_req", "invariant"])
+def test_too_little_shared_memory_is_detected(case: str, rng: torch.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
     def launch(variant: NativeVariant, *arguments: Any, **options: Any) -> None:
         variant = replace(variant, shared_bytes=variant.shared_bytes - 8)
         native_emulation.emulated_launch(variant, *arguments, **options)
 
     monkeypatch.setattr(native, "launch", launch)
-    with pytest.raises(AssertionError, match="stores behind its shared memory"):
+    with pytest.raises(AssertionError, match="stores past its shared memory"):
         run(make_problem(BY_ID[case], rng, CPU))
 
 
 def check_often(problem: Problem) -> None:
-    """Other warps are slow each time."""
+    """Each run delays other warps."""
     for _ in range(6):
         assert_accurate(problem, run(problem))
 
 
 def test_values_of_zero(rng: torch.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A word that another block waits for is told from one that has not come, though both are 0."""
+    """A zero that a block sends is distinguished from a word that has not arrived."""
     check_values_of_zero(run, CPU, rng)
-    monkeypatch.setattr(native_emulation, "planted", ("x == 0.0f ? -0.0f : x", "x"))
-    with pytest.raises(AssertionError, match="for ever"):
+    monkeypatch.setattr(native_emulation, "injected", ("x == 0.0f ? -0.0f : x", "x"))
+    with pytest.raises(AssertionError, match="deadlock"):
         check_values_of_zero(run, CPU, rng)
 
 
-def test_workspaces_of_pairs(rng: torch.Generator) -> None:
+def test_misaligned_workspace_raises(rng: torch.Generator) -> None:
     problem = make_problem(BASE, rng, CPU)
     plan = problem.decode_plan()
     workspace, work_list = problem.scratch(plan)
@@ -240,9 +253,9 @@ def test_workspaces_of_pairs(rng: torch.Generator) -> None:
 
 
 @pytest.mark.parametrize("bug", BUGS)
-def test_planted_bugs_are_noticed(bug: str, rng: torch.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_injected_bugs_are_detected(bug: str, rng: torch.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
     right, wrong, case = BUGS[bug]
-    monkeypatch.setattr(native_emulation, "planted", (right, wrong))
+    monkeypatch.setattr(native_emulation, "injected", (right, wrong))
     problem = make_problem(BY_ID[case], rng, CPU)
     with pytest.raises(AssertionError):
         check_often(problem)

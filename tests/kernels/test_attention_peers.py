@@ -1,9 +1,9 @@
-"""Our paged attention against flash-attn 3, flash-attn 2 and FlashInfer, kernels that share no line with it.
+"""Paged attention against flash-attn 3, flash-attn 2 and FlashInfer, which share no code with it.
 
-With e(x) the largest error of x against float64 on the same rounded inputs, and "plain" the definition in torch with
-every operation in the problem's dtype, the bound is |ours - peer| <= 2 e(plain) + e(peer) + 1e-5: what our own error
-may be in the other tests, and the peer's. So that a peer that answers another question cannot widen it, e(peer) is
-bounded too, by the 3 e(plain) + 1e-5 that flash-attn's own tests of its paged decode allow.
+Let e(x) be the largest error of x against float64 on the same rounded inputs, and "plain" the definition in torch with
+every operation in the problem's dtype. The bound is |ours - peer| <= 2 e(plain) + e(peer) + 1e-5: the error that the
+other tests allow, plus the peer's. e(peer) is itself bounded by 3 e(plain) + 1e-5, as in flash-attn's own tests of
+paged decode. Otherwise a peer that computes something else would widen the bound.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ MIXED = ((5, 5), (1, 1), (300, 128), (1000, 77), (257, 1), (640, 640), (33, 16))
 
 @dataclass
 class Answer:
-    """A peer's result: out [tokens, heads, head_dim], and the log-sum-exp [tokens, heads] where it gives one."""
+    """A peer's out [tokens, heads, head_dim], and its log-sum-exp [tokens, heads] or None."""
 
     out: torch.Tensor
     lse: torch.Tensor | None = None
 
 
-# The backend that each package is for, by which `gpu_check.py --require` finds skips.
+# The backend of each package; `gpu_check.py --require` finds skips by its name.
 BACKENDS = {"flash_attn_interface": "flash_attn3", "flash_attn": "flash_attn2", "flashinfer": "flashinfer"}
 
 
@@ -50,12 +50,12 @@ def package(module: str) -> Any:
         pytest.skip(f"{backend}: {module} cannot be imported ({error}); run {install}")
 
 
-def case(rows: tuple[tuple[int, int], ...], dtype: torch.dtype = BF16, **options: Any) -> Case:
-    return Case("", rows, dtype=dtype, num_kv_heads=2, num_sms=132, **options)
+def case(reqs: tuple[tuple[int, int], ...], dtype: torch.dtype = BF16, **options: Any) -> Case:
+    return Case("", reqs, dtype=dtype, num_kv_heads=2, num_sms=132, **options)
 
 
 def problem_of(case: Case, rng: torch.Generator, *, fp8_queries: bool = False) -> Problem:
-    """Inputs that both sides can be given exactly: sinks of bfloat16 values, queries of fp8 values where asked for."""
+    """Inputs that both sides represent exactly: sinks in bfloat16 and, on request, queries in fp8."""
     problem = make_problem(case, rng, torch.device("cuda"))
     if problem.options.sinks is not None:
         problem.options = replace(problem.options, sinks=problem.options.sinks.bfloat16().float())
@@ -65,7 +65,7 @@ def problem_of(case: Case, rng: torch.Generator, *, fp8_queries: bool = False) -
 
 
 def clean(cache: torch.Tensor) -> torch.Tensor:
-    """Keys or values with zeros for NaN that no token sees: peers do not promise to keep it out, as we do."""
+    """Keys or values with zeros in place of NaN that no token sees: peers do not guarantee to mask it."""
     return cache.float().nan_to_num(0.0).to(cache.dtype)
 
 
@@ -75,7 +75,7 @@ def window_of(case: Case) -> tuple[int, int]:
 
 
 def compare(problem: Problem, peer: Answer, op: str = "decode", *, peer_slack: float = 0.0) -> None:
-    """Run ours and hold it against the peer's answer by the bound above; `peer_slack` is added to that of e(peer)."""
+    """Compare our result with the peer's by the bound above; `peer_slack` widens the bound of e(peer)."""
     ours = problem.run(op)
     truth, true_lse = expected(problem, torch.float64)
     plain, plain_lse = expected(problem, problem.case.dtype)
@@ -93,13 +93,13 @@ def close(
     assert peer.shape == ours.shape == truth.shape
     plain_error, peer_error = ((x.double() - truth).abs().max().item() for x in (plain, peer))
     limit = 3 * plain_error + peer_slack + 1e-5
-    assert peer_error <= limit, f"{what}: the peer is off by {peer_error:.3g}, allowed {limit:.3g}: another question?"
+    assert peer_error <= limit, f"{what}: the peer is off by {peer_error:.3g}, allowed {limit:.3g}"
     difference, bound = (ours.double() - peer).abs().max().item(), 2 * plain_error + peer_error + 1e-5
     assert difference <= bound, f"{what}: ours and the peer's differ by {difference:.3g}, allowed {bound:.3g}"
 
 
 def per_token(lse: torch.Tensor) -> torch.Tensor:
-    """[rows, heads, query_len] of flash-attn's decode as [tokens, heads]."""
+    """[reqs, heads, query_len] of flash-attn's decode as [tokens, heads]."""
     return lse.transpose(1, 2).flatten(0, 1)
 
 
@@ -107,28 +107,28 @@ def per_token(lse: torch.Tensor) -> torch.Tensor:
 
 
 def fa3_decode(problem: Problem) -> Answer:
-    """Paged decode, with as many new tokens in every row."""
+    """Paged decode with the same number of new tokens in every request."""
     package_ = package("flash_attn_interface")
     case, options = problem.case, problem.options
-    fp8 = case.stored == E4M3  # q, k and v are then fp8 alike
-    rows, query_len = len(case.rows), case.rows[0][1]
+    fp8 = case.stored == E4M3  # then q, k and v are fp8
+    reqs, query_len = len(case.reqs), case.reqs[0][1]
     more: dict[str, Any] = {}
     if fp8:
-        ones = torch.ones(rows, case.num_kv_heads, device="cuda")
+        ones = torch.ones(reqs, case.num_kv_heads, device="cuda")
         assert options.k_scale is not None
         assert options.v_scale is not None
         more = {"q_descale": ones, "k_descale": ones * options.k_scale, "v_descale": ones * options.v_scale}
     if options.sinks is not None:
         if "sinks" not in inspect.signature(package_.flash_attn_with_kvcache).parameters:
             pytest.skip("flash_attn3: this build takes no sinks; run pip install -U tokenspeed-fa3")
-        # One split: how a sink is shared by splits is the build's own affair.
+        # One split, because builds differ in how splits apply a sink.
         more |= {"sinks": options.sinks.bfloat16()}
     if case.chunk:
         if "attention_chunk" not in inspect.signature(package_.flash_attn_with_kvcache).parameters:
             pytest.skip("flash_attn3: this build has no chunks; run pip install -U tokenspeed-fa3")
         more |= {"attention_chunk": case.chunk}
     out, lse, *_ = package_.flash_attn_with_kvcache(
-        problem.q.to(case.stored).unflatten(0, (rows, query_len)),
+        problem.q.to(case.stored).unflatten(0, (reqs, query_len)),
         clean(problem.k_cache),
         clean(problem.v_cache),
         cache_seqlens=problem.seq_lens,
@@ -144,7 +144,7 @@ def fa3_decode(problem: Problem) -> Answer:
 
 
 def fa3_mixed(problem: Problem) -> Answer:
-    """Paged, rows of different query lengths packed."""
+    """Paged attention of packed requests with different query lengths."""
     package_ = package("flash_attn_interface")
     out, lse, *_ = package_.flash_attn_with_kvcache(
         problem.q,
@@ -153,7 +153,7 @@ def fa3_mixed(problem: Problem) -> Answer:
         cache_seqlens=problem.seq_lens,
         page_table=problem.block_table,
         cu_seqlens_q=problem.query_start_loc,
-        max_seqlen_q=max(query_len for _, query_len in problem.case.rows),
+        max_seqlen_q=max(query_len for _, query_len in problem.case.reqs),
         softmax_scale=problem.options.softmax_scale,
         causal=True,
         window_size=window_of(problem.case),
@@ -163,7 +163,7 @@ def fa3_mixed(problem: Problem) -> Answer:
 
 
 def varlen(problem: Problem, function: Callable[..., torch.Tensor], **options: Any) -> Answer:
-    """K and V packed without pages; both generations of flash-attn take the same arguments."""
+    """Packed K and V without pages; flash-attn 2 and 3 take the same arguments."""
     k, v, kv_starts = problem.contiguous()
     num_kv = int(kv_starts[-1])
     out = function(
@@ -172,8 +172,8 @@ def varlen(problem: Problem, function: Callable[..., torch.Tensor], **options: A
         clean(v[:num_kv]),
         cu_seqlens_q=problem.query_start_loc,
         cu_seqlens_k=kv_starts,
-        max_seqlen_q=max(query_len for _, query_len in problem.case.rows),
-        max_seqlen_k=max(seq_len for seq_len, _ in problem.case.rows),
+        max_seqlen_q=max(query_len for _, query_len in problem.case.reqs),
+        max_seqlen_k=max(seq_len for seq_len, _ in problem.case.reqs),
         softmax_scale=problem.options.softmax_scale,
         causal=True,
         window_size=window_of(problem.case),
@@ -188,8 +188,8 @@ FA3 = {
     "page_64": case(decode(RAGGED), head_dim=128, page_size=64),
     "page_128": case(decode(RAGGED), head_dim=128, page_size=128),
     "hnd": case(decode(RAGGED), head_dim=128, layout="HND"),
-    "no_group": case(decode(RAGGED), head_dim=128, group=1),
-    "group_of_3": case(decode(RAGGED), head_dim=64, group=3),
+    "mha": case(decode(RAGGED), head_dim=128, gqa=1),
+    "gqa_of_3": case(decode(RAGGED), head_dim=64, gqa=3),
     "window": case(decode(RAGGED), head_dim=128, window=100),
     "window_1": case(decode(RAGGED), head_dim=64, window=1),
     "sinks": case(decode(RAGGED), head_dim=64, sinks=True),
@@ -197,10 +197,10 @@ FA3 = {
     "speculative": case(SPECULATIVE, head_dim=128),
     "speculative_window": case(SPECULATIVE, F16, head_dim=64, window=50),
     "192_and_128": case(decode(RAGGED), head_dim=192, v_head_dim=128),
-    "192_and_128_no_group": case(decode(RAGGED), F16, head_dim=192, v_head_dim=128, group=1, page_size=64),
+    "192_and_128_mha": case(decode(RAGGED), F16, head_dim=192, v_head_dim=128, gqa=1, page_size=64),
     "192_and_128_speculative": case(SPECULATIVE, head_dim=192, v_head_dim=128),
     "chunks": case(decode((*RAGGED, 512, 513)), head_dim=128, chunk=256),
-    "chunks_speculative": case(SPECULATIVE, head_dim=128, chunk=256),  # of its rows 258 has tokens in two chunks
+    "chunks_speculative": case(SPECULATIVE, head_dim=128, chunk=256),  # the new tokens of 258 are in two chunks
 }
 
 
@@ -210,10 +210,10 @@ def test_decode_against_flash_attn_3(name: str, rng: torch.Generator) -> None:
     compare(problem, fa3_decode(problem))
 
 
-@pytest.mark.parametrize("rows", [decode(RAGGED), SPECULATIVE], ids=["decode", "speculative"])
-def test_fp8_against_flash_attn_3(rows: tuple[tuple[int, int], ...], rng: torch.Generator) -> None:
-    """It rounds probabilities to e4m3, 3 bits of mantissa: off by up to 2**-4 of the largest value that they weigh."""
-    problem = problem_of(case(rows, head_dim=128, kv_dtype=E4M3, scale_per_head=True), rng, fp8_queries=True)
+@pytest.mark.parametrize("reqs", [decode(RAGGED), SPECULATIVE], ids=["decode", "speculative"])
+def test_fp8_against_flash_attn_3(reqs: tuple[tuple[int, int], ...], rng: torch.Generator) -> None:
+    """flash-attn 3 rounds probabilities to e4m3 with 3 bits of mantissa: errors up to 2**-4 of the largest value."""
+    problem = problem_of(case(reqs, head_dim=128, kv_dtype=E4M3, scale_per_head=True), rng, fp8_queries=True)
     largest = max(v.abs().max().item() for _, v in problem.dense)
     compare(problem, fa3_decode(problem), peer_slack=2**-4 * largest)
 
@@ -239,11 +239,11 @@ def test_prompt_chunks_against_flash_attn_3(name: str, op: str, rng: torch.Gener
 
 
 def fa2_decode(problem: Problem) -> Answer:
-    """Paged decode; its pages are multiples of 256 tokens."""
+    """Paged decode with page sizes that are multiples of 256."""
     package_ = package("flash_attn")
     case, options = problem.case, problem.options
     out, lse = package_.flash_attn_with_kvcache(
-        problem.q.unflatten(0, (len(case.rows), case.rows[0][1])),
+        problem.q.unflatten(0, (len(case.reqs), case.reqs[0][1])),
         clean(problem.k_cache),
         clean(problem.v_cache),
         cache_seqlens=problem.seq_lens,
@@ -257,9 +257,9 @@ def fa2_decode(problem: Problem) -> Answer:
     )
     lse = per_token(lse)
     if options.alibi_slopes is not None and not case.window:
-        # It then adds slope x key position instead of subtracting slope x distance: the same softmax, another sum.
-        starts = problem.seq_lens[:, None] - case.rows[0][1]
-        positions = starts + torch.arange(case.rows[0][1], device=lse.device)
+        # flash-attn 2 then adds slope x key position instead of subtracting slope x distance. Only the lse differs.
+        starts = problem.seq_lens[:, None] - case.reqs[0][1]
+        positions = starts + torch.arange(case.reqs[0][1], device=lse.device)
         lse = lse - options.alibi_slopes * positions.flatten()[:, None]
     return Answer(out.flatten(0, 1), lse)
 
@@ -305,12 +305,12 @@ def test_prompt_chunks_against_flash_attn_2(name: str, op: str, rng: torch.Gener
 
 
 def flashinfer_decode(problem: Problem) -> Answer:
-    """Paged decode on tensor cores; lengths are the host's. Its log-sum-exp is of base 2."""
+    """Paged decode on tensor cores, with lengths on the host. Its log-sum-exp has base 2."""
     package_ = package("flashinfer")
     case, options, hnd = problem.case, problem.options, problem.case.layout == "HND"
-    lengths = torch.tensor([seq_len for seq_len, _ in case.rows], dtype=torch.int32)
+    lengths = torch.tensor([seq_len for seq_len, _ in case.reqs], dtype=torch.int32)
     counts = -(-lengths // case.page_size)
-    pages = [problem.block_table[row, :count] for row, count in enumerate(counts.tolist())]
+    pages = [problem.block_table[req, :count] for req, count in enumerate(counts.tolist())]
     wrapper = package_.BatchDecodeWithPagedKVCacheWrapper(
         torch.zeros(128 << 20, dtype=torch.uint8, device="cuda"), case.layout, use_tensor_cores=True, backend="fa2"
     )
@@ -318,7 +318,7 @@ def flashinfer_decode(problem: Problem) -> Answer:
         torch.nn.functional.pad(counts.cumsum(0, dtype=torch.int32), (1, 0)),
         torch.cat(pages),
         (lengths - 1) % case.page_size + 1,
-        case.num_kv_heads * case.group,
+        case.num_kv_heads * case.gqa,
         case.num_kv_heads,
         case.head_dim,
         case.page_size,
@@ -336,14 +336,14 @@ def flashinfer_decode(problem: Problem) -> Answer:
     return Answer(out, lse * math.log(2))
 
 
-# Few combinations of dtype, head size, window and softcap: each is a module of its own, which takes it most of a minute
-# to compile. Layouts, groups, pages and lengths are arguments.
+# Few combinations of dtype, head size, window and softcap: FlashInfer compiles a module for each, in almost a minute.
+# Layouts, heads, pages and lengths are run-time arguments.
 FLASHINFER = {
     "nhd": case(decode(RAGGED), head_dim=128),
     "hnd": case(decode(RAGGED), head_dim=128, layout="HND"),
     "page_1": case(decode((1, 2, 63, 64, 65, 700)), head_dim=128, page_size=1),
     "page_64": case(decode(RAGGED), head_dim=128, page_size=64),
-    "no_group": case(decode(RAGGED), head_dim=128, group=1),
+    "mha": case(decode(RAGGED), head_dim=128, gqa=1),
     "softcap_window": case(decode(RAGGED), head_dim=128, softcap=5.0, window=100),
     "fp8_nhd": case(decode(RAGGED), head_dim=128, kv_dtype=E4M3),
     "fp8_hnd": case(decode(RAGGED), head_dim=128, kv_dtype=E4M3, layout="HND"),

@@ -1,4 +1,4 @@
-"""Captured attention: ten thousand replays beside another kernel, and lengths far from those of the capture."""
+"""Captured attention: ten thousand replays concurrent with another kernel, and replays with other lengths."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from tests.support.attention_cases import BF16, E4M3, NAN, Case, Problem, assert
 
 pytestmark = pytest.mark.gpu
 
-ROWS = 48
-BASE = Case("", decode((1500,) * ROWS), dtype=BF16, num_kv_heads=8, head_dim=128, lse=False, num_sms=132)
-# How a row that several blocks share is merged; rows have the capacity for their longest mix.
+REQS = 48
+BASE = Case("", decode((1500,) * REQS), dtype=BF16, num_kv_heads=8, head_dim=128, lse=False, num_sms=132)
+# How the partial results of several blocks are merged. Requests have the capacity of the longest mix.
 MERGES = {
-    "letters": BASE,
-    "letters_fp8": replace(BASE, kv_dtype=E4M3),
-    "letters_of_two_sizes": replace(BASE, head_dim=192, v_head_dim=128),
-    "letters_in_groups": replace(BASE, rows=decode((20000,) * 4), num_kv_heads=1),
-    "cluster_of_8": replace(BASE, rows=decode((9000,))),
-    "clusters_of_2": replace(BASE, rows=decode((9000,) * 3), num_kv_heads=1, group=16),
-    "fixed_splits": replace(BASE, rows=decode((3000,) * 12), batch_invariant=True),
+    "fixup": BASE,
+    "fixup_fp8": replace(BASE, kv_dtype=E4M3),
+    "fixup_of_two_head_sizes": replace(BASE, head_dim=192, v_head_dim=128),
+    "fixup_in_merge_groups": replace(BASE, reqs=decode((20000,) * 4), num_kv_heads=1),
+    "cluster_of_8": replace(BASE, reqs=decode((9000,))),
+    "clusters_of_2": replace(BASE, reqs=decode((9000,) * 3), num_kv_heads=1, gqa=16),
+    "fixed_splits": replace(BASE, reqs=decode((3000,) * 12), batch_invariant=True),
     "triton": replace(BASE, native=False),
 }
 TURNS = 10_000
 
 
 def schedule_and_attend(plan: AttentionPlan, layers: tuple[Problem, Problem]) -> None:
-    """One schedule, and two layers by it that share a workspace."""
+    """One schedule for two layers that share a workspace."""
     workspace, work_list = layers[0].scratch(plan)
     schedule_attention(plan, layers[0].seq_lens, work_list, **layers[0].case.spans)
     for layer in layers:
@@ -49,44 +49,44 @@ def capture(layers: tuple[Problem, Problem]) -> torch.cuda.CUDAGraph:
 
 
 def make_layers(case: Case, rng: torch.Generator) -> tuple[Problem, Problem]:
-    """Two layers over pages for rows of the case's lengths."""
+    """Two layers with pages for requests of the case's lengths."""
     return make_problem(case, rng, torch.device("cuda")), make_problem(case, rng, torch.device("cuda"))
 
 
 def check(problem: Problem, lengths: list[int]) -> None:
-    """A few rows of the output against the oracle."""
-    rows = sorted({0, min(1, len(lengths) - 1), len(lengths) - 1})
+    """Compare a few requests of the output with the oracle."""
+    reqs = sorted({0, min(1, len(lengths) - 1), len(lengths) - 1})
     part = replace(
         problem,
-        case=replace(problem.case, rows=tuple((lengths[row], 1) for row in rows)),
-        q=problem.q[rows],
-        dense=[(problem.dense[row][0][: lengths[row]], problem.dense[row][1][: lengths[row]]) for row in rows],
+        case=replace(problem.case, reqs=tuple((lengths[req], 1) for req in reqs)),
+        q=problem.q[reqs],
+        dense=[(problem.dense[req][0][: lengths[req]], problem.dense[req][1][: lengths[req]]) for req in reqs],
     )
-    assert_accurate(part, problem.out[rows].cpu())
+    assert_accurate(part, problem.out[reqs].cpu())
 
 
 def make_mixes(case: Case, rng: torch.Generator) -> dict[str, list[int]]:
-    rows, longest = len(case.rows), case.rows[0][0]
+    reqs, longest = len(case.reqs), case.reqs[0][0]
     return {
-        "uniform": [longest // 3] * rows,
-        "one_long": [longest] + [16] * (rows - 1),
-        "ragged": torch.randint(0, longest, (rows,), generator=rng).tolist(),
-        "pads": [0 if row % 3 else longest // 2 for row in range(rows)],
-        "short": [1] * rows,
+        "uniform": [longest // 3] * reqs,
+        "one_long": [longest] + [16] * (reqs - 1),
+        "ragged": torch.randint(0, longest, (reqs,), generator=rng).tolist(),
+        "pads": [0 if req % 3 else longest // 2 for req in range(reqs)],
+        "short": [1] * reqs,
     }
 
 
 def most_splits(plan: AttentionPlan, work_list: torch.Tensor) -> int:
-    """Of any unit of the list."""
+    """The most KV splits of any query tile of the work list."""
     words = work_list.cpu()
-    segments = words[plan.segments_at :][: 8 * int(words[plan.schedule.num_parts * 16 + 2])].view(-1, 8)
-    return int((segments[:, 7] & 0xFFFF).max())
+    splits = words[plan.splits_at :][: 8 * int(words[plan.schedule.num_partitions * 16 + 2])].view(-1, 8)
+    return int((splits[:, 7] & 0xFFFF).max())
 
 
 @pytest.mark.alone
 @pytest.mark.parametrize("merge", MERGES)
-def test_ten_thousand_replays_beside_another_kernel(merge: str, rng: torch.Generator) -> None:
-    """Each replay takes another mix of lengths, and is compared with the first of that mix, on the device."""
+def test_ten_thousand_concurrent_replays(merge: str, rng: torch.Generator) -> None:
+    """Each replay has another mix of lengths; the device compares it with the first run of that mix."""
     case = MERGES[merge]
     layers = make_layers(case, rng)
     plan, mixes = layers[0].decode_plan(), make_mixes(case, rng)
@@ -100,11 +100,11 @@ def test_ten_thousand_replays_beside_another_kernel(merge: str, rng: torch.Gener
         for layer in layers:
             check(layer, mix)
         expected.append(torch.stack([layer.out.view(torch.int16) for layer in layers]))
-    # The case merges in the way that it is named for.
+    # Check that the case merges as its name says.
     native = plan.native
-    across = max(splits) // (native.warps if native is not None and plan.parts_are_warps else 1)
+    across = max(splits) // (native.warps if native is not None and plan.partition_per_warp else 1)
     cluster = 1 if native is None else native.cluster
-    assert across >= (2 * plan.merge_bundle if merge == "letters_in_groups" else 2) or cluster == 8, splits
+    assert across >= (2 * plan.merge_group_size if merge == "fixup_in_merge_groups" else 2) or cluster == 8, splits
     assert cluster == {"cluster_of_8": 8, "clusters_of_2": 2}.get(merge, 1)
 
     stacked = torch.stack(expected)
@@ -127,7 +127,7 @@ def test_ten_thousand_replays_beside_another_kernel(merge: str, rng: torch.Gener
     busy.wait_stream(torch.cuda.current_stream())
     for done in range(TURNS):
         if done % 10 == 0:
-            with torch.cuda.stream(busy):  # as long as ten replays, or longer
+            with torch.cuda.stream(busy):  # at least as long as ten replays
                 for _ in range(4):
                     torch.mm(noise, noise)
         if done % 97 == 0:
@@ -143,7 +143,7 @@ def test_ten_thousand_replays_beside_another_kernel(merge: str, rng: torch.Gener
 
 
 def spanned(layer: Problem, window: int, chunk: int) -> Problem:
-    """The layer with a window or chunks. It is made without: what they hide at one length they show at others."""
+    """The layer with a window or chunks. All positions hold valid data, because other lengths see other ones."""
     options = replace(layer.options, sliding_window=window, attention_chunk_size=chunk)
     return replace(layer, case=replace(layer.case, window=window, chunk=chunk), options=options)
 
@@ -153,13 +153,13 @@ def spanned(layer: Problem, window: int, chunk: int) -> Problem:
 def test_capture_at_one_length_and_replay_at_others(
     window: int, chunk: int, captured: int, rng: torch.Generator
 ) -> None:
-    one, two = make_layers(replace(BASE, rows=decode((2000,) * ROWS)), rng)
+    one, two = make_layers(replace(BASE, reqs=decode((2000,) * REQS)), rng)
     layers = spanned(one, window, chunk), spanned(two, window, chunk)
     layers[0].seq_lens.fill_(captured)
     graph = capture(layers)
-    crossing = [256, 257, 300, 301, 600, 512] * (ROWS // 6)
-    ragged = list(range(0, 2000, 41))[:ROWS]
-    for lengths in ([2000] * ROWS, [1] * ROWS, ragged, crossing, [0] * (ROWS - 1) + [2000]):
+    crossing = [256, 257, 300, 301, 600, 512] * (REQS // 6)
+    ragged = list(range(0, 2000, 41))[:REQS]
+    for lengths in ([2000] * REQS, [1] * REQS, ragged, crossing, [0] * (REQS - 1) + [2000]):
         layers[0].seq_lens.copy_(torch.tensor(lengths, dtype=torch.int32))
         for layer in layers:
             layer.out.fill_(777.0)

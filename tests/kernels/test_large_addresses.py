@@ -1,4 +1,4 @@
-"""Caches of more than 2**31 elements and 2**32 bytes: page ids near the end, where a 32-bit offset would wrap."""
+"""Caches of more than 2**31 elements and 2**32 bytes, with page ids at which a 32-bit offset would wrap."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PAGE, HEADS, DIM = 16, 8, 128
 
 
 def as_bytes(x: torch.Tensor) -> torch.Tensor:
-    """fp8 has no comparison, and not every indexing."""
+    """fp8 lacks comparisons and some indexing."""
     return x.view(torch.uint8)
 
 
@@ -53,11 +53,11 @@ def test_write_and_attention_beyond_32_bits(dtype: torch.dtype) -> None:
     options = AttentionOptions(DIM**-0.5)
     table = pages[None].int()
     lengths = torch.tensor([length], dtype=torch.int32, device=device)
-    rows = torch.tensor([0, length], dtype=torch.int32, device=device)
+    reqs = torch.tensor([0, length], dtype=torch.int32, device=device)
     keys, values = (x.double().repeat_interleave(4, 1) for x in (k, v))
     scores = torch.einsum("hd,khd->hk", q[-1].double(), keys) * DIM**-0.5
     expected = torch.einsum("hk,khd->hd", scores.softmax(-1), values)
-    for plan, tokens, starts in ((decode, q[-1:], None), (native, q[-1:], None), (varlen, q, rows)):
+    for plan, tokens, starts in ((decode, q[-1:], None), (native, q[-1:], None), (varlen, q, reqs)):
         out = torch.full_like(tokens, 777.0)
         work_list = torch.zeros(plan.work_list_words, dtype=torch.int32, device=device)
         schedule_attention(plan, lengths, work_list, query_start_loc=starts)
@@ -73,6 +73,6 @@ def test_write_and_attention_beyond_32_bits(dtype: torch.dtype) -> None:
     kv_starts = torch.tensor([first, first + length], dtype=torch.int32, device=device)
     out = torch.full_like(q, 777.0)
     work_list = torch.zeros(varlen.work_list_words, dtype=torch.int32, device=device)
-    schedule_attention(varlen, kv_starts, work_list, query_start_loc=rows, seq_lens_are_starts=True)
-    contiguous_attention(q, packed_k, packed_v, kv_starts, rows, out, varlen, work_list, workspace, options)
+    schedule_attention(varlen, kv_starts, work_list, query_start_loc=reqs, seq_lens_are_starts=True)
+    contiguous_attention(q, packed_k, packed_v, kv_starts, reqs, out, varlen, work_list, workspace, options)
     assert (out[-1].double() - expected).abs().max() < 2e-2

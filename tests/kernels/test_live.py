@@ -1,4 +1,4 @@
-"""copy_live: real tokens copied, dead ones filled and never read, tokens of another part left alone."""
+"""copy_live: copy live tokens, fill other tokens without reading them, and skip tokens before `first`."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ SHAPES = [(1, 1, 1), (5, 4, 16), (9, 3, 1), (6, 5, 300)]
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("first", [None, 0, 2, 99])
-def test_what_is_written(
+def test_copies_live_tokens_and_fills_others(
     kernel_device: torch.device, dtype: torch.dtype, shape: tuple[int, int, int], first: int | None
 ) -> None:
     tokens = shape[0]
     result = torch.randn(shape[1], tokens, shape[2] + 3).to(kernel_device, dtype).transpose(0, 1)[..., 1:-2]
     live = (torch.arange(tokens) % 3 != 1).to(kernel_device)
     result[~live] = float("nan")
-    if tokens % 2:  # else heads lie one after another on neither side
+    if tokens % 2:  # otherwise neither side is contiguous
         result = result.contiguous()
     out = torch.full(shape, UNTOUCHED, dtype=dtype, device=kernel_device)
     at = None if first is None else torch.tensor([first], dtype=torch.int32, device=kernel_device)
@@ -45,7 +45,7 @@ def test_reference(device: str) -> None:
     assert out.view(3, 2).tolist() == [[UNTOUCHED, UNTOUCHED], [0, 0], [4, 5]]
 
 
-def test_what_is_refused() -> None:
+def test_wrong_arguments_raise() -> None:
     out, live = torch.zeros(3, 2, 4), torch.ones(3, dtype=torch.bool)
     for result, mask, first, text in (
         (torch.zeros(3, 2, 5), live, None, "result"),

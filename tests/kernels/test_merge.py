@@ -1,4 +1,4 @@
-"""LSE merge, kernel and reference: attention over parts of the keys, merged, against attention over all of them."""
+"""merge_attention, kernel and reference, against attention over all keys."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ UNWRITTEN = 777.0
 
 @dataclass(frozen=True)
 class Case:
-    """Attention of `tokens` queries over `cut` keys and over the `keys - cut` behind them."""
+    """Attention of `tokens` queries over the first `cut` of `keys` keys, and over the others."""
 
     id: str
     tokens: int = 3
@@ -27,8 +27,8 @@ class Case:
     keys: int = 20
     cut: int = 7
     dtypes: tuple[torch.dtype, torch.dtype, torch.dtype] = (F32, F32, F32)  # of out_a, out_b and out
-    scale: float = 1.0  # of the queries: large ones make the two sides differ by many powers of e
-    gap: int = 0  # values after each head, heads after each token, that belong to nobody
+    scale: float = 1.0  # of the queries: with large ones the weights of the sides differ widely
+    gap: int = 0  # unused values after each head, and unused heads after each token
     heads_first: bool = False  # memory order [heads, tokens], of outputs and lse
     sinks: bool = False
 
@@ -49,19 +49,19 @@ CASES = [
     Case("gaps", gap=3),
     Case("heads_first", heads_first=True, dtypes=(BF16, BF16, BF16)),
     Case("peaked", scale=40.0),
-    Case("one_key_behind", cut=19),
-    Case("nothing_in_front", cut=0),
-    Case("nothing_behind", cut=20),
-    Case("nothing_at_all", keys=0, cut=0),
+    Case("one_key_second", cut=19),
+    Case("no_keys_first", cut=0),
+    Case("no_keys_second", cut=20),
+    Case("no_keys", keys=0, cut=0),
     Case("sinks", sinks=True),
-    Case("sinks_and_nothing_behind", sinks=True, cut=20),
+    Case("sinks_and_no_keys_second", sinks=True, cut=20),
     Case("no_tokens", tokens=0),
     Case("no_heads", heads=0),
 ]
 
 
 def place(case: Case, values: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """`values` [tokens, heads, ...] on the device, with the strides that the case asks for."""
+    """`values` [tokens, heads, ...] on the device, with the strides of the case."""
     if case.heads_first:
         return values.to(device).transpose(0, 1).contiguous().transpose(0, 1)
     padded = [extent + case.gap for extent in values.shape]
@@ -73,7 +73,7 @@ def place(case: Case, values: torch.Tensor, device: torch.device) -> torch.Tenso
 def attend(
     case: Case, rng: torch.Generator
 ) -> tuple[list[tuple[torch.Tensor, torch.Tensor]], torch.Tensor, torch.Tensor]:
-    """Outputs and lse, in float64, of both sides; then those over all keys. The sinks are in the second side."""
+    """Output and lse in float64 of both sides, and over all keys. The second side has the sinks."""
     draw = lambda *shape: torch.randn(*shape, generator=rng)  # noqa: E731
     q = draw(case.tokens, case.heads, case.head_dim) * case.scale
     k, v = (draw(case.keys, max(case.heads, 1), case.head_dim) for _ in range(2))
@@ -110,7 +110,7 @@ def check_merge(case: Case, rng: torch.Generator, device: torch.device) -> None:
     assert_close(lse, exact_lse, atol=1e-5, rtol=1e-6, name="lse")
     without_lse = torch.full_like(out, UNWRITTEN)
     merge_attention(*inputs, without_lse)
-    assert_bitwise_equal(without_lse, out, name="out, when lse is not asked for")
+    assert_bitwise_equal(without_lse, out, name="out without lse")
 
 
 cases = pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
@@ -131,7 +131,7 @@ def check_whole(case: Case, rng: torch.Generator, device: torch.device) -> None:
     inputs = [tensor.float().to(device) for part in parts for tensor in part]
     out, lse = torch.empty_like(inputs[0]), torch.empty_like(inputs[1])
     merge_attention(*inputs, out, lse)
-    # The parts' float32 lse carry a rounding error relative to their size, which becomes one of the weights.
+    # The float32 lse of the sides have a relative rounding error, which becomes an error of the weights.
     tolerance = 1e-5 + 2 * torch.finfo(F32).eps * whole_lse[whole_lse.isfinite()].abs().max().item()
     assert_close(out, whole, atol=4 * tolerance, name="out")
     assert_close(lse, whole_lse, atol=tolerance, name="lse")
@@ -142,17 +142,17 @@ wholes = pytest.mark.parametrize("case", WHOLE, ids=lambda case: case.id)
 
 
 @wholes
-def test_parts_make_the_whole_kernel(kernel_device: torch.device, rng: torch.Generator, case: Case) -> None:
+def test_equals_attention_over_all_keys_kernel(kernel_device: torch.device, rng: torch.Generator, case: Case) -> None:
     check_whole(case, rng, kernel_device)
 
 
 @wholes
-def test_parts_make_the_whole_reference(rng: torch.Generator, case: Case) -> None:
+def test_equals_attention_over_all_keys_reference(rng: torch.Generator, case: Case) -> None:
     check_whole(case, rng, torch.device("cpu"))
 
 
 def empty_sides(device: torch.device) -> list[torch.Tensor]:
-    """Two heads' four tokens, of which side a, side b, both and neither saw something; NaN where nothing was seen."""
+    """Four tokens of two heads that side a, side b, both and neither saw keys for. Sides without keys are NaN."""
     rng = torch.Generator().manual_seed(1)
     out_a, out_b = (torch.randn(4, 2, 16, generator=rng) for _ in range(2))
     lse_a, lse_b = (torch.randn(4, 2, generator=rng) for _ in range(2))
@@ -166,23 +166,23 @@ def check_empty_sides(device: torch.device) -> None:
     out, lse = torch.full_like(out_a, UNWRITTEN), torch.full_like(lse_a, UNWRITTEN)
     merge_attention(out_a, lse_a, out_b, lse_b, out, lse)
     for token, side_out, side_lse in ((0, out_a, lse_a), (1, out_b, lse_b)):
-        assert_bitwise_equal(out[token], side_out[token], name="out of a token that one side saw")
-        assert_bitwise_equal(lse[token], side_lse[token], name="lse of a token that one side saw")
+        assert_bitwise_equal(out[token], side_out[token], name="out of a token with keys on one side")
+        assert_bitwise_equal(lse[token], side_lse[token], name="lse of a token with keys on one side")
     assert out[2].isfinite().all()
-    assert_bitwise_equal(out[3], torch.zeros_like(out[3]), name="out of a token that neither side saw")
-    assert_bitwise_equal(lse[3], torch.full_like(lse[3], -INF), name="lse of a token that neither side saw")
+    assert_bitwise_equal(out[3], torch.zeros_like(out[3]), name="out of a token without keys")
+    assert_bitwise_equal(lse[3], torch.full_like(lse[3], -INF), name="lse of a token without keys")
 
 
-def test_sides_that_saw_nothing_are_not_read_kernel(kernel_device: torch.device) -> None:
+def test_sides_without_keys_are_not_read_kernel(kernel_device: torch.device) -> None:
     check_empty_sides(kernel_device)
 
 
-def test_sides_that_saw_nothing_are_not_read_reference() -> None:
+def test_sides_without_keys_are_not_read_reference() -> None:
     check_empty_sides(torch.device("cpu"))
 
 
 def check_extremes(device: torch.device) -> None:
-    """Log-sum-exps beyond the range of exp, and so far apart that one side weighs nothing."""
+    """Log-sum-exps beyond the range of exp, and so far apart that one side has weight 0."""
     lse_a = torch.tensor([[1e4, -1e4, 300.0, 88.0]], device=device)
     lse_b = torch.tensor([[1e4, -1e4, -300.0, 89.0]], device=device)
     out_a, out_b = torch.full((1, 4, 8), 2.0, device=device), torch.full((1, 4, 8), 4.0, device=device)
@@ -202,7 +202,7 @@ def test_extremes_reference() -> None:
 
 
 def check_aliasing(into: str, dtype: torch.dtype, heads: int, device: torch.device, rng: torch.Generator) -> None:
-    """Every tensor that is read is overwritten, by results that differ from it."""
+    """Every input is overwritten by results that differ from it."""
     out_a, out_b = (torch.randn(9, heads, 32, generator=rng).to(device, dtype) for _ in range(2))
     lse_a, lse_b = (torch.randn(9, heads, generator=rng).to(device) for _ in range(2))
     out, lse = torch.empty_like(out_a), torch.empty_like(lse_a)
@@ -229,7 +229,7 @@ def test_aliasing_reference(rng: torch.Generator, into: str, dtype, heads) -> No
     check_aliasing(into, dtype, heads, torch.device("cpu"), rng)
 
 
-def test_memory_between_heads_and_tokens_is_left_alone(kernel_device: torch.device) -> None:
+def test_memory_between_heads_and_tokens_is_not_written(kernel_device: torch.device) -> None:
     room, lse_room = torch.full((3, 4, 24), UNWRITTEN), torch.full((3, 4), UNWRITTEN)
     room, lse_room = room.to(kernel_device), lse_room.to(kernel_device)
     sides = [torch.ones(2, 3, 17, device=kernel_device), torch.zeros(2, 3, device=kernel_device)] * 2
@@ -245,7 +245,7 @@ def test_merge_replays_in_a_graph(rng: torch.Generator) -> None:
     device = torch.device("cuda")
     inputs = [tensor.to(device) for tensor in empty_sides(device)]
     out, lse = torch.empty_like(inputs[0]), torch.empty_like(inputs[1])
-    merge_attention(*inputs, out, lse)  # compiles outside of the capture
+    merge_attention(*inputs, out, lse)  # compile before the capture
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         merge_attention(*inputs, out, lse)
@@ -262,7 +262,7 @@ def test_merge_replays_in_a_graph(rng: torch.Generator) -> None:
 
 
 def merge(**changes: torch.Tensor) -> None:
-    """A valid call but for `changes`."""
+    """A valid call except for `changes`."""
     sides = {"out_a": torch.ones(2, 4, 16), "lse_a": torch.ones(2, 4), "out_b": torch.ones(2, 4, 16)}
     call = {**sides, "lse_b": torch.ones(2, 4), "out": torch.ones(2, 4, 16), "lse": torch.ones(2, 4), **changes}
     merge_attention(**call)
@@ -291,7 +291,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("case", BAD)
-def test_tensors_that_do_not_fit_are_named(case: str) -> None:
+def test_wrong_arguments_raise(case: str) -> None:
     changes, error, message = BAD[case]
     with pytest.raises(error, match=message):
         merge(**changes)

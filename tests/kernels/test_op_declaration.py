@@ -77,7 +77,7 @@ def test_the_implementation_gets_an_equal_call(bias: torch.Tensor | None) -> Non
 def test_a_plan_round_trips_through_its_ints(plan: AttentionPlan) -> None:
     assert all(type(value) is int for value in plan.ints)
     assert AttentionPlan.from_ints(plan.ints) == plan
-    changed = replace(plan, schedule=replace(plan.schedule, min_part_tiles=plan.schedule.min_part_tiles + 1))
+    changed = replace(plan, schedule=replace(plan.schedule, min_partition_tiles=plan.schedule.min_partition_tiles + 1))
     assert AttentionPlan.from_ints(changed.ints) != plan
 
 

@@ -1,4 +1,4 @@
-"""Page ids listed row after row: kernel and reference against plain Python."""
+"""list_pages, kernel and reference, against plain Python."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_lists_the_pages_of_each_row(op, case: str, kernel_device: torch.device,
     assert indices.tolist() == want
 
 
-def test_wrong_arguments() -> None:
+def test_wrong_arguments_raise() -> None:
     table, indptr = torch.zeros(2, 3, dtype=torch.int32), torch.zeros(3, dtype=torch.int32)
     with pytest.raises(ShapeError, match="indptr: expected"):
         list_pages(table, indptr[:2], torch.zeros(6, dtype=torch.int32))

@@ -1,4 +1,4 @@
-"""What plans hold, in numbers: a changed constant is a changed launch, and shows here before a device is asked."""
+"""The numbers in plans, so that a changed constant shows without a device."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def common(
 
 
 def decode(
-    rows: int,
+    reqs: int,
     *heads: int,
     dtype: Any = BF16,
     fp8: bool = False,
@@ -47,29 +47,29 @@ def decode(
     native: bool = False,
 ) -> AttentionPlan:
     sizes = common(*heads, dtype=dtype, fp8=fp8, sms=sms, invariant=invariant)
-    return AttentionPlan.decode(rows, query_len=query_len, native=native, **sizes)
+    return AttentionPlan.decode(reqs, query_len=query_len, native=native, **sizes)
 
 
 def varlen(
-    rows: int, tokens: int, *heads: int, dtype: Any = BF16, fp8: bool = False, sms: int = 132, invariant: bool = False
+    reqs: int, tokens: int, *heads: int, dtype: Any = BF16, fp8: bool = False, sms: int = 132, invariant: bool = False
 ) -> AttentionPlan:
-    return AttentionPlan.varlen(rows, tokens, **common(*heads, dtype=dtype, fp8=fp8, sms=sms, invariant=invariant))
+    return AttentionPlan.varlen(reqs, tokens, **common(*heads, dtype=dtype, fp8=fp8, sms=sms, invariant=invariant))
 
 
 PLANS: dict[str, tuple[AttentionPlan, tuple[int, ...], tuple[int, ...], tuple[int, ...]]] = {
     # tile: block_m, block_n, num_warps, num_stages
-    # schedule: num_parts, fixed_splits, fixed_tiles, unit_overhead, min_unit_tiles, min_part_tiles
-    # memory: partial_m, merge_splits, merge_bundle, num_places, partial_lses, num_counters
-    "one_row": (decode(1, 32, 8, 128), (16, 64, 4, 3), (32, 0, 4, 1, 1, 1), (4, 32, 32, 64, 2048, 1024)),
-    "few_rows": (decode(8, 32, 8, 128), (16, 64, 4, 3), (32, 0, 4, 1, 1, 1), (4, 32, 32, 64, 2048, 1024)),
-    "many_rows": (decode(256, 32, 8, 128), (16, 16, 1, 3), (128, 0, 4, 1, 1, 1), (4, 8, 8, 256, 8192, 4096)),
-    "many_rows_fp8": (
+    # schedule: num_partitions, fixed_splits, min_split_tiles, q_tile_overhead, min_q_tile_cost, min_partition_tiles
+    # memory: partial_m, merge_splits, merge_group_size, max_partials, partial_lses, num_counters
+    "one_req": (decode(1, 32, 8, 128), (16, 64, 4, 3), (32, 0, 4, 1, 1, 1), (4, 32, 32, 64, 2048, 1024)),
+    "few_reqs": (decode(8, 32, 8, 128), (16, 64, 4, 3), (32, 0, 4, 1, 1, 1), (4, 32, 32, 64, 2048, 1024)),
+    "many_reqs": (decode(256, 32, 8, 128), (16, 16, 1, 3), (128, 0, 4, 1, 1, 1), (4, 8, 8, 256, 8192, 4096)),
+    "many_reqs_fp8": (
         decode(256, 32, 8, 128, fp8=True),
         (16, 16, 1, 5),
         (128, 0, 4, 1, 1, 1),
         (4, 8, 8, 256, 8192, 4096),
     ),
-    "few_rows_fp8": (decode(2, 32, 8, 128, fp8=True), (16, 64, 4, 4), (32, 0, 4, 1, 1, 1), (4, 32, 32, 64, 2048, 1024)),
+    "few_reqs_fp8": (decode(2, 32, 8, 128, fp8=True), (16, 64, 4, 4), (32, 0, 4, 1, 1, 1), (4, 32, 32, 64, 2048, 1024)),
     "large_groups": (decode(64, 16, 1, 128), (16, 64, 4, 3), (256, 0, 4, 1, 1, 1), (16, 8, 8, 512, 8192, 1024)),
     "small_heads": (decode(256, 9, 3, 64), (16, 32, 1, 3), (352, 0, 4, 1, 1, 1), (4, 16, 16, 704, 8448, 4224)),
     "heads_of_256": (decode(16, 32, 8, 256), (16, 32, 4, 3), (32, 0, 4, 1, 1, 1), (4, 16, 16, 64, 2048, 1024)),
@@ -79,7 +79,7 @@ PLANS: dict[str, tuple[AttentionPlan, tuple[int, ...], tuple[int, ...], tuple[in
         (16, 0, 4, 1, 1, 1),
         (64, 1, 8, 32, 16384, 512),
     ),
-    "two_units_a_row": (decode(3, 71, 1, 128), (64, 64, 8, 3), (128, 0, 4, 1, 1, 1), (64, 1, 8, 256, 16384, 512)),
+    "two_units_a_req": (decode(3, 71, 1, 128), (64, 64, 8, 3), (128, 0, 4, 1, 1, 1), (64, 1, 8, 256, 16384, 512)),
     "float32": (decode(16, 32, 8, 64, dtype=F32), (16, 32, 4, 3), (32, 0, 4, 1, 1, 1), (4, 32, 32, 64, 2048, 1024)),
     "float32_wide": (
         decode(16, 32, 8, 256, dtype=F32, query_len=4),
@@ -106,7 +106,7 @@ PLANS: dict[str, tuple[AttentionPlan, tuple[int, ...], tuple[int, ...], tuple[in
         (128, 0, 4, 0, 6, 1),
         (4, 8, 16, 256, 8192, 70656),
     ),
-    "cuda_one_row": (decode(1, 32, 8, 128, native=True), (16, 64, 4, 2), (1, 0, 4, 7, 1, 32), (4, 32, 16, 2, 128, 256)),
+    "cuda_one_req": (decode(1, 32, 8, 128, native=True), (16, 64, 4, 2), (1, 0, 4, 7, 1, 32), (4, 32, 16, 2, 128, 256)),
     "cuda_pairs": (
         decode(2, 16, 1, 128, native=True),
         (16, 64, 4, 2),
@@ -143,7 +143,7 @@ PLANS: dict[str, tuple[AttentionPlan, tuple[int, ...], tuple[int, ...], tuple[in
         (64, 0, 4, 0, 6, 1),
         (1, 32, 16, 128, 2048, 20736),
     ),
-    "cuda_two_sizes_one_row": (
+    "cuda_two_sizes_one_req": (
         decode(1, 16, 16, 192, 128, native=True),
         (16, 32, 4, 2),
         (1, 0, 4, 11, 1, 64),
@@ -204,8 +204,8 @@ def test_numbers(name: str) -> None:
     assert (
         plan.partial_m,
         plan.merge_splits,
-        plan.merge_bundle,
-        plan.num_places,
+        plan.merge_group_size,
+        plan.max_partials,
         plan.partial_lses,
         plan.num_counters,
     ) == memory

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from graphrt.kernels.attention.explain import parse_rows
+from graphrt.kernels.attention.explain import parse_seq_lens
 from graphrt.kernels.errors import ConfigError
 from scripts import print_schedule
 
@@ -20,46 +20,46 @@ def printed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
     return capsys.readouterr().out
 
 
-LONG_AMONG_SHORT = ("--rows", "1x32768+63x512")
-DRAWN = ("--rows", "96+32+160", "--num-q-heads", "16", "--num-kv-heads", "4", "--num-sms", "2", "--triton")
+LONG_AMONG_SHORT = ("--seq-lens", "1x32768+63x512")
+DRAWN = ("--seq-lens", "96+32+160", "--num-q-heads", "16", "--num-kv-heads", "4", "--num-sms", "2", "--triton")
 
 
-def test_a_long_row_among_short_ones(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_long_request_among_short_ones(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     lines = printed(monkeypatch, capsys, *LONG_AMONG_SHORT).splitlines()
-    assert "queries      1 new token x 4 heads per KV head = 4 per row" in lines
+    assert "queries      1 new token x 4 heads per KV head = 4 per request" in lines
     assert "kernel       CUDA: 16 blocks of 8 warps per KV head" in lines
-    assert "parts        128 per KV head, one for each warp" in lines
-    assert "cost         of a unit: tiles + 0, at least 6" in lines
-    assert "line         4064 tiles" in lines  # 2048 + 63 x 32
-    assert "part size    4064 / 128 parts, rounded up = 32 tiles" in lines
-    assert "0     0      2048   2048   0 to 2048          0 to 63      64" in lines
-    assert "1     0      32     32     2048 to 2080       64           1" in lines
-    assert "0     0     row 0 tiles 0 to 32 (split 0 of 64)" in lines
-    assert "127   15    nothing" in lines
+    assert "partitions   128 per KV head, one for each warp" in lines
+    assert "cost         of a query tile: KV tiles + 0, at least 6" in lines
+    assert "total work   4064 tiles" in lines  # 2048 + 63 x 32
+    assert "partition    4064 / 128 partitions, rounded up = 32 tiles" in lines
+    assert "0        0      2048   2048   0 to 2048          0 to 63      64" in lines
+    assert "1        0      32     32     2048 to 2080       64           1" in lines
+    assert "0         0     request 0 tiles 0 to 32 (split 0 of 64)" in lines
+    assert "127       15    none" in lines
 
 
-def test_the_drawn_example(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_drawn_example(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     lines = printed(monkeypatch, capsys, *DRAWN).splitlines()
-    assert "part size    20 / 4 parts, rounded up = 5 tiles" in lines
+    assert "partition    20 / 4 partitions, rounded up = 5 tiles" in lines
     assert lines[-5:] == [
-        "part  segments",
-        "0     row 0 tiles 0 to 5 (split 0 of 2)",
-        "1     row 0 tiles 5 to 6 (split 1 of 2); row 1 tiles 0 to 2 (whole)",
-        "2     row 2 tiles 0 to 5 (split 0 of 2)",
-        "3     row 2 tiles 5 to 10 (split 1 of 2)",
+        "partition KV splits",
+        "0         request 0 tiles 0 to 5 (split 0 of 2)",
+        "1         request 0 tiles 5 to 6 (split 1 of 2); request 1 tiles 0 to 2 (not split)",
+        "2         request 2 tiles 0 to 5 (split 0 of 2)",
+        "3         request 2 tiles 5 to 10 (split 1 of 2)",
     ]
 
 
-def test_chunks_and_heads_of_two_sizes(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ("--rows", "100+40", "--head-dim", "192", "--v-head-dim", "128", "--chunk", "64", "--num-sms", "2")
+def test_chunks_and_two_head_sizes(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ("--seq-lens", "100+40", "--head-dim", "192", "--v-head-dim", "128", "--chunk", "64", "--num-sms", "2")
     lines = printed(monkeypatch, capsys, *arguments).splitlines()
     assert "heads        32 query, 8 KV, of 192, V of 128" in lines
-    assert "2     0     row 0 tiles 5 to 7 (split 1 of 2)" in lines  # position 99 sees 64 to 99: tiles 4 to 7
-    assert "5     0     row 1 tiles 1 to 3 (split 1 of 2)" in lines
+    assert "2         0     request 0 tiles 5 to 7 (split 1 of 2)" in lines  # position 99 sees 64 to 99: tiles 4 to 7
+    assert "5         0     request 1 tiles 1 to 3 (split 1 of 2)" in lines
 
 
-@pytest.mark.parametrize("arguments", [LONG_AMONG_SHORT, DRAWN], ids=["long_row", "drawn"])
-def test_the_page_shows_what_is_printed(
+@pytest.mark.parametrize("arguments", [LONG_AMONG_SHORT, DRAWN], ids=["long_request", "drawn"])
+def test_docs_show_the_output(
     arguments: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     text = PAGE.read_text()
@@ -67,35 +67,37 @@ def test_the_page_shows_what_is_printed(
     assert printed(monkeypatch, capsys, *arguments).strip() in text
 
 
-def test_other_kinds_of_parts(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    one = printed(monkeypatch, capsys, "--rows", "9000")
-    assert "parts        1 per KV head, one for each cluster of 8 blocks" in one
-    assert "cost         of a unit: tiles + 7, at least 1" in one
-    fixed = printed(monkeypatch, capsys, "--rows", "3x20000+0+1", "--batch-invariant", "--all")
-    assert "parts        16 per KV head, one for each block" in fixed
-    assert "cuts         fixed: by a unit's own length, at most 16, of at least 4 tiles" in fixed
-    assert "row 2 tiles 293 to 313 (split 15 of 16); row 4 tiles 0 to 1 (whole)" in fixed
+def test_other_kinds_of_partitions(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    one = printed(monkeypatch, capsys, "--seq-lens", "9000")
+    assert "partitions   1 per KV head, one for each cluster of 8 blocks" in one
+    assert "cost         of a query tile: KV tiles + 7, at least 1" in one
+    fixed = printed(monkeypatch, capsys, "--seq-lens", "3x20000+0+1", "--batch-invariant", "--all")
+    assert "partitions   16 per KV head, one for each block" in fixed
+    assert "KV splits    fixed: at most 16 per query tile, of at least 4 tiles" in fixed
+    assert "request 2 tiles 293 to 313 (split 15 of 16); request 4 tiles 0 to 1 (not split)" in fixed
     assert "more" not in fixed
-    fp8 = printed(monkeypatch, capsys, "--rows", "2x100", "--kv-dtype", "float8_e4m3fn", "--window", "40")
-    assert "tile         32 tokens" in fp8
-    assert "0     0      3      6      3 to 6             3 to 5       3" in fp8  # tiles 1 to 3, behind a gap of 3
-    assert "3     0     row 0 tiles 1 to 2 (split 0 of 3)" in fp8
+    fp8 = printed(monkeypatch, capsys, "--seq-lens", "2x100", "--kv-dtype", "float8_e4m3fn", "--window", "40")
+    assert "KV tiles     of 32 tokens" in fp8
+    assert "0        0      3      6      3 to 6             3 to 5       3" in fp8  # tiles 1 to 3; overhead 3
+    assert "3         0     request 0 tiles 1 to 2 (split 0 of 3)" in fp8
 
 
-def test_rows() -> None:
-    assert parse_rows("2x5+7 + 1x0") == [5, 5, 7, 0]
+def test_parse_seq_lens() -> None:
+    assert parse_seq_lens("2x5+7 + 1x0") == [5, 5, 7, 0]
     for text in ("", "5x", "x5", "-1", "3x4x5", "1.5", "1++2"):
-        with pytest.raises(ConfigError, match="rows: expected counts and lengths such as 1x32768"):
-            parse_rows(text)
+        with pytest.raises(ConfigError, match="seq_lens: expected counts and lengths such as 1x32768"):
+            parse_seq_lens(text)
 
 
-def test_what_cannot_be_planned_is_said(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_arguments_exit_with_the_error(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     for arguments, text in (
-        (("--rows", "0x5"), "at least 1 row"),
-        (("--rows", "5", "--num-q-heads", "7"), "num_q_heads: expected a multiple of num_kv_heads=8"),
-        (("--rows", "5", "--query-len", "17"), "query_len: expected an int from 1 to 16, got 17"),
-        (("--rows", "5", "--window", "-1"), "sliding_window: expected an int from 0"),
-        (("--rows", "5", "--num-sms", "0"), "num_sms: expected an int >= 1, got 0"),
+        (("--seq-lens", "0x5"), "at least 1 request"),
+        (("--seq-lens", "5", "--num-q-heads", "7"), "num_q_heads: expected a multiple of num_kv_heads=8"),
+        (("--seq-lens", "5", "--query-len", "17"), "query_len: expected an int from 1 to 16, got 17"),
+        (("--seq-lens", "5", "--window", "-1"), "sliding_window: expected an int from 0"),
+        (("--seq-lens", "5", "--num-sms", "0"), "num_sms: expected an int >= 1, got 0"),
     ):
         monkeypatch.setattr(sys, "argv", ["print_schedule.py", *arguments])
         with pytest.raises(SystemExit) as exit_code:

@@ -63,48 +63,46 @@ WRONG: dict[str, tuple[dict[str, Any], type[GraphRTError], str]] = {
     ),
     "value_heads": (
         {"v": bf16(5, 16, 2, 32), "out": bf16(6, 4, 32)}, UnsupportedError,
-        "v: expected heads of 64 as q and k have, got 32",
+        "v: expected heads of 64 as in q and k, got 32",
     ),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_wrong_arguments(case: str) -> None:
+def test_wrong_arguments_raise(case: str) -> None:
     changes, error, text = WRONG[case]
     positional, named = arguments(**changes)
     with pytest.raises(error, match=text):
         prompt_attention(*positional, **named)
 
 
-def test_right_arguments() -> None:
+def test_valid_arguments() -> None:
     positional, named = arguments(lse=torch.zeros(6, 4))
     prompt_attention(*positional, **named)
     positional, named = arguments(options=BOTH_WAYS, window=(MAX_WINDOW, 0))
     prompt_attention(*positional, **named)
 
 
-def test_head_sizes_that_no_kernel_has() -> None:
+def test_unsupported_head_size_raises() -> None:
     plan = PromptPlan.make(2, 6, **{**SIZES, "head_dim": 20})
     q, cache = bf16(6, 4, 20), bf16(5, 16, 2, 20)
     schedule = torch.zeros(plan.schedule_words, dtype=torch.int32)
     positional, named = arguments(q=q, k=cache, v=cache, out=q.clone(), plan=plan, schedule=schedule)
-    with pytest.raises(
-        UnsupportedError, match="q: expected a head_dim among the multiples of 8 from 16 to 256, got 20"
-    ):
+    with pytest.raises(UnsupportedError, match="q: expected a head_dim that is a multiple of 8 from 16 to 256, got 20"):
         prompt_attention(*positional, **named)
 
 
 WRONG_PLANS: dict[str, tuple[dict[str, Any], str]] = {
-    "rows": ({"num_rows": 0}, "num_rows: expected an int >= 1, got 0"),
+    "reqs": ({"num_reqs": 0}, "num_reqs: expected an int >= 1, got 0"),
     "tokens": ({"num_tokens": 0}, "num_tokens: expected an int >= 1, got 0"),
-    "heads": ({"num_q_heads": 3}, "num_q_heads: expected a multiple of 2 KV heads, got 3; pass those of a layer"),
+    "heads": ({"num_q_heads": 3}, "num_q_heads: expected a multiple of num_kv_heads=2, got 3; each KV head"),
     "sms": ({"num_sms": 0}, "num_sms: expected an int >= 1, got 0"),
 }
 
 
 @pytest.mark.parametrize("case", WRONG_PLANS)
-def test_wrong_plans(case: str) -> None:
+def test_wrong_plans_raise(case: str) -> None:
     changes, text = WRONG_PLANS[case]
-    sizes = {"num_rows": 2, "num_tokens": 6, **SIZES, **changes}
+    sizes = {"num_reqs": 2, "num_tokens": 6, **SIZES, **changes}
     with pytest.raises(ShapeError, match=text):
         PromptPlan.make(**sizes)

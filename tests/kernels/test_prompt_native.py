@@ -1,4 +1,4 @@
-"""The CUDA kernel of prompts: its variants, what it cannot serve, and, on a device, its results."""
+"""The CUDA prompt kernel: variants, unsupported calls and, on a device, results."""
 
 from __future__ import annotations
 
@@ -10,44 +10,39 @@ import torch
 from graphrt.kernels.attention.options import AttentionOptions
 from graphrt.kernels.attention.prompt_call import PromptCall
 from graphrt.kernels.attention.prompt_native import (
-    prompt_fault,
+    prompt_unsupported_reason,
     prompt_variant,
     prompt_variants,
     runs_prompt_kernel,
 )
 from graphrt.kernels.attention.prompt_plan import PromptPlan
 from graphrt.kernels.native.nvrtc import MIN_SHARED_BYTES
-from tests.kernels.test_prompt import (
+from tests.support.attention_cases import BF16, E4M3, F16, F32
+from tests.support.native_usage import compiled_within
+from tests.support.prompt_cases import (
     CASES,
+    PromptCase,
+    assert_right,
     by_id,
     check_mixed_step,
     check_pages_before_the_window,
     check_replays,
+    make_prompt,
     packed,
     paged,
+    run_prompt,
+    served,
 )
-from tests.support.attention_cases import BF16, E4M3, F16, F32
-from tests.support.native_usage import compiled_within
-from tests.support.prompt_cases import PromptCase, assert_right, make_prompt, run_prompt
 
-# Bytes; the output of such heads alone takes more than half of the registers.
+# Bytes; the output of these heads alone takes more than half of the registers.
 SPILLED = {"keys_of_232": 128, "gemma": 104}
-
-
-def served(cases: list[PromptCase]) -> list[PromptCase]:
-    """Those that the CUDA kernel serves."""
-    return [
-        case
-        for case in cases
-        if case.case.dtype in (F16, BF16) and case.case.stored == case.case.dtype and case.case.page_size % 16 == 0
-    ]
 
 
 @pytest.mark.parametrize("name", prompt_variants())
 def test_variants_compile_within_their_bounds(name: str) -> None:
     variant = prompt_variants()[name]
     registers, log = compiled_within(variant, SPILLED.get(name, 0))
-    assert "C7510" not in log, "products that wait for each other"
+    assert "C7510" not in log, "ptxas serialized the wgmma"
     assert registers * variant.num_threads <= 65536
     assert variant.shared_bytes <= MIN_SHARED_BYTES
 
@@ -67,12 +62,12 @@ def test_tiles_and_stages_fit_shared_memory(head_dim: int, tile: int, stages: tu
     assert (macros["BLOCK_N"], (macros["K_STAGES"], macros["V_STAGES"])) == (tile, stages)
 
 
-@pytest.mark.parametrize(("page_size", "rows"), [(0, 128), (16, 16), (48, 16), (64, 64), (256, 128), (96, 32)])
-def test_boxes_lie_in_one_page(page_size: int, rows: int) -> None:
-    assert dict(prompt_variant(make_plan(), AttentionOptions(1.0), BF16, page_size).macros)["BOX_ROWS"] == rows
+@pytest.mark.parametrize(("page_size", "reqs"), [(0, 128), (16, 16), (48, 16), (64, 64), (256, 128), (96, 32)])
+def test_boxes_are_within_one_page(page_size: int, reqs: int) -> None:
+    assert dict(prompt_variant(make_plan(), AttentionOptions(1.0), BF16, page_size).macros)["BOX_ROWS"] == reqs
 
 
-def test_plans_that_the_triton_kernel_serves() -> None:
+def test_unsupported_plans() -> None:
     assert make_plan().num_blocks == 132
     assert make_plan(native=False).num_blocks == 0
     assert make_plan(kv_dtype=E4M3).num_blocks == 0
@@ -90,40 +85,40 @@ def tensors(*shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
     return torch.zeros(shape, dtype=dtype)
 
 
-FAULTS = {
+UNSUPPORTED = {
     "none": (tensors(100, 8, 128), tensors(3, 16, 2, 128), None),
     "float32": (tensors(100, 8, 128, dtype=F32), tensors(3, 16, 2, 128, dtype=F32), "q is torch.float32 and k is"),
     "fp8": (tensors(100, 8, 128), tensors(3, 16, 2, 128, dtype=E4M3), "k is torch.float8_e4m3fn"),
-    "pages_of_24": (tensors(100, 8, 128), tensors(3, 24, 2, 128), "pages of 24 tokens are no multiple of 16"),
-    "queries_aside": (tensors(100, 8, 132)[:, :, 4:], tensors(3, 16, 2, 128), "q has heads at addresses"),
-    "keys_aside": (tensors(100, 8, 128), tensors(3, 16, 2, 129)[..., :128], "k has heads at addresses"),
+    "pages_of_24": (tensors(100, 8, 128), tensors(3, 24, 2, 128), "the page size of 24 is not a multiple of 16"),
+    "queries_misaligned": (tensors(100, 8, 132)[:, :, 4:], tensors(3, 16, 2, 128), "heads of q are not aligned"),
+    "keys_misaligned": (tensors(100, 8, 128), tensors(3, 16, 2, 129)[..., :128], "heads of k are not aligned"),
     "one_page_of_any_stride": (
         tensors(100, 8, 128), tensors(1, 16, 2, 128).as_strided((1, 16, 2, 128), (1, 256, 128, 1)), None,
     ),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", FAULTS)
-def test_calls_that_the_triton_kernel_serves(case: str) -> None:
-    q, k, text = FAULTS[case]
-    fault = prompt_fault(call_of(q, k))
-    assert (fault is None) if text is None else (text in str(fault))
+@pytest.mark.parametrize("case", UNSUPPORTED)
+def test_unsupported_calls(case: str) -> None:
+    q, k, text = UNSUPPORTED[case]
+    reason = prompt_unsupported_reason(call_of(q, k))
+    assert (reason is None) if text is None else (text in str(reason))
 
 
 CUDA = torch.device("cuda")
 LARGE = [
-    paged("many_units", ((900, 700), (64, 64), (1, 1), (1200, 500)), head_dim=128, dtype=BF16, num_kv_heads=2,
+    paged("many_q_tiles", ((900, 700), (64, 64), (1, 1), (1200, 500)), head_dim=128, dtype=BF16, num_kv_heads=2,
           num_sms=132, pad_tokens=70),
     paged("long_context", ((4000, 130),), head_dim=128, dtype=F16, num_sms=132, lse=False),
     paged("window_over_many_tiles", ((3000, 300),), head_dim=64, dtype=BF16, window=1000, num_sms=132, page_size=64),
-    packed("many_rows", tuple((n, n) for n in range(1, 130, 3)), causal=False, dtype=F16, group=1, num_kv_heads=4,
+    packed("many_reqs", tuple((n, n) for n in range(1, 130, 3)), causal=False, dtype=F16, gqa=1, num_kv_heads=4,
            num_sms=132),
 ]  # fmt: skip
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", by_id([*served(CASES), *LARGE]))
-def test_every_case(case: PromptCase, rng: torch.Generator, recwarn: pytest.WarningsRecorder) -> None:
+def test_case(case: PromptCase, rng: torch.Generator, recwarn: pytest.WarningsRecorder) -> None:
     if not runs_prompt_kernel(CUDA):
         pytest.skip("needs a GPU of compute capability 9.0")
     problem = make_prompt(case, rng, CUDA)
@@ -136,32 +131,32 @@ def test_every_case(case: PromptCase, rng: torch.Generator, recwarn: pytest.Warn
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("first_row", [False, True])
-def test_capture_and_replays_of_other_lengths(first_row: bool, rng: torch.Generator) -> None:
-    check_replays(True, first_row, CUDA, rng)
+@pytest.mark.parametrize("first_req", [False, True])
+def test_capture_and_replays_of_other_lengths(first_req: bool, rng: torch.Generator) -> None:
+    check_replays(True, first_req, CUDA, rng)
 
 
 @pytest.mark.gpu
-def test_a_mixed_step(rng: torch.Generator) -> None:
+def test_mixed_step(rng: torch.Generator) -> None:
     check_mixed_step(CUDA, rng, native=True)
 
 
 @pytest.mark.gpu
-def test_pages_before_the_window_may_be_gone(rng: torch.Generator) -> None:
+def test_pages_before_the_window_are_not_read(rng: torch.Generator) -> None:
     check_pages_before_the_window(CUDA, rng, native=True)
 
 
 @pytest.mark.gpu
-def test_a_call_beyond_the_kernel_is_served_with_a_warning(rng: torch.Generator) -> None:
+def test_unsupported_call_falls_back_to_triton(rng: torch.Generator) -> None:
     if not runs_prompt_kernel(CUDA):
         pytest.skip("needs a GPU of compute capability 9.0")
     case = paged("", ((40, 20),), dtype=BF16, page_size=8)
     problem = make_prompt(case, rng, CUDA)
-    with pytest.warns(RuntimeWarning, match="the slower Triton kernel runs, since pages of 8 tokens"):
+    with pytest.warns(RuntimeWarning, match="cannot run because the page size of 8 is not a multiple of 16"):
         assert_right(case, problem, run_prompt(case, problem, native=True))
 
 
-def test_replacing_a_plan_keeps_it_whole() -> None:
+def test_plan_round_trips_through_ints() -> None:
     plan = make_plan()
     assert PromptPlan.from_ints(plan.ints) == plan
     assert PromptPlan.from_ints(replace(plan, causal=False).ints) == replace(plan, causal=False)

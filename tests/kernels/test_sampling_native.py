@@ -340,7 +340,7 @@ def test_planted_bugs_are_noticed(
     emulated: torch.device, rng: torch.Generator, monkeypatch: pytest.MonkeyPatch, resize: Callable[[str, int], None],
     bug: str,
 ) -> None:  # fmt: skip
-    monkeypatch.setattr(native_emulation, "planted", (PLANTED | PLANTED_IN_PASSES)[bug])
+    monkeypatch.setattr(native_emulation, "injected", (PLANTED | PLANTED_IN_PASSES)[bug])
     if bug in PLANTED_IN_PASSES:
         resize("_LIST", 64)
     vocab = sampling.SAMPLE_CHUNK + 333

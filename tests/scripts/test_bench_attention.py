@@ -13,7 +13,6 @@ import pytest
 import torch
 from rich.console import Console
 
-from graphrt.kernels.attention.attend import PART_WORDS
 from graphrt.kernels.errors import CapacityError, ConfigError, UnsupportedError
 from graphrt.kernels.types import KVLayout
 from scripts.rigs.attention_cells import PARTS, make_cells, shrink
@@ -183,7 +182,7 @@ def test_schedules(case):
     plan = case.plan(CPU)
     work_list = case.call(CPU)()
     assert work_list.numel() >= plan.work_list_words
-    assert work_list[plan.schedule.num_parts * PART_WORDS] > 0, "no segments"
+    assert work_list[plan.schedule.num_partitions * PARTITION_WORDS] > 0, "no segments"
 
 
 def test_schedules_of_every_size():

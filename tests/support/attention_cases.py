@@ -1,4 +1,4 @@
-"""Attention problems with a dense oracle: what the tests of the attention kernels share."""
+"""Attention problems with a dense oracle, shared by the tests of the attention kernels."""
 
 from __future__ import annotations
 
@@ -22,20 +22,21 @@ UNWRITTEN = 777.0
 
 @dataclass(frozen=True)
 class Case:
-    """One attention problem; a row is (seq_len, query_len), and pad_tokens of padding follow.
+    """One attention problem; a request is (seq_len, query_len), and pad_tokens padding tokens follow.
 
-    v_head_dim 0 stands for head_dim. num_sms stands for the size of the device: it sets how many parts the work is cut
-    into.
+    gqa          query heads per KV head
+    v_head_dim   0: head_dim
+    num_sms      multiprocessors of the device, which set the number of work partitions
     """
 
     id: str
-    rows: tuple[tuple[int, int], ...]
+    reqs: tuple[tuple[int, int], ...]
     dtype: torch.dtype = F32
     kv_dtype: torch.dtype | None = None
     page_size: int = 16
     layout: str = "NHD"
     num_kv_heads: int = 1
-    group: int = 4
+    gqa: int = 4
     head_dim: int = 64
     v_head_dim: int = 0
     causal: bool = True
@@ -47,7 +48,7 @@ class Case:
     scale_per_head: bool = False
     lse: bool = True
     batch_invariant: bool = False
-    native: bool = True  # a plan for the CUDA kernel where it serves; on CPU the Triton kernel runs by it
+    native: bool = True  # plan for the CUDA kernel if it supports the shape; on CPU the Triton kernel uses such a plan
     num_sms: int = 2
     pad_tokens: int = 0
     qk_size: float = 1.0
@@ -55,7 +56,7 @@ class Case:
     @property
     def heads(self) -> dict[str, Any]:
         return {
-            "num_q_heads": self.num_kv_heads * self.group,
+            "num_q_heads": self.num_kv_heads * self.gqa,
             "num_kv_heads": self.num_kv_heads,
             "head_dim": self.head_dim,
             "v_head_dim": self.v_head_dim or None,
@@ -64,7 +65,7 @@ class Case:
 
     @property
     def spans(self) -> dict[str, Any]:
-        """What `schedule_attention` must know of the mask."""
+        """The arguments of `schedule_attention` that the mask needs."""
         return {
             "causal": self.causal,
             "sliding_window": self.window,
@@ -77,14 +78,14 @@ class Case:
 
     def decode_plan(self) -> AttentionPlan:
         return AttentionPlan.decode(
-            len(self.rows), query_len=self.rows[0][1], kv_dtype=self.stored, num_sms=self.num_sms,
+            len(self.reqs), query_len=self.reqs[0][1], kv_dtype=self.stored, num_sms=self.num_sms,
             batch_invariant=self.batch_invariant, native=self.native, **self.heads,
         )  # fmt: skip
 
 
 @dataclass
 class Problem:
-    """Tensors of a case on a device, and the dense K and V of each row, dequantised, of which the oracle is made."""
+    """Tensors of a case on a device, and the dequantised dense K and V of each request for the oracle."""
 
     case: Case
     q: torch.Tensor
@@ -109,12 +110,12 @@ class Problem:
     def varlen_plan(self) -> AttentionPlan:
         case = self.case
         return AttentionPlan.varlen(
-            len(case.rows), self.q.shape[0], kv_dtype=case.stored, num_sms=case.num_sms,
+            len(case.reqs), self.q.shape[0], kv_dtype=case.stored, num_sms=case.num_sms,
             batch_invariant=case.batch_invariant, **case.heads,
         )  # fmt: skip
 
     def scratch(self, plan: AttentionPlan) -> tuple[AttentionWorkspace, torch.Tensor]:
-        """Scratch memory of exactly the size that is needed, NaN or nonsense where its contents may not matter."""
+        """Scratch memory of the exact size, filled with NaN or invalid values where its contents must not matter."""
         if plan not in self.workspaces:
             workspace = AttentionWorkspace.allocate([plan], self.q.device)
             workspace.partial_out.fill_(NAN)
@@ -124,7 +125,7 @@ class Problem:
         return self.workspaces[plan]
 
     def run(self, op: str = "decode") -> torch.Tensor:
-        """Schedule and attend; op is decode, varlen or contiguous. Fails if the kernel leaves a counter behind."""
+        """Schedule and attend; op is decode, varlen or contiguous. Fails unless the kernel resets its counters."""
         self.out.fill_(UNWRITTEN)
         if self.lse is not None:
             self.lse.fill_(UNWRITTEN)
@@ -153,24 +154,24 @@ class Problem:
         return self.out.cpu().clone()
 
     def contiguous(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """K and V of all rows, packed, with NaN around them, and where each row's begin."""
+        """K and V of all requests, packed and followed by NaN, and the first position of each request."""
         size = self.case.page_size
         parts = []
         for cache in (self.k_cache, self.v_cache):
-            rows = [
-                cache[self.block_table[row, : -(-seq_len // size)].long()].flatten(0, 1)[:seq_len]
-                for row, (seq_len, _) in enumerate(self.case.rows)
+            reqs = [
+                cache[self.block_table[req, : -(-seq_len // size)].long()].flatten(0, 1)[:seq_len]
+                for req, (seq_len, _) in enumerate(self.case.reqs)
             ]
-            parts.append(torch.cat([*rows, cache[0].flip(0)]))
-        starts = torch.tensor([0, *(seq_len for seq_len, _ in self.case.rows)]).cumsum(0)
+            parts.append(torch.cat([*reqs, cache[0].flip(0)]))
+        starts = torch.tensor([0, *(seq_len for seq_len, _ in self.case.reqs)]).cumsum(0)
         return parts[0], parts[1], starts.to(torch.int32).to(self.q.device)
 
 
 def make_problem(case: Case, rng: torch.Generator, device: torch.device) -> Problem:
-    """Random tensors. NaN wherever a row does not look: in the null page, in pages of no row, in page tails, before the
-    window or the chunk of its first token; and in the queries of padding."""
+    """Random tensors. NaN wherever a request does not read: in the null page, in unallocated pages, in page tails,
+    before the window or the chunk of its first token, and in the queries of padding."""
     size, heads, dims = case.page_size, case.num_kv_heads, (case.head_dim, case.v_head_dim or case.head_dim)
-    pages_of = [-(-seq_len // size) for seq_len, _ in case.rows]
+    pages_of = [-(-seq_len // size) for seq_len, _ in case.reqs]
     num_pages = 3 + sum(pages_of)
     order = (torch.randperm(num_pages - 1, generator=rng) + 1).tolist()
     page = (size, heads) if case.layout == "NHD" else (heads, size)
@@ -178,28 +179,28 @@ def make_problem(case: Case, rng: torch.Generator, device: torch.device) -> Prob
     if case.layout == "HND":
         k_cache, v_cache = k_cache.permute(0, 2, 1, 3), v_cache.permute(0, 2, 1, 3)
     k_scale, v_scale = _scales(case, rng)
-    block_table = torch.zeros(len(case.rows), max([2, *pages_of]) + 1, dtype=torch.int32)
+    block_table = torch.zeros(len(case.reqs), max([2, *pages_of]) + 1, dtype=torch.int32)
     dense = []
-    for row, (seq_len, query_len) in enumerate(case.rows):
+    for req, (seq_len, query_len) in enumerate(case.reqs):
         k, v = (torch.randn(seq_len, heads, dim, generator=rng).to(case.stored) for dim in dims)
         dense.append((_dequantise(k.clone(), k_scale), _dequantise(v.clone(), v_scale)))
         hidden = _hidden(case, seq_len, query_len)
         k[:hidden], v[:hidden] = (torch.full_like(x[:hidden].float(), NAN).to(x.dtype) for x in (k, v))
-        for column in range(pages_of[row]):
+        for column in range(pages_of[req]):
             page, part = order.pop(), slice(column * size, min(seq_len, (column + 1) * size))
-            block_table[row, column] = page
+            block_table[req, column] = page
             k_cache[page, : part.stop - part.start] = k[part]
             v_cache[page, : part.stop - part.start] = v[part]
-    starts = torch.tensor([0, *(query_len for _, query_len in case.rows)]).cumsum(0).to(torch.int32)
-    num_tokens, num_q_heads = int(starts[-1]) + case.pad_tokens, heads * case.group
+    starts = torch.tensor([0, *(query_len for _, query_len in case.reqs)]).cumsum(0).to(torch.int32)
+    num_tokens, num_q_heads = int(starts[-1]) + case.pad_tokens, heads * case.gqa
     q = (case.qk_size * torch.randn(num_tokens, num_q_heads, dims[0], generator=rng)).to(case.dtype)
-    for row, (seq_len, _) in enumerate(case.rows):
+    for req, (seq_len, _) in enumerate(case.reqs):
         if seq_len == 0:
-            q[starts[row] : starts[row + 1]] = NAN
+            q[starts[req] : starts[req + 1]] = NAN
     q[starts[-1] :] = NAN
     slopes = torch.rand(num_q_heads, generator=rng) if case.alibi else None
     sinks = torch.randn(num_q_heads, generator=rng) * 3 if case.sinks else None
-    lengths = torch.tensor([seq_len for seq_len, _ in case.rows], dtype=torch.int32)
+    lengths = torch.tensor([seq_len for seq_len, _ in case.reqs], dtype=torch.int32)
     on_device = [t.to(device) for t in (q, k_cache, v_cache, block_table, lengths, starts)]
     moved = [None if t is None else t.to(device) for t in (slopes, sinks, k_scale, v_scale)]
     options = AttentionOptions(
@@ -211,7 +212,7 @@ def make_problem(case: Case, rng: torch.Generator, device: torch.device) -> Prob
 
 
 def _hidden(case: Case, seq_len: int, query_len: int) -> int:
-    """Positions before the first one that any new token of a row sees."""
+    """Positions before the first one that any new token of a request sees."""
     first = max(seq_len - query_len, 0)
     if case.chunk:
         return first - first % case.chunk
@@ -230,12 +231,12 @@ def _dequantise(stored: torch.Tensor, scale: torch.Tensor | None) -> torch.Tenso
 
 
 def expected(problem: Problem, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """The definition, row by row and head by head, with every operation in `dtype`: output and log-sum-exp."""
+    """Output and log-sum-exp by definition, for each request and head, with every operation in `dtype`."""
     case, q, options = problem.case, problem.q.cpu().to(dtype), problem.options
     out = torch.zeros(*q.shape[:2], case.v_head_dim or case.head_dim, dtype=dtype)
     lse = torch.full(q.shape[:2], float("-inf"), dtype=dtype)
     start = 0
-    for (seq_len, query_len), (k, v) in zip(case.rows, problem.dense, strict=True):
+    for (seq_len, query_len), (k, v) in zip(case.reqs, problem.dense, strict=True):
         where = torch.arange(seq_len)
         at = torch.arange(seq_len - query_len, seq_len)[:, None]
         visible = (where <= at) if case.causal else (at > -seq_len - query_len) & (where >= 0)
@@ -244,7 +245,7 @@ def expected(problem: Problem, dtype: torch.dtype) -> tuple[torch.Tensor, torch.
         if case.chunk:
             visible &= where.div(case.chunk, rounding_mode="floor") == at.div(case.chunk, rounding_mode="floor")
         for head in range(q.shape[1]):
-            keys, values = (x[:, head // case.group].to(dtype) for x in (k, v))
+            keys, values = (x[:, head // case.gqa].to(dtype) for x in (k, v))
             logits = q[start : start + query_len, head] @ keys.T * case.head_dim**-0.5
             if case.softcap:
                 logits = case.softcap * torch.tanh(logits / case.softcap)
@@ -259,7 +260,7 @@ def expected(problem: Problem, dtype: torch.dtype) -> tuple[torch.Tensor, torch.
             lse[start : start + query_len, head] = torch.logsumexp(logits, 1)
             shares = torch.softmax(logits, 1)[:, :seq_len].nan_to_num(0.0)
             out[start : start + query_len, head] = shares @ values
-        if seq_len == 0:  # the queries of such a row are NaN
+        if seq_len == 0:  # the queries of such a request are NaN
             out[start : start + query_len] = 0
         start += query_len
     if options.sinks is not None:
@@ -268,7 +269,7 @@ def expected(problem: Problem, dtype: torch.dtype) -> tuple[torch.Tensor, torch.
 
 
 def assert_accurate(problem: Problem, got: torch.Tensor) -> None:
-    """Error at most twice that of plain torch in the same dtype, plus 1e-5; exact zeros where nothing is seen."""
+    """Error at most twice that of plain torch in the same dtype, plus 1e-5; exact zeros for tokens that see no key."""
     truth, true_lse = expected(problem, torch.float64)
     plain, plain_lse = expected(problem, problem.case.dtype)
     bound = 2 * (plain.double() - truth).abs().max().item() + 1e-5
@@ -279,7 +280,7 @@ def assert_accurate(problem: Problem, got: torch.Tensor) -> None:
     if problem.lse is not None:
         have = problem.lse.cpu().double()
         seen = true_lse.isfinite()
-        assert torch.equal(have.isfinite(), seen), "log-sum-exp where nothing is seen"
+        assert torch.equal(have.isfinite(), seen), "log-sum-exp of tokens that see no key"
         bound = 2 * (plain_lse.double() - true_lse)[seen].abs().max().item() + 1e-5 if seen.any() else 0.0
         error = (have - true_lse)[seen].abs().max().item() if seen.any() else 0.0
         assert error <= bound, f"max error of the log-sum-exp {error:.3g}, allowed {bound:.3g}"

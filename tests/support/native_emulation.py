@@ -1,4 +1,4 @@
-"""The CUDA kernels' own source on a CPU, compiled as C++ with emulation/primitives.cuh in place of instructions."""
+"""Run the CUDA kernels' source on a CPU: compiled as C++, with emulation/primitives.cuh in place of instructions."""
 
 from __future__ import annotations
 
@@ -18,29 +18,29 @@ from graphrt.kernels.native import nvrtc
 from graphrt.kernels.native.nvrtc import NativeVariant
 
 COMPILER = shutil.which("g++")
-planted: tuple[str, str] | None = None
-"""A bug: text of the sources, and what stands there instead."""
+injected: tuple[str, str] | None = None
+"""A bug to inject: text of the sources, and its replacement."""
 launches = itertools.count()
-"""Their numbers, which decide in which order a launch does things."""
-_DYNAMIC = "  extern __shared__ __align__(128) char memory[];\n"  # the emulation's `memory` is the running block's
+"""Numbers of launches, which seed the execution order of each launch."""
+_DYNAMIC = "  extern __shared__ __align__(128) char memory[];\n"  # in emulation `memory` points to the running block's
 _INSTRUCTIONS = Path(__file__).resolve().parent / "emulation" / "primitives.cuh"
 _SOURCES = Path(nvrtc.__file__).resolve().parent
 
 
 @functools.cache
 def _build(variant: NativeVariant, bug: tuple[str, str] | None) -> Callable[..., bytes | None]:
-    """The entry of a shared library that holds the variant. The library stays loaded, so its folder may go."""
-    assert COMPILER is not None, "skip where there is no C++ compiler"
+    """Compile a variant and return the entry of its shared library, which stays loaded without its folder."""
+    assert COMPILER is not None, "skip without a C++ compiler"
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         texts = {path.name: path.read_text() for path in (*_SOURCES.glob("*.cuh"), _SOURCES / variant.source)}
         if bug is not None:
             if not any(bug[0] in path.read_text() for path in _SOURCES.glob("*.cu*")):
-                raise LookupError(f"no longer in the sources: {bug[0]}")
+                raise LookupError(f"the sources do not contain {bug[0]!r}")
             texts = {name: text.replace(*bug) for name, text in texts.items()}
         assert _DYNAMIC in texts[variant.source]
         texts[variant.source] = texts[variant.source].replace(_DYNAMIC, "")
-        texts["primitives.cuh"] = _INSTRUCTIONS.read_text()  # in place of the device's
+        texts["primitives.cuh"] = _INSTRUCTIONS.read_text()  # replaces the device's
         for file_name, text in texts.items():
             (folder / file_name).write_text(text)
         main = folder / "main.cpp"
@@ -63,10 +63,12 @@ def _build(variant: NativeVariant, bug: tuple[str, str] | None) -> Callable[...,
 def emulated_launch(
     variant: NativeVariant, grid: tuple[int, int], params: ctypes.Structure, device: torch.device, *, pdl: bool = False
 ) -> None:
-    """Stands in for `nvrtc.launch`, on CPU tensors. Clusters start in any order, which must not show; blocks that wait
-    for earlier ones in the order in which a device starts them. Every second launch runs them one after another.
+    """Replace `nvrtc.launch` on CPU tensors.
 
-    Raises: AssertionError for what the emulation notices, as threads that wait for each other for ever.
+    Clusters start in any order, which must not affect results. Blocks that wait for earlier blocks start in the order
+    of a device. Every second launch runs the blocks one after another.
+
+    Raises: AssertionError: if the emulation detects a fault, such as a deadlock.
     """
     seed = next(launches)
     clusters = list(range(grid[0] * grid[1] // variant.cluster))
@@ -75,6 +77,6 @@ def emulated_launch(
     if macros.get("CLUSTER") == 1 and not macros["FIXED_SPLITS"]:
         clusters.sort(key=lambda block: block % grid[1])
     count, at_a_time = len(clusters), 1 if seed % 2 else 2 * grid[0] + 4
-    run = _build(variant, planted)
+    run = _build(variant, injected)
     fault = run(ctypes.byref(params), *grid, (ctypes.c_int * count)(*clusters), count, at_a_time, seed)
     assert fault is None, fault.decode()

@@ -1,4 +1,4 @@
-"""What CUDA kernels use of a multiprocessor, compiled without a GPU."""
+"""Resources that CUDA kernels use on a multiprocessor, compiled without a GPU."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from graphrt.kernels.native.nvrtc import NativeVariant, compile_variant
 
 
 def compiled_within(variant: NativeVariant, most_spilled: int) -> tuple[int, str]:
-    """Compile a variant that may spill so many bytes; its registers, and what the assembler said."""
+    """Compile a variant that may spill `most_spilled` bytes; return its registers and the assembler's report."""
     cubin, log = compile_variant(variant)
     assert cubin.startswith(b"\x7fELF")
     assert max(int(n) for n in re.findall(r"(\d+) bytes spill", log)) <= most_spilled, log
@@ -16,6 +16,6 @@ def compiled_within(variant: NativeVariant, most_spilled: int) -> tuple[int, str
 
 
 def assert_fits(variant: NativeVariant, blocks: int, registers: int, static: int = 0) -> None:
-    """So many blocks fit a multiprocessor, each with `static` bytes of shared memory beside its dynamic ones."""
+    """Check that `blocks` blocks fit a multiprocessor, each with `static` bytes of static shared memory."""
     assert blocks * (variant.shared_bytes + static + 1024) <= 228 * 1024, "does not fit a multiprocessor"
     assert blocks * variant.num_threads * -(-registers // 8) * 8 <= 65536, "does not fit a multiprocessor's registers"

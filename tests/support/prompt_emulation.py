@@ -1,4 +1,5 @@
-"""The CUDA kernel of prompts on a CPU: its own source, compiled with emulation/warpgroups.cuh for its instructions."""
+"""Run the source of the CUDA prompt kernel on a CPU: compiled as C++, with emulation/warpgroups.cuh for
+instructions."""
 
 from __future__ import annotations
 
@@ -18,23 +19,23 @@ from graphrt.kernels.native import nvrtc
 from graphrt.kernels.native.nvrtc import NativeVariant
 
 COMPILER = shutil.which("g++")
-planted: tuple[str, str] | None = None
-"""A bug: text of the source, and what stands there instead."""
+injected: tuple[str, str] | None = None
+"""A bug to inject: text of the source, and its replacement."""
 launches = itertools.count()
-"""Their numbers, which decide in which order a launch does things."""
-_DYNAMIC = "  extern __shared__ __align__(1024) char memory[];\n"  # the emulation's `memory` is the running block's
+"""Numbers of launches, which seed the execution order of each launch."""
+_DYNAMIC = "  extern __shared__ __align__(1024) char memory[];\n"  # in emulation `memory` points to the running block's
 _INSTRUCTIONS = Path(__file__).resolve().parent / "emulation" / "warpgroups.cuh"
 _SOURCES = Path(nvrtc.__file__).resolve().parent
 
 
 @functools.cache
 def _build(variant: NativeVariant, bug: tuple[str, str] | None) -> Callable[..., bytes | None]:
-    """The entry of a shared library that holds the variant. The library stays loaded, so its folder may go."""
-    assert COMPILER is not None, "skip where there is no C++ compiler"
+    """Compile a variant and return the entry of its shared library, which stays loaded without its folder."""
+    assert COMPILER is not None, "skip without a C++ compiler"
     text = (_SOURCES / variant.source).read_text()
     if bug is not None:
         if bug[0] not in text:
-            raise LookupError(f"no longer in the source: {bug[0]}")
+            raise LookupError(f"the source does not contain {bug[0]!r}")
         text = text.replace(*bug)
     assert _DYNAMIC in text
     with tempfile.TemporaryDirectory() as name:
@@ -59,19 +60,19 @@ def _build(variant: NativeVariant, bug: tuple[str, str] | None) -> Callable[...,
 def emulated_launch(
     variant: NativeVariant, grid: tuple[int, int], params: ctypes.Array, device: torch.device, *, pdl: bool = False
 ) -> None:
-    """Stands in for `nvrtc.launch`, on CPU tensors.
+    """Replace `nvrtc.launch` on CPU tensors.
 
-    Raises: AssertionError for what the emulation notices, as threads that wait for each other for ever.
+    Raises: AssertionError: if the emulation detects a fault, such as a deadlock.
     """
     buffer = ctypes.create_string_buffer(ctypes.sizeof(params) + 64)  # the struct is aligned to 64 bytes
     at = -(-ctypes.addressof(buffer) // 64) * 64
     ctypes.memmove(at, params, ctypes.sizeof(params))
-    fault = _build(variant, planted)(ctypes.c_void_p(at), grid[0], next(launches))
+    fault = _build(variant, injected)(ctypes.c_void_p(at), grid[0], next(launches))
     assert fault is None, fault.decode()
 
 
 def emulated_map(tensor: torch.Tensor, box_rows: int) -> bytes:
-    """Stands in for `encode_map`: the emulation's TensorMap."""
+    """Replace `encode_map`: return the emulation's TensorMap."""
     pages = tensor if tensor.dim() == 4 else tensor[None]
     num_pages, num_slots, num_heads, head_dim = pages.shape
     steps = [pages.stride(dim) * pages.element_size() for dim in (1, 2, 0)]

@@ -1,10 +1,10 @@
-// The instructions of kernels/native/primitives.cuh on a CPU, so that the kernels' own source runs there as C++.
+// Emulate the instructions of kernels/native/primitives.cuh on a CPU, so that the source of the kernels runs as C++.
 //
-// A CUDA thread is a context, which runs until it needs what others have not done yet; a warp's collective waits for its
-// 32 lanes. Everything happens in one thread of the operating system, in an order that the launch's seed decides, so that
-// a launch can be repeated. What the hardware leaves open is made as bad as it may be: shared memory is NaN at first, a
-// copy poisons its place at once and arrives only when it is waited for, words for other blocks come late and in any
-// order, and some warps and blocks are slower than others.
+// A CUDA thread is a context that runs until it must wait for other threads. A collective of a warp waits for its 32
+// lanes. Everything runs in one thread of the operating system, in an order derived from the seed of the launch, so
+// that launches are reproducible. Where the hardware leaves behaviour open, the emulation takes the worst case: shared
+// memory is NaN at first, a copy poisons its destination and arrives only when a thread waits for it, words for other
+// blocks arrive late and in any order, and some warps and blocks are slow.
 
 #include <setjmp.h>
 #include <ucontext.h>
@@ -20,7 +20,7 @@
 #include <random>
 #include <vector>
 
-namespace {  // of the kernel's sources too: who includes them closes it
+namespace {  // the file that includes the kernel's source closes it
 
 typedef unsigned int u32;
 typedef unsigned short u16;
@@ -66,7 +66,7 @@ inline u32 __byte_perm(u32 x, u32 y, u32 selector) {
 
 // Contexts, barriers
 
-constexpr int STACK_BYTES = 256 << 10, NUM_THREADS = 32 * WARPS, GUARD_BYTES = 4096;  // behind SHARED_BYTES
+constexpr int STACK_BYTES = 256 << 10, NUM_THREADS = 32 * WARPS, GUARD_BYTES = 4096;  // after SHARED_BYTES
 
 struct Copy { u32 to; const char *from; int bytes; };
 struct Warp { long arrived = 0; unsigned char brought[2][32][32]; };
@@ -74,10 +74,10 @@ struct Thread {
   int x;
   std::unique_ptr<char[]> stack;
   ucontext_t begin;
-  jmp_buf at;  // where it goes on, once it runs
+  jmp_buf at;  // where it resumes, once `runs` is set
   bool runs = false, done = false;
   long collectives = 0, block_barriers = 0, cluster_arrivals = 0;
-  std::deque<std::vector<Copy>> groups = std::deque<std::vector<Copy>>(1);  // the last one is not committed yet
+  std::deque<std::vector<Copy>> groups = std::deque<std::vector<Copy>>(1);  // the last one is open
 };
 struct Word { u32 *at, value; };
 struct alignas(128) Line { char bytes[128]; };
@@ -93,7 +93,7 @@ struct Block {
   std::vector<Thread> threads = std::vector<Thread>(NUM_THREADS);
   std::vector<Word> sent;
   long arrived = 0;
-  int passes = 0, slow = 0, left = NUM_THREADS;  // left: threads that have not ended
+  int passes = 0, slow = 0, left = NUM_THREADS;  // left: unfinished threads
 };
 struct Cluster {
   std::vector<Block> blocks = std::vector<Block>(CLUSTER);
@@ -101,15 +101,15 @@ struct Cluster {
   bool met = false;
 };
 
-char *memory;  // the running block's, like the following
+char *memory;  // of the running block, as the following variables
 Block *running;
 Thread *current;
 struct { int x, y; } blockIdx, gridDim;
 #define threadIdx (*current)
 jmp_buf scheduler;
 std::minstd_rand chance;
-long progress;  // counts what is done; waiting and asking do not count
-const char *fault;  // what went wrong, or null
+long progress;  // counts actions; waiting and polling do not count
+const char *fault;  // a detected fault, or null
 
 inline void yield() {
   if (!_setjmp(current->at)) _longjmp(scheduler, 1);
@@ -120,7 +120,7 @@ template <typename T> struct Lanes {
   T operator[](int i) const { T r; memcpy(&r, brought[i], sizeof(T)); return r; }
 };
 
-// What every lane of the warp brings to its next collective.
+// Exchange a value between the lanes of the warp in a collective.
 template <typename T> inline Lanes<T> exchange(T mine) {
   static_assert(sizeof(T) <= 32, "a lane brings 32 bytes at most");
   Warp &warp = running->warps[current->x / 32];
@@ -296,10 +296,10 @@ inline u32 atomicMax(u32 *at, u32 x) { u32 r = *at; *at = max(r, x); return r; }
 inline u32 atomicOr(u32 *at, u32 x) { u32 r = *at; *at |= x; return r; }
 inline u32 atomicAnd(u32 *at, u32 x) { u32 r = *at; *at &= x; return r; }
 
-// Words come when their block has ended and somebody waits for one of them, or at the end of the launch: a few at a time,
-// by address, backwards, or in any order.
+// Words arrive after their block has finished and a thread polls one of them, or at the end of the launch. A few arrive
+// at a time, in ascending, descending or random order of addresses.
 struct Mail {
-  std::vector<Word> words;  // the next one is the last
+  std::vector<Word> words;  // delivered from the back
   const u32 *first, *last;
   bool asked;
 };
@@ -314,7 +314,7 @@ inline float2 receive(const float *at) {
     for (Mail &mail : mails) mail.asked |= mail.first <= words && words <= mail.last;
   return {__int_as_float(words[0]), __int_as_float(words[1])};
 }
-inline void give_up() {}  // a launch ends when it makes no progress any more
+inline void abort_kernel() {}  // a launch without progress is stopped
 inline void post(std::vector<Word> &words) {
   if (words.empty()) return;
   const auto by_address = [](Word a, Word b) { return a.at < b.at; };
@@ -333,15 +333,15 @@ inline void deliver(Mail &mail, size_t count) {
   }
 }
 
-struct Barrier { int expected, bytes; };  // expected: of this phase, or -1; the phase in the lowest bit of `bytes`
+struct Barrier { int expected, bytes; };  // expected: bytes of this phase, or -1. `bytes` holds the phase in its lowest bit
 inline void end_of_phase(Barrier &barrier) {
   if (barrier.expected == barrier.bytes >> 1) barrier = {-1, ~barrier.bytes & 1};
 }
 inline void init_barrier(i64 *at) { *(Barrier *)at = {-1, 0}; }
-inline void publish_barriers() {}
+inline void fence_barrier_init() {}
 inline void expect_bytes(i64 *at, int bytes) {
   Barrier &barrier = *(Barrier *)at;
-  if (barrier.expected >= 0) fault = "a phase of a barrier begins before the last one has ended";
+  if (barrier.expected >= 0) fault = "a phase of a barrier begins before the previous one has ended";
   barrier.expected = bytes;
   end_of_phase(barrier);
 }
@@ -352,7 +352,7 @@ inline void store_remote(u32 at, u32 barrier, int rank, float x, float y) {
   const float pair[2] = {x, y};
   Block &block = running->cluster->blocks[rank];
   running->cluster->met = true;
-  if (block.left == 0) fault = "a block stores to one that has ended";
+  if (block.left == 0) fault = "a block stores to a finished block";
   memcpy(block.memory() + at, pair, 8);
   Barrier &there = *(Barrier *)(block.memory() + barrier);
   there.bytes += 8 << 1;
@@ -381,7 +381,7 @@ template <typename P> void enter() {
   while (true) yield();
 }
 
-std::vector<std::unique_ptr<char[]>> stacks;  // of threads that have ended, for others
+std::vector<std::unique_ptr<char[]>> stacks;  // of finished threads, for reuse
 template <typename P> void prepare(Thread &thread, int x) {
   thread.x = x;
   if (stacks.empty()) stacks.emplace_back(new char[STACK_BYTES]);
@@ -406,7 +406,7 @@ extern "C" char __start_shared_variables[] __attribute__((visibility("hidden")))
 extern "C" char __stop_shared_variables[] __attribute__((visibility("hidden")));
 const size_t VARIABLE_BYTES = __stop_shared_variables - __start_shared_variables;
 
-// Each thread of a block, until it waits; in seven of eight passes without the slow warps.
+// Run each thread of a block until it waits. Seven of eight passes skip the slow warps.
 inline void run_pass(Block &block) {
   if (block.passes % 256 == 0) block.slow = chance();
   const bool all = block.passes++ % 8 == 0;
@@ -422,13 +422,12 @@ inline void run_pass(Block &block) {
   memcpy(block.variables.data(), __start_shared_variables, VARIABLE_BYTES);
 }
 
-// Runs clusters of blocks in the order of `order`, several of them at a time, or one after another, which must do. What
-// went wrong as far as it is noticed on the way, or null.
+// Run clusters of blocks in the order of `order`, `at_a_time` of them concurrently. Return a detected fault, or null.
 template <typename P>
 const char *run_grid(const P *params, int grid_x, int grid_y, const int *order, int count, int at_a_time, int seed) {
   constexpr int MAX_ROUNDS = 50000;  // without progress
   chance.seed(seed + 1);
-  chance.discard(8);  // the first numbers of neighbouring seeds are alike
+  chance.discard(8);  // the first numbers of neighbouring seeds are similar
   params_of_launch<P> = params;
   gridDim = {grid_x, grid_y};
   fault = nullptr;
@@ -449,7 +448,8 @@ const char *run_grid(const P *params, int grid_x, int grid_y, const int *order, 
       for (int i = 0; i < NUM_THREADS; ++i) prepare<P>(block.threads[i], i);
     }
   };
-  const auto may_start = [](const Block &block) {  // late ones when another waits for them, or should have
+  // Late blocks start once another block waits for them or should have.
+  const auto may_start = [](const Block &block) {
     if (!block.is_late || block.cluster->met) return true;
     for (const Block &other : block.cluster->blocks)
       if (!other.is_late && other.left > 0) return false;
@@ -460,7 +460,7 @@ const char *run_grid(const P *params, int grid_x, int grid_y, const int *order, 
       if (block.left > 0) return false;
     for (Block &block : cluster.blocks) {
       for (int i = 0; i < GUARD_BYTES; ++i)
-        if (block.memory()[SHARED_BYTES + i] != (char)0xff) fault = "a block stores behind its shared memory";
+        if (block.memory()[SHARED_BYTES + i] != (char)0xff) fault = "a block stores past its shared memory";
       post(block.sent);
       for (Thread &thread : block.threads) stacks.push_back(std::move(thread.stack));
     }
@@ -480,10 +480,10 @@ const char *run_grid(const P *params, int grid_x, int grid_y, const int *order, 
       }
     live.remove_if(has_ended);
     rounds = progress == before ? rounds + 1 : 0;
-    if (rounds == MAX_ROUNDS) fault = "threads wait for each other for ever";
+    if (rounds == MAX_ROUNDS) fault = "deadlock: threads wait for each other";
   }
   for (Mail &mail : mails) deliver(mail, mail.words.size());
   return fault;
 }
 
-// What follows is the kernel's source.
+// The source of the kernel follows.

@@ -1,9 +1,9 @@
-// The instructions of kernels/native/warpgroups.cuh on a CPU, so that the kernel's own source runs there as C++.
+// Emulate the instructions of kernels/native/warpgroups.cuh on a CPU, so that the source of the kernel runs as C++.
 //
-// A CUDA thread is a context, which runs until it needs what others have not done yet. What the hardware leaves open is
-// made as bad as it may be: shared memory is NaN at first; a copy poisons its place at once and arrives late, in any
-// order; products are computed when they begin or when they are waited for, until when their registers are NaN; and some
-// warps are slow. Blocks are independent, so they run one after another.
+// A CUDA thread is a context that runs until it must wait for other threads. Where the hardware leaves behaviour open,
+// the emulation takes the worst case: shared memory is NaN at first; a copy poisons its destination and arrives late,
+// in any order; a wgmma is computed when it starts or when a thread waits for it, and until then its registers are NaN;
+// and some warps are slow. Blocks are independent, so they run one after another.
 
 #include <setjmp.h>
 #include <ucontext.h>
@@ -18,7 +18,7 @@
 #include <random>
 #include <vector>
 
-namespace {  // of the kernel's source too: who includes it closes it
+namespace {  // the file that includes the kernel's source closes it
 
 typedef unsigned int u32;
 typedef unsigned short u16;
@@ -41,26 +41,27 @@ inline int max(int a, int b) { return a > b ? a : b; }
 
 // Contexts
 
-constexpr int STACK_BYTES = 256 << 10, THREADS = 384, GUARD_BYTES = 4096;  // behind SHARED_BYTES
+constexpr int STACK_BYTES = 256 << 10, THREADS = 384, GUARD_BYTES = 4096;  // after SHARED_BYTES
 
 struct Copy { u32 to; const char *from; int bytes; };
-struct Product { float *d; const u32 *a[4]; i64 left, right; int n, at; bool adds, done; };  // a null: the left side is shared
+// a is null if the left operand is in shared memory.
+struct Wgmma { float *d; const u32 *a[4]; i64 left, right; int n, at; bool adds, done; };
 struct Warp { long arrived = 0; unsigned char brought[2][32][32]; };
 struct Thread {
   int x;
   std::unique_ptr<char[]> stack;
   ucontext_t begin;
-  jmp_buf at;  // where it goes on, once it runs
+  jmp_buf at;  // where it resumes, once `runs` is set
   bool runs = false, done = false;
   long collectives = 0;
   std::vector<Copy> copies;
-  std::vector<std::vector<Product>> groups = std::vector<std::vector<Product>>(1);  // the last one is not committed yet
-  std::map<float *, std::vector<float>> registers;  // of products that are under way
+  std::vector<std::vector<Wgmma>> groups = std::vector<std::vector<Wgmma>>(1);  // the last one is open
+  std::map<float *, std::vector<float>> registers;  // of wgmma in flight
 };
 struct alignas(64) TensorMap { const char *base; i64 extents[4], steps[3]; int box_rows; };
 static_assert(sizeof(TensorMap) == 128, "as large as the driver's");
 struct Box { u32 to; const TensorMap *map; i64 *barrier; int at[4]; };
-struct Meeting { int arrived = 0; long count = 0; };
+struct NamedBarrier { int arrived = 0; long count = 0; };
 struct alignas(1024) Line { char bytes[1024]; };
 
 std::vector<Line> shared;
@@ -68,14 +69,14 @@ char *memory;
 Thread *current;
 std::vector<Thread> threads;
 std::vector<Warp> warps;
-std::vector<Box> boxes;  // under way
-Meeting meetings[16];
+std::vector<Box> boxes;  // in flight
+NamedBarrier named_barriers[16];
 struct { int x, y; } blockIdx, gridDim;
 #define threadIdx (*current)
 jmp_buf scheduler;
 std::minstd_rand chance;
-long progress;  // counts what is done; waiting and asking do not count
-const char *fault;  // what went wrong, or null
+long progress;  // counts actions; waiting and polling do not count
+const char *fault;  // a detected fault, or null
 
 inline void yield() {
   if (!_setjmp(current->at)) _longjmp(scheduler, 1);
@@ -85,7 +86,7 @@ template <typename T> struct Lanes {
   const unsigned char (*brought)[32];
   T operator[](int i) const { T r; memcpy(&r, brought[i], sizeof(T)); return r; }
 };
-// What every lane of the warp brings to its next collective.
+// Exchange a value between the lanes of the warp in a collective.
 template <typename T> inline Lanes<T> exchange(T mine) {
   Warp &warp = warps[current->x / 32];
   const long number = ++current->collectives;
@@ -104,30 +105,30 @@ inline bool __any_sync(u32, bool x) {
 template <typename T> inline T __shfl_sync(u32, T x, int lane) { return exchange(x)[lane]; }
 template <typename T> inline T __shfl_xor_sync(u32, T x, int mask) { return exchange(x)[(current->x % 32) ^ mask]; }
 inline bool elect() { return current->x % 32 == 0; }
-inline void announce(int barrier, int count) {
-  Meeting &meeting = meetings[barrier];
-  if (++meeting.arrived == count) meeting.arrived = 0, ++meeting.count;
+inline void barrier_arrive(int barrier, int count) {
+  NamedBarrier &named_barrier = named_barriers[barrier];
+  if (++named_barrier.arrived == count) named_barrier.arrived = 0, ++named_barrier.count;
   ++progress;
 }
-inline void meet(int barrier, int count) {
-  const long before = meetings[barrier].count;
-  announce(barrier, count);
-  while (meetings[barrier].count == before) yield();
+inline void barrier_sync(int barrier, int count) {
+  const long before = named_barriers[barrier].count;
+  barrier_arrive(barrier, count);
+  while (named_barriers[barrier].count == before) yield();
 }
-inline void __syncthreads() { meet(0, THREADS); }
-template <int COUNT> inline void keep_registers() {}
-template <int COUNT> inline void take_registers() {}
+inline void __syncthreads() { barrier_sync(0, THREADS); }
+template <int COUNT> inline void dealloc_registers() {}
+template <int COUNT> inline void alloc_registers() {}
 
 // Barriers
 
-struct Barrier { short count, missing; int state; };  // state: bytes that are missing, times 2, and the phase
+struct Barrier { short count, missing; int state; };  // state: missing bytes, times 2, and the phase
 inline void end_of_phase(Barrier &b) {
-  if (b.missing < 0) fault = "more threads arrive at a barrier than it counts";
+  if (b.missing < 0) fault = "more threads arrive at a barrier than it expects";
   if (b.missing == 0 && b.state >> 1 == 0) b.missing = b.count, b.state ^= 1;
   ++progress;
 }
 inline void init_barrier(i64 *at, int count) { *(Barrier *)at = {(short)count, (short)count, 0}; }
-inline void publish_barriers() {}
+inline void fence_barrier_init() {}
 inline void arrive_and_expect(i64 *at, int bytes) {
   Barrier &b = *(Barrier *)at;
   b.state += 2 * bytes;
@@ -164,10 +165,10 @@ inline void wait_for_copies() {
   current->copies.clear();
   ++progress;
 }
-inline void publish_to_products() {}
+inline void fence_async_proxy() {}
 inline u32 swizzled(u32 at) { return at ^ (at >> 7 & 7) << 4; }
-inline void copy_box(u32 to, const TensorMap *map, i64 *barrier, int x, int y, int z, int w) {
-  if (to % 1024) fault = "a box begins within a pattern of the swizzle";
+inline void tma_load(u32 to, const TensorMap *map, i64 *barrier, int x, int y, int z, int w) {
+  if (to % 1024) fault = "a box is not aligned to the swizzle pattern";
   memset(memory + to, 0xff, map->box_rows * 128);
   boxes.push_back({to, map, barrier, {x, y, z, w}});
 }
@@ -214,19 +215,19 @@ inline u16 rounded(float x) { _Float16 h = (_Float16)x; u16 r; memcpy(&r, &h, 2)
 inline u32 pack(float low, float high) { return rounded(low) | (u32)rounded(high) << 16; }
 inline float power2(float x) { return exp2f(x); }
 
-// Products
+// wgmma
 
-inline i64 describe(u32 at, int panel_bytes) {
+inline i64 make_descriptor(u32 at, int panel_bytes) {
   return (i64)1 << 62 | (i64)(1024 >> 4) << 32 | (i64)(panel_bytes >> 4) << 16 | at >> 4;
 }
-// An element of a matrix in shared memory: 8 rows of 128 bytes make a pattern, patterns follow each other.
+// An element of a matrix in shared memory, which is a sequence of swizzle patterns of 8 rows of 128 bytes.
 inline float element(i64 matrix, int row, int column) {
   const u32 begin = (matrix & 0x3fff) << 4, panel = (matrix >> 16 & 0x3fff) << 4, pattern = (matrix >> 32 & 0x3fff) << 4;
   u16 x;
   memcpy(&x, memory + swizzled(begin + row / 8 * pattern + row % 8 * 128 + column / 64 * panel + column % 64 * 2), 2);
   return number(x);
 }
-inline void compute(const Product &x, std::vector<float> &d) {
+inline void compute(const Wgmma &x, std::vector<float> &d) {
   const int lane = current->x % 32, warp = current->x / 32 % 4;
   for (int half = 0; half < 2; ++half) {
     float left[16];
@@ -241,9 +242,9 @@ inline void compute(const Product &x, std::vector<float> &d) {
     }
   }
 }
-inline void begin_products() {}
-template <int COUNT> inline void pin(float (&)[COUNT]) {}
-inline void begin_product(Product x, int count) {
+inline void wgmma_fence() {}
+template <int COUNT> inline void fence_registers(float (&)[COUNT]) {}
+inline void start_wgmma(Wgmma x, int count) {
   auto lanes = exchange(x.a[0]);
   for (int i = 0; i < 4; ++i) x.a[i] = lanes[current->x % 32 / 4 * 4 + i];
   if (!current->registers.count(x.d)) {
@@ -252,24 +253,24 @@ inline void begin_product(Product x, int count) {
   }
   current->groups.back().push_back(x);
 }
-inline void multiply_rows(float (&d)[64], i64 a, i64 b, bool adds) { begin_product({d, {}, a, b, 128, 0, adds, false}, 64); }
-inline void multiply_rows(float (&d)[32], i64 a, i64 b, bool adds) { begin_product({d, {}, a, b, 64, 0, adds, false}, 32); }
-template <int N, int AT, int COUNT> inline void multiply(float (&d)[COUNT], const u32 *a, i64 b, bool adds) {
-  begin_product({d, {a}, 0, b, N, AT, adds, false}, COUNT);
+inline void wgmma_ss(float (&d)[64], i64 a, i64 b, bool adds) { start_wgmma({d, {}, a, b, 128, 0, adds, false}, 64); }
+inline void wgmma_ss(float (&d)[32], i64 a, i64 b, bool adds) { start_wgmma({d, {}, a, b, 64, 0, adds, false}, 32); }
+template <int N, int AT, int COUNT> inline void wgmma_rs(float (&d)[COUNT], const u32 *a, i64 b, bool adds) {
+  start_wgmma({d, {a}, 0, b, N, AT, adds, false}, COUNT);
 }
-// Computes what is under way but for the last `pending` groups.
+// Compute all groups in flight except the last `pending` ones.
 inline void compute_groups(int pending) {
   for (int i = 0; i + 1 + pending < (int)current->groups.size(); ++i)
-    for (Product &x : current->groups[i]) {
+    for (Wgmma &x : current->groups[i]) {
       if (!x.done) compute(x, current->registers[x.d]);
       x.done = true;
     }
 }
-inline void commit_products() {
+inline void wgmma_commit() {
   current->groups.emplace_back();
   if (chance() % 2) compute_groups(0);
 }
-template <int PENDING> inline void wait_for_products() {
+template <int PENDING> inline void wgmma_wait() {
   __syncwarp();
   auto &groups = current->groups;
   compute_groups(PENDING);
@@ -277,7 +278,7 @@ template <int PENDING> inline void wait_for_products() {
   for (auto each = current->registers.begin(); each != current->registers.end();) {
     bool waits = false;
     for (const auto &group : groups)
-      for (const Product &x : group) waits |= x.d == each->first;
+      for (const Wgmma &x : group) waits |= x.d == each->first;
     if (waits) { ++each; continue; }
     std::copy(each->second.begin(), each->second.end(), each->first);
     each = current->registers.erase(each);
@@ -314,7 +315,7 @@ inline void resume(Thread &thread) {
   setcontext(&thread.begin);
 }
 
-// One block; what went wrong as far as it is noticed on the way shows in `fault`.
+// Run one block; sets `fault` if a fault is detected.
 template <typename P> void run_block() {
   constexpr int MAX_ROUNDS = 20000;  // without progress
   shared.assign((SHARED_BYTES + GUARD_BYTES) / sizeof(Line) + 1, Line());
@@ -322,7 +323,7 @@ template <typename P> void run_block() {
   memset(memory, 0xff, SHARED_BYTES + GUARD_BYTES);
   threads.clear(), warps.clear(), boxes.clear();
   threads.resize(THREADS), warps.resize(THREADS / 32);
-  for (Meeting &meeting : meetings) meeting = Meeting();
+  for (NamedBarrier &named_barrier : named_barriers) named_barrier = NamedBarrier();
   for (int i = 0; i < THREADS; ++i) prepare<P>(threads[i], i);
   int left = THREADS, rounds = 0, slow = 0;
   for (int pass = 0; left > 0 && !fault; ++pass) {
@@ -339,16 +340,16 @@ template <typename P> void run_block() {
       boxes.pop_back();
     }
     rounds = progress == before ? rounds + 1 : 0;
-    if (rounds == MAX_ROUNDS) fault = "threads wait for each other for ever";
+    if (rounds == MAX_ROUNDS) fault = "deadlock: threads wait for each other";
   }
-  if (!boxes.empty() && !fault) fault = "a copy is under way when its block ends";
+  if (!boxes.empty() && !fault) fault = "a copy is in flight when its block ends";
   for (int i = 0; i < GUARD_BYTES; ++i)
-    if (memory[SHARED_BYTES + i] != (char)0xff) fault = "a block stores behind its shared memory";
+    if (memory[SHARED_BYTES + i] != (char)0xff) fault = "a block stores past its shared memory";
 }
 
 template <typename P> const char *run_grid(const P *params, int grid_x, int seed) {
   chance.seed(seed + 1);
-  chance.discard(8);  // the first numbers of neighbouring seeds are alike
+  chance.discard(8);  // the first numbers of neighbouring seeds are similar
   params_of_launch<P> = params;
   gridDim = {grid_x, 1};
   fault = nullptr;
@@ -359,4 +360,4 @@ template <typename P> const char *run_grid(const P *params, int grid_x, int seed
   return fault;
 }
 
-// What follows is the kernel's source.
+// The source of the kernel follows.

@@ -1,6 +1,6 @@
-// The last node of a loop's body: whether the body runs once more. See capture/loop.py.
+// The last node of the body of a WHILE loop: it decides whether the body runs again. See capture/loop.py.
 
-// A call of the device's runtime, which the driver resolves when it loads the kernel.
+// A function of the device runtime, which the driver resolves when it loads the kernel.
 extern "C" __device__ __cudart_builtin__ void CUDARTAPI cudaGraphSetConditional(cudaGraphConditionalHandle handle,
                                                                                 unsigned int value);
 
@@ -9,7 +9,7 @@ struct Params {
   cudaGraphConditionalHandle handle;  // of the WHILE node
 };
 
-// One thread: the result of setters that race is undefined.
-extern "C" __global__ void go_on(Params params) {
+// Launch with one thread: if several threads set the condition, the result is undefined.
+extern "C" __global__ void loop_condition(Params params) {
   cudaGraphSetConditional(params.handle, *params.flag != 0);
 }
