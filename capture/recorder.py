@@ -19,7 +19,7 @@ import torch
 import triton
 from cuda.bindings import driver
 
-from graphrt.capture.allocator import allocator_rows
+from graphrt.capture.allocator import allocator_rows, check_capture_allocator
 from graphrt.capture.descriptor import BatchDescriptor
 from graphrt.capture.garbage import older_objects_set_aside
 from graphrt.capture.graph import NOTHING, CapturedGraph, GraphReport, Recorder, StepFunction, check_loop
@@ -96,6 +96,7 @@ class CudaGraphRecorder:
     name = "cuda-graph"
 
     def __init__(self, device: torch.device) -> None:
+        check_capture_allocator(device)
         self._device = device
         self._stream = _own_stream(device)
         self.streams: tuple[torch.cuda.Stream, ...] = (self._stream,)

@@ -12,6 +12,7 @@ from graphrt.backends.choice import get_attn_backend
 from graphrt.batch import Batch
 from graphrt.cache.groups import layer_places
 from graphrt.cache.kv_cache import KVCache
+from graphrt.capture.allocator import check_capture_allocator
 from graphrt.capture.descriptor import BatchDescriptor, GraphKind
 from graphrt.capture.dispatcher import Dispatch, Dispatcher
 from graphrt.capture.graph import CapturedGraph, GraphReport, ordinary
@@ -94,6 +95,7 @@ class ReplayManager:
             "config", RuntimeConfig() if config is None else config, RuntimeConfig, advice="pass a RuntimeConfig"
         ).resolve()
         device = kv_cache.device
+        check_capture_allocator(device)
         model_layers = ModelLayers(model)
         specs = model_layers.resolve(attention, len(kv_cache.group_of))
         places = layer_places(specs, kv_cache.groups)

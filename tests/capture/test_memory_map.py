@@ -11,7 +11,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from graphrt.capture import allocator
 from graphrt.capture.descriptor import BatchDescriptor
 from graphrt.capture.inspect.memory import MemoryMap, Owner, Region
 from graphrt.capture.inspect.pool import memory_of
@@ -174,14 +173,6 @@ def test_a_part_that_came_by_dlpack_does_not_hide_the_whole() -> None:
     for named in ({"part": part, "whole": whole}, {"whole": whole, "part": part}):
         (region,) = memory_of(weights=named).regions
         assert (region.name, region.nbytes) == ("whole", whole.nbytes)
-
-
-def test_an_allocator_that_does_not_tell_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(allocator, "_backend", lambda: "cudaMallocAsync")
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    with pytest.raises(ConfigError, match="PYTORCH_CUDA_ALLOC_CONF: expected torch's native allocator, got 'cudaMall"):
-        memory_of(static={"x": torch.ones(1)})
 
 
 def test_blocks_of_a_snapshot() -> None:
