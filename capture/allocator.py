@@ -37,8 +37,8 @@ def check_capture_allocator(device: torch.device) -> None:
     probe = torch.empty(1, dtype=torch.uint8, device=device)
     if _num_allocations(probe.device) == before:
         raise ConfigError(
-            "PYTORCH_NO_CUDA_MEMORY_CACHING: PyTorch's caching allocator is disabled, so a CUDA graph has no memory pool; "
-            "unset the variable, or call torch.cuda.memory.caching_allocator_enable(True)"
+            "PYTORCH_NO_CUDA_MEMORY_CACHING: PyTorch's caching allocator is disabled, so a CUDA graph has no memory "
+            "pool; unset the variable, or call torch.cuda.memory.caching_allocator_enable(True)"
         )
 
 

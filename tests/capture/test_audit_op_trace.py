@@ -9,20 +9,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from graphrt.capture.descriptor import BatchDescriptor
 from graphrt.capture.inspect.audit import Audit, FindingKind, audit, audit_twice, memory_of
 from graphrt.capture.inspect.memory import Owner
 from graphrt.capture.op_trace import OpTrace, OpTraceRecorder
-
-KEY = BatchDescriptor.decode(1)
-
-
-def record(step: Callable[[], torch.Tensor]) -> OpTrace:
-    return OpTraceRecorder().record(step, KEY, lambda: None)
+from tests.support.capture_rig import KEY, op_trace_of
 
 
 def run(step: Callable[[], torch.Tensor], **named) -> Audit:
-    op_trace = record(step)
+    op_trace = op_trace_of(step)
     return audit(op_trace, memory_of(pool=op_trace, **named))
 
 
@@ -74,7 +68,7 @@ def test_a_clean_step() -> None:
 
 def test_a_clean_step_captured_twice() -> None:
     rig = Rig()
-    report = audit_twice(lambda: record(rig.step), lambda op_trace: memory_of(pool=op_trace, **rig.named()))
+    report = audit_twice(lambda: op_trace_of(rig.step), lambda op_trace: memory_of(pool=op_trace, **rig.named()))
     assert report.ok, str(report)
 
 
@@ -101,14 +95,14 @@ def test_a_leaked_temporary() -> None:
         mask = torch.tensor([1.0, 0.0, 1.0, 0.0])  # of before the capture; nobody keeps it but the closure
         return lambda: x * mask
 
-    op_trace = OpTraceRecorder().record(step_after_a_host_computation(), KEY, lambda: None)
+    op_trace = op_trace_of(step_after_a_host_computation())
     (finding,) = audit(op_trace, memory_of(static={"x": x}, pool=op_trace)).findings
     assert (finding.kind, finding.where, finding.node) == (FindingKind.FREED, "operand other", "aten.mul.Tensor")
 
 
 def test_a_cached_tensor_that_is_freed_after_the_capture() -> None:
     holder = SimpleNamespace(cos=torch.randn(4), x=torch.ones(4))
-    op_trace = record(lambda: holder.x * holder.cos)
+    op_trace = op_trace_of(lambda: holder.x * holder.cos)
 
     def report() -> Audit:
         return audit(op_trace, memory_of(static={"x": holder.x}, pool=op_trace))
@@ -123,7 +117,7 @@ def test_a_cached_tensor_that_is_freed_after_the_capture() -> None:
 @pytest.mark.parametrize("how", ["new tensor", "data", "set_"])
 def test_a_static_buffer_that_was_replaced(how: str) -> None:
     holder = SimpleNamespace(x=torch.ones(4))
-    op_trace = record(lambda: holder.x + 1)
+    op_trace = op_trace_of(lambda: holder.x + 1)
     address = holder.x.data_ptr()
     assert audit(op_trace, memory_of(static={"x": holder.x}, pool=op_trace)).ok
     if how == "new tensor":
@@ -162,10 +156,10 @@ def test_state_that_a_step_keeps_is_seen_by_two_captures_only() -> None:
     def memory(op_trace: OpTrace):
         return memory_of(static={"x": x}, pool=op_trace)
 
-    first = record(step)
+    first = op_trace_of(step)
     assert audit(first, memory(first)).ok, "in the capture that made it, it is memory of the pool"
     kept.clear()
-    report = audit_twice(lambda: record(step), memory)
+    report = audit_twice(lambda: op_trace_of(step), memory)
     assert [f.kind for f in report.findings] == [FindingKind.CHANGED, FindingKind.HIDDEN_STATE]
     assert report.findings[1].address == kept[0].data_ptr()
 
@@ -177,7 +171,7 @@ def test_a_row_that_the_host_chose_is_baked() -> None:
         state[0] += 1
         return x[state[0]] * 2 + state[0]
 
-    report = audit_twice(lambda: record(step), lambda op_trace: memory_of(static={"x": x}, pool=op_trace))
+    report = audit_twice(lambda: op_trace_of(step), lambda op_trace: memory_of(static={"x": x}, pool=op_trace))
     texts = [finding.text for finding in report.findings]
     assert len(texts) == 2
     assert "got byte 8 of 'x', then byte 16 of 'x'" in texts[0]
@@ -186,7 +180,7 @@ def test_a_row_that_the_host_chose_is_baked() -> None:
 
 def test_a_loop_is_audited_through_its_body() -> None:
     left, stray, recorder = torch.zeros(1, dtype=torch.int32), torch.ones(1, dtype=torch.int32), OpTraceRecorder()
-    loop = recorder.loop(recorder.record(lambda: left.sub_(stray) * 2, KEY, lambda: None), left)
+    loop = recorder.loop(recorder.capture(lambda: left.sub_(stray) * 2, KEY, lambda: None), left)
     (finding,) = audit(loop, memory_of(static={"left": left}, pool=loop)).findings
     assert (finding.place, finding.address) == ((0, 0, 0), stray.data_ptr())
 

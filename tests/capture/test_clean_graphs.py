@@ -51,7 +51,7 @@ def audited(step: Callable[[], Any], device: torch.device, **owned: Any) -> Audi
         recorders.append(recorder)
         with recorder.session(), torch.inference_mode():
             recorder.warm_up(step, lambda: None)
-            graphs.append(recorder.record(step, BatchDescriptor.decode(ROWS), lambda: None))
+            graphs.append(recorder.capture(step, BatchDescriptor.decode(ROWS), lambda: None))
         return graphs[-1]
 
     def memory(graph: CapturedGraph) -> MemoryMap:

@@ -16,8 +16,7 @@ from graphrt.capture.inspect.cuda import inspect_graph
 from graphrt.capture.inspect.diff import Change, GraphDiff, Level, NodeDiff, diff, fingerprint
 from graphrt.capture.inspect.memory import MemoryMap, Owner, Region
 from graphrt.capture.inspect.view import Argument, Edge, GraphView, Node, NodeKind, Operand
-from graphrt.capture.op_trace import OpTraceRecorder
-from tests.capture.test_loop import CPU, KEY
+from tests.support.capture_rig import CPU, op_trace_of
 from tests.support.fake_graphs import number, word
 
 X, POOL, WEIGHT = 0x7F0000000000, 0x7F1000000000, 0x7F2000000000
@@ -401,7 +400,7 @@ class Toy:
         return self.out[:rows] * 2
 
     def view(self, rows: int) -> GraphView:
-        return inspect_graph(OpTraceRecorder().record(lambda: self.step(rows), KEY, lambda: None))
+        return inspect_graph(op_trace_of(lambda: self.step(rows)))
 
     def memory(self) -> MemoryMap:
         names = {"x": Owner.STATIC, "table": Owner.STATIC, "weight": Owner.WEIGHT, "out": Owner.STATIC}
@@ -466,10 +465,10 @@ def test_operands_tell_what_differs_alone() -> None:
 def test_a_scalar_of_the_host_shows() -> None:
     toy, scale = Toy(), [2.0]
     step = lambda: toy.x * scale[0]  # noqa: E731
-    record: Callable[[], GraphView] = lambda: inspect_graph(OpTraceRecorder().record(step, KEY, lambda: None))  # noqa: E731
-    first = record()
+    view: Callable[[], GraphView] = lambda: inspect_graph(op_trace_of(step))  # noqa: E731
+    first = view()
     scale[0] = 3.0
-    (node,) = compared(first, record()).nodes
+    (node,) = compared(first, view()).nodes
     assert node.changes == (Change(Level.ARGUMENTS, "scalar other", "2.0", "3.0"),)
 
 

@@ -18,7 +18,7 @@ from graphrt.capture.inspect.memory import MemoryMap, Owner, Region
 from graphrt.capture.inspect.view import Edge, GraphView, Node, NodeKind, Operand
 from graphrt.capture.raw_graph import check
 from graphrt.kernels.errors import CaptureError
-from tests.capture.test_loop import Countdown
+from tests.support.capture_rig import Countdown
 
 pytestmark = pytest.mark.gpu
 
@@ -175,8 +175,8 @@ def test_a_child_graph() -> None:
 
 def test_a_loop_and_its_body() -> None:
     rig = Countdown(torch.device("cuda", 0))
-    graph = rig.record(rig.step)
-    loop = rig.recorder.loop(graph, rig.go_on)
+    graph = rig.capture(rig.step)
+    loop = rig.recorder.loop(graph, rig.condition)
     view = inspect_graph(loop)
     readable(view)
     (node,) = view.nodes
@@ -185,7 +185,7 @@ def test_a_loop_and_its_body() -> None:
     child, go_on = body.nodes
     assert (child.kind, go_on.name) == (NodeKind.CHILD, "go_on")
     assert body.edges == (Edge(0, 1),)
-    assert rig.go_on.data_ptr() in words(go_on)
+    assert rig.condition.data_ptr() in words(go_on)
     assert diff(child.bodies[0], inspect_graph(graph)).equal
     assert rig.runs.data_ptr() in set.union(*map(words, child.bodies[0].nodes))
     rig.start(3)

@@ -13,17 +13,13 @@ import torch
 from graphrt.capture.graph import GraphReport
 from graphrt.capture.inspect.cuda import inspect_graph
 from graphrt.capture.inspect.view import Edge, GraphView, Node, NodeKind, Operand
-from graphrt.capture.op_trace import OpTrace, OpTraceEntry, OpTraceRecorder
+from graphrt.capture.op_trace import OpTrace, OpTraceEntry
 from graphrt.kernels.errors import CaptureError
-from tests.capture.test_loop import CPU, KEY, Countdown
-
-
-def record(step: Callable[[], torch.Tensor]) -> OpTrace:
-    return OpTraceRecorder().record(step, KEY, lambda: None)
+from tests.support.capture_rig import CPU, KEY, Countdown, op_trace_of
 
 
 def view_of(step: Callable[[], torch.Tensor]) -> GraphView:
-    return inspect_graph(record(step))
+    return inspect_graph(op_trace_of(step))
 
 
 def edges(view: GraphView) -> set[tuple[int, int]]:
@@ -42,7 +38,7 @@ def operand(node: Node, role: str) -> Operand:
 
 def test_an_op_has_its_tensors_by_the_names_of_its_schema() -> None:
     x, y = torch.ones(4, 3), torch.ones(3)
-    op_trace = record(lambda: torch.add(x, y, alpha=2.5))
+    op_trace = op_trace_of(lambda: torch.add(x, y, alpha=2.5))
     (node,) = inspect_graph(op_trace).nodes
     assert (node.kind, node.name, node.grid) == (NodeKind.OP, "aten.add.Tensor", None)
     assert node.operands == (
@@ -105,7 +101,7 @@ def test_scalars_are_told_and_objects_without_their_addresses() -> None:
 
 def test_several_results() -> None:
     x = torch.ones(4, 3)
-    op_trace = record(lambda: x.max(dim=1)[0])
+    op_trace = op_trace_of(lambda: x.max(dim=1)[0])
     (node,) = inspect_graph(op_trace).nodes
     outs = [one for one in node.operands if one.role == "out"]
     assert [(one.nbytes, one.written) for one in outs] == [(16, True), (32, True)]
@@ -134,7 +130,7 @@ def test_memory_that_nobody_filled_is_an_allocation() -> None:
 
 def test_a_view_leaves_the_tape_as_it_was() -> None:
     x = torch.zeros(4)
-    op_trace = record(lambda: (x * 2 + 1).sum().reshape(1))
+    op_trace = op_trace_of(lambda: (x * 2 + 1).sum().reshape(1))
     before = inspect_graph(op_trace)
     x.fill_(3.0)
     op_trace.launch()
@@ -143,26 +139,26 @@ def test_a_view_leaves_the_tape_as_it_was() -> None:
 
 
 def test_a_closed_tape_is_refused() -> None:
-    op_trace = record(lambda: torch.ones(1) + 1)
+    op_trace = op_trace_of(lambda: torch.ones(1) + 1)
     view = inspect_graph(op_trace)
     op_trace.close()
     assert (op_trace.entries, op_trace.made) == ((), ())
-    with pytest.raises(CaptureError, match="graph: expected an open graph, got one that was closed; record the step"):
+    with pytest.raises(CaptureError, match="graph: the graph is closed; capture the step"):
         inspect_graph(op_trace)
     assert view.num_nodes > 0
 
 
 def test_a_loop_is_a_node_around_its_step() -> None:
     rig = Countdown(CPU)
-    graph = rig.record(rig.step)
-    loop = rig.recorder.loop(graph, rig.go_on)
+    graph = rig.capture(rig.step)
+    loop = rig.recorder.loop(graph, rig.condition)
     (node,) = inspect_graph(loop).nodes
     assert (node.kind, node.name) == (NodeKind.CONDITIONAL, "while")
-    assert node.operands == (Operand("go_on", rig.go_on.data_ptr(), 4),)
+    assert node.operands == (Operand("condition", rig.condition.data_ptr(), 4),)
     assert node.bodies == (inspect_graph(graph),)
     assert [inner.name for inner in node.bodies[0].nodes] == ["aten.sub_.Tensor", "aten.add_.Tensor", "aten.mul.Tensor"]
     loop.close()
-    with pytest.raises(CaptureError, match="loop: expected an open loop, got step of a closed one"):
+    with pytest.raises(CaptureError, match="loop: step on a closed loop"):
         inspect_graph(loop)
 
 

@@ -23,7 +23,7 @@ from graphrt.capture.inspect.page import write_page
 from graphrt.capture.inspect.view import Argument, Edge, GraphView, Node, NodeKind, Operand, place_name
 from graphrt.capture.op_trace import OpTraceRecorder
 from graphrt.kernels.errors import CaptureError, ConfigError
-from tests.capture.test_loop import CPU, KEY, Countdown
+from tests.support.capture_rig import CPU, KEY, Countdown
 
 NASTY = [
     '"',
@@ -63,7 +63,7 @@ def every_kind() -> GraphView:
 def views() -> dict[str, GraphView]:
     rig, x = Countdown(CPU), torch.ones(4, 3)
     recorder = OpTraceRecorder()
-    step = recorder.record(lambda: torch.cat([x * 2, torch.empty(4, 3).fill_(1)]).softmax(-1), KEY, lambda: None)
+    step = recorder.capture(lambda: torch.cat([x * 2, torch.empty(4, 3).fill_(1)]).softmax(-1), KEY, lambda: None)
     loop = rig.loop(rig.step)
     return {
         "every kind": every_kind(), "op_trace": inspect_graph(step), "loop": inspect_graph(loop), "empty": GraphView(())

@@ -11,20 +11,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from graphrt.capture.descriptor import BatchDescriptor
 from graphrt.capture.inspect.memory import MemoryMap, Owner, Region
 from graphrt.capture.inspect.pool import memory_of
 from graphrt.capture.op_trace import OpTrace, OpTraceRecorder
 from graphrt.kernels.errors import ConfigError
 from tests.support.audit_examples import segment
+from tests.support.capture_rig import KEY, op_trace_of
 
-KEY = BatchDescriptor.decode(1)
 SMALL = st.integers(0, 40)
 ROWS = st.lists(st.tuples(SMALL, SMALL, st.sampled_from(list(Owner)), st.booleans()), max_size=12)
-
-
-def record(step) -> OpTrace:
-    return OpTraceRecorder().record(step, KEY, lambda: None)
 
 
 def first_that_holds(regions: list[Region], address: int) -> Region | None:
@@ -240,17 +235,17 @@ def test_memory_that_the_step_makes_is_of_the_pool() -> None:
         torch.mul(x, torch.tensor([1.0, 2.0, 3.0, 4.0]), out=scratch)
         return torch.zeros(4).add_(scratch).view(2, 2)
 
-    assert owners(record(step), static={"x": x}) == {
+    assert owners(op_trace_of(step), static={"x": x}) == {
         "x": Owner.STATIC, "pool of the graph": Owner.POOL, "memory from outside of the capture": Owner.ALLOCATOR
     }, "x's own storage lies beneath its name"  # fmt: skip
-    unnamed = [r for r in memory_of(pool=record(step)).regions if r.owner is Owner.ALLOCATOR]
+    unnamed = [r for r in memory_of(pool=op_trace_of(step)).regions if r.owner is Owner.ALLOCATOR]
     assert [(r.address, r.nbytes) for r in unnamed] == [(x.data_ptr(), 16)]
 
 
 @pytest.mark.parametrize("keep", ["tensor", "view", "parameter", "nobody"])
 def test_memory_from_before_is_live_while_somebody_else_holds_it(keep: str) -> None:
     held = {"x": torch.ones(4)}
-    op_trace = record(lambda: (held["x"].view(2, 2) @ held["x"].view(2, 2)).reshape(-1) + held["x"])
+    op_trace = op_trace_of(lambda: (held["x"].view(2, 2) @ held["x"].view(2, 2)).reshape(-1) + held["x"])
     x = held.pop("x")
     kept = {"tensor": x, "view": x[1:], "parameter": torch.nn.Parameter(x), "nobody": None}[keep]
     del x
@@ -260,7 +255,7 @@ def test_memory_from_before_is_live_while_somebody_else_holds_it(keep: str) -> N
 
 def test_a_second_tape_on_the_memory_holds_it() -> None:
     held = {"x": torch.ones(4)}
-    op_traces = [record(lambda: held["x"] + 1), record(lambda: held["x"] + 2)]
+    op_traces = [op_trace_of(lambda: held["x"] + 1), op_trace_of(lambda: held["x"] + 2)]
     held.clear()
     assert [r.live for r in memory_of(pool=op_traces[0]).regions if r.owner is Owner.ALLOCATOR] == [True]
     op_traces[1].close()
@@ -270,7 +265,7 @@ def test_a_second_tape_on_the_memory_holds_it() -> None:
 def test_the_pool_of_a_loop_is_that_of_its_step() -> None:
     left = torch.zeros(1, dtype=torch.int32)
     recorder = OpTraceRecorder()
-    op_trace = recorder.record(lambda: left.sub_(1) * 2, KEY, lambda: None)
+    op_trace = recorder.capture(lambda: left.sub_(1) * 2, KEY, lambda: None)
     loop = recorder.loop(op_trace, left)
     assert (
         memory_of(static={"left": left}, pool=loop).to_json()
