@@ -1,4 +1,4 @@
-"""The audit of real steps: op op_traces on a CPU, and of graphrt's own captured step."""
+"""The audit of op traces of real steps, including graphrt's own."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def run(step: Callable[[], torch.Tensor], **named) -> Audit:
 
 
 class Model(torch.nn.Module):
-    """A step with what steps have: a lookup, tied weights, a fused projection with views, an in-place cache write."""
+    """A step with a lookup, tied weights, a fused projection with views, and an in-place cache write."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -40,7 +40,7 @@ class Model(torch.nn.Module):
 
 
 class Rig(SimpleNamespace):
-    """A model with its static buffers and its cache."""
+    """A model with static buffers and a cache."""
 
     def __init__(self) -> None:
         torch.manual_seed(0)
@@ -57,7 +57,7 @@ class Rig(SimpleNamespace):
         }  # fmt: skip
 
 
-def test_a_clean_step() -> None:
+def test_a_correct_step_has_no_findings() -> None:
     rig = Rig()
     report = run(rig.step, **rig.named())
     assert report.ok, str(report)
@@ -66,14 +66,14 @@ def test_a_clean_step() -> None:
     assert report.counts[Owner.ALLOCATOR] == 0
 
 
-def test_a_clean_step_captured_twice() -> None:
+def test_a_correct_step_captured_twice_has_no_findings() -> None:
     rig = Rig()
     report = audit_twice(lambda: op_trace_of(rig.step), lambda op_trace: memory_of(pool=op_trace, **rig.named()))
     assert report.ok, str(report)
 
 
 @pytest.mark.parametrize("missing", ["static", "weights", "cache"])
-def test_what_is_not_registered_is_foreign(missing: str) -> None:
+def test_unregistered_tensors_are_foreign(missing: str) -> None:
     rig = Rig()
     named = rig.named()
     expected = {
@@ -130,7 +130,7 @@ def test_a_static_buffer_that_was_replaced(how: str) -> None:
     assert (finding.kind, finding.address) == (FindingKind.FREED, address)
 
 
-def test_a_step_that_reaches_past_the_view_it_was_given() -> None:
+def test_a_step_that_accesses_memory_past_its_view() -> None:
     buffer = torch.zeros(8)
     rows = buffer[:4]
     report = run(lambda: buffer[:5] * 2, static={"rows": rows})
@@ -140,12 +140,12 @@ def test_a_step_that_reaches_past_the_view_it_was_given() -> None:
     assert run(lambda: buffer[:4] * 2, static={"rows": rows}).ok
 
 
-def test_constants_that_the_step_makes_are_its_own() -> None:
+def test_constants_allocated_by_the_step_are_in_its_pool() -> None:
     x = torch.ones(2)
     assert run(lambda: x * torch.tensor([2.0, 3.0]) + torch.tensor(1.0) + torch.full((2,), 3.0), static={"x": x}).ok
 
 
-def test_state_that_a_step_keeps_is_seen_by_two_captures_only() -> None:
+def test_hidden_state_is_found_by_two_captures_only() -> None:
     x, kept = torch.ones(4), []
 
     def step() -> torch.Tensor:
@@ -164,7 +164,7 @@ def test_state_that_a_step_keeps_is_seen_by_two_captures_only() -> None:
     assert report.findings[1].address == kept[0].data_ptr()
 
 
-def test_a_row_that_the_host_chose_is_baked() -> None:
+def test_a_row_chosen_on_the_host_is_reported_as_changed() -> None:
     x, state = torch.ones(4, 2), [0]
 
     def step() -> torch.Tensor:
@@ -174,11 +174,11 @@ def test_a_row_that_the_host_chose_is_baked() -> None:
     report = audit_twice(lambda: op_trace_of(step), lambda op_trace: memory_of(static={"x": x}, pool=op_trace))
     texts = [finding.text for finding in report.findings]
     assert len(texts) == 2
-    assert "got byte 8 of 'x', then byte 16 of 'x'" in texts[0]
-    assert "got 1 and then 2" in texts[1]
+    assert "byte 8 of 'x' and then byte 16 of 'x'" in texts[0]
+    assert "captures, 1 and then 2" in texts[1]
 
 
-def test_a_loop_is_audited_through_its_body() -> None:
+def test_the_body_of_a_loop_is_audited() -> None:
     left, stray, recorder = torch.zeros(1, dtype=torch.int32), torch.ones(1, dtype=torch.int32), OpTraceRecorder()
     loop = recorder.loop(recorder.capture(lambda: left.sub_(stray) * 2, KEY, lambda: None), left)
     (finding,) = audit(loop, memory_of(static={"left": left}, pool=loop)).findings
@@ -188,7 +188,7 @@ def test_a_loop_is_audited_through_its_body() -> None:
 # -- graphrt's own step
 
 
-def test_graphrt_s_own_steps_are_clean_and_each_buffer_must_be_named() -> None:
+def test_graphrt_steps_have_no_findings_and_need_every_buffer_registered() -> None:
     from tests.support.toy import make_rig
 
     rig = make_rig(torch.device("cpu"))

@@ -1,4 +1,4 @@
-"""Real CUDA graphs become views: what torch, cuBLAS, Triton and the driver put into them."""
+"""inspect_graph() of real CUDA graphs with nodes of torch, cuBLAS, Triton and the driver."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def capture(step: Callable[[], object], *, keep_graph: bool = True) -> torch.cud
 
 
 def words(node: Node) -> set[int]:
-    """All words of a node's arguments that stand at a multiple of 8 bytes."""
+    """All words of a node's arguments at multiples of 8 bytes."""
     found = set()
     for one in node.arguments:
         for at in range(-one.offset % 8, len(one.data) - 7, 8):
@@ -54,7 +54,7 @@ def readable(view: GraphView) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_chain_of_matrix_products(dtype: torch.dtype) -> None:
+def test_chain_of_matrix_products(dtype: torch.dtype) -> None:
     x, w, v = (torch.randn(256, 256, device="cuda", dtype=dtype) for _ in range(3))
     outs = [torch.empty_like(x) for _ in range(2)]
 
@@ -83,7 +83,7 @@ def test_kernels_of_torch_have_demangled_names() -> None:
     assert (node.attributes, node.remark) == ({}, "")
 
 
-def test_a_triton_kernel() -> None:
+def test_triton_kernel() -> None:
     x, out = torch.randn(1000, device="cuda"), torch.zeros(1000, device="cuda")
     graph = capture(lambda: scale_rows[(8,)](out, x, 2.5, 1000, BLOCK=128))
     (node,) = inspect_graph(graph).nodes
@@ -126,7 +126,7 @@ def test_copies_and_fills() -> None:
     assert dict(fill.scalars)["value"] == "0x7"
 
 
-def test_streams_that_fork_and_join() -> None:
+def test_fork_and_join_of_streams() -> None:
     x, y, side = torch.zeros(64, device="cuda"), torch.zeros(64, device="cuda"), torch.cuda.Stream()
 
     def step() -> None:
@@ -156,7 +156,7 @@ def test_programmatic_edges() -> None:
     assert inspect_graph(capture(step)).edges == (Edge(0, 1, True),)
 
 
-def test_a_child_graph() -> None:
+def test_child_graph() -> None:
     x = torch.zeros(1000, device="cuda")
     inner = capture(lambda: x.add_(1.0).mul_(2.0))
     graph = check(driver.cuGraphCreate(0))[1]
@@ -173,7 +173,7 @@ def test_a_child_graph() -> None:
     assert all(x.data_ptr() in words(one) for one in body.nodes)
 
 
-def test_a_loop_and_its_body() -> None:
+def test_loop_and_body() -> None:
     rig = Countdown(torch.device("cuda", 0))
     graph = rig.capture(rig.step)
     loop = rig.recorder.loop(graph, rig.condition)
@@ -193,7 +193,7 @@ def test_a_loop_and_its_body() -> None:
     assert rig.runs.item() == 3
 
 
-def test_nodes_that_the_driver_alone_makes() -> None:
+def test_nodes_made_by_driver_calls() -> None:
     torch.zeros(1, device="cuda")  # makes the context
     graph, event = check(driver.cuGraphCreate(0))[1], check(driver.cuEventCreate(0))[1]
     ran = []
@@ -220,7 +220,7 @@ def test_nodes_that_the_driver_alone_makes() -> None:
     assert nodes[0].scalars == nodes[1].scalars == (("event", "0"),)
     assert nodes[3].operands[0].nbytes == 1 << 16
     assert nodes[3].operands[0].address == nodes[4].operands[0].address != 0
-    assert nodes[5].remark == "what the host does there cannot be read"
+    assert nodes[5].remark == "the memory that a host function accesses is unknown"
     assert not ran
 
 
@@ -229,8 +229,8 @@ def pool_of(graph: torch.cuda.CUDAGraph) -> MemoryMap:
     return MemoryMap(Region("pool", Owner.POOL, one["address"], one["total_size"]) for one in segments)
 
 
-def test_two_captures_of_a_step_are_one_graph() -> None:
-    """In two pools, both alive; on kernels without padding in their arguments."""
+def test_two_captures_of_a_step_are_equal() -> None:
+    """In two pools, both alive, with kernels whose arguments have no padding."""
     x, out = torch.randn(1000, device="cuda"), torch.zeros(1000, device="cuda")
 
     def step() -> None:
@@ -252,7 +252,7 @@ def test_two_captures_of_a_step_are_one_graph() -> None:
     assert len(changed) == 1, "x alone"
 
 
-def test_a_graph_that_torch_did_not_keep() -> None:
+def test_a_graph_that_torch_did_not_keep_raises() -> None:
     x = torch.zeros(8, device="cuda")
     with pytest.raises(CaptureError, match=r"make it with torch.cuda.CUDAGraph\(keep_graph=True\) and capture first"):
         inspect_graph(capture(lambda: x.add_(1), keep_graph=False))

@@ -36,7 +36,7 @@ def operand(node: Node, role: str) -> Operand:
 # -- nodes
 
 
-def test_an_op_has_its_tensors_by_the_names_of_its_schema() -> None:
+def test_operands_are_named_as_in_the_schema() -> None:
     x, y = torch.ones(4, 3), torch.ones(3)
     op_trace = op_trace_of(lambda: torch.add(x, y, alpha=2.5))
     (node,) = inspect_graph(op_trace).nodes
@@ -49,7 +49,7 @@ def test_an_op_has_its_tensors_by_the_names_of_its_schema() -> None:
     assert node.scalars == (("alpha", "2.5"),)
 
 
-def test_what_an_op_writes_in_place() -> None:
+def test_operands_written_in_place() -> None:
     x, y = torch.ones(4), torch.ones(4)
     view = view_of(lambda: x.add_(y))
     assert view.nodes[0].operands == (
@@ -57,7 +57,7 @@ def test_what_an_op_writes_in_place() -> None:
     )  # fmt: skip
 
 
-def test_bytes_are_those_from_the_first_element_to_the_last() -> None:
+def test_an_operand_spans_from_its_first_element_to_its_last() -> None:
     x = torch.arange(64, dtype=torch.float64).view(8, 8)
     parts = {
         "rows": x[2:4],
@@ -76,7 +76,7 @@ def test_bytes_are_those_from_the_first_element_to_the_last() -> None:
             assert read.address == x.data_ptr() + 8 * min(held), name
 
 
-def test_lists_of_tensors_are_an_operand_each() -> None:
+def test_each_tensor_of_a_list_is_an_operand() -> None:
     a, b, c = torch.ones(2), torch.ones(3), torch.ones(5, 7)
     view = view_of(lambda: torch.cat([a, b, a]))
     assert [(one.role, one.address) for one in view.nodes[0].operands[:3]] == [
@@ -89,7 +89,7 @@ def test_lists_of_tensors_are_an_operand_each() -> None:
     assert [one.written for one in node.operands] == [True, True]
 
 
-def test_scalars_are_told_and_objects_without_their_addresses() -> None:
+def test_scalars_are_shown_and_objects_without_their_addresses() -> None:
     x, generator = torch.ones(4), torch.Generator().manual_seed(0)
     (node,) = view_of(lambda: x.uniform_(0.5, 2.0, generator=generator)).nodes
     scalars = dict(node.scalars)
@@ -108,7 +108,7 @@ def test_several_results() -> None:
     assert outs[0].address == op_trace.output.data_ptr()
 
 
-def test_memory_that_nobody_filled_is_an_allocation() -> None:
+def test_uninitialized_memory_is_an_allocation() -> None:
     x = torch.ones(4)
 
     def step() -> torch.Tensor:
@@ -128,7 +128,7 @@ def test_memory_that_nobody_filled_is_an_allocation() -> None:
     assert edges(view) == {(0, 1), (1, 2)}
 
 
-def test_a_view_leaves_the_tape_as_it_was() -> None:
+def test_inspecting_an_op_trace_does_not_change_it() -> None:
     x = torch.zeros(4)
     op_trace = op_trace_of(lambda: (x * 2 + 1).sum().reshape(1))
     before = inspect_graph(op_trace)
@@ -138,7 +138,7 @@ def test_a_view_leaves_the_tape_as_it_was() -> None:
     assert inspect_graph(op_trace) == before
 
 
-def test_a_closed_tape_is_refused() -> None:
+def test_a_closed_op_trace_raises() -> None:
     op_trace = op_trace_of(lambda: torch.ones(1) + 1)
     view = inspect_graph(op_trace)
     op_trace.close()
@@ -148,7 +148,7 @@ def test_a_closed_tape_is_refused() -> None:
     assert view.num_nodes > 0
 
 
-def test_a_loop_is_a_node_around_its_step() -> None:
+def test_a_loop_is_a_conditional_node_with_its_step() -> None:
     rig = Countdown(CPU)
     graph = rig.capture(rig.step)
     loop = rig.recorder.loop(graph, rig.condition)
@@ -165,7 +165,7 @@ def test_a_loop_is_a_node_around_its_step() -> None:
 # -- edges
 
 
-def test_reads_follow_the_write_and_writes_follow_the_reads() -> None:
+def test_edges_of_reads_and_writes() -> None:
     x, y = torch.ones(4), torch.ones(4)
 
     def step() -> torch.Tensor:
@@ -178,7 +178,7 @@ def test_reads_follow_the_write_and_writes_follow_the_reads() -> None:
     assert edges(view_of(step)) == {(0, 1), (0, 2), (1, 2), (1, 3), (2, 4), (3, 4)}
 
 
-def test_parts_of_a_buffer_do_not_wait_for_each_other() -> None:
+def test_disjoint_parts_of_a_buffer_are_independent() -> None:
     x = torch.zeros(8)
 
     def step() -> torch.Tensor:
@@ -193,7 +193,7 @@ def test_parts_of_a_buffer_do_not_wait_for_each_other() -> None:
 
 
 def naive(nodes: tuple[Node, ...]) -> set[tuple[int, int]]:
-    """The edges byte by byte."""
+    """Compute the edges byte by byte."""
     writer: dict[int, int] = {}
     readers: dict[int, set[int]] = {}
     found = set()
@@ -214,7 +214,7 @@ def naive(nodes: tuple[Node, ...]) -> set[tuple[int, int]]:
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_edges_are_those_of_single_bytes(seed: int) -> None:
+def test_edges_equal_those_computed_per_byte(seed: int) -> None:
     rng, memory = random.Random(seed), torch.zeros(2, 48, dtype=torch.uint8)
 
     def part(half: int) -> torch.Tensor:
@@ -237,8 +237,8 @@ def test_edges_are_those_of_single_bytes(seed: int) -> None:
     assert edges(view) == naive(view.nodes)
 
 
-def test_a_long_tape_takes_no_time() -> None:
-    """Every op reads a weight, and writes its own row of a cache that the last one reads."""
+def test_a_long_op_trace_is_inspected_quickly() -> None:
+    """Every op reads a weight and writes its row of a cache. The last op reads the cache."""
     cache, weight = torch.zeros(10_000, 8), torch.ones(8)
     add = torch.ops.aten.add.out
     entries = [OpTraceEntry(add, (row, weight), {"out": row}, (None,), False) for row in cache.unbind()]
@@ -251,8 +251,8 @@ def test_a_long_tape_takes_no_time() -> None:
     assert seconds < 5, "quadratic work would take minutes"
 
 
-def test_a_step_of_graphrt() -> None:
-    """The head comes first, and what it fills is what the layers wait for."""
+def test_step_of_graphrt() -> None:
+    """The first ops fill the metadata, and the layers depend on them."""
     from tests.support.toy import make_rig
 
     rig = make_rig(CPU, decode_sizes=(2,), mixed_sizes=(16,))

@@ -1,4 +1,4 @@
-"""Chromium without a window, driven through pipes by its debugging protocol: real keys, real clicks, and its errors."""
+"""Headless Chromium, controlled through pipes by its debugging protocol."""
 
 from __future__ import annotations
 

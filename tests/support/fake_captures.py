@@ -1,4 +1,4 @@
-"""CUDA graphs without CUDA, as far as a watch of captures looks at them: CPU tensors stand for those of a device."""
+"""Fake CUDA graphs for tests of the capture watch: CPU tensors stand for device tensors."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ class FakeGraph:
 
 @contextlib.contextmanager
 def captured(graph: Any) -> Iterator[None]:
-    """As torch.cuda.graph."""
+    """Stands for torch.cuda.graph."""
     graph.capture_begin(capture_error_mode="thread_local")
     try:
         yield
@@ -114,7 +114,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
 
 
 def _wait(x: torch.Tensor) -> torch.Tensor:
-    """An op that waits, as aten.nonzero does."""
+    """An op that synchronizes, like aten.nonzero."""
     if torch.cuda.get_sync_debug_mode() == 2:
         raise RuntimeError("called a synchronizing CUDA operation\nException raised from ...")
     return x.clone()

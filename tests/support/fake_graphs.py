@@ -1,4 +1,4 @@
-"""Graphs of a CUDA driver that is none: nodes of every kind, with parameters in memory that nobody else may write."""
+"""Graphs of a fake CUDA driver: nodes of every kind, with parameters in read-only memory."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class FakeGraph:
 
 @dataclass
 class FakeNode:
-    """A node: its type, or the number of one that no bindings know, and what calls return for it."""
+    """A node: its type, or the number of an unknown type, and the results of calls."""
 
     type: object
     params: object = None
@@ -244,7 +244,7 @@ class FakeGraphs:
 
 
 def install(monkeypatch: pytest.MonkeyPatch) -> FakeGraphs:
-    """What inspection asks of the driver goes to the one returned."""
+    """Route driver calls of inspection to the returned fake."""
     found = FakeGraphs()
     for module in (raw_graph, cuda):
         monkeypatch.setattr(module, "driver", found)
@@ -270,7 +270,7 @@ DEFAULTS = {
     int(ATTRIBUTES.CU_LAUNCH_ATTRIBUTE_MEM_SYNC_DOMAIN_MAP): bytes((0, 1)),
     int(ATTRIBUTES.CU_LAUNCH_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT): number(-1),
 }
-"""Of launches that set none. This driver does not know the other attributes."""
+"""Attributes of launches that set none. This driver does not know the other attributes."""
 
 
 EDGES = ((0, 0), (1, 1), (0, 2), (1, 0))
@@ -278,5 +278,5 @@ EDGES = ((0, 0), (1, 1), (0, 2), (1, 0))
 
 
 def shuffler(seed: int) -> Callable[[list], None]:
-    """Reorders lists, each call in another way."""
+    """Reorders lists, differently in each call."""
     return random.Random(seed).shuffle

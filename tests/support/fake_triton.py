@@ -1,4 +1,4 @@
-"""Triton with a driver that is none: kernels are compiled for sm_90 in earnest, then loaded and launched nowhere."""
+"""Triton with a fake driver: kernels are compiled for sm_90, but not loaded or launched."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class FakeTriton:
 
 @contextlib.contextmanager
 def installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeTriton]:
-    """The driver that is none is the active one."""
+    """Make the fake driver the active one."""
     active = SimpleNamespace(
         get_current_target=lambda: GPUTarget("cuda", 90, 32),
         get_current_device=lambda: 0,

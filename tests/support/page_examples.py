@@ -58,7 +58,7 @@ HOSTILE = [
 
 @dataclass(frozen=True)
 class Finding:
-    """As the audit has them."""
+    """A finding of the audit."""
 
     place: Place
     node: str
@@ -90,7 +90,7 @@ def word(value: float, name: str = "") -> tuple[str, bytes, tuple[int, ...] | No
 
 
 def kernel(name: str, grid: tuple, block: int, *values: tuple, symbol: str = "", shared: int = 0, **attributes) -> Node:
-    """A launch. Each value stands where its size allows it, as in the parameters of a kernel."""
+    """A kernel launch. Values are aligned to their sizes, as in the parameters of a kernel."""
     arguments, at = [], 0
     for label, data, pointers in values:
         align = min(len(data), 8)
@@ -102,7 +102,7 @@ def kernel(name: str, grid: tuple, block: int, *values: tuple, symbol: str = "",
 
 
 class DecodeStep:
-    """A step of a Llama of 8 billion parameters for 32 rows, with names, sizes and times such as a GPU shows."""
+    """A decode step of Llama 8B for 32 requests, with names, sizes and times as on a GPU."""
 
     def __init__(self, layers: int = 32, rows: int = 32) -> None:
         self.rows, self.nodes, self.edges, self.times = rows, [], [], []
@@ -283,7 +283,7 @@ class DecodeStep:
 
 
 def large(nodes: int) -> Example:
-    """A chain of so many kernels, with a fork now and then; 8 arguments each, none like another's."""
+    """A chain of kernels with some forks, each with 8 distinct arguments."""
     names = [f"layer_kernel_{i}<float, {i}>" for i in range(40)]
     base, made, edges = 0x7F00_0000_0000, [], []
     for i in range(nodes):
@@ -298,7 +298,7 @@ def large(nodes: int) -> Example:
 
 
 def hostile() -> Example:
-    """Names that would be markup, script, marks of the template or no Unicode, if anything took them for that."""
+    """Names that look like markup, scripts, template placeholders or invalid Unicode."""
     names = HOSTILE
     nodes = tuple(
         Node(
@@ -314,7 +314,7 @@ def hostile() -> Example:
 
 
 def tape_view(op_trace: OpTrace) -> GraphView:
-    """The ops of a op trace in their order, with all tensors that they take and give."""
+    """The ops of an op trace in order, with all their tensors."""
     nodes = []
     for entry in op_trace._entries:
         named = [*zip((a.name for a in entry.func._schema.arguments), entry.args, strict=False), *entry.kwargs.items()]
@@ -327,7 +327,7 @@ def tape_view(op_trace: OpTrace) -> GraphView:
 
 
 def screenshot(example: Example, path: Path, fragment: str, *, scheme: str = "light") -> None:
-    """Draw a page as chromium shows it with something behind "#"."""
+    """Take a screenshot of a page with a state after "#"."""
     with tempfile.TemporaryDirectory() as folder:
         example.write(Path(folder) / "graph.html")
         browser = Browser(Path(folder) / "profile")
