@@ -156,7 +156,7 @@ class OpTraceLoop:
 class OpTraceRecorder:
     """Captures op traces. Capturing executes the step once, unlike the capture of a CUDA graph."""
 
-    name = "op trace (CPU twin of a CUDA graph)"
+    name = "op trace (CPU)"
     streams: tuple[torch.cuda.Stream, ...] = ()
 
     @contextlib.contextmanager

@@ -36,6 +36,7 @@ _idle_streams: dict[torch.device, list[torch.cuda.Stream]] = {}
 def _own_stream(device: torch.device) -> torch.cuda.Stream:
     """Return a driver stream that torch gives to no other user."""
     if idle := _idle_streams.setdefault(device, []):
+        torch.cuda.synchronize(device)  # graphs of a recorder that was dropped may still use its workspace
         return idle.pop()
     with torch.cuda.device(device):
         torch.cuda.current_stream()  # creates the context

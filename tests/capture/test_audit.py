@@ -147,7 +147,7 @@ def test_registered_memory_that_is_not_live_is_freed() -> None:
 
 def test_only_known_pointers_are_checked() -> None:
     blob = words(LEAK.address, X.address, 0)
-    assert run(kernel(blob, pointers=[(8, 16)])).ok, "the first word is a number, and null points nowhere"
+    assert run(kernel(blob, pointers=[(8, 16)])).ok, "the first word is a number, and null is not an address"
     assert run(kernel(blob, pointers=[()])).ok
     (finding,) = run(kernel(blob, pointers=[(0,)])).findings
     assert finding.certain
@@ -193,11 +193,11 @@ def test_one_byte_past_a_view_in_a_larger_block_is_a_finding() -> None:
         assert (finding.kind, finding.address) == (FindingKind.OVERRUN, X.end)
         assert "'x'" in finding.text
     (other,) = run(kernel(words(X.end)), memory=MemoryMap([X, Region("next", Owner.ALLOCATOR, X.end, 8192)])).findings
-    assert other.kind is FindingKind.FOREIGN, "an allocation of its own, which begins where x ends"
+    assert other.kind is FindingKind.FOREIGN, "another allocation, which starts where x ends"
 
 
 def test_an_operand_in_several_blocks() -> None:
-    assert run(op(dst(POOL.end - 100, 200))).ok, "the pool was cut into blocks after the operand's had been freed"
+    assert run(op(dst(POOL.end - 100, 200))).ok, "the pool was split into blocks after the operand was freed"
     adjacent = MemoryMap([X, Region("y", Owner.STATIC, X.end, 64)])
     assert run(op(src(X.address, X.nbytes + 64)), memory=adjacent).ok
     (finding,) = run(op(src(LEAK.address, 4096))).findings
@@ -301,7 +301,7 @@ def test_the_driver_is_asked_once_per_unknown_address() -> None:
     assert len(driver.asked) == len(set(driver.asked))
     assert X.address not in driver.asked
     inside = [address for address in driver.asked if LIBRARY.address <= address < LIBRARY.end]
-    assert inside == [LIBRARY.address], "one answer tells the whole range"
+    assert inside == [LIBRARY.address], "one answer covers the whole range"
 
 
 def test_adjacent_allocations_of_the_driver() -> None:
@@ -322,10 +322,10 @@ def test_the_driver_is_asked_about_aligned_words_only() -> None:
     packed = bytes(4) + words(PINNED.address, NOWHERE)
     assert asked(Argument(8, packed)) == set()
     assert asked(Argument(12, packed)) == {PINNED.address, NOWHERE}
-    assert asked(Argument(8, packed, pointers=(4,))) == {PINNED.address}, "what is told is asked wherever it stands"
+    assert asked(Argument(8, packed, pointers=(4,))) == {PINNED.address}, "known pointers are looked up at any offset"
     named = MemoryMap([Region("staging", Owner.HOST, PINNED.address, 8)])
     report = audit(graph(Node(NodeKind.KERNEL, "k", arguments=(Argument(8, packed),))), named, driver=FakeDriver())
-    assert kinds(report) == [FindingKind.HOST_MEMORY], "what the map knows is seen at every byte"
+    assert kinds(report) == [FindingKind.HOST_MEMORY], "regions of the map are found at any byte"
 
 
 # -- allowances and the report
@@ -424,7 +424,7 @@ def test_a_graph_of_600_nodes(capsys: pytest.CaptureFixture[str]) -> None:
         start = time.perf_counter()
         report = audit(view, memory, driver=driver)
         seconds.append(time.perf_counter() - start)
-    planted = [
+    injected = [
         (place, argument.data)
         for place, node in view.walk()
         for argument in node.arguments
@@ -434,6 +434,6 @@ def test_a_graph_of_600_nodes(capsys: pytest.CaptureFixture[str]) -> None:
             for word in struct.unpack_from("<Q", argument.data, offset)
         )
     ]
-    assert {f.place for f in report.findings} == {place for place, _ in planted} != set()
+    assert {f.place for f in report.findings} == {place for place, _ in injected} != set()
     with capsys.disabled():
         print(f"\naudit of 600 nodes, {size:,} bytes, {len(driver.asked):,} questions: {min(seconds) * 1e3:.1f} ms")

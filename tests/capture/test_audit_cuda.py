@@ -85,7 +85,7 @@ def test_a_workspace_from_before_the_capture_is_library_memory(bias: bool) -> No
     layer = torch.nn.Linear(8192, 512, bias=bias, device="cuda", dtype=torch.bfloat16).requires_grad_(False)
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
-        layer(x)  # makes the workspaces of the stream in torch's common pool
+        layer(x)  # allocates the workspaces of the stream in torch's default pool
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph(keep_graph=True)
     with torch.cuda.graph(graph, stream=stream):
@@ -106,7 +106,7 @@ def test_the_state_of_torch_s_generator_is_library_memory(x: torch.Tensor) -> No
 def test_a_workspace_of_the_first_capture_is_not_hidden_state() -> None:
     x = torch.randn(8, 8192, device="cuda", dtype=torch.bfloat16)
     layer = torch.nn.Linear(8192, 512, device="cuda", dtype=torch.bfloat16).requires_grad_(False)
-    layer(x)  # makes the library's handle, and the workspaces of this stream
+    layer(x)  # creates the library's handle and the workspaces of this stream
     stream = torch.cuda.Stream()
 
     def captured() -> torch.cuda.CUDAGraph:

@@ -81,7 +81,7 @@ def test_workspaces_follow_named_regions(monkeypatch: pytest.MonkeyPatch) -> Non
     assert memory.find(LEAK.address) is named
     assert memory.find(LEAK.address + 64) is workspace
     monkeypatch.setattr(torch.cuda.graph, "default_capture_stream", None)
-    assert blas.with_blas_workspaces(MemoryMap([X, LEAK])).regions == (X, LEAK), "nothing was captured so far"
+    assert blas.with_blas_workspaces(MemoryMap([X, LEAK])).regions == (X, LEAK), "nothing has been captured"
 
 
 def test_probes_have_products_with_and_without_a_bias(monkeypatch: pytest.MonkeyPatch) -> None:

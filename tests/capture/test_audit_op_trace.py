@@ -92,7 +92,7 @@ def test_a_leaked_temporary() -> None:
     x = torch.ones(4)
 
     def step_after_a_host_computation() -> Callable[[], torch.Tensor]:
-        mask = torch.tensor([1.0, 0.0, 1.0, 0.0])  # of before the capture; nobody keeps it but the closure
+        mask = torch.tensor([1.0, 0.0, 1.0, 0.0])  # from before the capture; only the closure refers to it
         return lambda: x * mask
 
     op_trace = op_trace_of(step_after_a_host_computation())
@@ -107,7 +107,7 @@ def test_a_cached_tensor_that_is_freed_after_the_capture() -> None:
     def report() -> Audit:
         return audit(op_trace, memory_of(static={"x": holder.x}, pool=op_trace))
 
-    assert [f.kind for f in report().findings] == [FindingKind.FOREIGN], "the holder still has it"
+    assert [f.kind for f in report().findings] == [FindingKind.FOREIGN], "the holder still refers to it"
     address = holder.cos.data_ptr()
     holder.cos = None
     (finding,) = report().findings
@@ -157,7 +157,7 @@ def test_hidden_state_is_found_by_two_captures_only() -> None:
         return memory_of(static={"x": x}, pool=op_trace)
 
     first = op_trace_of(step)
-    assert audit(first, memory(first)).ok, "in the capture that made it, it is memory of the pool"
+    assert audit(first, memory(first)).ok, "in the first capture it is memory of the pool"
     kept.clear()
     report = audit_twice(lambda: op_trace_of(step), memory)
     assert [f.kind for f in report.findings] == [FindingKind.CHANGED, FindingKind.HIDDEN_STATE]

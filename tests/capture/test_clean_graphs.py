@@ -47,7 +47,7 @@ def audited(step: Callable[[], Any], device: torch.device, **owned: Any) -> Audi
     graphs: list[CapturedGraph] = []
 
     def capture() -> CapturedGraph:
-        recorder = make_recorder(device)  # each has a pool of its own
+        recorder = make_recorder(device)  # each has its own pool
         recorders.append(recorder)
         with recorder.session(), torch.inference_mode():
             recorder.warm_up(step, lambda: None)
@@ -143,7 +143,7 @@ def test_optimizer_step(device: torch.device) -> None:
         return weights["w39"].sum()
 
     with torch.inference_mode():
-        step()  # makes the state
+        step()  # creates the state
     state = {
         f"{name} of {number}": value for number, of in enumerate(optimizer.state.values()) for name, value in of.items()
     }

@@ -65,8 +65,8 @@ def test_keys_differ_by_each_of_their_fields() -> None:
     ]  # fmt: skip
     assert len(set(keys)) == len({hash(key) for key in keys}) == len(keys)
     for key in keys:
-        twin = BatchDescriptor(key.kind, key.padded_reqs, key.padded_tokens, key.query_len)
-        assert (twin, hash(twin)) == (key, hash(key))
+        same = BatchDescriptor(key.kind, key.padded_reqs, key.padded_tokens, key.query_len)
+        assert (same, hash(same)) == (key, hash(key))
     assert [(k.padded_reqs, k.padded_tokens, k.query_len) for k in keys] == [
         (4, 4, 1), (4, 4, 0), (2, 4, 2), (2, 4, 0), (1, 4, 4), (4, 5, 0)
     ]  # fmt: skip

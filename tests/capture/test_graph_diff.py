@@ -189,7 +189,7 @@ def test_nodes_are_matched_in_order_and_once(seed: int) -> None:
     renamed = {node.before[0]: node.after[0] for node in found.nodes if node.before and node.after}
     assert removed == sorted(set(removed))
     assert added == sorted(set(added))
-    # What is left of both sides after that is one sequence.
+    # After removing the differences, both sequences are equal.
     left = [f"{i}!" if i in renamed else name for i, name in enumerate(names) if i not in removed]
     back = {after: before for before, after in renamed.items()}
     right = [f"{back[j]}!" if j in back else name for j, name in enumerate(other) if j not in added]
@@ -226,7 +226,7 @@ def test_graphs_with_nothing_in_common(monkeypatch: pytest.MonkeyPatch) -> None:
     matched = list(aligned(a, [*b, ("kernel", "c")]))
     assert matched == [*((at, at) for at in range(100)), (None, 100)]
     monkeypatch.setattr(align, "_MOST_EDITS", 10)
-    assert list(aligned(a, [*b, ("kernel", "c")])) == matched, "as where the search was given up"
+    assert list(aligned(a, [*b, ("kernel", "c")])) == matched, "as if the search was given up"
 
 
 def test_long_graphs_are_compared_quickly() -> None:
@@ -241,7 +241,7 @@ def test_long_graphs_are_compared_quickly() -> None:
     found = diff(small, chain(*swapped * 200))
     assert len(found.nodes) == 200
     assert len({node.before for node in found.nodes}) == 200
-    assert str(found).count("\n") < 5, "nodes that differ alike stand once"
+    assert str(found).count("\n") < 5, "nodes with equal differences are grouped"
     assert "200 x kernel up at 7, 17, 27" in str(found)
     assert time.perf_counter() - start < 15
 
@@ -270,7 +270,7 @@ def test_addresses_are_compared_by_region_and_offset() -> None:
     assert compared(here, elsewhere, *maps).equal
     assert compared(here, elsewhere).nodes[0].changes == (
         Change(Level.ARGUMENTS, "argument 1", hex(POOL + 32), hex(POOL + 0x100020)),
-    ), "without maps by value"
+    ), "without maps, addresses are compared by value"
     moved = chain(kernel("f", word(X + 24), word(POOL + 32)))
     (node,) = compared(here, moved, memory(), memory()).nodes
     assert node.changes == (Change(Level.ARGUMENTS, "argument 0", "x+0x10", "x+0x18"),)
@@ -394,9 +394,9 @@ class Toy:
     def step(self, rows: int) -> torch.Tensor:
         hidden = torch.empty(rows, 16)
         torch.mm(self.x[:rows], self.weight, out=hidden)
-        scale = self.weight.amax()  # of the weight alone
+        scale = self.weight.amax()  # reads the weight only
         self.out[:rows].copy_(torch.tanh(hidden / scale))
-        self.table.add_(1)  # of all rows
+        self.table.add_(1)  # all requests
         return self.out[:rows] * 2
 
     def view(self, rows: int) -> GraphView:
@@ -410,7 +410,7 @@ class Toy:
 def test_two_captures_of_a_step_are_equal() -> None:
     toy = Toy()
     first, second = toy.view(4), toy.view(4)
-    assert [node.operands for node in first.nodes] != [node.operands for node in second.nodes], "memory of their own"
+    assert [node.operands for node in first.nodes] != [node.operands for node in second.nodes], "different memory"
     assert compared(first, second).equal
     other = Toy()
     assert not compared(first, other.view(4)).equal
@@ -439,7 +439,7 @@ def test_two_sizes_differ_in_arguments_that_depend_on_the_size() -> None:
         "op aten.tanh.default": ("operand self", "operand out"),
         "op aten.copy_.default": ("operand self", "operand src"),
         "op aten.mul.Tensor": ("operand self", "operand out"),
-    }, "neither the op on the weight nor that on the table"
+    }, "the ops on the weight and on the table are equal"
     assert "op aten.mm.out at 1\n    operand self: 128 bytes -> 256 bytes\n    operand out: 128" in str(found)
 
 
@@ -487,4 +487,4 @@ def test_sizes_of_a_step_of_graphrt() -> None:
     again = make_rig(CPU, decode_sizes=(2, 4), mixed_sizes=(16,), model=rig.model)
     other = {key.padded_reqs: graph for key, graph in again.manager._graphs._graphs.items() if str(key)[:6] == "decode"}
     assert fingerprint(inspect_graph(other[2])).launches == fingerprint(two).launches == fingerprint(four).launches
-    assert fingerprint(inspect_graph(other[2])).arguments != fingerprint(two).arguments, "buffers of its own"
+    assert fingerprint(inspect_graph(other[2])).arguments != fingerprint(two).arguments, "other buffers"

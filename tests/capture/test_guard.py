@@ -97,7 +97,7 @@ def test_remembered_names_are_looked_up_again() -> None:
     held["replaced"] = kept.clone()
     with pytest.raises(ReplayError, match=r"^replaced: expected at address .* load new values in place"):
         guard.check_next()
-    held["replaced"] = kept.view(3, 4)  # another object, the same memory in the same layout
+    held["replaced"] = kept.view(3, 4)  # another object with the same memory and layout
     guard.check_next()
     del held["gone"]
     guard.check_next()  # only a full check looks names up

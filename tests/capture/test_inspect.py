@@ -121,7 +121,7 @@ def test_a_multi_row_copy_spans_from_its_first_byte_to_its_last(fake: FakeGraphs
     rows = {"Height": 3, "Depth": 2, "srcPitch": 100, "srcHeight": 5, "dstPitch": 16, "srcY": 1, "srcXInBytes": 4}
     fake.copy(graph, 0x1000, 0x2000, 16, srcZ=2, **rows)
     (node,) = inspect_graph(graph).nodes
-    # By numpy's rules: the bytes of an array of [planes, 5 rows, 100 bytes], from its first to its last.
+    # The span of a numpy array of [planes, 5 rows, 100 bytes].
     planes = torch.arange(6 * 5 * 100).view(6, 5, 100)[2:4, 1:4, 4:20]
     first, last = int(planes.min()), int(planes.max())
     assert node.operands == (
@@ -238,7 +238,7 @@ def test_an_unreadable_node_gets_a_remark_and_the_others_are_read(fake: FakeGrap
     fake.other(graph, "EXT_SEMAS_SIGNAL")
     fake.copy(graph, 0x1000, 0x2000, 64)
     fake.fill(graph, 0x3000, 0, 1, 1)
-    fake.other(graph, "MEMCPY", driver.CUDA_MEMCPY3D())  # its types of memory are 0, which is none
+    fake.other(graph, "MEMCPY", driver.CUDA_MEMCPY3D())  # its memory types are 0, which is invalid
     fake.failing = {"cuGraphMemsetNodeGetParams"}
     nodes = inspect_graph(graph).nodes
     assert [(node.kind, node.name) for node in nodes] == [
@@ -308,7 +308,7 @@ def test_programmatic_edges_are_marked(fake: FakeGraphs) -> None:
     a = fake.kernel(graph, f)
     b = fake.kernel(graph, f, after=[a], early=[a])
     c = fake.kernel(graph, f, after=[a, b, b], early=[b])
-    fake.depend(graph, b, c)  # one waits for the end, so all of them do
+    fake.depend(graph, b, c)  # a full edge wins
     assert inspect_graph(graph).edges == (Edge(0, 1, True), Edge(0, 2), Edge(1, 2))
 
 
@@ -359,7 +359,7 @@ def test_the_order_does_not_depend_on_the_order_of_the_driver_s_list(fake: FakeG
     assert len({tuple(node.name for node in view.nodes) for view in views}) == 1
     assert len({view.edges for view in views}) == 1
     assert all(edge.source < edge.target for edge in views[0].edges)
-    # An oracle that knows no order: every edge of the graph, by what its ends were launched with, is in the view.
+    # Independent of the order: the view has every edge of the graph, identified by the launches of its ends.
     labels = [[int.from_bytes(node.arguments[0].data, "little") for node in view.nodes] for view in views]
     value = {h: int.from_bytes(bytes(n.memory[0]), "little") for h, n in fake.nodes.items()}
     expected = {(value[source], value[target]) for source, target, _ in fake.graphs[graph].edges}
@@ -443,7 +443,7 @@ def test_the_body_of_a_loop_is_read_on_older_drivers(monkeypatch: pytest.MonkeyP
     node = reader.conditional(parent, 1, [body])
     reader.kernel(body, reader.function("go_on", []))
     ((made, (name, bodies)),) = loop.raw_conditionals().items()
-    assert (made, name, len(bodies), loop.raw_cuda_graph()) == (9, "while", 1, 9), "what the first driver calls them"
+    assert (made, name, len(bodies), loop.raw_cuda_graph()) == (9, "while", 1, 9), "the handles of the first driver"
     monkeypatch.setattr(loop, "_graph", parent)
     monkeypatch.setattr(loop, "_conditionals", {node: ("while", (driver.CUgraph(body),))})
     view = inspect_graph(loop)

@@ -69,7 +69,7 @@ def test_chain_of_matrix_products(dtype: torch.dtype) -> None:
     assert any(word in node.name.lower() for node in kernels for word in ("gemm", "nvjet", "cutlass"))
     assert all(node.grid and min(node.grid) >= 1 and node.block and node.block[0] % 32 == 0 for node in kernels)
     chain = [(at, at + 1) for at in range(len(view.nodes) - 1)]
-    assert [(edge.source, edge.target) for edge in view.edges] == chain, "a library may make them programmatic"
+    assert [(edge.source, edge.target) for edge in view.edges] == chain, "a library may use programmatic edges"
     held = set.union(*map(words, kernels))
     assert {t.data_ptr() for t in (x, w, v, *outs)} <= held
 
@@ -99,7 +99,7 @@ def test_triton_kernel() -> None:
     assert int.from_bytes(named["n"].data, "little") == 1000
     graph.replay()
     torch.cuda.synchronize()
-    assert torch.equal(out, x * 2.5), "reading a graph changes nothing"
+    assert torch.equal(out, x * 2.5), "inspection does not change the graph"
 
 
 def test_copies_and_fills() -> None:
@@ -143,7 +143,7 @@ def test_fork_and_join_of_streams() -> None:
     assert set(view.edges) == {Edge(0, 1), Edge(0, 2), Edge(1, 3), Edge(2, 3)}
     again = inspect_graph(capture(step))
     assert fingerprint(again).launches == fingerprint(view).launches
-    assert y.data_ptr() in words(view.nodes[1]), "as they were launched"
+    assert y.data_ptr() in words(view.nodes[1]), "in launch order"
 
 
 def test_programmatic_edges() -> None:
@@ -194,7 +194,7 @@ def test_loop_and_body() -> None:
 
 
 def test_nodes_made_by_driver_calls() -> None:
-    torch.zeros(1, device="cuda")  # makes the context
+    torch.zeros(1, device="cuda")  # creates the context
     graph, event = check(driver.cuGraphCreate(0))[1], check(driver.cuEventCreate(0))[1]
     ran = []
     callback = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(lambda data: ran.append(data))
@@ -243,7 +243,7 @@ def test_two_captures_of_a_step_are_equal() -> None:
     found = diff(a, b, pool_of(first), pool_of(second))
     assert found.equal, str(found)
     assert fingerprint(a, pool_of(first)) == fingerprint(b, pool_of(second))
-    assert not diff(a, b).equal, "the pools are two"
+    assert not diff(a, b).equal, "two pools"
     x = x.clone()
     moved = inspect_graph(third := capture(step))
     changed = {
@@ -278,4 +278,4 @@ def test_600_nodes_take_less_than_100_ms() -> None:
         seconds.append(time.perf_counter() - start)
     print(f"{len(view.nodes)} nodes: {min(seconds) * 1e3:.1f} ms, first {seconds[0] * 1e3:.1f} ms")
     assert len(view.nodes) >= 600
-    assert sorted(seconds)[2] < 0.1, "a collection of garbage may fall into one of them"
+    assert sorted(seconds)[2] < 0.1, "one of them may include a garbage collection"

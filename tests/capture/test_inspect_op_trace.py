@@ -1,5 +1,4 @@
-"""An op trace becomes a view: ops with what they read and write, and an edge from whoever touched those bytes
-before."""
+"""inspect_graph() of op traces: ops with their operands, and edges between accesses of the same bytes."""
 
 from __future__ import annotations
 
@@ -170,9 +169,9 @@ def test_edges_of_reads_and_writes() -> None:
 
     def step() -> torch.Tensor:
         a = x + 1  # 0
-        b = a * y  # 1 reads what 0 made
-        a.zero_()  # 2 writes what 1 reads and 0 wrote
-        y.add_(b)  # 3 writes what 1 reads, reads what 1 made
+        b = a * y  # 1 reads the result of 0
+        a.zero_()  # 2 overwrites the result of 0, which 1 reads
+        y.add_(b)  # 3 writes the input of 1, reads the result of 1
         return a + y  # 4
 
     assert edges(view_of(step)) == {(0, 1), (0, 2), (1, 2), (1, 3), (2, 4), (3, 4)}
@@ -184,10 +183,10 @@ def test_disjoint_parts_of_a_buffer_are_independent() -> None:
     def step() -> torch.Tensor:
         x[:4].fill_(1.0)  # 0
         x[4:].fill_(2.0)  # 1
-        a = x[3:5] + 0  # 2 of both
-        x[2:4].fill_(3.0)  # 3 over a part of 0, which 2 reads
-        x[6:].fill_(4.0)  # 4 over a part of 1, which nobody reads
-        return a + x[:1]  # 5 reads what is left of 0
+        a = x[3:5] + 0  # 2 reads both
+        x[2:4].fill_(3.0)  # 3 overwrites a part of 0, which 2 reads
+        x[6:].fill_(4.0)  # 4 overwrites a part of 1
+        return a + x[:1]  # 5 reads the rest of 0
 
     assert edges(view_of(step)) == {(0, 2), (1, 2), (0, 3), (2, 3), (1, 4), (0, 5), (2, 5)}
 
@@ -227,7 +226,7 @@ def test_edges_equal_those_computed_per_byte(seed: int) -> None:
             if kind == 0:
                 part(half).zero_()
             elif kind == 1:
-                part(half).add_(part(1 - half)[:1])  # no op takes what overlaps with what it writes
+                part(half).add_(part(1 - half)[:1])  # the inputs of an op do not overlap with its outputs
             else:
                 torch.bitwise_xor(part(half)[:1], part(rng.randrange(2)))
         return memory

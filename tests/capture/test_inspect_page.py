@@ -159,7 +159,7 @@ def test_the_example_step_has_its_operators_and_regions():
     example = toy_step()
     names = example.view.counts()
     assert names["graphrt::write_kv"] == 2
-    assert names["aten::matmul"] == 5  # two layers of two, and the logits
+    assert names["aten::matmul"] == 5  # two layers, and the logits
     found = [o for _, node in example.view.walk() for o in node.operands if example.memory.find(o.address)]
     assert len(found) > 50
 
@@ -186,7 +186,7 @@ def test_hostile_texts_stay_texts(page):
     document, data = page(example)
     tags = [tag for tag, _ in document.elements]
     plain, _ = page(replace(example, view=GraphView(()), findings=[], timings={}, title="plain"))
-    assert tags == [tag for tag, _ in plain.elements]  # no text has become an element
+    assert tags == [tag for tag, _ in plain.elements]  # no text was parsed as an element
     assert [attributes.get("type") for attributes, _ in document.named("script")] == ["application/json", None]
     assert document.named("title")[0][1] == document.named("h1")[0][1] == example.title.replace("\ud800", "\ufffd")
     names = {name for _, name, *_ in data["kernels"]}
@@ -310,4 +310,4 @@ def test_texts_have_enough_contrast_in_both_schemes(scheme):
         if contrast(*(colours[name] for name in pair)) < 4.5
     } == {}
     boxes = {f"c{i}": contrast(colours[f"c{i}"], colours["panel"]) for i in range(13)}
-    assert min(boxes.values()) >= 3, boxes  # what WCAG asks of graphics
+    assert min(boxes.values()) >= 3, boxes  # required by WCAG for graphics

@@ -139,7 +139,7 @@ def test_the_hash_filters(opened, step):
         assert page.evaluate(PLACES) == expected, fragment
         assert page.text("#count").split(" ")[0] == str(len(expected)), fragment
         hits.append(len(expected))
-    assert sum(0 < count < step.view.num_nodes for count in hits) >= 11  # most filters filter
+    assert sum(0 < count < step.view.num_nodes for count in hits) >= 11  # most filters remove nodes
     assert page.errors == []
 
 
@@ -315,14 +315,14 @@ def test_the_order_is_drawn_in_columns_and_lanes(opened):
         page.click("#strip", across=across, down=down)
         assert page.text("#details h2") == f"Node {node}"
     before = page.evaluate("location.hash")
-    page.click("#strip", across=5 / 6, down=(7 + 48 * 1.5) / height)  # nothing is there
+    page.click("#strip", across=5 / 6, down=(7 + 48 * 1.5) / height)  # empty
     assert page.evaluate("location.hash") == before
 
 
 def test_the_order_follows_the_timings_and_zooms(opened):
     nodes = tuple(kernel(name, (1,), 32) for name in ("short", "long"))
     page = opened(Example(GraphView(nodes, (Edge(0, 1),)), MemoryMap([]), [], {(0,): 10.0, (1,): 90.0}), "#scale=time")
-    page.click("#strip", across=0.2, down=0.45)  # behind the first tenth
+    page.click("#strip", across=0.2, down=0.45)  # after the first tenth
     assert page.text("#details h2") == "Node 1"
     page.click("[data-scale=order]")
     page.click("#strip", across=0.2, down=0.45)
@@ -340,7 +340,7 @@ def test_an_op_trace_without_edges_is_drawn_in_list_order(opened):
     page.click("#overview", across=0.5)
     page.click("#strip", across=0.5, down=0.45)
     assert abs(int(page.text("#details h2").removeprefix("Node ")) - 300) <= 2
-    wide = opened(Example(GraphView(ops), MemoryMap([]), [], {}))  # a graph that says so runs them all at once
+    wide = opened(Example(GraphView(ops), MemoryMap([]), [], {}))  # a CUDA graph without edges
     assert wide.text("#picture-facts") == "600 nodes, 1 step deep, 64 lanes drawn"
     assert wide.errors == page.errors == []
 
@@ -386,12 +386,12 @@ def test_hostile_names_run_nothing(opened):
     page.evaluate("location.hash = ''")
     for index, name in enumerate(names):
         if not name:
-            continue  # in an address, no name is every name
+            continue  # an empty name in an address means all names
         row = f"[...document.querySelectorAll('#kernel-list .row')].find((row) => row.title === {json.dumps(name)})"
         page.evaluate(f"{row}.click()")
         assert page.evaluate(PLACES) == [str(index)], name
         if index < 2 or "\ud800" in name:
-            page.open()  # the same from the address alone
+            page.open()  # the same from the address
             assert page.evaluate(PLACES) == [str(index)], name
         page.evaluate("document.querySelector('#chips button').click()")
     assert page.evaluate("document.querySelectorAll('img, script').length") == 2

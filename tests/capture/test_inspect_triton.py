@@ -100,7 +100,7 @@ def launched(fake: FakeGraphs, function: int, arguments: list[bytes]) -> Node:
 
 def test_arguments_are_named_as_in_the_signature(fake: FakeGraphs, module, compiled: CompiledKernel) -> None:
     sizes = sizes_of(compiled)
-    assert sizes == [8, 8, 4, 8, 2, 8, 8], "the launcher adds two pointers"
+    assert sizes == [8, 8, 4, 8, 2, 8, 8], "the launcher appends two pointers"
     function = fake.function("scale_rows", sizes)
     module.scale_rows = jitted(known(compiled.src.signature, function))
     data = [word(0x7F0000001000), word(0x7F0000002000), number(2), word(1000), bytes(2), word(0), word(0)]
@@ -125,7 +125,7 @@ def test_the_function_handle_decides_between_kernels_of_one_name(fake: FakeGraph
     assert [(argument.name, argument.pointers) for argument in found] == [("x", (0,)), ("n", ()), ("", None)]
     module.scale_rows = jitted(known({"x": "*fp32"}, 1), known({"x": "*bf16"}, 2), known({"x": "i32"}, 3))
     last = launched(fake, functions[2], [word(5)]).arguments[0]
-    assert (last.name, last.pointers) == ("x", (0,)), "all that fit say the same"
+    assert (last.name, last.pointers) == ("x", (0,)), "all fitting signatures are equal"
 
 
 UNCERTAIN = {

@@ -124,6 +124,7 @@ class Invalidated:
 def test_the_generator_can_draw_after_an_invalidated_capture(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "CUDAGraph", Invalidated)
     monkeypatch.setattr(recorder, "check_capture_allocator", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
     pools, ended = iter((0, number) for number in range(1, 9)), []
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: next(pools))
     monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", lambda *of: ended.append(of), raising=False)

@@ -242,12 +242,12 @@ def test_memory_allocated_by_the_step_is_in_the_pool() -> None:
     assert [(r.address, r.nbytes) for r in unnamed] == [(x.data_ptr(), 16)]
 
 
-@pytest.mark.parametrize("keep", ["tensor", "view", "parameter", "nobody"])
+@pytest.mark.parametrize("keep", ["tensor", "view", "parameter", "none"])
 def test_earlier_memory_is_live_while_another_tensor_refers_to_it(keep: str) -> None:
     held = {"x": torch.ones(4)}
     op_trace = op_trace_of(lambda: (held["x"].view(2, 2) @ held["x"].view(2, 2)).reshape(-1) + held["x"])
     x = held.pop("x")
-    kept = {"tensor": x, "view": x[1:], "parameter": torch.nn.Parameter(x), "nobody": None}[keep]
+    kept = {"tensor": x, "view": x[1:], "parameter": torch.nn.Parameter(x), "none": None}[keep]
     del x
     (region,) = (r for r in memory_of(pool=op_trace).regions if r.owner is Owner.ALLOCATOR)
     assert region.live == (kept is not None)

@@ -68,7 +68,7 @@ def test_entries_of_unused_dimensions_are_not_addresses(tensors: int, functor: i
     addresses = words(*[REAL] * (tensors - 1), LEAK.address) + b"\x07" * functor
     (finding,) = run(kernel(words(5), data + addresses, name=LOOP)).findings
     assert finding.where == f"argument 1, byte {len(data) + 8 * (tensors - 1)}"
-    behind = padded(b"\x07" * min(functor, 24)) + words(*[REAL] * tensors)  # a functor that stands before them
+    behind = padded(b"\x07" * min(functor, 24)) + words(*[REAL] * tensors)  # a functor before them
     assert run(kernel(words(5), data + behind, name=LOOP)).ok
     gone = kernel(words(5), data + words(*[GONE.address + 8] * tensors) + b"\x07" * functor, name=LOOP)
     assert len(run(gone).findings) == tensors
@@ -89,7 +89,7 @@ def test_stale_words_of_a_calculator_before_known_memory() -> None:
     struct.pack_into("<Q", data, 512, STALE)
     plain = bytes(data) + words(REAL, REAL + 64)
     assert run(kernel(words(64), plain, name=INDEX)).ok
-    assert sum(run(kernel(words(64), plain, name=INDEX)).counts.values()) == 2, "stale words are not counted either"
+    assert sum(run(kernel(words(64), plain, name=INDEX)).counts.values()) == 2, "stale words are not counted"
     other = run(kernel(words(64), plain, name="my_own_kernel"))
     assert {f.where for f in other.findings} == {"argument 1, byte 336", "argument 1, byte 512"}
     no_calculator = bytes(4) + plain[4:]
@@ -161,7 +161,7 @@ def _fields(node: Node) -> dict[str, object]:
 STEPS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "index_elementwise_kernel": lambda x, rows: x[rows[:, None], rows[None, :4]],
     "gpu_kernel_impl_nocast": lambda x, rows: x.t() + x,
-    "gpu_kernel_impl<": lambda x, rows: x.t() + rows,  # casts on its way
+    "gpu_kernel_impl<": lambda x, rows: x.t() + rows,  # casts its input
     "multi_outputs": lambda x, rows: torch.frexp(x[:, ::2]).mantissa,
     "reduce_kernel": lambda x, rows: x.view(4, 8, 8, 4).sum(dim=(0, 2)),
     "sum_functor": lambda x, rows: x.sum(),
